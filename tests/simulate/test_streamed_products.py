@@ -32,5 +32,5 @@ def test_tiles_of_wgmma(a, shape, form, seed, monkeypatch):
     simulator = Simulator(Target(90), Schedule(seed))
     with simulator.running():
         got = multiply(x, choose(problem_of(x, simulator.target), "wgmma_sm90"))
-    assert {"swizzle_a_sm90", "gemm_wgmma_sm90"} <= {launch.kernel.__name__ for launch in simulator.launches}
+    assert "gemm_wgmma_sm90" in {launch.kernel.__name__ for launch in simulator.launches}
     assert _differences(got, x) == []

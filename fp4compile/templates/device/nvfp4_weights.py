@@ -3,11 +3,15 @@
 A warp's step is 16 rows of B (8 upper and 8 lower ones) times 128 elements along K. It has a buffer of `STEP_BYTES` in
 shared memory: the codes of the upper rows, the codes of the lower rows, then the scales of both in the same order.
 
-Lane 4 * g + q of a warp multiplies upper row g and lower row g, as `mma.sync` and `wgmma` define it. The lower rows are
-the eight rows behind the upper ones, or (PAIRED) every second row, so that a lane has neighbouring rows of B, which are
-neighbouring columns of the result. A lane takes blocks q and q + 4 of the eight blocks of 16 elements. The instructions
-assign other elements of K to a lane; that changes only the order of the sum over K, because A is assigned to the lanes
-in the same order.
+Lane 4 * g + q of a warp multiplies upper row g and lower row g, as `mma.sync` and `wgmma` define it. The instructions
+assign elements 2q, 2q + 1, 2q + 8 and 2q + 9 of each block of 16 to a lane.
+
+- `gemm_skinny` (`read_weights`): the lower rows are the eight rows behind the upper ones. A lane takes all elements of
+  blocks q and q + 4 of the eight blocks of a step. That changes only the order of the sum over K, because A is assigned
+  to the lanes in the same order.
+- `gemm_wgmma_sm90` (`read_natural_weights`): every second row is a lower one, so that a lane has neighbouring rows of
+  B, which are neighbouring columns of the result. K has its natural order, in which A is copied from global memory as
+  it lies there. So a lane takes byte q, two codes, of each word of eight codes, and the scales of all blocks.
 """
 
 import triton
@@ -56,6 +60,32 @@ def scale_registers(kind: str, pair: str, out: str) -> str:
     return lines + f" cvt.rn.bf16x2.f32 {out}0, f, f; cvt.rn.bf16x2.f32 {out}1, g, g;"
 
 
+def pair_nibbles(word: str, out: str) -> str:
+    """PTX that orders the eight codes of a word for `dequantize_word`, whose register j has codes j and j + 4.
+
+    The codes of byte 0, 2, 1 and 3, in that order, become the codes of register 0, 1, 2 and 3. Needs registers u and v.
+    The low codes stay in, or move to, the lower half of the word, and the high codes to the upper half.
+    """
+    return (
+        f"shr.b32 u, {word}, 12; shl.b32 v, {word}, 12; lop3.b32 u, {word}, u, 0xFFFF0F0F, 0xE4;"
+        f" lop3.b32 {out}, u, v, 0xF0F0FFFF, 0xE4;"
+    )
+
+
+def neighbouring_scales(kind: str, word: str, half: int, out: str) -> str:
+    """PTX that turns two of a word's four E4M3 bytes into registers {out}0 and {out}1, as `scale_registers` does.
+
+    half: which two bytes. Needs the registers u, h, k, f and g, z (two bf16 of -0) and y (two bf16 of 2^119).
+    """
+    lines = f"mov.b32 {{h, k}}, {word}; cvt.rn.f16x2.e4m3x2 u, {'hk'[half]}; mov.b32 {{h, k}}, u;"
+    if kind == "bf16x2":
+        lines += (
+            " cvt.f32.f16 f, h; cvt.f32.f16 g, k; cvt.rn.bf16x2.f32 u, g, f; fma.rn.bf16x2 u, u, y, z;"
+            " mov.b32 {h, k}, u;"
+        )
+    return lines + f" mov.b32 {out}0, {{h, h}}; mov.b32 {out}1, {{k, k}};"
+
+
 STEP_BYTES = tl.constexpr(1152)  # bytes of codes and scales of one warp's step
 _CODES_ROW = tl.constexpr(64)
 _CODES_LOWER = 512
@@ -86,23 +116,47 @@ _READ_STEP = tl.constexpr(
 )
 
 
+def _read_natural_step() -> str:
+    """PTX that reads a lane's codes and scales in the natural order of K.
+
+    Outputs: four words of codes of the upper row, four of the lower row; eight scale bytes of each; a token. Inputs:
+    addresses of the upper row's first 16-byte unit of codes and of its scales; a `prmt` selector of byte q of two
+    words; a token. A unit has four words of codes. The codes of a lane in them become one word, in the order of
+    `pair_nibbles`. The lanes of a quad read the same addresses.
+    """
+    text = ["{ .reg .b32 a, p, r, x<4>; mov.b32 $12, 0;"]
+    for unit in range(4):
+        text.append(f"xor.b32 a, $13, {16 * unit};")
+        for row in range(2):
+            text.append(
+                f"ld.shared.v4.b32 {{x0, x1, x2, x3}}, [a + {row * _CODES_LOWER}];"
+                f" prmt.b32 p, x0, x1, $15; prmt.b32 r, x2, x3, $15; prmt.b32 ${4 * row + unit}, p, r, 0x5140;"
+            )
+    text.append(f"ld.shared.v2.b32 {{$8, $9}}, [$14]; ld.shared.v2.b32 {{$10, $11}}, [$14 + {_SCALES_LOWER}]; }}")
+    return " ".join(text)
+
+
+_READ_NATURAL_STEP = tl.constexpr(_read_natural_step())
+_READ_NATURAL_OPERANDS = tl.constexpr(",".join(["=&r"] * 13 + ["r"] * 4))
+
+
 @triton.jit
 def copy_weights(
     buffer, step, wanted, token, lane, row, codes_ptr, scales_ptr, n, k_vectors,
-    SQUARE: tl.constexpr, SWIZZLED: tl.constexpr, EVEN: tl.constexpr, PAIRED: tl.constexpr = False,
+    SQUARE: tl.constexpr, SWIZZLED: tl.constexpr, EVEN: tl.constexpr, NATURAL: tl.constexpr = False,
 ):  # fmt: skip
     """Start to copy the codes and scales of a warp's step into a buffer. Returns a token.
 
     step: which 128 elements of K. wanted: whether to copy at all. row: first row of the warp's 16 rows of B [n, K].
-    k_vectors: 16-byte vectors of codes in a row, K / 32. EVEN: all rows and elements of the step exist. PAIRED: each
-    upper row is followed by its lower row.
+    k_vectors: 16-byte vectors of codes in a row, K / 32. EVEN: all rows and elements of the step exist. NATURAL:
+    `read_natural_weights` reads the buffer; each upper row is followed by its lower row.
     """
-    apart: tl.constexpr = 1 if PAIRED else 8  # rows from an upper row to its lower row
+    apart: tl.constexpr = 1 if NATURAL else 8  # rows from an upper row to its lower row
     g = lane % 32 // 4
     q = lane % 4
     codes_vector = step * 4 + q  # of 16 bytes
     scales_word = step * 2 + q % 2  # of 4 bytes
-    upper = row + (2 * g if PAIRED else g)
+    upper = row + (2 * g if NATURAL else g)
     scales_row = upper + q // 2 * apart  # half of the lanes copy the upper rows' scales, half the lower rows'
     if SWIZZLED:
         scales = swizzle(scales_row, 0, tl.cdiv(k_vectors, 2)) + scales_word * 512
@@ -110,8 +164,9 @@ def copy_weights(
         scales = (scales_row // 16 * (k_vectors // 2) + scales_word) * 4
     else:
         scales = (scales_row * (k_vectors // 2) + scales_word) * 4
-    # In every second pair of rows the halves are exchanged, so that lanes that read at once read different banks.
-    to_codes = buffer + g * _CODES_ROW + (q ^ (g // 2 % 2 * 2)) * 16
+    # Units are exchanged, or in every second pair of rows halves, so that lanes that read at once read different banks.
+    exchanged = q ^ (g // 2 % 4 if NATURAL else g // 2 % 2 * 2)
+    to_codes = buffer + g * _CODES_ROW + exchanged * 16
     to_scales = buffer + _SCALES + (g + q // 2 * 8) * _SCALES_ROW + q % 2 * 4
     codes = codes_ptr + (upper * k_vectors + codes_vector).to(tl.int64) * 16
     lower = codes + tl.cast(k_vectors, tl.int64) * (16 * apart)
@@ -147,3 +202,21 @@ def read_weights(buffer, part: tl.constexpr, token, lane):
         dtype=(tl.int64, tl.int64, tl.int64, tl.int64, tl.int32, tl.int32, tl.int32), is_pure=True, pack=1,
     )  # fmt: skip
     return found[0:6], found[6]
+
+
+@triton.jit
+def read_natural_weights(buffer, part: tl.constexpr, token, lane):
+    """A lane's codes and scales of a step that has arrived, in the natural order of K.
+
+    part: which 16 rows of the buffer. Returns (the outputs of `_read_natural_step` without its token, token).
+    """
+    g = lane % 32 // 4
+    q = lane % 4
+    buffer = buffer + part * STEP_BYTES
+    first = buffer + g * _CODES_ROW + g // 2 * 16
+    found = tl.inline_asm_elementwise(
+        _READ_NATURAL_STEP, _READ_NATURAL_OPERANDS,
+        (first, buffer + _SCALES + g * _SCALES_ROW, q | (q + 4) << 4, token),
+        dtype=(tl.int32,) * 13, is_pure=True, pack=1,
+    )  # fmt: skip
+    return found[0:12], found[12]

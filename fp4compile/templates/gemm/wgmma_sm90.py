@@ -37,23 +37,24 @@ from fp4compile.templates.device.async_copy import (
     select_ptx,
     wait_ptx,
 )
-from fp4compile.templates.device.dependent_launch import launch_dependents, wait
+from fp4compile.templates.device.dependent_launch import launch_dependents
 from fp4compile.templates.device.elements import pack
 from fp4compile.templates.device.epilogue import epilogue, rescale, store_rounded
 from fp4compile.templates.device.nvfp4_weights import (
     STEP_BYTES,
     copy_weights,
     dequantize_word,
-    read_weights,
-    scale_registers,
+    neighbouring_scales,
+    pair_nibbles,
+    read_natural_weights,
 )
 from fp4compile.templates.device.shared_memory import MEMORY, reserve
 from fp4compile.templates.gemm.call import Call
 from fp4compile.templates.gemm.candidate import Candidate
 from fp4compile.templates.gemm.dequant_tiles import reduce_split_k
+from fp4compile.templates.gemm.dequantized import dequantized
 from fp4compile.templates.gemm.heuristics import WGMMA_ROWS, WgmmaConfig, wgmma_config
 from fp4compile.templates.gemm.streaming import streams
-from fp4compile.templates.gemm.swizzled_a_sm90 import swizzled_a
 from fp4compile.templates.launch import launch
 from fp4compile.templates.problem import Problem
 
@@ -68,19 +69,26 @@ _DESCRIPTOR = 1 << 62 | (1024 >> 4) << 32 | 1 << 16
 
 
 def _words_ptx(compute: str, words: range) -> list[str]:
-    """PTX that dequantises words of eight codes to a{word}_0 to 3 (upper row) and b{word}_0 to 3 (lower row)."""
+    """PTX that dequantises words of eight codes to a{word}_0 to 3 (upper row) and b{word}_0 to 3 (lower row).
+
+    A word has a lane's codes of two blocks of 16 elements, and each block has two registers of either row.
+    """
     kind = _KIND[compute]
     text = []
     for word in words:
         a, b = f"a{word}_", f"b{word}_"
         text += [
             f".reg .b32 {a}<4>, {b}<4>;",
-            dequantize_word(kind, f"w{word}", a),
-            dequantize_word(kind, f"w{4 + word}", b),
+            pair_nibbles(f"w{word}", "w"),
+            dequantize_word(kind, "w", a),
+            pair_nibbles(f"w{4 + word}", "w"),
+            dequantize_word(kind, "w", b),
+            neighbouring_scales(kind, f"e{word // 2}", word % 2, "s"),
+            neighbouring_scales(kind, f"e{2 + word // 2}", word % 2, "t"),
         ]
         for j in range(4):
             for register, scale in ((a, "s"), (b, "t")):
-                product = f"{register}{j}, {register}{j}, {scale}{word // 2}"
+                product = f"{register}{j}, {register}{j}, {scale}{j // 2}"
                 text.append(f"mul.rn.f16x2 {product};" if kind == "f16x2" else f"fma.rn.bf16x2 {product}, z;")
     return text
 
@@ -88,17 +96,18 @@ def _words_ptx(compute: str, words: range) -> list[str]:
 def _multiply_ptx(compute: str, rows: int, group: int) -> str:
     """PTX that adds the product of 64 rows of B (of a warpgroup) and `rows` rows of A over 128 elements to the sums.
 
-    Outputs: a lane's sums; a token. Inputs: codes of row g (two words of 64 bits), codes of row g + 8; the scale bytes
-    of both rows; the low half of A's descriptor; a token; the sums so far.
+    Outputs: a lane's sums; a token. Inputs: the outputs of `read_natural_weights`; the low half of A's descriptor; a
+    token; the sums so far.
     group: words of codes that one group of `wgmma` multiplies, 2 or 4. The last group still runs at the end of this
     text, and its registers must not be written meanwhile. With four words it uses all registers, so the next step must
     be another copy of this text, to which ptxas gives other registers.
     """
     kind, sums = _KIND[compute], rows // 2
-    text = ["{ .reg .b32 u, v, z, e, hi, w<8>, s<2>, t<2>; .reg .b16 h, k; .reg .f32 f, g; .reg .b64 d; .reg .pred p;"]
-    text.append(f"mov.b32 z, 0x80008000; mov.b32 hi, {_DESCRIPTOR >> 32}; mov.b32 ${sums}, 0; setp.eq.b32 p, 0, 0;")
-    text += [f"mov.b64 {{w{2 * i}, w{2 * i + 1}}}, ${sums + 1 + i};" for i in range(4)]
-    text += [scale_registers(kind, f"${sums + 5}", "s"), scale_registers(kind, f"${sums + 6}", "t")]
+    text = ["{ .reg .b32 u, v, w, y, z, at, hi, w<8>, e<4>, s<2>, t<2>; .reg .b16 h, k; .reg .f32 f, g; .reg .b64 d;"]
+    text.append(f".reg .pred p; mov.b32 y, 0x7B007B00; mov.b32 z, 0x80008000; mov.b32 hi, {_DESCRIPTOR >> 32};")
+    text.append(f"mov.b32 ${sums}, 0; setp.eq.b32 p, 0, 0;")
+    text += [f"mov.b32 w{i}, ${sums + 1 + i};" for i in range(8)]
+    text += [f"mov.b32 e{i}, ${sums + 9 + i};" for i in range(4)]
     held = "{" + ", ".join(f"${i}" for i in range(sums)) + "}"
     for first in range(0, 4, group):
         words = range(first, first + group)
@@ -108,7 +117,7 @@ def _multiply_ptx(compute: str, rows: int, group: int) -> str:
             at = word // 2 * (rows * 128 // 16) + (word % 2 * 2 + j // 2) * (32 // 16)
             b_registers = ", ".join(f"{register}{word}_{i}" for i in (j, j + 1) for register in "ab")
             text.append(
-                f"add.u32 e, ${sums + 7}, {at}; mov.b64 d, {{e, hi}}; wgmma.mma_async.sync.aligned.m64n{rows}k16.f32"
+                f"add.u32 at, ${sums + 13}, {at}; mov.b64 d, {{at, hi}}; wgmma.mma_async.sync.aligned.m64n{rows}k16.f32"
                 f".{kind[:-2]}.{kind[:-2]} {held}, {{{b_registers}}}, d, p, 1, 1, 0;"
             )
         text.append("wgmma.commit_group.sync.aligned; wgmma.wait_group.sync.aligned 1;")
@@ -123,7 +132,7 @@ _MULTIPLY_WGMMA = tl.constexpr({
 
 @triton.constexpr_function
 def _multiply_operands(sums):
-    return ",".join(["=f"] * sums + ["=&r", "l,l,l,l,r,r,r,r"] + [str(i) for i in range(sums)])
+    return ",".join(["=f"] * sums + ["=&r"] + ["r"] * 14 + [str(i) for i in range(sums)])
 
 
 @triton.constexpr_function
@@ -131,9 +140,10 @@ def _wait_wgmma_operands(sums):
     return ",".join(["=f"] * sums + [str(i) for i in range(sums)])
 
 
-# Each buffer of A has two barriers (mbarrier). "Full": its stage has arrived. "Empty", 8 bytes on: all warps have
-# released it. A barrier counts its phases, and a wait returns when the phase of a given parity is complete. A new
-# barrier behaves as if a phase of parity 1 were complete, so the first wait for an empty buffer returns at once.
+# Each buffer of A has two barriers (mbarrier), at which each warp arrives once a phase. "Full": its copies of the stage
+# have arrived. "Empty", 8 bytes on: it has released the stage. A barrier counts its phases, and a wait returns when the
+# phase of a given parity is complete. A new barrier behaves as if a phase of parity 1 were complete, so the first wait
+# for an empty buffer returns at once.
 # All lanes of a warp take the same branch; `bra.uni` says so, and lets ptxas use the warp's uniform registers.
 # Inputs: the buffer's barriers, the parity, a token.
 _WAIT_FULL = tl.constexpr(
@@ -148,8 +158,7 @@ _ARRIVE_EMPTY = tl.constexpr(
 @triton.constexpr_function
 def _barriers_ptx(warps, buffers):
     """PTX that initialises the barriers. Inputs: their address, whether this lane initialises them, a token."""
-    each = "mbarrier.init.shared::cta.b64 [$1 + {}], {};"
-    made = " ".join(each.format(8 * i, warps if i % 2 else 1) for i in range(2 * buffers))
+    made = " ".join(f"mbarrier.init.shared::cta.b64 [$1 + {8 * i}], {warps};" for i in range(2 * buffers))
     return (
         f"{{ .reg .pred p; setp.eq.b32 p, $2, 0; @p bra NO; {made} fence.mbarrier_init.release.cluster;"
         " NO: bar.warp.sync 0xffffffff; mov.b32 $0, 0; }"
@@ -157,17 +166,70 @@ def _barriers_ptx(warps, buffers):
 
 
 @triton.constexpr_function
-def _copy_a_stage_ptx(size):
-    """PTX that waits for an empty buffer and starts to copy `size` bytes of A to it, by one elected lane.
+def _passes(rows, warps):
+    """How often the lanes of a program, eight a line, copy lines of a matrix [rows, 64] of A."""
+    return -(-rows // (4 * warps))
 
-    Inputs: the buffer's barriers, the parity to wait for, the buffer, the source, whether this warp copies, a token.
+
+@triton.constexpr_function
+def _copy_a_stage_ptx(rows, warps, steps, even):
+    """PTX that waits for an empty buffer and starts a lane's copies of a stage of A: one unit of some of its lines.
+
+    Inputs: the buffer's barriers, the parity to wait for, whether to copy at all, the lane's first destination, the
+    stage's elements of the tile's first row, the lane's first line, how many matrices of the stage exist; for each pass
+    how many units beyond that row's elements the lane's source is; a token. Matrices that do not exist become zeros.
+    """
+    lines = 4 * warps
+    text = ["{ .reg .pred p, r; .reg .b64 s; .reg .b32 c; mov.b32 $0, 0; setp.eq.b32 p, $3, 0; @p bra.uni NO;"]
+    text.append("WAIT: mbarrier.try_wait.parity.shared::cta.b64 p, [$1 + 8], $2; @!p bra.uni WAIT;")
+    for i in range(_passes(rows, warps)):
+        ragged = rows < (i + 1) * lines
+        if ragged:
+            text.append(f"setp.lt.s32 r, $6, {rows - i * lines};")
+        text.append(f"mad.wide.s32 s, ${8 + i}, 16, $5;")
+        for matrix in range(2 * steps):
+            if not even:
+                text.append(f"setp.gt.s32 p, $7, {matrix}; selp.b32 c, 16, 0, p;")
+            text.append(
+                f"{'@r ' if ragged else ''}cp.async.cg.shared.global{'.L2::128B' if even else ''}"
+                f" [$4 + {matrix * rows * 128 + i * lines * 128}], [s + {matrix * 128}], 16{'' if even else ', c'};"
+            )
+    return " ".join(text) + " NO: }"
+
+
+@triton.constexpr_function
+def _copy_a_operands(passes):
+    return ",".join(["r,r,r,r,l,r,r"] + ["r"] * (passes + 1))
+
+
+@triton.constexpr_function
+def _under_way(stages, steps, step):
+    """How many groups of a warp's copies may be under way when it multiplies step `step` of a stage of A.
+
+    These are the groups behind its step of B, and behind its stage of A, which was awaited at the stage's first step.
+    Groups are counted in the order in which the kernel commits them, from its start on.
+    """
+    ahead, found = _A_AHEAD.value * steps, []
+    for stage in range(stages + 2):
+        now, groups = stage * steps + step, []
+        for earlier in range(-max(stages, ahead), now):
+            groups += [("b", earlier + stages)] * (earlier + stages >= 0)
+            groups += [("a", (earlier + ahead) // steps)] * (earlier % steps == 0 and earlier + ahead >= 0)
+        needed = [("b", now)] + [("a", stage)] * (step == 0)
+        found.append(len(groups) - 1 - max(map(groups.index, needed)))
+    return min(found)
+
+
+@triton.constexpr_function
+def _arrive_full_ptx(groups):
+    """PTX that waits until at most `groups` groups of the warp's copies are under way, and arrives at "full".
+
+    `cp.async` writes by the generic proxy, `wgmma` reads by the asynchronous one: the fence orders the two.
+    Inputs: the buffer's barriers, whether this lane arrives for its warp, a token.
     """
     return (
-        "{ .reg .pred p; setp.eq.b32 p, $5, 0; @p bra.uni NO;"
-        " WAIT: mbarrier.try_wait.parity.shared::cta.b64 p, [$1 + 8], $2; @!p bra.uni WAIT;"
-        f" elect.sync _|p, 0xffffffff; @p mbarrier.arrive.expect_tx.shared::cta.b64 _, [$1], {size};"
-        " @p cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes"
-        f" [$3], [$4], {size}, [$1]; NO: mov.b32 $0, 0; }}"
+        f"{{ .reg .pred p; setp.ne.b32 p, $2, 0; cp.async.wait_group {groups}; fence.proxy.async.shared::cta;"
+        " bar.warp.sync 0xffffffff; @p mbarrier.arrive.shared::cta.b64 _, [$1]; mov.b32 $0, 0; }"
     )
 
 
@@ -183,15 +245,36 @@ def _buffer_of(stage, BUFFERS: tl.constexpr):
 
 
 @triton.jit
+def _sources_of_a(line, unit, last, row_units, ROWS: tl.constexpr, WARPS: tl.constexpr):
+    """For each pass of a lane over the lines of A: how many units its source is beyond the tile's first row.
+
+    Beyond the last row of A, which is row `last` of the tile, lines are copies of it: nothing reads their sums.
+    """
+    found = ()
+    for i in tl.static_range(_passes(ROWS, WARPS)):
+        found = found + (tl.minimum(line + i * (4 * WARPS), last) * row_units + unit,)
+    return found
+
+
+@triton.jit
 def _copy_a_stage(
-    swizzled_a_ptr, stage, stages, buffers, barriers, token, lane, SIZE: tl.constexpr, BUFFERS: tl.constexpr
-):
-    """Start to copy the program's stage of A, if it exists, as soon as its buffer is empty. Returns a token."""
+    a_ptr, sources, stage, stages, matrices, buffers, barriers, token, lane,
+    ROWS: tl.constexpr, WARPS: tl.constexpr, STEPS: tl.constexpr, BUFFERS: tl.constexpr, EVEN: tl.constexpr,
+):  # fmt: skip
+    """Start to copy this warp's share of the program's stage of A, if it exists, as soon as its buffer is empty.
+
+    a_ptr: the program's first element in the tile's first row. sources: from `_sources_of_a`. stages, matrices: how
+    many the program has. The copies are committed as one group, which is empty past the last stage. Returns a token.
+    """
     buffer, parity = _buffer_of(stage, BUFFERS)
-    source = swizzled_a_ptr.to(tl.pointer_type(tl.int8), bitcast=True) + stage * SIZE
-    wanted = ((lane < 32) & (stage < stages)).to(tl.int32)  # by the first warp
-    places = (barriers + buffer * 16, parity ^ 1, buffers + buffer * SIZE, source)
-    return do_ptx(_copy_a_stage_ptx(SIZE), "r,r,r,l,r,r", places + (wanted, token))
+    line = lane // 8
+    into = buffers + buffer * (STEPS * ROWS * 256) + line * 128 + (lane % 8 ^ line % 8) * 16
+    wanted = (stage < stages).to(tl.int32)
+    places = (barriers + buffer * 16, parity ^ 1, wanted, into, a_ptr + stage * (STEPS * 128), line)
+    values = places + (matrices - stage * (2 * STEPS),) + sources + (token,)
+    operands: tl.constexpr = _copy_a_operands(_passes(ROWS, WARPS))
+    token = do_ptx(_copy_a_stage_ptx(ROWS, WARPS, STEPS, EVEN), operands, values)
+    return do_ptx(COMMIT, "r", (token,))
 
 
 @triton.jit
@@ -219,7 +302,7 @@ def _copy_b_step(
 
 @triton.jit
 def _multiply(w, c, a_at, token, COMPUTE: tl.constexpr, ROWS: tl.constexpr, STEPS_PER_STAGE: tl.constexpr):
-    """(A lane's sums c plus the products of a step, token). w: B, from `read_weights`. a_at: A in shared memory."""
+    """(A lane's sums c plus the products of a step, token). w: from `read_natural_weights`. a_at: A in shared memory."""
     group: tl.constexpr = 4 if ROWS == 16 and STEPS_PER_STAGE > 1 else 2  # as many as registers allow
     text: tl.constexpr = select_ptx(_MULTIPLY_WGMMA, COMPUTE, ROWS, group)
     found = tl.inline_asm_elementwise(
@@ -260,20 +343,18 @@ def _tile_of(program, tiles_m, tiles, GROUP_M: tl.constexpr):
 
 @triton.jit
 def gemm_wgmma_sm90(
-    swizzled_a_ptr, a_outer_ptr, b_ptr, b_scales_ptr, b_outer_ptr, bias_ptr, out_ptr, epilogue_0_ptr, epilogue_1_ptr,
+    a_ptr, a_outer_ptr, b_ptr, b_scales_ptr, b_outer_ptr, bias_ptr, out_ptr, epilogue_0_ptr, epilogue_1_ptr,
     m, n, k_vectors, splits,
     A_OUTER: tl.constexpr, B_OUTER: tl.constexpr, B_SQUARE: tl.constexpr, B_SWIZZLED: tl.constexpr,
     BIAS: tl.constexpr, EPILOGUE: tl.constexpr, COMPUTE: tl.constexpr, WARPS: tl.constexpr, PARTS: tl.constexpr,
     STAGES: tl.constexpr, ROWS: tl.constexpr, STEPS_PER_STAGE: tl.constexpr, BUFFERS: tl.constexpr,
-    GROUP_M: tl.constexpr, PARTIAL: tl.constexpr, EVEN: tl.constexpr, PDL: tl.constexpr, ISA: tl.constexpr,
-    SHARED: tl.constexpr,
+    GROUP_M: tl.constexpr, PARTIAL: tl.constexpr, EVEN: tl.constexpr, ISA: tl.constexpr, SHARED: tl.constexpr,
 ):  # fmt: skip
     """out [m, n] = a [m, K] x b [n, K]^T, rescaled, plus a bias, through the epilogue; or (PARTIAL) partial sums.
 
-    swizzled_a: [tiles, matrices, ROWS, 64] from `swizzle_a_sm90`, in whole stages. b: K / 2 bytes of codes a row.
-    k_vectors: K / 32, even.
+    a: bf16 or fp16. b: K / 2 bytes of codes a row. k_vectors: K / 32, even.
     splits: into how many parts K is cut (split-K). PARTIAL: out is [splits, m, n], the raw float32 sums of each part;
-    the kernel that adds them may start early. PDL: this kernel itself starts early (see `device.dependent_launch`).
+    the kernel that adds them may start early (see `device.dependent_launch`).
     WARPS: of a program, a multiple of 4; the launch must have as many. Each has PARTS times 16 rows of b. ROWS: rows of
     a of a program, a key of `_MULTIPLY_WGMMA`. STAGES: steps of B of a warp that are on their way. STEPS_PER_STAGE:
     steps of a stage of A. BUFFERS: stages of A in shared memory, at least three. With more than three, a copy goes to
@@ -281,9 +362,9 @@ def gemm_wgmma_sm90(
     GROUP_M: tiles of A that are walked together, for the L2 cache. EVEN: no program has a row of b, and no stage of A a
     step, past the end. SHARED: bytes of shared memory to reserve (`reserved`), at least for `needed_bytes`.
     """
-    reserve(swizzled_a_ptr, out_ptr, k_vectors, SHARED)
+    reserve(a_ptr, out_ptr, k_vectors, SHARED)
     if PARTIAL:
-        swizzled_a_ptr = launch_dependents(swizzled_a_ptr)
+        a_ptr = launch_dependents(a_ptr)
     lane = tl.arange(0, 32 * WARPS)
     split = tl.program_id(0) % splits
     tile_m, tile_n = _tile_of(tl.program_id(0) // splits, tl.cdiv(m, ROWS), tl.num_programs(0) // splits, GROUP_M)
@@ -301,22 +382,20 @@ def gemm_wgmma_sm90(
     first_buffer = b_buffers + lane // 32 * (STAGES * b_step_bytes)  # of the warp
     barriers = b_buffers + WARPS * STAGES * b_step_bytes
     token = do_ptx(_barriers_ptx(WARPS, BUFFERS), "r,r,r", (barriers, (lane == 0).to(tl.int32), lane))
-    for early in tl.static_range(STAGES):
-        token = _copy_b_step(first_buffer + early * b_step_bytes, step + early, stop, token, lane, row, b_ptr,
-                             b_scales_ptr, n, k_vectors, B_SQUARE, B_SWIZZLED, PARTS, EVEN)  # fmt: skip
     token = do_ptx(BARRIER, "r", (token,))
-    if PDL:  # up to here only B is read, and nothing is written
-        swizzled_a_ptr = wait(swizzled_a_ptr)
-        a_outer_ptr = wait(a_outer_ptr)
-        b_outer_ptr = wait(b_outer_ptr)
-        bias_ptr = wait(bias_ptr)
-        out_ptr = wait(out_ptr)
-        epilogue_0_ptr = wait(epilogue_0_ptr)
-        epilogue_1_ptr = wait(epilogue_1_ptr)
-    swizzled_a_ptr += (tile_m * all_stages + start).to(tl.int64) * (a_stage_bytes // 2)
-    for early in tl.static_range(_A_AHEAD):
-        token = _copy_a_stage(swizzled_a_ptr, early, stages, a_buffers, barriers, token, lane, a_stage_bytes,
-                              BUFFERS)  # fmt: skip
+    first_m = tile_m * ROWS
+    a_ptr += (first_m.to(tl.int64) * k_vectors + start * (4 * STEPS_PER_STAGE)) * 32
+    matrices = k_vectors // 2 - start * (2 * STEPS_PER_STAGE)
+    sources = _sources_of_a(lane // 8, lane % 8, m - 1 - first_m, k_vectors * 4, ROWS, WARPS)
+    ahead: tl.constexpr = max(STAGES, _A_AHEAD * STEPS_PER_STAGE)
+    for early in tl.static_range(-ahead, 0):  # as in the loop over the steps
+        if early + STAGES >= 0:
+            token = _copy_b_step(first_buffer + (early + STAGES) * b_step_bytes, step + (early + STAGES), stop, token,
+                                 lane, row, b_ptr, b_scales_ptr, n, k_vectors, B_SQUARE, B_SWIZZLED, PARTS,
+                                 EVEN)  # fmt: skip
+        if early % STEPS_PER_STAGE == 0 and early + _A_AHEAD * STEPS_PER_STAGE >= 0:
+            token = _copy_a_stage(a_ptr, sources, early // STEPS_PER_STAGE + _A_AHEAD, stages, matrices, a_buffers,
+                                  barriers, token, lane, ROWS, WARPS, STEPS_PER_STAGE, BUFFERS, EVEN)  # fmt: skip
     if B_OUTER == "tensor" and not PARTIAL:
         token = do_ptx(AWAIT_VALUE, "f,r", (tl.load(b_outer_ptr), token))  # brings it to the cache for the end
 
@@ -328,34 +407,38 @@ def gemm_wgmma_sm90(
     buffer = first_buffer
     for stage in tl.range(0, stages):
         a_buffer, parity = _buffer_of(stage, BUFFERS)
-        token = do_ptx(_WAIT_FULL, "r,r,r", (barriers + a_buffer * 16, parity, token))
         for i in tl.static_range(STEPS_PER_STAGE):
-            token = do_ptx(wait_ptx(STAGES - 1), "r", (token,))
+            if i == 0:
+                arrives = (barriers + a_buffer * 16, (lane % 32 == 0).to(tl.int32), token)
+                token = do_ptx(_arrive_full_ptx(_under_way(STAGES, STEPS_PER_STAGE, i)), "r,r,r", arrives)
+            else:
+                token = do_ptx(wait_ptx(_under_way(STAGES, STEPS_PER_STAGE, i)), "r", (token,))
             w = ()
             for part in tl.static_range(PARTS):
-                of_part, token = read_weights(buffer, part, token, lane)
+                of_part, token = read_natural_weights(buffer, part, token, lane)
                 w = w + of_part
             # Every lane has read its operands, so the buffer can be filled again.
             token = do_ptx(WARP_BARRIER, "r", (token,))
             token = _copy_b_step(buffer, step + STAGES, stop, token, lane, row, b_ptr, b_scales_ptr, n, k_vectors,
                                  B_SQUARE, B_SWIZZLED, PARTS, EVEN)  # fmt: skip
+            if i == 0:
+                token = do_ptx(_WAIT_FULL, "r,r,r", (barriers + a_buffer * 16, parity, token))
             a_at = a_buffers + (a_buffer * a_stage_bytes + i * (ROWS * 256))
             sums = ()
             for part in tl.static_range(PARTS):
-                added, token = _multiply(w[6 * part : 6 * part + 6], c[part * count : part * count + count], a_at,
+                added, token = _multiply(w[12 * part : 12 * part + 12], c[part * count : part * count + count], a_at,
                                          token, COMPUTE, ROWS, STEPS_PER_STAGE)  # fmt: skip
                 sums = sums + added
             c = sums
             if i == 0:  # `_multiply` has waited for all earlier products, which read the stage before
                 token = _release_a_stage(stage - 1, barriers, token, lane, BUFFERS)
-                token = _copy_a_stage(swizzled_a_ptr, stage + _A_AHEAD, stages, a_buffers, barriers, token, lane,
-                                      a_stage_bytes, BUFFERS)  # fmt: skip
+                token = _copy_a_stage(a_ptr, sources, stage + _A_AHEAD, stages, matrices, a_buffers, barriers, token,
+                                      lane, ROWS, WARPS, STEPS_PER_STAGE, BUFFERS, EVEN)  # fmt: skip
             buffer = tl.where(buffer == first_buffer + (STAGES - 1) * b_step_bytes, first_buffer,
                               buffer + b_step_bytes)  # fmt: skip
             step += 1
     c = _wait_wgmma(c, PARTS * count)
 
-    first_m = tile_m * ROWS
     first = first_m.to(tl.int64) * n + row
     out_ptr += split.to(tl.int64) * m * n
     # The compiler moves no load across a store. So the loads of some sums come before the stores of the sums before,
@@ -392,7 +475,7 @@ def _serves(p: Problem) -> bool:
 
 def _run(call: Call, config: WgmmaConfig) -> torch.Tensor:
     p, split_k = call.problem, config.split_k
-    a = swizzled_a(call, config.rows, config.steps_per_stage)
+    a = dequantized(call.a, p.m, p.k, p.compute_dtype, p.target, call.a.data)
     out = call.empty() if split_k == 1 else call.empty_sums(split_k)
     first = call if split_k == 1 else call.without_epilogue()
     a_outer, b_outer, bias = call.rescale_pointers(out)
@@ -403,7 +486,7 @@ def _run(call: Call, config: WgmmaConfig) -> torch.Tensor:
         p.m, p.n, p.k // 32, split_k, A_OUTER=p.a.outer, B_OUTER=p.b.outer,
         BIAS=int(call.bias is not None), EPILOGUE=first.epilogue_text, PARTIAL=int(split_k > 1),
         B_SQUARE=int(p.b.format.square), B_SWIZZLED=int(p.b.swizzled), COMPUTE=p.compute, EVEN=int(even),
-        PDL=p.target.dependent_launch, ISA=p.target.isa, num_warps=config.warps, **config.constants,
+        ISA=p.target.isa, num_warps=config.warps, **config.constants,
     )  # fmt: skip
     return out if split_k == 1 else reduce_split_k(call, out, split_k, pdl=True)
 
