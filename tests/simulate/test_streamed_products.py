@@ -21,7 +21,9 @@ from tests.helpers import choices
     (None, (70, 256, 1408), (32, 8, 2, 2, 1, 2)),
     # Rows of B and steps of A that end early; codes as activations; single columns are stored.
     ("nvfp4", (20, 119, 448), (16, 4, 1, 3, 2, 1)),
-], ids=["two parts", "ragged"])  # fmt: skip
+    # Lines of A that the lanes copy in several passes, the last one by some of the lanes.
+    (None, (75, 64, 832), (72, 4, 1, 4, 1, 1)),
+], ids=["two parts", "ragged", "passes"])  # fmt: skip
 @pytest.mark.parametrize("seed", [0, 1])
 def test_tiles_of_wgmma(a, shape, form, seed, monkeypatch):
     def config(problem):

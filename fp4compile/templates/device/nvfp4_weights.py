@@ -11,7 +11,8 @@ assign elements 2q, 2q + 1, 2q + 8 and 2q + 9 of each block of 16 to a lane.
   to the lanes in the same order.
 - `gemm_wgmma_sm90` (`read_natural_weights`): every second row is a lower one, so that a lane has neighbouring rows of
   B, which are neighbouring columns of the result. K has its natural order, in which A is copied from global memory as
-  it lies there. So a lane takes byte q, two codes, of each word of eight codes, and the scales of all blocks.
+  it lies there. So a lane takes byte q, two codes, of each word of eight codes, and needs the scales of all blocks.
+  It converts the scales of blocks 2q and 2q + 1, and gets the others from the other lanes of its quad.
 """
 
 import triton
@@ -60,30 +61,30 @@ def scale_registers(kind: str, pair: str, out: str) -> str:
     return lines + f" cvt.rn.bf16x2.f32 {out}0, f, f; cvt.rn.bf16x2.f32 {out}1, g, g;"
 
 
-def pair_nibbles(word: str, out: str) -> str:
-    """PTX that orders the eight codes of a word for `dequantize_word`, whose register j has codes j and j + 4.
+def interleave_rows(upper: str, lower: str, first: str, second: str) -> str:
+    """PTX that merges four bytes of codes of an upper and a lower row into two words for `dequantize_word`.
 
-    The codes of byte 0, 2, 1 and 3, in that order, become the codes of register 0, 1, 2 and 3. Needs registers u and v.
-    The low codes stay in, or move to, the lower half of the word, and the high codes to the upper half.
+    Of bytes 0 and 1 of the rows, `first` gets the low codes in its lower half, and the high codes in the upper half:
+    upper row, lower row, upper row, lower row. `second` gets bytes 2 and 3 likewise. Needs registers u and v.
     """
+    mask = "0x0F0F0F0F"
     return (
-        f"shr.b32 u, {word}, 12; shl.b32 v, {word}, 12; lop3.b32 u, {word}, u, 0xFFFF0F0F, 0xE4;"
-        f" lop3.b32 {out}, u, v, 0xF0F0FFFF, 0xE4;"
+        f"shl.b32 u, {lower}, 4; lop3.b32 u, {upper}, u, {mask}, 0xE4;"
+        f" shr.b32 v, {upper}, 4; lop3.b32 v, v, {lower}, {mask}, 0xE4;"
+        f" prmt.b32 {first}, u, v, 0x5410; prmt.b32 {second}, u, v, 0x7632;"
     )
 
 
-def neighbouring_scales(kind: str, word: str, half: int, out: str) -> str:
-    """PTX that turns two of a word's four E4M3 bytes into registers {out}0 and {out}1, as `scale_registers` does.
+def scale_pair(kind: str, pair: str) -> str:
+    """PTX that turns two E4M3 bytes into the two scales, in the same register. kind: as for `scale_registers`.
 
-    half: which two bytes. Needs the registers u, h, k, f and g, z (two bf16 of -0) and y (two bf16 of 2^119).
+    Needs the registers h, k, f and g.
     """
-    lines = f"mov.b32 {{h, k}}, {word}; cvt.rn.f16x2.e4m3x2 u, {'hk'[half]}; mov.b32 {{h, k}}, u;"
-    if kind == "bf16x2":
-        lines += (
-            " cvt.f32.f16 f, h; cvt.f32.f16 g, k; cvt.rn.bf16x2.f32 u, g, f; fma.rn.bf16x2 u, u, y, z;"
-            " mov.b32 {h, k}, u;"
-        )
-    return lines + f" mov.b32 {out}0, {{h, h}}; mov.b32 {out}1, {{k, k}};"
+    lines = f"cvt.u16.u32 h, {pair}; cvt.rn.f16x2.e4m3x2 {pair}, h;"
+    if kind == "f16x2":
+        return lines
+    lines += f" mov.b32 {{h, k}}, {pair}; cvt.f32.f16 f, h; cvt.f32.f16 g, k;"
+    return lines + f" mul.f32 f, f, 0f7B000000; mul.f32 g, g, 0f7B000000; cvt.rn.bf16x2.f32 {pair}, g, f;"
 
 
 STEP_BYTES = tl.constexpr(1152)  # bytes of codes and scales of one warp's step
@@ -119,25 +120,25 @@ _READ_STEP = tl.constexpr(
 def _read_natural_step() -> str:
     """PTX that reads a lane's codes and scales in the natural order of K.
 
-    Outputs: four words of codes of the upper row, four of the lower row; eight scale bytes of each; a token. Inputs:
-    addresses of the upper row's first 16-byte unit of codes and of its scales; a `prmt` selector of byte q of two
-    words; a token. A unit has four words of codes. The codes of a lane in them become one word, in the order of
-    `pair_nibbles`. The lanes of a quad read the same addresses.
+    Outputs: four words of codes of the upper row, four of the lower row; two scale bytes of each, of blocks 2q and
+    2q + 1; a token. Inputs: addresses of the upper row's first 16-byte unit of codes and of its scales; a `prmt`
+    selector of byte q of two words; a token. A unit has four words of codes, and a lane's codes in them become one
+    word. The lanes of a quad read the same addresses.
     """
-    text = ["{ .reg .b32 a, p, r, x<4>; mov.b32 $12, 0;"]
+    text = ["{ .reg .b32 a, p, r, x<4>; mov.b32 $10, 0;"]
     for unit in range(4):
-        text.append(f"xor.b32 a, $13, {16 * unit};")
+        text.append(f"xor.b32 a, $11, {16 * unit};")
         for row in range(2):
             text.append(
                 f"ld.shared.v4.b32 {{x0, x1, x2, x3}}, [a + {row * _CODES_LOWER}];"
-                f" prmt.b32 p, x0, x1, $15; prmt.b32 r, x2, x3, $15; prmt.b32 ${4 * row + unit}, p, r, 0x5140;"
+                f" prmt.b32 p, x0, x1, $13; prmt.b32 r, x2, x3, $13; prmt.b32 ${4 * row + unit}, p, r, 0x5410;"
             )
-    text.append(f"ld.shared.v2.b32 {{$8, $9}}, [$14]; ld.shared.v2.b32 {{$10, $11}}, [$14 + {_SCALES_LOWER}]; }}")
+    text.append(f"ld.shared.u16 $8, [$12]; ld.shared.u16 $9, [$12 + {_SCALES_LOWER}]; }}")
     return " ".join(text)
 
 
 _READ_NATURAL_STEP = tl.constexpr(_read_natural_step())
-_READ_NATURAL_OPERANDS = tl.constexpr(",".join(["=&r"] * 13 + ["r"] * 4))
+_READ_NATURAL_OPERANDS = tl.constexpr(",".join(["=&r"] * 11 + ["r"] * 4))
 
 
 @triton.jit
@@ -216,7 +217,7 @@ def read_natural_weights(buffer, part: tl.constexpr, token, lane):
     first = buffer + g * _CODES_ROW + g // 2 * 16
     found = tl.inline_asm_elementwise(
         _READ_NATURAL_STEP, _READ_NATURAL_OPERANDS,
-        (first, buffer + _SCALES + g * _SCALES_ROW, q | (q + 4) << 4, token),
-        dtype=(tl.int32,) * 13, is_pure=True, pack=1,
+        (first, buffer + _SCALES + g * _SCALES_ROW + 2 * q, q | (q + 4) << 4, token),
+        dtype=(tl.int32,) * 11, is_pure=True, pack=1,
     )  # fmt: skip
-    return found[0:12], found[12]
+    return found[0:10], found[10]

@@ -21,8 +21,6 @@ The kernel is written one lane at a time, in inline PTX ordered by tokens: see `
 than inline PTX may declare, and has Triton reserve it: see `shared_memory`.
 """
 
-import itertools
-
 import torch
 import triton
 import triton.language as tl
@@ -44,9 +42,9 @@ from fp4compile.templates.device.nvfp4_weights import (
     STEP_BYTES,
     copy_weights,
     dequantize_word,
-    neighbouring_scales,
-    pair_nibbles,
+    interleave_rows,
     read_natural_weights,
+    scale_pair,
 )
 from fp4compile.templates.device.shared_memory import MEMORY, reserve
 from fp4compile.templates.gemm.call import Call
@@ -69,26 +67,22 @@ _DESCRIPTOR = 1 << 62 | (1024 >> 4) << 32 | 1 << 16
 
 
 def _words_ptx(compute: str, words: range) -> list[str]:
-    """PTX that dequantises words of eight codes to a{word}_0 to 3 (upper row) and b{word}_0 to 3 (lower row).
+    """PTX that dequantises words of codes to r{block}_0 to 3 of the two blocks of 16 elements of each word.
 
-    A word has a lane's codes of two blocks of 16 elements, and each block has two registers of either row.
+    Registers 0 and 2 are of the upper row, 1 and 3 of the lower row, as `wgmma` takes them.
     """
-    kind = _KIND[compute]
+    kind, quad = _KIND[compute], "0x1C1F, 0xFFFFFFFF"
     text = []
     for word in words:
-        a, b = f"a{word}_", f"b{word}_"
-        text += [
-            f".reg .b32 {a}<4>, {b}<4>;",
-            pair_nibbles(f"w{word}", "w"),
-            dequantize_word(kind, "w", a),
-            pair_nibbles(f"w{4 + word}", "w"),
-            dequantize_word(kind, "w", b),
-            neighbouring_scales(kind, f"e{word // 2}", word % 2, "s"),
-            neighbouring_scales(kind, f"e{2 + word // 2}", word % 2, "t"),
-        ]
-        for j in range(4):
-            for register, scale in ((a, "s"), (b, "t")):
-                product = f"{register}{j}, {register}{j}, {scale}{j // 2}"
+        text.append(interleave_rows(f"w{word}", f"w{4 + word}", "c0", "c1"))
+        text += [f"shfl.sync.idx.b32 {x}, {of_lane}, {word}, {quad};" for x, of_lane in (("s", "sq"), ("t", "tq"))]
+        text.append("mov.b32 {s0, s1}, s; mov.b32 {t0, t1}, t;")
+        for half in range(2):
+            r = f"r{2 * word + half}_"
+            text += [f".reg .b32 {r}<4>;", dequantize_word(kind, f"c{half}", r)]
+            text += [f"mov.b32 {x}, {{{x}{half}, {x}{half}}};" for x in "st"]
+            for j in range(4):
+                product = f"{r}{j}, {r}{j}, {'st'[j % 2]}"
                 text.append(f"mul.rn.f16x2 {product};" if kind == "f16x2" else f"fma.rn.bf16x2 {product}, z;")
     return text
 
@@ -103,22 +97,24 @@ def _multiply_ptx(compute: str, rows: int, group: int) -> str:
     be another copy of this text, to which ptxas gives other registers.
     """
     kind, sums = _KIND[compute], rows // 2
-    text = ["{ .reg .b32 u, v, w, y, z, at, hi, w<8>, e<4>, s<2>, t<2>; .reg .b16 h, k; .reg .f32 f, g; .reg .b64 d;"]
-    text.append(f".reg .pred p; mov.b32 y, 0x7B007B00; mov.b32 z, 0x80008000; mov.b32 hi, {_DESCRIPTOR >> 32};")
+    text = ["{ .reg .b32 u, v, z, s, t, sq, tq, at, hi, c<2>, w<8>; .reg .b16 h, k, s<2>, t<2>; .reg .f32 f, g;"]
+    text.append(f".reg .b64 d; .reg .pred p; mov.b32 z, 0x80008000; mov.b32 hi, {_DESCRIPTOR >> 32};")
     text.append(f"mov.b32 ${sums}, 0; setp.eq.b32 p, 0, 0;")
     text += [f"mov.b32 w{i}, ${sums + 1 + i};" for i in range(8)]
-    text += [f"mov.b32 e{i}, ${sums + 9 + i};" for i in range(4)]
+    text.append(f"mov.b32 sq, ${sums + 9}; mov.b32 tq, ${sums + 10};")
+    text += [scale_pair(kind, "sq"), scale_pair(kind, "tq")]
     held = "{" + ", ".join(f"${i}" for i in range(sums)) + "}"
     for first in range(0, 4, group):
         words = range(first, first + group)
         text += [*_words_ptx(compute, words), "wgmma.fence.sync.aligned;"]
-        for word, j in itertools.product(words, (0, 2)):
+        for block in range(2 * first, 2 * (first + group)):
             # One `wgmma` takes 16 elements of a line. A line (128 bytes) has 64; the next 64 are in the next matrix.
-            at = word // 2 * (rows * 128 // 16) + (word % 2 * 2 + j // 2) * (32 // 16)
-            b_registers = ", ".join(f"{register}{word}_{i}" for i in (j, j + 1) for register in "ab")
+            offset = block // 4 * (rows * 128 // 16) + block % 4 * (32 // 16)
+            registers = ", ".join(f"r{block}_{j}" for j in range(4))
             text.append(
-                f"add.u32 at, ${sums + 13}, {at}; mov.b64 d, {{at, hi}}; wgmma.mma_async.sync.aligned.m64n{rows}k16.f32"
-                f".{kind[:-2]}.{kind[:-2]} {held}, {{{b_registers}}}, d, p, 1, 1, 0;"
+                f"add.u32 at, ${sums + 11}, {offset}; mov.b64 d, {{at, hi}};"
+                f" wgmma.mma_async.sync.aligned.m64n{rows}k16.f32.{kind[:-2]}.{kind[:-2]} {held}, {{{registers}}}, d,"
+                " p, 1, 1, 0;"
             )
         text.append("wgmma.commit_group.sync.aligned; wgmma.wait_group.sync.aligned 1;")
     return " ".join(text) + " }"
@@ -132,7 +128,7 @@ _MULTIPLY_WGMMA = tl.constexpr({
 
 @triton.constexpr_function
 def _multiply_operands(sums):
-    return ",".join(["=f"] * sums + ["=&r"] + ["r"] * 14 + [str(i) for i in range(sums)])
+    return ",".join(["=f"] * sums + ["=&r"] + ["r"] * 12 + [str(i) for i in range(sums)])
 
 
 @triton.constexpr_function
@@ -302,7 +298,7 @@ def _copy_b_step(
 
 @triton.jit
 def _multiply(w, c, a_at, token, COMPUTE: tl.constexpr, ROWS: tl.constexpr, STEPS_PER_STAGE: tl.constexpr):
-    """(A lane's sums c plus the products of a step, token). w: from `read_natural_weights`. a_at: A in shared memory."""
+    """(A lane's sums c plus the products of a step, token). w: from `read_natural_weights`. a_at: A in shared."""
     group: tl.constexpr = 4 if ROWS == 16 and STEPS_PER_STAGE > 1 else 2  # as many as registers allow
     text: tl.constexpr = select_ptx(_MULTIPLY_WGMMA, COMPUTE, ROWS, group)
     found = tl.inline_asm_elementwise(
@@ -426,7 +422,7 @@ def gemm_wgmma_sm90(
             a_at = a_buffers + (a_buffer * a_stage_bytes + i * (ROWS * 256))
             sums = ()
             for part in tl.static_range(PARTS):
-                added, token = _multiply(w[12 * part : 12 * part + 12], c[part * count : part * count + count], a_at,
+                added, token = _multiply(w[10 * part : 10 * part + 10], c[part * count : part * count + count], a_at,
                                          token, COMPUTE, ROWS, STEPS_PER_STAGE)  # fmt: skip
                 sums = sums + added
             c = sums
