@@ -132,7 +132,6 @@ def test_products_are_launched_as_asked(name, m):
     for asked in launches.launches(m, sum(sizes), k):
         with dry_run(Target(90)) as made, launches.computes(m, k, asked):
             launches.product(x, weights)
-        made = [one for one in made if one.kernel.__name__ != "swizzle_a_sm90"]
         assert asked.constants.items() <= made[0].constants.items() and made[0].num_warps == asked.warps
         if isinstance(asked, WgmmaConfig):  # sums of parts are added by another launch
             assert (made[0].grid, len(made)) == (asked.grid(m, sum(sizes)), min(asked.split_k, 2))

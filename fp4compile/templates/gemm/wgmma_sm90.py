@@ -5,17 +5,22 @@ step, into STAGES buffers in shared memory, and dequantises them in registers. B
 one that may lie in registers, and the kernel computes the transposed product.
 
 A program has a tile of up to 256 rows of A. A would be read from the cache too often if each warp had a copy of its
-own. So the warps of a program share A, the second operand of `wgmma`, which it reads from shared memory. A has a
-pipeline of its own: one stage is STEPS_PER_STAGE steps of all rows of the tile, in the order in which `swizzle_a_sm90`
-has written them to global memory, so that one lane starts one bulk copy of a whole stage. The stage goes to a buffer
-that all warps have released; warps wait for each other only there. While the matrix units multiply some of a step's
-elements of B, the warps dequantise the next elements.
+own. So the warps of a program share A, the second operand of `wgmma`, which it reads from shared memory, in matrices
+[ROWS, 64]: 64 elements along K of all rows of the tile, a line of 128 bytes each, in their natural order. In line r
+16-byte unit u lies at u ^ (r % 8): the 128-byte swizzle. A has a pipeline of its own: one stage is STEPS_PER_STAGE
+steps, 2 * STEPS_PER_STAGE matrices. Each warp copies a share of every stage to a buffer that all warps have released,
+two stages ahead. Warps wait for each other only there, and where they need a stage that all of them have copied. While
+the matrix units multiply some of a step's elements of B, the warps dequantise the next elements.
+
+A warp's copies of A and of B are groups that complete in one order. In each step a warp commits its copies of the step
+of B that is STAGES ahead, and then, in the first step of a stage, its copies of A's stage that is two ahead. What a
+step waits for follows from that order (`_under_way`). With stages of one step, the wait for A covers every step of B
+that was started before A's stage: then more than two STAGES start copies earlier, but allow them no more time.
 
 With many rows of A the matrix units are the bound. A multiprocessor multiplies 64 rows of B, 256 rows of A and 16
 elements of K in 128 clocks, and two warpgroups take turns: each has 256 clocks in which to dequantise the next 16
-elements of its 64 rows, for which its four warps, on four schedulers, have about 30 instructions each.
-
-The kernel starts before `swizzle_a_sm90` is done (`device.dependent_launch`), and starts its copies of B meanwhile.
+elements of its 64 rows. Each of its four warps, on four schedulers, needs about 44 instructions for that, of which 3
+copy A. With few rows the weights' way from memory is the bound, but the schedulers are nearly as busy.
 
 The kernel is written one lane at a time, in inline PTX ordered by tokens: see `async_copy`. It needs more shared memory
 than inline PTX may declare, and has Triton reserve it: see `shared_memory`.
