@@ -15,14 +15,16 @@ from fp4compile.templates.problem import problem_of
 from tests.helpers import choices
 
 
-# Activations, rows, columns and K of the product; rows of a tile, warps, parts of a warp, stages, steps a stage, split.
+# Activations, rows, columns and K of the product; rows of a tile, warps, parts of a warp, stages, steps a stage, split,
+# tiles walked together, buffers of A.
 @pytest.mark.parametrize(("a", "shape", "form"), [
     # Three tiles of A, the last one short; two warpgroups share A; more stages of A than buffers, K in two parts.
     (None, (70, 256, 1408), (32, 8, 2, 2, 1, 2)),
     # Rows of B and steps of A that end early; codes as activations; single columns are stored.
     ("nvfp4", (20, 119, 448), (16, 4, 1, 3, 2, 1)),
     # Lines of A that the lanes copy in several passes, the last one by some of the lanes.
-    (None, (75, 64, 832), (72, 4, 1, 4, 1, 1)),
+    # With three buffers, warps wait until the others have released one.
+    (None, (75, 128, 832), (72, 8, 1, 4, 1, 1, 8, 3)),
 ], ids=["two parts", "ragged", "passes"])  # fmt: skip
 @pytest.mark.parametrize("seed", [0, 1])
 def test_tiles_of_wgmma(a, shape, form, seed, monkeypatch):

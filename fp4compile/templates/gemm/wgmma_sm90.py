@@ -173,7 +173,7 @@ def _passes(rows, warps):
 
 
 @triton.constexpr_function
-def _copy_a_stage_ptx(rows, warps, steps, even):
+def _copy_a_stage_ptx(rows, warps, steps, even, waits):
     """PTX that waits for an empty buffer and starts a lane's copies of a stage of A: one unit of some of its lines.
 
     Inputs: the buffer's barriers, the parity to wait for, whether to copy at all, the lane's first destination, the
@@ -182,7 +182,8 @@ def _copy_a_stage_ptx(rows, warps, steps, even):
     """
     lines = 4 * warps
     text = ["{ .reg .pred p, r; .reg .b64 s; .reg .b32 c; mov.b32 $0, 0; setp.eq.b32 p, $3, 0; @p bra.uni NO;"]
-    text.append("WAIT: mbarrier.try_wait.parity.shared::cta.b64 p, [$1 + 8], $2; @!p bra.uni WAIT;")
+    if waits:
+        text.append("WAIT: mbarrier.try_wait.parity.shared::cta.b64 p, [$1 + 8], $2; @!p bra.uni WAIT;")
     for i in range(_passes(rows, warps)):
         ragged = rows < (i + 1) * lines
         if ragged:
@@ -274,7 +275,7 @@ def _copy_a_stage(
     places = (barriers + buffer * 16, parity ^ 1, wanted, into, a_ptr + stage * (STEPS * 128), line)
     values = places + (matrices - stage * (2 * STEPS),) + sources + (token,)
     operands: tl.constexpr = _copy_a_operands(_passes(ROWS, WARPS))
-    token = do_ptx(_copy_a_stage_ptx(ROWS, WARPS, STEPS, EVEN), operands, values)
+    token = do_ptx(_copy_a_stage_ptx(ROWS, WARPS, STEPS, EVEN, BUFFERS < _A_AHEAD + 2), operands, values)
     return do_ptx(COMMIT, "r", (token,))
 
 
@@ -424,6 +425,9 @@ def gemm_wgmma_sm90(
                                  B_SQUARE, B_SWIZZLED, PARTS, EVEN)  # fmt: skip
             if i == 0:
                 token = do_ptx(_WAIT_FULL, "r,r,r", (barriers + a_buffer * 16, parity, token))
+                if BUFFERS >= _A_AHEAD + 2:  # all warps have multiplied the stage that is two before this one
+                    token = _copy_a_stage(a_ptr, sources, stage + _A_AHEAD, stages, matrices, a_buffers, barriers,
+                                          token, lane, ROWS, WARPS, STEPS_PER_STAGE, BUFFERS, EVEN)  # fmt: skip
             a_at = a_buffers + (a_buffer * a_stage_bytes + i * (ROWS * 256))
             sums = ()
             for part in tl.static_range(PARTS):
@@ -431,7 +435,7 @@ def gemm_wgmma_sm90(
                                          token, COMPUTE, ROWS, STEPS_PER_STAGE)  # fmt: skip
                 sums = sums + added
             c = sums
-            if i == 0:  # `_multiply` has waited for all earlier products, which read the stage before
+            if i == 0 and BUFFERS < _A_AHEAD + 2:  # `_multiply` has waited for all earlier products, which read the stage before
                 token = _release_a_stage(stage - 1, barriers, token, lane, BUFFERS)
                 token = _copy_a_stage(a_ptr, sources, stage + _A_AHEAD, stages, matrices, a_buffers, barriers, token,
                                       lane, ROWS, WARPS, STEPS_PER_STAGE, BUFFERS, EVEN)  # fmt: skip
