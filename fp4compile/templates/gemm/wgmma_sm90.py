@@ -8,18 +8,21 @@ A program has a tile of up to 256 rows of A. A would be read from the cache too 
 own. So the warps of a program share A, the second operand of `wgmma`, which it reads from shared memory, in matrices
 [ROWS, 64]: 64 elements along K of all rows of the tile, a line of 128 bytes each, in their natural order. In line r
 16-byte unit u lies at u ^ (r % 8): the 128-byte swizzle. A has a pipeline of its own: one stage is STEPS_PER_STAGE
-steps, 2 * STEPS_PER_STAGE matrices. Each warp copies a share of every stage to a buffer that all warps have released,
-two stages ahead. Warps wait for each other only there, and where they need a stage that all of them have copied. While
-the matrix units multiply some of a step's elements of B, the warps dequantise the next elements.
+steps, 2 * STEPS_PER_STAGE matrices. Each warp copies a share of every stage, two stages ahead. Warps wait for each
+other where they need a stage, which all of them have copied. A warp that arrives there has multiplied the stage that is
+two before. So with four buffers each warp then starts to copy to that stage's buffer. Three buffers, where shared
+memory has no room for four, hold one stage less: a copy starts after the first product of the stage, as soon as all
+warps have released the stage before. While the matrix units multiply some of a step's elements of B, the warps
+dequantise the next elements.
 
 A warp's copies of A and of B are groups that complete in one order. In each step a warp commits its copies of the step
 of B that is STAGES ahead, and then, in the first step of a stage, its copies of A's stage that is two ahead. What a
-step waits for follows from that order (`_under_way`). With stages of one step, the wait for A covers every step of B
+step waits for follows from that order (`under_way`). With stages of one step, the wait for A covers every step of B
 that was started before A's stage: then more than two STAGES start copies earlier, but allow them no more time.
 
 With many rows of A the matrix units are the bound. A multiprocessor multiplies 64 rows of B, 256 rows of A and 16
 elements of K in 128 clocks, and two warpgroups take turns: each has 256 clocks in which to dequantise the next 16
-elements of its 64 rows. Each of its four warps, on four schedulers, needs about 44 instructions for that, of which 3
+elements of its 64 rows. Each of its four warps, on four schedulers, needs about 44 instructions for that, of which five
 copy A. With few rows the weights' way from memory is the bound, but the schedulers are nearly as busy.
 
 The kernel is written one lane at a time, in inline PTX ordered by tokens: see `async_copy`. It needs more shared memory
@@ -34,7 +37,6 @@ from fp4compile._compat import statically_true
 from fp4compile.templates.device.async_copy import (
     AWAIT_VALUE,
     BARRIER,
-    COMMIT,
     WARP_BARRIER,
     do_ptx,
     select_ptx,
@@ -45,7 +47,6 @@ from fp4compile.templates.device.elements import pack
 from fp4compile.templates.device.epilogue import epilogue, rescale, store_rounded
 from fp4compile.templates.device.nvfp4_weights import (
     STEP_BYTES,
-    copy_weights,
     dequantize_word,
     interleave_rows,
     read_natural_weights,
@@ -58,12 +59,22 @@ from fp4compile.templates.gemm.dequant_tiles import reduce_split_k
 from fp4compile.templates.gemm.dequantized import dequantized
 from fp4compile.templates.gemm.heuristics import WGMMA_ROWS, WgmmaConfig, wgmma_config
 from fp4compile.templates.gemm.streaming import streams
+from fp4compile.templates.gemm.wgmma_pipeline import (
+    A_AHEAD,
+    WAIT_FULL,
+    arrive_full_ptx,
+    barriers_ptx,
+    buffer_of,
+    copy_a_stage,
+    copy_b_step,
+    release_a_stage,
+    sources_of_a,
+    under_way,
+)
 from fp4compile.templates.launch import launch
 from fp4compile.templates.problem import Problem
 
 _KIND = {"fp16": "f16x2", "bf16": "bf16x2"}
-# How many stages before its use the copy of a stage of A starts.
-_A_AHEAD = tl.constexpr(2)
 _TOGETHER = tl.constexpr(16)  # sums of a lane that are stored together
 
 # The `wgmma` descriptor of a matrix in shared memory, without its address, which the lowest bits take: lines of 128
@@ -141,165 +152,9 @@ def _wait_wgmma_operands(sums):
     return ",".join(["=f"] * sums + [str(i) for i in range(sums)])
 
 
-# Each buffer of A has two barriers (mbarrier), at which each warp arrives once a phase. "Full": its copies of the stage
-# have arrived. "Empty", 8 bytes on: it has released the stage. A barrier counts its phases, and a wait returns when the
-# phase of a given parity is complete. A new barrier behaves as if a phase of parity 1 were complete, so the first wait
-# for an empty buffer returns at once.
-# All lanes of a warp take the same branch; `bra.uni` says so, and lets ptxas use the warp's uniform registers.
-# Inputs: the buffer's barriers, the parity, a token.
-_WAIT_FULL = tl.constexpr(
-    "{ .reg .pred p; WAIT: mbarrier.try_wait.parity.shared::cta.b64 p, [$1], $2; @!p bra.uni WAIT; mov.b32 $0, 0; }"
-)
-# Inputs: the buffer's barriers, whether this lane arrives for its warp, a token.
-_ARRIVE_EMPTY = tl.constexpr(
-    "{ .reg .pred p; setp.ne.b32 p, $2, 0; @p mbarrier.arrive.shared::cta.b64 _, [$1 + 8]; mov.b32 $0, 0; }"
-)
-
-
-@triton.constexpr_function
-def _barriers_ptx(warps, buffers):
-    """PTX that initialises the barriers. Inputs: their address, whether this lane initialises them, a token."""
-    made = " ".join(f"mbarrier.init.shared::cta.b64 [$1 + {8 * i}], {warps};" for i in range(2 * buffers))
-    return (
-        f"{{ .reg .pred p; setp.eq.b32 p, $2, 0; @p bra NO; {made} fence.mbarrier_init.release.cluster;"
-        " NO: bar.warp.sync 0xffffffff; mov.b32 $0, 0; }"
-    )
-
-
-@triton.constexpr_function
-def _passes(rows, warps):
-    """How often the lanes of a program, eight a line, copy lines of a matrix [rows, 64] of A."""
-    return -(-rows // (4 * warps))
-
-
-@triton.constexpr_function
-def _copy_a_stage_ptx(rows, warps, steps, even, waits):
-    """PTX that waits for an empty buffer and starts a lane's copies of a stage of A: one unit of some of its lines.
-
-    Inputs: the buffer's barriers, the parity to wait for, whether to copy at all, the lane's first destination, the
-    stage's elements of the tile's first row, the lane's first line, how many matrices of the stage exist; for each pass
-    how many units beyond that row's elements the lane's source is; a token. Matrices that do not exist become zeros.
-    """
-    lines = 4 * warps
-    text = ["{ .reg .pred p, r; .reg .b64 s; .reg .b32 c; mov.b32 $0, 0; setp.eq.b32 p, $3, 0; @p bra.uni NO;"]
-    if waits:
-        text.append("WAIT: mbarrier.try_wait.parity.shared::cta.b64 p, [$1 + 8], $2; @!p bra.uni WAIT;")
-    for i in range(_passes(rows, warps)):
-        ragged = rows < (i + 1) * lines
-        if ragged:
-            text.append(f"setp.lt.s32 r, $6, {rows - i * lines};")
-        text.append(f"mad.wide.s32 s, ${8 + i}, 16, $5;")
-        for matrix in range(2 * steps):
-            if not even:
-                text.append(f"setp.gt.s32 p, $7, {matrix}; selp.b32 c, 16, 0, p;")
-            text.append(
-                f"{'@r ' if ragged else ''}cp.async.cg.shared.global{'.L2::128B' if even else ''}"
-                f" [$4 + {matrix * rows * 128 + i * lines * 128}], [s + {matrix * 128}], 16{'' if even else ', c'};"
-            )
-    return " ".join(text) + " NO: }"
-
-
-@triton.constexpr_function
-def _copy_a_operands(passes):
-    return ",".join(["r,r,r,r,l,r,r"] + ["r"] * (passes + 1))
-
-
-@triton.constexpr_function
-def _under_way(stages, steps, step):
-    """How many groups of a warp's copies may be under way when it multiplies step `step` of a stage of A.
-
-    These are the groups behind its step of B, and behind its stage of A, which was awaited at the stage's first step.
-    Groups are counted in the order in which the kernel commits them, from its start on.
-    """
-    ahead, found = _A_AHEAD.value * steps, []
-    for stage in range(stages + 2):
-        now, groups = stage * steps + step, []
-        for earlier in range(-max(stages, ahead), now):
-            groups += [("b", earlier + stages)] * (earlier + stages >= 0)
-            groups += [("a", (earlier + ahead) // steps)] * (earlier % steps == 0 and earlier + ahead >= 0)
-        needed = [("b", now)] + [("a", stage)] * (step == 0)
-        found.append(len(groups) - 1 - max(map(groups.index, needed)))
-    return min(found)
-
-
-@triton.constexpr_function
-def _arrive_full_ptx(groups):
-    """PTX that waits until at most `groups` groups of the warp's copies are under way, and arrives at "full".
-
-    `cp.async` writes by the generic proxy, `wgmma` reads by the asynchronous one: the fence orders the two.
-    Inputs: the buffer's barriers, whether this lane arrives for its warp, a token.
-    """
-    return (
-        f"{{ .reg .pred p; setp.ne.b32 p, $2, 0; cp.async.wait_group {groups}; fence.proxy.async.shared::cta;"
-        " bar.warp.sync 0xffffffff; @p mbarrier.arrive.shared::cta.b64 _, [$1]; mov.b32 $0, 0; }"
-    )
-
-
 def needed_bytes(rows: int, warps: int, parts: int, stages: int, steps: int, buffers: int) -> int:
     """Shared memory of a program: buffers of A (each a multiple of 1024 bytes), buffers of B, and barriers of A."""
     return buffers * (steps * rows * 256 + 16) + warps * parts * stages * STEP_BYTES.value
-
-
-@triton.jit
-def _buffer_of(stage, BUFFERS: tl.constexpr):
-    """The buffer of the program's stage of A, and the parity of the number of stages that used it before."""
-    return stage % BUFFERS, stage // BUFFERS % 2
-
-
-@triton.jit
-def _sources_of_a(line, unit, last, row_units, ROWS: tl.constexpr, WARPS: tl.constexpr):
-    """For each pass of a lane over the lines of A: how many units its source is beyond the tile's first row.
-
-    Beyond the last row of A, which is row `last` of the tile, lines are copies of it: nothing reads their sums.
-    """
-    found = ()
-    for i in tl.static_range(_passes(ROWS, WARPS)):
-        found = found + (tl.minimum(line + i * (4 * WARPS), last) * row_units + unit,)
-    return found
-
-
-@triton.jit
-def _copy_a_stage(
-    a_ptr, sources, stage, stages, matrices, buffers, barriers, token, lane,
-    ROWS: tl.constexpr, WARPS: tl.constexpr, STEPS: tl.constexpr, BUFFERS: tl.constexpr, EVEN: tl.constexpr,
-):  # fmt: skip
-    """Start to copy this warp's share of the program's stage of A, if it exists, as soon as its buffer is empty.
-
-    a_ptr: the program's first element in the tile's first row. sources: from `_sources_of_a`. stages, matrices: how
-    many the program has. The copies are committed as one group, which is empty past the last stage. Returns a token.
-    """
-    buffer, parity = _buffer_of(stage, BUFFERS)
-    line = lane // 8
-    into = buffers + buffer * (STEPS * ROWS * 256) + line * 128 + (lane % 8 ^ line % 8) * 16
-    wanted = (stage < stages).to(tl.int32)
-    places = (barriers + buffer * 16, parity ^ 1, wanted, into, a_ptr + stage * (STEPS * 128), line)
-    values = places + (matrices - stage * (2 * STEPS),) + sources + (token,)
-    operands: tl.constexpr = _copy_a_operands(_passes(ROWS, WARPS))
-    token = do_ptx(_copy_a_stage_ptx(ROWS, WARPS, STEPS, EVEN, BUFFERS < _A_AHEAD + 2), operands, values)
-    return do_ptx(COMMIT, "r", (token,))
-
-
-@triton.jit
-def _release_a_stage(stage, barriers, token, lane, BUFFERS: tl.constexpr):
-    """Release the program's stage of A, if it exists, for this warp. Returns a token."""
-    buffer, _ = _buffer_of(stage, BUFFERS)
-    arrives = ((lane % 32 == 0) & (stage >= 0)).to(tl.int32)
-    return do_ptx(_ARRIVE_EMPTY, "r,r,r", (barriers + buffer * 16, arrives, token))
-
-
-@triton.jit
-def _copy_b_step(
-    buffer, step, stop, token, lane, row, b_ptr, b_scales_ptr, n, k_vectors,
-    B_SQUARE: tl.constexpr, B_SWIZZLED: tl.constexpr, PARTS: tl.constexpr, EVEN: tl.constexpr,
-):  # fmt: skip
-    """Start to copy a warp's step of B into a buffer, and commit the copies as one group. Returns a token.
-
-    Past the last step nothing is copied, but an empty group is committed, so that `wait_ptx` counts right.
-    """
-    for part in tl.static_range(PARTS):
-        token = copy_weights(buffer + part * STEP_BYTES, step, step < stop, token, lane, row + part * 16, b_ptr,
-                             b_scales_ptr, n, k_vectors, B_SQUARE, B_SWIZZLED, EVEN, True)  # fmt: skip
-    return do_ptx(COMMIT, "r", (token,))
 
 
 @triton.jit
@@ -359,8 +214,7 @@ def gemm_wgmma_sm90(
     the kernel that adds them may start early (see `device.dependent_launch`).
     WARPS: of a program, a multiple of 4; the launch must have as many. Each has PARTS times 16 rows of b. ROWS: rows of
     a of a program, a key of `_MULTIPLY_WGMMA`. STAGES: steps of B of a warp that are on their way. STEPS_PER_STAGE:
-    steps of a stage of A. BUFFERS: stages of A in shared memory, at least three. With more than three, a copy goes to
-    the buffer of the stage two before the one that is multiplied, which other warps have most likely released.
+    steps of a stage of A. BUFFERS: stages of A in shared memory, at least three; see above.
     GROUP_M: tiles of A that are walked together, for the L2 cache. EVEN: no program has a row of b, and no stage of A a
     step, past the end. SHARED: bytes of shared memory to reserve (`reserved`), at least for `needed_bytes`.
     """
@@ -383,20 +237,20 @@ def gemm_wgmma_sm90(
     b_buffers = a_buffers + BUFFERS * a_stage_bytes
     first_buffer = b_buffers + lane // 32 * (STAGES * b_step_bytes)  # of the warp
     barriers = b_buffers + WARPS * STAGES * b_step_bytes
-    token = do_ptx(_barriers_ptx(WARPS, BUFFERS), "r,r,r", (barriers, (lane == 0).to(tl.int32), lane))
+    token = do_ptx(barriers_ptx(WARPS, BUFFERS), "r,r,r", (barriers, (lane == 0).to(tl.int32), lane))
     token = do_ptx(BARRIER, "r", (token,))
     first_m = tile_m * ROWS
     a_ptr += (first_m.to(tl.int64) * k_vectors + start * (4 * STEPS_PER_STAGE)) * 32
     matrices = k_vectors // 2 - start * (2 * STEPS_PER_STAGE)
-    sources = _sources_of_a(lane // 8, lane % 8, m - 1 - first_m, k_vectors * 4, ROWS, WARPS)
-    ahead: tl.constexpr = max(STAGES, _A_AHEAD * STEPS_PER_STAGE)
+    sources = sources_of_a(lane // 8, lane % 8, m - 1 - first_m, k_vectors * 4, ROWS, WARPS)
+    ahead: tl.constexpr = max(STAGES, A_AHEAD * STEPS_PER_STAGE)
     for early in tl.static_range(-ahead, 0):  # as in the loop over the steps
         if early + STAGES >= 0:
-            token = _copy_b_step(first_buffer + (early + STAGES) * b_step_bytes, step + (early + STAGES), stop, token,
+            token = copy_b_step(first_buffer + (early + STAGES) * b_step_bytes, step + (early + STAGES), stop, token,
                                  lane, row, b_ptr, b_scales_ptr, n, k_vectors, B_SQUARE, B_SWIZZLED, PARTS,
                                  EVEN)  # fmt: skip
-        if early % STEPS_PER_STAGE == 0 and early + _A_AHEAD * STEPS_PER_STAGE >= 0:
-            token = _copy_a_stage(a_ptr, sources, early // STEPS_PER_STAGE + _A_AHEAD, stages, matrices, a_buffers,
+        if early % STEPS_PER_STAGE == 0 and early + A_AHEAD * STEPS_PER_STAGE >= 0:
+            token = copy_a_stage(a_ptr, sources, early // STEPS_PER_STAGE + A_AHEAD, stages, matrices, a_buffers,
                                   barriers, token, lane, ROWS, WARPS, STEPS_PER_STAGE, BUFFERS, EVEN)  # fmt: skip
     if B_OUTER == "tensor" and not PARTIAL:
         token = do_ptx(AWAIT_VALUE, "f,r", (tl.load(b_outer_ptr), token))  # brings it to the cache for the end
@@ -408,25 +262,25 @@ def gemm_wgmma_sm90(
         c = c + (zero,)
     buffer = first_buffer
     for stage in tl.range(0, stages):
-        a_buffer, parity = _buffer_of(stage, BUFFERS)
+        a_buffer, parity = buffer_of(stage, BUFFERS)
         for i in tl.static_range(STEPS_PER_STAGE):
             if i == 0:
                 arrives = (barriers + a_buffer * 16, (lane % 32 == 0).to(tl.int32), token)
-                token = do_ptx(_arrive_full_ptx(_under_way(STAGES, STEPS_PER_STAGE, i)), "r,r,r", arrives)
+                token = do_ptx(arrive_full_ptx(under_way(STAGES, STEPS_PER_STAGE, i)), "r,r,r", arrives)
             else:
-                token = do_ptx(wait_ptx(_under_way(STAGES, STEPS_PER_STAGE, i)), "r", (token,))
+                token = do_ptx(wait_ptx(under_way(STAGES, STEPS_PER_STAGE, i)), "r", (token,))
             w = ()
             for part in tl.static_range(PARTS):
                 of_part, token = read_natural_weights(buffer, part, token, lane)
                 w = w + of_part
             # Every lane has read its operands, so the buffer can be filled again.
             token = do_ptx(WARP_BARRIER, "r", (token,))
-            token = _copy_b_step(buffer, step + STAGES, stop, token, lane, row, b_ptr, b_scales_ptr, n, k_vectors,
+            token = copy_b_step(buffer, step + STAGES, stop, token, lane, row, b_ptr, b_scales_ptr, n, k_vectors,
                                  B_SQUARE, B_SWIZZLED, PARTS, EVEN)  # fmt: skip
             if i == 0:
-                token = do_ptx(_WAIT_FULL, "r,r,r", (barriers + a_buffer * 16, parity, token))
-                if BUFFERS >= _A_AHEAD + 2:  # all warps have multiplied the stage that is two before this one
-                    token = _copy_a_stage(a_ptr, sources, stage + _A_AHEAD, stages, matrices, a_buffers, barriers,
+                token = do_ptx(WAIT_FULL, "r,r,r", (barriers + a_buffer * 16, parity, token))
+                if BUFFERS >= A_AHEAD + 2:  # all warps have multiplied the stage that is two before this one
+                    token = copy_a_stage(a_ptr, sources, stage + A_AHEAD, stages, matrices, a_buffers, barriers,
                                           token, lane, ROWS, WARPS, STEPS_PER_STAGE, BUFFERS, EVEN)  # fmt: skip
             a_at = a_buffers + (a_buffer * a_stage_bytes + i * (ROWS * 256))
             sums = ()
@@ -435,9 +289,9 @@ def gemm_wgmma_sm90(
                                          token, COMPUTE, ROWS, STEPS_PER_STAGE)  # fmt: skip
                 sums = sums + added
             c = sums
-            if i == 0 and BUFFERS < _A_AHEAD + 2:  # `_multiply` has waited for all earlier products, which read the stage before
-                token = _release_a_stage(stage - 1, barriers, token, lane, BUFFERS)
-                token = _copy_a_stage(a_ptr, sources, stage + _A_AHEAD, stages, matrices, a_buffers, barriers, token,
+            if i == 0 and BUFFERS < A_AHEAD + 2:  # `_multiply` has waited for products that read the stage before
+                token = release_a_stage(stage - 1, barriers, token, lane, BUFFERS)
+                token = copy_a_stage(a_ptr, sources, stage + A_AHEAD, stages, matrices, a_buffers, barriers, token,
                                       lane, ROWS, WARPS, STEPS_PER_STAGE, BUFFERS, EVEN)  # fmt: skip
             buffer = tl.where(buffer == first_buffer + (STAGES - 1) * b_step_bytes, first_buffer,
                               buffer + b_step_bytes)  # fmt: skip
