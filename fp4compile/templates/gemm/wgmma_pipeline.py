@@ -12,9 +12,9 @@ from fp4compile.templates.device.nvfp4_weights import STEP_BYTES, copy_weights
 A_AHEAD = tl.constexpr(2)  # how many stages before its use the copy of a stage of A starts
 
 # Each buffer of A has two barriers (mbarrier), at which each warp arrives once a phase. "Full": its copies of the stage
-# have arrived. "Empty", 8 bytes on, used with three buffers: it has released the stage. A barrier counts its phases, and a wait returns when the
-# phase of a given parity is complete. A new barrier behaves as if a phase of parity 1 were complete, so the first wait
-# for an empty buffer returns at once.
+# have arrived. "Empty", 8 bytes on, used with three buffers: it has released the stage. A barrier counts its phases,
+# and a wait returns when the phase of a given parity is complete. A new barrier behaves as if a phase of parity 1 were
+# complete, so the first wait for an empty buffer returns at once.
 # All lanes of a warp take the same branch; `bra.uni` says so, and lets ptxas use the warp's uniform registers.
 # Inputs: the buffer's barriers, the parity, a token.
 WAIT_FULL = tl.constexpr(
@@ -46,7 +46,8 @@ def _passes(rows, warps):
 def _copy_a_stage_ptx(rows, warps, steps, even, waits):
     """PTX that starts a lane's copies of a stage of A: one unit of some of its lines.
 
-    even: all matrices of every stage exist. waits: the buffer may be in use, so "empty" is awaited. Inputs: the buffer's barriers, the parity to wait for, whether to copy at all, the lane's first destination, the
+    even: all matrices of every stage exist. waits: the buffer may be in use, so "empty" is awaited.
+    Inputs: the buffer's barriers, the parity to wait for, whether to copy at all, the lane's first destination, the
     stage's elements of the tile's first row, the lane's first line, how many matrices of the stage exist; for each pass
     how many units beyond that row's elements the lane's source is; a token. Matrices that do not exist become zeros.
     """
