@@ -166,8 +166,7 @@ def copy_weights(
     else:
         scales = (scales_row * (k_vectors // 2) + scales_word) * 4
     # Units are exchanged, or in every second pair of rows halves, so that lanes that read at once read different banks.
-    exchanged = q ^ (g // 2 % 4 if NATURAL else g // 2 % 2 * 2)
-    to_codes = buffer + g * _CODES_ROW + exchanged * 16
+    to_codes = buffer + g * _CODES_ROW + (q ^ (g // 2 if NATURAL else g // 2 % 2 * 2)) * 16
     to_scales = buffer + _SCALES + (g + q // 2 * 8) * _SCALES_ROW + q % 2 * 4
     codes = codes_ptr + (upper * k_vectors + codes_vector).to(tl.int64) * 16
     lower = codes + tl.cast(k_vectors, tl.int64) * (16 * apart)
