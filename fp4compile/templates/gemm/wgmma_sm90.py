@@ -269,24 +269,21 @@ def gemm_wgmma_sm90(
                 token = do_ptx(arrive_full_ptx(under_way(STAGES, STEPS_PER_STAGE, i)), "r,r,r", arrives)
             else:
                 token = do_ptx(wait_ptx(under_way(STAGES, STEPS_PER_STAGE, i)), "r", (token,))
-            w = ()
-            for part in tl.static_range(PARTS):
-                of_part, token = read_natural_weights(buffer, part, token, lane)
-                w = w + of_part
-            # Every lane has read its operands, so the buffer can be filled again.
-            token = do_ptx(WARP_BARRIER, "r", (token,))
-            token = copy_b_step(buffer, step + STAGES, stop, token, lane, row, b_ptr, b_scales_ptr, n, k_vectors,
-                                 B_SQUARE, B_SWIZZLED, PARTS, EVEN)  # fmt: skip
-            if i == 0:
-                token = do_ptx(WAIT_FULL, "r,r,r", (barriers + a_buffer * 16, parity, token))
-                if BUFFERS >= A_AHEAD + 2:  # all warps have multiplied the stage that is two before this one
-                    token = copy_a_stage(a_ptr, sources, stage + A_AHEAD, stages, matrices, a_buffers, barriers,
-                                          token, lane, ROWS, WARPS, STEPS_PER_STAGE, BUFFERS, EVEN)  # fmt: skip
             a_at = a_buffers + (a_buffer * a_stage_bytes + i * (ROWS * 256))
             sums = ()
             for part in tl.static_range(PARTS):
-                added, token = _multiply(w[10 * part : 10 * part + 10], c[part * count : part * count + count], a_at,
-                                         token, COMPUTE, ROWS, STEPS_PER_STAGE)  # fmt: skip
+                w, token = read_natural_weights(buffer, part, token, lane)
+                if part == PARTS - 1:  # every lane has read its operands, so the buffer can be filled again
+                    token = do_ptx(WARP_BARRIER, "r", (token,))
+                    token = copy_b_step(buffer, step + STAGES, stop, token, lane, row, b_ptr, b_scales_ptr, n,
+                                        k_vectors, B_SQUARE, B_SWIZZLED, PARTS, EVEN)  # fmt: skip
+                if i == 0 and part == 0:
+                    token = do_ptx(WAIT_FULL, "r,r,r", (barriers + a_buffer * 16, parity, token))
+                if i == 0 and part == PARTS - 1 and BUFFERS >= A_AHEAD + 2:  # the stage two before is multiplied
+                    token = copy_a_stage(a_ptr, sources, stage + A_AHEAD, stages, matrices, a_buffers, barriers,
+                                         token, lane, ROWS, WARPS, STEPS_PER_STAGE, BUFFERS, EVEN)  # fmt: skip
+                added, token = _multiply(w, c[part * count : part * count + count], a_at, token, COMPUTE, ROWS,
+                                         STEPS_PER_STAGE)  # fmt: skip
                 sums = sums + added
             c = sums
             if i == 0 and BUFFERS < A_AHEAD + 2:  # `_multiply` has waited for products that read the stage before
