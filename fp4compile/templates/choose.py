@@ -21,6 +21,7 @@ from fp4compile.templates.gemm import (
     grouped_dequant_tiles,
     grouped_library,
     grouped_skinny,
+    grouped_wgmma_sm90,
     library,
     skinny,
     skinny_block_scaled_sm100,
@@ -47,6 +48,7 @@ REGISTRY: tuple[Candidate, ...] = (
     grouped_library.BLOCK_SCALED,  # serves a subset of the candidate before: chosen only by timing
     grouped_library.ROW_SCALED,
     grouped_skinny.CANDIDATE,
+    grouped_wgmma_sm90.CANDIDATE,
     grouped_dequant_operand.CANDIDATE,
     grouped_dequant_tiles.CANDIDATE,
 )
