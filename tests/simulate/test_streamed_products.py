@@ -51,9 +51,9 @@ def test_tiles_of_wgmma(a, shape, form, seed, monkeypatch):
 # together, buffers of A.
 @pytest.mark.parametrize(("sizes", "left", "layout", "outer", "shape", "form"), [
     # Two tiles of rows of B, tiles of A that are walked two together, more stages of A than buffers.
-    ((0, 1, 65, 0, 3), 2, "swizzled", ("row", "group"), (128, 1408), (16, 4, 1, 2, 1, 1, 2)),
+    ((0, 1, 65, 3, 0), 2, "swizzled", ("row", "group"), (128, 1408), (16, 4, 1, 2, 1, 1, 2)),
     # Rows of B and steps of A that end early; more groups than lanes; scales of 16 x 16 elements; three buffers.
-    ((3, *[0] * 31, 257), 33, "square", ("group", "row"), (72, 448), (72, 4, 1, 3, 1, 1, 8, 3)),
+    ((3, *[0] * 31, 257, 0, 0), 33, "square", ("group", "row"), (72, 448), (72, 4, 1, 3, 1, 1, 8, 3)),
 ], ids=["walked", "ragged"])  # fmt: skip
 @pytest.mark.parametrize("seed", [0, 1])
 def test_groups_of_wgmma(sizes, left, layout, outer, shape, form, seed, monkeypatch):
@@ -61,6 +61,7 @@ def test_groups_of_wgmma(sizes, left, layout, outer, shape, form, seed, monkeypa
     a, b = operands_of_groups(len(sizes), sum(sizes) + left, *shape, layout, outer)
     a.data[: sizes[0]] = a.data[-left:] = torch.nan
     b.scales.view(torch.uint8)[-2:] = 0x7F  # NaN
+    b.outer[-1] = torch.nan
     offs = torch.tensor(sizes).cumsum(0).to(torch.int32)
     x = Arguments(a, b, None, torch.bfloat16, offs=offs, rows=len(a.data))
     choices.configured(monkeypatch, "grouped_wgmma_sm90",

@@ -1,9 +1,9 @@
 """Grouped GEMM of nine and more rows of 16-bit A for each matrix of NVFP4 weights, on SM90 (`gemm.wgmma_sm90`).
 
-The kernel is `gemm_wgmma_sm90`. A program finds the group of its tile from the offsets on the device, and then multiplies
-rows of A of this group with rows of the group's matrix. The matrices are read as they are packed: they are neither
-dequantised in memory nor arranged anew. The launch has as many programs as any sizes of groups need. Those without a
-tile end at once.
+The kernel is `gemm_wgmma_sm90`. A program finds the group of its tile from the offsets on the device, and then
+multiplies rows of A of this group with rows of the group's matrix. The matrices are read as they are packed: they are
+neither dequantised in memory nor arranged anew. The launch has as many programs as any sizes of groups need. A program
+without a tile ends at once.
 """
 
 import torch

@@ -578,20 +578,19 @@ def grouped_skinny_config(p: Problem, most: Any = SKINNY_ROWS) -> SkinnyConfig:
 # times of `_LARGE_TILES`, down to what the bytes of a step take at 3 TB/s. `_LARGE_TILES` were timed without groups.
 _SMALL_TILES = ((16, 1, 3, 4, 0.42), (32, 1, 3, 4, 0.46), (64, 1, 3, 4, 0.58))
 _SEARCH = 0.5  # microseconds of a program's search for its group, an estimate
-_SPREAD = range(9, 24, 2)  # sizes of groups, in sixteenths of their average
 
 
 def grouped_wgmma_config(p: Problem, needed_bytes: Callable[..., int]) -> WgmmaConfig:
     """The tile that takes the least time by the model of `_wgmma_large_tile`. needed_bytes: see `with_shared_memory`.
 
-    Only the average size of groups is known. The model has groups of 9/16 to 23/16 of it. How full the last round of
-    programs is depends on the sizes, so it counts as half a round, and two parts would not fill it better.
+    Sizes of groups are not known: a group ends, on average, in the middle of a tile. How full the last round of programs
+    is depends on the sizes as well, so it counts as half a round, and tiles of two parts are not tried.
     """
     tiles = [(WgmmaConfig(rows, 8, parts, stages, 2 if rows <= 64 else 1, buffers=buffers), step)
              for rows, parts, stages, buffers, step in (*_SMALL_TILES, *_LARGE_TILES) if parts == 1]  # fmt: skip
 
     def microseconds(config: WgmmaConfig, step: float) -> float:
-        tiles_m = sum(ceil_div(p.m * part, 16 * p.groups * config.rows) for part in _SPREAD) * p.groups / len(_SPREAD)
+        tiles_m = max(p.groups, p.m / config.rows + p.groups / 2)
         rounds = tiles_m * ceil_div(p.n, 16 * config.parts * config.warps) / p.target.multiprocessors
         return max(rounds + 0.5, 1.0) * (_ROUND + _SEARCH + ceil_div(p.k, 128) * step)
 

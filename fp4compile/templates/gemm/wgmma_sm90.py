@@ -235,9 +235,9 @@ def gemm_wgmma_sm90(
     steps of a stage of A. BUFFERS: stages of A in shared memory, at least three; see above.
     GROUP_M: tiles of A that are walked together, for the L2 cache. EVEN: no program has a row of b, and no stage of A a
     step, past the end. SHARED: bytes of shared memory to reserve (`reserved`), at least for `needed_bytes`.
-    GROUPS: 0, or the number of groups of rows of a, which end at offs, int32. Then b is [GROUPS, n, K]: each group has a
-    matrix of its own, with b_scales_each bytes of scales. There is no split-K, no bias and no epilogue. An outer scale
-    may be the group's. Rows of no group become zeros.
+    GROUPS: 0, or the number of groups of rows of a, which end at offs, int32. Then b is [GROUPS, n, K]: each group has
+    a matrix of its own, with b_scales_each bytes of scales. There is no split-K, no bias and no epilogue. An outer
+    scale may be the group's. Rows of no group become zeros.
     """
     reserve(a_ptr, out_ptr, k_vectors, SHARED)
     if PARTIAL:
