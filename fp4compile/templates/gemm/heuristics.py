@@ -583,8 +583,8 @@ _SEARCH = 0.5  # microseconds of a program's search for its group, an estimate
 def grouped_wgmma_config(p: Problem, needed_bytes: Callable[..., int]) -> WgmmaConfig:
     """The tile that takes the least time by the model of `_wgmma_large_tile`. needed_bytes: see `with_shared_memory`.
 
-    Sizes of groups are not known: a group ends, on average, in the middle of a tile. How full the last round of programs
-    is depends on the sizes as well, so it counts as half a round, and tiles of two parts are not tried.
+    Sizes of groups are not known: a group ends, on average, in the middle of a tile. How full the last round of
+    programs is depends on the sizes as well, so it counts as half a round, and tiles of two parts are not tried.
     """
     tiles = [(WgmmaConfig(rows, 8, parts, stages, 2 if rows <= 64 else 1, buffers=buffers), step)
              for rows, parts, stages, buffers, step in (*_SMALL_TILES, *_LARGE_TILES) if parts == 1]  # fmt: skip
