@@ -19,13 +19,14 @@ from fp4compile.check.machine_code import compile_launch
 from fp4compile.check.ptx import Ptx
 from fp4compile.formats import formats, reference, reference_grouped
 from fp4compile.formats.groups import Groups
+from fp4compile.formats.layouts import ceil_div
 from fp4compile.formats.operand import Operand
 from fp4compile.hardware import Target
 from fp4compile.templates import launch
 from fp4compile.templates.choose import choose
 from fp4compile.templates.gemm import grouped_library as library
 from fp4compile.templates.gemm import grouped_skinny, indexed
-from fp4compile.templates.gemm.heuristics import SkinnyConfig
+from fp4compile.templates.gemm.heuristics import SkinnyConfig, WgmmaConfig
 from fp4compile.templates.launch import dry_run
 from fp4compile.templates.multiply import call_of, scaled_grouped_mm
 from fp4compile.templates.problem import problem_of
@@ -207,6 +208,19 @@ def test_launches_of_streamed_weights():
              for rows in (2, 16, 17, 64)]  # fmt: skip
     assert found == [[2, 1, 4, 3], [8, 1, 4, 3], [8, 2, 4, 1], [8, 2, 4, 1]]
     assert launched(64, 8, 2048, 1024)[-1].grid == 4 * 132
+
+
+@pytest.mark.skipif(INTERPRETING, reason="asks for launches")
+@pytest.mark.parametrize(("groups", "n", "k"), [(8, 4096, 14336), (128, 1536, 2048), (128, 2048, 768)])
+def test_tiles_of_packed_weights_grow_with_the_rows_of_groups(groups, n, k):
+    """By the model of their time; each fits on a multiprocessor. Programs are enough for any sizes of groups."""
+    made = [launched(each * groups, groups, n, k)[-1] for each in (9, 16, 32, 64, 65, 96, 128, 256, 512, 1024, 8192)]
+    tiles = [one.constants["ROWS"] for one in made]
+    assert tiles == sorted(tiles) and tiles[0] <= 32 and tiles[-1] >= 192
+    assert {one.kernel.__name__ for one in made} == {"gemm_wgmma_sm90"}
+    rows = groups * (128 + 1) + 1  # one row beyond a whole tile in each group, and one of no group
+    config = WgmmaConfig(128, 8, 1, 4, 1)
+    assert config.grid(rows, n, groups) == (2 * groups + 1) * ceil_div(n, 128) and config.grid(129, n) == n // 128 * 2
 
 
 @pytest.mark.skipif(INTERPRETING, reason="launches nothing")

@@ -578,6 +578,11 @@ def grouped_skinny_config(p: Problem, most: Any = SKINNY_ROWS) -> SkinnyConfig:
 # times of `_LARGE_TILES`, down to what the bytes of a step take at 3 TB/s. `_LARGE_TILES` were timed without groups.
 _SMALL_TILES = ((16, 1, 3, 4, 0.42), (32, 1, 3, 4, 0.46), (64, 1, 3, 4, 0.58))
 _SEARCH = 0.5  # microseconds of a program's search for its group, an estimate
+# Tiles of groups, and the microseconds of a step of each.
+GROUPED_TILES = tuple(
+    (WgmmaConfig(rows, 8, parts, stages, 2 if rows <= 64 else 1, buffers=buffers), step)
+    for rows, parts, stages, buffers, step in (*_SMALL_TILES, *_LARGE_TILES) if parts == 1
+)  # fmt: skip
 
 
 def grouped_wgmma_config(p: Problem, needed_bytes: Callable[..., int]) -> WgmmaConfig:
@@ -586,16 +591,14 @@ def grouped_wgmma_config(p: Problem, needed_bytes: Callable[..., int]) -> WgmmaC
     Sizes of groups are not known: a group ends, on average, in the middle of a tile. How full the last round of
     programs is depends on the sizes as well, so it counts as half a round, and tiles of two parts are not tried.
     """
-    tiles = [(WgmmaConfig(rows, 8, parts, stages, 2 if rows <= 64 else 1, buffers=buffers), step)
-             for rows, parts, stages, buffers, step in (*_SMALL_TILES, *_LARGE_TILES) if parts == 1]  # fmt: skip
 
     def microseconds(config: WgmmaConfig, step: float) -> float:
         tiles_m = max(p.groups, p.m / config.rows + p.groups / 2)
         rounds = tiles_m * ceil_div(p.n, 16 * config.parts * config.warps) / p.target.multiprocessors
         return max(rounds + 0.5, 1.0) * (_ROUND + _SEARCH + ceil_div(p.k, 128) * step)
 
-    best = min(tiles, key=lambda tile: microseconds(*tile)) if p.static else tiles[len(_SMALL_TILES) + 3]
-    return with_shared_memory(best[0], p, needed_bytes)
+    tiles = GROUPED_TILES if p.static else GROUPED_TILES[-1:]  # the last one is only read when sizes are concrete
+    return with_shared_memory(min(tiles, key=lambda tile: microseconds(*tile))[0], p, needed_bytes)
 
 
 def grouped_tiles_config(p: Problem) -> DequantTilesConfig:
