@@ -578,9 +578,9 @@ def grouped_skinny_config(p: Problem, most: Any = SKINNY_ROWS) -> SkinnyConfig:
 # times of `_LARGE_TILES`, down to what the bytes of a step take at 3 TB/s. `_LARGE_TILES` were timed without groups.
 _SMALL_TILES = ((16, 1, 3, 4, 0.42), (32, 1, 3, 4, 0.46), (64, 1, 3, 4, 0.58))
 _SEARCH = 0.5  # microseconds of a program's search for its group, an estimate
-# Tiles of groups, and the microseconds of a step of each.
+# Tiles of groups, and the microseconds of a step of each. Up to 80 rows, two programs share a multiprocessor.
 GROUPED_TILES = tuple(
-    (WgmmaConfig(rows, 8, parts, stages, 2 if rows <= 64 else 1, buffers=buffers), step)
+    (WgmmaConfig(rows, 8, parts, stages, 2 if rows <= 32 else 1, buffers=buffers), step)
     for rows, parts, stages, buffers, step in (*_SMALL_TILES, *_LARGE_TILES) if parts == 1
 )  # fmt: skip
 
