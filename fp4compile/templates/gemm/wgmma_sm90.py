@@ -251,15 +251,15 @@ def gemm_wgmma_sm90(
         tile_m, tile_n = _tile_of(tl.program_id(0) // splits, tl.cdiv(m, ROWS), tl.num_programs(0) // splits, GROUP_M)
         first_m = tile_m * ROWS
     else:
-        before = ()
+        offs_before = ()
         offs = ()
         for i in tl.static_range(per_lane(GROUPS)):
             number, exists = of_lanes(i - per_lane(GROUPS), GROUPS)
-            before = before + (tl.load(offs_ptr + number, mask=exists, other=0),)
+            offs_before = offs_before + (tl.load(offs_ptr + number, mask=exists, other=0),)
             number, exists = of_lanes(i, GROUPS)
             offs = offs + (tl.load(offs_ptr + number, mask=exists, other=0),)
         group, end, first_m, tile_n = _tile_of_group(
-            before, offs, m, tl.program_id(0), tl.cdiv(n, 16 * PARTS * WARPS), ROWS, GROUPS, GROUP_M
+            offs_before, offs, m, tl.program_id(0), tl.cdiv(n, 16 * PARTS * WARPS), ROWS, GROUPS, GROUP_M
         )  # fmt: skip
         if first_m >= end:  # there are fewer tiles than programs
             return
