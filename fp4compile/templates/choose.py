@@ -15,6 +15,7 @@ from fp4compile.templates.gemm import (
     cost,
     dequant_operand,
     dequant_tiles,
+    dequant_transposed,
     gemv,
     grouped_block_scaled_sm100,
     grouped_dequant_operand,
@@ -42,6 +43,9 @@ REGISTRY: tuple[Candidate, ...] = (
     wgmma_sm90.CANDIDATE,
     dequant_operand.CANDIDATE,
     dequant_tiles.CANDIDATE,
+    # Products with a transposed B.
+    wgmma_sm90.TRANSPOSED,
+    dequant_transposed.CANDIDATE,
     # Grouped products.
     grouped_block_scaled_sm100.CANDIDATE,
     grouped_library.BLOCK_SCALED,  # serves a subset of the candidate before: chosen only by timing
@@ -93,6 +97,7 @@ def choose(problem: Problem, preferred: str | None = None) -> Choice:
 
 
 def _decide(problem: Problem, preferred: str | None, registry: tuple[Candidate, ...]) -> Choice:
+    registry = tuple(each for each in registry if each.b_transposed == problem.b_transposed)
     found = _first(problem, registry) if preferred is None else named(preferred)
     if not found.serves(problem):
         found = _first(problem, registry)
@@ -124,7 +129,8 @@ def candidates(problem: Problem) -> tuple[str, ...]:
 
     If there are several, only timing tells which one is fastest; see `passes.autotune`.
     """
-    return tuple(each.name for each in REGISTRY if each.tier == "native" and each.serves(problem))
+    return tuple(each.name for each in REGISTRY
+                 if each.tier == "native" and not problem.b_transposed and each.serves(problem))  # fmt: skip
 
 
 def to_time(problem: Problem) -> list[Choice]:

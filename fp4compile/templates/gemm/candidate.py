@@ -34,6 +34,7 @@ class Candidate:
     traceable: whether a graph can hold the launches of a problem and its configuration.
     any_rows: whether it serves the problem for every number of rows of A, if it does for one.
     dequantizes_a, dequantizes_b: whether it writes the operand, if it is quantised, to memory in 16 bits first.
+    b_transposed: whether it serves the problems with a transposed B, and no others.
     group_with, run_group: for a kernel that computes several products of one A in one launch: what these products must
         have in common beside A, and the launch of all of them. None for other kernels.
     """
@@ -49,6 +50,7 @@ class Candidate:
     any_rows: bool = False
     dequantizes_a: bool = False
     dequantizes_b: bool = False
+    b_transposed: bool = False
     group_with: Callable[[Problem], tuple] | None = None
     run_group: Callable[[Sequence[Call], Any], list[torch.Tensor]] | None = None
 
