@@ -73,7 +73,7 @@ _READ_OPERANDS = tl.constexpr(",".join(["=&r"] * 13 + ["r"] * 6))
 
 @triton.jit
 def read_transposed_weights(buffer, part: tl.constexpr, token, lane, PARTS: tl.constexpr):
-    """A lane's codes and scales of a step whose buffers have arrived: (outputs of `_read_ptx` without its token, token).
+    """A lane's codes and scales of a step whose buffers have arrived: (outputs of `_read_ptx` without its token, token)
 
     buffer: of this warp; those of the other warps lie before and behind it. part: which 16 columns of the warp.
     """
@@ -83,14 +83,16 @@ def read_transposed_weights(buffer, part: tl.constexpr, token, lane, PARTS: tl.c
     first = buffer + (sixteenth // 8 - lane // 32 * PARTS) * STEP_BYTES
     row = in_warp % 8
     upper = in_warp // 8 % 2
-    codes = first + in_warp // 16 * (PARTS * STEP_BYTES) + upper * CODES_LOWER + row * CODES_ROW + (unit ^ row // 2) * 16
+    codes = first + in_warp // 16 * (PARTS * STEP_BYTES) + upper * CODES_LOWER
+    codes += row * CODES_ROW + (unit ^ row // 2) * 16
     # Lanes of the second block read the two rows in the other order, so that they read other banks.
     scales = first + upper * (PARTS * STEP_BYTES + SCALES_ROW) + SCALES + row * (2 * SCALES_ROW) + unit // 2 * 4
     byte = unit % 2 * 2 + in_warp // 16
     of_scales = byte * 17 + (4 << (1 - upper) * 4)
     of_codes = 0x6240 + sixteenth % 2 * 0x1111
+    second = scales + SCALES_ROW * (1 - 2 * upper)
     found = tl.inline_asm_elementwise(
-        _read_ptx(PARTS), _READ_OPERANDS, (codes, scales, scales + SCALES_ROW * (1 - 2 * upper), of_scales, of_codes, token),
+        _read_ptx(PARTS), _READ_OPERANDS, (codes, scales, second, of_scales, of_codes, token),
         dtype=(tl.int32,) * 13, is_pure=True, pack=1,
     )  # fmt: skip
     return found[0:12], found[12]

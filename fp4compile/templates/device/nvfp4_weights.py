@@ -103,7 +103,8 @@ _COPY_WHOLE_STEP = tl.constexpr(
 )
 _COPY_PART_OF_STEP = tl.constexpr(
     "{ mov.b32 $0, 0; cp.async.cg.shared.global [$1], [$3], 16, $6;"
-    f" cp.async.cg.shared.global [$1 + {CODES_LOWER.value}], [$4], 16, $7; cp.async.ca.shared.global [$2], [$5], 4, $8; }}"
+    f" cp.async.cg.shared.global [$1 + {CODES_LOWER.value}], [$4], 16, $7;"
+    " cp.async.ca.shared.global [$2], [$5], 4, $8; }"
 )
 # Outputs: codes of the upper row (two words of 64 bits), codes of the lower row; two scale bytes of each; a token.
 # Inputs: addresses of the upper row's two words and of its scales; a `prmt` selector of two of eight scale bytes; a

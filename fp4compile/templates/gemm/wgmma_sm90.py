@@ -295,7 +295,7 @@ def gemm_wgmma_sm90(
             else:
                 token = do_ptx(wait_ptx(under_way(b_ahead, STEPS_PER_STAGE, i)), "r", (token,))
             a_at = a_buffers + (a_buffer * a_stage_bytes + i * (ROWS * 256))
-            if B_TRANSPOSED:  # all warps have copied this step, and have read the one before, whose buffer gets the next
+            if B_TRANSPOSED:  # all warps have copied this step, and have read the one before, whose buffer is free
                 token = do_ptx(WAIT_FULL, "r,r,r", (barriers + a_buffer * 16, parity, token))
                 before = tl.where(buffer == first_buffer, buffer + b_ahead * b_apart, buffer - b_apart)
                 token = copy_b_step(before, step + b_ahead, stop, token, lane, row, b_ptr, b_scales_ptr, n, k_vectors,
@@ -306,7 +306,8 @@ def gemm_wgmma_sm90(
                     w, token = read_transposed_weights(buffer, part, token, lane, PARTS)
                 else:
                     w, token = read_natural_weights(buffer, part, token, lane)
-                if part == PARTS - 1 and not B_TRANSPOSED:  # every lane has read its operands, so the buffer can be filled again
+                # Every lane has read its operands, so the buffer can be filled again.
+                if part == PARTS - 1 and not B_TRANSPOSED:
                     token = do_ptx(WARP_BARRIER, "r", (token,))
                     token = copy_b_step(buffer, step + STAGES, stop, token, lane, row, b_ptr, b_scales_ptr, n,
                                         k_vectors, B_SQUARE, B_SWIZZLED, PARTS, EVEN)  # fmt: skip
