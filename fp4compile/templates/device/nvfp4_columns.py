@@ -28,9 +28,9 @@ from fp4compile.templates.device.nvfp4_weights import (
 
 
 def dequantize_columns(kind: str, pair: int) -> str:
-    """PTX that dequantises the words w{i} of two blocks of 16 rows to r{i}_0 to r{i}_3, where i is 2 * pair and the
-    next; x{pair} has the lane's scales of these blocks.
+    """PTX that dequantises the words of two blocks of 16 rows, w{i} to r{i}_0 to r{i}_3 for i = 2 * pair and the next.
 
+    x{pair}: the scales that the lane has of these blocks.
     kind: f16x2 or bf16x2. Register 0 has rows 2q and 2q + 1 of the lane's first column, and register 1 of its second
     column; 2 and 3 have rows 2q + 8 and 2q + 9: as `wgmma` takes them. Needs registers u, v, h, k, f, g, s, t, and z
     with two halves of -0.
@@ -73,24 +73,26 @@ _READ_OPERANDS = tl.constexpr(",".join(["=&r"] * 13 + ["r"] * 6))
 
 @triton.jit
 def read_transposed_weights(buffer, part: tl.constexpr, token, lane, PARTS: tl.constexpr):
-    """A lane's codes and scales of a step whose buffers have arrived: (outputs of `_read_ptx` without its token, token)
+    """A lane's codes and scales of a step that has arrived: (the outputs of `_read_ptx` without its token, token).
 
     buffer: of this warp; those of the other warps lie before and behind it. part: which 16 columns of the warp.
     """
     in_warp = lane % 32
-    sixteenth = lane // 32 * PARTS + part
+    sixteenth = lane // 32 * PARTS + part  # which 16 columns of the program
     unit = sixteenth // 2 % 4  # which 16 bytes of codes of a row
     first = buffer + (sixteenth // 8 - lane // 32 * PARTS) * STEP_BYTES
+    # Eight lanes each have the rows of a matrix: rows 0 to 7 and 8 to 15 of a block, and those of the next block.
     row = in_warp % 8
-    upper = in_warp // 8 % 2
-    codes = first + in_warp // 16 * (PARTS * STEP_BYTES) + upper * CODES_LOWER
+    odd = in_warp // 8 % 2
+    codes = first + in_warp // 16 * (PARTS * STEP_BYTES) + odd * CODES_LOWER
     codes += row * CODES_ROW + (unit ^ row // 2) * 16
-    # Lanes of the second block read the two rows in the other order, so that they read other banks.
-    scales = first + upper * (PARTS * STEP_BYTES + SCALES_ROW) + SCALES + row * (2 * SCALES_ROW) + unit // 2 * 4
+    # Eight lanes each have the pairs of rows of a block, and those of the next block, for one of two blocks of columns.
+    # Lanes of the next block read the two rows in the other order, so that they read other banks.
+    scales = first + odd * (PARTS * STEP_BYTES + SCALES_ROW) + SCALES + row * (2 * SCALES_ROW) + unit // 2 * 4
+    second = scales + SCALES_ROW * (1 - 2 * odd)
     byte = unit % 2 * 2 + in_warp // 16
-    of_scales = byte * 17 + (4 << (1 - upper) * 4)
+    of_scales = byte * 17 + (4 << (1 - odd) * 4)
     of_codes = 0x6240 + sixteenth % 2 * 0x1111
-    second = scales + SCALES_ROW * (1 - 2 * upper)
     found = tl.inline_asm_elementwise(
         _read_ptx(PARTS), _READ_OPERANDS, (codes, scales, second, of_scales, of_codes, token),
         dtype=(tl.int32,) * 13, is_pure=True, pack=1,

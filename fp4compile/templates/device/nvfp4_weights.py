@@ -1,5 +1,7 @@
 """NVFP4 weights of `gemm_skinny` and `gemm_wgmma_sm90`: from global to shared memory, and on to 16-bit registers.
 
+`nvfp4_columns` has the way from shared memory on where the rows are contracted.
+
 A warp's step is 16 rows of B (8 upper and 8 lower ones) times 128 elements along K. It has a buffer of `STEP_BYTES` in
 shared memory: the codes of the upper rows, the codes of the lower rows, then the scales of both in the same order.
 

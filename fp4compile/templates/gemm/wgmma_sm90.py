@@ -25,6 +25,12 @@ elements of K in 128 clocks, and two warpgroups take turns: each has 256 clocks 
 elements of its 64 rows. Each of its four warps, on four schedulers, needs about 44 instructions for that, of which five
 copy A. With few rows the weights' way from memory is the bound, but the schedulers are nearly as busy.
 
+The gradient of a layer's input contracts the rows of the weights (B_TRANSPOSED): the same product, with columns of B in
+the place of rows. The warps copy the same bytes, 16 rows each, and a step of eight warps is 128 rows of B. But a warp
+multiplies 16 columns of all these rows, which it reads from the buffers of all warps (`device.nvfp4_columns`). So the
+barrier of a stage of A is the barrier of the step of B as well: behind it all copies have arrived, and all warps have
+read the step before.
+
 The kernel is written one lane at a time, in inline PTX ordered by tokens: see `async_copy`. It needs more shared memory
 than inline PTX may declare, and has Triton reserve it: see `shared_memory`.
 """
