@@ -1,7 +1,7 @@
 """The ops that multiply quantised operands.
 
     fp4compile::scaled_mm(a, a_scales, a_outer, a_format, b, b_scales, b_outer, b_format, bias, out_dtype,
-                          operands, epilogue, dtype, fast_accumulation) -> product
+                          operands, epilogue, dtype, fast_accumulation, b_transposed) -> product
     fp4compile::scaled_mm_horizontal(..., list of b, ...) -> products of one a; see `passes.fuse_horizontal`
     fp4compile::scaled_grouped_mm(a, ..., b, ..., offs, rows, out_dtype, fast_accumulation) -> the products of groups
     fp4compile::scaled_mm_gathered(a, ..., b, ..., index, out_dtype) -> product
@@ -10,7 +10,9 @@
 `scaled_mm`. A [..., M, K] and B [..., N, K] are both stored with the contraction last; an operand without a format is
 plain. epilogue: steps that follow the product, which is rounded to out_dtype (`formats.epilogue`); `operands` are the
 tensors that the steps read, and dtype is the dtype of their result. fast_accumulation: FP8 matrix units may keep the
-sums in fewer bits than float32 has; the reference never does.
+sums in fewer bits than float32 has; the reference never does. b_transposed: B is NVFP4 weights [K, N], with codes along
+N, of which the rows are contracted: the gradient of the input of a layer with packed weights. A is then plain, in 16
+bits.
 
 `scaled_grouped_mm`. `formats.reference_grouped` explains the shapes of its operands, which `quantize` makes with offs
 or each_matrix.
@@ -55,11 +57,11 @@ def _pair(a, a_scales, a_outer, a_format, b, b_scales, b_outer, b_format) -> tup
 
 def scaled_mm_reference(
     a, a_scales, a_outer, a_format, b, b_scales, b_outer, b_format, bias, out_dtype, operands=None, epilogue=None,
-    dtype=None, fast_accumulation=False,
+    dtype=None, fast_accumulation=False, b_transposed=False,
 ):  # fmt: skip
     """`scaled_mm` by the reference."""
     a, b = _pair(a, a_scales, a_outer, a_format, b, b_scales, b_outer, b_format)
-    product = reference.scaled_mm(a, b, bias, out_dtype)
+    product = reference.scaled_mm(a, b, bias, out_dtype, b_transposed)
     if epilogue is None:
         return product
     return apply(product, Epilogue.parse(epilogue, out_dtype, dtype), operands or [])
@@ -67,26 +69,27 @@ def scaled_mm_reference(
 
 def scaled_mm_kernels(
     a, a_scales, a_outer, a_format, b, b_scales, b_outer, b_format, bias, out_dtype, operands=None, epilogue=None,
-    dtype=None, fast_accumulation=False, choice=None,
+    dtype=None, fast_accumulation=False, b_transposed=False, choice=None,
 ):  # fmt: skip
     """`scaled_mm` by the kernel of a `Choice`; None chooses one."""
     a, b = _pair(a, a_scales, a_outer, a_format, b, b_scales, b_outer, b_format)
     steps = None if epilogue is None else Epilogue.parse(epilogue, out_dtype, dtype)
-    return multiply.scaled_mm(a, b, bias, out_dtype, steps, operands or [], choice, fast_accumulation)
+    return multiply.scaled_mm(a, b, bias, out_dtype, steps, operands or [], choice, fast_accumulation, b_transposed)
 
 
 def scaled_mm_shapes(
     a, a_scales, a_outer, a_format, b, b_scales, b_outer, b_format, bias, out_dtype, operands=None, epilogue=None,
-    dtype=None, fast_accumulation=False,
+    dtype=None, fast_accumulation=False, b_transposed=False,
 ):  # fmt: skip
     """An empty tensor like the result of `scaled_mm`."""
-    check_bias(bias, b.shape[-2])
-    return a.new_empty((*a.shape[:-1], b.shape[-2]), dtype=out_dtype if epilogue is None else dtype)
+    n = operand(b, b_scales, b_outer, b_format).k if b_transposed else b.shape[-2]
+    check_bias(bias, n)
+    return a.new_empty((*a.shape[:-1], n), dtype=out_dtype if epilogue is None else dtype)
 
 
 SCALED_MM = define(
     f"scaled_mm({_OPERANDS}, Tensor? bias, ScalarType out_dtype, Tensor[]? operands=None, str[]? epilogue=None,"
-    " ScalarType? dtype=None, bool fast_accumulation=False) -> Tensor",
+    " ScalarType? dtype=None, bool fast_accumulation=False, bool b_transposed=False) -> Tensor",
     reference=scaled_mm_reference,
     shapes=scaled_mm_shapes,
     kernels=scaled_mm_kernels,

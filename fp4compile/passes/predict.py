@@ -22,7 +22,7 @@ from fp4compile.analysis import flops
 from fp4compile.analysis.gemm import Input
 from fp4compile.hardware import Gpu
 from fp4compile.ops.matmul import SCALED_GROUPED_MM, SCALED_MM, SCALED_MM_GATHERED, SCALED_MM_HORIZONTAL
-from fp4compile.ops.quantize import QUANTIZE
+from fp4compile.ops.quantize import DEQUANTIZE, QUANTIZE
 from fp4compile.passes.base import run_passes
 from fp4compile.passes.fused import fused, name_product, product_of
 from fp4compile.passes.hoist import HOIST, Hoisted
@@ -177,7 +177,7 @@ def _products(node: Node, parts: _Parts) -> list[str]:
     """The names of the products that a node is launched for; none for Inductor's kernels and other operators."""
     if pointwise.kind_of(node) != "other":
         return []
-    if node.target is QUANTIZE:
+    if node.target in (QUANTIZE, DEQUANTIZE):
         return sorted(set(_readers(node, parts)))
     if node.target not in _OWN_PRODUCTS and not flops.count(node):
         return []
@@ -187,7 +187,7 @@ def _products(node: Node, parts: _Parts) -> list[str]:
 
 
 def _readers(quantise: Node, parts: _Parts) -> Iterator[str]:
-    """The products that read a quantiser's results, in its graph or in the next one."""
+    """The products that read what a quantise or a dequantise returns, in its graph or in the next one."""
     waiting, seen = [quantise], {quantise}
     while waiting:
         node = waiting.pop()

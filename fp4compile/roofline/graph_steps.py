@@ -212,7 +212,7 @@ def _sizes(product: ScaledMM) -> Sizes:
         return Sizes(a[-2], b[-2], _size(values.rows) if along_k else a[-1], count, along_k=along_k)
     if len(b) > 2:
         return Sizes(prod(a[:-1]), b[-2], a[-1], Experts(prod(b[:-2]), "batch"))
-    return Sizes(prod(a[:-1]), b[-2], a[-1])
+    return Sizes(prod(a[:-1]), b[-1] if product.b_transposed else b[-2], a[-1])
 
 
 def _shape(x: Operand) -> tuple[int, ...]:

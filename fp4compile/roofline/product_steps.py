@@ -96,13 +96,14 @@ def tiles_of(choice: Choice, gpu: Gpu) -> tuple[tuple[int, int], int] | None:
 def _dequantised(place: int, chosen: Chosen) -> bool:
     """Whether a pass before the product dequantises an operand: any operand, or A where experts stay packed."""
     packed = chosen.kernel in ("grouped_skinny", "grouped_wgmma_sm90") and place == 0
-    return packed or chosen.kernel in ("dequant_operand", "grouped_dequant_operand")
+    return packed or chosen.kernel in ("dequant_operand", "dequant_transposed", "grouped_dequant_operand")
 
 
 def _rescaled_apart(sizes: Sizes, chosen: Chosen) -> bool:
     """Whether a separate pass applies the outer scales, because a library product has no argument for them."""
     by_library = chosen.kernel == "dequant_operand" and sizes.experts is None
-    return chosen.kernel == "library_rescaled" or (by_library and chosen.outer != ("none", "none"))
+    always = chosen.kernel in ("library_rescaled", "dequant_transposed")
+    return always or (by_library and chosen.outer != ("none", "none"))
 
 
 def _multiply(

@@ -19,6 +19,7 @@ from benchmarks import (
     grouped_mm,
     launches,
     packed_experts,
+    packed_gradients,
     producers,
     scale_sweep,
     training_loss,
@@ -131,6 +132,21 @@ def test_the_tables_launches_are_among_those_tried(name, m):
     sizes, k = launches.PRODUCTS[name]
     chosen = choose(launches.problem(m, sum(sizes), k)).config
     assert chosen in launches.launches(m, sum(sizes), k)
+
+
+@pytest.mark.parametrize("shape", packed_gradients.SHAPES)
+@pytest.mark.parametrize("m", packed_gradients.ROWS)
+def test_tiles_of_packed_gradients_are_launched_as_asked(shape, m):
+    """The table's tile is among those that are timed."""
+    n, k = map(int, shape.split("x"))
+    tried = packed_gradients.tiles(m, n, k)
+    assert choose(packed_gradients.problem(m, n, k)).config in tried
+    with dry_run(Target(90)):
+        codes = quantize_kernels(torch.empty(n, k, device="meta"), "nvfp4")
+    weight, gradient = Operand(*codes, packed_gradients.NVFP4), torch.empty(m, n, dtype=torch.bfloat16, device="meta")
+    with dry_run(Target(90)) as made:
+        assert packed_gradients._launched(tried[-1], gradient, weight).shape == (m, k)
+    assert tried[-1].constants.items() <= made[0].constants.items() and made[0].grid == tried[-1].grid(m, k)
 
 
 @pytest.mark.parametrize("name, m", [("gate, up", 1), ("o", 4), ("down", 16), ("o", 64)])

@@ -1,5 +1,7 @@
 """NVFP4 weights of `gemm_skinny` and `gemm_wgmma_sm90`: from global to shared memory, and on to 16-bit registers.
 
+`nvfp4_columns` has the way from shared memory on where the rows are contracted.
+
 A warp's step is 16 rows of B (8 upper and 8 lower ones) times 128 elements along K. It has a buffer of `STEP_BYTES` in
 shared memory: the codes of the upper rows, the codes of the lower rows, then the scales of both in the same order.
 
@@ -88,30 +90,31 @@ def scale_pair(kind: str, pair: str) -> str:
 
 
 STEP_BYTES = tl.constexpr(1152)  # bytes of codes and scales of one warp's step
-_CODES_ROW = tl.constexpr(64)
-_CODES_LOWER = 512
-_SCALES = tl.constexpr(1024)
-_SCALES_ROW = tl.constexpr(8)
+CODES_ROW = tl.constexpr(64)
+CODES_LOWER = tl.constexpr(512)
+SCALES = tl.constexpr(1024)
+SCALES_ROW = tl.constexpr(8)
 _SCALES_LOWER = 64
 # Inputs: a lane's destinations (codes, scales) and sources (codes of an upper row, codes of the lower row, scales of
 # one row); whether to copy, or how many bytes of each source exist (the rest becomes zeros); a token.
 _COPY_WHOLE_STEP = tl.constexpr(
     "{ .reg .pred p; setp.ne.b32 p, $6, 0; mov.b32 $0, 0;"
     " @p cp.async.cg.shared.global.L2::128B [$1], [$3], 16;"
-    f" @p cp.async.cg.shared.global.L2::128B [$1 + {_CODES_LOWER}], [$4], 16;"
+    f" @p cp.async.cg.shared.global.L2::128B [$1 + {CODES_LOWER.value}], [$4], 16;"
     " @p cp.async.ca.shared.global [$2], [$5], 4; }"
 )
 _COPY_PART_OF_STEP = tl.constexpr(
     "{ mov.b32 $0, 0; cp.async.cg.shared.global [$1], [$3], 16, $6;"
-    f" cp.async.cg.shared.global [$1 + {_CODES_LOWER}], [$4], 16, $7; cp.async.ca.shared.global [$2], [$5], 4, $8; }}"
+    f" cp.async.cg.shared.global [$1 + {CODES_LOWER.value}], [$4], 16, $7;"
+    " cp.async.ca.shared.global [$2], [$5], 4, $8; }"
 )
 # Outputs: codes of the upper row (two words of 64 bits), codes of the lower row; two scale bytes of each; a token.
 # Inputs: addresses of the upper row's two words and of its scales; a `prmt` selector of two of eight scale bytes; a
 # token.
 _READ_STEP = tl.constexpr(
     "{ .reg .b32 e, f; mov.b32 $6, 0;"
-    f" ld.shared.b64 $0, [$7]; ld.shared.b64 $1, [$8]; ld.shared.b64 $2, [$7 + {_CODES_LOWER}];"
-    f" ld.shared.b64 $3, [$8 + {_CODES_LOWER}];"
+    f" ld.shared.b64 $0, [$7]; ld.shared.b64 $1, [$8]; ld.shared.b64 $2, [$7 + {CODES_LOWER.value}];"
+    f" ld.shared.b64 $3, [$8 + {CODES_LOWER.value}];"
     " ld.shared.v2.b32 {e, f}, [$9]; prmt.b32 $4, e, f, $10;"
     f" ld.shared.v2.b32 {{e, f}}, [$9 + {_SCALES_LOWER}]; prmt.b32 $5, e, f, $10; }}"
 )
@@ -130,7 +133,7 @@ def _read_natural_step() -> str:
         text.append(f"xor.b32 a, $11, {16 * unit};")
         for row in range(2):
             text.append(
-                f"ld.shared.v4.b32 {{x0, x1, x2, x3}}, [a + {row * _CODES_LOWER}];"
+                f"ld.shared.v4.b32 {{x0, x1, x2, x3}}, [a + {row * CODES_LOWER.value}];"
                 f" prmt.b32 p, x0, x1, $13; prmt.b32 r, x2, x3, $13; prmt.b32 ${4 * row + unit}, p, r, 0x5410;"
             )
     text.append(f"ld.shared.u16 $8, [$12]; ld.shared.u16 $9, [$12 + {_SCALES_LOWER}]; }}")
@@ -145,12 +148,14 @@ _READ_NATURAL_OPERANDS = tl.constexpr(",".join(["=&r"] * 11 + ["r"] * 4))
 def copy_weights(
     buffer, step, wanted, token, lane, row, codes_ptr, scales_ptr, n, k_vectors,
     SQUARE: tl.constexpr, SWIZZLED: tl.constexpr, EVEN: tl.constexpr, NATURAL: tl.constexpr = False,
+    TRANSPOSED: tl.constexpr = False,
 ):  # fmt: skip
     """Start to copy the codes and scales of a warp's step into a buffer. Returns a token.
 
     step: which 128 elements of K. wanted: whether to copy at all. row: first row of the warp's 16 rows of B [n, K].
     k_vectors: 16-byte vectors of codes in a row, K / 32. EVEN: all rows and elements of the step exist. NATURAL:
-    `read_natural_weights` reads the buffer; each upper row is followed by its lower row.
+    `read_natural_weights` reads the buffer; each upper row is followed by its lower row. TRANSPOSED:
+    `nvfp4_columns.read_transposed_weights` reads the buffer.
     """
     apart: tl.constexpr = 1 if NATURAL else 8  # rows from an upper row to its lower row
     g = lane % 32 // 4
@@ -166,8 +171,8 @@ def copy_weights(
     else:
         scales = (scales_row * (k_vectors // 2) + scales_word) * 4
     # Units are exchanged, or in every second pair of rows halves, so that lanes that read at once read different banks.
-    to_codes = buffer + g * _CODES_ROW + (q ^ (g // 2 if NATURAL else g // 2 % 2 * 2)) * 16
-    to_scales = buffer + _SCALES + (g + q // 2 * 8) * _SCALES_ROW + q % 2 * 4
+    to_codes = buffer + g * CODES_ROW + (q ^ (g // 2 if NATURAL or TRANSPOSED else g // 2 % 2 * 2)) * 16
+    to_scales = buffer + SCALES + (g + q // 2 * 8) * SCALES_ROW + q % 2 * 4
     codes = codes_ptr + (upper * k_vectors + codes_vector).to(tl.int64) * 16
     lower = codes + tl.cast(k_vectors, tl.int64) * (16 * apart)
     places = (to_codes, to_scales, codes, lower, scales_ptr + scales)
@@ -193,12 +198,12 @@ def read_weights(buffer, part: tl.constexpr, token, lane):
     g = lane % 32 // 4
     q = lane % 4
     buffer = buffer + part * STEP_BYTES
-    first = buffer + g * _CODES_ROW + (q // 2 ^ (g // 2 % 2 * 2)) * 16 + q % 2 * 8
+    first = buffer + g * CODES_ROW + (q // 2 ^ (g // 2 % 2 * 2)) * 16 + q % 2 * 8
     scale_bytes = q | (q + 4) << 4
-    second = buffer + g * _CODES_ROW + (q // 2 ^ 2 ^ (g // 2 % 2 * 2)) * 16 + q % 2 * 8
+    second = buffer + g * CODES_ROW + (q // 2 ^ 2 ^ (g // 2 % 2 * 2)) * 16 + q % 2 * 8
     found = tl.inline_asm_elementwise(
         _READ_STEP, "=&l,=&l,=&l,=&l,=&r,=&r,=&r,r,r,r,r,r",
-        (first, second, buffer + _SCALES + g * _SCALES_ROW, scale_bytes, token),
+        (first, second, buffer + SCALES + g * SCALES_ROW, scale_bytes, token),
         dtype=(tl.int64, tl.int64, tl.int64, tl.int64, tl.int32, tl.int32, tl.int32), is_pure=True, pack=1,
     )  # fmt: skip
     return found[0:6], found[6]
@@ -213,10 +218,10 @@ def read_natural_weights(buffer, part: tl.constexpr, token, lane):
     g = lane % 32 // 4
     q = lane % 4
     buffer = buffer + part * STEP_BYTES
-    first = buffer + g * _CODES_ROW + g // 2 * 16
+    first = buffer + g * CODES_ROW + g // 2 * 16
     found = tl.inline_asm_elementwise(
         _READ_NATURAL_STEP, _READ_NATURAL_OPERANDS,
-        (first, buffer + _SCALES + g * _SCALES_ROW + 2 * q, q | (q + 4) << 4, token),
+        (first, buffer + SCALES + g * SCALES_ROW + 2 * q, q | (q + 4) << 4, token),
         dtype=(tl.int32,) * 11, is_pure=True, pack=1,
     )  # fmt: skip
     return found[0:10], found[10]

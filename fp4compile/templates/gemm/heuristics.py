@@ -146,6 +146,11 @@ def wgmma_config(p: Problem, needed_bytes: Callable[..., int]) -> WgmmaConfig:
     return with_shared_memory(tile, p, needed_bytes)
 
 
+def wgmma_transposed_config(p: Problem, needed_bytes: Callable[..., int]) -> WgmmaConfig:
+    """The configuration of a product with a transposed B, of more than 64 rows. needed_bytes: see above."""
+    return with_shared_memory(_wgmma_large_tile(p, _TRANSPOSED_TILES), p, needed_bytes)
+
+
 def with_shared_memory(config: WgmmaConfig, p: Problem, needed_bytes: Callable[..., int]):
     """The configuration with enough shared memory reserved to spread programs evenly over the multiprocessors.
 
@@ -195,15 +200,22 @@ _LARGE_TILES = (
     (72, 1, 3, 4, 0.61), (80, 1, 3, 4, 0.66), (96, 1, 4, 4, 0.72), (128, 1, 4, 4, 0.83), (160, 1, 4, 4, 0.95),
     (192, 1, 2, 4, 1.09), (224, 1, 3, 3, 1.26), (256, 1, 2, 3, 1.44), (96, 2, 3, 4, 1.33), (128, 2, 3, 4, 1.565),
 )  # fmt: skip
+# The same for a transposed B, with three buffers of B, of which two are filled while one is read. Nothing was timed:
+# the times are copied from `_LARGE_TILES`, because the matrix units have the same work. Two parts of 128 rows would not
+# leave enough registers.
+_TRANSPOSED_TILES = (
+    (72, 1, 3, 4, 0.61), (80, 1, 3, 4, 0.66), (96, 1, 3, 4, 0.72), (128, 1, 3, 4, 0.83), (160, 1, 3, 4, 0.95),
+    (192, 1, 3, 4, 1.09), (224, 1, 3, 3, 1.26), (256, 1, 3, 3, 1.44), (96, 2, 3, 4, 1.33),
+)  # fmt: skip
 _ROUND = 2.0  # microseconds of a round of programs beside its steps
 _SUMS, _SUMS_PER_MILLION = 4.3, 2.1  # microseconds of the launch that adds partial sums, and of a million of them
 
 
-def _wgmma_large_tile(p: Problem) -> WgmmaConfig:
-    """The tile of more than 64 rows of A, and the parts of K, that take the least time; see `_LARGE_TILES`."""
+def _wgmma_large_tile(p: Problem, timed: tuple = _LARGE_TILES) -> WgmmaConfig:
+    """The tile of more than 64 rows of A, and the parts of K, that take the least time. timed: see `_LARGE_TILES`."""
     most = 224 if p.epilogue else 256  # an epilogue takes registers beside the sums
     tiles = [(WgmmaConfig(rows, 8, parts, stages, 1, buffers=buffers), step)
-             for rows, parts, stages, buffers, step in _LARGE_TILES if rows * parts <= most]  # fmt: skip
+             for rows, parts, stages, buffers, step in timed if rows * parts <= most]  # fmt: skip
     if not p.static:
         return tiles[3][0]
     # A part of K has at least 512 elements.

@@ -157,12 +157,20 @@ def release_a_stage(stage, barriers, token, lane, BUFFERS: tl.constexpr):
 def copy_b_step(
     buffer, step, stop, token, lane, row, b_ptr, b_scales_ptr, n, k_vectors,
     B_SQUARE: tl.constexpr, B_SWIZZLED: tl.constexpr, PARTS: tl.constexpr, EVEN: tl.constexpr,
+    B_TRANSPOSED: tl.constexpr = False,
 ):  # fmt: skip
     """Start to copy a warp's step of B into a buffer, and commit the copies as one group. Returns a token.
 
     Past the last step nothing is copied, but an empty group is committed, so that `wait_ptx` counts right.
+    B_TRANSPOSED: B is [K, n] in memory, and `row` is the first column of the program. A step is 128 rows of B, 16 for
+    each of eight warps, and PARTS times 128 columns.
     """
     for part in tl.static_range(PARTS):
-        token = copy_weights(buffer + part * STEP_BYTES, step, step < stop, token, lane, row + part * 16, b_ptr,
-                             b_scales_ptr, n, k_vectors, B_SQUARE, B_SWIZZLED, EVEN, True)  # fmt: skip
+        if B_TRANSPOSED:
+            token = copy_weights(buffer + part * STEP_BYTES, row // 128 + part, step < stop, token, lane,
+                                 step * 128 + lane // 32 * 16, b_ptr, b_scales_ptr, k_vectors * 32, n // 32, B_SQUARE,
+                                 B_SWIZZLED, EVEN, False, True)  # fmt: skip
+        else:
+            token = copy_weights(buffer + part * STEP_BYTES, step, step < stop, token, lane, row + part * 16, b_ptr,
+                                 b_scales_ptr, n, k_vectors, B_SQUARE, B_SWIZZLED, EVEN, True)  # fmt: skip
     return do_ptx(COMMIT, "r", (token,))

@@ -25,6 +25,12 @@ elements of K in 128 clocks, and two warpgroups take turns: each has 256 clocks 
 elements of its 64 rows. Each of its four warps, on four schedulers, needs about 44 instructions for that, of which five
 copy A. With few rows the weights' way from memory is the bound, but the schedulers are nearly as busy.
 
+The gradient of a layer's input contracts the rows of the weights (B_TRANSPOSED): the same product, with columns of B in
+the place of rows. The warps copy the same bytes, 16 rows each, and a step of eight warps is 128 rows of B. But a warp
+multiplies 16 columns of all these rows, which it reads from the buffers of all warps (`device.nvfp4_columns`). So the
+barrier of a stage of A is the barrier of the step of B as well: behind it all copies have arrived, and all warps have
+read the step before.
+
 The kernel is written one lane at a time, in inline PTX ordered by tokens: see `async_copy`. It needs more shared memory
 than inline PTX may declare, and has Triton reserve it: see `shared_memory`.
 """
@@ -46,6 +52,7 @@ from fp4compile.templates.device.dependent_launch import launch_dependents
 from fp4compile.templates.device.elements import pack
 from fp4compile.templates.device.epilogue import epilogue, rescale, rescale_mode, store_rounded
 from fp4compile.templates.device.groups import group_of_tile, of_lanes, per_lane
+from fp4compile.templates.device.nvfp4_columns import column_of, dequantize_columns, read_transposed_weights
 from fp4compile.templates.device.nvfp4_weights import (
     STEP_BYTES,
     dequantize_word,
@@ -58,7 +65,13 @@ from fp4compile.templates.gemm.call import Call
 from fp4compile.templates.gemm.candidate import Candidate
 from fp4compile.templates.gemm.dequant_tiles import reduce_split_k
 from fp4compile.templates.gemm.dequantized import dequantized
-from fp4compile.templates.gemm.heuristics import WGMMA_ROWS, WgmmaConfig, wgmma_config
+from fp4compile.templates.gemm.heuristics import (
+    LIBRARY_ROWS,
+    WGMMA_ROWS,
+    WgmmaConfig,
+    wgmma_config,
+    wgmma_transposed_config,
+)
 from fp4compile.templates.gemm.streaming import streams
 from fp4compile.templates.gemm.wgmma_pipeline import (
     A_AHEAD,
@@ -104,32 +117,35 @@ def _words_ptx(compute: str, words: range) -> list[str]:
     return text
 
 
-def _multiply_ptx(compute: str, rows: int, group: int) -> str:
+def _multiply_ptx(compute: str, rows: int, group: int, transposed: bool) -> str:
     """PTX that adds the product of 64 rows of B (of a warpgroup) and `rows` rows of A over 128 elements to the sums.
 
-    Outputs: a lane's sums; a token. Inputs: the outputs of `read_natural_weights`; the low half of A's descriptor; a
-    token; the sums so far.
+    Outputs: a lane's sums; a token. Inputs: the outputs of `read_natural_weights`, or (transposed: of columns of B) of
+    `read_transposed_weights`; the low half of A's descriptor; a token; the sums so far.
     group: words of codes that one group of `wgmma` multiplies, 2 or 4. The last group still runs at the end of this
     text, and its registers must not be written meanwhile. With four words it uses all registers, so the next step must
     be another copy of this text, to which ptxas gives other registers.
     """
     kind, sums = _KIND[compute], rows // 2
-    text = ["{ .reg .b32 u, v, z, s, t, sq, tq, at, hi, c<2>, w<8>; .reg .b16 h, k, s<2>, t<2>; .reg .f32 f, g;"]
+    text = ["{ .reg .b32 u, v, z, s, t, sq, tq, at, hi, c<2>, w<8>, x<4>; .reg .b16 h, k, s<2>, t<2>; .reg .f32 f, g;"]
     text.append(f".reg .b64 d; .reg .pred p; mov.b32 z, 0x80008000; mov.b32 hi, {_DESCRIPTOR >> 32};")
     text.append(f"mov.b32 ${sums}, 0; setp.eq.b32 p, 0, 0;")
     text += [f"mov.b32 w{i}, ${sums + 1 + i};" for i in range(8)]
-    text.append(f"mov.b32 sq, ${sums + 9}; mov.b32 tq, ${sums + 10};")
-    text += [scale_pair(kind, "sq"), scale_pair(kind, "tq")]
+    scales = [f"x{i}" for i in range(4)] if transposed else ["sq", "tq"]
+    text += [f"mov.b32 {x}, ${sums + 9 + i};" for i, x in enumerate(scales)]
+    if not transposed:
+        text += [scale_pair(kind, "sq"), scale_pair(kind, "tq")]
     held = "{" + ", ".join(f"${i}" for i in range(sums)) + "}"
     for first in range(0, 4, group):
         words = range(first, first + group)
-        text += [*_words_ptx(compute, words), "wgmma.fence.sync.aligned;"]
+        text += [dequantize_columns(kind, pair) for pair in words] if transposed else _words_ptx(compute, words)
+        text.append("wgmma.fence.sync.aligned;")
         for block in range(2 * first, 2 * (first + group)):
             # One `wgmma` takes 16 elements of a line. A line (128 bytes) has 64; the next 64 are in the next matrix.
             offset = block // 4 * (rows * 128 // 16) + block % 4 * (32 // 16)
             registers = ", ".join(f"r{block}_{j}" for j in range(4))
             text.append(
-                f"add.u32 at, ${sums + 11}, {offset}; mov.b64 d, {{at, hi}};"
+                f"add.u32 at, ${sums + 9 + len(scales)}, {offset}; mov.b64 d, {{at, hi}};"
                 f" wgmma.mma_async.sync.aligned.m64n{rows}k16.f32.{kind[:-2]}.{kind[:-2]} {held}, {{{registers}}}, d,"
                 " p, 1, 1, 0;"
             )
@@ -138,14 +154,15 @@ def _multiply_ptx(compute: str, rows: int, group: int) -> str:
 
 
 _MULTIPLY_WGMMA = tl.constexpr({
-    (compute, rows, group): _multiply_ptx(compute, rows, group)
-    for compute in _KIND for rows in (16, 32, 64, 72, 80, 96, 128, 160, 192, 224, 256) for group in (2, 4)
+    (compute, rows, group, transposed): _multiply_ptx(compute, rows, group, transposed)
+    for compute in _KIND for rows in (16, 32, 64, 72, 80, 96, 128, 160, 192, 224, 256)
+    for group, transposed in ((2, False), (4, False), (2, True))
 })  # fmt: skip
 
 
 @triton.constexpr_function
-def _multiply_operands(sums):
-    return ",".join(["=f"] * sums + ["=&r"] + ["r"] * 12 + [str(i) for i in range(sums)])
+def _multiply_operands(sums, words):
+    return ",".join(["=f"] * sums + ["=&r"] + ["r"] * (words + 2) + [str(i) for i in range(sums)])
 
 
 @triton.constexpr_function
@@ -159,12 +176,15 @@ def needed_bytes(rows: int, warps: int, parts: int, stages: int, steps: int, buf
 
 
 @triton.jit
-def _multiply(w, c, a_at, token, COMPUTE: tl.constexpr, ROWS: tl.constexpr, STEPS_PER_STAGE: tl.constexpr):
-    """(A lane's sums c plus the products of a step, token). w: from `read_natural_weights`. a_at: A in shared."""
+def _multiply(
+    w, c, a_at, token, COMPUTE: tl.constexpr, ROWS: tl.constexpr, STEPS_PER_STAGE: tl.constexpr,
+    TRANSPOSED: tl.constexpr,
+):  # fmt: skip
+    """(A lane's sums c plus the products of a step, token). w: see `_multiply_ptx`. a_at: A in shared."""
     group: tl.constexpr = 4 if ROWS == 16 and STEPS_PER_STAGE > 1 else 2  # as many as registers allow
-    text: tl.constexpr = select_ptx(_MULTIPLY_WGMMA, COMPUTE, ROWS, group)
+    text: tl.constexpr = select_ptx(_MULTIPLY_WGMMA, COMPUTE, ROWS, group, TRANSPOSED)
     found = tl.inline_asm_elementwise(
-        text, _multiply_operands(ROWS // 2), w + ((a_at & 0x3FFFF) >> 4 | 1 << 16, token) + c,
+        text, _multiply_operands(ROWS // 2, len(w)), w + ((a_at & 0x3FFFF) >> 4 | 1 << 16, token) + c,
         dtype=(tl.float32,) * (ROWS // 2) + (tl.int32,), is_pure=True, pack=1,
     )  # fmt: skip
     return found[: ROWS // 2], found[ROWS // 2]
@@ -180,13 +200,18 @@ def _wait_wgmma(c, COUNT: tl.constexpr):
 
 
 @triton.jit
-def _result_of(lane, i: tl.constexpr, COUNT: tl.constexpr):
+def _result_of(lane, i: tl.constexpr, COUNT: tl.constexpr, PARTS: tl.constexpr, B_TRANSPOSED: tl.constexpr):
     """(Row, column) that a lane's i-th sum belongs to, counted from the first row of A and of B of its warp.
 
-    COUNT: sums of a part. Sums i and i + 2 of four are neighbours in a row of out.
+    COUNT: sums of a part. Sums i and i + 2 of four are neighbours in a row of out. B_TRANSPOSED: columns are counted
+    from the program's first column.
     """
     row = lane % 4 * 2 + i % COUNT // 4 * 8 + i % 2
-    return row, i // COUNT * 16 + lane % 32 // 4 * 2 + i % 4 // 2
+    if B_TRANSPOSED:
+        column = column_of(lane, i, COUNT, PARTS)
+    else:
+        column = i // COUNT * 16 + lane % 32 // 4 * 2 + i % 4 // 2
+    return row, column
 
 
 @triton.jit
@@ -224,6 +249,7 @@ def gemm_wgmma_sm90(
     STAGES: tl.constexpr, ROWS: tl.constexpr, STEPS_PER_STAGE: tl.constexpr, BUFFERS: tl.constexpr,
     GROUP_M: tl.constexpr, PARTIAL: tl.constexpr, EVEN: tl.constexpr, ISA: tl.constexpr, SHARED: tl.constexpr,
     GROUPS: tl.constexpr,
+    B_TRANSPOSED: tl.constexpr = False,
 ):  # fmt: skip
     """out [m, n] = a [m, K] x b [n, K]^T, rescaled, plus a bias, through the epilogue; or (PARTIAL) partial sums.
 
@@ -238,6 +264,8 @@ def gemm_wgmma_sm90(
     GROUPS: 0, or the number of groups of rows of a, which end at offs, int32. Then b is [GROUPS, n, K]: each group has
     a matrix of its own, with b_scales_each bytes of scales. There is no split-K, no bias and no epilogue. An outer
     scale may be the group's. Rows of no group become zeros.
+    B_TRANSPOSED: b is [K, n] in memory, n / 2 bytes of codes a row; out = a x b. n: a multiple of 64. WARPS: eight.
+    STEPS_PER_STAGE: one. STAGES: buffers of B of a warp, of which one is read while the others are filled.
     """
     reserve(a_ptr, out_ptr, k_vectors, SHARED)
     if PARTIAL:
@@ -269,7 +297,7 @@ def gemm_wgmma_sm90(
         b_scales_ptr += matrix * b_scales_each
         a_outer_ptr += matrix if A_OUTER == "group" else 0
         b_outer_ptr += matrix if B_OUTER == "group" else matrix * n if B_OUTER == "row" else 0
-    row = (tile_n * WARPS + lane // 32) * (16 * PARTS)
+    row = (tile_n * WARPS + (0 if B_TRANSPOSED else lane // 32)) * (16 * PARTS)
     start = split * tl.cdiv(all_stages, splits)
     stages = tl.minimum(tl.cdiv(all_stages, splits), all_stages - start)  # of A, of this program
     step = start * STEPS_PER_STAGE
@@ -279,19 +307,22 @@ def gemm_wgmma_sm90(
     b_step_bytes: tl.constexpr = PARTS * STEP_BYTES
     a_buffers = do_ptx(MEMORY, "r", (lane,))
     b_buffers = a_buffers + BUFFERS * a_stage_bytes
-    first_buffer = b_buffers + lane // 32 * (STAGES * b_step_bytes)  # of the warp
+    # A warp that contracts rows of B reads from the buffers of all warps, which have those of a step side by side.
+    b_apart: tl.constexpr = (WARPS if B_TRANSPOSED else 1) * b_step_bytes  # from a warp's buffer to its next one
+    b_ahead: tl.constexpr = STAGES - 1 if B_TRANSPOSED else STAGES
+    first_buffer = b_buffers + lane // 32 * (b_step_bytes if B_TRANSPOSED else STAGES * b_step_bytes)  # of the warp
     barriers = b_buffers + WARPS * STAGES * b_step_bytes
     token = do_ptx(barriers_ptx(WARPS, BUFFERS), "r,r,r", (barriers, (lane == 0).to(tl.int32), lane))
     token = do_ptx(BARRIER, "r", (token,))
     a_ptr += (first_m.to(tl.int64) * k_vectors + start * (4 * STEPS_PER_STAGE)) * 32
     matrices = k_vectors // 2 - start * (2 * STEPS_PER_STAGE)
     sources = sources_of_a(lane // 8, lane % 8, end - 1 - first_m, k_vectors * 4, ROWS, WARPS)
-    ahead: tl.constexpr = max(STAGES, A_AHEAD * STEPS_PER_STAGE)
+    ahead: tl.constexpr = max(b_ahead, A_AHEAD * STEPS_PER_STAGE)
     for early in tl.static_range(-ahead, 0):  # as in the loop over the steps
-        if early + STAGES >= 0:
-            token = copy_b_step(first_buffer + (early + STAGES) * b_step_bytes, step + (early + STAGES), stop, token,
+        if early + b_ahead >= 0:
+            token = copy_b_step(first_buffer + (early + b_ahead) * b_apart, step + (early + b_ahead), stop, token,
                                  lane, row, b_ptr, b_scales_ptr, n, k_vectors, B_SQUARE, B_SWIZZLED, PARTS,
-                                 EVEN)  # fmt: skip
+                                 EVEN, B_TRANSPOSED)  # fmt: skip
         if early % STEPS_PER_STAGE == 0 and early + A_AHEAD * STEPS_PER_STAGE >= 0:
             token = copy_a_stage(a_ptr, sources, early // STEPS_PER_STAGE + A_AHEAD, stages, matrices, a_buffers,
                                   barriers, token, lane, ROWS, WARPS, STEPS_PER_STAGE, BUFFERS, EVEN)  # fmt: skip
@@ -309,32 +340,40 @@ def gemm_wgmma_sm90(
         for i in tl.static_range(STEPS_PER_STAGE):
             if i == 0:
                 arrives = (barriers + a_buffer * 16, (lane % 32 == 0).to(tl.int32), token)
-                token = do_ptx(arrive_full_ptx(under_way(STAGES, STEPS_PER_STAGE, i)), "r,r,r", arrives)
+                token = do_ptx(arrive_full_ptx(under_way(b_ahead, STEPS_PER_STAGE, i)), "r,r,r", arrives)
             else:
-                token = do_ptx(wait_ptx(under_way(STAGES, STEPS_PER_STAGE, i)), "r", (token,))
+                token = do_ptx(wait_ptx(under_way(b_ahead, STEPS_PER_STAGE, i)), "r", (token,))
             a_at = a_buffers + (a_buffer * a_stage_bytes + i * (ROWS * 256))
+            if B_TRANSPOSED:  # all warps have copied this step, and have read the one before, whose buffer is free
+                token = do_ptx(WAIT_FULL, "r,r,r", (barriers + a_buffer * 16, parity, token))
+                before = tl.where(buffer == first_buffer, buffer + b_ahead * b_apart, buffer - b_apart)
+                token = copy_b_step(before, step + b_ahead, stop, token, lane, row, b_ptr, b_scales_ptr, n, k_vectors,
+                                    B_SQUARE, B_SWIZZLED, PARTS, EVEN, True)  # fmt: skip
             sums = ()
             for part in tl.static_range(PARTS):
-                w, token = read_natural_weights(buffer, part, token, lane)
-                if part == PARTS - 1:  # every lane has read its operands, so the buffer can be filled again
+                if B_TRANSPOSED:
+                    w, token = read_transposed_weights(buffer, part, token, lane, PARTS)
+                else:
+                    w, token = read_natural_weights(buffer, part, token, lane)
+                # Every lane has read its operands, so the buffer can be filled again.
+                if part == PARTS - 1 and not B_TRANSPOSED:
                     token = do_ptx(WARP_BARRIER, "r", (token,))
                     token = copy_b_step(buffer, step + STAGES, stop, token, lane, row, b_ptr, b_scales_ptr, n,
                                         k_vectors, B_SQUARE, B_SWIZZLED, PARTS, EVEN)  # fmt: skip
-                if i == 0 and part == 0:
+                if i == 0 and part == 0 and not B_TRANSPOSED:
                     token = do_ptx(WAIT_FULL, "r,r,r", (barriers + a_buffer * 16, parity, token))
                 if i == 0 and part == PARTS - 1 and BUFFERS >= A_AHEAD + 2:  # the stage two before is multiplied
                     token = copy_a_stage(a_ptr, sources, stage + A_AHEAD, stages, matrices, a_buffers, barriers,
                                          token, lane, ROWS, WARPS, STEPS_PER_STAGE, BUFFERS, EVEN)  # fmt: skip
                 added, token = _multiply(w, c[part * count : part * count + count], a_at, token, COMPUTE, ROWS,
-                                         STEPS_PER_STAGE)  # fmt: skip
+                                         STEPS_PER_STAGE, B_TRANSPOSED)  # fmt: skip
                 sums = sums + added
             c = sums
             if i == 0 and BUFFERS < A_AHEAD + 2:  # `_multiply` has waited for products that read the stage before
                 token = release_a_stage(stage - 1, barriers, token, lane, BUFFERS)
                 token = copy_a_stage(a_ptr, sources, stage + A_AHEAD, stages, matrices, a_buffers, barriers, token,
                                       lane, ROWS, WARPS, STEPS_PER_STAGE, BUFFERS, EVEN)  # fmt: skip
-            buffer = tl.where(buffer == first_buffer + (STAGES - 1) * b_step_bytes, first_buffer,
-                              buffer + b_step_bytes)  # fmt: skip
+            buffer = tl.where(buffer == first_buffer + (STAGES - 1) * b_apart, first_buffer, buffer + b_apart)
             step += 1
     c = _wait_wgmma(c, PARTS * count)
 
@@ -347,7 +386,7 @@ def gemm_wgmma_sm90(
         previous = values
         values = ()
         for i in tl.static_range(start, min(start + _TOGETHER, PARTS * count)):
-            of_m, of_n = _result_of(lane, i, count)
+            of_m, of_n = _result_of(lane, i, count, PARTS, B_TRANSPOSED)
             at_m = first_m + of_m
             at_n = row + of_n
             acc = c[i] * (2.0**14 if COMPUTE == "fp16" else 2.0**7)  # see `dequantize_word`, `scale_registers`
@@ -361,7 +400,7 @@ def gemm_wgmma_sm90(
                                EPILOGUE, ISA)  # fmt: skip
             values = values + (acc,)
         for i in tl.static_range(len(previous)):
-            of_m, of_n = _result_of(lane, start - _TOGETHER + i, count)
+            of_m, of_n = _result_of(lane, start - _TOGETHER + i, count, PARTS, B_TRANSPOSED)
             inside = first_m + of_m < end
             if not EVEN:
                 store_rounded(out_ptr, first + of_m * n + of_n, previous[i], inside & (row + of_n < n), ISA)
@@ -373,6 +412,12 @@ def gemm_wgmma_sm90(
 
 def _serves(p: Problem) -> bool:
     return statically_true(p.m <= WGMMA_ROWS) and 90 <= p.target.sm < 100 and streams(p)
+
+
+def _serves_transposed(p: Problem) -> bool:
+    """The rows of B are whole units of the copies, as those of A are, and `streams` sees to these."""
+    rows = statically_true(p.m >= LIBRARY_ROWS)
+    return rows and statically_true(p.n % 64 == 0) and statically_true(p.n > 0) and _serves(p)
 
 
 def _run(call: Call, config: WgmmaConfig) -> torch.Tensor:
@@ -388,7 +433,7 @@ def _run(call: Call, config: WgmmaConfig) -> torch.Tensor:
         p.m, p.n, p.k // 32, split_k, 0, A_OUTER=p.a.outer, B_OUTER=p.b.outer,
         BIAS=int(call.bias is not None), EPILOGUE=first.epilogue_text, PARTIAL=int(split_k > 1),
         B_SQUARE=int(p.b.format.square), B_SWIZZLED=int(p.b.swizzled), COMPUTE=p.compute, EVEN=int(even),
-        ISA=p.target.isa, num_warps=config.warps, GROUPS=0, **config.constants,
+        ISA=p.target.isa, num_warps=config.warps, GROUPS=0, B_TRANSPOSED=int(p.b_transposed), **config.constants,
     )  # fmt: skip
     return out if split_k == 1 else reduce_split_k(call, out, split_k, pdl=True)
 
@@ -396,4 +441,8 @@ def _run(call: Call, config: WgmmaConfig) -> torch.Tensor:
 CANDIDATE = Candidate(
     "wgmma_sm90", "emulated", _serves, lambda p: wgmma_config(p, needed_bytes), _run,
     takes_epilogue=lambda p: True, dequantizes_a=True,
+)  # fmt: skip
+TRANSPOSED = Candidate(
+    "wgmma_transposed_sm90", "emulated", _serves_transposed, lambda p: wgmma_transposed_config(p, needed_bytes), _run,
+    takes_epilogue=lambda p: True, b_transposed=True,
 )  # fmt: skip
