@@ -252,7 +252,7 @@ def gemm_wgmma_sm90(
     lane = tl.arange(0, 32 * WARPS)
     split = tl.program_id(0) % splits
     tile_m, tile_n = _tile_of(tl.program_id(0) // splits, tl.cdiv(m, ROWS), tl.num_programs(0) // splits, GROUP_M)
-    row = (tile_n * WARPS + (0 if B_TRANSPOSED else lane // 32)) * (16 * PARTS)
+    row = (tile_n * WARPS + lane // 32) * (16 * PARTS)
     all_stages = tl.cdiv(k_vectors, 4 * STEPS_PER_STAGE)
     start = split * tl.cdiv(all_stages, splits)
     stages = tl.minimum(tl.cdiv(all_stages, splits), all_stages - start)  # of A, of this program
@@ -263,6 +263,8 @@ def gemm_wgmma_sm90(
     b_step_bytes: tl.constexpr = PARTS * STEP_BYTES
     a_buffers = do_ptx(MEMORY, "r", (lane,))
     b_buffers = a_buffers + BUFFERS * a_stage_bytes
+    if B_TRANSPOSED:
+        row = tile_n * (WARPS * 16 * PARTS)  # the first column of the program
     # A warp that contracts rows of B reads from the buffers of all warps, which have those of a step side by side.
     b_apart: tl.constexpr = (WARPS if B_TRANSPOSED else 1) * b_step_bytes  # from a warp's buffer to its next one
     b_ahead: tl.constexpr = STAGES - 1 if B_TRANSPOSED else STAGES
