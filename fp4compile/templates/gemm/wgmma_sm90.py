@@ -231,7 +231,7 @@ def gemm_wgmma_sm90(
     BIAS: tl.constexpr, EPILOGUE: tl.constexpr, COMPUTE: tl.constexpr, WARPS: tl.constexpr, PARTS: tl.constexpr,
     STAGES: tl.constexpr, ROWS: tl.constexpr, STEPS_PER_STAGE: tl.constexpr, BUFFERS: tl.constexpr,
     GROUP_M: tl.constexpr, PARTIAL: tl.constexpr, EVEN: tl.constexpr, ISA: tl.constexpr, SHARED: tl.constexpr,
-    B_TRANSPOSED: tl.constexpr = False,
+    B_TRANSPOSED: tl.constexpr,
 ):  # fmt: skip
     """out [m, n] = a [m, K] x b [n, K]^T, rescaled, plus a bias, through the epilogue; or (PARTIAL) partial sums.
 
