@@ -148,7 +148,9 @@ def wgmma_config(p: Problem, needed_bytes: Callable[..., int]) -> WgmmaConfig:
 
 def wgmma_transposed_config(p: Problem, needed_bytes: Callable[..., int]) -> WgmmaConfig:
     """The configuration of a product with a transposed B, of more than 64 rows. needed_bytes: see above."""
-    return with_shared_memory(_wgmma_large_tile(p, _TRANSPOSED_TILES), p, needed_bytes)
+    # Two parts do not leave enough registers for an epilogue.
+    timed = tuple(tile for tile in _TRANSPOSED_TILES if tile[1] == 1 or not p.epilogue)
+    return with_shared_memory(_wgmma_large_tile(p, timed), p, needed_bytes)
 
 
 def with_shared_memory(config: WgmmaConfig, p: Problem, needed_bytes: Callable[..., int]):
@@ -217,7 +219,7 @@ def _wgmma_large_tile(p: Problem, timed: tuple = _LARGE_TILES) -> WgmmaConfig:
     tiles = [(WgmmaConfig(rows, 8, parts, stages, 1, buffers=buffers), step)
              for rows, parts, stages, buffers, step in timed if rows * parts <= most]  # fmt: skip
     if not p.static:
-        return tiles[3][0]
+        return tiles[3][0]  # 128 rows
     # A part of K has at least 512 elements.
     each = [(replace(tile, split_k=split_k), step) for tile, step in tiles for split_k in (1, 2, 4, 8)
             if split_k == 1 or p.k >= 512 * split_k]  # fmt: skip

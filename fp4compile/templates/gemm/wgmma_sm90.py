@@ -248,8 +248,7 @@ def gemm_wgmma_sm90(
     BIAS: tl.constexpr, EPILOGUE: tl.constexpr, COMPUTE: tl.constexpr, WARPS: tl.constexpr, PARTS: tl.constexpr,
     STAGES: tl.constexpr, ROWS: tl.constexpr, STEPS_PER_STAGE: tl.constexpr, BUFFERS: tl.constexpr,
     GROUP_M: tl.constexpr, PARTIAL: tl.constexpr, EVEN: tl.constexpr, ISA: tl.constexpr, SHARED: tl.constexpr,
-    GROUPS: tl.constexpr,
-    B_TRANSPOSED: tl.constexpr = False,
+    GROUPS: tl.constexpr, B_TRANSPOSED: tl.constexpr,
 ):  # fmt: skip
     """out [m, n] = a [m, K] x b [n, K]^T, rescaled, plus a bias, through the epilogue; or (PARTIAL) partial sums.
 
@@ -297,7 +296,7 @@ def gemm_wgmma_sm90(
         b_scales_ptr += matrix * b_scales_each
         a_outer_ptr += matrix if A_OUTER == "group" else 0
         b_outer_ptr += matrix if B_OUTER == "group" else matrix * n if B_OUTER == "row" else 0
-    row = (tile_n * WARPS + (0 if B_TRANSPOSED else lane // 32)) * (16 * PARTS)
+    row = (tile_n * WARPS + lane // 32) * (16 * PARTS)
     start = split * tl.cdiv(all_stages, splits)
     stages = tl.minimum(tl.cdiv(all_stages, splits), all_stages - start)  # of A, of this program
     step = start * STEPS_PER_STAGE
@@ -307,6 +306,8 @@ def gemm_wgmma_sm90(
     b_step_bytes: tl.constexpr = PARTS * STEP_BYTES
     a_buffers = do_ptx(MEMORY, "r", (lane,))
     b_buffers = a_buffers + BUFFERS * a_stage_bytes
+    if B_TRANSPOSED:
+        row = tile_n * (WARPS * 16 * PARTS)  # the first column of the program
     # A warp that contracts rows of B reads from the buffers of all warps, which have those of a step side by side.
     b_apart: tl.constexpr = (WARPS if B_TRANSPOSED else 1) * b_step_bytes  # from a warp's buffer to its next one
     b_ahead: tl.constexpr = STAGES - 1 if B_TRANSPOSED else STAGES
