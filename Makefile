@@ -20,7 +20,7 @@ TRITON := 3.9.0
 CONSTRAINTS := constraints.txt
 TORCHAO := 0.18.0
 # A file's tests run in one process, which keeps what they compile. Files with slow tests start first: tests/conftest.py.
-WORKERS := -n 2 --dist loadfile --no-loadscope-reorder
+WORKERS := -n 2 --dist loadfile --no-loadscope-reorder --max-worker-restart=0
 # Stamps: set-up runs once, and again when one of these files changes.
 INSTALLED := $(VENV)/installed
 TESTABLE := $(VENV)/testable

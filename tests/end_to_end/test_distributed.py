@@ -7,16 +7,11 @@ by itself, from the same random state, and averages the gradients.
 """
 
 import functools
-import os
-import subprocess
-import sys
-import time
-from pathlib import Path
 
 import pytest
 import torch
 
-from tests.helpers import distributed_worker
+from tests.helpers import distributed_worker, process_groups
 from tests.helpers.distributed_worker import RANKS, STEPS, Case, train_alone
 
 pytestmark = pytest.mark.slow
@@ -48,30 +43,20 @@ def shared_cache(fresh_compiler, cache, monkeypatch):
 
 
 @pytest.fixture(scope="module")
-def together(cache, tmp_path_factory):
+def together(tmp_path_factory):
     """The runs of all cases of a device by two processes, of one start."""
+
+    @functools.cache  # a wait in vain is not repeated by every test
+    def finished(device):
+        folder = tmp_path_factory.mktemp("distributed")
+        output, cases = folder / "runs.pt", CASES[device]
+        program = distributed_worker.__file__
+        return process_groups.run_ranks(lambda rank: [program, str(rank), device, str(output), *cases], folder), output
 
     @functools.cache
     def run(device):
-        root = Path(__file__).parents[2]
-        output = tmp_path_factory.mktemp("distributed") / "runs.pt"
-        environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": cache, "PYTHONPATH": str(root)}
-        ranks, said = [], [Path(f"{output}.{rank}") for rank in range(RANKS)]
-        for rank in range(RANKS):
-            command = [sys.executable, distributed_worker.__file__, str(rank), device, str(output), *CASES[device]]
-            with said[rank].open("w") as file:
-                ranks.append(subprocess.Popen(command, cwd=root, env=environment, stdout=file, stderr=file))
-        try:
-            end = time.monotonic() + 600
-            ended = [None] * RANKS
-            # Where one has failed, the others wait for it in vain.
-            while None in ended and not any(ended) and time.monotonic() < end:
-                time.sleep(0.1)
-                ended = [process.poll() for process in ranks]
-        finally:
-            for process in ranks:
-                process.kill()
-        assert ended == [0] * RANKS, "".join(path.read_text() for path in said)
+        (statuses, said), output = finished(device)
+        assert statuses == [0] * RANKS, said
         return torch.load(output)
 
     return run
@@ -109,3 +94,11 @@ def test_resharding_frees_the_parameters(device, case, together):
     run = together(device)[case]
     assert run["freed"] == [True] * 2 * STEPS
     assert run["kept"] == alone(device, case, RANKS).kept > 0
+
+
+@pytest.mark.parametrize("device", [pytest.param(device, marks=marks) for device, marks in MARKS.items()])
+@pytest.mark.parametrize("recipe", distributed_worker.PACKED)
+def test_ddp_broadcasts_no_codes(recipe, device, together):
+    buffers, gradient, expected = together(device)[recipe]
+    assert buffers == ["2.running_mean", "2.running_var", "2.num_batches_tracked"]
+    assert torch.equal(gradient, expected)

@@ -18,10 +18,12 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 import fp4compile
+from tests.helpers import process_groups
 from tests.helpers.graphs import Keeping
 
 RANKS, STEPS, BATCH, TOKENS, VOCABULARY = 2, 4, 4, 32, 64
 LEARNING_RATE = 0.2
+PACKED = ("nvfp4", "nvfp4_weight_only", "mxfp8", "float8_rowwise")
 
 
 @dataclass(frozen=True)
@@ -151,6 +153,21 @@ def unsharded(module) -> list[torch.UntypedStorage]:
     return storages
 
 
+def packed(recipe: str, device: torch.device) -> tuple[list[str], torch.Tensor, torch.Tensor]:
+    """The buffers that DDP broadcasts for a model with a packed layer, and gradients with DDP and without.
+
+    gloo cannot send float8 numbers.
+    """
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(96, 96), nn.Sequential(nn.Linear(96, 64)), nn.BatchNorm1d(64)).to(device)
+    fp4compile.pack_(model[1], recipe)
+    plain, x = copy.deepcopy(model), torch.randn(8, 96, device=device)
+    wrapped = DistributedDataParallel(model)
+    for each in (wrapped, plain):
+        each(x).sum().backward()
+    return list(wrapped.named_module_buffers), model[0].weight.grad, plain[0].weight.grad
+
+
 def mean(loss: torch.Tensor) -> float:
     total = loss.detach().clone()
     dist.all_reduce(total)
@@ -163,11 +180,12 @@ def worker(rank: int, device: str, output: str, cases: list[Case]) -> None:
     else:
         torch.set_num_threads(1)
     communication = "nccl" if device == "cuda" else "gloo"
-    dist.init_process_group(communication, init_method=f"file://{output}.store", rank=rank, world_size=RANKS)
+    process_groups.begin(f"{output}.store", rank, RANKS, communication)
     runs = {}
     for case in cases:
         torch._dynamo.reset()
         runs[str(case)] = train(case, rank, torch.device(device)).__dict__
+    runs |= {recipe: packed(recipe, torch.device(device)) for recipe in PACKED}
     if rank == 0:
         torch.save(runs, output)
     dist.barrier()

@@ -1,6 +1,6 @@
 """The second rank of a group of two, which writes to the first rank's tensor: see test_weights_in_groups.py.
 
-python tests/helpers/group_partner.py STORE OPERATION...
+python -m tests.helpers.group_partner STORE OPERATION...
 
 STORE: the file at which the ranks meet. OPERATION: "broadcast", "reduce" or "send", of a tensor of SHAPE each.
 """
@@ -9,6 +9,8 @@ import sys
 
 import torch
 import torch.distributed as dist
+
+from tests.helpers import process_groups
 
 SHAPE = (48, 64)
 RANK = 1
@@ -20,7 +22,7 @@ def values(number: int) -> torch.Tensor:
 
 
 def main(store: str, *operations: str) -> None:
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=RANK, world_size=2)
+    process_groups.begin(store, RANK)
     for number, operation in enumerate(operations):
         if operation == "broadcast":
             dist.broadcast(values(number), RANK)

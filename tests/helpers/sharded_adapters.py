@@ -1,6 +1,7 @@
 """LoRA on a packed model under FSDP2: what each of two ranks runs, see tests/weights/test_sharded.py.
 
-python tests/helpers/sharded_adapters.py STORE: the second rank. STORE: the file at which the ranks meet.
+python -m tests.helpers.sharded_adapters RANK OUTPUT: the first rank writes what it found to OUTPUT. The ranks meet at
+the file OUTPUT.store.
 """
 
 import sys
@@ -15,6 +16,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 import fp4compile
+from tests.helpers import process_groups
 
 RANKS, WIDTH, RECIPE = 2, 96, "nvfp4"
 FULL = StateDictOptions(full_state_dict=True)
@@ -89,7 +91,8 @@ def evaluate(model):
 def run():
     """What a rank finds: losses with codes in shards and whole; its bytes of codes, and all; results of models.
 
-    loaded: the result of a model that was given the gathered state. compiled: of one whose first block is compiled.
+    loaded: the result of a model that was given the gathered state. compiled: the result of a model whose first block
+    is compiled. quantised: the products of that block, with the formats of their weights.
     """
     model = shard(build())
     losses = steps(model), steps(shard(build(), codes=False))
@@ -105,16 +108,19 @@ def run():
     found |= {"mine": sum(p._local_tensor.nbytes for p in parts), "whole": sum(p.nbytes for p in parts)}
     backend = fp4compile.backend(RECIPE)
     fresh.blocks[0].compile(backend=backend)
-    return found | {"compiled": evaluate(fresh), "report": backend.report}
+    found["compiled"] = evaluate(fresh)
+    found["quantised"] = sorted((row.module, row.right) for row in backend.report.quantised)
+    return found
 
 
-def main(store, rank="1"):
+def main(rank, output):
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=int(rank), world_size=RANKS)
-    try:
-        return run()
-    finally:
-        dist.destroy_process_group()
+    process_groups.begin(f"{output}.store", int(rank), RANKS)
+    found = run()
+    if rank == "0":
+        torch.save(found, output)
+    dist.barrier()
+    dist.destroy_process_group()
 
 
 if __name__ == "__main__":

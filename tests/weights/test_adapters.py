@@ -277,24 +277,3 @@ def test_the_trainer_takes_adapters_on_a_packed_model(tmp_path):
         tmp_path / "out", max_steps=2, report_to=[], use_cpu=True, disable_tqdm=True
     )
     assert transformers.Trainer(model, arguments, train_dataset=tokens).train().global_step == 2
-
-
-# ---------------------------------------------------------------- several processes
-
-
-@pytest.mark.parametrize("recipe", FORMATS)
-def test_ddp_leaves_the_codes_where_they_are(recipe, tmp_path):
-    """gloo cannot send float8 numbers, and DDP would broadcast all buffers before each forward pass."""
-    model = nn.Sequential(nn.Linear(96, 96), nn.Sequential(nn.Linear(96, 64)), nn.BatchNorm1d(64))
-    fp4compile.pack_(model[1], recipe)
-    plain = copy.deepcopy(model)
-    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
-    try:
-        wrapped, x = nn.parallel.DistributedDataParallel(model), torch.randn(8, 96)
-        wrapped(x).sum().backward()
-        buffers = list(wrapped.named_module_buffers)
-    finally:
-        torch.distributed.destroy_process_group()
-    assert buffers == ["2.running_mean", "2.running_var", "2.num_batches_tracked"]
-    plain(x).sum().backward()
-    assert torch.equal(model[0].weight.grad, plain[0].weight.grad)

@@ -1,9 +1,6 @@
 """Packed layers under FSDP2: each rank keeps its rows of the codes and scales."""
 
 import copy
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -14,23 +11,19 @@ from fp4compile import _compat
 
 pytestmark = pytest.mark.skipif(not _compat.SHARDS_INTEGERS, reason="FSDP2 shards no integers in this torch")
 pytest.importorskip("peft")
-from tests.helpers import sharded_adapters  # noqa: E402
+from tests.helpers import process_groups, sharded_adapters  # noqa: E402
 
 
 def test_adapters_train_on_shards_as_on_whole_codes(tmp_path):
-    store, root = tmp_path / "store", Path(__file__).parents[2]
-    with subprocess.Popen([sys.executable, "-m", "tests.helpers.sharded_adapters", store], cwd=root) as partner:
-        try:
-            run = sharded_adapters.main(store, "0")
-            assert partner.wait(60) == 0
-        finally:
-            partner.kill()
-    assert run["losses"][0] == run["losses"][1] and len(set(run["losses"][0])) == 3
-    assert run["mine"] == run["whole"] / 2
-    assert torch.equal(run["loaded"], run["result"]), "a gathered state gives a sharded model its bits"
-    torch.testing.assert_close(run["compiled"], run["result"], rtol=0.05, atol=0.05)
-    quantised = {(row.module, row.right) for row in run["report"].quantised}
-    assert quantised == {(f"blocks.0.{name}.base_layer", "nvfp4") for name in ("up", "down")}
+    program = ["-m", "tests.helpers.sharded_adapters"]
+    statuses, said = process_groups.run_ranks(lambda rank: [*program, str(rank), f"{tmp_path}/found.pt"], tmp_path)
+    assert statuses == [0] * sharded_adapters.RANKS, said
+    found = torch.load(tmp_path / "found.pt")
+    assert found["losses"][0] == found["losses"][1] and len(set(found["losses"][0])) == 3
+    assert found["mine"] == found["whole"] / 2
+    assert torch.equal(found["loaded"], found["result"]), "a gathered state gives a sharded model its bits"
+    torch.testing.assert_close(found["compiled"], found["result"], rtol=0.05, atol=0.05)
+    assert found["quantised"] == [(f"blocks.0.{name}.base_layer", "nvfp4") for name in ("down", "up")]
 
 
 @pytest.mark.parametrize("recipe", ("nvfp4", "mxfp8", "float8_rowwise"))

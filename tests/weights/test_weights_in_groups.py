@@ -3,6 +3,7 @@
 import subprocess
 import sys
 from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ import fp4compile
 from fp4compile import _inductor_patches
 from fp4compile.weights import cache as weight_cache
 from fp4compile.weights.cache import form, packed_weight
-from tests.helpers import group_partner
+from tests.helpers import group_partner, process_groups
 from tests.helpers.cached_weights import uncached
 from tests.helpers.graphs import compile_recorded
 
@@ -58,11 +59,11 @@ def partner(tmp_path):
     """Begins a group of two; ends it, and the other process."""
     store = tmp_path / "store"
     operations = [operation for _, operation in WRITES.values()]
-    command = [sys.executable, group_partner.__file__, str(store), *operations]
-    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    command = [sys.executable, "-m", "tests.helpers.group_partner", str(store), *operations]
+    process = subprocess.Popen(command, cwd=Path(__file__).parents[2], stderr=subprocess.PIPE, text=True)
 
     def begin():
-        dist.init_process_group("gloo", init_method=f"file://{store}", rank=0, world_size=2)
+        process_groups.begin(store, rank=0)
 
     try:
         yield begin
