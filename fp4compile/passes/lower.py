@@ -31,9 +31,9 @@ from fp4compile.templates.launch import on_gpu
 
 def lower(graph: Graph) -> int:
     """Replace every op on CUDA tensors by its kernels; returns how many."""
-    _inductor_patches.share_kernel_analysis("fp4compile")
-    _inductor_patches.launch_as_dependents("fp4compile")
-    _inductor_patches.decompose_launches_directly("fp4compile")
+    _inductor_patches.share_kernel_analysis()
+    _inductor_patches.launch_as_dependents()
+    _inductor_patches.decompose_launches_directly()
     lowered = 0
     traces: dict[Hashable, GraphModule] = {}
     # A PatternMatcherPass would pass over nodes with E8M0 tensors, for which Inductor has no code of its own.

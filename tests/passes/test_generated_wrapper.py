@@ -388,7 +388,7 @@ def test_launches_are_decomposed_without_a_trace(recipe, monkeypatch):
     )
     direct = mlp_wrapper(monkeypatch, 90, recipe, 300)
     assert not traced
-    monkeypatch.setattr(_inductor_patches, "decompose_launches_directly", lambda package: None)
+    monkeypatch.setattr(_inductor_patches, "decompose_launches_directly", lambda: None)
     decompose = post_grad.decompose_triton_kernel_wrapper_functional
     monkeypatch.setattr(post_grad, "decompose_triton_kernel_wrapper_functional", decompose.__wrapped__)
     by_tracing = mlp_wrapper(monkeypatch, 90, recipe, 300)
