@@ -47,7 +47,7 @@ def fuse_epilogue(graph: Graph) -> int:
 
 def _takes_epilogue(product: ScaledMM) -> bool:
     """Whether the kernel that will serve the product is known to have an epilogue."""
-    return product.epilogue is None and product.on_gpu and not product.plain and product.choice().takes_epilogue
+    return product.epilogue is None and product.on_gpu and not product.plain and product.choice.takes_epilogue
 
 
 @dataclass

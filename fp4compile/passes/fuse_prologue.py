@@ -369,7 +369,7 @@ def _given(node: Node) -> bool:
     if node.target is operator.getitem:
         return getattr(node.args[0].target, "namespace", "") == "fp4compile"
     if node.target is SCALED_MM:
-        choice = scaled_mm_of(node).choice()
+        choice = scaled_mm_of(node).choice
         return choice is None or choice.stores
     return node.target in STORED
 

@@ -186,7 +186,7 @@ def _product(node: Node, gpu: Gpu) -> list[Step]:
     product = scaled_mm_of(node)
     if product.plain:
         return [plain_step("other", _sizes(product), gpu)]
-    problem = _at_captured_sizes(product.problem())
+    problem = _at_captured_sizes(product.problem)
     extra = sum(pointwise.nbytes(each) for each in product.auxiliaries)
     extra += pointwise.nbytes(node) - BF16 * pointwise.numel(node.meta["val"])
     return _by_choice(_sizes(product), problem, (product.a.format, product.b.format), gpu, extra)

@@ -182,7 +182,7 @@ def test_which_ones(name):
     if any(counts):
         with dry_run(Target(90)):
             for node in module.graph.find_nodes(op="call_function", target=SCALED_GROUPED_MM):
-                assert scaled_mm_of(node).choice().kernel == "grouped_dequant_operand"
+                assert scaled_mm_of(node).choice.kernel == "grouped_dequant_operand"
 
 
 @pytest.mark.parametrize(("rows", "sm", "dtype", "counts"), [
