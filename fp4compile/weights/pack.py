@@ -20,19 +20,12 @@ from fp4compile.formats import formats
 from fp4compile.recipe import Recipe, resolve, unmatched_rules
 from fp4compile.report.progress import with_bar
 from fp4compile.report.report import Report, Row
-from fp4compile.weights.buffers import LayerFormat, PackedWeight
-from fp4compile.weights.experts import PackedExperts, Place, check_contracted, in_first, pack_parameter, places_of
+from fp4compile.weights.buffers import LayerFormat, PackedWeight, check_module
+from fp4compile.weights.experts import PackedExperts, Place, check_contracted, in_first, places_of
 from fp4compile.weights.experts import obstacle as experts_obstacle
 from fp4compile.weights.integration import save_as_packed
-from fp4compile.weights.linear import (
-    IN_ATTENTION,
-    PackedLinear,
-    is_linear,
-    leave_fast_paths,
-    obstacle,
-    replace,
-    sizes,
-)
+from fp4compile.weights.linear import IN_ATTENTION, is_linear, leave_fast_paths, obstacle, sizes
+from fp4compile.weights.replacements import Weight
 
 UNKNOWN_DIMENSION = "nothing says which dimension is contracted: name it in pack_(contracted=...)"
 
@@ -71,8 +64,7 @@ def pack_(
     Raises TypeError if `model` is no module, ValueError for a model that is itself a linear layer, TypeError or
     ValueError for a bad `contracted`, and the errors of `backend` for a bad recipe.
     """
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"model: expected a torch.nn.Module, got {type(model).__name__}")
+    check_module(model)
     report = Report(
         resolve(recipe).name, packed_before=sum(isinstance(module, PackedWeight) for module in model.modules())
     )
@@ -83,34 +75,6 @@ def pack_(
     leave_fast_paths(model)
     save_as_packed(model)
     return report
-
-
-@dataclass(frozen=True)
-class Weight:
-    """A weight that a recipe packs. It holds no tensor, so that each weight can be freed as it is packed.
-
-    names: the names of a linear layer in the model, or of a parameter of experts. experts: the parameter's place and
-    whether it is [experts, in, out]; None for a linear layer.
-    """
-
-    names: tuple[str, ...]
-    layer_format: LayerFormat
-    experts: tuple[Place, bool] | None = None
-
-    @property
-    def parameters(self) -> tuple[str, ...]:
-        """The names of the parameter in the model."""
-        return self.names if self.experts else tuple(f"{name}.weight" for name in self.names)
-
-    def pack(self, model: nn.Module) -> None:
-        """Replace the weight in `model` by its packed form."""
-        if self.experts is not None:
-            place, in_first = self.experts
-            pack_parameter(place, self.layer_format, in_first)
-            return
-        packed = PackedLinear.pack(model.get_submodule(self.names[0]), self.layer_format)
-        for name in self.names:
-            replace(model, name, packed)
 
 
 @dataclass(frozen=True)
