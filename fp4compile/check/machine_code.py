@@ -156,12 +156,7 @@ def _signature(launched: Launch) -> tuple:
 def check_quantize(sm: int, configurations: tuple[Configuration, ...] | None = None) -> Iterator[QuantizeRow]:
     """A row for every launch of every configuration, equal launches once. None: all tables of `quantisers`."""
     seen = set()
-    everything = (
-        *quantiser_table.CONFIGURATIONS,
-        *quantiser_table.GROUPED_CONFIGURATIONS,
-        *quantiser_table.PROLOGUE_CONFIGURATIONS,
-    )
-    for configuration in everything if configurations is None else configurations:
+    for configuration in quantiser_table.ALL_CONFIGURATIONS if configurations is None else configurations:
         for launched in configuration.launches(sm):
             if _signature(launched) not in seen:
                 seen.add(_signature(launched))

@@ -79,18 +79,18 @@ class Sass:
 
 def disassemble(cubin: bytes) -> Sass:
     """The machine code of a cubin."""
+    text = run_tool(cubin, "nvdisasm", "-c", "-ndf")
+    if re.search(r"\bBRX\b", text):  # its targets need nvdisasm's slower analysis
+        text = run_tool(cubin, "nvdisasm", "-c")
+    return Sass(text, run_tool(cubin, "cuobjdump", "-res-usage"))
+
+
+def run_tool(cubin: bytes, tool: str, *arguments: str) -> str:
+    """What a tool prints of a cubin. Raises RuntimeError with the output if it fails, as on an unknown architecture."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
-        text = _run("nvdisasm", "-c", "-ndf", file.name)
-        if re.search(r"\bBRX\b", text):  # its targets need nvdisasm's slower analysis
-            text = _run("nvdisasm", "-c", file.name)
-        return Sass(text, _run("cuobjdump", "-res-usage", file.name))
-
-
-def _run(tool: str, *arguments: str) -> str:
-    """The output of a tool. Raises RuntimeError with the output if it fails, for example on an unknown architecture."""
-    done = subprocess.run([_compat.cuda_tool(tool), *arguments], capture_output=True, text=True)
+        done = subprocess.run([_compat.cuda_tool(tool), *arguments, file.name], capture_output=True, text=True)
     said = done.stdout + done.stderr
     if done.returncode:
         raise RuntimeError(" ".join(said.split()) or f"{tool} ended with status {done.returncode}")

@@ -8,11 +8,8 @@ section 2.1; the code of the kernels here agrees with it.)
 """
 
 import re
-import subprocess
-import tempfile
-from pathlib import Path
 
-from fp4compile import _compat
+from fp4compile.check.sass import run_tool
 
 _NO_SCOREBOARD = 7
 
@@ -47,11 +44,7 @@ _LOAD = re.compile(r"\bLDTM(?:\.x(\d+))? R(\d+)")
 
 def _instructions(cubin: bytes) -> list[tuple[str, int]]:
     """(text, control bits) of every instruction."""
-    with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder) / "kernel.cubin"
-        file.write_bytes(cubin)
-        command = [_compat.cuda_tool("nvdisasm"), "-hex", "-c", str(file)]
-        lines = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
+    lines = run_tool(cubin, "nvdisasm", "-hex", "-c").splitlines()
     found = []
     for line, following in zip(lines, lines[1:], strict=False):
         one = re.search(r"/\*[0-9a-f]{4,5}\*/\s+(.*?);\s+/\* 0x[0-9a-f]{16} \*/", line)
