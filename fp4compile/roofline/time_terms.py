@@ -9,7 +9,7 @@ from typing import Any
 
 from fp4compile.formats.formats import BlockFormat
 from fp4compile.formats.layouts import ceil_div, swizzled_numel
-from fp4compile.hardware import Gpu, named
+from fp4compile.hardware import Gpu
 from fp4compile.roofline.sizes import largest
 
 BF16, FLOAT32 = 2, 4  # bytes
@@ -220,16 +220,6 @@ def quantiser(
     in_kernel = fmt.outer == "row" and along == ROWS and not static
     overhead = (launches + (reached.row_amax if in_kernel else 0)) * gpu.launch
     return Step(name, product, 0, moved, gpu.bf16, gpu.copy_rate * share, overhead, launches=launches)
-
-
-def quantise_seconds(
-    use: Use, rows: Any, columns: Any, gpu: str | Gpu, *, along: str = ROWS, native: bool = False
-) -> Any:  # fmt: skip
-    """Seconds of quantising a 16-bit matrix [rows, columns] along its "rows", its "columns", or "both" at once."""
-    written = 0 if along == COLUMN else stored(use.format, rows, columns, native)
-    if along != ROWS:
-        written += stored(use.format, columns, rows, native)
-    return quantise_step("x", "fprop", use, use.hadamard, rows * columns, written, along, named(gpu)).seconds
 
 
 def stored(fmt: BlockFormat, lines: Any, length: Any, native: bool) -> Any:
