@@ -32,14 +32,13 @@ from fp4compile.passes.fake_quantize import fake_quantize
 from fp4compile.passes.fuse_epilogue import fuse_epilogue
 from fp4compile.passes.fuse_horizontal import fuse_horizontal
 from fp4compile.passes.fuse_prologue import fuse_prologue
-from fp4compile.passes.fused import fused
 from fp4compile.passes.hoist import HOIST
 from fp4compile.passes.inplace import inplace
 from fp4compile.passes.lower import lower
 from fp4compile.passes.merge_quantize import merge_quantize
+from fp4compile.passes.notes import Saved, fused, saved
 from fp4compile.passes.recompute import recompute
 from fp4compile.passes.rewrite import rewrite
-from fp4compile.passes.saved import Saved, saved
 from fp4compile.passes.scale_results import scale_results
 from fp4compile.recipe import Recipe
 from fp4compile.report.report import PassRun, Row

@@ -24,9 +24,9 @@ from fp4compile.hardware import Gpu
 from fp4compile.ops.matmul import SCALED_GROUPED_MM, SCALED_MM, SCALED_MM_GATHERED, SCALED_MM_HORIZONTAL
 from fp4compile.ops.quantize import QUANTIZE
 from fp4compile.passes.base import run_passes
-from fp4compile.passes.fused import fused, name_product, product_of
 from fp4compile.passes.hoist import HOIST, Hoisted
 from fp4compile.passes.manager import FUSING, HORIZONTAL, JOINT, analyse, switched_off_passes
+from fp4compile.passes.notes import fused, name_product, product_of
 from fp4compile.recipe import Recipe
 from fp4compile.report.report import Row, Seconds
 from fp4compile.roofline import pointwise
