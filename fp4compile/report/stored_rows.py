@@ -21,7 +21,7 @@ from torch._inductor.runtime.cache_dir_utils import cache_dir
 from torch.fx import GraphModule
 
 from fp4compile.recipe.atomic_file import write_atomically
-from fp4compile.report.product_row import Row, row_of
+from fp4compile.report.product_row import Row
 from fp4compile.roofline.host import GraphLaunches
 
 log = logging.getLogger("fp4compile")
@@ -86,8 +86,8 @@ MISSING = "a graph came from Inductor's cache, and its report rows are gone: it 
 def load(key: str, missing: str | None = MISSING) -> list[Outcome] | None:
     """The stored rows of a compilation; None, and a logged warning, where they no longer exist or cannot be read.
 
-    missing: the warning where they do not exist; None for none. A file with other contents is removed; the graph runs
-    without it.
+    missing: the warning where they do not exist; None for none. A damaged file is removed; the graph runs without it.
+    The values in a whole file are not checked: its name is a hash of the source that wrote it.
     """
     path = _path(key)
     try:
@@ -97,21 +97,14 @@ def load(key: str, missing: str | None = MISSING) -> list[Outcome] | None:
             log.warning(missing)
         return None
     try:
-        return _graphs(stored)
-    except (ValueError, RecursionError) as error:
+        lines = stored.decode().splitlines()
+        return [rows_from_json(line) for line in lines or [""]]
+    except (ValueError, TypeError, RecursionError) as error:
         log.warning("a graph came from Inductor's cache, and its report rows cannot be read (%s): it is not in the "
                     "report, and %s is removed", error, path)  # fmt: skip
         with contextlib.suppress(OSError):
             path.unlink()
         return None
-
-
-def _graphs(stored: bytes) -> list[Outcome]:
-    """The rows that `store` wrote: one line for each of at least one graph. Raises ValueError for anything else."""
-    lines = stored.decode().splitlines()
-    if not lines:
-        raise ValueError("the file is empty")
-    return [rows_from_json(line) for line in lines]
 
 
 def _path(key: str) -> Path:
@@ -120,29 +113,12 @@ def _path(key: str) -> Path:
 
 def rows_to_json(outcome: Outcome) -> str:
     """One line of JSON with what the passes tell of a graph."""
-    rows, counts, launches = outcome
-    stored = {"rows": [asdict(row) for row in rows], "counts": counts}
-    return json.dumps(stored if launches is None else stored | {"launches": [launches.count, launches.seconds]})
+    return json.dumps(
+        [[asdict(row) for row in outcome.rows], outcome.counts, outcome.launches and asdict(outcome.launches)]
+    )
 
 
 def rows_from_json(text: str) -> Outcome:
-    """What `rows_to_json` wrote. Raises ValueError for any other text."""
-    stored = json.loads(text)
-    match stored:
-        case {"rows": list(rows), "counts": dict(counts), **others} if not others.keys() - {"launches"}:
-            pass
-        case _:
-            raise ValueError(f"expected rows and counts, got a {type(stored).__name__} {text[:40]!r}")
-    if wrong := [count for count in counts.values() if type(count) is not int]:
-        raise ValueError(f"a count is {wrong[0]!r}")
-    return Outcome([row_of(row) for row in rows], counts, _launches_of(others.get("launches")))
-
-
-def _launches_of(stored: Any) -> GraphLaunches | None:
-    match stored:
-        case None:
-            return None
-        case [int(count), float(seconds)]:
-            return GraphLaunches(count, seconds)
-        case _:
-            raise ValueError(f"launches are {stored!r}")
+    """What `rows_to_json` wrote. Raises ValueError, TypeError or RecursionError for any other text."""
+    rows, counts, launches = json.loads(text)
+    return Outcome([Row(**row) for row in rows], dict(counts), launches and GraphLaunches(**launches))
