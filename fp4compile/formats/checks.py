@@ -19,7 +19,7 @@ from fp4compile.formats.operand import FLOATS, Arguments, Operand
 def check(x: Arguments) -> None:
     """Check the arguments of a product op, on any device."""
     _check_formats(x.a.format, x.b.format)
-    _check_float("out_dtype", x.out_dtype)
+    check_float("out_dtype", x.out_dtype)
     if x.offs is not None:
         _check_groups(x, x.offs)
     else:
@@ -34,7 +34,7 @@ def check(x: Arguments) -> None:
 def check_indexed(a: Operand, b: Operand, index: torch.Tensor, out_dtype: torch.dtype) -> None:
     """Check the arguments of a product of A [rows, K] and B [E, N, K], where an index gives each row its matrix."""
     _check_formats(a.format, b.format)
-    _check_float("out_dtype", out_dtype)
+    check_float("out_dtype", out_dtype)
     _check_devices(a, b, index=index)
     check_operand("a", a)
     check_operand("b", b)
@@ -98,7 +98,8 @@ def _check_scales(name: str, x: Operand, fmt: BlockFormat, swizzled_rows: Any) -
                          f"got {scales.dtype} of shape {tuple(scales.shape)}")  # fmt: skip
 
 
-def _check_float(name: str, dtype: torch.dtype) -> None:
+def check_float(name: str, dtype: torch.dtype) -> None:
+    """Check that a dtype is one of plain operands and results."""
     if dtype not in FLOATS:
         raise ValueError(f"{name}={dtype}: allowed are bfloat16, float16, float32")
 

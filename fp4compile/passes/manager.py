@@ -134,9 +134,7 @@ class LowerPasses(CustomGraphPass):
         for user_pass in self.user_passes:
             user_pass(graph)
         kept = saved(graph)
-        runs = run_passes(FUSING, graph, disabled=self.disabled)
-        prologues = fused(graph)
-        runs |= run_passes([HORIZONTAL], graph, disabled=self.disabled)
+        runs, prologues = fuse(graph, self.disabled)
         launches = _launches(graph, self.gpu)  # a lowered graph has no quantisers and products any more
         runs |= run_passes(LOWERING, graph, disabled=self.disabled)
         log.info("post-grad graph: %s", summary(runs))
@@ -145,6 +143,13 @@ class LowerPasses(CustomGraphPass):
     def uuid(self) -> tuple | None:
         """The cache key, as for `JointPasses`, of switched off passes, GPU, this package's source and user's passes."""
         return _uuid(self.user_passes, self.disabled)
+
+
+def fuse(graph: Graph, disabled: frozenset[str]) -> tuple[dict[str, PassRun], dict[str, str]]:
+    """Run the fusing passes on a graph. Returns their runs, and the operations that quantisers compute (`fused`)."""
+    runs = run_passes(FUSING, graph, disabled=disabled)
+    operations = fused(graph)
+    return runs | run_passes([HORIZONTAL], graph, disabled=disabled), operations
 
 
 def _launches(graph: Graph, gpu: Gpu | None) -> GraphLaunches | None:

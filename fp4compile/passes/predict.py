@@ -25,8 +25,8 @@ from fp4compile.ops.matmul import SCALED_GROUPED_MM, SCALED_MM, SCALED_MM_GATHER
 from fp4compile.ops.quantize import QUANTIZE
 from fp4compile.passes.base import run_passes
 from fp4compile.passes.hoist import HOIST, Hoisted
-from fp4compile.passes.manager import FUSING, HORIZONTAL, JOINT, analyse, switched_off_passes
-from fp4compile.passes.notes import fused, name_product, product_of
+from fp4compile.passes.manager import JOINT, analyse, fuse, switched_off_passes
+from fp4compile.passes.notes import name_product, product_of
 from fp4compile.recipe import Recipe
 from fp4compile.report.report import Row, Seconds
 from fp4compile.roofline import pointwise
@@ -80,7 +80,9 @@ def predict(
     with dry_run(gpu.target), _compat.lazy_graph_modules():
         plain = _times(_split(_copy(module), forward_outputs), gpu)
         parts = _planned(_copy(module), inputs, recipe, gpu, forward_outputs)
-        operations = _fuse(parts)
+        operations: dict[str, str] = {}
+        for graph in parts.graphs:
+            operations |= fuse(graph, switched_off_passes())[1]
         planned = _times(parts, gpu)
     modules = {row.node or "": row.module for row in rows}
     rows = [replace(row, fused=operations.get(row.node or "")) for row in rows]
@@ -146,16 +148,6 @@ def _planned(
     if forward_outputs is None and recipe.weight_cache != "off":
         run_passes([HOIST], parts.graphs[0], inputs, Hoisted(), disabled=disabled)
     return parts
-
-
-def _fuse(parts: _Parts) -> dict[str, str]:
-    """Run the fusing passes on the graphs. Returns the operations that quantisers compute, by the products' names."""
-    disabled, operations = switched_off_passes(), {}
-    for graph in parts.graphs:
-        run_passes(FUSING, graph, disabled=disabled)
-        operations |= fused(graph)
-        run_passes([HORIZONTAL], graph, disabled=disabled)
-    return operations
 
 
 def _times(parts: _Parts, gpu: Gpu) -> _Times:

@@ -113,12 +113,12 @@ def _path(key: str) -> Path:
 
 def rows_to_json(outcome: Outcome) -> str:
     """One line of JSON with what the passes tell of a graph."""
-    return json.dumps(
-        [[asdict(row) for row in outcome.rows], outcome.counts, outcome.launches and asdict(outcome.launches)]
-    )
+    rows, counts, launches = outcome
+    return json.dumps([list(map(asdict, rows)), counts, None if launches is None else asdict(launches)])
 
 
 def rows_from_json(text: str) -> Outcome:
     """What `rows_to_json` wrote. Raises ValueError, TypeError or RecursionError for any other text."""
     rows, counts, launches = json.loads(text)
-    return Outcome([Row(**row) for row in rows], dict(counts), launches and GraphLaunches(**launches))
+    launched = None if launches is None else GraphLaunches(**launches)
+    return Outcome([Row(**row) for row in rows], dict(counts), launched)
