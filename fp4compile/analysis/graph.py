@@ -140,14 +140,10 @@ def scaled_mm_of(node: Node) -> ScaledMM:
     """The arguments of a `scaled_mm` or `scaled_grouped_mm` node; the same object while the arguments stay."""
     known = getattr(node, "_fp4compile_product", None)
     if known is None or known[0] is not node.args:
-        known = node.args, _scaled_mm_of(node)
+        read = grouped if node.target is SCALED_GROUPED_MM else dense
+        known = node.args, ScaledMM(**vars(read(*node.args, **node.kwargs)), node=node)
         node._fp4compile_product = known
     return known[1]
-
-
-def _scaled_mm_of(node: Node) -> ScaledMM:
-    read = grouped if node.target is SCALED_GROUPED_MM else dense
-    return ScaledMM(**vars(read(*node.args, **node.kwargs)), node=node)
 
 
 def reads_by_index(node: Node) -> bool:

@@ -157,18 +157,15 @@ def _launches(graph: Graph, gpu: Gpu | None) -> GraphLaunches | None:
 
     None, too, for a graph with a launch that has no predicted time: the advice that this is for is not worth an error.
     """
-    if gpu is None or is_nested(graph) or not _runs_on_gpu(graph):
+    inputs = (node.meta.get("val") for node in graph.find_nodes(op="placeholder"))
+    runs_there = any(isinstance(value, torch.Tensor) and on_gpu(value) for value in inputs)
+    if gpu is None or is_nested(graph) or not runs_there:
         return None
     try:
         return launches_of(launched.step for launched in steps_of(graph, gpu))
     except ValueError as error:
         log.info("launches are not counted: %s", error)
         return None
-
-
-def _runs_on_gpu(graph: Graph) -> bool:
-    inputs = (node.meta.get("val") for node in graph.find_nodes(op="placeholder"))
-    return any(isinstance(value, torch.Tensor) and on_gpu(value) for value in inputs)
 
 
 def _uuid(user_passes: tuple, disabled: frozenset[str], *own: str) -> tuple | None:
@@ -207,17 +204,14 @@ def describe(graph: Graph, inputs: tuple[Input, ...], decisions: list[Decision])
 
 def _row(decision: Decision, category: str) -> Row:
     gemm = decision.gemm
-    m, n, k = (_size(size) for size in gemm.dims) if gemm.dims else (None, None, None)
+    sizes = (size if isinstance(size, int) else str(size) for size in gemm.dims)
+    m, n, k = sizes if gemm.dims else (None, None, None)
     return Row(
         module=gemm.module, product=gemm.product, m=m, n=n, k=k,
         left=_operand_format(gemm.a, decision.a), right=_operand_format(gemm.b, decision.b),
         tier=decision.tier, reason=decision.reason, flops=flops.count(gemm.node), category=category,
         note=decision.note, weight_scales=decision.weight_scales, node=gemm.node.name,
     )  # fmt: skip
-
-
-def _size(size) -> int | str:
-    return size if isinstance(size, int) else str(size)
 
 
 def _operand_format(operand: Operand | None, treatment: Treatment | None) -> str | None:

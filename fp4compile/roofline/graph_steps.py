@@ -20,7 +20,6 @@ from fp4compile.analysis.graph import ScaledMM, quantise_of, reads_by_index, sca
 from fp4compile.formats import formats
 from fp4compile.formats.operand import Arguments, Operand
 from fp4compile.formats.quantize_spec import ROWS as ALONG_ROWS
-from fp4compile.formats.quantize_spec import QuantizeSpec
 from fp4compile.hardware import Gpu
 from fp4compile.ops.define import KERNELS
 from fp4compile.ops.matmul import SCALED_GROUPED_MM, SCALED_MM, SCALED_MM_GATHERED, SCALED_MM_HORIZONTAL
@@ -50,15 +49,11 @@ class Launched:
 def steps_of(graph: Graph, gpu: Gpu) -> list[Launched]:
     """The steps of a graph. Sizes that vary count as in the captured call."""
     found = [Launched(node, step) for node in graph.nodes for step in _steps(node, gpu)]
-    return found + [
-        Launched(kernel.stores[0], memory_pass(_pointwise_name(kernel), "other", kernel.moved, gpu, kernel.launches))
-        for kernel in pointwise.kernels(graph)
-    ]
-
-
-def _pointwise_name(kernel: pointwise.Fused) -> str:
-    reduces = any(pointwise.kind_of(node) == "reduction" for node in kernel.stores)
-    return "reduction" if reduces else "pointwise"
+    for kernel in pointwise.kernels(graph):
+        name = "reduction" if "reduction" in map(pointwise.kind_of, kernel.stores) else "pointwise"
+        step = memory_pass(name, "other", kernel.moved, gpu, kernel.launches)
+        found.append(Launched(kernel.stores[0], step))
+    return found
 
 
 def _steps(node: Node, gpu: Gpu) -> list[Step]:
@@ -132,18 +127,10 @@ def _quantiser(node: Node, gpu: Gpu) -> Step:
     with _compat.without_fake_tensors(), dry_run(gpu.target) as launches, _Fills() as fills:
         KERNELS[QUANTIZE](*_meta(node.args), **{name: _meta(value) for name, value in node.kwargs.items()})
     moved = sum(map(launch_bytes, launches))
-    return quantiser(_quantiser_name(spec), "other", spec.format, _along(spec), moved, len(launches) + fills.count, gpu,
+    along = BOTH_WAYS if spec.both else ROWS if spec.dims == (ALONG_ROWS,) else COLUMN
+    name = f"quantise {along}" + ("" if spec.prologue is None else ", fused")
+    return quantiser(name, "other", spec.format, along, moved, len(launches) + fills.count, gpu,
                      static=spec.static, hadamard=spec.hadamard, stochastic=spec.seeded)  # fmt: skip
-
-
-def _quantiser_name(spec: QuantizeSpec) -> str:
-    return f"quantise {_along(spec)}" + ("" if spec.prologue is None else ", fused")
-
-
-def _along(spec: QuantizeSpec) -> str:
-    if spec.both:
-        return BOTH_WAYS
-    return ROWS if spec.dims == (ALONG_ROWS,) else COLUMN
 
 
 def launch_bytes(launch: Launch) -> int:

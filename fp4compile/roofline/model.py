@@ -103,20 +103,17 @@ def _layer(
     packed: whether the weight of fprop is quantised beforehand.
     """
     plain, steps = [], []
+    used = dict(uses)
     own, chosen_by = ({name: Sizes.of(name, m, n, k, experts) for name in products} for m, n, k in (sizes, like))
-    chosen = {name: _chosen_for(name, dict(uses), gpu, chosen_by[name]) for name in products}
-    values = frozenset(role for name in products for role in _values(name, dict(uses), chosen[name], packed))
+    operands = {name: [used.get(role) for role in OPERANDS[name]] for name in products}
+    # Without a quantised operand, no kernel of this package multiplies.
+    chosen = {name: _chosen(a, b, gpu, chosen_by[name]) if a or b else None for name, (a, b) in operands.items()}
+    values = frozenset(role for name in products for role in _values(name, used, chosen[name], packed))
     for name in products:
-        maker = _Product(name, dict(uses), gpu, products, packed, values, own[name])
+        maker = _Product(name, used, gpu, products, packed, values, own[name])
         plain.extend(maker.plain())
         steps.extend(maker.steps(chosen[name]))
     return Prediction(tuple(plain), tuple(steps))
-
-
-def _chosen_for(name: str, uses: Mapping[str, Use], gpu: Gpu, sizes: Sizes) -> "Chosen | None":
-    """The kernel of a product; None where no operand is quantised."""
-    a, b = (uses.get(role) for role in OPERANDS[name])
-    return None if a is None and b is None else _chosen(a, b, gpu, sizes)
 
 
 def _values(name: str, uses: Mapping[str, Use], chosen: "Chosen | None", packed: bool) -> list[str]:

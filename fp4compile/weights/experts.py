@@ -111,22 +111,19 @@ def insert(place: Place, packed: PackedExperts) -> None:
 @functools.cache
 def _class_of(base: Any, children: tuple[str, ...]) -> Any:
     """A subclass of a module's class in which packed experts replace the parameters `children`."""
-    members: dict[str, Any] = {child: property(_getter(child), _setter(child)) for child in children}
+    members: dict[str, Any] = {child: _packed_property(child) for child in children}
     members |= {_MADE_OF: (base, children), "__reduce_ex__": _reduce}
     members |= {"__module__": base.__module__, "__qualname__": base.__qualname__, "__doc__": base.__doc__}
     return type(base.__name__, (base,), members)
 
 
-def _getter(child: str) -> Callable[[nn.Module], torch.Tensor]:
+def _packed_property(child: str) -> property:
     name = packed_name(child)
-    return lambda module: module._modules[name]()
 
-
-def _setter(child: str) -> Callable[[nn.Module, Any], None]:
     def refuse(module: nn.Module, value: Any) -> None:
         raise AttributeError(f"{child}: packed weights cannot be assigned; assign them before packing")
 
-    return refuse
+    return property(lambda module: module._modules[name](), refuse)
 
 
 def _reduce(module: Any, protocol: Any) -> tuple:

@@ -194,7 +194,7 @@ def _compressed_tensors(schemes: dict[str, Scheme], left: list[str]) -> dict[str
             "weights": _arguments(scheme.weight, False),
             "input_activations": _arguments(scheme.activation, "local" if scheme.static else True),
             "output_activations": None,
-            "format": _format_name(scheme),
+            "format": "mxfp8-quantized" if scheme.weight == "mxfp8" else f"{scheme.weight}-pack-quantized",
         }
         for i, (scheme, layers) in enumerate(targets.items())
     }
@@ -223,7 +223,3 @@ def _arguments(fmt: str | None, dynamic: bool | str) -> dict[str, Any] | None:
         "dynamic": dynamic,
         "scale_dtype": "torch.float8_e4m3fn" if nvfp4 else "torch.uint8",
     }
-
-
-def _format_name(scheme: Scheme) -> str:
-    return "mxfp8-quantized" if scheme.weight == "mxfp8" else f"{scheme.weight}-pack-quantized"

@@ -99,7 +99,7 @@ def decisions(
     _warn_of_rules(model, chosen, places)
     choice = _Choice(model, chosen, places, experts)
     linears = (_of_linear(choice, names) for names in places)
-    return [*linears, *_of_attentions(model, chosen), *(_of_experts(choice, one) for one in experts)]
+    return [*linears, *_of_attentions(model), *(_of_experts(choice, one) for one in experts)]
 
 
 # (the format, or the reason why a weight is left alone; how a packed weight differs from what the recipe says).
@@ -223,11 +223,11 @@ def _of_linear(choice: _Choice, names: list[str]) -> Decision:
     found, note = choice.layer_format(names, linear)
     weight = linear._parameters.get("weight")  # `linear.weight` would compute a parametrised weight
     dtype = None if weight is None else weight.dtype
-    row = _row_of(names[0], sizes(linear), dtype, found, choice.recipe, note)
+    row = _row_of(names[0], sizes(linear), dtype, found, note)
     return Decision(Weight(tuple(names), found) if isinstance(found, LayerFormat) else None, row)
 
 
-def _of_attentions(model: nn.Module, recipe: Recipe) -> Iterator[Decision]:
+def _of_attentions(model: nn.Module) -> Iterator[Decision]:
     """The input projections of `nn.MultiheadAttention`: parameters that it multiplies itself."""
     for path, module in model.named_modules():
         if not isinstance(module, nn.MultiheadAttention):
@@ -236,7 +236,7 @@ def _of_attentions(model: nn.Module, recipe: Recipe) -> Iterator[Decision]:
             if weight is not None and child.endswith("proj_weight"):
                 outer, inner = weight.shape
                 name = f"{path}.{child}".removeprefix(".")
-                yield Decision(None, _row_of(name, (inner, outer), weight.dtype, IN_ATTENTION, recipe, None))
+                yield Decision(None, _row_of(name, (inner, outer), weight.dtype, IN_ATTENTION, None))
 
 
 def _of_experts(choice: _Choice, one: _Experts) -> Decision:
@@ -248,14 +248,13 @@ def _of_experts(choice: _Choice, one: _Experts) -> Decision:
         return Decision(None, None)
     else:
         weight = None
-    row = _row_of(module_name(place.names[0]), one.sizes, place.parameter.dtype, found, choice.recipe, note)
+    row = _row_of(module_name(place.names[0]), one.sizes, place.parameter.dtype, found, note)
     return Decision(weight, row)
 
 
 def _row_of(
-    name: str, sizes: tuple[int, int], dtype: torch.dtype | None, packed: LayerFormat | str, recipe: Recipe,
-    note: str | None,
-) -> Row:  # fmt: skip
+    name: str, sizes: tuple[int, int], dtype: torch.dtype | None, packed: LayerFormat | str, note: str | None
+) -> Row:
     inner, outer = sizes
     rule = None
     if isinstance(packed, str):
