@@ -132,7 +132,7 @@ class Compiled:
         found, lost = [], self.sass.lost_values
         if lost:
             found.append(f"ptxas lost {len(lost)} values, the first of {lost[0]}")
-        early = unwaited_loads(self.compiled.asm["cubin"]) if "LDTM" in self.sass.text else []
+        early = unwaited_loads(self.sass.encoded) if "LDTM" in self.sass.text else []
         if early:
             found.append(f"{len(early)} uses of tensor memory before its load ends, the first: {early[0]}")
         return tuple(found)

@@ -22,10 +22,15 @@ class Instruction:
 
 @dataclass(frozen=True)
 class Sass:
-    """The machine code of one kernel. text: the output of nvdisasm. usage: the output of `cuobjdump -res-usage`."""
+    """The machine code of one kernel.
+
+    text: the output of nvdisasm. usage: the output of `cuobjdump -res-usage`. encoded: the output of nvdisasm with the
+    128 bits of each instruction.
+    """
 
     text: str
     usage: str
+    encoded: str = ""
 
     @property
     def registers(self) -> int:
@@ -79,13 +84,14 @@ class Sass:
 
 def disassemble(cubin: bytes) -> Sass:
     """The machine code of a cubin."""
-    text = run_tool(cubin, "nvdisasm", "-c", "-ndf")
-    if re.search(r"\bBRX\b", text):  # its targets need nvdisasm's slower analysis
-        text = run_tool(cubin, "nvdisasm", "-c")
-    return Sass(text, run_tool(cubin, "cuobjdump", "-res-usage"))
+    encoded = _run(cubin, "nvdisasm", "-c", "-hex", "-ndf")
+    if re.search(r"\bBRX\b", encoded):  # its targets need nvdisasm's slower analysis
+        encoded = _run(cubin, "nvdisasm", "-c", "-hex")
+    text = re.sub(r"\n? +/\* 0x[0-9a-f]{16} \*/", "", encoded)
+    return Sass(text, _run(cubin, "cuobjdump", "-res-usage"), encoded)
 
 
-def run_tool(cubin: bytes, tool: str, *arguments: str) -> str:
+def _run(cubin: bytes, tool: str, *arguments: str) -> str:
     """What a tool prints of a cubin. Raises RuntimeError with the output if it fails, as on an unknown architecture."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
