@@ -32,7 +32,7 @@ from fp4compile.report import names, stored_rows
 from fp4compile.report.report import PassRun, Report, Row
 from fp4compile.report.rule_names import out_of_reach, without_layer
 from fp4compile.report.stored_rows import Outcome
-from fp4compile.roofline.host import GraphLaunches
+from fp4compile.roofline.time_terms import GraphLaunches
 from fp4compile.weights.cache import marking
 
 _JOINT_SLOT, _LOWER_SLOT = "joint_custom_pre_pass", "post_grad_custom_post_pass"

@@ -23,7 +23,7 @@ from fp4compile.formats import formats
 aten = torch.ops.aten
 _EXPERTS = re.compile(r"(^|\.)experts(\.|$)")
 _GROUPED = re.compile(r"(^|_)grouped_mm(_|$)")
-_ATTENTION = re.compile(r"scaled_dot_product|flash_attention|efficient_attention|flex_attention|varlen_attn")
+ATTENTION = re.compile(r"scaled_dot_product|flash_attention|efficient_attention|flex_attention|varlen_attn")
 _CONVOLUTION = re.compile(r"conv")
 _BATCHED = {aten.bmm.default, aten.baddbmm.default, aten.addbmm.default}
 
@@ -85,7 +85,7 @@ class Categories:
             return "experts"
         if _CONVOLUTION.search(name):
             return "convolution"
-        if _ATTENTION.search(name):
+        if ATTENTION.search(name):
             return "attention"
         # A layer may hold its one matrix in three dimensions: the heads of one projection, say.
         whole = gemm.product in ("fprop", "dgrad", "wgrad")

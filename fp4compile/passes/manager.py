@@ -43,7 +43,7 @@ from fp4compile.passes.scale_results import scale_results
 from fp4compile.recipe import Recipe
 from fp4compile.report.report import PassRun, Row
 from fp4compile.roofline.graph_steps import steps_of
-from fp4compile.roofline.host import GraphLaunches, launches_of
+from fp4compile.roofline.time_terms import GraphLaunches, launches_of
 from fp4compile.templates.launch import cuda_target, on_gpu
 
 log = logging.getLogger("fp4compile")

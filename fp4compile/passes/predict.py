@@ -21,7 +21,7 @@ from fp4compile import _compat
 from fp4compile.analysis import flops
 from fp4compile.analysis.gemm import Input
 from fp4compile.hardware import Gpu
-from fp4compile.ops.matmul import SCALED_GROUPED_MM, SCALED_MM, SCALED_MM_GATHERED, SCALED_MM_HORIZONTAL
+from fp4compile.ops.matmul import SCALED_MM_HORIZONTAL
 from fp4compile.ops.quantize import QUANTIZE
 from fp4compile.passes.base import run_passes
 from fp4compile.passes.hoist import HOIST, Hoisted
@@ -30,11 +30,9 @@ from fp4compile.passes.notes import name_product, product_of
 from fp4compile.recipe import Recipe
 from fp4compile.report.report import Row, Seconds
 from fp4compile.roofline import pointwise
-from fp4compile.roofline.graph_steps import steps_of
-from fp4compile.roofline.host import GraphLaunches, launches_of
+from fp4compile.roofline.graph_steps import OWN_PRODUCTS, steps_of
+from fp4compile.roofline.time_terms import GraphLaunches, launches_of
 from fp4compile.templates.launch import dry_run
-
-_OWN_PRODUCTS = (SCALED_MM, SCALED_GROUPED_MM, SCALED_MM_GATHERED, SCALED_MM_HORIZONTAL)
 
 
 @dataclass
@@ -171,7 +169,7 @@ def _products(node: Node, parts: _Parts) -> list[str]:
         return []
     if node.target is QUANTIZE:
         return sorted(set(_readers(node, parts)))
-    if node.target not in _OWN_PRODUCTS and not flops.count(node):
+    if node.target not in OWN_PRODUCTS and not flops.count(node):
         return []
     results = [user for user in node.users if user.target is operator.getitem]
     marked = results if node.target is SCALED_MM_HORIZONTAL else [node, *results]

@@ -11,7 +11,7 @@ from fp4compile.recipe.rules import Rule, unmatched
 from fp4compile.report import page
 from fp4compile.report.product_row import CATEGORIES, Row, is_below, one_line, shown_name
 from fp4compile.report.row_classes import Group, by_layer, gain, groups, layer_name
-from fp4compile.roofline.host import GraphLaunches
+from fp4compile.roofline.time_terms import GraphLaunches
 
 __all__ = ["CATEGORIES", "PassRun", "Report", "Row", "is_below"]
 

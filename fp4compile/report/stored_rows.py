@@ -22,7 +22,7 @@ from torch.fx import GraphModule
 
 from fp4compile.recipe.atomic_file import write_atomically
 from fp4compile.report.product_row import Row
-from fp4compile.roofline.host import GraphLaunches
+from fp4compile.roofline.time_terms import GraphLaunches
 
 log = logging.getLogger("fp4compile")
 

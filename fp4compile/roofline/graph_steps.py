@@ -5,7 +5,6 @@ package's is the kernel that `choose` names; a quantiser is the launches of `tem
 Inductor is counted by its bytes (`roofline.pointwise`), and attention and torch's products by their FLOPs and bytes.
 """
 
-import re
 from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
@@ -34,8 +33,7 @@ from fp4compile.templates.problem import Problem, operand_type, problem_of
 from fp4compile.templates.view import View
 
 aten = torch.ops.aten
-_ATTENTION = re.compile(r"scaled_dot_product|flash_attention|efficient_attention|flex_attention|varlen_attn")
-_PRODUCTS = (SCALED_MM, SCALED_GROUPED_MM, SCALED_MM_GATHERED, SCALED_MM_HORIZONTAL)
+OWN_PRODUCTS = (SCALED_MM, SCALED_GROUPED_MM, SCALED_MM_GATHERED, SCALED_MM_HORIZONTAL)
 
 
 @dataclass(frozen=True)
@@ -60,7 +58,7 @@ def _steps(node: Node, gpu: Gpu) -> list[Step]:
     """The steps of a node that is not Inductor's."""
     if pointwise.kind_of(node) != "other":
         return []
-    if node.target in _PRODUCTS:
+    if node.target in OWN_PRODUCTS:
         return _product(node, gpu)
     if node.target is QUANTIZE:
         return [_quantiser(node, gpu)]
@@ -70,7 +68,7 @@ def _steps(node: Node, gpu: Gpu) -> list[Step]:
     if not count:
         in_place = pointwise.in_place_bytes(node)
         return [memory_pass(node.name, "other", _moved(node) if in_place is None else in_place, gpu)]
-    if _ATTENTION.search(str(node.target)):
+    if flops.ATTENTION.search(str(node.target)):
         part = 0.5 if _is_causal(node) else 1.0
         return [Step("attention", "other", part * count, _moved(node), gpu.bf16 * ATTENTION, gpu.copy_rate,
                      gpu.product_launch)]  # fmt: skip

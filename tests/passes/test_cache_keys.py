@@ -16,7 +16,7 @@ from fp4compile.passes.manager import JointPasses
 from fp4compile.recipe import named
 from fp4compile.report import stored_rows
 from fp4compile.report.stored_rows import Outcome
-from fp4compile.roofline.host import GraphLaunches
+from fp4compile.roofline.time_terms import GraphLaunches
 from tests.helpers import absent_gpu, without_codegen
 
 
