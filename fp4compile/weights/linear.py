@@ -118,7 +118,10 @@ class PackedLinear(PackedWeight, nn.Linear):
         return f"{self.in_features}, {self.out_features}, weight={self.layer_format.weight}, activation={activation}"
 
 
-def _product(x, bias, data, scales, outer, layer_format: LayerFormat, scale_layout: str) -> torch.Tensor:
+def _product(
+    x: torch.Tensor, bias: torch.Tensor | None, data: torch.Tensor, scales: torch.Tensor | None,
+    outer: torch.Tensor | None, layer_format: LayerFormat, scale_layout: str,
+) -> torch.Tensor:  # fmt: skip
     """x [..., in] times a packed weight [out, in], plus bias [out]: [..., out] in the dtype of x."""
     rows = x.reshape(-1, x.shape[-1])
     return torch.ops.fp4compile.scaled_mm(

@@ -50,7 +50,7 @@ class Weight:
     def parameter(self, model: nn.Module) -> nn.Parameter:
         """The weight in high precision, as the model has it."""
         module, child = self.slot(model)
-        return module._parameters[child]  # type: ignore[return-value]
+        return module._parameters[child]
 
     def empty(self, model: nn.Module) -> PackedLinear | PackedExperts:
         """The packed form of the weight, without its values."""
