@@ -180,11 +180,7 @@ class Report:
 
     def reasons(self) -> dict[str, int]:
         """How many products were left alone for each reason."""
-        counted: dict[str, int] = {}
-        for row in self.rows:
-            if row.reason is not None:
-                counted[row.reason] = counted.get(row.reason, 0) + 1
-        return counted
+        return dict(Counter(row.reason for row in self.rows if row.reason is not None))
 
     def unmatched_rules(self) -> tuple[Rule, ...]:
         """The rules that decided about no product of all graphs so far.
