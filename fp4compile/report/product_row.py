@@ -1,6 +1,7 @@
 """`Row`: how one matrix product of a compiled graph is computed, and the name that reports show."""
 
-from dataclasses import dataclass, field
+from dataclasses import MISSING, dataclass, field, fields
+from typing import Any
 
 PRODUCTS = ("fprop", "dgrad", "wgrad", "attention", "other")
 CATEGORIES = ("dense", "experts", "attention", "convolution", "other")
@@ -68,6 +69,28 @@ class Row:
     def quantised(self) -> bool:
         """Whether the product is quantised."""
         return self.reason is None
+
+
+def row_of(stored: Any) -> Row:
+    """The row with the fields in `stored`: a dictionary from `dataclasses.asdict`, read back from JSON.
+
+    Raises ValueError where `stored` has no valid fields of a row.
+    """
+    if not isinstance(stored, dict):
+        raise ValueError(f"a row is a {type(stored).__name__}")
+    known = {one.name: one for one in fields(Row)}
+    if unknown := stored.keys() - known.keys():
+        raise ValueError(f"a row has a field {min(unknown)!r}")
+    for name, one in known.items():
+        kinds: Any = int | one.type if one.type == (float | None) else one.type
+        if name not in stored and one.default is MISSING:
+            raise ValueError(f"a row has no {name}")
+        if not isinstance(stored.get(name, one.default), kinds):
+            raise ValueError(f"{name} of a row is {stored[name]!r}")
+    row = Row(**stored)
+    if row.product not in PRODUCTS or row.category not in CATEGORIES:
+        raise ValueError(f"a row is of {row.product!r}, {row.category!r}")
+    return row
 
 
 def shown_name(row: Row) -> str:

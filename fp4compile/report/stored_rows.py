@@ -21,7 +21,7 @@ from torch._inductor.runtime.cache_dir_utils import cache_dir
 from torch.fx import GraphModule
 
 from fp4compile.recipe.atomic_file import write_atomically
-from fp4compile.report.product_row import Row
+from fp4compile.report.product_row import Row, row_of
 from fp4compile.roofline.time_terms import GraphLaunches
 
 log = logging.getLogger("fp4compile")
@@ -85,8 +85,8 @@ MISSING = "a graph came from Inductor's cache, and its report rows are gone: it 
 def load(key: str, missing: str | None = MISSING) -> Outcome | None:
     """The stored rows of a compilation; None, and a logged warning, where they no longer exist or cannot be read.
 
-    missing: the warning where they do not exist; None for none. A damaged file is removed; the graph runs without it.
-    The values in a whole file are not checked: its name is a hash of the source that wrote it.
+    missing: the warning where they do not exist; None for none. A file with other contents is removed; the graph runs
+    without it.
     """
     path = _path(key)
     try:
@@ -97,7 +97,7 @@ def load(key: str, missing: str | None = MISSING) -> Outcome | None:
         return None
     try:
         return rows_from_json(stored.decode())
-    except (ValueError, TypeError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:
         log.warning("a graph came from Inductor's cache, and its report rows cannot be read (%s): it is not in the "
                     "report, and %s is removed", error, path)  # fmt: skip
         with contextlib.suppress(OSError):
@@ -112,11 +112,28 @@ def _path(key: str) -> Path:
 def rows_to_json(outcome: Outcome) -> str:
     """JSON with what the passes tell of a graph."""
     rows, counts, launches = outcome
-    return json.dumps([list(map(asdict, rows)), counts, None if launches is None else asdict(launches)])
+    stored = {"rows": [asdict(row) for row in rows], "counts": counts}
+    return json.dumps(stored if launches is None else stored | {"launches": [launches.count, launches.seconds]})
 
 
 def rows_from_json(text: str) -> Outcome:
-    """What `rows_to_json` wrote. Raises ValueError, TypeError or RecursionError for any other text."""
-    rows, counts, launches = json.loads(text)
-    launched = None if launches is None else GraphLaunches(**launches)
-    return Outcome([Row(**row) for row in rows], dict(counts), launched)
+    """What `rows_to_json` wrote. Raises ValueError for any other text."""
+    stored = json.loads(text)
+    match stored:
+        case {"rows": list(rows), "counts": dict(counts), **others} if not others.keys() - {"launches"}:
+            pass
+        case _:
+            raise ValueError(f"expected rows and counts, got a {type(stored).__name__} {text[:40]!r}")
+    if wrong := [count for count in counts.values() if type(count) is not int]:
+        raise ValueError(f"a count is {wrong[0]!r}")
+    return Outcome([row_of(row) for row in rows], counts, _launches_of(others.get("launches")))
+
+
+def _launches_of(stored: Any) -> GraphLaunches | None:
+    match stored:
+        case None:
+            return None
+        case [int(count), float(seconds)]:
+            return GraphLaunches(count, seconds)
+        case _:
+            raise ValueError(f"launches are {stored!r}")

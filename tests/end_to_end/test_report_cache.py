@@ -15,18 +15,27 @@ ROW = dict.fromkeys(("m", "n", "k", "left", "right", "tier", "reason", "flops"))
 UNREADABLE = {
     "empty": b"",
     "blank": b"\n",
-    "cut": b'[[], {"find": 1',
+    "cut": b'{"rows": [], "cou',
     "junk": bytes(range(256)),
-    "not UTF-8": b'[[], {"\xff": 1}, null]',
+    "not UTF-8": b'{"rows": "\xff"}',
     "deep": 100_000 * b"[",
 }
-OF_ANOTHER_KIND = {"number": 3, "null": None, "text": "rows", "list": [1], "object": {}}
+OF_ANOTHER_KIND = {
+    "number": 3, "null": None, "text": "rows", "list": [1], "object": {}, "no counts": {"rows": []},
+    "no rows": {"counts": {}}, "rows of a dict": {"rows": {}, "counts": {}},
+    "rows of a text": {"rows": "", "counts": {}}, "more": {"rows": [], "counts": {}, "x": 1},
+    "counts of a list": {"rows": [], "counts": []}, "no count": {"rows": [], "counts": {"find": "1"}},
+    "no launches": {"rows": [], "counts": {}, "launches": ["1", 1.0]},
+}  # fmt: skip
 WRONG_ROWS = {
     "a list": [], "no fields": {}, "no module": {name: value for name, value in ROW.items() if name != "module"},
-    "another field": ROW | {"x": 1},
+    "another field": ROW | {"x": 1}, "a size of a list": ROW | {"m": [1]}, "flops of a text": ROW | {"flops": "1"},
+    "no such product": ROW | {"product": "x"}, "no such category": ROW | {"category": ""},
 }  # fmt: skip
 CONTENTS = UNREADABLE | {name: json.dumps(content).encode() for name, content in OF_ANOTHER_KIND.items()}
-CONTENTS |= {f"row: {name}": json.dumps([[ROW, row], {}, None]).encode() for name, row in WRONG_ROWS.items()}
+CONTENTS |= {
+    f"row: {name}": json.dumps({"rows": [ROW, row], "counts": {}}).encode() for name, row in WRONG_ROWS.items()
+}
 
 
 @pytest.fixture
@@ -55,7 +64,7 @@ def test_rows_that_cannot_be_read_are_missed_loudly(content, file, monkeypatch, 
 def test_what_the_cases_above_change_is_what_is_wrong_with_them(file):
     stored_rows.store("key", Outcome([], {"find": 0}))  # a graph without products
     assert stored_rows.load("key") == Outcome([], {"find": 0})
-    file.write_text(json.dumps([[ROW, ROW | {"seconds": 1}], {}, None]))
+    file.write_text(json.dumps({"rows": [ROW, ROW | {"seconds": 1}], "counts": {}}))
     (first, second), *_ = stored_rows.load("key")
     assert (first.module, first.seconds, second.seconds) == ("a", None, 1)
 
