@@ -24,9 +24,10 @@ from unittest import mock
 from benchmarks import common, llama_block
 from benchmarks.grouped_mm import MODELS
 from fp4compile.formats import formats
+from fp4compile.hardware import named
 from fp4compile.roofline import model as roofline
+from fp4compile.roofline import time_terms
 from fp4compile.roofline.model import Experts, Gpu, Use, predict
-from fp4compile.roofline.time_terms import quantise_seconds
 from fp4compile.templates import choose
 
 RESULTS = Path(__file__).parent / "results"
@@ -94,9 +95,18 @@ def _quantised(content: dict, gpu: str | Gpu) -> Compared:
         case, _, name = row["case"].rpartition(", ")
         along = "both" if case.startswith("both") else "columns" if "columns" in case else "rows"
         use = Use(formats.get(name), *(word in case for word in ("static", "stochastic", "Hadamard")))
-        seconds = quantise_seconds(use, *_sizes(row["shape"]), gpu, along=along, native="swizzled" in case)
+        seconds = _quantise_seconds(use, *_sizes(row["shape"]), gpu, along, "swizzled" in case)
         square = "square blocks" if use.format.square else along
         yield f"quantise kernel, {square}", f"{row['case']}, {row['shape']}", seconds, row["us"], fitted
+
+
+def _quantise_seconds(use: Use, rows: int, columns: int, gpu: str | Gpu, along: str, native: bool) -> float:
+    """Seconds of quantising a 16-bit matrix [rows, columns] along its "rows", its "columns", or "both" at once."""
+    written = 0 if along == time_terms.COLUMN else time_terms.stored(use.format, rows, columns, native)
+    if along != time_terms.ROWS:
+        written += time_terms.stored(use.format, columns, rows, native)
+    step = time_terms.quantise_step("x", "fprop", use, use.hadamard, rows * columns, written, along, named(gpu))
+    return step.seconds
 
 
 def _products(content: dict, gpu: str | Gpu) -> Compared:

@@ -10,11 +10,10 @@ import torch
 from torch.fx import Graph, Node
 
 from fp4compile.formats import formats
-from fp4compile.formats.epilogue import Epilogue
 from fp4compile.formats.operand import Arguments, Operand
 from fp4compile.formats.prologue import Prologue
 from fp4compile.formats.quantize_spec import QuantizeSpec
-from fp4compile.ops.matmul import SCALED_GROUPED_MM, operand
+from fp4compile.ops.matmul import SCALED_GROUPED_MM, dense, grouped, operand
 from fp4compile.ops.quantize import QUANTIZE
 from fp4compile.templates.choose import Choice, choose
 from fp4compile.templates.gemm import indexed
@@ -126,43 +125,25 @@ class ScaledMM(Arguments):
         return Arguments(a, b, _value(self.bias), self.out_dtype, self.epilogue, list(map(_value, self.auxiliaries)),
                          _value(self.offs), _value(self.rows), b_transposed=self.b_transposed)  # fmt: skip
 
+    @cached_property
     def problem(self) -> Problem:
         """The problem by which `choose` picks the kernel; sizes may be symbolic."""
-        return self._problem
-
-    @cached_property
-    def _problem(self) -> Problem:
         return problem_of(self.values(), target_of(self.a.data.meta["val"].device))
 
+    @cached_property
     def choice(self) -> Choice | None:
         """The kernel that will serve the node, as far as that is known now; None where no kernel does (`plain`)."""
-        return self._choice
-
-    @cached_property
-    def _choice(self) -> Choice | None:
-        return None if self.plain else choose(self._problem)
+        return None if self.plain else choose(self.problem)
 
 
 def scaled_mm_of(node: Node) -> ScaledMM:
     """The arguments of a `scaled_mm` or `scaled_grouped_mm` node; the same object while the arguments stay."""
     known = getattr(node, "_fp4compile_product", None)
     if known is None or known[0] is not node.args:
-        known = node.args, _scaled_mm_of(node)
+        read = grouped if node.target is SCALED_GROUPED_MM else dense
+        known = node.args, ScaledMM(**vars(read(*node.args, **node.kwargs)), node=node)
         node._fp4compile_product = known
     return known[1]
-
-
-def _scaled_mm_of(node: Node) -> ScaledMM:
-    a, b, rest = operand(*node.args[:4]), operand(*node.args[4:8]), node.args[8:]
-    if node.target is SCALED_GROUPED_MM:
-        offs, rows, out_dtype = rest
-        return ScaledMM(a=a, b=b, bias=None, out_dtype=out_dtype, offs=offs, rows=rows, node=node, **node.kwargs)
-    bias, out_dtype, *epilogue = rest
-    if not epilogue:
-        return ScaledMM(a=a, b=b, bias=bias, out_dtype=out_dtype, node=node, **node.kwargs)
-    auxiliaries, steps, dtype = epilogue
-    return ScaledMM(a=a, b=b, bias=bias, out_dtype=out_dtype, epilogue=Epilogue.parse(steps, out_dtype, dtype),
-                    auxiliaries=tuple(auxiliaries), node=node, **node.kwargs)  # fmt: skip
 
 
 def reads_by_index(node: Node) -> bool:

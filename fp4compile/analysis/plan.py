@@ -278,7 +278,7 @@ def _tier(gemm: Gemm, a: Treatment | None, b: Treatment | None, meta: Target | N
 def _tier_of_packed(gemm: Gemm) -> str:
     """The tier of a product that was quantised before the graph was captured, read from its node."""
     product = scaled_mm_of(gemm.node)
-    return product.choice().tier if product.on_gpu else "reference"
+    return product.choice.tier if product.on_gpu else "reference"
 
 
 def _operand_type(operand: Operand, treatment: Treatment | None, grouped: bool = False) -> OperandType:

@@ -13,13 +13,14 @@ from fp4compile.formats.epilogue import AUXILIARIES, Epilogue
 from fp4compile.formats.formats import BlockFormat, compatible
 from fp4compile.formats.groups import check_offs, padded_rows
 from fp4compile.formats.layouts import ceil_div, swizzled_numel
-from fp4compile.formats.operand import FLOATS, Arguments, Operand
+from fp4compile.formats.operand import Arguments, Operand
+from fp4compile.formats.quantize_spec import FLOAT_DTYPES
 
 
 def check(x: Arguments) -> None:
     """Check the arguments of a product op, on any device."""
     _check_formats(x.a.format, x.b.format)
-    _check_float("out_dtype", x.out_dtype)
+    check_float("out_dtype", x.out_dtype)
     if x.offs is not None:
         _check_groups(x, x.offs)
     else:
@@ -37,7 +38,7 @@ def check(x: Arguments) -> None:
 def check_indexed(a: Operand, b: Operand, index: torch.Tensor, out_dtype: torch.dtype) -> None:
     """Check the arguments of a product of A [rows, K] and B [E, N, K], where an index gives each row its matrix."""
     _check_formats(a.format, b.format)
-    _check_float("out_dtype", out_dtype)
+    check_float("out_dtype", out_dtype)
     _check_devices(a, b, index=index)
     check_operand("a", a)
     check_operand("b", b)
@@ -72,7 +73,7 @@ def check_transposed(a: Operand, b: Operand, bias: torch.Tensor | None) -> None:
 
 def check_bias(bias: torch.Tensor | None, n: Any) -> None:
     """Check that a bias is floating point of shape (n,)."""
-    if bias is not None and (bias.dtype not in FLOATS or tuple(bias.shape) != (n,)):
+    if bias is not None and (bias.dtype not in FLOAT_DTYPES or tuple(bias.shape) != (n,)):
         raise ValueError(f"bias: expected floating point of shape ({n},), got {bias.dtype} of {tuple(bias.shape)}")
 
 
@@ -87,7 +88,7 @@ def check_operand(name: str, x: Operand, outers: tuple[tuple, ...] | None = None
         raise ValueError(f"{name}: expected two dimensions or more, got shape {tuple(x.data.shape)}")
     *batch, rows, _ = x.data.shape
     if fmt is None:
-        if x.data.dtype not in FLOATS:
+        if x.data.dtype not in FLOAT_DTYPES:
             raise TypeError(f"{name}: a plain operand is bfloat16, float16 or float32, got {x.data.dtype}")
         if x.scales is not None:
             raise ValueError(f"{name}_scales: a plain operand has no block scales")
@@ -116,8 +117,9 @@ def _check_scales(name: str, x: Operand, fmt: BlockFormat, swizzled_rows: Any) -
                          f"got {scales.dtype} of shape {tuple(scales.shape)}")  # fmt: skip
 
 
-def _check_float(name: str, dtype: torch.dtype) -> None:
-    if dtype not in FLOATS:
+def check_float(name: str, dtype: torch.dtype) -> None:
+    """Check that a dtype is one of plain operands and results."""
+    if dtype not in FLOAT_DTYPES:
         raise ValueError(f"{name}={dtype}: allowed are bfloat16, float16, float32")
 
 
@@ -194,8 +196,8 @@ def _check_epilogue(x: Arguments, epilogue: Epilogue) -> None:
     for i, each in enumerate(x.auxiliaries):
         row = epilogue.kinds.get(i) == "row"
         fits = statically_true(each.numel() == (n if row else size))
-        if not fits or each.dtype not in FLOATS or each.device != device:
+        if not fits or each.dtype not in FLOAT_DTYPES or each.device != device:
             raise ValueError(f"epilogue: expected floating-point operands of the product's size or of {n} elements "
                              f"on {device}, got {each.dtype} of {tuple(each.shape)} on {each.device}")  # fmt: skip
-    if epilogue.dtype not in FLOATS:
+    if epilogue.dtype not in FLOAT_DTYPES:
         raise ValueError(f"epilogue: dtype {epilogue.dtype}; allowed are bfloat16, float16, float32")

@@ -9,8 +9,6 @@ import torch
 from fp4compile.formats.epilogue import Epilogue
 from fp4compile.formats.formats import BlockFormat
 
-FLOATS = (torch.bfloat16, torch.float16, torch.float32)  # dtypes of plain operands, of biases and of results
-
 
 @dataclass(frozen=True, eq=False)  # tensors have no truth value: comparing fields would raise
 class Operand:

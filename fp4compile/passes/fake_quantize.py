@@ -90,7 +90,7 @@ def _dequantizes_a(reader: Node, quantise: Quantise) -> bool:
     if places not in ([(0, 0), (1, 1)], [(0, 0), (1, 1), (2, 2)]):
         return False
     product = scaled_mm_of(reader)
-    return None not in (product.a.format, product.b.format) and product.choice().dequantizes_a
+    return None not in (product.a.format, product.b.format) and product.choice.dequantizes_a
 
 
 def _dequantizes_in_memory(reader: Node, quantise: Quantise, dim: int) -> bool:
@@ -99,9 +99,9 @@ def _dequantizes_in_memory(reader: Node, quantise: Quantise, dim: int) -> bool:
     if place is None:
         return False
     product, dtype = scaled_mm_of(reader), formats.get(quantise.format).values_dtype
-    if None in (product.a.format, product.b.format) or product.problem().compute_dtype != dtype:
+    if None in (product.a.format, product.b.format) or product.problem.compute_dtype != dtype:
         return False
-    choice = product.choice()
+    choice = product.choice
     return choice.dequantizes_a if place == 0 else choice.dequantizes_b
 
 

@@ -221,9 +221,9 @@ def test_a_node_keeps_its_problem():
         node = graph.call_function(SCALED_MM, (x, None, None, None, w, None, None, None, None, torch.bfloat16))
         with dry_run(Target(90)):
             product = scaled_mm_of(node)
-            assert scaled_mm_of(node) is product and product.problem() is product.problem()
+            assert scaled_mm_of(node) is product and product.problem is product.problem
             w.replace_all_uses_with(other)
-            assert product.problem().n == 48 and scaled_mm_of(node).problem().n == 80
+            assert product.problem.n == 48 and scaled_mm_of(node).problem.n == 80
 
 
 def test_nobody_else_asks_a_candidate():

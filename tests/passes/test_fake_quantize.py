@@ -149,7 +149,7 @@ def test_which_ones(name):
     products = graph_module.graph.find_nodes(op="call_function", target=SCALED_MM)
     with dry_run(Target(90)):
         product = scaled_mm_of(products[0])
-        assert (product.b.format is not None) == (name != "plain weights") and product.choice().dequantizes_a
+        assert (product.b.format is not None) == (name != "plain weights") and product.choice.dequantizes_a
     count = replaced(graph_module)
     assert count == (name in REPLACED)
     quantisers = [quantise_of(node) for node in graph_module.graph.find_nodes(op="call_function", target=QUANTIZE)]

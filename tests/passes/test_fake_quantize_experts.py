@@ -164,7 +164,7 @@ def kernels(module):
     """The kernels of the products."""
     with dry_run(Target(90)):
         products = map(scaled_mm_of, module.graph.find_nodes(op="call_function", target=SCALED_GROUPED_MM))
-        return [product.choice().kernel for product in products]
+        return [product.choice.kernel for product in products]
 
 
 def on_the_cpu(module):

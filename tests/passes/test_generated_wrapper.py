@@ -352,26 +352,27 @@ def attention(x, wq, wk, wv, wo):
 
 
 @pretending
-@pytest.mark.parametrize(("recipe", "rows"), [("nvfp4_weight_only", 8), ("nvfp4", 1)])
-def test_horizontal_fusion_is_one_launch(recipe, rows, monkeypatch):
+@pytest.mark.parametrize(("recipe", "kernel", "function", "shapes", "sizes"), [
+    ("nvfp4_weight_only", "gemm_skinny", attention, ((8, 1, 256), (256, 256), (128, 256), (128, 256), (256, 256)),
+     (256, 128, 128)),
+    ("nvfp4", "gemv", mlp, ((1, 512), (1088, 512), (1088, 512), (512, 1088)), (1088, 1088)),
+], ids=["attention", "mlp"])  # fmt: skip
+def test_horizontal_fusion_is_one_launch(recipe, kernel, function, shapes, sizes, monkeypatch):
     """Q, K and V; gate and up. Each has memory of its own, that nobody copies or fills, and is read from there."""
     pretend(monkeypatch, 90)
-    of_attention = (rows, 1, 256), (256, 256), (128, 256), (128, 256), (256, 256)
-    of_mlp = (rows, 512), (1088, 512), (1088, 512), (512, 1088)
-    for function, shapes, sizes in ((attention, of_attention, (256, 128, 128)), (mlp, of_mlp, (1088, 1088))):
-        found = fused_graph(function, *shapes, recipe=recipe, paper=nullcontext, fuse=False)
-        text = wrapper_of(torch.fx.GraphModule({}, found.graph), found.mode).split("def call(")[1]
-        launches = re.findall(r"^ *(gem\w+?|dequant_operand)_\d+\.run\((.*)\)", text, re.M)
-        assert [name for name, _ in launches] == ["gemv" if rows == 1 else "gemm_skinny"] * 2
-        together = launches[0][1]
-        before, after = text.split(f"({together})")
-        outs = [(name, int(size)) for name, size in re.findall(
-            rf"(buf\d+) = empty_strided_cuda\(\(1, {rows}, (\d+)\), .*torch.bfloat16\)", before
-        )]  # fmt: skip
-        written = [(name, size) for name, size in outs if f" {name}," in together]
-        assert sorted(size for _, size in written) == sorted(sizes)
-        assert all(re.search(rf"run\(.*\b{name}\b", after) for name, _ in written)
-        assert not re.search(r"copy_|zeros|clone", text)
+    found = fused_graph(function, *shapes, recipe=recipe, paper=nullcontext, fuse=False)
+    text = wrapper_of(torch.fx.GraphModule({}, found.graph), found.mode).split("def call(")[1]
+    launches = re.findall(r"^ *(gem\w+?|dequant_operand)_\d+\.run\((.*)\)", text, re.M)
+    assert [name for name, _ in launches] == [kernel] * 2
+    together = launches[0][1]
+    before, after = text.split(f"({together})")
+    outs = [(name, int(size)) for name, size in re.findall(
+        rf"(buf\d+) = empty_strided_cuda\(\(1, {shapes[0][0]}, (\d+)\), .*torch.bfloat16\)", before
+    )]  # fmt: skip
+    written = [(name, size) for name, size in outs if f" {name}," in together]
+    assert sorted(size for _, size in written) == sorted(sizes)
+    assert all(re.search(rf"run\(.*\b{name}\b", after) for name, _ in written)
+    assert not re.search(r"copy_|zeros|clone", text)
 
 
 @pretending
@@ -387,7 +388,7 @@ def test_launches_are_decomposed_without_a_trace(recipe, monkeypatch):
     )
     direct = mlp_wrapper(monkeypatch, 90, recipe, 300)
     assert not traced
-    monkeypatch.setattr(_inductor_patches, "decompose_launches_directly", lambda package: None)
+    monkeypatch.setattr(_inductor_patches, "decompose_launches_directly", lambda: None)
     decompose = post_grad.decompose_triton_kernel_wrapper_functional
     monkeypatch.setattr(post_grad, "decompose_triton_kernel_wrapper_functional", decompose.__wrapped__)
     by_tracing = mlp_wrapper(monkeypatch, 90, recipe, 300)

@@ -2,7 +2,7 @@
 
 In Triton's interpreter inline PTX is played. The library is not here: torch's own meta implementation checks the
 arguments, and a stand-in computes. The interpreter has to be chosen before Triton is imported:
-`test_in_the_interpreter` runs this file again in a process of its own.
+`test_in_the_interpreter` of test_grouped_kernels.py runs this file again in a process of its own.
 """
 
 import re
@@ -30,9 +30,9 @@ from fp4compile.templates.gemm.heuristics import SkinnyConfig, WgmmaConfig
 from fp4compile.templates.launch import dry_run
 from fp4compile.templates.multiply import call_of, scaled_grouped_mm
 from fp4compile.templates.problem import problem_of
-from tests.helpers import grouped_library_checks, in_interpreter, ptx_lanes
+from tests.helpers import grouped_library_checks, ptx_lanes
 from tests.helpers.arguments import of_groups
-from tests.helpers.kernels import INTERPRETING, OLD_TRITON, gpu, on_device
+from tests.helpers.kernels import INTERPRETING, gpu, on_device
 from tests.helpers.quantisers import quantize
 
 if INTERPRETING:
@@ -340,9 +340,3 @@ def test_what_the_library_serves():
     assert not served(a=replace(problem.a, outer="tensor")) and not served(
         b=replace(problem.b, format=None, dtype=BF16)
     )
-
-
-@pytest.mark.skipif(INTERPRETING, reason="is the interpreter")
-@pytest.mark.skipif(OLD_TRITON, reason="its interpreter has no mixed tuples")
-def test_in_the_interpreter():
-    in_interpreter.assert_passes(__file__, "test_grouped_values.py", "test_grouped_sm100.py")
