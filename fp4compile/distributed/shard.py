@@ -1,0 +1,160 @@
+"""`QuantizedShard`: a rank's shard of a weight, of which FSDP2 gathers codes.
+
+It holds the shard in high precision, and computes as the shard does: an optimiser, a checkpoint or a norm of gradients
+sees no difference. Only FSDP2's hooks know of codes.
+"""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.utils._pytree import tree_map_only
+
+from fp4compile.distributed.codes import Direction, packed_bytes
+from fp4compile.distributed.fsdp import Sharded
+from fp4compile.distributed.whole import Form, GatheredWeight
+
+aten = torch.ops.aten
+# Operators by which FSDP2, DTensor and `nn.Module.to` make another shard of a shard. Results of others are plain.
+_STILL_SHARDS = frozenset((
+    aten.detach.default, aten.alias.default, aten.view.default, aten.as_strided.default, aten.slice.Tensor,
+    aten.split.Tensor, aten._to_copy.default, aten._pin_memory.default, aten.clone.default, aten.empty_like.default,
+    aten.new_zeros.default,
+))  # fmt: skip
+
+
+class Magnitudes:
+    """The largest magnitudes over all ranks that scales are made of, for the weights that are gathered together.
+
+    FSDP2 asks the weights of a module for their codes one after the other. The first one that asks reduces the
+    magnitudes of all in one collective; each takes its own once, so that none meets magnitudes of another step.
+    """
+
+    def __init__(self) -> None:
+        self.members: list[tuple[Sharded, Form]] = []
+        self._waiting: dict[int, torch.Tensor] = {}
+
+    def take(self, sharded: Sharded, group: dist.ProcessGroup) -> dict[Direction, torch.Tensor]:
+        """The magnitudes of one weight, by the directions whose scales need any."""
+        wanted = directions_over_ranks(self._form_of(sharded))
+        if not wanted:
+            return {}
+        if id(sharded) not in self._waiting:
+            self._reduce(group)
+        found = self._waiting.pop(id(sharded))
+        sizes = [_magnitudes_of(direction) for direction in wanted]
+        return dict(zip(wanted, found.split(sizes), strict=True))
+
+    def _form_of(self, sharded: Sharded) -> Form:
+        return next(form for member, form in self.members if member is sharded)
+
+    def _reduce(self, group: dist.ProcessGroup) -> None:
+        found = {}
+        for sharded, form in self.members:
+            shard = plain(sharded.local).to(form.dtype)
+            each = [direction.magnitudes(shard).float() for direction in directions_over_ranks(form)]
+            if each:
+                found[id(sharded)] = torch.cat(each).to(sharded.device)
+        together = torch.cat(list(found.values()))
+        dist.all_reduce(together, dist.ReduceOp.MAX, group=group)
+        sizes = [one.numel() for one in found.values()]
+        self._waiting = dict(zip(found, together.split(sizes), strict=True))
+
+
+def directions_over_ranks(form: Form) -> list[Direction]:
+    """The directions of a weight with a scale that depends on the rows of all ranks."""
+    return [direction for direction in (form.rows, form.columns) if direction.depends_on_all_rows]
+
+
+def _magnitudes_of(direction: Direction) -> int:
+    return direction.size[1] if direction.block_format.outer == "row" else 1
+
+
+class QuantizedShard(torch.Tensor):
+    """A shard of a weight in high precision, with FSDP2's hooks. form: what is gathered of it."""
+
+    form: Form
+    sharded: Sharded
+    magnitudes: Magnitudes
+    values: torch.Tensor
+
+    @staticmethod
+    def __new__(cls, values: torch.Tensor, form: Form, sharded: Sharded, magnitudes: Magnitudes) -> "QuantizedShard":
+        made = torch.Tensor._make_wrapper_subclass(
+            cls, values.size(), strides=values.stride(), storage_offset=values.storage_offset(), dtype=values.dtype,
+            device=values.device, pin_memory=values.device.type == "cpu" and values.is_pinned(),
+        )  # fmt: skip
+        made.values, made.form, made.sharded, made.magnitudes = values, form, sharded, magnitudes
+        return made
+
+    def _like(self, values: torch.Tensor) -> "QuantizedShard":
+        return QuantizedShard(values, self.form, self.sharded, self.magnitudes)
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        shards: list[QuantizedShard] = []
+
+        def unwrapped(shard: QuantizedShard) -> torch.Tensor:
+            shards.append(shard)
+            return shard.values
+
+        inner, named = tree_map_only(cls, unwrapped, (args, kwargs or {}))
+        found = func(*inner, **named)
+        if func._schema.is_mutable and args and isinstance(args[0], cls) and found is inner[0]:
+            return args[0]
+        return tree_map_only(torch.Tensor, shards[0]._like, found) if func in _STILL_SHARDS else found
+
+    def __tensor_flatten__(self) -> tuple[list[str], tuple]:
+        return ["values"], (self.form, self.sharded, self.magnitudes)
+
+    @staticmethod
+    def __tensor_unflatten__(
+        inner: dict[str, torch.Tensor], context: tuple, outer_size: Any, outer_stride: Any
+    ) -> "QuantizedShard":
+        return QuantizedShard(inner["values"], *context)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """In a file, the shard is a plain tensor: checkpoints are read without this package."""
+        return self.values.__reduce_ex__(protocol)
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:
+        return f"QuantizedShard({self.values!r})"
+
+    # ------------------------------------------------------------ FSDP2's hooks
+
+    def fsdp_pre_all_gather(
+        self, mesh: Any, outer_size: Any, outer_stride: Any, module: Any, mp_policy: Any
+    ) -> tuple[tuple[torch.Tensor], tuple[Direction, ...]]:  # fmt: skip
+        """The bytes that this rank sends, and the directions of the codes in them."""
+        directions = _wanted(self.form, self.sharded)
+        group = mesh.get_group()
+        magnitudes = self.magnitudes.take(self.sharded, group)
+        shard = self.values.to(self.form.dtype)
+        sent = packed_bytes(
+            [part for direction in directions for part in direction.encode(shard, magnitudes.get(direction))]
+        )
+        self.sharded.fit_buffers(sent.numel() * group.size())
+        return (sent,), directions
+
+    def fsdp_post_all_gather(
+        self, all_gather_outputs: tuple[torch.Tensor], metadata: Any, param_dtype: torch.dtype, *, out: Any = None
+    ) -> Any:  # fmt: skip
+        """The whole weight and its tensors at the first gather, later None: `out` is filled then."""
+        (arrived,) = all_gather_outputs
+        weight = GatheredWeight.empty(self.form, arrived.device) if out is None else out
+        weight.write(arrived.view(self.sharded.ranks, -1), metadata)
+        arrived.untyped_storage().resize_(0)  # FSDP2 allocates the buffer again for the next gather
+        return (weight, tuple(weight.parts().values())) if out is None else None
+
+
+def _wanted(form: Form, sharded: Sharded) -> tuple[Direction, ...]:
+    """The directions of the codes that a gather needs now."""
+    forward = sharded.for_forward or form.recompute
+    return tuple(
+        direction for direction, wanted in ((form.rows, forward), (form.columns, sharded.for_backward)) if wanted
+    )
+
+
+def plain(tensor: torch.Tensor) -> torch.Tensor:
+    """The values of a shard as a plain tensor."""
+    return tensor.values if isinstance(tensor, QuantizedShard) else tensor
