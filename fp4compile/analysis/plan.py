@@ -129,7 +129,7 @@ def _decide(gemm: Gemm, recipe: Recipe, model: "Model", meta: Target | None, tra
         return _of_packed_experts(gemm, weight, meta)
     decision = _by_recipe(gemm, recipe, model, meta, training)
     if weight is not None and decision.reason is not None:
-        found = gathered_weight_of(weight.source).rows.format.name
+        found = gathered_weight_of(weight.source).operand_for(str(weight.role)).format.name
         return replace(decision, reason=f"{decision.reason}; its weight was gathered in {found}")
     return decision
 
@@ -208,7 +208,7 @@ def _quantised(gemm: Gemm, layer_recipe: Recipe, recipe: Recipe, meta: Target | 
         if operand.role == "fprop_x" and layer_recipe.activation_scale == "static":
             outer = recipe.static_scale(gemm.module)
             note = NOT_CALIBRATED if outer is None else None
-        if operand.packed and (reason := _misfit(gemm, operand, fmt)) is not None:
+        if operand.packed and (reason := _misfit(gemm, operand, layer_recipe)) is not None:
             return Decision(gemm, reason)
         if fmt is not None and formats.get(fmt).square and _is_batch(operand):
             # F.linear flattens the batch to one matrix, in which square blocks would cross two matrices.
@@ -229,15 +229,15 @@ def _quantised(gemm: Gemm, layer_recipe: Recipe, recipe: Recipe, meta: Target | 
                     fast_accumulation=gemm.product in layer_recipe.fast_accumulation)  # fmt: skip
 
 
-def _misfit(gemm: Gemm, weight: Operand, fmt: str | None) -> str | None:
-    """Why a product cannot read a gathered weight's codes where the recipe says `fmt`; None where it can.
+def _misfit(gemm: Gemm, weight: Operand, recipe: Recipe) -> str | None:
+    """Why a product under a recipe cannot read a gathered weight's codes; None where it can.
 
     Raises RuntimeError for a forward product that the backward pass computes again without the codes.
     """
     gathered = gathered_weight_of(weight.source)
-    found = gathered.operand_for(str(weight.role)).format.name
-    if fmt != found:
-        return f"its weight was gathered in {found}, and the recipe says {fmt or 'high precision'}"
+    fmt = getattr(recipe, str(weight.role))
+    if fmt != gathered.operand_for(str(weight.role)).format.name:
+        return f"recipe {recipe.name} says {fmt or 'high precision'}"
     if gemm.product == "fprop" and not gathered.recompute and gemm.node.meta.get("recompute") in _RECOMPUTED:
         raise RuntimeError(
             f"{weight.parameter}: activation checkpointing computes the forward product again in the backward pass, "

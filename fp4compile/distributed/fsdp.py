@@ -101,8 +101,14 @@ def sharded_parameters(model: nn.Module) -> Iterator[Sharded]:
     seen = set()
     for module in model.modules():
         if isinstance(module, FSDPModule):
-            for group in module._get_fsdp_state()._fsdp_param_groups:
+            for group in _groups(module._get_fsdp_state()):
                 for param in group.fsdp_params:
                     if id(param) not in seen:
                         seen.add(id(param))
                         yield Sharded(param, group)
+
+
+def _groups(state: Any) -> list[Any]:
+    """The groups of a module's parameters: several from torch 2.13 on, before that one or none."""
+    groups = getattr(state, "_fsdp_param_groups", None)
+    return groups if groups is not None else [one for one in [state._fsdp_param_group] if one is not None]

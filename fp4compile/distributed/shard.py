@@ -4,6 +4,7 @@ It holds the shard in high precision, and computes as the shard does: an optimis
 sees no difference. Only FSDP2's hooks know of codes.
 """
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -51,7 +52,7 @@ class Magnitudes:
     def _reduce(self, group: dist.ProcessGroup) -> None:
         found = {}
         for sharded, form in self.members:
-            shard = plain(sharded.local).to(form.dtype)
+            shard = plain(sharded.local).to(sharded.dtype)
             each = [direction.magnitudes(shard).float() for direction in directions_over_ranks(form)]
             if each:
                 found[id(sharded)] = torch.cat(each).to(sharded.device)
@@ -126,10 +127,10 @@ class QuantizedShard(torch.Tensor):
         self, mesh: Any, outer_size: Any, outer_stride: Any, module: Any, mp_policy: Any
     ) -> tuple[tuple[torch.Tensor], tuple[Direction, ...]]:  # fmt: skip
         """The bytes that this rank sends, and the directions of the codes in them."""
-        directions = _wanted(self.form, self.sharded)
+        directions = self._wanted()
         group = mesh.get_group()
         magnitudes = self.magnitudes.take(self.sharded, group)
-        shard = self.values.to(self.form.dtype)
+        shard = self.values.to(self.sharded.dtype)
         sent = packed_bytes(
             [part for direction in directions for part in direction.encode(shard, magnitudes.get(direction))]
         )
@@ -141,18 +142,18 @@ class QuantizedShard(torch.Tensor):
     ) -> Any:  # fmt: skip
         """The whole weight and its tensors at the first gather, later None: `out` is filled then."""
         (arrived,) = all_gather_outputs
-        weight = GatheredWeight.empty(self.form, arrived.device) if out is None else out
+        weight = out
+        if weight is None:  # a cast of the model may have changed the dtype
+            weight = GatheredWeight.empty(replace(self.form, dtype=self.sharded.dtype), arrived.device)
         weight.write(arrived.view(self.sharded.ranks, -1), metadata)
         arrived.untyped_storage().resize_(0)  # FSDP2 allocates the buffer again for the next gather
         return (weight, tuple(weight.parts().values())) if out is None else None
 
-
-def _wanted(form: Form, sharded: Sharded) -> tuple[Direction, ...]:
-    """The directions of the codes that a gather needs now."""
-    forward = sharded.for_forward or form.recompute
-    return tuple(
-        direction for direction, wanted in ((form.rows, forward), (form.columns, sharded.for_backward)) if wanted
-    )
+    def _wanted(self) -> tuple[Direction, ...]:
+        """The directions of the codes that a gather needs now."""
+        forward = self.sharded.for_forward or self.form.recompute
+        wanted = (self.form.rows, forward), (self.form.columns, self.sharded.for_backward)
+        return tuple(direction for direction, is_wanted in wanted if is_wanted)
 
 
 def plain(tensor: torch.Tensor) -> torch.Tensor:

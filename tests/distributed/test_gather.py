@@ -1,0 +1,102 @@
+"""Which weights `gather_quantized_` makes FSDP2 gather as codes, decided among ranks that do not exist."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Shard
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+import fp4compile
+from fp4compile.distributed import gather_quantized_
+from fp4compile.distributed.shard import QuantizedShard
+
+RANKS = 4
+
+
+@pytest.fixture(autouse=True)
+def four_ranks():
+    dist.init_process_group("fake", rank=0, world_size=RANKS, store=FakeStore())
+    yield
+    dist.destroy_process_group()
+
+
+class Experts(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up = nn.Parameter(torch.randn(4, 128, 64))
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.served = nn.Linear(64, 128)
+        self.uneven = nn.Linear(64, 130)
+        self.cut = nn.Linear(64, 192)  # 48 rows a rank, blocks of 32
+        self.across = nn.Linear(64, 128)
+        self.skipped = nn.Linear(64, 128)
+        self.again = nn.Linear(64, 128)
+        self.twin = nn.Linear(64, 128)
+        self.twin.weight = self.again.weight
+        self.experts = Experts()
+        self.odd = nn.Linear(64, 128, dtype=torch.float64)
+        self.embed = nn.Embedding(128, 64)
+        self.lm_head = nn.Linear(64, 128)
+
+
+def sharded(model, mesh=None):
+    def placement(parameter):
+        return Shard(1) if parameter is getattr(getattr(model, "across", None), "weight", None) else Shard(0)
+
+    if isinstance(model, Model):  # FSDP2 gathers one dtype in one group
+        fully_shard(model.odd)
+    return fully_shard(model, mesh=mesh, shard_placement_fn=placement)
+
+
+def test_every_weight_that_keeps_its_gather_has_a_reason():
+    model = sharded(Model())
+    report = gather_quantized_(model, {"recipe": "mxfp8", "rules": [("skip*", "skip")]})
+    reasons = {(row.module, row.product): row.reason for row in report.rows}
+    assert reasons == {
+        ("served", "fprop"): None, ("served", "dgrad"): None,
+        ("uneven", "fprop"): "its 130 rows do not divide evenly among 4 ranks",
+        ("cut", "fprop"): "the 48 rows of a rank cut blocks of 32 rows (mxfp8)",
+        ("across", "fprop"): "it is sharded along dimension 1",
+        ("skipped", "fprop"): "rule 'skip*'",
+        ("again", "fprop"): "another module has the same parameter",
+        ("experts.up", "fprop"): "weights of experts are gathered in high precision",
+        ("odd", "fprop"): "dtype float64",
+        ("lm_head", "fprop"): "output head",
+    }  # fmt: skip
+    quantised = [name for name, one in model.named_parameters() if isinstance(one._local_tensor, QuantizedShard)]
+    assert quantised == ["served.weight"]
+
+
+@pytest.mark.parametrize("recipe", ["nvfp4_weight_only", "nvfp4_one_level"])
+def test_a_weight_that_a_product_reads_in_high_precision_keeps_its_gather(recipe):
+    (row,) = gather_quantized_(sharded(nn.Sequential(nn.Linear(64, 128))), recipe).rows
+    assert row.reason == f"recipe {recipe} leaves its weight in high precision in dgrad"
+
+
+def test_replicated_shards_keep_their_gather():
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("copies", "shards"))
+    (row,) = gather_quantized_(sharded(nn.Sequential(nn.Linear(64, 128)), mesh), "mxfp8").rows
+    assert row.reason == "its shards are replicated (HSDP)"
+
+
+def test_bad_arguments_are_named():
+    model = nn.Sequential(nn.Linear(64, 128))
+    with pytest.raises(TypeError, match=r"model: expected a torch.nn.Module, got list"):
+        gather_quantized_([model])
+    with pytest.raises(ValueError, match="call torch.distributed.fsdp.fully_shard first"):
+        gather_quantized_(model)
+    fully_shard(model)
+    with pytest.raises(TypeError, match="recompute: expected a bool, got int"):
+        gather_quantized_(model, recompute=1)
+    with pytest.raises(ValueError, match="unknown recipe 'mxpf8'"):
+        gather_quantized_(model, "mxpf8")
+    gather_quantized_(model, fp4compile.Recipe.from_dict({"recipe": "mxfp8"}))
+    with pytest.raises(ValueError, match="gathered quantised already"):
+        gather_quantized_(model, "mxfp8")

@@ -1,0 +1,85 @@
+"""Graphs of models whose weights are codes, as FSDP2 gathers them: what is multiplied, and what is refused."""
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import fp4compile
+from fp4compile.distributed.codes import Direction, packed_bytes
+from fp4compile.distributed.whole import Form, GatheredWeight
+
+
+def gathered(weight: torch.Tensor, format: str, recompute=False, directions=2) -> nn.Parameter:
+    """A weight as it is on one rank after a gather. directions: 1 gathers the codes along the columns alone."""
+    both = tuple(Direction(format, dim, tuple(weight.shape)) for dim in (-1, -2))
+    made = GatheredWeight.empty(Form(*both, weight.dtype, recompute), weight.device)
+    wanted = both[-directions:]
+    encoded = [part for one in wanted for part in one.encode(weight, _magnitudes(one, weight))]
+    made.write(packed_bytes(encoded).view(1, -1), wanted)
+    return nn.Parameter(made)
+
+
+def _magnitudes(direction: Direction, weight: torch.Tensor) -> torch.Tensor | None:
+    return direction.magnitudes(weight) if direction.depends_on_all_rows else None
+
+
+class Layers(nn.Module):
+    """A layer that is called as usual, one that is checkpointed, and a weight of which a part is multiplied."""
+
+    def __init__(self, again=False, part=False):
+        super().__init__()
+        self.again, self.part = again, part
+        torch.manual_seed(0)
+        self.up, self.down = nn.Linear(64, 96), nn.Linear(96, 64, bias=False)
+
+    def forward(self, x):
+        hidden = checkpoint(self.up, x, use_reentrant=False) if self.again else self.up(x)
+        hidden = hidden.tanh()
+        return hidden[:, :64] @ self.down.weight[:, :64].t() if self.part else self.down(hidden)
+
+
+def step(model: nn.Module, recipe) -> tuple[list[torch.Tensor], list[tuple]]:
+    """(output and gradients; the products of the report) of one training step."""
+    torch._dynamo.reset()
+    backend = fp4compile.backend(recipe)
+    x = torch.randn(64, 64, generator=torch.Generator().manual_seed(1)).requires_grad_()
+    torch.manual_seed(2)
+    y = torch.compile(model, backend=backend)(x)
+    y.square().sum().backward()
+    rows = [(row.module, row.product, row.left, row.right, row.reason) for row in backend.report.rows]
+    return [y.detach(), x.grad, *(parameter.grad for parameter in model.parameters())], rows
+
+
+def with_codes(model: Layers, format: str, **options) -> Layers:
+    for layer in (model.up, model.down):
+        layer.weight = gathered(layer.weight.detach(), format, **options)
+    return model
+
+
+def test_products_of_codes_have_the_bits_of_a_whole_weight():
+    expected, rows = step(Layers(again=True), "nvfp4_train")
+    found, products = step(with_codes(Layers(again=True), "nvfp4_16x16", recompute=True), "nvfp4_train")
+    assert products == rows and [reason for *_, reason in rows] == 6 * [None]
+    assert all(map(torch.equal, found, expected))
+
+
+def test_products_that_are_left_alone_say_what_was_gathered():
+    _, rows = step(with_codes(Layers(part=True), "mxfp8"), {"recipe": "mxfp8", "dgrad_w": "mxfp8_floor"})
+    reasons = {(module, product): reason for module, product, *_, reason in rows}
+    assert reasons["up", "fprop"] is None
+    assert reasons["up", "dgrad"] == "recipe mxfp8 says mxfp8_floor; its weight was gathered in mxfp8"
+    assert reasons["down", "other"] == (
+        "a part of a weight that was gathered quantised, or its transpose: it is dequantised"
+    )
+
+
+def test_codes_that_were_not_gathered_are_not_multiplied():
+    with pytest.raises(Exception, match=r"up.weight: activation checkpointing .*recompute=True"):
+        step(with_codes(Layers(again=True), "mxfp8"), "mxfp8")
+    weight = gathered(torch.randn(32, 32), "mxfp8", directions=1)
+    with pytest.raises(RuntimeError, match=r"computed again in the backward pass.*recompute=True"):
+        weight.t()
+    assert not weight.row_scales.float().isfinite().any(), "what compiled code reads without asking is no old number"
+    with torch.no_grad(), pytest.raises(RuntimeError, match="write to its shards"):
+        weight.mul_(2)
