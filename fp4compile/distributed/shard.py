@@ -4,6 +4,7 @@ It holds the shard in high precision, and computes as the shard does: an optimis
 sees no difference. Only FSDP2's hooks know of codes.
 """
 
+import copy
 from dataclasses import replace
 from typing import Any
 
@@ -117,6 +118,10 @@ class QuantizedShard(torch.Tensor):
     def __reduce_ex__(self, protocol: Any) -> Any:
         """In a file, the shard is a plain tensor: checkpoints are read without this package."""
         return self.values.__reduce_ex__(protocol)
+
+    def __deepcopy__(self, memo: dict) -> torch.Tensor:
+        """A copy, such as one of a state dict, is a plain tensor: FSDP2 gathers no copies."""
+        return copy.deepcopy(self.values, memo)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:
         return f"QuantizedShard({self.values!r})"

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 import fp4compile
-from tests.helpers import process_groups
+from tests.helpers import process_groups, quantised_gathers
 from tests.helpers.graphs import Keeping
 
 RANKS, STEPS, BATCH, TOKENS, VOCABULARY = 2, 4, 4, 32, 64
@@ -185,6 +185,7 @@ def worker(rank: int, device: str, output: str, cases: list[Case]) -> None:
     for case in cases:
         torch._dynamo.reset()
         runs[str(case)] = train(case, rank, torch.device(device)).__dict__
+    runs["gathers"] = quantised_gathers.run(rank, torch.device(device))
     runs |= {recipe: packed(recipe, torch.device(device)) for recipe in PACKED}
     if rank == 0:
         torch.save(runs, output)
