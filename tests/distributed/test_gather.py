@@ -1,5 +1,8 @@
 """Which weights `gather_quantized_` makes FSDP2 gather as codes, decided among ranks that do not exist."""
 
+import copy
+import io
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -72,6 +75,18 @@ def test_every_weight_that_keeps_its_gather_has_a_reason():
     }  # fmt: skip
     quantised = [name for name, one in model.named_parameters() if isinstance(one._local_tensor, QuantizedShard)]
     assert quantised == ["served.weight"]
+
+
+def test_files_and_copies_hold_plain_tensors():
+    """They are read without this package."""
+    model = sharded(nn.Sequential(nn.Linear(64, 128)))
+    gather_quantized_(model, "mxfp8")
+    shard, file = model[0].weight.to_local(), io.BytesIO()
+    torch.save({"shard": shard}, file)
+    file.seek(0)
+    for copied in (torch.load(file, weights_only=True)["shard"], copy.deepcopy(model.state_dict())["0.weight"]):
+        assert type(getattr(copied, "_local_tensor", copied)) is torch.Tensor
+    assert type(shard) is QuantizedShard and torch.equal(copied.to_local(), shard)
 
 
 @pytest.mark.parametrize("recipe", ["nvfp4_weight_only", "nvfp4_one_level"])

@@ -8,6 +8,7 @@ from torch.utils.checkpoint import checkpoint
 import fp4compile
 from fp4compile.distributed.codes import Direction, packed_bytes
 from fp4compile.distributed.whole import Form, GatheredWeight
+from tests.helpers import without_codegen
 
 
 def gathered(weight: torch.Tensor, format: str, recompute=False, directions=2) -> nn.Parameter:
@@ -47,6 +48,8 @@ def step(model: nn.Module, recipe) -> tuple[list[torch.Tensor], list[tuple]]:
     torch.manual_seed(2)
     y = torch.compile(model, backend=backend)(x)
     y.square().sum().backward()
+    with torch.no_grad():
+        torch.testing.assert_close(torch.compile(model, backend=backend)(x), y, rtol=0, atol=0)
     rows = [(row.module, row.product, row.left, row.right, row.reason) for row in backend.report.rows]
     return [y.detach(), x.grad, *(parameter.grad for parameter in model.parameters())], rows
 
@@ -64,7 +67,8 @@ def test_products_of_codes_have_the_bits_of_a_whole_weight():
     assert all(map(torch.equal, found, expected))
 
 
-def test_products_that_are_left_alone_say_what_was_gathered():
+def test_products_that_are_left_alone_say_what_was_gathered(monkeypatch):
+    without_codegen.install(monkeypatch)
     _, rows = step(with_codes(Layers(part=True), "mxfp8"), {"recipe": "mxfp8", "dgrad_w": "mxfp8_floor"})
     reasons = {(module, product): reason for module, product, *_, reason in rows}
     assert reasons["up", "fprop"] is None
