@@ -12,9 +12,9 @@ from functools import cached_property
 
 import torch
 
-from fp4compile.formats import formats
+from fp4compile.formats import formats, reference
 from fp4compile.formats.formats import BlockFormat
-from fp4compile.formats.layouts import swizzled_numel
+from fp4compile.formats.layouts import ceil_div, swizzled_numel
 from fp4compile.formats.quantize_spec import COLUMNS, ROWS, QuantizeSpec
 from fp4compile.ops.quantize import QUANTIZE
 from fp4compile.weights.scale_layout import laid_out
@@ -61,7 +61,7 @@ class Direction:
         return shard.abs().amax(0) if each else shard.abs().amax().view(1)
 
     def shapes(self, rows: int) -> list[tuple[tuple[int, ...], torch.dtype] | None]:
-        """Shape and dtype of codes, linear block scales and outer scale of a number of rows; None for a missing part."""
+        """Shape and dtype of the codes, linear block scales and outer scale of some rows; None for a missing part."""
         fmt = self.block_format
         spec = QuantizeSpec(fmt, (self.dim,))
         data, scales, outer = spec.shapes(torch.empty(rows, self.size[1], device="meta"), 0, self.dim)
@@ -95,7 +95,10 @@ class Direction:
         return found
 
     def encode(self, shard: torch.Tensor, magnitudes: torch.Tensor | None) -> list[torch.Tensor]:
-        """The bytes of a rank's rows. magnitudes: over all ranks, as in `magnitudes`; None where no scale needs them."""
+        """The bytes of a rank's rows.
+
+        magnitudes: the largest magnitudes over all ranks, see `magnitudes`; None where no scale depends on them.
+        """
         rows, fmt = shard.shape[0], self.block_format
         if magnitudes is not None:
             below = shard.new_zeros(max(fmt.block_cols, fmt.block[0] if fmt.block else 1), shard.shape[1])
@@ -122,6 +125,24 @@ class Direction:
             into[2].view(-1).view(torch.uint8).copy_(of_outer[0])  # all ranks sent the same
         elif into[2] is not None and outer is not None:
             self._join(of_outer, outer[0], into[2])
+
+    def transpose(self, codes: Parts, into: Parts) -> None:
+        """Write this direction's codes, made of the other direction's: in square blocks, they are the same numbers.
+
+        codes: along the rows. into: along the columns.
+        """
+        fmt, (n, k) = self.block_format, self.size
+        data, scales, outer = codes
+        assert data is not None and scales is not None and into[1] is not None
+        if fmt.packed:
+            into[0].copy_(reference.pack(reference.unpack(data)[:, :k].t()))
+        else:
+            into[0].view(torch.uint8).copy_(data.view(torch.uint8)[:, :k].t())
+        blocks = (ceil_div(n, fmt.block_cols), ceil_div(k, fmt.block_cols))
+        turned = laid_out(scales, fmt, n, blocks, "linear").view(torch.uint8).t().contiguous().view(scales.dtype)
+        into[1].copy_(laid_out(turned, fmt, k, blocks[::-1], self.layout))
+        if outer is not None and into[2] is not None:
+            into[2].copy_(outer)
 
     def _join(self, gathered: torch.Tensor, shape: tuple[int, ...], whole: torch.Tensor) -> None:
         """Write one part of the whole weight. gathered: its bytes [ranks, bytes]. shape: of a rank's part."""

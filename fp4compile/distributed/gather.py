@@ -49,11 +49,12 @@ def gather_quantized_(
     if any(isinstance(one.local, QuantizedShard) for one in parameters):
         raise ValueError("model: its weights are gathered quantised already")
     if any(one.gathered_before for one in parameters):
-        raise RuntimeError("model: its parameters were gathered before; call gather_quantized_ before the first forward")
+        raise RuntimeError("model: its parameters were gathered; call gather_quantized_ before the first forward pass")
     layers = _layers(model, parameters, chosen)
     names = [clean_name(name) for name, _ in model.named_parameters()]
     around = Model.of(chosen, names, [layer for layer, _ in layers])
-    report, groups = Report(chosen.name), {}
+    report = Report(chosen.name)
+    groups: dict[int, Magnitudes] = {}
     for layer, one in layers:
         found = _form(layer, one, chosen, around, recompute)
         report.add(_rows(layer, one, found, chosen), {})
@@ -62,7 +63,7 @@ def gather_quantized_(
     return report
 
 
-# (what is gathered, or why the weight keeps its gather; the recipe that holds for the layer, None where a rule skips it)
+# (what is gathered, or why the weight keeps its gather; the layer's recipe, None where a rule skips the layer)
 _Found = tuple[Form | str, Recipe | None]
 
 
@@ -115,16 +116,16 @@ def _obstacle(layer: Layer, one: Sharded) -> str | None:
 
 def _form_by(recipe: Recipe, one: Sharded, recompute: bool) -> Form:
     n, k = one.size
-    directions = []
-    for dim, other, weight in ((ROWS, recipe.fprop_x, recipe.fprop_w), (COLUMNS, recipe.dgrad_dy, recipe.dgrad_w)):
-        lanes, contraction = (n, k) if dim == ROWS else (k, n)
-        layout = layout_on(one.device, other, str(weight), lanes, contraction)
-        directions.append(Direction(str(weight), dim, (n, k), layout))
-    return Form(*directions, one.dtype, recompute)
+    # The other operand's format decides with the weight's whether a GPU's matrix units read swizzled scales.
+    by_rows = layout_on(one.device, recipe.fprop_x, str(recipe.fprop_w), n, k)
+    by_columns = layout_on(one.device, recipe.dgrad_dy, str(recipe.dgrad_w), k, n)
+    rows = Direction(str(recipe.fprop_w), ROWS, (n, k), by_rows)
+    columns = Direction(str(recipe.dgrad_w), COLUMNS, (n, k), by_columns)
+    return Form(rows, columns, one.dtype, recompute)
 
 
 def _attach(one: Sharded, form: Form, magnitudes: Magnitudes) -> None:
-    """Give a parameter's shard FSDP2's hooks, and again after `load_state_dict(assign=True)` put another in its place."""
+    """Give a parameter's shard FSDP2's hooks, and do it again where `load_state_dict(assign=True)` brings another."""
     magnitudes.members.append((one, form))
 
     def wrap(*_: object) -> None:

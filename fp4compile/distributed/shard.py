@@ -131,16 +131,14 @@ class QuantizedShard(torch.Tensor):
     def fsdp_pre_all_gather(
         self, mesh: Any, outer_size: Any, outer_stride: Any, module: Any, mp_policy: Any
     ) -> tuple[tuple[torch.Tensor], tuple[Direction, ...]]:  # fmt: skip
-        """The bytes that this rank sends, and the directions of the codes in them."""
-        directions = self._wanted()
+        """The bytes that this rank sends, and the directions of the codes that are wanted."""
+        wanted = self._wanted()
         group = mesh.get_group()
         magnitudes = self.magnitudes.take(self.sharded, group)
         shard = self.values.to(self.sharded.dtype)
-        sent = packed_bytes(
-            [part for direction in directions for part in direction.encode(shard, magnitudes.get(direction))]
-        )
+        sent = packed_bytes([part for one in self.form.sent(wanted) for part in one.encode(shard, magnitudes.get(one))])
         self.sharded.fit_buffers(sent.numel() * group.size())
-        return (sent,), directions
+        return (sent,), wanted
 
     def fsdp_post_all_gather(
         self, all_gather_outputs: tuple[torch.Tensor], metadata: Any, param_dtype: torch.dtype, *, out: Any = None
@@ -155,7 +153,7 @@ class QuantizedShard(torch.Tensor):
         return (weight, tuple(weight.parts().values())) if out is None else None
 
     def _wanted(self) -> tuple[Direction, ...]:
-        """The directions of the codes that a gather needs now."""
+        """The directions of the codes that products will read before the weight is gathered again."""
         forward = self.sharded.for_forward or self.form.recompute
         wanted = (self.form.rows, forward), (self.form.columns, self.sharded.for_backward)
         return tuple(direction for direction, is_wanted in wanted if is_wanted)

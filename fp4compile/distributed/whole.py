@@ -31,6 +31,15 @@ class Form:
     dtype: torch.dtype
     recompute: bool
 
+    @property
+    def transposable(self) -> bool:
+        """Whether the codes of one direction are the other's: in square blocks of one format."""
+        return self.rows.format == self.columns.format and self.rows.block_format.square
+
+    def sent(self, wanted: tuple[Direction, ...]) -> tuple[Direction, ...]:
+        """The directions that ranks send where the products want some."""
+        return wanted[:1] if self.transposable else wanted
+
 
 class GatheredWeight(torch.Tensor):
     """A weight [N, K] as codes along its rows and along its columns; see `Form`.
@@ -85,22 +94,25 @@ class GatheredWeight(torch.Tensor):
         found = {"rows": self._rows} | {name: getattr(self, name) for name in _NAMES[1:]}
         return {name: part for name, part in found.items() if part is not None}
 
-    def write(self, gathered: torch.Tensor, directions: tuple[Direction, ...]) -> None:
-        """Write the codes that arrived. gathered: uint8 [ranks, bytes], the directions one after the other.
+    def write(self, gathered: torch.Tensor, wanted: tuple[Direction, ...]) -> None:
+        """Write the wanted codes. gathered: uint8 [ranks, bytes], the directions that were sent one after the other.
 
-        The codes of a direction that did not arrive become invalid, so that no product takes old ones.
+        The codes of a direction that is not wanted become invalid, so that no product takes old ones.
         """
+        form = self.form
         begin, ranks = 0, gathered.shape[0]
         # Autograd saved these tensors for the backward pass, which reads what is written now.
         with torch.autograd._unsafe_preserve_version_counter(tuple(self.parts().values())):
-            for direction in directions:
+            for direction in form.sent(wanted):
                 size = sum(direction.bytes_of(ranks))
                 direction.decode(gathered[:, begin : begin + size], self.along(direction))
                 begin += size
-            for direction in (self.form.rows, self.form.columns):
-                if direction not in directions:
+            if form.columns in wanted and form.columns not in form.sent(wanted):
+                form.columns.transpose(self.along(form.rows), self.along(form.columns))
+            for direction in (form.rows, form.columns):
+                if direction not in wanted:
                     invalidate(self.along(direction))
-        self.without_rows = self.form.rows not in directions
+        self.without_rows = form.rows not in wanted
 
     def dequantised(self) -> torch.Tensor:
         """The values of the codes along the rows."""

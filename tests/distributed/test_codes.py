@@ -45,6 +45,17 @@ def test_shards_have_the_bits_of_the_whole_weight(name, dim, layout):
             assert torch.equal(part.view(-1).view(torch.uint8), wanted.view(-1).view(torch.uint8))
 
 
+@pytest.mark.parametrize("name", [name for name, fmt in formats.NAMED.items() if fmt.square])
+@pytest.mark.parametrize("layout", ["linear", "swizzled"])
+def test_codes_of_square_blocks_are_transposed(name, layout):
+    rows, columns = (Direction(name, dim, (N, K), layout) for dim in (-1, -2))
+    codes, found = gathered(rows, weight()), columns.parts(torch.device("cpu"))
+    columns.transpose(codes, found)
+    for part, wanted in zip(found, gathered(columns, weight()), strict=True):
+        assert (part is None) == (wanted is None)
+        assert part is None or torch.equal(part.view(-1).view(torch.uint8), wanted.view(-1).view(torch.uint8))
+
+
 @pytest.mark.parametrize(("name", "ranks", "dim", "why"), [
     ("mxfp8", 5, -1, "its 192 rows do not divide evenly among 5 ranks"),
     ("mxfp8", 4, -2, "the 48 rows of a rank cut blocks of 32 rows (mxfp8)"),

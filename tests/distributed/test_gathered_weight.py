@@ -16,7 +16,7 @@ def gathered(weight: torch.Tensor, format: str, recompute=False, directions=2) -
     both = tuple(Direction(format, dim, tuple(weight.shape)) for dim in (-1, -2))
     made = GatheredWeight.empty(Form(*both, weight.dtype, recompute), weight.device)
     wanted = both[-directions:]
-    encoded = [part for one in wanted for part in one.encode(weight, _magnitudes(one, weight))]
+    encoded = [part for one in made.form.sent(wanted) for part in one.encode(weight, _magnitudes(one, weight))]
     made.write(packed_bytes(encoded).view(1, -1), wanted)
     return nn.Parameter(made)
 

@@ -9,7 +9,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_state_dict,
+    set_state_dict,
+)
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather
 
@@ -17,7 +22,6 @@ import fp4compile
 from fp4compile.distributed import gather_quantized_
 from tests.helpers import distributed_worker, without_codegen
 
-RECIPE = "nvfp4_train"
 POLICY = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
 
 
@@ -46,9 +50,9 @@ def weights(device, frozen=()) -> distributed_worker.Net:
 class Training:
     """A sharded model, its optimiser, and what its first block's gathers sent."""
 
-    def __init__(self, device, codes: bool, *, frozen=(), checkpointed=False):
+    def __init__(self, device, recipe: str, codes: bool, *, frozen=(), checkpointed=False):
         torch._dynamo.reset()
-        self.backend = fp4compile.backend(RECIPE, strict=True)
+        self.backend = fp4compile.backend(recipe, strict=True)
         self.model, self.counted = weights(device, frozen), Counting()
         for i, layer in enumerate(self.model.layers):
             layer.compile(backend=self.backend)
@@ -58,7 +62,7 @@ class Training:
         fully_shard(self.model, mp_policy=POLICY)
         self.model.layers[0].set_custom_all_gather(self.counted)
         if codes:
-            gather_quantized_(self.model, RECIPE, recompute=checkpointed)
+            gather_quantized_(self.model, recipe, recompute=checkpointed)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.01, fused=True)
 
     def step(self, *parts: torch.Tensor) -> list[float]:
@@ -79,7 +83,7 @@ class Training:
 
 def train(device, data, codes: bool) -> dict:
     """Steps with accumulated gradients and frozen weights; a resumed step; what is in a checkpoint."""
-    training = Training(device, codes, frozen=[f"layers.{i}.down.weight" for i in range(2)])
+    training = Training(device, "nvfp4_train", codes, frozen=[f"layers.{i}.down.weight" for i in range(2)])
     first = training.model(data[0][:, :-1])
     first.sum().backward()
     training.optimizer.zero_grad()
@@ -95,12 +99,18 @@ def train(device, data, codes: bool) -> dict:
     if random[1] is not None:
         torch.cuda.set_rng_state(random[1])
     resumed = training.step(data[2])
-    return {"first": first.detach().cpu(), "losses": losses, "resumed": resumed, "sent": sent, "state": whole,
-            "products": sorted((row.module, row.product, row.reason) for row in training.backend.report.rows)}
+    return {
+        "first": first.detach().cpu(),
+        "losses": losses,
+        "resumed": resumed,
+        "sent": sent,
+        "state": whole,
+        "products": sorted((row.module, row.product, row.reason) for row in training.backend.report.rows),
+    }
 
 
 def checkpointed(device, data, codes: bool) -> dict:
-    training = Training(device, codes, checkpointed=True)
+    training = Training(device, "mxfp8", codes, checkpointed=True)
     return {"losses": [training.step(tokens) for tokens in data[:2]], "sent": training.counted.sent}
 
 
@@ -109,7 +119,7 @@ def alone(device, tokens) -> torch.Tensor:
     torch._dynamo.reset()
     model = weights(device).to(torch.bfloat16)
     for layer in model.layers:
-        layer.compile(backend=fp4compile.backend(RECIPE))
+        layer.compile(backend=fp4compile.backend("nvfp4_train"))
     return model(tokens[:, :-1]).detach().cpu()
 
 
