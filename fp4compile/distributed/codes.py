@@ -55,6 +55,11 @@ class Direction:
         block = fmt.block_cols if self.dim == COLUMNS else fmt.block[0] if fmt.block else 1
         return f"the {rows} rows of a rank cut blocks of {block} rows ({self.format})" if rows % block else None
 
+    @property
+    def count_of_magnitudes(self) -> int:
+        """How many numbers `magnitudes` returns."""
+        return self.size[1] if self.block_format.outer == "row" else 1
+
     def magnitudes(self, shard: torch.Tensor) -> torch.Tensor:
         """The largest magnitudes of a rank's rows that a scale depends on: [1], or one for each column."""
         each = self.block_format.outer == "row"

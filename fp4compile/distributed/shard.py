@@ -36,40 +36,38 @@ class Magnitudes:
         self.members: list[tuple[Sharded, Form]] = []
         self._waiting: dict[int, torch.Tensor] = {}
 
-    def take(self, sharded: Sharded, group: dist.ProcessGroup) -> dict[Direction, torch.Tensor]:
-        """The magnitudes of one weight, by the directions whose scales need any."""
-        wanted = directions_over_ranks(self._form_of(sharded))
-        if not wanted:
+    def take(self, sharded: Sharded, form: Form, group: dist.ProcessGroup) -> dict[Direction, torch.Tensor]:
+        """The magnitudes of one weight, by the directions that are sent and have a scale that depends on all rows."""
+        directions = _over_ranks(sharded, form)
+        if not directions:
             return {}
         if id(sharded) not in self._waiting:
             self._reduce(group)
         found = self._waiting.pop(id(sharded))
-        sizes = [_magnitudes_of(direction) for direction in wanted]
-        return dict(zip(wanted, found.split(sizes), strict=True))
-
-    def _form_of(self, sharded: Sharded) -> Form:
-        return next(form for member, form in self.members if member is sharded)
+        return dict(zip(directions, found.split([one.count_of_magnitudes for one in directions]), strict=True))
 
     def _reduce(self, group: dist.ProcessGroup) -> None:
         found = {}
         for sharded, form in self.members:
-            shard = plain(sharded.local).to(sharded.dtype)
-            each = [direction.magnitudes(shard).float() for direction in directions_over_ranks(form)]
-            if each:
+            directions = _over_ranks(sharded, form)
+            if directions:
+                shard = plain(sharded.local).to(sharded.dtype)
+                each = [direction.magnitudes(shard).float() for direction in directions]
                 found[id(sharded)] = torch.cat(each).to(sharded.device)
         together = torch.cat(list(found.values()))
         dist.all_reduce(together, dist.ReduceOp.MAX, group=group)
-        sizes = [one.numel() for one in found.values()]
-        self._waiting = dict(zip(found, together.split(sizes), strict=True))
+        self._waiting = dict(zip(found, together.split([one.numel() for one in found.values()]), strict=True))
 
 
-def directions_over_ranks(form: Form) -> list[Direction]:
-    """The directions of a weight with a scale that depends on the rows of all ranks."""
-    return [direction for direction in (form.rows, form.columns) if direction.depends_on_all_rows]
+def _over_ranks(sharded: Sharded, form: Form) -> list[Direction]:
+    """The directions that a gather sends now and that have a scale that depends on the rows of all ranks."""
+    return [direction for direction in form.sent(_wanted(sharded, form)) if direction.depends_on_all_rows]
 
 
-def _magnitudes_of(direction: Direction) -> int:
-    return direction.size[1] if direction.block_format.outer == "row" else 1
+def _wanted(sharded: Sharded, form: Form) -> tuple[Direction, ...]:
+    """The directions of the codes that products will read before the weight is gathered again."""
+    forward = sharded.for_forward or form.recompute
+    return tuple(one for one, is_wanted in ((form.rows, forward), (form.columns, sharded.for_backward)) if is_wanted)
 
 
 class QuantizedShard(torch.Tensor):
@@ -132,9 +130,9 @@ class QuantizedShard(torch.Tensor):
         self, mesh: Any, outer_size: Any, outer_stride: Any, module: Any, mp_policy: Any
     ) -> tuple[tuple[torch.Tensor], tuple[Direction, ...]]:  # fmt: skip
         """The bytes that this rank sends, and the directions of the codes that are wanted."""
-        wanted = self._wanted()
+        wanted = _wanted(self.sharded, self.form)
         group = mesh.get_group()
-        magnitudes = self.magnitudes.take(self.sharded, group)
+        magnitudes = self.magnitudes.take(self.sharded, self.form, group)
         shard = self.values.to(self.sharded.dtype)
         sent = packed_bytes([part for one in self.form.sent(wanted) for part in one.encode(shard, magnitudes.get(one))])
         self.sharded.fit_buffers(sent.numel() * group.size())
@@ -151,12 +149,6 @@ class QuantizedShard(torch.Tensor):
         weight.write(arrived.view(self.sharded.ranks, -1), metadata)
         arrived.untyped_storage().resize_(0)  # FSDP2 allocates the buffer again for the next gather
         return (weight, tuple(weight.parts().values())) if out is None else None
-
-    def _wanted(self) -> tuple[Direction, ...]:
-        """The directions of the codes that products will read before the weight is gathered again."""
-        forward = self.sharded.for_forward or self.form.recompute
-        wanted = (self.form.rows, forward), (self.form.columns, self.sharded.for_backward)
-        return tuple(direction for direction, is_wanted in wanted if is_wanted)
 
 
 def plain(tensor: torch.Tensor) -> torch.Tensor:

@@ -15,6 +15,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 import fp4compile
 from fp4compile.distributed import gather_quantized_
 from fp4compile.distributed.shard import QuantizedShard
+from fp4compile.distributed.whole import GatheredWeight
 
 RANKS = 4
 
@@ -87,6 +88,40 @@ def test_files_and_copies_hold_plain_tensors():
     for copied in (torch.load(file, weights_only=True)["shard"], copy.deepcopy(model.state_dict())["0.weight"]):
         assert type(getattr(copied, "_local_tensor", copied)) is torch.Tensor
     assert type(shard) is QuantizedShard and torch.equal(copied.to_local(), shard)
+
+
+def test_the_scales_of_a_module_take_one_collective(monkeypatch):
+    """An outer scale is made of one number of a weight; scales of columns, which a forward pass lacks, of many."""
+    numbers = []
+    monkeypatch.setattr(dist, "all_reduce", lambda tensor, *_, **__: numbers.append(tensor.numel()))
+    for recipe, expected in (("nvfp4_train", 2), ("nvfp4", 4), ("float8_rowwise", 64 + 128), ("mxfp8", None)):
+        numbers.clear()
+        model = sharded(nn.Sequential(nn.Linear(64, 128), nn.Linear(128, 128)))
+        assert len(gather_quantized_(model, recipe).quantised) == 4
+        model.unshard()
+        assert numbers == [expected] * (expected is not None)
+
+
+def test_a_loaded_or_cast_weight_is_still_gathered_as_codes():
+    model = sharded(nn.Sequential(nn.Linear(64, 128)))
+    gather_quantized_(model, "mxfp8")
+    state = {
+        name: value.clone().detach() for name, value in sharded(nn.Sequential(nn.Linear(64, 128))).state_dict().items()
+    }
+    model.load_state_dict(state, assign=True)
+    assert isinstance(model[0].weight.to_local(), QuantizedShard)
+    model.to(torch.bfloat16).unshard()
+    assert (type(model[0].weight.data), model[0].weight.dtype) == (GatheredWeight, torch.bfloat16)
+    model.reshard()
+    with pytest.raises(RuntimeError, match="before the first forward pass"):
+        gather_quantized_(_opened(), "mxfp8")
+
+
+def _opened():
+    model = sharded(nn.Sequential(nn.Linear(64, 128)))
+    model.unshard()
+    model.reshard()
+    return model
 
 
 @pytest.mark.parametrize("recipe", ["nvfp4_weight_only", "nvfp4_one_level"])

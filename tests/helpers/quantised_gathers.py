@@ -58,7 +58,7 @@ class Training:
             layer.compile(backend=self.backend)
             if checkpointed:
                 self.model.layers[i] = checkpoint_wrapper(layer)
-            fully_shard(self.model.layers[i], mp_policy=POLICY)
+            fully_shard(self.model.layers[i], mp_policy=POLICY, reshard_after_forward=i == 0)
         fully_shard(self.model, mp_policy=POLICY)
         self.model.layers[0].set_custom_all_gather(self.counted)
         if codes:
