@@ -20,6 +20,9 @@ class Sharded:
     param: Any
     group: Any
 
+    def __deepcopy__(self, memo: dict) -> "Sharded":
+        return self  # Dynamo copies what a shard refers to
+
     @property
     def modules(self) -> list[tuple[nn.Module, str]]:
         """The modules that have the parameter, and its name there."""

@@ -36,6 +36,9 @@ class Magnitudes:
         self.members: list[tuple[Sharded, Form]] = []
         self._waiting: dict[int, torch.Tensor] = {}
 
+    def __deepcopy__(self, memo: dict) -> "Magnitudes":
+        return self  # Dynamo copies what a shard refers to
+
     def take(self, sharded: Sharded, form: Form, group: dist.ProcessGroup) -> dict[Direction, torch.Tensor]:
         """The magnitudes of one weight, by the directions that are sent and have a scale that depends on all rows."""
         directions = _over_ranks(sharded, form)
@@ -112,6 +115,10 @@ class QuantizedShard(torch.Tensor):
         inner: dict[str, torch.Tensor], context: tuple, outer_size: Any, outer_stride: Any
     ) -> "QuantizedShard":
         return QuantizedShard(inner["values"], *context)
+
+    def _stable_hash_for_caching(self) -> str:
+        """What AOTAutograd's cache distinguishes: a graph that computes with shards depends on no hook."""
+        return repr((self.shape, self.stride(), self.dtype, self.device, self.requires_grad))
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """In a file, the shard is a plain tensor: checkpoints are read without this package."""

@@ -8,14 +8,15 @@ from fp4compile.formats import formats
 from fp4compile.formats.layouts import scale_layout
 from fp4compile.ops.quantize import QUANTIZE
 
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 RANKS, N, K = 3, 192, 80  # a row is no whole number of blocks of 32
 
 
-def weight(dtype=torch.bfloat16) -> torch.Tensor:
+def weight(device="cpu") -> torch.Tensor:
     """The largest elements lie with the last rank: no other rank would find the whole weight's scales alone."""
-    made = torch.randn(N, K, generator=torch.Generator().manual_seed(0)).to(dtype)
+    made = torch.randn(N, K, generator=torch.Generator().manual_seed(0)).to(torch.bfloat16)
     made[-N // RANKS :] *= 37
-    return made
+    return made.to(device)
 
 
 def gathered(direction: Direction, whole: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
@@ -29,12 +30,13 @@ def gathered(direction: Direction, whole: torch.Tensor) -> tuple[torch.Tensor | 
     return parts
 
 
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dim", [-1, -2])
 @pytest.mark.parametrize(("name", "layout"), sorted(
     {(name, scale_layout(fmt, native=native)) for name, fmt in formats.NAMED.items() for native in (False, True)}
 ))  # fmt: skip
-def test_shards_have_the_bits_of_the_whole_weight(name, layout, dim):
-    fmt, whole = formats.get(name), weight()
+def test_shards_have_the_bits_of_the_whole_weight(name, layout, dim, device):
+    fmt, whole = formats.get(name), weight(device)
     expected = QUANTIZE(whole, name, dim, layout=layout)
     found = gathered(Direction(name, dim, (N, K), layout), whole)
     assert [part is not None for part in found] == [True, fmt.scale is not None, fmt.outer is not None]
@@ -44,13 +46,14 @@ def test_shards_have_the_bits_of_the_whole_weight(name, layout, dim):
             assert torch.equal(part.view(-1).view(torch.uint8), wanted.view(-1).view(torch.uint8))
 
 
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("name", [name for name, fmt in formats.NAMED.items() if fmt.square])
 @pytest.mark.parametrize("layout", ["linear", "swizzled"])
-def test_codes_of_square_blocks_are_transposed(name, layout):
+def test_codes_of_square_blocks_are_transposed(name, layout, device):
     rows, columns = (Direction(name, dim, (N, K), layout) for dim in (-1, -2))
-    codes, found = gathered(rows, weight()), columns.parts(torch.device("cpu"))
+    codes, found = gathered(rows, weight(device)), columns.parts(torch.device(device))
     columns.transpose(codes, found)
-    for part, wanted in zip(found, gathered(columns, weight()), strict=True):
+    for part, wanted in zip(found, gathered(columns, weight(device)), strict=True):
         assert (part is None) == (wanted is None)
         assert part is None or torch.equal(part.view(-1).view(torch.uint8), wanted.view(-1).view(torch.uint8))
 

@@ -90,6 +90,14 @@ def test_files_and_copies_hold_plain_tensors():
     assert type(shard) is QuantizedShard and torch.equal(copied.to_local(), shard)
 
 
+def test_compiled_optimisers_take_shards():
+    model = sharded(nn.Sequential(nn.Linear(64, 128)))
+    gather_quantized_(model, "mxfp8")
+    shard = model[0].weight.to_local()
+    found = torch.compile(lambda weight: weight * 2, backend="aot_eager")(shard)
+    assert type(found) is torch.Tensor and torch.equal(found, copy.deepcopy(shard) * 2)
+
+
 def test_the_scales_of_a_module_take_one_collective(monkeypatch):
     """An outer scale is made of one number of a weight; scales of columns, which a forward pass lacks, of many."""
     numbers = []

@@ -8,6 +8,7 @@ from torch.utils.checkpoint import checkpoint
 import fp4compile
 from fp4compile.distributed.codes import Direction, packed_bytes
 from fp4compile.distributed.whole import Form, GatheredWeight
+from fp4compile.report import stored_rows
 from tests.helpers import without_codegen
 
 
@@ -48,7 +49,7 @@ def step(model: nn.Module, recipe, between=lambda: None) -> tuple[list[torch.Ten
     """(output and gradients; the products of the report) of one training step. between: called before the backward."""
     torch._dynamo.reset()
     backend = fp4compile.backend(recipe)
-    x = torch.randn(64, 64, generator=torch.Generator().manual_seed(1)).requires_grad_()
+    x = torch.randn(64, 64, generator=torch.Generator().manual_seed(1)).to(model.up.bias.device).requires_grad_()
     torch.manual_seed(2)
     y = torch.compile(model, backend=backend)(x)
     with torch.no_grad():
@@ -65,9 +66,10 @@ def with_codes(model: Layers, format: str, **options) -> Layers:
     return model
 
 
-def test_products_of_codes_have_the_bits_of_a_whole_weight():
-    expected, rows = step(Layers(again=True), "nvfp4_train")
-    found, products = step(with_codes(Layers(again=True), "nvfp4_16x16", recompute=True), "nvfp4_train")
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_products_of_codes_have_the_bits_of_a_whole_weight(device):
+    expected, rows = step(Layers(again=True).to(device), "nvfp4_train")
+    found, products = step(with_codes(Layers(again=True).to(device), "nvfp4_16x16", recompute=True), "nvfp4_train")
     assert products == rows and [reason for *_, reason in rows] == 6 * [None]
     assert all(map(torch.equal, found, expected))
 
@@ -89,6 +91,13 @@ def test_products_that_are_left_alone_say_what_was_gathered(monkeypatch):
     assert reasons["down", "other"] == (
         "a part of a weight that was gathered quantised, or its transpose: it is dequantised"
     )
+
+
+def test_stored_rows_tell_codes_from_a_whole_weight():
+    """The reasons of a cached graph's products differ."""
+    whole = torch.randn(64, 96)
+    weights = nn.Parameter(whole), gathered(whole, "mxfp8"), gathered(whole, "mxfp4")
+    assert len(set(map(stored_rows._describe, weights))) == 3
 
 
 def test_codes_that_were_not_gathered_are_not_multiplied():
