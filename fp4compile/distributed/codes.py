@@ -7,6 +7,7 @@ on all rows is made of the largest magnitudes over the group: they are appended 
 cut off again. So the quantiser itself makes the scale, as it does for a whole weight.
 """
 
+import functools
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -63,18 +64,11 @@ class Direction:
     def magnitudes(self, shard: torch.Tensor) -> torch.Tensor:
         """The largest magnitudes of a rank's rows that a scale depends on: [1], or one for each column."""
         each = self.block_format.outer == "row"
-        return shard.abs().amax(0) if each else shard.abs().amax().view(1)
+        return torch.linalg.vector_norm(shard, torch.inf, dim=0 if each else None).view(-1)
 
     def shapes(self, rows: int) -> list[tuple[tuple[int, ...], torch.dtype] | None]:
         """Shape and dtype of the codes, linear block scales and outer scale of some rows; None for a missing part."""
-        fmt = self.block_format
-        spec = QuantizeSpec(fmt, (self.dim,))
-        data, scales, outer = spec.shapes(torch.empty(rows, self.size[1], device="meta"), 0, self.dim)
-        return [
-            (data, fmt.data_dtype),
-            (scales, fmt.scale_dtype) if fmt.scale else None,
-            (outer, torch.float32) if fmt.outer else None,
-        ]
+        return _shapes(self, rows)
 
     def parts(self, device: torch.device) -> Parts:
         """Empty tensors for the codes, block scales and outer scale of the whole weight."""
@@ -159,6 +153,18 @@ class Direction:
         lanes = self.size[0] if self.dim == ROWS else self.size[1]
         linear = joined.contiguous().view(whole.dtype)
         whole.copy_(laid_out(linear, self.block_format, lanes, tuple(linear.shape), "swizzled"))
+
+
+@functools.cache  # for FSDP2's host thread, which asks at every gather
+def _shapes(direction: Direction, rows: int) -> list[tuple[tuple[int, ...], torch.dtype] | None]:
+    fmt = direction.block_format
+    spec = QuantizeSpec(fmt, (direction.dim,))
+    data, scales, outer = spec.shapes(torch.empty(rows, direction.size[1], device="meta"), 0, direction.dim)
+    return [
+        (data, fmt.data_dtype),
+        (scales, fmt.scale_dtype) if fmt.scale else None,
+        (outer, torch.float32) if fmt.outer else None,
+    ]
 
 
 def _cut(tensor: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
