@@ -8,13 +8,18 @@ from torch.utils.checkpoint import checkpoint
 import fp4compile
 from fp4compile.distributed.codes import Direction, packed_bytes
 from fp4compile.distributed.whole import Form, GatheredWeight
+from fp4compile.hardware import Target
+from fp4compile.passes.manager import analyse
+from fp4compile.recipe import resolve
 from fp4compile.report import stored_rows
+from fp4compile.report.explain import run_captured
+from fp4compile.templates.launch import dry_run
 from tests.helpers import without_codegen
 
 
-def gathered(weight: torch.Tensor, format: str, recompute=False, directions=2) -> nn.Parameter:
+def gathered(weight: torch.Tensor, format: str, recompute=False, directions=2, layout="linear") -> nn.Parameter:
     """A weight as it is on one rank after a gather. directions: 1 gathers the codes along the columns alone."""
-    both = tuple(Direction(format, dim, tuple(weight.shape)) for dim in (-1, -2))
+    both = tuple(Direction(format, dim, tuple(weight.shape), layout) for dim in (-1, -2))
     made = GatheredWeight.empty(Form(*both, weight.dtype, recompute), weight.device)
     wanted = both[-directions:]
     encoded = [part for one in made.form.sent(wanted) for part in one.encode(weight, _magnitudes(one, weight))]
@@ -91,6 +96,23 @@ def test_products_that_are_left_alone_say_what_was_gathered(monkeypatch):
     assert reasons["down", "other"] == (
         "a part of a weight that was gathered quantised, or its transpose: it is dequantised"
     )
+
+
+@pytest.mark.parametrize(("layout", "tier"), [("swizzled", "native"), ("linear", "emulated")])
+def test_scales_are_read_as_they_lie(layout, tier):
+    """A B200's matrix units read swizzled scales."""
+    found = []
+
+    def decide(module, known, forward_outputs):
+        with dry_run(Target(100)):
+            found.extend(analyse(module.graph, resolve("nvfp4_train"), known.inputs))
+        return module.forward
+
+    model = with_codes(Layers(), "nvfp4_16x16", layout=layout)
+    run_captured(model, decide)(torch.randn(64, 64, requires_grad=True))
+    tiers = {(one.gemm.module, one.gemm.product): one.tier for one in found}
+    weights = [(layer, product) for layer in ("up", "down") for product in ("fprop", "dgrad")]
+    assert [tiers.pop(one) for one in weights] == 4 * [tier] and set(tiers.values()) == {"native"}
 
 
 def test_stored_rows_tell_codes_from_a_whole_weight():
