@@ -15,6 +15,7 @@ from fp4compile.analysis.gemm import Gemm, Input, Operand
 from fp4compile.analysis.gradients import tangent_dependent
 from fp4compile.analysis.graph import expert_weights_of, gathered_weight_of, is_gathered, is_swizzled, scaled_mm_of
 from fp4compile.analysis.module_names import block_of, module_name
+from fp4compile.analysis.views import view_of
 from fp4compile.formats import formats
 from fp4compile.formats.layouts import scale_layout
 from fp4compile.formats.quantize_spec import FLOAT_DTYPES
@@ -25,6 +26,7 @@ from fp4compile.templates.launch import on_gpu, target_of
 from fp4compile.templates.problem import OperandType, Problem
 
 NOT_CALIBRATED = "dynamic activation scale: fp4compile.calibrate recorded none"
+BEFORE_CAST = "weight quantised before its cast: FSDP2 gathered codes of the parameter's dtype"
 
 # Names that models give to the layer that yields their outputs.
 _HEADS = (
@@ -210,6 +212,8 @@ def _quantised(gemm: Gemm, layer_recipe: Recipe, recipe: Recipe, meta: Target | 
             note = NOT_CALIBRATED if outer is None else None
         if operand.packed and (reason := _misfit(gemm, operand, layer_recipe)) is not None:
             return Decision(gemm, reason)
+        if operand.packed and view_of(gemm.node.args[-2:][side == "b"]).casts:
+            note = note or BEFORE_CAST
         if fmt is not None and formats.get(fmt).square and _is_batch(operand):
             # F.linear flattens the batch to one matrix, in which square blocks would cross two matrices.
             return Decision(gemm, f"format {fmt} has square blocks, and the operand is a batch of matrices")

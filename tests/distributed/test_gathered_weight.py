@@ -6,6 +6,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import fp4compile
+from fp4compile.analysis.plan import BEFORE_CAST
 from fp4compile.distributed.codes import Direction, packed_bytes
 from fp4compile.distributed.whole import Form, GatheredWeight
 from fp4compile.hardware import Target
@@ -113,6 +114,15 @@ def test_scales_are_read_as_they_lie(layout, tier):
     tiers = {(one.gemm.module, one.gemm.product): one.tier for one in found}
     weights = [(layer, product) for layer in ("up", "down") for product in ("fprop", "dgrad")]
     assert [tiers.pop(one) for one in weights] == 4 * [tier] and set(tiers.values()) == {"native"}
+
+
+def test_a_cast_after_the_gather_is_reported(monkeypatch):
+    without_codegen.install(monkeypatch)
+    backend, model = fp4compile.backend("mxfp8"), with_codes(Layers(), "mxfp8")
+    with torch.autocast("cpu", torch.bfloat16):
+        torch.compile(model, backend=backend)(torch.randn(32, 64)).sum().backward()
+    notes = {(row.product, row.reason): row.note for row in backend.report.rows}
+    assert notes == {("fprop", None): BEFORE_CAST, ("dgrad", None): BEFORE_CAST, ("wgrad", None): None}
 
 
 def test_stored_rows_tell_codes_from_a_whole_weight():
