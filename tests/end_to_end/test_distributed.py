@@ -107,6 +107,7 @@ def test_gathers_of_codes_change_no_bits(device, rank, together):
     assert torch.equal(codes["first"], found["alone"]), "one process that has the whole model has the same logits"
     assert codes["losses"] == whole["losses"] and codes["losses"][-1] == codes["resumed"]
     assert len({loss for step in codes["losses"] for loss in step}) == STEPS - 1
+    assert codes["kept"] == whole["kept"] > 0, "a block that is resharded keeps no codes"
     assert codes["products"] == whole["products"] and {reason for *_, reason in codes["products"]} == {None}
     assert codes["state"].keys() == whole["state"].keys()
     assert all(torch.equal(codes["state"][name], value) for name, value in whole["state"].items())

@@ -20,7 +20,9 @@ from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGath
 
 import fp4compile
 from fp4compile.distributed import gather_quantized_
+from fp4compile.distributed.whole import GatheredWeight
 from tests.helpers import distributed_worker, without_codegen
+from tests.helpers.graphs import Keeping
 
 POLICY = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
 
@@ -84,14 +86,18 @@ class Training:
 def train(device, data, codes: bool) -> dict:
     """Steps with accumulated gradients and frozen weights; a resumed step; what is in a checkpoint."""
     training = Training(device, "nvfp4_train", codes, frozen=[f"layers.{i}.down.weight" for i in range(2)])
-    first = training.model(data[0][:, :-1])
+    with Keeping() as keeping:
+        first = training.model(data[0][:, :-1])
+    whole = [one for one in training.model.parameters() if isinstance(one, GatheredWeight)]  # of the second block
+    codes_of = [part for one in whole for part in one.parts().values()]
+    kept = keeping.size([*training.model.parameters(), *codes_of])
     first.sum().backward()
     training.optimizer.zero_grad()
     losses, sent = [training.step(data[0], data[1])], list(training.counted.sent)
     saved = copy.deepcopy(get_state_dict(training.model, training.optimizer))
     random = torch.get_rng_state(), torch.cuda.get_rng_state() if device.type == "cuda" else None
     losses.append(training.step(data[2]))
-    whole = get_model_state_dict(training.model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+    state = get_model_state_dict(training.model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
     for parameter in training.model.parameters():  # the checkpoint brings back what this destroys
         parameter.detach().fill_(0.1)
     set_state_dict(training.model, training.optimizer, model_state_dict=saved[0], optim_state_dict=saved[1])
@@ -101,10 +107,11 @@ def train(device, data, codes: bool) -> dict:
     resumed = training.step(data[2])
     return {
         "first": first.detach().cpu(),
+        "kept": kept,
         "losses": losses,
         "resumed": resumed,
         "sent": sent,
-        "state": whole,
+        "state": state,
         "products": sorted((row.module, row.product, row.reason) for row in training.backend.report.rows),
     }
 
