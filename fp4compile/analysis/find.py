@@ -29,6 +29,7 @@ from torch.fx import Graph, GraphModule, Node
 from fp4compile._compat import statically_true
 from fp4compile.analysis.gemm import Gemm, Input, Operand
 from fp4compile.analysis.gradients import Part, input_index, is_inner_gradient, parts_of_gradients, tangent_dependent
+from fp4compile.analysis.graph import is_gathered
 from fp4compile.analysis.grouped_products import is_grouped, why_unread
 from fp4compile.analysis.module_names import clean_name, module_name, parameter_name
 from fp4compile.analysis.products import (
@@ -43,7 +44,7 @@ from fp4compile.analysis.selection import feeds_selection
 from fp4compile.analysis.views import View, is_cast, source_of, swaps_last_two, view_of
 from fp4compile.formats import formats
 from fp4compile.formats.quantize_spec import FLOAT_DTYPES
-from fp4compile.ops.quantize import DEQUANTIZE, EXPERT_WEIGHTS
+from fp4compile.ops.quantize import DEQUANTIZE, EXPERT_WEIGHTS, GATHERED_WEIGHT
 
 aten = torch.ops.aten
 
@@ -91,9 +92,20 @@ def parameters_of(graph: Graph, inputs: tuple[Input, ...]) -> dict[Node, str]:
 
 
 def weights_of(graph: Graph, inputs: tuple[Input, ...]) -> dict[Node, str]:
-    """The parameters and the packed weights of experts, with the names of the parameters."""
+    """The parameters, the packed weights of experts and the gathered weights, with the names of the parameters."""
+    parameters = parameters_of(graph, inputs)
     packed = graph.find_nodes(op="call_function", target=EXPERT_WEIGHTS)
-    return parameters_of(graph, inputs) | {node: parameter_name(_module_of(node)) for node in packed}
+    gathered = graph.find_nodes(op="call_function", target=GATHERED_WEIGHT)
+    known = {node: parameters[_input_of(node)] for node in gathered if _input_of(node) in parameters}
+    return parameters | {node: parameter_name(_module_of(node)) for node in packed} | known
+
+
+def _input_of(root: Node) -> Node:
+    """The placeholder of a weight's parameter; for a gathered weight, that of its codes."""
+    node = root.args[0] if is_gathered(root) else root
+    while (source := source_of(node)) is not None:
+        node = source
+    return node
 
 
 @dataclass(frozen=True)
@@ -203,8 +215,8 @@ class _Scan:
             layer=(product.batch * m, n, k) if weight_is_b else (product.batch * n, m, k),
             tied_to_embedding=_feeds_embedding(root), selects=feeds_selection(product.node, out_features),
         )  # fmt: skip
-        if gemm.packed_weight is not None:  # packed weights have no gradients and one orientation
-            return gemm
+        if gemm.packed_weight is not None and not is_gathered(root):
+            return gemm  # packed experts have no gradients and one orientation
         activation = product.other.view
         if weight_is_b:
             weight = weight.swapped()
@@ -242,7 +254,7 @@ class _Scan:
         sizes = (tokens, m, n) if a.is_gradient else (tokens, n, m)
         layers = [
             layer for layer in self.layers
-            if (input_index(layer.root), layer.gemm.alpha) in self.parts.get(product.node, ())
+            if (input_index(_input_of(layer.root)), layer.gemm.alpha) in self.parts.get(product.node, ())
             and layer.activation == activation.elements
             and layer.grouping == product.grouping
             and _same_sizes(layer.gemm.layer, sizes)
@@ -309,6 +321,8 @@ class _Scan:
         if side.root is None:
             return _untransposed(side, role)
         name = self.parameters[side.root]
+        if side is product.weight and is_gathered(side.root):
+            return Operand(side.root, side is product.b, role, name, packed=True)
         if side is product.weight and side.root.target is EXPERT_WEIGHTS:
             return Operand(side.root, side is product.b, role, name, packed=True, expert=packed_expert(product))
         if side is product.a and side.view.is_batched and product.matrices is None:

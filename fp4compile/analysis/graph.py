@@ -14,7 +14,7 @@ from fp4compile.formats.operand import Arguments, Operand
 from fp4compile.formats.prologue import Prologue
 from fp4compile.formats.quantize_spec import QuantizeSpec
 from fp4compile.ops.matmul import SCALED_GROUPED_MM, dense, grouped, operand
-from fp4compile.ops.quantize import QUANTIZE
+from fp4compile.ops.quantize import GATHERED_WEIGHT, QUANTIZE
 from fp4compile.templates.choose import Choice, choose
 from fp4compile.templates.gemm import indexed
 from fp4compile.templates.launch import on_gpu, target_of
@@ -182,3 +182,35 @@ def expert_weights_of(node: Node) -> ExpertWeights:
     """The arguments of an `expert_weights` node, from which default values may be missing."""
     data, scales, outer, fmt, _, _, *how = node.args
     return ExpertWeights(operand(data, scales, outer, fmt), *(*how, None, None)[:2])
+
+
+@dataclass(frozen=True)
+class GatheredWeight:
+    """The arguments of a `gathered_weight` node. rows, columns: the codes of each direction, nodes instead of tensors.
+
+    recompute: whether the codes along the rows are there in the backward pass too.
+    """
+
+    rows: Operand
+    columns: Operand
+    recompute: bool
+
+    def operand_for(self, role: str) -> Operand:
+        """The codes that the operand of a product is: along the columns for the role "dgrad_w", else along the rows."""
+        return self.columns if role == "dgrad_w" else self.rows
+
+
+def is_gathered(node: Node) -> bool:
+    """Whether a node is a weight that FSDP2 gathered as codes."""
+    return node.target is GATHERED_WEIGHT
+
+
+def gathered_weight_of(node: Node) -> GatheredWeight:
+    """The arguments of a `gathered_weight` node."""
+    *codes, _, _, recompute = node.args
+    return GatheredWeight(operand(*codes[:4]), operand(*codes[4:]), recompute)
+
+
+def is_swizzled(weight: Operand) -> bool:
+    """Whether the block scales of a matrix have the layout that matrix units read: one flat run."""
+    return weight.scales is not None and weight.scales.meta["val"].dim() == 1

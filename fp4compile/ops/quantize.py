@@ -5,6 +5,8 @@
         -> (data, scales, outer) along each dimension of `dim` in turn, then each of `stored`
     fp4compile::dequantize(data, scales, outer, format, cols, dtype) -> values
     fp4compile::expert_weights(data, scales, outer, format, cols, dtype, activation, activation_outer) -> weights
+    fp4compile::gathered_weight(rows, row_scales, row_outer, fprop, columns, column_scales, column_outer, dgrad, cols,
+                                dtype, recompute) -> weight
 
 `quantize`. `QuantizeSpec` explains the options. A result that a call does not have is an empty tensor [0]: block scales
 of dequantised values or of a format without block scales; an outer scale that is static, that the format lacks, or that
@@ -16,6 +18,11 @@ returned as well, each rounded to a dtype ("s3 bfloat16").
 `expert_weights` puts packed experts (`weights.experts`) into a graph: it dequantises matrices [E, N, K]. A product of
 its result can read the codes instead, and quantise its tokens to the format `activation` (None: not at all) with the
 static outer scale `activation_outer` (None: computed). Neither argument changes the result of this op.
+
+`gathered_weight` puts a weight [N, K] that FSDP2 gathered as codes (`distributed`) into a graph: it dequantises the
+codes along the rows. A forward product can read these codes instead, in the format `fprop`, and the product for the
+input gradient the codes along the columns, [K, N] in the format `dgrad`. recompute: whether the codes along the rows
+are there in the backward pass too.
 """
 
 from collections.abc import Sequence
@@ -175,5 +182,32 @@ EXPERT_WEIGHTS = define(
     reference=expert_weights,
     shapes=_like_values,
     kernels=expert_weights,
+    lowered=False,
+)
+
+
+# ---------------------------------------------------------------- gathered_weight
+
+
+def gathered_weight(
+    rows, row_scales, row_outer, fprop, columns, column_scales, column_outer, dgrad, cols, dtype, recompute
+):  # fmt: skip
+    """`gathered_weight` by `dequantize`."""
+    return DEQUANTIZE(rows, row_scales, row_outer, fprop, cols, dtype)
+
+
+def gathered_weight_shapes(
+    rows, row_scales, row_outer, fprop, columns, column_scales, column_outer, dgrad, cols, dtype, recompute
+):  # fmt: skip
+    """An empty tensor like the result of `gathered_weight`."""
+    return rows.new_empty((rows.shape[0], cols), dtype=dtype)
+
+
+GATHERED_WEIGHT = define(
+    "gathered_weight(Tensor rows, Tensor? row_scales, Tensor? row_outer, str fprop, Tensor columns,"
+    " Tensor? column_scales, Tensor? column_outer, str dgrad, SymInt cols, ScalarType dtype, bool recompute) -> Tensor",
+    reference=gathered_weight,
+    shapes=gathered_weight_shapes,
+    kernels=gathered_weight,
     lowered=False,
 )

@@ -22,13 +22,15 @@ from fp4compile.analysis.gemm import Gemm, Operand
 from fp4compile.analysis.graph import (
     expert_weights_of,
     fake_value,
+    gathered_weight_of,
+    is_gathered,
     new_node,
 )
 from fp4compile.analysis.plan import Decision, Treatment
 from fp4compile.analysis.views import is_cast, source_of, value_key
 from fp4compile.formats import formats
 from fp4compile.ops.matmul import SCALED_GROUPED_MM, SCALED_MM, SCALED_MM_GATHERED
-from fp4compile.ops.quantize import DEQUANTIZE, QUANTIZE
+from fp4compile.ops.quantize import DEQUANTIZE, GATHERED_WEIGHT, QUANTIZE
 from fp4compile.passes.notes import mark, name_product
 from fp4compile.templates.quantize.source import lies_transposed
 
@@ -43,7 +45,15 @@ def rewrite(graph: Graph, decisions: list[Decision]) -> int:
         decision.gemm.node.replace_all_uses_with(replacement)
         graph.erase_node(decision.gemm.node)
     graph.eliminate_dead_code()
+    _never_dequantised_again(graph)
     return len(chosen)
+
+
+def _never_dequantised_again(graph: Graph) -> None:
+    """Make activation checkpointing save gathered weights that are dequantised, where it lacks the codes later."""
+    for node in graph.find_nodes(op="call_function", target=GATHERED_WEIGHT):
+        if "recompute" in node.meta and not gathered_weight_of(node).recompute:
+            node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
 
 
 def insert(graph: Graph, decisions: list[Decision]) -> list[Node]:
@@ -188,7 +198,10 @@ class _Builder:
         return self._for_batch(gemm, treatment, self.quantised[key], meta)
 
     def _packed(self, operand: Operand, meta: dict) -> tuple:
-        """(data, scales, outer) of all packed experts, or of one expert."""
+        """(data, scales, outer) of a gathered weight, of all packed experts, or of one expert."""
+        if is_gathered(operand.source):
+            codes = gathered_weight_of(operand.source).operand_for(str(operand.role))
+            return codes.data, codes.scales, codes.outer
         weights = expert_weights_of(operand.source).weights
         parts = weights.data, weights.scales, weights.outer
         if operand.expert is None:

@@ -66,7 +66,9 @@ def _stable(value: Any) -> str:
 def _describe(value: Any) -> str:
     if not isinstance(value, torch.Tensor):
         return f"{type(value).__name__} {value}"
-    return f"{value.dtype} {tuple(value.shape)} {value.stride()} {value.device} {value.requires_grad}"
+    subclass = getattr(value, "_stable_hash_for_caching", None)  # what torch's own caches know of a subclass
+    own = "" if subclass is None else subclass()
+    return f"{value.dtype} {tuple(value.shape)} {value.stride()} {value.device} {value.requires_grad} {own}"
 
 
 def store(key: str, outcome: Outcome) -> None:
