@@ -101,7 +101,7 @@ def weights_of(graph: Graph, inputs: tuple[Input, ...]) -> dict[Node, str]:
 
 
 def _input_of(root: Node) -> Node:
-    """The placeholder of a weight's parameter; for a gathered weight, that of its codes."""
+    """The placeholder of a weight's parameter; for a gathered weight, the placeholder of its codes."""
     node = root.args[0] if is_gathered(root) else root
     while (source := source_of(node)) is not None:
         node = source

@@ -80,7 +80,7 @@ class Sharded:
             self.param._init_extensions()
 
     def fit_buffers(self, size: int) -> None:
-        """Let FSDP2 make new buffers where those of the last gather have another size than this number of elements."""
+        """Let FSDP2 make new buffers where the last gather's buffers have another number of elements than `size`."""
         if any(buffer.numel() != size for buffer in self.param.all_gather_outputs):
             self.param.all_gather_outputs = []
 
