@@ -6,8 +6,9 @@ value, and their mean with the value.
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, cast
 
 import torch
 
@@ -19,10 +20,12 @@ from fp4compile.formats.epilogue import Epilogue
 from fp4compile.formats.formats import BlockFormat
 from fp4compile.formats.layouts import scale_layout
 from fp4compile.formats.operand import Arguments, Operand
+from fp4compile.formats.quantize_spec import QuantizeSpec
 from fp4compile.ops.functional import quantize
+from fp4compile.ops.quantize import QUANTIZE
 from fp4compile.templates.choose import candidates, choose
 from fp4compile.templates.launch import target_of
-from fp4compile.templates.multiply import multiply
+from fp4compile.templates.multiply import multiply, multiply_quantized
 from fp4compile.templates.problem import problem_of
 
 BF16, F32 = torch.bfloat16, torch.float32
@@ -40,6 +43,7 @@ PRODUCT_SHAPES = (
     (1, 512, 1024, 2048), (1, 300, 520, 1040), (1, 130, 257, 544), (1, 200, 384, 528), (3, 70, 136, 256),
     (1, 1, 512, 1024), (1, 8, 512, 1024), (1, 16, 528, 1040), (1, 33, 520, 2048), (1, 64, 1024, 4096),
 )  # fmt: skip
+QUANTISED = ("nvfp4", "nvfp4_one_level", "mxfp8", "mxfp4")  # of operands and result
 EPILOGUE_SHAPES = ((1, 300, 520, 1040), (1, 16, 512, 1024))
 
 
@@ -57,6 +61,10 @@ def cases() -> list[Case]:
             found.append(_product_case(a, b, shape, "none"))
         found += [_product_case(a, b, shape, kind) for shape in EPILOGUE_SHAPES for kind in ("bias", "gated")]
         found.append(_product_case(a, b, PRODUCT_SHAPES[0], "not finite"))
+    for name in QUANTISED:
+        for shape in EPILOGUE_SHAPES:
+            case = f"product {name} x {name} to codes, {'x'.join(map(str, shape))}"
+            found.append(Case(case, partial(multiplied_to_codes, name, shape)))
     return found
 
 
@@ -194,6 +202,35 @@ def multiplied(a: str | None, b: str, shape: tuple[int, int, int, int], kind: st
         got = multiply(arguments, choice)
         wrong += [f"{name}: {what}" for what in product_differences(got.cpu(), left, right, k, bias, epilogue, gate)]
     return {"kernels": ", ".join(served), "wrong": wrong}
+
+
+def multiplied_to_codes(name: str, shape: tuple[int, int, int, int]) -> dict[str, Any]:
+    """What differs where a gated product quantises its result, on a GPU that has such a kernel."""
+    batches, m, n, k = shape
+    left, right = operand(name, finite(_batched(batches, m, k))), operand(name, finite((n, k), SEED + 1))
+    epilogue = Epilogue.parse([*GATED, f"quantize {name}"], BF16, BF16)
+    gate = torch.randn(_batched(batches, m, n), generator=torch.Generator().manual_seed(SEED)).to(BF16)
+    outer = torch.tensor(0.01, device=device()) if cast(QuantizeSpec, epilogue.quantize).static else None
+    arguments = Arguments(here(left), here(right), None, BF16, epilogue, [gate.to(device())], outer)
+    served = candidates(problem_of(arguments, target_of(torch.device(device()))))
+    return {"kernels": ", ".join(served), "wrong": quantised_differences(arguments) if served else []}
+
+
+def quantised_differences(x: Arguments) -> list[str]:
+    """Differences between a kernel that quantises its result, and the reference for what it stores without that step.
+
+    Both kernels compute the same steps, so codes and scales must be equal in every bit. For `x` on a GPU or in a
+    simulator.
+    """
+    epilogue = cast(Epilogue, x.epilogue)
+    spec = cast(QuantizeSpec, epilogue.quantize)
+    plain = replace(x, epilogue=replace(epilogue, quantize=None), result_outer=None)
+    problem = replace(problem_of(plain, target_of(x.a.data.device)), epilogue=True)
+    got = multiply_quantized(x)
+    value = multiply(plain, choose(problem, "block_scaled_sm100"))
+    outer = None if x.result_outer is None else x.result_outer.cpu()
+    expected = QUANTIZE(value.cpu(), spec.format.name, [-1], layout="swizzled", outer=outer)
+    return same_bits([*got, torch.empty(0)], [*expected[:2], torch.empty(0)])
 
 
 def _batched(batches: int, *shape: int) -> tuple[int, ...]:

@@ -3,7 +3,7 @@
 Entry: `fuse_epilogue(graph)`, on a forward, backward or inference graph after the partitioner, before it is lowered.
 
 From a product on, the pass follows its users through reshapes, casts and the operations of `passes.pointwise`, as long
-as an epilogue can read every other tensor among the arguments (`_Region._operand_kind`). It takes the longest part of
+as an epilogue can read every other tensor among the arguments (`Region._operand_kind`). It takes the longest part of
 these that ends in one value. Nothing else may use the product or a value in between; a value that is saved for the
 backward pass, for example, ends the part.
 
@@ -39,7 +39,7 @@ def fuse_epilogue(graph: Graph) -> int:
         product = scaled_mm_of(node)
         known = product.epilogue is None and product.on_gpu and not product.plain
         if known and product.choice.takes_epilogue:
-            region = _Region(node)
+            region = Region(node)
             last = region.end()
             if last is not None:
                 _fuse(graph, region, last)
@@ -48,7 +48,7 @@ def fuse_epilogue(graph: Graph) -> int:
 
 
 @dataclass
-class _Region:
+class Region:
     """The operations that follow a product, in graph order. renamed: reshapes and casts, which change no value."""
 
     product: Node
@@ -109,11 +109,12 @@ class _Region:
     def end(self) -> Node | None:
         """The last node that alone is used outside the part leading to it; None if there is nothing to fuse."""
         for last in sorted([*self.operations, *self.renamed], reverse=True):
-            if last.target not in RESHAPES and self._worth(last):
+            if last.target not in RESHAPES and self.ends_at(last):
                 return last
         return None
 
-    def _worth(self, last: Node) -> bool:
+    def ends_at(self, last: Node) -> bool:
+        """Whether an epilogue can end at a node of the region or at the product, and saves memory that way."""
         inside = self.leading_to(last)
         if any(user not in inside for node in inside if node is not last for user in node.users):
             return False
@@ -178,7 +179,7 @@ def _in_memory(node: Node, inside: set[Node]) -> bool:
     return any(user not in inside and user not in path for step in path for user in step.users)
 
 
-def _fuse(graph: Graph, region: _Region, last: Node) -> None:
+def _fuse(graph: Graph, region: Region, last: Node) -> None:
     """Replace `last` by a product with an epilogue, and erase the nodes that led to `last`."""
     operands, epilogue = list(region.operands(last)), region.epilogue(last)
     inside, product, value = region.leading_to(last), region.product, last.meta["val"]

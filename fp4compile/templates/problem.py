@@ -54,7 +54,8 @@ class Problem:
     """A product [batches, m, k] x [batches or 1, n, k] -> [batches, m, n], or the products of groups.
 
     b_batched: whether each matrix of A has its own B. bias: its dtype, None without one. epilogue: whether pointwise
-    operations follow in the same kernel; out_dtype is what the product is rounded to before them.
+    operations follow in the same kernel; out_dtype is what the product is rounded to before them. result: the format to
+    which that kernel quantises the rows of the result; None where it stores the result in 16 or 32 bits.
 
     ragged: None where all products have the same sizes; else the dimension that groups of any sizes share:
         "rows": [m, k] x [groups, n, k] -> [m, n], the matrix of B by the row's group;
@@ -82,6 +83,7 @@ class Problem:
     b_padded: bool = True
     fast_accumulation: bool = False
     b_transposed: bool = False
+    result: BlockFormat | None = None
 
     @property
     def static(self) -> bool:
@@ -185,7 +187,11 @@ def problem_of(x: Arguments, target: Target) -> Problem:
         batches, m = 1, batches * m
     return Problem(a, b, m, n, _k(x), x.out_dtype, target, None if x.bias is None else x.bias.dtype, batches,
                    not shared, x.epilogue is not None, fast_accumulation=x.fast_accumulation,
-                   b_transposed=x.b_transposed)  # fmt: skip
+                   b_transposed=x.b_transposed, result=_result_format(x))  # fmt: skip
+
+
+def _result_format(x: Arguments) -> BlockFormat | None:
+    return None if x.epilogue is None or x.epilogue.quantize is None else x.epilogue.quantize.format
 
 
 def _k(x: Arguments) -> Any:

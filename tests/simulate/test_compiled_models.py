@@ -13,10 +13,11 @@ import triton
 import triton.language as tl
 
 import fp4compile
-from fp4compile import _compat
+from fp4compile import _compat, config
 from fp4compile.check.simulate.fault import Fault
 from fp4compile.check.simulate.launch import Simulator, compiled_of
 from fp4compile.hardware import Target
+from fp4compile.recipe import named
 from tests.helpers import in_interpreter
 from tests.helpers.compiled_models import RUNS, Case, compared, difference, expected_of
 from tests.helpers.simulated_gpu import Gpu, simulated
@@ -63,6 +64,37 @@ def test_packed_experts(monkeypatch):
         torch._dynamo.reset()
         expected = torch.compile(model, backend=backend)(x, offs)
     assert torch.equal(got, expected) and got[:62].abs().amin(-1).gt(0).all() and not got[62:].any()
+
+
+class GatedMlp(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.gate, self.up = (torch.nn.Linear(128, 272, bias=False) for _ in range(2))
+        self.down = torch.nn.Linear(272, 128, bias=False)
+
+    def forward(self, x):
+        return self.down(F.silu(self.gate(x)) * self.up(x))
+
+
+STATIC = named("nvfp4_static").replace(static_scales={"gate": 0.002, "up": 0.002, "down": 0.0001})
+
+
+@pretending
+def test_a_product_writes_the_next_one_s_operand(monkeypatch):
+    """The gate's product quantises by a static scale; the bits are those of a product and a quantiser."""
+    torch.manual_seed(0)
+    model, x, results = GatedMlp().bfloat16(), torch.randn(2, 45, 128).bfloat16(), []
+    for off, quantisers in (((), 3 + 1), (("fuse_quantize",), 2)):  # the weights', once; then the activations'
+        monkeypatch.setattr(config, "disabled_passes", off)
+        backend = fp4compile.backend(STATIC, strict=True)
+        with torch.no_grad(), simulated(monkeypatch, 100) as gpu:
+            torch._dynamo.reset()
+            results.append(torch.compile(model, backend=backend)(x))
+        assert gpu.counted()["package"]["quantize_rows"] == quantisers
+        assert {row.module: row.fused for row in backend.report.rows}["gate"] == (
+            None if off else "silu, mul, quantize"
+        )
+    assert torch.equal(*results) and results[0].isfinite().all() and results[0].any()
 
 
 @pretending

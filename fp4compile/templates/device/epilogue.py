@@ -12,6 +12,7 @@ float32 product, whose rescale ptxas may contract with a sum that follows.
 
 from functools import cache
 
+import torch
 import triton
 import triton.language as tl
 
@@ -26,13 +27,23 @@ from fp4compile.templates.device.register_tile import log2
 def text(epilogue: Epilogue) -> str:
     """The constexpr EPILOGUE of kernels: "product aux0 row1 | mul 0 1; add 3 2 | bfloat16".
 
-    The last part is the dtype that the product is rounded to.
+    The third part is the dtype that the product is rounded to. A fourth part says how the result is quantised
+    (`device.quantized_epilogue`): "e4m3 e8m0 rceil 32 none bfloat16".
     """
     steps, dtype = with_silu(epilogue.steps), epilogue.product_dtype
     names = [PRODUCT, *(f"{kind}{i}" for i, kind in sorted(epilogue.kinds.items()))]
     numbers = needed(steps, len(steps) - 1) if steps else []
     lines, _ = written(steps, numbers, names, {PRODUCT} if dtype.itemsize == 2 else (), pairs=False)
-    return " | ".join((" ".join(names), lines, str(dtype).removeprefix("torch.")))
+    parts = [" ".join(names), lines, _name(dtype)]
+    if epilogue.quantize is not None:
+        fmt = epilogue.quantize.format
+        fields = (fmt.element, fmt.scale, fmt.contract, fmt.block_cols, fmt.outer or "none", _name(epilogue.dtype))
+        parts.append(" ".join(map(str, fields)))
+    return " | ".join(parts)
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 @triton.constexpr_function
