@@ -22,11 +22,11 @@ from fp4compile.templates.problem import problem_of
 class Product:
     """A product of activations [batches, m, k] and weights [n, k], or of activations [m, k] and groups' weights; bf16.
 
-    a: format of the activations; None keeps them in bf16. b: format of the weights. epilogue: "" for none, "bias", or
-    "gated": silu(product) * another matrix. weights: how many weights multiply the same activations, in one launch.
-    groups: the number of groups, 0 for none. Groups cut the m rows, and each has its own weights; or, with along_k,
-    groups cut k, and [m, k] x [n, k] is multiplied for each part. result: the format to which the epilogue quantises
-    the result; "" stores it in bf16.
+    a: format of the activations; None keeps them in bf16. b: format of the weights. epilogue: "" for none, "bias",
+    "gated": silu(product) * another matrix, or "pair": silu(product) * the product of n more rows of weights. weights:
+    how many weights multiply the same activations, in one launch. groups: the number of groups, 0 for none. Groups cut
+    the m rows, and each has its own weights; or, with along_k, groups cut k, and [m, k] x [n, k] is multiplied for each
+    part. result: the format to which the epilogue quantises the result; "" stores it in bf16.
     """
 
     a: str | None
@@ -90,9 +90,12 @@ class Product:
             return self._of_groups()
         batch = () if self.batches == 1 else (self.batches,)
         a = self._operand(self.a, (*batch, self.m), self.k, (*batch, self.m, 1))
-        b = self._operand(self.b, (*batch, self.n), self.k, (*batch, self.n, 1))
+        rows = 2 * self.n if self.epilogue == "pair" else self.n
+        b = self._operand(self.b, (*batch, rows), self.k, (*batch, rows, 1))
         bias = _empty((self.n,)) if self.epilogue == "bias" else None
-        steps = (GATED if self.epilogue == "gated" else []) + [f"quantize {self.result}"] * bool(self.result)
+        steps = {"gated": GATED, "pair": OF_A_PAIR}.get(self.epilogue, []) + [f"quantize {self.result}"] * bool(
+            self.result
+        )
         if not steps:
             return Arguments(a, b, bias, BF16)
         others = [_empty((*batch, self.m, self.n))] if self.epilogue == "gated" else []
@@ -140,6 +143,7 @@ def multiplies(launched: Launch) -> bool:
     return launched.kernel.__name__.startswith("gem")
 
 
+OF_A_PAIR = ["neg product", "exp s0", "add s1 1.0", "div product s2", "mul s3 pair"]
 GATED = ["neg product", "exp s0", "add s1 1.0", "div product s2", "mul s3 aux0"]
 
 
@@ -155,6 +159,7 @@ PRODUCTS = (
     Product("nvfp4", "nvfp4", k=SIZE - 16),
     # Results that are the next product's operands. Rows of codes that are multiples of 8 bytes.
     *(Product(name, name, epilogue="gated", result=name) for name in ("nvfp4", "nvfp4_one_level", "mxfp8", "mxfp4")),
+    *(Product(name, name, epilogue="pair", result=name) for name in ("nvfp4", "nvfp4_one_level", "mxfp8", "mxfp4")),
     *(Product("nvfp4", "nvfp4", n=n, result="nvfp4_one_level") for n in (SIZE, SIZE - 16, SIZE - 8)),
     *(Product("mxfp8", "mxfp8", n=n, result="mxfp8") for n in (SIZE, SIZE - 16)),
     # Few tokens.

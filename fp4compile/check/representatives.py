@@ -38,8 +38,11 @@ def _with_something_new(table: Iterable[Any], sm: int, launches: Callable[[Any],
 
 
 def _end_of(entry: Any) -> str:
-    """What follows a product in its kernel; a quantised result is one trait, whatever its format."""
-    return "quantised" if getattr(entry, "result", "") else getattr(entry, "epilogue", "")
+    """What follows a product in its kernel; a quantised result is one trait, whatever its format, and one of a pair."""
+    epilogue = getattr(entry, "epilogue", "")
+    if not getattr(entry, "result", ""):
+        return epilogue
+    return "quantised pair" if epilogue == "pair" else "quantised"
 
 
 def _traits(launched: Launch, epilogue: str, sm: int) -> set[tuple]:

@@ -261,6 +261,8 @@ def reduced(product: Product) -> Product:
     if product.groups:
         m, k = (144, ROWS) if product.along_k else (ROWS, 512)
         return replace(product, groups=len(ENDS), m=m, n=n, k=k)
+    if product.epilogue == "pair":  # whole tiles of both matrices
+        n = 384
     return replace(product, m=product.m if product.m <= 64 else 144, n=n, k=k)
 
 

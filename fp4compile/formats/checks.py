@@ -201,6 +201,11 @@ def _check_epilogue(x: Arguments, epilogue: Epilogue) -> None:
     """Check an epilogue and the tensors that it reads, each of the product's size or of N elements."""
     *batch, m, _ = x.a.data.shape
     n, device = x.b.k if x.b_transposed else x.b.data.shape[-2], x.a.data.device
+    if epilogue.pair:
+        if x.b.data.dim() != 2 or not statically_true(n % 256 == 0):
+            raise ValueError(f"epilogue: with 'pair', expected b of 2-D and of twice a multiple of 128 rows, got "
+                             f"{tuple(x.b.data.shape)}")  # fmt: skip
+        n = n // 2
     size = m * n
     for count in batch:
         size = size * count

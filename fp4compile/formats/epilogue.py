@@ -3,7 +3,8 @@
 An `Epilogue` is a list of steps (`formats.steps`). Their tensors are the product and auxiliary tensors (`aux0`: an
 element for each element of the product; `row1`: an element for each column). The op `scaled_mm` carries the steps as
 strings. In the op `scaled_mm_quantized`, "quantize" and the name of a format follow them: what is stored are codes and
-block scales of the rows of the result, as the next product reads them.
+block scales of the rows of the result, as the next product reads them. Its steps may read `pair` as well: then B has
+the rows of two matrices, one below the other, `product` is A times the first of them, and `pair` A times the second.
 
 `apply` is the reference. `templates.device.epilogue` computes the same steps in kernels.
 """
@@ -21,7 +22,7 @@ from fp4compile.formats.steps import Step, evaluate, operand_kinds, parse
 
 # Tensors that an epilogue reads, at most: each is an argument of every launch of the kernels, and takes registers.
 AUXILIARIES = 2
-PRODUCT = "product"
+PRODUCT, PAIR = "product", "pair"
 QUANTIZE = "quantize"
 
 
@@ -49,12 +50,20 @@ class Epilogue:
         if steps and steps[-1].startswith(QUANTIZE):
             *steps, last = steps
             spec = _spec(last)
-        return cls(parse(steps, "epilogue", r"product|(?:aux|row)\d+"), product_dtype, dtype, spec)
+        found = cls(parse(steps, "epilogue", r"product|pair|(?:aux|row)\d+"), product_dtype, dtype, spec)
+        if found.pair and spec is None:
+            raise ValueError(f"epilogue: {PAIR!r} goes with a last step {QUANTIZE!r}, got {found.strings()}")
+        return found
 
     def strings(self) -> list[str]:
         """The steps as the op carries them; `parse` reads them."""
         last = [] if self.quantize is None else [f"{QUANTIZE} {self.quantize.format.name}"]
         return [*map(str, self.steps), *last]
+
+    @cached_property
+    def pair(self) -> bool:
+        """Whether the epilogue reads two products."""
+        return any(PAIR in step.arguments for step in self.steps)
 
     @cached_property
     def kinds(self) -> dict[int, str]:
@@ -80,10 +89,15 @@ def _spec(text: str) -> QuantizeSpec:
 def apply(product: torch.Tensor, epilogue: Epilogue, operands: Sequence[torch.Tensor]) -> torch.Tensor:
     """The reference: the steps on a product [..., M, N] in float32, rounded to `epilogue.dtype` at the end.
 
+    product: [..., M, 2 N] for an epilogue that reads `pair`.
+
     operands: the auxiliary tensors, of the product's size ("aux") or of N elements ("row"). `quantize` is left to the
     caller.
     """
     values: dict[str, torch.Tensor] = {PRODUCT: product.to(epilogue.product_dtype).float()}
+    if epilogue.pair:
+        values[PRODUCT], values[PAIR] = values[PRODUCT].chunk(2, -1)
+        product = values[PRODUCT]
     for i, kind in epilogue.kinds.items():
         shape = product.shape if kind == "aux" else product.shape[-1:]
         values[f"{kind}{i}"] = operands[i].reshape(shape).float()

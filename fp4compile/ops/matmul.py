@@ -90,6 +90,8 @@ def _like_product(x: Arguments) -> torch.Tensor:
     columns = x.b.k if x.b_transposed else x.b.data.shape[-2]
     check_bias(x.bias, columns)
     dtype = x.out_dtype if x.epilogue is None else x.epilogue.dtype
+    if x.epilogue is not None and x.epilogue.pair:
+        columns = columns // 2
     return x.a.data.new_empty((*x.a.data.shape[:-1], columns), dtype=dtype)
 
 

@@ -64,6 +64,16 @@ class Region:
                 for user in node.users:
                     heapq.heappush(waiting, user)
 
+    @property
+    def products(self) -> dict[Node, str]:
+        """The nodes that hold products, and the names of these in an epilogue."""
+        return {self.product: PRODUCT}
+
+    @property
+    def shape(self) -> torch.Size:
+        """The shape of a product."""
+        return self.value.shape
+
     def __contains__(self, node: Node) -> bool:
         return node is self.product or node in self.operations or node in self.renamed
 
@@ -103,7 +113,7 @@ class Region:
             return None
         if same_shape(value.shape, shape):
             return "aux"
-        row = (*[1] * (value.dim() - 1), self.value.shape[-1])
+        row = (*[1] * (value.dim() - 1), self.shape[-1])
         return "row" if 0 < value.dim() <= len(shape) and same_shape(value.shape, row) else None
 
     def end(self) -> Node | None:
@@ -151,11 +161,11 @@ class Region:
         """The operations that lead to `last`; auxiliary tensors are numbered in the order of `operands`."""
         inside, kinds = self.leading_to(last), self.operands(last)
         taken = [node for node in self.operations if node in inside]
-        names = {self.product: PRODUCT, **{node: f"s{i}" for i, node in enumerate(taken)}}
+        names = {**self.products, **{node: f"s{i}" for i, node in enumerate(taken)}}
         names |= {node: f"{kind}{i}" for i, (node, kind) in enumerate(kinds.items())}
 
         def argument(value: Node | float) -> str | float:
-            while value in self.renamed:
+            while value in self.renamed and value not in names:
                 value = self.renamed[value]
             return value if isinstance(value, float) else names[value]
 

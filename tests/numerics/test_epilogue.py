@@ -99,6 +99,21 @@ def test_quantised_results_on_the_cpu(name):
     torch.library.opcheck(QUANTISED.default, given, test_utils=checks)
 
 
+def test_a_result_of_two_products_on_the_cpu():
+    """B has the rows of two matrices; each product is rounded before the steps."""
+    a, b = (torch.ops.fp4compile.quantize(torch.randn(rows, 64), "mxfp8", layout="swizzled")[:2] for rows in (6, 512))
+    arguments = (*a, None, "mxfp8", *b, None, "mxfp8", torch.randn(512), BF16)
+    gate, steps = torch.randn(6, 256), ["relu product", "mul s0 pair", "mul s1 aux0", "quantize mxfp8"]
+    got = QUANTISED(*arguments, [gate], steps, BF16)
+    product, pair = torch.ops.fp4compile.scaled_mm(*arguments).float().chunk(2, -1)
+    expected = torch.ops.fp4compile.quantize((product.relu() * pair * gate).bfloat16(), "mxfp8", layout="swizzled")
+    assert got[0].shape == (6, 256)
+    assert all(
+        torch.equal(one.view(torch.uint8), other.view(torch.uint8))
+        for one, other in zip(got, expected[:2], strict=True)
+    )
+
+
 def test_bad_quantised_results():
     a = torch.ops.fp4compile.quantize(torch.randn(4, 64), "mxfp8", layout="swizzled")[:2]
     arguments = (*a, None, "mxfp8", *a, None, "mxfp8", None, BF16, [])
@@ -114,6 +129,8 @@ def test_bad_quantised_results():
     assert "without an outer scale of rows" in message(["quantize nvfp4_rowwise"])
     assert "unknown format 'mxfp9'" in message(["quantize mxfp9"])
     assert "'mxfp8' is neither a name nor a number" in message(["quantize mxfp8", "relu product"])
+    with pytest.raises(ValueError, match="epilogue: 'pair' goes with a last step 'quantize', got \\['relu pair'\\]"):
+        torch.ops.fp4compile.scaled_mm(*arguments, ["relu pair"], BF16)
     assert message(["quantize nvfp4"]) == "outer: format nvfp4 needs a static outer scale"
     assert message(["quantize mxfp8"], one) == "outer: format mxfp8 has no outer scale"
     assert (

@@ -69,6 +69,25 @@ def test_snapshot_of_a_llama_mlp():
     assert launches == ["quantize_rows"] * 2 + ["gemm_block_scaled_sm100", "quantize_rows"]
 
 
+def phi_mlp(x, w, w_down):
+    gate, up = F.linear(x, w).chunk(2, -1)
+    return F.linear(up * F.silu(gate), w_down)
+
+
+def test_snapshot_of_a_phi_mlp():
+    """Gate and up are one product, of whose two halves its kernel makes one result."""
+    shapes = (2, 128, 512), (2048, 512), (512, 1024)
+    found, names, count, launches = graph_of(phi_mlp, *shapes, recipe="nvfp4_one_level")
+    assert count == 1 and "slice" not in found
+    (line,) = (line for line in found.splitlines() if "scaled_mm_quantized" in line)
+    assert line.split("torch.bfloat16, ", 1)[1] == (
+        "[], ['neg product', 'exp s0', 'add s1 1.0', 'div product s2', 'mul pair s3', 'quantize nvfp4_one_level'],"
+        " torch.bfloat16)"
+    )
+    assert list(names.values()) == ["neg, exp, add, div, mul, quantize"]
+    assert launches == ["quantize_rows"] * 2 + ["gemm_block_scaled_sm100", "quantize_rows"]
+
+
 FUSED = {
     "no activation": (lambda x, w, v: F.linear(F.linear(x, w), v), (X, W, V)),
     "activation": (mlp, (X, W, V)),
@@ -98,7 +117,39 @@ def both_directions(x, w, v):
     return F.linear(y, v), y.t() @ y
 
 
+def halves(x, w, v):
+    gate, up = F.linear(x, w).chunk(2, -1)
+    return F.linear(F.relu(gate) * up, v)
+
+
+def other_halves(x, w, v):
+    y = F.linear(x, w)
+    return F.linear(F.relu(y.narrow(-1, 0, 1024)) * y.narrow(-1, 512, 1024), v)
+
+
+def both_sizes(x, w, v):
+    gate, up = F.relu(F.linear(x, w)).chunk(2, -1)
+    return F.linear(gate * up, v)
+
+
+def half_kept(x, w, v):
+    gate, up = F.linear(x, w).chunk(2, -1)
+    return F.linear(F.relu(gate) * up, v), up
+
+
+def thirds(x, w, v):
+    gate, up, _ = F.linear(x, w).chunk(3, -1)
+    return F.linear(F.relu(gate) * up, v)
+
+
+MX4 = {"recipe": "mxfp4"}
 LEFT = {
+    "a half used elsewhere": (half_kept, (X, (2048, 512), V), MX4),
+    "other halves": (other_halves, (X, (2048, 512), V), MX4),
+    "halves of no whole tiles": (halves, (X, (2016, 512), (512, 1008)), MX4),
+    "thirds": (thirds, (X, (3072, 512), V), MX4),
+    "halves of an activation": (both_sizes, (X, (2048, 512), V), MX4),
+    "half of a product": (lambda x, w, v: F.linear(F.linear(x, w).chunk(2, -1)[1], v), (X, (2048, 512), V), MX4),
     "used elsewhere": (kept, (X, W, V), {}),
     "quantised twice": (both_directions, (X, W, V), {}),
     "outer scale of the tensor": (mlp, (X, W, V), {"recipe": "nvfp4"}),

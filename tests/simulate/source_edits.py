@@ -31,11 +31,12 @@ _BOTH = "both directions, transform, seed"
 SOURCE_EDITS = (
     # dense products
     _edit(_DENSE, "rows of B by the height of A's tiles", "gemm/block_scaled_sm100",
-          "b_row = b_batch * n + tile_n * BN", "b_row = b_batch * n + tile_n * BM"),
+          "b_row = b_batch * n + tile_n * tile_cols", "b_row = b_batch * n + tile_n * BM"),
     _edit(_DENSE, "scales of another step", "gemm/block_scaled_sm100",
           "col_tile = step * (scale_cols // 4)\n", "col_tile = step\n"),
     _edit(_MX, "scales of B by one tile of 128 rows", "gemm/block_scaled_sm100",
-          "b_row_tile = b_batch * row_tiles_b + tile_n * (BN // 128)", "b_row_tile = b_batch * row_tiles_b + tile_n"),
+          "b_row_tile = b_batch * row_tiles_b + tile_n * (tile_cols // 128)",
+          "b_row_tile = b_batch * row_tiles_b + tile_n"),
     _edit(_DENSE, "the columns of a part stored over the part before", "gemm/block_scaled_sm100",
           "target.store([tile_m * BM, col0], part)", "target.store([tile_m * BM, tile_n * BN + i], part)"),
     _edit(_MX, "the rows of the last tiles not masked", "gemm/block_scaled_sm100",

@@ -7,14 +7,27 @@ import torch
 
 from fp4compile.check.product_table import Product
 from fp4compile.check.run_simulated import exact_arguments
-from fp4compile.check.run_values import BF16, same_bits
+from fp4compile.check.run_values import BF16, same_bits, schema
 from fp4compile.check.simulate.launch import Simulator
 from fp4compile.check.simulate.run import Schedule
 from fp4compile.formats import formats, reference
 from fp4compile.formats.epilogue import Epilogue
 from fp4compile.hardware import Target
+from fp4compile.ops.matmul import SCALED_MM_QUANTIZED
 from fp4compile.templates.multiply import multiply_quantized
 from tests.helpers.hard_inputs import stacked
+
+
+def test_a_result_of_two_products():
+    """Gate and up, in one matrix B: each tile has columns of both. Sums and their products are exact."""
+    x = exact_arguments(Product("mxfp8", "mxfp8", 144, 256, 256, epilogue="pair", result="mxfp8"))
+    x = replace(x, epilogue=Epilogue.parse(["relu product", "mul s0 pair", "quantize mxfp8"], BF16, BF16))
+    simulator = Simulator(Target(100, 2), Schedule(1))
+    with simulator.running():
+        got = multiply_quantized(x)
+    expected = SCALED_MM_QUANTIZED(*schema(x.a), *schema(x.b), None, BF16, [], x.epilogue.strings(), BF16)
+    assert [one.shape for one in got] == [one.shape for one in expected] and got[0].shape == (144, 256)
+    assert same_bits([*got, torch.empty(0)], [*expected, torch.empty(0)]) == []
 
 
 @pytest.mark.parametrize(("name", "rows", "columns", "multiprocessors"), [

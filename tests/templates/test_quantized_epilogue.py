@@ -64,6 +64,24 @@ def test_codes_of_batches(monkeypatch):
     assert torch.equal(as_bytes(data), as_bytes(expected[0])) and torch.equal(as_bytes(scales), as_bytes(expected[1]))
 
 
+@pytest.mark.skipif(not INTERPRETING, reason="the interpreter stands in for an SM100 GPU")
+@pytest.mark.parametrize("name", ["nvfp4", "mxfp8"])
+def test_codes_of_a_pair(name, monkeypatch):
+    """Each product has rows of B, outer scales and a bias of its own; there are two tiles of columns."""
+    found = replace(choose.named("block_scaled_sm100"), serves=lambda p: True, quantizes=lambda p: True)
+    monkeypatch.setattr(choose, "REGISTRY", (found,))
+    fmt, x, w, bias = formats.get(name), torch.randn(5, 64), torch.randn(512, 64), torch.randn(512)
+    a, b = quantized(x, fmt, "swizzled"), quantized(w, fmt, "swizzled")
+    if fmt.outer:
+        b = replace(b, outer=torch.rand(512, 1) + 0.5)
+    product, pair = multiply(Arguments(a, b, bias, BF16)).chunk(2, -1)
+    value = (product.float().relu() * pair.float()).bfloat16()
+    epilogue = Epilogue.parse(["relu product", "mul s0 pair", "quantize mxfp8"], BF16, BF16)
+    data, scales = multiply_quantized(Arguments(a, b, bias, BF16, epilogue))
+    expected = reference.quantize(value, formats.get("mxfp8"), None, "swizzled")
+    assert torch.equal(as_bytes(data), as_bytes(expected[0])) and torch.equal(as_bytes(scales), as_bytes(expected[1]))
+
+
 def compiled(product):
     _, (launched,) = product.launches(100)
     return compile_launch(launched, 100)

@@ -16,7 +16,7 @@ import torch
 import triton
 import triton.language as tl
 
-from fp4compile.formats.epilogue import PRODUCT, Epilogue
+from fp4compile.formats.epilogue import PAIR, PRODUCT, Epilogue
 from fp4compile.formats.steps import with_silu
 from fp4compile.templates.device.elements import float_bits
 from fp4compile.templates.device.pointwise import compute, kind_of, needed, operate, part_of, tensor_count, written
@@ -31,9 +31,10 @@ def text(epilogue: Epilogue) -> str:
     (`device.quantized_epilogue`): "e4m3 e8m0 rceil 32 none bfloat16".
     """
     steps, dtype = with_silu(epilogue.steps), epilogue.product_dtype
-    names = [PRODUCT, *(f"{kind}{i}" for i, kind in sorted(epilogue.kinds.items()))]
+    products = [PRODUCT, PAIR] if epilogue.pair else [PRODUCT]
+    names = [*products, *(f"{kind}{i}" for i, kind in sorted(epilogue.kinds.items()))]
     numbers = needed(steps, len(steps) - 1) if steps else []
-    lines, _ = written(steps, numbers, names, {PRODUCT} if dtype.itemsize == 2 else (), pairs=False)
+    lines, _ = written(steps, numbers, names, products if dtype.itemsize == 2 else (), pairs=False)
     parts = [" ".join(names), lines, _name(dtype)]
     if epilogue.quantize is not None:
         fmt = epilogue.quantize.format
@@ -53,18 +54,26 @@ def auxiliary_of(EPILOGUE, number):
 
 
 @triton.jit
-def epilogue(acc, at, col, inside, n, epilogue_0_ptr, epilogue_1_ptr, EPILOGUE: tl.constexpr, ISA: tl.constexpr):
-    """The epilogue's result for float32 values acc at offsets `at`, columns `col` of n. inside: mask of the loads."""
+def epilogue(
+    acc, at, col, inside, n, epilogue_0_ptr, epilogue_1_ptr, EPILOGUE: tl.constexpr, ISA: tl.constexpr, pair=None
+):
+    """The epilogue's result for float32 values acc at offsets `at`, columns `col` of n. inside: mask of the loads.
+
+    pair: the values of the second product, for an epilogue of two.
+    """
     if EPILOGUE == "":
         return acc
     else:
         values = (operate(part_of(EPILOGUE, 2), acc, acc, ISA),)
         ptrs = (epilogue_0_ptr, epilogue_1_ptr)
         for i in tl.static_range(1, tensor_count(EPILOGUE)):
-            ptr = ptrs[auxiliary_of(EPILOGUE, i)]
-            if kind_of(EPILOGUE, i) == "aux":
+            if kind_of(EPILOGUE, i) == "pai":
+                values = values + (operate(part_of(EPILOGUE, 2), pair, pair, ISA),)
+            elif kind_of(EPILOGUE, i) == "aux":
+                ptr = ptrs[auxiliary_of(EPILOGUE, i)]
                 values = values + (tl.load(ptr + at, mask=inside, other=0.0).to(tl.float32),)
             else:
+                ptr = ptrs[auxiliary_of(EPILOGUE, i)]
                 values = values + (tl.load(ptr + col, mask=col < n, other=0.0).to(tl.float32),)
         values = compute(values, EPILOGUE, ISA)
         return values[len(values) - 1]

@@ -70,7 +70,7 @@ def gemm_block_scaled_sm100(
     out_outer_ptr, epilogue_0_ptr, epilogue_1_ptr,
     batches, m, n, a_per_row, b_per_row, steps, row_tiles_a, row_tiles_b, col_tiles,
     A_ELEMENT: tl.constexpr, B_ELEMENT: tl.constexpr, SCALE: tl.constexpr, BLOCK: tl.constexpr,
-    A_OUTER: tl.constexpr, B_OUTER: tl.constexpr, BIAS: tl.constexpr, B_BATCHED: tl.constexpr,
+    A_OUTER: tl.constexpr, B_OUTER: tl.constexpr, BIAS: tl.constexpr, B_BATCHED: tl.constexpr, PAIR: tl.constexpr,
     EPILOGUE: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP_M: tl.constexpr, PARTS: tl.constexpr,
     TMA: tl.constexpr, TMA_STORE: tl.constexpr, WARP_SPECIALIZE: tl.constexpr, TWO_SUMS: tl.constexpr,
@@ -79,7 +79,8 @@ def gemm_block_scaled_sm100(
     """Tiles [BM, BN] of out [batches, m, n] = a [batches, m, K] x b [batches or 1, n, K]^T, rescaled, plus a bias.
 
     An epilogue that quantises stores codes of its result to out, and swizzled block scales to out_scales. out_outer:
-    its static outer scale.
+    its static outer scale. PAIR: B has two matrices [n, K], one below the other. A tile has BN / 2 columns of both
+    products, and the epilogue makes one result of them.
 
     The grid is persistent: program p takes the tiles p, p + grid, p + 2 * grid, and so on.
 
@@ -94,11 +95,14 @@ def gemm_block_scaled_sm100(
     b_bytes: tl.constexpr = codes_in(BK, B_ELEMENT)
     scale_cols: tl.constexpr = BK // BLOCK
     part_cols: tl.constexpr = BN // PARTS
+    matrices: tl.constexpr = 2 if PAIR else 1
+    tile_cols: tl.constexpr = BN // matrices
     b_batches = batches if B_BATCHED else 1
     a_source = code_source(a_ptr, batches * m, a_per_row, A_ELEMENT, BM, a_bytes, TMA)
-    b_source = code_source(b_ptr, b_batches * n, b_per_row, B_ELEMENT, BN, b_bytes, TMA)
+    b_source = code_source(b_ptr, b_batches * n, b_per_row, B_ELEMENT, tile_cols, b_bytes, TMA, matrices)
     a_scales = scale_source(a_scales_ptr, batches * row_tiles_a, col_tiles, SCALE, BM, scale_cols, TMA)
-    b_scales = scale_source(b_scales_ptr, b_batches * row_tiles_b, col_tiles, SCALE, BN, scale_cols, TMA)
+    b_scales = scale_source(b_scales_ptr, b_batches * row_tiles_b, col_tiles, SCALE, tile_cols, scale_cols, TMA,
+                            matrices)  # fmt: skip
     if quantizes(EPILOGUE):
         block: tl.constexpr = result_of(EPILOGUE, "block")
         blocks = tl.cdiv(n, block)
@@ -116,40 +120,45 @@ def gemm_block_scaled_sm100(
     if TMA:
         tl.assume(steps > 0)  # so that Triton makes no second epilogue, for tiles without steps
     tiles_m = tl.cdiv(m, BM)
-    tiles_n = tl.cdiv(n, BN)
+    tiles_n = tl.cdiv(n, tile_cols)
     for tile in tl.range(tl.program_id(0), batches * tiles_m * tiles_n, tl.num_programs(0), flatten=WARP_SPECIALIZE,
                          warp_specialize=WARP_SPECIALIZE, disallow_acc_multi_buffer=not TWO_SUMS):  # fmt: skip
         batch = tile // (tiles_m * tiles_n)
         b_batch = batch if B_BATCHED else 0
         tile_m, tile_n = grouped_tile(tile % (tiles_m * tiles_n), tiles_m, tiles_n, GROUP_M)
         a_row = batch * m + tile_m * BM
-        b_row = b_batch * n + tile_n * BN
+        b_row = b_batch * n + tile_n * tile_cols
         a_row_tile = batch * row_tiles_a + tile_m * (BM // 128)
-        b_row_tile = b_batch * row_tiles_b + tile_n * (BN // 128)
+        b_row_tile = b_batch * row_tiles_b + tile_n * (tile_cols // 128)
         # Loaded before the steps: they hide the latency, and all parts share the factor.
         row = (tile_m * BM + tl.arange(0, BM))[:, None]
         factor = factor_of_rows(row, m, batch, a_outer_ptr, b_outer_ptr, A_OUTER, B_OUTER)
         acc = tl.zeros((BM, BN), tl.float32)
         for step in range(steps):
             a = load_codes(a_source, a_row, step * a_bytes, (batch + 1) * m, a_per_row, BM, a_bytes, TMA, EVEN_K)
-            b = load_codes(b_source, b_row, step * b_bytes, (b_batch + 1) * n, b_per_row, BN, b_bytes, TMA, EVEN_K)
+            b = load_codes(b_source, b_row, step * b_bytes, (b_batch + 1) * n, b_per_row, tile_cols, b_bytes, TMA,
+                           EVEN_K, matrices)  # fmt: skip
             col_tile = step * (scale_cols // 4)
             a_scale = load_scales(a_scales, a_row_tile, col_tile, (batch + 1) * row_tiles_a, col_tiles,
                                   BM, scale_cols, TMA)  # fmt: skip
             b_scale = load_scales(b_scales, b_row_tile, col_tile, (b_batch + 1) * row_tiles_b, col_tiles,
-                                  BN, scale_cols, TMA)  # fmt: skip
+                                  tile_cols, scale_cols, TMA, matrices)  # fmt: skip
             acc = multiply(a, a_scale, b, b_scale, acc, A_ELEMENT, B_ELEMENT, SCALE, BLOCK)
 
         parts = column_parts(acc, PARTS)
         scales = ()
-        for i in tl.static_range(PARTS):
-            col0 = tile_n * BN + i * part_cols
+        for i in tl.static_range(PARTS // matrices):
+            col0 = tile_n * tile_cols + i * part_cols
             col = (col0 + tl.arange(0, part_cols))[None, :]
             mask = (row < m) & (col < n)
             at = (batch.to(tl.int64) * m + row) * n + col
             part = rescale_columns(parts[i], factor, col, n, batch, b_outer_ptr, bias_ptr,
                                    A_OUTER, B_OUTER, BIAS, B_BATCHED)  # fmt: skip
-            part = epilogue(part, at, col, mask, n, epilogue_0_ptr, epilogue_1_ptr, EPILOGUE, ISA)
+            pair = None
+            if PAIR:  # of the second half of the rows of B
+                pair = rescale_columns(parts[i + PARTS // 2], factor, col, n, batch, b_outer_ptr + n, bias_ptr + n,
+                                       A_OUTER, B_OUTER, BIAS, B_BATCHED)  # fmt: skip
+            part = epilogue(part, at, col, mask, n, epilogue_0_ptr, epilogue_1_ptr, EPILOGUE, ISA, pair)
             if quantizes(EPILOGUE):
                 if not EVEN_BLOCKS:
                     part = tl.where(col < n, part, 0.0)
@@ -179,8 +188,9 @@ def _serves(p: Problem) -> bool:
 
 
 def _quantizes(p: Problem) -> bool:
-    """Only where rows of a tile lie in one thread, on SM100 and SM103."""
-    return 100 <= p.target.sm < 120
+    """Only where rows of a tile lie in one thread, on SM100 and SM103. TMA reads tiles of two products."""
+    pairs = not p.pair or (p.batches == 1 and statically_true(p.n % 128 == 0) and block_scaled_config(p).tma)
+    return 100 <= p.target.sm < 120 and pairs
 
 
 def _run(call: Call, config: BlockScaledConfig) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
@@ -195,7 +205,7 @@ def _run(call: Call, config: BlockScaledConfig) -> torch.Tensor | tuple[torch.Te
         even_blocks = statically_true(p.n % p.result.block_cols == 0)
     whole_rows = p.batches == 1 and statically_true(out.shape[-1] * out.element_size() % 16 == 0)
     a_outer, b_outer, bias = call.rescale_pointers(out)
-    tiles = ceil_div(p.m, config.bm) * ceil_div(p.n, config.bn) * p.batches
+    tiles = ceil_div(p.m, config.bm) * ceil_div(p.n, config.bn // (2 if p.pair else 1)) * p.batches
     launch(
         gemm_block_scaled_sm100, torch.sym_min(tiles, p.target.multiprocessors),
         call.a.data, call.a.scales, a_outer, call.b.data, call.b.scales, b_outer, bias, out, scales,
@@ -204,7 +214,8 @@ def _run(call: Call, config: BlockScaledConfig) -> torch.Tensor | tuple[torch.Te
         ceil_div(blocks, 4),
         num_warps=config.num_warps, num_stages=config.stages,
         A_ELEMENT=p.a.element, B_ELEMENT=p.b.element, SCALE=p.a.scale, BLOCK=p.a.format.block_cols,
-        EVEN_K=int(even), EVEN_BLOCKS=int(even_blocks), TMA_STORE=int(whole_rows and config.tma), **config.constants,
+        PAIR=int(p.pair), EVEN_K=int(even), EVEN_BLOCKS=int(even_blocks), TMA_STORE=int(whole_rows and config.tma),
+        **config.constants,
         **call.rescale_constants, EPILOGUE=call.epilogue_text,
         ISA=p.target.isa,
     )  # fmt: skip

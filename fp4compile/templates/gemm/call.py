@@ -131,7 +131,9 @@ class Call:
         p = self.problem
         self.a.check(p.batches, p.m)
         self.b.check(p.b_matrices, p.b_rows)
-        for tensor in (*(() if self.bias is None else (self.bias,)), *self.auxiliaries):
+        if self.bias is not None:
+            within(self.bias, span((2 * p.n if p.pair else p.n,), (1,)))
+        for tensor in self.auxiliaries:
             row = statically_true(tensor.numel() == p.n)
             within(tensor, span((p.n,) if row else (p.batches * p.m, p.n), (1,) if row else (p.n, 1)))
         if self.offs is not None:

@@ -77,20 +77,24 @@ def fusing_pays(p: Problem, config: BlockScaledConfig | SkinnyBlockScaledConfig)
     return all(kernel_seconds(one, config) < library_seconds(one) + pointwise_seconds(one) for one in each)
 
 
-def quantizing_pays(p: Problem, config: BlockScaledConfig, alone: BlockScaledConfig | SkinnyBlockScaledConfig | None
-                    ) -> bool:  # fmt: skip
+def quantizing_pays(
+    p: Problem,
+    config: BlockScaledConfig,
+    alone: Problem,
+    alone_config: BlockScaledConfig | SkinnyBlockScaledConfig | None,
+) -> bool:
     """Whether a kernel that quantises its result in the epilogue beats a product and a quantiser.
 
-    p: the problem with the epilogue. config: the kernel's configuration. alone: the configuration of the kernel that
-    serves the product without an epilogue; None where the library does. Codes, which both ways write, and what an
-    epilogue or a prologue reads are not counted. Symbolic sizes: as in `fusing_pays`.
+    p, config: the problem with the epilogue, and its kernel's configuration. alone, alone_config: the product without
+    an epilogue, and its kernel's configuration, None where the library serves it. Codes, which both ways write, and
+    what an epilogue or a prologue reads are not counted. Symbolic sizes: as in `fusing_pays`.
     """
     if not all(isinstance(size, int) for size in (p.n, p.k, p.batches)):
         return False
     for m in [p.m] if isinstance(p.m, int) else ANY_ROWS:
-        one = replace(p, m=m)
-        product = library_seconds(one) if alone is None else kernel_seconds(one, alone)
-        if quantizing_seconds(one, config) >= product + pointwise_seconds(one):
+        plain = replace(alone, m=m)
+        product = library_seconds(plain) if alone_config is None else kernel_seconds(plain, alone_config)
+        if quantizing_seconds(replace(p, m=m), config) >= product + pointwise_seconds(plain):
             return False
     return True
 
@@ -100,12 +104,15 @@ def quantizing_seconds(p: Problem, config: BlockScaledConfig) -> float:
 
     Where tensor memory holds the sums of two tiles, a tile's epilogue runs beside the products of the next one.
     """
-    rates, tiles = _rates(p), ceil_div(p.m, config.bm) * ceil_div(p.n, config.bn) * p.batches
-    of_tile = config.bm * config.bn / 16 * QUANTIZE_INSTRUCTIONS[p.result.scale] / (32 * 4 * ISSUED * CLOCK)
+    columns = 2 * p.n if p.pair else p.n
+    product, rates, results = replace(p, n=columns), _rates(p), config.bm * config.bn * p.n // columns
+    of_tile = results / 16 * QUANTIZE_INSTRUCTIONS[p.result.scale] / (32 * 4 * ISSUED * CLOCK)
+    tiles = ceil_div(p.m, config.bm) * ceil_div(columns, config.bn) * p.batches
     epilogues = ceil_div(tiles, p.target.multiprocessors) * of_tile
-    products = _tiled_seconds(p, config.bm, config.bn, config.bn, rates.fp4_triton if _fp4(p) else rates.fp8)
+    peak = rates.fp4_triton if _fp4(p) else rates.fp8
+    products = _tiled_seconds(product, config.bm, config.bn, config.bn, peak)
     together = max(products, epilogues) if config.two_sums else products + epilogues
-    return max(together, _operand_seconds(p))
+    return max(together, _operand_seconds(product))
 
 
 def library_seconds(p: Problem) -> float:

@@ -392,6 +392,8 @@ def block_scaled_configs(p: Problem) -> tuple[BlockScaledConfig, ...]:
     narrow = BlockScaledConfig(128, 128, step, stages=5, parts=4, two_sums=True)
     if p.result is not None:  # half of a part's columns lie in one thread: whole blocks of 16 or 32
         wide, narrow = replace(wide, parts=4), replace(narrow, parts=2)
+    if p.pair:  # 128 columns of both products
+        return (replace(wide, stages=_stages(p, wide)),)
     return _with_parts(p, replace(wide, stages=_stages(p, wide))), _with_parts(p, narrow)
 
 
