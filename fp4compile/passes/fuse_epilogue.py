@@ -56,13 +56,18 @@ class Region:
     renamed: dict[Node, Node] = field(default_factory=dict)  # reshapes and casts, and what they reshape or cast
 
     def __post_init__(self):
-        waiting = list(self.product.users)
+        waiting = [user for node in self.roots for user in node.users]
         heapq.heapify(waiting)
         while waiting:
             node = heapq.heappop(waiting)
             if node not in self and self._take(node):
                 for user in node.users:
                     heapq.heappush(waiting, user)
+
+    @property
+    def roots(self) -> tuple[Node, ...]:
+        """The products, from whose users on the operations follow."""
+        return (self.product,)
 
     @property
     def products(self) -> dict[Node, str]:
@@ -75,7 +80,7 @@ class Region:
         return self.value.shape
 
     def __contains__(self, node: Node) -> bool:
-        return node is self.product or node in self.operations or node in self.renamed
+        return node in self.roots or node in self.operations or node in self.renamed
 
     @cached_property
     def value(self) -> torch.Tensor:

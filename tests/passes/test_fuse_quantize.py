@@ -21,6 +21,7 @@ from fp4compile.passes.notes import fused
 from fp4compile.templates.choose import Choice, quantized
 from fp4compile.templates.problem import problem_of
 from tests.helpers.absent_gpu import ANY, fused_graph
+from tests.helpers.absent_gpu_model import DEVICE, compiled_for, pretended
 from tests.helpers.graphs import summary
 
 X, W, V = (256, 512), (1024, 512), (512, 1024)
@@ -86,6 +87,57 @@ def test_snapshot_of_a_phi_mlp():
     )
     assert list(names.values()) == ["neg, exp, add, div, mul, quantize"]
     assert launches == ["quantize_rows"] * 2 + ["gemm_block_scaled_sm100", "quantize_rows"]
+
+
+class Mlp(torch.nn.Module):
+    """An MLP with fake parameters of the current fake mode."""
+
+    def __init__(self, inner):
+        super().__init__()
+        sizes = {"gate": (512, inner), "up": (512, inner), "down": (inner, 512)}
+        for name, (columns, rows) in sizes.items():
+            layer = torch.nn.Linear(columns, rows, bias=False, device="meta")
+            weight = torch.empty(rows, columns, device=DEVICE, dtype=torch.bfloat16)
+            layer._parameters["weight"] = torch.nn.Parameter(weight, requires_grad=False)
+            setattr(self, name, layer)
+
+    def forward(self, x):
+        return self.down(F.silu(self.gate(x)) * self.up(x))
+
+
+@pytest.mark.parametrize(("recipe", "inner", "inputs", "fused", "up"), [
+    ("mxfp4", 1024, 9 + 2, True, False), ("mxfp4", 1000, 9, True, True), ("nvfp4", 1024, 9, False, True),
+], ids=["joined", "no whole tiles", "dynamic"])  # fmt: skip
+def test_compiled_models(recipe, inner, inputs, fused, up, monkeypatch):
+    """Through the backend: where the cache joins the weights of gate and up, one launch of both remains."""
+    with pretended(monkeypatch, 100) as launches:
+        model, x = Mlp(inner), torch.empty(256, 512, device=DEVICE, dtype=torch.bfloat16)
+        found = compiled_for(monkeypatch, model, x, recipe, launches)
+    rows = {row.module: row.fused for row in found.report.rows}
+    assert (rows["gate"] == "silu, mul, quantize") == fused
+    packed = [node for node in found.graphs[0].graph.find_nodes(op="placeholder") if node.name.startswith("packed")]
+    assert len(packed) == inputs
+    kernels = [one for one in found.launches if one.kernel.__name__ == "gemm_block_scaled_sm100"]
+    assert [one.constants["PAIR"] for one in kernels if "e2m1 " in one.constants["EPILOGUE"]] == [int(not up)] * fused
+
+
+def test_a_static_outer_scale():
+    """It is an operand of the product that quantises, in the graph and in the launch."""
+
+    def function(x, w, outer):
+        y = F.relu(F.linear(x, w))
+        return torch.ops.fp4compile.quantize(y, "nvfp4", [-1], outer=outer, layout="swizzled")[:2]
+
+    dtypes = [torch.bfloat16, torch.bfloat16, torch.float32]
+    result = fused_graph(function, X, W, (), recipe="nvfp4_one_level", dtypes=dtypes, fuse=False, then=both)
+    launch = result.launches[-1]
+    assert launch.constants["EPILOGUE"].endswith("| e2m1 e4m3 torchao 16 tensor bfloat16")
+    assert launch.args["out_outer_ptr"].shape == () and launch.args["out_scales_ptr"].shape == (256 * 64,)
+
+
+def both(graph):
+    assert fuse_quantize(graph) == 1
+    lower(graph)
 
 
 FUSED = {

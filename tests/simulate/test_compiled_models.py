@@ -17,7 +17,6 @@ from fp4compile import _compat, config
 from fp4compile.check.simulate.fault import Fault
 from fp4compile.check.simulate.launch import Simulator, compiled_of
 from fp4compile.hardware import Target
-from fp4compile.recipe import named
 from tests.helpers import in_interpreter
 from tests.helpers.compiled_models import RUNS, Case, compared, difference, expected_of
 from tests.helpers.simulated_gpu import Gpu, simulated
@@ -69,31 +68,26 @@ def test_packed_experts(monkeypatch):
 class GatedMlp(torch.nn.Module):
     def __init__(self):
         super().__init__()
-        self.gate, self.up = (torch.nn.Linear(128, 272, bias=False) for _ in range(2))
-        self.down = torch.nn.Linear(272, 128, bias=False)
+        self.gate, self.up, self.down = (torch.nn.Linear(128, 128, bias=False) for _ in range(3))
 
     def forward(self, x):
         return self.down(F.silu(self.gate(x)) * self.up(x))
 
 
-STATIC = named("nvfp4_static").replace(static_scales={"gate": 0.002, "up": 0.002, "down": 0.0001})
-
-
 @pretending
-def test_a_product_writes_the_next_one_s_operand(monkeypatch):
-    """The gate's product quantises by a static scale; the bits are those of a product and a quantiser."""
+def test_gate_and_up_write_the_operand_of_down(monkeypatch):
+    """One launch for both, whose weights the cache joins; the bits are those of three kernels."""
     torch.manual_seed(0)
     model, x, results = GatedMlp().bfloat16(), torch.randn(2, 45, 128).bfloat16(), []
-    for off, quantisers in (((), 3 + 1), (("fuse_quantize",), 2)):  # the weights', once; then the activations'
+    for off, quantisers, products in (((), 3 + 1, 2), (("fuse_quantize",), 2, 3)):  # the weights' quantisers run once
         monkeypatch.setattr(config, "disabled_passes", off)
-        backend = fp4compile.backend(STATIC, strict=True)
+        backend = fp4compile.backend("mxfp4", strict=True)
         with torch.no_grad(), simulated(monkeypatch, 100) as gpu:
             torch._dynamo.reset()
             results.append(torch.compile(model, backend=backend)(x))
-        assert gpu.counted()["package"]["quantize_rows"] == quantisers
-        assert {row.module: row.fused for row in backend.report.rows}["gate"] == (
-            None if off else "silu, mul, quantize"
-        )
+        assert gpu.counted()["package"] == {"quantize_rows": quantisers, "gemm_block_scaled_sm100": products}
+        fused = {row.module: row.fused for row in backend.report.rows}
+        assert fused["gate"] == (None if off else "silu, mul, quantize") and fused["up"] is None
     assert torch.equal(*results) and results[0].isfinite().all() and results[0].any()
 
 
