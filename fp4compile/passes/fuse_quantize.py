@@ -61,7 +61,9 @@ def _fuse_product(graph: Graph, node: Node) -> tuple[Node, ...]:
     reasons = []
     for region, last in _parts(node):
         quantise = quantise_of(_only_quantiser(last))
-        choice = quantized(region.problem, quantise.spec.format, pair=region.pair)
+        kinds = region.operands(last).items()
+        read = sum(node.meta["val"].dtype.itemsize for node, kind in kinds if kind == "aux")
+        choice = quantized(replace(region.problem, operand_bytes=read), quantise.spec.format, pair=region.pair)
         if not isinstance(choice, str):
             _fuse(graph, region, last, quantise)
             return region.roots

@@ -56,7 +56,8 @@ class Problem:
     b_batched: whether each matrix of A has its own B. bias: its dtype, None without one. epilogue: whether pointwise
     operations follow in the same kernel; out_dtype is what the product is rounded to before them. result: the format to
     which that kernel quantises the rows of the result; None where it stores the result in 16 or 32 bits. pair: whether
-    the rows of B are two matrices [n, k], and the epilogue makes one result [m, n] of both products.
+    the rows of B are two matrices [n, k], and the epilogue makes one result [m, n] of both products. operand_bytes: for
+    each element of a quantised result, bytes that the epilogue reads of other tensors of the result's size.
 
     ragged: None where all products have the same sizes; else the dimension that groups of any sizes share:
         "rows": [m, k] x [groups, n, k] -> [m, n], the matrix of B by the row's group;
@@ -86,6 +87,7 @@ class Problem:
     b_transposed: bool = False
     result: BlockFormat | None = None
     pair: bool = False
+    operand_bytes: int = 0
 
     @property
     def static(self) -> bool:
@@ -192,7 +194,14 @@ def problem_of(x: Arguments, target: Target) -> Problem:
         batches, m = 1, batches * m
     return Problem(a, b, m, n, _k(x), x.out_dtype, target, None if x.bias is None else x.bias.dtype, batches,
                    not shared, x.epilogue is not None, fast_accumulation=x.fast_accumulation,
-                   b_transposed=x.b_transposed, result=_result_format(x), pair=pair)  # fmt: skip
+                   b_transposed=x.b_transposed, result=_result_format(x), pair=pair,
+                   operand_bytes=_operand_bytes(x))  # fmt: skip
+
+
+def _operand_bytes(x: Arguments) -> int:
+    if _result_format(x) is None:
+        return 0
+    return sum(x.auxiliaries[i].dtype.itemsize for i, kind in x.epilogue.kinds.items() if kind == "aux")
 
 
 def _result_format(x: Arguments) -> BlockFormat | None:

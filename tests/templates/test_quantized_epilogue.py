@@ -101,6 +101,23 @@ def test_machine_code():
 
 
 @pytest.mark.skipif(INTERPRETING, reason="chooses for GPUs")
+def test_operands_take_shared_memory_and_registers():
+    """Float32 operands leave room for three stages; beside a pair, eight bytes an element would spill."""
+    product = Product("nvfp4", "nvfp4", epilogue="gated", result="nvfp4")
+    pair = replace(product, epilogue="pair")
+    stages = {}
+    for dtype in (BF16, torch.float32):
+        gate = torch.empty(product.m, product.n, dtype=dtype, device="meta")
+        problem = problem_of(replace(product.arguments(), auxiliaries=[gate]), Target(100))
+        stages[dtype] = choose.choose(problem).config.stages
+    assert stages == {BF16: 4, torch.float32: 3}
+    problem = problem_of(pair.arguments(), Target(100))
+    assert choose.choose(problem).config.stages == 4
+    with pytest.raises(ValueError, match="no kernel of compute capability 100 quantises the result"):
+        choose.choose(replace(problem, operand_bytes=8))
+
+
+@pytest.mark.skipif(INTERPRETING, reason="chooses for GPUs")
 def test_other_gpus_have_no_such_kernel():
     """The registry on Hopper and SM120 stays what it was."""
     for sm in (90, 120):

@@ -188,8 +188,12 @@ def _serves(p: Problem) -> bool:
 
 
 def _quantizes(p: Problem) -> bool:
-    """Only where rows of a tile lie in one thread, on SM100 and SM103. TMA reads tiles of two products."""
-    pairs = not p.pair or (p.batches == 1 and statically_true(p.n % 128 == 0) and block_scaled_config(p).tma)
+    """Only where rows of a tile lie in one thread, on SM100 and SM103.
+
+    TMA reads tiles of two products. With more than 4 bytes of operands for an element beside them, registers spill.
+    """
+    whole = p.batches == 1 and statically_true(p.n % 128 == 0) and p.operand_bytes <= 4
+    pairs = not p.pair or (whole and block_scaled_config(p).tma)
     return 100 <= p.target.sm < 120 and pairs
 
 

@@ -401,13 +401,13 @@ def _stages(p: Problem, config: BlockScaledConfig) -> int:
     """As many stages, up to `config.stages`, as shared memory holds beside the epilogue's buffers.
 
     The buffers hold a part of the result and, with pointwise operations, a part of their operand. Where the result is
-    quantised, 4 KB are enough for the operand and the scales.
+    quantised, 4 KB are enough for 16-bit operands and the scales, and 8 KB for float32 operands.
     """
     elements = config.bm * config.bn // config.parts
     if p.result is None:
         buffers = elements * (p.out_dtype.itemsize + (4 if p.epilogue else 0))
     else:
-        buffers = elements // (2 if p.result.packed else 1) + 4096
+        buffers = elements // (2 if p.result.packed else 1) + max(4096, 2048 * p.operand_bytes)
     return min(config.stages, (p.target.shared_memory - buffers - 2048) // _stage_bytes(p, config))
 
 
