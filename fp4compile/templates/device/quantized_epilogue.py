@@ -76,19 +76,18 @@ def joined_columns(parts):
 
 @triton.jit
 def store_scale_tiles(scales_ptr, byte, batch, tile_m, tile_n, m, blocks):
-    """Store the scale bytes [ROWS, COLS] of tile (tile_m, tile_n) as whole tiles of the swizzled layout.
+    """Store the scale bytes [128, COLS] (int32) of tile (tile_m, tile_n) as whole tiles of the swizzled layout.
 
-    ROWS, COLS: multiples of 128 and of 4. m, blocks: rows of a matrix, and blocks in a row.
+    COLS: a multiple of 4. m, blocks: rows of a matrix, and blocks in a row. The matrix has rows of the tile. Four bytes
+    of a row are a word, so that also a tile with few scales is stored by words.
     """
-    rows: tl.constexpr = byte.shape[0] // 128
     cols: tl.constexpr = byte.shape[1] // 4
-    row_tiles = tl.cdiv(m, 128)
+    shift = 8 * tl.arange(0, 4)[None, None, :]
+    words = tl.sum(tl.reshape(byte, (128, cols, 4)) << shift, 2)
+    words = tl.reshape(tl.permute(tl.reshape(words, (4, 32, cols)), (2, 1, 0)), (cols * 128,))
     col_tiles = tl.cdiv(blocks, 4)
-    tiles = tl.permute(tl.reshape(byte.to(tl.uint8), (rows, 4, 32, cols, 4)), (0, 3, 2, 1, 4))
-    tiles = tl.reshape(tiles, (rows, cols * 512))
-    row = (tile_m * rows + tl.arange(0, rows))[:, None]
     col = tile_n * cols
-    at = tl.arange(0, cols * 512)[None, :]
-    mask = (row < row_tiles) & (at // 512 < col_tiles - col)
-    first = ((batch.to(tl.int64) * row_tiles + row) * col_tiles + col) * 512
-    tl.store(scales_ptr + (first + at), tiles, mask=mask)
+    first = ((batch.to(tl.int64) * tl.cdiv(m, 128) + tile_m) * col_tiles + col) * 128
+    at = tl.arange(0, cols * 128)
+    ptr = scales_ptr.to(tl.pointer_type(tl.int32), bitcast=True)
+    tl.store(ptr + (first + at), words, mask=at // 128 < col_tiles - col)
