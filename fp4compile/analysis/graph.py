@@ -13,7 +13,14 @@ from fp4compile.formats import formats
 from fp4compile.formats.operand import Arguments, Operand
 from fp4compile.formats.prologue import Prologue
 from fp4compile.formats.quantize_spec import QuantizeSpec
-from fp4compile.ops.matmul import SCALED_GROUPED_MM, dense, grouped, operand
+from fp4compile.ops.matmul import (
+    SCALED_GROUPED_MM,
+    SCALED_MM_QUANTIZED,
+    dense,
+    dense_quantized,
+    grouped,
+    operand,
+)
 from fp4compile.ops.quantize import GATHERED_WEIGHT, QUANTIZE
 from fp4compile.templates.choose import Choice, choose
 from fp4compile.templates.gemm import indexed
@@ -123,7 +130,8 @@ class ScaledMM(Arguments):
         """The arguments with their (fake) tensors."""
         a, b = (Operand(*map(_value, (x.data, x.scales, x.outer)), x.format) for x in (self.a, self.b))
         return Arguments(a, b, _value(self.bias), self.out_dtype, self.epilogue, list(map(_value, self.auxiliaries)),
-                         _value(self.offs), _value(self.rows), b_transposed=self.b_transposed)  # fmt: skip
+                         _value(self.result_outer), _value(self.offs), _value(self.rows),
+                         b_transposed=self.b_transposed)  # fmt: skip
 
     @cached_property
     def problem(self) -> Problem:
@@ -137,10 +145,13 @@ class ScaledMM(Arguments):
 
 
 def scaled_mm_of(node: Node) -> ScaledMM:
-    """The arguments of a `scaled_mm` or `scaled_grouped_mm` node; the same object while the arguments stay."""
+    """The arguments of a `scaled_mm`, `scaled_mm_quantized` or `scaled_grouped_mm` node.
+
+    The same object is returned while the arguments stay.
+    """
     known = getattr(node, "_fp4compile_product", None)
     if known is None or known[0] is not node.args:
-        read = grouped if node.target is SCALED_GROUPED_MM else dense
+        read = {SCALED_GROUPED_MM: grouped, SCALED_MM_QUANTIZED: dense_quantized}.get(node.target, dense)
         known = node.args, ScaledMM(**vars(read(*node.args, **node.kwargs)), node=node)
         node._fp4compile_product = known
     return known[1]

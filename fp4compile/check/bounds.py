@@ -43,6 +43,10 @@ _TCGEN05 = r"tcgen05\.mma\S*kind::{kind}\.block_scale"
 PRODUCT_LINES = {
     # Many tokens; rows of codes are multiples of 16 bytes.
     "block-scaled": ProductLine(_TCGEN05, 1, tma_loads=1, asynchronous_loads=1, overlapped=True, store_bytes=16),
+    # The same, with a result that is quantised: four scales of a row are a word, and codes are stored by TMA.
+    "block-scaled, quantised": ProductLine(
+        _TCGEN05, 1, tma_loads=1, asynchronous_loads=1, overlapped=True, store_bytes=4
+    ),
     # TMA reads only rows that are multiples of 16 bytes.
     "block-scaled, ragged": ProductLine(_TCGEN05, 1, asynchronous_loads=1, overlapped=True, store_bytes=16),
     # Up to 64 tokens, by pointers: the loads are weights, each read at most once.
@@ -66,12 +70,20 @@ PRODUCT_LINES = {
 }
 
 
-def product_line(tier: str, rows: int, aligned: bool, sm: int, multiplies: bool = True, grouped: bool = False) -> str:
+def product_line(
+    tier: str,
+    rows: int,
+    aligned: bool,
+    sm: int,
+    multiplies: bool = True,
+    grouped: bool = False,
+    quantised: bool = False,
+) -> str:
     """The name of a launch's entry in `PRODUCT_LINES`.
 
     tier: the kernel's tier. rows: the rows of A. aligned: whether rows of codes are multiples of 16 bytes. multiplies:
     whether the launch computes the product itself, and not a step before or after it. grouped: whether the product has
-    groups.
+    groups. quantised: whether the kernel quantises the result.
     """
     if not multiplies:
         return "beside a product"
@@ -81,6 +93,8 @@ def product_line(tier: str, rows: int, aligned: bool, sm: int, multiplies: bool 
         return "dequantised"
     if sm >= 120:
         return "block-scaled, sm_120"
+    if quantised:
+        return "block-scaled, quantised"
     if rows <= 64:
         return "block-scaled, few"
     return "block-scaled" if aligned else "block-scaled, ragged"

@@ -253,7 +253,8 @@ def check_products(sm: int, products: tuple[Product, ...] | None = None) -> Iter
 
 def product_row(product: Product, tier: str, launched: Launch, sm: int) -> ProductRow:
     """The row of one launch of a product."""
-    line = product_line(tier, product.m, _aligned(product), sm, multiplies(launched), bool(product.groups))
+    line = product_line(tier, product.m, _aligned(product), sm, multiplies(launched), bool(product.groups),
+                        bool(product.result))  # fmt: skip
     where = (launched.kernel.__name__, product.label, product.formats, sm)
     try:
         one = compile_launch(launched, sm)

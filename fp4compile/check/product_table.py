@@ -14,7 +14,7 @@ from fp4compile.formats.operand import Arguments, Operand
 from fp4compile.hardware import Target
 from fp4compile.templates.choose import Choice, candidates, choose
 from fp4compile.templates.launch import Launch, dry_run
-from fp4compile.templates.multiply import multiply, scaled_mm_group
+from fp4compile.templates.multiply import multiply, multiply_quantized, scaled_mm_group
 from fp4compile.templates.problem import problem_of
 
 
@@ -22,10 +22,11 @@ from fp4compile.templates.problem import problem_of
 class Product:
     """A product of activations [batches, m, k] and weights [n, k], or of activations [m, k] and groups' weights; bf16.
 
-    a: format of the activations; None keeps them in bf16. b: format of the weights. epilogue: "" for none, "bias", or
-    "gated": silu(product) * another matrix. weights: how many weights multiply the same activations, in one launch.
-    groups: the number of groups, 0 for none. Groups cut the m rows, and each has its own weights; or, with along_k,
-    groups cut k, and [m, k] x [n, k] is multiplied for each part.
+    a: format of the activations; None keeps them in bf16. b: format of the weights. epilogue: "" for none, "bias",
+    "gated": silu(product) * another matrix, or "pair": silu(product) * the product of n more rows of weights. weights:
+    how many weights multiply the same activations, in one launch. groups: the number of groups, 0 for none. Groups cut
+    the m rows, and each has its own weights; or, with along_k, groups cut k, and [m, k] x [n, k] is multiplied for each
+    part. result: the format to which the epilogue quantises the result; "" stores it in bf16.
     """
 
     a: str | None
@@ -38,12 +39,14 @@ class Product:
     batches: int = 1
     groups: int = 0
     along_k: bool = False
+    result: str = ""
 
     @property
     def label(self) -> str:
         parts = ["x".join(str(size) for size in (self.batches, self.m, self.n, self.k)[self.batches == 1 :])]
         parts += [self.epilogue] * bool(self.epilogue) + [f"{self.weights} weights"] * (self.weights > 1)
         parts += [f"{self.groups} groups" + " along K" * self.along_k] * bool(self.groups)
+        parts += [f"to {self.result}"] * bool(self.result)
         return ", ".join(parts)
 
     @property
@@ -53,8 +56,8 @@ class Product:
     def launches(self, sm: int) -> tuple[str, list[Launch]]:
         """(tier, launches) of the chosen kernel or, where a library is chosen, of this package's best kernel.
 
-        There are no launches where only a library computes the product, where no kernel takes the epilogue, and where
-        only emulated kernels multiply the quantised groups.
+        There are no launches where only a library computes the product, where no kernel takes the epilogue or quantises
+        the result, and where only emulated kernels multiply the quantised groups.
         """
         choice, launches = self.served(Target(sm))
         return ("", []) if choice is None else (choice.tier, launches)
@@ -63,6 +66,8 @@ class Product:
         """(the choice of the kernel that has the launches, the launches); (None, []) where there are no launches."""
         x = self.arguments()
         problem = problem_of(x, target)
+        if self.result and not candidates(problem):
+            return None, []
         for name in (None, *candidates(problem)):
             choice = choose(problem, name)
             skipped = self.groups and self.a is not None and choice.tier != "native"
@@ -71,6 +76,8 @@ class Product:
             with dry_run(target) as launches:
                 if self.weights > 1:
                     scaled_mm_group(x.a, [(x.b, x.bias)] * self.weights, BF16)
+                elif self.result:
+                    multiply_quantized(x, choice)
                 else:
                     multiply(x, choice)
             if launches:
@@ -83,11 +90,18 @@ class Product:
             return self._of_groups()
         batch = () if self.batches == 1 else (self.batches,)
         a = self._operand(self.a, (*batch, self.m), self.k, (*batch, self.m, 1))
-        b = self._operand(self.b, (*batch, self.n), self.k, (*batch, self.n, 1))
+        rows = 2 * self.n if self.epilogue == "pair" else self.n
+        b = self._operand(self.b, (*batch, rows), self.k, (*batch, rows, 1))
         bias = _empty((self.n,)) if self.epilogue == "bias" else None
-        if self.epilogue != "gated":
+        steps = {"gated": GATED, "pair": OF_A_PAIR}.get(self.epilogue, []) + [f"quantize {self.result}"] * bool(
+            self.result
+        )
+        if not steps:
             return Arguments(a, b, bias, BF16)
-        return Arguments(a, b, bias, BF16, Epilogue.parse(GATED, BF16, BF16), [_empty((*batch, self.m, self.n))])
+        others = [_empty((*batch, self.m, self.n))] if self.epilogue == "gated" else []
+        epilogue = Epilogue.parse(steps, BF16, BF16)
+        outer = _empty((), torch.float32) if epilogue.quantize is not None and epilogue.quantize.static else None
+        return Arguments(a, b, bias, BF16, epilogue, others, outer)
 
     def _of_groups(self) -> Arguments:
         each = (self.groups,)
@@ -129,6 +143,7 @@ def multiplies(launched: Launch) -> bool:
     return launched.kernel.__name__.startswith("gem")
 
 
+OF_A_PAIR = ["neg product", "exp s0", "add s1 1.0", "div product s2", "mul s3 pair"]
 GATED = ["neg product", "exp s0", "add s1 1.0", "div product s2", "mul s3 aux0"]
 
 
@@ -142,6 +157,11 @@ PRODUCTS = (
     Product("nvfp4", "nvfp4", n=SIZE - 8), Product("mxfp8", "mxfp8", n=SIZE - 8), Product("mxfp4", "mxfp4", n=SIZE - 8),
     Product("mxfp8", "mxfp8", n=SIZE - 2), Product("nvfp4", "nvfp4", n=SIZE - 1),
     Product("nvfp4", "nvfp4", k=SIZE - 16),
+    # Results that are the next product's operands. Rows of codes that are multiples of 8 bytes.
+    *(Product(name, name, epilogue="gated", result=name) for name in ("nvfp4", "nvfp4_one_level", "mxfp8", "mxfp4")),
+    *(Product(name, name, epilogue="pair", result=name) for name in ("nvfp4", "nvfp4_one_level", "mxfp8", "mxfp4")),
+    *(Product("nvfp4", "nvfp4", n=n, result="nvfp4_one_level") for n in (SIZE, SIZE - 16, SIZE - 8)),
+    *(Product("mxfp8", "mxfp8", n=n, result="mxfp8") for n in (SIZE, SIZE - 16)),
     # Few tokens.
     *(Product("nvfp4", "nvfp4", m) for m in (1, 8, 16, 64)), Product("nvfp4", "nvfp4", 32, 4 * SIZE),
     *(Product(name, name, 16) for name in ("nvfp4_one_level", "mxfp8", "mxfp4")),

@@ -30,11 +30,19 @@ def _with_something_new(table: Iterable[Any], sm: int, launches: Callable[[Any],
     """The entries with new traits. The first, plainest entry always stays, because most users run it."""
     chosen, seen = [], set[Any]()
     for entry in table:
-        traits = {trait for one in launches(entry) for trait in _traits(one, getattr(entry, "epilogue", ""), sm)}
+        traits = {trait for one in launches(entry) for trait in _traits(one, _end_of(entry), sm)}
         if not traits <= seen:
             chosen.append(entry)
             seen |= traits
     return tuple(chosen)
+
+
+def _end_of(entry: Any) -> str:
+    """What follows a product in its kernel; a quantised result is one trait, whatever its format, and one of a pair."""
+    epilogue = getattr(entry, "epilogue", "")
+    if not getattr(entry, "result", ""):
+        return epilogue
+    return "quantised pair" if epilogue == "pair" else "quantised"
 
 
 def _traits(launched: Launch, epilogue: str, sm: int) -> set[tuple]:

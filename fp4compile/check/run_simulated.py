@@ -27,7 +27,16 @@ from fp4compile.check.quantiser_table import (
     Configuration,
 )
 from fp4compile.check.run_experts import up_to
-from fp4compile.check.run_values import BF16, SEED, finite, not_finite, product_differences, same_bits, schema
+from fp4compile.check.run_values import (
+    BF16,
+    SEED,
+    finite,
+    not_finite,
+    product_differences,
+    quantised_differences,
+    same_bits,
+    schema,
+)
 from fp4compile.check.simulate.launch import Simulator
 from fp4compile.check.simulate.run import Schedule
 from fp4compile.formats import reference
@@ -234,6 +243,8 @@ def multiplied(product: Product, small: Product, simulator: Simulator) -> list[s
                 for what in _differences(one, replace(arguments, b=b))]  # fmt: skip
     before = len(simulator.launches)
     with simulator.running():
+        if small.result:
+            return quantised_differences(arguments)
         got = multiply(arguments, choose(problem_of(arguments, simulator.target), choice.kernel))
     if len(simulator.launches) == before:
         return [f"no kernel of {choice.kernel} for {small.label}"]
@@ -250,6 +261,8 @@ def reduced(product: Product) -> Product:
     if product.groups:
         m, k = (144, ROWS) if product.along_k else (ROWS, 512)
         return replace(product, groups=len(ENDS), m=m, n=n, k=k)
+    if product.epilogue == "pair":  # whole tiles of both matrices
+        n = 384
     return replace(product, m=product.m if product.m <= 64 else 144, n=n, k=k)
 
 
@@ -267,6 +280,7 @@ def exact_arguments(product: Product) -> Arguments:
     return replace(
         x, a=a, b=b, bias=None if x.bias is None else whole(x.bias.shape),
         auxiliaries=[whole(each.shape) for each in x.auxiliaries],
+        result_outer=None if x.result_outer is None else torch.tensor(0.01),
         offs=None if x.offs is None else torch.tensor(ENDS, dtype=torch.int32),
     )  # fmt: skip
 

@@ -7,18 +7,21 @@ come from memory, as a model's weights do, and not from the L2 cache.
 import statistics
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 
 from fp4compile.check.cases import Case
 from fp4compile.check.quantiser_table import CONFIGURATIONS, Configuration
-from fp4compile.check.run_values import operand
+from fp4compile.check.run_values import QUANTISED, operand
+from fp4compile.formats.epilogue import Epilogue
 from fp4compile.formats.layouts import ceil_div
 from fp4compile.formats.operand import Arguments
+from fp4compile.formats.quantize_spec import QuantizeSpec
+from fp4compile.ops.quantize import QUANTIZE
 from fp4compile.templates.choose import candidates, choose
 from fp4compile.templates.launch import target_of
-from fp4compile.templates.multiply import scaled_mm
+from fp4compile.templates.multiply import multiply_quantized, scaled_mm
 from fp4compile.templates.problem import problem_of
 
 REPLAYS = 21
@@ -28,6 +31,7 @@ NOT_CACHED = 512 * 2**20  # bytes of all copies of a weight: several times the L
 MOST_COPIES = 32
 PAIRS = (("nvfp4", "nvfp4"), ("nvfp4_one_level", "nvfp4_one_level"), ("nvfp4_rowwise", "nvfp4_te"), ("mxfp8", "mxfp8"),
          ("mxfp4", "mxfp4"), (None, "nvfp4"))  # fmt: skip
+TO_CODES = (8192, 14336, 4096)
 SHAPES = ((8192, 8192, 8192), (1024, 14336, 4096), (64, 8192, 8192), (16, 8192, 8192), (1, 8192, 8192))
 
 
@@ -38,6 +42,8 @@ def cases() -> list[Case]:
           for one in CONFIGURATIONS if not one.dequantizes),
         *(Case(f"time of product {a or 'bf16'} x {b}, {m}x{n}x{k}", partial(multiplied, a, b, m, n, k))
           for m, n, k in SHAPES for a, b in PAIRS),
+        *(Case(f"time of product {name} x {name} to codes, {'x'.join(map(str, TO_CODES))}",
+               partial(multiplied_to_codes, name, *TO_CODES)) for name in QUANTISED),
     ]  # fmt: skip
 
 
@@ -124,6 +130,25 @@ def multiplied(a: str | None, b: str, m: int, n: int, k: int) -> dict[str, Any]:
         found["TFLOP/s"] = round(2 * m * n * k / found[f"{chosen} us"] / 1e6, 1)
         found["over bf16"] = round(found["bf16 us"] / found[f"{chosen} us"], 2)
     return found | ({"wrong": wrong} if wrong else {})
+
+
+def multiplied_to_codes(name: str, m: int, n: int, k: int) -> dict[str, Any]:
+    """The time of a product that quantises its result, and of the product and a quantiser that `choose` would take.
+
+    Empty on GPUs without such a kernel.
+    """
+    left, right = operand(name, _random(m, k)), operand(name, _random(n, k))
+    epilogue = Epilogue.parse([f"quantize {name}"], torch.bfloat16, torch.bfloat16)
+    outer = torch.ones((), device="cuda") if cast(QuantizeSpec, epilogue.quantize).static else None
+    fused = Arguments(left, right, None, torch.bfloat16, epilogue, result_outer=outer)
+    if not candidates(problem_of(fused, target_of(torch.device("cuda")))):
+        return {}
+
+    def apart() -> None:
+        QUANTIZE(scaled_mm(left, right, None, torch.bfloat16), name, [-1], layout="swizzled", outer=outer)
+
+    times = [graph_time([call] * CALLS) for call in (partial(multiply_quantized, fused), apart)]
+    return {"us": round(times[0], 2), "product and quantiser us": round(times[1], 2)}
 
 
 def _random(rows: int, columns: int) -> torch.Tensor:

@@ -6,23 +6,26 @@ value, and their mean with the value.
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, cast
 
 import torch
 
 from fp4compile.check.cases import Case, device
-from fp4compile.check.product_table import GATED
+from fp4compile.check.product_table import GATED, OF_A_PAIR
 from fp4compile.check.quantiser_table import CONFIGURATIONS, SIZE, Configuration
 from fp4compile.formats import epilogue as epilogues
 from fp4compile.formats.epilogue import Epilogue
 from fp4compile.formats.formats import BlockFormat
 from fp4compile.formats.layouts import scale_layout
 from fp4compile.formats.operand import Arguments, Operand
+from fp4compile.formats.quantize_spec import QuantizeSpec
 from fp4compile.ops.functional import quantize
+from fp4compile.ops.quantize import QUANTIZE
 from fp4compile.templates.choose import candidates, choose
 from fp4compile.templates.launch import target_of
-from fp4compile.templates.multiply import multiply
+from fp4compile.templates.multiply import multiply, multiply_quantized
 from fp4compile.templates.problem import problem_of
 
 BF16, F32 = torch.bfloat16, torch.float32
@@ -40,6 +43,8 @@ PRODUCT_SHAPES = (
     (1, 512, 1024, 2048), (1, 300, 520, 1040), (1, 130, 257, 544), (1, 200, 384, 528), (3, 70, 136, 256),
     (1, 1, 512, 1024), (1, 8, 512, 1024), (1, 16, 528, 1040), (1, 33, 520, 2048), (1, 64, 1024, 4096),
 )  # fmt: skip
+QUANTISED = ("nvfp4", "nvfp4_one_level", "mxfp8", "mxfp4")  # of operands and result
+PAIR_SHAPES = ((1, 512, 1024, 2048), (1, 300, 768, 1040))
 EPILOGUE_SHAPES = ((1, 300, 520, 1040), (1, 16, 512, 1024))
 
 
@@ -57,6 +62,10 @@ def cases() -> list[Case]:
             found.append(_product_case(a, b, shape, "none"))
         found += [_product_case(a, b, shape, kind) for shape in EPILOGUE_SHAPES for kind in ("bias", "gated")]
         found.append(_product_case(a, b, PRODUCT_SHAPES[0], "not finite"))
+    for name in QUANTISED:
+        for shape in PAIR_SHAPES:
+            case = f"product {name} x {name} to codes, {'x'.join(map(str, shape))}"
+            found.append(Case(case, partial(multiplied_to_codes, name, shape)))
     return found
 
 
@@ -194,6 +203,53 @@ def multiplied(a: str | None, b: str, shape: tuple[int, int, int, int], kind: st
         got = multiply(arguments, choice)
         wrong += [f"{name}: {what}" for what in product_differences(got.cpu(), left, right, k, bias, epilogue, gate)]
     return {"kernels": ", ".join(served), "wrong": wrong}
+
+
+def multiplied_to_codes(name: str, shape: tuple[int, int, int, int]) -> dict[str, Any]:
+    """What differs where two products of one A become one result that is quantised, on a GPU with such a kernel."""
+    _, m, n, k = shape
+    left, right = operand(name, finite((m, k))), operand(name, finite((n, k), SEED + 1))
+    epilogue = Epilogue.parse([*OF_A_PAIR, f"quantize {name}"], BF16, BF16)
+    outer = torch.tensor(0.01, device=device()) if cast(QuantizeSpec, epilogue.quantize).static else None
+    arguments = Arguments(here(left), here(right), None, BF16, epilogue, result_outer=outer)
+    served = candidates(problem_of(arguments, target_of(torch.device(device()))))
+    return {"kernels": ", ".join(served), "wrong": quantised_differences(arguments) if served else []}
+
+
+def _multiplied_plainly(x: Arguments) -> torch.Tensor:
+    problem = replace(problem_of(x, target_of(x.a.data.device)), epilogue=True)
+    return multiply(x, choose(problem, "block_scaled_sm100"))
+
+
+def _halves(x: Operand) -> list[Operand]:
+    """The two operands whose rows lie one below the other."""
+
+    def half(part: torch.Tensor | None, which: int) -> torch.Tensor | None:
+        return part if part is None or not part.dim() else part.chunk(2)[which]
+
+    return [Operand(x.data.chunk(2)[i], half(x.scales, i), half(x.outer, i), x.format) for i in range(2)]
+
+
+def quantised_differences(x: Arguments) -> list[str]:
+    """Differences between a kernel that quantises its result, and the reference for what it stores without that step.
+
+    Both kernels compute the same steps, so codes and scales must be equal in every bit. The second product of a pair is
+    then another tensor that the first one's epilogue reads. For `x` on a GPU or in a simulator.
+    """
+    epilogue = cast(Epilogue, x.epilogue)
+    spec = cast(QuantizeSpec, epilogue.quantize)
+    got = multiply_quantized(x)
+    plain = replace(x, epilogue=replace(epilogue, quantize=None), result_outer=None)
+    if epilogue.pair:
+        first, second = _halves(x.b)
+        other = _multiplied_plainly(replace(plain, b=second, epilogue=None))
+        steps = [step.renamed({"pair": "aux0"}) for step in epilogue.steps]
+        epilogue = Epilogue(tuple(steps), epilogue.product_dtype, epilogue.dtype)
+        plain = replace(plain, b=first, epilogue=epilogue, auxiliaries=[other])
+    value = _multiplied_plainly(plain)
+    outer = None if x.result_outer is None else x.result_outer.cpu()
+    expected = QUANTIZE(value.cpu(), spec.format.name, [-1], layout="swizzled", outer=outer)
+    return same_bits([*got, torch.empty(0)], [*expected[:2], torch.empty(0)])
 
 
 def _batched(batches: int, *shape: int) -> tuple[int, ...]:

@@ -77,6 +77,19 @@ def check_bias(bias: torch.Tensor | None, n: Any) -> None:
         raise ValueError(f"bias: expected floating point of shape ({n},), got {bias.dtype} of {tuple(bias.shape)}")
 
 
+def check_quantize(x: Arguments) -> None:
+    """Check that an epilogue quantises the result, with a static outer scale exactly if the result's format has one."""
+    spec, outer = None if x.epilogue is None else x.epilogue.quantize, x.result_outer
+    if spec is None:
+        given = None if x.epilogue is None else x.epilogue.strings()
+        raise ValueError(f"epilogue: expected a last step 'quantize' with a format, got {given}")
+    if (outer is not None) != spec.static:
+        raise ValueError(f"outer: format {spec.format.name} "
+                         + ("needs a static outer scale" if spec.static else "has no outer scale"))  # fmt: skip
+    if outer is not None and (outer.dtype != torch.float32 or outer.dim()):
+        raise ValueError(f"outer: expected float32 of shape (), got {outer.dtype} of shape {tuple(outer.shape)}")
+
+
 def check_operand(name: str, x: Operand, outers: tuple[tuple, ...] | None = None, swizzled_rows: Any = None) -> None:
     """Check that the tensors of one operand fit each other.
 
@@ -188,6 +201,11 @@ def _check_epilogue(x: Arguments, epilogue: Epilogue) -> None:
     """Check an epilogue and the tensors that it reads, each of the product's size or of N elements."""
     *batch, m, _ = x.a.data.shape
     n, device = x.b.k if x.b_transposed else x.b.data.shape[-2], x.a.data.device
+    if epilogue.pair:
+        if x.b.data.dim() != 2 or not statically_true(n % 256 == 0):
+            raise ValueError(f"epilogue: with 'pair', expected b of 2-D and of twice a multiple of 128 rows, got "
+                             f"{tuple(x.b.data.shape)}")  # fmt: skip
+        n = n // 2
     size = m * n
     for count in batch:
         size = size * count

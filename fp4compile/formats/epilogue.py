@@ -2,7 +2,9 @@
 
 An `Epilogue` is a list of steps (`formats.steps`). Their tensors are the product and auxiliary tensors (`aux0`: an
 element for each element of the product; `row1`: an element for each column). The op `scaled_mm` carries the steps as
-strings.
+strings. In the op `scaled_mm_quantized`, "quantize" and the name of a format follow them: what is stored are codes and
+block scales of the rows of the result, as the next product reads them. Its steps may read `pair` as well: then B has
+the rows of two matrices, one below the other, `product` is A times the first of them, and `pair` A times the second.
 
 `apply` is the reference. `templates.device.epilogue` computes the same steps in kernels.
 """
@@ -13,11 +15,15 @@ from functools import cached_property
 
 import torch
 
+from fp4compile.formats import formats
+from fp4compile.formats.formats import BlockFormat
+from fp4compile.formats.quantize_spec import QuantizeSpec
 from fp4compile.formats.steps import Step, evaluate, operand_kinds, parse
 
 # Tensors that an epilogue reads, at most: each is an argument of every launch of the kernels, and takes registers.
 AUXILIARIES = 2
-PRODUCT = "product"
+PRODUCT, PAIR = "product", "pair"
+QUANTIZE = "quantize"
 
 
 @dataclass(frozen=True)
@@ -26,20 +32,38 @@ class Epilogue:
 
     product_dtype: what the product is rounded to before the first step, as if it had been stored.
     dtype: the dtype of the result.
+    quantize: how the result is quantised, after it is rounded to `dtype`; None stores the rounded result.
     """
 
     steps: tuple[Step, ...]
     product_dtype: torch.dtype
     dtype: torch.dtype
+    quantize: QuantizeSpec | None = None
 
     @classmethod
     def parse(cls, steps: Sequence[str], product_dtype: torch.dtype, dtype: torch.dtype) -> "Epilogue":
-        """Read an epilogue from the strings that the op carries. Raises ValueError for a string that is no step."""
-        return cls(parse(steps, "epilogue", r"product|(?:aux|row)\d+"), product_dtype, dtype)
+        """Read an epilogue from the strings that the op carries.
+
+        Raises ValueError for a string that is no step, and for a format that `serves_quantize` refuses.
+        """
+        spec = None
+        if steps and steps[-1].startswith(QUANTIZE):
+            *steps, last = steps
+            spec = _spec(last)
+        found = cls(parse(steps, "epilogue", r"product|pair|(?:aux|row)\d+"), product_dtype, dtype, spec)
+        if found.pair and spec is None:
+            raise ValueError(f"epilogue: {PAIR!r} goes with a last step {QUANTIZE!r}, got {found.strings()}")
+        return found
 
     def strings(self) -> list[str]:
         """The steps as the op carries them; `parse` reads them."""
-        return list(map(str, self.steps))
+        last = [] if self.quantize is None else [f"{QUANTIZE} {self.quantize.format.name}"]
+        return [*map(str, self.steps), *last]
+
+    @cached_property
+    def pair(self) -> bool:
+        """Whether the epilogue reads two products."""
+        return any(PAIR in step.arguments for step in self.steps)
 
     @cached_property
     def kinds(self) -> dict[int, str]:
@@ -47,12 +71,33 @@ class Epilogue:
         return operand_kinds(self.steps, "aux|row")
 
 
+def serves_quantize(fmt: BlockFormat) -> bool:
+    """Whether an epilogue can quantise to a format: scales depend on a block of a row, and a static outer scale."""
+    return fmt.scale is not None and not fmt.square and fmt.outer != "row"
+
+
+def _spec(text: str) -> QuantizeSpec:
+    """The spec of a last step: "quantize mxfp8". The outer scale of a format that has one is static."""
+    word, _, name = text.partition(" ")
+    fmt = formats.get(name) if word == QUANTIZE else None
+    if fmt is None or not serves_quantize(fmt):
+        raise ValueError(f"epilogue step {text!r}: expected {QUANTIZE!r} and a format with scales of blocks in a row, "
+                         "and without an outer scale of rows")  # fmt: skip
+    return QuantizeSpec(fmt, layout="swizzled", static=fmt.outer is not None)
+
+
 def apply(product: torch.Tensor, epilogue: Epilogue, operands: Sequence[torch.Tensor]) -> torch.Tensor:
     """The reference: the steps on a product [..., M, N] in float32, rounded to `epilogue.dtype` at the end.
 
-    operands: the auxiliary tensors, of the product's size ("aux") or of N elements ("row").
+    product: [..., M, 2 N] for an epilogue that reads `pair`.
+
+    operands: the auxiliary tensors, of the product's size ("aux") or of N elements ("row"). `quantize` is left to the
+    caller.
     """
     values: dict[str, torch.Tensor] = {PRODUCT: product.to(epilogue.product_dtype).float()}
+    if epilogue.pair:
+        values[PRODUCT], values[PAIR] = values[PRODUCT].chunk(2, -1)
+        product = values[PRODUCT]
     for i, kind in epilogue.kinds.items():
         shape = product.shape if kind == "aux" else product.shape[-1:]
         values[f"{kind}{i}"] = operands[i].reshape(shape).float()

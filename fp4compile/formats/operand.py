@@ -45,8 +45,10 @@ class Operand:
 class Arguments:
     """What a product op is called with.
 
-    bias: [N]. epilogue: the pointwise steps that follow the product; auxiliaries: the tensors that the steps read.
+    bias: [N]. epilogue: what follows the product; auxiliaries: the tensors that its pointwise steps read.
     offs, rows: in a grouped product, where the groups end and how many rows there are (see `groups`).
+    result_outer: the static outer scale of a result that the epilogue quantises, float32 []; None where the result's
+        format has no outer scale.
     fast_accumulation: whether FP8 matrix units may keep the sums in fewer bits than float32 has.
     b_transposed: whether the rows of B are contracted: B is [K, N], with its codes and scales along N.
     """
@@ -57,6 +59,7 @@ class Arguments:
     out_dtype: torch.dtype
     epilogue: Epilogue | None = None
     auxiliaries: Sequence[torch.Tensor] = ()
+    result_outer: torch.Tensor | None = None
     offs: torch.Tensor | None = None
     rows: Any = None
     fast_accumulation: bool = False

@@ -2,6 +2,8 @@
 
     fp4compile::scaled_mm(a, a_scales, a_outer, a_format, b, b_scales, b_outer, b_format, bias, out_dtype,
                           operands, epilogue, dtype, fast_accumulation, b_transposed) -> product
+    fp4compile::scaled_mm_quantized(a, ..., b, ..., bias, out_dtype, operands, epilogue, dtype, outer)
+        -> (data, scales) of the product
     fp4compile::scaled_mm_horizontal(..., list of b, ...) -> products of one a; see `passes.fuse_horizontal`
     fp4compile::scaled_grouped_mm(a, ..., b, ..., offs, rows, out_dtype, fast_accumulation) -> the products of groups
     fp4compile::scaled_mm_gathered(a, ..., b, ..., index, out_dtype) -> product
@@ -13,6 +15,10 @@ tensors that the steps read, and dtype is the dtype of their result. fast_accumu
 sums in fewer bits than float32 has; the reference never does. b_transposed: B is NVFP4 weights [K, N], with codes along
 N, of which the rows are contracted: the gradient of the input of a layer with packed weights. A is then plain, in 16
 bits.
+
+`scaled_mm_quantized` is `scaled_mm` whose epilogue ends in "quantize" and a format: the result is rounded to dtype and
+quantised along its rows. It returns codes and swizzled block scales, as `quantize` does. outer: the static outer scale
+of a format that has one.
 
 `scaled_grouped_mm`. `formats.reference_grouped` explains the shapes of its operands, which `quantize` makes with offs
 or each_matrix.
@@ -30,10 +36,12 @@ from typing import Any
 import torch
 
 from fp4compile.formats import formats, reference, reference_grouped
-from fp4compile.formats.checks import check_bias
+from fp4compile.formats.checks import check_bias, check_quantize
 from fp4compile.formats.epilogue import Epilogue, apply
 from fp4compile.formats.groups import check_offs
 from fp4compile.formats.operand import Arguments, Operand
+from fp4compile.formats.quantize_spec import ROWS
+from fp4compile.formats.reference_grouped import quantize_along
 from fp4compile.ops.define import define
 from fp4compile.templates import multiply
 from fp4compile.templates.choose import Choice
@@ -60,6 +68,8 @@ def dense(
 ) -> Arguments:  # fmt: skip
     """The arguments of `scaled_mm`."""
     steps = None if epilogue is None else Epilogue.parse(epilogue, out_dtype, dtype)
+    if steps is not None and steps.quantize is not None:
+        raise ValueError(f"epilogue: {epilogue[-1]!r} is a step of scaled_mm_quantized, which returns codes and scales")
     left, right = operand(a, a_scales, a_outer, a_format), operand(b, b_scales, b_outer, b_format)
     return Arguments(left, right, bias, out_dtype, steps, operands or [], fast_accumulation=fast_accumulation,
                      b_transposed=b_transposed)  # fmt: skip
@@ -80,6 +90,8 @@ def _like_product(x: Arguments) -> torch.Tensor:
     columns = x.b.k if x.b_transposed else x.b.data.shape[-2]
     check_bias(x.bias, columns)
     dtype = x.out_dtype if x.epilogue is None else x.epilogue.dtype
+    if x.epilogue is not None and x.epilogue.pair:
+        columns = columns // 2
     return x.a.data.new_empty((*x.a.data.shape[:-1], columns), dtype=dtype)
 
 
@@ -89,6 +101,47 @@ SCALED_MM = define(
     reference=lambda *args, **options: _by_reference(dense(*args, **options)),
     shapes=lambda *args, **options: _like_product(dense(*args, **options)),
     kernels=scaled_mm_kernels,
+)
+
+
+# ---------------------------------------------------------------- scaled_mm_quantized
+
+
+def dense_quantized(
+    a, a_scales, a_outer, a_format, b, b_scales, b_outer, b_format, bias, out_dtype, operands, epilogue, dtype,
+    outer=None,
+) -> Arguments:  # fmt: skip
+    """The arguments of `scaled_mm_quantized`."""
+    steps = Epilogue.parse(epilogue, out_dtype, dtype)
+    left, right = operand(a, a_scales, a_outer, a_format), operand(b, b_scales, b_outer, b_format)
+    return Arguments(left, right, bias, out_dtype, steps, operands, outer)
+
+
+def scaled_mm_quantized_kernels(*args: Any, choice: Choice | None = None, **options: Any) -> list[torch.Tensor]:
+    """`scaled_mm_quantized` by the kernel of a `Choice`; None chooses one."""
+    return list(multiply.multiply_quantized(dense_quantized(*args, **options), choice))
+
+
+def _quantized_reference(x: Arguments) -> list[torch.Tensor]:
+    check_quantize(x)
+    data, scales, _ = quantize_along(x.epilogue.quantize, _by_reference(x), ROWS, None, x.result_outer, None)
+    return [data, scales]
+
+
+def _quantized_shapes(x: Arguments) -> list[torch.Tensor]:
+    check_quantize(x)
+    spec, product = x.epilogue.quantize, _like_product(x)
+    data, scales, _ = spec.shapes(product, 0, ROWS)
+    return [product.new_empty(data, dtype=spec.format.data_dtype),
+            product.new_empty(scales, dtype=spec.format.scale_dtype)]  # fmt: skip
+
+
+SCALED_MM_QUANTIZED = define(
+    f"scaled_mm_quantized({_OPERANDS}, Tensor? bias, ScalarType out_dtype, Tensor[] operands, str[] epilogue,"
+    " ScalarType dtype, Tensor? outer=None) -> Tensor[]",
+    reference=lambda *args, **options: _quantized_reference(dense_quantized(*args, **options)),
+    shapes=lambda *args, **options: _quantized_shapes(dense_quantized(*args, **options)),
+    kernels=scaled_mm_quantized_kernels,
 )
 
 

@@ -28,7 +28,7 @@ from fp4compile import _compat
 from fp4compile.analysis.graph import ScaledMM
 from fp4compile.formats.operand import Arguments, Operand
 from fp4compile.templates.choose import Choice, to_time
-from fp4compile.templates.multiply import multiply
+from fp4compile.templates.multiply import multiply, multiply_quantized
 
 log = logging.getLogger("fp4compile")
 
@@ -36,7 +36,7 @@ REPLAYS = 20  # of each CUDA graph; the median counts
 FEWEST_CALLS, MOST_CALLS = 4, 16  # of a CUDA graph
 _winners: dict[tuple, Choice | None] = {}
 
-Call = Callable[[], torch.Tensor]
+Call = Callable[[], Any]
 
 
 def fastest(product: ScaledMM) -> Choice | None:
@@ -60,7 +60,8 @@ def _fastest(product: Arguments, choices: list[Choice]) -> Choice | None:
     try:
         with unset_fake_temporarily(), torch.no_grad():
             copies = _copies(product)
-            times = _times([[partial(multiply, copy, choice=choice) for copy in copies] for choice in choices])
+            call = multiply if product.epilogue is None or product.epilogue.quantize is None else multiply_quantized
+            times = _times([[partial(call, copy, choice=choice) for copy in copies] for choice in choices])
     except torch.OutOfMemoryError as error:
         log.info("not timed: %s", error)
         return None
@@ -88,7 +89,7 @@ def _copy(x: Arguments) -> Arguments:
         ends = [(g + 1) * x.rows // groups for g in range(groups)]
         offs = torch.tensor(ends, dtype=torch.int32, device=x.offs.device)
     return replace(x, a=_operand_like(x.a), b=_operand_like(x.b), bias=_like(x.bias), offs=offs,
-                   auxiliaries=list(map(_like, x.auxiliaries)))  # fmt: skip
+                   auxiliaries=list(map(_like, x.auxiliaries)), result_outer=_like(x.result_outer))  # fmt: skip
 
 
 def _calls(a: Operand, b: Operand) -> int:

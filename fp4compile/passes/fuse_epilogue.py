@@ -3,7 +3,7 @@
 Entry: `fuse_epilogue(graph)`, on a forward, backward or inference graph after the partitioner, before it is lowered.
 
 From a product on, the pass follows its users through reshapes, casts and the operations of `passes.pointwise`, as long
-as an epilogue can read every other tensor among the arguments (`_Region._operand_kind`). It takes the longest part of
+as an epilogue can read every other tensor among the arguments (`Region._operand_kind`). It takes the longest part of
 these that ends in one value. Nothing else may use the product or a value in between; a value that is saved for the
 backward pass, for example, ends the part.
 
@@ -39,7 +39,7 @@ def fuse_epilogue(graph: Graph) -> int:
         product = scaled_mm_of(node)
         known = product.epilogue is None and product.on_gpu and not product.plain
         if known and product.choice.takes_epilogue:
-            region = _Region(node)
+            region = Region(node)
             last = region.end()
             if last is not None:
                 _fuse(graph, region, last)
@@ -48,7 +48,7 @@ def fuse_epilogue(graph: Graph) -> int:
 
 
 @dataclass
-class _Region:
+class Region:
     """The operations that follow a product, in graph order. renamed: reshapes and casts, which change no value."""
 
     product: Node
@@ -56,7 +56,7 @@ class _Region:
     renamed: dict[Node, Node] = field(default_factory=dict)  # reshapes and casts, and what they reshape or cast
 
     def __post_init__(self):
-        waiting = list(self.product.users)
+        waiting = [user for node in self.roots for user in node.users]
         heapq.heapify(waiting)
         while waiting:
             node = heapq.heappop(waiting)
@@ -64,8 +64,23 @@ class _Region:
                 for user in node.users:
                     heapq.heappush(waiting, user)
 
+    @property
+    def roots(self) -> tuple[Node, ...]:
+        """The products, from whose users on the operations follow."""
+        return (self.product,)
+
+    @property
+    def products(self) -> dict[Node, str]:
+        """The nodes that hold products, and the names of these in an epilogue."""
+        return {self.product: PRODUCT}
+
+    @property
+    def shape(self) -> torch.Size:
+        """The shape of a product."""
+        return self.value.shape
+
     def __contains__(self, node: Node) -> bool:
-        return node is self.product or node in self.operations or node in self.renamed
+        return node in self.roots or node in self.operations or node in self.renamed
 
     @cached_property
     def value(self) -> torch.Tensor:
@@ -103,17 +118,18 @@ class _Region:
             return None
         if same_shape(value.shape, shape):
             return "aux"
-        row = (*[1] * (value.dim() - 1), self.value.shape[-1])
+        row = (*[1] * (value.dim() - 1), self.shape[-1])
         return "row" if 0 < value.dim() <= len(shape) and same_shape(value.shape, row) else None
 
     def end(self) -> Node | None:
         """The last node that alone is used outside the part leading to it; None if there is nothing to fuse."""
         for last in sorted([*self.operations, *self.renamed], reverse=True):
-            if last.target not in RESHAPES and self._worth(last):
+            if last.target not in RESHAPES and self.ends_at(last):
                 return last
         return None
 
-    def _worth(self, last: Node) -> bool:
+    def ends_at(self, last: Node) -> bool:
+        """Whether an epilogue can end at a node of the region or at the product, and saves memory that way."""
         inside = self.leading_to(last)
         if any(user not in inside for node in inside if node is not last for user in node.users):
             return False
@@ -150,11 +166,11 @@ class _Region:
         """The operations that lead to `last`; auxiliary tensors are numbered in the order of `operands`."""
         inside, kinds = self.leading_to(last), self.operands(last)
         taken = [node for node in self.operations if node in inside]
-        names = {self.product: PRODUCT, **{node: f"s{i}" for i, node in enumerate(taken)}}
+        names = {**self.products, **{node: f"s{i}" for i, node in enumerate(taken)}}
         names |= {node: f"{kind}{i}" for i, (node, kind) in enumerate(kinds.items())}
 
         def argument(value: Node | float) -> str | float:
-            while value in self.renamed:
+            while value in self.renamed and value not in names:
                 value = self.renamed[value]
             return value if isinstance(value, float) else names[value]
 
@@ -178,7 +194,7 @@ def _in_memory(node: Node, inside: set[Node]) -> bool:
     return any(user not in inside and user not in path for step in path for user in step.users)
 
 
-def _fuse(graph: Graph, region: _Region, last: Node) -> None:
+def _fuse(graph: Graph, region: Region, last: Node) -> None:
     """Replace `last` by a product with an epilogue, and erase the nodes that led to `last`."""
     operands, epilogue = list(region.operands(last)), region.epilogue(last)
     inside, product, value = region.leading_to(last), region.product, last.meta["val"]

@@ -11,7 +11,7 @@ of its version counter.
 import logging
 import operator
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -19,12 +19,16 @@ from torch.fx import Graph, GraphModule, Node
 
 from fp4compile.analysis.find import parameters_of
 from fp4compile.analysis.gemm import Input
-from fp4compile.analysis.graph import quantise_of
+from fp4compile.analysis.graph import ScaledMM, quantise_of, scaled_mm_of
 from fp4compile.analysis.views import view_of
+from fp4compile.ops.matmul import SCALED_MM
 from fp4compile.ops.quantize import QUANTIZE
 from fp4compile.passes.base import Pass, run_passes, summary
+from fp4compile.passes.fuse_quantize import partner_of
+from fp4compile.passes.notes import note_joined
 from fp4compile.report.report import PassRun
-from fp4compile.weights.cache import Form, Piece, changes_are_seen, form, packed_weight
+from fp4compile.templates.choose import Choice, quantized
+from fp4compile.weights.cache import Form, Piece, changes_are_seen, form, packed_pair, packed_weight
 
 log = logging.getLogger("fp4compile")
 
@@ -45,10 +49,13 @@ class Recipient:
 class Hoisted:
     """What `hoist` takes out of one graph.
 
-    recipients: one for each quantise. examples: fake values of the new inputs, in order: data, scales and outer scale.
+    recipients: one for each quantise. pairs: two recipients whose codes are wanted one below the other as well.
+    examples: fake values of the new inputs, in order: data, scales and outer scale of each recipient, then data and
+    scales of each pair.
     """
 
     recipients: list[Recipient] = field(default_factory=list)
+    pairs: list[tuple[Recipient, Recipient]] = field(default_factory=list)
     examples: list[torch.Tensor] = field(default_factory=list)
 
 
@@ -88,7 +95,7 @@ def hoisting(
         static = [*(kwargs.get("static_input_idxs") or ()), *range(count, count + len(hoisted.examples))]
         values = [*example_inputs, *hoisted.examples]
         compiled = inner_compile(gm, values, **{**kwargs, "static_input_idxs": static})
-        return _with_packed(compiled, hoisted.recipients, cache == "check")
+        return _with_packed(compiled, hoisted, cache == "check")
 
     return compile_hoisted
 
@@ -98,6 +105,8 @@ def hoist(graph: Graph, inputs: tuple[Input, ...], hoisted: Hoisted) -> int:
 
     hoisted: filled with the quantises that leave the graph. Returns their number.
     """
+    partners = _partners(graph)
+    inputs_of: dict[Node, tuple[Recipient, list[Node]]] = {}
     placeholders = graph.find_nodes(op="placeholder")
     parameters = parameters_of(graph, inputs)
     last = placeholders[-1] if placeholders else None
@@ -112,17 +121,73 @@ def hoist(graph: Graph, inputs: tuple[Input, ...], hoisted: Hoisted) -> int:
             scale_rule=quantise.scale_rule,
         )  # fmt: skip
         hoisted.recipients.append(Recipient(placeholders.index(root), parameters[root], packed_as))
+        inputs_of[node] = hoisted.recipients[-1], []
         for index, value in enumerate(node.meta["val"]):
             with graph.inserting_after(last):
                 last = graph.placeholder(f"packed_{len(hoisted.examples)}")
             last.meta["val"] = value
             hoisted.examples.append(value)
+            inputs_of[node][1].append(last)
             _redirect(node, index, last)
         graph.erase_node(node)
+    for first, second in partners:
+        if first in inputs_of and second in inputs_of and inputs_of[first][0].form is inputs_of[second][0].form:
+            last = _join(graph, inputs_of[first], inputs_of[second], last, hoisted)
     return len(hoisted.recipients)
 
 
 HOIST = Pass("hoist", hoist)
+
+
+def _partners(graph: Graph) -> list[tuple[Node, Node]]:
+    """Quantises of weights whose two products a kernel can make one result of, see `fuse_quantize`."""
+    found = []
+    for product in graph.find_nodes(op="call_function", target=SCALED_MM):
+        own = scaled_mm_of(product)
+        if own.plain or own.epilogue is not None or not own.on_gpu or not 100 <= own.problem.target.sm < 120:
+            continue
+        other = partner_of(product)
+        if other is not None and all(map(_joinable, (own, scaled_mm_of(other)))) and _pays(own):
+            first, second = (scaled_mm_of(each).b.data.args[0] for each in (product, other))
+            found += [(first, second)] if first is not second else []
+    return found
+
+
+def _pays(product: ScaledMM) -> bool:
+    """Whether a kernel of two such products that quantises to the format of A, as the next product's, is a gain."""
+    both = replace(product.problem, n=2 * product.problem.n)
+    return isinstance(quantized(both, product.a.format, pair=True), Choice)
+
+
+def _joinable(product: ScaledMM) -> bool:
+    """Whether B is quantised in the graph, without an outer scale, to swizzled scales."""
+    b = product.b
+    return product.problem.b.swizzled and b.outer is None and b.data.target is operator.getitem
+
+
+def _join(
+    graph: Graph,
+    first: tuple[Recipient, list[Node]],
+    second: tuple[Recipient, list[Node]],
+    last: Node,
+    hoisted: Hoisted,
+) -> Node:
+    """Add inputs for data and scales of two weights, one below the other; returns the last input.
+
+    first, second: each weight's recipient, and the inputs that have its data, scales and outer scale. last: the last
+    input before.
+    """
+    joined = []
+    for node in first[1][:2]:
+        value = node.meta["val"]
+        with graph.inserting_after(last):
+            last = graph.placeholder(f"packed_{len(hoisted.examples)}")
+        last.meta["val"] = value.new_empty((2 * value.shape[0], *value.shape[1:]))
+        hoisted.examples.append(last.meta["val"])
+        joined.append(last)
+    hoisted.pairs.append((first[0], second[0]))
+    note_joined(first[1][0], second[1][0], (joined[0], joined[1]))
+    return last
 
 
 def _fixed(source: Node) -> bool:
@@ -145,14 +210,18 @@ def _redirect(quantize: Node, index: int, replacement: Node) -> None:
             user.graph.erase_node(user)
 
 
-def _with_packed(compiled: Callable, recipients: list[Recipient], check: bool) -> Callable:
+def _with_packed(compiled: Callable, hoisted: Hoisted, check: bool) -> Callable:
     """The compiled function, called with the packed weights after its own arguments."""
-    wanted = [(r.index, r.form, r.name if check else None) for r in recipients]
+    wanted = [(r.index, r.form, r.name if check else None) for r in hoisted.recipients]
+    pairs = [(one.index, other.index, one.form, (one.name, other.name) if check else (None, None))
+             for one, other in hoisted.pairs]  # fmt: skip
 
     def call(args: list) -> Any:
         values = [*args]
+        joined = [each for one, other, *how in pairs for each in packed_pair(args[one], args[other], *how)]
         for index, packed_as, name in wanted:
             values += packed_weight(args[index], packed_as, name)
+        values += joined
         args.clear()
         return compiled(values)
 

@@ -32,6 +32,7 @@ from fp4compile.passes.fake_quantize import fake_quantize
 from fp4compile.passes.fuse_epilogue import fuse_epilogue
 from fp4compile.passes.fuse_horizontal import fuse_horizontal
 from fp4compile.passes.fuse_prologue import fuse_prologue
+from fp4compile.passes.fuse_quantize import fuse_quantize
 from fp4compile.passes.hoist import HOIST
 from fp4compile.passes.inplace import inplace
 from fp4compile.passes.lower import lower
@@ -52,6 +53,7 @@ JOINT = (Pass("rewrite", rewrite), Pass("recompute", recompute))
 FUSING = (
     Pass("merge_quantize", merge_quantize),
     Pass("fake_quantize", fake_quantize),  # before the fusing passes, which depend on the operands that it leaves
+    Pass("fuse_quantize", fuse_quantize),  # before fuse_epilogue: it takes the same operations
     Pass("fuse_epilogue", fuse_epilogue),
     Pass("scale_results", scale_results),
     Pass("fuse_prologue", fuse_prologue),  # after fuse_epilogue: a quantiser need not compute a product's epilogue

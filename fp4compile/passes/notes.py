@@ -1,8 +1,10 @@
 """Notes on nodes from which the report learns what became of a product after the joint graph.
 
 `rewrite` notes a product's name on every node that replaces the product (`name_product`), and on every quantise whose
-result a wgrad reads (`mark`). `fuse_prologue` notes the operations' names on the quantiser (`name_operations`).
-`fused(graph)` says which operations are fused into the quantisers of a product. `saved(graph)` reads off a forward
+result a wgrad reads (`mark`). `fuse_prologue` notes the operations' names on the quantiser, `fuse_quantize` on the
+product that quantises its result (`name_operations`). `hoist` notes which weights it has put one below the other
+(`note_joined`). `fused(graph)` says which operations are fused into the
+quantisers of a product or, with "quantize" at the end, into the product itself. `saved(graph)` reads off a forward
 graph what the partitioner saves for the backward: the saved activations are the marked quantises among its outputs.
 """
 
@@ -16,8 +18,10 @@ from torch._ops import OpOverload
 from torch.fx import Graph, Node
 
 from fp4compile.analysis.graph import RESHAPES
+from fp4compile.ops.matmul import SCALED_MM_QUANTIZED
 from fp4compile.ops.quantize import QUANTIZE
 
+_JOINED = "fp4compile_joined"
 _PRODUCT, _OPERATIONS, _SAVED_FOR = "fp4compile_product", "fp4compile_operations", "fp4compile_saved_for"
 
 
@@ -31,9 +35,27 @@ def product_of(node: Node) -> str | None:
     return node.meta.get(_PRODUCT)
 
 
-def name_operations(quantise: Node, operations: Iterable[Node]) -> None:
-    """Note the user's operations that a prologue computes, each once, on its quantiser."""
-    quantise.meta[_OPERATIONS] = ", ".join(dict.fromkeys(map(_name, operations)))
+def note_joined(first: Node, second: Node, joined: tuple[Node, Node]) -> None:
+    """Note on the codes of a weight that inputs of the graph have them above those of a second weight.
+
+    joined: data and scales of both.
+    """
+    first.meta[_JOINED] = (second.name, *(node.name for node in joined))
+
+
+def joined_weights(first: Node, second: Node) -> tuple[Node, Node] | None:
+    """Data and scales of two weights, one below the other, by the nodes of their codes; None where there are none."""
+    noted = first.meta.get(_JOINED)
+    if noted is None or noted[0] != second.name:
+        return None
+    inputs = {node.name: node for node in first.graph.find_nodes(op="placeholder")}
+    data, scales = (inputs.get(name) for name in noted[1:])
+    return None if data is None or scales is None else (data, scales)
+
+
+def name_operations(node: Node, operations: Iterable[Node], *more: str) -> None:
+    """Note the user's operations that a quantiser or a product computes, each once, then `more` names."""
+    node.meta[_OPERATIONS] = ", ".join([*dict.fromkeys(map(_name, operations)), *more])
 
 
 def _name(operation: Node) -> str:
@@ -44,8 +66,13 @@ def _name(operation: Node) -> str:
 
 
 def fused(graph: Graph) -> dict[str, str]:
-    """The fused operations, such as "silu, mul", by the names of the products that read the quantiser's results."""
+    """The fused operations, such as "silu, mul", by the names of the products that read the quantiser's results.
+
+    "silu, mul, quantize" for a product that computes them itself.
+    """
     found: dict[str, dict[str, None]] = {}
+    for product in graph.find_nodes(op="call_function", target=SCALED_MM_QUANTIZED):
+        found.setdefault(product.meta.get(_PRODUCT, product.name), {})[product.meta[_OPERATIONS]] = None
     for quantise in graph.find_nodes(op="call_function", target=QUANTIZE):
         operations, waiting = quantise.meta.get(_OPERATIONS), list(quantise.users)
         for node in waiting if operations is not None else ():

@@ -21,7 +21,7 @@ from fp4compile import _compat
 from fp4compile.analysis import flops
 from fp4compile.analysis.gemm import Input
 from fp4compile.hardware import Gpu
-from fp4compile.ops.matmul import SCALED_MM_HORIZONTAL
+from fp4compile.ops.matmul import SCALED_MM_HORIZONTAL, SCALED_MM_QUANTIZED
 from fp4compile.ops.quantize import DEQUANTIZE, QUANTIZE
 from fp4compile.passes.base import run_passes
 from fp4compile.passes.hoist import HOIST, Hoisted
@@ -172,7 +172,8 @@ def _products(node: Node, parts: _Parts) -> list[str]:
     if node.target not in OWN_PRODUCTS and not flops.count(node):
         return []
     results = [user for user in node.users if user.target is operator.getitem]
-    marked = results if node.target is SCALED_MM_HORIZONTAL else [node, *results]
+    # The results of a product that quantises are marked as operands of the next product.
+    marked = {SCALED_MM_HORIZONTAL: results, SCALED_MM_QUANTIZED: [node]}.get(node.target, [node, *results])
     return list(dict.fromkeys(name for name in map(product_of, marked) if name is not None))
 
 

@@ -21,7 +21,13 @@ from fp4compile.formats.operand import Arguments, Operand
 from fp4compile.formats.quantize_spec import ROWS as ALONG_ROWS
 from fp4compile.hardware import Gpu
 from fp4compile.ops.define import KERNELS
-from fp4compile.ops.matmul import SCALED_GROUPED_MM, SCALED_MM, SCALED_MM_GATHERED, SCALED_MM_HORIZONTAL
+from fp4compile.ops.matmul import (
+    SCALED_GROUPED_MM,
+    SCALED_MM,
+    SCALED_MM_GATHERED,
+    SCALED_MM_HORIZONTAL,
+    SCALED_MM_QUANTIZED,
+)
 from fp4compile.ops.quantize import QUANTIZE
 from fp4compile.roofline import pointwise
 from fp4compile.roofline.product_steps import Chosen, memory_pass, plain_step, product_steps, tiles_of
@@ -33,7 +39,7 @@ from fp4compile.templates.problem import Problem, operand_type, problem_of
 from fp4compile.templates.view import View
 
 aten = torch.ops.aten
-OWN_PRODUCTS = (SCALED_MM, SCALED_GROUPED_MM, SCALED_MM_GATHERED, SCALED_MM_HORIZONTAL)
+OWN_PRODUCTS = (SCALED_MM, SCALED_MM_QUANTIZED, SCALED_GROUPED_MM, SCALED_MM_GATHERED, SCALED_MM_HORIZONTAL)
 
 
 @dataclass(frozen=True)
@@ -173,8 +179,10 @@ def _product(node: Node, gpu: Gpu) -> list[Step]:
         return [plain_step("other", _sizes(product), gpu)]
     problem = _at_captured_sizes(product.problem)
     extra = sum(pointwise.nbytes(each) for each in product.auxiliaries)
-    extra += pointwise.nbytes(node) - BF16 * pointwise.numel(node.meta["val"])
-    return _by_choice(_sizes(product), problem, (product.a.format, product.b.format), gpu, extra)
+    sizes = _sizes(product)
+    elements = sizes.result if node.target is SCALED_MM_QUANTIZED else pointwise.numel(node.meta["val"])
+    extra += pointwise.nbytes(node) - BF16 * elements
+    return _by_choice(sizes, problem, (product.a.format, product.b.format), gpu, extra)
 
 
 def _at_captured_sizes(problem: Problem) -> Problem:

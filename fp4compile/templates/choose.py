@@ -10,6 +10,7 @@ from functools import lru_cache
 from typing import Any
 
 from fp4compile._compat import statically_true
+from fp4compile.formats.formats import BlockFormat
 from fp4compile.templates.gemm import (
     block_scaled_sm100,
     cost,
@@ -125,6 +126,23 @@ def _decide(problem: Problem, preferred: str | None, registry: tuple[Candidate, 
 _decided = lru_cache(maxsize=4096)(_decide)
 
 
+def quantized(problem: Problem, result: BlockFormat, pair: bool = False) -> Choice | str:
+    """The choice for a product whose kernel quantises its result in the epilogue, or the reason why none should.
+
+    problem: the product without an epilogue. pair: whether its columns are those of two products, of which the epilogue
+    makes one result.
+    """
+    fused = replace(problem, epilogue=True, result=result, pair=pair, n=problem.n // 2 if pair else problem.n)
+    if not any(candidate.takes(fused) for candidate in REGISTRY):
+        return f"no kernel of compute capability {problem.target.sm} quantises its result"
+    choice, alone = choose(fused), choose(problem)
+    if named(alone.kernel) is skinny_block_scaled_sm100.CANDIDATE:
+        return f"{alone.kernel} serves its few rows, and does not quantise"
+    if not cost.quantizing_pays(fused, choice.config, problem, alone.config):
+        return f"{alone.kernel} and a quantiser are expected to be faster"
+    return choice
+
+
 def candidates(problem: Problem) -> tuple[str, ...]:
     """Names of the candidates that compute a problem on the matrix units without dequantising, best rank first.
 
@@ -152,7 +170,10 @@ def named(name: str) -> Candidate:
 
 
 def _first(problem: Problem, registry: tuple[Candidate, ...]) -> Candidate:
-    return next(candidate for candidate in registry if candidate.takes(problem))
+    found = next((candidate for candidate in registry if candidate.takes(problem)), None)
+    if found is None:
+        raise ValueError(f"epilogue: no kernel of compute capability {problem.target.sm} quantises the result")
+    return found
 
 
 def _by_rows(problem: Problem, registry: tuple[Candidate, ...]) -> list[Candidate]:

@@ -7,12 +7,14 @@ on Hopper are less exact than float32. The host never reads the offsets of group
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
 from fp4compile.formats import reference
-from fp4compile.formats.checks import check
+from fp4compile.formats.checks import check, check_quantize
 from fp4compile.formats.epilogue import Epilogue
+from fp4compile.formats.layouts import ceil_div, swizzled_numel
 from fp4compile.formats.operand import Arguments, Operand
 from fp4compile.hardware import Target
 from fp4compile.templates.choose import Choice, choose, named
@@ -38,16 +40,34 @@ def multiply(x: Arguments, choice: Choice | None = None) -> torch.Tensor:
     return _launched(call_of(x), choice)
 
 
+def multiply_quantized(x: Arguments, choice: Choice | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+    """Codes and swizzled block scales of the rows of the product, which the arguments' epilogue quantises.
+
+    Raises what `multiply` raises, and ValueError where no kernel of the GPU quantises the product.
+    """
+    check_quantize(x)
+    call = call_of(x)
+    p, (*lead, rows, _) = call.problem, call.a.data.shape
+    data, scales = call.empty_codes() if p.empty else _run(call, choice)
+    of_matrix = swizzled_numel(rows, ceil_div(p.n, p.result.block_cols))
+    return (data.view(p.result.data_dtype).view(*lead, rows, data.shape[-1]),
+            scales.view(p.result.scale_dtype).view(*lead, of_matrix))  # fmt: skip
+
+
 def _launched(call: Call, choice: Choice | None) -> torch.Tensor:
     p = call.problem
     shape = (*call.a.data.shape[:-1], p.n) if p.ragged is None else p.shape
     if p.empty:
         return call.a.data.new_empty(shape, dtype=call.stored_dtype)
-    choice = choice or choose(p)
+    result = _run(call, choice)
+    return result.view(shape) if p.ragged is None else result
+
+
+def _run(call: Call, choice: Choice | None) -> Any:
+    choice = choice or choose(call.problem)
     if call.epilogue is not None and not choice.takes_epilogue:
         raise ValueError("epilogue: the kernel that serves this product takes none")
-    result = named(choice.kernel).run(call, choice.config)
-    return result.view(shape) if p.ragged is None else result
+    return named(choice.kernel).run(call, choice.config)
 
 
 def call_of(x: Arguments, target: Target | None = None) -> Call:
@@ -57,7 +77,7 @@ def call_of(x: Arguments, target: Target | None = None) -> Call:
     return Call(
         problem, kernel_operand(x.a, problem.a), kernel_operand(x.b, problem.b),
         None if x.bias is None else x.bias.contiguous(), x.epilogue, tuple(each.contiguous() for each in x.auxiliaries),
-        None if x.offs is None else x.offs.contiguous(),
+        None if x.offs is None else x.offs.contiguous(), x.result_outer,
     )  # fmt: skip
 
 

@@ -54,7 +54,10 @@ class Problem:
     """A product [batches, m, k] x [batches or 1, n, k] -> [batches, m, n], or the products of groups.
 
     b_batched: whether each matrix of A has its own B. bias: its dtype, None without one. epilogue: whether pointwise
-    operations follow in the same kernel; out_dtype is what the product is rounded to before them.
+    operations follow in the same kernel; out_dtype is what the product is rounded to before them. result: the format to
+    which that kernel quantises the rows of the result; None where it stores the result in 16 or 32 bits. pair: whether
+    the rows of B are two matrices [n, k], and the epilogue makes one result [m, n] of both products. operand_bytes: for
+    each element of a quantised result, bytes that the epilogue reads of other tensors of the result's size.
 
     ragged: None where all products have the same sizes; else the dimension that groups of any sizes share:
         "rows": [m, k] x [groups, n, k] -> [m, n], the matrix of B by the row's group;
@@ -82,6 +85,9 @@ class Problem:
     b_padded: bool = True
     fast_accumulation: bool = False
     b_transposed: bool = False
+    result: BlockFormat | None = None
+    pair: bool = False
+    operand_bytes: int = 0
 
     @property
     def static(self) -> bool:
@@ -110,7 +116,7 @@ class Problem:
     @property
     def b_rows(self) -> Any:
         """Rows of a matrix of B in memory."""
-        return self.k if self.b_transposed else self.n
+        return self.k if self.b_transposed else 2 * self.n if self.pair else self.n
 
     @property
     def shape(self) -> tuple:
@@ -164,8 +170,11 @@ def problem_of(x: Arguments, target: Target) -> Problem:
     a, b = operand_type(x.a), operand_type(x.b)
     *a_batch, m, _ = x.a.data.shape
     *b_batch, n, _ = x.b.data.shape
+    pair = x.epilogue is not None and x.epilogue.pair
     if x.b_transposed:
         n = x.b.k
+    if pair:
+        n = n // 2
     if x.offs is not None:
         groups = x.offs.shape[0]
         if b_batch:
@@ -185,7 +194,18 @@ def problem_of(x: Arguments, target: Target) -> Problem:
         batches, m = 1, batches * m
     return Problem(a, b, m, n, _k(x), x.out_dtype, target, None if x.bias is None else x.bias.dtype, batches,
                    not shared, x.epilogue is not None, fast_accumulation=x.fast_accumulation,
-                   b_transposed=x.b_transposed)  # fmt: skip
+                   b_transposed=x.b_transposed, result=_result_format(x), pair=pair,
+                   operand_bytes=_operand_bytes(x))  # fmt: skip
+
+
+def _operand_bytes(x: Arguments) -> int:
+    if _result_format(x) is None:
+        return 0
+    return sum(x.auxiliaries[i].dtype.itemsize for i, kind in x.epilogue.kinds.items() if kind == "aux")
+
+
+def _result_format(x: Arguments) -> BlockFormat | None:
+    return None if x.epilogue is None or x.epilogue.quantize is None else x.epilogue.quantize.format
 
 
 def _k(x: Arguments) -> Any:

@@ -23,7 +23,7 @@ import threading
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -182,6 +182,52 @@ def packed_weight(weight: torch.Tensor, form: Form, check: str | None = None) ->
     # Tensors that inference mode makes could be neither refilled nor saved for a backward pass outside of it.
     with _lock, torch.inference_mode(False), torch.no_grad():
         return _pack(weight, form, check)
+
+
+def packed_pair(
+    first: torch.Tensor, second: torch.Tensor, form: Form, checks: tuple[str | None, str | None] = (None, None)
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(data, scales) of two weights of one shape, the second below the first, without outer scales.
+
+    The packed tensors of each weight become parts of these, so that nothing is kept twice. checks: as in
+    `packed_weight`.
+    """
+    each = [packed_weight(weight, form, check) for weight, check in zip((first, second), checks, strict=True)]
+    if not all(_follows(one, other) for one, other in zip(*each, strict=True) if one.numel()):
+        with _lock, torch.inference_mode(False), torch.no_grad():
+            each = _joined((first, second), form, each)
+    (data, scales, _), _ = each
+    return _above(data), _above(scales)
+
+
+def _follows(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether a tensor begins where another one ends, in one storage."""
+    storages = (x.untyped_storage()._cdata for x in (one, other))
+    return len(set(storages)) == 1 and other.data_ptr() == one.data_ptr() + one.numel() * one.element_size()
+
+
+def _above(x: torch.Tensor) -> torch.Tensor:
+    """A tensor and the one of its shape behind it."""
+    return x.as_strided((2 * x.shape[0], *x.shape[1:]), x.stride())
+
+
+def _joined(weights: tuple[torch.Tensor, ...], form: Form, each: list[tuple[torch.Tensor, ...]]) -> list[tuple]:
+    """The packed tensors of two weights, moved to common memory, where they are kept if they were kept."""
+    moved: list[tuple] = [(), ()]
+    for both in zip(*each, strict=True):
+        common = torch.cat([x.view(torch.uint8) for x in both]).view(both[0].dtype) if both[0].numel() else None
+        parts = both if common is None else common.chunk(2)
+        moved = [(*before, part) for before, part in zip(moved, parts, strict=True)]
+    for weight, old, new in zip(weights, each, moved, strict=True):
+        forms = getattr(weight, _ATTRIBUTE, None)
+        if type(forms) is not _Forms or forms.owner != id(weight):
+            continue
+        kept = forms.packed.get(form)
+        if kept is not None and kept.tensors is old:
+            forms.packed[form] = replace(kept, tensors=new)
+    if weights[0].is_cuda:
+        torch.cuda.current_stream(weights[0].device).synchronize()
+    return moved
 
 
 def _pack(weight: torch.Tensor, form: Form, check: str | None) -> tuple[torch.Tensor, ...]:

@@ -151,6 +151,11 @@ def hard_input(name: str, shape, dtype=torch.float32, block: int = 16, device="c
     return x.contiguous().to(device)
 
 
+def stacked(shape, dtype, block: int = 16) -> torch.Tensor:
+    """All hard inputs of a shape [rows, columns], one below the other."""
+    return torch.cat([hard_input(name, shape, dtype, block) for name in NAMES])
+
+
 def _block_shape(shape, block):
     return (*shape[:-1], -(-shape[-1] // block))
 

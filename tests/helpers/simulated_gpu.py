@@ -82,7 +82,8 @@ def simulated(monkeypatch, sm):
             patch.setattr(folder, name, _on_cpu(getattr(folder, name)))
         patch.setattr(AsyncCompile, "triton", lambda self, name, source, *rest, **more: gpu.kernel(name, source))
         patch.setattr(importlib.import_module("fp4compile.backend"), "compile_fx_inner", gpu.compile_inner)
-        patch.setattr(hoist, "packed_weight", gpu.during(hoist.packed_weight))
+        for name in ("packed_weight", "packed_pair"):
+            patch.setattr(hoist, name, gpu.during(getattr(hoist, name)))
         settings = {"joint_custom_pre_pass": MoveToGpu(), "force_disable_caches": True, "compile_threads": 1,
                     "use_static_cuda_launcher": False}  # fmt: skip
         has_triton.cache_clear()  # torch may have asked before

@@ -6,10 +6,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from fp4compile.formats import formats
 from fp4compile.formats.epilogue import Epilogue, apply
 from fp4compile.formats.steps import OPERATIONS, Step
 from fp4compile.templates.device.epilogue import text
 from fp4compile.templates.device.pointwise import operate
+from tests.helpers.hard_inputs import stacked
 
 BF16, F32 = torch.bfloat16, torch.float32
 SILU_AND_GATE = ["neg product", "exp s0", "add s1 1.0", "div product s2", "mul s3 aux0"]
@@ -69,3 +71,70 @@ def test_the_op_on_the_cpu():
     torch.library.opcheck(
         torch.ops.fp4compile.scaled_mm.default, (*arguments, [gate], SILU_AND_GATE, BF16), test_utils=checks
     )
+
+
+QUANTISED = torch.ops.fp4compile.scaled_mm_quantized
+
+
+@pytest.mark.parametrize("name", ["nvfp4_one_level", "nvfp4", "mxfp8", "mxfp4"])
+def test_quantised_results_on_the_cpu(name):
+    """`scaled_mm_quantized` is `scaled_mm`, whose result is rounded, and `quantize` after it: of hard inputs."""
+    fmt = formats.get(name)
+    value = stacked((3, 56), BF16, fmt.block_cols)
+    a, b = (
+        torch.ops.fp4compile.quantize(torch.randn(rows, 64), "mxfp8", layout="swizzled")[:2] for rows in value.shape
+    )
+    arguments, outer = (*a, None, "mxfp8", *b, None, "mxfp8", None, BF16), torch.tensor(0.01) if fmt.outer else None
+    steps = ["mul product 0.001", "add s0 1.0", "mul s1 aux0"]
+    got = QUANTISED(*arguments, [value], [*steps, f"quantize {name}"], BF16, outer)
+    plain = torch.ops.fp4compile.scaled_mm(*arguments, [value], steps, BF16)
+    expected = torch.ops.fp4compile.quantize(plain, name, layout="swizzled", outer=outer)
+    assert len(got) == 2
+    assert all(
+        torch.equal(one.view(torch.uint8), other.view(torch.uint8))
+        for one, other in zip(got, expected[:2], strict=True)
+    )
+    checks = "test_autograd_registration", "test_faketensor"
+    given = (*arguments, [value], [*steps, f"quantize {name}"], BF16, outer)
+    torch.library.opcheck(QUANTISED.default, given, test_utils=checks)
+
+
+def test_a_result_of_two_products_on_the_cpu():
+    """B has the rows of two matrices; each product is rounded before the steps."""
+    a, b = (torch.ops.fp4compile.quantize(torch.randn(rows, 64), "mxfp8", layout="swizzled")[:2] for rows in (6, 512))
+    arguments = (*a, None, "mxfp8", *b, None, "mxfp8", torch.randn(512), BF16)
+    gate, steps = torch.randn(6, 256), ["relu product", "mul s0 pair", "mul s1 aux0", "quantize mxfp8"]
+    got = QUANTISED(*arguments, [gate], steps, BF16)
+    product, pair = torch.ops.fp4compile.scaled_mm(*arguments).float().chunk(2, -1)
+    expected = torch.ops.fp4compile.quantize((product.relu() * pair * gate).bfloat16(), "mxfp8", layout="swizzled")
+    assert got[0].shape == (6, 256)
+    assert all(
+        torch.equal(one.view(torch.uint8), other.view(torch.uint8))
+        for one, other in zip(got, expected[:2], strict=True)
+    )
+
+
+def test_bad_quantised_results():
+    a = torch.ops.fp4compile.quantize(torch.randn(4, 64), "mxfp8", layout="swizzled")[:2]
+    arguments = (*a, None, "mxfp8", *a, None, "mxfp8", None, BF16, [])
+
+    def message(steps, outer=None, op=QUANTISED):
+        with pytest.raises(ValueError) as error:
+            op(*arguments, steps, BF16, *([] if outer is None else [outer]))
+        return str(error.value)
+
+    one = torch.ones(())
+    assert message(["relu product"]).startswith("epilogue: expected a last step 'quantize' with a format, got ['relu")
+    assert "expected 'quantize' and a format with scales of blocks in a row" in message(["quantize mxfp8_32x32"])
+    assert "without an outer scale of rows" in message(["quantize nvfp4_rowwise"])
+    assert "unknown format 'mxfp9'" in message(["quantize mxfp9"])
+    assert "'mxfp8' is neither a name nor a number" in message(["quantize mxfp8", "relu product"])
+    with pytest.raises(ValueError, match="epilogue: 'pair' goes with a last step 'quantize', got \\['relu pair'\\]"):
+        torch.ops.fp4compile.scaled_mm(*arguments, ["relu pair"], BF16)
+    assert message(["quantize nvfp4"]) == "outer: format nvfp4 needs a static outer scale"
+    assert message(["quantize mxfp8"], one) == "outer: format mxfp8 has no outer scale"
+    assert (
+        message(["quantize nvfp4"], one.double())
+        == "outer: expected float32 of shape (), got torch.float64 of shape ()"
+    )
+    assert "is a step of scaled_mm_quantized" in message(["quantize mxfp8"], op=torch.ops.fp4compile.scaled_mm)

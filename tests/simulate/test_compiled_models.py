@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 
 import fp4compile
-from fp4compile import _compat
+from fp4compile import _compat, config
 from fp4compile.check.simulate.fault import Fault
 from fp4compile.check.simulate.launch import Simulator, compiled_of
 from fp4compile.hardware import Target
@@ -63,6 +63,32 @@ def test_packed_experts(monkeypatch):
         torch._dynamo.reset()
         expected = torch.compile(model, backend=backend)(x, offs)
     assert torch.equal(got, expected) and got[:62].abs().amin(-1).gt(0).all() and not got[62:].any()
+
+
+class GatedMlp(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.gate, self.up, self.down = (torch.nn.Linear(128, 128, bias=False) for _ in range(3))
+
+    def forward(self, x):
+        return self.down(F.silu(self.gate(x)) * self.up(x))
+
+
+@pretending
+def test_gate_and_up_write_the_operand_of_down(monkeypatch):
+    """One launch for both, whose weights the cache joins; the bits are those of three kernels."""
+    torch.manual_seed(0)
+    model, x, results = GatedMlp().bfloat16(), torch.randn(2, 45, 128).bfloat16(), []
+    for off, quantisers, products in (((), 3 + 1, 2), (("fuse_quantize",), 2, 3)):  # the weights' quantisers run once
+        monkeypatch.setattr(config, "disabled_passes", off)
+        backend = fp4compile.backend("mxfp4", strict=True)
+        with torch.no_grad(), simulated(monkeypatch, 100) as gpu:
+            torch._dynamo.reset()
+            results.append(torch.compile(model, backend=backend)(x))
+        assert gpu.counted()["package"] == {"quantize_rows": quantisers, "gemm_block_scaled_sm100": products}
+        fused = {row.module: row.fused for row in backend.report.rows}
+        assert fused["gate"] == (None if off else "silu, mul, quantize") and fused["up"] is None
+    assert torch.equal(*results) and results[0].isfinite().all() and results[0].any()
 
 
 @pretending

@@ -9,8 +9,9 @@ import pytest
 import torch
 
 import fp4compile
+from fp4compile.ops.quantize import QUANTIZE
 from fp4compile.weights import cache as weight_cache
-from fp4compile.weights.cache import fingerprint_of, form, packed_weight
+from fp4compile.weights.cache import fingerprint_of, form, packed_pair, packed_weight
 from tests.helpers.cached_weights import RECIPE, assert_current, two_layers, uncached
 from tests.helpers.graphs import compile_recorded
 
@@ -34,6 +35,25 @@ def test_weights_are_packed_again_into_the_same_memory(change):
     after = packed_weight(weight, form("nvfp4"))
     assert [tensor.data_ptr() for tensor in after] == before
     assert torch.equal(contents[0], after[0]) == (change is fp4compile.refresh)
+
+
+def test_two_weights_are_joined(packings):
+    """The packed tensors of each become parts of common memory, in which both are packed again after a change."""
+    weights = [torch.nn.Parameter(torch.randn(128, 64)) for _ in range(2)]
+    packed_as = form("mxfp8", -1, "swizzled")
+    expected = [QUANTIZE(weight.detach(), "mxfp8", -1, layout="swizzled") for weight in weights]
+    joined = packed_pair(*weights, packed_as)
+    for whole, *each in zip(joined, *(packed_weight(weight, packed_as)[:2] for weight in weights), strict=True):
+        assert whole.shape == (2 * each[0].shape[0], *each[0].shape[1:])
+        assert [part.data_ptr() - whole.data_ptr() for part in each] == [0, each[0].numel()]
+    for whole, *each in zip(joined, *(one[:2] for one in expected), strict=True):
+        assert torch.equal(whole.view(torch.uint8), torch.cat([part.view(torch.uint8) for part in each]))
+    count = len(packings)
+    change_of_contents(weights[1])
+    again = packed_pair(*weights, packed_as)
+    assert [one.data_ptr() for one in again] == [one.data_ptr() for one in joined] and len(packings) == count + 1
+    changed = QUANTIZE(weights[1].detach(), "mxfp8", -1, layout="swizzled")
+    assert torch.equal(again[0][128:].view(torch.uint8), changed[0].view(torch.uint8))
 
 
 def test_forms_of_one_weight_are_kept_apart(packings):

@@ -12,10 +12,11 @@ float32 product, whose rescale ptxas may contract with a sum that follows.
 
 from functools import cache
 
+import torch
 import triton
 import triton.language as tl
 
-from fp4compile.formats.epilogue import PRODUCT, Epilogue
+from fp4compile.formats.epilogue import PAIR, PRODUCT, Epilogue
 from fp4compile.formats.steps import with_silu
 from fp4compile.templates.device.elements import float_bits
 from fp4compile.templates.device.pointwise import compute, kind_of, needed, operate, part_of, tensor_count, written
@@ -26,13 +27,24 @@ from fp4compile.templates.device.register_tile import log2
 def text(epilogue: Epilogue) -> str:
     """The constexpr EPILOGUE of kernels: "product aux0 row1 | mul 0 1; add 3 2 | bfloat16".
 
-    The last part is the dtype that the product is rounded to.
+    The third part is the dtype that the product is rounded to. A fourth part says how the result is quantised
+    (`device.quantized_epilogue`): "e4m3 e8m0 rceil 32 none bfloat16".
     """
     steps, dtype = with_silu(epilogue.steps), epilogue.product_dtype
-    names = [PRODUCT, *(f"{kind}{i}" for i, kind in sorted(epilogue.kinds.items()))]
+    products = [PRODUCT, PAIR] if epilogue.pair else [PRODUCT]
+    names = [*products, *(f"{kind}{i}" for i, kind in sorted(epilogue.kinds.items()))]
     numbers = needed(steps, len(steps) - 1) if steps else []
-    lines, _ = written(steps, numbers, names, {PRODUCT} if dtype.itemsize == 2 else (), pairs=False)
-    return " | ".join((" ".join(names), lines, str(dtype).removeprefix("torch.")))
+    lines, _ = written(steps, numbers, names, products if dtype.itemsize == 2 else (), pairs=False)
+    parts = [" ".join(names), lines, _name(dtype)]
+    if epilogue.quantize is not None:
+        fmt = epilogue.quantize.format
+        fields = (fmt.element, fmt.scale, fmt.contract, fmt.block_cols, fmt.outer or "none", _name(epilogue.dtype))
+        parts.append(" ".join(map(str, fields)))
+    return " | ".join(parts)
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 @triton.constexpr_function
@@ -42,18 +54,26 @@ def auxiliary_of(EPILOGUE, number):
 
 
 @triton.jit
-def epilogue(acc, at, col, inside, n, epilogue_0_ptr, epilogue_1_ptr, EPILOGUE: tl.constexpr, ISA: tl.constexpr):
-    """The epilogue's result for float32 values acc at offsets `at`, columns `col` of n. inside: mask of the loads."""
+def epilogue(
+    acc, at, col, inside, n, epilogue_0_ptr, epilogue_1_ptr, EPILOGUE: tl.constexpr, ISA: tl.constexpr, pair=None
+):
+    """The epilogue's result for float32 values acc at offsets `at`, columns `col` of n. inside: mask of the loads.
+
+    pair: the values of the second product, for an epilogue of two.
+    """
     if EPILOGUE == "":
         return acc
     else:
         values = (operate(part_of(EPILOGUE, 2), acc, acc, ISA),)
         ptrs = (epilogue_0_ptr, epilogue_1_ptr)
         for i in tl.static_range(1, tensor_count(EPILOGUE)):
-            ptr = ptrs[auxiliary_of(EPILOGUE, i)]
-            if kind_of(EPILOGUE, i) == "aux":
+            if kind_of(EPILOGUE, i) == "pai":
+                values = values + (operate(part_of(EPILOGUE, 2), pair, pair, ISA),)
+            elif kind_of(EPILOGUE, i) == "aux":
+                ptr = ptrs[auxiliary_of(EPILOGUE, i)]
                 values = values + (tl.load(ptr + at, mask=inside, other=0.0).to(tl.float32),)
             else:
+                ptr = ptrs[auxiliary_of(EPILOGUE, i)]
                 values = values + (tl.load(ptr + col, mask=col < n, other=0.0).to(tl.float32),)
         values = compute(values, EPILOGUE, ISA)
         return values[len(values) - 1]

@@ -113,6 +113,7 @@ class Call:
     """A product as it is launched: the problem, its operands, and the tensors that its epilogue reads.
 
     epilogue: None, or the steps; auxiliaries: the tensors that the steps read, of the product's size or of n elements.
+    result_outer: the static outer scale of a quantised result; None without one.
     offs: int32 [groups], contiguous; None without groups.
     Raises RuntimeError where a kernel of the problem's sizes would leave the storage of a tensor.
     """
@@ -124,12 +125,15 @@ class Call:
     epilogue: Epilogue | None = None
     auxiliaries: tuple[torch.Tensor, ...] = ()
     offs: torch.Tensor | None = None
+    result_outer: torch.Tensor | None = None
 
     def __post_init__(self) -> None:
         p = self.problem
         self.a.check(p.batches, p.m)
         self.b.check(p.b_matrices, p.b_rows)
-        for tensor in (*(() if self.bias is None else (self.bias,)), *self.auxiliaries):
+        if self.bias is not None:
+            within(self.bias, span((2 * p.n if p.pair else p.n,), (1,)))
+        for tensor in self.auxiliaries:
             row = statically_true(tensor.numel() == p.n)
             within(tensor, span((p.n,) if row else (p.batches * p.m, p.n), (1,) if row else (p.n, 1)))
         if self.offs is not None:
@@ -142,6 +146,14 @@ class Call:
     def empty(self) -> torch.Tensor:
         """Memory for the result."""
         return self.a.data.new_empty(self.problem.shape, dtype=self.stored_dtype)
+
+    def empty_codes(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Memory for the result's codes, uint8 [batches, m, bytes], and for the swizzled block scales, uint8."""
+        p, data = self.problem, self.a.data
+        blocks = ceil_div(p.n, p.result.block_cols)
+        row = blocks * p.result.block_cols // (2 if p.result.packed else 1)
+        scales = p.batches * swizzled_numel(p.m, blocks)
+        return data.new_empty((p.batches, p.m, row)), data.new_empty(scales)
 
     def empty_sums(self, split_k: int) -> torch.Tensor:
         """Memory for the partial sums [split_k, batches, m, n] in float32."""

@@ -31,7 +31,8 @@ class Candidate:
     configure: the launch configuration for a problem, of a type of `heuristics`; None where there is nothing to
         configure. run: launches a call with that configuration and returns the result, of the problem's shape.
     configurations: the configurations that `max-autotune` times, including the result of `configure`; None where there
-        is no other. takes_epilogue: whether it can apply an epilogue before it stores.
+        is no other. takes_epilogue: whether it can apply an epilogue before it stores. quantizes: whether that
+        epilogue can end in codes; `run` then returns codes and block scales.
     traceable: whether a graph can hold the launches of a problem and its configuration.
     any_rows: whether it serves the problem for every number of rows of A, if it does for one.
     dequantizes_a, dequantizes_b: whether it writes the operand, if it is quantised, to memory in 16 bits first.
@@ -44,9 +45,10 @@ class Candidate:
     tier: str
     serves: Callable[[Problem], bool]
     configure: Callable[[Problem], Any]
-    run: Callable[[Call, Any], torch.Tensor]
+    run: Callable[[Call, Any], Any]
     configurations: Callable[[Problem], tuple] | None = None
     takes_epilogue: Callable[[Problem], bool] = _never
+    quantizes: Callable[[Problem], bool] = _never
     traceable: Callable[[Problem, Any], bool] = _always
     any_rows: bool = False
     dequantizes_a: bool = False
@@ -56,8 +58,9 @@ class Candidate:
     run_group: Callable[[Sequence[Call], Any], list[torch.Tensor]] | None = None
 
     def takes(self, problem: Problem) -> bool:
-        """Whether it serves a problem, and reads B as it lies."""
-        return self.b_transposed == problem.b_transposed and self.serves(problem)
+        """Whether it serves a problem, reads B as it lies, and stores the result in its format."""
+        stores = problem.result is None or self.quantizes(problem)
+        return stores and self.b_transposed == problem.b_transposed and self.serves(problem)
 
     def to_time(self, problem: Problem) -> tuple:
         """The configurations to time; at least one."""

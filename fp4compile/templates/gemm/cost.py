@@ -55,6 +55,12 @@ LAUNCH = 1.5e-6  # seconds of one more kernel in a CUDA graph, half the time of 
 OUTER_SCALES = (
     2  # launches before a two-level product: torch multiplies the outer scales and, in torch 2.11, copies them
 )
+# Instructions of a thread for 16 elements that a quantising epilogue has more than one that stores bf16, by the type of
+# block scales: counted in the machine code of Triton 3.9 for sm_100a (`check-sm100`). A multiprocessor issues four
+# instructions of a warp in a clock, of which an epilogue's eight warps are assumed to fill this share.
+QUANTIZE_INSTRUCTIONS = {"e4m3": 120, "e8m0": 80}
+ISSUED = 0.7
+CLOCK = 1.85e9
 ANY_ROWS = (128, 1024, 8192)  # rows of A that stand for a symbolic number of rows
 
 
@@ -69,6 +75,44 @@ def fusing_pays(p: Problem, config: BlockScaledConfig | SkinnyBlockScaledConfig)
         return False
     each = [p] if isinstance(p.m, int) else [replace(p, m=m) for m in ANY_ROWS]
     return all(kernel_seconds(one, config) < library_seconds(one) + pointwise_seconds(one) for one in each)
+
+
+def quantizing_pays(
+    p: Problem,
+    config: BlockScaledConfig,
+    alone: Problem,
+    alone_config: BlockScaledConfig | SkinnyBlockScaledConfig | None,
+) -> bool:
+    """Whether a kernel that quantises its result in the epilogue beats a product and a quantiser.
+
+    p, config: the problem with the epilogue, and its kernel's configuration. alone, alone_config: the product without
+    an epilogue, and its kernel's configuration, None where the library serves it. Codes, which both ways write, and
+    what an epilogue or a prologue reads are not counted. Symbolic sizes: as in `fusing_pays`.
+    """
+    if not all(isinstance(size, int) for size in (p.n, p.k, p.batches)):
+        return False
+    for m in [p.m] if isinstance(p.m, int) else ANY_ROWS:
+        plain = replace(alone, m=m)
+        product = library_seconds(plain) if alone_config is None else kernel_seconds(plain, alone_config)
+        if quantizing_seconds(replace(p, m=m), config) >= product + pointwise_seconds(plain):
+            return False
+    return True
+
+
+def quantizing_seconds(p: Problem, config: BlockScaledConfig) -> float:
+    """Seconds of the kernel that quantises its result, without the codes that it writes.
+
+    Where tensor memory holds the sums of two tiles, a tile's epilogue runs beside the products of the next one.
+    """
+    columns = 2 * p.n if p.pair else p.n
+    product, rates, results = replace(p, n=columns), _rates(p), config.bm * config.bn * p.n // columns
+    of_tile = results / 16 * QUANTIZE_INSTRUCTIONS[p.result.scale] / (32 * 4 * ISSUED * CLOCK)
+    tiles = ceil_div(p.m, config.bm) * ceil_div(columns, config.bn) * p.batches
+    epilogues = ceil_div(tiles, p.target.multiprocessors) * of_tile
+    peak = rates.fp4_triton if _fp4(p) else rates.fp8
+    products = _tiled_seconds(product, config.bm, config.bn, config.bn, peak)
+    together = max(products, epilogues) if config.two_sums else products + epilogues
+    return max(together, _operand_seconds(product))
 
 
 def library_seconds(p: Problem) -> float:
@@ -113,8 +157,12 @@ def _fp4(p: Problem) -> bool:
 
 def _memory_seconds(p: Problem) -> float:
     """Seconds of reading the operands and writing the result."""
+    return _operand_seconds(p) + _result_bytes(p) / (_rates(p).memory * MEMORY_SHARE)
+
+
+def _operand_seconds(p: Problem) -> float:
     operands = p.batches * p.m * _row_bytes(p, p.a) + (p.batches if p.b_batched else 1) * p.n * _row_bytes(p, p.b)
-    return (operands + _result_bytes(p)) / (_rates(p).memory * MEMORY_SHARE)
+    return operands / (_rates(p).memory * MEMORY_SHARE)
 
 
 def _row_bytes(p: Problem, x: OperandType) -> float:

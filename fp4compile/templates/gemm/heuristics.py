@@ -390,17 +390,25 @@ def block_scaled_configs(p: Problem) -> tuple[BlockScaledConfig, ...]:
         return (BlockScaledConfig(128, 128, step, stages=3, parts=2, tma=False, warp_specialize=False),)
     wide = BlockScaledConfig(128, 256, step, stages=4, parts=8)
     narrow = BlockScaledConfig(128, 128, step, stages=5, parts=4, two_sums=True)
+    if p.result is not None:  # half of a part's columns lie in one thread: whole blocks of 16 or 32
+        wide, narrow = replace(wide, parts=4), replace(narrow, parts=2)
+    if p.pair:  # 128 columns of both products
+        return (replace(wide, stages=_stages(p, wide)),)
     return _with_parts(p, replace(wide, stages=_stages(p, wide))), _with_parts(p, narrow)
 
 
 def _stages(p: Problem, config: BlockScaledConfig) -> int:
     """As many stages, up to `config.stages`, as shared memory holds beside the epilogue's buffers.
 
-    The buffers hold a part of the result and, with pointwise operations, a part of their operand.
+    The buffers hold a part of the result and, with pointwise operations, a part of their operand. Where the result is
+    quantised, 4 KB are enough for 16-bit operands and the scales, and 8 KB for float32 operands.
     """
-    element = p.out_dtype.itemsize + (4 if p.epilogue else 0)
-    parts = config.bm * config.bn // config.parts * element
-    return min(config.stages, (p.target.shared_memory - parts - 2048) // _stage_bytes(p, config))
+    elements = config.bm * config.bn // config.parts
+    if p.result is None:
+        buffers = elements * (p.out_dtype.itemsize + (4 if p.epilogue else 0))
+    else:
+        buffers = elements // (2 if p.result.packed else 1) + max(4096, 2048 * p.operand_bytes)
+    return min(config.stages, (p.target.shared_memory - buffers - 2048) // _stage_bytes(p, config))
 
 
 def _stage_bytes(p: Problem, config: BlockScaledConfig) -> int:

@@ -15,6 +15,7 @@ import triton.language as tl
 from fp4compile._compat import statically_true
 from fp4compile.formats.formats import BlockFormat
 from fp4compile.formats.layouts import ceil_div
+from fp4compile.templates.device.block_codes import scale_and_encode
 from fp4compile.templates.device.block_scales import (
     block_scale,
     encode_scale,
@@ -22,29 +23,19 @@ from fp4compile.templates.device.block_scales import (
     make_outer_scales,
     outer_from_amax,
     outer_scales,
-    plain_e4m3_scale,
 )
 from fp4compile.templates.device.dependent_launch import wait
 from fp4compile.templates.device.elements import (
-    encode_pair,
     encode_run,
-    infinity_to_nan,
-    round_pair,
-    rounding_scale,
     unpack,
     word_amax,
 )
 from fp4compile.templates.device.memory import store_scales, store_units, tile_of, tiles_along
-from fp4compile.templates.device.packed_encoding import encode_exact_words, exact_in_bf16
 from fp4compile.templates.device.packed_rounding import (
-    CLAMP_LIMIT,
-    encode_packed_words,
-    packed_clamp_limit,
     packed_rounding,
 )
 from fp4compile.templates.device.philox import match_layout, philox, runs_of_a_call
 from fp4compile.templates.device.prologue import read_tile
-from fp4compile.templates.device.quick_scales import in_quick_range, quick_e4m3_scale
 from fp4compile.templates.device.values import takes_values, values_of_units
 from fp4compile.templates.launch import Launch
 from fp4compile.templates.quantize.heuristics import row_config, scaled_row_config
@@ -152,46 +143,6 @@ def encode_seeded(
         noise = (tl.reshape(tl.join(word0, word2), shape), tl.reshape(tl.join(word1, word3), shape))
     codes = encode_run(values, tl.broadcast_to(factor[:, :, None], shape), noise, ELEMENT, ISA)
     return tl.reshape(codes, (words.shape[0], words.shape[1] * runs))
-
-
-@triton.jit
-def scale_and_encode(
-    words, amax, encode, decode, HAS_OUTER: tl.constexpr, ELEMENT: tl.constexpr, SCALE: tl.constexpr,
-    CONTRACT: tl.constexpr, STATIC: tl.constexpr, VALUES: tl.constexpr, ROUNDING: tl.constexpr, dtype: tl.constexpr,
-    ISA: tl.constexpr,
-):  # fmt: skip
-    """(scale bytes of blocks, a pair of codes or dequantised values for each word [ROWS, BLOCKS * BLOCK / 2]).
-
-    VALUES: for elements with E4M3 scales, return dequantised values. ROUNDING: see `packed_rounding`; the others as in
-    `encode_and_store_codes`.
-    """
-    if ROUNDING == "bounded" and not decode.type.is_block():
-        if in_quick_range(decode):
-            byte, factor = quick_e4m3_scale(amax.to(tl.float32, bitcast=True), encode, decode, CONTRACT)
-            units = encode_packed_words(words, factor, packed_clamp_limit(decode), SCALE, ROUNDING, STATIC)
-        else:
-            byte, factor = plain_e4m3_scale(amax, encode, decode, CONTRACT, HAS_OUTER, ISA)
-            units = encode_packed_words(words, factor, 0, SCALE, "float32", False)
-    else:
-        byte, factor = block_scale(amax, encode, decode, HAS_OUTER, ELEMENT, SCALE, CONTRACT, ISA)
-        if ROUNDING == "fp16":
-            units = encode_packed_words(words, factor, CLAMP_LIMIT, SCALE, ROUNDING, SCALE == "e4m3")
-        elif ROUNDING != "":
-            units = encode_packed_words(words, factor, 0, SCALE, "float32", False)
-        elif exact_in_bf16(SCALE, dtype, ISA):
-            units = encode_exact_words(words, tl.broadcast_to(factor[:, :, None], words.shape), ELEMENT)
-        else:
-            first, second = unpack(words, dtype)
-            if SCALE == "none" and STATIC:  # saturation would hide an infinity, which no scale shows either
-                first = infinity_to_nan(first)
-                second = infinity_to_nan(second)
-            factor = tl.broadcast_to(factor[:, :, None], words.shape)
-            if VALUES and SCALE == "e4m3":
-                scale = rounding_scale(byte, ISA)
-                units = round_pair(first, second, factor, tl.broadcast_to(scale[:, :, None], words.shape), ISA)
-            else:
-                units = encode_pair(first, second, factor, ELEMENT, ISA)
-    return byte, tl.reshape(units, (words.shape[0], words.shape[1] * words.shape[2]))
 
 
 @triton.jit

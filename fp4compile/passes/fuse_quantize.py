@@ -1,0 +1,236 @@
+"""Let a product's kernel quantise its result, which then is the operand of the next product.
+
+Entry: `fuse_quantize(graph)`, on a forward, backward or inference graph after the partitioner, before `fuse_epilogue`.
+
+`linear -> activation -> linear` writes the activation in 16 bits, and a quantiser reads it again. On SM100 the kernel
+of the first product has the rows of its tiles in registers: its epilogue computes the activation, and stores codes and
+block scales (`scaled_mm_quantized`). The bits are the same: the product is rounded to its dtype, then the result.
+
+The product may be two that share their activations, gate and up. Their weights are one matrix, and the result is cut in
+two halves of columns; or they are two, whose packed codes `hoist` has put one below the other. The operations make one
+value of both products, and each tile of the kernel has columns of both.
+
+The pass fuses where a quantiser of rows is the only reader of a value that an epilogue can compute
+(`fuse_epilogue.Region`), where the format's block scales depend on a block alone or on a static outer scale, and where
+`choose.quantized` expects a gain. Elsewhere the log says why not.
+"""
+
+import logging
+import operator
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from typing import ClassVar
+
+import torch
+from torch.fx import Graph, Node
+
+from fp4compile import _compat
+from fp4compile.analysis.graph import CAST, RESHAPES, Quantise, ScaledMM, new_node, quantise_of, scaled_mm_of
+from fp4compile.formats.epilogue import PAIR, PRODUCT, serves_quantize
+from fp4compile.formats.epilogue import QUANTIZE as QUANTIZE_STEP
+from fp4compile.formats.quantize_spec import ROWS
+from fp4compile.ops.matmul import SCALED_MM, SCALED_MM_QUANTIZED
+from fp4compile.ops.quantize import QUANTIZE
+from fp4compile.passes.fuse_epilogue import Region
+from fp4compile.passes.notes import joined_weights, name_operations
+from fp4compile.passes.pointwise import same_shape
+from fp4compile.passes.slices import cuts_columns, slice_of
+from fp4compile.templates.choose import quantized
+from fp4compile.templates.problem import Problem
+
+aten = torch.ops.aten
+log = logging.getLogger("fp4compile")
+
+
+def fuse_quantize(graph: Graph) -> int:
+    """Fuse quantisers into the products of CUDA tensors that they follow; returns how many."""
+    if not _compat.pointwise_by_default():
+        return 0
+    fused: set[Node] = set()  # products, which are no nodes of the graph any more
+    count = 0
+    for node in graph.find_nodes(op="call_function", target=SCALED_MM):
+        if node not in fused and _may_quantize(scaled_mm_of(node)):
+            products = _fuse_product(graph, node)
+            fused.update(products)
+            count += bool(products)
+    return count
+
+
+def _fuse_product(graph: Graph, node: Node) -> tuple[Node, ...]:
+    """Fuse the quantiser that follows a product; returns the products that became part of its kernel."""
+    reasons = []
+    for region, last in _parts(node):
+        quantise = quantise_of(_only_quantiser(last))
+        kinds = region.operands(last).items()
+        read = sum(node.meta["val"].dtype.itemsize for node, kind in kinds if kind == "aux")
+        choice = quantized(replace(region.problem, operand_bytes=read), quantise.spec.format, pair=region.pair)
+        if not isinstance(choice, str):
+            _fuse(graph, region, last, quantise)
+            return region.roots
+        reasons.append(choice)
+    if reasons:
+        log.info("%s: its result is quantised by another kernel: %s", node, reasons[-1])
+    return ()
+
+
+def partner_of(product: Node) -> Node | None:
+    """The product of the same activations and of as many columns whose result an operation joins with this one's."""
+    own = scaled_mm_of(product)
+    for _, arguments in Region(product).operations.values():
+        for argument in arguments:
+            while isinstance(argument, Node) and argument.target in (*RESHAPES, CAST):
+                argument = argument.args[0]
+            if isinstance(argument, Node) and argument is not product and argument.target is SCALED_MM:
+                other = scaled_mm_of(argument)
+                alike = argument.args[:4] == product.args[:4] and (other.epilogue, other.bias, own.bias) == (None,) * 3
+                same = (own.b.format, own.out_dtype) == (other.b.format, other.out_dtype)
+                if alike and same and same_shape(argument.meta["val"].shape, product.meta["val"].shape):
+                    return argument
+    return None
+
+
+def _may_quantize(product: ScaledMM) -> bool:
+    """Whether the GPU may have a kernel that quantises the product's result."""
+    known = product.epilogue is None and product.on_gpu and not product.plain
+    return known and product.problem.target.block_scaled_matrix_units
+
+
+@dataclass
+class OneProduct(Region):
+    """The operations that follow a product by itself. pair: whether they make one value of two products."""
+
+    pair: ClassVar[bool] = False
+
+    @property
+    def problem(self) -> Problem:
+        return scaled_mm_of(self.product).problem
+
+    @property
+    def operand(self) -> tuple[Node, ...]:
+        """Data, scales and outer scale of B."""
+        return self.product.args[4:7]
+
+
+@dataclass
+class TwoProducts(OneProduct):
+    """The operations that follow two products of the same activations.
+
+    partner: the second product. joined: data and scales of both weights, one below the other.
+    """
+
+    pair: ClassVar[bool] = True
+    partner: Node = field(kw_only=True)
+    joined: tuple[Node, Node] = field(kw_only=True)
+
+    @property
+    def roots(self) -> tuple[Node, ...]:
+        return self.product, self.partner
+
+    @property
+    def products(self) -> dict[Node, str]:
+        return {self.product: PRODUCT, self.partner: PAIR}
+
+    @property
+    def problem(self) -> Problem:
+        problem = super().problem
+        return replace(problem, n=2 * problem.n)
+
+    @property
+    def operand(self) -> tuple[Node, ...]:
+        return *self.joined, None
+
+
+@dataclass
+class PairRegion(OneProduct):
+    """The operations that follow the two halves of a product's columns. halves: slices, and the halves' names."""
+
+    pair: ClassVar[bool] = True
+    halves: dict[Node, str] = field(default_factory=dict)
+
+    @property
+    def products(self) -> dict[Node, str]:
+        return self.halves
+
+    @property
+    def shape(self) -> torch.Size:
+        *rows, columns = self.value.shape
+        return torch.Size((*rows, columns // 2))
+
+    def _take(self, node: Node) -> bool:
+        if cuts_columns(node):
+            if node.target is aten.slice.Tensor or node.target is operator.getitem:
+                found, columns = slice_of(node), self.value.shape[-1]
+                place = None if found is None or found.source is not self.product else (2 * found.start, 2 * found.stop)
+                if place not in ((0, columns), (columns, 2 * columns)):
+                    return False
+                self.halves[node] = PAIR if found.start else PRODUCT
+            self.renamed[node] = node.args[0]
+            return True
+        return super()._take(node)
+
+
+def _parts(product: Node) -> Iterator[tuple[OneProduct, Node]]:
+    """What a kernel can compute and quantise: a region and its last node; what saves most comes first."""
+    regions: list[OneProduct] = [PairRegion(product), OneProduct(product)]
+    partner = partner_of(product)
+    joined = None if partner is None else joined_weights(product.args[4], partner.args[4])
+    if partner is not None and joined is not None:
+        regions.insert(0, TwoProducts(product, partner=partner, joined=joined))
+    for region in regions:
+        last = next((each for each in _ends(region) if region.ends_at(each)), None) if region.products else None
+        if last is not None and region.epilogue(last).pair == region.pair:
+            yield region, last
+
+
+def _ends(region: Region) -> list[Node]:
+    """The values of a region, the last one first, that nothing but one quantiser reads, which an epilogue replaces."""
+    nodes = sorted([*region.roots, *region.operations, *region.renamed], reverse=True)
+    return [node for node in nodes if node.target not in RESHAPES and _replaceable(node, region)]
+
+
+def _replaceable(last: Node, region: Region) -> bool:
+    node = _only_quantiser(last)
+    if node is None or not same_shape(node.args[0].meta["val"].shape, region.shape):
+        return False
+    quantise = quantise_of(node)
+    spec = quantise.spec
+    plain = spec.dims == (ROWS,) and spec.swizzled and spec.scale_rule == "amax" and spec.prologue is None
+    apart = spec.values or spec.ragged or spec.each_matrix or spec.hadamard or spec.seeded
+    scaled = serves_quantize(spec.format) and spec.static == (spec.format.outer is not None)
+    computed_outer = any(user.args[1] == 2 and user.users for user in node.users if user.target is operator.getitem)
+    return plain and not apart and scaled and not computed_outer
+
+
+def _only_quantiser(last: Node) -> Node | None:
+    """The quantiser that alone reads a value, through reshapes; None where there is none, or another reader."""
+    waiting, found = [last], set()
+    while waiting:
+        for user in waiting.pop().users:
+            if user.target in RESHAPES:
+                waiting.append(user)
+            else:
+                found.add(user)
+    (node, *others) = found or (None,)
+    return node if not others and node is not None and node.target is QUANTIZE else None
+
+
+def _fuse(graph: Graph, region: OneProduct, last: Node, quantise: Quantise) -> None:
+    """Replace a quantiser by a product with an epilogue, and erase the nodes between the two."""
+    product, epilogue, operands = region.product, region.epilogue(last), list(region.operands(last))
+    steps = [*epilogue.strings(), f"{QUANTIZE_STEP} {quantise.format}"]
+    with graph.inserting_before(quantise.node):
+        outer = {} if quantise.outer is None else {"outer": quantise.outer}
+        arguments = (*product.args[:4], *region.operand, *product.args[7:10], operands, steps, epilogue.dtype)
+        fused = new_node(graph, SCALED_MM_QUANTIZED, arguments, product.meta, **outer)
+    inside = region.leading_to(last)
+    name_operations(fused, (node for node in region.operations if node in inside), QUANTIZE_STEP)
+    for user in list(quantise.node.users):
+        if user.args[1] == 2:
+            graph.erase_node(user)
+    quantise.node.replace_all_uses_with(fused)
+    between, waiting = {quantise.node}, [quantise.x]
+    while waiting and waiting[-1] not in inside:
+        between.add(waiting[-1])
+        waiting.append(waiting.pop().args[0])
+    for node in sorted({*between, *inside}, reverse=True):
+        graph.erase_node(node)

@@ -1,0 +1,49 @@
+"""Compiled products that quantise their results, in the simulator: codes and scales of the reference, bit for bit."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from fp4compile.check.product_table import Product
+from fp4compile.check.run_simulated import exact_arguments
+from fp4compile.check.run_values import BF16, same_bits, schema
+from fp4compile.check.simulate.launch import Simulator
+from fp4compile.check.simulate.run import Schedule
+from fp4compile.formats import formats, reference
+from fp4compile.formats.epilogue import Epilogue
+from fp4compile.hardware import Target
+from fp4compile.ops.matmul import SCALED_MM_QUANTIZED
+from fp4compile.templates.multiply import multiply_quantized
+from tests.helpers.hard_inputs import stacked
+
+
+def test_a_result_of_two_products():
+    """Gate and up, in one matrix B: each tile has columns of both. Sums and their products are exact."""
+    x = exact_arguments(Product("mxfp8", "mxfp8", 144, 256, 256, epilogue="pair", result="mxfp8"))
+    x = replace(x, epilogue=Epilogue.parse(["relu product", "mul s0 pair", "quantize mxfp8"], BF16, BF16))
+    simulator = Simulator(Target(100, 2), Schedule(1))
+    with simulator.running():
+        got = multiply_quantized(x)
+    expected = SCALED_MM_QUANTIZED(*schema(x.a), *schema(x.b), None, BF16, [], x.epilogue.strings(), BF16)
+    assert [one.shape for one in got] == [one.shape for one in expected] and got[0].shape == (144, 256)
+    assert same_bits([*got, torch.empty(0)], [*expected, torch.empty(0)]) == []
+
+
+@pytest.mark.parametrize(("name", "rows", "columns", "multiprocessors"), [
+    ("nvfp4_one_level", 3, 272, 2), ("nvfp4", 3, 136, 0), ("mxfp8", 10, 256, 2), ("mxfp4", 3, 144, 0),
+])  # fmt: skip
+def test_hard_inputs(name, rows, columns, multiprocessors):
+    """Both widths of tiles, partly filled and whole, with partly filled blocks; rows of codes of 8 and of 16 bytes."""
+    fmt = formats.get(name)
+    value = stacked((rows, columns), BF16, fmt.block_cols)
+    x = exact_arguments(Product(name, name, len(value), columns, 256))
+    steps = ["mul product 0.0", "add s0 1.0", "mul s1 aux0", f"quantize {name}"]
+    outer = torch.tensor(0.01) if fmt.outer else None
+    x = replace(x, epilogue=Epilogue.parse(steps, BF16, BF16), auxiliaries=[value], result_outer=outer)
+    simulator = Simulator(Target(100, multiprocessors), Schedule(1))
+    with simulator.running():
+        got = multiply_quantized(x)
+    expected = reference.quantize(value, fmt, outer, "swizzled")
+    assert same_bits([*got, torch.empty(0)], [*expected[:2], torch.empty(0)]) == []
+    assert [launch.kernel.__name__ for launch in simulator.launches] == ["gemm_block_scaled_sm100"]

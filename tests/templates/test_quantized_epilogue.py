@@ -1,0 +1,127 @@
+"""Products that quantise their results: the kernel in Triton's interpreter, and its machine code for SM100.
+
+As in test_gemm_kernels.py, the interpreter runs in the process of that file. tests/simulate/test_quantized_results.py
+runs the compiled kernel.
+"""
+
+import re
+from dataclasses import replace
+
+import pytest
+import torch
+
+from fp4compile.check.machine_code import compile_launch
+from fp4compile.check.product_table import Product
+from fp4compile.formats import formats, reference
+from fp4compile.formats.epilogue import Epilogue
+from fp4compile.formats.operand import Arguments
+from fp4compile.hardware import Target
+from fp4compile.templates import choose
+from fp4compile.templates.gemm import cost
+from fp4compile.templates.multiply import multiply, multiply_quantized
+from fp4compile.templates.problem import problem_of
+from tests.helpers.codes import as_bytes
+from tests.helpers.hard_inputs import stacked
+from tests.helpers.kernels import INTERPRETING, quantized
+
+BF16 = torch.bfloat16
+RESULTS = ("nvfp4_one_level", "nvfp4", "mxfp8", "mxfp4", "mxfp8_e5m2", "nvfp4_te")
+
+
+@pytest.mark.skipif(not INTERPRETING, reason="the interpreter stands in for an SM100 GPU")
+@pytest.mark.parametrize("columns", [96, 152])
+@pytest.mark.parametrize("name", RESULTS)
+def test_codes_of_hard_inputs(name, columns, monkeypatch):
+    """Whole and partly filled blocks, tiles of scales and tiles; the result is a matrix of hard inputs.
+
+    It is read as float32, because the interpreter casts subnormal numbers of bfloat16 wrongly.
+    """
+    found = replace(choose.named("block_scaled_sm100"), serves=lambda p: True, quantizes=lambda p: True)
+    monkeypatch.setattr(choose, "REGISTRY", (found,))
+    fmt = formats.get(name)
+    value = stacked((3, columns), BF16, fmt.block_cols)
+    a, b = (quantized(torch.randn(rows, 64), formats.get("mxfp8"), "swizzled") for rows in value.shape)
+    steps = ["mul product 0.0", "add s0 1.0", "mul s1 aux0", f"quantize {name}"]
+    outer = torch.tensor(0.01) if fmt.outer else None
+    epilogue = Epilogue.parse(steps, BF16, BF16)
+    data, scales = multiply_quantized(Arguments(a, b, None, BF16, epilogue, [value.float()], outer))
+    expected = reference.quantize(value, fmt, outer, "swizzled")
+    assert torch.equal(as_bytes(data), as_bytes(expected[0])) and torch.equal(as_bytes(scales), as_bytes(expected[1]))
+
+
+@pytest.mark.skipif(not INTERPRETING, reason="the interpreter stands in for an SM100 GPU")
+def test_codes_of_batches(monkeypatch):
+    """Each matrix has its own swizzled scales. Beyond the last column, where blocks end, the steps do not give 0."""
+    found = replace(choose.named("block_scaled_sm100"), serves=lambda p: True, quantizes=lambda p: True)
+    monkeypatch.setattr(choose, "REGISTRY", (found,))
+    fmt = formats.get("mxfp8")
+    a, b = quantized(torch.randn(2, 5, 64), fmt, "swizzled"), quantized(torch.randn(2, 40, 64), fmt, "swizzled")
+    steps, bias = ["relu product", "add s0 30.0"], torch.randn(40)
+    value = multiply(Arguments(a, b, bias, BF16, Epilogue.parse(steps, BF16, BF16)))
+    epilogue = Epilogue.parse([*steps, "quantize mxfp8"], BF16, BF16)
+    data, scales = multiply_quantized(Arguments(a, b, bias, BF16, epilogue))
+    expected = reference.quantize(value, fmt, None, "swizzled")
+    assert torch.equal(as_bytes(data), as_bytes(expected[0])) and torch.equal(as_bytes(scales), as_bytes(expected[1]))
+
+
+@pytest.mark.skipif(not INTERPRETING, reason="the interpreter stands in for an SM100 GPU")
+@pytest.mark.parametrize("name", ["nvfp4", "mxfp8"])
+def test_codes_of_a_pair(name, monkeypatch):
+    """Each product has rows of B, outer scales and a bias of its own; there are two tiles of columns."""
+    found = replace(choose.named("block_scaled_sm100"), serves=lambda p: True, quantizes=lambda p: True)
+    monkeypatch.setattr(choose, "REGISTRY", (found,))
+    fmt, x, w, bias = formats.get(name), torch.randn(5, 64), torch.randn(512, 64), torch.randn(512)
+    a, b = quantized(x, fmt, "swizzled"), quantized(w, fmt, "swizzled")
+    if fmt.outer:
+        b = replace(b, outer=torch.rand(512, 1) + 0.5)
+    product, pair = multiply(Arguments(a, b, bias, BF16)).chunk(2, -1)
+    value = (product.float().relu() * pair.float()).bfloat16()
+    epilogue = Epilogue.parse(["relu product", "mul s0 pair", "quantize mxfp8"], BF16, BF16)
+    data, scales = multiply_quantized(Arguments(a, b, bias, BF16, epilogue))
+    expected = reference.quantize(value, formats.get("mxfp8"), None, "swizzled")
+    assert torch.equal(as_bytes(data), as_bytes(expected[0])) and torch.equal(as_bytes(scales), as_bytes(expected[1]))
+
+
+def compiled(product):
+    _, (launched,) = product.launches(100)
+    return compile_launch(launched, 100)
+
+
+@pytest.mark.skipif(INTERPRETING, reason="compiles")
+def test_machine_code():
+    """No spills, whole words of scales, codes by TMA, four stages, and the instructions that the cost model counts."""
+    name = "nvfp4_one_level"
+    plain, code = compiled(Product(name, name)), compiled(Product(name, name, result=name))
+    assert code.resources.problems == [] and code.resources.registers <= 168 and set(code.sass.widths("STG")) == {8}
+    assert code.launched.num_stages == 4 and code.launched.constants["TMA_STORE"]
+    before, after = (len(re.findall(r"^\s+/\*[0-9a-f]{4,}\*/", each.sass.text, re.M)) for each in (plain, code))
+    elements = code.launched.constants["BM"] * code.launched.constants["BN"]
+    more = (after - before) / (elements / 16 / (32 * code.launched.num_warps))
+    assert 0.85 < more / cost.QUANTIZE_INSTRUCTIONS["e4m3"] < 1.05
+
+
+@pytest.mark.skipif(INTERPRETING, reason="chooses for GPUs")
+def test_operands_take_shared_memory_and_registers():
+    """Float32 operands leave room for three stages; beside a pair, eight bytes an element would spill."""
+    product = Product("nvfp4", "nvfp4", epilogue="gated", result="nvfp4")
+    pair = replace(product, epilogue="pair")
+    stages = {}
+    for dtype in (BF16, torch.float32):
+        gate = torch.empty(product.m, product.n, dtype=dtype, device="meta")
+        problem = problem_of(replace(product.arguments(), auxiliaries=[gate]), Target(100))
+        stages[dtype] = choose.choose(problem).config.stages
+    assert stages == {BF16: 4, torch.float32: 3}
+    problem = problem_of(pair.arguments(), Target(100))
+    assert choose.choose(problem).config.stages == 4
+    with pytest.raises(ValueError, match="no kernel of compute capability 100 quantises the result"):
+        choose.choose(replace(problem, operand_bytes=8))
+
+
+@pytest.mark.skipif(INTERPRETING, reason="chooses for GPUs")
+def test_other_gpus_have_no_such_kernel():
+    """The registry on Hopper and SM120 stays what it was."""
+    for sm in (90, 120):
+        assert Product("mxfp8", "mxfp8", result="mxfp8").served(Target(sm)) == (None, [])
+    problem = problem_of(Product("mxfp8", "mxfp8", result="mxfp8").arguments(), Target(90))
+    with pytest.raises(ValueError, match="epilogue: no kernel of compute capability 90 quantises the result"):
+        choose.choose(problem)
