@@ -8,11 +8,11 @@ or, without a change to the program,
 
     FP4COMPILE_DISABLE_PASSES=fuse_epilogue,inplace python train.py
 
-The names are `rewrite` (without it nothing is quantised), `hoist`, `merge_quantize`, `fake_quantize`, `fuse_epilogue`,
-`scale_results`, `fuse_prologue`, `fuse_horizontal`, `inplace` and `lower`. A pass that is named in either place is
-off. With every pass but `rewrite` off, the graph runs the plain ops, one after another. `report.passes` tells which
-passes ran, how often each matched and how long it took. FP4COMPILE_DUMP=directory writes the graph before and after
-each pass.
+The names are `rewrite` (without it nothing is quantised), `hoist`, `merge_quantize`, `quantize_before_move`,
+`fake_quantize`, `fuse_epilogue`, `scale_results`, `fuse_prologue`, `fuse_horizontal`, `inplace` and `lower`. A pass
+that is named in either place is off. With every pass but `rewrite` off, the graph runs the plain ops, one after
+another. `report.passes` tells which passes ran, how often each matched and how long it took. FP4COMPILE_DUMP=directory
+writes the graph before and after each pass.
 
 A backend reads the settings when it is made, and keeps them. They are part of every cache key, so that a graph compiled
 under other settings is never reused. A backend that is used by name (`backend="fp4compile_nvfp4"`) is made at the

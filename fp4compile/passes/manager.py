@@ -37,6 +37,7 @@ from fp4compile.passes.hoist import HOIST
 from fp4compile.passes.inplace import inplace
 from fp4compile.passes.lower import lower
 from fp4compile.passes.merge_quantize import merge_quantize
+from fp4compile.passes.quantize_before_move import quantize_before_move
 from fp4compile.passes.recompute import recompute
 from fp4compile.passes.rewrite import rewrite
 from fp4compile.passes.saved import Saved, saved
@@ -52,6 +53,7 @@ log = logging.getLogger("fp4compile")
 JOINT = (Pass("rewrite", rewrite), Pass("recompute", recompute))
 FUSING = (
     Pass("merge_quantize", merge_quantize),
+    Pass("quantize_before_move", quantize_before_move),
     Pass("fake_quantize", fake_quantize),  # before the fusing passes, which depend on the operands that it leaves
     Pass("fuse_epilogue", fuse_epilogue),
     Pass("scale_results", scale_results),

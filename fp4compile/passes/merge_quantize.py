@@ -22,7 +22,7 @@ from fp4compile.ops.quantize import QUANTIZE
 
 def merge_quantize(graph: Graph) -> int:
     """Replace every pair by one `quantize` along both dimensions; returns how many pairs there were."""
-    _share(graph)
+    share(graph)
     rows: dict[tuple, Quantise] = {}
     columns: dict[tuple, Quantise] = {}
     order = {node: place for place, node in enumerate(graph.nodes)}
@@ -53,7 +53,7 @@ def _key(found: Quantise) -> tuple:
     return value_key(found.x), found.format, found.outer, found.layout, found.seed, found.scale_rule, groups
 
 
-def _share(graph: Graph) -> None:
+def share(graph: Graph) -> None:
     """Replace quantises of the same value in the same way by the first of them."""
     first: dict[tuple, Node] = {}
     for found in _quantises(graph):

@@ -20,8 +20,8 @@ from tests.helpers import without_codegen
 from tests.helpers.graphs import compile_recorded
 
 SWITCHABLE = [
-    "rewrite", "recompute", "hoist", "merge_quantize", "fake_quantize", "fuse_epilogue", "scale_results",
-    "fuse_prologue", "fuse_horizontal", "inplace", "lower",
+    "rewrite", "recompute", "hoist", "merge_quantize", "quantize_before_move", "fake_quantize", "fuse_epilogue",
+    "scale_results", "fuse_prologue", "fuse_horizontal", "inplace", "lower",
 ]  # fmt: skip
 POST_GRAD = SWITCHABLE[3:]
 VARIABLE = "FP4COMPILE_DISABLE_PASSES"

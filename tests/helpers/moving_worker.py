@@ -1,0 +1,80 @@
+"""Linear layers of tokens that come from other processes: what tests/passes/test_quantize_before_move.py compares.
+
+python tests/helpers/moving_worker.py RANK OUTPUT RECIPE...
+
+The processes meet at the file OUTPUT.store. Each writes OUTPUT.RANK.pt: for each recipe, the results, and the dtypes of
+what the collectives of the compiled graph move.
+"""
+
+import re
+import sys
+import tempfile
+from pathlib import Path
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as collectives
+from torch import nn
+
+import fp4compile
+
+RANKS, K = 2, 64
+SENT = [[2, 6], [7, 3]]  # rows from each rank to each rank
+_CALLS = re.compile(r'"(\w+)\[.*_c10d_functional\.(all_gather_into_tensor|all_to_all_single)\.')
+
+
+def tokens(rank: int) -> torch.Tensor:
+    rows = sum(SENT[rank])
+    found = torch.randn(rows, K, generator=torch.Generator().manual_seed(rank))
+    return (found * 2.0 ** torch.arange(rows).view(-1, 1)).bfloat16()
+
+
+def layer() -> nn.Linear:
+    torch.manual_seed(0)
+    return nn.Linear(K, 32).bfloat16()
+
+
+def compiled(module: nn.Module, recipe: str):
+    """(the compiled module, its backend)."""
+    backend = fp4compile.backend(recipe, min_m=1, min_n=1, min_k=1)
+    return torch.compile(module, backend=backend), backend
+
+
+class Collected(nn.Module):
+    """A layer of the first six tokens of all ranks, and of the tokens that are sent to this rank."""
+
+    def __init__(self, rank: int):
+        super().__init__()
+        self.linear = layer()
+        self.sent, self.received = SENT[rank], [each[rank] for each in SENT]
+
+    def forward(self, first, own):
+        gathered = collectives.all_gather_tensor(first, 0, dist.group.WORLD)
+        exchanged = collectives.all_to_all_single(own, self.received, self.sent, dist.group.WORLD)
+        return self.linear(gathered), self.linear(exchanged)
+
+
+def run(rank: int, recipe: str):
+    """(results, the number of moves that the pass changed, dtypes by collective)."""
+    torch._dynamo.reset()
+    model, backend = compiled(Collected(rank), recipe)
+    with tempfile.TemporaryDirectory() as folder, mock.patch.dict("os.environ", FP4COMPILE_DUMP=folder):
+        with torch.no_grad():
+            results = model(tokens(rank)[:6], tokens(rank))
+        (text,) = (path.read_text() for path in Path(folder).glob("*_quantize_before_move_after.py"))
+    moved = sorted((name, dtype) for dtype, name in _CALLS.findall(text))
+    return results, backend.report.counts["quantize_before_move"], moved
+
+
+def main(number: str, output: str, *recipes: str) -> None:
+    torch.set_num_threads(1)
+    rank = int(number)
+    dist.init_process_group("gloo", init_method=f"file://{output}.store", rank=rank, world_size=RANKS)
+    torch.save({recipe: run(rank, recipe) for recipe in recipes}, f"{output}.{rank}.pt")
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,307 @@
+"""Rows that are moved are quantised before: which moves, and that no bit of codes and scales changes.
+
+Graphs are traced on fake CUDA tensors, and run on a CPU.
+"""
+
+from contextlib import nullcontext
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch._dynamo.source import ConstantSource
+from torch._subclasses import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
+
+import fp4compile
+from fp4compile.hardware import Target
+from fp4compile.ops.quantize import QUANTIZE
+from fp4compile.passes import quantize_before_move as tested
+from fp4compile.passes.quantize_before_move import quantize_before_move
+from fp4compile.templates.launch import dry_run
+from tests.helpers import moving_worker
+from tests.helpers.moving_worker import RANKS, SENT, tokens
+from tests.helpers.ranks import run_ranks
+
+aten = torch.ops.aten
+ROWS, K = 12, 64
+FORMATS = ["mxfp8", "mxfp4", "nvfp4_one_level", "nvfp4_rowwise", "float8_rowwise"]
+
+
+@pytest.fixture(autouse=True)
+def launches_cost_nothing(monkeypatch):
+    monkeypatch.setattr(tested, "LAUNCH_BYTES", 0)
+
+
+def quantize(x, fmt, dim=-1, **options):
+    """The results that are there."""
+    return [each for each in torch.ops.fp4compile.quantize(x, fmt, dim, **options) if each.shape != (0,)]
+
+
+def inputs(rows=ROWS, k=K):
+    """x, an index of more rows than x has, offsets with rows of no group behind them, and an outer scale."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(rows, k, generator=generator) * 2.0 ** torch.arange(rows).fmod(7).view(-1, 1)
+    index = torch.randint(rows, (2 * rows,), generator=generator)
+    return x.bfloat16(), index, torch.tensor([5, 5, 20], dtype=torch.int32), torch.tensor(0.01)
+
+
+def on(device):
+    return dry_run(Target(90)) if device == "cuda" else nullcontext()
+
+
+def traced(function, values, device="cuda", any_rows=False):
+    """any_rows: whether the first size of the first tensor is symbolic."""
+    with FakeTensorMode(shape_env=ShapeEnv()) as mode, on(device):
+        fakes = [torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=device) for t in values]
+        if any_rows:
+            symbol = mode.shape_env.create_symbol(ROWS, ConstantSource("s"), DimDynamic.DYNAMIC)
+            size = mode.shape_env.create_symintnode(symbol, hint=ROWS)
+            fakes[0] = torch.empty(size, *values[0].shape[1:], dtype=values[0].dtype, device=device)
+        return make_fx(function)(*fakes)
+
+
+def moved(function, values, device="cuda", **options):
+    """(how many moves the pass changes, the graph); the graph's results must keep their bits."""
+    graph_module = traced(function, values, device, **options)
+    with on(device):
+        count = quantize_before_move(graph_module.graph)
+    graph_module.graph.lint()
+    graph_module.recompile()
+    for node in graph_module.graph.nodes:
+        if "device" in node.kwargs:
+            node.update_kwarg("device", torch.device("cpu"))
+    graph_module.recompile()
+    results = [torch.utils._pytree.tree_leaves(each(*values)) for each in (graph_module, function)]
+    for got, expected in zip(*results, strict=True):
+        assert (got.dtype, got.shape, got.stride()) == (expected.dtype, expected.shape, expected.stride())
+        assert torch.equal(*(each.reshape(-1).view(torch.uint8) for each in (got, expected)))
+    return count, graph_module.graph
+
+
+def by_index(x, index):
+    return aten.index.Tensor(x, [index])
+
+
+MOVES = {
+    "index": by_index,
+    "index_select": lambda x, index: aten.index_select(x, 0, index),
+    "embedding": lambda x, index: aten.embedding(x, index.view(2, -1)).view(-1, K),
+    "cat": lambda x, index: aten.cat([x, aten.slice(x, 0, 3, 7)]),
+    "matrices": lambda x, index: aten.cat([x.view(2, -1, K), x.view(2, -1, K)], 1).reshape(-1, K).clone(),
+    "second dimension": lambda x, index: aten.index.Tensor(x.view(1, -1, K), [None, index]),
+}
+
+
+@pytest.mark.parametrize("fmt", FORMATS)
+@pytest.mark.parametrize("move", MOVES.values(), ids=MOVES)
+def test_bits_of_moved_rows(move, fmt):
+    assert moved(lambda x, index: quantize(move(x, index), fmt), inputs()[:2])[0] == 1
+
+
+@pytest.mark.parametrize("options", ["static", "hadamard", "grouped"])
+def test_bits_of_options(options):
+    """A static scale, though it is made behind the move; the transform along rows; groups of rows."""
+
+    def function(x, index, offs):
+        rows = by_index(x, index)
+        if options == "static":
+            return quantize(rows, "nvfp4", outer=aten.full([], 0.01, dtype=torch.float32, device=x.device))
+        given = {"offs": offs} if options == "grouped" else {"hadamard": True}
+        return quantize(rows, "nvfp4_one_level", **given)
+
+    assert moved(function, inputs()[:3])[0] == 1
+
+
+def test_chains_and_several_quantisers():
+    """From the last move to the first; two quantisers, the second of which the tensor has already."""
+
+    def function(x, index, offs):
+        rows = aten.index_select(aten.cat([x, x]).view(4, -1, K), 0, index % 4)
+        return *quantize(x, "nvfp4_one_level"), *quantize(rows.view(-1, K), "mxfp4"), *quantize(rows, "nvfp4_one_level")
+
+    count, graph = moved(function, inputs()[:3])
+    assert count == 2
+    assert len(graph.find_nodes(op="call_function", target=QUANTIZE)) == 2, "one for each format"
+
+
+# ---------------------------------------------------------------- what stays
+
+
+def pointwise(x, index, *_):
+    return quantize(by_index(x * 2, index), "nvfp4_one_level")
+
+
+def read_elsewhere(x, index, *_):
+    rows = by_index(x, index)
+    return *quantize(rows, "nvfp4_one_level"), rows + 1
+
+
+def returned(x, index, *_):
+    rows = by_index(x, index)
+    return *quantize(rows, "nvfp4_one_level"), rows.view(2, -1, K)
+
+
+def given_each(x, index, *_):
+    return quantize(by_index(x, index), "nvfp4_rowwise", outer=x.new_full((2 * ROWS, 1), 0.01, dtype=torch.float32))
+
+
+def outer_of_rows(x, index, *_):
+    """The scale is computed behind the move."""
+    rows = by_index(x, index)
+    return quantize(rows, "nvfp4", outer=index.sum() * 0.01)
+
+
+def asked(fmt="nvfp4_one_level", dim=-1, **options):
+    return lambda x, index, *_: quantize(by_index(x, index), fmt, dim, **options)
+
+
+STAYS = {
+    "amax of the tensor": asked("nvfp4"),
+    "amax of a group": lambda x, index, offs, _: quantize(by_index(x, index), "nvfp4", offs=offs),
+    "columns": asked(dim=-2),
+    "both": asked(dim=[-1, -2]),
+    "swizzled": asked("mxfp8", layout="swizzled"),
+    "square": asked("mxfp8_32x32"),
+    "stochastic": lambda x, index, *_: quantize(by_index(x, index), "mxfp4", seed=aten.select(index, 0, 0)),
+    "values": asked(values=[-1]),
+    "few rows": lambda x, index, *_: quantize(by_index(x, aten.slice(index, 0, 1, ROWS)), "nvfp4_one_level"),
+    "elements": lambda x, index, *_: quantize(aten.index.Tensor(x, [None, index]), "nvfp4_one_level"),
+    "columns side by side": lambda x, *_: quantize(aten.cat([x, x], 1), "nvfp4_one_level"),
+    "columns selected": lambda x, index, *_: quantize(aten.index_select(x, -1, index), "nvfp4_one_level"),
+    "reshaped": lambda x, index, *_: quantize(by_index(x, index).view(-1, 2 * K), "nvfp4_one_level"),
+    "pointwise": pointwise, "read elsewhere": read_elsewhere, "returned": returned, "given each": given_each,
+    "outer of rows": outer_of_rows,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("function", STAYS.values(), ids=STAYS)
+def test_what_stays(function):
+    assert moved(function, inputs())[0] == 0
+
+
+def test_rows_of_a_pointwise_result_that_is_in_memory():
+    def function(x, index):
+        doubled = x * 2
+        return *quantize(by_index(doubled, index), "nvfp4_one_level"), doubled
+
+    assert moved(function, inputs()[:2])[0] == 1
+
+
+def test_unknown_sizes_and_short_rows():
+    assert moved(asked(), inputs()[:2], any_rows=True)[0] == 0
+    assert moved(asked("mxfp8"), inputs(k=16)[:2])[0] == 0, "a block of 32 and its scale are 33 bytes"
+    assert moved(asked("mxfp8"), inputs(k=32)[:2])[0] == 1
+
+
+def test_launches_have_a_price(monkeypatch):
+    """Codes and scales take a launch more than the rows, which saves 2 (2 - 9/16) of an element's bytes and more."""
+    saved = 2 * ROWS * (3 * 2 * K - 36) - ROWS * (2 * K + 36)
+    for price, count in ((saved, 1), (saved + 1, 0)):
+        monkeypatch.setattr(tested, "LAUNCH_BYTES", price)
+        assert moved(asked(), inputs()[:2])[0] == count
+        assert moved(asked(), inputs()[:2], device="cpu")[0] == 1
+
+
+def test_what_stays_on_a_cpu():
+    """E8M0 scales, which Inductor's C++ kernels cannot move; rows that a mask selects, of which there may be few."""
+    x, index, *_ = inputs()
+    assert moved(asked(), (x, index), device="cpu")[0] == 1
+    masked = lambda x, mask: torch.ops.fp4compile.quantize(by_index(x, mask), "nvfp4_one_level")[:2]  # noqa: E731
+    assert moved(masked, (x, index[:ROWS] > 1), device="cpu")[0] == 0
+    assert moved(asked("mxfp8"), (x, index), device="cpu")[0] == 0
+
+
+def test_operands_that_become_values_stay():
+    """On Hopper the product reads 16-bit values, which `fake_quantize` lets the quantiser write."""
+    fmt = "nvfp4_one_level"
+
+    def product(x, index, w, scales):
+        a = quantize(by_index(x, index), fmt)
+        return torch.ops.fp4compile.scaled_mm(*a, None, fmt, w, scales, None, fmt, None, torch.bfloat16)
+
+    x, index, *_ = inputs()
+    assert moved(product, (x, index, *quantize(x, fmt)))[0] == 0
+
+
+# ---------------------------------------------------------------- compiled models
+
+
+class Experts(nn.Module):
+    """Two of four experts for each token, and an expert for all tokens."""
+
+    def __init__(self):
+        super().__init__()
+        self.up = nn.Parameter(torch.randn(4, 32, K))
+        self.shared = nn.Linear(K, 32)
+
+    def forward(self, x, routed):
+        order = routed.flatten().argsort(stable=True)
+        offs = torch.bincount(routed.flatten(), minlength=4).cumsum(0).int()
+        return F.grouped_mm(x[order // 2], self.up.transpose(1, 2), offs=offs), self.shared(x)
+
+
+class Table(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed, self.linear = nn.Embedding(16, K), nn.Linear(K, 32)
+
+    def forward(self, tokens):
+        return self.linear(self.embed(tokens))
+
+
+class Joined(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(K, 32)
+
+    def forward(self, x, y):
+        return self.linear(torch.cat([x, y]))
+
+
+MODELS = {
+    "experts": (Experts, (torch.randn(ROWS, K).bfloat16(), torch.randint(4, (ROWS, 2))), "nvfp4_one_level"),
+    "table": (Table, (torch.randint(16, (2, 20)),), "float8_rowwise"),
+    "joined": (Joined, (torch.randn(8, K).bfloat16(), torch.randn(5, K).bfloat16()), "nvfp4_one_level"),
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_bits_of_compiled_models(name, monkeypatch):
+    torch.manual_seed(0)
+    model, args, recipe = MODELS[name]
+    model, found = model().bfloat16(), []
+    for disabled in ((), ("quantize_before_move",)):
+        torch._dynamo.reset()
+        monkeypatch.setattr(fp4compile.config, "disabled_passes", disabled)
+        backend = fp4compile.backend(recipe, min_m=1, min_n=1, min_k=1)
+        with torch.no_grad():
+            found.append(torch.compile(model, backend=backend)(*args))
+        assert backend.report.counts.get("quantize_before_move") == (None if disabled else 1)
+    for one, other in zip(*map(torch.utils._pytree.tree_leaves, found), strict=True):
+        assert torch.equal(one, other) and one.isfinite().all() and one.count_nonzero()
+
+
+# ---------------------------------------------------------------- two processes
+
+RECIPES = ("mxfp8", "nvfp4_one_level")
+
+
+@pytest.mark.slow
+def test_two_processes_equal_one(tmp_path):
+    """Codes and scales are gathered and exchanged, and results have the bits of one process with all the tokens."""
+    run_ranks(moving_worker.__file__, RANKS, tmp_path / "runs", str(tmp_path / "runs"), *RECIPES, OMP_NUM_THREADS="1")
+    everything = [tokens(rank) for rank in range(RANKS)]
+    for rank in range(RANKS):
+        found = torch.load(tmp_path / f"runs.{rank}.pt")
+        sent = [rows.split(SENT[source])[rank] for source, rows in enumerate(everything)]
+        for recipe in RECIPES:
+            torch._dynamo.reset()
+            model, _ = moving_worker.compiled(moving_worker.layer(), recipe)
+            (gathered, exchanged), count, moved = found[recipe]
+            with torch.no_grad():
+                assert torch.equal(gathered, model(torch.cat([rows[:6] for rows in everything])))
+                assert torch.equal(exchanged, model(torch.cat(sent)))
+            names = ("all_gather_into_tensor", "all_to_all_single")
+            assert count == 2 and moved == [(name, "u8") for name in names for _ in ("codes", "scales")]
