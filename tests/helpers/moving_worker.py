@@ -1,9 +1,10 @@
 """Linear layers of tokens that come from other processes: what tests/passes/test_quantize_before_move.py compares.
 
-python tests/helpers/moving_worker.py RANK OUTPUT RECIPE...
+python tests/helpers/moving_worker.py OUTPUT RECIPE...
 
-The processes meet at the file OUTPUT.store. Each writes OUTPUT.RANK.pt: for each recipe, the results, and the dtypes of
-what the collectives of the compiled graph move.
+Starts two processes, which meet at the file OUTPUT.store. Each writes OUTPUT.RANK.pt: for each recipe, the results, the
+number of moves that the pass changed, and the dtypes of what the collectives of the compiled graph move. Graphs must
+not come from a cache.
 """
 
 import re
@@ -16,6 +17,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as collectives
 from torch import nn
+from torch.multiprocessing.spawn import start_processes
 
 import fp4compile
 
@@ -35,12 +37,6 @@ def layer() -> nn.Linear:
     return nn.Linear(K, 32).bfloat16()
 
 
-def compiled(module: nn.Module, recipe: str):
-    """(the compiled module, its backend)."""
-    backend = fp4compile.backend(recipe, min_m=1, min_n=1, min_k=1)
-    return torch.compile(module, backend=backend), backend
-
-
 class Collected(nn.Module):
     """A layer of the first six tokens of all ranks, and of the tokens that are sent to this rank."""
 
@@ -58,7 +54,8 @@ class Collected(nn.Module):
 def run(rank: int, recipe: str):
     """(results, the number of moves that the pass changed, dtypes by collective)."""
     torch._dynamo.reset()
-    model, backend = compiled(Collected(rank), recipe)
+    backend = fp4compile.backend(recipe, min_m=1, min_n=1, min_k=1)
+    model = torch.compile(Collected(rank), backend=backend)
     with tempfile.TemporaryDirectory() as folder, mock.patch.dict("os.environ", FP4COMPILE_DUMP=folder):
         with torch.no_grad():
             results = model(tokens(rank)[:6], tokens(rank))
@@ -67,9 +64,8 @@ def run(rank: int, recipe: str):
     return results, backend.report.counts["quantize_before_move"], moved
 
 
-def main(number: str, output: str, *recipes: str) -> None:
+def start(rank: int, output: str, recipes: tuple[str, ...]) -> None:
     torch.set_num_threads(1)
-    rank = int(number)
     dist.init_process_group("gloo", init_method=f"file://{output}.store", rank=rank, world_size=RANKS)
     torch.save({recipe: run(rank, recipe) for recipe in recipes}, f"{output}.{rank}.pt")
     dist.barrier()
@@ -77,4 +73,5 @@ def main(number: str, output: str, *recipes: str) -> None:
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    # Forked, because importing torch takes longer than the test.
+    start_processes(start, (sys.argv[1], tuple(sys.argv[2:])), nprocs=RANKS, start_method="fork")
