@@ -217,16 +217,20 @@ def _replace(graph: Graph, move: _Move, readers: list[Quantise]) -> None:
     """Quantise the sources, move the results, and let the quantisers' users read these; erase the move.
 
     All collectives start where the one did, and are waited for where that was, so that they overlap with what lies in
-    between.
+    between. The sizes of a reshape may be computed as late as the reader.
     """
     for reader in readers:
         if reader.outer is not None and not reader.outer < move.start:
             move.start.prepend(reader.outer)
         with graph.inserting_before(move.start):
             quantised = [replace(reader, x=source, offs=None).new(graph, reader.node.meta) for source in move.sources]
-            started = {place: _started(graph, move, quantised, place) for place in _parts(reader)}
-        with graph.inserting_before(move.node):
-            results = {place: _arrived(graph, move, reader, node, place) for place, node in started.items()}
+            moved = {place: _started(graph, move, quantised, place) for place in _parts(reader)}
+        if move.is_collective:
+            with graph.inserting_before(move.node):
+                wait, meta = move.node.target, move.node.meta
+                moved = {place: new_node(graph, wait, (node,), meta) for place, node in moved.items()}
+        with graph.inserting_before(reader.node):
+            results = {place: _as_result(graph, move, reader, node, place) for place, node in moved.items()}
             for user in list(reader.node.users):
                 place = user.args[1]
                 if place not in results:  # an empty tensor
@@ -248,10 +252,8 @@ def _started(graph: Graph, move: _Move, quantised: list[Node], place: int) -> No
     return move.new(graph, tensors)
 
 
-def _arrived(graph: Graph, move: _Move, reader: Quantise, moved: Node, place: int) -> Node:
+def _as_result(graph: Graph, move: _Move, reader: Quantise, moved: Node, place: int) -> Node:
     """A moved result in the shape and dtype that it has in the reader's results."""
-    if move.is_collective:
-        moved = new_node(graph, move.node.target, (moved,), move.node.meta)
     shape, dtype = _shape(reader.x, move.node), reader.node.meta["val"][place].dtype
     if shape is not None:
         moved = new_node(graph, aten.reshape.default, (moved, [*shape[:-1], moved.meta["val"].shape[-1]]), moved.meta)

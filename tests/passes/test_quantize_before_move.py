@@ -27,7 +27,7 @@ from fp4compile.templates.launch import dry_run
 from tests.helpers import moving_worker
 from tests.helpers.moving_worker import RANKS, SENT, tokens
 
-aten = torch.ops.aten
+aten, c10d = torch.ops.aten, torch.ops._c10d_functional
 ROWS, K = 12, 64
 FORMATS = ["mxfp8", "mxfp4", "nvfp4_one_level", "nvfp4_rowwise", "float8_rowwise"]
 
@@ -147,7 +147,8 @@ def returned(x, index, *_):
 
 
 def given_each(x, index, *_):
-    return quantize(by_index(x, index), "nvfp4_rowwise", outer=x.new_full((2 * ROWS, 1), 0.01, dtype=torch.float32))
+    outer = x.new_full((2 * ROWS, 1), 0.01, dtype=torch.float32)
+    return quantize(by_index(x, index), "nvfp4_rowwise", outer=outer)
 
 
 def outer_of_rows(x, index, *_):
@@ -168,7 +169,10 @@ STAYS = {
     "swizzled": asked("mxfp8", layout="swizzled"),
     "square": asked("mxfp8_32x32"),
     "stochastic": lambda x, index, *_: quantize(by_index(x, index), "mxfp4", seed=aten.select(index, 0, 0)),
-    "values": asked(values=[-1]),
+    "swept": asked(scale_rule="mse"),
+    "matrices": lambda x, index, *_: quantize(by_index(x.view(2, -1, K), index % 2), "mxfp8", each_matrix=True),
+    "prologue": lambda x, index, *_: quantize(by_index(x, index), "mxfp8", operands=[by_index(x + 1, index)],
+                                              prologue=["mul aux0 aux1"], dtype=torch.bfloat16),
     "few rows": lambda x, index, *_: quantize(by_index(x, aten.slice(index, 0, 1, ROWS)), "nvfp4_one_level"),
     "elements": lambda x, index, *_: quantize(aten.index.Tensor(x, [None, index]), "nvfp4_one_level"),
     "columns side by side": lambda x, *_: quantize(aten.cat([x, x], 1), "nvfp4_one_level"),
@@ -198,8 +202,27 @@ def test_unknown_sizes_and_short_rows():
     assert moved(asked("mxfp8"), inputs(k=32)[:2])[0] == 1
 
 
+def test_values_stay():
+    """Half of the bytes of float32, but `fake_quantize` decides where values are worth it."""
+    x, index, *_ = inputs()
+    assert moved(asked(values=[-1]), (x.float(), index))[0] == 0
+    assert moved(asked(), (x.float(), index))[0] == 1
+
+
+def test_sizes_that_are_computed_late():
+    """Of a reshape behind a collective, whose number of rows is unknown."""
+
+    def gathered(x):
+        rows = c10d.wait_tensor(c10d.all_gather_into_tensor(x, 2, "0"))
+        return torch.ops.fp4compile.quantize(rows.view(x.shape[0], 2, K), "mxfp8")[:2]
+
+    graph = traced(gathered, inputs()[:1], any_rows=True).graph
+    assert quantize_before_move(graph) == 1
+    graph.lint()
+
+
 def test_launches_have_a_price(monkeypatch):
-    """Codes and scales take a launch more than the rows, which saves 2 (2 - 9/16) of an element's bytes and more."""
+    """Codes and scales, 36 bytes a row, take a launch more than rows of 2 K bytes."""
     saved = 2 * ROWS * (3 * 2 * K - 36) - ROWS * (2 * K + 36)
     for price, count in ((saved, 1), (saved + 1, 0)):
         monkeypatch.setattr(tested, "LAUNCH_BYTES", price)
