@@ -34,7 +34,7 @@ from fp4compile.ops.quantize import QUANTIZE
 from fp4compile.passes.fake_quantize import may_return_values
 from fp4compile.passes.merge_quantize import share
 from fp4compile.roofline.pointwise import base_of, kind_of
-from fp4compile.templates.launch import on_gpu
+from fp4compile.templates.launch import on_gpu, target_of
 
 aten = torch.ops.aten
 
@@ -175,16 +175,24 @@ def _pays_locally(move: _Move, readers: list[Quantise], row: int) -> bool:
     before, after = _rows(move.node), [_rows(source) for source in move.sources]
     if not all(isinstance(rows, int) for rows in (before, *after)) or sum(after) > before:
         return False
-    if any(may_return_values(each) for each in readers) or not all(map(_in_memory, move.sources)):
+    if not all(_inductor_moves(each) and not may_return_values(each) for each in readers):
         return False
-    if not on_gpu(move.node.meta["val"]) and any(formats.get(each.format).scale == "e8m0" for each in readers):
-        return False  # Inductor's C++ kernels have no such type
+    if not all(map(_in_memory, move.sources)):
+        return False
     saved, launches = 2 * before * row, -1
     for each in readers:
         codes = _row_bytes(each)
         saved += before * (row - codes) - sum(after) * (row + codes)
         launches += len(_parts(each)) + len(move.sources) - 1
     return saved >= launches * (LAUNCH_BYTES if on_gpu(move.node.meta["val"]) else 0)
+
+
+def _inductor_moves(quantise: Quantise) -> bool:
+    """Whether Inductor writes kernels with the types of the results: C++ has no E8M0, Triton no FP8 for old GPUs."""
+    value = quantise.x.meta["val"]
+    if on_gpu(value):
+        return target_of(value.device).float8_matrix_units
+    return formats.get(quantise.format).scale != "e8m0"
 
 
 def _rows(node: Node) -> int | torch.SymInt:

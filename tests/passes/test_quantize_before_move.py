@@ -50,8 +50,8 @@ def inputs(rows=ROWS, k=K):
     return x.bfloat16(), index, torch.tensor([5, 5, 20], dtype=torch.int32), torch.tensor(0.01)
 
 
-def on(device):
-    return dry_run(Target(90)) if device == "cuda" else nullcontext()
+def on(device, sm=90):
+    return dry_run(Target(sm)) if device == "cuda" else nullcontext()
 
 
 def traced(function, values, device="cuda", any_rows=False):
@@ -65,10 +65,10 @@ def traced(function, values, device="cuda", any_rows=False):
         return make_fx(function)(*fakes)
 
 
-def moved(function, values, device="cuda", **options):
+def moved(function, values, device="cuda", sm=90, **options):
     """(how many moves the pass changes, the graph); the graph's results must keep their bits."""
     graph_module = traced(function, values, device, **options)
-    with on(device):
+    with on(device, sm):
         count = quantize_before_move(graph_module.graph)
     graph_module.graph.lint()
     graph_module.recompile()
@@ -228,6 +228,12 @@ def test_launches_have_a_price(monkeypatch):
         monkeypatch.setattr(tested, "LAUNCH_BYTES", price)
         assert moved(asked(), inputs()[:2])[0] == count
         assert moved(asked(), inputs()[:2], device="cpu")[0] == 1
+
+
+def test_what_stays_on_old_gpus():
+    """Triton has no FP8 there, neither of codes nor of block scales."""
+    for sm, count in ((80, 0), (89, 1)):
+        assert moved(asked(), inputs()[:2], sm=sm)[0] == count
 
 
 def test_what_stays_on_a_cpu():
