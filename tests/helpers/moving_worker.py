@@ -20,6 +20,7 @@ from torch import nn
 from torch.multiprocessing.spawn import start_processes
 
 import fp4compile
+from tests.helpers import process_groups
 
 RANKS, K = 2, 64
 SENT = [[2, 6], [7, 3]]  # rows from each rank to each rank
@@ -66,7 +67,7 @@ def run(rank: int, recipe: str):
 
 def start(rank: int, output: str, recipes: tuple[str, ...]) -> None:
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{output}.store", rank=rank, world_size=RANKS)
+    process_groups.begin(f"{output}.store", rank, RANKS)
     torch.save({recipe: run(rank, recipe) for recipe in recipes}, f"{output}.{rank}.pt")
     dist.barrier()
     dist.destroy_process_group()
