@@ -24,7 +24,7 @@ from torch.fx import GraphModule, Interpreter
 from fp4compile import hardware
 from fp4compile.hardware import Target
 from fp4compile.ops.define import KERNELS
-from fp4compile.passes import fuse_prologue
+from fp4compile.passes import fuse_prologue, quantize_before_move
 from fp4compile.templates.launch import dry_run
 from fp4compile.templates.quantize import amax, heuristics, prologue_cost
 from tests.fuzz.check_launches import Launched, difference, kernels_of
@@ -36,9 +36,9 @@ from tests.fuzz.programs import Program
 class Setting:
     """sm: compute capability that the passes decide for. dtype: of the program's values.
 
-    fuse_all: whether every chain before a quantiser is fused that can be, not only those that pay. multiprocessors:
-    what kernels count on. partial_maxima: elements of the largest tensor whose amax is partial maxima. on_chip:
-    elements of the longest row that a program holds.
+    fuse_all: whether every chain before a quantiser is fused that can be, and every move follows the quantiser that can,
+    not only those that pay. multiprocessors: what kernels count on. partial_maxima: elements of the largest tensor whose
+    amax is partial maxima. on_chip: elements of the longest row that a program holds.
     """
 
     sm: int
@@ -70,6 +70,7 @@ class Setting:
                 since = dict.fromkeys(prologue_cost.SINCE, 0)
                 stack.enter_context(mock.patch.object(prologue_cost, "SINCE", since))
                 stack.enter_context(mock.patch.object(fuse_prologue, "gain", _any_gain))
+                stack.enter_context(mock.patch.object(quantize_before_move, "LAUNCH_BYTES", 0))
             yield
 
     @contextmanager

@@ -175,3 +175,24 @@ def tied_embedding(d: Draft) -> None:
     e = f"F.embedding(self.{ids}, self.{table})[0, :1]"
     d.step("tied_embedding", [x], shape, [f"{h} = F.linear({x}, self.{table}) + {e}"],
            [f"{h} = q.linear('{table}', {x}, self.{table}) + {e}"])  # fmt: skip
+
+
+@kind(1.5)
+def moved_rows(d: Draft) -> None:
+    """Layers of rows that an index, a table or a concatenation brings together: as many rows as before, or twice."""
+    x = d.pick()
+    rows, columns = d.shape(x)[0], d.shape(x)[-1]
+    layers = [d.linear(columns, d.width()) for _ in range(d.rng.choice((1, 1, 2)))]
+    twice, at = d.chance(0.5), d.rng.randrange(rows)
+    ids = f"(torch.arange({2 if twice else 1} * {x}.shape[0], device={x}.device) * 7 + {at}) % {x}.shape[0]"
+    texts = ["{0}[{1}]", "{0}.index_select(0, {1})"]
+    texts += ["F.embedding({1}, {0})"] if len(d.shape(x)) == 2 else []
+    texts += ["torch.cat(({0}, {0}))"] if twice else [f"torch.cat(({{0}}[{at}:], {{0}}[:{at}]))"]
+    moved, names = d.name("r"), [d.name("h") for _ in layers]
+    first = f"{moved} = {d.rng.choice(texts).format(x, ids)}"
+    ending = ".unflatten(0, (2, -1)).sum(0)" if twice else ""
+    calls = [applied(layer, moved) for layer in layers]
+    shapes = {name: (*d.shape(x)[:-1], d.layers[place].out) for name, place in zip(names, range(-len(layers), 0))}
+    d.step("moved_rows", [x], shapes,
+           [first, *(f"{name} = {code}{ending}" for name, (code, _) in zip(names, calls))],
+           [first, *(f"{name} = {oracle}{ending}" for name, (_, oracle) in zip(names, calls))])  # fmt: skip
