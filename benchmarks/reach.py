@@ -140,7 +140,7 @@ def note(graph: Graph, gpu: Gpu, seen: Seen) -> None:
         if getattr(node.target, "namespace", "") == "fp4compile":
             seen.ops[node.target._opname] += 1
         if node.target in (SCALED_MM, SCALED_GROUPED_MM):
-            choice = scaled_mm_of(node).choice()
+            choice = scaled_mm_of(node).choice
             seen.products["PyTorch" if choice is None else choice.kernel] += 1
         elif node.target is QUANTIZE and quantise_of(node).prologue:
             kind, value = kind_of(quantise_of(node)), node.args[0].meta["val"]

@@ -1,8 +1,8 @@
 """Every change that this package makes to classes and functions of other libraries, one named function a change.
 
-Each function says what it replaces, why, and for which versions. Calling one again changes nothing. A function does
-nothing where the library's version lacks what it replaces. Only `watch_process_groups` matters for right results; it
-returns whether it could replace its property.
+Each function says what it replaces, why, and for which versions. Calling one again with the same arguments changes
+nothing. A function does nothing where the library's version lacks what it replaces. Only `watch_process_groups` matters
+for right results; it returns whether it could replace its property.
 """
 
 import copy
@@ -30,8 +30,9 @@ from torch.fx import Graph, Node
 from torch.nn.parallel import DistributedDataParallel
 
 
-def share_kernel_analysis(package: str) -> None:
-    """Make torch analyse what a kernel of `package` writes once for each signature, and not for each launch.
+@functools.cache
+def share_kernel_analysis() -> None:
+    """Make torch analyse what a kernel of this package writes once for each signature, and not for each launch.
 
     Replaces `identify_mutated_tensors` (torch 2.11) or `identify_accessed_tensors` (torch 2.13), whichever there is, in
     `torch._higher_order_ops.triton_kernel_wrap`. Whenever torch traces or lowers the launch of a user-defined kernel,
@@ -41,12 +42,12 @@ def share_kernel_analysis(package: str) -> None:
     wrap = torch._higher_order_ops.triton_kernel_wrap
     for name in ("identify_mutated_tensors", "identify_accessed_tensors"):
         identify = getattr(wrap, name, None)
-        if identify is not None and package not in getattr(identify, "shared", ()):
-            setattr(wrap, name, _shared(identify, package))
+        if identify is not None:
+            setattr(wrap, name, _shared(identify))
 
 
-def _shared(identify: Callable, package: str) -> Callable:
-    """`identify` with its results cached for the package's kernels."""
+def _shared(identify: Callable) -> Callable:
+    """`identify` with its results cached for this package's kernels."""
     found: dict[tuple, Any] = {}
 
     @functools.wraps(identify)
@@ -54,14 +55,13 @@ def _shared(identify: Callable, package: str) -> Callable:
         # torch passes the number of warps on in an autotuner of one configuration, a new one for each launch.
         tuned = isinstance(kernel, triton.runtime.Autotuner)
         function, arguments = (kernel.fn, kwargs | kernel.configs[0].kwargs) if tuned else (kernel, kwargs)
-        if not _belongs(function, package):
+        if not _is_ours(function):
             return identify(kernel, kwargs, tma_descriptor_metadata)
         key = (function, tuple((name, _signature(value)) for name, value in arguments.items()))
         if key not in found:
             found[key] = identify(kernel, kwargs, tma_descriptor_metadata)
         return copy.copy(found[key])
 
-    shared.shared = (*getattr(identify, "shared", ()), package)  # type: ignore[attr-defined]
     return shared
 
 
@@ -72,8 +72,9 @@ def _signature(value: Any) -> tuple:
     return "tensor or symbol", getattr(value, "dtype", None)
 
 
-def launch_as_dependents(package: str) -> None:
-    """Make Inductor use programmatic dependent launch for the kernels of `package` that have the constant PDL set.
+@functools.cache
+def launch_as_dependents() -> None:
+    """Make Inductor use programmatic dependent launch for this package's kernels that have the constant PDL set.
 
     Replaces `PythonWrapperCodegen.define_user_defined_triton_kernel`; seen working with torch 2.11 and 2.13. Inductor
     uses dependent launch for a kernel whose metadata has `launch_pdl`, which it sets only for its own kernels. Where
@@ -81,12 +82,10 @@ def launch_as_dependents(package: str) -> None:
     `templates.device.dependent_launch`.
     """
     define = PythonWrapperCodegen.define_user_defined_triton_kernel
-    if package in getattr(define, "dependents_of", ()):
-        return
 
     @functools.wraps(define)
     def defined(self: Any, kernel: Any, configs: Any, kwargs: dict[str, Any], *rest: Any, **more: Any) -> Any:
-        if not (_belongs(kernel, package) and kwargs.get("PDL")):
+        if not (_is_ours(kernel) and kwargs.get("PDL")):
             return define(self, kernel, configs, kwargs, *rest, **more)
         write = self.define_kernel
 
@@ -100,12 +99,12 @@ def launch_as_dependents(package: str) -> None:
         finally:
             del self.define_kernel
 
-    defined.dependents_of = (*getattr(define, "dependents_of", ()), package)  # type: ignore[attr-defined]
     PythonWrapperCodegen.define_user_defined_triton_kernel = defined
 
 
-def decompose_launches_directly(package: str) -> None:
-    """Make Inductor decompose the launches of `package`'s kernels without tracing each of them.
+@functools.cache
+def decompose_launches_directly() -> None:
+    """Make Inductor decompose the launches of this package's kernels without tracing each of them.
 
     Replaces `decompose_triton_kernel_wrapper_functional` in `torch._inductor.fx_passes.post_grad`; seen in torch 2.11
     and 2.13. The original turns a functional launch into clones of the tensors that must not be overwritten and a
@@ -114,7 +113,7 @@ def decompose_launches_directly(package: str) -> None:
     cloned and each launch becomes a mutating one directly. All other launches are left to the original function.
     """
     decompose = getattr(post_grad, "decompose_triton_kernel_wrapper_functional", None)
-    if decompose is None or package in getattr(decompose, "direct_for", ()):
+    if decompose is None:
         return
 
     @functools.wraps(decompose)
@@ -122,11 +121,10 @@ def decompose_launches_directly(package: str) -> None:
         for node in graph.find_nodes(op="call_function", target=triton_kernel_wrapper_functional):
             kernel = kernel_side_table.get_kernel(node.kwargs["kernel_idx"])
             function = kernel.fn if isinstance(kernel, triton.runtime.Autotuner) else kernel
-            if _belongs(function, package) and not node.kwargs["tensors_to_clone"] and not node.users:
+            if _is_ours(function) and not node.kwargs["tensors_to_clone"] and not node.users:
                 _launch_in_place(graph, node)
         return decompose(graph)
 
-    decomposed.direct_for = (*getattr(decompose, "direct_for", ()), package)  # type: ignore[attr-defined]
     post_grad.decompose_triton_kernel_wrapper_functional = decomposed
 
 
@@ -143,10 +141,12 @@ def _launch_in_place(graph: Graph, node: Node) -> None:
     graph.erase_node(node)
 
 
-def _belongs(kernel: Any, package: str) -> bool:
-    return (getattr(kernel, "__module__", None) or "").startswith(f"{package}.")
+def _is_ours(kernel: Any) -> bool:
+    """Whether a Triton kernel is one of this package's."""
+    return (getattr(kernel, "__module__", None) or "").startswith(f"{__package__}.")
 
 
+@functools.cache
 def watch_process_groups(told: Callable[[], object]) -> bool:
     """Make torch.distributed call `told` whenever its default process group is set or destroyed.
 
@@ -161,19 +161,17 @@ def watch_process_groups(told: Callable[[], object]) -> bool:
     if not isinstance(known, property) or known.fset is None:
         return False
     set_group = known.fset
-    if told in getattr(set_group, "told", ()):
-        return True
 
     @functools.wraps(set_group)
     def set_and_tell(self: Any, group: Any) -> None:
         set_group(self, group)
         told()
 
-    set_and_tell.told = (*getattr(set_group, "told", ()), told)  # type: ignore[attr-defined]
     world.default_pg = property(known.fget, set_and_tell, known.fdel, known.__doc__)  # type: ignore[union-attr]
     return True
 
 
+@functools.cache
 def watch_recompile_limits(told: Callable[[Any, CodeType, str], object]) -> None:
     """Make Dynamo call `told` where a limit of recompilations makes it leave a function uncompiled.
 
@@ -182,7 +180,7 @@ def watch_recompile_limits(told: Callable[[Any, CodeType, str], object]) -> None
     limit in `torch._dynamo.config`. An exception of `told` reaches the caller of the compiled function.
     """
     compile_frame = getattr(convert_frame, "_compile", None)
-    if compile_frame is None or told in getattr(compile_frame, "told", ()):
+    if compile_frame is None:
         return
     signature = inspect.signature(compile_frame)
 
@@ -197,10 +195,10 @@ def watch_recompile_limits(told: Callable[[Any, CodeType, str], object]) -> None
                 told(_innermost(given["compiler_fn"]), given["code"], limit.group(1) if limit else "recompile_limit")
             raise
 
-    compile_or_tell.told = (*getattr(compile_frame, "told", ()), told)  # type: ignore[attr-defined]
     convert_frame._compile = compile_or_tell
 
 
+@functools.cache
 def forget_parameters_after_compiling(ours: Callable[[Any], bool]) -> None:
     """Make Dynamo drop its weak references to the parameters once a backend that `ours` accepts has compiled them.
 
@@ -209,14 +207,13 @@ def forget_parameters_after_compiling(ours: Callable[[Any], bool]) -> None:
     references forbid `torch.utils.swap_tensors`.
     """
     registered = getattr(convert_frame, "_is_registered_backend", None)
-    if registered is None or ours in getattr(registered, "ours", ()):
+    if registered is None:
         return
 
     @functools.wraps(registered)
     def registered_or_ours(compiler_fn: Any) -> bool:
         return ours(_innermost(compiler_fn)) or registered(compiler_fn)
 
-    registered_or_ours.ours = (*getattr(registered, "ours", ()), ours)  # type: ignore[attr-defined]
     convert_frame._is_registered_backend = registered_or_ours
 
 
@@ -251,6 +248,7 @@ def leave_buffers_out_of_ddp(constant: type[torch.nn.Module]) -> None:
     DistributedDataParallel.__init__ = init
 
 
+@functools.cache
 def compile_in_place(ours: Callable[[Any], bool], inner: Callable[[torch.nn.Module], torch.nn.Module]) -> None:
     """Make `torch.compile(module, backend=...)` compile and return the module itself, for backends that are ours.
 
@@ -259,8 +257,6 @@ def compile_in_place(ours: Callable[[Any], bool], inner: Callable[[torch.nn.Modu
     where they are compiled in place. Replaces `torch.compile` (torch 2.11 to 2.13).
     """
     compiling = torch.compile
-    if hasattr(compiling, "in_place"):
-        return
 
     @functools.wraps(compiling)
     def compile(model: Any = None, **options: Any) -> Any:
@@ -270,5 +266,4 @@ def compile_in_place(ours: Callable[[Any], bool], inner: Callable[[torch.nn.Modu
         module.compile(**options)
         return model
 
-    compile.in_place = True  # type: ignore[attr-defined]
     torch.compile = compile

@@ -26,13 +26,13 @@ from torch.utils.weak import WeakIdKeyDictionary
 from fp4compile import _compat, _inductor_patches, hardware
 from fp4compile.passes.hoist import hoisting
 from fp4compile.passes.manager import JointPasses, LowerPasses, switched_off_passes
-from fp4compile.passes.saved import Saved
+from fp4compile.passes.notes import Saved
 from fp4compile.recipe import Recipe, Rule, recipes, resolve
 from fp4compile.report import names, stored_rows
 from fp4compile.report.report import PassRun, Report, Row
 from fp4compile.report.rule_names import out_of_reach, without_layer
 from fp4compile.report.stored_rows import Outcome
-from fp4compile.roofline.host import GraphLaunches
+from fp4compile.roofline.time_terms import GraphLaunches
 from fp4compile.weights.cache import marking
 
 _JOINT_SLOT, _LOWER_SLOT = "joint_custom_pre_pass", "post_grad_custom_post_pass"
@@ -183,7 +183,7 @@ class Backend:
         )
         prevented = _prevented(gm, mode, config_patches)
         if prevented is not None:
-            self._record(known, [], prevented)
+            self._record(known, Outcome([], {}), prevented)
             return compile_fx(gm, example_inputs, config_patches=config_patches)
         gpu = None if _compat.cuda_graphs(config_patches) else hardware.present()  # for which to count launches
         told = _Compilation()
@@ -201,14 +201,14 @@ class Backend:
         if told.rows is not None and not told.lowered and (before := stored_rows.load(key, missing=None)):
             self._record(known, before, seconds=_seconds(told.runs))
         elif told.rows is not None:
-            stored_rows.store(key, [told.outcome])
-            self._record(known, [told.outcome], seconds=_seconds(told.runs))
+            stored_rows.store(key, told.outcome)
+            self._record(known, told.outcome, seconds=_seconds(told.runs))
             reports = [shared.report for shared in {self._own, self._join(self._own)}]
 
             rows, forward = known.in_full(told.outcome.rows), told.launches
 
             def late(fused: dict[str, str], runs: dict[str, PassRun]) -> None:
-                stored_rows.store(key, [told.outcome])
+                stored_rows.store(key, told.outcome)
                 for report in reports:
                     report.add([], _matches(runs), seconds=_seconds(runs))
                     report.complete(rows, fused, forward, told.launches)
@@ -235,7 +235,7 @@ class Backend:
     def _record(
         self,
         known: names.Names,
-        outcome: list[Outcome] | None,
+        outcome: Outcome | None,
         why: str | None = None,
         seconds: dict[str, float] | None = None,
     ) -> None:
@@ -244,14 +244,14 @@ class Backend:
         outcome: None where the rows are lost. why: what kept the passes from running. seconds: how long each pass took.
         """
         model = self._identity if known.root is None else known.root
-        rows = [row for one in outcome or () for row in one.rows]
+        rows = [] if outcome is None else outcome.rows
         for shared in {self._own, self._join(self._own)}:
             shared.report.graphs = (shared.report.graphs or 0) + 1
             shared.report.lost += outcome is None
-            for one in outcome or ():
+            if outcome is not None:
                 shared.report.add(
-                    known.in_full(one.rows), one.counts, CompileContext.current_trace_id(), seconds=seconds,
-                    launches=one.launches,
+                    known.in_full(rows), outcome.counts, CompileContext.current_trace_id(), seconds=seconds,
+                    launches=outcome.launches,
                 )  # fmt: skip
             if outcome is None or any(row.quantised for row in rows):
                 shared.quantised[model] = True

@@ -32,18 +32,13 @@ _named: dict[Backend, Callable] = {}
 
 def named_reports() -> list[Report]:
     """The report of every backend that this process has used by name or passed to `torch.compile`, each once."""
-    given = {id(report): report for report in (*(used.report for used in _named), *_given_reports())}
-    return list(given.values())
+    given = (getattr(backend, "report", None) for backend in (*_named, *_compat.handed_to_dynamo()))
+    return list({id(report): report for report in given if isinstance(report, Report)}.values())
 
 
 def is_backend(given: Any) -> bool:
     """Whether a `backend` argument of `torch.compile` is this package's, as an object or by its name."""
     return isinstance(given, Backend) or (isinstance(given, str) and given in fp4compile_autoload.backends())
-
-
-def _given_reports() -> list[Report]:
-    reports = (getattr(backend, "report", None) for backend in _compat.handed_to_dynamo())
-    return [report for report in reports if isinstance(report, Report)]
 
 
 def register_with_accelerate() -> None:

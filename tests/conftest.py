@@ -2,6 +2,7 @@
 
 import itertools
 import os
+import sys
 
 import pytest
 import torch
@@ -49,12 +50,16 @@ _caches = itertools.count()
 
 @pytest.fixture(autouse=True)
 def fresh_compiler(tmp_path_factory, monkeypatch):
-    """Every test compiles from nothing: no graphs of another test, no caches of another run."""
+    """Every test compiles from nothing: no graphs of another test, no caches of another run, no report of an equal
+    backend that another test has left alive.
+    """
     folder = tmp_path_factory.getbasetemp() / f"inductor{next(_caches)}"  # made by those tests alone that compile
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(folder))
     monkeypatch.delenv("FP4COMPILE_RECIPE", raising=False)
     monkeypatch.delenv("FP4COMPILE_DUMP", raising=False)
     monkeypatch.delenv("FP4COMPILE_DISABLE_PASSES", raising=False)
+    if "fp4compile.backend" in sys.modules:  # the module; the name is a function's too
+        sys.modules["fp4compile.backend"]._shared.clear()
     torch._dynamo.reset()
     torch.manual_seed(0)
 

@@ -8,7 +8,7 @@ shapes or sequence numbers. The roles:
             alpha), and this layer multiplies the activation.
     dgrad   gradient x weight. The weight belongs to a layer and is contracted along its other dimension. That layer's
             wgrad multiplies the same gradient. A frozen layer has no wgrad: there the weight and the autograd node
-            must match.
+            must match. A packed weight is dequantised for this product alone.
     attention   activation x activation, batched or not
 
 A layer may have one weight, or one for each expert: the weight is then a batch of matrices, and the product is a
@@ -29,14 +29,22 @@ from torch.fx import Graph, GraphModule, Node
 from fp4compile._compat import statically_true
 from fp4compile.analysis.gemm import Gemm, Input, Operand
 from fp4compile.analysis.gradients import Part, input_index, is_inner_gradient, parts_of_gradients, tangent_dependent
+from fp4compile.analysis.graph import is_gathered
 from fp4compile.analysis.grouped_products import is_grouped, why_unread
 from fp4compile.analysis.module_names import clean_name, module_name, parameter_name
-from fp4compile.analysis.products import Product, Side, packed_expert, product_of, why_not_packed
+from fp4compile.analysis.products import (
+    Product,
+    Side,
+    packed_expert,
+    product_of,
+    reads_packed_gradient,
+    why_not_packed,
+)
 from fp4compile.analysis.selection import feeds_selection
 from fp4compile.analysis.views import View, is_cast, source_of, swaps_last_two, view_of
 from fp4compile.formats import formats
 from fp4compile.formats.quantize_spec import FLOAT_DTYPES
-from fp4compile.ops.quantize import DEQUANTIZE, EXPERT_WEIGHTS
+from fp4compile.ops.quantize import DEQUANTIZE, EXPERT_WEIGHTS, GATHERED_WEIGHT
 
 aten = torch.ops.aten
 
@@ -55,7 +63,7 @@ _FUSED_LAYER = "torch's fast path of a transformer layer: its products lie insid
 _FAST_PATHS = (aten._transformer_encoder_layer_fwd.default, aten._native_multi_head_attention.default)
 _BATCHED_WEIGHT = "batched product with a parameter"
 _GROUPED = "grouped product without a parameter"
-_PACKED_GRADIENT = "gradient x packed weight: the weight is dequantised"
+PACKED_GRADIENT = "gradient x packed weight: the weight is dequantised"
 _COMPUTED_WEIGHT = "its weight is computed from parameters and is none itself"
 _INNER_GRADIENT = "part of a gradient that is taken inside of the graph (torch.func.grad)"
 _BOTH_ORIENTATIONS = (
@@ -84,9 +92,20 @@ def parameters_of(graph: Graph, inputs: tuple[Input, ...]) -> dict[Node, str]:
 
 
 def weights_of(graph: Graph, inputs: tuple[Input, ...]) -> dict[Node, str]:
-    """The parameters and the packed weights of experts, with the names of the parameters."""
+    """The parameters, the packed weights of experts and the gathered weights, with the names of the parameters."""
+    parameters = parameters_of(graph, inputs)
     packed = graph.find_nodes(op="call_function", target=EXPERT_WEIGHTS)
-    return parameters_of(graph, inputs) | {node: parameter_name(_module_of(node)) for node in packed}
+    gathered = graph.find_nodes(op="call_function", target=GATHERED_WEIGHT)
+    known = {node: parameters[_input_of(node)] for node in gathered if _input_of(node) in parameters}
+    return parameters | {node: parameter_name(_module_of(node)) for node in packed} | known
+
+
+def _input_of(root: Node) -> Node:
+    """The placeholder of a weight's parameter; for a gathered weight, the placeholder of its codes."""
+    node = root.args[0] if is_gathered(root) else root
+    while (source := source_of(node)) is not None:
+        node = source
+    return node
 
 
 @dataclass(frozen=True)
@@ -196,8 +215,8 @@ class _Scan:
             layer=(product.batch * m, n, k) if weight_is_b else (product.batch * n, m, k),
             tied_to_embedding=_feeds_embedding(root), selects=feeds_selection(product.node, out_features),
         )  # fmt: skip
-        if gemm.packed_weight is not None:  # packed weights have no gradients and one orientation
-            return gemm
+        if gemm.packed_weight is not None and not is_gathered(root):
+            return gemm  # packed experts have no gradients and one orientation
         activation = product.other.view
         if weight_is_b:
             weight = weight.swapped()
@@ -225,7 +244,7 @@ class _Scan:
         """Gradient x activation."""
         a, b = product.a, product.b
         if any(side.view.root.target is DEQUANTIZE for side in (a, b)):
-            return _left_alone(product, _PACKED_GRADIENT)
+            return self._packed_gradient(product)
         if a.is_gradient and b.is_gradient:
             return _left_alone(product, "gradient x gradient")
         # Both dY^T @ X and X^T @ dY may be the gradient of a weight or of the weight's transpose.
@@ -235,7 +254,7 @@ class _Scan:
         sizes = (tokens, m, n) if a.is_gradient else (tokens, n, m)
         layers = [
             layer for layer in self.layers
-            if (input_index(layer.root), layer.gemm.alpha) in self.parts.get(product.node, ())
+            if (input_index(_input_of(layer.root)), layer.gemm.alpha) in self.parts.get(product.node, ())
             and layer.activation == activation.elements
             and layer.grouping == product.grouping
             and _same_sizes(layer.gemm.layer, sizes)
@@ -255,7 +274,7 @@ class _Scan:
         """Gradient x weight."""
         weight, gradient = product.weight_view, product.other.view
         if product.weight.root.target is EXPERT_WEIGHTS:
-            return _left_alone(product, _PACKED_GRADIENT)
+            return _left_alone(product, PACKED_GRADIENT)
         if weight is None:
             return _left_alone(product, _BATCHED_WEIGHT)
         m, n, k = product.dims
@@ -270,6 +289,15 @@ class _Scan:
                 if gradient.elements in layer.gradients or (not layer.gradients and same_node):
                     return self._gradient(product, "dgrad", layer.gemm, ("dgrad_dy", "dgrad_w"))
         return _left_alone(product, "gradient x parameter that is not the input gradient of a layer")
+
+    def _packed_gradient(self, product: Product) -> Gemm:
+        """Gradient x packed weight, which the forward product read as codes."""
+        if not reads_packed_gradient(product):
+            return _left_alone(product, PACKED_GRADIENT)
+        m, n, k = product.dims
+        weight = Operand(product.b.view.root, False, "dgrad_w", packed=True)
+        return Gemm(product.node, "dgrad", _module_of(product.node), _untransposed(product.a, "dgrad_dy"), weight,
+                    dims=product.dims, layer=(m, k, n), forward=product.node)  # fmt: skip
 
     def _gradient(self, product: Product, kind: str, origin: Gemm, roles: tuple[str, str]) -> Gemm:
         return self._gemm(
@@ -293,6 +321,8 @@ class _Scan:
         if side.root is None:
             return _untransposed(side, role)
         name = self.parameters[side.root]
+        if side is product.weight and is_gathered(side.root):
+            return Operand(side.root, side is product.b, role, name, packed=True)
         if side is product.weight and side.root.target is EXPERT_WEIGHTS:
             return Operand(side.root, side is product.b, role, name, packed=True, expert=packed_expert(product))
         if side is product.a and side.view.is_batched and product.matrices is None:

@@ -23,7 +23,7 @@ from fp4compile.formats import formats
 aten = torch.ops.aten
 _EXPERTS = re.compile(r"(^|\.)experts(\.|$)")
 _GROUPED = re.compile(r"(^|_)grouped_mm(_|$)")
-_ATTENTION = re.compile(r"scaled_dot_product|flash_attention|efficient_attention|flex_attention|varlen_attn")
+ATTENTION = re.compile(r"scaled_dot_product|flash_attention|efficient_attention|flex_attention|varlen_attn")
 _CONVOLUTION = re.compile(r"conv")
 _BATCHED = {aten.bmm.default, aten.baddbmm.default, aten.addbmm.default}
 
@@ -85,12 +85,14 @@ class Categories:
             return "experts"
         if _CONVOLUTION.search(name):
             return "convolution"
-        if _ATTENTION.search(name):
+        if ATTENTION.search(name):
             return "attention"
         # A layer may hold its one matrix in three dimensions: the heads of one projection, say.
         whole = gemm.product in ("fprop", "dgrad", "wgrad")
-        if any(root.meta["val"].dim() >= 3 and not (whole and _same_count(operand, root)) for operand, root in weights):
-            return "experts"
+        for operand, root in weights:
+            all_of_it = statically_true(operand.meta["val"].numel() == root.meta["val"].numel())
+            if root.meta["val"].dim() >= 3 and not (whole and all_of_it):
+                return "experts"
         if gemm.product == "attention":
             return "attention"
         return "dense" if gemm.product != "other" or weights else "other"
@@ -105,11 +107,6 @@ def _root(node: Node) -> Node:
     while (source := source_of(node)) is not None:
         node = source
     return node
-
-
-def _same_count(node: Node, other: Node) -> bool:
-    """Whether two tensors have the same number of elements."""
-    return statically_true(node.meta["val"].numel() == other.meta["val"].numel())
 
 
 def _packet(target: Any) -> Any:
@@ -145,11 +142,6 @@ def _product(a: torch.Tensor, b: torch.Tensor, *args, **kwargs) -> int:
     return 2 * a.numel() * b.shape[-1]
 
 
-def _added(term: torch.Tensor, a: torch.Tensor, b: torch.Tensor, *args, **kwargs) -> int:
-    """A product with an added term."""
-    return _product(a, b)
-
-
 def _grouped(a: torch.Tensor, b: torch.Tensor, *args, **kwargs) -> int | None:
     """A grouped product. Operands of three dimensions have one matrix a group; others are cut into one part a group."""
     if a.shape[-1] != b.shape[-2]:
@@ -182,7 +174,7 @@ def _packed(*args, out_val: torch.Tensor, **kwargs) -> int:
     return 2 * out_val.numel() * data.shape[-1] * (2 if packed else 1)
 
 
-_OWN = {aten.addbmm: _added, aten._int_mm: _product}
+_OWN = {aten.addbmm: lambda term, a, b, *args, **kwargs: _product(a, b), aten._int_mm: _product}
 _CORRECTED = {aten.convolution_backward: _convolution_backward}
 
 

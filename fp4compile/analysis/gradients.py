@@ -5,6 +5,8 @@ AOTAutograd describes every input and output of a joint graph in the placeholder
 reach the output only by being moved, cast, added or multiplied by one number.
 """
 
+from typing import Any
+
 import torch
 from torch.fx import Graph, Node
 
@@ -31,9 +33,15 @@ def input_index(placeholder: Node) -> int | None:
 
 
 def _index(desc: object) -> int | None:
-    while desc is not None and not hasattr(desc, "idx"):
+    found = _with(desc, "idx")
+    return None if found is None or "Tangent" in type(found).__name__ else found.idx
+
+
+def _with(desc: Any, attribute: str) -> Any:
+    """The outermost descriptor among one and its bases that has an attribute; None where none has it."""
+    while desc is not None and not hasattr(desc, attribute):
         desc = getattr(desc, "base", None)
-    return None if desc is None or "Tangent" in type(desc).__name__ else desc.idx
+    return desc
 
 
 def is_nested(graph: Graph) -> bool:
@@ -87,25 +95,18 @@ def parts_of_gradients(graph: Graph) -> dict[Node, set[Part]]:
     """The gradients that each node is a part of, for nodes that are a part of any."""
     output = graph.output_node()
     values = torch.utils._pytree.tree_leaves(output.args, is_leaf=lambda leaf: leaf is None)
-    descriptors = torch.utils._pytree.tree_leaves(output.meta.get("desc"), is_leaf=_is_descriptor)
+    descriptors = torch.utils._pytree.tree_leaves(
+        output.meta.get("desc"), is_leaf=lambda leaf: not isinstance(leaf, list | tuple)
+    )
     parts: dict[Node, set[Part]] = {}
     if len(values) != len(descriptors):
         return parts
     for value, desc in zip(values, descriptors, strict=True):
-        index = _gradient_of(desc)
+        gradient = _with(desc, "grad_of")
+        index = None if gradient is None else _index(gradient.grad_of)
         if isinstance(value, Node) and index is not None:
             _walk(value, index, parts)
     return parts
-
-
-def _is_descriptor(leaf: object) -> bool:
-    return leaf is None or not isinstance(leaf, list | tuple)
-
-
-def _gradient_of(desc: object) -> int | None:
-    while desc is not None and not hasattr(desc, "grad_of"):
-        desc = getattr(desc, "base", None)
-    return None if desc is None else _index(desc.grad_of)
 
 
 def _walk(node: Node, index: int, parts: dict[Node, set[Part]]) -> None:

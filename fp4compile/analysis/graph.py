@@ -10,12 +10,11 @@ import torch
 from torch.fx import Graph, Node
 
 from fp4compile.formats import formats
-from fp4compile.formats.epilogue import Epilogue
 from fp4compile.formats.operand import Arguments, Operand
 from fp4compile.formats.prologue import Prologue
 from fp4compile.formats.quantize_spec import QuantizeSpec
-from fp4compile.ops.matmul import SCALED_GROUPED_MM, operand
-from fp4compile.ops.quantize import QUANTIZE
+from fp4compile.ops.matmul import SCALED_GROUPED_MM, dense, grouped, operand
+from fp4compile.ops.quantize import GATHERED_WEIGHT, QUANTIZE
 from fp4compile.templates.choose import Choice, choose
 from fp4compile.templates.gemm import indexed
 from fp4compile.templates.launch import on_gpu, target_of
@@ -124,45 +123,27 @@ class ScaledMM(Arguments):
         """The arguments with their (fake) tensors."""
         a, b = (Operand(*map(_value, (x.data, x.scales, x.outer)), x.format) for x in (self.a, self.b))
         return Arguments(a, b, _value(self.bias), self.out_dtype, self.epilogue, list(map(_value, self.auxiliaries)),
-                         _value(self.offs), _value(self.rows))  # fmt: skip
+                         _value(self.offs), _value(self.rows), b_transposed=self.b_transposed)  # fmt: skip
 
+    @cached_property
     def problem(self) -> Problem:
         """The problem by which `choose` picks the kernel; sizes may be symbolic."""
-        return self._problem
-
-    @cached_property
-    def _problem(self) -> Problem:
         return problem_of(self.values(), target_of(self.a.data.meta["val"].device))
 
+    @cached_property
     def choice(self) -> Choice | None:
         """The kernel that will serve the node, as far as that is known now; None where no kernel does (`plain`)."""
-        return self._choice
-
-    @cached_property
-    def _choice(self) -> Choice | None:
-        return None if self.plain else choose(self._problem)
+        return None if self.plain else choose(self.problem)
 
 
 def scaled_mm_of(node: Node) -> ScaledMM:
     """The arguments of a `scaled_mm` or `scaled_grouped_mm` node; the same object while the arguments stay."""
     known = getattr(node, "_fp4compile_product", None)
     if known is None or known[0] is not node.args:
-        known = node.args, _scaled_mm_of(node)
+        read = grouped if node.target is SCALED_GROUPED_MM else dense
+        known = node.args, ScaledMM(**vars(read(*node.args, **node.kwargs)), node=node)
         node._fp4compile_product = known
     return known[1]
-
-
-def _scaled_mm_of(node: Node) -> ScaledMM:
-    a, b, rest = operand(*node.args[:4]), operand(*node.args[4:8]), node.args[8:]
-    if node.target is SCALED_GROUPED_MM:
-        offs, rows, out_dtype = rest
-        return ScaledMM(a=a, b=b, bias=None, out_dtype=out_dtype, offs=offs, rows=rows, node=node, **node.kwargs)
-    bias, out_dtype, *epilogue = rest
-    if not epilogue:
-        return ScaledMM(a=a, b=b, bias=bias, out_dtype=out_dtype, node=node, **node.kwargs)
-    auxiliaries, steps, dtype = epilogue
-    return ScaledMM(a=a, b=b, bias=bias, out_dtype=out_dtype, epilogue=Epilogue.parse(steps, out_dtype, dtype),
-                    auxiliaries=tuple(auxiliaries), node=node, **node.kwargs)  # fmt: skip
 
 
 def reads_by_index(node: Node) -> bool:
@@ -192,7 +173,44 @@ class ExpertWeights:
         return "swizzled" if scales is not None and scales.meta["val"].dim() == 2 else "linear"
 
 
+def packed_weight_of(node: Node) -> Operand:
+    """The operand that a `dequantize` node reads, with (fake) tensors."""
+    return operand(*map(_value, node.args[:4]))
+
+
 def expert_weights_of(node: Node) -> ExpertWeights:
     """The arguments of an `expert_weights` node, from which default values may be missing."""
     data, scales, outer, fmt, _, _, *how = node.args
     return ExpertWeights(operand(data, scales, outer, fmt), *(*how, None, None)[:2])
+
+
+@dataclass(frozen=True)
+class GatheredWeight:
+    """The arguments of a `gathered_weight` node. rows, columns: the codes of each direction, nodes instead of tensors.
+
+    recompute: whether the codes along the rows are there in the backward pass too.
+    """
+
+    rows: Operand
+    columns: Operand
+    recompute: bool
+
+    def operand_for(self, role: str) -> Operand:
+        """The codes that the operand of a product is: along the columns for the role "dgrad_w", else along the rows."""
+        return self.columns if role == "dgrad_w" else self.rows
+
+
+def is_gathered(node: Node) -> bool:
+    """Whether a node is a weight that FSDP2 gathered as codes."""
+    return node.target is GATHERED_WEIGHT
+
+
+def gathered_weight_of(node: Node) -> GatheredWeight:
+    """The arguments of a `gathered_weight` node."""
+    *codes, _, _, recompute = node.args
+    return GatheredWeight(operand(*codes[:4]), operand(*codes[4:]), recompute)
+
+
+def is_swizzled(weight: Operand) -> bool:
+    """Whether the block scales of a matrix have the layout that matrix units read: one flat run."""
+    return weight.scales is not None and weight.scales.meta["val"].dim() == 1

@@ -8,26 +8,41 @@ import warnings
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
+from torch.utils.checkpoint import CheckpointPolicy
+
 from fp4compile._compat import statically_true
+from fp4compile.analysis.find import PACKED_GRADIENT
 from fp4compile.analysis.gemm import Gemm, Input, Operand
 from fp4compile.analysis.gradients import tangent_dependent
-from fp4compile.analysis.graph import expert_weights_of, scaled_mm_of
+from fp4compile.analysis.graph import (
+    expert_weights_of,
+    gathered_weight_of,
+    is_gathered,
+    is_swizzled,
+    packed_weight_of,
+    scaled_mm_of,
+)
 from fp4compile.analysis.module_names import block_of, module_name
+from fp4compile.analysis.views import view_of
 from fp4compile.formats import formats
 from fp4compile.formats.layouts import scale_layout
 from fp4compile.formats.quantize_spec import FLOAT_DTYPES
 from fp4compile.hardware import Gpu, Target
+from fp4compile.ops.quantize import DEQUANTIZE
 from fp4compile.recipe import Recipe, named
 from fp4compile.templates.choose import choose
 from fp4compile.templates.launch import on_gpu, target_of
-from fp4compile.templates.problem import OperandType, Problem
+from fp4compile.templates.problem import OperandType, Problem, operand_type
 
 NOT_CALIBRATED = "dynamic activation scale: fp4compile.calibrate recorded none"
+BEFORE_CAST = "weight quantised before its cast: FSDP2 gathered codes of the parameter's dtype"
 
 # Names that models give to the layer that yields their outputs.
 _HEADS = (
     "lm_head", "embed_out", "unembed", "output_projection", "proj_out", "classifier", "score", "head", "decoder"
 )  # fmt: skip
+# What activation checkpointing computes again in the backward pass.
+_RECOMPUTED = (CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.PREFER_RECOMPUTE)
 _ROUTERS = ("router", "gating", "shared_expert_gate")
 _DEVICES = ("cpu", "cuda")
 _EXPERTS = re.compile(r"(?:^|(.*)\.)experts(?:\.|$)")
@@ -120,8 +135,18 @@ def _decide(gemm: Gemm, recipe: Recipe, model: "Model", meta: Target | None, tra
     reason = gemm.unsupported or _unfit(gemm, meta)
     if reason is not None:
         return Decision(gemm, reason)
-    if gemm.packed_weight is not None:
-        return _of_packed_experts(gemm, gemm.packed_weight, meta)
+    weight = gemm.packed_weight
+    if weight is not None and not is_gathered(weight.source):
+        of = _of_packed_gradient if weight.source.target is DEQUANTIZE else _of_packed_experts
+        return of(gemm, weight, meta)
+    decision = _by_recipe(gemm, recipe, model, meta, training)
+    if weight is not None and decision.reason is not None:
+        found = gathered_weight_of(weight.source).operand_for(str(weight.role)).format.name
+        return replace(decision, reason=f"{decision.reason}; its weight was gathered in {found}")
+    return decision
+
+
+def _by_recipe(gemm: Gemm, recipe: Recipe, model: "Model", meta: Target | None, training: bool) -> Decision:
     layer_recipe, reason = of_layer(_layer(gemm), recipe, model)
     if layer_recipe is None or not layer_recipe.quantizes(gemm.product):
         return Decision(gemm, reason if layer_recipe is None else _left_by_recipe(gemm, layer_recipe))
@@ -195,6 +220,10 @@ def _quantised(gemm: Gemm, layer_recipe: Recipe, recipe: Recipe, meta: Target | 
         if operand.role == "fprop_x" and layer_recipe.activation_scale == "static":
             outer = recipe.static_scale(gemm.module)
             note = NOT_CALIBRATED if outer is None else None
+        if operand.packed and (reason := _misfit(gemm, operand, layer_recipe)) is not None:
+            return Decision(gemm, reason)
+        if operand.packed and view_of(gemm.node.args[-2:][side == "b"]).casts:
+            note = note or BEFORE_CAST
         if fmt is not None and formats.get(fmt).square and _is_batch(operand):
             # F.linear flattens the batch to one matrix, in which square blocks would cross two matrices.
             return Decision(gemm, f"format {fmt} has square blocks, and the operand is a batch of matrices")
@@ -204,14 +233,39 @@ def _quantised(gemm: Gemm, layer_recipe: Recipe, recipe: Recipe, meta: Target | 
             stochastic = operand.role.endswith("_dy") and gemm.product in layer_recipe.stochastic_rounding
             rule = recipe.scale_rule(fmt) if operand.role == "fprop_w" else "amax"
             if rule != "amax":
-                rule, weight_scales = ("amax", TRAINED) if training else (rule, rule)
+                rule, weight_scales = ("amax", TRAINED) if training or operand.packed else (rule, rule)
             hadamard = gemm.product in layer_recipe.hadamard
             chosen[side] = Treatment(fmt, outer, stochastic, hadamard, scale_rule=rule)
     a, b = chosen.get("a"), chosen.get("b")
-    if _tier(gemm, *_swizzled(a, b), meta) == "native":
+    if _reads_swizzled(gemm, a, b, meta):
         a, b = _swizzled(a, b)
     return Decision(gemm, a=a, b=b, tier=_tier(gemm, a, b, meta), weight_scales=weight_scales, note=note,
                     fast_accumulation=gemm.product in layer_recipe.fast_accumulation)  # fmt: skip
+
+
+def _misfit(gemm: Gemm, weight: Operand, recipe: Recipe) -> str | None:
+    """Why a product under a recipe cannot read a gathered weight's codes; None where it can.
+
+    Raises RuntimeError for a forward product that the backward pass computes again without the codes.
+    """
+    gathered = gathered_weight_of(weight.source)
+    fmt = getattr(recipe, str(weight.role))
+    if fmt != gathered.operand_for(str(weight.role)).format.name:
+        return f"recipe {recipe.name} says {fmt or 'high precision'}"
+    if gemm.product == "fprop" and not gathered.recompute and gemm.node.meta.get("recompute") in _RECOMPUTED:
+        raise RuntimeError(
+            f"{weight.parameter}: activation checkpointing computes the forward product again in the backward pass, "
+            "for which the weight's codes are not gathered; call gather_quantized_(..., recompute=True)"
+        )
+    return None
+
+
+def _reads_swizzled(gemm: Gemm, a: Treatment | None, b: Treatment | None, meta: Target | None) -> bool:
+    """Whether the operands' block scales are swizzled: as a gathered weight has them, else where that is native."""
+    weight = gemm.packed_weight
+    if weight is not None:
+        return is_swizzled(gathered_weight_of(weight.source).operand_for(str(weight.role)))
+    return _tier(gemm, *_swizzled(a, b), meta) == "native"
 
 
 def _of_packed_experts(gemm: Gemm, weight: Operand, meta: Target | None) -> Decision:
@@ -223,6 +277,22 @@ def _of_packed_experts(gemm: Gemm, weight: Operand, meta: Target | None) -> Deci
         of_activation = Treatment(packed.activation, packed.activation_outer, layout=packed.layout)
     a, b = (of_weight, of_activation) if weight is gemm.a else (of_activation, of_weight)
     return Decision(gemm, a=a, b=b, tier=_tier(gemm, a, b, meta))
+
+
+def _of_packed_gradient(gemm: Gemm, weight: Operand, meta: Target | None) -> Decision:
+    """The decision for a gradient times a packed weight: left alone where the kernel would dequantise the weight."""
+    out, packed = gemm.node.meta["val"], packed_weight_of(weight.source)
+    b = operand_type(packed)
+    nvfp4 = (b.element, b.scale) == ("e2m1", "e4m3") and b.outer != "row"
+    whole = statically_true(weight.source.meta["val"].shape[-1] == packed.k)
+    in_16_bits = gemm.a.source.meta["val"].dtype == out.dtype and out.dtype.itemsize == 2
+    if not (nvfp4 and whole and in_16_bits) or (out.device.type == "cpu" and not on_gpu(out)):
+        return Decision(gemm, PACKED_GRADIENT)
+    target = target_of(out.device) if meta is None or on_gpu(out) else meta
+    choice = choose(Problem(_operand_type(gemm.a, None), b, *gemm.dims, out.dtype, target, b_transposed=True))
+    if choice.dequantizes_b:
+        return Decision(gemm, PACKED_GRADIENT)
+    return Decision(gemm, b=Treatment(b.format.name, layout="swizzled" if b.swizzled else "linear"), tier=choice.tier)
 
 
 def _is_batch(operand: Operand) -> bool:
@@ -259,7 +329,7 @@ def _tier(gemm: Gemm, a: Treatment | None, b: Treatment | None, meta: Target | N
 def _tier_of_packed(gemm: Gemm) -> str:
     """The tier of a product that was quantised before the graph was captured, read from its node."""
     product = scaled_mm_of(gemm.node)
-    return product.choice().tier if product.on_gpu else "reference"
+    return product.choice.tier if product.on_gpu else "reference"
 
 
 def _operand_type(operand: Operand, treatment: Treatment | None, grouped: bool = False) -> OperandType:

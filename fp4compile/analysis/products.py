@@ -13,7 +13,7 @@ from fp4compile._compat import statically_true
 from fp4compile.analysis.grouped_products import Factor, Factors, factors_of
 from fp4compile.analysis.views import View, source_of, value_key, view_of
 from fp4compile.formats.quantize_spec import FLOAT_DTYPES
-from fp4compile.ops.quantize import EXPERT_WEIGHTS
+from fp4compile.ops.quantize import DEQUANTIZE, EXPERT_WEIGHTS, GATHERED_WEIGHT
 
 aten = torch.ops.aten
 
@@ -166,14 +166,30 @@ def _gathered(view: View, parameters: Collection[Node]) -> Side | None:
     return Side(source, whole.swapped(), whole.root, False, index) if view.key == taken.swapped().key else None
 
 
+# ---------------------------------------------------------------- packed weights
+
+
+def reads_packed_gradient(product: Product) -> bool:
+    """Whether a product is gradient x packed weight, with the whole dequantised weight [N, K] as its B [N, K].
+
+    Then its result [M, K] is the gradient of the layer's input.
+    """
+    weight = product.b.view
+    if weight.root.target is not DEQUANTIZE or product.swapped or product.grouping or len(weight.size) != 2:
+        return False
+    return weight.key == view_of(weight.root).key and not product.b.swapped and "bias" not in product.terms
+
+
 # ---------------------------------------------------------------- weights of packed experts
 
 
 def why_not_packed(product: Product) -> str | None:
-    """Why a product of packed experts cannot read their codes; None where it can, or where its weight is a parameter.
+    """Why a product of packed weights cannot read their codes; None where it can, or where its weight is a parameter.
 
     A product of all matrices or of one can read codes if it contracts the dimension along which they are quantised.
     """
+    if product.weight.root.target is GATHERED_WEIGHT:
+        return _why_not_gathered(_as_stored(product))
     if product.weight.root.target is not EXPERT_WEIGHTS:
         return None
     view = _as_stored(product)
@@ -184,6 +200,13 @@ def why_not_packed(product: Product) -> str | None:
     if view.swapped().key in (_all(view).key, _one(view).key):
         return "packed weights that are contracted along another dimension than they are packed: they are dequantised"
     return "a part of packed weights: they are dequantised"
+
+
+def _why_not_gathered(view: View) -> str | None:
+    """Why a forward product cannot read the codes of a gathered weight. view: the weight as [N, K]."""
+    if view.key == _all(view).key and all(dtype in FLOAT_DTYPES for dtype in view.casts):
+        return None
+    return "a part of a weight that was gathered quantised, or its transpose: it is dequantised"
 
 
 def packed_expert(product: Product) -> int | None:

@@ -41,9 +41,8 @@ def _selects(node: Node, choices: int) -> bool:
     if node.target is aten.amax.default:  # a decomposed softmax: exp(x - amax(x))
         dims = node.args[1] if len(node.args) > 1 else []
         over = [node.args[0].meta["val"].shape[d] for d in dims]
-        return over == [choices] and any(
-            user.target is aten.sub.Tensor and user.args[1] is node and _exponentiated(user) for user in node.users
-        )
+        less = [user for user in node.users if user.target is aten.sub.Tensor and user.args[1] is node]
+        return over == [choices] and any(user.target is aten.exp.default for each in less for user in each.users)
     if node.target not in _SELECTIONS:
         return False
     if node.target in (aten.max.dim, aten.min.dim) and not any(_is_index(user) for user in node.users):
@@ -60,10 +59,6 @@ def _is_index(node: Node) -> bool:
     """Whether a node takes the indices of a maximum, and more than the maximum's own backward reads them."""
     indices = node.target is operator.getitem and node.args[1] == 1
     return indices and any(user.meta.get("partitioner_tag") != "is_backward" for user in node.users)
-
-
-def _exponentiated(node: Node) -> bool:
-    return any(user.target is aten.exp.default for user in node.users)
 
 
 def _elementwise(node: Node, count: int | torch.SymInt) -> bool:

@@ -5,8 +5,8 @@ graphs: Dynamo leaves a function to Python where the function's loop or `try` ha
 read the activations there, so it records the layer's name.
 """
 
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -43,7 +43,7 @@ class Observation:
         self.run = run_captured(model, self._watched, self._enter, joint=False)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        with self.outside.watching():
+        with self.outside:
             return self.run(*args, **kwargs)
 
     def unseen(self) -> set[str]:
@@ -54,20 +54,41 @@ class Observation:
         self.now = now
 
     def _watched(self, module: GraphModule, known: names.Names, _: int | None) -> Callable:
-        decisions = _with_static_scale(module.graph, self.recipe, known.inputs)
-        watcher = _Watcher(module, known.inputs, decisions, self._saw)
+        """The graph with a call of `_saw` behind each product."""
+        placeholders: dict[str | None, Node] = {
+            name: node for node, name in parameters_of(module.graph, known.inputs).items()
+        }
+        for decision in _with_static_scale(module.graph, self.recipe, known.inputs):
+            gemm = decision.gemm
+            activation, weight = _operands(gemm)
+
+            def saw(*values: Any, decision: Decision = decision) -> None:
+                self._saw(decision, *values)
+
+            with module.graph.inserting_after(gemm.node):
+                module.graph.call_function(saw, (placeholders[weight.parameter], activation.source, gemm.offs))
+        graph = Interpreter(module)
 
         def run(*values: Any) -> Any:
             with self.outside.ignored():
-                return watcher.run(*values)
+                return graph.run(*values)
 
         return run
 
-    def _saw(self, decision: Decision, weight: torch.Tensor, activation: torch.Tensor) -> None:
-        module = decision.gemm.module
-        both = {module, module if self.now is None else self.now.full(module)}
+    def _saw(self, decision: Decision, weight: torch.Tensor, x: torch.Tensor, offs: torch.Tensor | None) -> None:
+        """Tell `see` of a product that ran. weight: the parameter. x: the activation as the product reads it."""
+        gemm = decision.gemm
+        both = {gemm.module, gemm.module if self.now is None else self.now.full(gemm.module)}
         self.layers.setdefault(_address(weight), set()).update(both)
-        self.see(both, _format(decision), activation.detach())
+        operand, _ = _operands(gemm)
+        if operand.transposed == (operand is gemm.a):  # x @ W has the contraction last, and W @ x has it before
+            x = x.mT
+        if offs is not None:  # rows of no group may hold anything
+            groups = Groups.of(offs, x.shape[-2])
+            x = x[groups.of_rows < groups.count]
+        # The activation alone reads a static scale.
+        format = next(t.format for t in (decision.a, decision.b) if t is not None and t.outer is not None)
+        self.see(both, format, x.detach())
 
 
 def _with_static_scale(graph: torch.fx.Graph, recipe: Recipe, inputs: tuple[Input, ...]) -> list[Decision]:
@@ -76,50 +97,6 @@ def _with_static_scale(graph: torch.fx.Graph, recipe: Recipe, inputs: tuple[Inpu
     scales = {gemm.module: 1.0 for gemm in gemms if gemm.product == "fprop"}
     decisions = plan(gemms, recipe.replace(static_scales=scales), inputs)
     return [d for d in decisions if any(t is not None and t.outer is not None for t in (d.a, d.b))]
-
-
-def _format(decision: Decision) -> str:
-    """The format of the activation, which alone reads a static scale."""
-    return next(t.format for t in (decision.a, decision.b) if t is not None and t.outer is not None)
-
-
-class _Watcher(Interpreter):
-    """Runs a graph, and calls `see` with the decision, the weight's parameter and the activation of each product."""
-
-    def __init__(self, module: GraphModule, inputs: tuple[Input, ...], decisions: list[Decision], see: Callable):
-        super().__init__(module)
-        self.decisions = {decision.gemm.node: decision for decision in decisions}
-        placeholders: dict[str | None, Node] = {
-            name: node for node, name in parameters_of(module.graph, inputs).items()
-        }
-        self.weights = {d.gemm.node: placeholders[_operands(d.gemm)[1].parameter] for d in decisions}
-        # Values that `see` needs are kept until the product runs: the interpreter frees them after their last use.
-        self.read_by: dict[Node, list[Node]] = {}
-        for node, decision in self.decisions.items():
-            for source in (_operands(decision.gemm)[0].source, decision.gemm.offs, self.weights[node]):
-                if source is not None:
-                    self.read_by.setdefault(source, []).append(node)
-        self.kept: dict[tuple[Node, Node], Any] = {}
-        self.see = see
-
-    def run_node(self, node: Node) -> Any:
-        value = super().run_node(node)
-        for product in self.read_by.get(node, ()):
-            self.kept[product, node] = value
-        if node in self.decisions:
-            self._show(self.decisions[node])
-        return value
-
-    def _show(self, decision: Decision) -> None:
-        gemm = decision.gemm
-        operand, _ = _operands(gemm)
-        x = self.kept.pop((gemm.node, operand.source))
-        if operand.transposed == (operand is gemm.a):  # x @ W has the contraction last, and W @ x has it before
-            x = x.mT
-        if gemm.offs is not None:  # rows of no group may hold anything
-            groups = Groups.of(self.kept.pop((gemm.node, gemm.offs)), x.shape[-2])
-            x = x[groups.of_rows < groups.count]
-        self.see(decision, self.kept.pop((gemm.node, self.weights[gemm.node])), x)
 
 
 def _operands(gemm: Gemm) -> tuple[Operand, Operand]:
@@ -138,7 +115,7 @@ _MULTIPLIES = {
 
 
 class _Outside(TorchDispatchMode):
-    """Records the addresses of multiplied tensors while it watches, except inside `ignored`."""
+    """Records the addresses of multiplied tensors while it is entered, except inside `ignored`."""
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
@@ -149,10 +126,6 @@ class _Outside(TorchDispatchMode):
         super().__init__()
         self.addresses: set[int] = set()
         self.active = True
-
-    def watching(self) -> Any:
-        """The mode itself; a null context in versions of torch that capture nothing under any mode."""
-        return self if hasattr(TorchDispatchMode, "ignore_compile_internals") else nullcontext()
 
     @contextmanager
     def ignored(self) -> Iterator[None]:
@@ -165,13 +138,8 @@ class _Outside(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if self.active and func in _MULTIPLIES:
-            self.addresses.update(_addresses(args))
+            self.addresses |= {_address(value) for value in args if type(value) in (torch.Tensor, torch.nn.Parameter)}
         return func(*args, **(kwargs or {}))
-
-
-def _addresses(values: Iterable[Any]) -> Iterator[int]:
-    plain = (value for value in values if type(value) in (torch.Tensor, torch.nn.Parameter))
-    return map(_address, plain)
 
 
 def _address(tensor: torch.Tensor) -> int:

@@ -132,7 +132,7 @@ class Compiled:
         found, lost = [], self.sass.lost_values
         if lost:
             found.append(f"ptxas lost {len(lost)} values, the first of {lost[0]}")
-        early = unwaited_loads(self.compiled.asm["cubin"]) if "LDTM" in self.sass.text else []
+        early = unwaited_loads(self.sass.encoded) if "LDTM" in self.sass.text else []
         if early:
             found.append(f"{len(early)} uses of tensor memory before its load ends, the first: {early[0]}")
         return tuple(found)
@@ -156,12 +156,7 @@ def _signature(launched: Launch) -> tuple:
 def check_quantize(sm: int, configurations: tuple[Configuration, ...] | None = None) -> Iterator[QuantizeRow]:
     """A row for every launch of every configuration, equal launches once. None: all tables of `quantisers`."""
     seen = set()
-    everything = (
-        *quantiser_table.CONFIGURATIONS,
-        *quantiser_table.GROUPED_CONFIGURATIONS,
-        *quantiser_table.PROLOGUE_CONFIGURATIONS,
-    )
-    for configuration in everything if configurations is None else configurations:
+    for configuration in quantiser_table.ALL_CONFIGURATIONS if configurations is None else configurations:
         for launched in configuration.launches(sm):
             if _signature(launched) not in seen:
                 seen.add(_signature(launched))

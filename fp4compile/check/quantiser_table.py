@@ -21,9 +21,8 @@ SWEEP_STEPS = 12  # number of scales that the sweep tries for a block of normal 
 BF16 = torch.bfloat16
 BOTH = (ROWS, COLUMNS)
 
-# Steps of prologues: silu(x) * y, a gate by another function, the end of a norm with stored statistics, and norms.
+# Steps of prologues: silu(x) * y, the end of a norm with stored statistics, and norms.
 GATE = ("neg aux0", "exp s0", "add s1 1.0", "div aux0 s2", "mul s3 aux1")
-RELU = ("relu aux0", "mul s0 aux1")
 NORM = ("mul aux0 col1", "mul s0 row2")
 RMS_NORM = ("square aux0", "mean s0", "add s1 1e-05", "rsqrt s2", "mul aux0 s3", "mul row1 s4")
 SUM_NORM = ("add aux0 aux1", "square s0", "mean s1", "add s2 1e-05", "rsqrt s3", "mul s0 s4", "mul row2 s5")
@@ -204,3 +203,5 @@ PROLOGUE_CONFIGURATIONS = (
     # In five tiles.
     *_table("a norm of 5120", "nvfp4_one_level", steps=RMS_NORM, shape=(SIZE, 5120)),
 )  # fmt: skip
+
+ALL_CONFIGURATIONS = (*CONFIGURATIONS, *GROUPED_CONFIGURATIONS, *PROLOGUE_CONFIGURATIONS)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from fp4compile.check.cases import Case, device
-from fp4compile.check.run_values import BF16, F32, SEED, finite, layout_here, same_bits
+from fp4compile.check.run_values import BF16, F32, SEED, finite, here, layout_here, same_bits, schema
 from fp4compile.formats import formats
 from fp4compile.formats.formats import BlockFormat
 from fp4compile.formats.operand import Arguments, Operand
@@ -46,10 +46,9 @@ def experts(name: str, n: int, k: int, ends: tuple[int, ...] = ENDS, rows: int =
         ("rows", x, [-1], {"offs": offs}), ("columns", dy, [-2], {"offs": offs}), ("both", x, [-1, -2], {"offs": offs}),
         ("matrices", w, [-1], {"each_matrix": True}),
     ):  # fmt: skip
-        here = {
-            name: value.to(device()) if isinstance(value, torch.Tensor) else value for name, value in options.items()
-        }
-        got = quantize_kernels(t.to(device()), name, dim, layout=layout, **here)
+        moved = {key: value.to(device()) if isinstance(value, torch.Tensor) else value
+                 for key, value in options.items()}  # fmt: skip
+        got = quantize_kernels(t.to(device()), name, dim, layout=layout, **moved)
         found[what] = QUANTIZE(t, name, dim, layout=layout, **options)
         for i, d in zip(range(0, len(got), 3), dim, strict=True):
             end = ends[-1] if "offs" in options and d == -1 else None  # rows of no group mean nothing
@@ -74,22 +73,13 @@ def _operand(found: Sequence[torch.Tensor], fmt: BlockFormat) -> Operand:
     return Operand(data, scales if fmt.scale else None, outer if fmt.outer else None, fmt)
 
 
-def _arguments(x: Operand) -> tuple:
-    return x.data, x.scales, x.outer, x.format and x.format.name
-
-
-def _here(x: Operand) -> Operand:
-    data, scales, outer = (None if t is None else t.to(device()) for t in (x.data, x.scales, x.outer))
-    return replace(x, data=data, scales=scales, outer=outer)
-
-
 def _product(a: Operand, b: Operand, offs: torch.Tensor, rows: int) -> list[str]:
     """Differences of a product above 1e-5 of its largest value, the error of reordered float32 sums.
 
     With results in bfloat16, each kernel that `max-autotune` would time computes it, within 2^-7 of the largest value.
     """
-    expected = SCALED_GROUPED_MM(*_arguments(a), *_arguments(b), offs, rows, F32)
-    in_float32 = Arguments(_here(a), _here(b), None, F32, offs=offs.to(device()), rows=rows)
+    expected = SCALED_GROUPED_MM(*schema(a), *schema(b), offs, rows, F32)
+    in_float32 = Arguments(here(a), here(b), None, F32, offs=offs.to(device()), rows=rows)
     wrong = _differences(multiply(in_float32), expected, 1e-5)
     timed = replace(in_float32, out_dtype=BF16)
     for choice in to_time(problem_of(timed, target_of(torch.device(device())))):

@@ -19,6 +19,7 @@ from fp4compile.check import run_prologues
 from fp4compile.check.cases import Case
 from fp4compile.check.product_table import PRODUCTS, Product
 from fp4compile.check.quantiser_table import (
+    ALL_CONFIGURATIONS,
     CONFIGURATIONS,
     GROUPED_CONFIGURATIONS,
     PROLOGUE_CONFIGURATIONS,
@@ -26,7 +27,7 @@ from fp4compile.check.quantiser_table import (
     Configuration,
 )
 from fp4compile.check.run_experts import up_to
-from fp4compile.check.run_values import BF16, SEED, finite, not_finite, product_differences, same_bits
+from fp4compile.check.run_values import BF16, SEED, finite, not_finite, product_differences, same_bits, schema
 from fp4compile.check.simulate.launch import Simulator
 from fp4compile.check.simulate.run import Schedule
 from fp4compile.formats import reference
@@ -62,18 +63,15 @@ class Variant:
 def cases(sm: int, schedules: int) -> list[Case]:
     """Every case on a GPU of compute capability `sm`: so many schedules, which take turns with the case's variants."""
     found: list[tuple[str, list[Variant]]] = []
-    for one in CONFIGURATIONS:
-        shapes = (WHOLE, RAGGED) if one.shape[1] < LONG_ROWS else ((3, LONG_ROWS), (3, LONG_ROWS + 80))
-        variants = [Variant(partial(quantized, one, shape)) for shape in shapes]
-        found.append((f"quantise {one.label}, {one.format}", variants))
+    checks = ((CONFIGURATIONS, quantized), (GROUPED_CONFIGURATIONS, quantized_groups),
+              (PROLOGUE_CONFIGURATIONS, quantized_after_steps))  # fmt: skip
+    for table, check in checks:
+        for one in table:
+            shapes = (WHOLE, RAGGED) if one.shape[1] < LONG_ROWS else ((3, LONG_ROWS), (3, LONG_ROWS + 80))
+            variants = [Variant(partial(check, one, shape)) for shape in shapes]
+            found.append((f"quantise {one.label}, {one.format}", variants))
     found += [(f"few rows, {one.label}, {one.format}", [Variant(partial(quantized_few_rows, one))])
               for one in CONFIGURATIONS if (one.label, one.format) in FEW_ROWS]  # fmt: skip
-    for one in GROUPED_CONFIGURATIONS:
-        variants = [Variant(partial(quantized_groups, one, shape[1])) for shape in (WHOLE, RAGGED)]
-        found.append((f"quantise {one.label}, {one.format}", variants))
-    for one in PROLOGUE_CONFIGURATIONS:
-        variants = [Variant(partial(quantized_after_steps, one, shape)) for shape in (WHOLE, RAGGED)]
-        found.append((f"quantise {one.label}, {one.format}", variants))
     found += [(f"product {one.label} {one.formats}", product_variants(one)) for one in PRODUCTS]
     return [Case(name, partial(_on_schedules, sm, range(schedules), variants)) for name, variants in found]
 
@@ -113,8 +111,7 @@ def launch_key(launch: Launch) -> str:
 def table_keys(sm: int) -> dict[str, str]:
     """For the key of each launch of the gate's table: the kernel and the first entry that has it."""
     found: dict[str, str] = {}
-    quantisers = (*CONFIGURATIONS, *GROUPED_CONFIGURATIONS, *PROLOGUE_CONFIGURATIONS)
-    entries = [(one.launches(sm), f"{one.label} {one.format}") for one in quantisers]
+    entries = [(one.launches(sm), f"{one.label} {one.format}") for one in ALL_CONFIGURATIONS]
     entries += [(one.launches(sm)[1], f"{one.label} {one.formats}") for one in PRODUCTS]
     for launches, name in entries:
         for launch in launches:
@@ -146,17 +143,22 @@ def quantized_few_rows(configuration: Configuration, simulator: Simulator) -> li
 def _of_input(configuration: Configuration, x: torch.Tensor, simulator: Simulator) -> list[str]:
     layout = configuration.layout_on(simulator.target.sm)
     x = x.to(configuration.dtype)
-    eight_bits = configuration.seeded and simulator.target.isa == 100
-    with reference.eight_random_bits() if eight_bits else contextlib.nullcontext():
+    with _rounded_as_on(simulator, configuration):
         expected = configuration.call(x, layout)
     with simulator.running():
         got = configuration.call_kernels(x, layout)
     return same_bits(got, expected)
 
 
-def quantized_groups(configuration: Configuration, columns: int, simulator: Simulator) -> list[str]:
+def _rounded_as_on(simulator: Simulator, configuration: Configuration) -> contextlib.AbstractContextManager:
+    """A context in which the reference takes as many random bits for an element as the GPU."""
+    eight_bits = configuration.seeded and simulator.target.isa == 100
+    return reference.eight_random_bits() if eight_bits else contextlib.nullcontext()
+
+
+def quantized_groups(configuration: Configuration, shape: tuple[int, int], simulator: Simulator) -> list[str]:
     """Differences between the kernels of groups and the reference; rows of no group are not compared."""
-    layout = configuration.layout_on(simulator.target.sm)
+    layout, (_, columns) = configuration.layout_on(simulator.target.sm), shape
     options: dict[str, Any] = {"layout": layout, "hadamard": configuration.hadamard}
     if configuration.seeded:
         options["seed"] = torch.tensor(SEED)
@@ -166,8 +168,7 @@ def quantized_groups(configuration: Configuration, columns: int, simulator: Simu
         end = ENDS[-1] if configuration.dim[0] == -1 else None
     else:
         x, options["each_matrix"] = finite((3, 128, columns)).to(BF16), True
-    eight_bits = configuration.seeded and simulator.target.isa == 100
-    with reference.eight_random_bits() if eight_bits else contextlib.nullcontext():
+    with _rounded_as_on(simulator, configuration):
         expected = QUANTIZE(x, configuration.format, list(configuration.dim), **options)
     with simulator.running():
         got = quantize_kernels(x, configuration.format, list(configuration.dim), **options)
@@ -311,7 +312,7 @@ def _without_padding(x: Operand, rows: int) -> Operand:
 
 
 def _differences(got: torch.Tensor, x: Arguments) -> list[str]:
-    a, b = ((each.data, each.scales, each.outer, each.format and each.format.name) for each in (x.a, x.b))
+    a, b = schema(x.a), schema(x.b)
     if x.offs is not None:
         expected = SCALED_GROUPED_MM(*a, *b, x.offs, x.rows, x.out_dtype)
         expected += 0.0  # a kernel's sums begin with +0, the reference's of a group of one row with its product
@@ -319,5 +320,5 @@ def _differences(got: torch.Tensor, x: Arguments) -> list[str]:
             got, expected = got[: ENDS[-1]], expected[: ENDS[-1]]
         return same_bits(got, expected)
     if x.epilogue is None:
-        return same_bits(got, SCALED_MM(*a, *b, x.bias, x.out_dtype))
+        return same_bits(got, SCALED_MM(*a, *b, x.bias, x.out_dtype, b_transposed=x.b_transposed))
     return product_differences(got, x.a, x.b, x.a.k, x.bias, x.epilogue, tuple(x.auxiliaries))

@@ -13,9 +13,9 @@ import torch
 
 from fp4compile.check.cases import Case
 from fp4compile.check.quantiser_table import CONFIGURATIONS, Configuration
+from fp4compile.check.run_values import operand
 from fp4compile.formats.layouts import ceil_div
-from fp4compile.formats.operand import Arguments, Operand
-from fp4compile.ops.functional import quantize
+from fp4compile.formats.operand import Arguments
 from fp4compile.templates.choose import candidates, choose
 from fp4compile.templates.launch import target_of
 from fp4compile.templates.multiply import scaled_mm
@@ -102,8 +102,8 @@ def multiplied(a: str | None, b: str, m: int, n: int, k: int) -> dict[str, Any]:
     A kernel that fails is listed with its error under "wrong"; all other kernels are still timed.
     """
     copies = min(max(1, NOT_CACHED // (n * k // 2)), MOST_COPIES)
-    left = _operand(a, m, k)
-    rights = [_operand(b, n, k) for _ in range(copies)]
+    left = operand(a, _random(m, k))
+    rights = [operand(b, _random(n, k)) for _ in range(copies)]
     turns = rights * ceil_div(CALLS, copies)
     problem = problem_of(Arguments(left, rights[0], None, torch.bfloat16), target_of(torch.device("cuda")))
     chosen = choose(problem).kernel
@@ -116,8 +116,7 @@ def multiplied(a: str | None, b: str, m: int, n: int, k: int) -> dict[str, Any]:
             found[f"{name} us"] = round(graph_time(calls), 2)
         except Exception as error:
             wrong.append(f"{name}: {type(error).__name__}: {error}"[:300])
-    x = torch.randn(m, k, device="cuda", dtype=torch.bfloat16)
-    weights = [torch.randn(n, k, device="cuda", dtype=torch.bfloat16) for _ in range(ceil_div(copies, 4))]
+    x, weights = _random(m, k), [_random(n, k) for _ in range(ceil_div(copies, 4))]
     found["bf16 us"] = round(
         graph_time([partial(torch.mm, x, w.t()) for w in weights] * ceil_div(CALLS, len(weights))), 2
     )
@@ -127,10 +126,5 @@ def multiplied(a: str | None, b: str, m: int, n: int, k: int) -> dict[str, Any]:
     return found | ({"wrong": wrong} if wrong else {})
 
 
-def _operand(name: str | None, rows: int, k: int) -> Operand:
-    x = torch.randn(rows, k, device="cuda", dtype=torch.bfloat16)
-    if name is None:
-        return Operand(x)
-    native = target_of(x.device).block_scaled_matrix_units
-    found = quantize(x, name, layout="swizzled" if native else "linear")
-    return Operand(found.data, found.scales, found.outer, found.format)
+def _random(rows: int, columns: int) -> torch.Tensor:
+    return torch.randn(rows, columns, device="cuda", dtype=torch.bfloat16)

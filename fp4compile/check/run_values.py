@@ -176,13 +176,13 @@ def multiplied(a: str | None, b: str, shape: tuple[int, int, int, int], kind: st
     """
     batches, m, n, k = shape
     made = not_finite if kind == "not finite" else finite
-    left = _operand(a, made(_batched(batches, m, k)))
-    right = _operand(b, finite(_batched(batches, n, k), SEED + 1))
+    left = operand(a, made(_batched(batches, m, k)))
+    right = operand(b, finite(_batched(batches, n, k), SEED + 1))
     generator = torch.Generator().manual_seed(SEED)
     bias = torch.randn(n, generator=generator).to(BF16) if kind == "bias" else None
     epilogue = Epilogue.parse(GATED, BF16, BF16) if kind == "gated" else None
     gate = (torch.randn(_batched(batches, m, n), generator=generator).to(BF16),) if epilogue else ()
-    arguments = Arguments(_here(left), _here(right), _moved(bias), BF16, epilogue, [x.to(device()) for x in gate])
+    arguments = Arguments(here(left), here(right), _moved(bias), BF16, epilogue, [x.to(device()) for x in gate])
     problem = problem_of(arguments, target_of(torch.device(device())))
     names = dict.fromkeys((choose(problem).kernel, *candidates(problem)))
     wrong, served = [], []
@@ -200,8 +200,8 @@ def _batched(batches: int, *shape: int) -> tuple[int, ...]:
     return shape if batches == 1 else (batches, *shape)
 
 
-def _operand(name: str | None, x: torch.Tensor) -> Operand:
-    """An operand quantised on the CPU, with scales in the layout that the GPU's products read."""
+def operand(name: str | None, x: torch.Tensor) -> Operand:
+    """An operand of a format, or a plain one, with scales in the layout that the GPU's products read."""
     if name is None:
         return Operand(x.to(BF16))
     native = target_of(torch.device(device())).block_scaled_matrix_units
@@ -213,8 +213,14 @@ def _moved(x: torch.Tensor | None) -> torch.Tensor | None:
     return None if x is None else x.to(device())
 
 
-def _here(x: Operand) -> Operand:
+def here(x: Operand) -> Operand:
+    """The operand on the device of the kernels."""
     return Operand(x.data.to(device()), _moved(x.scales), _moved(x.outer), x.format)
+
+
+def schema(x: Operand) -> tuple:
+    """The four arguments by which ops take an operand."""
+    return x.data, x.scales, x.outer, x.format and x.format.name
 
 
 def product_differences(

@@ -22,10 +22,15 @@ class Instruction:
 
 @dataclass(frozen=True)
 class Sass:
-    """The machine code of one kernel. text: the output of nvdisasm. usage: the output of `cuobjdump -res-usage`."""
+    """The machine code of one kernel.
+
+    text: the output of nvdisasm. usage: the output of `cuobjdump -res-usage`. encoded: the output of nvdisasm with the
+    128 bits of each instruction.
+    """
 
     text: str
     usage: str
+    encoded: str = ""
 
     @property
     def registers(self) -> int:
@@ -79,18 +84,19 @@ class Sass:
 
 def disassemble(cubin: bytes) -> Sass:
     """The machine code of a cubin."""
+    encoded = _run(cubin, "nvdisasm", "-c", "-hex", "-ndf")
+    if re.search(r"\bBRX\b", encoded):  # its targets need nvdisasm's slower analysis
+        encoded = _run(cubin, "nvdisasm", "-c", "-hex")
+    text = re.sub(r"\n? +/\* 0x[0-9a-f]{16} \*/", "", encoded)
+    return Sass(text, _run(cubin, "cuobjdump", "-res-usage"), encoded)
+
+
+def _run(cubin: bytes, tool: str, *arguments: str) -> str:
+    """What a tool prints of a cubin. Raises RuntimeError with the output if it fails, as on an unknown architecture."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
-        text = _run("nvdisasm", "-c", "-ndf", file.name)
-        if re.search(r"\bBRX\b", text):  # its targets need nvdisasm's slower analysis
-            text = _run("nvdisasm", "-c", file.name)
-        return Sass(text, _run("cuobjdump", "-res-usage", file.name))
-
-
-def _run(tool: str, *arguments: str) -> str:
-    """The output of a tool. Raises RuntimeError with the output if it fails, for example on an unknown architecture."""
-    done = subprocess.run([_compat.cuda_tool(tool), *arguments], capture_output=True, text=True)
+        done = subprocess.run([_compat.cuda_tool(tool), *arguments, file.name], capture_output=True, text=True)
     said = done.stdout + done.stderr
     if done.returncode:
         raise RuntimeError(" ".join(said.split()) or f"{tool} ended with status {done.returncode}")

@@ -8,18 +8,16 @@ section 2.1; the code of the kernels here agrees with it.)
 """
 
 import re
-import subprocess
-import tempfile
-from pathlib import Path
-
-from fp4compile import _compat
 
 _NO_SCOREBOARD = 7
 
 
-def unwaited_loads(cubin: bytes) -> list[str]:
-    """The uses, as lines of SASS, of registers that a kernel loads from tensor memory and has not waited for."""
-    return hazards(_instructions(cubin))
+def unwaited_loads(encoded: str) -> list[str]:
+    """The uses, as lines of SASS, of registers that a kernel loads from tensor memory and has not waited for.
+
+    encoded: see `sass.Sass`.
+    """
+    return hazards(_instructions(encoded))
 
 
 def hazards(instructions: list[tuple[str, int]]) -> list[str]:
@@ -45,14 +43,9 @@ def hazards(instructions: list[tuple[str, int]]) -> list[str]:
 _LOAD = re.compile(r"\bLDTM(?:\.x(\d+))? R(\d+)")
 
 
-def _instructions(cubin: bytes) -> list[tuple[str, int]]:
+def _instructions(encoded: str) -> list[tuple[str, int]]:
     """(text, control bits) of every instruction."""
-    with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder) / "kernel.cubin"
-        file.write_bytes(cubin)
-        command = [_compat.cuda_tool("nvdisasm"), "-hex", "-c", str(file)]
-        lines = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
-    found = []
+    lines, found = encoded.splitlines(), []
     for line, following in zip(lines, lines[1:], strict=False):
         one = re.search(r"/\*[0-9a-f]{4,5}\*/\s+(.*?);\s+/\* 0x[0-9a-f]{16} \*/", line)
         high = re.search(r"/\* 0x([0-9a-f]{16}) \*/", following)

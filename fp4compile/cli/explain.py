@@ -2,8 +2,10 @@
 
 import argparse
 import contextlib
+import importlib
 import io
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +13,12 @@ import torch
 
 from fp4compile import hardware
 from fp4compile.cli import arguments
-from fp4compile.cli.explain_models import model_of
 from fp4compile.hardware import GPUS, Gpu
 from fp4compile.report.explain import explain
 
 _GPU = "B200"  # where no GPU of the list is there
+# A model, and the positional and named arguments of its call.
+Call = tuple[Callable, tuple, dict[str, Any]]
 
 
 def add_command(commands: Any) -> None:
@@ -53,3 +56,78 @@ def _gpu(name: str | None) -> Gpu:
         return (hardware.present() or hardware.named(_GPU)) if name is None else hardware.named(name)
     except ValueError as error:
         raise argparse.ArgumentTypeError(f"--gpu: {error}") from error
+
+
+# ---------------------------------------------------------------- models on the meta device
+
+
+def model_of(source: str, tokens: int) -> Call:
+    """The model of a path of a configuration or of `package.module:function`.
+
+    tokens: the length of the sequence, for models that take tokens.
+
+    Raises ArgumentTypeError where there is no such file or function, and for a model whose arguments are unknown.
+    """
+    module, colon, function = source.partition(":")
+    if colon and not Path(source).exists():
+        return _of_function(source, module, function, tokens)
+    return _of_config(Path(source), tokens)
+
+
+def _of_function(source: str, module: str, name: str, tokens: int) -> Call:
+    """The model that a function returns, or the model and its arguments: a dict, a tuple, or a single one."""
+    try:
+        function = getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise argparse.ArgumentTypeError(f"{source!r}: {error}") from error
+    with torch.device("meta"):
+        made = function()
+        given = made[1] if isinstance(made, tuple) and len(made) == 2 else torch.zeros(1, tokens, dtype=torch.long)
+    model = made[0] if isinstance(made, tuple) else made
+    if not callable(model):
+        raise argparse.ArgumentTypeError(f"{source!r}: expected a model, got {type(model).__name__}")
+    if isinstance(given, dict):
+        return model, (), given
+    return model, given if isinstance(given, tuple) else (given,), {}
+
+
+def _of_config(path: Path, tokens: int) -> Call:
+    """The model of a configuration of transformers, in bf16."""
+    try:
+        import transformers
+    except ImportError as error:
+        raise argparse.ArgumentTypeError(f"{str(path)!r}: a configuration needs the package transformers") from error
+    if not path.exists():
+        raise argparse.ArgumentTypeError(f"there is no file {str(path)!r}")
+    try:
+        config = transformers.AutoConfig.from_pretrained(str(path), trust_remote_code=False)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise argparse.ArgumentTypeError(f"{path}: {error}") from error
+    with torch.device("meta"):
+        model = _class_of(transformers, config)(config).eval().bfloat16()
+        return model, (), _arguments(model, config, tokens)
+
+
+def _class_of(transformers: Any, config: Any) -> Callable[[Any], torch.nn.Module]:
+    """What makes the model: the first architecture that the configuration names, else a decoder or the base model."""
+    for name in config.architectures or ():
+        if hasattr(transformers, name):
+            return getattr(transformers, name)
+    decoder = type(config) in transformers.MODEL_FOR_CAUSAL_LM_MAPPING and not config.is_encoder_decoder
+    return (transformers.AutoModelForCausalLM if decoder else transformers.AutoModel).from_config
+
+
+def _arguments(model: Any, config: Any, tokens: int) -> dict[str, torch.Tensor]:
+    """Arguments for one call: tokens, or one picture."""
+    if model.main_input_name == "input_ids":
+        sequence = torch.zeros(1, tokens, dtype=torch.long)
+        names = ("input_ids", *(("decoder_input_ids",) if config.is_encoder_decoder else ()))
+        return dict.fromkeys(names, sequence)
+    size = getattr(config, "image_size", None)
+    if model.main_input_name == "pixel_values" and size is not None:
+        height, width = (size, size) if isinstance(size, int) else size
+        return {"pixel_values": torch.zeros(1, config.num_channels, height, width, dtype=torch.bfloat16)}
+    raise argparse.ArgumentTypeError(
+        f"{type(model).__name__} takes {model.main_input_name!r}, whose size is unknown here: give a function "
+        "(package.module:function) that returns the model and its arguments"
+    )

@@ -13,19 +13,23 @@ from fp4compile.formats.epilogue import AUXILIARIES, Epilogue
 from fp4compile.formats.formats import BlockFormat, compatible
 from fp4compile.formats.groups import check_offs, padded_rows
 from fp4compile.formats.layouts import ceil_div, swizzled_numel
-from fp4compile.formats.operand import FLOATS, Arguments, Operand
+from fp4compile.formats.operand import Arguments, Operand
+from fp4compile.formats.quantize_spec import FLOAT_DTYPES
 
 
 def check(x: Arguments) -> None:
     """Check the arguments of a product op, on any device."""
     _check_formats(x.a.format, x.b.format)
-    _check_float("out_dtype", x.out_dtype)
+    check_float("out_dtype", x.out_dtype)
     if x.offs is not None:
         _check_groups(x, x.offs)
     else:
         check_operand("a", x.a)
         check_operand("b", x.b)
-        check_matrices(x.a, x.b, x.bias)
+        if x.b_transposed:
+            check_transposed(x.a, x.b, x.bias)
+        else:
+            check_matrices(x.a, x.b, x.bias)
         _check_devices(x.a, x.b, bias=x.bias)
     if x.epilogue is not None:
         _check_epilogue(x, x.epilogue)
@@ -34,7 +38,7 @@ def check(x: Arguments) -> None:
 def check_indexed(a: Operand, b: Operand, index: torch.Tensor, out_dtype: torch.dtype) -> None:
     """Check the arguments of a product of A [rows, K] and B [E, N, K], where an index gives each row its matrix."""
     _check_formats(a.format, b.format)
-    _check_float("out_dtype", out_dtype)
+    check_float("out_dtype", out_dtype)
     _check_devices(a, b, index=index)
     check_operand("a", a)
     check_operand("b", b)
@@ -52,9 +56,24 @@ def check_matrices(a: Operand, b: Operand, bias: torch.Tensor | None) -> None:
     check_bias(bias, b.data.shape[-2])
 
 
+def check_transposed(a: Operand, b: Operand, bias: torch.Tensor | None) -> None:
+    """Check that a plain A [..., M, K] in 16 bits, NVFP4 codes B [K, N] whose rows are contracted, and a bias fit."""
+    if a.format is not None or a.data.dtype not in (torch.bfloat16, torch.float16):
+        raise ValueError(f"a: with b_transposed, expected plain bfloat16 or float16, got {a.data.dtype}"
+                         + ("" if a.format is None else f" of format {a.format.name}"))  # fmt: skip
+    if b.format is None or (b.format.element, b.format.scale) != ("e2m1", "e4m3"):
+        raise ValueError(f"b: with b_transposed, expected a format of e2m1 elements and e4m3 scales, got "
+                         f"{'none' if b.format is None else b.format.name}")  # fmt: skip
+    if b.data.dim() != 2 or b.data.shape[0] != a.k:
+        raise ValueError(f"b: with b_transposed, expected codes of {a.k} rows, got shape {tuple(b.data.shape)}")
+    if b.outer is not None and b.outer.dim() > 0:
+        raise ValueError(f"b_outer: its rows are contracted, so all share one, got shape {tuple(b.outer.shape)}")
+    check_bias(bias, b.k)
+
+
 def check_bias(bias: torch.Tensor | None, n: Any) -> None:
     """Check that a bias is floating point of shape (n,)."""
-    if bias is not None and (bias.dtype not in FLOATS or tuple(bias.shape) != (n,)):
+    if bias is not None and (bias.dtype not in FLOAT_DTYPES or tuple(bias.shape) != (n,)):
         raise ValueError(f"bias: expected floating point of shape ({n},), got {bias.dtype} of {tuple(bias.shape)}")
 
 
@@ -69,7 +88,7 @@ def check_operand(name: str, x: Operand, outers: tuple[tuple, ...] | None = None
         raise ValueError(f"{name}: expected two dimensions or more, got shape {tuple(x.data.shape)}")
     *batch, rows, _ = x.data.shape
     if fmt is None:
-        if x.data.dtype not in FLOATS:
+        if x.data.dtype not in FLOAT_DTYPES:
             raise TypeError(f"{name}: a plain operand is bfloat16, float16 or float32, got {x.data.dtype}")
         if x.scales is not None:
             raise ValueError(f"{name}_scales: a plain operand has no block scales")
@@ -98,8 +117,9 @@ def _check_scales(name: str, x: Operand, fmt: BlockFormat, swizzled_rows: Any) -
                          f"got {scales.dtype} of shape {tuple(scales.shape)}")  # fmt: skip
 
 
-def _check_float(name: str, dtype: torch.dtype) -> None:
-    if dtype not in FLOATS:
+def check_float(name: str, dtype: torch.dtype) -> None:
+    """Check that a dtype is one of plain operands and results."""
+    if dtype not in FLOAT_DTYPES:
         raise ValueError(f"{name}={dtype}: allowed are bfloat16, float16, float32")
 
 
@@ -167,7 +187,7 @@ def _check_no_square(name: str, x: Operand) -> None:
 def _check_epilogue(x: Arguments, epilogue: Epilogue) -> None:
     """Check an epilogue and the tensors that it reads, each of the product's size or of N elements."""
     *batch, m, _ = x.a.data.shape
-    n, device = x.b.data.shape[-2], x.a.data.device
+    n, device = x.b.k if x.b_transposed else x.b.data.shape[-2], x.a.data.device
     size = m * n
     for count in batch:
         size = size * count
@@ -176,8 +196,8 @@ def _check_epilogue(x: Arguments, epilogue: Epilogue) -> None:
     for i, each in enumerate(x.auxiliaries):
         row = epilogue.kinds.get(i) == "row"
         fits = statically_true(each.numel() == (n if row else size))
-        if not fits or each.dtype not in FLOATS or each.device != device:
+        if not fits or each.dtype not in FLOAT_DTYPES or each.device != device:
             raise ValueError(f"epilogue: expected floating-point operands of the product's size or of {n} elements "
                              f"on {device}, got {each.dtype} of {tuple(each.shape)} on {each.device}")  # fmt: skip
-    if epilogue.dtype not in FLOATS:
+    if epilogue.dtype not in FLOAT_DTYPES:
         raise ValueError(f"epilogue: dtype {epilogue.dtype}; allowed are bfloat16, float16, float32")

@@ -9,8 +9,6 @@ import torch
 from fp4compile.formats.epilogue import Epilogue
 from fp4compile.formats.formats import BlockFormat
 
-FLOATS = (torch.bfloat16, torch.float16, torch.float32)  # dtypes of plain operands, of biases and of results
-
 
 @dataclass(frozen=True, eq=False)  # tensors have no truth value: comparing fields would raise
 class Operand:
@@ -50,6 +48,7 @@ class Arguments:
     bias: [N]. epilogue: the pointwise steps that follow the product; auxiliaries: the tensors that the steps read.
     offs, rows: in a grouped product, where the groups end and how many rows there are (see `groups`).
     fast_accumulation: whether FP8 matrix units may keep the sums in fewer bits than float32 has.
+    b_transposed: whether the rows of B are contracted: B is [K, N], with its codes and scales along N.
     """
 
     a: Operand
@@ -61,6 +60,7 @@ class Arguments:
     offs: torch.Tensor | None = None
     rows: Any = None
     fast_accumulation: bool = False
+    b_transposed: bool = False
 
     @property
     def plain(self) -> bool:

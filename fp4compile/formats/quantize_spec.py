@@ -19,7 +19,7 @@ from fp4compile.formats.layouts import LAYOUTS, ceil_div, swizzled_numel
 from fp4compile.formats.prologue import Prologue
 
 ROWS, COLUMNS = -1, -2
-FLOAT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+FLOAT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)  # of plain operands, of biases and of results
 
 
 @dataclass(frozen=True)

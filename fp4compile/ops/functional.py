@@ -6,6 +6,7 @@ from typing import Any
 import torch
 
 from fp4compile.formats import formats
+from fp4compile.formats.checks import check_float
 from fp4compile.formats.formats import BlockFormat
 from fp4compile.formats.groups import Groups, padded_rows
 from fp4compile.formats.layouts import LAYOUTS, ceil_div
@@ -47,7 +48,7 @@ class BlockScaled:
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         """The represented values, of shape `shape`. dtype: bf16, fp16 or fp32; ValueError for another one."""
-        _check_float("dtype", dtype)
+        check_float("dtype", dtype)
         if self.groups is None:
             outer, made = self.outer, dtype
         else:
@@ -180,24 +181,18 @@ def scaled_mm(
     Raises TypeError for an operand that is no `BlockScaled` or a bias that is no tensor of these dtypes, ValueError
     for shapes, formats, devices, a bias or an out_dtype that do not fit.
     """
+    _check_formats(a, b)
     for name, operand in (("a", a), ("b", b)):
-        if not isinstance(operand, BlockScaled):
-            raise TypeError(f"{name}: expected a BlockScaled, got {type(operand).__name__}")
         if len(operand.shape) < 2:
             raise ValueError(f"{name}: expected two dimensions or more, got shape {operand.shape}")
-    if a.shape[-1] != b.shape[-1]:
-        raise ValueError(f"contraction dimensions differ: a has {a.shape[-1]}, b has {b.shape[-1]}")
+    _check_contraction(a, b)
     if a.shape[:-2] != b.shape[:-2]:
         raise ValueError(f"batch dimensions differ: a has {a.shape[:-2]}, b has {b.shape[:-2]}")
-    if not formats.compatible(a.format, b.format):
-        raise ValueError(
-            f"formats {a.format.name} and {b.format.name} cannot be multiplied: scale types or block lengths differ"
-        )
     if a.data.device != b.data.device:
         raise ValueError(f"devices differ: a is on {a.data.device}, b on {b.data.device}")
     if bias is not None:
         _check_bias(bias, b.shape[-2], a.data.device)
-    _check_float("out_dtype", out_dtype)
+    check_float("out_dtype", out_dtype)
     return SCALED_MM(
         a.data, a.scales, a.outer, a.format.name, b.data, b.scales, b.outer, b.format.name, bias, out_dtype
     )
@@ -218,9 +213,7 @@ def scaled_grouped_mm(
     Raises TypeError for an operand that is no `BlockScaled` and for offs that are not int32, ValueError for shapes,
     formats, groups, devices or an out_dtype that do not fit.
     """
-    for name, operand in (("a", a), ("b", b)):
-        if not isinstance(operand, BlockScaled):
-            raise TypeError(f"{name}: expected a BlockScaled, got {type(operand).__name__}")
+    _check_formats(a, b)
     if not isinstance(offs, torch.Tensor):
         raise TypeError(f"offs: expected an int32 torch.Tensor, got {type(offs).__name__}")
     along = a.groups == b.groups == "columns"
@@ -229,22 +222,33 @@ def scaled_grouped_mm(
                          f"got shapes {a.shape} and {b.shape}, groups {a.groups!r} and {b.groups!r}")  # fmt: skip
     if along and a.rows != b.rows:
         raise ValueError(f"numbers of rows differ: a was made of {a.rows}, b of {b.rows}")
-    if not along and a.shape[-1] != b.shape[-1]:
-        raise ValueError(f"contraction dimensions differ: a has {a.shape[-1]}, b has {b.shape[-1]}")
-    if not formats.compatible(a.format, b.format):
-        raise ValueError(
-            f"formats {a.format.name} and {b.format.name} cannot be multiplied: scale types or block lengths differ"
-        )
+    if not along:
+        _check_contraction(a, b)
     if not a.data.device == b.data.device == offs.device:
         raise ValueError(f"devices differ: a is on {a.data.device}, b on {b.data.device}, offs on {offs.device}")
     for operand in (a, b):
         if operand.offs is not None and operand.offs.shape != offs.shape:
             raise ValueError(f"offs: expected the {operand.offs.shape[0]} groups of an operand, got {offs.shape[0]}")
-    _check_float("out_dtype", out_dtype)
+    check_float("out_dtype", out_dtype)
     rows = a.rows if along else a.shape[0]
     return SCALED_GROUPED_MM(
         a.data, a.scales, a.outer, a.format.name, b.data, b.scales, b.outer, b.format.name, offs, rows, out_dtype
     )
+
+
+def _check_formats(a: BlockScaled, b: BlockScaled) -> None:
+    for name, operand in (("a", a), ("b", b)):
+        if not isinstance(operand, BlockScaled):
+            raise TypeError(f"{name}: expected a BlockScaled, got {type(operand).__name__}")
+    if not formats.compatible(a.format, b.format):
+        raise ValueError(
+            f"formats {a.format.name} and {b.format.name} cannot be multiplied: scale types or block lengths differ"
+        )
+
+
+def _check_contraction(a: BlockScaled, b: BlockScaled) -> None:
+    if a.shape[-1] != b.shape[-1]:
+        raise ValueError(f"contraction dimensions differ: a has {a.shape[-1]}, b has {b.shape[-1]}")
 
 
 def _check_bias(bias: torch.Tensor, n: int, device: torch.device) -> None:
@@ -254,11 +258,6 @@ def _check_bias(bias: torch.Tensor, n: int, device: torch.device) -> None:
         raise TypeError(f"bias: dtype {bias.dtype}; allowed are bfloat16, float16, float32")
     if bias.shape != (n,) or bias.device != device:
         raise ValueError(f"bias: expected shape ({n},) on {device}, got {tuple(bias.shape)} on {bias.device}")
-
-
-def _check_float(name: str, dtype: torch.dtype) -> None:
-    if dtype not in FLOAT_DTYPES:
-        raise ValueError(f"{name}={dtype}: allowed are bfloat16, float16, float32")
 
 
 def _check_outer(outer: torch.Tensor, fmt: BlockFormat, lead: list[int], device: torch.device) -> None:

@@ -5,6 +5,8 @@
         -> (data, scales, outer) along each dimension of `dim` in turn, then each of `stored`
     fp4compile::dequantize(data, scales, outer, format, cols, dtype) -> values
     fp4compile::expert_weights(data, scales, outer, format, cols, dtype, activation, activation_outer) -> weights
+    fp4compile::gathered_weight(rows, row_scales, row_outer, fprop, columns, column_scales, column_outer, dgrad, cols,
+                                dtype, recompute) -> weight
 
 `quantize`. `QuantizeSpec` explains the options. A result that a call does not have is an empty tensor [0]: block scales
 of dequantised values or of a format without block scales; an outer scale that is static, that the format lacks, or that
@@ -16,10 +18,17 @@ returned as well, each rounded to a dtype ("s3 bfloat16").
 `expert_weights` puts packed experts (`weights.experts`) into a graph: it dequantises matrices [E, N, K]. A product of
 its result can read the codes instead, and quantise its tokens to the format `activation` (None: not at all) with the
 static outer scale `activation_outer` (None: computed). Neither argument changes the result of this op.
+
+`gathered_weight` puts a weight [N, K] that FSDP2 gathered as codes (`distributed`) into a graph: it dequantises the
+codes along the rows. A forward product can read these codes instead, in the format `fprop`, and the product for the
+input gradient the codes along the columns, [K, N] in the format `dgrad`. recompute: whether the codes along the rows
+are there in the backward pass too.
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import cache
+from typing import Any
 
 import torch
 
@@ -34,17 +43,65 @@ from fp4compile.templates.quantize import plan
 Tensors = list[torch.Tensor]
 
 
-def quantize_reference(
+@dataclass(frozen=True, eq=False)
+class Call:
+    """A call of `quantize`: its spec, and its tensors. x: with the dimension last or last but one."""
+
+    spec: QuantizeSpec
+    x: torch.Tensor
+    operands: Sequence[torch.Tensor]
+    offs: torch.Tensor | None
+    outer: torch.Tensor | None
+    seed: torch.Tensor | None
+
+
+def call_of(
     x, format, dim=(ROWS,), *, offs=None, outer=None, seed=None, layout="linear", hadamard=False, scale_rule="amax",
     each_matrix=False, values=(), operands=None, prologue=None, dtype=None, stored=None,
-):  # fmt: skip
-    """`quantize` by the reference."""
-    spec, x = _spec(x, format, dim, offs, outer, seed, layout, hadamard, scale_rule, each_matrix, values, operands,
-                    prologue, dtype, stored)  # fmt: skip
-    written: Sequence[torch.Tensor] = ()
-    if spec.prologue is not None:
-        x, written = apply(spec.prologue, (x, *(operands or ())))
-    return _results(spec, x, [quantize_along(spec, x, d, offs, outer, seed) for d in spec.dims], written)
+) -> Call:  # fmt: skip
+    """The call with these arguments of the op. Raises what `QuantizeSpec` raises."""
+    dims, rank = tuple(dim) if isinstance(dim, Sequence) else (dim,), x.dim()
+    if any(not -rank <= d < rank for d in dims):
+        raise ValueError(f"dim={list(dims)}: x has {rank} dimensions")
+    dims = tuple(d - rank if d >= 0 else d for d in dims)
+    if len(dims) == 1 and dims[0] not in (ROWS, COLUMNS) and offs is None and not each_matrix:
+        x, dims = x.movedim(dims[0], -1).transpose(-2, -1), (COLUMNS,)
+    spec = _made(
+        format, dims, layout, hadamard, scale_rule, tuple(values), offs is not None, each_matrix, outer is not None,
+        seed is not None, tuple(prologue or ()), dtype or x.dtype, tuple(stored or ()),
+    )  # fmt: skip
+    spec.check_tensors(x, offs, outer, seed)
+    spec.check_operands((x, *(operands or ())))
+    for argument, value in (("dtype", dtype), ("stored", stored)):
+        if value and not prologue:
+            raise ValueError(f"{argument}: goes with a prologue, which this call has not")
+    return Call(spec, x, operands or (), offs, outer, seed)
+
+
+@cache
+def _made(
+    format, dims, layout, hadamard, scale_rule, values, ragged, each_matrix, static, seeded, prologue, dtype, stored
+) -> QuantizeSpec:
+    """The spec of a call's arguments; equal calls share one spec."""
+    steps = Prologue.parse(prologue, dtype, stored) if prologue else None
+    return QuantizeSpec(formats.get(format), dims, layout, hadamard, scale_rule, values, ragged, each_matrix, static,
+                        seeded, steps)  # fmt: skip
+
+
+def _by_reference(*args: Any, **options: Any) -> Tensors:
+    call = call_of(*args, **options)
+    x, written = call.x, ()
+    if call.spec.prologue is not None:
+        x, written = apply(call.spec.prologue, (x, *call.operands))
+    found = [quantize_along(call.spec, x, d, call.offs, call.outer, call.seed) for d in call.spec.dims]
+    return _results(call.spec, x, found, written)
+
+
+def quantize_kernels(*args: Any, **options: Any) -> Tensors:
+    """`quantize` by the Triton kernels: one read of x, and a second one where an outer scale needs the amax first."""
+    call = call_of(*args, **options)
+    found, written = plan.quantize(call.spec, call.x, call.operands, call.offs, call.outer, call.seed)
+    return _results(call.spec, call.x, found, written)
 
 
 def _results(spec: QuantizeSpec, x: torch.Tensor, found: Sequence[tuple], written: Sequence[torch.Tensor]) -> Tensors:
@@ -62,16 +119,12 @@ def _results(spec: QuantizeSpec, x: torch.Tensor, found: Sequence[tuple], writte
     return [*returned, *written]
 
 
-def quantize_shapes(
-    x, format, dim=(ROWS,), *, offs=None, outer=None, seed=None, layout="linear", hadamard=False, scale_rule="amax",
-    each_matrix=False, values=(), operands=None, prologue=None, dtype=None, stored=None,
-):  # fmt: skip
-    """Empty tensors like the results of `quantize`."""
-    spec, x = _spec(x, format, dim, offs, outer, seed, layout, hadamard, scale_rule, each_matrix, values, operands,
-                    prologue, dtype, stored)  # fmt: skip
-    fmt, found = spec.format, []
+def _shapes(*args: Any, **options: Any) -> Tensors:
+    call = call_of(*args, **options)
+    spec, x, fmt = call.spec, call.x, call.spec.format
+    found: Tensors = []
     for d in spec.dims:
-        data, scales, computed = spec.shapes(x, 0 if offs is None else offs.shape[0], d)
+        data, scales, computed = spec.shapes(x, 0 if call.offs is None else call.offs.shape[0], d)
         found += [
             x.new_empty(data, dtype=fmt.values_dtype if d in spec.values else fmt.data_dtype),
             x.new_empty(scales, dtype=fmt.scale_dtype),
@@ -80,56 +133,12 @@ def quantize_shapes(
     return found + ([] if spec.prologue is None else list(spec.prologue.empty_stored(x)))
 
 
-def quantize_kernels(
-    x, format, dim=(ROWS,), *, offs=None, outer=None, seed=None, layout="linear", hadamard=False, scale_rule="amax",
-    each_matrix=False, values=(), operands=None, prologue=None, dtype=None, stored=None,
-):  # fmt: skip
-    """`quantize` by the Triton kernels: one read of x, and a second one where an outer scale needs the amax first."""
-    spec, x = _spec(x, format, dim, offs, outer, seed, layout, hadamard, scale_rule, each_matrix, values, operands,
-                    prologue, dtype, stored)  # fmt: skip
-    found, written = plan.quantize(spec, x, operands or (), offs, outer, seed)
-    return _results(spec, x, found, written)
-
-
-def _spec(
-    x, format, dim, offs, outer, seed, layout, hadamard, scale_rule, each_matrix, values, operands, prologue, dtype,
-    stored,
-) -> tuple[QuantizeSpec, torch.Tensor]:  # fmt: skip
-    """(the spec of a call, x with the dimension last or last but one). Raises what `QuantizeSpec` raises."""
-    dims, rank = tuple(dim) if isinstance(dim, Sequence) else (dim,), x.dim()
-    if any(not -rank <= d < rank for d in dims):
-        raise ValueError(f"dim={list(dims)}: x has {rank} dimensions")
-    dims = tuple(d - rank if d >= 0 else d for d in dims)
-    if len(dims) == 1 and dims[0] not in (ROWS, COLUMNS) and offs is None and not each_matrix:
-        x, dims = x.movedim(dims[0], -1).transpose(-2, -1), (COLUMNS,)
-    spec = _made(
-        format, dims, layout, hadamard, scale_rule, tuple(values), offs is not None, each_matrix, outer is not None,
-        seed is not None, tuple(prologue or ()), dtype or x.dtype, tuple(stored or ()),
-    )  # fmt: skip
-    spec.check_tensors(x, offs, outer, seed)
-    spec.check_operands((x, *(operands or ())))
-    for argument, value in (("dtype", dtype), ("stored", stored)):
-        if value and not prologue:
-            raise ValueError(f"{argument}: goes with a prologue, which this call has not")
-    return spec, x
-
-
-@cache
-def _made(
-    format, dims, layout, hadamard, scale_rule, values, ragged, each_matrix, static, seeded, prologue, dtype, stored
-) -> QuantizeSpec:
-    """The spec of a call's arguments; equal calls share one spec."""
-    steps = Prologue.parse(prologue, dtype, stored) if prologue else None
-    return QuantizeSpec(formats.get(format), dims, layout, hadamard, scale_rule, values, ragged, each_matrix, static,
-                        seeded, steps)  # fmt: skip
-
-
 QUANTIZE = define(
     "quantize(Tensor x, str format, int[1] dim=-1, *, Tensor? offs=None, Tensor? outer=None, Tensor? seed=None,"
     " str layout='linear', bool hadamard=False, str scale_rule='amax', bool each_matrix=False, int[] values=[],"
     " Tensor[]? operands=None, str[]? prologue=None, ScalarType? dtype=None, str[]? stored=None) -> Tensor[]",
-    reference=quantize_reference,
-    shapes=quantize_shapes,
+    reference=_by_reference,
+    shapes=_shapes,
     kernels=quantize_kernels,
 )
 
@@ -137,25 +146,22 @@ QUANTIZE = define(
 # ---------------------------------------------------------------- dequantize
 
 
-def dequantize_reference(data, scales, outer, format, cols, dtype):
-    """`dequantize` by the reference."""
-    return reference.dequantize(data, scales, outer, formats.get(format), cols, dtype)
-
-
 def dequantize_kernels(data, scales, outer, format, cols, dtype):
     """`dequantize` by the Triton kernel."""
     return kernels.dequantize(data, scales, outer, formats.get(format), cols, dtype)
 
 
-def dequantize_shapes(data, scales, outer, format, cols, dtype):
-    """An empty tensor like the result of `dequantize`."""
+def _like_values(data, scales, outer, format, cols, dtype, *how):
+    """An empty tensor like the result of `dequantize` or `expert_weights`."""
     return data.new_empty((*data.shape[:-1], cols), dtype=dtype)
 
 
 DEQUANTIZE = define(
     "dequantize(Tensor data, Tensor? scales, Tensor? outer, str format, SymInt cols, ScalarType dtype) -> Tensor",
-    reference=dequantize_reference,
-    shapes=dequantize_shapes,
+    reference=lambda data, scales, outer, format, *how: reference.dequantize(
+        data, scales, outer, formats.get(format), *how
+    ),
+    shapes=_like_values,
     kernels=dequantize_kernels,
 )
 
@@ -170,16 +176,38 @@ def expert_weights(data, scales, outer, format, cols, dtype, activation=None, ac
     return DEQUANTIZE(data, scales, outer, format, cols, dtype)
 
 
-def expert_weights_shapes(data, scales, outer, format, cols, dtype, activation=None, activation_outer=None):
-    """An empty tensor like the result of `expert_weights`."""
-    return data.new_empty((*data.shape[:-1], cols), dtype=dtype)
-
-
 EXPERT_WEIGHTS = define(
     "expert_weights(Tensor data, Tensor? scales, Tensor? outer, str format, SymInt cols, ScalarType dtype,"
     " str? activation=None, float? activation_outer=None) -> Tensor",
     reference=expert_weights,
-    shapes=expert_weights_shapes,
+    shapes=_like_values,
     kernels=expert_weights,
+    lowered=False,
+)
+
+
+# ---------------------------------------------------------------- gathered_weight
+
+
+def gathered_weight(
+    rows, row_scales, row_outer, fprop, columns, column_scales, column_outer, dgrad, cols, dtype, recompute
+):  # fmt: skip
+    """`gathered_weight` by `dequantize`."""
+    return DEQUANTIZE(rows, row_scales, row_outer, fprop, cols, dtype)
+
+
+def gathered_weight_shapes(
+    rows, row_scales, row_outer, fprop, columns, column_scales, column_outer, dgrad, cols, dtype, recompute
+):  # fmt: skip
+    """An empty tensor like the result of `gathered_weight`."""
+    return rows.new_empty((rows.shape[0], cols), dtype=dtype)
+
+
+GATHERED_WEIGHT = define(
+    "gathered_weight(Tensor rows, Tensor? row_scales, Tensor? row_outer, str fprop, Tensor columns,"
+    " Tensor? column_scales, Tensor? column_outer, str dgrad, SymInt cols, ScalarType dtype, bool recompute) -> Tensor",
+    reference=gathered_weight,
+    shapes=gathered_weight_shapes,
+    kernels=gathered_weight,
     lowered=False,
 )

@@ -20,7 +20,7 @@ import torch
 from torch.fx import Graph, Node
 
 from fp4compile import _compat
-from fp4compile.analysis.graph import CAST, RESHAPES, ScaledMM, new_node, scaled_mm_of
+from fp4compile.analysis.graph import CAST, RESHAPES, new_node, scaled_mm_of
 from fp4compile.formats.epilogue import AUXILIARIES, PRODUCT, Epilogue
 from fp4compile.formats.quantize_spec import FLOAT_DTYPES
 from fp4compile.formats.steps import Step
@@ -36,18 +36,15 @@ def fuse_epilogue(graph: Graph) -> int:
         return 0
     fused = 0
     for node in graph.find_nodes(op="call_function", target=SCALED_MM):
-        if _takes_epilogue(scaled_mm_of(node)):
+        product = scaled_mm_of(node)
+        known = product.epilogue is None and product.on_gpu and not product.plain
+        if known and product.choice.takes_epilogue:
             region = _Region(node)
             last = region.end()
             if last is not None:
                 _fuse(graph, region, last)
                 fused += 1
     return fused
-
-
-def _takes_epilogue(product: ScaledMM) -> bool:
-    """Whether the kernel that will serve the product is known to have an epilogue."""
-    return product.epilogue is None and product.on_gpu and not product.plain and product.choice().takes_epilogue
 
 
 @dataclass

@@ -40,7 +40,7 @@ def _key(node: Node) -> tuple | None:
     product = scaled_mm_of(node)
     if not product.on_gpu or product.b.format is None or product.epilogue is not None:
         return None
-    choice = product.choice()
+    choice = product.choice
     if choice.group is None:
         return None
     a = product.a

@@ -7,7 +7,7 @@ that writes an activation's result in its epilogue saves more than a quantiser t
 From the tensor that is quantised, the pass goes back through reshapes that keep the rows, casts, and the operations of
 `passes.pointwise`, up to tensors that are in memory (`_given`), to columns ([M, 1]: statistics of a norm), and to rows
 ([K]: weights, biases). Either Inductor's reduction writes the statistics, or the chain goes back through them and the
-reductions of `passes.reductions`, and the fused kernel computes the statistics itself.
+reductions of `passes.pointwise`, and the fused kernel computes the statistics itself.
 
 The tensor and the values in between may have other readers. A reader that Inductor compiles into its own kernel
 computes such a value again. Other readers need the value materialised (`_Chain._needed`): the fused kernel stores it
@@ -35,9 +35,16 @@ from fp4compile.formats.quantize_spec import QuantizeSpec
 from fp4compile.formats.steps import REDUCTIONS, Step
 from fp4compile.ops.matmul import SCALED_MM
 from fp4compile.ops.quantize import QUANTIZE
-from fp4compile.passes.fused import name_operations
-from fp4compile.passes.pointwise import STORED, contiguous, fits_float32, float_value, operation_of, same_shape
-from fp4compile.passes.reductions import reduction_of
+from fp4compile.passes.notes import name_operations
+from fp4compile.passes.pointwise import (
+    STORED,
+    contiguous,
+    fits_float32,
+    float_value,
+    operation_of,
+    reduction_of,
+    same_shape,
+)
 from fp4compile.passes.slices import cuts_columns, erase_unread, in_shape, memory_of, slice_of
 from fp4compile.templates.launch import on_gpu, target_of
 from fp4compile.templates.quantize.heuristics import PARTIAL_MAXIMA_ELEMENTS
@@ -369,7 +376,7 @@ def _given(node: Node) -> bool:
     if node.target is operator.getitem:
         return getattr(node.args[0].target, "namespace", "") == "fp4compile"
     if node.target is SCALED_MM:
-        choice = scaled_mm_of(node).choice()
+        choice = scaled_mm_of(node).choice
         return choice is None or choice.stores
     return node.target in STORED
 

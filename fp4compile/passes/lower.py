@@ -31,9 +31,9 @@ from fp4compile.templates.launch import on_gpu
 
 def lower(graph: Graph) -> int:
     """Replace every op on CUDA tensors by its kernels; returns how many."""
-    _inductor_patches.share_kernel_analysis("fp4compile")
-    _inductor_patches.launch_as_dependents("fp4compile")
-    _inductor_patches.decompose_launches_directly("fp4compile")
+    _inductor_patches.share_kernel_analysis()
+    _inductor_patches.launch_as_dependents()
+    _inductor_patches.decompose_launches_directly()
     lowered = 0
     traces: dict[Hashable, GraphModule] = {}
     # A PatternMatcherPass would pass over nodes with E8M0 tensors, for which Inductor has no code of its own.
@@ -77,7 +77,8 @@ def _replace(match: Match, implementation: Callable, traces: dict[Hashable, Grap
         if key not in traces:
             traces[key] = fwd_only(function, values)
         else:  # every copy has tensors of its own: two nodes whose values share memory would count as aliases
-            FakeTensorProp(traces[key], mode=_fake_mode(values)).propagate_dont_convert_inputs(*values)
+            mode = next(value.fake_mode for value in values if isinstance(value, torch.Tensor))
+            FakeTensorProp(traces[key], mode=mode).propagate_dont_convert_inputs(*values)
         return traces[key]
 
     match.replace_by_example(torch.func.functionalize(launches), [flat[i] for i in places], trace_fn=trace)
@@ -97,7 +98,3 @@ def _seen(value: torch.Tensor | torch.SymInt) -> tuple:
         return (str(value),)
     numbers = (*value.shape, *value.stride(), value.storage_offset())
     return value.device, value.dtype, value.dim(), tuple(map(str, numbers))
-
-
-def _fake_mode(values: list):
-    return next(value.fake_mode for value in values if isinstance(value, torch.Tensor))

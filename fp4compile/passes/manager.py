@@ -32,20 +32,19 @@ from fp4compile.passes.fake_quantize import fake_quantize
 from fp4compile.passes.fuse_epilogue import fuse_epilogue
 from fp4compile.passes.fuse_horizontal import fuse_horizontal
 from fp4compile.passes.fuse_prologue import fuse_prologue
-from fp4compile.passes.fused import fused
 from fp4compile.passes.hoist import HOIST
 from fp4compile.passes.inplace import inplace
 from fp4compile.passes.lower import lower
 from fp4compile.passes.merge_quantize import merge_quantize
+from fp4compile.passes.notes import Saved, fused, saved
 from fp4compile.passes.quantize_before_move import quantize_before_move
 from fp4compile.passes.recompute import recompute
 from fp4compile.passes.rewrite import rewrite
-from fp4compile.passes.saved import Saved, saved
 from fp4compile.passes.scale_results import scale_results
 from fp4compile.recipe import Recipe
 from fp4compile.report.report import PassRun, Row
 from fp4compile.roofline.graph_steps import steps_of
-from fp4compile.roofline.host import GraphLaunches, launches_of
+from fp4compile.roofline.time_terms import GraphLaunches, launches_of
 from fp4compile.templates.launch import cuda_target, on_gpu
 
 log = logging.getLogger("fp4compile")
@@ -137,9 +136,7 @@ class LowerPasses(CustomGraphPass):
         for user_pass in self.user_passes:
             user_pass(graph)
         kept = saved(graph)
-        runs = run_passes(FUSING, graph, disabled=self.disabled)
-        prologues = fused(graph)
-        runs |= run_passes([HORIZONTAL], graph, disabled=self.disabled)
+        runs, prologues = fuse(graph, self.disabled)
         launches = _launches(graph, self.gpu)  # a lowered graph has no quantisers and products any more
         runs |= run_passes(LOWERING, graph, disabled=self.disabled)
         log.info("post-grad graph: %s", summary(runs))
@@ -150,23 +147,27 @@ class LowerPasses(CustomGraphPass):
         return _uuid(self.user_passes, self.disabled)
 
 
+def fuse(graph: Graph, disabled: frozenset[str]) -> tuple[dict[str, PassRun], dict[str, str]]:
+    """Run the fusing passes on a graph. Returns their runs, and the operations that quantisers compute (`fused`)."""
+    runs = run_passes(FUSING, graph, disabled=disabled)
+    operations = fused(graph)
+    return runs | run_passes([HORIZONTAL], graph, disabled=disabled), operations
+
+
 def _launches(graph: Graph, gpu: Gpu | None) -> GraphLaunches | None:
     """What a graph launches on a GPU; None without a GPU, for a graph on a CPU, and for the body of a region.
 
     None, too, for a graph with a launch that has no predicted time: the advice that this is for is not worth an error.
     """
-    if gpu is None or is_nested(graph) or not _runs_on_gpu(graph):
+    inputs = (node.meta.get("val") for node in graph.find_nodes(op="placeholder"))
+    runs_there = any(isinstance(value, torch.Tensor) and on_gpu(value) for value in inputs)
+    if gpu is None or is_nested(graph) or not runs_there:
         return None
     try:
         return launches_of(launched.step for launched in steps_of(graph, gpu))
     except ValueError as error:
         log.info("launches are not counted: %s", error)
         return None
-
-
-def _runs_on_gpu(graph: Graph) -> bool:
-    inputs = (node.meta.get("val") for node in graph.find_nodes(op="placeholder"))
-    return any(isinstance(value, torch.Tensor) and on_gpu(value) for value in inputs)
 
 
 def _uuid(user_passes: tuple, disabled: frozenset[str], *own: str) -> tuple | None:
@@ -205,17 +206,14 @@ def describe(graph: Graph, inputs: tuple[Input, ...], decisions: list[Decision])
 
 def _row(decision: Decision, category: str) -> Row:
     gemm = decision.gemm
-    m, n, k = (_size(size) for size in gemm.dims) if gemm.dims else (None, None, None)
+    sizes = (size if isinstance(size, int) else str(size) for size in gemm.dims)
+    m, n, k = sizes if gemm.dims else (None, None, None)
     return Row(
         module=gemm.module, product=gemm.product, m=m, n=n, k=k,
         left=_operand_format(gemm.a, decision.a), right=_operand_format(gemm.b, decision.b),
         tier=decision.tier, reason=decision.reason, flops=flops.count(gemm.node), category=category,
         note=decision.note, weight_scales=decision.weight_scales, node=gemm.node.name,
     )  # fmt: skip
-
-
-def _size(size) -> int | str:
-    return size if isinstance(size, int) else str(size)
 
 
 def _operand_format(operand: Operand | None, treatment: Treatment | None) -> str | None:

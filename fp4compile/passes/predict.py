@@ -21,20 +21,18 @@ from fp4compile import _compat
 from fp4compile.analysis import flops
 from fp4compile.analysis.gemm import Input
 from fp4compile.hardware import Gpu
-from fp4compile.ops.matmul import SCALED_GROUPED_MM, SCALED_MM, SCALED_MM_GATHERED, SCALED_MM_HORIZONTAL
-from fp4compile.ops.quantize import QUANTIZE
+from fp4compile.ops.matmul import SCALED_MM_HORIZONTAL
+from fp4compile.ops.quantize import DEQUANTIZE, QUANTIZE
 from fp4compile.passes.base import run_passes
-from fp4compile.passes.fused import fused, name_product, product_of
 from fp4compile.passes.hoist import HOIST, Hoisted
-from fp4compile.passes.manager import FUSING, HORIZONTAL, JOINT, analyse, switched_off_passes
+from fp4compile.passes.manager import JOINT, analyse, fuse, switched_off_passes
+from fp4compile.passes.notes import name_product, product_of
 from fp4compile.recipe import Recipe
 from fp4compile.report.report import Row, Seconds
 from fp4compile.roofline import pointwise
-from fp4compile.roofline.graph_steps import steps_of
-from fp4compile.roofline.host import GraphLaunches, launches_of
+from fp4compile.roofline.graph_steps import OWN_PRODUCTS, steps_of
+from fp4compile.roofline.time_terms import GraphLaunches, launches_of
 from fp4compile.templates.launch import dry_run
-
-_OWN_PRODUCTS = (SCALED_MM, SCALED_GROUPED_MM, SCALED_MM_GATHERED, SCALED_MM_HORIZONTAL)
 
 
 @dataclass
@@ -80,7 +78,9 @@ def predict(
     with dry_run(gpu.target), _compat.lazy_graph_modules():
         plain = _times(_split(_copy(module), forward_outputs), gpu)
         parts = _planned(_copy(module), inputs, recipe, gpu, forward_outputs)
-        operations = _fuse(parts)
+        operations: dict[str, str] = {}
+        for graph in parts.graphs:
+            operations |= fuse(graph, switched_off_passes())[1]
         planned = _times(parts, gpu)
     modules = {row.node or "": row.module for row in rows}
     rows = [replace(row, fused=operations.get(row.node or "")) for row in rows]
@@ -148,16 +148,6 @@ def _planned(
     return parts
 
 
-def _fuse(parts: _Parts) -> dict[str, str]:
-    """Run the fusing passes on the graphs. Returns the operations that quantisers compute, by the products' names."""
-    disabled, operations = switched_off_passes(), {}
-    for graph in parts.graphs:
-        run_passes(FUSING, graph, disabled=disabled)
-        operations |= fused(graph)
-        run_passes([HORIZONTAL], graph, disabled=disabled)
-    return operations
-
-
 def _times(parts: _Parts, gpu: Gpu) -> _Times:
     products: dict[str, _Time] = defaultdict(_Time)
     rest, launches = 0.0, GraphLaunches()
@@ -177,9 +167,9 @@ def _products(node: Node, parts: _Parts) -> list[str]:
     """The names of the products that a node is launched for; none for Inductor's kernels and other operators."""
     if pointwise.kind_of(node) != "other":
         return []
-    if node.target is QUANTIZE:
+    if node.target in (QUANTIZE, DEQUANTIZE):
         return sorted(set(_readers(node, parts)))
-    if node.target not in _OWN_PRODUCTS and not flops.count(node):
+    if node.target not in OWN_PRODUCTS and not flops.count(node):
         return []
     results = [user for user in node.users if user.target is operator.getitem]
     marked = results if node.target is SCALED_MM_HORIZONTAL else [node, *results]
@@ -187,7 +177,7 @@ def _products(node: Node, parts: _Parts) -> list[str]:
 
 
 def _readers(quantise: Node, parts: _Parts) -> Iterator[str]:
-    """The products that read a quantiser's results, in its graph or in the next one."""
+    """The products that read what a quantise or a dequantise returns, in its graph or in the next one."""
     waiting, seen = [quantise], {quantise}
     while waiting:
         node = waiting.pop()

@@ -22,15 +22,16 @@ from fp4compile.analysis.gemm import Gemm, Operand
 from fp4compile.analysis.graph import (
     expert_weights_of,
     fake_value,
+    gathered_weight_of,
+    is_gathered,
     new_node,
 )
 from fp4compile.analysis.plan import Decision, Treatment
 from fp4compile.analysis.views import is_cast, source_of, value_key
 from fp4compile.formats import formats
 from fp4compile.ops.matmul import SCALED_GROUPED_MM, SCALED_MM, SCALED_MM_GATHERED
-from fp4compile.ops.quantize import QUANTIZE
-from fp4compile.passes.fused import name_product
-from fp4compile.passes.saved import mark
+from fp4compile.ops.quantize import DEQUANTIZE, GATHERED_WEIGHT, QUANTIZE
+from fp4compile.passes.notes import mark, name_product
 from fp4compile.templates.quantize.source import lies_transposed
 
 aten = torch.ops.aten
@@ -44,7 +45,15 @@ def rewrite(graph: Graph, decisions: list[Decision]) -> int:
         decision.gemm.node.replace_all_uses_with(replacement)
         graph.erase_node(decision.gemm.node)
     graph.eliminate_dead_code()
+    _never_dequantised_again(graph)
     return len(chosen)
+
+
+def _never_dequantised_again(graph: Graph) -> None:
+    """Make activation checkpointing save gathered weights that are dequantised, where it lacks the codes later."""
+    for node in graph.find_nodes(op="call_function", target=GATHERED_WEIGHT):
+        if "recompute" in node.meta and not gathered_weight_of(node).recompute:
+            node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
 
 
 def insert(graph: Graph, decisions: list[Decision]) -> list[Node]:
@@ -79,6 +88,8 @@ class _Builder:
                 return self._grouped(decision, dtype)
             if gemm.index is not None:
                 return self._gathered(decision, dtype)
+            if gemm.b.packed and gemm.b.source.target is DEQUANTIZE:
+                return self._packed_gradient(gemm, dtype)
             a, b = self._operands(decision)
             args = (*a, *b)
             how = _accumulation(decision)
@@ -90,6 +101,13 @@ class _Builder:
             if (gemm.beta, gemm.alpha) == (1, 1) and one_a_column:
                 return self._scaled_mm(args, gemm.bias, dtype, node.meta, how)
             return self._general_addmm(gemm, args, dtype, how)
+
+    def _packed_gradient(self, gemm: Gemm, dtype: torch.dtype) -> Node:
+        """The product of a gradient and the codes of a weight, which a `dequantize` reads along their rows."""
+        meta = gemm.node.meta
+        gradient, *_ = self._operand(gemm, gemm.a, None, -1)
+        args = (gradient, None, None, None, *gemm.b.source.args[:4])
+        return self._scaled_mm(args, None, dtype, meta, {"b_transposed": True})
 
     def _grouped(self, decision: Decision, dtype: torch.dtype) -> Node:
         """The grouped product. Groups of the contraction are rows of both operands, quantised along these rows."""
@@ -180,7 +198,10 @@ class _Builder:
         return self._for_batch(gemm, treatment, self.quantised[key], meta)
 
     def _packed(self, operand: Operand, meta: dict) -> tuple:
-        """(data, scales, outer) of all packed experts, or of one expert."""
+        """(data, scales, outer) of a gathered weight, of all packed experts, or of one expert."""
+        if is_gathered(operand.source):
+            codes = gathered_weight_of(operand.source).operand_for(str(operand.role))
+            return codes.data, codes.scales, codes.outer
         weights = expert_weights_of(operand.source).weights
         parts = weights.data, weights.scales, weights.outer
         if operand.expert is None:

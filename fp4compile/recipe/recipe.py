@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import hashlib
+import html
 import json
 import logging
 from argparse import Namespace
@@ -13,7 +14,7 @@ from typing import Any
 
 from fp4compile.formats import formats
 from fp4compile.formats.formats import unknown_name
-from fp4compile.recipe import shown, sources
+from fp4compile.recipe import sources
 from fp4compile.recipe.named_recipes import FIELDS, OPERANDS, PRODUCTS, ROLES
 from fp4compile.recipe.rules import Ranking, Rule, fallback_rules, rule_of, unmatched
 
@@ -21,6 +22,7 @@ log = logging.getLogger("fp4compile")
 
 # Smallest normal and largest float32: kernels take scales in float32, and the inverse of a smaller one overflows.
 _SCALE_RANGE = (2.0**-126, (2 - 2.0**-23) * 2.0**127)
+_SHOWN = 8  # entries of a tuple that are shown; longer ones, such as the static scales of a model, are counted
 _WEIGHT_CACHES = ("on", "off", "check")
 # The fields that name products, and the products that each may name.
 _SWITCHES = {
@@ -212,15 +214,22 @@ class Recipe:
         return dict(self.static_scales).get(module)
 
     def __repr__(self) -> str:
-        return shown.line(self._changed())
+        return f"Recipe({', '.join(f'{name}={value}' for name, value in self._changed().items())})"
 
     def _repr_html_(self) -> str:
-        return shown.table(self._changed())
+        cells = "".join(
+            f"<tr><td>{html.escape(name)}</td><td><code>{html.escape(value)}</code></td></tr>"
+            for name, value in self._changed().items()
+        )
+        return f"<table>{cells}</table>"
 
-    def _changed(self) -> dict[str, Any]:
-        """The fields that differ from their defaults, and the name."""
+    def _changed(self) -> dict[str, str]:
+        """The name, and the fields that differ from their defaults, as texts. Long tuples are counted."""
         values = {field: getattr(self, field.name) for field in dataclasses.fields(self)}
-        return {field.name: value for field, value in values.items() if field.name == "name" or value != field.default}
+        return {
+            field.name: f"<{len(value)} entries>" if isinstance(value, tuple) and len(value) > _SHOWN else repr(value)
+            for field, value in values.items() if field.name == "name" or value != field.default
+        }  # fmt: skip
 
     @functools.cached_property
     def digest(self) -> str:

@@ -153,7 +153,9 @@ def run_captured(
     captured = torch.compile(model if called is None else called._call_impl, backend=capturing_backend)
 
     def run(*args: Any, **kwargs: Any) -> Any:
-        with _as_written(root), _compiled_by(captured, called), _every_call_captured():
+        # Beyond Dynamo's limit of recompilations (8), calls run without being captured.
+        no_limit = dynamo_config.patch(recompile_limit=sys.maxsize, accumulated_recompile_limit=sys.maxsize)
+        with _as_written(root), _compiled_by(captured, called), no_limit:
             return captured(*args, **kwargs) if called is None else model(*args, **kwargs)
 
     return run
@@ -211,11 +213,6 @@ def _compiled_by(captured: Callable, module: torch.nn.Module | None) -> Iterator
         yield
     finally:
         module._compiled_call_impl = before
-
-
-def _every_call_captured() -> Any:
-    """A context without Dynamo's limit of recompilations (8), beyond which calls run without being captured."""
-    return dynamo_config.patch(recompile_limit=sys.maxsize, accumulated_recompile_limit=sys.maxsize)
 
 
 def _boxed(function: Callable) -> Callable:

@@ -119,7 +119,8 @@ def _in_model(
         known = _tensors_of(module)
         for name, value in named:
             if name not in full and id(value) in known:
-                full[name] = _best_alias(known[id(value)], name)
+                paths = known[id(value)]  # of a shared tensor several; one may end in the graph's name for it
+                full[name] = next((path for path in paths if is_below(name, path)), paths[0])
                 owner = owner or module
     prefixes = {path.removesuffix(name) for name, path in full.items() if is_below(name, path)}
     if not full and stack:  # no tensor identifies the module: take the innermost one that is being called
@@ -131,11 +132,6 @@ def _in_model(
     modules = {module_name(name): module_name(path) for name, path in full.items() if name != path}
     prefix = prefixes.pop() if len(prefixes) == 1 else ""
     return Names(inputs, names, modules, prefix, owner or next(iter(stack), None))
-
-
-def _best_alias(paths: list[str], name: str) -> str:
-    """The full name of a shared tensor that ends in the graph's name for the tensor; the first if none does."""
-    return next((path for path in paths if is_below(name, path)), paths[0])
 
 
 def _tensors_of(module: torch.nn.Module) -> dict[int, list[str]]:

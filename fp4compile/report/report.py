@@ -1,6 +1,7 @@
 """What was quantised, what was not, and why: one `Row` for each matrix product, gathered in a `Report`."""
 
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import NamedTuple
 
@@ -8,11 +9,9 @@ from torch._guards import TraceId
 
 from fp4compile.recipe.rules import Rule, unmatched
 from fp4compile.report import page
-from fp4compile.report.frames import Frame
-from fp4compile.report.host_bound import advice_lines
 from fp4compile.report.product_row import CATEGORIES, Row, is_below, one_line, shown_name
 from fp4compile.report.row_classes import Group, by_layer, gain, groups, layer_name
-from fp4compile.roofline.host import GraphLaunches
+from fp4compile.roofline.time_terms import GraphLaunches
 
 __all__ = ["CATEGORIES", "PassRun", "Report", "Row", "is_below"]
 
@@ -52,6 +51,30 @@ _HEADER: tuple[str, ...] = (
     "planned, us", "gain", "launches", "left alone because",
 )  # fmt: skip
 _OPTIONAL = ("weight scales", "fused", "saved", "bf16, us", "planned, us", "gain", "launches")
+
+
+@dataclass
+class Frame:
+    """A function that Dynamo compiles, maybe several times.
+
+    number: the current compilation's number. rows: how often each row occurs in the current compilation. earlier: the
+    largest such count of each row among the earlier compilations.
+    """
+
+    number: tuple[int, ...] | None = None
+    rows: Counter = field(default_factory=Counter)
+    earlier: Counter = field(default_factory=Counter)
+
+    def enter(self, number: tuple[int, ...]) -> None:
+        """Begin a compilation if the number is new. One compilation may make several graphs under one number."""
+        if self.number is not None and number != self.number:
+            self.earlier, self.rows = self.earlier | self.rows, Counter()
+        self.number = number
+
+    def is_new(self, row: Row) -> bool:
+        """Count a row, and return whether the current compilation has it more often than each earlier one."""
+        self.rows[row] += 1
+        return self.rows[row] > self.earlier[row]
 
 
 @dataclass(repr=False)
@@ -157,11 +180,7 @@ class Report:
 
     def reasons(self) -> dict[str, int]:
         """How many products were left alone for each reason."""
-        counted: dict[str, int] = {}
-        for row in self.rows:
-            if row.reason is not None:
-                counted[row.reason] = counted.get(row.reason, 0) + 1
-        return counted
+        return dict(Counter(row.reason for row in self.rows if row.reason is not None))
 
     def unmatched_rules(self) -> tuple[Rule, ...]:
         """The rules that decided about no product of all graphs so far.
@@ -357,7 +376,7 @@ class Report:
         """The lines below the table."""
         lines = (
             *self._reason_lines(), self.summary(), *self._uncompiled_lines(), *self._note_lines(),
-            *self._predicted_lines(), *advice_lines(self.host_bound(), self.graphs), *self._passes_line(),
+            *self._predicted_lines(), *_advice_lines(self.host_bound(), self.graphs), *self._passes_line(),
         )  # fmt: skip
         return [one_line(line) for line in lines]
 
@@ -416,6 +435,22 @@ class Report:
         told = (f"{name} {run.matches}" + f" ({1e3 * run.seconds:.1f} ms)" * (run.seconds > 0)
                 for name, run in self.passes.items())  # fmt: skip
         return [f"passes: {', '.join(told)}"] if self.passes else []
+
+
+def _advice_lines(graphs: Sequence[GraphLaunches], graph_count: int | None) -> list[str]:
+    """A line that advises CUDA graphs where the host issues launches more slowly than the GPU runs them; or none.
+
+    graphs: the launches of the graphs in which the host binds. graph_count: how many graphs were compiled.
+    """
+    if not graphs:
+        return []
+    total = sum(graphs, GraphLaunches())
+    where = f" of {len(graphs)} of {graph_count} graphs" if (graph_count or 1) > 1 else ""
+    return [
+        'predicted to wait for the host, better compiled with torch.compile(..., mode="reduce-overhead"): '
+        f"{total.count} launches{where} take the host {1e6 * total.host_seconds:.1f} us to issue, and the GPU "
+        f"{1e6 * total.seconds:.1f} us to run; CUDA graphs issue them at once"
+    ]
 
 
 def _cells(group: Group) -> tuple[str, ...]:

@@ -32,11 +32,6 @@ class Group:
         return name if len(self.rows) == 1 else f"{name} x{len(self.rows)}"
 
     @property
-    def flops(self) -> int:
-        """The sum of all rows' known FLOPs."""
-        return sum(row.flops or 0 for row in self.rows)
-
-    @property
     def plain_seconds(self) -> float | None:
         """The predicted seconds of all rows in bf16; None where a row has no prediction."""
         return _sum(row.plain_seconds for row in self.rows)

@@ -22,7 +22,7 @@ from torch.fx import GraphModule
 
 from fp4compile.recipe.atomic_file import write_atomically
 from fp4compile.report.product_row import Row, row_of
-from fp4compile.roofline.host import GraphLaunches
+from fp4compile.roofline.time_terms import GraphLaunches
 
 log = logging.getLogger("fp4compile")
 
@@ -66,16 +66,17 @@ def _stable(value: Any) -> str:
 def _describe(value: Any) -> str:
     if not isinstance(value, torch.Tensor):
         return f"{type(value).__name__} {value}"
-    return f"{value.dtype} {tuple(value.shape)} {value.stride()} {value.device} {value.requires_grad}"
+    subclass = getattr(value, "_stable_hash_for_caching", None)  # what torch's own caches know of a subclass
+    own = "" if subclass is None else subclass()
+    return f"{value.dtype} {tuple(value.shape)} {value.stride()} {value.device} {value.requires_grad} {own}"
 
 
-def store(key: str, graphs: list[Outcome]) -> None:
+def store(key: str, outcome: Outcome) -> None:
     """Write the rows of a compilation. Logs a cache that cannot be written, and does not raise."""
     path = _path(key)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        text = "\n".join(map(rows_to_json, graphs))
-        write_atomically(path, lambda file: file.write_text(text, encoding="utf-8"))
+        write_atomically(path, lambda file: file.write_text(rows_to_json(outcome), encoding="utf-8"))
     except OSError as error:
         log.warning("report rows not stored: %s", error)
 
@@ -83,7 +84,7 @@ def store(key: str, graphs: list[Outcome]) -> None:
 MISSING = "a graph came from Inductor's cache, and its report rows are gone: it is not in the report"
 
 
-def load(key: str, missing: str | None = MISSING) -> list[Outcome] | None:
+def load(key: str, missing: str | None = MISSING) -> Outcome | None:
     """The stored rows of a compilation; None, and a logged warning, where they no longer exist or cannot be read.
 
     missing: the warning where they do not exist; None for none. A file with other contents is removed; the graph runs
@@ -97,7 +98,7 @@ def load(key: str, missing: str | None = MISSING) -> list[Outcome] | None:
             log.warning(missing)
         return None
     try:
-        return _graphs(stored)
+        return rows_from_json(stored.decode())
     except (ValueError, RecursionError) as error:
         log.warning("a graph came from Inductor's cache, and its report rows cannot be read (%s): it is not in the "
                     "report, and %s is removed", error, path)  # fmt: skip
@@ -106,20 +107,12 @@ def load(key: str, missing: str | None = MISSING) -> list[Outcome] | None:
         return None
 
 
-def _graphs(stored: bytes) -> list[Outcome]:
-    """The rows that `store` wrote: one line for each of at least one graph. Raises ValueError for anything else."""
-    lines = stored.decode().splitlines()
-    if not lines:
-        raise ValueError("the file is empty")
-    return [rows_from_json(line) for line in lines]
-
-
 def _path(key: str) -> Path:
     return Path(cache_dir()) / "fp4compile" / f"{key}.json"
 
 
 def rows_to_json(outcome: Outcome) -> str:
-    """One line of JSON with what the passes tell of a graph."""
+    """JSON with what the passes tell of a graph."""
     rows, counts, launches = outcome
     stored = {"rows": [asdict(row) for row in rows], "counts": counts}
     return json.dumps(stored if launches is None else stored | {"launches": [launches.count, launches.seconds]})

@@ -5,7 +5,6 @@ package's is the kernel that `choose` names; a quantiser is the launches of `tem
 Inductor is counted by its bytes (`roofline.pointwise`), and attention and torch's products by their FLOPs and bytes.
 """
 
-import re
 from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
@@ -20,7 +19,6 @@ from fp4compile.analysis.graph import ScaledMM, quantise_of, reads_by_index, sca
 from fp4compile.formats import formats
 from fp4compile.formats.operand import Arguments, Operand
 from fp4compile.formats.quantize_spec import ROWS as ALONG_ROWS
-from fp4compile.formats.quantize_spec import QuantizeSpec
 from fp4compile.hardware import Gpu
 from fp4compile.ops.define import KERNELS
 from fp4compile.ops.matmul import SCALED_GROUPED_MM, SCALED_MM, SCALED_MM_GATHERED, SCALED_MM_HORIZONTAL
@@ -35,8 +33,7 @@ from fp4compile.templates.problem import Problem, operand_type, problem_of
 from fp4compile.templates.view import View
 
 aten = torch.ops.aten
-_ATTENTION = re.compile(r"scaled_dot_product|flash_attention|efficient_attention|flex_attention|varlen_attn")
-_PRODUCTS = (SCALED_MM, SCALED_GROUPED_MM, SCALED_MM_GATHERED, SCALED_MM_HORIZONTAL)
+OWN_PRODUCTS = (SCALED_MM, SCALED_GROUPED_MM, SCALED_MM_GATHERED, SCALED_MM_HORIZONTAL)
 
 
 @dataclass(frozen=True)
@@ -50,22 +47,18 @@ class Launched:
 def steps_of(graph: Graph, gpu: Gpu) -> list[Launched]:
     """The steps of a graph. Sizes that vary count as in the captured call."""
     found = [Launched(node, step) for node in graph.nodes for step in _steps(node, gpu)]
-    return found + [
-        Launched(kernel.stores[0], memory_pass(_pointwise_name(kernel), "other", kernel.moved, gpu, kernel.launches))
-        for kernel in pointwise.kernels(graph)
-    ]
-
-
-def _pointwise_name(kernel: pointwise.Fused) -> str:
-    reduces = any(pointwise.kind_of(node) == "reduction" for node in kernel.stores)
-    return "reduction" if reduces else "pointwise"
+    for kernel in pointwise.kernels(graph):
+        name = "reduction" if "reduction" in map(pointwise.kind_of, kernel.stores) else "pointwise"
+        step = memory_pass(name, "other", kernel.moved, gpu, kernel.launches)
+        found.append(Launched(kernel.stores[0], step))
+    return found
 
 
 def _steps(node: Node, gpu: Gpu) -> list[Step]:
     """The steps of a node that is not Inductor's."""
     if pointwise.kind_of(node) != "other":
         return []
-    if node.target in _PRODUCTS:
+    if node.target in OWN_PRODUCTS:
         return _product(node, gpu)
     if node.target is QUANTIZE:
         return [_quantiser(node, gpu)]
@@ -75,7 +68,7 @@ def _steps(node: Node, gpu: Gpu) -> list[Step]:
     if not count:
         in_place = pointwise.in_place_bytes(node)
         return [memory_pass(node.name, "other", _moved(node) if in_place is None else in_place, gpu)]
-    if _ATTENTION.search(str(node.target)):
+    if flops.ATTENTION.search(str(node.target)):
         part = 0.5 if _is_causal(node) else 1.0
         return [Step("attention", "other", part * count, _moved(node), gpu.bf16 * ATTENTION, gpu.copy_rate,
                      gpu.product_launch)]  # fmt: skip
@@ -132,18 +125,10 @@ def _quantiser(node: Node, gpu: Gpu) -> Step:
     with _compat.without_fake_tensors(), dry_run(gpu.target) as launches, _Fills() as fills:
         KERNELS[QUANTIZE](*_meta(node.args), **{name: _meta(value) for name, value in node.kwargs.items()})
     moved = sum(map(launch_bytes, launches))
-    return quantiser(_quantiser_name(spec), "other", spec.format, _along(spec), moved, len(launches) + fills.count, gpu,
+    along = BOTH_WAYS if spec.both else ROWS if spec.dims == (ALONG_ROWS,) else COLUMN
+    name = f"quantise {along}" + ("" if spec.prologue is None else ", fused")
+    return quantiser(name, "other", spec.format, along, moved, len(launches) + fills.count, gpu,
                      static=spec.static, hadamard=spec.hadamard, stochastic=spec.seeded)  # fmt: skip
-
-
-def _quantiser_name(spec: QuantizeSpec) -> str:
-    return f"quantise {_along(spec)}" + ("" if spec.prologue is None else ", fused")
-
-
-def _along(spec: QuantizeSpec) -> str:
-    if spec.both:
-        return BOTH_WAYS
-    return ROWS if spec.dims == (ALONG_ROWS,) else COLUMN
 
 
 def launch_bytes(launch: Launch) -> int:
@@ -186,7 +171,7 @@ def _product(node: Node, gpu: Gpu) -> list[Step]:
     product = scaled_mm_of(node)
     if product.plain:
         return [plain_step("other", _sizes(product), gpu)]
-    problem = _at_captured_sizes(product.problem())
+    problem = _at_captured_sizes(product.problem)
     extra = sum(pointwise.nbytes(each) for each in product.auxiliaries)
     extra += pointwise.nbytes(node) - BF16 * pointwise.numel(node.meta["val"])
     return _by_choice(_sizes(product), problem, (product.a.format, product.b.format), gpu, extra)
@@ -199,7 +184,7 @@ def _at_captured_sizes(problem: Problem) -> Problem:
 
 def _by_choice(sizes: Sizes, problem: Problem, codes: tuple, gpu: Gpu, more: int = 0) -> list[Step]:
     choice = choose(problem)
-    chosen = Chosen(choice.kernel, choice.tier, False, (problem.a.outer, problem.b.outer), None, tiles_of(choice, gpu))
+    chosen = Chosen(choice.kernel, choice.tier, False, (problem.a.outer, problem.b.outer), tiles=tiles_of(choice, gpu))
     return product_steps("other", sizes, codes, chosen, gpu, more=more)
 
 
@@ -212,7 +197,7 @@ def _sizes(product: ScaledMM) -> Sizes:
         return Sizes(a[-2], b[-2], _size(values.rows) if along_k else a[-1], count, along_k=along_k)
     if len(b) > 2:
         return Sizes(prod(a[:-1]), b[-2], a[-1], Experts(prod(b[:-2]), "batch"))
-    return Sizes(prod(a[:-1]), b[-2], a[-1])
+    return Sizes(prod(a[:-1]), b[-1] if product.b_transposed else b[-2], a[-1])
 
 
 def _shape(x: Operand) -> tuple[int, ...]:

@@ -16,7 +16,7 @@ Nothing here is a measurement. docs/roofline.md has the errors of the prediction
 """
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -46,7 +46,7 @@ from fp4compile.roofline.time_terms import (
 from fp4compile.templates.choose import choose
 from fp4compile.templates.problem import OperandType, Problem
 
-__all__ = ["GPUS", "Experts", "Gpu", "Prediction", "Step", "Use", "layer", "predict", "product"]
+__all__ = ["GPUS", "Experts", "Gpu", "Prediction", "Step", "Use", "predict"]
 
 PRODUCTS = ("fprop", "dgrad", "wgrad")
 
@@ -67,53 +67,29 @@ def predict(
     Raises ValueError for an unknown GPU or recipe, and for sizes that are not positive whole numbers.
     """
     chosen = resolve(recipe)
-    products = PRODUCTS if train else ("fprop",)
-    packed = not train and chosen.weight_cache != "off"
-    return layer(uses_of(chosen), gpu, m, n, k, products=products, packed=packed, like=like, experts=experts)
-
-
-def uses_of(recipe: Recipe) -> dict[str, Use | None]:
-    """How a recipe quantises the operands of linear layers, by role."""
-    uses: dict[str, Use | None] = {}
-    for product in PRODUCTS:
-        for role in OPERANDS[product]:
-            name = getattr(recipe, role)
-            uses[role] = None if name is None else Use(
-                formats.get(name),
-                static=role == "fprop_x" and recipe.activation_scale == "static",
-                stochastic=role.endswith("_dy") and product in recipe.stochastic_rounding,
-                hadamard=product in recipe.hadamard,
-            )  # fmt: skip
-    return uses
-
-
-def layer(
-    uses: Mapping[str, Use | None], gpu: str | Gpu, m: Any, n: Any, k: Any, *,
-    products: Sequence[str] = ("fprop",), packed: bool = True, like: tuple = (),
-    experts: int | Experts | None = None,
-) -> Prediction:  # fmt: skip
-    """Times of a linear layer whose operands are quantised as `uses` says, by role; a missing role is not quantised.
-
-    products: the layer's products that run. packed: whether the weight of fprop is quantised beforehand. See `predict`
-    for the other arguments.
-    """
     sizes = tuple(_size(name, value) for name, value in (("m", m), ("n", n), ("k", k)))
     numbers = tuple(_size("like", value) for value in like) or sizes
     if len(numbers) != 3 or any(isinstance(size, sympy.Expr) for size in numbers):
         raise ValueError(f"like={like}: expected the (m, n, k) that choose the kernels; a symbol chooses none")
-    frozen = tuple(sorted(((role, use) for role, use in uses.items() if use is not None), key=lambda pair: pair[0]))
     if experts is not None and not isinstance(experts, Experts):
         experts = Experts(experts)
-    return _layer(frozen, named(gpu), sizes, numbers, tuple(products), packed, experts)
+    products = PRODUCTS if train else ("fprop",)
+    packed = not train and chosen.weight_cache != "off"
+    return _layer(_uses_of(chosen), named(gpu), sizes, numbers, products, packed, experts)
 
 
-def product(gpu: str | Gpu, flops: int, dims: tuple[int, int, int] | None = None) -> Step:
-    """The step of a 16-bit product outside linear layers. flops: its FLOPs; dims: (m, n, k), None where unknown."""
-    on, moved = named(gpu), 0
-    if dims is not None and all(dims):
-        m, n, k = dims
-        moved = flops // (2 * m * n * k) * BF16 * (m * k + n * k + m * n)
-    return Step("product", "other", flops, moved, on.bf16 * on.bf16_share, on.copy_rate, on.product_launch)
+def _uses_of(recipe: Recipe) -> tuple[tuple[str, Use], ...]:
+    """(role, how a recipe quantises it) of each operand of linear layers that it quantises."""
+    roles = ((product, role) for product in PRODUCTS for role in OPERANDS[product])
+    return tuple(
+        (role, Use(
+            formats.get(name),
+            static=role == "fprop_x" and recipe.activation_scale == "static",
+            stochastic=role.endswith("_dy") and product in recipe.stochastic_rounding,
+            hadamard=product in recipe.hadamard,
+        ))
+        for product, role in roles if (name := getattr(recipe, role)) is not None
+    )  # fmt: skip
 
 
 @functools.lru_cache(maxsize=4096)
@@ -121,22 +97,23 @@ def _layer(
     uses: tuple[tuple[str, Use], ...], gpu: Gpu, sizes: tuple, like: tuple, products: tuple[str, ...], packed: bool,
     experts: Experts | None,
 ) -> Prediction:  # fmt: skip
-    """`layer` with hashable arguments, cached: a deep model has equal layers many times."""
+    """`predict` with hashable arguments, cached: benchmarks compare many recipes and sizes.
+
+    uses: as of `_uses_of`. like: the (m, n, k) that choose the kernels. products: the layer's products that run.
+    packed: whether the weight of fprop is quantised beforehand.
+    """
     plain, steps = [], []
+    used = dict(uses)
     own, chosen_by = ({name: Sizes.of(name, m, n, k, experts) for name in products} for m, n, k in (sizes, like))
-    chosen = {name: _chosen_for(name, dict(uses), gpu, chosen_by[name]) for name in products}
-    values = frozenset(role for name in products for role in _values(name, dict(uses), chosen[name], packed))
+    operands = {name: [used.get(role) for role in OPERANDS[name]] for name in products}
+    # Without a quantised operand, no kernel of this package multiplies.
+    chosen = {name: _chosen(a, b, gpu, chosen_by[name]) if a or b else None for name, (a, b) in operands.items()}
+    values = frozenset(role for name in products for role in _values(name, used, chosen[name], packed))
     for name in products:
-        maker = _Product(name, dict(uses), gpu, products, packed, values, own[name])
+        maker = _Product(name, used, gpu, products, packed, values, own[name])
         plain.extend(maker.plain())
         steps.extend(maker.steps(chosen[name]))
     return Prediction(tuple(plain), tuple(steps))
-
-
-def _chosen_for(name: str, uses: Mapping[str, Use], gpu: Gpu, sizes: Sizes) -> "Chosen | None":
-    """The kernel of a product; None where no operand is quantised."""
-    a, b = (uses.get(role) for role in OPERANDS[name])
-    return None if a is None and b is None else _chosen(a, b, gpu, sizes)
 
 
 def _values(name: str, uses: Mapping[str, Use], chosen: "Chosen | None", packed: bool) -> list[str]:
@@ -144,12 +121,12 @@ def _values(name: str, uses: Mapping[str, Use], chosen: "Chosen | None", packed:
 
     Excludes operands whose codes are stored: packed weights, and activations for the weight gradient.
     """
-    if chosen is None or chosen.values is None:
+    if chosen is None:
         return []
     kept = ("wgrad_x", "fprop_w") if packed else ("wgrad_x",)
-    return [role for role in OPERANDS[name]
-            if role not in kept and holds_values(uses[role].format, torch.bfloat16)
-            and uses[role].format.values_dtype == chosen.values]  # fmt: skip
+    return [role for role, dtype in zip(OPERANDS[name], chosen.values, strict=True)
+            if dtype is not None and role not in kept and holds_values(uses[role].format, torch.bfloat16)
+            and uses[role].format.values_dtype == dtype]  # fmt: skip
 
 
 # A role of wgrad -> the role of an earlier product that quantises the same tensor in the other direction.
@@ -158,7 +135,7 @@ _OTHER_DIRECTION = {"wgrad_x": "fprop_x", "wgrad_dy": "dgrad_dy"}
 
 @dataclass(frozen=True)
 class _Product:
-    """One product of a layer. uses, products, packed: see `layer`. values: the `_values` of all products."""
+    """One product of a layer. uses, products, packed: see `_layer`. values: the `_values` of all products."""
 
     name: str
     uses: dict[str, Use]
@@ -196,7 +173,7 @@ class _Product:
         """Whether A is quantised and dequantised by one kernel; see `passes.fake_quantize`."""
         if a is None or b is None or not chosen.fake_quantizes or role.startswith("wgrad"):
             return False
-        plain = a.format.scale == "e4m3" and not (a.format.square or a.stochastic or a.hadamard)
+        plain = a.format.scale == "e4m3" and not (a.format.square or a.stochastic)
         return plain and not self._merged(role, a)
 
     def _merged(self, role: str, use: Use) -> bool:
@@ -247,8 +224,8 @@ def _with_layout(a: Use | None, b: Use | None, gpu: Gpu, sizes: Sizes, native: b
                           ragged="contraction" if sizes.along_k else "rows", groups=sizes.count)  # fmt: skip
         choice = choose(problem)
         if by_offsets or choice.kernel == "grouped_skinny":  # grouped_skinny also takes matrices by index
-            in_memory = choice.dequantizes_a and choice.dequantizes_b and None not in (a, b)
-            values = problem.compute_dtype if in_memory else None
+            dtype = problem.compute_dtype if by_offsets and None not in (a, b) else None
+            values = dtype if choice.dequantizes_a else None, dtype if choice.dequantizes_b else None
             return Chosen(choice.kernel, choice.tier, False, outer, values, tiles_of(choice, gpu))
     rows, contraction = sizes.rows, sizes.contraction
     if experts is not None:

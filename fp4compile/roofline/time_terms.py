@@ -1,15 +1,19 @@
-"""The terms of predicted times: steps, how an operand is quantised, and the shares that kernels reach.
+"""The terms of predicted times: steps, how an operand is quantised, the shares that kernels reach, and the host's part.
 
 `roofline.model` makes the steps of a layer from the sizes in `roofline.sizes`. `KERNELS`, `LIBRARY` and the names below
 them are the only definitions of kernels' shares and launches, as `hardware` is for a GPU's shares and launches.
+
+Predicted times are the GPU's, as under CUDA graphs. Without CUDA graphs the host issues each launch from the
+code that Inductor generates, and the GPU waits for the host where that takes longer than the kernels.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
 from fp4compile.formats.formats import BlockFormat
 from fp4compile.formats.layouts import ceil_div, swizzled_numel
-from fp4compile.hardware import Gpu, named
+from fp4compile.hardware import Gpu
 from fp4compile.roofline.sizes import largest
 
 BF16, FLOAT32 = 2, 4  # bytes
@@ -45,13 +49,14 @@ class Kernel:
 # ceilings_h200.json there: it has the GPU's FP8 share, and torch's tiles (RowwiseScaledMM.cu has 128 x 128, and
 # 64 x 128 where all of these run at once, which takes as long). `dequant_tiles` is fitted to the figures in
 # templates/gemm/heuristics.py; the share of the matrix units of `wgmma_sm90` is from many_rows_h100.json (512 to 8192
-# rows). Triton's kernels for SM100 have the share of the matrix units of the model in
-# templates/gemm/cost.py. Other kernels have the library's share.
+# rows), and `wgmma_transposed_sm90`, which was not timed, has the shares of `wgmma_sm90`. Triton's kernels for SM100
+# have the share of the matrix units of the model in templates/gemm/cost.py. Other kernels have the library's share.
 TRITON_SM100 = 0.4
 KERNELS = {
     "gemv": Kernel(memory=0.92, launch=0.6),
     "skinny": Kernel(memory=0.72, launch=0.7),
     "wgmma_sm90": Kernel(memory=0.7, matrix=0.7, launch=1.15),
+    "wgmma_transposed_sm90": Kernel(memory=0.7, matrix=0.7, launch=1.15),
     "dequant_tiles": Kernel(memory=0.5, matrix=0.32, launch=1.3),
     "block_scaled_sm100": Kernel(matrix=TRITON_SM100),
     "skinny_block_scaled_sm100": Kernel(matrix=TRITON_SM100),
@@ -63,9 +68,11 @@ KERNELS = {
     # last as long. Many small groups have many turns for their FLOPs: between two turns, the epilogue waits for the
     # sums, and descriptors are made for the next group. "grouped_skinny" and "grouped_dequant_tiles" have the tiles of
     # their launches: warps' sums are added up through shared memory. Programs of "grouped_skinny" first search the
-    # offsets for their tiles.
+    # offsets for their tiles. "grouped_wgmma_sm90" was not timed: it has the terms of "wgmma_sm90", for whole tiles the
+    # share of the matrix units of a tile of 256 rows, and as turns the times in templates/gemm/heuristics.py.
     "grouped_library_row_scaled": Kernel(memory=0.66, tile=(256, 256), cluster=4, turn=5.4e-6, launches=3),
     "grouped_skinny": Kernel(memory=0.87, launch=1.8, turn=2.1e-6),
+    "grouped_wgmma_sm90": Kernel(memory=0.7, matrix=0.78, launch=1.15, turn=2.5e-6),
     "grouped_dequant_tiles": Kernel(memory=0.5, matrix=0.3, launch=1.3, turn=9.3e-6),
     "grouped_dequant_operand": Kernel(memory=0.66, tile=(128, 256)),
     "grouped_block_scaled_sm100": Kernel(matrix=TRITON_SM100, tile=(128, 128)),
@@ -78,6 +85,14 @@ LIBRARY = {"dense": Kernel(), "grouped": Kernel(memory=0.66, tile=(128, 128), la
 ATTENTION = 0.42
 # Kernels by which torch multiplies the outer scales of the library's two-level product; see templates/gemm/cost.py.
 OUTER_SCALES = 2
+# Seconds of the host for one launch without CUDA graphs. Measured on an H200 (torch 2.11): the host's time to issue a
+# step of four Llama-3-8B layers of 8192 tokens, forward and backward. With CUDA graphs it was 3.6 ms in bf16 and 3.7 ms
+# in `float8_rowwise`. Without them, bf16 took 6 ms for 266 launches, torchao's FP8 11 ms for 506 (row-scaled) and 20 ms
+# for 516 (tensor-scaled), and `float8_rowwise` 22 ms for 522: 9, 15, 32 and 35 us more for each launch, if torchao's
+# steps also take 3.7 ms with CUDA graphs. A low figure of these is taken, so that advice seldom errs. `mxfp8` and
+# `nvfp4_train` (57 ms for 1114 launches, 122 ms for 1607) are left out: the second took as long as the GPU, so the host
+# waited for it, and the first may have.
+LAUNCH = 15e-6
 
 
 @dataclass(frozen=True)
@@ -222,16 +237,6 @@ def quantiser(
     return Step(name, product, 0, moved, gpu.bf16, gpu.copy_rate * share, overhead, launches=launches)
 
 
-def quantise_seconds(
-    use: Use, rows: Any, columns: Any, gpu: str | Gpu, *, along: str = ROWS, native: bool = False
-) -> Any:  # fmt: skip
-    """Seconds of quantising a 16-bit matrix [rows, columns] along its "rows", its "columns", or "both" at once."""
-    written = 0 if along == COLUMN else stored(use.format, rows, columns, native)
-    if along != ROWS:
-        written += stored(use.format, columns, rows, native)
-    return quantise_step("x", "fprop", use, use.hadamard, rows * columns, written, along, named(gpu)).seconds
-
-
 def stored(fmt: BlockFormat, lines: Any, length: Any, native: bool) -> Any:
     """Bytes of the codes and scales of `lines` lines of `length` elements; swizzled scales with their padding."""
     blocks = ceil_div(length, fmt.block_cols)
@@ -241,3 +246,33 @@ def stored(fmt: BlockFormat, lines: Any, length: Any, native: bool) -> Any:
     if native:  # in the swizzled layout, square blocks also have a scale for each row
         return codes + swizzled_numel(lines, blocks)
     return codes + ceil_div(lines, fmt.block[0] if fmt.block else 1) * blocks
+
+
+@dataclass(frozen=True)
+class GraphLaunches:
+    """What a graph launches, forward and backward together.
+
+    count: the number of launches. seconds: the predicted seconds of the GPU for all of them.
+    """
+
+    count: int = 0
+    seconds: float = 0.0
+
+    def __add__(self, other: "GraphLaunches") -> "GraphLaunches":
+        return GraphLaunches(self.count + other.count, self.seconds + other.seconds)
+
+    @property
+    def host_seconds(self) -> float:
+        """The predicted seconds of the host to issue the launches without CUDA graphs."""
+        return LAUNCH * self.count
+
+    @property
+    def host_binds(self) -> bool:
+        """Whether issuing the launches takes longer than running them."""
+        return self.host_seconds > self.seconds
+
+
+def launches_of(steps: Iterable[Step]) -> GraphLaunches:
+    """The launches of a graph's steps together."""
+    steps = list(steps)
+    return GraphLaunches(sum(step.launches for step in steps), sum(step.seconds for step in steps))

@@ -62,6 +62,7 @@ class Problem:
     fast_accumulation: whether FP8 matrix units may keep the sums in fewer bits than float32 has.
     *_padded: with groups along the contraction, whether the operand's groups are padded: in quantised operands and in
     plain operands of dequantised values they are.
+    b_transposed: whether B is [k, n], with its codes along n: weights, and A is a gradient.
     """
 
     a: OperandType
@@ -80,6 +81,7 @@ class Problem:
     a_padded: bool = True
     b_padded: bool = True
     fast_accumulation: bool = False
+    b_transposed: bool = False
 
     @property
     def static(self) -> bool:
@@ -104,6 +106,11 @@ class Problem:
     @property
     def b_matrices(self) -> int:
         return self.groups if self.ragged == "rows" else self.batches if self.b_batched else 1
+
+    @property
+    def b_rows(self) -> Any:
+        """Rows of a matrix of B in memory."""
+        return self.k if self.b_transposed else self.n
 
     @property
     def shape(self) -> tuple:
@@ -157,6 +164,8 @@ def problem_of(x: Arguments, target: Target) -> Problem:
     a, b = operand_type(x.a), operand_type(x.b)
     *a_batch, m, _ = x.a.data.shape
     *b_batch, n, _ = x.b.data.shape
+    if x.b_transposed:
+        n = x.b.k
     if x.offs is not None:
         groups = x.offs.shape[0]
         if b_batch:
@@ -175,9 +184,10 @@ def problem_of(x: Arguments, target: Target) -> Problem:
     if shared and (linear_rows or statically_true(batches == 1)):  # one product of all rows
         batches, m = 1, batches * m
     return Problem(a, b, m, n, _k(x), x.out_dtype, target, None if x.bias is None else x.bias.dtype, batches,
-                   not shared, x.epilogue is not None, fast_accumulation=x.fast_accumulation)  # fmt: skip
+                   not shared, x.epilogue is not None, fast_accumulation=x.fast_accumulation,
+                   b_transposed=x.b_transposed)  # fmt: skip
 
 
 def _k(x: Arguments) -> Any:
     """The contraction length: the length of the shorter operand. The rest of the longer one is padding, zeros."""
-    return min(x.a.k, x.b.k)
+    return x.a.k if x.b_transposed else min(x.a.k, x.b.k)

@@ -13,7 +13,7 @@ from fp4compile import _compat, _inductor_patches
 from fp4compile.formats import formats
 from fp4compile.formats.layouts import ceil_div
 from fp4compile.ops.quantize import QUANTIZE
-from fp4compile.weights.dequantized import sqnr
+from fp4compile.report.decibels import decibels
 from fp4compile.weights.scale_checks import check_static
 from fp4compile.weights.scale_layout import laid_out, layout_of, layout_on
 
@@ -133,6 +133,13 @@ class PackedWeight(nn.Module):
         """The weight's values, in weight_dtype."""
         raise NotImplementedError
 
+    def read(self) -> torch.Tensor:
+        """`dequantised`, for the module's readers. In eager mode, a write to the tensor raises or packs again."""
+        if torch.compiler.is_compiling():
+            return self.dequantised()
+        with torch.no_grad() if torch.is_grad_enabled() else torch.inference_mode():
+            return DequantizedWeight.of(self, self.dequantised())
+
     def store_again(self, values: torch.Tensor) -> None:
         """Quantise other values by the layer's own format and rule, and warn of what it costs.
 
@@ -145,7 +152,7 @@ class PackedWeight(nn.Module):
         # Whole decibels, because Python gives a warning of one text once: a merged model has hundreds of layers.
         warnings.warn(
             "a packed layer was given other weights, as by the merging of an adapter, and packed them again in "
-            f"{self.layer_format.weight}: SQNR {sqnr(values, self.dequantised()):.0f} dB",
+            f"{self.layer_format.weight}: SQNR {_sqnr(values, self.dequantised()):.0f} dB",
             stacklevel=3,
         )
 
@@ -273,6 +280,57 @@ class PackedWeight(nn.Module):
 _inductor_patches.leave_buffers_out_of_ddp(PackedWeight)
 
 
+# Operators that write to their first argument and whose names do not end in one underscore.
+_WRITES = {"__setitem__", *(f"__i{name}__" for name in (
+    "add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor", "lshift", "rshift"
+))}  # fmt: skip
+
+
+class DequantizedWeight(torch.Tensor):
+    """A packed weight's dequantised values, which are a copy.
+
+    A write to the copy would be lost, and raises RuntimeError. `weight.data = values` packs the values, as libraries of
+    adapters merge. Results of operations are plain tensors.
+    """
+
+    _layer: PackedWeight
+    _is_hf_initialized = True  # transformers gives no initial values to a tensor that has this mark
+
+    @staticmethod
+    def of(layer: PackedWeight, values: torch.Tensor) -> "DequantizedWeight":
+        weight = values.as_subclass(DequantizedWeight)
+        weight._layer = layer
+        return weight
+
+    @property
+    def data(self) -> torch.Tensor:
+        """The values; `weight.data += x` and `weight.data = x` pack the sum, or x."""
+        return self
+
+    @data.setter
+    def data(self, values: torch.Tensor) -> None:
+        self._layer.store_again(values)
+
+    def __iadd__(self, other: Any) -> torch.Tensor:
+        return self + other
+
+    def __isub__(self, other: Any) -> torch.Tensor:
+        return self - other
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        name = getattr(func, "__name__", "")
+        in_place = name in _WRITES or (name.endswith("_") and not name.endswith("__") and name != "requires_grad_")
+        written = args[:1] if in_place else ((kwargs or {}).get("out"),)
+        if any(isinstance(tensor, cls) for tensor in written):
+            raise RuntimeError(
+                "weight: a packed layer's weight is dequantised at each access, and a write to it is lost; "
+                "assign weight.data to pack other values"
+            )
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **(kwargs or {}))
+
+
 def make_shardable_(model: nn.Module) -> None:
     """Let FSDP2 shard a model's packed weights: call it before `torch.distributed.fsdp.fully_shard`.
 
@@ -283,15 +341,45 @@ def make_shardable_(model: nn.Module) -> None:
     Raises TypeError if `model` is no module, ValueError if it has no packed layer, RuntimeError under a torch whose
     FSDP2 shards no integers (before 2.13).
     """
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"model: expected a torch.nn.Module, got {type(model).__name__}")
-    packed = [module for module in model.modules() if isinstance(module, PackedWeight)]
-    if not packed:
-        raise ValueError("model: has no packed layer; call fp4compile.pack_ first")
+    packed = packed_in(model)
     if not _compat.SHARDS_INTEGERS:
         raise RuntimeError(f"torch {torch.__version__}: its fully_shard takes no parameters of integers; 2.13 does")
-    for layer in packed:
+    for layer in packed.values():
         layer.make_shardable()
+
+
+def check_module(model: object) -> None:
+    """Raise TypeError where the argument `model` is no module."""
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model: expected a torch.nn.Module, got {type(model).__name__}")
+
+
+def packed_in(model: nn.Module) -> dict[str, PackedWeight]:
+    """The packed weights of a model, by every name that it has for them.
+
+    Raises TypeError if `model` is no module, ValueError if it has no packed weight.
+    """
+    check_module(model)
+    named = model.named_modules(remove_duplicate=False)
+    found = {name: module for name, module in named if isinstance(module, PackedWeight)}
+    if not found:
+        raise ValueError("model: has no packed layer; call fp4compile.pack_ first")
+    return found
+
+
+def tensors_of(model: nn.Module) -> dict[str, torch.Tensor]:
+    """The parameters and persistent buffers of a model by name: the objects, not detached copies."""
+    state = model.state_dict(keep_vars=True)
+    return {key: value for key, value in state.items() if isinstance(value, torch.Tensor) and not is_extra_state(key)}
+
+
+def tensors_to_write(model: nn.Module) -> dict[str, torch.Tensor]:
+    """`tensors_of` a model. Raises ValueError where one is on the meta device."""
+    found = tensors_of(model)
+    for name, tensor in found.items():
+        if tensor.is_meta:
+            raise ValueError(f"model: {name!r} is on the meta device and has no values to write")
+    return found
 
 
 def _is_shard(tensor: torch.Tensor) -> bool:
@@ -351,3 +439,9 @@ def buffer_shapes(layer: PackedWeight) -> dict[str, tuple[tuple[int, ...], torch
     if fmt.outer:
         shapes["weight_outer"] = ((*lead, layer.out_features, 1) if fmt.outer == "row" else lead, torch.float32)
     return shapes
+
+
+def _sqnr(wanted: torch.Tensor, got: torch.Tensor) -> float:
+    """The ratio of signal to quantisation noise in dB: sum wanted^2 over sum (wanted - got)^2."""
+    wanted, got = wanted.detach().float(), got.detach().float()
+    return decibels(float(wanted.square().sum()), float((wanted - got).square().sum()))

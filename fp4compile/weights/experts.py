@@ -1,6 +1,6 @@
 """Packed experts: a parameter of three dimensions, one matrix for each expert, stored quantised in its module.
 
-`pack_parameter` gives the module another class: a subclass with a property instead of the parameter. The property
+`insert` gives the module another class: a subclass with a property instead of the parameter. The property
 returns the dequantised weights, so the module's code runs unchanged. A graph has one op, `expert_weights`, for them.
 The backend recognises the op's products and multiplies the codes; any other reader uses the dequantised weights.
 
@@ -17,10 +17,9 @@ import torch
 from torch import nn
 from torch.nn.utils import parametrize
 
-from fp4compile.analysis.module_names import packed_name
+from fp4compile.analysis.module_names import packed_name, parameter_name
 from fp4compile.formats.quantize_spec import FLOAT_DTYPES
 from fp4compile.weights.buffers import BUFFERS, LayerFormat, PackedWeight
-from fp4compile.weights.dequantized import DequantizedWeight
 
 # The parameters of experts that the functions of transformers read, depending on `is_transposed`.
 _DECLARED = ("gate_up_proj", "up_proj", "down_proj")
@@ -46,10 +45,7 @@ class PackedExperts(PackedWeight):
 
         In eager mode, autograd keeps weights that a product reads until the backward pass.
         """
-        if torch.compiler.is_compiling():
-            return self.dequantised()
-        with torch.no_grad() if torch.is_grad_enabled() else torch.inference_mode():
-            return DequantizedWeight.of(self, self.dequantised())
+        return self.read()
 
     def dequantised(self) -> torch.Tensor:
         """The contiguous weights in the original parameter's shape, in weight_dtype."""
@@ -71,6 +67,13 @@ class PackedExperts(PackedWeight):
                 f"activation={activation}")  # fmt: skip
 
 
+def states_of(packed: Mapping[str, PackedWeight]) -> tuple[dict[str, dict], dict[str, dict]]:
+    """The descriptions of packed layers by name, and of packed experts by the names of their parameters."""
+    experts = {parameter_name(name): one.description for name, one in packed.items() if isinstance(one, PackedExperts)}
+    layers = {name: one.description for name, one in packed.items() if not isinstance(one, PackedExperts)}
+    return layers, experts
+
+
 # ---------------------------------------------------------------- the module around them
 
 
@@ -85,13 +88,6 @@ class Place:
     @property
     def parameter(self) -> nn.Parameter:
         return self.module._parameters[self.child]
-
-
-def pack_parameter(place: Place, layer_format: LayerFormat, in_first: bool) -> None:
-    """Replace a parameter by its packed form. Each expert's weights are quantised separately."""
-    packed = empty(tuple(place.parameter.shape), layer_format, in_first, place.parameter.dtype)
-    packed.store(place.parameter)
-    insert(place, packed)
 
 
 def empty(shape: tuple[int, ...], layer_format: LayerFormat, in_first: bool, dtype: torch.dtype) -> PackedExperts:
@@ -115,22 +111,19 @@ def insert(place: Place, packed: PackedExperts) -> None:
 @functools.cache
 def _class_of(base: Any, children: tuple[str, ...]) -> Any:
     """A subclass of a module's class in which packed experts replace the parameters `children`."""
-    members: dict[str, Any] = {child: property(_getter(child), _setter(child)) for child in children}
+    members: dict[str, Any] = {child: _packed_property(child) for child in children}
     members |= {_MADE_OF: (base, children), "__reduce_ex__": _reduce}
     members |= {"__module__": base.__module__, "__qualname__": base.__qualname__, "__doc__": base.__doc__}
     return type(base.__name__, (base,), members)
 
 
-def _getter(child: str) -> Callable[[nn.Module], torch.Tensor]:
+def _packed_property(child: str) -> property:
     name = packed_name(child)
-    return lambda module: module._modules[name]()
 
-
-def _setter(child: str) -> Callable[[nn.Module, Any], None]:
     def refuse(module: nn.Module, value: Any) -> None:
         raise AttributeError(f"{child}: packed weights cannot be assigned; assign them before packing")
 
-    return refuse
+    return property(lambda module: module._modules[name](), refuse)
 
 
 def _reduce(module: Any, protocol: Any) -> tuple:

@@ -13,7 +13,7 @@ from torch import nn
 from fp4compile.analysis.module_names import parameter_name
 from fp4compile.formats import formats
 from fp4compile.formats.formats import unknown_name
-from fp4compile.weights.buffers import PackedWeight, is_extra_state
+from fp4compile.weights.buffers import PackedWeight, packed_in, tensors_to_write
 from fp4compile.weights.experts import PackedExperts
 from fp4compile.weights.integration import published_names
 from fp4compile.weights.published.conventions import CONFIG, HF_QUANT_CONFIG, LAYOUTS, Layout, divisor_of
@@ -52,15 +52,13 @@ def export_packed(
     no positive integer, and for a directory that has safetensors files; OSError where it cannot be written. The next
     attempt removes any files of an aborted one.
     """
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"model: expected a torch.nn.Module, got {type(model).__name__}")
     if layout not in LAYOUTS:
         raise ValueError(unknown_name("layout", layout, LAYOUTS))
     if isinstance(max_shard_size, bool) or not isinstance(max_shard_size, int) or max_shard_size < 1:
         raise ValueError(f"max_shard_size: expected a positive number of bytes, got {max_shard_size!r}")
-    chosen, names, state = LAYOUTS[layout], published_names(model), _state(model)
-    layers = _layers(model, chosen, names, state)
-    tensors = _plain(model, names, state)
+    packed, names, state = packed_in(model), published_names(model), tensors_to_write(model)
+    layers = _layers(packed, LAYOUTS[layout], names, state)
+    tensors = _plain(packed, names, state)
     left = sorted({_module(name) for name, tensor in tensors.items() if name.endswith(".weight") and tensor.dim() == 2})
     for name, layer in layers.items():
         tensors |= {f"{name}.{suffix}": tensor for suffix, tensor in layer.tensors.items()}
@@ -81,12 +79,9 @@ class _Layer:
 
 
 def _layers(
-    model: nn.Module, layout: Layout, names: PublishedNames, state: dict[str, torch.Tensor]
+    packed: dict[str, PackedWeight], layout: Layout, names: PublishedNames, state: dict[str, torch.Tensor]
 ) -> dict[str, _Layer]:
     """The layers to write, by name: each packed layer, and each expert's layers."""
-    packed = _packed(model)
-    if not packed:
-        raise ValueError("model: has no packed layer; call fp4compile.pack_ first")
     check_model(packed, state)
     found: dict[str, _Layer] = {}
     for name, module in packed.items():
@@ -111,12 +106,6 @@ def _parts(
     return parts_of(experts, tensor)
 
 
-def _packed(model: nn.Module) -> dict[str, PackedWeight]:
-    """The packed weights by every name that the model has for them."""
-    named = model.named_modules(remove_duplicate=False)
-    return {name: module for name, module in named if isinstance(module, PackedWeight)}
-
-
 def _module(weight: str) -> str:
     return weight.removesuffix(".weight")
 
@@ -139,19 +128,11 @@ def _scheme(name: str, layer: PackedWeight, layout: str) -> Scheme:
     return scheme
 
 
-def _state(model: nn.Module) -> dict[str, torch.Tensor]:
-    """The tensors of a model. Raises ValueError where one has no values."""
-    found = model.state_dict(keep_vars=True).items()
-    state = {name: t for name, t in found if isinstance(t, torch.Tensor) and not is_extra_state(name)}
-    for name, tensor in state.items():
-        if tensor.is_meta:
-            raise ValueError(f"model: {name!r} is on the meta device and has no values to write")
-    return state
-
-
-def _plain(model: nn.Module, names: PublishedNames, state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def _plain(
+    packed: dict[str, PackedWeight], names: PublishedNames, state: dict[str, torch.Tensor]
+) -> dict[str, torch.Tensor]:
     """The unpacked tensors to write. The first of several tensors with the same memory is written."""
-    buffers = {f"{name}.{buffer}" for name, layer in _packed(model).items() for buffer in layer._buffers}
+    buffers = {f"{name}.{buffer}" for name, layer in packed.items() for buffer in layer._buffers}
     plain = {name: tensor for name, tensor in state.items() if name not in buffers}
     kept, sharing = arrange(plain)
     kept |= {name: plain[name].detach().clone() for name in sharing.views}
@@ -213,7 +194,7 @@ def _compressed_tensors(schemes: dict[str, Scheme], left: list[str]) -> dict[str
             "weights": _arguments(scheme.weight, False),
             "input_activations": _arguments(scheme.activation, "local" if scheme.static else True),
             "output_activations": None,
-            "format": _format_name(scheme),
+            "format": "mxfp8-quantized" if scheme.weight == "mxfp8" else f"{scheme.weight}-pack-quantized",
         }
         for i, (scheme, layers) in enumerate(targets.items())
     }
@@ -242,7 +223,3 @@ def _arguments(fmt: str | None, dynamic: bool | str) -> dict[str, Any] | None:
         "dynamic": dynamic,
         "scale_dtype": "torch.float8_e4m3fn" if nvfp4 else "torch.uint8",
     }
-
-
-def _format_name(scheme: Scheme) -> str:
-    return "mxfp8-quantized" if scheme.weight == "mxfp8" else f"{scheme.weight}-pack-quantized"

@@ -14,12 +14,20 @@ from typing import Any
 import torch
 from torch import nn
 
-from fp4compile.analysis.module_names import parameter_name
 from fp4compile.recipe import Recipe, resolve
 from fp4compile.recipe.atomic_file import write_atomically
 from fp4compile.report.names import unwrapped
-from fp4compile.weights.buffers import BUFFERS, PackedWeight, buffer_shapes, is_extra_state
-from fp4compile.weights.experts import PackedExperts
+from fp4compile.weights.buffers import (
+    BUFFERS,
+    PackedWeight,
+    buffer_shapes,
+    check_module,
+    is_extra_state,
+    packed_in,
+    tensors_of,
+    tensors_to_write,
+)
+from fp4compile.weights.experts import states_of
 from fp4compile.weights.integration import published_names, save_as_packed
 from fp4compile.weights.linear import leave_fast_paths
 from fp4compile.weights.published.conventions import CONFIG, HF_QUANT_CONFIG, read_published
@@ -33,7 +41,7 @@ from fp4compile.weights.published.shards import (
     read_tensors,
     write_tensors,
 )
-from fp4compile.weights.replacements import METHOD, Place, check_states, places_of
+from fp4compile.weights.replacements import METHOD, Weight, check_states, weights_of
 from fp4compile.weights.scale_checks import check_buffers, check_model
 from fp4compile.weights.sharing import (
     Sharing,
@@ -66,20 +74,10 @@ def save_packed(model: nn.Module, path: str | PathLike) -> None:
     device, or has a packed weight that was not finite, whose scales `load_packed` refuses; OSError where the file
     cannot be written, for example because the disk is full.
     """
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"model: expected a torch.nn.Module, got {type(model).__name__}")
     model = unwrapped(model)
-    modules = list(model.named_modules(remove_duplicate=False))
-    packed = {name: module for name, module in modules if isinstance(module, PackedWeight)}
-    layers = {name: one.description for name, one in packed.items() if not isinstance(one, PackedExperts)}
-    experts = {parameter_name(name): one.description for name, one in packed.items() if name not in layers}
-    if not packed:
-        raise ValueError("model: has no packed layer; call fp4compile.pack_ first")
-    state = _tensors(model)
+    packed, state = packed_in(model), tensors_to_write(model)
+    layers, experts = states_of(packed)
     state |= _shared_scales(packed, state)
-    for name, tensor in state.items():
-        if tensor.is_meta:
-            raise ValueError(f"model: {name!r} is on the meta device and has no values to write")
     for key in model.state_dict():
         name = key.rpartition(".")[0]
         if is_extra_state(key) and name not in packed:
@@ -88,12 +86,6 @@ def save_packed(model: nn.Module, path: str | PathLike) -> None:
     tensors, sharing = arrange(state)
     metadata = {_METADATA: json.dumps({"layers": layers, "experts": experts, **vars(sharing)})}
     write_atomically(path, lambda file: write_tensors(tensors, file, metadata))
-
-
-def _tensors(model: nn.Module) -> dict[str, torch.Tensor]:
-    """The parameters and persistent buffers of a model by name: the objects, not detached copies."""
-    state = model.state_dict(keep_vars=True)
-    return {key: value for key, value in state.items() if isinstance(value, torch.Tensor) and not is_extra_state(key)}
 
 
 def _shared_scales(packed: dict[str, PackedWeight], state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -143,18 +135,17 @@ def load_packed(
     that share memory in the model and differ in the file, for buffers on the meta device that the file does not have,
     for a recipe that does not fit the file; and the errors of `backend` for a bad recipe.
     """
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"model: expected a torch.nn.Module, got {type(model).__name__}")
+    check_module(model)
     model, target = unwrapped(model), _device(device)
     states, stored, sharing = _contents(model, path, recipe)
     with naming(path):
-        packed = places_of(model, *states)
-    replaced = set().union(*(place.replaced for place in packed))
-    kept = {name: tensor for name, tensor in _tensors(model).items() if name not in replaced}
+        packed = weights_of(model, *states)
+    replaced = {name for weight in packed for name in weight.parameters}
+    kept = {name: tensor for name, tensor in tensors_of(model).items() if name not in replaced}
     _add_tied(stored, kept)
     _check_meta(model, replaced | kept.keys())
     with naming(path):
-        expected = _expected(kept, packed)
+        expected = _expected(model, kept, packed)
         _check_tensors(stored, expected)
         _check_sharing(sharing, expected)
         check_buffers(_buffers(packed, stored))
@@ -241,12 +232,12 @@ def _parse(metadata: str) -> tuple[States, Sharing, bool]:
 # ---------------------------------------------------------------- checks before the model is changed
 
 
-def _expected(kept: dict[str, torch.Tensor], packed: list[Place]) -> dict[str, tuple]:
+def _expected(model: nn.Module, kept: dict[str, torch.Tensor], packed: list[Weight]) -> dict[str, tuple]:
     """The shape and dtype of every tensor that the packed model will have, by name."""
     expected = {name: (tensor.shape, tensor.dtype) for name, tensor in kept.items()}
-    for place in packed:
-        shapes = buffer_shapes(place.like())
-        expected |= {f"{name}.{buffer}": shape for name in place.names for buffer, shape in shapes.items()}
+    for weight in packed:
+        shapes = buffer_shapes(weight.empty(model))
+        expected |= {f"{name}.{buffer}": shape for name in weight.packed_names for buffer, shape in shapes.items()}
     return expected
 
 
@@ -290,19 +281,19 @@ def _check_sharing(sharing: Sharing | None, expected: dict[str, tuple]) -> None:
         raise ValueError(f"the model has no {min(named - expected.keys())!r}")
 
 
-def _buffers(packed: list[Place], stored: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def _buffers(packed: list[Weight], stored: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """The tensors of a file that are buffers of packed layers, by name."""
-    names = (f"{name}.{buffer}" for place in packed for name in place.names for buffer in BUFFERS)
+    names = (f"{name}.{buffer}" for weight in packed for name in weight.packed_names for buffer in BUFFERS)
     return {name: stored[name] for name in names if name in stored}
 
 
-def _check_twins(stored: dict[str, torch.Tensor], packed: list[Place]) -> None:
+def _check_twins(stored: dict[str, torch.Tensor], packed: list[Weight]) -> None:
     """Raise where the file has different packed weights under several names of one layer of the model."""
-    for place in packed:
+    for weight in packed:
         for buffer in BUFFERS:
-            found = [stored[key] for name in place.names if (key := f"{name}.{buffer}") in stored]
+            found = [stored[key] for name in weight.packed_names if (key := f"{name}.{buffer}") in stored]
             if not all(same_bits(tensor, found[0]) for tensor in found):
-                names = " and ".join(map(repr, place.names))
+                names = " and ".join(map(repr, weight.packed_names))
                 raise ValueError(f"{names} are one layer of the model, the file has different weights for them")
 
 
@@ -318,21 +309,23 @@ def _check_meta(model: nn.Module, restored: set[str]) -> None:
 # ---------------------------------------------------------------- changing the model
 
 
-def _insert(model: nn.Module, packed: list[Place], stored: dict[str, torch.Tensor], target: torch.device) -> None:
-    """Insert the packed layers into the model. Empties the list `packed`, to free each weight as it is replaced."""
+def _insert(model: nn.Module, packed: list[Weight], stored: dict[str, torch.Tensor], target: torch.device) -> None:
+    """Insert the packed layers into the model. Each weight is freed as it is replaced."""
     made: dict[tuple, PackedWeight] = {}
-    while packed:
-        place = packed.pop(0)
-        name = place.names[0]
+    for weight in packed:
+        name = weight.packed_names[0]
         # A layer with several names in the model stays one layer if the file has one weight for all names.
-        key = (id(place.holder), stored[f"{name}.weight_data"].data_ptr())
+        holder, child = weight.slot(model)
+        key = (id(holder), child, stored[f"{name}.weight_data"].data_ptr())
+        del holder
         if key not in made:
-            layer = made[key] = place.empty()
-            device = target if place.weight.is_meta else place.weight.device
+            layer, old = weight.empty(model), weight.parameter(model)
+            device = target if old.is_meta else old.device
+            del old
             for buffer in buffer_shapes(layer):
                 setattr(layer, buffer, stored[f"{name}.{buffer}"].to(device))
-        place.put(model, made[key])
-        del place  # frees the weight
+            made[key] = layer
+        weight.put(model, made[key])
 
 
 def _lay_out_scales(model: nn.Module) -> None:

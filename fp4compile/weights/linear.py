@@ -7,10 +7,9 @@ from torch import nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from torch.nn.utils import parametrize
 
+from fp4compile.formats import formats
 from fp4compile.formats.quantize_spec import FLOAT_DTYPES
 from fp4compile.weights.buffers import BUFFERS, LayerFormat, PackedWeight, autocast_dtype
-from fp4compile.weights.dequantized import DequantizedWeight
-from fp4compile.weights.packed_product import packed_product
 
 _KEPT_HOOKS = ("_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called")
 # The hooks that a packed layer cannot keep. A forward pre-hook may change the weight, as weight_norm's does.
@@ -54,16 +53,6 @@ class PackedLinear(PackedWeight, nn.Linear):
         self.bias = bias
 
     @classmethod
-    def pack(cls, linear: nn.Module, layer_format: LayerFormat) -> "PackedLinear":
-        """The packed form of a linear layer. The weight is quantised along the in features.
-
-        Under autocast, the weight is cast first, as autocast does before a product.
-        """
-        packed = cls.in_place_of(linear, layer_format)
-        packed.store(linear.weight)
-        return packed
-
-    @classmethod
     def in_place_of(cls, linear: nn.Module, layer_format: LayerFormat) -> "PackedLinear":
         """A packed layer that still lacks its weight.
 
@@ -83,10 +72,7 @@ class PackedLinear(PackedWeight, nn.Linear):
 
         A write to it raises RuntimeError, except that assigning `weight.data` packs the assigned values.
         """
-        if torch.compiler.is_compiling():
-            return self.dequantised()
-        with torch.no_grad() if torch.is_grad_enabled() else torch.inference_mode():
-            return DequantizedWeight.of(self, self.dequantised())
+        return self.read()
 
     def dequantised(self) -> torch.Tensor:
         """The weight [out_features, in_features] in weight_dtype."""
@@ -112,8 +98,10 @@ class PackedLinear(PackedWeight, nn.Linear):
         dtype = autocast_dtype(input.device)
         input = input if dtype is None else input.to(dtype)
         bias = None if self.bias is None else self.bias.to(input.dtype)
-        data, scales, outer = map(self.part, BUFFERS)
-        return packed_product(input, bias, data, scales, outer, self.layer_format, self.scale_layout)
+        product = input, bias, *map(self.part, BUFFERS), self.layer_format, self.scale_layout
+        if torch.is_grad_enabled() and (input.requires_grad or (bias is not None and bias.requires_grad)):
+            return _Product.apply(*product)
+        return _product(*product)
 
     def _check(self, input: torch.Tensor) -> None:
         if not isinstance(input, torch.Tensor):
@@ -128,6 +116,57 @@ class PackedLinear(PackedWeight, nn.Linear):
     def extra_repr(self) -> str:
         activation = self.layer_format.activation or "as it comes"
         return f"{self.in_features}, {self.out_features}, weight={self.layer_format.weight}, activation={activation}"
+
+
+def _product(
+    x: torch.Tensor, bias: torch.Tensor | None, data: torch.Tensor, scales: torch.Tensor | None,
+    outer: torch.Tensor | None, layer_format: LayerFormat, scale_layout: str,
+) -> torch.Tensor:  # fmt: skip
+    """x [..., in] times a packed weight [out, in], plus bias [out]: [..., out] in the dtype of x."""
+    rows = x.reshape(-1, x.shape[-1])
+    return torch.ops.fp4compile.scaled_mm(
+        *_activation(rows, layer_format, scale_layout), layer_format.activation,
+        data, scales, outer, layer_format.weight, bias, x.dtype,
+    ).view(*x.shape[:-1], data.shape[-2])  # fmt: skip
+
+
+class _Product(torch.autograd.Function):
+    """`_product` with gradients.
+
+    It is differentiable in x, where the quantising of x counts as the identity, and in bias. It saves only the buffers
+    of the layer, no activation: the weight has no gradient.
+    """
+
+    forward = staticmethod(_product)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple, output: torch.Tensor) -> None:
+        x, _, data, scales, outer, layer_format, _ = inputs
+        ctx.save_for_backward(data, scales, outer)
+        ctx.format, ctx.in_features = layer_format.weight, x.shape[-1]
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple:
+        of_x, of_bias = None, None
+        if ctx.needs_input_grad[0]:
+            of_x = gradient @ torch.ops.fp4compile.dequantize(
+                *ctx.saved_tensors, ctx.format, ctx.in_features, gradient.dtype
+            )
+        if ctx.needs_input_grad[1]:
+            of_bias = gradient.reshape(-1, gradient.shape[-1]).sum(0)
+        return of_x, of_bias, None, None, None, None, None
+
+
+def _activation(x: torch.Tensor, layer_format: LayerFormat, layout: str) -> tuple:
+    """(data, scales, outer scale) of the rows of x in the layer's activation format; (x, None, None) without one."""
+    if layer_format.activation is None:
+        return x, None, None
+    fmt, outer = formats.get(layer_format.activation), None
+    if layer_format.activation_outer is not None:
+        outer = torch.full((), layer_format.activation_outer, device=x.device)
+    # Both operands have one layout: the matrix units read swizzled scales of both.
+    data, scales, computed = torch.ops.fp4compile.quantize(x, fmt.name, outer=outer, layout=layout)
+    return data, scales if fmt.scale else None, outer if outer is not None else computed if fmt.outer else None
 
 
 # ---------------------------------------------------------------- what can be packed

@@ -20,19 +20,12 @@ from fp4compile.formats import formats
 from fp4compile.recipe import Recipe, resolve, unmatched_rules
 from fp4compile.report.progress import with_bar
 from fp4compile.report.report import Report, Row
-from fp4compile.weights.buffers import LayerFormat, PackedWeight
-from fp4compile.weights.experts import PackedExperts, Place, check_contracted, in_first, pack_parameter, places_of
+from fp4compile.weights.buffers import LayerFormat, PackedWeight, check_module
+from fp4compile.weights.experts import PackedExperts, Place, check_contracted, in_first, places_of
 from fp4compile.weights.experts import obstacle as experts_obstacle
 from fp4compile.weights.integration import save_as_packed
-from fp4compile.weights.linear import (
-    IN_ATTENTION,
-    PackedLinear,
-    is_linear,
-    leave_fast_paths,
-    obstacle,
-    replace,
-    sizes,
-)
+from fp4compile.weights.linear import IN_ATTENTION, is_linear, leave_fast_paths, obstacle, sizes
+from fp4compile.weights.replacements import Weight
 
 UNKNOWN_DIMENSION = "nothing says which dimension is contracted: name it in pack_(contracted=...)"
 
@@ -71,8 +64,7 @@ def pack_(
     Raises TypeError if `model` is no module, ValueError for a model that is itself a linear layer, TypeError or
     ValueError for a bad `contracted`, and the errors of `backend` for a bad recipe.
     """
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"model: expected a torch.nn.Module, got {type(model).__name__}")
+    check_module(model)
     report = Report(
         resolve(recipe).name, packed_before=sum(isinstance(module, PackedWeight) for module in model.modules())
     )
@@ -83,34 +75,6 @@ def pack_(
     leave_fast_paths(model)
     save_as_packed(model)
     return report
-
-
-@dataclass(frozen=True)
-class Weight:
-    """A weight that a recipe packs. It holds no tensor, so that each weight can be freed as it is packed.
-
-    names: the names of a linear layer in the model, or of a parameter of experts. experts: the parameter's place and
-    whether it is [experts, in, out]; None for a linear layer.
-    """
-
-    names: tuple[str, ...]
-    layer_format: LayerFormat
-    experts: tuple[Place, bool] | None = None
-
-    @property
-    def parameters(self) -> tuple[str, ...]:
-        """The names of the parameter in the model."""
-        return self.names if self.experts else tuple(f"{name}.weight" for name in self.names)
-
-    def pack(self, model: nn.Module) -> None:
-        """Replace the weight in `model` by its packed form."""
-        if self.experts is not None:
-            place, in_first = self.experts
-            pack_parameter(place, self.layer_format, in_first)
-            return
-        packed = PackedLinear.pack(model.get_submodule(self.names[0]), self.layer_format)
-        for name in self.names:
-            replace(model, name, packed)
 
 
 @dataclass(frozen=True)
@@ -135,7 +99,7 @@ def decisions(
     _warn_of_rules(model, chosen, places)
     choice = _Choice(model, chosen, places, experts)
     linears = (_of_linear(choice, names) for names in places)
-    return [*linears, *_of_attentions(model, chosen), *(_of_experts(choice, one) for one in experts)]
+    return [*linears, *_of_attentions(model), *(_of_experts(choice, one) for one in experts)]
 
 
 # (the format, or the reason why a weight is left alone; how a packed weight differs from what the recipe says).
@@ -259,11 +223,11 @@ def _of_linear(choice: _Choice, names: list[str]) -> Decision:
     found, note = choice.layer_format(names, linear)
     weight = linear._parameters.get("weight")  # `linear.weight` would compute a parametrised weight
     dtype = None if weight is None else weight.dtype
-    row = _row_of(names[0], sizes(linear), dtype, found, choice.recipe, note)
+    row = _row_of(names[0], sizes(linear), dtype, found, note)
     return Decision(Weight(tuple(names), found) if isinstance(found, LayerFormat) else None, row)
 
 
-def _of_attentions(model: nn.Module, recipe: Recipe) -> Iterator[Decision]:
+def _of_attentions(model: nn.Module) -> Iterator[Decision]:
     """The input projections of `nn.MultiheadAttention`: parameters that it multiplies itself."""
     for path, module in model.named_modules():
         if not isinstance(module, nn.MultiheadAttention):
@@ -272,7 +236,7 @@ def _of_attentions(model: nn.Module, recipe: Recipe) -> Iterator[Decision]:
             if weight is not None and child.endswith("proj_weight"):
                 outer, inner = weight.shape
                 name = f"{path}.{child}".removeprefix(".")
-                yield Decision(None, _row_of(name, (inner, outer), weight.dtype, IN_ATTENTION, recipe, None))
+                yield Decision(None, _row_of(name, (inner, outer), weight.dtype, IN_ATTENTION, None))
 
 
 def _of_experts(choice: _Choice, one: _Experts) -> Decision:
@@ -284,14 +248,13 @@ def _of_experts(choice: _Choice, one: _Experts) -> Decision:
         return Decision(None, None)
     else:
         weight = None
-    row = _row_of(module_name(place.names[0]), one.sizes, place.parameter.dtype, found, choice.recipe, note)
+    row = _row_of(module_name(place.names[0]), one.sizes, place.parameter.dtype, found, note)
     return Decision(weight, row)
 
 
 def _row_of(
-    name: str, sizes: tuple[int, int], dtype: torch.dtype | None, packed: LayerFormat | str, recipe: Recipe,
-    note: str | None,
-) -> Row:  # fmt: skip
+    name: str, sizes: tuple[int, int], dtype: torch.dtype | None, packed: LayerFormat | str, note: str | None
+) -> Row:
     inner, outer = sizes
     rule = None
     if isinstance(packed, str):

@@ -13,10 +13,10 @@ from torch import nn
 from transformers.core_model_loading import ConversionOps
 from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING, AUTO_QUANTIZER_MAPPING
 
-from fp4compile.weights import experts
 from fp4compile.weights.buffers import buffer_shapes
-from fp4compile.weights.linear import PackedLinear, leave_fast_paths, obstacle, sizes
-from fp4compile.weights.pack import Weight, decisions
+from fp4compile.weights.linear import leave_fast_paths, obstacle
+from fp4compile.weights.pack import decisions
+from fp4compile.weights.replacements import Weight
 from fp4compile.weights.transformers import METHOD, Fp4CompileConfig, Fp4CompileQuantizer, attach, config_of
 
 
@@ -54,9 +54,8 @@ class PackOnLoad(Fp4CompileQuantizer):
                 continue
             # A tied weight is known when all have been read. A weight of another dtype than the model would be cast
             # to the model's before it could be packed.
-            if {*tied, *tied.values()}.intersection(weight.parameters) or parameter_of(
-                model, weight
-            ).dtype != self.dtype:
+            is_tied = bool({*tied, *tied.values()}.intersection(weight.parameters))
+            if is_tied or weight.parameter(model).dtype != self.dtype:
                 self.late.append(weight)
             else:
                 self.unread.update(dict.fromkeys(weight.parameters, weight))
@@ -72,7 +71,7 @@ class PackOnLoad(Fp4CompileQuantizer):
         """Bytes of an element, from which transformers computes device maps and how much memory it reserves."""
         if param_name not in self.unread:
             return param.element_size()
-        parts = buffer_shapes(empty(model, self.unread[param_name])).values()
+        parts = buffer_shapes(self.unread[param_name].empty(model)).values()
         return sum(prod(shape) * dtype.itemsize for shape, dtype in parts) / max(1, param.numel())
 
     def _process_model_after_weight_loading(self, model: nn.Module, **kwargs: Any) -> nn.Module:
@@ -109,13 +108,14 @@ class _Pack(ConversionOps):
             weight = self.quantizer.unread.get(name)
             if weight is None:
                 left[name] = value
-            elif value.shape != parameter_of(model, weight).shape:  # transformers says so, or initialises another
+            elif value.shape != weight.parameter(model).shape:  # transformers says so, or initialises another
                 self._forget(weight)
                 self.quantizer.late.append(weight)
                 left[name] = value
             else:
                 self._forget(weight)
-                put_parameter(model, weight, value)
+                module, child = weight.slot(model)
+                module._parameters[child] = nn.Parameter(value, requires_grad=False)
                 del value
                 weight.pack(model)
                 missing_keys.difference_update(weight.parameters)
@@ -127,43 +127,15 @@ class _Pack(ConversionOps):
             self.quantizer.unread.pop(name)
 
 
-def parameter_of(model: nn.Module, weight: Weight) -> nn.Parameter:
-    """A weight in high precision, as the model has it."""
-    module, name = _slot(model, weight)
-    return module._parameters[name]
-
-
-def put_parameter(model: nn.Module, weight: Weight, value: torch.Tensor) -> None:
-    """Set a weight of the model, in high precision."""
-    module, name = _slot(model, weight)
-    module._parameters[name] = nn.Parameter(value, requires_grad=False)
-
-
-def _slot(model: nn.Module, weight: Weight) -> tuple[nn.Module, str]:
-    """The module that holds a weight, and the weight's name in it."""
-    if weight.experts is not None:
-        place, _ = weight.experts
-        return place.module, place.child
-    return model.get_submodule(weight.names[0]), "weight"
-
-
 def _mark_initialised(model: nn.Module, weight: Weight, missing: set[str]) -> None:
     """Tell transformers that a packed weight's module needs no initial values, if nothing else in it does.
 
     Otherwise transformers reads the weight for it, and that dequantises the weight.
     """
-    module, _ = _slot(model, weight)
+    module, _ = weight.slot(model)
     path = weight.names[0].rpartition(".")[0] if weight.experts else weight.names[0]
     if missing.isdisjoint(f"{path}.{name}" for name in module._parameters):
         module._is_hf_initialized = True
-
-
-def empty(model: nn.Module, weight: Weight) -> PackedLinear | experts.PackedExperts:
-    """The packed form of a weight, without its values."""
-    if weight.experts is None:
-        return PackedLinear(*sizes(model.get_submodule(weight.names[0])), weight.layer_format, None)
-    place, in_first = weight.experts
-    return experts.empty(tuple(place.parameter.shape), weight.layer_format, in_first, place.parameter.dtype)
 
 
 def register() -> None:

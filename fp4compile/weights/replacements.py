@@ -4,94 +4,78 @@ from dataclasses import dataclass, fields
 from reprlib import repr as short  # a value may be nested so deeply that `repr` fails
 from typing import Any
 
-import torch
 from torch import nn
 
+from fp4compile.analysis.module_names import packed_name
 from fp4compile.formats import formats
 from fp4compile.weights import experts
-from fp4compile.weights.buffers import LayerFormat, PackedWeight
+from fp4compile.weights.buffers import LayerFormat
+from fp4compile.weights.experts import PackedExperts, Place
 from fp4compile.weights.linear import PackedLinear, is_linear, obstacle, replace, sizes
 
-
-@dataclass(frozen=True)
-class LinearPlace:
-    """A linear layer that a packed one will replace.
-
-    names: every name of the layer in the model; the file has the packed buffers under these names.
-    """
-
-    names: list[str]
-    linear: nn.Module
-    layer_format: LayerFormat
-
-    @property
-    def replaced(self) -> set[str]:
-        """The names of the tensors that are removed."""
-        return {f"{name}.weight" for name in self.names}
-
-    @property
-    def weight(self) -> torch.Tensor:
-        return self.linear.weight
-
-    @property
-    def holder(self) -> object:
-        """An object that is identical for places that may share one packed layer."""
-        return self.linear
-
-    def like(self) -> PackedWeight:
-        """A packed layer of these sizes, used only for its buffers' shapes and dtypes."""
-        return PackedLinear(*sizes(self.linear), self.layer_format, None)
-
-    def empty(self) -> PackedWeight:
-        """The packed layer that will replace the layer, still without its weight."""
-        return PackedLinear.in_place_of(self.linear, self.layer_format)
-
-    def put(self, model: nn.Module, packed: PackedWeight) -> None:
-        """Replace the layer in `model` by `packed`."""
-        replace(model, self.names[0], packed)
-
-
-@dataclass(frozen=True)
-class ExpertsPlace:
-    """A parameter of experts that packed experts will replace. See `LinearPlace` for the members."""
-
-    place: experts.Place
-    layer_format: LayerFormat
-    in_first: bool
-
-    @property
-    def names(self) -> list[str]:
-        return [experts.packed_name(name) for name in self.place.names]
-
-    @property
-    def replaced(self) -> set[str]:
-        return set(self.place.names)
-
-    @property
-    def weight(self) -> torch.Tensor:
-        return self.place.parameter
-
-    @property
-    def holder(self) -> object:
-        return self.place
-
-    def like(self) -> PackedWeight:
-        return self.empty()
-
-    def empty(self) -> experts.PackedExperts:
-        shape = tuple(self.weight.shape)
-        return experts.empty(shape, self.layer_format, self.in_first, self.weight.dtype)
-
-    def put(self, model: nn.Module, packed: PackedWeight) -> None:
-        experts.insert(self.place, packed)
-
-
-Place = LinearPlace | ExpertsPlace
 METHOD = "fp4compile"  # the quant_method in the config.json of a packed transformers model, which has the states
 
 
-def places_of(model: nn.Module, layers: dict[str, dict], weights: dict[str, dict]) -> list[Place]:
-    """The layers and parameters of `model` that a file's packed layers and packed experts replace.
+@dataclass(frozen=True)
+class Weight:
+    """A weight that is packed, or that packed tensors of a file replace.
+
+    It holds no tensor and no linear layer, so that each weight can be freed as it is replaced.
+
+    names: the names of a linear layer in the model, or of a parameter of experts. experts: the parameter's place and
+    whether it is [experts, in, out]; None for a linear layer.
+    """
+
+    names: tuple[str, ...]
+    layer_format: LayerFormat
+    experts: tuple[Place, bool] | None = None
+
+    @property
+    def parameters(self) -> tuple[str, ...]:
+        """The names of the parameter in the model."""
+        return self.names if self.experts else tuple(f"{name}.weight" for name in self.names)
+
+    @property
+    def packed_names(self) -> tuple[str, ...]:
+        """The names of the packed module in the model."""
+        return tuple(map(packed_name, self.names)) if self.experts else self.names
+
+    def slot(self, model: nn.Module) -> tuple[nn.Module, str]:
+        """The module that holds the parameter, and the parameter's name in it."""
+        if self.experts is not None:
+            place, _ = self.experts
+            return place.module, place.child
+        return model.get_submodule(self.names[0]), "weight"
+
+    def parameter(self, model: nn.Module) -> nn.Parameter:
+        """The weight in high precision, as the model has it."""
+        module, child = self.slot(model)
+        return module._parameters[child]
+
+    def empty(self, model: nn.Module) -> PackedLinear | PackedExperts:
+        """The packed form of the weight, without its values."""
+        if self.experts is None:
+            return PackedLinear.in_place_of(model.get_submodule(self.names[0]), self.layer_format)
+        place, in_first = self.experts
+        return experts.empty(tuple(place.parameter.shape), self.layer_format, in_first, place.parameter.dtype)
+
+    def put(self, model: nn.Module, packed: nn.Module) -> None:
+        """Replace the weight in `model` by `packed`."""
+        if self.experts is not None:
+            experts.insert(self.experts[0], packed)
+            return
+        for name in self.names:
+            replace(model, name, packed)
+
+    def pack(self, model: nn.Module) -> None:
+        """Replace the weight in `model` by its packed form. Each expert's weights are quantised separately."""
+        packed = self.empty(model)
+        packed.store(self.parameter(model))
+        self.put(model, packed)
+
+
+def weights_of(model: nn.Module, layers: dict[str, dict], weights: dict[str, dict]) -> list[Weight]:
+    """The weights of `model` that a file's packed layers and packed experts replace.
 
     layers, weights: the states of packed layers and of packed experts, by name. Raises ValueError for an invalid state,
     and for a state that does not fit the model.
@@ -133,17 +117,17 @@ def _format_of(name: str, state: dict[str, Any]) -> LayerFormat:
 # ---------------------------------------------------------------- linear layers
 
 
-def _linear_places(model: nn.Module, layers: dict[str, dict]) -> list[LinearPlace]:
+def _linear_places(model: nn.Module, layers: dict[str, dict]) -> list[Weight]:
     for name, state in layers.items():
         _check_layer(model, name, state)
     names: dict[tuple, list[str]] = {}
     for name, module in model.named_modules(remove_duplicate=False):
         if is_linear(module):
             names.setdefault(_slot(model, name), []).append(name)
-    places: dict[tuple, LinearPlace] = {}
+    places: dict[tuple, Weight] = {}
     for name, state in layers.items():
         layer_format, slot = _format_of(name, state), _slot(model, name)
-        place = places.setdefault(slot, LinearPlace(names[slot], model.get_submodule(name), layer_format))
+        place = places.setdefault(slot, Weight(tuple(names[slot]), layer_format))
         if place.layer_format != layer_format:
             raise ValueError(f"layer {name!r}: in the model it is {place.names[0]!r} too, whose format is another")
     return list(places.values())
@@ -173,21 +157,21 @@ def _check_layer(model: nn.Module, name: str, state: dict[str, Any]) -> None:
 # ---------------------------------------------------------------- experts
 
 
-def _expert_places(model: nn.Module, weights: dict[str, dict]) -> list[ExpertsPlace]:
+def _expert_places(model: nn.Module, weights: dict[str, dict]) -> list[Weight]:
     known = {name: place for place in experts.places_of(model, is_linear) for name in place.names}
-    places: dict[tuple, ExpertsPlace] = {}
+    places: dict[tuple, Weight] = {}
     for name, state in weights.items():
         if name not in known:
             raise ValueError(f"the model has no parameter of experts {name!r}")
         place, layer_format = known[name], _format_of(name, state)
         _check_experts(place, name, state)
-        one = ExpertsPlace(place, layer_format, state["in_first"])
+        one = Weight(place.names, layer_format, (place, state["in_first"]))
         if places.setdefault(place.names, one) != one:
             raise ValueError(f"{name!r}: in the model it is {place.names[0]!r} too, whose format is another")
     return list(places.values())
 
 
-def _check_experts(place: experts.Place, name: str, state: dict[str, Any]) -> None:
+def _check_experts(place: Place, name: str, state: dict[str, Any]) -> None:
     reason = experts.obstacle(place)
     if reason is not None:
         raise ValueError(f"{name!r}: expected a parameter of experts to replace, the model's cannot be: {reason}")

@@ -13,11 +13,11 @@ from transformers import PreTrainedModel
 from transformers.quantizers import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from fp4compile.analysis.module_names import packed_name, parameter_name
+from fp4compile.analysis.module_names import packed_name
 from fp4compile.weights.buffers import PackedWeight, buffer_shapes, is_extra_state
-from fp4compile.weights.experts import PackedExperts
+from fp4compile.weights.experts import states_of
 from fp4compile.weights.linear import leave_fast_paths
-from fp4compile.weights.replacements import METHOD, LinearPlace, Place, check_states, places_of
+from fp4compile.weights.replacements import METHOD, Weight, check_states, weights_of
 from fp4compile.weights.scale_checks import check_buffers
 from fp4compile.weights.sharing import is_byte_float, storable
 
@@ -49,7 +49,7 @@ class Fp4CompileQuantizer(HfQuantizer):
 
     def __init__(self, quantization_config: Fp4CompileConfig, **kwargs: Any):
         super().__init__(quantization_config, **kwargs)
-        self.waiting: list[tuple[Place, PackedWeight, _Shell]] = []
+        self.waiting: list[tuple[Weight, PackedWeight, _Shell]] = []
         self.dtype: torch.dtype | None = None  # which transformers loads weights in
 
     # ------------------------------------------------------------ loading
@@ -71,33 +71,34 @@ class Fp4CompileQuantizer(HfQuantizer):
     def _process_model_before_weight_loading(self, model: nn.Module, **kwargs: Any) -> nn.Module:
         config = self.quantization_config
         check_states(config.layers, config.experts)
-        for place in places_of(model, config.layers, config.experts):
-            packed = place.empty()
-            shell = _Shell(packed, place.weight, getattr(packed, "bias", None))
-            self.waiting.append((place, packed, shell))
-            place.put(model, shell)
+        for weight in weights_of(model, config.layers, config.experts):
+            packed = weight.empty(model)
+            shell = _Shell(packed, weight.parameter(model), getattr(packed, "bias", None))
+            self.waiting.append((weight, packed, shell))
+            weight.put(model, shell)
         return model
 
     def _process_model_after_weight_loading(self, model: nn.Module, **kwargs: Any) -> nn.Module:
-        for place, _, shell in self.waiting:
+        for weight, _, shell in self.waiting:
             if shell.missing:
-                raise ValueError(f"tensor '{place.names[0]}.{min(shell.missing)}' is missing in the checkpoint")
-        for place, packed, shell in self.waiting:
+                name = f"{weight.packed_names[0]}.{min(shell.missing)}"
+                raise ValueError(f"tensor {name!r} is missing in the checkpoint")
+        for weight, packed, shell in self.waiting:
             buffers = {name: getattr(shell, name).view(dtype) for name, (_, dtype) in buffer_shapes(packed).items()}
-            check_buffers({f"{place.names[0]}.{name}": tensor for name, tensor in buffers.items()})
+            check_buffers({f"{weight.packed_names[0]}.{name}": tensor for name, tensor in buffers.items()})
             for name, tensor in buffers.items():
                 setattr(packed, name, tensor)
-            packed.weight_dtype = self._kept_dtype(model, place) or packed.weight_dtype
-            _put(model, place, packed, shell)
+            packed.weight_dtype = self._kept_dtype(model, weight) or packed.weight_dtype
+            _put(model, weight, packed, shell)
             packed.lay_out_scales()
         self.waiting.clear()
         leave_fast_paths(model)
         return model
 
-    def _kept_dtype(self, model: Any, place: Place) -> torch.dtype | None:
+    def _kept_dtype(self, model: Any, weight: Weight) -> torch.dtype | None:
         """The dtype in which transformers keeps a weight, where that is not the model's; None where it is."""
         plan = model._get_dtype_plan(self.dtype) if hasattr(model, "_get_dtype_plan") else {}
-        names = sorted(place.replaced)
+        names = sorted(weight.parameters)
         return next((dtype for part, dtype in plan.items() if re.search(part.replace("*", ".*"), names[0])), None)
 
     def get_new_dtype(self, converter: Any, param: Any, dtype: torch.dtype | None) -> torch.dtype | None:
@@ -154,13 +155,14 @@ class _Shell(nn.Module):
         super().__setattr__(name, value)
 
 
-def _put(model: nn.Module, place: Place, packed: PackedWeight, shell: _Shell) -> None:
+def _put(model: nn.Module, weight: Weight, packed: PackedWeight, shell: _Shell) -> None:
     """Replace a shell by its packed layer."""
-    if isinstance(place, LinearPlace):
+    if weight.experts is None:
         packed.bias = shell.bias
-        place.put(model, packed)
+        weight.put(model, packed)
     else:
-        place.place.module._modules[packed_name(place.place.child)] = packed
+        place, _ = weight.experts
+        place.module._modules[packed_name(place.child)] = packed
 
 
 # ---------------------------------------------------------------- configurations
@@ -170,9 +172,7 @@ def config_of(model: nn.Module) -> Fp4CompileConfig:
     """The quantization_config of a packed model."""
     named = model.named_modules(remove_duplicate=False)
     packed = {name: module for name, module in named if isinstance(module, PackedWeight)}
-    of_experts = {parameter_name(n): m.description for n, m in packed.items() if isinstance(m, PackedExperts)}
-    layers = {name: m.description for name, m in packed.items() if not isinstance(m, PackedExperts)}
-    return Fp4CompileConfig(layers, of_experts)
+    return Fp4CompileConfig(*states_of(packed))
 
 
 def attach(model: nn.Module) -> None:

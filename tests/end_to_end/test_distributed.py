@@ -7,6 +7,7 @@ by itself, from the same random state, and averages the gradients.
 """
 
 import functools
+import math
 
 import pytest
 import torch
@@ -23,6 +24,7 @@ MARKS = {
     "cpu": [],
     "cuda": [pytest.mark.gpu, pytest.mark.skipif(torch.cuda.device_count() < RANKS, reason="fewer than two GPUs")],
 }
+devices = pytest.mark.parametrize("device", [pytest.param(device, marks=marks) for device, marks in MARKS.items()])
 CLOSE = 1e-5  # relative: float32 sums in another order, and what they move to the next code
 
 
@@ -96,7 +98,37 @@ def test_resharding_frees_the_parameters(device, case, together):
     assert run["kept"] == alone(device, case, RANKS).kept > 0
 
 
-@pytest.mark.parametrize("device", [pytest.param(device, marks=marks) for device, marks in MARKS.items()])
+@devices
+@pytest.mark.parametrize("rank", range(RANKS))
+def test_gathers_of_codes_change_no_bits(device, rank, together):
+    """Training with codes is the training with whole weights: losses, checkpoints, resumed steps, reports."""
+    found = together(device)["gathers"][rank]
+    whole, codes = found["train"][False], found["train"][True]
+    assert torch.equal(codes["first"], found["alone"]), "one process that has the whole model has the same logits"
+    assert codes["losses"] == whole["losses"] and codes["losses"][-1] == codes["resumed"]
+    assert len({loss for step in codes["losses"] for loss in step}) == STEPS - 1
+    assert codes["kept"] == whole["kept"] > 0, "a block that is resharded keeps no codes"
+    assert codes["products"] == whole["products"] and {reason for *_, reason in codes["products"]} == {None}
+    assert codes["state"].keys() == whole["state"].keys()
+    assert all(torch.equal(codes["state"][name], value) for name, value in whole["state"].items())
+    checkpointed = found["checkpointed"]
+    assert checkpointed[True]["losses"] == checkpointed[False]["losses"]
+
+
+@devices
+def test_gathers_carry_the_codes_that_are_needed(device, together):
+    """A rank has 4096 elements of either weight: codes of 4 bits, 16 block scales and an outer scale."""
+    found, bias, codes = together(device)["gathers"][0], 2 * 64, 16 * math.ceil((2048 + 16 + 4) / 16)
+    # Forward and backward; then two parts of a batch, whose weights stay whole from the first part's backward on.
+    assert found["train"][True]["sent"] == 5 * [2 * codes + bias]
+    assert found["train"][False]["sent"] == 5 * [2 * 2 * 4096 + bias]
+    # MXFP8 in blocks of 1x32, which are no others' transpose, takes both directions where a forward product is computed
+    # again.
+    one, both = (2 * 4096 * (1 + 1 / 32) * directions + bias for directions in (1, 2))
+    assert found["checkpointed"][True]["sent"] == 2 * [one, both]
+
+
+@devices
 @pytest.mark.parametrize("recipe", distributed_worker.PACKED)
 def test_ddp_broadcasts_no_codes(recipe, device, together):
     buffers, gradient, expected = together(device)[recipe]

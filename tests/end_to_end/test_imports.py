@@ -23,6 +23,7 @@ ROOMS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("public names", ("fp4compile",)),
     ("entry points", (
         "fp4compile.registration", "fp4compile.backend", "fp4compile.calibration", "fp4compile.report.explain",
+        "fp4compile.distributed",
     )),
     ("passes", ("fp4compile.passes",)),
     ("weights", ("fp4compile.weights",)),

@@ -24,7 +24,7 @@ from torch._dynamo.eval_frame import OptimizedModule
 
 import fp4compile
 from fp4compile.cli import main as command_line
-from tests.helpers import without_codegen
+from tests.helpers import process_groups, without_codegen
 from tests.helpers.checkpoints import DATA, tensors_of
 from tests.helpers.expert_models import Around, Forms
 from tests.helpers.packed_models import TOKENS, Net
@@ -68,9 +68,20 @@ def blocks_of_llama() -> Names:
     return {"model": llama()["model"].model, "tokens": TOKENS, "recipe": {"rules": [("layers.0.mlp.*", "mxfp8")]}}
 
 
+def alone() -> None:
+    """Begin a group of one process."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+
+
+def blocks_to_shard() -> Names:
+    """The blocks of a Llama, in a group of one process."""
+    alone()
+    return {"model": llama()["model"].model, "tokens": TOKENS}
+
+
 def adapted() -> Names:
     """A packed Llama with adapters, in a group of one process."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    alone()
     model = llama()["model"]
     fp4compile.pack_(model, "nvfp4")
     return {"model": peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules="all-linear")), "tokens": TOKENS}
@@ -111,6 +122,7 @@ BROUGHT: dict[str, dict[str, Callable[[], Names]]] = {
         "Checkpoints with experts":
             lambda: checkpoint_in("Qwen3-30B-A3B-NVFP4", "modelopt_nvfp4_mixtral", torch.bfloat16),
     },
+    "docs/distributed.md": {"Quantise once, then move": blocks_to_shard},
     "docs/index.md": {"": network},
     "docs/inference.md": {
         "": layers, "Better scales for the weights": layers, "Files": lambda: {"fresh_model": layers()["model"]},
@@ -198,7 +210,7 @@ def test_blocks_of_python_run(page, tmp_path, monkeypatch):
     reader = Reader(page)
     with warnings.catch_warnings(), contextlib.ExitStack() as stack:
         warnings.filterwarnings("error", ".*quantised nothing")
-        stack.callback(lambda: dist.is_initialized() and dist.destroy_process_group())
+        stack.callback(process_groups.end)
         for block in blocks(PAGES[page].read_text("utf-8")):
             reader.run(block)
     assert not reader.brought, "headings that no block is under"

@@ -9,11 +9,13 @@ from torch._inductor import config as inductor
 
 import fp4compile
 from fp4compile import config, hardware
-from fp4compile.hardware import Target
+from fp4compile.hardware import GPUS, Target
 from fp4compile.recipe import named
 from fp4compile.roofline import model as roofline
 from fp4compile.roofline import time_terms
 from fp4compile.roofline.model import Experts
+from fp4compile.roofline.product_steps import plain_step
+from fp4compile.roofline.sizes import Sizes
 from fp4compile.templates.launch import dry_run
 from tests.helpers import without_codegen
 from tests.helpers.expert_models import Around, Forms, packed, recipe_of, tokens
@@ -114,7 +116,8 @@ def test_other_products():
     seconds = {row.product: row.seconds for row in report.rows}
     experts = roofline.predict("nvfp4", "B200", 256, 64, 64, experts=Experts(4, "batch"))
     assert seconds["fprop"] == pytest.approx(experts.seconds, **CLOSE)
-    assert seconds["attention"] == pytest.approx(roofline.product("B200", 2 * 4 * 64**3, (64, 64, 64)).seconds)
+    products = plain_step("other", Sizes(256, 64, 64, Experts(4, "batch")), GPUS["B200"])
+    assert seconds["attention"] == pytest.approx(products.seconds)
     assert "not predicted" not in str(report)
 
 

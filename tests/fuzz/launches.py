@@ -36,9 +36,9 @@ from tests.fuzz.programs import Program
 class Setting:
     """sm: compute capability that the passes decide for. dtype: of the program's values.
 
-    fuse_all: whether every chain before a quantiser is fused that can be, and every move follows the quantiser that can,
-    not only those that pay. multiprocessors: what kernels count on. partial_maxima: elements of the largest tensor whose
-    amax is partial maxima. on_chip: elements of the longest row that a program holds.
+    fuse_all: whether every chain before a quantiser is fused that can be, and every move follows the quantiser that
+    can, not only those that pay. multiprocessors: what kernels count on. partial_maxima: elements of the largest tensor
+    whose amax is partial maxima. on_chip: elements of the longest row that a program holds.
     """
 
     sm: int

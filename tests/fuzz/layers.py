@@ -189,10 +189,13 @@ def moved_rows(d: Draft) -> None:
     texts += ["F.embedding({1}, {0})"] if len(d.shape(x)) == 2 else []
     texts += ["torch.cat(({0}, {0}))"] if twice else [f"torch.cat(({{0}}[{at}:], {{0}}[:{at}]))"]
     moved, names = d.name("r"), [d.name("h") for _ in layers]
-    first = f"{moved} = {d.rng.choice(texts).format(x, ids)}"
     ending = ".unflatten(0, (2, -1)).sum(0)" if twice else ""
     calls = [applied(layer, moved) for layer in layers]
-    shapes = {name: (*d.shape(x)[:-1], d.layers[place].out) for name, place in zip(names, range(-len(layers), 0))}
-    d.step("moved_rows", [x], shapes,
-           [first, *(f"{name} = {code}{ending}" for name, (code, _) in zip(names, calls))],
-           [first, *(f"{name} = {oracle}{ending}" for name, (_, oracle) in zip(names, calls))])  # fmt: skip
+    code, oracle = [f"{moved} = {d.rng.choice(texts).format(x, ids)}"], []
+    oracle += code
+    for name, (ours, theirs) in zip(names, calls, strict=True):
+        code.append(f"{name} = {ours}{ending}")
+        oracle.append(f"{name} = {theirs}{ending}")
+    outs = [d.layers[place].out for place in range(-len(layers), 0)]
+    shapes = {name: (*d.shape(x)[:-1], out) for name, out in zip(names, outs, strict=True)}
+    d.step("moved_rows", [x], shapes, code, oracle)

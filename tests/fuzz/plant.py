@@ -34,7 +34,7 @@ PLANTS = (
     Plant("roles of W @ x swapped", "analysis/find.py",
           'if weight_is_b else ("fprop_w", "fprop_x")', 'if weight_is_b else ("fprop_x", "fprop_w")'),
     Plant("a weight gradient told by its activation alone", "analysis/find.py",
-          "if (input_index(layer.root), layer.gemm.alpha) in self.parts.get(product.node, ())", "if True"),
+          "if (input_index(_input_of(layer.root)), layer.gemm.alpha) in self.parts.get(product.node, ())", "if True"),
     Plant("a weight gradient of another activation", "analysis/find.py",
           "and layer.activation == activation.elements", "and True"),
     Plant("an input gradient told by its weight alone", "analysis/find.py",

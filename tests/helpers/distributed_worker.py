@@ -175,6 +175,8 @@ def mean(loss: torch.Tensor) -> float:
 
 
 def worker(rank: int, device: str, output: str, cases: list[Case]) -> None:
+    from tests.helpers import quantised_gathers  # its models and losses are those of this file
+
     if device == "cuda":
         torch.cuda.set_device(rank)
     else:
@@ -185,6 +187,7 @@ def worker(rank: int, device: str, output: str, cases: list[Case]) -> None:
     for case in cases:
         torch._dynamo.reset()
         runs[str(case)] = train(case, rank, torch.device(device)).__dict__
+    runs["gathers"] = quantised_gathers.run(rank, torch.device(device))
     runs |= {recipe: packed(recipe, torch.device(device)) for recipe in PACKED}
     if rank == 0:
         torch.save(runs, output)

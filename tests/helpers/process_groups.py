@@ -1,5 +1,6 @@
 """Process groups of tests: a rank that waits in vain raises after two minutes, not after torch's half an hour."""
 
+import gc
 import os
 import subprocess
 import sys
@@ -21,6 +22,17 @@ def begin(store: str | PathLike, rank: int, ranks: int = 2, communication: str =
     dist.init_process_group(
         communication, init_method=f"file://{store}", rank=rank, world_size=ranks, timeout=PATIENCE
     )  # fmt: skip
+
+
+def end() -> None:
+    """End the default process group, if there is one, in the process of a test.
+
+    A thread of gloo may still hold tensors of the last collective. The group's destructor waits for that thread without
+    releasing Python's lock, which the thread needs to free a tensor. Collecting garbage leaves the thread the time.
+    """
+    if dist.is_initialized():
+        gc.collect()
+        dist.destroy_process_group()
 
 
 def run_ranks(

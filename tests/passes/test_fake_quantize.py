@@ -149,7 +149,7 @@ def test_which_ones(name):
     products = graph_module.graph.find_nodes(op="call_function", target=SCALED_MM)
     with dry_run(Target(90)):
         product = scaled_mm_of(products[0])
-        assert (product.b.format is not None) == (name != "plain weights") and product.choice().dequantizes_a
+        assert (product.b.format is not None) == (name != "plain weights") and product.choice.dequantizes_a
     count = replaced(graph_module)
     assert count == (name in REPLACED)
     quantisers = [quantise_of(node) for node in graph_module.graph.find_nodes(op="call_function", target=QUANTIZE)]
@@ -253,8 +253,8 @@ VALUES, ROW_VALUES = ("quantize_rows", torch.float16), ("quantize_scaled_rows", 
     ("nvfp4", [AMAX, VALUES], [AMAX, CODES]), ("nvfp4_one_level", [VALUES], [CODES]),
     ("nvfp4_rowwise", [ROW_VALUES], [AMAX, CODES])])  # fmt: skip
 @pytest.mark.parametrize(("m", "n", "served"), [
-    (1, 8192, ["gemv"]), (40, 1024, ["swizzle_a_sm90", "gemm_wgmma_sm90", "split_k_reduction"]),
-    (256, 1024, ["swizzle_a_sm90", "gemm_wgmma_sm90"]),
+    (1, 8192, ["gemv"]), (40, 1024, ["gemm_wgmma_sm90", "split_k_reduction"]),
+    (256, 1024, ["gemm_wgmma_sm90"]),
     (8200, 1024, ["dequant_operand", "split_k_reduction"])])  # fmt: skip
 def test_launches(m, n, served, recipe, activations, weights):
     """A is fake-quantised, then multiplied. Of the largest products, only B is dequantised in memory."""

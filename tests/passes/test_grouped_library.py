@@ -294,7 +294,7 @@ def test_the_fastest_configuration_is_launched(along_k, index, monkeypatch):
 
     def keep(graph):
         (node,) = graph.find_nodes(op="call_function", target=SCALED_GROUPED_MM)
-        configs.extend(sm100_configs(scaled_mm_of(node).problem()))
+        configs.extend(sm100_configs(scaled_mm_of(node).problem))
 
     def run(call, config):
         ran.append(config)

@@ -1,4 +1,4 @@
-"""Compiled models, end to end, for a B200 that is not there: `tests/helpers/compiled_models.py` says what is compared.
+"""Compiled models, end to end, for a GPU that is not there: `tests/helpers/compiled_models.py` says what is compared.
 
 In a process of its own: torch remembers what it once found out about the GPU. `benchmarks.simulated_models` runs all
 combinations of model, recipe, run and dtype, which takes ten minutes.
@@ -8,16 +8,18 @@ import os
 
 import pytest
 import torch
+import torch.nn.functional as F
 import triton
 import triton.language as tl
 
+import fp4compile
 from fp4compile import _compat
 from fp4compile.check.simulate.fault import Fault
 from fp4compile.check.simulate.launch import Simulator, compiled_of
 from fp4compile.hardware import Target
 from tests.helpers import in_interpreter
 from tests.helpers.compiled_models import RUNS, Case, compared, difference, expected_of
-from tests.helpers.simulated_gpu import Gpu
+from tests.helpers.simulated_gpu import Gpu, simulated
 
 PRETENDING = os.environ.get("FP4COMPILE_PRETENDING") == "1"
 pretending = pytest.mark.skipif(not PRETENDING, reason="run in a process of its own")
@@ -34,6 +36,33 @@ def test_model(case, kernels):
     found = compared(case)
     assert found.largest.found <= found.largest.bound, found.differences
     assert kernels <= {name for counts in found.launches.values() for name in counts}
+
+
+class Experts(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.w = torch.nn.Parameter(torch.randn(4, 72, 128) / 128**0.5)
+
+    def forward(self, x, offs):
+        return F.grouped_mm(x, self.w.mT, offs=offs)
+
+
+@pretending
+def test_packed_experts(monkeypatch):
+    """On Hopper: tokens become values in one kernel, and the packed codes are multiplied; bits of the reference."""
+    torch.manual_seed(0)
+    model, x = Experts().bfloat16(), torch.randn(65, 128).bfloat16()
+    offs = torch.tensor([0, 33, 34, 62], dtype=torch.int32)
+    fp4compile.pack_(model, "nvfp4", contracted={"w": -1})
+    backend = fp4compile.backend("nvfp4", strict=True)
+    with torch.no_grad(), simulated(monkeypatch, 90) as gpu:
+        torch._dynamo.reset()
+        got = torch.compile(model, backend=backend)(x, offs)
+    assert gpu.counted()["package"] == {"grouped_rows_amax": 1, "quantize_grouped_rows": 1, "gemm_wgmma_sm90": 1}
+    with torch.no_grad():
+        torch._dynamo.reset()
+        expected = torch.compile(model, backend=backend)(x, offs)
+    assert torch.equal(got, expected) and got[:62].abs().amin(-1).gt(0).all() and not got[62:].any()
 
 
 @pretending

@@ -51,7 +51,7 @@ def test_other_gpus(sm, stochastic):
 
 def test_groups_and_steps():
     """Groups without rows, and rows of no group; a norm whose statistics are computed on the chip."""
-    assert quantized_groups(entry(GROUPED_CONFIGURATIONS, "grouped rows", "nvfp4"), 80, on()) == []
+    assert quantized_groups(entry(GROUPED_CONFIGURATIONS, "grouped rows", "nvfp4"), (130, 80), on()) == []
     norm = replace(entry(PROLOGUE_CONFIGURATIONS, "a norm", "mxfp8"), shape=(8192, 1024))
     assert quantized_after_steps(norm, run_simulated.WHOLE, on(seed=1)) == []
 
@@ -129,7 +129,7 @@ def test_what_is_wrong_is_said(monkeypatch):
     right = run_simulated.quantize_kernels
     grouped = entry(GROUPED_CONFIGURATIONS, "grouped rows", "mxfp8")
     monkeypatch.setattr(run_simulated, "quantize_kernels", lambda x, *args, **more: right(-x, *args, **more))
-    (what,) = quantized_groups(grouped, 80, on())
+    (what,) = quantized_groups(grouped, (130, 80), on())
     assert what.startswith("codes: ")
 
 

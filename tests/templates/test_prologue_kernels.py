@@ -19,9 +19,8 @@ from fp4compile.ops.quantize import QUANTIZE, quantize_kernels
 from fp4compile.templates.device.prologue import text
 from fp4compile.templates.launch import dry_run
 from fp4compile.templates.quantize import heuristics
-from tests.helpers import in_interpreter
 from tests.helpers.hard_inputs import NAMES, NON_FINITE, hard_input
-from tests.helpers.kernels import DEVICE, INTERPRETING, OLD_TRITON, gpu, spilled_bytes
+from tests.helpers.kernels import DEVICE, INTERPRETING, gpu, spilled_bytes
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 ROWS, BOTH, VALUES = (-1,), (-1, -2), (-1,)  # dim, and values
@@ -354,9 +353,3 @@ def test_every_prologue_is_read_by_one_kernel():
     assert len({launch.kernel for launch in found}) == 1
     one, same, *others = (launch.constants["PROLOGUE"] for launch in found)
     assert one == same and len({one, *others, ""}) == 4
-
-
-@pytest.mark.skipif(INTERPRETING, reason="is the interpreter")
-@pytest.mark.skipif(OLD_TRITON, reason="its interpreter has no tl.dot_scaled, and reductions fail on numpy 2.4")
-def test_in_the_interpreter():
-    in_interpreter.assert_passes(__file__, "test_norm_kernels.py")

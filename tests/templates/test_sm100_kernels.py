@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from fp4compile.formats import formats, reference
-from tests.helpers import in_interpreter, norms
+from tests.helpers import norms
 from tests.helpers.hard_inputs import hard_input
 from tests.helpers.ptx_player import play
 from tests.helpers.quantisers import quantize, quantize_both
@@ -166,8 +166,3 @@ def test_norms(format):
         x = torch.cat([hard_input(name, (1, cols), torch.bfloat16) for name in names])
         norms.check(norms.SUM, x, format, stored=["s0 bfloat16"])
         norms.check(norms.LAYER, x, format)
-
-
-@pytest.mark.skipif(INTERPRETING, reason="is the interpreter")
-def test_in_the_interpreter():
-    in_interpreter.assert_passes(__file__, "test_scale_sweep_kernel.py")

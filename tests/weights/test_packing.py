@@ -8,7 +8,8 @@ import torch
 import fp4compile
 from fp4compile.analysis.plan import NOT_CALIBRATED
 from fp4compile.recipe import named, recipes
-from fp4compile.weights.pack import PackedLinear
+from fp4compile.weights.linear import PackedLinear
+from fp4compile.weights.replacements import Weight
 from tests.helpers import without_codegen
 from tests.helpers.packed_models import TOKENS, Net, Twice, recipe_of
 from tests.helpers.rewritten import rewritten
@@ -17,13 +18,13 @@ from tests.helpers.rewritten import rewritten
 def test_weights_are_freed_as_it_goes(monkeypatch):
     model = torch.nn.Sequential(*[torch.nn.Linear(64, 64) for _ in range(5)])
     weights = [weakref.ref(layer.weight) for layer in model]
-    alive, pack = [], PackedLinear.pack
+    alive, pack = [], Weight.pack
 
     def counted(*args):
         alive.append(sum(weight() is not None for weight in weights))
         return pack(*args)
 
-    monkeypatch.setattr(PackedLinear, "pack", counted)
+    monkeypatch.setattr(Weight, "pack", counted)
     fp4compile.pack_(model, "nvfp4")
     assert alive == [5, 4, 3, 2, 1]
 

@@ -10,8 +10,7 @@ import torch
 
 import fp4compile
 from fp4compile.weights import cache as weight_cache
-from fp4compile.weights.cache import form, packed_weight
-from fp4compile.weights.fingerprint import fingerprint_of
+from fp4compile.weights.cache import fingerprint_of, form, packed_weight
 from tests.helpers.cached_weights import RECIPE, assert_current, two_layers, uncached
 from tests.helpers.graphs import compile_recorded
 
@@ -187,7 +186,7 @@ def test_fingerprints_differ_by_content_and_place():
 def test_fingerprint_of_several_chunks(monkeypatch):
     x = torch.arange(100.0)
     whole = fingerprint_of(x)
-    monkeypatch.setattr("fp4compile.weights.fingerprint._CHUNK", 7)
+    monkeypatch.setattr("fp4compile.weights.cache._CHUNK", 7)
     assert fingerprint_of(x) == whole
     assert fingerprint_of(x.roll(14)) != whole
 

@@ -128,7 +128,7 @@ class Call:
     def __post_init__(self) -> None:
         p = self.problem
         self.a.check(p.batches, p.m)
-        self.b.check(p.b_matrices, p.n)
+        self.b.check(p.b_matrices, p.b_rows)
         for tensor in (*(() if self.bias is None else (self.bias,)), *self.auxiliaries):
             row = statically_true(tensor.numel() == p.n)
             within(tensor, span((p.n,) if row else (p.batches * p.m, p.n), (1,) if row else (p.n, 1)))

@@ -1,19 +1,24 @@
-"""Which operations are fused into the quantiser of a product, for the report.
+"""Notes on nodes from which the report learns what became of a product after the joint graph.
 
-`rewrite` notes the product's name on every node that replaces the product (`name_product`). `fuse_prologue` notes the
-operations' names on the quantiser (`name_operations`). `fused(graph)` combines both.
+`rewrite` notes a product's name on every node that replaces the product (`name_product`), and on every quantise whose
+result a wgrad reads (`mark`). `fuse_prologue` notes the operations' names on the quantiser (`name_operations`).
+`fused(graph)` says which operations are fused into the quantisers of a product. `saved(graph)` reads off a forward
+graph what the partitioner saves for the backward: the saved activations are the marked quantises among its outputs.
 """
 
+import math
 import operator
 from collections.abc import Iterable
+from dataclasses import dataclass
 
+import torch
 from torch._ops import OpOverload
 from torch.fx import Graph, Node
 
 from fp4compile.analysis.graph import RESHAPES
 from fp4compile.ops.quantize import QUANTIZE
 
-_PRODUCT, _OPERATIONS = "fp4compile_product", "fp4compile_operations"
+_PRODUCT, _OPERATIONS, _SAVED_FOR = "fp4compile_product", "fp4compile_operations", "fp4compile_saved_for"
 
 
 def name_product(product: Node) -> None:
@@ -50,3 +55,37 @@ def fused(graph: Graph) -> dict[str, str]:
                 elif _PRODUCT in user.meta and getattr(user.target, "namespace", "") == "fp4compile":
                     found.setdefault(user.meta[_PRODUCT], {})[operations] = None
     return {product: "; ".join(operations) for product, operations in found.items()}
+
+
+@dataclass(frozen=True)
+class Saved:
+    """A packed activation that is saved for the backward.
+
+    wgrad: name, in the joint graph, of the wgrad node that reads it. packed: its size in bytes, scales included.
+    plain: the size in bytes of the activation in its own dtype.
+    """
+
+    wgrad: str
+    packed: int
+    plain: int
+
+
+def mark(quantise: Node, wgrad: str) -> None:
+    """Note on a quantise the name of the wgrad that reads it, or of the first wgrad where layers share their input."""
+    quantise.meta[_SAVED_FOR] = wgrad
+
+
+def saved(graph: Graph) -> list[Saved]:
+    """The packed activations of known size among the outputs of a forward graph."""
+    sizes: dict[Node, int] = {}
+    for node in torch.utils._pytree.tree_leaves(graph.output_node().args):
+        if isinstance(node, Node) and node.target is operator.getitem and _SAVED_FOR in node.args[0].meta:
+            quantise = node.args[0]
+            sizes[quantise] = sizes.get(quantise, 0) + _bytes(node)
+    found = [Saved(node.meta[_SAVED_FOR], size, _bytes(node.args[0])) for node, size in sizes.items()]
+    return [entry for entry in found if isinstance(entry.packed, int) and isinstance(entry.plain, int)]
+
+
+def _bytes(node: Node):
+    value = node.meta["val"]
+    return math.prod(value.shape) * value.element_size()

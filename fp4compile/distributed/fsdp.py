@@ -1,0 +1,117 @@
+"""Everything private of FSDP2 that this room reads or sets: which parameters are gathered together, and what for.
+
+FSDP2 gives the hooks of a sharded parameter no sign of what a gather is for, and keeps the buffers of the first gather
+for all later ones. Both are attributes of its `FSDPParam` and `FSDPParamGroup`.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+
+
+@dataclass(frozen=True, eq=False)
+class Sharded:
+    """A parameter that FSDP2 shards. group: what is gathered with it."""
+
+    param: Any
+    group: Any
+
+    def __deepcopy__(self, memo: dict) -> "Sharded":
+        return self  # Dynamo copies what a shard refers to
+
+    @property
+    def modules(self) -> list[tuple[nn.Module, str]]:
+        """The modules that have the parameter, and its name there."""
+        info = self.param._module_info
+        shared = zip(info.shared_modules, info.shared_param_names, strict=True)
+        return [(info.module, info.param_name), *shared]
+
+    @property
+    def local(self) -> torch.Tensor:
+        """The rank's shard."""
+        return self.param._sharded_local_tensor
+
+    @property
+    def size(self) -> torch.Size:
+        """The size of the whole parameter."""
+        return self.param._orig_size
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of the whole parameter, which the mixed-precision policy may set."""
+        return self.param.mp_policy.param_dtype or self.local.dtype
+
+    @property
+    def device(self) -> torch.device:
+        """The device of the whole parameter."""
+        return self.param.device
+
+    @property
+    def ranks(self) -> int:
+        return self.param.shard_mesh.size()
+
+    @property
+    def gathered_before(self) -> bool:
+        """Whether the whole parameter has been gathered."""
+        return hasattr(self.param, "_unsharded_param")
+
+    def obstacle(self) -> str | None:
+        """Why the parameter's shards are no whole rows of it on one mesh; None where they are."""
+        param, group = self.param, self.group
+        if param.is_dtensor:
+            return "it is sharded by tensor parallelism too"
+        if param._spmd_mesh.ndim != 1:
+            return "its shards are replicated (HSDP)"
+        if param.fsdp_placement.dim != 0:
+            return f"it is sharded along dimension {param.fsdp_placement.dim}"
+        if group._use_post_forward_mesh:
+            return "it is resharded to a part of the ranks after the forward pass (reshard_after_forward)"
+        return None
+
+    def replace_local(self, local: torch.Tensor) -> None:
+        """Make another tensor the rank's shard, with hooks for FSDP2's gathers."""
+        self.param.sharded_param._local_tensor = local
+        self.param._sharded_param_data = local.view(-1)
+        if not hasattr(self.param, "_extensions_data"):
+            self.param._init_extensions()
+
+    def fit_buffers(self, size: int) -> None:
+        """Let FSDP2 make new buffers where the last gather's buffers have another number of elements than `size`."""
+        if any(buffer.numel() != size for buffer in self.param.all_gather_outputs):
+            self.param.all_gather_outputs = []
+
+    # ------------------------------------------------------------ what a gather is for
+
+    @property
+    def for_forward(self) -> bool:
+        """Whether a gather now may serve a forward pass."""
+        state = self.group._training_state.name
+        return state != "PRE_BACKWARD" or not self.group.reshard_after_backward
+
+    @property
+    def for_backward(self) -> bool:
+        """Whether a gather now may serve a backward pass."""
+        state = self.group._training_state.name
+        return state != "FORWARD" or not self.group._reshard_after_forward
+
+
+def sharded_parameters(model: nn.Module) -> Iterator[Sharded]:
+    """The parameters of a model that FSDP2 shards."""
+    seen = set()
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            for group in _groups(module._get_fsdp_state()):
+                for param in group.fsdp_params:
+                    if id(param) not in seen:
+                        seen.add(id(param))
+                        yield Sharded(param, group)
+
+
+def _groups(state: Any) -> list[Any]:
+    """The groups of a module's parameters: several from torch 2.13 on, before that one or none."""
+    groups = getattr(state, "_fsdp_param_groups", None)
+    return groups if groups is not None else [one for one in [state._fsdp_param_group] if one is not None]

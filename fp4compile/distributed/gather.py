@@ -1,0 +1,151 @@
+"""`gather_quantized_`: which of a model's sharded weights FSDP2 gathers as codes."""
+
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from fp4compile.analysis.module_names import clean_name, module_name
+from fp4compile.analysis.plan import Layer, Model, of_layer
+from fp4compile.distributed.codes import Direction
+from fp4compile.distributed.fsdp import Sharded, sharded_parameters
+from fp4compile.distributed.shard import Magnitudes, QuantizedShard
+from fp4compile.distributed.whole import Form
+from fp4compile.formats.quantize_spec import COLUMNS, FLOAT_DTYPES, ROWS
+from fp4compile.recipe import Recipe, resolve
+from fp4compile.report.report import Report, Row
+from fp4compile.weights.scale_layout import layout_on
+
+
+def gather_quantized_(
+    model: nn.Module, recipe: str | dict | Recipe | Path | None = None, *, recompute: bool = False
+) -> Report:
+    """Let FSDP2 gather the codes of the weights that a recipe quantises, in place of their values.
+
+    Call it after `torch.distributed.fsdp.fully_shard`, before the first forward pass, and compile the blocks with a
+    backend of the same recipe. Each rank quantises its rows; a forward pass gathers codes along the rows, a backward
+    pass codes along the columns. Gradients, optimisers and checkpoints are as without it.
+
+    recipe: as for `fp4compile.backend`. Its rules match the full names of layers in `model`.
+    recompute: whether the backward pass computes forward products again, as activation checkpointing does. Then its
+        gathers bring the codes in both directions.
+
+    Weights of linear layers (`nn.Linear`) whose forward product and input gradient the recipe quantises are gathered as
+    codes. All others keep their gather, for a reason in the report.
+
+    Returns a report of the weights: the forward product and the input gradient of each layer.
+
+    Raises TypeError if `model` is no module or `recompute` no bool, ValueError for a model without parameters that
+    FSDP2 shards and for a second call, RuntimeError after the first forward pass, and the errors of `backend` for a
+    bad recipe.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model: expected a torch.nn.Module, got {type(model).__name__}")
+    if not isinstance(recompute, bool):
+        raise TypeError(f"recompute: expected a bool, got {type(recompute).__name__}")
+    chosen, parameters = resolve(recipe), list(sharded_parameters(model))
+    if not parameters:
+        raise ValueError("model: FSDP2 shards none of its parameters; call torch.distributed.fsdp.fully_shard first")
+    if any(isinstance(one.local, QuantizedShard) for one in parameters):
+        raise ValueError("model: its weights are gathered quantised already")
+    if any(one.gathered_before for one in parameters):
+        raise RuntimeError("model: its parameters were gathered; call gather_quantized_ before the first forward pass")
+    layers = _layers(model, parameters, chosen)
+    names = [clean_name(name) for name, _ in model.named_parameters()]
+    around = Model.of(chosen, names, [layer for layer, _ in layers])
+    report = Report(chosen.name)
+    groups: dict[int, Magnitudes] = {}
+    for layer, one in layers:
+        found = _form(layer, one, chosen, around, recompute)
+        report.add(_rows(layer, one, found, chosen), {})
+        if isinstance(found[0], Form):
+            _attach(one, found[0], groups.setdefault(id(one.group), Magnitudes()))
+    return report
+
+
+# (what is gathered, or why the weight keeps its gather; the layer's recipe, None where a rule skips the layer)
+_Found = tuple[Form | str, Recipe | None]
+
+
+def _layers(model: nn.Module, parameters: list[Sharded], recipe: Recipe) -> list[tuple[Layer, Sharded]]:
+    """The sharded weights of linear layers and of experts."""
+    names = {module: clean_name(name) for name, module in model.named_modules()}
+    found = []
+    for one in parameters:
+        (module, child), *others = one.modules
+        experts = len(one.size) == 3
+        if experts or (isinstance(module, nn.Linear) and child == "weight"):
+            name = f"{names[module]}.{child}".removeprefix(".")
+            n, k = one.size[-2:]
+            # The number of tokens is unknown here, and counts as large enough.
+            tied = any(isinstance(other, nn.Embedding) for other, _ in others)
+            found.append((Layer(module_name(name), (recipe.min_m, n, k), tied, experts=experts), one))
+    return found
+
+
+def _form(layer: Layer, one: Sharded, recipe: Recipe, around: Model, recompute: bool) -> _Found:
+    """What is gathered of a weight, or why it keeps its gather."""
+    chosen, reason = of_layer(layer, recipe, around)
+    reason = reason or (None if chosen is None else _left_by_recipe(chosen)) or _obstacle(layer, one)
+    if chosen is None or reason is not None:
+        return str(reason), chosen
+    form = _form_by(chosen, one, recompute)
+    reason = form.rows.misfit(one.ranks) or form.columns.misfit(one.ranks)
+    return reason or form, chosen
+
+
+def _left_by_recipe(recipe: Recipe) -> str | None:
+    for product, weight in (("fprop", recipe.fprop_w), ("dgrad", recipe.dgrad_w)):
+        if weight is None:
+            return f"recipe {recipe.name} leaves its weight in high precision in {product}"
+    return None
+
+
+def _obstacle(layer: Layer, one: Sharded) -> str | None:
+    """Why a weight keeps its gather under every recipe; None where the recipe decides."""
+    if layer.experts:
+        return "weights of experts are gathered in high precision"
+    if len(one.modules) > 1:
+        return "another module has the same parameter"
+    if one.dtype not in FLOAT_DTYPES:
+        return f"dtype {str(one.dtype).removeprefix('torch.')}"
+    if one.device.type not in ("cpu", "cuda"):
+        return f"device {one.device.type}"
+    return one.obstacle()
+
+
+def _form_by(recipe: Recipe, one: Sharded, recompute: bool) -> Form:
+    n, k = one.size
+    # The other operand's format decides with the weight's whether a GPU's matrix units read swizzled scales.
+    by_rows = layout_on(one.device, recipe.fprop_x, str(recipe.fprop_w), n, k)
+    by_columns = layout_on(one.device, recipe.dgrad_dy, str(recipe.dgrad_w), k, n)
+    rows = Direction(str(recipe.fprop_w), ROWS, (n, k), by_rows)
+    columns = Direction(str(recipe.dgrad_w), COLUMNS, (n, k), by_columns)
+    return Form(rows, columns, one.dtype, recompute)
+
+
+def _attach(one: Sharded, form: Form, magnitudes: Magnitudes) -> None:
+    """Give a parameter's shard FSDP2's hooks, and do it again where `load_state_dict(assign=True)` brings another."""
+    magnitudes.members.append((one, form))
+
+    def wrap(*_: object) -> None:
+        local = one.local
+        if not isinstance(local, QuantizedShard):
+            one.replace_local(QuantizedShard(local, form, one, magnitudes))
+
+    with torch.no_grad():
+        wrap()
+    module, _ = one.modules[0]
+    module.register_load_state_dict_post_hook(wrap)
+
+
+def _rows(layer: Layer, one: Sharded, found: _Found, recipe: Recipe) -> list[Row]:
+    form, chosen = found
+    _, n, k = layer.dims
+    if isinstance(form, str) or chosen is None:
+        dtype = str(one.dtype).removeprefix("torch.")
+        return [Row(layer.name, "fprop", None, n, k, None, dtype, tier=None, reason=str(form), flops=None)]
+    return [
+        Row(layer.name, "fprop", None, n, k, chosen.fprop_x, form.rows.format, tier=None, reason=None, flops=None),
+        Row(layer.name, "dgrad", None, k, n, chosen.dgrad_dy, form.columns.format, tier=None, reason=None, flops=None),
+    ]

@@ -1,0 +1,166 @@
+"""`GatheredWeight`: the whole weight that a module has between FSDP2's gather and its reshard, as codes.
+
+In a graph it is one op, `gathered_weight`, whose products the backend recognises. Where anything else reads it, it is
+the dequantised weight. Its gradient is a plain tensor of its dtype.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_map_only
+
+from fp4compile.distributed.codes import Direction, Parts, invalidate
+from fp4compile.ops.quantize import GATHERED_WEIGHT
+
+aten = torch.ops.aten
+# Operators by which FSDP2 and autograd make another tensor object of a parameter: it has the same codes.
+_SAME = (aten.detach.default, aten.alias.default, aten.as_strided.default, aten.view.default)
+_NAMES = ("rows", "row_scales", "row_outer", "columns", "column_scales", "column_outer")
+
+
+@dataclass(frozen=True)
+class Form:
+    """What a gathered weight is: the directions of its codes and its dtype.
+
+    recompute: whether the codes along the rows are gathered for the backward pass too.
+    """
+
+    rows: Direction
+    columns: Direction
+    dtype: torch.dtype
+    recompute: bool
+
+    @property
+    def transposable(self) -> bool:
+        """Whether the codes of one direction are the other's: in square blocks of one format."""
+        return self.rows.format == self.columns.format and self.rows.block_format.square
+
+    def sent(self, wanted: tuple[Direction, ...]) -> tuple[Direction, ...]:
+        """The directions that ranks send where the products want some."""
+        return wanted[:1] if self.transposable else wanted
+
+
+class GatheredWeight(torch.Tensor):
+    """A weight [N, K] as codes along its rows and along its columns; see `Form`.
+
+    without_rows: whether the last gather brought the codes along the columns alone.
+    """
+
+    form: Form
+    without_rows: bool
+    _rows: torch.Tensor
+    row_scales: torch.Tensor | None
+    row_outer: torch.Tensor | None
+    columns: torch.Tensor
+    column_scales: torch.Tensor | None
+    column_outer: torch.Tensor | None
+
+    @staticmethod
+    def __new__(cls, form: Form, parts: dict[str, torch.Tensor], without_rows: bool = False) -> "GatheredWeight":
+        made = torch.Tensor._make_wrapper_subclass(
+            cls, form.rows.size, dtype=form.dtype, device=parts["rows"].device, requires_grad=False
+        )  # fmt: skip
+        made.form, made.without_rows = form, without_rows
+        made._rows = parts["rows"]
+        for name in _NAMES[1:]:
+            setattr(made, name, parts.get(name))
+        return made
+
+    @classmethod
+    def empty(cls, form: Form, device: torch.device) -> "GatheredWeight":
+        """A weight whose codes are still to be written."""
+        tensors = (*form.rows.parts(device), *form.columns.parts(device))
+        return cls(form, {name: part for name, part in zip(_NAMES, tensors, strict=True) if part is not None})
+
+    @property
+    def rows(self) -> torch.Tensor:
+        """The codes along the rows. Raises RuntimeError where they were not gathered."""
+        if self.without_rows:
+            raise RuntimeError(
+                "a forward product is computed again in the backward pass, as by activation checkpointing, for which "
+                "the weight's codes are not gathered; call gather_quantized_(..., recompute=True)"
+            )
+        return self._rows
+
+    def along(self, direction: Direction) -> Parts:
+        """The codes, block scales and outer scale of one of the form's directions."""
+        if direction == self.form.rows:
+            return self._rows, self.row_scales, self.row_outer
+        return self.columns, self.column_scales, self.column_outer
+
+    def parts(self) -> dict[str, torch.Tensor]:
+        """All tensors that hold codes and scales, by name."""
+        found = {"rows": self._rows} | {name: getattr(self, name) for name in _NAMES[1:]}
+        return {name: part for name, part in found.items() if part is not None}
+
+    def write(self, gathered: torch.Tensor, wanted: tuple[Direction, ...]) -> None:
+        """Write the wanted codes. gathered: uint8 [ranks, bytes], the directions that were sent one after the other.
+
+        The codes of a direction that is not wanted become invalid, so that no product takes old ones.
+        """
+        form = self.form
+        begin, ranks = 0, gathered.shape[0]
+        # Autograd saved these tensors for the backward pass, which reads what is written now.
+        with torch.autograd._unsafe_preserve_version_counter(tuple(self.parts().values())):
+            for direction in form.sent(wanted):
+                size = sum(direction.bytes_of(ranks))
+                direction.decode(gathered[:, begin : begin + size], self.along(direction))
+                begin += size
+            if form.columns in wanted and form.columns not in form.sent(wanted):
+                form.columns.transpose(self.along(form.rows), self.along(form.columns))
+            for direction in (form.rows, form.columns):
+                if direction not in wanted:
+                    invalidate(self.along(direction))
+        self.without_rows = form.rows not in wanted
+
+    def dequantised(self) -> torch.Tensor:
+        """The values of the codes along the rows."""
+        form = self.form
+        return GATHERED_WEIGHT(
+            self.rows, self.row_scales, self.row_outer, form.rows.format,
+            self.columns, self.column_scales, self.column_outer, form.columns.format,
+            form.rows.size[1], form.dtype, form.recompute,
+        )  # fmt: skip
+
+    def __tensor_flatten__(self) -> tuple[list[str], Form]:
+        return list(self.parts()), self.form
+
+    @staticmethod
+    def __tensor_unflatten__(
+        inner: dict[str, torch.Tensor], form: Form, outer_size: Any, outer_stride: Any
+    ) -> "GatheredWeight":
+        return GatheredWeight(form, inner)
+
+    def _stable_hash_for_caching(self) -> str:
+        """What AOTAutograd's cache distinguishes besides the tensors."""
+        return repr((self.form, self.device, self.requires_grad))
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        kwargs = kwargs or {}
+        first = args[0] if args else None
+        if func in _SAME and isinstance(first, cls) and _same_shape(func, args):
+            return cls(first.form, first.parts(), first.without_rows)
+        if func is aten.zeros_like.default and isinstance(first, cls):
+            return torch.zeros(first.shape, dtype=kwargs.get("dtype") or first.dtype, device=first.device)
+        if func._schema.is_mutable and isinstance(first, cls):
+            raise RuntimeError("weight: it was gathered as codes, to which nobody writes; write to its shards")
+        args, kwargs = tree_map_only(cls, cls.dequantised, (args, kwargs))
+        return func(*args, **kwargs)
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:
+        form = self.form
+        formats = f"{form.rows.format}, {form.columns.format}"
+        return f"GatheredWeight({formats}, size={tuple(self.shape)}, dtype={self.dtype}, device={self.device})"
+
+
+def _same_shape(func: Any, args: tuple) -> bool:
+    """Whether one of `_SAME` returns its argument's shape."""
+    if len(args) < 2:
+        return True
+    same = list(args[1]) == list(args[0].shape)
+    if func is aten.view.default:
+        return same
+    offset = args[3] if len(args) > 3 else 0
+    return same and list(args[2]) == list(args[0].stride()) and not offset

@@ -1,0 +1,78 @@
+"""Codes of shards, put together, are the codes of the whole weight, bit for bit."""
+
+import pytest
+import torch
+
+from fp4compile.distributed.codes import Direction, packed_bytes
+from fp4compile.formats import formats
+from fp4compile.formats.layouts import scale_layout
+from fp4compile.ops.quantize import QUANTIZE
+
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+RANKS, N, K = 3, 192, 80  # a row is no whole number of blocks of 32
+
+
+def weight(device="cpu") -> torch.Tensor:
+    """The largest elements lie with the last rank: no other rank would find the whole weight's scales alone."""
+    made = torch.randn(N, K, generator=torch.Generator().manual_seed(0)).to(torch.bfloat16)
+    made[-N // RANKS :] *= 37
+    return made.to(device)
+
+
+def gathered(direction: Direction, whole: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    """What three ranks that quantise a third of the rows each make of a weight."""
+    shards, magnitudes = whole.chunk(RANKS), None
+    if direction.depends_on_all_rows:
+        magnitudes = torch.stack([direction.magnitudes(shard) for shard in shards]).amax(0)
+    sent = torch.stack([packed_bytes(direction.encode(shard, magnitudes)) for shard in shards])
+    parts = direction.parts(whole.device)
+    direction.decode(sent[:, : sum(direction.bytes_of(RANKS))], parts)
+    return parts
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dim", [-1, -2])
+@pytest.mark.parametrize(("name", "layout"), sorted(
+    {(name, scale_layout(fmt, native=native)) for name, fmt in formats.NAMED.items() for native in (False, True)}
+))  # fmt: skip
+def test_shards_have_the_bits_of_the_whole_weight(name, layout, dim, device):
+    fmt, whole = formats.get(name), weight(device)
+    expected = QUANTIZE(whole, name, dim, layout=layout)
+    found = gathered(Direction(name, dim, (N, K), layout), whole)
+    assert [part is not None for part in found] == [True, fmt.scale is not None, fmt.outer is not None]
+    for part, wanted in zip(found, expected, strict=True):
+        if part is not None:
+            assert part.dtype == wanted.dtype and part.shape == wanted.shape
+            assert torch.equal(part.view(-1).view(torch.uint8), wanted.view(-1).view(torch.uint8))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("name", [name for name, fmt in formats.NAMED.items() if fmt.square])
+@pytest.mark.parametrize("layout", ["linear", "swizzled"])
+def test_codes_of_square_blocks_are_transposed(name, layout, device):
+    rows, columns = (Direction(name, dim, (N, K), layout) for dim in (-1, -2))
+    codes, found = gathered(rows, weight(device)), columns.parts(torch.device(device))
+    columns.transpose(codes, found)
+    for part, wanted in zip(found, gathered(columns, weight(device)), strict=True):
+        assert (part is None) == (wanted is None)
+        assert part is None or torch.equal(part.view(-1).view(torch.uint8), wanted.view(-1).view(torch.uint8))
+
+
+@pytest.mark.parametrize(("name", "ranks", "dim", "why"), [
+    ("mxfp8", 5, -1, "its 192 rows do not divide evenly among 5 ranks"),
+    ("mxfp8", 4, -2, "the 48 rows of a rank cut blocks of 32 rows (mxfp8)"),
+    ("nvfp4_16x16", 8, -1, "the 24 rows of a rank cut blocks of 16 rows (nvfp4_16x16)"),
+    ("mxfp8", 4, -1, None),
+    ("nvfp4", 4, -2, None),
+    ("float8_rowwise", 64, -2, None),
+])  # fmt: skip
+def test_shards_that_cut_a_block_are_named(name, ranks, dim, why):
+    assert Direction(name, dim, (N, K)).misfit(ranks) == why
+
+
+@pytest.mark.parametrize(("name", "fewer"), [("nvfp4", 3.5), ("mxfp8", 1.9), ("float8_rowwise", 1.9)])
+@pytest.mark.parametrize("dim", [-1, -2])
+def test_a_rank_sends_fewer_bytes(name, fewer, dim):
+    size = (4096, 1024)
+    sent = sum(Direction(name, dim, size).bytes_of(8))
+    assert 2 * size[0] * size[1] / 8 / sent > fewer
