@@ -54,6 +54,7 @@ FUSING = (
     Pass("merge_quantize", merge_quantize),
     Pass("quantize_before_move", quantize_before_move),
     Pass("fake_quantize", fake_quantize),  # before the fusing passes, which depend on the operands that it leaves
+    Pass("quantize_before_move", quantize_before_move),  # once more, for the values that `fake_quantize` leaves
     Pass("fuse_epilogue", fuse_epilogue),
     Pass("scale_results", scale_results),
     Pass("fuse_prologue", fuse_prologue),  # after fuse_epilogue: a quantiser need not compute a product's epilogue
@@ -72,7 +73,7 @@ def switched_off_passes() -> frozenset[str]:
 
     Raises ValueError for an unknown name, TypeError if the setting is no collection of names.
     """
-    return config.switched_off([one.name for one in ALL])
+    return config.switched_off(list(dict.fromkeys(one.name for one in ALL)))
 
 
 @dataclass(frozen=True, eq=False)

@@ -44,13 +44,15 @@ def _may_be_of_a_pair(found: Quantise) -> bool:
     fmt = formats.get(found.format)
     # Where a static outer scale belongs to each row, the two quantises do not share it.
     given_each = found.outer is not None and fmt.outer == "row"
+    given_each = given_each or found.amax is not None
     return not given_each and found.scale_rule == "amax" and not (found.each_matrix and not fmt.square)
 
 
 def _key(found: Quantise) -> tuple:
     """A key that is equal for the two quantises of a pair."""
     groups = None if found.offs is None else value_key(found.offs), found.each_matrix
-    return value_key(found.x), found.format, found.outer, found.layout, found.seed, found.scale_rule, groups
+    made = found.outer, found.amax, found.layout, found.seed, found.scale_rule
+    return value_key(found.x), found.format, *made, groups
 
 
 def share(graph: Graph) -> None:

@@ -1,49 +1,47 @@
 """Quantise rows before they are moved, so that codes and scales are moved instead of 16-bit numbers.
 
 Entry: `quantize_before_move(graph)`, on a forward, backward or inference graph after the partitioner. It runs after
-`merge_quantize`, because a quantiser of columns as well reads rows together, and before `fake_quantize`.
+`merge_quantize`, because a quantiser of columns as well reads rows together, and twice: before `fake_quantize`, which
+would make 16-bit numbers of codes that a collective could move; and after it, for the 16-bit numbers that experts read.
 
 Tokens are gathered for their experts, looked up in a table, concatenated, or collected from other processes, and then
 quantised. A row whose scales are its own has the same codes wherever it is. So `quantize(move(x))` is
 `move(quantize(x))`, bit for bit, applied to codes, block scales and outer scales of rows one by one. Moves are handled
-from the last to the first, so the quantiser goes to the start of a chain of moves. Reshapes and copies in between keep
-the rows. Offsets of groups are dropped: a row has the same codes in every group, and the codes of rows of no group are
-arbitrary.
+from the last to the first, so the quantiser goes to the start of a chain of moves. What lies in between keeps the rows
+(`moves`). Offsets of groups are dropped: a row has the same codes in every group, and the codes of rows of no group are
+arbitrary. Scales are moved in the linear layout; `lay_out_scales` swizzles them behind the move.
 
-A quantiser stays behind the move where its results depend on more than a row: an outer scale that is computed for the
-whole tensor or for a group, swizzled scales, square blocks, stochastic rounding, or columns. So it does if anything
-other than quantisers reads the moved rows, because then both would be moved.
+An outer scale of the whole tensor depends on all moved rows, and has the bits of the quantiser behind the move only if
+it is made of their largest magnitude. Processes that gather reduce theirs before they quantise, as one number. In a
+device, the rows' magnitudes are moved like the rows, and the largest of them is taken: an index may leave rows out.
 
-A move inside a device has to pay (`_pays_locally`). A collective always does: a network is slower than memory, and the
+A quantiser stays behind the move where its results depend on more than that, and where anything other than quantisers
+reads the moved rows, because then both would be moved; `_reason` names the reasons, and the report has them.
+
+A move inside a device has to pay (`_local_reason`). A collective always does: a network is slower than memory, and the
 process quantises its own rows, not those of the whole group. What is decided about a collective depends on nothing that
 may differ between the processes, such as numbers of rows, because all have to call the same collectives.
 """
 
 import math
 import operator
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch.fx import Graph, Node
 
 from fp4compile._compat import statically_true
-from fp4compile.analysis.graph import RESHAPES, Quantise, new_node, quantise_of
+from fp4compile.analysis.graph import CAST, Quantise, new_node, quantise_of
 from fp4compile.formats import formats
-from fp4compile.ops.quantize import QUANTIZE
+from fp4compile.ops.quantize import LAY_OUT_SCALES, QUANTIZE
 from fp4compile.passes.fake_quantize import may_return_values
 from fp4compile.passes.merge_quantize import share
+from fp4compile.passes.moves import Move, is_local_move, move_of, readers_of, replayed, share_equal
+from fp4compile.passes.notes import name_move
 from fp4compile.roofline.pointwise import base_of, kind_of
 from fp4compile.templates.launch import on_gpu, target_of
 
 aten = torch.ops.aten
-
-# By name, because torch may be built without distributed.
-_COLLECTIVES = (
-    "_c10d_functional.all_gather_into_tensor.default", "_c10d_functional.all_to_all_single.default",
-)  # fmt: skip
-_WAIT = "_c10d_functional.wait_tensor.default"
-_LOCAL = (aten.index.Tensor, aten.index_select.default, aten.embedding.default, aten.cat.default)
 
 # Bytes that a GPU moves in the time of one more launch: 1.4 us (`hardware.Gpu.launch`) at about 3 TB/s.
 LAUNCH_BYTES = 4 * 2**20
@@ -51,145 +49,124 @@ LAUNCH_BYTES = 4 * 2**20
 
 def quantize_before_move(graph: Graph) -> int:
     """Move codes and scales where quantisers alone read the moved rows; returns the number of moves."""
-    count = 0
+    count, known = 0, set(graph.nodes)
     for node in reversed(list(graph.nodes)):
-        move = _move_of(node)
-        readers = None if move is None else _quantisers(node)
-        if readers and all(_by_rows(each) and _outer_is_there(each, move) for each in readers) and _pays(move, readers):
-            _replace(graph, move, readers)
+        move = move_of(node)
+        readers = [] if move is None else readers_of(node)
+        quantisers = [quantise_of(each) for each in readers if each.target is QUANTIZE]
+        if not quantisers:
+            continue
+        reason = "its rows are read elsewhere, too" if len(quantisers) < len(readers) else _reason(move, quantisers)
+        text = f"quantised before {move.name}" if reason is None else f"quantised after {move.name}: {reason}"
+        for each in quantisers:
+            name_move(each.node, node, text)
+        if reason is None:
+            _Moving(graph, move).replace(quantisers)
             count += 1
     if count:
-        share(graph)  # the tensor may be quantised already, for those who read it where it was
+        # The tensor may be quantised already, for those who read it where it was; or be moved twice.
+        made = share_equal([node for node in graph.nodes if node not in known])
+        share(graph)
+        share_equal([node for node in graph.nodes if node in set(made)])
     return count
 
 
-# ---------------------------------------------------------------- what moves rows
+# ---------------------------------------------------------------- which quantisers go before a move
 
 
-@dataclass(frozen=True)
-class _Move:
-    """A node whose rows are rows of other tensors. The last dimension is that of a row, in all of them.
-
-    node: the moved rows. start: the node itself, or the collective that `node` waits for. sources: the other tensors.
-    """
-
-    node: Node
-    start: Node
-    sources: tuple[Node, ...]
-
-    @property
-    def is_collective(self) -> bool:
-        return self.start is not self.node
-
-    def new(self, graph: Graph, tensors: Sequence[Node]) -> Node:
-        """The same start of a move of other tensors, one for each source."""
-        given = list(tensors) if self.start.target is aten.cat.default else tensors[0]
-        return new_node(graph, self.start.target, (given, *self.start.args[1:]), self.start.meta)
+def _reason(move: Move, readers: list[Quantise]) -> str | None:
+    """Why quantisers, the only readers of the moved rows, stay behind the move; None where they go before it."""
+    for each in readers:
+        reason = _of_more_than_a_row(each, move)
+        if reason is not None:
+            return reason
+    row = _row_bytes(move.node)
+    if move.is_collective:
+        fewer = sum(map(_moved_bytes, readers)) < row
+        return None if fewer else "codes and scales are no fewer bytes"
+    return _local_reason(move, readers, row)
 
 
-def _move_of(node: Node) -> _Move | None:
-    """A node as a move of whole rows; None if it is none."""
-    if node.op != "call_function" or node.kwargs:
-        return None
-    if str(node.target) == _WAIT:
-        start = node.args[0]
-        if str(start.target) not in _COLLECTIVES or len(start.users) > 1 or start.kwargs:
-            return None
-        return _Move(node, start, (start.args[0],)) if _has_rows(start.args[0]) else None
-    if node.target not in _LOCAL:
-        return None
-    sources = tuple(node.args[0]) if node.target is aten.cat.default else (node.args[0],)
-    if not all(map(_has_rows, sources)) or not _moves_rows(node, sources):
-        return None
-    return _Move(node, node, sources)
-
-
-def _has_rows(node: Node) -> bool:
-    """Whether a tensor has rows, of a known number of elements."""
-    value = node.meta.get("val")
-    return isinstance(value, torch.Tensor) and value.dim() > 1 and isinstance(value.shape[-1], int)
-
-
-def _moves_rows(node: Node, sources: tuple[Node, ...]) -> bool:
-    """Whether an operator of `_LOCAL` leaves the last dimension as it is."""
-    value = sources[0].meta["val"]
-    if node.target is aten.embedding.default:
-        return True
-    if node.target is aten.index.Tensor:
-        return len(node.args[1]) < value.dim()
-    dim = node.args[1] if len(node.args) > 1 else 0
-    alike = {(each.meta["val"].dim(), each.meta["val"].dtype, each.meta["val"].shape[-1]) for each in sources}
-    return dim not in (-1, value.dim() - 1) and len(alike) == 1
-
-
-# ---------------------------------------------------------------- which quantisers go before it
-
-
-def _quantisers(node: Node) -> list[Quantise] | None:
-    """The quantisers that read a tensor, or a reshape of it that keeps the rows; None if anything else reads it."""
-    found: list[Quantise] = []
-    for user in node.users:
-        readers = [quantise_of(user)] if user.target is QUANTIZE else _quantisers(user) if _keeps_rows(user) else None
-        if readers is None:
-            return None
-        found += readers
-    return found
-
-
-def _keeps_rows(node: Node) -> bool:
-    if node.target not in (*RESHAPES, aten.clone.default):
-        return False
-    before, after = (each.meta["val"].shape for each in (node.args[0], node))
-    return len(after) > 1 and statically_true(before[-1] == after[-1])
-
-
-def _by_rows(quantise: Quantise) -> bool:
-    """Whether each row of codes and scales depends on one row of the tensor, and on nothing else that is moved."""
+def _of_more_than_a_row(quantise: Quantise, move: Move) -> str | None:
+    """On what else than its own row, or than all moved rows' largest magnitude, a row of codes and scales depends."""
     fmt, outer = formats.get(quantise.format), quantise.outer
-    plain = (quantise.dims, quantise.layout, quantise.scale_rule) == ((-1,), "linear", "amax") and not fmt.square
-    plain = plain and not (quantise.values or quantise.prologue or quantise.each_matrix) and quantise.seed is None
-    return plain and (fmt.outer != "tensor" if outer is None else outer.meta["val"].dim() == 0)
+    if quantise.dims != (-1,):
+        return "columns are quantised"
+    if fmt.square:
+        return "blocks are square"
+    if quantise.seed is not None:
+        return "elements are rounded stochastically"
+    if quantise.scale_rule != "amax" or quantise.prologue or quantise.each_matrix:
+        return "it is no quantiser of activations alone"
+    if outer is not None and outer.meta["val"].dim():
+        return "each row has a given scale"
+    if outer is not None and not (outer < move.start or (outer.op != "placeholder" and not outer.all_input_nodes)):
+        return "its outer scale is computed behind the move"
+    if not _makes_outer(quantise):
+        return None
+    if quantise.offs is not None:
+        return "each group has an outer scale of its own"
+    if quantise.hadamard:
+        return "its outer scale is made of transformed rows"
+    if move.is_exchange:
+        return "its outer scale is made of the rows that arrive"
+    if not all(statically_true(_rows(each) > 0) for each in (move.node, *move.sources)):
+        return "there may be no rows to make its outer scale of"
+    return None
 
 
-def _outer_is_there(quantise: Quantise, move: _Move) -> bool:
-    """Whether a static outer scale is known before the move; a constant can be."""
-    outer = quantise.outer
-    return outer is None or outer < move.start or not (outer.op == "placeholder" or outer.all_input_nodes)
+def _makes_outer(quantise: Quantise) -> bool:
+    """Whether the quantiser makes an outer scale of all of its rows."""
+    return formats.get(quantise.format).outer == "tensor" and quantise.outer is None and quantise.amax is None
 
 
-def _pays(move: _Move, readers: list[Quantise]) -> bool:
-    """Whether fewer bytes are moved."""
-    value = move.node.meta["val"]
-    row, codes = value.shape[-1] * value.element_size(), sum(map(_row_bytes, readers))
-    return codes < row and (move.is_collective or _pays_locally(move, readers, row))
-
-
-def _pays_locally(move: _Move, readers: list[Quantise], row: int) -> bool:
-    """Whether a move inside a device pays.
+def _local_reason(move: Move, readers: list[Quantise], row: int) -> str | None:
+    """Why a move inside a device does not pay; None if it does. row: bytes of a moved row.
 
     No more rows may be quantised than before, so a few rows of a large table are not worth quantising the table. Sizes
-    have to be known. The bytes that are saved have to be worth the launches that are added: of several moves instead of
-    one, and of one quantiser for each source. Where `fake_quantize` would make the codes 16-bit numbers, nothing is
-    saved; nor is it where Inductor computes the rows while it moves them.
+    have to be known. The bytes that are saved have to be worth the launches that are added. Where `fake_quantize` would
+    make the codes 16-bit numbers, it does so first. Nothing is saved where Inductor computes the rows while it moves
+    them.
     """
     before, after = _rows(move.node), [_rows(source) for source in move.sources]
-    if not all(isinstance(rows, int) for rows in (before, *after)) or sum(after) > before:
-        return False
-    if not all(_inductor_moves(each) and not may_return_values(each) for each in readers):
-        return False
+    if not all(isinstance(rows, int) for rows in (before, *after)):
+        return "the numbers of rows are not known"
+    if sum(after) > before:
+        return "more rows would be quantised"
+    if any(map(may_return_values, readers)):
+        return "its products read 16-bit numbers"
+    if not all(map(_inductor_moves, readers)):
+        return "Inductor has no kernels with the dtype of its scales"
     if not all(map(_in_memory, move.sources)):
-        return False
-    saved, launches = 2 * before * row, -1
-    for each in readers:
-        codes = _row_bytes(each)
-        saved += before * (row - codes) - sum(after) * (row + codes)
-        launches += len(_parts(each)) + len(move.sources) - 1
-    return saved >= launches * (LAUNCH_BYTES if on_gpu(move.node.meta["val"]) else 0)
+        return "the rows are computed while they are moved"
+    saved = 2 * before * row + sum(_saved(each, before, sum(after), row) for each in readers)
+    launches = sum(_added_launches(each, len(move.sources)) for each in readers) - 1
+    pays = saved >= launches * (LAUNCH_BYTES if on_gpu(move.node.meta["val"]) else 0)
+    return None if pays else "the launches cost more than the bytes"
+
+
+def _saved(quantise: Quantise, before: int, after: int, row: int) -> int:
+    """Bytes that are not read and written for a quantiser before a move. The rows are not moved at all, besides.
+
+    before, after: the rows that it reads now and then. row: bytes of a row.
+    """
+    codes = _moved_bytes(quantise)
+    saved = before * (row - codes) - after * (row + codes)
+    if quantise.spec.swizzled:
+        saved -= 2 * before * _bytes_of(quantise, 1)
+    return saved + (before - after) * row * _makes_outer(quantise)  # which reads the rows once more
+
+
+def _added_launches(quantise: Quantise, sources: int) -> int:
+    """The moves of its results, and a quantiser for each source; the layout of scales; the moved rows' magnitudes."""
+    return len(_parts(quantise)) + sources - 1 + quantise.spec.swizzled + (1 + sources) * _makes_outer(quantise)
 
 
 def _inductor_moves(quantise: Quantise) -> bool:
     """Whether Inductor writes kernels with the types of the results: C++ has no E8M0, Triton no FP8 for old GPUs."""
     value = quantise.x.meta["val"]
+    if quantise.values:
+        return True
     if on_gpu(value):
         return target_of(value.device).float8_matrix_units
     return formats.get(quantise.format).scale != "e8m0"
@@ -199,86 +176,124 @@ def _rows(node: Node) -> int | torch.SymInt:
     return math.prod(node.meta["val"].shape[:-1])
 
 
+def _row_bytes(node: Node) -> int:
+    value = node.meta["val"]
+    return value.shape[-1] * value.element_size()
+
+
 def _parts(quantise: Quantise) -> list[int]:
     """The places of the results that have one row for each row of the tensor: codes, block scales, outer scales."""
     fmt = formats.get(quantise.format)
-    there = (True, fmt.scale is not None, fmt.outer == "row" and quantise.outer is None)
+    there = (True, fmt.scale is not None and not quantise.values, fmt.outer == "row" and quantise.outer is None)
     return [place for place, is_there in enumerate(there) if is_there]
 
 
-def _row_bytes(quantise: Quantise) -> int:
+def _moved_bytes(quantise: Quantise) -> int:
     """Bytes of the codes and scales of one row."""
-    values = [quantise.node.meta["val"][place] for place in _parts(quantise)]
-    return sum(value.shape[-1] * value.element_size() for value in values)
+    return sum(_bytes_of(quantise, place) for place in _parts(quantise))
+
+
+def _bytes_of(quantise: Quantise, place: int) -> int:
+    """Bytes of one row of a result, of linear block scales."""
+    value = quantise.node.meta["val"][place]
+    if place == 1:
+        elements = quantise.x.meta["val"].shape[-1]
+        return -(-elements // formats.get(quantise.format).block_cols) * value.element_size()
+    return value.shape[-1] * value.element_size()
 
 
 def _in_memory(node: Node) -> bool:
     """Whether a tensor is in memory anyway, and is not computed by the kernel of Inductor's that moves it."""
     base = base_of(node)
-    return kind_of(base) not in ("fused", "reduction") or base.target in _LOCAL or len(node.users) > 1
+    return kind_of(base) not in ("fused", "reduction") or is_local_move(base) or len(base.users) > 1
 
 
 # ---------------------------------------------------------------- the new nodes
 
 
-def _replace(graph: Graph, move: _Move, readers: list[Quantise]) -> None:
-    """Quantise the sources, move the results, and let the quantisers' users read these; erase the move.
+@dataclass
+class _Moving:
+    """Puts quantisers before a move. largest: the moved rows' largest magnitude, once a quantiser has asked for it."""
 
-    All collectives start where the one did, and are waited for where that was, so that they overlap with what lies in
-    between. The sizes of a reshape may be computed as late as the reader.
-    """
-    for reader in readers:
-        if reader.outer is not None and not reader.outer < move.start:
-            move.start.prepend(reader.outer)
-        with graph.inserting_before(move.start):
-            quantised = [replace(reader, x=source, offs=None).new(graph, reader.node.meta) for source in move.sources]
-            moved = {place: _started(graph, move, quantised, place) for place in _parts(reader)}
+    graph: Graph
+    move: Move
+    largest: Node | None = field(default=None)
+
+    def replace(self, readers: list[Quantise]) -> None:
+        """Quantise the sources, move the results, and let the quantisers' users read these; erase the move.
+
+        All collectives start where the one did, and are waited for where that was, so that they overlap with what lies
+        in between. The sizes of a reshape may be computed as late as the reader.
+        """
+        graph, move = self.graph, self.move
+        for reader in readers:
+            if reader.outer is not None and not reader.outer < move.start:
+                move.start.prepend(reader.outer)
+            with graph.inserting_before(move.start):
+                quantised = self._quantised(reader)
+                moved = {place: self._started(quantised, place) for place in _parts(reader)}
+            if move.is_collective:
+                with graph.inserting_before(move.node):
+                    wait, meta = move.node.target, move.node.meta
+                    moved = {place: new_node(graph, wait, (node,), meta) for place, node in moved.items()}
+            with graph.inserting_before(reader.node):
+                results = {place: self._result(reader, node, place) for place, node in moved.items()}
+                for user in list(reader.node.users):
+                    place = user.args[1]
+                    if place not in results:  # an empty tensor, or the outer scale, which all sources have
+                        results[place] = new_node(graph, operator.getitem, (quantised[0], place), user.meta)
+                    user.replace_all_uses_with(results[place])
+        _erase(move.node)
         if move.is_collective:
-            with graph.inserting_before(move.node):
-                wait, meta = move.node.target, move.node.meta
-                moved = {place: new_node(graph, wait, (node,), meta) for place, node in moved.items()}
-        with graph.inserting_before(reader.node):
-            results = {place: _as_result(graph, move, reader, node, place) for place, node in moved.items()}
-            for user in list(reader.node.users):
-                place = user.args[1]
-                if place not in results:  # an empty tensor
-                    results[place] = new_node(graph, operator.getitem, (quantised[0], place), user.meta)
-                user.replace_all_uses_with(results[place])
-    _erase(move.node)
-    if move.is_collective:
-        graph.erase_node(move.start)
+            graph.erase_node(move.start)
 
+    def _quantised(self, reader: Quantise) -> list[Node]:
+        """The sources, quantised."""
+        amax = reader.amax
+        if _makes_outer(reader):
+            self.largest = amax = self.largest or self._largest()
+        alone = replace(reader, offs=None, layout="linear", amax=amax)
+        return [replace(alone, x=source).new(self.graph, reader.node.meta) for source in self.move.sources]
 
-def _started(graph: Graph, move: _Move, quantised: list[Node], place: int) -> Node:
-    """The start of the move of one result of the quantised sources.
+    def _largest(self) -> Node:
+        """The largest magnitude of the moved rows, float32 []; NaN where one is NaN."""
+        graph, move, meta = self.graph, self.move, self.move.node.meta
 
-    It is moved as bytes if its elements are bytes: neither torch nor libraries of collectives move all such dtypes.
-    """
-    tensors = [new_node(graph, operator.getitem, (each, place), each.meta) for each in quantised]
-    if _as_bytes(tensors[0].meta["val"].dtype):
-        tensors = [new_node(graph, aten.view.dtype, (each, torch.uint8), each.meta) for each in tensors]
-    return move.new(graph, tensors)
+        def new(target, *args) -> Node:
+            return new_node(graph, target, args, meta)
 
+        magnitudes = [new(aten.abs.default, source) for source in move.sources]
+        if not move.is_collective:
+            rows = move.new(graph, [new(aten.amax.default, each, [-1], True) for each in magnitudes])
+            return new(CAST, new(aten.amax.default, rows), torch.float32)
+        largest = new(CAST, new(aten.amax.default, magnitudes[0]), torch.float32)
+        # As integers magnitudes have their order, with NaN above all; libraries of collectives may pass over NaN.
+        bits = new(aten.bitwise_and.Scalar, new(aten.view.dtype, largest, torch.int32), 0x7FFFFFFF)
+        found = move.largest(graph, new(aten.reshape.default, bits, [1]))
+        return new(aten.view.dtype, new(aten.reshape.default, found, []), torch.float32)
 
-def _as_result(graph: Graph, move: _Move, reader: Quantise, moved: Node, place: int) -> Node:
-    """A moved result in the shape and dtype that it has in the reader's results."""
-    shape, dtype = _shape(reader.x, move.node), reader.node.meta["val"][place].dtype
-    if shape is not None:
-        moved = new_node(graph, aten.reshape.default, (moved, [*shape[:-1], moved.meta["val"].shape[-1]]), moved.meta)
-    return new_node(graph, aten.view.dtype, (moved, dtype), moved.meta) if _as_bytes(dtype) else moved
+    def _started(self, quantised: list[Node], place: int) -> Node:
+        """The start of the move of one result of the quantised sources.
+
+        It is moved as bytes if its elements are bytes: neither torch nor libraries of collectives move all such dtypes.
+        """
+        graph = self.graph
+        tensors = [new_node(graph, operator.getitem, (each, place), each.meta) for each in quantised]
+        if _as_bytes(tensors[0].meta["val"].dtype):
+            tensors = [new_node(graph, aten.view.dtype, (each, torch.uint8), each.meta) for each in tensors]
+        return self.move.new(graph, tensors)
+
+    def _result(self, reader: Quantise, moved: Node, place: int) -> Node:
+        """A moved result in the shape, the layout and the dtype that it has in the reader's results."""
+        graph, dtype = self.graph, reader.node.meta["val"][place].dtype
+        moved = replayed(graph, reader.x, self.move.node, moved)
+        if place == 1 and reader.spec.swizzled:
+            moved = new_node(graph, LAY_OUT_SCALES, (moved, reader.offs), reader.node.meta)
+        return new_node(graph, aten.view.dtype, (moved, dtype), moved.meta) if _as_bytes(dtype) else moved
 
 
 def _as_bytes(dtype: torch.dtype) -> bool:
     return dtype.itemsize == 1 and dtype != torch.uint8
-
-
-def _shape(node: Node, moved: Node) -> list | None:
-    """The shape that the last reshape between the moved rows and a node gives them; None without a reshape."""
-    while node is not moved:
-        if node.target in RESHAPES:
-            return node.args[1]
-        node = node.args[0]
-    return None
 
 
 def _erase(node: Node) -> None:

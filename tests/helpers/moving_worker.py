@@ -24,7 +24,7 @@ from tests.helpers import process_groups
 
 RANKS, K = 2, 64
 SENT = [[2, 6], [7, 3]]  # rows from each rank to each rank
-_CALLS = re.compile(r'"(\w+)\[.*_c10d_functional\.(all_gather_into_tensor|all_to_all_single)\.')
+_CALLS = re.compile(r'"(\w+)\[.*_c10d_functional\.(all_gather_into_tensor|all_to_all_single|all_reduce)\.')
 
 
 def tokens(rank: int) -> torch.Tensor:
@@ -39,7 +39,8 @@ def layer() -> nn.Linear:
 
 
 class Collected(nn.Module):
-    """A layer of the first six tokens of all ranks, and of the tokens that are sent to this rank."""
+    """A layer of the first six tokens of all ranks, of the same as two sequences of which each rank has three tokens,
+    and of the tokens that are sent to this rank."""
 
     def __init__(self, rank: int):
         super().__init__()
@@ -48,20 +49,25 @@ class Collected(nn.Module):
 
     def forward(self, first, own):
         gathered = collectives.all_gather_tensor(first, 0, dist.group.WORLD)
+        sequences = collectives.all_gather_tensor(first.view(2, 3, K), 1, dist.group.WORLD)
         exchanged = collectives.all_to_all_single(own, self.received, self.sent, dist.group.WORLD)
-        return self.linear(gathered), self.linear(exchanged)
+        return self.linear(gathered), self.linear(sequences), self.linear(exchanged)
 
 
 def run(rank: int, recipe: str):
     """(results, the number of moves that the pass changed, dtypes by collective)."""
     torch._dynamo.reset()
+    fp4compile.config.enabled_passes = ("quantize_before_move",)
     backend = fp4compile.backend(recipe, min_m=1, min_n=1, min_k=1)
     model = torch.compile(Collected(rank), backend=backend)
     with tempfile.TemporaryDirectory() as folder, mock.patch.dict("os.environ", FP4COMPILE_DUMP=folder):
         with torch.no_grad():
             results = model(tokens(rank)[:6], tokens(rank))
-        (text,) = (path.read_text() for path in Path(folder).glob("*_quantize_before_move_after.py"))
-    moved = sorted((name, dtype) for dtype, name in _CALLS.findall(text))
+        *_, last = sorted(Path(folder).glob("*_quantize_before_move_after.py"))
+        text = last.read_text()
+    moved: dict[str, list[str]] = {}
+    for dtype, name in _CALLS.findall(text):
+        moved.setdefault(name, []).append(dtype)
     return results, backend.report.counts["quantize_before_move"], moved
 
 

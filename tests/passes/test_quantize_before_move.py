@@ -22,6 +22,7 @@ import fp4compile
 from fp4compile.hardware import Target
 from fp4compile.ops.quantize import QUANTIZE
 from fp4compile.passes import quantize_before_move as tested
+from fp4compile.passes.fake_quantize import fake_quantize
 from fp4compile.passes.quantize_before_move import quantize_before_move
 from fp4compile.templates.launch import dry_run
 from tests.helpers import moving_worker
@@ -29,12 +30,13 @@ from tests.helpers.moving_worker import RANKS, SENT, tokens
 
 aten, c10d = torch.ops.aten, torch.ops._c10d_functional
 ROWS, K = 12, 64
-FORMATS = ["mxfp8", "mxfp4", "nvfp4_one_level", "nvfp4_rowwise", "float8_rowwise"]
+FORMATS = ["mxfp8", "mxfp4", "nvfp4_one_level", "nvfp4_rowwise", "float8_rowwise", "nvfp4", "nvfp4_te"]
 
 
 @pytest.fixture(autouse=True)
 def launches_cost_nothing(monkeypatch):
     monkeypatch.setattr(tested, "LAUNCH_BYTES", 0)
+    monkeypatch.setattr(fp4compile.config, "enabled_passes", ("quantize_before_move",))
 
 
 def quantize(x, fmt, dim=-1, **options):
@@ -87,6 +89,10 @@ def by_index(x, index):
     return aten.index.Tensor(x, [index])
 
 
+def gathered(x):
+    return c10d.wait_tensor(c10d.all_gather_into_tensor(x, 2, "0"))
+
+
 MOVES = {
     "index": by_index,
     "index_select": lambda x, index: aten.index_select(x, 0, index),
@@ -101,6 +107,31 @@ MOVES = {
 @pytest.mark.parametrize("move", MOVES.values(), ids=MOVES)
 def test_bits_of_moved_rows(move, fmt):
     assert moved(lambda x, index: quantize(move(x, index), fmt), inputs()[:2])[0] == 1
+
+
+@pytest.mark.parametrize("move", ["index", "cat", "matrices"])
+def test_bits_of_swizzled_scales(move):
+    """Of rows, of groups of rows, of a batch of matrices: scales are moved linear and laid out behind the move."""
+    by, whole = MOVES[move], (1, 2 * ROWS) if move == "index" else (3, -1)
+
+    def function(x, index, offs):
+        rows, options = by(x, index), {"layout": "swizzled"}
+        found = [*quantize(rows, "nvfp4", **options), *quantize(rows.view(*whole, K), "mxfp8", **options)]
+        return found + (quantize(rows, "nvfp4_one_level", offs=offs, **options) if move == "index" else [])
+
+    rows = 12 if move == "index" else 24 if move == "matrices" else 14
+    assert moved(function, inputs(rows)[:3], sm=100)[0] == 1
+
+
+@pytest.mark.parametrize("fmt", ["nvfp4", "nvfp4_te"])
+@pytest.mark.parametrize("largest", [torch.nan, -torch.inf, 0.0, 2.0**-130])
+def test_bits_of_outer_scales(fmt, largest):
+    """Of the moved rows' largest magnitude, not of a row's that the index leaves out."""
+    x, index, *_ = inputs()
+    x[1], x[2, 3] = 1e3, largest
+    index = torch.tensor([2, 3, 2] * 8) if largest else torch.full_like(index, 4)
+    x[4] = 0
+    assert moved(lambda x, index: quantize(by_index(x, index), fmt), (x, index))[0] == 1
 
 
 @pytest.mark.parametrize("options", ["static", "hadamard", "grouped"])
@@ -124,8 +155,11 @@ def test_chains_and_several_quantisers():
         rows = aten.index_select(aten.cat([x, x]).view(4, -1, K), 0, index % 4)
         return *quantize(x, "nvfp4_one_level"), *quantize(rows.view(-1, K), "mxfp4"), *quantize(rows, "nvfp4_one_level")
 
-    count, graph = moved(function, inputs()[:3])
+    x, index, offs, _ = inputs()
+    count, graph = moved(function, (x, index, offs))
     assert count == 2
+    largest_of_chain = lambda x, index: quantize(by_index(aten.cat([x, x]), index), "nvfp4")  # noqa: E731
+    assert moved(largest_of_chain, (x, index))[0] == 1, "the second move's rows are read for the first one's scale"
     assert len(graph.find_nodes(op="call_function", target=QUANTIZE)) == 2, "one for each format"
 
 
@@ -162,11 +196,10 @@ def asked(fmt="nvfp4_one_level", dim=-1, **options):
 
 
 STAYS = {
-    "amax of the tensor": asked("nvfp4"),
     "amax of a group": lambda x, index, offs, _: quantize(by_index(x, index), "nvfp4", offs=offs),
     "columns": asked(dim=-2),
     "both": asked(dim=[-1, -2]),
-    "swizzled": asked("mxfp8", layout="swizzled"),
+    "amax of transformed rows": asked("nvfp4", hadamard=True),
     "square": asked("mxfp8_32x32"),
     "stochastic": lambda x, index, *_: quantize(by_index(x, index), "mxfp4", seed=aten.select(index, 0, 0)),
     "swept": asked(scale_rule="mse"),
@@ -197,26 +230,26 @@ def test_rows_of_a_pointwise_result_that_is_in_memory():
 
 
 def test_unknown_sizes_and_short_rows():
+    """A block of 32 elements and its scale are 33 bytes, a row of 16 bf16 numbers is 32."""
     assert moved(asked(), inputs()[:2], any_rows=True)[0] == 0
-    assert moved(asked("mxfp8"), inputs(k=16)[:2])[0] == 0, "a block of 32 and its scale are 33 bytes"
-    assert moved(asked("mxfp8"), inputs(k=32)[:2])[0] == 1
+    for k, count in ((16, 0), (32, 1)):
+        graph = traced(lambda x: torch.ops.fp4compile.quantize(gathered(x), "mxfp8")[:2], inputs(k=k)[:1]).graph
+        assert quantize_before_move(graph) == count
 
 
-def test_values_stay():
-    """Half of the bytes of float32, but `fake_quantize` decides where values are worth it."""
-    x, index, *_ = inputs()
-    assert moved(asked(values=[-1]), (x.float(), index))[0] == 0
-    assert moved(asked(), (x.float(), index))[0] == 1
+@pytest.mark.parametrize("fmt", ["nvfp4_one_level", "nvfp4", "nvfp4_rowwise"])
+def test_values_are_moved(fmt):
+    """As many bytes as before, of fewer rows that are quantised."""
+    assert moved(asked(fmt, values=[-1]), inputs()[:2])[0] == 1
 
 
 def test_sizes_that_are_computed_late():
     """Of a reshape behind a collective, whose number of rows is unknown."""
 
-    def gathered(x):
-        rows = c10d.wait_tensor(c10d.all_gather_into_tensor(x, 2, "0"))
-        return torch.ops.fp4compile.quantize(rows.view(x.shape[0], 2, K), "mxfp8")[:2]
+    def quantised(x):
+        return torch.ops.fp4compile.quantize(gathered(x).view(x.shape[0], 2, K), "mxfp8")[:2]
 
-    graph = traced(gathered, inputs()[:1], any_rows=True).graph
+    graph = traced(quantised, inputs()[:1], any_rows=True).graph
     assert quantize_before_move(graph) == 1
     graph.lint()
 
@@ -245,8 +278,8 @@ def test_what_stays_on_a_cpu():
     assert moved(asked("mxfp8"), (x, index), device="cpu")[0] == 0
 
 
-def test_operands_that_become_values_stay():
-    """On Hopper the product reads 16-bit values, which `fake_quantize` lets the quantiser write."""
+def test_operands_that_become_values_wait():
+    """On Hopper the product reads 16-bit values, which `fake_quantize` lets the quantiser write before they move."""
     fmt = "nvfp4_one_level"
 
     def product(x, index, w, scales):
@@ -254,7 +287,13 @@ def test_operands_that_become_values_stay():
         return torch.ops.fp4compile.scaled_mm(*a, None, fmt, w, scales, None, fmt, None, torch.bfloat16)
 
     x, index, *_ = inputs()
-    assert moved(product, (x, index, *quantize(x, fmt)))[0] == 0
+    x = x.repeat(16, 1)
+    count, graph = moved(product, (x, index.repeat(16), *quantize(x, fmt)))
+    assert count == 0
+    with on("cuda"):
+        assert fake_quantize(graph) == 1 and quantize_before_move(graph) == 1
+    (values,) = graph.find_nodes(op="call_function", target=QUANTIZE)
+    assert values.args[0].op == "placeholder" and values.meta["val"][0].dtype == torch.float16
 
 
 # ---------------------------------------------------------------- compiled models
@@ -319,19 +358,25 @@ def test_bits_of_compiled_models(name, monkeypatch):
 
 # ---------------------------------------------------------------- two processes
 
-RECIPES = ("mxfp8", "nvfp4_one_level")
+RECIPES = ("mxfp8", "nvfp4_one_level", "nvfp4")
 
 
 def linear(x, fmt):
     """What the ops compute of all rows in one process."""
-    layer = moving_worker.layer()
-    operands = [part for each in (x, layer.weight.detach()) for part in (*quantize(each, fmt), None, fmt)]
-    return torch.ops.fp4compile.scaled_mm(*operands, layer.bias.detach(), torch.bfloat16)
+    layer, operands = moving_worker.layer(), []
+    for each in (x.reshape(-1, K), layer.weight.detach()):
+        data, scales, *outer = quantize(each, fmt)
+        operands += [data, scales, *(outer or [None]), fmt]
+    product = torch.ops.fp4compile.scaled_mm(*operands, layer.bias.detach(), torch.bfloat16)
+    return product.view(*x.shape[:-1], -1)
 
 
 @pytest.mark.slow
 def test_two_processes_equal_one(tmp_path):
-    """Codes and scales are gathered and exchanged, and results have the bits of one process with all the tokens."""
+    """Codes and scales are gathered and exchanged, and results have the bits of one process with all the tokens.
+
+    An outer scale of all tokens is made of the largest magnitude of both processes; exchanged tokens stay bf16 then.
+    """
     root, output = Path(__file__).parents[2], str(tmp_path / "runs")
     environment = {**os.environ, "PYTHONPATH": str(root), "TORCHINDUCTOR_FORCE_DISABLE_CACHES": "1"}
     command = [sys.executable, moving_worker.__file__, output, *RECIPES]
@@ -342,8 +387,13 @@ def test_two_processes_equal_one(tmp_path):
         found = torch.load(f"{output}.{rank}.pt")
         sent = [rows.split(SENT[source])[rank] for source, rows in enumerate(everything)]
         for recipe in RECIPES:
-            (gathered, exchanged), count, moved = found[recipe]
-            assert torch.equal(gathered, linear(torch.cat([rows[:6] for rows in everything]), recipe))
+            (gathered, sequences, exchanged), count, moved = found[recipe]
+            first = [rows[:6] for rows in everything]
+            assert torch.equal(gathered, linear(torch.cat(first), recipe))
+            joined = torch.cat([rows.view(2, 3, K) for rows in first], 1)
+            assert torch.equal(sequences, linear(joined, recipe))
             assert torch.equal(exchanged, linear(torch.cat(sent), recipe))
-            names = ("all_gather_into_tensor", "all_to_all_single")
-            assert count == 2 and moved == [(name, "u8") for name in names for _ in ("codes", "scales")]
+            dtypes = {"all_gather_into_tensor": ["u8"] * 4, "all_to_all_single": ["u8"] * 2}
+            if recipe == "nvfp4":
+                dtypes |= {"all_reduce": ["i32"] * 2, "all_to_all_single": ["bf16"]}
+            assert count == (2 if recipe == "nvfp4" else 3) and moved == dtypes
