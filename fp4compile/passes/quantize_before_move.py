@@ -65,9 +65,9 @@ def quantize_before_move(graph: Graph) -> int:
             count += 1
     if count:
         # The tensor may be quantised already, for those who read it where it was; or be moved twice.
-        made = share_equal([node for node in graph.nodes if node not in known])
+        made = set(share_equal([node for node in graph.nodes if node not in known]))
         share(graph)
-        share_equal([node for node in graph.nodes if node in set(made)])
+        share_equal([node for node in graph.nodes if node in made])
     return count
 
 
