@@ -231,6 +231,9 @@ def grouped(d: Draft) -> None:
     # The operator leaves rows of no expert as they were in memory, in the result and in the gradient of x.
     own = f"torch.arange({x}.shape[0], device={x}.device)[:, None] < {ends[-1]}"
     before, behind = f"{h} = torch.where({own}, {x}, 0).bfloat16()", f"{h} = torch.where({own}, {h}.to({x}.dtype), 0)"
+    if not d.dynamic and d.chance(0.4):  # every row belongs to an expert, for which an index gathers it
+        ends[-1], at = rows, f"(torch.arange({x}.shape[0], device={x}.device) * 7 + 3) % {x}.shape[0]"
+        before, behind = f"{h} = {x}.bfloat16()[{at}]", f"{h} = {h}.to({x}.dtype)"
     weight = f"self.{w}.bfloat16()"
     code = [f"offs = torch.tensor({ends}, dtype=torch.int32, device={x}.device)", before,
             f"{h} = F.grouped_mm({h}, {weight}, offs=offs)", behind]  # fmt: skip

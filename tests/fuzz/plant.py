@@ -58,7 +58,8 @@ PLANTS = (
     # moves of rows
     Plant("scales moved with the rows before", "passes/quantize_before_move.py",
           "        return self.move.new(graph, tensors)\n",
-          "        tensors = [new_node(graph, aten.roll.default, (each, [place], [0]), each.meta) for each in tensors]\n"
+          "        roll = aten.roll.default\n"
+          "        tensors = [new_node(graph, roll, (each, [place], [0]), each.meta) for each in tensors]\n"
           "        return self.move.new(graph, tensors)\n"),
     Plant("the outer scale made of all rows, moved or not", "passes/quantize_before_move.py",
           "rows = move.new(graph, [new(aten.amax.default, each, [-1], True) for each in magnitudes])",
