@@ -38,7 +38,7 @@ from fp4compile.passes.fake_quantize import may_return_values
 from fp4compile.passes.merge_quantize import share
 from fp4compile.passes.moves import Move, is_local_move, move_of, readers_of, replayed, share_equal
 from fp4compile.passes.notes import name_move
-from fp4compile.roofline.pointwise import base_of, kind_of
+from fp4compile.roofline.pointwise import base_of, kind_of, readers
 from fp4compile.templates.launch import on_gpu, target_of
 
 aten = torch.ops.aten
@@ -52,11 +52,11 @@ def quantize_before_move(graph: Graph) -> int:
     count, known = 0, set(graph.nodes)
     for node in reversed(list(graph.nodes)):
         move = move_of(node)
-        readers = [] if move is None else readers_of(node)
-        quantisers = [quantise_of(each) for each in readers if each.target is QUANTIZE]
+        users = [] if move is None else readers_of(node)
+        quantisers = [quantise_of(each) for each in users if each.target is QUANTIZE]
         if not quantisers:
             continue
-        reason = "its rows are read elsewhere, too" if len(quantisers) < len(readers) else _reason(move, quantisers)
+        reason = "its rows are read elsewhere, too" if len(quantisers) < len(users) else _reason(move, quantisers)
         text = f"quantised before {move.name}" if reason is None else f"quantised after {move.name}: {reason}"
         for each in quantisers:
             name_move(each.node, node, text)
@@ -74,17 +74,17 @@ def quantize_before_move(graph: Graph) -> int:
 # ---------------------------------------------------------------- which quantisers go before a move
 
 
-def _reason(move: Move, readers: list[Quantise]) -> str | None:
+def _reason(move: Move, quantisers: list[Quantise]) -> str | None:
     """Why quantisers, the only readers of the moved rows, stay behind the move; None where they go before it."""
-    for each in readers:
+    for each in quantisers:
         reason = _of_more_than_a_row(each, move)
         if reason is not None:
             return reason
     row = _row_bytes(move.node)
     if move.is_collective:
-        fewer = sum(map(_moved_bytes, readers)) < row
+        fewer = sum(map(_moved_bytes, quantisers)) < row
         return None if fewer else "codes and scales are no fewer bytes"
-    return _local_reason(move, readers, row)
+    return _local_reason(move, quantisers, row)
 
 
 def _of_more_than_a_row(quantise: Quantise, move: Move) -> str | None:
@@ -120,7 +120,7 @@ def _makes_outer(quantise: Quantise) -> bool:
     return formats.get(quantise.format).outer == "tensor" and quantise.outer is None and quantise.amax is None
 
 
-def _local_reason(move: Move, readers: list[Quantise], row: int) -> str | None:
+def _local_reason(move: Move, quantisers: list[Quantise], row: int) -> str | None:
     """Why a move inside a device does not pay; None if it does. row: bytes of a moved row.
 
     No more rows may be quantised than before, so a few rows of a large table are not worth quantising the table. Sizes
@@ -133,14 +133,14 @@ def _local_reason(move: Move, readers: list[Quantise], row: int) -> str | None:
         return "the numbers of rows are not known"
     if sum(after) > before:
         return "more rows would be quantised"
-    if any(map(may_return_values, readers)):
+    if any(map(may_return_values, quantisers)):
         return "its products read 16-bit numbers"
-    if not all(map(_inductor_moves, readers)):
+    if not all(map(_inductor_moves, quantisers)):
         return "Inductor has no kernels with the dtype of its scales"
     if not all(map(_in_memory, move.sources)):
         return "the rows are computed while they are moved"
-    saved = 2 * before * row + sum(_saved(each, before, sum(after), row) for each in readers)
-    launches = sum(_added_launches(each, len(move.sources)) for each in readers) - 1
+    saved = 2 * before * row + sum(_saved(each, before, sum(after), row) for each in quantisers)
+    launches = sum(_added_launches(each, len(move.sources)) for each in quantisers) - 1
     pays = saved >= launches * (LAUNCH_BYTES if on_gpu(move.node.meta["val"]) else 0)
     return None if pays else "the launches cost more than the bytes"
 
@@ -205,7 +205,7 @@ def _bytes_of(quantise: Quantise, place: int) -> int:
 def _in_memory(node: Node) -> bool:
     """Whether a tensor is in memory anyway, and is not computed by the kernel of Inductor's that moves it."""
     base = base_of(node)
-    return kind_of(base) not in ("fused", "reduction") or is_local_move(base) or len(base.users) > 1
+    return kind_of(base) not in ("fused", "reduction") or is_local_move(base) or len(set(readers(base))) > 1
 
 
 # ---------------------------------------------------------------- the new nodes
@@ -219,14 +219,14 @@ class _Moving:
     move: Move
     largest: Node | None = field(default=None)
 
-    def replace(self, readers: list[Quantise]) -> None:
+    def replace(self, quantisers: list[Quantise]) -> None:
         """Quantise the sources, move the results, and let the quantisers' users read these; erase the move.
 
         All collectives start where the one did, and are waited for where that was, so that they overlap with what lies
         in between. The sizes of a reshape may be computed as late as the reader.
         """
         graph, move = self.graph, self.move
-        for reader in readers:
+        for reader in quantisers:
             if reader.outer is not None and not reader.outer < move.start:
                 move.start.prepend(reader.outer)
             with graph.inserting_before(move.start):

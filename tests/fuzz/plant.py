@@ -67,7 +67,7 @@ PLANTS = (
     Plant("an outer scale of its own for each source", "passes/quantize_before_move.py",
           "if _makes_outer(reader):", "if False:"),
     Plant("rows moved without those who read them", "passes/quantize_before_move.py",
-          "if len(quantisers) < len(readers) else", "if False else"),
+          "if len(quantisers) < len(users) else", "if False else"),
     # experts
     Plant("a weight gradient of other groups", "analysis/find.py",
           "            and layer.grouping == product.grouping\n", ""),
