@@ -158,8 +158,9 @@ def _saved(quantise: Quantise, before: int, after: int, row: int) -> int:
 
 
 def _added_launches(quantise: Quantise, sources: int) -> int:
-    """The moves of its results, and a quantiser for each source; the layout of scales; the moved rows' magnitudes."""
-    return len(_parts(quantise)) + sources - 1 + quantise.spec.swizzled + (1 + sources) * _makes_outer(quantise)
+    """The moves of its results, and a quantiser for each source; the layout of scales; magnitudes of each source's rows
+    (the largest of the moved ones is found instead of the largest element)."""
+    return len(_parts(quantise)) + sources - 1 + quantise.spec.swizzled + sources * _makes_outer(quantise)
 
 
 def _inductor_moves(quantise: Quantise) -> bool:
