@@ -51,8 +51,8 @@ def _may_be_of_a_pair(found: Quantise) -> bool:
 def _key(found: Quantise) -> tuple:
     """A key that is equal for the two quantises of a pair."""
     groups = None if found.offs is None else value_key(found.offs), found.each_matrix
-    made = found.outer, found.amax, found.layout, found.seed, found.scale_rule
-    return value_key(found.x), found.format, *made, groups
+    options = found.seed, found.scale_rule, found.amax
+    return value_key(found.x), found.format, found.outer, found.layout, *options, groups
 
 
 def share(graph: Graph) -> None:
