@@ -177,7 +177,7 @@ def tied_embedding(d: Draft) -> None:
            [f"{h} = q.linear('{table}', {x}, self.{table}) + {e}"])  # fmt: skip
 
 
-@kind(4)
+@kind(4, ragged=6)
 def moved_rows(d: Draft) -> None:
     """Layers of rows that an index, a table or a concatenation brings together: as many rows as before, or twice.
 

@@ -214,7 +214,7 @@ def broadcast(d: Draft) -> None:
     d.step(f"broadcast ({form})", [x], made, code, oracle)
 
 
-@kind(0.7, ragged=3)
+@kind(0.7, ragged=5)
 def grouped(d: Draft) -> None:
     """Experts as a grouped product, whose groups may be empty, and whose last rows may belong to none."""
     x = d.pick(rank=2)

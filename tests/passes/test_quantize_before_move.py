@@ -254,13 +254,19 @@ def test_sizes_that_are_computed_late():
     graph.lint()
 
 
-def test_launches_have_a_price(monkeypatch):
-    """Codes and scales, 36 bytes a row, take a launch more than rows of 2 K bytes."""
-    saved = 2 * ROWS * (3 * 2 * K - 36) - ROWS * (2 * K + 36)
-    for price, count in ((saved, 1), (saved + 1, 0)):
+@pytest.mark.parametrize(("fmt", "layout", "more", "launches"), [
+    ("nvfp4_one_level", "linear", 0, 1),
+    ("nvfp4_one_level", "swizzled", -2 * 2 * ROWS * 4, 2),  # scales are read and written once more
+    ("nvfp4", "linear", ROWS * 2 * K, 2),  # the amax of half of the rows
+])  # fmt: skip
+def test_launches_have_a_price(fmt, layout, more, launches, monkeypatch):
+    """Codes and scales, 36 bytes a row, take a launch more than rows of 2 K bytes; a second one lays scales out, or
+    finds the largest of the moved rows."""
+    saved = 2 * ROWS * (3 * 2 * K - 36) - ROWS * (2 * K + 36) + more
+    for price, count in ((saved // launches, 1), (saved // launches + 1, 0)):
         monkeypatch.setattr(tested, "LAUNCH_BYTES", price)
-        assert moved(asked(), inputs()[:2])[0] == count
-        assert moved(asked(), inputs()[:2], device="cpu")[0] == 1
+        assert moved(asked(fmt, layout=layout), inputs()[:2], sm=100)[0] == count
+        assert moved(asked(fmt, layout=layout), inputs()[:2], device="cpu")[0] == 1
 
 
 def test_what_stays_on_old_gpus():
