@@ -10,6 +10,7 @@ from torch.utils.checkpoint import checkpoint
 import fp4compile
 from fp4compile.recipe import named
 from fp4compile.weights.linear import PackedLinear
+from tests.helpers import without_codegen
 
 peft = pytest.importorskip("peft")
 transformers = pytest.importorskip("transformers")
@@ -163,7 +164,8 @@ def test_adapters_train(options):
     assert losses[-1] < losses[0]
 
 
-def test_a_compiled_step_of_adapters_is_the_eager_one():
+def test_a_compiled_step_of_adapters_is_the_eager_one(monkeypatch):
+    without_codegen.install(monkeypatch)
     models = [adapted(llama(layers=1)) for _ in range(2)]
     runs = models[0], torch.compile(models[1], backend=fp4compile.backend("nvfp4"))
     for name, parameter in (*models[0].named_parameters(), *models[1].named_parameters()):

@@ -7,6 +7,7 @@ import shutil
 import signal
 import stat
 import time
+from contextlib import contextmanager
 
 import pytest
 import safetensors.torch
@@ -122,19 +123,21 @@ def test_a_finished_export_is_not_replaced(tmp_path, whole):
     assert {name: (tmp_path / name).read_bytes() for name in names(tmp_path)} == before
 
 
-@pytest.fixture
+@contextmanager
 def full():
-    """Files can have 5000 bytes, as if the disk were full then."""
+    """Files can have 5000 bytes, as if the disk were full then. No fixture: pytest may write to a file."""
     old, limits = signal.signal(signal.SIGXFSZ, signal.SIG_IGN), resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (5000, limits[1]))
-    yield
-    resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    signal.signal(signal.SIGXFSZ, old)
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        signal.signal(signal.SIGXFSZ, old)
 
 
 @pytest.mark.parametrize("write", [save, export])
-def test_a_file_that_becomes_too_large_is_an_os_error(write, full, tmp_path):
-    with pytest.raises(OSError) as caught:
+def test_a_file_that_becomes_too_large_is_an_os_error(write, tmp_path):
+    with pytest.raises(OSError) as caught, full():
         write(packed(), tmp_path)
     assert caught.value.errno == errno.EFBIG and str(tmp_path) in str(caught.value)
     assert "unfinished" not in str(caught.value) and names(tmp_path) == []
