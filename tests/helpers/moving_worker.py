@@ -76,7 +76,7 @@ def start(rank: int, output: str, recipes: tuple[str, ...]) -> None:
     process_groups.begin(f"{output}.store", rank, RANKS)
     torch.save({recipe: run(rank, recipe) for recipe in recipes}, f"{output}.{rank}.pt")
     dist.barrier()
-    dist.destroy_process_group()
+    process_groups.end()
 
 
 if __name__ == "__main__":
