@@ -1,10 +1,9 @@
 """Linear layers of tokens that come from other processes: what tests/passes/test_quantize_before_move.py compares.
 
-python tests/helpers/moving_worker.py OUTPUT RECIPE...
+python -m tests.helpers.moving_worker RANK OUTPUT RECIPE...
 
-Starts two processes, which meet at the file OUTPUT.store. Each writes OUTPUT.RANK.pt: for each recipe, the results, the
-number of moves that the pass changed, and the dtypes of what the collectives of the compiled graph move. Graphs must
-not come from a cache.
+The ranks meet at the file OUTPUT.store. Each writes OUTPUT.RANK.pt: for each recipe, the results, the number of moves
+that the pass changed, and the dtypes of what the collectives of the compiled graph move.
 """
 
 import re
@@ -17,7 +16,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as collectives
 from torch import nn
-from torch.multiprocessing.spawn import start_processes
+from torch._inductor import config
 
 import fp4compile
 from tests.helpers import process_groups
@@ -71,8 +70,9 @@ def run(rank: int, recipe: str):
     return results, backend.report.counts["quantize_before_move"], moved
 
 
-def start(rank: int, output: str, recipes: tuple[str, ...]) -> None:
+def main(rank: int, output: str, *recipes: str) -> None:
     torch.set_num_threads(1)
+    config.force_disable_caches = True  # a graph from a cache is not dumped
     process_groups.begin(f"{output}.store", rank, RANKS)
     torch.save({recipe: run(rank, recipe) for recipe in recipes}, f"{output}.{rank}.pt")
     dist.barrier()
@@ -80,5 +80,4 @@ def start(rank: int, output: str, recipes: tuple[str, ...]) -> None:
 
 
 if __name__ == "__main__":
-    # Forked, because importing torch takes longer than the test.
-    start_processes(start, (sys.argv[1], tuple(sys.argv[2:])), nprocs=RANKS, start_method="fork")
+    main(int(sys.argv[1]), *sys.argv[2:])

@@ -3,11 +3,7 @@
 Graphs are traced on fake CUDA tensors, and run on a CPU.
 """
 
-import os
-import subprocess
-import sys
 from contextlib import nullcontext
-from pathlib import Path
 
 import pytest
 import torch
@@ -25,7 +21,7 @@ from fp4compile.passes import quantize_before_move as tested
 from fp4compile.passes.fake_quantize import fake_quantize
 from fp4compile.passes.quantize_before_move import quantize_before_move
 from fp4compile.templates.launch import dry_run
-from tests.helpers import moving_worker
+from tests.helpers import moving_worker, process_groups
 from tests.helpers.moving_worker import RANKS, SENT, tokens
 
 aten, c10d = torch.ops.aten, torch.ops._c10d_functional
@@ -383,11 +379,9 @@ def test_two_processes_equal_one(tmp_path):
 
     An outer scale of all tokens is made of the largest magnitude of both processes; exchanged tokens stay bf16 then.
     """
-    root, output = Path(__file__).parents[2], str(tmp_path / "runs")
-    environment = {**os.environ, "PYTHONPATH": str(root), "TORCHINDUCTOR_FORCE_DISABLE_CACHES": "1"}
-    command = [sys.executable, moving_worker.__file__, output, *RECIPES]
-    ran = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True, timeout=300)
-    assert not ran.returncode, ran.stderr
+    output, program = str(tmp_path / "runs"), ["-m", "tests.helpers.moving_worker"]
+    statuses, said = process_groups.run_ranks(lambda rank: [*program, str(rank), output, *RECIPES], tmp_path)
+    assert statuses == [0] * RANKS, said
     everything = [tokens(rank) for rank in range(RANKS)]
     for rank in range(RANKS):
         found = torch.load(f"{output}.{rank}.pt")
