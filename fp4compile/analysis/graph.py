@@ -75,6 +75,7 @@ class Quantise:
     prologue: tuple[str, ...] = ()
     dtype: torch.dtype | None = None
     stored: tuple[str, ...] = ()
+    amax: Node | None = None
 
     @property
     def spec(self) -> QuantizeSpec:

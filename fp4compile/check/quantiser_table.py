@@ -12,8 +12,9 @@ from fp4compile.formats.prologue import Prologue
 from fp4compile.formats.quantize_spec import COLUMNS, ROWS
 from fp4compile.hardware import Target
 from fp4compile.ops.functional import quantize
-from fp4compile.ops.quantize import DEQUANTIZE, QUANTIZE, dequantize_kernels, quantize_kernels
+from fp4compile.ops.quantize import DEQUANTIZE, LAY_OUT_SCALES, QUANTIZE, dequantize_kernels, quantize_kernels
 from fp4compile.templates.launch import Launch, dry_run
+from fp4compile.templates.quantize.lay_out import lay_out
 
 SIZE = 8192
 GROUPS = 64
@@ -33,7 +34,7 @@ LAYER_NORM = ("mean aux0", "variance aux0 s0", "add s1 1e-05", "rsqrt s2", "sub 
 
 @dataclass(frozen=True)
 class Configuration:
-    """One call of the op `quantize`, or (with `dequantizes`) of `dequantize` on its rowwise results.
+    """One call of the op `quantize`, or of another op on its rowwise results: `dequantizes`, `lays_out`.
 
     format, dim, hadamard, scale_rule, values: arguments of the op. layout: layout of the block scales; None takes the
     layout that products on the GPU read. seeded, static: whether there is a seed, and a static outer scale.
@@ -58,14 +59,15 @@ class Configuration:
     stored: tuple[str, ...] = ()
     halves: bool = False
     dequantizes: bool = False
+    lays_out: bool = False
 
     def call(self, x: torch.Tensor, layout: str) -> Any:
         """What the op returns of a tensor: by the kernels on a GPU, by the reference on a CPU."""
-        return self._computed(x, layout, QUANTIZE, DEQUANTIZE)
+        return self._computed(x, layout, QUANTIZE, DEQUANTIZE, LAY_OUT_SCALES)
 
     def call_kernels(self, x: torch.Tensor, layout: str) -> Any:
         """What the kernels return of a tensor, also of one on the CPU where Triton interprets."""
-        return self._computed(x, layout, quantize_kernels, dequantize_kernels)
+        return self._computed(x, layout, quantize_kernels, dequantize_kernels, lay_out)
 
     def launches(self, sm: int) -> list[Launch]:
         """The launches on a GPU of that compute capability, which need not be there."""
@@ -73,12 +75,16 @@ class Configuration:
             self.call_kernels(torch.empty(self.shape, dtype=self.dtype, device="meta"), self.layout_on(sm))
         return launches
 
-    def _computed(self, x: torch.Tensor, layout: str, quantises: Callable, dequantises: Callable) -> Any:
-        """What one of two functions returns, which take the arguments of the ops `quantize` and `dequantize`."""
+    def _computed(
+        self, x: torch.Tensor, layout: str, quantises: Callable, dequantises: Callable, lays_out: Callable
+    ) -> Any:
+        """What one of three functions returns, which take the arguments of the ops that they are named after."""
         if self.dequantizes:
             found = quantize(x, self.format)
             return dequantises(found.data, found.scales, found.outer, self.format, x.shape[-1], x.dtype)
         x, options = self._arguments(x, layout)
+        if self.lays_out:
+            return lays_out(quantize(x, self.format).scales, options.get("offs"))
         return quantises(x, self.format, list(self.dim), **options)
 
     def _arguments(self, x: torch.Tensor, layout: str) -> tuple[torch.Tensor, dict[str, Any]]:
@@ -170,6 +176,8 @@ CONFIGURATIONS = (
         "both", "nvfp4_one_level nvfp4 nvfp4_te nvfp4_16x16 mxfp8 mxfp8_32x32 mxfp4 float8_rowwise", dim=BOTH
     ),
     *_table("dequantize", "nvfp4 mxfp8", dequantizes=True),
+    *_table("lay out", "mxfp8", lays_out=True),
+    *_table("lay out, groups", "mxfp8", lays_out=True, groups="rows"),
     *_table("scale sweep", "nvfp4", scale_rule="mse"),
 )  # fmt: skip
 

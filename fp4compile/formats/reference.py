@@ -261,7 +261,7 @@ def quantize(
     outer scale: float32; None if `outer` is None and the format has none.
     """
     if x.dim() == 1:
-        row = quantize(x.unsqueeze(0), fmt, outer, layout, seed=seed, stream=stream, transform=transform)
+        row = quantize(x.unsqueeze(0), fmt, outer, layout, seed=seed, stream=stream, transform=transform, amax=amax)
         return drop_row(row, layout)
     x = hadamard(x) if transform else x.float()
     if fmt.scale is None:

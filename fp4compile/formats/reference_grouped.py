@@ -20,7 +20,7 @@ Quantised = tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]
 
 def quantize_along(
     spec: QuantizeSpec, x: torch.Tensor, dim: int, offs: torch.Tensor | None, outer: torch.Tensor | None,
-    seed: torch.Tensor | None,
+    seed: torch.Tensor | None, amax: torch.Tensor | None = None,
 ) -> Quantised:  # fmt: skip
     """Quantise x along one dimension of a spec, without its prologue: codes or values, block scales, outer scale."""
     fmt, layout, transform, stream = spec.format, spec.layout, spec.transforms(dim), 0 if dim == ROWS else 1
@@ -36,7 +36,7 @@ def quantize_along(
         found = quantize_columns(x, Groups.of(offs, x.shape[0]), fmt, outer, layout, seed, transform)
     else:
         found = reference.quantize(
-            x.movedim(dim, -1), fmt, outer, layout, seed=seed, stream=stream, transform=transform
+            x.movedim(dim, -1), fmt, outer, layout, seed=seed, stream=stream, transform=transform, amax=amax
         )
     return values_of(found, fmt) if dim in spec.values else found
 
@@ -99,6 +99,14 @@ def quantize_rows(
     if scales is not None and layout == "swizzled":
         scales = to_swizzled(_padded(scales, groups)[0])
     return data, scales, each if computed is None else computed
+
+
+def lay_out_rows(scales: torch.Tensor, offs: torch.Tensor | None) -> torch.Tensor:
+    """Linear scales of rows -> the swizzled layout that quantising the rows would have given.
+
+    scales: [..., M, blocks]. offs: None, or the groups of the M rows of one matrix; each is padded to 128 rows.
+    """
+    return to_swizzled(scales if offs is None else _padded(scales, Groups.of(offs, scales.shape[0]))[0])
 
 
 def quantize_columns(

@@ -1,8 +1,9 @@
 """The ops that quantise and dequantise.
 
     fp4compile::quantize(x, format, dim, *, offs, outer, seed, layout, hadamard, scale_rule, each_matrix, values,
-                         operands, prologue, dtype, stored)
+                         operands, prologue, dtype, stored, amax)
         -> (data, scales, outer) along each dimension of `dim` in turn, then each of `stored`
+    fp4compile::lay_out_scales(scales, offs) -> scales
     fp4compile::dequantize(data, scales, outer, format, cols, dtype) -> values
     fp4compile::expert_weights(data, scales, outer, format, cols, dtype, activation, activation_outer) -> weights
     fp4compile::gathered_weight(rows, row_scales, row_outer, fprop, columns, column_scales, column_outer, dgrad, cols,
@@ -13,7 +14,11 @@ of dequantised values or of a format without block scales; an outer scale that i
 the columns share with the rows. offs: int32 [G], which cut the rows of a matrix x in groups (`formats.groups`).
 prologue: steps that are computed first, in float32 (`formats.prologue`); x is their first operand, and `operands` are
 the others. dtype: what the steps' result is rounded to before it is quantised. stored: results of steps that are
-returned as well, each rounded to a dtype ("s3 bfloat16").
+returned as well, each rounded to a dtype ("s3 bfloat16"). amax: float32 [], the magnitude of which the outer scale of
+the tensor is made: x is a part of a larger tensor, whose largest magnitude it is. None takes the largest of x.
+
+`lay_out_scales` takes linear block scales of rows to the swizzled layout, for rows that were moved after they were
+quantised. offs: as in `quantize`, where each group is padded.
 
 `expert_weights` puts packed experts (`weights.experts`) into a graph: it dequantises matrices [E, N, K]. A product of
 its result can read the codes instead, and quantise its tokens to the format `activation` (None: not at all) with the
@@ -33,12 +38,15 @@ from typing import Any
 import torch
 
 from fp4compile.formats import formats, reference
+from fp4compile.formats.groups import padded_rows
+from fp4compile.formats.layouts import swizzled_numel
 from fp4compile.formats.prologue import Prologue, apply
 from fp4compile.formats.quantize_spec import COLUMNS, ROWS, QuantizeSpec
-from fp4compile.formats.reference_grouped import quantize_along
+from fp4compile.formats.reference_grouped import lay_out_rows, quantize_along
 from fp4compile.ops.define import define
 from fp4compile.templates.quantize import dequantize as kernels
 from fp4compile.templates.quantize import plan
+from fp4compile.templates.quantize.lay_out import lay_out
 
 Tensors = list[torch.Tensor]
 
@@ -53,11 +61,12 @@ class Call:
     offs: torch.Tensor | None
     outer: torch.Tensor | None
     seed: torch.Tensor | None
+    amax: torch.Tensor | None
 
 
 def call_of(
     x, format, dim=(ROWS,), *, offs=None, outer=None, seed=None, layout="linear", hadamard=False, scale_rule="amax",
-    each_matrix=False, values=(), operands=None, prologue=None, dtype=None, stored=None,
+    each_matrix=False, values=(), operands=None, prologue=None, dtype=None, stored=None, amax=None,
 ) -> Call:  # fmt: skip
     """The call with these arguments of the op. Raises what `QuantizeSpec` raises."""
     dims, rank = tuple(dim) if isinstance(dim, Sequence) else (dim,), x.dim()
@@ -75,7 +84,9 @@ def call_of(
     for argument, value in (("dtype", dtype), ("stored", stored)):
         if value and not prologue:
             raise ValueError(f"{argument}: goes with a prologue, which this call has not")
-    return Call(spec, x, operands or (), offs, outer, seed)
+    if amax is not None:
+        spec.check_amax(amax)
+    return Call(spec, x, operands or (), offs, outer, seed, amax)
 
 
 @cache
@@ -93,14 +104,14 @@ def _by_reference(*args: Any, **options: Any) -> Tensors:
     x, written = call.x, ()
     if call.spec.prologue is not None:
         x, written = apply(call.spec.prologue, (x, *call.operands))
-    found = [quantize_along(call.spec, x, d, call.offs, call.outer, call.seed) for d in call.spec.dims]
+    found = [quantize_along(call.spec, x, d, call.offs, call.outer, call.seed, call.amax) for d in call.spec.dims]
     return _results(call.spec, x, found, written)
 
 
 def quantize_kernels(*args: Any, **options: Any) -> Tensors:
     """`quantize` by the Triton kernels: one read of x, and a second one where an outer scale needs the amax first."""
     call = call_of(*args, **options)
-    found, written = plan.quantize(call.spec, call.x, call.operands, call.offs, call.outer, call.seed)
+    found, written = plan.quantize(call.spec, call.x, call.operands, call.offs, call.outer, call.seed, call.amax)
     return _results(call.spec, call.x, found, written)
 
 
@@ -136,10 +147,28 @@ def _shapes(*args: Any, **options: Any) -> Tensors:
 QUANTIZE = define(
     "quantize(Tensor x, str format, int[1] dim=-1, *, Tensor? offs=None, Tensor? outer=None, Tensor? seed=None,"
     " str layout='linear', bool hadamard=False, str scale_rule='amax', bool each_matrix=False, int[] values=[],"
-    " Tensor[]? operands=None, str[]? prologue=None, ScalarType? dtype=None, str[]? stored=None) -> Tensor[]",
+    " Tensor[]? operands=None, str[]? prologue=None, ScalarType? dtype=None, str[]? stored=None, Tensor? amax=None)"
+    " -> Tensor[]",
     reference=_by_reference,
     shapes=_shapes,
     kernels=quantize_kernels,
+)
+
+
+# ---------------------------------------------------------------- lay_out_scales
+
+
+def _laid_out_shapes(scales, offs=None):
+    *batch, rows, blocks = scales.shape
+    rows = rows if offs is None else padded_rows(rows, offs.shape[0])
+    return scales.new_empty((*batch, swizzled_numel(rows, blocks)))
+
+
+LAY_OUT_SCALES = define(
+    "lay_out_scales(Tensor scales, Tensor? offs=None) -> Tensor",
+    reference=lambda scales, offs=None: lay_out_rows(scales, offs),
+    shapes=_laid_out_shapes,
+    kernels=lambda scales, offs=None: lay_out(scales, offs),
 )
 
 

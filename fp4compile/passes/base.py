@@ -31,17 +31,18 @@ class Pass:
 def run_passes(
     passes: Iterable[Pass], graph: Graph, *arguments: object, disabled: Collection[str] = ()
 ) -> dict[str, PassRun]:
-    """Run the passes in order on one graph; returns the matches and the time of each pass that ran.
+    """Run the passes in order on one graph; returns the matches and the time of each pass that ran, of all its runs.
 
     arguments: passed to every pass after the graph. disabled: names of the passes to leave out.
     """
-    runs = {}
+    runs: dict[str, PassRun] = {}
     for one in passes:
         if one.name not in disabled:
             with _dumped(graph, one.name):
                 start = time.perf_counter()
                 matches = one.function(graph, *arguments)
-                runs[one.name] = PassRun(matches, time.perf_counter() - start)
+                before = runs.get(one.name, PassRun(0, 0.0))
+                runs[one.name] = PassRun(before.matches + matches, before.seconds + time.perf_counter() - start)
     return runs
 
 

@@ -81,7 +81,8 @@ def fuse_prologue(graph: Graph) -> int:
 def _may_have_prologue(quantise: Quantise) -> bool:
     """Whether a quantiser reads activations or gradients on a GPU, and has no prologue."""
     weight = quantise.each_matrix or quantise.scale_rule != "amax"
-    return not weight and not quantise.prologue and on_gpu(quantise.x.meta["val"])
+    given = quantise.amax is not None  # something else has read the tensor
+    return not (weight or given or quantise.prologue) and on_gpu(quantise.x.meta["val"])
 
 
 def _read_sizes_of_operands(graph: Graph) -> None:

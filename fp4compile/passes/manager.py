@@ -38,6 +38,7 @@ from fp4compile.passes.inplace import inplace
 from fp4compile.passes.lower import lower
 from fp4compile.passes.merge_quantize import merge_quantize
 from fp4compile.passes.notes import Saved, fused, saved
+from fp4compile.passes.quantize_before_move import quantize_before_move
 from fp4compile.passes.recompute import recompute
 from fp4compile.passes.rewrite import rewrite
 from fp4compile.passes.scale_results import scale_results
@@ -52,7 +53,9 @@ log = logging.getLogger("fp4compile")
 JOINT = (Pass("rewrite", rewrite), Pass("recompute", recompute))
 FUSING = (
     Pass("merge_quantize", merge_quantize),
+    Pass("quantize_before_move", quantize_before_move),
     Pass("fake_quantize", fake_quantize),  # before the fusing passes, which depend on the operands that it leaves
+    Pass("quantize_before_move", quantize_before_move),  # once more, for the values that `fake_quantize` leaves
     Pass("fuse_quantize", fuse_quantize),  # before fuse_epilogue: it takes the same operations
     Pass("fuse_epilogue", fuse_epilogue),
     Pass("scale_results", scale_results),
@@ -72,7 +75,7 @@ def switched_off_passes() -> frozenset[str]:
 
     Raises ValueError for an unknown name, TypeError if the setting is no collection of names.
     """
-    return config.switched_off([one.name for one in ALL])
+    return config.switched_off(list(dict.fromkeys(one.name for one in ALL)))
 
 
 @dataclass(frozen=True, eq=False)

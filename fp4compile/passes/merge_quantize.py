@@ -22,7 +22,7 @@ from fp4compile.ops.quantize import QUANTIZE
 
 def merge_quantize(graph: Graph) -> int:
     """Replace every pair by one `quantize` along both dimensions; returns how many pairs there were."""
-    _share(graph)
+    share(graph)
     rows: dict[tuple, Quantise] = {}
     columns: dict[tuple, Quantise] = {}
     order = {node: place for place, node in enumerate(graph.nodes)}
@@ -44,16 +44,18 @@ def _may_be_of_a_pair(found: Quantise) -> bool:
     fmt = formats.get(found.format)
     # Where a static outer scale belongs to each row, the two quantises do not share it.
     given_each = found.outer is not None and fmt.outer == "row"
+    given_each = given_each or found.amax is not None
     return not given_each and found.scale_rule == "amax" and not (found.each_matrix and not fmt.square)
 
 
 def _key(found: Quantise) -> tuple:
     """A key that is equal for the two quantises of a pair."""
     groups = None if found.offs is None else value_key(found.offs), found.each_matrix
-    return value_key(found.x), found.format, found.outer, found.layout, found.seed, found.scale_rule, groups
+    options = found.seed, found.scale_rule, found.amax
+    return value_key(found.x), found.format, found.outer, found.layout, *options, groups
 
 
-def _share(graph: Graph) -> None:
+def share(graph: Graph) -> None:
     """Replace quantises of the same value in the same way by the first of them."""
     first: dict[tuple, Node] = {}
     for found in _quantises(graph):

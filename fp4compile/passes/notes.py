@@ -2,10 +2,11 @@
 
 `rewrite` notes a product's name on every node that replaces the product (`name_product`), and on every quantise whose
 result a wgrad reads (`mark`). `fuse_prologue` notes the operations' names on the quantiser, `fuse_quantize` on the
-product that quantises its result (`name_operations`). `hoist` notes which weights it has put one below the other
-(`note_joined`). `fused(graph)` says which operations are fused into the
-quantisers of a product or, with "quantize" at the end, into the product itself. `saved(graph)` reads off a forward
-graph what the partitioner saves for the backward: the saved activations are the marked quantises among its outputs.
+product that quantises its result (`name_operations`). `quantize_before_move` notes moves of a quantiser's rows on the
+products that read them (`name_move`). `hoist` notes which weights it has put one below the other (`note_joined`).
+`fused(graph)` says which operations are fused into the quantisers of a product or, with "quantize" at the end, into the
+product itself, and which moves they precede or follow. `saved(graph)` reads off a forward graph what the partitioner
+saves for the backward: the saved activations are the marked quantises among its outputs.
 """
 
 import math
@@ -19,10 +20,11 @@ from torch.fx import Graph, Node
 
 from fp4compile.analysis.graph import RESHAPES
 from fp4compile.ops.matmul import SCALED_MM_QUANTIZED
-from fp4compile.ops.quantize import QUANTIZE
+from fp4compile.ops.quantize import LAY_OUT_SCALES, QUANTIZE
 
 _JOINED = "fp4compile_joined"
 _PRODUCT, _OPERATIONS, _SAVED_FOR = "fp4compile_product", "fp4compile_operations", "fp4compile_saved_for"
+_MOVES = "fp4compile_moves"
 
 
 def name_product(product: Node) -> None:
@@ -65,10 +67,32 @@ def _name(operation: Node) -> str:
     return packet.__name__.removeprefix("_fused").strip("_")
 
 
+def name_move(quantise: Node, moved: Node, text: str) -> None:
+    """Note what becomes of a move of a quantiser's rows, on the products that read its results.
+
+    moved: the moved rows. A later text about them takes the place of an earlier one.
+    """
+    waiting, seen = [quantise], {quantise}
+    while waiting:
+        for user in waiting.pop().users:
+            if _is_product(user):
+                user.meta[_MOVES] = {**user.meta.get(_MOVES, {}), moved.name: text}
+            elif user.target is not QUANTIZE and user not in seen:
+                seen.add(user)
+                waiting.append(user)
+
+
+def _is_product(node: Node) -> bool:
+    """Whether a node computes a product that has a name."""
+    ours = getattr(node.target, "namespace", "") == "fp4compile"
+    return ours and _PRODUCT in node.meta and node.target not in (QUANTIZE, LAY_OUT_SCALES)
+
+
 def fused(graph: Graph) -> dict[str, str]:
     """The fused operations, such as "silu, mul", by the names of the products that read the quantiser's results.
 
-    "silu, mul, quantize" for a product that computes them itself.
+    "silu, mul, quantize" for a product that computes them itself. Moves of the quantiser's rows follow, such as
+    "quantised before index".
     """
     found: dict[str, dict[str, None]] = {}
     for product in graph.find_nodes(op="call_function", target=SCALED_MM_QUANTIZED):
@@ -79,8 +103,11 @@ def fused(graph: Graph) -> dict[str, str]:
             for user in node.users:
                 if user.target is operator.getitem or user.target in RESHAPES:
                     waiting.append(user)
-                elif _PRODUCT in user.meta and getattr(user.target, "namespace", "") == "fp4compile":
+                elif _is_product(user):
                     found.setdefault(user.meta[_PRODUCT], {})[operations] = None
+    for node in filter(_is_product, graph.nodes):
+        for text in node.meta.get(_MOVES, {}).values():
+            found.setdefault(node.meta[_PRODUCT], {})[text] = None
     return {product: "; ".join(operations) for product, operations in found.items()}
 
 

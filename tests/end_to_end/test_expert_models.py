@@ -1,5 +1,8 @@
 """Models with experts as transformers has them: compiled or captured whole, against the same quantised by hand."""
 
+from types import SimpleNamespace
+from unittest import mock
+
 import pytest
 import torch
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -7,7 +10,15 @@ from torch.fx.experimental.proxy_tensor import make_fx
 import fp4compile
 from fp4compile.analysis.find import find
 from fp4compile.analysis.flops import count
+from fp4compile.analysis.graph import quantise_of
+from fp4compile.hardware import Target
+from fp4compile.ops.matmul import SCALED_GROUPED_MM
+from fp4compile.ops.quantize import LAY_OUT_SCALES, QUANTIZE
+from fp4compile.passes import quantize_before_move
+from fp4compile.passes.notes import fused, product_of
 from fp4compile.recipe import named, resolve
+from fp4compile.templates.launch import dry_run
+from tests.fuzz.compare import captured
 from tests.helpers.by_hand import assert_rounds_to
 from tests.helpers.by_hand import by_hand as products_by_hand
 from tests.helpers.hand_models import by_hand, experts_by_hand, gradients, sqnr
@@ -167,6 +178,56 @@ def test_packed_models_compute_the_same():
         assert len(experts) == 2 and not any(d.reason for d in experts)
     assert torch.equal(*found)
     assert not [p for p in model.parameters() if p.dim() == 3]
+
+
+def _graph_on(sm, model, recipe, without):
+    """(logits, the graph after the passes for a GPU of that compute capability, whose launches cost nothing)."""
+    torch._dynamo.reset()
+    graphs = []
+
+    def run(module):
+        graphs.append(module.graph)
+        return module.forward
+
+    around, without = lambda: dry_run(Target(sm)), {"inplace", "lower", *without}
+    backend = captured(SimpleNamespace(recipe=recipe), [], around, without, run)
+    with torch.no_grad(), mock.patch.object(quantize_before_move, "LAUNCH_BYTES", 0):
+        logits = torch.compile(model, backend=backend)(tokens(), use_cache=False).logits
+    (graph,) = graphs
+    return logits, graph
+
+
+def _chain_to(node):
+    """What the nodes from the quantiser of a grouped product's first operand to the product make."""
+    chain, node = [], node.args[0]
+    while node.target is not QUANTIZE:
+        value = node.meta["val"]
+        chain = [f"{str(value.dtype).removeprefix('torch.')}{[*value.shape]} {node.target.__name__}", *chain]
+        node = node.args[0]
+    return [f"{[*quantise_of(node).x.meta['val'].shape]} quantize", *chain]
+
+
+@pytest.mark.parametrize(("sm", "recipe", "before", "after"), [
+    (100, "mxfp8", ["[144, 128] quantize", "float8_e4m3fn[144, 128] getitem"],
+     ["[18, 128] quantize", "float8_e4m3fn[18, 128] getitem", "uint8[18, 128] view.dtype",
+      "uint8[144, 128] index.Tensor", "float8_e4m3fn[144, 128] view.dtype"]),
+    (90, "nvfp4_one_level", ["[144, 128] quantize", "float16[144, 128] getitem"],
+     ["[18, 128] quantize", "float16[18, 128] getitem", "float16[144, 128] index.Tensor"]),
+])  # fmt: skip
+def test_tokens_are_quantised_once_for_all_their_experts(sm, recipe, before, after):
+    """18 tokens with 8 experts each: codes and swizzled scales, or packed experts' 16-bit values. No bit changes."""
+    sizes = {"hidden_size": 128, "moe_intermediate_size": 128, "num_experts": 16, "num_experts_per_tok": 8}
+    with mock.patch.dict(MODELS, {"Qwen3Moe": MODELS["Qwen3Moe"] | sizes}):
+        model, recipe = model_of("Qwen3Moe"), named(recipe).replace(min_m=1)
+    if sm == 90:
+        fp4compile.pack_(model, recipe)
+    found = [_graph_on(sm, model, recipe, without) for without in (("quantize_before_move",), ())]
+    products = [graph.find_nodes(op="call_function", target=SCALED_GROUPED_MM)[0] for _, graph in found]
+    assert [*map(_chain_to, products)] == [before, after]
+    laid_out = [graph.find_nodes(op="call_function", target=LAY_OUT_SCALES) for _, graph in found]
+    assert [*map(len, laid_out)] == [0, sm == 100]
+    assert torch.equal(*(logits for logits, _ in found))
+    assert fused(found[1][1])[product_of(products[1])] == "quantised before index"
 
 
 def test_the_experts_of_llama_4_are_known():

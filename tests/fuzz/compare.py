@@ -10,10 +10,11 @@ the oracle itself shows under noise of the size of such rounding.
 """
 
 from collections import Counter
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
+from unittest import mock
 
 import torch
 from torch._dynamo.backends.common import aot_autograd
@@ -21,6 +22,8 @@ from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._inductor.decomposition import select_decomp_table
 
 import fp4compile
+from fp4compile import config
+from fp4compile.passes import quantize_before_move
 from fp4compile.passes.manager import JointPasses, LowerPasses, switched_off_passes
 from fp4compile.recipe import Recipe
 from fp4compile.report import names
@@ -68,7 +71,8 @@ def _recipe(program: Program) -> str:
 class Fuzzer:
     """device: "cpu" or "cuda". inductor: with code generation. dtype: of the programs' values.
 
-    exact: how many programs agreed in every bit; run: how many ran.
+    exact: how many programs agreed in every bit; run: how many ran. moved: in how many the pass quantize_before_move
+    matched.
     """
 
     device: str = "cpu"
@@ -76,9 +80,10 @@ class Fuzzer:
     dtype: torch.dtype = torch.float32
     exact: int = 0
     run: int = 0
+    moved: int = 0
 
     def counted(self) -> str:
-        return f"{self.exact} equal in every bit"
+        return f"{self.exact} equal in every bit, {self.moved} with rows quantised before a move"
 
     def check(self, program: Program) -> Finding | None:
         """The first thing that is wrong with a program, or None."""
@@ -93,7 +98,8 @@ class Fuzzer:
     def _check(self, program: Program, rows: list[Row]) -> Finding | None:
         module, oracle, outside = program.load()
         modules = torch.nn.ModuleList([module, *outside]).to(self.device, self.dtype)
-        compiled = self._compile(module, program, rows)
+        matched: Counter = Counter()
+        compiled = self._compile(module, program, rows, matched)
         wrong = None
         for attempt, draw in enumerate(_DRAWS):
             inputs = [
@@ -106,6 +112,7 @@ class Fuzzer:
                 q = Oracle(program.recipe, by_graph, program.dynamic)
                 expected = results_of(partial(oracle, q, module), program, values, modules)
                 if attempt == number == 0:
+                    self.moved += matched["quantize_before_move"] > 0
                     finding = _products(program, q, by_graph)
                     if finding is not None:
                         return finding
@@ -153,19 +160,31 @@ class Fuzzer:
                 return f"{name}: relative error {error:.3g}, allowed {allowed:.3g}; largest difference {worst:.4g}"
         return None
 
-    def _compile(self, module: torch.nn.Module, program: Program, rows: list[Row]) -> Callable:
+    def _compile(self, module: torch.nn.Module, program: Program, rows: list[Row], matched: Counter) -> Callable:
         options = {"fullgraph": True, "dynamic": program.dynamic}
         if self.inductor:
-            backend = fp4compile.backend(program.recipe)
+            with mock.patch.object(config, "enabled_passes", config.OFF_BY_DEFAULT):
+                backend = fp4compile.backend(program.recipe)
             compiled = torch.compile(module, backend=backend, **options)
 
             def call(*args):
                 results = compiled(*args)
                 rows[:] = backend.report.rows
+                matched.update(backend.report.counts)
                 return results
 
             return call
-        return torch.compile(module, backend=captured(program, rows), **options)
+        return torch.compile(module, backend=captured(program, rows, _moving_all, matched=matched), **options)
+
+
+@contextmanager
+def _moving_all() -> Iterator[None]:
+    """Rows are quantised before every move that allows it, also where Inductor would be slower, or has no code."""
+    with (
+        mock.patch.object(quantize_before_move, "_inductor_moves", lambda quantise: True),
+        mock.patch.object(quantize_before_move, "_in_memory", lambda node: True),
+    ):
+        yield
 
 
 def captured(
@@ -174,16 +193,20 @@ def captured(
     around: Callable = nullcontext,
     without: frozenset[str] = frozenset(),
     run: Callable = lambda module: module.forward,
+    matched: Counter | None = None,
 ) -> Callable:
     """A Dynamo backend: the passes of `fp4compile` on the graphs that Inductor would give them, nothing generated.
 
-    around: makes the context in which the passes run. without: names of passes that do not. run: what calls a graph.
+    around: makes the context in which the passes run. without: names of passes that do not; all others do, also those
+    that are off by default. run: what calls a graph. matched: takes how often each pass matched after the partitioner.
     """
 
     def compile_graph(gm: torch.fx.GraphModule, example_inputs) -> Callable:
         inputs = names.record(gm, example_inputs).inputs
         joint_passes = JointPasses(program.recipe, inputs, lambda found, runs: rows.extend(found))
-        lower_passes = LowerPasses(lambda *told: None, disabled=switched_off_passes() | without)
+        counts = Counter() if matched is None else matched
+        disabled = (switched_off_passes() - {*config.OFF_BY_DEFAULT}) | without
+        lower_passes = LowerPasses(partial(_count, counts), disabled=disabled)
 
         def lowered(module: torch.fx.GraphModule, _) -> Callable:
             with around():
@@ -210,6 +233,11 @@ def captured(
         )(gm, example_inputs)  # fmt: skip
 
     return compile_graph
+
+
+def _count(counts: Counter, saved, prologues, runs, launches) -> None:
+    """Count the matches of the passes on one graph: what `LowerPasses` tells."""
+    counts.update({name: run.matches for name, run in runs.items()})
 
 
 def _boxed(function: Callable) -> Callable:

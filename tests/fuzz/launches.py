@@ -5,7 +5,8 @@ epilogues, fused products and swizzled scales. The graphs then run op by op. Eve
 whose result the next op reads, and once more by the kernels that a GPU would launch. Operands lie in buffers of NaN,
 and outputs are poisoned before kernels write them: what is read or left out shows. Quantisers must have the reference's
 bits, products its values up to the order of float32 sums. A launch that differs from an earlier one by its operands'
-values alone is left out; where several kernels can serve a product, one of them is drawn.
+values alone is left out; where several kernels can serve a product, one of them is drawn. Where rows are quantised
+before they are moved, the program is compiled once more with the quantisers behind the moves: all bits are the same.
 
 A program's `Setting`, drawn by its seed, makes small tensors meet what only large ones do: amaxes of many programs,
 rows that do not fit on the chip, programs that take several tiles, chains of operations that would not pay.
@@ -24,21 +25,22 @@ from torch.fx import GraphModule, Interpreter
 from fp4compile import hardware
 from fp4compile.hardware import Target
 from fp4compile.ops.define import KERNELS
-from fp4compile.passes import fuse_prologue
+from fp4compile.passes import fuse_prologue, quantize_before_move
 from fp4compile.templates.launch import dry_run
 from fp4compile.templates.quantize import amax, heuristics, prologue_cost
 from tests.fuzz.check_launches import Launched, difference, kernels_of
 from tests.fuzz.compare import Finding, captured, fill, results_of, row_counts
 from tests.fuzz.programs import Program
+from tests.helpers.foreign import same_bits
 
 
 @dataclass(frozen=True)
 class Setting:
     """sm: compute capability that the passes decide for. dtype: of the program's values.
 
-    fuse_all: whether every chain before a quantiser is fused that can be, not only those that pay. multiprocessors:
-    what kernels count on. partial_maxima: elements of the largest tensor whose amax is partial maxima. on_chip:
-    elements of the longest row that a program holds.
+    fuse_all: whether every chain before a quantiser is fused that can be, and every move follows the quantiser that
+    can, not only those that pay. multiprocessors: what kernels count on. partial_maxima: elements of the largest tensor
+    whose amax is partial maxima. on_chip: elements of the longest row that a program holds.
     """
 
     sm: int
@@ -70,6 +72,8 @@ class Setting:
                 since = dict.fromkeys(prologue_cost.SINCE, 0)
                 stack.enter_context(mock.patch.object(prologue_cost, "SINCE", since))
                 stack.enter_context(mock.patch.object(fuse_prologue, "gain", _any_gain))
+                stack.enter_context(mock.patch.object(quantize_before_move, "LAUNCH_BYTES", 0))
+                stack.enter_context(mock.patch.object(quantize_before_move, "_in_memory", lambda node: True))
             yield
 
     @contextmanager
@@ -101,16 +105,18 @@ def _any_gain(spec, *args) -> float:
 
 @dataclass
 class LaunchFuzzer:
-    """run: how many programs ran. exact: how many without a finding. launched: how many ops of each kind kernels
-    computed. met: signatures of these."""
+    """run: how many programs ran. exact: how many without a finding. moved: in how many rows were quantised before a
+    move. launched: how many ops of each kind kernels computed. met: signatures of these."""
 
     run: int = 0
+    moved: int = 0
     exact: int = 0
     launched: Counter = field(default_factory=Counter)
     met: set = field(default_factory=set)
 
     def counted(self) -> str:
-        return ", ".join(f"{count} {kernel}" for kernel, count in sorted(self.launched.items()))
+        kinds = ", ".join(f"{count} {kernel}" for kernel, count in sorted(self.launched.items()))
+        return f"{kinds}, {self.moved} with rows quantised before a move"
 
     def check(self, program: Program) -> Finding | None:
         """The first thing that is wrong with a program, or None."""
@@ -132,11 +138,25 @@ class LaunchFuzzer:
         def run(graph: GraphModule) -> Callable:
             return lambda *args: _Launching(graph, setting, wrong, self).run(*args)
 
-        backend = captured(program, [], setting.deciding, frozenset({"inplace", "lower"}), run)
-        compiled = torch.compile(module, backend=backend, fullgraph=True, dynamic=program.dynamic)
-        for rows in row_counts(program):
-            inputs = fill(modules, program, "normal", "cpu", setting.dtype, rows)
-            results_of(compiled, program, inputs, modules)
+        def results(without: frozenset[str], run: Callable) -> list:
+            torch._dynamo.reset()
+            matched.clear()
+            backend = captured(program, [], setting.deciding, without | {"inplace", "lower"}, run, matched)
+            compiled = torch.compile(module, backend=backend, fullgraph=True, dynamic=program.dynamic)
+            found = []
+            for rows in row_counts(program):
+                torch.manual_seed(program.seed)  # for seeds of stochastic rounding
+                inputs = fill(modules, program, "normal", "cpu", setting.dtype, rows)
+                found += results_of(compiled, program, inputs, modules)
+            return found
+
+        matched: Counter = Counter()
+        moved = results(frozenset(), run)
+        if matched["quantize_before_move"]:
+            self.moved += 1
+            plain = results(frozenset({"quantize_before_move"}), lambda graph: graph.forward)
+            if not all(one is other or same_bits(one, other) for one, other in zip(moved, plain, strict=True)):
+                wrong.append("rows quantised before a move have other bits")
 
 
 def _more(program: Program):

@@ -175,3 +175,38 @@ def tied_embedding(d: Draft) -> None:
     e = f"F.embedding(self.{ids}, self.{table})[0, :1]"
     d.step("tied_embedding", [x], shape, [f"{h} = F.linear({x}, self.{table}) + {e}"],
            [f"{h} = q.linear('{table}', {x}, self.{table}) + {e}"])  # fmt: skip
+
+
+@kind(4, ragged=6)
+def moved_rows(d: Draft) -> None:
+    """Layers of rows that an index, a table or a concatenation brings together: as many rows as before, or twice.
+
+    Of programs with gradients most have none here: a weight gradient reads columns, which are quantised where they are.
+    """
+    x = d.pick()
+    rows, columns = d.shape(x)[0], d.shape(x)[-1]
+    layers = [d.linear(columns, d.width()) for _ in range(d.rng.choice((1, 1, 2)))]
+    twice, at = d.chance(0.5), d.rng.randrange(min(rows, 24))  # of dynamic programs the fewest rows count
+    some = f"(({x}.shape[0] + 1) // 2)" if d.chance(0.3) else f"{x}.shape[0]"  # an index may leave out rows
+    ids = f"(torch.arange({2 if twice else 1} * {x}.shape[0], device={x}.device) * 7 + {at}) % {some}"
+    texts = ["{0}[{1}]", "{0}.index_select(0, {1})"]
+    texts += ["F.embedding({1}, {0})"] if len(d.shape(x)) == 2 else []
+    texts += ["torch.cat(({0}, {0}))"] if twice else [f"torch.cat(({{0}}[{at}:], {{0}}[:{at}]))"]
+    moved, names = d.name("r"), [d.name("h") for _ in layers]
+    ending = ".unflatten(0, (2, -1)).sum(0)" if twice else ""
+    detached, read = "with torch.no_grad(): " if d.chance(0.8) else "", d.chance(0.15)
+    code, rows_of = [], x
+    if d.chance(0.5):  # rows of several sizes, so that moved rows may lack the largest element
+        rows_of = d.name("u")
+        factors = f"(1 + torch.arange({x}.shape[0], device={x}.device) % 5).to({x}.dtype)"
+        code.append(f"{rows_of} = {x} * {factors}.view(-1{', 1' * (len(d.shape(x)) - 1)})")
+    code.append(f"{detached}{moved} = {d.rng.choice(texts).format(rows_of, ids)}")
+    oracle = list(code)
+    for name, (ours, theirs) in zip(names, (applied(layer, moved) for layer in layers), strict=True):
+        for lines, call in ((code, ours), (oracle, theirs)):
+            lines.append(f"{detached}{name} = {call}{ending}")
+            lines += [f"{name} = {name} + {x}[..., :1]"] * bool(detached)  # so that there is a gradient
+            lines += [f"{name} = {name} + {moved}{ending}[..., :1]"] * read
+    outs = [d.layers[place].out for place in range(-len(layers), 0)]
+    shapes = {name: (*d.shape(x)[:-1], out) for name, out in zip(names, outs, strict=True)}
+    d.step("moved_rows", [x], shapes, code, oracle)

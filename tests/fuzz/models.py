@@ -214,7 +214,7 @@ def broadcast(d: Draft) -> None:
     d.step(f"broadcast ({form})", [x], made, code, oracle)
 
 
-@kind(0.7, ragged=3)
+@kind(0.7, ragged=5)
 def grouped(d: Draft) -> None:
     """Experts as a grouped product, whose groups may be empty, and whose last rows may belong to none."""
     x = d.pick(rank=2)
@@ -231,6 +231,9 @@ def grouped(d: Draft) -> None:
     # The operator leaves rows of no expert as they were in memory, in the result and in the gradient of x.
     own = f"torch.arange({x}.shape[0], device={x}.device)[:, None] < {ends[-1]}"
     before, behind = f"{h} = torch.where({own}, {x}, 0).bfloat16()", f"{h} = torch.where({own}, {h}.to({x}.dtype), 0)"
+    if not d.dynamic and d.chance(0.4):  # every row belongs to an expert, for which an index gathers it
+        ends[-1], at = rows, f"(torch.arange({x}.shape[0], device={x}.device) * 7 + 3) % {x}.shape[0]"
+        before, behind = f"{h} = {x}.bfloat16()[{at}]", f"{h} = {h}.to({x}.dtype)"
     weight = f"self.{w}.bfloat16()"
     code = [f"offs = torch.tensor({ends}, dtype=torch.int32, device={x}.device)", before,
             f"{h} = F.grouped_mm({h}, {weight}, offs=offs)", behind]  # fmt: skip

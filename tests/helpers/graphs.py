@@ -17,8 +17,11 @@ class Recorder(CustomGraphPass):
         return "recorder"
 
 
-def summary(graph: torch.fx.Graph) -> str:
-    """Products, quantises and the output, one a line, with the dtypes and shapes of their results."""
+def summary(graph: torch.fx.Graph, everything: bool = False) -> str:
+    """Products, quantises and the output, one a line, with the dtypes and shapes of their results.
+
+    everything: show all other operators, too.
+    """
     lines = []
     for node in graph.nodes:
         if node.op == "placeholder":
@@ -26,7 +29,7 @@ def summary(graph: torch.fx.Graph) -> str:
         if node.op == "output":
             args = torch.utils._pytree.tree_leaves(node.args)
             lines.append("return " + ", ".join(_typed(arg) for arg in args if arg is not None))
-        elif _shown(node):
+        elif everything or _shown(node):
             arguments = [*map(str, node.args), *(f"{name}={value}" for name, value in node.kwargs.items())]
             lines.append(f"{_typed(node)} = {_name(node)}({', '.join(arguments)})")
     return "\n".join(lines)

@@ -17,6 +17,7 @@ from fp4compile.ops.functional import quantize, scaled_mm
 X = torch.randn(4, 64)
 A, B = quantize(X, "nvfp4"), quantize(torch.randn(6, 64), "nvfp4")
 MX, ROWWISE = quantize(X, "mxfp8"), quantize(X, "nvfp4_rowwise")
+QUANTIZE, AMAX = torch.ops.fp4compile.quantize, torch.tensor(1.0)
 ON_META = dataclasses.replace(B, data=B.data.to("meta"))
 
 
@@ -30,6 +31,7 @@ def op_transposed(a, b, name="nvfp4"):
 
 
 HALF = X[:, :4].bfloat16()
+GIVEN_AMAX = "amax: goes with rows in a format whose outer scale is computed"
 BAD_CALLS = [
     # what is raised, what the message says, call
     (TypeError, "x: expected a torch.Tensor, got list", lambda: quantize([1.0], "nvfp4")),
@@ -47,6 +49,12 @@ BAD_CALLS = [
     (ValueError, "unknown layout 'swizled'. Did you mean 'swizzled'?", lambda: quantize(X, "nvfp4", layout="swizled")),
     (ValueError, "unknown layout None", lambda: quantize(X, "nvfp4", layout=None)),
     (TypeError, "outer: expected a float32 torch.Tensor, got float", lambda: quantize(X, "nvfp4", outer=1.0)),
+    (ValueError, GIVEN_AMAX, lambda: QUANTIZE(X, "mxfp8", amax=AMAX)),
+    (ValueError, GIVEN_AMAX, lambda: QUANTIZE(X, "nvfp4", -2, amax=AMAX)),
+    (ValueError, GIVEN_AMAX, lambda: QUANTIZE(X, "nvfp4", outer=AMAX, amax=AMAX)),
+    (ValueError, GIVEN_AMAX, lambda: QUANTIZE(X, "nvfp4", offs=torch.tensor([4], dtype=torch.int32), amax=AMAX)),
+    (ValueError, "amax: expected float32 of shape ()", lambda: QUANTIZE(X, "nvfp4", amax=AMAX.view(1))),
+    (ValueError, "amax: goes without a prologue", lambda: QUANTIZE(X, "nvfp4", prologue=["neg aux0"], amax=AMAX)),
     (ValueError, "outer: format mxfp8 has no outer scale", lambda: quantize(X, "mxfp8", outer=torch.tensor(1.0))),
     (ValueError, "outer: format nvfp4_one_level", lambda: quantize(X, "nvfp4_one_level", outer=torch.tensor(1.0))),
     (ValueError, "outer: expected float32 of shape () ", lambda: quantize(X, "nvfp4", outer=torch.ones(1))),

@@ -20,11 +20,19 @@ from tests.helpers import without_codegen
 from tests.helpers.graphs import compile_recorded
 
 SWITCHABLE = [
-    "rewrite", "recompute", "hoist", "merge_quantize", "fake_quantize", "fuse_quantize", "fuse_epilogue",
-    "scale_results", "fuse_prologue", "fuse_horizontal", "inplace", "lower",
+    "rewrite", "recompute", "hoist", "merge_quantize", "quantize_before_move", "fake_quantize", "fuse_quantize",
+    "fuse_epilogue", "scale_results", "fuse_prologue", "fuse_horizontal", "inplace", "lower",
 ]  # fmt: skip
 POST_GRAD = SWITCHABLE[3:]
 VARIABLE = "FP4COMPILE_DISABLE_PASSES"
+
+
+@pytest.fixture(autouse=True)
+def enable(monkeypatch):
+    """Switches the passes on that are off by default, before each test; or others."""
+    switch = lambda *names: monkeypatch.setattr(fp4compile.config, "enabled_passes", names)  # noqa: E731
+    switch("quantize_before_move")
+    return switch
 
 
 @pytest.fixture
@@ -63,8 +71,10 @@ def infer(model, x):
 
 
 def test_order():
-    assert [one.name for one in manager.ALL] == SWITCHABLE
-    assert [one.name for one in (*manager.JOINT, *manager.POST_GRAD)] == ["rewrite", "recompute", *POST_GRAD]
+    assert list(dict.fromkeys(one.name for one in manager.ALL)) == SWITCHABLE
+    again = ["quantize_before_move"]  # after fake_quantize
+    assert [one.name for one in manager.JOINT] == SWITCHABLE[:2]
+    assert [one.name for one in manager.POST_GRAD] == [*POST_GRAD[:3], *again, *POST_GRAD[3:]]
     for one in manager.ALL:
         assert one.function.__name__ == one.name, "a pass is called as its function and its file are"
         assert one.function.__module__ == f"fp4compile.passes.{one.name}"
@@ -206,7 +216,22 @@ def test_unknown_names_are_refused(disable, monkeypatch):
         fp4compile.backend("mxfp8")
     monkeypatch.delenv(VARIABLE)
     monkeypatch.setattr(fp4compile.config, "disabled_passes", "inplace")
-    with pytest.raises(TypeError, match=r"expected a collection of names such as \('inplace',\), got 'inplace'"):
+    with pytest.raises(TypeError, match=r"expected a collection of names such as \('lower',\), got 'inplace'"):
+        fp4compile.backend("mxfp8")
+
+
+def test_passes_that_are_off_by_default(disable, enable, monkeypatch):
+    name = "quantize_before_move"
+    assert manager.switched_off_passes() == frozenset()
+    disable(name)
+    assert manager.switched_off_passes() == {name}
+    disable()
+    enable()
+    assert manager.switched_off_passes() == {name}
+    monkeypatch.setenv("FP4COMPILE_ENABLE_PASSES", name)
+    assert manager.switched_off_passes() == frozenset()
+    enable("lower")
+    with pytest.raises(ValueError, match=f"enabled_passes: unknown pass 'lower'; allowed are {name}"):
         fp4compile.backend("mxfp8")
 
 
@@ -306,8 +331,9 @@ def test_dumps_show_every_pass_before_and_after(disable, monkeypatch, tmp_path):
     files = sorted(directory.iterdir(), key=lambda file: int(file.name.split("_")[1]))
     found = [re.fullmatch(r"\d+_\d{3,}_(\w+)_(before|after)\.py", file.name).groups() for file in files]
     ran = ["rewrite", "recompute", "hoist", *POST_GRAD]
+    ran.insert(ran.index("fake_quantize") + 1, "quantize_before_move")
     ran.remove("inplace")
-    assert len(set(found)) == len(found) == 2 * len(ran)
+    assert sorted(found) == sorted((name, when) for name in ran for when in ("before", "after"))
     assert [name for name, _ in found[::2]] == [name for name, _ in found[1::2]] == ran
     before, after = (next(directory.glob(f"*_{HOIST.name}_{when}.py")).read_text() for when in ("before", "after"))
     assert before.count("fp4compile.quantize.default(") == 3 and after.count("fp4compile.quantize.default(") == 1

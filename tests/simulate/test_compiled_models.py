@@ -17,6 +17,7 @@ from fp4compile import _compat, config
 from fp4compile.check.simulate.fault import Fault
 from fp4compile.check.simulate.launch import Simulator, compiled_of
 from fp4compile.hardware import Target
+from fp4compile.passes import quantize_before_move
 from tests.helpers import in_interpreter
 from tests.helpers.compiled_models import RUNS, Case, compared, difference, expected_of
 from tests.helpers.simulated_gpu import Gpu, simulated
@@ -89,6 +90,27 @@ def test_gate_and_up_write_the_operand_of_down(monkeypatch):
         fused = {row.module: row.fused for row in backend.report.rows}
         assert fused["gate"] == (None if off else "silu, mul, quantize") and fused["up"] is None
     assert torch.equal(*results) and results[0].isfinite().all() and results[0].any()
+
+
+@pretending
+def test_tokens_that_are_quantised_before_an_index(monkeypatch):
+    """On SM100: codes and scales are moved by Inductor's kernels, and scales are laid out; bits of the reference."""
+    torch.manual_seed(0)
+    model, x, index = Experts().bfloat16(), torch.randn(20, 128).bfloat16(), torch.randperm(160) // 8
+    offs = torch.tensor([0, 33, 34, 160], dtype=torch.int32)
+    monkeypatch.setattr(fp4compile.config, "enabled_passes", ("quantize_before_move",))
+    monkeypatch.setattr(quantize_before_move, "LAUNCH_BYTES", 0)
+    backend = fp4compile.backend("mxfp8", strict=True, min_m=1, min_n=1)
+    routed = lambda x, index, offs: model(x[index], offs)  # noqa: E731
+    monkeypatch.setattr(torch._inductor.config, "assert_indirect_indexing", False)  # the simulator has no assertions
+    with torch.no_grad(), simulated(monkeypatch, 100) as gpu:
+        torch._dynamo.reset()
+        got = torch.compile(routed, backend=backend)(x, index, offs)
+    package = gpu.counted()["package"]
+    assert package["lay_out_scales"] == 1 and "quantize_grouped_rows" not in package
+    operands = [fp4compile.quantize(x[index], "mxfp8", offs=offs), fp4compile.quantize(model.w.detach(), "mxfp8")]
+    expected = fp4compile.scaled_grouped_mm(*operands, offs=offs, out_dtype=torch.bfloat16)
+    assert torch.equal(got, expected) and got.abs().amin(-1).gt(0).all()
 
 
 @pretending

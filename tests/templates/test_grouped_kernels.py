@@ -24,8 +24,9 @@ from fp4compile.formats import formats, reference_grouped
 from fp4compile.formats.groups import Groups
 from fp4compile.formats.operand import Operand
 from fp4compile.hardware import Target
-from fp4compile.ops.quantize import quantize_kernels
+from fp4compile.ops.quantize import LAY_OUT_SCALES, quantize_kernels
 from fp4compile.templates.launch import dry_run
+from fp4compile.templates.quantize.lay_out import lay_out
 from tests.helpers import guarded, in_interpreter
 from tests.helpers.arguments import of_groups
 from tests.helpers.hard_inputs import hard_input
@@ -116,6 +117,20 @@ def check(x, offs, fmt, dim, outer=None, layout="linear", seed=None, transform=F
 
 
 # ---------------------------------------------------------------- quantise
+
+
+@gpu
+@pytest.mark.parametrize("offs", [None, offsets(), *map(torch.tensor, UNEVEN)], ids=str)
+def test_scales_that_are_laid_out(offs):
+    """Of moved rows: as a quantiser of groups lays them out, or of matrices without groups."""
+    offs = None if offs is None else offs.to(torch.int32)
+    for blocks in (3, 40):
+        x = hard_rows(32 * blocks, formats.get("mxfp8"))
+        x = torch.stack((x, x.flip(0))) if offs is None else x
+        linear = torch.ops.fp4compile.quantize(x, "mxfp8")[1]
+        expected = torch.ops.fp4compile.quantize(x, "mxfp8", offs=offs, layout="swizzled")[1]
+        assert_same_bits([LAY_OUT_SCALES(linear, offs)], [expected])
+        assert_same_bits([lay_out(linear.to(DEVICE), on_device(offs))], [expected])
 
 
 @gpu

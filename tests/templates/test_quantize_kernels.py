@@ -15,6 +15,7 @@ import torch
 from fp4compile.formats import formats, reference
 from fp4compile.formats.formats import BlockFormat
 from fp4compile.formats.quantize_spec import holds_values
+from fp4compile.ops.quantize import QUANTIZE, quantize_kernels
 from fp4compile.templates.quantize import dequantize, heuristics, row
 from tests.helpers import guarded, in_interpreter
 from tests.helpers.hard_inputs import DTYPES, NAMES, TINY_AMAXES, TINY_OUTERS, hard_input, of_amax
@@ -297,6 +298,21 @@ def test_given_outer_scale(format):
                 assert_same_bits(got, reference.quantize(one, fmt, scale))
     check(x, fmt, torch.full_like(outer, 3.4e38))
     check(x, fmt, torch.full_like(outer, 1e-42))
+
+
+@gpu
+@pytest.mark.parametrize("format", ["nvfp4", "nvfp4_te"])
+def test_given_amax(format):
+    """Of a tensor of which only some rows are quantised: their codes are those of the whole tensor's rows."""
+    x = torch.cat((hard_input("randn", SHAPE, torch.bfloat16), 3 * hard_input("outliers", SHAPE, torch.bfloat16)))
+    expected, rows = reference.quantize(x, formats.get(format)), slice(SHAPE[0])
+    for values in (x[rows], x[rows].t().contiguous().t(), x[rows].unsqueeze(0)):
+        for amax in (x.float().abs().amax(), torch.tensor(torch.nan)):
+            by_reference = QUANTIZE(values, format, amax=amax)
+            by_kernels = quantize_kernels(values.to(DEVICE), format, amax=amax.to(DEVICE))
+            assert_same_bits(by_kernels, by_reference)
+            if amax.isfinite() and values.dim() == 2:
+                assert_same_bits(by_kernels, (expected[0][rows], expected[1][rows], expected[2]))
 
 
 @gpu

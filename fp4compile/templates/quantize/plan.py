@@ -61,6 +61,7 @@ def quantize(
     offs: torch.Tensor | None = None,
     outer: torch.Tensor | None = None,
     seed: torch.Tensor | None = None,
+    amax: torch.Tensor | None = None,
 ) -> tuple[tuple[Quantized, ...], tuple[torch.Tensor, ...]]:
     """(the results along each dimension, the stored results of the prologue) for arguments of the op `quantize`.
 
@@ -73,12 +74,13 @@ def quantize(
             x, computed = apply(spec.prologue, (x, *operands))
             spec, operands, written = replace(spec, prologue=None), (), tuple(computed)
     if spec.scale_rule != "amax" or _by_reference(spec, x):
-        return tuple(_without_plan(spec, x, dim, offs, outer, seed) for dim in spec.dims), written
+        return tuple(_without_plan(spec, x, dim, offs, outer, seed, amax) for dim in spec.dims), written
     if x.dim() == 1:
-        ((row, *_), _) = quantize(spec, x.unsqueeze(0), (), None, outer, seed)
+        ((row, *_), _) = quantize(spec, x.unsqueeze(0), (), None, outer, seed, amax)
         return (reference.drop_row(row, spec.layout),), written
     stored = () if spec.prologue is None else spec.prologue.empty_stored(x)
-    found = plan(spec, x, target_of(x.device), operands=operands, stored=stored, offs=offs, outer=outer, seed=seed)
+    target = target_of(x.device)
+    found = plan(spec, x, target, operands=operands, stored=stored, offs=offs, outer=outer, seed=seed, amax=amax)
     for launch in found.launches:
         launch.run()
     return found.results(), (*stored, *written)
@@ -90,13 +92,13 @@ def _by_reference(spec: QuantizeSpec, x: torch.Tensor) -> bool:
     return (spec.format.square and spec.seeded) or (not spec.ragged and statically_true(x.numel() == 0))
 
 
-def _without_plan(spec: QuantizeSpec, x, dim: int, offs, outer, seed) -> Quantized:
+def _without_plan(spec: QuantizeSpec, x, dim: int, offs, outer, seed, amax) -> Quantized:
     """The results along a dimension by PyTorch operations, or by the kernels of the scale sweep."""
     fmt = spec.format
     if spec.scale_rule != "amax" and not statically_true(x.numel() == 0):
         each = spec.each_matrix and outer is None and fmt.outer == "tensor"
         return scale_sweep.quantize(x.movedim(dim, -1), fmt, outer, spec.layout, spec.scale_rule, each_matrix=each)
-    return reference_grouped.quantize_along(spec, x, dim, offs, outer, seed)
+    return reference_grouped.quantize_along(spec, x, dim, offs, outer, seed, amax)
 
 
 def plan(
@@ -109,6 +111,7 @@ def plan(
     offs: torch.Tensor | None = None,
     outer: torch.Tensor | None = None,
     seed: torch.Tensor | None = None,
+    amax: torch.Tensor | None = None,
 ) -> Plan:
     """The launches of a quantiser by the rule "amax".
 
@@ -120,6 +123,10 @@ def plan(
         return _ragged(spec, source_of(x, target, spec.prologue, operands), offs, outer, seed)
     if spec.both:
         return _both(spec, x, source_of(x, target, spec.prologue, operands, stored), outer, seed)
+    if amax is not None:
+        source = source_of(x.contiguous() if lies_transposed(x) else x, target)
+        source = replace(source, amax_bits=View.flat(amax.view(1).view(torch.int32), 1))
+        return _rows(spec, x.shape, source, outer, seed)
     if spec.format.square or spec.hadamard or (spec.prologue is None and lies_transposed(x.movedim(spec.dims[0], -1))):
         return _columns(spec, x.movedim(spec.dims[0], -1), target, outer, seed)
     source = source_of(x.movedim(spec.dims[0], -1), target, spec.prologue, operands, stored)

@@ -1,0 +1,80 @@
+"""Lay linear block scales out as the matrix units read them: for rows that were moved after they were quantised."""
+
+import math
+
+import torch
+import triton
+import triton.language as tl
+
+from fp4compile._compat import statically_true
+from fp4compile.formats.groups import padded_rows
+from fp4compile.formats.layouts import TILE_COLS, TILE_ROWS, ceil_div, swizzled_numel
+from fp4compile.formats.reference_grouped import lay_out_rows
+from fp4compile.templates.device.groups import group_of_tile, of_lanes, per_lane
+from fp4compile.templates.device.memory import store_scales, tile_of, tiles_along
+from fp4compile.templates.launch import launch, target_of
+from fp4compile.templates.quantize.source import power_of_two
+
+# Block columns of a program. A program of groups first finds its group, for which few columns would not be worth it.
+_BLOCKS = 32
+
+
+def lay_out(scales: torch.Tensor, offs: torch.Tensor | None) -> torch.Tensor:
+    """`reference_grouped.lay_out_rows` on the GPU, bit for bit: one launch."""
+    *batch, rows, blocks = scales.shape
+    groups = 0 if offs is None else offs.shape[0]
+    if statically_true(blocks == 0) or (not groups and statically_true(scales.numel() == 0)):
+        return lay_out_rows(scales, offs)  # a grid cannot be empty
+    slots = padded_rows(rows, groups) if groups else rows
+    taken = scales.contiguous().view(torch.uint8)
+    out = taken.new_empty((*batch, swizzled_numel(slots, blocks)))
+    matrices, isa = math.prod(batch), target_of(scales.device).isa
+    grid = matrices * ceil_div(slots, TILE_ROWS) * ceil_div(ceil_div(blocks, TILE_COLS) * TILE_COLS, _BLOCKS)
+    launch(
+        lay_out_scales, grid, taken, taken if offs is None else offs.contiguous(), out, rows, blocks,
+        GROUPS=groups, ALIGN=power_of_two(blocks, 16), BATCHED=isa < 100 or not statically_true(matrices == 1),
+        ROWS=TILE_ROWS, BLOCKS=_BLOCKS, ISA=isa, num_warps=4,
+    )  # fmt: skip
+    return out.view(scales.dtype)
+
+
+@triton.jit
+def lay_out_scales(
+    scales_ptr, offs_ptr, out_ptr, rows, blocks,
+    GROUPS: tl.constexpr, ALIGN: tl.constexpr, BATCHED: tl.constexpr, ROWS: tl.constexpr, BLOCKS: tl.constexpr,
+    ISA: tl.constexpr,
+):  # fmt: skip
+    """One tile of ROWS (128) x BLOCKS block columns of a batch of matrices [rows, blocks] of scale bytes.
+
+    GROUPS: how many groups the int32 at offs_ptr cut the rows in; 0 for none. Groups go with one matrix: each begins a
+    new tile of the result, and tiles beyond the last group are zero. ALIGN: as in `store_scales`. BATCHED: there may be
+    several matrices; False only on SM100.
+    """
+    unsigned: tl.constexpr = ISA >= 100
+    col_tiles = tl.maximum(tiles_along(tiles_along(blocks, 4, unsigned) * 4, BLOCKS, unsigned), 1)
+    if GROUPS > 0:
+        before = ()
+        offs = ()
+        for i in tl.static_range(per_lane(GROUPS)):
+            number, exists = of_lanes(i - per_lane(GROUPS), GROUPS)
+            before = before + (tl.load(offs_ptr + number, mask=exists, other=0),)
+            number, exists = of_lanes(i, GROUPS)
+            offs = offs + (tl.load(offs_ptr + number, mask=exists, other=0),)
+        tile = tl.program_id(0) // col_tiles
+        col_tile = tl.program_id(0) % col_tiles
+        group, _, end, row0 = group_of_tile(before, offs, rows, tile, ROWS, GROUPS)
+        end = tl.where(group < GROUPS, end, row0)
+        batch = tile * 0
+        padded = (tile + 1) * ROWS
+    else:
+        batch, tile, col_tile = tile_of(tl.program_id(0), rows, col_tiles, ROWS, False, unsigned, BATCHED)
+        row0 = tile * ROWS
+        end = rows
+        padded = rows
+    lane = tl.arange(0, ROWS)
+    block = col_tile * BLOCKS + tl.arange(0, BLOCKS)
+    row = row0 + lane
+    at = (batch.to(tl.int64) * rows + row)[:, None] * blocks + block[None, :]
+    byte = tl.load(scales_ptr + at, mask=(row < end)[:, None] & (block < blocks)[None, :], other=0)
+    store_scales(out_ptr, byte, batch, tile * ROWS + lane, col_tile * BLOCKS, padded, blocks, True, ALIGN, False,
+                 unsigned)  # fmt: skip
