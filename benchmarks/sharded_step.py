@@ -1,0 +1,148 @@
+"""A training step of the first layers of a Llama-3-8B under FSDP2: with weights gathered in bf16, and as codes.
+
+Each GPU of the host is a rank. Blocks are compiled one by one and sharded (`fully_shard`), parameters are float32, and
+are gathered in bf16. A case is a recipe; ", codes" gathers the weights of its blocks quantised
+(`fp4compile.distributed.gather_quantized_`). "torchao tensorwise, codes" is torchao's float8 training with its FP8
+all-gather, left out where torchao is not installed.
+
+"ms": the median time of a forward and a backward pass with gradients reduced, without an optimiser. "sent MB": what a
+rank contributes to the gathers of weights in such a step, by the tensors that FSDP2 gathers. "peak GB": memory of the
+first rank. A slow link is what NCCL_P2P_DISABLE=1 leaves of NVLink.
+
+    python -m benchmarks.sharded_step [--cases bf16 nvfp4_train "nvfp4_train, codes"] [--layers 4] [--out FILE]
+"""
+
+import argparse
+import gc
+import os
+import statistics
+import sys
+import tempfile
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather
+from transformers import LlamaForCausalLM
+
+import fp4compile
+from benchmarks import common, training_step
+from fp4compile.distributed import gather_quantized_
+
+CASES = ("bf16", "torchao tensorwise, codes", "float8_rowwise", "float8_rowwise, codes", "mxfp8", "mxfp8, codes",
+         "nvfp4_train", "nvfp4_train, codes")  # fmt: skip
+POLICY = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+CODES = ", codes"
+
+
+class Counted(DefaultAllGather):
+    """FSDP2's all-gather, which adds up the bytes that this rank contributes."""
+
+    def __init__(self) -> None:
+        self.sent = 0
+
+    def __call__(self, output_tensor, input_tensor, group, async_op=False):
+        self.sent += input_tensor.nbytes
+        return super().__call__(output_tensor, input_tensor, group, async_op)
+
+
+def main() -> None:
+    parser = common.parser(__doc__)
+    parser.add_argument("--cases", nargs="+", default=CASES)
+    parser.add_argument("--ranks", type=int, default=max(torch.cuda.device_count(), 2))
+    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--batch", type=int, default=2, help="texts of a rank")
+    parser.add_argument("--length", type=int, default=2048)
+    parser.add_argument("--repeats", type=int, default=7)
+    parser.add_argument("--tiny", action="store_true", help="narrow layers, to try the script")
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        torch.multiprocessing.spawn(of_a_rank, (args, Path(folder) / "store"), nprocs=args.ranks)
+
+
+def of_a_rank(rank: int, args: argparse.Namespace, store: Path) -> None:
+    """Measure all cases on one rank; the first one publishes them."""
+    if args.device.startswith("cuda"):
+        args.device = f"cuda:{rank}"
+        torch.cuda.set_device(rank)
+    communication = "nccl" if args.device.startswith("cuda") else "gloo"
+    dist.init_process_group(communication, init_method=f"file://{store}", rank=rank, world_size=args.ranks)
+    rows: list[dict] = []
+    for case in args.cases:
+        row = measure(case, args)
+        if row is not None:
+            rows.append({"case": case, "of the first": None, **row})
+            rows[-1]["of the first"] = row["ms"] / rows[0]["ms"]
+            if not rank:
+                print(rows[-1], file=sys.stderr, flush=True)
+    if not rank:
+        settings = {name: getattr(args, name) for name in ("ranks", "layers", "batch", "length", "repeats", "tiny")}
+        settings["peer to peer"] = os.environ.get("NCCL_P2P_DISABLE") != "1"
+        common.publish(args, settings, rows)
+    dist.destroy_process_group()
+
+
+def measure(case: str, args: argparse.Namespace) -> dict | None:
+    """The time, the bytes and the memory of a step; None for a peer that is not installed."""
+    torch._dynamo.reset()
+    gc.collect()
+    recipe, codes = case.removesuffix(CODES), case.endswith(CODES)
+    model = training_step.model_of(args).float()
+    if recipe.startswith("torchao") and not convert_by_torchao(model, recipe.partition(" ")[2]):
+        return None
+    counted = shard(model, recipe)
+    if codes and not recipe.startswith("torchao"):
+        gather_quantized_(model, recipe)
+    tokens = torch.randint(model.config.vocab_size, (args.batch, args.length), device=args.device)
+
+    def step() -> torch.Tensor:
+        loss = model(input_ids=tokens, labels=tokens).loss
+        loss.backward()
+        for parameter in model.parameters():
+            parameter.grad = None
+        return loss
+
+    for _ in range(3):
+        loss = step()
+    counted.sent = 0
+    if args.device.startswith("cuda"):
+        torch.cuda.reset_peak_memory_stats()
+    step()
+    common.synchronize(args.device)
+    sent = counted.sent
+    times = []
+    for _ in range(args.repeats):
+        dist.barrier()
+        times.append(common.step_time(step, args.device))
+    peak = torch.cuda.max_memory_allocated() / 1e9 if args.device.startswith("cuda") else None
+    return {"ms": statistics.median(times), "sent MB": sent / 1e6, "peak GB": peak, "loss": loss.item()}
+
+
+def shard(model: LlamaForCausalLM, recipe: str) -> Counted:
+    """Compile and shard each block, then the whole; returns what counts the bytes of all gathers."""
+    plain = recipe == "bf16" or recipe.startswith("torchao")
+    counted = Counted()
+    for block in model.model.layers:
+        block.compile(backend="inductor" if plain else fp4compile.backend(recipe), dynamic=False)
+        fully_shard(block, mp_policy=POLICY)
+        block.set_custom_all_gather(counted)
+    fully_shard(model, mp_policy=POLICY)
+    model.set_custom_all_gather(counted)
+    return counted
+
+
+def convert_by_torchao(model: LlamaForCausalLM, recipe: str) -> bool:
+    """Replace the layers of the blocks by torchao's, with FP8 gathers; whether torchao is installed."""
+    try:
+        from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+    except ImportError:
+        return False
+    config = Float8LinearConfig(enable_fsdp_float8_all_gather=True)
+    convert_to_float8_training(model, config=config, module_filter_fn=training_step._is_no_head)
+    return True
+
+
+if __name__ == "__main__":
+    main()
