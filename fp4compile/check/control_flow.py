@@ -3,7 +3,7 @@
 A `Block` is a run of instructions with its successors. The readers of SASS and PTX define the instruction type.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Generic, TypeVar
@@ -36,7 +36,7 @@ class ControlFlow(Generic[Instruction]):
     @cached_property
     def order(self) -> tuple[int, ...]:
         """The reachable blocks, each before its successors, except for back edges of loops."""
-        return tuple(reversed(_postorder(lambda block: self.blocks[block].successors)))
+        return tuple(reversed(postorder(lambda block: self.blocks[block].successors)))
 
     @cached_property
     def predecessors(self) -> dict[int, tuple[int, ...]]:
@@ -110,7 +110,7 @@ class ControlFlow(Generic[Instruction]):
         # A block that could lead into a rare one counts slightly: it is the rest of the rare case's code.
         ahead: dict[int, tuple[int, int]] = {}
         chosen: dict[int, int | None] = {}
-        for block in _postorder(self._forward):
+        for block in postorder(self._forward):
             following = self._forward(block)
             lengths = [ahead[one][1] for one in following]
             if lengths and 3 * min(lengths) < max(lengths):
@@ -150,17 +150,19 @@ class ControlFlow(Generic[Instruction]):
         return found
 
 
-def _postorder(successors: Callable[[int], Sequence[int]]) -> list[int]:
-    """The blocks reachable from block 0, each after its successors, except for back edges."""
-    seen, finished = {0}, []
-    stack = [(0, iter(successors(0)))]
-    while stack:
-        block, following = stack[-1]
-        new = next((one for one in following if one not in seen), None)
-        if new is None:
-            finished.append(block)
-            stack.pop()
-        else:
-            seen.add(new)
-            stack.append((new, iter(successors(new))))
+def postorder(successors: Callable[[int], Sequence[int]], roots: Iterable[int] = (0,)) -> list[int]:
+    """The blocks reachable from some blocks, each after its successors, except for back edges."""
+    seen, finished = set(), []
+    for root in roots:
+        stack = [] if root in seen else [(root, iter(successors(root)))]
+        seen.add(root)
+        while stack:
+            block, following = stack[-1]
+            new = next((one for one in following if one not in seen), None)
+            if new is None:
+                finished.append(block)
+                stack.pop()
+            else:
+                seen.add(new)
+                stack.append((new, iter(successors(new))))
     return finished

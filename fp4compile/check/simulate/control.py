@@ -1,7 +1,8 @@
 """Branches, barriers, mbarriers and fences.
 
 Sources: PTX ISA, "Control flow instructions", "Parallel synchronization and communication instructions"; confidence
-high. A warp whose threads stand at different instructions executes those at the lowest one first, until they meet.
+high. A warp whose threads stand at different instructions executes those that come first in `order` first, until they
+meet.
 """
 
 from functools import partial

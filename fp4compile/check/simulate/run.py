@@ -15,6 +15,7 @@ from fp4compile.check.simulate.fault import Fault
 from fp4compile.check.simulate.fragment import Fragment
 from fp4compile.check.simulate.machine import Machine
 from fp4compile.check.simulate.memory import GlobalMemory
+from fp4compile.check.simulate.order import Order
 from fp4compile.check.simulate.parse import Program, operand_registers
 from fp4compile.check.simulate.state import DONE, LANES
 
@@ -30,6 +31,7 @@ class Kernel:
     steps: list[forms.Step]
     reads: list[frozenset[str]] = field(repr=False)  # the registers of each instruction
     granule: int  # the smallest access to shared memory, in bytes
+    order: Order | None = field(repr=False)  # of the basic blocks; None for the layout's
 
     @classmethod
     def of(cls, program: Program) -> "Kernel":
@@ -37,7 +39,7 @@ class Kernel:
         sizes = [int(one.opcode[-2:].lstrip("bfsu")) // 8 for one in program.instructions
                  if one.opcode.startswith(("ld.shared", "st.shared"))]  # fmt: skip
         reads = [frozenset(each.name for each in operand_registers(one)) for one in program.instructions]
-        return cls(program, catalogue.decode(program), reads, min([4, *sizes]))
+        return cls(program, catalogue.decode(program), reads, min([4, *sizes]), Order.of(program))
 
 
 @dataclass(frozen=True)
@@ -117,7 +119,8 @@ def _one_thread() -> Iterator[None]:
 class _Turns:
     """The turns that the warps and the asynchronous agents of a machine take.
 
-    warp_pc: the lowest program counter of each warp's threads, at which the warp goes on.
+    warp_pc: of the program counters of each warp's threads, the one that comes first in the order of blocks; there the
+    warp goes on.
     """
 
     def __init__(
@@ -175,7 +178,8 @@ class _Turns:
         self._run_block(Fragment(self.machine, together, (counters[together] == index).ravel()), index)
         if self.tally.instructions > self.schedule.most:
             raise Fault(f"{self.program.name}: does not end within {self.schedule.most} warp instructions")
-        self.warp_pc[together] = counters[together].min(1)
+        left = counters[together]
+        self.warp_pc[together] = left.min(1) if self.kernel.order is None else self.kernel.order.first(left)
 
     def _run_block(self, fragment: Fragment, index: int) -> None:
         machine, kernel, program, tally = self.machine, self.kernel, self.program, self.tally
