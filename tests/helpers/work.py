@@ -1,22 +1,26 @@
-"""How much work a function does, by a measure that no other load of the machine changes."""
+"""A limit on how much work is done, by a measure that no other load of the machine changes."""
 
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 
-class Calls:
-    """The number of Python's and C's functions that are called in a `with` block, by this thread."""
+@contextmanager
+def at_most(calls: int) -> Iterator[None]:
+    """Raise AssertionError as soon as this thread has called more functions, of Python and of C, in a `with` block."""
+    count, before = 0, sys.getprofile()
 
-    def __init__(self):
-        self.count = 0
+    def count_call(frame: Any, event: str, argument: Any) -> None:
+        nonlocal count
+        count += event in ("call", "c_call")
+        if count > calls:
+            sys.setprofile(None)
+            raise AssertionError(f"more than {calls} calls of functions")
 
-    def __enter__(self) -> "Calls":
-        self._before = sys.getprofile()
-        sys.setprofile(self._event)
-        return self
-
-    def __exit__(self, *exception: Any) -> None:
-        sys.setprofile(self._before)
-
-    def _event(self, frame: Any, event: str, argument: Any) -> None:
-        self.count += event in ("call", "c_call")
+    sys.setprofile(count_call)
+    try:
+        yield
+    finally:
+        sys.setprofile(before)
+    assert count <= calls, "the error was caught"
