@@ -9,7 +9,7 @@ from tests.fuzz.plant import PLANTS, ROOT
 from tests.fuzz.programs import build
 
 SEEDS = range(300)
-PARTS = 2  # of ten; they meet every kind of step
+PARTS = 3  # of ten; they meet every kind of step
 
 
 @pytest.mark.slow
