@@ -8,7 +8,7 @@ shapes or sequence numbers. The roles:
             alpha), and this layer multiplies the activation.
     dgrad   gradient x weight. The weight belongs to a layer and is contracted along its other dimension. That layer's
             wgrad multiplies the same gradient. A frozen layer has no wgrad: there the weight and the autograd node
-            must match. A packed weight is dequantised for this product alone.
+            must match.
     attention   activation x activation, batched or not
 
 A layer may have one weight, or one for each expert: the weight is then a batch of matrices, and the product is a
@@ -32,14 +32,7 @@ from fp4compile.analysis.gradients import Part, input_index, is_inner_gradient, 
 from fp4compile.analysis.graph import is_gathered
 from fp4compile.analysis.grouped_products import is_grouped, why_unread
 from fp4compile.analysis.module_names import clean_name, module_name, parameter_name
-from fp4compile.analysis.products import (
-    Product,
-    Side,
-    packed_expert,
-    product_of,
-    reads_packed_gradient,
-    why_not_packed,
-)
+from fp4compile.analysis.products import Product, Side, packed_expert, product_of, why_not_packed
 from fp4compile.analysis.selection import feeds_selection
 from fp4compile.analysis.views import View, is_cast, source_of, swaps_last_two, view_of
 from fp4compile.formats import formats
@@ -63,7 +56,7 @@ _FUSED_LAYER = "torch's fast path of a transformer layer: its products lie insid
 _FAST_PATHS = (aten._transformer_encoder_layer_fwd.default, aten._native_multi_head_attention.default)
 _BATCHED_WEIGHT = "batched product with a parameter"
 _GROUPED = "grouped product without a parameter"
-PACKED_GRADIENT = "gradient x packed weight: the weight is dequantised"
+_PACKED_GRADIENT = "gradient x packed weight: the weight is dequantised"
 _COMPUTED_WEIGHT = "its weight is computed from parameters and is none itself"
 _INNER_GRADIENT = "part of a gradient that is taken inside of the graph (torch.func.grad)"
 _BOTH_ORIENTATIONS = (
@@ -244,7 +237,7 @@ class _Scan:
         """Gradient x activation."""
         a, b = product.a, product.b
         if any(side.view.root.target is DEQUANTIZE for side in (a, b)):
-            return self._packed_gradient(product)
+            return _left_alone(product, _PACKED_GRADIENT)
         if a.is_gradient and b.is_gradient:
             return _left_alone(product, "gradient x gradient")
         # Both dY^T @ X and X^T @ dY may be the gradient of a weight or of the weight's transpose.
@@ -274,7 +267,7 @@ class _Scan:
         """Gradient x weight."""
         weight, gradient = product.weight_view, product.other.view
         if product.weight.root.target is EXPERT_WEIGHTS:
-            return _left_alone(product, PACKED_GRADIENT)
+            return _left_alone(product, _PACKED_GRADIENT)
         if weight is None:
             return _left_alone(product, _BATCHED_WEIGHT)
         m, n, k = product.dims
@@ -289,15 +282,6 @@ class _Scan:
                 if gradient.elements in layer.gradients or (not layer.gradients and same_node):
                     return self._gradient(product, "dgrad", layer.gemm, ("dgrad_dy", "dgrad_w"))
         return _left_alone(product, "gradient x parameter that is not the input gradient of a layer")
-
-    def _packed_gradient(self, product: Product) -> Gemm:
-        """Gradient x packed weight, which the forward product read as codes."""
-        if not reads_packed_gradient(product):
-            return _left_alone(product, PACKED_GRADIENT)
-        m, n, k = product.dims
-        weight = Operand(product.b.view.root, False, "dgrad_w", packed=True)
-        return Gemm(product.node, "dgrad", _module_of(product.node), _untransposed(product.a, "dgrad_dy"), weight,
-                    dims=product.dims, layer=(m, k, n), forward=product.node)  # fmt: skip
 
     def _gradient(self, product: Product, kind: str, origin: Gemm, roles: tuple[str, str]) -> Gemm:
         return self._gemm(

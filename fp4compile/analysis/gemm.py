@@ -34,8 +34,8 @@ class Operand:
     role: the field of the recipe that names the operand's format, e.g. "fprop_x"; None where no role was recognised.
     parameter: fully qualified name of the parameter that a weight comes from; None for activations and gradients.
     repeated: whether `source` has a leading dimension along which the same matrix repeats; the operand is that matrix.
-    packed: whether `source` is a node of `expert_weights`, `gathered_weight` or `dequantize`, whose codes are the
-        operand. expert: which of the matrices of experts; None for all.
+    packed: whether `source` is a node of `expert_weights` or `gathered_weight`, whose codes are the operand. expert:
+        which of the matrices of experts; None for all.
     """
 
     source: Node

@@ -131,8 +131,7 @@ class ScaledMM(Arguments):
         """The arguments with their (fake) tensors."""
         a, b = (Operand(*map(_value, (x.data, x.scales, x.outer)), x.format) for x in (self.a, self.b))
         return Arguments(a, b, _value(self.bias), self.out_dtype, self.epilogue, list(map(_value, self.auxiliaries)),
-                         _value(self.result_outer), _value(self.offs), _value(self.rows),
-                         b_transposed=self.b_transposed)  # fmt: skip
+                         _value(self.result_outer), _value(self.offs), _value(self.rows))  # fmt: skip
 
     @cached_property
     def problem(self) -> Problem:
@@ -183,11 +182,6 @@ class ExpertWeights:
         """The layout of the block scales: "linear", or "swizzled" with one run of scales for each matrix."""
         scales = self.weights.scales
         return "swizzled" if scales is not None and scales.meta["val"].dim() == 2 else "linear"
-
-
-def packed_weight_of(node: Node) -> Operand:
-    """The operand that a `dequantize` node reads, with (fake) tensors."""
-    return operand(*map(_value, node.args[:4]))
 
 
 def expert_weights_of(node: Node) -> ExpertWeights:

@@ -11,28 +11,19 @@ from dataclasses import dataclass, field, replace
 from torch.utils.checkpoint import CheckpointPolicy
 
 from fp4compile._compat import statically_true
-from fp4compile.analysis.find import PACKED_GRADIENT
 from fp4compile.analysis.gemm import Gemm, Input, Operand
 from fp4compile.analysis.gradients import tangent_dependent
-from fp4compile.analysis.graph import (
-    expert_weights_of,
-    gathered_weight_of,
-    is_gathered,
-    is_swizzled,
-    packed_weight_of,
-    scaled_mm_of,
-)
+from fp4compile.analysis.graph import expert_weights_of, gathered_weight_of, is_gathered, is_swizzled, scaled_mm_of
 from fp4compile.analysis.module_names import block_of, module_name
 from fp4compile.analysis.views import view_of
 from fp4compile.formats import formats
 from fp4compile.formats.layouts import scale_layout
 from fp4compile.formats.quantize_spec import FLOAT_DTYPES
 from fp4compile.hardware import Gpu, Target
-from fp4compile.ops.quantize import DEQUANTIZE
 from fp4compile.recipe import Recipe, named
 from fp4compile.templates.choose import choose
 from fp4compile.templates.launch import on_gpu, target_of
-from fp4compile.templates.problem import OperandType, Problem, operand_type
+from fp4compile.templates.problem import OperandType, Problem
 
 NOT_CALIBRATED = "dynamic activation scale: fp4compile.calibrate recorded none"
 BEFORE_CAST = "weight quantised before its cast: FSDP2 gathered codes of the parameter's dtype"
@@ -137,8 +128,7 @@ def _decide(gemm: Gemm, recipe: Recipe, model: "Model", meta: Target | None, tra
         return Decision(gemm, reason)
     weight = gemm.packed_weight
     if weight is not None and not is_gathered(weight.source):
-        of = _of_packed_gradient if weight.source.target is DEQUANTIZE else _of_packed_experts
-        return of(gemm, weight, meta)
+        return _of_packed_experts(gemm, weight, meta)
     decision = _by_recipe(gemm, recipe, model, meta, training)
     if weight is not None and decision.reason is not None:
         found = gathered_weight_of(weight.source).operand_for(str(weight.role)).format.name
@@ -277,22 +267,6 @@ def _of_packed_experts(gemm: Gemm, weight: Operand, meta: Target | None) -> Deci
         of_activation = Treatment(packed.activation, packed.activation_outer, layout=packed.layout)
     a, b = (of_weight, of_activation) if weight is gemm.a else (of_activation, of_weight)
     return Decision(gemm, a=a, b=b, tier=_tier(gemm, a, b, meta))
-
-
-def _of_packed_gradient(gemm: Gemm, weight: Operand, meta: Target | None) -> Decision:
-    """The decision for a gradient times a packed weight: left alone where the kernel would dequantise the weight."""
-    out, packed = gemm.node.meta["val"], packed_weight_of(weight.source)
-    b = operand_type(packed)
-    nvfp4 = (b.element, b.scale) == ("e2m1", "e4m3") and b.outer != "row"
-    whole = statically_true(weight.source.meta["val"].shape[-1] == packed.k)
-    in_16_bits = gemm.a.source.meta["val"].dtype == out.dtype and out.dtype.itemsize == 2
-    if not (nvfp4 and whole and in_16_bits) or (out.device.type == "cpu" and not on_gpu(out)):
-        return Decision(gemm, PACKED_GRADIENT)
-    target = target_of(out.device) if meta is None or on_gpu(out) else meta
-    choice = choose(Problem(_operand_type(gemm.a, None), b, *gemm.dims, out.dtype, target, b_transposed=True))
-    if choice.dequantizes_b:
-        return Decision(gemm, PACKED_GRADIENT)
-    return Decision(gemm, b=Treatment(b.format.name, layout="swizzled" if b.swizzled else "linear"), tier=choice.tier)
 
 
 def _is_batch(operand: Operand) -> bool:

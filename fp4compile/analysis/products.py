@@ -13,7 +13,7 @@ from fp4compile._compat import statically_true
 from fp4compile.analysis.grouped_products import Factor, Factors, factors_of
 from fp4compile.analysis.views import View, source_of, value_key, view_of
 from fp4compile.formats.quantize_spec import FLOAT_DTYPES
-from fp4compile.ops.quantize import DEQUANTIZE, EXPERT_WEIGHTS, GATHERED_WEIGHT
+from fp4compile.ops.quantize import EXPERT_WEIGHTS, GATHERED_WEIGHT
 
 aten = torch.ops.aten
 
@@ -164,20 +164,6 @@ def _gathered(view: View, parameters: Collection[Node]) -> Side | None:
     if view.key == taken.key:
         return Side(source, whole, whole.root, False, index)
     return Side(source, whole.swapped(), whole.root, False, index) if view.key == taken.swapped().key else None
-
-
-# ---------------------------------------------------------------- packed weights
-
-
-def reads_packed_gradient(product: Product) -> bool:
-    """Whether a product is gradient x packed weight, with the whole dequantised weight [N, K] as its B [N, K].
-
-    Then its result [M, K] is the gradient of the layer's input.
-    """
-    weight = product.b.view
-    if weight.root.target is not DEQUANTIZE or product.swapped or product.grouping or len(weight.size) != 2:
-        return False
-    return weight.key == view_of(weight.root).key and not product.b.swapped and "bias" not in product.terms
 
 
 # ---------------------------------------------------------------- weights of packed experts

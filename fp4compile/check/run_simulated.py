@@ -334,5 +334,5 @@ def _differences(got: torch.Tensor, x: Arguments) -> list[str]:
             got, expected = got[: ENDS[-1]], expected[: ENDS[-1]]
         return same_bits(got, expected)
     if x.epilogue is None:
-        return same_bits(got, SCALED_MM(*a, *b, x.bias, x.out_dtype, b_transposed=x.b_transposed))
+        return same_bits(got, SCALED_MM(*a, *b, x.bias, x.out_dtype))
     return product_differences(got, x.a, x.b, x.a.k, x.bias, x.epilogue, tuple(x.auxiliaries))

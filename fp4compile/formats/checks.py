@@ -26,10 +26,7 @@ def check(x: Arguments) -> None:
     else:
         check_operand("a", x.a)
         check_operand("b", x.b)
-        if x.b_transposed:
-            check_transposed(x.a, x.b, x.bias)
-        else:
-            check_matrices(x.a, x.b, x.bias)
+        check_matrices(x.a, x.b, x.bias)
         _check_devices(x.a, x.b, bias=x.bias)
     if x.epilogue is not None:
         _check_epilogue(x, x.epilogue)
@@ -54,21 +51,6 @@ def check_matrices(a: Operand, b: Operand, bias: torch.Tensor | None) -> None:
         raise ValueError(f"batch dimensions differ: a has {a_batch}, b has {b_batch}")
     _check_contraction(a, b)
     check_bias(bias, b.data.shape[-2])
-
-
-def check_transposed(a: Operand, b: Operand, bias: torch.Tensor | None) -> None:
-    """Check that a plain A [..., M, K] in 16 bits, NVFP4 codes B [K, N] whose rows are contracted, and a bias fit."""
-    if a.format is not None or a.data.dtype not in (torch.bfloat16, torch.float16):
-        raise ValueError(f"a: with b_transposed, expected plain bfloat16 or float16, got {a.data.dtype}"
-                         + ("" if a.format is None else f" of format {a.format.name}"))  # fmt: skip
-    if b.format is None or (b.format.element, b.format.scale) != ("e2m1", "e4m3"):
-        raise ValueError(f"b: with b_transposed, expected a format of e2m1 elements and e4m3 scales, got "
-                         f"{'none' if b.format is None else b.format.name}")  # fmt: skip
-    if b.data.dim() != 2 or b.data.shape[0] != a.k:
-        raise ValueError(f"b: with b_transposed, expected codes of {a.k} rows, got shape {tuple(b.data.shape)}")
-    if b.outer is not None and b.outer.dim() > 0:
-        raise ValueError(f"b_outer: its rows are contracted, so all share one, got shape {tuple(b.outer.shape)}")
-    check_bias(bias, b.k)
 
 
 def check_bias(bias: torch.Tensor | None, n: Any) -> None:
@@ -200,7 +182,7 @@ def _check_no_square(name: str, x: Operand) -> None:
 def _check_epilogue(x: Arguments, epilogue: Epilogue) -> None:
     """Check an epilogue and the tensors that it reads, each of the product's size or of N elements."""
     *batch, m, _ = x.a.data.shape
-    n, device = x.b.k if x.b_transposed else x.b.data.shape[-2], x.a.data.device
+    n, device = x.b.data.shape[-2], x.a.data.device
     if epilogue.pair:
         if x.b.data.dim() != 2 or not statically_true(n % 256 == 0):
             raise ValueError(f"epilogue: with 'pair', expected b of 2-D and of twice a multiple of 128 rows, got "

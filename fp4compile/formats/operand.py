@@ -50,7 +50,6 @@ class Arguments:
     result_outer: the static outer scale of a result that the epilogue quantises, float32 []; None where the result's
         format has no outer scale.
     fast_accumulation: whether FP8 matrix units may keep the sums in fewer bits than float32 has.
-    b_transposed: whether the rows of B are contracted: B is [K, N], with its codes and scales along N.
     """
 
     a: Operand
@@ -63,7 +62,6 @@ class Arguments:
     offs: torch.Tensor | None = None
     rows: Any = None
     fast_accumulation: bool = False
-    b_transposed: bool = False
 
     @property
     def plain(self) -> bool:

@@ -18,7 +18,7 @@ from contextvars import ContextVar
 import torch
 import torch.nn.functional as F
 
-from fp4compile.formats.checks import check_matrices, check_transposed
+from fp4compile.formats.checks import check_matrices
 from fp4compile.formats.formats import ELEMENT_MAX, BlockFormat
 from fp4compile.formats.layouts import ceil_div, from_swizzled, to_swizzled
 from fp4compile.formats.operand import Operand
@@ -452,12 +452,8 @@ def dequantize(data, scales, outer, fmt: BlockFormat, cols: int, dtype: torch.dt
     return (values if outer is None else values * outer).to(dtype).contiguous()
 
 
-def scaled_mm(
-    a: Operand, b: Operand, bias: torch.Tensor | None, out_dtype: torch.dtype, b_transposed: bool = False
-) -> torch.Tensor:
+def scaled_mm(a: Operand, b: Operand, bias: torch.Tensor | None, out_dtype: torch.dtype) -> torch.Tensor:
     """A @ B^T with both operands' contraction dimension last: [..., M, K] x [..., N, K] -> [..., M, N].
-
-    b_transposed: B is [K, N] instead, with its codes along N, and the result is A @ B.
 
     A B of two dimensions serves every matrix of A. A format of None marks a plain floating-point operand, which may
     have an outer scale too. The float32 product is multiplied once by outer_a * outer_b (a missing scale is 1), then
@@ -466,12 +462,11 @@ def scaled_mm(
     Raises ValueError for formats, batch dimensions or contraction dimensions that do not fit each other, and for a bias
     of another shape or not of a floating-point dtype.
     """
-    (check_transposed if b_transposed else check_matrices)(a, b, bias)
+    check_matrices(a, b, bias)
+    k = min(a.k, b.k)  # the rest of the longer operand is padding, which is zero
     left, right = _values(a), _values(b)
-    right = right if b_transposed else right.transpose(-2, -1)
-    k = min(left.shape[-1], right.shape[-2])  # the rest of the longer operand is padding, which is zero
     with torch.autocast(left.device.type, enabled=False):  # the product is float32, whatever the caller's context
-        out = left[..., :k] @ right[..., :k, :]
+        out = left[..., :k] @ right[..., :k].transpose(-2, -1)
     outer = _outer_product(a.outer, b.outer)
     if outer is not None:
         out = out * outer

@@ -1,7 +1,7 @@
 """The ops that multiply quantised operands.
 
     fp4compile::scaled_mm(a, a_scales, a_outer, a_format, b, b_scales, b_outer, b_format, bias, out_dtype,
-                          operands, epilogue, dtype, fast_accumulation, b_transposed) -> product
+                          operands, epilogue, dtype, fast_accumulation) -> product
     fp4compile::scaled_mm_quantized(a, ..., b, ..., bias, out_dtype, operands, epilogue, dtype, outer)
         -> (data, scales) of the product
     fp4compile::scaled_mm_horizontal(..., list of b, ...) -> products of one a; see `passes.fuse_horizontal`
@@ -12,9 +12,7 @@
 `scaled_mm`. A [..., M, K] and B [..., N, K] are both stored with the contraction last; an operand without a format is
 plain. epilogue: steps that follow the product, which is rounded to out_dtype (`formats.epilogue`); `operands` are the
 tensors that the steps read, and dtype is the dtype of their result. fast_accumulation: FP8 matrix units may keep the
-sums in fewer bits than float32 has; the reference never does. b_transposed: B is NVFP4 weights [K, N], with codes along
-N, of which the rows are contracted: the gradient of the input of a layer with packed weights. A is then plain, in 16
-bits.
+sums in fewer bits than float32 has; the reference never does.
 
 `scaled_mm_quantized` is `scaled_mm` whose epilogue ends in "quantize" and a format: the result is rounded to dtype and
 quantised along its rows. It returns codes and swizzled block scales, as `quantize` does. outer: the static outer scale
@@ -64,15 +62,14 @@ def operand(data, scales, outer, format: str | None) -> Operand:
 
 def dense(
     a, a_scales, a_outer, a_format, b, b_scales, b_outer, b_format, bias, out_dtype, operands=None, epilogue=None,
-    dtype=None, fast_accumulation=False, b_transposed=False,
+    dtype=None, fast_accumulation=False,
 ) -> Arguments:  # fmt: skip
     """The arguments of `scaled_mm`."""
     steps = None if epilogue is None else Epilogue.parse(epilogue, out_dtype, dtype)
     if steps is not None and steps.quantize is not None:
         raise ValueError(f"epilogue: {epilogue[-1]!r} is a step of scaled_mm_quantized, which returns codes and scales")
     left, right = operand(a, a_scales, a_outer, a_format), operand(b, b_scales, b_outer, b_format)
-    return Arguments(left, right, bias, out_dtype, steps, operands or [], fast_accumulation=fast_accumulation,
-                     b_transposed=b_transposed)  # fmt: skip
+    return Arguments(left, right, bias, out_dtype, steps, operands or [], fast_accumulation=fast_accumulation)
 
 
 def scaled_mm_kernels(*args: Any, choice: Choice | None = None, **options: Any) -> torch.Tensor:
@@ -81,13 +78,13 @@ def scaled_mm_kernels(*args: Any, choice: Choice | None = None, **options: Any) 
 
 
 def _by_reference(x: Arguments) -> torch.Tensor:
-    product = reference.scaled_mm(x.a, x.b, x.bias, x.out_dtype, x.b_transposed)
+    product = reference.scaled_mm(x.a, x.b, x.bias, x.out_dtype)
     return product if x.epilogue is None else apply(product, x.epilogue, x.auxiliaries)
 
 
 def _like_product(x: Arguments) -> torch.Tensor:
     """An empty tensor like the result."""
-    columns = x.b.k if x.b_transposed else x.b.data.shape[-2]
+    columns = x.b.data.shape[-2]
     check_bias(x.bias, columns)
     dtype = x.out_dtype if x.epilogue is None else x.epilogue.dtype
     if x.epilogue is not None and x.epilogue.pair:
@@ -97,7 +94,7 @@ def _like_product(x: Arguments) -> torch.Tensor:
 
 SCALED_MM = define(
     f"scaled_mm({_OPERANDS}, Tensor? bias, ScalarType out_dtype, Tensor[]? operands=None, str[]? epilogue=None,"
-    " ScalarType? dtype=None, bool fast_accumulation=False, bool b_transposed=False) -> Tensor",
+    " ScalarType? dtype=None, bool fast_accumulation=False) -> Tensor",
     reference=lambda *args, **options: _by_reference(dense(*args, **options)),
     shapes=lambda *args, **options: _like_product(dense(*args, **options)),
     kernels=scaled_mm_kernels,

@@ -22,7 +22,7 @@ from fp4compile.analysis import flops
 from fp4compile.analysis.gemm import Input
 from fp4compile.hardware import Gpu
 from fp4compile.ops.matmul import SCALED_MM_HORIZONTAL, SCALED_MM_QUANTIZED
-from fp4compile.ops.quantize import DEQUANTIZE, LAY_OUT_SCALES, QUANTIZE
+from fp4compile.ops.quantize import LAY_OUT_SCALES, QUANTIZE
 from fp4compile.passes.base import run_passes
 from fp4compile.passes.hoist import HOIST, Hoisted
 from fp4compile.passes.manager import JOINT, analyse, fuse, switched_off_passes
@@ -167,7 +167,7 @@ def _products(node: Node, parts: _Parts) -> list[str]:
     """The names of the products that a node is launched for; none for Inductor's kernels and other operators."""
     if pointwise.kind_of(node) != "other":
         return []
-    if node.target in (QUANTIZE, DEQUANTIZE, LAY_OUT_SCALES):
+    if node.target in (QUANTIZE, LAY_OUT_SCALES):
         return sorted(set(_readers(node, parts)))
     if node.target not in OWN_PRODUCTS and not flops.count(node):
         return []
@@ -178,7 +178,7 @@ def _products(node: Node, parts: _Parts) -> list[str]:
 
 
 def _readers(quantise: Node, parts: _Parts) -> Iterator[str]:
-    """The products that read what a quantise or a dequantise returns, in its graph or in the next one."""
+    """The products that read a quantiser's results, in its graph or in the next one."""
     waiting, seen = [quantise], {quantise}
     while waiting:
         node = waiting.pop()

@@ -1,8 +1,8 @@
 """Dequantise packed weights where they are read, in the backward graph too.
 
-Where no kernel reads its codes, a layer's input gradient multiplies the dequantised weight. The partitioner would
-compute that weight in the forward graph and save it until the backward pass, because it recomputes no custom operator
-unless it is told to. All layers' weights in high precision would then be in memory at once.
+A layer's input gradient multiplies the dequantised weight. The partitioner would compute that weight in the forward
+graph and save it until the backward pass, because it recomputes no custom operator unless it is told to. All layers'
+weights in high precision would then be in memory at once.
 """
 
 from torch.fx import Graph, Node

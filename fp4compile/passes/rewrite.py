@@ -30,7 +30,7 @@ from fp4compile.analysis.plan import Decision, Treatment
 from fp4compile.analysis.views import is_cast, source_of, value_key
 from fp4compile.formats import formats
 from fp4compile.ops.matmul import SCALED_GROUPED_MM, SCALED_MM, SCALED_MM_GATHERED
-from fp4compile.ops.quantize import DEQUANTIZE, GATHERED_WEIGHT, QUANTIZE
+from fp4compile.ops.quantize import GATHERED_WEIGHT, QUANTIZE
 from fp4compile.passes.notes import mark, name_product
 from fp4compile.templates.quantize.source import lies_transposed
 
@@ -88,8 +88,6 @@ class _Builder:
                 return self._grouped(decision, dtype)
             if gemm.index is not None:
                 return self._gathered(decision, dtype)
-            if gemm.b.packed and gemm.b.source.target is DEQUANTIZE:
-                return self._packed_gradient(gemm, dtype)
             a, b = self._operands(decision)
             args = (*a, *b)
             how = _accumulation(decision)
@@ -101,13 +99,6 @@ class _Builder:
             if (gemm.beta, gemm.alpha) == (1, 1) and one_a_column:
                 return self._scaled_mm(args, gemm.bias, dtype, node.meta, how)
             return self._general_addmm(gemm, args, dtype, how)
-
-    def _packed_gradient(self, gemm: Gemm, dtype: torch.dtype) -> Node:
-        """The product of a gradient and the codes of a weight, which a `dequantize` reads along their rows."""
-        meta = gemm.node.meta
-        gradient, *_ = self._operand(gemm, gemm.a, None, -1)
-        args = (gradient, None, None, None, *gemm.b.source.args[:4])
-        return self._scaled_mm(args, None, dtype, meta, {"b_transposed": True})
 
     def _grouped(self, decision: Decision, dtype: torch.dtype) -> Node:
         """The grouped product. Groups of the contraction are rows of both operands, quantised along these rows."""

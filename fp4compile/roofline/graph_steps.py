@@ -193,7 +193,7 @@ def _at_captured_sizes(problem: Problem) -> Problem:
 
 def _by_choice(sizes: Sizes, problem: Problem, codes: tuple, gpu: Gpu, more: int = 0) -> list[Step]:
     choice = choose(problem)
-    chosen = Chosen(choice.kernel, choice.tier, False, (problem.a.outer, problem.b.outer), tiles=tiles_of(choice, gpu))
+    chosen = Chosen(choice.kernel, choice.tier, False, (problem.a.outer, problem.b.outer), None, tiles_of(choice, gpu))
     return product_steps("other", sizes, codes, chosen, gpu, more=more)
 
 
@@ -206,7 +206,7 @@ def _sizes(product: ScaledMM) -> Sizes:
         return Sizes(a[-2], b[-2], _size(values.rows) if along_k else a[-1], count, along_k=along_k)
     if len(b) > 2:
         return Sizes(prod(a[:-1]), b[-2], a[-1], Experts(prod(b[:-2]), "batch"))
-    return Sizes(prod(a[:-1]), b[-1] if product.b_transposed else b[-2], a[-1])
+    return Sizes(prod(a[:-1]), b[-2], a[-1])
 
 
 def _shape(x: Operand) -> tuple[int, ...]:

@@ -49,14 +49,13 @@ class Kernel:
 # ceilings_h200.json there: it has the GPU's FP8 share, and torch's tiles (RowwiseScaledMM.cu has 128 x 128, and
 # 64 x 128 where all of these run at once, which takes as long). `dequant_tiles` is fitted to the figures in
 # templates/gemm/heuristics.py; the share of the matrix units of `wgmma_sm90` is from many_rows_h100.json (512 to 8192
-# rows), and `wgmma_transposed_sm90`, which was not timed, has the shares of `wgmma_sm90`. Triton's kernels for SM100
-# have the share of the matrix units of the model in templates/gemm/cost.py. Other kernels have the library's share.
+# rows). Triton's kernels for SM100 have the share of the matrix units of the model in
+# templates/gemm/cost.py. Other kernels have the library's share.
 TRITON_SM100 = 0.4
 KERNELS = {
     "gemv": Kernel(memory=0.92, launch=0.6),
     "skinny": Kernel(memory=0.72, launch=0.7),
     "wgmma_sm90": Kernel(memory=0.7, matrix=0.7, launch=1.15),
-    "wgmma_transposed_sm90": Kernel(memory=0.7, matrix=0.7, launch=1.15),
     "dequant_tiles": Kernel(memory=0.5, matrix=0.32, launch=1.3),
     "block_scaled_sm100": Kernel(matrix=TRITON_SM100),
     "skinny_block_scaled_sm100": Kernel(matrix=TRITON_SM100),
@@ -68,11 +67,9 @@ KERNELS = {
     # last as long. Many small groups have many turns for their FLOPs: between two turns, the epilogue waits for the
     # sums, and descriptors are made for the next group. "grouped_skinny" and "grouped_dequant_tiles" have the tiles of
     # their launches: warps' sums are added up through shared memory. Programs of "grouped_skinny" first search the
-    # offsets for their tiles. "grouped_wgmma_sm90" was not timed: it has the terms of "wgmma_sm90", for whole tiles the
-    # share of the matrix units of a tile of 256 rows, and as turns the times in templates/gemm/heuristics.py.
+    # offsets for their tiles.
     "grouped_library_row_scaled": Kernel(memory=0.66, tile=(256, 256), cluster=4, turn=5.4e-6, launches=3),
     "grouped_skinny": Kernel(memory=0.87, launch=1.8, turn=2.1e-6),
-    "grouped_wgmma_sm90": Kernel(memory=0.7, matrix=0.78, launch=1.15, turn=2.5e-6),
     "grouped_dequant_tiles": Kernel(memory=0.5, matrix=0.3, launch=1.3, turn=9.3e-6),
     "grouped_dequant_operand": Kernel(memory=0.66, tile=(128, 256)),
     "grouped_block_scaled_sm100": Kernel(matrix=TRITON_SM100, tile=(128, 128)),

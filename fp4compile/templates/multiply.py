@@ -36,7 +36,7 @@ def multiply(x: Arguments, choice: Choice | None = None) -> torch.Tensor:
     if x.plain:
         if x.epilogue is not None:
             raise ValueError("epilogue: the product of two plain operands is the library's, which takes none")
-        return reference.scaled_mm(x.a, x.b, x.bias, x.out_dtype, x.b_transposed)
+        return reference.scaled_mm(x.a, x.b, x.bias, x.out_dtype)
     return _launched(call_of(x), choice)
 
 
@@ -90,18 +90,15 @@ def scaled_mm(
     auxiliaries: Sequence[torch.Tensor] = (),
     choice: Choice | None = None,
     fast_accumulation: bool = False,
-    b_transposed: bool = False,
 ) -> torch.Tensor:
     """`reference.scaled_mm` by `multiply`: [..., M, K] x [..., N, K] (or [N, K] for every batch) -> [..., M, N].
 
     epilogue: steps that are applied to the product before it is stored; the choice must take an epilogue.
-    fast_accumulation: whether FP8 matrix units may keep the sums in fewer bits than float32 has. b_transposed: whether
-    B is [K, N].
+    fast_accumulation: whether FP8 matrix units may keep the sums in fewer bits than float32 has.
     """
     return multiply(
-        Arguments(a, b, bias, out_dtype, epilogue, auxiliaries, fast_accumulation=fast_accumulation,
-                  b_transposed=b_transposed), choice
-    )  # fmt: skip
+        Arguments(a, b, bias, out_dtype, epilogue, auxiliaries, fast_accumulation=fast_accumulation), choice
+    )
 
 
 def scaled_grouped_mm(

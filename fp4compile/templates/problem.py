@@ -65,7 +65,6 @@ class Problem:
     fast_accumulation: whether FP8 matrix units may keep the sums in fewer bits than float32 has.
     *_padded: with groups along the contraction, whether the operand's groups are padded: in quantised operands and in
     plain operands of dequantised values they are.
-    b_transposed: whether B is [k, n], with its codes along n: weights, and A is a gradient.
     """
 
     a: OperandType
@@ -84,7 +83,6 @@ class Problem:
     a_padded: bool = True
     b_padded: bool = True
     fast_accumulation: bool = False
-    b_transposed: bool = False
     result: BlockFormat | None = None
     pair: bool = False
     operand_bytes: int = 0
@@ -116,7 +114,7 @@ class Problem:
     @property
     def b_rows(self) -> Any:
         """Rows of a matrix of B in memory."""
-        return self.k if self.b_transposed else 2 * self.n if self.pair else self.n
+        return 2 * self.n if self.pair else self.n
 
     @property
     def shape(self) -> tuple:
@@ -171,8 +169,6 @@ def problem_of(x: Arguments, target: Target) -> Problem:
     *a_batch, m, _ = x.a.data.shape
     *b_batch, n, _ = x.b.data.shape
     pair = x.epilogue is not None and x.epilogue.pair
-    if x.b_transposed:
-        n = x.b.k
     if pair:
         n = n // 2
     if x.offs is not None:
@@ -194,8 +190,7 @@ def problem_of(x: Arguments, target: Target) -> Problem:
         batches, m = 1, batches * m
     return Problem(a, b, m, n, _k(x), x.out_dtype, target, None if x.bias is None else x.bias.dtype, batches,
                    not shared, x.epilogue is not None, fast_accumulation=x.fast_accumulation,
-                   b_transposed=x.b_transposed, result=_result_format(x), pair=pair,
-                   operand_bytes=_operand_bytes(x))  # fmt: skip
+                   result=_result_format(x), pair=pair, operand_bytes=_operand_bytes(x))  # fmt: skip
 
 
 def _operand_bytes(x: Arguments) -> int:
@@ -210,4 +205,4 @@ def _result_format(x: Arguments) -> BlockFormat | None:
 
 def _k(x: Arguments) -> Any:
     """The contraction length: the length of the shorter operand. The rest of the longer one is padding, zeros."""
-    return x.a.k if x.b_transposed else min(x.a.k, x.b.k)
+    return min(x.a.k, x.b.k)

@@ -12,18 +12,7 @@ import torch
 import torch.nn.functional as F
 from triton.runtime.errors import OutOfResources
 
-from benchmarks import (
-    cells,
-    common,
-    gradient_error,
-    grouped_mm,
-    launches,
-    packed_experts,
-    packed_gradients,
-    producers,
-    scale_sweep,
-    training_loss,
-)
+from benchmarks import cells, common, gradient_error, grouped_mm, launches, producers, scale_sweep, training_loss
 from benchmarks.training_loss import SHAPES, backend_of, batches, compile_with, loss_of, recipe_of
 from fp4compile.cli.demo import Llama, Shape
 from fp4compile.formats.operand import Operand
@@ -134,21 +123,6 @@ def test_the_tables_launches_are_among_those_tried(name, m):
     assert chosen in launches.launches(m, sum(sizes), k)
 
 
-@pytest.mark.parametrize("shape", packed_gradients.SHAPES)
-@pytest.mark.parametrize("m", packed_gradients.ROWS)
-def test_tiles_of_packed_gradients_are_launched_as_asked(shape, m):
-    """The table's tile is among those that are timed."""
-    n, k = map(int, shape.split("x"))
-    tried = packed_gradients.tiles(m, n, k)
-    assert choose(packed_gradients.problem(m, n, k)).config in tried
-    with dry_run(Target(90)):
-        codes = quantize_kernels(torch.empty(n, k, device="meta"), "nvfp4")
-    weight, gradient = Operand(*codes, packed_gradients.NVFP4), torch.empty(m, n, dtype=torch.bfloat16, device="meta")
-    with dry_run(Target(90)) as made:
-        assert packed_gradients._launched(tried[-1], gradient, weight).shape == (m, k)
-    assert tried[-1].constants.items() <= made[0].constants.items() and made[0].grid == tried[-1].grid(m, k)
-
-
 @pytest.mark.parametrize("name, m", [("gate, up", 1), ("o", 4), ("down", 16), ("o", 64)])
 def test_products_are_launched_as_asked(name, m):
     sizes, k = launches.PRODUCTS[name]
@@ -158,6 +132,7 @@ def test_products_are_launched_as_asked(name, m):
     for asked in launches.launches(m, sum(sizes), k):
         with dry_run(Target(90)) as made, launches.computes(m, k, asked):
             launches.product(x, weights)
+        made = [one for one in made if one.kernel.__name__ != "swizzle_a_sm90"]
         assert asked.constants.items() <= made[0].constants.items() and made[0].num_warps == asked.warps
         if isinstance(asked, WgmmaConfig):  # sums of parts are added by another launch
             assert (made[0].grid, len(made)) == (asked.grid(m, sum(sizes)), min(asked.split_k, 2))
@@ -268,41 +243,6 @@ def test_both_kernels_of_grouped_products_are_compared():
             calls[of]()
         assert made[-1].kernel.__name__ == kernel
         assert calls[of].keywords["config"].constants.items() & made[-1].constants.items()
-
-
-def test_tiles_of_packed_experts_are_launched_as_asked():
-    """On paper. Every tile is launched; the values of NVFP4 tokens are multiplied by the table's."""
-    shape = packed_experts.shape_of("8x2048x1024")
-    with dry_run(Target(90)) as made:
-        weight = torch.ops.fp4compile.quantize(torch.empty(8, 2048, 1024, device="meta"), "nvfp4", each_matrix=True)
-        x, offs = shape.rows(1024, "meta"), torch.empty(8, dtype=torch.int32, device="meta")
-        calls = packed_experts.calls_of(x, [], [weight], offs)
-        for tile in packed_experts.TILES:
-            calls[f"tile {tile}"][0]()
-            assert made[-1].kernel.__name__ == "gemm_wgmma_sm90" and made[-1].constants["ROWS"] == tile
-        calls["w4a4"][0]()
-        assert made[-1].args["a_ptr"].dtype == torch.float16 and made[-1].constants["GROUPS"] == 8
-
-
-def test_tiles_of_packed_experts_are_fitted():
-    """From times that the model makes: a step takes 0.01 us a row, a round 2 us; the best tile is found."""
-    rows = []
-    for name, tokens in itertools.product(packed_experts.SHAPES, packed_experts.TOKENS):
-        shape, times = packed_experts.shape_of(name), {}
-        for tile in packed_experts.TILES:
-            rounds = -(-shape.experts * -(-tokens // tile) * shape.n // 128 // 132)
-            times[f"tile {tile}"] = rounds * (shape.k // 128 * 0.01 * tile + 2.0)
-        rows.append({"experts": name, "tokens": tokens, "sizes": "equal", "table": 16, **times})
-    for found in packed_experts.fit(rows, 132):
-        assert found["step us"] == pytest.approx(0.01 * found["tile"]) and found["round us"] == pytest.approx(2.0)
-        assert found["largest error"] < 1e-9 and found["cases"] == len(rows)
-    for row in packed_experts.losses(rows):
-        timed = [us for name, us in row_of(rows, row).items() if name.startswith("tile")]
-        assert row["loss"] == pytest.approx(row_of(rows, row)["tile 16"] / min(timed) - 1) and row["loss"] > 0
-
-
-def row_of(rows, wanted):
-    return next(row for row in rows if (row["experts"], row["tokens"]) == (wanted["experts"], wanted["tokens"]))
 
 
 def test_the_peers_of_grouped_products_compute_the_same():

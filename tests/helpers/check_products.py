@@ -19,11 +19,11 @@ def values(x, k):
     return reference.dequantize_blocks(x.data, x.scales, x.format)[..., :k].double()
 
 
-def check(a, b, k, bias=None, out_dtype=torch.float32, b_transposed=False):
-    """The kernels' product of two operands against float64. b_transposed: B is [k, n]."""
+def check(a, b, k, bias=None, out_dtype=torch.float32):
+    """The kernels' product of two operands against float64."""
     from fp4compile.templates.multiply import scaled_mm
 
-    left, right = values(a, k), values(b, b.k).mT if b_transposed else values(b, k)
+    left, right = values(a, k), values(b, k)
     outer = reference._outer_product(a.outer, b.outer)  # float32, as the contract has it: it may underflow
     outer = 1.0 if outer is None else outer.double()
     expected = left @ right.mT * outer
@@ -33,7 +33,7 @@ def check(a, b, k, bias=None, out_dtype=torch.float32, b_transposed=False):
         expected = expected + bias.double()
         bound = bound + expected.abs() * 2.0**-23
     bound = bound + expected.abs() * torch.finfo(out_dtype).eps
-    got = scaled_mm(*map(on_device, (a, b, bias)), out_dtype, b_transposed=b_transposed)
+    got = scaled_mm(*map(on_device, (a, b, bias)), out_dtype)
     assert (got.shape, got.dtype) == (expected.shape, out_dtype)
     got = got.cpu().double()
     limit = torch.finfo(out_dtype).max

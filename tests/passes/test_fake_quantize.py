@@ -253,8 +253,8 @@ VALUES, ROW_VALUES = ("quantize_rows", torch.float16), ("quantize_scaled_rows", 
     ("nvfp4", [AMAX, VALUES], [AMAX, CODES]), ("nvfp4_one_level", [VALUES], [CODES]),
     ("nvfp4_rowwise", [ROW_VALUES], [AMAX, CODES])])  # fmt: skip
 @pytest.mark.parametrize(("m", "n", "served"), [
-    (1, 8192, ["gemv"]), (40, 1024, ["gemm_wgmma_sm90", "split_k_reduction"]),
-    (256, 1024, ["gemm_wgmma_sm90"]),
+    (1, 8192, ["gemv"]), (40, 1024, ["swizzle_a_sm90", "gemm_wgmma_sm90", "split_k_reduction"]),
+    (256, 1024, ["swizzle_a_sm90", "gemm_wgmma_sm90"]),
     (8200, 1024, ["dequant_operand", "split_k_reduction"])])  # fmt: skip
 def test_launches(m, n, served, recipe, activations, weights):
     """A is fake-quantised, then multiplied. Of the largest products, only B is dequantised in memory."""

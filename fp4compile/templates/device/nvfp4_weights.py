@@ -1,20 +1,13 @@
 """NVFP4 weights of `gemm_skinny` and `gemm_wgmma_sm90`: from global to shared memory, and on to 16-bit registers.
 
-`nvfp4_columns` has the way from shared memory on where the rows are contracted.
-
 A warp's step is 16 rows of B (8 upper and 8 lower ones) times 128 elements along K. It has a buffer of `STEP_BYTES` in
 shared memory: the codes of the upper rows, the codes of the lower rows, then the scales of both in the same order.
 
-Lane 4 * g + q of a warp multiplies upper row g and lower row g, as `mma.sync` and `wgmma` define it. The instructions
-assign elements 2q, 2q + 1, 2q + 8 and 2q + 9 of each block of 16 to a lane.
-
-- `gemm_skinny` (`read_weights`): the lower rows are the eight rows behind the upper ones. A lane takes all elements of
-  blocks q and q + 4 of the eight blocks of a step. That changes only the order of the sum over K, because A is assigned
-  to the lanes in the same order.
-- `gemm_wgmma_sm90` (`read_natural_weights`): every second row is a lower one, so that a lane has neighbouring rows of
-  B, which are neighbouring columns of the result. K has its natural order, in which A is copied from global memory as
-  it lies there. So a lane takes byte q, two codes, of each word of eight codes, and needs the scales of all blocks.
-  It converts the scales of blocks 2q and 2q + 1, and gets the others from the other lanes of its quad.
+Lane 4 * g + q of a warp multiplies upper row g and lower row g, as `mma.sync` and `wgmma` define it. The lower rows are
+the eight rows behind the upper ones, or (PAIRED) every second row, so that a lane has neighbouring rows of B, which are
+neighbouring columns of the result. A lane takes blocks q and q + 4 of the eight blocks of 16 elements. The instructions
+assign other elements of K to a lane; that changes only the order of the sum over K, because A is assigned to the lanes
+in the same order.
 """
 
 import triton
@@ -63,106 +56,53 @@ def scale_registers(kind: str, pair: str, out: str) -> str:
     return lines + f" cvt.rn.bf16x2.f32 {out}0, f, f; cvt.rn.bf16x2.f32 {out}1, g, g;"
 
 
-def interleave_rows(upper: str, lower: str, first: str, second: str) -> str:
-    """PTX that merges four bytes of codes of an upper and a lower row into two words for `dequantize_word`.
-
-    Of bytes 0 and 1 of the rows, `first` gets the low codes in its lower half, and the high codes in the upper half:
-    upper row, lower row, upper row, lower row. `second` gets bytes 2 and 3 likewise. Needs registers u and v.
-    """
-    mask = "0x0F0F0F0F"
-    return (
-        f"shl.b32 u, {lower}, 4; lop3.b32 u, {upper}, u, {mask}, 0xE4;"
-        f" shr.b32 v, {upper}, 4; lop3.b32 v, v, {lower}, {mask}, 0xE4;"
-        f" prmt.b32 {first}, u, v, 0x5410; prmt.b32 {second}, u, v, 0x7632;"
-    )
-
-
-def scale_pair(kind: str, pair: str) -> str:
-    """PTX that turns two E4M3 bytes into the two scales, in the same register. kind: as for `scale_registers`.
-
-    Needs the registers h, k, f and g.
-    """
-    lines = f"cvt.u16.u32 h, {pair}; cvt.rn.f16x2.e4m3x2 {pair}, h;"
-    if kind == "f16x2":
-        return lines
-    lines += f" mov.b32 {{h, k}}, {pair}; cvt.f32.f16 f, h; cvt.f32.f16 g, k;"
-    return lines + f" mul.f32 f, f, 0f7B000000; mul.f32 g, g, 0f7B000000; cvt.rn.bf16x2.f32 {pair}, g, f;"
-
-
 STEP_BYTES = tl.constexpr(1152)  # bytes of codes and scales of one warp's step
-CODES_ROW = tl.constexpr(64)
-CODES_LOWER = tl.constexpr(512)
-SCALES = tl.constexpr(1024)
-SCALES_ROW = tl.constexpr(8)
+_CODES_ROW = tl.constexpr(64)
+_CODES_LOWER = 512
+_SCALES = tl.constexpr(1024)
+_SCALES_ROW = tl.constexpr(8)
 _SCALES_LOWER = 64
 # Inputs: a lane's destinations (codes, scales) and sources (codes of an upper row, codes of the lower row, scales of
 # one row); whether to copy, or how many bytes of each source exist (the rest becomes zeros); a token.
 _COPY_WHOLE_STEP = tl.constexpr(
     "{ .reg .pred p; setp.ne.b32 p, $6, 0; mov.b32 $0, 0;"
     " @p cp.async.cg.shared.global.L2::128B [$1], [$3], 16;"
-    f" @p cp.async.cg.shared.global.L2::128B [$1 + {CODES_LOWER.value}], [$4], 16;"
+    f" @p cp.async.cg.shared.global.L2::128B [$1 + {_CODES_LOWER}], [$4], 16;"
     " @p cp.async.ca.shared.global [$2], [$5], 4; }"
 )
 _COPY_PART_OF_STEP = tl.constexpr(
     "{ mov.b32 $0, 0; cp.async.cg.shared.global [$1], [$3], 16, $6;"
-    f" cp.async.cg.shared.global [$1 + {CODES_LOWER.value}], [$4], 16, $7;"
-    " cp.async.ca.shared.global [$2], [$5], 4, $8; }"
+    f" cp.async.cg.shared.global [$1 + {_CODES_LOWER}], [$4], 16, $7; cp.async.ca.shared.global [$2], [$5], 4, $8; }}"
 )
 # Outputs: codes of the upper row (two words of 64 bits), codes of the lower row; two scale bytes of each; a token.
 # Inputs: addresses of the upper row's two words and of its scales; a `prmt` selector of two of eight scale bytes; a
 # token.
 _READ_STEP = tl.constexpr(
     "{ .reg .b32 e, f; mov.b32 $6, 0;"
-    f" ld.shared.b64 $0, [$7]; ld.shared.b64 $1, [$8]; ld.shared.b64 $2, [$7 + {CODES_LOWER.value}];"
-    f" ld.shared.b64 $3, [$8 + {CODES_LOWER.value}];"
+    f" ld.shared.b64 $0, [$7]; ld.shared.b64 $1, [$8]; ld.shared.b64 $2, [$7 + {_CODES_LOWER}];"
+    f" ld.shared.b64 $3, [$8 + {_CODES_LOWER}];"
     " ld.shared.v2.b32 {e, f}, [$9]; prmt.b32 $4, e, f, $10;"
     f" ld.shared.v2.b32 {{e, f}}, [$9 + {_SCALES_LOWER}]; prmt.b32 $5, e, f, $10; }}"
 )
 
 
-def _read_natural_step() -> str:
-    """PTX that reads a lane's codes and scales in the natural order of K.
-
-    Outputs: four words of codes of the upper row, four of the lower row; two scale bytes of each, of blocks 2q and
-    2q + 1; a token. Inputs: addresses of the upper row's first 16-byte unit of codes and of its scales; a `prmt`
-    selector of byte q of two words; a token. A unit has four words of codes, and a lane's codes in them become one
-    word. The lanes of a quad read the same addresses.
-    """
-    text = ["{ .reg .b32 a, p, r, x<4>; mov.b32 $10, 0;"]
-    for unit in range(4):
-        text.append(f"xor.b32 a, $11, {16 * unit};")
-        for row in range(2):
-            text.append(
-                f"ld.shared.v4.b32 {{x0, x1, x2, x3}}, [a + {row * CODES_LOWER.value}];"
-                f" prmt.b32 p, x0, x1, $13; prmt.b32 r, x2, x3, $13; prmt.b32 ${4 * row + unit}, p, r, 0x5410;"
-            )
-    text.append(f"ld.shared.u16 $8, [$12]; ld.shared.u16 $9, [$12 + {_SCALES_LOWER}]; }}")
-    return " ".join(text)
-
-
-_READ_NATURAL_STEP = tl.constexpr(_read_natural_step())
-_READ_NATURAL_OPERANDS = tl.constexpr(",".join(["=&r"] * 11 + ["r"] * 4))
-
-
 @triton.jit
 def copy_weights(
     buffer, step, wanted, token, lane, row, codes_ptr, scales_ptr, n, k_vectors,
-    SQUARE: tl.constexpr, SWIZZLED: tl.constexpr, EVEN: tl.constexpr, NATURAL: tl.constexpr = False,
-    TRANSPOSED: tl.constexpr = False,
+    SQUARE: tl.constexpr, SWIZZLED: tl.constexpr, EVEN: tl.constexpr, PAIRED: tl.constexpr = False,
 ):  # fmt: skip
     """Start to copy the codes and scales of a warp's step into a buffer. Returns a token.
 
     step: which 128 elements of K. wanted: whether to copy at all. row: first row of the warp's 16 rows of B [n, K].
-    k_vectors: 16-byte vectors of codes in a row, K / 32. EVEN: all rows and elements of the step exist. NATURAL:
-    `read_natural_weights` reads the buffer; each upper row is followed by its lower row. TRANSPOSED:
-    `nvfp4_columns.read_transposed_weights` reads the buffer.
+    k_vectors: 16-byte vectors of codes in a row, K / 32. EVEN: all rows and elements of the step exist. PAIRED: each
+    upper row is followed by its lower row.
     """
-    apart: tl.constexpr = 1 if NATURAL else 8  # rows from an upper row to its lower row
+    apart: tl.constexpr = 1 if PAIRED else 8  # rows from an upper row to its lower row
     g = lane % 32 // 4
     q = lane % 4
     codes_vector = step * 4 + q  # of 16 bytes
     scales_word = step * 2 + q % 2  # of 4 bytes
-    upper = row + (2 * g if NATURAL else g)
+    upper = row + (2 * g if PAIRED else g)
     scales_row = upper + q // 2 * apart  # half of the lanes copy the upper rows' scales, half the lower rows'
     if SWIZZLED:
         scales = swizzle(scales_row, 0, tl.cdiv(k_vectors, 2)) + scales_word * 512
@@ -170,9 +110,9 @@ def copy_weights(
         scales = (scales_row // 16 * (k_vectors // 2) + scales_word) * 4
     else:
         scales = (scales_row * (k_vectors // 2) + scales_word) * 4
-    # Units are exchanged, or in every second pair of rows halves, so that lanes that read at once read different banks.
-    to_codes = buffer + g * CODES_ROW + (q ^ (g // 2 if NATURAL or TRANSPOSED else g // 2 % 2 * 2)) * 16
-    to_scales = buffer + SCALES + (g + q // 2 * 8) * SCALES_ROW + q % 2 * 4
+    # In every second pair of rows the halves are exchanged, so that lanes that read at once read different banks.
+    to_codes = buffer + g * _CODES_ROW + (q ^ (g // 2 % 2 * 2)) * 16
+    to_scales = buffer + _SCALES + (g + q // 2 * 8) * _SCALES_ROW + q % 2 * 4
     codes = codes_ptr + (upper * k_vectors + codes_vector).to(tl.int64) * 16
     lower = codes + tl.cast(k_vectors, tl.int64) * (16 * apart)
     places = (to_codes, to_scales, codes, lower, scales_ptr + scales)
@@ -198,30 +138,12 @@ def read_weights(buffer, part: tl.constexpr, token, lane):
     g = lane % 32 // 4
     q = lane % 4
     buffer = buffer + part * STEP_BYTES
-    first = buffer + g * CODES_ROW + (q // 2 ^ (g // 2 % 2 * 2)) * 16 + q % 2 * 8
+    first = buffer + g * _CODES_ROW + (q // 2 ^ (g // 2 % 2 * 2)) * 16 + q % 2 * 8
     scale_bytes = q | (q + 4) << 4
-    second = buffer + g * CODES_ROW + (q // 2 ^ 2 ^ (g // 2 % 2 * 2)) * 16 + q % 2 * 8
+    second = buffer + g * _CODES_ROW + (q // 2 ^ 2 ^ (g // 2 % 2 * 2)) * 16 + q % 2 * 8
     found = tl.inline_asm_elementwise(
         _READ_STEP, "=&l,=&l,=&l,=&l,=&r,=&r,=&r,r,r,r,r,r",
-        (first, second, buffer + SCALES + g * SCALES_ROW, scale_bytes, token),
+        (first, second, buffer + _SCALES + g * _SCALES_ROW, scale_bytes, token),
         dtype=(tl.int64, tl.int64, tl.int64, tl.int64, tl.int32, tl.int32, tl.int32), is_pure=True, pack=1,
     )  # fmt: skip
     return found[0:6], found[6]
-
-
-@triton.jit
-def read_natural_weights(buffer, part: tl.constexpr, token, lane):
-    """A lane's codes and scales of a step that has arrived, in the natural order of K.
-
-    part: which 16 rows of the buffer. Returns (the outputs of `_read_natural_step` without its token, token).
-    """
-    g = lane % 32 // 4
-    q = lane % 4
-    buffer = buffer + part * STEP_BYTES
-    first = buffer + g * CODES_ROW + g // 2 * 16
-    found = tl.inline_asm_elementwise(
-        _READ_NATURAL_STEP, _READ_NATURAL_OPERANDS,
-        (first, buffer + SCALES + g * SCALES_ROW + 2 * q, q | (q + 4) << 4, token),
-        dtype=(tl.int32,) * 11, is_pure=True, pack=1,
-    )  # fmt: skip
-    return found[0:10], found[10]

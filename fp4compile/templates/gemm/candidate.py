@@ -26,8 +26,7 @@ class Candidate:
 
     name: its name in the report, the log and `Choice`.
     tier: "native" where the matrix units read the operands as they are quantised, else "emulated".
-    serves: whether it can compute a problem whose B lies as it reads it, and should if no candidate of a better rank
-        does.
+    serves: whether it can compute a problem, and should if no candidate of a better rank does.
     configure: the launch configuration for a problem, of a type of `heuristics`; None where there is nothing to
         configure. run: launches a call with that configuration and returns the result, of the problem's shape.
     configurations: the configurations that `max-autotune` times, including the result of `configure`; None where there
@@ -36,7 +35,6 @@ class Candidate:
     traceable: whether a graph can hold the launches of a problem and its configuration.
     any_rows: whether it serves the problem for every number of rows of A, if it does for one.
     dequantizes_a, dequantizes_b: whether it writes the operand, if it is quantised, to memory in 16 bits first.
-    b_transposed: whether it reads a transposed B.
     group_with, run_group: for a kernel that computes several products of one A in one launch: what these products must
         have in common beside A, and the launch of all of them. None for other kernels.
     """
@@ -53,14 +51,12 @@ class Candidate:
     any_rows: bool = False
     dequantizes_a: bool = False
     dequantizes_b: bool = False
-    b_transposed: bool = False
     group_with: Callable[[Problem], tuple] | None = None
     run_group: Callable[[Sequence[Call], Any], list[torch.Tensor]] | None = None
 
     def takes(self, problem: Problem) -> bool:
-        """Whether it serves a problem, reads B as it lies, and stores the result in its format."""
-        stores = problem.result is None or self.quantizes(problem)
-        return stores and self.b_transposed == problem.b_transposed and self.serves(problem)
+        """Whether it serves a problem, and stores the result in its format."""
+        return (problem.result is None or self.quantizes(problem)) and self.serves(problem)
 
     def to_time(self, problem: Problem) -> tuple:
         """The configurations to time; at least one."""

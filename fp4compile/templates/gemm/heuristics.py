@@ -134,23 +134,14 @@ class WgmmaConfig:
                 "STEPS_PER_STAGE": self.steps_per_stage, "BUFFERS": self.buffers, "GROUP_M": self.group_m,
                 "SHARED": self.shared}  # fmt: skip
 
-    def grid(self, m, n, groups=0):
-        """Programs. groups: of rows of A; as many programs as any sizes of these groups, and rows of no group, need."""
-        tiles_m = (m + (groups + 1) * (self.rows - 1)) // self.rows
-        return tiles_m * ceil_div(n, 16 * self.parts * self.warps) * self.split_k
+    def grid(self, m, n):
+        return ceil_div(m, self.rows) * ceil_div(n, 16 * self.parts * self.warps) * self.split_k
 
 
 def wgmma_config(p: Problem, needed_bytes: Callable[..., int]) -> WgmmaConfig:
     """The configuration, tuned for the shapes of Llama-3. needed_bytes: as for `with_shared_memory`."""
     tile = _wgmma_tile(p) if statically_true(p.m <= 64) else _wgmma_large_tile(p)
     return with_shared_memory(tile, p, needed_bytes)
-
-
-def wgmma_transposed_config(p: Problem, needed_bytes: Callable[..., int]) -> WgmmaConfig:
-    """The configuration of a product with a transposed B, of more than 64 rows. needed_bytes: see above."""
-    # Two parts do not leave enough registers for an epilogue.
-    timed = tuple(tile for tile in _TRANSPOSED_TILES if tile[1] == 1 or not p.epilogue)
-    return with_shared_memory(_wgmma_large_tile(p, timed), p, needed_bytes)
 
 
 def with_shared_memory(config: WgmmaConfig, p: Problem, needed_bytes: Callable[..., int]):
@@ -160,7 +151,7 @@ def with_shared_memory(config: WgmmaConfig, p: Problem, needed_bytes: Callable[.
     Raises StopIteration where not even one program fits.
     """
     size = needed_bytes(config.rows, config.warps, config.parts, config.stages, config.steps_per_stage, config.buffers)
-    grid = config.grid(p.m, p.n, p.groups if p.ragged else 0)
+    grid = config.grid(p.m, p.n)
     each = ceil_div(grid, p.target.multiprocessors) if isinstance(grid, int) else 1
     fitting = (reserved(size, fewer, p.target) for fewer in range(each, 0, -1))
     return replace(config, shared=next(filter(None, fitting)))
@@ -202,24 +193,17 @@ _LARGE_TILES = (
     (72, 1, 3, 4, 0.61), (80, 1, 3, 4, 0.66), (96, 1, 4, 4, 0.72), (128, 1, 4, 4, 0.83), (160, 1, 4, 4, 0.95),
     (192, 1, 2, 4, 1.09), (224, 1, 3, 3, 1.26), (256, 1, 2, 3, 1.44), (96, 2, 3, 4, 1.33), (128, 2, 3, 4, 1.565),
 )  # fmt: skip
-# The same for a transposed B, with three buffers of B, of which two are filled while one is read. Nothing was timed:
-# the times are copied from `_LARGE_TILES`, because the matrix units have the same work. Two parts of 128 rows would not
-# leave enough registers.
-_TRANSPOSED_TILES = (
-    (72, 1, 3, 4, 0.61), (80, 1, 3, 4, 0.66), (96, 1, 3, 4, 0.72), (128, 1, 3, 4, 0.83), (160, 1, 3, 4, 0.95),
-    (192, 1, 3, 4, 1.09), (224, 1, 3, 3, 1.26), (256, 1, 3, 3, 1.44), (96, 2, 3, 4, 1.33),
-)  # fmt: skip
 _ROUND = 2.0  # microseconds of a round of programs beside its steps
 _SUMS, _SUMS_PER_MILLION = 4.3, 2.1  # microseconds of the launch that adds partial sums, and of a million of them
 
 
-def _wgmma_large_tile(p: Problem, timed: tuple = _LARGE_TILES) -> WgmmaConfig:
-    """The tile of more than 64 rows of A, and the parts of K, that take the least time. timed: see `_LARGE_TILES`."""
+def _wgmma_large_tile(p: Problem) -> WgmmaConfig:
+    """The tile of more than 64 rows of A, and the parts of K, that take the least time; see `_LARGE_TILES`."""
     most = 224 if p.epilogue else 256  # an epilogue takes registers beside the sums
     tiles = [(WgmmaConfig(rows, 8, parts, stages, 1, buffers=buffers), step)
-             for rows, parts, stages, buffers, step in timed if rows * parts <= most]  # fmt: skip
+             for rows, parts, stages, buffers, step in _LARGE_TILES if rows * parts <= most]  # fmt: skip
     if not p.static:
-        return tiles[3][0]  # 128 rows
+        return tiles[3][0]
     # A part of K has at least 512 elements.
     each = [(replace(tile, split_k=split_k), step) for tile, step in tiles for split_k in (1, 2, 4, 8)
             if split_k == 1 or p.k >= 512 * split_k]  # fmt: skip
@@ -594,33 +578,6 @@ def grouped_skinny_config(p: Problem, most: Any = SKINNY_ROWS) -> SkinnyConfig:
     else:
         tiles, stages = 2, 1 if rows == SKINNY_ROWS else 2
     return SkinnyConfig(rows, tiles, 4, stages, 1 if rows == SKINNY_ROWS else 2, 4 * p.target.multiprocessors)
-
-
-# Tiles of up to 64 rows of A, for groups, as `_LARGE_TILES`. Nothing was timed: the times continue the line through the
-# times of `_LARGE_TILES`, down to what the bytes of a step take at 3 TB/s. `_LARGE_TILES` were timed without groups.
-_SMALL_TILES = ((16, 1, 3, 4, 0.42), (32, 1, 3, 4, 0.46), (64, 1, 3, 4, 0.58))
-_SEARCH = 0.5  # microseconds of a program's search for its group, an estimate
-# Tiles of groups, and the microseconds of a step of each. Up to 80 rows, two programs share a multiprocessor.
-GROUPED_TILES = tuple(
-    (WgmmaConfig(rows, 8, parts, stages, 2 if rows <= 32 else 1, buffers=buffers), step)
-    for rows, parts, stages, buffers, step in (*_SMALL_TILES, *_LARGE_TILES) if parts == 1
-)  # fmt: skip
-
-
-def grouped_wgmma_config(p: Problem, needed_bytes: Callable[..., int]) -> WgmmaConfig:
-    """The tile that takes the least time by the model of `_wgmma_large_tile`. needed_bytes: see `with_shared_memory`.
-
-    Sizes of groups are not known: a group ends, on average, in the middle of a tile. How full the last round of
-    programs is depends on the sizes as well, so it counts as half a round, and tiles of two parts are not tried.
-    """
-
-    def microseconds(config: WgmmaConfig, step: float) -> float:
-        tiles_m = max(p.groups, p.m / config.rows + p.groups / 2)
-        rounds = tiles_m * ceil_div(p.n, 16 * config.parts * config.warps) / p.target.multiprocessors
-        return max(rounds + 0.5, 1.0) * (_ROUND + _SEARCH + ceil_div(p.k, 128) * step)
-
-    tiles = GROUPED_TILES if p.static else GROUPED_TILES[-1:]  # the last one is only read when sizes are concrete
-    return with_shared_memory(min(tiles, key=lambda tile: microseconds(*tile))[0], p, needed_bytes)
 
 
 def grouped_tiles_config(p: Problem) -> DequantTilesConfig:

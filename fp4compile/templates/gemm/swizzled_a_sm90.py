@@ -1,0 +1,80 @@
+"""Write A to global memory in the layout that `gemm_wgmma_sm90` reads in shared memory, so that bulk copies suffice.
+
+Swizzled A is, for each tile of ROWS rows of A, a sequence of matrices [ROWS, 64]: 64 elements along K of every row of
+the tile, ROWS lines of 128 bytes. Each of the eight 16-byte units of a line has eight elements: unit 4 * p + j has
+elements j and j + 4 of half p (eight elements) of each of the line's four blocks of 16. In that order a lane of the
+product dequantises its elements of B. In line r unit u lies at u ^ (r % 8): the 128-byte swizzle in which `wgmma` reads
+shared memory. Rows and elements beyond A are zeros.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from fp4compile.formats.layouts import ceil_div
+from fp4compile.templates.device.block_scales import decode_scale
+from fp4compile.templates.device.dependent_launch import launch_dependents
+from fp4compile.templates.device.dequantize import load_scales
+from fp4compile.templates.device.elements import decode_pair, pack
+from fp4compile.templates.gemm.call import Call
+from fp4compile.templates.launch import launch
+
+
+@triton.jit
+def swizzle_a_sm90(
+    a_ptr, a_scales_ptr, b_ptr, b_scales_ptr, swizzled_a_ptr, m, blocks, per_row, matrices,
+    ELEMENT: tl.constexpr, SCALE: tl.constexpr, SQUARE: tl.constexpr, SWIZZLED: tl.constexpr,
+    ROWS: tl.constexpr, LINES: tl.constexpr, LAUNCH_DEPENDENTS: tl.constexpr, ISA: tl.constexpr,
+):  # fmt: skip
+    """LINES lines of a matrix of swizzled A [tiles, matrices, ROWS, 64], bf16 or fp16, from a [m, K].
+
+    a: plain or E2M1 codes, which are dequantised, without the outer scale. per_row: units of a row (plain: elements);
+    blocks: blocks of 16 elements in a row. SQUARE, SWIZZLED: layout of the scales. LINES divides ROWS.
+    LAUNCH_DEPENDENTS: the product may start early, and then reads B at once (see `device.dependent_launch`). This
+    kernel never reads b and b_scales. They are arguments so that Inductor moves no kernel that writes B between the two
+    kernels.
+
+    Tensors have one axis, the words of the lines, so that neighbouring lanes read from one line and write to one line
+    in every version of Triton: of several axes, Triton takes any one where it cannot follow the exchange of units.
+    """
+    if LAUNCH_DEPENDENTS:
+        swizzled_a_ptr = launch_dependents(swizzled_a_ptr)
+    matrix = tl.program_id(0) % matrices
+    start = tl.program_id(0) // matrices * LINES
+    word = tl.arange(0, LINES * 32)
+    row = start + word // 32
+    unit = word // 4 % 8 ^ row % 8
+    block = matrix * 4 + word % 4
+    # The first of the word's two elements. The other one is four elements on.
+    column = block * 16 + unit // 4 * 8 + unit % 4
+    inside = (row < m) & (block < blocks)
+    if ELEMENT == "plain":
+        at = a_ptr.to(tl.pointer_type(tl.int16), bitcast=True) + row.to(tl.int64) * per_row + column
+        near = tl.load(at, mask=inside, other=0).to(tl.int32)
+        far = tl.load(at + 4, mask=inside, other=0).to(tl.int32)
+        content = near & 0xFFFF | far << 16
+    else:
+        byte = load_scales(a_scales_ptr, row, block, m, blocks, blocks, SCALE, SQUARE, 16, SWIZZLED, 0)
+        scale = decode_scale(byte, SCALE, ISA)
+        at = a_ptr.to(tl.pointer_type(tl.uint8), bitcast=True) + row.to(tl.int64) * per_row + column // 2
+        even, odd = decode_pair(tl.load(at, mask=inside, other=0), ELEMENT, ISA)
+        near = tl.where(column % 2 == 0, even, odd) * scale
+        even, odd = decode_pair(tl.load(at + 2, mask=inside, other=0), ELEMENT, ISA)
+        far = tl.where(column % 2 == 0, even, odd) * scale
+        content = pack(near, far, swizzled_a_ptr.dtype.element_ty, ISA)
+    swizzled_a_ptr += ((start // ROWS * matrices + matrix).to(tl.int64) * ROWS + start % ROWS) * 64
+    tl.store(swizzled_a_ptr.to(tl.pointer_type(tl.int32), bitcast=True) + word, content)
+
+
+def swizzled_a(call: Call, rows: int, steps: int) -> torch.Tensor:
+    """A for `wgmma_sm90`: [tiles, matrices, rows, 64], padded to whole tiles and pipeline stages of `steps` steps."""
+    a, b, p = call.a, call.b, call.problem
+    tiles, matrices = ceil_div(p.m, rows), 2 * steps * ceil_div(p.k, 128 * steps)
+    lines = next(lines for lines in (32, 16, 8) if rows % lines == 0)
+    out = a.data.new_empty((tiles, matrices, rows, 64), dtype=p.compute_dtype)
+    reading = a.reading(64 * steps)
+    del reading["ALIGN"]  # lanes read single elements
+    launch(swizzle_a_sm90, tiles * (rows // lines) * matrices, a.data, a.data if a.scales is None else a.scales, b.data,
+           b.scales, out, p.m, p.k // 16, a.units_per_row, matrices, num_warps=lines // 8, ROWS=rows, LINES=lines,
+           LAUNCH_DEPENDENTS=p.target.dependent_launch, ISA=p.target.isa, **reading)  # fmt: skip
+    return out

@@ -1,0 +1,128 @@
+"""Swizzled A bit for bit, and how the product that reads it brings it to shared memory.
+
+As in test_gemm_kernels.py: the kernel runs on a GPU, and in Triton's interpreter in a process of its own.
+"""
+
+import math
+import re
+
+import pytest
+import torch
+
+from fp4compile.formats import formats, reference
+from fp4compile.formats.operand import Arguments, Operand
+from tests.helpers.kernels import INTERPRETING, gpu, launches, on_device, quantized
+
+if INTERPRETING or torch.cuda.is_available():
+    from fp4compile.templates.gemm.swizzled_a_sm90 import swizzled_a
+    from fp4compile.templates.multiply import call_of
+
+compiles = pytest.mark.skipif(INTERPRETING, reason="compiles")
+
+
+def swizzled_a_of(x: torch.Tensor, rows: int, matrices: int) -> torch.Tensor:
+    """[tiles, matrices, rows, 64] of x [m, k], as the docstring of the kernel's module says it."""
+    tiles = -(-x.shape[0] // rows)
+    padded = x.new_zeros(tiles * rows, matrices * 64)
+    padded[: x.shape[0], : x.shape[1]] = x
+    # Of a tile's row: matrices, blocks, halves, quarters, elements.
+    blocks = padded.view(tiles, rows, matrices, 4, 2, 2, 4)
+    units = blocks.permute(0, 2, 1, 4, 6, 3, 5).reshape(tiles, matrices, rows, 8, 8)
+    swizzled = torch.empty_like(units)
+    for row in range(rows):
+        for unit in range(8):
+            swizzled[:, :, row, unit ^ row % 8] = units[:, :, row, unit]
+    return swizzled.view(tiles, matrices, rows, 64)
+
+
+def check(a, rows: int, steps: int):
+    """Swizzled A of an operand, in memory in which every bit was set before."""
+    x = a.data if a.format is None else reference.dequantize_blocks(a.data, a.scales, a.format).half()
+    b = quantized(torch.randn(16, x.shape[1]), formats.get("nvfp4"))
+    got = swizzled_a(call_of(Arguments(on_device(a), on_device(b), None, torch.float32)), rows, steps).cpu()
+    stages = -(-x.shape[1] // (128 * steps))
+    expected = swizzled_a_of(x, rows, 2 * steps * stages)
+    assert (got.shape, got.dtype) == (expected.shape, expected.dtype)
+    nans = expected.isnan()
+    assert torch.equal(got.isnan(), nans)
+    assert torch.equal(got.view(torch.int16)[~nans], expected.view(torch.int16)[~nans])
+
+
+@pytest.fixture
+def poisoned_memory():
+    torch.use_deterministic_algorithms(True, warn_only=True)  # what is allocated has every bit set
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+SHAPES = [(16, 16, 256, 2), (9, 16, 320, 2), (17, 32, 64, 2), (64, 64, 192, 1), (50, 64, 576, 2), (80, 72, 320, 1),
+          (200, 96, 128, 1)]  # fmt: skip
+
+
+@gpu
+@pytest.mark.usefixtures("poisoned_memory")
+@pytest.mark.parametrize(("m", "rows", "k", "steps"), SHAPES)
+@pytest.mark.parametrize("a", [torch.bfloat16, torch.float16, "nvfp4", "nvfp4_rowwise", "nvfp4_16x16"], ids=str)
+def test_swizzled_a(a, m, rows, k, steps):
+    """Whole stages and ragged ones, missing rows; both layouts of scales, a block that is not a number."""
+    x = torch.randn(m, k)
+    if isinstance(a, torch.dtype):
+        check(quantized(x, a), rows, steps)
+        return
+    x[m // 2, 16:32] = torch.nan
+    for layout in ("linear", "swizzled"):
+        check(quantized(x, formats.get(a), layout), rows, steps)
+
+
+@gpu
+@pytest.mark.usefixtures("poisoned_memory")
+def test_swizzled_a_of_every_16_bits():
+    """A plain A keeps its bits; negative zeros, infinities and subnormal numbers are among them."""
+    bits = torch.arange(-(2**15), 2**15).to(torch.int16).view(64, 1024)
+    for dtype in (torch.bfloat16, torch.float16):
+        check(Operand(bits.view(dtype)), 64, 2)
+
+
+@compiles
+@pytest.mark.parametrize(("m", "rows"), [(9, 16), (17, 32), (64, 64), (300, 160)])
+@pytest.mark.parametrize("a", [torch.bfloat16, "nvfp4"], ids=str)
+def test_launches(a, m, rows):
+    """The product is launched early, after the kernel that swizzles A, which has B as an argument."""
+    swizzle, product, *_ = launches(90, a, "nvfp4", m)
+    assert [swizzle.kernel.__name__, product.kernel.__name__] == ["swizzle_a_sm90", "gemm_wgmma_sm90"]
+    assert swizzle.constants["LAUNCH_DEPENDENTS"] and product.constants["PDL"]
+    assert swizzle.args["swizzled_a_ptr"] is product.args["swizzled_a_ptr"]
+    for name in ("b_ptr", "b_scales_ptr"):
+        assert swizzle.args[name] is product.args[name]
+    steps = product.constants["STEPS_PER_STAGE"]
+    shape = (-(-m // rows), 2 * steps * -(-4096 // (128 * steps)), rows, 64)
+    assert tuple(swizzle.args["swizzled_a_ptr"].shape) == shape
+    assert swizzle.grid * swizzle.constants["LINES"] == math.prod(shape[:3])
+
+
+@compiles
+@pytest.mark.parametrize(("n", "m"), [
+    (1024, 9), (1024, 32), (1024, 64), (8192, 9), (8192, 32), (8192, 64), (32768, 64), (8192, 512),
+])  # fmt: skip
+def test_b_is_on_its_way_before_swizzled_a_is_awaited(n, m):
+    """Only B is read before, and nothing is written; afterwards one copy brings each stage of A."""
+    from fp4compile import _compat
+    from fp4compile.check.sass import disassemble
+
+    swizzle, product, *_ = launches(90, torch.bfloat16, "nvfp4", m, n=n)
+    swizzles, multiplies = (
+        _compat.compile_ahead(one.kernel, one.args, one.constants, one.num_warps, 90).asm for one in (swizzle, product)
+    )
+    sass = disassemble(swizzles["cubin"]).text
+    assert sass.index("PREEXIT") < sass.index("LDG")
+    before, after = disassemble(multiplies["cubin"]).text.split("ACQBULK")
+    before = before[
+        before.rindex("SYNCS.EXCH") :
+    ]  # from where the barriers are made; before that is what reserves shared memory
+    assert "LDGSTS" in before and not re.search(r"UBLKCP|\bLDG\b|\bSTG\b", before)
+    assert after.count("UBLKCP") == 3  # two stages at first, then one a stage
+
+    size = product.constants["STEPS_PER_STAGE"] * product.constants["ROWS"] * 256
+    for copy in (r"arrive\.expect_tx\S* _, \[\S+\], (\d+)", r"cp\.async\.bulk\S*\s+\[\S+\], \[\S+\], (\d+)"):
+        assert re.findall(copy, multiplies["ptx"]) == [str(size)] * 3
+    assert swizzle.args["swizzled_a_ptr"].numel() * 2 % size == 0
