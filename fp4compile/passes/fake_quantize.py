@@ -8,9 +8,9 @@ product separately (`Choice.dequantizes_a`). The codes and block scales need not
 another reader uses them. The products then get a plain A, with the outer scale that A had: equal numbers and equal
 kernels. Products that dequantise codes in registers are left alone, because codes are fewer bytes than 16-bit numbers.
 
-Products of experts with many tokens dequantise A and B in memory. There both operands become dequantised values: tokens
-and gradients along either dimension, and weights that are quantised in the graph. A quantise along both dimensions may
-keep its codes along one of them: an activation's codes that are saved for the weight gradient.
+Products of experts dequantise A in memory, or A and B. Both may become dequantised values: tokens and gradients along
+either dimension, and weights that are quantised in the graph. A quantise along both dimensions may keep its codes along
+one of them: an activation's codes that are saved for the weight gradient.
 """
 
 import operator
@@ -99,14 +99,15 @@ def _dequantizes_a(reader: Node, quantise: Quantise) -> bool:
 
 
 def _dequantizes_in_memory(reader: Node, quantise: Quantise, dim: int) -> bool:
-    """Whether a reader is a grouped product that first dequantises A and B in memory, and the codes are one of them."""
-    if reader.target is not SCALED_GROUPED_MM or _place(reader, quantise, dim) is None:
+    """Whether a reader is a grouped product that first dequantises the codes, its A or its B, in memory."""
+    place = _place(reader, quantise, dim) if reader.target is SCALED_GROUPED_MM else None
+    if place is None:
         return False
     product, dtype = scaled_mm_of(reader), formats.get(quantise.format).values_dtype
     if None in (product.a.format, product.b.format) or product.problem.compute_dtype != dtype:
         return False
     choice = product.choice
-    return choice.dequantizes_a and choice.dequantizes_b
+    return choice.dequantizes_a if place == 0 else choice.dequantizes_b
 
 
 def _place(product: Node, quantise: Quantise, dim: int) -> int | None:

@@ -193,7 +193,7 @@ def _at_captured_sizes(problem: Problem) -> Problem:
 
 def _by_choice(sizes: Sizes, problem: Problem, codes: tuple, gpu: Gpu, more: int = 0) -> list[Step]:
     choice = choose(problem)
-    chosen = Chosen(choice.kernel, choice.tier, False, (problem.a.outer, problem.b.outer), None, tiles_of(choice, gpu))
+    chosen = Chosen(choice.kernel, choice.tier, False, (problem.a.outer, problem.b.outer), tiles=tiles_of(choice, gpu))
     return product_steps("other", sizes, codes, chosen, gpu, more=more)
 
 

@@ -121,12 +121,12 @@ def _values(name: str, uses: Mapping[str, Use], chosen: "Chosen | None", packed:
 
     Excludes operands whose codes are stored: packed weights, and activations for the weight gradient.
     """
-    if chosen is None or chosen.values is None:
+    if chosen is None:
         return []
     kept = ("wgrad_x", "fprop_w") if packed else ("wgrad_x",)
-    return [role for role in OPERANDS[name]
-            if role not in kept and holds_values(uses[role].format, torch.bfloat16)
-            and uses[role].format.values_dtype == chosen.values]  # fmt: skip
+    return [role for role, dtype in zip(OPERANDS[name], chosen.values, strict=True)
+            if dtype is not None and role not in kept and holds_values(uses[role].format, torch.bfloat16)
+            and uses[role].format.values_dtype == dtype]  # fmt: skip
 
 
 # A role of wgrad -> the role of an earlier product that quantises the same tensor in the other direction.
@@ -224,8 +224,8 @@ def _with_layout(a: Use | None, b: Use | None, gpu: Gpu, sizes: Sizes, native: b
                           ragged="contraction" if sizes.along_k else "rows", groups=sizes.count)  # fmt: skip
         choice = choose(problem)
         if by_offsets or choice.kernel == "grouped_skinny":  # grouped_skinny also takes matrices by index
-            in_memory = choice.dequantizes_a and choice.dequantizes_b and None not in (a, b)
-            values = problem.compute_dtype if in_memory else None
+            dtype = problem.compute_dtype if by_offsets and None not in (a, b) else None
+            values = dtype if choice.dequantizes_a else None, dtype if choice.dequantizes_b else None
             return Chosen(choice.kernel, choice.tier, False, outer, values, tiles_of(choice, gpu))
     rows, contraction = sizes.rows, sizes.contraction
     if experts is not None:

@@ -20,16 +20,16 @@ class Chosen:
     """The kernel of a product: its name and tier.
 
     fake_quantizes: whether its A may be quantised and dequantised by one kernel. outer: for both operands, what shares
-    an outer scale. values: the dtype to which two quantised operands of groups are dequantised in memory; None where
-    they are not. tiles: the tile of the result that a program computes, and how many programs run at once; None where
-    these are equal for all shapes.
+    an outer scale. values: for both operands of groups, the dtype to which they are dequantised in memory; None where
+    they are not, or where one of the two is not quantised. tiles: the tile of the result that a program computes, and
+    how many programs run at once; None where these are equal for all shapes.
     """
 
     kernel: str
     tier: str
     fake_quantizes: bool
     outer: tuple[str, str]
-    values: torch.dtype | None = None
+    values: tuple[torch.dtype | None, torch.dtype | None] = (None, None)
     tiles: tuple[tuple[int, int], int] | None = None
 
     @property
@@ -86,15 +86,17 @@ def tiles_of(choice: Choice, gpu: Gpu) -> tuple[tuple[int, int], int] | None:
     config = choice.config
     if choice.kernel == "grouped_skinny":
         return (config.rows, 16 * config.tiles), config.grid
+    if choice.kernel == "grouped_wgmma_sm90":
+        return (config.rows, 16 * config.parts * config.warps), gpu.multiprocessors
     if choice.kernel == "grouped_dequant_tiles":  # programs of small tiles share a multiprocessor
         return (config.bm, config.bn), gpu.multiprocessors * max(128 * 128 // (config.bm * config.bn), 1)
     return None
 
 
 def _dequantised(place: int, chosen: Chosen) -> bool:
-    """Whether a pass before the product dequantises an operand: any operand, or A where experts are streamed."""
-    streamed = chosen.kernel == "grouped_skinny" and place == 0
-    return streamed or chosen.kernel in ("dequant_operand", "grouped_dequant_operand")
+    """Whether a pass before the product dequantises an operand: any operand, or A where experts stay packed."""
+    packed = chosen.kernel in ("grouped_skinny", "grouped_wgmma_sm90") and place == 0
+    return packed or chosen.kernel in ("dequant_operand", "grouped_dequant_operand")
 
 
 def _rescaled_apart(sizes: Sizes, chosen: Chosen) -> bool:

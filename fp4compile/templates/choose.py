@@ -22,6 +22,7 @@ from fp4compile.templates.gemm import (
     grouped_dequant_tiles,
     grouped_library,
     grouped_skinny,
+    grouped_wgmma_sm90,
     library,
     skinny,
     skinny_block_scaled_sm100,
@@ -48,6 +49,7 @@ REGISTRY: tuple[Candidate, ...] = (
     grouped_library.BLOCK_SCALED,  # serves a subset of the candidate before: chosen only by timing
     grouped_library.ROW_SCALED,
     grouped_skinny.CANDIDATE,
+    grouped_wgmma_sm90.CANDIDATE,
     grouped_dequant_operand.CANDIDATE,
     grouped_dequant_tiles.CANDIDATE,
 )
@@ -95,7 +97,7 @@ def choose(problem: Problem, preferred: str | None = None) -> Choice:
 
 def _decide(problem: Problem, preferred: str | None, registry: tuple[Candidate, ...]) -> Choice:
     found = _first(problem, registry) if preferred is None else named(preferred)
-    if not found.serves(problem):
+    if not found.takes(problem):
         found = _first(problem, registry)
     by_rows = [] if found.any_rows else _by_rows(problem, registry)
     if by_rows:
@@ -104,7 +106,7 @@ def _decide(problem: Problem, preferred: str | None, registry: tuple[Candidate, 
                       traceable=False)  # fmt: skip
     # No candidate serves a problem only because of its epilogue: if this one still serves it, it is still the first.
     fused = problem if problem.epilogue else replace(problem, epilogue=True)
-    with_epilogue = found if found.serves(fused) else _first(fused, registry)
+    with_epilogue = found if found.takes(fused) else _first(fused, registry)
     takes_epilogue = with_epilogue.takes_epilogue(fused)
     if takes_epilogue and with_epilogue is not found:
         takes_epilogue = cost.fusing_pays(problem, with_epilogue.configure(fused))
@@ -142,7 +144,7 @@ def candidates(problem: Problem) -> tuple[str, ...]:
 
     If there are several, only timing tells which one is fastest; see `passes.autotune`.
     """
-    return tuple(each.name for each in REGISTRY if each.tier == "native" and each.serves(problem))
+    return tuple(each.name for each in REGISTRY if each.tier == "native" and each.takes(problem))
 
 
 def to_time(problem: Problem) -> list[Choice]:

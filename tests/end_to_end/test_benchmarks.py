@@ -12,7 +12,17 @@ import torch
 import torch.nn.functional as F
 from triton.runtime.errors import OutOfResources
 
-from benchmarks import cells, common, gradient_error, grouped_mm, launches, producers, scale_sweep, training_loss
+from benchmarks import (
+    cells,
+    common,
+    gradient_error,
+    grouped_mm,
+    launches,
+    packed_experts,
+    producers,
+    scale_sweep,
+    training_loss,
+)
 from benchmarks.training_loss import SHAPES, backend_of, batches, compile_with, loss_of, recipe_of
 from fp4compile.cli.demo import Llama, Shape
 from fp4compile.formats.operand import Operand
@@ -243,6 +253,42 @@ def test_both_kernels_of_grouped_products_are_compared():
             calls[of]()
         assert made[-1].kernel.__name__ == kernel
         assert calls[of].keywords["config"].constants.items() & made[-1].constants.items()
+
+
+def test_tiles_of_packed_experts_are_launched_as_asked():
+    """On paper. Every tile is launched; the values of NVFP4 tokens are multiplied by the table's."""
+    shape = packed_experts.shape_of("8x2048x1024")
+    with dry_run(Target(90)) as made:
+        weight = torch.ops.fp4compile.quantize(torch.empty(8, 2048, 1024, device="meta"), "nvfp4", each_matrix=True)
+        x, offs = shape.rows(1024, "meta"), torch.empty(8, dtype=torch.int32, device="meta")
+        calls = packed_experts.calls_of(x, [], [weight], offs)
+        for tile in packed_experts.TILES:
+            calls[f"tile {tile}"][0]()
+            assert made[-1].kernel.__name__ == "gemm_wgmma_sm90" and made[-1].constants["ROWS"] == tile
+        calls["w4a4"][0]()
+        assert made[-2].args["a_ptr"].dtype == torch.float16 and made[-2].constants["ELEMENT"] == "plain"
+        assert [one.constants["GROUPS"] for one in made[-2:]] == [8, 8]
+
+
+def test_tiles_of_packed_experts_are_fitted():
+    """From times that the model makes: a step takes 0.01 us a row, a round 2 us; the best tile is found."""
+    rows = []
+    for name, tokens in itertools.product(packed_experts.SHAPES, packed_experts.TOKENS):
+        shape, times = packed_experts.shape_of(name), {}
+        for tile in packed_experts.TILES:
+            rounds = -(-shape.experts * -(-tokens // tile) * shape.n // 128 // 132)
+            times[f"tile {tile}"] = rounds * (shape.k // 128 * 0.01 * tile + 2.0)
+        rows.append({"experts": name, "tokens": tokens, "sizes": "equal", "table": 16, **times})
+    for found in packed_experts.fit(rows, 132):
+        assert found["step us"] == pytest.approx(0.01 * found["tile"]) and found["round us"] == pytest.approx(2.0)
+        assert found["largest error"] < 1e-9 and found["cases"] == len(rows)
+    for row in packed_experts.losses(rows):
+        timed = [us for name, us in row_of(rows, row).items() if name.startswith("tile")]
+        assert row["loss"] == pytest.approx(row_of(rows, row)["tile 16"] / min(timed) - 1) and row["loss"] > 0
+
+
+def row_of(rows, wanted):
+    return next(row for row in rows if (row["experts"], row["tokens"]) == (wanted["experts"], wanted["tokens"]))
 
 
 def test_the_peers_of_grouped_products_compute_the_same():

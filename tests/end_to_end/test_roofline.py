@@ -261,10 +261,10 @@ def test_steps_of_experts():
     def steps(recipe, gpu, m, **more):
         return [step.name for step in predict(recipe, gpu, m, 2048, 7168, **more).steps]
 
-    assert steps("nvfp4", "H200", 16384, experts=8) == [
-        "quantise fprop_x, rows", "dequantise fprop_w", "grouped_dequant_operand"
-    ]  # fmt: skip
-    assert steps("nvfp4", "H200", 8, experts=8)[-2:] == ["dequantise fprop_x", "grouped_skinny"]
+    dequantised = ["quantise fprop_x, rows", "dequantise fprop_w", "grouped_dequant_operand"]
+    assert steps("mxfp8", "H200", 16384, experts=8) == steps("nvfp4", "H200", 2**17, experts=8) == dequantised
+    assert steps("nvfp4", "H200", 16384, experts=8) == ["quantise fprop_x, rows", "grouped_wgmma_sm90"]
+    assert steps("nvfp4", "H200", 8, experts=8) == ["quantise fprop_x, rows", "grouped_skinny"]
     assert steps("float8_rowwise", "H200", 16384, experts=8)[-1] == "grouped_library_row_scaled"
     assert steps("nvfp4", "B200", 16384, experts=8)[-1] == "grouped_block_scaled_sm100"
     by_index = predict("nvfp4_weight_only", "H200", 8, 2048, 7168, experts=Experts(8, "gather"))
@@ -299,7 +299,8 @@ def test_the_page_has_the_tiles_and_turns():
         r"^\| (?:`(\w+)`|torch's bf16 product) \| [^|\d]*(\d+) x (\d+).*\| ([\d.]+) \|$", page, re.MULTILINE
     )
     found = {name or "plain": ((int(height), int(width)), float(us)) for name, height, width, us in rows}
-    by_launch = {"grouped_skinny": (8, 16), "grouped_dequant_tiles": (128, 128)}  # the first of those on the page
+    by_launch = {"grouped_skinny": (8, 16), "grouped_wgmma_sm90": (16, 128),
+                 "grouped_dequant_tiles": (128, 128)}  # the first of those on the page  # fmt: skip
     of_groups = {name: kernel for name, kernel in time_terms.KERNELS.items() if name.startswith("grouped_")}
     assert found == {
         name: (by_launch.get(name, kernel.tile), pytest.approx(1e6 * kernel.turn))

@@ -126,9 +126,9 @@ def swept(w, fmt):
 
 
 CASES = {  # (function, how many become values of one dimension, of both)
-    "forward": (forward(), 2, 0), "te": (forward("nvfp4_te"), 2, 0), "rowwise": (forward("nvfp4_rowwise"), 2, 0),
-    "mx": (forward("mxfp8", ops.quantize), 2, 0), "mxfp4": (forward("mxfp4"), 2, 0), "given": (given, 2, 0),
-    "outer kept": (outer_kept, 2, 0), "saved columns": (saved_columns, 1, 1), "backward": (backward(), 1, 1),
+    "forward": (forward(), 1, 0), "te": (forward("nvfp4_te"), 1, 0), "rowwise": (forward("nvfp4_rowwise"), 1, 0),
+    "mx": (forward("mxfp8", ops.quantize), 2, 0), "mxfp4": (forward("mxfp4"), 2, 0), "given": (given, 1, 0),
+    "outer kept": (outer_kept, 1, 0), "saved columns": (saved_columns, 0, 1), "backward": (backward(), 1, 1),
     "backward mx": (backward("mxfp8"), 1, 1),
     "trained": (backward("nvfp4_te", "nvfp4_16x16", hadamard=True, seeded=True), 1, 1), "rows kept": (rows_kept, 0, 1),
     "swept": (forward(quantize=swept), 1, 0), "swizzled": (forward(layout="swizzled"), 0, 0),
@@ -160,6 +160,13 @@ def replaced(module, sm=90):
     return directions.count(1), directions.count(2)
 
 
+def kernels(module):
+    """The kernels of the products."""
+    with dry_run(Target(90)):
+        products = map(scaled_mm_of, module.graph.find_nodes(op="call_function", target=SCALED_GROUPED_MM))
+        return [product.choice.kernel for product in products]
+
+
 def on_the_cpu(module):
     for node in module.graph.nodes:
         if "device" in node.kwargs:
@@ -175,24 +182,21 @@ def test_which_ones(name):
     """By the reference, the graph computes the bits that it did before; the kernels are those of before as well."""
     function, *counts = CASES[name]
     module = traced(function)
-    expected = on_the_cpu(module)
-    assert replaced(module) == tuple(counts)
+    expected, before = on_the_cpu(module), kernels(module)
+    assert replaced(module) == tuple(counts) and kernels(module) == before
     for got, right in zip(on_the_cpu(module), expected, strict=True):
         assert got.dtype == right.dtype and torch.equal(got.view(torch.uint8), right.view(torch.uint8))
-    if any(counts):
-        with dry_run(Target(90)):
-            for node in module.graph.find_nodes(op="call_function", target=SCALED_GROUPED_MM):
-                assert scaled_mm_of(node).choice.kernel == "grouped_dequant_operand"
 
 
-@pytest.mark.parametrize(("rows", "sm", "dtype", "counts"), [
-    (M, 80, BF16, (2, 0)), (M, 100, BF16, (0, 0)), (M, 120, BF16, (0, 0)), (256, 90, BF16, (0, 0)),
-    (257, 90, BF16, (2, 0)), (None, 90, BF16, (0, 0)), (M, 90, torch.float16, (2, 0)), (M, 90, torch.float32, (0, 0)),
+@pytest.mark.parametrize(("rows", "sm", "dtype", "mx", "nvfp4"), [
+    (M, 80, BF16, 2, 2), (M, 100, BF16, 0, 0), (M, 120, BF16, 0, 0), (4, 90, BF16, 0, 1), (256, 90, BF16, 0, 1),
+    (257, 90, BF16, 2, 1), (None, 90, BF16, 0, 1), (M, 90, torch.float16, 2, 1), (M, 90, torch.float32, 0, 1),
+    (2 * 8193, 90, BF16, 2, 2),
 ])  # fmt: skip
-def test_where(rows, sm, dtype, counts):
-    """Where the kernel dequantises in memory, for every number of rows; 16 bits hold no MX values of float32."""
-    assert replaced(traced(forward("mxfp8", ops.quantize), rows, dtype), sm) == counts
-    assert replaced(traced(forward("nvfp4"), rows, dtype), sm) == ((2, 0) if dtype == torch.float32 else counts)
+def test_where(rows, sm, dtype, mx, nvfp4):
+    """What kernels dequantise in memory, for every number of rows; 16 bits hold no MX values of float32."""
+    assert replaced(traced(forward("mxfp8", ops.quantize), rows, dtype), sm) == (mx, 0)
+    assert replaced(traced(forward("nvfp4"), rows, dtype), sm) == (nvfp4, 0)
 
 
 def test_the_cpu_is_left_alone():
@@ -230,12 +234,13 @@ def test_launches_of_a_recipe(recipe):
             placeholder.meta["desc"] = SimpleNamespace(idx=index)
         rewrite(graph, plan(find(graph, inputs), named(recipe), inputs))
         merge_quantize(graph)
-        assert fake_quantize(graph) == 2
+        both = recipe == "mxfp8"  # the kernel for NVFP4 weights reads their codes
+        assert fake_quantize(graph) == 1 + both
         lower(graph)
     names = [one.kernel.__name__ for one in launches]
-    assert names[-1] == "gemm_grouped" and "dequant_operand" not in names
+    assert names[-1] == ("gemm_grouped" if both else "gemm_wgmma_sm90") and "dequant_operand" not in names
     stored = [one.args["data_ptr"].dtype for one in launches if one.kernel.__name__.startswith("quantize")]
-    assert set(stored) == {torch.bfloat16 if recipe == "mxfp8" else torch.float16}
+    assert set(stored) == ({torch.bfloat16} if both else {torch.float16, torch.uint8})
 
 
 @pytest.mark.parametrize(("name", "recipe", "products"), [
@@ -248,7 +253,9 @@ def test_predicted_passes_are_those_that_are_launched(name, recipe, products):
     steps = [step.name for product in products for step in predicted.of_product(product).steps]
     launches = launched(CASES[name][0])
     assert launches.count("dequant_operand") == sum(step.startswith("dequantise") for step in steps)
-    assert launches.count("gemm_grouped") == steps.count("grouped_dequant_operand") == len(products)
+    packed = steps.count("grouped_wgmma_sm90")
+    assert packed == (products == ("fprop",)) == launches.count("gemm_wgmma_sm90")
+    assert launches.count("gemm_grouped") == steps.count("grouped_dequant_operand") == len(products) - packed
 
 
 def test_errors():
@@ -290,7 +297,7 @@ def test_compiled(recipe, monkeypatch):
         return found, backend.report.counts.get("fake_quantize")
 
     got, count = run()
-    assert count == 4
+    assert count == (4 if recipe == "mxfp8" else 2)  # weights of NVFP4 stay codes
     monkeypatch.setattr(fp4compile.config, "disabled_passes", ("fake_quantize",))
     with torch._inductor.config.patch(force_disable_caches=True):
         expected, count = run()

@@ -94,7 +94,7 @@ scaled_grouped_mm: bfloat16[600, 48] = fp4compile.scaled_grouped_mm(getitem, get
 return scaled_grouped_mm: bfloat16[600, 48], getitem_3: uint8[64, 384], getitem_4: float8_e4m3fn[64, 48], getitem_5: float32[2]
 ---
 quantize_default = fp4compile.quantize(x_1, nvfp4_te, [-1, -2], offs=offs_1, hadamard=True, values=[-1])
-quantize_default_1 = fp4compile.quantize(w_1, nvfp4_16x16, [-1], each_matrix=True, values=[-1])
-scaled_grouped_mm: bfloat16[600, 48] = fp4compile.scaled_grouped_mm(getitem_9, None, getitem_11, None, getitem_15, None, getitem_17, None, offs_1, 600, torch.bfloat16)
+quantize_1 = fp4compile.quantize(w_1, nvfp4_16x16, each_matrix=True)
+scaled_grouped_mm: bfloat16[600, 48] = fp4compile.scaled_grouped_mm(getitem_9, None, getitem_11, None, getitem_6, getitem_7, getitem_8, nvfp4_16x16, offs_1, 600, torch.bfloat16)
 return scaled_grouped_mm: bfloat16[600, 48], getitem_12: uint8[64, 384], getitem_13: float8_e4m3fn[64, 48], getitem_14: float32[2]""",
         )

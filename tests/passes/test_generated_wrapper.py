@@ -401,12 +401,14 @@ def test_launches_are_decomposed_without_a_trace(recipe, monkeypatch):
     ("mxfp8", 1024, ["gemm_grouped"], False),  # of values, which the quantisers wrote
     ("mxfp8", 512, ["gemm_dequant_tiles_grouped"], False),
     ("mxfp8", ANY, ["scaled_grouped_mm"], False), ("nvfp4_weight_only", 32, ["gemm_skinny_grouped"], False),
+    ("nvfp4_weight_only", 512, ["gemm_wgmma_sm90"], False),
+    ("nvfp4", ANY, ["grouped_rows_amax", "scaled_grouped_mm"], False),
     ("float8_rowwise", 512, ["group_ends", "_scaled_grouped_mm", "clear_ungrouped_rows"], False),
     ("float8_rowwise", 512, ["group_ends", "scaled_grouped_mm_library", "clear_ungrouped_rows"], True),
-], ids=["many", "tile", "any", "few", "library", "library, timed"])  # fmt: skip
+], ids=["many", "tile", "any", "few", "packed", "any, packed", "library", "library, timed"])  # fmt: skip
 def test_experts_on_hopper(recipe, rows, expected, timed, monkeypatch):
-    """The kernels of many tokens, of one tile an expert, of any number, of few, and the library's, as the wrapper
-    calls them. timed: under max-autotune, where Inductor must have no templates to time."""
+    """The kernels of many tokens, of one tile an expert, of any number, of few, of NVFP4 weights, and the library's, as
+    the wrapper calls them. timed: under max-autotune, where Inductor must have no templates to time."""
     pretend(monkeypatch, 90)
     monkeypatch.setattr(_compat, "times_products", lambda: timed)
 
@@ -416,7 +418,8 @@ def test_experts_on_hopper(recipe, rows, expected, timed, monkeypatch):
     shapes, dtypes = ((rows, 512), (4, 256, 512), (4,)), (torch.bfloat16, torch.bfloat16, torch.int32)
     found = fused_graph(experts, *shapes, recipe=recipe, dtypes=dtypes, sm=90, paper=nullcontext, fuse=False)
     text = wrapper_of(torch.fx.GraphModule({}, found.graph), found.mode).split("def call(")[1]
-    calls = re.findall(r"(\w*grouped\w*|group_ends|dequant_operand)(?:_\d+)?(?:\.run|\.default)?\(", text)
+    kernels = r"\w*grouped\w*|gemm_wgmma_sm90|group_ends|dequant_operand"
+    calls = re.findall(rf"({kernels})(?:_\d+)?(?:\.run|\.default)?\(", text)
     names = [re.sub(r"_\d+$", "", call) for call in calls]
     # From torch 2.14 on, one assertion of several inputs' strides has "grouped" in its name too.
     assert [name for name in names if not name.startswith(("quantize", "assert_"))] == expected

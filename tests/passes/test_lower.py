@@ -233,6 +233,8 @@ def launches():
             for rows in (256, 48):
                 scaled_grouped_mm(operand(x[:rows], offs), operand(weights, None), offs, rows, torch.bfloat16)
             scaled_grouped_mm(columns, columns, offs, 256, torch.bfloat16)
+        mxfp8 = formats.get("mxfp8")
+        scaled_grouped_mm(Operand(x), Operand(*quantize(weights, mxfp8), mxfp8), offs, 256, torch.bfloat16)
         te = formats.get("nvfp4_te")
         quantize_both(x.new_empty(256, 1), te)  # rows a stride of one apart
         quantize_both(x, te, seed=seed, hadamard=True)

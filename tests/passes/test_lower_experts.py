@@ -84,11 +84,11 @@ def test_launches_of_a_forward_product(recipe):
         weight_only = recipe == "nvfp4_weight_only"
         if library:  # FP8 matrix units, by the library between two launches
             product = ["group_ends", "clear_ungrouped_rows"]
-        elif groups == 1:  # many rows: operands are dequantised once; checked where bfloat16 may not hold a value
-            checked = [TILES] if recipe == "mxfp8" else []
-            product = [*["dequant_operand"] * (1 if weight_only else 2), "gemm_grouped", *checked]
-        elif groups == 128 and recipe.startswith("nvfp4"):  # few: weights are streamed
-            product = [*["dequant_operand"] * (not weight_only), "gemm_skinny_grouped"]
+        elif recipe.startswith("nvfp4"):  # weights are read as codes; few rows: they are streamed
+            streamed = [*["dequant_operand"] * (not weight_only), "gemm_skinny_grouped"]
+            product = streamed if groups == 128 else ["swizzle_a_sm90", "gemm_wgmma_sm90"]
+        elif groups == 1:  # many rows: operands are dequantised once, and checked: bfloat16 may not hold a value
+            product = ["dequant_operand", "dequant_operand", "gemm_grouped", TILES]
         else:
             product = [TILES]
         assert launches == [*FORWARD[recipe], *product]

@@ -1,4 +1,4 @@
-"""Compiled models, end to end, for a B200 that is not there: `tests/helpers/compiled_models.py` says what is compared.
+"""Compiled models, end to end, for a GPU that is not there: `tests/helpers/compiled_models.py` says what is compared.
 
 In a process of its own: torch remembers what it once found out about the GPU. `benchmarks.simulated_models` runs all
 combinations of model, recipe, run and dtype, which takes ten minutes.
@@ -8,6 +8,7 @@ import os
 
 import pytest
 import torch
+import torch.nn.functional as F
 import triton
 import triton.language as tl
 
@@ -19,7 +20,7 @@ from fp4compile.hardware import Target
 from fp4compile.passes import quantize_before_move
 from tests.helpers import in_interpreter
 from tests.helpers.compiled_models import RUNS, Case, compared, difference, expected_of
-from tests.helpers.simulated_gpu import Gpu
+from tests.helpers.simulated_gpu import Gpu, simulated
 
 PRETENDING = os.environ.get("FP4COMPILE_PRETENDING") == "1"
 pretending = pytest.mark.skipif(not PRETENDING, reason="run in a process of its own")

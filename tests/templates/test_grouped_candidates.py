@@ -19,13 +19,14 @@ from fp4compile.check.machine_code import compile_launch
 from fp4compile.check.ptx import Ptx
 from fp4compile.formats import formats, reference, reference_grouped
 from fp4compile.formats.groups import Groups
+from fp4compile.formats.layouts import ceil_div
 from fp4compile.formats.operand import Operand
 from fp4compile.hardware import Target
 from fp4compile.templates import launch
 from fp4compile.templates.choose import choose
 from fp4compile.templates.gemm import grouped_library as library
 from fp4compile.templates.gemm import grouped_skinny, indexed
-from fp4compile.templates.gemm.heuristics import SkinnyConfig
+from fp4compile.templates.gemm.heuristics import SkinnyConfig, WgmmaConfig
 from fp4compile.templates.launch import dry_run
 from fp4compile.templates.multiply import call_of, scaled_grouped_mm
 from fp4compile.templates.problem import problem_of
@@ -193,10 +194,10 @@ def launched(rows, groups, n, k):
 
 @pytest.mark.skipif(INTERPRETING, reason="asks for launches")
 @pytest.mark.parametrize(("rows", "kernel"), [(1, "gemm_skinny_grouped"), (64, "gemm_skinny_grouped"),
-                                              (65, "gemm_dequant_tiles_grouped"), (1024, "gemm_dequant_tiles_grouped"),
-                                              (1025, "gemm_grouped")])  # fmt: skip
+                                              (65, "gemm_wgmma_sm90"), (65536, "gemm_wgmma_sm90"),
+                                              (65537, "gemm_grouped")])  # fmt: skip
 def test_which_kernel_by_rows(rows, kernel):
-    """Up to 8 rows a group on average are streamed; with more than one tile of 128, operands are dequantised once."""
+    """Up to 8 rows a group on average are streamed; with very many, operands are dequantised once."""
     assert launched(rows, 8, 2048, 1024)[-1].kernel.__name__ == kernel
 
 
@@ -207,6 +208,19 @@ def test_launches_of_streamed_weights():
              for rows in (2, 16, 17, 64)]  # fmt: skip
     assert found == [[2, 1, 4, 3], [8, 1, 4, 3], [8, 2, 4, 1], [8, 2, 4, 1]]
     assert launched(64, 8, 2048, 1024)[-1].grid == 4 * 132
+
+
+@pytest.mark.skipif(INTERPRETING, reason="asks for launches")
+@pytest.mark.parametrize(("groups", "n", "k"), [(8, 4096, 14336), (128, 1536, 2048), (128, 2048, 768)])
+def test_tiles_of_packed_weights_grow_with_the_rows_of_groups(groups, n, k):
+    """By the model of their time; each fits on a multiprocessor. Programs are enough for any sizes of groups."""
+    made = [launched(each * groups, groups, n, k)[-1] for each in (9, 16, 32, 64, 65, 96, 128, 256, 512, 1024, 8192)]
+    tiles = [one.constants["ROWS"] for one in made]
+    assert tiles == sorted(tiles) and tiles[0] <= 32 and tiles[-1] >= 192
+    assert {one.kernel.__name__ for one in made} == {"gemm_wgmma_sm90"}
+    rows = groups * (128 + 1) + 1  # one row beyond a whole tile in each group, and one of no group
+    config = WgmmaConfig(128, 8, 1, 4, 1)
+    assert config.grid(rows, n, groups) == (2 * groups + 1) * ceil_div(n, 128) and config.grid(129, n) == n // 128 * 2
 
 
 @pytest.mark.skipif(INTERPRETING, reason="launches nothing")
@@ -223,7 +237,8 @@ def test_in_a_graph(monkeypatch):
         many = Operand(rows, rows_scales, None, mxfp8), Operand(matrices, matrices_scales, None, mxfp8)
         by_index = indexed.scaled_mm_gathered(Operand(x.unsqueeze(1)), b, index, BF16)
         few = scaled_grouped_mm(Operand(x), b, offs, len(x), BF16)
-        return by_index, few, scaled_grouped_mm(*many, offs, len(rows), BF16)
+        packed = scaled_grouped_mm(Operand(torch.cat([x] * 9)), b, offs, 9 * len(x), BF16)
+        return by_index, few, packed, scaled_grouped_mm(*many, offs, len(rows), BF16)
 
     fp8, e8m0 = mxfp8.data_dtype, mxfp8.scale_dtype
     shapes = (
@@ -242,7 +257,8 @@ def test_in_a_graph(monkeypatch):
         graph = make_fx(torch.func.functionalize(products))(*tensors).graph
     launched = graph.find_nodes(op="call_function", target=triton_kernel_wrapper_functional)
     cloned = [sorted(node.kwargs["tensors_to_clone"]) for node in launched]
-    assert cloned == [["out_ptr", "table_ptr"]] * 2 + [["inexact_ptr", "out_ptr"]] * 2 + [["out_ptr"]] * 2
+    assert cloned == [*[["out_ptr", "table_ptr"]] * 2, ["swizzled_a_ptr"], ["out_ptr"],
+                      *[["inexact_ptr", "out_ptr"]] * 2, *[["out_ptr"]] * 2]  # fmt: skip
 
 
 @pytest.mark.skipif(INTERPRETING, reason="compiles")
@@ -256,9 +272,22 @@ def test_machine_code():
 
 
 @pytest.mark.skipif(INTERPRETING, reason="compiles")
+def test_machine_code_of_packed_experts():
+    """Offsets are searched without shared memory, which the kernel uses; weights are dequantised while `wgmma` runs."""
+    swizzle, one = launched(64 * 8, 8, 2048, 7168)
+    assert compile_launch(swizzle, 90).compiled.metadata.shared == 0
+    compiled = compile_launch(one, 90)
+    awaited = re.findall(r"WARPGROUP\.DEPBAR\.LE gsb0, (0x\d)", compiled.sass.text)
+    assert awaited == ["0x1"] * (len(awaited) - 1) + ["0x0"] and len(awaited) > 2
+    assert compiled.compiled.metadata.shared == one.constants["SHARED"]
+    assert compiled.compiled.asm["ptx"].count("st.shared") == 1  # in the loop that reserves it, and never runs
+    assert not compiled.resources.problems and compiled.resources.programs == 2
+
+
+@pytest.mark.skipif(INTERPRETING, reason="compiles")
 def test_machine_code_of_many_rows():
     """`wgmma` while TMA brings the next operands, also those of the program's next tile; 16-byte stores, no spills."""
-    _, product = launched(8192, 8, 2048, 7168)
+    _, product = launched(65537, 8, 2048, 7168)
     compiled = compile_launch(product, 90)
     ptx = Ptx(compiled.compiled.asm["ptx"])
     assert set(ptx.products) == {"wgmma.mma_async.sync.aligned.m64n256k16.f32.bf16.bf16"}

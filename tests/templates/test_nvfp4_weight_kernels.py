@@ -3,14 +3,17 @@
 import pytest
 import torch
 
-from fp4compile.formats import formats
+from fp4compile.formats import formats, reference_grouped
+from fp4compile.formats.groups import Groups
 from fp4compile.formats.layouts import ceil_div
+from fp4compile.formats.operand import Operand
 from fp4compile.templates.gemm.heuristics import GemvConfig, SkinnyConfig, WgmmaConfig, with_shared_memory
 from fp4compile.templates.gemm.wgmma_sm90 import needed_bytes
+from fp4compile.templates.multiply import scaled_grouped_mm
 from tests.helpers import choices
 from tests.helpers.check_products import check
 from tests.helpers.hard_inputs import FINITE, NON_FINITE, hard_input
-from tests.helpers.kernels import INTERPRETING, gpu, quantized
+from tests.helpers.kernels import INTERPRETING, gpu, on_device, quantized
 
 pytestmark = pytest.mark.skipif(INTERPRETING, reason="inline PTX")
 
@@ -126,6 +129,35 @@ def test_configurations_of_wgmma(form, a, monkeypatch):
     choices.configured(monkeypatch, "wgmma_sm90", config)
     shapes = [(rows, 512, 16384), (rows - 3, 1288, 8768), *((rows, 264, 128 * steps * count) for count in range(1, 10))]
     check_shapes(shapes, a, "nvfp4", "linear")
+
+
+@gpu
+@pytest.mark.parametrize(("a", "b", "layout"), [
+    (torch.bfloat16, "nvfp4", "linear"), (torch.float16, "nvfp4_16x16", "swizzled"),
+    ("nvfp4_rowwise", "nvfp4", "swizzled"),
+], ids=str)  # fmt: skip
+@pytest.mark.parametrize("form", [None, (16, 8, 1, 3, 2), (72, 8, 1, 3, 1), (128, 8, 1, 4, 1, 1, 2), (192, 8, 1, 2, 1),
+                                  (256, 8, 1, 2, 1, 1, 8, 3)], ids=str)  # fmt: skip
+def test_groups_of_wgmma(form, a, b, layout, monkeypatch):
+    """Groups of random sizes, some empty; NaN in rows of no group, and in one group that keeps it to itself."""
+    if form is not None:
+        choices.configured(monkeypatch, "grouped_wgmma_sm90",
+                           lambda problem: with_shared_memory(WgmmaConfig(*form), problem, needed_bytes))  # fmt: skip
+    fmt, generator = formats.get(b), torch.Generator().manual_seed(0)
+    for groups, each, n, k in ((1, 40, 512, 1024), (5, 65, 200, 448), (40, 100, 256, 192), (8, 257, 1032, 2112)):
+        sizes = (torch.rand(groups, generator=generator) * 2.4 * each - 0.2 * each).clamp(0).int()
+        sizes[-1] = 10 * groups  # so many rows that no other kernel serves
+        offs, rows = sizes.cumsum(0).to(torch.int32), int(sizes.sum()) + 9
+        x, w = torch.randn(rows, k), torch.randn(groups, n, k)
+        x[-9:] = x[int(offs[-1]) - 1] = torch.nan
+        right = Operand(*reference_grouped.quantize_matrices(w, fmt, -1, None, layout, None, False), fmt)
+        left = Operand(x.to(a)) if isinstance(a, torch.dtype) else Operand(*reference_grouped.quantize_rows(
+            x, Groups.of(offs, rows), formats.get(a), None, "linear", None), formats.get(a))  # fmt: skip
+        expected = reference_grouped.scaled_grouped_mm(left, right, offs, rows, torch.float32)
+        got = scaled_grouped_mm(on_device(left), on_device(right), on_device(offs), rows, torch.float32).cpu()
+        assert torch.equal(got.isnan(), expected.isnan()) and expected.isnan().any() and expected[-1].eq(0).all()
+        got, expected = got.nan_to_num(0.0), expected.nan_to_num(0.0)
+        assert ((got - expected).abs() <= 2.0**-18 * expected.abs().amax()).all()
 
 
 @gpu

@@ -134,8 +134,14 @@ class WgmmaConfig:
                 "STEPS_PER_STAGE": self.steps_per_stage, "BUFFERS": self.buffers, "GROUP_M": self.group_m,
                 "SHARED": self.shared}  # fmt: skip
 
-    def grid(self, m, n):
-        return ceil_div(m, self.rows) * ceil_div(n, 16 * self.parts * self.warps) * self.split_k
+    def grid(self, m, n, groups=0):
+        """Programs. groups: of rows of A; as many programs as any sizes of these groups, and rows of no group, need."""
+        return tiles_of_rows(m, self.rows, groups) * ceil_div(n, 16 * self.parts * self.warps) * self.split_k
+
+
+def tiles_of_rows(m, rows: int, groups=0):
+    """The most tiles of `rows` rows that m rows of A need. groups: of rows, each of which begins a new tile."""
+    return (m + (groups + 1) * (rows - 1)) // rows
 
 
 def wgmma_config(p: Problem, needed_bytes: Callable[..., int]) -> WgmmaConfig:
@@ -151,7 +157,7 @@ def with_shared_memory(config: WgmmaConfig, p: Problem, needed_bytes: Callable[.
     Raises StopIteration where not even one program fits.
     """
     size = needed_bytes(config.rows, config.warps, config.parts, config.stages, config.steps_per_stage, config.buffers)
-    grid = config.grid(p.m, p.n)
+    grid = config.grid(p.m, p.n, p.groups if p.ragged else 0)
     each = ceil_div(grid, p.target.multiprocessors) if isinstance(grid, int) else 1
     fitting = (reserved(size, fewer, p.target) for fewer in range(each, 0, -1))
     return replace(config, shared=next(filter(None, fitting)))
@@ -578,6 +584,33 @@ def grouped_skinny_config(p: Problem, most: Any = SKINNY_ROWS) -> SkinnyConfig:
     else:
         tiles, stages = 2, 1 if rows == SKINNY_ROWS else 2
     return SkinnyConfig(rows, tiles, 4, stages, 1 if rows == SKINNY_ROWS else 2, 4 * p.target.multiprocessors)
+
+
+# Tiles of up to 64 rows of A, for groups, as `_LARGE_TILES`. Nothing was timed: the times continue the line through the
+# times of `_LARGE_TILES`, down to what the bytes of a step take at 3 TB/s. `_LARGE_TILES` were timed without groups.
+_SMALL_TILES = ((16, 1, 3, 4, 0.42), (32, 1, 3, 4, 0.46), (64, 1, 3, 4, 0.58))
+_SEARCH = 0.5  # microseconds of a program's search for its group, an estimate
+# Tiles of groups, and the microseconds of a step of each. Up to 80 rows, two programs share a multiprocessor.
+GROUPED_TILES = tuple(
+    (WgmmaConfig(rows, 8, parts, stages, 2 if rows <= 32 else 1, buffers=buffers), step)
+    for rows, parts, stages, buffers, step in (*_SMALL_TILES, *_LARGE_TILES) if parts == 1
+)  # fmt: skip
+
+
+def grouped_wgmma_config(p: Problem, needed_bytes: Callable[..., int]) -> WgmmaConfig:
+    """The tile that takes the least time by the model of `_wgmma_large_tile`. needed_bytes: see `with_shared_memory`.
+
+    Sizes of groups are not known: a group ends, on average, in the middle of a tile. How full the last round of
+    programs is depends on the sizes as well, so it counts as half a round, and tiles of two parts are not tried.
+    """
+
+    def microseconds(config: WgmmaConfig, step: float) -> float:
+        tiles_m = max(p.groups, p.m / config.rows + p.groups / 2)
+        rounds = tiles_m * ceil_div(p.n, 16 * config.parts * config.warps) / p.target.multiprocessors
+        return max(rounds + 0.5, 1.0) * (_ROUND + _SEARCH + ceil_div(p.k, 128) * step)
+
+    tiles = GROUPED_TILES if p.static else GROUPED_TILES[-1:]  # the last one is only read when sizes are concrete
+    return with_shared_memory(min(tiles, key=lambda tile: microseconds(*tile))[0], p, needed_bytes)
 
 
 def grouped_tiles_config(p: Problem) -> DequantTilesConfig:

@@ -5,6 +5,10 @@ the tile, ROWS lines of 128 bytes. Each of the eight 16-byte units of a line has
 elements j and j + 4 of half p (eight elements) of each of the line's four blocks of 16. In that order a lane of the
 product dequantises its elements of B. In line r unit u lies at u ^ (r % 8): the 128-byte swizzle in which `wgmma` reads
 shared memory. Rows and elements beyond A are zeros.
+
+Where A has groups of rows, each group begins a new tile, and its last tile ends in zeros. Which tile belongs to which
+group is known on the device alone, so there is memory for as many tiles as any sizes of groups need. Tiles beyond the
+last group are not written.
 """
 
 import torch
@@ -16,20 +20,23 @@ from fp4compile.templates.device.block_scales import decode_scale
 from fp4compile.templates.device.dependent_launch import launch_dependents
 from fp4compile.templates.device.dequantize import load_scales
 from fp4compile.templates.device.elements import decode_pair, pack
+from fp4compile.templates.device.groups import group_of_tile, of_lanes, per_lane
 from fp4compile.templates.gemm.call import Call
+from fp4compile.templates.gemm.heuristics import tiles_of_rows
 from fp4compile.templates.launch import launch
 
 
 @triton.jit
 def swizzle_a_sm90(
-    a_ptr, a_scales_ptr, b_ptr, b_scales_ptr, swizzled_a_ptr, m, blocks, per_row, matrices,
+    a_ptr, a_scales_ptr, b_ptr, b_scales_ptr, swizzled_a_ptr, offs_ptr, m, blocks, per_row, matrices,
     ELEMENT: tl.constexpr, SCALE: tl.constexpr, SQUARE: tl.constexpr, SWIZZLED: tl.constexpr,
-    ROWS: tl.constexpr, LINES: tl.constexpr, LAUNCH_DEPENDENTS: tl.constexpr, ISA: tl.constexpr,
+    ROWS: tl.constexpr, LINES: tl.constexpr, GROUPS: tl.constexpr, LAUNCH_DEPENDENTS: tl.constexpr, ISA: tl.constexpr,
 ):  # fmt: skip
     """LINES lines of a matrix of swizzled A [tiles, matrices, ROWS, 64], bf16 or fp16, from a [m, K].
 
     a: plain or E2M1 codes, which are dequantised, without the outer scale. per_row: units of a row (plain: elements);
     blocks: blocks of 16 elements in a row. SQUARE, SWIZZLED: layout of the scales. LINES divides ROWS.
+    GROUPS: 0, or the number of groups of rows of a, which end at offs, int32.
     LAUNCH_DEPENDENTS: the product may start early, and then reads B at once (see `device.dependent_launch`). This
     kernel never reads b and b_scales. They are arguments so that Inductor moves no kernel that writes B between the two
     kernels.
@@ -44,17 +51,30 @@ def swizzle_a_sm90(
     word = tl.arange(0, LINES * 32)
     row = start + word // 32
     unit = word // 4 % 8 ^ row % 8
+    end = m  # the row of a after the last one of the tile's group
+    if GROUPS > 0:
+        before = ()
+        offs = ()
+        for i in tl.static_range(per_lane(GROUPS)):
+            number, exists = of_lanes(i - per_lane(GROUPS), GROUPS)
+            before = before + (tl.load(offs_ptr + number, mask=exists, other=0),)
+            number, exists = of_lanes(i, GROUPS)
+            offs = offs + (tl.load(offs_ptr + number, mask=exists, other=0),)
+        group, _, end, first = group_of_tile(before, offs, m, start // ROWS, ROWS, GROUPS)
+        if group == GROUPS:  # rows of no group are not multiplied
+            return
+        row += first - start // ROWS * ROWS
     block = matrix * 4 + word % 4
     # The first of the word's two elements. The other one is four elements on.
     column = block * 16 + unit // 4 * 8 + unit % 4
-    inside = (row < m) & (block < blocks)
+    inside = (row < end) & (block < blocks)
     if ELEMENT == "plain":
         at = a_ptr.to(tl.pointer_type(tl.int16), bitcast=True) + row.to(tl.int64) * per_row + column
         near = tl.load(at, mask=inside, other=0).to(tl.int32)
         far = tl.load(at + 4, mask=inside, other=0).to(tl.int32)
         content = near & 0xFFFF | far << 16
     else:
-        byte = load_scales(a_scales_ptr, row, block, m, blocks, blocks, SCALE, SQUARE, 16, SWIZZLED, 0)
+        byte = load_scales(a_scales_ptr, row, block, end, blocks, blocks, SCALE, SQUARE, 16, SWIZZLED, 0)
         scale = decode_scale(byte, SCALE, ISA)
         at = a_ptr.to(tl.pointer_type(tl.uint8), bitcast=True) + row.to(tl.int64) * per_row + column // 2
         even, odd = decode_pair(tl.load(at, mask=inside, other=0), ELEMENT, ISA)
@@ -67,14 +87,21 @@ def swizzle_a_sm90(
 
 
 def swizzled_a(call: Call, rows: int, steps: int) -> torch.Tensor:
-    """A for `wgmma_sm90`: [tiles, matrices, rows, 64], padded to whole tiles and pipeline stages of `steps` steps."""
+    """A for `wgmma_sm90`: [tiles, matrices, rows, 64], padded to whole tiles and pipeline stages of `steps` steps.
+
+    With groups of rows, the tiles are those of each group, then unwritten ones.
+    """
     a, b, p = call.a, call.b, call.problem
-    tiles, matrices = ceil_div(p.m, rows), 2 * steps * ceil_div(p.k, 128 * steps)
+    groups = p.groups if p.ragged else 0
+    tiles, matrices = tiles_of_rows(p.m, rows, groups), 2 * steps * ceil_div(p.k, 128 * steps)
     lines = next(lines for lines in (32, 16, 8) if rows % lines == 0)
     out = a.data.new_empty((tiles, matrices, rows, 64), dtype=p.compute_dtype)
     reading = a.reading(64 * steps)
     del reading["ALIGN"]  # lanes read single elements
-    launch(swizzle_a_sm90, tiles * (rows // lines) * matrices, a.data, a.data if a.scales is None else a.scales, b.data,
-           b.scales, out, p.m, p.k // 16, a.units_per_row, matrices, num_warps=lines // 8, ROWS=rows, LINES=lines,
-           LAUNCH_DEPENDENTS=p.target.dependent_launch, ISA=p.target.isa, **reading)  # fmt: skip
+    launch(
+        swizzle_a_sm90, tiles * (rows // lines) * matrices,
+        a.data, a.data if a.scales is None else a.scales, b.data, b.scales, out, call.offs if groups else out,
+        p.m, p.k // 16, a.units_per_row, matrices, num_warps=lines // 8, ROWS=rows, LINES=lines, GROUPS=groups,
+        LAUNCH_DEPENDENTS=p.target.dependent_launch, ISA=p.target.isa, **reading,
+    )  # fmt: skip
     return out

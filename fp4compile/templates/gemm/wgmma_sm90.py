@@ -39,7 +39,8 @@ from fp4compile.templates.device.async_copy import (
 )
 from fp4compile.templates.device.dependent_launch import launch_dependents, wait
 from fp4compile.templates.device.elements import pack
-from fp4compile.templates.device.epilogue import epilogue, rescale, store_rounded
+from fp4compile.templates.device.epilogue import epilogue, rescale, rescale_mode, store_rounded
+from fp4compile.templates.device.groups import group_of_tile, of_lanes, per_lane
 from fp4compile.templates.device.nvfp4_weights import (
     STEP_BYTES,
     copy_weights,
@@ -259,14 +260,32 @@ def _tile_of(program, tiles_m, tiles, GROUP_M: tl.constexpr):
 
 
 @triton.jit
+def _tile_of_group(
+    before, offs, m, program, tiles_n, ROWS: tl.constexpr, GROUPS: tl.constexpr, GROUP_M: tl.constexpr
+):  # fmt: skip
+    """(group, the row after its last, first row of A, tile of A, tile of B) of a program. before, offs: see
+    `device.groups`.
+
+    All tiles of a group come before those of the next one, in the order of `_tile_of`. Group GROUPS has the rows of no
+    group. A program past the last tile gets a first row that is not before the group's end.
+    """
+    group, start, end, first = group_of_tile(before, offs, m, program // tiles_n, ROWS, GROUPS)
+    tiles_m = tl.cdiv(end - start, ROWS)
+    tile = (first - start) // ROWS  # of the group
+    place = tile * tiles_n + program % tiles_n
+    tile_m, tile_n = _tile_of(place, tl.maximum(tiles_m, 1), tl.maximum(tiles_m, 1) * tiles_n, GROUP_M)
+    return group, end, tl.where(first < end, start + tile_m * ROWS, first), program // tiles_n - tile + tile_m, tile_n
+
+
+@triton.jit
 def gemm_wgmma_sm90(
     swizzled_a_ptr, a_outer_ptr, b_ptr, b_scales_ptr, b_outer_ptr, bias_ptr, out_ptr, epilogue_0_ptr, epilogue_1_ptr,
-    m, n, k_vectors, splits,
+    offs_ptr, m, n, k_vectors, splits, b_scales_each,
     A_OUTER: tl.constexpr, B_OUTER: tl.constexpr, B_SQUARE: tl.constexpr, B_SWIZZLED: tl.constexpr,
     BIAS: tl.constexpr, EPILOGUE: tl.constexpr, COMPUTE: tl.constexpr, WARPS: tl.constexpr, PARTS: tl.constexpr,
     STAGES: tl.constexpr, ROWS: tl.constexpr, STEPS_PER_STAGE: tl.constexpr, BUFFERS: tl.constexpr,
     GROUP_M: tl.constexpr, PARTIAL: tl.constexpr, EVEN: tl.constexpr, PDL: tl.constexpr, ISA: tl.constexpr,
-    SHARED: tl.constexpr,
+    SHARED: tl.constexpr, GROUPS: tl.constexpr,
 ):  # fmt: skip
     """out [m, n] = a [m, K] x b [n, K]^T, rescaled, plus a bias, through the epilogue; or (PARTIAL) partial sums.
 
@@ -280,15 +299,41 @@ def gemm_wgmma_sm90(
     the buffer of the stage two before the one that is multiplied, which other warps have most likely released.
     GROUP_M: tiles of A that are walked together, for the L2 cache. EVEN: no program has a row of b, and no stage of A a
     step, past the end. SHARED: bytes of shared memory to reserve (`reserved`), at least for `needed_bytes`.
+    GROUPS: 0, or the number of groups of rows of a, which end at offs, int32. Then b is [GROUPS, n, K]: each group has
+    a matrix of its own, with b_scales_each bytes of scales. There is no split-K, no bias and no epilogue. An outer
+    scale may be the group's. Rows of no group become zeros.
     """
     reserve(swizzled_a_ptr, out_ptr, k_vectors, SHARED)
     if PARTIAL:
         swizzled_a_ptr = launch_dependents(swizzled_a_ptr)
     lane = tl.arange(0, 32 * WARPS)
     split = tl.program_id(0) % splits
-    tile_m, tile_n = _tile_of(tl.program_id(0) // splits, tl.cdiv(m, ROWS), tl.num_programs(0) // splits, GROUP_M)
-    row = (tile_n * WARPS + lane // 32) * (16 * PARTS)
     all_stages = tl.cdiv(k_vectors, 4 * STEPS_PER_STAGE)
+    group = 0
+    end = m  # the row of a after the last one of the product, or of the group
+    if GROUPS == 0:
+        tile_m, tile_n = _tile_of(tl.program_id(0) // splits, tl.cdiv(m, ROWS), tl.num_programs(0) // splits, GROUP_M)
+        first_m = tile_m * ROWS
+    else:
+        before = ()
+        offs = ()
+        for i in tl.static_range(per_lane(GROUPS)):
+            number, exists = of_lanes(i - per_lane(GROUPS), GROUPS)
+            before = before + (tl.load(offs_ptr + number, mask=exists, other=0),)
+            number, exists = of_lanes(i, GROUPS)
+            offs = offs + (tl.load(offs_ptr + number, mask=exists, other=0),)
+        group, end, first_m, tile_m, tile_n = _tile_of_group(
+            before, offs, m, tl.program_id(0), tl.cdiv(n, 16 * PARTS * WARPS), ROWS, GROUPS, GROUP_M
+        )  # fmt: skip
+        if first_m >= end:  # there are fewer tiles than programs
+            return
+        all_stages = tl.where(group < GROUPS, all_stages, 0)  # rows of no group have no product
+        matrix = tl.minimum(group, GROUPS - 1).to(tl.int64)
+        b_ptr += matrix * n * k_vectors * 16
+        b_scales_ptr += matrix * b_scales_each
+        a_outer_ptr += matrix if A_OUTER == "group" else 0
+        b_outer_ptr += matrix if B_OUTER == "group" else matrix * n if B_OUTER == "row" else 0
+    row = (tile_n * WARPS + lane // 32) * (16 * PARTS)
     start = split * tl.cdiv(all_stages, splits)
     stages = tl.minimum(tl.cdiv(all_stages, splits), all_stages - start)  # of A, of this program
     step = start * STEPS_PER_STAGE
@@ -317,7 +362,7 @@ def gemm_wgmma_sm90(
     for early in tl.static_range(_A_AHEAD):
         token = _copy_a_stage(swizzled_a_ptr, early, stages, a_buffers, barriers, token, lane, a_stage_bytes,
                               BUFFERS)  # fmt: skip
-    if B_OUTER == "tensor" and not PARTIAL:
+    if rescale_mode(B_OUTER) == "tensor" and not PARTIAL:
         token = do_ptx(AWAIT_VALUE, "f,r", (tl.load(b_outer_ptr), token))  # brings it to the cache for the end
 
     count: tl.constexpr = ROWS // 2
@@ -355,7 +400,6 @@ def gemm_wgmma_sm90(
             step += 1
     c = _wait_wgmma(c, PARTS * count)
 
-    first_m = tile_m * ROWS
     first = first_m.to(tl.int64) * n + row
     out_ptr += split.to(tl.int64) * m * n
     # The compiler moves no load across a store. So the loads of some sums come before the stores of the sums before,
@@ -370,14 +414,17 @@ def gemm_wgmma_sm90(
             at_n = row + of_n
             acc = c[i] * (2.0**14 if COMPUTE == "fp16" else 2.0**7)  # see `dequantize_word`, `scale_registers`
             if not PARTIAL:
-                acc = rescale(acc, at_m, at_n, m, n, 0, a_outer_ptr, b_outer_ptr, bias_ptr, A_OUTER, B_OUTER, BIAS, 0)
-                inside = (at_m < m) & (at_n < n)
+                acc = rescale(acc, at_m, at_n, end, n, 0, a_outer_ptr, b_outer_ptr, bias_ptr, rescale_mode(A_OUTER),
+                              rescale_mode(B_OUTER), BIAS, 0)  # fmt: skip
+                if GROUPS > 0:
+                    acc = tl.where(group < GROUPS, acc, 0.0)
+                inside = (at_m < end) & (at_n < n)
                 acc = epilogue(acc, first + of_m * n + of_n, at_n, inside, n, epilogue_0_ptr, epilogue_1_ptr,
                                EPILOGUE, ISA)  # fmt: skip
             values = values + (acc,)
         for i in tl.static_range(len(previous)):
             of_m, of_n = _result_of(lane, start - _TOGETHER + i, count)
-            inside = first_m + of_m < m
+            inside = first_m + of_m < end
             if not EVEN:
                 store_rounded(out_ptr, first + of_m * n + of_n, previous[i], inside & (row + of_n < n), ISA)
             elif i % 4 < 2:
@@ -399,11 +446,11 @@ def _run(call: Call, config: WgmmaConfig) -> torch.Tensor:
     even = statically_true(p.n % (16 * config.parts * config.warps) == 0 and p.k % (128 * config.steps_per_stage) == 0)
     launch(
         gemm_wgmma_sm90, config.grid(p.m, p.n),
-        a, a_outer, call.b.data, call.b.scales, b_outer, bias, out, *first.epilogue_pointers(out),
-        p.m, p.n, p.k // 32, split_k, A_OUTER=p.a.outer, B_OUTER=p.b.outer,
+        a, a_outer, call.b.data, call.b.scales, b_outer, bias, out, *first.epilogue_pointers(out), out,
+        p.m, p.n, p.k // 32, split_k, 0, A_OUTER=p.a.outer, B_OUTER=p.b.outer,
         BIAS=int(call.bias is not None), EPILOGUE=first.epilogue_text, PARTIAL=int(split_k > 1),
         B_SQUARE=int(p.b.format.square), B_SWIZZLED=int(p.b.swizzled), COMPUTE=p.compute, EVEN=int(even),
-        PDL=p.target.dependent_launch, ISA=p.target.isa, num_warps=config.warps, **config.constants,
+        PDL=p.target.dependent_launch, ISA=p.target.isa, GROUPS=0, num_warps=config.warps, **config.constants,
     )  # fmt: skip
     return out if split_k == 1 else reduce_split_k(call, out, split_k, pdl=True)
 
