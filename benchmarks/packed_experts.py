@@ -39,7 +39,7 @@ from fp4compile.templates.problem import Problem, problem_of
 
 SHAPES = ("8x4096x14336", "128x1536x2048", "128x2048x768")  # experts x N x K; Qwen3-30B-A3B's are the last two
 TOKENS = (65, 96, 128, 192, 256, 384, 512, 1024)  # of an expert, on average
-TILES = {config.rows: config for config, _ in GROUPED_TILES}
+TILES = {config.rows: config for config, *_ in GROUPED_TILES}
 NVFP4 = formats.get("nvfp4")
 
 

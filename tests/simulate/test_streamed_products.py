@@ -22,20 +22,23 @@ from fp4compile.templates.problem import problem_of
 from tests.helpers import choices
 
 
-# Activations, rows, columns and K of the product; rows of a tile, warps, parts of a warp, stages, steps a stage, split.
-@pytest.mark.parametrize(("a", "shape", "form"), [
+# Activations, rows, columns and K of the product, its epilogue; rows of a tile, warps, parts of a warp, stages, steps a
+# stage, split, tiles walked together, buffers of A.
+@pytest.mark.parametrize(("a", "shape", "epilogue", "form"), [
     # Three tiles of A, the last one short; two warpgroups share A; more stages of A than buffers, K in two parts.
-    (None, (70, 256, 1408), (32, 8, 2, 2, 1, 2)),
+    (None, (70, 256, 1408), "bias", (32, 8, 2, 2, 1, 2)),
     # Rows of B and steps of A that end early; codes as activations; single columns are stored.
-    ("nvfp4", (20, 119, 448), (16, 4, 1, 3, 2, 1)),
-], ids=["two parts", "ragged"])  # fmt: skip
+    ("nvfp4", (20, 119, 448), "bias", (16, 4, 1, 3, 2, 1)),
+    # Two tiles of columns. An operand of the epilogue comes to the L2 cache first, and nothing beyond its end.
+    (None, (100, 136, 64), "gated", (72, 4, 1, 2, 1, 1, 8, 3)),
+], ids=["two parts", "ragged", "operand"])  # fmt: skip
 @pytest.mark.parametrize("seed", [0, 1])
-def test_tiles_of_wgmma(a, shape, form, seed, monkeypatch):
+def test_tiles_of_wgmma(a, shape, epilogue, form, seed, monkeypatch):
     def config(problem):
         return with_shared_memory(WgmmaConfig(*form), problem, needed_bytes)
 
     choices.configured(monkeypatch, "wgmma_sm90", config)
-    x = exact_arguments(Product(a, "nvfp4", *shape, epilogue="bias"))
+    x = exact_arguments(Product(a, "nvfp4", *shape, epilogue=epilogue))
     simulator = Simulator(Target(90), Schedule(seed))
     with simulator.running():
         got = multiply(x, choose(problem_of(x, simulator.target), "wgmma_sm90"))

@@ -180,6 +180,20 @@ def _prefetch(instruction: Instruction, program: Program) -> Step:
     return step
 
 
+@form("prefetch.global.L2")
+def _prefetch_line(instruction: Instruction, program: Program) -> Step:
+    """Changes nothing; an address outside of all tensors is a fault."""
+    expect(instruction, 1)
+    address = address_reader(instruction.operands[0], 64)
+
+    def step(fragment: Fragment) -> None:
+        memory, addresses = fragment.machine.memory, address(fragment)
+        for lane in fragment.lanes():
+            memory.bytes_at(addresses[lane] + np.arange(1), False, fragment.machine.first_cluster)
+
+    return step
+
+
 # ---------------------------------------------------------------- local memory
 
 

@@ -18,6 +18,7 @@ import triton.language as tl
 
 from fp4compile.formats.epilogue import PAIR, PRODUCT, Epilogue
 from fp4compile.formats.steps import with_silu
+from fp4compile.templates.device.async_copy import do_ptx
 from fp4compile.templates.device.elements import float_bits
 from fp4compile.templates.device.pointwise import compute, kind_of, needed, operate, part_of, tensor_count, written
 from fp4compile.templates.device.register_tile import log2
@@ -77,6 +78,43 @@ def epilogue(
                 values = values + (tl.load(ptr + col, mask=col < n, other=0.0).to(tl.float32),)
         values = compute(values, EPILOGUE, ISA)
         return values[len(values) - 1]
+
+
+# Inputs: an address, whether to fetch, a token. The line of 128 bytes with the address comes to the L2 cache.
+_PREFETCH_LINE = tl.constexpr("{ .reg .pred p; setp.ne.b32 p, $2, 0; @p prefetch.global.L2 [$1]; mov.b32 $0, 0; }")
+
+
+@triton.jit
+def _prefetch_tile(
+    ptr, token, lane, row, col, m, n, ROWS: tl.constexpr, COLUMNS: tl.constexpr, LANES: tl.constexpr
+):  # fmt: skip
+    line: tl.constexpr = 1024 // ptr.dtype.element_ty.primitive_bitwidth  # elements
+    lines: tl.constexpr = (COLUMNS + line - 1) // line  # of a row
+    for start in tl.static_range(0, ROWS * lines, LANES):
+        at_row = row + (start + lane) // lines
+        at_col = col + (start + lane) % lines * line
+        wanted = (start + lane < ROWS * lines) & (at_row < m) & (at_col < n)
+        place = ptr + at_row.to(tl.int64) * n + at_col
+        token = do_ptx(_PREFETCH_LINE, "l,r,r", (place, wanted.to(tl.int32), token))
+    return token
+
+
+@triton.jit
+def prefetch_operands(
+    token, lane, row, col, m, n, epilogue_0_ptr, epilogue_1_ptr,
+    EPILOGUE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, LANES: tl.constexpr,
+):  # fmt: skip
+    """Bring a tile of the epilogue's operands of the product's size to the L2 cache. Returns a token.
+
+    The tile: [ROWS, COLUMNS] from (row, col) of [m, n] on. lane: of the program, which has LANES lanes.
+    """
+    if EPILOGUE != "":
+        ptrs = (epilogue_0_ptr, epilogue_1_ptr)
+        for i in tl.static_range(1, tensor_count(EPILOGUE)):
+            if kind_of(EPILOGUE, i) == "aux":
+                token = _prefetch_tile(ptrs[auxiliary_of(EPILOGUE, i)], token, lane, row, col, m, n, ROWS, COLUMNS,
+                                       LANES)  # fmt: skip
+    return token
 
 
 @triton.jit

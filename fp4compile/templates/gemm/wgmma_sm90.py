@@ -39,7 +39,13 @@ from fp4compile.templates.device.async_copy import (
 )
 from fp4compile.templates.device.dependent_launch import launch_dependents, wait
 from fp4compile.templates.device.elements import pack
-from fp4compile.templates.device.epilogue import epilogue, rescale, rescale_mode, store_rounded
+from fp4compile.templates.device.epilogue import (
+    epilogue,
+    prefetch_operands,
+    rescale,
+    rescale_mode,
+    store_rounded,
+)
 from fp4compile.templates.device.groups import group_of_tile, of_lanes, per_lane
 from fp4compile.templates.device.nvfp4_weights import (
     STEP_BYTES,
@@ -48,6 +54,7 @@ from fp4compile.templates.device.nvfp4_weights import (
     read_weights,
     scale_registers,
 )
+from fp4compile.templates.device.pointwise import tensor_count
 from fp4compile.templates.device.shared_memory import MEMORY, reserve
 from fp4compile.templates.gemm.call import Call
 from fp4compile.templates.gemm.candidate import Candidate
@@ -61,7 +68,6 @@ from fp4compile.templates.problem import Problem
 _KIND = {"fp16": "f16x2", "bf16": "bf16x2"}
 # How many stages before its use the copy of a stage of A starts.
 _A_AHEAD = tl.constexpr(2)
-_TOGETHER = tl.constexpr(16)  # sums of a lane that are stored together
 
 # The `wgmma` descriptor of a matrix in shared memory, without its address, which the lowest bits take: lines of 128
 # bytes with the 128-byte swizzle (16-byte units exchanged by the line's number), groups of eight lines 1024 bytes on.
@@ -249,6 +255,15 @@ def _result_of(lane, i: tl.constexpr, COUNT: tl.constexpr):
     return row, i // COUNT * 16 + lane % 32 // 4 * 2 + i % 4 // 2
 
 
+@triton.constexpr_function
+def _stored_together(rows, even, EPILOGUE):
+    """How many of a lane's sums are stored together: as many as its registers allow."""
+    if rows < 256:
+        return 16
+    operands = max(1, tensor_count(EPILOGUE) - 1) if EPILOGUE else 1
+    return 16 // operands // (1 if even else 2)
+
+
 @triton.jit
 def _tile_of(program, tiles_m, tiles, GROUP_M: tl.constexpr):
     """(Tile of A, tile of B) of a program: GROUP_M tiles of A with all tiles of B, then the next ones."""
@@ -365,6 +380,10 @@ def gemm_wgmma_sm90(
     if rescale_mode(B_OUTER) == "tensor" and not PARTIAL:
         token = do_ptx(AWAIT_VALUE, "f,r", (tl.load(b_outer_ptr), token))  # brings it to the cache for the end
 
+    if not PARTIAL:
+        token = prefetch_operands(token, lane, first_m, tile_n * (16 * PARTS * WARPS), end, n, epilogue_0_ptr,
+                                  epilogue_1_ptr, EPILOGUE, ROWS, 16 * PARTS * WARPS, 32 * WARPS)  # fmt: skip
+
     count: tl.constexpr = ROWS // 2
     zero = tl.zeros((32 * WARPS,), tl.float32)
     c = ()
@@ -404,11 +423,12 @@ def gemm_wgmma_sm90(
     out_ptr += split.to(tl.int64) * m * n
     # The compiler moves no load across a store. So the loads of some sums come before the stores of the sums before,
     # but not the loads of all sums before all stores: they would take too many registers.
+    together: tl.constexpr = _stored_together(ROWS, EVEN, EPILOGUE)
     values = ()
-    for start in tl.static_range(0, PARTS * count + _TOGETHER, _TOGETHER):
+    for start in tl.static_range(0, PARTS * count + together, together):
         previous = values
         values = ()
-        for i in tl.static_range(start, min(start + _TOGETHER, PARTS * count)):
+        for i in tl.static_range(start, min(start + together, PARTS * count)):
             of_m, of_n = _result_of(lane, i, count)
             at_m = first_m + of_m
             at_n = row + of_n
@@ -423,7 +443,7 @@ def gemm_wgmma_sm90(
                                EPILOGUE, ISA)  # fmt: skip
             values = values + (acc,)
         for i in tl.static_range(len(previous)):
-            of_m, of_n = _result_of(lane, start - _TOGETHER + i, count)
+            of_m, of_n = _result_of(lane, start - together + i, count)
             inside = first_m + of_m < end
             if not EVEN:
                 store_rounded(out_ptr, first + of_m * n + of_n, previous[i], inside & (row + of_n < n), ISA)
