@@ -589,8 +589,9 @@ def grouped_skinny_config(p: Problem, most: Any = SKINNY_ROWS) -> SkinnyConfig:
 
 
 # Tiles of groups of rows: rows, stages, steps a stage, buffers; the microseconds of a round of programs without its
-# steps, and of a step of 128 elements along K. By `benchmarks.packed_experts` on an H100: least squares of 29 timed cases each
-# (9 to 1024 rows a group, of three shapes), off by 10 % on average. Up to 80 rows, programs share a multiprocessor.
+# steps, and of a step of 128 elements along K. By `benchmarks.packed_experts` on an H100: least squares of 29 timed
+# cases each (9 to 1024 rows a group, of three shapes), off by 10 % on average. Up to 80 rows, programs share a
+# multiprocessor.
 GROUPED_TILES = tuple(
     (WgmmaConfig(rows, 8, 1, stages, steps, buffers=buffers), turn, step)
     for rows, stages, steps, buffers, turn, step in (
