@@ -20,10 +20,11 @@ are written after each part.
 """
 
 import argparse
+import math
 import statistics
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from unittest import mock
 
@@ -139,7 +140,10 @@ def copy_time(nbytes: int, args: argparse.Namespace) -> float | None:
 
 
 def device_time(call: Callable, args: argparse.Namespace) -> float:
-    """Microseconds of the device in a call; on a CPU, of the call."""
+    """Microseconds in which the device works in a call; on a CPU, of the call.
+
+    A kernel that starts early, and waits for the one before it, counts once with it.
+    """
     call()
     if args.device == "cpu":
         return 1e3 * common.step_time(call, args.device)
@@ -148,7 +152,17 @@ def device_time(call: Callable, args: argparse.Namespace) -> float:
         for _ in range(args.repeats):
             call()
         torch.cuda.synchronize()
-    return sum(event.time_range.elapsed_us() for event in found.events() if on_device(event)) / args.repeats
+    spans = sorted((event.time_range.start, event.time_range.end) for event in found.events() if on_device(event))
+    return busy(spans) / args.repeats
+
+
+def busy(spans: Sequence[tuple[float, float]]) -> float:
+    """The time that at least one of the spans (start, end) covers. spans: in the order of their starts."""
+    covered, end = 0.0, -math.inf
+    for first, last in spans:
+        covered += max(0.0, last - max(first, end))
+        end = max(end, last)
+    return covered
 
 
 def on_device(event) -> bool:

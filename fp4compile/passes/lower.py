@@ -11,6 +11,8 @@ A product stays an op, too, where its `Choice` is not settled or not traceable. 
 number of rows that may be small or large: the op chooses at run time. Two guarded launches would cost more on the GPU
 than the op. A product that is computed in many parts would fill the graph with launches. A product that first gathers
 experts' matrices by index stays as well: it gathers codes and block scales, and Inductor has no code for the scales.
+
+Last, launches that are equal become one where that is safe (`share_swizzled`).
 """
 
 from collections.abc import Callable, Hashable
@@ -26,6 +28,7 @@ from fp4compile.analysis.graph import reads_by_index, scaled_mm_of
 from fp4compile.ops.define import KERNELS
 from fp4compile.ops.matmul import SCALED_GROUPED_MM, SCALED_MM, SCALED_MM_GATHERED, SCALED_MM_QUANTIZED
 from fp4compile.passes.autotune import fastest
+from fp4compile.passes.share_swizzled import share_swizzled
 from fp4compile.templates.launch import on_gpu
 
 
@@ -41,6 +44,7 @@ def lower(graph: Graph) -> int:
     for node in [node for node in graph.nodes if node.op == "call_function" and node.target in KERNELS]:
         if on_gpu(node.all_input_nodes[0].meta["val"]):
             lowered += _replace(patterns[node.target].match(node), KERNELS[node.target], traces)
+    share_swizzled(graph)
     return lowered
 
 

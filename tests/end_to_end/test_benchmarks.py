@@ -211,6 +211,10 @@ def test_producers_on_a_cpu(tmp_path, monkeypatch, capsys):
     assert "silu, mul" in capsys.readouterr().out
 
 
+def test_kernels_that_overlap_count_once():
+    assert producers.busy([(0, 4), (1, 2), (3, 7), (10, 11)]) == 8
+
+
 def test_producers_are_quantised_as_their_part_says():
     x, y, weight = torch.randn(32, 64).bfloat16(), torch.randn(32, 64).bfloat16(), torch.randn(64).bfloat16()
     made = producers.then(producers.add_rms_norm, producers.quantiser_of("both", "mxfp8"))(x, y, weight)
