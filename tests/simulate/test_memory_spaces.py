@@ -44,6 +44,23 @@ def test_faults_of_local_memory(edit, says):
         run_body(LOCAL.replace(*edit), [np.zeros(64, np.int32)], threads=64)
 
 
+def test_prefetched_lines_exist():
+    """A prefetch changes nothing; one of an address beyond all tensors is a fault, unless its predicate is off."""
+    body = """
+\tld.param.b64 %rd1, [p0];
+\tmov.u32 %r1, %tid.x;
+\tmul.wide.u32 %rd2, %r1, 128;
+\tadd.s64 %rd3, %rd1, %rd2;
+\tsetp.lt.u32 %p1, %r1, 2;
+\t@%p1 prefetch.global.L2 [%rd3];
+"""
+    lines = np.arange(64, dtype=np.int32)
+    (found,) = run_body(body, [lines], threads=32)
+    np.testing.assert_array_equal(found, np.arange(64))
+    with pytest.raises(Fault, match="outside of all tensors"):
+        run_body(body.replace("%r1, 2;", "%r1, 3;"), [lines], threads=32)
+
+
 def test_constants_of_the_module():
     """Bytes beyond the listed ones are zero."""
     body = """

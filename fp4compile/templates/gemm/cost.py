@@ -58,7 +58,7 @@ OUTER_SCALES = (
 # Instructions of a thread for 16 elements that a quantising epilogue has more than one that stores bf16, by the type of
 # block scales: counted in the machine code of Triton 3.9 for sm_100a (`check-sm100`). A multiprocessor issues four
 # instructions of a warp in a clock, of which an epilogue's eight warps are assumed to fill this share.
-QUANTIZE_INSTRUCTIONS = {"e4m3": 120, "e8m0": 80}
+QUANTIZE_INSTRUCTIONS = {"e4m3": 89, "e8m0": 64}
 ISSUED = 0.7
 CLOCK = 1.85e9
 ANY_ROWS = (128, 1024, 8192)  # rows of A that stand for a symbolic number of rows
