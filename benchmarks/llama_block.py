@@ -34,8 +34,8 @@ CASES: tuple[tuple[str, int, str], ...] = (
     ("prefill", 8192, "bf16"), ("prefill", 8192, "float8_rowwise"), ("prefill", 8192, "nvfp4"),
     ("train", 4096, "bf16"), ("train", 4096, "float8_rowwise"), ("train", 4096, "nvfp4_train"),
     ("decode", 1, "bf16"), ("decode", 1, "nvfp4, packed"), ("decode", 64, "bf16"), ("decode", 64, "nvfp4, packed"),
-    ("prefill", 8192, "mxfp8"), ("train", 4096, "mxfp8"), ("prefill", 2048, "bf16"), ("prefill", 2048, "nvfp4"),
-    ("prefill", 2048, "float8_rowwise"), ("decode", 1, "mxfp8"),
+    ("prefill", 2048, "bf16"), ("prefill", 2048, "nvfp4"), ("prefill", 2048, "nvfp4_weight_only, packed"),
+    ("prefill", 8192, "mxfp8"), ("train", 4096, "mxfp8"), ("prefill", 2048, "float8_rowwise"), ("decode", 1, "mxfp8"),
 )  # fmt: skip
 FUNCTION = "norm or gate, and a quantiser"
 

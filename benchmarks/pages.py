@@ -454,6 +454,21 @@ NVFP4 by tokens an expert: by tiles that dequantise weights in the main loop, an
 memory (`--parts configurations --kernels tiles`). The product takes tiles up to 128 tokens, and operands from 129 on.
 """,
     table("grouped_mm_h200.json", cells.part_of("configurations")),
+    """
+## Packed NVFP4 experts from 9 tokens on
+
+One product, in microseconds, on an H100. `grouped_wgmma_sm90` reads the codes. "Without this kernel": weight-only by
+the kernels above, which dequantise in the main loop or in memory. "Sizes": the tokens of an expert are equal, or drawn
+at random once. "Tile": rows of tokens of a tile, by the kernel's table, which was fitted to an earlier run of this
+benchmark. W4A4 counts quantising the tokens.
+
+    python -m benchmarks.packed_experts
+""",
+    table("packed_experts_h100.json", cells.packed_experts),
+    """
+Weight-only is faster than bf16 while the weights' bytes bind. From 256 tokens on with a short K it is slower: a tile
+has few steps then, and its start and end, in which the matrix units wait, weigh more.
+""",
 )
 
 _ROOFLINE = _page(
