@@ -158,7 +158,10 @@ def measure(sizes: tuple[int, ...], k: int, m: int, tried: list[Config], replays
     copies = max(3, int(ROTATED_BYTES / (0.5625 * k * sum(sizes))))
     every = [packed(sizes, k) for _ in range(copies)]
     as_asked = [[partial(_launched, launch, x, weights) for weights in every] for launch in tried]
-    return common.graph_times(as_asked, replays)
+    # A graph keeps its results, and the sums of up to eight parts of K in float32: so many graphs have 16 GiB.
+    each = max(1, 2**34 // (copies * 34 * m * sum(sizes)))
+    parts = (as_asked[start : start + each] for start in range(0, len(as_asked), each))
+    return [us for part in parts for us in common.graph_times(part, replays)]
 
 
 def _launched(launch: Config, x: torch.Tensor, weights: list[Operand]) -> list[torch.Tensor]:
