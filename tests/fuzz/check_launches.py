@@ -16,7 +16,14 @@ from fp4compile.formats.operand import Arguments, Operand
 from fp4compile.formats.steps import REDUCTIONS
 from fp4compile.hardware import Target
 from fp4compile.ops.define import KERNELS
-from fp4compile.ops.matmul import SCALED_GROUPED_MM, SCALED_MM, SCALED_MM_GATHERED, SCALED_MM_HORIZONTAL, operand
+from fp4compile.ops.matmul import (
+    SCALED_GROUPED_MM,
+    SCALED_MM,
+    SCALED_MM_GATHERED,
+    SCALED_MM_HORIZONTAL,
+    SCALED_MM_QUANTIZED,
+    operand,
+)
 from fp4compile.ops.quantize import QUANTIZE
 from fp4compile.templates import choose
 from fp4compile.templates.problem import problem_of
@@ -89,6 +96,8 @@ def kernels_of(launched: Launched) -> list[str]:
         return _dense_kernels(launched)
     if launched.op is SCALED_GROUPED_MM:
         return _grouped_kernels(launched)
+    if launched.op is SCALED_MM_QUANTIZED:
+        return _quantizing_kernels(launched)
     return [] if launched.op is SCALED_MM_GATHERED else [""]  # its kernel is inline PTX
 
 
@@ -97,16 +106,18 @@ def difference(launched: Launched, kernel: str) -> str | None:
     expected = pytree.tree_leaves(launched.expected)
     if not kernel:
         return _codes_differ(launched, launched.by_kernels(), expected)
-    only = (replace(choose.named(kernel), serves=lambda problem: True),)
+    only = (replace(choose.named(kernel), serves=lambda problem: True, quantizes=lambda problem: True),)
     with mock.patch.object(choose, "REGISTRY", only):
-        return _products_differ(launched, launched.by_kernels(), expected)
+        differ = _codes_differ if launched.op is SCALED_MM_QUANTIZED else _products_differ
+        return differ(launched, launched.by_kernels(), expected)
 
 
 # ---------------------------------------------------------------- quantisers
 
 
 def _codes_differ(launched: Launched, got: list[torch.Tensor], expected: list[torch.Tensor]) -> str | None:
-    exact = not any(step.split()[0] in INEXACT for step in launched.argument("prologue") or ())
+    exact = launched.op is not SCALED_MM_QUANTIZED  # sums in another order
+    exact = exact and not any(step.split()[0] in INEXACT for step in launched.argument("prologue") or ())
     offs, rows = launched.argument("offs"), None
     if offs is not None:  # rows of no group are as they were in memory
         groups = Groups.of(offs, launched.argument("x").shape[0])
@@ -162,6 +173,13 @@ def _dense_kernels(launched: Launched) -> list[str]:
         return []
     serving = [name for name in DENSE if choose.named(name).tier == "emulated" or choose.named(name).serves(problem)]
     return [name for name in serving if not fused or choose.named(name).takes_epilogue(problem)]
+
+
+def _quantizing_kernels(launched: Launched) -> list[str]:
+    problem = replace(problem_of(Arguments(*_operands(launched), None, launched.argument("out_dtype")), NATIVE),
+                      epilogue=True)  # fmt: skip
+    kernel = choose.named("block_scaled_sm100")
+    return [] if problem.empty or not kernel.serves(problem) else [kernel.name]
 
 
 def _grouped_kernels(launched: Launched) -> list[str]:

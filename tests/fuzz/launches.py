@@ -26,6 +26,8 @@ from fp4compile import hardware
 from fp4compile.hardware import Target
 from fp4compile.ops.define import KERNELS
 from fp4compile.passes import fuse_prologue, quantize_before_move
+from fp4compile.templates import choose
+from fp4compile.templates.gemm import cost
 from fp4compile.templates.launch import dry_run
 from fp4compile.templates.quantize import amax, heuristics, prologue_cost
 from tests.fuzz.check_launches import Launched, difference, kernels_of
@@ -40,7 +42,8 @@ class Setting:
 
     fuse_all: whether every chain before a quantiser is fused that can be, and every move follows the quantiser that
     can, not only those that pay. multiprocessors: what kernels count on. partial_maxima: elements of the largest tensor
-    whose amax is partial maxima. on_chip: elements of the longest row that a program holds.
+    whose amax is partial maxima. on_chip: elements of the longest row that a program holds. quantize_results: whether
+    every product quantises its result that can.
     """
 
     sm: int
@@ -49,6 +52,7 @@ class Setting:
     multiprocessors: int
     partial_maxima: int
     on_chip: int
+    quantize_results: bool
 
     @classmethod
     def of(cls, seed: int) -> "Setting":
@@ -60,6 +64,7 @@ class Setting:
             multiprocessors=rng.choice((3, 132)),
             partial_maxima=rng.choice((0, heuristics.PARTIAL_MAXIMA_ELEMENTS)),
             on_chip=rng.choice((32, heuristics.MAX_ROW_ON_CHIP)),
+            quantize_results=rng.random() < 0.5,
         )
 
     @contextmanager
@@ -74,6 +79,11 @@ class Setting:
                 stack.enter_context(mock.patch.object(fuse_prologue, "gain", _any_gain))
                 stack.enter_context(mock.patch.object(quantize_before_move, "LAUNCH_BYTES", 0))
                 stack.enter_context(mock.patch.object(quantize_before_move, "_in_memory", lambda node: True))
+            if self.quantize_results:
+                # The kernel for few rows, as programs have them, does not quantise its result.
+                others = tuple(each for each in choose.REGISTRY if each.name != "skinny_block_scaled_sm100")
+                stack.enter_context(mock.patch.object(choose, "REGISTRY", others))
+                stack.enter_context(mock.patch.object(cost, "quantizing_pays", lambda *args: True))
             yield
 
     @contextmanager

@@ -37,6 +37,9 @@ LAUNCH_PLANTS = (
     Plant("what follows the statistics reads the first operand where a sum was stored",
           "templates/quantize/row_on_chip.py",
           "matrices_view(first.tensor) if read[0] else source.view", "source.view"),
+    # results of products
+    Plant("scales of a quantised result in reverse", "templates/device/quantized_epilogue.py",
+          "    shift = 8 * tl.arange(0, 4)[None, None, :]\n", "    shift = 8 * (3 - tl.arange(0, 4))[None, None, :]\n"),
     # masks and grids
     Plant("a column too many is read", "templates/quantize/row.py",
           "    cols_left = tl.minimum(cols - block0 * BLOCK, BLOCKS * BLOCK).to(tl.int32)\n",

@@ -111,6 +111,15 @@ SUBJECTS = (
     ),
     _product("one row", "1x8192x8192 bf16 x nvfp4", 1, {"n": 824, "k": 5888}, {"n": 24, "k": 5888}),
     _product("dequantised tiles", "64x8192x8192 bf16 x nvfp4", 6, {"n": 272, "k": 1280}, {"n": 560, "k": 2560}),
+    replace(
+        _product(
+            "results that are quantised",
+            "512x8192x8192, gated, to nvfp4_one_level nvfp4_one_level x nvfp4_one_level",
+            2,
+            {"m": 1040, "n": 272, "k": 416},
+        ),
+        most=2,
+    ),
     _quantised("rows", "rows, nvfp4", 130, 400),
     _quantised("both directions, transform, seed", "both, transform, seed, nvfp4_te", 130, 400),
     _after_steps("a norm", "a norm, nvfp4_rowwise", 130, 400),
