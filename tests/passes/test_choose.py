@@ -182,7 +182,7 @@ def test_products_with_and_without_groups_have_kernels_of_their_own():
         for sm, m in itertools.product((0, 86, 90, 100, 103, 120), (1, 16, 64, 4096)):
             dense = problem(a, b, m, sm)
             for one in (dense, *(dataclasses.replace(dense, ragged=how, groups=4) for how in ("rows", "contraction"))):
-                serving = [each.name for each in REGISTRY if each.serves(one)]
+                serving = [each.name for each in REGISTRY if each.takes(one)]
                 assert serving and {name.startswith("grouped_") for name in serving} == {one.ragged is not None}
 
 
