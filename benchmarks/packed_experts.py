@@ -2,12 +2,13 @@
 
 "bf16": `torch._grouped_mm`; "weight-only": bf16 tokens; "w4a4": tokens quantised and expanded in the measured time;
 "in memory": weight-only by the kernels that the one for packed weights replaces, which dequantise in registers without
-`wgmma` (up to 128 tokens) or in memory. "tile R": weight-only by tiles of R tokens, beside the tile that the table has.
+`wgmma` (up to 128 tokens) or in memory. "tile RxC": weight-only by tiles of R tokens and C rows of the
+weights, beside the tile that the table has.
 Groups are equal, or drawn at random once. All of a row are CUDA graphs, replayed in turns, of weights that the L2 cache
 does not hold. Kernels are compiled first, by processes side by side.
 
 A second table, "fit", is what `templates/gemm/heuristics.py` needs: of each tile, the microseconds of a step of 128
-elements along K, and of a round of programs beside its steps, fitted to equal groups; the largest error of that fit.
+elements along K, and of a round of programs beside its steps, and the errors of that fit.
 A third one, "loss": where the table's tile is not the fastest of those tried, and by how much.
 
     python -m benchmarks.packed_experts [--shapes 8x4096x14336] [--tokens 65 128] [--sizes equal drawn] [--out FILE]
@@ -39,7 +40,8 @@ from fp4compile.templates.problem import Problem, problem_of
 
 SHAPES = ("8x4096x14336", "128x1536x2048", "128x2048x768")  # experts x N x K; Qwen3-30B-A3B's are the last two
 TOKENS = (65, 96, 128, 192, 256, 384, 512, 1024)  # of an expert, on average
-TILES = {config.rows: config for config, *_ in GROUPED_TILES}
+TILES = {f"{config.rows}x{16 * config.parts * config.warps}": config for config, *_ in GROUPED_TILES}
+SWIZZLED_PER_US = 2.7e6 / 4  # elements that `swizzle_a_sm90` copies on an H100, at the rate of any copy
 NVFP4 = formats.get("nvfp4")
 
 
@@ -62,9 +64,9 @@ def shape_of(name: str) -> Experts:
     return Experts(*map(int, name.split("x")))
 
 
-def tiles_for(problem: Problem) -> dict[int, WgmmaConfig]:
+def tiles_for(problem: Problem) -> dict[str, WgmmaConfig]:
     """All tiles by their rows, with their shared memory."""
-    return {rows: with_shared_memory(config, problem, needed_bytes) for rows, config in TILES.items()}
+    return {name: with_shared_memory(config, problem, needed_bytes) for name, config in TILES.items()}
 
 
 # ---------------------------------------------------------------- compile
@@ -115,15 +117,22 @@ def rows_of(name: str, args):
     plain, packed = grouped_mm.rotated(shape, args.device)
     for each, kind in itertools.product(args.tokens, args.sizes):
         count = each * shape.experts
-        sizes = [each] * shape.experts if kind == "equal" else grouped_mm.group_sizes(count, shape.experts)
+        sizes = sizes_of(kind, each, shape.experts)
         x, offs = shape.rows(count, args.device), grouped_mm.offsets(sizes, args.device)
         calls = calls_of(x, plain, packed, offs)
         compare(calls, f"{name}, {each} tokens, {kind}")
         times = dict(zip(calls, grouped_mm.call_times(list(calls.values()), args), strict=True))
-        table = CANDIDATE.configure(problem_of(arguments(x, packed[0], offs), target_of(x.device))).rows
+        problem = problem_of(arguments(x, packed[0], offs), target_of(x.device))
+        chosen = CANDIDATE.configure(problem)
+        table = next(name for name, config in tiles_for(problem).items() if config == chosen)
         row = {"experts": name, "tokens": each, "sizes": kind, "table": table}
         yield row | times | {f"{peer} x": times["bf16"] / times[peer] for peer in ("weight-only", "w4a4", "in memory")}
         print(f"{name}, {each} tokens, {kind}", file=sys.stderr, flush=True)
+
+
+def sizes_of(kind: str, each: int, experts: int) -> list[int]:
+    """The tokens of each expert: equal, or drawn at random."""
+    return [each] * experts if kind == "equal" else grouped_mm.group_sizes(each * experts, experts)
 
 
 def calls_of(x: torch.Tensor, plain: list, packed: list, offs: torch.Tensor) -> dict[str, list[Callable]]:
@@ -135,8 +144,8 @@ def calls_of(x: torch.Tensor, plain: list, packed: list, offs: torch.Tensor) -> 
         "in memory": [partial(in_memory, x, w, offs) for w in packed],
     }
     made = [call_of(arguments(x, w, offs)) for w in packed]
-    for rows, config in tiles_for(made[0].problem).items():
-        calls[f"tile {rows}"] = [partial(CANDIDATE.run, call, config) for call in made]
+    for name, config in tiles_for(made[0].problem).items():
+        calls[f"tile {name}"] = [partial(CANDIDATE.run, call, config) for call in made]
     return calls
 
 
@@ -169,22 +178,33 @@ def compare(calls: dict[str, list[Callable]], case: str) -> None:
 
 
 def fit(rows: list[dict], multiprocessors: int) -> list[dict]:
-    """Of each tile: a step's and a round's microseconds, by least squares of relative errors over equal groups."""
+    """Of each tile: a step's and a round's microseconds, by least squares of relative errors.
+
+    The time in which `swizzle_a_sm90` arranges the tokens does not depend on the tile and is left out. Tiles of equal
+    sizes run in whole rounds, others as they come.
+    """
     found = []
-    for tile in TILES:
-        timed = [row for row in rows if row["sizes"] == "equal" and f"tile {tile}" in row]
+    for tile, config in TILES.items():
+        timed = [row for row in rows if f"tile {tile}" in row]
         if len(timed) < 2:
             continue
-        shapes = [shape_of(row["experts"]) for row in timed]
-        tiles = [shape.experts * ceil_div(row["tokens"], tile) * ceil_div(shape.n, 128)
-                 for shape, row in zip(shapes, timed, strict=True)]  # fmt: skip
         us = torch.tensor([row[f"tile {tile}"] for row in timed], dtype=torch.float64)
-        rounds = torch.tensor([ceil_div(each, multiprocessors) for each in tiles], dtype=torch.float64)
-        steps = torch.tensor([ceil_div(shape.k, 128) for shape in shapes], dtype=torch.float64)
-        terms = torch.stack([rounds * steps, rounds], -1) / us[:, None]
-        step, turn = torch.linalg.lstsq(terms, torch.ones_like(us)[:, None]).solution.flatten().tolist()
-        error = ((rounds * (steps * step + turn)) / us - 1).abs().amax().item()
-        found.append({"tile": tile, "step us": step, "round us": turn, "largest error": error, "cases": len(timed)})
+        terms, arranged = [], []
+        for row in timed:
+            shape, count = shape_of(row["experts"]), row["tokens"] * shape_of(row["experts"]).experts
+            tiles = sum(ceil_div(size, config.rows) for size in sizes_of(row["sizes"], row["tokens"], shape.experts))
+            programs = tiles * ceil_div(shape.n, 16 * config.parts * config.warps)
+            equal = row["sizes"] == "equal"
+            rounds = ceil_div(programs, multiprocessors) if equal else max(1.0, programs / multiprocessors)
+            terms.append([rounds * ceil_div(shape.k, 128), rounds])
+            arranged.append(count * shape.k / SWIZZLED_PER_US)
+        relative = torch.tensor(terms, dtype=torch.float64) / us[:, None]
+        wanted = 1 - torch.tensor(arranged, dtype=torch.float64) / us
+        solution = torch.linalg.lstsq(relative, wanted[:, None]).solution
+        errors = ((relative @ solution)[:, 0] - wanted).abs()
+        found.append({"tile": tile, "step us": solution[0].item(), "round us": solution[1].item(),
+                      "mean error": errors.mean().item(), "largest error": errors.amax().item(),
+                      "cases": len(timed)})  # fmt: skip
     return found
 
 
@@ -192,7 +212,7 @@ def losses(rows: list[dict]) -> list[dict]:
     """The rows in which another tile is faster than the table's."""
     found = []
     for row in rows:
-        times = {int(name.split()[1]): us for name, us in row.items() if name.startswith("tile ")}
+        times = {name.split()[1]: us for name, us in row.items() if name.startswith("tile ")}
         best = min(times, key=lambda tile: times[tile])
         if best != row["table"]:
             found.append({**{name: row[name] for name in ("experts", "tokens", "sizes", "table")}, "best": best,

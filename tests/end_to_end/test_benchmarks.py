@@ -266,9 +266,10 @@ def test_tiles_of_packed_experts_are_launched_as_asked():
         weight = torch.ops.fp4compile.quantize(torch.empty(8, 2048, 1024, device="meta"), "nvfp4", each_matrix=True)
         x, offs = shape.rows(1024, "meta"), torch.empty(8, dtype=torch.int32, device="meta")
         calls = packed_experts.calls_of(x, [], [weight], offs)
-        for tile in packed_experts.TILES:
+        for tile, config in packed_experts.TILES.items():
             calls[f"tile {tile}"][0]()
-            assert made[-1].kernel.__name__ == "gemm_wgmma_sm90" and made[-1].constants["ROWS"] == tile
+            assert made[-1].kernel.__name__ == "gemm_wgmma_sm90"
+            assert (made[-1].constants["ROWS"], made[-1].constants["PARTS"]) == (config.rows, config.parts)
         calls["w4a4"][0]()
         assert made[-2].args["a_ptr"].dtype == torch.float16 and made[-2].constants["ELEMENT"] == "plain"
         assert [one.constants["GROUPS"] for one in made[-2:]] == [8, 8]
@@ -279,16 +280,18 @@ def test_tiles_of_packed_experts_are_fitted():
     rows = []
     for name, tokens in itertools.product(packed_experts.SHAPES, packed_experts.TOKENS):
         shape, times = packed_experts.shape_of(name), {}
-        for tile in packed_experts.TILES:
-            rounds = -(-shape.experts * -(-tokens // tile) * shape.n // 128 // 132)
-            times[f"tile {tile}"] = rounds * (shape.k // 128 * 0.01 * tile + 2.0)
-        rows.append({"experts": name, "tokens": tokens, "sizes": "equal", "table": 16, **times})
+        for tile, config in packed_experts.TILES.items():
+            rounds = -(-shape.experts * -(-tokens // config.rows) * shape.n // (128 * config.parts) // 132)
+            arranged = tokens * shape.experts * shape.k / packed_experts.SWIZZLED_PER_US
+            times[f"tile {tile}"] = rounds * (shape.k // 128 * 0.01 * config.rows + 2.0) + arranged
+        rows.append({"experts": name, "tokens": tokens, "sizes": "equal", "table": "16x128", **times})
     for found in packed_experts.fit(rows, 132):
-        assert found["step us"] == pytest.approx(0.01 * found["tile"]) and found["round us"] == pytest.approx(2.0)
+        expected = 0.01 * packed_experts.TILES[found["tile"]].rows
+        assert found["step us"] == pytest.approx(expected) and found["round us"] == pytest.approx(2.0)
         assert found["largest error"] < 1e-9 and found["cases"] == len(rows)
     for row in packed_experts.losses(rows):
         timed = [us for name, us in row_of(rows, row).items() if name.startswith("tile")]
-        assert row["loss"] == pytest.approx(row_of(rows, row)["tile 16"] / min(timed) - 1) and row["loss"] > 0
+        assert row["loss"] == pytest.approx(row_of(rows, row)["tile 16x128"] / min(timed) - 1) and row["loss"] > 0
 
 
 def row_of(rows, wanted):
