@@ -56,11 +56,13 @@ def auxiliary_of(EPILOGUE, number):
 
 @triton.jit
 def epilogue(
-    acc, at, col, inside, n, epilogue_0_ptr, epilogue_1_ptr, EPILOGUE: tl.constexpr, ISA: tl.constexpr, pair=None
-):
+    acc, at, col, inside, n, epilogue_0_ptr, epilogue_1_ptr, EPILOGUE: tl.constexpr, ISA: tl.constexpr, pair=None,
+    first=None,
+):  # fmt: skip
     """The epilogue's result for float32 values acc at offsets `at`, columns `col` of n. inside: mask of the loads.
 
-    pair: the values of the second product, for an epilogue of two.
+    pair: the values of the second product, for an epilogue of two. first: a number to add to all offsets, which may
+    then be 32-bit numbers; None for 0.
     """
     if EPILOGUE == "":
         return acc
@@ -72,6 +74,7 @@ def epilogue(
                 values = values + (operate(part_of(EPILOGUE, 2), pair, pair, ISA),)
             elif kind_of(EPILOGUE, i) == "aux":
                 ptr = ptrs[auxiliary_of(EPILOGUE, i)]
+                ptr = ptr if first is None else ptr + first
                 values = values + (tl.load(ptr + at, mask=inside, other=0.0).to(tl.float32),)
             else:
                 ptr = ptrs[auxiliary_of(EPILOGUE, i)]

@@ -151,14 +151,15 @@ def gemm_block_scaled_sm100(
             col0 = tile_n * tile_cols + i * part_cols
             col = (col0 + tl.arange(0, part_cols))[None, :]
             mask = (row < m) & (col < n)
-            at = (batch.to(tl.int64) * m + row) * n + col
+            first = (batch.to(tl.int64) * m + tile_m * BM) * n + col0
+            at = tl.arange(0, BM)[:, None] * n + tl.arange(0, part_cols)[None, :]
             part = rescale_columns(parts[i], factor, col, n, batch, b_outer_ptr, bias_ptr,
                                    A_OUTER, B_OUTER, BIAS, B_BATCHED)  # fmt: skip
             pair = None
             if PAIR:  # of the second half of the rows of B
                 pair = rescale_columns(parts[i + PARTS // 2], factor, col, n, batch, b_outer_ptr + n, bias_ptr + n,
                                        A_OUTER, B_OUTER, BIAS, B_BATCHED)  # fmt: skip
-            part = epilogue(part, at, col, mask, n, epilogue_0_ptr, epilogue_1_ptr, EPILOGUE, ISA, pair)
+            part = epilogue(part, at, col, mask, n, epilogue_0_ptr, epilogue_1_ptr, EPILOGUE, ISA, pair, first)
             if quantizes(EPILOGUE):
                 if not EVEN_BLOCKS:
                     part = tl.where(col < n, part, 0.0)
@@ -167,21 +168,27 @@ def gemm_block_scaled_sm100(
                 scales = scales + (tl.where((row < m) & (first < blocks), scale, 0),)
                 col0 = col0 // 2
                 col = (col0 + tl.arange(0, stored_cols))[None, :]
-                at = (batch.to(tl.int64) * m + row) * out_cols + col
+                first = (batch.to(tl.int64) * m + tile_m * BM) * out_cols + col0
+                at = tl.arange(0, BM)[:, None] * out_cols + tl.arange(0, stored_cols)[None, :]
                 mask = (row < m) & (col < out_cols)
             else:
                 part = stored(part, out_ptr, ISA)
             if TMA_STORE:
                 target.store([tile_m * BM, col0], part)
             else:
-                tl.store(out_ptr + at, part, mask=mask)
+                tl.store(out_ptr + first + at, part, mask=mask)
         if quantizes(EPILOGUE):
             store_scale_tiles(out_scales_ptr, joined_columns(scales), batch, tile_m, tile_n, m, blocks)
 
 
 def _serves(p: Problem) -> bool:
-    """Two block-scaled operands with swizzled scales. Triton has no block-scaled product of mixed widths on SM120."""
+    """Two block-scaled operands with swizzled scales. Triton has no block-scaled product of mixed widths on SM120.
+
+    Offsets within a tile of 128 rows are 32-bit numbers.
+    """
     if p.ragged is not None or not p.target.block_scaled_matrix_units or "none" in (p.a.scale, p.b.scale):
+        return False
+    if statically_true(p.n >= 2**24):
         return False
     mixed = p.a.format.packed != p.b.format.packed
     return p.a.swizzled and p.b.swizzled and not (mixed and p.target.sm >= 120)
