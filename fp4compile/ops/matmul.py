@@ -72,9 +72,11 @@ def dense(
     return Arguments(left, right, bias, out_dtype, steps, operands or [], fast_accumulation=fast_accumulation)
 
 
-def scaled_mm_kernels(*args: Any, choice: Choice | None = None, **options: Any) -> torch.Tensor:
-    """`scaled_mm` by the kernel of a `Choice`; None chooses one."""
-    return multiply.multiply(dense(*args, **options), choice)
+def scaled_mm_kernels(
+    *args: Any, choice: Choice | None = None, arranged_a: torch.Tensor | None = None, **options: Any
+) -> torch.Tensor:
+    """`scaled_mm` by the kernel of a `Choice`; None chooses one. arranged_a: see `templates.gemm.call.Call`."""
+    return multiply.multiply(dense(*args, **options), choice, arranged_a)
 
 
 def _by_reference(x: Arguments) -> torch.Tensor:
@@ -183,9 +185,11 @@ def grouped(
     return Arguments(left, right, None, out_dtype, offs=offs, rows=rows, fast_accumulation=fast_accumulation)
 
 
-def scaled_grouped_mm_kernels(*args: Any, choice: Choice | None = None, **options: Any) -> torch.Tensor:
-    """`scaled_grouped_mm` by the kernel of a choice; None chooses one."""
-    return multiply.multiply(grouped(*args, **options), choice)
+def scaled_grouped_mm_kernels(
+    *args: Any, choice: Choice | None = None, arranged_a: torch.Tensor | None = None, **options: Any
+) -> torch.Tensor:
+    """`scaled_grouped_mm` by the kernel of a choice; None chooses one. arranged_a: see `templates.gemm.call.Call`."""
+    return multiply.multiply(grouped(*args, **options), choice, arranged_a)
 
 
 def _grouped_reference(*args: Any, **options: Any) -> torch.Tensor:

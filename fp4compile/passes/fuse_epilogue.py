@@ -9,7 +9,9 @@ backward pass, for example, ends the part.
 
 The pass fuses where that saves a pass over memory. The kernel that will serve the product must have an epilogue, the
 result must not be wider than the product would have been, and every operand must be in memory anyhow. Inductor keeps
-all other operations, and all operations where Inductor's rounding options differ from their defaults.
+all other operations, and all operations where Inductor's rounding options differ from their defaults. It also keeps
+those whose result it writes in the order in which the next product reads it (`passes.arranged_operands`): an epilogue
+writes the order of a matrix, and another launch would have to copy that.
 """
 
 import heapq
@@ -25,6 +27,7 @@ from fp4compile.formats.epilogue import AUXILIARIES, PRODUCT, Epilogue
 from fp4compile.formats.quantize_spec import FLOAT_DTYPES
 from fp4compile.formats.steps import Step
 from fp4compile.ops.matmul import SCALED_MM
+from fp4compile.passes.arranged_operands import written_arranged
 from fp4compile.passes.pointwise import STORED, contiguous, fits_float32, operation_of, same_shape
 
 aten = torch.ops.aten
@@ -41,7 +44,7 @@ def fuse_epilogue(graph: Graph) -> int:
         if known and product.choice.takes_epilogue:
             region = Region(node)
             last = region.end()
-            if last is not None:
+            if last is not None and not written_arranged(last):
                 _fuse(graph, region, last)
                 fused += 1
     return fused

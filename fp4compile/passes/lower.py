@@ -12,7 +12,7 @@ number of rows that may be small or large: the op chooses at run time. Two guard
 than the op. A product that is computed in many parts would fill the graph with launches. A product that first gathers
 experts' matrices by index stays as well: it gathers codes and block scales, and Inductor has no code for the scales.
 
-Last, launches that are equal become one where that is safe (`share_swizzled`).
+Operands that a kernel reads in an order of its own are arranged first, once for all products (`arranged_operands`).
 """
 
 from collections.abc import Callable, Hashable
@@ -27,8 +27,8 @@ from fp4compile import _inductor_patches
 from fp4compile.analysis.graph import reads_by_index, scaled_mm_of
 from fp4compile.ops.define import KERNELS
 from fp4compile.ops.matmul import SCALED_GROUPED_MM, SCALED_MM, SCALED_MM_GATHERED, SCALED_MM_QUANTIZED
+from fp4compile.passes.arranged_operands import Arranged, arranged_operands
 from fp4compile.passes.autotune import fastest
-from fp4compile.passes.share_swizzled import share_swizzled
 from fp4compile.templates.launch import on_gpu
 
 
@@ -40,18 +40,22 @@ def lower(graph: Graph) -> int:
     lowered = 0
     traces: dict[Hashable, GraphModule] = {}
     # A PatternMatcherPass would pass over nodes with E8M0 tensors, for which Inductor has no code of its own.
+    arranged = arranged_operands(graph)
     patterns = {op: CallFunctionVarArgs(op) for op in KERNELS}
     for node in [node for node in graph.nodes if node.op == "call_function" and node.target in KERNELS]:
         if on_gpu(node.all_input_nodes[0].meta["val"]):
-            lowered += _replace(patterns[node.target].match(node), KERNELS[node.target], traces)
-    share_swizzled(graph)
+            match = patterns[node.target].match(node)
+            lowered += _replace(match, KERNELS[node.target], arranged.get(node), traces)
     return lowered
 
 
-def _replace(match: Match, implementation: Callable, traces: dict[Hashable, GraphModule]) -> bool:
+def _replace(
+    match: Match, implementation: Callable, arranged: Arranged | None, traces: dict[Hashable, GraphModule]
+) -> bool:
     """Replace a node by the trace of its implementation; strings and numbers are fixed in it.
 
-    traces: the traces made in this graph, by signature. Returns whether the node was replaced.
+    arranged: the arranged A that a product reads. traces: the traces made in this graph, by signature. Returns whether
+    the node was replaced.
     """
     node, options = match.output_node(), {}
     if node.target in (SCALED_MM, SCALED_MM_QUANTIZED, SCALED_GROUPED_MM):
@@ -61,12 +65,15 @@ def _replace(match: Match, implementation: Callable, traces: dict[Hashable, Grap
         options = {"choice": choice}
     if node.target is SCALED_MM_GATHERED and not reads_by_index(node):
         return False
-    flat, spec = pytree.tree_flatten((match.args, match.kwargs))
+    given = {} if arranged is None else {"arranged_a": arranged.node}
+    flat, spec = pytree.tree_flatten((match.args, match.kwargs | given))
     places = [i for i, value in enumerate(flat) if isinstance(value, Node)]
+    unread = node.args[0] if arranged is not None and arranged.written else None
     for place in places:
         # Kernels read views of their inputs. Inductor would compute every view of a tensor that is not materialised
         # anew, after allocating the kernel's outputs; so the tensor is materialised here.
-        flat[place].meta["inductor_realize_to_strides"] = True
+        if flat[place] is not unread:
+            flat[place].meta["inductor_realize_to_strides"] = True
 
     def launches(*nodes):
         values = list(flat)

@@ -7,6 +7,7 @@ on Hopper are less exact than float32. The host never reads the offsets of group
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -26,10 +27,10 @@ from fp4compile.templates.launch import target_of
 from fp4compile.templates.problem import problem_of
 
 
-def multiply(x: Arguments, choice: Choice | None = None) -> torch.Tensor:
+def multiply(x: Arguments, choice: Choice | None = None, arranged_a: torch.Tensor | None = None) -> torch.Tensor:
     """The product of the arguments on the GPU: [..., M, N] or, with groups, of the shape that `Problem.ragged` gives.
 
-    choice: the kernel; None calls `choose`.
+    choice: the kernel; None calls `choose`. arranged_a: see `Call`.
     Raises ValueError or TypeError, naming the argument, for arguments that do not fit, and for an epilogue that the
     kernel does not take.
     """
@@ -37,7 +38,8 @@ def multiply(x: Arguments, choice: Choice | None = None) -> torch.Tensor:
         if x.epilogue is not None:
             raise ValueError("epilogue: the product of two plain operands is the library's, which takes none")
         return reference.scaled_mm(x.a, x.b, x.bias, x.out_dtype)
-    return _launched(call_of(x), choice)
+    call = call_of(x)
+    return _launched(call if arranged_a is None else replace(call, arranged_a=arranged_a), choice)
 
 
 def multiply_quantized(x: Arguments, choice: Choice | None = None) -> tuple[torch.Tensor, torch.Tensor]:

@@ -5,6 +5,7 @@ combinations of model, recipe, run and dtype, which takes ten minutes.
 """
 
 import os
+from collections import Counter
 
 import pytest
 import torch
@@ -17,7 +18,7 @@ from fp4compile import _compat, config
 from fp4compile.check.simulate.fault import Fault
 from fp4compile.check.simulate.launch import Simulator, compiled_of
 from fp4compile.hardware import Target
-from fp4compile.passes import lower, quantize_before_move
+from fp4compile.passes import arranged_operands, lower, quantize_before_move
 from tests.helpers import in_interpreter
 from tests.helpers.compiled_models import RUNS, Case, compared, difference, expected_of
 from tests.helpers.simulated_gpu import Gpu, simulated
@@ -89,7 +90,7 @@ def test_products_of_one_input_share_its_swizzle(monkeypatch):
             torch._dynamo.reset()
             results.append(torch.compile(model, backend=backend)(x))
         assert gpu.counted()["package"] == {"swizzle_a_sm90": swizzled, "gemm_wgmma_sm90": 3}
-        monkeypatch.setattr(lower, "share_swizzled", lambda graph: 0)
+        monkeypatch.setattr(lower, "arranged_operands", lambda graph: {})
     assert all(torch.equal(*pair) and pair[0].any() for pair in zip(*results, strict=True))
 
 
@@ -100,6 +101,29 @@ class GatedMlp(torch.nn.Module):
 
     def forward(self, x):
         return self.down(F.silu(self.gate(x)) * self.up(x))
+
+
+class NormedMlp(GatedMlp):
+    def forward(self, x):
+        return x + super().forward(F.rms_norm(x, (128,)))
+
+
+@pretending
+def test_inductor_writes_the_operands_of_packed_weights(monkeypatch):
+    """On Hopper: the norm and silu(gate) * up are written in the order in which products read them; the bits stay."""
+    torch.manual_seed(0)
+    model, x, results = NormedMlp().bfloat16(), torch.randn(2, 35, 128).bfloat16(), []
+    fp4compile.pack_(model, "nvfp4_weight_only")
+    for few, swizzled in ((64, 0), (70, 2)):
+        monkeypatch.setattr(arranged_operands, "FEW_ROWS", few)
+        backend = fp4compile.backend("nvfp4_weight_only", strict=True, min_n=1)
+        with torch.no_grad(), simulated(monkeypatch, 90) as gpu:
+            torch._dynamo.reset()
+            results.append(torch.compile(model, backend=backend)(x))
+        assert gpu.counted()["package"] == Counter({"gemm_wgmma_sm90": 3, "swizzle_a_sm90": swizzled})
+        # Statistics of the norm, its end, silu(gate) * up; else all is done by the norm's kernel and by epilogues.
+        assert len(gpu.counted()["Inductor"]) == (1 if swizzled else 3)
+    assert torch.equal(*results) and results[0].isfinite().all() and results[0].any()
 
 
 @pretending

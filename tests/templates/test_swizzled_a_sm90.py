@@ -14,7 +14,7 @@ from fp4compile.formats.operand import Arguments, Operand
 from tests.helpers.kernels import INTERPRETING, gpu, launches, on_device, quantized
 
 if INTERPRETING or torch.cuda.is_available():
-    from fp4compile.templates.gemm.swizzled_a_sm90 import swizzled_a
+    from fp4compile.templates.gemm.swizzled_a_sm90 import SwizzledA
     from fp4compile.templates.multiply import call_of
 
 compiles = pytest.mark.skipif(INTERPRETING, reason="compiles")
@@ -39,13 +39,18 @@ def check(a, rows: int, steps: int):
     """Swizzled A of an operand, in memory in which every bit was set before."""
     x = a.data if a.format is None else reference.dequantize_blocks(a.data, a.scales, a.format).half()
     b = quantized(torch.randn(16, x.shape[1]), formats.get("nvfp4"))
-    got = swizzled_a(call_of(Arguments(on_device(a), on_device(b), None, torch.float32)), rows, steps).cpu()
+    call = call_of(Arguments(on_device(a), on_device(b), None, torch.float32))
+    arrangement = SwizzledA.of(call.problem, rows, steps)
+    got = arrangement.of_call(call).cpu()
     stages = -(-x.shape[1] // (128 * steps))
     expected = swizzled_a_of(x, rows, 2 * steps * stages)
     assert (got.shape, got.dtype) == (expected.shape, expected.dtype)
     nans = expected.isnan()
     assert torch.equal(got.isnan(), nans)
     assert torch.equal(got.view(torch.int16)[~nans], expected.view(torch.int16)[~nans])
+    if a.format is None:
+        by_operations = arrangement.by_operations(a.data)
+        assert torch.equal(by_operations.view(torch.int16), expected.view(torch.int16))
 
 
 @pytest.fixture

@@ -115,6 +115,7 @@ class Call:
     epilogue: None, or the steps; auxiliaries: the tensors that the steps read, of the product's size or of n elements.
     result_outer: the static outer scale of a quantised result; None without one.
     offs: int32 [groups], contiguous; None without groups.
+    arranged_a: A in the order in which `Candidate.arrangement` says that the kernel reads it, if it is there already.
     Raises RuntimeError where a kernel of the problem's sizes would leave the storage of a tensor.
     """
 
@@ -126,6 +127,7 @@ class Call:
     auxiliaries: tuple[torch.Tensor, ...] = ()
     offs: torch.Tensor | None = None
     result_outer: torch.Tensor | None = None
+    arranged_a: torch.Tensor | None = None
 
     def __post_init__(self) -> None:
         p = self.problem

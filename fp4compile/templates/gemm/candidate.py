@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from fp4compile.templates.gemm.call import Call
+from fp4compile.templates.gemm.swizzled_a_sm90 import SwizzledA
 from fp4compile.templates.problem import Problem
 
 MOST_IN_GROUP = 3  # products of one A in a launch, at most: the kernels have pointers for three
@@ -35,6 +36,8 @@ class Candidate:
     traceable: whether a graph can hold the launches of a problem and its configuration.
     any_rows: whether it serves the problem for every number of rows of A, if it does for one.
     dequantizes_a, dequantizes_b: whether it writes the operand, if it is quantised, to memory in 16 bits first.
+    arrangement: for a kernel that first writes A to memory in another order: this order, as `swizzled_a_sm90.SwizzledA`
+        describes it, for a problem and its configuration. None for other kernels.
     group_with, run_group: for a kernel that computes several products of one A in one launch: what these products must
         have in common beside A, and the launch of all of them. None for other kernels.
     """
@@ -51,6 +54,7 @@ class Candidate:
     any_rows: bool = False
     dequantizes_a: bool = False
     dequantizes_b: bool = False
+    arrangement: Callable[[Problem, Any], SwizzledA] | None = None
     group_with: Callable[[Problem], tuple] | None = None
     run_group: Callable[[Sequence[Call], Any], list[torch.Tensor]] | None = None
 

@@ -14,7 +14,7 @@ from fp4compile.templates.gemm.candidate import Candidate
 from fp4compile.templates.gemm.grouped_dequant_operand import MOST_GROUPS
 from fp4compile.templates.gemm.grouped_skinny import streams_experts
 from fp4compile.templates.gemm.heuristics import WGMMA_ROWS, WgmmaConfig, grouped_wgmma_config
-from fp4compile.templates.gemm.swizzled_a_sm90 import swizzled_a
+from fp4compile.templates.gemm.swizzled_a_sm90 import SwizzledA
 from fp4compile.templates.gemm.wgmma_sm90 import gemm_wgmma_sm90, needed_bytes
 from fp4compile.templates.launch import launch
 from fp4compile.templates.problem import Problem
@@ -27,7 +27,7 @@ def _serves(p: Problem) -> bool:
 
 def _run(call: Call, config: WgmmaConfig) -> torch.Tensor:
     p = call.problem
-    a = swizzled_a(call, config.rows, config.steps_per_stage)
+    a = SwizzledA.of(p, config.rows, config.steps_per_stage).of_call(call)
     out = call.empty()
     a_outer, b_outer, unused = call.rescale_pointers(out)
     even = statically_true(p.n % (16 * config.parts * config.warps) == 0 and p.k % (128 * config.steps_per_stage) == 0)

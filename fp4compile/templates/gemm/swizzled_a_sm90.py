@@ -11,10 +11,13 @@ group is known on the device alone, so there is memory for as many tiles as any 
 last group are not written.
 """
 
+from dataclasses import dataclass
+
 import torch
 import triton
 import triton.language as tl
 
+from fp4compile._compat import statically_true
 from fp4compile.formats.layouts import ceil_div
 from fp4compile.templates.device.block_scales import decode_scale
 from fp4compile.templates.device.dependent_launch import launch_dependents
@@ -24,6 +27,9 @@ from fp4compile.templates.device.groups import group_of_tile, of_lanes, per_lane
 from fp4compile.templates.gemm.call import Call
 from fp4compile.templates.gemm.heuristics import tiles_of_rows
 from fp4compile.templates.launch import launch
+from fp4compile.templates.problem import Problem
+
+aten = torch.ops.aten
 
 
 @triton.jit
@@ -86,22 +92,61 @@ def swizzle_a_sm90(
     tl.store(swizzled_a_ptr.to(tl.pointer_type(tl.int32), bitcast=True) + word, content)
 
 
-def swizzled_a(call: Call, rows: int, steps: int) -> torch.Tensor:
-    """A for `wgmma_sm90`: [tiles, matrices, rows, 64], padded to whole tiles and pipeline stages of `steps` steps.
+@dataclass(frozen=True)
+class SwizzledA:
+    """The shape of swizzled A, [tiles, matrices, rows, 64], for a product by `gemm_wgmma_sm90`."""
 
-    With groups of rows, the tiles are those of each group, then unwritten ones.
-    """
-    a, b, p = call.a, call.b, call.problem
-    groups = p.groups if p.ragged else 0
-    tiles, matrices = tiles_of_rows(p.m, rows, groups), 2 * steps * ceil_div(p.k, 128 * steps)
-    lines = next(lines for lines in (32, 16, 8) if rows % lines == 0)
-    out = a.data.new_empty((tiles, matrices, rows, 64), dtype=p.compute_dtype)
-    reading = a.reading(64 * steps)
-    del reading["ALIGN"]  # lanes read single elements
-    launch(
-        swizzle_a_sm90, tiles * (rows // lines) * matrices,
-        a.data, a.data if a.scales is None else a.scales, b.data, b.scales, out, call.offs if groups else out,
-        p.m, p.k // 16, a.units_per_row, matrices, num_warps=lines // 8, ROWS=rows, LINES=lines, GROUPS=groups,
-        LAUNCH_DEPENDENTS=p.target.dependent_launch, ISA=p.target.isa, **reading,
-    )  # fmt: skip
-    return out
+    tiles: int
+    matrices: int
+    rows: int
+
+    @classmethod
+    def of(cls, p: Problem, rows: int, steps: int) -> "SwizzledA":
+        """For tiles of `rows` rows, padded to whole tiles and to pipeline stages of `steps` steps.
+
+        With groups of rows, the tiles are those of each group, then unwritten ones.
+        """
+        tiles = tiles_of_rows(p.m, rows, p.groups if p.ragged else 0)
+        return cls(tiles, 2 * steps * ceil_div(p.k, 128 * steps), rows)
+
+    @property
+    def shape(self) -> tuple[int, int, int, int]:
+        return self.tiles, self.matrices, self.rows, 64
+
+    def of_call(self, call: Call) -> torch.Tensor:
+        """Swizzled A of a call: the one that the call has, or else by `swizzle_a_sm90`.
+
+        Raises RuntimeError where the call has one of another shape."""
+        if call.arranged_a is not None:
+            if not statically_true(call.arranged_a.shape == self.shape):
+                raise RuntimeError(f"arranged_a: expected shape {self.shape}, got {tuple(call.arranged_a.shape)}")
+            return call.arranged_a
+        a, b, p = call.a, call.b, call.problem
+        groups = p.groups if p.ragged else 0
+        lines = next(lines for lines in (32, 16, 8) if self.rows % lines == 0)
+        out = a.data.new_empty(self.shape, dtype=p.compute_dtype)
+        reading = a.reading(self.matrices * 32)
+        del reading["ALIGN"]  # lanes read single elements
+        launch(
+            swizzle_a_sm90, self.tiles * (self.rows // lines) * self.matrices,
+            a.data, a.data if a.scales is None else a.scales, b.data, b.scales, out, call.offs if groups else out,
+            p.m, p.k // 16, a.units_per_row, self.matrices, num_warps=lines // 8, ROWS=self.rows, LINES=lines,
+            GROUPS=groups, LAUNCH_DEPENDENTS=p.target.dependent_launch, ISA=p.target.isa, **reading,
+        )  # fmt: skip
+        return out
+
+    def by_operations(self, a: torch.Tensor) -> torch.Tensor:
+        """Swizzled A of a plain A [..., K] without groups, by PyTorch operations.
+
+        Inductor computes them in the kernel that computes A, and A itself is never in memory.
+        """
+        a = a.reshape(-1, a.shape[-1])
+        rows, columns = self.tiles * self.rows - a.shape[0], self.matrices * 64 - a.shape[1]
+        if rows or columns:
+            a = aten.constant_pad_nd(a, [0, columns, 0, rows])
+        # Of a tile's row: matrices, blocks, halves, quarters, elements.
+        blocks = a.view(self.tiles, self.rows, self.matrices, 4, 2, 2, 4)
+        units = blocks.permute(0, 2, 1, 4, 6, 3, 5).reshape(self.tiles, self.matrices, self.rows, 8, 8)
+        line = torch.arange(self.rows, device=a.device).view(self.rows, 1)
+        unit = aten.bitwise_xor(aten.remainder(line, 8), torch.arange(8, device=a.device))
+        return aten._unsafe_index(units, [None, None, line, unit]).view(self.shape)

@@ -61,7 +61,7 @@ from fp4compile.templates.gemm.candidate import Candidate
 from fp4compile.templates.gemm.dequant_tiles import reduce_split_k
 from fp4compile.templates.gemm.heuristics import WGMMA_ROWS, WgmmaConfig, wgmma_config
 from fp4compile.templates.gemm.streaming import streams
-from fp4compile.templates.gemm.swizzled_a_sm90 import swizzled_a
+from fp4compile.templates.gemm.swizzled_a_sm90 import SwizzledA
 from fp4compile.templates.launch import launch
 from fp4compile.templates.problem import Problem
 
@@ -457,9 +457,13 @@ def _serves(p: Problem) -> bool:
     return statically_true(p.m <= WGMMA_ROWS) and 90 <= p.target.sm < 100 and streams(p)
 
 
+def _swizzled_a(p: Problem, config: WgmmaConfig) -> SwizzledA:
+    return SwizzledA.of(p, config.rows, config.steps_per_stage)
+
+
 def _run(call: Call, config: WgmmaConfig) -> torch.Tensor:
     p, split_k = call.problem, config.split_k
-    a = swizzled_a(call, config.rows, config.steps_per_stage)
+    a = _swizzled_a(p, config).of_call(call)
     out = call.empty() if split_k == 1 else call.empty_sums(split_k)
     first = call if split_k == 1 else call.without_epilogue()
     a_outer, b_outer, bias = call.rescale_pointers(out)
@@ -477,5 +481,5 @@ def _run(call: Call, config: WgmmaConfig) -> torch.Tensor:
 
 CANDIDATE = Candidate(
     "wgmma_sm90", "emulated", _serves, lambda p: wgmma_config(p, needed_bytes), _run,
-    takes_epilogue=lambda p: True, dequantizes_a=True,
+    takes_epilogue=lambda p: True, dequantizes_a=True, arrangement=_swizzled_a,
 )  # fmt: skip

@@ -1,0 +1,159 @@
+"""A in the order in which a product's kernel reads it, written once for all products of one A.
+
+`gemm_wgmma_sm90` reads A from memory in an order of its own (`Candidate.arrangement`). Alone, each product launches a
+kernel that copies A to that order. In a graph, products of the same A share the copy: q, k and v of packed weights, or
+gate and up. And where Inductor computes A for such products alone, for example silu(gate) * up or the end of a norm,
+PyTorch operations in the graph put A into the order (`SwizzledA.by_operations`). Inductor computes them in its kernel
+of A, so that A is written once, and not copied at all.
+
+`gemm_wgmma_sm90` starts before the kernel ahead of it has ended, and reads B meanwhile (`device.dependent_launch`).
+Behind its own copy of A that is safe, because B is an argument of both kernels. Without it another kernel may come
+between that writes B. So this is done only where B is an input of the graph, which no kernel of the graph writes.
+
+Entries: `arranged_operands(graph)`, before a graph's products are lowered, and `written_arranged(node)`.
+"""
+
+from collections.abc import Callable, Hashable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch._inductor.pattern_matcher import fwd_only
+from torch.fx import Graph, Node
+
+from fp4compile.analysis.graph import RESHAPES, ScaledMM, scaled_mm_of
+from fp4compile.formats.operand import Arguments, Operand
+from fp4compile.ops.matmul import SCALED_GROUPED_MM, SCALED_MM
+from fp4compile.passes.autotune import fastest
+from fp4compile.templates.choose import named
+from fp4compile.templates.gemm.swizzled_a_sm90 import SwizzledA
+from fp4compile.templates.multiply import call_of
+
+FEW_ROWS = 64  # rows of A up to which copying it costs less than a launch
+_VIEWS = {*RESHAPES, torch.ops.aten.view.dtype}
+
+
+@dataclass(frozen=True)
+class Arranged:
+    """The arranged A of a product. node: its value. written: whether operations write it, and A is not in memory."""
+
+    node: Node
+    written: bool
+
+
+def arranged_operands(graph: Graph) -> dict[Node, Arranged]:
+    """Put arranged operands into the graph; returns the one of each product that is to read one."""
+    readers: dict[Hashable, list[ScaledMM]] = {}
+    for node in graph.nodes:
+        if node.target in (SCALED_MM, SCALED_GROUPED_MM) and (key := _key(scaled_mm_of(node))) is not None:
+            readers.setdefault(key, []).append(scaled_mm_of(node))
+    written = {key: written_arranged(products[0].a.data) for key, products in readers.items()}
+    found = {}
+    for key, products in readers.items():
+        if written[key] or len(products) > 1:
+            make = _by_operations if written[key] else _by_launch
+            arranged = Arranged(make(graph, products[0]), written[key])
+            found |= dict.fromkeys((product.node for product in products), arranged)
+    return found
+
+
+def written_arranged(node: Node) -> bool:
+    """Whether Inductor computes a node's value, and all that reads it are products that can read it arranged."""
+    source = _source(node)
+    if torch.Tag.pointwise not in getattr(source.target, "tags", ()):
+        return False
+    return all(_reads_written(user, value) for user, value in _readers(source))
+
+
+def _readers(node: Node) -> Iterator[tuple[Node, Node]]:
+    """(a node that reads the value and is no view, the view or node that it reads)."""
+    for user in node.users:
+        if user.target in _VIEWS:
+            yield from _readers(user)
+        else:
+            yield user, node
+
+
+def _reads_written(user: Node, value: Node) -> bool:
+    """Whether a node is a product of many rows that can read the value as its arranged A, and as nothing else."""
+    if user.target is not SCALED_MM:
+        return False
+    product = scaled_mm_of(user)
+    alone = product.a.data is value and sum(each is value for each in user.all_input_nodes) == 1
+    others = [product.b.data, product.b.scales, product.b.outer, product.bias, *product.auxiliaries]
+    if not alone or value in others or product.a.format is not None or _key(product) is None:
+        return False
+    p = product.problem
+    return p.static and p.m > FEW_ROWS and p.k == product.values().a.k
+
+
+def _key(product: ScaledMM) -> Hashable | None:
+    """What the product's arranged A depends on; None for a product whose kernel reads A as it is, or whose B may be
+    written by the graph."""
+    arrangement = _arrangement(product)
+    if arrangement is None or not all(_is_input(each) for each in (product.b.data, product.b.scales)):
+        return None
+    tensors = (product.a.data, product.a.scales, product.offs)
+    return str(arrangement), product.a.format, *map(_seen, tensors)
+
+
+def _arrangement(product: ScaledMM) -> SwizzledA | None:
+    choice = fastest(product) if product.on_gpu else None
+    if choice is None or not (choice.settled and choice.traceable) or product.problem.empty:
+        return None
+    arrangement = named(choice.kernel).arrangement
+    return None if arrangement is None else arrangement(product.problem, choice.config)
+
+
+def _seen(node: Node | None) -> Hashable:
+    if node is None:
+        return None
+    tensor = node.meta["val"]
+    return _source(node), str((tensor.dtype, tensor.shape, tensor.stride(), tensor.storage_offset()))
+
+
+def _source(node: Node) -> Node:
+    """The node that a node is a view of."""
+    while node.target in _VIEWS:
+        node = node.all_input_nodes[0]
+    return node
+
+
+def _is_input(node: Node) -> bool:
+    return _source(node).op in ("placeholder", "get_attr")
+
+
+def _by_operations(graph: Graph, product: ScaledMM) -> Node:
+    """Operations that arrange a product's plain A, before the product."""
+    arrangement = _arrangement(product)
+    return _traced(graph, product.node, lambda a: arrangement.by_operations(a), [product.a.data])
+
+
+def _by_launch(graph: Graph, product: ScaledMM) -> Node:
+    """The launch that arranges a product's A, before the product."""
+    arrangement = _arrangement(product)
+    tensors = [product.a.data, product.a.scales, product.a.outer, product.b.data, product.b.scales, product.b.outer]
+    tensors += [product.offs, product.rows]
+    nodes = [each for each in tensors if isinstance(each, Node)]
+    for node in nodes:
+        node.meta["inductor_realize_to_strides"] = True
+
+    def launch(*values):
+        left = iter(values)
+        *operands, offs, rows = (next(left) if isinstance(each, Node) else each for each in tensors)
+        a, b = Operand(*operands[:3], product.a.format), Operand(*operands[3:], product.b.format)
+        return arrangement.of_call(call_of(Arguments(a, b, None, product.out_dtype, offs=offs, rows=rows)))
+
+    return _traced(graph, product.node, torch.func.functionalize(launch), nodes)
+
+
+def _traced(graph: Graph, before: Node, function: Callable, nodes: list[Node]) -> Node:
+    """The result of a function of nodes, traced into the graph ahead of a node."""
+    values = [node.meta["val"] for node in nodes]
+    mode = next(value.fake_mode for value in values if isinstance(value, torch.Tensor))
+    with mode:
+        traced = fwd_only(function, values)
+    inputs = dict(zip(traced.graph.find_nodes(op="placeholder"), nodes, strict=True))
+    with graph.inserting_before(before):
+        result = graph.graph_copy(traced.graph, inputs)
+    result.meta["inductor_realize_to_strides"] = True
+    return result
