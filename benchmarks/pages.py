@@ -459,8 +459,8 @@ memory (`--parts configurations --kernels tiles`). The product takes tiles up to
 
 One product, in microseconds, on an H100. `grouped_wgmma_sm90` reads the codes. "Without this kernel": weight-only by
 the kernels above, which dequantise in the main loop or in memory. "Sizes": the tokens of an expert are equal, or drawn
-at random once. "Tile": tokens and rows of weights of a tile. All tiles were timed, and the kernel's table was fitted to these times
-and chooses the tile by the average number of tokens; the weight-only time is that of its choice.
+at random once. "Tile": tokens and rows of weights of a tile. All tiles were timed, and the kernel's table was fitted to
+these times and chooses the tile by the average number of tokens; the weight-only time is that of its choice.
 
     python -m benchmarks.packed_experts
 """,
