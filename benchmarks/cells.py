@@ -300,6 +300,14 @@ def adapters(content: dict) -> Cells:
     return [["base", "ms", "over bf16", "peak, GiB", "over bf16", "at rest, GiB", "first step, s"], *rows]
 
 
+def sharded_step(content: dict) -> Cells:
+    rows = [
+        [row["case"], number(row["ms"], 1), number(row["of the first"], 2), number(row["sent MB"], 0),
+         number(row["peak GB"], 1), number(row["loss"], 4)] for row in content["rows"]
+    ]  # fmt: skip
+    return [["case", "ms", "over bf16", "sent by a rank, MB", "peak, GB", "loss"], *rows]
+
+
 def adapters_losses(content: dict) -> Cells:
     rows = [
         [_base(row["base"]), number(row["first loss"], 4), number(row["last loss"], 4),

@@ -339,6 +339,32 @@ this base, in bf16 or packed, for 200 steps on the other half, of the same texts
     table("adapters_h100.json", cells.adapters_losses),
 )
 
+_SHARDED_STEP = _page(
+    "A training step under FSDP2",
+    """
+Forward and backward pass of the first 4 layers of a Llama-3-8B with random weights, on two GPUs of one host, each with
+2 texts of 2048 tokens, without an optimiser. Blocks are compiled one by one and sharded (`fully_shard`); parameters are
+float32 and gathered in bf16, gradients are reduced in float32. ", codes": the weights of the blocks are gathered as
+codes (`gather_quantized_`, or torchao's FP8 all-gather). "Sent": what a rank contributes to the gathers of weights;
+1051 MB of it are embedding and head, in bf16 in every row. Equal losses show equal bits: with codes a loss is that of
+the same recipe without.
+
+    python -m benchmarks.sharded_step --ranks 2
+
+Over NVLink:
+""",
+    table("sharded_step_h100.json", cells.sharded_step),
+    """
+With `NCCL_P2P_DISABLE=1`, through the host's memory. The two cases of `nvfp4_train` did not run in the time there was:
+""",
+    table("sharded_step_slow_h100.json", cells.sharded_step),
+    """
+Codes cost more time than they save on this host, torchao's too: over NVLink the bytes were free, and over the slow link
+the reduction of float32 gradients takes most of the step. Each weight is quantised and unpacked by operators that the
+host issues one by one at each gather, forward and backward.
+""",
+)
+
 _TRAINING_LOSS = _page(
     "Training loss",
     """
@@ -699,6 +725,7 @@ PAGES: dict[str, tuple[str | Table, ...]] = {
     "grouped_mm.md": _GROUPED_MM,
     "mlp_block.md": _MLP_BLOCK,
     "adapters.md": _ADAPTERS,
+    "sharded_step.md": _SHARDED_STEP,
     "quantize.md": _QUANTIZE,
     "producers.md": _PRODUCERS,
     "packing.md": _PACKING,
