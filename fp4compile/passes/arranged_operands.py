@@ -24,6 +24,7 @@ from fp4compile.analysis.graph import RESHAPES, ScaledMM, scaled_mm_of
 from fp4compile.formats.operand import Arguments, Operand
 from fp4compile.ops.matmul import SCALED_GROUPED_MM, SCALED_MM
 from fp4compile.passes.autotune import fastest
+from fp4compile.passes.pointwise import contiguous
 from fp4compile.templates.choose import named
 from fp4compile.templates.gemm.swizzled_a_sm90 import SwizzledA
 from fp4compile.templates.multiply import call_of
@@ -108,7 +109,8 @@ def _seen(node: Node | None) -> Hashable:
     if node is None:
         return None
     tensor = node.meta["val"]
-    return _source(node), str((tensor.dtype, tensor.shape, tensor.stride(), tensor.storage_offset()))
+    layout = (tensor.shape[-1:], tensor.numel()) if contiguous(tensor) else (tensor.shape, tensor.stride())
+    return _source(node), str((tensor.dtype, *layout, tensor.storage_offset()))
 
 
 def _source(node: Node) -> Node:
