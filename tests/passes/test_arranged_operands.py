@@ -26,7 +26,7 @@ def product(a, w):
 
 
 def applied(then, function, *shapes):
-    """(what a pass returns, launched kernels), for the graph of a function of tensors of these shapes, and of a weight."""
+    """(what a pass returns, launched kernels) for the graph of a function of tensors of these shapes and of a weight."""
     with FakeTensorMode(), enable_python_dispatcher(), dry_run(Target(90)) as launches:
         x = [torch.empty(shape, dtype=BF16, device="cuda") for shape in shapes]
         k = shapes[0][-1]
@@ -65,7 +65,7 @@ def test_pointwise_operations_write_the_order_of_the_product(function, shapes):
     (lambda x, w: product(a := F.silu(x), w) + a.view(-1, 256), [(80, 256)]),
     (lambda x, y, w: product(torch.cat((x, y)), w), [(40, 256), (40, 256)]),
     (lambda x, w: product(F.silu(x), (w[0], (w[1].float() * 2).to(w[1].dtype), w[2])), [(80, 256)]),
-], ids=["input", "few rows", "returned", "another reader", "a view's reader", "not pointwise", "computed scales"])  # fmt: skip
+], ids=["input", "few rows", "returned", "read twice", "a view read", "not pointwise", "computed scales"])  # fmt: skip
 def test_products_that_keep_their_copy(function, shapes):
     assert launched(function, *shapes) == COPIED
 
