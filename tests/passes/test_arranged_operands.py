@@ -26,7 +26,7 @@ def product(a, w):
 
 
 def applied(then, function, *shapes):
-    """(what a pass returns, launched kernels) for the graph of a function of tensors of these shapes and of a weight."""
+    """(what a pass returns, launched kernels) for the graph of a function of such tensors and of a weight."""
     with FakeTensorMode(), enable_python_dispatcher(), dry_run(Target(90)) as launches:
         x = [torch.empty(shape, dtype=BF16, device="cuda") for shape in shapes]
         k = shapes[0][-1]
