@@ -68,7 +68,7 @@ def _replace(
     given = {} if arranged is None else {"arranged_a": arranged.node}
     flat, spec = pytree.tree_flatten((match.args, match.kwargs | given))
     places = [i for i, value in enumerate(flat) if isinstance(value, Node)]
-    unread = node.args[0] if arranged is not None and arranged.written else None
+    unread = node.args[0] if arranged is not None and arranged.replaces_a else None
     for place in places:
         # Kernels read views of their inputs. Inductor would compute every view of a tensor that is not materialised
         # anew, after allocating the kernel's outputs; so the tensor is materialised here.

@@ -14,6 +14,7 @@ from fp4compile.formats.operand import Arguments, Operand
 from tests.helpers.kernels import INTERPRETING, gpu, launches, on_device, quantized
 
 if INTERPRETING or torch.cuda.is_available():
+    from fp4compile.templates.gemm.heuristics import WgmmaConfig
     from fp4compile.templates.gemm.swizzled_a_sm90 import SwizzledA
     from fp4compile.templates.multiply import call_of
 
@@ -40,7 +41,8 @@ def check(a, rows: int, steps: int):
     x = a.data if a.format is None else reference.dequantize_blocks(a.data, a.scales, a.format).half()
     b = quantized(torch.randn(16, x.shape[1]), formats.get("nvfp4"))
     call = call_of(Arguments(on_device(a), on_device(b), None, torch.float32))
-    arrangement = SwizzledA.of(call.problem, rows, steps)
+    config = WgmmaConfig(rows, warps=8, parts=1, stages=2, steps_per_stage=steps)
+    arrangement = SwizzledA.of(call.problem, config)
     got = arrangement.of_call(call).cpu()
     stages = -(-x.shape[1] // (128 * steps))
     expected = swizzled_a_of(x, rows, 2 * steps * stages)

@@ -27,7 +27,7 @@ def _serves(p: Problem) -> bool:
 
 def _run(call: Call, config: WgmmaConfig) -> torch.Tensor:
     p = call.problem
-    a = SwizzledA.of(p, config.rows, config.steps_per_stage).of_call(call)
+    a = SwizzledA.of(p, config).of_call(call)
     out = call.empty()
     a_outer, b_outer, unused = call.rescale_pointers(out)
     even = statically_true(p.n % (16 * config.parts * config.warps) == 0 and p.k % (128 * config.steps_per_stage) == 0)
@@ -43,5 +43,5 @@ def _run(call: Call, config: WgmmaConfig) -> torch.Tensor:
 
 CANDIDATE = Candidate(
     "grouped_wgmma_sm90", "emulated", _serves, lambda p: grouped_wgmma_config(p, needed_bytes), _run,
-    dequantizes_a=True,
+    dequantizes_a=True, arrangement=SwizzledA.of,
 )  # fmt: skip

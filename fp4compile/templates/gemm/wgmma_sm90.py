@@ -457,13 +457,9 @@ def _serves(p: Problem) -> bool:
     return statically_true(p.m <= WGMMA_ROWS) and 90 <= p.target.sm < 100 and streams(p)
 
 
-def _swizzled_a(p: Problem, config: WgmmaConfig) -> SwizzledA:
-    return SwizzledA.of(p, config.rows, config.steps_per_stage)
-
-
 def _run(call: Call, config: WgmmaConfig) -> torch.Tensor:
     p, split_k = call.problem, config.split_k
-    a = _swizzled_a(p, config).of_call(call)
+    a = SwizzledA.of(p, config).of_call(call)
     out = call.empty() if split_k == 1 else call.empty_sums(split_k)
     first = call if split_k == 1 else call.without_epilogue()
     a_outer, b_outer, bias = call.rescale_pointers(out)
@@ -481,5 +477,5 @@ def _run(call: Call, config: WgmmaConfig) -> torch.Tensor:
 
 CANDIDATE = Candidate(
     "wgmma_sm90", "emulated", _serves, lambda p: wgmma_config(p, needed_bytes), _run,
-    takes_epilogue=lambda p: True, dequantizes_a=True, arrangement=_swizzled_a,
+    takes_epilogue=lambda p: True, dequantizes_a=True, arrangement=SwizzledA.of,
 )  # fmt: skip
