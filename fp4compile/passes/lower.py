@@ -39,8 +39,8 @@ def lower(graph: Graph) -> int:
     _inductor_patches.decompose_launches_directly()
     lowered = 0
     traces: dict[Hashable, GraphModule] = {}
-    # A PatternMatcherPass would pass over nodes with E8M0 tensors, for which Inductor has no code of its own.
     arranged = arranged_operands(graph)
+    # A PatternMatcherPass would pass over nodes with E8M0 tensors, for which Inductor has no code of its own.
     patterns = {op: CallFunctionVarArgs(op) for op in KERNELS}
     for node in [node for node in graph.nodes if node.op == "call_function" and node.target in KERNELS]:
         if on_gpu(node.all_input_nodes[0].meta["val"]):
