@@ -2,14 +2,14 @@
 
 import random
 import re
+import time
 
 import pytest
 
 from fp4compile.weights.published.name_patterns import name_pattern
 from tests.helpers.hostile_files import REFUSED_PATTERNS, SLOW_PATTERNS
-from tests.helpers.work import at_most
 
-MOST_CALLS = 300_000  # of functions, for a pattern and a name; the slowest takes 140,000
+SECONDS = 5  # for a name and all patterns; the slowest takes tenths of a second
 NAMES = (
     "lm_head", "model.lm_head", "model.layers.11.self_attn.q_proj", "model.layers.0.mlp.gate",
     "model.layers.0.mlp.gate_proj", "model.layers.3.mlp.experts.127.down_proj", "visual.blocks.0.attn.proj", "x", "",
@@ -70,47 +70,47 @@ def random_pattern(draw, depth):
 
 
 def test_random_patterns():
-    draw, counts = random.Random(0), [0, 0]
+    draw, counts = random.Random(0), [0, 0, 0]
     for _ in range(6000):
         pattern, name = random_pattern(draw, 4), "".join(draw.choices("ab.1 \n", k=draw.randint(1, 8)))
         expected = re.match(pattern, name) is not None
-        assert name_pattern(pattern)(name) == expected, (pattern, name)
-        counts[expected] += 1
-    assert min(counts) > 1000
+        try:
+            assert name_pattern(pattern)(name) == expected, (pattern, name)
+            counts[expected] += 1
+        except ValueError:  # a repeat of a group without an end
+            counts[2] += 1
+    assert min(counts[:2]) > 1000 and counts[2] < 2000
 
 
 @pytest.mark.parametrize("name", ["model.layers.0.mlp.experts.11.gate_proj" * 2, "a" * 60, "a" * 9000, "a.b" * 3000])
 def test_no_pattern_takes_long(name):
-    """Either an answer, which is that nothing matches, or an error."""
+    """Either an answer or an error: the patterns for which `re.match` needs years are refused."""
+    start = time.process_time()
     for pattern in (*SLOW_PATTERNS, *REFUSED_PATTERNS):
-        with at_most(MOST_CALLS):
-            try:
-                assert not name_pattern(pattern)(name)
-            except ValueError as error:
-                assert pattern[:20] in str(error).replace(r"\\", "\\") and "expression" in str(error)
-
-
-def test_slow_patterns_are_answered_for_names_of_usual_length():
-    answered = 0
-    for pattern in SLOW_PATTERNS:
         try:
-            answered += not name_pattern(pattern)("model.layers.0.mlp.experts.11.gate_proj")
-        except ValueError:
-            continue
-    assert answered >= len(SLOW_PATTERNS) - 1
+            assert name_pattern(pattern)(name) in (True, False)
+            assert pattern not in SLOW_PATTERNS
+        except ValueError as error:
+            assert pattern[:20] in str(error).replace(r"\\", "\\") and "expression" in str(error)
+    assert time.process_time() - start < SECONDS
+
+
+@pytest.mark.parametrize(("pattern", "name", "answered"), [
+    (".*" * 5 + "!", "a" * 60, True), (".*" * 6 + "!", "a" * 60, False), (".*" * 3 + "!", "a" * 1000, False),
+    ("(?:a|b)?" * 10 + "c", "a" * 60, True), ("(?:a|b)?" * 30 + "c", "a" * 60, False),
+    ("(?:a{0,9}){2}c", "a" * 60, True), ("(?:a{0,9}){9}c", "a" * 60, False), ("(?:a*){0}c", "c", True),
+])  # fmt: skip
+def test_repeats_and_alternatives_are_counted(pattern, name, answered):
+    if answered:
+        assert name_pattern(pattern)(name) == (re.match(pattern, name) is not None)
+        return
+    with pytest.raises(ValueError, match="too long to match"):
+        name_pattern(pattern)(name)
 
 
 @pytest.mark.parametrize("pattern, reason", [
-    ("[", "unterminated character set"), (r"(a)\1", "expected no groupref"), ("(?i)a", "expected no flags"),
-    ("(?i:a)", "expected no flags"), ("(?>a)", "expected no atomic_group"), ("a*+", "expected no possessive_repeat"),
-    ("a" * 10_001, "expected at most 10000 characters, got 10001"), ("a{99999999999999999999}", "too large"),
-    ("(" * 5000, "recursion"),
+    ("[", "unterminated character set"), ("a{99999999999999999999}", "too large"), ("(" * 5000, "recursion"),
 ])  # fmt: skip
 def test_what_is_refused_and_why(pattern, reason):
     with pytest.raises(ValueError, match=rf"regular expression .*{reason}"):
         name_pattern(pattern)
-
-
-def test_long_names_are_refused():
-    with pytest.raises(ValueError, match="name 'aaa.*at most 10000 characters, got 10001"):
-        name_pattern("a*")("a" * 10_001)
