@@ -18,10 +18,10 @@ from fp4compile.check.machine_code import ProductRow, QuantizeRow, Resources  # 
 from fp4compile.check.product_table import Product  # noqa: E402
 from fp4compile.check.ptx import Ptx  # noqa: E402
 from fp4compile.check.quantiser_table import Configuration  # noqa: E402
-from fp4compile.check.representatives import representatives  # noqa: E402
 from fp4compile.check.sass import Sass, disassemble  # noqa: E402
 from fp4compile.cli.check_sm100 import instruction_name  # noqa: E402
 from tests.helpers import sketches_sm100 as sketches  # noqa: E402
+from tests.helpers.representatives import representatives  # noqa: E402
 
 # ---------------------------------------------------------------- overlap
 

@@ -13,13 +13,13 @@ from fp4compile import _compat  # noqa: E402
 from fp4compile.check import machine_code as check  # noqa: E402
 from fp4compile.check.product_table import PRODUCTS  # noqa: E402
 from fp4compile.check.quantiser_table import BOTH, COLUMNS, CONFIGURATIONS, ROWS, Configuration  # noqa: E402
-from fp4compile.check.representatives import representatives  # noqa: E402
 from fp4compile.check.sass import disassemble  # noqa: E402
 from fp4compile.hardware import Target  # noqa: E402
 from fp4compile.ops.quantize import quantize_kernels  # noqa: E402
 from fp4compile.templates.device import block_scales  # noqa: E402
 from fp4compile.templates.launch import dry_run  # noqa: E402
 from tests.helpers.kernels import NEW_PTXAS  # noqa: E402
+from tests.helpers.representatives import representatives  # noqa: E402
 
 TARGETS = [90, 100, *([103, 120] if NEW_PTXAS else [])]
 

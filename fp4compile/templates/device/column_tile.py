@@ -10,7 +10,7 @@ import triton.language as tl
 
 from fp4compile.formats import reference
 from fp4compile.templates.device.elements import magnitude_bits, max_words, unpack
-from fp4compile.templates.device.memory import aligned_row, load_words, store_words
+from fp4compile.templates.device.memory import load_words
 
 HADAMARD_SIGNS = tl.constexpr(reference.HADAMARD_SIGNS)
 
@@ -45,19 +45,6 @@ def load_column_tile(
         for i in tl.static_range(BLOCK):
             tile = tile + (load_words(ptr + (row + i) * x_row, word, cols, row < rows - i, dtype, ALIGN),)
     return tile
-
-
-@triton.jit
-def store_column_tile(
-    ptr, tile, row0, rows, cols, x_row, dtype: tl.constexpr,
-    BLOCK: tl.constexpr, ROW_TILES: tl.constexpr, WORDS: tl.constexpr, ALIGN: tl.constexpr, WHOLE: tl.constexpr,
-):  # fmt: skip
-    """Store a tile where `load_column_tile` would load it."""
-    row = row0 + tl.arange(0, ROW_TILES)[:, None] * BLOCK
-    word = tl.arange(0, WORDS)[None, :]
-    for i in tl.static_range(BLOCK):
-        row_ptr = aligned_row(ptr, row + i, x_row, ALIGN)
-        store_words(row_ptr, tile[i], word, cols, row < rows - i, dtype, ALIGN, WHOLE)
 
 
 @triton.jit
