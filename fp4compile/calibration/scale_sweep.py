@@ -4,7 +4,6 @@ import torch
 
 from fp4compile.formats import formats, reference, reference_scales
 from fp4compile.formats.formats import BlockFormat
-from fp4compile.formats.layouts import ceil_div
 from fp4compile.formats.quantize_spec import FLOAT_DTYPES
 from fp4compile.formats.reference_grouped import largest_of_matrices
 from fp4compile.templates import scale_sweep as kernels
@@ -16,7 +15,6 @@ _FORMATS = {(1, 16): "nvfp4", (16, 16): "nvfp4_16x16"}
 def scale_sweep(
     w: torch.Tensor,
     global_amax: torch.Tensor | None = None,
-    hessian: torch.Tensor | None = None,
     block: tuple[int, int] = (1, 16),
 ) -> torch.Tensor:
     """The amax of each block that gives a weight's NVFP4 quantisation the least error: c * global_amax.
@@ -27,22 +25,18 @@ def scale_sweep(
 
     w: bf16, fp16 or fp32, [N, K] or [E, N, K], with any strides; blocks are completed by zeros.
     global_amax: float32 [] or, for three dimensions, [E] or []; None takes the amax of each matrix.
-    hessian: weighs a block's errors e = w - q * step as e^T H e, with a symmetric positive H (only the symmetric part
-        of H counts). float32 [K / 16, 16, 16], one for each column of blocks, or [..., N, K / 16, 16, 16], one for each
-        block of w. All 126 scales are then tried. Only for blocks of (1, 16).
     block: (1, 16) or (16, 16), the elements that share a scale.
 
-    Returns float32 [..., ceil(N / block rows), ceil(K / 16)]. It is NaN where a block is not finite, and where no
-    scale's weighted error is finite.
+    Returns float32 [..., ceil(N / block rows), ceil(K / 16)]. It is NaN where a block is not finite.
 
     Raises TypeError for other types and dtypes, ValueError for other shapes, devices or blocks.
     """
-    _check(w, global_amax, hessian, block)
+    _check(w, global_amax, block)
     w, fmt = w.detach(), formats.get(_FORMATS[block])
     if global_amax is None:
         amax = largest_of_matrices(w if w.dim() == 3 else w[None]).flatten().float()
         global_amax = amax if w.dim() == 3 else amax[0]
-    scales = _scales(w, fmt, global_amax, hessian)
+    scales = _scales(w, fmt, global_amax)
     return reference._divide(scales.float(), reference.E4M3_MAX) * _each(global_amax)
 
 
@@ -51,17 +45,15 @@ def _each(global_amax: torch.Tensor) -> torch.Tensor:
     return global_amax.view(-1, 1, 1) if global_amax.dim() else global_amax
 
 
-def _scales(w: torch.Tensor, fmt: BlockFormat, amax: torch.Tensor, hessian: torch.Tensor | None) -> torch.Tensor:
-    """The E4M3 scales of the blocks. Without a Hessian, a kernel computes them on a GPU."""
+def _scales(w: torch.Tensor, fmt: BlockFormat, amax: torch.Tensor) -> torch.Tensor:
+    """The E4M3 scales of the blocks; on a GPU a kernel computes them."""
     outer = reference_scales.outer_of(_each(amax), "mse")
-    if hessian is not None:
-        return reference_scales.best_weighted_scales(w, outer, hessian)
     if w.is_cuda and w.numel():
         return kernels.best_scales(w, fmt, outer.flatten() if outer.dim() else outer, "mse")
     return reference_scales.best_scales(reference._blocks(w.float(), fmt), outer, "mse")
 
 
-def _check(w: object, global_amax: object, hessian: object, block: tuple[int, int]) -> None:
+def _check(w: object, global_amax: object, block: tuple[int, int]) -> None:
     if not isinstance(w, torch.Tensor):
         raise TypeError(f"w: expected a torch.Tensor, got {type(w).__name__}")
     if w.dtype not in FLOAT_DTYPES:
@@ -70,22 +62,14 @@ def _check(w: object, global_amax: object, hessian: object, block: tuple[int, in
         raise ValueError(f"w: expected two or three dimensions, got shape {tuple(w.shape)}")
     if block not in _FORMATS:
         raise ValueError(f"block={block}: allowed are (1, 16) and (16, 16)")
-    if global_amax is not None:
-        _check_tensor("global_amax", global_amax, w.device, [(), *([w.shape[:1]] if w.dim() == 3 else [])])
-    if hessian is not None:
-        if block != (1, 16):
-            raise ValueError(f"hessian: goes with block (1, 16), got block={block}")
-        one = (ceil_div(w.shape[-1], 16), 16, 16)
-        _check_tensor("hessian", hessian, w.device, [one, (*w.shape[:-1], *one)])
-
-
-def _check_tensor(name: str, value: object, device: torch.device, shapes: list) -> None:
-    """Raise TypeError or ValueError if `value` is no float32 tensor of one of the shapes on the device."""
-    if not isinstance(value, torch.Tensor):
-        raise TypeError(f"{name}: expected a float32 torch.Tensor, got {type(value).__name__}")
-    if value.dtype != torch.float32 or value.device != device or tuple(value.shape) not in map(tuple, shapes):
-        allowed = " or ".join(str(tuple(shape)) for shape in shapes)
+    if global_amax is None:
+        return
+    if not isinstance(global_amax, torch.Tensor):
+        raise TypeError(f"global_amax: expected a float32 torch.Tensor, got {type(global_amax).__name__}")
+    shapes = [(), *([tuple(w.shape[:1])] if w.dim() == 3 else [])]
+    found = global_amax.dtype, global_amax.device, tuple(global_amax.shape)
+    if found[:2] != (torch.float32, w.device) or found[2] not in shapes:
         raise ValueError(
-            f"{name}: expected float32 of shape {allowed} on {device}, "
-            f"got {value.dtype} of shape {tuple(value.shape)} on {value.device}"
+            f"global_amax: expected float32 of shape {' or '.join(map(str, shapes))} on {w.device}, "
+            f"got {found[0]} of shape {found[2]} on {found[1]}"
         )

@@ -32,12 +32,6 @@ The bound changes no choice: every scale clips elements larger than 6 * 448.
 So the search starts at the top of the octave above a / 6, and goes down until one of the last two conditions holds. It
 tries at most 12 of the 126 scales for a block of 16 in a tensor whose amax is g, up to 15 where they are subnormal, and
 20 for a square block.
-
-**A weighted error** (`best_weighted_scales`). With a Hessian H of a block, the error of a scale s is r^T H r, where r
-are the rests x - q s of the block, in units of the outer scale and with their signs. It is the sum of r_i t_i,
-neighbours first, where t_i = L_i0 r_0 + L_i1 r_1 + ... + L_ii r_i, summed in this order. L is lower triangular, with
-H_ij + H_ji below the diagonal and H_ii on it. So only H's symmetric part counts, and with the identity the weighted
-error is the error above. The bounds above do not hold for it, so all 126 scales are tried.
 """
 
 from collections.abc import Callable
@@ -58,9 +52,6 @@ LAST_WITH_DOUBLE = 224.0
 MOST_SCALES = 20  # tried for a block, at most
 SUBNORMALS = 15  # bytes up to this one are all multiples of 2^-9, and the odd ones have no half
 _CHUNK = 2**14  # blocks that are searched at a time: intermediate results stay in the CPU's cache
-# Blocks at a time with weighted errors, which take thousands of operations: on a CPU each operation is too small for
-# several threads, and on a GPU each takes longer than its launch.
-_WEIGHTED_CHUNK, _WEIGHTED_CHUNK_ON_GPU = 2**11, 2**18
 
 
 def quantize(
@@ -151,47 +142,6 @@ def _first(top: torch.Tensor) -> torch.Tensor:
     """
     above = ((top * reference._f32(1.0 / 6.0)).view(torch.int32) >> 20) - 8 * 120 + 1
     return (above + 7).clamp(SUBNORMALS, CANDIDATES)
-
-
-def best_weighted_scales(x: torch.Tensor, outer: torch.Tensor, hessian: torch.Tensor) -> torch.Tensor:
-    """The E4M3 scales [..., N, C] of least weighted error (see the module) for blocks of 16 of x [..., N, K].
-
-    outer: float32 [] or [..., 1, 1]. hessian: float32 [C, 16, 16] or [..., N, C, 16, 16]. A scale is NaN where the
-    block is not finite, or where no error is a finite number.
-    """
-    padded = torch.nn.functional.pad(x.float(), (0, -x.shape[-1] % 16))
-    factor = reference._encode_scale(outer).expand(*x.shape[:-1], 1).reshape(-1, 1, 1)
-    blocks = padded.reshape(factor.shape[0], padded.shape[-1] // 16, 16)
-    row, column = torch.tril_indices(16, 16, device=x.device)
-    lower = torch.zeros_like(hessian)
-    mirrored = torch.where(row == column, 0.0, hessian[..., column, row])
-    lower[..., row, column] = hessian[..., row, column] + mirrored
-    if hessian.dim() > 3:
-        lower = lower.reshape(*blocks.shape, 16)
-    step = max(1, (_WEIGHTED_CHUNK_ON_GPU if x.is_cuda else _WEIGHTED_CHUNK) // max(1, blocks.shape[1]))
-    found = []
-    for start in range(0, len(blocks), step):
-        part = slice(start, start + step)
-        own = lower if lower.dim() == 3 else lower[part]
-        found.append(_least_weighted_error(blocks[part], factor[part], own))
-    byte = torch.cat(found) if found else blocks.new_empty(blocks.shape[:2], dtype=torch.uint8)
-    return byte.view(*x.shape[:-1], blocks.shape[1]).view(torch.float8_e4m3fn)
-
-
-def _least_weighted_error(blocks: torch.Tensor, factor: torch.Tensor, lower: torch.Tensor) -> torch.Tensor:
-    """The scale bytes [R, C] of blocks [R, C, 16] with factors [R, 1, 1]. lower: [C, 16, 16] or [R, C, 16, 16]."""
-    u = (blocks.abs() * factor).clamp(max=U_MAX)
-    best = torch.full_like(u[..., 0], torch.inf)
-    winner = torch.full_like(best, 0x7F, dtype=torch.uint8)
-    for byte, scale in enumerate(value(torch.arange(1, CANDIDATES + 1, device=u.device)), 1):
-        rests = rest(u, scale) * blocks.sign()
-        weighted = torch.zeros_like(rests)
-        for j in range(16):
-            weighted = weighted + lower[..., j] * rests[..., j : j + 1]
-        error = _sum_neighbours(weighted * rests, -1).squeeze(-1)
-        better = error < best
-        best, winner = torch.where(better, error, best), torch.where(better, byte, winner)
-    return torch.where(blocks.isfinite().all(-1), winner, 0x7F)
 
 
 def value(byte: torch.Tensor) -> torch.Tensor:

@@ -8,7 +8,7 @@ import torch
 import fp4compile
 from fp4compile.formats import formats, reference
 from fp4compile.formats import reference_scales as scales
-from tests.helpers.hard_inputs import DTYPES, FINITE, NAMES, hard_input
+from tests.helpers.hard_inputs import DTYPES, FINITE, hard_input
 
 BLOCKS = {"nvfp4": (1, 16), "nvfp4_16x16": (16, 16)}
 GRID = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
@@ -201,46 +201,6 @@ def test_shapes_strides_and_matrices():
     assert zero.tolist() == [[2.0**-9, 448.0]]
 
 
-def test_a_hessian_weighs_the_rests():
-    w = torch.randn(6, 48)
-    w[2, 16:32] = 0.0  # every scale does
-    identity = torch.eye(16).expand(3, 16, 16).contiguous()
-    assert torch.equal(fp4compile.scale_sweep(w, hessian=identity), fp4compile.scale_sweep(w))
-    root = torch.randn(6, 3, 16, 16)
-    for hessian in (root[0] @ root[0].mT, root @ root.mT):
-        best, top = fp4compile.scale_sweep(w, hessian=hessian), w.abs().amax()
-        costs = []
-        for byte in range(1, 127):
-            step = torch.tensor([byte], dtype=torch.uint8).view(torch.float8_e4m3fn).double() * (top.double() / 2688)
-            y = w.double() / step
-            q = GRID.double()[(y.abs().clamp(max=6).unsqueeze(-1) - GRID).abs().argmin(-1)] * y.sign()
-            rest = (w.double() - q * step).unflatten(-1, (3, 16))
-            costs.append(torch.einsum("nci,ncij,ncj->nc", rest, hessian.double().expand(6, 3, 16, 16), rest))
-        chosen = (best / top * 448).to(torch.float8_e4m3fn).view(torch.uint8).long() - 1
-        cost = torch.stack(costs).gather(0, chosen[None])[0]
-        torch.testing.assert_close(cost, torch.stack(costs).amin(0), rtol=1e-5, atol=0)
-        assert not torch.equal(best, fp4compile.scale_sweep(w))
-        upper = hessian.triu() + hessian.triu(1)  # the same symmetric part
-        assert torch.equal(best, fp4compile.scale_sweep(w, hessian=upper))
-    assert fp4compile.scale_sweep(w[:, :0], hessian=hessian[:, :0]).shape == (6, 0)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_a_hessian_weighs_the_rests_on_a_gpu(dtype):
-    """PyTorch's operations there have the bits of the CPU: with a Hessian of each block, and with one for all rows."""
-    for shape, name in itertools.product(((2, 3, 13), (5, 1036)), NAMES):
-        blocks = -(-shape[-1] // 16)
-        for lead in ((blocks,), (*shape[:-1], blocks)):
-            root = torch.randn(*lead, 16, 24) * torch.exp2(4 * torch.rand(*lead, 16, 1))
-            hessian = root @ root.mT + 0.1 * torch.randn(*lead, 16, 16)
-            hessian.view(-1, 16, 16)[-1, 3, 4] = torch.inf  # no error of these blocks is a number
-            w, amax = hard_input(name, shape, dtype), torch.tensor(6.0)
-            expected = fp4compile.scale_sweep(w, amax, hessian)
-            found = fp4compile.scale_sweep(w.cuda(), amax.cuda(), hessian.cuda()).cpu()
-            torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True)
-
-
 @pytest.mark.parametrize(("call", "message"), [
     (lambda w: fp4compile.quantize(w, "mxfp8", scales="mse"), "scales='mse': needs an NVFP4 format .* got mxfp8"),
     (lambda w: fp4compile.quantize(w, "nvfp4_rowwise", scales="mse"), "scales='mse': needs an NVFP4 "),
@@ -253,8 +213,6 @@ def test_a_hessian_weighs_the_rests_on_a_gpu(dtype):
     (lambda w: fp4compile.scale_sweep(w, block=(1, 32)), r"block=\(1, 32\): allowed are \(1, 16\) and \(16, 16\)"),
     (lambda w: fp4compile.scale_sweep(w[0]), "w: expected two or three dimensions"),
     (lambda w: fp4compile.scale_sweep(w, torch.ones(2)), r"global_amax: expected float32 of shape \(\) on cpu"),
-    (lambda w: fp4compile.scale_sweep(w, hessian=torch.ones(16, 16)), r"hessian: .* shape \(2, 16, 16\)"),
-    (lambda w: fp4compile.scale_sweep(w, hessian=torch.ones(2, 16, 16), block=(16, 16)), "hessian: goes with block"),
 ], ids=map(str, range(12)))  # fmt: skip
 def test_what_is_refused(call, message):
     with pytest.raises(ValueError, match=message):
