@@ -37,11 +37,10 @@ log = logging.getLogger("fp4compile")
 class Recipient:
     """The replacement of a quantise that left the graph.
 
-    index: position of the parameter among the graph's inputs. name: the parameter's name. form: its packed form.
+    index: position of the parameter among the graph's inputs. form: its packed form.
     """
 
     index: int
-    name: str
     form: Form
 
 
@@ -70,8 +69,8 @@ def hoisting(
     """An `inner_compile` that takes the quantising of lasting weights out of graphs, see above.
 
     inputs: one entry for each argument of the compiled function. cache: the recipe's `weight_cache`; "off" leaves all
-    graphs as they are, "check" compares the weights' contents at each call. sink: takes the pass's run for each
-    graph with such weights. disabled: names of the passes that are switched off.
+    graphs as they are. sink: takes the pass's run for each graph with such weights. disabled: names of the passes that
+    are switched off.
     """
     if cache == "off" or HOIST.name in disabled:
         return inner_compile
@@ -95,7 +94,7 @@ def hoisting(
         static = [*(kwargs.get("static_input_idxs") or ()), *range(count, count + len(hoisted.examples))]
         values = [*example_inputs, *hoisted.examples]
         compiled = inner_compile(gm, values, **{**kwargs, "static_input_idxs": static})
-        return _with_packed(compiled, hoisted, cache == "check")
+        return _with_packed(compiled, hoisted)
 
     return compile_hoisted
 
@@ -120,7 +119,7 @@ def hoist(graph: Graph, inputs: tuple[Input, ...], hoisted: Hoisted) -> int:
             quantise.format, dim, piece=_piece(quantise.x), grouped=quantise.each_matrix, layout=quantise.layout,
             scale_rule=quantise.scale_rule,
         )  # fmt: skip
-        hoisted.recipients.append(Recipient(placeholders.index(root), parameters[root], packed_as))
+        hoisted.recipients.append(Recipient(placeholders.index(root), packed_as))
         inputs_of[node] = hoisted.recipients[-1], []
         for index, value in enumerate(node.meta["val"]):
             with graph.inserting_after(last):
@@ -210,17 +209,16 @@ def _redirect(quantize: Node, index: int, replacement: Node) -> None:
             user.graph.erase_node(user)
 
 
-def _with_packed(compiled: Callable, hoisted: Hoisted, check: bool) -> Callable:
+def _with_packed(compiled: Callable, hoisted: Hoisted) -> Callable:
     """The compiled function, called with the packed weights after its own arguments."""
-    wanted = [(r.index, r.form, r.name if check else None) for r in hoisted.recipients]
-    pairs = [(one.index, other.index, one.form, (one.name, other.name) if check else (None, None))
-             for one, other in hoisted.pairs]  # fmt: skip
+    wanted = [(one.index, one.form) for one in hoisted.recipients]
+    pairs = [(one.index, other.index, one.form) for one, other in hoisted.pairs]
 
     def call(args: list) -> Any:
         values = [*args]
-        joined = [each for one, other, *how in pairs for each in packed_pair(args[one], args[other], *how)]
-        for index, packed_as, name in wanted:
-            values += packed_weight(args[index], packed_as, name)
+        joined = [each for one, other, form in pairs for each in packed_pair(args[one], args[other], form)]
+        for index, packed_as in wanted:
+            values += packed_weight(args[index], packed_as)
         values += joined
         args.clear()
         return compiled(values)

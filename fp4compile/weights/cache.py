@@ -37,7 +37,6 @@ from fp4compile import _inductor_patches
 from fp4compile.ops.quantize import QUANTIZE
 
 _ATTRIBUTE = "_fp4compile_packed"
-_CHUNK = 1 << 22  # words of a tensor that are hashed at a time
 
 
 @dataclass(frozen=True)
@@ -121,7 +120,7 @@ class _Packed:
     """Packed tensors (data, scales, outer scale), and the weight's observable state when they were made.
 
     Storage and address imply the offset and the device. mark: the storage's mark; _NEVER where the tensors must not be
-    used again. fingerprint: the fingerprint of the contents; None where it was not requested.
+    used again.
     """
 
     tensors: tuple[torch.Tensor, ...]
@@ -132,7 +131,6 @@ class _Packed:
     shape: torch.Size
     strides: tuple[int, ...]
     dtype: torch.dtype
-    fingerprint: tuple[int, int] | None
 
     def fits(self, weight: torch.Tensor) -> bool:
         """Whether the weight's observable state is unchanged."""
@@ -163,16 +161,12 @@ class _Forms:
         return OrderedDict, ()
 
 
-def packed_weight(weight: torch.Tensor, form: Form, check: str | None = None) -> tuple[torch.Tensor, ...]:
-    """(data, scales, outer scale) of a weight, kept until the weight changes or its storage is marked.
-
-    check: the parameter's name, to compare the contents as well: RuntimeError is raised if they changed and the
-    observable state did not. None does not compare them.
-    """
+def packed_weight(weight: torch.Tensor, form: Form) -> tuple[torch.Tensor, ...]:
+    """(data, scales, outer scale) of a weight, kept until the weight changes or its storage is marked."""
     forms = getattr(weight, _ATTRIBUTE, None)
     if type(forms) is _Forms and forms.owner == id(weight):
         kept = forms.packed.get(form)
-        if kept is not None and kept.fits(weight) and (check is None or _unchanged(weight, kept, check)):
+        if kept is not None and kept.fits(weight):
             return kept.tensors
     if weight.is_inference():  # it has no version counter, so a change could not be detected
         return _quantize(weight, form)
@@ -181,18 +175,15 @@ def packed_weight(weight: torch.Tensor, form: Form, check: str | None = None) ->
         return _quantize(weight, form)
     # Tensors that inference mode makes could be neither refilled nor saved for a backward pass outside of it.
     with _lock, torch.inference_mode(False), torch.no_grad():
-        return _pack(weight, form, check)
+        return _pack(weight, form)
 
 
-def packed_pair(
-    first: torch.Tensor, second: torch.Tensor, form: Form, checks: tuple[str | None, str | None] = (None, None)
-) -> tuple[torch.Tensor, torch.Tensor]:
+def packed_pair(first: torch.Tensor, second: torch.Tensor, form: Form) -> tuple[torch.Tensor, torch.Tensor]:
     """(data, scales) of two weights of one shape, the second below the first, without outer scales.
 
-    The packed tensors of each weight become parts of these, so that nothing is kept twice. checks: as in
-    `packed_weight`.
+    The packed tensors of each weight become parts of these, so that nothing is kept twice.
     """
-    each = [packed_weight(weight, form, check) for weight, check in zip((first, second), checks, strict=True)]
+    each = [packed_weight(weight, form) for weight in (first, second)]
     if not all(_follows(one, other) for one, other in zip(*each, strict=True) if one.numel()):
         with _lock, torch.inference_mode(False), torch.no_grad():
             each = _joined((first, second), form, each)
@@ -230,19 +221,18 @@ def _joined(weights: tuple[torch.Tensor, ...], form: Form, each: list[tuple[torc
     return moved
 
 
-def _pack(weight: torch.Tensor, form: Form, check: str | None) -> tuple[torch.Tensor, ...]:
+def _pack(weight: torch.Tensor, form: Form) -> tuple[torch.Tensor, ...]:
     forms = getattr(weight, _ATTRIBUTE, None)
     if type(forms) is not _Forms or forms.owner != id(weight):
         forms = _Forms(id(weight))
         setattr(weight, _ATTRIBUTE, forms)
     kept = forms.packed.get(form)
-    if kept is not None and kept.fits(weight) and (check is None or kept.fingerprint is not None):
+    if kept is not None and kept.fits(weight):
         return kept.tensors  # another thread packed it meanwhile
     storage = _tracked(weight.untyped_storage())
     # The mark is read before the contents. So a write or a mark from now on makes the packed weight out of date.
     mark = storage.mark if changes_are_seen() else _NEVER
     seen = (storage, mark, weight._version, weight.data_ptr(), weight.shape, weight.stride(), weight.dtype)
-    fingerprint = None if check is None else fingerprint_of(weight)
     fresh = _quantize(weight, form)
     if kept is not None and all(map(_alike, kept.tensors, fresh)):
         for old, new in zip(kept.tensors, fresh, strict=True):
@@ -251,7 +241,7 @@ def _pack(weight: torch.Tensor, form: Form, check: str | None) -> tuple[torch.Te
     if weight.is_cuda:
         # As soon as another thread finds the packed tensors, it may read them on another stream.
         torch.cuda.current_stream(weight.device).synchronize()
-    forms.packed[form] = _Packed(fresh, *seen, fingerprint)
+    forms.packed[form] = _Packed(fresh, *seen)
     return fresh
 
 
@@ -369,51 +359,3 @@ def marking(compiled: Callable, parameters: Sequence[int]) -> Callable:
         return outputs
 
     return call
-
-
-def _unchanged(weight: torch.Tensor, kept: _Packed, name: str) -> bool:
-    """Whether the contents still have the packed fingerprint; False where none was taken.
-
-    Raises RuntimeError where the contents differ.
-    """
-    if kept.fingerprint is None:
-        return False
-    if kept.fingerprint != fingerprint_of(weight):
-        raise RuntimeError(
-            f"weight_cache='check': the contents of parameter {name!r} changed, and nothing told of it (a write through"
-            " `.data` or numpy?), since it was quantised. Call fp4compile.refresh(model) after such a write."
-        )
-    return True
-
-
-# ---------------------------------------------------------------- fingerprints
-
-
-def fingerprint_of(tensor: torch.Tensor) -> tuple[int, int]:
-    """A hash of 128 bits, as two int64 numbers, over the bytes of a tensor's elements in row-major order.
-
-    Each word of 8 bytes is combined with its position and a seed, and goes through a mixing function of 64 bits
-    (splitmix64). The results are added up. Two seeds give the two numbers.
-    """
-    data = tensor.detach().contiguous().view(-1).view(torch.uint8)
-    data = torch.nn.functional.pad(data, (0, -data.numel() % 8)).view(torch.int64)
-    sums = torch.zeros(2, dtype=torch.int64, device=data.device)
-    for start in range(0, data.numel(), _CHUNK):
-        part = data[start : start + _CHUNK]
-        place = torch.arange(start, start + part.numel(), device=data.device)
-        for i, seed in enumerate((0x1F83D9ABFB41BD6B, 0x5BE0CD19137E2179)):
-            sums[i] += _mixed(part ^ _mixed(place + seed)).sum()
-    low, high = sums.tolist()
-    return low, high
-
-
-def _mixed(x: torch.Tensor) -> torch.Tensor:
-    """The last steps of splitmix64, on int64, where sums and products wrap around."""
-    for shift, factor in ((30, 0xBF58476D1CE4E5B9 - 2**64), (27, 0x94D049BB133111EB - 2**64)):
-        x = (x ^ _shifted(x, shift)) * factor
-    return x ^ _shifted(x, 31)
-
-
-def _shifted(x: torch.Tensor, bits: int) -> torch.Tensor:
-    """x >> bits, filled with zeros; the shift of int64 itself repeats the sign bit."""
-    return (x >> bits) & ((1 << (64 - bits)) - 1)

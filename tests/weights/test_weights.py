@@ -47,7 +47,7 @@ def test_dimension_and_layout_leave_the_graph_too():
     hoisted = Hoisted()
     assert hoist(graph, (Input(), Input("layer.weight")), hoisted) == 1
     module.recompile()
-    assert hoisted.recipients == [Recipient(1, "layer.weight", form("nvfp4", -2, "swizzled"))]
+    assert hoisted.recipients == [Recipient(1, form("nvfp4", -2, "swizzled"))]
     assert module(None, None, *hoisted.examples) is packed.meta["val"][1]
 
 
