@@ -6,7 +6,6 @@ It prints what was quantised, the losses of both runs, and how far the quantised
 """
 
 import argparse
-import sys
 import sysconfig
 import time
 from collections.abc import Callable, Iterator
@@ -23,6 +22,7 @@ from fp4compile.calibration.calibrate import calibrate
 from fp4compile.cli import arguments
 from fp4compile.recipe import Recipe
 from fp4compile.report.decibels import decibels
+from fp4compile.report.progress import with_bar
 
 BATCH, LENGTH = 8, 64
 LEARNING_RATE = 5e-3
@@ -174,15 +174,13 @@ def train(compile_backend: str | Backend, name: str, steps: int, device: torch.d
     schedule = torch.optim.lr_scheduler.LambdaLR(optimiser, lambda step: min(1.0, (step + 1) / WARMUP))
     training, held_out = text()
     losses = []
-    with Progress(name, steps) as progress:
-        for tokens, target in take(batches(training, device, seed=1), steps):
-            loss = loss_of(logits_of(compiled, tokens), target)
-            loss.backward()
-            optimiser.step()
-            optimiser.zero_grad()
-            schedule.step()
-            losses.append(loss.item())
-            progress.step(f"loss {losses[-1]:.3f}")
+    for tokens, target in with_bar(list(take(batches(training, device, seed=1), steps)), name):
+        loss = loss_of(logits_of(compiled, tokens), target)
+        loss.backward()
+        optimiser.step()
+        optimiser.zero_grad()
+        schedule.step()
+        losses.append(loss.item())
     unseen = [loss_of(logits_of(compiled, tokens), target) for tokens, target in held_out_batches(held_out, device)]
     return Run(model, losses, torch.stack(unseen).mean().item(), time.monotonic() - start)
 
@@ -219,36 +217,6 @@ def logit_sqnr(model: nn.Module, compile_backend: Backend, device: torch.device)
         signal += exact.square().sum().item()
         noise += (exact - logits_of(compiled, tokens).double()).square().sum().item()
     return decibels(signal, noise)
-
-
-class Progress:
-    """A progress bar on stderr, followed by a note; it prints nothing where stderr is no terminal."""
-
-    WIDTH = 30
-
-    def __init__(self, name: str, total: int):
-        self.name, self.total, self.done = name, total, 0
-        self.visible = sys.stderr.isatty()
-
-    def __enter__(self) -> "Progress":
-        self._draw("compiling")
-        return self
-
-    def step(self, note: str) -> None:
-        """Count one step, and draw the bar with a note."""
-        self.done += 1
-        self._draw(note)
-
-    def __exit__(self, *_: object) -> None:
-        if self.visible:
-            print(file=sys.stderr)
-
-    def _draw(self, note: str) -> None:
-        if not self.visible:
-            return
-        filled = self.WIDTH * self.done // self.total
-        bar = "#" * filled + "." * (self.WIDTH - filled)
-        print(f"\r{self.name:>20} [{bar}] {self.done}/{self.total} {note:<12}", end="", file=sys.stderr, flush=True)
 
 
 # ---------------------------------------------------------------- the command

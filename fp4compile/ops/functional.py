@@ -6,11 +6,11 @@ from typing import Any
 import torch
 
 from fp4compile.formats import formats
-from fp4compile.formats.checks import check_float
+from fp4compile.formats.checks import check, check_float
 from fp4compile.formats.formats import BlockFormat
 from fp4compile.formats.groups import Groups, padded_rows
 from fp4compile.formats.layouts import LAYOUTS, ceil_div
-from fp4compile.formats.operand import Operand
+from fp4compile.formats.operand import Arguments, Operand
 from fp4compile.formats.quantize_spec import FLOAT_DTYPES
 from fp4compile.formats.reference_grouped import with_linear_scales
 from fp4compile.ops.matmul import SCALED_GROUPED_MM, SCALED_MM
@@ -169,7 +169,7 @@ def quantize(
 def scaled_mm(
     a: BlockScaled, b: BlockScaled, bias: torch.Tensor | None = None, out_dtype: torch.dtype = torch.bfloat16
 ) -> torch.Tensor:
-    """A @ B^T of two quantised operands: [..., M, K] x [..., N, K] -> [..., M, N] in out_dtype.
+    """A @ B^T of two quantised operands: [..., M, K] x [..., N, K] (or [N, K]) -> [..., M, N] in out_dtype.
 
     The float32 product is multiplied once by a.outer * b.outer, bias is added, and the result is cast.
 
@@ -178,21 +178,14 @@ def scaled_mm(
     bias: [N], bf16, fp16 or fp32; None adds nothing.
     out_dtype: bf16, fp16 or fp32.
 
-    Raises TypeError for an operand that is no `BlockScaled` or a bias that is no tensor of these dtypes, ValueError
-    for shapes, formats, devices, a bias or an out_dtype that do not fit.
+    Raises TypeError for an operand that is no `BlockScaled` or a bias that is no tensor, ValueError for shapes,
+    formats, devices, a bias or an out_dtype that do not fit.
     """
-    _check_formats(a, b)
-    for name, operand in (("a", a), ("b", b)):
-        if len(operand.shape) < 2:
-            raise ValueError(f"{name}: expected two dimensions or more, got shape {operand.shape}")
+    if bias is not None and not isinstance(bias, torch.Tensor):
+        raise TypeError(f"bias: expected a torch.Tensor, got {type(bias).__name__}")
+    left, right = _operand("a", a), _operand("b", b)
+    check(Arguments(left, right, bias, out_dtype))
     _check_contraction(a, b)
-    if a.shape[:-2] != b.shape[:-2]:
-        raise ValueError(f"batch dimensions differ: a has {a.shape[:-2]}, b has {b.shape[:-2]}")
-    if a.data.device != b.data.device:
-        raise ValueError(f"devices differ: a is on {a.data.device}, b on {b.data.device}")
-    if bias is not None:
-        _check_bias(bias, b.shape[-2], a.data.device)
-    check_float("out_dtype", out_dtype)
     return SCALED_MM(
         a.data, a.scales, a.outer, a.format.name, b.data, b.scales, b.outer, b.format.name, bias, out_dtype
     )
@@ -213,7 +206,7 @@ def scaled_grouped_mm(
     Raises TypeError for an operand that is no `BlockScaled` and for offs that are not int32, ValueError for shapes,
     formats, groups, devices or an out_dtype that do not fit.
     """
-    _check_formats(a, b)
+    left, right = _operand("a", a), _operand("b", b)
     if not isinstance(offs, torch.Tensor):
         raise TypeError(f"offs: expected an int32 torch.Tensor, got {type(offs).__name__}")
     along = a.groups == b.groups == "columns"
@@ -222,42 +215,27 @@ def scaled_grouped_mm(
                          f"got shapes {a.shape} and {b.shape}, groups {a.groups!r} and {b.groups!r}")  # fmt: skip
     if along and a.rows != b.rows:
         raise ValueError(f"numbers of rows differ: a was made of {a.rows}, b of {b.rows}")
-    if not along:
-        _check_contraction(a, b)
-    if not a.data.device == b.data.device == offs.device:
-        raise ValueError(f"devices differ: a is on {a.data.device}, b on {b.data.device}, offs on {offs.device}")
     for operand in (a, b):
         if operand.offs is not None and operand.offs.shape != offs.shape:
             raise ValueError(f"offs: expected the {operand.offs.shape[0]} groups of an operand, got {offs.shape[0]}")
-    check_float("out_dtype", out_dtype)
     rows = a.rows if along else a.shape[0]
+    check(Arguments(left, right, None, out_dtype, offs=offs, rows=rows))
+    if not along:
+        _check_contraction(a, b)
     return SCALED_GROUPED_MM(
         a.data, a.scales, a.outer, a.format.name, b.data, b.scales, b.outer, b.format.name, offs, rows, out_dtype
     )
 
 
-def _check_formats(a: BlockScaled, b: BlockScaled) -> None:
-    for name, operand in (("a", a), ("b", b)):
-        if not isinstance(operand, BlockScaled):
-            raise TypeError(f"{name}: expected a BlockScaled, got {type(operand).__name__}")
-    if not formats.compatible(a.format, b.format):
-        raise ValueError(
-            f"formats {a.format.name} and {b.format.name} cannot be multiplied: scale types or block lengths differ"
-        )
+def _operand(name: str, x: BlockScaled) -> Operand:
+    if not isinstance(x, BlockScaled):
+        raise TypeError(f"{name}: expected a BlockScaled, got {type(x).__name__}")
+    return Operand(x.data, x.scales, x.outer, x.format)
 
 
 def _check_contraction(a: BlockScaled, b: BlockScaled) -> None:
     if a.shape[-1] != b.shape[-1]:
         raise ValueError(f"contraction dimensions differ: a has {a.shape[-1]}, b has {b.shape[-1]}")
-
-
-def _check_bias(bias: torch.Tensor, n: int, device: torch.device) -> None:
-    if not isinstance(bias, torch.Tensor):
-        raise TypeError(f"bias: expected a torch.Tensor, got {type(bias).__name__}")
-    if bias.dtype not in FLOAT_DTYPES:
-        raise TypeError(f"bias: dtype {bias.dtype}; allowed are bfloat16, float16, float32")
-    if bias.shape != (n,) or bias.device != device:
-        raise ValueError(f"bias: expected shape ({n},) on {device}, got {tuple(bias.shape)} on {bias.device}")
 
 
 def _check_outer(outer: torch.Tensor, fmt: BlockFormat, lead: list[int], device: torch.device) -> None:

@@ -3,7 +3,6 @@
 import functools
 import json
 import re
-import sys
 
 import pytest
 import torch
@@ -66,14 +65,6 @@ def test_sqnr():
     assert decibels(100.0, 1.0) == pytest.approx(20.0)
     assert decibels(1.0, 0.0) == float("inf")
     assert decibels(0.0, 1.0) == decibels(1.0, float("nan")) == -float("inf")
-
-
-def test_progress_draws_on_a_terminal(capsys, monkeypatch):
-    monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
-    with demo.Progress("bf16", 4) as progress:
-        progress.step("loss 1.000")
-    drawn = capsys.readouterr().err
-    assert "compiling" in drawn and "] 1/4 loss 1.000" in drawn and drawn.endswith("\n")
 
 
 def test_recipes_command_lists_every_recipe(capsys):

@@ -25,6 +25,7 @@ def op_mm(a, a_format, b, b_format):
     return torch.ops.fp4compile.scaled_mm(a, None, None, a_format, b, None, None, b_format, None, torch.float32)
 
 
+BIAS = "bias: expected floating point of shape (6,), got "
 GIVEN_AMAX = "amax: goes with rows in a format whose outer scale is computed"
 BAD_CALLS = [
     # what is raised, what the message says, call
@@ -84,17 +85,25 @@ BAD_CALLS = [
     (ValueError, "formats nvfp4 and mxfp8 cannot be multiplied", lambda: scaled_mm(A, MX)),
     (ValueError, "formats float8_rowwise and nvfp4 cannot", lambda: scaled_mm(quantize(X, "float8_rowwise"), B)),
     (TypeError, "bias: expected a torch.Tensor, got float", lambda: scaled_mm(A, B, 1.0)),
-    (TypeError, "bias: dtype torch.int64", lambda: scaled_mm(A, B, torch.ones(6, dtype=torch.int64))),
-    (ValueError, "bias: expected shape (6,) on cpu, got (4,)", lambda: scaled_mm(A, B, torch.ones(4))),
-    (ValueError, "bias: expected shape (6,) on cpu, got (1, 6)", lambda: scaled_mm(A, B, torch.ones(1, 6))),
     (
         ValueError,
-        "bias: expected shape (6,) on cpu, got (6,) on meta",
-        lambda: scaled_mm(A, B, torch.ones(6, device="meta")),
+        f"{BIAS}torch.int64",
+        lambda: scaled_mm(A, B, torch.ones(6, dtype=torch.int64)),
     ),
+    (
+        ValueError,
+        f"{BIAS}torch.float32 of (4,)",
+        lambda: scaled_mm(A, B, torch.ones(4)),
+    ),
+    (
+        ValueError,
+        f"{BIAS}torch.float32 of (1, 6)",
+        lambda: scaled_mm(A, B, torch.ones(1, 6)),
+    ),
+    (ValueError, "bias: is on meta, a on cpu", lambda: scaled_mm(A, B, torch.ones(6, device="meta"))),
     (ValueError, "out_dtype=torch.float64", lambda: scaled_mm(A, B, out_dtype=torch.float64)),
     (ValueError, "out_dtype=bfloat16", lambda: scaled_mm(A, B, out_dtype="bfloat16")),
-    (ValueError, "devices differ: a is on cpu, b on meta", lambda: scaled_mm(A, ON_META)),
+    (ValueError, "b: is on meta, a on cpu", lambda: scaled_mm(A, ON_META)),
     # At the level of the ops, where graph passes work.
     (ValueError, "unknown layout 'blocked'", lambda: torch.ops.fp4compile.quantize(X, "nvfp4", layout="blocked")),
     (ValueError, "unknown format 'fp4'", lambda: torch.ops.fp4compile.quantize(X, "fp4")),
