@@ -4,10 +4,11 @@ import math
 import re
 from collections.abc import Callable
 from functools import lru_cache
+from re import _compiler, _parser  # type: ignore[attr-defined]
 from re import _constants as codes  # type: ignore[attr-defined]
-from re import _parser  # type: ignore[attr-defined]
 from typing import Any
 
+_LONGEST = 10**4  # characters
 _MOST_WAYS = 10**7  # ways through a pattern and a name, some tenths of a second
 _ONE_CHARACTER = (codes.LITERAL, codes.NOT_LITERAL, codes.ANY, codes.IN)
 _REPEATS = (codes.MAX_REPEAT, codes.MIN_REPEAT, codes.POSSESSIVE_REPEAT)
@@ -20,11 +21,13 @@ def name_pattern(pattern: str) -> Callable[[str], bool]:
     It raises ValueError where a pattern has so many ways through a name that the matcher might not end: the repeats of
     the pattern, and the alternatives in it, are then too many.
 
-    Raises ValueError for a pattern that is no regular expression.
+    Raises ValueError for a pattern that is no regular expression, or a very long one.
     """
+    if len(pattern) > _LONGEST:
+        raise ValueError(f"regular expression {pattern[:200]!r}...: expected at most {_LONGEST} characters")
     try:
-        compiled = re.compile(pattern)
-        alternatives, repeats = _ways(_parser.parse(pattern))
+        tree = _parser.parse(pattern)
+        compiled, (alternatives, repeats) = _compiler.compile(tree), _ways(tree)
     except (re.error, OverflowError, RecursionError) as error:
         raise ValueError(f"regular expression {pattern[:200]!r} is none: {error}") from None
 
