@@ -19,6 +19,7 @@ from fp4compile.formats.layouts import ceil_div
 from fp4compile.formats.operand import Arguments
 from fp4compile.formats.quantize_spec import QuantizeSpec
 from fp4compile.ops.quantize import QUANTIZE
+from fp4compile.passes.autotune import replay_time
 from fp4compile.templates.choose import candidates, choose
 from fp4compile.templates.launch import target_of
 from fp4compile.templates.multiply import multiply_quantized, scaled_mm
@@ -57,15 +58,7 @@ def graph_time(calls: Sequence[Callable[[], object]]) -> float:
         for call in calls:
             call()
     graph.replay()
-    times = []
-    for _ in range(REPLAYS):
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(1e3 * start.elapsed_time(end) / len(calls))
-    return statistics.median(times)
+    return statistics.median(replay_time(graph) for _ in range(REPLAYS)) / len(calls)
 
 
 def copy_rate() -> float:

@@ -126,7 +126,7 @@ def _empty_like(value: torch.Tensor) -> torch.Tensor:
 def _times(sequences: list[list[Call]]) -> list[float]:
     """Microseconds a call, for each sequence of calls; infinite for a sequence that fails on this machine."""
     graphs = [_captured(calls) for calls in sequences]
-    rounds = [[_replay(graph) for graph in graphs] for _ in range(REPLAYS)]
+    rounds = [[replay_time(graph) for graph in graphs] for _ in range(REPLAYS)]
     return [statistics.median(times) / len(calls) for *times, calls in zip(*rounds, sequences, strict=True)]
 
 
@@ -155,7 +155,7 @@ def _captured(calls: list[Call]) -> Any:
     return graph
 
 
-def _replay(graph: Any) -> float:
+def replay_time(graph: Any) -> float:
     """Microseconds of a CUDA graph's replay; infinite where there is no graph."""
     if graph is None:
         return float("inf")
