@@ -24,8 +24,9 @@ from torch.fx import GraphModule
 from torch.utils.weak import WeakIdKeyDictionary
 
 from fp4compile import _compat, _inductor_patches, hardware
+from fp4compile.analysis import agreement
 from fp4compile.passes.hoist import hoisting
-from fp4compile.passes.manager import JointPasses, LowerPasses, switched_off_passes
+from fp4compile.passes.manager import JointPasses, LowerPasses, source_digest, switched_off_passes
 from fp4compile.passes.notes import Saved
 from fp4compile.recipe import Recipe, Rule, recipes, resolve
 from fp4compile.report import names, stored_rows
@@ -172,8 +173,9 @@ class Backend:
 
         mode, options: arguments of `torch.compile`, as for Inductor.
 
-        Raises RuntimeError under strict=True if no product was quantised, in this graph or an earlier one of the model,
-        and if a rule matches no layer of the model.
+        Raises RuntimeError where another rank of a process group compiles with other settings; under strict=True also
+        if no product was quantised, in this graph or an earlier one of the model, and if a rule matches no layer of the
+        model.
         """
         known = names.record(gm, example_inputs)
         self._check_rules(known)
@@ -182,9 +184,12 @@ class Backend:
             as_passes(config_patches.get(slot, getattr(inductor_config, slot))) for slot in (_JOINT_SLOT, _LOWER_SLOT)
         )
         prevented = _prevented(gm, mode, config_patches)
+        ranks = agreement.tell(gm, example_inputs, self._settings(prevented))
         if prevented is not None:
             self._record(known, Outcome([], {}), prevented)
-            return compile_fx(gm, example_inputs, config_patches=config_patches)
+            compiled = compile_fx(gm, example_inputs, config_patches=config_patches)
+            ranks.compare()
+            return compiled
         gpu = None if _compat.cuda_graphs(config_patches) else hardware.present()  # for which to count launches
         told = _Compilation()
         passes = JointPasses(self.recipe, known.inputs, told.joint, before_joint, self.disabled_passes)
@@ -195,6 +200,7 @@ class Backend:
             compile_fx_inner, known.inputs, self.recipe.weight_cache, sink=told.ran, disabled=self.disabled_passes
         )
         compiled = compile_fx(gm, example_inputs, inner_compile, config_patches=config_patches)
+        ranks.compare()
         if _trains(example_inputs):
             trained = [i for i, entry in enumerate(known.inputs) if entry.parameter is not None and not entry.frozen]
             compiled = marking(compiled, trained)
@@ -217,6 +223,11 @@ class Backend:
         else:  # the compiled graph came from a cache, and the passes did not run
             self._record(known, stored_rows.load(key))
         return compiled
+
+    def _settings(self, prevented: str | None) -> dict[str, str]:
+        """The settings in which the ranks of a process group must agree."""
+        others = {"switched off passes": sorted(self.disabled_passes), "source of fp4compile": source_digest()}
+        return agreement.settings_of(self.recipe, {**others, "nothing is quantised because": prevented})
 
     def __reduce__(self) -> tuple:
         return Backend, (self.recipe, self.strict, self.disabled_passes)

@@ -19,9 +19,13 @@ FP4COMPILE_DUMP=directory writes the graph before and after each pass.
     fp4compile.config.enabled_passes = ("quantize_before_move",)         # before `fp4compile.backend(...)`
     FP4COMPILE_ENABLE_PASSES=quantize_before_move python train.py
 
-A backend reads the settings when it is made, and keeps them. They are part of every cache key, so that a graph compiled
-under other settings is never reused. A backend that is used by name (`backend="fp4compile_nvfp4"`) is made at the
-first use of the name in the process; compiling with it under other settings raises RuntimeError.
+On several ranks, a compilation compares the recipe and these settings with the other ranks of each process group whose
+collectives the graph may call, and raises RuntimeError where they differ. `agreement_seconds` is how long a rank waits
+for the others, once for each recipe and group; 0 does not wait.
+
+A backend reads the settings of passes when it is made, and keeps them. They are part of every cache key, so that a
+graph compiled under other settings is never reused. A backend that is used by name (`backend="fp4compile_nvfp4"`) is
+made at the first use of the name in the process; compiling with it under other settings raises RuntimeError.
 """
 
 import os
@@ -35,6 +39,8 @@ OFF_BY_DEFAULT = ("quantize_before_move",)
 disabled_passes: Collection[str] = ()
 # Names of the passes of OFF_BY_DEFAULT that are switched on.
 enabled_passes: Collection[str] = ()
+# How long a compilation waits until the other ranks of a process group have told their recipe.
+agreement_seconds: float = 60.0
 
 
 def switched_off(allowed: Collection[str]) -> frozenset[str]:

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed import ProcessGroup
 from torch.distributed.fsdp import FSDPModule
 
 
@@ -53,6 +54,11 @@ class Sharded:
     @property
     def ranks(self) -> int:
         return self.param.shard_mesh.size()
+
+    @property
+    def process_group(self) -> ProcessGroup:
+        """The ranks that have the shards."""
+        return self.param.shard_mesh.get_group()
 
     @property
     def gathered_before(self) -> bool:

@@ -5,6 +5,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from fp4compile.analysis import agreement
 from fp4compile.analysis.module_names import clean_name, module_name
 from fp4compile.analysis.plan import Layer, Model, of_layer
 from fp4compile.distributed.codes import Direction
@@ -36,8 +37,8 @@ def gather_quantized_(
     Returns a report of the weights: the forward product and the input gradient of each layer.
 
     Raises TypeError if `model` is no module or `recompute` no bool, ValueError for a model without parameters that
-    FSDP2 shards and for a second call, RuntimeError after the first forward pass, and the errors of `backend` for a
-    bad recipe.
+    FSDP2 shards and for a second call, RuntimeError after the first forward pass and where another rank gives another
+    recipe or `recompute`, and the errors of `backend` for a bad recipe.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model: expected a torch.nn.Module, got {type(model).__name__}")
@@ -50,6 +51,9 @@ def gather_quantized_(
         raise ValueError("model: its weights are gathered quantised already")
     if any(one.gathered_before for one in parameters):
         raise RuntimeError("model: its parameters were gathered; call gather_quantized_ before the first forward pass")
+    groups_of_ranks = {one.process_group.group_name: one.process_group for one in parameters}
+    settings = agreement.settings_of(chosen, {"gather_quantized_(recompute)": recompute})
+    agreement.tell_groups(groups_of_ranks.values(), settings).compare()
     layers = _layers(model, parameters, chosen)
     names = [clean_name(name) for name, _ in model.named_parameters()]
     around = Model.of(chosen, names, [layer for layer, _ in layers])

@@ -1,0 +1,243 @@
+"""All ranks of a process group compile with the same settings, or all of them raise.
+
+Which collectives a compiled graph calls depends on the recipe and on the passes that run. Ranks that differ in these
+would call different collectives, and wait for each other until the group's time limit.
+
+Entry: `tell(gm, example_inputs, settings)` before a graph is compiled, and `compare()` of what it returns afterwards,
+so that the ranks wait for each other only for what their compilations differ in time.
+
+**What is compared.** For each process group a rank has a list of the different settings with which it compiled graphs
+that may call collectives of the group, in the order of their first use. Collectives of a group run in one order on all
+of its ranks, so these lists are equal on ranks that agree, entry by entry: whether a product of a graph is quantised or
+not, whether a graph comes from a cache, and how often one rank alone compiles a graph again changes no list. Graphs are
+not matched one by one, because their names and sizes may differ between ranks.
+
+**Why it cannot hang.** Nothing is sent by a collective, which some ranks might not call. Entries lie in the key-value
+store by which the group's ranks met. A rank writes its entry before it waits, and it waits for one key, for
+`fp4compile.config.agreement_seconds` at most. The rank that completes the group's entries writes the key, and so does a
+rank that finds another entry than its own. A rank that waits in vain says so in the log and goes on as without this
+check: another rank may run the model uncompiled. Whoever writes the later of two different entries always sees both.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import logging
+import threading
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+from torch._ops import OpOverload, OpOverloadPacket
+from torch.fx import GraphModule
+
+from fp4compile import config
+from fp4compile.recipe import Recipe
+
+log = logging.getLogger("fp4compile")
+
+_AGREED, _DIFFER = b"agreed", b"differ"
+_SHOWN = 200  # characters of a setting; a longer one is shown by its hash
+
+
+def settings_of(recipe: Recipe, others: Mapping[str, object]) -> dict[str, str]:
+    """Everything in which ranks must agree, as texts. others: settings besides the recipe, by their names.
+
+    The recipe's name is there to be shown (`recipe`), and is not compared.
+    """
+    given = {**recipe.to_dict(), **others}
+    return {"recipe": given.pop("name"), **{name: _text(value) for name, value in given.items()}}
+
+
+def _text(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= _SHOWN else f"<sha256 {hashlib.sha256(text.encode()).hexdigest()[:12]}>"
+
+
+def tell(gm: GraphModule, example_inputs: Sequence[Any], settings: Mapping[str, str]) -> Told:
+    """Tell the other ranks of the process groups of a Dynamo graph with which settings this rank compiles it."""
+    return tell_groups(_groups_of(gm, example_inputs), settings)
+
+
+def tell_groups(groups: Iterable[dist.ProcessGroup], settings: Mapping[str, str]) -> Told:
+    """Tell the other ranks of process groups this rank's settings. Groups of the backend "fake" have no other ranks."""
+    there = [group for group in groups if group.size() > 1 and dist.get_backend(group) != "fake"]
+    told = [_told(group, settings) for group in there]
+    return Told([each for each in told if each is not None])
+
+
+@dataclass(frozen=True)
+class Told:
+    """What this rank told: an entry for each process group whose ranks have not all been compared."""
+
+    entries: list[_Entry]
+
+    def compare(self) -> None:
+        """Wait for the other ranks; RuntimeError with the settings of each rank where they differ."""
+        for entry in self.entries:
+            entry.compare()
+
+
+# ---------------------------------------------------------------- entries in the store of a group
+
+
+@dataclass(frozen=True)
+class _Entry:
+    """Settings that this rank told the ranks of a group. prefix: of the entry's keys in the group's store.
+
+    waits: whether this rank waits for the others: the first time, not where it waited in vain before.
+    """
+
+    group: dist.ProcessGroup
+    store: dist.Store
+    prefix: str
+    settings: Mapping[str, str]
+    waits: bool = True
+
+    def write(self) -> None:
+        """Write the entry, and the verdict where this rank knows it."""
+        mine, rank = json.dumps(self.settings), self.group.rank()
+        self.store.set(f"{self.prefix}/{rank}", mine)
+        first = json.loads(self.store.compare_set(f"{self.prefix}/first", "", mine))
+        if _compared(first) != _compared(self.settings):
+            self.store.set(f"{self.prefix}/verdict", _DIFFER)
+        elif self.store.add(f"{self.prefix}/count", 1) == self.group.size():
+            self.store.set(f"{self.prefix}/verdict", _AGREED)
+
+    def compare(self) -> None:
+        """Wait for the verdict; RuntimeError where settings differ."""
+        verdict, seconds = f"{self.prefix}/verdict", config.agreement_seconds
+        if self.waits and not self.store.check([verdict]):
+            with contextlib.suppress(RuntimeError):  # the time is up; to a store, no time at all is endless time
+                self.store.wait([verdict], timedelta(seconds=max(seconds, 0.001)))
+            if not self.store.check([verdict]):
+                log.warning(
+                    "%s of process group %r told no recipe within %g s, and is not compared", self._silent(),
+                    _name(self.group), seconds,
+                )  # fmt: skip
+        if not self.store.check([verdict]):
+            return
+        if self.store.get(verdict) == _DIFFER:
+            raise RuntimeError(_difference(_name(self.group), self._everyone()))
+        _lists[self.group].agreed.add(self.prefix)
+
+    def _everyone(self) -> dict[int, dict[str, str]]:
+        """The settings of each rank that has told them, by its rank in the group."""
+        ranks = [rank for rank in range(self.group.size()) if self.store.check([f"{self.prefix}/{rank}"])]
+        return {rank: json.loads(self.store.get(f"{self.prefix}/{rank}")) for rank in ranks}
+
+    def _silent(self) -> str:
+        return _ranks(sorted({*range(self.group.size())} - self._everyone().keys()))
+
+
+@dataclass(eq=False)
+class _List:
+    """The entries of one group: prefixes of their keys by what is compared, in the order of first use.
+
+    joined: how often this rank has had a group in the store: a store may outlive its group. agreed: the prefixes of
+    entries that all ranks have.
+    """
+
+    joined: int
+    prefixes: dict[tuple, str] = field(default_factory=dict)
+    agreed: set[str] = field(default_factory=set)
+
+
+_lists: WeakKeyDictionary[dist.ProcessGroup, _List] = WeakKeyDictionary()
+_lock = threading.Lock()
+
+
+def _told(group: dist.ProcessGroup, settings: Mapping[str, str]) -> _Entry | None:
+    """The entry of settings in a group's store, written at their first use; None where all ranks have it."""
+    store, key = dist.distributed_c10d._get_process_group_store(group), _compared(settings)
+    with _lock:
+        if group not in _lists:
+            _lists[group] = _List(store.add(f"fp4compile/joined/{group.rank()}", 1))
+        known = _lists[group]
+        if key in known.prefixes:
+            prefix = known.prefixes[key]
+            return None if prefix in known.agreed else _Entry(group, store, prefix, settings, waits=False)
+        prefix = known.prefixes[key] = f"fp4compile/{known.joined}/{len(known.prefixes)}"
+        entry = _Entry(group, store, prefix, settings)
+        entry.write()
+        return entry
+
+
+def _compared(settings: Mapping[str, str]) -> tuple:
+    return tuple(sorted((name, value) for name, value in settings.items() if name != "recipe"))
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
+
+
+def _difference(group: str, everyone: Mapping[int, Mapping[str, str]]) -> str:
+    """What the error says. everyone: settings by rank."""
+    alike: dict[tuple, list[int]] = {}
+    for rank, settings in everyone.items():
+        alike.setdefault((settings["recipe"], *_compared(settings)), []).append(rank)
+    names = dict.fromkeys(name for settings in everyone.values() for name in settings if name != "recipe")
+    differing = [name for name in names if len({settings.get(name) for settings in everyone.values()}) > 1]
+    parts = []
+    for ranks in alike.values():
+        settings = everyone[ranks[0]]
+        fields = ", ".join(f"{name}={settings.get(name)}" for name in differing)
+        parts.append(
+            f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}: recipe {settings['recipe']!r} with {fields}"
+        )
+    return (
+        f"the ranks of process group {group!r} compile with different settings, and would call different collectives; "
+        "give all of them the same recipe and the same fp4compile.config. " + "; ".join(parts)
+    )
+
+
+# ---------------------------------------------------------------- the process groups of a graph
+
+
+def _groups_of(gm: GraphModule, example_inputs: Sequence[Any]) -> list[dist.ProcessGroup]:
+    """The process groups, with this rank in them, of which a Dynamo graph or its backward may call collectives.
+
+    These are the groups that its collectives name, and the groups of the meshes of its DTensors, whose gradients may be
+    reduced.
+    """
+    if not (dist.is_available() and dist.is_initialized()):
+        return []
+    named = {group.group_name: group for mesh in _meshes(gm, example_inputs) for group in mesh.get_all_groups()}
+    for name in _named_groups(gm):
+        named[name] = dist.distributed_c10d._resolve_process_group(name)
+    return [group for _, group in sorted(named.items()) if dist.get_rank(group) >= 0]
+
+
+def _name(group: dist.ProcessGroup) -> str:
+    return group.group_desc if group.group_desc not in ("", "undefined") else group.group_name
+
+
+def _graphs(gm: GraphModule) -> Iterator[torch.fx.Graph]:
+    return (part.graph for part in gm.modules() if isinstance(part, GraphModule))
+
+
+def _meshes(gm: GraphModule, example_inputs: Sequence[Any]) -> Iterable[Any]:
+    from torch.distributed.tensor import DTensor
+
+    values = [*example_inputs]
+    for graph in _graphs(gm):
+        values += [node.meta.get("example_value") for node in graph.nodes]
+    return {value.device_mesh for value in values if isinstance(value, DTensor)}
+
+
+def _named_groups(gm: GraphModule) -> Iterator[str]:
+    """The names of groups that operators of a graph, such as collectives, have as an argument."""
+    for graph in _graphs(gm):
+        for node in graph.nodes:
+            target = node.target.default if isinstance(node.target, OpOverloadPacket) else node.target
+            if isinstance(target, OpOverload):
+                arguments = [argument.name for argument in target._schema.arguments]
+                given = {**dict(zip(arguments, node.args, strict=False)), **node.kwargs}
+                if isinstance(given.get("group_name"), str):
+                    yield given["group_name"]
