@@ -8,16 +8,17 @@ or, without a change to the program,
 
     FP4COMPILE_DISABLE_PASSES=fuse_epilogue,inplace python train.py
 
-The names are `rewrite` (without it nothing is quantised), `hoist`, `merge_quantize`, `quantize_before_move`,
-`fake_quantize`, `fuse_quantize`, `fuse_epilogue`, `scale_results`, `fuse_prologue`, `fuse_horizontal`, `inplace` and
-`lower`. A pass that is named in either place is off. With every pass but `rewrite` off, the graph runs the plain ops,
-one after another. `report.passes` tells which passes ran, how often each matched and how long it took.
+The names are `rewrite` (without it nothing is quantised), `group_amax`, `hoist`, `merge_quantize`,
+`quantize_before_move`, `fake_quantize`, `fuse_quantize`, `fuse_epilogue`, `scale_results`, `fuse_prologue`,
+`fuse_horizontal`, `inplace` and `lower`. A pass that is named in either place is off. With every pass but `rewrite`
+off, the graph runs the plain ops, one after another. `report.passes` tells which passes ran, how often each matched and
+how long it took.
 FP4COMPILE_DUMP=directory writes the graph before and after each pass.
 
-`quantize_before_move` is off unless it is switched on:
+`quantize_before_move` and `group_amax` are off unless they are switched on:
 
-    fp4compile.config.enabled_passes = ("quantize_before_move",)         # before `fp4compile.backend(...)`
-    FP4COMPILE_ENABLE_PASSES=quantize_before_move python train.py
+    fp4compile.config.enabled_passes = ("quantize_before_move", "group_amax")     # before `fp4compile.backend(...)`
+    FP4COMPILE_ENABLE_PASSES=quantize_before_move,group_amax python train.py
 
 On several ranks, a compilation compares the recipe and these settings with the other ranks of each process group whose
 collectives the graph may call, and raises RuntimeError where they differ. `agreement_seconds` is how long a rank waits
@@ -33,7 +34,7 @@ from collections.abc import Collection
 
 DISABLE, ENABLE = "FP4COMPILE_DISABLE_PASSES", "FP4COMPILE_ENABLE_PASSES"
 # Passes that do not run unless they are switched on.
-OFF_BY_DEFAULT = ("quantize_before_move",)
+OFF_BY_DEFAULT = ("quantize_before_move", "group_amax")
 
 # Names of the passes that are switched off.
 disabled_passes: Collection[str] = ()

@@ -27,7 +27,7 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from fp4compile._compat import statically_true
-from fp4compile.analysis.gemm import Gemm, Input, Operand
+from fp4compile.analysis.gemm import Gemm, Input, Operand, Shard
 from fp4compile.analysis.gradients import Part, input_index, is_inner_gradient, parts_of_gradients, tangent_dependent
 from fp4compile.analysis.graph import is_gathered
 from fp4compile.analysis.grouped_products import is_grouped, why_unread
@@ -82,6 +82,12 @@ def parameters_of(graph: Graph, inputs: tuple[Input, ...]) -> dict[Node, str]:
         if index is not None and index < len(inputs) and inputs[index].parameter is not None:
             found[node] = inputs[index].parameter
     return found
+
+
+def sharded_parameters_of(graph: Graph, inputs: tuple[Input, ...]) -> dict[Node, tuple[Shard, ...]]:
+    """The placeholders of shards of parameters, and how the parameters are cut."""
+    cuts = {node: inputs[input_index(node)].shards for node in parameters_of(graph, inputs)}
+    return {node: cut for node, cut in cuts.items() if cut and isinstance(node.meta["val"], torch.Tensor)}
 
 
 def weights_of(graph: Graph, inputs: tuple[Input, ...]) -> dict[Node, str]:

@@ -10,6 +10,20 @@ from torch.fx import Node
 
 
 @dataclass(frozen=True)
+class Shard:
+    """How a process group cuts a parameter that is a DTensor.
+
+    dim: the dimension that is cut. whole: its size in the whole parameter. group, ranks: the name and the size of the
+    process group whose ranks have the parts.
+    """
+
+    dim: int
+    whole: int
+    group: str
+    ranks: int
+
+
+@dataclass(frozen=True)
 class Input:
     """A graph input.
 
@@ -17,11 +31,13 @@ class Input:
     in_block: whether the parameter lies in a numbered block of the model. It may, although `parameter` has no number:
         where a block is compiled by itself, names begin below the block.
     frozen: whether the input needs no gradient, so that no step of an optimiser changes it.
+    shards: how the parameter is cut, if this rank has a shard of it.
     """
 
     parameter: str | None = None
     in_block: bool = False
     frozen: bool = False
+    shards: tuple[Shard, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -33,6 +33,7 @@ from fp4compile.passes.fuse_epilogue import fuse_epilogue
 from fp4compile.passes.fuse_horizontal import fuse_horizontal
 from fp4compile.passes.fuse_prologue import fuse_prologue
 from fp4compile.passes.fuse_quantize import fuse_quantize
+from fp4compile.passes.group_amax import GROUP_AMAX
 from fp4compile.passes.hoist import HOIST
 from fp4compile.passes.inplace import inplace
 from fp4compile.passes.lower import lower
@@ -66,7 +67,7 @@ FUSING = (
 HORIZONTAL = Pass("fuse_horizontal", fuse_horizontal)
 LOWERING = (Pass("inplace", inplace), Pass("lower", lower))
 POST_GRAD = (*FUSING, HORIZONTAL, *LOWERING)
-ALL = (*JOINT, HOIST, *POST_GRAD)
+ALL = (*JOINT, GROUP_AMAX, HOIST, *POST_GRAD)
 SWITCHED_OFF = "the pass rewrite is switched off (fp4compile.config.disabled_passes)"
 
 
@@ -80,7 +81,7 @@ def switched_off_passes() -> frozenset[str]:
 
 @dataclass(frozen=True, eq=False)
 class JointPasses(CustomGraphPass):
-    """find -> plan -> `JOINT` on a joint or inference graph.
+    """find -> plan -> `JOINT` -> `group_amax` on a joint or inference graph.
 
     inputs: one entry for each argument of the compiled function. sink: takes the report's rows and the passes' runs.
     user_passes: the passes that the slot held before; they run first, on the graph that they expect there. disabled:
@@ -105,6 +106,7 @@ class JointPasses(CustomGraphPass):
         runs = {"find": PassRun(len(decisions), time.perf_counter() - start)}
         rows = describe(graph, self.inputs, decisions)
         runs |= run_passes(JOINT, graph, decisions, disabled=self.disabled)
+        runs |= run_passes([GROUP_AMAX], graph, self.inputs, disabled=self.disabled)
         log.info("joint graph: %s", summary(runs))
         for row in rows:
             log.debug("%s", row)
@@ -227,8 +229,9 @@ def _operand_format(operand: Operand | None, treatment: Treatment | None) -> str
 
 
 def names_digest(inputs: tuple[Input, ...]) -> str:
-    """Hash of the parameters' names, their positions among the inputs, and whether they lie in numbered blocks."""
-    return hashlib.sha256(repr([(entry.parameter, entry.in_block) for entry in inputs]).encode()).hexdigest()
+    """Hash of the parameters' names and positions among the inputs, whether they lie in blocks, and of their shards."""
+    known = [(entry.parameter, entry.in_block, entry.shards) for entry in inputs]
+    return hashlib.sha256(repr(known).encode()).hexdigest()
 
 
 def device_key() -> str:

@@ -54,14 +54,6 @@ class Move:
         given = list(tensors) if self.start.target is aten.cat.default else tensors[0]
         return new_node(graph, self.start.target, (given, *self.start.args[1:]), self.start.meta)
 
-    def largest(self, graph: Graph, bits: Node) -> Node:
-        """The largest of int32 [1] over the processes that gather, for a gather; inserts nodes."""
-        from torch.distributed import _functional_collectives  # noqa: F401  defines the operators
-
-        c10d = torch.ops._c10d_functional
-        started = new_node(graph, c10d.all_reduce.default, (bits, "max", self.start.args[2]), self.start.meta)
-        return new_node(graph, c10d.wait_tensor.default, (started,), self.start.meta)
-
 
 def move_of(node: Node) -> Move | None:
     """A node as a move of whole rows; None if it is none."""

@@ -35,6 +35,7 @@ from fp4compile.analysis.graph import CAST, Quantise, new_node, quantise_of
 from fp4compile.formats import formats
 from fp4compile.ops.quantize import LAY_OUT_SCALES, QUANTIZE
 from fp4compile.passes.fake_quantize import may_return_values
+from fp4compile.passes.magnitudes import bits_of, largest_of_ranks, magnitude_of
 from fp4compile.passes.merge_quantize import share
 from fp4compile.passes.moves import Move, is_local_move, move_of, readers_of, replayed, share_equal
 from fp4compile.passes.notes import name_move
@@ -268,10 +269,9 @@ class _Moving:
             rows = move.new(graph, [new(aten.amax.default, each, [-1], True) for each in magnitudes])
             return new(CAST, new(aten.amax.default, rows), torch.float32)
         largest = new(CAST, new(aten.amax.default, magnitudes[0]), torch.float32)
-        # As integers magnitudes have their order, with NaN above all; libraries of collectives may pass over NaN.
-        bits = new(aten.bitwise_and.Scalar, new(aten.view.dtype, largest, torch.int32), 0x7FFFFFFF)
-        found = move.largest(graph, new(aten.reshape.default, bits, [1]))
-        return new(aten.view.dtype, new(aten.reshape.default, found, []), torch.float32)
+        bits = new(aten.reshape.default, bits_of(graph, largest, meta), [1])
+        found = largest_of_ranks(graph, bits, move.start.args[2], move.start.meta)
+        return magnitude_of(graph, new(aten.reshape.default, found, []), meta)
 
     def _started(self, quantised: list[Node], place: int) -> Node:
         """The start of the move of one result of the quantised sources.

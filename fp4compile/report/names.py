@@ -19,7 +19,7 @@ import torch
 from torch.fx import GraphModule, Node
 from torch.nn.parallel import DistributedDataParallel
 
-from fp4compile.analysis.gemm import Input
+from fp4compile.analysis.gemm import Input, Shard
 from fp4compile.analysis.module_names import block_of, clean_name, module_name
 from fp4compile.report.report import Row, is_below
 
@@ -96,11 +96,26 @@ def record(gm: GraphModule, example_inputs: Sequence[Any], root: torch.nn.Module
     names = _names(places)
     inputs = tuple(
         Input(
-            name if place is not None and place.parameter else None, frozen=not getattr(value, "requires_grad", False)
+            name if place is not None and place.parameter else None,
+            frozen=not getattr(value, "requires_grad", False),
+            shards=_shards(value),
         )
         for name, place, value in zip(names, places, values, strict=True)
     )
     return _in_model(inputs, tuple(names), values, root)
+
+
+def _shards(value: Any) -> tuple[Shard, ...]:
+    """How a DTensor is cut. Placements of other kinds than `Shard` are no cuts that this package knows."""
+    placements, mesh = getattr(value, "placements", ()), getattr(value, "device_mesh", None)
+    if (
+        mesh is None
+        or mesh.get_coordinate() is None
+        or not all(each.is_shard() or each.is_replicate() for each in placements)
+    ):
+        return ()
+    groups = ((each, mesh.get_group(i)) for i, each in enumerate(placements) if each.is_shard())
+    return tuple(Shard(each.dim, value.shape[each.dim], group.group_name, group.size()) for each, group in groups)
 
 
 def _in_model(

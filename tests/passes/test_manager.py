@@ -20,10 +20,10 @@ from tests.helpers import without_codegen
 from tests.helpers.graphs import compile_recorded
 
 SWITCHABLE = [
-    "rewrite", "recompute", "hoist", "merge_quantize", "quantize_before_move", "fake_quantize", "fuse_quantize",
-    "fuse_epilogue", "scale_results", "fuse_prologue", "fuse_horizontal", "inplace", "lower",
+    "rewrite", "recompute", "group_amax", "hoist", "merge_quantize", "quantize_before_move", "fake_quantize",
+    "fuse_quantize", "fuse_epilogue", "scale_results", "fuse_prologue", "fuse_horizontal", "inplace", "lower",
 ]  # fmt: skip
-POST_GRAD = SWITCHABLE[3:]
+POST_GRAD = SWITCHABLE[4:]
 VARIABLE = "FP4COMPILE_DISABLE_PASSES"
 
 
@@ -31,7 +31,7 @@ VARIABLE = "FP4COMPILE_DISABLE_PASSES"
 def enable(monkeypatch):
     """Switches the passes on that are off by default, before each test; or others."""
     switch = lambda *names: monkeypatch.setattr(fp4compile.config, "enabled_passes", names)  # noqa: E731
-    switch("quantize_before_move")
+    switch(*fp4compile.config.OFF_BY_DEFAULT)
     return switch
 
 
@@ -98,7 +98,7 @@ def test_passes_run_in_order_on_one_graph():
 
 def test_counts_and_times_of_inference_reach_the_report():
     _, report = infer(SharedInput(), torch.randn(4, 64))
-    assert list(report.passes) == ["find", "rewrite", "recompute", "hoist", *POST_GRAD]
+    assert list(report.passes) == ["find", *SWITCHABLE]
     assert report.counts == {"find": 2, "rewrite": 2, "recompute": 0, "hoist": 2, **dict.fromkeys(POST_GRAD, 0)}
     assert all(run.seconds > 0 for run in report.passes.values())
     assert report.passes["hoist"] == PassRun(2, report.seconds["hoist"])
@@ -151,7 +151,7 @@ def test_counts_come_back_from_the_cache_without_times():
 def test_the_setting_switches_a_pass_off(disable, captured):
     model, x = SharedInput(), torch.randn(4, 64)
     expected, report = infer(model, x)
-    assert list(report.counts) == ["find", "rewrite", "recompute", *POST_GRAD]
+    assert list(report.counts) == ["find", "rewrite", "recompute", "group_amax", *POST_GRAD]
     for names in (*((name,) for name in POST_GRAD), POST_GRAD):
         disable(*names)
         y, without = infer(model, x)
@@ -199,7 +199,7 @@ def test_the_environment_switches_passes_off_too(disable, captured, monkeypatch)
     disable("hoist")
     assert manager.switched_off_passes() == {"hoist", "inplace", "lower"}
     _, report = infer(SharedInput(), torch.randn(4, 64))
-    assert list(report.counts) == ["find", "rewrite", "recompute", *POST_GRAD[:-2]]
+    assert list(report.counts) == ["find", "rewrite", "recompute", "group_amax", *POST_GRAD[:-2]]
     monkeypatch.setenv(VARIABLE, "")
     disable()
     assert manager.switched_off_passes() == frozenset()
@@ -221,17 +221,17 @@ def test_unknown_names_are_refused(disable, monkeypatch):
 
 
 def test_passes_that_are_off_by_default(disable, enable, monkeypatch):
-    name = "quantize_before_move"
+    name, other = fp4compile.config.OFF_BY_DEFAULT
     assert manager.switched_off_passes() == frozenset()
     disable(name)
     assert manager.switched_off_passes() == {name}
     disable()
     enable()
-    assert manager.switched_off_passes() == {name}
+    assert manager.switched_off_passes() == {name, other}
     monkeypatch.setenv("FP4COMPILE_ENABLE_PASSES", name)
-    assert manager.switched_off_passes() == frozenset()
+    assert manager.switched_off_passes() == {other}
     enable("lower")
-    with pytest.raises(ValueError, match=f"enabled_passes: unknown pass 'lower'; allowed are {name}"):
+    with pytest.raises(ValueError, match=f"enabled_passes: unknown pass 'lower'; allowed are {name}, {other}"):
         fp4compile.backend("mxfp8")
 
 
@@ -317,9 +317,8 @@ def test_a_name_of_dynamos_registry_has_one_setting(enable, disable, captured):
     compiled(torch.ones(4, 64))
     disable("inplace")
     torch._dynamo.reset()
-    with pytest.raises(
-        Exception, match=r"switched off were \['quantize_before_move'\] when backend='fp4compile_mxfp8_floor' was"
-    ):
+    off = r"\['group_amax', 'quantize_before_move'\]"
+    with pytest.raises(Exception, match=f"switched off were {off} when backend='fp4compile_mxfp8_floor' was"):
         compiled(torch.ones(4, 64))
 
 
@@ -333,7 +332,7 @@ def test_dumps_show_every_pass_before_and_after(disable, monkeypatch, tmp_path):
     infer(SharedInput(), torch.randn(4, 64))
     files = sorted(directory.iterdir(), key=lambda file: int(file.name.split("_")[1]))
     found = [re.fullmatch(r"\d+_\d{3,}_(\w+)_(before|after)\.py", file.name).groups() for file in files]
-    ran = ["rewrite", "recompute", "hoist", *POST_GRAD]
+    ran = list(SWITCHABLE)
     ran.insert(ran.index("fake_quantize") + 1, "quantize_before_move")
     ran.remove("inplace")
     assert sorted(found) == sorted((name, when) for name in ran for when in ("before", "after"))

@@ -1,0 +1,64 @@
+"""Two ranks, a part of the world, against one process that has the whole model: see tests/helpers/rank_worker.py."""
+
+import pytest
+import torch
+
+from tests.helpers import process_groups, rank_worker, without_codegen
+from tests.helpers.rank_worker import MEMBERS, TOKENS
+
+pytestmark = pytest.mark.slow
+SUMS = 2e-6  # relative: float32 sums in another order
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory):
+    """What each member found, and what was said to the one that lost the other."""
+    folder = tmp_path_factory.mktemp("ranks")
+    output, program = str(folder / "runs"), ["-m", "tests.helpers.rank_worker"]
+    statuses, said = process_groups.run_ranks(lambda rank: [*program, str(rank), output], folder, ranks=3)
+    assert statuses == [0] * 3, said
+    return [torch.load(f"{output}.{rank}.pt") for rank in MEMBERS], torch.load(f"{output}.lost.pt")
+
+
+@pytest.fixture(scope="module")
+def alone():
+    """A step of one process."""
+    with pytest.MonkeyPatch.context() as patch:
+        without_codegen.install(patch)
+        model, x, gradient = rank_worker.whole()
+        return rank_worker.step(model, "nvfp4", x, gradient)
+
+
+@pytest.mark.parametrize("place", range(len(MEMBERS)))
+@pytest.mark.parametrize("kind", ["sequences", "tokens"])
+def test_tensor_parallelism_has_the_codes_of_one_process(kind, place, found, alone):
+    """So results and gradients differ by the order of sums alone; shards with scales of their own are percents off."""
+    mine, part = (
+        found[0][place][kind],
+        slice(place * TOKENS, (place + 1) * TOKENS) if kind == "sequences" else slice(None),
+    )
+    for name in set(mine) - {"told"}:
+        expected = alone[name][:, part] if name in "xy" else alone[name]
+        torch.testing.assert_close(mine[name], expected, rtol=0, atol=SUMS * expected.abs().max().item())
+    wanted = {f"{layer} {product}" for layer in ("up", "down") for product in ("fprop", "dgrad", "wgrad")}
+    assert mine["told"].keys() == wanted and all("outer scale of 2 ranks" in told for told in mine["told"].values())
+
+
+@pytest.mark.parametrize("place", range(len(MEMBERS)))
+def test_codes_are_gathered_and_shards_have_one_scale(place, found, alone):
+    mine, expected = found[0][place], alone["y"][:, place * TOKENS : (place + 1) * TOKENS]
+    torch.testing.assert_close(mine["inference"], expected, rtol=0, atol=SUMS * expected.abs().max().item())
+    scale = "outer scale of 2 ranks"
+    assert mine["told"] == {"up": f"{scale}; quantised before all_gather_into_tensor", "down": scale}
+
+
+@pytest.mark.parametrize("place", range(len(MEMBERS)))
+def test_ranks_of_different_settings_raise(place, found):
+    recipes, rules = found[0][place]["unlike"]
+    assert "rank 0: recipe 'mxfp8' with" in recipes and "rank 1: recipe 'nvfp4' with" in recipes
+    assert "rank 0: recipe 'mxfp8' with rules=[]; rank 1: recipe 'mxfp8' with rules=[" in rules
+
+
+def test_a_rank_that_ends_ends_the_other(found):
+    """By gloo's own error, after a compilation that waited for it in vain."""
+    assert found[1].startswith(("RuntimeError: ", "DistBackendError: ")) and "settings" not in found[1], found[1]

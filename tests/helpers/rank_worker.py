@@ -1,0 +1,143 @@
+"""Two of three ranks compare recipes, share amaxes under tensor parallelism, and lose each other.
+
+python -m tests.helpers.rank_worker RANK OUTPUT: what tests/distributed/test_ranks.py compares.
+
+The ranks meet at the file OUTPUT.store. Ranks 1 and 2 form the groups, so that no group is the whole world, and each
+writes what it finds to OUTPUT.RANK.pt. Rank 2 ends without a word before the last collective.
+"""
+
+import copy
+import os
+import sys
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as collectives
+from torch import nn
+from torch._inductor import config
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+import fp4compile
+from tests.helpers import process_groups, without_codegen
+
+MEMBERS, TOKENS, WIDTH, HIDDEN = (1, 2), 16, 64, 96
+PASSES = ("quantize_before_move", "group_amax")
+SIZES = {"min_m": 1, "min_n": 1, "min_k": 1, "skip_lm_head": False}
+UNLIKE = (
+    ({"recipe": "mxfp8"}, {"recipe": "nvfp4"}),
+    ({"recipe": "mxfp8"}, {"recipe": "mxfp8", "rules": [("*", "skip")]}),
+)
+
+
+class Mlp(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.up, self.down = nn.Linear(WIDTH, HIDDEN), nn.Linear(HIDDEN, WIDTH)
+
+    def forward(self, x):
+        return self.down(self.up(x).relu())
+
+
+def whole() -> tuple[Mlp, torch.Tensor, torch.Tensor]:
+    """The model, two sequences of tokens, and the gradient of its result: the last rank's are the largest.
+
+    Half of each layer's weight is larger, too.
+    """
+    model = Mlp()
+    with torch.no_grad():
+        model.up.weight[HIDDEN // 2 :] *= 5
+        model.down.weight[:, HIDDEN // 2 :] *= 3
+    generator = torch.Generator().manual_seed(1)
+    x, gradient = (torch.randn(2, 2 * TOKENS, WIDTH, generator=generator) for _ in range(2))
+    x[:, TOKENS:] *= 7
+    return model, x, gradient * 2.0 ** torch.arange(WIDTH).fmod(5)
+
+
+def compiled(model, recipe):
+    torch._dynamo.reset()
+    backend = (
+        fp4compile.backend(recipe, **SIZES) if isinstance(recipe, str) else fp4compile.backend({**recipe, **SIZES})
+    )
+    return torch.compile(model, backend=backend), backend
+
+
+def step(model, recipe, x, gradient) -> dict:
+    """The result, the gradients of the input and of the parameters, and what the report says was fused."""
+    x = x.contiguous().requires_grad_()
+    function, backend = compiled(model, recipe)
+    y = function(x)
+    y.backward(gradient)
+    found = {
+        name: getattr(one.grad, "full_tensor", lambda one=one: one.grad)() for name, one in model.named_parameters()
+    }
+    told = {f"{row.module} {row.product}": row.fused for row in backend.report.rows}
+    return {"y": y.detach(), "x": x.grad, **found, "told": told}
+
+
+def sharded(model, mesh, sequences: bool):
+    """The model on the ranks of a mesh. sequences: whether each rank has a part of the sequences between layers."""
+    shard = Shard(1)
+    plans = {"up": ColwiseParallel(input_layouts=shard) if sequences else ColwiseParallel(),
+             "down": RowwiseParallel(output_layouts=shard) if sequences else RowwiseParallel()}  # fmt: skip
+    return parallelize_module(copy.deepcopy(model), mesh, plans)
+
+
+def parallel(rank: int, mesh: DeviceMesh) -> dict:
+    """A step of the sharded model by the captured graphs, and results by Inductor's kernels."""
+    model, x, gradient = whole()
+    mine = slice(None) if rank is None else slice(rank * TOKENS, (rank + 1) * TOKENS)
+    found = {}
+    with pytest.MonkeyPatch.context() as patch:
+        without_codegen.install(patch)
+        found["sequences"] = step(sharded(model, mesh, True), "nvfp4", x[:, mine], gradient[:, mine])
+        found["tokens"] = step(sharded(model, mesh, False), "nvfp4", x, gradient)
+    with torch.no_grad():
+        function, backend = compiled(sharded(model, mesh, True), "nvfp4")
+        found["inference"] = function(x[:, mine].contiguous())
+        found["told"] = {row.module: row.fused for row in backend.report.rows}
+    return found
+
+
+def summed(recipe, group):
+    """A compiled function that sums a layer's results over the ranks of a group."""
+    return compiled(lambda x: collectives.all_reduce(nn.functional.linear(x, x), "sum", group), recipe)[0]
+
+
+def unlike(place: int, groups) -> list[str]:
+    """What ranks of different settings are told: other recipes, and a recipe that quantises nothing."""
+    said = []
+    for group, recipes in zip(groups, UNLIKE, strict=True):
+        with pytest.raises(Exception, match="different settings") as error:
+            summed(recipes[place], group)(torch.ones(64, 64))
+        said.append(str(error.value))
+    return said
+
+
+def main(rank: int, output: str) -> None:
+    torch.set_num_threads(1)
+    config.force_disable_caches = True
+    fp4compile.config.enabled_passes = PASSES
+    process_groups.begin(f"{output}.store", rank, 3)
+    mesh = DeviceMesh("cpu", list(MEMBERS))
+    groups = [dist.new_group(list(MEMBERS), timeout=timedelta(seconds=20)) for _ in range(3)]
+    if rank in MEMBERS:
+        place = MEMBERS.index(rank)
+        found = {**parallel(place, mesh), "unlike": unlike(place, groups[:2])}
+        torch.save(found, f"{output}.{rank}.pt")
+        dist.barrier(groups[2])
+        if rank == MEMBERS[-1]:
+            os._exit(0)
+        fp4compile.config.agreement_seconds = 0.1
+        with pytest.raises(Exception) as error:  # noqa: PT011  whatever gloo raises
+            summed("mxfp8_32x32", groups[2])(torch.ones(64, 64))
+        torch.save(f"{type(error.value).__name__}: {error.value}", f"{output}.lost.pt")
+    os._exit(0)  # a group that has lost a rank cannot be ended
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), sys.argv[2])
