@@ -208,10 +208,16 @@ def _groups_of(gm: GraphModule, example_inputs: Sequence[Any]) -> list[dist.Proc
     """
     if not (dist.is_available() and dist.is_initialized()):
         return []
-    named = {group.group_name: group for mesh in _meshes(gm, example_inputs) for group in mesh.get_all_groups()}
-    for name in _named_groups(gm):
-        named[name] = dist.distributed_c10d._resolve_process_group(name)
-    return [group for _, group in sorted(named.items()) if dist.get_rank(group) >= 0]
+    names = {group.group_name for mesh in _meshes(gm, example_inputs) for group in mesh.get_all_groups()}
+    # By its name, because DTensor's caches may hold a mesh of groups that were destroyed, equal to the mesh of today.
+    groups = (_registered(name) for name in sorted(names.union(_named_groups(gm))))
+    return [group for group in groups if group is not None and dist.get_rank(group) >= 0]
+
+
+def _registered(name: str) -> dist.ProcessGroup | None:
+    """The process group of a name; None where there is none now."""
+    registered = dist.distributed_c10d._world.pg_map
+    return next((group for group in registered if group.group_name == name), None)
 
 
 def _name(group: dist.ProcessGroup) -> str:

@@ -1,0 +1,127 @@
+"""Which tensors the pass group_amax proves to be shards, in graphs of one rank of a group that does not exist."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Partial, Replicate
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+import fp4compile
+from fp4compile.analysis.gemm import Input, Shard
+from fp4compile.analysis.graph import quantise_of
+from fp4compile.formats import formats, reference, reference_scales
+from fp4compile.ops.quantize import QUANTIZE
+from fp4compile.passes import group_amax as tested
+from tests.helpers import without_codegen
+
+aten, c10d = torch.ops.aten, torch.ops._c10d_functional
+SCALE = "outer scale of 4 ranks"
+
+
+@pytest.fixture
+def mesh(monkeypatch):
+    """Of four ranks; captured graphs run as they are."""
+    without_codegen.install(monkeypatch)
+    monkeypatch.setattr(fp4compile.config, "enabled_passes", ("group_amax",))
+    dist.init_process_group("fake", rank=0, world_size=4, store=FakeStore())
+    yield init_device_mesh("cpu", (4,))
+    dist.destroy_process_group()
+
+
+class Mlp(nn.Module):
+    def __init__(self, hidden=256):
+        super().__init__()
+        self.up, self.down = nn.Linear(64, hidden, bias=False), nn.Linear(hidden, 64)
+
+    def forward(self, x):
+        return self.down(self.up(x).relu())
+
+
+def told(model, plan, mesh, recipe="nvfp4", x_needs_gradient=True, **fields):
+    """What became of the outer scales of each product of a training step."""
+    parallelize_module(model, mesh, plan)
+    backend = fp4compile.backend(recipe, min_n=1, min_k=1, skip_lm_head=False, **fields)
+    y = torch.compile(model, backend=backend)(torch.randn(32, 64, requires_grad=x_needs_gradient))
+    getattr(y, "to_local", lambda: y)().sum().backward()
+    return {f"{row.module} {row.product}": row.fused for row in backend.report.rows}
+
+
+def test_every_product_of_a_layer_that_is_cut(mesh):
+    found = told(Mlp(), {"up": ColwiseParallel(), "down": RowwiseParallel()}, mesh)
+    assert found == {f"{layer} {product}": SCALE for layer in ("up", "down") for product in ("fprop", "dgrad", "wgrad")}
+
+
+def test_what_no_product_proves(mesh):
+    """Without an input gradient nothing shows that the output gradient is a part of a larger one."""
+    found = told(Mlp(), {"up": ColwiseParallel(), "down": RowwiseParallel()}, mesh, x_needs_gradient=False)
+    assert found.pop("up wgrad") is None and set(found.values()) == {SCALE}
+
+
+def test_results_that_are_not_summed(mesh):
+    reason = "outer scale of a shard: no sum over the ranks of what it is multiplied to is in the graph"
+    plan = {"up": ColwiseParallel(), "down": RowwiseParallel(output_layouts=Partial(), use_local_output=False)}
+    found = told(Mlp(), plan, mesh)
+    assert found["down fprop"] == f"{reason}; {SCALE}" and found["down wgrad"] == reason
+
+
+def test_shards_that_are_left_alone(mesh):
+    """Of unequal sizes, or in a format whose codes depend on more than the outer scale."""
+    uneven = told(Mlp(250), {"up": ColwiseParallel(output_layouts=Replicate())}, mesh)
+    assert uneven["up fprop"] == "outer scale of a shard: 250 elements do not divide evenly among 4 ranks"
+    fields = dict.fromkeys(("fprop_x", "fprop_w"), "nvfp4_te")
+    other = told(Mlp(), {"up": ColwiseParallel(), "down": RowwiseParallel()}, mesh, **fields)
+    reason = "outer scale of a shard: nvfp4_te makes its codes by the inverse of the outer scale"
+    assert other["up fprop"] == other["down fprop"] == reason
+
+
+def test_transformed_gradients_are_left_alone(mesh):
+    found = told(Mlp(), {"up": ColwiseParallel(), "down": RowwiseParallel()}, mesh, hadamard=("wgrad",))
+    assert found["up fprop"] == SCALE
+    assert found["up wgrad"] == "outer scale of a shard: it is made of transformed elements"
+
+
+def product(x, first, second):
+    """A gradient-free step: two layers whose weights are cut along the rows, and a part of the first."""
+    found = []
+    for source in (first, second, first[:16]):
+        found += torch.ops.fp4compile.quantize(source, "nvfp4", -1)[:1]
+    return *found, *torch.ops.fp4compile.quantize(x, "nvfp4", -1)[:1]
+
+
+def test_the_numbers_of_all_parameters_take_one_collective():
+    class Index:
+        def __init__(self, idx):
+            self.idx = idx
+
+    inputs = (Input(), *(Input(name, shards=(Shard(0, 64, "0", 2),)) for name in ("first.weight", "second.weight")))
+    graph = make_fx(product, tracing_mode="fake")(torch.randn(32, 64), *torch.randn(2, 32, 64)).graph
+    for i, node in enumerate(graph.find_nodes(op="placeholder")):
+        node.meta["desc"] = Index(i)
+    assert tested.group_amax(graph, inputs) == 2, "neither x nor a part of a parameter"
+    graph.lint()
+    (collective,) = graph.find_nodes(op="call_function", target=c10d.all_reduce.default)
+    assert collective.args[0].meta["val"].shape == (2,) and collective.args[1:] == ("max", "0")
+    outers = [quantise_of(node).outer for node in graph.find_nodes(op="call_function", target=QUANTIZE)]
+    assert [outer is None for outer in outers] == [False, False, True, True] and outers[0] is not outers[1]
+
+
+@pytest.mark.parametrize(("divisor", "expected"), [
+    (reference.NVFP4_MAX, lambda amax: reference.outer_of(amax, formats.get("nvfp4"))),
+    (1536.0, lambda amax: reference_scales.outer_of(amax, "four_over_six")),
+])  # fmt: skip
+def test_bits_of_outer_scales(divisor, expected):
+    """Of random magnitudes, subnormal ones among them, and of all that is special."""
+    bits = torch.randint(0, 0x7F800000, (20000,), dtype=torch.int32, generator=torch.Generator().manual_seed(0))
+    special = torch.tensor([0.0, 2.0**-149, 2.0**-139, torch.finfo(torch.float32).max, torch.inf, torch.nan])
+    amax = torch.cat([bits.view(torch.float32), bits.remainder(1 << 23).view(torch.float32), special])
+    graph_module = make_fx(lambda amax: amax.clone())(amax)
+    (node,) = graph_module.graph.find_nodes(op="placeholder")
+    output = graph_module.graph.output_node()
+    with graph_module.graph.inserting_before(output):
+        output.args = (tested._Outers(graph_module.graph)._divided(node, divisor, node.meta),)
+    graph_module.recompile()
+    assert torch.equal(graph_module(amax).view(torch.int32), expected(amax).view(torch.int32))
