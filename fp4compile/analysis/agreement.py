@@ -66,9 +66,13 @@ def tell(gm: GraphModule, example_inputs: Sequence[Any], settings: Mapping[str, 
 
 
 def tell_groups(groups: Iterable[dist.ProcessGroup], settings: Mapping[str, str]) -> Told:
-    """Tell the other ranks of process groups this rank's settings. Groups of the backend "fake" have no other ranks."""
+    """Tell the other ranks of process groups this rank's settings.
+
+    Groups of the backend "fake" have no other ranks, and some backends, such as MPI, have no store.
+    """
     there = [group for group in groups if group.size() > 1 and dist.get_backend(group) != "fake"]
-    told = [_told(group, settings) for group in there]
+    stores = [(group, dist.distributed_c10d._get_process_group_store(group)) for group in there]
+    told = [_told(group, store, settings) for group, store in stores if store is not None]
     return Told([each for each in told if each is not None])
 
 
@@ -153,9 +157,9 @@ _lists: WeakKeyDictionary[dist.ProcessGroup, _List] = WeakKeyDictionary()
 _lock = threading.Lock()
 
 
-def _told(group: dist.ProcessGroup, settings: Mapping[str, str]) -> _Entry | None:
+def _told(group: dist.ProcessGroup, store: dist.Store, settings: Mapping[str, str]) -> _Entry | None:
     """The entry of settings in a group's store, written at their first use; None where all ranks have it."""
-    store, key = dist.distributed_c10d._get_process_group_store(group), _compared(settings)
+    key = _compared(settings)
     with _lock:
         if group not in _lists:
             _lists[group] = _List(store.add(f"fp4compile/joined/{group.rank()}", 1))

@@ -30,18 +30,30 @@ def alone():
 
 
 @pytest.mark.parametrize("place", range(len(MEMBERS)))
-@pytest.mark.parametrize("kind", ["sequences", "tokens"])
+@pytest.mark.parametrize("kind", ["sequences", "tokens", "frozen"])
 def test_tensor_parallelism_has_the_codes_of_one_process(kind, place, found, alone):
     """So results and gradients differ by the order of sums alone; shards with scales of their own are percents off."""
-    mine, part = (
-        found[0][place][kind],
-        slice(place * TOKENS, (place + 1) * TOKENS) if kind == "sequences" else slice(None),
-    )
+    mine = found[0][place][kind]
+    part = slice(None) if kind == "tokens" else slice(place * TOKENS, (place + 1) * TOKENS)
     for name in set(mine) - {"told"}:
         expected = alone[name][:, part] if name in "xy" else alone[name]
         torch.testing.assert_close(mine[name], expected, rtol=0, atol=SUMS * expected.abs().max().item())
-    wanted = {f"{layer} {product}" for layer in ("up", "down") for product in ("fprop", "dgrad", "wgrad")}
-    assert mine["told"].keys() == wanted and all("outer scale of 2 ranks" in told for told in mine["told"].values())
+    products = ("fprop", "dgrad") if kind == "frozen" else ("fprop", "dgrad", "wgrad")
+    assert mine["told"].keys() == {f"{layer} {product}" for layer in ("up", "down") for product in products}
+    assert all("outer scale of 2 ranks" in told for told in mine["told"].values())
+    after = "quantised after all_gather_into_tensor: "
+    gathered = {name: told.rpartition("; ")[2] for name, told in mine["told"].items() if "all_gather" in told}
+    assert (
+        gathered
+        == {
+            "tokens": {},
+            "frozen": dict.fromkeys(("up fprop", "down dgrad"), "quantised before all_gather_into_tensor"),
+            "sequences": {
+                "up fprop": f"{after}columns are quantised",
+                **dict.fromkeys(("down dgrad", "down wgrad"), f"{after}its rows are read elsewhere, too"),
+            },
+        }[kind]
+    ), "a gather that a weight gradient needs, too, is in high precision, once"
 
 
 @pytest.mark.parametrize("place", range(len(MEMBERS)))
@@ -54,9 +66,10 @@ def test_codes_are_gathered_and_shards_have_one_scale(place, found, alone):
 
 @pytest.mark.parametrize("place", range(len(MEMBERS)))
 def test_ranks_of_different_settings_raise(place, found):
-    recipes, rules = found[0][place]["unlike"]
+    recipes, rules, gathers = found[0][place]["unlike"]
     assert "rank 0: recipe 'mxfp8' with" in recipes and "rank 1: recipe 'nvfp4' with" in recipes
     assert "rank 0: recipe 'mxfp8' with rules=[]; rank 1: recipe 'mxfp8' with rules=[" in rules
+    assert "rank 0: recipe 'mxfp8' with gather_quantized_(recompute)=False; rank 1" in gathers
 
 
 def test_a_rank_that_ends_ends_the_other(found):

@@ -18,10 +18,12 @@ import torch.distributed._functional_collectives as collectives
 from torch import nn
 from torch._inductor import config
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Shard
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import fp4compile
+from fp4compile.distributed import gather_quantized_
 from tests.helpers import process_groups, without_codegen
 
 MEMBERS, TOKENS, WIDTH, HIDDEN = (1, 2), 16, 64, 96
@@ -68,13 +70,12 @@ def compiled(model, recipe):
 
 def step(model, recipe, x, gradient) -> dict:
     """The result, the gradients of the input and of the parameters, and what the report says was fused."""
-    x = x.contiguous().requires_grad_()
+    x = x.detach().clone(memory_format=torch.contiguous_format).requires_grad_()
     function, backend = compiled(model, recipe)
     y = function(x)
     y.backward(gradient)
-    found = {
-        name: getattr(one.grad, "full_tensor", lambda one=one: one.grad)() for name, one in model.named_parameters()
-    }
+    trained = {name: one.grad for name, one in model.named_parameters() if one.requires_grad}
+    found = {name: grad.full_tensor() if isinstance(grad, DTensor) else grad for name, grad in trained.items()}
     told = {f"{row.module} {row.product}": row.fused for row in backend.report.rows}
     return {"y": y.detach(), "x": x.grad, **found, "told": told}
 
@@ -90,12 +91,14 @@ def sharded(model, mesh, sequences: bool):
 def parallel(rank: int, mesh: DeviceMesh) -> dict:
     """A step of the sharded model by the captured graphs, and results by Inductor's kernels."""
     model, x, gradient = whole()
-    mine = slice(None) if rank is None else slice(rank * TOKENS, (rank + 1) * TOKENS)
+    mine = slice(rank * TOKENS, (rank + 1) * TOKENS)
     found = {}
     with pytest.MonkeyPatch.context() as patch:
         without_codegen.install(patch)
         found["sequences"] = step(sharded(model, mesh, True), "nvfp4", x[:, mine], gradient[:, mine])
         found["tokens"] = step(sharded(model, mesh, False), "nvfp4", x, gradient)
+        model.requires_grad_(False)
+        found["frozen"] = step(sharded(model, mesh, True), "nvfp4", x[:, mine], gradient[:, mine])
     with torch.no_grad():
         function, backend = compiled(sharded(model, mesh, True), "nvfp4")
         found["inference"] = function(x[:, mine].contiguous())
@@ -109,13 +112,16 @@ def summed(recipe, group):
 
 
 def unlike(place: int, groups) -> list[str]:
-    """What ranks of different settings are told: other recipes, and a recipe that quantises nothing."""
+    """What ranks are told of other recipes, of a recipe that quantises nothing, and of other gathers of weights."""
     said = []
-    for group, recipes in zip(groups, UNLIKE, strict=True):
+    for group, recipes in zip(groups, UNLIKE, strict=False):
         with pytest.raises(Exception, match="different settings") as error:
             summed(recipes[place], group)(torch.ones(64, 64))
         said.append(str(error.value))
-    return said
+    layer = fully_shard(nn.Linear(WIDTH, HIDDEN), mesh=DeviceMesh.from_group(groups[-1], "cpu"))
+    with pytest.raises(RuntimeError) as error:
+        gather_quantized_(layer, "mxfp8", recompute=place == 1)
+    return [*said, str(error.value)]
 
 
 def main(rank: int, output: str) -> None:
@@ -124,17 +130,17 @@ def main(rank: int, output: str) -> None:
     fp4compile.config.enabled_passes = PASSES
     process_groups.begin(f"{output}.store", rank, 3)
     mesh = DeviceMesh("cpu", list(MEMBERS))
-    groups = [dist.new_group(list(MEMBERS), timeout=timedelta(seconds=20)) for _ in range(3)]
+    groups = [dist.new_group(list(MEMBERS), timeout=timedelta(seconds=20)) for _ in range(4)]
     if rank in MEMBERS:
         place = MEMBERS.index(rank)
-        found = {**parallel(place, mesh), "unlike": unlike(place, groups[:2])}
+        found = {**parallel(place, mesh), "unlike": unlike(place, groups[:3])}
         torch.save(found, f"{output}.{rank}.pt")
-        dist.barrier(groups[2])
+        dist.barrier(groups[3])
         if rank == MEMBERS[-1]:
             os._exit(0)
         fp4compile.config.agreement_seconds = 0.1
         with pytest.raises(Exception) as error:  # noqa: PT011  whatever gloo raises
-            summed("mxfp8_32x32", groups[2])(torch.ones(64, 64))
+            summed("mxfp8_32x32", groups[3])(torch.ones(64, 64))
         torch.save(f"{type(error.value).__name__}: {error.value}", f"{output}.lost.pt")
     os._exit(0)  # a group that has lost a rank cannot be ended
 
