@@ -5,7 +5,6 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from fp4compile.analysis import agreement
 from fp4compile.analysis.module_names import clean_name, module_name
 from fp4compile.analysis.plan import Layer, Model, of_layer
 from fp4compile.distributed.codes import Direction
@@ -13,7 +12,7 @@ from fp4compile.distributed.fsdp import Sharded, sharded_parameters
 from fp4compile.distributed.shard import Magnitudes, QuantizedShard
 from fp4compile.distributed.whole import Form
 from fp4compile.formats.quantize_spec import COLUMNS, FLOAT_DTYPES, ROWS
-from fp4compile.recipe import Recipe, resolve
+from fp4compile.recipe import Recipe, agreement, resolve
 from fp4compile.report.report import Report, Row
 from fp4compile.weights.scale_layout import layout_on
 

@@ -14,8 +14,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import fp4compile
-from fp4compile.analysis import agreement
-from fp4compile.recipe import resolve
+from fp4compile.recipe import agreement, resolve
 
 
 class Rank:

@@ -38,7 +38,7 @@ from torch._ops import OpOverload, OpOverloadPacket
 from torch.fx import GraphModule
 
 from fp4compile import config
-from fp4compile.recipe import Recipe
+from fp4compile.recipe.recipe import Recipe
 
 log = logging.getLogger("fp4compile")
 
