@@ -19,6 +19,7 @@ the same value. Every other operator that multiplies matrices is listed too, wit
 (`Gemm.unsupported`).
 """
 
+import math
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
@@ -71,7 +72,21 @@ def find(graph: Graph, inputs: tuple[Input, ...]) -> list[Gemm]:
 
     inputs: one entry for each argument of the compiled function, in its order.
     """
-    return _Scan(weights_of(graph, inputs), tangent_dependent(graph), parts_of_gradients(graph)).gemms(graph)
+    scan = _Scan(weights_of(graph, inputs), tangent_dependent(graph), parts_of_gradients(graph))
+    gemms, cuts = scan.gemms(graph), sharded_parameters_of(graph, inputs)
+    whole = {layer.gemm.node: _whole(layer, cuts[layer.root]) for layer in scan.layers if layer.root in cuts}
+    return [replace(gemm, layer=whole[gemm.forward]) if gemm.forward in whole else gemm for gemm in gemms]
+
+
+def _whole(layer: "_Layer", cuts: tuple[Shard, ...]) -> tuple:
+    """(tokens, out features, in features) of the whole layer, of which this rank has a shard."""
+    sizes, shape = list(layer.gemm.layer), layer.root.meta["val"].shape
+    for cut in cuts:
+        for place, dim in ((1, -2), (2, -1)):
+            same_dim = layer.weight.stride[dim] == math.prod(shape[cut.dim + 1 :])
+            if same_dim and statically_true(sizes[place] == shape[cut.dim]):
+                sizes[place] = cut.whole
+    return tuple(sizes)
 
 
 def parameters_of(graph: Graph, inputs: tuple[Input, ...]) -> dict[Node, str]:

@@ -73,7 +73,8 @@ class Gemm:
     a, b: the operands; None where `unsupported` or `packed` is set.
     bias, beta, alpha: the added term and the factors of `aten.addmm`; no bias for other products.
     dims: (m, n, k); the batch is counted among m where B is one matrix. Empty where the sizes are unknown.
-    layer: (tokens, out features, in features) of the layer; (m, n, k) where there is no layer.
+    layer: (tokens, out features, in features) of the layer, of the whole one where this rank has a shard of its weight;
+        (m, n, k) where there is no layer.
     forward: the fprop node that a dgrad or a wgrad belongs to; the product's own node otherwise.
     tied_to_embedding: whether the layer's weight is also the table of an embedding.
     selects: whether a top-k, a sort or a softmax is taken of the layer's outputs, as a router does.

@@ -28,7 +28,7 @@ from tests.helpers import process_groups, without_codegen
 
 MEMBERS, TOKENS, WIDTH, HIDDEN = (1, 2), 16, 64, 96
 PASSES = ("quantize_before_move", "group_amax")
-SIZES = {"min_m": 1, "min_n": 1, "min_k": 1, "skip_lm_head": False}
+SIZES = {"min_m": 1, "min_n": 1, "min_k": 1}
 UNLIKE = (
     ({"recipe": "mxfp8"}, {"recipe": "nvfp4"}),
     ({"recipe": "mxfp8"}, {"recipe": "mxfp8", "rules": [("*", "skip")]}),

@@ -44,7 +44,7 @@ class Mlp(nn.Module):
 def told(model, plan, mesh, recipe="nvfp4", x_needs_gradient=True, **fields):
     """What became of the outer scales of each product of a training step."""
     parallelize_module(model, mesh, plan)
-    backend = fp4compile.backend(recipe, min_n=1, min_k=1, skip_lm_head=False, **fields)
+    backend = fp4compile.backend(recipe, **fields)
     y = torch.compile(model, backend=backend)(torch.randn(32, 64, requires_grad=x_needs_gradient))
     getattr(y, "to_local", lambda: y)().sum().backward()
     return {f"{row.module} {row.product}": row.fused for row in backend.report.rows}
@@ -53,6 +53,12 @@ def told(model, plan, mesh, recipe="nvfp4", x_needs_gradient=True, **fields):
 def test_every_product_of_a_layer_that_is_cut(mesh):
     found = told(Mlp(), {"up": ColwiseParallel(), "down": RowwiseParallel()}, mesh)
     assert found == {f"{layer} {product}": SCALE for layer in ("up", "down") for product in ("fprop", "dgrad", "wgrad")}
+
+
+def test_limits_see_whole_layers(mesh):
+    """The first layer is the widest, so that the last is no output head, though its shard has fewer features."""
+    found = told(Mlp(128), {"up": ColwiseParallel(), "down": RowwiseParallel()}, mesh, min_n=64, min_k=64)
+    assert set(found.values()) == {SCALE}
 
 
 def test_what_no_product_proves(mesh):
