@@ -115,7 +115,9 @@ def _shards(value: Any) -> tuple[Shard, ...]:
     ):
         return ()
     groups = ((each, mesh.get_group(i)) for i, each in enumerate(placements) if each.is_shard())
-    return tuple(Shard(each.dim, value.shape[each.dim], group.group_name, group.size()) for each, group in groups)
+    return tuple(
+        Shard(each.dim % value.dim(), value.shape[each.dim], group.group_name, group.size()) for each, group in groups
+    )
 
 
 def _in_model(
