@@ -3,8 +3,9 @@
 import pytest
 import torch
 
-from tests.helpers import process_groups, rank_worker, without_codegen
-from tests.helpers.rank_worker import MEMBERS, TOKENS
+from tests.helpers import moving_worker, process_groups, rank_worker, without_codegen
+from tests.helpers.moving_worker import SENT, tokens
+from tests.helpers.rank_worker import MEMBERS, MOVED, TOKENS
 
 pytestmark = pytest.mark.slow
 SUMS = 2e-6  # relative: float32 sums in another order
@@ -62,6 +63,27 @@ def test_codes_are_gathered_and_shards_have_one_scale(place, found, alone):
     torch.testing.assert_close(mine["inference"], expected, rtol=0, atol=SUMS * expected.abs().max().item())
     scale = "outer scale of 2 ranks"
     assert mine["told"] == {"up": f"{scale}; quantised before all_gather_into_tensor", "down": scale}
+
+
+@pytest.mark.parametrize("recipe", MOVED)
+@pytest.mark.parametrize("place", range(len(MEMBERS)))
+def test_moved_codes_have_the_bits_of_one_process(place, recipe, found):
+    """Codes and scales are gathered and exchanged, and results have the bits of one process with all the tokens.
+
+    An outer scale of all tokens is made of the largest magnitude of both processes; exchanged tokens stay bf16 then.
+    """
+    (gathered, sequences, exchanged), count, moved = found[0][place]["moved"][recipe]
+    everything = [tokens(rank) for rank in range(len(MEMBERS))]
+    first = [rows[:6] for rows in everything]
+    sent = [rows.split(SENT[source])[place] for source, rows in enumerate(everything)]
+    assert torch.equal(gathered, moving_worker.alone(torch.cat(first), recipe))
+    joined = torch.cat([rows.view(2, 3, moving_worker.K) for rows in first], 1)
+    assert torch.equal(sequences, moving_worker.alone(joined, recipe))
+    assert torch.equal(exchanged, moving_worker.alone(torch.cat(sent), recipe))
+    dtypes = {"all_gather_into_tensor": ["u8"] * 4, "all_to_all_single": ["u8"] * 2}
+    if recipe == "nvfp4":
+        dtypes |= {"all_reduce": ["i32"] * 2, "all_to_all_single": ["bf16"]}
+    assert count == (2 if recipe == "nvfp4" else 3) and moved == dtypes
 
 
 @pytest.mark.parametrize("place", range(len(MEMBERS)))

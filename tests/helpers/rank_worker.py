@@ -1,4 +1,4 @@
-"""Two of three ranks compare recipes, share amaxes under tensor parallelism, and lose each other.
+"""Two of three ranks move codes, compare recipes, share amaxes under tensor parallelism, and lose each other.
 
 python -m tests.helpers.rank_worker RANK OUTPUT: what tests/distributed/test_ranks.py compares.
 
@@ -24,9 +24,10 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 import fp4compile
 from fp4compile.distributed import gather_quantized_
-from tests.helpers import process_groups, without_codegen
+from tests.helpers import moving_worker, process_groups, without_codegen
 
 MEMBERS, TOKENS, WIDTH, HIDDEN = (1, 2), 16, 64, 96
+MOVED = ("mxfp8", "nvfp4_one_level", "nvfp4")
 PASSES = ("quantize_before_move", "group_amax")
 SIZES = {"min_m": 1, "min_n": 1, "min_k": 1}
 UNLIKE = (
@@ -134,6 +135,7 @@ def main(rank: int, output: str) -> None:
     if rank in MEMBERS:
         place = MEMBERS.index(rank)
         found = {**parallel(place, mesh), "unlike": unlike(place, groups[:3])}
+        found["moved"] = {recipe: moving_worker.run(place, recipe, groups[3]) for recipe in MOVED}
         torch.save(found, f"{output}.{rank}.pt")
         dist.barrier(groups[3])
         if rank == MEMBERS[-1]:

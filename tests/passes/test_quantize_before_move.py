@@ -21,8 +21,6 @@ from fp4compile.passes import quantize_before_move as tested
 from fp4compile.passes.fake_quantize import fake_quantize
 from fp4compile.passes.quantize_before_move import quantize_before_move
 from fp4compile.templates.launch import dry_run
-from tests.helpers import moving_worker, process_groups
-from tests.helpers.moving_worker import RANKS, SENT, tokens
 
 aten, c10d = torch.ops.aten, torch.ops._c10d_functional
 ROWS, K = 12, 64
@@ -356,44 +354,3 @@ def test_bits_of_compiled_models(name, monkeypatch):
         assert backend.report.counts.get("quantize_before_move") == (None if disabled else 1)
     for one, other in zip(*map(torch.utils._pytree.tree_leaves, found), strict=True):
         assert torch.equal(one, other) and one.isfinite().all() and one.count_nonzero()
-
-
-# ---------------------------------------------------------------- two processes
-
-RECIPES = ("mxfp8", "nvfp4_one_level", "nvfp4")
-
-
-def linear(x, fmt):
-    """What the ops compute of all rows in one process."""
-    layer, operands = moving_worker.layer(), []
-    for each in (x.reshape(-1, K), layer.weight.detach()):
-        data, scales, *outer = quantize(each, fmt)
-        operands += [data, scales, *(outer or [None]), fmt]
-    product = torch.ops.fp4compile.scaled_mm(*operands, layer.bias.detach(), torch.bfloat16)
-    return product.view(*x.shape[:-1], -1)
-
-
-@pytest.mark.slow
-def test_two_processes_equal_one(tmp_path):
-    """Codes and scales are gathered and exchanged, and results have the bits of one process with all the tokens.
-
-    An outer scale of all tokens is made of the largest magnitude of both processes; exchanged tokens stay bf16 then.
-    """
-    output, program = str(tmp_path / "runs"), ["-m", "tests.helpers.moving_worker"]
-    statuses, said = process_groups.run_ranks(lambda rank: [*program, str(rank), output, *RECIPES], tmp_path)
-    assert statuses == [0] * RANKS, said
-    everything = [tokens(rank) for rank in range(RANKS)]
-    for rank in range(RANKS):
-        found = torch.load(f"{output}.{rank}.pt")
-        sent = [rows.split(SENT[source])[rank] for source, rows in enumerate(everything)]
-        for recipe in RECIPES:
-            (gathered, sequences, exchanged), count, moved = found[recipe]
-            first = [rows[:6] for rows in everything]
-            assert torch.equal(gathered, linear(torch.cat(first), recipe))
-            joined = torch.cat([rows.view(2, 3, K) for rows in first], 1)
-            assert torch.equal(sequences, linear(joined, recipe))
-            assert torch.equal(exchanged, linear(torch.cat(sent), recipe))
-            dtypes = {"all_gather_into_tensor": ["u8"] * 4, "all_to_all_single": ["u8"] * 2}
-            if recipe == "nvfp4":
-                dtypes |= {"all_reduce": ["i32"] * 2, "all_to_all_single": ["bf16"]}
-            assert count == (2 if recipe == "nvfp4" else 3) and moved == dtypes
