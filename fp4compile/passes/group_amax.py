@@ -22,12 +22,17 @@ Shards of unequal sizes are left alone: sizes decide whether a product is quanti
 
 The outer scale has the bits of the quantiser's own: `reference.outer_of` and `reference_scales.outer_of` divide in
 float32 with one rounding. Here the division is in float64, and is then rounded to float32, because compiled divisions
-in float32 may have an error. Quotients of float32 numbers and of the two divisors are never so close to the middle
-between two float32 numbers that the first rounding decides.
+in float32 may have an error. These quotients are never so close to the middle between two float32 numbers that the
+roundings in float64 decide.
+
+Quantisers of contract te multiply by an encode factor, of which the outer scale is the inverse. They get the magnitude
+itself along rows. Along columns and in square blocks no kernel takes it: they get the outer scale, and invert it again.
+In one of nine cases that is another encode factor, by its last bit, which seldom makes another code.
 """
 
 import math
 import operator
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -39,7 +44,7 @@ from fp4compile.analysis.gemm import Input, Shard
 from fp4compile.analysis.graph import CAST, Quantise, new_node, quantise_of
 from fp4compile.analysis.views import View, source_of, view_of
 from fp4compile.formats import formats
-from fp4compile.formats.reference import NVFP4_MAX
+from fp4compile.formats.reference import FLT_MAX, NVFP4_MAX
 from fp4compile.formats.reference_scales import FOUR_OVER_SIX_MAX
 from fp4compile.ops.matmul import SCALED_MM
 from fp4compile.ops.quantize import QUANTIZE
@@ -90,11 +95,19 @@ def _unfit(quantise: Quantise) -> str | None:
     """Why a quantiser makes its outer scale itself although it quantises a shard."""
     if quantise.hadamard:
         return "it is made of transformed elements"
-    if formats.get(quantise.format).contract != "torchao":
-        return f"{quantise.format} makes its codes by the inverse of the outer scale"
     if not statically_true(quantise.x.meta["val"].numel() > 0):
         return "there may be no elements to make it of"
     return None
+
+
+def _is_inverted(quantise: Quantise) -> bool:
+    """Whether the outer scale is the inverse of an encode factor (contract te), and no quotient of the magnitude."""
+    return quantise.scale_rule == "amax" and formats.get(quantise.format).contract == "te"
+
+
+def _takes_amax(quantise: Quantise) -> bool:
+    """Whether a quantiser takes the magnitude of a larger tensor (`QuantizeSpec.check_amax`)."""
+    return quantise.dims == (-1,) and not formats.get(quantise.format).square
 
 
 def _elements(quantise: Quantise) -> tuple:
@@ -221,39 +234,66 @@ class _Outers:
                     self.amaxes[key] = magnitude_of(graph, number, meta)
 
     def give(self, quantise: Quantise, groups: tuple[str, ...]) -> None:
-        """Let a quantiser take the outer scale of the whole tensor."""
+        """Let a quantiser take the whole tensor's largest magnitude, or the outer scale that is made of it."""
         graph, node = self.graph, quantise.node
         with graph.inserting_before(node):
-            outer = self._outer(quantise, groups)
-            new = replace(quantise, outer=outer).new(graph, node.meta)
-        for user in list(node.users):
-            if user.args[1] == 2:
-                user.replace_all_uses_with(outer)
-                graph.erase_node(user)
+            amax = self._amax(quantise, groups)
+            if _is_inverted(quantise) and _takes_amax(quantise):
+                new = replace(quantise, amax=amax).new(graph, node.meta)
+            else:
+                outer = self._outer(quantise, amax)
+                new = replace(quantise, outer=outer).new(graph, node.meta)
+                for user in list(node.users):
+                    if user.args[1] == 2:
+                        user.replace_all_uses_with(outer)
+                        graph.erase_node(user)
         node.replace_all_uses_with(new)
         graph.erase_node(node)
 
-    def _outer(self, quantise: Quantise, groups: tuple[str, ...]) -> Node:
+    def _amax(self, quantise: Quantise, groups: tuple[str, ...]) -> Node:
+        """The largest magnitude of the whole tensor, float32 []."""
         key = _elements(quantise)
-        # The outer scale that the rule divides by, see `reference_scales`.
-        divisor = 6.0 * FOUR_OVER_SIX_MAX if quantise.scale_rule == "four_over_six" else NVFP4_MAX
         if key not in self.amaxes:
             meta = _meta(quantise)
             bits = new_node(self.graph, aten.reshape.default, (self._bits(quantise.x, (), meta), [1]), meta)
             found = new_node(self.graph, aten.reshape.default, (self._over(groups, bits, meta), []), meta)
             self.amaxes[key] = magnitude_of(self.graph, found, meta)
-        if (key, divisor) not in self.outers:
-            self.outers[key, divisor] = self._divided(self.amaxes[key], divisor, _meta(quantise))
-        return self.outers[key, divisor]
+        return self.amaxes[key]
 
-    def _divided(self, amax: Node, divisor: float, meta: dict) -> Node:
-        """amax / divisor in float32 with one rounding; 1 instead of 0."""
+    def _outer(self, quantise: Quantise, amax: Node) -> Node:
+        key = _elements(quantise), quantise.scale_rule, _is_inverted(quantise)
+        if key not in self.outers:
+            largest = 6.0 * FOUR_OVER_SIX_MAX if quantise.scale_rule == "four_over_six" else NVFP4_MAX
+            make = self._inverted if _is_inverted(quantise) else self._divided
+            self.outers[key] = make(amax, largest, _meta(quantise))
+        return self.outers[key]
 
-        def new(target, *args) -> Node:
-            return new_node(self.graph, target, args, meta)
+    def _divided(self, amax: Node, largest: float, meta: dict) -> Node:
+        """amax / largest; 1 instead of 0."""
+        quotient = self._rounded(aten.div.Tensor, (self._wide(amax, meta), largest), meta)
+        return self._one_where_zero(quotient, quotient, meta)
 
-        quotient = new(CAST, new(aten.div.Tensor, new(CAST, amax, torch.float64), divisor), torch.float32)
-        return new(aten.where.ScalarSelf, new(aten.eq.Scalar, quotient, 0), 1.0, quotient)
+    def _inverted(self, amax: Node, largest: float, meta: dict) -> Node:
+        """1 / (largest / amax), where the encode factor in the brackets is finite; 1 where it or amax is 0."""
+        inverse = new_node(self.graph, aten.reciprocal.default, (self._wide(amax, meta),), meta)
+        factor = self._rounded(aten.mul.Tensor, (inverse, largest), meta)
+        is_infinite = new_node(self.graph, aten.gt.Scalar, (factor, FLT_MAX), meta)
+        factor = new_node(self.graph, aten.where.ScalarSelf, (is_infinite, FLT_MAX, factor), meta)
+        for each in (factor, amax):
+            factor = self._one_where_zero(each, factor, meta)
+        return self._rounded(aten.reciprocal.default, (self._wide(factor, meta),), meta)
+
+    def _wide(self, x: Node, meta: dict) -> Node:
+        return new_node(self.graph, CAST, (x, torch.float64), meta)
+
+    def _rounded(self, target: Callable, args: tuple, meta: dict) -> Node:
+        """A result in float64, rounded to float32."""
+        return new_node(self.graph, CAST, (new_node(self.graph, target, args, meta), torch.float32), meta)
+
+    def _one_where_zero(self, x: Node, other: Node, meta: dict) -> Node:
+        """1 where x is 0, elsewhere the other value."""
+        is_zero = new_node(self.graph, aten.eq.Scalar, (x, 0), meta)
+        return new_node(self.graph, aten.where.ScalarSelf, (is_zero, 1.0, other), meta)
 
     def _bits(self, x: Node, casts: tuple[torch.dtype, ...], meta: dict) -> Node:
         """The bits of a tensor's largest magnitude. casts: of the elements, which keep the order of magnitudes."""

@@ -101,7 +101,8 @@ def _of_more_than_a_row(quantise: Quantise, move: Move) -> str | None:
         return "it is no quantiser of activations alone"
     if outer is not None and outer.meta["val"].dim():
         return "each row has a given scale"
-    if outer is not None and not (outer < move.start or (outer.op != "placeholder" and not outer.all_input_nodes)):
+    made = [each for each in (outer, quantise.amax) if each is not None]
+    if not all(each < move.start or (each.op != "placeholder" and not each.all_input_nodes) for each in made):
         return "its outer scale is computed behind the move"
     if not _makes_outer(quantise):
         return None

@@ -5,7 +5,7 @@ import torch
 
 from tests.helpers import moving_worker, process_groups, rank_worker, without_codegen
 from tests.helpers.moving_worker import SENT, tokens
-from tests.helpers.rank_worker import MEMBERS, MOVED, TOKENS
+from tests.helpers.rank_worker import INVERTED, MEMBERS, MOVED, TOKENS
 
 pytestmark = pytest.mark.slow
 SUMS = 2e-6  # relative: float32 sums in another order
@@ -23,11 +23,12 @@ def found(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def alone():
-    """A step of one process."""
+    """Steps of one process, by their kind."""
     with pytest.MonkeyPatch.context() as patch:
         without_codegen.install(patch)
-        model, x, gradient = rank_worker.whole()
-        return rank_worker.step(model, "nvfp4", x, gradient)
+        recipes = ("nvfp4", INVERTED, "nvfp4_train")
+        plain, inverted, square = (rank_worker.step(*rank_worker.whole(), recipe) for recipe in recipes)
+    return {"sequences": plain, "frozen": plain, "tokens": inverted, "inference": square}
 
 
 @pytest.mark.parametrize("place", range(len(MEMBERS)))
@@ -37,7 +38,7 @@ def test_tensor_parallelism_has_the_codes_of_one_process(kind, place, found, alo
     mine = found[0][place][kind]
     part = slice(None) if kind == "tokens" else slice(place * TOKENS, (place + 1) * TOKENS)
     for name in set(mine) - {"told"}:
-        expected = alone[name][:, part] if name in "xy" else alone[name]
+        expected = alone[kind][name][:, part] if name in "xy" else alone[kind][name]
         torch.testing.assert_close(mine[name], expected, rtol=0, atol=SUMS * expected.abs().max().item())
     products = ("fprop", "dgrad") if kind == "frozen" else ("fprop", "dgrad", "wgrad")
     assert mine["told"].keys() == {f"{layer} {product}" for layer in ("up", "down") for product in products}
@@ -59,7 +60,7 @@ def test_tensor_parallelism_has_the_codes_of_one_process(kind, place, found, alo
 
 @pytest.mark.parametrize("place", range(len(MEMBERS)))
 def test_codes_are_gathered_and_shards_have_one_scale(place, found, alone):
-    mine, expected = found[0][place], alone["y"][:, place * TOKENS : (place + 1) * TOKENS]
+    mine, expected = found[0][place], alone["inference"]["y"][:, place * TOKENS : (place + 1) * TOKENS]
     torch.testing.assert_close(mine["inference"], expected, rtol=0, atol=SUMS * expected.abs().max().item())
     scale = "outer scale of 2 ranks"
     assert mine["told"] == {"up": f"{scale}; quantised before all_gather_into_tensor", "down": scale}

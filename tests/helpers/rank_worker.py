@@ -27,6 +27,7 @@ from fp4compile.distributed import gather_quantized_
 from tests.helpers import moving_worker, process_groups, without_codegen
 
 MEMBERS, TOKENS, WIDTH, HIDDEN = (1, 2), 16, 64, 96
+INVERTED = {"recipe": "nvfp4_rowwise", "fprop_x": "nvfp4_te"}  # outer scales are inverses of encode factors
 MOVED = ("mxfp8", "nvfp4_one_level", "nvfp4")
 PASSES = ("quantize_before_move", "group_amax")
 SIZES = {"min_m": 1, "min_n": 1, "min_k": 1}
@@ -69,7 +70,7 @@ def compiled(model, recipe):
     return torch.compile(model, backend=backend), backend
 
 
-def step(model, recipe, x, gradient) -> dict:
+def step(model, x, gradient, recipe) -> dict:
     """The result, the gradients of the input and of the parameters, and what the report says was fused."""
     x = x.detach().clone(memory_format=torch.contiguous_format).requires_grad_()
     function, backend = compiled(model, recipe)
@@ -96,12 +97,12 @@ def parallel(rank: int, mesh: DeviceMesh) -> dict:
     found = {}
     with pytest.MonkeyPatch.context() as patch:
         without_codegen.install(patch)
-        found["sequences"] = step(sharded(model, mesh, True), "nvfp4", x[:, mine], gradient[:, mine])
-        found["tokens"] = step(sharded(model, mesh, False), "nvfp4", x, gradient)
+        found["sequences"] = step(sharded(model, mesh, True), x[:, mine], gradient[:, mine], "nvfp4")
+        found["tokens"] = step(sharded(model, mesh, False), x, gradient, INVERTED)
         model.requires_grad_(False)
-        found["frozen"] = step(sharded(model, mesh, True), "nvfp4", x[:, mine], gradient[:, mine])
+        found["frozen"] = step(sharded(model, mesh, True), x[:, mine], gradient[:, mine], "nvfp4")
     with torch.no_grad():
-        function, backend = compiled(sharded(model, mesh, True), "nvfp4")
+        function, backend = compiled(sharded(model, mesh, True), "nvfp4_train")
         found["inference"] = function(x[:, mine].contiguous())
         found["told"] = {row.module: row.fused for row in backend.report.rows}
     return found

@@ -12,7 +12,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import fp4compile
 from fp4compile.analysis.gemm import Input, Shard
-from fp4compile.analysis.graph import quantise_of
+from fp4compile.analysis.graph import Quantise, quantise_of
 from fp4compile.formats import formats, reference, reference_scales
 from fp4compile.ops.quantize import QUANTIZE
 from fp4compile.passes import group_amax as tested
@@ -75,19 +75,17 @@ def test_results_that_are_not_summed(mesh):
 
 
 def test_shards_that_are_left_alone(mesh):
-    """Of unequal sizes, or in a format whose codes depend on more than the outer scale."""
+    """Of unequal sizes."""
     uneven = told(Mlp(250), {"up": ColwiseParallel(output_layouts=Replicate())}, mesh)
     assert uneven["up fprop"] == "outer scale of a shard: 250 elements do not divide evenly among 4 ranks"
-    fields = dict.fromkeys(("fprop_x", "fprop_w"), "nvfp4_te")
-    other = told(Mlp(), {"up": ColwiseParallel(), "down": RowwiseParallel()}, mesh, **fields)
-    reason = "outer scale of a shard: nvfp4_te makes its codes by the inverse of the outer scale"
-    assert other["up fprop"] == other["down fprop"] == reason
 
 
 def test_transformed_gradients_are_left_alone(mesh):
-    found = told(Mlp(), {"up": ColwiseParallel(), "down": RowwiseParallel()}, mesh, hadamard=("wgrad",))
-    assert found["up fprop"] == SCALE
-    assert found["up wgrad"] == "outer scale of a shard: it is made of transformed elements"
+    found = told(Mlp(), {"up": ColwiseParallel(), "down": RowwiseParallel()}, mesh, "nvfp4_train")
+    reason = "outer scale of a shard: it is made of transformed elements"
+    assert [found[f"{layer} {product}"] for layer in ("up", "down") for product in ("fprop", "dgrad", "wgrad")] == [
+        SCALE, SCALE, reason, SCALE, SCALE, reason
+    ]  # fmt: skip
 
 
 def product(x, first, second):
@@ -98,11 +96,14 @@ def product(x, first, second):
     return *found, *torch.ops.fp4compile.quantize(x, "nvfp4", -1)[:1]
 
 
-def test_the_numbers_of_all_parameters_take_one_collective():
-    class Index:
-        def __init__(self, idx):
-            self.idx = idx
+class Index:
+    """AOTAutograd's descriptor of an input, as far as it is read."""
 
+    def __init__(self, idx):
+        self.idx = idx
+
+
+def test_the_numbers_of_all_parameters_take_one_collective():
     inputs = (Input(), *(Input(name, shards=(Shard(0, 64, "0", 2),)) for name in ("first.weight", "second.weight")))
     graph = make_fx(product, tracing_mode="fake")(torch.randn(32, 64), *torch.randn(2, 32, 64)).graph
     for i, node in enumerate(graph.find_nodes(op="placeholder")):
@@ -115,11 +116,8 @@ def test_the_numbers_of_all_parameters_take_one_collective():
     assert [outer is None for outer in outers] == [False, False, True, True] and outers[0] is not outers[1]
 
 
-@pytest.mark.parametrize(("divisor", "expected"), [
-    (reference.NVFP4_MAX, lambda amax: reference.outer_of(amax, formats.get("nvfp4"))),
-    (1536.0, lambda amax: reference_scales.outer_of(amax, "four_over_six")),
-])  # fmt: skip
-def test_bits_of_outer_scales(divisor, expected):
+@pytest.mark.parametrize(("fmt", "rule"), [("nvfp4", "amax"), ("nvfp4_te", "amax"), ("nvfp4", "four_over_six")])
+def test_bits_of_outer_scales(fmt, rule):
     """Of random magnitudes, subnormal ones among them, and of all that is special."""
     bits = torch.randint(0, 0x7F800000, (20000,), dtype=torch.int32, generator=torch.Generator().manual_seed(0))
     special = torch.tensor([0.0, 2.0**-149, 2.0**-139, torch.finfo(torch.float32).max, torch.inf, torch.nan])
@@ -128,6 +126,37 @@ def test_bits_of_outer_scales(divisor, expected):
     (node,) = graph_module.graph.find_nodes(op="placeholder")
     output = graph_module.graph.output_node()
     with graph_module.graph.inserting_before(output):
-        output.args = (tested._Outers(graph_module.graph)._divided(node, divisor, node.meta),)
+        output.args = (tested._Outers(graph_module.graph)._outer(Quantise(node, node, fmt, scale_rule=rule), node),)
     graph_module.recompile()
-    assert torch.equal(graph_module(amax).view(torch.int32), expected(amax).view(torch.int32))
+    made = reference.outer_of(amax, formats.get(fmt)) if rule == "amax" else reference_scales.outer_of(amax, rule)
+    assert torch.equal(graph_module(amax).view(torch.int32), made.view(torch.int32))
+
+
+@pytest.mark.parametrize("dim", [-1, -2])
+@pytest.mark.parametrize("fmt", ["nvfp4", "nvfp4_te", "nvfp4_16x16"])
+def test_codes_of_a_shard_are_those_of_the_whole(fmt, dim):
+    """A group of one process, in which the largest element is another rank's: the collective is replaced."""
+    whole = torch.randn(64, 64, generator=torch.Generator().manual_seed(1))
+    whole[40, 3] = 50
+    inputs = (Input("first.weight", shards=(Shard(0, 64, "0", 2),)),)
+    graph_module = make_fx(lambda x: torch.ops.fp4compile.quantize(x, fmt, dim), tracing_mode="fake")(whole[:32])
+    graph = graph_module.graph
+    (placeholder,) = graph.find_nodes(op="placeholder")
+    placeholder.meta["desc"] = Index(0)
+    assert tested.group_amax(graph, inputs) == 1
+    (node,) = graph.find_nodes(op="call_function", target=QUANTIZE)
+    assert (quantise_of(node).amax is not None) == (quantise_of(node).outer is None) == ((fmt, dim) == ("nvfp4_te", -1))
+    (collective,) = graph.find_nodes(op="call_function", target=c10d.all_reduce.default)
+    with graph.inserting_before(collective):
+        bits = torch.tensor([50.0]).view(torch.int32).item()
+        (wait,) = collective.users
+        wait.replace_all_uses_with(graph.call_function(aten.clamp_min.default, (collective.args[0], bits)))
+    graph.erase_node(wait)
+    graph.erase_node(collective)
+    graph_module.recompile()
+    data, scales, outer = graph_module(whole[:32])
+    expected = torch.ops.fp4compile.quantize(whole, fmt, dim)
+    first = (slice(32),) if dim == -1 else (slice(None), slice(16))
+    assert torch.equal(data, expected[0][first]) and outer == expected[2]
+    of_scales = slice(scales.shape[0]), slice(scales.shape[1])
+    assert torch.equal(scales.view(torch.uint8), expected[1][of_scales].view(torch.uint8))
