@@ -13,7 +13,7 @@ not, whether a graph comes from a cache, and how often one rank alone compiles a
 not matched one by one, because their names and sizes may differ between ranks.
 
 **Why it cannot hang.** Nothing is sent by a collective, which some ranks might not call. Entries lie in the key-value
-store by which the group's ranks met. A rank writes its entry before it waits, and it waits for one key, for
+store by which the group's ranks met. A rank writes its entry before it waits, and it looks for one key, for
 `fp4compile.config.agreement_seconds` at most. The rank that completes the group's entries writes the key, and so does a
 rank that finds another entry than its own. A rank that waits in vain says so in the log and goes on as without this
 check: another rank may run the model uncompiled. Whoever writes the later of two different entries always sees both.
@@ -21,14 +21,13 @@ check: another rank may run the model uncompiled. Whoever writes the later of tw
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
 import logging
 import threading
+import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from datetime import timedelta
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -43,6 +42,7 @@ from fp4compile.recipe.recipe import Recipe
 log = logging.getLogger("fp4compile")
 
 _AGREED, _DIFFER = b"agreed", b"differ"
+_LONGEST_PAUSE = 0.5  # seconds between two looks for the verdict
 _SHOWN = 200  # characters of a setting; a longer one is shown by its hash
 
 
@@ -116,20 +116,28 @@ class _Entry:
 
     def compare(self) -> None:
         """Wait for the verdict; RuntimeError where settings differ."""
-        verdict, seconds = f"{self.prefix}/verdict", config.agreement_seconds
-        if self.waits and not self.store.check([verdict]):
-            with contextlib.suppress(RuntimeError):  # the time is up; to a store, no time at all is endless time
-                self.store.wait([verdict], timedelta(seconds=max(seconds, 0.001)))
-            if not self.store.check([verdict]):
-                log.warning(
-                    "%s of process group %r told no recipe within %g s, and is not compared", self._silent(),
-                    _name(self.group), seconds,
-                )  # fmt: skip
-        if not self.store.check([verdict]):
+        if not self._decided(config.agreement_seconds if self.waits else 0):
+            if self.waits:
+                silent, group = self._silent(), _name(self.group)
+                log.warning("%s of process group %r told no recipe in time, and is not compared", silent, group)
             return
-        if self.store.get(verdict) == _DIFFER:
+        if self.store.get(f"{self.prefix}/verdict") == _DIFFER:
             raise RuntimeError(_difference(_name(self.group), self._everyone()))
         _lists[self.group].agreed.add(self.prefix)
+
+    def _decided(self, seconds: float) -> bool:
+        """Whether there is a verdict after at most some seconds.
+
+        The store is asked again and again, because its own `wait` would keep other threads, such as NCCL's, from it.
+        """
+        end, pause = time.monotonic() + seconds, 0.005
+        while not self.store.check([f"{self.prefix}/verdict"]):
+            left = end - time.monotonic()
+            if left <= 0:
+                return False
+            time.sleep(min(pause, left))
+            pause = min(2 * pause, _LONGEST_PAUSE)
+        return True
 
     def _everyone(self) -> dict[int, dict[str, str]]:
         """The settings of each rank that has told them, by its rank in the group."""

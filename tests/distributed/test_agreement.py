@@ -3,7 +3,6 @@
 import functools
 import logging
 import time
-from datetime import timedelta
 
 import pytest
 import torch
@@ -47,7 +46,6 @@ def stores(monkeypatch):
 
 def group(store=None):
     store = store or dist.HashStore()
-    store.set_timeout(timedelta(seconds=1))
     return [Rank(store, number) for number in range(3)]
 
 
@@ -89,7 +87,7 @@ def test_silent_ranks_are_named_and_waited_for_once(caplog):
     first, second, third = group()
     with caplog.at_level(logging.WARNING, "fp4compile"):
         first.compare("mxfp8")
-    assert "ranks 1, 2 of process group 'three ranks' told no recipe within 0.05 s" in caplog.text
+    assert "ranks 1, 2 of process group 'three ranks' told no recipe in time" in caplog.text
     fp4compile.config.agreement_seconds = 100
     begin = time.monotonic()
     first.compare("mxfp8")
