@@ -94,6 +94,17 @@ def interpreting() -> bool:
     return triton.knobs.runtime.interpret
 
 
+def store_of(group: Any) -> Any:
+    """The key-value store by which the ranks of a process group met; None where its backend has none."""
+    return torch.distributed.distributed_c10d._get_process_group_store(group)
+
+
+def process_group(name: str) -> Any:
+    """The process group of a name; None where there is none now."""
+    groups = torch.distributed.distributed_c10d._world.pg_map
+    return next((group for group in groups if group.group_name == name), None)
+
+
 def statically_true(condition: Any) -> bool:
     """Whether a condition on sizes holds; False where a symbolic size leaves it open. Never adds a guard."""
     return statically_known_true(condition)

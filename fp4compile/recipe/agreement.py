@@ -36,7 +36,7 @@ import torch.distributed as dist
 from torch._ops import OpOverload, OpOverloadPacket
 from torch.fx import GraphModule
 
-from fp4compile import config
+from fp4compile import _compat, config
 from fp4compile.recipe.recipe import Recipe
 
 log = logging.getLogger("fp4compile")
@@ -71,7 +71,7 @@ def tell_groups(groups: Iterable[dist.ProcessGroup], settings: Mapping[str, str]
     Groups of the backend "fake" have no other ranks, and some backends, such as MPI, have no store.
     """
     there = [group for group in groups if group.size() > 1 and dist.get_backend(group) != "fake"]
-    stores = [(group, dist.distributed_c10d._get_process_group_store(group)) for group in there]
+    stores = [(group, _compat.store_of(group)) for group in there]
     told = [_told(group, store, settings) for group, store in stores if store is not None]
     return Told([each for each in told if each is not None])
 
@@ -222,14 +222,8 @@ def _groups_of(gm: GraphModule, example_inputs: Sequence[Any]) -> list[dist.Proc
         return []
     names = {group.group_name for mesh in _meshes(gm, example_inputs) for group in mesh.get_all_groups()}
     # By its name, because DTensor's caches may hold a mesh of groups that were destroyed, equal to the mesh of today.
-    groups = (_registered(name) for name in sorted(names.union(_named_groups(gm))))
+    groups = (_compat.process_group(name) for name in sorted(names.union(_named_groups(gm))))
     return [group for group in groups if group is not None and dist.get_rank(group) >= 0]
-
-
-def _registered(name: str) -> dist.ProcessGroup | None:
-    """The process group of a name; None where there is none now."""
-    registered = dist.distributed_c10d._world.pg_map
-    return next((group for group in registered if group.group_name == name), None)
 
 
 def _name(group: dist.ProcessGroup) -> str:
