@@ -88,10 +88,10 @@ def test_transformed_gradients_are_left_alone(mesh):
     ]  # fmt: skip
 
 
-def product(x, first, second):
-    """A gradient-free step: two layers whose weights are cut along the rows, and a part of the first."""
+def quantised(x, first, second, both):
+    """Codes of parameters, of a part of one, and of no parameter."""
     found = []
-    for source in (first, second, first[:16]):
+    for source in (first, second, both, first[:16]):
         found += torch.ops.fp4compile.quantize(source, "nvfp4", -1)[:1]
     return *found, *torch.ops.fp4compile.quantize(x, "nvfp4", -1)[:1]
 
@@ -104,16 +104,20 @@ class Index:
 
 
 def test_the_numbers_of_all_parameters_take_one_collective():
-    inputs = (Input(), *(Input(name, shards=(Shard(0, 64, "0", 2),)) for name in ("first.weight", "second.weight")))
-    graph = make_fx(product, tracing_mode="fake")(torch.randn(32, 64), *torch.randn(2, 32, 64)).graph
+    """Of each group; a parameter that two groups cut takes one of both."""
+    rows, columns = Shard(0, 64, "0", 2), Shard(1, 128, "1", 2)
+    cuts = {"first.weight": (rows,), "second.weight": (rows,), "both.weight": (rows, columns)}
+    inputs = (Input(), *(Input(name, shards=shards) for name, shards in cuts.items()))
+    graph = make_fx(quantised, tracing_mode="fake")(torch.randn(32, 64), *torch.randn(3, 32, 64)).graph
     for i, node in enumerate(graph.find_nodes(op="placeholder")):
         node.meta["desc"] = Index(i)
-    assert tested.group_amax(graph, inputs) == 2, "neither x nor a part of a parameter"
+    assert tested.group_amax(graph, inputs) == 3, "neither x nor a part of a parameter"
     graph.lint()
-    (collective,) = graph.find_nodes(op="call_function", target=c10d.all_reduce.default)
-    assert collective.args[0].meta["val"].shape == (2,) and collective.args[1:] == ("max", "0")
+    collectives = graph.find_nodes(op="call_function", target=c10d.all_reduce.default)
+    found = [(each.args[0].meta["val"].numel(), *each.args[1:]) for each in collectives]
+    assert found == [(2, "max", "0"), (1, "max", "0"), (1, "max", "1")]
     outers = [quantise_of(node).outer for node in graph.find_nodes(op="call_function", target=QUANTIZE)]
-    assert [outer is None for outer in outers] == [False, False, True, True] and outers[0] is not outers[1]
+    assert [outer is None for outer in outers] == [False] * 3 + [True] * 2 and len(set(outers[:3])) == 3
 
 
 @pytest.mark.parametrize(("fmt", "rule"), [("nvfp4", "amax"), ("nvfp4_te", "amax"), ("nvfp4", "four_over_six")])
