@@ -160,17 +160,6 @@ def test_a_group_that_begins_while_a_weight_is_packed_counts(monkeypatch):
     assert is_current(weight, packed_weight(weight, form("nvfp4")))
 
 
-def test_check_does_not_raise_in_a_group():
-    weight = torch.nn.Parameter(torch.randn(48, 64))
-    packed_weight(weight, form("nvfp4"), "name")
-    with alone():
-        for _ in range(2):
-            weight.data.mul_(-1.5)
-            assert is_current(weight, packed_weight(weight, form("nvfp4"), "name"))
-    weight.data.mul_(-1.5)
-    assert is_current(weight, packed_weight(weight, form("nvfp4"), "name"))
-
-
 @pytest.mark.usefixtures("without_kernels")
 @pytest.mark.parametrize("tells", [True, False])
 def test_nothing_is_kept_where_torch_does_not_tell_of_groups(tells, packings, monkeypatch):
