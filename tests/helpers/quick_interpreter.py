@@ -96,6 +96,8 @@ def call_directly() -> None:
     from triton.language import core
     from triton.runtime import interpreter
 
+    from tests.helpers import interpreter_plans  # imports Triton's interpreter
+
     semantic = interpreter.interpreter_semantic
 
     def patch(owner, name, member, builder, scope):
@@ -105,7 +107,7 @@ def call_directly() -> None:
             kwargs["_semantic"] = semantic
             return function(*args, **kwargs)
 
-        scope.set_attr(owner, name, call)
+        scope.set_attr(owner, name, interpreter_plans.planned(name, function) or call)
 
     unwrap, tensor, constexpr = core._unwrap_if_constexpr, core.tensor, core.constexpr
     as_they_are = (tensor, int, bool, float, str, type(None), core.dtype, core.block_type)
