@@ -7,7 +7,7 @@ import sys
 import pytest
 import torch
 
-from tests.helpers import idle_kernels, in_interpreter
+from tests.helpers import idle_kernels, in_interpreter, quiet_compiler
 
 # Tests that run their whole file again in a process of its own, and those that compile a kernel for every GPU.
 SLOW_TESTS = ("test_in_the_interpreter", "test_in_a_process_of_its_own", "test_compiles_ahead")
@@ -36,6 +36,7 @@ def pytest_collection_modifyitems(items):
     With `--dist loadfile --no-loadscope-reorder` files start in this order. So no process is left with a long file
     while the other has nothing to do.
     """
+    quiet_compiler.leave_out_diagnostics()  # here because the process that hands out the tests collects none
     for item in items:
         if not torch.cuda.is_available() and item.get_closest_marker("gpu"):
             item.add_marker(pytest.mark.skip(reason="no CUDA GPU"))
