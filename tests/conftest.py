@@ -15,8 +15,10 @@ SLOW_TESTS = ("test_in_the_interpreter", "test_in_a_process_of_its_own", "test_c
 # Without a GPU Inductor writes C++. The two processes of `make test` keep two cores busy by themselves, so a pool of
 # compiling processes in each of them (and in each script that a test starts) only costs their start. Scalar code
 # compiles in half the time of vector code; the package's operations are called from it, and never compiled into it.
-# Tensors are small: threads that share the work on one wait for each other most of the time.
-FOR_CPU = {"TORCHINDUCTOR_COMPILE_THREADS": "1", "TORCHINDUCTOR_VEC_ISA_OK": "0", "OMP_NUM_THREADS": "1"}
+# Tensors are small: threads that share the work on one wait for each other most of the time. Garbage is collected when
+# there is some, not after every compilation.
+FOR_CPU = {"TORCHINDUCTOR_COMPILE_THREADS": "1", "TORCHINDUCTOR_VEC_ISA_OK": "0", "OMP_NUM_THREADS": "1",
+           "TORCH_DYNAMO_RUN_GC_AFTER_COMPILE": "0"}  # fmt: skip
 
 # Read by torch._inductor.config when it is imported: before the tests are.
 if not torch.cuda.is_available():
