@@ -1,6 +1,5 @@
 """What holds for every test: how Inductor compiles, which tests need a GPU, and the order in which files start."""
 
-import gc
 import itertools
 import os
 import sys
@@ -47,17 +46,6 @@ def pytest_collection_modifyitems(items):
             item.add_marker(pytest.mark.slow)
     slow = {item.path for item in items if item.get_closest_marker("slow")}
     items.sort(key=lambda item: (item.path not in slow, item.path in slow and "templates" not in item.path.parts))
-
-
-def pytest_collection_finish():
-    """What was imported stays, and is looked at by no collection of garbage.
-
-    So little is left that Python would collect all of it often: a fifth as often is still after a few hundred thousand
-    new objects. (What cycles hold takes gigabytes where it is collected much less often than that.)
-    """
-    gc.collect()
-    gc.freeze()
-    gc.set_threshold(700, 10, 50)
 
 
 _caches = itertools.count()
