@@ -279,6 +279,12 @@ def library_product(op, given):
     """What cuBLASLt computes: alpha * (A B) + bias with float32 sums, and one rounding."""
     a, b = given["self"], given["mat2"]
     scales = [given["scale_a"], given["scale_b"]]
+    if scales[0].dtype == torch.float32:
+        fmt = formats.get("float8_rowwise")
+        left, right = (
+            Operand(data, None, outer.reshape(-1, 1), fmt) for data, outer in zip((a, b.t()), scales, strict=True)
+        )
+        return reference.scaled_mm(left, right, given["bias"], given["out_dtype"])
     if op is V1:  # no outer scales
         scales = [(each, None) for each in scales]
     fmt = formats.get("nvfp4" if a.dtype == FLOAT4 else "mxfp8")

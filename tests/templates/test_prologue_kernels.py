@@ -247,6 +247,8 @@ def test_what_no_kernel_reads():
     check(RESIDUAL, wide, "mxfp8", BOTH)
     check(RESIDUAL, first, "nvfp4", BOTH, outer=torch.tensor(0.25))
     check(RESIDUAL, first, "nvfp4_te", BOTH, hadamard=True, stored=["s0 bfloat16"])
+    for format in ("nvfp4", "nvfp4_te", "nvfp4_one_level", "nvfp4_rowwise"):  # rows behind a transform
+        check(RESIDUAL, first, format, hadamard=True, stored=["s0 bfloat16"])
     if INTERPRETING:  # on SM100 random bits are the hardware's
         check(RESIDUAL, first, "mxfp4", BOTH, seed=torch.tensor(3))
     check(["mul aux0 aux1", "add s0 aux2"], first, "mxfp8", BOTH, stored=["s0 bfloat16"])

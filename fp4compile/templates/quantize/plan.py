@@ -117,8 +117,13 @@ def plan(
 
     x: of two dimensions or more; the first operand of the prologue, if there is one, which `takes_prologue` accepts.
     stored: tensors for the stored results of the prologue. The others are arguments of the op `quantize`.
-    Raises RuntimeError if a launch would address memory beyond the storage of a tensor.
+    Raises RuntimeError if a launch would address memory beyond the storage of a tensor, and for a prologue that no
+    kernel takes.
     """
+    if spec.prologue is not None:
+        dtypes = [each.dtype for each in (x, *operands)]
+        if amax is not None or not takes_prologue(spec, dtypes, x.shape[-1]):
+            raise RuntimeError(f"prologue: no kernel of {spec.format.name} along {spec.dims} computes it")
     if spec.ragged:
         return _ragged(spec, source_of(x, target, spec.prologue, operands), offs, outer, seed)
     if spec.both:

@@ -17,9 +17,11 @@ def takes_prologue(spec: QuantizeSpec, dtypes: Sequence[torch.dtype], cols) -> b
     Kernels of rows compute pairs of elements of any width. Kernels that find statistics take 16-bit elements, in rows
     that fit on the chip. The kernel of both directions takes formats without an outer scale. The kernels of groups take
     those formats along the rows, any format with a static outer scale, and rows with their own outer scale. Kernels for
-    square blocks, and for columns alone, take no prologue.
+    square blocks, and for columns alone, take no prologue; the latter also quantise rows behind a Hadamard transform.
     """
     prologue, fmt = spec.prologue, spec.format
+    if spec.hadamard and not spec.both:
+        return False
     if fmt.square or len(dtypes) > OPERANDS or dtypes[0] not in (prologue.dtype, torch.float32):
         return False  # kernels quantise values in the first operand's dtype, which must hold the result
     stored = [prologue.step_kinds[i] for i, _ in prologue.stored]
