@@ -4,8 +4,7 @@
 kernel that copies A to that order. In a graph, products of the same A share the copy: q, k and v of packed weights, or
 gate and up. And where Inductor computes A for such products alone, for example silu(gate) * up or the end of a norm,
 PyTorch operations in the graph put A into the order (`SwizzledA.by_operations`). Inductor computes them in its kernel
-of A, so that A is written once, and not copied at all. Tokens that are gathered for experts, and for their products
-alone, are gathered by the kernel that copies A.
+of A, so that A is written once, and not copied at all.
 
 `gemm_wgmma_sm90` starts before the kernel ahead of it has ended, and reads B meanwhile (`device.dependent_launch`).
 Behind its own copy of A that is safe, because B is an argument of both kernels. Without it another kernel may come
@@ -19,7 +18,6 @@ from dataclasses import dataclass
 
 import torch
 from torch._inductor.pattern_matcher import fwd_only
-from torch._ops import OpOverload
 from torch.fx import Graph, Node
 
 from fp4compile.analysis.graph import RESHAPES, ScaledMM, scaled_mm_of
@@ -49,21 +47,14 @@ def arranged_operands(graph: Graph) -> dict[Node, Arranged]:
     for node in graph.nodes:
         if node.target in (SCALED_MM, SCALED_GROUPED_MM) and (key := _key(scaled_mm_of(node))) is not None:
             readers.setdefault(key, []).append(scaled_mm_of(node))
-    ways = {key: _way(products[0]) for key, products in readers.items()}
     found = {}
-    for key, products in readers.items():
-        make = ways[key] or (_by_launch if len(products) > 1 else None)
-        if make is not None:
-            arranged = Arranged(make(graph, products[0]), ways[key] is not None)
+    for products in readers.values():
+        written = written_arranged(products[0].a.data)
+        if written or len(products) > 1:
+            make = _by_operations if written else _by_launch
+            arranged = Arranged(make(graph, products[0]), written)
             found |= dict.fromkeys((product.node for product in products), arranged)
     return found
-
-
-def _way(product: ScaledMM) -> Callable[[Graph, ScaledMM], Node] | None:
-    """How a product's A is arranged without being in memory; None where it is in memory."""
-    if written_arranged(product.a.data):
-        return _by_operations
-    return _by_gathering if _gathered_arranged(product.a.data) else None
 
 
 def written_arranged(node: Node) -> bool:
@@ -72,17 +63,6 @@ def written_arranged(node: Node) -> bool:
     if torch.Tag.pointwise not in getattr(source.target, "tags", ()):
         return False
     return all(_reads_written(user, value) for user, value in _readers(source))
-
-
-def _gathered_arranged(node: Node) -> bool:
-    """Whether a node's value is rows of a matrix by an index, and all that reads it are products of experts that can
-    read it arranged."""
-    if node.target is not torch.ops.aten.index.Tensor or len(node.args[1]) != 1:
-        return False
-    matrix, index = node.args[0].meta["val"], node.args[1][0].meta["val"]
-    if matrix.dim() != 2 or index.dim() != 1 or index.dtype not in (torch.int32, torch.int64):
-        return False
-    return all(_reads_arranged(user, value, SCALED_GROUPED_MM) for user, value in _readers(node))
 
 
 def _readers(node: Node) -> Iterator[tuple[Node, Node]]:
@@ -95,19 +75,15 @@ def _readers(node: Node) -> Iterator[tuple[Node, Node]]:
 
 
 def _reads_written(user: Node, value: Node) -> bool:
-    """Whether a node is a dense product of many rows that can read the value as its arranged A."""
-    return _reads_arranged(user, value, SCALED_MM) and scaled_mm_of(user).problem.m > FEW_ROWS
-
-
-def _reads_arranged(user: Node, value: Node, op: OpOverload) -> bool:
-    """Whether a node is a product by `op` that can read a plain value as its arranged A, and reads it only there."""
-    if user.target is not op:
+    """Whether a node is a dense product of many rows that can read a plain value as its arranged A, and only there."""
+    if user.target is not SCALED_MM:
         return False
     product = scaled_mm_of(user)
     others = [product.b.data, product.b.scales, product.b.outer, product.bias, *product.auxiliaries]
     if product.a.data is not value or value in others or product.a.format is not None or _key(product) is None:
         return False
-    return product.problem.static and product.problem.k == product.values().a.k
+    p = product.problem
+    return p.static and p.m > FEW_ROWS and p.k == product.values().a.k
 
 
 def _key(product: ScaledMM) -> Hashable | None:
@@ -155,29 +131,19 @@ def _by_operations(graph: Graph, product: ScaledMM) -> Node:
 
 def _by_launch(graph: Graph, product: ScaledMM) -> Node:
     """The launch that arranges a product's A, before the product."""
-    return _launched(graph, product, product.a, None)
-
-
-def _by_gathering(graph: Graph, product: ScaledMM) -> Node:
-    """The launch that gathers a product's A by an index, and arranges it, before the product."""
-    matrix, (index,) = product.a.data.args
-    return _launched(graph, product, Operand(matrix), index)
-
-
-def _launched(graph: Graph, product: ScaledMM, a: Operand, index: Node | None) -> Node:
-    arrangement = _arrangement(product)
-    tensors = [a.data, a.scales, a.outer, product.b.data, product.b.scales, product.b.outer, product.offs, index]
+    arrangement, a, b = _arrangement(product), product.a, product.b
+    tensors = [a.data, a.scales, a.outer, b.data, b.scales, b.outer, product.offs]
     nodes = [each for each in tensors if isinstance(each, Node)]
     for node in nodes:
         node.meta["inductor_realize_to_strides"] = True
 
     def launch(*values):
         left = iter(values)
-        *operands, offs, index = (next(left) if isinstance(each, Node) else each for each in tensors)
-        left_operand, right_operand = Operand(*operands[:3], a.format), Operand(*operands[3:], product.b.format)
+        *operands, offs = (next(left) if isinstance(each, Node) else each for each in tensors)
         rows = None if offs is None else operands[0].shape[0]
-        call = call_of(Arguments(left_operand, right_operand, None, product.out_dtype, offs=offs, rows=rows))
-        return arrangement.of_call(call, None if index is None else index.contiguous())
+        read, weight = Operand(*operands[:3], a.format), Operand(*operands[3:], b.format)
+        call = call_of(Arguments(read, weight, None, product.out_dtype, offs=offs, rows=rows))
+        return arrangement.of_call(call)
 
     return _traced(graph, product.node, torch.func.functionalize(launch), nodes)
 

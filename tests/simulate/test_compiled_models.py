@@ -68,30 +68,6 @@ def test_packed_experts(monkeypatch):
     assert torch.equal(got, expected) and got[:62].abs().amin(-1).gt(0).all() and not got[62:].any()
 
 
-@pretending
-def test_tokens_are_gathered_into_the_operand_of_packed_experts(monkeypatch):
-    """On Hopper: the launch that arranges tokens reads them by index, negative numbers too; bits of the gather."""
-    torch.manual_seed(0)
-    model, x = Experts().bfloat16(), torch.randn(20, 128).bfloat16()
-    index, offs = torch.randint(-20, 20, (65,)), torch.tensor([0, 33, 34, 62], dtype=torch.int32)
-    fp4compile.pack_(model, "nvfp4_weight_only", contracted={"w": -1})
-    monkeypatch.setattr(torch._inductor.config, "assert_indirect_indexing", False)  # the simulator has no assertions
-    routed, results = (lambda x, index, offs: model(x[index], offs)), []
-    for gathered in (1, 0):
-        backend = fp4compile.backend("nvfp4_weight_only", strict=True, min_n=1)
-        with torch.no_grad(), simulated(monkeypatch, 90) as gpu:
-            torch._dynamo.reset()
-            results.append(torch.compile(routed, backend=backend)(x, index, offs))
-            counted = gpu.counted()
-            if gathered:
-                with pytest.raises(Fault, match="a trap"):
-                    torch.compile(routed, backend=backend)(x, torch.full_like(index, 20), offs)
-        assert counted["package"] == {"swizzle_a_sm90": 1, "gemm_wgmma_sm90": 1}
-        assert len(counted["Inductor"]) == 1 - gathered
-        monkeypatch.setattr(arranged_operands, "_gathered_arranged", lambda node: False)
-    assert torch.equal(*results) and results[0][:62].abs().amin(-1).gt(0).all() and not results[0][62:].any()
-
-
 class Heads(torch.nn.Module):
     def __init__(self):
         super().__init__()

@@ -83,16 +83,6 @@ def _ret(instruction: Instruction, program: Program) -> Step:
     return step
 
 
-@form("trap")
-def _trap(instruction: Instruction, program: Program) -> Step:
-    expect(instruction, 0)
-
-    def step(fragment: Fragment) -> None:
-        raise Fault("a trap: the kernel found its arguments wrong")
-
-    return step
-
-
 @form("setmaxnreg.inc.sync.aligned.u32", "setmaxnreg.dec.sync.aligned.u32")
 def _registers(instruction: Instruction, program: Program) -> Step:
     expect(instruction, 1)

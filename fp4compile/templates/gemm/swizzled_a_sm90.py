@@ -9,8 +9,6 @@ shared memory. Rows and elements beyond A are zeros.
 Where A has groups of rows, each group begins a new tile, and its last tile ends in zeros. Which tile belongs to which
 group is known on the device alone, so there is memory for as many tiles as any sizes of groups need. Tiles beyond the
 last group are not written.
-
-The rows of A may be rows of another matrix, by an index: tokens that are gathered for experts. Then A is not in memory.
 """
 
 from dataclasses import dataclass
@@ -21,7 +19,6 @@ import triton.language as tl
 
 from fp4compile._compat import statically_true
 from fp4compile.formats.layouts import ceil_div
-from fp4compile.templates.device.async_copy import do_ptx
 from fp4compile.templates.device.block_scales import decode_scale
 from fp4compile.templates.device.dependent_launch import launch_dependents
 from fp4compile.templates.device.dequantize import load_scales
@@ -31,29 +28,21 @@ from fp4compile.templates.gemm.call import Call
 from fp4compile.templates.gemm.heuristics import WgmmaConfig, tiles_of_rows
 from fp4compile.templates.launch import launch
 from fp4compile.templates.problem import Problem
-from fp4compile.templates.view import span, within
 
 aten = torch.ops.aten
 
 
-# Input: whether all is well.
-_TRAP_UNLESS = tl.constexpr("{ .reg .pred p; setp.eq.b32 p, $1, 0; @p trap; mov.b32 $0, 0; }")
-
-
 @triton.jit
 def swizzle_a_sm90(
-    a_ptr, a_scales_ptr, b_ptr, b_scales_ptr, swizzled_a_ptr, offs_ptr, index_ptr, m, sources, blocks, per_row,
-    matrices, ELEMENT: tl.constexpr, SCALE: tl.constexpr, SQUARE: tl.constexpr, SWIZZLED: tl.constexpr,
-    ROWS: tl.constexpr, LINES: tl.constexpr, GROUPS: tl.constexpr, INDEXED: tl.constexpr,
-    LAUNCH_DEPENDENTS: tl.constexpr, ISA: tl.constexpr,
+    a_ptr, a_scales_ptr, b_ptr, b_scales_ptr, swizzled_a_ptr, offs_ptr, m, blocks, per_row, matrices,
+    ELEMENT: tl.constexpr, SCALE: tl.constexpr, SQUARE: tl.constexpr, SWIZZLED: tl.constexpr,
+    ROWS: tl.constexpr, LINES: tl.constexpr, GROUPS: tl.constexpr, LAUNCH_DEPENDENTS: tl.constexpr, ISA: tl.constexpr,
 ):  # fmt: skip
     """LINES lines of a matrix of swizzled A [tiles, matrices, ROWS, 64], bf16 or fp16, from a [m, K].
 
     a: plain or E2M1 codes, which are dequantised, without the outer scale. per_row: units of a row (plain: elements);
     blocks: blocks of 16 elements in a row. SQUARE, SWIZZLED: layout of the scales. LINES divides ROWS.
     GROUPS: 0, or the number of groups of rows of a, which end at offs, int32.
-    INDEXED: row i of the m rows of A is row index[i] of a plain a [sources, K]; a negative number counts from the end.
-    A number of a row that a does not have ends the kernel with an error, as torch's own indexing does.
     LAUNCH_DEPENDENTS: the product may start early, and then reads B at once (see `device.dependent_launch`). This
     kernel never reads b and b_scales. They are arguments so that Inductor moves no kernel that writes B between the two
     kernels.
@@ -85,11 +74,6 @@ def swizzle_a_sm90(
     # The first of the word's two elements. The other one is four elements on.
     column = block * 16 + unit // 4 * 8 + unit % 4
     inside = (row < end) & (block < blocks)
-    if INDEXED:
-        source = tl.load(index_ptr + row, mask=row < end, other=0)
-        source = tl.where(source < 0, source + sources, source)
-        exists = (source >= 0) & (source < sources) | (row >= end)
-        row = source + do_ptx(_TRAP_UNLESS, "r", (exists.to(tl.int32),))
     if ELEMENT == "plain":
         at = a_ptr.to(tl.pointer_type(tl.int16), bitcast=True) + row.to(tl.int64) * per_row + column
         near = tl.load(at, mask=inside, other=0).to(tl.int32)
@@ -127,10 +111,9 @@ class SwizzledA:
     def shape(self) -> tuple[int, int, int, int]:
         return self.tiles, self.matrices, self.rows, 64
 
-    def of_call(self, call: Call, index: torch.Tensor | None = None) -> torch.Tensor:
+    def of_call(self, call: Call) -> torch.Tensor:
         """Swizzled A of a call: the one that the call has, or else by `swizzle_a_sm90`.
 
-        index: int32 or int64, contiguous: which rows of the call's plain A are the rows of A. None for all of them.
         Raises RuntimeError where the call has one of another shape.
         """
         if call.arranged_a is not None:
@@ -138,10 +121,7 @@ class SwizzledA:
                 raise RuntimeError(f"arranged_a: expected shape {self.shape}, got {tuple(call.arranged_a.shape)}")
             return call.arranged_a
         a, b, p = call.a, call.b, call.problem
-        groups, m = p.groups if p.ragged else 0, p.m
-        if index is not None:
-            m = index.shape[0]
-            within(index, span((m,), (1,)))
+        groups = p.groups if p.ragged else 0
         lines = next(lines for lines in (32, 16, 8) if self.rows % lines == 0)
         out = a.data.new_empty(self.shape, dtype=p.compute_dtype)
         reading = a.reading(self.matrices * 32)
@@ -149,9 +129,8 @@ class SwizzledA:
         launch(
             swizzle_a_sm90, self.tiles * (self.rows // lines) * self.matrices,
             a.data, a.data if a.scales is None else a.scales, b.data, b.scales, out, call.offs if groups else out,
-            out if index is None else index, m, p.m, p.k // 16, a.units_per_row,
-            self.matrices, num_warps=lines // 8, ROWS=self.rows, LINES=lines, GROUPS=groups,
-            INDEXED=int(index is not None), LAUNCH_DEPENDENTS=p.target.dependent_launch, ISA=p.target.isa, **reading,
+            p.m, p.k // 16, a.units_per_row, self.matrices, num_warps=lines // 8, ROWS=self.rows, LINES=lines,
+            GROUPS=groups, LAUNCH_DEPENDENTS=p.target.dependent_launch, ISA=p.target.isa, **reading,
         )  # fmt: skip
         return out
 
