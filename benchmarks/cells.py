@@ -300,6 +300,14 @@ def adapters(content: dict) -> Cells:
     return [["base", "ms", "over bf16", "peak, GiB", "over bf16", "at rest, GiB", "first step, s"], *rows]
 
 
+def training_step(content: dict) -> Cells:
+    rows = [
+        [row["case"], number(row["ms"], 1), number(row["of bf16"], 2), number(row["device ms"], 1),
+         number(row["host ms"], 1), row["launches"], number(row["3 steps s"], 0)] for row in content["rows"]
+    ]  # fmt: skip
+    return [["case", "ms", "over bf16", "device, ms", "host, ms", "launches", "first three steps, s"], *rows]
+
+
 def sharded_step(content: dict) -> Cells:
     rows = [
         [row["case"], number(row["ms"], 1), number(row["of the first"], 2), number(row["sent MB"], 0),

@@ -254,6 +254,11 @@ Prefill has 2048 tokens. Other GPUs of the host ran tests and another benchmark 
 """,
     table("llama_decode_h200.json", cells.llama_decode),
     """
+Since then products of up to 8192 tokens multiply packed weights in one kernel. On an H100, whose memory is slower, with
+three other benchmarks on the host's other GPUs:
+""",
+    table("llama_decode_h100.json", cells.llama_decode),
+    """
 ## Qwen3-30B-A3B
 
 8 of its 48 layers, prefill of 512 tokens. Experts are multiplied by index or by groups.
@@ -337,6 +342,18 @@ A Llama of 4 layers, 512 wide, trained for 600 steps on one half of the standard
 this base, in bf16 or packed, for 200 steps on the other half, of the same texts in the same order.
 """,
     table("adapters_h100.json", cells.adapters_losses),
+)
+
+_TRAINING_STEP = _page(
+    "A training step",
+    """
+Forward and backward pass of the first 4 layers of a Llama-3-8B with random bf16 weights, embedding and head, 4 texts of
+2048 tokens, without an optimiser, compiled as a whole. "Device": the kernels' times, one after the other. "Host": until
+all of a step is issued. The first three steps include compiling, beside three other benchmarks on the same host.
+
+    python -m benchmarks.training_step
+""",
+    table("training_step_h100.json", cells.training_step),
 )
 
 _SHARDED_STEP = _page(
@@ -726,6 +743,7 @@ PAGES: dict[str, tuple[str | Table, ...]] = {
     "mlp_block.md": _MLP_BLOCK,
     "adapters.md": _ADAPTERS,
     "sharded_step.md": _SHARDED_STEP,
+    "training_step.md": _TRAINING_STEP,
     "quantize.md": _QUANTIZE,
     "producers.md": _PRODUCERS,
     "packing.md": _PACKING,
