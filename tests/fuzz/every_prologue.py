@@ -1,8 +1,8 @@
 """Every launch of quantisers with a prologue, in Triton's interpreter: `python -m tests.fuzz --prologues`.
 
-The product of: steps, which operands are slices of wider tensors, what is stored, format, directions or values, layout
-of the scales, dimensions of the tensor. Slices lie in buffers of NaN, so that a kernel that reads what is not its own
-shows in the result. Results are compared with the reference in every bit.
+The product of: steps, which operands are slices of wider tensors, what is stored, format, directions, values or the
+Hadamard transform, layout of the scales, dimensions of the tensor. Slices lie in buffers of NaN, so that a kernel that
+reads what is not its own shows in the result. Results are compared with the reference in every bit.
 """
 
 import itertools
@@ -31,7 +31,8 @@ STEPS = {
 }
 FORMATS = ("nvfp4_one_level", "nvfp4", "nvfp4_te", "nvfp4_rowwise", "mxfp8", "float8_rowwise")
 ROWS, BOTH = (-1,), (-1, -2)
-WAYS = ((ROWS, False), (BOTH, False), (ROWS, True))  # (dim, whether values are written in the place of codes)
+# (dim, whether values are written in the place of codes, whether what is quantised is transformed before)
+WAYS = ((ROWS, False, False), (BOTH, False, False), (ROWS, True, False), (ROWS, False, True))
 LAYOUTS = ("linear", "swizzled")
 SHAPES = ((5, 41), (35, 48), (2, 17, 32), (1, 64))
 
@@ -47,6 +48,7 @@ class Case:
     format: str
     dim: tuple[int, ...]
     values: bool
+    hadamard: bool
     layout: str
     shape: tuple[int, ...]
 
@@ -59,15 +61,17 @@ def cases() -> Iterator[Case]:
         last = len(steps) - 1
         between = [i for i in range(last) if prologue.step_kinds[i] == "aux"][:1]
         for sliced, stored in itertools.product(_subsets(whole), _subsets([*between, last])):
-            for format, (dim, values), layout, shape in itertools.product(FORMATS, WAYS, LAYOUTS, SHAPES):
+            for format, (dim, values, hadamard), layout, shape in itertools.product(FORMATS, WAYS, LAYOUTS, SHAPES):
                 fmt = formats.get(format)
+                if hadamard and not format.startswith("nvfp4"):
+                    continue
                 if values and (fmt.scale is None or layout != "linear"):
                     continue
                 if dim == BOTH and fmt.outer is not None:  # PyTorch computes what is quantised so
                     continue
                 if layout == "swizzled" and fmt.scale is None:
                     continue
-                yield Case(name, sliced, stored, format, dim, values, layout, shape)
+                yield Case(name, sliced, stored, format, dim, values, hadamard, layout, shape)
 
 
 def search(part: int, parts: int) -> int:
@@ -95,7 +99,7 @@ def wrong(case: Case) -> str | None:
     operands = [torch.randn(shapes[kind], generator=generator).to(torch.float32 if kind == "col" else BF16)
                 for _, kind in sorted(Prologue.parse(steps, BF16).kinds.items())]  # fmt: skip
     options = {"prologue": steps, "dtype": BF16, "layout": case.layout, "values": case.dim if case.values else (),
-               "stored": [f"s{number} bfloat16" for number in case.stored]}  # fmt: skip
+               "hadamard": case.hadamard, "stored": [f"s{number} bfloat16" for number in case.stored]}  # fmt: skip
     first, *others = operands
     expected = QUANTIZE(first, case.format, case.dim, operands=others, **options)
     first, *others = (embedded(x, beside=i in case.sliced) for i, x in enumerate(operands))
