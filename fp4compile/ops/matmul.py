@@ -43,7 +43,7 @@ from fp4compile.formats.reference_grouped import quantize_along
 from fp4compile.ops.define import define
 from fp4compile.templates import multiply
 from fp4compile.templates.choose import Choice
-from fp4compile.templates.gemm import grouped_library, indexed, library
+from fp4compile.templates.gemm import indexed
 from fp4compile.templates.launch import target_of
 
 _OPERANDS = (
@@ -285,7 +285,7 @@ def _for_library(*args: Any) -> Arguments:
 def scaled_mm_library_kernels(*args: Any) -> torch.Tensor:
     """Multiply [M, K] x [N, K] by a call of torch: two-level NVFP4 on SM100, or `float8_rowwise`."""
     x = _for_library(*args)
-    return library.product(x.a, x.b, x.bias, x.out_dtype, x.fast_accumulation)
+    return multiply.scaled_mm_library(x.a, x.b, x.bias, x.out_dtype, x.fast_accumulation)
 
 
 SCALED_MM_LIBRARY = define(
@@ -300,7 +300,7 @@ SCALED_MM_LIBRARY = define(
 def scaled_grouped_mm_library_kernels(*args: Any) -> torch.Tensor:
     """Multiply block-scaled operands by MSLK's kernels on SM100, `float8_rowwise` operands by CUTLASS on Hopper."""
     x = grouped(*args)
-    return grouped_library.product(x.a, x.b, x.offs, x.out_dtype, x.fast_accumulation)
+    return multiply.scaled_grouped_mm_library(x.a, x.b, x.offs, x.out_dtype, x.fast_accumulation)
 
 
 SCALED_GROUPED_MM_LIBRARY = define(

@@ -19,6 +19,7 @@ from fp4compile.formats.layouts import ceil_div, swizzled_numel
 from fp4compile.formats.operand import Arguments, Operand
 from fp4compile.hardware import Target
 from fp4compile.templates.choose import Choice, choose, named
+from fp4compile.templates.gemm import grouped_library, library
 from fp4compile.templates.gemm.call import Call, kernel_operand
 from fp4compile.templates.gemm.candidate import MOST_IN_GROUP
 from fp4compile.templates.gemm.streaming import of_all
@@ -129,3 +130,17 @@ def scaled_mm_group(
     candidate = named(choices[0].kernel)
     outs = candidate.run_group(calls, candidate.configure(of_all(calls)))
     return [out.view(*a.data.shape[:-1], b.data.shape[-2]) for out, (b, _) in zip(outs, members, strict=True)]
+
+
+def scaled_mm_library(
+    a: Operand, b: Operand, bias: torch.Tensor | None, out_dtype: torch.dtype, fast_accumulation: bool = False
+) -> torch.Tensor:
+    """The implementation of the op `scaled_mm_library`: `library.product`."""
+    return library.product(a, b, bias, out_dtype, fast_accumulation)
+
+
+def scaled_grouped_mm_library(
+    a: Operand, b: Operand, ends: torch.Tensor, out_dtype: torch.dtype, fast_accumulation: bool = False
+) -> torch.Tensor:
+    """The implementation of the op `scaled_grouped_mm_library`: `grouped_library.product`."""
+    return grouped_library.product(a, b, ends, out_dtype, fast_accumulation)

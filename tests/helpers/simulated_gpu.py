@@ -279,7 +279,7 @@ def library_product(op, given):
     """What cuBLASLt computes: alpha * (A B) + bias with float32 sums, and one rounding."""
     a, b = given["self"], given["mat2"]
     scales = [given["scale_a"], given["scale_b"]]
-    if scales[0].dtype == torch.float32:
+    if op is V1 and scales[0].dtype == torch.float32:  # of rows
         fmt = formats.get("float8_rowwise")
         left, right = (
             Operand(data, None, outer.reshape(-1, 1), fmt) for data, outer in zip((a, b.t()), scales, strict=True)
