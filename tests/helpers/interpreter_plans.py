@@ -36,7 +36,7 @@ def planned(name, function):
 
 
 def _operator(function):
-    """Of a tensor and a tensor or a number."""
+    """The plan of an operation on two operands: a tensor, and a tensor or a number."""
     tensor, constexpr, plans = tl.tensor, tl.constexpr, {}
 
     def call(self, other, _semantic=None):
@@ -61,7 +61,7 @@ def _operator(function):
 
 
 def _function(function):
-    """Of any arguments."""
+    """The plan of an operation on any arguments."""
     tensor, plans = tl.tensor, {}
 
     def call(*args, _semantic=None, **named):

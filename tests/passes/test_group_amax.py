@@ -24,7 +24,7 @@ SCALE = "outer scale of 4 ranks"
 
 @pytest.fixture
 def mesh(monkeypatch):
-    """Of four ranks; captured graphs run as they are."""
+    """Process groups of four ranks that are not there; captured graphs run as they are."""
     without_codegen.install(monkeypatch)
     monkeypatch.setattr(fp4compile.config, "enabled_passes", ("group_amax",))
     dist.init_process_group("fake", rank=0, world_size=4, store=FakeStore())
@@ -75,7 +75,7 @@ def test_results_that_are_not_summed(mesh):
 
 
 def test_shards_that_are_left_alone(mesh):
-    """Of unequal sizes."""
+    """Shards of unequal sizes keep scales of their own, with a reason."""
     uneven = told(Mlp(250), {"up": ColwiseParallel(output_layouts=Replicate())}, mesh)
     assert uneven["up fprop"] == "outer scale of a shard: 250 elements do not divide evenly among 4 ranks"
 
@@ -104,7 +104,7 @@ class Index:
 
 
 def test_the_numbers_of_all_parameters_take_one_collective():
-    """Of each group; a parameter that two groups cut takes one of both."""
+    """Each group reduces its magnitudes once; a parameter that two groups cut takes the largest of both."""
     rows, columns = Shard(0, 64, "0", 2), Shard(1, 128, "1", 2)
     cuts = {"first.weight": (rows,), "second.weight": (rows,), "both.weight": (rows, columns)}
     inputs = (Input(), *(Input(name, shards=shards) for name, shards in cuts.items()))
@@ -122,7 +122,7 @@ def test_the_numbers_of_all_parameters_take_one_collective():
 
 @pytest.mark.parametrize(("fmt", "rule"), [("nvfp4", "amax"), ("nvfp4_te", "amax"), ("nvfp4", "four_over_six")])
 def test_bits_of_outer_scales(fmt, rule):
-    """Of random magnitudes, subnormal ones among them, and of all that is special."""
+    """Random magnitudes, subnormal ones among them, and all special ones."""
     bits = torch.randint(0, 0x7F800000, (20000,), dtype=torch.int32, generator=torch.Generator().manual_seed(0))
     special = torch.tensor([0.0, 2.0**-149, 2.0**-139, torch.finfo(torch.float32).max, torch.inf, torch.nan])
     amax = torch.cat([bits.view(torch.float32), bits.remainder(1 << 23).view(torch.float32), special])
