@@ -37,7 +37,8 @@ def share_kernel_analysis() -> None:
     Replaces `identify_mutated_tensors` (torch 2.11) or `identify_accessed_tensors` (torch 2.13), whichever there is, in
     `torch._higher_order_ops.triton_kernel_wrap`. Whenever torch traces or lowers the launch of a user-defined kernel,
     it compiles the kernel to Triton's intermediate code and walks through that, some tenths of a second each time. A
-    model has hundreds of launches and few signatures.
+    model has hundreds of launches and few signatures: which arguments a kernel of this package writes depends on its
+    constexpr arguments and on types, and on no number that is passed when it is launched.
     """
     wrap = torch._higher_order_ops.triton_kernel_wrap
     for name in ("identify_mutated_tensors", "identify_accessed_tensors"):
@@ -57,7 +58,9 @@ def _shared(identify: Callable) -> Callable:
         function, arguments = (kernel.fn, kwargs | kernel.configs[0].kwargs) if tuned else (kernel, kwargs)
         if not _is_ours(function):
             return identify(kernel, kwargs, tma_descriptor_metadata)
-        key = (function, tuple((name, _signature(value)) for name, value in arguments.items()))
+        constants = {parameter.name for parameter in function.params if parameter.is_constexpr}
+        types = [(name, _signature(value, name in constants)) for name, value in arguments.items()]
+        key = (function, tuple(types))
         if key not in found:
             found[key] = identify(kernel, kwargs, tma_descriptor_metadata)
         return copy.copy(found[key])
@@ -65,11 +68,11 @@ def _shared(identify: Callable) -> Callable:
     return shared
 
 
-def _signature(value: Any) -> tuple:
-    """What intermediate code depends on in an argument: a number's value; a tensor's dtype; a symbol's type alone."""
-    if value is None or isinstance(value, bool | int | float | str):
+def _signature(value: Any, constant: bool) -> tuple:
+    """What an argument's part in the analysis depends on: its type, a constant's value, a tensor's dtype."""
+    if constant or value is None:
         return type(value).__name__, value
-    return "tensor or symbol", getattr(value, "dtype", None)
+    return "number" if isinstance(value, int | torch.SymInt) else "tensor", getattr(value, "dtype", None)
 
 
 @functools.cache

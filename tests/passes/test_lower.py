@@ -317,7 +317,11 @@ def test_inductor_knows_what_every_kernel_writes(monkeypatch, caplog):
         dtypes = dtypes_of(launch)
         arguments = {k: torch.empty(16, dtype=dtypes[k]) if k in dtypes else v for k, v in launch.args.items()}
         constants = kernel_side_table.add_constant_args(launch.constants)
-        written = set(get_mutated_tensors(kernel_side_table.add_kernel(launch.kernel), constants, arguments, {}))
+        kernel = kernel_side_table.add_kernel(launch.kernel)
+        written = set(get_mutated_tensors(kernel, constants, arguments, {}))
+        if launch.kernel.__name__ not in kernels:  # and no number changes it: `share_kernel_analysis`
+            ones = {name: 1 if isinstance(value, int) else value for name, value in arguments.items()}
+            assert set(get_mutated_tensors(kernel, constants, ones, {})) == written, launch.kernel.__name__
         read = {"x_ptr", "operand_1_ptr", "a_ptr", "b_ptr", "seed_ptr", "sums_ptr", "offs_ptr"}
         assert written and not written & read, launch.kernel.__name__
         if launch.kernel.__name__ in ("swizzle_a_sm90", "gemm_wgmma_sm90"):
@@ -363,4 +367,4 @@ def test_a_signature_is_analysed_once(monkeypatch):
 
     (_, first), (one, again), (still_one, more_rows) = written(64), written(64), written(128)
     assert first == again == more_rows == ["data_ptr", "scales_ptr"] and (one, still_one) == (1, 1)
-    assert written(64, torch.float32) == (2, first) and len(made) == 3  # another number of rows, another dtype
+    assert written(64, torch.float32) == (1, first) and len(made) == 2  # another dtype

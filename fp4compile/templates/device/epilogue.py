@@ -166,14 +166,28 @@ def rescale_columns(
 
     factor: from `factor_of_rows`.
     """
+    other = factor
+    bias = factor
     if B_OUTER == "row":
         b_rows = tl.cast(batch, tl.int64) * n if B_BATCHED else 0
         other = tl.load(b_outer_ptr + b_rows + col, mask=col < n, other=1.0)
-        factor = factor * other if A_OUTER != "none" else other
+    if BIAS:
+        bias = tl.load(bias_ptr + col, mask=col < n, other=0.0).to(tl.float32)
+    return rescale_values(acc, factor, other, bias, A_OUTER, B_OUTER, BIAS)
+
+
+@triton.jit
+def rescale_values(acc, factor, b_outer, bias, A_OUTER: tl.constexpr, B_OUTER: tl.constexpr, BIAS: tl.constexpr):
+    """The float32 sums, multiplied once by the product of the outer scales, plus the bias.
+
+    factor: from `factor_of_rows`. b_outer: outer scales of the sums' columns, for B_OUTER == "row". bias: theirs.
+    """
+    if B_OUTER == "row":
+        factor = factor * b_outer if A_OUTER != "none" else b_outer
     if A_OUTER != "none" or B_OUTER != "none":
         acc = acc * factor
     if BIAS:
-        acc = acc + tl.load(bias_ptr + col, mask=col < n, other=0.0).to(tl.float32)
+        acc = acc + bias
     return acc
 
 

@@ -38,15 +38,16 @@ from fp4compile.templates.device.async_copy import (
     wait_ptx,
 )
 from fp4compile.templates.device.dependent_launch import launch_dependents, wait
-from fp4compile.templates.device.elements import pack
+from fp4compile.templates.device.elements import pack, unpack
 from fp4compile.templates.device.epilogue import (
-    epilogue,
+    auxiliary_of,
+    factor_of_rows,
     prefetch_operands,
-    rescale,
     rescale_mode,
-    store_rounded,
+    rescale_values,
 )
 from fp4compile.templates.device.groups import group_of_tile, of_lanes, per_lane
+from fp4compile.templates.device.lane_rows import bytes_of, keep, load_rows, store_rows
 from fp4compile.templates.device.nvfp4_weights import (
     STEP_BYTES,
     copy_weights,
@@ -54,7 +55,7 @@ from fp4compile.templates.device.nvfp4_weights import (
     read_weights,
     scale_registers,
 )
-from fp4compile.templates.device.pointwise import tensor_count
+from fp4compile.templates.device.pointwise import compute, kind_of, operate, part_of, tensor_count
 from fp4compile.templates.device.shared_memory import MEMORY, reserve
 from fp4compile.templates.gemm.call import Call
 from fp4compile.templates.gemm.candidate import Candidate
@@ -245,23 +246,135 @@ def _wait_wgmma(c, COUNT: tl.constexpr):
     )  # fmt: skip
 
 
-@triton.jit
-def _result_of(lane, i: tl.constexpr, COUNT: tl.constexpr):
-    """(Row, column) that a lane's i-th sum belongs to, counted from the first row of A and of B of its warp.
-
-    COUNT: sums of a part. Sums i and i + 2 of four are neighbours in a row of out.
-    """
-    row = lane % 4 * 2 + i % COUNT // 4 * 8 + i % 2
-    return row, i // COUNT * 16 + lane % 32 // 4 * 2 + i % 4 // 2
-
-
 @triton.constexpr_function
-def _stored_together(rows, even, EPILOGUE):
-    """How many of a lane's sums are stored together: as many as its registers allow."""
+def _words_together(rows, whole, EPILOGUE):
+    """How many words of two of a lane's sums are stored together: as many as its registers allow."""
     if rows < 256:
-        return 16
+        return 8
     operands = max(1, tensor_count(EPILOGUE) - 1) if EPILOGUE else 1
-    return 16 // operands // (1 if even else 2)
+    return max(2, 8 // operands // (1 if whole else 2))
+
+
+@triton.jit
+def _two_columns(ptr, col, n, WANTED: tl.constexpr):
+    """Elements `col` and `col + 1` of a vector [n], in float32; zeros if they are not WANTED."""
+    if not WANTED:
+        return tl.zeros_like(col).to(tl.float32), tl.zeros_like(col).to(tl.float32)
+    else:
+        first = tl.load(ptr + col, mask=col < n, other=0.0).to(tl.float32)
+        return first, tl.load(ptr + col + 1, mask=col + 1 < n, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _load_operands(
+    row, col, end, n, token, a_outer_ptr, epilogue_0_ptr, epilogue_1_ptr,
+    A_OUTER: tl.constexpr, EPILOGUE: tl.constexpr, WORDS: tl.constexpr, WHOLE: tl.constexpr,
+):  # fmt: skip
+    """(Outer scales of A's rows, the epilogue's operands, a token) for WORDS words of a lane from (row, col) on.
+
+    The outer scales are bits of float32, of each word's row. An operand of the product's size is a tuple of words, one
+    that all rows share a tuple of its values at the two columns.
+    """
+    a_outer = ()
+    if A_OUTER == "row":
+        a_outer, token = load_rows(a_outer_ptr + row, tl.cast(4, tl.int64), end - row, n, token, 4, WORDS, True)
+    operands = ()
+    if EPILOGUE != "":
+        ptrs = (epilogue_0_ptr, epilogue_1_ptr)
+        for i in tl.static_range(1, tensor_count(EPILOGUE)):
+            ptr = ptrs[auxiliary_of(EPILOGUE, i)]
+            if kind_of(EPILOGUE, i) == "aux":
+                words, token = load_rows(
+                    ptr + row.to(tl.int64) * n + col, tl.cast(n, tl.int64) * bytes_of(ptr), end - row, n - col, token,
+                    2 * bytes_of(ptr), WORDS, WHOLE,
+                )  # fmt: skip
+                operands = operands + (words,)
+            else:
+                operands = operands + (_two_columns(ptr, col, n, True),)
+    return a_outer, operands, token
+
+
+@triton.jit
+def _operands_of_word(operands, j: tl.constexpr, epilogue_0_ptr, epilogue_1_ptr, EPILOGUE: tl.constexpr):
+    """The values at the two elements of word j of each of the operands that `_load_operands` returns."""
+    ptrs = (epilogue_0_ptr, epilogue_1_ptr)
+    values = ()
+    for i in tl.static_range(len(operands)):
+        if kind_of(EPILOGUE, i + 1) == "aux":
+            values = values + (unpack(operands[i][j], ptrs[auxiliary_of(EPILOGUE, i + 1)].dtype.element_ty),)
+        else:
+            values = values + (operands[i],)
+    return values
+
+
+@triton.jit
+def _of_row(factor, a_outer, j: tl.constexpr, A_OUTER: tl.constexpr, B_OUTER: tl.constexpr):
+    """The factor of word j: the one that all rows share, times the outer scale of the row of A, if it has any."""
+    if A_OUTER != "row":
+        return factor
+    else:
+        of_row = a_outer[j].to(tl.float32, bitcast=True)
+        return of_row * factor if B_OUTER == "tensor" else of_row
+
+
+@triton.jit
+def _through_epilogue(acc, operands, side: tl.constexpr, EPILOGUE: tl.constexpr, ISA: tl.constexpr):
+    """The epilogue's result for rescaled sums, one element of a word each. side: which element."""
+    if EPILOGUE == "":
+        return acc
+    else:
+        values = (operate(part_of(EPILOGUE, 2), acc, acc, ISA),)
+        for i in tl.static_range(len(operands)):
+            values = values + (operands[i][side],)
+        values = compute(values, EPILOGUE, ISA)
+        return values[len(values) - 1]
+
+
+@triton.jit
+def _store_results(
+    c, token, kept, row, col, end, n, k_vectors, a_outer_ptr, b_outer_ptr, bias_ptr, out_ptr, epilogue_0_ptr,
+    epilogue_1_ptr, A_OUTER: tl.constexpr, B_OUTER: tl.constexpr, BIAS: tl.constexpr, EPILOGUE: tl.constexpr,
+    COMPUTE: tl.constexpr, PARTS: tl.constexpr, ROWS: tl.constexpr, WHOLE: tl.constexpr, ISA: tl.constexpr,
+):  # fmt: skip
+    """Rescale a lane's sums c, take them through the epilogue, and store them. Where not `kept`, the sums count as 0.
+
+    row, col: the first row and column of the lane; the columns of each next part are 16 on. Of a part's sums i and
+    i + 2 of four are neighbours in a row, and make a word of `device.lane_rows`.
+    """
+    count: tl.constexpr = ROWS // 4  # words of a part
+    together: tl.constexpr = _words_together(ROWS, WHOLE, EPILOGUE)
+    pieces: tl.constexpr = (count + together - 1) // together  # of a part
+    size: tl.constexpr = bytes_of(out_ptr)
+    factor = factor_of_rows(row, end, 0, a_outer_ptr, b_outer_ptr, "none" if A_OUTER == "row" else A_OUTER, B_OUTER)
+    # The compiler moves no load across a store. So the operands of some words are loaded before the words before them
+    # are stored, but not all operands before all stores: they would take too many registers.
+    words = ()
+    for i in tl.static_range(PARTS * pieces + 1):
+        previous = words
+        words = ()
+        if i < PARTS * pieces:
+            a_outer, operands, token = _load_operands(
+                row + i % pieces * together // 2 * 8, col + i // pieces * 16, end, n, token, a_outer_ptr,
+                epilogue_0_ptr, epilogue_1_ptr, A_OUTER, EPILOGUE, min(together, count - i % pieces * together), WHOLE,
+            )  # fmt: skip
+            b_outer = _two_columns(b_outer_ptr, col + i // pieces * 16, n, B_OUTER == "row")
+            bias = _two_columns(bias_ptr, col + i // pieces * 16, n, BIAS)
+            for j in tl.static_range(min(together, count - i % pieces * together)):
+                of_word = _operands_of_word(operands, j, epilogue_0_ptr, epilogue_1_ptr, EPILOGUE)
+                results = ()
+                for side in tl.static_range(2):
+                    acc = c[2 * (i // pieces * count + i % pieces * together + j // 2 * 2) + j % 2 + 2 * side]
+                    acc = acc * (2.0**14 if COMPUTE == "fp16" else 2.0**7)  # see `dequantize_word`, `scale_registers`
+                    acc = rescale_values(acc, _of_row(factor, a_outer, j, A_OUTER, B_OUTER), b_outer[side], bias[side],
+                                         A_OUTER, B_OUTER, BIAS)  # fmt: skip
+                    results = results + (_through_epilogue(tl.where(kept, acc, 0.0), of_word, side, EPILOGUE, ISA),)
+                words = words + (pack(results[0], results[1], out_ptr.dtype.element_ty, ISA),)
+        if i > 0:
+            at_row = row + (i - 1) % pieces * together // 2 * 8
+            at_col = col + (i - 1) // pieces * 16
+            token = store_rows(out_ptr + at_row.to(tl.int64) * n + at_col, previous, tl.cast(n, tl.int64) * size,
+                               end - at_row, n - at_col, token, 2 * size, WHOLE)  # fmt: skip
+    keep(token, out_ptr, k_vectors)
 
 
 @triton.jit
@@ -419,38 +532,18 @@ def gemm_wgmma_sm90(
             step += 1
     c = _wait_wgmma(c, PARTS * count)
 
-    first = first_m.to(tl.int64) * n + row
     out_ptr += split.to(tl.int64) * m * n
-    # The compiler moves no load across a store. So the loads of some sums come before the stores of the sums before,
-    # but not the loads of all sums before all stores: they would take too many registers.
-    together: tl.constexpr = _stored_together(ROWS, EVEN, EPILOGUE)
-    values = ()
-    for start in tl.static_range(0, PARTS * count + together, together):
-        previous = values
-        values = ()
-        for i in tl.static_range(start, min(start + together, PARTS * count)):
-            of_m, of_n = _result_of(lane, i, count)
-            at_m = first_m + of_m
-            at_n = row + of_n
-            acc = c[i] * (2.0**14 if COMPUTE == "fp16" else 2.0**7)  # see `dequantize_word`, `scale_registers`
-            if not PARTIAL:
-                acc = rescale(acc, at_m, at_n, end, n, 0, a_outer_ptr, b_outer_ptr, bias_ptr, rescale_mode(A_OUTER),
-                              rescale_mode(B_OUTER), BIAS, 0)  # fmt: skip
-                if GROUPS > 0:
-                    acc = tl.where(group < GROUPS, acc, 0.0)
-                inside = (at_m < end) & (at_n < n)
-                acc = epilogue(acc, first + of_m * n + of_n, at_n, inside, n, epilogue_0_ptr, epilogue_1_ptr,
-                               EPILOGUE, ISA)  # fmt: skip
-            values = values + (acc,)
-        for i in tl.static_range(len(previous)):
-            of_m, of_n = _result_of(lane, start - together + i, count)
-            inside = first_m + of_m < end
-            if not EVEN:
-                store_rounded(out_ptr, first + of_m * n + of_n, previous[i], inside & (row + of_n < n), ISA)
-            elif i % 4 < 2:
-                word = pack(previous[i], previous[i + 2], out_ptr.dtype.element_ty, ISA)
-                words_ptr = out_ptr.to(tl.pointer_type(word.dtype), bitcast=True)
-                tl.store(words_ptr + (first + of_m * n + of_n) // 2, word, mask=inside)
+    row_of_lane = first_m + lane % 4 * 2
+    column_of_lane = row + lane % 32 // 4 * 2
+    if PARTIAL:
+        _store_results(c, token, True, row_of_lane, column_of_lane, end, n, k_vectors, a_outer_ptr, b_outer_ptr,
+                       bias_ptr, out_ptr, epilogue_0_ptr, epilogue_1_ptr, "none", "none", 0, "",
+                       COMPUTE, PARTS, ROWS, EVEN, ISA)  # fmt: skip
+    else:
+        kept = True if GROUPS == 0 else group < GROUPS
+        _store_results(c, token, kept, row_of_lane, column_of_lane, end, n, k_vectors, a_outer_ptr, b_outer_ptr,
+                       bias_ptr, out_ptr, epilogue_0_ptr, epilogue_1_ptr, rescale_mode(A_OUTER), rescale_mode(B_OUTER),
+                       BIAS, EPILOGUE, COMPUTE, PARTS, ROWS, EVEN, ISA)  # fmt: skip
 
 
 def _serves(p: Problem) -> bool:
