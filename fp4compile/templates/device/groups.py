@@ -36,11 +36,12 @@ def larger(a, b):
 
 
 @triton.jit
-def ends_of_lanes(before, offs, rows, TILE: tl.constexpr):
+def ends_of_lanes(before, offs, rows, TILE: tl.constexpr, ALIGN: tl.constexpr = 1):
     """(row after the last, tile after the last) of each group, in tuples like `offs`; each group begins a new tile.
 
     offs, before: tuples of int32 [32], 0 where there is no group. rows: number of rows, in groups and beyond. TILE:
-    rows of a tile. Lanes beyond the last group repeat the last group's numbers.
+    rows of a tile. ALIGN: a group's first tile begins at a multiple of ALIGN, at the group's first row or before it.
+    Lanes beyond the last group repeat the last group's numbers.
     """
     rows = tl.cast(rows, tl.int32)
     # An offset that decreases counts as equal to the largest before it, or to 0 for the first.
@@ -54,7 +55,8 @@ def ends_of_lanes(before, offs, rows, TILE: tl.constexpr):
     for i in tl.static_range(len(offs)):
         start = end
         end = tl.maximum(start, tl.minimum(offs[i], rows))
-        tile += tl.cdiv((end - start).to(tl.uint32), TILE).to(tl.int32)
+        before_start = tl.where(end > start, start % ALIGN, 0)
+        tile += tl.cdiv((end - start + before_start).to(tl.uint32), TILE).to(tl.int32)
         ends = ends + (end,)
         tiles = tiles + (tile,)
     before_lane = tl.cumsum(tile, 0) - tile
@@ -72,12 +74,13 @@ def total_tiles(before, offs, rows, TILE: tl.constexpr):
 
 
 @triton.jit
-def group_of_tile(before, offs, rows, tile, TILE: tl.constexpr, GROUPS: tl.constexpr):
+def group_of_tile(before, offs, rows, tile, TILE: tl.constexpr, GROUPS: tl.constexpr, ALIGN: tl.constexpr = 1):
     """(group, the group's first row, the row after its last, the tile's first row) of a tile of TILE rows.
 
-    Each group begins a new tile. A tile past all rows belongs to group GROUPS too, and begins at its end or later.
+    Each group begins a new tile, at a multiple of ALIGN: see `ends_of_lanes`. A tile past all rows belongs to group
+    GROUPS too, and begins at its end or later.
     """
-    ends, after = ends_of_lanes(before, offs, rows, TILE)
+    ends, after = ends_of_lanes(before, offs, rows, TILE, ALIGN)
     group = tl.zeros_like(ends[0])
     start = tl.zeros_like(ends[0])
     # Rows of padding that the groups before would need to be whole tiles. It only grows with the group.
@@ -87,7 +90,7 @@ def group_of_tile(before, offs, rows, tile, TILE: tl.constexpr, GROUPS: tl.const
         passed = after[i] <= tile
         group += passed.to(tl.int32)
         start = tl.where(passed, ends[i], start)
-        padding = tl.where(passed, after[i] * TILE - ends[i], padding)
+        padding = tl.where(passed, after[i] * TILE - ends[i] // ALIGN * ALIGN, padding)
         end = tl.minimum(end, tl.where(passed, rows, ends[i]))
     group = tl.minimum(tl.sum(group, 0), GROUPS)
     return group, tl.max(start, 0), tl.min(end, 0), tile * TILE - tl.max(padding, 0)

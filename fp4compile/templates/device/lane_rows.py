@@ -37,14 +37,18 @@ def _rows_ptx(words, size, whole, stores):
     """PTX that loads or stores `words` words of `size` bytes of each lane, where their rows and columns exist.
 
     whole: every word has both its columns, and an address that is a multiple of its size.
-    Inputs: the words, if it stores; the address of word 0; bytes from one row to the next; how many rows there are from
-    word 0 on, and how many columns; a token. Outputs: the words, if it loads, 0 where they do not exist; a token.
+    Inputs: the words, if it stores; the address of word 0; bytes from one row to the next; the first row that exists,
+    at most 7, the row after the last one, and the column after the last one, counted from word 0; a token. Outputs: the
+    words, if it loads, 0 where they do not exist; a token.
     """
-    address, stride, rows, columns = (f"${words + 1 + i}" for i in range(4))
+    address, stride, first, rows, columns = (f"${words + 1 + i}" for i in range(5))
     text = [f"{{ .reg .pred p, q, c, d; .reg .b64 a, s; .reg .b{4 * size} h, k; mov.b64 a, {address};"]
     text.append(f"mul.lo.s64 s, {stride}, 7; setp.gt.s32 c, {columns}, 0; setp.gt.s32 d, {columns}, 1;")
     for j in range(words):
-        text.append(f"setp.gt.s32 p, {rows}, {j // 2 * 8 + j % 2}; and.pred q, p, d; and.pred p, p, c;")
+        text.append(f"setp.gt.s32 p, {rows}, {j // 2 * 8 + j % 2};")
+        if j < 2:
+            text.append(f"setp.le.and.s32 p, {first}, {j}, p;")
+        text.append("and.pred q, p, d; and.pred p, p, c;")
         text.append(_store_ptx(size, whole, f"${j + 1}") if stores else _load_ptx(size, whole, f"${j}"))
         text.append(f"add.s64 a, a, {'s' if j % 2 else stride};")
     return " ".join([*text, f"mov.b32 ${0 if stores else words}, 0; }}"])
@@ -54,7 +58,7 @@ def _rows_ptx(words, size, whole, stores):
 def _rows_operands(words, size, stores):
     register = "l" if size == 8 else "r"
     outputs = ["=&r"] if stores else [f"=&{register}"] * words + ["=&r"]
-    return ",".join([*outputs, *[register] * words * stores, "l,l,r,r,r"])
+    return ",".join([*outputs, *[register] * words * stores, "l,l,r,r,r,r"])
 
 
 @triton.constexpr_function
@@ -75,22 +79,24 @@ def load_rows(ptr, stride, rows, columns, token, SIZE: tl.constexpr, WORDS: tl.c
     stride: bytes from one row to the next, int64. rows, columns: how many there are from ptr on. WHOLE: columns is
     never odd, and every word has an address that is a multiple of SIZE.
     """
+    first = tl.zeros(token.shape, tl.int32)
     found = tl.inline_asm_elementwise(
-        _rows_ptx(WORDS, SIZE, WHOLE, 0), _rows_operands(WORDS, SIZE, 0), (ptr, stride, rows, columns, token),
+        _rows_ptx(WORDS, SIZE, WHOLE, 0), _rows_operands(WORDS, SIZE, 0), (ptr, stride, first, rows, columns, token),
         dtype=_word_types(WORDS, SIZE), is_pure=True, pack=1,
     )  # fmt: skip
     return found[:WORDS], found[WORDS]
 
 
 @triton.jit
-def store_rows(ptr, words, stride, rows, columns, token, SIZE: tl.constexpr, WHOLE: tl.constexpr):
+def store_rows(ptr, words, stride, first, rows, columns, token, SIZE: tl.constexpr, WHOLE: tl.constexpr):
     """Store a lane's words of SIZE bytes from ptr on, where there are elements. Returns a token; see `load_rows`.
 
-    The stores are kept only if the token reaches `keep`.
+    first: the first row that is stored, counted from ptr on, at most 7. The stores are kept only if the token reaches
+    `keep`.
     """
     return tl.inline_asm_elementwise(
         _rows_ptx(len(words), SIZE, WHOLE, 1), _rows_operands(len(words), SIZE, 1),
-        words + (ptr, stride, rows, columns, token), dtype=tl.int32, is_pure=True, pack=1,
+        words + (ptr, stride, first, rows, columns, token), dtype=tl.int32, is_pure=True, pack=1,
     )  # fmt: skip
 
 

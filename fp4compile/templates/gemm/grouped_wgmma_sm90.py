@@ -1,7 +1,7 @@
 """Grouped GEMM of nine and more rows of 16-bit A for each matrix of NVFP4 weights, on SM90 (`gemm.wgmma_sm90`).
 
-The kernels are `swizzle_a_sm90` and `gemm_wgmma_sm90`. A program of either finds the group of its tile from the offsets
-on the device; the latter then multiplies rows of A of this group with rows of the group's matrix. The matrices are read
+The kernels are `swizzle_a_sm90` and `gemm_wgmma_sm90`. A program of the latter finds the group of its tile from the
+offsets on the device, and multiplies rows of A of this group with rows of the group's matrix. The matrices are read
 as they are packed: they are neither dequantised in memory nor arranged anew. The launches have as many programs as any
 sizes of groups need. A program without a tile ends at once.
 """
@@ -27,16 +27,19 @@ def _serves(p: Problem) -> bool:
 
 def _run(call: Call, config: WgmmaConfig) -> torch.Tensor:
     p = call.problem
-    a = SwizzledA.of(p, config).of_call(call)
+    arrangement = SwizzledA.of(p, config)
+    a = arrangement.of_call(call)
     out = call.empty()
     a_outer, b_outer, unused = call.rescale_pointers(out)
+    # Started early, the kernel reads the offsets at once. Behind `swizzle_a_sm90`, which has them as an argument, it can.
+    early = p.target.dependent_launch and call.arranged_a is None
     even = statically_true(p.n % (16 * config.parts * config.warps) == 0 and p.k % (128 * config.steps_per_stage) == 0)
     launch(
         gemm_wgmma_sm90, config.grid(p.m, p.n, p.groups),
         a, a_outer, call.b.data, call.b.scales, b_outer, unused, out, unused, unused, call.offs,
-        p.m, p.n, p.k // 32, 1, call.b.scale_bytes, A_OUTER=p.a.outer, B_OUTER=p.b.outer, BIAS=0, EPILOGUE="",
+        p.m, arrangement.rows, p.n, p.k // 32, 1, call.b.scale_bytes, A_OUTER=p.a.outer, B_OUTER=p.b.outer, BIAS=0, EPILOGUE="",
         PARTIAL=0, B_SQUARE=int(p.b.format.square), B_SWIZZLED=int(p.b.swizzled), COMPUTE=p.compute, EVEN=int(even),
-        PDL=p.target.dependent_launch, ISA=p.target.isa, GROUPS=p.groups, num_warps=config.warps, **config.constants,
+        PDL=early, ISA=p.target.isa, GROUPS=p.groups, num_warps=config.warps, **config.constants,
     )  # fmt: skip
     return out
 

@@ -141,8 +141,11 @@ class WgmmaConfig:
 
 
 def tiles_of_rows(m, rows: int, groups=0):
-    """The most tiles of `rows` rows that m rows of A need. groups: of rows, each of which begins a new tile."""
-    return (m + (groups + 1) * (rows - 1)) // rows
+    """The most tiles of `rows` rows that m rows of A need.
+
+    groups: of rows, each of which begins a new tile, at its first row or up to 7 rows before it.
+    """
+    return (m + (groups + 1) * (rows - 1) + groups * 7) // rows
 
 
 def wgmma_config(p: Problem, needed_bytes: Callable[..., int]) -> WgmmaConfig:
@@ -614,7 +617,8 @@ def grouped_wgmma_config(p: Problem, needed_bytes: Callable[..., int]) -> WgmmaC
 
     def microseconds(config: WgmmaConfig, turn: float, step: float) -> float:
         each = p.m / config.rows / p.groups  # tiles of a group, if tiles could be split
-        tiles_m = p.groups * (math.ceil(each) + max(1.0, each + 0.5)) / 2
+        before = 3.5 / config.rows  # of the rows before a group's first one in its first tile, on average
+        tiles_m = p.groups * (math.ceil(each) + max(1.0, each + before + 0.5)) / 2
         rounds = tiles_m * ceil_div(p.n, 16 * config.parts * config.warps) / p.target.multiprocessors
         return max(rounds, 1.0) * (turn + ceil_div(p.k, 128) * step)
 

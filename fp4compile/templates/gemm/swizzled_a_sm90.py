@@ -1,14 +1,14 @@
 """Write A to global memory in the layout that `gemm_wgmma_sm90` reads in shared memory, so that bulk copies suffice.
 
-Swizzled A is, for each tile of ROWS rows of A, a sequence of matrices [ROWS, 64]: 64 elements along K of every row of
-the tile, ROWS lines of 128 bytes. Each of the eight 16-byte units of a line has eight elements: unit 4 * p + j has
-elements j and j + 4 of half p (eight elements) of each of the line's four blocks of 16. In that order a lane of the
-product dequantises its elements of B. In line r unit u lies at u ^ (r % 8): the 128-byte swizzle in which `wgmma` reads
-shared memory. Rows and elements beyond A are zeros.
+Swizzled A is a sequence of matrices [rows, 64]: 64 elements along K of every row of A, each row a line of 128 bytes.
+Each of the eight 16-byte units of a line has eight elements: unit 4 * p + j has elements j and j + 4 of half p (eight
+elements) of each of the line's four blocks of 16. In that order a lane of the product dequantises its elements of B. In
+line r unit u lies at u ^ (r % 8): the 128-byte swizzle in which `wgmma` reads shared memory. Rows and elements beyond A
+are zeros.
 
-Where A has groups of rows, each group begins a new tile, and its last tile ends in zeros. Which tile belongs to which
-group is known on the device alone, so there is memory for as many tiles as any sizes of groups need. Tiles beyond the
-last group are not written.
+A tile of the product may begin at any row that is a multiple of 8: its lines of a matrix follow each other in memory.
+So the layout does not depend on the product's tile, nor on groups of rows. A tile that ends beyond the rows copies
+lines of the next matrix, whose products are not stored; behind the last matrix that is multiplied lie others for that.
 """
 
 from dataclasses import dataclass
@@ -23,9 +23,8 @@ from fp4compile.templates.device.block_scales import decode_scale
 from fp4compile.templates.device.dependent_launch import launch_dependents
 from fp4compile.templates.device.dequantize import load_scales
 from fp4compile.templates.device.elements import decode_pair, pack
-from fp4compile.templates.device.groups import group_of_tile, of_lanes, per_lane
 from fp4compile.templates.gemm.call import Call
-from fp4compile.templates.gemm.heuristics import WgmmaConfig, tiles_of_rows
+from fp4compile.templates.gemm.heuristics import WgmmaConfig
 from fp4compile.templates.launch import launch
 from fp4compile.templates.problem import Problem
 
@@ -34,17 +33,16 @@ aten = torch.ops.aten
 
 @triton.jit
 def swizzle_a_sm90(
-    a_ptr, a_scales_ptr, b_ptr, b_scales_ptr, swizzled_a_ptr, offs_ptr, m, blocks, per_row, matrices,
+    a_ptr, a_scales_ptr, b_ptr, b_scales_ptr, offs_ptr, swizzled_a_ptr, m, rows, blocks, per_row, matrices,
     ELEMENT: tl.constexpr, SCALE: tl.constexpr, SQUARE: tl.constexpr, SWIZZLED: tl.constexpr,
-    ROWS: tl.constexpr, LINES: tl.constexpr, GROUPS: tl.constexpr, LAUNCH_DEPENDENTS: tl.constexpr, ISA: tl.constexpr,
+    LINES: tl.constexpr, LAUNCH_DEPENDENTS: tl.constexpr, ISA: tl.constexpr,
 ):  # fmt: skip
-    """LINES lines of a matrix of swizzled A [tiles, matrices, ROWS, 64], bf16 or fp16, from a [m, K].
+    """LINES lines of a matrix of swizzled A [matrices, rows, 64], bf16 or fp16, from a [m, K].
 
     a: plain or E2M1 codes, which are dequantised, without the outer scale. per_row: units of a row (plain: elements);
-    blocks: blocks of 16 elements in a row. SQUARE, SWIZZLED: layout of the scales. LINES divides ROWS.
-    GROUPS: 0, or the number of groups of rows of a, which end at offs, int32.
-    LAUNCH_DEPENDENTS: the product may start early, and then reads B at once (see `device.dependent_launch`). This
-    kernel never reads b and b_scales. They are arguments so that Inductor moves no kernel that writes B between the two
+    blocks: blocks of 16 elements in a row. SQUARE, SWIZZLED: layout of the scales. LINES divides rows.
+    LAUNCH_DEPENDENTS: the product may start early, and then reads B and offs at once (see `device.dependent_launch`).
+    This kernel never reads them. They are arguments so that Inductor moves no kernel that writes them between the two
     kernels.
 
     Tensors have one axis, the words of the lines, so that neighbouring lanes read from one line and write to one line
@@ -57,30 +55,17 @@ def swizzle_a_sm90(
     word = tl.arange(0, LINES * 32)
     row = start + word // 32
     unit = word // 4 % 8 ^ row % 8
-    end = m  # the row of a after the last one of the tile's group
-    if GROUPS > 0:
-        before = ()
-        offs = ()
-        for i in tl.static_range(per_lane(GROUPS)):
-            number, exists = of_lanes(i - per_lane(GROUPS), GROUPS)
-            before = before + (tl.load(offs_ptr + number, mask=exists, other=0),)
-            number, exists = of_lanes(i, GROUPS)
-            offs = offs + (tl.load(offs_ptr + number, mask=exists, other=0),)
-        group, _, end, first = group_of_tile(before, offs, m, start // ROWS, ROWS, GROUPS)
-        if group == GROUPS:  # rows of no group are not multiplied
-            return
-        row += first - start // ROWS * ROWS
     block = matrix * 4 + word % 4
     # The first of the word's two elements. The other one is four elements on.
     column = block * 16 + unit // 4 * 8 + unit % 4
-    inside = (row < end) & (block < blocks)
+    inside = (row < m) & (block < blocks)
     if ELEMENT == "plain":
         at = a_ptr.to(tl.pointer_type(tl.int16), bitcast=True) + row.to(tl.int64) * per_row + column
         near = tl.load(at, mask=inside, other=0).to(tl.int32)
         far = tl.load(at + 4, mask=inside, other=0).to(tl.int32)
         content = near & 0xFFFF | far << 16
     else:
-        byte = load_scales(a_scales_ptr, row, block, end, blocks, blocks, SCALE, SQUARE, 16, SWIZZLED, 0)
+        byte = load_scales(a_scales_ptr, row, block, m, blocks, blocks, SCALE, SQUARE, 16, SWIZZLED, 0)
         scale = decode_scale(byte, SCALE, ISA)
         at = a_ptr.to(tl.pointer_type(tl.uint8), bitcast=True) + row.to(tl.int64) * per_row + column // 2
         even, odd = decode_pair(tl.load(at, mask=inside, other=0), ELEMENT, ISA)
@@ -88,28 +73,29 @@ def swizzle_a_sm90(
         even, odd = decode_pair(tl.load(at + 2, mask=inside, other=0), ELEMENT, ISA)
         far = tl.where(column % 2 == 0, even, odd) * scale
         content = pack(near, far, swizzled_a_ptr.dtype.element_ty, ISA)
-    swizzled_a_ptr += ((start // ROWS * matrices + matrix).to(tl.int64) * ROWS + start % ROWS) * 64
+    swizzled_a_ptr += (matrix.to(tl.int64) * rows + start) * 64
     tl.store(swizzled_a_ptr.to(tl.pointer_type(tl.int32), bitcast=True) + word, content)
 
 
 @dataclass(frozen=True)
 class SwizzledA:
-    """The shape of swizzled A, [tiles, matrices, rows, 64], for a product by `gemm_wgmma_sm90`."""
+    """The shape of swizzled A, [matrices, rows, 64], for a product by `gemm_wgmma_sm90`."""
 
-    tiles: int
     matrices: int
     rows: int
 
     @classmethod
     def of(cls, p: Problem, config: WgmmaConfig) -> "SwizzledA":
-        """Whole tiles, and whole pipeline stages. With groups: the tiles of each group, then unwritten ones."""
-        rows, steps = config.rows, config.steps_per_stage
-        tiles = tiles_of_rows(p.m, rows, p.groups if p.ragged else 0)
-        return cls(tiles, 2 * steps * ceil_div(p.k, 128 * steps), rows)
+        """The matrices of whole pipeline stages, and those that the lines of the last tile reach."""
+        lines = _lines(p.m)
+        rows = ceil_div(p.m, lines) * lines
+        end = p.m + config.rows if p.ragged else ceil_div(p.m, config.rows) * config.rows
+        steps = config.steps_per_stage
+        return cls(2 * steps * ceil_div(p.k, 128 * steps) + ceil_div(end - rows, rows), rows)
 
     @property
-    def shape(self) -> tuple[int, int, int, int]:
-        return self.tiles, self.matrices, self.rows, 64
+    def shape(self) -> tuple[int, int, int]:
+        return self.matrices, self.rows, 64
 
     def of_call(self, call: Call) -> torch.Tensor:
         """Swizzled A of a call: the one that the call has, or else by `swizzle_a_sm90`.
@@ -120,32 +106,35 @@ class SwizzledA:
             if not statically_true(call.arranged_a.shape == self.shape):
                 raise RuntimeError(f"arranged_a: expected shape {self.shape}, got {tuple(call.arranged_a.shape)}")
             return call.arranged_a
-        a, b, p = call.a, call.b, call.problem
-        groups = p.groups if p.ragged else 0
-        lines = next(lines for lines in (32, 16, 8) if self.rows % lines == 0)
+        a, b, p, lines = call.a, call.b, call.problem, _lines(call.problem.m)
         out = a.data.new_empty(self.shape, dtype=p.compute_dtype)
         reading = a.reading(self.matrices * 32)
         del reading["ALIGN"]  # lanes read single elements
         launch(
-            swizzle_a_sm90, self.tiles * (self.rows // lines) * self.matrices,
-            a.data, a.data if a.scales is None else a.scales, b.data, b.scales, out, call.offs if groups else out,
-            p.m, p.k // 16, a.units_per_row, self.matrices, num_warps=lines // 8, ROWS=self.rows, LINES=lines,
-            GROUPS=groups, LAUNCH_DEPENDENTS=p.target.dependent_launch, ISA=p.target.isa, **reading,
+            swizzle_a_sm90, self.rows // lines * self.matrices,
+            a.data, a.data if a.scales is None else a.scales, b.data, b.scales, call.offs if p.ragged else b.data, out,
+            p.m, self.rows, p.k // 16, a.units_per_row, self.matrices, num_warps=lines // 8, LINES=lines,
+            LAUNCH_DEPENDENTS=p.target.dependent_launch, ISA=p.target.isa, **reading,
         )  # fmt: skip
         return out
 
     def by_operations(self, a: torch.Tensor) -> torch.Tensor:
-        """Swizzled A of a plain A [..., K] without groups, by PyTorch operations.
+        """Swizzled A of a plain A [..., K], by PyTorch operations.
 
         Inductor computes them in the kernel that computes A, and A itself is never in memory.
         """
         a = a.reshape(-1, a.shape[-1])
-        rows, columns = self.tiles * self.rows - a.shape[0], self.matrices * 64 - a.shape[1]
+        rows, columns = self.rows - a.shape[0], self.matrices * 64 - a.shape[1]
         if rows or columns:
             a = aten.constant_pad_nd(a, [0, columns, 0, rows])
-        # Of a tile's row: matrices, blocks, halves, quarters, elements.
-        blocks = a.view(self.tiles, self.rows, self.matrices, 4, 2, 2, 4)
-        units = blocks.permute(0, 2, 1, 4, 6, 3, 5).reshape(self.tiles, self.matrices, self.rows, 8, 8)
+        # Of a row: matrices, blocks, halves, quarters, elements.
+        blocks = a.view(self.rows, self.matrices, 4, 2, 2, 4)
+        units = blocks.permute(1, 0, 3, 5, 2, 4).reshape(self.matrices, self.rows, 8, 8)
         line = torch.arange(self.rows, device=a.device).view(self.rows, 1)
         unit = aten.bitwise_xor(aten.remainder(line, 8), torch.arange(8, device=a.device))
-        return aten._unsafe_index(units, [None, None, line, unit]).view(self.shape)
+        return aten._unsafe_index(units, [None, line, unit]).view(self.shape)
+
+
+def _lines(m) -> int:
+    """How many rows of A a program of `swizzle_a_sm90` writes, and divide the rows of swizzled A."""
+    return 16 if statically_true(m <= 16) else 32

@@ -7,8 +7,8 @@ one that may lie in registers, and the kernel computes the transposed product.
 A program has a tile of up to 256 rows of A. A would be read from the cache too often if each warp had a copy of its
 own. So the warps of a program share A, the second operand of `wgmma`, which it reads from shared memory. A has a
 pipeline of its own: one stage is STEPS_PER_STAGE steps of all rows of the tile, in the order in which `swizzle_a_sm90`
-has written them to global memory, so that one lane starts one bulk copy of a whole stage. The stage goes to a buffer
-that all warps have released; warps wait for each other only there. While the matrix units multiply some of a step's
+has written them to global memory, so that one lane starts two bulk copies a step. The stage goes to a buffer that all
+warps have released; warps wait for each other only there. While the matrix units multiply some of a step's
 elements of B, the warps dequantise the next elements.
 
 With many rows of A the matrix units are the bound. A multiprocessor multiplies 64 rows of B, 256 rows of A and 16
@@ -165,17 +165,21 @@ def _barriers_ptx(warps, buffers):
 
 
 @triton.constexpr_function
-def _copy_a_stage_ptx(size):
-    """PTX that waits for an empty buffer and starts to copy `size` bytes of A to it, by one elected lane.
+def _copy_a_stage_ptx(size, copies):
+    """PTX that waits for an empty buffer and starts `copies` copies of A to it, by one elected lane; `size` bytes each.
 
-    Inputs: the buffer's barriers, the parity to wait for, the buffer, the source, whether this warp copies, a token.
+    Inputs: the buffer's barriers, the parity to wait for, the buffer, the first source, bytes from one source to the
+    next, whether this warp copies, a token.
     """
+    each = (
+        "@p cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [b], [a], {size}, [$1];"
+        " add.u32 b, b, {size}; add.s64 a, a, $5;"
+    ).format(size=size)
     return (
-        "{ .reg .pred p; setp.eq.b32 p, $5, 0; @p bra.uni NO;"
+        "{ .reg .pred p; .reg .b32 b; .reg .b64 a; setp.eq.b32 p, $6, 0; @p bra.uni NO; mov.b32 b, $3; mov.b64 a, $4;"
         " WAIT: mbarrier.try_wait.parity.shared::cta.b64 p, [$1 + 8], $2; @!p bra.uni WAIT;"
-        f" elect.sync _|p, 0xffffffff; @p mbarrier.arrive.expect_tx.shared::cta.b64 _, [$1], {size};"
-        " @p cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes"
-        f" [$3], [$4], {size}, [$1]; NO: mov.b32 $0, 0; }}"
+        f" elect.sync _|p, 0xffffffff; @p mbarrier.arrive.expect_tx.shared::cta.b64 _, [$1], {copies * size};"
+        f" {' '.join([each] * copies)} NO: mov.b32 $0, 0; }}"
     )
 
 
@@ -192,14 +196,21 @@ def _buffer_of(stage, BUFFERS: tl.constexpr):
 
 @triton.jit
 def _copy_a_stage(
-    swizzled_a_ptr, stage, stages, buffers, barriers, token, lane, SIZE: tl.constexpr, BUFFERS: tl.constexpr
-):
-    """Start to copy the program's stage of A, if it exists, as soon as its buffer is empty. Returns a token."""
+    swizzled_a_ptr, lines, stage, stages, buffers, barriers, token, lane,
+    ROWS: tl.constexpr, STEPS_PER_STAGE: tl.constexpr, BUFFERS: tl.constexpr,
+):  # fmt: skip
+    """Start to copy the program's stage of A, if it exists, as soon as its buffer is empty. Returns a token.
+
+    lines: of a matrix of swizzled A; one of ROWS is copied from each of two matrices a step.
+    """
     buffer, parity = _buffer_of(stage, BUFFERS)
-    source = swizzled_a_ptr.to(tl.pointer_type(tl.int8), bitcast=True) + stage * SIZE
+    size: tl.constexpr = ROWS * 128
+    copies: tl.constexpr = 2 * STEPS_PER_STAGE
+    matrix_bytes = tl.cast(lines, tl.int64) * 128
+    source = swizzled_a_ptr.to(tl.pointer_type(tl.int8), bitcast=True) + stage * copies * matrix_bytes
     wanted = ((lane < 32) & (stage < stages)).to(tl.int32)  # by the first warp
-    places = (barriers + buffer * 16, parity ^ 1, buffers + buffer * SIZE, source)
-    return do_ptx(_copy_a_stage_ptx(SIZE), "r,r,r,l,r,r", places + (wanted, token))
+    places = (barriers + buffer * 16, parity ^ 1, buffers + buffer * (copies * size), source, matrix_bytes)
+    return do_ptx(_copy_a_stage_ptx(size, copies), "r,r,r,l,l,r,r", places + (wanted, token))
 
 
 @triton.jit
@@ -332,13 +343,14 @@ def _through_epilogue(acc, operands, side: tl.constexpr, EPILOGUE: tl.constexpr,
 
 @triton.jit
 def _store_results(
-    c, token, kept, row, col, end, n, k_vectors, a_outer_ptr, b_outer_ptr, bias_ptr, out_ptr, epilogue_0_ptr,
+    c, token, kept, row, first, col, end, n, k_vectors, a_outer_ptr, b_outer_ptr, bias_ptr, out_ptr, epilogue_0_ptr,
     epilogue_1_ptr, A_OUTER: tl.constexpr, B_OUTER: tl.constexpr, BIAS: tl.constexpr, EPILOGUE: tl.constexpr,
     COMPUTE: tl.constexpr, PARTS: tl.constexpr, ROWS: tl.constexpr, WHOLE: tl.constexpr, ISA: tl.constexpr,
 ):  # fmt: skip
     """Rescale a lane's sums c, take them through the epilogue, and store them. Where not `kept`, the sums count as 0.
 
-    row, col: the first row and column of the lane; the columns of each next part are 16 on. Of a part's sums i and
+    row, col: the first row and column of the lane; the columns of each next part are 16 on. first: the first row to
+    store, less than 8 rows after the tile's first one, or before it. end: the row after the last one. Of a part's sums i and
     i + 2 of four are neighbours in a row, and make a word of `device.lane_rows`.
     """
     count: tl.constexpr = ROWS // 4  # words of a part
@@ -372,8 +384,10 @@ def _store_results(
         if i > 0:
             at_row = row + (i - 1) % pieces * together // 2 * 8
             at_col = col + (i - 1) // pieces * 16
-            token = store_rows(out_ptr + at_row.to(tl.int64) * n + at_col, previous, tl.cast(n, tl.int64) * size,
-                               end - at_row, n - at_col, token, 2 * size, WHOLE)  # fmt: skip
+            token = store_rows(
+                out_ptr + at_row.to(tl.int64) * n + at_col, previous, tl.cast(n, tl.int64) * size, first - at_row,
+                end - at_row, n - at_col, token, 2 * size, WHOLE,
+            )  # fmt: skip
     keep(token, out_ptr, k_vectors)
 
 
@@ -391,24 +405,25 @@ def _tile_of(program, tiles_m, tiles, GROUP_M: tl.constexpr):
 def _tile_of_group(
     before, offs, m, program, tiles_n, ROWS: tl.constexpr, GROUPS: tl.constexpr, GROUP_M: tl.constexpr
 ):  # fmt: skip
-    """(group, the row after its last, first row of A, tile of A, tile of B) of a program. before, offs: see
+    """(group, its first row, the row after its last, first row of A, tile of B) of a program. before, offs: see
     `device.groups`.
 
-    All tiles of a group come before those of the next one, in the order of `_tile_of`. Group GROUPS has the rows of no
-    group. A program past the last tile gets a first row that is not before the group's end.
+    All tiles of a group come before those of the next one, in the order of `_tile_of`. The first one begins at a
+    multiple of 8 rows. Group GROUPS has the rows of no group. A program past the last tile gets a first row that is not
+    before the group's end.
     """
-    group, start, end, first = group_of_tile(before, offs, m, program // tiles_n, ROWS, GROUPS)
-    tiles_m = tl.cdiv(end - start, ROWS)
-    tile = (first - start) // ROWS  # of the group
-    place = tile * tiles_n + program % tiles_n
-    tile_m, tile_n = _tile_of(place, tl.maximum(tiles_m, 1), tl.maximum(tiles_m, 1) * tiles_n, GROUP_M)
-    return group, end, tl.where(first < end, start + tile_m * ROWS, first), program // tiles_n - tile + tile_m, tile_n
+    group, start, end, first = group_of_tile(before, offs, m, program // tiles_n, ROWS, GROUPS, 8)
+    aligned = start // 8 * 8
+    tiles_m = tl.maximum(tl.cdiv(end - aligned, ROWS), 1)
+    place = (first - aligned) // ROWS * tiles_n + program % tiles_n
+    tile_m, tile_n = _tile_of(place, tiles_m, tiles_m * tiles_n, GROUP_M)
+    return group, start, end, tl.where(first < end, aligned + tile_m * ROWS, first), tile_n
 
 
 @triton.jit
 def gemm_wgmma_sm90(
     swizzled_a_ptr, a_outer_ptr, b_ptr, b_scales_ptr, b_outer_ptr, bias_ptr, out_ptr, epilogue_0_ptr, epilogue_1_ptr,
-    offs_ptr, m, n, k_vectors, splits, b_scales_each,
+    offs_ptr, m, lines, n, k_vectors, splits, b_scales_each,
     A_OUTER: tl.constexpr, B_OUTER: tl.constexpr, B_SQUARE: tl.constexpr, B_SWIZZLED: tl.constexpr,
     BIAS: tl.constexpr, EPILOGUE: tl.constexpr, COMPUTE: tl.constexpr, WARPS: tl.constexpr, PARTS: tl.constexpr,
     STAGES: tl.constexpr, ROWS: tl.constexpr, STEPS_PER_STAGE: tl.constexpr, BUFFERS: tl.constexpr,
@@ -417,8 +432,8 @@ def gemm_wgmma_sm90(
 ):  # fmt: skip
     """out [m, n] = a [m, K] x b [n, K]^T, rescaled, plus a bias, through the epilogue; or (PARTIAL) partial sums.
 
-    swizzled_a: [tiles, matrices, ROWS, 64] from `swizzle_a_sm90`, in whole stages. b: K / 2 bytes of codes a row.
-    k_vectors: K / 32, even.
+    swizzled_a: [matrices, lines, 64] from `swizzle_a_sm90`, in whole stages. b: K / 2 bytes of codes a row. k_vectors:
+    K / 32, even.
     splits: into how many parts K is cut (split-K). PARTIAL: out is [splits, m, n], the raw float32 sums of each part;
     the kernel that adds them may start early. PDL: this kernel itself starts early (see `device.dependent_launch`).
     WARPS: of a program, a multiple of 4; the launch must have as many. Each has PARTS times 16 rows of b. ROWS: rows of
@@ -438,6 +453,7 @@ def gemm_wgmma_sm90(
     split = tl.program_id(0) % splits
     all_stages = tl.cdiv(k_vectors, 4 * STEPS_PER_STAGE)
     group = 0
+    first_of_group = 0
     end = m  # the row of a after the last one of the product, or of the group
     if GROUPS == 0:
         tile_m, tile_n = _tile_of(tl.program_id(0) // splits, tl.cdiv(m, ROWS), tl.num_programs(0) // splits, GROUP_M)
@@ -450,7 +466,7 @@ def gemm_wgmma_sm90(
             before = before + (tl.load(offs_ptr + number, mask=exists, other=0),)
             number, exists = of_lanes(i, GROUPS)
             offs = offs + (tl.load(offs_ptr + number, mask=exists, other=0),)
-        group, end, first_m, tile_m, tile_n = _tile_of_group(
+        group, first_of_group, end, first_m, tile_n = _tile_of_group(
             before, offs, m, tl.program_id(0), tl.cdiv(n, 16 * PARTS * WARPS), ROWS, GROUPS, GROUP_M
         )  # fmt: skip
         if first_m >= end:  # there are fewer tiles than programs
@@ -486,10 +502,10 @@ def gemm_wgmma_sm90(
         out_ptr = wait(out_ptr)
         epilogue_0_ptr = wait(epilogue_0_ptr)
         epilogue_1_ptr = wait(epilogue_1_ptr)
-    swizzled_a_ptr += (tile_m * all_stages + start).to(tl.int64) * (a_stage_bytes // 2)
+    swizzled_a_ptr += (tl.cast(start * (2 * STEPS_PER_STAGE), tl.int64) * lines + first_m) * 64
     for early in tl.static_range(_A_AHEAD):
-        token = _copy_a_stage(swizzled_a_ptr, early, stages, a_buffers, barriers, token, lane, a_stage_bytes,
-                              BUFFERS)  # fmt: skip
+        token = _copy_a_stage(swizzled_a_ptr, lines, early, stages, a_buffers, barriers, token, lane, ROWS,
+                              STEPS_PER_STAGE, BUFFERS)  # fmt: skip
     if rescale_mode(B_OUTER) == "tensor" and not PARTIAL:
         token = do_ptx(AWAIT_VALUE, "f,r", (tl.load(b_outer_ptr), token))  # brings it to the cache for the end
 
@@ -525,8 +541,8 @@ def gemm_wgmma_sm90(
             c = sums
             if i == 0:  # `_multiply` has waited for all earlier products, which read the stage before
                 token = _release_a_stage(stage - 1, barriers, token, lane, BUFFERS)
-                token = _copy_a_stage(swizzled_a_ptr, stage + _A_AHEAD, stages, a_buffers, barriers, token, lane,
-                                      a_stage_bytes, BUFFERS)  # fmt: skip
+                token = _copy_a_stage(swizzled_a_ptr, lines, stage + _A_AHEAD, stages, a_buffers, barriers, token, lane,
+                                      ROWS, STEPS_PER_STAGE, BUFFERS)  # fmt: skip
             buffer = tl.where(buffer == first_buffer + (STAGES - 1) * b_step_bytes, first_buffer,
                               buffer + b_step_bytes)  # fmt: skip
             step += 1
@@ -536,14 +552,14 @@ def gemm_wgmma_sm90(
     row_of_lane = first_m + lane % 4 * 2
     column_of_lane = row + lane % 32 // 4 * 2
     if PARTIAL:
-        _store_results(c, token, True, row_of_lane, column_of_lane, end, n, k_vectors, a_outer_ptr, b_outer_ptr,
-                       bias_ptr, out_ptr, epilogue_0_ptr, epilogue_1_ptr, "none", "none", 0, "",
+        _store_results(c, token, True, row_of_lane, first_of_group, column_of_lane, end, n, k_vectors, a_outer_ptr,
+                       b_outer_ptr, bias_ptr, out_ptr, epilogue_0_ptr, epilogue_1_ptr, "none", "none", 0, "",
                        COMPUTE, PARTS, ROWS, EVEN, ISA)  # fmt: skip
     else:
         kept = True if GROUPS == 0 else group < GROUPS
-        _store_results(c, token, kept, row_of_lane, column_of_lane, end, n, k_vectors, a_outer_ptr, b_outer_ptr,
-                       bias_ptr, out_ptr, epilogue_0_ptr, epilogue_1_ptr, rescale_mode(A_OUTER), rescale_mode(B_OUTER),
-                       BIAS, EPILOGUE, COMPUTE, PARTS, ROWS, EVEN, ISA)  # fmt: skip
+        _store_results(c, token, kept, row_of_lane, first_of_group, column_of_lane, end, n, k_vectors, a_outer_ptr,
+                       b_outer_ptr, bias_ptr, out_ptr, epilogue_0_ptr, epilogue_1_ptr, rescale_mode(A_OUTER),
+                       rescale_mode(B_OUTER), BIAS, EPILOGUE, COMPUTE, PARTS, ROWS, EVEN, ISA)  # fmt: skip
 
 
 def _serves(p: Problem) -> bool:
@@ -552,7 +568,8 @@ def _serves(p: Problem) -> bool:
 
 def _run(call: Call, config: WgmmaConfig) -> torch.Tensor:
     p, split_k = call.problem, config.split_k
-    a = SwizzledA.of(p, config).of_call(call)
+    arrangement = SwizzledA.of(p, config)
+    a = arrangement.of_call(call)
     out = call.empty() if split_k == 1 else call.empty_sums(split_k)
     first = call if split_k == 1 else call.without_epilogue()
     a_outer, b_outer, bias = call.rescale_pointers(out)
@@ -560,7 +577,7 @@ def _run(call: Call, config: WgmmaConfig) -> torch.Tensor:
     launch(
         gemm_wgmma_sm90, config.grid(p.m, p.n),
         a, a_outer, call.b.data, call.b.scales, b_outer, bias, out, *first.epilogue_pointers(out), out,
-        p.m, p.n, p.k // 32, split_k, 0, A_OUTER=p.a.outer, B_OUTER=p.b.outer,
+        p.m, arrangement.rows, p.n, p.k // 32, split_k, 0, A_OUTER=p.a.outer, B_OUTER=p.b.outer,
         BIAS=int(call.bias is not None), EPILOGUE=first.epilogue_text, PARTIAL=int(split_k > 1),
         B_SQUARE=int(p.b.format.square), B_SWIZZLED=int(p.b.swizzled), COMPUTE=p.compute, EVEN=int(even),
         PDL=p.target.dependent_launch, ISA=p.target.isa, GROUPS=0, num_warps=config.warps, **config.constants,
