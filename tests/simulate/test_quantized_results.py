@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from fp4compile.check.product_table import Product
-from fp4compile.check.run_simulated import exact_arguments
-from fp4compile.check.run_values import BF16, same_bits, schema
+from fp4compile.check.product_values import exact_arguments, schema
 from fp4compile.check.simulate.launch import Simulator
 from fp4compile.check.simulate.run import Schedule
+from fp4compile.check.values import BF16, same_bits
 from fp4compile.formats import formats, reference
 from fp4compile.formats.epilogue import Epilogue
 from fp4compile.hardware import Target

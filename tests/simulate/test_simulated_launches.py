@@ -9,10 +9,12 @@ from dataclasses import replace
 import pytest
 import torch
 
-from fp4compile.check import run_simulated
+from fp4compile.check import quantiser_values, run_simulated
 from fp4compile.check.product_table import Product
+from fp4compile.check.product_values import reduced
 from fp4compile.check.quantiser_table import BF16, CONFIGURATIONS, GROUPED_CONFIGURATIONS, PROLOGUE_CONFIGURATIONS
-from fp4compile.check.run_simulated import multiplied, quantized, quantized_after_steps, quantized_groups, reduced
+from fp4compile.check.quantiser_values import quantized, quantized_after_steps, quantized_groups
+from fp4compile.check.run_simulated import multiplied
 from fp4compile.check.simulate.fault import Fault
 from fp4compile.check.simulate.launch import UNWRITTEN, Simulator
 from fp4compile.check.simulate.run import Schedule
@@ -126,11 +128,11 @@ def test_every_launch_of_the_table_has_a_key():
 
 
 def test_what_is_wrong_is_said(monkeypatch):
-    right = run_simulated.quantize_kernels
+    right = quantiser_values.quantize_kernels
     grouped = entry(GROUPED_CONFIGURATIONS, "grouped rows", "mxfp8")
-    monkeypatch.setattr(run_simulated, "quantize_kernels", lambda x, *args, **more: right(-x, *args, **more))
+    monkeypatch.setattr(quantiser_values, "quantize_kernels", lambda x, *args, **more: right(-x, *args, **more))
     (what,) = quantized_groups(grouped, (130, 80), on())
-    assert what.startswith("codes: ")
+    assert what.startswith("along -1: codes: ")
 
 
 def test_a_product_that_runs_no_kernel_is_wrong():
