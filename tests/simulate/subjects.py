@@ -12,10 +12,10 @@ from functools import partial
 from fp4compile.check.product_table import PRODUCTS
 from fp4compile.check.quantiser_table import CONFIGURATIONS, PROLOGUE_CONFIGURATIONS
 from fp4compile.check.quantiser_values import quantized, quantized_after_steps, quantized_few_rows
-from fp4compile.check.run_simulated import multiplied
 from fp4compile.check.simulate.launch import Compiled, Simulator
 from fp4compile.check.simulate.parse import parse
 from fp4compile.check.simulate.run import Kernel, Schedule
+from fp4compile.check.simulation import multiplied
 from fp4compile.check.values import ENDS
 from fp4compile.check.values import GROUP_ROWS as ROWS
 from fp4compile.hardware import Target
