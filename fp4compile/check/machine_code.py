@@ -13,8 +13,7 @@ from fp4compile.check.bounds import PRODUCT_LINES, instruction_kind, instruction
 from fp4compile.check.product_table import Product, multiplies
 from fp4compile.check.ptx import Ptx
 from fp4compile.check.quantiser_table import Configuration
-from fp4compile.check.sass import Sass, disassemble
-from fp4compile.check.scoreboards import unwaited_loads
+from fp4compile.check.sass import Sass, disassemble, unwaited_loads
 from fp4compile.formats import formats
 from fp4compile.formats.layouts import ceil_div
 from fp4compile.hardware import Target
