@@ -1,7 +1,7 @@
 """What passes share: the ops as graphs name them, new nodes, and the arguments of quantise and product nodes."""
 
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -40,9 +40,16 @@ def new_node(graph: Graph, target: Callable, args: tuple, meta: dict, **kwargs: 
     return node
 
 
+def replace_results(node: Node, results: Sequence[Node]) -> None:
+    """Let the readers of a node with several results read other nodes, one for each result; erases the node."""
+    for user in list(node.users):
+        user.replace_all_uses_with(results[user.args[1]])
+        user.graph.erase_node(user)
+    node.graph.erase_node(node)
+
+
 def fake_value(node: Node) -> Any:
     """The node's value, computed by the fake implementation of its operator."""
-
     args, kwargs = torch.fx.map_arg(node.args, _value), torch.fx.map_arg(node.kwargs, _value)
     if node.target is operator.getitem:
         return args[0][args[1]]

@@ -99,12 +99,7 @@ def _read_sizes_of_operands(graph: Graph) -> None:
 
 def _before_writes(graph: Graph) -> list[Node]:
     """The nodes before the first one that overwrites memory: a fused quantiser reads the operations' inputs later."""
-    nodes = []
-    for node in graph.nodes:
-        if _writes(node):
-            break
-        nodes.append(node)
-    return nodes
+    return list(itertools.takewhile(lambda node: not _writes(node), graph.nodes))
 
 
 def _writes(node: Node) -> bool:
@@ -382,17 +377,14 @@ def _given(node: Node) -> bool:
     return node.target in STORED
 
 
-def _aliases(node: Node) -> list[Node]:
-    """A node, and the reshapes and casts of it that `_renamed` maps to it."""
-    found = [node]
-    for each in found:
-        found += [user for user in each.users if user.target in (CAST, *RESHAPES) and _renamed(user) is node]
-    return found
-
-
 def _readers(node: Node) -> Iterator[tuple[Node, Node]]:
-    """(alias, user) for each user of a node's `_aliases`, without the aliases themselves."""
-    aliases = _aliases(node)
+    """(alias, user) for each user of an alias, without the aliases themselves.
+
+    Aliases are the node, and the reshapes and casts of it that `_renamed` maps to it.
+    """
+    aliases = [node]
+    for each in aliases:
+        aliases += [user for user in each.users if user.target in (CAST, *RESHAPES) and _renamed(user) is node]
     return ((alias, user) for alias in aliases for user in alias.users if user not in aliases)
 
 
