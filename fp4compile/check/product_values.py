@@ -69,7 +69,7 @@ def differences(product: Product, x: Arguments, choice: Choice, machine: Machine
 
 
 def _from_reference(got: torch.Tensor, x: Arguments, exact: bool) -> list[str]:
-    a, b = schema(x.a), schema(x.b)
+    a, b = x.a.in_schema, x.b.in_schema
     if x.offs is not None:
         expected = SCALED_GROUPED_MM(*a, *b, x.offs, x.rows, x.out_dtype)
         expected += 0.0  # a kernel's sums begin with +0, the reference's of a group of one row with its product
@@ -184,11 +184,6 @@ def _moved(x: Arguments, machine: Machine) -> Arguments:
 
     return replace(x, a=there(x.a), b=there(x.b), bias=there(x.bias), auxiliaries=[*map(there, x.auxiliaries)],
                    result_outer=there(x.result_outer), offs=there(x.offs))  # fmt: skip
-
-
-def schema(x: Operand) -> tuple:
-    """The four arguments by which ops take an operand."""
-    return x.data, x.scales, x.outer, x.format and x.format.name
 
 
 # ---------------------------------------------------------------- results that are quantised
