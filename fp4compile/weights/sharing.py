@@ -130,22 +130,14 @@ def share(model: nn.Module, sharing: Sharing) -> None:
     """Let tensors share memory again as they did when the file was written, where their dtypes and devices agree."""
     for name, source in sharing.aliases.items():
         holder, child = _holder(model, name)
-        mine, other = holder[child], _tensor(model, source)
+        place, at = _holder(model, source)
+        mine, other = holder[child], place[at]
         if (mine.dtype, mine.device) != (other.dtype, other.device):
             continue
         if name in sharing.tied and isinstance(mine, nn.Parameter) == isinstance(other, nn.Parameter):
             holder[child] = other
-        elif not _same_memory(mine, other):
+        elif mine.untyped_storage()._cdata != other.untyped_storage()._cdata:
             mine.data = other.data
-
-
-def _same_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
-    return a.untyped_storage()._cdata == b.untyped_storage()._cdata
-
-
-def _tensor(model: nn.Module, name: str) -> torch.Tensor:
-    holder, child = _holder(model, name)
-    return holder[child]
 
 
 def _holder(model: nn.Module, name: str) -> tuple[dict[str, torch.Tensor], str]:
