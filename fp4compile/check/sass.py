@@ -3,7 +3,6 @@
 import re
 import subprocess
 import tempfile
-from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -71,7 +70,7 @@ class Sass:
     def widths(self, opcode: str) -> list[int]:
         """Bytes that each global access with an opcode ("LDG", "STG") moves for a thread."""
         found = (one.opcode for one in self.flow.instructions() if one.opcode.split(".")[0] == opcode)
-        return [_width(one.split(".")) for one in found]
+        return [next((_WIDTHS[part] for part in one.split(".") if part in _WIDTHS), 4) for one in found]
 
     def executed(self, trips: int = 1, idle: bool = False) -> int:
         """The number of instructions that a thread executes; see `ControlFlow.way`.
@@ -104,10 +103,6 @@ def _run(cubin: bytes, tool: str, *arguments: str) -> str:
 
 
 _WIDTHS = {"U8": 1, "S8": 1, "U16": 2, "S16": 2, "64": 8, "128": 16, "256": 32}
-
-
-def _width(modifiers: Iterable[str]) -> int:
-    return next((_WIDTHS[one] for one in modifiers if one in _WIDTHS), 4)
 
 
 _LABEL = re.compile(r"(\.L_x_\d+):")
@@ -157,16 +152,11 @@ def _successors(run: list[Instruction], index: int, count: int, labels: dict[str
 _NO_SCOREBOARD = 7
 
 
-def unwaited_loads(encoded: str) -> list[str]:
+def hazards(instructions: list[tuple[str, int]]) -> list[str]:
     """The uses, as lines of SASS, of registers that a kernel loads from tensor memory and has not waited for.
 
-    encoded: see `Sass`.
+    instructions: (text, control bits), in the order of the code.
     """
-    return hazards(_instructions(encoded))
-
-
-def hazards(instructions: list[tuple[str, int]]) -> list[str]:
-    """`unwaited_loads` of instructions, given as (text, control bits), in the order of the code."""
     found: list[str] = []
     unnamed: set[int] = set()  # registers being loaded, whose scoreboard a later load names
     pending: dict[int, set[int]] = {}  # registers being loaded, by scoreboard
@@ -188,7 +178,7 @@ def hazards(instructions: list[tuple[str, int]]) -> list[str]:
 _LOAD = re.compile(r"\bLDTM(?:\.x(\d+))? R(\d+)")
 
 
-def _instructions(encoded: str) -> list[tuple[str, int]]:
+def encoded_instructions(encoded: str) -> list[tuple[str, int]]:
     """(text, control bits) of every instruction."""
     lines, found = encoded.splitlines(), []
     for line, following in zip(lines, lines[1:], strict=False):
