@@ -22,7 +22,7 @@ from fp4compile.ops.quantize import QUANTIZE
 from fp4compile.passes.autotune import replay_time
 from fp4compile.templates.choose import candidates, choose
 from fp4compile.templates.launch import target_of
-from fp4compile.templates.multiply import multiply_quantized, scaled_mm
+from fp4compile.templates.multiply import multiply, multiply_quantized
 from fp4compile.templates.problem import problem_of
 
 REPLAYS = 21
@@ -112,7 +112,7 @@ def multiplied(a: str | None, b: str, m: int, n: int, k: int) -> dict[str, Any]:
     for name in dict.fromkeys((chosen, *candidates(problem))):
         choice = choose(problem, name)
         try:
-            calls = [partial(scaled_mm, left, right, None, torch.bfloat16, choice=choice) for right in turns]
+            calls = [partial(multiply, Arguments(left, right, None, torch.bfloat16), choice) for right in turns]
             found[f"{name} us"] = round(graph_time(calls), 2)
         except Exception as error:
             wrong.append(f"{name}: {type(error).__name__}: {error}"[:300])
@@ -138,8 +138,10 @@ def multiplied_to_codes(name: str, m: int, n: int, k: int) -> dict[str, Any]:
     if not candidates(problem_of(fused, target_of(torch.device("cuda")))):
         return {}
 
+    plain = Arguments(left, right, None, torch.bfloat16)
+
     def apart() -> None:
-        QUANTIZE(scaled_mm(left, right, None, torch.bfloat16), name, [-1], layout="swizzled", outer=outer)
+        QUANTIZE(multiply(plain), name, [-1], layout="swizzled", outer=outer)
 
     times = [graph_time([call] * CALLS) for call in (partial(multiply_quantized, fused), apart)]
     return {"us": round(times[0], 2), "product and quantiser us": round(times[1], 2)}
