@@ -13,14 +13,7 @@ from fp4compile.formats import formats
 from fp4compile.formats.operand import Arguments, Operand
 from fp4compile.formats.prologue import Prologue
 from fp4compile.formats.quantize_spec import QuantizeSpec
-from fp4compile.ops.matmul import (
-    SCALED_GROUPED_MM,
-    SCALED_MM_QUANTIZED,
-    dense,
-    dense_quantized,
-    grouped,
-    operand,
-)
+from fp4compile.ops.matmul import SCALED_GROUPED_MM, SCALED_MM_QUANTIZED, dense, dense_quantized, grouped, operand
 from fp4compile.ops.quantize import GATHERED_WEIGHT, QUANTIZE
 from fp4compile.templates.choose import Choice, choose
 from fp4compile.templates.gemm import indexed
