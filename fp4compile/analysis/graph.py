@@ -1,7 +1,7 @@
 """What passes share: the ops as graphs name them, new nodes, and the arguments of quantise and product nodes."""
 
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -39,6 +39,18 @@ def replace_results(node: Node, results: Sequence[Node]) -> None:
         user.replace_all_uses_with(results[user.args[1]])
         user.graph.erase_node(user)
     node.graph.erase_node(node)
+
+
+def reached(start: Node, following: Callable[[Node], Iterable[Node]]) -> Iterator[Node]:
+    """A node and all nodes that are reached from it, each once. following: the nodes that one leads to."""
+    waiting, seen = [start], {start}
+    while waiting:
+        node = waiting.pop()
+        yield node
+        for each in following(node):
+            if each not in seen:
+                seen.add(each)
+                waiting.append(each)
 
 
 def fake_value(node: Node) -> Any:
