@@ -24,7 +24,7 @@ from benchmarks import common
 from benchmarks.linear import ROTATED_BYTES, activations, weight
 from fp4compile.formats import formats
 from fp4compile.formats.layouts import ceil_div
-from fp4compile.formats.operand import Operand
+from fp4compile.formats.operand import Arguments, Operand
 from fp4compile.hardware import Target
 from fp4compile.ops.quantize import quantize_kernels
 from fp4compile.templates import choose
@@ -38,7 +38,7 @@ from fp4compile.templates.gemm.heuristics import (
     with_shared_memory,
 )
 from fp4compile.templates.gemm.wgmma_sm90 import needed_bytes as wgmma_bytes
-from fp4compile.templates.multiply import scaled_mm, scaled_mm_group
+from fp4compile.templates.multiply import multiply, scaled_mm_group
 from fp4compile.templates.problem import OperandType, Problem
 
 # N of each weight, K: of Llama-3-8B, and the largest of Llama-3-70B.
@@ -127,7 +127,7 @@ def product(x: torch.Tensor, weights: list[Operand]) -> list[torch.Tensor]:
     """Of activations [m, k] and packed weights, in one launch where there are several."""
     if len(weights) > 1:
         return scaled_mm_group(Operand(x), [(w, None) for w in weights], x.dtype)
-    return [scaled_mm(Operand(x), weights[0], None, x.dtype)]
+    return [multiply(Arguments(Operand(x), weights[0], None, x.dtype))]
 
 
 def packed(sizes: tuple[int, ...], k: int) -> list[Operand]:

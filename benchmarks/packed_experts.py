@@ -19,6 +19,7 @@ import multiprocessing
 import sys
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
 from functools import partial
 from unittest import mock
 
@@ -35,7 +36,7 @@ from fp4compile.templates.gemm.grouped_wgmma_sm90 import CANDIDATE
 from fp4compile.templates.gemm.heuristics import GROUPED_TILES, WgmmaConfig, with_shared_memory
 from fp4compile.templates.gemm.wgmma_sm90 import needed_bytes
 from fp4compile.templates.launch import target_of
-from fp4compile.templates.multiply import call_of, scaled_grouped_mm
+from fp4compile.templates.multiply import call_of, multiply
 from fp4compile.templates.problem import Problem, problem_of
 
 SHAPES = ("8x4096x14336", "128x1536x2048", "128x2048x768")  # experts x N x K; Qwen3-30B-A3B's are the last two
@@ -155,7 +156,7 @@ def arguments(x: torch.Tensor, weight: tuple, offs: torch.Tensor) -> Arguments:
 
 def expanded(x: torch.Tensor, weight: tuple, offs: torch.Tensor) -> torch.Tensor:
     """NVFP4 tokens, as a compiled graph has them: one kernel quantises them and writes their values."""
-    return scaled_grouped_mm(grouped_mm.quantised_tokens(x, offs, True), Operand(*weight, NVFP4), offs, len(x), BF16)
+    return multiply(replace(arguments(x, weight, offs), a=grouped_mm.quantised_tokens(x, offs, True)))
 
 
 def in_memory(x: torch.Tensor, weight: tuple, offs: torch.Tensor) -> torch.Tensor:

@@ -115,11 +115,6 @@ def tracing() -> bool:
     return get_proxy_mode() is not None
 
 
-def traceable(kernel: Any) -> Any:
-    """A Triton kernel in the form that tracing needs: its launch becomes a node that Inductor understands."""
-    return torch.library.wrap_triton(kernel)
-
-
 def pointwise_by_default() -> bool:
     """Whether Inductor computes pointwise operations in float32 with its usual functions, and rounds as it stores."""
     if config.emulate_precision_casts or config.use_fast_math or config.eager_numerics.division_rounding:

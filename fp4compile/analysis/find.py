@@ -35,7 +35,7 @@ from fp4compile.analysis.grouped_products import is_grouped, why_unread
 from fp4compile.analysis.module_names import clean_name, module_name, parameter_name
 from fp4compile.analysis.products import Product, Side, packed_expert, product_of, why_not_packed
 from fp4compile.analysis.selection import feeds_selection
-from fp4compile.analysis.views import View, is_cast, source_of, swaps_last_two, view_of
+from fp4compile.analysis.views import View, is_cast, root_of, source_of, swaps_last_two, view_of
 from fp4compile.formats import formats
 from fp4compile.formats.quantize_spec import FLOAT_DTYPES
 from fp4compile.ops.quantize import DEQUANTIZE, EXPERT_WEIGHTS, GATHERED_WEIGHT
@@ -116,10 +116,7 @@ def weights_of(graph: Graph, inputs: tuple[Input, ...]) -> dict[Node, str]:
 
 def _input_of(root: Node) -> Node:
     """The placeholder of a weight's parameter; for a gathered weight, the placeholder of its codes."""
-    node = root.args[0] if is_gathered(root) else root
-    while (source := source_of(node)) is not None:
-        node = source
-    return node
+    return root_of(root.args[0] if is_gathered(root) else root)
 
 
 @dataclass(frozen=True)

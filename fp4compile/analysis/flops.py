@@ -17,7 +17,7 @@ from fp4compile._compat import statically_true
 from fp4compile.analysis.find import weights_of
 from fp4compile.analysis.gemm import Gemm, Input
 from fp4compile.analysis.grouped_products import computed_by
-from fp4compile.analysis.views import source_of
+from fp4compile.analysis.views import root_of
 from fp4compile.formats import formats
 
 aten = torch.ops.aten
@@ -66,20 +66,20 @@ class Categories:
             category = self._forward(gemm)
             if gemm.node.target in _BATCHED and category != "other":
                 for operand in _tensors(gemm.node):
-                    self.operands.setdefault(_root(operand), set()).add(category)
+                    self.operands.setdefault(root_of(operand), set()).add(category)
 
     def of(self, gemm: Gemm) -> str:
         """The category of a product."""
         category = self._forward(gemm)
         if category != "other" or gemm.node.target not in _BATCHED:
             return category
-        found = set().union(*(self.operands.get(_root(operand), ()) for operand in _tensors(gemm.node)))
+        found = set().union(*(self.operands.get(root_of(operand), ()) for operand in _tensors(gemm.node)))
         return found.pop() if len(found) == 1 else "other"
 
     def _forward(self, gemm: Gemm) -> str:
         """The category that follows from the product alone; "other" where none does."""
         name = _operator_name(computed_by(gemm.node).target)
-        operands = ((operand, _root(operand)) for operand in _tensors(gemm.node))
+        operands = ((operand, root_of(operand)) for operand in _tensors(gemm.node))
         weights = [(operand, root) for operand, root in operands if root in self.parameters]
         if gemm.groups is not None or _GROUPED.search(name) or _EXPERTS.search(gemm.module):
             return "experts"
@@ -100,13 +100,6 @@ class Categories:
 
 def _tensors(node: Node) -> list[Node]:
     return [arg for arg in node.args if isinstance(arg, Node) and isinstance(arg.meta.get("val"), torch.Tensor)]
-
-
-def _root(node: Node) -> Node:
-    """The node at the start of a chain of views and casts."""
-    while (source := source_of(node)) is not None:
-        node = source
-    return node
 
 
 def _packet(target: Any) -> Any:

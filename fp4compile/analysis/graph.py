@@ -1,7 +1,7 @@
 """What passes share: the ops as graphs name them, new nodes, and the arguments of quantise and product nodes."""
 
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -13,14 +13,7 @@ from fp4compile.formats import formats
 from fp4compile.formats.operand import Arguments, Operand
 from fp4compile.formats.prologue import Prologue
 from fp4compile.formats.quantize_spec import QuantizeSpec
-from fp4compile.ops.matmul import (
-    SCALED_GROUPED_MM,
-    SCALED_MM_QUANTIZED,
-    dense,
-    dense_quantized,
-    grouped,
-    operand,
-)
+from fp4compile.ops.matmul import SCALED_GROUPED_MM, SCALED_MM_QUANTIZED, dense, dense_quantized, grouped, operand
 from fp4compile.ops.quantize import GATHERED_WEIGHT, QUANTIZE
 from fp4compile.templates.choose import Choice, choose
 from fp4compile.templates.gemm import indexed
@@ -40,9 +33,28 @@ def new_node(graph: Graph, target: Callable, args: tuple, meta: dict, **kwargs: 
     return node
 
 
+def replace_results(node: Node, results: Sequence[Node]) -> None:
+    """Let the readers of a node with several results read other nodes, one for each result; erases the node."""
+    for user in list(node.users):
+        user.replace_all_uses_with(results[user.args[1]])
+        user.graph.erase_node(user)
+    node.graph.erase_node(node)
+
+
+def reached(start: Node, following: Callable[[Node], Iterable[Node]]) -> Iterator[Node]:
+    """A node and all nodes that are reached from it, each once. following: the nodes that one leads to."""
+    waiting, seen = [start], {start}
+    while waiting:
+        node = waiting.pop()
+        yield node
+        for each in following(node):
+            if each not in seen:
+                seen.add(each)
+                waiting.append(each)
+
+
 def fake_value(node: Node) -> Any:
     """The node's value, computed by the fake implementation of its operator."""
-
     args, kwargs = torch.fx.map_arg(node.args, _value), torch.fx.map_arg(node.kwargs, _value)
     if node.target is operator.getitem:
         return args[0][args[1]]

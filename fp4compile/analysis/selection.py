@@ -6,6 +6,7 @@ import torch
 from torch.fx import Node
 
 from fp4compile._compat import statically_true
+from fp4compile.analysis.graph import reached
 from fp4compile.analysis.views import is_cast, source_of
 
 aten = torch.ops.aten
@@ -25,15 +26,8 @@ def feeds_selection(product: Node, dim: int) -> bool:
     choices = value.shape[dim]
     if not isinstance(choices, int) or choices > _MOST_CHOICES:
         return False
-    seen, waiting = {product}, [product]
-    while waiting:
-        for user in waiting.pop().users:
-            if _selects(user, choices):
-                return True
-            if user not in seen and _elementwise(user, value.numel()):
-                seen.add(user)
-                waiting.append(user)
-    return False
+    results = reached(product, lambda node: [user for user in node.users if _elementwise(user, value.numel())])
+    return any(_selects(user, choices) for node in results for user in node.users)
 
 
 def _selects(node: Node, choices: int) -> bool:

@@ -101,6 +101,13 @@ def source_of(node: Node) -> Node | None:
     return source
 
 
+def root_of(node: Node) -> Node:
+    """The node at the start of a chain of views and casts."""
+    while (source := source_of(node)) is not None:
+        node = source
+    return node
+
+
 def is_cast(node: Node) -> bool:
     return node.target in _CASTS
 

@@ -8,7 +8,6 @@ is relative, there is a bin for every float, and two histograms add up without a
 """
 
 import math
-from typing import Protocol
 
 import torch
 import torch.nn.functional as F
@@ -23,16 +22,6 @@ _CANDIDATES = 64  # over four octaves below the largest magnitude
 _AT_ONCE = 1 << 20  # elements, so that temporary memory is bounded
 
 
-class Clipping(Protocol):
-    """The statistics of a layer's activations."""
-
-    def see(self, x: torch.Tensor) -> None:
-        """Take an activation [..., K]."""
-
-    def amax(self) -> torch.Tensor:
-        """The largest magnitude to represent; not finite where an activation was not finite, 0 where all were 0."""
-
-
 class Largest:
     """The largest magnitude."""
 
@@ -40,12 +29,12 @@ class Largest:
         self.largest: torch.Tensor | None = None
 
     def see(self, x: torch.Tensor) -> None:
-        """See `Clipping`."""
+        """Take an activation [..., K]."""
         found = x.abs().amax().float() if x.numel() else x.new_zeros((), dtype=torch.float32)
         self.largest = found if self.largest is None else torch.maximum(self.largest, found.to(self.largest.device))
 
     def amax(self) -> torch.Tensor:
-        """See `Clipping`."""
+        """The largest magnitude to represent; not finite where an activation was not finite, 0 where all were 0."""
         return torch.zeros(()) if self.largest is None else self.largest
 
 
@@ -61,14 +50,14 @@ class Percentile:
         self.counts: torch.Tensor | None = None
 
     def see(self, x: torch.Tensor) -> None:
-        """See `Clipping`."""
+        """See `Largest`."""
         self.largest.see(x)
         for part in x.flatten().split(_AT_ONCE):
             found = torch.bincount(_bins(part.float().abs(), _PERCENTILE_BINS), minlength=256 << _PERCENTILE_BINS)
             self.counts = found if self.counts is None else self.counts + found.to(self.counts.device)
 
     def amax(self) -> torch.Tensor:
-        """See `Clipping`."""
+        """See `Largest`."""
         largest = self.largest.amax()
         if self.counts is None or not largest.isfinite():
             return largest
@@ -96,7 +85,7 @@ class LeastSquares:
         self.counts: torch.Tensor | None = None
 
     def see(self, x: torch.Tensor) -> None:
-        """See `Clipping`."""
+        """See `Largest`."""
         self.largest.see(x)
         if not self.largest.amax().isfinite() or not self.largest.amax() > 0:
             return
@@ -107,7 +96,7 @@ class LeastSquares:
             counts += self._counted(part.float().abs().to(counts.device))
 
     def amax(self) -> torch.Tensor:
-        """See `Clipping`."""
+        """See `Largest`."""
         largest = self.largest.amax()
         if self.counts is None or not largest.isfinite():
             return largest
@@ -153,6 +142,9 @@ class LeastSquares:
         found, _ = reference.fake_quantize(blocks, self.format, outer)
         errors = (found.float() * outer - blocks).double() ** 2
         return (torch.cat((errors[..., :15].flatten(1), errors[:, 0, 15:]), -1) * counts).sum()
+
+
+Clipping = Largest | Percentile | LeastSquares
 
 
 def _bins(magnitudes: torch.Tensor, bits: int) -> torch.Tensor:

@@ -4,12 +4,13 @@ import contextlib
 import multiprocessing
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
 from fp4compile import _compat
-from fp4compile.templates.launch import on_gpu
+from fp4compile.hardware import Target
+from fp4compile.templates.launch import target_of
 
 # Seconds for one case: the first one imports torch, a slow one compiles several kernels.
 PATIENCE = 180.0
@@ -100,6 +101,28 @@ def _usable() -> bool:
     return False
 
 
-def device() -> str:
-    """The device of tensors that kernels get: "cuda", or "cpu" in Triton's interpreter and in the simulator."""
-    return "cpu" if _compat.interpreting() or on_gpu(torch.empty(0)) else "cuda"
+class Machine(Protocol):
+    """What runs kernels: `Here`, or a `Simulator`. device: of the kernels' tensors. running: lasts while they run."""
+
+    @property
+    def target(self) -> Target: ...
+
+    @property
+    def device(self) -> str: ...
+
+    def running(self) -> contextlib.AbstractContextManager[None]: ...
+
+
+class Here:
+    """The GPU of this machine, or Triton's interpreter."""
+
+    @property
+    def target(self) -> Target:
+        return target_of(torch.device(self.device))
+
+    @property
+    def device(self) -> str:
+        return "cpu" if _compat.interpreting() else "cuda"
+
+    def running(self) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from fp4compile.check import environment, run_experts, run_prologues, run_times, run_values
+from fp4compile.check import environment, run_times, run_values
 from fp4compile.check.cases import Case, Finding, in_process
 
 _WIDTH = 78
@@ -32,9 +32,7 @@ def run(file: Path | None, only: str = "") -> int:
     content: dict[str, Any] = {"environment": environment.of_gpu()}
     print(", ".join(f"{name} {value}" for name, value in content["environment"].items()))
     failed = 0
-    parts = (("values", run_values.cases), ("experts", run_experts.cases), ("prologues", run_prologues.cases),
-             ("times", run_times.cases))  # fmt: skip
-    for part, cases in parts:
+    for part, cases in (("values", run_values.cases), ("times", run_times.cases)):
         print(f"\n{part}")
         findings = []
         for finding in in_process(partial(_chosen, cases, only)):

@@ -13,8 +13,7 @@ from fp4compile.check.bounds import PRODUCT_LINES, instruction_kind, instruction
 from fp4compile.check.product_table import Product, multiplies
 from fp4compile.check.ptx import Ptx
 from fp4compile.check.quantiser_table import Configuration
-from fp4compile.check.sass import Sass, disassemble
-from fp4compile.check.scoreboards import unwaited_loads
+from fp4compile.check.sass import Sass, disassemble, encoded_instructions, hazards
 from fp4compile.formats import formats
 from fp4compile.formats.layouts import ceil_div
 from fp4compile.hardware import Target
@@ -132,7 +131,7 @@ class Compiled:
         found, lost = [], self.sass.lost_values
         if lost:
             found.append(f"ptxas lost {len(lost)} values, the first of {lost[0]}")
-        early = unwaited_loads(self.sass.encoded) if "LDTM" in self.sass.text else []
+        early = hazards(encoded_instructions(self.sass.encoded)) if "LDTM" in self.sass.text else []
         if early:
             found.append(f"{len(early)} uses of tensor memory before its load ends, the first: {early[0]}")
         return tuple(found)

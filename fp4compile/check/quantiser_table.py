@@ -212,4 +212,17 @@ PROLOGUE_CONFIGURATIONS = (
     *_table("a norm of 5120", "nvfp4_one_level", steps=RMS_NORM, shape=(SIZE, 5120)),
 )  # fmt: skip
 
+# What else runs on a GPU: other formats, whose launches need no place in the table.
+MORE_CONFIGURATIONS = (
+    *_table("grouped both", "nvfp4_one_level mxfp8_e5m2", groups="rows", dim=BOTH),
+    *_table("rows of a gate", "nvfp4 nvfp4_te nvfp4_rowwise mxfp8 mxfp4 float8_rowwise", steps=GATE),
+    *_table("rows of a norm", "nvfp4_one_level nvfp4_te nvfp4_rowwise mxfp8 mxfp4 float8_rowwise", steps=NORM),
+    *_table("a norm of the row", "nvfp4_te mxfp4", steps=RMS_NORM),
+    *_table("a layer norm", "nvfp4_one_level nvfp4 mxfp8 float8_rowwise", steps=LAYER_NORM),
+    *_table("both of a gate", "nvfp4_one_level mxfp8 mxfp4", dim=BOTH, steps=GATE),
+    *_table("both of a norm", "nvfp4_one_level mxfp8 mxfp4", dim=BOTH, steps=NORM),
+    *_table("values of a gate", "nvfp4_one_level nvfp4 mxfp8", steps=GATE, values=(ROWS,)),
+    *_table("values of a norm", "nvfp4_one_level nvfp4 mxfp8", steps=RMS_NORM, values=(ROWS,)),
+)  # fmt: skip
+
 ALL_CONFIGURATIONS = (*CONFIGURATIONS, *GROUPED_CONFIGURATIONS, *PROLOGUE_CONFIGURATIONS)

@@ -12,17 +12,17 @@ from typing import Any, cast
 import torch
 
 from fp4compile.check.cases import Case
+from fp4compile.check.product_values import operand
 from fp4compile.check.quantiser_table import CONFIGURATIONS, Configuration
-from fp4compile.check.run_values import QUANTISED, operand
 from fp4compile.formats.epilogue import Epilogue
 from fp4compile.formats.layouts import ceil_div
-from fp4compile.formats.operand import Arguments
+from fp4compile.formats.operand import Arguments, Operand
 from fp4compile.formats.quantize_spec import QuantizeSpec
 from fp4compile.ops.quantize import QUANTIZE
 from fp4compile.passes.autotune import replay_time
 from fp4compile.templates.choose import candidates, choose
 from fp4compile.templates.launch import target_of
-from fp4compile.templates.multiply import multiply_quantized, scaled_mm
+from fp4compile.templates.multiply import multiply, multiply_quantized
 from fp4compile.templates.problem import problem_of
 
 REPLAYS = 21
@@ -32,6 +32,7 @@ NOT_CACHED = 512 * 2**20  # bytes of all copies of a weight: several times the L
 MOST_COPIES = 32
 PAIRS = (("nvfp4", "nvfp4"), ("nvfp4_one_level", "nvfp4_one_level"), ("nvfp4_rowwise", "nvfp4_te"), ("mxfp8", "mxfp8"),
          ("mxfp4", "mxfp4"), (None, "nvfp4"))  # fmt: skip
+QUANTISED = ("nvfp4", "nvfp4_one_level", "mxfp8", "mxfp4")  # of operands and result
 TO_CODES = (8192, 14336, 4096)
 SHAPES = ((8192, 8192, 8192), (1024, 14336, 4096), (64, 8192, 8192), (16, 8192, 8192), (1, 8192, 8192))
 
@@ -101,8 +102,8 @@ def multiplied(a: str | None, b: str, m: int, n: int, k: int) -> dict[str, Any]:
     A kernel that fails is listed with its error under "wrong"; all other kernels are still timed.
     """
     copies = min(max(1, NOT_CACHED // (n * k // 2)), MOST_COPIES)
-    left = operand(a, _random(m, k))
-    rights = [operand(b, _random(n, k)) for _ in range(copies)]
+    left = _operand(a, m, k)
+    rights = [_operand(b, n, k) for _ in range(copies)]
     turns = rights * ceil_div(CALLS, copies)
     problem = problem_of(Arguments(left, rights[0], None, torch.bfloat16), target_of(torch.device("cuda")))
     chosen = choose(problem).kernel
@@ -111,7 +112,7 @@ def multiplied(a: str | None, b: str, m: int, n: int, k: int) -> dict[str, Any]:
     for name in dict.fromkeys((chosen, *candidates(problem))):
         choice = choose(problem, name)
         try:
-            calls = [partial(scaled_mm, left, right, None, torch.bfloat16, choice=choice) for right in turns]
+            calls = [partial(multiply, Arguments(left, right, None, torch.bfloat16), choice) for right in turns]
             found[f"{name} us"] = round(graph_time(calls), 2)
         except Exception as error:
             wrong.append(f"{name}: {type(error).__name__}: {error}"[:300])
@@ -130,18 +131,24 @@ def multiplied_to_codes(name: str, m: int, n: int, k: int) -> dict[str, Any]:
 
     Empty on GPUs without such a kernel.
     """
-    left, right = operand(name, _random(m, k)), operand(name, _random(n, k))
+    left, right = _operand(name, m, k), _operand(name, n, k)
     epilogue = Epilogue.parse([f"quantize {name}"], torch.bfloat16, torch.bfloat16)
     outer = torch.ones((), device="cuda") if cast(QuantizeSpec, epilogue.quantize).static else None
     fused = Arguments(left, right, None, torch.bfloat16, epilogue, result_outer=outer)
     if not candidates(problem_of(fused, target_of(torch.device("cuda")))):
         return {}
 
+    plain = Arguments(left, right, None, torch.bfloat16)
+
     def apart() -> None:
-        QUANTIZE(scaled_mm(left, right, None, torch.bfloat16), name, [-1], layout="swizzled", outer=outer)
+        QUANTIZE(multiply(plain), name, [-1], layout="swizzled", outer=outer)
 
     times = [graph_time([call] * CALLS) for call in (partial(multiply_quantized, fused), apart)]
     return {"us": round(times[0], 2), "product and quantiser us": round(times[1], 2)}
+
+
+def _operand(name: str | None, rows: int, columns: int) -> Operand:
+    return operand(name, _random(rows, columns), target_of(torch.device("cuda")).block_scaled_matrix_units)
 
 
 def _random(rows: int, columns: int) -> torch.Tensor:

@@ -3,7 +3,6 @@
 import re
 import subprocess
 import tempfile
-from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -71,7 +70,7 @@ class Sass:
     def widths(self, opcode: str) -> list[int]:
         """Bytes that each global access with an opcode ("LDG", "STG") moves for a thread."""
         found = (one.opcode for one in self.flow.instructions() if one.opcode.split(".")[0] == opcode)
-        return [_width(one.split(".")) for one in found]
+        return [next((_WIDTHS[part] for part in one.split(".") if part in _WIDTHS), 4) for one in found]
 
     def executed(self, trips: int = 1, idle: bool = False) -> int:
         """The number of instructions that a thread executes; see `ControlFlow.way`.
@@ -104,10 +103,6 @@ def _run(cubin: bytes, tool: str, *arguments: str) -> str:
 
 
 _WIDTHS = {"U8": 1, "S8": 1, "U16": 2, "S16": 2, "64": 8, "128": 16, "256": 32}
-
-
-def _width(modifiers: Iterable[str]) -> int:
-    return next((_WIDTHS[one] for one in modifiers if one in _WIDTHS), 4)
 
 
 _LABEL = re.compile(r"(\.L_x_\d+):")
@@ -144,3 +139,51 @@ def _successors(run: list[Instruction], index: int, count: int, labels: dict[str
     if opcode in ("EXIT", "RET"):
         return (count, *following) if conditional else ()
     return following
+
+
+# ---------------------------------------------------------------- waiting for tensor memory
+
+# Scoreboards in the control bits of instructions say whether code waits for what it loads from tensor memory. Triton
+# places `tcgen05.wait::ld` after the first uses of the loaded registers and leaves these to ptxas. An `LDTM` names a
+# scoreboard that it holds until its registers are written, and an instruction waits for the scoreboards in its mask.
+# Loads that follow each other complete in order, and only the last one of them names a scoreboard.
+# (The layout of the control bits: Jia et al., "Dissecting the NVIDIA Volta GPU Architecture via Microbenchmarking",
+# 2018, section 2.1; the code of the kernels here agrees with it.)
+_NO_SCOREBOARD = 7
+
+
+def hazards(instructions: list[tuple[str, int]]) -> list[str]:
+    """The uses, as lines of SASS, of registers that a kernel loads from tensor memory and has not waited for.
+
+    instructions: (text, control bits), in the order of the code.
+    """
+    found: list[str] = []
+    unnamed: set[int] = set()  # registers being loaded, whose scoreboard a later load names
+    pending: dict[int, set[int]] = {}  # registers being loaded, by scoreboard
+    for text, control in instructions:
+        board, waits = control >> 5 & 7, control >> 11 & 63
+        for done in [each for each in pending if waits >> each & 1]:
+            del pending[done]
+        if loads := _LOAD.search(text):
+            first = int(loads[2])
+            unnamed |= set(range(first, first + int(loads[1] or 1)))
+            if board != _NO_SCOREBOARD:
+                pending[board] = pending.get(board, set()) | unnamed
+                unnamed = set()
+        elif unnamed.union(*pending.values()) & {int(number) for number in re.findall(r"\bR(\d+)\b", text)}:
+            found.append(text.strip())
+    return found
+
+
+_LOAD = re.compile(r"\bLDTM(?:\.x(\d+))? R(\d+)")
+
+
+def encoded_instructions(encoded: str) -> list[tuple[str, int]]:
+    """(text, control bits) of every instruction."""
+    lines, found = encoded.splitlines(), []
+    for line, following in zip(lines, lines[1:], strict=False):
+        one = re.search(r"/\*[0-9a-f]{4,5}\*/\s+(.*?);\s+/\* 0x[0-9a-f]{16} \*/", line)
+        high = re.search(r"/\* 0x([0-9a-f]{16}) \*/", following)
+        if one and high:
+            found.append((one[1], int(high[1], 16) >> 41))
+    return found

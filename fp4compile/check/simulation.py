@@ -1,21 +1,41 @@
-"""`check-sm100 --simulate`: every launch of the gate's table, executed in the simulator of its PTX on the CPU.
+"""`check-sm100 --simulate`: the launches of the gate's table at small shapes, executed in the simulator of their PTX.
 
 The simulator shows wrong values, accesses outside of tensors, missing waits and fences, deadlocks and results that
 depend on the schedule (`fp4compile.check.simulate`). It shows neither faults of ptxas nor times.
+
+Quantisers must return the reference's codes and scales bit for bit; stochastic rounding is compared with the reference
+that rounds by eight random bits an element, as SM100 does. Products get operands for which every sum is exact in
+float32, so they must equal the reference in every bit, too; where an epilogue has an approximate function, the result
+must lie within its error. Every case runs under several schedules of warps, copies and matrix units.
 """
 
 import json
 import multiprocessing
 import os
 import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from fp4compile.check import environment, run_simulated
-from fp4compile.check.cases import Finding, find
+from fp4compile.check import environment
+from fp4compile.check.cases import Case, Finding, find
 from fp4compile.check.first_run import line
-from fp4compile.check.run_simulated import table_keys
+from fp4compile.check.product_table import PRODUCTS, Product
+from fp4compile.check.product_values import differences, exact_arguments, reduced
+from fp4compile.check.quantiser_table import ALL_CONFIGURATIONS, SIZE
+from fp4compile.check.quantiser_values import Check, checks
+from fp4compile.check.simulate.launch import Simulator
+from fp4compile.check.simulate.run import Schedule
+from fp4compile.hardware import Target
+from fp4compile.templates.choose import choose
+from fp4compile.templates.launch import Launch
+from fp4compile.templates.problem import problem_of
+
+# Whole tiles, as in the table, whose launches have the same constants; then partly filled tiles, blocks and words.
+WHOLE, RAGGED = (256, 512), (130, 400)
 
 
 def run(file: Path | None, only: str, sms: Sequence[int], schedules: int) -> int:
@@ -26,7 +46,7 @@ def run(file: Path | None, only: str, sms: Sequence[int], schedules: int) -> int
     """
     started = time.perf_counter()
     wanted = [(sm, index, schedules) for sm in sms
-              for index, case in enumerate(run_simulated.cases(sm, schedules)) if only in case.name]  # fmt: skip
+              for index, case in enumerate(cases(sm, schedules)) if only in case.name]  # fmt: skip
     findings: list[dict[str, Any]] = []
     ran: dict[int, set[str]] = {sm: set() for sm in sms}
     failed = 0
@@ -61,4 +81,93 @@ def _each(wanted: list[tuple[int, int, int]]) -> Iterator[tuple[int, Finding]]:
 
 def _run(task: tuple[int, int, int]) -> tuple[int, Finding]:
     sm, index, schedules = task
-    return sm, find(run_simulated.cases(sm, schedules)[index])
+    return sm, find(cases(sm, schedules)[index])
+
+
+# ---------------------------------------------------------------- the cases
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One way to run a case. multiprocessors: of the GPU, 0 for as many as it has."""
+
+    check: Check
+    multiprocessors: int = 0
+
+
+def cases(sm: int, schedules: int) -> list[Case]:
+    """Every case on a GPU of compute capability `sm`: so many schedules, which take turns with the case's variants."""
+    found = [(name, [Variant(check) for check in each]) for name, each in checks(WHOLE, RAGGED)]
+    found += [(f"product {one.label} {one.formats}", product_variants(one)) for one in PRODUCTS]
+    return [Case(name, partial(_on_schedules, sm, range(schedules), variants)) for name, variants in found]
+
+
+def _on_schedules(sm: int, seeds: Sequence[int], variants: Sequence[Variant]) -> dict[str, Any]:
+    """What is wrong under each schedule, and what the launches took."""
+    wrong: list[str] = []
+    kernels: dict[str, None] = {}
+    launches: set[str] = set()
+    instructions, seconds, notes = 0, 0.0, Counter[str]()
+    for seed in seeds:
+        variant = variants[seed % len(variants)]
+        simulator = Simulator(Target(sm, variant.multiprocessors), Schedule(seed))
+        wrong += [f"schedule {seed}: {what}" for what in variant.check(simulator)]
+        kernels |= dict.fromkeys(launch.kernel.__name__ for launch in simulator.launches)
+        launches |= set(map(launch_key, simulator.launches))
+        instructions += simulator.tally.instructions
+        notes += simulator.tally.notes
+        seconds += simulator.seconds
+    return {
+        "kernels": ", ".join(kernels),
+        "schedules": len(seeds),
+        "warp instructions": instructions,
+        "seconds": round(seconds, 2),
+        "launches": sorted(launches),
+        "notes": dict(notes),
+        "wrong": wrong,
+    }
+
+
+def launch_key(launch: Launch) -> str:
+    """What the code of a launch depends on, but for the divisibility of sizes and the number of groups."""
+    constants = sorted((name, str(value)) for name, value in launch.constants.items() if name != "GROUPS")
+    return f"{launch.kernel.__name__} {launch.num_warps} {launch.num_stages} {constants}"
+
+
+def table_keys(sm: int) -> dict[str, str]:
+    """For the key of each launch of the gate's table: the kernel and the first entry that has it."""
+    found: dict[str, str] = {}
+    entries = [(one.launches(sm), f"{one.label} {one.format}") for one in ALL_CONFIGURATIONS]
+    entries += [(one.launches(sm)[1], f"{one.label} {one.formats}") for one in PRODUCTS]
+    for launches, name in entries:
+        for launch in launches:
+            found.setdefault(launch_key(launch), f"{launch.kernel.__name__} of {name}")
+    return found
+
+
+def product_variants(product: Product) -> list[Variant]:
+    """Two ways to run a product.
+
+    On two multiprocessors, a launch has the tiles of the table, and programs walk over several of them. On all, it has
+    tiles for few rows and columns. The kernel that cuts K for few rows takes its tiles from the rows alone.
+    """
+    small = reduced(product)
+    if product.a is not None and product.m <= 64 and product.n <= SIZE:
+        return [Variant(partial(multiplied, product, small))]
+    as_in_table = replace(small, n=256, k=product.k) if product.a is None and product.m <= 8 else small
+    return [Variant(partial(multiplied, product, as_in_table), 2), Variant(partial(multiplied, product, small))]
+
+
+def multiplied(product: Product, small: Product, simulator: Simulator) -> list[str]:
+    """Differences between the kernel that the gate's table names for a product and the reference.
+
+    small: the same product in the sizes that are multiplied here.
+    """
+    served, _ = product.served(Target(simulator.target.sm))
+    if served is None:
+        return [f"no kernel on compute capability {simulator.target.sm}"]
+    x, before = exact_arguments(small), len(simulator.launches)
+    wrong = differences(small, x, choose(problem_of(x, simulator.target), served.kernel), simulator)
+    if len(simulator.launches) == before:
+        return [f"no kernel of {served.kernel} for {small.label}"]
+    return wrong

@@ -6,6 +6,7 @@ It prints what was quantised, the losses of both runs, and how far the quantised
 """
 
 import argparse
+import itertools
 import sysconfig
 import time
 from collections.abc import Callable, Iterator
@@ -174,7 +175,7 @@ def train(compile_backend: str | Backend, name: str, steps: int, device: torch.d
     schedule = torch.optim.lr_scheduler.LambdaLR(optimiser, lambda step: min(1.0, (step + 1) / WARMUP))
     training, held_out = text()
     losses = []
-    for tokens, target in with_bar(list(take(batches(training, device, seed=1), steps)), name):
+    for tokens, target in with_bar(list(itertools.islice(batches(training, device, seed=1), steps)), name):
         loss = loss_of(logits_of(compiled, tokens), target)
         loss.backward()
         optimiser.step()
@@ -197,12 +198,7 @@ def loss_of(logits: Tensor, target: Tensor) -> Tensor:
 
 
 def held_out_batches(data: Tensor, device: torch.device) -> Iterator[tuple[Tensor, Tensor]]:
-    return take(batches(data, device, seed=2), 4)
-
-
-def take(endless: Iterator, count: int) -> Iterator:
-    """The first `count` items of an iterator."""
-    return (item for item, _ in zip(endless, range(count), strict=False))
+    return itertools.islice(batches(data, device, seed=2), 4)
 
 
 def logit_sqnr(model: nn.Module, compile_backend: Backend, device: torch.device) -> float:
@@ -227,7 +223,7 @@ def run(recipe: Recipe, device: torch.device, steps: int) -> None:
     torch.set_num_threads(1)  # the tensors are so small that a second thread costs more than it saves
     baseline = train("inductor", "bf16", steps, device)
     if recipe.activation_scale == "static" and not recipe.static_scales:
-        samples = [tokens for tokens, _ in take(batches(text()[0], device, seed=3), 4)]
+        samples = [tokens for tokens, _ in itertools.islice(batches(text()[0], device, seed=3), 4)]
         recipe = calibrate(lambda tokens: logits_of(baseline.model, tokens), samples, recipe)
     compiling = backend(recipe)
     quantised = train(compiling, recipe.name, steps, device)

@@ -50,7 +50,10 @@ def run(args: argparse.Namespace) -> None:
     rows = [_row(shape, recipe, gpu, args.train) for shape in wanted]
     if args.measure:
         rows = [row | measured(recipe, shape, args.train) for row, shape in zip(rows, wanted, strict=True)]
-    content = _facts(gpu, recipe, args.train) | {"rows": rows}
+    content: dict[str, Any] = {
+        "gpu": gpu.name, "recipe": recipe.name, "products": "fprop, dgrad, wgrad" if args.train else "fprop",
+        "source": gpu.source, "share_source": gpu.share_source, "rows": rows,
+    }  # fmt: skip
     if args.expressions:
         of_layers, of_experts = ([shape for shape in wanted if (shape.experts is None) == plain]
                                  for plain in (True, False))  # fmt: skip
@@ -78,11 +81,6 @@ def _row(shape: Shape, recipe: Recipe, gpu: Gpu, train: bool) -> dict[str, Any]:
         "rows_each": shape.rows_each, "bf16_us": 1e6 * found.plain_seconds, "recipe_us": 1e6 * found.seconds,
         "gain": found.gain, "binds": found.binds,
     }  # fmt: skip
-
-
-def _facts(gpu: Gpu, recipe: Recipe, train: bool) -> dict[str, Any]:
-    return {"gpu": gpu.name, "recipe": recipe.name, "products": "fprop, dgrad, wgrad" if train else "fprop",
-            "source": gpu.source, "share_source": gpu.share_source}  # fmt: skip
 
 
 def _expressions(recipe: Recipe, gpu: Gpu, like: Shape, train: bool) -> dict[str, str]:

@@ -31,6 +31,11 @@ class Operand:
         return 2 * width if self.format is not None and self.format.packed else width
 
     @property
+    def in_schema(self) -> tuple:
+        """The four arguments by which ops take the operand."""
+        return self.data, self.scales, self.outer, None if self.format is None else self.format.name
+
+    @property
     def scaled(self) -> bool:
         """Whether the format has block scales."""
         return self.format is not None and self.format.scale is not None

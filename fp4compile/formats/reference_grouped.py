@@ -127,10 +127,8 @@ def quantize_columns(
     options, computed = {"outer": outer, "transform": transform}, outer
     if outer is None and fmt.outer is not None:
         values = (reference.hadamard(tiles) if transform else tiles).float()
-        amax = reference.largest(values, per_row=True)  # [T, K, 1]
-        if fmt.outer == "tensor":
-            amax = amax.amax(-2, keepdim=True) if x.shape[1] else amax.new_zeros(amax.shape[0], 1, 1)
-        amax = _largest_of_groups(amax, of_tiles, groups.count)
+        amax = largest_of_matrices(values) if fmt.outer == "tensor" else reference.largest(values, per_row=True)
+        amax = _largest_of_groups(amax, of_tiles, groups.count)  # of [T, 1, 1] or [T, K, 1]
         computed = reference.outer_of(amax, fmt)
         computed = computed.view(-1) if fmt.outer == "tensor" else computed
         options["amax"] = amax[of_tiles]

@@ -186,9 +186,7 @@ def scaled_mm(
     left, right = _operand("a", a), _operand("b", b)
     check(Arguments(left, right, bias, out_dtype))
     _check_contraction(a, b)
-    return SCALED_MM(
-        a.data, a.scales, a.outer, a.format.name, b.data, b.scales, b.outer, b.format.name, bias, out_dtype
-    )
+    return SCALED_MM(*left.in_schema, *right.in_schema, bias, out_dtype)
 
 
 def scaled_grouped_mm(
@@ -222,9 +220,7 @@ def scaled_grouped_mm(
     check(Arguments(left, right, None, out_dtype, offs=offs, rows=rows))
     if not along:
         _check_contraction(a, b)
-    return SCALED_GROUPED_MM(
-        a.data, a.scales, a.outer, a.format.name, b.data, b.scales, b.outer, b.format.name, offs, rows, out_dtype
-    )
+    return SCALED_GROUPED_MM(*left.in_schema, *right.in_schema, offs, rows, out_dtype)
 
 
 def _operand(name: str, x: BlockScaled) -> Operand:

@@ -218,17 +218,15 @@ EXPERT_WEIGHTS = define(
 # ---------------------------------------------------------------- gathered_weight
 
 
-def gathered_weight(
-    rows, row_scales, row_outer, fprop, columns, column_scales, column_outer, dgrad, cols, dtype, recompute
-):  # fmt: skip
+def gathered_weight(rows, row_scales, row_outer, fprop, *others):
     """`gathered_weight` by `dequantize`."""
+    *_, cols, dtype, _ = others  # behind the codes along the columns
     return DEQUANTIZE(rows, row_scales, row_outer, fprop, cols, dtype)
 
 
-def gathered_weight_shapes(
-    rows, row_scales, row_outer, fprop, columns, column_scales, column_outer, dgrad, cols, dtype, recompute
-):  # fmt: skip
+def gathered_weight_shapes(rows, *others):
     """An empty tensor like the result of `gathered_weight`."""
+    *_, cols, dtype, _ = others
     return rows.new_empty((rows.shape[0], cols), dtype=dtype)
 
 

@@ -32,6 +32,7 @@ from fp4compile.templates.multiply import call_of
 FEW_ROWS = 64  # rows of A up to which copying it costs less than a launch
 _VIEWS = {*RESHAPES, torch.ops.aten.view.dtype}
 _GATHERS = (torch.ops.aten.index.Tensor,)  # which Inductor computes like pointwise operations
+_INPUTS = ("placeholder", "get_attr")
 
 
 @dataclass(frozen=True)
@@ -91,7 +92,7 @@ def _key(product: ScaledMM) -> Hashable | None:
     """What the product's arranged A depends on; None for a product whose kernel reads A as it is, or whose B may be
     written by the graph."""
     arrangement = _arrangement(product)
-    if arrangement is None or not all(_is_input(each) for each in (product.b.data, product.b.scales)):
+    if arrangement is None or any(_source(each).op not in _INPUTS for each in (product.b.data, product.b.scales)):
         return None
     return str(arrangement), product.a.format, _seen(product.a.data), _seen(product.a.scales)
 
@@ -117,10 +118,6 @@ def _source(node: Node) -> Node:
     while node.target in _VIEWS:
         node = node.all_input_nodes[0]
     return node
-
-
-def _is_input(node: Node) -> bool:
-    return _source(node).op in ("placeholder", "get_attr")
 
 
 def _by_operations(graph: Graph, product: ScaledMM) -> Node:

@@ -19,7 +19,7 @@ from dataclasses import replace
 from torch.fx import Graph, Node
 
 from fp4compile._compat import statically_true
-from fp4compile.analysis.graph import Quantise, new_node, quantise_of, scaled_mm_of
+from fp4compile.analysis.graph import Quantise, new_node, quantise_of, replace_results, scaled_mm_of
 from fp4compile.formats import formats
 from fp4compile.formats.quantize_spec import holds_values
 from fp4compile.ops.matmul import SCALED_GROUPED_MM, SCALED_MM
@@ -133,11 +133,7 @@ def _replace(quantise: Quantise, dims: tuple[int, ...]) -> None:
             place = _place(product, quantise, dim)
             operand = (outputs[_data(quantise, dim)], None, product.args[place + 2], None)
             product.args = (*product.args[:place], *operand, *product.args[place + 4 :])
-    for output in list(node.users):
-        if output.users:
-            output.replace_all_uses_with(outputs[output.args[1]])
-        graph.erase_node(output)
-    graph.erase_node(node)
+    replace_results(node, outputs)
     for output in outputs:
         if not output.users:
             graph.erase_node(output)

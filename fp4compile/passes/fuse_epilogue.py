@@ -22,7 +22,7 @@ import torch
 from torch.fx import Graph, Node
 
 from fp4compile import _compat
-from fp4compile.analysis.graph import CAST, RESHAPES, new_node, scaled_mm_of
+from fp4compile.analysis.graph import CAST, RESHAPES, new_node, reached, scaled_mm_of
 from fp4compile.formats.epilogue import AUXILIARIES, PRODUCT, Epilogue
 from fp4compile.formats.quantize_spec import FLOAT_DTYPES
 from fp4compile.formats.steps import Step
@@ -143,13 +143,7 @@ class Region:
 
     def leading_to(self, last: Node) -> set[Node]:
         """The part of the region that `last` depends on, with the product."""
-        inside, waiting = set(), [last]
-        while waiting:
-            node = waiting.pop()
-            if node not in inside:
-                inside.add(node)
-                waiting += [argument for argument in self._arguments(node) if argument in self]
-        return inside
+        return set(reached(last, lambda node: [each for each in self._arguments(node) if each in self]))
 
     def _arguments(self, node: Node) -> list[Node]:
         if node in self.renamed:

@@ -29,7 +29,7 @@ from torch.fx import Graph, Node
 
 from fp4compile import _compat
 from fp4compile._compat import statically_true
-from fp4compile.analysis.graph import CAST, RESHAPES, Quantise, new_node, quantise_of, scaled_mm_of
+from fp4compile.analysis.graph import CAST, RESHAPES, Quantise, new_node, quantise_of, reached, scaled_mm_of
 from fp4compile.formats.prologue import OPERANDS, Prologue
 from fp4compile.formats.quantize_spec import QuantizeSpec
 from fp4compile.formats.steps import REDUCTIONS, Step
@@ -99,12 +99,7 @@ def _read_sizes_of_operands(graph: Graph) -> None:
 
 def _before_writes(graph: Graph) -> list[Node]:
     """The nodes before the first one that overwrites memory: a fused quantiser reads the operations' inputs later."""
-    nodes = []
-    for node in graph.nodes:
-        if _writes(node):
-            break
-        nodes.append(node)
-    return nodes
+    return list(itertools.takewhile(lambda node: not _writes(node), graph.nodes))
 
 
 def _writes(node: Node) -> bool:
@@ -219,14 +214,8 @@ class _Chain:
     @cached_property
     def _later(self) -> set[Node]:
         """The nodes that need the quantiser's results."""
-        found: set[Node] = set()
-        waiting = [self.quantise]
-        while waiting:
-            for user in waiting.pop().users:
-                if user.op != "output" and user not in found:
-                    found.add(user)
-                    waiting.append(user)
-        return found
+        found = reached(self.quantise, lambda node: [user for user in node.users if user.op != "output"])
+        return {*found} - {self.quantise}
 
     def _worth_keeping(self, spec: QuantizeSpec) -> bool:
         """Whether a second kernel reads the tensor; for a small tensor it would start before the first kernel ends."""
@@ -316,15 +305,8 @@ class _Chain:
 
     def _feeds(self, node: Node) -> bool:
         """Whether the kernel needs the result of a node."""
-        last, seen, waiting = max(self._inputs), set(), [node]
-        while waiting:
-            found = waiting.pop()
-            if found in self._inputs:
-                return True
-            if found not in seen and found < last:
-                seen.add(found)
-                waiting += found.users
-        return False
+        last = max(self._inputs)
+        return any(each in self._inputs for each in reached(node, lambda each: each.users if each < last else ()))
 
     def shape_of(self, alias: Node) -> tuple | list | None:
         """The shape of a stored result as an argument of a reshape, () if it needs none; None if there are no nodes."""
@@ -348,13 +330,12 @@ class _Chain:
     @cached_property
     def inside(self) -> set[Node]:
         """The quantiser and what leads to it, without the operands."""
-        found, waiting = set(), [self.quantise]
-        while waiting:
-            node = waiting.pop()
-            if node not in found and node not in self.operands:
-                found.add(node)
-                waiting += node.all_input_nodes if node is not self.quantise else [self.source]
-        return found
+
+        def needed(node: Node) -> list[Node]:
+            inputs = [self.source] if node is self.quantise else node.all_input_nodes
+            return [each for each in inputs if each not in self.operands]
+
+        return set(reached(self.quantise, needed))
 
 
 def _renamed(node: Node) -> Node:
@@ -382,17 +363,14 @@ def _given(node: Node) -> bool:
     return node.target in STORED
 
 
-def _aliases(node: Node) -> list[Node]:
-    """A node, and the reshapes and casts of it that `_renamed` maps to it."""
-    found = [node]
-    for each in found:
-        found += [user for user in each.users if user.target in (CAST, *RESHAPES) and _renamed(user) is node]
-    return found
-
-
 def _readers(node: Node) -> Iterator[tuple[Node, Node]]:
-    """(alias, user) for each user of a node's `_aliases`, without the aliases themselves."""
-    aliases = _aliases(node)
+    """(alias, user) for each user of an alias, without the aliases themselves.
+
+    Aliases are the node, and the reshapes and casts of it that `_renamed` maps to it.
+    """
+    aliases = [node]
+    for each in aliases:
+        aliases += [user for user in each.users if user.target in (CAST, *RESHAPES) and _renamed(user) is node]
     return ((alias, user) for alias in aliases for user in alias.users if user not in aliases)
 
 

@@ -25,7 +25,7 @@ import torch
 from torch.fx import Graph, Node
 
 from fp4compile import _compat
-from fp4compile.analysis.graph import CAST, RESHAPES, Quantise, ScaledMM, new_node, quantise_of, scaled_mm_of
+from fp4compile.analysis.graph import CAST, RESHAPES, Quantise, ScaledMM, new_node, quantise_of, reached, scaled_mm_of
 from fp4compile.formats.epilogue import PAIR, PRODUCT, serves_quantize
 from fp4compile.formats.epilogue import QUANTIZE as QUANTIZE_STEP
 from fp4compile.formats.quantize_spec import ROWS
@@ -203,13 +203,8 @@ def _replaceable(last: Node, region: Region) -> bool:
 
 def _only_quantiser(last: Node) -> Node | None:
     """The quantiser that alone reads a value, through reshapes; None where there is none, or another reader."""
-    waiting, found = [last], set()
-    while waiting:
-        for user in waiting.pop().users:
-            if user.target in RESHAPES:
-                waiting.append(user)
-            else:
-                found.add(user)
+    reshaped = reached(last, lambda node: [user for user in node.users if user.target in RESHAPES])
+    found = {user for node in reshaped for user in node.users if user.target not in RESHAPES}
     (node, *others) = found or (None,)
     return node if not others and node is not None and node.target is QUANTIZE else None
 

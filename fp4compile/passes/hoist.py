@@ -19,7 +19,7 @@ from torch.fx import Graph, GraphModule, Node
 
 from fp4compile.analysis.find import parameters_of
 from fp4compile.analysis.gemm import Input
-from fp4compile.analysis.graph import ScaledMM, quantise_of, scaled_mm_of
+from fp4compile.analysis.graph import ScaledMM, quantise_of, replace_results, scaled_mm_of
 from fp4compile.analysis.views import view_of
 from fp4compile.ops.matmul import SCALED_MM
 from fp4compile.ops.quantize import QUANTIZE
@@ -111,24 +111,22 @@ def hoist(graph: Graph, inputs: tuple[Input, ...], hoisted: Hoisted) -> int:
     last = placeholders[-1] if placeholders else None
     for node in graph.find_nodes(op="call_function", target=QUANTIZE):
         quantise = quantise_of(node)
-        root, (dim, *others) = view_of(quantise.x).root, quantise.dims
+        view, (dim, *others) = view_of(quantise.x), quantise.dims
         hoistable = not others and not node.kwargs.keys() - {"layout", "scale_rule", "each_matrix"}
-        if root not in parameters or not hoistable or not _fixed(quantise.x):
+        known = all(isinstance(size, int) for size in (*view.size, *view.stride, view.offset))
+        if view.root not in parameters or not hoistable or not known:
             continue
+        piece = None if view.root is quantise.x else Piece(view.size, view.stride, view.offset, view.casts)
         packed_as = form(
-            quantise.format, dim, piece=_piece(quantise.x), grouped=quantise.each_matrix, layout=quantise.layout,
+            quantise.format, dim, piece=piece, grouped=quantise.each_matrix, layout=quantise.layout,
             scale_rule=quantise.scale_rule,
         )  # fmt: skip
-        hoisted.recipients.append(Recipient(placeholders.index(root), packed_as))
+        hoisted.recipients.append(Recipient(placeholders.index(view.root), packed_as))
         inputs_of[node] = hoisted.recipients[-1], []
-        for index, value in enumerate(node.meta["val"]):
-            with graph.inserting_after(last):
-                last = graph.placeholder(f"packed_{len(hoisted.examples)}")
-            last.meta["val"] = value
-            hoisted.examples.append(value)
+        for value in node.meta["val"]:
+            last = _new_input(graph, last, value, hoisted)
             inputs_of[node][1].append(last)
-            _redirect(node, index, last)
-        graph.erase_node(node)
+        replace_results(node, inputs_of[node][1])
     for first, second in partners:
         if first in inputs_of and second in inputs_of and inputs_of[first][0].form is inputs_of[second][0].form:
             last = _join(graph, inputs_of[first], inputs_of[second], last, hoisted)
@@ -179,34 +177,20 @@ def _join(
     joined = []
     for node in first[1][:2]:
         value = node.meta["val"]
-        with graph.inserting_after(last):
-            last = graph.placeholder(f"packed_{len(hoisted.examples)}")
-        last.meta["val"] = value.new_empty((2 * value.shape[0], *value.shape[1:]))
-        hoisted.examples.append(last.meta["val"])
+        last = _new_input(graph, last, value.new_empty((2 * value.shape[0], *value.shape[1:])), hoisted)
         joined.append(last)
     hoisted.pairs.append((first[0], second[0]))
     note_joined(first[1][0], second[1][0], (joined[0], joined[1]))
     return last
 
 
-def _fixed(source: Node) -> bool:
-    """Whether a view of a parameter has no symbolic size, stride or offset."""
-    view = view_of(source)
-    return all(isinstance(size, int) for size in (*view.size, *view.stride, view.offset))
-
-
-def _piece(source: Node) -> Piece | None:
-    """A node as a piece of its parameter; None if the node is the parameter itself."""
-    view = view_of(source)
-    return None if view.root is source else Piece(view.size, view.stride, view.offset, view.casts)
-
-
-def _redirect(quantize: Node, index: int, replacement: Node) -> None:
-    """Let the users of one result of a quantise read the replacement."""
-    for user in list(quantize.users):
-        if user.target is operator.getitem and user.args[1] == index:
-            user.replace_all_uses_with(replacement)
-            user.graph.erase_node(user)
+def _new_input(graph: Graph, last: Node, value: torch.Tensor, hoisted: Hoisted) -> Node:
+    """A new input of the graph with a fake value, behind the last input."""
+    with graph.inserting_after(last):
+        node = graph.placeholder(f"packed_{len(hoisted.examples)}")
+    node.meta["val"] = value
+    hoisted.examples.append(value)
+    return node
 
 
 def _with_packed(compiled: Callable, hoisted: Hoisted) -> Callable:

@@ -15,7 +15,7 @@ from functools import cached_property
 import torch
 from torch.fx import Graph, Node
 
-from fp4compile.analysis.graph import CAST, RESHAPES, new_node
+from fp4compile.analysis.graph import CAST, RESHAPES, new_node, reached
 from fp4compile.ops.matmul import SCALED_MM
 from fp4compile.templates.launch import on_gpu
 
@@ -134,14 +134,7 @@ class _Consumers:
 
     def _ancestors(self, node: Node) -> set[Node]:
         """A node, the nodes that it is computed from by pointwise operations and reshapes, and their operands."""
-        found: set[Node] = set()
-        waiting = [node]
-        while waiting:
-            node = waiting.pop()
-            if node not in found:
-                found.add(node)
-                waiting.extend(node.all_input_nodes if self._computed(node) else ())
-        return found
+        return set(reached(node, lambda each: each.all_input_nodes if self._computed(each) else ()))
 
     def _ends_here(self, operand: Node) -> bool:
         """Whether an operand is as large as the product, is in memory, and only this kernel reads it."""

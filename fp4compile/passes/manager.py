@@ -115,10 +115,12 @@ class JointPasses(CustomGraphPass):
     def uuid(self) -> tuple | None:
         """The cache key; None, for graphs that must not be cached, if a user's pass has none.
 
-        Covers the recipe, the parameters' names, the switched off passes, the GPU, this package's source and the
-        user's passes.
+        Covers the recipe; the parameters' names and positions among the inputs, whether they lie in blocks, and their
+        shards; the switched off passes, the GPU, this package's source and the user's passes.
         """
-        return _uuid(self.user_passes, self.disabled, self.recipe.digest, names_digest(self.inputs))
+        known = [(entry.parameter, entry.in_block, entry.shards) for entry in self.inputs]
+        digest = hashlib.sha256(repr(known).encode()).hexdigest()
+        return _uuid(self.user_passes, self.disabled, self.recipe.digest, digest)
 
 
 @dataclass(frozen=True, eq=False)
@@ -226,12 +228,6 @@ def _operand_format(operand: Operand | None, treatment: Treatment | None) -> str
     if treatment is not None:
         return treatment.format
     return None if operand is None else str(operand.source.meta["val"].dtype).removeprefix("torch.")
-
-
-def names_digest(inputs: tuple[Input, ...]) -> str:
-    """Hash of the parameters' names and positions among the inputs, whether they lie in blocks, and of their shards."""
-    known = [(entry.parameter, entry.in_block, entry.shards) for entry in inputs]
-    return hashlib.sha256(repr(known).encode()).hexdigest()
 
 
 def device_key() -> str:

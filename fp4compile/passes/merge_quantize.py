@@ -14,7 +14,7 @@ from dataclasses import replace
 
 from torch.fx import Graph, Node
 
-from fp4compile.analysis.graph import Quantise, new_node, quantise_of
+from fp4compile.analysis.graph import Quantise, new_node, quantise_of, replace_results
 from fp4compile.analysis.views import value_key
 from fp4compile.formats import formats
 from fp4compile.ops.quantize import QUANTIZE
@@ -78,15 +78,8 @@ def _replace(graph: Graph, row: Quantise, column: Quantise, first: Quantise) -> 
         node = both.new(graph, first.node.meta)
         outputs = [new_node(graph, operator.getitem, (node, i), first.node.meta) for i in range(6)]
     data, scales, outer, column_data, column_scales, column_outer = outputs
-    _redirect(row.node, (data, scales, outer))
-    _redirect(column.node, (column_data, column_scales, column_outer if both.spec.columns_separate else outer))
+    replace_results(row.node, (data, scales, outer))
+    replace_results(column.node, (column_data, column_scales, column_outer if both.spec.columns_separate else outer))
     for output in outputs:
         if not output.users:
             graph.erase_node(output)
-
-
-def _redirect(quantise: Node, replacements: tuple[Node, ...]) -> None:
-    for user in list(quantise.users):
-        user.replace_all_uses_with(replacements[user.args[1]])
-        user.graph.erase_node(user)
-    quantise.graph.erase_node(quantise)

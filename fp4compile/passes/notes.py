@@ -18,7 +18,7 @@ import torch
 from torch._ops import OpOverload
 from torch.fx import Graph, Node
 
-from fp4compile.analysis.graph import RESHAPES
+from fp4compile.analysis.graph import RESHAPES, reached
 from fp4compile.ops.matmul import SCALED_MM_QUANTIZED
 from fp4compile.ops.quantize import LAY_OUT_SCALES, QUANTIZE
 
@@ -72,14 +72,12 @@ def name_move(quantise: Node, moved: Node, text: str) -> None:
 
     moved: the moved rows. A later text about them takes the place of an earlier one.
     """
-    waiting, seen = [quantise], {quantise}
-    while waiting:
-        for user in waiting.pop().users:
-            if _is_product(user):
-                user.meta[_MOVES] = {**user.meta.get(_MOVES, {}), moved.name: text}
-            elif user.target is not QUANTIZE and user not in seen:
-                seen.add(user)
-                waiting.append(user)
+
+    def readers(node: Node) -> list[Node]:
+        return [] if _is_product(node) else [user for user in node.users if user.target is not QUANTIZE]
+
+    for product in filter(_is_product, reached(quantise, readers)):
+        product.meta[_MOVES] = {**product.meta.get(_MOVES, {}), moved.name: text}
 
 
 def _is_product(node: Node) -> bool:

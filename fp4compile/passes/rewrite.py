@@ -19,13 +19,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from fp4compile import _compat
 from fp4compile.analysis.gemm import Gemm, Operand
-from fp4compile.analysis.graph import (
-    expert_weights_of,
-    fake_value,
-    gathered_weight_of,
-    is_gathered,
-    new_node,
-)
+from fp4compile.analysis.graph import expert_weights_of, fake_value, gathered_weight_of, is_gathered, new_node
 from fp4compile.analysis.plan import Decision, Treatment
 from fp4compile.analysis.views import is_cast, source_of, value_key
 from fp4compile.formats import formats

@@ -19,6 +19,7 @@ from torch.fx import Graph, Node
 
 from fp4compile._compat import statically_true
 from fp4compile.analysis.graph import RESHAPES, new_node
+from fp4compile.passes.pointwise import same_shape
 
 aten = torch.ops.aten
 _VIEWS = (*RESHAPES, aten.permute.default, aten.t.default, aten.transpose.int)
@@ -30,9 +31,9 @@ def scale_results(graph: Graph) -> int:
     """Move multiplications behind products; returns the number of multiplications."""
     count = 0
     for scaled in graph.find_nodes(op="call_function", target=aten.mul.Tensor):
-        products = _products_of(scaled) if _by_power_of_two(scaled) else []
-        if products and all(statically_true(_elements(product) < _elements(scaled)) for product in products):
-            _scale(products, scaled)
+        readers = list(_readers(scaled)) if _by_power_of_two(scaled) else []
+        if readers and all(_is_smaller_product(reader, scaled) for reader in readers):
+            _scale(readers, scaled)
             count += 1
     return count
 
@@ -44,20 +45,7 @@ def _by_power_of_two(node: Node) -> bool:
     fraction, exponent = math.frexp(abs(factor))
     value, source = node.meta["val"], x.meta["val"]
     exact = fraction == 0.5 and abs(exponent - 1) <= _MOST_BITS and value.dtype == source.dtype in _DTYPES
-    return (
-        exact
-        and value.dim() == source.dim()
-        and all(
-            statically_true(one == other)
-            for one, other in zip((*value.shape, *value.stride()), (*source.shape, *source.stride()), strict=True)
-        )
-    )
-
-
-def _products_of(scaled: Node) -> list[Node]:
-    """The products that read a node, once for each time; none if anything other than products and views reads it."""
-    found = list(_readers(scaled))
-    return found if all(reader.target is aten.mm.default for reader in found) else []
+    return exact and same_shape(value.shape, source.shape) and same_shape(value.stride(), source.stride())
 
 
 def _readers(node: Node) -> Iterator[Node]:
@@ -69,8 +57,9 @@ def _readers(node: Node) -> Iterator[Node]:
             yield from [user] * max(sum(arg is node for arg in user.args), 1)
 
 
-def _elements(node: Node) -> int | torch.SymInt:
-    return node.meta["val"].numel()
+def _is_smaller_product(reader: Node, scaled: Node) -> bool:
+    product = reader.target is aten.mm.default
+    return product and statically_true(reader.meta["val"].numel() < scaled.meta["val"].numel())
 
 
 def _scale(products: list[Node], scaled: Node) -> None:

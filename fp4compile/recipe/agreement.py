@@ -118,8 +118,10 @@ class _Entry:
         """Wait for the verdict; RuntimeError where settings differ."""
         if not self._decided(config.agreement_seconds if self.waits else 0):
             if self.waits:
-                silent, group = self._silent(), _name(self.group)
-                log.warning("%s of process group %r told no recipe in time, and is not compared", silent, group)
+                silent = _ranks(sorted({*range(self.group.size())} - self._everyone().keys()))
+                log.warning(
+                    "%s of process group %r told no recipe in time, and is not compared", silent, _name(self.group)
+                )
             return
         if self.store.get(f"{self.prefix}/verdict") == _DIFFER:
             raise RuntimeError(_difference(_name(self.group), self._everyone()))
@@ -143,9 +145,6 @@ class _Entry:
         """The settings of each rank that has told them, by its rank in the group."""
         ranks = [rank for rank in range(self.group.size()) if self.store.check([f"{self.prefix}/{rank}"])]
         return {rank: json.loads(self.store.get(f"{self.prefix}/{rank}")) for rank in ranks}
-
-    def _silent(self) -> str:
-        return _ranks(sorted({*range(self.group.size())} - self._everyone().keys()))
 
 
 @dataclass(eq=False)
@@ -200,9 +199,7 @@ def _difference(group: str, everyone: Mapping[int, Mapping[str, str]]) -> str:
     for ranks in alike.values():
         settings = everyone[ranks[0]]
         fields = ", ".join(f"{name}={settings.get(name)}" for name in differing)
-        parts.append(
-            f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}: recipe {settings['recipe']!r} with {fields}"
-        )
+        parts.append(f"{_ranks(ranks)}: recipe {settings['recipe']!r} with {fields}")
     return (
         f"the ranks of process group {group!r} compile with different settings, and would call different collectives; "
         "give all of them the same recipe and the same fp4compile.config. " + "; ".join(parts)

@@ -310,15 +310,15 @@ class Recipe:
         Raises TypeError for other arguments; ValueError for an unknown recipe or field, for a malformed FIELD=VALUE,
         for a field that is set twice, and for options without a recipe.
         """
-        options = sources.read_arguments(args)
-        base = cls.from_env() if options.recipe is None else resolve(options.recipe)
+        overrides = sources.overrides_of(args)
+        base = cls.from_env() if args.fp4compile_recipe is None else resolve(args.fp4compile_recipe)
         if base is None:
-            if options.overrides or options.skipped:
+            if overrides or args.fp4compile_skip:
                 raise ValueError(f"--fp4compile options without --fp4compile-recipe or {sources.ENVIRONMENT}")
             return None
-        chosen = base.replace(**options.overrides)
+        chosen = base.replace(**overrides)
         # The command line's skipped layers outrank the recipe's own rules, and the rules of --fp4compile-set.
-        skips = tuple(Rule(glob, "skip") for glob in options.skipped)
+        skips = tuple(Rule(glob, "skip") for glob in args.fp4compile_skip)
         return chosen.replace(rules=(*skips, *chosen.rules)) if skips else chosen
 
     def replace(self, **overrides: Any) -> "Recipe":

@@ -10,7 +10,6 @@ import re
 import tomllib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -86,20 +85,17 @@ def read_json(path: str | Path) -> Any:
 
 def write(path: str | Path, fields: dict[str, Any]) -> None:
     """Write recipe fields to a .toml or .json file. See `Recipe.save`."""
-    writers = {".toml": _whole_toml, ".json": lambda fields: json.dumps(fields, indent=1) + "\n"}
     ending = Path(path).suffix
-    if ending not in writers:
+    if ending == ".json":
+        text = json.dumps(fields, indent=1) + "\n"
+    elif ending == ".toml":
+        text = (
+            "# Written by Recipe.save of fp4compile. It is refused without its last line.\n"
+            f'{_OPENING} = "fp4compile"\n{to_toml(fields)}{_CLOSING} = true\n'
+        )
+    else:
         raise ValueError(f"path={str(path)!r}: expected a name that ends in .toml or .json")
-    text = writers[ending](fields)
     write_atomically(path, lambda file: file.write_text(text, encoding="utf-8"))
-
-
-def _whole_toml(fields: dict[str, Any]) -> str:
-    """TOML of JSON-compatible fields, between the keys that distinguish a whole file from a truncated one."""
-    return (
-        "# Written by Recipe.save of fp4compile. It is refused without its last line.\n"
-        f'{_OPENING} = "fp4compile"\n{to_toml(fields)}{_CLOSING} = true\n'
-    )
 
 
 def to_toml(fields: dict[str, Any]) -> str:
@@ -143,27 +139,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-@dataclass(frozen=True)
-class Options:
-    """The values of the --fp4compile-* options.
-
-    recipe: a name or a path; None where the option is absent. overrides: recipe fields by name.
-    skipped: globs of the layers to leave alone.
-    """
-
-    recipe: str | None
-    overrides: dict[str, Any]
-    skipped: tuple[str, ...]
-
-
-def read_arguments(args: argparse.Namespace) -> Options:
-    """The values of the parsed --fp4compile-* options. See `Recipe.from_args`."""
+def overrides_of(args: argparse.Namespace) -> dict[str, Any]:
+    """Recipe fields by name, as the parsed --fp4compile-* options set them. See `Recipe.from_args`."""
     if not all(hasattr(args, f"fp4compile_{option}") for option in _OPTIONS):
         raise TypeError("args: expected what a parser with fp4compile.add_arguments has parsed")
-    return Options(args.fp4compile_recipe, _overrides(args), tuple(args.fp4compile_skip))
-
-
-def _overrides(args: argparse.Namespace) -> dict[str, Any]:
     overrides: dict[str, Any] = {}
     if args.fp4compile_skip_first is not None:
         overrides["skip_first_blocks"] = args.fp4compile_skip_first

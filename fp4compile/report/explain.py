@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch._dynamo import OptimizedModule
 from torch._dynamo import config as dynamo_config
 from torch._dynamo.backends.common import aot_autograd
@@ -27,8 +28,9 @@ from fp4compile.passes.manager import analyse, describe
 from fp4compile.passes.predict import predict
 from fp4compile.recipe import Recipe, resolve
 from fp4compile.report import names
-from fp4compile.report.meta_attention import fuse_attention
 from fp4compile.report.report import NOTHING_CAPTURED, Report, Row, Seconds
+
+aten = torch.ops.aten
 
 # Takes a captured graph, the names of its inputs, and how many of its outputs the forward pass returns (None for a
 # graph without gradients); returns the function that runs instead of the graph.
@@ -121,7 +123,7 @@ def run_captured(
 
     def capturing_backend(gm: GraphModule, example_inputs: Sequence[Any]) -> Callable:
         known = names.record(gm, example_inputs, root)
-        fuse_attention(gm)
+        _fuse_attention(gm)
 
         def run_forward(module: GraphModule, _: Any) -> Callable:
             return _boxed(module.forward if joint else runner(module, known, None))
@@ -225,3 +227,38 @@ def _boxed(function: Callable) -> Callable:
 
     call._boxed_call = True  # type: ignore[attr-defined]
     return call
+
+
+# ---------------------------------------------------------------- attention on the meta device
+
+
+def _fuse_attention(gm: GraphModule) -> None:
+    """Make the attention of a Dynamo graph on meta tensors the operators of a GPU.
+
+    torch would decompose it into products and a softmax. A GPU runs one kernel, which keeps what lies between its
+    products on the chip: flash attention, or memory-efficient attention under a mask.
+    """
+    for node in gm.graph.find_nodes(op="call_function", target=F.scaled_dot_product_attention):
+        query = node.args[0] if node.args else node.kwargs["query"]
+        value = query.meta.get("example_value")
+        if isinstance(value, torch.Tensor) and value.is_meta and value.dim() == 4:
+            node.target = _attention
+    gm.recompile()
+
+
+def _attention(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attn_mask: torch.Tensor | None = None,
+    dropout_p: float = 0.0, is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False,
+) -> torch.Tensor:  # fmt: skip
+    """`F.scaled_dot_product_attention` by the operators of a GPU."""
+    if attn_mask is None:
+        return aten._scaled_dot_product_flash_attention(query, key, value, dropout_p, is_causal, scale=scale)[0]
+    if enable_gqa:
+        groups = query.shape[1] // key.shape[1]
+        key, value = (each.repeat_interleave(groups, 1) for each in (key, value))
+    bias = attn_mask
+    if bias.dtype == torch.bool:
+        bias = torch.where(bias, 0.0, float("-inf")).to(query.dtype)
+    bias = bias.expand(*query.shape[:3], key.shape[2])
+    kept = torch.is_grad_enabled()
+    return aten._scaled_dot_product_efficient_attention(query, key, value, bias, kept, dropout_p, False, scale=scale)[0]

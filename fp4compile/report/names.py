@@ -53,19 +53,40 @@ class Names:
 
         values: the graph's inputs in this run. root: the model; None looks for it on the call stack.
         """
-        return _in_model(self.inputs, self.names, values, root)
+        named = [(name, value) for name, value in zip(self.names, values, strict=True)
+                 if name is not None and isinstance(value, torch.Tensor)]  # fmt: skip
+        stack = [] if root is None else [unwrapped(root)]
+        stack.extend(_modules_on_stack())
+        full: dict[str, str] = {}
+        owner = None
+        for module in stack:
+            if len(full) == len(named):
+                break
+            known = _tensors_of(module)
+            for name, value in named:
+                if name not in full and id(value) in known:
+                    paths = known[id(value)]  # of a shared tensor several; one may end in the graph's name for it
+                    full[name] = next((path for path in paths if is_below(name, path)), paths[0])
+                    owner = owner or module
+        prefixes = {path.removesuffix(name) for name, path in full.items() if is_below(name, path)}
+        if not full and stack:  # no tensor identifies the module: take the innermost one that is being called
+            prefixes = {_path_of(stack[-1], stack)}
+        inputs = tuple(
+            replace(entry, in_block=block_of(full.get(entry.parameter, "")) is not None) if entry.parameter else entry
+            for entry in self.inputs
+        )
+        modules = {module_name(name): module_name(path) for name, path in full.items() if name != path}
+        prefix = prefixes.pop() if len(prefixes) == 1 else ""
+        return Names(inputs, self.names, modules, prefix, owner or next(iter(stack), None))
 
     def in_full(self, rows: list[Row]) -> list[Row]:
         """The rows with the full names of their layers as `module`; `Row.name` keeps the name that rules match."""
-        return [self._in_full(row) for row in rows]
+        named = [(row, self.full(row.module)) for row in rows]
+        return [row if full == row.module else replace(row, module=full, name=row.module) for row, full in named]
 
     def full(self, module: str) -> str:
         """The full name of a layer. module: the name that rules match."""
         return self.modules.get(module, (self.prefix + module).removesuffix("."))
-
-    def _in_full(self, row: Row) -> Row:
-        full = self.full(row.module)
-        return row if full == row.module else replace(row, module=full, name=row.module)
 
 
 @dataclass(frozen=True)
@@ -102,7 +123,7 @@ def record(gm: GraphModule, example_inputs: Sequence[Any], root: torch.nn.Module
         )
         for name, place, value in zip(names, places, values, strict=True)
     )
-    return _in_model(inputs, tuple(names), values, root)
+    return Names(inputs, tuple(names)).entered_by(values, root)
 
 
 def _shards(value: Any) -> tuple[Shard, ...]:
@@ -118,37 +139,6 @@ def _shards(value: Any) -> tuple[Shard, ...]:
     return tuple(
         Shard(each.dim % value.dim(), value.shape[each.dim], group.group_name, group.size()) for each, group in groups
     )
-
-
-def _in_model(
-    inputs: tuple[Input, ...], names: tuple[str | None, ...], values: Sequence[Any], root: torch.nn.Module | None
-) -> Names:
-    """`Names` with the full names that the model on the call stack has for the tensors that enter the graph."""
-    named = [(name, value) for name, value in zip(names, values, strict=True)
-             if name is not None and isinstance(value, torch.Tensor)]  # fmt: skip
-    stack = [] if root is None else [unwrapped(root)]
-    stack.extend(_modules_on_stack())
-    full: dict[str, str] = {}
-    owner = None
-    for module in stack:
-        if len(full) == len(named):
-            break
-        known = _tensors_of(module)
-        for name, value in named:
-            if name not in full and id(value) in known:
-                paths = known[id(value)]  # of a shared tensor several; one may end in the graph's name for it
-                full[name] = next((path for path in paths if is_below(name, path)), paths[0])
-                owner = owner or module
-    prefixes = {path.removesuffix(name) for name, path in full.items() if is_below(name, path)}
-    if not full and stack:  # no tensor identifies the module: take the innermost one that is being called
-        prefixes = {_path_of(stack[-1], stack)}
-    inputs = tuple(
-        replace(entry, in_block=block_of(full.get(entry.parameter, "")) is not None) if entry.parameter else entry
-        for entry in inputs
-    )
-    modules = {module_name(name): module_name(path) for name, path in full.items() if name != path}
-    prefix = prefixes.pop() if len(prefixes) == 1 else ""
-    return Names(inputs, names, modules, prefix, owner or next(iter(stack), None))
 
 
 def _tensors_of(module: torch.nn.Module) -> dict[int, list[str]]:

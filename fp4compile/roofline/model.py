@@ -32,17 +32,7 @@ from fp4compile.recipe import Recipe, resolve
 from fp4compile.recipe.named_recipes import OPERANDS
 from fp4compile.roofline.product_steps import Chosen, memory_pass, plain_step, product_steps, tiles_of
 from fp4compile.roofline.sizes import Experts, Sizes
-from fp4compile.roofline.time_terms import (
-    BF16,
-    BOTH_WAYS,
-    COLUMN,
-    ROWS,
-    Prediction,
-    Step,
-    Use,
-    quantise_step,
-    stored,
-)
+from fp4compile.roofline.time_terms import BF16, BOTH_WAYS, COLUMN, ROWS, Prediction, Step, Use, quantise_step, stored
 from fp4compile.templates.choose import choose
 from fp4compile.templates.problem import OperandType, Problem
 

@@ -18,7 +18,6 @@ from torch.utils import _pytree as pytree
 from fp4compile.analysis import flops
 
 aten = torch.ops.aten
-prims = torch.ops.prims
 
 # Inductor's limits of loads in an expression that several others read, and in any (`torch._inductor.config`).
 REUSED_LOADS, MOST_LOADS = 4, 8

@@ -3,8 +3,8 @@
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, fields
+from typing import Any, ClassVar
 
 import torch
 
@@ -57,13 +57,28 @@ class Launch:
         if self.num_stages != DEFAULT_STAGES:
             options["num_stages"] = self.num_stages
         if _compat.tracing():
-            kernel = _compat.traceable(kernel)
+            kernel = torch.library.wrap_triton(kernel)  # its launch becomes a node that Inductor understands
             kernel[(grid,)](*values, **self.constants, **options)
             return
         if self.constants.get("PDL"):
             options["launch_pdl"] = True
         with _compat.scratch_memory(values[0].device) if self.constants.get("TMA") else nullcontext():
             kernel[(grid,)](*values, **self.constants, **options)
+
+
+@dataclass(frozen=True)
+class LaunchConfig:
+    """How a kernel is launched: fields with the names of its constexpr arguments in lower case, and those of `host`.
+
+    host: fields that the kernel does not know.
+    """
+
+    host: ClassVar[tuple[str, ...]] = ("num_warps",)
+
+    @property
+    def constants(self) -> dict[str, int]:
+        """The kernel's constexpr arguments by name."""
+        return {each.name.upper(): int(getattr(self, each.name)) for each in fields(self) if each.name not in self.host}
 
 
 _known_targets: dict[int, Target] = {}  # by the GPU's index

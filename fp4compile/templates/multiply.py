@@ -14,7 +14,6 @@ import torch
 
 from fp4compile.formats import reference
 from fp4compile.formats.checks import check, check_quantize
-from fp4compile.formats.epilogue import Epilogue
 from fp4compile.formats.layouts import ceil_div, swizzled_numel
 from fp4compile.formats.operand import Arguments, Operand
 from fp4compile.hardware import Target
@@ -83,38 +82,10 @@ def call_of(x: Arguments, target: Target | None = None) -> Call:
     )  # fmt: skip
 
 
-def scaled_mm(
-    a: Operand,
-    b: Operand,
-    bias: torch.Tensor | None,
-    out_dtype: torch.dtype,
-    epilogue: Epilogue | None = None,
-    auxiliaries: Sequence[torch.Tensor] = (),
-    choice: Choice | None = None,
-    fast_accumulation: bool = False,
-) -> torch.Tensor:
-    """`reference.scaled_mm` by `multiply`: [..., M, K] x [..., N, K] (or [N, K] for every batch) -> [..., M, N].
-
-    epilogue: steps that are applied to the product before it is stored; the choice must take an epilogue.
-    fast_accumulation: whether FP8 matrix units may keep the sums in fewer bits than float32 has.
-    """
-    return multiply(
-        Arguments(a, b, bias, out_dtype, epilogue, auxiliaries, fast_accumulation=fast_accumulation), choice
-    )
-
-
-def scaled_grouped_mm(
-    a: Operand, b: Operand, offs: torch.Tensor, rows: int, out_dtype: torch.dtype, choice: Choice | None = None,
-    fast_accumulation: bool = False,
-) -> torch.Tensor:  # fmt: skip
-    """`reference_grouped.scaled_grouped_mm` by `multiply`; fast_accumulation as in `scaled_mm`."""
-    return multiply(Arguments(a, b, None, out_dtype, offs=offs, rows=rows, fast_accumulation=fast_accumulation), choice)
-
-
 def scaled_mm_group(
     a: Operand, members: Sequence[tuple[Operand, torch.Tensor | None]], out_dtype: torch.dtype
 ) -> list[torch.Tensor]:
-    """`scaled_mm` of one A and several (B, bias), in one launch where `Choice.group` allows it.
+    """`multiply` for one A and several (B, bias), in one launch where `Choice.group` allows it.
 
     A decode step multiplies a few tokens by the weights of Q, K and V, or of gate and up. A separate launch takes about
     as long to start, and to get its loads under way, as to read its weights.
@@ -132,15 +103,6 @@ def scaled_mm_group(
     return [out.view(*a.data.shape[:-1], b.data.shape[-2]) for out, (b, _) in zip(outs, members, strict=True)]
 
 
-def scaled_mm_library(
-    a: Operand, b: Operand, bias: torch.Tensor | None, out_dtype: torch.dtype, fast_accumulation: bool = False
-) -> torch.Tensor:
-    """The implementation of the op `scaled_mm_library`: `library.product`."""
-    return library.product(a, b, bias, out_dtype, fast_accumulation)
-
-
-def scaled_grouped_mm_library(
-    a: Operand, b: Operand, ends: torch.Tensor, out_dtype: torch.dtype, fast_accumulation: bool = False
-) -> torch.Tensor:
-    """The implementation of the op `scaled_grouped_mm_library`: `grouped_library.product`."""
-    return grouped_library.product(a, b, ends, out_dtype, fast_accumulation)
+# The implementations of the ops of the same names.
+scaled_mm_library = library.product
+scaled_grouped_mm_library = grouped_library.product

@@ -68,7 +68,7 @@ def _sweep(
     """Fill the scales, and the codes if `codes`; return the outer scale."""
     fmt = output.format
     if outer is None and fmt.outer is not None:
-        amax, launches = amax_of_tensor(source) if not each_matrix else _of_matrices(source)
+        amax, launches = amax_of_matrices(source) if each_matrix else amax_of_tensor(source)
         for launch in launches:
             launch.run()
         bits = amax.tensor if each_matrix else amax.tensor.amax()
@@ -87,11 +87,6 @@ def _sweep(
     grid = source.batch * ceil_div(rows, block_rows) * ceil_div(blocks, tile_blocks)
     Launch(sweep_scales, grid, arguments, constants, num_warps=1).run()
     return outer
-
-
-def _of_matrices(source: Source) -> tuple[View, tuple[Launch, ...]]:
-    amax, launch = amax_of_matrices(source)
-    return amax, (launch,)
 
 
 @triton.jit

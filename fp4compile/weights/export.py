@@ -134,8 +134,7 @@ def _plain(
     """The unpacked tensors to write. The first of several tensors with the same memory is written."""
     buffers = {f"{name}.{buffer}" for name, layer in packed.items() for buffer in layer._buffers}
     plain = {name: tensor for name, tensor in state.items() if name not in buffers}
-    kept, sharing = arrange(plain)
-    kept |= {name: plain[name].detach().clone() for name in sharing.views}
+    kept, _ = arrange(plain)
     written: dict[str, torch.Tensor] = {}
     for name in (name for name in state if name in kept):
         source = names.source(name)

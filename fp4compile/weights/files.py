@@ -1,6 +1,6 @@
 """Packed models in safetensors files: `save_packed` and `load_packed`.
 
-A file holds the state of a model, with shared memory stored once. Its metadata hold the states of the packed layers,
+A file holds the state of a model, with equal tensors of one memory once. Its metadata hold the states of packed layers,
 and the fields of `sharing.Sharing`: which tensors of the model share memory. Files of version 0.1 have only `aliases`,
 which were found by address and shape.
 """
@@ -66,8 +66,8 @@ _METADATA = "fp4compile"  # the key of `save_packed`'s entry in a file's metadat
 def save_packed(model: nn.Module, path: str | PathLike) -> None:
     """Write the state of a model with packed layers to a safetensors file.
 
-    Parameters and persistent buffers are written, and shared memory is written once. A module's extra state of another
-    kind is not written, with a warning. A file that exists at `path` stays until the new one is complete. Temporary
+    Parameters and persistent buffers are written, equal tensors of one memory once. A module's other extra state
+    is not written, with a warning. A file that exists at `path` stays until the new one is complete. Temporary
     files of an earlier, killed process are removed.
 
     Raises TypeError if `model` is no module; ValueError if the model has no packed layer, has tensors on the meta
@@ -126,7 +126,7 @@ def load_packed(
     recipe: only for gpt-oss' files, which do not say how activations are quantised: the recipe's fprop_x, an MX format,
         quantises them in the layers that its rules do not skip. None leaves activations unquantised.
 
-    Tensors that shared memory when the file was written share it again. Everything is checked before the model is
+    Equal tensors that shared memory when the file was written share it again. Everything is checked before the model is
     changed.
 
     Raises TypeError if `model` is no module or `device` no device; OSError for a file that cannot be read; ValueError
@@ -158,7 +158,7 @@ def load_packed(
             _fill(tensor, stored[name])
     if sharing is not None:
         share(model, sharing)
-    _lay_out_scales(model)  # at the end, because files describe views of linear scales
+    _lay_out_scales(model)  # at the end, because files hold linear scales
     leave_fast_paths(model)
     save_as_packed(model)
 
@@ -224,7 +224,7 @@ def _parse(metadata: str) -> tuple[States, Sharing, bool]:
             raise ValueError(f"expected an object, got {type(content).__name__}")
         states: Any = content.get("layers"), content.get("experts", {})  # files of version 0.1 lack experts
         check_states(*states)
-        return states, sharing_of(content), "views" not in content
+        return states, sharing_of(content), "tied" not in content
     except ValueError as error:
         raise ValueError(f"its metadata is not what fp4compile.save_packed writes: {error}") from error
 
@@ -275,8 +275,8 @@ def _check_tensors(stored: dict[str, torch.Tensor], expected: dict[str, tuple]) 
 
 def _check_sharing(sharing: Sharing | None, expected: dict[str, tuple]) -> None:
     """Raise where a tensor that shares memory in a file is no tensor of the model."""
-    views, aliases = ({}, {}) if sharing is None else (sharing.views, sharing.aliases)
-    named = {*views, *(source for source, *_ in views.values()), *aliases, *aliases.values()}
+    aliases = {} if sharing is None else sharing.aliases
+    named = {*aliases, *aliases.values()}
     if named - expected.keys():
         raise ValueError(f"the model has no {min(named - expected.keys())!r}")
 

@@ -1,4 +1,8 @@
-"""Tensors of a model's state that share memory: a file holds that memory once, and loading shares it again."""
+"""Tensors of a model's state that are equal and share memory: a file holds them once, and loading shares them again.
+
+A tensor that is a part of another one's memory, or is strided otherwise, is written by itself. It shares memory after
+loading where the model's tensors do.
+"""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,13 +17,10 @@ class Sharing:
 
     aliases: the name of a tensor -> the name of a tensor with the same elements.
     tied: the names in `aliases` whose tensor is the same object.
-    views: the name of a tensor -> (the name of a contiguous tensor, and the shape, strides and offset of the view into
-        the contiguous tensor), in elements.
     """
 
     aliases: dict[str, str] = field(default_factory=dict)
     tied: list[str] = field(default_factory=list)
-    views: dict[str, tuple] = field(default_factory=dict)
 
 
 # ---------------------------------------------------------------- saving
@@ -30,9 +31,8 @@ def arrange(state: dict[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor], Sh
     tensors: dict[str, torch.Tensor] = {}
     sharing = Sharing()
     first: dict[tuple, str] = {}
-    written: dict[tuple, list[str]] = {}
-    # Large tensors come first, because smaller ones may be views of them.
-    for name, tensor in sorted(state.items(), key=lambda entry: -entry[1].numel()):
+    written: set[tuple] = set()
+    for name, tensor in state.items():
         storage = (tensor.device, tensor.untyped_storage().data_ptr())
         geometry = (tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype)
         place = (*storage, *geometry) if tensor.numel() else (id(tensor),)
@@ -42,26 +42,11 @@ def arrange(state: dict[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor], Sh
                 sharing.tied.append(name)
             continue
         first[place] = name
-        others = written.setdefault(storage, [])
-        base = next((other for other in others if _covers(state[other], tensor)), None)
-        if base is not None:
-            offset = tensor.storage_offset() - state[base].storage_offset()
-            sharing.views[name] = (base, tuple(tensor.shape), tensor.stride(), offset)
-            continue
         plain = storable(tensor.detach()).contiguous()
         # safetensors refuses tensors that share memory.
-        tensors[name] = plain.clone() if others and tensor.numel() else plain
-        others.append(name)
+        tensors[name] = plain.clone() if storage in written and tensor.numel() else plain
+        written.add(storage)
     return tensors, sharing
-
-
-def _covers(base: torch.Tensor, tensor: torch.Tensor) -> bool:
-    """Whether `tensor`, which has the storage of `base`, is a view of `base`."""
-    if not (tensor.numel() and base.is_contiguous() and base.dtype == tensor.dtype):
-        return False
-    start = tensor.storage_offset() - base.storage_offset()
-    end = start + sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True)) + 1
-    return start >= 0 and end <= base.numel()
 
 
 def storable(tensor: torch.Tensor) -> torch.Tensor:
@@ -83,49 +68,22 @@ def sharing_of(content: dict[str, Any]) -> Sharing:
     Raises ValueError where fields have other types, or where the tied names are no aliases.
     """
     aliases: Any = content.get("aliases")
-    tied, views = content.get("tied", []), content.get("views", {})
+    tied = content.get("tied", [])
     names = isinstance(aliases, dict) and all(isinstance(source, str) for source in aliases.values())
     if not names or not isinstance(tied, list) or not all(isinstance(name, str) and name in aliases for name in tied):
         raise ValueError("expected aliases, and among them those that are tied, by name")
-    if not isinstance(views, dict) or not all(map(_is_view, views.values())):
-        raise ValueError("expected views as a tensor's name, a shape, strides and an offset")
-    return Sharing(aliases, tied, views)
-
-
-def _is_view(view: Any) -> bool:
-    if not isinstance(view, list) or len(view) != 4:
-        return False
-    source, shape, strides, offset = view
-    if not isinstance(source, str) or not isinstance(shape, list) or not isinstance(strides, list):
-        return False
-    numbers = [*shape, *strides, offset]
-    return len(shape) == len(strides) and all(type(number) is int and number >= 0 for number in numbers)
+    return Sharing(aliases, tied)
 
 
 def restored(tensors: dict[str, torch.Tensor], sharing: Sharing) -> dict[str, torch.Tensor]:
     """The tensors of a state by name: the tensors of a file, and all tensors that share memory with them.
 
-    Raises ValueError where a tensor shares memory with a missing tensor, or lies outside it.
+    Raises ValueError where a tensor shares memory with a missing tensor.
     """
-    found = dict(tensors)
-    for name, (source, shape, strides, offset) in sharing.views.items():
-        base = _source(tensors, name, source)
-        last = offset + sum((size - 1) * step for size, step in zip(shape, strides, strict=True))
-        if 0 not in shape and last >= base.numel():
-            raise ValueError(f"tensor {name!r} is no view of {source!r}: it would lie beyond it")
-        try:
-            found[name] = base.as_strided(shape, strides, offset)
-        except (RuntimeError, TypeError, OverflowError) as error:
-            raise ValueError(f"tensor {name!r} is no view of {source!r}: {error}") from error
     for name, source in sharing.aliases.items():
-        found[name] = _source(found, name, source)
-    return found
-
-
-def _source(tensors: dict[str, torch.Tensor], name: str, source: str) -> torch.Tensor:
-    if source not in tensors:
-        raise ValueError(f"tensor {source!r}, which {name!r} shares, is missing")
-    return tensors[source]
+        if source not in tensors:
+            raise ValueError(f"tensor {source!r}, which {name!r} shares, is missing")
+    return tensors | {name: tensors[source] for name, source in sharing.aliases.items()}
 
 
 def check_shared(stored: dict[str, torch.Tensor], kept: dict[str, torch.Tensor]) -> None:
@@ -170,29 +128,16 @@ def repeats(tensor: torch.Tensor) -> bool:
 
 def share(model: nn.Module, sharing: Sharing) -> None:
     """Let tensors share memory again as they did when the file was written, where their dtypes and devices agree."""
-    for name, (source, shape, strides, offset) in sharing.views.items():
-        mine, other = _tensor(model, name), _tensor(model, source)
-        alike = (mine.dtype, mine.device) == (other.dtype, other.device)
-        if alike and other.is_contiguous() and not _same_memory(mine, other):
-            mine.data = other.data.as_strided(shape, strides, other.storage_offset() + offset)
     for name, source in sharing.aliases.items():
         holder, child = _holder(model, name)
-        mine, other = holder[child], _tensor(model, source)
+        place, at = _holder(model, source)
+        mine, other = holder[child], place[at]
         if (mine.dtype, mine.device) != (other.dtype, other.device):
             continue
         if name in sharing.tied and isinstance(mine, nn.Parameter) == isinstance(other, nn.Parameter):
             holder[child] = other
-        elif not _same_memory(mine, other):
+        elif mine.untyped_storage()._cdata != other.untyped_storage()._cdata:
             mine.data = other.data
-
-
-def _same_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
-    return a.untyped_storage()._cdata == b.untyped_storage()._cdata
-
-
-def _tensor(model: nn.Module, name: str) -> torch.Tensor:
-    holder, child = _holder(model, name)
-    return holder[child]
 
 
 def _holder(model: nn.Module, name: str) -> tuple[dict[str, torch.Tensor], str]:

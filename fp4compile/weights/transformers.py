@@ -89,7 +89,12 @@ class Fp4CompileQuantizer(HfQuantizer):
             for name, tensor in buffers.items():
                 setattr(packed, name, tensor)
             packed.weight_dtype = self._kept_dtype(model, weight) or packed.weight_dtype
-            _put(model, weight, packed, shell)
+            if weight.experts is None:
+                packed.bias = shell.bias
+                weight.put(model, packed)
+            else:  # the shell gives way to the packed experts
+                place, _ = weight.experts
+                place.module._modules[packed_name(place.child)] = packed
             packed.lay_out_scales()
         self.waiting.clear()
         leave_fast_paths(model)
@@ -153,16 +158,6 @@ class _Shell(nn.Module):
         if getattr(value, "_is_hf_initialized", False):
             self.missing.discard(name)
         super().__setattr__(name, value)
-
-
-def _put(model: nn.Module, weight: Weight, packed: PackedWeight, shell: _Shell) -> None:
-    """Replace a shell by its packed layer."""
-    if weight.experts is None:
-        packed.bias = shell.bias
-        weight.put(model, packed)
-    else:
-        place, _ = weight.experts
-        place.module._modules[packed_name(place.child)] = packed
 
 
 # ---------------------------------------------------------------- configurations

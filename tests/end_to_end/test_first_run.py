@@ -16,8 +16,18 @@ import torch
 pytest.importorskip("triton")
 
 from fp4compile.__main__ import main  # noqa: E402
-from fp4compile.check import cases, first_run, quantiser_table, run_experts, run_prologues, run_times, run_values
-from fp4compile.check.cases import Case, Finding, in_process  # noqa: E402
+from fp4compile.check import (  # noqa: E402
+    cases,
+    first_run,
+    product_values,
+    quantiser_table,
+    quantiser_values,
+    run_times,
+    run_values,
+    values,
+)
+from fp4compile.check.cases import Case, Finding, Here, in_process  # noqa: E402
+from fp4compile.check.product_table import Product  # noqa: E402
 from fp4compile.check.quantiser_table import BOTH, COLUMNS, ROWS, Configuration  # noqa: E402
 from fp4compile.formats import formats, reference  # noqa: E402
 from fp4compile.templates import choose  # noqa: E402
@@ -76,8 +86,6 @@ def pretended_gpu(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr("fp4compile.check.environment.of_gpu", lambda: {"device": "a GPU"})
     monkeypatch.setattr(run_times, "cases", no_cases)
-    monkeypatch.setattr(run_experts, "cases", no_cases)
-    monkeypatch.setattr(run_prologues, "cases", no_cases)
 
 
 @pytest.fixture
@@ -88,7 +96,7 @@ def quick_starts(monkeypatch):
     def context(method):
         assert method == "spawn"
         forks = get_context("forkserver")
-        forks.set_forkserver_preload(["fp4compile.check.run_prologues", "fp4compile.check.run_times"])
+        forks.set_forkserver_preload(["fp4compile.check.run_values", "fp4compile.check.run_times"])
         return forks
 
     monkeypatch.setattr(multiprocessing, "get_context", context)
@@ -163,17 +171,17 @@ def test_a_finding_in_one_line():
 def test_every_kernel_has_a_case():
     names = [case.name for case in run_values.cases()]
     assert len(set(names)) == len(names)
-    for one in quantiser_table.CONFIGURATIONS:
-        assert sum(name.startswith(f"quantise {one.label}, {one.format}, ") for name in names) == 2
+    for one in (*quantiser_table.ALL_CONFIGURATIONS, *quantiser_table.MORE_CONFIGURATIONS):
+        name = f"quantise {one.label}, {one.format}"
+        assert {name, f"{name}, ragged"} <= set(names)
     multiplied = {name for pair in run_values.PAIRS for name in pair if name}
     assert multiplied >= {"nvfp4", "nvfp4_one_level", "nvfp4_rowwise", "nvfp4_16x16", "mxfp8", "mxfp8_32x32", "mxfp4"}
-    for kind in ("bias", "gated", "not finite"):
-        assert sum(name.endswith(f", {kind}") for name in names) >= len(run_values.PAIRS)
-    assert len(run_experts.cases()) == len(run_experts.FORMATS) * len(run_experts.SHAPES)
-    fused = [case.name for case in run_prologues.cases()]
-    assert len(set(fused)) == len(fused)
-    for what in ("codes along [-1]", "codes along [-1, -2]", "values along [-1]", "experts"):
-        assert any(name.startswith(f"{what} after ") for name in fused)
+    for a, b in run_values.PAIRS:
+        of_pair = [name for name in names if f"product {a or 'bf16'} x {b}, " in name]
+        assert all(any(kind in name for name in of_pair) for kind in ("bias", "gated", "not finite"))
+    for name in run_values.OF_EXPERTS:
+        of_groups = [one for one in names if one.startswith(f"exact product {name} x {name}, ") and "groups" in one]
+        assert len({"along K" in one for one in of_groups}) == 2
     times = [case.name for case in run_times.cases()]
     assert len(set(times)) == len(times) > len(run_times.PAIRS) * len(run_times.SHAPES)
 
@@ -197,69 +205,74 @@ TINY = [Configuration("rows", name) for name in ("nvfp4", "mxfp8")] + [
 @interpreted
 @pytest.mark.parametrize("configuration", TINY, ids=lambda one: f"{one.label}, {one.format}")
 def test_quantise_kernels_are_right(configuration):
-    assert run_values.quantized(configuration, (18, 40)) == {"wrong": []}
+    assert quantiser_values.quantized(configuration, (18, 40), Here()) == []
+
+
+@pytest.fixture
+def few_rows_of_groups(monkeypatch):
+    """Groups of 0, 3, 0 and 14 rows, and two rows of no group."""
+    for module in (values, quantiser_values, product_values):
+        monkeypatch.setattr(module, "ENDS", (0, 3, 3, 17))
+        monkeypatch.setattr(module, "GROUP_ROWS", 19)
 
 
 @interpreted
 @pytest.mark.parametrize("name", ["nvfp4", "nvfp4_rowwise", "mxfp8", "float8_rowwise"])
-def test_experts_are_right(name, monkeypatch):
-    small = {"n": 20, "k": 48, "ends": (0, 3, 3, 17), "rows": 19}
-    assert run_experts.experts(name, **small)["wrong"] == []
-    product = run_experts.multiply
-    monkeypatch.setattr(run_experts, "multiply", lambda *args: 1.001 * product(*args))
-    assert [one.partition(":")[0] for one in run_experts.experts(name, **small)["wrong"]] == [
-        "product", "product along rows"
+def test_experts_are_right(name, few_rows_of_groups, monkeypatch):
+    both = Configuration("grouped both", name, dim=BOTH, groups="rows")
+    products = [Product(name, name, 19, 20, 48, groups=4), Product(name, name, 20, 48, 19, groups=4, along_k=True)]
+
+    def found():
+        wrong = quantiser_values.quantized_groups(both, (19, 48), Here())
+        return wrong + [what for one in products for what in product_values.by_every_kernel(one, Here())["wrong"]]
+
+    assert found() == []
+    right, product = quantiser_values.quantize_kernels, product_values.multiply
+    monkeypatch.setattr(quantiser_values, "quantize_kernels", lambda x, *args, **more: right(-x, *args, **more))
+    monkeypatch.setattr(product_values, "multiply", lambda *args: 1.01 * product(*args))
+    assert [one.partition(":")[0] for one in found()] == [
+        "along -1", "along -2", "grouped_dequant_tiles", "grouped_dequant_tiles"
     ]  # fmt: skip
-    right = run_experts.quantize_kernels
-    monkeypatch.setattr(run_experts, "quantize_kernels", lambda x, *args, **more: right(-x, *args, **more))
-    assert {one.partition(":")[0] for one in run_experts.experts(name, **small)["wrong"]} == {
-        "rows", "columns", "matrices", "both", "product", "product along rows"
-    }  # fmt: skip
 
 
 @interpreted
-def test_every_kernel_of_experts_is_run(monkeypatch):
-    """With results in bfloat16: those between which `max-autotune` decides. Here one stands in for them."""
-    small = {"n": 20, "k": 48, "ends": (0, 3, 3, 17), "rows": 19}
+def test_every_kernel_of_experts_is_run(few_rows_of_groups, monkeypatch):
+    """Those between which `max-autotune` decides. Here one stands in for them."""
+    product = Product("nvfp4", "nvfp4", 19, 20, 48, groups=4)
     tiles, registry = replace(grouped_dequant_tiles.CANDIDATE, name="tiles", tier="native"), choose.REGISTRY
-    monkeypatch.setattr(choose, "REGISTRY", (tiles, *registry))
-    assert run_experts.experts("nvfp4", **small)["wrong"] == []
 
     def run(call, config):
-        return tiles.run(call, config) * (1 if call.problem.out_dtype == torch.float32 else 1.125)
+        return tiles.run(call, config) * 1.125
 
-    monkeypatch.setattr(choose, "REGISTRY", (replace(tiles, run=run), *registry))
-    found = [one.split(": ")[:2] for one in run_experts.experts("nvfp4", **small)["wrong"]]
-    assert found == [["product", "tiles"], ["product along rows", "tiles"]]
+    monkeypatch.setattr(choose, "REGISTRY", (*registry, replace(tiles, run=run)))
+    found = product_values.by_every_kernel(product, Here())
+    assert found["kernels"] == "grouped_dequant_tiles, tiles"
+    assert [one.split(": ")[0] for one in found["wrong"]] == ["tiles"]
+
+
+GATED_ROWS = Configuration("rows of a gate", "nvfp4_one_level", steps=quantiser_table.GATE)
+RMS_NORM = Configuration("a norm", "nvfp4", steps=quantiser_table.RMS_NORM)
 
 
 @interpreted
-@pytest.mark.parametrize(("chain", "name", "shape", "dims", "values"), [
-    ("a gate", "nvfp4_one_level", (18, 48), (ROWS,), False), ("a norm", "nvfp4", (18, 40), (ROWS,), False),
-    ("a layer norm", "mxfp8", (6, 72), (ROWS,), False), ("a norm", "nvfp4_one_level", (5, 48), (ROWS,), True),
-    ("the end of a norm", "nvfp4_one_level", (17, 48), BOTH, False),
+@pytest.mark.parametrize(("configuration", "shape"), [
+    (GATED_ROWS, (18, 48)), (replace(GATED_ROWS, halves=True), (18, 48)), (RMS_NORM, (18, 40)),
+    (replace(RMS_NORM, format="mxfp8", steps=quantiser_table.LAYER_NORM), (6, 72)),
+    (replace(RMS_NORM, format="nvfp4_one_level", values=(ROWS,)), (5, 48)),
+    (replace(GATED_ROWS, steps=quantiser_table.NORM, dim=BOTH), (17, 48)),
 ])  # fmt: skip
-def test_quantisers_with_a_prologue_are_right(chain, name, shape, dims, values):
-    assert run_prologues.quantized(chain, name, shape, dims, values) == {"wrong": []}
-
-
-SMALL_GROUPS = ((19, 48), (0, 3, 3, 17))
+def test_quantisers_with_a_prologue_are_right(configuration, shape):
+    assert quantiser_values.quantized_after_steps(configuration, shape, Here()) == []
 
 
 @interpreted
-def test_quantisers_of_experts_with_a_prologue_are_right():
-    for name in ("mxfp8", "nvfp4_one_level"):
-        assert run_prologues.experts(name, *SMALL_GROUPS) == {"wrong": []}
-
-
-@interpreted
-def test_a_wrong_prologue_is_found(monkeypatch):
+def test_a_wrong_prologue_is_found(few_rows_of_groups, monkeypatch):
     """A bit of a code; a value that is computed wrong, and quantised as it is; a NaN that is hidden."""
-    right = run_prologues.quantize_kernels
+    right, norm = quantiser_values.quantize_kernels, replace(RMS_NORM, format="mxfp8")
 
-    def found(planted):
-        monkeypatch.setattr(run_prologues, "quantize_kernels", planted)
-        return run_prologues.quantized("a norm", "mxfp8", (6, 64))["wrong"]
+    def found(planted, configuration=norm):
+        monkeypatch.setattr(quantiser_values, "quantize_kernels", planted)
+        return quantiser_values.quantized_after_steps(configuration, (6, 64), Here())
 
     def wrong_code(*arguments, stored=(), **options):
         codes, *others = right(*arguments, stored=stored, **options)
@@ -281,18 +294,24 @@ def test_a_wrong_prologue_is_found(monkeypatch):
     def negated(x, *arguments, offs=None, **options):
         return right(x if offs is None else -x, *arguments, offs=offs, **options)
 
-    monkeypatch.setattr(run_prologues, "quantize_kernels", negated)
-    assert run_prologues.experts("mxfp8", *SMALL_GROUPS)["wrong"]
+    experts = replace(GATED_ROWS, format="mxfp8", groups="rows")
+    assert found(right, experts) == [] and found(negated, experts)
+
+
+def multiplied(a, b, kind="", batches=1):
+    """What is wrong with a small product."""
+    epilogue, made = ("", values.not_finite) if kind == "not finite" else (kind, values.finite)
+    m, n, k = (12, 20, 96) if batches == 1 else (5, 8, 64)
+    return product_values.by_every_kernel(Product(a, b, m, n, k, epilogue, batches=batches), Here(), made)
 
 
 @interpreted
-@pytest.mark.parametrize("kind", ["none", "bias", "gated", "not finite"])
+@pytest.mark.parametrize("kind", ["", "bias", "gated", "not finite"])
 @pytest.mark.parametrize(("a", "b"), [("nvfp4", "nvfp4"), ("nvfp4_rowwise", "nvfp4_te"), ("mxfp8", "mxfp4"),
                                       (None, "mxfp8")])  # fmt: skip
 def test_products_are_right(a, b, kind):
-    found = run_values.multiplied(a, b, (1, 12, 20, 96), kind)
-    assert found == {"kernels": "dequant_tiles", "wrong": []}
-    assert run_values.multiplied(a, b, (2, 5, 8, 64), "none")["wrong"] == []
+    assert multiplied(a, b, kind) == {"kernels": "dequant_tiles", "wrong": []}
+    assert multiplied(a, b, batches=2)["wrong"] == []
 
 
 @interpreted
@@ -307,7 +326,7 @@ def test_a_wrong_quantise_kernel_is_found(monkeypatch):
             return found
 
         monkeypatch.setattr(quantiser_table, "quantize_kernels", quantize)
-        return run_values.quantized(TINY[0], (18, 40))["wrong"]
+        return quantiser_values.quantized(TINY[0], (18, 40), Here())
 
     assert planted(lambda data, scales, outer: None) == []
     assert "finite: codes: 1 of 432 differ" in planted(lambda data, scales, outer: data[3, 2].bitwise_xor_(1))
@@ -318,24 +337,24 @@ def test_a_wrong_quantise_kernel_is_found(monkeypatch):
 
 
 @interpreted
-@pytest.mark.parametrize(("factor", "kind"), [(1.02, "none"), (1.02, "bias"), (1.05, "gated"), (1.02, "not finite")])
+@pytest.mark.parametrize(("factor", "kind"), [(1.02, ""), (1.02, "bias"), (1.05, "gated"), (1.02, "not finite")])
 def test_a_wrong_product_is_found(factor, kind, monkeypatch):
-    right = run_values.multiply
+    right = product_values.multiply
 
     def planted(*args, **options):
         out = right(*args, **options)
         return torch.cat((out[:-1], (out[-1:].float() * factor).to(out.dtype)))
 
-    monkeypatch.setattr(run_values, "multiply", planted)
+    monkeypatch.setattr(product_values, "multiply", planted)
     format = "mxfp8" if kind == "not finite" else "nvfp4"  # whose outer scale would make every value a NaN
-    (what,) = run_values.multiplied(format, format, (1, 12, 20, 96), kind)["wrong"]
+    (what,) = multiplied(format, format, kind)["wrong"]
     assert what.startswith("dequant_tiles: ") and "times the bound" in what
 
 
 @interpreted
 def test_a_hidden_nan_is_found(monkeypatch):
-    monkeypatch.setattr(run_values, "multiply", lambda *args: torch.zeros(12, 20, dtype=torch.bfloat16))
-    found = run_values.multiplied("mxfp8", "mxfp8", (1, 12, 20, 96), "not finite")["wrong"]
+    monkeypatch.setattr(product_values, "multiply", lambda *args: torch.zeros(12, 20, dtype=torch.bfloat16))
+    found = multiplied("mxfp8", "mxfp8", "not finite")["wrong"]
     assert any("a finite value where a NaN or an infinity went in" in what for what in found)
 
 
@@ -348,16 +367,16 @@ def test_stochastic_codes_may_be_a_step_apart_and_no_more():
     up = torch.arange(64) % 2
 
     def compared(other):
-        return run_values.rounded_alike((packed(other), scales, outer), expected)
+        return values.rounded_alike((packed(other), scales, outer), expected)
 
     assert compared(codes + (up * 2 - 1).to(torch.uint8)) == []
     assert "codes: a value is not rounded to a neighbour" in compared(codes + (up * 2).to(torch.uint8))
     assert any("biased by" in what for what in compared(codes + (up > 0).to(torch.uint8)))
-    shifted = run_values.rounded_alike((expected[0], scales.float().mul(2).to(scales.dtype), outer), expected)
+    shifted = values.rounded_alike((expected[0], scales.float().mul(2).to(scales.dtype), outer), expected)
     assert shifted == ["scales: 256 of 256 differ"]
 
 
 def test_inputs_are_hard():
-    x = run_values.not_finite((20, 128))
+    x = values.not_finite((20, 128))
     assert x.isnan().sum() == 1 and x.isinf().sum() == 2
-    assert (run_values.finite((20, 128)) == 0).sum() > 20 * 48 and formats.get("nvfp4").block_cols == 16
+    assert (values.finite((20, 128)) == 0).sum() > 20 * 48 and formats.get("nvfp4").block_cols == 16

@@ -21,7 +21,7 @@ def values(x, k):
 
 def check(a, b, k, bias=None, out_dtype=torch.float32):
     """The kernels' product of two operands against float64."""
-    from fp4compile.templates.multiply import scaled_mm
+    from tests.helpers.multiplied import scaled_mm
 
     left, right = values(a, k), values(b, k)
     outer = reference._outer_product(a.outer, b.outer)  # float32, as the contract has it: it may underflow

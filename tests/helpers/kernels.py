@@ -48,7 +48,7 @@ def launches(sm, a, b, m, epilogue=None, auxiliaries=(), n=8192):
     import fp4compile.ops.matmul  # noqa: F401
     from fp4compile.hardware import Target
     from fp4compile.templates.launch import dry_run
-    from fp4compile.templates.multiply import scaled_mm
+    from tests.helpers.multiplied import scaled_mm
 
     def operand(format, rows):
         x = torch.empty(rows, 4096, dtype=torch.bfloat16, device="meta")

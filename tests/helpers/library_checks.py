@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from fp4compile.hardware import Target
 from fp4compile.ops.matmul import scaled_mm_library_kernels
 from fp4compile.templates.launch import dry_run
-from fp4compile.templates.multiply import scaled_mm
+from tests.helpers.multiplied import scaled_mm
 
 V1, V2 = torch.ops.aten._scaled_mm.default, torch.ops.aten._scaled_mm_v2.default
 FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)

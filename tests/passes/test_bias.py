@@ -16,9 +16,10 @@ from fp4compile.hardware import Target
 from fp4compile.passes.rewrite import rewrite
 from fp4compile.templates.choose import choose
 from fp4compile.templates.launch import dry_run
-from fp4compile.templates.multiply import call_of, scaled_mm
+from fp4compile.templates.multiply import call_of
 from fp4compile.templates.problem import problem_of
 from tests.helpers.absent_gpu import launched_on, recipe_of
+from tests.helpers.multiplied import scaled_mm
 
 SCALED_MM = torch.ops.fp4compile.scaled_mm.default
 M, N, K = 6, 48, 64

@@ -31,9 +31,9 @@ from fp4compile.passes.merge_quantize import merge_quantize
 from fp4compile.passes.rewrite import rewrite
 from fp4compile.recipe import named
 from fp4compile.templates.launch import dry_run
-from fp4compile.templates.multiply import scaled_mm
 from tests.helpers.absent_gpu import fused_graph
 from tests.helpers.by_hand import assert_product
+from tests.helpers.multiplied import scaled_mm
 from tests.helpers.products import (
     BF16,
     K,

@@ -16,10 +16,11 @@ from fp4compile.recipe import named
 from fp4compile.templates import choose
 from fp4compile.templates.gemm import library
 from fp4compile.templates.launch import cuda_target, dry_run
-from fp4compile.templates.multiply import call_of, multiply, scaled_mm
+from fp4compile.templates.multiply import call_of, multiply
 from tests.helpers.choices import only, without
 from tests.helpers.graphs import Recorder
 from tests.helpers.library_checks import V1, V2, Calls, Refused, calls_of, check
+from tests.helpers.multiplied import scaled_mm
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 

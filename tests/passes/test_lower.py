@@ -21,9 +21,10 @@ from fp4compile.passes.lower import lower
 from fp4compile.recipe import named
 from fp4compile.templates import scale_sweep
 from fp4compile.templates.launch import dry_run
-from fp4compile.templates.multiply import scaled_grouped_mm, scaled_mm, scaled_mm_group
+from fp4compile.templates.multiply import scaled_mm_group
 from tests.helpers.absent_gpu import NoGpu, launched_on
 from tests.helpers.by_hand import assert_product
+from tests.helpers.multiplied import scaled_grouped_mm, scaled_mm
 from tests.helpers.quantisers import quantize, quantize_both
 
 

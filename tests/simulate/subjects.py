@@ -11,10 +11,13 @@ from functools import partial
 
 from fp4compile.check.product_table import PRODUCTS
 from fp4compile.check.quantiser_table import CONFIGURATIONS, PROLOGUE_CONFIGURATIONS
-from fp4compile.check.run_simulated import ENDS, ROWS, multiplied, quantized, quantized_after_steps, quantized_few_rows
+from fp4compile.check.quantiser_values import quantized, quantized_after_steps, quantized_few_rows
 from fp4compile.check.simulate.launch import Compiled, Simulator
 from fp4compile.check.simulate.parse import parse
 from fp4compile.check.simulate.run import Kernel, Schedule
+from fp4compile.check.simulation import multiplied
+from fp4compile.check.values import ENDS
+from fp4compile.check.values import GROUP_ROWS as ROWS
 from fp4compile.hardware import Target
 from fp4compile.templates.launch import Launch
 
@@ -107,7 +110,10 @@ SUBJECTS = (
     ),
     _product("groups of rows", "8192x2048x4096, 64 groups nvfp4 x nvfp4", 2, _GROUPS | {"m": ROWS, "n": 272, "k": 640}),
     _product(
-        "groups along K", "256x512x8192, 64 groups along K nvfp4 x nvfp4", 2, _GROUPS | {"m": 144, "n": 272, "k": ROWS}
+        "groups along K",
+        "256x512x8192, 64 groups along K nvfp4 x nvfp4",
+        2,
+        _GROUPS | {"m": 144, "n": 272, "k": ROWS},
     ),
     _product("one row", "1x8192x8192 bf16 x nvfp4", 1, {"n": 824, "k": 5888}, {"n": 24, "k": 5888}),
     _product("dequantised tiles", "64x8192x8192 bf16 x nvfp4", 6, {"n": 272, "k": 1280}, {"n": 560, "k": 2560}),

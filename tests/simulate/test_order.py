@@ -7,11 +7,11 @@ import pytest
 import torch
 
 from fp4compile.check.product_table import Product
-from fp4compile.check.run_simulated import exact_arguments
-from fp4compile.check.run_values import BF16, same_bits
+from fp4compile.check.product_values import exact_arguments
 from fp4compile.check.simulate.launch import Simulator
 from fp4compile.check.simulate.parse import parse
 from fp4compile.check.simulate.run import Kernel, Schedule
+from fp4compile.check.values import BF16, same_bits
 from fp4compile.formats import epilogue, reference
 from fp4compile.formats.epilogue import Epilogue
 from fp4compile.hardware import Target

@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from fp4compile.check.product_table import Product
-from fp4compile.check.run_simulated import exact_arguments
-from fp4compile.check.run_values import BF16, same_bits, schema
+from fp4compile.check.product_values import exact_arguments
 from fp4compile.check.simulate.launch import Simulator
 from fp4compile.check.simulate.run import Schedule
+from fp4compile.check.values import BF16, same_bits
 from fp4compile.formats import formats, reference
 from fp4compile.formats.epilogue import Epilogue
 from fp4compile.hardware import Target
@@ -25,7 +25,7 @@ def test_a_result_of_two_products():
     simulator = Simulator(Target(100, 2), Schedule(1))
     with simulator.running():
         got = multiply_quantized(x)
-    expected = SCALED_MM_QUANTIZED(*schema(x.a), *schema(x.b), None, BF16, [], x.epilogue.strings(), BF16)
+    expected = SCALED_MM_QUANTIZED(*x.a.in_schema, *x.b.in_schema, None, BF16, [], x.epilogue.strings(), BF16)
     assert [one.shape for one in got] == [one.shape for one in expected] and got[0].shape == (144, 256)
     assert same_bits([*got, torch.empty(0)], [*expected, torch.empty(0)]) == []
 

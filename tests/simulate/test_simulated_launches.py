@@ -9,13 +9,15 @@ from dataclasses import replace
 import pytest
 import torch
 
-from fp4compile.check import run_simulated
+from fp4compile.check import quantiser_values, simulation
 from fp4compile.check.product_table import Product
+from fp4compile.check.product_values import reduced
 from fp4compile.check.quantiser_table import BF16, CONFIGURATIONS, GROUPED_CONFIGURATIONS, PROLOGUE_CONFIGURATIONS
-from fp4compile.check.run_simulated import multiplied, quantized, quantized_after_steps, quantized_groups, reduced
+from fp4compile.check.quantiser_values import quantized, quantized_after_steps, quantized_groups
 from fp4compile.check.simulate.fault import Fault
 from fp4compile.check.simulate.launch import UNWRITTEN, Simulator
 from fp4compile.check.simulate.run import Schedule
+from fp4compile.check.simulation import multiplied
 from fp4compile.cli.main import main
 from fp4compile.hardware import Target
 from fp4compile.ops.quantize import QUANTIZE, quantize_kernels
@@ -53,7 +55,7 @@ def test_groups_and_steps():
     """Groups without rows, and rows of no group; a norm whose statistics are computed on the chip."""
     assert quantized_groups(entry(GROUPED_CONFIGURATIONS, "grouped rows", "nvfp4"), (130, 80), on()) == []
     norm = replace(entry(PROLOGUE_CONFIGURATIONS, "a norm", "mxfp8"), shape=(8192, 1024))
-    assert quantized_after_steps(norm, run_simulated.WHOLE, on(seed=1)) == []
+    assert quantized_after_steps(norm, simulation.WHOLE, on(seed=1)) == []
 
 
 PRODUCTS = {
@@ -117,20 +119,20 @@ def test_the_command(tmp_path, capsys):
 
 
 def test_every_launch_of_the_table_has_a_key():
-    keys = run_simulated.table_keys(100)
-    one = run_simulated.launch_key(entry(CONFIGURATIONS, "rows", "mxfp8").launches(100)[0])
+    keys = simulation.table_keys(100)
+    one = simulation.launch_key(entry(CONFIGURATIONS, "rows", "mxfp8").launches(100)[0])
     assert keys[one] == "quantize_rows of rows mxfp8"
     simulator = on()
-    assert quantized(entry(CONFIGURATIONS, "rows", "mxfp8"), run_simulated.WHOLE, simulator) == []
-    assert one in set(map(run_simulated.launch_key, simulator.launches))
+    assert quantized(entry(CONFIGURATIONS, "rows", "mxfp8"), simulation.WHOLE, simulator) == []
+    assert one in set(map(simulation.launch_key, simulator.launches))
 
 
 def test_what_is_wrong_is_said(monkeypatch):
-    right = run_simulated.quantize_kernels
+    right = quantiser_values.quantize_kernels
     grouped = entry(GROUPED_CONFIGURATIONS, "grouped rows", "mxfp8")
-    monkeypatch.setattr(run_simulated, "quantize_kernels", lambda x, *args, **more: right(-x, *args, **more))
+    monkeypatch.setattr(quantiser_values, "quantize_kernels", lambda x, *args, **more: right(-x, *args, **more))
     (what,) = quantized_groups(grouped, (130, 80), on())
-    assert what.startswith("codes: ")
+    assert what.startswith("along -1: codes: ")
 
 
 def test_a_product_that_runs_no_kernel_is_wrong():

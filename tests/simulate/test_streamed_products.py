@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from fp4compile.check.product_table import Product
-from fp4compile.check.run_simulated import _differences, exact, exact_arguments
+from fp4compile.check.product_values import _from_reference, exact_arguments, exact_operand
 from fp4compile.check.simulate.launch import Simulator
 from fp4compile.check.simulate.run import Schedule
 from fp4compile.formats import formats, reference_grouped
@@ -43,7 +43,7 @@ def test_tiles_of_wgmma(a, shape, epilogue, form, seed, monkeypatch):
     with simulator.running():
         got = multiply(x, choose(problem_of(x, simulator.target), "wgmma_sm90"))
     assert {"swizzle_a_sm90", "gemm_wgmma_sm90"} <= {launch.kernel.__name__ for launch in simulator.launches}
-    assert _differences(got, x) == []
+    assert _from_reference(got, x, exact=True) == []
 
 
 # Format of the tokens; sizes of groups, and rows of no group; layout of the scales of the weights, how outer scales of
@@ -81,14 +81,14 @@ def operands_of_groups(tokens, groups, rows, n, k, layout, outer):
     fmt = formats.get("nvfp4_16x16" if layout == "square" else "nvfp4")
     of_each = (swizzled_numel(n, k // 16),) if layout == "swizzled" else (ceil_div(n, 16), k // 16)
     codes = torch.empty(groups, n, k // 2, dtype=fmt.data_dtype, device="meta")
-    a = exact(Operand(torch.empty(rows, k, dtype=torch.bfloat16, device="meta")), 100)
+    a = exact_operand(Operand(torch.empty(rows, k, dtype=torch.bfloat16, device="meta")), 100)
     if tokens is not None:
         of_tokens = formats.get(tokens)
         scales = torch.empty(rows, k // 16, dtype=of_tokens.scale_dtype, device="meta")
-        a = exact(
+        a = exact_operand(
             Operand(torch.empty(rows, k // 2, dtype=of_tokens.data_dtype, device="meta"), scales, None, of_tokens), 100
         )
-    b = exact(Operand(codes, torch.empty(groups, *of_each, dtype=fmt.scale_dtype, device="meta"), None, fmt), 0)
+    b = exact_operand(Operand(codes, torch.empty(groups, *of_each, dtype=fmt.scale_dtype, device="meta"), None, fmt), 0)
     shapes = [{"tensor": (), "group": (groups,), "row": (*x.data.shape[:-1], 1)}.get(of)
               for x, of in zip((a, b), outer, strict=True)]  # fmt: skip
     return [replace(x, outer=None if shape is None else 2.0 ** (torch.arange(math.prod(shape)) % 5 - 2).view(shape))

@@ -38,7 +38,7 @@ from tests.helpers.kernels import (
 )
 
 if INTERPRETING or torch.cuda.is_available():
-    from fp4compile.templates.multiply import scaled_mm
+    from tests.helpers.multiplied import scaled_mm
 
 # Steps, and the same in PyTorch.
 EPILOGUES = {

@@ -37,8 +37,8 @@ if INTERPRETING or torch.cuda.is_available():
     from fp4compile.templates import choose
     from fp4compile.templates.gemm.call import kernel_operand
     from fp4compile.templates.gemm.heuristics import BlockScaledConfig, block_scaled_configs
-    from fp4compile.templates.multiply import scaled_mm
     from fp4compile.templates.problem import OperandType, Problem
+    from tests.helpers.multiplied import scaled_mm
 
 MORE = [BlockFormat("e2m1", (32, 32), "e8m0", None, "rceil"), BlockFormat("e2m1", (16, 16), "e4m3", None, "te")]
 # A product depends on a format's contract in nothing.

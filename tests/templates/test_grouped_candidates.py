@@ -28,11 +28,12 @@ from fp4compile.templates.gemm import grouped_library as library
 from fp4compile.templates.gemm import grouped_skinny, indexed
 from fp4compile.templates.gemm.heuristics import SkinnyConfig, WgmmaConfig
 from fp4compile.templates.launch import dry_run
-from fp4compile.templates.multiply import call_of, scaled_grouped_mm
+from fp4compile.templates.multiply import call_of
 from fp4compile.templates.problem import problem_of
 from tests.helpers import grouped_library_checks, ptx_lanes
 from tests.helpers.arguments import of_groups
 from tests.helpers.kernels import INTERPRETING, gpu, on_device
+from tests.helpers.multiplied import scaled_grouped_mm
 from tests.helpers.quantisers import quantize
 
 if INTERPRETING:

@@ -45,7 +45,8 @@ from fp4compile.templates.device.groups import (  # noqa: E402
 )
 from fp4compile.templates.gemm import grouped_dequant_operand  # noqa: E402
 from fp4compile.templates.gemm.heuristics import grouped_dot_config  # noqa: E402
-from fp4compile.templates.multiply import call_of, scaled_grouped_mm  # noqa: E402
+from fp4compile.templates.multiply import call_of  # noqa: E402
+from tests.helpers.multiplied import scaled_grouped_mm  # noqa: E402
 
 ROWS = 170
 # Empty groups, small ones, one of two tiles of 128 rows; 7 rows of no group.

@@ -25,10 +25,11 @@ from fp4compile.hardware import Target
 from fp4compile.templates import launch
 from fp4compile.templates.gemm.grouped_block_scaled_sm100 import CANDIDATE, sm100_configs
 from fp4compile.templates.gemm.heuristics import BlockScaledConfig
-from fp4compile.templates.multiply import call_of, scaled_grouped_mm
+from fp4compile.templates.multiply import call_of
 from fp4compile.templates.problem import problem_of
 from tests.helpers.arguments import of_groups
 from tests.helpers.kernels import INTERPRETING, for_gpus, gpu, on_device
+from tests.helpers.multiplied import scaled_grouped_mm
 
 BF16 = torch.bfloat16
 interpreted = pytest.mark.skipif(not INTERPRETING, reason="the interpreter stands in for an SM100 GPU")

@@ -31,7 +31,8 @@ if INTERPRETING:
 from fp4compile.templates.device import values  # noqa: E402
 from fp4compile.templates.gemm import grouped_dequant_operand  # noqa: E402
 from fp4compile.templates.gemm.heuristics import grouped_dot_config  # noqa: E402
-from fp4compile.templates.multiply import call_of, scaled_grouped_mm  # noqa: E402
+from fp4compile.templates.multiply import call_of  # noqa: E402
+from tests.helpers.multiplied import scaled_grouped_mm  # noqa: E402
 
 SEED = torch.tensor(2**40 + 5)
 # What groups of so many rows hold, an empty one among them, one of more than a tile; a NaN in the rows of no group.

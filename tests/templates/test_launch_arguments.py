@@ -20,11 +20,11 @@ from fp4compile.ops.quantize import QUANTIZE, quantize_kernels
 from fp4compile.templates.gemm import indexed
 from fp4compile.templates.gemm.heuristics import tma_copies
 from fp4compile.templates.launch import dry_run
-from fp4compile.templates.multiply import scaled_grouped_mm, scaled_mm
 from fp4compile.templates.quantize.dequantize import dequantize
 from fp4compile.templates.quantize.heuristics import MAX_ROW_ON_CHIP, scaled_row_config
 from fp4compile.templates.quantize.prologue_cost import reads_amax
 from fp4compile.templates.quantize.prologues import takes_prologue
+from tests.helpers.multiplied import scaled_grouped_mm, scaled_mm
 from tests.helpers.quantisers import quantize, quantize_both
 
 BF16 = torch.bfloat16

@@ -9,11 +9,11 @@ from fp4compile.formats.layouts import ceil_div
 from fp4compile.formats.operand import Operand
 from fp4compile.templates.gemm.heuristics import GemvConfig, SkinnyConfig, WgmmaConfig, with_shared_memory
 from fp4compile.templates.gemm.wgmma_sm90 import needed_bytes
-from fp4compile.templates.multiply import scaled_grouped_mm
 from tests.helpers import choices
 from tests.helpers.check_products import check
 from tests.helpers.hard_inputs import FINITE, NON_FINITE, hard_input
 from tests.helpers.kernels import INTERPRETING, gpu, on_device, quantized
+from tests.helpers.multiplied import scaled_grouped_mm
 
 pytestmark = pytest.mark.skipif(INTERPRETING, reason="inline PTX")
 

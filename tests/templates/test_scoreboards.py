@@ -2,7 +2,7 @@
 
 import pytest
 
-from fp4compile.check.scoreboards import hazards
+from fp4compile.check.sass import hazards
 
 NONE = 7
 

@@ -19,12 +19,13 @@ from fp4compile.hardware import Target
 from fp4compile.templates.choose import choose
 from fp4compile.templates.gemm.skinny_block_scaled_sm100 import CANDIDATE
 from fp4compile.templates.launch import dry_run
-from fp4compile.templates.multiply import scaled_mm, scaled_mm_group
+from fp4compile.templates.multiply import scaled_mm_group
 from fp4compile.templates.problem import OperandType, Problem
 from tests.helpers import choices
 from tests.helpers.check_products import check
 from tests.helpers.hard_inputs import FINITE, NON_FINITE, hard_input
 from tests.helpers.kernels import INTERPRETING, NEW_PTXAS, quantized
+from tests.helpers.multiplied import scaled_mm
 
 KERNEL = "gemm_skinny_block_scaled_sm100"
 BF16 = torch.bfloat16

@@ -11,7 +11,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -33,6 +33,7 @@ class Simulator:
     unwritten: for tensors' storages (by their address) that nothing wrote whole, which of their bytes hold a value.
     """
 
+    device: ClassVar[str] = "cpu"  # of the launches' tensors
     target: Target
     schedule: Schedule = LOCKSTEP
     launches: list[Launch] = field(default_factory=list)

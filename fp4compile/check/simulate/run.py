@@ -219,7 +219,7 @@ class _Turns:
         """Find uses of registers before the warp waited for the `tcgen05.ld` that writes them.
 
         The PTX ISA leaves such a value undefined. Triton puts its waits late, before the next access to memory, and
-        leaves the registers to ptxas, whose code waits for them (`scoreboards.unwaited_loads`). So this is a fault for
+        leaves the registers to ptxas, whose code waits for them (`sass.hazards`). So this is a fault for
         hand-written PTX (`Schedule.strict_loads`), and a note for Triton's.
         """
         reads = self.kernel.reads[index]

@@ -1,7 +1,7 @@
 """Launch configurations of the GEMM kernels, by sizes: the tiles, warps, stages and grids that were best on an H200.
 
-One typed configuration for each kernel; `constants` are the kernel's constexpr arguments. Figures come from
-benchmarks/launches.py and from decoding with Llama-3-8B; nothing was timed on another GPU.
+One typed configuration for each kernel. Figures come from benchmarks/launches.py and from decoding with Llama-3-8B;
+nothing was timed on another GPU.
 """
 
 import math
@@ -14,6 +14,7 @@ from fp4compile.formats.formats import BlockFormat
 from fp4compile.formats.layouts import TILE_ROWS, ceil_div
 from fp4compile.hardware import Target
 from fp4compile.templates.device.shared_memory import reserved
+from fp4compile.templates.launch import LaunchConfig
 from fp4compile.templates.problem import Problem
 
 SKINNY_ROWS = 8  # rows of A up to which `skinny` serves
@@ -27,22 +28,19 @@ LIBRARY_ROWS = 65
 
 
 @dataclass(frozen=True)
-class GemvConfig:
+class GemvConfig(LaunchConfig):
     """How `gemv` is launched.
 
     warps: warps of a program. steps: steps of a warp along K. rows: rows of A that the kernel computes, 1 or 2.
     shared: bytes of shared memory to reserve for a program. grid: the most programs; fewer tiles need fewer.
     """
 
+    host = ("grid",)
     warps: int
     steps: int
     rows: int
     shared: int
     grid: int
-
-    @property
-    def constants(self) -> dict[str, int]:
-        return {"WARPS": self.warps, "STEPS": self.steps, "ROWS": self.rows, "SHARED": self.shared}
 
 
 def gemv_config(p: Problem, width: int, needed_bytes: Callable[[int, int, int], int]) -> GemvConfig | None:
@@ -68,24 +66,20 @@ def gemv_config(p: Problem, width: int, needed_bytes: Callable[[int, int, int], 
 
 
 @dataclass(frozen=True)
-class SkinnyConfig:
+class SkinnyConfig(LaunchConfig):
     """How `skinny` is launched.
 
     rows: rows of A that the kernel computes. tiles: tiles of 16 rows of B that a program computes at a time. warps:
     warps of a program. stages: pipeline stages. chains: independent accumulators of a warp. grid: the most programs.
     """
 
+    host = ("grid",)
     rows: int
     tiles: int
     warps: int
     stages: int
     chains: int
     grid: int
-
-    @property
-    def constants(self) -> dict[str, int]:
-        return {"TILES": self.tiles, "WARPS": self.warps, "STAGES": self.stages, "ROWS": self.rows,
-                "CHAINS": self.chains}  # fmt: skip
 
 
 def skinny_config(p: Problem) -> SkinnyConfig:
@@ -109,7 +103,7 @@ def skinny_config(p: Problem) -> SkinnyConfig:
 
 
 @dataclass(frozen=True)
-class WgmmaConfig:
+class WgmmaConfig(LaunchConfig):
     """How `wgmma_sm90` is launched.
 
     rows: rows of A in a tile of the result, padded to 16, 32, 64, 72, 80, 96, 128, 160, 192, 224 or 256. warps: warps
@@ -119,6 +113,7 @@ class WgmmaConfig:
     bytes of shared memory to reserve for a program; 0 until `with_shared_memory` has set it.
     """
 
+    host = ("split_k",)
     rows: int
     warps: int
     parts: int
@@ -128,12 +123,6 @@ class WgmmaConfig:
     group_m: int = 8
     buffers: int = 4
     shared: int = 0
-
-    @property
-    def constants(self) -> dict[str, int]:
-        return {"ROWS": self.rows, "WARPS": self.warps, "PARTS": self.parts, "STAGES": self.stages,
-                "STEPS_PER_STAGE": self.steps_per_stage, "BUFFERS": self.buffers, "GROUP_M": self.group_m,
-                "SHARED": self.shared}  # fmt: skip
 
     def grid(self, m, n, groups=0):
         """Programs. groups: of rows of A; as many programs as any sizes of these groups, and rows of no group, need."""
@@ -230,7 +219,7 @@ def _wgmma_large_tile(p: Problem) -> WgmmaConfig:
 
 
 @dataclass(frozen=True)
-class DequantTilesConfig:
+class DequantTilesConfig(LaunchConfig):
     """How `dequant_tiles` is launched.
 
     bm, bn: the tile of the result. units, warps: a step along K has `warps` shares of `units` units (element pairs).
@@ -238,6 +227,7 @@ class DequantTilesConfig:
     group_m: row tiles that are walked together, so that the L2 cache serves them.
     """
 
+    host = ("num_warps", "split_k")
     bm: int
     bn: int
     units: int
@@ -254,8 +244,7 @@ class DequantTilesConfig:
 
     @property
     def constants(self) -> dict[str, int]:
-        return {"BM": self.bm, "BN": self.bn, "UNITS": self.units, "WARPS": self.warps, "GROUP_M": self.group_m,
-                "STAGES": self.stages, "SPLIT": self.split_k}  # fmt: skip
+        return {**super().constants, "SPLIT": self.split_k}
 
 
 # By A (plain 16-bit or packed codes) and its rows: columns of B, units and warps of a step, stages, num_warps, and
@@ -314,7 +303,7 @@ def _few_rows(p: Problem, budget: int) -> DequantTilesConfig:
 
 
 @dataclass(frozen=True)
-class BlockScaledConfig:
+class BlockScaledConfig(LaunchConfig):
     """How `block_scaled_sm100` is launched.
 
     bm, bn: the tile of the result. bk: elements of a step along K. stages: pipeline stages. parts: parts of a tile's
@@ -324,6 +313,7 @@ class BlockScaledConfig:
     epilogue alone. group_m: row tiles that are walked together, so that the L2 cache serves them.
     """
 
+    host = ("num_warps", "stages")
     bm: int
     bn: int
     bk: int
@@ -334,12 +324,6 @@ class BlockScaledConfig:
     two_sums: bool = False
     num_warps: int = 8
     group_m: int = 8
-
-    @property
-    def constants(self) -> dict[str, int]:
-        return {"BM": self.bm, "BN": self.bn, "BK": self.bk, "GROUP_M": self.group_m, "PARTS": self.parts,
-                "TMA": int(self.tma), "WARP_SPECIALIZE": int(self.warp_specialize),
-                "TWO_SUMS": int(self.two_sums)}  # fmt: skip
 
 
 def block_scaled_config(p: Problem) -> BlockScaledConfig:
@@ -427,13 +411,14 @@ def _with_parts(p: Problem, config: BlockScaledConfig) -> BlockScaledConfig:
 
 
 @dataclass(frozen=True)
-class SkinnyBlockScaledConfig:
+class SkinnyBlockScaledConfig(LaunchConfig):
     """How `skinny_block_scaled_sm100` is launched.
 
     rows: rows of A, padded to 16, 32 or 64. bk: elements of a step along K. stages: pipeline stages. num_warps: warps
     of a program. split_k: parts of K, whose sums another kernel adds.
     """
 
+    host = ("num_warps", "split_k")
     rows: int
     bk: int
     stages: int
@@ -449,10 +434,6 @@ class SkinnyBlockScaledConfig:
     def bn(self) -> int:
         """Rows of B in a tile."""
         return 128
-
-    @property
-    def constants(self) -> dict[str, int]:
-        return {"ROWS": self.rows, "BK": self.bk, "STAGES": self.stages}
 
 
 def skinny_block_scaled_config(p: Problem) -> SkinnyBlockScaledConfig:
@@ -531,7 +512,7 @@ MANY_ROWS = 65
 
 
 @dataclass(frozen=True)
-class GroupedDotConfig:
+class GroupedDotConfig(LaunchConfig):
     """How `gemm_grouped` is launched.
 
     bm, bn: the tile of the result. bk: elements of a step along K, which divide 128. stages: pipeline stages. parts:
@@ -546,11 +527,6 @@ class GroupedDotConfig:
     parts: int
     num_warps: int
     group_m: int = 8
-
-    @property
-    def constants(self) -> dict[str, int]:
-        return {"BM": self.bm, "BN": self.bn, "BK": self.bk, "GROUP_M": self.group_m, "STAGES": self.stages,
-                "PARTS": self.parts}  # fmt: skip
 
 
 def dequantizes_in_memory(p: Problem) -> bool:

@@ -37,13 +37,10 @@ def _serves_block_scaled(p: Problem) -> bool:
     bias = p.bias is None or (p.bias == p.out_dtype and p.out_dtype != torch.float32)
     filled = all(statically_true(size > 0) for size in (p.m, p.n, p.k))
     here = 100 <= p.target.sm < 120 and p.ragged is None and p.batches == 1 and not p.epilogue
-    if not (here and formats and swizzled and bias and filled and _block_scaled_units(p)):
+    units = p.target.block_scaled_matrix_units and p.a.format is not None and p.b.format is not None
+    if not (here and units and formats and swizzled and bias and filled):
         return False
     return statically_true(p.n % 16 == 0) and statically_true(p.row_bytes(p.a) % 16 == 0)
-
-
-def _block_scaled_units(p: Problem) -> bool:
-    return p.target.block_scaled_matrix_units and p.a.format is not None and p.b.format is not None
 
 
 def _run_block_scaled(call: Call, config: None) -> torch.Tensor:
@@ -151,9 +148,8 @@ def _float8_product(
     if not _compat.times_products():
         return product(a, b, bias, out_dtype, fast_accumulation)
     return torch.ops.fp4compile.scaled_mm_library(
-        a.data, None, a.outer, a.format.name, b.data, None, b.outer, b.format.name, bias, out_dtype,
-        fast_accumulation=fast_accumulation,
-    )  # fmt: skip
+        *a.in_schema, *b.in_schema, bias, out_dtype, fast_accumulation=fast_accumulation
+    )
 
 
 def _serves_rescaled(p: Problem) -> bool:
@@ -172,12 +168,8 @@ def _run_rescaled(call: Call, config: None) -> torch.Tensor:
     return result.to(call.problem.out_dtype)
 
 
-def _nothing_to_configure(p: Problem) -> None:
-    return None
-
-
 def _candidate(name: str, serves, run) -> Candidate:
-    return Candidate(name, "native", serves, _nothing_to_configure, run, any_rows=True)
+    return Candidate(name, "native", serves, lambda p: None, run, any_rows=True)
 
 
 BLOCK_SCALED = _candidate("library_block_scaled", _serves_block_scaled, _run_block_scaled)

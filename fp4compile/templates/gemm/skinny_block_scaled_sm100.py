@@ -42,7 +42,7 @@ from fp4compile.templates.gemm.heuristics import (
     SkinnyBlockScaledConfig,
     skinny_block_scaled_config,
 )
-from fp4compile.templates.gemm.streaming import in_common
+from fp4compile.templates.gemm.streaming import in_common, pointers_of
 from fp4compile.templates.launch import launch
 from fp4compile.templates.problem import Problem
 
@@ -173,7 +173,7 @@ def _run_group(calls: Sequence[Call], config: SkinnyBlockScaledConfig) -> list[t
     p, split_k, first = calls[0].problem, config.split_k, calls[0]
     outs = [call.empty() if split_k == 1 else call.empty_sums(split_k) for call in calls]
     made = first if split_k == 1 else first.without_epilogue()
-    pointers = [pointer for call, out in zip(calls, outs, strict=True) for pointer in _pointers(call, out)]
+    pointers = [pointer for call, out in zip(calls, outs, strict=True) for pointer in pointers_of(call, out)]
     unused = MOST_IN_GROUP - len(calls)
     sizes = [call.problem.n for call in calls]
     blocks = ceil_div(p.k, p.a.format.block_cols)
@@ -193,12 +193,6 @@ def _run_group(calls: Sequence[Call], config: SkinnyBlockScaledConfig) -> list[t
         return outs
     return [reduce_split_k(call, sums, split_k, pdl=p.target.dependent_launch)
             for call, sums in zip(calls, outs, strict=True)]  # fmt: skip
-
-
-def _pointers(call: Call, out: torch.Tensor) -> tuple:
-    """The arguments of one product; its result, which is never read, stands for an absent outer scale or bias."""
-    outer, bias = (out if x is None else x for x in (call.b.outer, call.bias))
-    return call.b.data, call.b.scales, outer, bias, out
 
 
 def _group_with(p: Problem) -> tuple | None:

@@ -39,7 +39,7 @@ def launch_group(kernel, calls: Sequence[Call], config, tile_rows: int, step: in
     call, p = calls[0], calls[0].problem
     a = dequantized(call.a, p.m, p.k, torch.float16, p.target, call.a.data)
     outs = [each.empty() for each in calls]
-    pointers = [pointer for each, out in zip(calls, outs, strict=True) for pointer in _pointers(each, out)]
+    pointers = [pointer for each, out in zip(calls, outs, strict=True) for pointer in pointers_of(each, out)]
     unused = MOST_IN_GROUP - len(calls)
     sizes = [each.problem.n for each in calls]
     even = all(statically_true(n % tile_rows == 0) for n in sizes) and statically_true(p.k % (step * config.warps) == 0)
@@ -54,7 +54,7 @@ def launch_group(kernel, calls: Sequence[Call], config, tile_rows: int, step: in
     return outs
 
 
-def _pointers(call: Call, out: torch.Tensor) -> tuple:
+def pointers_of(call: Call, out: torch.Tensor) -> tuple:
     """The arguments of one product; codes, never read as such, stand for an absent outer scale or bias."""
     unused = call.b.data
     outer, bias = (unused if x is None else x for x in (call.b.outer, call.bias))

@@ -172,9 +172,9 @@ def _copy_a_stage_ptx(size, copies):
     next, whether this warp copies, a token.
     """
     each = (
-        "@p cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [b], [a], {size}, [$1];"
-        " add.u32 b, b, {size}; add.s64 a, a, $5;"
-    ).format(size=size)
+        f"@p cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [b], [a], {size}, [$1];"
+        f" add.u32 b, b, {size}; add.s64 a, a, $5;"
+    )
     return (
         "{ .reg .pred p; .reg .b32 b; .reg .b64 a; setp.eq.b32 p, $6, 0; @p bra.uni NO; mov.b32 b, $3; mov.b64 a, $4;"
         " WAIT: mbarrier.try_wait.parity.shared::cta.b64 p, [$1 + 8], $2; @!p bra.uni WAIT;"
@@ -350,8 +350,8 @@ def _store_results(
     """Rescale a lane's sums c, take them through the epilogue, and store them. Where not `kept`, the sums count as 0.
 
     row, col: the first row and column of the lane; the columns of each next part are 16 on. first: the first row to
-    store, less than 8 rows after the tile's first one, or before it. end: the row after the last one. Of a part's sums i and
-    i + 2 of four are neighbours in a row, and make a word of `device.lane_rows`.
+    store, less than 8 rows after the tile's first one, or before it. end: the row after the last one. Of a part's sums
+    i and i + 2 of four are neighbours in a row, and make a word of `device.lane_rows`.
     """
     count: tl.constexpr = ROWS // 4  # words of a part
     together: tl.constexpr = _words_together(ROWS, WHOLE, EPILOGUE)

@@ -40,8 +40,7 @@ def outer_of(source: Source, fmt: BlockFormat, static: torch.Tensor | None, each
     if fmt.outer is None:
         return Outer("none")
     if each_matrix:
-        amax, launch = amax_of_matrices(source)
-        return outer_of_matrices(source, amax, (launch,))
+        return outer_of_matrices(source, *amax_of_matrices(source))
     amax, launches = amax_of_tensor(source)
     return Outer("amax", View.flat(source.tensor.new_empty(1, dtype=torch.float32), 1), amax, launches)
 
@@ -88,7 +87,7 @@ def amax_of_tensor(source: Source) -> tuple[View, tuple[Launch, ...]]:
     return found, (Launch(tensor_amax, grid, arguments, constants, config.num_warps),)
 
 
-def amax_of_matrices(source: Source) -> tuple[View, Launch]:
+def amax_of_matrices(source: Source) -> tuple[View, tuple[Launch, ...]]:
     """(float32 bits of the amax of each matrix, int32 [batch]; the launch that finds them)."""
     if statically_true(source.row_stride == source.cols):
         source = source.each_as_row()
@@ -99,7 +98,7 @@ def amax_of_matrices(source: Source) -> tuple[View, Launch]:
         "PROLOGUE": source.prologue_text, "ISA": source.target.isa, **config.constants,
     }  # fmt: skip
     arguments = source.view, found, *source.read_args
-    return found, Launch(tensor_amax, _amax_grid(source, config), arguments, constants, config.num_warps)
+    return found, (Launch(tensor_amax, _amax_grid(source, config), arguments, constants, config.num_warps),)
 
 
 def _amax_grid(source: Source, config: AmaxConfig):

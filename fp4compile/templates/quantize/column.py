@@ -9,12 +9,7 @@ import triton.language as tl
 
 from fp4compile._compat import statically_true
 from fp4compile.formats.formats import BlockFormat
-from fp4compile.templates.device.block_scales import (
-    block_scale,
-    encode_scale,
-    make_outer_scales,
-    outer_scales,
-)
+from fp4compile.templates.device.block_scales import block_scale, encode_scale, make_outer_scales, outer_scales
 from fp4compile.templates.device.column_tile import (
     column_tile_amax,
     load_column_tile,

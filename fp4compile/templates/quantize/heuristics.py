@@ -1,14 +1,14 @@
 """Launch configurations of the quantise and dequantise kernels: tile sizes and warps, by format and size.
 
-Each kernel has a frozen dataclass whose fields are the kernel's tile constants in lower case (`rows` is the constexpr
-ROWS), and a function that chooses its values. The values were measured on an H200 at 8192 x 8192 bf16
-(benchmarks/quantize.py).
+Each kernel has a `LaunchConfig`, and a function that chooses its values. The values were measured on an H200 at
+8192 x 8192 bf16 (benchmarks/quantize.py).
 """
 
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 
 from fp4compile._compat import statically_true
 from fp4compile.formats.layouts import TILE_ROWS
+from fp4compile.templates.launch import LaunchConfig
 
 # A flat tensor of up to this many elements has its amax in partial maxima, one a program. A program stores its maximum
 # without an atomic, so that nothing has to be set to 0 first.
@@ -23,19 +23,14 @@ MAX_REDUCED_ROW_ON_CHIP = 16384
 
 
 @dataclass(frozen=True)
-class LaunchConfig:
-    """How one kernel is launched. num_warps: warps of a program."""
+class WarpsConfig(LaunchConfig):
+    """num_warps: warps of a program."""
 
     num_warps: int
 
-    @property
-    def constants(self) -> dict[str, int]:
-        """The kernel's constexpr arguments by name."""
-        return {field.name.upper(): getattr(self, field.name) for field in fields(self) if field.name != "num_warps"}
-
 
 @dataclass(frozen=True)
-class RowConfig(LaunchConfig):
+class RowConfig(WarpsConfig):
     """`quantize_rows`: tiles of rows x blocks; a thread loads `vectors` neighbouring runs of 16 bytes."""
 
     rows: int
@@ -44,29 +39,23 @@ class RowConfig(LaunchConfig):
 
 
 @dataclass(frozen=True)
-class ScaledRowConfig(LaunchConfig):
-    """`quantize_scaled_rows`: as `RowConfig`. on_chip: whether a tile holds whole rows. parts: programs of a row."""
+class ScaledRowConfig(RowConfig):
+    """`quantize_scaled_rows`. on_chip: whether a tile holds whole rows. parts: programs of a row."""
 
-    rows: int
-    blocks: int
-    vectors: int
     on_chip: int
     parts: int
 
 
 @dataclass(frozen=True)
-class ReducedRowConfig(LaunchConfig):
+class ReducedRowConfig(RowConfig):
     """`quantize_reduced_rows` and `row_statistics`: a program has a row of pieces * blocks blocks, or walks it."""
 
-    rows: int
-    blocks: int
-    vectors: int
     pieces: int
 
 
 @dataclass(frozen=True)
-class AmaxConfig(LaunchConfig):
-    """`tensor_amax`: tiles of rows x blocks of `block` elements."""
+class AmaxConfig(WarpsConfig):
+    """`tensor_amax` and `grouped_rows_amax`: tiles of rows x blocks of `block` elements."""
 
     rows: int
     blocks: int
@@ -74,7 +63,7 @@ class AmaxConfig(LaunchConfig):
 
 
 @dataclass(frozen=True)
-class ColumnAmaxConfig(LaunchConfig):
+class ColumnAmaxConfig(WarpsConfig):
     """`columns_amax`: tiles of row_tiles * block rows by 2 * words columns."""
 
     block: int
@@ -83,7 +72,7 @@ class ColumnAmaxConfig(LaunchConfig):
 
 
 @dataclass(frozen=True)
-class ColumnConfig(LaunchConfig):
+class ColumnConfig(WarpsConfig):
     """`quantize_columns`: tiles of row_tiles blocks down the columns by 2 * words columns."""
 
     row_tiles: int
@@ -92,7 +81,7 @@ class ColumnConfig(LaunchConfig):
 
 
 @dataclass(frozen=True)
-class BothConfig(LaunchConfig):
+class BothConfig(WarpsConfig):
     """`quantize_both`: tiles of row_tiles * DEPTH rows by 2 * col_tiles * words columns."""
 
     row_tiles: int
@@ -101,7 +90,7 @@ class BothConfig(LaunchConfig):
 
 
 @dataclass(frozen=True)
-class SquareConfig(LaunchConfig):
+class SquareConfig(WarpsConfig):
     """`quantize_squares`: tiles of row_tiles blocks by 2 * words columns. lanes: threads that share a block's rows."""
 
     row_tiles: int
@@ -110,20 +99,11 @@ class SquareConfig(LaunchConfig):
 
 
 @dataclass(frozen=True)
-class DequantizeConfig(LaunchConfig):
+class DequantizeConfig(WarpsConfig):
     """`dequantize_rows`: tiles of rows x blocks."""
 
     rows: int
     blocks: int
-
-
-@dataclass(frozen=True)
-class RaggedAmaxConfig(LaunchConfig):
-    """`grouped_rows_amax`: tiles of rows x blocks of `block` elements."""
-
-    rows: int
-    blocks: int
-    block: int
 
 
 def row_config(element: str, block: int, elements: int | None, isa: int = 0, prologue: bool = False) -> RowConfig:
@@ -285,6 +265,6 @@ def ragged_column_config(element: str, block: int) -> ColumnConfig:
     return replace(config, row_tiles=TILE_ROWS // block)
 
 
-def ragged_amax_config() -> RaggedAmaxConfig:
+def ragged_amax_config() -> AmaxConfig:
     """Tiles of 16 rows: many tiles for a group of many rows, and few rows beyond the end of a small group."""
-    return RaggedAmaxConfig(num_warps=8, rows=16, blocks=32, block=32)
+    return AmaxConfig(num_warps=8, rows=16, blocks=32, block=32)

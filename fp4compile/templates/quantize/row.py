@@ -25,15 +25,9 @@ from fp4compile.templates.device.block_scales import (
     outer_scales,
 )
 from fp4compile.templates.device.dependent_launch import wait
-from fp4compile.templates.device.elements import (
-    encode_run,
-    unpack,
-    word_amax,
-)
+from fp4compile.templates.device.elements import encode_run, unpack, word_amax
 from fp4compile.templates.device.memory import store_scales, store_units, tile_of, tiles_along
-from fp4compile.templates.device.packed_rounding import (
-    packed_rounding,
-)
+from fp4compile.templates.device.packed_rounding import packed_rounding
 from fp4compile.templates.device.philox import match_layout, philox, runs_of_a_call
 from fp4compile.templates.device.prologue import read_tile
 from fp4compile.templates.device.values import takes_values, values_of_units

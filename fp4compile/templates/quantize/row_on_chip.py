@@ -23,13 +23,7 @@ from fp4compile.templates.device.row_prologue import read_row
 from fp4compile.templates.launch import Launch
 from fp4compile.templates.quantize.amax import outer_of
 from fp4compile.templates.quantize.heuristics import MAX_PARTIAL_MAXIMA, ReducedRowConfig, reduced_row_config
-from fp4compile.templates.quantize.outputs import (
-    Outer,
-    Output,
-    format_constants,
-    padded_scale_shape,
-    store_aligns,
-)
+from fp4compile.templates.quantize.outputs import Outer, Output, format_constants, padded_scale_shape, store_aligns
 from fp4compile.templates.quantize.row import encode_and_store, seed_pointer
 from fp4compile.templates.quantize.source import Source, matrices_view, one_matrix
 from fp4compile.templates.view import View

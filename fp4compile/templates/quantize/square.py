@@ -13,14 +13,7 @@ import triton.language as tl
 from fp4compile.formats.formats import BlockFormat
 from fp4compile.templates.device.block_scales import block_scale, make_outer_scales, outer_scales
 from fp4compile.templates.device.elements import column_amax, encode_pair, unpack
-from fp4compile.templates.device.memory import (
-    load_index,
-    load_words,
-    restore_axes,
-    store_scales,
-    store_units,
-    tile_of,
-)
+from fp4compile.templates.device.memory import load_index, load_words, restore_axes, store_scales, store_units, tile_of
 from fp4compile.templates.device.packed_encoding import encode_exact_words, exact_in_bf16
 from fp4compile.templates.device.register_tile import join_halves
 from fp4compile.templates.device.values import takes_values, values_of_units

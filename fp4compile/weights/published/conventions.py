@@ -92,12 +92,15 @@ def read_published(checkpoint: Checkpoint, recipe: Recipe | None = None) -> Cont
     if recipe is not None:
         raise ValueError(f"recipe: a checkpoint of {layout.name} says itself how its layers multiply; expected None")
     tensors = _without_cache_scales(checkpoint, config)
-    suffixes = (f".{_SCALES}", ".weight_packed")
-    marked = {name.rpartition(".")[0] for name in tensors if name.endswith(suffixes)}
-    bytes_alone = {name.rpartition(".")[0] for name, tensor in tensors.items() if _is_codes(name, tensor)}
+    packed = {
+        name.rpartition(".")[0]
+        for name, tensor in tensors.items()
+        if name.endswith((f".{_SCALES}", ".weight_packed"))
+        or (name.endswith(".weight") and (tensor.dtype == torch.uint8 or is_byte_float(tensor.dtype)))
+    }
     with naming(checkpoint.folder / file):
         scheme_of = layout.schemes(config)
-        schemes = {layer: scheme_of(layer) for layer in sorted(marked | bytes_alone)}
+        schemes = {layer: scheme_of(layer) for layer in sorted(packed)}
     with naming(checkpoint.path):
         layers = {layer: _take(layout, scheme, layer, tensors) for layer, scheme in schemes.items()}
     return Contents(layers, tensors=tensors)
@@ -131,10 +134,6 @@ def _without_cache_scales(checkpoint: Checkpoint, config: dict[str, Any]) -> dic
         return dict(checkpoint.tensors)
     warnings.warn(f"{checkpoint.path}: the KV cache is not quantised; its scales are not used", stacklevel=5)
     return {name: tensor for name, tensor in checkpoint.tensors.items() if not name.endswith(_CACHE_SCALES)}
-
-
-def _is_codes(name: str, tensor: torch.Tensor) -> bool:
-    return name.endswith(".weight") and (tensor.dtype == torch.uint8 or is_byte_float(tensor.dtype))
 
 
 def _take(layout: Layout, scheme: Scheme, layer: str, tensors: dict[str, torch.Tensor]) -> dict[str, Any]:

@@ -34,7 +34,10 @@ def read_mxfp4_experts(tensors: dict[str, torch.Tensor], recipe: Recipe | None) 
         blocks, scales = contents.tensors.pop(name), contents.tensors.pop(weight + _SCALES)
         _check_mxfp4(weight, blocks, scales)
         activation = _activation_of(recipe, weight)
-        _check_formats(activation, "mxfp4")
+        if activation is not None:
+            fmt = formats.get(activation)
+            if fmt.square or not formats.compatible(fmt, formats.get("mxfp4")):
+                raise ValueError(f"recipe: its activations in {activation} cannot be multiplied with weights in mxfp4")
         experts, outer, count, _ = blocks.shape
         packed = packed_name(weight)
         contents.tensors[f"{packed}.weight_data"] = blocks.reshape(experts, outer, 16 * count)
@@ -63,11 +66,3 @@ def _activation_of(recipe: Recipe | None, name: str) -> str | None:
     if recipe is None or (rule is not None and rule.action == "skip"):
         return None
     return (recipe if rule is None or rule.action == "quantize" else named(rule.action)).fprop_x
-
-
-def _check_formats(activation: str | None, weight: str) -> None:
-    """Raise ValueError where the products of experts cannot have these formats."""
-    if activation is not None:
-        fmt = formats.get(activation)
-        if fmt.square or not formats.compatible(fmt, formats.get(weight)):
-            raise ValueError(f"recipe: its activations in {activation} cannot be multiplied with weights in {weight}")
