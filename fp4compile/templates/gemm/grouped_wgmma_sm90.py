@@ -39,7 +39,8 @@ def _run(call: Call, config: WgmmaConfig) -> torch.Tensor:
         a, a_outer, call.b.data, call.b.scales, b_outer, unused, out, unused, unused, call.offs,
         p.m, arrangement.rows, p.n, p.k // 32, 1, call.b.scale_bytes, A_OUTER=p.a.outer, B_OUTER=p.b.outer,
         BIAS=0, EPILOGUE="", PARTIAL=0, B_SQUARE=int(p.b.format.square), B_SWIZZLED=int(p.b.swizzled),
-        COMPUTE=p.compute, EVEN=int(even), PDL=early, ISA=p.target.isa, GROUPS=p.groups, num_warps=config.warps, **config.constants,
+        COMPUTE=p.compute, EVEN=int(even), PDL=early, ISA=p.target.isa, GROUPS=p.groups, num_warps=config.warps,
+        **config.constants,
     )  # fmt: skip
     return out
 
