@@ -48,12 +48,13 @@ def test_tiles_of_wgmma(a, shape, epilogue, form, seed, monkeypatch):
 
 # Format of the tokens; sizes of groups, and rows of no group; layout of the scales of the weights, how outer scales of
 # tokens and of weights are shared; columns and K; rows of a tile, warps, parts of a warp, stages, steps a stage, split,
-# tiles walked together, buffers of A.
+# tiles walked together, buffers of A, rows of a narrow tile.
 @pytest.mark.parametrize(("tokens", "sizes", "left", "layout", "outer", "shape", "form"), [
     # Two tiles of rows of B, tiles of A that are walked two together, more stages of A than buffers.
     (None, (0, 1, 65, 3, 0), 2, "swizzled", ("row", "group"), (128, 1408), (16, 4, 1, 2, 1, 1, 2)),
-    # Rows of B and steps of A that end early; more groups than lanes; scales of 16 x 16 elements; three buffers.
-    (None, (3, *[0] * 31, 257, 0, 0), 33, "square", ("group", "row"), (136, 448), (72, 4, 1, 3, 1, 1, 8, 3)),
+    # Rows of B and steps of A that end early; more groups than lanes; scales of 16 x 16 elements; three buffers; narrow
+    # tiles of a whole group, of a group's end, and of rows of no group.
+    (None, (3, *[0] * 31, 238, 0, 0), 33, "square", ("group", "row"), (136, 448), (72, 4, 1, 3, 1, 1, 8, 3, 32)),
     ("nvfp4", (3, 0, 33, 1), 1, "swizzled", ("row", "group"), (64, 192), (16, 4, 1, 2, 2)),
 ], ids=["walked", "ragged", "codes"])  # fmt: skip
 @pytest.mark.parametrize("seed", [0, 1])

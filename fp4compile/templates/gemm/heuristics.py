@@ -4,7 +4,6 @@ One typed configuration for each kernel. Figures come from benchmarks/launches.p
 nothing was timed on another GPU.
 """
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -109,8 +108,9 @@ class WgmmaConfig(LaunchConfig):
     rows: rows of A in a tile of the result, padded to 16, 32, 64, 72, 80, 96, 128, 160, 192, 224 or 256. warps: warps
     of a program. parts: how often a warp has 16 rows of B, 1 or 2. stages: pipeline stages of a warp's weights.
     steps_per_stage: steps of a pipeline stage of A. split_k: parts of K, whose sums another kernel adds. group_m: tiles
-    of A that are walked together, so that the L2 cache serves them. buffers: stages of A in shared memory. shared:
-    bytes of shared memory to reserve for a program; 0 until `with_shared_memory` has set it.
+    of A that are walked together, so that the L2 cache serves them. buffers: stages of A in shared memory. narrow,
+    narrowest: rows of a tile whose group ends within so many, which takes less time; 0 for no such tile. shared: bytes
+    of shared memory to reserve for a program; 0 until `with_shared_memory` has set it.
     """
 
     host = ("split_k",)
@@ -122,6 +122,8 @@ class WgmmaConfig(LaunchConfig):
     split_k: int = 1
     group_m: int = 8
     buffers: int = 4
+    narrow: int = 0
+    narrowest: int = 0
     shared: int = 0
 
     def grid(self, m, n, groups=0):
@@ -569,16 +571,19 @@ def grouped_skinny_config(p: Problem, most: Any = SKINNY_ROWS) -> SkinnyConfig:
 
 
 # Tiles of groups of rows: rows, parts, stages, steps a stage, buffers; the microseconds of a round of programs without
-# its steps, and of a step of 128 elements along K. By `benchmarks.packed_experts` on an H100: least squares of 30 to 58
-# timed cases each (9 to 1024 rows a group, of three shapes), without `swizzle_a_sm90`, off by 4 to 8 % on average. Up
-# to 96 rows, two programs or more share a multiprocessor, and one computes while another one starts or ends. Tiles of
-# 72, 128, 160 and 224 rows of one part were timed, too: without them the chosen tile is no slower in any case.
+# its steps, and of a step of 128 elements along K; rows of narrower tiles, and the microseconds of their steps. By
+# `benchmarks.packed_experts` on an H100: least squares of 30 to 58 timed cases each (9 to 1024 rows a group, of three
+# shapes), without `swizzle_a_sm90`, off by 4 to 8 % on average. Up to 96 rows, two programs or more share a
+# multiprocessor, and one computes while another one starts or ends. Tiles of 72, 128, 160 and 224 rows of one part were
+# timed, too: without them the chosen tile is no slower in any case. Steps of narrower tiles are those of whole tiles
+# with as many rows, of which one shares no multiprocessor (`_LARGE_TILES`).
 GROUPED_TILES = tuple(
-    (WgmmaConfig(rows, 8, parts, stages, steps, buffers=buffers), turn, step)
-    for rows, parts, stages, steps, buffers, turn, step in (
-        (16, 1, 3, 2, 4, 0.78, 0.374), (32, 1, 3, 2, 4, 0.94, 0.430), (64, 1, 3, 1, 4, 1.33, 0.563),
-        (80, 1, 3, 1, 4, 1.49, 0.642), (96, 1, 3, 1, 3, 1.57, 0.660), (128, 2, 3, 1, 4, 4.39, 1.699),
-        (192, 1, 2, 1, 4, 4.09, 1.067), (256, 1, 2, 1, 3, 4.89, 1.389),
+    (WgmmaConfig(rows, 8, parts, stages, steps, 1, 8, buffers, *sorted(narrow, reverse=True)), turn, step, narrow)
+    for rows, parts, stages, steps, buffers, turn, step, narrow in (
+        (16, 1, 3, 2, 4, 0.78, 0.374, {}), (32, 1, 3, 2, 4, 0.94, 0.430, {}), (64, 1, 3, 1, 4, 1.33, 0.563, {}),
+        (80, 1, 3, 1, 4, 1.49, 0.642, {}), (96, 1, 3, 1, 3, 1.57, 0.660, {}),
+        (128, 2, 3, 1, 4, 4.39, 1.699, {64: 1.13}), (192, 1, 2, 1, 4, 4.09, 1.067, {96: 0.72, 32: 0.43}),
+        (256, 1, 2, 1, 3, 4.89, 1.389, {128: 0.83, 64: 0.563}),
     )
 )  # fmt: skip
 
@@ -586,19 +591,32 @@ GROUPED_TILES = tuple(
 def grouped_wgmma_config(p: Problem, needed_bytes: Callable[..., int]) -> WgmmaConfig:
     """The tile that takes the least time by `GROUPED_TILES`. needed_bytes: see `with_shared_memory`.
 
-    Sizes of groups are not known. Half of the estimate is for groups of equal sizes, and half for groups that end, on
-    average, in the middle of a tile. With the timed cases, of equal sizes and of sizes drawn at random, the tile is 3 %
-    slower than the best one on average, and in the worst case 31 %.
+    Sizes of groups are not known. Half of the estimate is for groups of equal sizes, and half for groups that end
+    anywhere in their last tile. A tile of twice the average rows or more was not timed against narrower ones.
     """
+    each = p.m / p.groups  # rows of a group
+    steps = ceil_div(p.k, 128)
 
-    def microseconds(config: WgmmaConfig, turn: float, step: float) -> float:
-        each = p.m / config.rows / p.groups  # tiles of a group, if tiles could be split
-        before = 3.5 / config.rows  # of the rows before a group's first one in its first tile, on average
-        tiles_m = p.groups * (math.ceil(each) + max(1.0, each + before + 0.5)) / 2
-        rounds = tiles_m * ceil_div(p.n, 16 * config.parts * config.warps) / p.target.multiprocessors
-        return max(rounds, 1.0) * (turn + ceil_div(p.k, 128) * step)
+    def microseconds(config: WgmmaConfig, turn: float, step: float, narrow: dict[int, float]) -> float:
+        """Of all groups, on average."""
 
-    tiles = GROUPED_TILES if p.static else GROUPED_TILES[-1:]  # the last one is only read when sizes are concrete
+        def of_last_tile(rows: float) -> float:
+            return next((time for width, time in sorted(narrow.items()) if rows <= width), step)
+
+        full = each // config.rows
+        equal = full * (turn + steps * step)
+        if each % config.rows:
+            equal += turn + steps * of_last_tile(each % config.rows)
+        # Of other sizes, each ends in the middle of a tile on average; its first tile begins 3.5 rows before it.
+        most = min(config.rows, 2 * each)
+        last = sum(of_last_tile((i + 0.5) / 8 * most) for i in range(8)) / 8
+        drawn = max(each / config.rows + 3.5 / config.rows - 0.5, 0.0) * (turn + steps * step) + turn + steps * last
+        programs = p.groups * ceil_div(p.n, 16 * config.parts * config.warps) / p.target.multiprocessors
+        return max(programs, 1.0) * (equal + drawn) / 2
+
+    tiles = GROUPED_TILES[-1:]  # only read when sizes are concrete
+    if p.static:
+        tiles = [tile for tile in GROUPED_TILES if tile[0].rows <= max(16, 2 * each - 1)]
     return with_shared_memory(min(tiles, key=lambda tile: microseconds(*tile))[0], p, needed_bytes)
 
 

@@ -421,6 +421,71 @@ def _tile_of_group(
 
 
 @triton.jit
+def _multiply_tile(
+    swizzled_a_ptr, lines, token, lane, kept, place, steps, memory, n, k_vectors, pointers,
+    A_OUTER: tl.constexpr, B_OUTER: tl.constexpr, B_SQUARE: tl.constexpr, B_SWIZZLED: tl.constexpr, BIAS: tl.constexpr,
+    EPILOGUE: tl.constexpr, COMPUTE: tl.constexpr, WARPS: tl.constexpr, PARTS: tl.constexpr, STAGES: tl.constexpr,
+    ROWS: tl.constexpr, STEPS_PER_STAGE: tl.constexpr, BUFFERS: tl.constexpr, EVEN: tl.constexpr, ISA: tl.constexpr,
+):  # fmt: skip
+    """Multiply a tile of ROWS rows of a, and store the result. The first steps of B are on their way.
+
+    swizzled_a: the tile's first line. kept: see `_store_results`. place: the tile's first row, the first row of its
+    group and the row after the group's last; the number of the tile of B, and a warp's first row of b. steps: the first
+    one, the one after the last, and the stages of A that they are. memory: see `gemm_wgmma_sm90`. pointers: the
+    kernel's pointers but A, in order.
+    """
+    first_m, first_of_group, end, tile_n, row = place
+    step, stop, stages = steps
+    a_buffers, first_buffer, barriers = memory
+    a_outer_ptr, b_ptr, b_scales_ptr, b_outer_ptr, bias_ptr, out_ptr, epilogue_0_ptr, epilogue_1_ptr = pointers
+    a_stage_bytes: tl.constexpr = STEPS_PER_STAGE * ROWS * 256
+    b_step_bytes: tl.constexpr = PARTS * STEP_BYTES
+    for early in tl.static_range(_A_AHEAD):
+        token = _copy_a_stage(swizzled_a_ptr, lines, early, stages, a_buffers, barriers, token, lane, ROWS,
+                              STEPS_PER_STAGE, BUFFERS)  # fmt: skip
+    token = prefetch_operands(token, lane, first_m, tile_n * (16 * PARTS * WARPS), end, n, epilogue_0_ptr,
+                              epilogue_1_ptr, EPILOGUE, ROWS, 16 * PARTS * WARPS, 32 * WARPS)  # fmt: skip
+    count: tl.constexpr = ROWS // 2
+    zero = tl.zeros((32 * WARPS,), tl.float32)
+    c = ()
+    for _ in tl.static_range(PARTS * count):
+        c = c + (zero,)
+    buffer = first_buffer
+    for stage in tl.range(0, stages):
+        a_buffer, parity = _buffer_of(stage, BUFFERS)
+        token = do_ptx(_WAIT_FULL, "r,r,r", (barriers + a_buffer * 16, parity, token))
+        for i in tl.static_range(STEPS_PER_STAGE):
+            token = do_ptx(wait_ptx(STAGES - 1), "r", (token,))
+            w = ()
+            for part in tl.static_range(PARTS):
+                of_part, token = read_weights(buffer, part, token, lane)
+                w = w + of_part
+            # Every lane has read its operands, so the buffer can be filled again.
+            token = do_ptx(WARP_BARRIER, "r", (token,))
+            token = _copy_b_step(buffer, step + STAGES, stop, token, lane, row, b_ptr, b_scales_ptr, n, k_vectors,
+                                 B_SQUARE, B_SWIZZLED, PARTS, EVEN)  # fmt: skip
+            a_at = a_buffers + (a_buffer * a_stage_bytes + i * (ROWS * 256))
+            sums = ()
+            for part in tl.static_range(PARTS):
+                added, token = _multiply(w[6 * part : 6 * part + 6], c[part * count : part * count + count], a_at,
+                                         token, COMPUTE, ROWS, STEPS_PER_STAGE)  # fmt: skip
+                sums = sums + added
+            c = sums
+            if i == 0:  # `_multiply` has waited for all earlier products, which read the stage before
+                token = _release_a_stage(stage - 1, barriers, token, lane, BUFFERS)
+                token = _copy_a_stage(swizzled_a_ptr, lines, stage + _A_AHEAD, stages, a_buffers, barriers, token, lane,
+                                      ROWS, STEPS_PER_STAGE, BUFFERS)  # fmt: skip
+            buffer = tl.where(buffer == first_buffer + (STAGES - 1) * b_step_bytes, first_buffer,
+                              buffer + b_step_bytes)  # fmt: skip
+            step += 1
+    c = _wait_wgmma(c, PARTS * count)
+
+    _store_results(c, token, kept, first_m + lane % 4 * 2, first_of_group, row + lane % 32 // 4 * 2, end, n, k_vectors,
+                   a_outer_ptr, b_outer_ptr, bias_ptr, out_ptr, epilogue_0_ptr, epilogue_1_ptr, A_OUTER, B_OUTER, BIAS,
+                   EPILOGUE, COMPUTE, PARTS, ROWS, EVEN, ISA)  # fmt: skip
+
+
+@triton.jit
 def gemm_wgmma_sm90(
     swizzled_a_ptr, a_outer_ptr, b_ptr, b_scales_ptr, b_outer_ptr, bias_ptr, out_ptr, epilogue_0_ptr, epilogue_1_ptr,
     offs_ptr, m, lines, n, k_vectors, splits, b_scales_each,
@@ -428,7 +493,7 @@ def gemm_wgmma_sm90(
     BIAS: tl.constexpr, EPILOGUE: tl.constexpr, COMPUTE: tl.constexpr, WARPS: tl.constexpr, PARTS: tl.constexpr,
     STAGES: tl.constexpr, ROWS: tl.constexpr, STEPS_PER_STAGE: tl.constexpr, BUFFERS: tl.constexpr,
     GROUP_M: tl.constexpr, PARTIAL: tl.constexpr, EVEN: tl.constexpr, PDL: tl.constexpr, ISA: tl.constexpr,
-    SHARED: tl.constexpr, GROUPS: tl.constexpr,
+    SHARED: tl.constexpr, GROUPS: tl.constexpr, NARROW: tl.constexpr, NARROWEST: tl.constexpr,
 ):  # fmt: skip
     """out [m, n] = a [m, K] x b [n, K]^T, rescaled, plus a bias, through the epilogue; or (PARTIAL) partial sums.
 
@@ -445,6 +510,8 @@ def gemm_wgmma_sm90(
     GROUPS: 0, or the number of groups of rows of a, which end at offs, int32. Then b is [GROUPS, n, K]: each group has
     a matrix of its own, with b_scales_each bytes of scales. There is no split-K, no bias and no epilogue. An outer
     scale may be the group's. Rows of no group become zeros.
+    NARROW, NARROWEST: 0, or the rows of a tile whose group ends within so many, which takes less time; they descend
+    from ROWS.
     """
     reserve(swizzled_a_ptr, out_ptr, k_vectors, SHARED)
     if PARTIAL:
@@ -502,64 +569,40 @@ def gemm_wgmma_sm90(
         out_ptr = wait(out_ptr)
         epilogue_0_ptr = wait(epilogue_0_ptr)
         epilogue_1_ptr = wait(epilogue_1_ptr)
-    swizzled_a_ptr += (tl.cast(start * (2 * STEPS_PER_STAGE), tl.int64) * lines + first_m) * 64
-    for early in tl.static_range(_A_AHEAD):
-        token = _copy_a_stage(swizzled_a_ptr, lines, early, stages, a_buffers, barriers, token, lane, ROWS,
-                              STEPS_PER_STAGE, BUFFERS)  # fmt: skip
     if rescale_mode(B_OUTER) == "tensor" and not PARTIAL:
         token = do_ptx(AWAIT_VALUE, "f,r", (tl.load(b_outer_ptr), token))  # brings it to the cache for the end
-
-    if not PARTIAL:
-        token = prefetch_operands(token, lane, first_m, tile_n * (16 * PARTS * WARPS), end, n, epilogue_0_ptr,
-                                  epilogue_1_ptr, EPILOGUE, ROWS, 16 * PARTS * WARPS, 32 * WARPS)  # fmt: skip
-
-    count: tl.constexpr = ROWS // 2
-    zero = tl.zeros((32 * WARPS,), tl.float32)
-    c = ()
-    for _ in tl.static_range(PARTS * count):
-        c = c + (zero,)
-    buffer = first_buffer
-    for stage in tl.range(0, stages):
-        a_buffer, parity = _buffer_of(stage, BUFFERS)
-        token = do_ptx(_WAIT_FULL, "r,r,r", (barriers + a_buffer * 16, parity, token))
-        for i in tl.static_range(STEPS_PER_STAGE):
-            token = do_ptx(wait_ptx(STAGES - 1), "r", (token,))
-            w = ()
-            for part in tl.static_range(PARTS):
-                of_part, token = read_weights(buffer, part, token, lane)
-                w = w + of_part
-            # Every lane has read its operands, so the buffer can be filled again.
-            token = do_ptx(WARP_BARRIER, "r", (token,))
-            token = _copy_b_step(buffer, step + STAGES, stop, token, lane, row, b_ptr, b_scales_ptr, n, k_vectors,
-                                 B_SQUARE, B_SWIZZLED, PARTS, EVEN)  # fmt: skip
-            a_at = a_buffers + (a_buffer * a_stage_bytes + i * (ROWS * 256))
-            sums = ()
-            for part in tl.static_range(PARTS):
-                added, token = _multiply(w[6 * part : 6 * part + 6], c[part * count : part * count + count], a_at,
-                                         token, COMPUTE, ROWS, STEPS_PER_STAGE)  # fmt: skip
-                sums = sums + added
-            c = sums
-            if i == 0:  # `_multiply` has waited for all earlier products, which read the stage before
-                token = _release_a_stage(stage - 1, barriers, token, lane, BUFFERS)
-                token = _copy_a_stage(swizzled_a_ptr, lines, stage + _A_AHEAD, stages, a_buffers, barriers, token, lane,
-                                      ROWS, STEPS_PER_STAGE, BUFFERS)  # fmt: skip
-            buffer = tl.where(buffer == first_buffer + (STAGES - 1) * b_step_bytes, first_buffer,
-                              buffer + b_step_bytes)  # fmt: skip
-            step += 1
-    c = _wait_wgmma(c, PARTS * count)
-
+    swizzled_a_ptr += (tl.cast(start * (2 * STEPS_PER_STAGE), tl.int64) * lines + first_m) * 64
     out_ptr += split.to(tl.int64) * m * n
-    row_of_lane = first_m + lane % 4 * 2
-    column_of_lane = row + lane % 32 // 4 * 2
-    if PARTIAL:
-        _store_results(c, token, True, row_of_lane, first_of_group, column_of_lane, end, n, k_vectors, a_outer_ptr,
-                       b_outer_ptr, bias_ptr, out_ptr, epilogue_0_ptr, epilogue_1_ptr, "none", "none", 0, "",
-                       COMPUTE, PARTS, ROWS, EVEN, ISA)  # fmt: skip
-    else:
-        kept = True if GROUPS == 0 else group < GROUPS
-        _store_results(c, token, kept, row_of_lane, first_of_group, column_of_lane, end, n, k_vectors, a_outer_ptr,
-                       b_outer_ptr, bias_ptr, out_ptr, epilogue_0_ptr, epilogue_1_ptr, rescale_mode(A_OUTER),
-                       rescale_mode(B_OUTER), BIAS, EPILOGUE, COMPUTE, PARTS, ROWS, EVEN, ISA)  # fmt: skip
+    kept = True if GROUPS == 0 else group < GROUPS
+    a_outer: tl.constexpr = "none" if PARTIAL else rescale_mode(A_OUTER)
+    b_outer: tl.constexpr = "none" if PARTIAL else rescale_mode(B_OUTER)
+    bias: tl.constexpr = 0 if PARTIAL else BIAS
+    operations: tl.constexpr = "" if PARTIAL else EPILOGUE
+    place = (first_m, first_of_group, end, tile_n, row)
+    steps = (step, stop, stages)
+    memory = (a_buffers, first_buffer, barriers)
+    pointers = (a_outer_ptr, b_ptr, b_scales_ptr, b_outer_ptr, bias_ptr, out_ptr, epilogue_0_ptr, epilogue_1_ptr)
+    if NARROWEST > 0:  # noqa: SIM102, Triton compiles the tensor's branch otherwise
+        if end - first_m <= NARROWEST:
+            _multiply_tile(
+                swizzled_a_ptr, lines, token, lane, kept, place, steps, memory, n, k_vectors, pointers,
+                a_outer, b_outer, B_SQUARE, B_SWIZZLED, bias, operations, COMPUTE, WARPS, PARTS, STAGES, NARROWEST,
+                STEPS_PER_STAGE, BUFFERS, EVEN, ISA,
+            )  # fmt: skip
+            return
+    if NARROW > 0:  # noqa: SIM102
+        if end - first_m <= NARROW:
+            _multiply_tile(
+                swizzled_a_ptr, lines, token, lane, kept, place, steps, memory, n, k_vectors, pointers,
+                a_outer, b_outer, B_SQUARE, B_SWIZZLED, bias, operations, COMPUTE, WARPS, PARTS, STAGES, NARROW,
+                STEPS_PER_STAGE, BUFFERS, EVEN, ISA,
+            )  # fmt: skip
+            return
+    _multiply_tile(
+        swizzled_a_ptr, lines, token, lane, kept, place, steps, memory, n, k_vectors, pointers,
+        a_outer, b_outer, B_SQUARE, B_SWIZZLED, bias, operations, COMPUTE, WARPS, PARTS, STAGES, ROWS,
+        STEPS_PER_STAGE, BUFFERS, EVEN, ISA,
+    )  # fmt: skip
 
 
 def _serves(p: Problem) -> bool:
