@@ -271,7 +271,7 @@ def test_tiles_of_packed_experts_are_launched_as_asked():
             assert made[-1].kernel.__name__ == "gemm_wgmma_sm90"
             assert (made[-1].constants["ROWS"], made[-1].constants["PARTS"]) == (config.rows, config.parts)
         calls["w4a4"][0]()
-        assert made[-2].args["a_ptr"].dtype == torch.float16 and made[-2].constants["ELEMENT"] == "plain"
+        assert made[-2].args["a_ptr"].dtype == torch.float16 and made[-2].kernel.__name__ == "swizzle_a_sm90"
         assert [one.constants["GROUPS"] for one in made[-2:]] == [8, 8]
 
 

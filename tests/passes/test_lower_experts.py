@@ -86,7 +86,8 @@ def test_launches_of_a_forward_product(recipe):
             product = ["group_ends", "clear_ungrouped_rows"]
         elif recipe.startswith("nvfp4"):  # weights are read as codes; few rows: they are streamed
             streamed = [*["dequant_operand"] * (not weight_only), "gemm_skinny_grouped"]
-            product = streamed if groups == 128 else ["swizzle_a_sm90", "gemm_wgmma_sm90"]
+            swizzle = "swizzle_a_sm90" if weight_only else "swizzle_codes_sm90"
+            product = streamed if groups == 128 else [swizzle, "gemm_wgmma_sm90"]
         elif groups == 1:  # many rows: operands are dequantised once, and checked: bfloat16 may not hold a value
             product = ["dequant_operand", "dequant_operand", "gemm_grouped", TILES]
         else:

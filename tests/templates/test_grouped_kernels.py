@@ -571,7 +571,7 @@ def test_products_compile_ahead():
             x, w, offs = meta(2**17, 2048), meta(groups, 1024, 2048), meta(groups, dtype=torch.int32)
             a, b = meta_operand(x, offs, -1, "nvfp4_te"), meta_operand(w, None, -1, "nvfp4_te")
             scaled_grouped_mm(a, b, offs, 2**17, torch.bfloat16)
-    packed = ["swizzle_a_sm90", "gemm_wgmma_sm90"]
+    packed = ["swizzle_codes_sm90", "gemm_wgmma_sm90"]
     assert [one.kernel.__name__ for one in found] == [
         *packed, "dequant_operand", "dequant_operand", "gemm_grouped", "gemm_dequant_tiles_grouped",
         *packed, "gemm_dequant_tiles_grouped"

@@ -6,7 +6,8 @@ may rely on which lane has which element.
 
 Every piece of this PTX is declared pure: Inductor takes a kernel with side effects to write all of its arguments. The
 compiler may reorder or drop pure code, so the order is made a data dependency. Every piece takes the token that the
-piece before it returned, and returns a token itself. A token is an int32 in each lane; its value means nothing.
+piece before it returned, and returns a token itself. A token is an int32 in each lane; its value means nothing. Where
+nothing but the token depends on a piece, `keep` ends the order.
 """
 
 import triton
@@ -39,3 +40,13 @@ def do_ptx(text: tl.constexpr, operands: tl.constexpr, values):
     operands: constraints of the inputs $1, $2, ... values: the inputs; the last one is the token.
     """
     return tl.inline_asm_elementwise(text, "=&r," + operands, values, dtype=tl.int32, is_pure=True, pack=1)
+
+
+@triton.jit
+def keep(token, out_ptr, count):
+    """Keep what was done up to this token. out_ptr: what was written, for those who ask Triton what a kernel writes.
+
+    count: an integer argument that is never negative, and not a constant. So nothing is stored here.
+    """
+    zeros = tl.zeros(token.shape, tl.int32)  # `tl.zeros_like` would make torch think that the token is written
+    tl.store(out_ptr.to(tl.pointer_type(tl.int32), bitcast=True) + zeros, token, mask=zeros + count < 0)

@@ -92,19 +92,9 @@ def store_rows(ptr, words, stride, first, rows, columns, token, SIZE: tl.constex
     """Store a lane's words of SIZE bytes from ptr on, where there are elements. Returns a token; see `load_rows`.
 
     first: the first row that is stored, counted from ptr on, at most 7. The stores are kept only if the token reaches
-    `keep`.
+    `async_copy.keep`.
     """
     return tl.inline_asm_elementwise(
         _rows_ptx(len(words), SIZE, WHOLE, 1), _rows_operands(len(words), SIZE, 1),
         words + (ptr, stride, first, rows, columns, token), dtype=tl.int32, is_pure=True, pack=1,
     )  # fmt: skip
-
-
-@triton.jit
-def keep(token, out_ptr, count):
-    """Keep what was done up to this token. out_ptr: what was written, for those who ask Triton what a kernel writes.
-
-    count: an integer argument that is never negative, and not a constant. So nothing is stored here.
-    """
-    zeros = tl.zeros(token.shape, tl.int32)  # `tl.zeros_like` would make torch think that the token is written
-    tl.store(out_ptr.to(tl.pointer_type(tl.int32), bitcast=True) + zeros, token, mask=zeros + count < 0)

@@ -34,6 +34,7 @@ from fp4compile.templates.device.async_copy import (
     COMMIT,
     WARP_BARRIER,
     do_ptx,
+    keep,
     select_ptx,
     wait_ptx,
 )
@@ -47,7 +48,7 @@ from fp4compile.templates.device.epilogue import (
     rescale_values,
 )
 from fp4compile.templates.device.groups import group_of_tile, of_lanes, per_lane
-from fp4compile.templates.device.lane_rows import bytes_of, keep, load_rows, store_rows
+from fp4compile.templates.device.lane_rows import bytes_of, load_rows, store_rows
 from fp4compile.templates.device.nvfp4_weights import (
     STEP_BYTES,
     copy_weights,
