@@ -316,6 +316,35 @@ def test_given_amax(format):
 
 
 @gpu
+@pytest.mark.parametrize("format", ["nvfp4", "nvfp4_te", "nvfp4_16x16", "nvfp4_rowwise", "float8_rowwise"])
+def test_given_amaxes_of_matrices_and_columns(format):
+    """Of a stack of shards, each the upper half of a weight: their codes are those of the whole weights."""
+    fmt, half = formats.get(format), 32
+    names = ("randn", "outliers", "randn")
+    whole = torch.stack([hard_input(name, (2 * half, 48), torch.bfloat16) * (i + 1) for i, name in enumerate(names)])
+    whole[:, half:] *= 3
+    each = fmt.outer == "tensor"
+    amax = whole.float().abs().amax((1, 2) if each else 1)
+    amax = amax if each else amax.unsqueeze(-1)
+    for dim in (-1, -2)[not each :]:
+        alone = [reference.quantize(one.movedim(dim, -1), fmt) for one in whole]
+        options = {"amax": amax.to(DEVICE), "each_matrix": each}
+        found = quantize_kernels(whole[:, :half].to(DEVICE), format, dim, **options)
+        assert_same_bits(found, QUANTIZE(whole[:, :half], format, dim, amax=amax, each_matrix=each))
+        for i, (data, scales, outer) in enumerate(alone):
+            width, blocks = (slice(size) for size in (found[0].shape[-1], found[1].shape[-1]))
+            rows = slice(half if dim == -1 else None)
+            assert torch.equal(found[0][i].cpu().view(torch.uint8), data[rows, width].view(torch.uint8))
+            if scales is not None:
+                kept = scales.view(torch.uint8)[: found[1].shape[1], blocks]
+                assert torch.equal(found[1][i].cpu().view(torch.uint8), kept)
+            assert torch.equal(found[2][i].cpu(), outer)
+        for one, its in zip(whole[:, :half], amax, strict=True):
+            given = QUANTIZE(one, format, dim, amax=its)
+            assert_same_bits(quantize_kernels(one.to(DEVICE), format, dim, amax=its.to(DEVICE)), given)
+
+
+@gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bfloat16", "float32"])
 @pytest.mark.parametrize("format", ["nvfp4", "nvfp4_te", "nvfp4_rowwise", "nvfp4_16x16"])
 def test_tiny_tensors(format, dtype):

@@ -39,6 +39,8 @@ def outer_of(source: Source, fmt: BlockFormat, static: torch.Tensor | None, each
         return static_outer(source.batch * source.rows, static)
     if fmt.outer is None:
         return Outer("none")
+    if each_matrix and source.amax_bits is not None:
+        return outer_of_matrices(source, source.amax_bits, ())
     if each_matrix:
         return outer_of_matrices(source, *amax_of_matrices(source))
     amax, launches = amax_of_tensor(source)
