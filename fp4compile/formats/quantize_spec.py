@@ -169,17 +169,17 @@ class QuantizeSpec:
 
     def check_amax(self, amax: torch.Tensor, x: torch.Tensor) -> None:
         """Raise ValueError where outer scales of x cannot be made of given magnitudes."""
-        outer, (dim, *others) = self.format.outer, self.dims
-        plain = not others and (outer == "tensor" or (outer == "row" and dim == COLUMNS))
+        outer = self.format.outer
+        plain = outer == "tensor" or (outer == "row" and self.dims == (COLUMNS,))
         if not plain or self.static or self.ragged or self.hadamard or self.scale_rule != "amax":
             raise ValueError(
-                "amax: goes with one dimension of a format whose outer scale is computed for the tensor, or for each "
-                "column, without groups, transform and scale rules; "
+                "amax: goes with a format whose outer scale is computed for the tensor, or for each column where "
+                "columns alone are quantised, without groups, transform and scale rules; "
                 f"got {self.format.name} along {list(self.dims)}"
             )
         if self.prologue is not None:
             raise ValueError("amax: goes without a prologue, which computes what is quantised")
-        *_, shape = self.shapes(x, 0, dim)
+        *_, shape = self.shapes(x, 0, self.dims[0])
         unlike = amax.dim() != len(shape) or any(
             statically_true(a != b) for a, b in zip(amax.shape, shape, strict=True)
         )

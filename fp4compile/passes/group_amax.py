@@ -26,13 +26,11 @@ in float32 may have an error. These quotients are never so close to the middle b
 roundings in float64 decide.
 
 Quantisers of contract te multiply by an encode factor, of which the outer scale is the inverse. They get the magnitude
-itself along rows. Along columns and in square blocks no kernel takes it: they get the outer scale, and invert it again.
-In one of nine cases that is another encode factor, by its last bit, which seldom makes another code.
+itself, because an inverse of the inverse has another last bit in one of nine cases.
 """
 
 import math
 import operator
-from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -44,7 +42,7 @@ from fp4compile.analysis.gemm import Input, Shard
 from fp4compile.analysis.graph import CAST, Quantise, new_node, quantise_of
 from fp4compile.analysis.views import View, source_of, view_of
 from fp4compile.formats import formats
-from fp4compile.formats.reference import FLT_MAX, NVFP4_MAX
+from fp4compile.formats.reference import NVFP4_MAX
 from fp4compile.formats.reference_scales import FOUR_OVER_SIX_MAX
 from fp4compile.ops.matmul import SCALED_MM
 from fp4compile.ops.quantize import QUANTIZE
@@ -103,11 +101,6 @@ def _unfit(quantise: Quantise) -> str | None:
 def _is_inverted(quantise: Quantise) -> bool:
     """Whether the outer scale is the inverse of an encode factor (contract te), and no quotient of the magnitude."""
     return quantise.scale_rule == "amax" and formats.get(quantise.format).contract == "te"
-
-
-def _takes_amax(quantise: Quantise) -> bool:
-    """Whether a quantiser takes the magnitude of a larger tensor (`QuantizeSpec.check_amax`)."""
-    return quantise.dims == (-1,) and not formats.get(quantise.format).square
 
 
 def _elements(quantise: Quantise) -> tuple:
@@ -208,7 +201,7 @@ class _Outers:
     """Makes the outer scales of whole tensors.
 
     amaxes: the largest magnitudes of whole tensors, float32 [], by their shards' elements. outers: outer scales by the
-    elements and the divisor of the magnitude.
+    elements and the rule of the block scales.
     """
 
     graph: Graph
@@ -238,7 +231,7 @@ class _Outers:
         graph, node = self.graph, quantise.node
         with graph.inserting_before(node):
             amax = self._amax(quantise, groups)
-            if _is_inverted(quantise) and _takes_amax(quantise):
+            if _is_inverted(quantise):
                 new = replace(quantise, amax=amax).new(graph, node.meta)
             else:
                 outer = self._outer(quantise, amax)
@@ -261,39 +254,17 @@ class _Outers:
         return self.amaxes[key]
 
     def _outer(self, quantise: Quantise, amax: Node) -> Node:
-        key = _elements(quantise), quantise.scale_rule, _is_inverted(quantise)
+        """amax / the largest number of the format; 1 instead of 0."""
+        key = _elements(quantise), quantise.scale_rule
         if key not in self.outers:
             largest = 6.0 * FOUR_OVER_SIX_MAX if quantise.scale_rule == "four_over_six" else NVFP4_MAX
-            make = self._inverted if _is_inverted(quantise) else self._divided
-            self.outers[key] = make(amax, largest, _meta(quantise))
+            meta = _meta(quantise)
+            wide = new_node(self.graph, CAST, (amax, torch.float64), meta)
+            quotient = new_node(self.graph, aten.div.Tensor, (wide, largest), meta)
+            quotient = new_node(self.graph, CAST, (quotient, torch.float32), meta)
+            is_zero = new_node(self.graph, aten.eq.Scalar, (quotient, 0), meta)
+            self.outers[key] = new_node(self.graph, aten.where.ScalarSelf, (is_zero, 1.0, quotient), meta)
         return self.outers[key]
-
-    def _divided(self, amax: Node, largest: float, meta: dict) -> Node:
-        """amax / largest; 1 instead of 0."""
-        quotient = self._rounded(aten.div.Tensor, (self._wide(amax, meta), largest), meta)
-        return self._one_where_zero(quotient, quotient, meta)
-
-    def _inverted(self, amax: Node, largest: float, meta: dict) -> Node:
-        """1 / (largest / amax), where the encode factor in the brackets is finite; 1 where it or amax is 0."""
-        inverse = new_node(self.graph, aten.reciprocal.default, (self._wide(amax, meta),), meta)
-        factor = self._rounded(aten.mul.Tensor, (inverse, largest), meta)
-        is_infinite = new_node(self.graph, aten.gt.Scalar, (factor, FLT_MAX), meta)
-        factor = new_node(self.graph, aten.where.ScalarSelf, (is_infinite, FLT_MAX, factor), meta)
-        for each in (factor, amax):
-            factor = self._one_where_zero(each, factor, meta)
-        return self._rounded(aten.reciprocal.default, (self._wide(factor, meta),), meta)
-
-    def _wide(self, x: Node, meta: dict) -> Node:
-        return new_node(self.graph, CAST, (x, torch.float64), meta)
-
-    def _rounded(self, target: Callable, args: tuple, meta: dict) -> Node:
-        """A result in float64, rounded to float32."""
-        return new_node(self.graph, CAST, (new_node(self.graph, target, args, meta), torch.float32), meta)
-
-    def _one_where_zero(self, x: Node, other: Node, meta: dict) -> Node:
-        """1 where x is 0, elsewhere the other value."""
-        is_zero = new_node(self.graph, aten.eq.Scalar, (x, 0), meta)
-        return new_node(self.graph, aten.where.ScalarSelf, (is_zero, 1.0, other), meta)
 
     def _bits(self, x: Node, casts: tuple[torch.dtype, ...], meta: dict) -> Node:
         """The bits of a tensor's largest magnitude. casts: of the elements, which keep the order of magnitudes."""

@@ -26,7 +26,7 @@ def op_mm(a, a_format, b, b_format):
 
 
 BIAS = "bias: expected floating point of shape (6,), got "
-GIVEN_AMAX = "amax: goes with one dimension of a format whose outer scale is computed"
+GIVEN_AMAX = "amax: goes with a format whose outer scale is computed for the tensor"
 BAD_CALLS = [
     # what is raised, what the message says, call
     (TypeError, "x: expected a torch.Tensor, got list", lambda: quantize([1.0], "nvfp4")),
@@ -46,7 +46,7 @@ BAD_CALLS = [
     (TypeError, "outer: expected a float32 torch.Tensor, got float", lambda: quantize(X, "nvfp4", outer=1.0)),
     (ValueError, GIVEN_AMAX, lambda: QUANTIZE(X, "mxfp8", amax=AMAX)),
     (ValueError, GIVEN_AMAX, lambda: QUANTIZE(X, "float8_rowwise", -1, amax=AMAX)),
-    (ValueError, GIVEN_AMAX, lambda: QUANTIZE(X, "nvfp4", [-1, -2], amax=AMAX)),
+    (ValueError, GIVEN_AMAX, lambda: QUANTIZE(X, "float8_rowwise", [-1, -2], amax=AMAX)),
     (ValueError, GIVEN_AMAX, lambda: QUANTIZE(X, "nvfp4", outer=AMAX, amax=AMAX)),
     (ValueError, GIVEN_AMAX, lambda: QUANTIZE(X, "nvfp4", offs=torch.tensor([4], dtype=torch.int32), amax=AMAX)),
     (ValueError, "amax: expected float32 of shape ()", lambda: QUANTIZE(X, "nvfp4", amax=AMAX.view(1))),

@@ -340,8 +340,9 @@ def test_given_amaxes_of_matrices_and_columns(format):
                 assert torch.equal(found[1][i].cpu().view(torch.uint8), kept)
             assert torch.equal(found[2][i].cpu(), outer)
         for one, its in zip(whole[:, :half], amax, strict=True):
-            given = QUANTIZE(one, format, dim, amax=its)
-            assert_same_bits(quantize_kernels(one.to(DEVICE), format, dim, amax=its.to(DEVICE)), given)
+            for dims in [[dim], [-1, -2]][: 1 + each]:
+                given = QUANTIZE(one, format, dims, amax=its)
+                assert_same_bits(quantize_kernels(one.to(DEVICE), format, dims, amax=its.to(DEVICE)), given)
 
 
 @gpu

@@ -127,7 +127,8 @@ def plan(
     if spec.ragged:
         return _ragged(spec, source_of(x, target, spec.prologue, operands), offs, outer, seed)
     if spec.both:
-        return _both(spec, x, source_of(x, target, spec.prologue, operands, stored), outer, seed)
+        source = source_of(x, target, spec.prologue, operands, stored)
+        return _both(spec, x, source if amax is None else _with_amax(source, amax), outer, seed)
     if amax is not None and spec.dims == (ROWS,) and not spec.format.square:
         source = _with_amax(source_of(x.contiguous() if lies_transposed(x) else x, target), amax)
         return _rows(spec, x.shape, source, outer, seed)
