@@ -353,8 +353,8 @@ With `NCCL_P2P_DISABLE=1`, through the host's memory. The two cases of `nvfp4_tr
     """
 Codes cost more time than they save on this host, torchao's too: over NVLink the bytes were free, and over the slow link
 the reduction of float32 gradients takes most of the step. These gathers quantised each weight by itself, in 23
-(`mxfp8`) to 88 launches (`nvfp4_train`) a block, each of which waited for a place among the products of the block before.
-The weights of a block are quantised [together](../../docs/distributed.md#launches) since, which has not been timed.
+(`mxfp8`) to 88 launches (`nvfp4_train`) a block, which run between the products of the block before. The weights of a
+block are quantised [together](../../docs/distributed.md#launches) since, which has not been timed.
 """,
 )
 

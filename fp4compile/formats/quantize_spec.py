@@ -170,11 +170,11 @@ class QuantizeSpec:
     def check_amax(self, amax: torch.Tensor, x: torch.Tensor) -> None:
         """Raise ValueError where outer scales of x cannot be made of given magnitudes."""
         outer = self.format.outer
-        plain = outer == "tensor" or (outer == "row" and self.dims == (COLUMNS,))
+        plain = outer == "tensor" or (outer == "row" and not self.both)
         if not plain or self.static or self.ragged or self.hadamard or self.scale_rule != "amax":
             raise ValueError(
-                "amax: goes with a format whose outer scale is computed for the tensor, or for each column where "
-                "columns alone are quantised, without groups, transform and scale rules; "
+                "amax: goes with a format whose outer scale is computed for the tensor, or for each row where one "
+                "dimension is quantised, without groups, transform and scale rules; "
                 f"got {self.format.name} along {list(self.dims)}"
             )
         if self.prologue is not None:

@@ -45,7 +45,6 @@ BAD_CALLS = [
     (ValueError, "unknown layout None", lambda: quantize(X, "nvfp4", layout=None)),
     (TypeError, "outer: expected a float32 torch.Tensor, got float", lambda: quantize(X, "nvfp4", outer=1.0)),
     (ValueError, GIVEN_AMAX, lambda: QUANTIZE(X, "mxfp8", amax=AMAX)),
-    (ValueError, GIVEN_AMAX, lambda: QUANTIZE(X, "float8_rowwise", -1, amax=AMAX)),
     (ValueError, GIVEN_AMAX, lambda: QUANTIZE(X, "float8_rowwise", [-1, -2], amax=AMAX)),
     (ValueError, GIVEN_AMAX, lambda: QUANTIZE(X, "nvfp4", outer=AMAX, amax=AMAX)),
     (ValueError, GIVEN_AMAX, lambda: QUANTIZE(X, "nvfp4", offs=torch.tensor([4], dtype=torch.int32), amax=AMAX)),

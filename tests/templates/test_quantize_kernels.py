@@ -317,8 +317,8 @@ def test_given_amax(format):
 
 @gpu
 @pytest.mark.parametrize("format", ["nvfp4", "nvfp4_te", "nvfp4_16x16", "nvfp4_rowwise", "float8_rowwise"])
-def test_given_amaxes_of_matrices_and_columns(format):
-    """Of a stack of shards, each the upper half of a weight: their codes are those of the whole weights."""
+def test_given_amaxes_of_matrices_and_rows(format):
+    """Of a stack of shards, each a half of a weight: their codes are those of the whole weights."""
     fmt, half = formats.get(format), 32
     names = ("randn", "outliers", "randn")
     whole = torch.stack([hard_input(name, (2 * half, 48), torch.bfloat16) * (i + 1) for i, name in enumerate(names)])
@@ -326,23 +326,19 @@ def test_given_amaxes_of_matrices_and_columns(format):
     each = fmt.outer == "tensor"
     amax = whole.float().abs().amax((1, 2) if each else 1)
     amax = amax if each else amax.unsqueeze(-1)
-    for dim in (-1, -2)[not each :]:
-        alone = [reference.quantize(one.movedim(dim, -1), fmt) for one in whole]
-        options = {"amax": amax.to(DEVICE), "each_matrix": each}
-        found = quantize_kernels(whole[:, :half].to(DEVICE), format, dim, **options)
-        assert_same_bits(found, QUANTIZE(whole[:, :half], format, dim, amax=amax, each_matrix=each))
-        for i, (data, scales, outer) in enumerate(alone):
-            width, blocks = (slice(size) for size in (found[0].shape[-1], found[1].shape[-1]))
-            rows = slice(half if dim == -1 else None)
-            assert torch.equal(found[0][i].cpu().view(torch.uint8), data[rows, width].view(torch.uint8))
-            if scales is not None:
-                kept = scales.view(torch.uint8)[: found[1].shape[1], blocks]
-                assert torch.equal(found[1][i].cpu().view(torch.uint8), kept)
-            assert torch.equal(found[2][i].cpu(), outer)
-        for one, its in zip(whole[:, :half], amax, strict=True):
+    shards = whole[:, :half]
+    for stack, dim in ((shards, -2), (shards, -1) if each else (shards.mT.contiguous(), -1)):
+        found = quantize_kernels(stack.to(DEVICE), format, dim, amax=amax.to(DEVICE), each_matrix=each)
+        assert_same_bits(found, QUANTIZE(stack, format, dim, amax=amax, each_matrix=each))
+        there = [part.cpu() for part in found if part.numel()]
+        for one, its, values, *parts in zip(whole, amax, stack, *there, strict=True):
+            expected = reference.quantize(one if each and dim == -1 else one.mT, fmt)
+            for part, of_all in zip(parts, (one for one in expected if one is not None), strict=True):
+                cut = of_all[tuple(slice(size) for size in part.shape)].contiguous()
+                assert torch.equal(part.view(-1).view(torch.uint8), cut.view(-1).view(torch.uint8))
             for dims in [[dim], [-1, -2]][: 1 + each]:
-                given = QUANTIZE(one, format, dims, amax=its)
-                assert_same_bits(quantize_kernels(one.to(DEVICE), format, dims, amax=its.to(DEVICE)), given)
+                given = QUANTIZE(values, format, dims, amax=its)
+                assert_same_bits(quantize_kernels(values.to(DEVICE), format, dims, amax=its.to(DEVICE)), given)
 
 
 @gpu

@@ -200,12 +200,12 @@ def _rows(spec: QuantizeSpec, shape: Sequence, source: Source, static, seed) -> 
             outer, launch = reduced_rows_launch(source, fmt, output, static, layout, seed, stream)
             launches = (*launches, *outer.launches, launch)
             return Plan(launches, (output,), (_found(outer, static, spec, shape),))
-    if fmt.outer == "row" and static is None:
+    if fmt.outer == "row" and static is None and source.amax_bits is None:
         found, launch = scaled_rows_launch(source, fmt, output, layout, seed, stream)
         return Plan((*launches, launch), (output,), (found.tensor.view(*shape[:-1], 1),))
     outer = outer_of(source, fmt, static, _each_matrix(spec))
     launch = rows_launch(source, fmt, output, outer, layout, seed, stream)
-    return Plan((*launches, *outer.launches, launch), (output,), (outer.result,))
+    return Plan((*launches, *outer.launches, launch), (output,), (_shaped(outer, shape),))
 
 
 def _found(outer: Outer, static, spec: QuantizeSpec, shape: Sequence) -> torch.Tensor | None:
