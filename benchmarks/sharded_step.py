@@ -7,12 +7,14 @@ all-gather, left out where torchao is not installed.
 
 "ms": the median time of a forward and a backward pass with gradients reduced, without an optimiser. "sent MB": what a
 rank contributes to the gathers of weights in such a step, by the tensors that FSDP2 gathers. "peak GB": memory of the
-first rank. A slow link is what NCCL_P2P_DISABLE=1 leaves of NVLink.
+first rank. "host ms", "device ms" and "launches": as in `benchmarks.training_step`; kernels of several streams overlap,
+and those of collectives wait for the other rank. A slow link is what NCCL_P2P_DISABLE=1 leaves of NVLink.
 
     python -m benchmarks.sharded_step [--cases bf16 nvfp4_train "nvfp4_train, codes"] [--layers 4] [--out FILE]
 """
 
 import argparse
+import statistics
 
 import torch
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -78,7 +80,12 @@ def measure(case: str, args: argparse.Namespace) -> dict | None:
     sent = counted.sent
     ms = ranks.median_time(step, args)
     peak = torch.cuda.max_memory_allocated() / 1e9 if args.device.startswith("cuda") else None
-    return {"ms": ms, "sent MB": sent / 1e6, "peak GB": peak, "loss": loss.item()}
+    host = statistics.median(training_step.host_time(step, args.device) for _ in range(args.repeats))
+    kernels = training_step.kernels_of(step, args.device).values()
+    return {
+        "ms": ms, "sent MB": sent / 1e6, "peak GB": peak, "loss": loss.item(), "host ms": host,
+        "device ms": sum(time for time, _ in kernels) / 1e3, "launches": sum(count for _, count in kernels),
+    }  # fmt: skip
 
 
 def shard(model: LlamaForCausalLM, recipe: str) -> Counted:
