@@ -116,7 +116,8 @@ def _stacked(shards: dict[Member, torch.Tensor]) -> _Stacks:
 def _reduced(stacks: _Stacks, known: _Magnitudes, group: dist.ProcessGroup) -> _Magnitudes:
     """The magnitudes that scales need and that are not known.
 
-    Integers have the order of magnitudes, and NaN above all. Libraries of collectives may pass over NaN among floats.
+    As integers magnitudes have their order, with NaN, whose sign a magnitude has not, above all. Libraries of collectives
+    may pass over NaN among floats.
     """
     found: _Magnitudes = {}
     for members, stack in stacks:
@@ -126,7 +127,7 @@ def _reduced(stacks: _Stacks, known: _Magnitudes, group: dist.ProcessGroup) -> _
                 found[key] = direction.magnitudes(stack)
     if not found:
         return {}
-    together = torch.cat([each.view(-1) for each in found.values()]).view(torch.int32).bitwise_and_(0x7FFFFFFF)
+    together = torch.cat([each.view(-1) for each in found.values()]).view(torch.int32)
     dist.all_reduce(together, dist.ReduceOp.MAX, group=group)
     pieces = together.view(torch.float32).split([each.numel() for each in found.values()])
     return {key: piece.view_as(each) for (key, each), piece in zip(found.items(), pieces, strict=True)}

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -117,6 +117,22 @@ def test_the_scales_of_a_module_take_one_collective(recipe, forward, backward, m
         found.sum().backward()
         assert numbers == forward + backward
         numbers.clear()
+
+
+def test_magnitudes_are_reduced_as_bits_on_the_device(monkeypatch):
+    """NaN, of either sign, is above all others. FSDP2 copies one weight at a time from the host to the device."""
+    reduced = []
+    monkeypatch.setattr(dist, "all_reduce", lambda tensor, *_, **__: reduced.append(tensor.clone()))
+    for policy, sizes in ((OffloadPolicy(), [2]), (CPUOffloadPolicy(pin_memory=False), [1, 1])):
+        model = nn.Sequential(nn.Linear(64, 128), nn.Linear(128, 64))
+        with torch.no_grad():
+            model[0].weight[3, 5] = -torch.tensor(torch.nan)
+        gather_quantized_(fully_shard(model, offload_policy=policy), "nvfp4_train")
+        model.unshard()
+        assert [one.numel() for one in reduced] == sizes
+        nan, other = torch.cat(reduced).tolist()
+        assert nan > torch.tensor(torch.inf).view(torch.int32) > other > 0
+        reduced.clear()
 
 
 class Counting(TorchDispatchMode):
