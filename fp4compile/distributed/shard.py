@@ -116,8 +116,8 @@ def _stacked(shards: dict[Member, torch.Tensor]) -> _Stacks:
 def _reduced(stacks: _Stacks, known: _Magnitudes, group: dist.ProcessGroup) -> _Magnitudes:
     """The magnitudes that scales need and that are not known.
 
-    As integers magnitudes have their order, with NaN, whose sign a magnitude has not, above all. Libraries of collectives
-    may pass over NaN among floats.
+    As integers magnitudes have their order, with NaN above all, which has no sign there. Libraries of collectives may
+    pass over NaN among floats.
     """
     found: _Magnitudes = {}
     for members, stack in stacks:
