@@ -54,12 +54,16 @@ def publish(args: argparse.Namespace, settings: dict[str, Any], rows: list[dict[
 
 def publish_parts(args: argparse.Namespace, settings: dict[str, Any], parts: dict[str, list[dict[str, Any]]]) -> None:
     """`publish` of several tables, each under its name."""
-    found = environment(args.device)
-    print(", ".join(f"{name} {value}" for name, value in found.items()))
+    print(", ".join(f"{name} {value}" for name, value in environment(args.device).items()))
     print("\n\n".join(table(rows) for rows in parts.values() if rows))
+    write(args, settings, parts)
+
+
+def write(args: argparse.Namespace, settings: dict[str, Any], parts: dict[str, list[dict[str, Any]]]) -> None:
+    """With --out, write tables with settings and environment."""
     if args.out:
         args.out.parent.mkdir(parents=True, exist_ok=True)
-        content = {"environment": found, "settings": settings, **parts}
+        content = {"environment": environment(args.device), "settings": settings, **parts}
         args.out.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
 
 

@@ -7,28 +7,22 @@ all-gather, left out where torchao is not installed.
 
 "ms": the median time of a forward and a backward pass with gradients reduced, without an optimiser. "sent MB": what a
 rank contributes to the gathers of weights in such a step, by the tensors that FSDP2 gathers. "peak GB": memory of the
-first rank. A slow link is what NCCL_P2P_DISABLE=1 leaves of NVLink.
+first rank. "host ms", "device ms" and "launches": as in `benchmarks.training_step`; kernels of several streams overlap,
+and those of collectives wait for the other rank. A slow link is what NCCL_P2P_DISABLE=1 leaves of NVLink.
 
     python -m benchmarks.sharded_step [--cases bf16 nvfp4_train "nvfp4_train, codes"] [--layers 4] [--out FILE]
 """
 
 import argparse
-import gc
-import os
 import statistics
-import sys
-import tempfile
-from pathlib import Path
 
 import torch
-import torch.distributed as dist
-import torch.multiprocessing
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather
 from transformers import LlamaForCausalLM
 
 import fp4compile
-from benchmarks import common, training_step
+from benchmarks import common, ranks, training_step
 from fp4compile.distributed import gather_quantized_
 
 CASES = ("bf16", "torchao tensorwise, codes", "float8_rowwise", "float8_rowwise, codes", "mxfp8", "mxfp8, codes",
@@ -50,44 +44,16 @@ class Counted(DefaultAllGather):
 
 def main() -> None:
     parser = common.parser(__doc__)
+    ranks.add_options(parser)
     parser.add_argument("--cases", nargs="+", default=CASES)
-    parser.add_argument("--ranks", type=int, default=max(torch.cuda.device_count(), 2))
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--batch", type=int, default=2, help="texts of a rank")
     parser.add_argument("--length", type=int, default=2048)
-    parser.add_argument("--repeats", type=int, default=7)
-    parser.add_argument("--tiny", action="store_true", help="narrow layers, to try the script")
-    args = parser.parse_args()
-    with tempfile.TemporaryDirectory() as folder:
-        torch.multiprocessing.spawn(of_a_rank, (args, Path(folder) / "store"), nprocs=args.ranks)
-
-
-def of_a_rank(rank: int, args: argparse.Namespace, store: Path) -> None:
-    """Measure all cases on one rank; the first one publishes them."""
-    if args.device.startswith("cuda"):
-        args.device = f"cuda:{rank}"
-        torch.cuda.set_device(rank)
-    communication = "nccl" if args.device.startswith("cuda") else "gloo"
-    dist.init_process_group(communication, init_method=f"file://{store}", rank=rank, world_size=args.ranks)
-    rows: list[dict] = []
-    for case in args.cases:
-        row = measure(case, args)
-        if row is not None:
-            rows.append({"case": case, "of the first": None, **row})
-            rows[-1]["of the first"] = row["ms"] / rows[0]["ms"]
-            if not rank:
-                print(rows[-1], file=sys.stderr, flush=True)
-    if not rank:
-        settings = {name: getattr(args, name) for name in ("ranks", "layers", "batch", "length", "repeats", "tiny")}
-        settings["peer to peer"] = os.environ.get("NCCL_P2P_DISABLE") != "1"
-        common.publish(args, settings, rows)
-    dist.destroy_process_group()
+    ranks.run(parser.parse_args(), measure, ("layers", "batch", "length"))
 
 
 def measure(case: str, args: argparse.Namespace) -> dict | None:
     """The time, the bytes and the memory of a step; None for a peer that is not installed."""
-    torch._dynamo.reset()
-    gc.collect()
     recipe, codes = case.removesuffix(CODES), case.endswith(CODES)
     model = training_step.model_of(args).float()
     if recipe.startswith("torchao") and not convert_by_torchao(model, recipe.partition(" ")[2]):
@@ -112,12 +78,14 @@ def measure(case: str, args: argparse.Namespace) -> dict | None:
     step()
     common.synchronize(args.device)
     sent = counted.sent
-    times = []
-    for _ in range(args.repeats):
-        dist.barrier()
-        times.append(common.step_time(step, args.device))
+    ms = ranks.median_time(step, args)
     peak = torch.cuda.max_memory_allocated() / 1e9 if args.device.startswith("cuda") else None
-    return {"ms": statistics.median(times), "sent MB": sent / 1e6, "peak GB": peak, "loss": loss.item()}
+    host = statistics.median(training_step.host_time(step, args.device) for _ in range(args.repeats))
+    kernels = training_step.kernels_of(step, args.device).values()
+    return {
+        "ms": ms, "sent MB": sent / 1e6, "peak GB": peak, "loss": loss.item(), "host ms": host,
+        "device ms": sum(time for time, _ in kernels) / 1e3, "launches": sum(count for _, count in kernels),
+    }  # fmt: skip
 
 
 def shard(model: LlamaForCausalLM, recipe: str) -> Counted:

@@ -1,10 +1,12 @@
-"""The codes of a sharded weight as bytes that ranks exchange: what a rank sends, and the whole weight's tensors.
+"""The codes of a sharded weight as bytes that ranks exchange: what a rank sends, and where it arrives.
 
 A weight [N, K] is sharded along N. `Direction` is one direction of its codes: along the rows for the forward product,
 along the columns for the product of the input gradient. A rank quantises its rows alone; in both directions the codes
 are the bits that the whole weight would have, because no block reaches into another rank's rows. A scale that depends
-on all rows is made of the largest magnitudes over the group: they are appended to the rank's rows for quantising, and
-cut off again. So the quantiser itself makes the scale, as it does for a whole weight.
+on all rows is made of the largest magnitudes over the group, which the quantiser is given.
+
+Shards of weights of one size are quantised together, [weights, rows, K]: before a gather, the number of launches counts
+more than their work, because each has to wait for a place among the products that run meanwhile.
 """
 
 import functools
@@ -21,7 +23,26 @@ from fp4compile.ops.quantize import QUANTIZE
 from fp4compile.weights.scale_layout import laid_out
 
 Parts = tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]
-_ALIGNMENT = 16  # bytes: FSDP2 lays all parameters of a module into one buffer
+Part = tuple[tuple[int, ...], torch.dtype]  # shape and dtype of one of them
+_ALIGNMENT = 16  # bytes: FSDP2 lays all parameters of a module into one buffer, one after the other
+
+
+@dataclass(frozen=True, eq=False)
+class Place:
+    """Where one part of a weight arrives: the codes, block scales or outer scales of one direction.
+
+    part: the whole weight's. arriving: uint8, the bytes of all ranks one after the other. lies_there: whether `part` is
+    this memory, so that nothing has to be copied.
+    """
+
+    part: torch.Tensor
+    arriving: torch.Tensor
+    lies_there: bool
+
+    @property
+    def memory(self) -> torch.Tensor:
+        """The tensor that has all of the part's memory."""
+        return self.arriving if self.lies_there else self.part
 
 
 @dataclass(frozen=True)
@@ -42,10 +63,10 @@ class Direction:
         return formats.get(self.format)
 
     @property
-    def depends_on_all_rows(self) -> bool:
-        """Whether a scale is made of elements of several ranks."""
+    def scale_over_ranks(self) -> str | None:
+        """The outer scale that is made of elements of several ranks: one for a "tensor", or for each "row" of codes."""
         outer = self.block_format.outer
-        return outer == "tensor" or (outer == "row" and self.dim == COLUMNS)
+        return None if outer == "row" and self.dim == ROWS else outer
 
     def misfit(self, ranks: int) -> str | None:
         """Why ranks cannot quantise their rows alone; None where they can."""
@@ -58,72 +79,91 @@ class Direction:
 
     @property
     def count_of_magnitudes(self) -> int:
-        """How many numbers `magnitudes` returns."""
+        """How many numbers `magnitudes` returns of a weight."""
         return self.size[1] if self.block_format.outer == "row" else 1
 
-    def magnitudes(self, shard: torch.Tensor) -> torch.Tensor:
-        """The largest magnitudes of a rank's rows that a scale depends on: [1], or one for each column."""
-        each = self.block_format.outer == "row"
-        return torch.linalg.vector_norm(shard, torch.inf, dim=0 if each else None).view(-1)
+    def magnitudes(self, shards: torch.Tensor) -> torch.Tensor:
+        """The largest magnitudes that a scale depends on, of each weight's rows on this rank.
 
-    def shapes(self, rows: int) -> list[tuple[tuple[int, ...], torch.dtype] | None]:
+        shards: [weights, rows, K]. Returns float32 [weights, 1], or one for each column.
+        """
+        dims = 1 if self.block_format.outer == "row" else (1, 2)
+        return torch.linalg.vector_norm(shards, torch.inf, dim=dims, dtype=torch.float32).view(len(shards), -1)
+
+    def shapes(self, rows: int) -> list[Part | None]:
         """Shape and dtype of the codes, linear block scales and outer scale of some rows; None for a missing part."""
         return _shapes(self, rows)
 
-    def parts(self, device: torch.device) -> Parts:
-        """Empty tensors for the codes, block scales and outer scale of the whole weight."""
-        made = [
-            None if part is None else torch.empty(part[0], dtype=part[1], device=device)
-            for part in self.shapes(self.size[0])
-        ]
-        data, scales, outer = made
-        assert data is not None
-        if scales is not None and self.layout == "swizzled":
-            lanes = self.size[0] if self.dim == ROWS else self.size[1]
-            scales = scales.new_empty(swizzled_numel(lanes, scales.shape[-1]))
-        return data, scales, outer
-
     # ------------------------------------------------------------ what a rank sends
 
-    def bytes_of(self, ranks: int) -> list[int]:
-        """The bytes of codes, block scales and outer scale that a rank sends; 0 for a missing part."""
-        found = []
-        for part in self.shapes(self.size[0] // ranks):
-            shape, dtype = part or ((0,), torch.uint8)
-            found.append(torch.Size(shape).numel() * dtype.itemsize)
-        return found
+    def encode(self, shards: torch.Tensor, magnitudes: torch.Tensor | None) -> list[list[torch.Tensor]]:
+        """The bytes of the codes, block scales and outer scale of each weight, as far as there are any.
 
-    def encode(self, shard: torch.Tensor, magnitudes: torch.Tensor | None) -> list[torch.Tensor]:
-        """The bytes of a rank's rows.
-
-        magnitudes: the largest magnitudes over all ranks, see `magnitudes`; None where no scale depends on them.
+        shards: a rank's rows of weights of one size, [weights, rows, K]. magnitudes: the largest ones over all ranks,
+        see `magnitudes`; None where no scale depends on them.
         """
-        rows, fmt = shard.shape[0], self.block_format
-        if magnitudes is not None:
-            below = shard.new_zeros(max(fmt.block_cols, fmt.block[0] if fmt.block else 1), shard.shape[1])
-            below[0, : magnitudes.numel()] = magnitudes
-            shard = torch.cat((shard, below))
-        found = QUANTIZE(shard, self.format, [self.dim])
-        kept = [
-            part if part is None else _cut(tensor, part[0])
-            for tensor, part in zip(found, self.shapes(rows), strict=True)
-        ]
-        return [tensor.contiguous().view(-1).view(torch.uint8) for tensor in kept if tensor is not None]
+        fmt, count = self.block_format, len(shards)
+        each = fmt.outer == "tensor"
+        amax = magnitudes if magnitudes is None else magnitudes.view(-1) if each else magnitudes.unsqueeze(-1)
+        data, scales, outer = QUANTIZE(shards, self.format, [self.dim], each_matrix=each, amax=amax)
+        if each:  # filled up, so that what follows is aligned
+            outer = outer.view(-1, 1).repeat(1, _ALIGNMENT // outer.element_size())
+        parts = [data, *([scales] if fmt.scale else []), *([outer] if fmt.outer else [])]
+        flat = [part.contiguous().view(torch.uint8).view(count, -1) for part in parts]
+        return [[part[i] for part in flat] for i in range(count)]
 
     # ------------------------------------------------------------ what arrives
 
-    def decode(self, gathered: torch.Tensor, into: Parts) -> None:
-        """Write the whole weight's codes and scales. gathered: uint8 [ranks, bytes], as `encode` orders them."""
-        ranks = gathered.shape[0]
-        data, scales, outer = self.shapes(self.size[0] // ranks)
-        codes, of_scales, of_outer = gathered.split(self.bytes_of(ranks), 1)
-        for whole, part, sent in ((into[0], data, codes), (into[1], scales, of_scales)):
-            if whole is not None and part is not None:
-                self._join(sent, part[0], whole)
-        if into[2] is not None and self.depends_on_all_rows:
-            into[2].view(-1).view(torch.uint8).copy_(of_outer[0])  # all ranks sent the same
-        elif into[2] is not None and outer is not None:
-            self._join(of_outer, outer[0], into[2])
+    def places(self, device: torch.device, ranks: int) -> list[Place | None]:
+        """Places for the codes, block scales and outer scale of the whole weight, without memory."""
+        sent, whole = self.shapes(self.size[0] // ranks), self.shapes(self.size[0])
+        return [
+            None if one is None or all_of_it is None else self._place(i, one, all_of_it[0], device, ranks)
+            for i, (one, all_of_it) in enumerate(zip(sent, whole, strict=True))
+        ]
+
+    def _place(
+        self, i: int, sent: Part, shape: tuple[int, ...], device: torch.device, ranks: int
+    ) -> Place:  # fmt: skip
+        dtype = sent[1]
+        size = torch.Size(sent[0]).numel() * dtype.itemsize
+        if i == 2 and not shape:
+            size = _ALIGNMENT
+        arriving = torch.empty(ranks * size, dtype=torch.uint8, device=device)
+        swizzled = i == 1 and self.layout == "swizzled"
+        if swizzled:
+            lanes = self.size[0] if self.dim == ROWS else self.size[1]
+            shape = (swizzled_numel(lanes, shape[-1]),)
+        # An outer scale that depends on all rows is sent by each rank; the first rank's is the whole weight's.
+        lies_there = (self.dim == ROWS and not swizzled) or (i == 2 and self.scale_over_ranks is not None)
+        part = torch.empty(0 if lies_there else shape, dtype=dtype, device=device)
+        if lies_there:
+            strides = torch.empty(shape, device="meta").stride()
+            part.set_(arriving.untyped_storage(), 0, shape, strides)
+        for tensor in (part, arriving):
+            tensor.untyped_storage().resize_(0)
+        return Place(part, arriving, lies_there)
+
+    def join(self, places: list[Place | None], ranks: int) -> None:
+        """Write the parts of the whole weight that do not lie as they arrive, and free what arrived."""
+        for place, sent in zip(places, self.shapes(self.size[0] // ranks), strict=True):
+            if place is not None and sent is not None and not place.lies_there:
+                self._join(place, sent[0], ranks)
+                place.arriving.untyped_storage().resize_(0)
+
+    def _join(self, place: Place, shape: tuple[int, ...], ranks: int) -> None:
+        """Write one part of the whole weight. shape: of a rank's part."""
+        whole, lanes = place.part, shape[0]
+        if whole.dim() == 2:
+            word = _word(place.arriving.numel() // (ranks * lanes))
+            pieces = place.arriving.view(word).view(ranks, lanes, -1)
+            whole.view(word).view(lanes, ranks, -1).copy_(pieces.transpose(0, 1))
+            return
+        pieces = place.arriving.view(ranks, lanes, -1)
+        joined = pieces.flatten(0, 1) if self.dim == ROWS else pieces.transpose(0, 1).flatten(1)
+        lanes = self.size[0] if self.dim == ROWS else self.size[1]
+        linear = joined.view(whole.dtype)
+        whole.copy_(laid_out(linear, self.block_format, lanes, tuple(linear.shape), "swizzled"))
 
     def transpose(self, codes: Parts, into: Parts) -> None:
         """Write this direction's codes, made of the other direction's: in square blocks, they are the same numbers.
@@ -143,20 +183,9 @@ class Direction:
         if outer is not None and into[2] is not None:
             into[2].copy_(outer)
 
-    def _join(self, gathered: torch.Tensor, shape: tuple[int, ...], whole: torch.Tensor) -> None:
-        """Write one part of the whole weight. gathered: its bytes [ranks, bytes]. shape: of a rank's part."""
-        pieces = gathered.unflatten(1, (shape[0], shape[1] * whole.element_size()))
-        joined = pieces.flatten(0, 1) if self.dim == ROWS else pieces.transpose(0, 1).flatten(1)
-        if whole.dim() == 2:
-            whole.view(torch.uint8).copy_(joined)
-            return
-        lanes = self.size[0] if self.dim == ROWS else self.size[1]
-        linear = joined.contiguous().view(whole.dtype)
-        whole.copy_(laid_out(linear, self.block_format, lanes, tuple(linear.shape), "swizzled"))
-
 
 @functools.cache  # for FSDP2's host thread, which asks at every gather
-def _shapes(direction: Direction, rows: int) -> list[tuple[tuple[int, ...], torch.dtype] | None]:
+def _shapes(direction: Direction, rows: int) -> list[Part | None]:
     fmt = direction.block_format
     spec = QuantizeSpec(fmt, (direction.dim,))
     data, scales, outer = spec.shapes(torch.empty(rows, direction.size[1], device="meta"), 0, direction.dim)
@@ -167,23 +196,14 @@ def _shapes(direction: Direction, rows: int) -> list[tuple[tuple[int, ...], torc
     ]
 
 
-def _cut(tensor: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
-    """The part of a tensor that begins at its first element and has this shape."""
-    for dim, size in enumerate(shape):
-        tensor = tensor.narrow(dim, 0, size)
-    return tensor
-
-
-def packed_bytes(parts: list[torch.Tensor]) -> torch.Tensor:
-    """Bytes one after the other, filled up so that what follows them in a buffer is aligned."""
-    size = sum(part.numel() for part in parts)
-    filling = parts[0].new_zeros(-size % _ALIGNMENT)
-    return torch.cat((*parts, filling))
+def _word(size: int) -> torch.dtype:
+    """The integer in which to copy pieces of so many bytes: one byte at a time is slow."""
+    return next((word for word in (torch.int64, torch.int32, torch.int16) if size % word.itemsize == 0), torch.uint8)
 
 
 def invalidate(parts: Parts) -> None:
-    """Make every product of these codes NaN: their scales, or the scale of the rows, become NaN."""
+    """Make every product of these codes NaN, by their outer scale, or by their block scales where they have none."""
     _, scales, outer = parts
-    for tensor in (scales, outer):
-        if tensor is not None:
-            tensor.view(-1).view(torch.uint8).fill_(0xFF)
+    spoiled = scales if outer is None else outer
+    if spoiled is not None:
+        spoiled.view(-1).view(torch.uint8).fill_(0xFF)

@@ -1,7 +1,7 @@
 """Everything private of FSDP2 that this room reads or sets: which parameters are gathered together, and what for.
 
-FSDP2 gives the hooks of a sharded parameter no sign of what a gather is for, and keeps the buffers of the first gather
-for all later ones. Both are attributes of its `FSDPParam` and `FSDPParamGroup`.
+FSDP2 gives the hooks of a sharded parameter no sign of what a gather is for, and gathers into buffers that it makes
+itself at the first gather. Both are attributes of its `FSDPParam` and `FSDPParamGroup`.
 """
 
 from collections.abc import Iterator
@@ -61,6 +61,11 @@ class Sharded:
         return self.param.shard_mesh.get_group()
 
     @property
+    def offloaded(self) -> bool:
+        """Whether the rank's shard lies in the host's memory, and FSDP2 copies it to the device at each gather."""
+        return self.param.offload_to_cpu
+
+    @property
     def gathered_before(self) -> bool:
         """Whether the whole parameter has been gathered."""
         return hasattr(self.param, "_unsharded_param")
@@ -85,18 +90,22 @@ class Sharded:
         if not hasattr(self.param, "_extensions_data"):
             self.param._init_extensions()
 
-    def fit_buffers(self, size: int) -> None:
-        """Let FSDP2 make new buffers where the last gather's buffers have another number of elements than `size`."""
-        if any(buffer.numel() != size for buffer in self.param.all_gather_outputs):
-            self.param.all_gather_outputs = []
+    def gather_into(self, arriving: list[torch.Tensor], beside: list[torch.Tensor]) -> None:
+        """Let FSDP2 gather into tensors, a tensor for each that is sent, and allocate and free others with them."""
+        self.param.all_gather_outputs = arriving
+        self.param._unsharded_inner_tensors = beside
 
     # ------------------------------------------------------------ what a gather is for
 
     @property
+    def in_backward(self) -> bool:
+        """Whether a gather now serves a backward pass, behind a gather for its forward pass."""
+        return self.group._training_state.name == "PRE_BACKWARD"
+
+    @property
     def for_forward(self) -> bool:
         """Whether a gather now may serve a forward pass."""
-        state = self.group._training_state.name
-        return state != "PRE_BACKWARD" or not self.group.reshard_after_backward
+        return not self.in_backward or not self.group.reshard_after_backward
 
     @property
     def for_backward(self) -> bool:

@@ -9,7 +9,7 @@ from fp4compile.analysis.module_names import clean_name, module_name
 from fp4compile.analysis.plan import Layer, Model, of_layer
 from fp4compile.distributed.codes import Direction
 from fp4compile.distributed.fsdp import Sharded, sharded_parameters
-from fp4compile.distributed.shard import Magnitudes, QuantizedShard
+from fp4compile.distributed.shard import Member, QuantizedShard, Together
 from fp4compile.distributed.whole import Form
 from fp4compile.formats.quantize_spec import COLUMNS, FLOAT_DTYPES, ROWS
 from fp4compile.recipe import Recipe, agreement, resolve
@@ -57,12 +57,14 @@ def gather_quantized_(
     names = [clean_name(name) for name, _ in model.named_parameters()]
     around = Model.of(chosen, names, [layer for layer, _ in layers])
     report = Report(chosen.name)
-    groups: dict[int, Magnitudes] = {}
+    groups: dict[int, Together] = {}
     for layer, one in layers:
         found = _form(layer, one, chosen, around, recompute)
         report.add(_rows(layer, one, found, chosen), {})
         if isinstance(found[0], Form):
-            _attach(one, found[0], groups.setdefault(id(one.group), Magnitudes()))
+            # Of the shards in the host's memory, FSDP2 brings one to the device at a time.
+            together = groups.setdefault(id(one if one.offloaded else one.group), Together())
+            _attach(Member(one, found[0], together))
     return report
 
 
@@ -127,14 +129,14 @@ def _form_by(recipe: Recipe, one: Sharded, recompute: bool) -> Form:
     return Form(rows, columns, one.dtype, recompute)
 
 
-def _attach(one: Sharded, form: Form, magnitudes: Magnitudes) -> None:
+def _attach(member: Member) -> None:
     """Give a parameter's shard FSDP2's hooks, and do it again where `load_state_dict(assign=True)` brings another."""
-    magnitudes.members.append((one, form))
+    one = member.sharded
 
     def wrap(*_: object) -> None:
         local = one.local
         if not isinstance(local, QuantizedShard):
-            one.replace_local(QuantizedShard(local, form, one, magnitudes))
+            one.replace_local(QuantizedShard(local, member))
 
     with torch.no_grad():
         wrap()

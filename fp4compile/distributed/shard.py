@@ -5,6 +5,7 @@ sees no difference. Only FSDP2's hooks know of codes.
 """
 
 import copy
+import itertools
 from dataclasses import replace
 from typing import Any
 
@@ -12,9 +13,9 @@ import torch
 import torch.distributed as dist
 from torch.utils._pytree import tree_map_only
 
-from fp4compile.distributed.codes import Direction, packed_bytes
+from fp4compile.distributed.codes import Direction
 from fp4compile.distributed.fsdp import Sharded
-from fp4compile.distributed.whole import Form, GatheredWeight
+from fp4compile.distributed.whole import Arrival, Form
 
 aten = torch.ops.aten
 # Operators by which FSDP2, DTensor and `nn.Module.to` make another shard of a shard. Results of others are plain.
@@ -25,73 +26,130 @@ _STILL_SHARDS = frozenset((
 ))  # fmt: skip
 
 
-class Magnitudes:
-    """The largest magnitudes over all ranks that scales are made of, for the weights that are gathered together.
+class Member:
+    """A weight that is gathered as codes, with `others`. arrival: where it is gathered, from the first gather on."""
 
-    FSDP2 asks the weights of a module for their codes one after the other. The first one that asks reduces the
-    magnitudes of all in one collective; each takes its own once, so that none meets magnitudes of another step.
+    def __init__(self, sharded: Sharded, form: Form, others: "Together"):
+        self.sharded, self.form, self.others = sharded, form, others
+        self.arrival: Arrival | None = None
+        others.members.append(self)
+
+    def __deepcopy__(self, memo: dict) -> "Member":
+        return self  # Dynamo copies what a shard refers to
+
+    @property
+    def wanted(self) -> tuple[Direction, ...]:
+        """The directions of the codes that products will read before the weight is gathered again."""
+        form, sharded = self.form, self.sharded
+        is_wanted = (sharded.for_forward or form.recompute, sharded.for_backward)
+        return tuple(itertools.compress((form.rows, form.columns), is_wanted))
+
+    @property
+    def sent(self) -> tuple[Direction, ...]:
+        """The directions of the codes that ranks send now."""
+        return self.form.sent(self.wanted)
+
+    def arrives(self) -> Arrival:
+        if self.arrival is None:  # a cast of the model may have changed the dtype
+            form = replace(self.form, dtype=self.sharded.dtype)
+            self.arrival = Arrival(form, self.sharded.device, self.sharded.ranks)
+        return self.arrival
+
+
+# Shards of weights of one form, one below the other: [weights, rows, K].
+_Stacks = list[tuple[list["Member"], torch.Tensor]]
+# Largest magnitudes over all ranks, by the first weight of a stack and by the kind of outer scale.
+_Magnitudes = dict[tuple["Member", str | None], torch.Tensor]
+
+
+class Together:
+    """The weights that are gathered together, and quantised together.
+
+    FSDP2 asks the weights of a module for their codes one after the other. The first one that asks quantises all: one
+    launch casts all shards, one collective reduces the magnitudes of which scales are made, and one call quantises all
+    weights of one size. Each weight takes its own codes once, so that none meets codes of another step.
+
+    A gather for a backward pass takes the magnitudes that the forward pass before it has reduced: of the same weights.
     """
 
     def __init__(self) -> None:
-        self.members: list[tuple[Sharded, Form]] = []
-        self._waiting: dict[int, torch.Tensor] = {}
+        self.members: list[Member] = []
+        self._waiting: dict[Member, list[torch.Tensor]] = {}
+        self._known: _Magnitudes = {}
 
-    def __deepcopy__(self, memo: dict) -> "Magnitudes":
-        return self  # Dynamo copies what a shard refers to
+    def take(self, member: Member, shard: torch.Tensor) -> list[torch.Tensor]:
+        """The bytes that a rank sends of a weight. shard: its rows, on the device of the whole weight."""
+        if member not in self._waiting:
+            shards = {one: shard if one is member else plain(one.sharded.local) for one in self.members}
+            self._waiting = self._encoded(_stacked(shards), member.sharded)
+        return self._waiting.pop(member)
 
-    def take(self, sharded: Sharded, form: Form, group: dist.ProcessGroup) -> dict[Direction, torch.Tensor]:
-        """The magnitudes of one weight, by the directions that are sent and have a scale that depends on all rows."""
-        directions = _over_ranks(sharded, form)
-        if not directions:
-            return {}
-        if id(sharded) not in self._waiting:
-            self._reduce(group)
-        found = self._waiting.pop(id(sharded))
-        return dict(zip(directions, found.split([one.count_of_magnitudes for one in directions]), strict=True))
-
-    def _reduce(self, group: dist.ProcessGroup) -> None:
-        found = {}
-        for sharded, form in self.members:
-            directions = _over_ranks(sharded, form)
-            if directions:
-                shard = plain(sharded.local).to(sharded.dtype)
-                each = [direction.magnitudes(shard).float() for direction in directions]
-                found[id(sharded)] = torch.cat(each).to(sharded.device)
-        together = torch.cat(list(found.values()))
-        dist.all_reduce(together, dist.ReduceOp.MAX, group=group)
-        self._waiting = dict(zip(found, together.split([one.numel() for one in found.values()]), strict=True))
+    def _encoded(self, stacks: _Stacks, asking: Sharded) -> dict[Member, list[torch.Tensor]]:
+        """The bytes of each weight's codes and scales. asking: one of the weights."""
+        known = self._known if asking.in_backward else {}
+        self._known = known | _reduced(stacks, known, asking.process_group)
+        found: dict[Member, list[torch.Tensor]] = {member: [] for member in self.members}
+        for members, stack in stacks:
+            for direction in members[0].sent:
+                magnitudes = self._known.get((members[0], direction.scale_over_ranks))
+                for member, parts in zip(members, direction.encode(stack, magnitudes), strict=True):
+                    found[member] += parts
+        return found
 
 
-def _over_ranks(sharded: Sharded, form: Form) -> list[Direction]:
-    """The directions that a gather sends now and that have a scale that depends on the rows of all ranks."""
-    return [direction for direction in form.sent(_wanted(sharded, form)) if direction.depends_on_all_rows]
+def _stacked(shards: dict[Member, torch.Tensor]) -> _Stacks:
+    """The shards by form and dtype, in the dtype of the whole weights."""
+    alike: dict[tuple[Form, torch.dtype], list[Member]] = {}
+    for member in shards:
+        alike.setdefault((member.form, member.sharded.dtype), []).append(member)
+    stacks, to, given = [], [], []
+    for (_, dtype), members in alike.items():
+        shape = len(members), *shards[members[0]].shape
+        stack = torch.empty(shape, dtype=dtype, device=members[0].sharded.device)
+        stacks.append((members, stack))
+        to += stack.unbind()
+        given += [shards[member] for member in members]
+    torch._foreach_copy_(to, given)
+    return stacks
 
 
-def _wanted(sharded: Sharded, form: Form) -> tuple[Direction, ...]:
-    """The directions of the codes that products will read before the weight is gathered again."""
-    forward = sharded.for_forward or form.recompute
-    return tuple(one for one, is_wanted in ((form.rows, forward), (form.columns, sharded.for_backward)) if is_wanted)
+def _reduced(stacks: _Stacks, known: _Magnitudes, group: dist.ProcessGroup) -> _Magnitudes:
+    """The magnitudes that scales need and that are not known.
+
+    As integers magnitudes have their order, with NaN above all, which has no sign there. Libraries of collectives may
+    pass over NaN among floats.
+    """
+    found: _Magnitudes = {}
+    for members, stack in stacks:
+        for direction in members[0].sent:
+            key = members[0], direction.scale_over_ranks
+            if direction.scale_over_ranks and key not in known and key not in found:
+                found[key] = direction.magnitudes(stack)
+    if not found:
+        return {}
+    together = torch.cat([each.view(-1) for each in found.values()]).view(torch.int32)
+    dist.all_reduce(together, dist.ReduceOp.MAX, group=group)
+    pieces = together.view(torch.float32).split([each.numel() for each in found.values()])
+    return {key: piece.view_as(each) for (key, each), piece in zip(found.items(), pieces, strict=True)}
 
 
 class QuantizedShard(torch.Tensor):
-    """A shard of a weight in high precision, with FSDP2's hooks. form: what is gathered of it."""
+    """A shard of a weight in high precision, with FSDP2's hooks. member: the weight."""
 
-    form: Form
-    sharded: Sharded
-    magnitudes: Magnitudes
+    member: Member
     values: torch.Tensor
 
     @staticmethod
-    def __new__(cls, values: torch.Tensor, form: Form, sharded: Sharded, magnitudes: Magnitudes) -> "QuantizedShard":
+    def __new__(cls, values: torch.Tensor, member: Member) -> "QuantizedShard":
         made = torch.Tensor._make_wrapper_subclass(
             cls, values.size(), strides=values.stride(), storage_offset=values.storage_offset(), dtype=values.dtype,
             device=values.device, pin_memory=values.device.type == "cpu" and values.is_pinned(),
         )  # fmt: skip
-        made.values, made.form, made.sharded, made.magnitudes = values, form, sharded, magnitudes
+        made.values, made.member = values, member
         return made
 
     def _like(self, values: torch.Tensor) -> "QuantizedShard":
-        return QuantizedShard(values, self.form, self.sharded, self.magnitudes)
+        return QuantizedShard(values, self.member)
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
@@ -108,7 +166,7 @@ class QuantizedShard(torch.Tensor):
         return tree_map_only(torch.Tensor, shards[0]._like, found) if func in _STILL_SHARDS else found
 
     def __tensor_flatten__(self) -> tuple[list[str], tuple]:
-        return ["values"], (self.form, self.sharded, self.magnitudes)
+        return ["values"], (self.member,)
 
     @staticmethod
     def __tensor_unflatten__(
@@ -135,27 +193,25 @@ class QuantizedShard(torch.Tensor):
 
     def fsdp_pre_all_gather(
         self, mesh: Any, outer_size: Any, outer_stride: Any, module: Any, mp_policy: Any
-    ) -> tuple[tuple[torch.Tensor], tuple[Direction, ...]]:  # fmt: skip
+    ) -> tuple[list[torch.Tensor], tuple[Direction, ...]]:  # fmt: skip
         """The bytes that this rank sends, and the directions of the codes that are wanted."""
-        wanted = _wanted(self.sharded, self.form)
-        group = mesh.get_group()
-        magnitudes = self.magnitudes.take(self.sharded, self.form, group)
-        shard = self.values.to(self.sharded.dtype)
-        sent = packed_bytes([part for one in self.form.sent(wanted) for part in one.encode(shard, magnitudes.get(one))])
-        self.sharded.fit_buffers(sent.numel() * group.size())
-        return (sent,), wanted
+        member = self.member
+        wanted, arrival = member.wanted, member.arrives()
+        member.sharded.gather_into(arrival.arriving(wanted), arrival.beside(wanted))
+        return member.others.take(member, self.values), wanted
 
     def fsdp_post_all_gather(
-        self, all_gather_outputs: tuple[torch.Tensor], metadata: Any, param_dtype: torch.dtype, *, out: Any = None
+        self, all_gather_outputs: tuple[torch.Tensor, ...], metadata: Any, param_dtype: torch.dtype, *, out: Any = None
     ) -> Any:  # fmt: skip
-        """The whole weight and its tensors at the first gather, later None: `out` is filled then."""
-        (arrived,) = all_gather_outputs
-        weight = out
-        if weight is None:  # a cast of the model may have changed the dtype
-            weight = GatheredWeight.empty(replace(self.form, dtype=self.sharded.dtype), arrived.device)
-        weight.write(arrived.view(self.sharded.ranks, -1), metadata)
-        arrived.untyped_storage().resize_(0)  # FSDP2 allocates the buffer again for the next gather
-        return (weight, tuple(weight.parts().values())) if out is None else None
+        """The whole weight and its memory at the first gather, later None: `out` is filled then."""
+        arrival = self.member.arrives()
+        if out is not None:
+            arrival.finish(out, metadata)
+            return None
+        weight = arrival.weight()
+        arrival.allocate(metadata)
+        arrival.finish(weight, metadata)
+        return weight, tuple(arrival.beside(metadata))
 
 
 def plain(tensor: torch.Tensor) -> torch.Tensor:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_map_only
 
-from fp4compile.distributed.codes import Direction, Parts, invalidate
+from fp4compile.distributed.codes import Direction, Parts, Place, invalidate
 from fp4compile.ops.quantize import GATHERED_WEIGHT
 
 aten = torch.ops.aten
@@ -67,12 +67,6 @@ class GatheredWeight(torch.Tensor):
             setattr(made, name, parts.get(name))
         return made
 
-    @classmethod
-    def empty(cls, form: Form, device: torch.device) -> "GatheredWeight":
-        """A weight whose codes are still to be written."""
-        tensors = (*form.rows.parts(device), *form.columns.parts(device))
-        return cls(form, {name: part for name, part in zip(_NAMES, tensors, strict=True) if part is not None})
-
     @property
     def rows(self) -> torch.Tensor:
         """The codes along the rows. Raises RuntimeError where they were not gathered."""
@@ -93,26 +87,6 @@ class GatheredWeight(torch.Tensor):
         """All tensors that hold codes and scales, by name."""
         found = {"rows": self._rows} | {name: getattr(self, name) for name in _NAMES[1:]}
         return {name: part for name, part in found.items() if part is not None}
-
-    def write(self, gathered: torch.Tensor, wanted: tuple[Direction, ...]) -> None:
-        """Write the wanted codes. gathered: uint8 [ranks, bytes], the directions that were sent one after the other.
-
-        The codes of a direction that is not wanted become invalid, so that no product takes old ones.
-        """
-        form = self.form
-        begin, ranks = 0, gathered.shape[0]
-        # Autograd saved these tensors for the backward pass, which reads what is written now.
-        with torch.autograd._unsafe_preserve_version_counter(tuple(self.parts().values())):
-            for direction in form.sent(wanted):
-                size = sum(direction.bytes_of(ranks))
-                direction.decode(gathered[:, begin : begin + size], self.along(direction))
-                begin += size
-            if form.columns in wanted and form.columns not in form.sent(wanted):
-                form.columns.transpose(self.along(form.rows), self.along(form.columns))
-            for direction in (form.rows, form.columns):
-                if direction not in wanted:
-                    invalidate(self.along(direction))
-        self.without_rows = form.rows not in wanted
 
     def dequantised(self) -> torch.Tensor:
         """The values of the codes along the rows."""
@@ -153,6 +127,58 @@ class GatheredWeight(torch.Tensor):
         form = self.form
         formats = f"{form.rows.format}, {form.columns.format}"
         return f"GatheredWeight({formats}, size={tuple(self.shape)}, dtype={self.dtype}, device={self.device})"
+
+
+class Arrival:
+    """The memory into which a weight's codes are gathered, again and again. ranks: how many send shards.
+
+    FSDP2 allocates the memory before a gather's bytes are written, and frees it after the products.
+    """
+
+    def __init__(self, form: Form, device: torch.device, ranks: int):
+        self.form, self.ranks = form, ranks
+        self.places = {direction: direction.places(device, ranks) for direction in (form.rows, form.columns)}
+
+    def weight(self) -> GatheredWeight:
+        """The weight, whose codes are still to be written."""
+        named = zip(_NAMES, (*self.places[self.form.rows], *self.places[self.form.columns]), strict=True)
+        return GatheredWeight(self.form, {name: place.part for name, place in named if place is not None})
+
+    def arriving(self, wanted: tuple[Direction, ...]) -> list[torch.Tensor]:
+        """Where the bytes arrive that `Direction.encode` makes, where products want codes of some directions."""
+        return [place.arriving for direction in self.form.sent(wanted) for place in self._of(direction)]
+
+    def beside(self, wanted: tuple[Direction, ...]) -> list[torch.Tensor]:
+        """The other memory of the weight."""
+        there = {id(tensor) for tensor in self.arriving(wanted)}
+        memory = [place.memory for direction in self.places for place in self._of(direction)]
+        return [tensor for tensor in memory if id(tensor) not in there]
+
+    def allocate(self, wanted: tuple[Direction, ...]) -> None:
+        """Allocate the other memory, as FSDP2 does from the second gather on."""
+        for tensor in self.beside(wanted):
+            tensor.untyped_storage().resize_(tensor.nbytes)
+
+    def finish(self, weight: GatheredWeight, wanted: tuple[Direction, ...]) -> None:
+        """Write the wanted codes, whose bytes have arrived.
+
+        The codes of a direction that is not wanted become invalid, so that no product takes old ones.
+        """
+        form = self.form
+        counted = [part for part in weight.parts().values() if not part.is_inference()]
+        # Autograd saved these tensors for the backward pass, which reads what is written now.
+        with torch.autograd._unsafe_preserve_version_counter(tuple(counted)):
+            for direction in form.sent(wanted):
+                direction.join(self.places[direction], self.ranks)
+            if form.columns in wanted and form.columns not in form.sent(wanted):
+                form.columns.transpose(weight.along(form.rows), weight.along(form.columns))
+            for direction in (form.rows, form.columns):
+                if direction not in wanted:
+                    invalidate(weight.along(direction))
+        weight.without_rows = form.rows not in wanted
+
+    def _of(self, direction: Direction) -> list[Place]:
+        return [place for place in self.places[direction] if place is not None]
 
 
 def _same_shape(func: Any, args: tuple) -> bool:

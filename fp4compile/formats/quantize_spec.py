@@ -167,18 +167,24 @@ class QuantizeSpec:
                 f"got {self.format.name} of {x.dtype}"
             )
 
-    def check_amax(self, amax: torch.Tensor) -> None:
-        """Raise ValueError where an outer scale cannot be made of a given magnitude."""
-        plain = self.dims == (ROWS,) and self.format.outer == "tensor" and not self.format.square
-        if not plain or self.static or self.ragged or self.each_matrix or self.hadamard or self.scale_rule != "amax":
+    def check_amax(self, amax: torch.Tensor, x: torch.Tensor) -> None:
+        """Raise ValueError where outer scales of x cannot be made of given magnitudes."""
+        outer = self.format.outer
+        plain = outer == "tensor" or (outer == "row" and not self.both)
+        if not plain or self.static or self.ragged or self.hadamard or self.scale_rule != "amax":
             raise ValueError(
-                "amax: goes with rows in a format whose outer scale is computed for the tensor, without groups, "
-                f"transform and scale rules; got {self.format.name} along {list(self.dims)}"
+                "amax: goes with a format whose outer scale is computed for the tensor, or for each row where one "
+                "dimension is quantised, without groups, transform and scale rules; "
+                f"got {self.format.name} along {list(self.dims)}"
             )
         if self.prologue is not None:
             raise ValueError("amax: goes without a prologue, which computes what is quantised")
-        if amax.dtype != torch.float32 or amax.dim():
-            raise ValueError(f"amax: expected float32 of shape (), got {amax.dtype} of shape {tuple(amax.shape)}")
+        *_, shape = self.shapes(x, 0, self.dims[0])
+        unlike = amax.dim() != len(shape) or any(
+            statically_true(a != b) for a, b in zip(amax.shape, shape, strict=True)
+        )
+        if amax.dtype != torch.float32 or unlike:
+            raise ValueError(f"amax: expected float32 of shape {shape}, got {amax.dtype} of shape {tuple(amax.shape)}")
 
     def check_operands(self, operands: Sequence[torch.Tensor]) -> None:
         """Raise ValueError for tensors that the steps of the prologue cannot read. operands: the first one is x."""

@@ -29,7 +29,7 @@ def quantize_along(
     elif spec.scale_rule != "amax":
         found = reference_scales.quantize(x.movedim(dim, -1), fmt, outer, layout, spec.scale_rule)
     elif spec.each_matrix:
-        found = quantize_matrices(x, fmt, dim, outer, layout, seed, transform)
+        found = quantize_matrices(x, fmt, dim, outer, layout, seed, transform, amax)
     elif spec.ragged and dim == ROWS:
         found = quantize_rows(x, Groups.of(offs, x.shape[0]), fmt, outer, layout, seed)
     elif spec.ragged:
@@ -43,9 +43,11 @@ def quantize_along(
 
 def quantize_matrices(
     x: torch.Tensor, fmt: BlockFormat, dim: int, outer: torch.Tensor | None, layout: str,
-    seed: torch.Tensor | None, transform: bool,
+    seed: torch.Tensor | None, transform: bool, amax: torch.Tensor | None = None,
 ) -> Quantised:  # fmt: skip
     """Quantise each matrix of x [G, R, C] alone along `dim` (-1 or -2), which is the last dimension of the results.
+
+    amax: float32, of the outer scales' shape, of which they are made; None takes each matrix's, or each row's, largest.
 
     Returns data, block scales and outer scale as `reference.quantize` does; an outer scale of format kind "tensor" has
     one element a matrix, [G].
@@ -53,8 +55,10 @@ def quantize_matrices(
     options = {"outer": outer, "layout": layout, "seed": seed, "stream": 0 if dim == -1 else 1, "transform": transform}
     x = x.movedim(dim, -1)
     if outer is not None or fmt.outer != "tensor":
-        return reference.quantize(x, fmt, **options)
-    amax = largest_of_matrices((reference.hadamard(x) if transform else x).float())
+        return reference.quantize(x, fmt, **options, amax=amax)
+    if amax is None:
+        amax = largest_of_matrices((reference.hadamard(x) if transform else x).float())
+    amax = amax.view(-1, 1, 1)
     data, scales, _ = reference.quantize(x, fmt, **options, amax=amax)
     return data, scales, reference.outer_of(amax, fmt).view(-1)
 

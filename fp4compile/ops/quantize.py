@@ -14,8 +14,9 @@ of dequantised values or of a format without block scales; an outer scale that i
 the columns share with the rows. offs: int32 [G], which cut the rows of a matrix x in groups (`formats.groups`).
 prologue: steps that are computed first, in float32 (`formats.prologue`); x is their first operand, and `operands` are
 the others. dtype: what the steps' result is rounded to before it is quantised. stored: results of steps that are
-returned as well, each rounded to a dtype ("s3 bfloat16"). amax: float32 [], the magnitude of which the outer scale of
-the tensor is made: x is a part of a larger tensor, whose largest magnitude it is. None takes the largest of x.
+returned as well, each rounded to a dtype ("s3 bfloat16"). amax: float32, of the outer scale's shape, the magnitudes of
+which the outer scale of the tensor, of each matrix, or of each row of codes is made: x is a part of a larger tensor,
+whose largest magnitudes they are. None takes the largest of x.
 
 `lay_out_scales` takes linear block scales of rows to the swizzled layout, for rows that were moved after they were
 quantised. offs: as in `quantize`, where each group is padded.
@@ -85,7 +86,7 @@ def call_of(
         if value and not prologue:
             raise ValueError(f"{argument}: goes with a prologue, which this call has not")
     if amax is not None:
-        spec.check_amax(amax)
+        spec.check_amax(amax, x)
     return Call(spec, x, operands or (), offs, outer, seed, amax)
 
 

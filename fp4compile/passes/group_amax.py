@@ -1,9 +1,10 @@
-"""Give the shards of a tensor the outer scale of the whole tensor, under tensor parallelism.
+"""Give the shards of a tensor the outer scales of the whole tensor, under tensor parallelism.
 
 Entry: `group_amax(graph, inputs)`, on a joint or inference graph after `rewrite`. A format with one outer scale for a
-tensor makes it of the tensor's largest magnitude. Where each rank has a shard, each would make another scale, and the
-result would not have the bits of the unsharded model. So the ranks reduce their largest magnitudes to one (an
-all-reduce of one number), make the outer scale of it, and quantise with that scale along every dimension.
+tensor, or for each row, makes it of the largest magnitude. Where each rank has a shard, or a part of each row, each
+would make another scale, and the result would not have the bits of the unsharded model. So the ranks reduce their
+largest magnitudes to one (an all-reduce of one number, or of one for each row), make the outer scale of it, and
+quantise with that scale. The scale of a tensor holds along every dimension; rows that are whole keep their own.
 
 **What is a shard.** Only what the graph proves:
 
@@ -25,14 +26,14 @@ float32 with one rounding. Here the division is in float64, and is then rounded 
 in float32 may have an error. These quotients are never so close to the middle between two float32 numbers that the
 roundings in float64 decide.
 
-Quantisers of contract te multiply by an encode factor, of which the outer scale is the inverse. They get the magnitude
-itself along rows. Along columns and in square blocks no kernel takes it: they get the outer scale, and invert it again.
-In one of nine cases that is another encode factor, by its last bit, which seldom makes another code.
+Quantisers of contract te, and of float8_rowwise, multiply by an encode factor, of which the outer scale is the inverse.
+They get the magnitude itself, because an inverse of the inverse has another last bit in one of nine cases. So do all
+that have a scale for each row.
 """
 
+import itertools
 import math
 import operator
-from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -44,7 +45,7 @@ from fp4compile.analysis.gemm import Input, Shard
 from fp4compile.analysis.graph import CAST, Quantise, new_node, quantise_of
 from fp4compile.analysis.views import View, source_of, view_of
 from fp4compile.formats import formats
-from fp4compile.formats.reference import FLT_MAX, NVFP4_MAX
+from fp4compile.formats.reference import NVFP4_MAX
 from fp4compile.formats.reference_scales import FOUR_OVER_SIX_MAX
 from fp4compile.ops.matmul import SCALED_MM
 from fp4compile.ops.quantize import QUANTIZE
@@ -68,10 +69,10 @@ def group_amax(graph: Graph, inputs: tuple[Input, ...]) -> int:
         found.see_parameter(one)
     for one in makers:
         found.see_product(one)
-    chosen = [(one, found.groups[_elements(one)]) for one in makers if _elements(one) in found.groups]
+    chosen = [(one, found.groups[_shared(one)]) for one in makers if _shared(one) in found.groups]
     fitting = []
     for one, groups in chosen:
-        reason = found.left.get(_elements(one)) or _unfit(one)
+        reason = found.left.get(_shared(one)) or _unfit(one)
         ranks = " x ".join(str(found.ranks[group]) for group in groups)
         text = f"outer scale of {ranks} ranks" if reason is None else f"outer scale of a shard: {reason}"
         name_move(one.node, one.x, text)
@@ -87,32 +88,36 @@ GROUP_AMAX = Pass("group_amax", group_amax)
 
 
 def _makes(quantise: Quantise) -> bool:
-    """Whether a quantiser makes one outer scale of its whole tensor."""
-    return formats.get(quantise.format).outer == "tensor" and quantise.outer is None and not quantise.grouped
+    """Whether a quantiser makes one outer scale of its whole tensor, or one of each row."""
+    return formats.get(quantise.format).outer is not None and quantise.outer is None and not quantise.grouped
 
 
 def _unfit(quantise: Quantise) -> str | None:
     """Why a quantiser makes its outer scale itself although it quantises a shard."""
     if quantise.hadamard:
         return "it is made of transformed elements"
-    if not statically_true(quantise.x.meta["val"].numel() > 0):
+    if _of_rows(quantise) and quantise.scale_rule != "amax":
+        return "its block scales are searched for"
+    value = quantise.x.meta["val"]
+    if not statically_true((value.shape[quantise.dims[0]] if _of_rows(quantise) else value.numel()) > 0):
         return "there may be no elements to make it of"
     return None
 
 
-def _is_inverted(quantise: Quantise) -> bool:
-    """Whether the outer scale is the inverse of an encode factor (contract te), and no quotient of the magnitude."""
-    return quantise.scale_rule == "amax" and formats.get(quantise.format).contract == "te"
-
-
 def _takes_amax(quantise: Quantise) -> bool:
-    """Whether a quantiser takes the magnitude of a larger tensor (`QuantizeSpec.check_amax`)."""
-    return quantise.dims == (-1,) and not formats.get(quantise.format).square
+    """Whether a quantiser is given the magnitudes, and not an outer scale that is a quotient of the magnitude."""
+    te = quantise.scale_rule == "amax" and formats.get(quantise.format).contract == "te"
+    return te or _of_rows(quantise)
 
 
-def _elements(quantise: Quantise) -> tuple:
-    """A key of the elements that are quantised."""
-    return view_of(quantise.x).elements
+def _of_rows(quantise: Quantise) -> bool:
+    """Whether each row has an outer scale: the elements along the quantised dimension."""
+    return formats.get(quantise.format).outer == "row"
+
+
+def _shared(quantise: Quantise) -> tuple:
+    """A key of what the outer scales are made of: of the elements, or of the elements in rows along one dimension."""
+    return view_of(quantise.x).elements, quantise.dims if _of_rows(quantise) else None
 
 
 # ---------------------------------------------------------------- which tensors are shards
@@ -123,8 +128,8 @@ class _Shards:
     """What a graph proves about the shards that its quantisers read.
 
     parameters: how each sharded parameter is cut. groups: names of the process groups whose ranks have the shards of
-    one tensor, by the key of its elements. ranks: the number of ranks of each of these groups. left: why a tensor's
-    shards are left alone, by the key of its elements.
+    one tensor, by `_shared`. ranks: the number of ranks of each of these groups. left: why a tensor's
+    shards are left alone, by `_shared`.
     """
 
     parameters: dict[Node, tuple[Shard, ...]]
@@ -135,24 +140,27 @@ class _Shards:
     def see_parameter(self, quantise: Quantise) -> None:
         """Note the groups of a quantiser that reads a sharded parameter."""
         view = view_of(quantise.x)
-        cuts = self.parameters.get(view.root, ())
+        cuts = self._across(quantise) if _of_rows(quantise) else self.parameters.get(view.root, ())
         for cut in cuts:
-            self._note(_elements(quantise), cut)
+            self._note(_shared(quantise), cut)
         if cuts and not _is_whole(view):
-            self.left[_elements(quantise)] = "a part of the parameter is multiplied"
+            self.left[_shared(quantise)] = "a part of the parameter is multiplied"
 
     def see_product(self, quantise: Quantise) -> None:
         """Note the groups of the other operand where a quantiser's parameter is cut along the contraction."""
-        view = view_of(quantise.x)
-        step = view.stride[quantise.dims[0]]
-        cuts = [cut for cut in self.parameters.get(view.root, ()) if _stride(view.root, cut.dim) == step]
+        cuts = self._across(quantise)
         for product in _products(quantise.node) if cuts else ():
             for other in _other_operands(product, quantise.node):
-                for cut in cuts:
-                    key = _elements(other)
+                # Rows that are cut are rows of a shard, of which others may make one scale.
+                for key, cut in itertools.product({_shared(other), (_shared(other)[0], None)}, cuts):
                     self._note(key, cut)
                     if cut.group not in _summed(product):
                         self.left[key] = "no sum over the ranks of what it is multiplied to is in the graph"
+
+    def _across(self, quantise: Quantise) -> list[Shard]:
+        """How a quantiser's parameter is cut along the quantised dimension."""
+        root = view_of(quantise.x).root
+        return [cut for cut in self.parameters.get(root, ()) if cut.dim == _along(quantise)]
 
     def _note(self, key: tuple, cut: Shard) -> None:
         self.groups[key] = tuple(dict.fromkeys([*self.groups.get(key, ()), cut.group]))
@@ -166,9 +174,13 @@ def _is_whole(view: View) -> bool:
     return not view.repeats and statically_true(math.prod(view.size) == view.root.meta["val"].numel())
 
 
-def _stride(root: Node, dim: int) -> int:
-    """The stride of a dimension of a parameter, as `view_of` counts its elements."""
-    return math.prod(root.meta["val"].shape[dim + 1 :])
+def _along(quantise: Quantise) -> int | None:
+    """The dimension of a parameter that a quantiser of a view of it quantises; None where it is none of them."""
+    view = view_of(quantise.x)
+    shape = view.root.meta["val"].shape
+    steps = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]  # as `view_of` counts elements
+    step = view.stride[quantise.dims[0]]
+    return steps.index(step) if step in steps else None
 
 
 def _products(quantise: Node) -> list[Node]:
@@ -207,8 +219,8 @@ def _summed(product: Node) -> set[str]:
 class _Outers:
     """Makes the outer scales of whole tensors.
 
-    amaxes: the largest magnitudes of whole tensors, float32 [], by their shards' elements. outers: outer scales by the
-    elements and the divisor of the magnitude.
+    amaxes: the largest magnitudes of whole tensors, in the shape of the outer scales, by `_shared`. outers: outer
+    scales, by `_shared` and the rule of the block scales.
     """
 
     graph: Graph
@@ -221,24 +233,28 @@ class _Outers:
         of_groups: dict[tuple[str, ...], dict[tuple, Quantise]] = {}
         for one, groups in chosen:
             if view_of(one.x).root.op == "placeholder":
-                of_groups.setdefault(groups, {}).setdefault(_elements(one), one)
+                of_groups.setdefault(groups, {}).setdefault(_shared(one), one)
         for groups, members in of_groups.items():
             meta = _meta(next(iter(members.values())))
             with graph.inserting_before(first):
-                bits = [self._bits(view_of(one.x).root, view_of(one.x).casts, meta) for one in members.values()]
-                bits = [new_node(graph, aten.reshape.default, (each, [1]), meta) for each in bits]
+                bits = [self._of_parameter(one, meta) for one in members.values()]
                 joined = bits[0] if len(bits) == 1 else new_node(graph, aten.cat.default, (bits,), meta)
-                found = self._over(groups, joined, meta)
-                for i, key in enumerate(members):
-                    number = new_node(graph, aten.select.int, (found, 0, i), meta)
-                    self.amaxes[key] = magnitude_of(graph, number, meta)
+                found, begin = self._over(groups, joined, meta), 0
+                for each, (key, one) in zip(bits, members.items(), strict=True):
+                    end = begin + each.meta["val"].shape[0]
+                    part = new_node(graph, aten.slice.Tensor, (found, 0, begin, end), meta)
+                    shape = [*one.node.meta["val"][2].shape]
+                    self.amaxes[key] = magnitude_of(
+                        graph, new_node(graph, aten.reshape.default, (part, shape), meta), meta
+                    )
+                    begin = end
 
     def give(self, quantise: Quantise, groups: tuple[str, ...]) -> None:
         """Let a quantiser take the whole tensor's largest magnitude, or the outer scale that is made of it."""
         graph, node = self.graph, quantise.node
         with graph.inserting_before(node):
             amax = self._amax(quantise, groups)
-            if _is_inverted(quantise) and _takes_amax(quantise):
+            if _takes_amax(quantise):
                 new = replace(quantise, amax=amax).new(graph, node.meta)
             else:
                 outer = self._outer(quantise, amax)
@@ -251,53 +267,47 @@ class _Outers:
         graph.erase_node(node)
 
     def _amax(self, quantise: Quantise, groups: tuple[str, ...]) -> Node:
-        """The largest magnitude of the whole tensor, float32 []."""
-        key = _elements(quantise)
+        """The largest magnitudes of the whole tensor, float32 in the shape of the outer scale."""
+        key = _shared(quantise)
         if key not in self.amaxes:
-            meta = _meta(quantise)
-            bits = new_node(self.graph, aten.reshape.default, (self._bits(quantise.x, (), meta), [1]), meta)
-            found = new_node(self.graph, aten.reshape.default, (self._over(groups, bits, meta), []), meta)
+            meta, x = _meta(quantise), quantise.x
+            if _of_rows(quantise):
+                bits = self._bits(x, (), meta, quantise.dims[0])
+                if quantise.dims != (-1,):
+                    bits = new_node(self.graph, aten.transpose.int, (bits, -1, quantise.dims[0]), meta)
+                found = self._over(groups, bits, meta)
+            else:
+                bits = new_node(self.graph, aten.reshape.default, (self._bits(x, (), meta), [1]), meta)
+                found = new_node(self.graph, aten.reshape.default, (self._over(groups, bits, meta), []), meta)
             self.amaxes[key] = magnitude_of(self.graph, found, meta)
         return self.amaxes[key]
 
+    def _of_parameter(self, quantise: Quantise, meta: dict) -> Node:
+        """The bits of the largest magnitudes of the parameter that a quantiser reads, int32 [n]."""
+        view = view_of(quantise.x)
+        bits = self._bits(view.root, view.casts, meta, _along(quantise) if _of_rows(quantise) else None)
+        return new_node(self.graph, aten.reshape.default, (bits, [-1]), meta)
+
     def _outer(self, quantise: Quantise, amax: Node) -> Node:
-        key = _elements(quantise), quantise.scale_rule, _is_inverted(quantise)
+        """amax / the largest number of the format; 1 instead of 0."""
+        key = _shared(quantise), quantise.scale_rule
         if key not in self.outers:
             largest = 6.0 * FOUR_OVER_SIX_MAX if quantise.scale_rule == "four_over_six" else NVFP4_MAX
-            make = self._inverted if _is_inverted(quantise) else self._divided
-            self.outers[key] = make(amax, largest, _meta(quantise))
+            meta = _meta(quantise)
+            wide = new_node(self.graph, CAST, (amax, torch.float64), meta)
+            quotient = new_node(self.graph, aten.div.Tensor, (wide, largest), meta)
+            quotient = new_node(self.graph, CAST, (quotient, torch.float32), meta)
+            is_zero = new_node(self.graph, aten.eq.Scalar, (quotient, 0), meta)
+            self.outers[key] = new_node(self.graph, aten.where.ScalarSelf, (is_zero, 1.0, quotient), meta)
         return self.outers[key]
 
-    def _divided(self, amax: Node, largest: float, meta: dict) -> Node:
-        """amax / largest; 1 instead of 0."""
-        quotient = self._rounded(aten.div.Tensor, (self._wide(amax, meta), largest), meta)
-        return self._one_where_zero(quotient, quotient, meta)
+    def _bits(self, x: Node, casts: tuple[torch.dtype, ...], meta: dict, along: int | None = None) -> Node:
+        """The bits of a tensor's largest magnitude, or of those of its rows along a dimension, which is then of size 1.
 
-    def _inverted(self, amax: Node, largest: float, meta: dict) -> Node:
-        """1 / (largest / amax), where the encode factor in the brackets is finite; 1 where it or amax is 0."""
-        inverse = new_node(self.graph, aten.reciprocal.default, (self._wide(amax, meta),), meta)
-        factor = self._rounded(aten.mul.Tensor, (inverse, largest), meta)
-        is_infinite = new_node(self.graph, aten.gt.Scalar, (factor, FLT_MAX), meta)
-        factor = new_node(self.graph, aten.where.ScalarSelf, (is_infinite, FLT_MAX, factor), meta)
-        for each in (factor, amax):
-            factor = self._one_where_zero(each, factor, meta)
-        return self._rounded(aten.reciprocal.default, (self._wide(factor, meta),), meta)
-
-    def _wide(self, x: Node, meta: dict) -> Node:
-        return new_node(self.graph, CAST, (x, torch.float64), meta)
-
-    def _rounded(self, target: Callable, args: tuple, meta: dict) -> Node:
-        """A result in float64, rounded to float32."""
-        return new_node(self.graph, CAST, (new_node(self.graph, target, args, meta), torch.float32), meta)
-
-    def _one_where_zero(self, x: Node, other: Node, meta: dict) -> Node:
-        """1 where x is 0, elsewhere the other value."""
-        is_zero = new_node(self.graph, aten.eq.Scalar, (x, 0), meta)
-        return new_node(self.graph, aten.where.ScalarSelf, (is_zero, 1.0, other), meta)
-
-    def _bits(self, x: Node, casts: tuple[torch.dtype, ...], meta: dict) -> Node:
-        """The bits of a tensor's largest magnitude. casts: of the elements, which keep the order of magnitudes."""
-        found = new_node(self.graph, aten.amax.default, (new_node(self.graph, aten.abs.default, (x,), meta),), meta)
+        casts: of the elements, which keep the order of magnitudes.
+        """
+        magnitudes = new_node(self.graph, aten.abs.default, (x,), meta)
+        found = new_node(self.graph, aten.amax.default, (magnitudes, *(() if along is None else ([along], True))), meta)
         for dtype in (*casts, torch.float32):
             found = new_node(self.graph, CAST, (found, dtype), meta)
         return bits_of(self.graph, found, meta)

@@ -43,8 +43,7 @@ def merge_quantize(graph: Graph) -> int:
 def _may_be_of_a_pair(found: Quantise) -> bool:
     fmt = formats.get(found.format)
     # Where a static outer scale belongs to each row, the two quantises do not share it.
-    given_each = found.outer is not None and fmt.outer == "row"
-    given_each = given_each or found.amax is not None
+    given_each = (found.outer is not None or found.amax is not None) and fmt.outer == "row"
     return not given_each and found.scale_rule == "amax" and not (found.each_matrix and not fmt.square)
 
 

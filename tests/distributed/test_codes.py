@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from fp4compile.distributed.codes import Direction, packed_bytes
+from fp4compile.distributed.codes import Direction
 from fp4compile.formats import formats
 from fp4compile.formats.layouts import scale_layout
 from fp4compile.ops.quantize import QUANTIZE
@@ -19,15 +19,21 @@ def weight(device="cpu") -> torch.Tensor:
     return made.to(device)
 
 
-def gathered(direction: Direction, whole: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-    """What three ranks that quantise a third of the rows each make of a weight."""
-    shards, magnitudes = whole.chunk(RANKS), None
-    if direction.depends_on_all_rows:
-        magnitudes = torch.stack([direction.magnitudes(shard) for shard in shards]).amax(0)
-    sent = torch.stack([packed_bytes(direction.encode(shard, magnitudes)) for shard in shards])
-    parts = direction.parts(whole.device)
-    direction.decode(sent[:, : sum(direction.bytes_of(RANKS))], parts)
-    return parts
+def gathered(direction: Direction, whole: torch.Tensor, other: torch.Tensor | None = None) -> list[torch.Tensor | None]:
+    """What three ranks that quantise a third of the rows each make of a weight. other: is quantised with it."""
+    weights = torch.stack([each for each in (other, whole) if each is not None])
+    stacks, magnitudes = weights.chunk(RANKS, dim=1), None
+    if direction.scale_over_ranks:
+        magnitudes = torch.stack([direction.magnitudes(stack) for stack in stacks]).amax(0)
+    places = direction.places(whole.device, RANKS)
+    there = [place for place in places if place is not None]
+    for memory in (tensor for place in there for tensor in (place.memory, place.arriving)):
+        memory.untyped_storage().resize_(memory.nbytes)
+    sent = [direction.encode(stack, magnitudes)[-1] for stack in stacks]
+    for place, *parts in zip(there, *sent, strict=True):
+        place.arriving.copy_(torch.cat(parts))
+    direction.join(places, RANKS)
+    return [None if place is None else place.part for place in places]
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -38,7 +44,7 @@ def gathered(direction: Direction, whole: torch.Tensor) -> tuple[torch.Tensor | 
 def test_shards_have_the_bits_of_the_whole_weight(name, layout, dim, device):
     fmt, whole = formats.get(name), weight(device)
     expected = QUANTIZE(whole, name, dim, layout=layout)
-    found = gathered(Direction(name, dim, (N, K), layout), whole)
+    found = gathered(Direction(name, dim, (N, K), layout), whole, whole.flip(0) * 50)
     assert [part is not None for part in found] == [True, fmt.scale is not None, fmt.outer is not None]
     for part, wanted in zip(found, expected, strict=True):
         if part is not None:
@@ -51,9 +57,10 @@ def test_shards_have_the_bits_of_the_whole_weight(name, layout, dim, device):
 @pytest.mark.parametrize("layout", ["linear", "swizzled"])
 def test_codes_of_square_blocks_are_transposed(name, layout, device):
     rows, columns = (Direction(name, dim, (N, K), layout) for dim in (-1, -2))
-    codes, found = gathered(rows, weight(device)), columns.parts(torch.device(device))
+    codes, wanted_codes = (tuple(gathered(one, weight(device))) for one in (rows, columns))
+    found = tuple(None if part is None else torch.empty_like(part) for part in wanted_codes)
     columns.transpose(codes, found)
-    for part, wanted in zip(found, gathered(columns, weight(device)), strict=True):
+    for part, wanted in zip(found, wanted_codes, strict=True):
         assert (part is None) == (wanted is None)
         assert part is None or torch.equal(part.view(-1).view(torch.uint8), wanted.view(-1).view(torch.uint8))
 
@@ -74,5 +81,6 @@ def test_shards_that_cut_a_block_are_named(name, ranks, dim, why):
 @pytest.mark.parametrize("dim", [-1, -2])
 def test_a_rank_sends_fewer_bytes(name, fewer, dim):
     size = (4096, 1024)
-    sent = sum(Direction(name, dim, size).bytes_of(8))
-    assert 2 * size[0] * size[1] / 8 / sent > fewer
+    places = Direction(name, dim, size).places(torch.device("meta"), 8)
+    sent = sum(place.arriving.numel() for place in places if place is not None)
+    assert 2 * size[0] * size[1] / sent > fewer

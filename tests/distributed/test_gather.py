@@ -8,9 +8,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import fp4compile
 from fp4compile.distributed import gather_quantized_
@@ -98,16 +99,75 @@ def test_compiled_optimisers_take_shards():
     assert type(found) is torch.Tensor and torch.equal(found, copy.deepcopy(shard) * 2)
 
 
-def test_the_scales_of_a_module_take_one_collective(monkeypatch):
-    """An outer scale is made of one number of a weight; scales of columns, which a forward pass lacks, of many."""
+@pytest.mark.parametrize(("recipe", "forward", "backward"), [
+    ("nvfp4_train", [2], []), ("nvfp4", [2], []), ("float8_rowwise", [], [64 + 128]), ("mxfp8", [], []),
+])  # fmt: skip
+def test_the_scales_of_a_module_take_one_collective(recipe, forward, backward, monkeypatch):
+    """An outer scale is made of one number of a weight; scales of columns, which a forward pass lacks, of many.
+
+    A backward pass has the numbers of its forward pass, and the next forward pass has new ones.
+    """
     numbers = []
     monkeypatch.setattr(dist, "all_reduce", lambda tensor, *_, **__: numbers.append(tensor.numel()))
-    for recipe, expected in (("nvfp4_train", 2), ("nvfp4", 4), ("float8_rowwise", 64 + 128), ("mxfp8", None)):
+    model = fully_shard(nn.Sequential(nn.Linear(64, 128), nn.Linear(128, 128)), reshard_after_forward=True)
+    assert len(gather_quantized_(model, recipe).quantised) == 4
+    for _ in range(2):
+        found = model(torch.ones(4, 64))
+        assert numbers == forward
+        found.sum().backward()
+        assert numbers == forward + backward
         numbers.clear()
-        model = sharded(nn.Sequential(nn.Linear(64, 128), nn.Linear(128, 128)))
-        assert len(gather_quantized_(model, recipe).quantised) == 4
+
+
+def test_magnitudes_are_reduced_as_bits_on_the_device(monkeypatch):
+    """NaN, of either sign, is above all others. FSDP2 copies one weight at a time from the host to the device."""
+    reduced = []
+    monkeypatch.setattr(dist, "all_reduce", lambda tensor, *_, **__: reduced.append(tensor.clone()))
+    for policy, sizes in ((OffloadPolicy(), [2]), (CPUOffloadPolicy(pin_memory=False), [1, 1])):
+        model = nn.Sequential(nn.Linear(64, 128), nn.Linear(128, 64))
+        with torch.no_grad():
+            model[0].weight[3, 5] = -torch.tensor(torch.nan)
+        gather_quantized_(fully_shard(model, offload_policy=policy), "nvfp4_train")
         model.unshard()
-        assert numbers == [expected] * (expected is not None)
+        assert [one.numel() for one in reduced] == sizes
+        nan, other = torch.cat(reduced).tolist()
+        assert nan > torch.tensor(torch.inf).view(torch.int32) > other > 0
+        reduced.clear()
+
+
+class Counting(TorchDispatchMode):
+    """Names of the operators that launch something: those that make no view and allocate no more than memory."""
+
+    def __enter__(self):
+        self.names = []
+        return super().__enter__()
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if not (function.is_view or "empty" in function.name() or "record_function" in function.name()):
+            self.names.append(function.name().partition("::")[2].partition(".")[0])
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("recipe", ["nvfp4_train", "mxfp8", "float8_rowwise"])
+def test_weights_of_one_size_are_quantised_by_the_launches_of_one(recipe, monkeypatch):
+    """Each launch before a gather would have to wait for a place among the products that run meanwhile."""
+    monkeypatch.setattr(dist, "all_reduce", lambda *_, **__: None)
+    found = []
+    for count in (1, 5):
+        model = sharded(nn.Sequential(*[nn.Linear(128, 128, bias=False) for _ in range(count)]))
+        gather_quantized_(model, recipe)
+        model.unshard()
+        model.reshard()
+        with torch.no_grad(), Counting() as counting:
+            waiting = model.unshard(async_op=True)
+        found.append(counting.names)
+        with torch.no_grad(), Counting() as counting:
+            waiting.wait()
+        # Nothing of the codes along the rows is copied: two copies of those along the columns, of which `transpose`
+        # makes more where blocks are square.
+        assert counting.names.count("copy_") == {"nvfp4_train": 3, "mxfp8": 2, "float8_rowwise": 1}[recipe] * count
+        assert counting.names.count("clone") == (recipe == "nvfp4_train") * count
+    assert found[0] == found[1] and "quantize" in found[0]
 
 
 def test_a_loaded_or_cast_weight_is_still_gathered_as_codes():

@@ -7,8 +7,8 @@ from torch.utils.checkpoint import checkpoint
 
 import fp4compile
 from fp4compile.analysis.plan import BEFORE_CAST
-from fp4compile.distributed.codes import Direction, packed_bytes
-from fp4compile.distributed.whole import Form, GatheredWeight
+from fp4compile.distributed.codes import Direction
+from fp4compile.distributed.whole import Arrival, Form
 from fp4compile.hardware import Target
 from fp4compile.passes.manager import analyse
 from fp4compile.recipe import resolve
@@ -21,15 +21,17 @@ from tests.helpers import without_codegen
 def gathered(weight: torch.Tensor, format: str, recompute=False, directions=2, layout="linear") -> nn.Parameter:
     """A weight as it is on one rank after a gather. directions: 1 gathers the codes along the columns alone."""
     both = tuple(Direction(format, dim, tuple(weight.shape), layout) for dim in (-1, -2))
-    made = GatheredWeight.empty(Form(*both, weight.dtype, recompute), weight.device)
-    wanted = both[-directions:]
-    encoded = [part for one in made.form.sent(wanted) for part in one.encode(weight, _magnitudes(one, weight))]
-    made.write(packed_bytes(encoded).view(1, -1), wanted)
+    arrival = Arrival(Form(*both, weight.dtype, recompute), weight.device, 1)
+    made, wanted, shards = arrival.weight(), both[-directions:], weight.unsqueeze(0)
+    for memory in (*arrival.arriving(wanted), *arrival.beside(wanted)):
+        memory.untyped_storage().resize_(memory.nbytes)
+    encoded = []
+    for one in made.form.sent(wanted):
+        encoded += one.encode(shards, one.magnitudes(shards) if one.scale_over_ranks else None)[0]
+    for memory, part in zip(arrival.arriving(wanted), encoded, strict=True):
+        memory.copy_(part)
+    arrival.finish(made, wanted)
     return nn.Parameter(made)
-
-
-def _magnitudes(direction: Direction, weight: torch.Tensor) -> torch.Tensor | None:
-    return direction.magnitudes(weight) if direction.depends_on_all_rows else None
 
 
 class Layers(nn.Module):

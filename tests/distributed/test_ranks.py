@@ -5,7 +5,7 @@ import torch
 
 from tests.helpers import moving_worker, process_groups, rank_worker, without_codegen
 from tests.helpers.moving_worker import SENT, tokens
-from tests.helpers.rank_worker import INVERTED, MEMBERS, MOVED, TOKENS
+from tests.helpers.rank_worker import INVERTED, MEMBERS, MOVED, OF_ROWS, TOKENS
 
 pytestmark = pytest.mark.slow
 # Of the largest result: 34 times 2^-24. Sums of up to 96 products in two orders differ by up to 190 times 2^-24 of the
@@ -28,23 +28,28 @@ def alone():
     """Steps of one process, by their kind."""
     with pytest.MonkeyPatch.context() as patch:
         without_codegen.install(patch)
-        recipes = ("nvfp4", INVERTED, "nvfp4_train")
-        plain, inverted, square = (rank_worker.step(*rank_worker.whole(), recipe) for recipe in recipes)
-    return {"sequences": plain, "frozen": plain, "tokens": inverted, "inference": square}
+        recipes = ("nvfp4", INVERTED, "nvfp4_train", *OF_ROWS)
+        plain, inverted, square, *rows = (rank_worker.step(*rank_worker.whole(), recipe) for recipe in recipes)
+    found = {"sequences": plain, "frozen": plain, "tokens": inverted, "inference": square}
+    return found | dict(zip(OF_ROWS, rows, strict=True))
 
 
 @pytest.mark.parametrize("place", range(len(MEMBERS)))
-@pytest.mark.parametrize("kind", ["sequences", "tokens", "frozen"])
+@pytest.mark.parametrize("kind", ["sequences", "tokens", "frozen", *OF_ROWS])
 def test_tensor_parallelism_has_the_codes_of_one_process(kind, place, found, alone):
     """So results and gradients differ by the order of sums alone; shards with scales of their own are percents off."""
     mine = found[0][place][kind]
-    part = slice(None) if kind == "tokens" else slice(place * TOKENS, (place + 1) * TOKENS)
+    part = slice(place * TOKENS, (place + 1) * TOKENS) if kind in ("sequences", "frozen") else slice(None)
     for name in set(mine) - {"told"}:
         expected = alone[kind][name][:, part] if name in "xy" else alone[kind][name]
         torch.testing.assert_close(mine[name], expected, rtol=0, atol=SUMS * expected.abs().max().item())
     products = ("fprop", "dgrad") if kind == "frozen" else ("fprop", "dgrad", "wgrad")
     assert mine["told"].keys() == {f"{layer} {product}" for layer in ("up", "down") for product in products}
-    assert all("outer scale of 2 ranks" in told for told in mine["told"].values())
+    scaled = {name for name, told in mine["told"].items() if told and "outer scale of 2 ranks" in told}
+    # Rows of a weight gradient's operands are tokens, which each rank has whole.
+    assert scaled == ({"up dgrad", "down fprop"} if kind == "float8_rowwise" else set(mine["told"]))
+    if kind in OF_ROWS:
+        return
     after = "quantised after all_gather_into_tensor: "
     gathered = {name: told.rpartition("; ")[2] for name, told in mine["told"].items() if "all_gather" in told}
     assert (

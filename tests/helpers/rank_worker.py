@@ -28,6 +28,7 @@ from tests.helpers import moving_worker, process_groups, without_codegen
 
 MEMBERS, TOKENS, WIDTH, HIDDEN = (1, 2), 16, 64, 96
 INVERTED = {"recipe": "nvfp4_rowwise", "fprop_x": "nvfp4_te"}  # outer scales are inverses of encode factors
+OF_ROWS = ("float8_rowwise", "nvfp4_rowwise")  # outer scales belong to rows, of which each rank has a part
 MOVED = ("mxfp8", "nvfp4_one_level", "nvfp4")
 PASSES = ("quantize_before_move", "group_amax")
 SIZES = {"min_m": 1, "min_n": 1, "min_k": 1}
@@ -99,6 +100,7 @@ def parallel(rank: int, mesh: DeviceMesh) -> dict:
         without_codegen.install(patch)
         found["sequences"] = step(sharded(model, mesh, True), x[:, mine], gradient[:, mine], "nvfp4")
         found["tokens"] = step(sharded(model, mesh, False), x, gradient, INVERTED)
+        found |= {recipe: step(sharded(model, mesh, False), x, gradient, recipe) for recipe in OF_ROWS}
         model.requires_grad_(False)
         found["frozen"] = step(sharded(model, mesh, True), x[:, mine], gradient[:, mine], "nvfp4")
     with torch.no_grad():

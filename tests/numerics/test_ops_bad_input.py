@@ -26,7 +26,7 @@ def op_mm(a, a_format, b, b_format):
 
 
 BIAS = "bias: expected floating point of shape (6,), got "
-GIVEN_AMAX = "amax: goes with rows in a format whose outer scale is computed"
+GIVEN_AMAX = "amax: goes with a format whose outer scale is computed for the tensor"
 BAD_CALLS = [
     # what is raised, what the message says, call
     (TypeError, "x: expected a torch.Tensor, got list", lambda: quantize([1.0], "nvfp4")),
@@ -45,10 +45,11 @@ BAD_CALLS = [
     (ValueError, "unknown layout None", lambda: quantize(X, "nvfp4", layout=None)),
     (TypeError, "outer: expected a float32 torch.Tensor, got float", lambda: quantize(X, "nvfp4", outer=1.0)),
     (ValueError, GIVEN_AMAX, lambda: QUANTIZE(X, "mxfp8", amax=AMAX)),
-    (ValueError, GIVEN_AMAX, lambda: QUANTIZE(X, "nvfp4", -2, amax=AMAX)),
+    (ValueError, GIVEN_AMAX, lambda: QUANTIZE(X, "float8_rowwise", [-1, -2], amax=AMAX)),
     (ValueError, GIVEN_AMAX, lambda: QUANTIZE(X, "nvfp4", outer=AMAX, amax=AMAX)),
     (ValueError, GIVEN_AMAX, lambda: QUANTIZE(X, "nvfp4", offs=torch.tensor([4], dtype=torch.int32), amax=AMAX)),
     (ValueError, "amax: expected float32 of shape ()", lambda: QUANTIZE(X, "nvfp4", amax=AMAX.view(1))),
+    (ValueError, "amax: expected float32 of shape (64, 1)", lambda: QUANTIZE(X, "float8_rowwise", -2, amax=AMAX)),
     (ValueError, "amax: goes without a prologue", lambda: QUANTIZE(X, "nvfp4", prologue=["neg aux0"], amax=AMAX)),
     (ValueError, "outer: format mxfp8 has no outer scale", lambda: quantize(X, "mxfp8", outer=torch.tensor(1.0))),
     (ValueError, "outer: format nvfp4_one_level", lambda: quantize(X, "nvfp4_one_level", outer=torch.tensor(1.0))),

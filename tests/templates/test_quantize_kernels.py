@@ -316,6 +316,32 @@ def test_given_amax(format):
 
 
 @gpu
+@pytest.mark.parametrize("format", ["nvfp4", "nvfp4_te", "nvfp4_16x16", "nvfp4_rowwise", "float8_rowwise"])
+def test_given_amaxes_of_matrices_and_rows(format):
+    """Of a stack of shards, each a half of a weight: their codes are those of the whole weights."""
+    fmt, half = formats.get(format), 32
+    names = ("randn", "outliers", "randn")
+    whole = torch.stack([hard_input(name, (2 * half, 48), torch.bfloat16) * (i + 1) for i, name in enumerate(names)])
+    whole[:, half:] *= 3
+    each = fmt.outer == "tensor"
+    amax = whole.float().abs().amax((1, 2) if each else 1)
+    amax = amax if each else amax.unsqueeze(-1)
+    shards = whole[:, :half]
+    for stack, dim in ((shards, -2), (shards, -1) if each else (shards.mT.contiguous(), -1)):
+        found = quantize_kernels(stack.to(DEVICE), format, dim, amax=amax.to(DEVICE), each_matrix=each)
+        assert_same_bits(found, QUANTIZE(stack, format, dim, amax=amax, each_matrix=each))
+        there = [part.cpu() for part in found if part.numel()]
+        for one, its, values, *parts in zip(whole, amax, stack, *there, strict=True):
+            expected = reference.quantize(one if each and dim == -1 else one.mT, fmt)
+            for part, of_all in zip(parts, (one for one in expected if one is not None), strict=True):
+                cut = of_all[tuple(slice(size) for size in part.shape)].contiguous()
+                assert torch.equal(part.view(-1).view(torch.uint8), cut.view(-1).view(torch.uint8))
+            for dims in [[dim], [-1, -2]][: 1 + each]:
+                given = QUANTIZE(values, format, dims, amax=its)
+                assert_same_bits(quantize_kernels(values.to(DEVICE), format, dims, amax=its.to(DEVICE)), given)
+
+
+@gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bfloat16", "float32"])
 @pytest.mark.parametrize("format", ["nvfp4", "nvfp4_te", "nvfp4_rowwise", "nvfp4_16x16"])
 def test_tiny_tensors(format, dtype):

@@ -31,7 +31,8 @@ from fp4compile.templates.view import View
 
 
 def outer_of(source: Source, fmt: BlockFormat, static: torch.Tensor | None, each_matrix: bool = False) -> Outer:
-    """The outer scales along rows or square blocks: static, none, or one for the tensor, made from its amax.
+    """The outer scales along rows or square blocks: static, none, or made from the amax of the tensor, or from
+    the rows' amaxes if they are given (`source.amax_bits`).
 
     static: float32 [] or [..., R, 1]; None: not static. each_matrix: make one outer scale for each matrix of the batch.
     """
@@ -39,6 +40,13 @@ def outer_of(source: Source, fmt: BlockFormat, static: torch.Tensor | None, each
         return static_outer(source.batch * source.rows, static)
     if fmt.outer is None:
         return Outer("none")
+    if fmt.outer == "row":
+        lanes = source.batch * source.rows
+        return Outer(
+            "row amax", View.flat(source.tensor.new_empty(lanes, dtype=torch.float32), lanes), source.amax_bits
+        )
+    if each_matrix and source.amax_bits is not None:
+        return outer_of_matrices(source, source.amax_bits, ())
     if each_matrix:
         return outer_of_matrices(source, *amax_of_matrices(source))
     amax, launches = amax_of_tensor(source)

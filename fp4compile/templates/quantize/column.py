@@ -55,6 +55,9 @@ def outers_of(
     if static is not None and static.dim():
         both = static_outer(source.batch * source.cols, static)
         return both, both
+    if static is None and fmt.outer == "row" and source.amax_bits is not None:
+        both = Outer("row amax", empty(source.batch * source.cols), source.amax_bits)
+        return both, both
     if static is None and fmt.outer == "row":
         rows = "each" if with_rows else None
         amax, launch = amax_of_columns(source, rows=rows, transform=transform, each=True)

@@ -127,26 +127,33 @@ def plan(
     if spec.ragged:
         return _ragged(spec, source_of(x, target, spec.prologue, operands), offs, outer, seed)
     if spec.both:
-        return _both(spec, x, source_of(x, target, spec.prologue, operands, stored), outer, seed)
-    if amax is not None:
-        source = source_of(x.contiguous() if lies_transposed(x) else x, target)
-        source = replace(source, amax_bits=View.flat(amax.view(1).view(torch.int32), 1))
+        source = source_of(x, target, spec.prologue, operands, stored)
+        return _both(spec, x, source if amax is None else _with_amax(source, amax), outer, seed)
+    if amax is not None and spec.dims == (ROWS,) and not spec.format.square:
+        source = _with_amax(source_of(x.contiguous() if lies_transposed(x) else x, target), amax)
         return _rows(spec, x.shape, source, outer, seed)
-    if spec.format.square or spec.hadamard or (spec.prologue is None and lies_transposed(x.movedim(spec.dims[0], -1))):
-        return _columns(spec, x.movedim(spec.dims[0], -1), target, outer, seed)
+    columns = amax is not None or (spec.prologue is None and lies_transposed(x.movedim(spec.dims[0], -1)))
+    if spec.format.square or spec.hadamard or columns:
+        return _columns(spec, x.movedim(spec.dims[0], -1), target, outer, seed, amax)
     source = source_of(x.movedim(spec.dims[0], -1), target, spec.prologue, operands, stored)
     return _rows(spec, x.movedim(spec.dims[0], -1).shape, source, outer, seed)
 
 
-def _columns(spec: QuantizeSpec, x: torch.Tensor, target: Target, static, seed) -> Plan:
+def _with_amax(source: Source, amax: torch.Tensor) -> Source:
+    """A source whose largest magnitudes are given."""
+    return replace(source, amax_bits=View.flat(amax.reshape(-1).view(torch.int32), amax.numel()))
+
+
+def _columns(spec: QuantizeSpec, x: torch.Tensor, target: Target, static, seed, amax) -> Plan:
     """The plan that quantises the last dimension of x by a kernel for columns or square blocks.
 
-    A transposed view is read in its memory layout. The Hadamard transform needs such a view, and copies any other x.
-    Square blocks of any other x are read by rows.
+    A transposed view is read in its memory layout. The Hadamard transform and given magnitudes of columns need such a
+    view, and copy any other x. Square blocks of any other x are read by rows.
     """
     fmt, layout, each_matrix = spec.format, spec.layout, _each_matrix(spec)
-    down = spec.hadamard or lies_transposed(x)
+    down = spec.hadamard or lies_transposed(x) or (amax is not None and not fmt.square)
     source = source_of(x.transpose(-2, -1) if down else x, target)
+    source = source if amax is None else _with_amax(source, amax)
     output = empty_output(source, x.shape, fmt, layout, columns=down, values=bool(spec.values))
     if fmt.square:
         outer = outer_of(source, fmt, static, each_matrix)
@@ -193,12 +200,12 @@ def _rows(spec: QuantizeSpec, shape: Sequence, source: Source, static, seed) -> 
             outer, launch = reduced_rows_launch(source, fmt, output, static, layout, seed, stream)
             launches = (*launches, *outer.launches, launch)
             return Plan(launches, (output,), (_found(outer, static, spec, shape),))
-    if fmt.outer == "row" and static is None:
+    if fmt.outer == "row" and static is None and source.amax_bits is None:
         found, launch = scaled_rows_launch(source, fmt, output, layout, seed, stream)
         return Plan((*launches, launch), (output,), (found.tensor.view(*shape[:-1], 1),))
     outer = outer_of(source, fmt, static, _each_matrix(spec))
     launch = rows_launch(source, fmt, output, outer, layout, seed, stream)
-    return Plan((*launches, *outer.launches, launch), (output,), (outer.result,))
+    return Plan((*launches, *outer.launches, launch), (output,), (_shaped(outer, shape),))
 
 
 def _found(outer: Outer, static, spec: QuantizeSpec, shape: Sequence) -> torch.Tensor | None:

@@ -58,7 +58,7 @@ def rows_launch(
     stores, source = source.stored, source.once_read() if outer.computed else source
     constants = format_constants(fmt)
     block = constants["BLOCK"]
-    one_outer = outer.mode not in ("row", "matrix amax")
+    one_outer = outer.mode not in ("row", "row amax", "matrix amax")
     whole_blocks = statically_true(source.cols % block == 0)
     flat = source.flat() if layout == "linear" and one_outer and whole_blocks else None
     # A small tensor has partial maxima (one dimension). For a large one, the time of a launch does not matter.
@@ -210,7 +210,8 @@ def quantize_rows(
 
     data_ptr: bytes for codes, or 16-bit floats (see `encode_and_store_codes`). FLAT: x is one row, which may have more
     than 2^31 elements. OUTER, PARTIAL_MAXIMA: as in `outer_scales`; or OUTER "row": outer_ptr has a decode factor for
-    each row; or OUTER "matrix amax": amax_ptr has the amax of each matrix, whose decode factor is stored at outer_ptr.
+    each row; or OUTER "matrix amax" or "row amax": amax_ptr has the amax of each matrix or of each row, whose decode
+    factor is stored at outer_ptr.
     PDL: the kernel of the amax may still run when this one starts, see `device.dependent_launch`. PACKED: as in
     `encode_and_store_codes`. WHOLE, BATCHED: as in `quantize_columns`.
     """
@@ -239,6 +240,12 @@ def quantize_rows(
     if OUTER == "row":
         decode = tl.load(outer_ptr + batch * rows + row, mask=row < rows, other=1.0)[:, None]
         encode = encode_scale(decode, ISA)
+    elif OUTER == "row amax":
+        at = batch.to(tl.int64) * rows + row
+        encode, decode = make_outer_scales(amax_ptr + at, outer_ptr, at, row < rows, col_tile == 0,
+                                           SCALE, CONTRACT, ISA)  # fmt: skip
+        encode = encode[:, None]
+        decode = decode[:, None]
     elif OUTER == "matrix amax":
         encode, decode = make_outer_scales(amax_ptr + batch, outer_ptr, batch, True, (row_tile == 0) & (col_tile == 0),
                                            SCALE, CONTRACT, ISA)  # fmt: skip

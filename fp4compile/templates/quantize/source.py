@@ -22,7 +22,8 @@ class Source:
     prologue: None, or the steps whose result is quantised; `view` is then their first operand. operands: views of the
         other operands: [batch * rows, cols] for kind "aux", [cols] for "row", [batch * rows] for "col".
     stored: contiguous views that the first kernel to read the tensor fills with the results of `prologue.stored`.
-    amax_bits: the bits that `amax.amax_of_tensor` returns, if the kernel of the prologue's statistics found them.
+    amax_bits: the bits of the largest magnitudes, if the kernel of the prologue's statistics found them, or the caller
+        gives them.
     """
 
     view: View
