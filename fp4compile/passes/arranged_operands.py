@@ -2,9 +2,10 @@
 
 `gemm_wgmma_sm90` reads A from memory in an order of its own (`Candidate.arrangement`). Alone, each product launches a
 kernel that copies A to that order. In a graph, products of the same A share the copy: q, k and v of packed weights, or
-gate and up. And where Inductor computes A for such products alone, for example silu(gate) * up, the end of a norm or
-the tokens of experts by their index, PyTorch operations in the graph put A into the order (`SwizzledA.by_operations`).
-Inductor computes them in its kernel of A, so that A is written once, and not copied at all.
+gate and up. And where Inductor computes A for dense products alone, for example silu(gate) * up or the end of a norm,
+PyTorch operations in the graph put A into the order (`SwizzledA.by_operations`). Inductor computes them in its kernel
+of A, so that A is written once, and not copied at all. For tokens of experts that gained nothing: on an H100, 32768
+gathered tokens of 2048 elements took Inductor 187 us in this order, 66 us in their own.
 
 `gemm_wgmma_sm90` starts before the kernel ahead of it has ended, and reads B meanwhile (`device.dependent_launch`).
 Behind its own copy of A that is safe, because B is an argument of both kernels. Without it another kernel may come
@@ -31,7 +32,6 @@ from fp4compile.templates.multiply import call_of
 
 FEW_ROWS = 64  # rows of A up to which copying it costs less than a launch
 _VIEWS = {*RESHAPES, torch.ops.aten.view.dtype}
-_GATHERS = (torch.ops.aten.index.Tensor,)  # which Inductor computes like pointwise operations
 _INPUTS = ("placeholder", "get_attr")
 
 
@@ -62,7 +62,7 @@ def arranged_operands(graph: Graph) -> dict[Node, Arranged]:
 def written_arranged(node: Node) -> bool:
     """Whether Inductor computes a node's value, and all that reads it are products that can read it arranged."""
     source = _source(node)
-    if torch.Tag.pointwise not in getattr(source.target, "tags", ()) and source.target not in _GATHERS:
+    if torch.Tag.pointwise not in getattr(source.target, "tags", ()):
         return False
     return all(_reads_written(user, value) for user, value in _readers(source))
 
@@ -77,11 +77,11 @@ def _readers(node: Node) -> Iterator[tuple[Node, Node]]:
 
 
 def _reads_written(user: Node, value: Node) -> bool:
-    """Whether a node is a product of many rows that can read a plain value as its arranged A, and only there."""
-    if user.target not in (SCALED_MM, SCALED_GROUPED_MM):
+    """Whether a node is a dense product of many rows that can read a plain value as its arranged A, and only there."""
+    if user.target is not SCALED_MM:
         return False
     product = scaled_mm_of(user)
-    others = [product.b.data, product.b.scales, product.b.outer, product.bias, product.offs, *product.auxiliaries]
+    others = [product.b.data, product.b.scales, product.b.outer, product.bias, *product.auxiliaries]
     if product.a.data is not value or value in others or product.a.format is not None or _key(product) is None:
         return False
     p = product.problem
@@ -94,7 +94,8 @@ def _key(product: ScaledMM) -> Hashable | None:
     arrangement = _arrangement(product)
     if arrangement is None or any(_source(each).op not in _INPUTS for each in (product.b.data, product.b.scales)):
         return None
-    return str(arrangement), product.a.format, _seen(product.a.data), _seen(product.a.scales)
+    tensors = (product.a.data, product.a.scales, product.offs)
+    return str(arrangement), product.a.format, *map(_seen, tensors)
 
 
 def _arrangement(product: ScaledMM) -> SwizzledA | None:

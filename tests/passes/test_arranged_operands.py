@@ -1,7 +1,5 @@
 """A in the order in which `gemm_wgmma_sm90` reads it: who writes it, and that no bit depends on that."""
 
-from functools import partial
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -16,7 +14,6 @@ from fp4compile.passes.lower import lower
 from fp4compile.templates.launch import dry_run
 
 BF16 = torch.bfloat16
-aten = torch.ops.aten
 needs_hopper = pytest.mark.skipif(
     not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9, reason="needs a Hopper GPU"
 )
@@ -89,50 +86,21 @@ def test_products_of_one_input_share_a_copy(others, shared):
     assert not any(arranged.replaces_a for arranged in found.values())
 
 
-def launches_of_experts(function, *more):
-    """Launches of a function of 800 tokens, offsets of 8 experts, NVFP4 weights, and more tensors.
-
-    The function takes products of tokens as (tokens, dtype of the result).
-    """
+def test_products_of_the_same_experts_tokens_share_a_copy():
+    """Gate and up of experts that are two products."""
     with FakeTensorMode(), enable_python_dispatcher(), dry_run(Target(90)) as launches:
         x, offs = torch.empty(800, 256, dtype=BF16, device="cuda"), torch.empty(8, dtype=torch.int32, device="cuda")
         w = (torch.empty(8, 128, 128, dtype=torch.uint8, device="cuda"),
              torch.empty(8, 128, 16, dtype=torch.float8_e4m3fn, device="cuda"),
              torch.empty(8, device="cuda"))  # fmt: skip
 
-        def graph_of(x, offs, data, scales, outer, *more):
-            def product(tokens, dtype=BF16):
-                packed = (data, scales, outer, "nvfp4")
-                return torch.ops.fp4compile.scaled_grouped_mm(tokens, None, None, None, *packed, offs, 800, dtype)
+        def both(x, offs, data, scales, outer):
+            packed = (data, scales, outer, "nvfp4")
+            times = torch.ops.fp4compile.scaled_grouped_mm
+            return [times(x, None, None, None, *packed, offs, 800, dtype) for dtype in (BF16, torch.float32)]
 
-            return function(product, x, *more)
-
-        graph = make_fx(graph_of)(x, offs, *w, *(each(device="cuda") for each in more)).graph
-        lower(graph)
-        graph.lint()
-    return launches
-
-
-def test_products_of_the_same_experts_tokens_share_a_copy():
-    """Gate and up of experts that are two products."""
-    launches = launches_of_experts(lambda product, x: [product(x, dtype) for dtype in (BF16, torch.float32)])
+        lower(make_fx(both)(x, offs, *w).graph)
     assert [one.kernel.__name__ for one in launches] == [*COPIED, COPIED[1]]
-    assert not launches[0].args.keys() - {*launches[0].kernel.arg_names}
-
-
-INDEX = partial(torch.empty, 800, dtype=torch.int64)
-
-
-@pytest.mark.parametrize(("function", "more", "copied"), [
-    (lambda product, x: product(F.silu(x)), (), False),
-    (lambda product, x, index: product(aten.index.Tensor(x, [index])), (INDEX,), False),
-    (lambda product, x, index: [product(a := aten.index.Tensor(x, [index])), a.sum()], (INDEX,), True),
-], ids=["activation", "index", "read twice"])  # fmt: skip
-def test_tokens_of_experts_are_written_in_the_order_of_the_product(function, more, copied):
-    """Without a launch that has the offsets, another kernel may write them just before: the product starts late."""
-    launches = launches_of_experts(function, *more)
-    assert [one.kernel.__name__ for one in launches] == COPIED[not copied :]
-    assert launches[-1].constants["PDL"] == copied
 
 
 def test_an_arranged_operand_of_another_shape_is_refused():

@@ -31,16 +31,14 @@ def _run(call: Call, config: WgmmaConfig) -> torch.Tensor:
     a = arrangement.of_call(call)
     out = call.empty()
     a_outer, b_outer, unused = call.rescale_pointers(out)
-    # A kernel that starts early reads the offsets at once. `swizzle_a_sm90` has them as an argument, others have not.
-    early = p.target.dependent_launch and call.arranged_a is None
     even = statically_true(p.n % (16 * config.parts * config.warps) == 0 and p.k % (128 * config.steps_per_stage) == 0)
     launch(
         gemm_wgmma_sm90, config.grid(p.m, p.n, p.groups),
         a, a_outer, call.b.data, call.b.scales, b_outer, unused, out, unused, unused, call.offs,
         p.m, arrangement.rows, p.n, p.k // 32, 1, call.b.scale_bytes, A_OUTER=p.a.outer, B_OUTER=p.b.outer,
         BIAS=0, EPILOGUE="", PARTIAL=0, B_SQUARE=int(p.b.format.square), B_SWIZZLED=int(p.b.swizzled),
-        COMPUTE=p.compute, EVEN=int(even), PDL=early, ISA=p.target.isa, GROUPS=p.groups, num_warps=config.warps,
-        **config.constants,
+        COMPUTE=p.compute, EVEN=int(even), PDL=p.target.dependent_launch, ISA=p.target.isa, GROUPS=p.groups,
+        num_warps=config.warps, **config.constants,
     )  # fmt: skip
     return out
 
