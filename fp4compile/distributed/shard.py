@@ -198,7 +198,10 @@ class QuantizedShard(torch.Tensor):
         member = self.member
         wanted, arrival = member.wanted, member.arrives()
         member.sharded.gather_into(arrival.arriving(wanted), arrival.beside(wanted))
-        return member.others.take(member, self.values), wanted
+        sent = member.others.take(member, self.values)
+        if member.sharded.ranks == 1:
+            arrival.write(sent, wanted)
+        return sent, wanted
 
     def fsdp_post_all_gather(
         self, all_gather_outputs: tuple[torch.Tensor, ...], metadata: Any, param_dtype: torch.dtype, *, out: Any = None

@@ -159,6 +159,12 @@ class Arrival:
         for tensor in self.beside(wanted):
             tensor.untyped_storage().resize_(tensor.nbytes)
 
+    def write(self, sent: list[torch.Tensor], wanted: tuple[Direction, ...]) -> None:
+        """Write what one rank alone sends. Of several tensors of one rank, FSDP2 copies the first (torch 2.13)."""
+        for memory, tensor in zip(self.arriving(wanted), sent, strict=True):
+            memory.untyped_storage().resize_(memory.nbytes)
+            memory.copy_(tensor)
+
     def finish(self, weight: GatheredWeight, wanted: tuple[Direction, ...]) -> None:
         """Write the wanted codes, whose bytes have arrived.
 
