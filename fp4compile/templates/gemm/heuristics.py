@@ -575,8 +575,8 @@ def grouped_skinny_config(p: Problem, most: Any = SKINNY_ROWS) -> SkinnyConfig:
 # `benchmarks.packed_experts` on an H100: least squares of 30 to 58 timed cases each (9 to 1024 rows a group, of three
 # shapes), without `swizzle_a_sm90`, off by 4 to 8 % on average. Up to 96 rows, two programs or more share a
 # multiprocessor, and one computes while another one starts or ends. Tiles of 72, 128, 160 and 224 rows of one part were
-# timed, too: without them the chosen tile is no slower in any case. Steps of narrower tiles are those of whole tiles
-# with as many rows, of which one shares no multiprocessor (`_LARGE_TILES`).
+# timed, too: without them the chosen tile is no slower in any case. Narrower tiles were not timed: their steps count as
+# steps of whole tiles with as many rows, here or in `_LARGE_TILES`, and of two parts as two of them.
 GROUPED_TILES = tuple(
     (WgmmaConfig(rows, 8, parts, stages, steps, 1, 8, buffers, *sorted(narrow, reverse=True)), turn, step, narrow)
     for rows, parts, stages, steps, buffers, turn, step, narrow in (
