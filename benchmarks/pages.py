@@ -1,6 +1,6 @@
 """What the generated pages in benchmarks/results hold: texts and tables, one page a subject.
 
-Pages of what was timed; `benchmarks/proof_pages.py` has those of what was compiled, simulated and compared.
+Pages of what was timed; `benchmarks/proof_pages.py` has the pages of what was compiled, simulated and compared.
 
 Texts say what was measured, how, and what a column means. They hold no figure that a table has.
 

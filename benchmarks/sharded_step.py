@@ -8,7 +8,7 @@ all-gather, left out where torchao is not installed.
 "ms": the median time of a forward and a backward pass with gradients reduced, without an optimiser. "sent MB": what a
 rank contributes to the gathers of weights in such a step, by the tensors that FSDP2 gathers. "peak GB": memory of the
 first rank. "host ms", "device ms" and "launches": as in `benchmarks.training_step`; kernels of several streams overlap,
-and those of collectives wait for the other rank. A slow link is what NCCL_P2P_DISABLE=1 leaves of NVLink.
+and kernels of collectives wait for the other rank. A slow link is what NCCL_P2P_DISABLE=1 leaves of NVLink.
 
     python -m benchmarks.sharded_step [--cases bf16 nvfp4_train "nvfp4_train, codes"] [--layers 4] [--out FILE]
 """

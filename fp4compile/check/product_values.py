@@ -1,7 +1,8 @@
 """The checks of products that `check-sm100` runs on a GPU and in the simulator.
 
-Of operands for which every sum is exact in float32, a product must equal the reference in every bit. Of hard operands
-it is compared with float64, within the error of a float32 sum, as it is where an epilogue has an approximate function.
+A product of operands for which every sum is exact in float32 must equal the reference in every bit. A product of hard
+operands is compared with float64, within the error of a float32 sum, and so is a product whose epilogue has an
+approximate function.
 A result that the kernel quantises must equal the reference's for the result of the same kernel without that step.
 """
 

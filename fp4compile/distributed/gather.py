@@ -62,7 +62,7 @@ def gather_quantized_(
         found = _form(layer, one, chosen, around, recompute)
         report.add(_rows(layer, one, found, chosen), {})
         if isinstance(found[0], Form):
-            # Of the shards in the host's memory, FSDP2 brings one to the device at a time.
+            # FSDP2 brings the shards that lie in the host's memory to the device one at a time.
             together = groups.setdefault(id(one if one.offloaded else one.group), Together())
             _attach(Member(one, found[0], together))
     return report

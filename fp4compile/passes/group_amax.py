@@ -302,7 +302,7 @@ class _Outers:
         return self.outers[key]
 
     def _bits(self, x: Node, casts: tuple[torch.dtype, ...], meta: dict, along: int | None = None) -> Node:
-        """The bits of a tensor's largest magnitude, or of those of its rows along a dimension, which is then of size 1.
+        """The bits of a tensor's largest magnitude, or of each row's along a dimension, which is then of size 1.
 
         casts: of the elements, which keep the order of magnitudes.
         """

@@ -68,9 +68,9 @@ class Launch:
 
 @dataclass(frozen=True)
 class LaunchConfig:
-    """How a kernel is launched: fields with the names of its constexpr arguments in lower case, and those of `host`.
+    """How a kernel is launched. Fields have the names of its constexpr arguments in lower case.
 
-    host: fields that the kernel does not know.
+    host: names of the other fields, which the kernel does not know.
     """
 
     host: ClassVar[tuple[str, ...]] = ("num_warps",)

@@ -8,8 +8,8 @@ from tests.helpers.moving_worker import SENT, tokens
 from tests.helpers.rank_worker import INVERTED, MEMBERS, MOVED, OF_ROWS, TOKENS
 
 pytestmark = pytest.mark.slow
-# Of the largest result: 34 times 2^-24. Sums of up to 96 products in two orders differ by up to 190 times 2^-24 of the
-# sum of the magnitudes of their products.
+# A share of the largest result, 34 times 2^-24. Sums of up to 96 products in two orders differ by up to 190 times 2^-24
+# of the sum of the magnitudes of their products.
 SUMS = 2e-6
 
 

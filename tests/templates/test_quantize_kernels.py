@@ -318,7 +318,7 @@ def test_given_amax(format):
 @gpu
 @pytest.mark.parametrize("format", ["nvfp4", "nvfp4_te", "nvfp4_16x16", "nvfp4_rowwise", "float8_rowwise"])
 def test_given_amaxes_of_matrices_and_rows(format):
-    """Of a stack of shards, each a half of a weight: their codes are those of the whole weights."""
+    """Shards, each a half of a weight, in one stack: their codes are the codes of the whole weights."""
     fmt, half = formats.get(format), 32
     names = ("randn", "outliers", "randn")
     whole = torch.stack([hard_input(name, (2 * half, 48), torch.bfloat16) * (i + 1) for i, name in enumerate(names)])

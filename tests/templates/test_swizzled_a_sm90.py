@@ -25,7 +25,7 @@ def swizzled_a_of(x: torch.Tensor, rows: int, matrices: int) -> torch.Tensor:
     """[matrices, rows, 64] of x [m, k], as the docstring of the kernel's module says it."""
     padded = x.new_zeros(rows, matrices * 64)
     padded[: x.shape[0], : x.shape[1]] = x
-    # Of a row: matrices, blocks, halves, quarters, elements.
+    # The axes: rows, matrices, blocks, halves, quarters, elements of a quarter.
     blocks = padded.view(rows, matrices, 4, 2, 2, 4)
     units = blocks.permute(1, 0, 3, 5, 2, 4).reshape(matrices, rows, 8, 8)
     swizzled = torch.empty_like(units)

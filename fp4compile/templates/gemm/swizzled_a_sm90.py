@@ -193,7 +193,7 @@ class SwizzledA:
         rows, columns = self.rows - a.shape[0], self.matrices * 64 - a.shape[1]
         if rows or columns:
             a = aten.constant_pad_nd(a, [0, columns, 0, rows])
-        # Of a row: matrices, blocks, halves, quarters, elements.
+        # The axes: rows, matrices, blocks, halves, quarters, elements of a quarter.
         blocks = a.view(self.rows, self.matrices, 4, 2, 2, 4)
         units = blocks.permute(1, 0, 3, 5, 2, 4).reshape(self.matrices, self.rows, 8, 8)
         line = torch.arange(self.rows, device=a.device).view(self.rows, 1)

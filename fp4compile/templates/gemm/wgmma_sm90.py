@@ -409,7 +409,7 @@ def _tile_of_group(
     """(group, its first row, the row after its last, first row of A, tile of B) of a program. before, offs: see
     `device.groups`.
 
-    All tiles of a group come before those of the next one, in the order of `_tile_of`. The first one begins at a
+    All tiles of a group come before the next group's tiles, in the order of `_tile_of`. The first one begins at a
     multiple of 8 rows. Group GROUPS has the rows of no group. A program past the last tile gets a first row that is not
     before the group's end.
     """
@@ -583,7 +583,7 @@ def gemm_wgmma_sm90(
     steps = (step, stop, stages)
     memory = (a_buffers, first_buffer, barriers)
     pointers = (a_outer_ptr, b_ptr, b_scales_ptr, b_outer_ptr, bias_ptr, out_ptr, epilogue_0_ptr, epilogue_1_ptr)
-    if NARROWEST > 0:  # noqa: SIM102, Triton compiles the tensor's branch otherwise
+    if NARROWEST > 0:  # noqa: SIM102, in one condition Triton would compile a tile of 0 rows
         if end - first_m <= NARROWEST:
             _multiply_tile(
                 swizzled_a_ptr, lines, token, lane, kept, place, steps, memory, n, k_vectors, pointers,
