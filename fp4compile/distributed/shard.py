@@ -52,7 +52,8 @@ class Member:
     def arrives(self) -> Arrival:
         if self.arrival is None:  # a cast of the model may have changed the dtype
             form = replace(self.form, dtype=self.sharded.dtype)
-            self.arrival = Arrival(form, self.sharded.device, self.sharded.ranks)
+            with torch.inference_mode(False):  # the first gather may serve an evaluation, and later ones training
+                self.arrival = Arrival(form, self.sharded.device, self.sharded.ranks)
         return self.arrival
 
 
@@ -141,10 +142,12 @@ class QuantizedShard(torch.Tensor):
 
     @staticmethod
     def __new__(cls, values: torch.Tensor, member: Member) -> "QuantizedShard":
-        made = torch.Tensor._make_wrapper_subclass(
-            cls, values.size(), strides=values.stride(), storage_offset=values.storage_offset(), dtype=values.dtype,
-            device=values.device, pin_memory=values.device.type == "cpu" and values.is_pinned(),
-        )  # fmt: skip
+        with torch.inference_mode(values.is_inference()):  # a view is for training where its base is
+            made = torch.Tensor._make_wrapper_subclass(
+                cls, values.size(), strides=values.stride(), storage_offset=values.storage_offset(),
+                dtype=values.dtype, device=values.device,
+                pin_memory=values.device.type == "cpu" and values.is_pinned(),
+            )  # fmt: skip
         made.values, made.member = values, member
         return made
 

@@ -58,11 +58,13 @@ class GatheredWeight(torch.Tensor):
 
     @staticmethod
     def __new__(cls, form: Form, parts: dict[str, torch.Tensor], without_rows: bool = False) -> "GatheredWeight":
-        made = torch.Tensor._make_wrapper_subclass(
-            cls, form.rows.size, dtype=form.dtype, device=parts["rows"].device, requires_grad=False
-        )  # fmt: skip
+        rows = parts["rows"]
+        with torch.inference_mode(rows.is_inference()):  # a view is for training where its base is
+            made = torch.Tensor._make_wrapper_subclass(
+                cls, form.rows.size, dtype=form.dtype, device=rows.device, requires_grad=False
+            )  # fmt: skip
         made.form, made.without_rows = form, without_rows
-        made._rows = parts["rows"]
+        made._rows = rows
         for name in _NAMES[1:]:
             setattr(made, name, parts.get(name))
         return made

@@ -185,6 +185,16 @@ def test_a_loaded_or_cast_weight_is_still_gathered_as_codes():
         gather_quantized_(_opened(), "mxfp8")
 
 
+def test_the_first_forward_pass_may_be_an_evaluation():
+    """The memory that is made for it is that of training, too."""
+    model, x = sharded(nn.Sequential(nn.Linear(64, 128), nn.Linear(128, 64))), torch.ones(4, 64)
+    gather_quantized_(model, "nvfp4_train")
+    with torch.inference_mode():
+        assert model(x).shape == x.shape
+    model(x).sum().backward()
+    assert all(one.grad is not None for one in model.parameters())
+
+
 def _opened():
     model = sharded(nn.Sequential(nn.Linear(64, 128)))
     model.unshard()
