@@ -68,6 +68,11 @@ class Direction:
         outer = self.block_format.outer
         return None if outer == "row" and self.dim == ROWS else outer
 
+    @cached_property
+    def count_of_parts(self) -> int:
+        """How many parts a weight's codes have: the codes, and the scales that there are."""
+        return sum(part is not None for part in self.shapes(self.size[0]))
+
     def misfit(self, ranks: int) -> str | None:
         """Why ranks cannot quantise their rows alone; None where they can."""
         n = self.size[0]
@@ -96,21 +101,20 @@ class Direction:
 
     # ------------------------------------------------------------ what a rank sends
 
-    def encode(self, shards: torch.Tensor, magnitudes: torch.Tensor | None) -> list[list[torch.Tensor]]:
-        """The bytes of the codes, block scales and outer scale of each weight, as far as there are any.
+    def encode(self, shards: torch.Tensor, magnitudes: torch.Tensor | None) -> list[torch.Tensor]:
+        """The codes, block scales and outer scales of weights, as far as there are any: each is uint8 [weights, bytes].
 
         shards: a rank's rows of weights of one size, [weights, rows, K]. magnitudes: the largest ones over all ranks,
         see `magnitudes`; None where no scale depends on them.
         """
-        fmt, count = self.block_format, len(shards)
+        fmt = self.block_format
         each = fmt.outer == "tensor"
         amax = magnitudes if magnitudes is None else magnitudes.view(-1) if each else magnitudes.unsqueeze(-1)
         data, scales, outer = QUANTIZE(shards, self.format, [self.dim], each_matrix=each, amax=amax)
         if each:  # filled up, so that what follows is aligned
             outer = outer.view(-1, 1).repeat(1, _ALIGNMENT // outer.element_size())
         parts = [data, *([scales] if fmt.scale else []), *([outer] if fmt.outer else [])]
-        flat = [part.contiguous().view(torch.uint8).view(count, -1) for part in parts]
-        return [[part[i] for part in flat] for i in range(count)]
+        return [part.contiguous().view(torch.uint8).view(len(shards), -1) for part in parts]
 
     # ------------------------------------------------------------ what arrives
 
@@ -199,11 +203,3 @@ def _shapes(direction: Direction, rows: int) -> list[Part | None]:
 def _word(size: int) -> torch.dtype:
     """The integer in which to copy pieces of so many bytes: one byte at a time is slow."""
     return next((word for word in (torch.int64, torch.int32, torch.int16) if size % word.itemsize == 0), torch.uint8)
-
-
-def invalidate(parts: Parts) -> None:
-    """Make every product of these codes NaN, by their outer scale, or by their block scales where they have none."""
-    _, scales, outer = parts
-    spoiled = scales if outer is None else outer
-    if spoiled is not None:
-        spoiled.view(-1).view(torch.uint8).fill_(0xFF)

@@ -6,16 +6,17 @@ sees no difference. Only FSDP2's hooks know of codes.
 
 import copy
 import itertools
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.utils._pytree import tree_map_only
 
+from fp4compile.distributed import compiled
 from fp4compile.distributed.codes import Direction
 from fp4compile.distributed.fsdp import Sharded
-from fp4compile.distributed.whole import Arrival, Form
+from fp4compile.distributed.whole import Arrival, Form, invalidate
 
 aten = torch.ops.aten
 # Operators by which FSDP2, DTensor and `nn.Module.to` make another shard of a shard. Results of others are plain.
@@ -85,16 +86,44 @@ class Together:
             self._waiting = self._encoded(_stacked(shards), member.sharded)
         return self._waiting.pop(member)
 
+    def arrived(self, member: Member) -> None:
+        """Let no product take old codes, once the last of the weights has arrived; see `invalidate`."""
+        if member is self.members[-1]:
+            invalidate(one.arrives() for one in self.members)
+
     def _encoded(self, stacks: _Stacks, asking: Sharded) -> dict[Member, list[torch.Tensor]]:
         """The bytes of each weight's codes and scales. asking: one of the weights."""
         known = self._known if asking.in_backward else {}
         self._known = known | _reduced(stacks, known, asking.process_group)
-        found: dict[Member, list[torch.Tensor]] = {member: [] for member in self.members}
-        for members, stack in stacks:
-            for direction in members[0].sent:
-                magnitudes = self._known.get((members[0], direction.scale_over_ranks))
-                for member, parts in zip(members, direction.encode(stack, magnitudes), strict=True):
-                    found[member] += parts
+        encode = Encoding(tuple(members[0].sent for members, _ in stacks))
+        tensors = []
+        for (members, stack), directions in zip(stacks, encode.directions, strict=True):
+            kinds = [direction.scale_over_ranks for direction in directions]
+            tensors += [stack, *(self._known[members[0], kind] for kind in kinds if kind)]
+        parts = iter(compiled.run(encode, tensors))
+        found: dict[Member, list[torch.Tensor]] = {}
+        for (members, _), directions in zip(stacks, encode.directions, strict=True):
+            of_stack = [part.unbind() for direction in directions for part in itertools.islice(parts, direction.count_of_parts)]
+            found |= zip(members, map(list, zip(*of_stack, strict=True)), strict=True)
+        return found
+
+
+@dataclass(frozen=True)
+class Encoding:
+    """The codes that ranks send of several stacks of shards. directions: of each stack."""
+
+    directions: tuple[tuple[Direction, ...], ...]
+
+    def __call__(self, *tensors: torch.Tensor) -> list[torch.Tensor]:
+        """The parts of all directions one after the other, see `Direction.encode`.
+
+        tensors: of each stack its shards, and then the magnitudes of the directions whose scales depend on all ranks.
+        """
+        left, found = iter(tensors), []
+        for directions in self.directions:
+            stack = next(left)
+            for direction in directions:
+                found += direction.encode(stack, next(left) if direction.scale_over_ranks else None)
         return found
 
 
@@ -210,14 +239,13 @@ class QuantizedShard(torch.Tensor):
         self, all_gather_outputs: tuple[torch.Tensor, ...], metadata: Any, param_dtype: torch.dtype, *, out: Any = None
     ) -> Any:  # fmt: skip
         """The whole weight and its memory at the first gather, later None: `out` is filled then."""
-        arrival = self.member.arrives()
-        if out is not None:
-            arrival.finish(out, metadata)
-            return None
-        weight = arrival.weight()
-        arrival.allocate(metadata)
+        arrival, weight = self.member.arrives(), out
+        if weight is None:
+            weight = arrival.weight()
+            arrival.allocate(metadata)
         arrival.finish(weight, metadata)
-        return weight, tuple(arrival.beside(metadata))
+        self.member.others.arrived(self.member)
+        return None if out is not None else (weight, tuple(arrival.beside(metadata)))
 
 
 def plain(tensor: torch.Tensor) -> torch.Tensor:

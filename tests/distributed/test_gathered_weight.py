@@ -8,7 +8,7 @@ from torch.utils.checkpoint import checkpoint
 import fp4compile
 from fp4compile.analysis.plan import BEFORE_CAST
 from fp4compile.distributed.codes import Direction
-from fp4compile.distributed.whole import Arrival, Form
+from fp4compile.distributed.whole import Arrival, Form, invalidate
 from fp4compile.hardware import Target
 from fp4compile.passes.manager import analyse
 from fp4compile.recipe import resolve
@@ -27,10 +27,12 @@ def gathered(weight: torch.Tensor, format: str, recompute=False, directions=2, l
         memory.untyped_storage().resize_(memory.nbytes)
     encoded = []
     for one in made.form.sent(wanted):
-        encoded += one.encode(shards, one.magnitudes(shards) if one.scale_over_ranks else None)[0]
+        parts = one.encode(shards, one.magnitudes(shards) if one.scale_over_ranks else None)
+        encoded += [part[0] for part in parts]
     for memory, part in zip(arrival.arriving(wanted), encoded, strict=True):
         memory.copy_(part)
     arrival.finish(made, wanted)
+    invalidate([arrival])
     return nn.Parameter(made)
 
 

@@ -1,0 +1,37 @@
+"""Functions of tensors that run at every gather of FSDP2, compiled where the tensors lie on a GPU.
+
+FSDP2 issues the gather of a block's weights right before the block, and a GPU that has nothing else to do waits for the
+host. Called op by op, the quantisers of a block take the host several times as long as what FSDP2 does for a gather.
+Inductor's wrapper launches the same kernels one after the other.
+"""
+
+from collections.abc import Callable, Hashable
+
+import torch
+from torch._inductor.compile_fx import compile_fx, compile_fx_inner
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from fp4compile.passes.manager import LowerPasses
+
+Function = Callable[..., list[torch.Tensor]]
+_compiled: dict[Hashable, Callable] = {}
+
+
+def run(function: Function, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+    """`function` of tensors. On a GPU it is compiled at the first call with tensors of these shapes.
+
+    function: has no side effects, and hashes and compares equal to other functions that compute the same.
+    """
+    if tensors[0].device.type != "cuda":
+        return function(*tensors)
+    key = (function, *((each.shape, each.stride(), each.dtype, each.device) for each in tensors))
+    if key not in _compiled:
+        _compiled[key] = compiled(function, tensors)
+    return _compiled[key](*tensors)
+
+
+def compiled(function: Function, tensors: list[torch.Tensor]) -> Callable[..., list[torch.Tensor]]:
+    """`function` compiled by Inductor for tensors of these shapes, with this package's kernels in its wrapper."""
+    graph = make_fx(function, tracing_mode="fake")(*tensors)
+    settings = {"post_grad_custom_post_pass": LowerPasses(lambda *told: None), "triton.cudagraphs": False}
+    return compile_fx(graph, tensors, compile_fx_inner, config_patches=settings)
