@@ -316,6 +316,22 @@ def sharded_step(content: dict) -> Cells:
     return [["case", "ms", "over bf16", "sent by a rank, MB", "peak, GB", "loss"], *rows]
 
 
+def tensor_parallel(content: dict) -> Cells:
+    rows = [
+        [row["case"], number(row["ms"], 2), number(row["of the first"], 2), number(row["sent MB"], 0),
+         number(row["gathered MB"], 0), row["collectives"]] for row in content["rows"]
+    ]  # fmt: skip
+    return [["case", "ms", "over bf16", "sent by a rank, MB", "of it gathered", "collectives"], *rows]
+
+
+def expert_dispatch(content: dict) -> Cells:
+    rows = [
+        [row["case"], number(row["quantise us"], 0), number(row["gather us"], 0), number(row["device us"], 0),
+         row["quantised rows"], number(row["moved MB"], 0)] for row in content["rows"]
+    ]  # fmt: skip
+    return [["case", "quantise, us", "gather, us", "all kernels, us", "quantised rows", "moved, MB"], *rows]
+
+
 def adapters_losses(content: dict) -> Cells:
     rows = [
         [_base(row["base"]), number(row["first loss"], 4), number(row["last loss"], 4),

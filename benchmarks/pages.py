@@ -358,6 +358,37 @@ block are quantised [together](../../docs/distributed.md#launches) since, which 
 """,
 )
 
+_TENSOR_PARALLEL = generated(
+    "Tensor and sequence parallelism",
+    """
+A forward pass of two blocks of a Llama-3-8B on two GPUs of one host, 2 texts of 2048 tokens, cut by `ColwiseParallel`,
+`RowwiseParallel` and `SequenceParallel`. ", codes": with the pass `quantize_before_move`, which gathers codes and block
+scales in place of activations. "Sent": what a rank sends in a pass, where collectives are rings.
+
+    python -m benchmarks.tensor_parallel --kind inference --cases bf16 mxfp8 "mxfp8, codes" ...
+
+Over NVLink:
+""",
+    table("tensor_parallel_h200.json", cells.tensor_parallel),
+    """
+With `NCCL_P2P_DISABLE=1`, through the host's memory:
+""",
+    table("tensor_parallel_slow_h200.json", cells.tensor_parallel),
+)
+
+_EXPERT_DISPATCH = generated(
+    "Tokens with several experts",
+    """
+Prefill of gate and up of a layer of experts with the sizes of Qwen3-30B-A3B: 16384 tokens, 8 of 128 experts each.
+Tokens are gathered in the order of their experts, and multiplied. ", codes": with the pass `quantize_before_move`, which
+quantises each token once and not once for each of its experts. Where a product of packed weights reads 16-bit values,
+the values are gathered.
+
+    python -m benchmarks.expert_dispatch
+""",
+    table("expert_dispatch_h200.json", cells.expert_dispatch),
+)
+
 _TRAINING_LOSS = generated(
     "Training loss",
     """
@@ -539,6 +570,8 @@ PAGES: dict[str, tuple[str | Table, ...]] = {
     "mlp_block.md": _MLP_BLOCK,
     "adapters.md": _ADAPTERS,
     "sharded_step.md": _SHARDED_STEP,
+    "tensor_parallel.md": _TENSOR_PARALLEL,
+    "expert_dispatch.md": _EXPERT_DISPATCH,
     "training_step.md": _TRAINING_STEP,
     "quantize.md": _QUANTIZE,
     "producers.md": _PRODUCERS,
