@@ -380,9 +380,9 @@ _EXPERT_DISPATCH = generated(
     "Tokens with several experts",
     """
 Prefill of gate and up of a layer of experts with the sizes of Qwen3-30B-A3B: 16384 tokens, 8 of 128 experts each.
-Tokens are gathered in the order of their experts, and multiplied. ", codes": with the pass `quantize_before_move`, which
-quantises each token once and not once for each of its experts. Where a product of packed weights reads 16-bit values,
-the values are gathered.
+Tokens are gathered in the order of their experts, and multiplied. ", codes": with the pass `quantize_before_move`,
+which quantises each token once and not once for each of its experts. Where a product of packed weights reads 16-bit
+values, the values are gathered.
 
     python -m benchmarks.expert_dispatch
 """,
