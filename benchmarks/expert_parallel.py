@@ -31,8 +31,8 @@ CASES = ("bf16", "float8_rowwise", "float8_rowwise, codes", "packed nvfp4_one_le
 class Experts(nn.Module):
     """Gate and up of a rank's experts, in bf16.
 
-    x: [tokens, K]. order: the token of each row that is sent. sent, received: rows to and from each rank. regrouped: the
-    arrived row of each row that is multiplied. offs: the end of each expert's rows.
+    x: [tokens, K]. order: the token of each row that is sent. sent, received: rows to and from each rank. regrouped:
+    the arrived row of each row that is multiplied. offs: the end of each expert's rows.
     """
 
     def __init__(self, count: int, n: int, k: int, sent: list[int], received: list[int]):

@@ -103,8 +103,9 @@ class Together:
         parts = iter(compiled.run(encode, tensors))
         found: dict[Member, list[torch.Tensor]] = {}
         for (members, _), directions in zip(stacks, encode.directions, strict=True):
-            of_stack = [part.unbind() for direction in directions for part in itertools.islice(parts, direction.count_of_parts)]
-            found |= zip(members, map(list, zip(*of_stack, strict=True)), strict=True)
+            count = sum(direction.count_of_parts for direction in directions)
+            of_members = zip(*(part.unbind() for part in itertools.islice(parts, count)), strict=True)
+            found |= zip(members, map(list, of_members), strict=True)
         return found
 
 
