@@ -367,6 +367,5 @@ def test_library_repairs_small_scales():
 @pytest.mark.skipif(INTERPRETING, reason="is the interpreter")
 @pytest.mark.skipif(OLD_TRITON, reason="its interpreter has no tl.dot_scaled, and reductions fail on numpy 2.4")
 def test_in_the_interpreter():
-    others = ("test_swizzled_a_sm90.py", "test_epilogue_kernels.py", "test_quantized_epilogue.py",
-              "test_skinny_block_scaled.py")  # fmt: skip
+    others = ("test_epilogue_kernels.py", "test_quantized_epilogue.py", "test_skinny_block_scaled.py")
     in_interpreter.assert_passes(__file__, *others)

@@ -1,24 +1,22 @@
 """Swizzled A bit for bit, and how the product that reads it brings it to shared memory.
 
-As in test_gemm_kernels.py: the kernel of codes runs on a GPU, and in Triton's interpreter in a process of its own. The
-kernel of plain A is inline PTX: it runs on a GPU, and in the simulator (tests/simulate/test_streamed_products.py).
+The kernels are inline PTX: they run on a GPU, and in the simulator.
 """
 
 import re
+from contextlib import nullcontext
 
 import pytest
 import torch
 
+from fp4compile.check.simulate.launch import Simulator
 from fp4compile.formats import formats, reference
 from fp4compile.formats.operand import Arguments, Operand
-from tests.helpers.kernels import INTERPRETING, gpu, launches, on_device, quantized
-
-if INTERPRETING or torch.cuda.is_available():
-    from fp4compile.templates.gemm.heuristics import WgmmaConfig
-    from fp4compile.templates.gemm.swizzled_a_sm90 import SwizzledA
-    from fp4compile.templates.multiply import call_of
-
-compiles = pytest.mark.skipif(INTERPRETING, reason="compiles")
+from fp4compile.hardware import Target
+from fp4compile.templates.gemm.heuristics import WgmmaConfig
+from fp4compile.templates.gemm.swizzled_a_sm90 import SwizzledA
+from fp4compile.templates.multiply import call_of
+from tests.helpers.kernels import launches, quantized
 
 
 def swizzled_a_of(x: torch.Tensor, rows: int, matrices: int) -> torch.Tensor:
@@ -42,21 +40,25 @@ def shape_of(m: int, k: int, rows: int, steps: int) -> tuple[int, int, int]:
     return 2 * steps * -(-k // (128 * steps)) + -(-max(last - padded, 0) // padded), padded, 64
 
 
-def check(a, rows: int, steps: int):
+PLACES = ["simulated", pytest.param("cuda", marks=pytest.mark.gpu)]
+
+
+def check(a, rows: int, steps: int, place: str):
     """Swizzled A of an operand, in memory in which every bit was set before."""
     x = a.data if a.format is None else reference.dequantize_blocks(a.data, a.scales, a.format).half()
     b = quantized(torch.randn(16, x.shape[1]), formats.get("nvfp4"))
-    call = call_of(Arguments(on_device(a), on_device(b), None, torch.float32))
-    config = WgmmaConfig(rows, warps=8, parts=1, stages=2, steps_per_stage=steps)
-    arrangement = SwizzledA.of(call.problem, config)
+    a, b = (Operand(*(part if part is None or place == "simulated" else part.to(place) for part in parts), each.format)
+            for each in (a, b) for parts in [(each.data, each.scales, each.outer)])  # fmt: skip
+    with Simulator(Target(90)).running() if place == "simulated" else nullcontext():
+        call = call_of(Arguments(a, b, None, torch.float32), Target(90) if place == "simulated" else None)
+        config = WgmmaConfig(rows, warps=8, parts=1, stages=2, steps_per_stage=steps)
+        arrangement = SwizzledA.of(call.problem, config)
+        got = arrangement.of_call(call).cpu()
     matrices, lines, _ = shape_of(*x.shape, rows, steps)
     expected = swizzled_a_of(x, lines, matrices)
     if a.format is None:
-        by_operations = arrangement.by_operations(a.data)
+        by_operations = arrangement.by_operations(a.data.cpu())
         assert torch.equal(by_operations.view(torch.int16), expected.view(torch.int16))
-        if INTERPRETING:
-            return
-    got = arrangement.of_call(call).cpu()
     assert (got.shape, got.dtype) == (expected.shape, expected.dtype)
     nans = expected.isnan()
     assert torch.equal(got.isnan(), nans)
@@ -74,31 +76,41 @@ SHAPES = [(16, 16, 256, 2), (9, 16, 320, 2), (17, 32, 64, 2), (64, 64, 192, 1), 
           (200, 96, 128, 1)]  # fmt: skip
 
 
-@gpu
 @pytest.mark.usefixtures("poisoned_memory")
+@pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize(("m", "rows", "k", "steps"), SHAPES)
 @pytest.mark.parametrize("a", [torch.bfloat16, torch.float16, "nvfp4", "nvfp4_rowwise", "nvfp4_16x16"], ids=str)
-def test_swizzled_a(a, m, rows, k, steps):
+def test_swizzled_a(a, m, rows, k, steps, place):
     """Whole stages and ragged ones, missing rows; both layouts of scales, a block that is not a number."""
     x = torch.randn(m, k)
     if isinstance(a, torch.dtype):
-        check(quantized(x, a), rows, steps)
+        check(quantized(x, a), rows, steps, place)
         return
     x[m // 2, 16:32] = torch.nan
     for layout in ("linear", "swizzled"):
-        check(quantized(x, formats.get(a), layout), rows, steps)
+        check(quantized(x, formats.get(a), layout), rows, steps, place)
 
 
-@gpu
 @pytest.mark.usefixtures("poisoned_memory")
-def test_swizzled_a_of_every_16_bits():
+@pytest.mark.parametrize("place", PLACES)
+def test_swizzled_a_of_every_16_bits(place):
     """A plain A keeps its bits; negative zeros, infinities and subnormal numbers are among them."""
     bits = torch.arange(-(2**15), 2**15).to(torch.int16).view(64, 1024)
     for dtype in (torch.bfloat16, torch.float16):
-        check(Operand(bits.view(dtype)), 64, 2)
+        check(Operand(bits.view(dtype)), 64, 2, place)
 
 
-@compiles
+@pytest.mark.usefixtures("poisoned_memory")
+@pytest.mark.parametrize("place", PLACES)
+def test_swizzled_a_of_every_code_and_scale(place):
+    """Products of codes and scales are exact in fp16, the smallest ones too. Nothing but NaN differs in its bits."""
+    fmt = formats.get("nvfp4")
+    codes = torch.arange(8, dtype=torch.uint8)
+    codes = (codes | (15 - codes) << 4).repeat(256 * 8).view(64, 256)  # each block of 16 has all 16 codes
+    scales = torch.arange(256, dtype=torch.uint8).repeat(8).view(64, 32)
+    check(Operand(codes.view(fmt.data_dtype), scales.view(fmt.scale_dtype), torch.ones(()), fmt), 64, 2, place)
+
+
 @pytest.mark.parametrize(("m", "rows"), [(9, 16), (17, 32), (64, 64), (300, 160)])
 @pytest.mark.parametrize("a", [torch.bfloat16, "nvfp4"], ids=str)
 def test_launches(a, m, rows):
@@ -113,11 +125,9 @@ def test_launches(a, m, rows):
     steps = product.constants["STEPS_PER_STAGE"]
     shape = shape_of(m, 4096, rows, steps)
     assert tuple(swizzle.args["swizzled_a_ptr"].shape) == shape
-    matrices = shape[0] if a == "nvfp4" else -(-shape[0] // 2)
-    assert swizzle.grid * swizzle.constants["LINES"] == matrices * shape[1]
+    assert swizzle.grid * 16 == -(-shape[0] // 4) * shape[1]
 
 
-@compiles
 @pytest.mark.parametrize(("n", "m"), [
     (1024, 9), (1024, 32), (1024, 64), (8192, 9), (8192, 32), (8192, 64), (32768, 64), (8192, 512),
 ])  # fmt: skip

@@ -179,7 +179,6 @@ _POWER_OF_TWO = tl.constexpr(
     " redux.sync.max.u32 x, x, 0xffffffff; shr.u32 x, x, 7; sub.s32 x, 379, x; min.s32 x, x, 254;"
     " shl.b32 y, x, 7; prmt.b32 $0, y, y, 0x1010; sub.s32 y, 373, x; shl.b32 y, y, 23; mov.b32 $1, y; }"
 )
-_SCALE_A = " ".join(f"fma.rn.bf16x2 x{i}, x{i}, $4, z;" for i in range(4))
 
 
 @triton.constexpr_function
@@ -189,7 +188,9 @@ def _store_a_ptx(compute):
     Inputs: the destination; the elements, two words of 64 bits; the power of two that bf16 is multiplied by; a token.
     """
     text = ["{ .reg .b32 x<4>, y<4>, z; mov.b32 $0, 0; mov.b32 z, 0x80008000; mov.b64 {x0, x1}, $2;"]
-    text.append(f"mov.b64 {{x2, x3}}, $3; {_SCALE_A if compute == 'bf16' else ''}")
+    text.append("mov.b64 {x2, x3}, $3;")
+    if compute == "bf16":
+        text += [f"fma.rn.bf16x2 x{i}, x{i}, $4, z;" for i in range(4)]
     text += [f"prmt.b32 y{j}, x{j // 2}, x{2 + j // 2}, {'0x7632' if j % 2 else '0x5410'};" for j in range(4)]
     return " ".join(text) + " st.shared.v4.b32 [$1], {y0, y1, y2, y3}; }"
 

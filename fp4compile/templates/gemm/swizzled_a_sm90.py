@@ -11,6 +11,7 @@ So the layout does not depend on the product's tile, nor on groups of rows. A ti
 lines of the next matrix, whose products are not stored; behind the last matrix that is multiplied lie others for that.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -19,11 +20,10 @@ import triton.language as tl
 
 from fp4compile._compat import statically_true
 from fp4compile.formats.layouts import ceil_div
-from fp4compile.templates.device.async_copy import do_ptx, keep
-from fp4compile.templates.device.block_scales import decode_scale
+from fp4compile.templates.device.async_copy import do_ptx, keep, select_ptx
 from fp4compile.templates.device.dependent_launch import launch_dependents
-from fp4compile.templates.device.dequantize import load_scales
-from fp4compile.templates.device.elements import decode_pair, pack
+from fp4compile.templates.device.memory import swizzle
+from fp4compile.templates.device.nvfp4_weights import dequantize_word
 from fp4compile.templates.gemm.call import Call
 from fp4compile.templates.gemm.heuristics import WgmmaConfig
 from fp4compile.templates.launch import launch
@@ -32,30 +32,77 @@ from fp4compile.templates.problem import Problem
 aten = torch.ops.aten
 
 
-MATRICES = tl.constexpr(2)  # of which a program of `swizzle_a_sm90` writes lines
+LINES = tl.constexpr(16)  # of each of MATRICES matrices: what a program writes
+MATRICES = tl.constexpr(4)
+LANES = tl.constexpr(8 * LINES.value)
 
 
-def _half_line_ptx() -> str:
-    """PTX that loads half of each of a line's four blocks of 16 elements, and stores them as four units of 16 bytes.
+def _ptx(load: Callable[[int], str], words: Callable[[int], str]) -> str:
+    """PTX in which a lane loads eight elements of a row of A, and stores one unit, for each of MATRICES matrices.
 
-    Inputs: the address of the first half; whether it is in memory, else it is zeros; the line's address; the bytes that
-    unit 0 lies beyond that (with those that others lie beyond unit 0, combined by XOR); whether the line exists; a
-    token. Registers 4 * b + i have elements 2 * i and 2 * i + 1 of block b's half, a unit elements j and j + 4 of all.
+    load: PTX that loads the elements of matrix i where the predicate p holds, else zeros, into registers of their own.
+    words: PTX that makes w0 to w3 of these registers; wj has elements j and j + 4 of the lane's eight. Inputs $1 to $6:
+    the address of a unit of the first matrix; bytes from one matrix to the next; how many matrices there are to write,
+    and to read; the lane's block of the line, 0 to 3; a token.
+
+    Lanes of four neighbouring blocks have wj of their own block, and store units of one j of all blocks: they transpose
+    4x4 words, first between lanes whose blocks differ by 1, then by 2. So eight lanes load a whole line at once, and
+    store a whole line at once.
     """
-    text = ["{ .reg .pred p, q; .reg .b32 a<16>, u<4>, o; .reg .b64 d; setp.ne.b32 p, $2, 0; setp.ne.b32 q, $5, 0;"]
-    text += [f"mov.b32 a{i}, 0;" for i in range(16)]
-    for b in range(4):
-        loaded = ", ".join(f"a{4 * b + i}" for i in range(4))
-        text.append(f"@p ld.global.v4.b32 {{{loaded}}}, [$1 + {32 * b}];")
-    for j in range(4):
-        halves = "0x7632" if j % 2 else "0x5410"
-        text += [f"prmt.b32 u{b}, a{4 * b + j // 2}, a{4 * b + 2 + j // 2}, {halves};" for b in range(4)]
-        text.append(f"xor.b32 o, $4, {16 * j}; cvt.u64.u32 d, o; add.s64 d, d, $3;")
-        text.append("@q st.global.v4.b32 [d], {u0, u1, u2, u3};")
+    text = ["{ .reg .pred p, o, t; .reg .b16 h; .reg .b32 a<16>, s<4>, w<4>, z<4>, x, y, u, v; .reg .b64 d;"]
+    text.append("and.b32 x, $5, 1; setp.ne.b32 o, x, 0; and.b32 x, $5, 2; setp.ne.b32 t, x, 0; mov.b64 d, $1;")
+    for i in range(MATRICES.value):
+        text.append(f"setp.gt.s32 p, $4, {i};" + load(i))
+    for i in range(MATRICES.value):
+        text.append(words(i))
+        text.append("selp.b32 x, w0, w1, o; selp.b32 y, w2, w3, o;" + _exchanged(1))
+        text.append("selp.b32 z0, x, w0, o; selp.b32 z1, w1, x, o; selp.b32 z2, y, w2, o; selp.b32 z3, w3, y, o;")
+        text.append("selp.b32 x, z0, z2, t; selp.b32 y, z1, z3, t;" + _exchanged(2))
+        text.append("selp.b32 w0, x, z0, t; selp.b32 w1, y, z1, t; selp.b32 w2, z2, x, t; selp.b32 w3, z3, y, t;")
+        text.append(f"setp.gt.s32 p, $3, {i}; @p st.global.v4.b32 [d], {{w0, w1, w2, w3}}; add.s64 d, d, $2;")
     return " ".join([*text, "mov.b32 $0, 0; }"])
 
 
-_HALF_LINE = tl.constexpr(_half_line_ptx())
+def _exchanged(by: int) -> str:
+    return "".join(f"shfl.sync.bfly.b32 {word}, {word}, {by}, 31, 0xffffffff;" for word in "xy")
+
+
+def _copy_ptx() -> str:
+    """`_ptx` of a plain A. Input $7 is the address of the lane's elements in the first matrix."""
+
+    def load(i: int) -> str:
+        words = ", ".join(f"a{4 * i + j}" for j in range(4))
+        zeros = "".join(f"mov.b32 a{4 * i + j}, 0;" for j in range(4))
+        return zeros + f"@p ld.global.v4.b32 {{{words}}}, [$7 + {128 * i}];"
+
+    def words(i: int) -> str:
+        halves = ("0x5410", "0x7632")
+        return "".join(f"prmt.b32 w{j}, a{4 * i + j // 2}, a{4 * i + 2 + j // 2}, {halves[j % 2]};" for j in range(4))
+
+    return _ptx(load, words)
+
+
+def _codes_ptx(scales_step: int) -> str:
+    """`_ptx` of E2M1 codes with E4M3 scales, as fp16. Inputs $7, $8: the addresses of the lane's codes and scale byte.
+
+    scales_step: bytes from a scale to that of the next matrix. A code times 2^-14, as `dequantize_word` makes it, times
+    a scale is a multiple of 2^-24 with at most six significant bits: fp16 holds it.
+    """
+
+    def load(i: int) -> str:
+        zeros = f"mov.b32 a{i}, 0; mov.b32 s{i}, 0;"
+        return zeros + f"@p ld.global.b32 a{i}, [$7 + {32 * i}]; @p ld.global.u8 s{i}, [$8 + {scales_step * i}];"
+
+    def words(i: int) -> str:
+        scale = f"prmt.b32 x, s{i}, s{i}, 0; cvt.u16.u32 h, x; cvt.rn.f16x2.e4m3x2 x, h; mov.b32 y, 0x74007400;"
+        scaled = "".join(f"mul.rn.f16x2 w{j}, w{j}, x; mul.rn.f16x2 w{j}, w{j}, y;" for j in range(4))
+        return dequantize_word("f16x2", f"a{i}", "w") + scale + scaled
+
+    return _ptx(load, words)
+
+
+_COPY = tl.constexpr(_copy_ptx())
+_CODES = tl.constexpr({(0,): _codes_ptx(4), (1,): _codes_ptx(512)})  # by SWIZZLED
 
 
 @triton.constexpr_function
@@ -65,13 +112,28 @@ def _power_of_2(number):
 
 
 @triton.jit
+def _place(swizzled_a_ptr, m, rows, a_matrices, matrices):
+    """(Each lane's row of A, block of 16 elements and half of that block in the first matrix; the inputs $1 to $6)."""
+    lane = tl.arange(0, LANES)
+    some = tl.cdiv(matrices, MATRICES)
+    row = tl.program_id(0) // some * LINES + lane // 8
+    matrix = tl.program_id(0) % some * MATRICES
+    block = lane % 4
+    line = swizzled_a_ptr + (matrix * tl.cast(rows, tl.int64) + row) * 64
+    reads = tl.where(row < m, a_matrices - matrix, 0)
+    step = lane * 0 + tl.cast(rows, tl.int64) * 128
+    stores = (line + (lane % 8 ^ row % 8) * 8, step, lane * 0 + matrices - matrix, reads, block, lane)
+    return row, matrix * 4 + block, lane // 4 % 2, stores
+
+
+@triton.jit
 def swizzle_a_sm90(
     a_ptr, b_ptr, b_scales_ptr, offs_ptr, swizzled_a_ptr, m, rows, a_matrices, matrices,
-    LINES: tl.constexpr, GROUPS: tl.constexpr, LAUNCH_DEPENDENTS: tl.constexpr,
+    GROUPS: tl.constexpr, LAUNCH_DEPENDENTS: tl.constexpr,
 ):  # fmt: skip
-    """LINES lines of MATRICES matrices of swizzled A [matrices, rows, 64] from a [m, 64 * a_matrices], bf16 or fp16.
+    """Lines of swizzled A [matrices, rows, 64] from a [m, 64 * a_matrices], bf16 or fp16; see `_ptx`.
 
-    LINES divides rows. A lane has half of a line: see `_half_line_ptx`.
+    LINES divides rows.
     GROUPS: 0, or the number of groups of rows of a, which end at offs, int32. Rows of no group may be unwritten memory,
     and are not read.
     LAUNCH_DEPENDENTS: the product may start early, and then reads B and offs at once (see `device.dependent_launch`).
@@ -79,60 +141,38 @@ def swizzle_a_sm90(
     """
     if LAUNCH_DEPENDENTS:
         swizzled_a_ptr = launch_dependents(swizzled_a_ptr)
-    some = tl.cdiv(matrices, MATRICES)
-    lane = tl.arange(0, LINES * MATRICES * 2)
-    half = lane % 2
     if GROUPS > 0:
         group = tl.arange(0, _power_of_2(GROUPS))
         m = tl.minimum(m, tl.max(tl.load(offs_ptr + group, mask=group < GROUPS, other=0), 0))
-    matrix = tl.program_id(0) % some * MATRICES + lane // 2 % MATRICES
-    row = tl.program_id(0) // some * LINES + lane // (2 * MATRICES)
-    source = a_ptr + (row.to(tl.int64) * a_matrices + matrix) * 64 + half * 8
-    inside = ((row < m) & (matrix < a_matrices)).to(tl.int32)
-    line = swizzled_a_ptr + (matrix.to(tl.int64) * rows + row) * 64
-    exists = (matrix < matrices).to(tl.int32)
-    token = do_ptx(_HALF_LINE, "l,r,l,r,r,r", (source, inside, line, (half * 4 ^ row % 8) * 16, exists, lane))
+    row, block, half, stores = _place(swizzled_a_ptr, m, rows, a_matrices, matrices)
+    source = a_ptr + row.to(tl.int64) * a_matrices * 64 + block * 16 + half * 8
+    token = do_ptx(_COPY, "l,l,r,r,r,r,l", stores + (source,))
     keep(token, swizzled_a_ptr, m)
 
 
 @triton.jit
 def swizzle_codes_sm90(
     a_ptr, a_scales_ptr, b_ptr, b_scales_ptr, offs_ptr, swizzled_a_ptr, m, rows, blocks, per_row, matrices,
-    ELEMENT: tl.constexpr, SCALE: tl.constexpr, SQUARE: tl.constexpr, SWIZZLED: tl.constexpr,
-    LINES: tl.constexpr, GROUPS: tl.constexpr, LAUNCH_DEPENDENTS: tl.constexpr, ISA: tl.constexpr,
+    SQUARE: tl.constexpr, SWIZZLED: tl.constexpr, GROUPS: tl.constexpr, LAUNCH_DEPENDENTS: tl.constexpr,
 ):  # fmt: skip
-    """LINES lines of a matrix of swizzled A [matrices, rows, 64], bf16 or fp16, from E2M1 codes a [m, K].
+    """Lines of swizzled A [matrices, rows, 64], fp16, from E2M1 codes a [m, K] with E4M3 scales; see `_ptx`.
 
-    The codes are dequantised, without the outer scale. per_row: units of a row; blocks: blocks of 16 elements in a row.
+    The codes are dequantised, without the outer scale. per_row: bytes of a row; blocks: blocks of 16 elements in a row.
     SQUARE, SWIZZLED: layout of the scales. The other arguments: see `swizzle_a_sm90`.
-
-    Tensors have one axis, the words of the lines, so that neighbouring lanes read from one line and write to one line
-    in every version of Triton: of several axes, Triton takes any one where it cannot follow the exchange of units.
     """
     if LAUNCH_DEPENDENTS:
         swizzled_a_ptr = launch_dependents(swizzled_a_ptr)
     if GROUPS > 0:
         group = tl.arange(0, _power_of_2(GROUPS))
         m = tl.minimum(m, tl.max(tl.load(offs_ptr + group, mask=group < GROUPS, other=0), 0))
-    matrix = tl.program_id(0) % matrices
-    start = tl.program_id(0) // matrices * LINES
-    word = tl.arange(0, LINES * 32)
-    row = start + word // 32
-    unit = word // 4 % 8 ^ row % 8
-    block = matrix * 4 + word % 4
-    # The first of the word's two elements. The other one is four elements on.
-    column = block * 16 + unit // 4 * 8 + unit % 4
-    inside = (row < m) & (block < blocks)
-    byte = load_scales(a_scales_ptr, row, block, m, blocks, blocks, SCALE, SQUARE, 16, SWIZZLED, 0)
-    scale = decode_scale(byte, SCALE, ISA)
-    at = a_ptr.to(tl.pointer_type(tl.uint8), bitcast=True) + row.to(tl.int64) * per_row + column // 2
-    even, odd = decode_pair(tl.load(at, mask=inside, other=0), ELEMENT, ISA)
-    near = tl.where(column % 2 == 0, even, odd) * scale
-    even, odd = decode_pair(tl.load(at + 2, mask=inside, other=0), ELEMENT, ISA)
-    far = tl.where(column % 2 == 0, even, odd) * scale
-    content = pack(near, far, swizzled_a_ptr.dtype.element_ty, ISA)
-    swizzled_a_ptr += (matrix.to(tl.int64) * rows + start) * 64
-    tl.store(swizzled_a_ptr.to(tl.pointer_type(tl.int32), bitcast=True) + word, content)
+    row, block, half, stores = _place(swizzled_a_ptr, m, rows, blocks // 4, matrices)
+    if SWIZZLED:
+        scale = swizzle(row.to(tl.int64), block, tl.cdiv(blocks, 4))
+    else:
+        scale = (row // (16 if SQUARE else 1)).to(tl.int64) * blocks + block
+    codes = a_ptr + row.to(tl.int64) * per_row + block * 8 + half * 4
+    token = do_ptx(select_ptx(_CODES, SWIZZLED), "l,l,r,r,r,r,l,l", stores + (codes, a_scales_ptr + scale))
+    keep(token, swizzled_a_ptr, m)
 
 
 @dataclass(frozen=True)
@@ -164,23 +204,22 @@ class SwizzledA:
             if not statically_true(call.arranged_a.shape == self.shape):
                 raise RuntimeError(f"arranged_a: expected shape {self.shape}, got {tuple(call.arranged_a.shape)}")
             return call.arranged_a
-        a, b, p, lines = call.a, call.b, call.problem, _lines(call.problem.m)
+        a, b, p = call.a, call.b, call.problem
         out = a.data.new_empty(self.shape, dtype=p.compute_dtype)
         groups, offs = (p.groups, call.offs) if p.ragged else (0, b.data)
-        options = {"LINES": lines, "GROUPS": groups, "LAUNCH_DEPENDENTS": p.target.dependent_launch}
+        grid = self.rows // LINES.value * ceil_div(self.matrices, MATRICES.value)
+        options = {"GROUPS": groups, "LAUNCH_DEPENDENTS": p.target.dependent_launch}
         if a.type.format is None:
             launch(
-                swizzle_a_sm90, self.rows // lines * ceil_div(self.matrices, MATRICES.value),
+                swizzle_a_sm90, grid,
                 a.data, b.data, b.scales, offs, out, p.m, self.rows, ceil_div(p.k, 64), self.matrices,
-                num_warps=lines // 8, **options,
+                num_warps=LANES.value // 32, **options,
             )  # fmt: skip
             return out
-        reading = a.reading(self.matrices * 32)
-        del reading["ALIGN"]  # lanes read single elements
         launch(
-            swizzle_codes_sm90, self.rows // lines * self.matrices,
+            swizzle_codes_sm90, grid,
             a.data, a.scales, b.data, b.scales, offs, out, p.m, self.rows, p.k // 16, a.units_per_row, self.matrices,
-            num_warps=lines // 8, ISA=p.target.isa, **options, **reading,
+            SQUARE=int(a.type.format.square), SWIZZLED=int(a.type.swizzled), num_warps=LANES.value // 32, **options,
         )  # fmt: skip
         return out
 
@@ -202,5 +241,5 @@ class SwizzledA:
 
 
 def _lines(m) -> int:
-    """How many rows of A a program of `swizzle_a_sm90` writes, and divide the rows of swizzled A."""
+    """What divides the rows of swizzled A: `LINES` or twice as many."""
     return 16 if statically_true(m <= 16) else 32
