@@ -2,14 +2,16 @@
 
 `gemm_wgmma_sm90` reads A from memory in an order of its own (`Candidate.arrangement`). Alone, each product launches a
 kernel that copies A to that order. In a graph, products of the same A share the copy: q, k and v of packed weights, or
-gate and up. And where Inductor computes A for dense products alone, for example silu(gate) * up or the end of a norm,
-PyTorch operations in the graph put A into the order (`SwizzledA.by_operations`). Inductor computes them in its kernel
-of A, so that A is written once, and not copied at all. For tokens of experts that gained nothing: on an H100, 32768
-gathered tokens of 2048 elements took Inductor 187 us in this order, 66 us in their own.
+gate and up. And where Inductor computes A for products alone, for example silu(gate) * up or the end of a norm, PyTorch
+operations in the graph put A into the order (`SwizzledA.by_operations`). Inductor computes them in its kernel of A, so
+that A is written once, and not copied at all. Where that kernel gathers rows, as for experts' tokens, nothing would be
+gained: on an H100, 32768 gathered tokens of 2048 elements took Inductor 187 us in this order, 66 us in their own.
 
-`gemm_wgmma_sm90` starts before the kernel ahead of it has ended, and reads B meanwhile (`device.dependent_launch`).
-Behind its own copy of A that is safe, because B is an argument of both kernels. Without it another kernel may come
-between that writes B. So this is done only where B is an input of the graph, which no kernel of the graph writes.
+`gemm_wgmma_sm90` starts before the kernel ahead of it has ended, and reads B and the offsets of groups meanwhile
+(`device.dependent_launch`). Behind its own copy of A that is safe, because these are arguments of both kernels. Without
+it another kernel may come between that writes them. So this is done only where B is an input of the graph, which no
+kernel of the graph writes, and where the offsets are one too, or A depends on them: then they are in memory before
+Inductor's kernel of A starts, which waits for all kernels ahead of it.
 
 Entries: `arranged_operands(graph)`, before a graph's products are lowered, and `written_arranged(node)`.
 """
@@ -33,6 +35,7 @@ from fp4compile.templates.multiply import call_of
 FEW_ROWS = 64  # rows of A up to which copying it costs less than a launch
 _VIEWS = {*RESHAPES, torch.ops.aten.view.dtype}
 _INPUTS = ("placeholder", "get_attr")
+_GATHERS = (torch.ops.aten.index.Tensor, torch.ops.aten.index_select.default, torch.ops.aten.embedding.default)
 
 
 @dataclass(frozen=True)
@@ -62,9 +65,26 @@ def arranged_operands(graph: Graph) -> dict[Node, Arranged]:
 def written_arranged(node: Node) -> bool:
     """Whether Inductor computes a node's value, and all that reads it are products that can read it arranged."""
     source = _source(node)
-    if torch.Tag.pointwise not in getattr(source.target, "tags", ()):
+    if not _pointwise(source) or _gathers(source):
         return False
     return all(_reads_written(user, value) for user, value in _readers(source))
+
+
+def _pointwise(node: Node) -> bool:
+    return torch.Tag.pointwise in getattr(node.target, "tags", ())
+
+
+def _gathers(node: Node) -> bool:
+    """Whether Inductor gathers rows in the kernel that computes a pointwise operation."""
+    found, left = set(), [node]
+    while left:
+        for source in map(_source, left.pop().all_input_nodes):
+            if source.target in _GATHERS:
+                return True
+            if _pointwise(source) and source not in found:
+                found.add(source)
+                left.append(source)
+    return False
 
 
 def _readers(node: Node) -> Iterator[tuple[Node, Node]]:
@@ -77,15 +97,31 @@ def _readers(node: Node) -> Iterator[tuple[Node, Node]]:
 
 
 def _reads_written(user: Node, value: Node) -> bool:
-    """Whether a node is a dense product of many rows that can read a plain value as its arranged A, and only there."""
-    if user.target is not SCALED_MM:
+    """Whether a node is a product of many rows that can read a plain value as its arranged A, and only there."""
+    if user.target not in (SCALED_MM, SCALED_GROUPED_MM):
         return False
     product = scaled_mm_of(user)
-    others = [product.b.data, product.b.scales, product.b.outer, product.bias, *product.auxiliaries]
+    others = [product.b.data, product.b.scales, product.b.outer, product.bias, *product.auxiliaries, product.offs]
     if product.a.data is not value or value in others or product.a.format is not None or _key(product) is None:
         return False
     p = product.problem
-    return p.static and p.m > FEW_ROWS and p.k == product.values().a.k
+    many = p.static and p.m > FEW_ROWS and p.k == product.values().a.k
+    return many and (product.offs is None or _written_before(_source(product.offs), _source(value)))
+
+
+def _written_before(offs: Node, node: Node) -> bool:
+    """Whether offsets are an input of the graph, or a node depends on them."""
+    if offs.op in _INPUTS:
+        return True
+    found, left = {node}, [node]
+    while left:
+        sources = left.pop().all_input_nodes
+        if offs in sources:
+            return True
+        new = [each for each in sources if each not in found]
+        found.update(new)
+        left += new
+    return False
 
 
 def _key(product: ScaledMM) -> Hashable | None:

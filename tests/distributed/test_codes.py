@@ -9,7 +9,6 @@ from fp4compile.distributed.shard import Encoding
 from fp4compile.formats import formats
 from fp4compile.formats.layouts import scale_layout
 from fp4compile.ops.quantize import QUANTIZE
-from tests.helpers.simulated_gpu import simulated
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 RANKS, N, K = 3, 192, 80  # a row is no whole number of blocks of 32
@@ -89,29 +88,16 @@ def test_a_rank_sends_fewer_bytes(name, fewer, dim):
     assert 2 * size[0] * size[1] / sent > fewer
 
 
-def compiled_codes(name: str, device: str) -> None:
-    """Codes of two stacks by `compiled` are those that its function makes."""
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", formats.NAMED)
+def test_compiled_codes_have_the_same_bits(name):
+    """As in tests/simulate/test_compiled_models.py."""
     both = tuple(Direction(name, dim, (N, K)) for dim in (-1, -2))
     encode = Encoding((both, both[:1]))
-    whole = weight(device)
+    whole = weight("cuda")
     stacks = torch.stack([whole, whole.flip(0)]), whole[: N // RANKS].unsqueeze(0)
     tensors = []
     for stack, directions in zip(stacks, encode.directions, strict=True):
         tensors += [stack, *(one.magnitudes(stack) for one in directions if one.scale_over_ranks)]
     found, expected = compiled.compiled(encode, tensors)(*tensors), encode(*tensors)
     assert len(found) == len(expected) and all(map(torch.equal, found, expected))
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("name", formats.NAMED)
-def test_compiled_codes_have_the_same_bits(name):
-    compiled_codes(name, "cuda")
-
-
-def test_compiled_codes_are_made_by_the_quantisers_alone(monkeypatch):
-    """Beside them one launch for each direction fills up the outer scales."""
-    with simulated(monkeypatch, 90) as gpu, torch.no_grad():
-        monkeypatch.setattr(compiled, "compile_fx_inner", gpu.compile_inner)
-        compiled_codes("nvfp4_16x16", "cpu")
-    found = gpu.counted()
-    assert found["package"] == {"quantize_squares": 3} and found["Inductor"].total() == 3 and not found["PyTorch"]

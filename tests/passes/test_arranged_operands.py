@@ -103,6 +103,41 @@ def test_products_of_the_same_experts_tokens_share_a_copy():
     assert [one.kernel.__name__ for one in launches] == [*COPIED, COPIED[1]]
 
 
+def gathered(x, picked):
+    return torch.ops.aten.index.Tensor(x, [picked])
+
+
+def experts(x, picked, offs, data, scales, outer):
+    """Two products of 8 experts, with an activation between; the tokens are gathered."""
+    packed = data, scales, outer, "nvfp4"
+    hidden = torch.ops.fp4compile.scaled_grouped_mm(gathered(x, picked), None, None, None, *packed, offs, 800, BF16)
+    return torch.ops.fp4compile.scaled_grouped_mm(F.silu(hidden), None, None, None, *packed, offs, 800, BF16)
+
+
+def later(x, picked, offs, data, scales, outer):
+    """A product whose offsets nothing before it reads."""
+    packed = data, scales, outer, "nvfp4"
+    return torch.ops.fp4compile.scaled_grouped_mm(F.silu(x), None, None, None, *packed, offs.clone(), 800, BF16)
+
+
+@pytest.mark.parametrize(("function", "copies"), [
+    (experts, [*COPIED, COPIED[1]]),
+    (lambda x, picked, offs, *w: experts(x, picked, offs.clone(), *w), [*COPIED, COPIED[1]]),
+    (lambda x, picked, offs, *w: later(gathered(x, picked), picked, offs, *w), COPIED),
+    (later, COPIED),
+], ids=["inputs", "computed offsets", "gathered", "offsets that may be written late"])  # fmt: skip
+def test_activations_between_experts_write_the_order_of_the_product(function, copies):
+    """Not where rows would be gathered, nor where the product may read the offsets before they are written."""
+    with FakeTensorMode(), enable_python_dispatcher(), dry_run(Target(90)) as launches:
+        x, offs = torch.empty(800, 256, dtype=BF16, device="cuda"), torch.empty(8, dtype=torch.int32, device="cuda")
+        picked = torch.empty(800, dtype=torch.int64, device="cuda")
+        w = (torch.empty(8, 256, 128, dtype=torch.uint8, device="cuda"),
+             torch.empty(8, 256, 16, dtype=torch.float8_e4m3fn, device="cuda"),
+             torch.empty(8, device="cuda"))  # fmt: skip
+        lower(make_fx(function)(x, picked, offs, *w).graph)
+    assert [one.kernel.__name__ for one in launches] == copies
+
+
 def test_an_arranged_operand_of_another_shape_is_refused():
     with FakeTensorMode(), dry_run(Target(90)):
         x, w = torch.empty(80, 256, dtype=BF16, device="cuda"), torch.empty(64, 256, dtype=BF16, device="cuda")
@@ -127,19 +162,36 @@ class Block(torch.nn.Module):
         return x + self.down(F.silu(self.gate(y)) * self.up(y))
 
 
+class Experts(torch.nn.Module):
+    """Eight gated MLPs, each of a part of the gathered tokens."""
+
+    def __init__(self, width, hidden):
+        super().__init__()
+        self.gate_up = torch.nn.Parameter(torch.randn(8, 2 * hidden, width) / width**0.5)
+        self.down = torch.nn.Parameter(torch.randn(8, width, hidden) / hidden**0.5)
+        self.register_buffer("ends", torch.tensor([0, 1, 4, 5, 7, 7, 11, 12]))  # of 13 parts; no expert has the last
+
+    def forward(self, x):
+        order = torch.arange(2 * len(x), device=x.device) * 7 % len(x)
+        offs = (self.ends * len(order) // 13).to(torch.int32)
+        gate, up = F.grouped_mm(x[order], self.gate_up.mT, offs=offs).chunk(2, dim=-1)
+        return F.grouped_mm(F.silu(gate) * up, self.down.mT, offs=offs)
+
+
 @pytest.mark.gpu
 @needs_hopper
-@pytest.mark.parametrize(("tokens", "width", "hidden", "dtype"), [
-    (65, 320, 1088, torch.bfloat16), (200, 512, 1024, torch.float16), (777, 1024, 4096, torch.bfloat16),
+@pytest.mark.parametrize(("model", "tokens", "width", "hidden", "dtype"), [
+    (Block, 65, 320, 1088, torch.bfloat16), (Block, 200, 512, 1024, torch.float16),
+    (Block, 777, 1024, 4096, torch.bfloat16), (Experts, 777, 512, 1024, torch.bfloat16),
 ], ids=str)  # fmt: skip
-def test_no_bit_depends_on_who_writes_the_operand(tokens, width, hidden, dtype, monkeypatch):
+def test_no_bit_depends_on_who_writes_the_operand(model, tokens, width, hidden, dtype, monkeypatch):
     """Ragged rows, tiles and stages; the launch that copies an operand against the operations that write it."""
     torch.manual_seed(0)
     with torch.device("cuda"):
-        model = Block(width, hidden).to(dtype).eval()
+        model = model(width, hidden).to(dtype).eval()
         x = torch.randn(tokens, width, dtype=dtype)
     recipe = "nvfp4_weight_only"
-    fp4compile.pack_(model, recipe)
+    fp4compile.pack_(model, recipe, contracted={"gate_up": -1, "down": -1} if isinstance(model, Experts) else None)
     results = []
     for few in (arranged_operands.FEW_ROWS, 10**9):
         monkeypatch.setattr(arranged_operands, "FEW_ROWS", few)

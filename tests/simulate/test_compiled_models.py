@@ -17,6 +17,9 @@ import fp4compile
 from fp4compile import _compat, config
 from fp4compile.check.simulate.fault import Fault
 from fp4compile.check.simulate.launch import Simulator, compiled_of
+from fp4compile.distributed import compiled
+from fp4compile.distributed.codes import Direction
+from fp4compile.distributed.shard import Encoding
 from fp4compile.hardware import Target
 from fp4compile.passes import arranged_operands, quantize_before_move
 from tests.helpers import in_interpreter
@@ -66,6 +69,52 @@ def test_packed_experts(monkeypatch):
         torch._dynamo.reset()
         expected = torch.compile(model, backend=backend)(x, offs)
     assert torch.equal(got, expected) and got[:62].abs().amin(-1).gt(0).all() and not got[62:].any()
+
+
+class GatedExperts(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.gate_up = torch.nn.Parameter(torch.randn(4, 128, 128) / 128**0.5)
+        self.down = torch.nn.Parameter(torch.randn(4, 128, 64) / 8)
+
+    def forward(self, x, order, offs):
+        gate, up = F.grouped_mm(x[order], self.gate_up.mT, offs=offs).chunk(2, dim=-1)
+        return F.grouped_mm(F.silu(gate) * up, self.down.mT, offs=offs)
+
+
+@pretending
+def test_inductor_writes_the_operand_of_packed_experts(monkeypatch):
+    """On Hopper: silu(gate) * up; the gathered tokens are copied. The bits are those of two copies."""
+    torch.manual_seed(0)
+    model, x, results = GatedExperts().bfloat16(), torch.randn(40, 128).bfloat16(), []
+    inputs = x, torch.arange(70) * 7 % 40, torch.tensor([0, 33, 34, 62], dtype=torch.int32)
+    fp4compile.pack_(model, "nvfp4_weight_only", contracted={"gate_up": -1, "down": -1})
+    monkeypatch.setattr(torch._inductor.config, "assert_indirect_indexing", False)  # asserts call functions
+    for few, swizzled in ((64, 1), (70, 2)):
+        monkeypatch.setattr(arranged_operands, "FEW_ROWS", few)
+        with torch.no_grad(), simulated(monkeypatch, 90) as gpu:
+            torch._dynamo.reset()
+            results.append(torch.compile(model, backend=fp4compile.backend("nvfp4_weight_only", strict=True))(*inputs))
+        assert gpu.counted()["package"] == {"gemm_wgmma_sm90": 2, "swizzle_a_sm90": swizzled}
+    assert torch.equal(*results) and results[0][:62].abs().amin(-1).gt(0).all() and not results[0][62:].any()
+
+
+@pretending
+def test_codes_of_shards_are_made_by_the_quantisers_alone(monkeypatch):
+    """What FSDP2's host thread runs at a gather. One launch more for each direction fills up the outer scales."""
+    both = tuple(Direction("nvfp4_16x16", dim, (96, 80)) for dim in (-1, -2))
+    encode = Encoding((both, both[:1]))
+    stacks = torch.randn(2, 48, 80).bfloat16(), torch.randn(1, 48, 80).bfloat16()
+    tensors = []
+    for stack, directions in zip(stacks, encode.directions, strict=True):
+        tensors += [stack, *(one.magnitudes(stack) for one in directions)]
+    with simulated(monkeypatch, 90) as gpu, torch.no_grad():
+        monkeypatch.setattr(compiled, "compile_fx_inner", gpu.compile_inner)
+        found = compiled.compiled(encode, tensors)(*tensors)
+    assert len(found) == 9 and all(map(torch.equal, found, encode(*tensors)))
+    counted = gpu.counted()
+    assert counted["package"] == {"quantize_squares": 3} and counted["Inductor"].total() == 3
+    assert not counted["PyTorch"]
 
 
 class GatedMlp(torch.nn.Module):
