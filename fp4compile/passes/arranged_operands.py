@@ -2,10 +2,11 @@
 
 `gemm_wgmma_sm90` reads A from memory in an order of its own (`Candidate.arrangement`). Alone, each product launches a
 kernel that copies A to that order. In a graph, products of the same A share the copy: q, k and v of packed weights, or
-gate and up. And where Inductor computes A for products alone, for example silu(gate) * up or the end of a norm, PyTorch
-operations in the graph put A into the order (`SwizzledA.by_operations`). Inductor computes them in its kernel of A, so
-that A is written once, and not copied at all. Where that kernel gathers rows, as for experts' tokens, nothing would be
-gained: on an H100, 32768 gathered tokens of 2048 elements took Inductor 187 us in this order, 66 us in their own.
+gate and up. Where A is gathered for products alone, as the tokens of experts are, the copy gathers. And where Inductor
+computes A for products alone, for example silu(gate) * up or the end of a norm, PyTorch operations in the graph put A
+into the order (`SwizzledA.by_operations`). Inductor computes them in its kernel of A, so that A is written once and not
+copied at all. Where that kernel gathers rows, nothing would be gained: on an H100, 32768 gathered tokens of 2048
+elements took Inductor 187 us in this order, 66 us in their own.
 
 `gemm_wgmma_sm90` starts before the kernel ahead of it has ended, and reads B and the offsets of groups meanwhile
 (`device.dependent_launch`). Behind its own copy of A that is safe, because these are arguments of both kernels. Without
@@ -29,7 +30,9 @@ from fp4compile.ops.matmul import SCALED_GROUPED_MM, SCALED_MM
 from fp4compile.passes.autotune import fastest
 from fp4compile.passes.pointwise import contiguous
 from fp4compile.templates.choose import named
+from fp4compile.templates.gemm.call import aligned
 from fp4compile.templates.gemm.swizzled_a_sm90 import SwizzledA
+from fp4compile.templates.launch import on_gpu
 from fp4compile.templates.multiply import call_of
 
 FEW_ROWS = 64  # rows of A up to which copying it costs less than a launch
@@ -55,9 +58,10 @@ def arranged_operands(graph: Graph) -> dict[Node, Arranged]:
     found = {}
     for products in readers.values():
         written = written_arranged(products[0].a.data)
-        if written or len(products) > 1:
-            make = _by_operations if written else _by_launch
-            arranged = Arranged(make(graph, products[0]), written)
+        gathered = None if written else _gathered(products[0].a.data)
+        if written or gathered or len(products) > 1:
+            made = _by_operations(graph, products[0]) if written else _by_launch(graph, products[0], gathered)
+            arranged = Arranged(made, written or gathered is not None)
             found |= dict.fromkeys((product.node for product in products), arranged)
     return found
 
@@ -68,6 +72,20 @@ def written_arranged(node: Node) -> bool:
     if not _pointwise(source) or _gathers(source):
         return False
     return all(_reads_written(user, value) for user, value in _readers(source))
+
+
+def _gathered(node: Node) -> tuple[Node, Node] | None:
+    """(x, index) of a node whose value is x[index], rows of a matrix, and is read arranged alone; otherwise None."""
+    if node.target is not torch.ops.aten.index.Tensor:
+        return None
+    x, (index, *others) = node.args
+    if index is None or others or x.meta["val"].dim() != 2 or not _numbers_rows(index.meta["val"]):
+        return None
+    return (x, index) if all(_reads_arranged(user, value) for user, value in _readers(node)) else None
+
+
+def _numbers_rows(index: torch.Tensor) -> bool:
+    return index.dim() == 1 and index.dtype in (torch.int32, torch.int64) and on_gpu(index)
 
 
 def _pointwise(node: Node) -> bool:
@@ -96,13 +114,21 @@ def _readers(node: Node) -> Iterator[tuple[Node, Node]]:
             yield user, node
 
 
-def _reads_written(user: Node, value: Node) -> bool:
-    """Whether a node is a product of many rows that can read a plain value as its arranged A, and only there."""
+def _reads_arranged(user: Node, value: Node) -> ScaledMM | None:
+    """The product that can read a plain value as its arranged A, and reads it only there; otherwise None."""
     if user.target not in (SCALED_MM, SCALED_GROUPED_MM):
-        return False
+        return None
     product = scaled_mm_of(user)
     others = [product.b.data, product.b.scales, product.b.outer, product.bias, *product.auxiliaries, product.offs]
     if product.a.data is not value or value in others or product.a.format is not None or _key(product) is None:
+        return None
+    return product
+
+
+def _reads_written(user: Node, value: Node) -> bool:
+    """Whether a node is a product of many rows that may read what Inductor writes arranged."""
+    product = _reads_arranged(user, value)
+    if product is None:
         return False
     p = product.problem
     many = p.static and p.m > FEW_ROWS and p.k == product.values().a.k
@@ -163,21 +189,24 @@ def _by_operations(graph: Graph, product: ScaledMM) -> Node:
     return _traced(graph, product.node, lambda a: arrangement.by_operations(a), [product.a.data])
 
 
-def _by_launch(graph: Graph, product: ScaledMM) -> Node:
-    """The launch that arranges a product's A, before the product."""
+def _by_launch(graph: Graph, product: ScaledMM, gathered: tuple[Node, Node] | None) -> Node:
+    """The launch that arranges a product's A, before the product. gathered: see `_gathered`; then A is not read."""
     arrangement, a, b = _arrangement(product), product.a, product.b
-    tensors = [a.data, a.scales, a.outer, b.data, b.scales, b.outer, product.offs]
+    first = (a.data, None) if gathered is None else gathered
+    tensors = [*first, a.scales, a.outer, b.data, b.scales, b.outer, product.offs]
     nodes = [each for each in tensors if isinstance(each, Node)]
     for node in nodes:
         node.meta["inductor_realize_to_strides"] = True
+    size = a.data.meta["val"].shape
 
     def launch(*values):
         left = iter(values)
-        *operands, offs = (next(left) if isinstance(each, Node) else each for each in tensors)
-        rows = None if offs is None else operands[0].shape[0]
-        read, weight = Operand(*operands[:3], a.format), Operand(*operands[3:], b.format)
+        x, index, *operands, offs = (next(left) if isinstance(each, Node) else each for each in tensors)
+        data = x if index is None else x.new_empty(size)
+        rows = None if offs is None else size[0]
+        read, weight = Operand(data, *operands[:2], a.format), Operand(*operands[2:], b.format)
         call = call_of(Arguments(read, weight, None, product.out_dtype, offs=offs, rows=rows))
-        return arrangement.of_call(call)
+        return arrangement.of_call(call, None if index is None else (aligned(x.contiguous()), index.contiguous()))
 
     return _traced(graph, product.node, torch.func.functionalize(launch), nodes)
 

@@ -107,11 +107,18 @@ def gathered(x, picked):
     return torch.ops.aten.index.Tensor(x, [picked])
 
 
+def inputs_of_experts():
+    """800 tokens and their numbers, offsets, and packed weights of 8 experts."""
+    sizes = ((800, 256), BF16), ((800,), torch.int64), ((8,), torch.int32)
+    packed = ((8, 256, 128), torch.uint8), ((8, 256, 16), torch.float8_e4m3fn), ((8,), torch.float32)
+    return [torch.empty(size, dtype=dtype, device="cuda") for size, dtype in (*sizes, *packed)]
+
+
 def experts(x, picked, offs, data, scales, outer):
     """Two products of 8 experts, with an activation between; the tokens are gathered."""
     packed = data, scales, outer, "nvfp4"
     hidden = torch.ops.fp4compile.scaled_grouped_mm(gathered(x, picked), None, None, None, *packed, offs, 800, BF16)
-    return torch.ops.fp4compile.scaled_grouped_mm(F.silu(hidden), None, None, None, *packed, offs, 800, BF16)
+    return torch.ops.fp4compile.scaled_grouped_mm(F.silu(hidden), None, None, None, *packed, offs, 800, torch.float32)
 
 
 def later(x, picked, offs, data, scales, outer):
@@ -127,15 +134,28 @@ def later(x, picked, offs, data, scales, outer):
     (later, COPIED),
 ], ids=["inputs", "computed offsets", "gathered", "offsets that may be written late"])  # fmt: skip
 def test_activations_between_experts_write_the_order_of_the_product(function, copies):
-    """Not where rows would be gathered, nor where the product may read the offsets before they are written."""
+    """Not where rows would be gathered, nor where the product may read the offsets before they are written. Tokens are
+    gathered by the kernel that copies them."""
     with FakeTensorMode(), enable_python_dispatcher(), dry_run(Target(90)) as launches:
-        x, offs = torch.empty(800, 256, dtype=BF16, device="cuda"), torch.empty(8, dtype=torch.int32, device="cuda")
-        picked = torch.empty(800, dtype=torch.int64, device="cuda")
-        w = (torch.empty(8, 256, 128, dtype=torch.uint8, device="cuda"),
-             torch.empty(8, 256, 16, dtype=torch.float8_e4m3fn, device="cuda"),
-             torch.empty(8, device="cuda"))  # fmt: skip
-        lower(make_fx(function)(x, picked, offs, *w).graph)
+        lower(make_fx(function)(*inputs_of_experts()).graph)
     assert [one.kernel.__name__ for one in launches] == copies
+
+
+@pytest.mark.parametrize(("function", "gathers"), [
+    (experts, True),
+    (lambda x, picked, offs, *w: experts(x, picked.to(torch.int32), offs, *w), True),
+    (lambda x, picked, offs, *w: (rows := gathered(x, picked), later(rows, picked, offs, *w)), False),
+    (lambda x, picked, offs, *w: later(gathered(x, picked.view(2, 400)).view(800, 256), picked, offs, *w), False),
+], ids=["experts", "int32", "returned", "a matrix of numbers"])  # fmt: skip
+def test_the_copy_of_tokens_gathers_them(function, gathers):
+    """Where nothing else reads the gathered tokens."""
+    with FakeTensorMode(), enable_python_dispatcher(), dry_run(Target(90)) as launches:
+        x, picked, offs, *w = inputs_of_experts()
+        graph = make_fx(function)(x, picked, offs, *w).graph
+        lower(graph)
+        graph.eliminate_dead_code()
+    assert [one.constants["INDEXED"] for one in launches if one.kernel.__name__ == "swizzle_a_sm90"] == [gathers]
+    assert not gathers or not graph.find_nodes(op="call_function", target=torch.ops.aten.index.Tensor)
 
 
 def test_an_arranged_operand_of_another_shape_is_refused():

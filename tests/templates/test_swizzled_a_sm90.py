@@ -111,6 +111,30 @@ def test_swizzled_a_of_every_code_and_scale(place):
     check(Operand(codes.view(fmt.data_dtype), scales.view(fmt.scale_dtype), torch.ones(()), fmt), 64, 2, place)
 
 
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_rows_by_number(dtype, place):
+    """Negative numbers count from the end; rows of numbers out of range are NaN, and rows beyond A are zeros."""
+    x, numbers = torch.randn(40, 320).bfloat16(), torch.arange(50, dtype=dtype) * 7 % 40
+    numbers[10:14] = torch.tensor([-1, -40, 39, 0])
+    wanted = x[numbers.long()]
+    numbers[20:23], wanted[20:23] = torch.tensor([40, -41, 2**30]), torch.nan
+    b = quantized(torch.randn(16, 320), formats.get("nvfp4"))
+    device = "cpu" if place == "simulated" else place
+    b = Operand(*(part.to(device) for part in (b.data, b.scales, b.outer)), b.format)
+    with Simulator(Target(90)).running() if place == "simulated" else nullcontext():
+        a = Operand(torch.empty(50, 320, dtype=torch.bfloat16, device=device))
+        call = call_of(Arguments(a, b, None, torch.float32), Target(90) if place == "simulated" else None)
+        arrangement = SwizzledA.of(call.problem, WgmmaConfig(64, warps=8, parts=1, stages=2, steps_per_stage=1))
+        got = arrangement.of_call(call, (x.to(device), numbers.to(device))).cpu()
+    expected = swizzled_a_of(wanted, *arrangement.shape[1::-1])
+    # Every element of a row that is not there is NaN, in matrices beyond A as well.
+    rows = expected.isnan().any(-1).any(0)
+    assert rows.nonzero().flatten().tolist() == [20, 21, 22]
+    assert torch.equal(got[:, ~rows].view(torch.int16), expected[:, ~rows].view(torch.int16))
+    assert got[:, rows].isnan().all()
+
+
 @pytest.mark.parametrize(("m", "rows"), [(9, 16), (17, 32), (64, 64), (300, 160)])
 @pytest.mark.parametrize("a", [torch.bfloat16, "nvfp4"], ids=str)
 def test_launches(a, m, rows):

@@ -40,7 +40,7 @@ LANES = tl.constexpr(8 * LINES.value)
 def _ptx(load: Callable[[int], str], words: Callable[[int], str]) -> str:
     """PTX in which a lane loads eight elements of a row of A, and stores one unit, for each of MATRICES matrices.
 
-    load: PTX that loads the elements of matrix i where the predicate p holds, else zeros, into registers of their own.
+    load: PTX that loads the elements of matrix i into registers of their own, where the predicate p holds.
     words: PTX that makes w0 to w3 of these registers; wj has elements j and j + 4 of the lane's eight. Inputs $1 to $6:
     the address of a unit of the first matrix; bytes from one matrix to the next; how many matrices there are to write,
     and to read; the lane's block of the line, 0 to 3; a token.
@@ -68,12 +68,13 @@ def _exchanged(by: int) -> str:
 
 
 def _copy_ptx() -> str:
-    """`_ptx` of a plain A. Input $7 is the address of the lane's elements in the first matrix."""
+    """`_ptx` of a plain A. Inputs $7, $8: the address of the lane's elements in the first matrix; what fills a row that
+    is not read."""
 
     def load(i: int) -> str:
         words = ", ".join(f"a{4 * i + j}" for j in range(4))
-        zeros = "".join(f"mov.b32 a{4 * i + j}, 0;" for j in range(4))
-        return zeros + f"@p ld.global.v4.b32 {{{words}}}, [$7 + {128 * i}];"
+        filled = "".join(f"mov.b32 a{4 * i + j}, $8;" for j in range(4))
+        return filled + f"@p ld.global.v4.b32 {{{words}}}, [$7 + {128 * i}];"
 
     def words(i: int) -> str:
         halves = ("0x5410", "0x7632")
@@ -128,12 +129,14 @@ def _place(swizzled_a_ptr, m, rows, a_matrices, matrices):
 
 @triton.jit
 def swizzle_a_sm90(
-    a_ptr, b_ptr, b_scales_ptr, offs_ptr, swizzled_a_ptr, m, rows, a_matrices, matrices,
-    GROUPS: tl.constexpr, LAUNCH_DEPENDENTS: tl.constexpr,
+    a_ptr, index_ptr, b_ptr, b_scales_ptr, offs_ptr, swizzled_a_ptr, a_rows, m, rows, a_matrices, matrices,
+    INDEXED: tl.constexpr, GROUPS: tl.constexpr, LAUNCH_DEPENDENTS: tl.constexpr,
 ):  # fmt: skip
-    """Lines of swizzled A [matrices, rows, 64] from a [m, 64 * a_matrices], bf16 or fp16; see `_ptx`.
+    """Lines of swizzled A [matrices, rows, 64] from a [a_rows, 64 * a_matrices], bf16 or fp16; see `_ptx`.
 
-    LINES divides rows.
+    LINES divides rows. m: rows of A.
+    INDEXED: A is rows of a, by their numbers in index [m], int32 or int64; negative ones count from the end of a. A row
+    whose number is out of range is NaN, and reads nothing. Otherwise A is a.
     GROUPS: 0, or the number of groups of rows of a, which end at offs, int32. Rows of no group may be unwritten memory,
     and are not read.
     LAUNCH_DEPENDENTS: the product may start early, and then reads B and offs at once (see `device.dependent_launch`).
@@ -145,8 +148,16 @@ def swizzle_a_sm90(
         group = tl.arange(0, _power_of_2(GROUPS))
         m = tl.minimum(m, tl.max(tl.load(offs_ptr + group, mask=group < GROUPS, other=0), 0))
     row, block, half, stores = _place(swizzled_a_ptr, m, rows, a_matrices, matrices)
-    source = a_ptr + row.to(tl.int64) * a_matrices * 64 + block * 16 + half * 8
-    token = do_ptx(_COPY, "l,l,r,r,r,r,l", stores + (source,))
+    fill = row * 0
+    source = row.to(tl.int64)
+    if INDEXED:
+        number = tl.load(index_ptr + row, mask=row < m, other=0).to(tl.int64)
+        source = tl.where(number < 0, number + a_rows, number)
+        there = (source >= 0) & (source < a_rows)
+        fill = tl.where(there | (row >= m), 0, 0x7FFF7FFF)
+        stores = stores[0:3] + (tl.where(there, stores[3], 0),) + stores[4:6]
+    elements = a_ptr + source * a_matrices * 64 + block * 16 + half * 8
+    token = do_ptx(_COPY, "l,l,r,r,r,r,l,r", stores + (elements, fill))
     keep(token, swizzled_a_ptr, m)
 
 
@@ -195,10 +206,11 @@ class SwizzledA:
     def shape(self) -> tuple[int, int, int]:
         return self.matrices, self.rows, 64
 
-    def of_call(self, call: Call) -> torch.Tensor:
+    def of_call(self, call: Call, gathered: tuple[torch.Tensor, torch.Tensor] | None = None) -> torch.Tensor:
         """Swizzled A of a call: the one that the call has, or else by `swizzle_a_sm90`.
 
-        Raises RuntimeError where the call has one of another shape.
+        gathered: x [rows, K] and index [m], int32 or int64, where the call's plain A is x[index]. Then A is not read.
+        Raises RuntimeError where the call has a swizzled A of another shape.
         """
         if call.arranged_a is not None:
             if not statically_true(call.arranged_a.shape == self.shape):
@@ -210,10 +222,11 @@ class SwizzledA:
         grid = self.rows // LINES.value * ceil_div(self.matrices, MATRICES.value)
         options = {"GROUPS": groups, "LAUNCH_DEPENDENTS": p.target.dependent_launch}
         if a.type.format is None:
+            x, index = (a.data, b.data) if gathered is None else gathered
             launch(
                 swizzle_a_sm90, grid,
-                a.data, b.data, b.scales, offs, out, p.m, self.rows, ceil_div(p.k, 64), self.matrices,
-                num_warps=LANES.value // 32, **options,
+                x, index, b.data, b.scales, offs, out, x.shape[-2], p.m, self.rows, ceil_div(p.k, 64), self.matrices,
+                INDEXED=gathered is not None, num_warps=LANES.value // 32, **options,
             )  # fmt: skip
             return out
         launch(
