@@ -17,8 +17,8 @@ SUMS = 2e-6
 def found(tmp_path_factory):
     """What each member found, and what was said to the one that lost the other."""
     folder = tmp_path_factory.mktemp("ranks")
-    output, program = str(folder / "runs"), ["-m", "tests.helpers.rank_worker"]
-    statuses, said = process_groups.run_ranks(lambda rank: [*program, str(rank), output], folder, ranks=3)
+    output = str(folder / "runs")
+    statuses, said = process_groups.run_ranks(rank_worker.main, [output], folder, ranks=3)
     assert statuses == [0] * 3, said
     return [torch.load(f"{output}.{rank}.pt") for rank in MEMBERS], torch.load(f"{output}.lost.pt")
 
@@ -63,6 +63,18 @@ def test_tensor_parallelism_has_the_codes_of_one_process(kind, place, found, alo
             },
         }[kind]
     ), "a gather that a weight gradient needs, too, is in high precision, once"
+
+
+@pytest.mark.parametrize("place", range(len(MEMBERS)))
+def test_parameters_that_the_graph_gathers_have_the_bits_of_one_process(place, found, alone):
+    """Both ranks have the same tokens: gradients, which are summed, are twice those of one."""
+    mine, expected = found[0][place]["gathered"], alone["frozen"]
+    names = {"up.weight", "up.bias", "down.weight", "down.bias"}
+    assert torch.equal(mine["y"], expected["y"]) and torch.equal(mine["x"], expected["x"])
+    assert all(torch.equal(mine[name], 2 * expected[name]) for name in names)
+    assert mine["told"].keys() == expected["told"].keys() and len(mine["told"]) == 6
+    assert torch.equal(mine["evaluated"], expected["y"])
+    assert mine["moved"] == dict.fromkeys(("up", "down"), "quantised before all_gather_into_tensor")
 
 
 @pytest.mark.parametrize("place", range(len(MEMBERS)))

@@ -51,9 +51,10 @@ def together(tmp_path_factory):
     @functools.cache  # a wait in vain is not repeated by every test
     def finished(device):
         folder = tmp_path_factory.mktemp("distributed")
-        output, cases = folder / "runs.pt", CASES[device]
-        program = distributed_worker.__file__
-        return process_groups.run_ranks(lambda rank: [program, str(rank), device, str(output), *cases], folder), output
+        output = str(folder / "runs.pt")
+        method = "forkserver" if device == "cpu" else "spawn"
+        arguments = [device, output, CASES[device]]
+        return process_groups.run_ranks(distributed_worker.worker, arguments, folder, method=method), output
 
     @functools.cache
     def run(device):

@@ -1,14 +1,14 @@
 """Two of three ranks move codes, compare recipes, share amaxes under tensor parallelism, and lose each other.
 
-python -m tests.helpers.rank_worker RANK OUTPUT: what tests/distributed/test_ranks.py compares.
+`main` is what each rank runs, and tests/distributed/test_ranks.py compares what it finds.
 
 The ranks meet at the file OUTPUT.store. Ranks 1 and 2 form the groups, so that no group is the whole world, and each
 writes what it finds to OUTPUT.RANK.pt. Rank 2 ends without a word before the last collective.
 """
 
 import copy
+import functools
 import os
-import sys
 from datetime import timedelta
 
 import pytest
@@ -19,7 +19,7 @@ from torch import nn
 from torch._inductor import config
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import fp4compile
@@ -91,6 +91,25 @@ def sharded(model, mesh, sequences: bool):
     return parallelize_module(copy.deepcopy(model), mesh, plans)
 
 
+def gathered(model, mesh):
+    """The model with parameters of which each rank has some rows, and which its forward pass gathers.
+
+    As torchtitan's SimpleFSDP has it: the graph has the gathers. gloo has no means, so gradients are sums over ranks.
+    """
+
+    def whole_of(layer, name):
+        return layer._parameters[name].redistribute(placements=[Replicate()]).to_local(grad_placements=[Partial()])
+
+    model = copy.deepcopy(model)
+    for layer in (model.up, model.down):
+        for name, value in list(layer.named_parameters()):
+            shards = distribute_tensor(value.detach(), mesh, [Shard(0)], src_data_rank=None)
+            layer._parameters[name] = nn.Parameter(shards)
+        names = {name: property(functools.partial(whole_of, name=name)) for name in layer._parameters}
+        layer.__class__ = type("Gathered", (type(layer),), names)
+    return model
+
+
 def parallel(rank: int, mesh: DeviceMesh) -> dict:
     """A step of the sharded model by the captured graphs, and results by Inductor's kernels."""
     model, x, gradient = whole()
@@ -101,6 +120,11 @@ def parallel(rank: int, mesh: DeviceMesh) -> dict:
         found["sequences"] = step(sharded(model, mesh, True), x[:, mine], gradient[:, mine], "nvfp4")
         found["tokens"] = step(sharded(model, mesh, False), x, gradient, INVERTED)
         found |= {recipe: step(sharded(model, mesh, False), x, gradient, recipe) for recipe in OF_ROWS}
+        found["gathered"] = step(gathered(model, mesh), x, gradient, "nvfp4")
+        with torch.no_grad():
+            function, backend = compiled(gathered(model, mesh), "nvfp4")
+            found["gathered"]["evaluated"] = function(x)
+        found["gathered"]["moved"] = {row.module: row.fused for row in backend.report.rows}
         model.requires_grad_(False)
         found["frozen"] = step(sharded(model, mesh, True), x[:, mine], gradient[:, mine], "nvfp4")
     with torch.no_grad():
@@ -149,6 +173,3 @@ def main(rank: int, output: str) -> None:
         torch.save(f"{type(error.value).__name__}: {error.value}", f"{output}.lost.pt")
     os._exit(0)  # a group that has lost a rank cannot be ended
 
-
-if __name__ == "__main__":
-    main(int(sys.argv[1]), sys.argv[2])

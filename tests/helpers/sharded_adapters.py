@@ -1,10 +1,7 @@
 """LoRA on a packed model under FSDP2: what each of two ranks runs, see tests/weights/test_sharded.py.
 
-python -m tests.helpers.sharded_adapters RANK OUTPUT: the first rank writes what it found to OUTPUT. The ranks meet at
-the file OUTPUT.store.
+`main`: the first rank writes what it found to `output`. The ranks meet at the file `output`.store.
 """
-
-import sys
 
 import peft
 import torch
@@ -113,15 +110,12 @@ def run():
     return found
 
 
-def main(rank, output):
+def main(rank: int, output: str) -> None:
     torch.set_num_threads(1)
-    process_groups.begin(f"{output}.store", int(rank), RANKS)
+    process_groups.begin(f"{output}.store", rank, RANKS)
     found = run()
-    if rank == "0":
+    if rank == 0:
         torch.save(found, output)
     dist.barrier()
     dist.destroy_process_group()
 
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])

@@ -15,8 +15,7 @@ from tests.helpers import process_groups, sharded_adapters  # noqa: E402
 
 
 def test_adapters_train_on_shards_as_on_whole_codes(tmp_path):
-    program = ["-m", "tests.helpers.sharded_adapters"]
-    statuses, said = process_groups.run_ranks(lambda rank: [*program, str(rank), f"{tmp_path}/found.pt"], tmp_path)
+    statuses, said = process_groups.run_ranks(sharded_adapters.main, [f"{tmp_path}/found.pt"], tmp_path)
     assert statuses == [0] * sharded_adapters.RANKS, said
     found = torch.load(tmp_path / "found.pt")
     assert found["losses"][0] == found["losses"][1] and len(set(found["losses"][0])) == 3
