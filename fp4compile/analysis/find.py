@@ -131,10 +131,10 @@ def _input_of(root: Node) -> Node:
 class _Layer:
     """A forward product with a weight.
 
-    root: placeholder of the weight's parameter, or the node that gathered it. weight: its view as [out, in], or as a batch of such matrices.
-    grouping: `Product.grouping`. activation: key of the activation's elements in the order of tokens. gradients: keys
-    of the output gradients that the layer's wgrads multiply, also in the order of tokens; filled in as the wgrads are
-    found.
+    root: placeholder of the weight's parameter, or the node that gathered it. weight: its view as [out, in], or as a
+    batch of such matrices. grouping: `Product.grouping`. activation: key of the activation's elements in the order of
+    tokens. gradients: keys of the output gradients that the layer's wgrads multiply, also in the order of tokens;
+    filled in as the wgrads are found.
     """
 
     gemm: Gemm

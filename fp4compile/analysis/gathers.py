@@ -1,7 +1,7 @@
 """Weights that the graph gathers itself: each rank has some rows of the parameter, as a DTensor.
 
-So it is where a model redistributes its sharded parameters before it multiplies them, as in torchtitan's SimpleFSDP. The
-gathered rows, in their order, are the parameter: a product of them is a product with it.
+So it is where a model redistributes its sharded parameters before it multiplies them, as in torchtitan's SimpleFSDP.
+The gathered rows, in their order, are the parameter: a product of them is a product with it.
 """
 
 from torch.fx import Graph, Node
@@ -31,7 +31,8 @@ def is_gather(node: Node) -> bool:
 
 
 def parameter_of(node: Node) -> Node | None:
-    """The placeholder whose elements, in their order and possibly cast, each rank sends to a gather; None if none is."""
+    """The placeholder whose elements, in their order and possibly cast, each rank sends to a gather; None for another
+    tensor."""
     view = view_of(node.args[0].args[0])
     whole = view_of(view.root)
     same = view.root.op == "placeholder" and (view.stride, view.offset) == (whole.stride, whole.offset)

@@ -42,9 +42,9 @@ def run_ranks(
     """Call `work(rank, *arguments)` in a process for each rank, until all have ended, one has failed, or `patience`
     seconds have passed.
 
-    work: a function of a module. folder: for what the ranks print. method: of multiprocessing. By "forkserver" the ranks
-    of all tests are forked from one process, which has imported the module that was asked for first: imports take
-    seconds. Ranks that use GPUs need "spawn".
+    work: a function of a module. folder: for what the ranks print. method: of multiprocessing. By "forkserver" the
+    ranks of all tests are forked from one process, which has imported the module that was asked for first: imports
+    take seconds. Ranks that use GPUs need "spawn".
     Returns their statuses, negative ones of ranks that had to be killed, and what they printed.
     """
     context = multiprocessing.get_context(method)

@@ -172,4 +172,3 @@ def main(rank: int, output: str) -> None:
             summed("mxfp8_32x32", groups[3])(torch.ones(64, 64))
         torch.save(f"{type(error.value).__name__}: {error.value}", f"{output}.lost.pt")
     os._exit(0)  # a group that has lost a rank cannot be ended
-
