@@ -27,7 +27,9 @@ from fp4compile.distributed import gather_quantized_
 from tests.helpers import moving_worker, process_groups, without_codegen
 
 MEMBERS, TOKENS, WIDTH, HIDDEN = (1, 2), 16, 64, 96
-INVERTED = {"recipe": "nvfp4_rowwise", "fprop_x": "nvfp4_te"}  # outer scales are inverses of encode factors
+# Outer scales are inverses of encode factors. Weight gradients multiply transformed operands, and scales of both kinds.
+INVERTED = {"recipe": "nvfp4_rowwise", "fprop_x": "nvfp4_te", "wgrad_dy": "nvfp4_te", "wgrad_x": "nvfp4",
+            "hadamard": ["wgrad"]}  # fmt: skip
 OF_ROWS = ("float8_rowwise", "nvfp4_rowwise")  # outer scales belong to rows, of which each rank has a part
 MOVED = ("mxfp8", "nvfp4_one_level", "nvfp4")
 PASSES = ("quantize_before_move", "group_amax")
