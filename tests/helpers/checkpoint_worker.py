@@ -131,7 +131,6 @@ def run(kind: str, folder: Path, both: DeviceMesh, alone: DeviceMesh) -> dict:
 
 def main(rank: int, folder: Path) -> None:
     torch.set_num_threads(1)
-    torch._inductor.config.force_disable_caches = True
     fp4compile.config.enabled_passes = rank_worker.PASSES
     process_groups.begin(folder / "store", rank, RANKS)
     both = DeviceMesh("cpu", list(range(RANKS)))
