@@ -28,6 +28,7 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from fp4compile._compat import statically_true
+from fp4compile.analysis.gathers import gathered_parameters, is_gather, parameter_of
 from fp4compile.analysis.gemm import Gemm, Input, Operand, Shard
 from fp4compile.analysis.gradients import Part, input_index, is_inner_gradient, parts_of_gradients, tangent_dependent
 from fp4compile.analysis.graph import is_gathered
@@ -106,16 +107,23 @@ def sharded_parameters_of(graph: Graph, inputs: tuple[Input, ...]) -> dict[Node,
 
 
 def weights_of(graph: Graph, inputs: tuple[Input, ...]) -> dict[Node, str]:
-    """The parameters, the packed weights of experts and the gathered weights, with the names of the parameters."""
+    """The parameters, the packed weights of experts and the gathered weights, with the names of the parameters.
+
+    FSDP2 gathers a weight before the graph runs, and it may be there as codes; or the graph gathers a parameter's rows.
+    """
     parameters = parameters_of(graph, inputs)
     packed = graph.find_nodes(op="call_function", target=EXPERT_WEIGHTS)
     gathered = graph.find_nodes(op="call_function", target=GATHERED_WEIGHT)
     known = {node: parameters[_input_of(node)] for node in gathered if _input_of(node) in parameters}
+    rows = gathered_parameters(graph, sharded_parameters_of(graph, inputs))
+    known |= {node: parameters[placeholder] for node, placeholder in rows.items()}
     return parameters | {node: parameter_name(_module_of(node)) for node in packed} | known
 
 
 def _input_of(root: Node) -> Node:
-    """The placeholder of a weight's parameter; for a gathered weight, the placeholder of its codes."""
+    """The placeholder of a weight's parameter; for a gathered weight, the placeholder of its codes or of its rows."""
+    if is_gather(root):
+        return parameter_of(root) or root
     return root_of(root.args[0] if is_gathered(root) else root)
 
 
@@ -123,10 +131,10 @@ def _input_of(root: Node) -> Node:
 class _Layer:
     """A forward product with a weight.
 
-    root: placeholder of the weight's parameter. weight: its view as [out, in], or as a batch of such matrices.
-    grouping: `Product.grouping`. activation: key of the activation's elements in the order of tokens. gradients: keys
-    of the output gradients that the layer's wgrads multiply, also in the order of tokens; filled in as the wgrads are
-    found.
+    root: placeholder of the weight's parameter, or the node that gathered it. weight: its view as [out, in], or as a
+    batch of such matrices. grouping: `Product.grouping`. activation: key of the activation's elements in the order of
+    tokens. gradients: keys of the output gradients that the layer's wgrads multiply, also in the order of tokens;
+    filled in as the wgrads are found.
     """
 
     gemm: Gemm

@@ -2,7 +2,7 @@
 
 AOTAutograd describes every input and output of a joint graph in the placeholders' and the output's `meta["desc"]`. A
 `GradAOTOutput` tells which output is the gradient of which input. A node is a part of that gradient if its elements
-reach the output only by being moved, cast, added or multiplied by one number.
+reach the output only by being moved, cast, added, reduced over the ranks, or multiplied by one number.
 """
 
 from typing import Any
@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
+from fp4compile.analysis.gathers import REDUCE_SCATTER, WAIT
 from fp4compile.analysis.views import source_of
 
 aten = torch.ops.aten
@@ -128,6 +129,10 @@ def _put_together_from(node: Node) -> list[Node]:
     source = source_of(node)
     if source is not None:
         return [source]
+    if str(node.target) == WAIT:
+        return _put_together_from(node.args[0])
+    if str(node.target) == REDUCE_SCATTER:
+        return node.args[:1]
     if node.target not in _GATHERS or node.kwargs.get("alpha", 1) != 1:
         return []
     if node.target is aten.constant_pad_nd.default and len(node.args) > 2 and node.args[2] != 0:

@@ -170,11 +170,13 @@ class QuantizeSpec:
     def check_amax(self, amax: torch.Tensor, x: torch.Tensor) -> None:
         """Raise ValueError where outer scales of x cannot be made of given magnitudes."""
         outer = self.format.outer
-        plain = outer == "tensor" or (outer == "row" and not self.both)
-        if not plain or self.static or self.ragged or self.hadamard or self.scale_rule != "amax":
+        plain = not (self.hadamard or self.both) if outer == "row" else outer == "tensor"
+        two = self.hadamard and self.both  # outer scales of their own: one is of transformed elements
+        if not plain or two or self.static or self.ragged or self.scale_rule != "amax":
             raise ValueError(
                 "amax: goes with a format whose outer scale is computed for the tensor, or for each row where one "
-                "dimension is quantised, without groups, transform and scale rules; "
+                "dimension is quantised without transform; without groups and scale rules; with hadamard along one "
+                "dimension; "
                 f"got {self.format.name} along {list(self.dims)}"
             )
         if self.prologue is not None:

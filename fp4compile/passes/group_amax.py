@@ -26,6 +26,10 @@ float32 with one rounding. Here the division is in float64, and is then rounded 
 in float32 may have an error. These quotients are never so close to the middle between two float32 numbers that the
 roundings in float64 decide.
 
+A weight gradient's operands may be Hadamard-transformed along the tokens, of which each rank has whole groups of its
+features. Their outer scales are made of transformed elements, so those have a largest magnitude of their own
+(`hadamard_amax`), which is reduced.
+
 Quantisers of contract te, and of float8_rowwise, multiply by an encode factor, of which the outer scale is the inverse.
 They get the magnitude itself, because an inverse of the inverse has another last bit in one of nine cases. So do all
 that have a scale for each row.
@@ -48,7 +52,7 @@ from fp4compile.formats import formats
 from fp4compile.formats.reference import NVFP4_MAX
 from fp4compile.formats.reference_scales import FOUR_OVER_SIX_MAX
 from fp4compile.ops.matmul import SCALED_MM
-from fp4compile.ops.quantize import QUANTIZE
+from fp4compile.ops.quantize import HADAMARD_AMAX, QUANTIZE
 from fp4compile.passes.base import Pass
 from fp4compile.passes.magnitudes import bits_of, largest_of_ranks, magnitude_of
 from fp4compile.passes.notes import name_move
@@ -94,7 +98,7 @@ def _makes(quantise: Quantise) -> bool:
 
 def _unfit(quantise: Quantise) -> str | None:
     """Why a quantiser makes its outer scale itself although it quantises a shard."""
-    if quantise.hadamard:
+    if quantise.hadamard and _of_rows(quantise):
         return "it is made of transformed elements"
     if _of_rows(quantise) and quantise.scale_rule != "amax":
         return "its block scales are searched for"
@@ -118,6 +122,12 @@ def _of_rows(quantise: Quantise) -> bool:
 def _shared(quantise: Quantise) -> tuple:
     """A key of what the outer scales are made of: of the elements, or of the elements in rows along one dimension."""
     return view_of(quantise.x).elements, quantise.dims if _of_rows(quantise) else None
+
+
+def _made_of(quantise: Quantise) -> tuple:
+    """A key of the magnitudes of which the outer scales are made: `_shared`, and along which dimension it is
+    transformed."""
+    return *_shared(quantise), quantise.dims if quantise.hadamard else None
 
 
 # ---------------------------------------------------------------- which tensors are shards
@@ -219,8 +229,8 @@ def _summed(product: Node) -> set[str]:
 class _Outers:
     """Makes the outer scales of whole tensors.
 
-    amaxes: the largest magnitudes of whole tensors, in the shape of the outer scales, by `_shared`. outers: outer
-    scales, by `_shared` and the rule of the block scales.
+    amaxes: the largest magnitudes of whole tensors, in the shape of the outer scales, by `_made_of`. outers: outer
+    scales, by `_made_of` and the rule of the block scales.
     """
 
     graph: Graph
@@ -232,8 +242,8 @@ class _Outers:
         graph, first = self.graph, next(node for node in self.graph.nodes if node.op != "placeholder")
         of_groups: dict[tuple[str, ...], dict[tuple, Quantise]] = {}
         for one, groups in chosen:
-            if view_of(one.x).root.op == "placeholder":
-                of_groups.setdefault(groups, {}).setdefault(_shared(one), one)
+            if view_of(one.x).root.op == "placeholder" and not one.hadamard:
+                of_groups.setdefault(groups, {}).setdefault(_made_of(one), one)
         for groups, members in of_groups.items():
             meta = _meta(next(iter(members.values())))
             with graph.inserting_before(first):
@@ -268,7 +278,7 @@ class _Outers:
 
     def _amax(self, quantise: Quantise, groups: tuple[str, ...]) -> Node:
         """The largest magnitudes of the whole tensor, float32 in the shape of the outer scale."""
-        key = _shared(quantise)
+        key = _made_of(quantise)
         if key not in self.amaxes:
             meta, x = _meta(quantise), quantise.x
             if _of_rows(quantise):
@@ -277,7 +287,8 @@ class _Outers:
                     bits = new_node(self.graph, aten.transpose.int, (bits, -1, quantise.dims[0]), meta)
                 found = self._over(groups, bits, meta)
             else:
-                bits = new_node(self.graph, aten.reshape.default, (self._bits(x, (), meta), [1]), meta)
+                bits = self._bits_of_transform(quantise, meta) if quantise.hadamard else self._bits(x, (), meta)
+                bits = new_node(self.graph, aten.reshape.default, (bits, [1]), meta)
                 found = new_node(self.graph, aten.reshape.default, (self._over(groups, bits, meta), []), meta)
             self.amaxes[key] = magnitude_of(self.graph, found, meta)
         return self.amaxes[key]
@@ -290,7 +301,7 @@ class _Outers:
 
     def _outer(self, quantise: Quantise, amax: Node) -> Node:
         """amax / the largest number of the format; 1 instead of 0."""
-        key = _shared(quantise), quantise.scale_rule
+        key = _made_of(quantise), quantise.scale_rule
         if key not in self.outers:
             largest = 6.0 * FOUR_OVER_SIX_MAX if quantise.scale_rule == "four_over_six" else NVFP4_MAX
             meta = _meta(quantise)
@@ -310,6 +321,11 @@ class _Outers:
         found = new_node(self.graph, aten.amax.default, (magnitudes, *(() if along is None else ([along], True))), meta)
         for dtype in (*casts, torch.float32):
             found = new_node(self.graph, CAST, (found, dtype), meta)
+        return bits_of(self.graph, found, meta)
+
+    def _bits_of_transform(self, quantise: Quantise, meta: dict) -> Node:
+        """The bits of the largest magnitude of a tensor's Hadamard transform."""
+        found = new_node(self.graph, HADAMARD_AMAX, (quantise.x, quantise.dims[0]), meta)
         return bits_of(self.graph, found, meta)
 
     def _over(self, groups: tuple[str, ...], bits: Node, meta: dict) -> Node:

@@ -28,7 +28,7 @@ from fp4compile.ops.matmul import (
     SCALED_MM_HORIZONTAL,
     SCALED_MM_QUANTIZED,
 )
-from fp4compile.ops.quantize import LAY_OUT_SCALES, QUANTIZE
+from fp4compile.ops.quantize import HADAMARD_AMAX, LAY_OUT_SCALES, QUANTIZE
 from fp4compile.roofline import pointwise
 from fp4compile.roofline.product_steps import Chosen, memory_pass, plain_step, product_steps, tiles_of
 from fp4compile.roofline.sizes import Experts, Sizes
@@ -40,6 +40,8 @@ from fp4compile.templates.view import View
 
 aten = torch.ops.aten
 OWN_PRODUCTS = (SCALED_MM, SCALED_MM_QUANTIZED, SCALED_GROUPED_MM, SCALED_MM_GATHERED, SCALED_MM_HORIZONTAL)
+# Names of the steps of other ops of this package; what is left dequantises weights.
+_PASSES = {LAY_OUT_SCALES: "lay out scales", HADAMARD_AMAX: "amax"}
 
 
 @dataclass(frozen=True)
@@ -68,9 +70,8 @@ def _steps(node: Node, gpu: Gpu) -> list[Step]:
         return _product(node, gpu)
     if node.target is QUANTIZE:
         return [_quantiser(node, gpu)]
-    if node.target in KERNELS:  # dequantised weights, scales of moved rows
-        name = "lay out scales" if node.target is LAY_OUT_SCALES else "dequantise"
-        return [memory_pass(name, "other", _moved(node), gpu)]
+    if node.target in KERNELS:
+        return [memory_pass(_PASSES.get(node.target, "dequantise"), "other", _moved(node), gpu)]
     count = flops.count(node)
     if not count:
         in_place = pointwise.in_place_bytes(node)

@@ -1,12 +1,10 @@
 """Training on two processes, and the same training in one: what tests/end_to_end/test_distributed.py runs and compares.
 
-python tests/helpers/distributed_worker.py RANK cpu|cuda OUTPUT CASE...
-
-CASE: wrapper/dtype/recipe, as in fsdp/bfloat16/mxfp8. The processes meet at the file OUTPUT.store.
+`worker` is what each process runs. A case is wrapper/dtype/recipe, as in fsdp/bfloat16/mxfp8. The processes meet at the
+file `output`.store.
 """
 
 import copy
-import sys
 from dataclasses import dataclass, field
 
 import torch
@@ -174,8 +172,8 @@ def mean(loss: torch.Tensor) -> float:
     return (total / RANKS).item()
 
 
-def worker(rank: int, device: str, output: str, cases: list[Case]) -> None:
-    from tests.helpers import quantised_gathers  # its models and losses are those of this file
+def worker(rank: int, device: str, output: str, cases: list[str]) -> None:
+    from tests.helpers import quantised_gathers  # which imports this file
 
     if device == "cuda":
         torch.cuda.set_device(rank)
@@ -186,7 +184,7 @@ def worker(rank: int, device: str, output: str, cases: list[Case]) -> None:
     runs = {}
     for case in cases:
         torch._dynamo.reset()
-        runs[str(case)] = train(case, rank, torch.device(device)).__dict__
+        runs[case] = train(Case.parse(case), rank, torch.device(device)).__dict__
     runs["gathers"] = quantised_gathers.run(rank, torch.device(device))
     runs |= {recipe: packed(recipe, torch.device(device)) for recipe in PACKED}
     if rank == 0:
@@ -256,11 +254,3 @@ def step(called, model, master, shares, wrapper: str) -> tuple[float, int]:
 def load(model, master) -> None:
     for parameter, source in zip(model.parameters(), master.parameters(), strict=True):
         parameter.copy_(source)
-
-
-def main(rank: str, device: str, output: str, *cases: str) -> None:
-    worker(int(rank), device, output, [Case.parse(case) for case in cases])
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])

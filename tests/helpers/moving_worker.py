@@ -39,7 +39,9 @@ class Collected(nn.Module):
 
     def forward(self, first, own):
         gathered = collectives.all_gather_tensor(first, 0, self.group)
-        sequences = collectives.all_gather_tensor(first.view(2, 3, K), 1, self.group)
+        # As DTensor gathers along the second dimension. torch 2.11 breaks the graph at its function's own gather there.
+        sequences = collectives.all_gather_tensor(first.view(2, 3, K), 0, self.group)
+        sequences = torch.cat(sequences.chunk(2), 1)
         exchanged = collectives.all_to_all_single(own, self.received, self.sent, self.group)
         return self.linear(gathered), self.linear(sequences), self.linear(exchanged)
 

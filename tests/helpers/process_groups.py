@@ -1,20 +1,20 @@
 """Process groups of tests: a rank that waits in vain raises after two minutes, not after torch's half an hour."""
 
 import gc
+import multiprocessing
 import os
-import subprocess
-import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from os import PathLike
 from pathlib import Path
 
 import torch.distributed as dist
 
+from tests.helpers import quiet_compiler
+
 # Of one rendezvous or collective. The other rank may still import torch, or compile, on a busy machine.
 PATIENCE = timedelta(seconds=120)
-ROOT = Path(__file__).parents[2]
 
 
 def begin(store: str | PathLike, rank: int, ranks: int = 2, communication: str = "gloo") -> None:
@@ -36,30 +36,48 @@ def end() -> None:
 
 
 def run_ranks(
-    command: Callable[[int], list[str]], folder: Path, ranks: int = 2, patience: float = 300
-) -> tuple[list[int | None], str]:
-    """Run Python once for each rank, until all have ended, one has failed, or `patience` seconds have passed.
+    work: Callable[..., None], arguments: Sequence[object], folder: Path, ranks: int = 2, method: str = "forkserver",
+    patience: float = 300,
+) -> tuple[list[int | None], str]:  # fmt: skip
+    """Call `work(rank, *arguments)` in a process for each rank, until all have ended, one has failed, or `patience`
+    seconds have passed.
 
-    command: a rank's arguments of Python. folder: for what the ranks print.
-    Returns their statuses, None of a rank that had to be killed, and what they printed.
+    work: a function of a module. folder: for what the ranks print. method: of multiprocessing. By "forkserver" the
+    ranks of all tests are forked from one process, which has imported the module that was asked for first: imports
+    take seconds. Ranks that use GPUs need "spawn".
+    Returns their statuses, negative ones of ranks that had to be killed, and what they printed.
     """
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    processes, said = [], [folder / f"said{rank}" for rank in range(ranks)]
-    for rank in range(ranks):
-        with said[rank].open("w") as file:
-            processes.append(
-                subprocess.Popen(
-                    [sys.executable, *command(rank)], cwd=ROOT, env=environment, stdout=file, stderr=file
-                )  # fmt: skip
-            )
-    end, statuses = time.monotonic() + patience, [None] * ranks
+    context = multiprocessing.get_context(method)
+    if method == "forkserver":
+        context.set_forkserver_preload([work.__module__])
+    said = [folder / f"said{rank}" for rank in range(ranks)]
+    processes = [
+        context.Process(target=_rank, args=(path, dict(os.environ), work, rank, *arguments))
+        for rank, path in enumerate(said)
+    ]
+    end = time.monotonic() + patience
     try:
+        for process in processes:
+            process.start()
         # Where one has failed, the others wait for it in vain.
-        while None in statuses and not any(statuses) and time.monotonic() < end:
-            time.sleep(0.1)
-            statuses = [process.poll() for process in processes]
+        while any(process.exitcode is None for process in processes) and time.monotonic() < end:
+            if any(process.exitcode for process in processes):
+                break
+            time.sleep(0.05)
     finally:
         for process in processes:
-            process.kill()
-            process.wait()
-    return statuses, "".join(path.read_text() for path in said)
+            if process.pid is not None:
+                process.kill()
+                process.join()
+    return [process.exitcode for process in processes], "".join(path.read_text() for path in said)
+
+
+def _rank(said: Path, environment: dict[str, str], work: Callable[..., None], *arguments: object) -> None:
+    """Call `work` with what the test's environment is now, which is not what the forking process began with."""
+    for number in (1, 2):
+        os.dup2(os.open(said, os.O_WRONLY | os.O_CREAT | os.O_APPEND), number)
+    for name in os.environ.keys() - environment.keys():
+        del os.environ[name]
+    os.environ.update(environment)
+    quiet_compiler.leave_out_diagnostics()
+    work(*arguments)

@@ -1,14 +1,15 @@
 """Two of three ranks move codes, compare recipes, share amaxes under tensor parallelism, and lose each other.
 
-python -m tests.helpers.rank_worker RANK OUTPUT: what tests/distributed/test_ranks.py compares.
+`main` is what each rank runs, and tests/distributed/test_ranks.py compares what it finds.
 
 The ranks meet at the file OUTPUT.store. Ranks 1 and 2 form the groups, so that no group is the whole world, and each
-writes what it finds to OUTPUT.RANK.pt. Rank 2 ends without a word before the last collective.
+writes what it finds to OUTPUT.RANK.pt. Rank 2 does not come to one collective, and ends before another.
 """
 
 import copy
+import functools
 import os
-import sys
+import time
 from datetime import timedelta
 
 import pytest
@@ -19,7 +20,7 @@ from torch import nn
 from torch._inductor import config
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import fp4compile
@@ -27,7 +28,9 @@ from fp4compile.distributed import gather_quantized_
 from tests.helpers import moving_worker, process_groups, without_codegen
 
 MEMBERS, TOKENS, WIDTH, HIDDEN = (1, 2), 16, 64, 96
-INVERTED = {"recipe": "nvfp4_rowwise", "fprop_x": "nvfp4_te"}  # outer scales are inverses of encode factors
+# Outer scales are inverses of encode factors. Weight gradients multiply transformed operands, and scales of both kinds.
+INVERTED = {"recipe": "nvfp4_rowwise", "fprop_x": "nvfp4_te", "wgrad_dy": "nvfp4_te", "wgrad_x": "nvfp4",
+            "hadamard": ["wgrad"]}  # fmt: skip
 OF_ROWS = ("float8_rowwise", "nvfp4_rowwise")  # outer scales belong to rows, of which each rank has a part
 MOVED = ("mxfp8", "nvfp4_one_level", "nvfp4")
 PASSES = ("quantize_before_move", "group_amax")
@@ -91,6 +94,25 @@ def sharded(model, mesh, sequences: bool):
     return parallelize_module(copy.deepcopy(model), mesh, plans)
 
 
+def gathered(model, mesh):
+    """The model with parameters of which each rank has some rows, and which its forward pass gathers.
+
+    As torchtitan's SimpleFSDP has it: the graph has the gathers. gloo has no means, so gradients are sums over ranks.
+    """
+
+    def whole_of(layer, name):
+        return layer._parameters[name].redistribute(placements=[Replicate()]).to_local(grad_placements=[Partial()])
+
+    model = copy.deepcopy(model)
+    for layer in (model.up, model.down):
+        for name, value in list(layer.named_parameters()):
+            shards = distribute_tensor(value.detach(), mesh, [Shard(0)], src_data_rank=None)
+            layer._parameters[name] = nn.Parameter(shards)
+        names = {name: property(functools.partial(whole_of, name=name)) for name in layer._parameters}
+        layer.__class__ = type("Gathered", (type(layer),), names)
+    return model
+
+
 def parallel(rank: int, mesh: DeviceMesh) -> dict:
     """A step of the sharded model by the captured graphs, and results by Inductor's kernels."""
     model, x, gradient = whole()
@@ -101,6 +123,11 @@ def parallel(rank: int, mesh: DeviceMesh) -> dict:
         found["sequences"] = step(sharded(model, mesh, True), x[:, mine], gradient[:, mine], "nvfp4")
         found["tokens"] = step(sharded(model, mesh, False), x, gradient, INVERTED)
         found |= {recipe: step(sharded(model, mesh, False), x, gradient, recipe) for recipe in OF_ROWS}
+        found["gathered"] = step(gathered(model, mesh), x, gradient, "nvfp4")
+        with torch.no_grad():
+            function, backend = compiled(gathered(model, mesh), "nvfp4")
+            found["gathered"]["evaluated"] = function(x)
+        found["gathered"]["moved"] = {row.module: row.fused for row in backend.report.rows}
         model.requires_grad_(False)
         found["frozen"] = step(sharded(model, mesh, True), x[:, mine], gradient[:, mine], "nvfp4")
     with torch.no_grad():
@@ -128,13 +155,22 @@ def unlike(place: int, groups) -> list[str]:
     return [*said, str(error.value)]
 
 
+def without_the_other(group) -> str:
+    """What a rank is told that calls a collective alone."""
+    fp4compile.config.agreement_seconds = 0.1
+    with pytest.raises(Exception) as error:  # noqa: PT011  whatever gloo raises
+        summed("mxfp8_32x32", group)(torch.ones(64, 64))
+    return f"{type(error.value).__name__}: {error.value}"
+
+
 def main(rank: int, output: str) -> None:
     torch.set_num_threads(1)
-    config.force_disable_caches = True
+    config.fx_graph_cache = False  # graphs are compiled anew, and the ranks share what a C++ compiler makes of them
+    torch._functorch.config.enable_autograd_cache = False
     fp4compile.config.enabled_passes = PASSES
     process_groups.begin(f"{output}.store", rank, 3)
     mesh = DeviceMesh("cpu", list(MEMBERS))
-    groups = [dist.new_group(list(MEMBERS), timeout=timedelta(seconds=20)) for _ in range(4)]
+    *groups, left = [dist.new_group(list(MEMBERS), timeout=timedelta(seconds=each)) for each in (20, 20, 20, 20, 2)]
     if rank in MEMBERS:
         place = MEMBERS.index(rank)
         found = {**parallel(place, mesh), "unlike": unlike(place, groups[:3])}
@@ -142,13 +178,10 @@ def main(rank: int, output: str) -> None:
         torch.save(found, f"{output}.{rank}.pt")
         dist.barrier(groups[3])
         if rank == MEMBERS[-1]:
+            while not os.path.exists(f"{output}.hung"):
+                time.sleep(0.1)
             os._exit(0)
-        fp4compile.config.agreement_seconds = 0.1
-        with pytest.raises(Exception) as error:  # noqa: PT011  whatever gloo raises
-            summed("mxfp8_32x32", groups[3])(torch.ones(64, 64))
-        torch.save(f"{type(error.value).__name__}: {error.value}", f"{output}.lost.pt")
+        hung = without_the_other(left)
+        open(f"{output}.hung", "x").close()
+        torch.save([hung, without_the_other(groups[3])], f"{output}.lost.pt")
     os._exit(0)  # a group that has lost a rank cannot be ended
-
-
-if __name__ == "__main__":
-    main(int(sys.argv[1]), sys.argv[2])

@@ -6,16 +6,27 @@ Regenerate with EXPECTTEST_ACCEPT=1 and read the difference.
 from contextlib import contextmanager, nullcontext
 from unittest import mock
 
+import pytest
 import torch
-import torch.distributed._functional_collectives  # noqa: F401  shapes of the collectives
+import torch.distributed as dist
+import torch.distributed._functional_collectives  # shapes of the collectives
 from expecttest import TestCase
+from torch import nn
 from torch._subclasses import FakeTensorMode
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard
+from torch.distributed.tensor.parallel import RowwiseParallel, parallelize_module
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
+import fp4compile
 from fp4compile.hardware import Target
+from fp4compile.passes import manager
 from fp4compile.passes import quantize_before_move as tested
+from fp4compile.passes.base import Pass
 from fp4compile.passes.quantize_before_move import quantize_before_move
 from fp4compile.templates.launch import dry_run
+from tests.helpers import without_codegen
 from tests.helpers.graphs import summary
 
 aten, c10d, K = torch.ops.aten, torch.ops._c10d_functional, 64
@@ -95,6 +106,49 @@ def gathered_twice(x):
 
 def gathered_flat(x):
     return quantize(c10d.wait_tensor(c10d.all_gather_into_tensor(x.view(-1), 2, "0")), "mxfp8")[:2]
+
+
+class Layer(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.down = nn.Linear(K, K, bias=False)
+
+    def forward(self, x):
+        return self.down(x)
+
+
+def backward_of_a_frozen_layer():
+    """The backward graph of a layer whose input has parts of rows, and whose result has parts of a sequence."""
+    found, run = [], manager.run_passes
+
+    def recorded(graph):
+        before, _ = summary(graph, everything=True), quantize_before_move(graph)
+        graph.eliminate_dead_code()
+        found.append((before, summary(graph, everything=True)))
+        return 0
+
+    def run_recorded(passes, *rest, **options):
+        return run([Pass(one.name, recorded) if one.name == "quantize_before_move" else one for one in passes],
+                   *rest, **options)  # fmt: skip
+
+    dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
+    try:
+        with mock.patch.object(manager, "run_passes", run_recorded), pytest.MonkeyPatch.context() as patch:
+            without_codegen.install(patch)
+            patch.setattr(fp4compile.config, "enabled_passes", ("quantize_before_move",))
+            plan = {"down": RowwiseParallel(output_layouts=Shard(1))}
+            model = parallelize_module(Layer().requires_grad_(False), init_device_mesh("cpu", (2,)), plan)
+            backend = fp4compile.backend("mxfp8", min_m=1, min_n=1, min_k=1)
+            y = torch.compile(model, backend=backend)(torch.randn(2, 32, K // 2, requires_grad=True))
+            found.clear()
+            y.sum().backward()
+    finally:
+        dist.destroy_process_group()
+    return "\n---\n".join(found[0])
+
+
+def selected(x, index):
+    return quantize(aten.index_select(x, 0, index), "nvfp4_one_level")[:2]
 
 
 class Snapshots(TestCase):
@@ -202,6 +256,79 @@ reshape_default_7: uint8[8, 4] = aten.reshape(cat_default_3, [-1, 4])
 view_dtype_7: float8_e4m3fn[8, 4] = aten.view.dtype(reshape_default_7, torch.float8_e4m3fn)
 getitem_23: float32[] = <built-in function getitem>(quantize_default_1, 2)
 return reshape_default_6: uint8[8, 32], view_dtype_7: float8_e4m3fn[8, 4], getitem_23: float32[], reshape_default_6: uint8[8, 32], view_dtype_7: float8_e4m3fn[8, 4], getitem_23: float32[]""",
+        )
+
+    def test_selected(self):
+        self.assertExpectedInline(
+            before_and_after(selected, X, INDEX),
+            """\
+index_select: bfloat16[32, 64] = aten.index_select(x_1, 0, index_1)
+quantize = fp4compile.quantize(index_select, nvfp4_one_level)
+getitem: uint8[32, 32] = <built-in function getitem>(quantize, 0)
+getitem_1: float8_e4m3fn[32, 4] = <built-in function getitem>(quantize, 1)
+return getitem: uint8[32, 32], getitem_1: float8_e4m3fn[32, 4]
+---
+quantize_default = fp4compile.quantize(x_1, nvfp4_one_level, [-1])
+getitem_3: uint8[4, 32] = <built-in function getitem>(quantize_default, 0)
+index_select_default: uint8[32, 32] = aten.index_select(getitem_3, 0, index_1)
+getitem_4: float8_e4m3fn[4, 4] = <built-in function getitem>(quantize_default, 1)
+view_dtype: uint8[4, 4] = aten.view.dtype(getitem_4, torch.uint8)
+index_select_default_1: uint8[32, 4] = aten.index_select(view_dtype, 0, index_1)
+view_dtype_1: float8_e4m3fn[32, 4] = aten.view.dtype(index_select_default_1, torch.float8_e4m3fn)
+return index_select_default: uint8[32, 32], view_dtype_1: float8_e4m3fn[32, 4]""",
+        )
+
+    @pytest.mark.skipif(not torch.__version__.startswith("2.13"), reason="another torch has other views in the graph")
+    def test_gradients(self):
+        self.assertExpectedInline(
+            backward_of_a_frozen_layer(),
+            """\
+view_4: float32[2, 16, 64] = aten.view(tangents_1, [2, 16, 64])
+all_gather_into_tensor: float32[4, 16, 64] = _c10d_functional.all_gather_into_tensor(view_4, 2, 0)
+wait_tensor_1: float32[4, 16, 64] = _c10d_functional.wait_tensor(all_gather_into_tensor)
+split_1 = aten.split.Tensor(wait_tensor_1, 2)
+getitem_2: float32[2, 16, 64] = <built-in function getitem>(split_1, 0)
+getitem_3: float32[2, 16, 64] = <built-in function getitem>(split_1, 1)
+cat_1: float32[2, 32, 64] = aten.cat([getitem_2, getitem_3], 1)
+view_5: float32[64, 64] = aten.view(cat_1, [64, 64])
+quantize_default_2 = fp4compile.quantize(view_5, mxfp8, [-1])
+getitem_10: float8_e4m3fn[64, 64] = <built-in function getitem>(quantize_default_2, 0)
+getitem_11: float8_e8m0fnu[64, 2] = <built-in function getitem>(quantize_default_2, 1)
+quantize_default_3 = fp4compile.quantize(primals_3, mxfp8, [-2])
+getitem_13: float8_e4m3fn[32, 64] = <built-in function getitem>(quantize_default_3, 0)
+getitem_14: float8_e8m0fnu[32, 2] = <built-in function getitem>(quantize_default_3, 1)
+scaled_mm_default_1: float32[64, 32] = fp4compile.scaled_mm(getitem_10, getitem_11, None, mxfp8, getitem_13, getitem_14, None, mxfp8, None, torch.float32)
+view_6: float32[2, 32, 32] = aten.view(scaled_mm_default_1, [2, 32, 32])
+return view_6: float32[2, 32, 32]
+---
+view_4: float32[2, 16, 64] = aten.view(tangents_1, [2, 16, 64])
+quantize_default = fp4compile.quantize(view_4, mxfp8, [-1])
+getitem: float8_e4m3fn[2, 16, 64] = <built-in function getitem>(quantize_default, 0)
+view_dtype: uint8[2, 16, 64] = aten.view.dtype(getitem, torch.uint8)
+all_gather_into_tensor_default: uint8[4, 16, 64] = _c10d_functional.all_gather_into_tensor(view_dtype, 2, 0)
+getitem_15: float8_e8m0fnu[2, 16, 2] = <built-in function getitem>(quantize_default, 1)
+view_dtype_1: uint8[2, 16, 2] = aten.view.dtype(getitem_15, torch.uint8)
+all_gather_into_tensor_default_1: uint8[4, 16, 2] = _c10d_functional.all_gather_into_tensor(view_dtype_1, 2, 0)
+wait_tensor_default: uint8[4, 16, 64] = _c10d_functional.wait_tensor(all_gather_into_tensor_default)
+wait_tensor_default_1: uint8[4, 16, 2] = _c10d_functional.wait_tensor(all_gather_into_tensor_default_1)
+split_tensor = aten.split.Tensor(wait_tensor_default, 2)
+getitem_16: uint8[2, 16, 64] = <built-in function getitem>(split_tensor, 0)
+getitem_17: uint8[2, 16, 64] = <built-in function getitem>(split_tensor, 1)
+cat_default: uint8[2, 32, 64] = aten.cat([getitem_16, getitem_17], 1)
+reshape_default: uint8[64, 64] = aten.reshape(cat_default, [64, 64])
+view_dtype_2: float8_e4m3fn[64, 64] = aten.view.dtype(reshape_default, torch.float8_e4m3fn)
+split_tensor_1 = aten.split.Tensor(wait_tensor_default_1, 2)
+getitem_18: uint8[2, 16, 2] = <built-in function getitem>(split_tensor_1, 0)
+getitem_19: uint8[2, 16, 2] = <built-in function getitem>(split_tensor_1, 1)
+cat_default_1: uint8[2, 32, 2] = aten.cat([getitem_18, getitem_19], 1)
+reshape_default_1: uint8[64, 2] = aten.reshape(cat_default_1, [64, 2])
+view_dtype_3: float8_e8m0fnu[64, 2] = aten.view.dtype(reshape_default_1, torch.float8_e8m0fnu)
+quantize_default_3 = fp4compile.quantize(primals_3, mxfp8, [-2])
+getitem_13: float8_e4m3fn[32, 64] = <built-in function getitem>(quantize_default_3, 0)
+getitem_14: float8_e8m0fnu[32, 2] = <built-in function getitem>(quantize_default_3, 1)
+scaled_mm_default_1: float32[64, 32] = fp4compile.scaled_mm(view_dtype_2, view_dtype_3, None, mxfp8, getitem_13, getitem_14, None, mxfp8, None, torch.float32)
+view_6: float32[2, 32, 32] = aten.view(scaled_mm_default_1, [2, 32, 32])
+return view_6: float32[2, 32, 32]""",
         )
 
     def test_table(self):

@@ -66,7 +66,7 @@ def outers_of(
             Outer("row amax", along, amax),
             Outer("row amax", empty(source.batch * source.cols), amax, (launch,)),
         )
-    if static is None and fmt.outer == "tensor" and transform:
+    if static is None and fmt.outer == "tensor" and transform and source.amax_bits is None:
         rows = "all" if with_rows else None
         amax, launch = amax_of_columns(source, rows=rows, transform=True, each=False, each_matrix=each_matrix)
         if each_matrix:  # with rows, the amaxes of rows and columns are pairs

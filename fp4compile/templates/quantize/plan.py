@@ -129,7 +129,7 @@ def plan(
     if spec.both:
         source = source_of(x, target, spec.prologue, operands, stored)
         return _both(spec, x, source if amax is None else _with_amax(source, amax), outer, seed)
-    if amax is not None and spec.dims == (ROWS,) and not spec.format.square:
+    if amax is not None and spec.dims == (ROWS,) and not (spec.format.square or spec.hadamard):
         source = _with_amax(source_of(x.contiguous() if lies_transposed(x) else x, target), amax)
         return _rows(spec, x.shape, source, outer, seed)
     columns = amax is not None or (spec.prologue is None and lies_transposed(x.movedim(spec.dims[0], -1)))
