@@ -1,9 +1,6 @@
 """The backend as frameworks use it: names, modes, options, dynamic shapes, graph breaks, checkpointing, DDP, caches."""
 
 import json
-import os
-import subprocess
-import sys
 import textwrap
 import warnings
 
@@ -16,6 +13,7 @@ import fp4compile
 from fp4compile.recipe import recipes
 from tests.helpers import without_codegen
 from tests.helpers.graphs import Recorder, compile_recorded
+from tests.helpers.programs import Program
 
 pytestmark = pytest.mark.slow
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -270,14 +268,11 @@ def test_dump_writes_graphs_before_and_after(tmp_path, monkeypatch):
     assert "ops.fp4compile.scaled_mm" in after and "ops.aten.addmm" not in after
 
 
-def run_python(code, cache, **environment):
-    """The last line that the code prints, from JSON, run in a fresh process on the given compile cache."""
-    done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, timeout=300,
-        env={**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(cache), **environment},
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout.splitlines()[-1])
+def run_python(code, folder):
+    """The last line that the code prints, from JSON, run in a fresh process, which has other hashes of strings."""
+    done = Program(["-c", textwrap.dedent(code)], folder).ended()
+    assert done.status == 0, done.said
+    return json.loads(done.printed.splitlines()[-1])
 
 
 CACHED = """
@@ -306,7 +301,7 @@ def test_second_process_hits_the_caches_and_a_changed_recipe_misses_them(tmp_pat
     names = {}
     exec(textwrap.dedent(CACHED), names)
     first = json.loads(json.dumps(names["run"]("mxfp8")))  # in this process: one start of Python less
-    again, other = run_python(CACHED + PRINTED, tmp_path, PYTHONHASHSEED="17")
+    again, other = run_python(CACHED + PRINTED, tmp_path)
     assert (first["hits"], first["misses"]) == (0, 1)
     assert (again["hits"], again["misses"]) == (1, 0)
     assert (other["hits"], other["misses"]) == (0, 1)

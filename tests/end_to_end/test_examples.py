@@ -1,10 +1,8 @@
 """The example scripts, run as a user runs them, at small size."""
 
 import math
-import os
 import re
 import runpy
-import subprocess
 import sys
 from pathlib import Path
 
@@ -13,6 +11,7 @@ import torch
 
 import fp4compile
 from tests.helpers import without_codegen
+from tests.helpers.programs import Program
 
 pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parents[2]
@@ -86,15 +85,6 @@ def test_precision_schedule_script(capsys, monkeypatch):
     assert losses[:3] == constant[:3] and losses[4:] != constant[4:]
 
 
-def run_as_command(*arguments):
-    done = subprocess.run(
-        [sys.executable, *arguments], cwd=ROOT, capture_output=True, text=True, timeout=600,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])},
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    return done
-
-
 def test_hf_trainer_with_nothing_but_flags(tmp_path, monkeypatch, capsys):
     pytest.importorskip("transformers")
     pytest.importorskip("accelerate")
@@ -102,10 +92,11 @@ def test_hf_trainer_with_nothing_but_flags(tmp_path, monkeypatch, capsys):
                "--logging_steps", "1", "--learning_rate", "1e-3", "--save_strategy", "no", "--report_to", "none",
                "--dataloader_drop_last"]  # fmt: skip
     flags = ["--torch_compile", "--torch_compile_backend", "fp4compile_mxfp8"]
-    done = run_as_command("-m", "fp4compile", "run", *trainer, *flags)
+    done = Program(["-m", "fp4compile", "run", *trainer, *flags], tmp_path).ended()
+    assert done.status == 0, done.said
     # Seven linear layers a block, two blocks, three products each.
-    assert re.search(r"recipe mxfp8: 42 of \d+ matrix products quantised", done.stderr)
-    losses = [float(loss) for loss in re.findall(r"'loss': '([\d.]+)'", done.stdout)]
+    assert re.search(r"recipe mxfp8: 42 of \d+ matrix products quantised", done.said)
+    losses = [float(loss) for loss in re.findall(r"'loss': '([\d.]+)'", done.printed)]
     monkeypatch.setattr(sys, "argv", trainer)
     runpy.run_path(str(ROOT / trainer[0]), run_name="__main__")  # uncompiled, in this process
     exact = [float(loss) for loss in re.findall(r"'loss': '([\d.]+)'", capsys.readouterr().out)]

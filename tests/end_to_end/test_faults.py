@@ -1,8 +1,5 @@
 """What goes wrong in a training run: NaN gradients, skipped steps, a killed process, two threads."""
 
-import os
-import subprocess
-import sys
 import threading
 from pathlib import Path
 
@@ -14,6 +11,7 @@ import fp4compile
 from fp4compile.formats import formats
 from fp4compile.recipe import named
 from tests.helpers import resume_worker
+from tests.helpers.programs import Program
 
 pytestmark = pytest.mark.slow
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -157,12 +155,9 @@ def test_killed_and_resumed_gives_the_same_losses(name, device, tmp_path):
     resume_worker.train(name, device, *files("whole"), kill=None)  # in this process: one start of Python less
     expected = files("whole")[1].read_text().splitlines()
     checkpoint, out = files("killed")
-    done = subprocess.run(
-        [sys.executable, resume_worker.__file__, name, device, str(checkpoint), str(out), "3"],
-        cwd=Path(__file__).parents[2], capture_output=True, text=True, timeout=300,
-        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])},
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
+    command = [resume_worker.__file__, name, device, str(checkpoint), str(out), "3"]
+    done = Program(command, tmp_path).ended()
+    assert done.status == 0, done.said
     assert Path(f"{out}.killed").read_text().splitlines() == expected[:3]
     both = out.read_text().splitlines()
     # Step 2 came after the last checkpoint and is done again.

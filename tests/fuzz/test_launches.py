@@ -1,8 +1,5 @@
 """Random programs whose ops are launched, and quantisers with a prologue, in processes of Triton's interpreter."""
 
-import subprocess
-import sys
-
 import pytest
 import torch
 
@@ -10,20 +7,25 @@ from tests.fuzz.plant import ROOT
 from tests.fuzz.plant_launches import LAUNCH_PLANTS
 from tests.helpers.foreign import embedded, poisoned_outputs, same_bits
 from tests.helpers.kernels import OLD_TRITON
+from tests.helpers.programs import Program
 
 interpreted = pytest.mark.skipif(OLD_TRITON, reason="its interpreter has no tl.dot_scaled, nor mixed tuples")
 
 
-def fuzz(*arguments: str) -> str:
-    command = [sys.executable, "-m", "tests.fuzz", *arguments]
-    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    assert run.returncode == 0, run.stdout + run.stderr[-2000:]
-    return run.stdout
+@pytest.fixture
+def fuzz(tmp_path):
+    def printed(*arguments: str) -> str:
+        program = Program(["-m", "tests.fuzz", *arguments], tmp_path, environment={"TRITON_INTERPRET": "1"})
+        run = program.ended(timeout=1800)
+        assert run.status == 0, run.printed + run.said[-2000:]
+        return run.printed
+
+    return printed
 
 
 @interpreted
 @pytest.mark.slow
-def test_random_launches():
+def test_random_launches(fuzz):
     """More programs: `python -m tests.fuzz --launches --seed 100 --count 500`."""
     told = fuzz("--launches", "--seed", "310", "--count", "50")
     assert told.startswith("50 runs") and "0 findings" in told
@@ -39,7 +41,7 @@ def test_random_launches():
 
 @interpreted
 @pytest.mark.slow
-def test_prologues_of_slices():
+def test_prologues_of_slices(fuzz):
     """One of 120 of all combinations of steps, slices, stored results, formats, ops, layouts and shapes."""
     assert "launches with a prologue, 0 differ" in fuzz("--prologues", "7", "120")
 

@@ -1,26 +1,25 @@
 """Kernel tests run twice: on a GPU where there is one, and in Triton's interpreter in a process of their own."""
 
 import dataclasses
-import os
-import subprocess
-import sys
+import tempfile
 from pathlib import Path
 
 from tests.helpers import kept_shapes, quick_interpreter
+from tests.helpers.programs import Program
 
 
 def assert_passes(test_file: str, *beside: str, variable: str = "TRITON_INTERPRET") -> None:
     """Run a test file again with a variable of the environment set to 1, as before its kernels are imported.
 
-    beside: names of files in its folder that share the process, whose start takes longer than their tests.
+    beside: names of files in its folder that share the process.
     """
-    environment = {**os.environ, variable: "1", "CUDA_VISIBLE_DEVICES": ""}
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", test_file]
-    command += [str(Path(test_file).parent / name) for name in beside]
-    root = Path(__file__).parents[2]
-    run = subprocess.run(command, env=environment, cwd=root, capture_output=True, text=True, check=False)
-    assert run.returncode == 0, run.stdout + run.stderr
-    assert " passed" in run.stdout
+    files = [test_file, *(str(Path(test_file).parent / name) for name in beside)]
+    command = ["-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *files]
+    variables = {variable: "1", "CUDA_VISIBLE_DEVICES": ""}
+    with tempfile.TemporaryDirectory() as folder:
+        run = Program(command, Path(folder), environment=variables).ended(timeout=1800)
+    assert run.status == 0, run.printed + run.said
+    assert " passed" in run.printed
 
 
 def be_quick() -> None:

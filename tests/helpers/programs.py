@@ -1,54 +1,146 @@
-"""Programs in a process each, of one start: a process imports torch and this package, which takes seconds, and forks.
+"""Python programs in a process each, which start at once: a server has imported torch and this package, and forks.
 
-python tests/helpers/programs.py FILE   # FILE: JSON, what `ended` writes
+Both imports take seconds, longer than most programs. The first program of a process of tests starts the server, which
+ends with that process. Triton's interpreter is chosen before Triton is imported: its programs have another server.
 
-A program sees its own arguments and error output, and ends with what is registered for the end.
+A program sees its own arguments, folder, variables and output, and ends with what is registered for the end.
 """
 
 import atexit
+import functools
 import json
 import os
 import runpy
+import signal
 import subprocess
 import sys
+import time
 import traceback
+from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).parents[2]
+INTERPRET = "TRITON_INTERPRET"
 
 
 class Ended(NamedTuple):
-    """status: the exit status. said: the error output."""
+    """status: the exit status, negative for a signal. printed: the output. said: the error output."""
 
     status: int
+    printed: str
     said: str
 
 
-def ended(commands: list[list[str]], folder: Path) -> list[Ended]:
-    """Run programs one after the other. commands: what follows `python`: a script, or -m and a module; arguments."""
-    (folder / "commands.json").write_text(json.dumps(commands))
-    subprocess.run(
-        [sys.executable, __file__, "commands.json"], cwd=folder, check=True, timeout=300,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-    )  # fmt: skip
-    statuses = json.loads((folder / "statuses.json").read_text())
-    return [Ended(status, (folder / f"said{number}").read_text()) for number, status in enumerate(statuses)]
+# ---------------------------------------------------------------- in the process of the tests
 
 
-def main(file: str) -> None:
+@functools.cache
+def _server(interpreter: str) -> subprocess.Popen:
+    # Hashes of strings differ from the hashes in the process of the tests: no program's result may depend on them.
+    variables = {"PYTHONPATH": str(ROOT), "PYTHONHASHSEED": "17", "OMP_NUM_THREADS": "1", INTERPRET: interpreter}
+    environment, pipe = {**os.environ, **variables}, subprocess.PIPE
+    return subprocess.Popen([sys.executable, __file__], cwd=ROOT, env=environment, stdin=pipe, stdout=pipe, text=True)
+
+
+class Program:
+    """A program that runs.
+
+    command: what follows `python`: a script, -m and a module, or -c and code; then its arguments. folder: for its
+    output. cwd: where it runs. environment: variables beside the present ones.
+    """
+
+    def __init__(
+        self,
+        command: list[str],
+        folder: Path,
+        cwd: Path = ROOT,
+        environment: Mapping[str, str] | None = None,
+    ):
+        variables = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **(environment or {})}
+        self._server, self._status = _server(variables.get(INTERPRET, "0")), None
+        self._number = self._ask("start", command, str(folder), str(cwd), variables)
+        self._files = [folder / f"{name}{self._number}" for name in ("printed", "said")]
+
+    def _ask(self, *question) -> int | None:
+        print(json.dumps(question), file=self._server.stdin, flush=True)
+        answer = self._server.stdout.readline()
+        assert answer, "the server of programs has ended: see the error output"
+        return json.loads(answer)
+
+    def poll(self) -> int | None:
+        """The exit status, None before the end."""
+        if self._status is None:
+            self._status = self._ask("poll", self._number)
+        return self._status
+
+    def ended(self, timeout: float = 300) -> Ended:
+        """Wait for the end. A program that takes longer than that many seconds is killed."""
+        end = time.monotonic() + timeout
+        while self.poll() is None and time.monotonic() < end:
+            time.sleep(0.02)
+        self.kill()
+        assert self._status is not None
+        return Ended(self._status, *(file.read_text() for file in self._files))
+
+    def kill(self) -> None:
+        """End the program if it runs."""
+        if self.poll() is None:
+            self._status = self._ask("kill", self._number)
+
+
+# ---------------------------------------------------------------- in the server
+
+
+def serve() -> None:
+    """Answer questions, a line each, until there are no more; then end all programs."""
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what imports print is no answer
+    import pytest  # noqa: F401
     import torch._inductor.compile_fx  # noqa: F401
 
     import fp4compile.cli.main  # noqa: F401
 
-    statuses = []
-    for number, command in enumerate(json.loads(Path(file).read_text())):
-        child = os.fork()
-        if child == 0:
-            os.dup2(os.open(f"said{number}", os.O_WRONLY | os.O_CREAT), 2)
-            os._exit(run_to_its_end(command))
-        statuses.append(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
-    Path("statuses.json").write_text(json.dumps(statuses))
+    running: set[int] = set()
+    for line in sys.stdin:
+        verb, *arguments = json.loads(line)
+        print(json.dumps(VERBS[verb](running, *arguments)), file=answers, flush=True)
+    for number in running:
+        os.kill(number, signal.SIGKILL)
+
+
+def start(running: set[int], command: list[str], folder: str, cwd: str, variables: dict[str, str]) -> int:
+    number = os.fork()
+    if number == 0:
+        os._exit(in_child(command, folder, cwd, variables))
+    running.add(number)
+    return number
+
+
+def poll(running: set[int], number: int, options: int = os.WNOHANG) -> int | None:
+    ended, status = os.waitpid(number, options)
+    if not ended:
+        return None
+    running.remove(number)
+    return os.waitstatus_to_exitcode(status)
+
+
+def kill(running: set[int], number: int) -> int | None:
+    os.kill(number, signal.SIGKILL)
+    return poll(running, number, options=0)
+
+
+VERBS = {"start": start, "poll": poll, "kill": kill}
+
+
+def in_child(command: list[str], folder: str, cwd: str, variables: dict[str, str]) -> int:
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    for descriptor, name in ((1, "printed"), (2, "said")):
+        os.dup2(os.open(Path(folder) / f"{name}{os.getpid()}", os.O_WRONLY | os.O_CREAT | os.O_APPEND), descriptor)
+    os.chdir(cwd)
+    os.environ.clear()
+    os.environ.update(variables)
+    return run_to_its_end(command)
 
 
 def run_to_its_end(command: list[str]) -> int:
@@ -60,8 +152,10 @@ def run_to_its_end(command: list[str]) -> int:
     try:
         run(command)
     except SystemExit as end:
-        status = end.code or 0
-    except Exception:
+        status = end.code if isinstance(end.code, int) else int(end.code is not None)
+        if not isinstance(end.code, int | None):
+            print(end.code, file=sys.stderr)
+    except BaseException:
         sys.last_type, sys.last_value, sys.last_traceback = sys.exc_info()
         traceback.print_exc()
         status = 1
@@ -73,13 +167,18 @@ def run_to_its_end(command: list[str]) -> int:
 
 def run(command: list[str]) -> None:
     """As Python itself does."""
-    if command[0] == "-m":
-        sys.argv, sys.path[0] = command[1:], os.getcwd()
-        runpy.run_module(command[1], run_name="__main__", alter_sys=True)
+    first, *rest = command
+    if first == "-m":
+        sys.argv, sys.path[0] = rest, os.getcwd()
+        runpy.run_module(rest[0], run_name="__main__", alter_sys=True)
+    elif first == "-c":
+        sys.argv, sys.path[0] = ["-c", *rest[1:]], ""
+        exec(compile(rest[0], "<string>", "exec"), {"__name__": "__main__"})
     else:
-        sys.argv, sys.path[0] = command, str(Path(command[0]).parent)
-        runpy.run_path(command[0], run_name="__main__")
+        sys.argv, sys.path[0] = command, str(Path(first).parent)
+        runpy.run_path(first, run_name="__main__")
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    serve()
+    os._exit(0)  # Python would take all modules apart first

@@ -1,9 +1,6 @@
 """Packed weights of graphs that were compiled before torch.distributed began: its writes raise no version counter."""
 
-import subprocess
-import sys
 from contextlib import contextmanager
-from pathlib import Path
 
 import pytest
 import torch
@@ -16,6 +13,7 @@ from fp4compile.weights.cache import form, packed_weight
 from tests.helpers import group_partner, process_groups
 from tests.helpers.cached_weights import uncached
 from tests.helpers.graphs import compile_recorded
+from tests.helpers.programs import Program
 
 pytestmark = pytest.mark.skipif(not dist.is_available(), reason="torch was built without torch.distributed")
 
@@ -59,8 +57,7 @@ def partner(tmp_path):
     """Begins a group of two; ends it, and the other process."""
     store = tmp_path / "store"
     operations = [operation for _, operation in WRITES.values()]
-    command = [sys.executable, "-m", "tests.helpers.group_partner", str(store), *operations]
-    process = subprocess.Popen(command, cwd=Path(__file__).parents[2], stderr=subprocess.PIPE, text=True)
+    program = Program(["-m", "tests.helpers.group_partner", str(store), *operations], tmp_path)
 
     def begin():
         process_groups.begin(store, rank=0)
@@ -68,10 +65,10 @@ def partner(tmp_path):
     try:
         yield begin
         dist.destroy_process_group()
-        _, said = process.communicate(timeout=60)
-        assert process.returncode == 0, said
+        ended = program.ended(timeout=60)
+        assert ended.status == 0, ended.said
     finally:
-        process.kill()
+        program.kill()
         if dist.is_initialized():
             dist.destroy_process_group()
 
