@@ -17,14 +17,18 @@ def recipe_of(name):
     return chosen.replace(static_scales=STATIC) if name == "nvfp4_static" else chosen
 
 
+# Of two dimensions a product has no views around it, whatever the recipe.
+LINEAR = [(name, case) for name in recipes() for case in ("2d", "3d", "4d_bias", "bf16", "autocast", "no_bias_autocast")
+          if case != "2d" or name in ("nvfp4_train", "mxfp8")]  # fmt: skip
+
+
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("case", ["2d", "3d", "bias", "4d_bias", "bf16", "autocast", "no_bias_autocast"])
-@pytest.mark.parametrize("name", recipes())
+@pytest.mark.parametrize(("name", "case"), LINEAR)
 def test_linear_equals_hand_composition(name, case, device):
     recipe = recipe_of(name)
     shape = {"2d": (24,), "4d_bias": (2, 3, 4)}.get(case, (2, 12))
     dtype = torch.bfloat16 if case == "bf16" else torch.float32
-    layer = torch.nn.Linear(80, 48, bias=case in ("bias", "4d_bias", "bf16", "autocast"), device=device, dtype=dtype)
+    layer = torch.nn.Linear(80, 48, bias=case in ("4d_bias", "bf16", "autocast"), device=device, dtype=dtype)
     x = torch.randn(*shape, 80, device=device, dtype=dtype, requires_grad=True)
     autocast = "autocast" in case
     compute = torch.bfloat16 if autocast else dtype
@@ -142,13 +146,14 @@ def test_input_without_gradient_has_no_dgrad():
 
 
 @pytest.mark.parametrize("name", recipes())
-@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
-def test_non_finite_activation_is_visible(name, bad):
+def test_non_finite_activation_is_visible(name):
     layer = torch.nn.Linear(64, 48)
     x = torch.randn(8, 64)
-    x[3, 5] = bad
-    y = torch.compile(layer, backend=fp4compile.backend(recipe_of(name)))(x)
-    assert not y[3].isfinite().any()
+    compiled = torch.compile(layer, backend=fp4compile.backend(recipe_of(name)))
+    assert compiled(x).isfinite().all()
+    for bad in (float("nan"), float("inf"), -float("inf")):
+        x[3, 5] = bad
+        assert not compiled(x)[3].isfinite().any()
 
 
 def test_weight_changed_in_place_is_seen():

@@ -43,9 +43,10 @@ def test_a_family(name, monkeypatch):
     else:
         assert inferred["packed SQNR"] is None, "the graph and the packed layers have the same bits"
     assert inferred["left alone"].keys() == reasons and inferred["share"] > 0.6
-    trained = zoo.training(family)
-    assert trained["without gradient"] == [] and trained["cosine"] > 0.8 and trained["share"] > 0.6
-    assert trained["loss"] == pytest.approx(trained["exact loss"], rel=0.1)
+    if name != "T5":  # takes longest to capture; its training graph has no product that the others' have not
+        trained = zoo.training(family)
+        assert trained["without gradient"] == [] and trained["cosine"] > 0.8 and trained["share"] > 0.6
+        assert trained["loss"] == pytest.approx(trained["exact loss"], rel=0.1)
     packed = zoo.packing(family)
     assert packed["equal"] and packed["layers"] == layers
     if name == "GPT-2":

@@ -14,7 +14,8 @@ def assert_passes(test_file: str, *beside: str, variable: str = "TRITON_INTERPRE
     beside: names of files in its folder that share the process.
     """
     files = [test_file, *(str(Path(test_file).parent / name) for name in beside)]
-    command = ["-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *files]
+    # Nobody sees its warnings; for those of destructors all garbage would be collected five times.
+    command = ["-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-p", "no:unraisableexception", *files]
     variables = {variable: "1", "CUDA_VISIBLE_DEVICES": ""}
     with tempfile.TemporaryDirectory() as folder:
         run = Program(command, Path(folder), environment=variables).ended(timeout=1800)

@@ -2,6 +2,7 @@
 
 Both imports take seconds, longer than most programs. The first program of a process of tests starts the server, which
 ends with that process. Triton's interpreter is chosen before Triton is imported: its programs have another server.
+Imports ask for a GPU, which no forked process can then use: where there is one, each program imports for itself.
 
 A program sees its own arguments, folder, variables and output, and ends with what is registered for the end.
 """
@@ -37,10 +38,13 @@ class Ended(NamedTuple):
 
 @functools.cache
 def _server(interpreter: str) -> subprocess.Popen:
+    import torch  # not in the server, see above
+
     # Hashes of strings differ from the hashes in the process of the tests: no program's result may depend on them.
     variables = {"PYTHONPATH": str(ROOT), "PYTHONHASHSEED": "17", "OMP_NUM_THREADS": "1", INTERPRET: interpreter}
     environment, pipe = {**os.environ, **variables}, subprocess.PIPE
-    return subprocess.Popen([sys.executable, __file__], cwd=ROOT, env=environment, stdin=pipe, stdout=pipe, text=True)
+    command = [sys.executable, __file__, *["import"] * (not torch.cuda.is_available())]
+    return subprocess.Popen(command, cwd=ROOT, env=environment, stdin=pipe, stdout=pipe, text=True)
 
 
 class Program:
@@ -96,17 +100,21 @@ def serve() -> None:
     """Answer questions, a line each, until there are no more; then end all programs."""
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what imports print is no answer
-    import pytest  # noqa: F401
-    import torch._inductor.compile_fx  # noqa: F401
-
-    import fp4compile.cli.main  # noqa: F401
-
+    if sys.argv[1:]:
+        import_all()
     running: set[int] = set()
     for line in sys.stdin:
         verb, *arguments = json.loads(line)
         print(json.dumps(VERBS[verb](running, *arguments)), file=answers, flush=True)
     for number in running:
         os.kill(number, signal.SIGKILL)
+
+
+def import_all() -> None:
+    """What most programs import. Nothing is compiled: torch would remember that there is no GPU, which some pretend."""
+    import pytest  # noqa: F401
+
+    import fp4compile.cli.main  # noqa: F401
 
 
 def start(running: set[int], command: list[str], folder: str, cwd: str, variables: dict[str, str]) -> int:
