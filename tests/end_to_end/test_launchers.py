@@ -14,7 +14,7 @@ import torch
 import fp4compile
 import fp4compile_autoload
 
-pytest.importorskip("accelerate")
+launch = pytest.importorskip("accelerate.commands.launch")
 pytest.importorskip("transformers")
 SCRIPT = """
 import sys, torch, accelerate, transformers
@@ -89,8 +89,6 @@ def printed(command, **environment):
 
 def test_accelerates_flag(script, monkeypatch, capfd):
     """The launcher runs in this process, the script in one that does not import this package by itself."""
-    from accelerate.commands import launch
-
     flags = ["--cpu", "--num_processes", "1", "--mixed_precision", "no", "--dynamo_backend", "fp4compile_nvfp4"]
     monkeypatch.setattr(os, "environ", os.environ.copy())  # the launcher writes into it
     launch.launch_command(launch.launch_command_parser().parse_args([*flags, *script]))
@@ -105,16 +103,20 @@ def test_accelerates_variable(monkeypatch):
     assert TorchDynamoPlugin().to_kwargs()["backend"].lower() == "fp4compile_mxfp8"
 
 
-def test_accelerates_file_and_two_ranks(tmp_path):
-    """Port 0 is any free one: without it, two launches at one moment may both find 29500 free, and one fails."""
+def test_accelerates_file_and_two_ranks(tmp_path, monkeypatch):
+    """The launcher runs in this process.
+
+    Port 0 is any free one: without it, two launches at one moment may both find 29500 free, and one fails.
+    """
     (tmp_path / "config.yaml").write_text(
         "compute_environment: LOCAL_MACHINE\ndistributed_type: MULTI_GPU\nnum_processes: 2\nnum_machines: 1\n"
         "machine_rank: 0\nmixed_precision: 'no'\nmain_process_port: 0\n"
         "dynamo_config:\n  dynamo_backend: FP4COMPILE_NVFP4\n"
     )
     (tmp_path / "prepared.py").write_text(PREPARED)
-    launch = ["-m", "accelerate.commands.launch", "--config_file", str(tmp_path / "config.yaml")]
-    printed([*launch, "-m", "fp4compile", "run", str(tmp_path / "prepared.py")], PYTHONPATH=str(ROOT))
+    flags = ["--config_file", str(tmp_path / "config.yaml"), "-m", "fp4compile", "run", str(tmp_path / "prepared.py")]
+    monkeypatch.setattr(os, "environ", os.environ | {"PYTHONPATH": str(ROOT)})
+    launch.launch_command(launch.launch_command_parser().parse_args(flags))
     found = [json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in range(2)]
     assert [(one["rank"], one["ranks"]) for one in found] == [(0, 2), (1, 2)]
     assert all(one["said"][0].startswith("recipe nvfp4: 1 of 1 matrix products quantised") for one in found)
