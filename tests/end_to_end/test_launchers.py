@@ -16,6 +16,7 @@ import fp4compile_autoload
 
 launch = pytest.importorskip("accelerate.commands.launch")
 pytest.importorskip("transformers")
+# The models have no bias and no other operation, so that no C++ is compiled.
 SCRIPT = """
 import sys, torch, accelerate, transformers
 assert "fp4compile" not in sys.modules
@@ -23,13 +24,13 @@ packed = transformers.AutoModelForCausalLM.from_pretrained(sys.argv[1])
 with torch.no_grad():
     assert torch.equal(packed(torch.arange(8)[None]).logits, torch.load(sys.argv[2]))
 accelerator = accelerate.Accelerator(cpu=True)
-model = accelerator.prepare(torch.nn.Sequential(torch.nn.Linear(64, 128), torch.nn.ReLU(), torch.nn.Linear(128, 64)))
+layers = torch.nn.Linear(64, 128, bias=False), torch.nn.Linear(128, 64, bias=False)
+model = accelerator.prepare(torch.nn.Sequential(*layers))
 accelerator.backward(model(torch.randn(4, 64)).sum())
 from fp4compile.registration import named_reports
 print([report.summary() for report in named_reports()])
 """
 
-# Without a bias or another operation, so that no C++ is compiled.
 PREPARED = """
 import json, os, torch, accelerate
 from pathlib import Path
