@@ -4,6 +4,7 @@ Everything is read from the source text, imports inside functions included; noth
 """
 
 import ast
+import functools
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -63,6 +64,9 @@ def module_names(root: Path) -> dict[str, Path]:
     return found
 
 
+parsed = functools.cache(ast.parse)  # by the text
+
+
 def imports_of(tree: ast.AST, modules: dict[str, Path]) -> set[str]:
     """The modules of the package that a module imports, anywhere in it.
 
@@ -86,7 +90,7 @@ def import_graph(root: Path = ROOT) -> dict[str, set[str]]:
     gather the names of its package's modules.
     """
     modules = module_names(root)
-    graph = {name: imports_of(ast.parse(path.read_text(encoding="utf-8")), modules) for name, path in modules.items()}
+    graph = {name: imports_of(parsed(path.read_text(encoding="utf-8")), modules) for name, path in modules.items()}
     return {name: imported - {name} for name, imported in graph.items()}
 
 
@@ -214,7 +218,7 @@ def targets_of(node: ast.AST) -> Iterator[ast.expr]:
 
 def patches_in(source: str) -> list[int]:
     """The lines of a module that change an attribute, or an item of one, of what it imports from another library."""
-    tree = ast.parse(source)
+    tree = parsed(source)
     foreign = foreign_names(tree)
     lines = []
     for node in ast.walk(tree):

@@ -17,12 +17,15 @@ SIZES = {"hidden_size": 2048, "intermediate_size": 8192, "num_attention_heads": 
 MXFP8 = (named("mxfp8"),)
 
 
-@pytest.fixture
-def runs(tmp_path, monkeypatch):
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
     """The content of the file that the benchmark writes of a narrow Llama, compiled as a block."""
-    monkeypatch.setattr(reach, "FAMILIES", {"Llama": families.reader("Llama", block=True, recipes=MXFP8, **SIZES)})
-    out = tmp_path / "reach.json"
-    reach.main(["--device", "cpu", "--families", "Llama", "--modes", "forward", "train", "--out", str(out)])
+    folder = tmp_path_factory.mktemp("reach")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TORCHINDUCTOR_CACHE_DIR", str(folder))
+        patch.setattr(reach, "FAMILIES", {"Llama": families.reader("Llama", block=True, recipes=MXFP8, **SIZES)})
+        out = folder / "reach.json"
+        reach.main(["--device", "cpu", "--families", "Llama", "--modes", "forward", "train", "--out", str(out)])
     return json.loads(out.read_text())
 
 
