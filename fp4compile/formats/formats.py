@@ -141,11 +141,6 @@ class BlockFormat:
     def scale_dtype(self) -> torch.dtype:
         return SCALE_DTYPE[self.scale] if self.scale else torch.float32
 
-    def bits_per_element(self) -> float:
-        """Stored bits an element: its code and its share of the block scale (outer scales not counted)."""
-        scale_bits = 8 / (self.block[0] * self.block[1]) if self.block else 0.0
-        return (4 if self.packed else 8) + scale_bits
-
 
 def _nvfp4(outer: str | None, contract: str, block: tuple[int, int] = (1, 16)) -> BlockFormat:
     return BlockFormat("e2m1", block, "e4m3", outer, contract)

@@ -151,7 +151,7 @@ def _partners(graph: Graph) -> list[tuple[Node, Node]]:
 
 
 def _pays(product: ScaledMM) -> bool:
-    """Whether a kernel of two such products that quantises to the format of A, as the next product's, is a gain."""
+    """Whether it is a gain that one kernel computes two such products and quantises the result for the next product."""
     both = replace(product.problem, n=2 * product.problem.n)
     return isinstance(quantized(both, product.a.format, pair=True), Choice)
 

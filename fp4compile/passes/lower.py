@@ -52,7 +52,7 @@ def lower(graph: Graph) -> int:
 def _replace(
     match: Match, implementation: Callable, arranged: Arranged | None, traces: dict[Hashable, GraphModule]
 ) -> bool:
-    """Replace a node by the trace of its implementation; strings and numbers are fixed in it.
+    """Replace a node by the graph of its implementation, traced with the node's strings and numbers as constants.
 
     arranged: the arranged A that a product reads. traces: the traces made in this graph, by signature. Returns whether
     the node was replaced.

@@ -1,4 +1,4 @@
-"""Rules that match no name of a layer of a model, or none in its graphs, found when the first graph is compiled.
+"""Finds a recipe's rules that match the name of no layer, when the first graph of a model is compiled.
 
 One graph may be a part of the model, so its products do not show that a rule is idle. The model does: a rule that
 matches none of its layers' names will decide about no product of any graph.

@@ -167,7 +167,7 @@ class _Product:
         return plain and not self._merged(role, a)
 
     def _merged(self, role: str, use: Use) -> bool:
-        """Whether one kernel quantises the operand in both directions: for this product, and a later or earlier one."""
+        """Whether one kernel quantises an operand in two directions: for this product and for another one."""
         pairs = _OTHER_DIRECTION | {first: later for later, first in _OTHER_DIRECTION.items()}
         other = pairs.get(role)
         return other is not None and other.split("_")[0] in self.products and use.merges_with(self.uses.get(other))

@@ -154,7 +154,7 @@ def _buffer(layer: PackedWeight, name: str, buffer: str, state: dict[str, torch.
 
 
 def _stored(layout: Layout, scheme: Scheme, buffer: str, tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor of a packed layer as the layout stores it."""
+    """A buffer of a packed layer, in the form in which a checkpoint of this layout stores it."""
     if buffer.endswith("_outer"):
         return divisor_of(tensor).reshape(1) if layout.divides else tensor.clone()
     bytes_alone = buffer == "weight_scales" and formats.get(scheme.weight).scale == "e8m0"

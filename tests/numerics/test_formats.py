@@ -10,21 +10,21 @@ import torch
 from fp4compile.formats import formats
 from fp4compile.formats.formats import NAMED, BlockFormat, compatible, get
 
-# name -> spec, whether codes are packed, whether blocks are square, bits an element
+# name -> spec, whether codes are packed, whether blocks are square
 EXPECTED = {
-    "nvfp4": ("e2m1:1x16:e4m3:tensor:torchao", True, False, 4.5),
-    "nvfp4_one_level": ("e2m1:1x16:e4m3:-:torchao", True, False, 4.5),
-    "nvfp4_te": ("e2m1:1x16:e4m3:tensor:te", True, False, 4.5),
-    "nvfp4_rowwise": ("e2m1:1x16:e4m3:row:te", True, False, 4.5),
-    "nvfp4_16x16": ("e2m1:16x16:e4m3:tensor:te", True, True, 4.03125),
-    "mxfp8": ("e4m3:1x32:e8m0:-:rceil", False, False, 8.25),
-    "mxfp8_floor": ("e4m3:1x32:e8m0:-:floor", False, False, 8.25),
-    "mxfp8_ceil": ("e4m3:1x32:e8m0:-:ceil", False, False, 8.25),
-    "mxfp8_even": ("e4m3:1x32:e8m0:-:even", False, False, 8.25),
-    "mxfp8_e5m2": ("e5m2:1x32:e8m0:-:rceil", False, False, 8.25),
-    "mxfp8_32x32": ("e4m3:32x32:e8m0:-:rceil", False, True, 8 + 8 / 1024),
-    "mxfp4": ("e2m1:1x32:e8m0:-:rceil", True, False, 4.25),
-    "float8_rowwise": ("e4m3:-:-:row:torchao", False, False, 8.0),
+    "nvfp4": ("e2m1:1x16:e4m3:tensor:torchao", True, False),
+    "nvfp4_one_level": ("e2m1:1x16:e4m3:-:torchao", True, False),
+    "nvfp4_te": ("e2m1:1x16:e4m3:tensor:te", True, False),
+    "nvfp4_rowwise": ("e2m1:1x16:e4m3:row:te", True, False),
+    "nvfp4_16x16": ("e2m1:16x16:e4m3:tensor:te", True, True),
+    "mxfp8": ("e4m3:1x32:e8m0:-:rceil", False, False),
+    "mxfp8_floor": ("e4m3:1x32:e8m0:-:floor", False, False),
+    "mxfp8_ceil": ("e4m3:1x32:e8m0:-:ceil", False, False),
+    "mxfp8_even": ("e4m3:1x32:e8m0:-:even", False, False),
+    "mxfp8_e5m2": ("e5m2:1x32:e8m0:-:rceil", False, False),
+    "mxfp8_32x32": ("e4m3:32x32:e8m0:-:rceil", False, True),
+    "mxfp4": ("e2m1:1x32:e8m0:-:rceil", True, False),
+    "float8_rowwise": ("e4m3:-:-:row:torchao", False, False),
 }
 
 
@@ -49,10 +49,10 @@ def test_named_formats_are_the_documented_ones():
 @pytest.mark.parametrize("name", EXPECTED)
 def test_named_format(name):
     fmt = get(name)
-    spec, packed, square, bits = EXPECTED[name]
+    spec, packed, square = EXPECTED[name]
     assert fmt is NAMED[name]
     assert (fmt.name, fmt.spec) == (name, spec)
-    assert (fmt.packed, fmt.square, fmt.bits_per_element()) == (packed, square, bits)
+    assert (fmt.packed, fmt.square) == (packed, square)
 
 
 def test_storage_types():

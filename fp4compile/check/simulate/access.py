@@ -165,7 +165,7 @@ def _reduce(instruction: Instruction, program: Program) -> Step:
 
 @form("cp.async.bulk.prefetch.L2.global")
 def _prefetch(instruction: Instruction, program: Program) -> Step:
-    """Changes nothing; a range outside of all tensors is a fault."""
+    """A prefetch of a range changes nothing; a range outside of all tensors is a fault."""
     expect(instruction, 2)
     address, count = address_reader(instruction.operands[0], 64), reader(instruction.operands[1], "u32")
 
@@ -182,7 +182,7 @@ def _prefetch(instruction: Instruction, program: Program) -> Step:
 
 @form("prefetch.global.L2")
 def _prefetch_line(instruction: Instruction, program: Program) -> Step:
-    """Changes nothing; an address outside of all tensors is a fault."""
+    """A prefetch of a line changes nothing; an address outside of all tensors is a fault."""
     expect(instruction, 1)
     address = address_reader(instruction.operands[0], 64)
 
