@@ -1,6 +1,6 @@
 """The table of products that `check-sm100` compiles; every kernel serves at least one of them."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -13,6 +13,7 @@ from fp4compile.formats.layouts import ceil_div, swizzled_numel
 from fp4compile.formats.operand import Arguments, Operand
 from fp4compile.hardware import Target
 from fp4compile.templates.choose import Choice, candidates, choose
+from fp4compile.templates.gemm.block_scaled_two_ctas_sm100 import NAME as TWO_CTAS
 from fp4compile.templates.launch import Launch, dry_run
 from fp4compile.templates.multiply import multiply, multiply_quantized, scaled_mm_group
 from fp4compile.templates.problem import problem_of
@@ -26,7 +27,8 @@ class Product:
     "gated": silu(product) * another matrix, or "pair": silu(product) * the product of n more rows of weights. weights:
     how many weights multiply the same activations, in one launch. groups: the number of groups, 0 for none. Groups cut
     the m rows, and each has its own weights; or, with along_k, groups cut k, and [m, k] x [n, k] is multiplied for each
-    part. result: the format to which the epilogue quantises the result; "" stores it in bf16.
+    part. result: the format to which the epilogue quantises the result; "" stores it in bf16. kernel: the name of the
+    kernel that must compute it; "" for the kernel that `choose` names.
     """
 
     a: str | None
@@ -40,13 +42,14 @@ class Product:
     groups: int = 0
     along_k: bool = False
     result: str = ""
+    kernel: str = ""
 
     @property
     def label(self) -> str:
         parts = ["x".join(str(size) for size in (self.batches, self.m, self.n, self.k)[self.batches == 1 :])]
         parts += [self.epilogue] * bool(self.epilogue) + [f"{self.weights} weights"] * (self.weights > 1)
         parts += [f"{self.groups} groups" + " along K" * self.along_k] * bool(self.groups)
-        parts += [f"to {self.result}"] * bool(self.result)
+        parts += [f"to {self.result}"] * bool(self.result) + [f"by {self.kernel}"] * bool(self.kernel)
         return ", ".join(parts)
 
     @property
@@ -68,7 +71,8 @@ class Product:
         problem = problem_of(x, target)
         if self.result and not candidates(problem):
             return None, []
-        for name in (None, *candidates(problem)):
+        names = (None, *candidates(problem))
+        for name in [each for each in names if each == self.kernel] if self.kernel else names:
             choice = choose(problem, name)
             skipped = self.groups and self.a is not None and choice.tier != "native"
             if skipped or (x.epilogue is not None and not choice.takes_epilogue):
@@ -162,6 +166,12 @@ PRODUCTS = (
     *(Product(name, name, epilogue="pair", result=name) for name in ("nvfp4", "nvfp4_one_level", "mxfp8", "mxfp4")),
     *(Product("nvfp4", "nvfp4", n=n, result="nvfp4_one_level") for n in (SIZE, SIZE - 16, SIZE - 8)),
     *(Product("mxfp8", "mxfp8", n=n, result="mxfp8") for n in (SIZE, SIZE - 16)),
+    # Pairs of CTAs: what they serve, and rows of results that are no multiples of 16 elements.
+    *(replace(one, kernel=TWO_CTAS) for one in (
+        *(Product(name, name) for name in ("nvfp4", "mxfp8", "mxfp4")), Product("mxfp8_e5m2", "mxfp8"),
+        Product("nvfp4_rowwise", "nvfp4_te"), Product("mxfp8", "mxfp4"), Product("nvfp4", "nvfp4", epilogue="bias"),
+        Product("nvfp4", "nvfp4", epilogue="gated"), Product("nvfp4_one_level", "nvfp4_one_level", n=SIZE - 8),
+    )),
     # Few tokens.
     *(Product("nvfp4", "nvfp4", m) for m in (1, 8, 16, 64)), Product("nvfp4", "nvfp4", 32, 4 * SIZE),
     *(Product(name, name, 16) for name in ("nvfp4_one_level", "mxfp8", "mxfp4")),
