@@ -1,10 +1,11 @@
 """The table of products that `check-sm100` compiles; every kernel serves at least one of them."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 
 import torch
 
+from fp4compile import _compat
 from fp4compile.check.quantiser_table import BF16, GROUPS, SIZE
 from fp4compile.formats import formats
 from fp4compile.formats.epilogue import Epilogue
@@ -13,7 +14,6 @@ from fp4compile.formats.layouts import ceil_div, swizzled_numel
 from fp4compile.formats.operand import Arguments, Operand
 from fp4compile.hardware import Target
 from fp4compile.templates.choose import Choice, candidates, choose
-from fp4compile.templates.gemm.block_scaled_two_ctas_sm100 import NAME as TWO_CTAS
 from fp4compile.templates.launch import Launch, dry_run
 from fp4compile.templates.multiply import multiply, multiply_quantized, scaled_mm_group
 from fp4compile.templates.problem import problem_of
@@ -152,6 +152,18 @@ GATED = ["neg product", "exp s0", "add s1 1.0", "div product s2", "mul s3 aux0"]
 
 
 _experts = partial(Product, groups=GROUPS)
+TWO_CTAS = "block_scaled_two_ctas_sm100"
+# Pairs of CTAs: each element and scale, each granularity of outer scales, and epilogues. No other kernel may take their
+# place, and an older Triton cannot compile them.
+_BY_TWO_CTAS = (
+    Product("nvfp4", "nvfp4", epilogue="gated", kernel=TWO_CTAS),
+    Product("mxfp8", "mxfp8", epilogue="bias", kernel=TWO_CTAS),
+    Product("mxfp4", "mxfp4", n=SIZE - 8, kernel=TWO_CTAS),
+    *(Product(a, b, kernel=TWO_CTAS) for a, b in (
+        ("mxfp8_e5m2", "mxfp8"), ("mxfp8", "mxfp4"), ("nvfp4", "nvfp4"), ("nvfp4_one_level", "nvfp4_one_level"),
+        ("nvfp4_rowwise", "nvfp4_te"),
+    )),
+)  # fmt: skip
 PRODUCTS = (
     *(Product(name, name) for name in ("nvfp4", "nvfp4_one_level", "mxfp8", "mxfp4")),
     Product("nvfp4_rowwise", "nvfp4_te"), Product("mxfp8", "mxfp8_32x32"), Product("mxfp8_e5m2", "mxfp8"),
@@ -166,12 +178,7 @@ PRODUCTS = (
     *(Product(name, name, epilogue="pair", result=name) for name in ("nvfp4", "nvfp4_one_level", "mxfp8", "mxfp4")),
     *(Product("nvfp4", "nvfp4", n=n, result="nvfp4_one_level") for n in (SIZE, SIZE - 16, SIZE - 8)),
     *(Product("mxfp8", "mxfp8", n=n, result="mxfp8") for n in (SIZE, SIZE - 16)),
-    # Pairs of CTAs: what they serve, and rows of results that are no multiples of 16 elements.
-    *(replace(one, kernel=TWO_CTAS) for one in (
-        *(Product(name, name) for name in ("nvfp4", "mxfp8", "mxfp4")), Product("mxfp8_e5m2", "mxfp8"),
-        Product("nvfp4_rowwise", "nvfp4_te"), Product("mxfp8", "mxfp4"), Product("nvfp4", "nvfp4", epilogue="bias"),
-        Product("nvfp4", "nvfp4", epilogue="gated"), Product("nvfp4_one_level", "nvfp4_one_level", n=SIZE - 8),
-    )),
+    *(_BY_TWO_CTAS if _compat.two_cta_products() else ()),
     # Few tokens.
     *(Product("nvfp4", "nvfp4", m) for m in (1, 8, 16, 64)), Product("nvfp4", "nvfp4", 32, 4 * SIZE),
     *(Product(name, name, 16) for name in ("nvfp4_one_level", "mxfp8", "mxfp4")),
