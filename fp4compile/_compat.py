@@ -224,9 +224,11 @@ def _source_type(kernel: Any) -> Any:
 def two_cta_products() -> bool:
     """Whether Gluon has what `templates.gemm.two_cta_kernel_sm100` needs: block-scaled products of pairs of CTAs.
 
-    Triton 3.9 has it, and Triton 3.6 has not. Versions are not compared: Gluon changed within what is called 3.8.0.
+    Triton 3.8.0 and 3.9.0 have it, 3.6.0 and 3.7.0 do not. Versions are not compared: 3.8.0 was built from several
+    states of the source.
     """
     try:
+        from triton.experimental.gluon import language
         from triton.experimental.gluon.language.nvidia import blackwell
         from triton.experimental.gluon.language.nvidia.blackwell import mbarrier, tma
 
@@ -235,7 +237,7 @@ def two_cta_products() -> bool:
             blackwell.tcgen05_commit: {"barrier"},
             blackwell.TensorMemoryLayout: {"cga_layout", "two_ctas"},
             blackwell.TensorMemoryScalesLayout: {"cga_layout"},
-            blackwell.cluster.barrier: {"relaxed"},
+            language.barrier: {"cluster"},
             blackwell.fence_async_shared: {"cluster"},
             blackwell.tensor_memory_descriptor.get_reg_layout: {"num_warps"},
             mbarrier.allocate_mbarrier.fn: {"batch", "two_ctas"},

@@ -94,7 +94,7 @@ _EVERY = 1000  # edits
 _GROUPS = {"groups": len(ENDS)}
 _PAIRS = (
     (replace(_product("pairs of CTAs", f"512x8192x8192, gated, by {TWO_CTAS} nvfp4 x nvfp4", 2,
-                      {"m": 400, "n": 272, "k": 416}), most=9),)
+                      {"m": 400, "n": 272, "k": 672}), most=9),)
     if _compat.two_cta_products() else ()
 )  # fmt: skip
 SUBJECTS = (

@@ -41,14 +41,17 @@ def test_only_timing_chooses_it(a, b, monkeypatch):
     assert TWO_CTAS not in candidates(large)
 
 
-@pytest.mark.parametrize(("sm", "options"), [
-    (100, {}), (103, {}), (120, {}), (90, {}), (100, {"batches": 4}), (100, {"n": 8184}), (100, {"n": 8188}),
-    (100, {"k": 8176}), (100, {"result": "nvfp4_one_level"}), (100, {"groups": 4}),
+@pytest.mark.parametrize(("served", "b", "sm", "options"), [
+    (True, "nvfp4", 100, {}), (True, "nvfp4", 100, {"n": 8184}), (True, "mxfp8", 103, {}), (True, "mxfp4", 103, {}),
+    (False, "nvfp4", 103, {}), (False, "nvfp4", 120, {}), (False, "nvfp4", 90, {}),
+    *((False, "nvfp4", 100, each) for each in (
+        {"batches": 4}, {"n": 8188}, {"k": 8176}, {"result": "nvfp4_one_level"}, {"groups": 4},
+    )),
 ])  # fmt: skip
-def test_what_it_serves(sm, options):
-    """One product whose rows of codes and of results are whole 16 bytes, on a GPU with tensor memory."""
-    served = sm in (100, 103) and options in ({}, {"n": 8184})
-    assert (TWO_CTAS in candidates(problem("nvfp4", "nvfp4", sm, **options))) == served
+def test_what_it_serves(served, b, sm, options):
+    """One product whose rows of codes and of results are whole 16 bytes, on GPUs for which its code was simulated."""
+    a = "nvfp4" if b == "nvfp4" else "mxfp8"
+    assert (TWO_CTAS in candidates(problem(a, b, sm, **options))) == served
 
 
 class OnGpu(Interpreter):

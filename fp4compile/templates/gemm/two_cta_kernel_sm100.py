@@ -16,7 +16,6 @@ from triton.experimental.gluon.language.nvidia.blackwell import (
     TensorMemoryLayout,
     TensorMemoryScalesLayout,
     allocate_tensor_memory,
-    cluster,
     fence_async_shared,
     mbarrier,
     tcgen05_commit,
@@ -245,7 +244,7 @@ def gemm_block_scaled_two_ctas_sm100(
     # The descriptors were made in shared memory that the ring takes over. Without the barrier, Triton would make each
     # product wait for both CTAs.
     fence_async_shared(cluster=True)
-    cluster.barrier()
+    gl.barrier(cluster=True)
 
     walk = Walk(gl.to_tensor(m), gl.to_tensor(n), gl.to_tensor(steps), BM, BN, GROUP_M)
     gl.warp_specialize([
