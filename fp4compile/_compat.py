@@ -169,7 +169,7 @@ def compile_ahead(
     num_stages: int = 3,
     num_ctas: int = 1,
 ) -> Any:
-    """Compile a Triton or Gluon kernel for a GPU that need not be present, specialised as a launch with `args` would be.
+    """Compile a kernel of Triton or Gluon for a GPU that need not be present, specialised as for a launch with `args`.
 
     args: tensors (meta tensors too), ints and None, by name; tensors count as aligned to 16 bytes. constants: the
     constexpr arguments by name. sm: the compute capability, 90 for 9.0. num_warps, num_stages, num_ctas: launch

@@ -27,7 +27,7 @@ with an expert for each.
 
 `passes.lower` puts the library ops into a graph. Inductor cannot lower `aten._scaled_mm_v2` with swizzled scales; torch
 up to 2.13 has no fake implementation of the block-scaled grouped product; and Inductor cannot time products of views
-(`_compat.times_products`). `scaled_mm_two_ctas` is there because Inductor compiles kernels of a graph as Triton, and not
+(`_compat.times_products`). `scaled_mm_two_ctas` is there because Inductor compiles kernels of a graph as Triton and not
 as Gluon. Inductor leaves ops without a lowering as they are.
 """
 

@@ -139,7 +139,7 @@ EXPLAINED: tuple[Explained, ...] = (
               "Both CTAs wait for each other before they allocate tensor memory; here each CTA allocates for itself.",
               equivalent=False),
     Explained("pairs of CTAs", _GEMM, r"mask [269] of 9: lt -> le",
-              "It matters where the columns end at the part of a tile that it belongs to; the case's end at another one.",
+              "It matters where the columns end at the part of a tile that it belongs to; the case's end at another.",
               equivalent=False),
     Explained("pairs of CTAs", _GEMM, r"bound of a walk [12] of 2 halved",
               "It matters where there are more rows of tiles than a walk takes together, and the case has two.",

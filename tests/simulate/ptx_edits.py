@@ -264,7 +264,8 @@ def _clusters(code: Code) -> Edits:
         for rank in (0, 1):
             new = with_operands(one, {mask: str(1 << rank)})
             yield code.replaced(f"multicast {which}: to CTA {rank} alone", (one, new))
-    ranks = [one for one in code.find("and.b32") if (code.constant(operands_of(one)[2]) or 0) & 0xFFFFFFF0 == 0xFEFFFFF0]
+    masks = ((one, code.constant(operands_of(one)[2]) or 0) for one in code.find("and.b32"))
+    ranks = [one for one, mask in masks if mask & 0xFFFFFFF0 == 0xFEFFFFF0]
     for which, one in _sample(ranks, 6):
         yield code.replaced(f"address in the first CTA {which}: in the own one", (one, with_operands(one, {2: "-1"})))
 

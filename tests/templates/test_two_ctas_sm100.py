@@ -1,4 +1,4 @@
-"""Products on pairs of CTAs: who chooses them, and how they get into a graph. The gate and the simulator have the rest."""
+"""Products on pairs of CTAs: who chooses them, and how a graph has them. The gate and the simulator do the rest."""
 
 from dataclasses import replace
 

@@ -30,8 +30,8 @@ class Rates:
 
 
 # Peak rates and memory: NVIDIA's data sheets of HGX B200 and HGX B300, an eighth of eight GPUs, without sparsity. B300
-# has its higher FP4 rate with an instruction of its own (96 elements of K), which `tl.dot_scaled` does not emit. L2: 126 MB, and
-# 64 bytes a clock and multiprocessor at 1.85 GHz, taken from the model of the tiles below.
+# has its higher FP4 rate with an instruction of its own (96 elements of K), which `tl.dot_scaled` does not emit. L2:
+# 126 MB, and 64 bytes a clock and multiprocessor at 1.85 GHz, taken from the model of the tiles below.
 RATES = {
     100: Rates(fp4=9e15, fp8=4.5e15, fp4_triton=9e15),
     103: Rates(fp4=13.5e15, fp8=4.5e15, fp4_triton=9e15, l2=160 * 64 * 1.85e9),
