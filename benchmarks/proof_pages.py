@@ -121,8 +121,9 @@ describes the simulator.
     python -m tests.simulate.mutate --json benchmarks/results/simulated_mutations.json
 
 Edits of PTX are made mechanically (`tests/simulate/ptx_edits.py`): of one kind of statement, at most six edits of a
-kernel, drawn at random, and all of the dense NVFP4 kernel. Edits of Triton source are written by hand
-(`tests/simulate/source_edits.py`). An edit that changes nothing that anybody could see does not count in the shares.
+kernel (two or nine of some), drawn at random, and all of the dense NVFP4 kernel. Edits of Triton source are written by
+hand (`tests/simulate/source_edits.py`). An edit that changes nothing that anybody could see does not count in the
+shares.
 """,
     _mutated(mutation_tables.kernels),
     _mutated(mutation_tables.kinds),

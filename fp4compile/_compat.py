@@ -1,6 +1,7 @@
 """Differences between versions of torch and Triton, and every private part of them that this package uses."""
 
 import functools
+import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -160,12 +161,19 @@ def scratch_memory(device: torch.device) -> Iterator[None]:
 
 
 def compile_ahead(
-    kernel: Any, args: dict[str, Any], constants: dict[str, Any], num_warps: int, sm: int, num_stages: int = 3
+    kernel: Any,
+    args: dict[str, Any],
+    constants: dict[str, Any],
+    num_warps: int,
+    sm: int,
+    num_stages: int = 3,
+    num_ctas: int = 1,
 ) -> Any:
-    """Compile a Triton kernel for a GPU that need not be present, specialised as a launch with `args` would be.
+    """Compile a kernel of Triton or Gluon for a GPU that need not be present, specialised as for a launch with `args`.
 
     args: tensors (meta tensors too), ints and None, by name; tensors count as aligned to 16 bytes. constants: the
-    constexpr arguments by name. sm: the compute capability, 90 for 9.0. num_warps, num_stages: launch options.
+    constexpr arguments by name. sm: the compute capability, 90 for 9.0. num_warps, num_stages, num_ctas: launch
+    options.
 
     Returns Triton's compiled kernel, with its code in `.asm` and the resources that it needs in `.metadata`.
     """
@@ -183,8 +191,8 @@ def compile_ahead(
             if value % 16 == 0:
                 attrs[(i,)] = [["tt.divisibility", 16]]
     by_index = {(kernel.arg_names.index(name),): value for name, value in constexprs.items()}
-    source = ASTSource(kernel, signature, by_index, attrs)
-    options = {"num_warps": num_warps, "num_stages": num_stages}
+    source = _source_type(kernel)(kernel, signature, by_index, attrs)
+    options = {"num_warps": num_warps, "num_stages": num_stages, "num_ctas": num_ctas}
     return triton.compile(source, target=GPUTarget("cuda", sm, 32), options=options)
 
 
@@ -201,3 +209,43 @@ _TYPES = {
     torch.int64: "i64",
     torch.uint8: "u8",
 }
+
+
+def _source_type(kernel: Any) -> Any:
+    """The class of sources of Triton, or of Gluon, that compile a kernel."""
+    if not getattr(kernel, "is_gluon", lambda: False)():
+        return ASTSource
+    from triton.experimental.gluon._runtime import GluonASTSource  # not in every version of Triton
+
+    return GluonASTSource
+
+
+@functools.cache
+def two_cta_products() -> bool:
+    """Whether Gluon has what `templates.gemm.two_cta_kernel_sm100` needs: block-scaled products of pairs of CTAs.
+
+    Triton 3.8.0 and 3.9.0 have it, 3.6.0 and 3.7.0 do not. Versions are not compared: 3.8.0 was built from several
+    states of the source.
+    """
+    try:
+        from triton.experimental.gluon import language
+        from triton.experimental.gluon.language.nvidia import blackwell
+        from triton.experimental.gluon.language.nvidia.blackwell import mbarrier, tma
+
+        wanted = {
+            blackwell.tcgen05_mma_scaled: {"multicast", "mbarriers"},
+            blackwell.tcgen05_commit: {"barrier"},
+            blackwell.TensorMemoryLayout: {"cga_layout", "two_ctas"},
+            blackwell.TensorMemoryScalesLayout: {"cga_layout"},
+            language.barrier: {"cluster"},
+            blackwell.fence_async_shared: {"cluster"},
+            blackwell.tensor_memory_descriptor.get_reg_layout: {"num_warps"},
+            mbarrier.allocate_mbarrier.fn: {"batch", "two_ctas"},
+            mbarrier.expect: {"bytes_per_cta"},
+            tma.make_tensor_descriptor: {"layout"},
+            tma.async_load: {"multicast"},
+            tma.async_store: {"src"},
+        }
+        return all(names <= inspect.signature(each).parameters.keys() for each, names in wanted.items())
+    except (ImportError, AttributeError):
+        return False

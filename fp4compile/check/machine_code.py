@@ -140,8 +140,9 @@ class Compiled:
 def compile_launch(launched: Launch, sm: int) -> Compiled:
     """Compile a launch for a GPU that need not be present. Raises the errors of Triton and ptxas."""
     compiled = _compat.compile_ahead(
-        launched.kernel, launched.args, launched.constants, launched.num_warps, sm, launched.num_stages
-    )
+        launched.kernel, launched.args, launched.constants, launched.num_warps, sm, launched.num_stages,
+        launched.num_ctas,
+    )  # fmt: skip
     return Compiled(launched, compiled, disassemble(compiled.asm["cubin"]), sm)
 
 

@@ -5,6 +5,7 @@ from functools import partial
 
 import torch
 
+from fp4compile import _compat
 from fp4compile.check.quantiser_table import BF16, GROUPS, SIZE
 from fp4compile.formats import formats
 from fp4compile.formats.epilogue import Epilogue
@@ -26,7 +27,8 @@ class Product:
     "gated": silu(product) * another matrix, or "pair": silu(product) * the product of n more rows of weights. weights:
     how many weights multiply the same activations, in one launch. groups: the number of groups, 0 for none. Groups cut
     the m rows, and each has its own weights; or, with along_k, groups cut k, and [m, k] x [n, k] is multiplied for each
-    part. result: the format to which the epilogue quantises the result; "" stores it in bf16.
+    part. result: the format to which the epilogue quantises the result; "" stores it in bf16. kernel: the name of the
+    kernel that must compute it; "" for the kernel that `choose` names.
     """
 
     a: str | None
@@ -40,13 +42,14 @@ class Product:
     groups: int = 0
     along_k: bool = False
     result: str = ""
+    kernel: str = ""
 
     @property
     def label(self) -> str:
         parts = ["x".join(str(size) for size in (self.batches, self.m, self.n, self.k)[self.batches == 1 :])]
         parts += [self.epilogue] * bool(self.epilogue) + [f"{self.weights} weights"] * (self.weights > 1)
         parts += [f"{self.groups} groups" + " along K" * self.along_k] * bool(self.groups)
-        parts += [f"to {self.result}"] * bool(self.result)
+        parts += [f"to {self.result}"] * bool(self.result) + [f"by {self.kernel}"] * bool(self.kernel)
         return ", ".join(parts)
 
     @property
@@ -68,7 +71,8 @@ class Product:
         problem = problem_of(x, target)
         if self.result and not candidates(problem):
             return None, []
-        for name in (None, *candidates(problem)):
+        names = (None, *candidates(problem))
+        for name in [each for each in names if each == self.kernel] if self.kernel else names:
             choice = choose(problem, name)
             skipped = self.groups and self.a is not None and choice.tier != "native"
             if skipped or (x.epilogue is not None and not choice.takes_epilogue):
@@ -148,6 +152,18 @@ GATED = ["neg product", "exp s0", "add s1 1.0", "div product s2", "mul s3 aux0"]
 
 
 _experts = partial(Product, groups=GROUPS)
+TWO_CTAS = "block_scaled_two_ctas_sm100"
+# Pairs of CTAs: each element and scale, each granularity of outer scales, and epilogues. No other kernel may take their
+# place, and an older Triton cannot compile them.
+_BY_TWO_CTAS = (
+    Product("nvfp4", "nvfp4", epilogue="gated", kernel=TWO_CTAS),
+    Product("mxfp8", "mxfp8", epilogue="bias", kernel=TWO_CTAS),
+    Product("mxfp4", "mxfp4", n=SIZE - 8, kernel=TWO_CTAS),
+    *(Product(a, b, kernel=TWO_CTAS) for a, b in (
+        ("mxfp8_e5m2", "mxfp8"), ("mxfp8", "mxfp4"), ("nvfp4", "nvfp4"), ("nvfp4_one_level", "nvfp4_one_level"),
+        ("nvfp4_rowwise", "nvfp4_te"),
+    )),
+)  # fmt: skip
 PRODUCTS = (
     *(Product(name, name) for name in ("nvfp4", "nvfp4_one_level", "mxfp8", "mxfp4")),
     Product("nvfp4_rowwise", "nvfp4_te"), Product("mxfp8", "mxfp8_32x32"), Product("mxfp8_e5m2", "mxfp8"),
@@ -162,6 +178,7 @@ PRODUCTS = (
     *(Product(name, name, epilogue="pair", result=name) for name in ("nvfp4", "nvfp4_one_level", "mxfp8", "mxfp4")),
     *(Product("nvfp4", "nvfp4", n=n, result="nvfp4_one_level") for n in (SIZE, SIZE - 16, SIZE - 8)),
     *(Product("mxfp8", "mxfp8", n=n, result="mxfp8") for n in (SIZE, SIZE - 16)),
+    *(_BY_TWO_CTAS if _compat.two_cta_products() else ()),
     # Few tokens.
     *(Product("nvfp4", "nvfp4", m) for m in (1, 8, 16, 64)), Product("nvfp4", "nvfp4", 32, 4 * SIZE),
     *(Product(name, name, 16) for name in ("nvfp4_one_level", "mxfp8", "mxfp4")),

@@ -100,12 +100,16 @@ class Ptx:
            that its TMA loads signal, and each wait for `cp.async` leaves at least one group pending.
         3. Another partition of warps feeds a loop without loads: its TMA loads are in a separate loop, and fill a ring
            of at least two buffers.
+        4. The step does not meet the other CTA of a cluster. Triton lets the warps of both CTAs arrive at each other's
+           mbarriers where it finds that accesses to the shared memory of both may race.
         """
         if self.main_loop is None:
             return Overlap(False, "no loop around the product")
         waited = self._barriers("mbarrier.try_wait")
         if waited & self._barriers(r"tcgen05\.commit"):
             return Overlap(False, "each step waits for its own product")
+        if any(re.match(r"mbarrier\.arrive\S*shared::cluster", one.opcode) for one in self._inside):
+            return Overlap(False, "each step meets the other CTA")
         loads = self._barriers(_TMA_LOAD.pattern)
         copies = any(_COPY.match(one.opcode) for one in self._inside)
         if not loads and not copies:

@@ -98,7 +98,9 @@ class Variant:
 def cases(sm: int, schedules: int) -> list[Case]:
     """Every case on a GPU of compute capability `sm`: so many schedules, which take turns with the case's variants."""
     found = [(name, [Variant(check) for check in each]) for name, each in checks(WHOLE, RAGGED)]
-    found += [(f"product {one.label} {one.formats}", product_variants(one)) for one in PRODUCTS]
+    # A kernel that must compute a product may not serve this GPU.
+    products = [one for one in PRODUCTS if not one.kernel or one.launches(sm)[1]]
+    found += [(f"product {one.label} {one.formats}", product_variants(one)) for one in products]
     return [Case(name, partial(_on_schedules, sm, range(schedules), variants)) for name, variants in found]
 
 

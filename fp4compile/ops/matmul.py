@@ -8,6 +8,7 @@
     fp4compile::scaled_grouped_mm(a, ..., b, ..., offs, rows, out_dtype, fast_accumulation) -> the products of groups
     fp4compile::scaled_mm_gathered(a, ..., b, ..., index, out_dtype) -> product
     fp4compile::scaled_mm_library, fp4compile::scaled_grouped_mm_library -> a product by one call of a library
+    fp4compile::scaled_mm_two_ctas(as scaled_mm) -> product, on pairs of CTAs
 
 `scaled_mm`. A [..., M, K] and B [..., N, K] are both stored with the contraction last; an operand without a format is
 plain. epilogue: steps that follow the product, which is rounded to out_dtype (`formats.epilogue`); `operands` are the
@@ -26,7 +27,8 @@ with an expert for each.
 
 `passes.lower` puts the library ops into a graph. Inductor cannot lower `aten._scaled_mm_v2` with swizzled scales; torch
 up to 2.13 has no fake implementation of the block-scaled grouped product; and Inductor cannot time products of views
-(`_compat.times_products`). Inductor leaves ops without a lowering as they are.
+(`_compat.times_products`). `scaled_mm_two_ctas` is there because Inductor compiles kernels of a graph as Triton and not
+as Gluon. Inductor leaves ops without a lowering as they are.
 """
 
 from typing import Any
@@ -100,6 +102,21 @@ SCALED_MM = define(
     reference=lambda *args, **options: _by_reference(dense(*args, **options)),
     shapes=lambda *args, **options: _like_product(dense(*args, **options)),
     kernels=scaled_mm_kernels,
+)
+
+
+def scaled_mm_two_ctas_kernels(*args: Any) -> torch.Tensor:
+    """`scaled_mm` on pairs of CTAs."""
+    return multiply.scaled_mm_two_ctas(dense(*args))
+
+
+SCALED_MM_TWO_CTAS = define(
+    f"scaled_mm_two_ctas({_OPERANDS}, Tensor? bias, ScalarType out_dtype, Tensor[] operands, str[]? epilogue,"
+    " ScalarType dtype) -> Tensor",
+    reference=lambda *args: _by_reference(dense(*args)),
+    shapes=lambda *args: _like_product(dense(*args)),
+    kernels=scaled_mm_two_ctas_kernels,
+    lowered=False,
 )
 
 

@@ -13,6 +13,7 @@ from fp4compile._compat import statically_true
 from fp4compile.formats.formats import BlockFormat
 from fp4compile.templates.gemm import (
     block_scaled_sm100,
+    block_scaled_two_ctas_sm100,
     cost,
     dequant_operand,
     dequant_tiles,
@@ -37,6 +38,7 @@ REGISTRY: tuple[Candidate, ...] = (
     skinny_block_scaled_sm100.CANDIDATE,
     library.BLOCK_SCALED,
     block_scaled_sm100.CANDIDATE,
+    block_scaled_two_ctas_sm100.CANDIDATE,  # serves a subset of the candidate before: chosen only by timing
     library.ROW_SCALED,
     library.RESCALED,
     gemv.CANDIDATE,
@@ -46,7 +48,7 @@ REGISTRY: tuple[Candidate, ...] = (
     dequant_tiles.CANDIDATE,
     # Grouped products.
     grouped_block_scaled_sm100.CANDIDATE,
-    grouped_library.BLOCK_SCALED,  # serves a subset of the candidate before: chosen only by timing
+    grouped_library.BLOCK_SCALED,  # likewise
     grouped_library.ROW_SCALED,
     grouped_skinny.CANDIDATE,
     grouped_wgmma_sm90.CANDIDATE,

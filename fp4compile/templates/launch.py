@@ -23,10 +23,10 @@ class Launch:
         cannot be empty; it lies beyond the tensors and writes nothing.
     arguments: the kernel's first arguments, by position: a `View` or a tensor for a pointer, numbers, None.
     constants: its constexpr arguments by name. num_warps: warps of a program. num_stages: stages of Triton's software
-        pipeline, for kernels whose loops do not set it.
+        pipeline, for kernels whose loops do not set it. num_ctas: CTAs of a program, which form a cluster.
 
-    A kernel whose constant PDL is set starts early (`device.dependent_launch`). A kernel whose constant TMA is set
-    makes descriptors in memory that Triton allocates at the launch.
+    A kernel whose constant PDL is set starts early (`device.dependent_launch`). A kernel whose constant TMA is set,
+    or that has several CTAs, makes descriptors in memory that Triton allocates at the launch.
     """
 
     kernel: Any
@@ -35,6 +35,7 @@ class Launch:
     constants: dict[str, Any]
     num_warps: int
     num_stages: int = DEFAULT_STAGES
+    num_ctas: int = 1
 
     @property
     def args(self) -> dict[str, Any]:
@@ -56,13 +57,16 @@ class Launch:
         options: dict[str, Any] = {"num_warps": self.num_warps}
         if self.num_stages != DEFAULT_STAGES:
             options["num_stages"] = self.num_stages
+        if self.num_ctas != 1:
+            options["num_ctas"] = self.num_ctas
         if _compat.tracing():
             kernel = torch.library.wrap_triton(kernel)  # its launch becomes a node that Inductor understands
             kernel[(grid,)](*values, **self.constants, **options)
             return
         if self.constants.get("PDL"):
             options["launch_pdl"] = True
-        with _compat.scratch_memory(values[0].device) if self.constants.get("TMA") else nullcontext():
+        descriptors = self.constants.get("TMA") or self.num_ctas > 1
+        with _compat.scratch_memory(values[0].device) if descriptors else nullcontext():
             kernel[(grid,)](*values, **self.constants, **options)
 
 

@@ -18,7 +18,7 @@ from fp4compile.formats.layouts import ceil_div, swizzled_numel
 from fp4compile.formats.operand import Arguments, Operand
 from fp4compile.hardware import Target
 from fp4compile.templates.choose import Choice, choose, named
-from fp4compile.templates.gemm import grouped_library, library
+from fp4compile.templates.gemm import block_scaled_two_ctas_sm100, grouped_library, library
 from fp4compile.templates.gemm.call import Call, kernel_operand
 from fp4compile.templates.gemm.candidate import MOST_IN_GROUP
 from fp4compile.templates.gemm.streaming import of_all
@@ -101,6 +101,12 @@ def scaled_mm_group(
     candidate = named(choices[0].kernel)
     outs = candidate.run_group(calls, candidate.configure(of_all(calls)))
     return [out.view(*a.data.shape[:-1], b.data.shape[-2]) for out, (b, _) in zip(outs, members, strict=True)]
+
+
+def scaled_mm_two_ctas(x: Arguments) -> torch.Tensor:
+    """The product on pairs of CTAs; by the kernel that `choose` names where they do not serve it."""
+    call = call_of(x)
+    return _launched(call, choose(call.problem, block_scaled_two_ctas_sm100.NAME))
 
 
 # The implementations of the ops of the same names.

@@ -13,6 +13,7 @@ from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 
 import fp4compile
+from fp4compile import _compat
 from fp4compile.analysis.graph import scaled_mm_of
 from fp4compile.formats import formats
 from fp4compile.hardware import Target
@@ -26,6 +27,7 @@ from fp4compile.templates.problem import OperandType, Problem
 from tests.helpers.choices import configured, only, without
 
 BF16 = torch.bfloat16
+TWO_CTAS = ("block_scaled_two_ctas_sm100",) if _compat.two_cta_products() else ()
 
 
 def operand_type(name, swizzled=False):
@@ -147,10 +149,10 @@ def test_a_product_in_parts_is_no_part_of_a_graph():
 
 def test_preferred():
     mx = problem("mxfp8", "mxfp8", 512, 100)
-    assert candidates(mx) == ("library_block_scaled", "block_scaled_sm100")
+    assert candidates(mx) == ("library_block_scaled", "block_scaled_sm100", *TWO_CTAS)
     assert choose(mx, "block_scaled_sm100").kernel == "block_scaled_sm100"
     assert candidates(problem("nvfp4", "nvfp4", 512, 100)) == candidates(mx)
-    assert candidates(problem("nvfp4_rowwise", "nvfp4", 512, 100)) == ("block_scaled_sm100",)
+    assert candidates(problem("nvfp4_rowwise", "nvfp4", 512, 100)) == ("block_scaled_sm100", *TWO_CTAS)
     with pytest.raises(
         ValueError, match="kernel: 'cutlass' is none of skinny_block_scaled_sm100, library_block_scaled, "
     ):
@@ -218,7 +220,8 @@ def test_nobody_else_asks_a_candidate():
     """`choose` and `multiply` alone import kernels' files; passes import no device code. All others read the Choice."""
     package = Path(fp4compile.__file__).parent
     kernels = {"gemv", "skinny", "wgmma_sm90", "dequant_tiles", "dequant_operand", "block_scaled_sm100", "library",
-               "streaming", "cost", "skinny_block_scaled_sm100", "grouped_block_scaled_sm100", "grouped_skinny",
+               "streaming", "cost", "skinny_block_scaled_sm100", "block_scaled_two_ctas_sm100", "two_cta_kernel_sm100",
+                "grouped_block_scaled_sm100", "grouped_skinny",
                "grouped_wgmma_sm90", "grouped_dequant_operand", "grouped_dequant_tiles", "grouped_library"}  # fmt: skip
     for path in package.rglob("*.py"):
         if path.parent.name == "gemm" or path.name in ("choose.py", "multiply.py"):

@@ -33,6 +33,7 @@ _LOADERS = (
     "cannot complete before the arrival that expects its bytes."
 )
 _EMPTY = "It stands behind the release of a tensor map, which is no bulk copy: the group is empty."
+_TOGETHER = "The lanes of the warp have not diverged there; what follows is uniform or waits itself."
 _ZEROS = "It stores zeros, and the first product of each tile overwrites the sums instead of adding."
 _POSITIVE = "The block's factor is 0 otherwise; any tiny positive one gives the same codes."
 _ALL_HOLD = "All threads hold the value: those that did not store it do, instead of the one that did."
@@ -56,15 +57,16 @@ EXPLAINED: tuple[Explained, ...] = (
               "Each warp waits at the mbarrier of the last product itself, and a barrier follows."),
     Explained("few rows, split K", _GEMM, r"barrier 11 of 11 removed",
               "The barrier before it already comes after all loads from the tensor memory that is freed."),
+    Explained("pairs of CTAs", _GEMM, r"bar.warp.sync 14 of 17 removed", _TOGETHER),
     Explained("(dense|groups) .*", _GEMM, r"bar.warp.sync (11|13) of 1[13] removed",
-              "The lanes of the warp have not diverged there; what follows is uniform or waits itself."),
+              _TOGETHER),
     Explained("dense NVFP4", _GEMM, r"fence.proxy.async 1 of 10 removed",
               "Tensor copies wrote all that the products read, so that there are no writes of threads to order."),
     Explained("dense NVFP4", _GEMM, r"arrival 3 of 3 removed", "Nobody waits at this mbarrier after the last tile."),
     Explained("dense NVFP4|few rows, split K|groups .*|dequantised tiles", _GEMM,
               r"mbarrier inval (1 of 10|10 of 10|4 of 18|2 of 2|4 of 4) removed",
               "The program ends, and nothing else is put into these bytes of shared memory."),
-    Explained("dense (NVFP4|MXFP8)", _GEMM, r"bulk (wait|commit) [1-5] of \d+ removed",
+    Explained("dense (NVFP4|MXFP8)|pairs of CTAs", _GEMM, r"bulk (wait|commit) [1-5] of \d+ removed",
               _EMPTY),
     Explained("groups .*", _GEMM, r"bulk (wait|commit) [1-4] of 4 removed", _EMPTY),
     Explained("dequantised tiles", _GEMM, r"tcgen05.wait::st [124] of 5 removed",
@@ -133,6 +135,15 @@ EXPLAINED: tuple[Explained, ...] = (
     Explained("dequantised tiles", "split_k_reduction", r"mask 1 of 2: lt -> le", _ROW_INSIDE),
     Explained("one row", "gemv", r"cp.async 6 of 18: unmasked", _SCALE_ROWS),
     # ---------------------------------------- edits that change something
+    Explained("pairs of CTAs", _GEMM, r"cluster barrier 1 of 4 removed",
+              "Both CTAs wait for each other before they allocate tensor memory; here each CTA allocates for itself.",
+              equivalent=False),
+    Explained("pairs of CTAs", _GEMM, r"mask [269] of 9: lt -> le",
+              "It matters where the columns end at the part of a tile that it belongs to; the case's end at another.",
+              equivalent=False),
+    Explained("pairs of CTAs", _GEMM, r"bound of a walk [12] of 2 halved",
+              "It matters where there are more rows of tiles than a walk takes together, and the case has two.",
+              equivalent=False),
     Explained("dequantised tiles", _GEMM, r"(cp.async 9 of 15: unmasked|mask 6 of 18: lt -> le)",
               "It matters where a part of K has fewer steps than are loaded ahead, which the case's parts have not.",
               equivalent=False),

@@ -246,8 +246,28 @@ def _arrivals(code: Code) -> Edits:
                 yield code.replaced(f"arrival {which}: {tile:+d} bytes", (one, with_operands(one, {2: count})))
     for which, one in _sample(code.find("mbarrier.init"), 4):
         yield code.replaced(f"mbarrier init {which} removed", (one, ""))
-        yield code.replaced(f"mbarrier init {which}: one arrival more", (one, with_operands(one, {1: "2"})))
+        more = str(int(operands_of(one)[1]) + 1)
+        yield code.replaced(f"mbarrier init {which}: one arrival more", (one, with_operands(one, {1: more})))
     yield from _removed(code, "mbarrier inval", 2, "mbarrier.inval")
+
+
+@_generator
+def _clusters(code: Code) -> Edits:
+    """Of kernels whose programs have several CTAs: what reaches the other one."""
+    arrivals = code.find("barrier.cluster.arrive")
+    for which, one in _sample(arrivals, 4):
+        wait = code.instructions[code.instructions.index(one) + 1]
+        yield code.replaced(f"cluster barrier {which} removed", (one, ""), (wait, ""))
+    casts = [one for one in code.executed if ".multicast::cluster" in one.opcode]
+    for which, one in _sample(casts, 4):
+        mask = len(operands_of(one)) - 1
+        for rank in (0, 1):
+            new = with_operands(one, {mask: str(1 << rank)})
+            yield code.replaced(f"multicast {which}: to CTA {rank} alone", (one, new))
+    masks = ((one, code.constant(operands_of(one)[2]) or 0) for one in code.find("and.b32"))
+    ranks = [one for one, mask in masks if mask & 0xFFFFFFF0 == 0xFEFFFFF0]
+    for which, one in _sample(ranks, 6):
+        yield code.replaced(f"address in the first CTA {which}: in the own one", (one, with_operands(one, {2: "-1"})))
 
 
 @_generator

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from fp4compile import _compat
 from tests.fuzz.plant import ROOT, Plant
 
 
@@ -26,8 +27,27 @@ def _edit(subject: str, name: str, path: str, old: str, new: str) -> SourceEdit:
 
 
 _DENSE, _MX, _POINTERS = "dense NVFP4", "dense MXFP8", "dense NVFP4 without TMA"
+_PAIRS = "pairs of CTAs"
 _FEW, _ROWS, _ALONG = "few rows, split K", "groups of rows", "groups along K"
 _BOTH = "both directions, transform, seed"
+_OF_PAIRS = (
+    _edit(_PAIRS, "scales of A by tiles of a pair's rows", "gemm/two_cta_kernel_sm100",
+          "a_scale_source, [row // 128, col_tile, 0, 0]", "a_scale_source, [row // walk.BM, col_tile, 0, 0]"),
+    _edit(_PAIRS, "products before the epilogue has read the sums", "gemm/two_cta_kernel_sm100",
+          "        mbarrier.wait(sums_empty, sums_phase)\n", ""),
+    _edit(_PAIRS, "sums that are given back before all are loaded", "gemm/two_cta_kernel_sm100",
+          "(sums.slice(i * part_cols, part_cols).load(layout),)\n        mbarrier.arrive(sums_empty)\n",
+          "(sums.slice(i * part_cols, part_cols).load(layout),)\n            if i == 0:\n"
+          "                mbarrier.arrive(sums_empty)\n"),
+    _edit(_PAIRS, "a part written to the buffer that TMA still reads", "gemm/two_cta_kernel_sm100",
+          "buffer = buffers.index(i % 2)", "buffer = buffers.index(0)"),
+    _edit(_PAIRS, "operands of the epilogue by the width of a tile", "gemm/two_cta_kernel_sm100",
+          "epilogue(part, rows * n + cols,", "epilogue(part, rows * walk.BN + cols,"),
+    _edit(_PAIRS, "the phase of the ring never changed", "gemm/two_cta_kernel_sm100",
+          "gl.where(last, phase ^ 1, phase)", "gl.where(last, phase, phase)"),
+    _edit(_PAIRS, "the first step of a tile added to the sums before", "gemm/two_cta_kernel_sm100",
+          "use_acc=step > 0", "use_acc=True"),
+) if _compat.two_cta_products() else ()  # fmt: skip
 SOURCE_EDITS = (
     # dense products
     _edit(_DENSE, "rows of B by the height of A's tiles", "gemm/block_scaled_sm100",
@@ -52,6 +72,7 @@ SOURCE_EDITS = (
           "mask = mask & (col < per_row)", "mask = mask & (col < per_row + 8)"),
     _edit(_POINTERS, "order of scale bytes: rows and columns of a word", "device/block_scaled_tile",
           "tl.permute(tiles, (0, 3, 2, 1, 4))", "tl.permute(tiles, (0, 2, 3, 1, 4))"),
+    *_OF_PAIRS,
     # few rows
     _edit(_FEW, "parts of K that overlap", "gemm/skinny_block_scaled_sm100",
           "steps * (split + 1) // split_k, num_stages", "steps * (split + 1) // split_k + 1, num_stages"),

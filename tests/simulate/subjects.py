@@ -9,7 +9,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
 
-from fp4compile.check.product_table import PRODUCTS
+from fp4compile import _compat
+from fp4compile.check.product_table import PRODUCTS, TWO_CTAS
 from fp4compile.check.quantiser_table import CONFIGURATIONS, PROLOGUE_CONFIGURATIONS
 from fp4compile.check.quantiser_values import quantized, quantized_after_steps, quantized_few_rows
 from fp4compile.check.simulate.launch import Compiled, Simulator
@@ -91,6 +92,11 @@ def _after_steps(name: str, label: str, rows: int, columns: int) -> Subject:
 
 _EVERY = 1000  # edits
 _GROUPS = {"groups": len(ENDS)}
+_PAIRS = (
+    (replace(_product("pairs of CTAs", f"512x8192x8192, gated, by {TWO_CTAS} nvfp4 x nvfp4", 2,
+                      {"m": 400, "n": 272, "k": 672}), most=9),)
+    if _compat.two_cta_products() else ()
+)  # fmt: skip
 SUBJECTS = (
     replace(_product("dense NVFP4", "512x8192x8192 nvfp4 x nvfp4", 2, {"m": 1040, "n": 272, "k": 416}), most=_EVERY),
     _product("dense MXFP8", "512x8192x8192 mxfp8 x mxfp8", 2, {"m": 1040, "n": 272, "k": 224}),
@@ -101,6 +107,7 @@ SUBJECTS = (
         {"m": 144, "n": 272, "k": 1520},
         {"m": 1136, "n": 240, "k": 1520},
     ),
+    *_PAIRS,
     _product(
         "few rows, split K",
         "16x8192x8192 nvfp4 x nvfp4",

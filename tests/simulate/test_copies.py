@@ -515,6 +515,27 @@ def test_finds_what_is_wrong_with_multicasts(old, new, what):
     finds(edited(TWO, (old, new)), [MATRIX, np.zeros(4096, np.uint8), *MAP], what, **PAIR)
 
 
+# The first program loads for both, and waits for the bytes of both.
+FOR_BOTH = edited(
+    TWO,
+    ("2d.shared::cluster.global", "2d.cta_group::2.shared::cluster.global"),
+    ("    @%p4 mbarrier.arrive", "    @%p6 mbarrier.arrive"), ("_, [%r12], 2048;", "_, [%r12], 4096;"),
+    (WAIT, "    setp.ne.u32 %p8, %r8, 0;\n    @%p8 bra SKIP;" + WAIT + "SKIP:" + TOGETHER),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_a_multicast_of_a_pair_completes_on_one_mbarrier(schedule):
+    _, got, _ = run_copy(FOR_BOTH, [MATRIX, np.zeros(4096, np.uint8), *MAP], schedule, **PAIR)
+    for half in got.reshape(2, 2048):
+        np.testing.assert_array_equal(half, image(MATRIX[:, :90], [64, 16], [8, 4], 3))
+
+
+def test_other_multicasts_complete_on_an_mbarrier_of_each_program():
+    body = edited(FOR_BOTH, ("cta_group::2.", ""))
+    finds(body, [MATRIX, np.zeros(4096, np.uint8), *MAP], "nothing can go on", **PAIR)
+
+
 # The second program loads, and the first one waits for it.
 OTHER = edited(
     LOAD,

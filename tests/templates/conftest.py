@@ -15,12 +15,12 @@ def _signature(value):
     return value == 1, value % 16 == 0, abs(value) < 2**31
 
 
-def compile_once(kernel, args, constants, num_warps, sm, num_stages=3):
+def compile_once(kernel, args, constants, num_warps, sm, num_stages=3, num_ctas=1):
     """`_compat.compile_ahead`, the same for launches of one kernel, signature and GPU."""
     arguments = tuple((name, _signature(value)) for name, value in args.items())
-    key = (kernel.cache_key, kernel.__name__, arguments, tuple(constants.items()), num_warps, sm, num_stages)
+    key = (kernel.cache_key, kernel.__name__, arguments, tuple(constants.items()), num_warps, sm, num_stages, num_ctas)
     if key not in _compiled:
-        _compiled[key] = _compile_ahead(kernel, args, constants, num_warps, sm, num_stages)
+        _compiled[key] = _compile_ahead(kernel, args, constants, num_warps, sm, num_stages, num_ctas)
     return _compiled[key]
 
 

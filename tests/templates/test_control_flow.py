@@ -220,6 +220,12 @@ def test_buffers_of_a_pair_of_programs_are_counted(change, expected):
     assert overlap.why == expected and overlap.overlapped == ("several" in expected)
 
 
+def test_a_step_that_meets_the_other_cta_does_not_overlap():
+    """Triton 3.9 puts this in front of a product whose operands share memory with something that threads wrote."""
+    arrival = "	mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%r30];\n	tcgen05.mma"
+    assert Ptx(SPECIALIZED.replace("	tcgen05.mma", arrival)).overlap.why == "each step meets the other CTA"
+
+
 def test_loads_around_the_loop_are_of_the_same_partition():
     """One load for each tile, before the loop over K: nothing feeds that loop."""
     around = SPECIALIZED.replace(

@@ -196,7 +196,8 @@ def test_every_shipped_product(sm):
     """Scales by tcgen05.cp, operands by TMA, loops that overlap, 16-byte stores; nothing spills, everything fits. Of
     the representatives."""
     if sm == 103:
-        tiers = [[one.launches(each)[0] for one in PRODUCTS] for each in (100, 103)]
+        # A product that one kernel must compute is none of every GPU.
+        tiers = [[one.launches(each)[0] for one in PRODUCTS if not one.kernel] for each in (100, 103)]
         assert tiers[0] == tiers[1]
     rows = list(check.check_products(sm, representatives(sm)[1]))
     assert not {(row.kernel, row.configuration, row.format): row.problems for row in rows if row.problems}

@@ -302,7 +302,8 @@ def _try_wait(instruction: Instruction, program: Program) -> Step:
 # ---------------------------------------------------------------- fences
 
 
-@form("fence.proxy.async.shared::cta", "fence.proxy.async", "fence.proxy.async.global")
+@form("fence.proxy.async.shared::cta", "fence.proxy.async.shared::cluster", "fence.proxy.async",
+      "fence.proxy.async.global")  # fmt: skip
 def _fence_async(instruction: Instruction, program: Program) -> Step:
     expect(instruction, 0)
 

@@ -15,7 +15,9 @@ Sources and confidence:
 - Addresses in shared memory are multiples of 16, or of 128 for tensors (PTX ISA, table of `cp.async.bulk.tensor`).
   High.
 - `.multicast::cluster`: each program in the mask gets the data, and completes the bytes, at the same offsets. High.
-  `.cta_group::2`: the mbarrier may be the other program's of a pair. Medium-high.
+  `.cta_group::2`: the mbarrier may be the other program's of a pair. Medium-high. With both, the mbarrier's address
+  says whether the even or the odd program of each pair is signalled (PTX ISA, `cp.async.bulk.tensor`). Medium-high.
+  Triton writes `.cta_group::2` in front of the state spaces.
 - A program must not end while a bulk copy reads its shared memory (CUDA programming guide, "Asynchronous data copies
   using TMA": shared memory must not be deallocated before). High.
 """
@@ -166,8 +168,9 @@ def _targets(
     """
     shared, found = machine.shared, []
     for rank in [into >> 24] if ranks is None else ranks:
-        addresses = [into, barrier] if ranks is None else [rank << 24 | each & 0xFFFFFF for each in (into, barrier)]
-        first, at = shared.index(addresses[0], cluster, nbytes), shared.index(addresses[1], cluster, 8)
+        signalled = barrier >> 24 if ranks is None else rank & ~1 | barrier >> 24 & 1 if pairs else rank
+        first = shared.index(rank << 24 | into & 0xFFFFFF, cluster, nbytes)
+        at = shared.index(signalled << 24 | barrier & 0xFFFFFF, cluster, 8)
         programs = first // shared.stride, at // shared.stride
         if programs[0] != programs[1] and not (pairs and programs[0] // 2 == programs[1] // 2):
             raise Fault("copies to the shared memory of one program, and completes on the mbarrier of another one")
@@ -214,7 +217,8 @@ def _global_bytes(machine: Machine, cluster: int, addresses: np.ndarray) -> np.n
 
 _RANKS = "12345"
 _LOADS = (("shared::cta", ""), ("shared::cluster", ""), ("shared::cluster", ".multicast::cluster"),
-          ("shared::cluster", ".cta_group::2"))  # fmt: skip
+          ("shared::cluster", ".cta_group::2"), ("cta_group::2.shared::cluster", ""),
+          ("cta_group::2.shared::cluster", ".multicast::cluster"))  # fmt: skip
 
 
 def _box(operand: Operand, opcode: str) -> tuple[Read, list[Read]]:

@@ -162,10 +162,11 @@ def _compiled(launch: Launch, sm: int) -> Compiled:
     """The kernel of a launch, compiled once for each specialisation."""
     passed = tuple((name, str(value.dtype) if isinstance(value, torch.Tensor) else _specialised(value))
                    for name, value in launch.args.items())  # fmt: skip
-    key = (launch.kernel, sm, launch.num_warps, launch.num_stages, passed, tuple(sorted(launch.constants.items())))
+    key = (launch.kernel, sm, launch.num_warps, launch.num_stages, launch.num_ctas, passed,
+           tuple(sorted(launch.constants.items())))  # fmt: skip
     if key not in _known:
         made = _compat.compile_ahead(launch.kernel, launch.args, launch.constants, launch.num_warps, sm,
-                                     launch.num_stages)  # fmt: skip
+                                     launch.num_stages, launch.num_ctas)  # fmt: skip
         _known[key] = compiled_of(made.asm["ptx"], made.metadata)
     return _known[key]
 

@@ -30,9 +30,10 @@ class Candidate:
     serves: whether it can compute a problem, and should if no candidate of a better rank does.
     configure: the launch configuration for a problem, of a type of `heuristics`; None where there is nothing to
         configure. run: launches a call with that configuration and returns the result, of the problem's shape.
-    configurations: the configurations that `max-autotune` times, including the result of `configure`; None where there
-        is no other. takes_epilogue: whether it can apply an epilogue before it stores. quantizes: whether that
-        epilogue can end in codes; `run` then returns codes and block scales.
+    configurations: the configurations that `max-autotune` times: the result of `configure` and others, or none where
+        the kernel is not expected to pay; None where there is no other. takes_epilogue: whether it can apply an
+        epilogue before it stores. quantizes: whether that epilogue can end in codes; `run` then returns codes and block
+        scales.
     traceable: whether a graph can hold the launches of a problem and its configuration.
     any_rows: whether it serves the problem for every number of rows of A, if it does for one.
     dequantizes_a, dequantizes_b: whether it writes the operand, if it is quantised, to memory in 16 bits first.
@@ -63,5 +64,5 @@ class Candidate:
         return (problem.result is None or self.quantizes(problem)) and self.serves(problem)
 
     def to_time(self, problem: Problem) -> tuple:
-        """The configurations to time; at least one."""
+        """The configurations to time."""
         return (self.configure(problem),) if self.configurations is None else self.configurations(problem)

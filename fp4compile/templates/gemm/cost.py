@@ -9,7 +9,7 @@ measurements of `benchmarks` on a B200.
 from dataclasses import dataclass, replace
 
 from fp4compile.formats.layouts import ceil_div
-from fp4compile.templates.gemm.heuristics import BlockScaledConfig, SkinnyBlockScaledConfig
+from fp4compile.templates.gemm.heuristics import BlockScaledConfig, SkinnyBlockScaledConfig, TwoCtaConfig
 from fp4compile.templates.problem import OperandType, Problem
 
 
@@ -30,8 +30,8 @@ class Rates:
 
 
 # Peak rates and memory: NVIDIA's data sheets of HGX B200 and HGX B300, an eighth of eight GPUs, without sparsity. B300
-# has its higher FP4 rate with an instruction of its own (96 elements of K), which Triton does not emit. L2: 126 MB, and
-# 64 bytes a clock and multiprocessor at 1.85 GHz, taken from the model of the tiles below.
+# has its higher FP4 rate with an instruction of its own (96 elements of K), which `tl.dot_scaled` does not emit. L2:
+# 126 MB, and 64 bytes a clock and multiprocessor at 1.85 GHz, taken from the model of the tiles below.
 RATES = {
     100: Rates(fp4=9e15, fp8=4.5e15, fp4_triton=9e15),
     103: Rates(fp4=13.5e15, fp8=4.5e15, fp4_triton=9e15, l2=160 * 64 * 1.85e9),
@@ -115,6 +115,25 @@ def quantizing_seconds(p: Problem, config: BlockScaledConfig) -> float:
     return max(together, _operand_seconds(product))
 
 
+def two_ctas_pay(p: Problem, config: TwoCtaConfig, one: BlockScaledConfig) -> bool:
+    """Whether pairs of CTAs multiply faster than the kernel of one CTA, with configuration `one`.
+
+    Both have the same epilogue. A symbolic number of rows, and symbolic sizes: as in `fusing_pays`.
+    """
+    if not all(isinstance(size, int) for size in (p.n, p.k, p.batches)):
+        return False
+    each = [replace(p, m=m) for m in ([p.m] if isinstance(p.m, int) else ANY_ROWS)]
+    return all(two_cta_seconds(rows, config) < kernel_seconds(rows, one) for rows in each)
+
+
+def two_cta_seconds(p: Problem, config: TwoCtaConfig) -> float:
+    """Seconds of the product by pairs of CTAs, each of which loads half of B."""
+    rates = _rates(p)
+    peak = rates.fp4_triton if _fp4(p) else rates.fp8
+    tiled = _tiled_seconds(p, config.bm, config.bn, config.bn // 2, peak, ctas=2)
+    return max(tiled, _memory_seconds(p))
+
+
 def library_seconds(p: Problem) -> float:
     """Seconds of the library's product, with the best of its tiles."""
     rates = _rates(p)
@@ -131,11 +150,15 @@ def kernel_seconds(p: Problem, config: BlockScaledConfig | SkinnyBlockScaledConf
     return max(_tiled_seconds(p, config.bm, config.bn, config.bn, peak), _memory_seconds(p))
 
 
-def _tiled_seconds(p: Problem, rows: int, columns: int, loaded: int, peak: float) -> float:
-    """Seconds of arithmetic, in rounds of one tile for each multiprocessor, which loads `loaded` rows of B for it."""
+def _tiled_seconds(p: Problem, rows: int, columns: int, loaded: int, peak: float, ctas: int = 1) -> float:
+    """Seconds of arithmetic, in rounds of one tile for each multiprocessor, which loads `loaded` rows of B for it.
+
+    ctas: how many multiprocessors share a tile, each with a part of its rows.
+    """
     tiles = ceil_div(p.m, rows) * ceil_div(p.n, columns) * p.batches
-    computed = ceil_div(tiles, p.target.multiprocessors) * p.target.multiprocessors * rows * columns
-    share = TILE_SHARE * TILE_ROWS / ((rows + loaded) * 128 * 128 / (rows * columns))
+    own = rows // ctas  # rows of a multiprocessor
+    computed = ceil_div(tiles, p.target.multiprocessors // ctas) * p.target.multiprocessors * own * columns
+    share = TILE_SHARE * TILE_ROWS / ((own + loaded) * 128 * 128 / (own * columns))
     return 2.0 * computed * p.k / (peak * share * REACHED)
 
 

@@ -413,6 +413,34 @@ def _with_parts(p: Problem, config: BlockScaledConfig) -> BlockScaledConfig:
 
 
 @dataclass(frozen=True)
+class TwoCtaConfig(LaunchConfig):
+    """How `block_scaled_two_ctas_sm100` is launched.
+
+    bm, bn: the tile of the result that a pair of CTAs computes. bk: elements of a step along K. stages: steps whose
+    operands shared memory holds. num_warps: warps of a CTA's epilogue. group_m: row tiles that are walked together, so
+    that the L2 cache serves them.
+    """
+
+    host = ("num_warps",)
+    bm: int
+    bn: int
+    bk: int
+    stages: int
+    num_warps: int = 8
+    group_m: int = 8
+
+
+def two_cta_config(p: Problem) -> TwoCtaConfig:
+    """The one configuration: 256x256 is the largest product of a pair's matrix units.
+
+    Five stages and two buffers of 16 KB for the result take up to 222 KB of shared memory; six stages do not fit.
+    Tensor memory has 512 columns. The sums of a tile take 256, scales up to 48: there is no room for two tiles' sums.
+    """
+    step = 256 if p.a.format.packed and p.b.format.packed else 128
+    return TwoCtaConfig(256, 256, step, stages=5)
+
+
+@dataclass(frozen=True)
 class SkinnyBlockScaledConfig(LaunchConfig):
     """How `skinny_block_scaled_sm100` is launched.
 
