@@ -63,7 +63,8 @@ def _fuse_product(graph: Graph, node: Node) -> tuple[Node, ...]:
         quantise = quantise_of(_only_quantiser(last))
         kinds = region.operands(last).items()
         read = sum(node.meta["val"].dtype.itemsize for node, kind in kinds if kind == "aux")
-        choice = quantized(replace(region.problem, operand_bytes=read), quantise.spec.format, pair=region.pair)
+        problem, products = replace(region.problem, operand_bytes=read), len(region.roots)
+        choice = quantized(problem, quantise.spec.format, region.pair, products)
         if not isinstance(choice, str):
             _fuse(graph, region, last, quantise)
             return region.roots
@@ -103,6 +104,7 @@ class OneProduct(Region):
 
     @property
     def problem(self) -> Problem:
+        """The problem of each product."""
         return scaled_mm_of(self.product).problem
 
     @property
@@ -129,11 +131,6 @@ class TwoProducts(OneProduct):
     @property
     def products(self) -> dict[Node, str]:
         return {self.product: PRODUCT, self.partner: PAIR}
-
-    @property
-    def problem(self) -> Problem:
-        problem = super().problem
-        return replace(problem, n=2 * problem.n)
 
     @property
     def operand(self) -> tuple[Node, ...]:

@@ -11,7 +11,7 @@ of its version counter.
 import logging
 import operator
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -152,8 +152,7 @@ def _partners(graph: Graph) -> list[tuple[Node, Node]]:
 
 def _pays(product: ScaledMM) -> bool:
     """Whether a kernel of two such products that quantises to the format of A, as the next product's, is a gain."""
-    both = replace(product.problem, n=2 * product.problem.n)
-    return isinstance(quantized(both, product.a.format, pair=True), Choice)
+    return isinstance(quantized(product.problem, product.a.format, pair=True, products=2), Choice)
 
 
 def _joinable(product: ScaledMM) -> bool:

@@ -147,6 +147,7 @@ FUSED = {
     "three dimensions": (mlp, ((2, 128, 512), W, V)),
     "partly filled blocks": (mlp, (X, (1000, 512), (512, 1000))),
     "any number of rows": (mlp, ((ANY, 512), W, V)),
+    "few rows": (mlp, ((16, 512), W, V)),
 }
 
 
@@ -195,6 +196,7 @@ def thirds(x, w, v):
 
 
 MX4 = {"recipe": "mxfp4"}
+LONG = ((16, 14336), (4096, 14336), (1024, 4096))
 LEFT = {
     "a half used elsewhere": (half_kept, (X, (2048, 512), V), MX4),
     "other halves": (other_halves, (X, (2048, 512), V), MX4),
@@ -208,7 +210,7 @@ LEFT = {
     "outer scales of rows": (mlp, (X, W, V), {"recipe": "nvfp4_rowwise"}),
     "other rows": (lambda x, w, v: F.linear(F.relu(F.linear(x, w)).view(512, 512), v), (X, W, (256, 512)), {}),
     "unknown operation": (lambda x, w, v: F.linear(F.linear(x, w).sin(), v), (X, W, V), {}),
-    "few rows": (mlp, ((16, 512), W, V), {}),
+    "few rows of a weight with few columns": (mlp, LONG, {}),
     "Hopper": (mlp, (X, W, V), {"sm": 90}),
     "SM120": (mlp, (X, W, V), {"sm": 120}),
     "a large product of the library's": (mlp, ((8192, 4096), (14336, 4096), (4096, 14336)), {}),
@@ -231,19 +233,26 @@ def test_other_arithmetic_is_left_to_inductor():
 
 def test_the_log_says_why_not(caplog):
     caplog.set_level("INFO", "fp4compile")
-    graph_of(mlp, (16, 512), W, V)
+    graph_of(mlp, *LONG)
     graph_of(mlp, (8192, 4096), (14336, 4096), (4096, 14336))
     said = [record.getMessage() for record in caplog.records if "quantised by another kernel" in record.getMessage()]
-    assert "skinny_block_scaled_sm100 serves its few rows" in said[0]
+    assert "skinny_block_scaled_sm100 and a quantiser are expected to be faster" in said[0]
     assert "library_block_scaled and a quantiser are expected to be faster" in said[1]
 
 
 def test_the_cost_model():
-    """Fusing pays where the library does not serve, and where memory limits; not where the library's tiles win."""
+    """Fusing pays where the library does not serve, and where memory limits; not where the library's tiles win.
 
-    def pays(name, *sizes):
+    With few rows it pays if the columns alone give enough programs, as those of gate and up of a Llama-3-8B do.
+    """
+
+    def pays(name, *sizes, **two):
         problem = problem_of(Product(name, name, *sizes).arguments(), Target(100))
-        return isinstance(quantized(problem, formats.get(name)), Choice)
+        return isinstance(quantized(problem, formats.get(name), **two), Choice)
+
+    two = {"pair": True, "products": 2}
+    assert [pays(name, 16, 14336, 4096, **two) for name in ("mxfp4", "mxfp8", "nvfp4_one_level")] == [True] * 3
+    assert [pays("mxfp8", 16, n, 4096) for n in (1024, 14336)] == [False, True]
 
     assert [pays(name, 8192, 14336, 4096) for name in ("mxfp4", "mxfp8", "nvfp4_one_level")] == [True, False, False]
     assert [pays(name, 8192, 4096, 1024) for name in ("mxfp4", "mxfp8", "nvfp4_one_level")] == [True, True, True]
