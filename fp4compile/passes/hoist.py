@@ -49,8 +49,8 @@ class Hoisted:
     """What `hoist` takes out of one graph.
 
     recipients: one for each quantise. pairs: two recipients whose codes are wanted one below the other as well.
-    examples: fake values of the new inputs, in order: data, scales and outer scale of each recipient, then data and
-    scales of each pair.
+    examples: fake values of the new inputs, in order: data, scales and outer scale of each recipient, then data, scales
+    and, if there are any, outer scales of each pair.
     """
 
     recipients: list[Recipient] = field(default_factory=list)
@@ -151,14 +151,21 @@ def _partners(graph: Graph) -> list[tuple[Node, Node]]:
 
 
 def _pays(product: ScaledMM) -> bool:
-    """Whether a kernel of two such products that quantises to the format of A, as the next product's, is a gain."""
-    return isinstance(quantized(product.problem, product.a.format, pair=True, products=2), Choice)
+    """Whether a kernel of two such products is a gain that quantises to the format of A, or finds the amax for it."""
+    fmt = product.a.format
+    result = None if fmt.outer == "tensor" and not _is_static(product) else fmt
+    return isinstance(quantized(product.problem, result, pair=True, products=2), Choice)
+
+
+def _is_static(product: ScaledMM) -> bool:
+    """Whether the outer scale of A is static: no result of the quantiser."""
+    return product.a.outer is not None and product.a.outer.target is not operator.getitem
 
 
 def _joinable(product: ScaledMM) -> bool:
-    """Whether B is quantised in the graph, without an outer scale, to swizzled scales."""
+    """Whether B is quantised in the graph, without outer scales of rows, to swizzled scales."""
     b = product.b
-    return product.problem.b.swizzled and b.outer is None and b.data.target is operator.getitem
+    return product.problem.b.swizzled and product.problem.b.outer != "row" and b.data.target is operator.getitem
 
 
 def _join(
@@ -168,18 +175,25 @@ def _join(
     last: Node,
     hoisted: Hoisted,
 ) -> Node:
-    """Add inputs for data and scales of two weights, one below the other; returns the last input.
+    """Add inputs for data, scales and outer scales of two weights, one below the other; returns the last input.
 
     first, second: each weight's recipient, and the inputs that have its data, scales and outer scale. last: the last
     input before.
     """
     joined = []
-    for node in first[1][:2]:
+    for node in first[1]:
         value = node.meta["val"]
-        last = _new_input(graph, last, value.new_empty((2 * value.shape[0], *value.shape[1:])), hoisted)
+        if value.dim() and not value.shape[0]:  # no outer scale
+            continue
+        both = (
+            value.new_empty((2 * value.shape[0], *value.shape[1:]))
+            if value.dim()
+            else value.new_empty_strided((2,), (4,))  # each begins at a multiple of 16 bytes
+        )
+        last = _new_input(graph, last, both, hoisted)
         joined.append(last)
     hoisted.pairs.append((first[0], second[0]))
-    note_joined(first[1][0], second[1][0], (joined[0], joined[1]))
+    note_joined(first[1][0], second[1][0], tuple(joined))
     return last
 
 

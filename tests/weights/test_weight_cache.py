@@ -37,22 +37,28 @@ def test_weights_are_packed_again_into_the_same_memory(change):
     assert torch.equal(contents[0], after[0]) == (change is fp4compile.refresh)
 
 
-def test_two_weights_are_joined(packings):
+@pytest.mark.parametrize("name", ["mxfp8", "nvfp4"])
+def test_two_weights_are_joined(name, packings):
     """The packed tensors of each become parts of common memory, in which both are packed again after a change."""
     weights = [torch.nn.Parameter(torch.randn(128, 64)) for _ in range(2)]
-    packed_as = form("mxfp8", -1, "swizzled")
-    expected = [QUANTIZE(weight.detach(), "mxfp8", -1, layout="swizzled") for weight in weights]
+    packed_as = form(name, -1, "swizzled")
+    expected = [QUANTIZE(weight.detach(), name, -1, layout="swizzled") for weight in weights]
     joined = packed_pair(*weights, packed_as)
-    for whole, *each in zip(joined, *(packed_weight(weight, packed_as)[:2] for weight in weights), strict=True):
+    results = 3 if name == "nvfp4" else 2
+    each_weight = [packed_weight(weight, packed_as)[:results] for weight in weights]
+    for whole, *each in zip(joined[:2], *(one[:2] for one in each_weight), strict=True):
         assert whole.shape == (2 * each[0].shape[0], *each[0].shape[1:])
         assert [part.data_ptr() - whole.data_ptr() for part in each] == [0, each[0].numel()]
-    for whole, *each in zip(joined, *(one[:2] for one in expected), strict=True):
+    for whole, *each in zip(joined[:2], *(one[:2] for one in expected), strict=True):
         assert torch.equal(whole.view(torch.uint8), torch.cat([part.view(torch.uint8) for part in each]))
+    for outers, *each in zip(joined[2:], *(one[2:] for one in each_weight), strict=True):  # each at a multiple of 16
+        assert outers.stride() == (4,) and torch.equal(outers, torch.stack([one[2] for one in expected]))
+        assert [part.data_ptr() - outers.data_ptr() for part in each] == [0, 16]
     count = len(packings)
     change_of_contents(weights[1])
     again = packed_pair(*weights, packed_as)
     assert [one.data_ptr() for one in again] == [one.data_ptr() for one in joined] and len(packings) == count + 1
-    changed = QUANTIZE(weights[1].detach(), "mxfp8", -1, layout="swizzled")
+    changed = QUANTIZE(weights[1].detach(), name, -1, layout="swizzled")
     assert torch.equal(again[0][128:].view(torch.uint8), changed[0].view(torch.uint8))
 
 

@@ -64,6 +64,8 @@ OUTER_SCALES = (
 # instructions of a warp in a clock, of which an epilogue's eight warps are assumed to fill this share.
 QUANTIZE_INSTRUCTIONS = {"e4m3": 89, "e8m0": 64}
 ISSUED = 0.7
+# Instructions of a thread for 16 elements that it takes to find the amax of a result, counted in the same way.
+AMAX_INSTRUCTIONS = 32
 CLOCK = 1.85e9
 ANY_ROWS = (128, 1024, 8192)  # rows of A that stand for a symbolic number of rows
 
@@ -88,7 +90,7 @@ def quantizing_pays(
     alone_config: BlockScaledConfig | SkinnyBlockScaledConfig | None,
     products: int = 1,
 ) -> bool:
-    """Whether a kernel that quantises its result in the epilogue beats products and a quantiser.
+    """Whether a kernel that quantises its result in the epilogue, or finds its amax, beats products and a quantiser.
 
     p, config: the problem with the epilogue, and its kernel's configuration. alone, alone_config: a product without
     an epilogue, and its kernel's configuration, None where the library serves it. products: how many such products the
@@ -99,16 +101,22 @@ def quantizing_pays(
         return False
     more = DESCRIPTORS if isinstance(alone_config, SkinnyBlockScaledConfig) else 0.0
     for m in [p.m] if isinstance(p.m, int) else ANY_ROWS:
-        separate = separate_seconds(replace(alone, m=m), alone_config, products)
-        if quantizing_seconds(replace(p, m=m), config) + more >= separate:
+        fused = replace(p, m=m)
+        separate = separate_seconds(replace(alone, m=m), alone_config, products, amax=p.amax)
+        together = quantizing_seconds(fused, config) + more
+        if p.amax:
+            together += pointwise_seconds(fused)  # the quantiser reads the result
+        if together >= separate:
             return False
     return True
 
 
-def separate_seconds(p: Problem, config: BlockScaledConfig | SkinnyBlockScaledConfig | None, products: int) -> float:
+def separate_seconds(
+    p: Problem, config: BlockScaledConfig | SkinnyBlockScaledConfig | None, products: int, amax: bool = False
+) -> float:
     """Seconds of products of one problem, each by itself, and of the quantiser that reads their results.
 
-    config: None where the library serves them.
+    config: None where the library serves them. amax: whether another launch reads the results before, for their amax.
     """
     if config is None:
         seconds = library_seconds(p)
@@ -116,7 +124,10 @@ def separate_seconds(p: Problem, config: BlockScaledConfig | SkinnyBlockScaledCo
         seconds = skinny_seconds(p, config)
     else:
         seconds = kernel_seconds(p, config)
-    return products * seconds + (products - 1) * LAUNCH + pointwise_seconds(replace(p, n=products * p.n))
+    both = replace(p, n=products * p.n)
+    more = products - 1 + amax
+    seconds = products * seconds + more * LAUNCH + pointwise_seconds(both)
+    return seconds + (_pass_seconds(both) if amax else 0.0)
 
 
 def skinny_seconds(p: Problem, config: SkinnyBlockScaledConfig) -> float:
@@ -141,7 +152,8 @@ def quantizing_seconds(p: Problem, config: BlockScaledConfig) -> float:
     """
     columns = 2 * p.n if p.pair else p.n
     product, rates, results = replace(p, n=columns), _rates(p), config.bm * config.bn * p.n // columns
-    of_tile = results / 16 * QUANTIZE_INSTRUCTIONS[p.result.scale] / (32 * 4 * ISSUED * CLOCK)
+    more = AMAX_INSTRUCTIONS if p.amax else QUANTIZE_INSTRUCTIONS[p.result.scale]
+    of_tile = results / 16 * more / (32 * 4 * ISSUED * CLOCK)
     tiles = ceil_div(p.m, config.bm) * ceil_div(columns, config.bn) * p.batches
     epilogues = ceil_div(tiles, p.target.multiprocessors) * of_tile
     peak = rates.fp4_triton if _fp4(p) else rates.fp8
@@ -178,9 +190,14 @@ def _tiled_seconds(p: Problem, rows: int, columns: int, loaded: int, peak: float
 def pointwise_seconds(p: Problem) -> float:
     """Seconds of the pointwise kernel: a launch, a write and a read of the product, in the L2 cache if it fits in half
     of it."""
+    return LAUNCH + 2 * _pass_seconds(p)
+
+
+def _pass_seconds(p: Problem) -> float:
+    """Seconds of one read or write of the product."""
     rates, size = _rates(p), _result_bytes(p)
     in_cache = 2 * size <= rates.l2_bytes
-    return LAUNCH + 2 * size / (rates.l2 if in_cache else rates.memory * MEMORY_SHARE)
+    return size / (rates.l2 if in_cache else rates.memory * MEMORY_SHARE)
 
 
 def _rates(p: Problem) -> Rates:
