@@ -31,8 +31,10 @@ from torch.fx import Graph, Node
 from fp4compile import _compat
 from fp4compile._compat import statically_true
 from fp4compile.analysis.graph import CAST, RESHAPES, Quantise, ScaledMM, new_node, quantise_of, reached, scaled_mm_of
+from fp4compile.analysis.views import value_key
 from fp4compile.formats.epilogue import AMAX, PAIR, PRODUCT, serves_quantize
 from fp4compile.formats.epilogue import QUANTIZE as QUANTIZE_STEP
+from fp4compile.formats.operand import Operand
 from fp4compile.formats.quantize_spec import ROWS
 from fp4compile.ops.matmul import SCALED_MM, SCALED_MM_AMAX, SCALED_MM_QUANTIZED
 from fp4compile.ops.quantize import QUANTIZE
@@ -92,11 +94,16 @@ def partner_of(product: Node) -> Node | None:
                 argument = argument.args[0]
             if isinstance(argument, Node) and argument is not product and argument.target is SCALED_MM:
                 other = scaled_mm_of(argument)
-                alike = argument.args[:4] == product.args[:4] and (other.epilogue, other.bias, own.bias) == (None,) * 3
+                alike = _same_operand(other.a, own.a) and (other.epilogue, other.bias, own.bias) == (None,) * 3
                 same = (own.b.format, own.out_dtype) == (other.b.format, other.out_dtype)
                 if alike and same and same_shape(argument.meta["val"].shape, product.meta["val"].shape):
                     return argument
     return None
+
+
+def _same_operand(one: Operand, other: Operand) -> bool:
+    keys = [[None if part is None else value_key(part) for part in (x.data, x.scales, x.outer)] for x in (one, other)]
+    return keys[0] == keys[1] and one.format == other.format
 
 
 def _may_quantize(product: ScaledMM) -> bool:

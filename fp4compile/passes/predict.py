@@ -144,7 +144,8 @@ def _planned(
     run_passes(JOINT, module.graph, analyse(module.graph, recipe, inputs, gpu), disabled=disabled)
     parts = _split(module, forward_outputs)
     if forward_outputs is None and recipe.weight_cache != "off":
-        run_passes([HOIST], parts.graphs[0], inputs, Hoisted(), disabled=disabled)
+        static = range(len(inputs))  # of the inputs, only the tensors of packed layers count
+        run_passes([HOIST], parts.graphs[0], inputs, Hoisted(), static, disabled=disabled)
     return parts
 
 

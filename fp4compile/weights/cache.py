@@ -190,6 +190,30 @@ def packed_pair(first: torch.Tensor, second: torch.Tensor, form: Form) -> tuple[
     return tuple(_above(one) for one in each[0] if one.numel())
 
 
+def joined_parts(first: Sequence[torch.Tensor], second: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+    """The tensors of two packed layers, those of the second below those of the first.
+
+    The layers' tensors become parts of common memory, so that nothing is kept twice: they stay the same objects, which
+    the layers hold. While a CUDA graph is captured, whose memory is not theirs, they are copied instead.
+    """
+    if not all(map(_follows, first, second)):
+        with _lock:
+            if not all(map(_follows, first, second)):  # another thread may have moved them meanwhile
+                first = [_moved_together(*both)[0] for both in zip(first, second, strict=True)]
+    return tuple(map(_above, first))
+
+
+def _moved_together(one: torch.Tensor, other: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    # Data of a tensor of inference mode can be replaced by such a tensor alone.
+    with torch.inference_mode(one.is_inference()), torch.no_grad():
+        parts = _in_common_memory((one, other))
+        if not (one.is_cuda and torch.cuda.is_current_stream_capturing()):
+            one.data, other.data = parts
+            if one.is_cuda:
+                torch.cuda.current_stream(one.device).synchronize()
+    return parts
+
+
 def _follows(one: torch.Tensor, other: torch.Tensor) -> bool:
     """Whether a tensor begins where another one ends, in one storage."""
     storages = (x.untyped_storage()._cdata for x in (one, other))

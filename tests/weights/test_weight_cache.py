@@ -11,8 +11,9 @@ import torch
 import fp4compile
 from fp4compile.ops.quantize import QUANTIZE
 from fp4compile.weights import cache as weight_cache
-from fp4compile.weights.cache import form, packed_pair, packed_weight
+from fp4compile.weights.cache import form, joined_parts, packed_pair, packed_weight
 from tests.helpers.cached_weights import RECIPE, assert_current, two_layers, uncached
+from tests.helpers.codes import as_bytes
 from tests.helpers.graphs import compile_recorded
 
 
@@ -60,6 +61,25 @@ def test_two_weights_are_joined(name, packings):
     assert [one.data_ptr() for one in again] == [one.data_ptr() for one in joined] and len(packings) == count + 1
     changed = QUANTIZE(weights[1].detach(), name, -1, layout="swizzled")
     assert torch.equal(again[0][128:].view(torch.uint8), changed[0].view(torch.uint8))
+
+
+@pytest.mark.parametrize("inference", [False, True])
+def test_two_packed_layers_are_joined(inference):
+    """The layers hold the same tensors as before, which are parts of common memory then, and are moved once."""
+    with torch.inference_mode(inference):
+        layers = torch.nn.ModuleList(torch.nn.Linear(64, 128, bias=False) for _ in range(2))
+        fp4compile.pack_(layers, "nvfp4")
+    parts = [[layer.weight_data, layer.weight_scales, layer.weight_outer] for layer in layers]
+    contents = [[part.clone() for part in each] for each in parts]
+    joined = joined_parts(*parts)
+    assert [one.data_ptr() for one in joined_parts(*parts)] == [one.data_ptr() for one in joined]
+    for layer, each, before in zip(layers, parts, contents, strict=True):
+        assert layer.weight_data is each[0] and layer.weight_outer is each[2]
+        assert all(torch.equal(as_bytes(one), as_bytes(other)) for one, other in zip(each[:2], before[:2], strict=True))
+        assert torch.equal(each[2], before[2])
+    for i, one in enumerate(joined[:2]):
+        assert torch.equal(as_bytes(one), as_bytes(torch.cat([each[i].view(torch.uint8) for each in parts])))
+    assert torch.equal(joined[2], torch.stack([each[2] for each in contents])) and joined[2].stride() == (4,)
 
 
 def test_forms_of_one_weight_are_kept_apart(packings):
