@@ -13,7 +13,15 @@ from fp4compile.formats import formats
 from fp4compile.formats.operand import Arguments, Operand
 from fp4compile.formats.prologue import Prologue
 from fp4compile.formats.quantize_spec import QuantizeSpec
-from fp4compile.ops.matmul import SCALED_GROUPED_MM, SCALED_MM_QUANTIZED, dense, dense_quantized, grouped, operand
+from fp4compile.ops.matmul import (
+    SCALED_GROUPED_MM,
+    SCALED_MM_AMAX,
+    SCALED_MM_QUANTIZED,
+    dense,
+    dense_quantized,
+    grouped,
+    operand,
+)
 from fp4compile.ops.quantize import GATHERED_WEIGHT, QUANTIZE
 from fp4compile.templates.choose import Choice, choose
 from fp4compile.templates.gemm import indexed
@@ -157,13 +165,14 @@ class ScaledMM(Arguments):
 
 
 def scaled_mm_of(node: Node) -> ScaledMM:
-    """The arguments of a `scaled_mm`, `scaled_mm_quantized` or `scaled_grouped_mm` node.
+    """The arguments of a `scaled_mm`, `scaled_mm_quantized`, `scaled_mm_amax` or `scaled_grouped_mm` node.
 
     The same object is returned while the arguments stay.
     """
     known = getattr(node, "_fp4compile_product", None)
     if known is None or known[0] is not node.args:
-        read = {SCALED_GROUPED_MM: grouped, SCALED_MM_QUANTIZED: dense_quantized}.get(node.target, dense)
+        quantized = dict.fromkeys((SCALED_MM_AMAX, SCALED_MM_QUANTIZED), dense_quantized)
+        read = {SCALED_GROUPED_MM: grouped, **quantized}.get(node.target, dense)
         known = node.args, ScaledMM(**vars(read(*node.args, **node.kwargs)), node=node)
         node._fp4compile_product = known
     return known[1]

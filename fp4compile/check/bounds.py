@@ -43,7 +43,8 @@ _TCGEN05 = r"tcgen05\.mma\S*kind::{kind}\.block_scale"
 PRODUCT_LINES = {
     # Many tokens; rows of codes are multiples of 16 bytes.
     "block-scaled": ProductLine(_TCGEN05, 1, tma_loads=1, asynchronous_loads=1, overlapped=True, store_bytes=16),
-    # The same, with a result that is quantised: four scales of a row are a word, and codes are stored by TMA.
+    # The same, with a result that is quantised, or whose amax is found. Four scales of a row are a word, and so is a
+    # maximum; codes and results are stored by TMA.
     "block-scaled, quantised": ProductLine(
         _TCGEN05, 1, tma_loads=1, asynchronous_loads=1, overlapped=True, store_bytes=4
     ),
@@ -83,7 +84,7 @@ def product_line(
 
     tier: the kernel's tier. rows: the rows of A. aligned: whether rows of codes are multiples of 16 bytes. multiplies:
     whether the launch computes the product itself, and not a step before or after it. grouped: whether the product has
-    groups. quantised: whether the kernel quantises the result.
+    groups. quantised: whether the kernel quantises the result or finds its amax.
     """
     if not multiplies:
         return "beside a product"

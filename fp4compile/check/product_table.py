@@ -1,6 +1,6 @@
 """The table of products that `check-sm100` compiles; every kernel serves at least one of them."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -8,14 +8,14 @@ import torch
 from fp4compile import _compat
 from fp4compile.check.quantiser_table import BF16, GROUPS, SIZE
 from fp4compile.formats import formats
-from fp4compile.formats.epilogue import Epilogue
+from fp4compile.formats.epilogue import AMAX, Epilogue
 from fp4compile.formats.groups import padded_rows
 from fp4compile.formats.layouts import ceil_div, swizzled_numel
 from fp4compile.formats.operand import Arguments, Operand
 from fp4compile.hardware import Target
 from fp4compile.templates.choose import Choice, candidates, choose
 from fp4compile.templates.launch import Launch, dry_run
-from fp4compile.templates.multiply import multiply, multiply_quantized, scaled_mm_group
+from fp4compile.templates.multiply import multiply, multiply_amax, multiply_quantized, scaled_mm_group
 from fp4compile.templates.problem import problem_of
 
 
@@ -27,8 +27,8 @@ class Product:
     "gated": silu(product) * another matrix, or "pair": silu(product) * the product of n more rows of weights. weights:
     how many weights multiply the same activations, in one launch. groups: the number of groups, 0 for none. Groups cut
     the m rows, and each has its own weights; or, with along_k, groups cut k, and [m, k] x [n, k] is multiplied for each
-    part. result: the format to which the epilogue quantises the result; "" stores it in bf16. kernel: the name of the
-    kernel that must compute it; "" for the kernel that `choose` names.
+    part. result: the format to which the epilogue quantises the result; "amax" stores it in bf16 and finds its amax; ""
+    stores it in bf16. kernel: the name of the kernel that must compute it; "" for the kernel that `choose` names.
     """
 
     a: str | None
@@ -49,7 +49,8 @@ class Product:
         parts = ["x".join(str(size) for size in (self.batches, self.m, self.n, self.k)[self.batches == 1 :])]
         parts += [self.epilogue] * bool(self.epilogue) + [f"{self.weights} weights"] * (self.weights > 1)
         parts += [f"{self.groups} groups" + " along K" * self.along_k] * bool(self.groups)
-        parts += [f"to {self.result}"] * bool(self.result) + [f"by {self.kernel}"] * bool(self.kernel)
+        parts += [AMAX if self.result == AMAX else f"to {self.result}"] * bool(self.result)
+        parts += [f"by {self.kernel}"] * bool(self.kernel)
         return ", ".join(parts)
 
     @property
@@ -81,7 +82,7 @@ class Product:
                 if self.weights > 1:
                     scaled_mm_group(x.a, [(x.b, x.bias)] * self.weights, BF16)
                 elif self.result:
-                    multiply_quantized(x, choice)
+                    (multiply_amax if self.result == AMAX else multiply_quantized)(x, choice)
                 else:
                     multiply(x, choice)
             if launches:
@@ -96,10 +97,11 @@ class Product:
         a = self._operand(self.a, (*batch, self.m), self.k, (*batch, self.m, 1))
         rows = 2 * self.n if self.epilogue == "pair" else self.n
         b = self._operand(self.b, (*batch, rows), self.k, (*batch, rows, 1))
+        if self.epilogue == "pair" and b.outer is not None and not b.outer.dim():
+            b = replace(b, outer=_empty((2,), torch.float32))
         bias = _empty((self.n,)) if self.epilogue == "bias" else None
-        steps = {"gated": GATED, "pair": OF_A_PAIR}.get(self.epilogue, []) + [f"quantize {self.result}"] * bool(
-            self.result
-        )
+        last = [AMAX] if self.result == AMAX else [f"quantize {self.result}"]
+        steps = {"gated": GATED, "pair": OF_A_PAIR}.get(self.epilogue, []) + last * bool(self.result)
         if not steps:
             return Arguments(a, b, bias, BF16)
         others = [_empty((*batch, self.m, self.n))] if self.epilogue == "gated" else []
@@ -179,6 +181,8 @@ PRODUCTS = (
     *(Product("nvfp4", "nvfp4", n=n, result="nvfp4_one_level") for n in (SIZE, SIZE - 16, SIZE - 8)),
     *(Product("mxfp8", "mxfp8", n=n, result="mxfp8") for n in (SIZE, SIZE - 16)),
     *(_BY_TWO_CTAS if _compat.two_cta_products() else ()),
+    # Results that the next product's quantiser reads.
+    *(Product("nvfp4", "nvfp4", epilogue=epilogue, result=AMAX) for epilogue in ("pair", "gated", "")),
     # Few tokens.
     *(Product("nvfp4", "nvfp4", m) for m in (1, 8, 16, 64)), Product("nvfp4", "nvfp4", 32, 4 * SIZE),
     *(Product(name, name, 16) for name in ("nvfp4_one_level", "mxfp8", "mxfp4")),

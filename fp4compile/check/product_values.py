@@ -15,7 +15,7 @@ import torch
 from fp4compile.check.cases import Machine
 from fp4compile.check.product_table import Product
 from fp4compile.check.values import BF16, ENDS, GROUP_ROWS, SEED, finite, product_differences, same_bits
-from fp4compile.formats.epilogue import Epilogue
+from fp4compile.formats.epilogue import AMAX, Epilogue
 from fp4compile.formats.groups import Groups
 from fp4compile.formats.operand import Arguments, Operand
 from fp4compile.formats.quantize_spec import QuantizeSpec
@@ -24,7 +24,7 @@ from fp4compile.ops.matmul import SCALED_GROUPED_MM, SCALED_MM
 from fp4compile.ops.quantize import QUANTIZE
 from fp4compile.templates.choose import Choice, candidates, choose, to_time
 from fp4compile.templates.launch import target_of
-from fp4compile.templates.multiply import multiply, multiply_quantized, scaled_mm_group
+from fp4compile.templates.multiply import multiply, multiply_amax, multiply_quantized, scaled_mm_group
 from fp4compile.templates.problem import problem_of
 
 Made = Callable[[tuple[int, ...]], torch.Tensor]
@@ -63,6 +63,8 @@ def differences(product: Product, x: Arguments, choice: Choice, machine: Machine
         return [f"weight {i}: {what}" for i, (got, one) in enumerate(zip(found, members, strict=True))
                 for what in _from_reference(got, one, exact)]  # fmt: skip
     with machine.running():
+        if product.result == AMAX:
+            return amax_differences(there)
         if product.result:
             return quantised_differences(there)
         got = multiply(there, choice)
@@ -90,7 +92,7 @@ def reduced(product: Product) -> Product:
 
     The remainders by 16, which decide how rows are loaded and stored, stay.
     """
-    n = 272 - (-product.n % 16)
+    n = 288 if product.result == AMAX else 272 - (-product.n % 16)
     k = 1536 - (-product.k % 256)
     if product.groups:
         m, k = (144, GROUP_ROWS) if product.along_k else (GROUP_ROWS, 512)
@@ -201,26 +203,50 @@ def _halves(x: Operand) -> list[Operand]:
     def half(part: torch.Tensor | None, which: int) -> torch.Tensor | None:
         return part if part is None or not part.dim() else part.chunk(2)[which]
 
-    return [Operand(x.data.chunk(2)[i], half(x.scales, i), half(x.outer, i), x.format) for i in range(2)]
+    def outer(which: int) -> torch.Tensor | None:
+        return x.outer[which] if x.outer is not None and x.outer.dim() == 1 else half(x.outer, which)
+
+    return [Operand(x.data.chunk(2)[i], half(x.scales, i), outer(i), x.format) for i in range(2)]
 
 
-def quantised_differences(x: Arguments) -> list[str]:
-    """Differences between a kernel that quantises its result, and the reference for what it stores without that step.
+def _stored_plainly(x: Arguments) -> torch.Tensor:
+    """What a kernel with the epilogue's steps alone stores.
 
-    Both kernels compute the same steps, so codes and scales must be equal in every bit. The second product of a pair is
-    then another tensor that the first one's epilogue reads. For `x` on a GPU or in a simulator.
+    The second product of a pair is then another tensor that the first one's epilogue reads.
     """
     epilogue = cast(Epilogue, x.epilogue)
-    spec = cast(QuantizeSpec, epilogue.quantize)
-    got = multiply_quantized(x)
-    plain = replace(x, epilogue=replace(epilogue, quantize=None), result_outer=None)
+    plain = replace(x, epilogue=replace(epilogue, quantize=None, amax=False), result_outer=None)
     if epilogue.pair:
         first, second = _halves(x.b)
         other = _multiplied_plainly(replace(plain, b=second, epilogue=None))
         steps = [step.renamed({"pair": "aux0"}) for step in epilogue.steps]
         epilogue = Epilogue(tuple(steps), epilogue.product_dtype, epilogue.dtype)
         plain = replace(plain, b=first, epilogue=epilogue, auxiliaries=[other])
-    value = _multiplied_plainly(plain)
+    return _multiplied_plainly(plain)
+
+
+def quantised_differences(x: Arguments) -> list[str]:
+    """Differences between a kernel that quantises its result, and the reference for what it stores without that step.
+
+    Both kernels compute the same steps, so codes and scales must be equal in every bit. For `x` on a GPU or in a
+    simulator.
+    """
+    spec = cast(QuantizeSpec, cast(Epilogue, x.epilogue).quantize)
+    got = multiply_quantized(x)
+    value = _stored_plainly(x)
     outer = None if x.result_outer is None else x.result_outer.cpu()
     expected = QUANTIZE(value.cpu(), spec.format.name, [-1], layout="swizzled", outer=outer)
     return same_bits([*got, torch.empty(0)], [*expected[:2], torch.empty(0)])
+
+
+def amax_differences(x: Arguments) -> list[str]:
+    """Differences between a kernel that finds the amax of its result, and one that does not.
+
+    The results must be equal in every bit, and the amax, which is the largest of partial maxima, that of the result.
+    """
+    got, maxima = multiply_amax(x)
+    value = _stored_plainly(x).cpu()
+    expected = value.float().abs().amax()
+    found = maxima.amax().cpu()
+    wrong = [] if torch.equal(found, expected) else [f"amax: {found}, expected {expected}"]
+    return same_bits(got, value) + wrong

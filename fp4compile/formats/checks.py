@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from fp4compile._compat import statically_true
-from fp4compile.formats.epilogue import AUXILIARIES, Epilogue
+from fp4compile.formats.epilogue import AMAX, AUXILIARIES, Epilogue
 from fp4compile.formats.formats import BlockFormat, compatible
 from fp4compile.formats.groups import check_offs, padded_rows
 from fp4compile.formats.layouts import ceil_div, swizzled_numel
@@ -25,11 +25,16 @@ def check(x: Arguments) -> None:
         _check_groups(x, x.offs)
     else:
         check_operand("a", x.a)
-        check_operand("b", x.b)
+        check_operand("b", x.b, _of_each_matrix(x) if x.epilogue is not None and x.epilogue.pair else None)
         check_matrices(x.a, x.b, x.bias)
         _check_devices(x.a, x.b, bias=x.bias)
     if x.epilogue is not None:
         _check_epilogue(x, x.epilogue)
+
+
+def _of_each_matrix(x: Arguments) -> tuple[tuple, ...]:
+    """The shapes of outer scales of B that has two matrices: one, one for each matrix, or one for each row."""
+    return (), (2,), (*x.b.data.shape[:-1], 1)
 
 
 def check_indexed(a: Operand, b: Operand, index: torch.Tensor, out_dtype: torch.dtype) -> None:
@@ -70,6 +75,13 @@ def check_quantize(x: Arguments) -> None:
                          + ("needs a static outer scale" if spec.static else "has no outer scale"))  # fmt: skip
     if outer is not None and (outer.dtype != torch.float32 or outer.dim()):
         raise ValueError(f"outer: expected float32 of shape (), got {outer.dtype} of shape {tuple(outer.shape)}")
+
+
+def check_amax(x: Arguments) -> None:
+    """Check that an epilogue finds the amax of the result."""
+    if x.epilogue is None or not x.epilogue.amax:
+        given = None if x.epilogue is None else x.epilogue.strings()
+        raise ValueError(f"epilogue: expected a last step {AMAX!r}, got {given}")
 
 
 def check_operand(name: str, x: Operand, outers: tuple[tuple, ...] | None = None, swizzled_rows: Any = None) -> None:

@@ -5,6 +5,8 @@ element for each element of the product; `row1`: an element for each column). Th
 strings. In the op `scaled_mm_quantized`, "quantize" and the name of a format follow them: what is stored are codes and
 block scales of the rows of the result, as the next product reads them. Its steps may read `pair` as well: then B has
 the rows of two matrices, one below the other, `product` is A times the first of them, and `pair` A times the second.
+In the op `scaled_mm_amax`, "amax" follows them: the result is stored, and its largest magnitude is found. That is for a
+next product whose operand has a dynamic outer scale, which the whole result decides. Its steps may read `pair`, too.
 
 `apply` is the reference. `templates.device.epilogue` computes the same steps in kernels.
 """
@@ -23,7 +25,9 @@ from fp4compile.formats.steps import Step, evaluate, operand_kinds, parse
 # Tensors that an epilogue reads, at most: each is an argument of every launch of the kernels, and takes registers.
 AUXILIARIES = 2
 PRODUCT, PAIR = "product", "pair"
-QUANTIZE = "quantize"
+QUANTIZE, AMAX = "quantize", "amax"
+# Magnitudes whose largest is a result's amax: one for each program, of which there are as many as multiprocessors.
+PARTIAL_MAXIMA = 256
 
 
 @dataclass(frozen=True)
@@ -33,12 +37,14 @@ class Epilogue:
     product_dtype: what the product is rounded to before the first step, as if it had been stored.
     dtype: the dtype of the result.
     quantize: how the result is quantised, after it is rounded to `dtype`; None stores the rounded result.
+    amax: whether the largest magnitude of the rounded result is found as well.
     """
 
     steps: tuple[Step, ...]
     product_dtype: torch.dtype
     dtype: torch.dtype
     quantize: QuantizeSpec | None = None
+    amax: bool = False
 
     @classmethod
     def parse(cls, steps: Sequence[str], product_dtype: torch.dtype, dtype: torch.dtype) -> "Epilogue":
@@ -46,18 +52,21 @@ class Epilogue:
 
         Raises ValueError for a string that is no step, and for a format that `serves_quantize` refuses.
         """
-        spec = None
-        if steps and steps[-1].startswith(QUANTIZE):
+        spec, amax = None, list(steps[-1:]) == [AMAX]
+        if amax:
+            steps = steps[:-1]
+        elif steps and steps[-1].startswith(QUANTIZE):
             *steps, last = steps
             spec = _spec(last)
-        found = cls(parse(steps, "epilogue", r"product|pair|(?:aux|row)\d+"), product_dtype, dtype, spec)
-        if found.pair and spec is None:
-            raise ValueError(f"epilogue: {PAIR!r} goes with a last step {QUANTIZE!r}, got {found.strings()}")
+        found = cls(parse(steps, "epilogue", r"product|pair|(?:aux|row)\d+"), product_dtype, dtype, spec, amax)
+        if found.pair and spec is None and not amax:
+            raise ValueError(f"epilogue: {PAIR!r} goes with a last step {QUANTIZE!r} or {AMAX!r}, got "
+                             f"{found.strings()}")  # fmt: skip
         return found
 
     def strings(self) -> list[str]:
         """The steps as the op carries them; `parse` reads them."""
-        last = [] if self.quantize is None else [f"{QUANTIZE} {self.quantize.format.name}"]
+        last = [AMAX] * self.amax if self.quantize is None else [f"{QUANTIZE} {self.quantize.format.name}"]
         return [*map(str, self.steps), *last]
 
     @cached_property
@@ -91,8 +100,8 @@ def apply(product: torch.Tensor, epilogue: Epilogue, operands: Sequence[torch.Te
 
     product: [..., M, 2 N] for an epilogue that reads `pair`.
 
-    operands: the auxiliary tensors, of the product's size ("aux") or of N elements ("row"). `quantize` is left to the
-    caller.
+    operands: the auxiliary tensors, of the product's size ("aux") or of N elements ("row"). `quantize` and `amax` are
+    left to the caller.
     """
     values: dict[str, torch.Tensor] = {PRODUCT: product.to(epilogue.product_dtype).float()}
     if epilogue.pair:

@@ -16,7 +16,8 @@ class Operand:
 
     data: codes of `format`; bfloat16, float16 or float32 values where the format is None (a plain operand).
     scales: block scales, linear or swizzled (see `layouts`); None where the format has none.
-    outer: float32 decode factor, [] or [..., rows, 1]; None means 1. A plain operand can have one as well.
+    outer: float32 decode factor, [] or [..., rows, 1]; None means 1. A plain operand can have one as well. B of two
+        matrices, one below the other, may have one for each, [2].
     """
 
     data: torch.Tensor

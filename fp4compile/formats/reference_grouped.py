@@ -22,7 +22,12 @@ def quantize_along(
     spec: QuantizeSpec, x: torch.Tensor, dim: int, offs: torch.Tensor | None, outer: torch.Tensor | None,
     seed: torch.Tensor | None, amax: torch.Tensor | None = None,
 ) -> Quantised:  # fmt: skip
-    """Quantise x along one dimension of a spec, without its prologue: codes or values, block scales, outer scale."""
+    """Quantise x along one dimension of a spec, without its prologue: codes or values, block scales, outer scale.
+
+    amax: as the op `quantize` takes it.
+    """
+    if amax is not None and amax.dim() == 1 and not spec.each_matrix:
+        amax = amax.amax()
     fmt, layout, transform, stream = spec.format, spec.layout, spec.transforms(dim), 0 if dim == ROWS else 1
     if spec.scale_rule != "amax" and spec.each_matrix:
         found = sweep_matrices(x, fmt, dim, outer, layout, spec.scale_rule)

@@ -4,6 +4,7 @@
                           operands, epilogue, dtype, fast_accumulation) -> product
     fp4compile::scaled_mm_quantized(a, ..., b, ..., bias, out_dtype, operands, epilogue, dtype, outer)
         -> (data, scales) of the product
+    fp4compile::scaled_mm_amax(a, ..., b, ..., bias, out_dtype, operands, epilogue, dtype) -> (product, maxima)
     fp4compile::scaled_mm_horizontal(..., list of b, ...) -> products of one a; see `passes.fuse_horizontal`
     fp4compile::scaled_grouped_mm(a, ..., b, ..., offs, rows, out_dtype, fast_accumulation) -> the products of groups
     fp4compile::scaled_mm_gathered(a, ..., b, ..., index, out_dtype) -> product
@@ -19,6 +20,9 @@ sums in fewer bits than float32 has; the reference never does.
 quantised along its rows. It returns codes and swizzled block scales, as `quantize` does. outer: the static outer scale
 of a format that has one.
 
+`scaled_mm_amax` is `scaled_mm` whose epilogue ends in "amax". It returns the result, and float32 magnitudes [P], the
+largest of which is the result's amax: `quantize` takes them. Which of them is the largest depends on the device.
+
 `scaled_grouped_mm`. `formats.reference_grouped` explains the shapes of its operands, which `quantize` makes with offs
 or each_matrix.
 
@@ -31,13 +35,14 @@ up to 2.13 has no fake implementation of the block-scaled grouped product; and I
 as Gluon. Inductor leaves ops without a lowering as they are.
 """
 
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from fp4compile.formats import formats, reference, reference_grouped
-from fp4compile.formats.checks import check_bias, check_quantize
-from fp4compile.formats.epilogue import Epilogue, apply
+from fp4compile.formats.checks import check_amax, check_bias, check_quantize
+from fp4compile.formats.epilogue import PARTIAL_MAXIMA, Epilogue, apply
 from fp4compile.formats.groups import check_offs
 from fp4compile.formats.operand import Arguments, Operand
 from fp4compile.formats.quantize_spec import ROWS
@@ -68,8 +73,13 @@ def dense(
 ) -> Arguments:  # fmt: skip
     """The arguments of `scaled_mm`."""
     steps = None if epilogue is None else Epilogue.parse(epilogue, out_dtype, dtype)
-    if steps is not None and steps.quantize is not None:
-        raise ValueError(f"epilogue: {epilogue[-1]!r} is a step of scaled_mm_quantized, which returns codes and scales")
+    if steps is not None and (steps.quantize is not None or steps.amax):
+        op = (
+            "scaled_mm_amax, which returns maxima, too"
+            if steps.amax
+            else ("scaled_mm_quantized, which returns codes and scales")
+        )
+        raise ValueError(f"epilogue: {epilogue[-1]!r} is a step of {op}")
     left, right = operand(a, a_scales, a_outer, a_format), operand(b, b_scales, b_outer, b_format)
     return Arguments(left, right, bias, out_dtype, steps, operands or [], fast_accumulation=fast_accumulation)
 
@@ -82,7 +92,10 @@ def scaled_mm_kernels(
 
 
 def _by_reference(x: Arguments) -> torch.Tensor:
-    product = reference.scaled_mm(x.a, x.b, x.bias, x.out_dtype)
+    b = x.b
+    if b.outer is not None and b.outer.dim() == 1:  # of two matrices, one below the other
+        b = replace(b, outer=b.outer.repeat_interleave(b.data.shape[-2] // 2).unsqueeze(-1))
+    product = reference.scaled_mm(x.a, b, x.bias, x.out_dtype)
     return product if x.epilogue is None else apply(product, x.epilogue, x.auxiliaries)
 
 
@@ -127,7 +140,7 @@ def dense_quantized(
     a, a_scales, a_outer, a_format, b, b_scales, b_outer, b_format, bias, out_dtype, operands, epilogue, dtype,
     outer=None,
 ) -> Arguments:  # fmt: skip
-    """The arguments of `scaled_mm_quantized`."""
+    """The arguments of `scaled_mm_quantized`, and those of `scaled_mm_amax`."""
     steps = Epilogue.parse(epilogue, out_dtype, dtype)
     left, right = operand(a, a_scales, a_outer, a_format), operand(b, b_scales, b_outer, b_format)
     return Arguments(left, right, bias, out_dtype, steps, operands, outer)
@@ -158,6 +171,37 @@ SCALED_MM_QUANTIZED = define(
     reference=lambda *args, **options: _quantized_reference(dense_quantized(*args, **options)),
     shapes=lambda *args, **options: _quantized_shapes(dense_quantized(*args, **options)),
     kernels=scaled_mm_quantized_kernels,
+)
+
+
+# ---------------------------------------------------------------- scaled_mm_amax
+
+
+def scaled_mm_amax_kernels(*args: Any, choice: Choice | None = None) -> list[torch.Tensor]:
+    """`scaled_mm_amax` by the kernel of a `Choice`; None chooses one."""
+    return list(multiply.multiply_amax(dense_quantized(*args), choice))
+
+
+def _amax_reference(x: Arguments) -> list[torch.Tensor]:
+    check_amax(x)
+    result = _by_reference(x)
+    maxima = result.new_zeros(PARTIAL_MAXIMA, dtype=torch.float32)
+    maxima[0] = reference.largest(result.float(), per_row=False)
+    return [result, maxima]
+
+
+def _amax_shapes(x: Arguments) -> list[torch.Tensor]:
+    check_amax(x)
+    result = _like_product(x)
+    return [result, result.new_empty(PARTIAL_MAXIMA, dtype=torch.float32)]
+
+
+SCALED_MM_AMAX = define(
+    f"scaled_mm_amax({_OPERANDS}, Tensor? bias, ScalarType out_dtype, Tensor[] operands, str[] epilogue,"
+    " ScalarType dtype) -> Tensor[]",
+    reference=lambda *args: _amax_reference(dense_quantized(*args)),
+    shapes=lambda *args: _amax_shapes(dense_quantized(*args)),
+    kernels=scaled_mm_amax_kernels,
 )
 
 

@@ -16,8 +16,9 @@ the columns share with the rows. offs: int32 [G], which cut the rows of a matrix
 prologue: steps that are computed first, in float32 (`formats.prologue`); x is their first operand, and `operands` are
 the others. dtype: what the steps' result is rounded to before it is quantised. stored: results of steps that are
 returned as well, each rounded to a dtype ("s3 bfloat16"). amax: float32, of the outer scale's shape, the magnitudes of
-which the outer scale of the tensor, of each matrix, or of each row of codes is made: x is a part of a larger tensor,
-whose largest magnitudes they are. None takes the largest of x.
+which the outer scale of the tensor, of each matrix, or of each row of codes is made, for x that is a part of a larger
+tensor, or whose largest magnitudes are known. For the outer scale of the tensor it may be [P], P a power of two: the
+largest of these magnitudes counts. None takes the largest of x.
 
 `lay_out_scales` takes linear block scales of rows to the swizzled layout, for rows that were moved after they were
 quantised. offs: as in `quantize`, where each group is padded.

@@ -13,11 +13,15 @@ value of both products, and each tile of the kernel has columns of both.
 The pass fuses where a quantiser of rows is the only reader of a value that an epilogue can compute
 (`fuse_epilogue.Region`), where the format's block scales depend on a block alone or on a static outer scale, and where
 `choose.quantized` expects a gain. Elsewhere the log says why not.
+
+A dynamic outer scale of the tensor depends on the whole result. So the kernel stores the result in 16 bits, and finds
+its amax (`scaled_mm_amax`): the quantiser reads the result once, and no other launch reads it before. Then other nodes
+may read the result as well.
 """
 
 import logging
 import operator
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
@@ -25,11 +29,14 @@ import torch
 from torch.fx import Graph, Node
 
 from fp4compile import _compat
+from fp4compile._compat import statically_true
 from fp4compile.analysis.graph import CAST, RESHAPES, Quantise, ScaledMM, new_node, quantise_of, reached, scaled_mm_of
-from fp4compile.formats.epilogue import PAIR, PRODUCT, serves_quantize
+from fp4compile.analysis.views import value_key
+from fp4compile.formats.epilogue import AMAX, PAIR, PRODUCT, serves_quantize
 from fp4compile.formats.epilogue import QUANTIZE as QUANTIZE_STEP
+from fp4compile.formats.operand import Operand
 from fp4compile.formats.quantize_spec import ROWS
-from fp4compile.ops.matmul import SCALED_MM, SCALED_MM_QUANTIZED
+from fp4compile.ops.matmul import SCALED_MM, SCALED_MM_AMAX, SCALED_MM_QUANTIZED
 from fp4compile.ops.quantize import QUANTIZE
 from fp4compile.passes.fuse_epilogue import Region
 from fp4compile.passes.notes import joined_weights, name_operations
@@ -60,12 +67,17 @@ def _fuse_product(graph: Graph, node: Node) -> tuple[Node, ...]:
     """Fuse the quantiser that follows a product; returns the products that became part of its kernel."""
     reasons = []
     for region, last in _parts(node):
-        quantise = quantise_of(_only_quantiser(last))
+        quantisers = _amax_readers(last)
+        quantise = None if quantisers else quantise_of(_only_quantiser(last))
         kinds = region.operands(last).items()
         read = sum(node.meta["val"].dtype.itemsize for node, kind in kinds if kind == "aux")
-        choice = quantized(replace(region.problem, operand_bytes=read), quantise.spec.format, pair=region.pair)
+        problem, products = replace(region.problem, operand_bytes=read), len(region.roots)
+        choice = quantized(problem, None if quantise is None else quantise.spec.format, region.pair, products)
         if not isinstance(choice, str):
-            _fuse(graph, region, last, quantise)
+            if quantise is None:
+                _fuse_amax(graph, region, last, quantisers)
+            else:
+                _fuse(graph, region, last, quantise)
             return region.roots
         reasons.append(choice)
     if reasons:
@@ -82,11 +94,16 @@ def partner_of(product: Node) -> Node | None:
                 argument = argument.args[0]
             if isinstance(argument, Node) and argument is not product and argument.target is SCALED_MM:
                 other = scaled_mm_of(argument)
-                alike = argument.args[:4] == product.args[:4] and (other.epilogue, other.bias, own.bias) == (None,) * 3
+                alike = _same_operand(other.a, own.a) and (other.epilogue, other.bias, own.bias) == (None,) * 3
                 same = (own.b.format, own.out_dtype) == (other.b.format, other.out_dtype)
                 if alike and same and same_shape(argument.meta["val"].shape, product.meta["val"].shape):
                     return argument
     return None
+
+
+def _same_operand(one: Operand, other: Operand) -> bool:
+    keys = [[None if part is None else value_key(part) for part in (x.data, x.scales, x.outer)] for x in (one, other)]
+    return keys[0] == keys[1] and one.format == other.format
 
 
 def _may_quantize(product: ScaledMM) -> bool:
@@ -103,10 +120,11 @@ class OneProduct(Region):
 
     @property
     def problem(self) -> Problem:
+        """The problem of each product."""
         return scaled_mm_of(self.product).problem
 
     @property
-    def operand(self) -> tuple[Node, ...]:
+    def operand(self) -> tuple[Node | None, ...]:
         """Data, scales and outer scale of B."""
         return self.product.args[4:7]
 
@@ -115,12 +133,12 @@ class OneProduct(Region):
 class TwoProducts(OneProduct):
     """The operations that follow two products of the same activations.
 
-    partner: the second product. joined: data and scales of both weights, one below the other.
+    partner: the second product. joined: data, scales and outer scales of both weights, one below the other.
     """
 
     pair: ClassVar[bool] = True
     partner: Node = field(kw_only=True)
-    joined: tuple[Node, Node] = field(kw_only=True)
+    joined: tuple[Node | None, ...] = field(kw_only=True)
 
     @property
     def roots(self) -> tuple[Node, ...]:
@@ -131,13 +149,8 @@ class TwoProducts(OneProduct):
         return {self.product: PRODUCT, self.partner: PAIR}
 
     @property
-    def problem(self) -> Problem:
-        problem = super().problem
-        return replace(problem, n=2 * problem.n)
-
-    @property
-    def operand(self) -> tuple[Node, ...]:
-        return *self.joined, None
+    def operand(self) -> tuple[Node | None, ...]:
+        return self.joined
 
 
 @dataclass
@@ -183,9 +196,39 @@ def _parts(product: Node) -> Iterator[tuple[OneProduct, Node]]:
 
 
 def _ends(region: Region) -> list[Node]:
-    """The values of a region, the last one first, that nothing but one quantiser reads, which an epilogue replaces."""
+    """The values of a region, the last one first, at which an epilogue can end.
+
+    Nothing but one quantiser reads it, which the epilogue replaces; or there are quantisers that need its amax.
+    """
     nodes = sorted([*region.roots, *region.operations, *region.renamed], reverse=True)
-    return [node for node in nodes if node.target not in RESHAPES and _replaceable(node, region)]
+    nodes = [node for node in nodes if node.target not in RESHAPES]
+    return [node for node in nodes if _replaceable(node, region) or (_amax_readers(node) and _shape_of(node, region))]
+
+
+def _shape_of(last: Node, region: Region) -> list | None:
+    """The shape of a value that a kernel stores, as an argument of a reshape; None where it has other columns."""
+    *lead, columns = last.meta["val"].shape
+    if not statically_true(columns == region.shape[-1]):
+        return None
+    if same_shape(lead, region.shape[:-1]):
+        return [*lead, columns]
+    reshapes = (node for node in region.renamed if node.target in RESHAPES)
+    return next(([*node.args[1][:-1], columns] for node in reshapes if same_shape(lead, node.meta["val"].shape[:-1])),
+                None)  # fmt: skip
+
+
+def _amax_readers(last: Node) -> list[Node]:
+    """The quantisers that read a value, through reshapes, and make the outer scale of the tensor from its amax."""
+    reshaped = reached(last, lambda node: [user for user in node.users if user.target in RESHAPES])
+    readers = dict.fromkeys(user for node in reshaped for user in node.users)
+    return [node for node in readers if node.target is QUANTIZE and _takes_amax(quantise_of(node))]
+
+
+def _takes_amax(quantise: Quantise) -> bool:
+    spec = quantise.spec
+    known = spec.static or quantise.amax is not None or spec.prologue is not None
+    apart = spec.ragged or spec.each_matrix or spec.hadamard or spec.scale_rule != "amax"
+    return spec.format.outer == "tensor" and not known and not apart
 
 
 def _replaceable(last: Node, region: Region) -> bool:
@@ -209,16 +252,42 @@ def _only_quantiser(last: Node) -> Node | None:
     return node if not others and node is not None and node.target is QUANTIZE else None
 
 
+def _fused_product(graph: Graph, region: OneProduct, last: Node, op: Callable, end: str, **outer: Node) -> Node:
+    """A new product with the epilogue that leads to `last`; end: its last step."""
+    product, epilogue = region.product, region.epilogue(last)
+    arguments = (*product.args[:4], *region.operand, *product.args[7:10], list(region.operands(last)),
+                 [*epilogue.strings(), end], epilogue.dtype)  # fmt: skip
+    fused = new_node(graph, op, arguments, product.meta, **outer)
+    inside = region.leading_to(last)
+    name_operations(fused, (node for node in region.operations if node in inside), end.split()[0])
+    return fused
+
+
+def _fuse_amax(graph: Graph, region: OneProduct, last: Node, quantisers: list[Node]) -> None:
+    """Replace `last` by a product that finds the amax, which the quantisers take; erase what led to `last`."""
+    inside, shape = region.leading_to(last), _shape_of(last, region)
+    with graph.inserting_before(last):
+        fused = _fused_product(graph, region, last, SCALED_MM_AMAX, AMAX)
+        result, amax = (new_node(graph, operator.getitem, (fused, i), last.meta) for i in range(2))
+        if not same_shape(result.meta["val"].shape, last.meta["val"].shape):
+            result = new_node(graph, aten.reshape.default, (result, shape), last.meta)
+    last.replace_all_uses_with(result)
+    for node in quantisers:
+        with graph.inserting_before(node):
+            new = replace(quantise_of(node), amax=amax).new(graph, node.meta)
+        node.replace_all_uses_with(new)
+        graph.erase_node(node)
+    for node in sorted(inside, reverse=True):
+        graph.erase_node(node)
+
+
 def _fuse(graph: Graph, region: OneProduct, last: Node, quantise: Quantise) -> None:
     """Replace a quantiser by a product with an epilogue, and erase the nodes between the two."""
-    product, epilogue, operands = region.product, region.epilogue(last), list(region.operands(last))
-    steps = [*epilogue.strings(), f"{QUANTIZE_STEP} {quantise.format}"]
     with graph.inserting_before(quantise.node):
         outer = {} if quantise.outer is None else {"outer": quantise.outer}
-        arguments = (*product.args[:4], *region.operand, *product.args[7:10], operands, steps, epilogue.dtype)
-        fused = new_node(graph, SCALED_MM_QUANTIZED, arguments, product.meta, **outer)
+        end = f"{QUANTIZE_STEP} {quantise.format}"
+        fused = _fused_product(graph, region, last, SCALED_MM_QUANTIZED, end, **outer)
     inside = region.leading_to(last)
-    name_operations(fused, (node for node in region.operations if node in inside), QUANTIZE_STEP)
     for user in list(quantise.node.users):
         if user.args[1] == 2:
             graph.erase_node(user)

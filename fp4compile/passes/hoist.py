@@ -4,6 +4,9 @@ A graph would quantise its parameters again at each call, although most of them 
 Inductor's `inner_compile`. Every quantise that depends on one such parameter and nothing else leaves the graph, and its
 results become additional static inputs. The compiled function is called with the packed weights from `weights.cache`.
 
+Two weights whose products a kernel makes one result of, gate and up, are wanted one below the other. That holds for
+packed layers as well, whose tensors are inputs of the graph already.
+
 Graphs that are compiled under torch.distributed stay as they are: FSDP refills a parameter's storage without a change
 of its version counter.
 """
@@ -11,7 +14,7 @@ of its version counter.
 import logging
 import operator
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -25,10 +28,11 @@ from fp4compile.ops.matmul import SCALED_MM
 from fp4compile.ops.quantize import QUANTIZE
 from fp4compile.passes.base import Pass, run_passes, summary
 from fp4compile.passes.fuse_quantize import partner_of
+from fp4compile.passes.merge_quantize import share
 from fp4compile.passes.notes import note_joined
 from fp4compile.report.report import PassRun
 from fp4compile.templates.choose import Choice, quantized
-from fp4compile.weights.cache import Form, Piece, changes_are_seen, form, packed_pair, packed_weight
+from fp4compile.weights.cache import Form, Piece, changes_are_seen, form, joined_parts, packed_pair, packed_weight
 
 log = logging.getLogger("fp4compile")
 
@@ -49,12 +53,15 @@ class Hoisted:
     """What `hoist` takes out of one graph.
 
     recipients: one for each quantise. pairs: two recipients whose codes are wanted one below the other as well.
-    examples: fake values of the new inputs, in order: data, scales and outer scale of each recipient, then data and
-    scales of each pair.
+    packed: two packed weights that are wanted so: the places of their data, scales and, if there are any, outer scales
+    among the graph's inputs, each of both weights.
+    examples: fake values of the new inputs, in order: data, scales and outer scale of each recipient, then data, scales
+    and, if there are any, outer scales of each pair and of each two packed weights.
     """
 
     recipients: list[Recipient] = field(default_factory=list)
     pairs: list[tuple[Recipient, Recipient]] = field(default_factory=list)
+    packed: list[tuple[tuple[int, int], ...]] = field(default_factory=list)
     examples: list[torch.Tensor] = field(default_factory=list)
 
 
@@ -80,32 +87,35 @@ def hoisting(
         if not kwargs.get("is_inference"):
             # A weight that an optimiser changes at every step is quantised in the graph of the step.
             lasting = tuple(one if one.frozen else Input() for one in inputs)
-        if not any(one.parameter for one in lasting) or not changes_are_seen():
+        static = frozenset(kwargs.get("static_input_idxs") or ()) if kwargs.get("is_inference") else frozenset()
+        if not (static or any(one.parameter for one in lasting)) or not changes_are_seen():
             return inner_compile(gm, example_inputs, **kwargs)
         hoisted = Hoisted()
-        runs = run_passes([HOIST], gm.graph, lasting, hoisted)
+        runs = run_passes([HOIST], gm.graph, lasting, hoisted, static)
         gm.recompile()
         log.info("graph with lasting weights: %s", summary(runs))
         sink(runs)
-        if not hoisted.recipients:
+        if not hoisted.examples:
             return inner_compile(gm, example_inputs, **kwargs)
         count = len(example_inputs)
         # Packed weights stay at their addresses from call to call, as parameters do.
-        static = [*(kwargs.get("static_input_idxs") or ()), *range(count, count + len(hoisted.examples))]
+        places = [*(kwargs.get("static_input_idxs") or ()), *range(count, count + len(hoisted.examples))]
         values = [*example_inputs, *hoisted.examples]
-        compiled = inner_compile(gm, values, **{**kwargs, "static_input_idxs": static})
+        compiled = inner_compile(gm, values, **{**kwargs, "static_input_idxs": places})
         return _with_packed(compiled, hoisted)
 
     return compile_hoisted
 
 
-def hoist(graph: Graph, inputs: tuple[Input, ...], hoisted: Hoisted) -> int:
+def hoist(graph: Graph, inputs: tuple[Input, ...], hoisted: Hoisted, static: Collection[int] = frozenset()) -> int:
     """Replace every quantise of a parameter, or of a view or a cast of one, by new placeholders after the inputs.
 
-    hoisted: filled with the quantises that leave the graph. Returns their number.
+    hoisted: filled with the quantises that leave the graph. static: places of inputs that are the same tensors at every
+    call. Returns the number of quantises.
     """
+    share(graph)  # packed layers quantise their input each by itself
     partners = _partners(graph)
-    inputs_of: dict[Node, tuple[Recipient, list[Node]]] = {}
+    recipients: dict[Node, Recipient] = {}
     placeholders = graph.find_nodes(op="placeholder")
     parameters = parameters_of(graph, inputs)
     last = placeholders[-1] if placeholders else None
@@ -122,14 +132,16 @@ def hoist(graph: Graph, inputs: tuple[Input, ...], hoisted: Hoisted) -> int:
             scale_rule=quantise.scale_rule,
         )  # fmt: skip
         hoisted.recipients.append(Recipient(placeholders.index(view.root), packed_as))
-        inputs_of[node] = hoisted.recipients[-1], []
+        results = []
         for value in node.meta["val"]:
             last = _new_input(graph, last, value, hoisted)
-            inputs_of[node][1].append(last)
-        replace_results(node, inputs_of[node][1])
-    for first, second in partners:
-        if first in inputs_of and second in inputs_of and inputs_of[first][0].form is inputs_of[second][0].form:
-            last = _join(graph, inputs_of[first], inputs_of[second], last, hoisted)
+            results.append(last)
+        recipients[results[0]] = hoisted.recipients[-1]
+        replace_results(node, results)
+    places = {placeholders[place]: place for place in static}
+    # Those of hoisted weights come first: their values do, too.
+    for product, other in sorted(partners, key=lambda two: scaled_mm_of(two[0]).b.data in places):
+        last = _join(graph, product, other, recipients, places, last, hoisted)
     return len(hoisted.recipients)
 
 
@@ -137,7 +149,7 @@ HOIST = Pass("hoist", hoist)
 
 
 def _partners(graph: Graph) -> list[tuple[Node, Node]]:
-    """Quantises of weights whose two products a kernel can make one result of, see `fuse_quantize`."""
+    """Two products each of which a kernel can make one result, see `fuse_quantize`."""
     found = []
     for product in graph.find_nodes(op="call_function", target=SCALED_MM):
         own = scaled_mm_of(product)
@@ -145,42 +157,66 @@ def _partners(graph: Graph) -> list[tuple[Node, Node]]:
             continue
         other = partner_of(product)
         if other is not None and all(map(_joinable, (own, scaled_mm_of(other)))) and _pays(own):
-            first, second = (scaled_mm_of(each).b.data.args[0] for each in (product, other))
-            found += [(first, second)] if first is not second else []
+            found.append((product, other))
     return found
 
 
 def _pays(product: ScaledMM) -> bool:
-    """Whether it is a gain that one kernel computes two such products and quantises the result for the next product."""
-    both = replace(product.problem, n=2 * product.problem.n)
-    return isinstance(quantized(both, product.a.format, pair=True), Choice)
+    """Whether a kernel of two such products is a gain that quantises to the format of A, or finds the amax for it."""
+    fmt = product.a.format
+    result = None if fmt.outer == "tensor" and not _is_static(product) else fmt
+    return isinstance(quantized(product.problem, result, pair=True, products=2), Choice)
+
+
+def _is_static(product: ScaledMM) -> bool:
+    """Whether the outer scale of A is static: no result of the quantiser."""
+    return product.a.outer is not None and product.a.outer.target is not operator.getitem
 
 
 def _joinable(product: ScaledMM) -> bool:
-    """Whether B is quantised in the graph, without an outer scale, to swizzled scales."""
-    b = product.b
-    return product.problem.b.swizzled and b.outer is None and b.data.target is operator.getitem
+    """Whether B is quantised in the graph or packed, without outer scales of rows, to swizzled scales."""
+    known = product.b.data.target is operator.getitem or product.b.data.op == "placeholder"
+    return known and product.problem.b.swizzled and product.problem.b.outer != "row"
 
 
 def _join(
     graph: Graph,
-    first: tuple[Recipient, list[Node]],
-    second: tuple[Recipient, list[Node]],
-    last: Node,
+    product: Node,
+    other: Node,
+    recipients: dict[Node, Recipient],
+    places: dict[Node, int],
+    last: Node | None,
     hoisted: Hoisted,
-) -> Node:
-    """Add inputs for data and scales of two weights, one below the other; returns the last input.
+) -> Node | None:
+    """Add inputs for data, scales and outer scales of two weights, one below the other; returns the last input.
 
-    first, second: each weight's recipient, and the inputs that have its data, scales and outer scale. last: the last
-    input before.
+    product, other: the products of the weights. recipients: of the inputs that have the data of hoisted weights.
+    places: of the inputs that are tensors of packed layers. last: the last input before.
     """
+    parts = [(one.data, one.scales, one.outer) for one in (scaled_mm_of(product).b, scaled_mm_of(other).b)]
+    first, second = ([part for part in each if part is not None] for each in parts)
+    if first[0] is second[0]:
+        return last
+    if first[0] in recipients and second[0] in recipients:
+        one, two = recipients[first[0]], recipients[second[0]]
+        if one.form is not two.form:
+            return last
+        hoisted.pairs.append((one, two))
+    elif all(part in places for part in (*first, *second)):
+        hoisted.packed.append(tuple((places[part], places[match]) for part, match in zip(first, second, strict=True)))
+    else:
+        return last
     joined = []
-    for node in first[1][:2]:
+    for node in first:
         value = node.meta["val"]
-        last = _new_input(graph, last, value.new_empty((2 * value.shape[0], *value.shape[1:])), hoisted)
+        both = (
+            value.new_empty((2 * value.shape[0], *value.shape[1:]))
+            if value.dim()
+            else value.new_empty_strided((2,), (4,))  # each begins at a multiple of 16 bytes
+        )
+        last = _new_input(graph, last, both, hoisted)
         joined.append(last)
-    hoisted.pairs.append((first[0], second[0]))
-    note_joined(first[1][0], second[1][0], (joined[0], joined[1]))
+    note_joined(first[0], second[0], tuple(joined))
     return last
 
 
@@ -201,6 +237,8 @@ def _with_packed(compiled: Callable, hoisted: Hoisted) -> Callable:
     def call(args: list) -> Any:
         values = [*args]
         joined = [each for one, other, form in pairs for each in packed_pair(args[one], args[other], form)]
+        for parts in hoisted.packed:
+            joined += joined_parts(*([args[place] for place in each] for each in zip(*parts, strict=True)))
         for index, packed_as in wanted:
             values += packed_weight(args[index], packed_as)
         values += joined

@@ -26,7 +26,13 @@ from torch.utils import _pytree as pytree
 from fp4compile import _inductor_patches
 from fp4compile.analysis.graph import reads_by_index, scaled_mm_of
 from fp4compile.ops.define import KERNELS
-from fp4compile.ops.matmul import SCALED_GROUPED_MM, SCALED_MM, SCALED_MM_GATHERED, SCALED_MM_QUANTIZED
+from fp4compile.ops.matmul import (
+    SCALED_GROUPED_MM,
+    SCALED_MM,
+    SCALED_MM_AMAX,
+    SCALED_MM_GATHERED,
+    SCALED_MM_QUANTIZED,
+)
 from fp4compile.passes.arranged_operands import Arranged, arranged_operands
 from fp4compile.passes.autotune import fastest
 from fp4compile.templates.launch import on_gpu
@@ -58,7 +64,7 @@ def _replace(
     the node was replaced.
     """
     node, options = match.output_node(), {}
-    if node.target in (SCALED_MM, SCALED_MM_QUANTIZED, SCALED_GROUPED_MM):
+    if node.target in (SCALED_MM, SCALED_MM_QUANTIZED, SCALED_MM_AMAX, SCALED_GROUPED_MM):
         choice = fastest(scaled_mm_of(node))
         if choice is not None and not (choice.settled and choice.traceable):
             return False

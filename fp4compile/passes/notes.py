@@ -9,6 +9,7 @@ product itself, and which moves they precede or follow. `saved(graph)` reads off
 saves for the backward: the saved activations are the marked quantises among its outputs.
 """
 
+import itertools
 import math
 import operator
 from collections.abc import Iterable
@@ -19,7 +20,7 @@ from torch._ops import OpOverload
 from torch.fx import Graph, Node
 
 from fp4compile.analysis.graph import RESHAPES, reached
-from fp4compile.ops.matmul import SCALED_MM_QUANTIZED
+from fp4compile.ops.matmul import SCALED_MM_AMAX, SCALED_MM_QUANTIZED
 from fp4compile.ops.quantize import LAY_OUT_SCALES, QUANTIZE
 
 _JOINED = "fp4compile_joined"
@@ -37,22 +38,25 @@ def product_of(node: Node) -> str | None:
     return node.meta.get(_PRODUCT)
 
 
-def note_joined(first: Node, second: Node, joined: tuple[Node, Node]) -> None:
+def note_joined(first: Node, second: Node, joined: tuple[Node, ...]) -> None:
     """Note on the codes of a weight that inputs of the graph have them above those of a second weight.
 
-    joined: data and scales of both.
+    joined: data and scales of both and, in a format with an outer scale, the outer scales of both.
     """
     first.meta[_JOINED] = (second.name, *(node.name for node in joined))
 
 
-def joined_weights(first: Node, second: Node) -> tuple[Node, Node] | None:
-    """Data and scales of two weights, one below the other, by the nodes of their codes; None where there are none."""
+def joined_weights(first: Node, second: Node) -> tuple[Node | None, ...] | None:
+    """Data, scales and outer scales of two weights, one below the other, by the nodes of their codes.
+
+    None where there are none; None in the place of outer scales in a format without them.
+    """
     noted = first.meta.get(_JOINED)
     if noted is None or noted[0] != second.name:
         return None
     inputs = {node.name: node for node in first.graph.find_nodes(op="placeholder")}
-    data, scales = (inputs.get(name) for name in noted[1:])
-    return None if data is None or scales is None else (data, scales)
+    found = [inputs.get(name) for name in noted[1:]]
+    return None if None in found else (*found, *[None] * (3 - len(found)))
 
 
 def name_operations(node: Node, operations: Iterable[Node], *more: str) -> None:
@@ -89,11 +93,13 @@ def _is_product(node: Node) -> bool:
 def fused(graph: Graph) -> dict[str, str]:
     """The fused operations, such as "silu, mul", by the names of the products that read the quantiser's results.
 
-    "silu, mul, quantize" for a product that computes them itself. Moves of the quantiser's rows follow, such as
+    "silu, mul, quantize" for a product that computes them itself, "silu, mul, amax" for one that finds the largest
+    magnitude for the next quantiser. Moves of the quantiser's rows follow, such as
     "quantised before index".
     """
     found: dict[str, dict[str, None]] = {}
-    for product in graph.find_nodes(op="call_function", target=SCALED_MM_QUANTIZED):
+    quantizing = (graph.find_nodes(op="call_function", target=op) for op in (SCALED_MM_QUANTIZED, SCALED_MM_AMAX))
+    for product in itertools.chain(*quantizing):
         found.setdefault(product.meta.get(_PRODUCT, product.name), {})[product.meta[_OPERATIONS]] = None
     for quantise in graph.find_nodes(op="call_function", target=QUANTIZE):
         operations, waiting = quantise.meta.get(_OPERATIONS), list(quantise.users)

@@ -21,7 +21,7 @@ from fp4compile import _compat
 from fp4compile.analysis import flops
 from fp4compile.analysis.gemm import Input
 from fp4compile.hardware import Gpu
-from fp4compile.ops.matmul import SCALED_MM_HORIZONTAL, SCALED_MM_QUANTIZED
+from fp4compile.ops.matmul import SCALED_MM_AMAX, SCALED_MM_HORIZONTAL, SCALED_MM_QUANTIZED
 from fp4compile.ops.quantize import LAY_OUT_SCALES, QUANTIZE
 from fp4compile.passes.base import run_passes
 from fp4compile.passes.hoist import HOIST, Hoisted
@@ -144,7 +144,8 @@ def _planned(
     run_passes(JOINT, module.graph, analyse(module.graph, recipe, inputs, gpu), disabled=disabled)
     parts = _split(module, forward_outputs)
     if forward_outputs is None and recipe.weight_cache != "off":
-        run_passes([HOIST], parts.graphs[0], inputs, Hoisted(), disabled=disabled)
+        static = range(len(inputs))  # of the inputs, only the tensors of packed layers count
+        run_passes([HOIST], parts.graphs[0], inputs, Hoisted(), static, disabled=disabled)
     return parts
 
 
@@ -173,7 +174,8 @@ def _products(node: Node, parts: _Parts) -> list[str]:
         return []
     results = [user for user in node.users if user.target is operator.getitem]
     # The results of a product that quantises are marked as operands of the next product.
-    marked = {SCALED_MM_HORIZONTAL: results, SCALED_MM_QUANTIZED: [node]}.get(node.target, [node, *results])
+    alone = dict.fromkeys((SCALED_MM_AMAX, SCALED_MM_QUANTIZED), [node])
+    marked = {SCALED_MM_HORIZONTAL: results, **alone}.get(node.target, [node, *results])
     return list(dict.fromkeys(name for name in map(product_of, marked) if name is not None))
 
 

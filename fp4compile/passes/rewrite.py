@@ -32,7 +32,13 @@ aten = torch.ops.aten
 
 
 def rewrite(graph: Graph, decisions: list[Decision]) -> int:
-    """Rewrite the product of every decision to quantise; returns the number of rewritten products."""
+    """Rewrite the product of every decision to quantise; returns the number of rewritten products.
+
+    Products of packed layers are quantised already, and get a name alone.
+    """
+    for decision in decisions:
+        if decision.gemm.packed is not None:
+            name_product(decision.gemm.node)
     chosen = [d for d in decisions if d.reason is None and d.gemm.packed is None]
     # Products are replaced only when all replacements are built: until then, decisions name nodes of the old graph.
     for decision, replacement in zip(chosen, insert(graph, chosen), strict=True):

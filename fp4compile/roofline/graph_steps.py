@@ -24,6 +24,7 @@ from fp4compile.ops.define import KERNELS
 from fp4compile.ops.matmul import (
     SCALED_GROUPED_MM,
     SCALED_MM,
+    SCALED_MM_AMAX,
     SCALED_MM_GATHERED,
     SCALED_MM_HORIZONTAL,
     SCALED_MM_QUANTIZED,
@@ -39,7 +40,8 @@ from fp4compile.templates.problem import Problem, operand_type, problem_of
 from fp4compile.templates.view import View
 
 aten = torch.ops.aten
-OWN_PRODUCTS = (SCALED_MM, SCALED_MM_QUANTIZED, SCALED_GROUPED_MM, SCALED_MM_GATHERED, SCALED_MM_HORIZONTAL)
+_QUANTIZING = (SCALED_MM_QUANTIZED, SCALED_MM_AMAX)
+OWN_PRODUCTS = (SCALED_MM, *_QUANTIZING, SCALED_GROUPED_MM, SCALED_MM_GATHERED, SCALED_MM_HORIZONTAL)
 # Names of the steps of other ops of this package; what is left dequantises weights.
 _PASSES = {LAY_OUT_SCALES: "lay out scales", HADAMARD_AMAX: "amax"}
 
@@ -182,7 +184,7 @@ def _product(node: Node, gpu: Gpu) -> list[Step]:
     problem = _at_captured_sizes(product.problem)
     extra = sum(pointwise.nbytes(each) for each in product.auxiliaries)
     sizes = _sizes(product)
-    elements = sizes.result if node.target is SCALED_MM_QUANTIZED else pointwise.numel(node.meta["val"])
+    elements = sizes.result if node.target in _QUANTIZING else pointwise.numel(node.meta["val"])
     extra += pointwise.nbytes(node) - BF16 * elements
     return _by_choice(sizes, problem, (product.a.format, product.b.format), gpu, extra)
 

@@ -124,19 +124,20 @@ def _decide(problem: Problem, preferred: str | None, registry: tuple[Candidate, 
 _decided = lru_cache(maxsize=4096)(_decide)
 
 
-def quantized(problem: Problem, result: BlockFormat, pair: bool = False) -> Choice | str:
+def quantized(problem: Problem, result: BlockFormat | None, pair: bool = False, products: int = 1) -> Choice | str:
     """The choice for a product whose kernel quantises its result in the epilogue, or the reason why none should.
 
-    problem: the product without an epilogue. pair: whether its columns are those of two products, of which the epilogue
-    makes one result.
+    result: the format; None stores the result and finds its amax, of which another kernel makes an outer scale.
+    problem: the product without an epilogue. pair: whether the epilogue makes one result of two products. These are the
+    halves of the problem's columns or, with products=2, two such problems.
     """
-    fused = replace(problem, epilogue=True, result=result, pair=pair, n=problem.n // 2 if pair else problem.n)
+    columns = problem.n // 2 if pair and products == 1 else problem.n
+    fused = replace(problem, epilogue=True, result=result, pair=pair, n=columns, amax=result is None)
     if not any(candidate.takes(fused) for candidate in REGISTRY):
-        return f"no kernel of compute capability {problem.target.sm} quantises its result"
+        does = "finds the amax of" if result is None else "quantises"
+        return f"no kernel of compute capability {problem.target.sm} {does} its result"
     choice, alone = choose(fused), choose(problem)
-    if named(alone.kernel) is skinny_block_scaled_sm100.CANDIDATE:
-        return f"{alone.kernel} serves its few rows, and does not quantise"
-    if not cost.quantizing_pays(fused, choice.config, problem, alone.config):
+    if not cost.quantizing_pays(fused, choice.config, problem, alone.config, products):
         return f"{alone.kernel} and a quantiser are expected to be faster"
     return choice
 
@@ -170,7 +171,8 @@ def named(name: str) -> Candidate:
 def _first(problem: Problem, registry: tuple[Candidate, ...]) -> Candidate:
     found = next((candidate for candidate in registry if candidate.takes(problem)), None)
     if found is None:
-        raise ValueError(f"epilogue: no kernel of compute capability {problem.target.sm} quantises the result")
+        does = "finds the amax of" if problem.amax else "quantises"
+        raise ValueError(f"epilogue: no kernel of compute capability {problem.target.sm} {does} the result")
     return found
 
 

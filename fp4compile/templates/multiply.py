@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from fp4compile.formats import reference
-from fp4compile.formats.checks import check, check_quantize
+from fp4compile.formats.checks import check, check_amax, check_quantize
 from fp4compile.formats.layouts import ceil_div, swizzled_numel
 from fp4compile.formats.operand import Arguments, Operand
 from fp4compile.hardware import Target
@@ -55,6 +55,17 @@ def multiply_quantized(x: Arguments, choice: Choice | None = None) -> tuple[torc
             scales.view(p.result.scale_dtype).view(*lead, of_matrix))  # fmt: skip
 
 
+def multiply_amax(x: Arguments, choice: Choice | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+    """The product of the arguments, with its epilogue, and float32 magnitudes whose largest is the amax of that result.
+
+    Raises what `multiply` raises, and ValueError where no kernel of the GPU finds the amax.
+    """
+    check_amax(x)
+    call = call_of(x)
+    out, maxima = (call.empty(), call.empty_maxima().zero_()) if call.problem.empty else _run(call, choice)
+    return out.view(*call.a.data.shape[:-1], call.problem.n), maxima
+
+
 def _launched(call: Call, choice: Choice | None) -> torch.Tensor:
     p = call.problem
     shape = (*call.a.data.shape[:-1], p.n) if p.ragged is None else p.shape
@@ -76,7 +87,8 @@ def call_of(x: Arguments, target: Target | None = None) -> Call:
     check(x)
     problem = problem_of(x, target_of(x.a.data.device) if target is None else target)
     return Call(
-        problem, kernel_operand(x.a, problem.a), kernel_operand(x.b, problem.b),
+        problem, kernel_operand(x.a, problem.a),
+        kernel_operand(x.b, problem.b, problem.pair and problem.b.outer == "group"),
         None if x.bias is None else x.bias.contiguous(), x.epilogue, tuple(each.contiguous() for each in x.auxiliaries),
         None if x.offs is None else x.offs.contiguous(), x.result_outer,
     )  # fmt: skip

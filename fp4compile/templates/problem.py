@@ -25,7 +25,7 @@ class OperandType:
     """The properties of an operand, apart from sizes, that a kernel is specialised for.
 
     format: None for a plain operand. dtype: dtype of the data. swizzled: whether the scales are swizzled. outer: the
-    granularity of the outer scale: "none", "tensor", "row" or, in grouped products, "group".
+    granularity of the outer scale: "none", "tensor", "row" or, in grouped products and for B of two matrices, "group".
     """
 
     format: BlockFormat | None
@@ -56,8 +56,9 @@ class Problem:
     b_batched: whether each matrix of A has its own B. bias: its dtype, None without one. epilogue: whether pointwise
     operations follow in the same kernel; out_dtype is what the product is rounded to before them. result: the format to
     which that kernel quantises the rows of the result; None where it stores the result in 16 or 32 bits. pair: whether
-    the rows of B are two matrices [n, k], and the epilogue makes one result [m, n] of both products. operand_bytes: for
-    each element of a quantised result, bytes that the epilogue reads of other tensors of the result's size.
+    the rows of B are two matrices [n, k], and the epilogue makes one result [m, n] of both products. amax: whether the
+    kernel finds the amax of the result as well. operand_bytes: for each element of a result that is quantised or whose
+    amax is found, bytes that the epilogue reads of other tensors of the result's size.
 
     ragged: None where all products have the same sizes; else the dimension that groups of any sizes share:
         "rows": [m, k] x [groups, n, k] -> [m, n], the matrix of B by the row's group;
@@ -86,6 +87,7 @@ class Problem:
     result: BlockFormat | None = None
     pair: bool = False
     operand_bytes: int = 0
+    amax: bool = False
 
     @property
     def static(self) -> bool:
@@ -190,11 +192,12 @@ def problem_of(x: Arguments, target: Target) -> Problem:
         batches, m = 1, batches * m
     return Problem(a, b, m, n, _k(x), x.out_dtype, target, None if x.bias is None else x.bias.dtype, batches,
                    not shared, x.epilogue is not None, fast_accumulation=x.fast_accumulation,
-                   result=_result_format(x), pair=pair, operand_bytes=_operand_bytes(x))  # fmt: skip
+                   result=_result_format(x), pair=pair, operand_bytes=_operand_bytes(x),
+                   amax=x.epilogue is not None and x.epilogue.amax)  # fmt: skip
 
 
 def _operand_bytes(x: Arguments) -> int:
-    if _result_format(x) is None:
+    if x.epilogue is None or (x.epilogue.quantize is None and not x.epilogue.amax):
         return 0
     return sum(x.auxiliaries[i].dtype.itemsize for i, kind in x.epilogue.kinds.items() if kind == "aux")
 

@@ -178,8 +178,8 @@ def packed_weight(weight: torch.Tensor, form: Form) -> tuple[torch.Tensor, ...]:
         return _pack(weight, form)
 
 
-def packed_pair(first: torch.Tensor, second: torch.Tensor, form: Form) -> tuple[torch.Tensor, torch.Tensor]:
-    """(data, scales) of two weights of one shape, the second below the first, without outer scales.
+def packed_pair(first: torch.Tensor, second: torch.Tensor, form: Form) -> tuple[torch.Tensor, ...]:
+    """(data, scales) of two weights of one shape, the second below the first; with outer scales, if there are any.
 
     The packed tensors of each weight become parts of these, so that nothing is kept twice.
     """
@@ -187,27 +187,66 @@ def packed_pair(first: torch.Tensor, second: torch.Tensor, form: Form) -> tuple[
     if not all(_follows(one, other) for one, other in zip(*each, strict=True) if one.numel()):
         with _lock, torch.inference_mode(False), torch.no_grad():
             each = _joined((first, second), form, each)
-    (data, scales, _), _ = each
-    return _above(data), _above(scales)
+    return tuple(_above(one) for one in each[0] if one.numel())
+
+
+def joined_parts(first: Sequence[torch.Tensor], second: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+    """The tensors of two packed layers, those of the second below those of the first.
+
+    The layers' tensors become parts of common memory, so that nothing is kept twice: they stay the same objects, which
+    the layers hold. While a CUDA graph is captured, whose memory is not theirs, they are copied instead.
+    """
+    if not all(map(_follows, first, second)):
+        with _lock:
+            if not all(map(_follows, first, second)):  # another thread may have moved them meanwhile
+                first = [_moved_together(*both)[0] for both in zip(first, second, strict=True)]
+    return tuple(map(_above, first))
+
+
+def _moved_together(one: torch.Tensor, other: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    # Data of a tensor of inference mode can be replaced by such a tensor alone.
+    with torch.inference_mode(one.is_inference()), torch.no_grad():
+        parts = _in_common_memory((one, other))
+        if not (one.is_cuda and torch.cuda.is_current_stream_capturing()):
+            one.data, other.data = parts
+            if one.is_cuda:
+                torch.cuda.current_stream(one.device).synchronize()
+    return parts
 
 
 def _follows(one: torch.Tensor, other: torch.Tensor) -> bool:
     """Whether a tensor begins where another one ends, in one storage."""
     storages = (x.untyped_storage()._cdata for x in (one, other))
-    return len(set(storages)) == 1 and other.data_ptr() == one.data_ptr() + one.numel() * one.element_size()
+    return len(set(storages)) == 1 and other.data_ptr() == one.data_ptr() + _places(one) * one.element_size()
+
+
+def _places(x: torch.Tensor) -> int:
+    """The elements from a tensor to the tensor behind it: a tensor begins at a multiple of 16 bytes."""
+    return max(x.numel(), 16 // x.element_size())
 
 
 def _above(x: torch.Tensor) -> torch.Tensor:
-    """A tensor and the one of its shape behind it."""
+    """A tensor and the one of its shape behind it, joined along the first dimension; of two numbers, [2]."""
+    if not x.dim():
+        return x.as_strided((2,), (_places(x),))
     return x.as_strided((2 * x.shape[0], *x.shape[1:]), x.stride())
+
+
+def _in_common_memory(both: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+    """Copies of two tensors of one shape, the second behind the first."""
+    one, places = both[0], _places(both[0])
+    common = one.new_zeros(2 * places, dtype=one.dtype)
+    parts = tuple(common.narrow(0, i * places, one.numel()).view(one.shape) for i in range(2))
+    for part, x in zip(parts, both, strict=True):
+        part.copy_(x)
+    return parts
 
 
 def _joined(weights: tuple[torch.Tensor, ...], form: Form, each: list[tuple[torch.Tensor, ...]]) -> list[tuple]:
     """The packed tensors of two weights, moved to common memory, where they are kept if they were kept."""
     moved: list[tuple] = [(), ()]
     for both in zip(*each, strict=True):
-        common = torch.cat([x.view(torch.uint8) for x in both]).view(both[0].dtype) if both[0].numel() else None
-        parts = both if common is None else common.chunk(2)
+        parts = both if not both[0].numel() else _in_common_memory(both)
         moved = [(*before, part) for before, part in zip(moved, parts, strict=True)]
     for weight, old, new in zip(weights, each, moved, strict=True):
         forms = getattr(weight, _ATTRIBUTE, None)

@@ -19,6 +19,7 @@ from fp4compile.ops.define import KERNELS
 from fp4compile.ops.matmul import (
     SCALED_GROUPED_MM,
     SCALED_MM,
+    SCALED_MM_AMAX,
     SCALED_MM_GATHERED,
     SCALED_MM_HORIZONTAL,
     SCALED_MM_QUANTIZED,
@@ -96,7 +97,7 @@ def kernels_of(launched: Launched) -> list[str]:
         return _dense_kernels(launched)
     if launched.op is SCALED_GROUPED_MM:
         return _grouped_kernels(launched)
-    if launched.op is SCALED_MM_QUANTIZED:
+    if launched.op in (SCALED_MM_QUANTIZED, SCALED_MM_AMAX):
         return _quantizing_kernels(launched)
     return [] if launched.op is SCALED_MM_GATHERED else [""]  # its kernel is inline PTX
 
@@ -106,9 +107,9 @@ def difference(launched: Launched, kernel: str) -> str | None:
     expected = pytree.tree_leaves(launched.expected)
     if not kernel:
         return _codes_differ(launched, launched.by_kernels(), expected)
-    only = (replace(choose.named(kernel), serves=lambda problem: True, quantizes=lambda problem: True),)
-    with mock.patch.object(choose, "REGISTRY", only):
-        differ = _codes_differ if launched.op is SCALED_MM_QUANTIZED else _products_differ
+    always = dict.fromkeys(("serves", "quantizes", "finds_amax"), lambda problem: True)
+    with mock.patch.object(choose, "REGISTRY", (replace(choose.named(kernel), **always),)):
+        differ = {SCALED_MM_QUANTIZED: _codes_differ, SCALED_MM_AMAX: _amax_differs}.get(launched.op, _products_differ)
         return differ(launched, launched.by_kernels(), expected)
 
 
@@ -179,7 +180,8 @@ def _quantizing_kernels(launched: Launched) -> list[str]:
     problem = replace(problem_of(Arguments(*_operands(launched), None, launched.argument("out_dtype")), NATIVE),
                       epilogue=True)  # fmt: skip
     kernel = choose.named("block_scaled_sm100")
-    return [] if problem.empty or not kernel.serves(problem) else [kernel.name]
+    serves = kernel.serves(problem) and (launched.op is SCALED_MM_QUANTIZED or kernel.finds_amax(problem))
+    return [] if problem.empty or not serves else [kernel.name]
 
 
 def _grouped_kernels(launched: Launched) -> list[str]:
@@ -213,6 +215,14 @@ def _products_differ(launched: Launched, got: list[torch.Tensor], expected: list
             return (f"product {i} {tuple(other.shape)}: {(error > allowed).sum()} of {other.numel()} differ, most at "
                     f"{at}: {one.reshape(-1)[at]}, expected {other.reshape(-1)[at]}")  # fmt: skip
     return None
+
+
+def _amax_differs(launched: Launched, got: list[torch.Tensor], expected: list[torch.Tensor]) -> str | None:
+    """The maxima belong to the result of the kernel, whatever the order of its sums."""
+    (result, maxima), amax = got, got[0].float().abs().amax()
+    if not same_bits(maxima.amax(), amax):
+        return f"the largest of the maxima is {maxima.amax()}, expected {amax}"
+    return _products_differ(launched, [result], expected[:1])
 
 
 def _rounding(launched: Launched, i: int, expected: torch.Tensor) -> torch.Tensor:

@@ -40,6 +40,8 @@ LAUNCH_PLANTS = (
     # results of products
     Plant("scales of a quantised result in reverse", "templates/device/quantized_epilogue.py",
           "    shift = 8 * tl.arange(0, 4)[None, None, :]\n", "    shift = 8 * (3 - tl.arange(0, 4))[None, None, :]\n"),
+    Plant("the amax of a result's last tile alone", "templates/gemm/block_scaled_sm100.py",
+          "amax = tl.maximum(amax, tl.where(col0 < n, found, 0))", "amax = tl.where(col0 < n, found, 0)"),
     # masks and grids
     Plant("a column too many is read", "templates/quantize/row.py",
           "    cols_left = tl.minimum(cols - block0 * BLOCK, BLOCKS * BLOCK).to(tl.int32)\n",

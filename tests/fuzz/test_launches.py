@@ -32,11 +32,14 @@ def test_random_launches(fuzz):
     assert " 0 with rows quantised before a move" not in told
     rare = fuzz("--launches", "--seed", "7027", "--count", "9")  # experts' weights, quantised results
     assert rare.startswith("9 runs") and "0 findings" in rare
+    amaxes = fuzz("--launches", "--seed", "7205", "--count", "1")
+    assert "0 findings" in amaxes
     # Every kind of op that the interpreter can run is met.
     for name in ("quantize prologue", "quantize both", "quantize columns", "quantize values", "quantize offs",
                  "quantize each_matrix", "scaled_mm epilogue", "scaled_mm_horizontal", "scaled_grouped_mm",
-                 "scaled_mm_quantized", "block_scaled_sm100", "dequant_tiles", "lay_out_scales"):  # fmt: skip
-        assert name in told + rare
+                 "scaled_mm_quantized", "scaled_mm_amax", "block_scaled_sm100", "dequant_tiles",
+                 "lay_out_scales"):  # fmt: skip
+        assert name in told + rare + amaxes
 
 
 @interpreted

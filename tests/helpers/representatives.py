@@ -38,10 +38,15 @@ def _with_something_new(table: Iterable[Any], sm: int, launches: Callable[[Any],
 
 
 def _end_of(entry: Any) -> str:
-    """What follows a product in its kernel; a quantised result is one trait, whatever its format, and one of a pair."""
+    """What follows a product in its kernel.
+
+    A quantised result is one trait, whatever its format, and one of a pair; so is an amax.
+    """
     epilogue = getattr(entry, "epilogue", "")
     if not getattr(entry, "result", ""):
         return epilogue
+    if entry.result == "amax":
+        return "amax"
     return "quantised pair" if epilogue == "pair" else "quantised"
 
 

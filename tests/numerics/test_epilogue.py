@@ -114,6 +114,43 @@ def test_a_result_of_two_products_on_the_cpu():
     )
 
 
+AMAX = torch.ops.fp4compile.scaled_mm_amax
+
+
+def test_an_amax_on_the_cpu():
+    """Two matrices with an outer scale each; a quantiser that takes the maxima finds no amax of its own."""
+    a = torch.ops.fp4compile.quantize(torch.randn(6, 64), "nvfp4", layout="swizzled")
+    each = [torch.ops.fp4compile.quantize(torch.randn(128, 64) * (i + 1), "nvfp4", layout="swizzled") for i in (0, 1)]
+    data, scales = (torch.cat([one[i].view(torch.uint8) for one in each]).view(each[0][i].dtype) for i in (0, 1))
+    outers = torch.stack([one[2] for one in each])
+    arguments = (
+        *a,
+        "nvfp4",
+        data,
+        scales,
+        outers,
+        "nvfp4",
+        None,
+        BF16,
+        [],
+        ["relu product", "mul s0 pair", "amax"],
+        BF16,
+    )
+    result, maxima = AMAX(*arguments)
+    gate, up = (torch.ops.fp4compile.scaled_mm(*a, "nvfp4", *one, "nvfp4", None, BF16).float() for one in each)
+    assert torch.equal(result, (gate.relu() * up).bfloat16()) and maxima.max() == result.abs().max()
+    for options in ({}, {"layout": "swizzled"}):
+        got, expected = (
+            torch.ops.fp4compile.quantize(result, "nvfp4", **options, amax=amax) for amax in (maxima, None)
+        )
+        assert all(
+            torch.equal(one.reshape(-1).view(torch.uint8), other.reshape(-1).view(torch.uint8))
+            for one, other in zip(got, expected, strict=True)
+        )
+    checks = "test_autograd_registration", "test_faketensor"
+    torch.library.opcheck(AMAX.default, arguments, test_utils=checks)
+
+
 def test_bad_quantised_results():
     a = torch.ops.fp4compile.quantize(torch.randn(4, 64), "mxfp8", layout="swizzled")[:2]
     arguments = (*a, None, "mxfp8", *a, None, "mxfp8", None, BF16, [])
@@ -129,7 +166,9 @@ def test_bad_quantised_results():
     assert "without an outer scale of rows" in message(["quantize nvfp4_rowwise"])
     assert "unknown format 'mxfp9'" in message(["quantize mxfp9"])
     assert "'mxfp8' is neither a name nor a number" in message(["quantize mxfp8", "relu product"])
-    with pytest.raises(ValueError, match="epilogue: 'pair' goes with a last step 'quantize', got \\['relu pair'\\]"):
+    with pytest.raises(
+        ValueError, match="epilogue: 'pair' goes with a last step 'quantize' or 'amax', got \\['relu pair'\\]"
+    ):
         torch.ops.fp4compile.scaled_mm(*arguments, ["relu pair"], BF16)
     assert message(["quantize nvfp4"]) == "outer: format nvfp4 needs a static outer scale"
     assert message(["quantize mxfp8"], one) == "outer: format mxfp8 has no outer scale"
@@ -138,3 +177,8 @@ def test_bad_quantised_results():
         == "outer: expected float32 of shape (), got torch.float64 of shape ()"
     )
     assert "is a step of scaled_mm_quantized" in message(["quantize mxfp8"], op=torch.ops.fp4compile.scaled_mm)
+    assert "is a step of scaled_mm_amax" in message(["amax"], op=torch.ops.fp4compile.scaled_mm)
+    assert message(["quantize mxfp8"], op=AMAX) == "epilogue: expected a last step 'amax', got ['quantize mxfp8']"
+    assert message(["amax"]).startswith("epilogue: expected a last step 'quantize' with a format, got ['amax']")
+    with pytest.raises(ValueError, match="amax: expected float32 of shape \\(\\), got torch.float32 of shape \\(3,\\)"):
+        torch.ops.fp4compile.quantize(torch.ones(4, 64), "nvfp4", amax=torch.ones(3))

@@ -106,7 +106,8 @@ class Mlp(torch.nn.Module):
 
 
 @pytest.mark.parametrize(("recipe", "inner", "inputs", "fused", "up"), [
-    ("mxfp4", 1024, 9 + 2, True, False), ("mxfp4", 1000, 9, True, True), ("nvfp4", 1024, 9, False, True),
+    ("mxfp4", 1024, 9 + 2, "quantize", False), ("mxfp4", 1000, 9, "quantize", True),
+    ("nvfp4", 1024, 9 + 3, "amax", False),
 ], ids=["joined", "no whole tiles", "dynamic"])  # fmt: skip
 def test_compiled_models(recipe, inner, inputs, fused, up, monkeypatch):
     """Through the backend: where the cache joins the weights of gate and up, one launch of both remains."""
@@ -114,11 +115,36 @@ def test_compiled_models(recipe, inner, inputs, fused, up, monkeypatch):
         model, x = Mlp(inner), torch.empty(256, 512, device=DEVICE, dtype=torch.bfloat16)
         found = compiled_for(monkeypatch, model, x, recipe, launches)
     rows = {row.module: row.fused for row in found.report.rows}
-    assert (rows["gate"] == "silu, mul, quantize") == fused
+    assert rows["gate"] == f"silu, mul, {fused}"
     packed = [node for node in found.graphs[0].graph.find_nodes(op="placeholder") if node.name.startswith("packed")]
     assert len(packed) == inputs
     kernels = [one for one in found.launches if one.kernel.__name__ == "gemm_block_scaled_sm100"]
-    assert [one.constants["PAIR"] for one in kernels if "e2m1 " in one.constants["EPILOGUE"]] == [int(not up)] * fused
+    last = "e2m1 " if fused == "quantize" else "| amax "
+    assert [one.constants["PAIR"] for one in kernels if last in one.constants["EPILOGUE"]] == [int(not up)]
+    # The input's quantiser, then the quantiser of a result whose amax the product's kernel has found.
+    others = [name for one in found.launches if "gemm" not in (name := one.kernel.__name__)]
+    assert others == {"quantize": ["quantize_rows"], "amax": ["tensor_amax", "quantize_rows", "quantize_rows"]}[fused]
+
+
+def kept_and_viewed(x, w, v):
+    y = F.relu(F.linear(x, w))
+    return F.linear(y, v), y, F.linear(y.view(512, 512), v.view(1024, 512))
+
+
+def test_snapshot_of_a_dynamic_outer_scale():
+    """The product's kernel stores the activation and finds its amax, from which quantisers make the outer scale."""
+    found, names, count, launches = graph_of(kept_and_viewed, (2, 128, 512), W, V, recipe="nvfp4")
+    assert count == 1
+    of_result = [line.split(" = ")[1] for line in found.splitlines() if "amax" in line]
+    assert of_result == [
+        "fp4compile.scaled_mm_amax(getitem, getitem_1, getitem_2, nvfp4, getitem_3, getitem_4, getitem_5, nvfp4, None,"
+        " torch.bfloat16, [], ['relu product', 'amax'], torch.bfloat16)",
+        "fp4compile.quantize(view_2, nvfp4, [-1], layout=swizzled, amax=getitem_19)",
+        "fp4compile.quantize(view_4, nvfp4, [-1], layout=swizzled, amax=getitem_19)",
+    ]
+    assert "reshape_default: bfloat16[2, 128, 1024]" in found.splitlines()[-1]
+    assert list(names.values()) == ["relu, amax"]
+    assert launches[launches.index("gemm_block_scaled_sm100") + 1] == "quantize_rows"
 
 
 def test_a_static_outer_scale():
@@ -147,6 +173,7 @@ FUSED = {
     "three dimensions": (mlp, ((2, 128, 512), W, V)),
     "partly filled blocks": (mlp, (X, (1000, 512), (512, 1000))),
     "any number of rows": (mlp, ((ANY, 512), W, V)),
+    "few rows": (mlp, ((16, 512), W, V)),
 }
 
 
@@ -195,6 +222,8 @@ def thirds(x, w, v):
 
 
 MX4 = {"recipe": "mxfp4"}
+LONG = ((16, 14336), (4096, 14336), (1024, 4096))
+LARGE = ((8192, 4096), (14336, 4096), (4096, 14336))
 LEFT = {
     "a half used elsewhere": (half_kept, (X, (2048, 512), V), MX4),
     "other halves": (other_halves, (X, (2048, 512), V), MX4),
@@ -204,14 +233,14 @@ LEFT = {
     "half of a product": (lambda x, w, v: F.linear(F.linear(x, w).chunk(2, -1)[1], v), (X, (2048, 512), V), MX4),
     "used elsewhere": (kept, (X, W, V), {}),
     "quantised twice": (both_directions, (X, W, V), {}),
-    "outer scale of the tensor": (mlp, (X, W, V), {"recipe": "nvfp4"}),
+    "outer scale of a large tensor": (mlp, LARGE, {"recipe": "nvfp4"}),
     "outer scales of rows": (mlp, (X, W, V), {"recipe": "nvfp4_rowwise"}),
     "other rows": (lambda x, w, v: F.linear(F.relu(F.linear(x, w)).view(512, 512), v), (X, W, (256, 512)), {}),
     "unknown operation": (lambda x, w, v: F.linear(F.linear(x, w).sin(), v), (X, W, V), {}),
-    "few rows": (mlp, ((16, 512), W, V), {}),
+    "few rows of a weight with few columns": (mlp, LONG, {}),
     "Hopper": (mlp, (X, W, V), {"sm": 90}),
     "SM120": (mlp, (X, W, V), {"sm": 120}),
-    "a large product of the library's": (mlp, ((8192, 4096), (14336, 4096), (4096, 14336)), {}),
+    "a large product of the library's": (mlp, LARGE, {}),
     "any number of rows of the library's": (mlp, ((ANY, 4096), (14336, 4096), (4096, 14336)), {}),
 }  # fmt: skip
 
@@ -231,19 +260,26 @@ def test_other_arithmetic_is_left_to_inductor():
 
 def test_the_log_says_why_not(caplog):
     caplog.set_level("INFO", "fp4compile")
-    graph_of(mlp, (16, 512), W, V)
-    graph_of(mlp, (8192, 4096), (14336, 4096), (4096, 14336))
+    graph_of(mlp, *LONG)
+    graph_of(mlp, *LARGE)
     said = [record.getMessage() for record in caplog.records if "quantised by another kernel" in record.getMessage()]
-    assert "skinny_block_scaled_sm100 serves its few rows" in said[0]
+    assert "skinny_block_scaled_sm100 and a quantiser are expected to be faster" in said[0]
     assert "library_block_scaled and a quantiser are expected to be faster" in said[1]
 
 
 def test_the_cost_model():
-    """Fusing pays where the library does not serve, and where memory limits; not where the library's tiles win."""
+    """Fusing pays where the library does not serve, and where memory limits; not where the library's tiles win.
 
-    def pays(name, *sizes):
+    With few rows it pays if the columns alone give enough programs, as those of gate and up of a Llama-3-8B do.
+    """
+
+    def pays(name, *sizes, **two):
         problem = problem_of(Product(name, name, *sizes).arguments(), Target(100))
-        return isinstance(quantized(problem, formats.get(name)), Choice)
+        return isinstance(quantized(problem, formats.get(name), **two), Choice)
+
+    two = {"pair": True, "products": 2}
+    assert [pays(name, 16, 14336, 4096, **two) for name in ("mxfp4", "mxfp8", "nvfp4_one_level")] == [True] * 3
+    assert [pays("mxfp8", 16, n, 4096) for n in (1024, 14336)] == [False, True]
 
     assert [pays(name, 8192, 14336, 4096) for name in ("mxfp4", "mxfp8", "nvfp4_one_level")] == [True, False, False]
     assert [pays(name, 8192, 4096, 1024) for name in ("mxfp4", "mxfp8", "nvfp4_one_level")] == [True, True, True]

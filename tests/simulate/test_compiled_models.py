@@ -151,20 +151,35 @@ def test_inductor_writes_the_operands_of_packed_weights(monkeypatch):
 
 
 @pretending
-def test_gate_and_up_write_the_operand_of_down(monkeypatch):
-    """One launch for both, whose weights the cache joins; the bits are those of three kernels."""
+@pytest.mark.parametrize(("recipe", "packed"), [("mxfp4", False), ("nvfp4", True)])
+def test_gate_and_up_write_the_operand_of_down(recipe, packed, monkeypatch):
+    """One launch for both, whose weights are joined; the bits are those of separate kernels.
+
+    The weights of packed layers are the same tensors before and after, and no quantiser runs for them.
+    """
     torch.manual_seed(0)
-    model, x, results = GatedMlp().bfloat16(), torch.randn(2, 45, 128).bfloat16(), []
-    for off, quantisers, products in (((), 3 + 1, 2), (("fuse_quantize",), 2, 3)):  # the weights' quantisers run once
+    model, x, results, launches = GatedMlp().bfloat16(), torch.randn(2, 45, 128).bfloat16(), [], []
+    if packed:
+        fp4compile.pack_(model, recipe)
+        for layer in model.children():  # as on SM100
+            layer.weight_scales = layer.scales_as("swizzled", layer.weight_scales)
+    for off in ((), ("fuse_quantize",)):
         monkeypatch.setattr(config, "disabled_passes", off)
-        backend = fp4compile.backend("mxfp4", strict=True)
+        backend = fp4compile.backend(recipe, strict=True)
         with torch.no_grad(), simulated(monkeypatch, 100) as gpu:
             torch._dynamo.reset()
             results.append(torch.compile(model, backend=backend)(x))
-        assert gpu.counted()["package"] == {"quantize_rows": quantisers, "gemm_block_scaled_sm100": products}
+        launches.append(gpu.counted()["package"])
         fused = {row.module: row.fused for row in backend.report.rows}
-        assert fused["gate"] == (None if off else "silu, mul, quantize") and fused["up"] is None
+        last = "amax" if packed else "quantize"
+        assert fused["gate"] == (None if off else f"silu, mul, {last}") and fused["up"] is None
     assert torch.equal(*results) and results[0].isfinite().all() and results[0].any()
+    if packed:  # the library computes the products without an epilogue
+        assert launches == [{"tensor_amax": 1, "quantize_rows": 2, "gemm_block_scaled_sm100": 1},
+                            {"tensor_amax": 2, "quantize_rows": 2, "gemm_block_scaled_sm100": 1}]  # fmt: skip
+    else:  # the quantisers of weights run once
+        assert launches == [{"quantize_rows": 3 + 1, "gemm_block_scaled_sm100": 2},
+                            {"quantize_rows": 2, "gemm_block_scaled_sm100": 3}]  # fmt: skip
 
 
 @pretending

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from fp4compile.check.product_table import Product
-from fp4compile.check.product_values import exact_arguments
+from fp4compile.check.product_values import amax_differences, exact_arguments
 from fp4compile.check.simulate.launch import Simulator
 from fp4compile.check.simulate.run import Schedule
 from fp4compile.check.values import BF16, same_bits
@@ -14,7 +14,7 @@ from fp4compile.formats import formats, reference
 from fp4compile.formats.epilogue import Epilogue
 from fp4compile.hardware import Target
 from fp4compile.ops.matmul import SCALED_MM_QUANTIZED
-from fp4compile.templates.multiply import multiply_quantized
+from fp4compile.templates.multiply import multiply_amax, multiply_quantized
 from tests.helpers.hard_inputs import stacked
 
 
@@ -28,6 +28,23 @@ def test_a_result_of_two_products():
     expected = SCALED_MM_QUANTIZED(*x.a.in_schema, *x.b.in_schema, None, BF16, [], x.epilogue.strings(), BF16)
     assert [one.shape for one in got] == [one.shape for one in expected] and got[0].shape == (144, 256)
     assert same_bits([*got, torch.empty(0)], [*expected, torch.empty(0)]) == []
+
+
+def test_an_amax():
+    """Of two products whose outer scales lie apart; then of NaN in the last row of a tile that is partly filled."""
+    x = exact_arguments(Product("nvfp4", "nvfp4", 144, 256, 256, epilogue="pair", result="amax"))
+    outers = torch.zeros(8)[::4]
+    outers.copy_(torch.tensor([0.5, 4.0]))
+    x = replace(x, b=replace(x.b, outer=outers), epilogue=Epilogue.parse(["mul product pair", "amax"], BF16, BF16))
+    simulator = Simulator(Target(100, 2), Schedule(1))
+    with simulator.running():
+        assert amax_differences(x) == []
+    steps, value = ["mul product 0.0", "add s0 aux0", "amax"], torch.zeros(144, 128, dtype=BF16)
+    value[-1, -1] = torch.nan
+    x = exact_arguments(Product("nvfp4", "nvfp4", 144, 128, 256, result="amax"))
+    with simulator.running():
+        _, maxima = multiply_amax(replace(x, epilogue=Epilogue.parse(steps, BF16, BF16), auxiliaries=[value]))
+    assert maxima.isnan().sum() == 1 and maxima.nan_to_num().amax() == 0
 
 
 @pytest.mark.parametrize(("name", "rows", "columns", "multiprocessors"), [

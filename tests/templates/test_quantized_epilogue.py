@@ -10,15 +10,17 @@ from dataclasses import replace
 import pytest
 import torch
 
+from fp4compile import hardware
 from fp4compile.check.machine_code import compile_launch
 from fp4compile.check.product_table import Product
 from fp4compile.formats import formats, reference
 from fp4compile.formats.epilogue import Epilogue
 from fp4compile.formats.operand import Arguments
 from fp4compile.hardware import Target
+from fp4compile.ops.quantize import quantize_kernels
 from fp4compile.templates import choose
 from fp4compile.templates.gemm import cost
-from fp4compile.templates.multiply import multiply, multiply_quantized
+from fp4compile.templates.multiply import multiply, multiply_amax, multiply_quantized
 from fp4compile.templates.problem import problem_of
 from tests.helpers.codes import as_bytes
 from tests.helpers.hard_inputs import stacked
@@ -82,6 +84,44 @@ def test_codes_of_a_pair(name, monkeypatch):
     assert torch.equal(as_bytes(data), as_bytes(expected[0])) and torch.equal(as_bytes(scales), as_bytes(expected[1]))
 
 
+@pytest.mark.skipif(not INTERPRETING, reason="the interpreter stands in for an SM100 GPU")
+def test_an_amax(monkeypatch):
+    """Of a pair whose matrices have an outer scale each, 16 bytes apart. Rows that do not exist have larger values.
+
+    The quantiser's kernels take the maxima, and find no amax of their own.
+    """
+    found = replace(choose.named("block_scaled_sm100"), serves=lambda p: True, finds_amax=lambda p: True)
+    monkeypatch.setattr(choose, "REGISTRY", (found,))
+    fmt, outers = formats.get("nvfp4"), torch.zeros(8)[::4]
+    a, b = quantized(-torch.rand(131, 64), fmt, "swizzled"), quantized(torch.rand(512, 64), fmt, "swizzled")
+    outers.copy_(b.outer * torch.tensor([0.5, 3.0]))
+    bias, of_rows = torch.tensor([20.0, 60.0]).repeat_interleave(256), outers.repeat_interleave(256).unsqueeze(-1)
+    product, pair = multiply(Arguments(a, replace(b, outer=of_rows), bias, BF16)).float().chunk(2, -1)
+    value = (product + pair).bfloat16()
+    assert value.abs().max() < 80
+    epilogue = Epilogue.parse(["add product pair", "amax"], BF16, BF16)
+    got, maxima = multiply_amax(Arguments(a, replace(b, outer=outers), bias, BF16, epilogue))
+    assert torch.equal(got, value) and maxima.max() == value.abs().max()
+    *codes, outer = quantize_kernels(got, "nvfp4", layout="swizzled", amax=maxima)
+    *expected, expected_outer = reference.quantize(value, fmt, None, "swizzled")
+    assert all(torch.equal(as_bytes(one), as_bytes(other)) for one, other in zip(codes, expected, strict=True))
+    assert torch.equal(outer, expected_outer)
+
+
+@pytest.mark.skipif(not INTERPRETING, reason="the interpreter stands in for an SM100 GPU")
+def test_an_amax_of_tiles_partly_filled(monkeypatch):
+    """Columns that do not exist have larger values, in parts of their own; several tiles have one program."""
+    found = replace(choose.named("block_scaled_sm100"), serves=lambda p: True, finds_amax=lambda p: True)
+    monkeypatch.setattr(choose, "REGISTRY", (found,))
+    monkeypatch.setattr(hardware, "_MULTIPROCESSORS", hardware._MULTIPROCESSORS | {90: 1})
+    fmt = formats.get("mxfp8")
+    a, b = (quantized(torch.rand(rows, 64), fmt, "swizzled") for rows in (5, 416))
+    product = multiply(Arguments(a, b, None, BF16))
+    epilogue = Epilogue.parse(["sub product 30.0", "amax"], BF16, BF16)
+    got, maxima = multiply_amax(Arguments(a, b, None, BF16, epilogue))
+    assert torch.equal(got, product - 30) and maxima.max() == got.abs().max() < 30 and maxima.count_nonzero() == 1
+
+
 def compiled(product):
     _, (launched,) = product.launches(100)
     return compile_launch(launched, 100)
@@ -98,6 +138,19 @@ def test_machine_code():
     elements = code.launched.constants["BM"] * code.launched.constants["BN"]
     more = (after - before) / (elements / 16 / (32 * code.launched.num_warps))
     assert 0.85 < more / cost.QUANTIZE_INSTRUCTIONS["e4m3"] < 1.05
+
+
+@pytest.mark.skipif(INTERPRETING, reason="compiles")
+def test_machine_code_of_an_amax():
+    """No spills, results by TMA, maxima by words, and the instructions that the cost model counts."""
+    gated = Product("nvfp4", "nvfp4", epilogue="gated")
+    plain, code = compiled(gated), compiled(replace(gated, result="amax"))
+    assert code.resources.problems == [] and code.resources.registers <= 168 and set(code.sass.widths("STG")) == {4}
+    assert code.launched.constants["TMA_STORE"]
+    before, after = (len(re.findall(r"^\s+/\*[0-9a-f]{4,}\*/", each.sass.text, re.M)) for each in (plain, code))
+    elements = code.launched.constants["BM"] * code.launched.constants["BN"]
+    more = (after - before) / (elements / 16 / (32 * code.launched.num_warps))
+    assert 0.85 < more / cost.AMAX_INSTRUCTIONS < 1.05
 
 
 @pytest.mark.skipif(INTERPRETING, reason="chooses for GPUs")

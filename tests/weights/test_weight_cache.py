@@ -11,8 +11,9 @@ import torch
 import fp4compile
 from fp4compile.ops.quantize import QUANTIZE
 from fp4compile.weights import cache as weight_cache
-from fp4compile.weights.cache import form, packed_pair, packed_weight
+from fp4compile.weights.cache import form, joined_parts, packed_pair, packed_weight
 from tests.helpers.cached_weights import RECIPE, assert_current, two_layers, uncached
+from tests.helpers.codes import as_bytes
 from tests.helpers.graphs import compile_recorded
 
 
@@ -37,23 +38,48 @@ def test_weights_are_packed_again_into_the_same_memory(change):
     assert torch.equal(contents[0], after[0]) == (change is fp4compile.refresh)
 
 
-def test_two_weights_are_joined(packings):
+@pytest.mark.parametrize("name", ["mxfp8", "nvfp4"])
+def test_two_weights_are_joined(name, packings):
     """The packed tensors of each become parts of common memory, in which both are packed again after a change."""
     weights = [torch.nn.Parameter(torch.randn(128, 64)) for _ in range(2)]
-    packed_as = form("mxfp8", -1, "swizzled")
-    expected = [QUANTIZE(weight.detach(), "mxfp8", -1, layout="swizzled") for weight in weights]
+    packed_as = form(name, -1, "swizzled")
+    expected = [QUANTIZE(weight.detach(), name, -1, layout="swizzled") for weight in weights]
     joined = packed_pair(*weights, packed_as)
-    for whole, *each in zip(joined, *(packed_weight(weight, packed_as)[:2] for weight in weights), strict=True):
+    results = 3 if name == "nvfp4" else 2
+    each_weight = [packed_weight(weight, packed_as)[:results] for weight in weights]
+    for whole, *each in zip(joined[:2], *(one[:2] for one in each_weight), strict=True):
         assert whole.shape == (2 * each[0].shape[0], *each[0].shape[1:])
         assert [part.data_ptr() - whole.data_ptr() for part in each] == [0, each[0].numel()]
-    for whole, *each in zip(joined, *(one[:2] for one in expected), strict=True):
+    for whole, *each in zip(joined[:2], *(one[:2] for one in expected), strict=True):
         assert torch.equal(whole.view(torch.uint8), torch.cat([part.view(torch.uint8) for part in each]))
+    for outers, *each in zip(joined[2:], *(one[2:] for one in each_weight), strict=True):  # each at a multiple of 16
+        assert outers.stride() == (4,) and torch.equal(outers, torch.stack([one[2] for one in expected]))
+        assert [part.data_ptr() - outers.data_ptr() for part in each] == [0, 16]
     count = len(packings)
     change_of_contents(weights[1])
     again = packed_pair(*weights, packed_as)
     assert [one.data_ptr() for one in again] == [one.data_ptr() for one in joined] and len(packings) == count + 1
-    changed = QUANTIZE(weights[1].detach(), "mxfp8", -1, layout="swizzled")
+    changed = QUANTIZE(weights[1].detach(), name, -1, layout="swizzled")
     assert torch.equal(again[0][128:].view(torch.uint8), changed[0].view(torch.uint8))
+
+
+@pytest.mark.parametrize("inference", [False, True])
+def test_two_packed_layers_are_joined(inference):
+    """The layers hold the same tensors as before, which are parts of common memory then, and are moved once."""
+    with torch.inference_mode(inference):
+        layers = torch.nn.ModuleList(torch.nn.Linear(64, 128, bias=False) for _ in range(2))
+        fp4compile.pack_(layers, "nvfp4")
+    parts = [[layer.weight_data, layer.weight_scales, layer.weight_outer] for layer in layers]
+    contents = [[part.clone() for part in each] for each in parts]
+    joined = joined_parts(*parts)
+    assert [one.data_ptr() for one in joined_parts(*parts)] == [one.data_ptr() for one in joined]
+    for layer, each, before in zip(layers, parts, contents, strict=True):
+        assert layer.weight_data is each[0] and layer.weight_outer is each[2]
+        assert all(torch.equal(as_bytes(one), as_bytes(other)) for one, other in zip(each[:2], before[:2], strict=True))
+        assert torch.equal(each[2], before[2])
+    for i, one in enumerate(joined[:2]):
+        assert torch.equal(as_bytes(one), as_bytes(torch.cat([each[i].view(torch.uint8) for each in parts])))
+    assert torch.equal(joined[2], torch.stack([each[2] for each in contents])) and joined[2].stride() == (4,)
 
 
 def test_forms_of_one_weight_are_kept_apart(packings):

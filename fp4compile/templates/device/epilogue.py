@@ -16,7 +16,7 @@ import torch
 import triton
 import triton.language as tl
 
-from fp4compile.formats.epilogue import PAIR, PRODUCT, Epilogue
+from fp4compile.formats.epilogue import AMAX, PAIR, PRODUCT, Epilogue
 from fp4compile.formats.steps import with_silu
 from fp4compile.templates.device.async_copy import do_ptx
 from fp4compile.templates.device.elements import float_bits
@@ -29,7 +29,7 @@ def text(epilogue: Epilogue) -> str:
     """The constexpr EPILOGUE of kernels: "product aux0 row1 | mul 0 1; add 3 2 | bfloat16".
 
     The third part is the dtype that the product is rounded to. A fourth part says how the result is quantised
-    (`device.quantized_epilogue`): "e4m3 e8m0 rceil 32 none bfloat16".
+    (`device.quantized_epilogue`): "e4m3 e8m0 rceil 32 none bfloat16"; or that its amax is found: "amax bfloat16".
     """
     steps, dtype = with_silu(epilogue.steps), epilogue.product_dtype
     products = [PRODUCT, PAIR] if epilogue.pair else [PRODUCT]
@@ -41,6 +41,8 @@ def text(epilogue: Epilogue) -> str:
         fmt = epilogue.quantize.format
         fields = (fmt.element, fmt.scale, fmt.contract, fmt.block_cols, fmt.outer or "none", _name(epilogue.dtype))
         parts.append(" ".join(map(str, fields)))
+    elif epilogue.amax:
+        parts.append(f"{AMAX} {_name(epilogue.dtype)}")
     return " | ".join(parts)
 
 

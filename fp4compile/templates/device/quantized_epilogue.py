@@ -6,6 +6,9 @@ a tile of the matrix unit lies in one thread, so an amax needs no other thread.
 
 Codes leave part by part. Scale bytes are few: one for 16 or 32 elements. `store_scale_tiles` stores those of all parts
 at once, because each 128 rows of 4 scales are 512 bytes in a row of the swizzled layout (`formats.layouts`).
+
+Where the operand has a dynamic outer scale, the whole result decides it. Then the epilogue stores the rounded result,
+and finds its amax: each program the amax of its tiles (`store_maximum`).
 """
 
 import triton
@@ -20,7 +23,13 @@ from fp4compile.templates.device.register_tile import log2
 @triton.constexpr_function
 def quantizes(EPILOGUE):
     """Whether an epilogue ends in codes."""
-    return EPILOGUE.count(" | ") == 3
+    return EPILOGUE.count(" | ") == 3 and not finds_amax(EPILOGUE)
+
+
+@triton.constexpr_function
+def finds_amax(EPILOGUE):
+    """Whether the amax of an epilogue's result is found."""
+    return " | amax " in EPILOGUE
 
 
 @triton.constexpr_function
@@ -33,8 +42,8 @@ def result_of(EPILOGUE, field):
 
 @triton.constexpr_function
 def dtype_of(EPILOGUE):
-    """The type that an epilogue's result is rounded to before it is quantised."""
-    name = result_of(EPILOGUE, "dtype")
+    """The type that an epilogue's result is rounded to before it is quantised, or before its amax is found."""
+    name = EPILOGUE.split()[-1]
     return tl.bfloat16 if name == "bfloat16" else tl.float16 if name == "float16" else tl.float32
 
 
@@ -91,3 +100,27 @@ def store_scale_tiles(scales_ptr, byte, batch, tile_m, tile_n, m, blocks):
     at = tl.arange(0, cols * 128)
     ptr = scales_ptr.to(tl.pointer_type(tl.int32), bitcast=True)
     tl.store(ptr + (first + at), words, mask=at // 128 < col_tiles - col)
+
+
+@triton.jit
+def amax_of_part(part, EPILOGUE: tl.constexpr, ISA: tl.constexpr):
+    """float32 [ROWS, COLS] -> bits of the largest magnitudes of half rows after they are rounded, int32 [ROWS, 2].
+
+    A thread has half of a part's row.
+    """
+    dtype: tl.constexpr = dtype_of(EPILOGUE)
+    first, second = tl.split(tl.reshape(part, (part.shape[0], part.shape[1] // 2, 2)))
+    words = tl.reshape(pack(first, second, dtype, ISA), (part.shape[0], 2, part.shape[1] // 4))
+    return word_amax(words, 2, ISA, dtype)
+
+
+@triton.jit
+def store_maximum(maxima_ptr, amax, COUNT: tl.constexpr):
+    """Store the largest of amax, bits of magnitudes, int32 [ROWS, 2], as the program's entry of COUNT int32.
+
+    The first program stores 0 to the entries that have no program.
+    """
+    at = tl.arange(0, COUNT)
+    absent = tl.where(tl.program_id(0) == 0, tl.num_programs(0), COUNT)  # the first entry without a program
+    tl.store(maxima_ptr + at, tl.zeros((COUNT,), tl.int32), mask=at >= absent)
+    tl.store(maxima_ptr + tl.program_id(0), tl.max(tl.max(amax, 1), 0))

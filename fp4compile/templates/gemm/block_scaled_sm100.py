@@ -13,7 +13,8 @@ How the operands reach the matrix units of SM100:
 - The epilogue takes a part of the columns at a time, so that the sums need few registers. TMA stores the parts from one
   buffer, so each part waits until the one before has left it.
 - An epilogue may quantise its result (`device.quantized_epilogue`): TMA stores the parts' codes, and threads store the
-  scales of a whole tile.
+  scales of a whole tile. Or it finds the amax of its result, from which the next product's quantiser makes an outer
+  scale.
 
 Programs make their descriptors one after the other, before anything else: five take about 400 instructions of one warp,
 and five copies to memory that are fenced. They are no arguments of the kernel, because `torch.library.wrap_triton`,
@@ -30,6 +31,7 @@ import triton
 import triton.language as tl
 
 from fp4compile._compat import statically_true
+from fp4compile.formats.epilogue import PARTIAL_MAXIMA
 from fp4compile.formats.layouts import ceil_div
 from fp4compile.templates.device.block_scaled_tile import (
     code_source,
@@ -45,15 +47,19 @@ from fp4compile.templates.device.epilogue import (
     epilogue,
     factor_of_rows,
     rescale_columns,
+    rescale_mode,
     stored,
     stored_ptr,
 )
 from fp4compile.templates.device.persistent_grid import grouped_tile
 from fp4compile.templates.device.quantized_epilogue import (
+    amax_of_part,
+    finds_amax,
     joined_columns,
     quantized_part,
     quantizes,
     result_of,
+    store_maximum,
     store_scale_tiles,
     unit_type,
 )
@@ -68,19 +74,21 @@ from fp4compile.templates.problem import Problem
 def gemm_block_scaled_sm100(
     a_ptr, a_scales_ptr, a_outer_ptr, b_ptr, b_scales_ptr, b_outer_ptr, bias_ptr, out_ptr, out_scales_ptr,
     out_outer_ptr, epilogue_0_ptr, epilogue_1_ptr,
-    batches, m, n, a_per_row, b_per_row, steps, row_tiles_a, row_tiles_b, col_tiles,
+    b_outer_step, batches, m, n, a_per_row, b_per_row, steps, row_tiles_a, row_tiles_b, col_tiles,
     A_ELEMENT: tl.constexpr, B_ELEMENT: tl.constexpr, SCALE: tl.constexpr, BLOCK: tl.constexpr,
     A_OUTER: tl.constexpr, B_OUTER: tl.constexpr, BIAS: tl.constexpr, B_BATCHED: tl.constexpr, PAIR: tl.constexpr,
     EPILOGUE: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP_M: tl.constexpr, PARTS: tl.constexpr,
     TMA: tl.constexpr, TMA_STORE: tl.constexpr, WARP_SPECIALIZE: tl.constexpr, TWO_SUMS: tl.constexpr,
-    EVEN_K: tl.constexpr, EVEN_BLOCKS: tl.constexpr, ISA: tl.constexpr,
+    EVEN_K: tl.constexpr, EVEN_BLOCKS: tl.constexpr, MAXIMA: tl.constexpr, ISA: tl.constexpr,
 ):  # fmt: skip
     """Tiles [BM, BN] of out [batches, m, n] = a [batches, m, K] x b [batches or 1, n, K]^T, rescaled, plus a bias.
 
     An epilogue that quantises stores codes of its result to out, and swizzled block scales to out_scales. out_outer:
-    its static outer scale. PAIR: B has two matrices [n, K], one below the other. A tile has BN / 2 columns of both
-    products, and the epilogue makes one result of them.
+    its static outer scale. An epilogue that finds the amax of its result stores partial maxima to out_scales. PAIR: B
+    has two matrices [n, K], one below the other. A tile has BN / 2 columns of both products, and the epilogue makes one
+    result of them. B_OUTER "group": each of the two has an outer scale of its own, the second one b_outer_step
+    elements behind the first.
 
     The grid is persistent: program p takes the tiles p, p + grid, p + 2 * grid, and so on.
 
@@ -89,7 +97,7 @@ def gemm_block_scaled_sm100(
     tile's columns that the epilogue takes one by one. TMA: rows of codes are whole 16 bytes. TMA_STORE: there is a
     single matrix, and rows of out are whole 16 bytes. TWO_SUMS: tensor memory holds the sums of two tiles, so that the
     epilogue of one runs beside the products of the next. EVEN_K: K is whole steps. EVEN_BLOCKS: n is whole blocks of
-    the codes that are stored.
+    the codes that are stored. MAXIMA: how many partial maxima there are.
     """
     a_bytes: tl.constexpr = codes_in(BK, A_ELEMENT)
     b_bytes: tl.constexpr = codes_in(BK, B_ELEMENT)
@@ -114,6 +122,8 @@ def gemm_block_scaled_sm100(
         out_cols = n
         out_ptr = stored_ptr(out_ptr, ISA)
         stored_cols: tl.constexpr = part_cols
+    if finds_amax(EPILOGUE):
+        amax = tl.zeros((BM, 2), tl.int32)
     if TMA_STORE:
         target = tl.make_tensor_descriptor(out_ptr, [m, out_cols], [out_cols, 1], [BM, stored_cols])
 
@@ -132,7 +142,10 @@ def gemm_block_scaled_sm100(
         b_row_tile = b_batch * row_tiles_b + tile_n * (tile_cols // 128)
         # Loaded before the steps: they hide the latency, and all parts share the factor.
         row = (tile_m * BM + tl.arange(0, BM))[:, None]
-        factor = factor_of_rows(row, m, batch, a_outer_ptr, b_outer_ptr, A_OUTER, B_OUTER)
+        factor = factor_of_rows(row, m, batch, a_outer_ptr, b_outer_ptr, A_OUTER, rescale_mode(B_OUTER))
+        pair_factor = factor
+        if B_OUTER == "group":
+            pair_factor = factor_of_rows(row, m, batch, a_outer_ptr, b_outer_ptr + b_outer_step, A_OUTER, "tensor")
         acc = tl.zeros((BM, BN), tl.float32)
         for step in range(steps):
             a = load_codes(a_source, a_row, step * a_bytes, (batch + 1) * m, a_per_row, BM, a_bytes, TMA, EVEN_K)
@@ -154,11 +167,11 @@ def gemm_block_scaled_sm100(
             first = (batch.to(tl.int64) * m + tile_m * BM) * n + col0
             at = tl.arange(0, BM)[:, None] * n + tl.arange(0, part_cols)[None, :]
             part = rescale_columns(parts[i], factor, col, n, batch, b_outer_ptr, bias_ptr,
-                                   A_OUTER, B_OUTER, BIAS, B_BATCHED)  # fmt: skip
+                                   A_OUTER, rescale_mode(B_OUTER), BIAS, B_BATCHED)  # fmt: skip
             pair = None
             if PAIR:  # of the second half of the rows of B
-                pair = rescale_columns(parts[i + PARTS // 2], factor, col, n, batch, b_outer_ptr + n, bias_ptr + n,
-                                       A_OUTER, B_OUTER, BIAS, B_BATCHED)  # fmt: skip
+                pair = rescale_columns(parts[i + PARTS // 2], pair_factor, col, n, batch, b_outer_ptr + n, bias_ptr + n,
+                                       A_OUTER, rescale_mode(B_OUTER), BIAS, B_BATCHED)  # fmt: skip
             part = epilogue(part, at, col, mask, n, epilogue_0_ptr, epilogue_1_ptr, EPILOGUE, ISA, pair, first)
             if quantizes(EPILOGUE):
                 if not EVEN_BLOCKS:
@@ -172,6 +185,9 @@ def gemm_block_scaled_sm100(
                 at = tl.arange(0, BM)[:, None] * out_cols + tl.arange(0, stored_cols)[None, :]
                 mask = (row < m) & (col < out_cols)
             else:
+                if finds_amax(EPILOGUE):
+                    found = tl.where(row < m, amax_of_part(part, EPILOGUE, ISA), 0)
+                    amax = tl.maximum(amax, tl.where(col0 < n, found, 0))
                 part = stored(part, out_ptr, ISA)
             if TMA_STORE:
                 target.store([tile_m * BM, col0], part)
@@ -179,6 +195,8 @@ def gemm_block_scaled_sm100(
                 tl.store(out_ptr + first + at, part, mask=mask)
         if quantizes(EPILOGUE):
             store_scale_tiles(out_scales_ptr, joined_columns(scales), batch, tile_m, tile_n, m, blocks)
+    if finds_amax(EPILOGUE):
+        store_maximum(out_scales_ptr.to(tl.pointer_type(tl.int32), bitcast=True), amax, MAXIMA)
 
 
 def _serves(p: Problem) -> bool:
@@ -204,36 +222,46 @@ def _quantizes(p: Problem) -> bool:
     return 100 <= p.target.sm < 120 and pairs
 
 
+def _finds_amax(p: Problem) -> bool:
+    """Only where columns are whole parts, of 32: no part has columns that do not count."""
+    return _quantizes(p) and statically_true(p.n % 32 == 0)
+
+
 def _run(call: Call, config: BlockScaledConfig) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     p = call.problem
     blocks = ceil_div(p.k, p.a.format.block_cols)
     even = statically_true(blocks * p.a.format.block_cols % config.bk == 0)
-    if p.result is None:
-        out = scales = call.empty()
-        even_blocks = True
-    else:
+    even_blocks = True
+    if p.result is not None:
         out, scales = call.empty_codes()
         even_blocks = statically_true(p.n % p.result.block_cols == 0)
+    elif p.amax:
+        out, scales = call.empty(), call.empty_maxima()
+    else:
+        out = scales = call.empty()
     whole_rows = p.batches == 1 and statically_true(out.shape[-1] * out.element_size() % 16 == 0)
     a_outer, b_outer, bias = call.rescale_pointers(out)
+    outer_step = call.b.outer.stride(0) if p.b.outer == "group" else 1
     tiles = ceil_div(p.m, config.bm) * ceil_div(p.n, config.bn // (2 if p.pair else 1)) * p.batches
     launch(
-        gemm_block_scaled_sm100, torch.sym_min(tiles, p.target.multiprocessors),
+        gemm_block_scaled_sm100, torch.sym_min(tiles, min(p.target.multiprocessors, PARTIAL_MAXIMA)),
         call.a.data, call.a.scales, a_outer, call.b.data, call.b.scales, b_outer, bias, out, scales,
-        out if call.result_outer is None else call.result_outer, *call.epilogue_pointers(out), p.batches, p.m, p.n,
+        out if call.result_outer is None else call.result_outer, *call.epilogue_pointers(out), outer_step,
+        p.batches, p.m, p.n,
         p.row_bytes(p.a), p.row_bytes(p.b), ceil_div(p.k, config.bk), ceil_div(p.m, 128), ceil_div(p.n, 128),
         ceil_div(blocks, 4),
         num_warps=config.num_warps, num_stages=config.stages,
         A_ELEMENT=p.a.element, B_ELEMENT=p.b.element, SCALE=p.a.scale, BLOCK=p.a.format.block_cols,
         PAIR=int(p.pair), EVEN_K=int(even), EVEN_BLOCKS=int(even_blocks), TMA_STORE=int(whole_rows and config.tma),
+        MAXIMA=PARTIAL_MAXIMA,
         **config.constants,
         **call.rescale_constants, EPILOGUE=call.epilogue_text,
         ISA=p.target.isa,
     )  # fmt: skip
-    return out if p.result is None else (out, scales)
+    return out if out is scales else (out, scales)
 
 
 CANDIDATE = Candidate(
     "block_scaled_sm100", "native", _serves, block_scaled_config, _run, block_scaled_configs,
-    takes_epilogue=lambda p: True, quantizes=_quantizes, any_rows=True,
+    takes_epilogue=lambda p: True, quantizes=_quantizes, finds_amax=_finds_amax, any_rows=True,
 )  # fmt: skip

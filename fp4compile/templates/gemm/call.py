@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 
 from fp4compile._compat import statically_true
-from fp4compile.formats.epilogue import AUXILIARIES, Epilogue
+from fp4compile.formats.epilogue import AUXILIARIES, PARTIAL_MAXIMA, Epilogue
 from fp4compile.formats.layouts import ceil_div, swizzled_numel
 from fp4compile.formats.operand import Operand
 from fp4compile.templates.device.epilogue import text
@@ -90,12 +90,15 @@ class KernelOperand:
                 "SQUARE": int(square), "ALIGN": self.align(step)}  # fmt: skip
 
 
-def kernel_operand(x: Operand, type: OperandType) -> KernelOperand:
-    """The operand's tensors in the layout that kernels read; copied only if their layout differs."""
+def kernel_operand(x: Operand, type: OperandType, pair: bool = False) -> KernelOperand:
+    """The operand's tensors in the layout that kernels read; copied only if their layout differs.
+
+    pair: outer scales of two matrices, whose kernel takes their stride.
+    """
     data, scales, fmt = x.data, x.scales, x.format
     *_, rows, width = data.shape
     scales = aligned(scales.contiguous().view(torch.uint8)) if x.scaled else None
-    outer = None if x.outer is None else x.outer.contiguous()
+    outer = x.outer if x.outer is None or pair else x.outer.contiguous()
     if fmt is not None and not fmt.packed:
         data = data.view(torch.uint8)
         if not statically_true(width % 2 == 0):  # two codes make a unit
@@ -138,6 +141,8 @@ class Call:
         for tensor in self.auxiliaries:
             row = statically_true(tensor.numel() == p.n)
             within(tensor, span((p.n,) if row else (p.batches * p.m, p.n), (1,) if row else (p.n, 1)))
+        if p.pair and p.b.outer == "group":
+            within(self.b.outer, span((2,), self.b.outer.stride()))
         if self.offs is not None:
             within(self.offs, span((p.groups,), (1,)))
 
@@ -156,6 +161,10 @@ class Call:
         row = blocks * p.result.block_cols // (2 if p.result.packed else 1)
         scales = p.batches * swizzled_numel(p.m, blocks)
         return data.new_empty((p.batches, p.m, row)), data.new_empty(scales)
+
+    def empty_maxima(self) -> torch.Tensor:
+        """Memory for the magnitudes whose largest is the result's amax."""
+        return self.a.data.new_empty(PARTIAL_MAXIMA, dtype=torch.float32)
 
     def empty_sums(self, split_k: int) -> torch.Tensor:
         """Memory for the partial sums [split_k, batches, m, n] in float32."""

@@ -33,7 +33,8 @@ class Candidate:
     configurations: the configurations that `max-autotune` times: the result of `configure` and others, or none where
         the kernel is not expected to pay; None where there is no other. takes_epilogue: whether it can apply an
         epilogue before it stores. quantizes: whether that epilogue can end in codes; `run` then returns codes and block
-        scales.
+        scales. finds_amax: whether it can find the amax of what the epilogue stores; `run` then returns the result and
+        partial maxima.
     traceable: whether a graph can hold the launches of a problem and its configuration.
     any_rows: whether it serves the problem for every number of rows of A, if it does for one.
     dequantizes_a, dequantizes_b: whether it writes the operand, if it is quantised, to memory in 16 bits first.
@@ -51,6 +52,7 @@ class Candidate:
     configurations: Callable[[Problem], tuple] | None = None
     takes_epilogue: Callable[[Problem], bool] = _never
     quantizes: Callable[[Problem], bool] = _never
+    finds_amax: Callable[[Problem], bool] = _never
     traceable: Callable[[Problem, Any], bool] = _always
     any_rows: bool = False
     dequantizes_a: bool = False
@@ -60,8 +62,9 @@ class Candidate:
     run_group: Callable[[Sequence[Call], Any], list[torch.Tensor]] | None = None
 
     def takes(self, problem: Problem) -> bool:
-        """Whether it serves a problem, and stores the result in its format."""
-        return (problem.result is None or self.quantizes(problem)) and self.serves(problem)
+        """Whether it serves a problem, stores the result in its format, and finds its amax if that is wanted."""
+        amax = not problem.amax or self.finds_amax(problem)
+        return amax and (problem.result is None or self.quantizes(problem)) and self.serves(problem)
 
     def to_time(self, problem: Problem) -> tuple:
         """The configurations to time."""

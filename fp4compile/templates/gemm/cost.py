@@ -52,6 +52,10 @@ LIBRARY_TILES = ((128, 256), (128, 128), (128, 64))
 REACHED = 5.4 / (9 * 0.96)
 MEMORY_SHARE = 0.9  # of the published bytes/s: device copies on the H200 reach 4.28 of 4.8 TB/s
 LAUNCH = 1.5e-6  # seconds of one more kernel in a CUDA graph, half the time of a pair on the H200
+# Seconds in which a program of `block_scaled_sm100` makes its five descriptors, before anything else: assumed, for
+# 400 instructions of one warp and five fenced copies to memory. It is counted against the kernel for few rows, which
+# makes none; what the library's kernels do before their first tile is not known.
+DESCRIPTORS = 1e-6
 OUTER_SCALES = (
     2  # launches before a two-level product: torch multiplies the outer scales and, in torch 2.11, copies them
 )
@@ -60,6 +64,8 @@ OUTER_SCALES = (
 # instructions of a warp in a clock, of which an epilogue's eight warps are assumed to fill this share.
 QUANTIZE_INSTRUCTIONS = {"e4m3": 89, "e8m0": 64}
 ISSUED = 0.7
+# Instructions of a thread for 16 elements that it takes to find the amax of a result, counted in the same way.
+AMAX_INSTRUCTIONS = 32
 CLOCK = 1.85e9
 ANY_ROWS = (128, 1024, 8192)  # rows of A that stand for a symbolic number of rows
 
@@ -82,21 +88,61 @@ def quantizing_pays(
     config: BlockScaledConfig,
     alone: Problem,
     alone_config: BlockScaledConfig | SkinnyBlockScaledConfig | None,
+    products: int = 1,
 ) -> bool:
-    """Whether a kernel that quantises its result in the epilogue beats a product and a quantiser.
+    """Whether a kernel that quantises its result in the epilogue, or finds its amax, beats products and a quantiser.
 
-    p, config: the problem with the epilogue, and its kernel's configuration. alone, alone_config: the product without
-    an epilogue, and its kernel's configuration, None where the library serves it. Codes, which both ways write, and
-    what an epilogue or a prologue reads are not counted. Symbolic sizes: as in `fusing_pays`.
+    p, config: the problem with the epilogue, and its kernel's configuration. alone, alone_config: a product without
+    an epilogue, and its kernel's configuration, None where the library serves it. products: how many such products the
+    kernel replaces. Codes, which both ways write, and what an epilogue or a prologue reads are not counted. Symbolic
+    sizes: as in `fusing_pays`.
     """
     if not all(isinstance(size, int) for size in (p.n, p.k, p.batches)):
         return False
+    more = DESCRIPTORS if isinstance(alone_config, SkinnyBlockScaledConfig) else 0.0
     for m in [p.m] if isinstance(p.m, int) else ANY_ROWS:
-        plain = replace(alone, m=m)
-        product = library_seconds(plain) if alone_config is None else kernel_seconds(plain, alone_config)
-        if quantizing_seconds(replace(p, m=m), config) >= product + pointwise_seconds(plain):
+        fused = replace(p, m=m)
+        separate = separate_seconds(replace(alone, m=m), alone_config, products, amax=p.amax)
+        together = quantizing_seconds(fused, config) + more
+        if p.amax:
+            together += pointwise_seconds(fused)  # the quantiser reads the result
+        if together >= separate:
             return False
     return True
+
+
+def separate_seconds(
+    p: Problem, config: BlockScaledConfig | SkinnyBlockScaledConfig | None, products: int, amax: bool = False
+) -> float:
+    """Seconds of products of one problem, each by itself, and of the quantiser that reads their results.
+
+    config: None where the library serves them. amax: whether another launch reads the results before, for their amax.
+    """
+    if config is None:
+        seconds = library_seconds(p)
+    elif isinstance(config, SkinnyBlockScaledConfig):
+        seconds = skinny_seconds(p, config)
+    else:
+        seconds = kernel_seconds(p, config)
+    both = replace(p, n=products * p.n)
+    more = products - 1 + amax
+    seconds = products * seconds + more * LAUNCH + pointwise_seconds(both)
+    return seconds + (_pass_seconds(both) if amax else 0.0)
+
+
+def skinny_seconds(p: Problem, config: SkinnyBlockScaledConfig) -> float:
+    """Seconds of the kernel for few rows, and of the kernel that adds the parts of K.
+
+    Operands arrive as fast as memory gives them, or as the multiprocessors that have a program take them from the L2
+    cache, where the float32 sums of the parts stay.
+    """
+    rates = _rates(p)
+    programs = ceil_div(p.n, config.bn) * p.batches * config.split_k
+    taken = rates.l2 * min(programs, p.target.multiprocessors) / p.target.multiprocessors
+    seconds = _operand_seconds(p) * max(rates.memory * MEMORY_SHARE / taken, 1.0)
+    if config.split_k == 1:
+        return seconds
+    return seconds + LAUNCH + 2 * 4 * config.split_k * p.batches * p.m * p.n / rates.l2
 
 
 def quantizing_seconds(p: Problem, config: BlockScaledConfig) -> float:
@@ -106,11 +152,13 @@ def quantizing_seconds(p: Problem, config: BlockScaledConfig) -> float:
     """
     columns = 2 * p.n if p.pair else p.n
     product, rates, results = replace(p, n=columns), _rates(p), config.bm * config.bn * p.n // columns
-    of_tile = results / 16 * QUANTIZE_INSTRUCTIONS[p.result.scale] / (32 * 4 * ISSUED * CLOCK)
+    more = AMAX_INSTRUCTIONS if p.amax else QUANTIZE_INSTRUCTIONS[p.result.scale]
+    of_tile = results / 16 * more / (32 * 4 * ISSUED * CLOCK)
     tiles = ceil_div(p.m, config.bm) * ceil_div(columns, config.bn) * p.batches
     epilogues = ceil_div(tiles, p.target.multiprocessors) * of_tile
     peak = rates.fp4_triton if _fp4(p) else rates.fp8
-    products = _tiled_seconds(product, config.bm, config.bn, config.bn, peak)
+    loaded = (min(config.bm, p.m) + config.bn) / (config.bm + config.bn)  # TMA loads no rows that A does not have
+    products = loaded * _tiled_seconds(product, config.bm, config.bn, config.bn, peak)
     together = max(products, epilogues) if config.two_sums else products + epilogues
     return max(together, _operand_seconds(product))
 
@@ -165,9 +213,14 @@ def _tiled_seconds(p: Problem, rows: int, columns: int, loaded: int, peak: float
 def pointwise_seconds(p: Problem) -> float:
     """Seconds of the pointwise kernel: a launch, a write and a read of the product, in the L2 cache if it fits in half
     of it."""
+    return LAUNCH + 2 * _pass_seconds(p)
+
+
+def _pass_seconds(p: Problem) -> float:
+    """Seconds of one read or write of the product."""
     rates, size = _rates(p), _result_bytes(p)
     in_cache = 2 * size <= rates.l2_bytes
-    return LAUNCH + 2 * size / (rates.l2 if in_cache else rates.memory * MEMORY_SHARE)
+    return size / (rates.l2 if in_cache else rates.memory * MEMORY_SHARE)
 
 
 def _rates(p: Problem) -> Rates:

@@ -386,7 +386,9 @@ def _stages(p: Problem, config: BlockScaledConfig) -> int:
     quantised, 4 KB are enough for 16-bit operands and the scales, and 8 KB for float32 operands.
     """
     elements = config.bm * config.bn // config.parts
-    if p.result is None:
+    if p.amax:
+        buffers = elements * (p.out_dtype.itemsize + p.operand_bytes)
+    elif p.result is None:
         buffers = elements * (p.out_dtype.itemsize + (4 if p.epilogue else 0))
     else:
         buffers = elements // (2 if p.result.packed else 1) + max(4096, 2048 * p.operand_bytes)
