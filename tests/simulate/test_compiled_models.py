@@ -84,7 +84,7 @@ class GatedExperts(torch.nn.Module):
 
 @pretending
 def test_inductor_writes_the_operand_of_packed_experts(monkeypatch):
-    """On Hopper: silu(gate) * up. The tokens are gathered by the kernel that copies them. The bits are those of copies."""
+    """On Hopper: silu(gate) * up. The kernel that copies the tokens gathers them. The bits are those of copies."""
     torch.manual_seed(0)
     model, x, results = GatedExperts().bfloat16(), torch.randn(40, 128).bfloat16(), []
     inputs = x, torch.arange(70) * 7 % 40, torch.tensor([0, 33, 34, 62], dtype=torch.int32)
