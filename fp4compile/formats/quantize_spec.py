@@ -182,14 +182,17 @@ class QuantizeSpec:
         if self.prologue is not None:
             raise ValueError("amax: goes without a prologue, which computes what is quantised")
         *_, shape = self.shapes(x, 0, self.dims[0])
-        partial = outer == "tensor" and not self.each_matrix and amax.dim() == 1
         unlike = amax.dim() != len(shape) or any(
             statically_true(a != b) for a, b in zip(amax.shape, shape, strict=True)
         )
-        if partial:
-            unlike = not isinstance(amax.shape[0], int) or amax.shape[0] & (amax.shape[0] - 1) != 0 or not amax.shape[0]
+        of_tensor = outer == "tensor" and not self.each_matrix
+        if of_tensor and amax.dim() == 1:  # kernels read as many as a constant says, a power of two
+            count = amax.shape[0]
+            unlike = not isinstance(count, int) or count.bit_count() != 1
         if amax.dtype != torch.float32 or unlike:
-            raise ValueError(f"amax: expected float32 of shape {shape}, got {amax.dtype} of shape {tuple(amax.shape)}")
+            other = " or (P,), P a power of two" if of_tensor else ""
+            raise ValueError(f"amax: expected float32 of shape {shape}{other}, got {amax.dtype} of shape "
+                             f"{tuple(amax.shape)}")  # fmt: skip
 
     def check_operands(self, operands: Sequence[torch.Tensor]) -> None:
         """Raise ValueError for tensors that the steps of the prologue cannot read. operands: the first one is x."""

@@ -26,7 +26,7 @@ def quantize_along(
 
     amax: as the op `quantize` takes it.
     """
-    if amax is not None and amax.dim() == 1 and not spec.each_matrix:
+    if amax is not None and amax.dim() == 1 and spec.format.outer == "tensor" and not spec.each_matrix:
         amax = amax.amax()
     fmt, layout, transform, stream = spec.format, spec.layout, spec.transforms(dim), 0 if dim == ROWS else 1
     if spec.scale_rule != "amax" and spec.each_matrix:

@@ -113,7 +113,6 @@ def hoist(graph: Graph, inputs: tuple[Input, ...], hoisted: Hoisted, static: Col
     hoisted: filled with the quantises that leave the graph. static: places of inputs that are the same tensors at every
     call. Returns the number of quantises.
     """
-    share(graph)  # packed layers quantise their input each by itself
     partners = _partners(graph)
     recipients: dict[Node, Recipient] = {}
     placeholders = graph.find_nodes(op="placeholder")
@@ -150,15 +149,20 @@ HOIST = Pass("hoist", hoist)
 
 def _partners(graph: Graph) -> list[tuple[Node, Node]]:
     """Two products each of which a kernel can make one result, see `fuse_quantize`."""
+    products = list(filter(_may_have_partner, graph.find_nodes(op="call_function", target=SCALED_MM)))
+    if products:
+        share(graph)  # packed layers quantise their input each by itself
     found = []
-    for product in graph.find_nodes(op="call_function", target=SCALED_MM):
-        own = scaled_mm_of(product)
-        if own.plain or own.epilogue is not None or not own.on_gpu or not 100 <= own.problem.target.sm < 120:
-            continue
-        other = partner_of(product)
+    for product in products:
+        own, other = scaled_mm_of(product), partner_of(product)
         if other is not None and all(map(_joinable, (own, scaled_mm_of(other)))) and _pays(own):
             found.append((product, other))
     return found
+
+
+def _may_have_partner(product: Node) -> bool:
+    own = scaled_mm_of(product)
+    return not own.plain and own.epilogue is None and own.on_gpu and 100 <= own.problem.target.sm < 120
 
 
 def _pays(product: ScaledMM) -> bool:

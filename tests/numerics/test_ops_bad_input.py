@@ -48,7 +48,7 @@ BAD_CALLS = [
     (ValueError, GIVEN_AMAX, lambda: QUANTIZE(X, "float8_rowwise", [-1, -2], amax=AMAX)),
     (ValueError, GIVEN_AMAX, lambda: QUANTIZE(X, "nvfp4", outer=AMAX, amax=AMAX)),
     (ValueError, GIVEN_AMAX, lambda: QUANTIZE(X, "nvfp4", offs=torch.tensor([4], dtype=torch.int32), amax=AMAX)),
-    (ValueError, "amax: expected float32 of shape ()", lambda: QUANTIZE(X, "nvfp4", amax=AMAX.view(1))),
+    (ValueError, "amax: expected float32 of shape () or (P,)", lambda: QUANTIZE(X, "nvfp4", amax=AMAX.expand(3))),
     (ValueError, "amax: expected float32 of shape (64, 1)", lambda: QUANTIZE(X, "float8_rowwise", -2, amax=AMAX)),
     (ValueError, "amax: goes without a prologue", lambda: QUANTIZE(X, "nvfp4", prologue=["neg aux0"], amax=AMAX)),
     (ValueError, "outer: format mxfp8 has no outer scale", lambda: quantize(X, "mxfp8", outer=torch.tensor(1.0))),
