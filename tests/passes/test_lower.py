@@ -337,8 +337,8 @@ def test_inductor_knows_what_every_kernel_writes(monkeypatch, caplog):
             assert set(get_mutated_tensors(kernel, constants, ones, {})) == written, launch.kernel.__name__
         read = {"x_ptr", "operand_1_ptr", "a_ptr", "b_ptr", "seed_ptr", "sums_ptr", "offs_ptr"}
         assert written and not written & read, launch.kernel.__name__
-        if launch.kernel.__name__ in ("swizzle_a_sm90", "gemm_wgmma_sm90"):
-            assert written == {"swizzled_a_ptr" if launch.kernel.__name__ == "swizzle_a_sm90" else "out_ptr"}
+        if launch.kernel.__name__ in ("swizzle_a_sm90", "swizzle_codes_sm90", "gemm_wgmma_sm90"):
+            assert written == {"out_ptr" if launch.kernel.__name__ == "gemm_wgmma_sm90" else "swizzled_a_ptr"}
         if launch.kernel.__name__ in ("gemv", "gemm_skinny"):
             outs = ["out_ptr", "out_1_ptr", "out_2_ptr"]
             assert written == set(outs[: launch.constants["GROUP_SIZE"]])
@@ -349,7 +349,7 @@ def test_inductor_knows_what_every_kernel_writes(monkeypatch, caplog):
             assert written == {"data_ptr", "outer_ptr"}
         kernels.add(launch.kernel.__name__)
     assert kernels >= {"sweep_scales", "columns_amax", "quantize_columns", "quantize_rows", "quantize_squares", "gemv",
-                       "gemm_skinny", "swizzle_a_sm90", "gemm_wgmma_sm90", "split_k_reduction",
+                       "gemm_skinny", "swizzle_a_sm90", "swizzle_codes_sm90", "gemm_wgmma_sm90", "split_k_reduction",
                        "gemm_dequant_tiles", "grouped_rows_amax", "grouped_columns_amax", "quantize_grouped_rows",
                        "quantize_grouped_columns", "gemm_grouped", "gemm_dequant_tiles_grouped"}  # fmt: skip
     assert fake_quantised == 2

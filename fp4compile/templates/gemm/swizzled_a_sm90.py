@@ -182,7 +182,11 @@ def swizzle_codes_sm90(
     else:
         scale = (row // (16 if SQUARE else 1)).to(tl.int64) * blocks + block
     codes = a_ptr + row.to(tl.int64) * per_row + block * 8 + half * 4
-    token = do_ptx(select_ptx(_CODES, SWIZZLED), "l,l,r,r,r,r,l,l", stores + (codes, a_scales_ptr + scale))
+    scales = a_scales_ptr + scale
+    # Triton up to 3.7 takes pointers of one type alone.
+    same: tl.constexpr = swizzled_a_ptr.dtype
+    addresses = codes.to(same, bitcast=True), scales.to(same, bitcast=True)
+    token = do_ptx(select_ptx(_CODES, SWIZZLED), "l,l,r,r,r,r,l,l", stores + addresses)
     keep(token, swizzled_a_ptr, m)
 
 
