@@ -242,7 +242,7 @@ def quantised_differences(x: Arguments) -> list[str]:
 def amax_differences(x: Arguments) -> list[str]:
     """Differences between a kernel that finds the amax of its result, and one that does not.
 
-    The results must be equal in every bit, and the amax, which is the largest of partial maxima, that of the result.
+    The results must be equal in every bit. The largest of the partial maxima must be the amax of the result.
     """
     got, maxima = multiply_amax(x)
     value = _stored_plainly(x).cpu()

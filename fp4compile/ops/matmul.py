@@ -140,7 +140,7 @@ def dense_quantized(
     a, a_scales, a_outer, a_format, b, b_scales, b_outer, b_format, bias, out_dtype, operands, epilogue, dtype,
     outer=None,
 ) -> Arguments:  # fmt: skip
-    """The arguments of `scaled_mm_quantized`, and those of `scaled_mm_amax`."""
+    """The arguments of `scaled_mm_quantized` and of `scaled_mm_amax`."""
     steps = Epilogue.parse(epilogue, out_dtype, dtype)
     left, right = operand(a, a_scales, a_outer, a_format), operand(b, b_scales, b_outer, b_format)
     return Arguments(left, right, bias, out_dtype, steps, operands, outer)

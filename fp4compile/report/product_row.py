@@ -31,8 +31,8 @@ class Row:
     weight_scales: how the block scales of the weight are chosen, where the recipe's `weight_scales` is not "amax": that
         setting, or "amax (training)" in a graph that computes gradients; None elsewhere.
     fused: the operations that the quantisers of its operands compute in a prologue, such as "silu, mul" (";" separates
-        two operands), and those of its own epilogue where that quantises its result, or finds its amax for the next
-        product: "silu, mul, quantize". None without any, and before the graph is compiled.
+        two operands), and the operations of its own epilogue where that quantises its result, or finds its amax for
+        the next product: "silu, mul, quantize". None without any, and before the graph is compiled.
     node: the product's node in the captured graph, as graph dumps show it.
     plain_seconds, seconds: the product's predicted time in bf16, and as it is planned, with its part of launches that
         several products need; see `passes.predict`. None where no GPU is named, and for products of unknown size.

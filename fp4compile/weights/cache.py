@@ -191,7 +191,7 @@ def packed_pair(first: torch.Tensor, second: torch.Tensor, form: Form) -> tuple[
 
 
 def joined_parts(first: Sequence[torch.Tensor], second: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-    """The tensors of two packed layers, those of the second below those of the first.
+    """The tensors of two packed layers, each of the second layer below the first layer's.
 
     The layers' tensors become parts of common memory, so that nothing is kept twice: they stay the same objects, which
     the layers hold. While a CUDA graph is captured, whose memory is not theirs, they are copied instead.
@@ -226,7 +226,7 @@ def _places(x: torch.Tensor) -> int:
 
 
 def _above(x: torch.Tensor) -> torch.Tensor:
-    """A tensor and the one of its shape behind it, joined along the first dimension; of two numbers, [2]."""
+    """A tensor and the tensor of its shape behind it, joined along the first dimension; two numbers become [2]."""
     if not x.dim():
         return x.as_strided((2,), (_places(x),))
     return x.as_strided((2 * x.shape[0], *x.shape[1:]), x.stride())

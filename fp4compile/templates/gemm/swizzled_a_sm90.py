@@ -86,7 +86,7 @@ def _copy_ptx() -> str:
 def _codes_ptx(scales_step: int) -> str:
     """`_ptx` of E2M1 codes with E4M3 scales, as fp16. Inputs $7, $8: the addresses of the lane's codes and scale byte.
 
-    scales_step: bytes from a scale to that of the next matrix. A code times 2^-14, as `dequantize_word` makes it, times
+    scales_step: bytes from a scale to the next matrix's scale. A code times 2^-14, as `dequantize_word` makes it, times
     a scale is a multiple of 2^-24 with at most six significant bits: fp16 holds it.
     """
 
