@@ -82,11 +82,6 @@ class Direction:
         block = fmt.block_cols if self.dim == COLUMNS else fmt.block[0] if fmt.block else 1
         return f"the {rows} rows of a rank cut blocks of {block} rows ({self.format})" if rows % block else None
 
-    @property
-    def count_of_magnitudes(self) -> int:
-        """How many numbers `magnitudes` returns of a weight."""
-        return self.size[1] if self.block_format.outer == "row" else 1
-
     def magnitudes(self, shards: torch.Tensor) -> torch.Tensor:
         """The largest magnitudes that a scale depends on, of each weight's rows on this rank.
 

@@ -175,9 +175,8 @@ class QuantizeSpec:
         if not plain or two or self.static or self.ragged or self.scale_rule != "amax":
             raise ValueError(
                 "amax: goes with a format whose outer scale is computed for the tensor, or for each row where one "
-                "dimension is quantised without transform; without groups and scale rules; with hadamard along one "
-                "dimension; "
-                f"got {self.format.name} along {list(self.dims)}"
+                "dimension is quantised without hadamard. Groups, scale rules, and hadamard along two dimensions go "
+                f"without it; got {self.format.name} along {list(self.dims)}"
             )
         if self.prologue is not None:
             raise ValueError("amax: goes without a prologue, which computes what is quantised")

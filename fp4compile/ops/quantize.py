@@ -169,7 +169,7 @@ HADAMARD_AMAX = define(
     "hadamard_amax(Tensor x, int dim) -> Tensor",
     reference=reference.amax_of_transform,
     shapes=lambda x, dim: x.new_empty((), dtype=torch.float32),
-    kernels=lambda x, dim: amax_of_transform(x, dim),
+    kernels=amax_of_transform,
 )
 
 

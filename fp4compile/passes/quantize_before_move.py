@@ -197,7 +197,7 @@ def _moved_bytes(quantise: Quantise) -> int:
 
 
 def _bytes_of(quantise: Quantise, place: int) -> int:
-    """Bytes of one row of a result, of linear block scales."""
+    """Bytes of a row of one result of a quantiser; block scales (place 1) count as they are in the linear layout."""
     value = quantise.node.meta["val"][place]
     if place == 1:
         elements = quantise.x.meta["val"].shape[-1]

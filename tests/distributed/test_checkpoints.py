@@ -20,8 +20,8 @@ def found(tmp_path_factory):
 def test_two_ranks_one_rank_and_two_again(kind, found):
     """One rank adds the partial sums of tensor parallelism in another order: codes are equal until a step follows.
 
-    Results differ by 2e-6 of the largest at most (test_ranks.py), and the loss by twice the share that this is of a
-    result's root mean square.
+    Results y differ by 2e-6 of the largest at most (test_ranks.py). So the loss, the mean of (y - target)^2, differs by
+    at most 2 * 2e-6 * largest(y) / rms(y - target) of itself, and that quotient is 3.6.
     """
     (saved, losses, end), one, again = (found[kind][name] for name in ("two", "one", "again"))
     assert len(saved) > 12 and all(value.count_nonzero() for value in saved.values()) and len(set(losses)) == 2
@@ -30,6 +30,6 @@ def test_two_ranks_one_rank_and_two_again(kind, found):
         assert all(torch.equal(other[0][name], value) for name, value in saved.items())
     assert again[1] == losses and all(torch.equal(again[2][name], value) for name, value in end.items())
     if kind == "tensor":
-        assert one[1][0] == pytest.approx(losses[0], rel=2e-5)
+        assert one[1][0] == pytest.approx(losses[0], rel=1.5e-5)
     else:
         assert one[1] == losses and all(torch.equal(one[2][name], value) for name, value in end.items())

@@ -14,7 +14,7 @@ import torch
 import fp4compile
 import fp4compile_autoload
 
-launch = pytest.importorskip("accelerate.commands.launch")
+pytest.importorskip("accelerate")
 pytest.importorskip("transformers")
 # The models have no bias and no other operation, so that no C++ is compiled.
 SCRIPT = """
@@ -90,6 +90,8 @@ def printed(command, **environment):
 
 def test_accelerates_flag(script, monkeypatch, capfd):
     """The launcher runs in this process, the script in one that does not import this package by itself."""
+    from accelerate.commands import launch
+
     flags = ["--cpu", "--num_processes", "1", "--mixed_precision", "no", "--dynamo_backend", "fp4compile_nvfp4"]
     monkeypatch.setattr(os, "environ", os.environ.copy())  # the launcher writes into it
     launch.launch_command(launch.launch_command_parser().parse_args([*flags, *script]))
@@ -109,6 +111,8 @@ def test_accelerates_file_and_two_ranks(tmp_path, monkeypatch):
 
     Port 0 is any free one: without it, two launches at one moment may both find 29500 free, and one fails.
     """
+    from accelerate.commands import launch
+
     (tmp_path / "config.yaml").write_text(
         "compute_environment: LOCAL_MACHINE\ndistributed_type: MULTI_GPU\nnum_processes: 2\nnum_machines: 1\n"
         "machine_rank: 0\nmixed_precision: 'no'\nmain_process_port: 0\n"

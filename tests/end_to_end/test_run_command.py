@@ -4,14 +4,13 @@ Programs get the arguments that they would have alone.
 """
 
 import json
-import sys
 import textwrap
 from pathlib import Path
 
 import pytest
 from torch.distributed import run as torchrun
 
-from tests.helpers.programs import Program
+from tests.helpers.programs import ROOT, Program
 
 pytestmark = pytest.mark.slow
 PROGRAM = """
@@ -80,17 +79,17 @@ def test_a_program_sees_what_it_would_see_alone(case, file, programs):
     assert "recipe mxfp8: compiled nothing" in found[case].said
 
 
-def test_a_launcher_runs_it_on_each_rank(tmp_path):
-    """What `torchrun -m fp4compile run -m training.tune` starts; test_launchers.py has a launcher that starts ranks."""
+def test_a_launcher_runs_it_on_each_rank(tmp_path, monkeypatch, capfd):
+    """As `torchrun -m fp4compile run -m training.tune` does."""
     (tmp_path / "training").mkdir()
     write(tmp_path / "training", __init__="", tune=PROGRAM)
-    launched = torchrun.parse_args(["--standalone", "--nproc-per-node", "2", *RUN, "-m", "training.tune", *ARGUMENTS])
-    python, (unbuffered, *command) = torchrun.config_from_args(launched)[1:]
-    assert (python, unbuffered) == (sys.executable, "-u")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    torchrun.main(["--standalone", "--nproc-per-node", "2", *RUN, "-m", "training.tune", *ARGUMENTS])
+    said = capfd.readouterr().err
     for rank in "01":
-        found = Program(command, tmp_path, cwd=tmp_path, environment={"RANK": rank, "WORLD_SIZE": "2"}).ended()
         assert json.loads((tmp_path / f"found_tune.py{rank}.json").read_text())["argv"] == ARGUMENTS
-        assert f"rank {rank}: recipe mxfp8: 2 of 2 matrix products quantised" in found.said
+        assert f"rank {rank}: recipe mxfp8: 2 of 2 matrix products quantised" in said
 
 
 # ---------------------------------------------------------------- what is said at the end
