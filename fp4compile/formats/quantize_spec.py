@@ -102,8 +102,6 @@ class QuantizeSpec:
             raise ValueError(
                 f"values: expected some of {list(self.dims)}, which are quantised, got {list(self.values)}"
             )
-        if self.values and self.both and not self.ragged:
-            raise ValueError("values: kernels of both directions write codes, unless they are those of groups")
         if self.values and (self.layout != "linear" or self.scale_rule != "amax"):
             raise ValueError(
                 f"values: go with linear scales by the rule 'amax', got {self.layout!r} and {self.scale_rule!r}"

@@ -8,9 +8,11 @@ product separately (`Choice.dequantizes_a`). The codes and block scales need not
 another reader uses them. The products then get a plain A, with the outer scale that A had: equal numbers and equal
 kernels. Products that dequantise codes in registers are left alone, because codes are fewer bytes than 16-bit numbers.
 
-Products of experts dequantise A in memory, or A and B. Both may become dequantised values: tokens and gradients along
-either dimension, and weights that are quantised in the graph. A quantise along both dimensions may keep its codes along
-one of them: an activation's codes that are saved for the weight gradient.
+Products of experts dequantise A in memory, or A and B, and so does the library's product of MX operands. Both may become
+dequantised values: activations and gradients along either dimension, and weights that are quantised in the graph. A
+quantise along both dimensions may keep its codes along one of them: an activation's codes that are saved for the weight
+gradient. The library's product of values alone needs no test for MX values that bfloat16 cannot hold, and no second
+product for them (`dequant_operand`): the values were made from 16-bit numbers, which `holds_values` asks.
 """
 
 import operator
@@ -57,24 +59,17 @@ def _expands(quantise: Quantise, dim: int) -> bool:
     readers = _readers(quantise, dim)
     if not readers:
         return False
-    if all(reader.target is SCALED_MM for reader in readers):
+    if fmt.scale == "e4m3" and all(reader.target is SCALED_MM for reader in readers):
         return _reads_as_it_lies(quantise) and all(_dequantizes_a(reader, quantise) for reader in readers)
-    fits = quantise.offs is not None or len(quantise.dims) == 1  # kernels of both directions write codes
-    fits = fits and not (fmt.square and quantise.seed is not None)
+    fits = not (fmt.square and quantise.seed is not None)  # or no kernel writes values
     return fits and all(_dequantizes_in_memory(reader, quantise, dim) for reader in readers)
 
 
 def _reads_as_it_lies(quantise: Quantise) -> bool:
-    """Whether the kernel for dequantised values can read the tensor in rows, and float16 can hold the values."""
-    fmt, x = formats.get(quantise.format), quantise.x.meta["val"]
+    """Whether the kernel for dequantised values can read the tensor in rows."""
     plain = quantise.seed is None and not quantise.hadamard and not quantise.grouped
-    return (
-        plain
-        and quantise.dims == (-1,)
-        and statically_true(x.stride(-1) == 1)
-        and fmt.scale == "e4m3"
-        and not fmt.square
-    )
+    unit_stride = statically_true(quantise.x.meta["val"].stride(-1) == 1)
+    return plain and quantise.dims == (-1,) and unit_stride and not formats.get(quantise.format).square
 
 
 def _readers(quantise: Quantise, dim: int) -> list[Node]:
@@ -99,15 +94,19 @@ def _dequantizes_a(reader: Node, quantise: Quantise) -> bool:
 
 
 def _dequantizes_in_memory(reader: Node, quantise: Quantise, dim: int) -> bool:
-    """Whether a reader is a grouped product that first dequantises the codes, its A or its B, in memory."""
-    place = _place(reader, quantise, dim) if reader.target is SCALED_GROUPED_MM else None
+    """Whether a reader is a product that first dequantises the codes, its A or its B, in memory.
+
+    A product without groups also has to dequantise the other operand, for the library's product.
+    """
+    grouped = reader.target is SCALED_GROUPED_MM
+    place = _place(reader, quantise, dim) if grouped or reader.target is SCALED_MM else None
     if place is None:
         return False
     product, dtype = scaled_mm_of(reader), formats.get(quantise.format).values_dtype
     if None in (product.a.format, product.b.format) or product.problem.compute_dtype != dtype:
         return False
-    choice = product.choice
-    return choice.dequantizes_a if place == 0 else choice.dequantizes_b
+    expands = product.choice.dequantizes_a, product.choice.dequantizes_b
+    return expands[place == 4] if grouped else all(expands)
 
 
 def _place(product: Node, quantise: Quantise, dim: int) -> int | None:

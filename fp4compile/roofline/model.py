@@ -107,7 +107,7 @@ def _layer(
 
 
 def _values(name: str, uses: Mapping[str, Use], chosen: "Chosen | None", packed: bool) -> list[str]:
-    """Roles of experts' operands that quantisers write as 16-bit dequantised values; see `passes.fake_quantize`.
+    """Roles of operands, but for an NVFP4 layer's A, that quantisers write as values; see `passes.fake_quantize`.
 
     Excludes operands whose codes are stored: packed weights, and activations for the weight gradient.
     """
@@ -223,7 +223,10 @@ def _with_layout(a: Use | None, b: Use | None, gpu: Gpu, sizes: Sizes, native: b
             ceil_div(rows, sizes.count), contraction)  # fmt: skip
     choice = choose(Problem(*types, rows, sizes.columns, contraction, torch.bfloat16, gpu.target, None, sizes.count,
                             experts is not None))  # fmt: skip
-    return Chosen(choice.kernel, choice.tier, choice.dequantizes_a and experts is None, outer)
+    alone = experts is None
+    of_values = alone and choice.dequantizes_a and choice.dequantizes_b and [x.scale for x in types] == ["e8m0"] * 2
+    values = torch.bfloat16 if of_values else None
+    return Chosen(choice.kernel, choice.tier, choice.dequantizes_a and alone, outer, (values, values))
 
 
 def _operand_type(use: Use | None, native: bool, by_offsets: bool) -> OperandType:

@@ -127,11 +127,6 @@ BAD_CALLS = [
     (ValueError, "values: expected some of [-1]", lambda: torch.ops.fp4compile.quantize(X, "nvfp4", values=[-2])),
     (
         ValueError,
-        "values: kernels of both directions write codes",
-        lambda: torch.ops.fp4compile.quantize(X, "nvfp4", [-1, -2], values=[-1]),
-    ),
-    (
-        ValueError,
         "values: go with linear scales by the rule 'amax', got 'linear' and 'mse'",
         lambda: torch.ops.fp4compile.quantize(X, "nvfp4", values=[-1], scale_rule="mse"),
     ),

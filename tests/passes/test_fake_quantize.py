@@ -171,19 +171,51 @@ def test_where_codes_are_expanded_in_memory(rows, n, sm, count):
     assert replaced(traced(function, weights, rows), sm) == count
 
 
-def test_weights_in_other_blocks_and_formats():
+def test_weights_in_other_blocks():
     assert replaced(traced(multiplied(), [packed(512, "nvfp4_16x16")], 128)) == 1
-    mxfp8 = [(*packed(512, "mxfp8")[:2], torch.ones(()), "mxfp8")]
-
-    def function(x, w):
-        data, scales, _ = quantize(x, "mxfp8")
-        return product(data, (*w[:2], None, w[3]), a=(scales, None, "mxfp8"))
-
-    assert replaced(traced(function, mxfp8, 128)) == 0
     odd = [packed(512, k=72)]
     for rows, count in ((4, 0), (128, 1)):
         graph_module = traced(lambda x, w: multiplied()(x.narrow(1, 0, 72), w), odd, rows)
         assert replaced(graph_module) == count
+
+
+def mx_step(x, format, kept):
+    """The products of a step of a linear layer with rows x, [1024, 512]; and the codes of the columns of x, if kept."""
+    x = x.view(1024, 512)
+    w = x * 3
+    g = product(*of_operands(operand(x, format), operand(w, format))) * 2
+    columns = operand(x, format, -2)
+    dx = product(*of_operands(operand(g, format), operand(w, format, -2)))
+    dw = product(*of_operands(operand(g, format, -2), columns))
+    return (g, dx, dw, columns[0]) if kept else (g, dx, dw)
+
+
+def of_operands(left, right):
+    """The arguments of `product` for two operands without outer scales."""
+    (a, (a_scales, _, name)), (b, (b_scales, _, _)) = left, right
+    return a, (b, b_scales, None, name), None, BF16, (a_scales, None, name)
+
+
+@pytest.mark.parametrize("kept", [False, True])
+@pytest.mark.parametrize("format", ["mxfp8", "mxfp4", "mxfp8_e5m2", "mxfp8_32x32"])
+def test_library_products_of_mx_operands(format, kept):
+    """All operands are values, but the codes of activations that are kept for the weight gradient: the same bits."""
+    graph_module = traced(lambda x: mx_step(x, format, kept), [], 4096)
+    x = torch.randn(4096, K).bfloat16()
+    x[5, 3], x[6, :32], x[7, 40] = float("nan"), 2.0**-126, 3e38
+    expected = on_the_cpu(graph_module, x, [])
+    assert replaced(graph_module) == 3
+    quantisers = [quantise_of(node) for node in graph_module.graph.find_nodes(op="call_function", target=QUANTIZE)]
+    assert [one.values for one in quantisers] == [(-1,) if kept else (-1, -2), (-1, -2), (-1, -2)]
+    got = on_the_cpu(graph_module, x, [])
+    for one, other in zip(got, expected, strict=True):
+        torch.testing.assert_close(one.float(), other.float(), rtol=0, atol=0, equal_nan=True)
+
+
+def test_mx_products_that_the_library_does_not_compute():
+    """Few columns, and a weight of another format family: the product reads codes."""
+    few = traced(lambda x: product(*of_operands(operand(x, "mxfp8"), operand(x.narrow(0, 0, 64), "mxfp8"))), [], 4096)
+    assert replaced(few) == 0
 
 
 def test_the_cpu_is_left_alone():
@@ -264,6 +296,13 @@ def test_launches(m, n, served, recipe, activations, weights):
     assert sorted(quantised, key=str) == sorted(weights + activations, key=str)
 
 
+@pytest.mark.parametrize("recipe", ["mxfp8", "mxfp4"])
+def test_launches_of_mx_operands(recipe):
+    """The library multiplies values; what dequantises, and tests for values that bfloat16 cannot hold, is not there."""
+    assert launched(recipe, 256, 1024, 1024) == [("quantize_rows", BF16)] * 2
+    assert [name for name, _ in launched(recipe, 40, 1024, 1024)][:2] == ["quantize_rows"] * 2
+
+
 def test_a_product_in_parts():
     """It reads the values as they are, and expands the weights part by part."""
     parts = ["dequant_operand", "split_k_reduction"] * 4
@@ -325,6 +364,46 @@ def test_compiled(recipe, rows, monkeypatch):
     assert names.count("dequant_operand") == before.count("dequant_operand") - (not by_wgmma)
     if recipe.name != "nvfp4_static":
         assert_product(got, x, layer, recipe)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("recipe", ["mxfp8", "mxfp4"])
+def test_a_training_step_of_mx_formats(recipe, monkeypatch):
+    """The bits of codes, without a pass over memory but for the activations' codes that the forward pass saved."""
+
+    class Gated(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.gate, self.up, self.down = (torch.nn.Linear(1024, 1024, bias=False, dtype=BF16) for _ in range(3))
+
+        def forward(self, x):
+            return x + self.down(F.silu(self.gate(x)) * self.up(x))
+
+    model = Gated().cuda()
+    x = torch.randn(1040, 1024, device="cuda", dtype=BF16)
+
+    def run():
+        torch._dynamo.reset()
+        model.zero_grad()
+        leaf = x.clone().requires_grad_()
+        compiled = torch.compile(model, backend=fp4compile.backend(recipe, strict=True))
+
+        def step():
+            y = compiled(leaf)
+            y.backward(x)
+            return y
+
+        y, codes = run_and_get_code(step)
+        names = re.findall(r"(?<!\w)(dequant_operand|gemm_dequant_tiles)_\d+\.run\(", "".join(codes))
+        return [y.detach(), leaf.grad, *(p.grad for p in model.parameters())], names
+
+    got, names = run()
+    monkeypatch.setattr(fp4compile.config, "disabled_passes", ("fake_quantize",))
+    with config.patch(force_disable_caches=True):
+        expected, before = run()
+    assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
+    assert (names.count("dequant_operand"), before.count("dequant_operand")) == (3, 18)
+    assert (names.count("gemm_dequant_tiles"), before.count("gemm_dequant_tiles")) == (3, 9)
 
 
 @pytest.mark.gpu

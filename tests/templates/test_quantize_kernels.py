@@ -164,6 +164,19 @@ def test_columns_and_both(format, name):
     along_rows, along_columns = quantize_both(x.to(DEVICE), fmt, None, layout)
     assert_same_bits(along_rows, reference.quantize(x, fmt, None, layout))
     assert_same_bits(along_columns, reference.quantize(x.mT, fmt, None, layout))
+    if layout == "linear" and holds_values(fmt, x.dtype):
+        check_values(x, fmt)
+
+
+def check_values(x, fmt):
+    """Values, or values and codes, of rows and columns from one read."""
+    kinds = [(-1, -2), (-2,)] if INTERPRETING else [(-1, -2), (-2,), (-1,)]
+    for kind in kinds:
+        for dim, got in zip((-1, -2), quantize_both(x.to(DEVICE), fmt, values=kind), strict=True):
+            expected = reference.quantize(x.movedim(dim, -1), fmt)
+            if dim in kind:
+                expected = reference.values_of(*expected[:2], fmt), None, expected[2]
+            assert_same_bits(got, expected)
 
 
 def check_training(x, fmt, seed, transform, layout="linear", rows_alone=True):

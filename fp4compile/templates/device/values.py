@@ -93,18 +93,51 @@ def _quick_values(units, scale, ELEMENT: tl.constexpr):
             return tl.inline_asm_elementwise(
                 _E4M3_PAIRS, "=&r,=&r,r,r,r", [units, scale], dtype=tl.int32, is_pure=True, pack=2
             )
-    elif ELEMENT == "e2m1":
-        word0, word1, word2, word3 = tl.inline_asm_elementwise(
-            _E2M1, "=&r,=&r,=&r,=&r,r,r", [units, scale], dtype=(tl.int32, tl.int32, tl.int32, tl.int32), is_pure=True,
+    else:
+        words = _quick_words(units, scale, ELEMENT)
+        if ELEMENT == "e2m1":
+            pairs = tl.join(tl.join(words[0], words[2]), tl.join(words[1], words[3]))
+        else:
+            pairs = tl.join(words[0], words[1])
+        return tl.reshape(pairs, (units.shape[0], units.shape[1] * len(words)))
+
+
+@triton.jit
+def _quick_words(codes, scale, ELEMENT: tl.constexpr):
+    """int32 codes times the scale of each int32 -> a tuple of words of two 16-bit values, in order."""
+    if ELEMENT == "e2m1":
+        return tl.inline_asm_elementwise(
+            _E2M1, "=&r,=&r,=&r,=&r,r,r", [codes, scale], dtype=(tl.int32, tl.int32, tl.int32, tl.int32), is_pure=True,
             pack=1,
         )  # fmt: skip
-        words = tl.join(tl.join(word0, word2), tl.join(word1, word3))
-        return tl.reshape(words, (units.shape[0], units.shape[1] * 4))
     else:
-        word0, word1 = tl.inline_asm_elementwise(
-            _E4M3, "=&r,=&r,r,r", [units, scale], dtype=(tl.int32, tl.int32), is_pure=True, pack=1
+        return tl.inline_asm_elementwise(
+            _E4M3, "=&r,=&r,r,r", [codes, scale], dtype=(tl.int32, tl.int32), is_pure=True, pack=1
         )
-        return tl.reshape(tl.join(word0, word1), (units.shape[0], units.shape[1] * 2))
+
+
+@triton.jit
+def scale_of_run(byte, ELEMENT: tl.constexpr, SCALE: tl.constexpr, ISA: tl.constexpr):
+    """Scale bytes (int32) -> the scale that `values_of_run` takes."""
+    if quick(ELEMENT, SCALE, ISA):
+        return rounding_scale(byte, ISA) if SCALE == "e4m3" else _bf16_scale(byte)
+    else:
+        return decode_scale(byte, SCALE, ISA)
+
+
+@triton.jit
+def values_of_run(codes, scale, ELEMENT: tl.constexpr, SCALE: tl.constexpr, dtype: tl.constexpr, ISA: tl.constexpr):
+    """int32 codes of neighbours, and their `scale_of_run` -> a tuple of words of two 16-bit values, in order."""
+    if quick(ELEMENT, SCALE, ISA):
+        return _quick_words(codes, scale, ELEMENT)
+    else:
+        bits: tl.constexpr = 8 if ELEMENT == "e2m1" else 16  # of a pair
+        unit: tl.constexpr = tl.uint8 if ELEMENT == "e2m1" else tl.uint16
+        words = ()
+        for i in tl.static_range(32 // bits):
+            first, second = decode_pair((codes >> (bits * i)).to(unit), ELEMENT, ISA)
+            words = words + (pack(first * scale, second * scale, dtype, ISA),)
+        return words
 
 
 @triton.jit

@@ -5,6 +5,7 @@ and `quantize_columns` serves it.
 
 A thread holds a register tile of 16 rows (`device.register_tile`). Rows and columns are encoded in turns of a few rows,
 so that values unpacked for the rows serve the columns too. The registers suffice for four programs a multiprocessor.
+Each direction may have dequantised values instead of codes (`device.values`).
 """
 
 import torch
@@ -44,7 +45,9 @@ from fp4compile.templates.device.register_tile import (
     stack_tensors,
     word_amaxes,
 )
+from fp4compile.templates.device.values import scale_of_run, takes_values, values_of_run
 from fp4compile.templates.launch import Launch
+from fp4compile.templates.quantize.column import store_column_values
 from fp4compile.templates.quantize.heuristics import both_config
 from fp4compile.templates.quantize.outputs import (
     Outer,
@@ -69,7 +72,7 @@ def serves(source: Source, fmt: BlockFormat, outer: Outer, *, seeded: bool, tran
 
 def both_launch(source: Source, fmt: BlockFormat, outer: Outer, layout: str, rows: Output, columns: Output) -> Launch:
     """The launch of the kernel. rows, columns: the outputs to fill for x and for x transposed."""
-    config = both_config(fmt.element, source.prologue is not None)
+    config = both_config(fmt.element, source.prologue is not None or rows.data.tensor.is_floating_point())
     height, width = config.row_tiles * DEPTH.value, 2 * config.col_tiles * config.words
     constants = {
         **format_constants(fmt), **outer.constants, "SWIZZLED": layout == "swizzled",
@@ -215,7 +218,7 @@ def row_pointer(data_ptr, row, group, per_row, RUNS: tl.constexpr):
     """Pointers to a thread's codes in the rows `row`: to int32 if RUNS is 1, else to int64 (with one more axis).
 
     group: number, in its row, of the group of neighbouring columns that a thread holds. per_row: int32 (or int64) units
-    in a row of codes. RUNS: int32 runs of codes in a group.
+    in a row of codes. RUNS: int32 runs of codes, or words of two values, in a group.
     """
     if RUNS == 1:
         return data_ptr.to(tl.pointer_type(tl.int32), bitcast=True) + (row.to(tl.int64) * per_row + group)
@@ -227,7 +230,10 @@ def row_pointer(data_ptr, row, group, per_row, RUNS: tl.constexpr):
 
 @triton.jit
 def store_row(row_ptr, runs, rows, group, per_row, WHOLE: tl.constexpr):
-    """Store a row's int32 runs of codes at `row_pointer`. rows: which rows exist. WHOLE: nothing needs a mask."""
+    """Store a row's int32 runs of codes (or words of values) at `row_pointer`.
+
+    rows: which rows exist. WHOLE: nothing needs a mask.
+    """
     if len(runs) == 1:
         units = runs[0]
         mask = rows & (group < per_row)
@@ -254,10 +260,11 @@ def encode_turn(
     tile, row_amaxes, column_factors, limit, encode, decode, row_ptr, row, rows, group, per_row,
     ROW: tl.constexpr, dtype: tl.constexpr, ELEMENT: tl.constexpr, SCALE: tl.constexpr, CONTRACT: tl.constexpr,
     COL_TILES_PER_BLOCK: tl.constexpr, HAS_OUTER: tl.constexpr, ROUNDING: tl.constexpr, CLAMP: tl.constexpr,
-    WHOLE: tl.constexpr, WORDS: tl.constexpr, ISA: tl.constexpr,
+    WHOLE: tl.constexpr, WORDS: tl.constexpr, stored: tl.constexpr, ISA: tl.constexpr,
 ):  # fmt: skip
-    """Encode a turn: each thread's rows from ROW on, two for each pair of `row_amaxes`. Stores the rows' codes.
+    """Encode a turn: each thread's rows from ROW on, two for each pair of `row_amaxes`. Stores the rows.
 
+    stored: the dtype of what is stored of the rows, uint8 for codes or 16-bit floats for values.
     Returns (scale bytes of the pairs of rows, codes of the columns from `encode_columns`).
     """
     turn: tl.constexpr = 2 * len(row_amaxes)
@@ -271,8 +278,15 @@ def encode_turn(
                                                    ROUNDING, ISA)  # fmt: skip
     for k in tl.static_range(turn):
         factor = repeat_along_row(factors[k], COL_TILES_PER_BLOCK)
-        codes = encode_row(words, k * WORDS, WORDS, factor, dtype, ELEMENT, exact, ROUNDING, ISA)
-        store_row(row_ptr, codes, row < rows - (ROW + k), group, per_row, WHOLE)
+        runs = encode_row(words, k * WORDS, WORDS, factor, dtype, ELEMENT, exact, ROUNDING, ISA)
+        if stored.primitive_bitwidth == 16:
+            byte = (scale_bytes[k // 2].to(tl.int32) >> (8 * (k % 2))) & 255
+            scale = repeat_along_row(scale_of_run(byte, ELEMENT, SCALE, ISA), COL_TILES_PER_BLOCK)
+            values = ()
+            for j in tl.static_range(len(runs)):
+                values = values + values_of_run(runs[j], scale, ELEMENT, SCALE, stored, ISA)
+            runs = values
+        store_row(row_ptr, runs, row < rows - (ROW + k), group, per_row, WHOLE)
         row_ptr += per_row
     return scale_bytes, column_runs
 
@@ -286,7 +300,7 @@ def encode_tile(
     COLUMN_UNIT_ALIGN: tl.constexpr, SCALE_ALIGN: tl.constexpr, COLUMN_SCALE_ALIGN: tl.constexpr,
     ROW_TILES: tl.constexpr, COL_TILES: tl.constexpr, WORDS: tl.constexpr, ISA: tl.constexpr,
 ):  # fmt: skip
-    """Compute and store scales and codes of a tile, in both directions.
+    """Compute and store scales and codes (or values alone) of a tile, in both directions.
 
     initial: initial value of the maxima. limit: see `clamp_packed`. CLAMP: whether elements may be beyond the limit.
     """
@@ -319,13 +333,15 @@ def encode_tile(
     pairs = tl.reshape(
         tl.permute(stack_tensors(column_bytes), (1, 2, 0)), (col_count // 2, ROW_TILES // row_tiles_per_block)
     )
-    store_pairs(column_scales_ptr, pairs, batch, col0, row_block0, cols, tl.cdiv(rows, BLOCK), SWIZZLED,
-                COLUMN_SCALE_ALIGN)  # fmt: skip
+    if not takes_values(columns_ptr.dtype):
+        store_pairs(column_scales_ptr, pairs, batch, col0, row_block0, cols, tl.cdiv(rows, BLOCK), SWIZZLED,
+                    COLUMN_SCALE_ALIGN)  # fmt: skip
 
     # An int32 holds 8 codes of four bits, or 4 of eight.
     run: tl.constexpr = 8 if ELEMENT == "e2m1" else 4
     turn: tl.constexpr = 8 if ELEMENT == "e2m1" and ROUNDING == "" else 4
-    row_runs: tl.constexpr = 2 * WORDS // run
+    stored: tl.constexpr = data_ptr.dtype.element_ty
+    row_runs: tl.constexpr = WORDS if takes_values(data_ptr.dtype) else 2 * WORDS // run
     per_row = tl.cdiv(cols, BLOCK) * (col_tiles_per_block * tl.cdiv(row_runs, 2))
     row = row0 + tl.arange(0, ROW_TILES)[:, None] * DEPTH
     group = col0 // (2 * WORDS) + tl.arange(0, COL_TILES)[None, :]
@@ -344,18 +360,20 @@ def encode_tile(
             if in_packed_range(decode):
                 scale_bytes, runs = encode_turn(
                     tile, row_amaxes, column_factors, limit, encode, decode, row_ptr, row, rows, group, per_row, i,
-                    dtype, ELEMENT, SCALE, CONTRACT, col_tiles_per_block, HAS_OUTER, ROUNDING, CLAMP, WHOLE, WORDS, ISA,
+                    dtype, ELEMENT, SCALE, CONTRACT, col_tiles_per_block, HAS_OUTER, ROUNDING, CLAMP, WHOLE, WORDS,
+                    stored, ISA,
                 )  # fmt: skip
             else:
                 scale_bytes, runs = encode_turn(
                     tile, row_amaxes, column_factors, limit, encode, decode, row_ptr, row, rows, group, per_row, i,
                     dtype, ELEMENT, SCALE, CONTRACT, col_tiles_per_block, HAS_OUTER, "float32", False, WHOLE, WORDS,
-                    ISA,
+                    stored, ISA,
                 )  # fmt: skip
         else:
             scale_bytes, runs = encode_turn(
                 tile, row_amaxes, column_factors, limit, encode, decode, row_ptr, row, rows, group, per_row, i,
-                dtype, ELEMENT, SCALE, CONTRACT, col_tiles_per_block, HAS_OUTER, ROUNDING, CLAMP, WHOLE, WORDS, ISA,
+                dtype, ELEMENT, SCALE, CONTRACT, col_tiles_per_block, HAS_OUTER, ROUNDING, CLAMP, WHOLE, WORDS, stored,
+                ISA,
             )  # fmt: skip
         row_bytes = row_bytes + scale_bytes
         column_runs = column_runs + runs
@@ -367,10 +385,17 @@ def encode_tile(
     # An int64 holds 16 codes of four bits, or 8 of eight.
     per_block: tl.constexpr = BLOCK // (2 * run)
     column = col0 + tl.arange(0, col_count)
-    store_columns(columns_ptr, column_runs, batch * cols + column, row_block0 * per_block,
-                  tl.cdiv(rows, BLOCK) * per_block, column < cols, 2 * WORDS, COLUMN_UNIT_ALIGN)  # fmt: skip
-    pairs = tl.reshape(tl.permute(stack_tensors(row_bytes), (0, 2, 1)), (row_count // 2, col_count // BLOCK))
-    store_pairs(scales_ptr, pairs, batch, row0, col0 // BLOCK, rows, tl.cdiv(cols, BLOCK), SWIZZLED, SCALE_ALIGN)
+    units = column_units(column_runs, 2 * WORDS)
+    blocks = tl.cdiv(rows, BLOCK)
+    if takes_values(columns_ptr.dtype):
+        store_column_values(columns_ptr, units, split_pairs(pairs), batch * cols + column, row_block0, blocks,
+                            column < cols, ELEMENT, SCALE, BLOCK, ISA)  # fmt: skip
+    else:
+        store_units(columns_ptr, units, batch * cols + column, row_block0 * per_block, blocks * per_block,
+                    column < cols, COLUMN_UNIT_ALIGN)  # fmt: skip
+    if not takes_values(data_ptr.dtype):
+        pairs = tl.reshape(tl.permute(stack_tensors(row_bytes), (0, 2, 1)), (row_count // 2, col_count // BLOCK))
+        store_pairs(scales_ptr, pairs, batch, row0, col0 // BLOCK, rows, tl.cdiv(cols, BLOCK), SWIZZLED, SCALE_ALIGN)
 
 
 @triton.jit
@@ -386,7 +411,8 @@ def quantize_both(
     """One tile of ROW_TILES * DEPTH rows by 2 * COL_TILES * WORDS columns.
 
     x: [batch, rows, cols], strides x_batch, x_row, 1. Codes and scales of x go to data_ptr and scales_ptr, codes and
-    scales of x.T to columns_ptr and column_scales_ptr. OUTER, PARTIAL_MAXIMA: as in `outer_scales`; both directions
+    scales of x.T to columns_ptr and column_scales_ptr; values instead, where data_ptr or columns_ptr points to 16-bit
+    floats. OUTER, PARTIAL_MAXIMA: as in `outer_scales`; both directions
     share the outer scale. OUTER "matrix amax": as in `quantize_rows`. WHOLE: tiles divide each matrix, so no mask is
     needed.
     """
@@ -426,11 +452,18 @@ def quantize_both(
 
 
 @triton.jit
-def store_columns(columns_ptr, runs, row, unit0, per_row, row_mask, COLUMNS: tl.constexpr, ALIGN: tl.constexpr):
-    """Store a tile's codes of columns: int32 runs [ROW_TILES, COL_TILES], a thread's COLUMNS columns fastest.
+def split_pairs(pairs):
+    """int16 [n, blocks], each with the scale bytes of two neighbouring rows -> the bytes as int32 [2 * n, blocks]."""
+    pairs = pairs.to(tl.int32)
+    both = tl.permute(tl.join(pairs & 255, (pairs >> 8) & 255), (0, 2, 1))
+    return tl.reshape(both, (2 * pairs.shape[0], pairs.shape[1]))
 
-    row, row_mask: the numbers of the tile's columns in the transposed tensor, and whether they exist. unit0, per_row:
-    in units of int64.
+
+@triton.jit
+def column_units(runs, COLUMNS: tl.constexpr):
+    """A tile's codes of columns as int64 units [columns, n].
+
+    runs: int32 [ROW_TILES, COL_TILES], a thread's COLUMNS columns fastest.
     """
     n: tl.constexpr = len(runs) // (2 * COLUMNS)
     units = ()
@@ -441,4 +474,4 @@ def store_columns(columns_ptr, runs, row, unit0, per_row, row_mask, COLUMNS: tl.
     row_tiles: tl.constexpr = both.shape[0]
     groups: tl.constexpr = both.shape[1]
     both = tl.permute(tl.reshape(both, (row_tiles, groups, COLUMNS, n)), (1, 2, 0, 3))
-    store_units(columns_ptr, tl.reshape(both, (groups * COLUMNS, row_tiles * n)), row, unit0, per_row, row_mask, ALIGN)
+    return tl.reshape(both, (groups * COLUMNS, row_tiles * n))

@@ -230,9 +230,12 @@ def column_config(element: str, block: int, both: bool) -> ColumnConfig:
     return ColumnConfig(num_warps=8, row_tiles=8, words=64, vectors=2)
 
 
-def both_config(element: str, prologue: bool) -> BothConfig:
-    """The configuration of `quantize_both`. prologue: whether elements are computed; small programs then fit better."""
-    if element == "e2m1" or prologue:
+def both_config(element: str, more: bool) -> BothConfig:
+    """The configuration of `quantize_both`.
+
+    more: whether elements are computed, or rows of values stored. That takes more registers: small programs fit better.
+    """
+    if element == "e2m1" or more:
         return BothConfig(num_warps=4, row_tiles=8, col_tiles=16, words=4)
     return BothConfig(num_warps=8, row_tiles=8, col_tiles=32, words=4)
 

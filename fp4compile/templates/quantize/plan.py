@@ -169,8 +169,8 @@ def _columns(spec: QuantizeSpec, x: torch.Tensor, target: Target, static, seed, 
 def _both(spec: QuantizeSpec, x: torch.Tensor, source: Source, static, seed) -> Plan:
     fmt, layout = spec.format, spec.layout
     transposed = x.transpose(-2, -1).shape
-    rows = empty_output(source, x.shape, fmt, layout)
-    columns = empty_output(source, transposed, fmt, layout, columns=True)
+    rows = empty_output(source, x.shape, fmt, layout, values=ROWS in spec.values)
+    columns = empty_output(source, transposed, fmt, layout, columns=True, values=COLUMNS in spec.values)
     if fmt.square:
         outer = outer_of(source, fmt, static, _each_matrix(spec))
         launch = squares_launch(source, fmt, outer, layout, rows, columns)
