@@ -8,11 +8,11 @@ product separately (`Choice.dequantizes_a`). The codes and block scales need not
 another reader uses them. The products then get a plain A, with the outer scale that A had: equal numbers and equal
 kernels. Products that dequantise codes in registers are left alone, because codes are fewer bytes than 16-bit numbers.
 
-Products of experts dequantise A in memory, or A and B, and so does the library's product of MX operands. Both may become
+Products of experts dequantise A in memory, or A and B, and so does the library's product of MX operands. Each may be
 dequantised values: activations and gradients along either dimension, and weights that are quantised in the graph. A
 quantise along both dimensions may keep its codes along one of them: an activation's codes that are saved for the weight
-gradient. The library's product of values alone needs no test for MX values that bfloat16 cannot hold, and no second
-product for them (`dequant_operand`): the values were made from 16-bit numbers, which `holds_values` asks.
+gradient. MX values that bfloat16 cannot hold need a second product (`dequant_operand`); no value of a 16-bit number is
+such a value, so a product of two operands of values needs none.
 """
 
 import operator

@@ -21,8 +21,8 @@ class Chosen:
 
     fake_quantizes: whether its A may be quantised and dequantised by one kernel. outer: for both operands, what shares
     an outer scale. values: for both operands, of groups or of the library's product of MX operands, the dtype to which
-    they are dequantised in memory; None where they are not, or where one of the two is not quantised. tiles: the tile of the result that a program computes, and
-    how many programs run at once; None where these are equal for all shapes.
+    they are dequantised in memory; None where they are not, or where one of the two is not quantised. tiles: the tile
+    of the result that a program computes, and how many programs run at once; None where these are equal for all shapes.
     """
 
     kernel: str
