@@ -5,7 +5,8 @@ recipes, and by torchao's float8 training (left out where torchao is not install
 2048 tokens and its backward pass, no optimiser. "ms" is the time of a step among steps that follow each other, the
 median of several runs of them; "device ms" is the sum of the kernels' times by the profiler, "host ms" the time until
 all of a step is issued, and "launches" counts kernels, copies and fills of a step. A name that ends in ", graphs" is
-compiled with mode="reduce-overhead" (CUDA graphs).
+compiled with mode="reduce-overhead" (CUDA graphs). "fast": forward products whose sums FP8 matrix units keep in fewer
+bits than float32 (`fast_accumulation`), as torchao's forward products do.
 
     python -m benchmarks.training_step [--cases bf16 mxfp8 nvfp4_train ...] [--layers 4] [--out FILE]
 """
@@ -25,8 +26,10 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import fp4compile
 from benchmarks import common, producers
 from benchmarks.llama_decode import LLAMA_3_8B, TINY
+from fp4compile.recipe import named
 
-CASES = ("bf16", "torchao tensorwise", "float8_rowwise", "mxfp8", "nvfp4_train", "bf16, graphs", "nvfp4_train, graphs")
+CASES = ("bf16", "torchao tensorwise", "float8_rowwise", "float8_rowwise fast", "mxfp8", "nvfp4_train", "bf16, graphs",
+         "nvfp4_train, graphs")  # fmt: skip
 
 
 def main() -> None:
@@ -97,7 +100,9 @@ def compiled_model(name: str, model: torch.nn.Module, mode: str | None) -> Calla
     if name == "bf16":
         return compiled(model)
     if not name.startswith("torchao"):
-        return compiled(model, backend=fp4compile.backend(name, strict=True))
+        base, _, fast = name.partition(" ")
+        recipe = named(base).replace(fast_accumulation=("fprop",)) if fast else named(base)
+        return compiled(model, backend=fp4compile.backend(recipe, strict=True))
     try:
         from torchao.float8 import Float8LinearConfig, convert_to_float8_training
     except ImportError:
