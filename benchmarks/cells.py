@@ -191,6 +191,23 @@ def packed_experts(content: dict) -> Cells:
     return [header, *rows]
 
 
+def packed_layer(content: dict) -> Cells:
+    cases = [name for name in content["rows"][0] if name.startswith("packed") and not name.endswith(" x")]
+    names = [f"`{case.removeprefix('packed ')}`" for case in cases]
+    header = [
+        "hidden x inner x experts",
+        "tokens each",
+        "bf16",
+        *(each for name in names for each in (name, "bf16 over it")),
+    ]
+    rows = [
+        [row["layer"], row["tokens"], number(row["bf16"], 1),
+         *(cell for case in cases for cell in (number(row[case], 1), number(row[f"{case} x"], 2)))]
+        for row in content["rows"]
+    ]  # fmt: skip
+    return [header, *rows]
+
+
 def linear_together(content: dict) -> Cells:
     rows = [
         [row["products"], row["M"], number(row["apart us"], 1), number(row["in one launch us"], 1)]

@@ -181,16 +181,17 @@ run that was done in memory; today it is done in the registers of the product's 
 
 ## From 64 tokens on
 
-As above, on an H100, and without other work on the host. "In memory": weight-only as it was before, with weights that
-are dequantised in memory and multiplied by the library.
+As above, one product by itself. "In memory": weight-only as it was before, with weights that are dequantised in memory
+and multiplied by the library.
 
     python -m benchmarks.many_rows
 """,
-    table("many_rows_h100.json", cells.many_rows),
+    table("many_rows_h200.json", cells.many_rows),
     """
 Weight-only is faster than bf16, or as fast, up to 512 tokens, except where the tiles of the result fill the last round
 of multiprocessors badly. With more tokens it is slower: each round of tiles has a start and an end in which the matrix
-units wait, and activations are first written in the order in which the kernel reads them.
+units wait, and activations are first written in the order in which the kernel reads them. In a compiled model a norm or
+silu(gate) * up writes that order itself ([prefill](llama_decode.md)).
 
 ## Horizontal fusion
 
@@ -324,11 +325,12 @@ _TRAINING_STEP = generated(
     """
 Forward and backward pass of the first 4 layers of a Llama-3-8B with random bf16 weights, embedding and head, 4 texts of
 2048 tokens, without an optimiser, compiled as a whole. "Device": the kernels' times, one after the other. "Host": until
-all of a step is issued. The first three steps include compiling, beside three other benchmarks on the same host.
+all of a step is issued. The first three steps include compiling. "Fast": forward products with `fast_accumulation`, as
+torchao's forward products have it.
 
     python -m benchmarks.training_step
 """,
-    table("training_step_h100.json", cells.training_step),
+    table("training_step_h200.json", cells.training_step),
 )
 
 _SHARDED_STEP = generated(
@@ -345,20 +347,16 @@ the same recipe without.
 
 Over NVLink:
 """,
-    table("sharded_step_compiled_h200.json", cells.sharded_step),
-    """
-The same, where the quantisers of a gather were called one by one, and not
-[compiled](../../docs/distributed.md#launches):
-""",
     table("sharded_step_h200.json", cells.sharded_step),
     """
 And with `NCCL_P2P_DISABLE=1`, through the host's memory:
 """,
     table("sharded_step_slow_h200.json", cells.sharded_step),
     """
-A trace of the second table's steps shows what codes cost: the GPU has less to do with them than without (59.9 ms of
-kernels of `float8_rowwise` beside the collectives, 64.0 without), but waits for the host in the forward pass, 21.7 ms
-and not 14.1, because each block's gather is issued right before the block. Through the host's memory the reduction of
+A trace of steps before the quantisers of a gather were [compiled](../../docs/distributed.md#launches) shows what codes
+cost: the GPU has less to do with them than without (59.9 ms of kernels of `float8_rowwise` beside the collectives, 64.0
+without), but waits for the host in the forward pass, 21.7 ms and not 14.1, because each block's gather is issued right
+before the block. Through the host's memory the reduction of
 float32 gradients takes most of the step, whatever the weights are gathered as.
 """,
 )
@@ -512,18 +510,26 @@ memory (`--parts configurations --kernels tiles`). The product takes tiles up to
     """
 ## Packed NVFP4 experts from 9 tokens on
 
-One product, in microseconds, on an H100. `grouped_wgmma_sm90` reads the codes. "Without this kernel": weight-only by
+One product, in microseconds. `grouped_wgmma_sm90` reads the codes. "Without this kernel": weight-only by
 the kernels above, which dequantise in the main loop or in memory. "Sizes": the tokens of an expert are equal, or drawn
 at random once. "Tile": tokens and rows of weights of a tile. All tiles were timed, and the kernel's table was fitted to
 these times and chooses the tile by the average number of tokens; the weight-only time is that of its choice.
 
     python -m benchmarks.packed_experts
 """,
-    table("packed_experts_h100.json", cells.packed_experts),
+    table("packed_experts_h200.json", cells.packed_experts),
     """
-Weight-only is faster than bf16 while the weights' bytes bind. From 256 tokens on with a short K it is slower: a tile
-has few steps then, and its start and end, in which the matrix units wait, weigh more.
+Weight-only is faster than bf16 while the weights' bytes bind. From 256 tokens on with a short K it is slower: tokens
+are first written in the order in which the kernel reads them, and a tile has few steps, so that its start and end, in
+which the matrix units wait, weigh more.
+
+In a compiled layer tokens are gathered, and silu(gate) * up is computed, by kernels that write that order themselves.
+Microseconds of a layer: tokens are gathered in the order of their experts, multiplied by gate and up, and after
+silu(gate) * up by down. The routing is drawn at random before.
+
+    python -m benchmarks.packed_layer
 """,
+    table("packed_layer_h200.json", cells.packed_layer),
 )
 
 _ROOFLINE = generated(

@@ -188,8 +188,9 @@ def _wgmma_tile(p: Problem) -> WgmmaConfig:
 # fastest of the timed tiles is chosen in all cases but three, which lose up to 3 %. The more rows of A, the fewer bytes
 # go through shared memory for a product: with 256 rows the matrix units are busy for 95 % of a program's time. Two
 # parts make tiles of twice the size, which pays where one part would leave half of the last round of programs empty.
-# Against bf16, 8192x8192, microseconds (benchmarks/results/many_rows_h100.json): 65 rows 51.1 and 29.3, 128 rows 52.5
-# and 35.3, 256 rows 57.1 and 54.2, 512 rows 90.7 and 91.4, 1024 rows 175.8 and 181.4, 2048 rows 347.6 and 373.1.
+# Against bf16, 8192x8192, microseconds on an H200 (benchmarks/results/many_rows_h200.json): 65 rows 38.5 and 27.8, 128
+# rows 41.8 and 34.8, 256 rows 54.7 and 56.8, 512 rows 93.7 and 91.5, 1024 rows 178.6 and 179.0, 2048 rows 360.0 and
+# 377.2.
 _LARGE_TILES = (
     (72, 1, 3, 4, 0.61), (80, 1, 3, 4, 0.66), (96, 1, 4, 4, 0.72), (128, 1, 4, 4, 0.83), (160, 1, 4, 4, 0.95),
     (192, 1, 2, 4, 1.09), (224, 1, 3, 3, 1.26), (256, 1, 2, 3, 1.44), (96, 2, 3, 4, 1.33), (128, 2, 3, 4, 1.565),
