@@ -9,13 +9,16 @@ all-gather, left out where torchao is not installed.
 rank contributes to the gathers of weights in such a step, by the tensors that FSDP2 gathers. "peak GB": memory of the
 first rank. "host ms", "device ms" and "launches": as in `benchmarks.training_step`; kernels of several streams overlap,
 and kernels of collectives wait for the other rank. A slow link is what NCCL_P2P_DISABLE=1 leaves of NVLink.
+--prefetch: each block asks for the weights of the next one before it runs (`set_modules_to_forward_prefetch`).
 --accumulated: the step is one of several batches whose gradients are added up before they are reduced, so that weights
 alone are on the wire.
 
-    python -m benchmarks.sharded_step [--cases bf16 nvfp4_train "nvfp4_train, codes"] [--accumulated] [--out FILE]
+    python -m benchmarks.sharded_step [--cases bf16 nvfp4_train "nvfp4_train, codes"] [--prefetch] [--accumulated]
+                                      [--out FILE]
 """
 
 import argparse
+import itertools
 import statistics
 
 import torch
@@ -51,8 +54,9 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--batch", type=int, default=2, help="texts of a rank")
     parser.add_argument("--length", type=int, default=2048)
+    parser.add_argument("--prefetch", action="store_true", help="gather a block's weights before the block before it")
     parser.add_argument("--accumulated", action="store_true", help="reduce no gradients")
-    ranks.run(parser.parse_args(), measure, ("layers", "batch", "length", "accumulated"))
+    ranks.run(parser.parse_args(), measure, ("layers", "batch", "length", "prefetch", "accumulated"))
 
 
 def measure(case: str, args: argparse.Namespace) -> dict | None:
@@ -64,6 +68,9 @@ def measure(case: str, args: argparse.Namespace) -> dict | None:
     counted = shard(model, recipe)
     if codes and not recipe.startswith("torchao"):
         gather_quantized_(model, recipe)
+    if args.prefetch:
+        for block, following in itertools.pairwise(model.model.layers):
+            block.set_modules_to_forward_prefetch([following])
     model.set_requires_gradient_sync(not args.accumulated)
     tokens = torch.randint(model.config.vocab_size, (args.batch, args.length), device=args.device)
 
