@@ -159,10 +159,11 @@ class QuantizeSpec:
             raise ValueError(f"x: expected two dimensions or more, got shape {tuple(x.shape)}")
         if seed is not None and (seed.dtype != torch.int64 or seed.dim()):
             raise ValueError(f"seed: expected int64 of shape (), got {seed.dtype} of shape {tuple(seed.shape)}")
-        if self.values and not holds_values(self.format, x.dtype):
+        dtype = x.dtype if self.prologue is None else self.prologue.dtype  # of the elements that are quantised
+        if self.values and not holds_values(self.format, dtype):
             raise ValueError(
                 f"format: 16 bits hold the values of NVFP4, and of MX formats made of 16-bit numbers; "
-                f"got {self.format.name} of {x.dtype}"
+                f"got {self.format.name} of {dtype}"
             )
 
     def check_amax(self, amax: torch.Tensor, x: torch.Tensor) -> None:

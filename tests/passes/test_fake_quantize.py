@@ -26,6 +26,7 @@ from fp4compile.ops.quantize import QUANTIZE
 from fp4compile.passes.fake_quantize import fake_quantize
 from fp4compile.passes.fuse_epilogue import fuse_epilogue
 from fp4compile.passes.fuse_horizontal import fuse_horizontal
+from fp4compile.passes.fuse_prologue import fuse_prologue
 from fp4compile.passes.lower import lower
 from fp4compile.passes.merge_quantize import merge_quantize
 from fp4compile.passes.rewrite import rewrite
@@ -301,6 +302,22 @@ def test_launches_of_mx_operands(recipe):
     """The library multiplies values; what dequantises, and tests for values that bfloat16 cannot hold, is not there."""
     assert launched(recipe, 256, 1024, 1024) == [("quantize_rows", BF16)] * 2
     assert [name for name, _ in launched(recipe, 40, 1024, 1024)][:2] == ["quantize_rows"] * 2
+
+
+def test_a_prologue_of_float32_is_fused_into_what_writes_values():
+    """The elements that are quantised are bfloat16, whatever they are computed from."""
+
+    def passes(graph):
+        merge_quantize(graph)
+        assert fake_quantize(graph) == 2 and fuse_prologue(graph) == 1
+        lower(graph)
+
+    def gated(x, y, w):
+        return F.linear((F.silu(x) * y).to(BF16), w)
+
+    shapes, dtypes = ((512, 1024), (512, 1024), (1024, 1024)), (torch.float32, torch.float32, BF16)
+    found = fused_graph(gated, *shapes, recipe="mxfp8", dtypes=dtypes, sm=90, fuse=False, then=passes)
+    assert [one.args["data_ptr"].dtype for one in found.launches] == [BF16, BF16]
 
 
 def test_a_product_in_parts():

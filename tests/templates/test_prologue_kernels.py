@@ -111,6 +111,7 @@ def test_batches(steps):
     check(steps, batch.half(), "mxfp8", BOTH, layout="swizzled")
     for format in ("nvfp4", "nvfp4_rowwise", "mxfp8"):
         check(steps, batch, format, values=VALUES)
+    check(steps, batch, "mxfp8", BOTH, values=BOTH)
     check(steps, batch, "nvfp4", outer=torch.tensor(0.25))
 
 
@@ -127,6 +128,7 @@ def test_float32_operands(shape):
         for format in ("nvfp4", "mxfp8"):
             compare(operands, norm, BF16, format, stored=stored)
         compare(operands, norm, F16, "nvfp4_rowwise", values=VALUES, stored=["s0 float32"])
+        compare(operands, norm, BF16, "mxfp8", values=VALUES, stored=stored)
     compare([wide, wide], RESIDUAL, F32, "mxfp8", stored=["s0 bfloat16"])
 
 
