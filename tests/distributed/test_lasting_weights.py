@@ -33,10 +33,13 @@ def test_fsdp_in_another_model_marks_no_weight(found):
     assert [mine["beside FSDP2"] for mine in found] == [0] * lasting_worker.RANKS
 
 
-def test_a_rank_quantises_no_weight_alone_whose_scale_all_ranks_make(found):
-    why = "outer scale of 2 ranks; weight quantised at every call: the ranks make its outer scale together"
+@pytest.mark.parametrize(("kind", "why"), [
+    ("one outer scale", "outer scale of 2 ranks; weight quantised at every call: the ranks make its outer scale together"),
+    ("local tensors", "weight quantised at every call: the graph reads the local tensor of its DTensor"),
+])  # fmt: skip
+def test_weights_that_are_quantised_at_every_call_have_a_reason(kind, why, found):
     for mine in found:
-        assert mine["one outer scale"] == {"packings": [0] * 7, "stale": [], "fused": {why}}
+        assert mine[kind] == {"packings": [0] * 7, "stale": [], "fused": {why}}
 
 
 @pytest.mark.parametrize("kind", ["FSDP2 later", "FSDP2, tensor parallel", "FSDP1 later"])

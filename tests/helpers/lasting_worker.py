@@ -26,6 +26,14 @@ from tests.helpers.rank_worker import SIZES, WIDTH, Mlp, sharded
 RANKS = 2
 
 
+class Shards(Mlp):
+    """Multiplies its rank's shards, which no writer to the DTensors names."""
+
+    def forward(self, x):
+        hidden = nn.functional.linear(x, self.up.weight._local_tensor).relu()
+        return nn.functional.linear(hidden, self.down.weight._local_tensor)
+
+
 def backend(recipe: str, **options):
     return fp4compile.backend(recipe, **SIZES, **options)
 
@@ -192,6 +200,7 @@ def main(rank: int, folder: Path) -> None:
         one_address(patch)
         packings = counted(patch)
         found["tensor parallel"] = kept(sharded(Mlp(), flat, False), "nvfp4", packings)
+        found["local tensors"] = kept(sharded(Shards(), flat, False), "mxfp8", packings)
         found["DDP"] = kept(Mlp(), "nvfp4", packings, DistributedDataParallel)
         found["frozen"] = frozen(sharded(Mlp(), flat, False), packings)
         found["beside FSDP2"] = beside(sharded(Mlp(), flat, False), Mlp(), packings)
