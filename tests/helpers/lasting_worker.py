@@ -122,7 +122,7 @@ def kept(model: nn.Module, recipe: str, packings: list, wrapped: Callable = lamb
         packings.clear()
         stale += [name] * (not torch.equal(once(x), at_every_call(x)))
         counts.append(len(packings))
-    return {"packings": counts, "stale": stale, "fused": {row.fused for row in own.report.rows}}
+    return {"packings": counts, "stale": stale, "fused": {row.fused for row in own.report.quantised}}
 
 
 def frozen(model: nn.Module, packings: list) -> list[int]:
