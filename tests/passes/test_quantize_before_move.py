@@ -91,6 +91,10 @@ MOVES = {
     "index": by_index,
     "index_select": lambda x, index: aten.index_select(x, 0, index),
     "embedding": lambda x, index: aten.embedding(x, index.view(2, -1)).view(-1, K),
+    "gather": lambda x, index: aten.gather(x, 0, index.view(-1, 1).expand(-1, K)),
+    "gather of matrices": lambda x, index: aten.gather(
+        x.view(2, -1, K), 1, (index % (len(x) // 2)).view(1, -1, 1).expand(2, -1, K)
+    ).view(-1, K),
     "cat": lambda x, index: aten.cat([x, aten.slice(x, 0, 3, 7)]),
     "matrices": lambda x, index: aten.cat([x.view(2, -1, K), x.view(2, -1, K)], 1).reshape(-1, K).clone(),
     "second dimension": lambda x, index: aten.index.Tensor(x.view(1, -1, K), [None, index]),
@@ -202,6 +206,15 @@ STAYS = {
                                               prologue=["mul aux0 aux1"], dtype=torch.bfloat16),
     "few rows": lambda x, index, *_: quantize(by_index(x, aten.slice(index, 0, 1, ROWS)), "nvfp4_one_level"),
     "elements": lambda x, index, *_: quantize(aten.index.Tensor(x, [None, index]), "nvfp4_one_level"),
+    "elements gathered": lambda x, index, *_: quantize(
+        aten.gather(x, 0, aten.maximum(index.view(-1, 1), by_index(x, index).long().abs() % ROWS)), "nvfp4_one_level"
+    ),
+    "halves of rows": lambda x, index, *_: quantize(
+        aten.gather(x, 0, index.view(-1, 1).expand(-1, K // 2)), "nvfp4_one_level"
+    ),
+    "along rows": lambda x, index, *_: quantize(
+        aten.gather(x, 1, aten.slice(index, 0, 0, ROWS).view(-1, 1).expand(-1, K)), "nvfp4_one_level"
+    ),
     "columns side by side": lambda x, *_: quantize(aten.cat([x, x], 1), "nvfp4_one_level"),
     "columns selected": lambda x, index, *_: quantize(aten.index_select(x, -1, index), "nvfp4_one_level"),
     "reshaped": lambda x, index, *_: quantize(by_index(x, index).view(-1, 2 * K), "nvfp4_one_level"),
