@@ -115,6 +115,18 @@ def _is_of_rows(index: Node, value: torch.Tensor) -> bool:
 # ---------------------------------------------------------------- what keeps rows
 
 
+def is_size(node: Node, rows: Node) -> bool:
+    """Whether a node is a size of a tensor that its codes have, too: of any dimension but the last."""
+    return node.target is aten.sym_size.int and node.args[0] is rows and node.args[1] != rows.meta["val"].dim() - 1
+
+
+def rows_before(node: Node) -> Node:
+    """The node whose rows a node has in its own order, through reshapes and copies."""
+    while node.op == "call_function" and _kept_by(node) is node and node.target is not aten.cat.default:
+        node = node.args[0]
+    return node
+
+
 def readers_of(node: Node) -> list[Node]:
     """The nodes that read a tensor's rows: its users, where a user keeps the rows the users of that one."""
     found: list[Node] = []

@@ -2,6 +2,8 @@
 
 import re
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from unittest import mock
 
@@ -53,15 +55,23 @@ def run(rank: int, recipe: str, group: dist.ProcessGroup, device: str):
     fp4compile.config.enabled_passes = ("quantize_before_move",)
     backend = fp4compile.backend(recipe, min_m=1, min_n=1, min_k=1)
     model, own = torch.compile(Collected(rank, group).to(device), backend=backend), tokens(rank).to(device)
-    with tempfile.TemporaryDirectory() as folder, mock.patch.dict("os.environ", FP4COMPILE_DUMP=folder):
-        with torch.no_grad():
-            results = model(own[:6], own)
-        *_, last = sorted(Path(folder).glob("*_quantize_before_move_after.py"))
-        text = last.read_text()
-    moved: dict[str, list[str]] = {}
-    for dtype, name in _CALLS.findall(text):
-        moved.setdefault(name, []).append(dtype)
+    with recorded() as moved, torch.no_grad():
+        results = model(own[:6], own)
     return results, backend.report.counts["quantize_before_move"], moved
+
+
+@contextmanager
+def recorded() -> Iterator[dict[str, list[str]]]:
+    """The dtypes of what each collective moves, by its name, of the graphs that are compiled in here."""
+    moved: dict[str, list[str]] = {}
+    with tempfile.TemporaryDirectory() as folder, mock.patch.dict("os.environ", FP4COMPILE_DUMP=folder):
+        yield moved
+        graphs: dict[str, str] = {}  # as the last run of the pass leaves each
+        for path in sorted(Path(folder).glob("*_quantize_before_move_after.py")):
+            graphs[path.name] = path.read_text()
+    for text in list(graphs.values())[1::2]:
+        for dtype, name in _CALLS.findall(text):
+            moved.setdefault(name, []).append(dtype)
 
 
 def alone(rows: torch.Tensor, recipe: str, device: str) -> torch.Tensor:

@@ -244,6 +244,45 @@ def test_unknown_sizes_and_short_rows():
         assert quantize_before_move(graph) == count
 
 
+def exchanged(x):
+    return c10d.wait_tensor(c10d.all_to_all_single(x, [x.shape[0]], [x.shape[0]], "0"))
+
+
+@pytest.mark.parametrize(("fmt", "device", "also", "count"), [
+    ("nvfp4_rowwise", "cuda", False, 3),
+    ("mxfp8", "cpu", False, 0),  # C++ has no such scales
+    ("nvfp4", "cuda", False, 0),  # the rows that arrive make its outer scale
+    ("nvfp4_rowwise", "cuda", True, 0),
+])  # fmt: skip
+def test_exchanged_rows_that_are_sorted(fmt, device, also, count):
+    """Of an unknown number: they are quantised before they are sorted where they are quantised before the exchange."""
+
+    def function(x, index):
+        rows = exchanged(x)
+        ordered = by_index(
+            aten.cat([rows, aten.full_like(aten.slice(x, 0, 0, 1), 0)]).view(1, -1, K).view(-1, K), index
+        )
+        return *torch.ops.fp4compile.quantize(ordered, fmt)[:2], ordered.shape[0], *((rows + 1,) if also else ())
+
+    graph = traced(function, inputs()[:2], device, any_rows=True).graph
+    with on(device):
+        assert quantize_before_move(graph) == count
+    graph.lint()
+
+
+@pytest.mark.parametrize(("fmt", "count"), [("nvfp4", 0), ("nvfp4_one_level", 2)])
+@pytest.mark.parametrize("rows", [2, 24])
+def test_all_processes_gather_the_same(fmt, count, rows):
+    """However many of the gathered rows each of them takes, which would not pay for few."""
+
+    def function(x, index):
+        return torch.ops.fp4compile.quantize(by_index(gathered(x), aten.slice(index, 0, 0, rows)), fmt)[:2]
+
+    graph = traced(function, inputs()[:2]).graph
+    with on("cuda"):
+        assert quantize_before_move(graph) == count
+
+
 @pytest.mark.parametrize("fmt", ["nvfp4_one_level", "nvfp4", "nvfp4_rowwise"])
 def test_values_are_moved(fmt):
     """As many bytes as before, of fewer rows that are quantised."""
