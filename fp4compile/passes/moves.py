@@ -21,7 +21,9 @@ aten = torch.ops.aten
 _GATHER = "_c10d_functional.all_gather_into_tensor.default"
 _EXCHANGE = "_c10d_functional.all_to_all_single.default"
 _WAIT = "_c10d_functional.wait_tensor.default"
-_LOCAL = (aten.index.Tensor, aten.index_select.default, aten.embedding.default, aten.cat.default)
+_LOCAL = (
+    aten.index.Tensor, aten.index_select.default, aten.gather.default, aten.embedding.default, aten.cat.default,
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -51,8 +53,13 @@ class Move:
 
     def new(self, graph: Graph, tensors: Sequence[Node]) -> Node:
         """The same start of a move of other tensors, one for each source."""
-        given = list(tensors) if self.start.target is aten.cat.default else tensors[0]
-        return new_node(graph, self.start.target, (given, *self.start.args[1:]), self.start.meta)
+        target, (_, *args), meta = self.start.target, self.start.args, self.start.meta
+        if target is aten.gather.default:
+            dim, index = args
+            shape = [*index.args[1][:-1], tensors[0].meta["val"].shape[-1]]
+            args = [dim, new_node(graph, index.target, (index.args[0], shape), meta)]
+        given = list(tensors) if target is aten.cat.default else tensors[0]
+        return new_node(graph, target, (given, *args), meta)
 
 
 def move_of(node: Node) -> Move | None:
@@ -91,11 +98,33 @@ def _moves_rows(node: Node, sources: tuple[Node, ...]) -> bool:
     if node.target is aten.index.Tensor:
         return len(node.args[1]) < value.dim()
     dim = node.args[1] if len(node.args) > 1 else 0
+    if node.target is aten.gather.default and not _is_of_rows(node.args[2], value):
+        return False
     alike = {(each.meta["val"].dim(), each.meta["val"].dtype, each.meta["val"].shape[-1]) for each in sources}
     return dim not in (-1, value.dim() - 1) and len(alike) == 1
 
 
+def _is_of_rows(index: Node, value: torch.Tensor) -> bool:
+    """Whether an index of `gather` has one number for each row, expanded to the elements of the row."""
+    if index.target is not aten.expand.default:
+        return False
+    one_a_row = index.args[0].meta["val"].shape[-1:] == (1,)
+    return one_a_row and statically_true(index.meta["val"].shape[-1] == value.shape[-1])
+
+
 # ---------------------------------------------------------------- what keeps rows
+
+
+def is_size(node: Node, rows: Node) -> bool:
+    """Whether a node is a size of a tensor that its codes have, too: of any dimension but the last."""
+    return node.target is aten.sym_size.int and node.args[0] is rows and node.args[1] != rows.meta["val"].dim() - 1
+
+
+def rows_before(node: Node) -> Node:
+    """The node whose rows a node has in its own order, through reshapes and copies."""
+    while node.op == "call_function" and _kept_by(node) is node and node.target is not aten.cat.default:
+        node = node.args[0]
+    return node
 
 
 def readers_of(node: Node) -> list[Node]:

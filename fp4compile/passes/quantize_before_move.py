@@ -18,9 +18,10 @@ device, the rows' magnitudes are moved like the rows, and the largest of them is
 A quantiser stays behind the move where its results depend on more than that, and where anything other than quantisers
 reads the moved rows, because then both would be moved; `_reason` names the reasons, and the report has them.
 
-A move inside a device has to pay (`_local_reason`). A collective always does: a network is slower than memory, and the
-process quantises its own rows, not those of the whole group. What is decided about a collective depends on nothing that
-may differ between the processes, such as numbers of rows, because all have to call the same collectives.
+A move inside a device has to pay (`_local_reason`), unless it moves what a collective brought. A collective always
+does: a network is slower than memory, and the process quantises its own rows, not those of the whole group. What is
+decided about a collective depends on nothing that may differ between the processes, such as numbers of rows, because
+all have to call the same collectives.
 """
 
 import math
@@ -37,7 +38,16 @@ from fp4compile.ops.quantize import LAY_OUT_SCALES, QUANTIZE
 from fp4compile.passes.fake_quantize import may_return_values
 from fp4compile.passes.magnitudes import bits_of, largest_of_ranks, magnitude_of
 from fp4compile.passes.merge_quantize import share
-from fp4compile.passes.moves import Move, is_local_move, move_of, readers_of, replayed, share_equal
+from fp4compile.passes.moves import (
+    Move,
+    is_local_move,
+    is_size,
+    move_of,
+    readers_of,
+    replayed,
+    rows_before,
+    share_equal,
+)
 from fp4compile.passes.notes import name_move
 from fp4compile.roofline.pointwise import base_of, kind_of, readers
 from fp4compile.templates.launch import on_gpu, target_of
@@ -53,7 +63,7 @@ def quantize_before_move(graph: Graph) -> int:
     count, known = 0, set(graph.nodes)
     for node in reversed(list(graph.nodes)):
         move = move_of(node)
-        users = [] if move is None else readers_of(node)
+        users = [] if move is None else [each for each in readers_of(node) if not is_size(each, node)]
         quantisers = [quantise_of(each) for each in users if each.target is QUANTIZE]
         if not quantisers:
             continue
@@ -85,7 +95,29 @@ def _reason(move: Move, quantisers: list[Quantise]) -> str | None:
     if move.is_collective:
         fewer = sum(map(_moved_bytes, quantisers)) < row
         return None if fewer else "codes and scales are no fewer bytes"
+    if _is_behind_collective(move, quantisers) and all(map(_inductor_moves, quantisers)):
+        return None
     return _local_reason(move, quantisers, row)
+
+
+def _is_behind_collective(move: Move, quantisers: list[Quantise]) -> bool:
+    """Whether quantisers that go before a move inside a device may then go before a collective that brought the rows.
+
+    So for exchanged tokens that are sorted by expert: bytes on the wire cost more than what the move does.
+    """
+    for source in map(rows_before, move.sources):
+        before = move_of(source)
+        if before is None or {each for each in readers_of(source) if not is_size(each, source)} != {move.node}:
+            continue
+        if _reason(before, quantisers) is None if before.is_collective else _is_behind_collective(before, quantisers):
+            return True
+    return False
+
+
+def _is_brought(move: Move) -> bool:
+    """Whether a collective brought some of the rows."""
+    before = [found for source in move.sources if (found := move_of(rows_before(source))) is not None]
+    return any(each.is_collective or _is_brought(each) for each in before)
 
 
 def _of_more_than_a_row(quantise: Quantise, move: Move) -> str | None:
@@ -112,6 +144,8 @@ def _of_more_than_a_row(quantise: Quantise, move: Move) -> str | None:
         return "its outer scale is made of transformed rows"
     if move.is_exchange:
         return "its outer scale is made of the rows that arrive"
+    if not move.is_collective and _is_brought(move):
+        return "its outer scale is made of some of the rows that arrive"  # on one process of none, maybe
     if not all(statically_true(_rows(each) > 0) for each in (move.node, *move.sources)):
         return "there may be no rows to make its outer scale of"
     return None
@@ -239,6 +273,8 @@ class _Moving:
                 with graph.inserting_before(move.node):
                     wait, meta = move.node.target, move.node.meta
                     moved = {place: new_node(graph, wait, (node,), meta) for place, node in moved.items()}
+            for size in [each for each in move.node.users if is_size(each, move.node)]:
+                size.replace_input_with(move.node, moved[0])
             with graph.inserting_before(reader.node):
                 results = {place: self._result(reader, node, place) for place, node in moved.items()}
                 for user in list(reader.node.users):

@@ -1,48 +1,64 @@
 """Two ranks, a part of the world, against one process that has the whole model: see tests/helpers/rank_worker.py."""
 
+import functools
+
 import pytest
 import torch
 
-from tests.helpers import moving_worker, process_groups, rank_worker, without_codegen
+from tests.helpers import moving_worker, process_groups, rank_worker
 from tests.helpers.moving_worker import SENT, tokens
-from tests.helpers.rank_worker import INVERTED, MEMBERS, MOVED, OF_ROWS, TOKENS
+from tests.helpers.rank_worker import MEMBERS, MOVED, OF_ROWS, TOKENS
 
 pytestmark = pytest.mark.slow
+DEVICES = {
+    "cpu": [],
+    "cuda": [pytest.mark.gpu, pytest.mark.skipif(torch.cuda.device_count() < 2, reason="fewer than two GPUs")],
+}
 # A share of the largest result, 34 times 2^-24. Sums of up to 96 products in two orders differ by up to 190 times 2^-24
-# of the sum of the magnitudes of their products.
-SUMS = 2e-6
+# of the sum of the magnitudes of their products. A GPU's matrix units drop the bits that do not fit, where a CPU
+# rounds: they differ by twice as much.
+SUMS = {"cpu": 2e-6, "cuda": 4e-6}
+KINDS = [(device, kind) for device, kinds in rank_worker.KINDS.items() for kind in ("sequences", "frozen", *kinds)]
+devices = pytest.mark.parametrize("device", [pytest.param(device, marks=marks) for device, marks in DEVICES.items()])
+places = pytest.mark.parametrize("place", range(len(MEMBERS)))
 
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory):
-    """What each member found, and what was said to the one whose partner did not come, and was gone."""
-    folder = tmp_path_factory.mktemp("ranks")
-    output = str(folder / "runs")
-    statuses, said = process_groups.run_ranks(rank_worker.main, [output], folder, ranks=3)
-    assert statuses == [0] * 3, said
-    return [torch.load(f"{output}.{rank}.pt") for rank in MEMBERS], torch.load(f"{output}.lost.pt")
+    """What each member found by a device, and what was said to the one whose partner did not come, and was gone."""
+
+    @functools.cache
+    def ran(device):
+        folder = tmp_path_factory.mktemp("ranks")
+        output = str(folder / "runs")
+        method = "forkserver" if device == "cpu" else "spawn"
+        statuses, said = process_groups.run_ranks(rank_worker.main, [output, device], folder, ranks=3, method=method)
+        return statuses, said, output
+
+    def of(device):
+        statuses, said, output = ran(device)
+        assert statuses == [0] * 3, said
+        lost = torch.load(f"{output}.lost.pt") if device == "cpu" else None
+        return [torch.load(f"{output}.{rank}.pt") for rank in MEMBERS], lost
+
+    return of
 
 
 @pytest.fixture(scope="module")
 def alone():
-    """Steps of one process, by their kind."""
-    with pytest.MonkeyPatch.context() as patch:
-        without_codegen.install(patch)
-        recipes = ("nvfp4", INVERTED, "nvfp4_train", *OF_ROWS)
-        plain, inverted, square, *rows = (rank_worker.step(*rank_worker.whole(), recipe) for recipe in recipes)
-    found = {"sequences": plain, "frozen": plain, "tokens": inverted, "inference": square}
-    return found | dict(zip(OF_ROWS, rows, strict=True))
+    """Steps of one process by a device, by their kind."""
+    return functools.cache(lambda device: rank_worker.on_cpu(rank_worker.steps_of_one_process(device)))
 
 
-@pytest.mark.parametrize("place", range(len(MEMBERS)))
-@pytest.mark.parametrize("kind", ["sequences", "tokens", "frozen", *OF_ROWS])
-def test_tensor_parallelism_has_the_codes_of_one_process(kind, place, found, alone):
+@places
+@pytest.mark.parametrize(("device", "kind"), [pytest.param(*pair, marks=DEVICES[pair[0]]) for pair in KINDS])
+def test_tensor_parallelism_has_the_codes_of_one_process(device, kind, place, found, alone):
     """So results and gradients differ by the order of sums alone; shards with scales of their own are percents off."""
-    mine = found[0][place][kind]
+    mine, whole = found(device)[0][place][kind], alone(device)[kind]
     part = slice(place * TOKENS, (place + 1) * TOKENS) if kind in ("sequences", "frozen") else slice(None)
     for name in set(mine) - {"told"}:
-        expected = alone[kind][name][:, part] if name in "xy" else alone[kind][name]
-        torch.testing.assert_close(mine[name], expected, rtol=0, atol=SUMS * expected.abs().max().item())
+        expected = whole[name][:, part] if name in "xy" else whole[name]
+        torch.testing.assert_close(mine[name], expected, rtol=0, atol=SUMS[device] * expected.abs().max().item())
     products = ("fprop", "dgrad") if kind == "frozen" else ("fprop", "dgrad", "wgrad")
     assert mine["told"].keys() == {f"{layer} {product}" for layer in ("up", "down") for product in products}
     scaled = {name for name, told in mine["told"].items() if told and "outer scale of 2 ranks" in told}
@@ -65,10 +81,11 @@ def test_tensor_parallelism_has_the_codes_of_one_process(kind, place, found, alo
     ), "a gather that a weight gradient needs, too, is in high precision, once"
 
 
-@pytest.mark.parametrize("place", range(len(MEMBERS)))
-def test_parameters_that_the_graph_gathers_have_the_bits_of_one_process(place, found, alone):
+@places
+@devices
+def test_parameters_that_the_graph_gathers_have_the_bits_of_one_process(device, place, found, alone):
     """Both ranks have the same tokens: gradients, which are summed, are twice those of one."""
-    mine, expected = found[0][place]["gathered"], alone["frozen"]
+    mine, expected = found(device)[0][place]["gathered"], alone(device)["frozen"]
     names = {"up.weight", "up.bias", "down.weight", "down.bias"}
     assert torch.equal(mine["y"], expected["y"]) and torch.equal(mine["x"], expected["x"])
     assert all(torch.equal(mine[name], 2 * expected[name]) for name in names)
@@ -77,38 +94,42 @@ def test_parameters_that_the_graph_gathers_have_the_bits_of_one_process(place, f
     assert mine["moved"] == dict.fromkeys(("up", "down"), "quantised before all_gather_into_tensor")
 
 
-@pytest.mark.parametrize("place", range(len(MEMBERS)))
-def test_codes_are_gathered_and_shards_have_one_scale(place, found, alone):
-    mine, expected = found[0][place], alone["inference"]["y"][:, place * TOKENS : (place + 1) * TOKENS]
-    torch.testing.assert_close(mine["inference"], expected, rtol=0, atol=SUMS * expected.abs().max().item())
-    scale = "outer scale of 2 ranks"
+@places
+@devices
+def test_codes_are_gathered_and_shards_have_one_scale(device, place, found, alone):
+    mine, part = found(device)[0][place], slice(place * TOKENS, (place + 1) * TOKENS)
+    expected = alone(device)["inference"]["y"][:, part]
+    torch.testing.assert_close(mine["inference"], expected, rtol=0, atol=SUMS[device] * expected.abs().max().item())
+    scale = "outer scale of 2 ranks; weight quantised at every call: the ranks make its outer scale together"
     assert mine["told"] == {"up": f"{scale}; quantised before all_gather_into_tensor", "down": scale}
 
 
 @pytest.mark.parametrize("recipe", MOVED)
-@pytest.mark.parametrize("place", range(len(MEMBERS)))
-def test_moved_codes_have_the_bits_of_one_process(place, recipe, found):
+@places
+@devices
+def test_moved_codes_have_the_bits_of_one_process(device, place, recipe, found):
     """Codes and scales are gathered and exchanged, and results have the bits of one process with all the tokens.
 
     An outer scale of all tokens is made of the largest magnitude of both processes; exchanged tokens stay bf16 then.
     """
-    (gathered, sequences, exchanged), count, moved = found[0][place]["moved"][recipe]
+    (gathered, sequences, exchanged), count, moved = found(device)[0][place]["moved"][recipe]
     everything = [tokens(rank) for rank in range(len(MEMBERS))]
     first = [rows[:6] for rows in everything]
     sent = [rows.split(SENT[source])[place] for source, rows in enumerate(everything)]
-    assert torch.equal(gathered, moving_worker.alone(torch.cat(first), recipe))
+    assert torch.equal(gathered, moving_worker.alone(torch.cat(first), recipe, device))
     joined = torch.cat([rows.view(2, 3, moving_worker.K) for rows in first], 1)
-    assert torch.equal(sequences, moving_worker.alone(joined, recipe))
-    assert torch.equal(exchanged, moving_worker.alone(torch.cat(sent), recipe))
-    dtypes = {"all_gather_into_tensor": ["u8"] * 4, "all_to_all_single": ["u8"] * 2}
+    assert torch.equal(sequences, moving_worker.alone(joined, recipe, device))
+    assert torch.equal(exchanged, moving_worker.alone(torch.cat(sent), recipe, device))
+    parts = ["u8"] * 2 + ["f32"] * (recipe == "nvfp4_rowwise")  # of a gather
+    dtypes = {"all_gather_into_tensor": parts * 2, "all_to_all_single": parts}
     if recipe == "nvfp4":
         dtypes |= {"all_reduce": ["i32"] * 2, "all_to_all_single": ["bf16"]}
     assert count == (2 if recipe == "nvfp4" else 3) and moved == dtypes
 
 
-@pytest.mark.parametrize("place", range(len(MEMBERS)))
+@places
 def test_ranks_of_different_settings_raise(place, found):
-    recipes, rules, gathers = found[0][place]["unlike"]
+    recipes, rules, gathers = found("cpu")[0][place]["unlike"]
     assert "rank 0: recipe 'mxfp8' with" in recipes and "rank 1: recipe 'nvfp4' with" in recipes
     assert "rank 0: recipe 'mxfp8' with rules=[]; rank 1: recipe 'mxfp8' with rules=[" in rules
     assert "rank 0: recipe 'mxfp8' with gather_quantized_(recompute)=False; rank 1" in gathers
@@ -116,7 +137,7 @@ def test_ranks_of_different_settings_raise(place, found):
 
 def test_a_rank_that_ends_or_hangs_ends_the_other(found):
     """By gloo's own error, after a compilation that waited for it in vain."""
-    hung, lost = found[1]
-    assert "imed out" in hung and "imed out" not in lost, found[1]
+    hung, lost = said_to = found("cpu")[1]
+    assert "imed out" in hung and "imed out" not in lost, said_to
     for said in (hung, lost):
         assert said.startswith(("RuntimeError: ", "DistBackendError: ")) and "settings" not in said, said

@@ -190,7 +190,8 @@ def moved_rows(d: Draft) -> None:
     some = f"(({x}.shape[0] + 1) // 2)" if d.chance(0.3) else f"{x}.shape[0]"  # an index may leave out rows
     ids = f"(torch.arange({2 if twice else 1} * {x}.shape[0], device={x}.device) * 7 + {at}) % {some}"
     texts = ["{0}[{1}]", "{0}.index_select(0, {1})"]
-    texts += ["F.embedding({1}, {0})"] if len(d.shape(x)) == 2 else []
+    if len(d.shape(x)) == 2:
+        texts += ["F.embedding({1}, {0})", "{0}.gather(0, ({1}).view(-1, 1).expand(-1, {0}.shape[-1]))"]
     texts += ["torch.cat(({0}, {0}))"] if twice else [f"torch.cat(({{0}}[{at}:], {{0}}[:{at}]))"]
     moved, names = d.name("r"), [d.name("h") for _ in layers]
     ending = ".unflatten(0, (2, -1)).sum(0)" if twice else ""

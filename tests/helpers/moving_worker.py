@@ -2,6 +2,8 @@
 
 import re
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from unittest import mock
 
@@ -11,6 +13,7 @@ import torch.distributed._functional_collectives as collectives
 from torch import nn
 
 import fp4compile
+from fp4compile.recipe import resolve
 
 K = 64
 SENT = [[2, 6], [7, 3]]  # rows from each rank to each rank
@@ -46,28 +49,36 @@ class Collected(nn.Module):
         return self.linear(gathered), self.linear(sequences), self.linear(exchanged)
 
 
-def run(rank: int, recipe: str, group: dist.ProcessGroup):
+def run(rank: int, recipe: str, group: dist.ProcessGroup, device: str):
     """(results, the number of moves that the pass changed, the dtypes of what each collective moves)."""
     torch._dynamo.reset()
     fp4compile.config.enabled_passes = ("quantize_before_move",)
     backend = fp4compile.backend(recipe, min_m=1, min_n=1, min_k=1)
-    model = torch.compile(Collected(rank, group), backend=backend)
-    with tempfile.TemporaryDirectory() as folder, mock.patch.dict("os.environ", FP4COMPILE_DUMP=folder):
-        with torch.no_grad():
-            results = model(tokens(rank)[:6], tokens(rank))
-        *_, last = sorted(Path(folder).glob("*_quantize_before_move_after.py"))
-        text = last.read_text()
-    moved: dict[str, list[str]] = {}
-    for dtype, name in _CALLS.findall(text):
-        moved.setdefault(name, []).append(dtype)
+    model, own = torch.compile(Collected(rank, group).to(device), backend=backend), tokens(rank).to(device)
+    with recorded() as moved, torch.no_grad():
+        results = model(own[:6], own)
     return results, backend.report.counts["quantize_before_move"], moved
 
 
-def alone(rows: torch.Tensor, recipe: str) -> torch.Tensor:
+@contextmanager
+def recorded() -> Iterator[dict[str, list[str]]]:
+    """The dtypes of what each collective moves, by its name, of the graphs that are compiled in here."""
+    moved: dict[str, list[str]] = {}
+    with tempfile.TemporaryDirectory() as folder, mock.patch.dict("os.environ", FP4COMPILE_DUMP=folder):
+        yield moved
+        graphs: dict[str, str] = {}  # as the last run of the pass leaves each
+        for path in sorted(Path(folder).glob("*_quantize_before_move_after.py")):
+            graphs[path.name] = path.read_text()
+    for text in list(graphs.values())[1::2]:
+        for dtype, name in _CALLS.findall(text):
+            moved.setdefault(name, []).append(dtype)
+
+
+def alone(rows: torch.Tensor, recipe: str, device: str) -> torch.Tensor:
     """What the ops compute of all rows in one process."""
-    linear, operands = layer(), []
-    for each in (rows.reshape(-1, K), linear.weight.detach()):
-        data, scales, outer = torch.ops.fp4compile.quantize(each, recipe)
-        operands += [data, scales, outer if outer.shape != (0,) else None, recipe]
+    linear, chosen, operands, rows = layer().to(device), resolve(recipe), [], rows.to(device)
+    for each, fmt in ((rows.reshape(-1, K), chosen.fprop_x), (linear.weight.detach(), chosen.fprop_w)):
+        data, scales, outer = torch.ops.fp4compile.quantize(each, fmt)
+        operands += [data, scales, outer if outer.shape != (0,) else None, fmt]
     product = torch.ops.fp4compile.scaled_mm(*operands, linear.bias.detach(), torch.bfloat16)
-    return product.view(*rows.shape[:-1], -1)
+    return product.view(*rows.shape[:-1], -1).cpu()

@@ -3,14 +3,18 @@
 `main` is what each rank runs, and tests/distributed/test_ranks.py compares what it finds.
 
 The ranks meet at the file OUTPUT.store. Ranks 1 and 2 form the groups, so that no group is the whole world, and each
-writes what it finds to OUTPUT.RANK.pt. Rank 2 does not come to one collective, and ends before another.
+writes what it finds to OUTPUT.RANK.pt. By gloo, rank 2 does not come to one collective, and ends before another. NCCL
+ends a process that waits in vain. What ranks agree about, or tell each other in vain, depends on no device.
 """
 
 import copy
 import functools
 import os
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import timedelta
+from typing import Any
 
 import pytest
 import torch
@@ -32,7 +36,11 @@ MEMBERS, TOKENS, WIDTH, HIDDEN = (1, 2), 16, 64, 96
 INVERTED = {"recipe": "nvfp4_rowwise", "fprop_x": "nvfp4_te", "wgrad_dy": "nvfp4_te", "wgrad_x": "nvfp4",
             "hadamard": ["wgrad"]}  # fmt: skip
 OF_ROWS = ("float8_rowwise", "nvfp4_rowwise")  # outer scales belong to rows, of which each rank has a part
-MOVED = ("mxfp8", "nvfp4_one_level", "nvfp4")
+# Steps by tensor parallelism over whole sequences, by device. Units of FP8 on a GPU, of `float8_rowwise`, keep fewer
+# bits of sums than float32, whose order differs.
+KINDS = {"cpu": {"tokens": INVERTED, **{recipe: recipe for recipe in OF_ROWS}},
+         "cuda": {"nvfp4_rowwise": "nvfp4_rowwise"}}  # fmt: skip
+MOVED = ("mxfp8", "nvfp4_one_level", "nvfp4_rowwise", "nvfp4")
 PASSES = ("quantize_before_move", "group_amax")
 SIZES = {"min_m": 1, "min_n": 1, "min_k": 1}
 UNLIKE = (
@@ -51,7 +59,7 @@ class Mlp(nn.Module):
         return self.down(self.up(x).relu())
 
 
-def whole() -> tuple[Mlp, torch.Tensor, torch.Tensor]:
+def whole(device="cpu") -> tuple[Mlp, torch.Tensor, torch.Tensor]:
     """The model, two sequences of tokens, and the gradient of its result: the last rank's are the largest.
 
     Half of each layer's weight is larger, too.
@@ -63,7 +71,21 @@ def whole() -> tuple[Mlp, torch.Tensor, torch.Tensor]:
     generator = torch.Generator().manual_seed(1)
     x, gradient = (torch.randn(2, 2 * TOKENS, WIDTH, generator=generator) for _ in range(2))
     x[:, TOKENS:] *= 7
-    return model, x, gradient * 2.0 ** torch.arange(WIDTH).fmod(5)
+    gradient *= 2.0 ** torch.arange(WIDTH).fmod(5)
+    return model.to(device), x.to(device), gradient.to(device)
+
+
+@contextmanager
+def captured_graphs(device) -> Iterator[None]:
+    """Captured graphs run as they are, without Inductor's kernels: on a GPU, by the package's ops, which launch theirs.
+
+    Otherwise each graph would compile kernels of its own.
+    """
+    with pytest.MonkeyPatch.context() as patch:
+        without_codegen.install(patch)
+        if device == "cuda":
+            patch.setattr(fp4compile.config, "disabled_passes", ("inplace", "lower"))
+        yield
 
 
 def compiled(model, recipe):
@@ -84,6 +106,14 @@ def step(model, x, gradient, recipe) -> dict:
     found = {name: grad.full_tensor() if isinstance(grad, DTensor) else grad for name, grad in trained.items()}
     told = {f"{row.module} {row.product}": row.fused for row in backend.report.rows}
     return {"y": y.detach(), "x": x.grad, **found, "told": told}
+
+
+def steps_of_one_process(device) -> dict[str, dict]:
+    """What ranks are compared with, by the kind of their step."""
+    with captured_graphs(device):
+        plain, square = (step(*whole(device), recipe) for recipe in ("nvfp4", "nvfp4_train"))
+        others = {kind: step(*whole(device), recipe) for kind, recipe in KINDS[device].items()}
+    return {"sequences": plain, "frozen": plain, "inference": square} | others
 
 
 def sharded(model, mesh, sequences: bool):
@@ -115,14 +145,14 @@ def gathered(model, mesh):
 
 def parallel(rank: int, mesh: DeviceMesh) -> dict:
     """A step of the sharded model by the captured graphs, and results by Inductor's kernels."""
-    model, x, gradient = whole()
+    device = mesh.device_type
+    model, x, gradient = whole(device)
     mine = slice(rank * TOKENS, (rank + 1) * TOKENS)
     found = {}
-    with pytest.MonkeyPatch.context() as patch:
-        without_codegen.install(patch)
+    with captured_graphs(device):
         found["sequences"] = step(sharded(model, mesh, True), x[:, mine], gradient[:, mine], "nvfp4")
-        found["tokens"] = step(sharded(model, mesh, False), x, gradient, INVERTED)
-        found |= {recipe: step(sharded(model, mesh, False), x, gradient, recipe) for recipe in OF_ROWS}
+        for kind, recipe in KINDS[device].items():
+            found[kind] = step(sharded(model, mesh, False), x, gradient, recipe)
         found["gathered"] = step(gathered(model, mesh), x, gradient, "nvfp4")
         with torch.no_grad():
             function, backend = compiled(gathered(model, mesh), "nvfp4")
@@ -163,20 +193,26 @@ def without_the_other(group) -> str:
     return f"{type(error.value).__name__}: {error.value}"
 
 
-def main(rank: int, output: str) -> None:
+def main(rank: int, output: str, device: str = "cpu") -> None:
     torch.set_num_threads(1)
     config.fx_graph_cache = False  # graphs are compiled anew, and the ranks share what a C++ compiler makes of them
     torch._functorch.config.enable_autograd_cache = False
     fp4compile.config.enabled_passes = PASSES
-    process_groups.begin(f"{output}.store", rank, 3)
-    mesh = DeviceMesh("cpu", list(MEMBERS))
+    if device == "cuda" and rank in MEMBERS:
+        torch.cuda.set_device(MEMBERS.index(rank))
+        torch.cuda.init()  # or a mesh would choose another device
+    process_groups.begin(f"{output}.store", rank, 3, "nccl" if device == "cuda" else "gloo")
+    mesh = DeviceMesh(device, list(MEMBERS))
     *groups, left = [dist.new_group(list(MEMBERS), timeout=timedelta(seconds=each)) for each in (20, 20, 20, 20, 2)]
     if rank in MEMBERS:
         place = MEMBERS.index(rank)
-        found = {**parallel(place, mesh), "unlike": unlike(place, groups[:3])}
-        found["moved"] = {recipe: moving_worker.run(place, recipe, groups[3]) for recipe in MOVED}
-        torch.save(found, f"{output}.{rank}.pt")
+        found = parallel(place, mesh)
+        found["moved"] = moved(place, groups[3], device)
+        if device == "cpu":
+            found["unlike"] = unlike(place, groups[:3])
+        torch.save(on_cpu(found), f"{output}.{rank}.pt")
         dist.barrier(groups[3])
+    if rank in MEMBERS and device == "cpu":
         if rank == MEMBERS[-1]:
             while not os.path.exists(f"{output}.hung"):
                 time.sleep(0.1)
@@ -185,3 +221,15 @@ def main(rank: int, output: str) -> None:
         open(f"{output}.hung", "x").close()
         torch.save([hung, without_the_other(groups[3])], f"{output}.lost.pt")
     os._exit(0)  # a group that has lost a rank cannot be ended
+
+
+def moved(place: int, group, device: str) -> dict:
+    """What `moving_worker` finds by each recipe: for the first by Inductor's kernels, then by captured graphs."""
+    first, *others = MOVED
+    found = {first: moving_worker.run(place, first, group, device)}
+    with captured_graphs(device):
+        return found | {recipe: moving_worker.run(place, recipe, group, device) for recipe in others}
+
+
+def on_cpu(found: Any) -> Any:
+    return torch.utils._pytree.tree_map_only(torch.Tensor, torch.Tensor.cpu, found)

@@ -91,6 +91,10 @@ MOVES = {
     "index": by_index,
     "index_select": lambda x, index: aten.index_select(x, 0, index),
     "embedding": lambda x, index: aten.embedding(x, index.view(2, -1)).view(-1, K),
+    "gather": lambda x, index: aten.gather(x, 0, index.view(-1, 1).expand(-1, K)),
+    "gather of matrices": lambda x, index: aten.gather(
+        x.view(2, -1, K), 1, (index % (len(x) // 2)).view(1, -1, 1).expand(2, -1, K)
+    ).view(-1, K),
     "cat": lambda x, index: aten.cat([x, aten.slice(x, 0, 3, 7)]),
     "matrices": lambda x, index: aten.cat([x.view(2, -1, K), x.view(2, -1, K)], 1).reshape(-1, K).clone(),
     "second dimension": lambda x, index: aten.index.Tensor(x.view(1, -1, K), [None, index]),
@@ -202,6 +206,15 @@ STAYS = {
                                               prologue=["mul aux0 aux1"], dtype=torch.bfloat16),
     "few rows": lambda x, index, *_: quantize(by_index(x, aten.slice(index, 0, 1, ROWS)), "nvfp4_one_level"),
     "elements": lambda x, index, *_: quantize(aten.index.Tensor(x, [None, index]), "nvfp4_one_level"),
+    "elements gathered": lambda x, index, *_: quantize(
+        aten.gather(x, 0, aten.maximum(index.view(-1, 1), by_index(x, index).long().abs() % ROWS)), "nvfp4_one_level"
+    ),
+    "halves of rows": lambda x, index, *_: quantize(
+        aten.gather(x, 0, index.view(-1, 1).expand(-1, K // 2)), "nvfp4_one_level"
+    ),
+    "along rows": lambda x, index, *_: quantize(
+        aten.gather(x, 1, aten.slice(index, 0, 0, ROWS).view(-1, 1).expand(-1, K)), "nvfp4_one_level"
+    ),
     "columns side by side": lambda x, *_: quantize(aten.cat([x, x], 1), "nvfp4_one_level"),
     "columns selected": lambda x, index, *_: quantize(aten.index_select(x, -1, index), "nvfp4_one_level"),
     "reshaped": lambda x, index, *_: quantize(by_index(x, index).view(-1, 2 * K), "nvfp4_one_level"),
@@ -228,6 +241,45 @@ def test_unknown_sizes_and_short_rows():
     assert moved(asked(), inputs()[:2], any_rows=True)[0] == 0
     for k, count in ((16, 0), (32, 1)):
         graph = traced(lambda x: torch.ops.fp4compile.quantize(gathered(x), "mxfp8")[:2], inputs(k=k)[:1]).graph
+        assert quantize_before_move(graph) == count
+
+
+def exchanged(x):
+    return c10d.wait_tensor(c10d.all_to_all_single(x, [x.shape[0]], [x.shape[0]], "0"))
+
+
+@pytest.mark.parametrize(("fmt", "device", "also", "count"), [
+    ("nvfp4_rowwise", "cuda", False, 3),
+    ("mxfp8", "cpu", False, 0),  # C++ has no such scales
+    ("nvfp4", "cuda", False, 0),  # the rows that arrive make its outer scale
+    ("nvfp4_rowwise", "cuda", True, 0),
+])  # fmt: skip
+def test_exchanged_rows_that_are_sorted(fmt, device, also, count):
+    """Of an unknown number: they are quantised before they are sorted where they are quantised before the exchange."""
+
+    def function(x, index):
+        rows = exchanged(x)
+        ordered = by_index(
+            aten.cat([rows, aten.full_like(aten.slice(x, 0, 0, 1), 0)]).view(1, -1, K).view(-1, K), index
+        )
+        return *torch.ops.fp4compile.quantize(ordered, fmt)[:2], ordered.shape[0], *((rows + 1,) if also else ())
+
+    graph = traced(function, inputs()[:2], device, any_rows=True).graph
+    with on(device):
+        assert quantize_before_move(graph) == count
+    graph.lint()
+
+
+@pytest.mark.parametrize(("fmt", "count"), [("nvfp4", 0), ("nvfp4_one_level", 2)])
+@pytest.mark.parametrize("rows", [2, 24])
+def test_all_processes_gather_the_same(fmt, count, rows):
+    """However many of the gathered rows each of them takes, which would not pay for few."""
+
+    def function(x, index):
+        return torch.ops.fp4compile.quantize(by_index(gathered(x), aten.slice(index, 0, 0, rows)), fmt)[:2]
+
+    graph = traced(function, inputs()[:2]).graph
+    with on("cuda"):
         assert quantize_before_move(graph) == count
 
 
