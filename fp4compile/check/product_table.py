@@ -100,14 +100,7 @@ class Product:
         if self.epilogue == "pair" and b.outer is not None and not b.outer.dim():
             b = replace(b, outer=_empty((2,), torch.float32))
         bias = _empty((self.n,)) if self.epilogue == "bias" else None
-        last = [AMAX] if self.result == AMAX else [f"quantize {self.result}"]
-        steps = {"gated": GATED, "pair": OF_A_PAIR}.get(self.epilogue, []) + last * bool(self.result)
-        if not steps:
-            return Arguments(a, b, bias, BF16)
-        others = [_empty((*batch, self.m, self.n))] if self.epilogue == "gated" else []
-        epilogue = Epilogue.parse(steps, BF16, BF16)
-        outer = _empty((), torch.float32) if epilogue.quantize is not None and epilogue.quantize.static else None
-        return Arguments(a, b, bias, BF16, epilogue, others, outer)
+        return self._with_epilogue(Arguments(a, b, bias, BF16))
 
     def _of_groups(self) -> Arguments:
         each = (self.groups,)
@@ -118,8 +111,19 @@ class Product:
             b = self._operand(self.b, (self.n,), padded, (*each, self.n, 1))
             return Arguments(a, b, None, BF16, offs=offs, rows=self.k)
         a = self._operand(self.a, (self.m,), self.k, (self.m, 1), padded_rows(self.m, self.groups))
-        b = self._operand(self.b, (*each, self.n), self.k, (*each, self.n, 1))
-        return Arguments(a, b, None, BF16, offs=offs, rows=self.m)
+        rows = 2 * self.n if self.epilogue == "pair" else self.n
+        b = self._operand(self.b, (*each, rows), self.k, (*each, rows, 1))
+        return self._with_epilogue(Arguments(a, b, None, BF16, offs=offs, rows=self.m))
+
+    def _with_epilogue(self, x: Arguments) -> Arguments:
+        last = [AMAX] if self.result == AMAX else [f"quantize {self.result}"]
+        steps = {"gated": GATED, "pair": OF_A_PAIR}.get(self.epilogue, []) + last * bool(self.result)
+        if not steps:
+            return x
+        gates = [_empty((*x.a.data.shape[:-1], self.n))] if self.epilogue == "gated" else []
+        epilogue = Epilogue.parse(steps, BF16, BF16)
+        outer = _empty((), torch.float32) if epilogue.quantize is not None and epilogue.quantize.static else None
+        return replace(x, epilogue=epilogue, auxiliaries=gates, result_outer=outer)
 
     def _operand(
         self, name: str | None, shape: tuple[int, ...], k: int, of_rows: tuple[int, ...], scale_rows: int | None = None
@@ -199,6 +203,12 @@ PRODUCTS = (
     _experts("nvfp4_rowwise", "nvfp4_rowwise", 2048, 4095, SIZE, along_k=True),
     *(_experts(name, name, 2048, 4096, SIZE, along_k=True) for name in ("nvfp4_te", "mxfp8", "mxfp4")),
     _experts("nvfp4", "nvfp4", 256, 512, SIZE, along_k=True),
+    # Experts whose results are the next experts' operands: of gate and up as one product or two, and of one product.
+    *(_experts(name, name, SIZE, 2048, 4096, epilogue="pair", result=name)
+      for name in ("nvfp4", "nvfp4_one_level", "mxfp8", "mxfp4")),
+    *(_experts(name, name, SIZE, 2048, 4096, epilogue="gated", result=name) for name in ("nvfp4_one_level", "mxfp8")),
+    _experts("nvfp4_rowwise", "nvfp4_te", 128, 2040, 4096, result="nvfp4_one_level"),
+    _experts("mxfp8", "mxfp4", 128, 2032, 4096, result="mxfp8"),
     # Experts, dequantised.
     _experts(None, "nvfp4", SIZE, 2048, 4096), _experts(None, "mxfp8", 2048, 4096, SIZE, along_k=True),
 )  # fmt: skip

@@ -3,22 +3,26 @@
 A product of operands for which every sum is exact in float32 must equal the reference in every bit. A product of hard
 operands is compared with float64, within the error of a float32 sum, and so is a product whose epilogue has an
 approximate function.
-A result that the kernel quantises must equal the reference's for the result of the same kernel without that step.
+A result that the kernel quantises must equal the reference's for the result of the same kernel without that step; of
+groups, for the results of the dense kernel for each group alone.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, cast
 
 import torch
+import torch.nn.functional as F
 
 from fp4compile.check.cases import Machine
 from fp4compile.check.product_table import Product
 from fp4compile.check.values import BF16, ENDS, GROUP_ROWS, SEED, finite, product_differences, same_bits
 from fp4compile.formats.epilogue import AMAX, Epilogue
 from fp4compile.formats.groups import Groups
+from fp4compile.formats.layouts import to_swizzled
 from fp4compile.formats.operand import Arguments, Operand
 from fp4compile.formats.quantize_spec import QuantizeSpec
+from fp4compile.formats.reference_grouped import matrix_of_group, rows_of_group, with_linear_scales
 from fp4compile.ops.functional import quantize
 from fp4compile.ops.matmul import SCALED_GROUPED_MM, SCALED_MM
 from fp4compile.ops.quantize import QUANTIZE
@@ -40,7 +44,7 @@ def by_every_kernel(product: Product, machine: Machine, made: Made | None = None
     if product.result and not candidates(problem):
         return {"kernels": "", "wrong": []}
     choices = [choose(problem)]
-    if product.groups:
+    if product.groups and not product.result:
         choices += to_time(problem)
     elif product.weights == 1 and not product.result:
         choices += [choose(problem, name) for name in candidates(problem)]
@@ -93,12 +97,12 @@ def reduced(product: Product) -> Product:
     The remainders by 16, which decide how rows are loaded and stored, stay.
     """
     n = 288 if product.result == AMAX else 272 - (-product.n % 16)
+    if product.epilogue == "pair":  # whole tiles of both matrices
+        n = 384
     k = 1536 - (-product.k % 256)
     if product.groups:
         m, k = (144, GROUP_ROWS) if product.along_k else (GROUP_ROWS, 512)
         return replace(product, groups=len(ENDS), m=m, n=n, k=k)
-    if product.epilogue == "pair":  # whole tiles of both matrices
-        n = 384
     return replace(product, m=product.m if product.m <= 64 else 144, n=n, k=k)
 
 
@@ -210,10 +214,14 @@ def _halves(x: Operand) -> list[Operand]:
 
 
 def _stored_plainly(x: Arguments) -> torch.Tensor:
-    """What a kernel with the epilogue's steps alone stores.
+    """What a kernel with the epilogue's steps alone stores; zeros in rows of no group.
 
-    The second product of a pair is then another tensor that the first one's epilogue reads.
+    The second product of a pair is then another tensor that the first one's epilogue reads. Each group is a product by
+    itself.
     """
+    if x.offs is not None:
+        stored = [_stored_plainly(one) for one in _of_each_group(x, Groups.of(x.offs.cpu(), x.a.data.shape[0]))]
+        return F.pad(torch.cat(stored), (0, 0, 0, x.a.data.shape[0] - sum(map(len, stored))))
     epilogue = cast(Epilogue, x.epilogue)
     plain = replace(x, epilogue=replace(epilogue, quantize=None, amax=False), result_outer=None)
     if epilogue.pair:
@@ -225,18 +233,30 @@ def _stored_plainly(x: Arguments) -> torch.Tensor:
     return _multiplied_plainly(plain)
 
 
+def _of_each_group(x: Arguments, groups: Groups) -> Iterator[Arguments]:
+    """The product of each group that has rows, by itself."""
+    a = with_linear_scales(x.a, groups)
+    for g, (start, end) in enumerate(zip(groups.starts.tolist(), groups.ends.tolist(), strict=True)):
+        if start < end:
+            own = rows_of_group(a, g, start, end)
+            scales = None if own.scales is None else to_swizzled(own.scales)
+            yield replace(x, a=replace(own, scales=scales), b=matrix_of_group(x.b, g), offs=None, rows=None,
+                          auxiliaries=[each[start:end] for each in x.auxiliaries])  # fmt: skip
+
+
 def quantised_differences(x: Arguments) -> list[str]:
     """Differences between a kernel that quantises its result, and the reference for what it stores without that step.
 
-    Both kernels compute the same steps, so codes and scales must be equal in every bit. For `x` on a GPU or in a
-    simulator.
+    Both kernels compute the same steps, so codes and scales must be equal in every bit. Codes of rows of no group mean
+    nothing. For `x` on a GPU or in a simulator.
     """
-    spec = cast(QuantizeSpec, cast(Epilogue, x.epilogue).quantize)
-    got = multiply_quantized(x)
+    spec = cast(QuantizeSpec, x.result_spec)
+    data, scales = multiply_quantized(x)
     value = _stored_plainly(x)
-    outer = None if x.result_outer is None else x.result_outer.cpu()
-    expected = QUANTIZE(value.cpu(), spec.format.name, [-1], layout="swizzled", outer=outer)
-    return same_bits([*got, torch.empty(0)], [*expected[:2], torch.empty(0)])
+    outer, offs = (None if each is None else each.cpu() for each in (x.result_outer, x.offs))
+    expected = QUANTIZE(value.cpu(), spec.format.name, [-1], offs=offs, layout="swizzled", outer=outer)
+    end = None if offs is None else int(offs[-1])
+    return same_bits([data[:end], scales, torch.empty(0)], [expected[0][:end], expected[1], torch.empty(0)])
 
 
 def amax_differences(x: Arguments) -> list[str]:

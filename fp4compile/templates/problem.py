@@ -114,6 +114,11 @@ class Problem:
         return self.groups if self.ragged == "rows" else self.batches if self.b_batched else 1
 
     @property
+    def outer_of_each_matrix(self) -> bool:
+        """Whether the two matrices of B, one below the other, have an outer scale each."""
+        return self.pair and self.ragged is None and self.b.outer == "group"
+
+    @property
     def b_rows(self) -> Any:
         """Rows of a matrix of B in memory."""
         return 2 * self.n if self.pair else self.n
@@ -177,7 +182,8 @@ def problem_of(x: Arguments, target: Target) -> Problem:
         groups = x.offs.shape[0]
         if b_batch:
             return Problem(a, b, m, n, _k(x), x.out_dtype, target, ragged="rows", groups=groups,
-                           fast_accumulation=x.fast_accumulation)  # fmt: skip
+                           epilogue=x.epilogue is not None, fast_accumulation=x.fast_accumulation,
+                           result=_result_format(x), pair=pair, operand_bytes=_operand_bytes(x))  # fmt: skip
         padded = padded_rows(x.rows, groups)
         # There are always more padded rows than rows.
         a_padded, b_padded = (each.format is not None or statically_true(each.k == padded) for each in (x.a, x.b))
