@@ -177,7 +177,9 @@ def scaled_grouped_mm(a: Operand, b: Operand, offs: torch.Tensor, rows: int, out
         out = a.data.new_zeros((rows, b.data.shape[1]), dtype=out_dtype)
         a = with_linear_scales(a, groups)
         for g, (start, end, _) in enumerate(bounds):
-            out[start:end] = reference.scaled_mm(rows_of_group(a, g, start, end), matrix_of_group(b, g), None, out_dtype)
+            out[start:end] = reference.scaled_mm(
+                rows_of_group(a, g, start, end), matrix_of_group(b, g), None, out_dtype
+            )
         return out
     out = a.data.new_zeros((groups.count, a.data.shape[0], b.data.shape[0]), dtype=out_dtype)
     a, b = with_linear_scales(a), with_linear_scales(b)

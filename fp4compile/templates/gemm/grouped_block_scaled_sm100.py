@@ -56,7 +56,7 @@ from fp4compile.templates.device.persistent_grid import grouped_tile
 from fp4compile.templates.gemm import grouped_quantized_sm100
 from fp4compile.templates.gemm.call import Call
 from fp4compile.templates.gemm.candidate import Candidate
-from fp4compile.templates.gemm.heuristics import BlockScaledConfig, block_scaled_configs, tma_copies
+from fp4compile.templates.gemm.heuristics import BlockScaledConfig, block_scaled_configs, row_tile_count, tma_copies
 from fp4compile.templates.launch import launch
 from fp4compile.templates.problem import Problem
 from fp4compile.templates.quantize.source import power_of_two
@@ -187,8 +187,8 @@ def sm100_config(p: Problem) -> BlockScaledConfig:
 
     def rows_read(config: BlockScaledConfig) -> int:
         """Rows of operands that the busiest multiprocessor reads, if the last tile of a group is half full."""
-        row_tiles = p.groups * ceil_div(m, config.bm) if p.along_k else m // config.bm + ceil_div(p.groups, 2)
-        return ceil_div(row_tiles * ceil_div(n, config.bn), p.target.multiprocessors) * (config.bm + config.bn)
+        tiles = row_tile_count(p, m, config.bm) * ceil_div(n, config.bn)
+        return ceil_div(tiles, p.target.multiprocessors) * (config.bm + config.bn)
 
     return min(sm100_configs(p), key=rows_read)
 
