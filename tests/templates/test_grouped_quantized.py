@@ -4,25 +4,18 @@ In the interpreter in the process of test_grouped_kernels.py. tests/simulate/tes
 kernel.
 """
 
-import re
 from dataclasses import replace
 
 import pytest
 import torch
 
 from fp4compile import hardware
-from fp4compile.check.machine_code import compile_launch, product_row
-from fp4compile.check.product_table import Product
 from fp4compile.formats import formats, reference_grouped
 from fp4compile.formats.epilogue import Epilogue
 from fp4compile.formats.groups import Groups
 from fp4compile.formats.operand import Arguments, Operand
-from fp4compile.hardware import Target
-from fp4compile.ops.matmul import SCALED_MM_QUANTIZED
 from fp4compile.templates import choose
-from fp4compile.templates.gemm import cost
 from fp4compile.templates.multiply import multiply, multiply_quantized
-from fp4compile.templates.problem import problem_of
 from tests.helpers.arguments import of_groups
 from tests.helpers.codes import as_bytes
 from tests.helpers.foreign import embedded, poisoned_outputs
