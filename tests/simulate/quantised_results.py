@@ -17,8 +17,13 @@ STEPS = {"": ["relu product"], "gated": ["relu product", "mul s0 aux0"], "pair":
 
 
 def differences(product: Product, simulator: Simulator, sizes: Sequence[int] | None = None) -> list[str]:
-    """What is wrong with codes and scales. sizes: of groups; None takes `values.ENDS`."""
+    """What is wrong with codes and scales. sizes: of groups; None takes `values.ENDS`.
+
+    Outer scales of groups differ so much that block scales of the last groups are the least ones.
+    """
     x = exact_arguments(product)
+    if x.a.outer is not None and x.a.outer.dim() == 1:
+        x = replace(x, a=replace(x.a, outer=x.a.outer * 2.0 ** (-3 * torch.arange(len(x.a.outer)))))
     steps = [*STEPS[product.epilogue], f"quantize {product.result}"]
     x = replace(x, epilogue=Epilogue.parse(steps, BF16, BF16))
     if sizes is not None:

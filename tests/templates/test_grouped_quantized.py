@@ -4,18 +4,25 @@ In the interpreter in the process of test_grouped_kernels.py. tests/simulate/tes
 kernel.
 """
 
+import re
 from dataclasses import replace
 
 import pytest
 import torch
 
 from fp4compile import hardware
+from fp4compile.check.machine_code import compile_launch, product_row
+from fp4compile.check.product_table import Product
 from fp4compile.formats import formats, reference_grouped
 from fp4compile.formats.epilogue import Epilogue
 from fp4compile.formats.groups import Groups
 from fp4compile.formats.operand import Arguments, Operand
+from fp4compile.hardware import Target
+from fp4compile.ops.matmul import SCALED_MM_QUANTIZED
 from fp4compile.templates import choose
+from fp4compile.templates.gemm import cost
 from fp4compile.templates.multiply import multiply, multiply_quantized
+from fp4compile.templates.problem import problem_of
 from tests.helpers.arguments import of_groups
 from tests.helpers.codes import as_bytes
 from tests.helpers.foreign import embedded, poisoned_outputs
@@ -113,3 +120,72 @@ def test_offsets(offs, served):
     a, b = operands(torch.randn(300, 32), torch.randn(3, 32, 32), offs, "mxfp8")
     value = multiply(of_groups(a, b, offs, 300, BF16)).relu()
     check(Arguments(a, b, None, BF16, Epilogue.parse(["relu product", "quantize mxfp8"], BF16, BF16), offs=offs), value)
+
+
+# ---------------------------------------------------------------- machine code
+
+
+EXPERTS = Product("nvfp4_one_level", "nvfp4_one_level", 8192, 2048, 4096, groups=64, result="nvfp4_one_level")
+
+
+def instructions(product):
+    _, (launched,) = product.launches(100)
+    code = compile_launch(launched, 100)
+    elements = launched.constants["BM"] * launched.constants["BN"]
+    count = len(re.findall(r"^\s+/\*[0-9a-f]{4,}\*/", code.sass.text, re.M))
+    return count / (elements / 16 / (32 * launched.num_warps)), code
+
+
+@compiles
+def test_machine_code():
+    """Scales of operands by `tcgen05.cp`, operands by TMA, copies beside products, no spills; codes 16 bytes at once.
+
+    The epilogue has as many instructions as without groups, which the cost model counts.
+    """
+    per_16, code = instructions(EXPERTS)
+    launched = code.launched
+    row = product_row(EXPERTS, "native", launched, 100)
+    assert row.line == "block-scaled, grouped" and not row.problems and row.resources.registers <= 168
+    assert (row.tma_loads, row.waits, launched.num_stages) == (4, 2, 4)
+    stores = code.sass.widths("STG")
+    assert set(stores) == {4, 8, 16}  # entries of the table; scales; codes and, before them, zeros
+    codes = launched.constants["BM"] * launched.constants["BN"] // 2
+    assert stores.count(16) >= codes // (16 * 32 * launched.num_warps)
+    stored, _ = instructions(replace(EXPERTS, result=""))
+    assert 0.85 < (per_16 - stored) / cost.QUANTIZE_INSTRUCTIONS["e4m3"] < 1.05
+
+
+@compiles
+def test_what_it_serves():
+    """One product or whole halves, of groups that are rows; on SM100 alone."""
+
+    def served(sm=100, **changes):
+        product = replace(EXPERTS, m=512, n=256, k=256, **changes)
+        problem = problem_of(product.arguments(), Target(sm))
+        return [each.name for each in choose.REGISTRY if each.takes(problem)]
+
+    assert served() == served(103) == served(epilogue="pair") == ["grouped_block_scaled_sm100"]
+    assert served(90) == served(120) == []
+    problem = problem_of(replace(EXPERTS, n=2080, epilogue="gated").arguments(), Target(100))
+    (kernel,) = (each for each in choose.REGISTRY if each.takes(problem))
+    assert not kernel.takes(replace(problem, pair=True)) and not kernel.takes(replace(problem, operand_bytes=8))
+
+
+@compiles
+def test_arguments_that_do_not_fit():
+    """Groups along the contraction, a bias, and offsets of other groups are refused by name."""
+    arguments = EXPERTS.arguments()
+    steps = arguments.epilogue.strings()
+
+    def message(**changes):
+        x = replace(arguments, **changes)
+        with pytest.raises((ValueError, TypeError)) as error:
+            SCALED_MM_QUANTIZED(*x.a.in_schema, *x.b.in_schema, x.bias, BF16, [], steps, BF16, offs=x.offs)
+        return str(error.value)
+
+    along_k = replace(EXPERTS, along_k=True, result="").arguments()
+    assert message(a=along_k.a, b=along_k.b, offs=along_k.offs).startswith("b: with offs, expected [G, N, K], got")
+    bias = torch.empty(2048, dtype=BF16, device="meta")
+    assert message(bias=bias) == "bias: products of groups have none"
+    assert message(offs=arguments.offs[:3]) == "offs: expected shape (64,), one a matrix, got shape (3,)"
+    assert "expected int32" in message(offs=arguments.offs.long())
