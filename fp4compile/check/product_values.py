@@ -22,7 +22,7 @@ from fp4compile.formats.groups import Groups
 from fp4compile.formats.layouts import to_swizzled
 from fp4compile.formats.operand import Arguments, Operand
 from fp4compile.formats.quantize_spec import QuantizeSpec
-from fp4compile.formats.reference_grouped import matrix_of_group, rows_of_group, with_linear_scales
+from fp4compile.formats.reference_grouped import halves, matrix_of_group, rows_of_group, with_linear_scales
 from fp4compile.ops.functional import quantize
 from fp4compile.ops.matmul import SCALED_GROUPED_MM, SCALED_MM
 from fp4compile.ops.quantize import QUANTIZE
@@ -60,7 +60,7 @@ def differences(product: Product, x: Arguments, choice: Choice, machine: Machine
     choice: the kernel; not of several weights, or of a result that is quantised.
     """
     there = _moved(x, machine)
-    if product.weights > 1:
+    if product.weights > 1 and not product.groups:
         members = [replace(x, b=exact_operand(x.b, i)) for i in range(product.weights)]
         with machine.running():
             found = scaled_mm_group(there.a, [(_moved(one, machine).b, None) for one in members], BF16)
@@ -203,14 +203,8 @@ def _multiplied_plainly(x: Arguments) -> torch.Tensor:
 
 def _halves(x: Operand) -> list[Operand]:
     """The two operands whose rows lie one below the other."""
-
-    def half(part: torch.Tensor | None, which: int) -> torch.Tensor | None:
-        return part if part is None or not part.dim() else part.chunk(2)[which]
-
-    def outer(which: int) -> torch.Tensor | None:
-        return x.outer[which] if x.outer is not None and x.outer.dim() == 1 else half(x.outer, which)
-
-    return [Operand(x.data.chunk(2)[i], half(x.scales, i), outer(i), x.format) for i in range(2)]
+    scalars = x.outer is not None and x.outer.dim() == 1
+    return [replace(half, outer=half.outer.view(())) if scalars else half for half in halves(x)]
 
 
 def _stored_plainly(x: Arguments) -> torch.Tensor:
@@ -240,8 +234,19 @@ def _of_each_group(x: Arguments, groups: Groups) -> Iterator[Arguments]:
         if start < end:
             own = rows_of_group(a, g, start, end)
             scales = None if own.scales is None else to_swizzled(own.scales)
-            yield replace(x, a=replace(own, scales=scales), b=matrix_of_group(x.b, g), offs=None, rows=None,
+            yield replace(x, a=replace(own, scales=scales), b=_weights_of_group(x, g), offs=None, rows=None,
                           auxiliaries=[each[start:end] for each in x.auxiliaries])  # fmt: skip
+
+
+def _weights_of_group(x: Arguments, g: int) -> Operand:
+    """The matrix of a group; of two weights, the first one's above the second one's."""
+    if not x.two_weights:
+        return matrix_of_group(x.b, g)
+    one, other = (matrix_of_group(half, g) for half in halves(x.b))
+    outer = None if one.outer is None else torch.stack if not one.outer.dim() else torch.cat
+    parts = zip((one.data, one.scales), (other.data, other.scales), strict=True)
+    data, scales = (torch.cat([each.view(torch.uint8) for each in both]).view(both[0].dtype) for both in parts)
+    return Operand(data, scales, outer if outer is None else outer((one.outer, other.outer)), one.format)
 
 
 def quantised_differences(x: Arguments) -> list[str]:

@@ -77,6 +77,15 @@ class Arguments:
         return self.a.format is None and self.b.format is None and self.offs is None
 
     @property
+    def two_weights(self) -> bool:
+        """Whether an epilogue of two products has a matrix of B for each product and group: [2 G, N, K].
+
+        The matrices of the first product come first. Else B has the rows of both, [G, 2 N, K] or [2 N, K].
+        """
+        pair = self.epilogue is not None and self.epilogue.pair and self.offs is not None
+        return pair and self.b.data.shape[0] == 2 * self.offs.shape[0]
+
+    @property
     def result_spec(self) -> QuantizeSpec | None:
         """How the result is quantised, group by group where there are groups; None where it is not."""
         spec = None if self.epilogue is None else self.epilogue.quantize

@@ -244,6 +244,15 @@ def rows_of_group(x: Operand, g: int, start: int, end: int) -> Operand:
     return Operand(x.data[start:end], None if x.scales is None else x.scales[start:end], outer, x.format)
 
 
+def halves(x: Operand) -> list[Operand]:
+    """The first half of an operand's matrices, and the second."""
+
+    def half(part: torch.Tensor | None, which: int) -> torch.Tensor | None:
+        return part if part is None or not part.dim() else part.chunk(2)[which]
+
+    return [Operand(*(half(part, i) for part in (x.data, x.scales, x.outer)), x.format) for i in range(2)]
+
+
 def matrix_of_group(x: Operand, g: int) -> Operand:
     """The matrix of group g, with its scales and its outer scale."""
     outer = x.outer if x.outer is None or not x.outer.dim() else x.outer[g]

@@ -19,7 +19,8 @@ sums in fewer bits than float32 has; the reference never does.
 `scaled_mm_quantized` is `scaled_mm` whose epilogue ends in "quantize" and a format: the result is rounded to dtype and
 quantised along its rows. It returns codes and swizzled block scales, as `quantize` does. outer: the static outer scale
 of a format that has one. offs: where groups of rows end, each of which has a matrix of B, as in `scaled_grouped_mm`;
-the results are what `quantize` returns for the same offs.
+the results are what `quantize` returns for the same offs. B of two products is then [G, 2 N, K], or [2 G, N, K] with
+the matrices of the second product behind those of the first.
 
 `scaled_mm_amax` is `scaled_mm` whose epilogue ends in "amax". It returns the result, and float32 magnitudes [P], the
 largest of which is the result's amax: `quantize` takes them. Which of them is the largest depends on the device.
@@ -95,7 +96,10 @@ def scaled_mm_kernels(
 def _by_reference(x: Arguments) -> torch.Tensor:
     b = x.b
     if x.offs is not None:
-        product = reference_grouped.scaled_grouped_mm(x.a, b, x.offs, x.a.data.shape[0], x.out_dtype)
+        weights = [b] if not x.two_weights else reference_grouped.halves(b)
+        products = (reference_grouped.scaled_grouped_mm(x.a, one, x.offs, x.a.data.shape[0], x.out_dtype)
+                    for one in weights)  # fmt: skip
+        product = torch.cat(tuple(products), -1)
     else:
         if b.outer is not None and b.outer.dim() == 1:  # of two matrices, one below the other
             b = replace(b, outer=b.outer.repeat_interleave(b.data.shape[-2] // 2).unsqueeze(-1))
@@ -108,7 +112,7 @@ def _like_product(x: Arguments) -> torch.Tensor:
     columns = x.b.data.shape[-2]
     check_bias(x.bias, columns)
     dtype = x.out_dtype if x.epilogue is None else x.epilogue.dtype
-    if x.epilogue is not None and x.epilogue.pair:
+    if x.epilogue is not None and x.epilogue.pair and not x.two_weights:
         columns = columns // 2
     return x.a.data.new_empty((*x.a.data.shape[:-1], columns), dtype=dtype)
 
@@ -280,7 +284,8 @@ def _check_grouped(x: Arguments) -> None:
     if a.dim() != 2 or b.dim() not in (2, 3):
         raise ValueError(f"a, b: expected [M, K] and [G, N, K], or [P, W] and [Q, W]; got shapes {tuple(a.shape)} and "
                          f"{tuple(b.shape)}")  # fmt: skip
-    check_offs(x.offs, b.shape[0] if b.dim() == 3 else None)
+    matrices = b.shape[0] // 2 if x.two_weights else b.shape[0]
+    check_offs(x.offs, matrices if b.dim() == 3 else None)
     if b.dim() == 3 and x.rows is not None:
         torch._check_value(a.shape[0] == x.rows, lambda: f"rows: expected the {a.shape[0]} rows of a, got {x.rows}")
 

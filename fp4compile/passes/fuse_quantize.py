@@ -8,10 +8,8 @@ block scales (`scaled_mm_quantized`). The bits are the same: the product is roun
 
 The product may be two that share their activations, gate and up. Their weights are one matrix, and the result is cut in
 two halves of columns; or they are two, whose packed codes `hoist` has put one below the other. The operations make one
-value of both products, and each tile of the kernel has columns of both.
-
-Products of groups (experts) are fused alike, with a quantiser that has the same groups: gate and up of all experts as
-one product, with weights [E, 2 N, K], or as two, of which one reads the other one's result.
+value of both products, and each tile of the kernel has columns of both. Products of groups (experts) are fused alike,
+with a quantiser that has the same groups.
 
 The pass fuses where a quantiser of rows is the only reader of a value that an epilogue can compute
 (`fuse_epilogue.Region`), where the format's block scales depend on a block alone or on a static outer scale, and where
@@ -99,9 +97,10 @@ def partner_of(product: Node) -> Node | None:
         for argument in arguments:
             while isinstance(argument, Node) and argument.target in (*RESHAPES, CAST):
                 argument = argument.args[0]
-            if isinstance(argument, Node) and argument is not product and argument.target is SCALED_MM:
+            if isinstance(argument, Node) and argument is not product and argument.target is product.target:
                 other = scaled_mm_of(argument)
                 alike = _same_operand(other.a, own.a) and (other.epilogue, other.bias, own.bias) == (None,) * 3
+                alike = alike and _groups(other.offs) == _groups(own.offs)
                 same = (own.b.format, own.out_dtype) == (other.b.format, other.out_dtype)
                 if alike and same and same_shape(argument.meta["val"].shape, product.meta["val"].shape):
                     return argument

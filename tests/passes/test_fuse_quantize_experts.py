@@ -12,6 +12,7 @@ from fp4compile.passes.fuse_quantize import fuse_quantize
 from fp4compile.templates.choose import Choice, quantized
 from fp4compile.templates.problem import problem_of
 from tests.helpers.absent_gpu import ANY, fused_graph
+from tests.helpers.absent_gpu_model import DEVICE, compiled_for, pretended
 from tests.passes.test_fuse_quantize import graph_of
 
 BF16, INT32 = torch.bfloat16, torch.int32
@@ -76,6 +77,36 @@ def test_snapshot_of_experts_of_torchtitan():
         f"[scaled_grouped_mm_default_1], [{SILU}, 'mul s3 aux0', 'quantize mxfp8'], torch.bfloat16, offs=offs_1)"
     )
     assert [name for name in launches if "gemm" in name] == [KERNELS[1], *KERNELS]
+
+
+class Experts(torch.nn.Module):
+    """Experts as torchtitan has them, with fake parameters of the current fake mode."""
+
+    def __init__(self, inner):
+        super().__init__()
+        for name, shape in {"w1": (inner, 512), "w3": (inner, 512), "w2": (512, inner)}.items():
+            weight = torch.empty(8, *shape, device=DEVICE, dtype=BF16)
+            self.register_parameter(name, torch.nn.Parameter(weight, requires_grad=False))
+        self.offs = torch.empty(8, device=DEVICE, dtype=INT32)
+
+    def forward(self, x):
+        return torchtitan(x, self.w1, self.w3, self.w2, self.offs)
+
+
+@pytest.mark.parametrize(("inner", "pair"), [(1024, 2), (1040, 0)], ids=["joined", "no whole tiles"])
+def test_compiled_models(inner, pair, monkeypatch):
+    """Through the backend: where the cache joins the weights of gate and up, one launch of both remains."""
+    with pretended(monkeypatch, 100) as launches:
+        model, x = Experts(inner), torch.empty(2048, 512, device=DEVICE, dtype=BF16)
+        found = compiled_for(monkeypatch, model, x, "mxfp4", launches)
+    rows = {row.module: row.fused for row in found.report.rows}
+    assert rows == {"w1": "silu, mul, quantize", "w3": None, "w2": None}
+    kernels = [one for one in found.launches if "gemm" in one.kernel.__name__]
+    assert [one.kernel.__name__ for one in kernels] == [KERNELS[1]] * (not pair) + KERNELS
+    assert [one.constants["PAIR"] for one in kernels if "PAIR" in one.constants] == [pair]
+    packed = [node for node in found.graphs[0].graph.find_nodes(op="placeholder") if node.name.startswith("packed")]
+    assert len(packed) == (9 + 2 if pair else 9)
+    assert [name for one in found.launches if "gemm" not in (name := one.kernel.__name__)] == QUANTISER
 
 
 def test_a_static_outer_scale():

@@ -183,11 +183,23 @@ def test_gate_and_up_write_the_operand_of_down(recipe, packed, monkeypatch):
                             {"quantize_rows": 2, "gemm_block_scaled_sm100": 3}]  # fmt: skip
 
 
+class ExpertsOfTwoWeights(GatedExperts):
+    def __init__(self, inner):
+        super().__init__(inner)
+        self.gate_up, self.up = (torch.nn.Parameter(half.contiguous()) for half in self.gate_up.chunk(2, 1))
+
+    def forward(self, x, order, offs):
+        tokens = x[order]
+        gate, up = (F.grouped_mm(tokens, w.mT, offs=offs) for w in (self.gate_up, self.up))
+        return F.grouped_mm(F.silu(gate) * up, self.down.mT, offs=offs)
+
+
 @pretending
-def test_gate_and_up_of_experts_write_the_operand_of_down(monkeypatch):
+@pytest.mark.parametrize("experts", [GatedExperts, ExpertsOfTwoWeights], ids=["one weight", "two weights"])
+def test_gate_and_up_of_experts_write_the_operand_of_down(experts, monkeypatch):
     """Codes and scales of each expert's tokens, from the product's own kernel; the bits are those of two kernels."""
     torch.manual_seed(0)
-    model, x, results, launches = GatedExperts(128).bfloat16(), torch.randn(40, 128).bfloat16(), [], []
+    model, x, results, launches = experts(128).bfloat16(), torch.randn(40, 128).bfloat16(), [], []
     inputs = x, torch.arange(160) * 7 % 40, torch.tensor([0, 33, 34, 160], dtype=torch.int32)
     for off in ((), ("fuse_quantize",)):
         monkeypatch.setattr(config, "disabled_passes", off)
@@ -199,10 +211,11 @@ def test_gate_and_up_of_experts_write_the_operand_of_down(monkeypatch):
         launches.append(gpu.counted()["package"])
         fused = {row.module: row.fused for row in backend.report.rows}
         assert (fused["gate_up"], fused["down"]) == ((None, "silu, mul") if off else ("silu, mul, quantize", None))
+        assert fused.get("up") is None
     assert torch.equal(*results) and results[0].isfinite().all() and results[0].abs().amin(-1).gt(0).all()
-    weights = {"quantize_rows": 2}
-    assert launches == [{**weights, "quantize_grouped_rows": 1, "gemm_grouped_quantized_sm100": 1, BY_GROUPS: 1},
-                        {"quantize_grouped_rows": 2, BY_GROUPS: 2}]  # fmt: skip
+    weights = len(list(model.parameters()))  # their quantisers run once
+    assert launches == [{"quantize_rows": weights, "quantize_grouped_rows": 1, "gemm_grouped_quantized_sm100": 1,
+                         BY_GROUPS: 1}, {"quantize_grouped_rows": 2, BY_GROUPS: weights}]  # fmt: skip
 
 
 @pretending

@@ -24,17 +24,17 @@ def test_a_result_of_two_products():
     assert differences(product, Simulator(Target(100, 2), Schedule(1))) == []
 
 
-# Operands, format of the result, columns, epilogue; sizes of groups, and rows of no group.
-@pytest.mark.parametrize(("operands", "result", "columns", "epilogue", "sizes", "left"), [
-    (("mxfp8", "mxfp8"), "mxfp8", 256, "pair", (0, 3, 137, 0, 1, 9), 10),
-    (("nvfp4", "nvfp4"), "nvfp4_one_level", 128, "pair", (128, 256, 128), 0),
-    (("nvfp4_rowwise", "nvfp4_te"), "nvfp4", 264, "gated", (0, 0, 130), 5),
-    (("mxfp8", "mxfp4"), "mxfp4", 144, "", (140,), 0),
+# Operands, format of the result, columns, epilogue, weights; sizes of groups, and rows of no group.
+@pytest.mark.parametrize(("operands", "result", "columns", "epilogue", "weights", "sizes", "left"), [
+    (("mxfp8", "mxfp8"), "mxfp8", 256, "pair", 1, (0, 3, 137, 0, 1, 9), 10),
+    (("nvfp4", "nvfp4"), "nvfp4_one_level", 128, "pair", 2, (128, 256, 128), 0),
+    (("nvfp4_rowwise", "nvfp4_te"), "nvfp4", 264, "gated", 1, (0, 0, 130), 5),
+    (("mxfp8", "mxfp4"), "mxfp4", 144, "", 1, (140,), 0),
 ], ids=["ragged", "whole", "empty", "one"])  # fmt: skip
 @pytest.mark.parametrize("seed", [0, 1, 2])
-def test_results_of_groups(operands, result, columns, epilogue, sizes, left, seed):
+def test_results_of_groups(operands, result, columns, epilogue, weights, sizes, left, seed):
     """On two multiprocessors programs take several tiles. Static outer scales; partly filled blocks and words."""
-    product = Product(*operands, sum(sizes) + left, columns, 384, epilogue, groups=len(sizes), result=result)
+    product = Product(*operands, sum(sizes) + left, columns, 384, epilogue, weights, groups=len(sizes), result=result)
     simulator = Simulator(Target(100, 2), Schedule(seed))
     assert differences(product, simulator, sizes) == []
     assert [launch.kernel.__name__ for launch in simulator.launches] == ["gemm_grouped_quantized_sm100"]

@@ -96,17 +96,23 @@ def test_codes_of_hard_inputs(name, columns, ends, served):
 
 
 @interpreted
+@pytest.mark.parametrize("weights", [1, 2])
 @pytest.mark.parametrize(("name", "outer"), [("mxfp8", None), ("nvfp4", "group"), ("nvfp4", "tensor"),
                                              ("nvfp4", "row"), ("nvfp4_rowwise", "group")])  # fmt: skip
-def test_codes_of_a_pair(name, outer, served, monkeypatch):
-    """Gate and up of each group lie one below the other, each in two tiles of columns; programs take several tiles."""
+def test_codes_of_a_pair(name, outer, weights, served, monkeypatch):
+    """Gate and up, each in two tiles of columns: in one matrix for each group, or in two. Programs take several tiles.
+
+    Two weights have an outer scale for each matrix.
+    """
     monkeypatch.setitem(hardware._MULTIPROCESSORS, 90, 3)  # which the interpreter counts as having
     offs = torch.tensor([0, 3, 133, 133, 140], dtype=torch.int32)
-    a, b = operands(torch.randn(145, 64), torch.randn(5, 512, 64), offs, name)
+    matrices, rows = 5 * weights, 512 // weights
+    a, b = operands(torch.randn(145, 64), torch.randn(matrices, rows, 64), offs, name)
     if outer is not None:
-        shape = {"tensor": (), "group": (5,), "row": (5, 512, 1)}[outer]
+        shape = {"tensor": (), "group": (matrices,), "row": (matrices, rows, 1)}[outer]
         b = replace(b, outer=torch.rand(shape) + 0.5)
-    product, pair = multiply(of_groups(a, b, offs, 145, BF16)).chunk(2, -1)
+    each = [b] if weights == 1 else reference_grouped.halves(b)
+    product, pair = torch.cat([multiply(of_groups(a, one, offs, 145, BF16)) for one in each], -1).chunk(2, -1)
     value = (product.float().relu() * pair.float()).bfloat16()
     epilogue = Epilogue.parse(["relu product", "mul s0 pair", "quantize mxfp8"], BF16, BF16)
     check(Arguments(a, b, None, BF16, epilogue, offs=offs), value)

@@ -3,8 +3,8 @@
 Experts compute `grouped product -> activation -> grouped product`. Here the first product's kernel computes the
 activation and stores codes and block scales, group by group, in the layout that the next product reads. Groups are rows
 of A and of the result. Operands and tiles are those of `gemm.grouped_block_scaled_sm100`, and the epilogue is
-`gemm.block_scaled_sm100`'s, of one product or of two: then the matrix of each group has the rows of gate and, below
-them, the rows of up.
+`gemm.block_scaled_sm100`'s, of one product or of two. Then the matrix of each group has the rows of gate and, below
+them, the rows of up; or all matrices of up follow all matrices of gate.
 
 A tile of 128 rows of a group is a tile of the scales of that group, too, because swizzled scales of groups are padded
 to 128 rows. So a tile stores its scales whole: zeros where the group has ended. Tiles of scales behind the last group
@@ -63,22 +63,24 @@ def gemm_grouped_quantized_sm100(
     a_ptr, a_scales_ptr, a_outer_ptr, b_ptr, b_scales_ptr, b_outer_ptr, out_ptr, out_scales_ptr, out_outer_ptr,
     epilogue_0_ptr, epilogue_1_ptr, offs_ptr, table_ptr,
     groups, m, n, out_cols, a_per_row, b_per_row, steps, row_tiles_a, row_tiles_b, col_tiles,
-    a_outer_each, b_outer_each,
+    a_outer_each, b_outer_each, pair_outer,
     A_ELEMENT: tl.constexpr, B_ELEMENT: tl.constexpr, SCALE: tl.constexpr, BLOCK: tl.constexpr,
     A_OUTER: tl.constexpr, B_OUTER: tl.constexpr, PAIR: tl.constexpr, EPILOGUE: tl.constexpr, GROUPS: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP_M: tl.constexpr, PARTS: tl.constexpr,
     TMA: tl.constexpr, WARP_SPECIALIZE: tl.constexpr, TWO_SUMS: tl.constexpr, EVEN_BLOCKS: tl.constexpr,
     ALIGN: tl.constexpr, ISA: tl.constexpr,
 ):  # fmt: skip
-    """Codes and swizzled block scales of the epilogue's result [m, n], for b [groups, n or 2 n, K].
+    """Codes and swizzled block scales of the epilogue's result [m, n], for b [groups, n, K].
 
-    PAIR: the matrix of a group is two matrices [n, K], one below the other; a tile has BN / 2 columns of both products.
+    PAIR: there are two products, and a tile has BN / 2 columns of both. 1: b [groups, 2 n, K], the matrix of a group is
+    two matrices, one below the other. 2: b [2 groups, n, K], the groups' matrices of the second product come last.
 
     The grid is persistent: program p takes the tiles p, p + grid, p + 2 * grid, and so on.
 
     out_cols: units of two codes in a row of out; ALIGN divides it. out_outer: the result's static outer scale. steps:
     of BK elements along K. row_tiles_a: tiles of 128 rows of the scales of a, and of out. row_tiles_b: of each matrix
-    [n, K]. All other arguments are as in `gemm_grouped_block_scaled_sm100`, or as in `gemm_block_scaled_sm100`.
+    [n, K]. pair_outer: from a group's outer scales of the first product to its outer scales of the second one. All
+    other arguments are as in `gemm_grouped_block_scaled_sm100`, or as in `gemm_block_scaled_sm100`.
     """
     a_bytes: tl.constexpr = codes_in(BK, A_ELEMENT)
     b_bytes: tl.constexpr = codes_in(BK, B_ELEMENT)
@@ -87,12 +89,14 @@ def gemm_grouped_quantized_sm100(
     matrices: tl.constexpr = 2 if PAIR else 1
     tile_cols: tl.constexpr = BN // matrices
     block: tl.constexpr = result_of(EPILOGUE, "block")
-    b_rows = n if PAIR else groups * n  # of each matrix of a source
-    b_tiles = row_tiles_b if PAIR else groups * row_tiles_b
+    below: tl.constexpr = PAIR == 1
+    count = 2 * groups if below else matrices  # of matrices of a source, and its rows of each
+    b_rows = n if below else groups * n
+    b_tiles = row_tiles_b if below else groups * row_tiles_b
     a_source = code_source(a_ptr, m, a_per_row, A_ELEMENT, BM, a_bytes, TMA)
-    b_source = code_source(b_ptr, b_rows, b_per_row, B_ELEMENT, tile_cols, b_bytes, TMA, matrices, 2 * groups)
+    b_source = code_source(b_ptr, b_rows, b_per_row, B_ELEMENT, tile_cols, b_bytes, TMA, matrices, count)
     a_scales = scale_source(a_scales_ptr, row_tiles_a, col_tiles, SCALE, BM, scale_cols, TMA)
-    b_scales = scale_source(b_scales_ptr, b_tiles, col_tiles, SCALE, tile_cols, scale_cols, TMA, matrices, 2 * groups)
+    b_scales = scale_source(b_scales_ptr, b_tiles, col_tiles, SCALE, tile_cols, scale_cols, TMA, matrices, count)
     out_ptr = out_ptr.to(tl.pointer_type(unit_type(EPILOGUE)), bitcast=True)
     encode, decode = outer_scales(result_of(EPILOGUE, "outer"), out_outer_ptr, out_outer_ptr, 1, "", ISA)
     out_cols = out_cols // ALIGN * ALIGN  # changes nothing, but shows the compiler how wide it may store
@@ -115,21 +119,28 @@ def gemm_grouped_quantized_sm100(
                          warp_specialize=WARP_SPECIALIZE, disallow_acc_multi_buffer=not TWO_SUMS):  # fmt: skip
         group, a_row, end = load_entry(table_ptr, tile)
         tile_m, tile_n = grouped_tile(tile, tiles_m, tiles_n, GROUP_M)
-        b_row = tile_n * tile_cols if PAIR else group * n + tile_n * tile_cols
-        b_row_tile = tile_n * (tile_cols // 128) if PAIR else group * row_tiles_b + tile_n * (tile_cols // 128)
+        matrix = 2 * group if below else 0
+        b_row = tile_n * tile_cols
+        b_row_tile = tile_n * (tile_cols // 128)
+        if not below:
+            b_row += group * n
+            b_row_tile += group * row_tiles_b
         row = (a_row + tl.arange(0, BM))[:, None]
         a_outer = a_outer_ptr + group * a_outer_each
         b_outer = b_outer_ptr + group * b_outer_each
         factor = factor_of_rows(row, m, 0, a_outer, b_outer, rescale_mode(A_OUTER), rescale_mode(B_OUTER))
+        pair_factor = factor
+        if PAIR == 2 and B_OUTER == "group":
+            pair_factor = factor_of_rows(row, m, 0, a_outer, b_outer + pair_outer, rescale_mode(A_OUTER), "tensor")
         acc = tl.zeros((BM, BN), tl.float32)
         for step in range(steps):
             a = load_codes(a_source, a_row, step * a_bytes, m, a_per_row, BM, a_bytes, TMA, True)
             b = load_codes(b_source, b_row, step * b_bytes, b_rows, b_per_row, tile_cols, b_bytes, TMA, True, matrices,
-                           2 * group)  # fmt: skip
+                           matrix)  # fmt: skip
             col_tile = step * (scale_cols // 4)
             a_scale = load_scales(a_scales, tile_m, col_tile, row_tiles_a, col_tiles, BM, scale_cols, TMA)
             b_scale = load_scales(b_scales, b_row_tile, col_tile, b_tiles, col_tiles, tile_cols, scale_cols, TMA,
-                                  matrices, 2 * group)  # fmt: skip
+                                  matrices, matrix)  # fmt: skip
             acc = multiply(a, a_scale, b, b_scale, acc, A_ELEMENT, B_ELEMENT, SCALE, BLOCK)
 
         parts = column_parts(acc, PARTS)
@@ -140,8 +151,8 @@ def gemm_grouped_quantized_sm100(
             part = rescale_columns(parts[i], factor, col, n, 0, b_outer, b_outer, rescale_mode(A_OUTER),
                                    rescale_mode(B_OUTER), False, False)  # fmt: skip
             pair = None
-            if PAIR:  # of the second half of the rows of the group's matrix
-                pair = rescale_columns(parts[i + PARTS // 2], factor, col, n, 0, b_outer + n, b_outer,
+            if PAIR:
+                pair = rescale_columns(parts[i + PARTS // 2], pair_factor, col, n, 0, b_outer + pair_outer, b_outer,
                                        rescale_mode(A_OUTER), rescale_mode(B_OUTER), False, False)  # fmt: skip
             at = tl.arange(0, BM)[:, None] * n + tl.arange(0, part_cols)[None, :]
             part = epilogue(part, at, col, (row < end) & (col < n), n, epilogue_0_ptr, epilogue_1_ptr, EPILOGUE, ISA,
@@ -164,16 +175,19 @@ def run(call: Call, config: BlockScaledConfig) -> tuple[torch.Tensor, torch.Tens
     table = call.offs.new_empty((tiles, 4))
     a_outer, b_outer = (out if x.outer is None else x.outer for x in (call.a, call.b))  # `out` is never read
     units = ceil_div(p.n, p.result.block_cols) * p.result.block_cols // 2
+    each = {"group": 1, "row": p.b_rows}.get(p.b.outer, 0)  # outer scales of a matrix of b
+    to_pair = p.groups * each if p.two_weights else p.n if p.b.outer == "row" else 0
     launch(
         gemm_grouped_quantized_sm100, torch.sym_min(tiles, p.target.multiprocessors),
         call.a.data, call.a.scales, a_outer, call.b.data, call.b.scales, b_outer, out, scales,
         out if call.result_outer is None else call.result_outer, *call.epilogue_pointers(out), call.offs, table,
         p.groups, p.m, p.n, units, p.row_bytes(p.a), p.row_bytes(p.b), ceil_div(p.k, config.bk),
         padded_rows(p.m, p.groups) // TILE_ROWS, ceil_div(p.n, TILE_ROWS), ceil_div(ceil_div(p.k, p.block), 4),
-        int(p.a.outer == "group"), {"group": 1, "row": p.b_rows}.get(p.b.outer, 0),
+        int(p.a.outer == "group"), each, to_pair,
         num_warps=config.num_warps, num_stages=config.stages,
         A_ELEMENT=p.a.element, B_ELEMENT=p.b.element, SCALE=p.a.scale, BLOCK=p.block, A_OUTER=p.a.outer,
-        B_OUTER=p.b.outer, PAIR=int(p.pair), EPILOGUE=call.epilogue_text, GROUPS=triton.next_power_of_2(p.groups),
+        B_OUTER=p.b.outer, PAIR=int(p.pair) + int(p.two_weights), EPILOGUE=call.epilogue_text,
+        GROUPS=triton.next_power_of_2(p.groups),
         EVEN_BLOCKS=int(statically_true(p.n % p.result.block_cols == 0)), ALIGN=power_of_two(units, 16),
         **config.constants, ISA=p.target.isa,
     )  # fmt: skip
