@@ -203,8 +203,9 @@ def _multiplied_plainly(x: Arguments) -> torch.Tensor:
 
 def _halves(x: Operand) -> list[Operand]:
     """The two operands whose rows lie one below the other."""
-    scalars = x.outer is not None and x.outer.dim() == 1
-    return [replace(half, outer=half.outer.view(())) if scalars else half for half in halves(x)]
+    if x.outer is None or x.outer.dim() != 1:
+        return halves(x)
+    return [replace(half, outer=x.outer[i]) for i, half in enumerate(halves(x))]
 
 
 def _stored_plainly(x: Arguments) -> torch.Tensor:

@@ -82,8 +82,9 @@ class Arguments:
 
         The matrices of the first product come first. Else B has the rows of both, [G, 2 N, K] or [2 N, K].
         """
-        pair = self.epilogue is not None and self.epilogue.pair and self.offs is not None
-        return pair and self.b.data.shape[0] == 2 * self.offs.shape[0]
+        if self.epilogue is None or not self.epilogue.pair or self.offs is None:
+            return False
+        return bool(self.b.data.shape[0] == 2 * self.offs.shape[0])
 
     @property
     def result_spec(self) -> QuantizeSpec | None:
