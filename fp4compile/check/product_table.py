@@ -25,10 +25,11 @@ class Product:
 
     a: format of the activations; None keeps them in bf16. b: format of the weights. epilogue: "" for none, "bias",
     "gated": silu(product) * another matrix, or "pair": silu(product) * the product of n more rows of weights. weights:
-    how many weights multiply the same activations, in one launch. groups: the number of groups, 0 for none. Groups cut
-    the m rows, and each has its own weights; or, with along_k, groups cut k, and [m, k] x [n, k] is multiplied for each
-    part. result: the format to which the epilogue quantises the result; "amax" stores it in bf16 and finds its amax; ""
-    stores it in bf16. kernel: the name of the kernel that must compute it; "" for the kernel that `choose` names.
+    how many weights multiply the same activations, in one launch; with groups, 2 where gate and up are two weights.
+    groups: the number of groups, 0 for none. Groups cut the m rows, and each has its own weights; or, with along_k,
+    groups cut k, and [m, k] x [n, k] is multiplied for each part. result: the format to which the epilogue quantises
+    the result; "amax" stores it in bf16 and finds its amax; "" stores it in bf16. kernel: the name of the kernel that
+    must compute it; "" for the kernel that `choose` names.
     """
 
     a: str | None
@@ -79,7 +80,7 @@ class Product:
             if skipped or (x.epilogue is not None and not choice.takes_epilogue):
                 continue
             with dry_run(target) as launches:
-                if self.weights > 1:
+                if self.weights > 1 and not self.groups:
                     scaled_mm_group(x.a, [(x.b, x.bias)] * self.weights, BF16)
                 elif self.result:
                     (multiply_amax if self.result == AMAX else multiply_quantized)(x, choice)
@@ -100,14 +101,7 @@ class Product:
         if self.epilogue == "pair" and b.outer is not None and not b.outer.dim():
             b = replace(b, outer=_empty((2,), torch.float32))
         bias = _empty((self.n,)) if self.epilogue == "bias" else None
-        last = [AMAX] if self.result == AMAX else [f"quantize {self.result}"]
-        steps = {"gated": GATED, "pair": OF_A_PAIR}.get(self.epilogue, []) + last * bool(self.result)
-        if not steps:
-            return Arguments(a, b, bias, BF16)
-        others = [_empty((*batch, self.m, self.n))] if self.epilogue == "gated" else []
-        epilogue = Epilogue.parse(steps, BF16, BF16)
-        outer = _empty((), torch.float32) if epilogue.quantize is not None and epilogue.quantize.static else None
-        return Arguments(a, b, bias, BF16, epilogue, others, outer)
+        return self._with_epilogue(Arguments(a, b, bias, BF16))
 
     def _of_groups(self) -> Arguments:
         each = (self.groups,)
@@ -118,8 +112,22 @@ class Product:
             b = self._operand(self.b, (self.n,), padded, (*each, self.n, 1))
             return Arguments(a, b, None, BF16, offs=offs, rows=self.k)
         a = self._operand(self.a, (self.m,), self.k, (self.m, 1), padded_rows(self.m, self.groups))
-        b = self._operand(self.b, (*each, self.n), self.k, (*each, self.n, 1))
-        return Arguments(a, b, None, BF16, offs=offs, rows=self.m)
+        rows = 2 * self.n if self.epilogue == "pair" and self.weights == 1 else self.n
+        matrices = self.weights * self.groups
+        b = self._operand(self.b, (matrices, rows), self.k, (matrices, rows, 1))
+        if b.outer is not None and b.outer.dim() == 1:
+            b = replace(b, outer=_empty((matrices,), torch.float32))
+        return self._with_epilogue(Arguments(a, b, None, BF16, offs=offs, rows=self.m))
+
+    def _with_epilogue(self, x: Arguments) -> Arguments:
+        last = [AMAX] if self.result == AMAX else [f"quantize {self.result}"]
+        steps = {"gated": GATED, "pair": OF_A_PAIR}.get(self.epilogue, []) + last * bool(self.result)
+        if not steps:
+            return x
+        gates = [_empty((*x.a.data.shape[:-1], self.n))] if self.epilogue == "gated" else []
+        epilogue = Epilogue.parse(steps, BF16, BF16)
+        outer = _empty((), torch.float32) if epilogue.quantize is not None and epilogue.quantize.static else None
+        return replace(x, epilogue=epilogue, auxiliaries=gates, result_outer=outer)
 
     def _operand(
         self, name: str | None, shape: tuple[int, ...], k: int, of_rows: tuple[int, ...], scale_rows: int | None = None
@@ -199,6 +207,14 @@ PRODUCTS = (
     _experts("nvfp4_rowwise", "nvfp4_rowwise", 2048, 4095, SIZE, along_k=True),
     *(_experts(name, name, 2048, 4096, SIZE, along_k=True) for name in ("nvfp4_te", "mxfp8", "mxfp4")),
     _experts("nvfp4", "nvfp4", 256, 512, SIZE, along_k=True),
+    # Experts whose results are the next experts' operands: of gate and up as one weight, two weights and two products,
+    # and of one product.
+    *(_experts(name, name, SIZE, 2048, 4096, epilogue="pair", result=name)
+      for name in ("nvfp4", "nvfp4_one_level", "mxfp8", "mxfp4")),
+    _experts("nvfp4", "nvfp4", SIZE, 2048, 4096, epilogue="pair", weights=2, result="nvfp4"),
+    *(_experts(name, name, SIZE, 2048, 4096, epilogue="gated", result=name) for name in ("nvfp4_one_level", "mxfp8")),
+    _experts("nvfp4_rowwise", "nvfp4_te", 128, 2040, 4096, result="nvfp4_one_level"),
+    _experts("mxfp8", "mxfp4", 128, 2032, 4096, result="mxfp8"),
     # Experts, dequantised.
     _experts(None, "nvfp4", SIZE, 2048, 4096), _experts(None, "mxfp8", 2048, 4096, SIZE, along_k=True),
 )  # fmt: skip

@@ -3,22 +3,26 @@
 A product of operands for which every sum is exact in float32 must equal the reference in every bit. A product of hard
 operands is compared with float64, within the error of a float32 sum, and so is a product whose epilogue has an
 approximate function.
-A result that the kernel quantises must equal the reference's for the result of the same kernel without that step.
+A result that the kernel quantises must equal the reference's for the result of the same kernel without that step; of
+groups, for the results of the dense kernel for each group alone.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, cast
 
 import torch
+import torch.nn.functional as F
 
 from fp4compile.check.cases import Machine
 from fp4compile.check.product_table import Product
 from fp4compile.check.values import BF16, ENDS, GROUP_ROWS, SEED, finite, product_differences, same_bits
 from fp4compile.formats.epilogue import AMAX, Epilogue
 from fp4compile.formats.groups import Groups
+from fp4compile.formats.layouts import to_swizzled
 from fp4compile.formats.operand import Arguments, Operand
 from fp4compile.formats.quantize_spec import QuantizeSpec
+from fp4compile.formats.reference_grouped import halves, matrix_of_group, rows_of_group, with_linear_scales
 from fp4compile.ops.functional import quantize
 from fp4compile.ops.matmul import SCALED_GROUPED_MM, SCALED_MM
 from fp4compile.ops.quantize import QUANTIZE
@@ -40,7 +44,7 @@ def by_every_kernel(product: Product, machine: Machine, made: Made | None = None
     if product.result and not candidates(problem):
         return {"kernels": "", "wrong": []}
     choices = [choose(problem)]
-    if product.groups:
+    if product.groups and not product.result:
         choices += to_time(problem)
     elif product.weights == 1 and not product.result:
         choices += [choose(problem, name) for name in candidates(problem)]
@@ -56,7 +60,7 @@ def differences(product: Product, x: Arguments, choice: Choice, machine: Machine
     choice: the kernel; not of several weights, or of a result that is quantised.
     """
     there = _moved(x, machine)
-    if product.weights > 1:
+    if product.weights > 1 and not product.groups:
         members = [replace(x, b=exact_operand(x.b, i)) for i in range(product.weights)]
         with machine.running():
             found = scaled_mm_group(there.a, [(_moved(one, machine).b, None) for one in members], BF16)
@@ -93,12 +97,12 @@ def reduced(product: Product) -> Product:
     The remainders by 16, which decide how rows are loaded and stored, stay.
     """
     n = 288 if product.result == AMAX else 272 - (-product.n % 16)
+    if product.epilogue == "pair":  # whole tiles of both matrices
+        n = 384
     k = 1536 - (-product.k % 256)
     if product.groups:
         m, k = (144, GROUP_ROWS) if product.along_k else (GROUP_ROWS, 512)
         return replace(product, groups=len(ENDS), m=m, n=n, k=k)
-    if product.epilogue == "pair":  # whole tiles of both matrices
-        n = 384
     return replace(product, m=product.m if product.m <= 64 else 144, n=n, k=k)
 
 
@@ -199,21 +203,20 @@ def _multiplied_plainly(x: Arguments) -> torch.Tensor:
 
 def _halves(x: Operand) -> list[Operand]:
     """The two operands whose rows lie one below the other."""
-
-    def half(part: torch.Tensor | None, which: int) -> torch.Tensor | None:
-        return part if part is None or not part.dim() else part.chunk(2)[which]
-
-    def outer(which: int) -> torch.Tensor | None:
-        return x.outer[which] if x.outer is not None and x.outer.dim() == 1 else half(x.outer, which)
-
-    return [Operand(x.data.chunk(2)[i], half(x.scales, i), outer(i), x.format) for i in range(2)]
+    if x.outer is None or x.outer.dim() != 1:
+        return halves(x)
+    return [replace(half, outer=x.outer[i]) for i, half in enumerate(halves(x))]
 
 
 def _stored_plainly(x: Arguments) -> torch.Tensor:
-    """What a kernel with the epilogue's steps alone stores.
+    """What a kernel with the epilogue's steps alone stores; zeros in rows of no group.
 
-    The second product of a pair is then another tensor that the first one's epilogue reads.
+    The second product of a pair is then another tensor that the first one's epilogue reads. Each group is a product by
+    itself.
     """
+    if x.offs is not None:
+        stored = [_stored_plainly(one) for one in _of_each_group(x, Groups.of(x.offs.cpu(), x.a.data.shape[0]))]
+        return F.pad(torch.cat(stored), (0, 0, 0, x.a.data.shape[0] - sum(map(len, stored))))
     epilogue = cast(Epilogue, x.epilogue)
     plain = replace(x, epilogue=replace(epilogue, quantize=None, amax=False), result_outer=None)
     if epilogue.pair:
@@ -225,18 +228,41 @@ def _stored_plainly(x: Arguments) -> torch.Tensor:
     return _multiplied_plainly(plain)
 
 
+def _of_each_group(x: Arguments, groups: Groups) -> Iterator[Arguments]:
+    """The product of each group that has rows, by itself."""
+    a = with_linear_scales(x.a, groups)
+    for g, (start, end) in enumerate(zip(groups.starts.tolist(), groups.ends.tolist(), strict=True)):
+        if start < end:
+            own = rows_of_group(a, g, start, end)
+            scales = None if own.scales is None else to_swizzled(own.scales)
+            yield replace(x, a=replace(own, scales=scales), b=_weights_of_group(x, g), offs=None, rows=None,
+                          auxiliaries=[each[start:end] for each in x.auxiliaries])  # fmt: skip
+
+
+def _weights_of_group(x: Arguments, g: int) -> Operand:
+    """The matrix of a group; of two weights, the first one's above the second one's."""
+    if not x.two_weights:
+        return matrix_of_group(x.b, g)
+    one, other = (matrix_of_group(half, g) for half in halves(x.b))
+    outer = None if one.outer is None else torch.stack if not one.outer.dim() else torch.cat
+    parts = zip((one.data, one.scales), (other.data, other.scales), strict=True)
+    data, scales = (torch.cat([each.view(torch.uint8) for each in both]).view(both[0].dtype) for both in parts)
+    return Operand(data, scales, outer if outer is None else outer((one.outer, other.outer)), one.format)
+
+
 def quantised_differences(x: Arguments) -> list[str]:
     """Differences between a kernel that quantises its result, and the reference for what it stores without that step.
 
-    Both kernels compute the same steps, so codes and scales must be equal in every bit. For `x` on a GPU or in a
-    simulator.
+    Both kernels compute the same steps, so codes and scales must be equal in every bit. Codes of rows of no group mean
+    nothing. For `x` on a GPU or in a simulator.
     """
-    spec = cast(QuantizeSpec, cast(Epilogue, x.epilogue).quantize)
-    got = multiply_quantized(x)
+    spec = cast(QuantizeSpec, x.result_spec)
+    data, scales = multiply_quantized(x)
     value = _stored_plainly(x)
-    outer = None if x.result_outer is None else x.result_outer.cpu()
-    expected = QUANTIZE(value.cpu(), spec.format.name, [-1], layout="swizzled", outer=outer)
-    return same_bits([*got, torch.empty(0)], [*expected[:2], torch.empty(0)])
+    outer, offs = (None if each is None else each.cpu() for each in (x.result_outer, x.offs))
+    expected = QUANTIZE(value.cpu(), spec.format.name, [-1], offs=offs, layout="swizzled", outer=outer)
+    end = None if offs is None else int(offs[-1])
+    return same_bits([data[:end], scales, torch.empty(0)], [expected[0][:end], expected[1], torch.empty(0)])
 
 
 def amax_differences(x: Arguments) -> list[str]:

@@ -6,6 +6,7 @@ come from memory, as a model's weights do, and not from the L2 cache.
 
 import statistics
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, cast
 
@@ -18,6 +19,7 @@ from fp4compile.formats.epilogue import Epilogue
 from fp4compile.formats.layouts import ceil_div
 from fp4compile.formats.operand import Arguments, Operand
 from fp4compile.formats.quantize_spec import QuantizeSpec
+from fp4compile.ops.functional import quantize
 from fp4compile.ops.quantize import QUANTIZE
 from fp4compile.passes.autotune import replay_time
 from fp4compile.templates.choose import candidates, choose
@@ -34,6 +36,7 @@ PAIRS = (("nvfp4", "nvfp4"), ("nvfp4_one_level", "nvfp4_one_level"), ("nvfp4_row
          ("mxfp4", "mxfp4"), (None, "nvfp4"))  # fmt: skip
 QUANTISED = ("nvfp4", "nvfp4_one_level", "mxfp8", "mxfp4")  # of operands and result
 TO_CODES = (8192, 14336, 4096)
+EXPERTS_TO_CODES = (8, 16384, 14336, 4096)  # experts; tokens of all together, columns of gate and of up, K
 SHAPES = ((8192, 8192, 8192), (1024, 14336, 4096), (64, 8192, 8192), (16, 8192, 8192), (1, 8192, 8192))
 
 
@@ -46,6 +49,8 @@ def cases() -> list[Case]:
           for m, n, k in SHAPES for a, b in PAIRS),
         *(Case(f"time of product {name} x {name} to codes, {'x'.join(map(str, TO_CODES))}",
                partial(multiplied_to_codes, name, *TO_CODES)) for name in QUANTISED),
+        *(Case(f"time of experts {name} x {name} to codes, {'x'.join(map(str, EXPERTS_TO_CODES))}",
+               partial(experts_to_codes, name, *EXPERTS_TO_CODES)) for name in QUANTISED),
     ]  # fmt: skip
 
 
@@ -131,17 +136,43 @@ def multiplied_to_codes(name: str, m: int, n: int, k: int) -> dict[str, Any]:
 
     Empty on GPUs without such a kernel.
     """
-    left, right = _operand(name, m, k), _operand(name, n, k)
-    epilogue = Epilogue.parse([f"quantize {name}"], torch.bfloat16, torch.bfloat16)
+    fused = _quantising(Arguments(_operand(name, m, k), _operand(name, n, k), None, torch.bfloat16), [], name)
+    return _beside_a_quantiser(fused, lambda product: (product,), {})
+
+
+def experts_to_codes(name: str, groups: int, m: int, n: int, k: int) -> dict[str, Any]:
+    """`multiplied_to_codes` for experts of equally many tokens: of relu(gate) * up, whose weights are [groups, 2 n, k].
+
+    The quantiser computes relu(gate) * up itself.
+    """
+    offs = torch.arange(1, groups + 1, device="cuda", dtype=torch.int32) * (m // groups)
+    left = quantize(_random(m, k), name, offs=offs, layout="swizzled")
+    right = quantize(_random(groups, 2 * n, k), name, per_matrix=True, layout="swizzled")
+    a, b = (Operand(each.data, each.scales, each.outer, each.format) for each in (left, right))
+    fused = _quantising(Arguments(a, b, None, torch.bfloat16, offs=offs), ["relu product", "mul s0 pair"], name)
+    steps = {"prologue": ["relu aux0", "mul s0 aux1"], "dtype": torch.bfloat16}
+    return _beside_a_quantiser(fused, lambda product: product.chunk(2, -1), {"offs": offs, **steps})
+
+
+def _quantising(plain: Arguments, steps: list[str], name: str) -> Arguments:
+    """A product whose epilogue quantises its result after the steps."""
+    epilogue = Epilogue.parse([*steps, f"quantize {name}"], torch.bfloat16, torch.bfloat16)
     outer = torch.ones((), device="cuda") if cast(QuantizeSpec, epilogue.quantize).static else None
-    fused = Arguments(left, right, None, torch.bfloat16, epilogue, result_outer=outer)
+    return replace(plain, epilogue=epilogue, result_outer=outer)
+
+
+def _beside_a_quantiser(fused: Arguments, parts: Callable[..., Any], options: dict[str, Any]) -> dict[str, Any]:
+    """The times of a product that quantises its result, and of the product and a quantiser with these options.
+
+    parts: the tensors that the quantiser reads of the product. Empty on GPUs without such a kernel.
+    """
     if not candidates(problem_of(fused, target_of(torch.device("cuda")))):
         return {}
-
-    plain = Arguments(left, right, None, torch.bfloat16)
+    plain, name = replace(fused, epilogue=None, result_outer=None), cast(QuantizeSpec, fused.result_spec).format.name
 
     def apart() -> None:
-        QUANTIZE(multiply(plain), name, [-1], layout="swizzled", outer=outer)
+        x, *others = parts(multiply(plain))
+        QUANTIZE(x, name, [-1], layout="swizzled", outer=fused.result_outer, operands=others, **options)
 
     times = [graph_time([call] * CALLS) for call in (partial(multiply_quantized, fused), apart)]
     return {"us": round(times[0], 2), "product and quantiser us": round(times[1], 2)}
@@ -151,5 +182,5 @@ def _operand(name: str | None, rows: int, columns: int) -> Operand:
     return operand(name, _random(rows, columns), target_of(torch.device("cuda")).block_scaled_matrix_units)
 
 
-def _random(rows: int, columns: int) -> torch.Tensor:
-    return torch.randn(rows, columns, device="cuda", dtype=torch.bfloat16)
+def _random(*shape: int) -> torch.Tensor:
+    return torch.randn(shape, device="cuda", dtype=torch.bfloat16)

@@ -75,6 +75,10 @@ def check_quantize(x: Arguments) -> None:
                          + ("needs a static outer scale" if spec.static else "has no outer scale"))  # fmt: skip
     if outer is not None and (outer.dtype != torch.float32 or outer.dim()):
         raise ValueError(f"outer: expected float32 of shape (), got {outer.dtype} of shape {tuple(outer.shape)}")
+    if x.offs is not None and x.b.data.dim() != 3:
+        raise ValueError(f"b: with offs, expected [G, N, K], got shape {tuple(x.b.data.shape)}")
+    if x.offs is not None and x.bias is not None:
+        raise ValueError("bias: products of groups have none")
 
 
 def check_amax(x: Arguments) -> None:
@@ -159,19 +163,22 @@ def _check_groups(x: Arguments, offs: torch.Tensor) -> None:
         raise ValueError(f"a, b: expected [M, K] and [G, N, K], or [P, W] and [Q, W]; got shapes {tuple(a.data.shape)} "
                          f"and {tuple(b.data.shape)}")  # fmt: skip
     along_k = b.data.dim() == 2
-    check_offs(offs, None if along_k else b.data.shape[0])
+    matrices = b.data.shape[0] // 2 if x.two_weights else b.data.shape[0]
+    check_offs(offs, None if along_k else matrices)
     _check_devices(a, b, offs=offs)
     groups, m, n = offs.shape[0], a.data.shape[0], b.data.shape[-2]
-    padded = padded_rows(x.rows, groups)
+    rows = m if x.rows is None else x.rows
+    padded = padded_rows(rows, groups)
     a_outer = (groups, m, 1) if along_k else (m, 1)
     check_operand("a", a, ((), (groups,), a_outer), None if along_k else padded)
-    check_operand("b", b, ((), (groups,), (groups, n, 1)))
+    each = groups if along_k else b.data.shape[0]
+    check_operand("b", b, ((), (each,), (each, n, 1)))
     if along_k:
-        _check_run("a", a, x.rows, groups)
-        _check_run("b", b, x.rows, groups)
+        _check_run("a", a, rows, groups)
+        _check_run("b", b, rows, groups)
         return
-    if m != x.rows:
-        raise ValueError(f"rows: expected the {m} rows of a, got {x.rows}")
+    if m != rows:
+        raise ValueError(f"rows: expected the {m} rows of a, got {rows}")
     _check_no_square("a", a)
     _check_contraction(a, b)
 
@@ -196,10 +203,12 @@ def _check_epilogue(x: Arguments, epilogue: Epilogue) -> None:
     *batch, m, _ = x.a.data.shape
     n, device = x.b.data.shape[-2], x.a.data.device
     if epilogue.pair:
-        if x.b.data.dim() != 2 or not statically_true(n % 256 == 0):
-            raise ValueError(f"epilogue: with 'pair', expected b of 2-D and of twice a multiple of 128 rows, got "
+        dims, times = 2 if x.offs is None else 3, 1 if x.two_weights else 2
+        if x.b.data.dim() != dims or not statically_true(n % (times * 128) == 0):
+            rows = "a multiple of 128 rows" if x.two_weights else "twice a multiple of 128 rows"
+            raise ValueError(f"epilogue: with 'pair', expected b of {dims}-D and of {rows}, got "
                              f"{tuple(x.b.data.shape)}")  # fmt: skip
-        n = n // 2
+        n = n // times
     size = m * n
     for count in batch:
         size = size * count

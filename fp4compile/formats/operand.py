@@ -1,13 +1,14 @@
 """A product's operands and its other arguments, as the ops pass them to the reference and the kernels."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 from fp4compile.formats.epilogue import Epilogue
 from fp4compile.formats.formats import BlockFormat
+from fp4compile.formats.quantize_spec import QuantizeSpec
 
 
 @dataclass(frozen=True, eq=False)  # tensors have no truth value: comparing fields would raise
@@ -52,7 +53,8 @@ class Arguments:
     """What a product op is called with.
 
     bias: [N]. epilogue: what follows the product; auxiliaries: the tensors that its pointwise steps read.
-    offs, rows: in a grouped product, where the groups end and how many rows there are (see `groups`).
+    offs, rows: in a grouped product, where the groups end and how many rows there are (see `groups`); rows None stands
+        for the rows of A, which the groups are then.
     result_outer: the static outer scale of a result that the epilogue quantises, float32 []; None where the result's
         format has no outer scale.
     fast_accumulation: whether FP8 matrix units may keep the sums in fewer bits than float32 has.
@@ -73,3 +75,19 @@ class Arguments:
     def plain(self) -> bool:
         """Whether torch computes the product: neither operand is quantised, and there are no groups."""
         return self.a.format is None and self.b.format is None and self.offs is None
+
+    @property
+    def two_weights(self) -> bool:
+        """Whether an epilogue of two products has a matrix of B for each product and group: [2 G, N, K].
+
+        The matrices of the first product come first. Else B has the rows of both, [G, 2 N, K] or [2 N, K].
+        """
+        if self.epilogue is None or not self.epilogue.pair or self.offs is None:
+            return False
+        return bool(self.b.data.shape[0] == 2 * self.offs.shape[0])
+
+    @property
+    def result_spec(self) -> QuantizeSpec | None:
+        """How the result is quantised, group by group where there are groups; None where it is not."""
+        spec = None if self.epilogue is None else self.epilogue.quantize
+        return spec if spec is None or self.offs is None else replace(spec, ragged=True)

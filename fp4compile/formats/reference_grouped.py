@@ -177,7 +177,9 @@ def scaled_grouped_mm(a: Operand, b: Operand, offs: torch.Tensor, rows: int, out
         out = a.data.new_zeros((rows, b.data.shape[1]), dtype=out_dtype)
         a = with_linear_scales(a, groups)
         for g, (start, end, _) in enumerate(bounds):
-            out[start:end] = reference.scaled_mm(_rows(a, g, start, end), _matrix(b, g), None, out_dtype)
+            out[start:end] = reference.scaled_mm(
+                rows_of_group(a, g, start, end), matrix_of_group(b, g), None, out_dtype
+            )
         return out
     out = a.data.new_zeros((groups.count, a.data.shape[0], b.data.shape[0]), dtype=out_dtype)
     a, b = with_linear_scales(a), with_linear_scales(b)
@@ -234,16 +236,25 @@ def with_linear_scales(x: Operand, groups: Groups | None = None) -> Operand:
     return replace(x, scales=scales)
 
 
-def _rows(x: Operand, g: int, start: int, end: int) -> Operand:
-    """The rows of group g."""
+def rows_of_group(x: Operand, g: int, start: int, end: int) -> Operand:
+    """The rows of group g, from `start` to `end`, of an operand with linear scales."""
     outer = x.outer
     if outer is not None and outer.dim():
         outer = outer[g] if outer.dim() == 1 else outer[start:end]
     return Operand(x.data[start:end], None if x.scales is None else x.scales[start:end], outer, x.format)
 
 
-def _matrix(x: Operand, g: int) -> Operand:
-    """The matrix of group g."""
+def halves(x: Operand) -> list[Operand]:
+    """The first half of an operand's matrices, and the second."""
+
+    def half(part: torch.Tensor | None, which: int) -> torch.Tensor | None:
+        return part if part is None or not part.dim() else part.chunk(2)[which]
+
+    return [Operand(*(half(part, i) for part in (x.data, x.scales, x.outer)), x.format) for i in range(2)]
+
+
+def matrix_of_group(x: Operand, g: int) -> Operand:
+    """The matrix of group g, with its scales and its outer scale."""
     outer = x.outer if x.outer is None or not x.outer.dim() else x.outer[g]
     return Operand(x.data[g], None if x.scales is None else x.scales[g], outer, x.format)
 

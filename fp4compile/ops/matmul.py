@@ -2,8 +2,8 @@
 
     fp4compile::scaled_mm(a, a_scales, a_outer, a_format, b, b_scales, b_outer, b_format, bias, out_dtype,
                           operands, epilogue, dtype, fast_accumulation) -> product
-    fp4compile::scaled_mm_quantized(a, ..., b, ..., bias, out_dtype, operands, epilogue, dtype, outer)
-        -> (data, scales) of the product
+    fp4compile::scaled_mm_quantized(a, ..., b, ..., bias, out_dtype, operands, epilogue, dtype, outer, offs)
+        -> (data, scales) of the product, or of the products of groups
     fp4compile::scaled_mm_amax(a, ..., b, ..., bias, out_dtype, operands, epilogue, dtype) -> (product, maxima)
     fp4compile::scaled_mm_horizontal(..., list of b, ...) -> products of one a; see `passes.fuse_horizontal`
     fp4compile::scaled_grouped_mm(a, ..., b, ..., offs, rows, out_dtype, fast_accumulation) -> the products of groups
@@ -18,7 +18,9 @@ sums in fewer bits than float32 has; the reference never does.
 
 `scaled_mm_quantized` is `scaled_mm` whose epilogue ends in "quantize" and a format: the result is rounded to dtype and
 quantised along its rows. It returns codes and swizzled block scales, as `quantize` does. outer: the static outer scale
-of a format that has one.
+of a format that has one. offs: where groups of rows end, each of which has a matrix of B, as in `scaled_grouped_mm`;
+the results are what `quantize` returns for the same offs. B of two products is then [G, 2 N, K], or [2 G, N, K] with
+the matrices of the second product behind those of the first.
 
 `scaled_mm_amax` is `scaled_mm` whose epilogue ends in "amax". It returns the result, and float32 magnitudes [P], the
 largest of which is the result's amax: `quantize` takes them. Which of them is the largest depends on the device.
@@ -93,9 +95,15 @@ def scaled_mm_kernels(
 
 def _by_reference(x: Arguments) -> torch.Tensor:
     b = x.b
-    if b.outer is not None and b.outer.dim() == 1:  # of two matrices, one below the other
-        b = replace(b, outer=b.outer.repeat_interleave(b.data.shape[-2] // 2).unsqueeze(-1))
-    product = reference.scaled_mm(x.a, b, x.bias, x.out_dtype)
+    if x.offs is not None:
+        weights = [b] if not x.two_weights else reference_grouped.halves(b)
+        products = (reference_grouped.scaled_grouped_mm(x.a, one, x.offs, x.a.data.shape[0], x.out_dtype)
+                    for one in weights)  # fmt: skip
+        product = torch.cat(tuple(products), -1)
+    else:
+        if b.outer is not None and b.outer.dim() == 1:  # of two matrices, one below the other
+            b = replace(b, outer=b.outer.repeat_interleave(b.data.shape[-2] // 2).unsqueeze(-1))
+        product = reference.scaled_mm(x.a, b, x.bias, x.out_dtype)
     return product if x.epilogue is None else apply(product, x.epilogue, x.auxiliaries)
 
 
@@ -104,7 +112,7 @@ def _like_product(x: Arguments) -> torch.Tensor:
     columns = x.b.data.shape[-2]
     check_bias(x.bias, columns)
     dtype = x.out_dtype if x.epilogue is None else x.epilogue.dtype
-    if x.epilogue is not None and x.epilogue.pair:
+    if x.epilogue is not None and x.epilogue.pair and not x.two_weights:
         columns = columns // 2
     return x.a.data.new_empty((*x.a.data.shape[:-1], columns), dtype=dtype)
 
@@ -138,12 +146,12 @@ SCALED_MM_TWO_CTAS = define(
 
 def dense_quantized(
     a, a_scales, a_outer, a_format, b, b_scales, b_outer, b_format, bias, out_dtype, operands, epilogue, dtype,
-    outer=None,
+    outer=None, offs=None,
 ) -> Arguments:  # fmt: skip
     """The arguments of `scaled_mm_quantized` and of `scaled_mm_amax`."""
     steps = Epilogue.parse(epilogue, out_dtype, dtype)
     left, right = operand(a, a_scales, a_outer, a_format), operand(b, b_scales, b_outer, b_format)
-    return Arguments(left, right, bias, out_dtype, steps, operands, outer)
+    return Arguments(left, right, bias, out_dtype, steps, operands, outer, offs)
 
 
 def scaled_mm_quantized_kernels(*args: Any, choice: Choice | None = None, **options: Any) -> list[torch.Tensor]:
@@ -153,21 +161,25 @@ def scaled_mm_quantized_kernels(*args: Any, choice: Choice | None = None, **opti
 
 def _quantized_reference(x: Arguments) -> list[torch.Tensor]:
     check_quantize(x)
-    data, scales, _ = quantize_along(x.epilogue.quantize, _by_reference(x), ROWS, None, x.result_outer, None)
+    if x.offs is not None:
+        _check_grouped(x)
+    data, scales, _ = quantize_along(x.result_spec, _by_reference(x), ROWS, x.offs, x.result_outer, None)
     return [data, scales]
 
 
 def _quantized_shapes(x: Arguments) -> list[torch.Tensor]:
     check_quantize(x)
-    spec, product = x.epilogue.quantize, _like_product(x)
-    data, scales, _ = spec.shapes(product, 0, ROWS)
+    if x.offs is not None:
+        _check_grouped(x)
+    spec, product = x.result_spec, _like_product(x)
+    data, scales, _ = spec.shapes(product, 0 if x.offs is None else x.offs.shape[0], ROWS)
     return [product.new_empty(data, dtype=spec.format.data_dtype),
             product.new_empty(scales, dtype=spec.format.scale_dtype)]  # fmt: skip
 
 
 SCALED_MM_QUANTIZED = define(
     f"scaled_mm_quantized({_OPERANDS}, Tensor? bias, ScalarType out_dtype, Tensor[] operands, str[] epilogue,"
-    " ScalarType dtype, Tensor? outer=None) -> Tensor[]",
+    " ScalarType dtype, Tensor? outer=None, Tensor? offs=None) -> Tensor[]",
     reference=lambda *args, **options: _quantized_reference(dense_quantized(*args, **options)),
     shapes=lambda *args, **options: _quantized_shapes(dense_quantized(*args, **options)),
     kernels=scaled_mm_quantized_kernels,
@@ -272,8 +284,9 @@ def _check_grouped(x: Arguments) -> None:
     if a.dim() != 2 or b.dim() not in (2, 3):
         raise ValueError(f"a, b: expected [M, K] and [G, N, K], or [P, W] and [Q, W]; got shapes {tuple(a.shape)} and "
                          f"{tuple(b.shape)}")  # fmt: skip
-    check_offs(x.offs, b.shape[0] if b.dim() == 3 else None)
-    if b.dim() == 3:
+    matrices = b.shape[0] // 2 if x.two_weights else b.shape[0]
+    check_offs(x.offs, matrices if b.dim() == 3 else None)
+    if b.dim() == 3 and x.rows is not None:
         torch._check_value(a.shape[0] == x.rows, lambda: f"rows: expected the {a.shape[0]} rows of a, got {x.rows}")
 
 

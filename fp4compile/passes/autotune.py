@@ -86,7 +86,8 @@ def _copy(x: Arguments) -> Arguments:
     offs = None
     if x.offs is not None:
         groups = x.offs.shape[0]
-        ends = [(g + 1) * x.rows // groups for g in range(groups)]
+        rows = x.a.data.shape[0] if x.rows is None else x.rows
+        ends = [(g + 1) * rows // groups for g in range(groups)]
         offs = torch.tensor(ends, dtype=torch.int32, device=x.offs.device)
     return replace(x, a=_operand_like(x.a), b=_operand_like(x.b), bias=_like(x.bias), offs=offs,
                    auxiliaries=list(map(_like, x.auxiliaries)), result_outer=_like(x.result_outer))  # fmt: skip

@@ -45,6 +45,7 @@ from fp4compile.passes.pointwise import (
     reduction_of,
     same_shape,
 )
+from fp4compile.passes.sizes import read_sizes_of_operands
 from fp4compile.passes.slices import cuts_columns, erase_unread, in_shape, memory_of, slice_of
 from fp4compile.templates.launch import on_gpu, target_of
 from fp4compile.templates.quantize.heuristics import PARTIAL_MAXIMA_ELEMENTS
@@ -66,7 +67,7 @@ def fuse_prologue(graph: Graph) -> int:
     """Fuse what precedes the quantisers of CUDA tensors into their kernels; returns how many got a prologue."""
     if not _compat.pointwise_by_default():
         return 0
-    _read_sizes_of_operands(graph)
+    read_sizes_of_operands(graph)
     fused = 0
     for node in _before_writes(graph):
         if node.target is QUANTIZE and _may_have_prologue(quantise_of(node)):
@@ -83,18 +84,6 @@ def _may_have_prologue(quantise: Quantise) -> bool:
     weight = quantise.each_matrix or quantise.scale_rule != "amax"
     given = quantise.amax is not None  # something else has read the tensor
     return not (weight or given or quantise.prologue) and on_gpu(quantise.x.meta["val"])
-
-
-def _read_sizes_of_operands(graph: Graph) -> None:
-    """Let each `sym_size` of a result read an operand of equal shape, so that it does not need the result."""
-    for size in graph.find_nodes(op="call_function", target=aten.sym_size.int):
-        source = size.args[0]
-        while source is not None:
-            size.args = (source, *size.args[1:])
-            shape = source.meta["val"].shape
-            operands = source.all_input_nodes if source.target is CAST or _by_inductor(source) else ()
-            alike = (each for each in operands if same_shape(getattr(each.meta["val"], "shape", ()), shape))
-            source = next(alike, None)
 
 
 def _before_writes(graph: Graph) -> list[Node]:

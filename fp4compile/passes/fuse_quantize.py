@@ -8,7 +8,8 @@ block scales (`scaled_mm_quantized`). The bits are the same: the product is roun
 
 The product may be two that share their activations, gate and up. Their weights are one matrix, and the result is cut in
 two halves of columns; or they are two, whose packed codes `hoist` has put one below the other. The operations make one
-value of both products, and each tile of the kernel has columns of both.
+value of both products, and each tile of the kernel has columns of both. Products of groups (experts) are fused alike,
+with a quantiser that has the same groups.
 
 The pass fuses where a quantiser of rows is the only reader of a value that an epilogue can compute
 (`fuse_epilogue.Region`), where the format's block scales depend on a block alone or on a static outer scale, and where
@@ -19,6 +20,7 @@ its amax (`scaled_mm_amax`): the quantiser reads the result once, and no other l
 may read the result as well.
 """
 
+import itertools
 import logging
 import operator
 from collections.abc import Callable, Iterator
@@ -36,11 +38,12 @@ from fp4compile.formats.epilogue import AMAX, PAIR, PRODUCT, serves_quantize
 from fp4compile.formats.epilogue import QUANTIZE as QUANTIZE_STEP
 from fp4compile.formats.operand import Operand
 from fp4compile.formats.quantize_spec import ROWS
-from fp4compile.ops.matmul import SCALED_MM, SCALED_MM_AMAX, SCALED_MM_QUANTIZED
+from fp4compile.ops.matmul import SCALED_GROUPED_MM, SCALED_MM, SCALED_MM_AMAX, SCALED_MM_QUANTIZED
 from fp4compile.ops.quantize import QUANTIZE
 from fp4compile.passes.fuse_epilogue import Region
 from fp4compile.passes.notes import joined_weights, name_operations
 from fp4compile.passes.pointwise import same_shape
+from fp4compile.passes.sizes import read_sizes_of_operands
 from fp4compile.passes.slices import cuts_columns, slice_of
 from fp4compile.templates.choose import quantized
 from fp4compile.templates.problem import Problem
@@ -53,9 +56,11 @@ def fuse_quantize(graph: Graph) -> int:
     """Fuse quantisers into the products of CUDA tensors that they follow; returns how many."""
     if not _compat.pointwise_by_default():
         return 0
+    read_sizes_of_operands(graph)
     fused: set[Node] = set()  # products, which are no nodes of the graph any more
     count = 0
-    for node in graph.find_nodes(op="call_function", target=SCALED_MM):
+    products = (graph.find_nodes(op="call_function", target=op) for op in (SCALED_MM, SCALED_GROUPED_MM))
+    for node in itertools.chain(*products):
         if node not in fused and _may_quantize(scaled_mm_of(node)):
             products = _fuse_product(graph, node)
             fused.update(products)
@@ -92,9 +97,10 @@ def partner_of(product: Node) -> Node | None:
         for argument in arguments:
             while isinstance(argument, Node) and argument.target in (*RESHAPES, CAST):
                 argument = argument.args[0]
-            if isinstance(argument, Node) and argument is not product and argument.target is SCALED_MM:
+            if isinstance(argument, Node) and argument is not product and argument.target is product.target:
                 other = scaled_mm_of(argument)
                 alike = _same_operand(other.a, own.a) and (other.epilogue, other.bias, own.bias) == (None,) * 3
+                alike = alike and _groups(other.offs) == _groups(own.offs)
                 same = (own.b.format, own.out_dtype) == (other.b.format, other.out_dtype)
                 if alike and same and same_shape(argument.meta["val"].shape, product.meta["val"].shape):
                     return argument
@@ -238,10 +244,16 @@ def _replaceable(last: Node, region: Region) -> bool:
     quantise = quantise_of(node)
     spec = quantise.spec
     plain = spec.dims == (ROWS,) and spec.swizzled and spec.scale_rule == "amax" and spec.prologue is None
-    apart = spec.values or spec.ragged or spec.each_matrix or spec.hadamard or spec.seeded
+    apart = spec.values or spec.each_matrix or spec.hadamard or spec.seeded
+    apart = apart or _groups(quantise.offs) != _groups(scaled_mm_of(region.product).offs)
     scaled = serves_quantize(spec.format) and spec.static == (spec.format.outer is not None)
     computed_outer = any(user.args[1] == 2 and user.users for user in node.users if user.target is operator.getitem)
     return plain and not apart and scaled and not computed_outer
+
+
+def _groups(offs: Node | None) -> tuple | None:
+    """A key that is equal for equal offsets; None without groups."""
+    return None if offs is None else value_key(offs)
 
 
 def _only_quantiser(last: Node) -> Node | None:
@@ -252,12 +264,12 @@ def _only_quantiser(last: Node) -> Node | None:
     return node if not others and node is not None and node.target is QUANTIZE else None
 
 
-def _fused_product(graph: Graph, region: OneProduct, last: Node, op: Callable, end: str, **outer: Node) -> Node:
-    """A new product with the epilogue that leads to `last`; end: its last step."""
-    product, epilogue = region.product, region.epilogue(last)
-    arguments = (*product.args[:4], *region.operand, *product.args[7:10], list(region.operands(last)),
-                 [*epilogue.strings(), end], epilogue.dtype)  # fmt: skip
-    fused = new_node(graph, op, arguments, product.meta, **outer)
+def _fused_product(graph: Graph, region: OneProduct, last: Node, op: Callable, end: str, **options: Node) -> Node:
+    """A new product with the epilogue that leads to `last`; end: its last step. options: keyword arguments."""
+    node, product, epilogue = region.product, scaled_mm_of(region.product), region.epilogue(last)
+    arguments = (*node.args[:4], *region.operand, node.args[7], product.bias, product.out_dtype,
+                 list(region.operands(last)), [*epilogue.strings(), end], epilogue.dtype)  # fmt: skip
+    fused = new_node(graph, op, arguments, node.meta, **options)
     inside = region.leading_to(last)
     name_operations(fused, (node for node in region.operations if node in inside), end.split()[0])
     return fused
@@ -284,9 +296,10 @@ def _fuse_amax(graph: Graph, region: OneProduct, last: Node, quantisers: list[No
 def _fuse(graph: Graph, region: OneProduct, last: Node, quantise: Quantise) -> None:
     """Replace a quantiser by a product with an epilogue, and erase the nodes between the two."""
     with graph.inserting_before(quantise.node):
-        outer = {} if quantise.outer is None else {"outer": quantise.outer}
+        given = {"outer": quantise.outer, "offs": quantise.offs}
+        options = {name: node for name, node in given.items() if node is not None}
         end = f"{QUANTIZE_STEP} {quantise.format}"
-        fused = _fused_product(graph, region, last, SCALED_MM_QUANTIZED, end, **outer)
+        fused = _fused_product(graph, region, last, SCALED_MM_QUANTIZED, end, **options)
     inside = region.leading_to(last)
     for user in list(quantise.node.users):
         if user.args[1] == 2:

@@ -12,6 +12,7 @@ memory for their packed forms. So do weights of which the ranks make the outer s
 again alone. The report names these reasons.
 """
 
+import itertools
 import logging
 import operator
 from collections.abc import Callable, Collection, Sequence
@@ -26,7 +27,7 @@ from fp4compile.analysis.gemm import Input
 from fp4compile.analysis.gradients import input_index
 from fp4compile.analysis.graph import ScaledMM, quantise_of, replace_results, scaled_mm_of
 from fp4compile.analysis.views import view_of
-from fp4compile.ops.matmul import SCALED_MM
+from fp4compile.ops.matmul import SCALED_GROUPED_MM, SCALED_MM
 from fp4compile.ops.quantize import QUANTIZE
 from fp4compile.passes.base import Pass, run_passes, summary
 from fp4compile.passes.fuse_quantize import partner_of
@@ -158,7 +159,8 @@ HOIST = Pass("hoist", hoist)
 
 def _partners(graph: Graph) -> list[tuple[Node, Node]]:
     """Two products each of which a kernel can make one result, see `fuse_quantize`."""
-    products = list(filter(_may_have_partner, graph.find_nodes(op="call_function", target=SCALED_MM)))
+    nodes = (graph.find_nodes(op="call_function", target=op) for op in (SCALED_MM, SCALED_GROUPED_MM))
+    products = list(filter(_may_have_partner, itertools.chain(*nodes)))
     if products:
         share(graph)  # packed layers quantise their input each by itself
     found = []
@@ -187,9 +189,14 @@ def _is_static(product: ScaledMM) -> bool:
 
 
 def _joinable(product: ScaledMM) -> bool:
-    """Whether B is quantised in the graph or packed, without outer scales of rows, to swizzled scales."""
+    """Whether B is quantised in the graph or packed, without outer scales of rows, to swizzled scales.
+
+    Outer scales of groups must be whole 16 bytes: the other weight's begin behind them (`cache.joined_parts`).
+    """
+    p = product.problem
     known = product.b.data.target is operator.getitem or product.b.data.op == "placeholder"
-    return known and product.problem.b.swizzled and product.problem.b.outer != "row"
+    fits = p.b.outer == "none" or (p.ragged is None if p.b.outer == "tensor" else p.b.outer == "group" and p.groups > 3)
+    return known and p.b.swizzled and fits
 
 
 def _join(

@@ -14,6 +14,7 @@ import torch
 
 from fp4compile.formats import reference
 from fp4compile.formats.checks import check, check_amax, check_quantize
+from fp4compile.formats.groups import padded_rows
 from fp4compile.formats.layouts import ceil_div, swizzled_numel
 from fp4compile.formats.operand import Arguments, Operand
 from fp4compile.hardware import Target
@@ -50,8 +51,13 @@ def multiply_quantized(x: Arguments, choice: Choice | None = None) -> tuple[torc
     check_quantize(x)
     call = call_of(x)
     p, (*lead, rows, _) = call.problem, call.a.data.shape
-    data, scales = call.empty_codes() if p.empty else _run(call, choice)
-    of_matrix = swizzled_numel(rows, ceil_div(p.n, p.result.block_cols))
+    if p.empty:
+        data, scales = call.empty_codes()
+        scales.zero_()  # groups without rows have scales
+    else:
+        data, scales = _run(call, choice)
+    padded = rows if x.offs is None else padded_rows(rows, p.groups)
+    of_matrix = swizzled_numel(padded, ceil_div(p.n, p.result.block_cols))
     return (data.view(p.result.data_dtype).view(*lead, rows, data.shape[-1]),
             scales.view(p.result.scale_dtype).view(*lead, of_matrix))  # fmt: skip
 
@@ -89,7 +95,7 @@ def call_of(x: Arguments, target: Target | None = None) -> Call:
     problem = problem_of(x, target_of(x.a.data.device) if target is None else target)
     return Call(
         problem, kernel_operand(x.a, problem.a),
-        kernel_operand(x.b, problem.b, problem.pair and problem.b.outer == "group"),
+        kernel_operand(x.b, problem.b, problem.outer_of_each_matrix),
         None if x.bias is None else x.bias.contiguous(), x.epilogue, tuple(each.contiguous() for each in x.auxiliaries),
         None if x.offs is None else x.offs.contiguous(), x.result_outer,
     )  # fmt: skip

@@ -56,7 +56,9 @@ class Problem:
     b_batched: whether each matrix of A has its own B. bias: its dtype, None without one. epilogue: whether pointwise
     operations follow in the same kernel; out_dtype is what the product is rounded to before them. result: the format to
     which that kernel quantises the rows of the result; None where it stores the result in 16 or 32 bits. pair: whether
-    the rows of B are two matrices [n, k], and the epilogue makes one result [m, n] of both products. amax: whether the
+    the rows of B are two matrices [n, k], and the epilogue makes one result [m, n] of both products. two_weights: with
+    groups, whether these are no rows of one matrix, but the matrices of all groups come first of one product, then of
+    the other: B is [2 groups, n, k]. amax: whether the
     kernel finds the amax of the result as well. operand_bytes: for each element of a result that is quantised or whose
     amax is found, bytes that the epilogue reads of other tensors of the result's size.
 
@@ -88,6 +90,7 @@ class Problem:
     pair: bool = False
     operand_bytes: int = 0
     amax: bool = False
+    two_weights: bool = False
 
     @property
     def static(self) -> bool:
@@ -111,12 +114,19 @@ class Problem:
 
     @property
     def b_matrices(self) -> int:
-        return self.groups if self.ragged == "rows" else self.batches if self.b_batched else 1
+        if self.ragged == "rows":
+            return 2 * self.groups if self.two_weights else self.groups
+        return self.batches if self.b_batched else 1
+
+    @property
+    def outer_of_each_matrix(self) -> bool:
+        """Whether the two matrices of B, one below the other, have an outer scale each."""
+        return self.pair and self.ragged is None and self.b.outer == "group"
 
     @property
     def b_rows(self) -> Any:
         """Rows of a matrix of B in memory."""
-        return 2 * self.n if self.pair else self.n
+        return 2 * self.n if self.pair and not self.two_weights else self.n
 
     @property
     def shape(self) -> tuple:
@@ -171,13 +181,15 @@ def problem_of(x: Arguments, target: Target) -> Problem:
     *a_batch, m, _ = x.a.data.shape
     *b_batch, n, _ = x.b.data.shape
     pair = x.epilogue is not None and x.epilogue.pair
-    if pair:
+    if pair and not x.two_weights:
         n = n // 2
     if x.offs is not None:
         groups = x.offs.shape[0]
         if b_batch:
             return Problem(a, b, m, n, _k(x), x.out_dtype, target, ragged="rows", groups=groups,
-                           fast_accumulation=x.fast_accumulation)  # fmt: skip
+                           epilogue=x.epilogue is not None, fast_accumulation=x.fast_accumulation,
+                           result=_result_format(x), pair=pair, operand_bytes=_operand_bytes(x),
+                           two_weights=x.two_weights)  # fmt: skip
         padded = padded_rows(x.rows, groups)
         # There are always more padded rows than rows.
         a_padded, b_padded = (each.format is not None or statically_true(each.k == padded) for each in (x.a, x.b))

@@ -76,3 +76,28 @@ def test_quantisers_are_measured_by_the_bytes_of_a_copy(format, reads, clock):
     found = run_times.quantized(rows)
     assert found["us"] == 50 and found["TB/s"] == pytest.approx(moved / 50e-6 / 1e12, abs=0.006)
     assert found["of a copy"] == pytest.approx(moved / 50 / RATE, abs=0.006)
+
+
+@pytest.mark.parametrize(("what", "sizes", "kernels", "read"), [
+    ("multiplied_to_codes", (512, 512, 1024), ["gemm_block_scaled_sm100"] * 2, [(512, 512)]),
+    ("experts_to_codes", (4, 512, 256, 1024), ["gemm_grouped_quantized_sm100", "gemm_grouped_block_scaled_sm100"],
+     [(512, 256)] * 2),
+])  # fmt: skip
+def test_a_result_in_codes_is_timed_beside_a_quantiser(what, sizes, kernels, read, monkeypatch):
+    """What is launched for each of the two times, and what the quantiser reads; nothing on other GPUs."""
+
+    def graph_time(calls):
+        calls[0]()
+        return 8.0
+
+    def quantise(x, *arguments, operands, **options):
+        found.append([tuple(one.shape) for one in (x, *operands)])
+
+    found = []
+    monkeypatch.setattr(run_times, "graph_time", graph_time)
+    monkeypatch.setattr(run_times, "QUANTIZE", quantise)
+    with FakeTensorMode(), dry_run(Target(100)) as launches:
+        assert getattr(run_times, what)("mxfp4", *sizes) == {"us": 8, "product and quantiser us": 8}
+    assert [launch.kernel.__name__ for launch in launches] == kernels and found == [read]
+    with FakeTensorMode(), dry_run(Target(90)):
+        assert getattr(run_times, what)("mxfp4", *sizes) == {}

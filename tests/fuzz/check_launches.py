@@ -61,6 +61,7 @@ class Launched:
             dims = self.argument("dim")
             words += ["both"] * (len(dims) == 2) + ["columns"] * (list(dims) == [-2])
             words += [name for name in ("offs", "each_matrix", "values", "prologue") if _given(self.argument(name))]
+        words += ["offs"] * (self.op is SCALED_MM_QUANTIZED and _given(self.argument("offs")))
         return " ".join(words + ["epilogue"] * bool(self.argument("epilogue")))
 
     @property
@@ -121,7 +122,7 @@ def _codes_differ(launched: Launched, got: list[torch.Tensor], expected: list[to
     exact = exact and not any(step.split()[0] in INEXACT for step in launched.argument("prologue") or ())
     offs, rows = launched.argument("offs"), None
     if offs is not None:  # rows of no group are as they were in memory
-        groups = Groups.of(offs, launched.argument("x").shape[0])
+        groups = Groups.of(offs, launched.args[0].shape[0])
         rows = groups.of_rows < groups.count
     for i, (one, other) in enumerate(zip(got, expected, strict=True)):
         if (one.shape, one.dtype) != (other.shape, other.dtype):
@@ -177,9 +178,9 @@ def _dense_kernels(launched: Launched) -> list[str]:
 
 
 def _quantizing_kernels(launched: Launched) -> list[str]:
-    problem = replace(problem_of(Arguments(*_operands(launched), None, launched.argument("out_dtype")), NATIVE),
-                      epilogue=True)  # fmt: skip
-    kernel = choose.named("block_scaled_sm100")
+    arguments = Arguments(*_operands(launched), None, launched.argument("out_dtype"), offs=launched.argument("offs"))
+    problem = replace(problem_of(arguments, NATIVE), epilogue=True)
+    kernel = choose.named("block_scaled_sm100" if arguments.offs is None else "grouped_block_scaled_sm100")
     serves = kernel.serves(problem) and (launched.op is SCALED_MM_QUANTIZED or kernel.finds_amax(problem))
     return [] if problem.empty or not serves else [kernel.name]
 

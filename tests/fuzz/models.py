@@ -216,7 +216,10 @@ def broadcast(d: Draft) -> None:
 
 @kind(0.7, ragged=5)
 def grouped(d: Draft) -> None:
-    """Experts as a grouped product, whose groups may be empty, and whose last rows may belong to none."""
+    """Experts as a grouped product, whose groups may be empty, and whose last rows may belong to none.
+
+    Or as gate and up, in one weight or in two, and down.
+    """
     x = d.pick(rank=2)
     if x is None:
         return
@@ -234,11 +237,26 @@ def grouped(d: Draft) -> None:
     if not d.dynamic and d.chance(0.4):  # every row belongs to an expert, for which an index gathers it
         ends[-1], at = rows, f"(torch.arange({x}.shape[0], device={x}.device) * 7 + 3) % {x}.shape[0]"
         before, behind = f"{h} = {x}.bfloat16()[{at}]", f"{h} = {h}.to({x}.dtype)"
-    weight = f"self.{w}.bfloat16()"
-    code = [f"offs = torch.tensor({ends}, dtype=torch.int32, device={x}.device)", before,
-            f"{h} = F.grouped_mm({h}, {weight}, offs=offs)", behind]  # fmt: skip
-    oracle = [before, f"{h} = q.experts('{w}', {h}, {weight}.transpose(1, 2), {ends})", behind]
-    d.step("grouped", [x], made, code, oracle)
+    offs = f"offs = torch.tensor({ends}, dtype=torch.int32, device={x}.device)"
+    forms = "F.grouped_mm({0}, {1}, offs=offs)", f"q.experts('{{2}}', {{0}}, {{1}}.transpose(1, 2), {ends})"
+    lines = [[before, f"{h} = {form.format(h, f'self.{w}.bfloat16()', w)}", behind] for form in forms]
+    if d.chance(0.4):
+        lines = [[before, *gated, behind] for gated in _gated_experts(d, h, experts, into, width, forms)]
+    d.step("grouped", [x], made, [offs, *lines[0]], lines[1])
+
+
+def _gated_experts(d: Draft, h: str, experts: int, into: int, width: int, forms: tuple[str, str]) -> list[list[str]]:
+    """Lines that replace h by experts' results, for each form of a grouped product."""
+    inner, whole = 128, d.chance(0.6)
+    weights = [d.parameter(experts, into, 2 * inner)] if whole else [d.parameter(experts, into, inner) for _ in "12"]
+    down = d.parameter(experts, inner, width)
+    found = []
+    for form in forms:
+        products = [form.format(h, f"self.{w}.bfloat16()", w) for w in weights]
+        both = f"{products[0]}.chunk(2, -1)" if whole else ", ".join(products)
+        found.append([f"gate, up = {both}", f"{h} = F.relu(gate) * up",
+                      f"{h} = {form.format(h, f'self.{down}.bfloat16()', down)}"])  # fmt: skip
+    return found
 
 
 @kind(0.6)

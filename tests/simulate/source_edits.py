@@ -29,6 +29,7 @@ def _edit(subject: str, name: str, path: str, old: str, new: str) -> SourceEdit:
 _DENSE, _MX, _POINTERS = "dense NVFP4", "dense MXFP8", "dense NVFP4 without TMA"
 _PAIRS = "pairs of CTAs"
 _FEW, _ROWS, _ALONG = "few rows, split K", "groups of rows", "groups along K"
+_CODES = "results of groups that are quantised"
 _BOTH = "both directions, transform, seed"
 _OF_PAIRS = (
     _edit(_PAIRS, "scales of A by tiles of a pair's rows", "gemm/two_cta_kernel_sm100",
@@ -83,17 +84,34 @@ SOURCE_EDITS = (
     # experts
     _edit(_ROWS, "the outer scale of the first expert for all", "gemm/grouped_block_scaled_sm100",
           "b_outer = b_outer_ptr + group * b_outer_each", "b_outer = b_outer_ptr"),
-    _edit(_ROWS, "a group's tile stores rows of the next group", "gemm/grouped_block_scaled_sm100",
+    _edit(_ROWS, "a group's tile stores rows of the next group", "device/group_tiles",
           "of_group(before, group) + tile_m * BM, of_group(ends, group))",
           "of_group(before, group) + tile_m * BM, of_group(ends, group) + 1)"),
-    _edit(_ROWS, "the first row of a group counted with the padding", "gemm/grouped_block_scaled_sm100",
-          "before = starts - (padded_ends - padded) * 128", "before = starts"),
+    _edit(_ROWS, "the first row of a group counted with the padding", "device/group_tiles",
+          "before = starts - (padded_ends - padded) * BM", "before = starts"),
     _edit(_ROWS, "a table read before it is complete", "gemm/grouped_block_scaled_sm100",
           "    tl.debug_barrier()  # the table is complete\n", ""),
     _edit(_ALONG, "a group along K begins at the group before", "gemm/grouped_block_scaled_sm100",
           "starts_k = ends_k - of_group(padded, group)", "starts_k = ends_k - tl.maximum(of_group(padded, group), 1)"),
     _edit(_ALONG, "results of groups without rows not cleared", "gemm/grouped_block_scaled_sm100",
           "part = tl.where(empty, 0.0, parts[i]) if ALONG_K else parts[i]", "part = parts[i]"),
+    # experts whose results are quantised
+    _edit(_CODES, "codes of the first expert's matrices for all", "gemm/grouped_quantized_sm100",
+          "                           2 * group)  # fmt: skip\n            col_tile",
+          "                           group * 0)  # fmt: skip\n            col_tile"),
+    _edit(_CODES, "scales of the matrix of up for both", "gemm/grouped_quantized_sm100",
+          "                                  matrices, 2 * group)",
+          "                                  matrices, 2 * group + 1)"),
+    _edit(_CODES, "the next group's rows among a group's scales", "gemm/grouped_quantized_sm100",
+          "tl.where((row < end) & (first < blocks), scale, 0)", "tl.where((row < m) & (first < blocks), scale, 0)"),
+    _edit(_CODES, "the next group's codes stored by a tile", "gemm/grouped_quantized_sm100",
+          "part, mask=(row < end) & (unit < out_cols))", "part, mask=(row < m) & (unit < out_cols))"),
+    _edit(_CODES, "scales of tiles behind the last group not cleared", "device/group_tiles",
+          "    count = (end - start) * words\n", "    count = (end - start - 1) * words\n"),
+    _edit(_CODES, "tiles of scales by a group's rows without padding", "gemm/grouped_quantized_sm100",
+          "tile_m * 0, tile_m, tile_n, m, blocks)", "tile_m * 0, a_row // 128, tile_n, m, blocks)"),
+    _edit(_CODES, "the outer scale of the first expert for all", "gemm/grouped_quantized_sm100",
+          "b_outer = b_outer_ptr + group * b_outer_each", "b_outer = b_outer_ptr"),
     # one row, dequantised tiles
     _edit("one row", "codes read before they have arrived", "gemm/gemv",
           'token = do_ptx(wait_ptx(0), "r", (token,))', 'token = do_ptx(wait_ptx(1), "r", (token,))'),

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 
 from fp4compile import _compat
-from fp4compile.check.product_table import PRODUCTS, TWO_CTAS
+from fp4compile.check.product_table import PRODUCTS, TWO_CTAS, Product
 from fp4compile.check.quantiser_table import CONFIGURATIONS, PROLOGUE_CONFIGURATIONS
 from fp4compile.check.quantiser_values import quantized, quantized_after_steps, quantized_few_rows
 from fp4compile.check.simulate.launch import Compiled, Simulator
@@ -21,6 +21,7 @@ from fp4compile.check.values import ENDS
 from fp4compile.check.values import GROUP_ROWS as ROWS
 from fp4compile.hardware import Target
 from fp4compile.templates.launch import Launch
+from tests.simulate.quantised_results import differences
 
 SM = 100
 
@@ -92,6 +93,7 @@ def _after_steps(name: str, label: str, rows: int, columns: int) -> Subject:
 
 _EVERY = 1000  # edits
 _GROUPS = {"groups": len(ENDS)}
+_EXPERTS = Product("nvfp4", "nvfp4", ROWS, 256, 640, epilogue="pair", result="nvfp4_one_level", **_GROUPS)
 _PAIRS = (
     (replace(_product("pairs of CTAs", f"512x8192x8192, gated, by {TWO_CTAS} nvfp4 x nvfp4", 2,
                       {"m": 400, "n": 272, "k": 672}), most=9),)
@@ -133,6 +135,7 @@ SUBJECTS = (
         ),
         most=2,
     ),
+    Subject("results of groups that are quantised", partial(differences, _EXPERTS), 2),
     _quantised("rows", "rows, nvfp4", 130, 400),
     _quantised("both directions, transform, seed", "both, transform, seed, nvfp4_te", 130, 400),
     _after_steps("a norm", "a norm, nvfp4_rowwise", 130, 400),

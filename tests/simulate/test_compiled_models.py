@@ -29,6 +29,7 @@ from tests.helpers.simulated_gpu import Gpu, simulated
 PRETENDING = os.environ.get("FP4COMPILE_PRETENDING") == "1"
 pretending = pytest.mark.skipif(not PRETENDING, reason="run in a process of its own")
 ONE_TOKEN, ROWS, TRAINING = RUNS
+BY_GROUPS = "gemm_grouped_block_scaled_sm100"
 
 
 @pretending
@@ -72,10 +73,10 @@ def test_packed_experts(monkeypatch):
 
 
 class GatedExperts(torch.nn.Module):
-    def __init__(self):
+    def __init__(self, inner=64):
         super().__init__()
-        self.gate_up = torch.nn.Parameter(torch.randn(4, 128, 128) / 128**0.5)
-        self.down = torch.nn.Parameter(torch.randn(4, 128, 64) / 8)
+        self.gate_up = torch.nn.Parameter(torch.randn(4, 2 * inner, 128) / 128**0.5)
+        self.down = torch.nn.Parameter(torch.randn(4, 128, inner) / 8)
 
     def forward(self, x, order, offs):
         gate, up = F.grouped_mm(x[order], self.gate_up.mT, offs=offs).chunk(2, dim=-1)
@@ -180,6 +181,41 @@ def test_gate_and_up_write_the_operand_of_down(recipe, packed, monkeypatch):
     else:  # the quantisers of weights run once
         assert launches == [{"quantize_rows": 3 + 1, "gemm_block_scaled_sm100": 2},
                             {"quantize_rows": 2, "gemm_block_scaled_sm100": 3}]  # fmt: skip
+
+
+class ExpertsOfTwoWeights(GatedExperts):
+    def __init__(self, inner):
+        super().__init__(inner)
+        self.gate_up, self.up = (torch.nn.Parameter(half.contiguous()) for half in self.gate_up.chunk(2, 1))
+
+    def forward(self, x, order, offs):
+        tokens = x[order]
+        gate, up = (F.grouped_mm(tokens, w.mT, offs=offs) for w in (self.gate_up, self.up))
+        return F.grouped_mm(F.silu(gate) * up, self.down.mT, offs=offs)
+
+
+@pretending
+@pytest.mark.parametrize("experts", [GatedExperts, ExpertsOfTwoWeights], ids=["one weight", "two weights"])
+def test_gate_and_up_of_experts_write_the_operand_of_down(experts, monkeypatch):
+    """Codes and scales of each expert's tokens, from the product's own kernel; the bits are those of two kernels."""
+    torch.manual_seed(0)
+    model, x, results, launches = experts(128).bfloat16(), torch.randn(40, 128).bfloat16(), [], []
+    inputs = x, torch.arange(160) * 7 % 40, torch.tensor([0, 33, 34, 160], dtype=torch.int32)
+    for off in ((), ("fuse_quantize",)):
+        monkeypatch.setattr(config, "disabled_passes", off)
+        backend = fp4compile.backend("mxfp8", strict=True, min_m=1)
+        no_assertions = torch._inductor.config.patch(assert_indirect_indexing=False)  # the simulator has none
+        with no_assertions, torch.no_grad(), simulated(monkeypatch, 100) as gpu:
+            torch._dynamo.reset()
+            results.append(torch.compile(model, backend=backend, dynamic=True)(*inputs))
+        launches.append(gpu.counted()["package"])
+        fused = {row.module: row.fused for row in backend.report.rows}
+        assert (fused["gate_up"], fused["down"]) == ((None, "silu, mul") if off else ("silu, mul, quantize", None))
+        assert fused.get("up") is None
+    assert torch.equal(*results) and results[0].isfinite().all() and results[0].abs().amin(-1).gt(0).all()
+    weights = len(list(model.parameters()))  # their quantisers run once
+    assert launches == [{"quantize_rows": weights, "quantize_grouped_rows": 1, "gemm_grouped_quantized_sm100": 1,
+                         BY_GROUPS: 1}, {"quantize_grouped_rows": 2, BY_GROUPS: weights}]  # fmt: skip
 
 
 @pretending

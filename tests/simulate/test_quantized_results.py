@@ -13,21 +13,31 @@ from fp4compile.check.values import BF16, same_bits
 from fp4compile.formats import formats, reference
 from fp4compile.formats.epilogue import Epilogue
 from fp4compile.hardware import Target
-from fp4compile.ops.matmul import SCALED_MM_QUANTIZED
 from fp4compile.templates.multiply import multiply_amax, multiply_quantized
 from tests.helpers.hard_inputs import stacked
+from tests.simulate.quantised_results import differences
 
 
 def test_a_result_of_two_products():
     """Gate and up, in one matrix B: each tile has columns of both. Sums and their products are exact."""
-    x = exact_arguments(Product("mxfp8", "mxfp8", 144, 256, 256, epilogue="pair", result="mxfp8"))
-    x = replace(x, epilogue=Epilogue.parse(["relu product", "mul s0 pair", "quantize mxfp8"], BF16, BF16))
-    simulator = Simulator(Target(100, 2), Schedule(1))
-    with simulator.running():
-        got = multiply_quantized(x)
-    expected = SCALED_MM_QUANTIZED(*x.a.in_schema, *x.b.in_schema, None, BF16, [], x.epilogue.strings(), BF16)
-    assert [one.shape for one in got] == [one.shape for one in expected] and got[0].shape == (144, 256)
-    assert same_bits([*got, torch.empty(0)], [*expected, torch.empty(0)]) == []
+    product = Product("mxfp8", "mxfp8", 144, 256, 256, epilogue="pair", result="mxfp8")
+    assert differences(product, Simulator(Target(100, 2), Schedule(1))) == []
+
+
+# Operands, format of the result, columns, epilogue, weights; sizes of groups, and rows of no group.
+@pytest.mark.parametrize(("operands", "result", "columns", "epilogue", "weights", "sizes", "left"), [
+    (("mxfp8", "mxfp8"), "mxfp8", 256, "pair", 1, (0, 3, 137, 0, 1, 9), 10),
+    (("nvfp4", "nvfp4"), "nvfp4_one_level", 128, "pair", 2, (128, 256, 128), 0),
+    (("nvfp4_rowwise", "nvfp4_te"), "nvfp4", 264, "gated", 1, (0, 0, 130), 5),
+    (("mxfp8", "mxfp4"), "mxfp4", 144, "", 1, (140,), 0),
+], ids=["ragged", "whole", "empty", "one"])  # fmt: skip
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_results_of_groups(operands, result, columns, epilogue, weights, sizes, left, seed):
+    """On two multiprocessors programs take several tiles. Static outer scales; partly filled blocks and words."""
+    product = Product(*operands, sum(sizes) + left, columns, 384, epilogue, weights, groups=len(sizes), result=result)
+    simulator = Simulator(Target(100, 2), Schedule(seed))
+    assert differences(product, simulator, sizes) == []
+    assert [launch.kernel.__name__ for launch in simulator.launches] == ["gemm_grouped_quantized_sm100"]
 
 
 def test_an_amax():

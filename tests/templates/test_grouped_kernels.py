@@ -587,5 +587,5 @@ def test_products_compile_ahead():
 @pytest.mark.skipif(INTERPRETING, reason="is the interpreter")
 @pytest.mark.skipif(OLD_TRITON, reason="its interpreter has no tl.dot_scaled and no mixed tuples")
 def test_in_the_interpreter():
-    others = ("prologue", "candidates", "values", "sm100")
+    others = ("prologue", "candidates", "values", "sm100", "quantized")
     in_interpreter.assert_passes(__file__, *(f"test_grouped_{other}.py" for other in others))

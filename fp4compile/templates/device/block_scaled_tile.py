@@ -33,12 +33,16 @@ def loaded_type(name):
 
 @triton.jit
 def code_source(ptr, rows, per_row, ELEMENT: tl.constexpr, ROWS: tl.constexpr, BYTES: tl.constexpr, TMA: tl.constexpr,
-                MATRICES: tl.constexpr = 1):  # fmt: skip
-    """The source of `load_codes` for tiles [ROWS, BYTES] of a matrix [rows, per_row]: a descriptor or a pointer."""
+                MATRICES: tl.constexpr = 1, matrices=None):  # fmt: skip
+    """The source of `load_codes` for tiles [ROWS, BYTES] of a matrix [rows, per_row]: a descriptor or a pointer.
+
+    MATRICES: matrices of a tile. matrices: how many there are; None for a tile's.
+    """
     ptr = ptr.to(tl.pointer_type(loaded_type(ELEMENT)), bitcast=True)
     if TMA and MATRICES > 1:
         size = tl.cast(rows, tl.int64) * per_row
-        return tl.make_tensor_descriptor(ptr, [MATRICES, rows, per_row], [size, per_row, 1], [MATRICES, ROWS, BYTES])
+        count = MATRICES if matrices is None else matrices
+        return tl.make_tensor_descriptor(ptr, [count, rows, per_row], [size, per_row, 1], [MATRICES, ROWS, BYTES])
     elif TMA:
         return tl.make_tensor_descriptor(ptr, [rows, per_row], [per_row, 1], [ROWS, BYTES])
     else:
@@ -48,14 +52,14 @@ def code_source(ptr, rows, per_row, ELEMENT: tl.constexpr, ROWS: tl.constexpr, B
 @triton.jit
 def load_codes(
     source, row0, col0, end, per_row, ROWS: tl.constexpr, BYTES: tl.constexpr, TMA: tl.constexpr, EVEN_K: tl.constexpr,
-    MATRICES: tl.constexpr = 1,
+    MATRICES: tl.constexpr = 1, matrix=0,
 ):  # fmt: skip
     """Codes [ROWS, BYTES] from (row0, col0) on; zeros beyond a row, arbitrary from row `end` on.
 
-    EVEN_K: a row is whole steps of the loop.
+    EVEN_K: a row is whole steps of the loop. matrix: the first of the tile's MATRICES.
     """
     if TMA and MATRICES > 1:
-        return tl.reshape(source.load([0, row0, col0]), (MATRICES * ROWS, BYTES))
+        return tl.reshape(source.load([matrix, row0, col0]), (MATRICES * ROWS, BYTES))
     elif TMA:
         return source.load([row0, col0])
     else:
@@ -71,16 +75,17 @@ def load_codes(
 @triton.jit
 def scale_source(
     ptr, row_tiles, col_tiles, SCALE: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, TMA: tl.constexpr,
-    MATRICES: tl.constexpr = 1,
+    MATRICES: tl.constexpr = 1, matrices=None,
 ):  # fmt: skip
     """The source of `load_scales` for [ROWS, COLS] swizzled scales: a descriptor or a pointer.
 
-    row_tiles, col_tiles: how many tiles of 512 bytes there are. A row of TMA has at most 256 elements.
+    row_tiles, col_tiles: how many tiles of 512 bytes there are. A row of TMA has at most 256 elements. MATRICES,
+    matrices: as in `code_source`.
     """
     ptr = ptr.to(tl.pointer_type(loaded_type(SCALE)), bitcast=True)
     if TMA and MATRICES > 1:
         size = tl.cast(row_tiles, tl.int64) * col_tiles * 512
-        shape = [MATRICES, row_tiles, col_tiles * 2, 256]
+        shape = [MATRICES if matrices is None else matrices, row_tiles, col_tiles * 2, 256]
         return tl.make_tensor_descriptor(ptr, shape, [size, col_tiles * 512, 256, 1],
                                          [MATRICES, ROWS // 128, COLS // 4 * 2, 256])  # fmt: skip
     elif TMA:
@@ -92,10 +97,13 @@ def scale_source(
 
 @triton.jit
 def load_scales(source, row_tile, col_tile, end, col_tiles, ROWS: tl.constexpr, COLS: tl.constexpr, TMA: tl.constexpr,
-                MATRICES: tl.constexpr = 1):  # fmt: skip
-    """Scales [ROWS, COLS] of the swizzled layout from a tile on; arbitrary outside of the matrix."""
+                MATRICES: tl.constexpr = 1, matrix=0):  # fmt: skip
+    """Scales [ROWS, COLS] of the swizzled layout from a tile on; arbitrary outside of the matrix.
+
+    matrix: the first of the tile's MATRICES.
+    """
     if TMA and MATRICES > 1:
-        tiles = source.load([0, row_tile, col_tile * 2, 0])
+        tiles = source.load([matrix, row_tile, col_tile * 2, 0])
     elif TMA:
         tiles = source.load([row_tile, col_tile, 0, 0])
     else:

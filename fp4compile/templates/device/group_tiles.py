@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 
 from fp4compile.templates.device.groups import larger
+from fp4compile.templates.device.persistent_grid import grouped_tile
 
 
 @triton.jit
@@ -53,6 +54,26 @@ def store_entry(table_ptr, tile, group, first, end, wanted=None):
 
 
 @triton.jit
+def store_row_tiles(table_ptr, starts, ends, padded, padded_ends, tiles_n, GROUP_M: tl.constexpr, BM: tl.constexpr,
+                    GROUPS: tl.constexpr):  # fmt: skip
+    """Store the entries of all tiles of this program, where groups are rows: (group, first row, row after the last).
+
+    starts, ends: first rows of groups, and rows after their last ones. padded: tiles of BM rows of each group, and
+    padded_ends: of all groups up to it. tiles_n: tiles of columns. GROUP_M: see `grouped_tile`.
+    """
+    tiles_m = last_of(padded_ends)
+    before = starts - (padded_ends - padded) * BM  # rows of the groups before, without their padding
+    mine = tiles_of_program(tiles_m * tiles_n)
+    count: tl.constexpr = max(4096 // GROUPS, 1)  # tiles whose groups are found at once
+    for first in range(0, mine, count):
+        i = first + tl.arange(0, count)
+        tile = tl.program_id(0) + tl.minimum(i, mine - 1) * tl.num_programs(0)
+        tile_m, _ = grouped_tile(tile, tiles_m, tiles_n, GROUP_M)
+        group = tl.sum((padded_ends[None, :] <= tile_m[:, None]).to(tl.int32), 1)
+        store_entry(table_ptr, tile, group, of_group(before, group) + tile_m * BM, of_group(ends, group))
+
+
+@triton.jit
 def load_entry(table_ptr, tile):
     """(group, first, end) of a tile. This program must have stored the entry and then passed a barrier."""
     at = table_ptr + tile * 4
@@ -68,3 +89,16 @@ def clear_rows(out_ptr, start, m, n, ROWS: tl.constexpr, COLS: tl.constexpr):
         for col0 in range(0, n, COLS):
             col = (col0 + tl.arange(0, COLS))[None, :]
             tl.store(out_ptr + row.to(tl.int64) * n + col, zeros, mask=(row < m) & (col < n))
+
+
+@triton.jit
+def clear_scale_tiles(scales_ptr, start, end, words, WORDS: tl.constexpr):
+    """Store zeros in the rows of tiles from `start` to `end` of swizzled scales; all programs share the work.
+
+    words: int32 of a row of tiles, WORDS of which a program stores at a time.
+    """
+    ptr = scales_ptr.to(tl.pointer_type(tl.int32), bitcast=True) + tl.cast(start, tl.int64) * words
+    count = (end - start) * words
+    for first in range(tl.program_id(0) * WORDS, count, tl.num_programs(0) * WORDS):
+        at = first + tl.arange(0, WORDS)
+        tl.store(ptr + at, tl.zeros((WORDS,), tl.int32), mask=at < count)

@@ -7,6 +7,7 @@ import torch.nn.functional as F
 
 from fp4compile._compat import statically_true
 from fp4compile.formats.epilogue import AUXILIARIES, PARTIAL_MAXIMA, Epilogue
+from fp4compile.formats.groups import padded_rows
 from fp4compile.formats.layouts import ceil_div, swizzled_numel
 from fp4compile.formats.operand import Operand
 from fp4compile.templates.device.epilogue import text
@@ -141,7 +142,7 @@ class Call:
         for tensor in self.auxiliaries:
             row = statically_true(tensor.numel() == p.n)
             within(tensor, span((p.n,) if row else (p.batches * p.m, p.n), (1,) if row else (p.n, 1)))
-        if p.pair and p.b.outer == "group":
+        if p.outer_of_each_matrix:
             within(self.b.outer, span((2,), self.b.outer.stride()))
         if self.offs is not None:
             within(self.offs, span((p.groups,), (1,)))
@@ -159,7 +160,7 @@ class Call:
         p, data = self.problem, self.a.data
         blocks = ceil_div(p.n, p.result.block_cols)
         row = blocks * p.result.block_cols // (2 if p.result.packed else 1)
-        scales = p.batches * swizzled_numel(p.m, blocks)
+        scales = p.batches * swizzled_numel(p.m if p.ragged is None else padded_rows(p.m, p.groups), blocks)
         return data.new_empty((p.batches, p.m, row)), data.new_empty(scales)
 
     def empty_maxima(self) -> torch.Tensor:

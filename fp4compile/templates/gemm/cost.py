@@ -9,7 +9,12 @@ measurements of `benchmarks` on a B200.
 from dataclasses import dataclass, replace
 
 from fp4compile.formats.layouts import ceil_div
-from fp4compile.templates.gemm.heuristics import BlockScaledConfig, SkinnyBlockScaledConfig, TwoCtaConfig
+from fp4compile.templates.gemm.heuristics import (
+    BlockScaledConfig,
+    SkinnyBlockScaledConfig,
+    TwoCtaConfig,
+    row_tile_count,
+)
 from fp4compile.templates.problem import OperandType, Problem
 
 
@@ -154,7 +159,7 @@ def quantizing_seconds(p: Problem, config: BlockScaledConfig) -> float:
     product, rates, results = replace(p, n=columns), _rates(p), config.bm * config.bn * p.n // columns
     more = AMAX_INSTRUCTIONS if p.amax else QUANTIZE_INSTRUCTIONS[p.result.scale]
     of_tile = results / 16 * more / (32 * 4 * ISSUED * CLOCK)
-    tiles = ceil_div(p.m, config.bm) * ceil_div(columns, config.bn) * p.batches
+    tiles = row_tile_count(p, p.m, config.bm) * ceil_div(columns, config.bn)
     epilogues = ceil_div(tiles, p.target.multiprocessors) * of_tile
     peak = rates.fp4_triton if _fp4(p) else rates.fp8
     loaded = (min(config.bm, p.m) + config.bn) / (config.bm + config.bn)  # TMA loads no rows that A does not have
@@ -203,7 +208,7 @@ def _tiled_seconds(p: Problem, rows: int, columns: int, loaded: int, peak: float
 
     ctas: how many multiprocessors share a tile, each with a part of its rows.
     """
-    tiles = ceil_div(p.m, rows) * ceil_div(p.n, columns) * p.batches
+    tiles = row_tile_count(p, p.m, rows) * ceil_div(p.n, columns)
     own = rows // ctas  # rows of a multiprocessor
     computed = ceil_div(tiles, p.target.multiprocessors // ctas) * p.target.multiprocessors * own * columns
     share = TILE_SHARE * TILE_ROWS / ((own + loaded) * 128 * 128 / (own * columns))
@@ -237,7 +242,8 @@ def _memory_seconds(p: Problem) -> float:
 
 
 def _operand_seconds(p: Problem) -> float:
-    operands = p.batches * p.m * _row_bytes(p, p.a) + (p.batches if p.b_batched else 1) * p.n * _row_bytes(p, p.b)
+    matrices = min(p.b_matrices, p.m) if p.ragged == "rows" else p.b_matrices  # weights of groups without rows stay
+    operands = p.batches * p.m * _row_bytes(p, p.a) + matrices * p.n * _row_bytes(p, p.b)
     return operands / (_rates(p).memory * MEMORY_SHARE)
 
 

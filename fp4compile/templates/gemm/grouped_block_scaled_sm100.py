@@ -49,12 +49,14 @@ from fp4compile.templates.device.group_tiles import (
     load_entry,
     of_group,
     store_entry,
+    store_row_tiles,
     tiles_of_program,
 )
 from fp4compile.templates.device.persistent_grid import grouped_tile
+from fp4compile.templates.gemm import grouped_quantized_sm100
 from fp4compile.templates.gemm.call import Call
 from fp4compile.templates.gemm.candidate import Candidate
-from fp4compile.templates.gemm.heuristics import BlockScaledConfig, tma_copies
+from fp4compile.templates.gemm.heuristics import BlockScaledConfig, block_scaled_configs, row_tile_count, tma_copies
 from fp4compile.templates.launch import launch
 from fp4compile.templates.problem import Problem
 from fp4compile.templates.quantize.source import power_of_two
@@ -107,26 +109,21 @@ def gemm_grouped_block_scaled_sm100(
         tiles_m = tl.cdiv(m, BM)
         tiles = tiles_m * tiles_n  # of a group
         mine = tiles_of_program(groups * tiles)
-    else:
-        clear_rows(out_ptr, last_of(ends), m, n, 4, 512)
-        tiles_m = last_of(padded_ends)
-        mine = tiles_of_program(tiles_m * tiles_n)
-        before = starts - (padded_ends - padded) * 128  # rows of the groups before, without their padding
-    total = 0 if ALONG_K else mine * steps_of_rows  # steps
-    count: tl.constexpr = max(4096 // GROUPS, 1)  # tiles whose groups are found at once
-    for first in range(0, mine, count):
-        i = first + tl.arange(0, count)
-        tile = tl.program_id(0) + tl.minimum(i, mine - 1) * tl.num_programs(0)
-        if ALONG_K:
+        total = 0  # steps
+        count: tl.constexpr = max(4096 // GROUPS, 1)  # tiles whose groups are found at once
+        for first in range(0, mine, count):
+            i = first + tl.arange(0, count)
+            tile = tl.program_id(0) + tl.minimum(i, mine - 1) * tl.num_programs(0)
             group = tile // tiles
             ends_k = of_group(padded_ends, group)
             starts_k = ends_k - of_group(padded, group)
             store_entry(table_ptr, tile, group, starts_k, ends_k)
             total += tl.sum(tl.where(i < mine, tl.maximum(ends_k - starts_k, 1), 0), 0)
-        else:
-            tile_m, tile_n = grouped_tile(tile, tiles_m, tiles_n, GROUP_M)
-            group = tl.sum((padded_ends[None, :] <= tile_m[:, None]).to(tl.int32), 1)
-            store_entry(table_ptr, tile, group, of_group(before, group) + tile_m * BM, of_group(ends, group))
+    else:
+        clear_rows(out_ptr, last_of(ends), m, n, 4, 512)
+        tiles_m = last_of(padded_ends)
+        store_row_tiles(table_ptr, starts, ends, padded, padded_ends, tiles_n, GROUP_M, BM, GROUPS)
+        total = tiles_of_program(tiles_m * tiles_n) * steps_of_rows
     tl.debug_barrier()  # the table is complete
 
     tile = tl.program_id(0) - tl.num_programs(0)
@@ -190,8 +187,8 @@ def sm100_config(p: Problem) -> BlockScaledConfig:
 
     def rows_read(config: BlockScaledConfig) -> int:
         """Rows of operands that the busiest multiprocessor reads, if the last tile of a group is half full."""
-        row_tiles = p.groups * ceil_div(m, config.bm) if p.along_k else m // config.bm + ceil_div(p.groups, 2)
-        return ceil_div(row_tiles * ceil_div(n, config.bn), p.target.multiprocessors) * (config.bm + config.bn)
+        tiles = row_tile_count(p, m, config.bm) * ceil_div(n, config.bn)
+        return ceil_div(tiles, p.target.multiprocessors) * (config.bm + config.bn)
 
     return min(sm100_configs(p), key=rows_read)
 
@@ -200,8 +197,11 @@ def sm100_configs(p: Problem) -> tuple[BlockScaledConfig, ...]:
     """Every configuration that is worth timing.
 
     A step is 128 bytes of the wider operand's codes, and 128 columns where groups lie along K: no step has columns of
-    two groups. Results whose rows are not whole 16 bytes are stored one by one, which takes more registers.
+    two groups. Results whose rows are not whole 16 bytes are stored one by one, which takes more registers. An epilogue
+    that quantises has the configurations that it has without groups.
     """
+    if p.result is not None:
+        return block_scaled_configs(p)
     itemsize = p.out_dtype.itemsize
     narrow = not statically_true(p.n * itemsize % 16 == 0)
     packed = p.a.format.packed and p.b.format.packed
@@ -216,8 +216,15 @@ def sm100_configs(p: Problem) -> tuple[BlockScaledConfig, ...]:
     return tuple(found)
 
 
-def _run(call: Call, config: BlockScaledConfig) -> torch.Tensor:
+def _quantizes(p: Problem) -> bool:
+    """Where groups are rows, as without groups: see `block_scaled_sm100`."""
+    return p.ragged == "rows" and p.operand_bytes <= 4 and (not p.pair or statically_true(p.n % 128 == 0))
+
+
+def _run(call: Call, config: BlockScaledConfig) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """The products of all groups, in one launch."""
+    if call.problem.result is not None:
+        return grouped_quantized_sm100.run(call, config)
     p, out = call.problem, call.empty()
     row_tiles = ceil_div(p.m, TILE_ROWS)
     tiles = (p.groups * row_tiles if p.along_k else row_tiles + p.groups) * ceil_div(p.n, config.bn)
@@ -239,4 +246,7 @@ def _run(call: Call, config: BlockScaledConfig) -> torch.Tensor:
     return out
 
 
-CANDIDATE = Candidate("grouped_block_scaled_sm100", "native", _serves, sm100_config, _run, sm100_configs)
+CANDIDATE = Candidate(
+    "grouped_block_scaled_sm100", "native", _serves, sm100_config, _run, sm100_configs,
+    takes_epilogue=lambda p: p.result is not None, quantizes=_quantizes,
+)  # fmt: skip

@@ -339,6 +339,13 @@ def block_scaled_config(p: Problem) -> BlockScaledConfig:
     return min(block_scaled_configs(p), key=lambda config: _rows_read(p, config))
 
 
+def row_tile_count(p: Problem, m: Any, bm: int) -> Any:
+    """How many tiles of bm rows m rows of A have; with groups of rows, if the last tile of a group is half full."""
+    if p.ragged == "rows":
+        return m // bm + ceil_div(p.groups, 2)
+    return ceil_div(m, bm) * (p.groups if p.along_k else p.batches)
+
+
 def tma_copies(*operands: tuple[BlockFormat, int]) -> bool:
     """Whether TMA copies the rows of codes of both operands, each (format, bytes of a row).
 

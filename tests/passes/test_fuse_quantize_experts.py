@@ -1,0 +1,228 @@
+"""Which products of experts quantise their results, and what the graphs are then."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from fp4compile.check.product_table import Product
+from fp4compile.formats import formats
+from fp4compile.hardware import Target
+from fp4compile.ops.matmul import SCALED_MM_QUANTIZED
+from fp4compile.passes.fuse_quantize import fuse_quantize
+from fp4compile.templates.choose import Choice, quantized
+from fp4compile.templates.problem import problem_of
+from tests.helpers.absent_gpu import ANY, fused_graph
+from tests.helpers.absent_gpu_model import DEVICE, compiled_for, pretended
+from tests.passes.test_fuse_quantize import graph_of
+
+BF16, INT32 = torch.bfloat16, torch.int32
+W, V, OFFS = (8, 2048, 512), (8, 512, 1024), (8,)
+
+
+def grouped(x, w, offs):
+    return F.grouped_mm(x, w.transpose(1, 2), offs=offs)
+
+
+def mixtral(x, w, v, offs):
+    """Experts as transformers computes them: gate and up are one product."""
+    gate, up = grouped(x, w, offs).chunk(2, -1)
+    return grouped(F.silu(gate) * up, v, offs)
+
+
+def torchtitan(x, w_1, w_3, v, offs):
+    """Gate and up are two products of one input."""
+    return grouped(F.silu(grouped(x, w_1, offs)) * grouped(x, w_3, offs), v, offs)
+
+
+def fused(function, *shapes, **options):
+    names = function.__code__.co_varnames[: len(shapes)]
+    dtypes = [INT32 if name.startswith("offs") else BF16 for name in names]
+    return graph_of(function, *shapes, dtypes=dtypes, **options)
+
+
+def of_products(found):
+    return [line.split("fp4compile.")[1] for line in found.splitlines() if "fp4compile.scaled" in line]
+
+
+SILU = "'neg product', 'exp s0', 'add s1 1.0', 'div product s2'"
+QUANTISER = ["quantize_grouped_rows"]
+KERNELS = ["gemm_grouped_quantized_sm100", "gemm_grouped_block_scaled_sm100"]
+
+
+@pytest.mark.parametrize("rows", [2048, ANY], ids=["2048 rows", "any number of rows"])
+def test_snapshot_of_experts_of_transformers(rows):
+    """One launch for gate, up and the activation; the tokens' quantiser is the only one that is left."""
+    found, names, count, launches = fused(mixtral, (rows, 512), W, V, OFFS, recipe="nvfp4_one_level")
+    m = "sym_size_int_1" if rows is ANY else "2048"
+    fmt = "nvfp4_one_level"
+    first, second = of_products(found)
+    assert first == (
+        f"scaled_mm_quantized(getitem_2, getitem_3, None, {fmt}, getitem_5, getitem_6, None, {fmt}, None,"
+        f" torch.bfloat16, [], [{SILU}, 'mul s3 pair', 'quantize {fmt}'], torch.bfloat16, offs=offs_1)"
+    )
+    assert second == (
+        f"scaled_grouped_mm(getitem_8, getitem_9, None, {fmt}, getitem_11, getitem_12, None, {fmt}, offs_1, {m},"
+        " torch.bfloat16)"
+    )
+    assert count == 1 and list(names.values()) == ["neg, exp, add, div, mul, quantize"]
+    assert launches == [*QUANTISER, "quantize_rows", KERNELS[0], "quantize_rows", KERNELS[1]]  # weights: each matrix
+
+
+def test_snapshot_of_experts_of_torchtitan():
+    """The gate's product reads the other one's result."""
+    found, _, count, launches = fused(torchtitan, (2048, 512), (8, 1024, 512), (8, 1024, 512), V, OFFS)
+    up, gate, down = of_products(found)
+    assert count == 1 and up.startswith("scaled_grouped_mm(getitem,") and down.startswith("scaled_grouped_mm(")
+    assert gate.split("torch.bfloat16, ", 1)[1] == (
+        f"[scaled_grouped_mm_default_1], [{SILU}, 'mul s3 aux0', 'quantize mxfp8'], torch.bfloat16, offs=offs_1)"
+    )
+    assert [name for name in launches if "gemm" in name] == [KERNELS[1], *KERNELS]
+
+
+class Experts(torch.nn.Module):
+    """Experts as torchtitan has them, with fake parameters of the current fake mode."""
+
+    def __init__(self, inner):
+        super().__init__()
+        for name, shape in {"w1": (inner, 512), "w3": (inner, 512), "w2": (512, inner)}.items():
+            weight = torch.empty(8, *shape, device=DEVICE, dtype=BF16)
+            self.register_parameter(name, torch.nn.Parameter(weight, requires_grad=False))
+        self.offs = torch.empty(8, device=DEVICE, dtype=INT32)
+
+    def forward(self, x):
+        return torchtitan(x, self.w1, self.w3, self.w2, self.offs)
+
+
+@pytest.mark.parametrize(("inner", "pair"), [(1024, 2), (1040, 0)], ids=["joined", "no whole tiles"])
+def test_compiled_models(inner, pair, monkeypatch):
+    """Through the backend: where the cache joins the weights of gate and up, one launch of both remains."""
+    with pretended(monkeypatch, 100) as launches:
+        model, x = Experts(inner), torch.empty(2048, 512, device=DEVICE, dtype=BF16)
+        found = compiled_for(monkeypatch, model, x, "mxfp4", launches)
+    rows = {row.module: row.fused for row in found.report.rows}
+    assert rows == {"w1": "silu, mul, quantize", "w3": None, "w2": None}
+    kernels = [one for one in found.launches if "gemm" in one.kernel.__name__]
+    assert [one.kernel.__name__ for one in kernels] == [KERNELS[1]] * (not pair) + KERNELS
+    assert [one.constants["PAIR"] for one in kernels if "PAIR" in one.constants] == [pair]
+    packed = [node for node in found.graphs[0].graph.find_nodes(op="placeholder") if node.name.startswith("packed")]
+    assert len(packed) == (9 + 2 if pair else 9)
+    assert [name for one in found.launches if "gemm" not in (name := one.kernel.__name__)] == QUANTISER
+
+
+def test_a_static_outer_scale():
+    """One for all groups: an operand of the product that quantises."""
+
+    def function(x, w, outer, offs):
+        y = F.relu(grouped(x, w, offs))
+        return torch.ops.fp4compile.quantize(y, "nvfp4", [-1], offs=offs, outer=outer, layout="swizzled")[:2]
+
+    def both(graph):
+        assert fuse_quantize(graph) == 1
+        (node,) = graph.find_nodes(op="call_function", target=SCALED_MM_QUANTIZED)
+        assert {name: value.name for name, value in node.kwargs.items()} == {"outer": "outer_1", "offs": "offs_1"}
+        assert [tuple(value.shape) for value in node.meta["val"]] == [(2048, 1024), (128 * 24 * 128,)]
+
+    dtypes = [BF16, BF16, torch.float32, INT32]
+    fused_graph(function, (2048, 512), W, (), OFFS, recipe="mxfp8", dtypes=dtypes, fuse=False, then=both)
+
+
+FUSED = {
+    "activation": lambda x, w, v, offs: grouped(F.relu(grouped(x, w, offs)), v, offs),
+    "no activation": lambda x, w, v, offs: grouped(grouped(x, w, offs), v, offs),
+    "gelu": lambda x, w, v, offs: grouped(F.gelu(grouped(x, w, offs)), v, offs),
+}
+
+
+@pytest.mark.parametrize("name", FUSED)
+def test_fused(name):
+    found, _, count, launches = fused(FUSED[name], (2048, 512), (8, 1024, 512), V, OFFS)
+    assert count == 1 and found.count("fp4compile.quantize(") == 3
+    assert [launch for launch in launches if "gemm" in launch] == KERNELS
+
+
+def other_groups(x, w, v, offs, offs_2):
+    return grouped(F.relu(grouped(x, w, offs)), v, offs_2)
+
+
+def as_one_matrix(x, w, v, offs):
+    return F.linear(F.relu(grouped(x, w, offs)), v)
+
+
+def kept(x, w, v, offs):
+    y = F.relu(grouped(x, w, offs))
+    return grouped(y, v, offs), y
+
+
+def product_kept(x, w, v, offs):
+    y = grouped(x, w, offs)
+    gate, up = y.chunk(2, -1)
+    return grouped(F.silu(gate) * up, v, offs), y
+
+
+N = (8, 1024, 512)
+# function, shapes after the rows', options
+LEFT = {
+    "other groups": (other_groups, (N, V, OFFS, OFFS), {}),
+    "the next product has no groups": (as_one_matrix, (N, (512, 1024), OFFS), {}),
+    "materialised": (kept, (N, V, OFFS), {}),
+    "the product is kept": (product_kept, (W, V, OFFS), {}),
+    "halves of partly filled tiles": (mixtral, ((8, 2080, 512), (8, 512, 1040), OFFS), {}),
+    "dynamic outer scales": (mixtral, (W, V, OFFS), {"recipe": "nvfp4"}),
+    "outer scales of rows": (mixtral, (W, V, OFFS), {"recipe": "nvfp4_rowwise"}),
+    "Hopper": (mixtral, (W, V, OFFS), {"sm": 90}),
+    "SM120": (mixtral, (W, V, OFFS), {"sm": 120}),
+}
+
+
+@pytest.mark.parametrize("name", LEFT)
+def test_left_alone(name):
+    function, shapes, options = LEFT[name]
+    found, names, count, _ = fused(function, (2048, 512), *shapes, **options)
+    assert count == 0 and "scaled_mm_quantized" not in found
+    assert not any("quantize" in operations for operations in names.values())
+
+
+def test_the_log_says_why_not(caplog):
+    caplog.set_level("INFO", "fp4compile")
+    fused(mixtral, (2048, 512), (8, 2080, 512), (8, 512, 1040), OFFS)
+    (said,) = {record.getMessage() for record in caplog.records if "another kernel" in record.getMessage()}
+    assert "no kernel of compute capability 100 quantises its result" in said
+
+
+def test_the_cost_model():
+    """Fusing pays for the experts of Mixtral, Qwen3 and DeepSeek-V3, with few tokens and with many."""
+    experts = {"Mixtral": (8, 28672, 4096), "Qwen3": (128, 1536, 2048), "DeepSeek-V3": (256, 4096, 7168)}
+    for groups, *sizes in experts.values():
+        for name in ("mxfp4", "mxfp8", "nvfp4_one_level"):
+            for rows in (16, 1024, 65536):
+                problem = problem_of(Product(name, name, rows, *sizes, groups=groups).arguments(), Target(100))
+                assert isinstance(quantized(problem, formats.get(name), pair=True), Choice)
+
+
+def one_product(x, w, v, offs):
+    gate, up = grouped(x, w, offs).chunk(2, -1)
+    return grouped(F.relu(gate) * up, v, offs)
+
+
+def two_products(x, w_1, w_3, v, offs):
+    return grouped(F.relu(grouped(x, w_1, offs)) * grouped(x, w_3, offs), v, offs)
+
+
+@pytest.mark.parametrize("function", [one_product, two_products])
+def test_the_fused_graph_computes_the_same_on_the_cpu(function):
+    """Codes and scales of the graph with the op, which rounds where the graph before the pass does."""
+    results = []
+    weights = [(3, 256, 64)] if function is one_product else [(3, 128, 64)] * 2
+    shapes = [(96, 64), *weights, (3, 64, 128), (3,)]
+    for fuse in (False, True):
+
+        def passes(graph, fuse=fuse):
+            assert not fuse or fuse_quantize(graph) == 1
+
+        dtypes = [*[BF16] * (len(shapes) - 1), INT32]
+        graph = fused_graph(function, *shapes, recipe="mxfp8", dtypes=dtypes, fuse=False, then=passes).graph
+        torch.manual_seed(0)
+        values = [torch.randn(shape).bfloat16() for shape in shapes[:-1]]
+        offs = torch.tensor([40, 40, 90], dtype=INT32)
+        results.append(torch.fx.GraphModule({}, graph)(*values, offs))
+    assert torch.equal(*results) and results[0][:90].abs().amin(-1).gt(0).all()
