@@ -225,8 +225,8 @@ def _with_layout(a: Use | None, b: Use | None, gpu: Gpu, sizes: Sizes, native: b
                             experts is not None))  # fmt: skip
     alone = experts is None
     of_values = alone and choice.dequantizes_a and choice.dequantizes_b and [x.scale for x in types] == ["e8m0"] * 2
-    values = torch.bfloat16 if of_values else None
-    return Chosen(choice.kernel, choice.tier, choice.dequantizes_a and alone, outer, (values, values))
+    held = torch.bfloat16 if of_values else None
+    return Chosen(choice.kernel, choice.tier, choice.dequantizes_a and alone, outer, (held, held))
 
 
 def _operand_type(use: Use | None, native: bool, by_offsets: bool) -> OperandType:
