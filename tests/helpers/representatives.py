@@ -11,7 +11,7 @@ from fp4compile.templates.launch import Launch
 
 @cache
 def representatives(sm: int) -> tuple[tuple[Configuration, ...], tuple[Product, ...]]:
-    """The configurations and products with a launch that has a trait which earlier entries lack.
+    """The configurations and products with a launch that has a trait which no other entry here has, and each first one.
 
     On SM100, for which the kernels are written, traits are a combination of number formats and epilogue, a way to load
     and store, warps or stages, a dtype and, for quantise kernels, any value of any constant. Other GPUs run the same
@@ -32,9 +32,12 @@ def _with_something_new(table: Iterable[Any], sm: int, launches: Callable[[Any],
     for entry in table:
         traits = {trait for one in launches(entry) for trait in _traits(one, _end_of(entry), sm)}
         if not traits <= seen:
-            chosen.append(entry)
+            chosen.append((entry, traits))
             seen |= traits
-    return tuple(chosen)
+    for one in chosen[1:]:  # later ones may have all that it brought
+        if one[1] <= {trait for other in chosen if other is not one for trait in other[1]}:
+            chosen.remove(one)
+    return tuple(entry for entry, _ in chosen)
 
 
 def _end_of(entry: Any) -> str:
