@@ -15,11 +15,15 @@ Inductor would time several configurations of its own kernels; the first one is 
 """
 
 import ctypes
+import functools
 import importlib
+import os
+import tempfile
 from collections import Counter
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import torch
@@ -229,6 +233,13 @@ class Gpu:
         return Kernel(self, name, source)
 
 
+@functools.cache
+def _compiled_kernels():
+    """The folder in which Triton finds again what an earlier graph of this process has compiled: Inductor gives each
+    graph an empty one, and many have the same kernels."""
+    return tempfile.TemporaryDirectory()
+
+
 class Kernel:
     """A kernel of a wrapper, compiled for the GPU that is not there."""
 
@@ -236,7 +247,8 @@ class Kernel:
         self.gpu, self.name = gpu, name
         self.kind = "Inductor" if name.startswith("triton_") else "package"
         tuner = getattr(PyCodeCache.load(source), name)
-        result = tuner._precompile_config(tuner.configs[0])
+        with mock.patch.dict(os.environ, TRITON_CACHE_DIR=_compiled_kernels().name):
+            result = tuner._precompile_config(tuner.configs[0])
         self.compiled = compiled_of(result.kernel.asm["ptx"], result.kernel.metadata)
         function, signature = tuner.fn, result.compile_meta["signature"]
         passed, parameters, _ = result._get_arg_lists(function.arg_names, get_constexprs(function))
