@@ -14,8 +14,8 @@ RUN := $(VENV)/bin/python
 PIP := $(RUN) -m pip install --disable-pip-version-check --quiet --no-compile
 # pip compiles one file after the other; this takes all cores, and leaves out the tests that packages ship. What another
 # Python is for does not compile, and need not.
-BYTECODE = $(RUN) -m compileall -qq -j 0 -x 'site-packages/.*/tests/' fp4compile tests \
-	`$(RUN) -c "import sysconfig; print(sysconfig.get_path('purelib'))"` || true
+BYTECODE = $(RUN) -m compileall -qq -j 0 -x 'site-packages/.*/tests/'
+PACKAGES = `$(RUN) -c "import sysconfig; print(sysconfig.get_path('purelib'))"`
 TORCH := 2.13.0
 TRITON := 3.9.0
 CONSTRAINTS := constraints.txt
@@ -85,14 +85,15 @@ $(INSTALLED): $(SETUP)
 	$(PIP) --constraint $(CONSTRAINTS) torch==$(TORCH)
 	$(RUN) -c "import triton" 2>/dev/null || $(PIP) triton==$(TRITON)
 	$(PIP) --constraint $(CONSTRAINTS) --editable .
-	$(BYTECODE)
 	touch $@
 
-# torchao is an oracle of the tests only; its dependencies are none that they need.
+# torchao is an oracle of the tests only; its dependencies are none that they need. pip keeps one core busy: the other
+# one compiles torch meanwhile.
 $(TESTABLE): $(INSTALLED)
-	$(PIP) --constraint $(CONSTRAINTS) --editable ".[test]"
-	$(PIP) --no-deps torchao==$(TORCHAO)
-	$(BYTECODE)
+	$(BYTECODE) $(PACKAGES)/torch & \
+	$(PIP) --constraint $(CONSTRAINTS) --editable ".[test]" && $(PIP) --no-deps torchao==$(TORCHAO); \
+	status=$$?; wait; exit $$status
+	$(BYTECODE) fp4compile tests $(PACKAGES) || true
 	touch $@
 
 $(DOCUMENTABLE): $(INSTALLED)
