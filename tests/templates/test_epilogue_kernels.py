@@ -232,7 +232,7 @@ def last_launch(sm, a, b, m, name, n=8192):
 @pytest.mark.parametrize(("sm", "a", "b", "m", "n", "names"), [
     (90, "nvfp4", "nvfp4", 16, 8192, LARGE[:1]), (90, "mxfp8", "mxfp8", 64, 8192, LARGE[1:]),
     (90, torch.bfloat16, "nvfp4", 40, 32768, LARGE[:1]), (90, "nvfp4", "nvfp4", 512, 8192, LARGE[:1]),
-    (100, "nvfp4", "nvfp4", 512, 8192, LARGE), (100, "mxfp8", "mxfp8", 512, 8192, LARGE[1:]),
+    (100, "nvfp4", "nvfp4", 512, 8192, LARGE[:1]), (100, "mxfp8", "mxfp8", 512, 8192, LARGE[1:]),
     (100, "mxfp8", "mxfp4", 8, 8192, LARGE[:1]),
     *([(120, "nvfp4", "nvfp4", 512, 8192, LARGE[1:]), (120, "mxfp8", "mxfp8", 512, 8192, LARGE[:1])]
       if NEW_PTXAS else []),
