@@ -115,6 +115,9 @@ def import_all() -> None:
     import pytest  # noqa: F401
 
     import fp4compile.cli.main  # noqa: F401
+    from tests.helpers import quiet_compiler
+
+    quiet_compiler.leave_out_keys_and_times()
 
 
 def start(running: set[int], command: list[str], folder: str, cwd: str, variables: dict[str, str]) -> int:

@@ -11,9 +11,14 @@ import logging
 
 def leave_out_diagnostics() -> None:
     """Imports Inductor: not before the environment is what its configuration shall be."""
+    logging.getLogger("torch.__trace").propagate = True
+    leave_out_keys_and_times()
+
+
+def leave_out_keys_and_times() -> None:
+    """The second and the third of these, for processes without pytest: there the trace would be printed."""
     from torch._dynamo import guards
     from torch._inductor.codecache import FxGraphCachePickler
 
-    logging.getLogger("torch.__trace").propagate = True
     FxGraphCachePickler.debug_lines = lambda self, details: []  # type: ignore[method-assign]
     guards.profile_guard_manager = lambda *args: 0.0
