@@ -206,7 +206,8 @@ def _sizes(product: ScaledMM) -> Sizes:
     a, b = _shape(values.a), _shape(values.b)
     if product.offs is not None:
         count, along_k = Experts(_size(product.offs.meta["val"].shape[0])), len(b) == 2
-        return Sizes(a[-2], b[-2], _size(values.rows) if along_k else a[-1], count, along_k=along_k)
+        columns = 2 * b[-2] if values.two_weights else b[-2]
+        return Sizes(a[-2], columns, _size(values.rows) if along_k else a[-1], count, along_k=along_k)
     if len(b) > 2:
         return Sizes(prod(a[:-1]), b[-2], a[-1], Experts(prod(b[:-2]), "batch"))
     return Sizes(prod(a[:-1]), b[-2], a[-1])

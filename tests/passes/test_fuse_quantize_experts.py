@@ -6,9 +6,10 @@ import torch.nn.functional as F
 
 from fp4compile.check.product_table import Product
 from fp4compile.formats import formats
-from fp4compile.hardware import Target
+from fp4compile.hardware import GPUS, Target
 from fp4compile.ops.matmul import SCALED_MM_QUANTIZED
 from fp4compile.passes.fuse_quantize import fuse_quantize
+from fp4compile.roofline.graph_steps import steps_of
 from fp4compile.templates.choose import Choice, quantized
 from fp4compile.templates.problem import problem_of
 from tests.helpers.absent_gpu import ANY, fused_graph
@@ -197,6 +198,29 @@ def test_the_cost_model():
             for rows in (16, 1024, 65536):
                 problem = problem_of(Product(name, name, rows, *sizes, groups=groups).arguments(), Target(100))
                 assert isinstance(quantized(problem, formats.get(name), pair=True), Choice)
+
+
+@pytest.mark.parametrize("weights", [1, 2])
+def test_predicted_steps(weights):
+    """One launch, of the FLOPs and bytes of both products; codes are what it writes."""
+
+    def product(a, a_scales, b, b_scales, offs):
+        steps = ["relu product", "mul s0 pair", "quantize mxfp8"]
+        operands = a, a_scales, None, "mxfp8", b, b_scales, None, "mxfp8"
+        return torch.ops.fp4compile.scaled_mm_quantized(*operands, None, BF16, [], steps, BF16, offs=offs)
+
+    def read(graph):
+        found.extend(each.step for each in steps_of(graph, GPUS["B200"]))
+
+    m, n, k, groups, found = 4096, 1024, 512, 8, []
+    b = weights * groups, 2 * n // weights, k
+    shapes = (m, k), ((m + 128 * groups) * k // 32,), b, (b[0], b[1] * k // 32), (groups,)
+    e4m3, e8m0 = torch.float8_e4m3fn, torch.float8_e8m0fnu
+    fused_graph(product, *shapes, dtypes=[e4m3, e8m0, e4m3, e8m0, INT32], then=read)
+    (step,) = found
+    assert step.launches == 1 and step.flops >= 2 * m * 2 * n * k
+    codes, scales = m * k + groups * 2 * n * k + m * n, (m + groups * 2 * n) * k // 32 + (m + 128 * groups) * n // 32
+    assert step.bytes == codes + scales
 
 
 def one_product(x, w, v, offs):
