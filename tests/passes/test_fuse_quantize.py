@@ -12,36 +12,15 @@ from fp4compile.formats import formats
 from fp4compile.hardware import Target
 from fp4compile.ops.matmul import SCALED_MM_QUANTIZED
 from fp4compile.ops.quantize import QUANTIZE
-from fp4compile.passes.fuse_epilogue import fuse_epilogue
-from fp4compile.passes.fuse_prologue import fuse_prologue
 from fp4compile.passes.fuse_quantize import fuse_quantize
 from fp4compile.passes.lower import lower
-from fp4compile.passes.merge_quantize import merge_quantize
-from fp4compile.passes.notes import fused
 from fp4compile.templates.choose import Choice, quantized
 from fp4compile.templates.problem import problem_of
 from tests.helpers.absent_gpu import ANY, fused_graph
 from tests.helpers.absent_gpu_model import DEVICE, compiled_for, pretended
-from tests.helpers.graphs import summary
+from tests.helpers.quantising_products import graph_of
 
 X, W, V = (256, 512), (1024, 512), (512, 1024)
-
-
-def graph_of(function, *shapes, recipe="mxfp8", **options):
-    """(the graph after the pass, how many quantisers it fused, the launches that the graph is lowered to)."""
-    counts, graphs = [], []
-
-    def passes(graph):
-        merge_quantize(graph)
-        counts.append(fuse_quantize(graph))
-        fuse_epilogue(graph)
-        fuse_prologue(graph)
-        graph.lint()
-        graphs.append((summary(graph), fused(graph)))
-        lower(graph)
-
-    result = fused_graph(function, *shapes, recipe=recipe, fuse=False, then=passes, **options)
-    return *graphs[0], counts[0], [launch.kernel.__name__ for launch in result.launches]
 
 
 def mlp(x, w, v):

@@ -14,7 +14,7 @@ from fp4compile.templates.choose import Choice, quantized
 from fp4compile.templates.problem import problem_of
 from tests.helpers.absent_gpu import ANY, fused_graph
 from tests.helpers.absent_gpu_model import DEVICE, compiled_for, pretended
-from tests.passes.test_fuse_quantize import graph_of
+from tests.helpers.quantising_products import graph_of
 
 BF16, INT32 = torch.bfloat16, torch.int32
 W, V, OFFS = (8, 2048, 512), (8, 512, 1024), (8,)
