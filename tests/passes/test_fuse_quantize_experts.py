@@ -191,13 +191,22 @@ def test_the_log_says_why_not(caplog):
 
 
 def test_the_cost_model():
-    """Fusing pays for the experts of Mixtral, Qwen3 and DeepSeek-V3, with few tokens and with many."""
+    """Fusing pays for the experts of Mixtral, Qwen3 and DeepSeek-V3, with few tokens and with many.
+
+    It does not where few tokens of many experts leave the epilogue longer than the launch that it saves.
+    """
     experts = {"Mixtral": (8, 28672, 4096), "Qwen3": (128, 1536, 2048), "DeepSeek-V3": (256, 4096, 7168)}
     for groups, *sizes in experts.values():
         for name in ("mxfp4", "mxfp8", "nvfp4_one_level"):
             for rows in (16, 1024, 65536):
-                problem = problem_of(Product(name, name, rows, *sizes, groups=groups).arguments(), Target(100))
-                assert isinstance(quantized(problem, formats.get(name), pair=True), Choice)
+                assert isinstance(choice(name, rows, *sizes, groups), Choice)
+    few = choice("mxfp8", 128, 4096, 7168, 256)
+    assert few == "grouped_block_scaled_sm100 and a quantiser are expected to be faster"
+
+
+def choice(name, rows, columns, k, groups):
+    problem = problem_of(Product(name, name, rows, columns, k, groups=groups).arguments(), Target(100))
+    return quantized(problem, formats.get(name), pair=True)
 
 
 @pytest.mark.parametrize("weights", [1, 2])

@@ -90,7 +90,7 @@ def gemm_grouped_quantized_sm100(
     tile_cols: tl.constexpr = BN // matrices
     block: tl.constexpr = result_of(EPILOGUE, "block")
     below: tl.constexpr = PAIR == 1
-    count = 2 * groups if below else matrices  # of matrices of a source, and its rows of each
+    count = 2 * groups if below else matrices  # matrices of a source, each of b_rows rows
     b_rows = n if below else groups * n
     b_tiles = row_tiles_b if below else groups * row_tiles_b
     a_source = code_source(a_ptr, m, a_per_row, A_ELEMENT, BM, a_bytes, TMA)
