@@ -211,8 +211,8 @@ def claims() -> dict[str, list[str]]:
     first = stored("compile_time_h200.json")["rows"][1]
     losses = {row["variant"]: row["over bf16 %"] for row in stored("training_loss_h200.json")["rows"]}
     check = stored("weight_check_h200.json")
-    prefill = f"prefill takes {cells.number(stored('llama_decode_h100.json')['rows'][1]['prefill x'], 2)} times"
-    many = {row["shape"]: row["weight-only x"] for row in stored("many_rows_h100.json")["rows"]}
+    prefill = f"prefill takes {cells.number(stored('llama_decode_h200.json')['rows'][1]['prefill x'], 2)} times"
+    many = {row["shape"]: row["weight-only x"] for row in stored("many_rows_h200.json")["rows"]}
     faster, slower = (
         span((gain**power for shape, gain in many.items() if int(shape.split("x")[0]) in rows), 1)
         for rows, power in (((128,), 1), ((512, 1024, 2048), -1))
@@ -223,7 +223,7 @@ def claims() -> dict[str, list[str]]:
             f"{packed['GiB']:.1f} GiB against {plain['GiB']:.1f}",
             prefill,
             f"{span((row['weight-only x'] for row in linear), 1)} times",
-            f"on an H100, of 128 tokens at {faster} times",
+            f"of 128 tokens at {faster} times",
             f"{span((row['weight-only x'] for row in decode), 1)} times",
             f"{cells.number(mlp['float8_rowwise']['of bf16'], 2)} of bf16's time",
             f"{span(row['of bf16'] for row in emulated)} times",
