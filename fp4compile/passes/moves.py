@@ -1,12 +1,12 @@
 """Moves of whole rows, and the chains of nodes between moved rows and their quantisers.
 
 `move_of` says whether a node's rows are rows of other tensors: a gather or an exchange between processes, an index, a
-table, a concatenation. `readers_of` finds what reads the rows through nodes that keep them, and `replayed` applies
-these nodes to another tensor with as many rows.
+table, a concatenation. `readers_of` finds what reads the rows through nodes that keep them, or put zeros in the place
+of some, and `replayed` applies these nodes to another tensor with as many rows.
 """
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -116,22 +116,37 @@ def _is_of_rows(index: Node, value: torch.Tensor) -> bool:
 
 
 def is_size(node: Node, rows: Node) -> bool:
-    """Whether a node is a size of a tensor that its codes have, too: of any dimension but the last."""
-    return node.target is aten.sym_size.int and node.args[0] is rows and node.args[1] != rows.meta["val"].dim() - 1
+    """Whether a node is a size of a tensor, or of the tensor with zeros in the place of some rows, that its codes have,
+    too: of any dimension but the last."""
+    if node.target is not aten.sym_size.int:
+        return False
+    of, dim = node.args
+    while _is_mask(of):
+        of = _kept_of(of)
+    return of is rows and dim != rows.meta["val"].dim() - 1
 
 
 def rows_before(node: Node) -> Node:
     """The node whose rows a node has in its own order, through reshapes and copies."""
     while node.op == "call_function" and _kept_by(node) is node and node.target is not aten.cat.default:
-        node = node.args[0]
+        node = _kept_of(node)
     return node
+
+
+def is_masked(node: Node) -> bool:
+    """Whether zeros have been put in the place of some of a node's rows, before or behind reshapes and copies."""
+    while node.op == "call_function" and _kept_by(node) is node and node.target is not aten.cat.default:
+        if _is_mask(node):
+            return True
+        node = _kept_of(node)
+    return False
 
 
 def readers_of(node: Node) -> list[Node]:
     """The nodes that read a tensor's rows: its users, where a user keeps the rows the users of that one."""
     found: list[Node] = []
     for user in node.users:
-        kept = _kept_by(user)
+        kept = _kept_by(user) if not _is_mask(user) or _kept_of(user) is node else None
         found += [user] if kept is None else readers_of(kept)
     return list(dict.fromkeys(found))
 
@@ -139,6 +154,8 @@ def readers_of(node: Node) -> list[Node]:
 def _kept_by(node: Node) -> Node | None:
     """The node that has all rows of a node's argument, each of them whole: the node itself, or for pieces of a tensor
     the node that joins them in another order. None if there is none."""
+    if _is_mask(node):
+        return node
     if node.target in (*RESHAPES, aten.clone.default):
         before, after = (each.meta["val"].shape for each in (node.args[0], node))
         return node if len(after) > 1 and statically_true(before[-1] == after[-1]) else None
@@ -146,6 +163,23 @@ def _kept_by(node: Node) -> Node | None:
         joined = {user for piece in node.users for user in piece.users}
         return next((user for user in joined if len(joined) == 1 and _cut_by(user) is node), None)
     return None
+
+
+def _kept_of(node: Node) -> Node:
+    """The argument of which a node keeps the rows."""
+    return node.args[2] if node.target is aten.where.self else node.args[0]
+
+
+def _is_mask(node: Node) -> bool:
+    """Whether a node has rows of another one, and zeros in the place of some: of those that belong to no expert."""
+    if node.target is not aten.where.self or not all(isinstance(each, Node) for each in node.args):
+        return False
+    mask, zero, rows = node.args
+    value, of_zero = node.meta["val"], dict(zip(("size", "value"), zero.args, strict=False))
+    number = zero.args[0] if zero.target is aten.scalar_tensor.default else of_zero.get("value")
+    constant = zero.target in (aten.scalar_tensor.default, aten.full.default) and str(number) in ("0", "0.0")
+    alike = value.shape == rows.meta["val"].shape and value.dtype == rows.meta["val"].dtype
+    return constant and alike and mask.meta["val"].shape[-1:] == (1,)
 
 
 def _cut_by(node: Node) -> Node | None:
@@ -164,26 +198,31 @@ def _cut_by(node: Node) -> Node | None:
     return split if whole and all(len(piece.users) == 1 for piece in node.args[0]) else None
 
 
-def replayed(graph: Graph, node: Node, start: Node, other: Node) -> Node:
+def replayed(graph: Graph, node: Node, start: Node, other: Node, zero: Callable[[], float]) -> Node:
     """The nodes that keep rows between `start` and `node`, applied to a tensor with as many rows as `start`.
 
-    Copies are left out, and of several reshapes all but the last.
+    Copies are left out, and of several reshapes all but the last. zero: returns what that tensor has for a row of
+    zeros, in every element of the row.
     """
-    base, reshapes = node, []
+    base, between = node, []
     while base is not start and base.target is not aten.cat.default:
-        reshapes += [base] * (base.target in RESHAPES)
-        base = base.args[0]
-    made = other if base is start else _joined(graph, base, start, other)
-    if not reshapes:
-        return made
-    shape = [*reshapes[0].args[1][:-1], made.meta["val"].shape[-1]]
-    return new_node(graph, aten.reshape.default, (made, shape), made.meta)
+        between += [base] * (base.target is not aten.clone.default)
+        base = _kept_of(base)
+    made = other if base is start else _joined(graph, base, start, other, zero)
+    for i, step in enumerate(reversed(between)):
+        following = between[-i - 2] if i + 1 < len(between) else None
+        if _is_mask(step):
+            made = new_node(graph, aten.where.ScalarSelf, (step.args[0], zero(), made), made.meta)
+        elif following is None or _is_mask(following):
+            shape = [*step.args[1][:-1], made.meta["val"].shape[-1]]
+            made = new_node(graph, aten.reshape.default, (made, shape), made.meta)
+    return made
 
 
-def _joined(graph: Graph, node: Node, start: Node, other: Node) -> Node:
+def _joined(graph: Graph, node: Node, start: Node, other: Node, zero: Callable[[], float]) -> Node:
     """The pieces that a concatenation joins (`_cut_by`), of a tensor with other rows."""
     split = node.args[0][0].args[0]
-    cut = replayed(graph, split.args[0], start, other)
+    cut = replayed(graph, split.args[0], start, other, zero)
     cut = new_node(graph, split.target, (cut, *split.args[1:]), split.meta)
     pieces = [new_node(graph, operator.getitem, (cut, i), split.meta) for i in range(len(split.meta["val"]))]
     return new_node(graph, node.target, (pieces, *node.args[1:]), node.meta)

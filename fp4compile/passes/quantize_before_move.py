@@ -24,6 +24,7 @@ decided about a collective depends on nothing that may differ between the proces
 all have to call the same collectives.
 """
 
+import functools
 import math
 import operator
 from dataclasses import dataclass, field, replace
@@ -31,7 +32,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch.fx import Graph, Node
 
-from fp4compile._compat import statically_true
+from fp4compile._compat import statically_true, without_fake_tensors
 from fp4compile.analysis.graph import CAST, Quantise, new_node, quantise_of
 from fp4compile.formats import formats
 from fp4compile.ops.quantize import LAY_OUT_SCALES, QUANTIZE
@@ -41,6 +42,7 @@ from fp4compile.passes.merge_quantize import share
 from fp4compile.passes.moves import (
     Move,
     is_local_move,
+    is_masked,
     is_size,
     move_of,
     readers_of,
@@ -142,6 +144,8 @@ def _of_more_than_a_row(quantise: Quantise, move: Move) -> str | None:
         return "each group has an outer scale of its own"
     if quantise.hadamard:
         return "its outer scale is made of transformed rows"
+    if is_masked(quantise.x):
+        return "its outer scale is made of rows that are masked behind the move"
     if move.is_exchange:
         return "its outer scale is made of the rows that arrive"
     if not move.is_collective and _is_brought(move):
@@ -273,8 +277,8 @@ class _Moving:
                 with graph.inserting_before(move.node):
                     wait, meta = move.node.target, move.node.meta
                     moved = {place: new_node(graph, wait, (node,), meta) for place, node in moved.items()}
-            for size in [each for each in move.node.users if is_size(each, move.node)]:
-                size.replace_input_with(move.node, moved[0])
+            for size in [each for each in readers_of(move.node) if is_size(each, move.node)]:
+                size.replace_input_with(size.args[0], moved[0])
             with graph.inserting_before(reader.node):
                 results = {place: self._result(reader, node, place) for place, node in moved.items()}
                 for user in list(reader.node.users):
@@ -324,10 +328,18 @@ class _Moving:
     def _result(self, reader: Quantise, moved: Node, place: int) -> Node:
         """A moved result in the shape, the layout and the dtype that it has in the reader's results."""
         graph, dtype = self.graph, reader.node.meta["val"][place].dtype
-        moved = replayed(graph, reader.x, self.move.node, moved)
+        moved = replayed(graph, reader.x, self.move.node, moved, lambda: _of_zeros(reader.format, place))
         if place == 1 and reader.spec.swizzled:
             moved = new_node(graph, LAY_OUT_SCALES, (moved, reader.offs), reader.node.meta)
         return new_node(graph, aten.view.dtype, (moved, dtype), moved.meta) if _as_bytes(dtype) else moved
+
+
+@functools.cache
+def _of_zeros(format: str, place: int) -> float:
+    """The elements of a row of zeros' codes, block scales or outer scale, as numbers or, where they are that, bytes."""
+    with without_fake_tensors():
+        found = QUANTIZE(torch.zeros(1, formats.get(format).block_cols), format, [-1])[place]
+        return (found.view(torch.uint8) if _as_bytes(found.dtype) else found).view(-1)[0].item()
 
 
 def _as_bytes(dtype: torch.dtype) -> bool:

@@ -192,6 +192,7 @@ def moved_rows(d: Draft) -> None:
     texts = ["{0}[{1}]", "{0}.index_select(0, {1})"]
     if len(d.shape(x)) == 2:
         texts += ["F.embedding({1}, {0})", "{0}.gather(0, ({1}).view(-1, 1).expand(-1, {0}.shape[-1]))"]
+        texts += ["{0}[{1}].masked_fill((({1}) > 5).view(-1, 1), 0.0)"]
     texts += ["torch.cat(({0}, {0}))"] if twice else [f"torch.cat(({{0}}[{at}:], {{0}}[:{at}]))"]
     moved, names = d.name("r"), [d.name("h") for _ in layers]
     ending = ".unflatten(0, (2, -1)).sum(0)" if twice else ""

@@ -160,10 +160,10 @@ def main(rank: int, folder: Path) -> None:
     mine, everyone, found = tokens(rank), torch.cat([tokens(each) for each in range(RANKS)]), {}
     with pytest.MonkeyPatch.context() as patch:
         without_codegen.install(patch)
-        whole = run(of_transformers(), everyone, "mxfp8")
+        whole = run(of_transformers(), everyone, "nvfp4_one_level")
         for name, x, tensor in (("all_to_all", mine, alone), ("all_reduce", everyone, every)):
             model = apply_expert_parallelism(of_transformers(), every, tensor, PLAN, name)
-            found[name] = run(model, x, "mxfp8"), whole
+            found[name] = run(model, x, "nvfp4_one_level"), whole
         for recipe, trained in RECIPES.items():
             model = with_values(Moe())
             model.experts = ParallelExperts(model.experts, every)

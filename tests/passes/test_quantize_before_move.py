@@ -15,6 +15,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 
 import fp4compile
+from fp4compile.formats import formats
 from fp4compile.hardware import Target
 from fp4compile.ops.quantize import QUANTIZE
 from fp4compile.passes import quantize_before_move as tested
@@ -87,6 +88,17 @@ def gathered(x):
     return c10d.wait_tensor(c10d.all_gather_into_tensor(x, 2, "0"))
 
 
+def zeroed(mask, x, index, zero=0.0, width=1):
+    """Rows, some of them zeros, as transformers masks the tokens of other ranks' experts."""
+    zero = aten.scalar_tensor(zero, dtype=x.dtype, device=x.device)
+    return aten.where(mask.view(-1, 1).expand(-1, width), zero, by_index(x, index))
+
+
+def zeroed_twice(x, index):
+    rows, zero = zeroed(index > 4, x, index).view(2, -1, K), aten.full([], 0.0, dtype=x.dtype, device=x.device)
+    return aten.where((index == 2).view(2, -1, 1), zero, rows).view(-1, K)
+
+
 MOVES = {
     "index": by_index,
     "index_select": lambda x, index: aten.index_select(x, 0, index),
@@ -105,6 +117,13 @@ MOVES = {
 @pytest.mark.parametrize("move", MOVES.values(), ids=MOVES)
 def test_bits_of_moved_rows(move, fmt):
     assert moved(lambda x, index: quantize(move(x, index), fmt), inputs()[:2])[0] == 1
+
+
+@pytest.mark.parametrize("fmt", FORMATS)
+def test_bits_of_masked_rows(fmt):
+    """An outer scale of the tensor is made of the rows that are left."""
+    moves = 0 if formats.get(fmt).outer == "tensor" else 1
+    assert moved(lambda x, index: quantize(zeroed_twice(x, index), fmt), inputs()[:2])[0] == moves
 
 
 @pytest.mark.parametrize("move", ["index", "cat", "matrices"])
@@ -215,6 +234,8 @@ STAYS = {
     "along rows": lambda x, index, *_: quantize(
         aten.gather(x, 1, aten.slice(index, 0, 0, ROWS).view(-1, 1).expand(-1, K)), "nvfp4_one_level"
     ),
+    "negative zeros put in": lambda x, index, *_: quantize(zeroed(index > 4, x, index, -0.0), "nvfp4_one_level"),
+    "elements zeroed": lambda x, index, *_: quantize(zeroed(index > 4, x, index, width=K), "nvfp4_one_level"),
     "columns side by side": lambda x, *_: quantize(aten.cat([x, x], 1), "nvfp4_one_level"),
     "columns selected": lambda x, index, *_: quantize(aten.index_select(x, -1, index), "nvfp4_one_level"),
     "reshaped": lambda x, index, *_: quantize(by_index(x, index).view(-1, 2 * K), "nvfp4_one_level"),
