@@ -1,8 +1,8 @@
 """Every change that this package makes to classes and functions of other libraries, one named function a change.
 
 Each function says what it replaces, why, and for which versions. Calling one again with the same arguments changes
-nothing. A function does nothing where the library's version lacks what it replaces. Only `watch_collectives` and
-`watch_resized_storages` matter for right results; the first returns whether it could replace its methods.
+nothing. A function does nothing where the library's version lacks what it replaces. Only `watch_process_groups` matters
+for right results; it returns whether it could replace its property.
 """
 
 import copy
@@ -150,55 +150,28 @@ def _is_ours(kernel: Any) -> bool:
 
 
 @functools.cache
-def watch_collectives(told: Callable[[tuple, dict[str, Any]], object]) -> bool:
-    """Make every method of a process group call `told` with its arguments, behind itself.
+def watch_process_groups(told: Callable[[], object]) -> bool:
+    """Make torch.distributed call `told` whenever its default process group is set or destroyed.
 
-    Collectives write to tensors without raising their version counters. Replaces the methods of `ProcessGroup` and
-    `Backend` in `torch._C._distributed_c10d`, which `torch.distributed.broadcast` and all others like it call; seen in
-    torch 2.11 to 2.13. All methods, because each version adds some. Operators in compiled graphs call none of them.
-    Returns False where the classes lack methods that can be replaced.
+    Replaces the property `default_pg` of `torch.distributed.distributed_c10d._World`; seen in torch 2.11 to 2.15.
+    After `destroy_process_group`, torch.distributed has no record that there was a group. Returns False where the
+    property is missing, so that `told` is never called.
     """
     if not torch.distributed.is_available():
         return True
-    c10d = torch._C._distributed_c10d
-    for group in (c10d.ProcessGroup, c10d.Backend):
-        kinds = "instancemethod", "function"  # pybind11's, and those that are replaced already
-        methods = {name: one for name, one in vars(group).items() if type(one).__name__ in kinds}
-        if not methods.keys() >= {"allreduce", "broadcast", "recv"}:
-            return False
-        for name, method in methods.items():
-            if not name.startswith(("__", "_pybind11")):
-                setattr(group, name, _telling(name, method, told))
+    world = getattr(torch.distributed.distributed_c10d, "_World", None)
+    known = getattr(world, "default_pg", None)
+    if not isinstance(known, property) or known.fset is None:
+        return False
+    set_group = known.fset
+
+    @functools.wraps(set_group)
+    def set_and_tell(self: Any, group: Any) -> None:
+        set_group(self, group)
+        told()
+
+    world.default_pg = property(known.fget, set_and_tell, known.fdel, known.__doc__)  # type: ignore[union-attr]
     return True
-
-
-def _telling(name: str, method: Callable, told: Callable[[tuple, dict[str, Any]], object]) -> Callable:
-    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        result = method(self, *args, **kwargs)
-        told(args, kwargs)
-        return result
-
-    # For a subclass without the method, pybind11 knows by the code's name that the caller is the subclass's method.
-    call.__code__ = call.__code__.replace(co_name=name)
-    return functools.wraps(method)(call)
-
-
-@functools.cache
-def watch_resized_storages(told: Callable[[torch.UntypedStorage], object]) -> None:
-    """Make `torch.UntypedStorage.resize_` call `told` with the storage, behind itself; seen in torch 2.11 to 2.13.
-
-    FSDP, in both versions, and DDP with mixed precision free a parameter's memory in this way, and allocate it again
-    before they fill it, without raising its version counter.
-    """
-    resize = torch.UntypedStorage.resize_
-
-    @functools.wraps(resize)
-    def resize_and_tell(self: torch.UntypedStorage, size: int) -> Any:
-        result = resize(self, size)
-        told(self)
-        return result
-
-    torch.UntypedStorage.resize_ = resize_and_tell
 
 
 @functools.cache

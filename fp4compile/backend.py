@@ -33,7 +33,7 @@ from fp4compile.report.report import PassRun, Report, Row
 from fp4compile.report.rule_names import out_of_reach, without_layer
 from fp4compile.report.stored_rows import Outcome
 from fp4compile.roofline.time_terms import GraphLaunches
-from fp4compile.weights.cache import following, marking
+from fp4compile.weights.cache import marking
 
 _JOINT_SLOT, _LOWER_SLOT = "joint_custom_pre_pass", "post_grad_custom_post_pass"
 
@@ -203,8 +203,6 @@ class Backend:
         if _trains(example_inputs):
             trained = [i for i, entry in enumerate(known.inputs) if entry.parameter is not None and not entry.frozen]
             compiled = marking(compiled, trained)
-        if known.wrappers:
-            compiled = following(compiled, known.wrappers)
         if told.rows is not None and not told.lowered and (before := stored_rows.load(key, missing=None)):
             self._record(known, before, seconds=_seconds(told.runs))
         elif told.rows is not None:

@@ -32,15 +32,12 @@ class Input:
         where a block is compiled by itself, names begin below the block.
     frozen: whether the input needs no gradient, so that no step of an optimiser changes it.
     shards: how the parameter is cut, if this rank has a shard of it.
-    every_call: why the parameter is quantised at every call, where its packed form could otherwise be kept until the
-        parameter changes; None for any other input.
     """
 
     parameter: str | None = None
     in_block: bool = False
     frozen: bool = False
     shards: tuple[Shard, ...] = ()
-    every_call: str | None = None
 
 
 @dataclass(frozen=True)

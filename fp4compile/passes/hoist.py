@@ -7,9 +7,8 @@ results become additional static inputs. The compiled function is called with th
 Two weights whose products a kernel makes one result of, gate and up, are wanted one below the other. That holds for
 packed layers as well, whose tensors are inputs of the graph already.
 
-Parameters that FSDP gathers stay as they are: the next gather fills them again, and between its products a rank has no
-memory for their packed forms. So do weights of which the ranks make the outer scale together: one rank cannot quantise
-again alone. The report names these reasons.
+Graphs that are compiled under torch.distributed stay as they are: FSDP refills a parameter's storage without a change
+of its version counter.
 """
 
 import itertools
@@ -24,7 +23,6 @@ from torch.fx import Graph, GraphModule, Node
 
 from fp4compile.analysis.find import parameters_of
 from fp4compile.analysis.gemm import Input
-from fp4compile.analysis.gradients import input_index
 from fp4compile.analysis.graph import ScaledMM, quantise_of, replace_results, scaled_mm_of
 from fp4compile.analysis.views import view_of
 from fp4compile.ops.matmul import SCALED_GROUPED_MM, SCALED_MM
@@ -32,7 +30,7 @@ from fp4compile.ops.quantize import QUANTIZE
 from fp4compile.passes.base import Pass, run_passes, summary
 from fp4compile.passes.fuse_quantize import partner_of
 from fp4compile.passes.merge_quantize import share
-from fp4compile.passes.notes import name_move, note_joined
+from fp4compile.passes.notes import note_joined
 from fp4compile.report.report import PassRun
 from fp4compile.templates.choose import Choice, quantized
 from fp4compile.weights.cache import Form, Piece, changes_are_seen, form, joined_parts, packed_pair, packed_weight
@@ -119,21 +117,14 @@ def hoist(graph: Graph, inputs: tuple[Input, ...], hoisted: Hoisted, static: Col
     partners = _partners(graph)
     recipients: dict[Node, Recipient] = {}
     placeholders = graph.find_nodes(op="placeholder")
-    parameters = {node: inputs[input_index(node)] for node in parameters_of(graph, inputs)}
+    parameters = parameters_of(graph, inputs)
     last = placeholders[-1] if placeholders else None
     for node in graph.find_nodes(op="call_function", target=QUANTIZE):
         quantise = quantise_of(node)
         view, (dim, *others) = view_of(quantise.x), quantise.dims
         hoistable = not others and not node.kwargs.keys() - {"layout", "scale_rule", "each_matrix"}
         known = all(isinstance(size, int) for size in (*view.size, *view.stride, view.offset))
-        if view.root not in parameters or not known:
-            continue
-        reason = parameters[view.root].every_call
-        if reason is None and any(one is not None and one.all_input_nodes for one in (quantise.outer, quantise.amax)):
-            reason = "the ranks make its outer scale together"
-        if reason is not None:
-            name_move(node, node, f"weight quantised at every call: {reason}")
-        if reason is not None or not hoistable:
+        if view.root not in parameters or not hoistable or not known:
             continue
         piece = None if view.root is quantise.x else Piece(view.size, view.stride, view.offset, view.casts)
         packed_as = form(

@@ -18,7 +18,6 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from fp4compile.analysis.gemm import Input, Shard
 from fp4compile.analysis.module_names import block_of, clean_name, module_name
@@ -28,8 +27,6 @@ _ROOT = re.compile(r"([LG])\['([^']+)'\]")
 # How Dynamo spells the same step in a module whose forward sets attributes of the module.
 _DICT_STEP = re.compile(r"\.__dict__\['(_modules|_parameters|_buffers)'\]")
 _STEP = re.compile(r"\.(_modules|_parameters|_buffers)\['([^']+)'\]|\.(\w+)|\['([^']+)'\]|\[(\d+)\]")
-_LOCAL = "the graph reads the local tensor of its DTensor"  # of which no version counter tells writes to the DTensor
-_REFILLED = "FSDP fills it"  # again at each gather, into the same memory
 # Attributes that Python and functools.partial put between a function and the objects that it carries.
 _CARRIERS = re.compile(r"__\w+__|cell_contents|args|keywords|func")
 
@@ -43,7 +40,6 @@ class Names:
     modules: the full name of each layer whose name in the graph is shorter.
     prefix: the prefix that turns names in the graph into full names; "" where it is unknown.
     root: the outermost module that was being called; None where there is none.
-    wrappers: the positions of parameters that are DTensors, or other wrappers of tensors.
     """
 
     inputs: tuple[Input, ...]
@@ -51,7 +47,6 @@ class Names:
     modules: dict[str, str] = field(default_factory=dict)
     prefix: str = ""
     root: torch.nn.Module | None = None
-    wrappers: tuple[int, ...] = ()
 
     def entered_by(self, values: Sequence[Any], root: torch.nn.Module | None = None) -> "Names":
         """These names, with full names for the part of the model for which Dynamo runs the graph now.
@@ -63,34 +58,26 @@ class Names:
         stack = [] if root is None else [unwrapped(root)]
         stack.extend(_modules_on_stack())
         full: dict[str, str] = {}
-        refilled: set[str] = set()
         owner = None
         for module in stack:
             if len(full) == len(named):
                 break
-            known, filled = _tensors_of(module), _filled_by_fsdp(module)
+            known = _tensors_of(module)
             for name, value in named:
                 if name not in full and id(value) in known:
                     paths = known[id(value)]  # of a shared tensor several; one may end in the graph's name for it
                     full[name] = next((path for path in paths if is_below(name, path)), paths[0])
                     owner = owner or module
-                    refilled |= {name} if id(value) in filled else set()
         prefixes = {path.removesuffix(name) for name, path in full.items() if is_below(name, path)}
         if not full and stack:  # no tensor identifies the module: take the innermost one that is being called
             prefixes = {_path_of(stack[-1], stack)}
         inputs = tuple(
-            replace(
-                entry,
-                in_block=block_of(full.get(entry.parameter, "")) is not None,
-                every_call=_REFILLED if entry.parameter in refilled else entry.every_call,
-            )
-            if entry.parameter
-            else entry
+            replace(entry, in_block=block_of(full.get(entry.parameter, "")) is not None) if entry.parameter else entry
             for entry in self.inputs
         )
         modules = {module_name(name): module_name(path) for name, path in full.items() if name != path}
         prefix = prefixes.pop() if len(prefixes) == 1 else ""
-        return replace(self, inputs=inputs, modules=modules, prefix=prefix, root=owner or next(iter(stack), None))
+        return Names(inputs, self.names, modules, prefix, owner or next(iter(stack), None))
 
     def in_full(self, rows: list[Row]) -> list[Row]:
         """The rows with the full names of their layers as `module`; `Row.name` keeps the name that rules match."""
@@ -108,7 +95,7 @@ class _Place:
 
     root: the expression of an object. path: the name of the input below that object, along a chain of modules.
     label: the name of the variable that holds the object. always: whether the input's name has the label even if there
-    is only one root. parameter: whether the input is a parameter. local: whether it is the local tensor of a DTensor.
+    is only one root. parameter: whether the input is a parameter.
     """
 
     root: str
@@ -116,7 +103,6 @@ class _Place:
     label: str
     always: bool
     parameter: bool
-    local: bool = False
 
 
 def record(gm: GraphModule, example_inputs: Sequence[Any], root: torch.nn.Module | None = None) -> Names:
@@ -134,14 +120,10 @@ def record(gm: GraphModule, example_inputs: Sequence[Any], root: torch.nn.Module
             name if place is not None and place.parameter else None,
             frozen=not getattr(value, "requires_grad", False),
             shards=_shards(value),
-            every_call=_LOCAL if place is not None and place.local else None,
         )
         for name, place, value in zip(names, places, values, strict=True)
     )
-    wrappers = tuple(
-        i for i, value in enumerate(values) if inputs[i].parameter is not None and is_traceable_wrapper_subclass(value)
-    )
-    return Names(inputs, tuple(names), wrappers=wrappers).entered_by(values, root)
+    return Names(inputs, tuple(names)).entered_by(values, root)
 
 
 def _shards(value: Any) -> tuple[Shard, ...]:
@@ -157,15 +139,6 @@ def _shards(value: Any) -> tuple[Shard, ...]:
     return tuple(
         Shard(each.dim % value.dim(), value.shape[each.dim], group.group_name, group.size()) for each, group in groups
     )
-
-
-def _filled_by_fsdp(module: torch.nn.Module) -> set[int]:
-    """The ids of a module's parameters that FSDP, in one of its versions, gathers.
-
-    Both versions set the attribute on the modules that own these parameters, for Dynamo.
-    """
-    layers = (part for part in module.modules() if getattr(part, "_is_fsdp_managed_module", False))
-    return {id(value) for part in layers for value in part._parameters.values()}
 
 
 def _tensors_of(module: torch.nn.Module) -> dict[int, list[str]]:
@@ -266,11 +239,11 @@ def _parsed(text: str, free: bool, is_parameter: bool) -> _Place | None:
     if start is None or "".join(step.group() for step in steps) != text[start.end() :]:
         return None
     first = next((i for i, step in enumerate(steps) if step.group(1)), len(steps))
-    kinds, local = [step.group(1) for step in steps[first:]], False
+    kinds = [step.group(1) for step in steps[first:]]
     if kinds and kinds[-1] == "_parameters":
         is_parameter = True
     elif steps and steps[-1].group(3) == "_local_tensor" and "_parameters" in kinds:  # a shard of a DTensor
-        steps, is_parameter, local = steps[:-1], True, True
+        steps, is_parameter = steps[:-1], True
     elif not is_parameter and (not kinds or kinds[-1] != "_buffers"):
         return None
     variable = start.group(2)
@@ -283,12 +256,12 @@ def _parsed(text: str, free: bool, is_parameter: bool) -> _Place | None:
     attribute = bool(inner) and steps[0].group(3) is not None and not free and not passed  # of `self`, say
     label = ".".join(inner if attribute else ["args" if passed else variable, *inner])
     if not below:
-        return _Place(root, label, "", False, True, local)
+        return _Place(root, label, "", False, True)
     # A layer in a list, or a single layer in a function's closure, is named only by its variable. A whole model in the
     # closure, and a model that is an argument, needs no such label: its layers have names.
     listed = any(step.group(4) or step.group(5) for step in steps[:first])
     always = not passed and (listed or ((free or bool(inner)) and below in ("weight", "bias")))
-    return _Place(root, below, label, always, is_parameter, local)
+    return _Place(root, below, label, always, is_parameter)
 
 
 def _name(step: re.Match) -> str:

@@ -10,17 +10,11 @@ The packed tensors are used while the weight's storage, address, shape, strides,
 unchanged. After a change the weight is quantised again, into the same memory if it fits, because CUDA graphs hold the
 address of that memory.
 
-Some writes do not raise the version counter. So these events mark the storages that they may have written to:
-
-- the steps of all optimisers, because fused ones raise no counter;
-- every forward and backward run of a training graph of this backend, for the parameters that it trains, because any
-  code may update them after it;
-- every method of a process group, for all tensors among its arguments;
-- a change of a storage's size: FSDP frees the memory of a gathered weight, and fills it again at the next gather;
-- a run of a graph with DTensors, for those whose version counters have changed: a write to a DTensor raises the
-  DTensor's own counter, and the graph reads the local tensor (`following`).
-
-The user calls `refresh` to mark storages after a write that cannot be detected.
+Some writes do not raise the version counter. So three kinds of event mark the storages that they may have written to:
+the steps of all optimisers, because fused ones raise no counter; every forward and backward run of a training graph of
+this backend, for the parameters that it trains, because any code may update them after it; and the beginning and the
+end of torch.distributed's default process group, because collectives raise no counter. While there is such a group,
+weights are quantised at every call. The user calls `refresh` to mark storages after a write that cannot be detected.
 """
 
 import functools
@@ -33,6 +27,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
+import torch.distributed
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
@@ -42,8 +37,6 @@ from fp4compile import _inductor_patches
 from fp4compile.ops.quantize import QUANTIZE
 
 _ATTRIBUTE = "_fp4compile_packed"
-_RESIZED = "_fp4compile_resized"  # an attribute of storages
-_COUNTER = "_fp4compile_counter"  # an attribute of DTensors: the version counter at the last run of a graph
 
 
 @dataclass(frozen=True)
@@ -177,10 +170,6 @@ def packed_weight(weight: torch.Tensor, form: Form) -> tuple[torch.Tensor, ...]:
             return kept.tensors
     if weight.is_inference():  # it has no version counter, so a change could not be detected
         return _quantize(weight, form)
-    if hasattr(weight.untyped_storage(), _RESIZED):
-        # FSDP frees the weight after its products, and whatever was packed of it must not outlive it.
-        vars(weight).pop(_ATTRIBUTE, None)
-        return _quantize(weight, form)
     if weight.is_cuda and torch.cuda.is_current_stream_capturing():
         # Nothing runs during capture, so nothing can be kept. Each replay of the user's CUDA graph quantises anew.
         return _quantize(weight, form)
@@ -295,15 +284,12 @@ def _pack(weight: torch.Tensor, form: Form) -> tuple[torch.Tensor, ...]:
     return fresh
 
 
-@functools.cache
 def changes_are_seen() -> bool:
-    """Whether packed weights may be kept: where this version of torch can be made to tell of writes without a trace.
+    """Whether packed weights may be kept now: not while torch.distributed has its default process group.
 
-    The first call installs the hooks that mark storages, see above.
+    Collectives and FSDP fill storages without raising a version counter. The first call installs the hooks of `_watch`.
     """
-    register_optimizer_step_post_hook(_stepped)
-    _inductor_patches.watch_resized_storages(_resized)
-    return _inductor_patches.watch_collectives(_collected)
+    return _watch() and not (torch.distributed.is_available() and torch.distributed.is_initialized())
 
 
 def _alike(old: torch.Tensor, new: torch.Tensor) -> bool:
@@ -375,14 +361,14 @@ def _addresses(tensors: Iterable[Any]) -> Iterator[int]:
             yield tensor.untyped_storage()._cdata
 
 
-def _collected(args: tuple, kwargs: dict[str, Any]) -> None:
-    if _storages:
-        _mark(torch.utils._pytree.tree_leaves((args, kwargs)))
+@functools.cache
+def _watch() -> bool:
+    """Make optimiser steps mark their parameters, and process groups mark all storages; see `changes_are_seen`.
 
-
-def _resized(storage: torch.UntypedStorage) -> None:
-    setattr(storage, _RESIZED, True)
-    _mark_storages([storage._cdata])
+    Returns False where process groups cannot be watched in this version of torch. A second call changes nothing.
+    """
+    register_optimizer_step_post_hook(_stepped)
+    return _inductor_patches.watch_process_groups(refresh)
 
 
 @torch.compiler.disable
@@ -410,24 +396,5 @@ def marking(compiled: Callable, parameters: Sequence[int]) -> Callable:
         for node in {tensor.grad_fn for tensor in outputs if isinstance(tensor, torch.Tensor)} - {None}:
             node.register_hook(mark)
         return outputs
-
-    return call
-
-
-def following(compiled: Callable, parameters: Sequence[int]) -> Callable:
-    """A compiled graph that marks, before each run, the storages of DTensors to which something was written.
-
-    parameters: the positions of the parameters among the arguments that are DTensors or like them.
-    """
-
-    @functools.wraps(compiled)
-    def call(*args: Any) -> Any:
-        for place in parameters:
-            outer = args[place]
-            counter = None if outer.is_inference() else outer._version
-            if counter is None or getattr(outer, _COUNTER, None) != counter:
-                setattr(outer, _COUNTER, counter)
-                _mark([outer])
-        return compiled(*args)
 
     return call

@@ -12,7 +12,7 @@ from fp4compile.analysis.find import find
 from fp4compile.analysis.flops import count
 from fp4compile.analysis.graph import quantise_of
 from fp4compile.hardware import Target
-from fp4compile.ops.matmul import SCALED_GROUPED_MM
+from fp4compile.ops.matmul import SCALED_GROUPED_MM, SCALED_MM_QUANTIZED
 from fp4compile.ops.quantize import LAY_OUT_SCALES, QUANTIZE
 from fp4compile.passes import quantize_before_move
 from fp4compile.passes.notes import fused, product_of
@@ -222,12 +222,14 @@ def test_tokens_are_quantised_once_for_all_their_experts(sm, recipe, before, aft
     if sm == 90:
         fp4compile.pack_(model, recipe)
     found = [_graph_on(sm, model, recipe, without) for without in (("quantize_before_move",), ())]
-    products = [graph.find_nodes(op="call_function", target=SCALED_GROUPED_MM)[0] for _, graph in found]
+    ops = SCALED_GROUPED_MM, SCALED_MM_QUANTIZED
+    products = [next(node for node in graph.nodes if node.target in ops) for _, graph in found]
     assert [*map(_chain_to, products)] == [before, after]
     laid_out = [graph.find_nodes(op="call_function", target=LAY_OUT_SCALES) for _, graph in found]
     assert [*map(len, laid_out)] == [0, sm == 100]
     assert torch.equal(*(logits for logits, _ in found))
-    assert fused(found[1][1])[product_of(products[1])] == "quantised before index"
+    epilogue = "silu, mul, quantize; " if sm == 100 else ""
+    assert fused(found[1][1])[product_of(products[1])] == f"{epilogue}quantised before index"
 
 
 def test_the_experts_of_llama_4_are_known():

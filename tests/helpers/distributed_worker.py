@@ -136,7 +136,7 @@ def train(case: Case, rank: int, device) -> Run:
         optimizer.zero_grad()
         run.losses.append(mean(loss))
         run.evaluated.append(mean(evaluate(called, mine[0])))
-    run.quantised = sorted({(row.module, row.product) for row in backend.report.quantised})
+    run.quantised = sorted((row.module, row.product) for row in backend.report.quantised)
     run.graphs = backend.report.graphs
     return run
 
@@ -222,7 +222,7 @@ def train_alone(case: Case, device, parts: int) -> Run:
         load(model, master)
         shares = [evaluate(called, share) for share in everything[0].chunk(parts)]
         run.evaluated.append(torch.stack(shares).mean().item())
-    run.quantised = sorted({(row.module, row.product) for row in backend.report.quantised})
+    run.quantised = sorted((row.module, row.product) for row in backend.report.quantised)
     return run
 
 

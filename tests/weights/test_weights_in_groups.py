@@ -1,4 +1,4 @@
-"""Packed weights where torch.distributed, and FSDP, write to parameters without raising their version counters."""
+"""Packed weights of graphs that were compiled before torch.distributed began: its writes raise no version counter."""
 
 from contextlib import contextmanager
 
@@ -8,10 +8,9 @@ import torch.distributed as dist
 
 import fp4compile
 from fp4compile import _inductor_patches
-from fp4compile.passes import hoist
 from fp4compile.weights import cache as weight_cache
 from fp4compile.weights.cache import form, packed_weight
-from tests.helpers import group_partner, lasting_worker, process_groups
+from tests.helpers import group_partner, process_groups
 from tests.helpers.cached_weights import uncached
 from tests.helpers.graphs import compile_recorded
 from tests.helpers.programs import Program
@@ -95,21 +94,21 @@ def test_every_write_of_a_group_that_began_after_compiling_is_seen(partner, pack
     assert len(recorder.graphs) == 1, "the graph that was compiled before"
 
 
-def test_memory_that_is_freed_and_filled_again_holds_another_weight(packings, monkeypatch):
-    """As FSDP does it, for each gather of a weight: nothing packed stays beside the memory that is freed."""
-    lasting_worker.one_address(monkeypatch)
+def test_weights_are_packed_at_every_call_while_there_is_a_group(packings):
     weight = torch.nn.Parameter(torch.randn(48, 64))
-    packed_weight(weight, form("nvfp4"))
+    kept = packed_weight(weight, form("nvfp4"))
+    addresses = [tensor.data_ptr() for tensor in kept]
+    with alone():
+        for _ in range(3):
+            weight.data.mul_(-1.5)
+            packed = packed_weight(weight, form("nvfp4"))
+            assert is_current(weight, packed)
+            assert [tensor.data_ptr() for tensor in packed] == addresses  # CUDA graphs hold them
+        assert len(packings) == 4
+        weight.data.mul_(-1.5)
     for _ in range(2):
-        storage = weight.untyped_storage()
-        with torch.autograd._unsafe_preserve_version_counter(weight), torch.no_grad():
-            for size in (0, storage.nbytes()):
-                storage.resize_(size)
-            weight.copy_(torch.randn(48, 64))
-        assert is_current(weight, packed_weight(weight, form("nvfp4")))
-        assert is_current(weight, packed_weight(weight, form("nvfp4")))
-        assert not hasattr(weight, weight_cache._ATTRIBUTE)
-    assert len(packings) == 5 and weight._version == 0
+        assert is_current(weight, packed_weight(weight, form("nvfp4")))  # packed in the group, which ended
+    assert len(packings) == 5, "kept again"
 
 
 @pytest.mark.gpu
@@ -131,28 +130,37 @@ def test_cuda_graphs_read_what_a_group_wrote():
     check(2)
 
 
-def test_a_collective_while_a_weight_is_packed_counts(monkeypatch):
+def test_what_was_kept_before_a_group_is_out_of_date_after_it(packings):
+    weight, other = (torch.nn.Parameter(torch.randn(48, 64)) for _ in range(2))
+    for each in (weight, other):
+        packed_weight(each, form("nvfp4"))
+    with alone():
+        weight.data.mul_(-1.5)  # and no call while the group is there
+    for each in (weight, other):
+        assert is_current(each, packed_weight(each, form("nvfp4")))
+    assert len(packings) == 4
+
+
+def test_a_group_that_begins_while_a_weight_is_packed_counts(monkeypatch):
     weight = torch.nn.Parameter(torch.randn(48, 64))
     quantize = weight_cache._quantize
 
     def overtaken(weight, packed_as):
         packed = quantize(weight, packed_as)
-        weight.data.mul_(-1)
-        dist.all_reduce(weight.data)
+        with alone():
+            weight.data.mul_(-1)
         return packed
 
-    with alone():
-        monkeypatch.setattr(weight_cache, "_quantize", overtaken)
-        packed_weight(weight, form("nvfp4"))
-        monkeypatch.setattr(weight_cache, "_quantize", quantize)
-        assert is_current(weight, packed_weight(weight, form("nvfp4")))
+    monkeypatch.setattr(weight_cache, "_quantize", overtaken)
+    packed_weight(weight, form("nvfp4"))
+    monkeypatch.setattr(weight_cache, "_quantize", quantize)
+    assert is_current(weight, packed_weight(weight, form("nvfp4")))
 
 
 @pytest.mark.usefixtures("without_kernels")
 @pytest.mark.parametrize("tells", [True, False])
-def test_nothing_is_kept_where_torch_does_not_tell_of_writes(tells, packings, monkeypatch):
-    for module in (weight_cache, hoist):
-        monkeypatch.setattr(module, "changes_are_seen", lambda: tells)
+def test_nothing_is_kept_where_torch_does_not_tell_of_groups(tells, packings, monkeypatch):
+    monkeypatch.setattr(weight_cache, "_watch", lambda: tells)
     compiled, recorder = compile_recorded(torch.nn.Linear(64, 48), fp4compile.backend("nvfp4"))
     with torch.no_grad():
         compiled(torch.randn(8, 64))
@@ -163,34 +171,16 @@ def test_nothing_is_kept_where_torch_does_not_tell_of_writes(tells, packings, mo
     assert len(packings) == before + (1 if tells else 2)
 
 
-def test_methods_of_groups_are_watched_once_and_only_where_they_can_be(monkeypatch):
-    calls = []
+def test_groups_are_watched_once_and_only_where_they_can_be(monkeypatch):
+    world, calls = dist.distributed_c10d._World, []
+    monkeypatch.setattr(world, "default_pg", world.default_pg)  # and put back
 
-    def told(args, kwargs):
-        calls.append((args, kwargs))
+    def told():
+        calls.append(dist.is_initialized())
 
-    for group in (torch._C._distributed_c10d.ProcessGroup, torch._C._distributed_c10d.Backend):
-        for name in [one for one in vars(group) if not one.startswith("__")]:
-            monkeypatch.setattr(group, name, vars(group)[name])  # and put back
-    assert _inductor_patches.watch_collectives(told) and _inductor_patches.watch_collectives(told)
-    x = torch.ones(2)
+    assert _inductor_patches.watch_process_groups(told) and _inductor_patches.watch_process_groups(told)
     with alone():
-        calls.clear()
-        dist.all_reduce(x)
-        dist.group.WORLD._get_backend(x.device).broadcast([x], dist.BroadcastOptions())
-    given = [args[0][0] for args, _ in calls if args and isinstance(args[0], list)]
-    assert len(given) == 2 and all(one is x for one in given)
-
-
-def test_nothing_is_watched_where_methods_cannot_be_replaced(monkeypatch):
-    monkeypatch.setattr(torch._C._distributed_c10d, "Backend", object)
-    assert not _inductor_patches.watch_collectives(lambda args, kwargs: None)
-
-
-def test_a_group_that_is_a_class_of_pythons_may_lack_methods():
-    class Group(dist.ProcessGroup):
         pass
-
-    weight_cache.changes_are_seen()
-    with pytest.raises(RuntimeError, match="No backend"):
-        Group(0, 1).broadcast([torch.ones(2)], dist.BroadcastOptions())
+    assert calls == [True, False]
+    monkeypatch.setattr(world, "default_pg", None)
+    assert not _inductor_patches.watch_process_groups(lambda: None)
