@@ -198,9 +198,9 @@ def main(rank: int, output: str, device: str = "cpu") -> None:
     config.fx_graph_cache = False  # graphs are compiled anew, and the ranks share what a C++ compiler makes of them
     torch._functorch.config.enable_autograd_cache = False
     fp4compile.config.enabled_passes = PASSES
-    if device == "cuda" and rank in MEMBERS:
-        torch.cuda.set_device(MEMBERS.index(rank))
-        torch.cuda.init()  # or a mesh would choose another device
+    if device == "cuda":  # or a mesh would choose a device, and refuses three ranks on two
+        torch.cuda.set_device(MEMBERS.index(rank) if rank in MEMBERS else 0)
+        torch.cuda.init()
     process_groups.begin(f"{output}.store", rank, 3, "nccl" if device == "cuda" else "gloo")
     mesh = DeviceMesh(device, list(MEMBERS))
     *groups, left = [dist.new_group(list(MEMBERS), timeout=timedelta(seconds=each)) for each in (20, 20, 20, 20, 2)]
