@@ -325,12 +325,17 @@ _TRAINING_STEP = generated(
     """
 Forward and backward pass of the first 4 layers of a Llama-3-8B with random bf16 weights, embedding and head, 4 texts of
 2048 tokens, without an optimiser, compiled as a whole. "Device": the kernels' times, one after the other. "Host": until
-all of a step is issued. The first three steps include compiling. "Fast": forward products with `fast_accumulation`, as
-torchao's forward products have it.
+all of a step is issued. The first three steps include compiling, beside three other benchmarks on the same host.
 
     python -m benchmarks.training_step
 """,
     table("training_step_h200.json", cells.training_step),
+    """
+Since then quantisers of MXFP8 write the 16-bit values that the library multiplies. Two rounds of one run:
+
+    python -m benchmarks.training_step --cases bf16 mxfp8 bf16 mxfp8
+""",
+    table("training_step_mxfp8_h200.json", cells.training_step),
 )
 
 _SHARDED_STEP = generated(
@@ -345,7 +350,8 @@ the same recipe without.
 
     python -m benchmarks.sharded_step --ranks 2
 
-Over NVLink:
+Over NVLink, beside two other benchmarks on the host's other GPUs, which slow steps that the host bounds, torchao's
+most: 97.5 ms in a run without them.
 """,
     table("sharded_step_h200.json", cells.sharded_step),
     """
@@ -508,7 +514,7 @@ memory (`--parts configurations --kernels tiles`). The product takes tiles up to
 """,
     table("grouped_mm_h200.json", cells.part_of("configurations")),
     """
-## Packed NVFP4 experts from 9 tokens on
+## Packed NVFP4 experts from 65 tokens on
 
 One product, in microseconds. `grouped_wgmma_sm90` reads the codes. "Without this kernel": weight-only by
 the kernels above, which dequantise in the main loop or in memory. "Sizes": the tokens of an expert are equal, or drawn
@@ -525,7 +531,7 @@ which the matrix units wait, weigh more.
 
 In a compiled layer tokens are gathered, and silu(gate) * up is computed, by kernels that write that order themselves.
 Microseconds of a layer: tokens are gathered in the order of their experts, multiplied by gate and up, and after
-silu(gate) * up by down. The routing is drawn at random before.
+silu(gate) * up by down. The routing is drawn at random before. This run was ended before its last six rows.
 
     python -m benchmarks.packed_layer
 """,

@@ -211,7 +211,7 @@ def claims() -> dict[str, list[str]]:
     first = stored("compile_time_h200.json")["rows"][1]
     losses = {row["variant"]: row["over bf16 %"] for row in stored("training_loss_h200.json")["rows"]}
     check = stored("weight_check_h200.json")
-    prefill = f"prefill takes {cells.number(stored('llama_decode_h200.json')['rows'][1]['prefill x'], 2)} times"
+    prefill = f"prefill takes {cells.number(stored('llama_decode_h100.json')['rows'][1]['prefill x'], 2)} times"
     many = {row["shape"]: row["weight-only x"] for row in stored("many_rows_h200.json")["rows"]}
     faster, slower = (
         span((gain**power for shape, gain in many.items() if int(shape.split("x")[0]) in rows), 1)
