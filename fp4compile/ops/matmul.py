@@ -19,8 +19,8 @@ sums in fewer bits than float32 has; the reference never does.
 `scaled_mm_quantized` is `scaled_mm` whose epilogue ends in "quantize" and a format: the result is rounded to dtype and
 quantised along its rows. It returns codes and swizzled block scales, as `quantize` does. outer: the static outer scale
 of a format that has one. offs: where groups of rows end, each of which has a matrix of B, as in `scaled_grouped_mm`;
-the results are what `quantize` returns for the same offs. B of two products is then [G, 2 N, K], or [2 G, N, K] with
-the matrices of the second product behind those of the first.
+the results are what `quantize` returns for the same offs. B of two products is then [G, 2 N, K], or [2 G, N, K]: all
+matrices of the first product, and behind them all matrices of the second.
 
 `scaled_mm_amax` is `scaled_mm` whose epilogue ends in "amax". It returns the result, and float32 magnitudes [P], the
 largest of which is the result's amax: `quantize` takes them. Which of them is the largest depends on the device.

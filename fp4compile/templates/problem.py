@@ -57,10 +57,9 @@ class Problem:
     operations follow in the same kernel; out_dtype is what the product is rounded to before them. result: the format to
     which that kernel quantises the rows of the result; None where it stores the result in 16 or 32 bits. pair: whether
     the rows of B are two matrices [n, k], and the epilogue makes one result [m, n] of both products. two_weights: with
-    groups, whether these are no rows of one matrix, but the matrices of all groups come first of one product, then of
-    the other: B is [2 groups, n, k]. amax: whether the
-    kernel finds the amax of the result as well. operand_bytes: for each element of a result that is quantised or whose
-    amax is found, bytes that the epilogue reads of other tensors of the result's size.
+    groups, whether B is [2 groups, n, k]: all groups' matrices of the first product, then all of the second product.
+    amax: whether the kernel finds the amax of the result as well. operand_bytes: for each element of a result that is
+    quantised or whose amax is found, bytes that the epilogue reads of other tensors of the result's size.
 
     ragged: None where all products have the same sizes; else the dimension that groups of any sizes share:
         "rows": [m, k] x [groups, n, k] -> [m, n], the matrix of B by the row's group;

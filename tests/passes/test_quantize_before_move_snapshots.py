@@ -157,10 +157,6 @@ def sorted_by_expert(x, index):
     return quantize(torch.gather(x, 0, index.reshape(-1, 1).expand(-1, K)), "nvfp4")[:3]
 
 
-def looked_up(table, index):
-    return quantize(aten.embedding(table, index.view(4, 8)).view(-1, K), "nvfp4_rowwise")[:3]
-
-
 class Snapshots(TestCase):
     maxDiff = None
 
@@ -319,35 +315,6 @@ gather_default_2: uint8[32, 4] = aten.gather(view_dtype, 0, expand_default_2)
 view_dtype_1: float8_e4m3fn[32, 4] = aten.view.dtype(gather_default_2, torch.float8_e4m3fn)
 getitem_5: float32[] = <built-in function getitem>(quantize_default, 2)
 return gather_default_1: uint8[32, 32], view_dtype_1: float8_e4m3fn[32, 4], getitem_5: float32[]""",
-        )
-
-    def test_looked_up(self):
-        self.assertExpectedInline(
-            before_and_after(looked_up, X, INDEX),
-            """\
-view: int64[4, 8] = aten.view(index_1, [4, 8])
-embedding: bfloat16[4, 8, 64] = aten.embedding(table_1, view)
-view_1: bfloat16[32, 64] = aten.view(embedding, [-1, 64])
-quantize = fp4compile.quantize(view_1, nvfp4_rowwise)
-getitem: uint8[32, 32] = <built-in function getitem>(quantize, 0)
-getitem_1: float8_e4m3fn[32, 4] = <built-in function getitem>(quantize, 1)
-getitem_2: float32[32, 1] = <built-in function getitem>(quantize, 2)
-return getitem: uint8[32, 32], getitem_1: float8_e4m3fn[32, 4], getitem_2: float32[32, 1]
----
-view: int64[4, 8] = aten.view(index_1, [4, 8])
-quantize_default = fp4compile.quantize(table_1, nvfp4_rowwise, [-1])
-getitem_3: uint8[4, 32] = <built-in function getitem>(quantize_default, 0)
-embedding_default: uint8[4, 8, 32] = aten.embedding(getitem_3, view)
-getitem_4: float8_e4m3fn[4, 4] = <built-in function getitem>(quantize_default, 1)
-view_dtype: uint8[4, 4] = aten.view.dtype(getitem_4, torch.uint8)
-embedding_default_1: uint8[4, 8, 4] = aten.embedding(view_dtype, view)
-getitem_5: float32[4, 1] = <built-in function getitem>(quantize_default, 2)
-embedding_default_2: float32[4, 8, 1] = aten.embedding(getitem_5, view)
-reshape_default: uint8[32, 32] = aten.reshape(embedding_default, [-1, 32])
-reshape_default_1: uint8[32, 4] = aten.reshape(embedding_default_1, [-1, 4])
-view_dtype_1: float8_e4m3fn[32, 4] = aten.view.dtype(reshape_default_1, torch.float8_e4m3fn)
-reshape_default_2: float32[32, 1] = aten.reshape(embedding_default_2, [-1, 1])
-return reshape_default: uint8[32, 32], view_dtype_1: float8_e4m3fn[32, 4], reshape_default_2: float32[32, 1]""",
         )
 
     def test_gradients(self):

@@ -33,8 +33,8 @@ KERNELS = {
 @pytest.mark.parametrize("sm", TARGETS)
 def test_every_shipped_configuration(sm):
     """Assembles; converts by the instructions of SM100; spills nothing; accesses global memory 16 bytes at a time; has
-    no more instructions than its line allows. Of the representatives; where the launches are those of 10.0, of each
-    kernel once."""
+    no more instructions than its line allows. The representatives are compiled; for 10.3, whose launches equal the
+    launches of 10.0, one for each kernel."""
     some = representatives(sm)[0]
     if sm == 103:
         assert launched_on(103) == launched_on(100)

@@ -2,9 +2,9 @@
 
 Experts compute `grouped product -> activation -> grouped product`. Here the first product's kernel computes the
 activation and stores codes and block scales, group by group, in the layout that the next product reads. Groups are rows
-of A and of the result. Operands and tiles are those of `gemm.grouped_block_scaled_sm100`, and the epilogue is
-`gemm.block_scaled_sm100`'s, of one product or of two. Then the matrix of each group has the rows of gate and, below
-them, the rows of up; or all matrices of up follow all matrices of gate.
+of A and of the result. The kernel has the operands and the tiles of `gemm.grouped_block_scaled_sm100`, and the epilogue
+of `gemm.block_scaled_sm100`, for one product or for two. For two, the matrix of each group has the rows of gate and,
+below them, the rows of up; or all matrices of up follow all matrices of gate.
 
 A tile of 128 rows of a group is a tile of the scales of that group, too, because swizzled scales of groups are padded
 to 128 rows. So a tile stores its scales whole: zeros where the group has ended. Tiles of scales behind the last group
