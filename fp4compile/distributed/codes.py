@@ -10,6 +10,7 @@ more than their work, because each has to wait for a place among the products th
 """
 
 import functools
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -68,10 +69,11 @@ class Direction:
         outer = self.block_format.outer
         return None if outer == "row" and self.dim == ROWS else outer
 
-    @cached_property
-    def count_of_parts(self) -> int:
-        """How many parts a weight's codes have: the codes, and the scales that there are."""
-        return sum(part is not None for part in self.shapes(self.size[0]))
+    def next_parts(self, tensors: Iterator[torch.Tensor]) -> Parts:
+        """The next codes, block scales and outer scale from tensors; None for a missing part."""
+        data, scales, outer = (None if one is None else next(tensors) for one in self.shapes(self.size[0]))
+        assert data is not None
+        return data, scales, outer
 
     def misfit(self, ranks: int) -> str | None:
         """Why ranks cannot quantise their rows alone; None where they can."""
@@ -143,22 +145,28 @@ class Direction:
             tensor.untyped_storage().resize_(0)
         return Place(part, arriving, lies_there)
 
-    def join(self, places: list[Place | None], ranks: int) -> None:
-        """Write the parts of the whole weight that do not lie as they arrive, and free what arrived."""
-        for place, sent in zip(places, self.shapes(self.size[0] // ranks), strict=True):
-            if place is not None and sent is not None and not place.lies_there:
-                self._join(place, sent[0], ranks)
-                place.arriving.untyped_storage().resize_(0)
+    def copies(self, places: list[Place | None], ranks: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """The parts of the whole weight that are what arrives in another order: (where to copy, what to copy)."""
+        found = []
+        for i, (place, sent) in enumerate(zip(places, self.shapes(self.size[0] // ranks), strict=True)):
+            swizzled = i == 1 and self.layout == "swizzled"
+            if place is not None and sent is not None and not place.lies_there and not swizzled:
+                lanes = sent[0][0]
+                word = _word(place.arriving.numel() // (ranks * lanes))
+                pieces = place.arriving.view(word).view(ranks, lanes, -1)
+                found.append((place.part.view(word).view(lanes, ranks, -1), pieces.transpose(0, 1)))
+        return found
 
-    def _join(self, place: Place, shape: tuple[int, ...], ranks: int) -> None:
-        """Write one part of the whole weight. shape: of a rank's part."""
-        whole, lanes = place.part, shape[0]
-        if whole.dim() == 2:
-            word = _word(place.arriving.numel() // (ranks * lanes))
-            pieces = place.arriving.view(word).view(ranks, lanes, -1)
-            whole.view(word).view(lanes, ranks, -1).copy_(pieces.transpose(0, 1))
-            return
-        pieces = place.arriving.view(ranks, lanes, -1)
+    def swizzled(self, places: list[Place | None]) -> list[torch.Tensor]:
+        """The block scales that `swizzle` writes, and what arrives of them; nothing for scales in a linear layout."""
+        scales = places[1]
+        return [] if scales is None or self.layout != "swizzled" else [scales.part, scales.arriving]
+
+    def swizzle(self, whole: torch.Tensor, arriving: torch.Tensor, ranks: int) -> None:
+        """Write the whole weight's swizzled block scales. arriving: the bytes of all ranks one after the other."""
+        _, sent, _ = self.shapes(self.size[0] // ranks)
+        assert sent is not None
+        pieces = arriving.view(ranks, sent[0][0], -1)
         joined = pieces.flatten(0, 1) if self.dim == ROWS else pieces.transpose(0, 1).flatten(1)
         lanes = self.size[0] if self.dim == ROWS else self.size[1]
         linear = joined.view(whole.dtype)

@@ -5,7 +5,7 @@ sees no difference. Only FSDP2's hooks know of codes.
 """
 
 import copy
-import itertools
+import inspect
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -14,9 +14,10 @@ import torch.distributed as dist
 from torch.utils._pytree import tree_map_only
 
 from fp4compile.distributed import compiled
+from fp4compile.distributed.arrival import Arrival, Finish, Gathering
 from fp4compile.distributed.codes import Direction
 from fp4compile.distributed.fsdp import Sharded
-from fp4compile.distributed.whole import Arrival, Form, invalidate
+from fp4compile.distributed.whole import Form
 
 aten = torch.ops.aten
 # Operators by which FSDP2, DTensor and `nn.Module.to` make another shard of a shard. Results of others are plain.
@@ -39,37 +40,29 @@ class Member:
         return self  # Dynamo copies what a shard refers to
 
     @property
-    def wanted(self) -> tuple[Direction, ...]:
-        """The directions of the codes that products will read before the weight is gathered again."""
-        form, sharded = self.form, self.sharded
-        is_wanted = (sharded.for_forward or form.recompute, sharded.for_backward)
-        return tuple(itertools.compress((form.rows, form.columns), is_wanted))
-
-    @property
-    def sent(self) -> tuple[Direction, ...]:
-        """The directions of the codes that ranks send now."""
-        return self.form.sent(self.wanted)
-
-    def arrives(self) -> Arrival:
+    def gathering(self) -> Gathering:
+        """What a gather now brings: the codes that products will read before the weight is gathered again."""
+        sharded = self.sharded
         if self.arrival is None:  # a cast of the model may have changed the dtype
-            form = replace(self.form, dtype=self.sharded.dtype)
+            form = replace(self.form, dtype=sharded.dtype)
             with torch.inference_mode(False):  # the first gather may serve an evaluation, and later ones training
-                self.arrival = Arrival(form, self.sharded.device, self.sharded.ranks)
-        return self.arrival
+                self.arrival = Arrival(form, sharded.device, sharded.ranks)
+        return self.arrival.gathering(rows=sharded.for_forward or self.form.recompute, columns=sharded.for_backward)
 
 
-# Shards of weights of one form, one below the other: [weights, rows, K].
-_Stacks = list[tuple[list["Member"], torch.Tensor]]
+# Shards of weights of one form, one below the other: [weights, rows, K], and the gathering of the first weight.
+_Stacks = list[tuple[list["Member"], torch.Tensor, Gathering]]
 # Largest magnitudes over all ranks, by the first weight of a stack and by the kind of outer scale.
 _Magnitudes = dict[tuple["Member", str | None], torch.Tensor]
 
 
 class Together:
-    """The weights that are gathered together, and quantised together.
+    """The weights that are gathered together, quantised together, and finished together.
 
     FSDP2 asks the weights of a module for their codes one after the other. The first one that asks quantises all: one
     launch casts all shards, one collective reduces the magnitudes of which scales are made, and one call quantises all
-    weights of one size. Each weight takes its own codes once, so that none meets codes of another step.
+    weights of one size. Each weight takes its own codes once, so that none meets codes of another step. When all have
+    arrived, FSDP2 tells one after the other, and the last one finishes all.
 
     A gather for a backward pass takes the magnitudes that the forward pass before it has reduced: of the same weights.
     """
@@ -78,33 +71,58 @@ class Together:
         self.members: list[Member] = []
         self._waiting: dict[Member, list[torch.Tensor]] = {}
         self._known: _Magnitudes = {}
+        self._alike: list[list[Member]] = []
+        self._finish: dict[tuple[Gathering, ...], Finish] = {}
+        self._arrived: list[Gathering] = []
 
     def take(self, member: Member, shard: torch.Tensor) -> list[torch.Tensor]:
         """The bytes that a rank sends of a weight. shard: its rows, on the device of the whole weight."""
         if member not in self._waiting:
             shards = {one: shard if one is member else plain(one.sharded.local) for one in self.members}
-            self._waiting = self._encoded(_stacked(shards), member.sharded)
+            self._waiting = self._encoded(self._stacked(shards), member.sharded)
         return self._waiting.pop(member)
 
-    def arrived(self, member: Member) -> None:
-        """Let no product take old codes, once the last of the weights has arrived; see `invalidate`."""
-        if member is self.members[-1]:
-            invalidate(one.arrives() for one in self.members)
+    def arrived(self, gathering: Gathering) -> None:
+        """Finish all weights once the last of them has arrived. gathering: of the weight that has arrived now."""
+        self._arrived.append(gathering)
+        if len(self._arrived) == len(self.members):
+            key = tuple(self._arrived)
+            self._arrived.clear()
+            if key not in self._finish:
+                self._finish[key] = Finish(key)
+            self._finish[key]()
+
+    def _stacked(self, shards: dict[Member, torch.Tensor]) -> _Stacks:
+        """The shards by form, in the dtype of the whole weights."""
+        if not self._alike:
+            alike: dict[Form, list[Member]] = {}
+            for member in self.members:
+                alike.setdefault(member.gathering.arrival.form, []).append(member)
+            self._alike = list(alike.values())
+        stacks, to = [], []
+        for members in self._alike:
+            first = members[0]
+            gathering = first.gathering
+            shape, dtype = (len(members), *shards[first].shape), gathering.arrival.form.dtype
+            stack = torch.empty(shape, dtype=dtype, device=first.sharded.device)
+            stacks.append((members, stack, gathering))
+            to += stack.unbind()
+        torch._foreach_copy_(to, [shards[member] for members in self._alike for member in members])
+        return stacks
 
     def _encoded(self, stacks: _Stacks, asking: Sharded) -> dict[Member, list[torch.Tensor]]:
         """The bytes of each weight's codes and scales. asking: one of the weights."""
         known = self._known if asking.in_backward else {}
         self._known = known | _reduced(stacks, known, asking.process_group)
-        encode = Encoding(tuple(members[0].sent for members, _ in stacks))
+        encode = Encoding(tuple(gathering.sent for *_, gathering in stacks))
         tensors = []
-        for (members, stack), directions in zip(stacks, encode.directions, strict=True):
-            kinds = [direction.scale_over_ranks for direction in directions]
+        for members, stack, gathering in stacks:
+            kinds = [direction.scale_over_ranks for direction in gathering.sent]
             tensors += [stack, *(self._known[members[0], kind] for kind in kinds if kind)]
         parts = iter(compiled.run(encode, tensors))
         found: dict[Member, list[torch.Tensor]] = {}
-        for (members, _), directions in zip(stacks, encode.directions, strict=True):
-            count = sum(direction.count_of_parts for direction in directions)
-            of_members = zip(*(part.unbind() for part in itertools.islice(parts, count)), strict=True)
+        for members, _, gathering in stacks:
+            of_members = zip(*(next(parts).unbind() for _ in gathering.arriving), strict=True)
             found |= zip(members, map(list, of_members), strict=True)
         return found
 
@@ -128,22 +146,6 @@ class Encoding:
         return found
 
 
-def _stacked(shards: dict[Member, torch.Tensor]) -> _Stacks:
-    """The shards by form and dtype, in the dtype of the whole weights."""
-    alike: dict[tuple[Form, torch.dtype], list[Member]] = {}
-    for member in shards:
-        alike.setdefault((member.form, member.sharded.dtype), []).append(member)
-    stacks, to, given = [], [], []
-    for (_, dtype), members in alike.items():
-        shape = len(members), *shards[members[0]].shape
-        stack = torch.empty(shape, dtype=dtype, device=members[0].sharded.device)
-        stacks.append((members, stack))
-        to += stack.unbind()
-        given += [shards[member] for member in members]
-    torch._foreach_copy_(to, given)
-    return stacks
-
-
 def _reduced(stacks: _Stacks, known: _Magnitudes, group: dist.ProcessGroup) -> _Magnitudes:
     """The magnitudes that scales need and that are not known.
 
@@ -151,8 +153,8 @@ def _reduced(stacks: _Stacks, known: _Magnitudes, group: dist.ProcessGroup) -> _
     pass over NaN among floats.
     """
     found: _Magnitudes = {}
-    for members, stack in stacks:
-        for direction in members[0].sent:
+    for members, stack, gathering in stacks:
+        for direction in gathering.sent:
             key = members[0], direction.scale_over_ranks
             if direction.scale_over_ranks and key not in known and key not in found:
                 found[key] = direction.magnitudes(stack)
@@ -226,27 +228,31 @@ class QuantizedShard(torch.Tensor):
 
     def fsdp_pre_all_gather(
         self, mesh: Any, outer_size: Any, outer_stride: Any, module: Any, mp_policy: Any
-    ) -> tuple[list[torch.Tensor], tuple[Direction, ...]]:  # fmt: skip
-        """The bytes that this rank sends, and the directions of the codes that are wanted."""
+    ) -> tuple[list[torch.Tensor], Gathering]:  # fmt: skip
+        """The bytes that this rank sends, and what the gather brings."""
         member = self.member
-        wanted, arrival = member.wanted, member.arrives()
-        member.sharded.gather_into(arrival.arriving(wanted), arrival.beside(wanted))
+        gathering = member.gathering
+        member.sharded.gather_into(gathering.arriving, gathering.beside)
         sent = member.others.take(member, self.values)
         if member.sharded.ranks == 1:
-            arrival.write(sent, wanted)
-        return sent, wanted
+            gathering.write(sent)
+        return sent, gathering
 
     def fsdp_post_all_gather(
         self, all_gather_outputs: tuple[torch.Tensor, ...], metadata: Any, param_dtype: torch.dtype, *, out: Any = None
     ) -> Any:  # fmt: skip
         """The whole weight and its memory at the first gather, later None: `out` is filled then."""
-        arrival, weight = self.member.arrives(), out
+        gathering, weight = metadata, out
         if weight is None:
-            weight = arrival.weight()
-            arrival.allocate(metadata)
-        arrival.finish(weight, metadata)
-        self.member.others.arrived(self.member)
-        return None if out is not None else (weight, tuple(arrival.beside(metadata)))
+            weight = gathering.arrival.weight()
+            gathering.allocate()
+        weight.without_rows = gathering.arrival.form.rows not in gathering.wanted
+        self.member.others.arrived(gathering)
+        return None if out is not None else (weight, tuple(gathering.beside))
+
+
+# FSDP2 asks for the signature at every gather of every weight, which takes as long as the rest of its own work.
+QuantizedShard.fsdp_pre_all_gather.__signature__ = inspect.signature(QuantizedShard.fsdp_pre_all_gather)  # type: ignore
 
 
 def plain(tensor: torch.Tensor) -> torch.Tensor:

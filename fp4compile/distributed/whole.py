@@ -4,21 +4,19 @@ In a graph it is one op, `gathered_weight`, whose products the backend recognise
 the dequantised weight. Its gradient is a plain tensor of its dtype.
 """
 
-from collections.abc import Iterable
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.utils._pytree import tree_map_only
 
-from fp4compile.distributed.codes import Direction, Parts, Place
+from fp4compile.distributed.codes import Direction, Parts
 from fp4compile.ops.quantize import GATHERED_WEIGHT
 
 aten = torch.ops.aten
 # Operators by which FSDP2 and autograd make another tensor object of a parameter: it has the same codes.
 _SAME = (aten.detach.default, aten.alias.default, aten.as_strided.default, aten.view.default)
-_NAMES = ("rows", "row_scales", "row_outer", "columns", "column_scales", "column_outer")
+NAMES = ("rows", "row_scales", "row_outer", "columns", "column_scales", "column_outer")
 
 
 @dataclass(frozen=True)
@@ -67,7 +65,7 @@ class GatheredWeight(torch.Tensor):
             )  # fmt: skip
         made.form, made.without_rows = form, without_rows
         made._rows = rows
-        for name in _NAMES[1:]:
+        for name in NAMES[1:]:
             setattr(made, name, parts.get(name))
         return made
 
@@ -89,7 +87,7 @@ class GatheredWeight(torch.Tensor):
 
     def parts(self) -> dict[str, torch.Tensor]:
         """All tensors that hold codes and scales, by name."""
-        found = {"rows": self._rows} | {name: getattr(self, name) for name in _NAMES[1:]}
+        found = {"rows": self._rows} | {name: getattr(self, name) for name in NAMES[1:]}
         return {name: part for name, part in found.items() if part is not None}
 
     def dequantised(self) -> torch.Tensor:
@@ -131,87 +129,6 @@ class GatheredWeight(torch.Tensor):
         form = self.form
         formats = f"{form.rows.format}, {form.columns.format}"
         return f"GatheredWeight({formats}, size={tuple(self.shape)}, dtype={self.dtype}, device={self.device})"
-
-
-class Arrival:
-    """The memory into which a weight's codes are gathered, again and again. ranks: how many send shards.
-
-    stale: a scale of each direction whose codes the last gather did not bring. FSDP2 allocates the memory before a
-    gather's bytes are written, and frees it after the products.
-    """
-
-    def __init__(self, form: Form, device: torch.device, ranks: int):
-        self.form, self.ranks = form, ranks
-        self.places = {direction: direction.places(device, ranks) for direction in (form.rows, form.columns)}
-        self.stale: list[torch.Tensor] = []
-        self._memories: dict[tuple[Direction, ...], tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
-
-    def weight(self) -> GatheredWeight:
-        """The weight, whose codes are still to be written."""
-        named = zip(_NAMES, (*self.places[self.form.rows], *self.places[self.form.columns]), strict=True)
-        return GatheredWeight(self.form, {name: place.part for name, place in named if place is not None})
-
-    def arriving(self, wanted: tuple[Direction, ...]) -> list[torch.Tensor]:
-        """Where the bytes arrive that `Direction.encode` makes, where products want codes of some directions."""
-        return self._memory(wanted)[0]
-
-    def beside(self, wanted: tuple[Direction, ...]) -> list[torch.Tensor]:
-        """The other memory of the weight."""
-        return self._memory(wanted)[1]
-
-    def _memory(self, wanted: tuple[Direction, ...]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        if wanted not in self._memories:
-            arriving = [place.arriving for direction in self.form.sent(wanted) for place in self._of(direction)]
-            there = {id(tensor) for tensor in arriving}
-            memory = [place.memory for direction in self.places for place in self._of(direction)]
-            self._memories[wanted] = arriving, [tensor for tensor in memory if id(tensor) not in there]
-        return self._memories[wanted]
-
-    def allocate(self, wanted: tuple[Direction, ...]) -> None:
-        """Allocate the other memory, as FSDP2 does from the second gather on."""
-        for tensor in self.beside(wanted):
-            tensor.untyped_storage().resize_(tensor.nbytes)
-
-    def write(self, sent: list[torch.Tensor], wanted: tuple[Direction, ...]) -> None:
-        """Write what one rank alone sends. Of several tensors of one rank, FSDP2 copies the first (torch 2.13)."""
-        for memory, tensor in zip(self.arriving(wanted), sent, strict=True):
-            memory.untyped_storage().resize_(memory.nbytes)
-            memory.copy_(tensor)
-
-    def finish(self, weight: GatheredWeight, wanted: tuple[Direction, ...]) -> None:
-        """Write the wanted codes, whose bytes have arrived. Those of another direction are left to `invalidate`."""
-        form = self.form
-        with writing(list(weight.parts().values())):
-            for direction in form.sent(wanted):
-                direction.join(self.places[direction], self.ranks)
-            if form.columns in wanted and form.columns not in form.sent(wanted):
-                form.columns.transpose(weight.along(form.rows), weight.along(form.columns))
-        weight.without_rows = form.rows not in wanted
-        self.stale = [self._scaling(direction) for direction in (form.rows, form.columns) if direction not in wanted]
-
-    def _scaling(self, direction: Direction) -> torch.Tensor:
-        """The outer scale of a direction's codes, or their block scales where they have no outer scale."""
-        _, scales, outer = self.places[direction]
-        place = outer or scales
-        assert place is not None  # every format has one of them
-        return place.part
-
-    def _of(self, direction: Direction) -> list[Place]:
-        return [place for place in self.places[direction] if place is not None]
-
-
-def invalidate(arrivals: Iterable[Arrival]) -> None:
-    """Make every product NaN of codes that the last gathers did not bring, so that no product takes old ones."""
-    stale = [tensor for arrival in arrivals for tensor in arrival.stale]
-    if stale:
-        with writing(stale):  # in all formats of scales, bytes of ones are NaN
-            torch._foreach_clamp_min_([tensor.view(-1).view(torch.uint8) for tensor in stale], 255)
-
-
-def writing(parts: list[torch.Tensor]) -> AbstractContextManager:
-    """A context that writes to a weight's memory: autograd saved it for the backward pass, which reads what is new."""
-    counted = tuple(part for part in parts if not part.is_inference())
-    return torch.autograd._unsafe_preserve_version_counter(counted)
 
 
 def _same_shape(func: Any, args: tuple) -> bool:

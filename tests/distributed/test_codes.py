@@ -34,7 +34,10 @@ def gathered(direction: Direction, whole: torch.Tensor, other: torch.Tensor | No
     sent = [[part[-1] for part in direction.encode(stack, magnitudes)] for stack in stacks]
     for place, *parts in zip(there, *sent, strict=True):
         place.arriving.copy_(torch.cat(parts))
-    direction.join(places, RANKS)
+    for to, pieces in direction.copies(places, RANKS):
+        to.copy_(pieces)
+    if scales := direction.swizzled(places):
+        direction.swizzle(*scales, RANKS)
     return [None if place is None else place.part for place in places]
 
 

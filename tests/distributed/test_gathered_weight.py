@@ -7,8 +7,9 @@ from torch.utils.checkpoint import checkpoint
 
 import fp4compile
 from fp4compile.analysis.plan import BEFORE_CAST
+from fp4compile.distributed.arrival import Arrival, Finish
 from fp4compile.distributed.codes import Direction
-from fp4compile.distributed.whole import Arrival, Form, invalidate
+from fp4compile.distributed.whole import Form
 from fp4compile.hardware import Target
 from fp4compile.passes.manager import analyse
 from fp4compile.recipe import resolve
@@ -22,17 +23,16 @@ def gathered(weight: torch.Tensor, format: str, recompute=False, directions=2, l
     """A weight as it is on one rank after a gather. directions: 1 gathers the codes along the columns alone."""
     both = tuple(Direction(format, dim, tuple(weight.shape), layout) for dim in (-1, -2))
     arrival = Arrival(Form(*both, weight.dtype, recompute), weight.device, 1)
-    made, wanted, shards = arrival.weight(), both[-directions:], weight.unsqueeze(0)
-    for memory in (*arrival.arriving(wanted), *arrival.beside(wanted)):
-        memory.untyped_storage().resize_(memory.nbytes)
+    gathering, shards = arrival.gathering(rows=directions == 2, columns=True), weight.unsqueeze(0)
     encoded = []
-    for one in made.form.sent(wanted):
+    for one in gathering.sent:
         parts = one.encode(shards, one.magnitudes(shards) if one.scale_over_ranks else None)
         encoded += [part[0] for part in parts]
-    for memory, part in zip(arrival.arriving(wanted), encoded, strict=True):
-        memory.copy_(part)
-    arrival.finish(made, wanted)
-    invalidate([arrival])
+    gathering.allocate()
+    gathering.write(encoded)
+    made = arrival.weight()
+    made.without_rows = directions == 1
+    Finish([gathering])()
     return nn.Parameter(made)
 
 

@@ -18,9 +18,12 @@ from fp4compile import _compat, config
 from fp4compile.check.simulate.fault import Fault
 from fp4compile.check.simulate.launch import Simulator, compiled_of
 from fp4compile.distributed import compiled
+from fp4compile.distributed.arrival import Swizzling, Transposing
 from fp4compile.distributed.codes import Direction
 from fp4compile.distributed.shard import Encoding
+from fp4compile.distributed.whole import Form
 from fp4compile.hardware import Target
+from fp4compile.ops.quantize import QUANTIZE
 from fp4compile.passes import arranged_operands, quantize_before_move
 from tests.helpers import in_interpreter
 from tests.helpers.compiled_models import RUNS, Case, compared, difference, expected_of
@@ -116,6 +119,26 @@ def test_codes_of_shards_are_made_by_the_quantisers_alone(monkeypatch):
     counted = gpu.counted()
     assert counted["package"] == {"quantize_squares": 3} and counted["Inductor"].total() == 3
     assert not counted["PyTorch"]
+
+
+@pretending
+def test_weights_of_square_blocks_are_finished_by_compiled_functions(monkeypatch):
+    """Scales are swizzled, codes and scales are transposed: what is compiled writes where the weight's tensors lie."""
+    rows, columns = (Direction("nvfp4_16x16", dim, (96, 80), "swizzled") for dim in (-1, -2))
+    form, ranks = Form(rows, columns, torch.bfloat16, recompute=True), 2
+    weight = torch.randn(96, 80)
+    codes, whole = ([*QUANTIZE(weight, "nvfp4_16x16", dim, layout="swizzled")] for dim in (-1, -2))
+    arriving = [part for shard in weight.chunk(ranks) for part in rows.encode(shard[None], weight.abs().amax())[1]]
+    swizzling = Swizzling((rows,), ranks), [torch.empty_like(codes[1]), torch.cat(arriving)]
+    transposing = Transposing((form,)), [*codes, *map(torch.empty_like, whole)]
+    with simulated(monkeypatch, 100) as gpu, torch.no_grad():
+        monkeypatch.setattr(compiled, "compile_fx_inner", gpu.compile_inner)
+        for function, tensors in (swizzling, transposing):
+            assert compiled.compiled(function, tensors)(*tensors) == []
+    written = swizzling[1][0], *transposing[1][-3:]
+    for found, expected in zip(written, (codes[1], *whole), strict=True):
+        assert torch.equal(found.view(-1).view(torch.uint8), expected.view(-1).view(torch.uint8))
+    assert gpu.counted()["Inductor"] and not gpu.counted()["PyTorch"]
 
 
 class GatedMlp(torch.nn.Module):

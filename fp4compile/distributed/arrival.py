@@ -1,0 +1,167 @@
+"""The memory into which a weight's codes are gathered, and what makes a whole weight of the bytes that arrived.
+
+FSDP2 asks at each gather, in the thread that issues the products: what does not change from gather to gather is
+prepared once, and the weights that are gathered together are finished by a few calls for all.
+"""
+
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from fp4compile.distributed import compiled
+from fp4compile.distributed.codes import Direction, Place
+from fp4compile.distributed.whole import NAMES, Form, GatheredWeight
+
+
+@dataclass(frozen=True)
+class Swizzling:
+    """Writes the block scales of whole weights in the swizzled layout. directions: of each weight's codes."""
+
+    directions: tuple[Direction, ...]
+    ranks: int
+
+    def __call__(self, *tensors: torch.Tensor) -> list[torch.Tensor]:
+        """tensors: for each direction the scales, which are written, and the bytes that arrived."""
+        for direction, whole, arriving in zip(self.directions, tensors[::2], tensors[1::2], strict=True):
+            direction.swizzle(whole, arriving, self.ranks)
+        return []
+
+
+@dataclass(frozen=True)
+class Transposing:
+    """Writes codes of square blocks along the columns, which are the codes along the rows. forms: of each weight."""
+
+    forms: tuple[Form, ...]
+
+    def __call__(self, *tensors: torch.Tensor) -> list[torch.Tensor]:
+        """tensors: for each form the parts along the rows, and the parts along the columns, which are written."""
+        left = iter(tensors)
+        for form in self.forms:
+            rows, columns = form.rows.next_parts(left), form.columns.next_parts(left)
+            form.columns.transpose(rows, columns)
+        return []
+
+
+@dataclass(frozen=True, eq=False)
+class Gathering:
+    """What a gather brings of one weight, for products that read codes in some directions.
+
+    wanted: the directions. sent: those whose codes ranks send. arriving: where the bytes of `Direction.encode` arrive.
+    beside: the weight's other memory, which FSDP2 allocates and frees with it.
+    """
+
+    arrival: "Arrival"
+    wanted: tuple[Direction, ...]
+    sent: tuple[Direction, ...]
+    arriving: list[torch.Tensor]
+    beside: list[torch.Tensor]
+
+    def allocate(self) -> None:
+        """Allocate the memory beside what arrives, as FSDP2 does from the second gather on."""
+        for tensor in self.beside:
+            tensor.untyped_storage().resize_(tensor.nbytes)
+
+    def write(self, sent: list[torch.Tensor]) -> None:
+        """Write what one rank alone sends. Of several tensors of one rank, FSDP2 copies the first (torch 2.13)."""
+        for memory, tensor in zip(self.arriving, sent, strict=True):
+            memory.untyped_storage().resize_(memory.nbytes)
+            memory.copy_(tensor)
+
+
+class Arrival:
+    """The memory into which a weight's codes are gathered, again and again. ranks: how many send shards.
+
+    FSDP2 allocates the memory before a gather's bytes are written, and frees it after the products.
+    """
+
+    def __init__(self, form: Form, device: torch.device, ranks: int):
+        self.form, self.ranks = form, ranks
+        self.places = {direction: direction.places(device, ranks) for direction in (form.rows, form.columns)}
+        self._gatherings: dict[tuple[bool, bool], Gathering] = {}
+
+    def weight(self) -> GatheredWeight:
+        """The weight, whose codes are still to be written."""
+        named = zip(NAMES, (*self.places[self.form.rows], *self.places[self.form.columns]), strict=True)
+        return GatheredWeight(self.form, {name: place.part for name, place in named if place is not None})
+
+    def gathering(self, *, rows: bool, columns: bool) -> Gathering:
+        """What a gather brings for products that read the codes along the rows, along the columns, or both."""
+        found = self._gatherings.get((rows, columns))
+        if found is None:
+            found = self._gatherings[rows, columns] = self._gathering(rows, columns)
+        return found
+
+    def _gathering(self, rows: bool, columns: bool) -> Gathering:
+        wanted = tuple(itertools.compress((self.form.rows, self.form.columns), (rows, columns)))
+        sent = self.form.sent(wanted)
+        arriving = [place.arriving for direction in sent for place in self.there(direction)]
+        known = {id(tensor) for tensor in arriving}
+        memory = [place.memory for direction in self.places for place in self.there(direction)]
+        return Gathering(self, wanted, sent, arriving, [one for one in memory if id(one) not in known])
+
+    def there(self, direction: Direction) -> list[Place]:
+        """The places of a direction's codes, block scales and outer scale, as far as there are any."""
+        return [place for place in self.places[direction] if place is not None]
+
+    def parts(self, direction: Direction) -> list[torch.Tensor]:
+        """The tensors of the whole weight in these places."""
+        return [place.part for place in self.there(direction)]
+
+    def scaling(self, direction: Direction) -> torch.Tensor:
+        """The outer scale of a direction's codes, or their block scales where they have no outer scale."""
+        _, scales, outer = self.places[direction]
+        place = outer or scales
+        assert place is not None  # every format has one of them
+        return place.part
+
+
+class Finish:
+    """Makes whole weights of the bytes that have arrived. gatherings: of the weights that are gathered together.
+
+    Codes that a gather does not bring are made invalid: products of them are NaN, so that none takes old codes.
+    """
+
+    def __init__(self, gatherings: Sequence[Gathering]):
+        arrivals = [one.arrival for one in gatherings]
+        self._parts = tuple(part for one in arrivals for direction in one.places for part in one.parts(direction))
+        sent = [(one.arrival, direction) for one in gatherings for direction in one.sent]
+        pairs = [pair for one, direction in sent for pair in direction.copies(one.places[direction], one.ranks)]
+        self._to, self._pieces = [to for to, _ in pairs], [piece for _, piece in pairs]
+        self._rearranged = [each for each in (_swizzling(sent), _transposing(gatherings)) if each[1]]
+        stale = [one.arrival.scaling(direction) for one in gatherings for direction in one.arrival.places
+                 if direction not in one.wanted]  # fmt: skip
+        self._stale = [scale.view(-1).view(torch.uint8) for scale in stale]
+        self._spent = [place.arriving for one, direction in sent for place in one.there(direction)
+                       if not place.lies_there]  # fmt: skip
+
+    def __call__(self) -> None:
+        # Autograd saved the tensors for the backward pass, which reads what is new.
+        with torch.autograd._unsafe_preserve_version_counter(self._parts):
+            if self._to:
+                torch._foreach_copy_(self._to, self._pieces)
+            for function, tensors in self._rearranged:
+                compiled.run(function, tensors)
+            if self._stale:  # in all formats of scales, bytes of ones are NaN
+                torch._foreach_clamp_min_(self._stale, 255)
+        for tensor in self._spent:
+            tensor.untyped_storage().resize_(0)
+
+
+_Rearranged = tuple[Callable[..., list[torch.Tensor]], list[torch.Tensor]]
+
+
+def _swizzling(sent: list[tuple[Arrival, Direction]]) -> _Rearranged:
+    found = [(direction, one.ranks, direction.swizzled(one.places[direction])) for one, direction in sent]
+    found = [each for each in found if each[2]]
+    ranks = found[0][1] if found else 1
+    return Swizzling(tuple(one for one, *_ in found), ranks), [tensor for *_, pair in found for tensor in pair]
+
+
+def _transposing(gatherings: Sequence[Gathering]) -> _Rearranged:
+    found = [one.arrival for one in gatherings if one.sent != one.wanted]
+    tensors = [
+        part for one in found for direction in (one.form.rows, one.form.columns) for part in one.parts(direction)
+    ]
+    return Transposing(tuple(one.form for one in found)), tensors
