@@ -4,12 +4,14 @@ A Llama-3-8B, or a Qwen3-30B-A3B with its experts (`--model`), with random weigh
 packed in place (`fp4compile.pack_`). Both are compiled with mode="reduce-overhead" (CUDA graphs) and decode greedily
 into a static cache, in one run: after a short prompt, because attention over a long one takes both models the same time
 (`--context`). "peak" is the most memory that was in use while the model was packed (bf16: while it was made). Prefill
-multiplies experts by groups of tokens; decode as `--experts` says, by groups or by index.
+multiplies experts by groups of tokens; decode as `--experts` says, by groups or by index. "prefill ms" is the time of
+one among prefills that follow each other for two seconds.
 
     python -m benchmarks.llama_decode [--model llama-3-8b] [--recipe nvfp4_weight_only] [--layers N] [--out FILE]
 """
 
 import gc
+import statistics
 import sys
 import time
 from collections.abc import Callable
@@ -107,6 +109,16 @@ def seconds(work: Callable[[], object], device: str) -> float:
     return time.perf_counter() - start
 
 
+def steady_seconds(work: Callable[[], object], device: str) -> float:
+    """Wall-clock time of the work among others that follow each other, at the clock that the card keeps under them.
+
+    It is the median of three runs of two seconds. After a pause a card runs faster than it can stay.
+    """
+    once = statistics.median(seconds(work, device) for _ in range(3))
+    count = max(1, round(2 / once)) if device.startswith("cuda") else 1
+    return statistics.median(seconds(lambda: [work() for _ in range(count)], device) / count for _ in range(3))
+
+
 def synchronize(device: str) -> None:
     if device.startswith("cuda"):
         torch.cuda.synchronize()
@@ -119,7 +131,7 @@ def measure(name: str, model: PreTrainedModel, args, **how) -> dict:
     multiply_experts(model, "grouped_mm")  # by index, every token's experts are gathered
     session = Session(model, args.prompt, args.device, **how)
     first_prefill = seconds(lambda: session.prefill(args.prompt), args.device)
-    prefill = min(seconds(lambda: session.prefill(args.prompt), args.device) for _ in range(5))
+    prefill = steady_seconds(lambda: session.prefill(args.prompt), args.device)
     multiply_experts(model, args.experts)
     session = Session(model, args.context + decoded(args), args.device, **how)
     session.seen = args.context  # of zeros: what was said does not matter

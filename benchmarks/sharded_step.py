@@ -5,6 +5,9 @@ are gathered in bf16. A case is a recipe; ", codes" gathers the weights of its b
 (`fp4compile.distributed.gather_quantized_`). "torchao tensorwise, codes" is torchao's float8 training with its FP8
 all-gather, left out where torchao is not installed.
 
+The model computes what `LlamaForCausalLM` does, and does not look for packed texts: a `LlamaForCausalLM` whose blocks
+alone are compiled waits for the device there at each step.
+
 "ms": the median time of a forward and a backward pass with gradients reduced, without an optimiser. "sent MB": what a
 rank contributes to the gathers of weights in such a step, by the tensors that FSDP2 gathers. "peak GB": memory of the
 first rank. "host ms", "device ms" and "launches": as in `benchmarks.training_step`; kernels of several streams overlap,
@@ -22,12 +25,14 @@ import itertools
 import statistics
 
 import torch
+import torch.nn.functional as F
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather
 from transformers import LlamaForCausalLM
 
 import fp4compile
 from benchmarks import common, ranks, training_step
+from benchmarks.tensor_parallel import Blocks
 from fp4compile.distributed import gather_quantized_
 
 CASES = ("bf16", "torchao tensorwise, codes", "float8_rowwise", "float8_rowwise, codes", "mxfp8", "mxfp8, codes",
@@ -59,23 +64,36 @@ def main() -> None:
     ranks.run(parser.parse_args(), measure, ("layers", "batch", "length", "prefetch", "accumulated"))
 
 
+class Decoder(Blocks):
+    """A language model. tokens: int64 [batch, sequence]; returns the loss of each token after the tokens before it."""
+
+    def __init__(self, model: LlamaForCausalLM, length: int):
+        super().__init__(model, length)
+        self.embed_tokens, self.norm, self.lm_head = model.model.embed_tokens, model.model.norm, model.lm_head
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        logits = self.lm_head(self.norm(super().forward(self.embed_tokens(tokens))))
+        return F.cross_entropy(logits[:, :-1].flatten(0, 1).float(), tokens[:, 1:].flatten())
+
+
 def measure(case: str, args: argparse.Namespace) -> dict | None:
     """The time, the bytes and the memory of a step; None for a peer that is not installed."""
     recipe, codes = case.removesuffix(CODES), case.endswith(CODES)
-    model = training_step.model_of(args).float()
+    whole = training_step.model_of(args)
+    vocabulary, model = whole.config.vocab_size, Decoder(whole, args.length).float()
     if recipe.startswith("torchao") and not convert_by_torchao(model, recipe.partition(" ")[2]):
         return None
     counted = shard(model, recipe)
     if codes and not recipe.startswith("torchao"):
         gather_quantized_(model, recipe)
     if args.prefetch:
-        for block, following in itertools.pairwise(model.model.layers):
+        for block, following in itertools.pairwise(model.layers):
             block.set_modules_to_forward_prefetch([following])
     model.set_requires_gradient_sync(not args.accumulated)
-    tokens = torch.randint(model.config.vocab_size, (args.batch, args.length), device=args.device)
+    tokens = torch.randint(vocabulary, (args.batch, args.length), device=args.device)
 
     def step() -> torch.Tensor:
-        loss = model(input_ids=tokens, labels=tokens).loss
+        loss = model(tokens)
         loss.backward()
         for parameter in model.parameters():
             parameter.grad = None
@@ -99,11 +117,11 @@ def measure(case: str, args: argparse.Namespace) -> dict | None:
     }  # fmt: skip
 
 
-def shard(model: LlamaForCausalLM, recipe: str) -> Counted:
+def shard(model: Decoder, recipe: str) -> Counted:
     """Compile and shard each block, then the whole; returns what counts the bytes of all gathers."""
     plain = recipe == "bf16" or recipe.startswith("torchao")
     counted = Counted()
-    for block in model.model.layers:
+    for block in model.layers:
         block.compile(backend="inductor" if plain else fp4compile.backend(recipe), dynamic=False)
         fully_shard(block, mp_policy=POLICY)
         block.set_custom_all_gather(counted)
@@ -112,7 +130,7 @@ def shard(model: LlamaForCausalLM, recipe: str) -> Counted:
     return counted
 
 
-def convert_by_torchao(model: LlamaForCausalLM, recipe: str) -> bool:
+def convert_by_torchao(model: Decoder, recipe: str) -> bool:
     """Replace the layers of the blocks by torchao's, with FP8 gathers; whether torchao is installed."""
     try:
         from torchao.float8 import Float8LinearConfig, convert_to_float8_training
