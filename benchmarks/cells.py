@@ -284,21 +284,6 @@ def mlp_block(content: dict) -> Cells:
     return _blocks(content["rows"])
 
 
-def mlp_block_busy(content: dict) -> Cells:
-    runs = content["on a busy host"]
-    of_bf16 = [{row["block"]: row for row in run["rows"]} for run in runs]
-    header = ["block"]
-    for run in runs:
-        header += [f"{run['environment']['cpus']} cores: ms", "over bf16"]
-    rows = []
-    for name in of_bf16[0]:
-        cells = [block(name)]
-        for run in of_bf16:
-            cells += [number(run[name]["ms"], 2), number(run[name]["of bf16"], 2)]
-        rows.append(cells)
-    return [header, *rows]
-
-
 def _base(name: str) -> str:
     frozen = name.removeprefix("frozen-")
     if name == "nf4":

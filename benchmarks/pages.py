@@ -15,11 +15,6 @@ def _earlier(content: dict) -> dict:
     return content["earlier"]["environment"]
 
 
-def _of_several(runs: list[dict]) -> dict:
-    """The environment of runs that differ in the number of CPU cores alone, without that number."""
-    return {name: value for name, value in runs[0]["environment"].items() if name != "cpus"}
-
-
 def _predicted(cells_of: cells.CellsOf) -> Table:
     return table("roofline_h200.json", cells_of, how="Predicted; measured on")
 
@@ -224,14 +219,10 @@ of 324. "First" times include compiling.
 
 ## Llama-3-8B
 
-Prefill has 2048 tokens. Other GPUs of the host ran tests and another benchmark meanwhile.
+Prefill has 2048 tokens, and is timed among prefills that follow each other: both models are bound by the power that the
+card may draw, and after a pause bf16 runs at a higher clock for some prefills.
 
     python -m benchmarks.llama_decode
-""",
-    table("llama_decode_h200.json", cells.llama_decode),
-    """
-Since then products of up to 8192 tokens multiply packed weights in one kernel. On an H100, whose memory is slower, with
-three other benchmarks on the host's other GPUs:
 """,
     table("llama_decode_h100.json", cells.llama_decode),
     """
@@ -280,22 +271,15 @@ _MLP_BLOCK = generated(
     """
 Forward and backward of a Llama-3-8B MLP block in bf16, 8192 tokens. "Saved" is what lives from forward to backward;
 "packed over its bf16 size" compares what is saved of the inputs of linear layers with their bf16 size. MXFP8 and NVFP4
-are emulated on this GPU, for numbers and memory and not for speed.
+are emulated on this GPU, for numbers and memory and not for speed. Other benchmarks ran on the host's other GPUs.
 
     python -m benchmarks.mlp_block
 """,
-    table("mlp_block_h200.json", cells.mlp_block),
+    table("mlp_block_h100.json", cells.mlp_block),
     """
-## On a busy host
-
-Two later runs, beside other work on the host's other GPUs and on most of its cores. The emulated recipes launch many
-kernels from the CPU, and suffer from a busy host.
+On an H200, with kernels of an earlier version, with which [predicted times](roofline.md) are compared:
 """,
-    table(
-        "mlp_block_h200.json",
-        cells.mlp_block_busy,
-        environment=lambda content: _of_several(content["on a busy host"]),
-    ),
+    table("mlp_block_h200.json", cells.mlp_block),
 )
 
 _ADAPTERS = generated(
@@ -324,14 +308,15 @@ _TRAINING_STEP = generated(
     "A training step",
     """
 Forward and backward pass of the first 4 layers of a Llama-3-8B with random bf16 weights, embedding and head, 4 texts of
-2048 tokens, without an optimiser, compiled as a whole. "Device": the kernels' times, one after the other. "Host": until
-all of a step is issued. The first three steps include compiling, beside three other benchmarks on the same host.
+2048 tokens, without an optimiser, compiled as a whole. "fast": FP8 matrix units keep the sums of forward products in
+fewer bits, as in torchao's (`fast_accumulation`). "Device": the kernels' times, one after the other. "Host": until all
+of a step is issued. The first three steps include compiling, beside three other benchmarks on the same host.
 
     python -m benchmarks.training_step
 """,
-    table("training_step_h200.json", cells.training_step),
+    table("training_step_h100.json", cells.training_step),
     """
-Since then quantisers of MXFP8 write the 16-bit values that the library multiplies. Two rounds of one run:
+Two rounds of one run on an H200:
 
     python -m benchmarks.training_step --cases bf16 mxfp8 bf16 mxfp8
 """,
@@ -531,11 +516,11 @@ which the matrix units wait, weigh more.
 
 In a compiled layer tokens are gathered, and silu(gate) * up is computed, by kernels that write that order themselves.
 Microseconds of a layer: tokens are gathered in the order of their experts, multiplied by gate and up, and after
-silu(gate) * up by down. The routing is drawn at random before. This run was ended before its last six rows.
+silu(gate) * up by down. The routing is drawn at random before.
 
     python -m benchmarks.packed_layer
 """,
-    table("packed_layer_h200.json", cells.packed_layer),
+    table("packed_layer_h100.json", cells.packed_layer),
 )
 
 _ROOFLINE = generated(

@@ -24,13 +24,13 @@ _FOLDER = "../benchmarks/results/"  # from a page of DOCS to the files
 # The tables of hand-written pages, by page and name.
 TABLES: dict[str, dict[str, Table]] = {
     "results.md": {
-        "inference": Table(("llama_decode_h200.json", "qwen3_moe_decode_h200.json"), summary.inference),
-        "training": table("mlp_block_h200.json", summary.training),
+        "inference": Table(("llama_decode_h100.json", "qwen3_moe_decode_h200.json"), summary.inference),
+        "training": table("mlp_block_h100.json", summary.training),
         "accuracy": Table(("minilm_cpu.json", "training_loss_h200.json"), summary.accuracy),
         "quantize": table("quantize_h200.json", summary.quantize),
         "prologues": table("producers_h200.json", summary.prologues),
         "compile_time": Table(
-            ("compile_time_cpu.json", "compile_time_h200.json", "mlp_block_h200.json"), summary.compile_time
+            ("compile_time_cpu.json", "compile_time_h200.json", "mlp_block_h100.json"), summary.compile_time
         ),
     },
     "models.md": {
