@@ -3,13 +3,11 @@
 import pytest
 import torch
 
+from tests.helpers import expert_parallel_worker as worker
 from tests.helpers import process_groups
 
-pytest.importorskip("transformers.distributed.expert_parallel", reason="transformers is missing, or too old")
-
-from tests.helpers import expert_parallel_worker as worker
-
 pytestmark = pytest.mark.slow
+BY_TRANSFORMERS = pytest.mark.skipif(not worker.has_transformers(), reason="transformers is missing, or too old")
 
 
 @pytest.fixture(scope="module")
@@ -20,7 +18,9 @@ def found(tmp_path_factory):
     return [torch.load(folder / f"{rank}.pt") for rank in range(worker.RANKS)]
 
 
-@pytest.mark.parametrize("kind", ["all_to_all", "all_reduce", *worker.RECIPES])
+@pytest.mark.parametrize("kind", [
+    *(pytest.param(kind, marks=BY_TRANSFORMERS) for kind in worker.BY_TRANSFORMERS), *worker.RECIPES,
+])  # fmt: skip
 def test_experts_have_the_bits_of_one_process(kind, found):
     """Results, and the gradients of tokens where they are taken."""
     for rank, kinds in enumerate(found):
@@ -50,10 +50,10 @@ def test_exchanged_tokens_are_codes(found):
     ("nvfp4", {"all_to_all_single": ["i64", "bf16", "bf16"]},
      "quantised after index: each group has an outer scale of its own"),
     # transformers reads the sizes of an exchange behind a break of Dynamo's graph: the products are in another one.
-    ("all_to_all", {"all_to_all_single": ["i64", "bf16", "bf16"]},
-     "quantised after index: the numbers of rows are not known"),
+    pytest.param("all_to_all", {"all_to_all_single": ["i64", "bf16", "bf16"]},
+                 "quantised after index: the numbers of rows are not known", marks=BY_TRANSFORMERS),
     # Every rank has all tokens, and zeros in the place of those for other ranks' experts.
-    ("all_reduce", {"all_reduce": ["bf16"]}, "quantised before index"),
+    pytest.param("all_reduce", {"all_reduce": ["bf16"]}, "quantised before index", marks=BY_TRANSFORMERS),
 ])  # fmt: skip
 def test_tokens_that_are_sent_as_they_are(kind, collectives, told, found):
     for kinds in found:

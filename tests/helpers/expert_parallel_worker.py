@@ -4,6 +4,7 @@
 the file FOLDER/store, and each writes what it finds to FOLDER/RANK.pt.
 """
 
+import importlib.util
 from pathlib import Path
 
 import pytest
@@ -14,15 +15,13 @@ from torch import nn
 from torch.distributed._functional_collectives import all_to_all_single, all_to_all_single_autograd
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
-from transformers import Qwen3MoeConfig
-from transformers.distributed.expert_parallel import apply_expert_parallelism
-from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBlock
 
 import fp4compile
 from tests.helpers import moving_worker, process_groups, without_codegen
 from tests.helpers.rank_worker import SIZES
 
 RANKS, EXPERTS, TOP, WIDTH, INNER, TOKENS = 2, 4, 2, 64, 48, 32
+BY_TRANSFORMERS = ("all_to_all", "all_reduce")
 RECIPES = {"nvfp4_one_level": False, "nvfp4": True}  # whether gradients are taken
 PLAN = {f"experts.{name}": "grouped_gemm" for name in ("gate_up_proj", "down_proj")} | {
     "experts": "ep_dispatch_experts"
@@ -45,12 +44,36 @@ def with_values(model: nn.Module) -> nn.Module:
 # ---------------------------------------------------------------- transformers
 
 
+def has_transformers() -> bool:
+    """Whether transformers is installed, in a version that has expert parallelism."""
+    try:
+        return importlib.util.find_spec("transformers.distributed.expert_parallel") is not None
+    except ModuleNotFoundError:
+        return False
+
+
 def of_transformers() -> nn.Module:
+    from transformers import Qwen3MoeConfig
+    from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBlock
+
     config = Qwen3MoeConfig(
         hidden_size=WIDTH, moe_intermediate_size=INNER, num_experts=EXPERTS, num_experts_per_tok=TOP
     )
     config._experts_implementation = "grouped_mm"
     return with_values(Qwen3MoeSparseMoeBlock(config))
+
+
+def run_of_transformers(mine: torch.Tensor, everyone: torch.Tensor) -> dict:
+    """By kind of parallelism, what `run` returns of this rank's part of the experts, and of the whole model."""
+    from transformers.distributed.expert_parallel import apply_expert_parallelism
+
+    every = DeviceMesh("cpu", list(range(RANKS)))
+    alone = DeviceMesh("cpu", [[0], [1]], mesh_dim_names=("data", "tensor"))["tensor"]
+    whole, found = run(of_transformers(), everyone, "nvfp4_one_level"), {}
+    for name, x, tensor in zip(BY_TRANSFORMERS, (mine, everyone), (alone, every), strict=True):
+        model = apply_expert_parallelism(of_transformers(), every, tensor, PLAN, name)
+        found[name] = run(model, x, "nvfp4_one_level"), whole
+    return found
 
 
 # ---------------------------------------------------------------- torchtitan
@@ -156,14 +179,10 @@ def main(rank: int, folder: Path) -> None:
     fp4compile.config.enabled_passes = ("quantize_before_move",)
     torch._dynamo.config.capture_scalar_outputs = True  # as torchtitan sets it: sizes of exchanges stay in the graph
     every = DeviceMesh("cpu", list(range(RANKS)))
-    alone = DeviceMesh("cpu", [[0], [1]], mesh_dim_names=("data", "tensor"))["tensor"]
-    mine, everyone, found = tokens(rank), torch.cat([tokens(each) for each in range(RANKS)]), {}
+    mine, everyone = tokens(rank), torch.cat([tokens(each) for each in range(RANKS)])
     with pytest.MonkeyPatch.context() as patch:
         without_codegen.install(patch)
-        whole = run(of_transformers(), everyone, "nvfp4_one_level")
-        for name, x, tensor in (("all_to_all", mine, alone), ("all_reduce", everyone, every)):
-            model = apply_expert_parallelism(of_transformers(), every, tensor, PLAN, name)
-            found[name] = run(model, x, "nvfp4_one_level"), whole
+        found = run_of_transformers(mine, everyone) if has_transformers() else {}
         for recipe, trained in RECIPES.items():
             model = with_values(Moe())
             model.experts = ParallelExperts(model.experts, every)
