@@ -10,7 +10,7 @@ more than their work, because each has to wait for a place among the products th
 """
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -84,14 +84,6 @@ class Direction:
         block = fmt.block_cols if self.dim == COLUMNS else fmt.block[0] if fmt.block else 1
         return f"the {rows} rows of a rank cut blocks of {block} rows ({self.format})" if rows % block else None
 
-    def magnitudes(self, shards: torch.Tensor) -> torch.Tensor:
-        """The largest magnitudes that a scale depends on, of each weight's rows on this rank.
-
-        shards: [weights, rows, K]. Returns float32 [weights, 1], or one for each column.
-        """
-        dims = 1 if self.block_format.outer == "row" else (1, 2)
-        return torch.linalg.vector_norm(shards, torch.inf, dim=dims, dtype=torch.float32).view(len(shards), -1)
-
     def shapes(self, rows: int) -> list[Part | None]:
         """Shape and dtype of the codes, linear block scales and outer scale of some rows; None for a missing part."""
         return _shapes(self, rows)
@@ -102,7 +94,7 @@ class Direction:
         """The codes, block scales and outer scales of weights, as far as there are any: each is uint8 [weights, bytes].
 
         shards: a rank's rows of weights of one size, [weights, rows, K]. magnitudes: the largest ones over all ranks,
-        see `magnitudes`; None where no scale depends on them.
+        see `magnitudes_of`; None where no scale depends on them.
         """
         fmt = self.block_format
         each = fmt.outer == "tensor"
@@ -189,6 +181,24 @@ class Direction:
         into[1].copy_(laid_out(turned, fmt, k, blocks[::-1], self.layout))
         if outer is not None and into[2] is not None:
             into[2].copy_(outer)
+
+
+def magnitudes_of(stacks: Sequence[tuple[Direction, torch.Tensor]]) -> list[torch.Tensor]:
+    """The largest magnitudes that scales over all ranks depend on, of each weight's rows on this rank.
+
+    stacks: directions whose scales depend on them, each with its weights' shards [weights, rows, K]. Returns for each
+    float32 [weights, 1], or one for each column. The weights of all stacks share the launches of one.
+    """
+    of_weights = [stack for one, stack in stacks if one.block_format.outer == "tensor"]
+    shards = [shard for stack in of_weights for shard in stack.unbind()]
+    largest = torch.stack(torch._foreach_norm(shards, torch.inf, dtype=torch.float32)) if shards else torch.empty(0)
+    found = iter(largest.unsqueeze(1).split([len(stack) for stack in of_weights]))
+    return [
+        next(found)
+        if one.block_format.outer == "tensor"
+        else torch.linalg.vector_norm(stack, torch.inf, dim=1, dtype=torch.float32)
+        for one, stack in stacks
+    ]
 
 
 @functools.cache  # for FSDP2's host thread, which asks at every gather

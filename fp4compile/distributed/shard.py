@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_map_only
 
 from fp4compile.distributed import compiled
 from fp4compile.distributed.arrival import Arrival, Finish, Gathering
-from fp4compile.distributed.codes import Direction
+from fp4compile.distributed.codes import Direction, magnitudes_of
 from fp4compile.distributed.fsdp import Sharded
 from fp4compile.distributed.whole import Form
 
@@ -152,18 +152,19 @@ def _reduced(stacks: _Stacks, known: _Magnitudes, group: dist.ProcessGroup) -> _
     As integers magnitudes have their order, with NaN above all, which has no sign there. Libraries of collectives may
     pass over NaN among floats.
     """
-    found: _Magnitudes = {}
+    needed: dict[tuple[Member, str | None], tuple[Direction, torch.Tensor]] = {}
     for members, stack, gathering in stacks:
         for direction in gathering.sent:
             key = members[0], direction.scale_over_ranks
-            if direction.scale_over_ranks and key not in known and key not in found:
-                found[key] = direction.magnitudes(stack)
-    if not found:
+            if direction.scale_over_ranks and key not in known:
+                needed.setdefault(key, (direction, stack))
+    if not needed:
         return {}
-    together = torch.cat([each.view(-1) for each in found.values()]).view(torch.int32)
+    found = magnitudes_of(list(needed.values()))
+    together = torch.cat([each.view(-1) for each in found]).view(torch.int32)
     dist.all_reduce(together, dist.ReduceOp.MAX, group=group)
-    pieces = together.view(torch.float32).split([each.numel() for each in found.values()])
-    return {key: piece.view_as(each) for (key, each), piece in zip(found.items(), pieces, strict=True)}
+    pieces = together.view(torch.float32).split([each.numel() for each in found])
+    return {key: piece.view_as(each) for key, each, piece in zip(needed, found, pieces, strict=True)}
 
 
 class QuantizedShard(torch.Tensor):

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from fp4compile.distributed import compiled
-from fp4compile.distributed.codes import Direction
+from fp4compile.distributed.codes import Direction, magnitudes_of
 from fp4compile.distributed.shard import Encoding
 from fp4compile.formats import formats
 from fp4compile.formats.layouts import scale_layout
@@ -26,7 +26,7 @@ def gathered(direction: Direction, whole: torch.Tensor, other: torch.Tensor | No
     weights = torch.stack([each for each in (other, whole) if each is not None])
     stacks, magnitudes = weights.chunk(RANKS, dim=1), None
     if direction.scale_over_ranks:
-        magnitudes = torch.stack([direction.magnitudes(stack) for stack in stacks]).amax(0)
+        magnitudes = torch.stack([magnitudes_of([(direction, stack)])[0] for stack in stacks]).amax(0)
     places = direction.places(whole.device, RANKS)
     there = [place for place in places if place is not None]
     for memory in (tensor for place in there for tensor in (place.memory, place.arriving)):
@@ -91,6 +91,20 @@ def test_a_rank_sends_fewer_bytes(name, fewer, dim):
     assert 2 * size[0] * size[1] / sent > fewer
 
 
+@pytest.mark.parametrize("device", DEVICES)
+def test_magnitudes_have_no_sign_and_keep_nan(device):
+    """Ranks compare them as integers."""
+    kinds = Direction("nvfp4", -1, (N, K)), Direction("float8_rowwise", -2, (N, K))
+    stack = torch.ones(3, N, K, dtype=torch.bfloat16, device=device)
+    stack[0, 5, 7], stack[1, 2, 3], stack[2, 0, 0] = -torch.tensor(torch.nan), -torch.inf, -3
+    of_weights, of_columns = (found.view(torch.int32) for found in magnitudes_of([(kind, stack) for kind in kinds]))
+    nan, inf, three, one = (torch.tensor(each).view(torch.int32).item() for each in (torch.nan, torch.inf, 3.0, 1.0))
+    assert of_weights.shape == (3, 1) and of_columns.shape == (3, K)
+    assert of_weights[0] >= nan > inf == of_weights[1] and of_weights[2] == three
+    assert of_columns[0, 7] >= nan and of_columns[1, 3] == inf and of_columns[2, 0] == three
+    assert of_columns.eq(one).sum() == 3 * K - 3
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", formats.NAMED)
 def test_compiled_codes_have_the_same_bits(name):
@@ -101,6 +115,6 @@ def test_compiled_codes_have_the_same_bits(name):
     stacks = torch.stack([whole, whole.flip(0)]), whole[: N // RANKS].unsqueeze(0)
     tensors = []
     for stack, directions in zip(stacks, encode.directions, strict=True):
-        tensors += [stack, *(one.magnitudes(stack) for one in directions if one.scale_over_ranks)]
+        tensors += [stack, *(magnitudes_of([(one, stack)])[0] for one in directions if one.scale_over_ranks)]
     found, expected = compiled.compiled(encode, tensors)(*tensors), encode(*tensors)
     assert len(found) == len(expected) and all(map(torch.equal, found, expected))

@@ -8,7 +8,7 @@ from torch.utils.checkpoint import checkpoint
 import fp4compile
 from fp4compile.analysis.plan import BEFORE_CAST
 from fp4compile.distributed.arrival import Arrival, Finish
-from fp4compile.distributed.codes import Direction
+from fp4compile.distributed.codes import Direction, magnitudes_of
 from fp4compile.distributed.whole import Form
 from fp4compile.hardware import Target
 from fp4compile.passes.manager import analyse
@@ -26,7 +26,7 @@ def gathered(weight: torch.Tensor, format: str, recompute=False, directions=2, l
     gathering, shards = arrival.gathering(rows=directions == 2, columns=True), weight.unsqueeze(0)
     encoded = []
     for one in gathering.sent:
-        parts = one.encode(shards, one.magnitudes(shards) if one.scale_over_ranks else None)
+        parts = one.encode(shards, magnitudes_of([(one, shards)])[0] if one.scale_over_ranks else None)
         encoded += [part[0] for part in parts]
     gathering.allocate()
     gathering.write(encoded)

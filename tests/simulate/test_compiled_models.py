@@ -19,7 +19,7 @@ from fp4compile.check.simulate.fault import Fault
 from fp4compile.check.simulate.launch import Simulator, compiled_of
 from fp4compile.distributed import compiled
 from fp4compile.distributed.arrival import Swizzling, Transposing
-from fp4compile.distributed.codes import Direction
+from fp4compile.distributed.codes import Direction, magnitudes_of
 from fp4compile.distributed.shard import Encoding
 from fp4compile.distributed.whole import Form
 from fp4compile.hardware import Target
@@ -111,7 +111,7 @@ def test_codes_of_shards_are_made_by_the_quantisers_alone(monkeypatch):
     stacks = torch.randn(2, 48, 80).bfloat16(), torch.randn(1, 48, 80).bfloat16()
     tensors = []
     for stack, directions in zip(stacks, encode.directions, strict=True):
-        tensors += [stack, *(one.magnitudes(stack) for one in directions)]
+        tensors += [stack, *(magnitudes_of([(one, stack)])[0] for one in directions)]
     with simulated(monkeypatch, 90) as gpu, torch.no_grad():
         monkeypatch.setattr(compiled, "compile_fx_inner", gpu.compile_inner)
         found = compiled.compiled(encode, tensors)(*tensors)
