@@ -73,7 +73,7 @@ class Together:
         self._known: _Magnitudes = {}
         self._alike: list[list[Member]] = []
         self._finish: dict[tuple[Gathering, ...], Finish] = {}
-        self._arrived: list[Gathering] = []
+        self._arrived: dict[Member, Gathering] = {}
 
     def take(self, member: Member, shard: torch.Tensor) -> list[torch.Tensor]:
         """The bytes that a rank sends of a weight. shard: its rows, on the device of the whole weight."""
@@ -82,12 +82,11 @@ class Together:
             self._waiting = self._encoded(self._stacked(shards), member.sharded)
         return self._waiting.pop(member)
 
-    def arrived(self, gathering: Gathering) -> None:
-        """Finish all weights once the last of them has arrived. gathering: of the weight that has arrived now."""
-        self._arrived.append(gathering)
-        if len(self._arrived) == len(self.members):
-            key = tuple(self._arrived)
-            self._arrived.clear()
+    def arrived(self, member: Member, gathering: Gathering) -> None:
+        """Finish all weights once the last of them has arrived. gathering: what has arrived of the member."""
+        self._arrived[member] = gathering
+        if member is self.members[-1]:
+            key = tuple(self._arrived.values())
             if key not in self._finish:
                 self._finish[key] = Finish(key)
             self._finish[key]()
@@ -248,7 +247,7 @@ class QuantizedShard(torch.Tensor):
             weight = gathering.arrival.weight()
             gathering.allocate()
         weight.without_rows = gathering.arrival.form.rows not in gathering.wanted
-        self.member.others.arrived(gathering)
+        self.member.others.arrived(self.member, gathering)
         return None if out is not None else (weight, tuple(gathering.beside))
 
 
