@@ -10,8 +10,9 @@ gradients; "frozen" has gradients of activations alone, as adapters need them; "
 
 "ms": the median time of a step. "sent MB": what a rank sends in a step where its collectives are rings, computed from
 their inputs as the profiler sees them; "gathered MB" is the part of the gathers. "collectives": how many there are.
+--graphs: with CUDA graphs, because the host bounds these short steps otherwise.
 
-    python -m benchmarks.tensor_parallel [--cases bf16 mxfp8 "mxfp8, codes"] [--kind inference] [--out FILE]
+    python -m benchmarks.tensor_parallel [--cases bf16 mxfp8 "mxfp8, codes"] [--kind inference] [--graphs] [--out FILE]
 """
 
 import argparse
@@ -60,7 +61,8 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=2)
     parser.add_argument("--batch", type=int, default=2)
     parser.add_argument("--length", type=int, default=2048)
-    ranks.run(parser.parse_args(), measure, ("kind", "layers", "batch", "length"))
+    parser.add_argument("--graphs", action="store_true", help="compile with CUDA graphs")
+    ranks.run(parser.parse_args(), measure, ("kind", "layers", "batch", "length", "graphs"))
 
 
 def measure(case: str, args: argparse.Namespace) -> dict:
@@ -72,7 +74,8 @@ def measure(case: str, args: argparse.Namespace) -> dict:
     blocks.requires_grad_(args.kind == "training")
     fp4compile.config.enabled_passes = [SWITCHES[name] for name in switches]
     backend = "inductor" if recipe == "bf16" else fp4compile.backend(recipe, strict=True)
-    compiled = torch.compile(blocks, backend=backend, dynamic=False)
+    mode = {"mode": "reduce-overhead"} if args.graphs else {}
+    compiled = torch.compile(blocks, backend=backend, dynamic=False, **mode)
     generator = torch.Generator(args.device).manual_seed(dist.get_rank())
     size = args.batch, args.length // args.ranks, hidden
     x, gradient = (torch.randn(size, generator=generator, device=args.device).bfloat16() for _ in range(2))
