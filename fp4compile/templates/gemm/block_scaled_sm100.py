@@ -16,11 +16,11 @@ How the operands reach the matrix units of SM100:
   scales of a whole tile. Or it finds the amax of its result, from which the next product's quantiser makes an outer
   scale.
 
-Programs make their descriptors one after the other, before anything else: five take about 400 instructions of one warp,
-and five copies to memory that are fenced. They are no arguments of the kernel, because `torch.library.wrap_triton`,
-which makes launches nodes of a graph, knows no descriptors. And the kernel is not launched early
-(`device.dependent_launch`): descriptors lie in memory that torch may have taken from a tensor that the kernel before
-still reads.
+Programs make their descriptors one after the other, before anything else: five take 386 instructions of one warp, and
+five writes to memory, each of which the warp waits for. They are no arguments of the kernel: the CPU would take about
+10 microseconds to make five at every launch outside of a CUDA graph (docs/sm100_proof.md has the figures). And the
+kernel is not launched early (`device.dependent_launch`): descriptors lie in memory that torch may have taken from a
+tensor that the kernel before still reads.
 
 TMA needs rows of whole 16 bytes. Rows of NVFP4 with an odd number of blocks are loaded by pointers instead, without
 specialised warps.

@@ -58,8 +58,9 @@ REACHED = 5.4 / (9 * 0.96)
 MEMORY_SHARE = 0.9  # of the published bytes/s: device copies on the H200 reach 4.28 of 4.8 TB/s
 LAUNCH = 1.5e-6  # seconds of one more kernel in a CUDA graph, half the time of a pair on the H200
 # Seconds in which a program of `block_scaled_sm100` makes its five descriptors, before anything else: assumed, for
-# 400 instructions of one warp and five fenced copies to memory. It is counted against the kernel for few rows, which
-# makes none; what the library's kernels do before their first tile is not known.
+# 386 instructions of one warp, which Triton 3.9 generates, and five writes to memory that the warp waits for. It is
+# counted against the kernel for few rows, which makes none; what the library's kernels do before their first tile is
+# not known.
 DESCRIPTORS = 1e-6
 OUTER_SCALES = (
     2  # launches before a two-level product: torch multiplies the outer scales and, in torch 2.11, copies them
