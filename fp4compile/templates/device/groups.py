@@ -37,7 +37,7 @@ def larger(a, b):
 
 @triton.jit
 def _zeros(numbers):
-    """Zeros like integers. Gluon, whose kernels call this file too, has layouts, which `tl.zeros_like` does not know."""
+    """Zeros like integers, in Gluon too: its tensors have layouts, which `tl.zeros_like` does not know."""
     return numbers * 0
 
 

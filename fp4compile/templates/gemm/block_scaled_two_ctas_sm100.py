@@ -4,7 +4,7 @@ Two CTAs of a cluster compute a tile of 256x256, and each stores half of its row
 the two halves of B from the shared memory of both. So a CTA loads 256 rows of operands for 128x256 results, where the
 kernel of one CTA loads 384 (`heuristics.TwoCtaConfig`).
 
-With groups of rows, a pair's tile begins at a row of its group, as in `gemm.grouped_block_scaled_sm100`. Rows beyond the
+With groups of rows (`gemm.grouped_block_scaled_sm100`), a pair's tile begins at a row of its group. Rows beyond the
 group's end are multiplied as well and not stored.
 
 The kernel is in `two_cta_kernel_sm100`. It is written in Gluon: `tl.dot_scaled` does not compile for clusters. An
@@ -31,17 +31,19 @@ MOST_GROUPS = 512  # whose offsets fit the registers of the warp that loads
 
 
 def _serves(p: Problem) -> bool:
-    """One product, or groups of rows, as the kernel of one CTA serves them with TMA; see `_stores`."""
-    return p.ragged is None and block_scaled_sm100.CANDIDATE.serves(p) and statically_true(p.batches == 1) and _stores(p)
+    """One product that the kernel of one CTA serves with TMA, and whose result this kernel stores."""
+    one = p.ragged is None and statically_true(p.batches == 1)
+    return one and block_scaled_sm100.CANDIDATE.serves(p) and _stores(p)
 
 
 def _serves_groups(p: Problem) -> bool:
+    """As `_serves`, with groups of rows."""
     few = p.ragged == "rows" and p.groups <= MOST_GROUPS
     return few and grouped_block_scaled_sm100.CANDIDATE.serves(p) and _stores(p)
 
 
 def _stores(p: Problem) -> bool:
-    """Whether results are stored in 16 or 32 bits, in rows of whole 16 bytes, on a GPU for which the code was simulated.
+    """Whether results are stored in 16 or 32 bits, in rows of whole 16 bytes, on a GPU whose code was simulated.
 
     Offsets within a tile of 256 rows are 32-bit numbers. Where the simulator cannot run the code, the kernel is not
     offered: on compute capability 10.3, Gluon multiplies two FP4 operands by an instruction of 96 elements along K.
