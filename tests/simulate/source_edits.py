@@ -33,7 +33,7 @@ _CODES = "results of groups that are quantised"
 _BOTH = "both directions, transform, seed"
 _OF_PAIRS = (
     _edit(_PAIRS, "scales of A by tiles of a pair's rows", "gemm/two_cta_kernel_sm100",
-          "a_scale_source, [row // 128, col_tile, 0, 0]", "a_scale_source, [row // walk.BM, col_tile, 0, 0]"),
+          "return self.row // 128", "return self.row // 256"),
     _edit(_PAIRS, "products before the epilogue has read the sums", "gemm/two_cta_kernel_sm100",
           "        mbarrier.wait(sums_empty, sums_phase)\n", ""),
     _edit(_PAIRS, "sums that are given back before all are loaded", "gemm/two_cta_kernel_sm100",
