@@ -14,6 +14,7 @@ from fp4compile.check.product_table import EXPERTS_BY_TWO_CTAS, TWO_CTAS, Produc
 from fp4compile.check.product_values import by_every_kernel, exact_arguments
 from fp4compile.check.simulate.launch import Simulator
 from fp4compile.check.simulate.run import Schedule
+from fp4compile.check.simulation import launch_key
 from fp4compile.check.values import same_bits
 from fp4compile.formats.epilogue import Epilogue
 from fp4compile.hardware import Target
@@ -204,3 +205,12 @@ def test_the_first_run_has_both_kernels(monkeypatch):
         by_every_kernel(product, Simulator(Target(100)))["kernels"]
         == f"grouped_block_scaled_sm100, {EXPERTS_BY_TWO_CTAS}"
     )
+
+
+def test_a_simulated_product_stands_for_no_experts():
+    """Their launches have the same constants but for the number of groups."""
+    dense, grouped = Product("mxfp8", "mxfp8", kernel=TWO_CTAS), Product("mxfp8", "mxfp8", groups=4)
+    _, (one,) = dense.launches(100)
+    _, (other,) = replace(grouped, kernel=EXPERTS_BY_TWO_CTAS).launches(100)
+    assert one.constants | {"GROUPS": 4} == other.constants
+    assert launch_key(one) != launch_key(other)
