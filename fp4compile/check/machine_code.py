@@ -254,8 +254,8 @@ def check_products(sm: int, products: tuple[Product, ...] | None = None) -> Iter
 
 def product_row(product: Product, tier: str, launched: Launch, sm: int) -> ProductRow:
     """The row of one launch of a product."""
-    line = product_line(tier, product.m, _aligned(product), sm, multiplies(launched), bool(product.groups),
-                        bool(product.result))  # fmt: skip
+    table = bool(product.groups) and launched.num_ctas == 1  # pairs of CTAs store nothing but the result
+    line = product_line(tier, product.m, _aligned(product), sm, multiplies(launched), table, bool(product.result))
     where = (launched.kernel.__name__, product.label, product.formats, sm)
     try:
         one = compile_launch(launched, sm)

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 
 from fp4compile.check.cases import Machine
-from fp4compile.check.product_table import Product
+from fp4compile.check.product_table import EXPERTS_BY_TWO_CTAS, Product
 from fp4compile.check.values import BF16, ENDS, GROUP_ROWS, SEED, finite, product_differences, same_bits
 from fp4compile.formats.epilogue import AMAX, Epilogue
 from fp4compile.formats.groups import Groups
@@ -46,7 +46,7 @@ def by_every_kernel(product: Product, machine: Machine, made: Made | None = None
     choices = [choose(problem)]
     if product.groups and not product.result:
         choices += to_time(problem)
-    elif product.weights == 1 and not product.result:
+    if product.weights == 1 and not product.result:
         choices += [choose(problem, name) for name in candidates(problem)]
         choices = [one for one in choices if x.epilogue is None or one.takes_epilogue]
     wrong = [f"{one.kernel}: {what}" for one in dict.fromkeys(choices)
@@ -81,7 +81,7 @@ def _from_reference(got: torch.Tensor, x: Arguments, exact: bool) -> list[str]:
         expected = SCALED_GROUPED_MM(*a, *b, x.offs, x.rows, x.out_dtype)
         expected += 0.0  # a kernel's sums begin with +0, the reference's of a group of one row with its product
         if got.dim() == 2:  # rows of no group mean nothing
-            got, expected = got[: ENDS[-1]], expected[: ENDS[-1]]
+            got, expected = got[: x.offs[-1]], expected[: x.offs[-1]]
         return same_bits(got, expected)
     if exact and x.epilogue is None:
         return same_bits(got, SCALED_MM(*a, *b, x.bias, x.out_dtype))
@@ -101,7 +101,8 @@ def reduced(product: Product) -> Product:
         n = 384
     k = 1536 - (-product.k % 256)
     if product.groups:
-        m, k = (144, GROUP_ROWS) if product.along_k else (GROUP_ROWS, 512)
+        rows = GROUP_ROWS * (2 if product.kernel == EXPERTS_BY_TWO_CTAS else 1)  # its tiles are as high
+        m, k = (144, rows) if product.along_k else (rows, 512)
         return replace(product, groups=len(ENDS), m=m, n=n, k=k)
     return replace(product, m=product.m if product.m <= 64 else 144, n=n, k=k)
 
@@ -109,6 +110,9 @@ def reduced(product: Product) -> Product:
 def exact_arguments(product: Product) -> Arguments:
     """Arguments of a product for which every sum is exact in float32."""
     x = product.arguments()
+    ends = torch.tensor(ENDS, dtype=torch.int32)
+    if not product.along_k:
+        ends *= max(product.m // GROUP_ROWS, 1)
     generator = torch.Generator().manual_seed(SEED)
 
     def whole(shape: Sequence[int]) -> torch.Tensor:
@@ -121,7 +125,7 @@ def exact_arguments(product: Product) -> Arguments:
         x, a=a, b=b, bias=None if x.bias is None else whole(x.bias.shape),
         auxiliaries=[whole(each.shape) for each in x.auxiliaries],
         result_outer=None if x.result_outer is None else torch.tensor(0.01),
-        offs=None if x.offs is None else torch.tensor(ENDS, dtype=torch.int32),
+        offs=None if x.offs is None else ends,
     )  # fmt: skip
 
 

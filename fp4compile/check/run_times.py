@@ -36,6 +36,7 @@ PAIRS = (("nvfp4", "nvfp4"), ("nvfp4_one_level", "nvfp4_one_level"), ("nvfp4_row
          ("mxfp4", "mxfp4"), (None, "nvfp4"))  # fmt: skip
 QUANTISED = ("nvfp4", "nvfp4_one_level", "mxfp8", "mxfp4")  # of operands and result
 TO_CODES = (8192, 14336, 4096)
+EXPERTS = (8, 16384, 4096, 14336)  # experts; tokens of all together, columns, K
 EXPERTS_TO_CODES = (8, 16384, 14336, 4096)  # experts; tokens of all together, columns of gate and of up, K
 SHAPES = ((8192, 8192, 8192), (1024, 14336, 4096), (64, 8192, 8192), (16, 8192, 8192), (1, 8192, 8192))
 
@@ -47,6 +48,8 @@ def cases() -> list[Case]:
           for one in CONFIGURATIONS if not (one.dequantizes or one.lays_out)),
         *(Case(f"time of product {a or 'bf16'} x {b}, {m}x{n}x{k}", partial(multiplied, a, b, m, n, k))
           for m, n, k in SHAPES for a, b in PAIRS),
+        *(Case(f"time of experts {name} x {name}, {'x'.join(map(str, EXPERTS))}", partial(experts, name, *EXPERTS))
+          for name in QUANTISED),
         *(Case(f"time of product {name} x {name} to codes, {'x'.join(map(str, TO_CODES))}",
                partial(multiplied_to_codes, name, *TO_CODES)) for name in QUANTISED),
         *(Case(f"time of experts {name} x {name} to codes, {'x'.join(map(str, EXPERTS_TO_CODES))}",
@@ -110,17 +113,8 @@ def multiplied(a: str | None, b: str, m: int, n: int, k: int) -> dict[str, Any]:
     left = _operand(a, m, k)
     rights = [_operand(b, n, k) for _ in range(copies)]
     turns = rights * ceil_div(CALLS, copies)
-    problem = problem_of(Arguments(left, rights[0], None, torch.bfloat16), target_of(torch.device("cuda")))
-    chosen = choose(problem).kernel
-    found: dict[str, Any] = {"chosen": chosen}
-    wrong = []
-    for name in dict.fromkeys((chosen, *candidates(problem))):
-        choice = choose(problem, name)
-        try:
-            calls = [partial(multiply, Arguments(left, right, None, torch.bfloat16), choice) for right in turns]
-            found[f"{name} us"] = round(graph_time(calls), 2)
-        except Exception as error:
-            wrong.append(f"{name}: {type(error).__name__}: {error}"[:300])
+    found, wrong = _by_each_kernel([Arguments(left, right, None, torch.bfloat16) for right in turns])
+    chosen = found["chosen"]
     x, weights = _random(m, k), [_random(n, k) for _ in range(ceil_div(copies, 4))]
     found["bf16 us"] = round(
         graph_time([partial(torch.mm, x, w.t()) for w in weights] * ceil_div(CALLS, len(weights))), 2
@@ -128,6 +122,32 @@ def multiplied(a: str | None, b: str, m: int, n: int, k: int) -> dict[str, Any]:
     if f"{chosen} us" in found:
         found["TFLOP/s"] = round(2 * m * n * k / found[f"{chosen} us"] / 1e6, 1)
         found["over bf16"] = round(found["bf16 us"] / found[f"{chosen} us"], 2)
+    return found | ({"wrong": wrong} if wrong else {})
+
+
+def _by_each_kernel(turns: Sequence[Arguments]) -> tuple[dict[str, Any], list[str]]:
+    """(the chosen kernel, and the time of each kernel that may compute these equal products; the errors)."""
+    problem = problem_of(turns[0], target_of(torch.device("cuda")))
+    chosen = choose(problem).kernel
+    found: dict[str, Any] = {"chosen": chosen}
+    wrong = []
+    for name in dict.fromkeys((chosen, *candidates(problem))):
+        choice = choose(problem, name)
+        try:
+            found[f"{name} us"] = round(graph_time([partial(multiply, x, choice) for x in turns]), 2)
+        except Exception as error:
+            wrong.append(f"{name}: {type(error).__name__}: {error}"[:300])
+    return found, wrong
+
+
+def experts(name: str, groups: int, m: int, n: int, k: int) -> dict[str, Any]:
+    """The time of the product of experts of equally many tokens, m of all together, by each kernel; TFLOP/s.
+
+    Their weights exceed the L2 cache.
+    """
+    found, wrong = _by_each_kernel([_of_experts(name, groups, m, n, k)] * CALLS)
+    if (time := found.get(f"{found['chosen']} us")) is not None:
+        found["TFLOP/s"] = round(2 * m * n * k / time / 1e6, 1)
     return found | ({"wrong": wrong} if wrong else {})
 
 
@@ -145,13 +165,19 @@ def experts_to_codes(name: str, groups: int, m: int, n: int, k: int) -> dict[str
 
     The quantiser computes relu(gate) * up itself.
     """
+    plain = _of_experts(name, groups, m, 2 * n, k)
+    fused = _quantising(plain, ["relu product", "mul s0 pair"], name)
+    steps = {"prologue": ["relu aux0", "mul s0 aux1"], "dtype": torch.bfloat16}
+    return _beside_a_quantiser(fused, lambda product: product.chunk(2, -1), {"offs": plain.offs, **steps})
+
+
+def _of_experts(name: str, groups: int, m: int, n: int, k: int) -> Arguments:
+    """m tokens, equally many of each expert, and their weights [groups, n, k]."""
     offs = torch.arange(1, groups + 1, device="cuda", dtype=torch.int32) * (m // groups)
     left = quantize(_random(m, k), name, offs=offs, layout="swizzled")
-    right = quantize(_random(groups, 2 * n, k), name, per_matrix=True, layout="swizzled")
+    right = quantize(_random(groups, n, k), name, per_matrix=True, layout="swizzled")
     a, b = (Operand(each.data, each.scales, each.outer, each.format) for each in (left, right))
-    fused = _quantising(Arguments(a, b, None, torch.bfloat16, offs=offs), ["relu product", "mul s0 pair"], name)
-    steps = {"prologue": ["relu aux0", "mul s0 aux1"], "dtype": torch.bfloat16}
-    return _beside_a_quantiser(fused, lambda product: product.chunk(2, -1), {"offs": offs, **steps})
+    return Arguments(a, b, None, torch.bfloat16, offs=offs)
 
 
 def _quantising(plain: Arguments, steps: list[str], name: str) -> Arguments:

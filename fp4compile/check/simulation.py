@@ -131,8 +131,9 @@ def _on_schedules(sm: int, seeds: Sequence[int], variants: Sequence[Variant]) ->
 
 
 def launch_key(launch: Launch) -> str:
-    """What the code of a launch depends on, but for the divisibility of sizes and the number of groups."""
-    constants = sorted((name, str(value)) for name, value in launch.constants.items() if name != "GROUPS")
+    """What the code of a launch depends on, but for the divisibility of sizes and the number of groups, if any."""
+    groups = {"GROUPS": bool(launch.constants.get("GROUPS"))}
+    constants = sorted((name, str(value)) for name, value in (launch.constants | groups).items())
     return f"{launch.kernel.__name__} {launch.num_warps} {launch.num_stages} {constants}"
 
 

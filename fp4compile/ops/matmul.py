@@ -9,7 +9,7 @@
     fp4compile::scaled_grouped_mm(a, ..., b, ..., offs, rows, out_dtype, fast_accumulation) -> the products of groups
     fp4compile::scaled_mm_gathered(a, ..., b, ..., index, out_dtype) -> product
     fp4compile::scaled_mm_library, fp4compile::scaled_grouped_mm_library -> a product by one call of a library
-    fp4compile::scaled_mm_two_ctas(as scaled_mm) -> product, on pairs of CTAs
+    fp4compile::scaled_mm_two_ctas(as scaled_mm, offs) -> product, or the products of groups of rows, on pairs of CTAs
 
 `scaled_mm`. A [..., M, K] and B [..., N, K] are both stored with the contraction last; an operand without a format is
 plain. epilogue: steps that follow the product, which is rounded to out_dtype (`formats.epilogue`); `operands` are the
@@ -126,16 +126,24 @@ SCALED_MM = define(
 )
 
 
+def _on_two_ctas(*args: Any) -> Arguments:
+    *of_product, offs = args
+    x = replace(dense(*of_product), offs=offs)
+    if offs is not None:
+        _check_grouped(x)
+    return x
+
+
 def scaled_mm_two_ctas_kernels(*args: Any) -> torch.Tensor:
-    """`scaled_mm` on pairs of CTAs."""
-    return multiply.scaled_mm_two_ctas(dense(*args))
+    """`scaled_mm` on pairs of CTAs; with offs, the products of groups of rows, as of `scaled_grouped_mm`."""
+    return multiply.scaled_mm_two_ctas(_on_two_ctas(*args))
 
 
 SCALED_MM_TWO_CTAS = define(
     f"scaled_mm_two_ctas({_OPERANDS}, Tensor? bias, ScalarType out_dtype, Tensor[] operands, str[]? epilogue,"
-    " ScalarType dtype) -> Tensor",
-    reference=lambda *args: _by_reference(dense(*args)),
-    shapes=lambda *args: _like_product(dense(*args)),
+    " ScalarType dtype, Tensor? offs) -> Tensor",
+    reference=lambda *args: _by_reference(_on_two_ctas(*args)),
+    shapes=lambda *args: _like_product(_on_two_ctas(*args)),
     kernels=scaled_mm_two_ctas_kernels,
     lowered=False,
 )

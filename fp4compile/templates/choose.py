@@ -48,7 +48,8 @@ REGISTRY: tuple[Candidate, ...] = (
     dequant_tiles.CANDIDATE,
     # Grouped products.
     grouped_block_scaled_sm100.CANDIDATE,
-    grouped_library.BLOCK_SCALED,  # serves a subset of the candidate before: chosen only by timing
+    grouped_library.BLOCK_SCALED,  # these two serve a subset of the candidate before: chosen only by timing
+    block_scaled_two_ctas_sm100.GROUPED,
     grouped_library.ROW_SCALED,
     grouped_skinny.CANDIDATE,
     grouped_wgmma_sm90.CANDIDATE,

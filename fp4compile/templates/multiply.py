@@ -123,9 +123,9 @@ def scaled_mm_group(
 
 
 def scaled_mm_two_ctas(x: Arguments) -> torch.Tensor:
-    """The product on pairs of CTAs; by the kernel that `choose` names where they do not serve it."""
-    call = call_of(x)
-    return _launched(call, choose(call.problem, block_scaled_two_ctas_sm100.NAME))
+    """The product, or those of groups of rows, on pairs of CTAs; where they do not serve it, by the chosen kernel."""
+    call, pairs = call_of(x), block_scaled_two_ctas_sm100
+    return _launched(call, choose(call.problem, pairs.NAME if x.offs is None else pairs.GROUPED_NAME))
 
 
 # The implementations of the ops of the same names.

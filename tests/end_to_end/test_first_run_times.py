@@ -9,11 +9,13 @@ from torch._subclasses import FakeTensorMode  # noqa: E402
 
 from fp4compile import _compat  # noqa: E402
 from fp4compile.check import run_times  # noqa: E402
-from fp4compile.check.product_table import TWO_CTAS  # noqa: E402
+from fp4compile.check.product_table import EXPERTS_BY_TWO_CTAS, TWO_CTAS  # noqa: E402
 from fp4compile.check.quantiser_table import CONFIGURATIONS  # noqa: E402
 from fp4compile.hardware import Target  # noqa: E402
 from fp4compile.templates.launch import dry_run  # noqa: E402
 
+OF_EXPERTS = {"grouped_block_scaled_sm100": 4.0,
+              **({EXPERTS_BY_TWO_CTAS: 8.0} if _compat.two_cta_products() else {})}  # fmt: skip
 KERNELS = {"skinny_block_scaled_sm100": 8.0, "block_scaled_sm100": 16.0, "library_block_scaled": 40.0,
            **({TWO_CTAS: 20.0} if _compat.two_cta_products() else {})}  # fmt: skip
 BF16, QUANTISE = 24.0, 50.0
@@ -30,7 +32,7 @@ def clock(monkeypatch):
             return BF16
         if called is run_times.multiply:
             _, choice = calls[0].args
-            return KERNELS[choice.kernel]
+            return (KERNELS | OF_EXPERTS)[choice.kernel]
         if called is None:
             return sum(tensor.cell_contents.nbytes for tensor in calls[0].__closure__) / RATE
         return QUANTISE
@@ -62,6 +64,13 @@ def test_a_kernel_that_fails_has_no_ratio(clock, monkeypatch):
     found = run_times.multiplied("nvfp4", "nvfp4", 64, 512, 1024)
     assert found["wrong"] == ["skinny_block_scaled_sm100: KeyError: 'skinny_block_scaled_sm100'"]
     assert found["block_scaled_sm100 us"] == 16 and not {"over bf16", "TFLOP/s"} & found.keys()
+
+
+def test_experts_are_timed_by_every_kernel(clock):
+    found = run_times.experts("nvfp4", 4, 64, 512, 1024)
+    assert {name: found.get(f"{name} us") for name in OF_EXPERTS} == OF_EXPERTS
+    assert found["chosen"] == "grouped_block_scaled_sm100"
+    assert found["TFLOP/s"] == round(2 * 64 * 512 * 1024 / 4e-6 / 1e12, 1) == 16.8
 
 
 def test_a_copy_reads_and_writes(clock):

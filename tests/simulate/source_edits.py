@@ -27,13 +27,13 @@ def _edit(subject: str, name: str, path: str, old: str, new: str) -> SourceEdit:
 
 
 _DENSE, _MX, _POINTERS = "dense NVFP4", "dense MXFP8", "dense NVFP4 without TMA"
-_PAIRS = "pairs of CTAs"
+_PAIRS, _EXPERTS = "pairs of CTAs", "experts on pairs of CTAs"
 _FEW, _ROWS, _ALONG = "few rows, split K", "groups of rows", "groups along K"
 _CODES = "results of groups that are quantised"
 _BOTH = "both directions, transform, seed"
 _OF_PAIRS = (
     _edit(_PAIRS, "scales of A by tiles of a pair's rows", "gemm/two_cta_kernel_sm100",
-          "a_scale_source, [row // 128, col_tile, 0, 0]", "a_scale_source, [row // walk.BM, col_tile, 0, 0]"),
+          "return self.row // 128", "return self.row // 256"),
     _edit(_PAIRS, "products before the epilogue has read the sums", "gemm/two_cta_kernel_sm100",
           "        mbarrier.wait(sums_empty, sums_phase)\n", ""),
     _edit(_PAIRS, "sums that are given back before all are loaded", "gemm/two_cta_kernel_sm100",
@@ -48,6 +48,27 @@ _OF_PAIRS = (
           "gl.where(last, phase ^ 1, phase)", "gl.where(last, phase, phase)"),
     _edit(_PAIRS, "the first step of a tile added to the sums before", "gemm/two_cta_kernel_sm100",
           "use_acc=step > 0", "use_acc=True"),
+    _edit(_EXPERTS, "rows of other groups stored", "gemm/two_cta_kernel_sm100",
+          "(out_ptr, [at.end, n], [n, 1]", "(out_ptr, [m, n], [n, 1]"),
+    _edit(_EXPERTS, "a descriptor made anew while TMA stores by it", "gemm/two_cta_kernel_sm100",
+          "            tma.store_wait(0)\n            here", "            here"),
+    _edit(_EXPERTS, "scales of A by rows, without the groups' padding", "gemm/two_cta_kernel_sm100",
+          "first = gl.max(passed, 0) + (row - start) // 128", "first = row // 128"),
+    _edit(_EXPERTS, "the scales of a group's first tile for all of its tiles", "gemm/two_cta_kernel_sm100",
+          "gl.max(passed, 0) + (row - start) // 128", "gl.max(passed, 0)"),
+    _edit(_EXPERTS, "the first group's weights for all groups", "gemm/two_cta_kernel_sm100",
+          "return self.group * self.n + self.col", "return self.col"),
+    _edit(_EXPERTS, "the first group's scales of weights for all groups", "gemm/two_cta_kernel_sm100",
+          "return self.group * gl.cdiv(self.n, 128) + self.col // 128", "return self.col // 128"),
+    _edit(_EXPERTS, "the first group's outer scale for all groups", "gemm/two_cta_kernel_sm100",
+          "a_outer = a_outer_ptr + at.group", "a_outer = a_outer_ptr"),
+    _edit(_EXPERTS, "tiles of groups counted in 128 rows", "gemm/two_cta_kernel_sm100",
+          "_, after = ends_of_lanes(before, offs, self.m, self.BM)",
+          "_, after = ends_of_lanes(before, offs, self.m, 128)"),
+    _edit(_EXPERTS, "scales of the groups up to the next one", "gemm/two_cta_kernel_sm100",
+          "gl.where(after[i] <= tile_m, scales[i], 0)", "gl.where(after[i] <= tile_m + 1, scales[i], 0)"),
+    _edit(_EXPERTS, "offsets of a lane's own groups for those before", "gemm/two_cta_kernel_sm100",
+          "group = (lane - 1) * each + i", "group = lane * each + i"),
 ) if _compat.two_cta_products() else ()  # fmt: skip
 SOURCE_EDITS = (
     # dense products

@@ -15,6 +15,7 @@ import triton.language as tl
 
 import fp4compile
 from fp4compile import _compat, config
+from fp4compile.check.product_table import EXPERTS_BY_TWO_CTAS
 from fp4compile.check.simulate.fault import Fault
 from fp4compile.check.simulate.launch import Simulator, compiled_of
 from fp4compile.distributed import compiled
@@ -24,7 +25,8 @@ from fp4compile.distributed.shard import Encoding
 from fp4compile.distributed.whole import Form
 from fp4compile.hardware import Target
 from fp4compile.ops.quantize import QUANTIZE
-from fp4compile.passes import arranged_operands, quantize_before_move
+from fp4compile.passes import arranged_operands, lower, quantize_before_move
+from fp4compile.templates.choose import choose
 from tests.helpers import in_interpreter
 from tests.helpers.compiled_models import RUNS, Case, compared, difference, expected_of
 from tests.helpers.simulated_gpu import Gpu, simulated
@@ -73,6 +75,26 @@ def test_packed_experts(monkeypatch):
         torch._dynamo.reset()
         expected = torch.compile(model, backend=backend)(x, offs)
     assert torch.equal(got, expected) and got[:62].abs().amin(-1).gt(0).all() and not got[62:].any()
+
+
+@pretending
+@pytest.mark.skipif(not _compat.two_cta_products(), reason="Gluon has no products of pairs of CTAs")
+def test_experts_on_pairs_of_ctas(monkeypatch):
+    """As if timing had chosen them, for any number of tokens: the op of a graph runs the kernel, with equal bits.
+
+    Every row belongs to an expert: kernels read codes of the others, which nothing wrote.
+    """
+    torch.manual_seed(0)
+    model, x = Experts().bfloat16(), torch.randn(310, 128).bfloat16()
+    offs, results = torch.tensor([3, 3, 290, 310], dtype=torch.int32), []
+    for name, kernel in ((None, BY_GROUPS), (EXPERTS_BY_TWO_CTAS, "gemm_block_scaled_two_ctas_sm100")):
+        torch._dynamo.reset()
+        monkeypatch.setattr(lower, "fastest", lambda product, name=name: choose(product.problem, name))
+        with torch.no_grad(), simulated(monkeypatch, 100) as gpu:
+            backend = fp4compile.backend("mxfp8", strict=True)
+            results.append(torch.compile(model, backend=backend, dynamic=True)(x, offs))
+        assert gpu.counted()["package"][kernel] == 1
+    assert torch.equal(*results) and results[0].abs().amin(-1).gt(0).all()
 
 
 class GatedExperts(torch.nn.Module):

@@ -8,15 +8,20 @@ from torch.fx import Interpreter
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from fp4compile import _compat
-from fp4compile.check.product_table import TWO_CTAS, Product
-from fp4compile.check.product_values import exact_arguments
+from fp4compile.check import product_values
+from fp4compile.check.machine_code import product_row
+from fp4compile.check.product_table import EXPERTS_BY_TWO_CTAS, TWO_CTAS, Product
+from fp4compile.check.product_values import by_every_kernel, exact_arguments
 from fp4compile.check.simulate.launch import Simulator
 from fp4compile.check.simulate.run import Schedule
+from fp4compile.check.simulation import launch_key
 from fp4compile.check.values import same_bits
 from fp4compile.formats.epilogue import Epilogue
 from fp4compile.hardware import Target
-from fp4compile.ops.matmul import SCALED_MM, SCALED_MM_TWO_CTAS, scaled_mm_two_ctas_kernels
+from fp4compile.ops.matmul import SCALED_GROUPED_MM, SCALED_MM, SCALED_MM_TWO_CTAS, scaled_mm_two_ctas_kernels
 from fp4compile.templates.choose import candidates, choose, to_time
+from fp4compile.templates.gemm import cost
+from fp4compile.templates.gemm.block_scaled_two_ctas_sm100 import MOST_GROUPS
 from fp4compile.templates.launch import dry_run
 from fp4compile.templates.multiply import multiply
 from fp4compile.templates.problem import problem_of
@@ -82,3 +87,130 @@ def test_a_graph_has_an_op():
                          x.epilogue.dtype)  # fmt: skip
     assert same_bits(graph(*tensors), expected) == []
     assert same_bits(OnGpu(graph).run(*tensors), expected) == []
+
+
+# ---------------------------------------------------------------- experts
+
+
+def experts(a, b, sm=100, m=8192, **options):
+    return problem(a, b, sm, **{"m": m, "n": 2048, "k": 4096, "groups": 8, **options})
+
+
+@pytest.mark.parametrize(("a", "b"), [("nvfp4", "nvfp4"), ("nvfp4_rowwise", "nvfp4_te"), ("mxfp8", "mxfp4")])
+def test_only_timing_chooses_it_for_experts(a, b, monkeypatch):
+    """And only where groups fill half of a tile of 256 rows on average."""
+    many, few = experts(a, b, groups=64), experts(a, b, groups=64, m=8191)
+    for one in (many, few):
+        assert choose(one).kernel == "grouped_block_scaled_sm100" and candidates(one)[-1] == EXPERTS_BY_TWO_CTAS
+        assert choose(one, EXPERTS_BY_TWO_CTAS).kernel == EXPERTS_BY_TWO_CTAS
+        assert (EXPERTS_BY_TWO_CTAS in {choice.kernel for choice in to_time(one)}) == (one is many)
+    monkeypatch.setattr(_compat, "two_cta_products", lambda: False)
+    assert EXPERTS_BY_TWO_CTAS not in candidates(many)
+
+
+def test_the_model_knows_what_a_pair_loads():
+    """Where tiles bound both kernels, a tile of 256x256 takes two thirds of the time of two tiles of 128x256."""
+    one = experts("nvfp4", "nvfp4", m=148 * 1024, n=4096, k=16384)
+    found = [choose(one, name) for name in ("grouped_block_scaled_sm100", EXPERTS_BY_TWO_CTAS)]
+    assert [(choice.config.bm, choice.config.bn) for choice in found] == [(128, 256), (256, 256)]
+    seconds = cost.kernel_seconds(one, found[0].config), cost.two_cta_seconds(one, found[1].config)
+    assert seconds[1] == pytest.approx(seconds[0] * 2 / 3, rel=0.01)
+
+
+@pytest.mark.parametrize(("served", "b", "sm", "options"), [
+    (True, "nvfp4", 100, {}), (True, "nvfp4", 100, {"n": 8}), (True, "mxfp8", 103, {}), (True, "mxfp4", 103, {}),
+    (True, "nvfp4", 100, {"groups": MOST_GROUPS}), (False, "nvfp4", 100, {"groups": MOST_GROUPS + 1}),
+    (False, "nvfp4", 103, {}), (False, "nvfp4", 120, {}), (False, "nvfp4", 90, {}),
+    *((False, "nvfp4", 100, each) for each in (
+        {"along_k": True}, {"n": 2044}, {"k": 4080}, {"epilogue": "pair", "result": "nvfp4_one_level"},
+    )),
+])  # fmt: skip
+def test_what_it_serves_of_experts(served, b, sm, options):
+    """Groups of rows; else as without groups."""
+    a = "nvfp4" if b == "nvfp4" else "mxfp8"
+    assert (EXPERTS_BY_TWO_CTAS in candidates(experts(a, b, sm, **options))) == served
+
+
+OFFS = [-3, 256, 200, 256, 515, 770, 779]
+
+
+def of_experts(m, offs):
+    """Arguments with one outer scale for all of A, and one for each row of B."""
+    x = exact_arguments(Product("nvfp4", "nvfp4_rowwise", m, 264, 288, groups=len(offs)))
+    outer = torch.tensor(0.5)
+    return replace(x, a=replace(x.a, outer=outer), out_dtype=torch.float32, offs=torch.tensor(offs, dtype=torch.int32))
+
+
+def expected_of_experts(x):
+    """The reference's product. It begins sums with a group's only product, which may be -0, the kernel with 0."""
+    return SCALED_GROUPED_MM(*x.a.in_schema, *x.b.in_schema, x.offs, x.a.data.shape[0], x.out_dtype) + 0.0
+
+
+@pytest.mark.parametrize("offs", [OFFS, [0] * 7], ids=["ragged", "rows of no group"])
+def test_experts(offs):
+    """Whole tiles, empty and ragged groups, negative offsets and some that decrease. Rows of no group are cleared.
+
+    Two pairs walk over the tiles.
+    """
+    x, simulator = of_experts(800, offs), Simulator(Target(100, 4), Schedule(2))
+    with simulator.running():
+        got = multiply(x, choose(problem_of(x, Target(100)), EXPERTS_BY_TWO_CTAS))
+    assert [launch.num_ctas for launch in simulator.launches] == [2]
+    assert same_bits(got, expected_of_experts(x)) == []
+
+
+def test_many_experts():
+    """A lane has several groups, and the last one ends with the rows, where offsets exceed them."""
+    x = exact_arguments(Product("mxfp8", "mxfp8", 60, 8, 96, groups=34))
+    x = replace(x, offs=torch.tensor([*range(5, 38), 900], dtype=torch.int32))
+    with Simulator(Target(103, 2), Schedule(1)).running():
+        got = multiply(x, choose(problem_of(x, Target(103)), EXPERTS_BY_TWO_CTAS))
+    assert same_bits(got, expected_of_experts(x)) == []
+
+
+def test_a_graph_of_experts_has_an_op():
+    """With the offsets, which stay on the device, for any number of tokens."""
+    x = of_experts(800, OFFS)
+    choice = choose(problem_of(x, Target(100)), EXPERTS_BY_TWO_CTAS)
+
+    def function(a, a_scales, a_outer, b, b_scales, b_outer, offs):
+        left = replace(x.a, data=a, scales=a_scales, outer=a_outer)
+        right = replace(x.b, data=b, scales=b_scales, outer=b_outer)
+        return multiply(replace(x, a=left, b=right, offs=offs, rows=a.shape[0]), choice)
+
+    def tensors(of):
+        return *of.a.in_schema[:3], *of.b.in_schema[:3], of.offs
+
+    with dry_run(Target(100)) as launches:
+        graph = make_fx(function, tracing_mode="symbolic")(*tensors(of_experts(300, OFFS)))
+    assert not launches and sum(node.target is SCALED_MM_TWO_CTAS for node in graph.graph.nodes) == 1
+    assert same_bits(graph(*tensors(x)), expected_of_experts(x)) == []
+    assert same_bits(OnGpu(graph).run(*tensors(x)), expected_of_experts(x)) == []
+
+
+def test_machine_code_of_experts():
+    """No spills with as many groups as it serves; results by TMA, and as many stages as without groups."""
+    product = Product("nvfp4_rowwise", "nvfp4", 8192, 2048, 4096, groups=MOST_GROUPS, kernel=EXPERTS_BY_TWO_CTAS)
+    _, (launched,) = product.launches(100)
+    row = product_row(product, "native", launched, 100)
+    assert not row.problems and row.line == "block-scaled" and row.stores == "TMA"
+    assert row.resources.spills == 0 and launched.constants["STAGES"] == 5
+
+
+def test_the_first_run_has_both_kernels(monkeypatch):
+    """Those that rank does not choose, too, whether or not the cost model expects them to pay."""
+    monkeypatch.setattr(product_values, "differences", lambda *args: [])
+    product = Product("nvfp4", "nvfp4", 160, 264, 512, groups=6)
+    assert (
+        by_every_kernel(product, Simulator(Target(100)))["kernels"]
+        == f"grouped_block_scaled_sm100, {EXPERTS_BY_TWO_CTAS}"
+    )
+
+
+def test_a_simulated_product_stands_for_no_experts():
+    """Their launches have the same constants but for the number of groups."""
+    dense, grouped = Product("mxfp8", "mxfp8", kernel=TWO_CTAS), Product("mxfp8", "mxfp8", groups=4)
+    _, (one,) = dense.launches(100)
+    _, (other,) = replace(grouped, kernel=EXPERTS_BY_TWO_CTAS).launches(100)
+    assert one.constants | {"GROUPS": 4} == other.constants
+    assert launch_key(one) != launch_key(other)

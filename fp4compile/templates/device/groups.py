@@ -36,6 +36,12 @@ def larger(a, b):
 
 
 @triton.jit
+def _zeros(numbers):
+    """Zeros like integers, in Gluon too: its tensors have layouts, which `tl.zeros_like` does not know."""
+    return numbers * 0
+
+
+@triton.jit
 def ends_of_lanes(before, offs, rows, TILE: tl.constexpr, ALIGN: tl.constexpr = 1):
     """(row after the last, tile after the last) of each group, in tuples like `offs`; each group begins a new tile.
 
@@ -49,7 +55,7 @@ def ends_of_lanes(before, offs, rows, TILE: tl.constexpr, ALIGN: tl.constexpr = 
     for i in tl.static_range(1, len(before)):
         end = tl.maximum(end, before[i])
     end = tl.associative_scan(tl.minimum(end, rows), 0, larger)
-    tile = tl.zeros_like(end)
+    tile = _zeros(end)
     ends = ()
     tiles = ()
     for i in tl.static_range(len(offs)):
@@ -81,11 +87,11 @@ def group_of_tile(before, offs, rows, tile, TILE: tl.constexpr, GROUPS: tl.const
     GROUPS too, and begins at its end or later.
     """
     ends, after = ends_of_lanes(before, offs, rows, TILE, ALIGN)
-    group = tl.zeros_like(ends[0])
-    start = tl.zeros_like(ends[0])
+    group = _zeros(ends[0])
+    start = _zeros(ends[0])
     # Rows of padding that the groups before would need to be whole tiles. It only grows with the group.
-    padding = tl.zeros_like(ends[0])
-    end = tl.zeros_like(ends[0]) + rows
+    padding = _zeros(ends[0])
+    end = _zeros(ends[0]) + rows
     for i in tl.static_range(len(ends)):
         passed = after[i] <= tile
         group += passed.to(tl.int32)
@@ -100,9 +106,9 @@ def group_of_tile(before, offs, rows, tile, TILE: tl.constexpr, GROUPS: tl.const
 def rows_of_group(before, offs, rows, group, TILE: tl.constexpr, GROUPS: tl.constexpr):
     """(first row, row after the last, first tile) of a group, where each group is padded to tiles of TILE rows."""
     ends, after = ends_of_lanes(before, offs, rows, TILE)
-    start = tl.zeros_like(ends[0])
-    end = tl.zeros_like(ends[0]) + rows
-    tile = tl.zeros_like(ends[0])
+    start = _zeros(ends[0])
+    end = _zeros(ends[0]) + rows
+    tile = _zeros(ends[0])
     for i in tl.static_range(len(ends)):
         number, _ = of_lanes(i, GROUPS)
         passed = number < group

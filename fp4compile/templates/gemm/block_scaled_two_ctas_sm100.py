@@ -4,6 +4,9 @@ Two CTAs of a cluster compute a tile of 256x256, and each stores half of its row
 the two halves of B from the shared memory of both. So a CTA loads 256 rows of operands for 128x256 results, where the
 kernel of one CTA loads 384 (`heuristics.TwoCtaConfig`).
 
+With groups of rows (`gemm.grouped_block_scaled_sm100`), a pair's tile begins at a row of its group. Rows beyond the
+group's end are multiplied as well and not stored.
+
 The kernel is in `two_cta_kernel_sm100`. It is written in Gluon: `tl.dot_scaled` does not compile for clusters. An
 Inductor wrapper cannot hold its launch, so a graph has the op `scaled_mm_two_ctas`.
 
@@ -14,28 +17,42 @@ import torch
 
 from fp4compile import _compat
 from fp4compile._compat import statically_true
-from fp4compile.formats.layouts import ceil_div
-from fp4compile.templates.gemm import block_scaled_sm100, cost
+from fp4compile.formats.groups import padded_rows
+from fp4compile.formats.layouts import TILE_ROWS, ceil_div
+from fp4compile.templates.gemm import block_scaled_sm100, cost, grouped_block_scaled_sm100
 from fp4compile.templates.gemm.call import Call, KernelOperand
 from fp4compile.templates.gemm.candidate import Candidate
-from fp4compile.templates.gemm.heuristics import TwoCtaConfig, block_scaled_config, tma_copies, two_cta_config
+from fp4compile.templates.gemm.heuristics import TwoCtaConfig, tma_copies, two_cta_config
 from fp4compile.templates.launch import Launch
 from fp4compile.templates.problem import Problem
 
-NAME = "block_scaled_two_ctas_sm100"
+NAME, GROUPED_NAME = "block_scaled_two_ctas_sm100", "grouped_block_scaled_two_ctas_sm100"
+MOST_GROUPS = 512  # whose offsets fit the registers of the warp that loads
 
 
 def _serves(p: Problem) -> bool:
-    """What the kernel of one CTA serves with TMA: one product, stored in 16 or 32 bits, in rows of whole 16 bytes.
+    """One product that the kernel of one CTA serves with TMA, and whose result this kernel stores."""
+    one = p.ragged is None and statically_true(p.batches == 1)
+    return one and block_scaled_sm100.CANDIDATE.serves(p) and _stores(p)
+
+
+def _serves_groups(p: Problem) -> bool:
+    """As `_serves`, with groups of rows."""
+    few = p.ragged == "rows" and p.groups <= MOST_GROUPS
+    return few and grouped_block_scaled_sm100.CANDIDATE.serves(p) and _stores(p)
+
+
+def _stores(p: Problem) -> bool:
+    """Whether results are stored in 16 or 32 bits, in rows of whole 16 bytes, on a GPU whose code was simulated.
 
     Offsets within a tile of 256 rows are 32-bit numbers. Where the simulator cannot run the code, the kernel is not
     offered: on compute capability 10.3, Gluon multiplies two FP4 operands by an instruction of 96 elements along K.
     """
-    if not (p.target.sm in (100, 103) and block_scaled_sm100.CANDIDATE.serves(p) and _compat.two_cta_products()):
+    if not (p.target.sm in (100, 103) and _compat.two_cta_products()):
         return False
     if p.target.sm == 103 and p.a.format.packed and p.b.format.packed:
         return False
-    plain = p.result is None and not p.pair and statically_true(p.batches == 1)
+    plain = p.result is None and not p.pair
     rows = statically_true(p.k > 0) and tma_copies((p.a.format, p.row_bytes(p.a)), (p.b.format, p.row_bytes(p.b)))
     return plain and rows and statically_true(p.n % 8 == 0) and not statically_true(p.n >= 2**23)
 
@@ -43,17 +60,19 @@ def _serves(p: Problem) -> bool:
 def _to_time(p: Problem) -> tuple[TwoCtaConfig, ...]:
     """Nothing where larger tiles are not expected to pay: they may be half empty, or fill fewer multiprocessors."""
     config = two_cta_config(p)
-    return (config,) if cost.two_ctas_pay(p, config, block_scaled_config(p)) else ()
+    one_cta = block_scaled_sm100 if p.ragged is None else grouped_block_scaled_sm100
+    return (config,) if cost.two_ctas_pay(p, config, one_cta.CANDIDATE.configure(p)) else ()
 
 
 def _run(call: Call, config: TwoCtaConfig) -> torch.Tensor:
     p = call.problem
     if _compat.tracing():
+        b_rows = (p.n,) if p.ragged is None else (p.groups, p.n)
         return torch.ops.fp4compile.scaled_mm_two_ctas(  # defined in `ops`, which calls this function again
-            *_in_schema(call.a, p.m), *_in_schema(call.b, p.n), call.bias, p.out_dtype,
+            *_in_schema(call.a, p.m), *_in_schema(call.b, *b_rows), call.bias, p.out_dtype,
             [each.view(-1) if statically_true(each.numel() == p.n) else each.view(p.m, p.n)
              for each in call.auxiliaries],
-            None if call.epilogue is None else call.epilogue.strings(), call.stored_dtype,
+            None if call.epilogue is None else call.epilogue.strings(), call.stored_dtype, call.offs,
         )  # fmt: skip
     # Gluon of an old Triton lacks what the kernel's file imports.
     from fp4compile.templates.gemm.two_cta_kernel_sm100 import gemm_block_scaled_two_ctas_sm100
@@ -61,26 +80,30 @@ def _run(call: Call, config: TwoCtaConfig) -> torch.Tensor:
     out = call.empty()
     a_outer, b_outer, bias = call.rescale_pointers(out)
     rescale = {name: value for name, value in call.rescale_constants.items() if name != "B_BATCHED"}
-    tiles = ceil_div(p.m, config.bm) * ceil_div(p.n, config.bn)
+    groups = 0 if p.ragged is None else p.groups
+    tiles = (ceil_div(p.m, config.bm) + groups) * ceil_div(p.n, config.bn)  # with groups, at most
+    a_scale_rows = padded_rows(p.m, groups) if groups else p.m
     Launch(
         gemm_block_scaled_two_ctas_sm100, torch.sym_min(tiles, max(p.target.multiprocessors // 2, 1)),
         (call.a.data, call.a.scales, a_outer, call.b.data, call.b.scales, b_outer, bias, out,
          *call.epilogue_pointers(out), p.m, p.n, p.row_bytes(p.a), p.row_bytes(p.b), ceil_div(p.k, config.bk),
-         ceil_div(p.m, 128), ceil_div(p.n, 128), ceil_div(ceil_div(p.k, p.a.format.block_cols), 4)),
+         ceil_div(a_scale_rows, TILE_ROWS), ceil_div(p.n, TILE_ROWS), ceil_div(ceil_div(p.k, p.a.format.block_cols), 4),
+         call.offs),
         {"A_ELEMENT": p.a.element, "B_ELEMENT": p.b.element, "SCALE": p.a.scale, "BLOCK": p.a.format.block_cols,
          **rescale, "EPILOGUE": call.epilogue_text, **config.constants,
-         "PART_COLS": 128 // out.element_size(), "ISA": p.target.isa},
+         "PART_COLS": 128 // out.element_size(), "ISA": p.target.isa, "GROUPS": groups},
         config.num_warps, num_ctas=2,
     ).run()  # fmt: skip
     return out
 
 
-def _in_schema(x: KernelOperand, rows) -> tuple:
-    """The four arguments by which ops take an operand: a matrix."""
-    outer = x.outer.view(rows, 1) if x.type.outer == "row" else x.outer
-    data = x.data.view(rows, x.data.shape[-1]).view(x.type.format.data_dtype)
+def _in_schema(x: KernelOperand, *rows) -> tuple:
+    """The four arguments by which ops take an operand of these rows: a matrix, or the matrices of groups."""
+    outer = x.outer.view(*rows, 1) if x.type.outer == "row" else x.outer
+    data = x.data.view(*rows, x.data.shape[-1]).view(x.type.format.data_dtype)
     return data, x.scales.view(x.type.format.scale_dtype), outer, x.type.format.name
 
 
 CANDIDATE = Candidate(NAME, "native", _serves, two_cta_config, _run, _to_time, takes_epilogue=lambda p: True,
                       any_rows=True)  # fmt: skip
+GROUPED = Candidate(GROUPED_NAME, "native", _serves_groups, two_cta_config, _run, _to_time, any_rows=True)

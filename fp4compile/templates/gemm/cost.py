@@ -172,12 +172,14 @@ def quantizing_seconds(p: Problem, config: BlockScaledConfig) -> float:
 def two_ctas_pay(p: Problem, config: TwoCtaConfig, one: BlockScaledConfig) -> bool:
     """Whether pairs of CTAs multiply faster than the kernel of one CTA, with configuration `one`.
 
-    Both have the same epilogue. A symbolic number of rows, and symbolic sizes: as in `fusing_pays`.
+    Both have the same epilogue. A symbolic number of rows, and symbolic sizes: as in `fusing_pays`. False where groups
+    fill less than half of a pair's tile on average: the other CTA would have nothing to do.
     """
     if not all(isinstance(size, int) for size in (p.n, p.k, p.batches)):
         return False
     each = [replace(p, m=m) for m in ([p.m] if isinstance(p.m, int) else ANY_ROWS)]
-    return all(two_cta_seconds(rows, config) < kernel_seconds(rows, one) for rows in each)
+    filled = (rows.ragged is None or 2 * rows.m >= config.bm * rows.groups for rows in each)
+    return all(filled) and all(two_cta_seconds(rows, config) < kernel_seconds(rows, one) for rows in each)
 
 
 def two_cta_seconds(p: Problem, config: TwoCtaConfig) -> float:

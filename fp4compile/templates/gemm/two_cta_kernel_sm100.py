@@ -25,8 +25,32 @@ from triton.experimental.gluon.language.nvidia.blackwell import (
 )
 
 from fp4compile.templates.device.block_scaled_tile import codes_in, loaded_type
-from fp4compile.templates.device.epilogue import epilogue, factor_of_rows, rescale_columns, stored
+from fp4compile.templates.device.epilogue import epilogue, factor_of_rows, rescale_columns, rescale_mode, stored
+from fp4compile.templates.device.groups import ends_of_lanes, group_of_tile, per_lane
 from fp4compile.templates.device.persistent_grid import grouped_tile
+
+
+@gluon.aggregate
+class Tile:
+    """A tile of the result from (row, col) on."""
+
+    row: gl.tensor
+    col: gl.tensor
+
+    @gluon.jit
+    def b_row(self):
+        """Its first row of B."""
+        return self.col
+
+    @gluon.jit
+    def a_scales(self):
+        """Its first 128 rows of the scales of A, counted in 128 rows."""
+        return self.row // 128
+
+    @gluon.jit
+    def b_scales(self):
+        """Its first 128 rows of the scales of B, counted in 128 rows."""
+        return self.col // 128
 
 
 @gluon.aggregate
@@ -47,9 +71,97 @@ class Walk:
 
     @gluon.jit
     def tile(self, number):
-        """The first row and the first column of a tile."""
+        """A tile by its number."""
         tile_m, tile_n = grouped_tile(number, gl.cdiv(self.m, self.BM), gl.cdiv(self.n, self.BN), self.GROUP_M)
-        return tile_m * self.BM, tile_n * self.BN
+        return Tile(tile_m * self.BM, tile_n * self.BN)
+
+
+@gluon.aggregate
+class TileOfGroup:
+    """A tile of a group from (row, col) on; rows from `end` on are another group's. n: rows of each matrix of B.
+
+    scales: its first 128 rows of the scales of A, counted in 128 rows: each group's begin at whole 128 rows.
+    """
+
+    row: gl.tensor
+    col: gl.tensor
+    end: gl.tensor
+    group: gl.tensor
+    scales: gl.tensor
+    n: gl.tensor
+
+    @gluon.jit
+    def b_row(self):
+        """Its first row of all matrices of B."""
+        return self.group * self.n + self.col
+
+    @gluon.jit
+    def a_scales(self):
+        """Its first 128 rows of the scales of A, counted in 128 rows."""
+        return self.scales
+
+    @gluon.jit
+    def b_scales(self):
+        """Its first 128 rows of the scales of all matrices of B, counted in 128 rows."""
+        return self.group * gl.cdiv(self.n, 128) + self.col // 128
+
+
+@gluon.aggregate
+class WalkOverGroups:
+    """A `Walk` over the rows of groups, each of which begins a new tile and has a matrix [n, K] of B.
+
+    offs_ptr: where the groups end, int32 [GROUPS]. Every warp finds the group of a tile for itself, as it comes to it
+    (`device.groups`): so partitions need no barrier, and no registers for what the others know.
+    """
+
+    offs_ptr: gl.tensor
+    m: gl.tensor
+    n: gl.tensor
+    steps: gl.tensor
+    BM: gl.constexpr
+    BN: gl.constexpr
+    GROUP_M: gl.constexpr
+    GROUPS: gl.constexpr
+
+    @gluon.jit
+    def offsets(self):
+        """(before, offs), as the functions of `device.groups` take them."""
+        each: gl.constexpr = per_lane(self.GROUPS)
+        lane = gl.arange(0, 32, gl.BlockedLayout([1], [32], [gl.num_warps()], [0], [[0]]))
+        loaded = ()
+        for i in gl.static_range(2 * each):
+            group = (lane - 1) * each + i
+            mask = (group >= 0) & (group < self.GROUPS)
+            loaded = loaded + (gl.load(self.offs_ptr + group, mask=mask, other=0),)
+        return loaded[:each], loaded[each:]
+
+    @gluon.jit
+    def end(self):
+        """(the row behind the last group, how many tiles of BM rows all groups have)."""
+        before, offs = self.offsets()
+        ends, after = ends_of_lanes(before, offs, self.m, self.BM)
+        return gl.max(ends[len(ends) - 1], 0), gl.max(after[len(after) - 1], 0)
+
+    @gluon.jit
+    def tiles(self):
+        """How many tiles all groups have."""
+        _, tiles_m = self.end()
+        return tiles_m * gl.cdiv(self.n, self.BN)
+
+    @gluon.jit
+    def tile(self, number):
+        """A tile by its number."""
+        before, offs = self.offsets()
+        _, after = ends_of_lanes(before, offs, self.m, self.BM)
+        _, scales = ends_of_lanes(before, offs, self.m, 128)
+        tiles_m = gl.max(after[len(after) - 1], 0)
+        tile_m, tile_n = grouped_tile(number, tiles_m, gl.cdiv(self.n, self.BN), self.GROUP_M)
+        group, start, end, row = group_of_tile(before, offs, self.m, tile_m, self.BM, self.GROUPS)
+        passed = scales[0] * 0
+        for i in gl.static_range(len(after)):
+            passed = gl.maximum(passed, gl.where(after[i] <= tile_m, scales[i], 0))
+        first = gl.max(passed, 0) + (row - start) // 128
+        return TileOfGroup(row, tile_n * self.BN, end, group, first, self.n)
 
 
 @gluon.aggregate
@@ -82,16 +194,16 @@ def load_steps(walk, ring, a_source, b_source, a_scale_source, b_scale_source):
     stage = gl.to_tensor(0)
     phase = gl.to_tensor(1)
     for tile in range(gl.program_id(0), walk.tiles(), gl.num_programs(0)):
-        row, col = walk.tile(tile)
+        at = walk.tile(tile)
         for step in range(walk.steps):
             mbarrier.wait(ring.empty.index(stage), phase)
             ready = ring.ready.index(stage)
             mbarrier.expect(ready, nbytes)
             col_tile = step * a_scale_source.block_shape[1]
-            tma.async_load(a_source, [row, step * a_source.block_shape[1]], ready, ring.a.index(stage))
-            tma.async_load(b_source, [col, step * b_source.block_shape[1]], ready, ring.b.index(stage))
-            tma.async_load(a_scale_source, [row // 128, col_tile, 0, 0], ready, ring.a_scales.index(stage))
-            tma.async_load(b_scale_source, [col // 128, col_tile, 0, 0], ready, ring.b_scales.index(stage),
+            tma.async_load(a_source, [at.row, step * a_source.block_shape[1]], ready, ring.a.index(stage))
+            tma.async_load(b_source, [at.b_row(), step * b_source.block_shape[1]], ready, ring.b.index(stage))
+            tma.async_load(a_scale_source, [at.a_scales(), col_tile, 0, 0], ready, ring.a_scales.index(stage))
+            tma.async_load(b_scale_source, [at.b_scales(), col_tile, 0, 0], ready, ring.b_scales.index(stage),
                            multicast=True)  # fmt: skip
             stage, phase = ring.after(stage, phase)
 
@@ -131,10 +243,23 @@ def multiply_steps(walk, ring, sums, sums_ready, sums_empty, a_scales, b_scales,
 
 
 @gluon.jit
+def clear_rows(walk, target, buffer, layout: gl.constexpr):
+    """Store zeros in the rows behind the last group."""
+    buffer.store(gl.zeros(buffer.shape, buffer.dtype, layout))
+    fence_async_shared()
+    end, _ = walk.end()
+    for row in range(end + gl.program_id(0) * walk.BM, walk.m, gl.num_programs(0) * walk.BM):
+        for col in range(0, walk.n, buffer.shape[1]):
+            tma.async_store(target, [row, col], buffer)
+    tma.store_wait(0)
+
+
+@gluon.jit
 def store_tiles(
     walk, sums, sums_ready, sums_empty, target, buffers, a_outer_ptr, b_outer_ptr, bias_ptr, epilogue_0_ptr,
     epilogue_1_ptr, out_ptr,
     A_OUTER: gl.constexpr, B_OUTER: gl.constexpr, BIAS: gl.constexpr, EPILOGUE: gl.constexpr, ISA: gl.constexpr,
+    GROUPS: gl.constexpr,
 ):  # fmt: skip
     """Rescale the sums of all tiles, apply the epilogue, and store the result.
 
@@ -149,10 +274,23 @@ def store_tiles(
     n = walk.n
     phase = gl.to_tensor(0)
     for tile in range(gl.program_id(0), walk.tiles(), gl.num_programs(0)):
-        row0, first_col = walk.tile(tile)
+        at = walk.tile(tile)
+        row0 = at.row
         rows = gl.arange(0, walk.BM, layout=gl.SliceLayout(1, layout))[:, None]
         cols = gl.arange(0, part_cols, layout=gl.SliceLayout(0, layout))[None, :]
-        factor = factor_of_rows(row0 + rows, m, 0, a_outer_ptr, b_outer_ptr, A_OUTER, B_OUTER)
+        a_outer = a_outer_ptr
+        b_outer = b_outer_ptr
+        here = target
+        if GROUPS:
+            if A_OUTER == "group":
+                a_outer = a_outer_ptr + at.group
+            if B_OUTER == "group":
+                b_outer = b_outer_ptr + at.group
+            elif B_OUTER == "row":
+                b_outer = b_outer_ptr + at.group * n
+            tma.store_wait(0)
+            here = tma.make_tensor_descriptor(out_ptr, [at.end, n], [n, 1], [walk.BM, part_cols], target.layout)
+        factor = factor_of_rows(row0 + rows, m, 0, a_outer, b_outer, rescale_mode(A_OUTER), rescale_mode(B_OUTER))
         mbarrier.wait(sums_ready, phase)
         phase = phase ^ 1
         loaded = ()
@@ -160,28 +298,31 @@ def store_tiles(
             loaded = loaded + (sums.slice(i * part_cols, part_cols).load(layout),)
         mbarrier.arrive(sums_empty)
         for i in gl.static_range(parts):
-            col0 = first_col + i * part_cols
+            col0 = at.col + i * part_cols
             col = col0 + cols
             first = row0.to(gl.int64) * n + col0
-            part = rescale_columns(loaded[i], factor, col, n, 0, b_outer_ptr, bias_ptr, A_OUTER, B_OUTER, BIAS, False)
+            part = rescale_columns(loaded[i], factor, col, n, 0, b_outer, bias_ptr, rescale_mode(A_OUTER),
+                                   rescale_mode(B_OUTER), BIAS, False)  # fmt: skip
             part = epilogue(part, rows * n + cols, col, (row0 + rows < m) & (col < n), n, epilogue_0_ptr,
                             epilogue_1_ptr, EPILOGUE, ISA, None, first)  # fmt: skip
             buffer = buffers.index(i % 2)
             tma.store_wait(1)
             buffer.store(stored(part, out_ptr, ISA))
             fence_async_shared()
-            tma.async_store(target, [row0, col0], buffer)
+            tma.async_store(here, [row0, col0], buffer)
     tma.store_wait(0)
+    if GROUPS:
+        clear_rows(walk, target, buffers.index(0), layout)
 
 
 @gluon.jit
 def gemm_block_scaled_two_ctas_sm100(
     a_ptr, a_scales_ptr, a_outer_ptr, b_ptr, b_scales_ptr, b_outer_ptr, bias_ptr, out_ptr,
     epilogue_0_ptr, epilogue_1_ptr, m, n, a_per_row, b_per_row, steps, row_tiles_a, row_tiles_b, col_tiles,
-    A_ELEMENT: gl.constexpr, B_ELEMENT: gl.constexpr, SCALE: gl.constexpr, BLOCK: gl.constexpr,
+    offs_ptr, A_ELEMENT: gl.constexpr, B_ELEMENT: gl.constexpr, SCALE: gl.constexpr, BLOCK: gl.constexpr,
     A_OUTER: gl.constexpr, B_OUTER: gl.constexpr, BIAS: gl.constexpr, EPILOGUE: gl.constexpr,
     BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr, GROUP_M: gl.constexpr,
-    PART_COLS: gl.constexpr, ISA: gl.constexpr,
+    PART_COLS: gl.constexpr, ISA: gl.constexpr, GROUPS: gl.constexpr,
 ):  # fmt: skip
     """Tiles [BM, BN] of out [m, n] = a [m, K] x b [n, K]^T, rescaled, plus a bias; pairs of CTAs compute a tile each.
 
@@ -207,13 +348,14 @@ def gemm_block_scaled_two_ctas_sm100(
     a_scales_ptr = a_scales_ptr.to(gl.pointer_type(loaded_type(SCALE)), bitcast=True)
     b_scales_ptr = b_scales_ptr.to(gl.pointer_type(loaded_type(SCALE)), bitcast=True)
     a_source = tma.make_tensor_descriptor(a_ptr, [m, a_per_row], [a_per_row, 1], [BM, a_bytes], a_layout)
-    b_source = tma.make_tensor_descriptor(b_ptr, [n, b_per_row], [b_per_row, 1], [BN, b_bytes], b_layout)
+    matrices: gl.constexpr = max(GROUPS, 1)
+    b_source = tma.make_tensor_descriptor(b_ptr, [matrices * n, b_per_row], [b_per_row, 1], [BN, b_bytes], b_layout)
     a_scale_source = tma.make_tensor_descriptor(
         a_scales_ptr, [row_tiles_a, col_tiles, 2, 256], [col_tiles * 512, 512, 256, 1],
         [BM // 128, scale_cols // 4, 2, 256], a_scale_layout,
     )  # fmt: skip
     b_scale_source = tma.make_tensor_descriptor(
-        b_scales_ptr, [row_tiles_b, col_tiles, 2, 256], [col_tiles * 512, 512, 256, 1],
+        b_scales_ptr, [matrices * row_tiles_b, col_tiles, 2, 256], [col_tiles * 512, 512, 256, 1],
         [BN // 128, scale_cols // 4, 2, 256], b_scale_layout,
     )  # fmt: skip
     target = tma.make_tensor_descriptor(out_ptr, [m, n], [n, 1], [BM, PART_COLS], out_layout)
@@ -246,10 +388,13 @@ def gemm_block_scaled_two_ctas_sm100(
     fence_async_shared(cluster=True)
     gl.barrier(cluster=True)
 
-    walk = Walk(gl.to_tensor(m), gl.to_tensor(n), gl.to_tensor(steps), BM, BN, GROUP_M)
+    if GROUPS:
+        walk = WalkOverGroups(offs_ptr, gl.to_tensor(m), gl.to_tensor(n), gl.to_tensor(steps), BM, BN, GROUP_M, GROUPS)
+    else:
+        walk = Walk(gl.to_tensor(m), gl.to_tensor(n), gl.to_tensor(steps), BM, BN, GROUP_M)
     gl.warp_specialize([
         (store_tiles, (walk, sums, sums_ready, sums_empty, target, buffers, a_outer_ptr, b_outer_ptr, bias_ptr,
-                       epilogue_0_ptr, epilogue_1_ptr, out_ptr, A_OUTER, B_OUTER, BIAS, EPILOGUE, ISA)),
+                       epilogue_0_ptr, epilogue_1_ptr, out_ptr, A_OUTER, B_OUTER, BIAS, EPILOGUE, ISA, GROUPS)),
         (multiply_steps, (walk, ring, sums, sums_ready, sums_empty, a_scales, b_scales, A_ELEMENT, B_ELEMENT)),
         (load_steps, (walk, ring, a_source, b_source, a_scale_source, b_scale_source)),
-    ], [1, 1], [24, 24])  # fmt: skip
+    ], [1, 1], [24, 64 if GROUPS else 24])  # fmt: skip
