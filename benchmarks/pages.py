@@ -335,21 +335,21 @@ the same recipe without.
 
     python -m benchmarks.sharded_step --ranks 2
 
-Over NVLink, beside two other benchmarks on the host's other GPUs, which slow steps that the host bounds, torchao's
-most: 97.5 ms in a run without them.
+Over NVLink, with another benchmark on one of the host's other GPUs. The run was ended before `mxfp8` without codes:
 """,
-    table("sharded_step_h200.json", cells.sharded_step),
+    table("sharded_step_h100.json", cells.sharded_step),
     """
-And with `NCCL_P2P_DISABLE=1`, through the host's memory:
+With `NCCL_P2P_DISABLE=1`, through the host's memory, which the reduction of float32 gradients takes most of, whatever
+the weights are gathered as. This and the next table are of an earlier version of the gathers, and of a model that waits
+for the device at each step (see `benchmarks.sharded_step`):
 """,
     table("sharded_step_slow_h200.json", cells.sharded_step),
     """
-A trace of steps before the quantisers of a gather were [compiled](../../docs/distributed.md#launches) shows what codes
-cost: the GPU has less to do with them than without (59.9 ms of kernels of `float8_rowwise` beside the collectives, 64.0
-without), but waits for the host in the forward pass, 21.7 ms and not 14.1, because each block's gather is issued right
-before the block. Through the host's memory the reduction of
-float32 gradients takes most of the step, whatever the weights are gathered as.
+The same link, in a step whose gradients are accumulated and not reduced, so that weights alone are on the wire:
+
+    python -m benchmarks.sharded_step --accumulated
 """,
+    table("sharded_step_accumulated_h100.json", cells.sharded_step),
 )
 
 _TENSOR_PARALLEL = generated(

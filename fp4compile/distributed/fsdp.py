@@ -4,8 +4,8 @@ FSDP2 gives the hooks of a sharded parameter no sign of what a gather is for, an
 itself at the first gather. Both are attributes of its `FSDPParam` and `FSDPParamGroup`.
 """
 
+import weakref
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,12 +14,23 @@ from torch.distributed import ProcessGroup
 from torch.distributed.fsdp import FSDPModule
 
 
-@dataclass(frozen=True, eq=False)
 class Sharded:
-    """A parameter that FSDP2 shards. group: what is gathered with it."""
+    """A parameter that FSDP2 shards. group: what is gathered with it.
 
-    param: Any
-    group: Any
+    Both are referred to weakly. The parameter's shard refers to this object, and torch has a view of the shard, for
+    which it keeps the shard alive, whatever Python's garbage collector finds: so the whole model would never be freed.
+    """
+
+    def __init__(self, param: Any, group: Any):
+        self._param, self._group = weakref.ref(param), weakref.ref(group)
+
+    @property
+    def param(self) -> Any:
+        return self._param()
+
+    @property
+    def group(self) -> Any:
+        return self._group()
 
     def __deepcopy__(self, memo: dict) -> "Sharded":
         return self  # Dynamo copies what a shard refers to

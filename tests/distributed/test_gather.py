@@ -1,7 +1,9 @@
 """Which weights `gather_quantized_` makes FSDP2 gather as codes, decided among ranks that do not exist."""
 
 import copy
+import gc
 import io
+import weakref
 
 import pytest
 import torch
@@ -208,6 +210,16 @@ def test_the_first_forward_pass_may_be_an_evaluation():
         assert model(x).shape == x.shape
     model(x).sum().backward()
     assert all(one.grad is not None for one in model.parameters())
+
+
+def test_a_model_is_freed():
+    model = sharded(nn.Sequential(nn.Linear(64, 128), nn.Linear(128, 64)))
+    gather_quantized_(model, "mxfp8")
+    model(torch.ones(4, 64)).sum().backward()
+    freed = [weakref.ref(each) for each in (model, model[0].weight, model[0].weight.to_local())]
+    del model
+    gc.collect()
+    assert [each() for each in freed] == 3 * [None]
 
 
 def _opened():
