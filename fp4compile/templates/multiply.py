@@ -123,7 +123,7 @@ def scaled_mm_group(
 
 
 def scaled_mm_two_ctas(x: Arguments) -> torch.Tensor:
-    """The product, or those of groups of rows, on pairs of CTAs; where they do not serve it, by the chosen kernel."""
+    """The product, or the products of groups of rows, on pairs of CTAs; else by the chosen kernel."""
     call, pairs = call_of(x), block_scaled_two_ctas_sm100
     return _launched(call, choose(call.problem, pairs.NAME if x.offs is None else pairs.GROUPED_NAME))
 
