@@ -48,8 +48,8 @@ class Transposing:
 class Gathering:
     """What a gather brings of one weight, for products that read codes in some directions.
 
-    wanted: the directions. sent: those whose codes ranks send. arriving: where the bytes of `Direction.encode` arrive.
-    beside: the weight's other memory, which FSDP2 allocates and frees with it.
+    wanted: these directions. sent: the directions whose codes ranks send. arriving: where the bytes of
+    `Direction.encode` arrive. beside: the weight's other memory, which FSDP2 allocates and frees with what arrives.
     """
 
     arrival: "Arrival"

@@ -20,7 +20,8 @@ _compiled: dict[Hashable, Callable] = {}
 def run(function: Function, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
     """`function` of tensors. On a GPU it is compiled at the first call with tensors of these shapes.
 
-    function: has no side effects, and hashes and compares equal to other functions that compute the same.
+    function: depends on the tensors alone, and may write to them; hashes and compares equal to other functions that
+        compute the same.
     """
     if tensors[0].device.type != "cuda":
         return function(*tensors)

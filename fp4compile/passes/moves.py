@@ -171,7 +171,7 @@ def _kept_of(node: Node) -> Node:
 
 
 def _is_mask(node: Node) -> bool:
-    """Whether a node has rows of another one, and zeros in the place of some: of those that belong to no expert."""
+    """Whether a node has rows of another one, and zeros in the place of rows that belong to no expert."""
     if node.target is not aten.where.self or not all(isinstance(each, Node) for each in node.args):
         return False
     mask, zero, rows = node.args

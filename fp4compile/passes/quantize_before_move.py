@@ -19,7 +19,7 @@ A quantiser stays behind the move where its results depend on more than that, an
 reads the moved rows, because then both would be moved; `_reason` names the reasons, and the report has them.
 
 A move inside a device has to pay (`_local_reason`), unless it moves what a collective brought. A collective always
-does: a network is slower than memory, and the process quantises its own rows, not those of the whole group. What is
+does: a network is slower than memory, and the process quantises its own rows, not all rows of the group. What is
 decided about a collective depends on nothing that may differ between the processes, such as numbers of rows, because
 all have to call the same collectives.
 """

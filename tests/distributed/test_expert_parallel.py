@@ -52,7 +52,7 @@ def test_exchanged_tokens_are_codes(found):
     # transformers reads the sizes of an exchange behind a break of Dynamo's graph: the products are in another one.
     pytest.param("all_to_all", {"all_to_all_single": ["i64", "bf16", "bf16"]},
                  "quantised after index: the numbers of rows are not known", marks=BY_TRANSFORMERS),
-    # Every rank has all tokens, and zeros in the place of those for other ranks' experts.
+    # Every rank has all tokens, and zeros in the place of tokens for other ranks' experts.
     pytest.param("all_reduce", {"all_reduce": ["bf16"]}, "quantised before index", marks=BY_TRANSFORMERS),
 ])  # fmt: skip
 def test_tokens_that_are_sent_as_they_are(kind, collectives, told, found):

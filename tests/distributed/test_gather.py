@@ -138,13 +138,18 @@ def test_magnitudes_are_reduced_as_bits_on_the_device(monkeypatch):
 
 
 class Counting(TorchDispatchMode):
-    """Names of the operators that launch something: those that make no view and allocate no more than memory."""
+    """Names of the operators that launch something, not of views and of what allocates memory alone.
+
+    copied: how many tensors each `_foreach_copy_` copies.
+    """
 
     def __enter__(self):
-        self.names = []
+        self.names, self.copied = [], []
         return super().__enter__()
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if function is torch.ops.aten._foreach_copy_.default:
+            self.copied.append(len(args[0]))
         if not (function.is_view or "empty" in function.name() or "record_function" in function.name()):
             self.names.append(function.name().partition("::")[2].partition(".")[0])
         return function(*args, **(kwargs or {}))
@@ -167,8 +172,9 @@ def test_weights_of_one_size_are_quantised_by_the_launches_of_one(recipe, monkey
             waiting.wait()
         # Nothing of the codes along the rows is copied, and one call copies the codes along the columns of all weights
         # to where they belong. Square blocks are transposed, in one compiled function on a GPU.
-        assert counting.names.count("_foreach_copy_") == (recipe != "nvfp4_train")
+        assert counting.copied == {"nvfp4_train": [], "mxfp8": [2 * count], "float8_rowwise": [count]}[recipe]
         assert counting.names.count("copy_") == 3 * (recipe == "nvfp4_train") * count
+        assert counting.names.count("clone") == (recipe == "nvfp4_train") * count
     assert found[0] == found[1] and "quantize" in found[0]
 
 

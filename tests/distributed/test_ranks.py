@@ -14,9 +14,10 @@ DEVICES = {
     "cpu": [],
     "cuda": [pytest.mark.gpu, pytest.mark.skipif(torch.cuda.device_count() < 2, reason="fewer than two GPUs")],
 }
-# A share of the largest result, 34 times 2^-24. Sums of up to 96 products in two orders differ by up to 190 times 2^-24
-# of the sum of the magnitudes of their products. A GPU's matrix units drop the bits that do not fit, where a CPU
-# rounds: they differ by twice as much.
+# A share of the largest result, 34 times 2^-24. The errors of an addition, evenly spread over 2 * 2^-24 of its sum, add
+# up over 96 products in each of two orders, whose sums grow to the result, to a standard deviation of sqrt(2 * 96 / 6)
+# times 2^-24: six of these. A GPU's matrix units drop the bits that do not fit, where a CPU rounds, so an error is at
+# most twice as large.
 SUMS = {"cpu": 2e-6, "cuda": 4e-6}
 KINDS = [(device, kind) for device, kinds in rank_worker.KINDS.items() for kind in ("sequences", "frozen", *kinds)]
 devices = pytest.mark.parametrize("device", [pytest.param(device, marks=marks) for device, marks in DEVICES.items()])

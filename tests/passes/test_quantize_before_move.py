@@ -276,7 +276,7 @@ def exchanged(x):
     ("nvfp4_rowwise", "cuda", True, 0),
 ])  # fmt: skip
 def test_exchanged_rows_that_are_sorted(fmt, device, also, count):
-    """Of an unknown number: they are quantised before they are sorted where they are quantised before the exchange."""
+    """How many tokens arrive is unknown. They are quantised before they are sorted if before the exchange, too."""
 
     def function(x, index):
         rows = exchanged(x)

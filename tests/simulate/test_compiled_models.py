@@ -242,7 +242,7 @@ class ExpertsOfTwoWeights(GatedExperts):
 @pretending
 @pytest.mark.parametrize("experts", [GatedExperts, ExpertsOfTwoWeights], ids=["one weight", "two weights"])
 def test_gate_and_up_of_experts_write_the_operand_of_down(experts, monkeypatch):
-    """Codes and scales of each expert's tokens, from the product's own kernel; the bits are those of two kernels."""
+    """Codes and scales of each expert's tokens, from the product's own kernel, with the bits of two kernels."""
     torch.manual_seed(0)
     model, x, results, launches = experts(128).bfloat16(), torch.randn(40, 128).bfloat16(), [], []
     inputs = x, torch.arange(160) * 7 % 40, torch.tensor([0, 33, 34, 160], dtype=torch.int32)
