@@ -193,6 +193,12 @@ def without_the_other(group) -> str:
     return f"{type(error.value).__name__}: {error.value}"
 
 
+def wait_for(file: str) -> None:
+    """Return when another rank has made the file; `process_groups.run_ranks` ends ranks that wait in vain."""
+    while not os.path.exists(file):
+        time.sleep(0.1)
+
+
 def main(rank: int, output: str, device: str = "cpu") -> None:
     torch.set_num_threads(1)
     config.fx_graph_cache = False  # graphs are compiled anew, and the ranks share what a C++ compiler makes of them
@@ -212,10 +218,12 @@ def main(rank: int, output: str, device: str = "cpu") -> None:
             found["unlike"] = unlike(place, groups[:3])
         torch.save(on_cpu(found), f"{output}.{rank}.pt")
         dist.barrier(groups[3])
+    else:  # a rank that ended now could break the connections that the members still make to all ranks
+        for member in MEMBERS:
+            wait_for(f"{output}.{member}.pt")
     if rank in MEMBERS and device == "cpu":
         if rank == MEMBERS[-1]:
-            while not os.path.exists(f"{output}.hung"):
-                time.sleep(0.1)
+            wait_for(f"{output}.hung")
             os._exit(0)
         hung = without_the_other(left)
         open(f"{output}.hung", "x").close()
