@@ -25,7 +25,14 @@ from fp4compile.formats.prologue import OPERANDS, Prologue
 from fp4compile.formats.steps import Step
 from fp4compile.templates.device.column_tile import unpack_column_tile
 from fp4compile.templates.device.elements import pack, unpack
-from fp4compile.templates.device.memory import FIRST_AXIS_FASTEST, load_tile, load_words, store_tile
+from fp4compile.templates.device.memory import (
+    FIRST_AXIS_FASTEST,
+    load_index,
+    load_tile,
+    load_words,
+    restore_axes,
+    store_tile,
+)
 from fp4compile.templates.device.pointwise import compute, kind_of, part_of, tensor_count, written
 from fp4compile.templates.device.register_tile import (
     DEPTH,
@@ -235,7 +242,7 @@ def operand_register_tile(
     elif KIND == "row":
         return row_register_tile(ptr, col0, cols_left, COL_TILES, WORDS, ALIGN)
     else:
-        return col_register_tile(ptr, batch, row0, rows, ROW_TILES)
+        return col_register_tile(ptr, batch, row0, rows, ROW_TILES, COL_TILES, WHOLE)
 
 
 @triton.jit
@@ -298,13 +305,23 @@ def row_register_tile(ptr, col0, cols_left, COL_TILES: tl.constexpr, WORDS: tl.c
 
 
 @triton.jit
-def col_register_tile(ptr, batch, row0, rows, ROW_TILES: tl.constexpr):
-    row = row0 + tl.arange(0, ROW_TILES)[:, None] * DEPTH
+def col_register_tile(
+    ptr, batch, row0, rows, ROW_TILES: tl.constexpr, COL_TILES: tl.constexpr, WHOLE: tl.constexpr
+):  # fmt: skip
+    """DEPTH values, each [ROW_TILES, COL_TILES, 1, 1], from one load: see "Compile time" in `register_tile`."""
+    run: tl.constexpr = 4
+    row = load_index(row0 + tl.arange(0, ROW_TILES) * DEPTH, 1) + load_index(tl.arange(0, DEPTH // run) * run, 0)
+    row = row + load_index(tl.arange(0, COL_TILES) * 0, 2) + tl.arange(0, run)[None, None, None, :]
     ptr += batch.to(tl.int64) * rows
+    if WHOLE:
+        loaded = tl.load(ptr + row)
+    else:
+        loaded = tl.load(ptr + row, mask=row < rows, other=0.0)
+    loaded = tl.permute(restore_axes(loaded.to(tl.float32)), (1, 2, 0, 3))
     values = ()
+    parts = split_last(tl.reshape(loaded, (ROW_TILES, COL_TILES, DEPTH)))
     for i in tl.static_range(DEPTH):
-        value = tl.load(ptr + row + i, mask=row < rows - i, other=0.0).to(tl.float32)
-        values = values + (value[:, :, None, None],)
+        values = values + (parts[i][:, :, None, None],)
     return values
 
 

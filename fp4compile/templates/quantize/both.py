@@ -16,7 +16,7 @@ from fp4compile.formats.formats import BlockFormat
 from fp4compile.templates.device.block_scales import block_scale, make_outer_scales, outer_scales
 from fp4compile.templates.device.column_tile import unpack_column_tile
 from fp4compile.templates.device.elements import encode_run, encode_runs, magnitude_bits, unpack
-from fp4compile.templates.device.memory import store_scales, store_units, tile_of
+from fp4compile.templates.device.memory import load_index, restore_axes, store_scales, store_units, tile_of
 from fp4compile.templates.device.packed_encoding import encode_exact_run, encode_exact_runs, exact_in_bf16
 from fp4compile.templates.device.packed_rounding import (
     CLAMP_LIMIT,
@@ -214,57 +214,63 @@ def join_packed_columns(quarters, WORDS: tl.constexpr):
 
 
 @triton.jit
-def row_pointer(data_ptr, row, group, per_row, RUNS: tl.constexpr):
-    """Pointers to a thread's codes in the rows `row`: to int32 if RUNS is 1, else to int64 (with one more axis).
+def store_rows(
+    destination, runs, ROW: tl.constexpr, COUNT: tl.constexpr, ROW_TILES: tl.constexpr, COL_TILES: tl.constexpr,
+    WHOLE: tl.constexpr,
+):  # fmt: skip
+    """Store the codes (or values) of rows ROW to ROW + COUNT of each register tile, by one store.
 
-    group: number, in its row, of the group of neighbouring columns that a thread holds. per_row: int32 (or int64) units
-    in a row of codes. RUNS: int32 runs of codes, or words of two values, in a group.
+    destination: (pointer to units, number of the matrix's first row, row and unit where the tile begins, rows of the
+    matrix, units in a row). A unit is the int32 of a row that a thread has, or an int64 of two. runs: the int32 tensors
+    of the rows, [ROW_TILES, COL_TILES], a row's side by side. WHOLE: nothing needs a mask.
     """
-    if RUNS == 1:
-        return data_ptr.to(tl.pointer_type(tl.int32), bitcast=True) + (row.to(tl.int64) * per_row + group)
+    ptr, first, row0, unit0, rows, per_row = destination
+    if len(runs) == COUNT:
+        units = runs
     else:
-        units: tl.constexpr = RUNS // 2
-        unit = group[:, :, None] * units + tl.arange(0, units)[None, None, :]
-        return data_ptr.to(tl.pointer_type(tl.int64), bitcast=True) + (row.to(tl.int64)[:, :, None] * per_row + unit)
-
-
-@triton.jit
-def store_row(row_ptr, runs, rows, group, per_row, WHOLE: tl.constexpr):
-    """Store a row's int32 runs of codes (or words of values) at `row_pointer`.
-
-    rows: which rows exist. WHOLE: nothing needs a mask.
-    """
-    if len(runs) == 1:
-        units = runs[0]
-        mask = rows & (group < per_row)
-    else:
-        long: tl.constexpr = len(runs) // 2
-        units = stack_tensors(join_to_int64(runs))
-        mask = rows[:, :, None] & (group[:, :, None] * long + tl.arange(0, long)[None, None, :] < per_row)
+        units = join_to_int64(runs)
+    own: tl.constexpr = len(units) // COUNT  # units of a row that a thread has
+    units = tl.reshape(stack_tensors(units), (ROW_TILES, COL_TILES, COUNT, own))
+    units = restore_axes(tl.permute(units, (2, 0, 1, 3)))
+    row = load_index(row0 + tl.arange(0, ROW_TILES) * DEPTH, 1)
+    step = load_index(tl.arange(0, COUNT), 0)
+    unit = load_index(unit0 + tl.arange(0, COL_TILES) * own, 2) + tl.arange(0, own)[None, None, None, :]
+    ptr += (first + row + ROW) * per_row + unit + step.to(tl.int64) * per_row
+    # Threads store what they hold: without this, neighbouring columns would be brought to one thread first.
+    ptr = tl.max_contiguous(ptr, [1, 1, 1, own])
     if WHOLE:
-        tl.store(row_ptr, units)
+        tl.store(ptr, units)
     else:
-        tl.store(row_ptr, units, mask=mask)
+        tl.store(ptr, units, mask=(row < rows - ROW - step) & (unit < per_row))
 
 
 @triton.jit
 def store_pairs(scales_ptr, pairs, batch, row0, block0, rows, blocks, SWIZZLED: tl.constexpr, ALIGN: tl.constexpr):
-    """`store_scales` from row0 on for int16 [pairs, n], each with the scale bytes of two neighbouring rows."""
-    row = row0 + 2 * tl.arange(0, pairs.shape[0])
-    store_scales(scales_ptr, pairs, batch, row, block0, rows, blocks, SWIZZLED, ALIGN)
-    store_scales(scales_ptr, pairs >> 8, batch, row + 1, block0, rows, blocks, SWIZZLED, ALIGN)
+    """`store_scales` from row0 on for int16 [pairs, n], each with the scale bytes of two neighbouring rows.
+
+    Swizzled scales go in one store: SM100, which reads them, then executes a tenth fewer instructions. Linear scales go
+    in two stores: one would take registers that four programs of an SM90 multiprocessor do not have.
+    """
+    if SWIZZLED:
+        row = row0 + tl.arange(0, 2 * pairs.shape[0])
+        store_scales(scales_ptr, split_pairs(pairs), batch, row, block0, rows, blocks, SWIZZLED, ALIGN)
+    else:
+        row = row0 + 2 * tl.arange(0, pairs.shape[0])
+        store_scales(scales_ptr, pairs, batch, row, block0, rows, blocks, SWIZZLED, ALIGN)
+        store_scales(scales_ptr, pairs >> 8, batch, row + 1, block0, rows, blocks, SWIZZLED, ALIGN)
 
 
 @triton.jit
 def encode_turn(
-    tile, row_amaxes, column_factors, limit, encode, decode, row_ptr, row, rows, group, per_row,
+    tile, row_amaxes, column_factors, limit, encode, decode, destination,
     ROW: tl.constexpr, dtype: tl.constexpr, ELEMENT: tl.constexpr, SCALE: tl.constexpr, CONTRACT: tl.constexpr,
     COL_TILES_PER_BLOCK: tl.constexpr, HAS_OUTER: tl.constexpr, ROUNDING: tl.constexpr, CLAMP: tl.constexpr,
     WHOLE: tl.constexpr, WORDS: tl.constexpr, stored: tl.constexpr, ISA: tl.constexpr,
 ):  # fmt: skip
     """Encode a turn: each thread's rows from ROW on, two for each pair of `row_amaxes`. Stores the rows.
 
-    stored: the dtype of what is stored of the rows, uint8 for codes or 16-bit floats for values.
+    destination: as in `store_rows`. stored: the dtype of what is stored there, uint8 for codes or 16-bit floats for
+    values.
     Returns (scale bytes of the pairs of rows, codes of the columns from `encode_columns`).
     """
     turn: tl.constexpr = 2 * len(row_amaxes)
@@ -276,6 +282,7 @@ def encode_turn(
     for j in tl.static_range(WORDS):
         column_runs = column_runs + encode_columns(words, 0, j, WORDS, turn, column_factors, dtype, ELEMENT, exact,
                                                    ROUNDING, ISA)  # fmt: skip
+    stored_runs = ()
     for k in tl.static_range(turn):
         factor = repeat_along_row(factors[k], COL_TILES_PER_BLOCK)
         runs = encode_row(words, k * WORDS, WORDS, factor, dtype, ELEMENT, exact, ROUNDING, ISA)
@@ -286,8 +293,8 @@ def encode_turn(
             for j in tl.static_range(len(runs)):
                 values = values + values_of_run(runs[j], scale, ELEMENT, SCALE, stored, ISA)
             runs = values
-        store_row(row_ptr, runs, row < rows - (ROW + k), group, per_row, WHOLE)
-        row_ptr += per_row
+        stored_runs = stored_runs + runs
+    store_rows(destination, stored_runs, ROW, turn, tile[0].shape[0], tile[0].shape[1], WHOLE)
     return scale_bytes, column_runs
 
 
@@ -342,10 +349,12 @@ def encode_tile(
     turn: tl.constexpr = 8 if ELEMENT == "e2m1" and ROUNDING == "" else 4
     stored: tl.constexpr = data_ptr.dtype.element_ty
     row_runs: tl.constexpr = WORDS if takes_values(data_ptr.dtype) else 2 * WORDS // run
-    per_row = tl.cdiv(cols, BLOCK) * (col_tiles_per_block * tl.cdiv(row_runs, 2))
-    row = row0 + tl.arange(0, ROW_TILES)[:, None] * DEPTH
-    group = col0 // (2 * WORDS) + tl.arange(0, COL_TILES)[None, :]
-    row_ptr = row_pointer(data_ptr, batch * rows + row, group, per_row, row_runs)
+    own: tl.constexpr = (row_runs + 1) // 2
+    unit_type: tl.constexpr = tl.int32 if row_runs == 1 else tl.int64
+    per_row = tl.cdiv(cols, BLOCK) * (col_tiles_per_block * own)
+    unit0 = col0 // (2 * WORDS) * own
+    units_ptr = data_ptr.to(tl.pointer_type(unit_type), bitcast=True)
+    destination = (units_ptr, batch * rows, row0, unit0, rows, per_row)
     row_bytes = ()
     column_runs = ()
     for i in tl.static_range(0, DEPTH, turn):
@@ -359,26 +368,24 @@ def encode_tile(
             # The branch is in each turn: one branch around all turns takes 200 registers.
             if in_packed_range(decode):
                 scale_bytes, runs = encode_turn(
-                    tile, row_amaxes, column_factors, limit, encode, decode, row_ptr, row, rows, group, per_row, i,
+                    tile, row_amaxes, column_factors, limit, encode, decode, destination, i,
                     dtype, ELEMENT, SCALE, CONTRACT, col_tiles_per_block, HAS_OUTER, ROUNDING, CLAMP, WHOLE, WORDS,
                     stored, ISA,
                 )  # fmt: skip
             else:
                 scale_bytes, runs = encode_turn(
-                    tile, row_amaxes, column_factors, limit, encode, decode, row_ptr, row, rows, group, per_row, i,
+                    tile, row_amaxes, column_factors, limit, encode, decode, destination, i,
                     dtype, ELEMENT, SCALE, CONTRACT, col_tiles_per_block, HAS_OUTER, "float32", False, WHOLE, WORDS,
                     stored, ISA,
                 )  # fmt: skip
         else:
             scale_bytes, runs = encode_turn(
-                tile, row_amaxes, column_factors, limit, encode, decode, row_ptr, row, rows, group, per_row, i,
+                tile, row_amaxes, column_factors, limit, encode, decode, destination, i,
                 dtype, ELEMENT, SCALE, CONTRACT, col_tiles_per_block, HAS_OUTER, ROUNDING, CLAMP, WHOLE, WORDS, stored,
                 ISA,
             )  # fmt: skip
         row_bytes = row_bytes + scale_bytes
         column_runs = column_runs + runs
-        for _ in tl.static_range(turn):
-            row_ptr += per_row
     if ROUNDING != "":
         column_runs = join_packed_columns(column_runs, WORDS)
 
@@ -454,9 +461,8 @@ def quantize_both(
 @triton.jit
 def split_pairs(pairs):
     """int16 [n, blocks], each with the scale bytes of two neighbouring rows -> the bytes as int32 [2 * n, blocks]."""
-    pairs = pairs.to(tl.int32)
-    both = tl.permute(tl.join(pairs & 255, (pairs >> 8) & 255), (0, 2, 1))
-    return tl.reshape(both, (2 * pairs.shape[0], pairs.shape[1]))
+    both = tl.permute(tl.join(pairs.to(tl.uint8), (pairs >> 8).to(tl.uint8)), (0, 2, 1))
+    return tl.reshape(both, (2 * pairs.shape[0], pairs.shape[1])).to(tl.int32)
 
 
 @triton.jit
