@@ -122,9 +122,11 @@ class Configuration:
         return formats.get(self.format)
 
     def layout_on(self, sm: int) -> str:
-        """The layout of the block scales on a GPU of compute capability `sm`."""
+        """The layout of the block scales on a GPU of compute capability `sm`: linear where there are values."""
         if self.layout is not None:
             return self.layout
+        if self.values:
+            return "linear"
         read = Target(sm).block_scaled_matrix_units and self.block_format.block is not None
         return "swizzled" if read else "linear"
 

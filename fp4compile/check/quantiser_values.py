@@ -39,7 +39,7 @@ def checks(*shapes: tuple[int, int], more: Sequence[Configuration] = ()) -> list
     """(name, checks on tensors of these shapes) of each configuration of the table and of `more`."""
     found: list[tuple[str, list[Check]]] = []
     for one in (*CONFIGURATIONS, *GROUPED_CONFIGURATIONS, *PROLOGUE_CONFIGURATIONS, *more):
-        check = quantized_after_steps if one.steps else quantized if one in CONFIGURATIONS else quantized_groups
+        check = quantized_after_steps if one.steps else quantized_groups if one.groups else quantized
         found.append((f"quantise {one.label}, {one.format}", [partial(check, one, shape) for shape in shapes]))
     return found + [(f"few rows, {one.label}, {one.format}", [partial(quantized_few_rows, one)])
                     for one in CONFIGURATIONS if (one.label, one.format) in FEW_ROWS]  # fmt: skip

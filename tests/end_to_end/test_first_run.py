@@ -7,6 +7,7 @@ import json
 import multiprocessing
 import os
 import time
+from contextlib import nullcontext
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -30,6 +31,8 @@ from fp4compile.check.cases import Case, Finding, Here, in_process  # noqa: E402
 from fp4compile.check.product_table import Product  # noqa: E402
 from fp4compile.check.quantiser_table import BOTH, COLUMNS, ROWS, Configuration  # noqa: E402
 from fp4compile.formats import formats, reference  # noqa: E402
+from fp4compile.hardware import Target  # noqa: E402
+from fp4compile.ops.quantize import QUANTIZE  # noqa: E402
 from fp4compile.templates import choose  # noqa: E402
 from fp4compile.templates.gemm import grouped_dequant_tiles  # noqa: E402
 from tests.helpers import in_interpreter  # noqa: E402
@@ -184,6 +187,18 @@ def test_every_kernel_has_a_case():
         assert len({"along K" in one for one in of_groups}) == 2
     times = [case.name for case in run_times.cases()]
     assert len(set(times)) == len(times) > len(run_times.PAIRS) * len(run_times.SHAPES)
+
+
+@compiled
+@pytest.mark.parametrize("sm", [90, 100])
+@pytest.mark.parametrize("one", quantiser_table.MORE_CONFIGURATIONS, ids=lambda one: f"{one.label}, {one.format}")
+def test_the_cases_beyond_the_table_can_run(one, sm, few_rows_of_groups, monkeypatch):
+    """With the reference in the place of the kernels: nothing but a GPU runs all of them."""
+    for module in (quantiser_table, quantiser_values):
+        monkeypatch.setattr(module, "quantize_kernels", QUANTIZE)
+    checks = dict(quantiser_values.checks((19, 48), more=[one]))
+    (check,) = checks[f"quantise {one.label}, {one.format}"]
+    assert check(SimpleNamespace(device="cpu", target=Target(sm), running=nullcontext)) == []
 
 
 @compiled
