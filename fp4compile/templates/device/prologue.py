@@ -318,8 +318,8 @@ def col_register_tile(
     else:
         loaded = tl.load(ptr + row, mask=row < rows, other=0.0)
     loaded = tl.permute(restore_axes(loaded.to(tl.float32)), (1, 2, 0, 3))
-    values = ()
     parts = split_last(tl.reshape(loaded, (ROW_TILES, COL_TILES, DEPTH)))
+    values = ()
     for i in tl.static_range(DEPTH):
         values = values + (parts[i][:, :, None, None],)
     return values
