@@ -10,7 +10,7 @@ Before that, equal quantises become one, because each packed layer (`fp4compile.
 """
 
 import operator
-from dataclasses import replace
+from dataclasses import fields, replace
 
 from torch.fx import Graph, Node
 
@@ -30,9 +30,9 @@ def merge_quantize(graph: Graph) -> int:
         if not _may_be_of_a_pair(found):
             continue
         if found.dims == (-1,) and not found.hadamard:
-            rows.setdefault(_key(found), found)
+            rows.setdefault(_key(found, "dims", "hadamard"), found)
         elif found.dims == (-2,) and not (found.hadamard and found.outer is not None):
-            columns.setdefault(_key(found), found)
+            columns.setdefault(_key(found, "dims", "hadamard"), found)
     pairs = [(row, columns[key]) for key, row in rows.items() if key in columns]
     for row, column in pairs:
         first = min(row, column, key=lambda one: order[one.node])
@@ -47,11 +47,11 @@ def _may_be_of_a_pair(found: Quantise) -> bool:
     return not given_each and found.scale_rule == "amax" and not (found.each_matrix and not fmt.square)
 
 
-def _key(found: Quantise) -> tuple:
-    """A key that is equal for the two quantises of a pair."""
-    groups = None if found.offs is None else value_key(found.offs), found.each_matrix
-    options = found.seed, found.scale_rule, found.amax
-    return value_key(found.x), found.format, found.outer, found.layout, *options, groups
+def _key(found: Quantise, *apart: str) -> tuple:
+    """A key that is equal for quantises of one value that differ at most in the arguments named by `apart`."""
+    values = {"x": value_key(found.x), "offs": None if found.offs is None else value_key(found.offs)}
+    names = [each.name for each in fields(found) if each.name not in ("node", *apart)]
+    return tuple(values.get(name, getattr(found, name)) for name in names)
 
 
 def share(graph: Graph) -> None:
@@ -59,7 +59,7 @@ def share(graph: Graph) -> None:
     first: dict[tuple, Node] = {}
     for found in _quantises(graph):
         node = found.node
-        kept = first.setdefault((_key(found), found.dims, found.hadamard), node)
+        kept = first.setdefault(_key(found), node)
         if kept is not node:
             node.replace_all_uses_with(kept)
             graph.erase_node(node)

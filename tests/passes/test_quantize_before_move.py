@@ -310,6 +310,15 @@ def test_values_are_moved(fmt):
     assert moved(asked(fmt, values=[-1]), inputs()[:2])[0] == 1
 
 
+@pytest.mark.parametrize("fmt", ["nvfp4_one_level", "mxfp8"])
+def test_values_are_moved_of_what_others_read_as_codes(fmt):
+    def function(x, index):
+        return quantize(x, fmt), quantize(by_index(x, index), fmt, values=[-1])
+
+    count, graph = moved(function, inputs()[:2])
+    assert (count, len(graph.find_nodes(op="call_function", target=QUANTIZE))) == (1, 2)
+
+
 def test_sizes_that_are_computed_late():
     """Of a reshape behind a collective, whose number of rows is unknown."""
 
