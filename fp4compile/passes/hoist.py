@@ -7,14 +7,15 @@ results become additional static inputs. The compiled function is called with th
 Two weights whose products a kernel makes one result of, gate and up, are wanted one below the other. That holds for
 packed layers as well, whose tensors are inputs of the graph already.
 
-Graphs that are compiled under torch.distributed stay as they are: FSDP refills a parameter's storage without a change
-of its version counter.
+Graphs that are compiled under torch.distributed stay as they are, unless the recipe's `weight_cache` is "always": FSDP
+refills a parameter's storage without a change of its version counter.
 """
 
+import functools
 import itertools
 import logging
 import operator
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -33,7 +34,16 @@ from fp4compile.passes.merge_quantize import share
 from fp4compile.passes.notes import note_joined
 from fp4compile.report.report import PassRun
 from fp4compile.templates.choose import Choice, quantized
-from fp4compile.weights.cache import Form, Piece, changes_are_seen, form, joined_parts, packed_pair, packed_weight
+from fp4compile.weights.cache import (
+    Form,
+    Piece,
+    changes_are_seen,
+    form,
+    in_group,
+    joined_parts,
+    packed_pair,
+    packed_weight,
+)
 
 log = logging.getLogger("fp4compile")
 
@@ -58,12 +68,14 @@ class Hoisted:
     among the graph's inputs, each of both weights.
     examples: fake values of the new inputs, in order: data, scales and outer scale of each recipient, then data, scales
     and, if there are any, outer scales of each pair and of each two packed weights.
+    promised: whether the user promises that no write to a weight is unseen, see `Form`.
     """
 
     recipients: list[Recipient] = field(default_factory=list)
     pairs: list[tuple[Recipient, Recipient]] = field(default_factory=list)
     packed: list[tuple[tuple[int, int], ...]] = field(default_factory=list)
     examples: list[torch.Tensor] = field(default_factory=list)
+    promised: bool = False
 
 
 def hoisting(
@@ -77,8 +89,8 @@ def hoisting(
     """An `inner_compile` that takes the quantising of lasting weights out of graphs, see above.
 
     inputs: one entry for each argument of the compiled function. cache: the recipe's `weight_cache`; "off" leaves all
-    graphs as they are. sink: takes the pass's run for each graph with such weights. disabled: names of the passes that
-    are switched off.
+    graphs as they are, "always" is the user's promise of `Form`. sink: takes the pass's run for each graph with such
+    weights. disabled: names of the passes that are switched off.
     """
     if cache == "off" or HOIST.name in disabled:
         return inner_compile
@@ -89,9 +101,12 @@ def hoisting(
             # A weight that an optimiser changes at every step is quantised in the graph of the step.
             lasting = tuple(one if one.frozen else Input() for one in inputs)
         static = frozenset(kwargs.get("static_input_idxs") or ()) if kwargs.get("is_inference") else frozenset()
-        if not (static or any(one.parameter for one in lasting)) or not changes_are_seen():
+        hoisted = Hoisted(promised=cache == "always")
+        kept = changes_are_seen() or hoisted.promised
+        if not (kept and (static or any(one.parameter for one in lasting))):
+            if in_group() and any(_forms(gm.graph, lasting, promised=False)):
+                _tell_of_groups()
             return inner_compile(gm, example_inputs, **kwargs)
-        hoisted = Hoisted()
         runs = run_passes([HOIST], gm.graph, lasting, hoisted, static)
         gm.recompile()
         log.info("graph with lasting weights: %s", summary(runs))
@@ -117,21 +132,9 @@ def hoist(graph: Graph, inputs: tuple[Input, ...], hoisted: Hoisted, static: Col
     partners = _partners(graph)
     recipients: dict[Node, Recipient] = {}
     placeholders = graph.find_nodes(op="placeholder")
-    parameters = parameters_of(graph, inputs)
     last = placeholders[-1] if placeholders else None
-    for node in graph.find_nodes(op="call_function", target=QUANTIZE):
-        quantise = quantise_of(node)
-        view, (dim, *others) = view_of(quantise.x), quantise.dims
-        hoistable = not others and not node.kwargs.keys() - {"layout", "scale_rule", "each_matrix"}
-        known = all(isinstance(size, int) for size in (*view.size, *view.stride, view.offset))
-        if view.root not in parameters or not hoistable or not known:
-            continue
-        piece = None if view.root is quantise.x else Piece(view.size, view.stride, view.offset, view.casts)
-        packed_as = form(
-            quantise.format, dim, piece=piece, grouped=quantise.each_matrix, layout=quantise.layout,
-            scale_rule=quantise.scale_rule,
-        )  # fmt: skip
-        hoisted.recipients.append(Recipient(placeholders.index(view.root), packed_as))
+    for node, root, packed_as in list(_forms(graph, inputs, hoisted.promised)):
+        hoisted.recipients.append(Recipient(placeholders.index(root), packed_as))
         results = []
         for value in node.meta["val"]:
             last = _new_input(graph, last, value, hoisted)
@@ -146,6 +149,36 @@ def hoist(graph: Graph, inputs: tuple[Input, ...], hoisted: Hoisted, static: Col
 
 
 HOIST = Pass("hoist", hoist)
+
+
+def _forms(graph: Graph, inputs: tuple[Input, ...], promised: bool) -> Iterator[tuple[Node, Node, Form]]:
+    """Each quantise of a parameter, or of a view or a cast of one; the parameter; and the form that it packs.
+
+    promised: see `Form`.
+    """
+    parameters = parameters_of(graph, inputs)
+    for node in graph.find_nodes(op="call_function", target=QUANTIZE):
+        quantise = quantise_of(node)
+        view, (dim, *others) = view_of(quantise.x), quantise.dims
+        hoistable = not others and not node.kwargs.keys() - {"layout", "scale_rule", "each_matrix"}
+        known = all(isinstance(size, int) for size in (*view.size, *view.stride, view.offset))
+        if view.root not in parameters or not hoistable or not known:
+            continue
+        piece = None if view.root is quantise.x else Piece(view.size, view.stride, view.offset, view.casts)
+        yield node, view.root, form(
+            quantise.format, dim, piece=piece, grouped=quantise.each_matrix, layout=quantise.layout,
+            scale_rule=quantise.scale_rule, promised=promised,
+        )  # fmt: skip
+
+
+@functools.cache
+def _tell_of_groups() -> None:
+    """Tell, once in a process, that weights are quantised at every call."""
+    log.warning(
+        "torch.distributed has a process group: weights are quantised at every call, because collectives write to them "
+        "unseen. A recipe with weight_cache='always' quantises the weights of inference, and frozen ones, once; then "
+        "call fp4compile.refresh(model) after a collective wrote to a weight"
+    )
 
 
 def _partners(graph: Graph) -> list[tuple[Node, Node]]:

@@ -23,7 +23,7 @@ log = logging.getLogger("fp4compile")
 # Smallest normal and largest float32: kernels take scales in float32, and the inverse of a smaller one overflows.
 _SCALE_RANGE = (2.0**-126, (2 - 2.0**-23) * 2.0**127)
 _SHOWN = 8  # entries of a tuple that are shown; longer ones, such as the static scales of a model, are counted
-_WEIGHT_CACHES = ("on", "off")
+_WEIGHT_CACHES = ("on", "off", "always")
 # The fields that name products, and the products that each may name.
 _SWITCHES = {
     "hadamard": ("wgrad",), "stochastic_rounding": ("dgrad", "wgrad"), "fast_accumulation": ("fprop", "dgrad", "wgrad")
@@ -60,8 +60,10 @@ class Recipe:
     stochastic_rounding: the products among "dgrad" and "wgrad" whose gradient operand is rounded stochastically.
     fast_accumulation: the products, in float8_rowwise, whose sums FP8 matrix units may keep in fewer bits than float32
         has. On Hopper that is faster and less exact; elsewhere, and in packed layers, it changes nothing.
-    weight_cache: for inference. "on" keeps packed weights until a change of the parameter is detected. "off" quantises
-        weights at every call.
+    weight_cache: for inference. "on" keeps packed weights until a change of the parameter is detected; while
+        torch.distributed has its default process group, whose writes cannot be detected, it quantises weights at every
+        call. "always" keeps them there, too: a promise that `fp4compile.refresh` is called after such a write. "off"
+        quantises weights at every call.
     weight_scales: how the NVFP4 block scales of fprop_w are chosen in inference, where a weight is quantised once.
         "amax" computes them from each block's largest element; "mse" takes the scale of least squared error;
         "four_over_six" takes the better of two scales. It also applies where a rule gives a layer NVFP4 formats. Graphs

@@ -14,7 +14,9 @@ Some writes do not raise the version counter. So three kinds of event mark the s
 the steps of all optimisers, because fused ones raise no counter; every forward and backward run of a training graph of
 this backend, for the parameters that it trains, because any code may update them after it; and the beginning and the
 end of torch.distributed's default process group, because collectives raise no counter. While there is such a group,
-weights are quantised at every call. The user calls `refresh` to mark storages after a write that cannot be detected.
+weights are quantised at every call, unless the user promises to tell of writes (`Form.promised`); then every mark is
+one of all storages, because FSDP gathers weights from shards in other storages. The user calls `refresh` to mark
+storages after a write that cannot be detected.
 """
 
 import functools
@@ -65,6 +67,8 @@ class Piece:
 class Form:
     """The arguments of the quantise op by which a weight, or a piece of it, is packed.
 
+    promised: the packed weight is kept while torch.distributed has its default process group, too, because the user
+    promises to call `refresh` after a write of a collective or of FSDP (the recipe's `weight_cache="always"`).
     `form` makes one object for each combination. Forms are therefore compared by identity, which is cheap at every call
     of the compiled model.
     """
@@ -75,6 +79,7 @@ class Form:
     piece: Piece | None
     grouped: bool
     scale_rule: str
+    promised: bool
 
 
 def form(
@@ -84,12 +89,13 @@ def form(
     piece: Piece | None = None,
     grouped: bool = False,
     scale_rule: str = "amax",
+    promised: bool = False,
 ) -> Form:
     """The form of a quantise's format, dimension, layout, piece and rule of the block scales.
 
-    grouped: whether each matrix is quantised separately, see `groups`.
+    grouped: whether each matrix is quantised separately, see `groups`. promised: see `Form`.
     """
-    return _form(format, dim, layout, piece, grouped, scale_rule)
+    return _form(format, dim, layout, piece, grouped, scale_rule, promised)
 
 
 # Separate from `form`, because the cache distinguishes positional from keyword arguments; `form` passes all positional.
@@ -270,7 +276,7 @@ def _pack(weight: torch.Tensor, form: Form) -> tuple[torch.Tensor, ...]:
         return kept.tensors  # another thread packed it meanwhile
     storage = _tracked(weight.untyped_storage())
     # The mark is read before the contents. So a write or a mark from now on makes the packed weight out of date.
-    mark = storage.mark if changes_are_seen() else _NEVER
+    mark = storage.mark if changes_are_seen() or form.promised else _NEVER
     seen = (storage, mark, weight._version, weight.data_ptr(), weight.shape, weight.stride(), weight.dtype)
     fresh = _quantize(weight, form)
     if kept is not None and all(map(_alike, kept.tensors, fresh)):
@@ -289,7 +295,12 @@ def changes_are_seen() -> bool:
 
     Collectives and FSDP fill storages without raising a version counter. The first call installs the hooks of `_watch`.
     """
-    return _watch() and not (torch.distributed.is_available() and torch.distributed.is_initialized())
+    return _watch() and not in_group()
+
+
+def in_group() -> bool:
+    """Whether torch.distributed has its default process group."""
+    return torch.distributed.is_available() and torch.distributed.is_initialized()
 
 
 def _alike(old: torch.Tensor, new: torch.Tensor) -> bool:
@@ -316,15 +327,17 @@ def refresh(model: torch.nn.Module | torch.Tensor | Iterable[torch.Tensor] | Non
     """Make the next inference call quantise weights again, after a write that fp4compile cannot detect.
 
     Such a write goes through `parameter.data`, through numpy, or through another tensor on the parameter's memory that
-    does not share its version counter; or a kernel outside PyTorch or the replay of a CUDA graph makes it.
+    does not share its version counter; or a kernel outside PyTorch, the replay of a CUDA graph or a collective of
+    torch.distributed makes it.
 
     model: a module, a tensor, or an iterable of tensors, whose storages are marked as changed. Every weight in one of
-        these storages is quantised again. None marks the storage of every packed weight.
+        these storages is quantised again. None marks the storage of every packed weight. So does every `model` while
+        torch.distributed has its default process group: FSDP gathers weights into other storages than its parameters'.
 
     Raises TypeError for anything else.
     """
     if model is None:
-        _mark_storages([storage.address for storage in _storages.values()])
+        _mark_all()
         return
     if isinstance(model, torch.nn.Module):
         model = itertools.chain(model.parameters(), model.buffers())
@@ -340,8 +353,15 @@ def refresh(model: torch.nn.Module | torch.Tensor | Iterable[torch.Tensor] | Non
 
 
 def _mark(tensors: Iterable[Any]) -> None:
-    if _storages:
+    """Mark the storages of tensors; those of all packed weights while FSDP may gather weights from the tensors."""
+    if in_group():
+        _mark_all()
+    elif _storages:
         _mark_storages(_addresses(tensors))
+
+
+def _mark_all() -> None:
+    _mark_storages([storage.address for storage in _storages.values()])
 
 
 def _mark_storages(addresses: Iterable[int]) -> None:

@@ -5,9 +5,13 @@ from contextlib import contextmanager
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 import fp4compile
 from fp4compile import _inductor_patches
+from fp4compile.passes import hoist
 from fp4compile.weights import cache as weight_cache
 from fp4compile.weights.cache import form, packed_weight
 from tests.helpers import group_partner, process_groups
@@ -109,6 +113,60 @@ def test_weights_are_packed_at_every_call_while_there_is_a_group(packings):
     for _ in range(2):
         assert is_current(weight, packed_weight(weight, form("nvfp4")))  # packed in the group, which ended
     assert len(packings) == 5, "kept again"
+
+
+def test_a_promise_keeps_weights_while_there_is_a_group(packings):
+    """Until `refresh`, or a step of any optimiser: FSDP gathers weights from what it wrote to."""
+    weight, other = (torch.nn.Parameter(torch.randn(48, 64)) for _ in range(2))
+    promised = form("nvfp4", promised=True)
+    optimizer = torch.optim.SGD([other], lr=1.0)
+    other.grad = torch.ones_like(other)
+    with alone():
+        writes = (lambda: fp4compile.refresh(weight), lambda: fp4compile.refresh(torch.nn.Linear(2, 2)), optimizer.step,
+                  lambda: weight.mul_(1))  # fmt: skip
+        for count, write in enumerate(writes, 1):
+            for _ in range(2):
+                assert is_current(weight, packed_weight(weight, promised))
+            assert len(packings) == count
+            weight.data.mul_(-1.5)
+            assert not is_current(weight, packed_weight(weight, promised)), "an unseen write"
+            with torch.no_grad():
+                write()
+        packed_weight(weight, promised)
+        count = len(packings)
+        packed_weight(weight, form("nvfp4")), packed_weight(weight, form("nvfp4"))
+        assert len(packings) == count + 2, "who promised nothing reads no kept weight"
+
+
+@pytest.mark.parametrize("parallel", [False, True])
+@torch.no_grad()
+def test_inference_in_a_group(parallel, packings, caplog):
+    """Graphs that are compiled while there is a group. parallel: whether weights are DTensors."""
+    x = torch.randn(8, 64)
+    hoist._tell_of_groups.cache_clear()
+    with alone():
+        for cache, quantised_once in (("on", False), ("always", True)):
+            layer = torch.nn.Linear(64, 48)
+            model = torch.nn.Sequential(layer)
+            if parallel:
+                parallelize_module(model, DeviceMesh("cpu", [0]), {"0": ColwiseParallel(use_local_output=True)})
+            compiled, recorder = compile_recorded(model, fp4compile.backend("nvfp4", weight_cache=cache))
+            for write in (lambda weight: None, lambda weight: weight.mul_(2), lambda weight: weight.data.mul_(-1.5)):
+                write(layer.weight)
+                if quantised_once:
+                    fp4compile.refresh(model)
+                for _ in range(2):
+                    plain = torch.nn.Linear(64, 48)
+                    plain.weight.copy_(local(layer.weight)), plain.bias.copy_(local(layer.bias))
+                    torch.testing.assert_close(compiled(x), uncached(plain, x), rtol=1e-5, atol=1e-5)
+            assert recorder.graphs[0].count("fp4compile.quantize") == (1 if quantised_once else 2)
+            assert len(recorder.graphs) == 1 and len(packings) == 3 * quantised_once
+            assert ("weight_cache='always'" in caplog.text) == (not quantised_once)
+            caplog.clear()
+
+
+def local(parameter):
+    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
 
 
 @pytest.mark.gpu
