@@ -18,7 +18,7 @@ def block_recipe(recipe: str | dict | Recipe | Path | None, model: nn.Module, bl
     """The recipe for a block that is compiled by itself: it decides as `recipe` does about the block in the model.
 
     recipe: as for `fp4compile.backend`. Its rules, `skip_first_blocks`, `skip_last_blocks` and static scales go by the
-        names that layers have in `model`; those of the result by the names below the block.
+        names that layers have in `model`; in the result they go by the names below the block.
     block: a module of `model`.
 
     for block in model.layers:

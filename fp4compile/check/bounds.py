@@ -121,7 +121,7 @@ INSTRUCTION_LINES: dict[tuple[str, str, str], float] = {
     ("quantize_columns", "both", "nvfp4_te"): 204,
     ("dequantize_rows", "dequantize", "nvfp4"): 165,
     ("dequantize_rows", "dequantize", "mxfp8"): 215,
-    # A program finds its group first, as those of the experts below.
+    # A program finds its group first, as the programs of the experts below do.
     ("lay_out_scales", "lay out, groups", "mxfp8"): 9,
     # Above the budget: instructions, not bytes, limit this kernel. It rounds stochastically in two directions, by eight
     # calls of Philox in each thread, and transforms one of them: a third of its instructions.

@@ -67,7 +67,7 @@ def run(args: argparse.Namespace) -> int:
         failed += sum(bool(row["problems"]) for row in rows[name])
         unjudged += sum(bool(row["unjudged"]) for row in rows[name])
     if not judges_figures():
-        print(f"counts of instructions are shown and not judged: their lines are those of Triton {COMPILER}, and this "
+        print(f"counts of instructions are shown and not judged: their lines are for Triton {COMPILER}, and this "
               f"is Triton {triton.__version__}; {unjudged} launches have more")  # fmt: skip
     print(f"{failed} of {sum(map(len, rows.values()))} launches are below their line")
     if args.json:

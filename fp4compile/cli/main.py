@@ -35,7 +35,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _names() -> list[str]:
-    """The names of the commands: those of their modules, with hyphens."""
+    """The names of the commands: the names of their modules, with hyphens."""
     return [command.__name__.rpartition(".")[2].replace("_", "-") for command in _COMMANDS]
 
 

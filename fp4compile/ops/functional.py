@@ -111,7 +111,7 @@ def quantize(
         alone. The results are operands of `scaled_grouped_mm`.
     scales: how block scales are chosen. "amax" makes them of each block's largest element. For weights in NVFP4 formats
         that do not scale rows, "mse" takes the E4M3 scale of least squared error, and "four_over_six" the better one of
-        two; the bits are then those of `reference_scales`. Not with a seed, hadamard or offs.
+        two, with the bits of `reference_scales`. Not with a seed, hadamard or offs.
 
     Returns a `BlockScaled`, which is not differentiable.
 

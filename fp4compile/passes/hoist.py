@@ -142,7 +142,7 @@ def hoist(graph: Graph, inputs: tuple[Input, ...], hoisted: Hoisted, static: Col
         recipients[results[0]] = hoisted.recipients[-1]
         replace_results(node, results)
     places = {placeholders[place]: place for place in static}
-    # Those of hoisted weights come first: their values do, too.
+    # Hoisted weights come first, as their values do.
     for product, other in sorted(partners, key=lambda two: scaled_mm_of(two[0]).b.data in places):
         last = _join(graph, product, other, recipients, places, last, hoisted)
     return len(hoisted.recipients)

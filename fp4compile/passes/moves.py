@@ -28,7 +28,7 @@ _LOCAL = (
 
 @dataclass(frozen=True)
 class Move:
-    """A node whose rows are rows of other tensors. The last dimension is that of a row, in all of them.
+    """A node whose rows are rows of other tensors. In all of them a row is the last dimension.
 
     node: the moved rows. start: the node itself, or the collective that `node` waits for. sources: the other tensors.
     """

@@ -39,7 +39,7 @@ def product_of(node: Node) -> str | None:
 
 
 def note_joined(first: Node, second: Node, joined: tuple[Node, ...]) -> None:
-    """Note on the codes of a weight that inputs of the graph have them above those of a second weight.
+    """Note on the codes of a weight that inputs of the graph have them above the codes of a second weight.
 
     joined: data and scales of both and, in a format with an outer scale, the outer scales of both.
     """

@@ -31,7 +31,7 @@ _FUSED = {
     "index_select", "constant_pad_nd", "slice_scatter", "select_scatter", "full", "full_like", "iota", "scalar_tensor",
     "arange", "flip", "tril", "triu", "inductor_random", "_fused_rms_norm", "native_layer_norm",
 }  # fmt: skip
-# Of these, the operators that take some rows of their first argument.
+# The operators among these that take some rows of their first argument.
 _GATHERING = {"embedding", "index", "gather", "index_select"}
 _WRITING_IN_PLACE = {"index_put", "index_put_", "scatter", "index_copy"}
 _FREE = {"empty", "empty_strided", "new_empty", "sym_size", "sym_stride", "sym_numel", "sym_storage_offset"}

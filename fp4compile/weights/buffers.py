@@ -197,7 +197,7 @@ class PackedWeight(nn.Module):
         return laid_out(scales, formats.get(self.layer_format.weight), self.out_features, shape, layout)
 
     def lay_out_scales(self) -> None:
-        """Convert the block scales to the layout of their device; those of a shardable layer keep theirs."""
+        """Convert the block scales to the layout of their device; a shardable layer keeps its layout."""
         scales = self._buffers.get("weight_scales")
         if scales is not None:
             self._buffers["weight_scales"] = self.scales_as(self.scale_layout_on(scales.device), scales)
@@ -388,7 +388,7 @@ def _is_shard(tensor: torch.Tensor) -> bool:
 
 
 def is_extra_state(key: str) -> bool:
-    """Whether a state dict's key is that of a module's extra state."""
+    """Whether a key of a state dict names a module's extra state."""
     return key.rpartition(".")[2] == "_extra_state"
 
 

@@ -353,7 +353,7 @@ def refresh(model: torch.nn.Module | torch.Tensor | Iterable[torch.Tensor] | Non
 
 
 def _mark(tensors: Iterable[Any]) -> None:
-    """Mark the storages of tensors; those of all packed weights while FSDP may gather weights from the tensors."""
+    """Mark the storages of tensors, or of all packed weights while FSDP may gather weights from the tensors."""
     if in_group():
         _mark_all()
     elif _storages:

@@ -27,9 +27,9 @@ _REFUSED_HOOKS = {
 class PackedLinear(PackedWeight, nn.Linear):
     """A linear layer whose weight is block-scaled and frozen: y = x @ W^T + bias.
 
-    It is an `nn.Linear`, so that libraries of adapters wrap it as they wrap one. Its gradients are those of the input,
-    dX = dY @ W with the dequantised W, and of the bias; the weight has none. The quantising of the input counts as the
-    identity in the backward pass.
+    It is an `nn.Linear`, so that libraries of adapters wrap it as they wrap one. The input has a gradient, dX = dY @ W
+    with the dequantised W, and so has the bias; the weight has none. The quantising of the input counts as the identity
+    in the backward pass.
 
     weight_data, weight_scales, weight_outer: buffers as in `BlockScaled`; None where the format has no such part. They
         move between devices and are never cast. The block scales have the layout of the device, see

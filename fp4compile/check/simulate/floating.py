@@ -109,7 +109,7 @@ elementwise("f64 f64 f64", "div.rn.f64")(np.divide)
 
 
 def _multiply_f16(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    """Of uint16 bits. float32 has the product exactly."""
+    """The product of halves, as uint16 bits. float32 has the product exactly."""
     return numbers.to_f16(numbers.f16_values(a) * numbers.f16_values(b))
 
 
@@ -127,7 +127,7 @@ def _halves(function: _Function) -> _Function:
 
 
 def _add_bf16(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    """Of uint16 bits. Rounding to 24 bits first changes no sum of numbers with 8 bits."""
+    """The sum of bfloat16 numbers, as uint16 bits. Rounding to 24 bits first changes no sum of numbers with 8 bits."""
     return numbers.to_bf16(numbers.bf16_values(a) + numbers.bf16_values(b))
 
 
@@ -214,9 +214,9 @@ for _name, _join, _select in (("min", np.bitwise_or, np.minimum), ("max", np.bit
 
 
 def _signed_extreme(select: np.ufunc, infinity: int, nan: bool) -> _Function:
-    """Of the bits of floats: the smaller or larger magnitude, with the product of the signs (.xorsign.abs).
+    """A function of the bits of floats: the smaller or larger magnitude, with the product of the signs (.xorsign.abs).
 
-    select: np.minimum or np.maximum; the bits of NaN are larger than those of infinity. nan: whether one NaN gives NaN.
+    select: np.minimum or np.maximum; NaN has larger bits than infinity. nan: whether one NaN gives NaN.
     """
     sign = infinity.bit_length()  # the position of the sign
     magnitude, canonical_nan = 2**sign - 1, 2**sign - 1

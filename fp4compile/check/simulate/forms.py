@@ -73,7 +73,7 @@ def decode(program: Program) -> list[Step]:
 
 # ---------------------------------------------------------------- types
 
-# Of each type: (bits of a value, the dtype in which functions get it).
+# For each type: (bits of a value, the dtype in which functions get it).
 _TYPES = {
     "pred": (1, np.dtype(bool)),
     **{f"{kind}{bits}": (bits, np.dtype(f"u{bits // 8}")) for kind in "bu" for bits in (8, 16, 32, 64)},

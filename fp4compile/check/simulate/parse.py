@@ -190,7 +190,7 @@ class _Body:
         self.shared: dict[str, int] = {}
         self.local: dict[str, int] = {}
         self.symbols = symbols | {"global_smem"}
-        # Of each open brace: the registers and the labels that it declares, by the name in the text.
+        # An entry for each open brace: the registers and the labels that it declares, by the name in the text.
         self.scopes: list[dict[str, Register]] = [{}]
         self.local_labels: list[dict[str, str]] = [{}]
         self.opened = 0  # how many scopes were opened so far

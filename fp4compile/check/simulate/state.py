@@ -49,7 +49,7 @@ class State:
         self.clocks = Clocks(clusters, self.warps_of_cluster)
         self.shared = SharedMemory(clusters * program.cluster, shared_bytes, program.cluster, self.clocks, granule)
         self.local = LocalMemory(threads, program.local)
-        # Of each cluster: operations in any order, and those of the tensor pipe, which are in order.
+        # For each cluster: its copies, in any order, and its operations of the tensor pipe, which are in order.
         self.copies: list[list[Callable[[], None]]] = [[] for _ in range(clusters)]
         self.tensor_pipe: list[deque[Callable[[], None]]] = [deque() for _ in range(clusters)]
         self.cluster_of = np.arange(threads) // (self.warps_of_cluster * LANES)

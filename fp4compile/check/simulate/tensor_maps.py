@@ -36,7 +36,7 @@ from fp4compile.check.simulate.shared import swizzled
 from fp4compile.check.simulate.state import State
 
 NBYTES = 128
-# Of each field: its first byte, its bytes, and how many there are.
+# For each field: its first byte, its bytes, and how many there are.
 FIELDS = {
     "global_address": (0, 8, 1), "rank": (8, 1, 1), "elemtype": (9, 1, 1), "swizzle_mode": (10, 1, 1),
     "interleave_layout": (11, 1, 1), "fill_mode": (12, 1, 1), "box_dim": (16, 4, 5), "global_dim": (36, 4, 5),

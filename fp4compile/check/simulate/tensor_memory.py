@@ -9,7 +9,7 @@ TensorCore operations"; confidence high, except where a line below says less.
 - Operations of the tensor pipe are in order. The PTX ISA promises it for copies before products, and for products of
   the same sums and shape. That a copy does not overtake a product whose scales it overwrites is written in newer
   versions only (9.7.18.6.2); kernels of Triton and CUTLASS depend on it. Confidence medium.
-- All programs of a cluster share one pipe here. A commit stands for all operations before it, also for those of other
+- All programs of a cluster share one pipe here. A commit stands for all operations before it, also of other
   threads, for which the PTX ISA does not promise it.
 - `tcgen05.fence` changes nothing. The PTX ISA asks for one on each side of a barrier between an asynchronous operation
   and a dependent one; Triton emits none. Confidence medium.

@@ -2,7 +2,7 @@
 
 Sources and confidence:
 - Shapes and registers: PTX ISA, "Register fragments and shared memory matrix layouts" of `wgmma`. Warp w of a
-  warpgroup has rows 16 w to 16 w + 15 of A and of the sum; its registers are those of `mma.m16n8k16`, one block of 8
+  warpgroup has rows 16 w to 16 w + 15 of A and of the sum; it has the registers of `mma.m16n8k16`, one block of 8
   columns after the other. High.
 - Descriptors: PTX ISA, "Matrix-descriptor format". Start >> 4 in bits 0 to 13, leading offset >> 4 in 16 to 29,
   stride offset >> 4 in 32 to 45, base offset in 49 to 51, swizzle in 62 and 63 (0 none, 1 of 128, 2 of 64, 3 of 32
@@ -16,7 +16,7 @@ Sources and confidence:
   simulator looks for that fence in the product's own basic block, where compilers put it.
 
 A product is computed when it is issued. That no kernel can tell: the clocks find every access to shared memory that
-does not wait for the product, and `Products.check` every use of its registers. Sums are those of `warp_matrix`.
+does not wait for the product, and `Products.check` every use of its registers. Sums are made as in `warp_matrix`.
 """
 
 import numpy as np
@@ -170,7 +170,7 @@ def _unfenced(instruction: Instruction, program: Program, touched: Touched) -> s
 
 
 def _written(instruction: Instruction) -> list[str]:
-    """The registers that an instruction writes: those of its first operand."""
+    """The registers that an instruction writes: its first operand's."""
     first = instruction.operands[0] if instruction.operands else None
     parts = (first.first, first.second) if isinstance(first, Pair) else registers_of(first) if first else ()
     return [one.name for one in parts if isinstance(one, Register)]

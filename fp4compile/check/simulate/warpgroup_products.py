@@ -39,7 +39,7 @@ class Products:
     """The products under way of all warps of a machine.
 
     committed: the groups that each warp has committed; a product's epoch is the number of its group, from 1 on.
-    registers: those of all products under way.
+    registers: of all products under way.
     """
 
     def __init__(self, machine: State) -> None:

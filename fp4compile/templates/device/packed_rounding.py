@@ -169,8 +169,8 @@ _PACKED_E4M3_SCALES = tl.constexpr(
 def packed_e4m3_scales(amaxes):
     """Words of two bf16 amaxes (of any sign, not below `MIN_AMAX`) -> (both scale bytes in an int32, two factors).
 
-    The scales are those of `block_scales.e4m3_scale` for the contract "torchao" without an outer scale. For bf16 amaxes
-    a product with 1/6 rounds to E4M3 like the quotient.
+    The scales have the bits of `block_scales.e4m3_scale` for the contract "torchao" without an outer scale. For bf16
+    amaxes a product with 1/6 rounds to E4M3 like the quotient.
 
     The factors carry 2^-14 (PACKED_SCALE). They are reciprocals that may be wrong in the last bit, far less than fp16
     resolves. Scales with the mantissa of 15 are an exception. The float32 reciprocal of 15 is so much too large that
@@ -231,7 +231,7 @@ def packed_clamp_limit(decode):
 def packed_outer_scales(amaxes, limit, encode, decode, ROUNDING: tl.constexpr, CLAMP: tl.constexpr):
     """Words of two bf16 amaxes (of any sign) -> (both scale bytes in an int32, two factors).
 
-    The scales are those of `block_scales.e4m3_scale` for the contract "torchao"; the outer scale must be
+    The scales have the bits of `block_scales.e4m3_scale` for the contract "torchao"; the outer scale must be
     `in_packed_range`. If ROUNDING is "bounded", the factors carry 2^-14. CLAMP: an amax may be above `limit`
     (`packed_clamp_limit`) or not finite.
     """

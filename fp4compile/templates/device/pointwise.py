@@ -87,7 +87,7 @@ _VANISHING = ("add", "sub", "neg", "relu", "square", "cube", "mul", "erf", "tanh
 
 
 def _vanishes(steps: Sequence[Step], name: Argument) -> bool:
-    """Whether a value is 0 beyond the columns of its rows, where operands are 0, except those of kind "col"."""
+    """Whether a value is 0 beyond the columns of its rows, where operands are 0, except operands of kind "col"."""
     if not isinstance(name, str):
         return False
     if name[0] != "s":
@@ -250,8 +250,8 @@ def bfloat16(x, ISA: tl.constexpr):
     if INTERPRETING:
         return (float_bits(x, tl.bfloat16, 0) << 16).to(tl.float32, bitcast=True)
     elif ISA >= 80:
-        # The conversion of two numbers is faster than that of one, which runs on the unit of `ex2` and `rcp`. The upper
-        # half of its result is what a float32 has.
+        # Two numbers are converted faster than one, which the unit of `ex2` and `rcp` converts. The upper half of the
+        # result is what a float32 has.
         return tl.inline_asm_elementwise(
             "cvt.rn.bf16x2.f32 $0, $1, 0f00000000;", "=r,f", [x], dtype=tl.int32, is_pure=True, pack=1
         ).to(tl.float32, bitcast=True)

@@ -201,8 +201,8 @@ def compute_rows(values, operands, dtype: tl.constexpr, STORES: tl.constexpr, PR
 
 # ---------------------------------------------------------------- operands
 #
-# Of a tile: (even columns, odd columns), tuples in float32. Of register tiles: DEPTH rows in float32, with an axis of
-# two columns last.
+# A value of a tile is (even columns, odd columns), tuples in float32; a value of register tiles is DEPTH rows in
+# float32, with an axis of two columns last.
 
 
 @triton.constexpr_function

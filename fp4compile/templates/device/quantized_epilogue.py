@@ -4,8 +4,8 @@ A kernel takes a part of its tile's columns at a time, in float32 (`device.epilo
 result's dtype, as if it had been stored, and quantises it as the quantisers of rows do, by the same functions. A row of
 a tile of the matrix unit lies in one thread, so an amax needs no other thread.
 
-Codes leave part by part. Scale bytes are few: one for 16 or 32 elements. `store_scale_tiles` stores those of all parts
-at once, because each 128 rows of 4 scales are 512 bytes in a row of the swizzled layout (`formats.layouts`).
+Codes leave part by part. Scale bytes are few: one for 16 or 32 elements. `store_scale_tiles` stores the bytes of all
+parts at once, because each 128 rows of 4 scales are 512 bytes in a row of the swizzled layout (`formats.layouts`).
 
 Where the operand has a dynamic outer scale, the whole result decides it. Then the epilogue stores the rounded result,
 and finds its amax: each program the amax of its tiles (`store_maximum`).
