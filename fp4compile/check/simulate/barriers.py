@@ -19,8 +19,8 @@ _OPAQUE = 0xBD  # bytes that no kernel means
 class Mbarrier:
     """An mbarrier object. count: arrivals of a phase; pending: those that are missing; tx: bytes that are missing.
 
-    agent: the clock agent of the copies that complete here. rows: clocks of everything that arrived. done: clocks of the
-    completed phases. created: (warp, epoch) of the initialisation. used: the last epoch of each clock agent that
+    agent: the clock agent of the copies that complete here. rows: clocks of everything that arrived. done: clocks of
+    the completed phases. created: (warp, epoch) of the initialisation. used: the last epoch of each clock agent that
     arrived or waited. commits: how many `tcgen05.commit` will still arrive.
     """
 
