@@ -16,10 +16,11 @@ from functools import cached_property
 
 import torch
 
-from fp4compile.formats import formats, reference
+from fp4compile.formats import formats
 from fp4compile.formats.formats import BlockFormat
 from fp4compile.formats.layouts import ceil_div, swizzled_numel
 from fp4compile.formats.quantize_spec import COLUMNS, ROWS, QuantizeSpec
+from fp4compile.formats.square import transposed_codes, transposed_scales
 from fp4compile.ops.quantize import QUANTIZE
 from fp4compile.weights.scale_layout import laid_out
 
@@ -172,12 +173,9 @@ class Direction:
         fmt, (n, k) = self.block_format, self.size
         data, scales, outer = codes
         assert data is not None and scales is not None and into[1] is not None
-        if fmt.packed:
-            into[0].copy_(reference.pack(reference.unpack(data)[:, :k].t()))
-        else:
-            into[0].view(torch.uint8).copy_(data.view(torch.uint8)[:, :k].t())
+        into[0].view(torch.uint8).copy_(transposed_codes(data, fmt, k).view(torch.uint8))
         blocks = (ceil_div(n, fmt.block_cols), ceil_div(k, fmt.block_cols))
-        turned = laid_out(scales, fmt, n, blocks, "linear").view(torch.uint8).t().contiguous().view(scales.dtype)
+        turned = transposed_scales(laid_out(scales, fmt, n, blocks, "linear"))
         into[1].copy_(laid_out(turned, fmt, k, blocks[::-1], self.layout))
         if outer is not None and into[2] is not None:
             into[2].copy_(outer)

@@ -21,7 +21,6 @@ from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass
 
 import torch
-from torch._inductor.pattern_matcher import fwd_only
 from torch.fx import Graph, Node
 
 from fp4compile.analysis.graph import RESHAPES, ScaledMM, scaled_mm_of
@@ -29,6 +28,7 @@ from fp4compile.formats.operand import Arguments, Operand
 from fp4compile.ops.matmul import SCALED_GROUPED_MM, SCALED_MM
 from fp4compile.passes.autotune import fastest
 from fp4compile.passes.pointwise import contiguous
+from fp4compile.passes.traced import traced
 from fp4compile.templates.choose import named
 from fp4compile.templates.gemm.call import aligned
 from fp4compile.templates.gemm.swizzled_a_sm90 import SwizzledA
@@ -186,7 +186,7 @@ def _source(node: Node) -> Node:
 def _by_operations(graph: Graph, product: ScaledMM) -> Node:
     """Operations that arrange a product's plain A, before the product."""
     arrangement = _arrangement(product)
-    return _traced(graph, product.node, lambda a: arrangement.by_operations(a), [product.a.data])
+    return _realized(graph, product.node, lambda a: arrangement.by_operations(a), [product.a.data])
 
 
 def _by_launch(graph: Graph, product: ScaledMM, gathered: tuple[Node, Node] | None) -> Node:
@@ -208,17 +208,12 @@ def _by_launch(graph: Graph, product: ScaledMM, gathered: tuple[Node, Node] | No
         call = call_of(Arguments(read, weight, None, product.out_dtype, offs=offs, rows=rows))
         return arrangement.of_call(call, None if index is None else (aligned(x.contiguous()), index.contiguous()))
 
-    return _traced(graph, product.node, torch.func.functionalize(launch), nodes)
+    return _realized(graph, product.node, torch.func.functionalize(launch), nodes)
 
 
-def _traced(graph: Graph, before: Node, function: Callable, nodes: list[Node]) -> Node:
-    """The result of a function of nodes, traced into the graph ahead of a node."""
-    values = [node.meta["val"] for node in nodes]
-    mode = next(value.fake_mode for value in values if isinstance(value, torch.Tensor))
-    with mode:
-        traced = fwd_only(function, values)
-    inputs = dict(zip(traced.graph.find_nodes(op="placeholder"), nodes, strict=True))
+def _realized(graph: Graph, before: Node, function: Callable, nodes: list[Node]) -> Node:
+    """The result of a function of nodes, traced into the graph ahead of a node, and stored in the traced layout."""
     with graph.inserting_before(before):
-        result = graph.graph_copy(traced.graph, inputs)
+        result = traced(graph, function, nodes)
     result.meta["inductor_realize_to_strides"] = True
     return result

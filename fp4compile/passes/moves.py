@@ -2,9 +2,11 @@
 
 `move_of` says whether a node's rows are rows of other tensors: a gather or an exchange between processes, an index, a
 table, a concatenation. `readers_of` finds what reads the rows through nodes that keep them, or put zeros in the place
-of some, and `replayed` applies these nodes to another tensor with as many rows.
+of some, `replayed` applies these nodes to another tensor with as many rows, and `runs_of_a_rank` says in which order
+they leave gathered rows.
 """
 
+import math
 import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -140,6 +142,26 @@ def is_masked(node: Node) -> bool:
             return True
         node = _kept_of(node)
     return False
+
+
+def runs_of_a_rank(node: Node, move: Move) -> int | torch.SymInt | None:
+    """In how many runs a process's rows lie among those of a node that keeps gathered rows: in one behind the gather,
+    in as many as sequences where each process has a part of every sequence.
+
+    Runs are equally long, and in the order of the processes. None where rows are masked, or in another order.
+    """
+    while node is not move.node and node.target is not aten.cat.default:
+        if _is_mask(node):
+            return None
+        node = _kept_of(node)
+    if node is move.node:
+        return 1
+    split, pieces = _cut_by(node), node.args[0]
+    along = split.args[2] if len(split.args) > 2 else 0
+    first, *_, last = (piece.meta["val"].shape for piece in pieces)
+    by_rank = along == 0 and len(pieces) == move.start.args[1] and statically_true(first[0] == last[0])
+    dim = node.args[1] if len(node.args) > 1 else 0
+    return math.prod(first[: dim % len(first)]) if by_rank and runs_of_a_rank(split.args[0], move) == 1 else None
 
 
 def readers_of(node: Node) -> list[Node]:

@@ -51,6 +51,7 @@ from fp4compile.passes.moves import (
     share_equal,
 )
 from fp4compile.passes.notes import name_move
+from fp4compile.passes.whole_blocks import as_matrix, misfit, reaches_over_rows, results, sent, sent_bytes, sent_places
 from fp4compile.roofline.pointwise import base_of, kind_of, readers
 from fp4compile.templates.launch import on_gpu, target_of
 
@@ -125,10 +126,10 @@ def _is_brought(move: Move) -> bool:
 def _of_more_than_a_row(quantise: Quantise, move: Move) -> str | None:
     """On what else than its own row, or than all moved rows' largest magnitude, a row of codes and scales depends."""
     fmt, outer = formats.get(quantise.format), quantise.outer
-    if quantise.dims != (-1,):
-        return "columns are quantised"
-    if fmt.square:
-        return "blocks are square"
+    if reaches_over_rows(quantise):
+        reason = misfit(quantise, move)
+        if reason is not None:
+            return reason
     if quantise.seed is not None:
         return "elements are rounded stochastically"
     if quantise.scale_rule != "amax" or quantise.prologue or quantise.each_matrix:
@@ -223,15 +224,17 @@ def _row_bytes(node: Node) -> int:
 
 
 def _parts(quantise: Quantise) -> list[int]:
-    """The places of the results that have one row for each row of the tensor: codes, block scales, outer scales."""
+    """The places of the results that are moved: codes, block scales, and outer scales of rows."""
+    if reaches_over_rows(quantise):
+        return sent_places(quantise)
     fmt = formats.get(quantise.format)
     there = (True, fmt.scale is not None and not quantise.values, fmt.outer == "row" and quantise.outer is None)
     return [place for place, is_there in enumerate(there) if is_there]
 
 
-def _moved_bytes(quantise: Quantise) -> int:
+def _moved_bytes(quantise: Quantise) -> float:
     """Bytes of the codes and scales of one row."""
-    return sum(_bytes_of(quantise, place) for place in _parts(quantise))
+    return sent_bytes(quantise) if reaches_over_rows(quantise) else sum(_bytes_of(quantise, place) for place in _parts(quantise))
 
 
 def _bytes_of(quantise: Quantise, place: int) -> int:
@@ -280,12 +283,12 @@ class _Moving:
             for size in [each for each in readers_of(move.node) if is_size(each, move.node)]:
                 size.replace_input_with(size.args[0], moved[0])
             with graph.inserting_before(reader.node):
-                results = {place: self._result(reader, node, place) for place, node in moved.items()}
+                found = self._results(reader, moved)
                 for user in list(reader.node.users):
                     place = user.args[1]
-                    if place not in results:  # an empty tensor, or the outer scale, which all sources have
-                        results[place] = new_node(graph, operator.getitem, (quantised[0], place), user.meta)
-                    user.replace_all_uses_with(results[place])
+                    if place not in found:  # an empty tensor, or the outer scale, which all sources have
+                        found[place] = new_node(graph, operator.getitem, (quantised[0], place), user.meta)
+                    user.replace_all_uses_with(found[place])
         _erase(move.node)
         if move.is_collective:
             graph.erase_node(move.start)
@@ -295,8 +298,11 @@ class _Moving:
         amax = reader.amax
         if _makes_outer(reader):
             self.largest = amax = self.largest or self._largest()
-        alone = replace(reader, offs=None, layout="linear", amax=amax)
-        return [replace(alone, x=source).new(self.graph, reader.node.meta) for source in self.move.sources]
+        if reaches_over_rows(reader):
+            reader, sources = sent(reader), [as_matrix(self.graph, source) for source in self.move.sources]
+        else:
+            reader, sources = replace(reader, offs=None, layout="linear"), self.move.sources
+        return [replace(reader, x=source, amax=amax).new(self.graph, reader.node.meta) for source in sources]
 
     def _largest(self) -> Node:
         """The largest magnitude of the moved rows, float32 []; NaN where one is NaN."""
@@ -325,13 +331,24 @@ class _Moving:
             tensors = [new_node(graph, aten.view.dtype, (each, torch.uint8), each.meta) for each in tensors]
         return self.move.new(graph, tensors)
 
-    def _result(self, reader: Quantise, moved: Node, place: int) -> Node:
-        """A moved result in the shape, the layout and the dtype that it has in the reader's results."""
-        graph, dtype = self.graph, reader.node.meta["val"][place].dtype
-        moved = replayed(graph, reader.x, self.move.node, moved, lambda: _of_zeros(reader.format, place))
+    def _results(self, reader: Quantise, moved: dict[int, Node]) -> dict[int, Node]:
+        """Moved results, by their places, in the shapes, the layout and the dtypes that the reader's results have."""
+        if reaches_over_rows(reader):
+            found = results(self.graph, reader, self.move, moved)
+            return {place: self._typed(reader, node, place) for place, node in found.items()}
+        return {place: self._typed(reader, self._of_rows(reader, node, place), place) for place, node in moved.items()}
+
+    def _of_rows(self, reader: Quantise, moved: Node, place: int) -> Node:
+        """A moved result that has a row for each moved row, in the order of rows and the layout of the reader's."""
+        moved = replayed(self.graph, reader.x, self.move.node, moved, lambda: _of_zeros(reader.format, place))
         if place == 1 and reader.spec.swizzled:
-            moved = new_node(graph, LAY_OUT_SCALES, (moved, reader.offs), reader.node.meta)
-        return new_node(graph, aten.view.dtype, (moved, dtype), moved.meta) if _as_bytes(dtype) else moved
+            return new_node(self.graph, LAY_OUT_SCALES, (moved, reader.offs), reader.node.meta)
+        return moved
+
+    def _typed(self, reader: Quantise, moved: Node, place: int) -> Node:
+        """A moved result in the dtype of the reader's."""
+        dtype = reader.node.meta["val"][place].dtype
+        return new_node(self.graph, aten.view.dtype, (moved, dtype), moved.meta) if _as_bytes(dtype) else moved
 
 
 @functools.cache

@@ -18,10 +18,11 @@ from torch.fx import Graph, Node
 from torch.utils.checkpoint import CheckpointPolicy
 
 from fp4compile import _compat
+from fp4compile.analysis.gathers import is_gather
 from fp4compile.analysis.gemm import Gemm, Operand
 from fp4compile.analysis.graph import expert_weights_of, fake_value, gathered_weight_of, is_gathered, new_node
 from fp4compile.analysis.plan import Decision, Treatment
-from fp4compile.analysis.views import is_cast, source_of, value_key
+from fp4compile.analysis.views import is_cast, source_of, value_key, view_of
 from fp4compile.formats import formats
 from fp4compile.ops.matmul import SCALED_GROUPED_MM, SCALED_MM, SCALED_MM_GATHERED
 from fp4compile.ops.quantize import GATHERED_WEIGHT, QUANTIZE
@@ -263,11 +264,11 @@ class _Builder:
 
     def _meta_for(self, gemm: Gemm, operand: Operand) -> dict:
         """Metadata of a quantise, from which the partitioner and activation checkpointing place and recompute it."""
-        if operand.role == "dgrad_w":
+        if operand.role == "dgrad_w" and not _is_saved_gather(operand.source):
             # The packed weight is a copy of a parameter. Saving it would cost memory; the backward makes it again.
             return gemm.node.meta | {"partitioner_tag": "must_be_in_backward"}
         # The activation of wgrad belongs to the forward, and is recomputed where the layer's forward is recomputed.
-        meta = gemm.forward.meta if operand.role == "wgrad_x" else gemm.node.meta
+        meta = gemm.forward.meta if operand.role in ("wgrad_x", "dgrad_w") else gemm.node.meta
         if "recompute" in meta:
             # A checkpointing policy may save the product. Its operands are then recomputed all the same.
             return meta | {"recompute": CheckpointPolicy.PREFER_RECOMPUTE}
@@ -280,6 +281,13 @@ class _Builder:
 def _accumulation(decision: Decision) -> dict[str, bool]:
     """The keyword arguments of a product that say how exact its sums are."""
     return {"fast_accumulation": True} if decision.fast_accumulation else {}
+
+
+def _is_saved_gather(source: Node) -> bool:
+    """Whether a weight is gathered in the graph, and would be saved for the backward: its codes are fewer bytes."""
+    root = view_of(source).root
+    again = (CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.PREFER_RECOMPUTE)
+    return is_gather(root) and root.meta.get("recompute") not in again
 
 
 def _casts_never_saved(node: Node) -> None:

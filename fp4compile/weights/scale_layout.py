@@ -15,6 +15,7 @@ import torch
 from fp4compile.formats import formats
 from fp4compile.formats.formats import BlockFormat
 from fp4compile.formats.layouts import from_swizzled, scale_layout, swizzled_numel, to_swizzled
+from fp4compile.formats.square import scales_of_rows
 from fp4compile.hardware import Target
 from fp4compile.templates.launch import target_of
 
@@ -77,9 +78,7 @@ def laid_out(
     step = 1 if fmt.block is None else fmt.block[0]
     *batch, _, blocks = linear_shape
     if layout == "swizzled" and tuple(scales.shape) == linear_shape:
-        # The matrix units read a scale for each row, even of square blocks.
-        each_row = scales.view(torch.uint8).repeat_interleave(step, -2).narrow(-2, 0, rows)
-        return to_swizzled(each_row.view(scales.dtype))
+        return to_swizzled(scales_of_rows(scales, fmt, rows))
     if layout == "linear" and tuple(scales.shape) == (*batch, swizzled_numel(rows, blocks)):
         return from_swizzled(scales, rows, blocks)[..., ::step, :].contiguous()
     return scales
