@@ -1,8 +1,9 @@
 """Quantise rows before they are moved, so that codes and scales are moved instead of 16-bit numbers.
 
 Entry: `quantize_before_move(graph)`, on a forward, backward or inference graph after the partitioner. It runs after
-`merge_quantize`, because a quantiser of columns as well reads rows together, and twice: before `fake_quantize`, which
-would make 16-bit numbers of codes that a collective could move; and after it, for the 16-bit numbers that experts read.
+`merge_quantize`, because square blocks that are read in both directions are moved once, and twice: before
+`fake_quantize`, which would make 16-bit numbers of codes that a collective could move; and after it, for the 16-bit
+numbers that experts read.
 
 Tokens are gathered for their experts, looked up in a table, concatenated, or collected from other processes, and then
 quantised. A row whose scales are its own has the same codes wherever it is. So `quantize(move(x))` is
@@ -14,6 +15,9 @@ arbitrary. Scales are moved in the linear layout; `lay_out_scales` swizzles them
 An outer scale of the whole tensor depends on all moved rows, and has the bits of the quantiser behind the move only if
 it is made of their largest magnitude. Processes that gather reduce theirs before they quantise, as one number. In a
 device, the rows' magnitudes are moved like the rows, and the largest of them is taken: an index may leave rows out.
+
+Blocks that reach over rows, square or along the columns, are quantised before a gather of whole blocks, and nowhere
+else (`whole_blocks`).
 
 A quantiser stays behind the move where its results depend on more than that, and where anything other than quantisers
 reads the moved rows, because then both would be moved; `_reason` names the reasons, and the report has them.
@@ -124,12 +128,13 @@ def _is_brought(move: Move) -> bool:
 
 
 def _of_more_than_a_row(quantise: Quantise, move: Move) -> str | None:
-    """On what else than its own row, or than all moved rows' largest magnitude, a row of codes and scales depends."""
-    fmt, outer = formats.get(quantise.format), quantise.outer
-    if reaches_over_rows(quantise):
-        reason = misfit(quantise, move)
-        if reason is not None:
-            return reason
+    """On what else than its own row, or than all moved rows' largest magnitude, a row of codes and scales depends.
+
+    Of a quantiser whose blocks reach over rows: on what else than the rows of one process, or than that magnitude.
+    """
+    outer, reason = quantise.outer, misfit(quantise, move) if reaches_over_rows(quantise) else None
+    if reason is not None:
+        return reason
     if quantise.seed is not None:
         return "elements are rounded stochastically"
     if quantise.scale_rule != "amax" or quantise.prologue or quantise.each_matrix:
@@ -234,7 +239,9 @@ def _parts(quantise: Quantise) -> list[int]:
 
 def _moved_bytes(quantise: Quantise) -> float:
     """Bytes of the codes and scales of one row."""
-    return sent_bytes(quantise) if reaches_over_rows(quantise) else sum(_bytes_of(quantise, place) for place in _parts(quantise))
+    if reaches_over_rows(quantise):
+        return sent_bytes(quantise)
+    return sum(_bytes_of(quantise, place) for place in _parts(quantise))
 
 
 def _bytes_of(quantise: Quantise, place: int) -> int:

@@ -264,8 +264,9 @@ class _Builder:
 
     def _meta_for(self, gemm: Gemm, operand: Operand) -> dict:
         """Metadata of a quantise, from which the partitioner and activation checkpointing place and recompute it."""
-        if operand.role == "dgrad_w" and not _is_saved_gather(operand.source):
-            # The packed weight is a copy of a parameter. Saving it would cost memory; the backward makes it again.
+        if operand.role == "dgrad_w" and not is_gather(view_of(operand.source).root):
+            # The packed weight is a copy of a parameter. Saving it would cost memory; the backward makes it again. What
+            # the graph gathers would be saved itself, unless the backward gathers it again.
             return gemm.node.meta | {"partitioner_tag": "must_be_in_backward"}
         # The activation of wgrad belongs to the forward, and is recomputed where the layer's forward is recomputed.
         meta = gemm.forward.meta if operand.role in ("wgrad_x", "dgrad_w") else gemm.node.meta
@@ -281,13 +282,6 @@ class _Builder:
 def _accumulation(decision: Decision) -> dict[str, bool]:
     """The keyword arguments of a product that say how exact its sums are."""
     return {"fast_accumulation": True} if decision.fast_accumulation else {}
-
-
-def _is_saved_gather(source: Node) -> bool:
-    """Whether a weight is gathered in the graph, and would be saved for the backward: its codes are fewer bytes."""
-    root = view_of(source).root
-    again = (CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.PREFER_RECOMPUTE)
-    return is_gather(root) and root.meta.get("recompute") not in again
 
 
 def _casts_never_saved(node: Node) -> None:

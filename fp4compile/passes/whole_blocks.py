@@ -10,6 +10,7 @@ and transposed.
 and `results` makes nodes of what the gathers of `sent` bring.
 """
 
+import math
 from dataclasses import replace
 from functools import partial
 
@@ -71,7 +72,7 @@ def sent_bytes(quantise: Quantise) -> float:
     block = torch.empty(fmt.block_cols, quantise.x.meta["val"].shape[-1], device="meta")
     total = 0
     for dim in spec.dims:
-        codes, scales, _ = (torch.Size(shape).numel() for shape in spec.shapes(block, 0, dim))
+        codes, scales, _ = map(math.prod, spec.shapes(block, 0, dim))
         total += codes * fmt.data_dtype.itemsize + scales * fmt.scale_dtype.itemsize
     return total / fmt.block_cols
 
@@ -102,7 +103,8 @@ def results(graph: Graph, reader: Quantise, move: Move, gathered: dict[int, Node
     for i, dim in enumerate(reader.dims if reader.spec.swizzled else ()):
         scales = made[3 * i + 1]
         if fmt.square:
-            scales = traced(graph, partial(scales_of_rows, fmt=fmt, rows=size[dim - 1]), [scales])
+            each_row = partial(scales_of_rows, fmt=fmt, rows=size[0] if dim == ROWS else size[1])
+            scales = traced(graph, each_row, [scales])
         made[3 * i + 1] = new_node(graph, LAY_OUT_SCALES, (scales, None), reader.node.meta)
     return made
 
@@ -110,7 +112,7 @@ def results(graph: Graph, reader: Quantise, move: Move, gathered: dict[int, Node
 def _matrix_size(node: Node) -> tuple:
     """Rows and columns of a tensor whose dimensions but the last count as rows."""
     *rows, columns = node.meta["val"].shape
-    return torch.Size(rows).numel(), columns
+    return math.prod(rows), columns
 
 
 def _rows_in_order(gathered: torch.Tensor, ranks: int, runs: int) -> torch.Tensor:

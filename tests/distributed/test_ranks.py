@@ -75,24 +75,33 @@ def test_tensor_parallelism_has_the_codes_of_one_process(device, kind, place, fo
             "tokens": {},
             "frozen": dict.fromkeys(("up fprop", "down dgrad"), "quantised before all_gather_into_tensor"),
             "sequences": {
-                "up fprop": f"{after}columns are quantised",
+                "up fprop": "quantised before all_gather_into_tensor",
                 **dict.fromkeys(("down dgrad", "down wgrad"), f"{after}its rows are read elsewhere, too"),
             },
         }[kind]
-    ), "a gather that a weight gradient needs, too, is in high precision, once"
+    ), "a gather of gradients that a bias gradient needs, too, is in high precision, once"
 
 
 @places
 @devices
-def test_parameters_that_the_graph_gathers_have_the_bits_of_one_process(device, place, found, alone):
-    """Both ranks have the same tokens: gradients, which are summed, are twice those of one."""
-    mine, expected = found(device)[0][place]["gathered"], alone(device)["frozen"]
+@pytest.mark.parametrize(("kind", "expected"), [("rows", "frozen"), ("blocks", "blocks"), ("again", "blocks")])
+def test_parameters_that_the_graph_gathers_have_the_bits_of_one_process(kind, expected, device, place, found, alone):
+    """Both ranks have the same tokens: gradients, which are summed, are twice those of one.
+
+    A weight is gathered as codes for both passes, and codes are saved; or each pass gathers codes along its direction.
+    """
+    mine, expected = found(device)[0][place]["gathered"][kind], alone(device)[expected]
     names = {"up.weight", "up.bias", "down.weight", "down.bias"}
     assert torch.equal(mine["y"], expected["y"]) and torch.equal(mine["x"], expected["x"])
     assert all(torch.equal(mine[name], 2 * expected[name]) for name in names)
     assert mine["told"].keys() == expected["told"].keys() and len(mine["told"]) == 6
-    assert torch.equal(mine["evaluated"], expected["y"])
-    assert mine["moved"] == dict.fromkeys(("up", "down"), "quantised before all_gather_into_tensor")
+    by_gather = {"up fprop", "down fprop"} | ({"up dgrad", "down dgrad"} if kind == "again" else set())
+    moved = "quantised before all_gather_into_tensor"
+    assert {name: told for name, told in mine["told"].items() if told and "gather" in told} == dict.fromkeys(
+        by_gather, moved
+    )
+    if kind != "again":
+        assert torch.equal(mine["evaluated"], expected["y"]) and mine["moved"] == dict.fromkeys(("up", "down"), moved)
 
 
 @places

@@ -26,6 +26,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import fp4compile
 from fp4compile.distributed import gather_quantized_
@@ -41,6 +42,8 @@ OF_ROWS = ("float8_rowwise", "nvfp4_rowwise")  # outer scales belong to rows, of
 KINDS = {"cpu": {"tokens": INVERTED, **{recipe: recipe for recipe in OF_ROWS}},
          "cuda": {"nvfp4_rowwise": "nvfp4_rowwise"}}  # fmt: skip
 MOVED = ("mxfp8", "nvfp4_one_level", "nvfp4_rowwise", "nvfp4")
+# A weight's codes along the columns are its codes along the rows, transposed. Nothing is drawn.
+SQUARE = {"recipe": "nvfp4", "fprop_w": "nvfp4_16x16", "dgrad_w": "nvfp4_16x16"}
 PASSES = ("quantize_before_move", "group_amax")
 SIZES = {"min_m": 1, "min_n": 1, "min_k": 1}
 UNLIKE = (
@@ -113,7 +116,8 @@ def steps_of_one_process(device) -> dict[str, dict]:
     with captured_graphs(device):
         plain, square = (step(*whole(device), recipe) for recipe in ("nvfp4", "nvfp4_train"))
         others = {kind: step(*whole(device), recipe) for kind, recipe in KINDS[device].items()}
-    return {"sequences": plain, "frozen": plain, "inference": square} | others
+        blocks = step(*whole(device), SQUARE)
+    return {"sequences": plain, "frozen": plain, "inference": square, "blocks": blocks} | others
 
 
 def sharded(model, mesh, sequences: bool):
@@ -124,14 +128,23 @@ def sharded(model, mesh, sequences: bool):
     return parallelize_module(copy.deepcopy(model), mesh, plans)
 
 
-def gathered(model, mesh):
+def gathered(model, mesh, again=False):
     """The model with parameters of which each rank has some rows, and which its forward pass gathers.
 
     As torchtitan's SimpleFSDP has it: the graph has the gathers. gloo has no means, so gradients are sums over ranks.
+    again: whether the backward pass gathers the parameters again, and saves none.
     """
 
+    def replicated(value):
+        return value.redistribute(placements=[Replicate()]).to_local(grad_placements=[Partial()])
+
     def whole_of(layer, name):
-        return layer._parameters[name].redistribute(placements=[Replicate()]).to_local(grad_placements=[Partial()])
+        value = layer._parameters[name]
+        return (
+            checkpoint(replicated, value, use_reentrant=False, context_fn=GATHERED_AGAIN)
+            if again
+            else replicated(value)
+        )
 
     model = copy.deepcopy(model)
     for layer in (model.up, model.down):
@@ -141,6 +154,28 @@ def gathered(model, mesh):
         names = {name: property(functools.partial(whole_of, name=name)) for name in layer._parameters}
         layer.__class__ = type("Gathered", (type(layer),), names)
     return model
+
+
+def _of_a_gather(context, function, *args, **kwargs) -> CheckpointPolicy:
+    c10d = torch.ops._c10d_functional
+    again = function in (c10d.all_gather_into_tensor.default, c10d.wait_tensor.default)
+    return CheckpointPolicy.MUST_RECOMPUTE if again else CheckpointPolicy.MUST_SAVE
+
+
+GATHERED_AGAIN = functools.partial(create_selective_checkpoint_contexts, _of_a_gather)
+
+
+def of_gathered(model, x, gradient, mesh) -> dict[str, dict]:
+    """Steps and evaluations of the model whose graph gathers its parameters, by the kind of step."""
+    found = {}
+    for kind, recipe, again in (("rows", "nvfp4", False), ("blocks", SQUARE, False), ("again", SQUARE, True)):
+        found[kind] = step(gathered(model, mesh, again), x, gradient, recipe)
+    for kind, recipe in (("rows", "nvfp4"), ("blocks", SQUARE)):
+        with torch.no_grad():
+            function, backend = compiled(gathered(model, mesh), recipe)
+            found[kind]["evaluated"] = function(x)
+        found[kind]["moved"] = {row.module: row.fused for row in backend.report.rows}
+    return found
 
 
 def parallel(rank: int, mesh: DeviceMesh) -> dict:
@@ -153,11 +188,7 @@ def parallel(rank: int, mesh: DeviceMesh) -> dict:
         found["sequences"] = step(sharded(model, mesh, True), x[:, mine], gradient[:, mine], "nvfp4")
         for kind, recipe in KINDS[device].items():
             found[kind] = step(sharded(model, mesh, False), x, gradient, recipe)
-        found["gathered"] = step(gathered(model, mesh), x, gradient, "nvfp4")
-        with torch.no_grad():
-            function, backend = compiled(gathered(model, mesh), "nvfp4")
-            found["gathered"]["evaluated"] = function(x)
-        found["gathered"]["moved"] = {row.module: row.fused for row in backend.report.rows}
+        found["gathered"] = of_gathered(model, x, gradient, mesh)
         model.requires_grad_(False)
         found["frozen"] = step(sharded(model, mesh, True), x[:, mine], gradient[:, mine], "nvfp4")
     with torch.no_grad():
