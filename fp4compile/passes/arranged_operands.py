@@ -17,7 +17,7 @@ Inductor's kernel of A starts, which waits for all kernels ahead of it.
 Entries: `arranged_operands(graph)`, before a graph's products are lowered, and `written_arranged(node)`.
 """
 
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Hashable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -186,7 +186,8 @@ def _source(node: Node) -> Node:
 def _by_operations(graph: Graph, product: ScaledMM) -> Node:
     """Operations that arrange a product's plain A, before the product."""
     arrangement = _arrangement(product)
-    return _realized(graph, product.node, lambda a: arrangement.by_operations(a), [product.a.data])
+    with graph.inserting_before(product.node):
+        return traced(graph, lambda a: arrangement.by_operations(a), [product.a.data])
 
 
 def _by_launch(graph: Graph, product: ScaledMM, gathered: tuple[Node, Node] | None) -> Node:
@@ -208,12 +209,5 @@ def _by_launch(graph: Graph, product: ScaledMM, gathered: tuple[Node, Node] | No
         call = call_of(Arguments(read, weight, None, product.out_dtype, offs=offs, rows=rows))
         return arrangement.of_call(call, None if index is None else (aligned(x.contiguous()), index.contiguous()))
 
-    return _realized(graph, product.node, torch.func.functionalize(launch), nodes)
-
-
-def _realized(graph: Graph, before: Node, function: Callable, nodes: list[Node]) -> Node:
-    """The result of a function of nodes, traced into the graph ahead of a node, and stored in the traced layout."""
-    with graph.inserting_before(before):
-        result = traced(graph, function, nodes)
-    result.meta["inductor_realize_to_strides"] = True
-    return result
+    with graph.inserting_before(product.node):
+        return traced(graph, torch.func.functionalize(launch), nodes)

@@ -57,8 +57,16 @@ def misfit(quantise: Quantise, move: Move) -> str | None:
 
 def sent(quantise: Quantise) -> Quantise:
     """The quantiser of the rows of one process, but for its argument x."""
-    transposable = formats.get(quantise.format).square and quantise.spec.both
-    return replace(quantise, dims=(ROWS,), layout="linear") if transposable else replace(quantise, layout="linear")
+    return replace(quantise, dims=(ROWS,) if _is_transposed(quantise) else quantise.dims, layout="linear")
+
+
+def _is_transposed(quantise: Quantise) -> bool:
+    """Whether codes along the columns are made behind the gather, of the codes along the rows.
+
+    Not where something reads the outer scale of the columns, an empty tensor because they share the rows'.
+    """
+    square = formats.get(quantise.format).square and quantise.spec.both
+    return square and not any(user.args[1] == 5 for user in quantise.node.users)
 
 
 def sent_places(quantise: Quantise) -> list[int]:
@@ -96,7 +104,7 @@ def results(graph: Graph, reader: Quantise, move: Move, gathered: dict[int, Node
         in_order = _rows_in_order if along_rows else _side_by_side
         as_they_are = along_rows and runs == 1
         made[place] = node if as_they_are else traced(graph, partial(in_order, ranks=ranks, runs=runs), [node])
-    if fmt.square and reader.spec.both:
+    if _is_transposed(reader):
         codes = partial(transposed_codes, fmt=fmt, cols=size[1])
         made[3] = traced(graph, lambda data: codes(data).contiguous(), [made[0]])
         made[4] = traced(graph, transposed_scales, [made[1]])

@@ -90,6 +90,19 @@ def sequences(x):
     return found
 
 
+def square(x):
+    """A weight [64, 64] whose graph gathers it for both passes."""
+    rows = c10d.wait_tensor(c10d.all_gather_into_tensor(x, 2, "0"))
+    found = quantize(rows, "mxfp8_32x32", [-1, -2], layout="swizzled")
+    return found[0], found[1], found[3], found[4]
+
+
+def columns(x):
+    """Of [sequences, tokens, K], of which each process has some tokens of every sequence."""
+    rows = c10d.wait_tensor(c10d.all_gather_into_tensor(x, 2, "0"))
+    return quantize(aten.cat(list(aten.split(rows, x.shape[0])), 1).view(-1, K), "nvfp4_one_level", -2)[:2]
+
+
 def exchanged(x):
     rows = c10d.wait_tensor(c10d.all_to_all_single(x, [3, 2], [1, 3], "0"))
     return (*quantize(rows, "float8_rowwise")[::2],)
@@ -262,6 +275,86 @@ reshape_default_7: uint8[8, 4] = aten.reshape(cat_default_3, [-1, 4])
 view_dtype_7: float8_e4m3fn[8, 4] = aten.view.dtype(reshape_default_7, torch.float8_e4m3fn)
 getitem_23: float32[] = <built-in function getitem>(quantize_default_1, 2)
 return reshape_default_6: uint8[8, 32], view_dtype_7: float8_e4m3fn[8, 4], getitem_23: float32[], reshape_default_6: uint8[8, 32], view_dtype_7: float8_e4m3fn[8, 4], getitem_23: float32[]""",
+        )
+
+    def test_square(self):
+        self.assertExpectedInline(
+            before_and_after(square, torch.empty(32, K, dtype=torch.bfloat16)),
+            """\
+all_gather_into_tensor: bfloat16[64, 64] = _c10d_functional.all_gather_into_tensor(x_1, 2, 0)
+wait_tensor: bfloat16[64, 64] = _c10d_functional.wait_tensor(all_gather_into_tensor)
+quantize = fp4compile.quantize(wait_tensor, mxfp8_32x32, [-1, -2], layout=swizzled)
+getitem: float8_e4m3fn[64, 64] = <built-in function getitem>(quantize, 0)
+getitem_1: float8_e8m0fnu[512] = <built-in function getitem>(quantize, 1)
+getitem_3: float8_e4m3fn[64, 64] = <built-in function getitem>(quantize, 3)
+getitem_4: float8_e8m0fnu[512] = <built-in function getitem>(quantize, 4)
+return getitem: float8_e4m3fn[64, 64], getitem_1: float8_e8m0fnu[512], getitem_3: float8_e4m3fn[64, 64], getitem_4: float8_e8m0fnu[512]
+---
+quantize_default = fp4compile.quantize(x_1, mxfp8_32x32, [-1])
+getitem_6: float8_e4m3fn[32, 64] = <built-in function getitem>(quantize_default, 0)
+view_dtype: uint8[32, 64] = aten.view.dtype(getitem_6, torch.uint8)
+all_gather_into_tensor_default: uint8[64, 64] = _c10d_functional.all_gather_into_tensor(view_dtype, 2, 0)
+getitem_7: float8_e8m0fnu[1, 2] = <built-in function getitem>(quantize_default, 1)
+view_dtype_1: uint8[1, 2] = aten.view.dtype(getitem_7, torch.uint8)
+all_gather_into_tensor_default_1: uint8[2, 2] = _c10d_functional.all_gather_into_tensor(view_dtype_1, 2, 0)
+wait_tensor_default: uint8[64, 64] = _c10d_functional.wait_tensor(all_gather_into_tensor_default)
+wait_tensor_default_1: uint8[2, 2] = _c10d_functional.wait_tensor(all_gather_into_tensor_default_1)
+permute: uint8[64, 64] = aten.permute(wait_tensor_default, [1, 0])
+clone: uint8[64, 64] = aten.clone(permute, memory_format=torch.contiguous_format)
+permute_1: uint8[2, 2] = aten.permute(wait_tensor_default_1, [1, 0])
+clone_1: uint8[2, 2] = aten.clone(permute_1, memory_format=torch.contiguous_format)
+unsqueeze: uint8[2, 1, 2] = aten.unsqueeze(wait_tensor_default_1, 1)
+expand: uint8[2, 32, 2] = aten.expand(unsqueeze, [2, 32, 2])
+clone_2: uint8[2, 32, 2] = aten.clone(expand, memory_format=torch.contiguous_format)
+view_1: uint8[64, 2] = aten.view(clone_2, [64, 2])
+lay_out_scales_default: uint8[512] = fp4compile.lay_out_scales(view_1, None)
+unsqueeze_1: uint8[2, 1, 2] = aten.unsqueeze(clone_1, 1)
+expand_1: uint8[2, 32, 2] = aten.expand(unsqueeze_1, [2, 32, 2])
+clone_3: uint8[2, 32, 2] = aten.clone(expand_1, memory_format=torch.contiguous_format)
+view_2: uint8[64, 2] = aten.view(clone_3, [64, 2])
+lay_out_scales_default_1: uint8[512] = fp4compile.lay_out_scales(view_2, None)
+view_dtype_2: float8_e4m3fn[64, 64] = aten.view.dtype(wait_tensor_default, torch.float8_e4m3fn)
+view_dtype_3: float8_e8m0fnu[512] = aten.view.dtype(lay_out_scales_default, torch.float8_e8m0fnu)
+view_dtype_4: float8_e4m3fn[64, 64] = aten.view.dtype(clone, torch.float8_e4m3fn)
+view_dtype_5: float8_e8m0fnu[512] = aten.view.dtype(lay_out_scales_default_1, torch.float8_e8m0fnu)
+return view_dtype_2: float8_e4m3fn[64, 64], view_dtype_3: float8_e8m0fnu[512], view_dtype_4: float8_e4m3fn[64, 64], view_dtype_5: float8_e8m0fnu[512]""",
+        )
+
+    def test_columns(self):
+        self.assertExpectedInline(
+            before_and_after(columns, torch.empty(2, 16, K, dtype=torch.bfloat16)),
+            """\
+all_gather_into_tensor: bfloat16[4, 16, 64] = _c10d_functional.all_gather_into_tensor(x_1, 2, 0)
+wait_tensor: bfloat16[4, 16, 64] = _c10d_functional.wait_tensor(all_gather_into_tensor)
+split = aten.split.Tensor(wait_tensor, 2)
+getitem: bfloat16[2, 16, 64] = <built-in function getitem>(split, 0)
+getitem_1: bfloat16[2, 16, 64] = <built-in function getitem>(split, 1)
+cat: bfloat16[2, 32, 64] = aten.cat([getitem, getitem_1], 1)
+view: bfloat16[64, 64] = aten.view(cat, [-1, 64])
+quantize = fp4compile.quantize(view, nvfp4_one_level, [-2])
+getitem_2: uint8[64, 32] = <built-in function getitem>(quantize, 0)
+getitem_3: float8_e4m3fn[64, 4] = <built-in function getitem>(quantize, 1)
+return getitem_2: uint8[64, 32], getitem_3: float8_e4m3fn[64, 4]
+---
+reshape_default: bfloat16[32, 64] = aten.reshape(x_1, [32, 64])
+quantize_default = fp4compile.quantize(reshape_default, nvfp4_one_level, [-2])
+getitem_5: uint8[64, 16] = <built-in function getitem>(quantize_default, 0)
+all_gather_into_tensor_default: uint8[128, 16] = _c10d_functional.all_gather_into_tensor(getitem_5, 2, 0)
+getitem_6: float8_e4m3fn[64, 2] = <built-in function getitem>(quantize_default, 1)
+view_dtype: uint8[64, 2] = aten.view.dtype(getitem_6, torch.uint8)
+all_gather_into_tensor_default_1: uint8[128, 2] = _c10d_functional.all_gather_into_tensor(view_dtype, 2, 0)
+wait_tensor_default: uint8[128, 16] = _c10d_functional.wait_tensor(all_gather_into_tensor_default)
+wait_tensor_default_1: uint8[128, 2] = _c10d_functional.wait_tensor(all_gather_into_tensor_default_1)
+view_1: uint8[2, 64, 2, 8] = aten.view(wait_tensor_default, [2, 64, 2, 8])
+permute: uint8[64, 2, 2, 8] = aten.permute(view_1, [1, 2, 0, 3])
+clone: uint8[64, 2, 2, 8] = aten.clone(permute, memory_format=torch.contiguous_format)
+view_2: uint8[64, 32] = aten.view(clone, [64, 32])
+view_3: uint8[2, 64, 2, 1] = aten.view(wait_tensor_default_1, [2, 64, 2, 1])
+permute_1: uint8[64, 2, 2, 1] = aten.permute(view_3, [1, 2, 0, 3])
+clone_1: uint8[64, 2, 2, 1] = aten.clone(permute_1, memory_format=torch.contiguous_format)
+view_4: uint8[64, 4] = aten.view(clone_1, [64, 4])
+view_dtype_1: float8_e4m3fn[64, 4] = aten.view.dtype(view_4, torch.float8_e4m3fn)
+return view_2: uint8[64, 32], view_dtype_1: float8_e4m3fn[64, 4]""",
         )
 
     def test_selected(self):

@@ -6,7 +6,7 @@ All ranks of a group run a graph together in one process, before the pass and af
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed._functional_collectives  # shapes of the collectives
+import torch.distributed._functional_collectives as collectives
 from torch._dynamo.source import ConstantSource
 from torch._subclasses import FakeTensorMode
 from torch.distributed.device_mesh import init_device_mesh
@@ -14,6 +14,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+import fp4compile
 from fp4compile.analysis.graph import quantise_of
 from fp4compile.ops.quantize import QUANTIZE
 from fp4compile.passes.moves import move_of
@@ -22,7 +23,7 @@ from tests.helpers import rank_worker, without_codegen
 
 aten, c10d = torch.ops.aten, torch.ops._c10d_functional
 RANKS, ROWS, K = 3, 64, 80  # of each rank; a row is no whole number of blocks of 32
-MX4_SQUARE = "e2m1:32x32:e8m0:-:rceil"
+SQUARE, MX4_SQUARE = "nvfp4_16x16", "e2m1:32x32:e8m0:-:rceil"
 
 
 def shards() -> list[torch.Tensor]:
@@ -143,14 +144,21 @@ def test_several_quantisers_of_a_gather():
     assert count == 2 and len(sent) == 4
 
 
+def test_all_results_of_both_directions():
+    """The outer scale of the columns is empty, because they share the rows'."""
+    count, sent = moved(lambda x: torch.ops.fp4compile.quantize(gathered(x), SQUARE, [-1, -2]))
+    assert (count, len(sent)) == (1, 4)
+
+
 def masked(x):
     rows = gathered(x)
     return aten.where((rows.sum(-1, dtype=torch.float32) > 0).view(-1, 1), aten.full([], 0.0, dtype=x.dtype), rows)
 
 
-def other_order(x):
-    """Rows of which no process has a whole run."""
-    return aten.cat(list(aten.split(gathered(x).view(2, -1, K), RANKS * ROWS // 4, 1)), 0).view(-1, K)
+def interleaved(rows, pieces, along=0):
+    """Pieces of six matrices, or of the rows of each of two, joined along the other dimension."""
+    cut = rows.view(2 if along else 6, -1, K)
+    return aten.cat(list(aten.split(cut, cut.shape[along] // pieces, along)), 1 - along).view(-1, K)
 
 
 def of(by, fmt, dim=-2, **options):
@@ -165,14 +173,13 @@ def stochastic(x):
     return quantize(gathered(x), "mxfp4", -2, seed=torch.ones((), dtype=torch.int64))
 
 
-SQUARE = "nvfp4_16x16"
 STAYS = {
     "blocks are square": of(lambda x: aten.cat([x, x]), SQUARE, -1),
     "columns are quantised": of(lambda x: aten.cat([x, x]), "mxfp8"),
     "columns of groups are quantised": groups,
     "columns are transformed": of(gathered, "nvfp4", [-1, -2], hadamard=True),
     "the scale of a column is made of the rows of all ranks": of(gathered, "float8_rowwise"),
-    "its rows are put in another order, or masked, behind the move": of(other_order, "mxfp8"),
+    "its rows are put in another order, or masked, behind the move": of(masked, SQUARE, -1),
     "the 20 rows of a rank cut blocks of 16 rows": of(lambda x: gathered(aten.slice(x, 0, 0, 20)), SQUARE, -1),
     "the 40 rows of a rank cut blocks of 32 rows": of(lambda x: gathered(aten.slice(x, 0, 0, 40)), "mxfp8"),
     "the 16 rows of a rank cut blocks of 32 rows": of(lambda x: sequences(x, 4), "mxfp8"),
@@ -188,12 +195,17 @@ def test_what_stays_behind_a_gather(reason):
     assert _why(traced(STAYS[reason], shards()[:1])) == reason and moved(STAYS[reason])[0] == 0
 
 
-@pytest.mark.parametrize("function", [
-    of(masked, SQUARE, -1), of(lambda x: sequences(x).view(2, -1, K), "mxfp8"),
-    of(lambda x: gathered(x).view(RANKS, -1, K), SQUARE, -1),
-], ids=["masked", "sequences", "matrices"])  # fmt: skip
+ORDERS = {
+    "other pieces than those of ranks": of(lambda x: interleaved(gathered(x), 2), "mxfp8"),
+    "pieces of each matrix": of(lambda x: interleaved(gathered(x), RANKS, 1), SQUARE),
+    "twice": of(lambda x: interleaved(sequences(x), RANKS), SQUARE),
+    "columns of sequences": of(lambda x: sequences(x).view(2, -1, K), "mxfp8"),
+    "blocks of matrices": of(lambda x: gathered(x).view(RANKS, -1, K), SQUARE, -1),
+}
+
+
+@pytest.mark.parametrize("function", ORDERS.values(), ids=ORDERS)
 def test_rows_in_another_order(function):
-    """Columns of each of several matrices, besides."""
     reason = "its rows are put in another order, or masked, behind the move"
     assert _why(traced(function, shards()[:1])) == reason and moved(function)[0] == 0
 
@@ -211,6 +223,31 @@ def test_an_unknown_number_of_rows():
         graph = make_fx(of(gathered, "mxfp8"))(x).graph
     graph.eliminate_dead_code()
     assert _why(graph) == "the numbers of rows are not known" and quantize_before_move(graph) == 0
+
+
+# ---------------------------------------------------------------- compiled
+
+
+@pytest.fixture
+def one_rank():
+    dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
+    yield
+    dist.destroy_process_group()
+
+
+def test_inductor_stores_what_is_transposed(one_rank, monkeypatch):
+    """It has no kernels on a CPU with the dtype of MX scales."""
+    monkeypatch.setattr(fp4compile.config, "enabled_passes", ("quantize_before_move",))
+
+    def function(x):
+        return quantize(collectives.all_gather_tensor(x, 0, dist.group.WORLD), "mxfp8_32x32", [-1, -2])
+
+    torch._dynamo.reset()
+    backend = fp4compile.backend("mxfp8")
+    x = shards()[0]
+    for got, expected in zip(torch.compile(function, backend=backend)(x), function(x), strict=True):
+        assert got.dtype == expected.dtype and torch.equal(got.view(torch.uint8), expected.view(torch.uint8))
+    assert backend.report.counts["quantize_before_move"] == 1
 
 
 # ---------------------------------------------------------------- what a training step saves
