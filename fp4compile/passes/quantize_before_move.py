@@ -130,18 +130,18 @@ def _is_brought(move: Move) -> bool:
 def _of_more_than_a_row(quantise: Quantise, move: Move) -> str | None:
     """On what else than its own row, or than all moved rows' largest magnitude, a row of codes and scales depends.
 
-    Of a quantiser whose blocks reach over rows: on what else than the rows of one process, or than that magnitude.
+    Where blocks reach over rows: on what else than the rows of one process, or than that magnitude.
     """
-    outer, reason = quantise.outer, misfit(quantise, move) if reaches_over_rows(quantise) else None
+    reason = misfit(quantise, move) if reaches_over_rows(quantise) else None
     if reason is not None:
         return reason
     if quantise.seed is not None:
         return "elements are rounded stochastically"
     if quantise.scale_rule != "amax" or quantise.prologue or quantise.each_matrix:
         return "it is no quantiser of activations alone"
-    if outer is not None and outer.meta["val"].dim():
+    made = [each for each in (quantise.outer, quantise.amax) if each is not None]
+    if any(each.meta["val"].dim() for each in made):
         return "each row has a given scale"
-    made = [each for each in (outer, quantise.amax) if each is not None]
     if not all(each < move.start or (each.op != "placeholder" and not each.all_input_nodes) for each in made):
         return "its outer scale is computed behind the move"
     if not _makes_outer(quantise):

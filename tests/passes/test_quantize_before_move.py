@@ -202,6 +202,11 @@ def given_each(x, index, *_):
     return quantize(by_index(x, index), "nvfp4_rowwise", outer=outer)
 
 
+def amax_of_each(x, index, *_):
+    amax = x.new_full((2 * ROWS, 1), 3.0, dtype=torch.float32)
+    return quantize(by_index(x, index), "nvfp4_rowwise", amax=amax)
+
+
 def outer_of_rows(x, index, *_):
     """The scale is computed behind the move."""
     rows = by_index(x, index)
@@ -240,7 +245,7 @@ STAYS = {
     "columns selected": lambda x, index, *_: quantize(aten.index_select(x, -1, index), "nvfp4_one_level"),
     "reshaped": lambda x, index, *_: quantize(by_index(x, index).view(-1, 2 * K), "nvfp4_one_level"),
     "pointwise": pointwise, "read elsewhere": read_elsewhere, "returned": returned, "given each": given_each,
-    "outer of rows": outer_of_rows,
+    "amax of each": amax_of_each, "outer of rows": outer_of_rows,
 }  # fmt: skip
 
 
