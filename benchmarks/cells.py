@@ -326,6 +326,11 @@ def tensor_parallel(content: dict) -> Cells:
     return [["case", "ms", "over bf16", "sent by a rank, MB", "of it gathered", "collectives"], *rows]
 
 
+def tensor_parallel_time(content: dict) -> Cells:
+    rows = [[row["case"], number(row["ms"], 2), number(row["of the first"], 2)] for row in content["rows"]]
+    return [["case", "ms", "over bf16"], *rows]
+
+
 def expert_dispatch(content: dict) -> Cells:
     rows = [
         [row["case"], number(row["quantise us"], 0), number(row["gather us"], 0), number(row["device us"], 0),

@@ -368,6 +368,13 @@ Over NVLink:
 With `NCCL_P2P_DISABLE=1`, through the host's memory:
 """,
     table("tensor_parallel_slow_h200.json", cells.tensor_parallel),
+    """
+64 tokens, as in decoding, over NVLink and with CUDA graphs. ", kept": under `weight_cache="always"`, which quantises
+weights once. Without it a process group lets every pass quantise them again.
+
+    python -m benchmarks.tensor_parallel --kind inference --graphs --batch 1 --length 64 --cases bf16 "mxfp8, kept" ...
+""",
+    table("tensor_parallel_decode_h100.json", cells.tensor_parallel_time),
 )
 
 _EXPERT_DISPATCH = generated(
