@@ -134,4 +134,4 @@ def _side_by_side(gathered: torch.Tensor, ranks: int, runs: int) -> torch.Tensor
     """[ranks * columns, part] of `ranks` processes -> [columns, ranks * part], in the order of `_rows_in_order`."""
     columns, part = gathered.shape[0] // ranks, gathered.shape[1]
     pieces = gathered.reshape(ranks, columns, runs, part // runs).permute(1, 2, 0, 3)
-    return pieces.reshape(columns, ranks * part)
+    return pieces.reshape(columns, ranks * part).contiguous()  # a part of one column is no copy yet

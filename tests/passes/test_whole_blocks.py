@@ -6,7 +6,6 @@ All ranks of a group run a graph together in one process, before the pass and af
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed._functional_collectives  # shapes of the collectives
 from torch._dynamo.source import ConstantSource
 from torch._subclasses import FakeTensorMode
 from torch.distributed.device_mesh import init_device_mesh
@@ -20,6 +19,7 @@ from fp4compile.ops.quantize import QUANTIZE
 from fp4compile.passes.moves import move_of
 from fp4compile.passes.quantize_before_move import _reason, quantize_before_move
 from tests.helpers import rank_worker, without_codegen
+from tests.helpers.ranks_in_step import run, same_bits, traced
 
 aten, c10d = torch.ops.aten, torch.ops._c10d_functional
 RANKS, ROWS, K = 3, 64, 80  # of each rank; a row is no whole number of blocks of 32
@@ -56,40 +56,6 @@ def matrices(x):
 CHAINS = {"rows": gathered, "sequences": sequences, "matrices": matrices}
 
 
-def traced(function, values):
-    with FakeTensorMode():
-        graph_module = make_fx(function)(*(torch.empty(t.shape, dtype=t.dtype) for t in values))
-    graph_module.graph.eliminate_dead_code()
-    return graph_module.graph
-
-
-def run(graph, values):
-    """The results of each rank. values: the arguments of each rank."""
-    env: dict = {}
-
-    def on(rank, args):
-        return torch.fx.map_arg(args, lambda node: env[node][rank])
-
-    left = iter(zip(*values, strict=True))
-    for node in graph.nodes:
-        if node.op == "placeholder":
-            env[node] = next(left)
-            continue
-        each = [on(rank, (node.args, node.kwargs)) for rank in range(len(values))]
-        if node.op == "output":
-            return [torch.utils._pytree.tree_leaves(args) for args, _ in each]
-        if node.target is c10d.all_gather_into_tensor.default:
-            env[node] = [torch.cat([args[0] for args, _ in each])] * len(values)
-        elif node.target is c10d.all_reduce.default:
-            assert node.args[1] == "max"
-            env[node] = [torch.stack([args[0] for args, _ in each]).amax(0)] * len(values)
-        elif node.target is c10d.wait_tensor.default:
-            env[node] = [args[0] for args, _ in each]
-        else:
-            env[node] = [node.target(*args, **kwargs) for args, kwargs in each]
-    raise AssertionError("the graph has no output")
-
-
 def moved(function, *more) -> tuple[int, list[torch.Size]]:
     """(moves that the pass changes, the shapes of what ranks send); all ranks' results must keep their bits."""
     values = [(rows, *more) for rows in shards()]
@@ -98,9 +64,7 @@ def moved(function, *more) -> tuple[int, list[torch.Size]]:
     count = quantize_before_move(graph)
     graph.lint()
     for mine, wanted in zip(run(graph, values), expected, strict=True):
-        for got, one in zip(mine, wanted, strict=True):
-            assert (got.dtype, got.shape, got.stride()) == (one.dtype, one.shape, one.stride())
-            assert torch.equal(*(each.reshape(-1).view(torch.uint8) for each in (got, one)))
+        assert all(map(same_bits, mine, wanted))
     gathers = graph.find_nodes(op="call_function", target=c10d.all_gather_into_tensor.default)
     return count, [node.args[0].meta["val"] for node in gathers]
 
