@@ -17,18 +17,21 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from unittest import mock
 
 import torch
 from torch.fx import GraphModule, Interpreter
 
 from fp4compile import hardware
+from fp4compile._compat import statically_true
 from fp4compile.hardware import Target
 from fp4compile.ops.define import KERNELS
 from fp4compile.passes import fuse_prologue, quantize_before_move
 from fp4compile.templates import choose
-from fp4compile.templates.gemm import cost
+from fp4compile.templates.gemm import cost, dequant_operand
 from fp4compile.templates.launch import dry_run
+from fp4compile.templates.problem import Problem
 from fp4compile.templates.quantize import amax, heuristics, prologue_cost
 from tests.fuzz.check_launches import Launched, difference, kernels_of
 from tests.fuzz.compare import Finding, captured, fill, results_of, row_counts
@@ -43,7 +46,8 @@ class Setting:
     fuse_all: whether every chain before a quantiser is fused that can be, and every move follows the quantiser that
     can, not only those that pay. multiprocessors: what kernels count on. partial_maxima: elements of the largest tensor
     whose amax is partial maxima. on_chip: elements of the longest row that a program holds. quantize_results: whether
-    every product quantises its result that can.
+    every product quantises its result that can. in_memory: columns of the smallest product whose operands are
+    dequantised in memory, where the GPU multiplies 16-bit numbers; None where large products alone are such.
     """
 
     sm: int
@@ -53,18 +57,21 @@ class Setting:
     partial_maxima: int
     on_chip: int
     quantize_results: bool
+    in_memory: int | None
 
     @classmethod
     def of(cls, seed: int) -> "Setting":
         rng = random.Random(seed * 7919 + 1)
+        sm = rng.choice((90, 100))
         return cls(
-            sm=rng.choice((90, 100)),
+            sm=sm,
             dtype=rng.choice((torch.bfloat16,) * 6 + (torch.float16, torch.float32)),
             fuse_all=rng.random() < 0.6,
             multiprocessors=rng.choice((3, 132)),
             partial_maxima=rng.choice((0, heuristics.PARTIAL_MAXIMA_ELEMENTS)),
             on_chip=rng.choice((32, heuristics.MAX_ROW_ON_CHIP)),
             quantize_results=rng.random() < 0.5,
+            in_memory=rng.choice((None, 1, 48)) if sm == 90 else None,
         )
 
     @contextmanager
@@ -84,6 +91,9 @@ class Setting:
                 others = tuple(each for each in choose.REGISTRY if each.name != "skinny_block_scaled_sm100")
                 stack.enter_context(mock.patch.object(choose, "REGISTRY", others))
                 stack.enter_context(mock.patch.object(cost, "quantizing_pays", lambda *args: True))
+            if self.in_memory is not None:
+                first = replace(dequant_operand.CANDIDATE, serves=partial(_of_columns, self.in_memory))
+                stack.enter_context(mock.patch.object(choose, "REGISTRY", (first, *choose.REGISTRY)))
             yield
 
     @contextmanager
@@ -106,6 +116,12 @@ class Setting:
 
 # Most of the time would go to these, which have tests of their own: one of so many is launched.
 _ONE_OF = {("quantize", ""): 10, ("scaled_mm", "dequant_tiles"): 10, ("scaled_mm epilogue", "dequant_tiles"): 4}
+
+
+def _of_columns(least: int, problem: Problem) -> bool:
+    """Whether `dequant_operand` can compute a product of at least so many columns."""
+    single = problem.ragged is None and problem.batches == 1
+    return single and problem.compute != "fp32" and statically_true(problem.n >= least)
 
 
 def _any_gain(spec, *args) -> float:
