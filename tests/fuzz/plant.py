@@ -109,11 +109,11 @@ PLANTS = (
           "key = (value_key(source), treatment, dim,", "key = (value_key(source), treatment,"),
     # after the partitioner
     Plant("pairs of different formats merged", "passes/merge_quantize.py",
-          "return value_key(found.x), found.format, found.outer,", "return value_key(found.x), found.outer,"),
+          'not in ("node", *apart)', 'not in ("node", "format", *apart)'),
     Plant("pairs of different outer scales merged", "passes/merge_quantize.py",
-          "found.format, found.outer, found.layout", "found.format, found.layout"),
+          'not in ("node", *apart)', 'not in ("node", "outer", *apart)'),
     Plant("quantises of different directions shared", "passes/merge_quantize.py",
-          "(_key(found), found.dims, found.hadamard)", "(_key(found), found.hadamard)"),
+          "setdefault(_key(found), node)", 'setdefault(_key(found, "dims"), node)'),
     Plant("columns' own outer scale dropped", "passes/merge_quantize.py",
           "column_outer if both.spec.columns_separate else outer", "outer"),
 )  # fmt: skip
