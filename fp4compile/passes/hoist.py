@@ -7,8 +7,8 @@ results become additional static inputs. The compiled function is called with th
 Two weights whose products a kernel makes one result of, gate and up, are wanted one below the other. That holds for
 packed layers as well, whose tensors are inputs of the graph already.
 
-Graphs that are compiled under torch.distributed stay as they are, unless the recipe's `weight_cache` is "always": FSDP
-refills a parameter's storage without a change of its version counter.
+Graphs that are compiled under torch.distributed stay as they are, but for inference under the recipe's
+`weight_cache="always"`: FSDP refills a parameter's storage without a change of its version counter.
 """
 
 import functools
@@ -96,15 +96,16 @@ def hoisting(
         return inner_compile
 
     def compile_hoisted(gm: GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Callable:
-        lasting = inputs
-        if not kwargs.get("is_inference"):
+        lasting, inference = inputs, bool(kwargs.get("is_inference"))
+        if not inference:
             # A weight that an optimiser changes at every step is quantised in the graph of the step.
             lasting = tuple(one if one.frozen else Input() for one in inputs)
-        static = frozenset(kwargs.get("static_input_idxs") or ()) if kwargs.get("is_inference") else frozenset()
-        hoisted = Hoisted(promised=cache == "always")
+        static = frozenset(kwargs.get("static_input_idxs") or ()) if inference else frozenset()
+        # In a process group every step refreshes all weights, frozen ones too.
+        hoisted = Hoisted(promised=cache == "always" and inference)
         kept = changes_are_seen() or hoisted.promised
         if not (kept and (static or any(one.parameter for one in lasting))):
-            if in_group() and any(_forms(gm.graph, lasting, promised=False)):
+            if inference and in_group() and any(_forms(gm.graph, lasting, promised=False)):
                 _tell_of_groups()
             return inner_compile(gm, example_inputs, **kwargs)
         runs = run_passes([HOIST], gm.graph, lasting, hoisted, static)
@@ -175,9 +176,9 @@ def _forms(graph: Graph, inputs: tuple[Input, ...], promised: bool) -> Iterator[
 def _tell_of_groups() -> None:
     """Tell, once in a process, that weights are quantised at every call."""
     log.warning(
-        "torch.distributed has a process group: weights are quantised at every call, because collectives write to them "
-        "unseen. A recipe with weight_cache='always' quantises the weights of inference, and frozen ones, once; then "
-        "call fp4compile.refresh(model) after a collective wrote to a weight"
+        "torch.distributed has a process group: inference quantises weights at every call, because collectives write "
+        "to them unseen. Under a recipe with weight_cache='always' it quantises them once; then call "
+        "fp4compile.refresh(model) after a collective wrote to a weight"
     )
 
 

@@ -1,6 +1,6 @@
 """Packed weights of graphs that were compiled before torch.distributed began: its writes raise no version counter."""
 
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 import pytest
 import torch
@@ -163,6 +163,19 @@ def test_inference_in_a_group(parallel, packings, caplog):
             assert len(recorder.graphs) == 1 and len(packings) == 3 * quantised_once
             assert ("weight_cache='always'" in caplog.text) == (not quantised_once)
             caplog.clear()
+
+
+def test_training_in_a_group_keeps_no_frozen_weight(packings):
+    """Each step would refresh it."""
+    quantisers = []
+    for cache, group in (("off", nullcontext()), ("always", alone()), ("on", nullcontext())):
+        model = torch.nn.Sequential(torch.nn.Linear(64, 48).requires_grad_(False), torch.nn.Linear(48, 32))
+        with group:
+            compiled, recorder = compile_recorded(model, fp4compile.backend("nvfp4", weight_cache=cache))
+            compiled(torch.randn(8, 64)).sum().backward()
+            quantisers.append((recorder.graphs[0].count("fp4compile.quantize"), len(packings)))
+    all_of_them = quantisers[0][0]
+    assert quantisers == [(all_of_them, 0), (all_of_them, 0), (all_of_them - 1, 1)]
 
 
 def local(parameter):
