@@ -98,7 +98,7 @@ def square(x):
 
 
 def columns(x):
-    """Of [sequences, tokens, K], of which each process has some tokens of every sequence."""
+    """Rows [sequences, tokens, K]: each process has some tokens of every sequence."""
     rows = c10d.wait_tensor(c10d.all_gather_into_tensor(x, 2, "0"))
     return quantize(aten.cat(list(aten.split(rows, x.shape[0])), 1).view(-1, K), "nvfp4_one_level", -2)[:2]
 
