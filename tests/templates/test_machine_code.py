@@ -170,16 +170,15 @@ def test_rows_and_columns_at_once_leave_registers_for_other_programs(format):
     assert warps >= (12 if NEW_PTXAS and made.launched.num_warps == 4 else 16)
 
 
-@pytest.mark.parametrize(
-    ("format", "steps", "millions"), [("nvfp4", (), 44), ("mxfp8", (), 37), ("mxfp8", GATE, 46), ("mxfp8", NORM, 53)]
-)
-def test_rows_and_columns_at_once_compile_from_few_operations(format, steps, millions):
+@pytest.mark.parametrize(("format", "steps", "operations", "accesses"), [
+    ("nvfp4", (), 1646, 16), ("mxfp8", (), 1906, 10), ("mxfp8", GATE, 2027, 11), ("mxfp8", NORM, 2089, 12),
+])  # fmt: skip
+def test_rows_and_columns_at_once_compile_from_few_operations(format, steps, operations, accesses):
     """This quantiser takes the longest to compile: for each load and store, Triton's coalescing pass follows all
     operations from all operations."""
     code = rows_and_columns(format, steps).compiled.asm["ttir"]
-    operations = len(re.findall(r"(?m)^ .*\b(?:tt|arith|scf|math)\.\w+", code))
-    accesses = len(re.findall(r"\btt\.(?:load|store)\b", code))
-    assert accesses * operations**2 <= millions * 1e6
+    assert len(re.findall(r"(?m)^ .*\b(?:tt|arith|scf|math)\.\w+", code)) <= operations
+    assert len(re.findall(r"\btt\.(?:load|store)\b", code)) <= accesses
 
 
 @pytest.mark.parametrize("sm", TARGETS)
