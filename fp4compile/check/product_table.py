@@ -220,6 +220,9 @@ PRODUCTS = (
     *(_experts(name, name, SIZE, 2048, 4096, epilogue="gated", result=name) for name in ("nvfp4_one_level", "mxfp8")),
     _experts("nvfp4_rowwise", "nvfp4_te", 128, 2040, 4096, result="nvfp4_one_level"),
     _experts("mxfp8", "mxfp4", 128, 2032, 4096, result="mxfp8"),
+    # Experts whose results the next experts' quantiser reads.
+    _experts("nvfp4", "nvfp4", SIZE, 2048, 4096, epilogue="pair", weights=2, result=AMAX),
+    *(_experts("nvfp4", "nvfp4", SIZE, 2048, 4096, epilogue=each, result=AMAX) for each in ("pair", "gated", "")),
     # Experts, dequantised.
     _experts(None, "nvfp4", SIZE, 2048, 4096), _experts(None, "mxfp8", 2048, 4096, SIZE, along_k=True),
 )  # fmt: skip

@@ -22,7 +22,13 @@ from fp4compile.formats.groups import Groups
 from fp4compile.formats.layouts import to_swizzled
 from fp4compile.formats.operand import Arguments, Operand
 from fp4compile.formats.quantize_spec import QuantizeSpec
-from fp4compile.formats.reference_grouped import halves, matrix_of_group, rows_of_group, with_linear_scales
+from fp4compile.formats.reference_grouped import (
+    halves,
+    matrix_of_group,
+    rows_of_group,
+    with_linear_scales,
+    with_maxima,
+)
 from fp4compile.ops.functional import quantize
 from fp4compile.ops.matmul import SCALED_GROUPED_MM, SCALED_MM
 from fp4compile.ops.quantize import QUANTIZE
@@ -272,11 +278,14 @@ def quantised_differences(x: Arguments) -> list[str]:
 def amax_differences(x: Arguments) -> list[str]:
     """Differences between a kernel that finds the amax of its result, and one that does not.
 
-    The results must be equal in every bit. The largest of the partial maxima must be the amax of the result.
+    The results must be equal in every bit. The largest of the partial maxima must be the amax of the result; with
+    groups, each maximum must be the amax of its group.
     """
     got, maxima = multiply_amax(x)
     value = _stored_plainly(x).cpu()
-    expected = value.float().abs().amax()
-    found = maxima.amax().cpu()
+    if x.offs is None:
+        found, expected = maxima.amax().cpu(), value.float().abs().amax()
+    else:
+        found, expected = maxima.cpu(), with_maxima(value, x.offs.cpu())[1]
     wrong = [] if torch.equal(found, expected) else [f"amax: {found}, expected {expected}"]
     return same_bits(got, value) + wrong

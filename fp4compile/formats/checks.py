@@ -75,6 +75,11 @@ def check_quantize(x: Arguments) -> None:
                          + ("needs a static outer scale" if spec.static else "has no outer scale"))  # fmt: skip
     if outer is not None and (outer.dtype != torch.float32 or outer.dim()):
         raise ValueError(f"outer: expected float32 of shape (), got {outer.dtype} of shape {tuple(outer.shape)}")
+    _check_products_of_groups(x)
+
+
+def _check_products_of_groups(x: Arguments) -> None:
+    """Check that groups, if there are any, have matrices of B and no bias."""
     if x.offs is not None and x.b.data.dim() != 3:
         raise ValueError(f"b: with offs, expected [G, N, K], got shape {tuple(x.b.data.shape)}")
     if x.offs is not None and x.bias is not None:
@@ -86,6 +91,7 @@ def check_amax(x: Arguments) -> None:
     if x.epilogue is None or not x.epilogue.amax:
         given = None if x.epilogue is None else x.epilogue.strings()
         raise ValueError(f"epilogue: expected a last step {AMAX!r}, got {given}")
+    _check_products_of_groups(x)
 
 
 def check_operand(name: str, x: Operand, outers: tuple[tuple, ...] | None = None, swizzled_rows: Any = None) -> None:

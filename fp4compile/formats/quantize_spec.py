@@ -8,6 +8,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import torch
 
@@ -166,24 +167,26 @@ class QuantizeSpec:
                 f"got {self.format.name} of {dtype}"
             )
 
-    def check_amax(self, amax: torch.Tensor, x: torch.Tensor) -> None:
-        """Raise ValueError where outer scales of x cannot be made of given magnitudes."""
+    def check_amax(self, amax: torch.Tensor, x: torch.Tensor, groups: Any) -> None:
+        """Raise ValueError where outer scales of x cannot be made of given magnitudes. groups: their number, or 0."""
         outer = self.format.outer
         plain = not (self.hadamard or self.both) if outer == "row" else outer == "tensor"
         two = self.hadamard and self.both  # outer scales of their own: one is of transformed elements
-        if not plain or two or self.static or self.ragged or self.scale_rule != "amax":
+        apart = self.ragged and (outer == "row" or self.dims != (ROWS,))
+        if not plain or two or self.static or apart or self.scale_rule != "amax":
             raise ValueError(
-                "amax: goes with a format whose outer scale is computed for the tensor, or for each row where one "
-                "dimension is quantised without hadamard. Groups, scale rules, and hadamard along two dimensions go "
+                "amax: goes with a format whose outer scale is computed for the tensor, for each group along its rows, "
+                "or for each row where one dimension is quantised without hadamard. Scale rules, columns of groups, "
+                "and hadamard along two dimensions go "
                 f"without it; got {self.format.name} along {list(self.dims)}"
             )
         if self.prologue is not None:
             raise ValueError("amax: goes without a prologue, which computes what is quantised")
-        *_, shape = self.shapes(x, 0, self.dims[0])
+        *_, shape = self.shapes(x, groups, self.dims[0])
         unlike = amax.dim() != len(shape) or any(
             statically_true(a != b) for a, b in zip(amax.shape, shape, strict=True)
         )
-        of_tensor = outer == "tensor" and not self.each_matrix
+        of_tensor = outer == "tensor" and not (self.each_matrix or self.ragged)
         if of_tensor and amax.dim() == 1:  # kernels read as many as a constant says, a power of two
             count = amax.shape[0]
             unlike = not isinstance(count, int) or count.bit_count() != 1

@@ -26,7 +26,7 @@ def quantize_along(
 
     amax: as the op `quantize` takes it.
     """
-    if amax is not None and amax.dim() == 1 and spec.format.outer == "tensor" and not spec.each_matrix:
+    if amax is not None and amax.dim() == 1 and spec.format.outer == "tensor" and not (spec.each_matrix or spec.ragged):
         amax = amax.amax()
     fmt, layout, transform, stream = spec.format, spec.layout, spec.transforms(dim), 0 if dim == ROWS else 1
     if spec.scale_rule != "amax" and spec.each_matrix:
@@ -36,7 +36,7 @@ def quantize_along(
     elif spec.each_matrix:
         found = quantize_matrices(x, fmt, dim, outer, layout, seed, transform, amax)
     elif spec.ragged and dim == ROWS:
-        found = quantize_rows(x, Groups.of(offs, x.shape[0]), fmt, outer, layout, seed)
+        found = quantize_rows(x, Groups.of(offs, x.shape[0]), fmt, outer, layout, seed, amax)
     elif spec.ragged:
         found = quantize_columns(x, Groups.of(offs, x.shape[0]), fmt, outer, layout, seed, transform)
     else:
@@ -87,11 +87,12 @@ def largest_of_matrices(x: torch.Tensor) -> torch.Tensor:
 
 def quantize_rows(
     x: torch.Tensor, groups: Groups, fmt: BlockFormat, outer: torch.Tensor | None, layout: str,
-    seed: torch.Tensor | None,
+    seed: torch.Tensor | None, amax: torch.Tensor | None = None,
 ) -> Quantised:  # fmt: skip
     """Quantise grouped rows along K: an operand of a product whose groups are rows of the result.
 
     x: [M, K]. outer: float32 [], for all groups; None computes one for each group, or each row, if the format has one.
+    amax: float32 [G], of which the groups' outer scales are made; None takes each group's largest magnitude.
 
     Returns data [M, padded K], where rows outside all groups are arbitrary; block scales, linear [M, blocks], or
     swizzled with each group's rows padded to 128; the outer scale: [] (static), [G] (one a group) or [M, 1] (one a
@@ -101,13 +102,21 @@ def quantize_rows(
     options = {"outer": outer, "seed": seed}
     if outer is None and fmt.outer == "tensor":
         of_rows = groups.of_rows
-        amax = _largest_of_groups(reference.largest(x.float(), per_row=True).flatten(), of_rows, groups.count)
+        if amax is None:
+            amax = _largest_of_groups(reference.largest(x.float(), per_row=True).flatten(), of_rows, groups.count)
         computed = reference.outer_of(amax, fmt)
         options["amax"] = torch.cat((amax, amax.new_zeros(1)))[of_rows].unsqueeze(-1)  # 0 for rows of no group
     data, scales, each = reference.quantize(x, fmt, **options)
     if scales is not None and layout == "swizzled":
         scales = to_swizzled(_padded(scales, groups)[0])
     return data, scales, each if computed is None else computed
+
+
+def with_maxima(x: torch.Tensor, offs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """(x [M, K] with zeros in the rows of no group, the largest magnitude of each group, float32 [G])."""
+    groups = Groups.of(offs, x.shape[0])
+    maxima = _largest_of_groups(reference.largest(x.float(), per_row=True).flatten(), groups.of_rows, groups.count)
+    return torch.where((groups.of_rows < groups.count).unsqueeze(-1), x, 0), maxima
 
 
 def lay_out_rows(scales: torch.Tensor, offs: torch.Tensor | None) -> torch.Tensor:

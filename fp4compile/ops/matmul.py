@@ -4,7 +4,8 @@
                           operands, epilogue, dtype, fast_accumulation) -> product
     fp4compile::scaled_mm_quantized(a, ..., b, ..., bias, out_dtype, operands, epilogue, dtype, outer, offs)
         -> (data, scales) of the product, or of the products of groups
-    fp4compile::scaled_mm_amax(a, ..., b, ..., bias, out_dtype, operands, epilogue, dtype) -> (product, maxima)
+    fp4compile::scaled_mm_amax(a, ..., b, ..., bias, out_dtype, operands, epilogue, dtype, offs)
+        -> (product, maxima), or the products of groups and a maximum of each
     fp4compile::scaled_mm_horizontal(..., list of b, ...) -> products of one a; see `passes.fuse_horizontal`
     fp4compile::scaled_grouped_mm(a, ..., b, ..., offs, rows, out_dtype, fast_accumulation) -> the products of groups
     fp4compile::scaled_mm_gathered(a, ..., b, ..., index, out_dtype) -> product
@@ -23,7 +24,8 @@ the results are what `quantize` returns for the same offs. B of two products is 
 matrices of the first product, and behind them all matrices of the second.
 
 `scaled_mm_amax` is `scaled_mm` whose epilogue ends in "amax". It returns the result, and float32 magnitudes [P], the
-largest of which is the result's amax: `quantize` takes them. Which of them is the largest depends on the device.
+largest of which is the result's amax: `quantize` takes them. Which of them is the largest depends on the device. offs:
+as in `scaled_mm_quantized`; the magnitudes are then [G], the amax of each group, and rows of no group are zeros.
 
 `scaled_grouped_mm`. `formats.reference_grouped` explains the shapes of its operands, which `quantize` makes with offs
 or each_matrix.
@@ -156,7 +158,7 @@ def dense_quantized(
     a, a_scales, a_outer, a_format, b, b_scales, b_outer, b_format, bias, out_dtype, operands, epilogue, dtype,
     outer=None, offs=None,
 ) -> Arguments:  # fmt: skip
-    """The arguments of `scaled_mm_quantized` and of `scaled_mm_amax`."""
+    """The arguments of `scaled_mm_quantized`."""
     steps = Epilogue.parse(epilogue, out_dtype, dtype)
     left, right = operand(a, a_scales, a_outer, a_format), operand(b, b_scales, b_outer, b_format)
     return Arguments(left, right, bias, out_dtype, steps, operands, outer, offs)
@@ -197,14 +199,22 @@ SCALED_MM_QUANTIZED = define(
 # ---------------------------------------------------------------- scaled_mm_amax
 
 
-def scaled_mm_amax_kernels(*args: Any, choice: Choice | None = None) -> list[torch.Tensor]:
+def dense_amax(*args: Any, **options: Any) -> Arguments:
+    """The arguments of `scaled_mm_amax`: `scaled_mm_quantized` has a static outer scale before the offsets."""
+    return dense_quantized(*args[:13], None, *args[13:], **options)
+
+
+def scaled_mm_amax_kernels(*args: Any, choice: Choice | None = None, **options: Any) -> list[torch.Tensor]:
     """`scaled_mm_amax` by the kernel of a `Choice`; None chooses one."""
-    return list(multiply.multiply_amax(dense_quantized(*args), choice))
+    return list(multiply.multiply_amax(dense_amax(*args, **options), choice))
 
 
 def _amax_reference(x: Arguments) -> list[torch.Tensor]:
     check_amax(x)
     result = _by_reference(x)
+    if x.offs is not None:
+        _check_grouped(x)
+        return list(reference_grouped.with_maxima(result, x.offs))
     maxima = result.new_zeros(PARTIAL_MAXIMA, dtype=torch.float32)
     maxima[0] = reference.largest(result.float(), per_row=False)
     return [result, maxima]
@@ -212,15 +222,17 @@ def _amax_reference(x: Arguments) -> list[torch.Tensor]:
 
 def _amax_shapes(x: Arguments) -> list[torch.Tensor]:
     check_amax(x)
-    result = _like_product(x)
-    return [result, result.new_empty(PARTIAL_MAXIMA, dtype=torch.float32)]
+    if x.offs is not None:
+        _check_grouped(x)
+    result, count = _like_product(x), PARTIAL_MAXIMA if x.offs is None else x.offs.shape[0]
+    return [result, result.new_empty(count, dtype=torch.float32)]
 
 
 SCALED_MM_AMAX = define(
     f"scaled_mm_amax({_OPERANDS}, Tensor? bias, ScalarType out_dtype, Tensor[] operands, str[] epilogue,"
-    " ScalarType dtype) -> Tensor[]",
-    reference=lambda *args: _amax_reference(dense_quantized(*args)),
-    shapes=lambda *args: _amax_shapes(dense_quantized(*args)),
+    " ScalarType dtype, Tensor? offs=None) -> Tensor[]",
+    reference=lambda *args, **options: _amax_reference(dense_amax(*args, **options)),
+    shapes=lambda *args, **options: _amax_shapes(dense_amax(*args, **options)),
     kernels=scaled_mm_amax_kernels,
 )
 

@@ -16,9 +16,9 @@ the columns share with the rows. offs: int32 [G], which cut the rows of a matrix
 prologue: steps that are computed first, in float32 (`formats.prologue`); x is their first operand, and `operands` are
 the others. dtype: what the steps' result is rounded to before it is quantised. stored: results of steps that are
 returned as well, each rounded to a dtype ("s3 bfloat16"). amax: float32, of the outer scale's shape, the magnitudes of
-which the outer scale of the tensor, of each matrix, or of each row of codes is made, for x that is a part of a larger
-tensor, or whose largest magnitudes are known. For the outer scale of the tensor it may be [P], P a power of two: the
-largest of these magnitudes counts. None takes the largest of x.
+which the outer scale of the tensor, of each matrix, of each group along its rows, or of each row of codes is made, for
+x that is a part of a larger tensor, or whose largest magnitudes are known. For the outer scale of the tensor it may be
+[P], P a power of two: the largest of these magnitudes counts. None takes the largest of x.
 
 `lay_out_scales` takes linear block scales of rows to the swizzled layout, for rows that were moved after they were
 quantised. offs: as in `quantize`, where each group is padded.
@@ -92,7 +92,7 @@ def call_of(
         if value and not prologue:
             raise ValueError(f"{argument}: goes with a prologue, which this call has not")
     if amax is not None:
-        spec.check_amax(amax, x)
+        spec.check_amax(amax, x, 0 if offs is None else offs.shape[0])
     return Call(spec, x, operands or (), offs, outer, seed, amax)
 
 

@@ -17,7 +17,8 @@ The pass fuses where a quantiser of rows is the only reader of a value that an e
 
 A dynamic outer scale of the tensor depends on the whole result. So the kernel stores the result in 16 bits, and finds
 its amax (`scaled_mm_amax`): the quantiser reads the result once, and no other launch reads it before. Then other nodes
-may read the result as well.
+may read the result as well; but not where groups have an outer scale each, because the kernel clears the rows of no
+group.
 """
 
 import itertools
@@ -72,7 +73,7 @@ def _fuse_product(graph: Graph, node: Node) -> tuple[Node, ...]:
     """Fuse the quantiser that follows a product; returns the products that became part of its kernel."""
     reasons = []
     for region, last in _parts(node):
-        quantisers = _amax_readers(last)
+        quantisers = _amax_readers(last, region)
         quantise = None if quantisers else quantise_of(_only_quantiser(last))
         kinds = region.operands(last).items()
         read = sum(node.meta["val"].dtype.itemsize for node, kind in kinds if kind == "aux")
@@ -208,7 +209,10 @@ def _ends(region: Region) -> list[Node]:
     """
     nodes = sorted([*region.roots, *region.operations, *region.renamed], reverse=True)
     nodes = [node for node in nodes if node.target not in RESHAPES]
-    return [node for node in nodes if _replaceable(node, region) or (_amax_readers(node) and _shape_of(node, region))]
+    return [
+        node for node in nodes
+        if _replaceable(node, region) or (_amax_readers(node, region) and _shape_of(node, region))
+    ]  # fmt: skip
 
 
 def _shape_of(last: Node, region: Region) -> list | None:
@@ -223,18 +227,25 @@ def _shape_of(last: Node, region: Region) -> list | None:
                 None)  # fmt: skip
 
 
-def _amax_readers(last: Node) -> list[Node]:
-    """The quantisers that read a value, through reshapes, and make the outer scale of the tensor from its amax."""
-    reshaped = reached(last, lambda node: [user for user in node.users if user.target in RESHAPES])
-    readers = dict.fromkeys(user for node in reshaped for user in node.users)
-    return [node for node in readers if node.target is QUANTIZE and _takes_amax(quantise_of(node))]
+def _amax_readers(last: Node, region: Region) -> list[Node]:
+    """The quantisers that read a value, through reshapes, and make the outer scale of the tensor from its amax.
+
+    After a product of groups, they make an outer scale for each of these groups. The list is then empty where anything
+    else reads the value.
+    """
+    groups = _groups(scaled_mm_of(region.product).offs)
+    reshaped = list(reached(last, lambda node: [user for user in node.users if user.target in RESHAPES]))
+    readers = dict.fromkeys(user for node in reshaped for user in node.users if user not in reshaped)
+    found = [node for node in readers if node.target is QUANTIZE and _takes_amax(quantise_of(node), groups)]
+    alone = len(found) == len(readers) and all(same_shape(node.meta["val"].shape, region.shape) for node in reshaped)
+    return found if groups is None or alone else []
 
 
-def _takes_amax(quantise: Quantise) -> bool:
+def _takes_amax(quantise: Quantise, groups: tuple | None) -> bool:
     spec = quantise.spec
     known = spec.static or quantise.amax is not None or spec.prologue is not None
-    apart = spec.ragged or spec.each_matrix or spec.hadamard or spec.scale_rule != "amax"
-    return spec.format.outer == "tensor" and not known and not apart
+    apart = spec.each_matrix or spec.hadamard or spec.scale_rule != "amax" or (spec.ragged and spec.dims != (ROWS,))
+    return spec.format.outer == "tensor" and not known and not apart and _groups(quantise.offs) == groups
 
 
 def _replaceable(last: Node, region: Region) -> bool:
@@ -277,9 +288,10 @@ def _fused_product(graph: Graph, region: OneProduct, last: Node, op: Callable, e
 
 def _fuse_amax(graph: Graph, region: OneProduct, last: Node, quantisers: list[Node]) -> None:
     """Replace `last` by a product that finds the amax, which the quantisers take; erase what led to `last`."""
-    inside, shape = region.leading_to(last), _shape_of(last, region)
+    inside, shape, offs = region.leading_to(last), _shape_of(last, region), scaled_mm_of(region.product).offs
+    options = {} if offs is None else {"offs": offs}
     with graph.inserting_before(last):
-        fused = _fused_product(graph, region, last, SCALED_MM_AMAX, AMAX)
+        fused = _fused_product(graph, region, last, SCALED_MM_AMAX, AMAX, **options)
         result, amax = (new_node(graph, operator.getitem, (fused, i), last.meta) for i in range(2))
         if not same_shape(result.meta["val"].shape, last.meta["val"].shape):
             result = new_node(graph, aten.reshape.default, (result, shape), last.meta)

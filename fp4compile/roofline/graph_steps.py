@@ -186,7 +186,10 @@ def _product(node: Node, gpu: Gpu) -> list[Step]:
     sizes = _sizes(product)
     elements = sizes.result if node.target in _QUANTIZING else pointwise.numel(node.meta["val"])
     extra += pointwise.nbytes(node) - BF16 * elements
-    return _by_choice(sizes, problem, (product.a.format, product.b.format), gpu, extra)
+    steps = _by_choice(sizes, problem, (product.a.format, product.b.format), gpu, extra)
+    if node.target is SCALED_MM_AMAX and product.offs is not None:
+        steps.append(memory_pass("clear amaxes", "other", 4 * problem.groups, gpu))  # which the kernel then raises
+    return steps
 
 
 def _at_captured_sizes(problem: Problem) -> Problem:

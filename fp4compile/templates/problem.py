@@ -188,7 +188,8 @@ def problem_of(x: Arguments, target: Target) -> Problem:
             return Problem(a, b, m, n, _k(x), x.out_dtype, target, ragged="rows", groups=groups,
                            epilogue=x.epilogue is not None, fast_accumulation=x.fast_accumulation,
                            result=_result_format(x), pair=pair, operand_bytes=_operand_bytes(x),
-                           two_weights=x.two_weights)  # fmt: skip
+                           two_weights=x.two_weights,
+                           amax=x.epilogue is not None and x.epilogue.amax)  # fmt: skip
         padded = padded_rows(x.rows, groups)
         # There are always more padded rows than rows.
         a_padded, b_padded = (each.format is not None or statically_true(each.k == padded) for each in (x.a, x.b))

@@ -17,7 +17,7 @@ from fp4compile.ops.functional import quantize, scaled_mm
 X = torch.randn(4, 64)
 A, B = quantize(X, "nvfp4"), quantize(torch.randn(6, 64), "nvfp4")
 MX, ROWWISE = quantize(X, "mxfp8"), quantize(X, "nvfp4_rowwise")
-QUANTIZE, AMAX = torch.ops.fp4compile.quantize, torch.tensor(1.0)
+QUANTIZE, AMAX, OFFS = torch.ops.fp4compile.quantize, torch.tensor(1.0), torch.tensor([1, 4], dtype=torch.int32)
 ON_META = dataclasses.replace(B, data=B.data.to("meta"))
 
 
@@ -47,7 +47,9 @@ BAD_CALLS = [
     (ValueError, GIVEN_AMAX, lambda: QUANTIZE(X, "mxfp8", amax=AMAX)),
     (ValueError, GIVEN_AMAX, lambda: QUANTIZE(X, "float8_rowwise", [-1, -2], amax=AMAX)),
     (ValueError, GIVEN_AMAX, lambda: QUANTIZE(X, "nvfp4", outer=AMAX, amax=AMAX)),
-    (ValueError, GIVEN_AMAX, lambda: QUANTIZE(X, "nvfp4", offs=torch.tensor([4], dtype=torch.int32), amax=AMAX)),
+    (ValueError, GIVEN_AMAX, lambda: QUANTIZE(X, "nvfp4", -2, offs=OFFS, amax=AMAX)),
+    (ValueError, GIVEN_AMAX, lambda: QUANTIZE(X, "nvfp4_rowwise", offs=OFFS, amax=AMAX)),
+    (ValueError, "amax: expected float32 of shape (2,), got", lambda: QUANTIZE(X, "nvfp4", offs=OFFS, amax=AMAX)),
     (ValueError, "amax: expected float32 of shape () or (P,)", lambda: QUANTIZE(X, "nvfp4", amax=AMAX.expand(3))),
     (ValueError, "amax: expected float32 of shape (64, 1)", lambda: QUANTIZE(X, "float8_rowwise", -2, amax=AMAX)),
     (ValueError, "amax: goes without a prologue", lambda: QUANTIZE(X, "nvfp4", prologue=["neg aux0"], amax=AMAX)),

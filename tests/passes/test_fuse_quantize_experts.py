@@ -11,6 +11,7 @@ from fp4compile.ops.matmul import SCALED_MM_QUANTIZED
 from fp4compile.passes.fuse_quantize import fuse_quantize
 from fp4compile.roofline.graph_steps import steps_of
 from fp4compile.templates.choose import Choice, quantized
+from fp4compile.templates.gemm import cost
 from fp4compile.templates.problem import problem_of
 from tests.helpers.absent_gpu import ANY, fused_graph
 from tests.helpers.absent_gpu_model import DEVICE, compiled_for, pretended
@@ -94,12 +95,16 @@ class Experts(torch.nn.Module):
         return torchtitan(x, self.w1, self.w3, self.w2, self.offs)
 
 
+def compiled(monkeypatch, inner, recipe):
+    with pretended(monkeypatch, 100) as launches:
+        model, x = Experts(inner), torch.empty(2048, 512, device=DEVICE, dtype=BF16)
+        return compiled_for(monkeypatch, model, x, recipe, launches)
+
+
 @pytest.mark.parametrize(("inner", "pair"), [(1024, 2), (1040, 0)], ids=["joined", "no whole tiles"])
 def test_compiled_models(inner, pair, monkeypatch):
     """Through the backend: where the cache joins the weights of gate and up, one launch of both remains."""
-    with pretended(monkeypatch, 100) as launches:
-        model, x = Experts(inner), torch.empty(2048, 512, device=DEVICE, dtype=BF16)
-        found = compiled_for(monkeypatch, model, x, "mxfp4", launches)
+    found = compiled(monkeypatch, inner, "mxfp4")
     rows = {row.module: row.fused for row in found.report.rows}
     assert rows == {"w1": "silu, mul, quantize", "w3": None, "w2": None}
     kernels = [one for one in found.launches if "gemm" in one.kernel.__name__]
@@ -108,6 +113,33 @@ def test_compiled_models(inner, pair, monkeypatch):
     packed = [node for node in found.graphs[0].graph.find_nodes(op="placeholder") if node.name.startswith("packed")]
     assert len(packed) == (9 + 2 if pair else 9)
     assert [name for one in found.launches if "gemm" not in (name := one.kernel.__name__)] == QUANTISER
+
+
+def test_a_compiled_model_with_dynamic_outer_scales(monkeypatch):
+    """Gate and up are one launch, which finds the amax of each expert's tokens; one quantiser reads the result."""
+    found = compiled(monkeypatch, 1024, "nvfp4")
+    assert {row.module: row.fused for row in found.report.rows} == {"w1": "silu, mul, amax", "w3": None, "w2": None}
+    names = [one.kernel.__name__ for one in found.launches]
+    assert names == ["grouped_rows_amax", *QUANTISER, KERNELS[0], *QUANTISER, KERNELS[1]]
+    product, quantiser = found.launches[2:4]
+    assert product.constants["PAIR"] == 2 and product.constants["EPILOGUE"].endswith("| amax bfloat16")
+    assert quantiser.constants["OUTER"] == "group amax"
+
+
+def test_snapshot_of_dynamic_outer_scales():
+    """The first product's kernel stores the activation and finds each group's amax, of which outer scales are made."""
+    found, names, count, launches = fused(mixtral, (2048, 512), W, V, OFFS, recipe="nvfp4")
+    first, second = of_products(found)
+    assert first == (
+        "scaled_mm_amax(getitem_2, getitem_3, getitem_4, nvfp4, getitem_5, getitem_6, getitem_7, nvfp4, None,"
+        f" torch.bfloat16, [], [{SILU}, 'mul s3 pair', 'amax'], torch.bfloat16, offs=offs_1)"
+    )
+    (reader,) = [line.split(" = ")[1] for line in found.splitlines() if "amax=" in line]
+    assert reader == "fp4compile.quantize(getitem_14, nvfp4, [-1], offs=offs_1, layout=swizzled, amax=getitem_15)"
+    assert second.startswith("scaled_grouped_mm(getitem_8, getitem_9, getitem_10, nvfp4,")
+    assert count == 1 and list(names.values()) == ["neg, exp, add, div, mul, amax"]
+    after = launches[launches.index(KERNELS[0]) + 1 :]
+    assert after == [*QUANTISER, "tensor_amax", "quantize_rows", KERNELS[1]]  # two launches for each matrix of weights
 
 
 def test_a_static_outer_scale():
@@ -168,7 +200,9 @@ LEFT = {
     "materialised": (kept, (N, V, OFFS), {}),
     "the product is kept": (product_kept, (W, V, OFFS), {}),
     "halves of partly filled tiles": (mixtral, ((8, 2080, 512), (8, 512, 1040), OFFS), {}),
-    "dynamic outer scales": (mixtral, (W, V, OFFS), {"recipe": "nvfp4"}),
+    "dynamic outer scales, other groups": (other_groups, (N, V, OFFS, OFFS), {"recipe": "nvfp4"}),
+    "dynamic outer scales, materialised": (kept, (N, V, OFFS), {"recipe": "nvfp4"}),
+    "a dynamic outer scale of the tensor": (as_one_matrix, (N, (512, 1024), OFFS), {"recipe": "nvfp4"}),
     "outer scales of rows": (mixtral, (W, V, OFFS), {"recipe": "nvfp4_rowwise"}),
     "Hopper": (mixtral, (W, V, OFFS), {"sm": 90}),
     "SM120": (mixtral, (W, V, OFFS), {"sm": 120}),
@@ -190,13 +224,16 @@ def test_the_log_says_why_not(caplog):
     assert "no kernel of compute capability 100 quantises its result" in said
 
 
+# Experts, rows of gate and up, and columns of them.
+EXPERTS = {"Mixtral": (8, 28672, 4096), "Qwen3": (128, 1536, 2048), "DeepSeek-V3": (256, 4096, 7168)}
+
+
 def test_the_cost_model():
     """Fusing pays for the experts of Mixtral, Qwen3 and DeepSeek-V3, with few tokens and with many.
 
     It does not where few tokens of many experts leave the epilogue longer than the launch that it saves.
     """
-    experts = {"Mixtral": (8, 28672, 4096), "Qwen3": (128, 1536, 2048), "DeepSeek-V3": (256, 4096, 7168)}
-    for groups, *sizes in experts.values():
+    for groups, *sizes in EXPERTS.values():
         for name in ("mxfp4", "mxfp8", "nvfp4_one_level"):
             for rows in (16, 1024, 65536):
                 assert isinstance(choice(name, rows, *sizes, groups), Choice)
@@ -204,9 +241,19 @@ def test_the_cost_model():
     assert few == "grouped_block_scaled_sm100 and a quantiser are expected to be faster"
 
 
-def choice(name, rows, columns, k, groups):
+def test_the_cost_model_of_amaxes(monkeypatch):
+    """An epilogue that finds amaxes pays for these experts, with few tokens and with many, by its instructions."""
+    for groups, *sizes in EXPERTS.values():
+        for rows in (16, 1024, 65536):
+            assert isinstance(choice("nvfp4", rows, *sizes, groups, amax=True), Choice)
+    monkeypatch.setattr(cost, "GROUP_AMAX_INSTRUCTIONS", 500)
+    slow = choice("nvfp4", 65536, 1536, 2048, 128, amax=True)
+    assert slow == "grouped_block_scaled_sm100 and a quantiser are expected to be faster"
+
+
+def choice(name, rows, columns, k, groups, amax=False):
     problem = problem_of(Product(name, name, rows, columns, k, groups=groups).arguments(), Target(100))
-    return quantized(problem, formats.get(name), pair=True)
+    return quantized(problem, None if amax else formats.get(name), pair=True)
 
 
 @pytest.mark.parametrize("weights", [1, 2])
@@ -241,8 +288,9 @@ def two_products(x, w_1, w_3, v, offs):
     return grouped(F.relu(grouped(x, w_1, offs)) * grouped(x, w_3, offs), v, offs)
 
 
+@pytest.mark.parametrize("recipe", ["mxfp8", "nvfp4"])
 @pytest.mark.parametrize("function", [one_product, two_products])
-def test_the_fused_graph_computes_the_same_on_the_cpu(function):
+def test_the_fused_graph_computes_the_same_on_the_cpu(function, recipe):
     """Codes and scales of the graph with the op, which rounds where the graph before the pass does."""
     results = []
     weights = [(3, 256, 64)] if function is one_product else [(3, 128, 64)] * 2
@@ -253,7 +301,7 @@ def test_the_fused_graph_computes_the_same_on_the_cpu(function):
             assert not fuse or fuse_quantize(graph) == 1
 
         dtypes = [*[BF16] * (len(shapes) - 1), INT32]
-        graph = fused_graph(function, *shapes, recipe="mxfp8", dtypes=dtypes, fuse=False, then=passes).graph
+        graph = fused_graph(function, *shapes, recipe=recipe, dtypes=dtypes, fuse=False, then=passes).graph
         torch.manual_seed(0)
         values = [torch.randn(shape).bfloat16() for shape in shapes[:-1]]
         offs = torch.tensor([40, 40, 90], dtype=INT32)

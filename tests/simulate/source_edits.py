@@ -30,6 +30,7 @@ _DENSE, _MX, _POINTERS = "dense NVFP4", "dense MXFP8", "dense NVFP4 without TMA"
 _PAIRS, _EXPERTS = "pairs of CTAs", "experts on pairs of CTAs"
 _FEW, _ROWS, _ALONG = "few rows, split K", "groups of rows", "groups along K"
 _CODES = "results of groups that are quantised"
+_AMAXES = "results of groups whose amaxes are found"
 _BOTH = "both directions, transform, seed"
 _OF_PAIRS = (
     _edit(_PAIRS, "scales of A by tiles of a pair's rows", "gemm/two_cta_kernel_sm100",
@@ -126,13 +127,22 @@ SOURCE_EDITS = (
     _edit(_CODES, "the next group's rows among a group's scales", "gemm/grouped_quantized_sm100",
           "tl.where((row < end) & (first < blocks), scale, 0)", "tl.where((row < m) & (first < blocks), scale, 0)"),
     _edit(_CODES, "the next group's codes stored by a tile", "gemm/grouped_quantized_sm100",
-          "part, mask=(row < end) & (unit < out_cols))", "part, mask=(row < m) & (unit < out_cols))"),
+          "mask=(row < end) & (col0 + col < out_cols))", "mask=(row < m) & (col0 + col < out_cols))"),
     _edit(_CODES, "scales of tiles behind the last group not cleared", "device/group_tiles",
           "    count = (end - start) * words\n", "    count = (end - start - 1) * words\n"),
     _edit(_CODES, "tiles of scales by a group's rows without padding", "gemm/grouped_quantized_sm100",
           "tile_m * 0, tile_m, tile_n, m, blocks)", "tile_m * 0, a_row // 128, tile_n, m, blocks)"),
     _edit(_CODES, "the outer scale of the first expert for all", "gemm/grouped_quantized_sm100",
           "b_outer = b_outer_ptr + group * b_outer_each", "b_outer = b_outer_ptr"),
+    # experts whose amaxes are found
+    _edit(_AMAXES, "the amax of the first group for all", "gemm/grouped_quantized_sm100",
+          "raise_maximum(maxima_ptr + group,", "raise_maximum(maxima_ptr,"),
+    _edit(_AMAXES, "the next group's rows in a group's amax", "gemm/grouped_quantized_sm100",
+          "tl.where(row < end, amax, 0)", "amax"),
+    _edit(_AMAXES, "an amax of a tile's last columns alone", "gemm/grouped_quantized_sm100",
+          "amax = tl.maximum(amax, tl.where(", "amax = tl.maximum(amax * 0, tl.where("),
+    _edit(_AMAXES, "rows of no group not cleared", "gemm/grouped_quantized_sm100",
+          "clear_rows(out_ptr, last_of(ends), m,", "clear_rows(out_ptr, last_of(ends) + 1, m,"),
     # one row, dequantised tiles
     _edit("one row", "codes read before they have arrived", "gemm/gemv",
           'token = do_ptx(wait_ptx(0), "r", (token,))', 'token = do_ptx(wait_ptx(1), "r", (token,))'),

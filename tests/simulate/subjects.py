@@ -139,6 +139,10 @@ SUBJECTS = (
         most=2,
     ),
     Subject("results of groups that are quantised", partial(differences, _EXPERTS), 2),
+    replace(
+        Subject("results of groups whose amaxes are found", partial(differences, replace(_EXPERTS, result="amax")), 2),
+        most=2,
+    ),
     _quantised("rows", "rows, nvfp4", 130, 400),
     _quantised("both directions, transform, seed", "both, transform, seed, nvfp4_te", 130, 400),
     _after_steps("a norm", "a norm, nvfp4_rowwise", 130, 400),

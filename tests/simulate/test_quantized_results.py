@@ -11,7 +11,7 @@ from fp4compile.check.simulate.launch import Simulator
 from fp4compile.check.simulate.run import Schedule
 from fp4compile.check.values import BF16, same_bits
 from fp4compile.formats import formats, reference
-from fp4compile.formats.epilogue import Epilogue
+from fp4compile.formats.epilogue import AMAX, Epilogue
 from fp4compile.hardware import Target
 from fp4compile.templates.multiply import multiply_amax, multiply_quantized
 from tests.helpers.hard_inputs import stacked
@@ -24,13 +24,20 @@ def test_a_result_of_two_products():
     assert differences(product, Simulator(Target(100, 2), Schedule(1))) == []
 
 
+ENDS = ("ragged", "whole", "empty", "one")
+
+
 # Operands, format of the result, columns, epilogue, weights; sizes of groups, and rows of no group.
 @pytest.mark.parametrize(("operands", "result", "columns", "epilogue", "weights", "sizes", "left"), [
     (("mxfp8", "mxfp8"), "mxfp8", 256, "pair", 1, (0, 3, 137, 0, 1, 9), 10),
     (("nvfp4", "nvfp4"), "nvfp4_one_level", 128, "pair", 2, (128, 256, 128), 0),
     (("nvfp4_rowwise", "nvfp4_te"), "nvfp4", 264, "gated", 1, (0, 0, 130), 5),
     (("mxfp8", "mxfp4"), "mxfp4", 144, "", 1, (140,), 0),
-], ids=["ragged", "whole", "empty", "one"])  # fmt: skip
+    (("nvfp4", "nvfp4"), AMAX, 128, "pair", 1, (0, 3, 137, 0, 1, 9), 10),
+    (("nvfp4", "nvfp4"), AMAX, 128, "pair", 2, (128, 256, 128), 0),
+    (("nvfp4_rowwise", "nvfp4_te"), AMAX, 288, "gated", 1, (0, 0, 130), 5),
+    (("mxfp8", "mxfp4"), AMAX, 160, "", 1, (140,), 0),
+], ids=[*ENDS, *(f"{each} amax" for each in ENDS)])  # fmt: skip
 @pytest.mark.parametrize("seed", [0, 1, 2])
 def test_results_of_groups(operands, result, columns, epilogue, weights, sizes, left, seed):
     """On two multiprocessors programs take several tiles. Static outer scales; partly filled blocks and words."""

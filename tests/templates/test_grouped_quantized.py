@@ -13,15 +13,16 @@ import torch
 from fp4compile import hardware
 from fp4compile.check.machine_code import compile_launch, product_row
 from fp4compile.check.product_table import Product
-from fp4compile.formats import formats, reference_grouped
+from fp4compile.formats import formats, reference, reference_grouped
 from fp4compile.formats.epilogue import Epilogue
 from fp4compile.formats.groups import Groups
 from fp4compile.formats.operand import Arguments, Operand
 from fp4compile.hardware import Target
-from fp4compile.ops.matmul import SCALED_MM_QUANTIZED
+from fp4compile.ops.matmul import SCALED_MM_AMAX, SCALED_MM_QUANTIZED
+from fp4compile.ops.quantize import quantize_kernels
 from fp4compile.templates import choose
 from fp4compile.templates.gemm import cost
-from fp4compile.templates.multiply import multiply, multiply_quantized
+from fp4compile.templates.multiply import multiply, multiply_amax, multiply_quantized
 from fp4compile.templates.problem import problem_of
 from tests.helpers.arguments import of_groups
 from tests.helpers.codes import as_bytes
@@ -38,7 +39,7 @@ compiles = pytest.mark.skipif(INTERPRETING, reason="compiles")
 @pytest.fixture
 def served(monkeypatch):
     """The kernel alone, on the GPU that the interpreter stands for."""
-    always = dict.fromkeys(("serves", "quantizes"), lambda p: True)
+    always = dict.fromkeys(("serves", "quantizes", "finds_amax"), lambda p: True)
     found = replace(choose.named("grouped_block_scaled_sm100"), **always)
     monkeypatch.setattr(choose, "REGISTRY", (found,))
     torch.manual_seed(0)
@@ -128,6 +129,38 @@ def test_offsets(offs, served):
     check(Arguments(a, b, None, BF16, Epilogue.parse(["relu product", "quantize mxfp8"], BF16, BF16), offs=offs), value)
 
 
+@interpreted
+@pytest.mark.parametrize("layout", ["swizzled", "linear"])
+@pytest.mark.parametrize("ends", ENDS)
+def test_amaxes(ends, layout, served):
+    """The amax of each group, from which the quantiser's kernel makes its outer scale; one group has NaN.
+
+    Rows of no group have larger values, but are stored as zeros.
+    """
+    sizes, left = ENDS[ends]
+    rows, offs = sum(sizes) + left, torch.tensor(sizes).cumsum(0).to(torch.int32)
+    value = torch.randn(rows, 160).bfloat16() * 10.0 ** torch.arange(rows).unsqueeze(-1).div(40, rounding_mode="floor")
+    value = value.bfloat16()
+    if ends == "ragged":
+        value[-left - 1, -1] = torch.nan
+    a, b = operands(torch.randn(rows, 64), torch.randn(len(sizes), 160, 64), offs, "mxfp8")
+    epilogue = Epilogue.parse(["mul product 0.0", "add s0 aux0", "amax"], BF16, BF16)
+    with poisoned_outputs():
+        got, maxima = multiply_amax(Arguments(a, b, None, BF16, epilogue, [value.float()], None, embedded(offs)))
+    expected, largest = reference_grouped.with_maxima(value, offs)
+    assert torch.equal(got.nan_to_num(), expected.nan_to_num()) and (got[sum(sizes) :] == 0).all()
+    assert torch.equal(got.isnan(), expected.isnan()) and torch.equal(maxima.isnan(), largest.isnan())
+    assert torch.equal(maxima.nan_to_num(), largest.nan_to_num()) and maxima.isnan().sum() == (ends == "ragged")
+    maxima = maxima.nan_to_num(1e4)
+    data, scales, outer = quantize_kernels(got, "nvfp4", offs=offs, layout=layout, amax=2 * maxima)
+    fmt, of_group = formats.get("nvfp4"), Groups.of(offs, rows).of_rows < len(sizes)
+    found = reference_grouped.quantize_rows(got, Groups.of(offs, rows), fmt, None, layout, None, 2 * maxima)
+    assert torch.equal(as_bytes(data)[of_group], as_bytes(found[0])[of_group])
+    of_rows = of_group if layout == "linear" else slice(None)
+    assert torch.equal(as_bytes(scales)[of_rows], as_bytes(found[1])[of_rows])
+    assert torch.equal(outer, found[2]) and torch.equal(outer, reference.outer_of(2 * maxima, fmt))
+
+
 # ---------------------------------------------------------------- machine code
 
 
@@ -162,6 +195,22 @@ def test_machine_code():
 
 
 @compiles
+def test_machine_code_of_amaxes():
+    """No spills; results 16 bytes at once, one atomic operation a tile, the instructions that the cost model counts."""
+    product = replace(EXPERTS, a="nvfp4", b="nvfp4", epilogue="pair", weights=2, result="amax")
+    _, code = instructions(product)
+    launched = code.launched
+    row = product_row(product, "native", launched, 100)
+    assert not row.problems and row.resources.registers <= 168 and launched.num_stages == 4
+    results = launched.constants["BM"] * launched.constants["BN"] // 2  # of a pair, in two bytes each
+    assert code.sass.widths("STG").count(16) >= 2 * results // (16 * 32 * launched.num_warps)
+    assert len(re.findall(r"\bREDG\.E\.MAX\.S32\b", code.sass.text)) == 1
+    alone = replace(product, epilogue="", weights=1)
+    more = instructions(alone)[0] - instructions(replace(alone, result=""))[0]
+    assert 0.85 < more / cost.GROUP_AMAX_INSTRUCTIONS < 1.05
+
+
+@compiles
 def test_what_it_serves():
     """One product or whole halves, of groups that are rows; on SM100 alone."""
 
@@ -178,15 +227,16 @@ def test_what_it_serves():
 
 
 @compiles
-def test_arguments_that_do_not_fit():
+@pytest.mark.parametrize(("op", "result"), [(SCALED_MM_QUANTIZED, EXPERTS.result), (SCALED_MM_AMAX, "amax")])
+def test_arguments_that_do_not_fit(op, result):
     """Groups along the contraction, a bias, and offsets of other groups are refused by name."""
-    arguments = EXPERTS.arguments()
+    arguments = replace(EXPERTS, result=result).arguments()
     steps = arguments.epilogue.strings()
 
     def message(**changes):
         x = replace(arguments, **changes)
         with pytest.raises((ValueError, TypeError)) as error:
-            SCALED_MM_QUANTIZED(*x.a.in_schema, *x.b.in_schema, x.bias, BF16, [], steps, BF16, offs=x.offs)
+            op(*x.a.in_schema, *x.b.in_schema, x.bias, BF16, [], steps, BF16, offs=x.offs)
         return str(error.value)
 
     along_k = replace(EXPERTS, along_k=True, result="").arguments()

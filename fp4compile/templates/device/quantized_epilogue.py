@@ -8,7 +8,8 @@ Codes leave part by part. Scale bytes are few: one for 16 or 32 elements. `store
 parts at once, because each 128 rows of 4 scales are 512 bytes in a row of the swizzled layout (`formats.layouts`).
 
 Where the operand has a dynamic outer scale, the whole result decides it. Then the epilogue stores the rounded result,
-and finds its amax: each program the amax of its tiles (`store_maximum`).
+and finds its amax: each program the amax of its tiles (`store_maximum`), or each tile raises its group's amax
+(`raise_maximum`).
 """
 
 import triton
@@ -124,3 +125,14 @@ def store_maximum(maxima_ptr, amax, COUNT: tl.constexpr):
     absent = tl.where(tl.program_id(0) == 0, tl.num_programs(0), COUNT)  # the first entry without a program
     tl.store(maxima_ptr + at, tl.zeros((COUNT,), tl.int32), mask=at >= absent)
     tl.store(maxima_ptr + tl.program_id(0), tl.max(tl.max(amax, 1), 0))
+
+
+@triton.jit
+def raise_maximum(maximum_ptr, amax):
+    """Raise an int32 to the largest of amax, bits of magnitudes, int32 [128, 2].
+
+    A warp has 32 rows, and raises the number by itself: in a partition of warps, Triton 3.6 cannot compile a reduction
+    for which warps wait for each other.
+    """
+    of_warps = tl.max(tl.reshape(amax, (4, 32, 2)), 1)
+    tl.atomic_max(maximum_ptr + tl.zeros_like(of_warps), of_warps, sem="relaxed")

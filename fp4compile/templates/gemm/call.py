@@ -164,7 +164,9 @@ class Call:
         return data.new_empty((p.batches, p.m, row)), data.new_empty(scales)
 
     def empty_maxima(self) -> torch.Tensor:
-        """Memory for the magnitudes whose largest is the result's amax."""
+        """Memory for the magnitudes whose largest is the result's amax; with groups, a 0 for each, to be raised."""
+        if self.problem.ragged is not None:
+            return self.a.data.new_zeros(self.problem.groups, dtype=torch.float32)
         return self.a.data.new_empty(PARTIAL_MAXIMA, dtype=torch.float32)
 
     def empty_sums(self, split_k: int) -> torch.Tensor:

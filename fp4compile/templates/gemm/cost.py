@@ -70,8 +70,9 @@ OUTER_SCALES = (
 # instructions of a warp in a clock, of which an epilogue's eight warps are assumed to fill this share.
 QUANTIZE_INSTRUCTIONS = {"e4m3": 89, "e8m0": 64}
 ISSUED = 0.7
-# Instructions of a thread for 16 elements that it takes to find the amax of a result, counted in the same way.
-AMAX_INSTRUCTIONS = 32
+# Instructions of a thread for 16 elements that it takes to find the amax of a result, counted in the same way: without
+# groups, and with groups of rows, whose amaxes each tile raises.
+AMAX_INSTRUCTIONS, GROUP_AMAX_INSTRUCTIONS = 32, 56
 CLOCK = 1.85e9
 ANY_ROWS = (128, 1024, 8192)  # rows of A that stand for a symbolic number of rows
 
@@ -158,7 +159,8 @@ def quantizing_seconds(p: Problem, config: BlockScaledConfig) -> float:
     """
     columns = 2 * p.n if p.pair else p.n
     product, rates, results = replace(p, n=columns), _rates(p), config.bm * config.bn * p.n // columns
-    more = AMAX_INSTRUCTIONS if p.amax else QUANTIZE_INSTRUCTIONS[p.result.scale]
+    of_amax = AMAX_INSTRUCTIONS if p.ragged is None else GROUP_AMAX_INSTRUCTIONS
+    more = of_amax if p.amax else QUANTIZE_INSTRUCTIONS[p.result.scale]
     of_tile = results / 16 * more / (32 * 4 * ISSUED * CLOCK)
     tiles = row_tile_count(p, p.m, config.bm) * ceil_div(columns, config.bn)
     epilogues = ceil_div(tiles, p.target.multiprocessors) * of_tile

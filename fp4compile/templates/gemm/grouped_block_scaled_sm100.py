@@ -200,7 +200,7 @@ def sm100_configs(p: Problem) -> tuple[BlockScaledConfig, ...]:
     two groups. Results whose rows are not whole 16 bytes are stored one by one, which takes more registers. An epilogue
     that quantises has the configurations that it has without groups.
     """
-    if p.result is not None:
+    if p.result is not None or p.amax:
         return block_scaled_configs(p)
     itemsize = p.out_dtype.itemsize
     narrow = not statically_true(p.n * itemsize % 16 == 0)
@@ -218,12 +218,18 @@ def sm100_configs(p: Problem) -> tuple[BlockScaledConfig, ...]:
 
 def _quantizes(p: Problem) -> bool:
     """Where groups are rows, as without groups: see `block_scaled_sm100`."""
-    return p.ragged == "rows" and p.operand_bytes <= 4 and (not p.pair or statically_true(p.n % 128 == 0))
+    few = p.operand_bytes <= 4 and not statically_true(p.n >= 2**24)
+    return p.ragged == "rows" and few and (not p.pair or statically_true(p.n % 128 == 0))
+
+
+def _finds_amax(p: Problem) -> bool:
+    """Only where columns are whole parts, of 32: no part has columns that do not count."""
+    return _quantizes(p) and statically_true(p.n % 32 == 0)
 
 
 def _run(call: Call, config: BlockScaledConfig) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """The products of all groups, in one launch."""
-    if call.problem.result is not None:
+    if call.problem.result is not None or call.problem.amax:
         return grouped_quantized_sm100.run(call, config)
     p, out = call.problem, call.empty()
     row_tiles = ceil_div(p.m, TILE_ROWS)
@@ -248,5 +254,5 @@ def _run(call: Call, config: BlockScaledConfig) -> torch.Tensor | tuple[torch.Te
 
 CANDIDATE = Candidate(
     "grouped_block_scaled_sm100", "native", _serves, sm100_config, _run, sm100_configs,
-    takes_epilogue=lambda p: p.result is not None, quantizes=_quantizes,
+    takes_epilogue=lambda p: p.result is not None or p.amax, quantizes=_quantizes, finds_amax=_finds_amax,
 )  # fmt: skip

@@ -1,4 +1,4 @@
-"""Grouped block-scaled GEMM whose epilogue quantises its result: the operand of the next grouped product (SM100).
+"""Grouped block-scaled GEMM whose result is the operand of the next grouped product (SM100).
 
 Experts compute `grouped product -> activation -> grouped product`. Here the first product's kernel computes the
 activation and stores codes and block scales, group by group, in the layout that the next product reads. Groups are rows
@@ -10,6 +10,9 @@ A tile of 128 rows of a group is a tile of the scales of that group, too, becaus
 to 128 rows. So a tile stores its scales whole: zeros where the group has ended. Tiles of scales behind the last group
 are cleared. Codes are stored by threads, because a tile's last rows may belong to the next group. Codes of rows of no
 group are not written.
+
+Where each group has a dynamic outer scale, a tile cannot quantise. It stores the result in 16 or 32 bits and raises the
+amax of its group, from which the quantiser of the next launch makes the outer scale. Rows of no group are cleared.
 
 Every tile has equally many steps, so that Triton itself makes one loop of all steps of a program.
 """
@@ -36,8 +39,11 @@ from fp4compile.templates.device.epilogue import (
     factor_of_rows,
     rescale_columns,
     rescale_mode,
+    stored,
+    stored_ptr,
 )
 from fp4compile.templates.device.group_tiles import (
+    clear_rows,
     clear_scale_tiles,
     ends_of,
     last_of,
@@ -46,8 +52,11 @@ from fp4compile.templates.device.group_tiles import (
 )
 from fp4compile.templates.device.persistent_grid import grouped_tile
 from fp4compile.templates.device.quantized_epilogue import (
+    amax_of_part,
     joined_columns,
     quantized_part,
+    quantizes,
+    raise_maximum,
     result_of,
     store_scale_tiles,
     unit_type,
@@ -72,14 +81,17 @@ def gemm_grouped_quantized_sm100(
 ):  # fmt: skip
     """Codes and swizzled block scales of the epilogue's result [m, n], for b [groups, n, K].
 
+    An epilogue that finds amaxes stores the result itself to out. It raises the int32 [groups] at out_scales, which are
+    0, to the bits of the groups' largest magnitudes.
+
     PAIR: there are two products, and a tile has BN / 2 columns of both. 1: b [groups, 2 n, K], the matrix of a group is
     two matrices, one below the other. 2: b [2 groups, n, K], the groups' matrices of the second product come last.
 
     The grid is persistent: program p takes the tiles p, p + grid, p + 2 * grid, and so on.
 
-    out_cols: units of two codes in a row of out; ALIGN divides it. out_outer: the result's static outer scale. steps:
-    of BK elements along K. row_tiles_a: tiles of 128 rows of the scales of a, and of out. row_tiles_b: of each matrix
-    [n, K]. pair_outer: from a group's outer scales of the first product to its outer scales of the second one. All
+    out_cols: units of two codes, or results, in a row of out; ALIGN divides it. out_outer: the result's static outer
+    scale. steps: of BK elements along K. row_tiles_a: tiles of 128 rows of the scales of a, and of codes in out.
+    row_tiles_b: of each matrix [n, K]. pair_outer: from a group's outer scales of the first product to its outer scales of the second one. All
     other arguments are as in `gemm_grouped_block_scaled_sm100`, or as in `gemm_block_scaled_sm100`.
     """
     a_bytes: tl.constexpr = codes_in(BK, A_ELEMENT)
@@ -88,7 +100,6 @@ def gemm_grouped_quantized_sm100(
     part_cols: tl.constexpr = BN // PARTS
     matrices: tl.constexpr = 2 if PAIR else 1
     tile_cols: tl.constexpr = BN // matrices
-    block: tl.constexpr = result_of(EPILOGUE, "block")
     below: tl.constexpr = PAIR == 1
     count = 2 * groups if below else matrices  # matrices of a source, each of b_rows rows
     b_rows = n if below else groups * n
@@ -97,10 +108,15 @@ def gemm_grouped_quantized_sm100(
     b_source = code_source(b_ptr, b_rows, b_per_row, B_ELEMENT, tile_cols, b_bytes, TMA, matrices, count)
     a_scales = scale_source(a_scales_ptr, row_tiles_a, col_tiles, SCALE, BM, scale_cols, TMA)
     b_scales = scale_source(b_scales_ptr, b_tiles, col_tiles, SCALE, tile_cols, scale_cols, TMA, matrices, count)
-    out_ptr = out_ptr.to(tl.pointer_type(unit_type(EPILOGUE)), bitcast=True)
-    encode, decode = outer_scales(result_of(EPILOGUE, "outer"), out_outer_ptr, out_outer_ptr, 1, "", ISA)
+    if quantizes(EPILOGUE):
+        block: tl.constexpr = result_of(EPILOGUE, "block")
+        blocks = tl.cdiv(n, block)
+        out_ptr = out_ptr.to(tl.pointer_type(unit_type(EPILOGUE)), bitcast=True)
+        encode, decode = outer_scales(result_of(EPILOGUE, "outer"), out_outer_ptr, out_outer_ptr, 1, "", ISA)
+    else:
+        out_ptr = stored_ptr(out_ptr, ISA)
+        maxima_ptr = out_scales_ptr.to(tl.pointer_type(tl.int32), bitcast=True)
     out_cols = out_cols // ALIGN * ALIGN  # changes nothing, but shows the compiler how wide it may store
-    blocks = tl.cdiv(n, block)
 
     # The kernel itself loads offs: if a function did, torch would count offs as written (see `device.groups`).
     g = tl.arange(0, GROUPS)
@@ -110,7 +126,10 @@ def gemm_grouped_quantized_sm100(
     padded_ends = tl.cumsum(padded, 0)
     tiles_m = last_of(padded_ends)
     tiles_n = tl.cdiv(n, tile_cols)
-    clear_scale_tiles(out_scales_ptr, tiles_m, row_tiles_a, tl.cdiv(blocks, 4) * 128, 1024)
+    if quantizes(EPILOGUE):
+        clear_scale_tiles(out_scales_ptr, tiles_m, row_tiles_a, tl.cdiv(blocks, 4) * 128, 1024)
+    else:
+        clear_rows(out_ptr, last_of(ends), m, out_cols, 4, 512)
     store_row_tiles(table_ptr, starts, ends, padded, padded_ends, tiles_n, GROUP_M, BM, GROUPS)
     tl.debug_barrier()  # the table is complete
 
@@ -145,6 +164,7 @@ def gemm_grouped_quantized_sm100(
 
         parts = column_parts(acc, PARTS)
         scales = ()
+        amax = tl.zeros((BM, 2), tl.int32)
         for i in tl.static_range(PARTS // matrices):
             col0 = tile_n * tile_cols + i * part_cols
             col = (col0 + tl.arange(0, part_cols))[None, :]
@@ -157,38 +177,50 @@ def gemm_grouped_quantized_sm100(
             at = tl.arange(0, BM)[:, None] * n + tl.arange(0, part_cols)[None, :]
             part = epilogue(part, at, col, (row < end) & (col < n), n, epilogue_0_ptr, epilogue_1_ptr, EPILOGUE, ISA,
                             pair, a_row.to(tl.int64) * n + col0)  # fmt: skip
-            if not EVEN_BLOCKS:
-                part = tl.where(col < n, part, 0.0)
-            part, scale = quantized_part(part, encode, decode, EPILOGUE, ISA)
-            first = col0 // block + tl.arange(0, part_cols // block)[None, :]
-            scales = scales + (tl.where((row < end) & (first < blocks), scale, 0),)
-            unit = (col0 // 2 + tl.arange(0, part_cols // 2))[None, :]
-            tl.store(out_ptr + row.to(tl.int64) * out_cols + unit, part, mask=(row < end) & (unit < out_cols))
-        store_scale_tiles(out_scales_ptr, joined_columns(scales), tile_m * 0, tile_m, tile_n, m, blocks)
+            if quantizes(EPILOGUE):
+                if not EVEN_BLOCKS:
+                    part = tl.where(col < n, part, 0.0)
+                part, scale = quantized_part(part, encode, decode, EPILOGUE, ISA)
+                first = col0 // block + tl.arange(0, part_cols // block)[None, :]
+                scales = scales + (tl.where((row < end) & (first < blocks), scale, 0),)
+                col0 = col0 // 2
+            else:
+                amax = tl.maximum(amax, tl.where(col0 < n, amax_of_part(part, EPILOGUE, ISA), 0))
+                part = stored(part, out_ptr, ISA)
+            col = tl.arange(0, part.shape[1])[None, :]
+            at = tl.arange(0, BM)[:, None] * out_cols + col
+            tl.store(out_ptr + (a_row.to(tl.int64) * out_cols + col0) + at, part,
+                     mask=(row < end) & (col0 + col < out_cols))  # fmt: skip
+        if quantizes(EPILOGUE):
+            store_scale_tiles(out_scales_ptr, joined_columns(scales), tile_m * 0, tile_m, tile_n, m, blocks)
+        else:
+            raise_maximum(maxima_ptr + group, tl.where(row < end, amax, 0))
 
 
 def run(call: Call, config: BlockScaledConfig) -> tuple[torch.Tensor, torch.Tensor]:
-    """Codes and swizzled block scales of the products of all groups, in one launch."""
-    p, (out, scales) = call.problem, call.empty_codes()
+    """Codes and swizzled block scales of the products of all groups, or results and amaxes, in one launch."""
+    p = call.problem
+    out, scales = call.empty_codes() if p.result is not None else (call.empty(), call.empty_maxima())
     row_tiles, matrices = ceil_div(p.m, TILE_ROWS), 2 if p.pair else 1
     tiles = (row_tiles + p.groups) * ceil_div(p.n, config.bn // matrices)
     table = call.offs.new_empty((tiles, 4))
     a_outer, b_outer = (out if x.outer is None else x.outer for x in (call.a, call.b))  # `out` is never read
-    units = ceil_div(p.n, p.result.block_cols) * p.result.block_cols // 2
+    block = 1 if p.result is None else p.result.block_cols
+    stored_cols = p.n if p.result is None else ceil_div(p.n, block) * block // 2
     each = {"group": 1, "row": p.b_rows}.get(p.b.outer, 0)  # outer scales of a matrix of b
     to_pair = p.groups * each if p.two_weights else p.n if p.b.outer == "row" else 0
     launch(
         gemm_grouped_quantized_sm100, torch.sym_min(tiles, p.target.multiprocessors),
         call.a.data, call.a.scales, a_outer, call.b.data, call.b.scales, b_outer, out, scales,
         out if call.result_outer is None else call.result_outer, *call.epilogue_pointers(out), call.offs, table,
-        p.groups, p.m, p.n, units, p.row_bytes(p.a), p.row_bytes(p.b), ceil_div(p.k, config.bk),
+        p.groups, p.m, p.n, stored_cols, p.row_bytes(p.a), p.row_bytes(p.b), ceil_div(p.k, config.bk),
         padded_rows(p.m, p.groups) // TILE_ROWS, ceil_div(p.n, TILE_ROWS), ceil_div(ceil_div(p.k, p.block), 4),
         int(p.a.outer == "group"), each, to_pair,
         num_warps=config.num_warps, num_stages=config.stages,
         A_ELEMENT=p.a.element, B_ELEMENT=p.b.element, SCALE=p.a.scale, BLOCK=p.block, A_OUTER=p.a.outer,
         B_OUTER=p.b.outer, PAIR=int(p.pair) + int(p.two_weights), EPILOGUE=call.epilogue_text,
         GROUPS=triton.next_power_of_2(p.groups),
-        EVEN_BLOCKS=int(statically_true(p.n % p.result.block_cols == 0)), ALIGN=power_of_two(units, 16),
+        EVEN_BLOCKS=int(statically_true(p.n % block == 0)), ALIGN=power_of_two(stored_cols, 16),
         **config.constants, ISA=p.target.isa,
     )  # fmt: skip
     return out, scales

@@ -125,7 +125,8 @@ def plan(
         if amax is not None or not takes_prologue(spec, dtypes, x.shape[-1]):
             raise RuntimeError(f"prologue: no kernel of {spec.format.name} along {spec.dims} computes it")
     if spec.ragged:
-        return _ragged(spec, source_of(x, target, spec.prologue, operands), offs, outer, seed)
+        source = source_of(x, target, spec.prologue, operands)
+        return _ragged(spec, source if amax is None else _with_amax(source, amax), offs, outer, seed)
     if spec.both:
         source = source_of(x, target, spec.prologue, operands, stored)
         return _both(spec, x, source if amax is None else _with_amax(source, amax), outer, seed)

@@ -25,11 +25,16 @@ from fp4compile.templates.view import View
 
 
 def outer_of_rows(source: Source, offs: View, fmt: BlockFormat, static: torch.Tensor | None) -> Outer:
-    """The outer scales along the elements of rows: static (float32 []), none, or computed for each group or row."""
+    """The outer scales along the elements of rows: static (float32 []), none, or computed for each group or row.
+
+    They are made of the source's largest magnitudes, which a launch finds where they are not given.
+    """
     if static is not None:
         return Outer("tensor", View.flat(static, 1))
     if fmt.outer is None:
         return Outer("none")
+    if source.amax_bits is not None:
+        return _made(source, source.amax_bits, offs.sizes, ())
     each = fmt.outer == "row"
     amax, launch = amax_of_rows(source, offs, each=each)
     return _made(source, amax, (source.rows, 1) if each else offs.sizes, (launch,))
