@@ -91,8 +91,9 @@ def gemm_grouped_quantized_sm100(
 
     out_cols: units of two codes, or results, in a row of out; ALIGN divides it. out_outer: the result's static outer
     scale. steps: of BK elements along K. row_tiles_a: tiles of 128 rows of the scales of a, and of codes in out.
-    row_tiles_b: of each matrix [n, K]. pair_outer: from a group's outer scales of the first product to its outer scales of the second one. All
-    other arguments are as in `gemm_grouped_block_scaled_sm100`, or as in `gemm_block_scaled_sm100`.
+    row_tiles_b: of each matrix [n, K]. pair_outer: from a group's outer scales of the first product to its outer scales
+    of the second one. All other arguments are as in `gemm_grouped_block_scaled_sm100`, or as in
+    `gemm_block_scaled_sm100`.
     """
     a_bytes: tl.constexpr = codes_in(BK, A_ELEMENT)
     b_bytes: tl.constexpr = codes_in(BK, B_ELEMENT)
