@@ -39,6 +39,7 @@ _POSITIVE = "The block's factor is 0 otherwise; any tiny positive one gives the 
 _ALL_HOLD = "All threads hold the value: those that did not store it do, instead of the one that did."
 _ROW_INSIDE = "The grid has as many programs as rows and parts of rows, so that the row is always inside."
 _SCALE_ROWS = "Scales have whole tiles of 128 rows to read, and sums of rows beyond the last one are not stored."
+_ROUNDS = "It matters where a program finds the groups of its tiles in several rounds, and the case has few tiles."
 EXPLAINED: tuple[Explained, ...] = (
     # ---------------------------------------- waits, barriers and fences
     Explained("dense NVFP4|dense MXFP8|groups along K|results of groups .*", _GEMM, r"mbarrier wait 1 of 6 removed",
@@ -195,9 +196,11 @@ EXPLAINED: tuple[Explained, ...] = (
     Explained("groups .*", _GEMM, r"ring of buffers 1 of 3: 0 -> -1",
               "It is in a sum over groups, and doubles the rows of the first group: the case has none in it.",
               equivalent=False),
-    Explained("results of groups .*", _GEMM, r"barrier 7 of 43 removed",
-              "It matters where a program finds the groups of its tiles in several rounds, and the case has few tiles.",
-              equivalent=False),
+    Explained("results of groups whose .*", _GEMM, r"maximum or minimum 22 of 35: the other",
+              "It belongs to words that have no group's largest magnitude.", equivalent=False),
+    Explained("results of groups whose .*", _GEMM, r"barrier 19 of 43 removed",
+              _ROUNDS, equivalent=False),
+    Explained("results of groups that .*", _GEMM, r"barrier 7 of 43 removed", _ROUNDS, equivalent=False),
     Explained("results of groups .*", _GEMM, r"whole number (47|61) of 291: shl.b32 by 3 -> 4",
               "It belongs to tiles behind the second one of a thread, and the case has few.", equivalent=False),
     Explained("results of groups .*", _GEMM, r"whole number 247 of 291: .*",
