@@ -58,6 +58,8 @@ EXPLAINED: tuple[Explained, ...] = (
               "Each warp waits at the mbarrier of the last product itself, and a barrier follows."),
     Explained("few rows, split K", _GEMM, r"barrier 11 of 11 removed",
               "The barrier before it already comes after all loads from the tensor memory that is freed."),
+    Explained("groups .*", _GEMM, r"bar.warp.sync 8 of 11 removed",
+              "The warp meets at the copy of the tensor map, too, which is `.sync.aligned`."),
     Explained("pairs of CTAs", _GEMM, r"bar.warp.sync 14 of 17 removed", _TOGETHER),
     Explained("experts on pairs of CTAs", _GEMM, r"barrier 7 of 38 removed",
               "The next barrier of these warps, where mbarriers are made, comes before any use of the map."),

@@ -253,6 +253,15 @@ def test_a_box_is_read_after_its_mbarrier(schedule):
     np.testing.assert_array_equal(got, image(MATRIX[:, :90], [64, 16], [8, 4], 3))
 
 
+def test_a_warp_meets_where_it_copies_a_map():
+    """`.sync.aligned` stands for the barrier behind what one thread wrote; not for the one before it."""
+    behind = edited(LOAD, (BUILT, BUILT.replace("    bar.warp.sync 0xffffffff;\n", "")))
+    _, got, _ = run_copy(behind, [MATRIX, *OUT, *MAP])
+    np.testing.assert_array_equal(got, image(MATRIX[:, :90], [64, 16], [8, 4], 3))
+    with pytest.raises(Fault, match="reads shared memory that another thread of its warp wrote, without bar.warp.sync"):
+        run_copy(behind.replace("    bar.warp.sync 0xffffffff;\n", ""), [MATRIX, *OUT, *MAP])
+
+
 @pytest.mark.parametrize(
     "shape, element, box, mode, corner",
     [

@@ -90,6 +90,27 @@ def test_hints_change_nothing(eviction):
     assert found.tolist() == [9, 5, 5, 9]
 
 
+def test_atomic_operations_return_what_was_there():
+    """Two warps of two programs add their threads' numbers, less 8, to one word, and store the sum before."""
+    body = """
+\tld.param.b64 %rd1, [p0];
+\tld.param.b64 %rd2, [p1];
+\tmov.u32 %r1, %tid.x;
+\tmov.u32 %r2, %ctaid.x;
+\tsub.s32 %r3, %r1, 8;
+\tatom.global.gpu.relaxed.add.s32 %r4, [%rd1], %r3;
+\tred.global.gpu.relaxed.min.s32 [%rd1+4], %r3;
+\tmad.lo.s32 %r5, %r2, 64, %r1;
+\tmul.wide.u32 %rd3, %r5, 4;
+\tadd.s64 %rd3, %rd2, %rd3;
+\tst.global.b32 [%rd3], %r4;
+"""
+    words, before = run_body(body, [np.zeros(2, np.int32), np.zeros(128, np.int32)], threads=64, grid=2)
+    added = np.tile(np.arange(64) - 8, 2)
+    assert words.tolist() == [added.sum(), -8]
+    assert sorted((before + added).tolist()) == sorted([*before.tolist()[1:], int(added.sum())])
+
+
 def test_grids_of_three_dimensions():
     body = """
 \tld.param.b64 %rd1, [p0];

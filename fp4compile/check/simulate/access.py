@@ -143,22 +143,30 @@ def _threads(fragment: Fragment) -> tuple[np.ndarray, np.ndarray]:
 _ATOMIC: dict[str, Callable[[int, int], int]] = {"max": max, "min": min, "add": lambda a, b: a + b}
 
 
-@form(*[f"red.global.gpu.relaxed.{kind}" for kind in ("max.s32", "max.u32", "min.s32", "add.s32", "add.u32")])
+@form(*[f"{name}.global.gpu.relaxed.{kind}"
+        for name in ("red", "atom") for kind in ("max.s32", "max.u32", "min.s32", "add.s32", "add.u32")])  # fmt: skip
 def _reduce(instruction: Instruction, program: Program) -> Step:
-    expect(instruction, 2)
+    """`atom` returns what was there before, `red` returns nothing."""
+    returns = instruction.opcode.startswith("atom")
+    expect(instruction, 3 if returns else 2)
+    *returned, place, operand = instruction.operands
     operation, kind = instruction.opcode.split(".")[-2:]
-    address = address_reader(instruction.operands[0], 64)
-    (operand,) = registers_of(instruction.operands[1])
+    address, (operand,) = address_reader(place, 64), registers_of(operand)
     read = reader(operand, kind)
+    write = writer(returned[0], kind) if returns else None
     dtype = forms.constant(0, kind).dtype
 
     def step(fragment: Fragment) -> None:
         memory, addresses = fragment.machine.memory, address(fragment)
         values = np.broadcast_to(read(fragment), fragment.shape)
+        before = np.zeros(fragment.shape, dtype)
         for lane in fragment.lanes():
             there = memory.data[memory.update(int(addresses[lane]), 4)]
-            result = _ATOMIC[operation](int(there.view(dtype)[0]), int(values[lane]))
+            before[lane] = there.view(dtype)[0]
+            result = _ATOMIC[operation](int(before[lane]), int(values[lane]))
             there.view(np.uint32)[0] = result % 2**32
+        if write is not None:
+            write(fragment, before)
 
     return step
 

@@ -8,7 +8,8 @@ less.
 - `32x32b.xN`: thread l of a warp accesses lane 32 * (warp % 4) + l, register i is column i from the address on.
 - `cp.32x128b.warpx4` copies 32 rows of 16 bytes: row r goes to lane r of each quarter, into four columns. Triton writes
   the two qualifiers in the other order. Confidence medium to high for the order of the bytes.
-- `tcgen05.commit` lets an mbarrier know of the end of all earlier operations of the tensor pipe.
+- `tcgen05.commit` lets an mbarrier know of the end of all earlier operations of the tensor pipe. Triton 3.6 names no
+  state space and gives 64 bits, a shared address with zeros above: ptxas takes the lower 32 (`UTCBAR [UR5]`).
 """
 
 from collections.abc import Iterator
@@ -206,10 +207,11 @@ def _copy(instruction: Instruction, program: Program) -> Step:
     return step
 
 
-_COMMIT = "mbarrier::arrive::one.shared::cluster"
+_COMMIT = "mbarrier::arrive::one"
 
 
-@form(*[f"tcgen05.commit.cta_group::{group}.{_COMMIT}{cast}.b64"
+@form(f"tcgen05.commit.cta_group::1.{_COMMIT}.b64",
+      *[f"tcgen05.commit.cta_group::{group}.{_COMMIT}.shared::cluster{cast}.b64"
         for group in (1, 2) for cast in ("", ".multicast::cluster")])  # fmt: skip
 def _commit(instruction: Instruction, program: Program) -> Step:
     cast = ".multicast" in instruction.opcode

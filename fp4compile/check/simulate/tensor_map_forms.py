@@ -6,6 +6,9 @@ Sources and confidence:
 - `tensormap.cp_fenceproxy` copies the object and releases it; a thread that uses it acquires it by
   `fence.proxy.tensormap` first (PTX ISA, "membar / fence"). High for the need of both; medium that a barrier may
   stand between a warp that acquires and another one that uses the map, which is how Triton compiles kernels.
+- The copy begins with a meeting of the warp, whose first thread has made the map: `.sync.aligned` lets threads wait for
+  each other, and ptxas makes a WARPSYNC of it, as of `bar.warp.sync`, before the lanes load the map. Triton has a
+  `bar.warp.sync` there from 3.9 on. Medium: the PTX ISA does not say that `.sync` orders memory.
 """
 
 import numpy as np
@@ -66,6 +69,7 @@ def _publish(instruction: Instruction, program: Program) -> Step:
             raise Fault("the threads of a warp copy several tensor maps")
         warps = fragment.warps[which]
         clusters, local = np.divmod(warps, machine.warps_of_cluster)
+        machine.meet(clusters, local)
         maps = machine.shared.load(sources[:, 0], NBYTES, clusters, local, np.full(len(local), COLLECTIVE))
         machine.memory.store(targets[:, 0], maps, clusters + machine.first_cluster)
         for target, raw, cluster, warp in zip(targets[:, 0].tolist(), maps, clusters.tolist(), local.tolist(),
