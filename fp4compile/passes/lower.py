@@ -7,6 +7,11 @@ calls the reference.
 
 A model has hundreds of such nodes, and few that differ. Nodes of one signature share one trace, which is copied.
 
+What a launch writes, torch finds in the kernel's intermediate code, and it errs on the side of writing: an address that
+is computed from a loaded operand makes that operand count as written. Inductor would copy the operand, and take results
+from tensors that the kernel does not write. Where torch counts anything but a launch's own memory as written, the op
+stays, with a warning.
+
 A product stays an op, too, where its `Choice` is not settled or not traceable. No single kernel serves a symbolic
 number of rows that may be small or large: the op chooses at run time. Two guarded launches would cost more on the GPU
 than the op. A product that is computed in many parts would fill the graph with launches. A product that first gathers
@@ -15,10 +20,14 @@ experts' matrices by index stays as well: it gathers codes and block scales, and
 Operands that a kernel reads in an order of its own are arranged first, once for all products (`arranged_operands`).
 """
 
+import warnings
 from collections.abc import Callable, Hashable
 
 import torch
+import triton
+from torch._higher_order_ops.triton_kernel_wrap import kernel_side_table, triton_kernel_wrapper_functional
 from torch._inductor.pattern_matcher import CallFunctionVarArgs, Match, fwd_only
+from torch._ops import OpOverload
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 from torch.utils import _pytree as pytree
@@ -92,14 +101,41 @@ def _replace(
 
     def trace(function: Callable, values: list) -> GraphModule:
         if key not in traces:
-            traces[key] = fwd_only(function, values)
+            traced = fwd_only(function, values)
+            check_writes(traced)
+            traces[key] = traced
         else:  # every copy has tensors of its own: two nodes whose values share memory would count as aliases
             mode = next(value.fake_mode for value in values if isinstance(value, torch.Tensor))
             FakeTensorProp(traces[key], mode=mode).propagate_dont_convert_inputs(*values)
         return traces[key]
 
-    match.replace_by_example(torch.func.functionalize(launches), [flat[i] for i in places], trace_fn=trace)
+    try:
+        match.replace_by_example(torch.func.functionalize(launches), [flat[i] for i in places], trace_fn=trace)
+    except InputWrittenError as error:
+        warnings.warn(f"{node.target} is computed by an op outside of Inductor's code: {error}", stacklevel=2)
+        return False
     return True
+
+
+class InputWrittenError(Exception):
+    """Torch counts an input of an implementation as written."""
+
+
+def check_writes(trace: GraphModule) -> None:
+    """Raise InputWrittenError where torch counts an input of a traced implementation, or a view of one, as written."""
+    for node in trace.graph.find_nodes(op="call_function", target=triton_kernel_wrapper_functional):
+        for name in node.kwargs["tensors_to_clone"]:
+            if _viewed(node.kwargs["kwargs"][name]).op == "placeholder":
+                kernel = kernel_side_table.get_kernel(node.kwargs["kernel_idx"])
+                function = kernel.fn if isinstance(kernel, triton.runtime.Autotuner) else kernel
+                raise InputWrittenError(f"torch counts {name} of {function.__name__} as written")
+
+
+def _viewed(node: Node) -> Node:
+    """What a node is a view of, through all views; the node itself if it is none."""
+    while isinstance(node.target, OpOverload) and node.target.is_view:
+        node = node.args[0]
+    return node
 
 
 def _signature(flat: list) -> tuple:

@@ -3,6 +3,7 @@
 import pytest
 import torch
 import triton
+import triton.language as tl
 from torch._higher_order_ops import triton_kernel_wrap
 from torch._higher_order_ops.triton_kernel_wrap import get_mutated_tensors, kernel_side_table
 from torch._inductor.compile_fx import compile_fx
@@ -13,10 +14,12 @@ from triton.runtime import driver
 
 import fp4compile
 from fp4compile import _inductor_patches
+from fp4compile.check.product_table import PRODUCTS as PRODUCTS_OF_GATE
 from fp4compile.check.quantiser_table import GATE, RMS_NORM, Configuration
 from fp4compile.formats import formats
 from fp4compile.formats.operand import Operand
 from fp4compile.hardware import Target
+from fp4compile.ops.define import KERNELS
 from fp4compile.passes.lower import lower
 from fp4compile.recipe import named
 from fp4compile.templates import scale_sweep
@@ -354,6 +357,55 @@ def test_inductor_knows_what_every_kernel_writes(monkeypatch, caplog):
                        "quantize_grouped_columns", "gemm_grouped", "gemm_dequant_tiles_grouped"}  # fmt: skip
     assert fake_quantised == 2
     assert "assuming every input is mutated" not in caplog.text
+
+
+def test_inductor_knows_what_products_of_sm100_write(monkeypatch, caplog):
+    """Results, amaxes, sums of parts, and tables of tiles; for each kernel and each end of its epilogue."""
+    monkeypatch.setattr(driver, "_active", NoGpu(100))
+    found = {}
+    for product in PRODUCTS_OF_GATE:
+        for launch in product.launches(100)[1]:
+            name, text = launch.kernel.__name__, launch.constants.get("EPILOGUE", "")
+            key = name, launch.constants.get("PAIR"), "amax" in text, text.count(" | ")
+            if key not in found and launch.num_ctas == 1:
+                kernel = kernel_side_table.add_kernel(launch.kernel)
+                constants, arguments = kernel_side_table.add_constant_args(launch.constants), dict(launch.args)
+                found[key] = set(get_mutated_tensors(kernel, constants, arguments, {}))
+    assert {key[0] for key in found} >= {"gemm_block_scaled_sm100", "gemm_skinny_block_scaled_sm100",
+                                         "gemm_grouped_block_scaled_sm100", "gemm_grouped_quantized_sm100"}  # fmt: skip
+    for key, written in found.items():
+        name, _, amax, parts = key
+        two = {"out_ptr", "out_scales_ptr"} if amax or parts == 3 else {"out_ptr"}
+        table = {"table_ptr"} if name.startswith("gemm_grouped_") and name.endswith("_sm100") else set()
+        assert written == (two | table if name != "gemm_skinny" else {"out_ptr", "out_1_ptr"}), key
+    assert "assuming every input is mutated" not in caplog.text
+
+
+@triton.jit
+def loaded(x_ptr):
+    return tl.load(x_ptr)
+
+
+@triton.jit
+def store_at_what_is_read(x_ptr, y_ptr):
+    """Torch counts x as written: the address in y depends on what a function returns for it."""
+    tl.store(y_ptr + loaded(x_ptr), 1)
+
+
+def test_an_op_stays_where_an_input_counts_as_written(monkeypatch):
+    """It is computed outside of Inductor's code, and a warning says why. Inputs may be views."""
+    monkeypatch.setattr(driver, "_active", NoGpu(90))
+    op = torch.ops.fp4compile.lay_out_scales
+
+    def kernels(scales, offs=None):
+        found = scales.new_empty(512)
+        torch.library.wrap_triton(store_at_what_is_read)[(1,)](scales.view(torch.int32), found)
+        return found
+
+    monkeypatch.setitem(KERNELS, op.default, kernels)
+    with pytest.warns(UserWarning, match="torch counts x_ptr of store_at_what_is_read as written"):
+        _, graph = lowered(lambda x: op(x.view(torch.uint8)), (128, 4))
+    assert [node.target for node in graph.nodes if node.op == "call_function"][-1] is op.default
 
 
 def test_a_signature_is_analysed_once(monkeypatch):

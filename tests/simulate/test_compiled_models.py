@@ -240,25 +240,37 @@ class ExpertsOfTwoWeights(GatedExperts):
 
 
 @pretending
-@pytest.mark.parametrize("experts", [GatedExperts, ExpertsOfTwoWeights], ids=["one weight", "two weights"])
-def test_gate_and_up_of_experts_write_the_operand_of_down(experts, monkeypatch):
-    """Codes and scales of each expert's tokens, from the product's own kernel, with the bits of two kernels."""
+@pytest.mark.parametrize(("experts", "recipe"), [(GatedExperts, "mxfp8"), (ExpertsOfTwoWeights, "mxfp8"),
+                                                 (ExpertsOfTwoWeights, "nvfp4")])  # fmt: skip
+def test_gate_and_up_of_experts_write_the_operand_of_down(experts, recipe, monkeypatch):
+    """Codes and scales of each expert's tokens, from the product's own kernel, with the bits of two kernels.
+
+    Where each expert's tokens have an outer scale, the kernel finds the amaxes of which a quantiser makes them.
+    """
     torch.manual_seed(0)
     model, x, results, launches = experts(128).bfloat16(), torch.randn(40, 128).bfloat16(), [], []
     inputs = x, torch.arange(160) * 7 % 40, torch.tensor([0, 33, 34, 160], dtype=torch.int32)
     for off in ((), ("fuse_quantize",)):
         monkeypatch.setattr(config, "disabled_passes", off)
-        backend = fp4compile.backend("mxfp8", strict=True, min_m=1)
+        backend = fp4compile.backend(recipe, strict=True, min_m=1)
         no_assertions = torch._inductor.config.patch(assert_indirect_indexing=False)  # the simulator has none
         with no_assertions, torch.no_grad(), simulated(monkeypatch, 100) as gpu:
             torch._dynamo.reset()
             results.append(torch.compile(model, backend=backend, dynamic=True)(*inputs))
         launches.append(gpu.counted()["package"])
         fused = {row.module: row.fused for row in backend.report.rows}
-        assert (fused["gate_up"], fused["down"]) == ((None, "silu, mul") if off else ("silu, mul, quantize", None))
+        last, apart = ("amax", None) if recipe == "nvfp4" else ("quantize", "silu, mul")
+        assert (fused["gate_up"], fused["down"]) == ((None, apart) if off else (f"silu, mul, {last}", None))
         assert fused.get("up") is None
     assert torch.equal(*results) and results[0].isfinite().all() and results[0].abs().amin(-1).gt(0).all()
     weights = len(list(model.parameters()))  # their quantisers run once
+    if recipe == "nvfp4":
+        assert launches == [
+            {"tensor_amax": 3, "quantize_rows": 3, "grouped_rows_amax": 1, "quantize_grouped_rows": 2,
+             "gemm_grouped_quantized_sm100": 1, BY_GROUPS: 1},
+            {"grouped_rows_amax": 2, "quantize_grouped_rows": 2, BY_GROUPS: weights},
+        ]  # fmt: skip
+        return
     assert launches == [{"quantize_rows": weights, "quantize_grouped_rows": 1, "gemm_grouped_quantized_sm100": 1,
                          BY_GROUPS: 1}, {"quantize_grouped_rows": 2, BY_GROUPS: weights}]  # fmt: skip
 

@@ -204,7 +204,7 @@ def test_machine_code_of_amaxes():
     assert not row.problems and row.resources.registers <= 168 and launched.num_stages == 4
     results = launched.constants["BM"] * launched.constants["BN"] // 2  # of a pair, in two bytes each
     assert code.sass.widths("STG").count(16) >= 2 * results // (16 * 32 * launched.num_warps)
-    assert len(re.findall(r"\bREDG\.E\.MAX\.S32\b", code.sass.text)) == 1
+    assert len(re.findall(r"\b(?:RED|ATOM)G\.E\.MAX\.S32\b", code.sass.text)) == 1
     alone = replace(product, epilogue="", weights=1)
     more = instructions(alone)[0] - instructions(replace(alone, result=""))[0]
     assert 0.85 < more / cost.GROUP_AMAX_INSTRUCTIONS < 1.05

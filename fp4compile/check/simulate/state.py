@@ -81,6 +81,8 @@ class State:
             "%laneid": thread % LANES, "%cluster_ctarank": rank, "%cluster_ctaid.x": rank,
             "%clusterid.x": cta % grid[0] // program.cluster, "%warpid": thread % program.threads // LANES,
         }  # fmt: skip
+        for along in "yz":  # a cluster is a row of CTAs
+            found[f"%clusterid.{along}"] = found[f"%ctaid.{along}"]
         for name, count in zip(("%nctaid.x", "%nctaid.y", "%nctaid.z"), grid, strict=True):
             found[name] = np.full(threads, count)
         for name in ("%tid.y", "%tid.z"):

@@ -132,7 +132,8 @@ def raise_maximum(maximum_ptr, amax):
     """Raise an int32 to the largest of amax, bits of magnitudes, int32 [128, 2].
 
     A warp has 32 rows, and raises the number by itself: in a partition of warps, Triton 3.6 cannot compile a reduction
-    for which warps wait for each other.
+    for which warps wait for each other. The addresses are made without amax, or torch would count what amax is made of
+    as written.
     """
     of_warps = tl.max(tl.reshape(amax, (4, 32, 2)), 1)
-    tl.atomic_max(maximum_ptr + tl.zeros_like(of_warps), of_warps, sem="relaxed")
+    tl.atomic_max(maximum_ptr + tl.zeros((4, 2), tl.int32), of_warps, sem="relaxed")
