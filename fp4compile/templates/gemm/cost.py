@@ -155,8 +155,9 @@ def skinny_seconds(p: Problem, config: SkinnyBlockScaledConfig) -> float:
 def quantizing_seconds(p: Problem, config: BlockScaledConfig | TwoCtaConfig) -> float:
     """Seconds of the kernel that quantises its result, or finds its amax, without the codes or results that it writes.
 
-    A tile's epilogue runs beside the products of the next tile where tensor memory holds the sums of two tiles, and on
-    pairs of CTAs, where registers hold all sums of a tile.
+    Where tensor memory holds the sums of two tiles, a tile's epilogue runs beside the products of the next one. On
+    pairs of CTAs it does so, too, because registers hold all sums of a tile; the last tile's epilogue has no products
+    beside it, and the tile is large enough for that to count.
     """
     columns, ctas = 2 * p.n if p.pair else p.n, _ctas(config)
     product, rates, own = replace(p, n=columns), _rates(p), config.bm // ctas  # rows of a multiprocessor
@@ -168,7 +169,10 @@ def quantizing_seconds(p: Problem, config: BlockScaledConfig | TwoCtaConfig) -> 
     peak, of_b = rates.fp4_triton if _fp4(p) else rates.fp8, config.bn // ctas
     loaded = (min(own, p.m) + of_b) / (own + of_b)  # TMA loads no rows that A does not have
     products = loaded * _tiled_seconds(product, config.bm, config.bn, of_b, peak, ctas)
-    together = max(products, epilogues) if ctas == 2 or config.two_sums else products + epilogues
+    if isinstance(config, TwoCtaConfig):
+        together = max(products, epilogues) + of_tile
+    else:
+        together = max(products, epilogues) if config.two_sums else products + epilogues
     return max(together, _operand_seconds(product))
 
 
