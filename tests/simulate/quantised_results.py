@@ -1,4 +1,4 @@
-"""Products of groups whose kernels quantise relu(product) or relu(gate) * up, or find its amaxes, beside the reference.
+"""Products whose kernels quantise relu(product) or relu(gate) * up, or find its amax, beside the reference.
 
 Every step is exact.
 """

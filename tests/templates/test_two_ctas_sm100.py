@@ -11,7 +11,7 @@ from fp4compile import _compat
 from fp4compile.check import product_values
 from fp4compile.check.machine_code import compile_launch, product_row
 from fp4compile.check.product_table import EXPERTS_BY_TWO_CTAS, OF_A_PAIR, TWO_CTAS, Product
-from fp4compile.check.product_values import amax_differences, by_every_kernel, exact_arguments
+from fp4compile.check.product_values import by_every_kernel, exact_arguments
 from fp4compile.check.simulate.launch import Simulator
 from fp4compile.check.simulate.run import Schedule
 from fp4compile.check.simulation import launch_key
@@ -139,6 +139,7 @@ def test_a_graph_has_an_op():
 @pytest.mark.parametrize(("operands", "result", "columns", "epilogue", "multiprocessors"), [
     (("nvfp4_rowwise", "nvfp4_te"), "nvfp4", 544, "gated", 2), (("mxfp8_e5m2", "mxfp8"), "mxfp8", 290, "", 4),
     (("nvfp4", "nvfp4"), "nvfp4_one_level", 384, "pair", 4), (("mxfp4", "mxfp4"), "mxfp4", 128, "pair", 2),
+    (("nvfp4", "nvfp4"), "amax", 384, "pair", 4),
 ])  # fmt: skip
 def test_results_that_are_quantised(operands, result, columns, epilogue, multiprocessors):
     """Two rows of tiles, of which pairs take several; columns end in the middle of a tile, a part and a block."""
@@ -148,31 +149,15 @@ def test_results_that_are_quantised(operands, result, columns, epilogue, multipr
     assert [(one.num_ctas, one.constants["PAIR"]) for one in simulator.launches] == [(2, epilogue == "pair")]
 
 
-def amax_of(steps, **options):
-    """Arguments whose epilogue ends in "amax", and the kernel's choice."""
-    x = exact_arguments(Product("nvfp4", "nvfp4", 400, k=416, result="amax", **options))
-    x = replace(x, epilogue=Epilogue.parse([*steps, "amax"], torch.bfloat16, torch.bfloat16))
-    return x, choose(problem_of(x, Target(100)), TWO_CTAS)
-
-
-def test_an_amax_of_a_pair():
-    """Of two products whose outer scales lie apart, by two pairs of CTAs."""
-    x, choice = amax_of(["mul product pair"], n=256, epilogue="pair")
-    outers = torch.zeros(8)[::4]
-    outers.copy_(torch.tensor([0.5, 4.0]))
-    simulator = Simulator(Target(100, 4), Schedule(1))
-    with simulator.running():
-        assert amax_differences(replace(x, b=replace(x.b, outer=outers)), choice) == []
-    assert simulator.launches[0].num_ctas == 2 and simulator.launches[0].grid == 2
-
-
 def test_an_amax_of_nan():
     """In the last row, of the second CTA of the second pair. The entries of CTAs that are not there are 0."""
-    x, choice = amax_of(["mul product 0.0", "add s0 aux0"], n=64, epilogue="gated")
     value = torch.zeros(400, 64, dtype=torch.bfloat16)
     value[-1, -1] = torch.nan
+    steps = ["mul product 0.0", "add s0 aux0", "amax"]
+    x = exact_arguments(Product("nvfp4", "nvfp4", 400, 64, 416, "gated", result="amax"))
+    x = replace(x, epilogue=Epilogue.parse(steps, torch.bfloat16, torch.bfloat16), auxiliaries=[value])
     with Simulator(Target(100, 4), Schedule(1)).running():
-        _, maxima = multiply_amax(replace(x, auxiliaries=[value]), choice)
+        _, maxima = multiply_amax(x, choose(problem_of(x, Target(100)), TWO_CTAS))
     assert maxima.isnan().nonzero().tolist() == [[3]] and maxima.nan_to_num().amax() == 0
 
 
