@@ -132,7 +132,8 @@ def exact_arguments(product: Product) -> Arguments:
     return replace(
         x, a=a, b=b, bias=None if x.bias is None else whole(x.bias.shape),
         auxiliaries=[whole(each.shape) for each in x.auxiliaries],
-        result_outer=None if x.result_outer is None else torch.tensor(0.01),
+        # Block scales of sums, and of products of two sums, are then seldom the largest or the least number.
+        result_outer=None if x.result_outer is None else torch.tensor(64.0),
         offs=None if x.offs is None else ends,
     )  # fmt: skip
 
