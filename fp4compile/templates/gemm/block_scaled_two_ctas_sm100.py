@@ -36,9 +36,9 @@ MOST_GROUPS = 512  # whose offsets fit the registers of the warp that loads
 
 
 def _serves(p: Problem) -> bool:
-    """One product that the kernel of one CTA serves with TMA, and whose result this kernel stores."""
+    """One product that the kernel of one CTA takes, with its result, by TMA, and whose result this kernel stores."""
     one = p.ragged is None and statically_true(p.batches == 1)
-    return one and block_scaled_sm100.CANDIDATE.serves(p) and _stores(p)
+    return one and block_scaled_sm100.CANDIDATE.takes(p) and _stores(p)
 
 
 def _serves_groups(p: Problem) -> bool:
