@@ -15,7 +15,7 @@ from fp4compile.formats.operand import Arguments, Operand
 from fp4compile.hardware import Target
 from fp4compile.templates.choose import Choice, candidates, choose
 from fp4compile.templates.launch import Launch, dry_run
-from fp4compile.templates.multiply import multiply, multiply_amax, multiply_quantized, scaled_mm_group
+from fp4compile.templates.multiply import results, scaled_mm_group
 from fp4compile.templates.problem import problem_of
 
 
@@ -82,10 +82,8 @@ class Product:
             with dry_run(target) as launches:
                 if self.weights > 1 and not self.groups:
                     scaled_mm_group(x.a, [(x.b, x.bias)] * self.weights, BF16)
-                elif self.result:
-                    (multiply_amax if self.result == AMAX else multiply_quantized)(x, choice)
                 else:
-                    multiply(x, choice)
+                    results(x, choice)
             if launches:
                 return choice, launches
         return None, []
@@ -163,8 +161,8 @@ GATED = ["neg product", "exp s0", "add s1 1.0", "div product s2", "mul s3 aux0"]
 
 _experts = partial(Product, groups=GROUPS)
 TWO_CTAS, EXPERTS_BY_TWO_CTAS = "block_scaled_two_ctas_sm100", "grouped_block_scaled_two_ctas_sm100"
-# Pairs of CTAs: each element and scale, each granularity of outer scales, and epilogues; then experts. No other kernel
-# may take their place, and an older Triton cannot compile them.
+# Pairs of CTAs: each element and scale, each granularity of outer scales, and epilogues; results that are quantised, or
+# whose amax is found; then experts. No other kernel may take their place, and an older Triton cannot compile them.
 _BY_TWO_CTAS = (
     Product("nvfp4", "nvfp4", epilogue="gated", kernel=TWO_CTAS),
     Product("mxfp8", "mxfp8", epilogue="bias", kernel=TWO_CTAS),
@@ -173,6 +171,11 @@ _BY_TWO_CTAS = (
         ("mxfp8_e5m2", "mxfp8"), ("mxfp8", "mxfp4"), ("nvfp4", "nvfp4"), ("nvfp4_one_level", "nvfp4_one_level"),
         ("nvfp4_rowwise", "nvfp4_te"),
     )),
+    *(Product(name, name, epilogue=epilogue, result=name, kernel=TWO_CTAS) for epilogue in ("gated", "pair")
+      for name in ("nvfp4", "nvfp4_te", "nvfp4_one_level", "mxfp8", "mxfp4")),
+    Product("nvfp4_rowwise", "nvfp4_te", n=SIZE - 8, result="nvfp4", kernel=TWO_CTAS),
+    Product("mxfp8", "mxfp4", n=SIZE - 16, epilogue="bias", result="mxfp8", kernel=TWO_CTAS),
+    *(Product("nvfp4", "nvfp4", epilogue=epilogue, result=AMAX, kernel=TWO_CTAS) for epilogue in ("pair", "gated", "")),
     *(_experts(a, b, SIZE, 2048, 4096, kernel=EXPERTS_BY_TWO_CTAS) for a, b in (
         ("nvfp4", "nvfp4"), ("nvfp4_one_level", "nvfp4_one_level"), ("nvfp4_rowwise", "nvfp4_te"), ("mxfp8", "mxfp8"),
         ("mxfp8", "mxfp4"), ("mxfp4", "mxfp4"), ("mxfp8_e5m2", "mxfp8"),

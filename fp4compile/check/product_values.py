@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 
 from fp4compile.check.cases import Machine
-from fp4compile.check.product_table import EXPERTS_BY_TWO_CTAS, Product
+from fp4compile.check.product_table import EXPERTS_BY_TWO_CTAS, TWO_CTAS, Product
 from fp4compile.check.values import BF16, ENDS, GROUP_ROWS, SEED, finite, product_differences, same_bits
 from fp4compile.formats.epilogue import AMAX, Epilogue
 from fp4compile.formats.groups import Groups
@@ -52,7 +52,7 @@ def by_every_kernel(product: Product, machine: Machine, made: Made | None = None
     choices = [choose(problem)]
     if product.groups and not product.result:
         choices += to_time(problem)
-    if product.weights == 1 and not product.result:
+    if product.weights == 1:
         choices += [choose(problem, name) for name in candidates(problem)]
         choices = [one for one in choices if x.epilogue is None or one.takes_epilogue]
     wrong = [f"{one.kernel}: {what}" for one in dict.fromkeys(choices)
@@ -63,7 +63,7 @@ def by_every_kernel(product: Product, machine: Machine, made: Made | None = None
 def differences(product: Product, x: Arguments, choice: Choice, machine: Machine, exact: bool = True) -> list[str]:
     """What is wrong with a product. exact: whether every sum is exact.
 
-    choice: the kernel; not of several weights, or of a result that is quantised.
+    choice: the kernel; not of several weights.
     """
     there = _moved(x, machine)
     if product.weights > 1 and not product.groups:
@@ -74,9 +74,9 @@ def differences(product: Product, x: Arguments, choice: Choice, machine: Machine
                 for what in _from_reference(got, one, exact)]  # fmt: skip
     with machine.running():
         if product.result == AMAX:
-            return amax_differences(there)
+            return amax_differences(there, choice)
         if product.result:
-            return quantised_differences(there)
+            return quantised_differences(there, choice)
         got = multiply(there, choice)
     return _from_reference(got, x, exact)
 
@@ -103,6 +103,8 @@ def reduced(product: Product) -> Product:
     The remainders by 16, which decide how rows are loaded and stored, stay.
     """
     n = 288 if product.result == AMAX else 272 - (-product.n % 16)
+    if product.result and product.kernel == TWO_CTAS:  # whole parts, rows of codes of whole 16 bytes, and whole blocks
+        n = 320 if product.result == AMAX else 288 - (-product.n % 32)
     if product.epilogue == "pair":  # whole tiles of both matrices
         n = 384
     k = 1536 - (-product.k % 256)
@@ -130,7 +132,8 @@ def exact_arguments(product: Product) -> Arguments:
     return replace(
         x, a=a, b=b, bias=None if x.bias is None else whole(x.bias.shape),
         auxiliaries=[whole(each.shape) for each in x.auxiliaries],
-        result_outer=None if x.result_outer is None else torch.tensor(0.01),
+        # Block scales of sums, and of products of two sums, are then seldom the largest or the least number.
+        result_outer=None if x.result_outer is None else torch.tensor(64.0),
         offs=None if x.offs is None else ends,
     )  # fmt: skip
 
@@ -260,14 +263,14 @@ def _weights_of_group(x: Arguments, g: int) -> Operand:
     return Operand(data, scales, outer if outer is None else outer((one.outer, other.outer)), one.format)
 
 
-def quantised_differences(x: Arguments) -> list[str]:
+def quantised_differences(x: Arguments, choice: Choice | None = None) -> list[str]:
     """Differences between a kernel that quantises its result, and the reference for what it stores without that step.
 
     Both kernels compute the same steps, so codes and scales must be equal in every bit. Codes of rows of no group mean
-    nothing. For `x` on a GPU or in a simulator.
+    nothing. For `x` on a GPU or in a simulator. choice: the kernel; None takes the one that `choose` names.
     """
     spec = cast(QuantizeSpec, x.result_spec)
-    data, scales = multiply_quantized(x)
+    data, scales = multiply_quantized(x, choice)
     value = _stored_plainly(x)
     outer, offs = (None if each is None else each.cpu() for each in (x.result_outer, x.offs))
     expected = QUANTIZE(value.cpu(), spec.format.name, [-1], offs=offs, layout="swizzled", outer=outer)
@@ -275,13 +278,13 @@ def quantised_differences(x: Arguments) -> list[str]:
     return same_bits([data[:end], scales, torch.empty(0)], [expected[0][:end], expected[1], torch.empty(0)])
 
 
-def amax_differences(x: Arguments) -> list[str]:
+def amax_differences(x: Arguments, choice: Choice | None = None) -> list[str]:
     """Differences between a kernel that finds the amax of its result, and one that does not.
 
     The results must be equal in every bit. The largest of the partial maxima must be the amax of the result; with
-    groups, each maximum must be the amax of its group.
+    groups, each maximum must be the amax of its group. choice: as of `quantised_differences`.
     """
-    got, maxima = multiply_amax(x)
+    got, maxima = multiply_amax(x, choice)
     value = _stored_plainly(x).cpu()
     if x.offs is None:
         found, expected = maxima.amax().cpu(), value.float().abs().amax()

@@ -24,7 +24,7 @@ from fp4compile.ops.quantize import QUANTIZE
 from fp4compile.passes.autotune import replay_time
 from fp4compile.templates.choose import candidates, choose
 from fp4compile.templates.launch import target_of
-from fp4compile.templates.multiply import multiply, multiply_quantized
+from fp4compile.templates.multiply import multiply, results
 from fp4compile.templates.problem import problem_of
 
 REPLAYS = 21
@@ -134,7 +134,7 @@ def _by_each_kernel(turns: Sequence[Arguments]) -> tuple[dict[str, Any], list[st
     for name in dict.fromkeys((chosen, *candidates(problem))):
         choice = choose(problem, name)
         try:
-            found[f"{name} us"] = round(graph_time([partial(multiply, x, choice) for x in turns]), 2)
+            found[f"{name} us"] = round(graph_time([partial(results, x, choice) for x in turns]), 2)
         except Exception as error:
             wrong.append(f"{name}: {type(error).__name__}: {error}"[:300])
     return found, wrong
@@ -152,7 +152,7 @@ def experts(name: str, groups: int, m: int, n: int, k: int) -> dict[str, Any]:
 
 
 def multiplied_to_codes(name: str, m: int, n: int, k: int) -> dict[str, Any]:
-    """The time of a product that quantises its result, and of the product and a quantiser that `choose` would take.
+    """The time of a product by each kernel that quantises its result, and of the chosen product and a quantiser.
 
     Empty on GPUs without such a kernel.
     """
@@ -188,9 +188,10 @@ def _quantising(plain: Arguments, steps: list[str], name: str) -> Arguments:
 
 
 def _beside_a_quantiser(fused: Arguments, parts: Callable[..., Any], options: dict[str, Any]) -> dict[str, Any]:
-    """The times of a product that quantises its result, and of the product and a quantiser with these options.
+    """The time of a product by each kernel that quantises its result, and of the product and a quantiser with options.
 
-    parts: the tensors that the quantiser reads of the product. Empty on GPUs without such a kernel.
+    A kernel that fails is listed with its error under "wrong". parts: the tensors that the quantiser reads of the
+    product. Empty on GPUs without such a kernel.
     """
     if not candidates(problem_of(fused, target_of(torch.device("cuda")))):
         return {}
@@ -200,8 +201,9 @@ def _beside_a_quantiser(fused: Arguments, parts: Callable[..., Any], options: di
         x, *others = parts(multiply(plain))
         QUANTIZE(x, name, [-1], layout="swizzled", outer=fused.result_outer, operands=others, **options)
 
-    times = [graph_time([call] * CALLS) for call in (partial(multiply_quantized, fused), apart)]
-    return {"us": round(times[0], 2), "product and quantiser us": round(times[1], 2)}
+    found, wrong = _by_each_kernel([fused] * CALLS)
+    found["product and quantiser us"] = round(graph_time([apart] * CALLS), 2)
+    return found | ({"wrong": wrong} if wrong else {})
 
 
 def _operand(name: str | None, rows: int, columns: int) -> Operand:

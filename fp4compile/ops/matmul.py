@@ -10,7 +10,7 @@
     fp4compile::scaled_grouped_mm(a, ..., b, ..., offs, rows, out_dtype, fast_accumulation) -> the products of groups
     fp4compile::scaled_mm_gathered(a, ..., b, ..., index, out_dtype) -> product
     fp4compile::scaled_mm_library, fp4compile::scaled_grouped_mm_library -> a product by one call of a library
-    fp4compile::scaled_mm_two_ctas(as scaled_mm, offs) -> product, or the products of groups of rows, on pairs of CTAs
+    fp4compile::scaled_mm_two_ctas(as scaled_mm_quantized) -> what the op of the epilogue's end returns, in a list
 
 `scaled_mm`. A [..., M, K] and B [..., N, K] are both stored with the contraction last; an operand without a format is
 plain. epilogue: steps that follow the product, which is rounded to out_dtype (`formats.epilogue`); `operands` are the
@@ -35,10 +35,12 @@ with an expert for each.
 
 `passes.lower` puts the library ops into a graph. Inductor cannot lower `aten._scaled_mm_v2` with swizzled scales; torch
 up to 2.13 has no fake implementation of the block-scaled grouped product; and Inductor cannot time products of views
-(`_compat.times_products`). `scaled_mm_two_ctas` is there because Inductor compiles kernels of a graph as Triton and not
-as Gluon. Inductor leaves ops without a lowering as they are.
+(`_compat.times_products`). `scaled_mm_two_ctas` multiplies on pairs of CTAs, for `scaled_mm`, `scaled_mm_quantized`,
+`scaled_mm_amax` or, with offs, `scaled_grouped_mm`. It is there because Inductor compiles kernels of a graph as Triton
+and not as Gluon. Inductor leaves ops without a lowering as they are.
 """
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -128,29 +130,6 @@ SCALED_MM = define(
 )
 
 
-def _on_two_ctas(*args: Any) -> Arguments:
-    *of_product, offs = args
-    x = replace(dense(*of_product), offs=offs)
-    if offs is not None:
-        _check_grouped(x)
-    return x
-
-
-def scaled_mm_two_ctas_kernels(*args: Any) -> torch.Tensor:
-    """`scaled_mm` on pairs of CTAs; with offs, the products of groups of rows, as of `scaled_grouped_mm`."""
-    return multiply.scaled_mm_two_ctas(_on_two_ctas(*args))
-
-
-SCALED_MM_TWO_CTAS = define(
-    f"scaled_mm_two_ctas({_OPERANDS}, Tensor? bias, ScalarType out_dtype, Tensor[] operands, str[]? epilogue,"
-    " ScalarType dtype, Tensor? offs) -> Tensor",
-    reference=lambda *args: _by_reference(_on_two_ctas(*args)),
-    shapes=lambda *args: _like_product(_on_two_ctas(*args)),
-    kernels=scaled_mm_two_ctas_kernels,
-    lowered=False,
-)
-
-
 # ---------------------------------------------------------------- scaled_mm_quantized
 
 
@@ -158,8 +137,8 @@ def dense_quantized(
     a, a_scales, a_outer, a_format, b, b_scales, b_outer, b_format, bias, out_dtype, operands, epilogue, dtype,
     outer=None, offs=None,
 ) -> Arguments:  # fmt: skip
-    """The arguments of `scaled_mm_quantized`."""
-    steps = Epilogue.parse(epilogue, out_dtype, dtype)
+    """The arguments of `scaled_mm_quantized` and of `scaled_mm_two_ctas`."""
+    steps = None if epilogue is None else Epilogue.parse(epilogue, out_dtype, dtype)
     left, right = operand(a, a_scales, a_outer, a_format), operand(b, b_scales, b_outer, b_format)
     return Arguments(left, right, bias, out_dtype, steps, operands, outer, offs)
 
@@ -234,6 +213,38 @@ SCALED_MM_AMAX = define(
     reference=lambda *args, **options: _amax_reference(dense_amax(*args, **options)),
     shapes=lambda *args, **options: _amax_shapes(dense_amax(*args, **options)),
     kernels=scaled_mm_amax_kernels,
+)
+
+
+# ---------------------------------------------------------------- scaled_mm_two_ctas
+
+
+def _of_result(product: Callable, quantized: Callable, amax: Callable) -> Callable[..., list[torch.Tensor]]:
+    """A function of the arguments of `scaled_mm_two_ctas`: one of these three, by the end of the epilogue."""
+
+    def found(*args: Any) -> list[torch.Tensor]:
+        x = dense_quantized(*args)
+        if x.offs is not None:
+            _check_grouped(x)
+        if x.epilogue is not None and x.epilogue.amax:
+            return amax(x)
+        return [product(x)] if x.result_spec is None else quantized(x)
+
+    return found
+
+
+def scaled_mm_two_ctas_kernels(*args: Any) -> list[torch.Tensor]:
+    """The results of `scaled_mm`, `scaled_mm_quantized`, `scaled_mm_amax` or `scaled_grouped_mm`, on pairs of CTAs."""
+    return multiply.scaled_mm_two_ctas(dense_quantized(*args))
+
+
+SCALED_MM_TWO_CTAS = define(
+    f"scaled_mm_two_ctas({_OPERANDS}, Tensor? bias, ScalarType out_dtype, Tensor[] operands, str[]? epilogue,"
+    " ScalarType dtype, Tensor? outer, Tensor? offs) -> Tensor[]",
+    reference=_of_result(_by_reference, _quantized_reference, _amax_reference),
+    shapes=_of_result(_like_product, _quantized_shapes, _amax_shapes),
+    kernels=scaled_mm_two_ctas_kernels,
+    lowered=False,
 )
 
 

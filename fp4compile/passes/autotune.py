@@ -28,7 +28,7 @@ from fp4compile import _compat
 from fp4compile.analysis.graph import ScaledMM
 from fp4compile.formats.operand import Arguments, Operand
 from fp4compile.templates.choose import Choice, to_time
-from fp4compile.templates.multiply import multiply, multiply_quantized
+from fp4compile.templates.multiply import results
 
 log = logging.getLogger("fp4compile")
 
@@ -60,8 +60,7 @@ def _fastest(product: Arguments, choices: list[Choice]) -> Choice | None:
     try:
         with unset_fake_temporarily(), torch.no_grad():
             copies = _copies(product)
-            call = multiply if product.epilogue is None or product.epilogue.quantize is None else multiply_quantized
-            times = _times([[partial(call, copy, choice=choice) for copy in copies] for choice in choices])
+            times = _times([[partial(results, copy, choice=choice) for copy in copies] for choice in choices])
     except torch.OutOfMemoryError as error:
         log.info("not timed: %s", error)
         return None

@@ -73,6 +73,13 @@ def multiply_amax(x: Arguments, choice: Choice | None = None) -> tuple[torch.Ten
     return out.view(*call.a.data.shape[:-1], call.problem.n), maxima
 
 
+def results(x: Arguments, choice: Choice | None = None) -> list[torch.Tensor]:
+    """What `multiply`, `multiply_quantized` or `multiply_amax` returns, by the end of the arguments' epilogue."""
+    if x.epilogue is not None and x.epilogue.amax:
+        return [*multiply_amax(x, choice)]
+    return [multiply(x, choice)] if x.result_spec is None else [*multiply_quantized(x, choice)]
+
+
 def _launched(call: Call, choice: Choice | None) -> torch.Tensor:
     p = call.problem
     shape = (*call.a.data.shape[:-1], p.n) if p.ragged is None else p.shape
@@ -122,10 +129,10 @@ def scaled_mm_group(
     return [out.view(*a.data.shape[:-1], b.data.shape[-2]) for out, (b, _) in zip(outs, members, strict=True)]
 
 
-def scaled_mm_two_ctas(x: Arguments) -> torch.Tensor:
-    """The product, or the products of groups of rows, on pairs of CTAs; else by the chosen kernel."""
-    call, pairs = call_of(x), block_scaled_two_ctas_sm100
-    return _launched(call, choose(call.problem, pairs.NAME if x.offs is None else pairs.GROUPED_NAME))
+def scaled_mm_two_ctas(x: Arguments) -> list[torch.Tensor]:
+    """`results` on pairs of CTAs; else by the chosen kernel."""
+    name = block_scaled_two_ctas_sm100.NAME if x.offs is None else block_scaled_two_ctas_sm100.GROUPED_NAME
+    return results(x, choose(problem_of(x, target_of(x.a.data.device)), name))
 
 
 # The implementations of the ops of the same names.

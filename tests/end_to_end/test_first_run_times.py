@@ -30,7 +30,7 @@ def clock(monkeypatch):
         called = getattr(calls[0], "func", None)
         if called is torch.mm:
             return BF16
-        if called is run_times.multiply:
+        if called is run_times.results:
             _, choice = calls[0].args
             return (KERNELS | OF_EXPERTS)[choice.kernel]
         if called is None:
@@ -87,13 +87,17 @@ def test_quantisers_are_measured_by_the_bytes_of_a_copy(format, reads, clock):
     assert found["of a copy"] == pytest.approx(moved / 50 / RATE, abs=0.006)
 
 
-@pytest.mark.parametrize(("what", "sizes", "kernels", "read"), [
-    ("multiplied_to_codes", (512, 512, 1024), ["gemm_block_scaled_sm100"] * 2, [(512, 512)]),
-    ("experts_to_codes", (4, 512, 256, 1024), ["gemm_grouped_quantized_sm100", "gemm_grouped_block_scaled_sm100"],
-     [(512, 256)] * 2),
+OF_CODES = ["block_scaled_sm100", *[TWO_CTAS] * _compat.two_cta_products()]
+
+
+@pytest.mark.parametrize(("what", "sizes", "names", "kernels", "read"), [
+    ("multiplied_to_codes", (512, 512, 1024), OF_CODES,
+     [*(f"gemm_{name}" for name in OF_CODES), "gemm_block_scaled_sm100"], [(512, 512)]),
+    ("experts_to_codes", (4, 512, 256, 1024), ["grouped_block_scaled_sm100"],
+     ["gemm_grouped_quantized_sm100", "gemm_grouped_block_scaled_sm100"], [(512, 256)] * 2),
 ])  # fmt: skip
-def test_a_result_in_codes_is_timed_beside_a_quantiser(what, sizes, kernels, read, monkeypatch):
-    """What is launched for each of the two times, and what the quantiser reads; nothing on other GPUs."""
+def test_a_result_in_codes_is_timed_beside_a_quantiser(what, sizes, names, kernels, read, monkeypatch):
+    """What is launched for each of the times, and what the quantiser reads; nothing on other GPUs."""
 
     def graph_time(calls):
         calls[0]()
@@ -106,7 +110,9 @@ def test_a_result_in_codes_is_timed_beside_a_quantiser(what, sizes, kernels, rea
     monkeypatch.setattr(run_times, "graph_time", graph_time)
     monkeypatch.setattr(run_times, "QUANTIZE", quantise)
     with FakeTensorMode(), dry_run(Target(100)) as launches:
-        assert getattr(run_times, what)("mxfp4", *sizes) == {"us": 8, "product and quantiser us": 8}
+        assert getattr(run_times, what)("mxfp4", *sizes) == {
+            "chosen": names[0], **{f"{one} us": 8 for one in names}, "product and quantiser us": 8
+        }  # fmt: skip
     assert [launch.kernel.__name__ for launch in launches] == kernels and found == [read]
     with FakeTensorMode(), dry_run(Target(90)):
         assert getattr(run_times, what)("mxfp4", *sizes) == {}

@@ -10,8 +10,11 @@ from tests.helpers.absent_gpu import fused_graph
 from tests.helpers.graphs import summary
 
 
-def graph_of(function, *shapes, recipe="mxfp8", **options):
-    """(the graph after the pass, fused operations, how many quantisers it fused, the launches it is lowered to)."""
+def graph_of(function, *shapes, recipe="mxfp8", lowered=None, **options):
+    """(the graph after the pass, fused operations, how many quantisers it fused, the launches it is lowered to).
+
+    lowered: takes the lowered graph.
+    """
     counts, graphs = [], []
 
     def passes(graph):
@@ -24,4 +27,6 @@ def graph_of(function, *shapes, recipe="mxfp8", **options):
         lower(graph)
 
     result = fused_graph(function, *shapes, recipe=recipe, fuse=False, then=passes, **options)
+    if lowered is not None:
+        lowered(result.graph)
     return *graphs[0], counts[0], [launch.kernel.__name__ for launch in result.launches]

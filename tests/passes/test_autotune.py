@@ -7,25 +7,30 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch._inductor.codecache as codecache
+import torch.nn.functional as F
 from torch._inductor import config
 from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 from triton.compiler.errors import CompilationError
 from triton.runtime.errors import OutOfResources, PTXASError
 
 import fp4compile
+from fp4compile import _compat
 from fp4compile.analysis.graph import scaled_mm_of
+from fp4compile.check.product_table import TWO_CTAS, Product
 from fp4compile.formats import formats, reference
 from fp4compile.formats.operand import Operand
 from fp4compile.hardware import Target
-from fp4compile.ops.matmul import SCALED_MM
+from fp4compile.ops.matmul import SCALED_MM, SCALED_MM_TWO_CTAS
 from fp4compile.passes import autotune
 from fp4compile.passes.lower import lower
 from fp4compile.templates import choose as registry
-from fp4compile.templates.choose import named
+from fp4compile.templates.choose import named, to_time
 from fp4compile.templates.gemm import library
 from fp4compile.templates.gemm.heuristics import BlockScaledConfig
 from fp4compile.templates.launch import dry_run
+from fp4compile.templates.problem import problem_of
 from tests.helpers.absent_gpu import fused_graph, launched_on
+from tests.helpers.quantising_products import graph_of
 
 LIBRARY, KERNEL = "library_block_scaled", "block_scaled_sm100"
 TILES = BlockScaledConfig(128, 128, 256, 3, 4), BlockScaledConfig(128, 256, 256, 3, 4)
@@ -103,6 +108,43 @@ def test_products_with_epilogues_are_timed(monkeypatch):
             result = fused_graph(function, (256, 512), (512, 512), (256, 512), then=lower)
             assert result.fused == 1 and result.launches[-1].constants["BN"] == 256
     assert clock.timed == [[(KERNEL, each) for each in TILES]] * 2
+
+
+@pytest.mark.skipif(not _compat.two_cta_products(), reason="Gluon has no products of pairs of CTAs")
+@pytest.mark.parametrize(("recipe", "last"), [("mxfp4", "quantize mxfp4"), ("nvfp4", "amax")])
+def test_a_graph_of_gate_and_up_has_the_fastest_kernel(recipe, last, monkeypatch):
+    """Pairs of CTAs, where they are: the op returns what the next product, or its quantiser, reads."""
+
+    def phi_mlp(x, w, w_down):
+        gate, up = F.linear(x, w).chunk(2, -1)
+        return F.linear(up * F.silu(gate), w_down)
+
+    clock, found = Clock(monkeypatch, {TWO_CTAS: 1.0, LIBRARY: 2.0}), []
+    with config.patch(max_autotune=True):
+        graph_of(phi_mlp, (4096, 512), (4096, 512), (512, 2048), recipe=recipe, lowered=found.append)
+    assert [KERNEL, TWO_CTAS] in [[name for name, _ in each] for each in clock.timed]
+    (node,) = found[0].find_nodes(op="call_function", target=SCALED_MM_TWO_CTAS)
+    assert node.args[11][-1] == last and len(node.users) == 2
+
+
+@pytest.mark.parametrize("result", ["nvfp4", "amax", ""])
+def test_results_of_every_kind_are_timed(result, monkeypatch):
+    """What is timed are launches of each choice, by the function that returns the problem's results."""
+    x = Product("nvfp4", "nvfp4", 4096, epilogue="gated", result=result).arguments()
+    choices = to_time(problem_of(x, Target(100)))
+    assert {KERNEL, *[TWO_CTAS] * _compat.two_cta_products()} <= {choice.kernel for choice in choices}
+
+    def times(sequences):
+        with dry_run(Target(100)) as launches:
+            for (call,) in sequences:
+                call()
+        assert len(launches) == len(choices)
+        return [float(launch.num_ctas == 1) for launch in launches]
+
+    monkeypatch.setattr(autotune, "_copies", lambda product: [product])
+    monkeypatch.setattr(autotune, "_times", times)
+    fastest = autotune._fastest(x, choices)
+    assert fastest.kernel == (TWO_CTAS if _compat.two_cta_products() else KERNEL)
 
 
 def test_a_candidate_without_epilogues_is_not_timed_with_one(monkeypatch):

@@ -28,6 +28,7 @@ def _edit(subject: str, name: str, path: str, old: str, new: str) -> SourceEdit:
 
 _DENSE, _MX, _POINTERS = "dense NVFP4", "dense MXFP8", "dense NVFP4 without TMA"
 _PAIRS, _EXPERTS = "pairs of CTAs", "experts on pairs of CTAs"
+_CODES_OF_PAIRS, _BOTH_OF_PAIRS = "quantised results of pairs of CTAs", "gate and up on pairs of CTAs"
 _FEW, _ROWS, _ALONG = "few rows, split K", "groups of rows", "groups along K"
 _CODES = "results of groups that are quantised"
 _AMAXES = "results of groups whose amaxes are found"
@@ -38,11 +39,11 @@ _OF_PAIRS = (
     _edit(_PAIRS, "products before the epilogue has read the sums", "gemm/two_cta_kernel_sm100",
           "        mbarrier.wait(sums_empty, sums_phase)\n", ""),
     _edit(_PAIRS, "sums that are given back before all are loaded", "gemm/two_cta_kernel_sm100",
-          "(sums.slice(i * part_cols, part_cols).load(layout),)\n        mbarrier.arrive(sums_empty)\n",
-          "(sums.slice(i * part_cols, part_cols).load(layout),)\n            if i == 0:\n"
+          "(sums.slice(i * PART_COLS, PART_COLS).load(layout),)\n        mbarrier.arrive(sums_empty)\n",
+          "(sums.slice(i * PART_COLS, PART_COLS).load(layout),)\n            if i == 0:\n"
           "                mbarrier.arrive(sums_empty)\n"),
     _edit(_PAIRS, "a part written to the buffer that TMA still reads", "gemm/two_cta_kernel_sm100",
-          "buffer = buffers.index(i % 2)", "buffer = buffers.index(0)"),
+          "buffer = output.buffers.index(i % 2)", "buffer = output.buffers.index(0)"),
     _edit(_PAIRS, "operands of the epilogue by the width of a tile", "gemm/two_cta_kernel_sm100",
           "epilogue(part, rows * n + cols,", "epilogue(part, rows * walk.BN + cols,"),
     _edit(_PAIRS, "the phase of the ring never changed", "gemm/two_cta_kernel_sm100",
@@ -58,9 +59,9 @@ _OF_PAIRS = (
     _edit(_EXPERTS, "the scales of a group's first tile for all of its tiles", "gemm/two_cta_kernel_sm100",
           "gl.max(passed, 0) + (row - start) // 128", "gl.max(passed, 0)"),
     _edit(_EXPERTS, "the first group's weights for all groups", "gemm/two_cta_kernel_sm100",
-          "return self.group * self.n + self.col", "return self.col"),
+          "[at.matrix(), at.col, b_col]", "[0, at.col, b_col]"),
     _edit(_EXPERTS, "the first group's scales of weights for all groups", "gemm/two_cta_kernel_sm100",
-          "return self.group * gl.cdiv(self.n, 128) + self.col // 128", "return self.col // 128"),
+          "[at.matrix(), at.col // 128, 2 * col_tile, 0]", "[0, at.col // 128, 2 * col_tile, 0]"),
     _edit(_EXPERTS, "the first group's outer scale for all groups", "gemm/two_cta_kernel_sm100",
           "a_outer = a_outer_ptr + at.group", "a_outer = a_outer_ptr"),
     _edit(_EXPERTS, "tiles of groups counted in 128 rows", "gemm/two_cta_kernel_sm100",
@@ -70,6 +71,28 @@ _OF_PAIRS = (
           "gl.where(after[i] <= tile_m, scales[i], 0)", "gl.where(after[i] <= tile_m + 1, scales[i], 0)"),
     _edit(_EXPERTS, "offsets of a lane's own groups for those before", "gemm/two_cta_kernel_sm100",
           "group = (lane - 1) * each + i", "group = lane * each + i"),
+    _edit(_CODES_OF_PAIRS, "scales behind the last block not cleared", "gemm/two_cta_kernel_sm100",
+          "(row + rows_of(byte) < m) & (first + columns_of(byte) < blocks)", "row + rows_of(byte) < m"),
+    _edit(_CODES_OF_PAIRS, "scales behind the last row not cleared", "gemm/two_cta_kernel_sm100",
+          "(row + rows_of(byte) < m) & (first + columns_of(byte) < blocks)", "first + columns_of(byte) < blocks"),
+    _edit(_CODES_OF_PAIRS, "scales by the tiles of a pair", "gemm/two_cta_kernel_sm100",
+          "[row // 128, first // 4, 0, 0]", "[row // 256, first // 4, 0, 0]"),
+    _edit(_CODES_OF_PAIRS, "codes by elements, not by units of two", "gemm/two_cta_kernel_sm100",
+          "                col0 = col0 // 2  # units of two codes\n", ""),
+    _edit(_CODES_OF_PAIRS, "parts written while TMA reads the two before", "gemm/two_cta_kernel_sm100",
+          "tma.store_wait(1)", "tma.store_wait(3)"),
+    _edit(_BOTH_OF_PAIRS, "the sums of gate for those of up", "gemm/two_cta_kernel_sm100",
+          "rescale_columns(loaded[parts + i], pair_factor", "rescale_columns(loaded[i], pair_factor"),
+    _edit(_BOTH_OF_PAIRS, "the outer scale of gate for up", "gemm/two_cta_kernel_sm100",
+          "a_outer, b_outer + b_outer_step, rescale", "a_outer, b_outer, rescale"),
+    _edit(_BOTH_OF_PAIRS, "scales of up from the second row of tiles on", "gemm/two_cta_kernel_sm100",
+          "[b_scale_size, col_tiles * 512, 256, 1]", "[col_tiles * 512, col_tiles * 512, 256, 1]"),
+    _edit(_BOTH_OF_PAIRS, "the amax of the last tile alone", "gemm/two_cta_kernel_sm100",
+          "amax = gl.maximum(amax, gl.where((row0 + rows_of(found) < m) & (col0 < n), found, 0))",
+          "amax = gl.where((row0 + rows_of(found) < m) & (col0 < n), found, 0)"),
+    _edit(_BOTH_OF_PAIRS, "the amax of one CTA of a pair", "gemm/two_cta_kernel_sm100",
+          "2 * gl.program_id(0) + gl.arange(0, 2, halves.type.layout)",
+          "2 * gl.program_id(0) + 0 * gl.arange(0, 2, halves.type.layout)"),
 ) if _compat.two_cta_products() else ()  # fmt: skip
 SOURCE_EDITS = (
     # dense products

@@ -19,6 +19,7 @@ from fp4compile.check.simulate.run import Kernel, Schedule
 from fp4compile.check.simulation import multiplied
 from fp4compile.check.values import ENDS
 from fp4compile.check.values import GROUP_ROWS as ROWS
+from fp4compile.formats.epilogue import AMAX
 from fp4compile.hardware import Target
 from fp4compile.templates.launch import Launch
 from tests.simulate.quantised_results import differences
@@ -94,12 +95,23 @@ def _after_steps(name: str, label: str, rows: int, columns: int) -> Subject:
 _EVERY = 1000  # edits
 _GROUPS = {"groups": len(ENDS)}
 _EXPERTS = Product("nvfp4", "nvfp4", ROWS, 256, 640, epilogue="pair", result="nvfp4_one_level", **_GROUPS)
+_QUANTISED = Product("nvfp4", "nvfp4", 400, 280, 672, "gated", result="nvfp4", kernel=TWO_CTAS)
+
+
+def _gate_and_up(simulator: Simulator) -> list[str]:
+    """What is wrong with the codes and scales, and with the amax, of one result of two products."""
+    both = replace(_QUANTISED, n=384, epilogue="pair")
+    return differences(both, simulator) + differences(replace(both, result=AMAX), simulator)
+
+
 _PAIRS = (
     (replace(_product("pairs of CTAs", f"512x8192x8192, gated, by {TWO_CTAS} nvfp4 x nvfp4", 2,
                       {"m": 400, "n": 272, "k": 672}), most=9),
      replace(_product("experts on pairs of CTAs",
                       f"8192x2048x4096, 64 groups, by {EXPERTS_BY_TWO_CTAS} nvfp4 x nvfp4", 4,
-                      _GROUPS | {"m": 2 * ROWS, "n": 272, "k": 672}), most=9))
+                      _GROUPS | {"m": 2 * ROWS, "n": 272, "k": 672}), most=9),
+     Subject("quantised results of pairs of CTAs", partial(differences, _QUANTISED), 2, most=2),
+     Subject("gate and up on pairs of CTAs", _gate_and_up, 2, most=2))
     if _compat.two_cta_products() else ()
 )  # fmt: skip
 SUBJECTS = (

@@ -15,7 +15,7 @@ import triton.language as tl
 
 import fp4compile
 from fp4compile import _compat, config
-from fp4compile.check.product_table import EXPERTS_BY_TWO_CTAS
+from fp4compile.check.product_table import EXPERTS_BY_TWO_CTAS, TWO_CTAS
 from fp4compile.check.simulate.fault import Fault
 from fp4compile.check.simulate.launch import Simulator, compiled_of
 from fp4compile.distributed import compiled
@@ -226,6 +226,24 @@ def test_gate_and_up_write_the_operand_of_down(recipe, packed, monkeypatch):
     else:  # the quantisers of weights run once
         assert launches == [{"quantize_rows": 3 + 1, "gemm_block_scaled_sm100": 2},
                             {"quantize_rows": 2, "gemm_block_scaled_sm100": 3}]  # fmt: skip
+
+
+@pretending
+@pytest.mark.skipif(not _compat.two_cta_products(), reason="Gluon has no products of pairs of CTAs")
+def test_gate_and_up_on_pairs_of_ctas(monkeypatch):
+    """As if timing had chosen them: the op of a graph returns the codes and scales that down reads, with equal bits."""
+    torch.manual_seed(0)
+    model, x, results = GatedMlp().bfloat16(), torch.randn(300, 128).bfloat16(), []
+    for name, kernel in ((None, "gemm_block_scaled_sm100"), (TWO_CTAS, "gemm_block_scaled_two_ctas_sm100")):
+        of_gate = lambda product, name=name: choose(product.problem, name if product.problem.pair else None)  # noqa: E731
+        monkeypatch.setattr(lower, "fastest", of_gate)
+        backend = fp4compile.backend("mxfp8", strict=True)
+        with torch.no_grad(), simulated(monkeypatch, 100) as gpu:
+            torch._dynamo.reset()
+            results.append(torch.compile(model, backend=backend)(x))
+        assert {row.module: row.fused for row in backend.report.rows}["gate"] == "silu, mul, quantize"
+        assert gpu.counted()["package"][kernel] == 1
+    assert torch.equal(*results) and results[0].isfinite().all() and results[0].any()
 
 
 class ExpertsOfTwoWeights(GatedExperts):

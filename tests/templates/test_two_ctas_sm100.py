@@ -9,8 +9,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from fp4compile import _compat
 from fp4compile.check import product_values
-from fp4compile.check.machine_code import product_row
-from fp4compile.check.product_table import EXPERTS_BY_TWO_CTAS, TWO_CTAS, Product
+from fp4compile.check.machine_code import compile_launch, product_row
+from fp4compile.check.product_table import EXPERTS_BY_TWO_CTAS, OF_A_PAIR, TWO_CTAS, Product
 from fp4compile.check.product_values import by_every_kernel, exact_arguments
 from fp4compile.check.simulate.launch import Simulator
 from fp4compile.check.simulate.run import Schedule
@@ -18,13 +18,22 @@ from fp4compile.check.simulation import launch_key
 from fp4compile.check.values import same_bits
 from fp4compile.formats.epilogue import Epilogue
 from fp4compile.hardware import Target
-from fp4compile.ops.matmul import SCALED_GROUPED_MM, SCALED_MM, SCALED_MM_TWO_CTAS, scaled_mm_two_ctas_kernels
+from fp4compile.ops.matmul import (
+    SCALED_GROUPED_MM,
+    SCALED_MM,
+    SCALED_MM_AMAX,
+    SCALED_MM_QUANTIZED,
+    SCALED_MM_TWO_CTAS,
+    scaled_mm_two_ctas_kernels,
+)
 from fp4compile.templates.choose import candidates, choose, to_time
 from fp4compile.templates.gemm import cost
 from fp4compile.templates.gemm.block_scaled_two_ctas_sm100 import MOST_GROUPS
+from fp4compile.templates.gemm.heuristics import BlockScaledConfig, two_cta_config
 from fp4compile.templates.launch import dry_run
-from fp4compile.templates.multiply import multiply
+from fp4compile.templates.multiply import multiply, multiply_amax, results
 from fp4compile.templates.problem import problem_of
+from tests.simulate.quantised_results import differences
 
 pytestmark = pytest.mark.skipif(not _compat.two_cta_products(), reason="Gluon has no products of pairs of CTAs")
 
@@ -46,15 +55,51 @@ def test_only_timing_chooses_it(a, b, monkeypatch):
     assert TWO_CTAS not in candidates(large)
 
 
+@pytest.mark.parametrize(("name", "epilogue", "result"), [
+    ("nvfp4", "pair", "nvfp4"), ("mxfp8", "gated", "mxfp8"), ("nvfp4", "", "amax"),
+])  # fmt: skip
+def test_only_timing_chooses_it_for_quantised_results(name, epilogue, result):
+    """Where its larger tiles pay: for the widths of an MLP, and not where each multiprocessor has a smaller tile."""
+    large, few = (problem(name, name, m=m, n=14336, k=4096, epilogue=epilogue, result=result) for m in (4096, 128))
+    for one in (large, few):
+        assert choose(one).kernel == "block_scaled_sm100" and candidates(one) == ("block_scaled_sm100", TWO_CTAS)
+        assert choose(one, TWO_CTAS).kernel == TWO_CTAS and choose(one, TWO_CTAS).takes_epilogue
+        assert (TWO_CTAS in {choice.kernel for choice in to_time(one)}) == (one is large)
+
+
+def test_the_model_knows_what_an_epilogue_costs():
+    """A tile of 128x256 waits for it, of a pair's tiles only the last one; gate and up are twice the columns."""
+    shape = {"m": 148 * 256, "n": 4096, "k": 16384, "result": "mxfp8"}  # every multiprocessor has as many tiles
+    gated, pair = (problem("mxfp8", "mxfp8", epilogue=epilogue, **shape) for epilogue in ("gated", "pair"))
+    wide, pairs = BlockScaledConfig(128, 256, 128, 4, 4), two_cta_config(gated)
+    (one, two), (_, of_both) = ([cost.quantizing_seconds(each, config) for config in (wide, pairs)]
+                                for each in (gated, pair))  # fmt: skip
+    rounds = 2 * 4096 // 256  # of a multiprocessor; a pair has half of the rows in each
+    of_tile = 128 * 256 / 16 * cost.QUANTIZE_INSTRUCTIONS["e8m0"] / (128 * cost.ISSUED * cost.CLOCK)
+    assert one - rounds * of_tile == pytest.approx(3 / 2 * (two - of_tile))
+    assert of_both - of_tile / 2 == pytest.approx(2 * (two - of_tile))
+
+
 @pytest.mark.parametrize(("served", "b", "sm", "options"), [
     (True, "nvfp4", 100, {}), (True, "nvfp4", 100, {"n": 8184}), (True, "mxfp8", 103, {}), (True, "mxfp4", 103, {}),
     (False, "nvfp4", 103, {}), (False, "nvfp4", 120, {}), (False, "nvfp4", 90, {}),
     *((False, "nvfp4", 100, each) for each in (
-        {"batches": 4}, {"n": 8188}, {"k": 8176}, {"result": "nvfp4_one_level"}, {"groups": 4},
+        {"batches": 4}, {"n": 8188}, {"k": 8176}, {"groups": 4}, {"n": 8176, "result": "nvfp4"},
+        {"n": 8160, "result": "amax"}, {"batches": 4, "result": "nvfp4"},
+        *({"n": 8000, "epilogue": "pair", "result": result} for result in ("nvfp4", "amax")),  # no kernel takes them
     )),
+    *((True, "nvfp4", 100, each) for each in (
+        {"result": "nvfp4_te"}, {"n": 8184, "result": "nvfp4_one_level"}, {"epilogue": "pair", "result": "nvfp4"},
+        {"epilogue": "pair", "result": "amax"}, {"n": 8128, "result": "amax"},
+    )),
+    (True, "mxfp8", 103, {"n": 8145, "epilogue": "bias", "result": "mxfp8"}),
+    (False, "nvfp4", 103, {"result": "nvfp4"}),
 ])  # fmt: skip
 def test_what_it_serves(served, b, sm, options):
-    """One product whose rows of codes and of results are whole 16 bytes, on GPUs for which its code was simulated."""
+    """One product whose rows of codes and of results are whole 16 bytes, on GPUs for which its code was simulated.
+
+    The amax of a result is found where columns are whole parts of 64.
+    """
     a = "nvfp4" if b == "nvfp4" else "mxfp8"
     assert (TWO_CTAS in candidates(problem(a, b, sm, **options))) == served
 
@@ -89,6 +134,82 @@ def test_a_graph_has_an_op():
     assert same_bits(OnGpu(graph).run(*tensors), expected) == []
 
 
+# ---------------------------------------------------------------- results that are quantised
+
+
+@pytest.mark.parametrize(("operands", "result", "columns", "epilogue", "multiprocessors"), [
+    (("nvfp4_rowwise", "nvfp4_te"), "nvfp4", 544, "gated", 2), (("mxfp8_e5m2", "mxfp8"), "mxfp8", 290, "", 4),
+    (("nvfp4", "nvfp4"), "nvfp4_one_level", 384, "pair", 4), (("mxfp4", "mxfp4"), "mxfp4", 128, "pair", 2),
+    (("nvfp4", "nvfp4"), "amax", 384, "pair", 4),
+])  # fmt: skip
+def test_results_that_are_quantised(operands, result, columns, epilogue, multiprocessors):
+    """Two rows of tiles, of which pairs take several; columns end in the middle of a tile, a part and a block."""
+    product = Product(*operands, 400, columns, 416, epilogue, result=result, kernel=TWO_CTAS)
+    simulator = Simulator(Target(100, multiprocessors), Schedule(1))
+    assert differences(product, simulator) == []
+    assert [(one.num_ctas, one.constants["PAIR"]) for one in simulator.launches] == [(2, epilogue == "pair")]
+
+
+def test_an_amax_of_nan():
+    """In the last row, of the second CTA of the second pair. The entries of CTAs that are not there are 0."""
+    value = torch.zeros(400, 64, dtype=torch.bfloat16)
+    value[-1, -1] = torch.nan
+    steps = ["mul product 0.0", "add s0 aux0", "amax"]
+    x = exact_arguments(Product("nvfp4", "nvfp4", 400, 64, 416, "gated", result="amax"))
+    x = replace(x, epilogue=Epilogue.parse(steps, torch.bfloat16, torch.bfloat16), auxiliaries=[value])
+    with Simulator(Target(100, 4), Schedule(1)).running():
+        _, maxima = multiply_amax(x, choose(problem_of(x, Target(100)), TWO_CTAS))
+    assert maxima.isnan().nonzero().tolist() == [[3]] and maxima.nan_to_num().amax() == 0
+
+
+@pytest.mark.parametrize(("epilogue", "result"), [("gated", "nvfp4"), ("pair", "mxfp8"), ("pair", "amax")])
+def test_a_graph_has_an_op_of_quantised_results(epilogue, result):
+    """It returns both results, from all arguments, static outer scales and those of both matrices among them."""
+    name = "mxfp8" if result == "mxfp8" else "nvfp4"
+    product = Product(name, name, 144, 128, 288, epilogue, result=result)
+    steps = ["relu product", "mul s0 pair" if epilogue == "pair" else "mul s0 aux0"]
+    x = exact_arguments(product)
+    x = replace(x, epilogue=Epilogue.parse([*steps, x.epilogue.strings()[-1]], torch.bfloat16, torch.bfloat16))
+    choice = choose(problem_of(x, Target(100)), TWO_CTAS)
+
+    def function(*tensors):
+        a, outer, result_outer, *auxiliaries = tensors
+        return results(replace(x, a=replace(x.a, data=a), b=replace(x.b, outer=outer), result_outer=result_outer,
+                               auxiliaries=auxiliaries), choice)  # fmt: skip
+
+    tensors = x.a.data, x.b.outer, x.result_outer, *x.auxiliaries
+    with dry_run(Target(100)) as launches:
+        graph = make_fx(function)(*tensors)
+    assert not launches and sum(node.target is SCALED_MM_TWO_CTAS for node in graph.graph.nodes) == 1
+    op = SCALED_MM_AMAX if result == "amax" else SCALED_MM_QUANTIZED
+    options = {} if result == "amax" else {"outer": x.result_outer}
+    expected = op(*x.a.in_schema, *x.b.in_schema, None, x.out_dtype, x.auxiliaries, x.epilogue.strings(),
+                  torch.bfloat16, **options)  # fmt: skip
+    for found in (graph(*tensors), OnGpu(graph).run(*tensors)):
+        if result == "amax":  # which of the maxima is the largest depends on the device
+            found, expected = ([one[0], one[1].amax()] for one in (found, expected))
+        assert same_bits([*found, torch.empty(0)], [*expected, torch.empty(0)]) == []
+
+
+def test_registers_hold_most_operands_of_an_epilogue():
+    """Two 16-bit operands, or one of 32 bits, beside gate, up, and all outer scales and biases: no spills."""
+    x = Product("nvfp4_rowwise", "nvfp4_te", epilogue="pair", result="nvfp4").arguments()
+    steps = [*OF_A_PAIR, "add s4 aux0", "mul s5 aux1", "quantize nvfp4"]
+
+    x = replace(x, epilogue=Epilogue.parse(steps, torch.bfloat16, torch.bfloat16),
+                bias=torch.empty(2 * 8192, device="meta"))  # fmt: skip
+
+    def with_operands(dtype):
+        return replace(x, auxiliaries=[torch.empty(512, 8192, dtype=dtype, device="meta")] * 2)
+
+    most, more = (with_operands(dtype) for dtype in (torch.bfloat16, torch.float32))
+    assert TWO_CTAS not in candidates(problem_of(more, Target(100)))
+    with dry_run(Target(100)) as launches:
+        results(most, choose(problem_of(most, Target(100)), TWO_CTAS))
+    compiled = compile_launch(launches[0], 100)
+    assert launches[0].num_ctas == 2 and not compiled.problems and not compiled.resources.problems
+
+
 # ---------------------------------------------------------------- experts
 
 
@@ -113,7 +234,7 @@ def test_the_model_knows_what_a_pair_loads():
     one = experts("nvfp4", "nvfp4", m=148 * 1024, n=4096, k=16384)
     found = [choose(one, name) for name in ("grouped_block_scaled_sm100", EXPERTS_BY_TWO_CTAS)]
     assert [(choice.config.bm, choice.config.bn) for choice in found] == [(128, 256), (256, 256)]
-    seconds = cost.kernel_seconds(one, found[0].config), cost.two_cta_seconds(one, found[1].config)
+    seconds = cost.kernel_seconds(one, found[0].config), cost.kernel_seconds(one, found[1].config)
     assert seconds[1] == pytest.approx(seconds[0] * 2 / 3)
 
 

@@ -231,14 +231,7 @@ def _run(call: Call, config: BlockScaledConfig) -> torch.Tensor | tuple[torch.Te
     p = call.problem
     blocks = ceil_div(p.k, p.a.format.block_cols)
     even = statically_true(blocks * p.a.format.block_cols % config.bk == 0)
-    even_blocks = True
-    if p.result is not None:
-        out, scales = call.empty_codes()
-        even_blocks = statically_true(p.n % p.result.block_cols == 0)
-    elif p.amax:
-        out, scales = call.empty(), call.empty_maxima()
-    else:
-        out = scales = call.empty()
+    out, scales = call.empty_results()
     whole_rows = p.batches == 1 and statically_true(out.shape[-1] * out.element_size() % 16 == 0)
     a_outer, b_outer, bias = call.rescale_pointers(out)
     outer_step = call.b.outer.stride(0) if p.b.outer == "group" else 1
@@ -252,7 +245,7 @@ def _run(call: Call, config: BlockScaledConfig) -> torch.Tensor | tuple[torch.Te
         ceil_div(blocks, 4),
         num_warps=config.num_warps, num_stages=config.stages,
         A_ELEMENT=p.a.element, B_ELEMENT=p.b.element, SCALE=p.a.scale, BLOCK=p.a.format.block_cols,
-        PAIR=int(p.pair), EVEN_K=int(even), EVEN_BLOCKS=int(even_blocks), TMA_STORE=int(whole_rows and config.tma),
+        PAIR=int(p.pair), EVEN_K=int(even), EVEN_BLOCKS=int(call.even_blocks), TMA_STORE=int(whole_rows and config.tma),
         MAXIMA=PARTIAL_MAXIMA,
         **config.constants,
         **call.rescale_constants, EPILOGUE=call.epilogue_text,

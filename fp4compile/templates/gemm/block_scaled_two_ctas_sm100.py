@@ -4,6 +4,9 @@ Two CTAs of a cluster compute a tile of 256x256, and each stores half of its row
 the two halves of B from the shared memory of both. So a CTA loads 256 rows of operands for 128x256 results, where the
 kernel of one CTA loads 384 (`heuristics.TwoCtaConfig`).
 
+An epilogue may quantise its result, or find its amax, as the kernel of one CTA does (`device.quantized_epilogue`). TMA
+stores the block scales of a tile as well, from shared memory. Of gate and up (`Problem.pair`), each CTA loads one.
+
 With groups of rows (`gemm.grouped_block_scaled_sm100`), a pair's tile begins at a row of its group. Rows beyond the
 group's end are multiplied as well and not stored.
 
@@ -17,6 +20,7 @@ import torch
 
 from fp4compile import _compat
 from fp4compile._compat import statically_true
+from fp4compile.formats.epilogue import PARTIAL_MAXIMA
 from fp4compile.formats.groups import padded_rows
 from fp4compile.formats.layouts import TILE_ROWS, ceil_div
 from fp4compile.templates.gemm import block_scaled_sm100, cost, grouped_block_scaled_sm100
@@ -27,13 +31,14 @@ from fp4compile.templates.launch import Launch
 from fp4compile.templates.problem import Problem
 
 NAME, GROUPED_NAME = "block_scaled_two_ctas_sm100", "grouped_block_scaled_two_ctas_sm100"
+PART_COLS = 64  # columns that are quantised at a time: a thread has half of them, a block of MX or two of NVFP4
 MOST_GROUPS = 512  # whose offsets fit the registers of the warp that loads
 
 
 def _serves(p: Problem) -> bool:
-    """One product that the kernel of one CTA serves with TMA, and whose result this kernel stores."""
+    """One product that the kernel of one CTA takes, with its result, by TMA, and whose result this kernel stores."""
     one = p.ragged is None and statically_true(p.batches == 1)
-    return one and block_scaled_sm100.CANDIDATE.serves(p) and _stores(p)
+    return one and block_scaled_sm100.CANDIDATE.takes(p) and _stores(p)
 
 
 def _serves_groups(p: Problem) -> bool:
@@ -43,7 +48,7 @@ def _serves_groups(p: Problem) -> bool:
 
 
 def _stores(p: Problem) -> bool:
-    """Whether results are stored in 16 or 32 bits, in rows of whole 16 bytes, on a GPU whose code was simulated.
+    """Whether rows of the result are whole 16 bytes, on a GPU whose code was simulated.
 
     Offsets within a tile of 256 rows are 32-bit numbers. Where the simulator cannot run the code, the kernel is not
     offered: on compute capability 10.3, Gluon multiplies two FP4 operands by an instruction of 96 elements along K.
@@ -52,9 +57,21 @@ def _stores(p: Problem) -> bool:
         return False
     if p.target.sm == 103 and p.a.format.packed and p.b.format.packed:
         return False
-    plain = p.result is None and not p.pair
     rows = statically_true(p.k > 0) and tma_copies((p.a.format, p.row_bytes(p.a)), (p.b.format, p.row_bytes(p.b)))
-    return plain and rows and statically_true(p.n % 8 == 0) and not statically_true(p.n >= 2**23)
+    stored = 2 * p.n
+    if p.result is not None:
+        stored = ceil_div(p.n, p.result.block_cols) * p.result.block_cols // (2 if p.result.packed else 1)
+    return rows and statically_true(stored % 16 == 0) and not statically_true(p.n >= 2**23)
+
+
+def _quantizes(p: Problem) -> bool:
+    """With more than 4 bytes of operands for an element of the result, registers may spill."""
+    return p.operand_bytes <= 4
+
+
+def _finds_amax(p: Problem) -> bool:
+    """Only where columns are whole parts: no part has columns that do not count."""
+    return _quantizes(p) and statically_true(p.n % PART_COLS == 0)
 
 
 def _to_time(p: Problem) -> tuple[TwoCtaConfig, ...]:
@@ -64,37 +81,44 @@ def _to_time(p: Problem) -> tuple[TwoCtaConfig, ...]:
     return (config,) if cost.two_ctas_pay(p, config, one_cta.CANDIDATE.configure(p)) else ()
 
 
-def _run(call: Call, config: TwoCtaConfig) -> torch.Tensor:
+def _run(call: Call, config: TwoCtaConfig) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     p = call.problem
     if _compat.tracing():
-        b_rows = (p.n,) if p.ragged is None else (p.groups, p.n)
-        return torch.ops.fp4compile.scaled_mm_two_ctas(  # defined in `ops`, which calls this function again
+        b_rows = (p.b_rows,) if p.ragged is None else (p.groups, p.n)
+        first, *more = torch.ops.fp4compile.scaled_mm_two_ctas(  # defined in `ops`, which calls this function again
             *_in_schema(call.a, p.m), *_in_schema(call.b, *b_rows), call.bias, p.out_dtype,
             [each.view(-1) if statically_true(each.numel() == p.n) else each.view(p.m, p.n)
              for each in call.auxiliaries],
-            None if call.epilogue is None else call.epilogue.strings(), call.stored_dtype, call.offs,
+            None if call.epilogue is None else call.epilogue.strings(), call.stored_dtype, call.result_outer, call.offs,
         )  # fmt: skip
+        return (first, *more) if more else first
     # Gluon of an old Triton lacks what the kernel's file imports.
     from fp4compile.templates.gemm.two_cta_kernel_sm100 import gemm_block_scaled_two_ctas_sm100
 
-    out = call.empty()
+    out, scales = call.empty_results()
+    part_cols = PART_COLS if p.result is not None else 128 // out.element_size()
     a_outer, b_outer, bias = call.rescale_pointers(out)
     rescale = {name: value for name, value in call.rescale_constants.items() if name != "B_BATCHED"}
     groups = 0 if p.ragged is None else p.groups
-    tiles = (ceil_div(p.m, config.bm) + groups) * ceil_div(p.n, config.bn)  # with groups, at most
+    columns = config.bn // 2 if p.pair else config.bn  # of a tile
+    tiles = (ceil_div(p.m, config.bm) + groups) * ceil_div(p.n, columns)  # with groups, at most
+    pairs = max(min(p.target.multiprocessors, PARTIAL_MAXIMA) // 2, 1)
     a_scale_rows = padded_rows(p.m, groups) if groups else p.m
+    outer_step = call.b.outer.stride(0) if p.outer_of_each_matrix else 1
     Launch(
-        gemm_block_scaled_two_ctas_sm100, torch.sym_min(tiles, max(p.target.multiprocessors // 2, 1)),
-        (call.a.data, call.a.scales, a_outer, call.b.data, call.b.scales, b_outer, bias, out,
-         *call.epilogue_pointers(out), p.m, p.n, p.row_bytes(p.a), p.row_bytes(p.b), ceil_div(p.k, config.bk),
+        gemm_block_scaled_two_ctas_sm100, torch.sym_min(tiles, pairs),
+        (call.a.data, call.a.scales, a_outer, call.b.data, call.b.scales, b_outer, bias, out, scales,
+         out if call.result_outer is None else call.result_outer, *call.epilogue_pointers(out),
+         outer_step, p.m, p.n, p.row_bytes(p.a), p.row_bytes(p.b), ceil_div(p.k, config.bk),
          ceil_div(a_scale_rows, TILE_ROWS), ceil_div(p.n, TILE_ROWS), ceil_div(ceil_div(p.k, p.a.format.block_cols), 4),
          call.offs),
         {"A_ELEMENT": p.a.element, "B_ELEMENT": p.b.element, "SCALE": p.a.scale, "BLOCK": p.a.format.block_cols,
-         **rescale, "EPILOGUE": call.epilogue_text, **config.constants,
-         "PART_COLS": 128 // out.element_size(), "ISA": p.target.isa, "GROUPS": groups},
+         **rescale, "PAIR": int(p.pair), "EPILOGUE": call.epilogue_text, **config.constants,
+         "PART_COLS": part_cols, "EVEN_BLOCKS": int(call.even_blocks), "MAXIMA": PARTIAL_MAXIMA, "ISA": p.target.isa,
+         "GROUPS": groups},
         config.num_warps, num_ctas=2,
     ).run()  # fmt: skip
-    return out
+    return out if out is scales else (out, scales)
 
 
 def _in_schema(x: KernelOperand, *rows) -> tuple:
@@ -105,5 +129,5 @@ def _in_schema(x: KernelOperand, *rows) -> tuple:
 
 
 CANDIDATE = Candidate(NAME, "native", _serves, two_cta_config, _run, _to_time, takes_epilogue=lambda p: True,
-                      any_rows=True)  # fmt: skip
+                      quantizes=_quantizes, finds_amax=_finds_amax, any_rows=True)  # fmt: skip
 GROUPED = Candidate(GROUPED_NAME, "native", _serves_groups, two_cta_config, _run, _to_time, any_rows=True)

@@ -169,6 +169,19 @@ class Call:
             return self.a.data.new_zeros(self.problem.groups, dtype=torch.float32)
         return self.a.data.new_empty(PARTIAL_MAXIMA, dtype=torch.float32)
 
+    def empty_results(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Memory for codes and block scales, or for a result and maxima; for a result alone, the same tensor twice."""
+        if self.problem.result is not None:
+            return self.empty_codes()
+        out = self.empty()
+        return out, self.empty_maxima() if self.problem.amax else out
+
+    @property
+    def even_blocks(self) -> bool:
+        """Whether columns of the result are whole blocks of the codes that are stored; True without codes."""
+        p = self.problem
+        return p.result is None or statically_true(p.n % p.result.block_cols == 0)
+
     def empty_sums(self, split_k: int) -> torch.Tensor:
         """Memory for the partial sums [split_k, batches, m, n] in float32."""
         p = self.problem

@@ -152,44 +152,43 @@ def skinny_seconds(p: Problem, config: SkinnyBlockScaledConfig) -> float:
     return seconds + LAUNCH + 2 * 4 * config.split_k * p.batches * p.m * p.n / rates.l2
 
 
-def quantizing_seconds(p: Problem, config: BlockScaledConfig) -> float:
-    """Seconds of the kernel that quantises its result, without the codes that it writes.
+def quantizing_seconds(p: Problem, config: BlockScaledConfig | TwoCtaConfig) -> float:
+    """Seconds of the kernel that quantises its result, or finds its amax, without the codes or results that it writes.
 
-    Where tensor memory holds the sums of two tiles, a tile's epilogue runs beside the products of the next one.
+    Where tensor memory holds the sums of two tiles, a tile's epilogue runs beside the products of the next one. On
+    pairs of CTAs it does so, too, because registers hold all sums of a tile; the last tile's epilogue has no products
+    beside it, and the tile is large enough for that to count.
     """
-    columns = 2 * p.n if p.pair else p.n
-    product, rates, results = replace(p, n=columns), _rates(p), config.bm * config.bn * p.n // columns
+    columns, ctas = 2 * p.n if p.pair else p.n, _ctas(config)
+    product, rates, own = replace(p, n=columns), _rates(p), config.bm // ctas  # rows of a multiprocessor
     of_amax = AMAX_INSTRUCTIONS if p.ragged is None else GROUP_AMAX_INSTRUCTIONS
     more = of_amax if p.amax else QUANTIZE_INSTRUCTIONS[p.result.scale]
-    of_tile = results / 16 * more / (32 * 4 * ISSUED * CLOCK)
+    of_tile = own * config.bn * p.n // columns / 16 * more / (32 * 4 * ISSUED * CLOCK)
     tiles = row_tile_count(p, p.m, config.bm) * ceil_div(columns, config.bn)
-    epilogues = ceil_div(tiles, p.target.multiprocessors) * of_tile
-    peak = rates.fp4_triton if _fp4(p) else rates.fp8
-    loaded = (min(config.bm, p.m) + config.bn) / (config.bm + config.bn)  # TMA loads no rows that A does not have
-    products = loaded * _tiled_seconds(product, config.bm, config.bn, config.bn, peak)
-    together = max(products, epilogues) if config.two_sums else products + epilogues
+    epilogues = ceil_div(tiles, p.target.multiprocessors // ctas) * of_tile
+    peak, of_b = rates.fp4_triton if _fp4(p) else rates.fp8, config.bn // ctas
+    loaded = (min(own, p.m) + of_b) / (own + of_b)  # TMA loads no rows that A does not have
+    products = loaded * _tiled_seconds(product, config.bm, config.bn, of_b, peak, ctas)
+    if isinstance(config, TwoCtaConfig):
+        together = max(products, epilogues) + of_tile
+    else:
+        together = max(products, epilogues) if config.two_sums else products + epilogues
     return max(together, _operand_seconds(product))
 
 
 def two_ctas_pay(p: Problem, config: TwoCtaConfig, one: BlockScaledConfig) -> bool:
     """Whether pairs of CTAs multiply faster than the kernel of one CTA, with configuration `one`.
 
-    Both have the same epilogue. A symbolic number of rows, and symbolic sizes: as in `fusing_pays`. False where groups
+    Both have the same epilogue. Where it quantises the result, or finds its amax, its time counts: a kernel may have to
+    wait for it. A symbolic number of rows, and symbolic sizes: as in `fusing_pays`. False where groups
     fill less than half of a pair's tile on average: the other CTA would have nothing to do.
     """
     if not all(isinstance(size, int) for size in (p.n, p.k, p.batches)):
         return False
     each = [replace(p, m=m) for m in ([p.m] if isinstance(p.m, int) else ANY_ROWS)]
     filled = (rows.ragged is None or 2 * rows.m >= config.bm * rows.groups for rows in each)
-    return all(filled) and all(two_cta_seconds(rows, config) < kernel_seconds(rows, one) for rows in each)
-
-
-def two_cta_seconds(p: Problem, config: TwoCtaConfig) -> float:
-    """Seconds of the product by pairs of CTAs, each of which loads half of B."""
-    rates = _rates(p)
-    peak = rates.fp4_triton if _fp4(p) else rates.fp8
-    tiled = _tiled_seconds(p, config.bm, config.bn, config.bn // 2, peak, ctas=2)
-    return max(tiled, _memory_seconds(p))
+    seconds = kernel_seconds if p.result is None and not p.amax else quantizing_seconds
+    return all(filled) and all(seconds(rows, config) < seconds(rows, one) for rows in each)
 
 
 def library_seconds(p: Problem) -> float:
@@ -201,11 +200,16 @@ def library_seconds(p: Problem) -> float:
     return max(tiled, _memory_seconds(p)) + launches * LAUNCH
 
 
-def kernel_seconds(p: Problem, config: BlockScaledConfig | SkinnyBlockScaledConfig) -> float:
-    """Seconds of the Triton kernel's product."""
-    rates = _rates(p)
+def kernel_seconds(p: Problem, config: BlockScaledConfig | SkinnyBlockScaledConfig | TwoCtaConfig) -> float:
+    """Seconds of the product by a kernel of this package. Each of two CTAs loads half of B."""
+    rates, ctas = _rates(p), _ctas(config)
     peak = rates.fp4_triton if _fp4(p) else rates.fp8
-    return max(_tiled_seconds(p, config.bm, config.bn, config.bn, peak), _memory_seconds(p))
+    return max(_tiled_seconds(p, config.bm, config.bn, config.bn // ctas, peak, ctas), _memory_seconds(p))
+
+
+def _ctas(config: BlockScaledConfig | SkinnyBlockScaledConfig | TwoCtaConfig) -> int:
+    """How many CTAs, each on a multiprocessor, share a tile."""
+    return 2 if isinstance(config, TwoCtaConfig) else 1
 
 
 def _tiled_seconds(p: Problem, rows: int, columns: int, loaded: int, peak: float, ctas: int = 1) -> float:

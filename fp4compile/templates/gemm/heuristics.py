@@ -443,7 +443,8 @@ class TwoCtaConfig(LaunchConfig):
 def two_cta_config(p: Problem) -> TwoCtaConfig:
     """The one configuration: 256x256 is the largest product of a pair's matrix units.
 
-    Five stages and two buffers of 16 KB for the result take up to 222 KB of shared memory; six stages do not fit.
+    Five stages and two buffers of 16 KB for the result take up to 222 KB of shared memory; six stages do not fit. Codes
+    and their scales take less.
     Tensor memory has 512 columns. The sums of a tile take 256, scales up to 48: there is no room for two tiles' sums.
     """
     step = 256 if p.a.format.packed and p.b.format.packed else 128
