@@ -249,3 +249,11 @@ def two_cta_products() -> bool:
         return all(names <= inspect.signature(each).parameters.keys() for each, names in wanted.items())
     except (ImportError, AttributeError):
         return False
+
+
+def two_cta_products_of_groups() -> bool:
+    """Whether Triton compiles `templates.gemm.two_cta_kernel_sm100` for groups, too.
+
+    A scan (`tl.associative_scan`) returns a list in the Gluon of Triton 3.8, and a tensor in Gluon 3.9.
+    """
+    return two_cta_products() and tuple(int(part) for part in triton.__version__.split(".")[:2]) >= (3, 9)

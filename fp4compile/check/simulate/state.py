@@ -81,10 +81,12 @@ class State:
             "%laneid": thread % LANES, "%cluster_ctarank": rank, "%cluster_ctaid.x": rank,
             "%clusterid.x": cta % grid[0] // program.cluster, "%warpid": thread % program.threads // LANES,
         }  # fmt: skip
-        for along in "yz":  # a cluster is a row of CTAs
-            found[f"%clusterid.{along}"] = found[f"%ctaid.{along}"]
-        for name, count in zip(("%nctaid.x", "%nctaid.y", "%nctaid.z"), grid, strict=True):
-            found[name] = np.full(threads, count)
+        for along, count in zip("xyz", grid, strict=True):
+            found[f"%nctaid.{along}"] = np.full(threads, count)
+            clusters = count // program.cluster if along == "x" else count  # a cluster is a row of CTAs
+            found[f"%nclusterid.{along}"] = np.full(threads, clusters)
+            if along != "x":
+                found[f"%clusterid.{along}"] = found[f"%ctaid.{along}"]
         for name in ("%tid.y", "%tid.z"):
             found[name] = np.zeros(threads, np.int64)
         for name in ("%ntid.y", "%ntid.z"):

@@ -43,7 +43,7 @@ def _serves(p: Problem) -> bool:
 
 def _serves_groups(p: Problem) -> bool:
     """As `_serves`, with groups of rows."""
-    few = p.ragged == "rows" and p.groups <= MOST_GROUPS
+    few = p.ragged == "rows" and p.groups <= MOST_GROUPS and _compat.two_cta_products_of_groups()
     return few and grouped_block_scaled_sm100.CANDIDATE.serves(p) and _stores(p)
 
 
