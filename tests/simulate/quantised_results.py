@@ -18,7 +18,12 @@ from fp4compile.templates.choose import choose
 from fp4compile.templates.multiply import results
 from fp4compile.templates.problem import problem_of
 
-STEPS = {"": ["relu product"], "gated": ["relu product", "mul s0 aux0"], "pair": ["relu product", "mul s0 pair"]}
+# Of columns that are not there, the first makes 1: they must not count.
+STEPS = {
+    "": ["relu product", "add s0 1.0"],
+    "gated": ["relu product", "mul s0 aux0"],
+    "pair": ["relu product", "mul s0 pair"],
+}
 
 
 def differences(product: Product, simulator: Simulator, sizes: Sequence[int] | None = None) -> list[str]:

@@ -192,22 +192,19 @@ def test_a_graph_has_an_op_of_quantised_results(epilogue, result):
 
 
 def test_registers_hold_most_operands_of_an_epilogue():
-    """Two 16-bit operands, or one of 32 bits, beside gate, up, and all outer scales and biases: no spills."""
+    """Two 16-bit operands beside gate, up, and all outer scales and biases: no spills. It serves no more bytes."""
+    two = [torch.empty(512, 8192, dtype=torch.bfloat16, device="meta")] * 2
     x = Product("nvfp4_rowwise", "nvfp4_te", epilogue="pair", result="nvfp4").arguments()
     steps = [*OF_A_PAIR, "add s4 aux0", "mul s5 aux1", "quantize nvfp4"]
-
-    x = replace(x, epilogue=Epilogue.parse(steps, torch.bfloat16, torch.bfloat16),
+    x = replace(x, epilogue=Epilogue.parse(steps, torch.bfloat16, torch.bfloat16), auxiliaries=two,
                 bias=torch.empty(2 * 8192, device="meta"))  # fmt: skip
-
-    def with_operands(dtype):
-        return replace(x, auxiliaries=[torch.empty(512, 8192, dtype=dtype, device="meta")] * 2)
-
-    most, more = (with_operands(dtype) for dtype in (torch.bfloat16, torch.float32))
-    assert TWO_CTAS not in candidates(problem_of(more, Target(100)))
     with dry_run(Target(100)) as launches:
-        results(most, choose(problem_of(most, Target(100)), TWO_CTAS))
+        results(x, choose(problem_of(x, Target(100)), TWO_CTAS))
     compiled = compile_launch(launches[0], 100)
     assert launches[0].num_ctas == 2 and not compiled.problems and not compiled.resources.problems
+    gated = problem("nvfp4", "nvfp4", epilogue="gated", result="nvfp4")
+    served = [TWO_CTAS in candidates(replace(gated, operand_bytes=count)) for count in (4, 6)]
+    assert served == [True, False]
 
 
 # ---------------------------------------------------------------- experts
