@@ -21,7 +21,6 @@ import torch
 import triton
 import triton.language as tl
 
-from fp4compile._compat import statically_true
 from fp4compile.formats.groups import padded_rows
 from fp4compile.formats.layouts import TILE_ROWS, ceil_div
 from fp4compile.templates.device.block_scaled_tile import (
@@ -200,14 +199,12 @@ def gemm_grouped_quantized_sm100(
 
 def run(call: Call, config: BlockScaledConfig) -> tuple[torch.Tensor, torch.Tensor]:
     """Codes and swizzled block scales of the products of all groups, or results and amaxes, in one launch."""
-    p = call.problem
-    out, scales = call.empty_codes() if p.result is not None else (call.empty(), call.empty_maxima())
+    p, (out, scales) = call.problem, call.empty_results()
     row_tiles, matrices = ceil_div(p.m, TILE_ROWS), 2 if p.pair else 1
     tiles = (row_tiles + p.groups) * ceil_div(p.n, config.bn // matrices)
     table = call.offs.new_empty((tiles, 4))
     a_outer, b_outer = (out if x.outer is None else x.outer for x in (call.a, call.b))  # `out` is never read
-    block = 1 if p.result is None else p.result.block_cols
-    stored_cols = p.n if p.result is None else ceil_div(p.n, block) * block // 2
+    stored_cols = p.n if p.result is None else ceil_div(p.n, p.result.block_cols) * p.result.block_cols // 2
     each = {"group": 1, "row": p.b_rows}.get(p.b.outer, 0)  # outer scales of a matrix of b
     to_pair = p.groups * each if p.two_weights else p.n if p.b.outer == "row" else 0
     launch(
@@ -221,7 +218,7 @@ def run(call: Call, config: BlockScaledConfig) -> tuple[torch.Tensor, torch.Tens
         A_ELEMENT=p.a.element, B_ELEMENT=p.b.element, SCALE=p.a.scale, BLOCK=p.block, A_OUTER=p.a.outer,
         B_OUTER=p.b.outer, PAIR=int(p.pair) + int(p.two_weights), EPILOGUE=call.epilogue_text,
         GROUPS=triton.next_power_of_2(p.groups),
-        EVEN_BLOCKS=int(statically_true(p.n % block == 0)), ALIGN=power_of_two(stored_cols, 16),
+        EVEN_BLOCKS=int(call.even_blocks), ALIGN=power_of_two(stored_cols, 16),
         **config.constants, ISA=p.target.isa,
     )  # fmt: skip
     return out, scales
