@@ -282,7 +282,7 @@ def amax_differences(x: Arguments, choice: Choice | None = None) -> list[str]:
     """Differences between a kernel that finds the amax of its result, and one that does not.
 
     The results must be equal in every bit. The largest of the partial maxima must be the amax of the result; with
-    groups, each maximum must be the amax of its group. choice: as of `quantised_differences`.
+    groups, each maximum must be the amax of its group. choice: the kernel; None takes the one that `choose` names.
     """
     got, maxima = multiply_amax(x, choice)
     value = _stored_plainly(x).cpu()

@@ -78,7 +78,7 @@ def test_packed_experts(monkeypatch):
 
 
 @pretending
-@pytest.mark.skipif(not _compat.two_cta_products_of_groups(), reason="Gluon has no products of pairs of CTAs")
+@pytest.mark.skipif(not _compat.two_cta_products_of_groups(), reason="Gluon cannot compile groups on pairs of CTAs")
 def test_experts_on_pairs_of_ctas(monkeypatch):
     """As if timing had chosen them, for any number of tokens: the op of a graph runs the kernel, with equal bits.
 

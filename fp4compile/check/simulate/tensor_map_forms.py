@@ -7,7 +7,7 @@ Sources and confidence:
   `fence.proxy.tensormap` first (PTX ISA, "membar / fence"). High for the need of both; medium that a barrier may
   stand between a warp that acquires and another one that uses the map, which is how Triton compiles kernels.
 - The copy begins with a meeting of the warp, whose first thread has made the map: `.sync.aligned` lets threads wait for
-  each other, and ptxas makes a WARPSYNC of it, as of `bar.warp.sync`, before the lanes load the map. Triton has a
+  each other, and ptxas puts a WARPSYNC, which `bar.warp.sync` becomes, before the lanes load the map. Triton has a
   `bar.warp.sync` there from 3.9 on. Medium: the PTX ISA does not say that `.sync` orders memory.
 """
 
