@@ -13,10 +13,10 @@ from fp4compile.registration import register_with_accelerate, register_with_tran
 from fp4compile.report.explain import explain
 from fp4compile.report.report import Report
 from fp4compile.weights.buffers import make_shardable_
-from fp4compile.weights.cache import refresh
 from fp4compile.weights.export import export_packed
 from fp4compile.weights.files import load_packed, save_packed
 from fp4compile.weights.pack import pack_
+from fp4compile.weights.writes import refresh
 
 __version__ = "0.1.0"  # pyproject.toml reads it here
 

@@ -149,6 +149,38 @@ def _is_ours(kernel: Any) -> bool:
     return (getattr(kernel, "__module__", None) or "").startswith(f"{__package__}.")
 
 
+_DATA = torch._C.TensorBase.data
+
+
+def set_data(tensor: torch.Tensor, data: torch.Tensor) -> None:
+    """`tensor.data = data` as torch has it, without what `watch_data` adds."""
+    _DATA.__set__(tensor, data)
+
+
+@functools.cache
+def watch_data(
+    read: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
+    assigned: Callable[[torch.Tensor, torch.Tensor, int], object],
+) -> None:
+    """Make `tensor.data` return what `read` makes of it, and call `assigned` after `tensor.data = value`.
+
+    Adds a property `data` to `torch.Tensor`, above that of its base class in C++; seen in torch 2.11 to 2.15. Dynamo
+    knows the attribute by its name. read: takes the tensor and what torch returns. assigned: takes both tensors, and
+    the address of the storage object that the first one had before, 0 where it had none.
+    """
+
+    def get(tensor: torch.Tensor) -> torch.Tensor:
+        return read(tensor, _DATA.__get__(tensor))
+
+    def set(tensor: torch.Tensor, value: torch.Tensor) -> None:
+        before = tensor.untyped_storage()._cdata if torch._C._has_storage(tensor) else 0
+        _DATA.__set__(tensor, value)
+        if torch._C._has_storage(tensor):
+            assigned(tensor, value, before)
+
+    torch.Tensor.data = property(get, set, doc=_DATA.__doc__)
+
+
 @functools.cache
 def watch_process_groups(told: Callable[[], object]) -> bool:
     """Make torch.distributed call `told` whenever its default process group is set or destroyed.

@@ -33,7 +33,7 @@ from fp4compile.report.report import PassRun, Report, Row
 from fp4compile.report.rule_names import out_of_reach, without_layer
 from fp4compile.report.stored_rows import Outcome
 from fp4compile.roofline.time_terms import GraphLaunches
-from fp4compile.weights.cache import marking
+from fp4compile.weights.writes import marking, watch
 
 _JOINT_SLOT, _LOWER_SLOT = "joint_custom_pre_pass", "post_grad_custom_post_pass"
 
@@ -143,6 +143,7 @@ class Backend:
 
     def __post_init__(self) -> None:
         _watch_dynamo()
+        watch()
         report = Report(self.recipe.name, graphs=0, rules=self.recipe.rules)
         object.__setattr__(self, "_own", self._join(_Shared(report)))
 

@@ -34,16 +34,8 @@ from fp4compile.passes.merge_quantize import share
 from fp4compile.passes.notes import note_joined
 from fp4compile.report.report import PassRun
 from fp4compile.templates.choose import Choice, quantized
-from fp4compile.weights.cache import (
-    Form,
-    Piece,
-    changes_are_seen,
-    form,
-    in_group,
-    joined_parts,
-    packed_pair,
-    packed_weight,
-)
+from fp4compile.weights.cache import Form, Piece, form, joined_parts, packed_pair, packed_weight
+from fp4compile.weights.writes import changes_are_seen, in_group
 
 log = logging.getLogger("fp4compile")
 

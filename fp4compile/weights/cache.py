@@ -10,33 +10,21 @@ The packed tensors are used while the weight's storage, address, shape, strides,
 unchanged. After a change the weight is quantised again, into the same memory if it fits, because CUDA graphs hold the
 address of that memory.
 
-Some writes do not raise the version counter. So three kinds of event mark the storages that they may have written to:
-the steps of all optimisers, because fused ones raise no counter; every forward and backward run of a training graph of
-this backend, for the parameters that it trains, because any code may update them after it; and the beginning and the
-end of torch.distributed's default process group, because collectives raise no counter. While there is such a group,
-weights are quantised at every call, unless the user promises to tell of writes (`Form.promised`); then every mark is
-one of all storages, because FSDP gathers weights from shards in other storages. The user calls `refresh` to mark
-storages after a write that cannot be detected.
+Writes that raise no version counter are seen by `weights.writes`, which marks the storage, or keeps the counters of
+other tensors on it. While torch.distributed has its default process group, weights are quantised at every call, unless
+the user promises to call `refresh` after collectives (`Form.promised`).
 """
 
 import functools
-import itertools
 import threading
-import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import torch
-import torch.distributed
-from torch.multiprocessing.reductions import StorageWeakRef
-from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_post_hook
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from fp4compile import _inductor_patches
 from fp4compile.ops.quantize import QUANTIZE
+from fp4compile.weights.writes import NEVER, Storage, changes_are_seen, tracked
 
 _ATTRIBUTE = "_fp4compile_packed"
 
@@ -102,22 +90,6 @@ def form(
 _form = functools.cache(Form)
 
 
-class _Storage:
-    """A storage from which a weight was packed, and the number of its last mark (0: never marked).
-
-    While the weak reference exists, no other storage object gets the same address.
-    """
-
-    def __init__(self, storage: torch.UntypedStorage):
-        self.reference = StorageWeakRef(storage)
-        self.address: int = self.reference.cdata
-        self.mark = 0
-
-
-# By address of the storage object; an entry disappears with the last weight that was packed from the storage.
-_storages: weakref.WeakValueDictionary[int, _Storage] = weakref.WeakValueDictionary()
-_marks = itertools.count(1)
-_NEVER = -1  # no storage has this mark
 _lock = threading.Lock()
 
 
@@ -125,13 +97,14 @@ _lock = threading.Lock()
 class _Packed:
     """Packed tensors (data, scales, outer scale), and the weight's observable state when they were made.
 
-    Storage and address imply the offset and the device. mark: the storage's mark; _NEVER where the tensors must not be
-    used again.
+    Storage and address imply the offset and the device. mark: the storage's mark; NEVER where the tensors must not be
+    used again. writes: the storage's writes.
     """
 
     tensors: tuple[torch.Tensor, ...]
-    storage: _Storage
+    storage: Storage
     mark: int
+    writes: int
     version: int
     address: int
     shape: torch.Size
@@ -142,6 +115,7 @@ class _Packed:
         """Whether the weight's observable state is unchanged."""
         return (
             self.mark == self.storage.mark
+            and self.writes == self.storage.writes
             and self.version == weight._version
             and self.address == weight.data_ptr()
             and self.storage.address == weight.untyped_storage()._cdata
@@ -274,10 +248,11 @@ def _pack(weight: torch.Tensor, form: Form) -> tuple[torch.Tensor, ...]:
     kept = forms.packed.get(form)
     if kept is not None and kept.fits(weight):
         return kept.tensors  # another thread packed it meanwhile
-    storage = _tracked(weight.untyped_storage())
+    storage = tracked(weight.untyped_storage())
     # The mark is read before the contents. So a write or a mark from now on makes the packed weight out of date.
-    mark = storage.mark if changes_are_seen() or form.promised else _NEVER
-    seen = (storage, mark, weight._version, weight.data_ptr(), weight.shape, weight.stride(), weight.dtype)
+    mark = NEVER if storage.shared or not (changes_are_seen() or form.promised) else storage.mark
+    seen = (storage, mark, storage.writes, weight._version, weight.data_ptr(), weight.shape, weight.stride(),
+            weight.dtype)  # fmt: skip
     fresh = _quantize(weight, form)
     if kept is not None and all(map(_alike, kept.tensors, fresh)):
         for old, new in zip(kept.tensors, fresh, strict=True):
@@ -288,19 +263,6 @@ def _pack(weight: torch.Tensor, form: Form) -> tuple[torch.Tensor, ...]:
         torch.cuda.current_stream(weight.device).synchronize()
     forms.packed[form] = _Packed(fresh, *seen)
     return fresh
-
-
-def changes_are_seen() -> bool:
-    """Whether packed weights may be kept now: not while torch.distributed has its default process group.
-
-    Collectives and FSDP fill storages without raising a version counter. The first call installs the hooks of `_watch`.
-    """
-    return _watch() and not in_group()
-
-
-def in_group() -> bool:
-    """Whether torch.distributed has its default process group."""
-    return torch.distributed.is_available() and torch.distributed.is_initialized()
 
 
 def _alike(old: torch.Tensor, new: torch.Tensor) -> bool:
@@ -314,107 +276,3 @@ def _quantize(weight: torch.Tensor, form: Form) -> tuple[torch.Tensor, ...]:
             source, form.format, form.dim, layout=form.layout, scale_rule=form.scale_rule, each_matrix=form.grouped
         )
     )
-
-
-def _tracked(storage: torch.UntypedStorage) -> _Storage:
-    known = _storages.get(storage._cdata)
-    if known is None:
-        known = _storages[storage._cdata] = _Storage(storage)
-    return known
-
-
-def refresh(model: torch.nn.Module | torch.Tensor | Iterable[torch.Tensor] | None = None) -> None:
-    """Make the next inference call quantise weights again, after a write that fp4compile cannot detect.
-
-    Such a write goes through `parameter.data`, through numpy, or through another tensor on the parameter's memory that
-    does not share its version counter; or a kernel outside PyTorch, the replay of a CUDA graph or a collective of
-    torch.distributed makes it.
-
-    model: a module, a tensor, or an iterable of tensors, whose storages are marked as changed. Every weight in one of
-        these storages is quantised again. None marks the storage of every packed weight. So does every `model` while
-        torch.distributed has its default process group: FSDP gathers weights into other storages than its parameters'.
-
-    Raises TypeError for anything else.
-    """
-    if model is None:
-        _mark_all()
-        return
-    if isinstance(model, torch.nn.Module):
-        model = itertools.chain(model.parameters(), model.buffers())
-    elif isinstance(model, torch.Tensor):
-        model = [model]
-    elif not isinstance(model, Iterable):
-        raise TypeError(f"model: expected a module, a tensor, tensors or None, got {type(model).__name__}")
-    tensors = list(model)
-    for tensor in tensors:
-        if not isinstance(tensor, torch.Tensor):
-            raise TypeError(f"model: expected a module, a tensor, tensors or None, got a {type(tensor).__name__} in it")
-    _mark(tensors)
-
-
-def _mark(tensors: Iterable[Any]) -> None:
-    """Mark the storages of tensors, or of all packed weights while FSDP may gather weights from the tensors."""
-    if in_group():
-        _mark_all()
-    elif _storages:
-        _mark_storages(_addresses(tensors))
-
-
-def _mark_all() -> None:
-    _mark_storages([storage.address for storage in _storages.values()])
-
-
-def _mark_storages(addresses: Iterable[int]) -> None:
-    for address in addresses:
-        storage = _storages.get(address)
-        if storage is not None:
-            storage.mark = next(_marks)
-
-
-def _addresses(tensors: Iterable[Any]) -> Iterator[int]:
-    """The addresses of the storage objects of tensors, and of the tensors inside a wrapper subclass."""
-    for tensor in tensors:
-        if is_traceable_wrapper_subclass(tensor):
-            names, _ = tensor.__tensor_flatten__()
-            yield from _addresses(getattr(tensor, name) for name in names)
-        elif isinstance(tensor, torch.Tensor) and torch._C._has_storage(tensor):
-            yield tensor.untyped_storage()._cdata
-
-
-@functools.cache
-def _watch() -> bool:
-    """Make optimiser steps mark their parameters, and process groups mark all storages; see `changes_are_seen`.
-
-    Returns False where process groups cannot be watched in this version of torch. A second call changes nothing.
-    """
-    register_optimizer_step_post_hook(_stepped)
-    return _inductor_patches.watch_process_groups(refresh)
-
-
-@torch.compiler.disable
-def _stepped(optimizer: Optimizer, args: tuple, kwargs: dict) -> None:
-    _mark(tensor for group in optimizer.param_groups for tensor in group["params"])
-
-
-def marking(compiled: Callable, parameters: Sequence[int]) -> Callable:
-    """A compiled training graph whose every run, forward and backward, marks the storages of its parameters.
-
-    parameters: the positions of the parameters among the arguments.
-    """
-
-    @functools.wraps(compiled)
-    def call(*args: Any) -> Any:
-        weights = [args[i] for i in parameters]
-        outputs = compiled(*args)
-        _mark(weights)
-
-        @torch.compiler.disable
-        def mark(*gradients: Any) -> None:
-            _mark(weights)
-
-        # A weight that is packed between forward and backward is older than the update that follows the backward.
-        for node in {tensor.grad_fn for tensor in outputs if isinstance(tensor, torch.Tensor)} - {None}:
-            node.register_hook(mark)
-        return outputs
-
-    return call

@@ -13,7 +13,7 @@ if {"--launches", "--prologues"} & {*sys.argv}:  # before Triton is imported
 
 import torch
 
-from tests.fuzz import every_prologue, layers, models, pool, weights  # noqa: F401 (some register the kinds of steps)
+from tests.fuzz import every_prologue, layers, models, pool, weights, writes  # noqa: F401 (some register the kinds of steps)
 from tests.fuzz.compare import Finding, Fuzzer
 from tests.fuzz.kinds import KINDS
 from tests.fuzz.launches import LaunchFuzzer
@@ -34,6 +34,8 @@ def main() -> int:
     if options.prologues:
         in_interpreter.be_quick()
         return min(1, every_prologue.search(*options.prologues))
+    if options.writes:
+        return min(1, writes.search(options.seed, options.count))
     if options.jobs > 1 or options.records:
         return pool.fuzz(options)
     fuzzer = fuzzer_of(options)
@@ -91,6 +93,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--launches", action="store_true", help="launch every op in Triton's interpreter")
     parser.add_argument("--prologues", nargs=2, type=int, metavar=("PART", "OF"),
                         help="launch a part of all quantisers with a prologue: 0 1 for all of them")  # fmt: skip
+    parser.add_argument("--writes", action="store_true", help="sequences of writes to weights, whose packed forms must "
+                        "never be older")  # fmt: skip
     parser.add_argument("--only", nargs="*", default=[], choices=[*KINDS], help="kinds of steps to draw from (all)")
     parser.add_argument("--stop", type=int, default=1000, help="end after so many findings")
     parser.add_argument("--no-shrink", action="store_true", help="print findings as they are met")

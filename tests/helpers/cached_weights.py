@@ -30,3 +30,10 @@ def assert_current(compiled, model, x):
     """The compiled model's inference is that of its present weights."""
     with torch.no_grad():
         torch.testing.assert_close(compiled(x), uncached_two(model, x), rtol=1e-5, atol=1e-5)
+
+
+def write_unseen(weight, factor):
+    """Multiply a weight by a factor, as a collective or a kernel that PyTorch does not know would."""
+    memory = weight.detach().new_empty(0)
+    memory.set_(weight.untyped_storage(), weight.storage_offset(), weight.shape, weight.stride())
+    memory.mul_(factor)

@@ -3,8 +3,10 @@
 import gc
 import multiprocessing
 import os
+import sys
 import time
 from collections.abc import Callable, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from os import PathLike
 from pathlib import Path
@@ -33,6 +35,18 @@ def end() -> None:
     if dist.is_initialized():
         gc.collect()
         dist.destroy_process_group()
+
+
+@contextmanager
+def alone():
+    """The default process group of one rank."""
+    hook = sys.excepthook  # each beginning of a group puts another one before it
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+        sys.excepthook = hook
 
 
 def run_ranks(

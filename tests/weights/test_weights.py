@@ -12,7 +12,7 @@ import fp4compile
 from fp4compile.analysis.find import Input
 from fp4compile.passes.hoist import Hoisted, Recipient, hoist
 from fp4compile.weights.cache import form, packed_weight
-from tests.helpers.cached_weights import RECIPE, assert_current, two_layers, uncached
+from tests.helpers.cached_weights import RECIPE, assert_current, two_layers, uncached, write_unseen
 from tests.helpers.graphs import compile_recorded
 from tests.helpers.rewritten import rewritten
 
@@ -197,7 +197,7 @@ def test_changed_weight_is_seen(change, device, mode):
 def custom_step(model):
     """An optimiser of the user's own, which nothing tells of."""
     for parameter in model.parameters():
-        parameter.data.sub_(0.5 * parameter.grad.sign())
+        write_unseen(parameter, -0.5)
 
 
 def test_evaluation_between_training_steps():
@@ -236,7 +236,7 @@ def test_any_update_after_a_run_of_a_training_graph_is_seen():
     custom_step(model)
     assert_current(compiled, model, x)
     compiled(x)  # a search without gradients needs no backward
-    model[0].weight.data.mul_(-1.5)
+    write_unseen(model[0].weight, -1.5)
     assert_current(compiled, model, x)
 
 

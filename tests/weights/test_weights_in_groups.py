@@ -1,6 +1,6 @@
 """Packed weights of graphs that were compiled before torch.distributed began: its writes raise no version counter."""
 
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -13,10 +13,12 @@ import fp4compile
 from fp4compile import _inductor_patches
 from fp4compile.passes import hoist
 from fp4compile.weights import cache as weight_cache
+from fp4compile.weights import writes
 from fp4compile.weights.cache import form, packed_weight
 from tests.helpers import group_partner, process_groups
-from tests.helpers.cached_weights import uncached
+from tests.helpers.cached_weights import uncached, write_unseen
 from tests.helpers.graphs import compile_recorded
+from tests.helpers.process_groups import alone
 from tests.helpers.programs import Program
 
 pytestmark = pytest.mark.skipif(not dist.is_available(), reason="torch was built without torch.distributed")
@@ -39,16 +41,6 @@ WRITES = {
     "all_reduce(weight.data)": (lambda weight: dist.all_reduce(weight.data), "reduce"),
     "recv(weight.data)": (recv, "send"),
 }
-
-
-@contextmanager
-def alone():
-    """The default process group of one rank."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        yield
-    finally:
-        dist.destroy_process_group()
 
 
 def is_current(weight, packed):
@@ -104,12 +96,12 @@ def test_weights_are_packed_at_every_call_while_there_is_a_group(packings):
     addresses = [tensor.data_ptr() for tensor in kept]
     with alone():
         for _ in range(3):
-            weight.data.mul_(-1.5)
+            write_unseen(weight, -1.5)
             packed = packed_weight(weight, form("nvfp4"))
             assert is_current(weight, packed)
             assert [tensor.data_ptr() for tensor in packed] == addresses  # CUDA graphs hold them
         assert len(packings) == 4
-        weight.data.mul_(-1.5)
+        write_unseen(weight, -1.5)
     for _ in range(2):
         assert is_current(weight, packed_weight(weight, form("nvfp4")))  # packed in the group, which ended
     assert len(packings) == 5, "kept again"
@@ -128,7 +120,7 @@ def test_a_promise_keeps_weights_while_there_is_a_group(packings):
             for _ in range(2):
                 assert is_current(weight, packed_weight(weight, promised))
             assert len(packings) == count
-            weight.data.mul_(-1.5)
+            write_unseen(weight, -1.5)
             assert not is_current(weight, packed_weight(weight, promised)), "an unseen write"
             with torch.no_grad():
                 write()
@@ -156,7 +148,11 @@ def test_inference_in_a_group(parallel, packings, caplog):
             if parallel:
                 parallelize_module(model, DeviceMesh("cpu", [0]), {"0": ColwiseParallel(use_local_output=True)})
             compiled, recorder = compile_recorded(model, fp4compile.backend("mxfp8", weight_cache=cache))
-            for write in (lambda weight: None, lambda weight: weight.mul_(2), lambda weight: weight.data.mul_(-1.5)):
+            for write in (
+                lambda weight: None,
+                lambda weight: weight.mul_(2),
+                lambda weight: write_unseen(local(weight), -1.5),
+            ):
                 write(layer.weight)
                 if quantised_once:
                     fp4compile.refresh(model)
@@ -200,9 +196,9 @@ def test_cuda_graphs_read_what_a_group_wrote():
     check(3)
     with alone():
         for _ in range(3):
-            layer.weight.data.mul_(-1.5)
+            write_unseen(layer.weight, -1.5)
             check(2)
-        layer.weight.data.mul_(-0.5)
+        write_unseen(layer.weight, -0.5)
     check(2)
 
 
@@ -211,7 +207,7 @@ def test_what_was_kept_before_a_group_is_out_of_date_after_it(packings):
     for each in (weight, other):
         packed_weight(each, form("nvfp4"))
     with alone():
-        weight.data.mul_(-1.5)  # and no call while the group is there
+        write_unseen(weight, -1.5)  # and no call while the group is there
     for each in (weight, other):
         assert is_current(each, packed_weight(each, form("nvfp4")))
     assert len(packings) == 4
@@ -224,7 +220,7 @@ def test_a_group_that_begins_while_a_weight_is_packed_counts(monkeypatch):
     def overtaken(weight, packed_as):
         packed = quantize(weight, packed_as)
         with alone():
-            weight.data.mul_(-1)
+            write_unseen(weight, -1)
         return packed
 
     monkeypatch.setattr(weight_cache, "_quantize", overtaken)
@@ -236,7 +232,7 @@ def test_a_group_that_begins_while_a_weight_is_packed_counts(monkeypatch):
 @pytest.mark.usefixtures("without_kernels")
 @pytest.mark.parametrize("tells", [True, False])
 def test_nothing_is_kept_where_torch_does_not_tell_of_groups(tells, packings, monkeypatch):
-    monkeypatch.setattr(weight_cache, "_watch", lambda: tells)
+    monkeypatch.setattr(writes, "watch", lambda: tells)
     compiled, recorder = compile_recorded(torch.nn.Linear(64, 48), fp4compile.backend("nvfp4"))
     with torch.no_grad():
         compiled(torch.randn(8, 64))
