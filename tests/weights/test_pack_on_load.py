@@ -121,3 +121,11 @@ def test_weights_that_stay_on_disk_are_refused(tmp_path):
         transformers.AutoModelForCausalLM.from_pretrained(
             tmp_path, quantization_config=ORDER, device_map={"model": "cpu", "lm_head": "disk"}
         )
+
+
+def test_a_recipe_beside_a_folder_that_says_how_its_layers_multiply_is_refused(tmp_path):
+    model = llama()
+    fp4compile.pack_(model, "nvfp4")
+    model.save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="recipe: what save_pretrained wrote says itself how its layers multiply"):
+        fp4compile.load_packed(llama(), tmp_path, recipe="mxfp8")
