@@ -84,6 +84,17 @@ def test_long_settings_are_compared_to_their_ends():
     assert "layers.00" not in str(error.value), "a long setting is not shown"
 
 
+def test_settings_beside_the_recipe_are_compared():
+    first, second, _ = group()
+    told = [
+        agreement.tell_groups([rank], agreement.settings_of(resolve("mxfp8"), {"passes": passes}))
+        for rank, passes in ((first, []), (second, ["hoist"]))
+    ]
+    for each in told:
+        with pytest.raises(RuntimeError, match=r"rank 1: recipe 'mxfp8' with passes=\['hoist'\]"):
+            each.compare()
+
+
 def test_another_order_is_another_list():
     first, second, _ = group()
     first.tell("mxfp8")

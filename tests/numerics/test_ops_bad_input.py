@@ -131,6 +131,8 @@ BAD_CALLS = [
     ),
     (ValueError, "a_scales: expected torch.float8_e4m3fn of", lambda: mm_of(scales=A.scales.float())),
     (ValueError, "a_scales: expected torch.float8_e4m3fn of shape (4, 4)", lambda: mm_of(scales=A.scales[:3])),
+    (ValueError, "a_scales: is on meta, a on cpu", lambda: mm_of(scales=A.scales.to("meta"))),
+    (ValueError, "a_outer: is on meta, a on cpu", lambda: mm_of(outer=A.outer.to("meta"))),
     (ValueError, "a_scales: format nvfp4 needs block scales", lambda: mm_of(scales=None)),
     (ValueError, "a_outer: expected float32 of shape () or (4, 1), got", lambda: mm_of(outer=A.outer.double())),
     (ValueError, "a_outer: expected float32 of shape () or (4, 1), got", lambda: mm_of(outer=torch.ones(2))),

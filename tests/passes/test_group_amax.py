@@ -76,14 +76,26 @@ def test_results_that_are_not_summed(mesh):
     assert found["down fprop"] == f"{reason}; {SCALE}" and found["down wgrad"] == reason
 
 
-@pytest.mark.parametrize(("operation", "proven"), [("sum", True), ("avg", False), ("max", False), ("product", False)])
-def test_only_a_sum_over_the_ranks_proves_shards(operation, proven):
+RESULTS = {
+    "sum": (lambda y: of_ranks(y, "sum"), True), "half of the sum": (lambda y: of_ranks(y[:16], "sum"), True),
+    "avg": (lambda y: of_ranks(y, "avg"), False), "max": (lambda y: of_ranks(y, "max"), False),
+    "used before": (lambda y: (of_ranks(y, "sum"), y.exp()), False),
+    "activation before": (lambda y: of_ranks(y.relu(), "sum"), False),
+}  # fmt: skip
+
+
+def of_ranks(y, operation):
+    return c10d.wait_tensor(c10d.all_reduce(y, operation, "0"))
+
+
+@pytest.mark.parametrize("case", RESULTS)
+def test_only_a_sum_over_the_ranks_proves_shards(case):
     """The largest, say, of all ranks' products is no product of tensors side by side."""
+    made_of, proven = RESULTS[case]
 
     def function(x, w):
         (a, a_scales, a_outer), (b, b_scales, b_outer) = (torch.ops.fp4compile.quantize(t, "nvfp4") for t in (x, w))
-        y = SCALED_MM(a, a_scales, a_outer, "nvfp4", b, b_scales, b_outer, "nvfp4", None, torch.float32)
-        return c10d.wait_tensor(c10d.all_reduce(y, operation, "0"))
+        return made_of(SCALED_MM(a, a_scales, a_outer, "nvfp4", b, b_scales, b_outer, "nvfp4", None, torch.float32))
 
     inputs = Input(), Input("down.weight", shards=(Shard(1, 128, "0", 2),))
     graph = make_fx(function, tracing_mode="fake")(torch.randn(32, 64), torch.randn(48, 64)).graph

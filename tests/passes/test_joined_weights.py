@@ -6,7 +6,8 @@ import torch.nn.functional as F
 from torch.fx import GraphModule
 
 from fp4compile.analysis.gemm import Input
-from fp4compile.ops.matmul import SCALED_MM_AMAX, SCALED_MM_QUANTIZED
+from fp4compile.ops.matmul import SCALED_MM, SCALED_MM_AMAX, SCALED_MM_QUANTIZED
+from fp4compile.ops.quantize import QUANTIZE
 from fp4compile.passes.fuse_quantize import fuse_quantize
 from fp4compile.passes.hoist import hoisting
 from tests.helpers.absent_gpu import fused_graph
@@ -47,12 +48,31 @@ def one_in_two_layouts(x, w_gate, w_up, w_down):
     return gated(x, w_gate, w_up.t(), w_down)
 
 
-ONE, TWO = (INNER, OUTER), (2 * INNER, OUTER)
+def codes_of(x):
+    return QUANTIZE(x, "mxfp4", layout="swizzled")[:2]
+
+
+def product(x, data, scales):
+    return SCALED_MM(*codes_of(x), None, "mxfp4", data, scales, None, "mxfp4", None, BF16)
+
+
+def packed_before_others(x, gate_data, gate_scales, up_data, up_scales, w_gate, w_up, w_down):
+    """A block of packed layers, then one of parameters."""
+    y = F.relu(product(x, gate_data, gate_scales)) * product(x, up_data, up_scales)
+    return gated(y, w_gate, w_up, w_down)
+
+
+def one_of_two_packed(x, gate_data, gate_scales, w_up, w_down):
+    return F.linear(F.relu(product(x, gate_data, gate_scales)) * F.linear(x, w_up), w_down)
+
+
+ONE, TWO, PACKED = (INNER, OUTER), (2 * INNER, OUTER), "packed"
 # Whether the two are joined: they need one form, the same piece of two parameters.
 JOINED = {
     two_parameters: ((ONE, ONE), True), the_same_half_of_two: ((TWO, TWO), True), halves_of_one: ((TWO,), False),
     other_halves_of_one: ((TWO,), False), every_other_row_of_one: ((TWO,), False),
     other_halves_of_two: ((TWO, TWO), False), one_in_two_layouts: ((ONE, ONE), False),
+    packed_before_others: ((PACKED, PACKED, ONE, ONE), True), one_of_two_packed: ((PACKED, ONE), False),
 }  # fmt: skip
 
 
@@ -63,8 +83,15 @@ CASES = [*((function, "mxfp4") for function in JOINED), (two_parameters, "nvfp4"
 def test_results_with_hoisted_weights_are_those_of_the_graph(function, recipe):
     """Planned for a GPU and computed by the reference: as the graph that quantises its weights itself, bit for bit."""
     weights, joined = JOINED[function]
-    shapes = (ROWS, OUTER), *weights, (OUTER, INNER)
-    inputs = Input(), *(Input(f"weight{place}") for place in range(len(shapes) - 1))
+    torch.manual_seed(0)
+    values = [torch.randn(ROWS, OUTER).to(BF16)]
+    for shape in (*weights, (OUTER, INNER)):
+        made = torch.randn(ONE if shape == PACKED else shape).to(BF16)
+        values += codes_of(made) if shape == PACKED else [made]
+    shapes, dtypes = [value.shape for value in values], [value.dtype for value in values]
+    names = function.__code__.co_varnames[: len(values)]
+    inputs = tuple(Input(name if name.startswith("w") else None) for name in names)
+    packed = [place for place, name in enumerate(names) if name.endswith(("data", "scales"))]
     compiled = []
 
     def inner_compile(module, example_inputs, **kwargs):
@@ -75,17 +102,17 @@ def test_results_with_hoisted_weights_are_those_of_the_graph(function, recipe):
 
     def then(graph):
         module = GraphModule({}, graph)
-        values = [node.meta["val"] for node in graph.find_nodes(op="placeholder")]
-        compiled.append(hoisting(inner_compile, inputs)(module, values, is_inference=True, static_input_idxs=[]))
+        fakes = [node.meta["val"] for node in graph.find_nodes(op="placeholder")]
+        compiled.append(hoisting(inner_compile, inputs)(module, fakes, is_inference=True, static_input_idxs=packed))
 
-    plain = fused_graph(function, *shapes, recipe=recipe, fuse=False).graph
-    fused_graph(function, *shapes, recipe=recipe, fuse=False, then=then)
+    options = {"recipe": recipe, "dtypes": dtypes, "fuse": False}
+    plain = fused_graph(function, *shapes, **options).graph
+    fused_graph(function, *shapes, **options, then=then)
     module, call = compiled
-    torch.manual_seed(0)
-    values = [torch.randn(shape).to(BF16) for shape in shapes]
     expected = GraphModule({}, plain)(*values)
     for _ in range(2):
         assert torch.equal(call([*values]), expected)
     products = [node for op in (SCALED_MM_QUANTIZED, SCALED_MM_AMAX)
                 for node in module.graph.find_nodes(op="call_function", target=op)]  # fmt: skip
-    assert any("pair" in str(node.args[11]) for node in products) == joined
+    assert len(products) == 1 + (function is packed_before_others)
+    assert {"pair" in str(node.args[11]) for node in products} == {joined}
