@@ -114,9 +114,8 @@ def plan(
 
 
 def _has_gradients(gemms: list[Gemm]) -> bool:
-    """Whether the products' graph computes gradients."""
-    of_gradients = any(gemm.product in ("dgrad", "wgrad") for gemm in gemms)
-    return of_gradients or (bool(gemms) and bool(tangent_dependent(gemms[0].node.graph)))
+    """Whether a graph of the products computes gradients: the captured graph, or the body of a region in it."""
+    return any(map(tangent_dependent, {gemm.node.graph for gemm in gemms}))
 
 
 def _decide(gemm: Gemm, recipe: Recipe, model: "Model", meta: Target | None, training: bool) -> Decision:

@@ -170,7 +170,11 @@ def _contents(
     place = Path(path)
     if place.is_dir() or _METADATA not in read_metadata(place):
         checkpoint = read_checkpoint(place, (CONFIG, HF_QUANT_CONFIG))
-        if (states := _saved_by_transformers(checkpoint)) is not None and recipe is None:
+        if (states := _saved_by_transformers(checkpoint)) is not None:
+            if recipe is not None:
+                raise ValueError(
+                    "recipe: what save_pretrained wrote says itself how its layers multiply; expected None"
+                )
             return states, checkpoint.tensors, None
         chosen = None if recipe is None else resolve(recipe)
         contents = read_published(checkpoint, chosen)

@@ -205,6 +205,52 @@ def custom_oracle(x, w):
     return Oracle.apply(x, w)
 
 
+def custom_layer(input_gradient, weight_gradient):
+    """x @ w^T with gradients of the caller's: functions of (dy, x, w)."""
+
+    class Layer(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x, w):
+            ctx.save_for_backward(x, w)
+            return x @ w.t()
+
+        @staticmethod
+        def backward(ctx, dy):
+            return input_gradient(dy, *ctx.saved_tensors), weight_gradient(dy, *ctx.saved_tensors)
+
+    return Layer.apply
+
+
+def test_a_gradient_beside_the_layers_own_is_no_input_gradient():
+    """One autograd node multiplies the weight by dy * 2 where the layer's wgrad multiplies dy."""
+    layer = custom_layer(lambda dy, x, w: (dy * 2) @ w, lambda dy, x, w: dy.t() @ x)
+    run, decisions = rewritten(lambda x: layer(x, W), UNEVEN, min_n=1, min_k=1)
+    run(tokens()).square().sum().backward()
+    assert sorted(entry[1:] for entry in roles(decisions)) == [
+        ("fprop", FPROP),
+        ("other", INPUT_ONLY),
+        ("wgrad", WGRAD),
+    ]
+
+
+@pytest.mark.parametrize(
+    "scaled",
+    [
+        lambda part: torch.add(W.detach(), part, alpha=3),
+        lambda part: torch.sub(W.detach(), part),
+        lambda part: part * 3,
+        lambda part: W.detach() + part * 3,
+    ],
+    ids=["added three times", "subtracted", "multiplied", "multiplied and added"],
+)
+def test_a_multiple_of_the_weight_gradient_is_another_product(scaled):
+    """The gradient's part is the product times a number that the layer does not have."""
+    layer = custom_layer(lambda dy, x, w: dy @ w, lambda dy, x, w: scaled(dy.t() @ x))
+    run, decisions = rewritten(lambda x: layer(x, W), UNEVEN, min_n=1, min_k=1)
+    run(tokens()).square().sum().backward()
+    assert ("", "other", MODEL_ONLY) in roles(decisions) and "wgrad" not in {entry[1] for entry in roles(decisions)}
+
+
 def test_a_fixed_feedback_matrix_is_no_input_gradient():
     """The backward multiplies the gradient by the weight of another layer, whose output has another gradient."""
     feedback = weight(96, 64)

@@ -73,6 +73,28 @@ def test_every_rank_raises_and_names_the_settings(odd, other):
         assert "recipe 'mxfp8'" in str(error.value) and "weight_cache" not in str(error.value), "what is alike"
 
 
+def test_long_settings_are_compared_to_their_ends():
+    """Static scales of a model are many: here they differ in the last one, far behind what an error shows."""
+    scales = {f"layers.{number:02}.up": 1.0 for number in range(30)}
+    settings = {"recipe": "nvfp4", "activation_scale": "static"}
+    first, second, _ = group()
+    first.tell(settings, static_scales=scales)
+    with pytest.raises(RuntimeError, match="rank 0: .* rank 1: recipe 'nvfp4' with static_scales=<sha256 ") as error:
+        second.compare(settings, static_scales=scales | {"layers.29.up": 2.0})
+    assert "layers.00" not in str(error.value), "a long setting is not shown"
+
+
+def test_settings_beside_the_recipe_are_compared():
+    first, second, _ = group()
+    told = [
+        agreement.tell_groups([rank], agreement.settings_of(resolve("mxfp8"), {"passes": passes}))
+        for rank, passes in ((first, []), (second, ["hoist"]))
+    ]
+    for each in told:
+        with pytest.raises(RuntimeError, match=r"rank 1: recipe 'mxfp8' with passes=\['hoist'\]"):
+            each.compare()
+
+
 def test_another_order_is_another_list():
     first, second, _ = group()
     first.tell("mxfp8")

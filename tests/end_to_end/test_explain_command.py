@@ -1,6 +1,7 @@
 """`python -m fp4compile explain`: models from configurations of transformers and from functions, on the meta device."""
 
 import json
+import textwrap
 
 import pytest
 import torch
@@ -119,3 +120,25 @@ def test_a_training_step(tmp_path, capsys):
     products = [row["product"] for row in found["rows"] if row["category"] == "dense"]
     assert [products.count(name) for name in ("fprop", "dgrad", "wgrad")] == [15, 15, 15] and found["quantised"] == 42
     assert all(row["seconds"] > 0 for row in found["rows"]) and found["rest"]["seconds"] > 0
+
+
+IN_TRAINING = """
+    import torch
+    class Model(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer, self.auxiliary = torch.nn.Linear(64, 64), torch.nn.Linear(64, 32)
+        def forward(self, x):
+            y = self.layer(x)
+            return (y, self.auxiliary(y)) if self.training else y
+    def model(): return Model().eval(), torch.empty(48, 64)
+"""
+
+
+def test_a_training_step_runs_what_a_model_does_in_training_alone(tmp_path, monkeypatch, capsys):
+    """Such as the auxiliary head of this model, which is not in evaluation mode then."""
+    (tmp_path / "in_training.py").write_text(textwrap.dedent(IN_TRAINING))
+    monkeypatch.syspath_prepend(tmp_path)
+    for train, layers in (([], {"layer"}), (["--train"], {"layer", "auxiliary"})):
+        found = json.loads(printed(capsys, "in_training:model", "--recipe", "mxfp8", "--json", *train))
+        assert {row["module"] for row in found["rows"]} == layers

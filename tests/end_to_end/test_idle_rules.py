@@ -151,6 +151,19 @@ def test_static_scales_reach_blocks_compiled_by_themselves():
         fp4compile.block_recipe(chosen, model, Block())
 
 
+def test_static_scales_of_a_rules_recipe_reach_blocks_too():
+    """Where the model's recipe is dynamic and a rule names a static one; a block without such a layer has none."""
+    model, scales = Blocks(), {"layers.1.up": 0.5, "layers.2.up": 0.25}
+    chosen = {"recipe": "mxfp8", "rules": [("layers.[12].up", "nvfp4_static")], "static_scales": scales}
+    recipes = [fp4compile.block_recipe(chosen, model, block) for block in model.layers]
+    assert [dict(recipe.static_scales) for recipe in recipes] == [{}, {"up": 0.5}, {"up": 0.25}, {}, {}]
+    backend = fp4compile.backend(recipes[1], strict=True)
+    with torch.no_grad():
+        model.layers[1].compile(backend=backend)
+        model.layers[1](torch.ones(4, 64))
+    assert {row.module: row.note for row in backend.report.quantised} == {"up": None, "down": None}, "none is dynamic"
+
+
 def test_a_packed_model_has_the_names_of_its_layers():
     model = Broken()
     fp4compile.pack_(model, "mxfp8")

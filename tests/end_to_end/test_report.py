@@ -75,6 +75,15 @@ def test_equal_layers_are_one_line():
     ]  # fmt: skip
 
 
+def test_the_slowest_layers_come_first_though_a_product_has_no_predicted_time():
+    """Here the slower of two layers has fewer FLOPs. Nothing predicts the third, which therefore stands last."""
+    seconds = {"slow": (10, 9e-6), "fast": (1000, 2e-6), "unknown": (500, None)}
+    rows = [dataclasses.replace(row(name, flops=flops), plain_seconds=time) for name, (flops, time) in seconds.items()]
+    for given in (rows, rows[::-1]):
+        lines = str(Report("mxfp8", given, gpu="B200")).splitlines()
+        assert [line.split()[0] for line in lines if line.startswith(tuple(seconds))] == ["slow", "fast", "unknown"]
+
+
 def test_predicted_times_in_the_table():
     report = Report("mxfp8", layers(), gpu="B200", rest=Seconds(20e-6, 10e-6))
     header, _, first, *_ = str(report).splitlines()

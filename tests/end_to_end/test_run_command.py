@@ -37,6 +37,7 @@ IDLE_RULE = """
     backend = fp4compile.backend("mxfp8", rules=[("0", "quantize"), ("0*", "skip")])
     torch.compile(torch.nn.Sequential(torch.nn.Linear(64, 64)), backend=backend)(torch.ones(4, 64))
 """
+NEIGHBOURS = "import beside; print(beside.WHERE)"
 ARGUMENTS = ["-m", "x", "--flag", "a b", "-h"]  # options of this command's names are the program's
 RUN = ["-m", "fp4compile", "run"]
 # What follows `python`, by the name of a case.
@@ -44,6 +45,7 @@ COMMANDS = {
     "a script": [*RUN, "--in-place", "script.py", *ARGUMENTS], "a module": [*RUN, "-m", "training.tune", *ARGUMENTS],
     "a package": [*RUN, "-m", "training", *ARGUMENTS], "an object": ["object.py"], "a name": [*RUN, "name.py"],
     "another backend": [*RUN, "eager.py"], "a crash": ["crash.py"], "an idle rule": ["idle.py"],
+    "a script elsewhere": [*RUN, "elsewhere/neighbours.py"],
 }  # fmt: skip
 
 
@@ -57,9 +59,11 @@ def programs(tmp_path_factory):
     """(the folder, how each of the programs ended)."""
     folder = tmp_path_factory.mktemp("programs")
     (folder / "training").mkdir()
+    (folder / "elsewhere").mkdir()
     write(folder / "training", __init__="", __main__=PROGRAM, tune=PROGRAM)
+    write(folder / "elsewhere", neighbours=NEIGHBOURS, beside="WHERE = 'beside the script'")
     write(
-        folder, script=PROGRAM, idle=IDLE_RULE,
+        folder, beside="WHERE = 'in the working directory'", script=PROGRAM, idle=IDLE_RULE,
         object=NEVER_CALLED.format(backend="fp4compile.backend('mxfp8')", end=""),
         name=NEVER_CALLED.format(backend="'fp4compile_mxfp8'", end=""),
         eager=NEVER_CALLED.format(backend="'eager'", end=""),
@@ -77,6 +81,12 @@ def test_a_program_sees_what_it_would_see_alone(case, file, programs):
     seen = json.loads((folder / f"found_{file}.json").read_text())
     assert seen["argv"] == ARGUMENTS and seen["file"] == Path(seen["main"]).name == file
     assert "recipe mxfp8: compiled nothing" in found[case].said
+
+
+def test_a_script_imports_what_lies_beside_it(programs):
+    """As it does alone, whatever the working directory has under that name."""
+    found = programs[1]["a script elsewhere"]
+    assert (found.status, found.printed) == (0, "beside the script\n"), found.said
 
 
 def test_a_launcher_runs_it_on_each_rank(tmp_path, monkeypatch, capfd):

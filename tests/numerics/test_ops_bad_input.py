@@ -25,6 +25,11 @@ def op_mm(a, a_format, b, b_format):
     return torch.ops.fp4compile.scaled_mm(a, None, None, a_format, b, None, None, b_format, None, torch.float32)
 
 
+def mm_of(**changed):
+    """A @ B^T with other tensors in the place of A's."""
+    return scaled_mm(dataclasses.replace(A, **changed), B)
+
+
 BIAS = "bias: expected floating point of shape (6,), got "
 GIVEN_AMAX = "amax: goes with a format whose outer scale is computed for the tensor"
 BAD_CALLS = [
@@ -116,6 +121,21 @@ BAD_CALLS = [
         "contraction dimensions differ: a has 65",
         lambda: op_mm(torch.randn(4, 65), None, MX.data, "float8_rowwise"),
     ),
+    # Bytes of another type would be read as numbers of the format's.
+    (TypeError, "a: data of format nvfp4 are torch.uint8, got", lambda: mm_of(data=A.data.view(torch.int8))),
+    (ValueError, "a_scales: expected torch.float8_e4m3fn of", lambda: mm_of(scales=A.scales.view(torch.uint8))),
+    (
+        ValueError,
+        "a_scales: expected torch.float8_e4m3fn of",
+        lambda: mm_of(scales=A.scales.view(torch.float8_e8m0fnu)),
+    ),
+    (ValueError, "a_scales: expected torch.float8_e4m3fn of", lambda: mm_of(scales=A.scales.float())),
+    (ValueError, "a_scales: expected torch.float8_e4m3fn of shape (4, 4)", lambda: mm_of(scales=A.scales[:3])),
+    (ValueError, "a_scales: is on meta, a on cpu", lambda: mm_of(scales=A.scales.to("meta"))),
+    (ValueError, "a_outer: is on meta, a on cpu", lambda: mm_of(outer=A.outer.to("meta"))),
+    (ValueError, "a_scales: format nvfp4 needs block scales", lambda: mm_of(scales=None)),
+    (ValueError, "a_outer: expected float32 of shape () or (4, 1), got", lambda: mm_of(outer=A.outer.double())),
+    (ValueError, "a_outer: expected float32 of shape () or (4, 1), got", lambda: mm_of(outer=torch.ones(2))),
     (ValueError, "batch dimensions differ", lambda: op_mm(X, None, X[None], None)),
     (ValueError, "formats nvfp4 and mxfp8 cannot be multiplied", lambda: op_mm(A.data, "nvfp4", MX.data, "mxfp8")),
     (

@@ -110,6 +110,21 @@ def test_products_with_epilogues_are_timed(monkeypatch):
     assert clock.timed == [[(KERNEL, each) for each in TILES]] * 2
 
 
+def test_one_epilogue_of_tensors_of_two_dtypes_is_timed_for_each(monkeypatch):
+    """The kernel reads twice as many bytes of float32; the steps, and what they make, are the same."""
+    with_tiles(monkeypatch, *TILES)
+    clock, texts = Clock(monkeypatch, {TILES[0]: 2.0, TILES[1]: 1.0}), []
+    gated, bf16 = lambda x, w, same: torch.relu(x @ w.t()) * same, torch.bfloat16  # noqa: E731
+    wide = lambda x, w, same: (torch.relu(x @ w.t()).float() * same).bfloat16()  # noqa: E731
+    with config.patch(max_autotune=True):
+        for function, dtype in ((gated, bf16), (wide, torch.float32)) * 2:
+            found = fused_graph(function, (256, 512), (512, 512), (256, 512), dtypes=[bf16, bf16, dtype], then=lower)
+            assert found.fused == 1
+            texts.append(found.launches[-1].constants["EPILOGUE"])
+    assert len(set(texts)) == 1, "what the kernel is compiled for has no dtypes of pointers"
+    assert clock.timed == [[(KERNEL, each) for each in TILES]] * 2
+
+
 @pytest.mark.skipif(not _compat.two_cta_products(), reason="Gluon has no products of pairs of CTAs")
 @pytest.mark.parametrize(("recipe", "last"), [("mxfp4", "quantize mxfp4"), ("nvfp4", "amax")])
 def test_a_graph_of_gate_and_up_has_the_fastest_kernel(recipe, last, monkeypatch):

@@ -14,6 +14,7 @@ import fp4compile
 from fp4compile.analysis.gemm import Input, Shard
 from fp4compile.analysis.graph import Quantise, quantise_of
 from fp4compile.formats import formats, reference, reference_scales
+from fp4compile.ops.matmul import SCALED_MM
 from fp4compile.ops.quantize import QUANTIZE
 from fp4compile.passes import group_amax as tested
 from fp4compile.passes.merge_quantize import merge_quantize
@@ -73,6 +74,34 @@ def test_results_that_are_not_summed(mesh):
     plan = {"up": ColwiseParallel(), "down": RowwiseParallel(output_layouts=Partial(), use_local_output=False)}
     found = told(Mlp(), plan, mesh)
     assert found["down fprop"] == f"{reason}; {SCALE}" and found["down wgrad"] == reason
+
+
+RESULTS = {
+    "sum": (lambda y: of_ranks(y, "sum"), True), "half of the sum": (lambda y: of_ranks(y[:16], "sum"), True),
+    "avg": (lambda y: of_ranks(y, "avg"), False), "max": (lambda y: of_ranks(y, "max"), False),
+    "used before": (lambda y: (of_ranks(y, "sum"), y.exp()), False),
+    "activation before": (lambda y: of_ranks(y.relu(), "sum"), False),
+}  # fmt: skip
+
+
+def of_ranks(y, operation):
+    return c10d.wait_tensor(c10d.all_reduce(y, operation, "0"))
+
+
+@pytest.mark.parametrize("case", RESULTS)
+def test_only_a_sum_over_the_ranks_proves_shards(case):
+    """The largest, say, of all ranks' products is no product of tensors side by side."""
+    made_of, proven = RESULTS[case]
+
+    def function(x, w):
+        (a, a_scales, a_outer), (b, b_scales, b_outer) = (torch.ops.fp4compile.quantize(t, "nvfp4") for t in (x, w))
+        return made_of(SCALED_MM(a, a_scales, a_outer, "nvfp4", b, b_scales, b_outer, "nvfp4", None, torch.float32))
+
+    inputs = Input(), Input("down.weight", shards=(Shard(1, 128, "0", 2),))
+    graph = make_fx(function, tracing_mode="fake")(torch.randn(32, 64), torch.randn(48, 64)).graph
+    for i, node in enumerate(graph.find_nodes(op="placeholder")):
+        node.meta["desc"] = Index(i)
+    assert tested.group_amax(graph, inputs) == 1 + proven, "the parameter is known to be a shard; and x"
 
 
 def test_shards_that_are_left_alone(mesh):

@@ -409,6 +409,8 @@ def test_a_store_writes_what_lies_in_the_tensor(schedule):
     np.testing.assert_array_equal(got, expected)
 
 
+FENCE = "    fence.proxy.async.shared::cta;\n"
+HALF = "    st.shared.v4.b32 [%r14+1024], {%r24, %r25, %r26, %r27};\n"
 LAST = "    st.shared.v4.b32 [%r14], {%r20, %r21, %r22, %r23};\n"
 OVERWRITTEN = "    bar.sync 2;\n" + LAST
 READING = "may be reading|reads shared memory that warp . wrote, without a wait"
@@ -417,7 +419,8 @@ READING = "may be reading|reads shared memory that warp . wrote, without a wait"
 @pytest.mark.parametrize(
     "edits, what",
     [
-        ([("    fence.proxy.async.shared::cta;\n", "")], "wrote, without a fence.proxy.async"),
+        ([(FENCE, "")], "wrote, without a fence.proxy.async"),
+        ([(HALF + FENCE, FENCE + HALF)], "wrote, without a fence.proxy.async"),  # of what was written before it alone
         ([("    bar.sync 1;\n", "")], "tensor map|shared memory that (nothing|warp 0) wrote"),
         ([("    cp.async.bulk.wait_group.read 0;\n", "")], READING),
         ([("    cp.async.bulk.commit_group;\n", "")], READING),

@@ -36,6 +36,12 @@ COMMIT_OF_64_BITS = edited(COMMIT, (
     "@%p1 tcgen05.commit.cta_group::1.mbarrier::arrive::one.shared::cluster.b64 [%r9];",
     "cvt.u64.u32 %rd9, %r9;\n    @%p1 tcgen05.commit.cta_group::1.mbarrier::arrive::one.b64 [%rd9];",
 ))  # fmt: skip
+# Thread 0 writes a word before it arrives, and warp 1 reads it after its wait.
+WRITTEN = edited(ONE_WAITS, (
+    "    bar.sync 0;\n    @%p1 mbarrier.arrive",
+    "    @%p1 st.shared.b32 [%r9+64], %r1;\n    bar.sync 0;\n"
+    "    @%p1 st.shared.b32 [%r9+64], %r9;\n    @%p1 mbarrier.arrive",
+), ("%p3, [%r9], 0;\n", "%p3, [%r9], 0;\n    ld.shared.b32 %r3, [%r9+64];\n"))  # fmt: skip
 # Words of shared memory are read, then they become an mbarrier and end as one, then they are written and read again.
 USED_TWICE = """
     mov.u32 %r1, %tid.x; mov.b32 %r9, global_smem; setp.eq.b32 %p1, %r1, 0; shl.b32 %r2, %r1, 2;
@@ -59,7 +65,7 @@ def run(body: str, seed: int) -> None:
 
 
 @pytest.mark.parametrize("seed", range(4))
-@pytest.mark.parametrize("body", [ONE_WAITS, COMMIT, COMMIT_OF_64_BITS, USED_TWICE])
+@pytest.mark.parametrize("body", [ONE_WAITS, WRITTEN, COMMIT, COMMIT_OF_64_BITS, USED_TWICE])
 def test_as_it_should_be(body, seed):
     run(body, seed)
 
@@ -71,6 +77,9 @@ def test_as_it_should_be(body, seed):
         (ONE_WAITS, "bar.sync 0; // of all", "", "ends while something may arrive or wait there|there is no mbarrier"),
         (COMMIT, "    mbarrier.try_wait.parity.shared::cta.b64 %p3, [%r9], 0;\n", "",
          "may arrive or wait there"),
+        (WRITTEN, "    @%p1 st.shared.b32 [%r9+64], %r9;\n    @%p1 mbarrier.arrive.shared::cta.b64 _, [%r9];\n",
+         "    @%p1 mbarrier.arrive.shared::cta.b64 _, [%r9];\n    @%p1 st.shared.b32 [%r9+64], %r9;\n",
+         "reads shared memory that warp 0 wrote, without a wait|overwrites shared memory that warp 1 may be reading"),
         (USED_TWICE, "bar.sync 0; // after the reads", "", "overwrites shared memory that warp . may be reading"),
         (USED_TWICE, "@%p1 mbarrier.inval.shared::cta.b64 [%r9];", "", "overwrites shared memory that mbarrier.init"),
         (USED_TWICE, "bar.sync 0; // after the init", "ld.shared.b32 %r3, [%r9]; bar.sync 0;",

@@ -8,6 +8,7 @@ every program.
 
 import dataclasses
 import os
+from pathlib import Path
 
 import pytest
 import torch
@@ -443,6 +444,37 @@ def test_strides():
             check(view, fmt)
     for view in views[1:3]:
         check(view, formats.get("nvfp4_rowwise"))
+
+
+@pytest.fixture(scope="module")
+def far_apart(tmp_path_factory):
+    """Four rows, or matrices, 2^30 elements apart, in a file of 10 GiB of which only what is written takes space.
+
+    An offset of 32 bits would wrap to what lies before them, which is zeros.
+    """
+    file, step = str(tmp_path_factory.mktemp("far") / "apart"), 2**30
+    whole = torch.from_file(file, shared=True, size=5 * step + 4096, dtype=torch.bfloat16)
+    yield lambda *sizes: whole.as_strided((4, *sizes), (step, *(sizes[-1], 1)[-len(sizes) :]), 2 * step)
+    Path(file).unlink()
+
+
+@pytest.mark.skipif(not INTERPRETING, reason="test_beyond_32_bit_offsets is for a GPU")
+@pytest.mark.parametrize("format", ["nvfp4", "nvfp4_te", "nvfp4_rowwise", "nvfp4_16x16", "mxfp8"])
+def test_rows_and_matrices_whose_offsets_take_more_than_32_bits(format, far_apart):
+    fmt = formats.get(format)
+    for sizes in ((48,), (18, 48)):
+        x = far_apart(*sizes)
+        x.copy_(torch.randn(x.shape, generator=torch.Generator().manual_seed(0)))
+        x[2] *= 8  # it has the amax
+        check(x, fmt)
+        for transform in (False, True)[: 1 + (format == "nvfp4_te")]:
+            rows, columns = reference.quantize(x, fmt), reference.quantize(x.mT, fmt, transform=transform)
+            assert_same_bits(quantize(x, fmt, dim=-2, hadamard=transform), columns)
+            for got, expected in zip(quantize_both(x, fmt, hadamard=transform), (rows, columns), strict=True):
+                assert_same_bits(got, expected)
+        for dim in (-1, -2) if x.dim() == 3 and fmt.outer == "tensor" else ():
+            expected = QUANTIZE(x, format, dim, each_matrix=True)
+            assert_same_bits(quantize_kernels(x, format, dim, each_matrix=True), expected)
 
 
 @gpu

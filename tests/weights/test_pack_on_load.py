@@ -115,9 +115,56 @@ def test_a_model_whose_modules_initialise_each_other_and_stay_in_float32(tmp_pat
     assert torch.equal(results[0], results[1]) and torch.equal(results[0], results[2]), "`wo` reads float32"
 
 
+class Mixed(transformers.LlamaForCausalLM):
+    """A model that makes one of its layers in float32 itself."""
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.model.layers[1].mlp.up_proj = torch.nn.Linear(64, 128, bias=False, dtype=torch.float32)
+
+
+def test_a_layer_of_another_dtype_than_the_models_is_packed_from_the_values_that_it_would_have(tmp_path):
+    """transformers would cast what is packed as it is read to the model's bfloat16 first."""
+    llama().save_pretrained(tmp_path)
+    load = functools.partial(Mixed.from_pretrained, tmp_path, dtype=torch.bfloat16)
+    expected, loaded = load(), load(quantization_config=ORDER)
+    assert expected.model.layers[1].mlp.up_proj.weight.dtype == torch.float32
+    fp4compile.pack_(expected, "nvfp4")
+    same(loaded, expected)
+    assert loaded.model.layers[1].mlp.up_proj.weight.dtype == torch.float32
+
+
+def test_device_maps_are_made_for_packed_weights(tmp_path, monkeypatch):
+    """By the bytes of their codes and scales, outer scales of rows among them."""
+    from fp4compile.weights.pack_on_load import PackOnLoad  # imports transformers
+
+    llama().save_pretrained(tmp_path)
+    sizes, size = {}, PackOnLoad.param_element_size
+
+    def noted(self, model, name, param):
+        sizes[name] = size(self, model, name, param) * param.numel()
+        return sizes[name] / param.numel()
+
+    monkeypatch.setattr(PackOnLoad, "param_element_size", noted)
+    order = {"quant_method": "fp4compile", "recipe": "float8_rowwise"}
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, quantization_config=order, device_map="auto")
+    packed = {f"{name}.weight": sum(buffer.nbytes for buffer in module.buffers())
+              for name, module in model.named_modules() if isinstance(module, PackedLinear)}  # fmt: skip
+    assert len(packed) == 21 and {name: sizes[name] for name in packed} == packed
+    assert sizes["lm_head.weight"] == model.lm_head.weight.nbytes
+
+
 def test_weights_that_stay_on_disk_are_refused(tmp_path):
     llama().save_pretrained(tmp_path)
     with pytest.raises(ValueError, match="device_map: weights that stay on disk cannot be packed"):
         transformers.AutoModelForCausalLM.from_pretrained(
             tmp_path, quantization_config=ORDER, device_map={"model": "cpu", "lm_head": "disk"}
         )
+
+
+def test_a_recipe_beside_a_folder_that_says_how_its_layers_multiply_is_refused(tmp_path):
+    model = llama()
+    fp4compile.pack_(model, "nvfp4")
+    model.save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="recipe: what save_pretrained wrote says itself how its layers multiply"):
+        fp4compile.load_packed(llama(), tmp_path, recipe="mxfp8")

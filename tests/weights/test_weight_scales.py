@@ -96,6 +96,27 @@ def test_trained_weights_are_scaled_by_their_amax_and_the_report_says_so():
     assert "amax (training)" in str(backend.report)
 
 
+@pytest.mark.parametrize("nested_first", [False, True])
+def test_a_graph_trains_though_no_product_is_a_gradient(nested_first, monkeypatch):
+    """A bias alone is trained here. Before the layer there may be a region, whose body has no gradients."""
+    without_codegen.install(monkeypatch)
+    layer = torch.nn.Linear(64, 48)
+    layer.weight.requires_grad_(False)
+    other = torch.randn(64, 64)
+
+    def model(x):
+        if nested_first:
+            x = torch.cond(x.sum() > 0, lambda x: x @ other, lambda x: x @ other.t(), (x,))
+        return layer(x)
+
+    for trained, expected in ((True, "amax (training)"), (False, "mse")):
+        torch._dynamo.reset()
+        backend = fp4compile.backend("nvfp4", weight_scales="mse")
+        with torch.set_grad_enabled(trained):
+            torch.compile(model, backend=backend)(torch.randn(8, 64))
+        assert [row.weight_scales for row in backend.report.quantised] == [expected]
+
+
 class Experts(torch.nn.Module):
     def __init__(self):
         super().__init__()
