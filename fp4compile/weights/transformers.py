@@ -14,12 +14,12 @@ from transformers.quantizers import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from fp4compile.analysis.module_names import packed_name
-from fp4compile.weights.buffers import PackedWeight, buffer_shapes, is_extra_state
+from fp4compile.weights.buffers import PackedWeight, buffer_shapes, is_extra_state, stored_dtype
 from fp4compile.weights.experts import states_of
 from fp4compile.weights.linear import leave_fast_paths
 from fp4compile.weights.replacements import METHOD, Weight, check_states, weights_of
 from fp4compile.weights.scale_checks import check_buffers
-from fp4compile.weights.sharing import is_byte_float, storable
+from fp4compile.weights.sharing import storable
 
 
 class Fp4CompileConfig(QuantizationConfigMixin):
@@ -147,8 +147,7 @@ class _Shell(nn.Module):
         self.weight._is_hf_initialized = True
         self.missing = set(buffer_shapes(packed))
         for name, (shape, dtype) in buffer_shapes(packed).items():
-            stored = torch.uint8 if is_byte_float(dtype) else dtype
-            self.register_buffer(name, torch.empty(shape, dtype=stored, device="meta"))
+            self.register_buffer(name, torch.empty(shape, dtype=stored_dtype(dtype), device="meta"))
 
     def forward(self) -> torch.Tensor:
         """The weight on the meta device, for code of transformers that would initialise it."""

@@ -144,6 +144,7 @@ def _take(layout: Layout, scheme: Scheme, layer: str, tensors: dict[str, torch.T
             raise ValueError(f"tensor {name!r} is missing")
     found = {buffer: tensors.pop(name) for buffer, name in named.items()}
     rows, columns = _check_matrices(scheme, named, found)
+    found["weight_data"] = _in_whole_blocks(scheme, found["weight_data"])
     for kind in ("weight", "activation"):
         buffer = f"{kind}_outer"
         if buffer in found:
@@ -176,6 +177,14 @@ def _check_matrices(scheme: Scheme, named: dict[str, str], found: dict[str, torc
                          f"{tuple(scales.shape)}")  # fmt: skip
     check_block_scales(named["weight_scales"], found["weight_scales"])
     return rows, columns
+
+
+def _in_whole_blocks(scheme: Scheme, data: torch.Tensor) -> torch.Tensor:
+    """Codes [rows, columns] with zeros behind them, so that the last block of a row is a whole one, as in buffers."""
+    fmt = formats.get(scheme.weight)
+    block = fmt.block_cols // (2 if fmt.packed else 1)
+    missing = -data.shape[1] % block
+    return torch.nn.functional.pad(data.view(torch.uint8), (0, missing)).view(data.dtype) if missing else data
 
 
 def _decoding(layout: Layout, name: str, stored: torch.Tensor) -> torch.Tensor:

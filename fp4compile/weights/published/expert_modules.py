@@ -14,7 +14,10 @@ import torch
 from torch import nn
 
 from fp4compile.analysis.module_names import packed_name
+from fp4compile.formats import formats
+from fp4compile.formats.layouts import ceil_div
 from fp4compile.weights.buffers import BUFFERS
+from fp4compile.weights.linear import is_linear, sizes
 from fp4compile.weights.published.expert_names import Experts, PublishedNames, Target, expert_of
 from fp4compile.weights.published.shards import Contents
 from fp4compile.weights.sharing import is_byte_float
@@ -33,10 +36,12 @@ def in_model(model: nn.Module, contents: Contents, names: PublishedNames) -> Con
     _leave_unused(model, contents, names)
     targets = {name: _target(name, contents, names) for name in contents.tensors}
     found = Contents(experts=dict(contents.experts))
+    modules = dict(model.named_modules(remove_duplicate=False))
     for layer, state in contents.layers.items():
         target = names.layer(layer)
         if not target.leaves:
-            found.layers[target.name] = state
+            inner = _in_features(modules, target.name)
+            found.layers[target.name] = state if inner is None else _fitted(contents, layer, inner)
     known = set(model.state_dict()) | {f"{layer}.{buffer}" for layer in found.layers for buffer in BUFFERS}
     # A tensor that the model does not have keeps its name for the error message below.
     renamed = {name: target.name if target.name in known else name
@@ -115,6 +120,7 @@ def _put_together(model: nn.Module, experts: Experts, contents: Contents, found:
     count, outer, inner = _shape(model, experts)
     layers = [experts.layers(expert) for expert in range(count)]
     flat = [layer for one in layers for layer in one]
+    contents.layers.update({layer: _fitted(contents, layer, inner) for layer in flat if layer in contents.layers})
     _check(experts, flat, (outer // len(experts.leaves), inner), contents)
     states = [contents.layers[layer] for layer in flat if layer in contents.layers]
     if not states:
@@ -155,6 +161,27 @@ def _check(experts: Experts, layers: list[str], shape: tuple[int, int], contents
         if first != fmt:
             raise ValueError(f"layers {layers[0]!r} and {layer!r} are {first} and {fmt}; as parts of {experts.name!r} "
                              "they must have the same format")  # fmt: skip
+
+
+def _in_features(modules: dict[str, nn.Module], name: str) -> int | None:
+    """The in features of the model's linear layer of a name; None where it has none."""
+    module = modules.get(name)
+    return sizes(module)[0] if module is not None and is_linear(module) else None
+
+
+def _fitted(contents: Contents, layer: str, inner: int) -> dict:
+    """A packed layer's state with the model's in features, where the file has zeros behind them.
+
+    A row in FP4 is whole bytes; other libraries, and earlier versions of this one, write whole blocks.
+    """
+    state = contents.layers[layer]
+    fmt, stored = formats.get(state["weight"]), state["in_features"]
+    if inner >= stored or ceil_div(inner, fmt.block_cols) != ceil_div(stored, fmt.block_cols):
+        return state
+    codes = contents.tensors[f"{layer}.weight_data"].view(torch.uint8)
+    split = fmt.packed and inner % 2 == 1 and bool((codes[:, inner // 2] >> 4).any())
+    padded = not split and not codes[:, ceil_div(inner, 2) if fmt.packed else inner :].any()
+    return state | {"in_features": inner} if padded else state
 
 
 def _sizes(contents: Contents, layer: str) -> tuple[int, ...]:
