@@ -291,7 +291,9 @@ def _with_packed(compiled: Callable, hoisted: Hoisted) -> Callable:
         for parts in hoisted.packed:
             first, second, dtypes = zip(*parts, strict=True)
             both = joined_parts(*([args[place] for place in each] for each in (first, second)))
-            joined += [part if part.dtype == dtype else part.view(dtype) for part, dtype in zip(both, dtypes, strict=True)]
+            joined += [
+                part if part.dtype == dtype else part.view(dtype) for part, dtype in zip(both, dtypes, strict=True)
+            ]
         for index, packed_as in wanted:
             values += packed_weight(args[index], packed_as)
         values += joined

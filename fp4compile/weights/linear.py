@@ -112,6 +112,9 @@ class PackedLinear(PackedWeight, nn.Linear):
             raise TypeError(f"input: dtype {input.dtype} cannot be multiplied; allowed are bfloat16, float16, float32")
         if input.dim() == 0 or input.shape[-1] != self.in_features:
             raise ValueError(f"input: expected shape (..., {self.in_features}), got {tuple(input.shape)}")
+        if self.weight_data.is_meta and not input.is_meta:
+            raise ValueError("weight: has no values, as where a loader did not find them in its file; load a packed "
+                             "model's state, or call fp4compile.load_packed with an unpacked model")  # fmt: skip
 
     def extra_repr(self) -> str:
         activation = self.layer_format.activation or "as it comes"

@@ -9,7 +9,6 @@ configuration that says what is quantised, and in the direction of the outer sca
 Sources: the exports of nvidia-modelopt 0.47 and compressed-tensors 0.20.
 """
 
-import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -34,7 +33,6 @@ from fp4compile.weights.scale_checks import TINY, check_block_scales, check_oute
 from fp4compile.weights.sharing import is_byte_float
 
 _SCALES = "weight_scale"
-_CACHE_SCALES = (".k_scale", ".v_scale")
 # An outer scale whose amax reaches these values is taken for the reciprocal. No weight is as large as 2688, where the
 # outer scale is 1. An activation is below the largest fp16.
 _LARGEST = {"weight": NVFP4_MAX, "activation": 65504.0}
@@ -91,7 +89,7 @@ def read_published(checkpoint: Checkpoint, recipe: Recipe | None = None) -> Cont
     layout, file, config = _recognised(checkpoint)
     if recipe is not None:
         raise ValueError(f"recipe: a checkpoint of {layout.name} says itself how its layers multiply; expected None")
-    tensors = _without_cache_scales(checkpoint, config)
+    tensors = dict(checkpoint.tensors)
     packed = {
         name.rpartition(".")[0]
         for name, tensor in tensors.items()
@@ -126,14 +124,6 @@ def _part(checkpoint: Checkpoint, file: str, key: str) -> dict[str, Any]:
     """An object in a configuration; an empty one where there is none."""
     with naming(checkpoint.folder / file):
         return member(checkpoint.configs.get(file, {}), key, dict, {})
-
-
-def _without_cache_scales(checkpoint: Checkpoint, config: dict[str, Any]) -> dict[str, torch.Tensor]:
-    """The tensors, without the scales of a quantised KV cache if the configuration declares one."""
-    if not (config.get("kv_cache_quant_algo") or config.get("kv_cache_scheme")):
-        return dict(checkpoint.tensors)
-    warnings.warn(f"{checkpoint.path}: the KV cache is not quantised; its scales are not used", stacklevel=5)
-    return {name: tensor for name, tensor in checkpoint.tensors.items() if not name.endswith(_CACHE_SCALES)}
 
 
 def _take(layout: Layout, scheme: Scheme, layer: str, tensors: dict[str, torch.Tensor]) -> dict[str, Any]:

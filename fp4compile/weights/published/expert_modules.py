@@ -7,6 +7,7 @@ along the out features. Codes and block scales stay as they are. Packed experts 
 - All experts have one static scale of the activations: the largest of their scales, so that no further value saturates.
 """
 
+import re
 import warnings
 from collections.abc import Iterator
 
@@ -68,18 +69,38 @@ def parts_of(experts: Experts, tensor: torch.Tensor) -> Iterator[tuple[str, torc
         yield from ((layer, part.clone()) for layer, part in zip(layers, rows, strict=True))
 
 
+# How libraries name scales by which attention quantises queries, keys, values, probabilities or their cache.
+_ATTENTION_SCALES = re.compile(
+    r"""
+    (.*[._])? ( (q|k|v|p|kv|qkv|prob|softmax|attn|k_cache|v_cache|kv_cache)_(scale|scale_2|scaling_factor|zero_point|zp)
+              | [kv]_proj\.output_scale | [qkv]_bmm_quantizer\._?(amax|scale|bias_value) | [kv]_proj\.[kv]_bias )""",
+    re.VERBOSE,
+)
+
+
 def _leave_unused(model: nn.Module, contents: Contents, names: PublishedNames) -> None:
-    """Leave out, with a warning, tensors that the model may lack, such as layers that predict further tokens."""
+    """Leave out, with warnings, tensors that the model lacks, and that it may lack.
+
+    They are layers that predict further tokens, and scales of a quantised KV cache.
+    """
     present = set(model.state_dict())
     layers = {f"{layer}.{buffer}": layer for layer in contents.layers for buffer in BUFFERS}
-    left = []
+    left, scales = [], []
     for name in contents.tensors:
         weight = f"{layers[name]}.weight" if name in layers else name
-        if names.is_unused(weight) and names.target(weight).name not in present:
+        if names.target(weight).name in present:
+            continue
+        if names.is_unused(weight):
             left.append(name)
-    for name in left:
+        elif _ATTENTION_SCALES.fullmatch(name):
+            scales.append(name)
+    for name in (*left, *scales):
         del contents.tensors[name]
         contents.layers.pop(layers.get(name, ""), None)
+    if scales:
+        kinds = ", ".join(sorted({name.rpartition(".")[2] for name in scales}))
+        warnings.warn(f"the KV cache is not quantised; {len(scales)} of its scales ({kinds}), such as {scales[0]!r}, are "
+                      "not used", stacklevel=5)  # fmt: skip
     if left:
         warnings.warn(f"some tensors of the checkpoint, such as {left[0]!r}, are not used: the class of the model "
                       "leaves them out", stacklevel=5)  # fmt: skip
