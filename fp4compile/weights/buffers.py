@@ -57,10 +57,10 @@ class PackedWeight(nn.Module):
 
     weight_data, weight_scales, weight_outer: buffers as in `BlockScaled`; None where the format has no such part. Codes
         and block scales are bytes (uint8) here, in state dicts and in files: libraries load by copying values into the
-        dtype of the model's tensor, and they never cast bytes. `part` views them in the format's dtype. The buffers move
-        between devices and are never cast. The block scales have the layout of the device, see `weights.scale_layout`:
-        swizzled for native products, else linear. In a state dict they are linear. After `make_shardable`, weight_data
-        and weight_scales are frozen parameters.
+        dtype of the model's tensor, and they never cast bytes. `part` views them in the format's dtype. The buffers
+        move between devices and are never cast. The block scales have the layout of the device, see
+        `weights.scale_layout`: swizzled for native products, else linear. In a state dict they are linear. After
+        `make_shardable`, weight_data and weight_scales are frozen parameters.
     experts: the number of matrices; None for a single one.
     weight_dtype: the dtype of the dequantised weight: first the original weight's dtype; casts such as `.half()` set
         it.
@@ -92,8 +92,8 @@ class PackedWeight(nn.Module):
     def _extra_state(self) -> torch.Tensor:
         """The description as a tensor of JSON's bytes, because programs that save state dicts expect tensors.
 
-        Loaders that set tensors one by one compare shapes. So they refuse states of earlier versions, in which FP8 numbers
-        have their own dtype and would be cast: the description ended without a new line there.
+        Loaders that set tensors one by one compare shapes. So they refuse states of earlier versions, in which FP8
+        numbers have their own dtype and would be cast: the description ended without a new line there.
         """
         text = json.dumps(self.description, sort_keys=True, separators=(",", ":")) + "\n"
         return torch.tensor(list(text.encode()), dtype=torch.uint8, device="cpu")
@@ -154,8 +154,8 @@ class PackedWeight(nn.Module):
         dtype = {"weight_data": fmt.data_dtype, "weight_scales": fmt.scale_dtype}.get(name, torch.float32)
         if tensor.dtype != stored_dtype(dtype):
             raise TypeError(
-                f"{name}: expected {stored_dtype(dtype)}, got {tensor.dtype}: a loader has cast it. Load without a dtype "
-                "(in accelerate dtype=None), or by fp4compile.load_packed into an unpacked model"
+                f"{name}: expected {stored_dtype(dtype)}, got {tensor.dtype}: a loader has cast it. Load without a "
+                "dtype (in accelerate dtype=None), or by fp4compile.load_packed into an unpacked model"
             )
         tensor = tensor.detach() if name in self._parameters else tensor
         return tensor if tensor.dtype == dtype else tensor.view(dtype)

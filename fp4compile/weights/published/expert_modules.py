@@ -99,8 +99,8 @@ def _leave_unused(model: nn.Module, contents: Contents, names: PublishedNames) -
         contents.layers.pop(layers.get(name, ""), None)
     if scales:
         kinds = ", ".join(sorted({name.rpartition(".")[2] for name in scales}))
-        warnings.warn(f"the KV cache is not quantised; {len(scales)} of its scales ({kinds}), such as {scales[0]!r}, are "
-                      "not used", stacklevel=5)  # fmt: skip
+        warnings.warn(f"the KV cache is not quantised; {len(scales)} of its scales ({kinds}), such as {scales[0]!r}, "
+                      "are not used", stacklevel=5)  # fmt: skip
     if left:
         warnings.warn(f"some tensors of the checkpoint, such as {left[0]!r}, are not used: the class of the model "
                       "leaves them out", stacklevel=5)  # fmt: skip

@@ -70,8 +70,8 @@ def modelopt_schemes(config: dict[str, Any]) -> Schemes:
 def _modelopt_scheme(layer: str, entry: dict[str, Any]) -> Scheme:
     algorithm = member(entry, "quant_algo", str, "").upper()
     if algorithm in ("", "NONE"):
-        raise ValueError(f"layer {layer!r} is quantised, and the configuration has no quant_algo that tells how; allowed "
-                         f"are {', '.join([*MODELOPT_SCHEMES, 'MIXED_PRECISION'])}")  # fmt: skip
+        raise ValueError(f"layer {layer!r} is quantised, and the configuration has no quant_algo that tells how; "
+                         f"allowed are {', '.join([*MODELOPT_SCHEMES, 'MIXED_PRECISION'])}")  # fmt: skip
     if algorithm not in MODELOPT_SCHEMES:
         raise ValueError(unknown_name("quant_algo", algorithm, [*MODELOPT_SCHEMES, "MIXED_PRECISION"]))
     scheme = MODELOPT_SCHEMES[algorithm]
