@@ -31,9 +31,7 @@ class PackedLinear(PackedWeight, nn.Linear):
     with the dequantised W, and so has the bias; the weight has none. The quantising of the input counts as the identity
     in the backward pass.
 
-    weight_data, weight_scales, weight_outer: buffers as in `BlockScaled`; None where the format has no such part. They
-        move between devices and are never cast. The block scales have the layout of the device, see
-        `weights.scale_layout`: swizzled for native products, else linear. In a state dict they are linear.
+    weight_data, weight_scales, weight_outer: buffers, see `PackedWeight`.
     bias: a parameter [out_features], or None. It is cast as in every module.
     weight_dtype: the dtype of `weight`: first the dtype of the layer that was packed; casts such as `.half()` set it.
     in_first: whether the layer that was packed held its weight as [in, out], as the Conv1D of transformers does.
