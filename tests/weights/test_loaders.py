@@ -137,6 +137,9 @@ LOADERS = {
     "load_checkpoint_in_model, device_map": in_model("pretrained", meta=False, device_map=CPU),
     "load_checkpoint_in_model, meta, device_map": in_model("pretrained", meta=True, device_map=CPU),
     "load_checkpoint_and_dispatch, meta": in_model("pretrained", meta=True, device_map=CPU, dispatch=True),
+    "save_packed, load_checkpoint_in_model, meta, device_map": in_model(
+        "packed.safetensors", meta=True, device_map=CPU
+    ),
     "Accelerator.save_model": in_model("accelerate", meta=False, device_map=None),
     "Accelerator.save_model, meta, device_map": in_model("accelerate", meta=True, device_map=CPU),
     "Accelerator.save_state": save_state,
