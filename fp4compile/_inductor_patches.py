@@ -262,8 +262,8 @@ def _innermost(compiler_fn: Any) -> Any:
 def leave_buffers_out_of_ddp(constant: type[torch.nn.Module]) -> None:
     """Make DistributedDataParallel not broadcast the buffers of modules of a class, which never change.
 
-    It broadcasts all buffers before every forward pass, and its backends cannot send float8 numbers. It leaves out the
-    names in the attribute `_ddp_params_and_buffers_to_ignore` of the module that it wraps (torch 2.11 to 2.13).
+    It broadcasts all buffers before every forward pass, here whole weights. It leaves out the names in the attribute
+    `_ddp_params_and_buffers_to_ignore` of the module that it wraps (torch 2.11 to 2.13).
     """
     wrapped = DistributedDataParallel.__init__
 

@@ -16,8 +16,10 @@ from fp4compile.ops.quantize import QUANTIZE
 from fp4compile.report.decibels import decibels
 from fp4compile.weights.scale_checks import check_static
 from fp4compile.weights.scale_layout import laid_out, layout_of, layout_on
+from fp4compile.weights.sharing import is_byte_float, storable
 
 BUFFERS = ("weight_data", "weight_scales", "weight_outer")
+_DESCRIPTION = "_extra_state"  # the description's name in state dicts
 _SHARDED = ("weight_data", "weight_scales")  # outer scales are few, and a scale of the tensor has no rows
 
 
@@ -53,10 +55,12 @@ class LayerFormat:
 class PackedWeight(nn.Module):
     """A module with a block-scaled weight in buffers: a matrix [out_features, in_features], or one for each expert.
 
-    weight_data, weight_scales, weight_outer: buffers as in `BlockScaled`; None where the format has no such part. They
+    weight_data, weight_scales, weight_outer: buffers as in `BlockScaled`; None where the format has no such part. Codes
+        and block scales are bytes (uint8) here, in state dicts and in files: libraries load by copying values into the
+        dtype of the model's tensor, and they never cast bytes. `part` views them in the format's dtype. The buffers
         move between devices and are never cast. The block scales have the layout of the device, see
         `weights.scale_layout`: swizzled for native products, else linear. In a state dict they are linear. After
-        `make_shardable`, weight_data and weight_scales are frozen parameters of bytes.
+        `make_shardable`, weight_data and weight_scales are frozen parameters.
     experts: the number of matrices; None for a single one.
     weight_dtype: the dtype of the dequantised weight: first the original weight's dtype; casts such as `.half()` set
         it.
@@ -77,6 +81,22 @@ class PackedWeight(nn.Module):
         self.layer_format, self.weight_dtype, self.in_first = layer_format, weight_dtype, in_first
         for name in BUFFERS:
             self.register_buffer(name, None)
+        self._stand_for_description()
+
+    def _stand_for_description(self) -> None:
+        """Add an empty buffer, where loaders that set tensors one by one look for the state dict's `_extra_state`."""
+        self._buffers[_DESCRIPTION] = None
+        self._non_persistent_buffers_set.add(_DESCRIPTION)
+
+    @property
+    def _extra_state(self) -> torch.Tensor:
+        """The description as a tensor of JSON's bytes, because programs that save state dicts expect tensors.
+
+        Loaders that set tensors one by one compare shapes. So they refuse states of earlier versions, in which FP8
+        numbers have their own dtype and would be cast: the description ended without a new line there.
+        """
+        text = json.dumps(self.description, sort_keys=True, separators=(",", ":")) + "\n"
+        return torch.tensor(list(text.encode()), dtype=torch.uint8, device="cpu")
 
     def store(self, weight: torch.Tensor) -> None:
         """Quantise a weight along the in features, each expert separately. Its block scales follow the layer's rule.
@@ -100,34 +120,45 @@ class PackedWeight(nn.Module):
         self.weight_scales = scales if fmt.scale else None
         self.weight_outer = outer if fmt.outer else None
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Set an attribute. Codes and block scales may come in the format's dtype."""
+        super().__setattr__(name, storable(value) if name in BUFFERS and isinstance(value, torch.Tensor) else value)
+
     @property
     def shardable(self) -> bool:
         """Whether `make_shardable` was called."""
         return "weight_data" in self._parameters
 
     def make_shardable(self) -> None:
-        """Turn codes and block scales into frozen parameters of bytes. FSDP2 shards parameters alone.
-
-        As bytes they are cast by no mixed precision, and every communication library sends them.
-        """
+        """Turn codes and block scales into frozen parameters: FSDP2 shards parameters alone, and casts no bytes."""
         for name in _SHARDED:
             tensor = self._buffers.pop(name, None)
             if tensor is not None:
-                self.register_parameter(name, nn.Parameter(tensor.view(torch.uint8), requires_grad=False))
+                self.register_parameter(name, nn.Parameter(tensor, requires_grad=False))
             elif name not in self._parameters:
                 self.register_buffer(name, None)
 
     def part(self, name: str) -> torch.Tensor | None:
-        """One of the tensors `BUFFERS` in the dtype of the format. Raises RuntimeError where a rank has rows of it."""
+        """One of the tensors `BUFFERS` in the dtype of the format.
+
+        Raises RuntimeError where a rank has rows of it, TypeError where a loader has cast it.
+        """
         tensor = getattr(self, name)
-        if tensor is None or name not in self._parameters:
-            return tensor
+        if tensor is None:
+            return None
         if _is_shard(tensor):
             raise RuntimeError(
                 "weight: this rank has some of its rows; call the module given to fully_shard, or its unshard()"
             )
         fmt = formats.get(self.layer_format.weight)
-        return tensor.detach().view(fmt.data_dtype if name == "weight_data" else fmt.scale_dtype)
+        dtype = {"weight_data": fmt.data_dtype, "weight_scales": fmt.scale_dtype}.get(name, torch.float32)
+        if tensor.dtype != stored_dtype(dtype):
+            raise TypeError(
+                f"{name}: expected {stored_dtype(dtype)}, got {tensor.dtype}: a loader has cast it. Load without a "
+                "dtype (in accelerate dtype=None), or by fp4compile.load_packed into an unpacked model"
+            )
+        tensor = tensor.detach() if name in self._parameters else tensor
+        return tensor if tensor.dtype == dtype else tensor.view(dtype)
 
     def dequantised(self) -> torch.Tensor:
         """The weight's values, in weight_dtype."""
@@ -202,26 +233,22 @@ class PackedWeight(nn.Module):
         if scales is not None:
             self._buffers["weight_scales"] = self.scales_as(self.scale_layout_on(scales.device), scales)
 
-    def __getstate__(self) -> dict[str, Any]:
-        # Pickle cannot read storages of scales and FP8 codes, so they are pickled as integers.
-        hidden = {name: None if t is None else t.view(_INTEGERS[t.dtype.itemsize]) for name, t in self._buffers.items()}
-        return vars(self) | {"_buffers": hidden}
-
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        for name, (_, dtype) in buffer_shapes(self).items():
-            if self._buffers.get(name) is not None:
-                self._buffers[name] = self._buffers[name].view(dtype)
+        outer = self._buffers.get("weight_outer")
+        if outer is not None:  # older pickles have it as integers, and no buffer for the description
+            self._buffers["weight_outer"] = outer.view(torch.float32)
+        self._stand_for_description()
         self.lay_out_scales()  # the file may have been written on another device
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
+        destination[prefix + _DESCRIPTION] = self._extra_state
         # A rank's rows keep their layout: linear scales cannot be made of a part. `_as_stored` takes both layouts.
         if self.scale_layout == "swizzled" and not _is_shard(self.weight_scales):
             # A write to the linear scales would not change the layer; a write to an inference tensor raises.
             with torch.inference_mode():
-                linear = self.scales_as("linear", self.part("weight_scales"))
-                destination[f"{prefix}weight_scales"] = linear.view(self.weight_scales.dtype)
+                destination[f"{prefix}weight_scales"] = self.scales_as("linear", self.weight_scales)
 
     def _load_from_state_dict(
         self, state_dict: dict[str, Any], prefix: str, local_metadata: dict, strict: bool, missing_keys: list[str],
@@ -238,27 +265,29 @@ class PackedWeight(nn.Module):
         self.lay_out_scales()  # assign=True may have assigned scales on another device
 
     def _as_stored(self, state_dict: dict[str, Any], prefix: str) -> dict[str, Any]:
-        """A state dict with this layer's tensors in the dtype and layout that the layer has them in."""
+        """A state dict with this layer's tensors as bytes, in the layout that the layer has them in.
+
+        It lacks the description, which `_misfit` has compared.
+        """
         found = {name: tensor for name in _SHARDED if (tensor := state_dict.get(prefix + name)) is not None}
         for name, tensor in found.items():
-            mine = getattr(self, name)
-            if _is_shard(tensor) or mine is None:
-                continue
-            _, dtype = buffer_shapes(self)[name]
-            if name == "weight_scales":
-                tensor = self.scales_as(self.scale_layout, tensor.view(dtype))
-            found[name] = tensor.view(mine.dtype)
-        return state_dict | {prefix + name: tensor for name, tensor in found.items()}
+            if not _is_shard(tensor):
+                tensor = storable(tensor)
+                found[name] = self.scales_as(self.scale_layout, tensor) if name == "weight_scales" else tensor
+        kept = {name: value for name, value in state_dict.items() if name != prefix + _DESCRIPTION}
+        return kept | {prefix + name: tensor for name, tensor in found.items()}
 
     def _misfit(self, state_dict: dict[str, Any], prefix: str) -> str | None:
         """Why a state does not fit this layer; None where it does. `nn.Module` itself checks shapes."""
-        state, mine = described(state_dict.get(f"{prefix}_extra_state")), self.description
+        if f"{prefix}weight" in state_dict:
+            return "the state has its weight unpacked; load the state before fp4compile.pack_"
+        state, mine = described(state_dict.get(prefix + _DESCRIPTION)), self.description
         if state is not None and {"scale_rule": mine["scale_rule"]} | state != mine:
             return f"the state is of {state}, the layer is {mine}"
         for name, (_, dtype) in buffer_shapes(self).items():
             given = state_dict.get(prefix + name)
-            # The state of a shardable layer has bytes.
-            if given is not None and given.dtype not in (dtype, torch.uint8 if dtype.itemsize == 1 else dtype):
+            # States of earlier versions have numbers in the format's dtype.
+            if given is not None and given.dtype not in (dtype, stored_dtype(dtype)):
                 return f"{name} is {given.dtype} in the state, the layer has {dtype}"
         return None
 
@@ -266,15 +295,6 @@ class PackedWeight(nn.Module):
     def description(self) -> dict[str, Any]:
         """The layer's format and sizes, which files of packed models hold."""
         return asdict(self.layer_format) | {"in_features": self.in_features, "out_features": self.out_features}
-
-    def get_extra_state(self) -> torch.Tensor:
-        """The description as a tensor of JSON's bytes, because programs that save state dicts expect tensors."""
-        return torch.tensor(
-            list(json.dumps(self.description, sort_keys=True, separators=(",", ":")).encode()), dtype=torch.uint8
-        )
-
-    def set_extra_state(self, state: torch.Tensor | dict[str, Any]) -> None:
-        """Does nothing: `_misfit` has checked that the state equals this layer's."""
 
 
 _inductor_patches.leave_buffers_out_of_ddp(PackedWeight)
@@ -392,10 +412,10 @@ def is_extra_state(key: str) -> bool:
     return key.rpartition(".")[2] == "_extra_state"
 
 
-def described(state: torch.Tensor | dict[str, Any] | None) -> dict[str, Any] | None:
+def described(state: Any) -> dict[str, Any] | None:
     """The description in an extra state: JSON's bytes, or the dictionary that it was in version 0.1."""
     if not isinstance(state, torch.Tensor):
-        return state
+        return state if isinstance(state, dict) else None
     try:
         return json.loads(bytes(state.tolist()))
     except ValueError:
@@ -425,8 +445,13 @@ def _uncast(before: torch.Tensor, hidden: torch.Tensor, after: torch.Tensor) -> 
     return after.view(before.dtype)
 
 
+def stored_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype in which a buffer and a file hold numbers of a dtype: bytes for codes and block scales."""
+    return torch.uint8 if is_byte_float(dtype) else dtype
+
+
 def buffer_shapes(layer: PackedWeight) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-    """Shape and dtype of each buffer that a layer's format has."""
+    """Shape of each buffer that a layer's format has, with its numbers' dtype, see `stored_dtype`."""
     fmt = formats.get(layer.layer_format.weight)
     lead = () if layer.experts is None else (layer.experts,)
     blocks = ceil_div(layer.in_features, fmt.block_cols)

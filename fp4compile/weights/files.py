@@ -85,6 +85,8 @@ def save_packed(model: nn.Module, path: str | PathLike) -> None:
     check_model(packed, state)
     tensors, sharing = arrange(state)
     metadata = {_METADATA: json.dumps({"layers": layers, "experts": experts, **vars(sharing)})}
+    if sharing.aliases.keys() == set(sharing.tied):  # other loaders tie tensors where the model does, and share none
+        metadata["format"] = "pt"  # which they ask for
     write_atomically(path, lambda file: write_tensors(tensors, file, metadata))
 
 

@@ -31,9 +31,7 @@ class PackedLinear(PackedWeight, nn.Linear):
     with the dequantised W, and so has the bias; the weight has none. The quantising of the input counts as the identity
     in the backward pass.
 
-    weight_data, weight_scales, weight_outer: buffers as in `BlockScaled`; None where the format has no such part. They
-        move between devices and are never cast. The block scales have the layout of the device, see
-        `weights.scale_layout`: swizzled for native products, else linear. In a state dict they are linear.
+    weight_data, weight_scales, weight_outer: buffers, see `PackedWeight`.
     bias: a parameter [out_features], or None. It is cast as in every module.
     weight_dtype: the dtype of `weight`: first the dtype of the layer that was packed; casts such as `.half()` set it.
     in_first: whether the layer that was packed held its weight as [in, out], as the Conv1D of transformers does.
@@ -112,6 +110,9 @@ class PackedLinear(PackedWeight, nn.Linear):
             raise TypeError(f"input: dtype {input.dtype} cannot be multiplied; allowed are bfloat16, float16, float32")
         if input.dim() == 0 or input.shape[-1] != self.in_features:
             raise ValueError(f"input: expected shape (..., {self.in_features}), got {tuple(input.shape)}")
+        if self.weight_data.is_meta and not input.is_meta:
+            raise ValueError("weight: has no values, as where a loader did not find them in its file; load a packed "
+                             "model's state, or call fp4compile.load_packed with an unpacked model")  # fmt: skip
 
     def extra_repr(self) -> str:
         activation = self.layer_format.activation or "as it comes"

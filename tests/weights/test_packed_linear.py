@@ -218,6 +218,8 @@ def test_a_state_of_another_layer_is_not_taken():
             model.load_state_dict(state)
         assert contents(model[0]) == before
     with pytest.raises(RuntimeError, match="[Mm]issing.*weight_data"):
+        model.load_state_dict({"0.bias": torch.zeros(80)})
+    with pytest.raises(RuntimeError, match="the state has its weight unpacked"):
         model.load_state_dict(nn.Sequential(nn.Linear(48, 80)).state_dict())
 
 
