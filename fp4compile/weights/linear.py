@@ -1,5 +1,10 @@
-"""`PackedLinear`: the module by which `fp4compile.pack_` replaces a linear layer, and which layers it can replace."""
+"""The modules by which `fp4compile.pack_` replaces linear layers, and which layers they can replace.
 
+A packed layer is an instance of the class that it replaces, so that libraries of adapters wrap it as they wrap that
+one: `PackedLinear` is an `nn.Linear`, `PackedConv1D` a Conv1D of transformers.
+"""
+
+import functools
 from typing import Any
 
 import torch
@@ -24,19 +29,18 @@ _REFUSED_HOOKS = {
 }
 
 
-class PackedLinear(PackedWeight, nn.Linear):
-    """A linear layer whose weight is block-scaled and frozen: y = x @ W^T + bias.
+class PackedLayer(PackedWeight):
+    """A linear layer whose weight W [out, in] is block-scaled and frozen: y = x @ W^T + bias.
 
-    It is an `nn.Linear`, so that libraries of adapters wrap it as they wrap one. The input has a gradient, dX = dY @ W
-    with the dequantised W, and so has the bias; the weight has none. The quantising of the input counts as the identity
-    in the backward pass.
+    The input has a gradient, dX = dY @ W with the dequantised W, and so has the bias; the weight has none. The
+    quantising of the input counts as the identity in the backward pass.
 
     weight_data, weight_scales, weight_outer: buffers as in `BlockScaled`; None where the format has no such part. They
         move between devices and are never cast. The block scales have the layout of the device, see
         `weights.scale_layout`: swizzled for native products, else linear. In a state dict they are linear.
     bias: a parameter [out_features], or None. It is cast as in every module.
     weight_dtype: the dtype of `weight`: first the dtype of the layer that was packed; casts such as `.half()` set it.
-    in_first: whether the layer that was packed held its weight as [in, out], as the Conv1D of transformers does.
+    in_first: whether `weight` is [in, out], as the Conv1D of transformers has it.
     """
 
     def __init__(
@@ -47,20 +51,19 @@ class PackedLinear(PackedWeight, nn.Linear):
         bias: nn.Parameter | None,
         *,
         weight_dtype: torch.dtype = torch.float32,
-        in_first: bool = False,
     ):
+        in_first = not isinstance(self, nn.Linear)
         PackedWeight.__init__(self, None, in_features, out_features, layer_format, weight_dtype, in_first)
         self.bias = bias
 
-    @classmethod
-    def in_place_of(cls, linear: nn.Module, layer_format: LayerFormat) -> "PackedLinear":
+    @staticmethod
+    def in_place_of(linear: nn.Module, layer_format: LayerFormat) -> "PackedLayer":
         """A packed layer that still lacks its weight.
 
         It has the linear layer's sizes, bias, forward hooks, attributes and training mode.
         """
-        in_features, out_features = sizes(linear)
-        dtype, in_first = linear.weight.dtype, not isinstance(linear, nn.Linear)
-        packed = cls(in_features, out_features, layer_format, linear.bias, weight_dtype=dtype, in_first=in_first)
+        kind: Any = PackedLinear if isinstance(linear, nn.Linear) else _packed_conv1d()
+        packed = kind(*sizes(linear), layer_format, linear.bias, weight_dtype=linear.weight.dtype)
         # The packed layer takes over the dictionaries of hooks, because the handles that remove hooks refer to them.
         packed.__dict__.update({name: getattr(linear, name) for name in _KEPT_HOOKS})
         packed.__dict__.update(_attributes(linear))
@@ -68,21 +71,19 @@ class PackedLinear(PackedWeight, nn.Linear):
 
     @property
     def weight(self) -> torch.Tensor:
-        """The weight [out_features, in_features], dequantised anew at each access, in weight_dtype.
+        """The weight in the shape that the replaced layer had it in, dequantised anew at each access, in weight_dtype.
 
-        A write to it raises RuntimeError, except that assigning `weight.data` packs the assigned values.
+        A write to it packs the written values, see `DequantizedWeight`.
         """
         return self.read()
 
     def dequantised(self) -> torch.Tensor:
-        """The weight [out_features, in_features] in weight_dtype."""
+        """The contiguous weight [out_features, in_features], or [in_features, out_features], in weight_dtype."""
         dtype = self.weight_dtype if self.weight_dtype in FLOAT_DTYPES else torch.float32
-        return torch.ops.fp4compile.dequantize(
+        weight = torch.ops.fp4compile.dequantize(
             *map(self.part, BUFFERS), self.layer_format.weight, self.in_features, dtype
         ).to(self.weight_dtype)  # fmt: skip
-
-    def _as_packed(self, values: torch.Tensor) -> torch.Tensor:
-        return values.t() if self.in_first else values
+        return weight.t().contiguous() if self.in_first else weight
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name == "weight":
@@ -116,6 +117,30 @@ class PackedLinear(PackedWeight, nn.Linear):
     def extra_repr(self) -> str:
         activation = self.layer_format.activation or "as it comes"
         return f"{self.in_features}, {self.out_features}, weight={self.layer_format.weight}, activation={activation}"
+
+
+class PackedLinear(PackedLayer, nn.Linear):
+    """A packed `nn.Linear`; see `PackedLayer`."""
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        # In older pickles a packed Conv1D is of this class too. Its codes are those of [out, in], as `weight` shows it.
+        super().__setstate__(state | {"in_first": False})
+
+
+@functools.cache
+def _packed_conv1d() -> type:
+    """The class `PackedConv1D`. It is made when it is needed, because transformers need not be installed."""
+    from transformers.pytorch_utils import Conv1D
+
+    members = {"__module__": __name__, "__doc__": "A packed Conv1D of transformers; see `PackedLayer`."}
+    return type("PackedConv1D", (PackedLayer, Conv1D), members | {"__repr__": nn.Module.__repr__})
+
+
+def __getattr__(name: str) -> type:
+    """`PackedConv1D`, which pickle looks up here."""
+    if name == "PackedConv1D":
+        return _packed_conv1d()
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def _product(
@@ -178,7 +203,7 @@ IN_ATTENTION = "nn.MultiheadAttention multiplies it without calling a layer"
 
 def is_linear(module: nn.Module) -> bool:
     """Whether the module is an `nn.Linear` with a weight of its own, one of a subclass, or transformers' Conv1D."""
-    return (isinstance(module, nn.Linear) and not isinstance(module, PackedLinear)) or _is_conv1d(module)
+    return (isinstance(module, nn.Linear) and not isinstance(module, PackedLayer)) or _is_conv1d(module)
 
 
 def _is_conv1d(module: nn.Module) -> bool:
@@ -266,7 +291,7 @@ def leave_fast_paths(model: nn.Module) -> None:
     """
     for module in model.modules():
         if isinstance(module, nn.TransformerEncoderLayer):
-            if any(isinstance(child, PackedLinear) for child in module.children()):
+            if any(isinstance(child, PackedLayer) for child in module.children()):
                 module.activation_relu_or_gelu = 0
-        elif isinstance(module, nn.TransformerEncoder) and any(isinstance(m, PackedLinear) for m in module.modules()):
+        elif isinstance(module, nn.TransformerEncoder) and any(isinstance(m, PackedLayer) for m in module.modules()):
             module.use_nested_tensor = False
