@@ -194,6 +194,24 @@ def _activation(x: torch.Tensor, layer_format: LayerFormat, layout: str) -> tupl
     return data, scales if fmt.scale else None, outer if outer is not None else computed if fmt.outer else None
 
 
+def unpacked_layer(packed: PackedLayer, requires_grad: bool) -> nn.Module:
+    """A layer of the class that a packed layer replaced, with the dequantised weight and the same bias.
+
+    Raises ValueError where another library has replaced the packed layer's `forward`, as hooks of accelerate do.
+    """
+    if "forward" in vars(packed):
+        raise ValueError("a packed layer with another forward (a hook of accelerate?) cannot be unpacked: unpack before")
+    kind = next(base for base in type(packed).__bases__ if not issubclass(base, PackedWeight))
+    layer = kind.__new__(kind)
+    nn.Module.__init__(layer)
+    if isinstance(layer, nn.Linear):
+        layer.in_features, layer.out_features = packed.in_features, packed.out_features
+    layer.weight, layer.bias = nn.Parameter(packed.dequantised(), requires_grad), packed.bias
+    layer.__dict__.update({name: getattr(packed, name) for name in _KEPT_HOOKS})
+    layer.__dict__.update({name: value for name, value in vars(packed).items() if name not in _OWN})
+    return layer.train(packed.training)
+
+
 # ---------------------------------------------------------------- what can be packed
 
 
