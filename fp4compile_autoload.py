@@ -136,22 +136,34 @@ def _adapt_packed(module: ModuleType) -> None:
     wrapper._activate_lora = adapted
 
 
-def _train_copies(module: ModuleType) -> None:
-    """Give the copies of `modules_to_save` weights that can be trained; tried with peft 0.21."""
-    wrapper = module.ModulesToSaveWrapper
-    update = wrapper.update
+def _save_trained(module: ModuleType) -> None:
+    _train_copies(module.ModulesToSaveWrapper, "update", "modules_to_save")
+
+
+def _tune_trained(module: ModuleType) -> None:
+    _train_copies(module.LNTuningLayer, "update_layer", "ln_tuning_layers")
+
+
+def _train_copies(wrapper: Any, method: str, copies: str) -> None:
+    """Give the copies of layers that peft trains weights that can be trained; tried with peft 0.21.
+
+    method: the method of the class `wrapper` that copies a layer into the `nn.ModuleDict` named `copies`.
+    """
+    update = getattr(wrapper, method)
 
     @functools.wraps(update)
-    def updated(self: Any, adapter_name: str, *args: Any, **kwargs: Any) -> Any:
-        result = update(self, adapter_name, *args, **kwargs)
+    def updated(self: Any, *args: Any, **kwargs: Any) -> Any:
+        before = set(getattr(self, copies))
+        result = update(self, *args, **kwargs)
         if "fp4compile" in sys.modules:
             from fp4compile.weights.unpack import unpacked
 
-            copy = self.modules_to_save[adapter_name]
-            self.modules_to_save[adapter_name] = unpacked(copy, adapter_name == self.active_adapter)
+            found = getattr(self, copies)
+            for name in found.keys() - before:
+                found[name] = unpacked(found[name], name in self.active_adapters)
         return result
 
-    wrapper.update = updated
+    setattr(wrapper, method, updated)
 
 
 _WATCHED: dict[str, Callable[[ModuleType], None]] = {
@@ -160,7 +172,8 @@ _WATCHED: dict[str, Callable[[ModuleType], None]] = {
     "transformers.quantizers.auto": _read_packed,
     "peft.tuners.tuners_utils": _inject_into_packed,
     "peft.tuners.lora.layer": _adapt_packed,
-    "peft.utils.other": _train_copies,
+    "peft.tuners.ln_tuning.layer": _tune_trained,
+    "peft.utils.other": _save_trained,
 }
 
 

@@ -278,18 +278,29 @@ class DequantizedWeight(torch.Tensor):
     itself then holds the written values, as the parameter of an unpacked layer would, and the layer holds their codes.
     Results of operations, copies and pickles are plain tensors. An array of NumPy over the memory is read-only.
 
-    _layer: the packed layer. _viewed: for a view, the weight whose memory it is.
+    _layer: the packed layer. _codes: its codes of these values. _viewed: for a view, the weight whose memory it is.
     """
 
     _layer: PackedWeight
+    _codes: torch.Tensor
     _viewed: "DequantizedWeight | None" = None
     _is_hf_initialized = True  # transformers gives no initial values to a tensor that has this mark
 
     @staticmethod
     def of(layer: PackedWeight, values: torch.Tensor) -> "DequantizedWeight":
         weight = torch.Tensor._make_subclass(DequantizedWeight, values)
-        weight._layer = layer
+        weight._layer, weight._codes = layer, layer.weight_data
         return weight
+
+    def packed_in(self, layer: PackedWeight) -> bool:
+        """Whether the layer has these values: its own weight, which is packed again where it has other values now."""
+        if self._layer is layer and self._viewed is None and self._codes is not layer.weight_data:
+            self._pack()
+        return self._layer is layer and self._viewed is None
+
+    def _pack(self) -> None:
+        self._layer.store_again(self)
+        self._codes = self._layer.weight_data
 
     @property
     def _whole(self) -> "DequantizedWeight":
@@ -308,9 +319,9 @@ class DequantizedWeight(torch.Tensor):
             raise RuntimeError("weight: a view of a packed layer's weight takes no other data; copy_ writes to it")
         if values.shape != self.shape:
             raise ValueError(f"weight: expected shape {tuple(self.shape)}, got {tuple(values.shape)}")
-        self._layer.store_again(values)
         with torch._C.DisableTorchFunctionSubclass():
             torch.Tensor.data.__set__(self, values.detach().as_subclass(torch.Tensor))
+            self._pack()
 
     @property
     def _is_param(self) -> bool:
@@ -341,7 +352,7 @@ class DequantizedWeight(torch.Tensor):
                 if whole._version != version:
                     if whole.grad_fn is not None:  # values with a gradient were written to it
                         whole.detach_()
-                    whole._layer.store_again(whole)
+                    whole._pack()
             if hasattr(result, "setflags"):
                 result.setflags(write=False)
             of_memory = {whole.untyped_storage()._cdata: whole for whole in wholes}

@@ -14,7 +14,7 @@ from torch.nn.utils import parametrize
 
 from fp4compile.formats import formats
 from fp4compile.formats.quantize_spec import FLOAT_DTYPES
-from fp4compile.weights.buffers import BUFFERS, LayerFormat, PackedWeight, autocast_dtype
+from fp4compile.weights.buffers import BUFFERS, DequantizedWeight, LayerFormat, PackedWeight, autocast_dtype
 
 _KEPT_HOOKS = ("_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called")
 # The hooks that a packed layer cannot keep. A forward pre-hook may change the weight, as weight_norm's does.
@@ -86,9 +86,10 @@ class PackedLayer(PackedWeight):
         return weight.t().contiguous() if self.in_first else weight
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if name == "weight":
+        if name != "weight":
+            super().__setattr__(name, value)
+        elif not isinstance(value, DequantizedWeight) or not value.packed_in(self):
             raise AttributeError("weight: a packed layer's cannot be assigned; assign weight.data, or before packing")
-        super().__setattr__(name, value)
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """input: [..., in_features], bf16, fp16 or fp32. Returns [..., out_features] in its dtype, or autocast's.
@@ -99,10 +100,11 @@ class PackedLayer(PackedWeight):
         dtype = autocast_dtype(input.device)
         input = input if dtype is None else input.to(dtype)
         bias = None if self.bias is None else self.bias.to(input.dtype)
-        product = input, bias, *map(self.part, BUFFERS), self.layer_format, self.scale_layout
-        if torch.is_grad_enabled() and (input.requires_grad or (bias is not None and bias.requires_grad)):
-            return _Product.apply(*product)
-        return _product(*product)
+        rows = input.reshape(-1, self.in_features)
+        product = rows, bias, *map(self.part, BUFFERS), self.layer_format, self.scale_layout
+        trained = torch.is_grad_enabled() and (input.requires_grad or (bias is not None and bias.requires_grad))
+        # A view after the function, because the result of one may not be a view where it is written to.
+        return (_Product.apply if trained else _product)(*product).view(*input.shape[:-1], self.out_features)
 
     def _check(self, input: torch.Tensor) -> None:
         if not isinstance(input, torch.Tensor):
@@ -147,12 +149,11 @@ def _product(
     x: torch.Tensor, bias: torch.Tensor | None, data: torch.Tensor, scales: torch.Tensor | None,
     outer: torch.Tensor | None, layer_format: LayerFormat, scale_layout: str,
 ) -> torch.Tensor:  # fmt: skip
-    """x [..., in] times a packed weight [out, in], plus bias [out]: [..., out] in the dtype of x."""
-    rows = x.reshape(-1, x.shape[-1])
+    """x [rows, in] times a packed weight [out, in], plus bias [out]: [rows, out] in the dtype of x."""
     return torch.ops.fp4compile.scaled_mm(
-        *_activation(rows, layer_format, scale_layout), layer_format.activation,
+        *_activation(x, layer_format, scale_layout), layer_format.activation,
         data, scales, outer, layer_format.weight, bias, x.dtype,
-    ).view(*x.shape[:-1], data.shape[-2])  # fmt: skip
+    )  # fmt: skip
 
 
 class _Product(torch.autograd.Function):
@@ -178,7 +179,7 @@ class _Product(torch.autograd.Function):
                 *ctx.saved_tensors, ctx.format, ctx.in_features, gradient.dtype
             )
         if ctx.needs_input_grad[1]:
-            of_bias = gradient.reshape(-1, gradient.shape[-1]).sum(0)
+            of_bias = gradient.sum(0)
         return of_x, of_bias, None, None, None, None, None
 
 
