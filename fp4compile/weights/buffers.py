@@ -342,7 +342,7 @@ class DequantizedWeight(torch.Tensor):
     def __torch_function__(cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         kwargs = kwargs or {}
         if torch.compiler.is_compiling():
-            return _compiled(cls, func, args, kwargs)
+            torch._dynamo.graph_break()  # a graph would lose a write
         inputs = [each for each in tree_leaves((args, kwargs)) if isinstance(each, cls)]
         with torch._C.DisableTorchFunctionSubclass():
             wholes = {id(each._whole): each._whole for each in inputs}.values()
@@ -369,22 +369,6 @@ def _as_view(result: torch.Tensor, of_memory: dict[int, DequantizedWeight]) -> t
     view = result.as_subclass(DequantizedWeight)
     view._layer, view._viewed = whole._layer, whole
     return view
-
-
-# Operators that write to their first argument and whose names do not end in one underscore.
-_WRITES = {"__setitem__", *(f"__i{name}__" for name in (
-    "add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor", "lshift", "rshift"
-))}  # fmt: skip
-
-
-def _compiled(cls: type, func: Any, args: tuple, kwargs: dict) -> Any:
-    """`DequantizedWeight.__torch_function__` in a function that is being compiled, where a write would be lost."""
-    name = getattr(func, "__name__", "")
-    in_place = name in _WRITES or (name.endswith("_") and not name.endswith("__") and name != "requires_grad_")
-    if any(isinstance(tensor, cls) for tensor in (args[:1] if in_place else (kwargs.get("out"),))):
-        raise RuntimeError("weight: a compiled function cannot write to a packed layer's weight; write to it eagerly")
-    with torch._C.DisableTorchFunctionSubclass():
-        return func(*args, **kwargs)
 
 
 def make_shardable_(model: nn.Module) -> None:
