@@ -108,7 +108,8 @@ def insert(place: Place, packed: PackedExperts) -> None:
     """Replace a parameter by packed experts."""
     module, child = place.module, place.child
     packed.train(module.training)
-    base, children, order = getattr(type(module), _MADE_OF, (type(module), (), tuple(module._parameters)))
+    fresh: Any = type(module), (), tuple(module._parameters)
+    base, children, order = getattr(type(module), _MADE_OF, fresh)
     del module._parameters[child]
     module.add_module(packed_name(child), packed)
     module.__class__ = _class_of(base, tuple(sorted({*children, child}, key=(*order, child).index)), order)

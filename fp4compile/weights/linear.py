@@ -201,8 +201,10 @@ def unpacked_layer(packed: PackedLayer, requires_grad: bool) -> nn.Module:
     Raises ValueError where another library has replaced the packed layer's `forward`, as hooks of accelerate do.
     """
     if "forward" in vars(packed):
-        raise ValueError("a packed layer with another forward (a hook of accelerate?) cannot be unpacked: unpack before")
-    kind = next(base for base in type(packed).__bases__ if not issubclass(base, PackedWeight))
+        raise ValueError(
+            "a packed layer with another forward (a hook of accelerate?) cannot be unpacked: unpack before"
+        )
+    kind: Any = next(base for base in type(packed).__bases__ if not issubclass(base, PackedWeight))
     layer = kind.__new__(kind)
     nn.Module.__init__(layer)
     if isinstance(layer, nn.Linear):

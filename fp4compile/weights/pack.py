@@ -155,12 +155,6 @@ class _Choice:
         layers = {names[0]: self.layer(names[0], sizes(model.get_submodule(names[0]))) for names in places}
         layers |= {one.place.names[0]: self.layer(one.place.names[0], one.sizes, experts=True) for one in experts}
         self.around = Model.of(recipe, parameters, [layers[name] for name in _in_order(model) if name in layers])
-        weights = [model.get_submodule(names[0])._parameters.get("weight") for names in places]
-        weights += [one.place.parameter for one in experts if one.in_first is not None]
-        frozen = (weight is not None and weight.is_floating_point() and not weight.requires_grad for weight in weights)
-        # Whether a part of the model is trained, and what requires a gradient does so on purpose.
-        self.adapted = any(named.part for named in self.named.values())
-        self.in_part = self.adapted or any(frozen)
         # By id, because references to modules or parameters would keep the weights alive.
         self.linears: dict[int, list[str]] = {}
         for names in places:
@@ -168,6 +162,15 @@ class _Choice:
                 self.linears.setdefault(id(parameter), []).append(names[0])
         others = (module for module in model.modules() if not is_linear(module))
         self.elsewhere = Counter(id(parameter) for module in others for parameter in module._parameters.values())
+        weights = [model.get_submodule(names[0])._parameters.get("weight") for names in places]
+        weights = [weight for weight in weights if id(weight) not in self.elsewhere]  # an embedding's may be frozen
+        weights += [one.place.parameter for one in experts if one.in_first is not None]
+        frozen = (
+            weight is not None and weight.is_floating_point() and not weight.requires_grad for weight in weights
+        )
+        # Whether a part of the model is trained, and what requires a gradient does so on purpose.
+        self.adapted = any(named.part for named in self.named.values())
+        self.in_part = self.adapted or any(frozen)
 
     def layer(self, name: str, sizes: tuple[int, int], tied: bool = False, *, experts: bool = False) -> Layer:
         """A linear layer or a parameter of experts, as rules and defaults see it. name: its path in the model."""

@@ -1,7 +1,5 @@
 """The inverse of packing: modules with weights in high precision, which can be trained."""
 
-from typing import Any
-
 from torch import nn
 
 from fp4compile.analysis.module_names import parameter_name

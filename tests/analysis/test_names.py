@@ -130,10 +130,11 @@ def group():
     dist.destroy_process_group()
 
 
-@pytest.mark.parametrize(
-    "wrap", (DistributedDataParallel, lambda m: FullyShardedDataParallel(m, use_orig_params=True, device_id=torch.device("cpu")), fully_shard),
-    ids=("DDP", "FSDP1", "FSDP2"),
-)  # fmt: skip
+def fsdp1(model: nn.Module) -> nn.Module:
+    return FullyShardedDataParallel(model, use_orig_params=True, device_id=torch.device("cpu"))
+
+
+@pytest.mark.parametrize("wrap", (DistributedDataParallel, fsdp1, fully_shard), ids=("DDP", "FSDP1", "FSDP2"))
 def test_own_names_in_a_process_group(group, wrap):
     plain = Model()
     assert sorted(own_names(wrap(copy.deepcopy(plain)))) == sorted(own_names(plain))

@@ -100,7 +100,9 @@ def test_the_order_does_not_matter(case, moe):
 
 
 def test_the_report_names_layers_as_rules_do(moe):
-    model = peft.get_peft_model(copy.deepcopy(moe), peft.LoraConfig(target_modules=["q_proj"], modules_to_save=["lm_head"]))
+    model = peft.get_peft_model(
+        copy.deepcopy(moe), peft.LoraConfig(target_modules=["q_proj"], modules_to_save=["lm_head"])
+    )
     report = fp4compile.pack_(model, RULES)
     found = {row.module: (row.name, row.reason) for row in report.rows}
     layer = "model.layers.0"
@@ -121,9 +123,9 @@ def test_adapters_of_experts_add_to_the_dequantised_weights(moe, tmp_path):
     plain = copy.deepcopy(moe)
     for name, module in base.named_modules():
         if isinstance(module, PackedWeight):
-            plain.get_parameter(name.removesuffix("_packed") if "experts" in name else f"{name}.weight").data = (
-                module.dequantised()
-            )
+            plain.get_parameter(
+                name.removesuffix("_packed") if "experts" in name else f"{name}.weight"
+            ).data = module.dequantised()
     want = base(input_ids=IDS).logits
     loaded, expected = (peft.PeftModel.from_pretrained(one, tmp_path).eval() for one in (base, plain))
     logits = loaded(input_ids=IDS).logits
@@ -181,7 +183,9 @@ def test_a_packed_conv1d_is_copied_and_pickled(gpt2):
     stored.seek(0)
     for other in (copy.deepcopy(model), torch.load(stored, weights_only=False)):
         layer = other.transformer.h[0].attn.c_attn
-        assert type(layer) is type(model.transformer.h[0].attn.c_attn) and repr(layer).startswith("PackedConv1D(64, 192")
+        assert type(layer) is type(model.transformer.h[0].attn.c_attn) and repr(layer).startswith(
+            "PackedConv1D(64, 192"
+        )
         assert torch.equal(other(input_ids=IDS).logits, model(input_ids=IDS).logits)
 
 
@@ -222,6 +226,13 @@ def test_a_model_that_is_trained_or_frozen_as_a_whole_is_packed(trained, recwarn
     model = layers().requires_grad_(trained)
     fp4compile.pack_(model, {"recipe": "mxfp8", "skip_lm_head": False})
     assert packed(model) == {"0", "1", "2"} and not [one for one in recwarn if "trained" in str(one.message)]
+
+
+def test_a_frozen_embedding_and_its_head_are_no_sign():
+    model = nn.ModuleDict({"embed": nn.Embedding(64, 64), "up": nn.Linear(64, 64), "head": nn.Linear(64, 64)})
+    model["head"].weight = model["embed"].weight.requires_grad_(False)
+    fp4compile.pack_(model, "mxfp8")
+    assert packed(model) == {"up"}
 
 
 def test_nothing_of_a_model_with_adapters_stops_being_trained():

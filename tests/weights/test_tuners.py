@@ -16,8 +16,9 @@ OPTIONS = {
     "FrodConfig": {}, "GraloraConfig": {"r": 4}, "HiraConfig": {"r": 4}, "HRAConfig": {"r": 4}, "IA3Config": {},
     "LoHaConfig": {"r": 4}, "LoKrConfig": {"r": 4}, "MissConfig": {"r": 4}, "OFTConfig": {"oft_block_size": 4, "r": 0},
     "OSFConfig": {}, "PeanutConfig": {}, "PsoftConfig": {"r": 4}, "PveraConfig": {"r": 4}, "RandLoraConfig": {"r": 4},
-    "RoadConfig": {}, "ShiraConfig": {"r": 4}, "TinyLoraConfig": {}, "UniLoraConfig": {}, "VBLoRAConfig": {"num_vectors": 16, "vector_length": 16},
-    "VeraConfig": {"r": 4}, "WaveFTConfig": {"n_frequency": 50},
+    "RoadConfig": {}, "ShiraConfig": {"r": 4}, "TinyLoraConfig": {}, "UniLoraConfig": {},
+    "VBLoRAConfig": {"num_vectors": 16, "vector_length": 16}, "VeraConfig": {"r": 4},
+    "WaveFTConfig": {"n_frequency": 50},
 }  # fmt: skip
 CASES = {f"{name}": (name, options) for name, options in OPTIONS.items()} | {
     f"LoRA {key} {value}": ("LoraConfig", {"r": 4, key: value})
