@@ -165,9 +165,7 @@ class _Choice:
         weights = [model.get_submodule(names[0])._parameters.get("weight") for names in places]
         weights = [weight for weight in weights if id(weight) not in self.elsewhere]  # an embedding's may be frozen
         weights += [one.place.parameter for one in experts if one.in_first is not None]
-        frozen = (
-            weight is not None and weight.is_floating_point() and not weight.requires_grad for weight in weights
-        )
+        frozen = (weight is not None and weight.is_floating_point() and not weight.requires_grad for weight in weights)
         # Whether a part of the model is trained, and what requires a gradient does so on purpose.
         self.adapted = any(named.part for named in self.named.values())
         self.in_part = self.adapted or any(frozen)
