@@ -123,6 +123,27 @@ def test_own_names_and_decisions_are_those_of_the_model(wrapper):
     assert found == DECIDED
 
 
+def test_an_adapter_without_lora_in_its_name_is_no_layer():
+    peft = pytest.importorskip("peft")
+    model = peft.get_peft_model(Model(), peft.LilyConfig(r=32, target_modules=["down"]))
+    report = fp4compile.explain(model, torch.randn(32, 64), recipe="mxfp8")
+    adapters = {row.reason for row in report.rows if ".lily_" in row.module and row.product == "fprop"}
+    assert adapters == {"adapter"}
+
+
+def test_static_scales_and_sensitivity_have_own_names():
+    recipe, batches = {"recipe": "nvfp4_static", "rules": [["*gate", "skip"]]}, [torch.randn(32, 64)]
+    found = []
+    for model in (Model(), lora()(Model())):
+        scales = fp4compile.calibrate(model.eval(), batches, recipe, progress=False)
+        ranking = fp4compile.sensitivity(model, batches, "nvfp4", progress=False)
+        found.append((scales.static_scales, {one.layer for one in ranking.layers}))
+    names = {"blocks.0.up", "blocks.0.down", "blocks.1.up", "blocks.1.down", "experts.a"}
+    assert all({name for name, _ in scales} == names == layers for scales, layers in found)
+    report = fp4compile.pack_(model, scales)
+    assert [row.note for row in report.rows if row.reason is None] == [None] * 5
+
+
 @pytest.fixture(scope="module")
 def group():
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)

@@ -131,6 +131,7 @@ def test_adapters_of_experts_add_to_the_dequantised_weights(moe, tmp_path):
     logits = loaded(input_ids=IDS).logits
     torch.testing.assert_close(logits, expected(input_ids=IDS).logits)
     assert (logits - want).norm() > 0.01 * want.norm()
+    assert torch.equal(torch.compile(loaded, backend="eager")(input_ids=IDS).logits, logits)
     with loaded.disable_adapter():
         assert torch.equal(loaded(input_ids=IDS).logits, want)
     with pytest.warns(UserWarning, match="packed them again"):
