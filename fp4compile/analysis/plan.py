@@ -98,9 +98,10 @@ def plan(
     """
     names = [entry.parameter for entry in inputs if entry.parameter]
     in_blocks = frozenset(module_name(entry.parameter) for entry in inputs if entry.parameter and entry.in_block)
+    adapters = frozenset(module_name(entry.parameter) for entry in inputs if entry.parameter and entry.adapter)
     names += [gemm.module for gemm in gemms if _EXPERTS.search(gemm.module)]  # packed experts are no parameters
     layers = [_layer(gemm) for gemm in gemms if gemm.product == "fprop" and gemm.layer]
-    model = Model.of(recipe, names, layers, in_blocks)
+    model = replace(Model.of(recipe, names, layers, in_blocks), adapters=adapters)
     if names and not model.blocks and (recipe.skip_first_blocks or recipe.skip_last_blocks):
         warnings.warn(
             f"recipe {recipe.name!r} leaves blocks alone by their number, and no name in this graph has one "
@@ -164,13 +165,15 @@ class Model:
 
     blocks: the number of blocks of each numbered list, by the list's name. with_experts: names of the modules that have
     experts. widest_last: name of the last layer if it is also the widest; None if it is not. in_blocks: names of layers
-    that lie in a numbered block of the model, and whose names here begin below the block.
+    that lie in a numbered block of the model, and whose names here begin below the block. adapters: names of layers
+    that a library of adapters added.
     """
 
     blocks: dict[str, int] = field(default_factory=dict)
     with_experts: frozenset[str] = frozenset()
     widest_last: str | None = None
     in_blocks: frozenset[str] = frozenset()
+    adapters: frozenset[str] = frozenset()
 
     @classmethod
     def of(
@@ -338,6 +341,8 @@ def _excluded_place(layer: Layer, recipe: Recipe, model: Model) -> str | None:
         return "output head"
     if "lora_" in layer.name:
         return "LoRA adapter"
+    if layer.name in model.adapters:
+        return "adapter"
     if layer.selects or _is_router(layer.name, model):
         return "router: its outputs choose among experts"
     place = block_of(layer.name)

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from fp4compile import _compat, _inductor_patches
 from fp4compile.formats import formats
@@ -165,31 +166,21 @@ class PackedWeight(nn.Module):
         raise NotImplementedError
 
     def read(self) -> torch.Tensor:
-        """`dequantised`, for the module's readers. In eager mode, a write to the tensor raises or packs again."""
+        """`dequantised`, for the module's readers. In eager mode, a write to the tensor packs again."""
         if torch.compiler.is_compiling():
             return self.dequantised()
-        with torch.no_grad() if torch.is_grad_enabled() else torch.inference_mode():
+        with torch.inference_mode(False), torch.no_grad():  # inference tensors do not count writes
             return DequantizedWeight.of(self, self.dequantised())
 
     def store_again(self, values: torch.Tensor) -> None:
-        """Quantise other values by the layer's own format and rule, and warn of what it costs.
-
-        Raises ValueError where `values` have another shape than `dequantised` returns.
-        """
-        shape = tuple(self.dequantised().shape)
-        if tuple(values.shape) != shape:
-            raise ValueError(f"weight: expected shape {shape}, got {tuple(values.shape)}")
-        self.store(self._as_packed(values))
+        """Quantise other values of `dequantised`'s shape by the layer's own format and rule, and warn of its cost."""
+        self.store(values)
         # Whole decibels, because Python gives a warning of one text once: a merged model has hundreds of layers.
         warnings.warn(
             "a packed layer was given other weights, as by the merging of an adapter, and packed them again in "
             f"{self.layer_format.weight}: SQNR {_sqnr(values, self.dequantised()):.0f} dB",
             stacklevel=3,
         )
-
-    def _as_packed(self, values: torch.Tensor) -> torch.Tensor:
-        """Values of the shape of `dequantised`, in the shape that `store` takes."""
-        return values
 
     @property
     def scale_layout(self) -> str:
@@ -300,27 +291,40 @@ class PackedWeight(nn.Module):
 _inductor_patches.leave_buffers_out_of_ddp(PackedWeight)
 
 
-# Operators that write to their first argument and whose names do not end in one underscore.
-_WRITES = {"__setitem__", *(f"__i{name}__" for name in (
-    "add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor", "lshift", "rshift"
-))}  # fmt: skip
-
-
 class DequantizedWeight(torch.Tensor):
-    """A packed weight's dequantised values, which are a copy.
+    """A packed weight's dequantised values, which are a copy; or a view of them.
 
-    A write to the copy would be lost, and raises RuntimeError. `weight.data = values` packs the values, as libraries of
-    adapters merge. Results of operations are plain tensors.
+    Eager writes are packed: assigned `data`, operators in place, `out=`, and writes to views of any depth. The tensor
+    itself then holds the written values, as the parameter of an unpacked layer would, and the layer holds their codes.
+    Results of operations, copies and pickles are plain tensors. An array of NumPy over the memory is read-only.
+
+    _layer: the packed layer. _codes: its codes of these values. _viewed: for a view, the weight whose memory it is.
     """
 
     _layer: PackedWeight
+    _codes: torch.Tensor
+    _viewed: "DequantizedWeight | None" = None
     _is_hf_initialized = True  # transformers gives no initial values to a tensor that has this mark
 
     @staticmethod
     def of(layer: PackedWeight, values: torch.Tensor) -> "DequantizedWeight":
-        weight = values.as_subclass(DequantizedWeight)
-        weight._layer = layer
+        weight = torch.Tensor._make_subclass(DequantizedWeight, values)
+        weight._layer, weight._codes = layer, layer.weight_data
         return weight
+
+    def packed_in(self, layer: PackedWeight) -> bool:
+        """Whether the layer has these values: its own weight, which is packed again where it has other values now."""
+        if self._layer is layer and self._viewed is None and self._codes is not layer.weight_data:
+            self._pack()
+        return self._layer is layer and self._viewed is None
+
+    def _pack(self) -> None:
+        self._layer.store_again(self)
+        self._codes = self._layer.weight_data
+
+    @property
+    def _whole(self) -> "DequantizedWeight":
+        return self if self._viewed is None else self._viewed
 
     @property
     def data(self) -> torch.Tensor:
@@ -329,26 +333,62 @@ class DequantizedWeight(torch.Tensor):
 
     @data.setter
     def data(self, values: torch.Tensor) -> None:
-        self._layer.store_again(values)
+        if values is self:  # the end of `weight.data += x`
+            return
+        if self is not self._whole:
+            raise RuntimeError("weight: a view of a packed layer's weight takes no other data; copy_ writes to it")
+        if values.shape != self.shape:
+            raise ValueError(f"weight: expected shape {tuple(self.shape)}, got {tuple(values.shape)}")
+        with torch._C.DisableTorchFunctionSubclass():
+            torch.Tensor.data.__set__(self, values.detach().as_subclass(torch.Tensor))
+            self._pack()
 
-    def __iadd__(self, other: Any) -> torch.Tensor:
-        return self + other
+    @property
+    def _is_param(self) -> bool:
+        return False
 
-    def __isub__(self, other: Any) -> torch.Tensor:
-        return self - other
+    @_is_param.setter
+    def _is_param(self, value: bool) -> None:
+        """Called by `nn.Parameter(weight)`, which would share a copy's memory and not the packed layer's."""
+        raise RuntimeError("weight: a packed layer's weight is no parameter; nn.Parameter(weight.clone()) is one")
+
+    def __deepcopy__(self, memo: dict) -> torch.Tensor:
+        return memo.setdefault(id(self), self.detach().clone())
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.detach().clone().__reduce_ex__(protocol)
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        name = getattr(func, "__name__", "")
-        in_place = name in _WRITES or (name.endswith("_") and not name.endswith("__") and name != "requires_grad_")
-        written = args[:1] if in_place else ((kwargs or {}).get("out"),)
-        if any(isinstance(tensor, cls) for tensor in written):
-            raise RuntimeError(
-                "weight: a packed layer's weight is dequantised at each access, and a write to it is lost; "
-                "assign weight.data to pack other values"
-            )
+        kwargs = kwargs or {}
+        if torch.compiler.is_compiling():
+            torch._dynamo.graph_break()  # a graph would lose a write
+        inputs = [each for each in tree_leaves((args, kwargs)) if isinstance(each, cls)]
         with torch._C.DisableTorchFunctionSubclass():
-            return func(*args, **(kwargs or {}))
+            wholes = {id(each._whole): each._whole for each in inputs}.values()
+            before = [(whole, whole._version) for whole in wholes]
+            result = func(*args, **kwargs)
+            for whole, version in before:
+                if whole._version != version:
+                    if whole.grad_fn is not None:  # values with a gradient were written to it
+                        whole.detach_()
+                    whole._pack()
+            if hasattr(result, "setflags"):
+                result.setflags(write=False)
+            of_memory = {whole.untyped_storage()._cdata: whole for whole in wholes}
+            return tree_map_only(torch.Tensor, lambda each: _as_view(each, of_memory), result)
+
+
+def _as_view(result: torch.Tensor, of_memory: dict[int, DequantizedWeight]) -> torch.Tensor:
+    """A result of an operation, as a view of the weight whose memory it shares."""
+    if type(result) is not torch.Tensor or torch._C._functorch.is_functorch_wrapped_tensor(result):
+        return result
+    whole = of_memory.get(result.untyped_storage()._cdata) if result.layout == torch.strided else None
+    if whole is None:
+        return result
+    view = result.as_subclass(DequantizedWeight)
+    view._layer, view._viewed = whole._layer, whole
+    return view
 
 
 def make_shardable_(model: nn.Module) -> None:
