@@ -248,13 +248,14 @@ def _of_experts(choice: _Choice, one: _Experts) -> Decision:
         return Decision(None, None)
     else:
         weight = None
-    row = _row_of(module_name(place.names[0]), one.sizes, place.parameter.dtype, found, note)
+    row = _row_of(module_name(place.names[0]), one.sizes, place.parameter.dtype, found, note, place.parameter.shape[0])
     return Decision(weight, row)
 
 
 def _row_of(
-    name: str, sizes: tuple[int, int], dtype: torch.dtype | None, packed: LayerFormat | str, note: str | None
-) -> Row:
+    name: str, sizes: tuple[int, int], dtype: torch.dtype | None, packed: LayerFormat | str, note: str | None,
+    matrices: int = 1,
+) -> Row:  # fmt: skip
     inner, outer = sizes
     rule = None
     if isinstance(packed, str):
@@ -265,6 +266,8 @@ def _row_of(
     return Row(
         name, "fprop", None, outer, inner, left=left, right=right, tier=None, reason=reason, flops=None,
         weight_scales=None if rule == "amax" else rule, note=note,
+        weight=None if isinstance(packed, str) else formats.get(packed.weight).nbytes(outer, inner, matrices),
+        weight_plain=None if dtype is None else matrices * outer * inner * dtype.itemsize,
     )  # fmt: skip
 
 

@@ -16,6 +16,7 @@ from fp4compile.calibration.sensitivity import LayerSensitivity, Sensitivity
 from fp4compile.formats import reference
 from fp4compile.recipe import Rule, named
 from tests.helpers import without_codegen
+from tests.helpers.report_text import Page
 
 
 @dataclass
@@ -292,8 +293,9 @@ def test_plot(monkeypatch, tmp_path):
 
 
 def test_a_notebook_shows_the_table_and_a_short_repr_says_what_it_is():
-    shown = RANKED._repr_html_()
-    assert all(f"<td>{one.layer}</td><td>{one.weights}</td>" in shown for one in RANKED.layers)
+    shown = Page(RANKED._repr_html_())
+    assert [line[:2] for line in shown.rows[1:]] == [[one.layer, str(one.weights)] for one in RANKED.layers]
+    assert shown.notes == str(RANKED).splitlines()[-1:]
     worst = RANKED.layers[0].layer
     assert repr(RANKED) == (
         f"<Sensitivity: recipe nvfp4, {len(RANKED.layers)} layers, the worst {worst!r}; print it for the table>"
