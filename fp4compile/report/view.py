@@ -5,15 +5,13 @@ Entry: `view_of(report, all)`. All its texts are printable and without line brea
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import Any
 
 from fp4compile.report.product_row import one_line, shown_name
 from fp4compile.report.row_classes import Group, groups
 from fp4compile.roofline.time_terms import GraphLaunches
 
-if TYPE_CHECKING:
-    from fp4compile.report.report import Report
-
+Report = Any  # `report.report.Report`, which imports this file
 _SHOWN_REASONS = 3
 _DTYPES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "float64": "fp64"}
 _UNITS = ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"))
@@ -66,7 +64,7 @@ _COLUMNS = (
 _OPTIONAL = ("saved", "before", "after", "gain")
 
 
-def view_of(report: "Report", all: bool = False) -> View:
+def view_of(report: Report, all: bool = False) -> View:
     """The view of a report. all: a line for each row, in the order of compilation, instead of equal layers together."""
     title = f"fp4compile, recipe {report.recipe}" + (f", predicted on {report.gpu}" if report.gpu else "")
     columns, lines = _table([Group((row,)) for row in report.rows] if all else groups(report.rows), all)
@@ -80,7 +78,7 @@ def view_of(report: "Report", all: bool = False) -> View:
 # ---------------------------------------------------------------- the summary
 
 
-def _facts(report: "Report") -> list[Fact]:
+def _facts(report: Report) -> list[Fact]:
     if report.graphs == 0:
         return [Fact("quantised", "compiled nothing", (report.nothing_compiled(),))]
     found = [_quantised(report), *_not_quantised(report), *_predicted(report), *_memory(report)]
@@ -91,7 +89,7 @@ def _facts(report: "Report") -> list[Fact]:
     return found
 
 
-def _quantised(report: "Report") -> Fact:
+def _quantised(report: Report) -> Fact:
     count = f"{len(report.quantised)} of {len(report.matmuls)} matmuls"
     share, shares = report.flops_share(), report.flops_shares()
     if share is None:
@@ -100,7 +98,7 @@ def _quantised(report: "Report") -> Fact:
     return Fact("quantised", f"{share:.1%} of the FLOPs", (count + parts,))
 
 
-def _not_quantised(report: "Report") -> list[Fact]:
+def _not_quantised(report: Report) -> list[Fact]:
     """The largest reasons, a line each."""
     reasons, counts = report.reason_shares(), report.reasons()
     lines = []
@@ -123,7 +121,7 @@ def _matmuls(count: int) -> str:
     return f"{count} matmul{'' if count == 1 else 's'}"
 
 
-def _predicted(report: "Report") -> list[Fact]:
+def _predicted(report: Report) -> list[Fact]:
     """The sum of the predicted times."""
     if report.gpu is None:
         return []
@@ -142,7 +140,7 @@ def _predicted(report: "Report") -> list[Fact]:
     return [Fact("predicted", f"{plain / planned:.2f} times as fast", (line,))]
 
 
-def _memory(report: "Report") -> list[Fact]:
+def _memory(report: Report) -> list[Fact]:
     """Bytes of packed weights, and of what is saved for the backward pass."""
     packed, plain = report.saved()
     of = "activations saved for backward"
@@ -153,7 +151,7 @@ def _memory(report: "Report") -> list[Fact]:
     return [Fact("memory", f"{size(packed)} instead of {size(plain)}", (of,))] if packed else []
 
 
-def _uncompiled_lines(report: "Report") -> list[str]:
+def _uncompiled_lines(report: Report) -> list[str]:
     """A line for each of Dynamo's limits that was reached, with the functions that it leaves uncompiled."""
     functions: dict[str, list[str]] = {}
     for function, limit in report.uncompiled.items():
@@ -165,7 +163,7 @@ def _uncompiled_lines(report: "Report") -> list[str]:
     ]
 
 
-def _losing_line(report: "Report") -> list[str]:
+def _losing_line(report: Report) -> list[str]:
     losing = [f"{name} ({value:.2f})" for name, value in report.losing().items()]
     return [f"predicted to lose, better skipped by a rule: {', '.join(losing)}"] if losing else []
 
@@ -241,7 +239,7 @@ def _formats(left: str | None, right: str | None) -> str:
 # ---------------------------------------------------------------- below the table
 
 
-def _note_lines(report: "Report") -> list[str]:
+def _note_lines(report: Report) -> list[str]:
     """A line for each note, with the layers that have it."""
     layers: dict[str, dict[str, None]] = {}
     for row in report.rows:
@@ -250,7 +248,7 @@ def _note_lines(report: "Report") -> list[str]:
     return [f"{note}: {', '.join(names)}" for note, names in layers.items()]
 
 
-def _passes_line(report: "Report") -> list[str]:
+def _passes_line(report: Report) -> list[str]:
     """A line with the matches of each pass, and its time where it is known."""
     told = (f"{name} {run.matches}" + f" ({1e3 * run.seconds:.1f} ms)" * (run.seconds > 0)
             for name, run in report.passes.items())  # fmt: skip
