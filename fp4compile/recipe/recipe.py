@@ -354,8 +354,7 @@ class Recipe:
         """
         if not isinstance(report, Ranking):
             raise TypeError(f"report: expected a fp4compile.Sensitivity, got {type(report).__name__}")
-        measured = fallback if isinstance(fallback, Ranking) else None
-        name = fallback if measured is None else measured.recipe
+        measured, name = (fallback, fallback.recipe) if isinstance(fallback, Ranking) else (None, fallback)
         if sqnr_db is not None and name is not None and measured is None:
             raise ValueError(
                 f"fallback={fallback!r}: its own error counts in sqnr_db; pass what was measured under it, "

@@ -144,7 +144,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def _name_or_path(value: str) -> str:
     """The value of --fp4compile-recipe. Raises ArgumentTypeError for an unknown name and a file that is not there."""
     if value not in FIELDS and not (Path(value).suffix in (".toml", ".json") and Path(value).exists()):
-        raise argparse.ArgumentTypeError(unknown_name("recipe", value, (*FIELDS, "a .toml or .json file")))
+        raise argparse.ArgumentTypeError(f"{unknown_name('recipe', value, FIELDS)}, and .toml and .json files")
     return value
 
 

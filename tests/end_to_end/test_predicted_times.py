@@ -305,3 +305,43 @@ def test_a_graph_on_a_cpu_waits_for_no_gpu(monkeypatch):
     backend = fp4compile.backend("mxfp8")
     torch.compile(torch.nn.Linear(64, 64), backend=backend)(torch.randn(32, 64))
     assert backend.report.quantised and backend.report.launches == []
+
+
+# ---------------------------------------------------------------- dtypes
+
+
+class Skipped(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(4096, 4096, bias=False)
+
+    def forward(self, x):
+        return self.layer(x)
+
+
+@pytest.mark.parametrize("dtype, tf32, rate, name", [
+    (torch.float32, False, "fp32", "float32 GEMM"), (torch.float32, True, "tf32", "float32 GEMM"),
+    (torch.bfloat16, False, "bf16", "bf16 GEMM"), (torch.float16, False, "bf16", "fp16 GEMM"),
+])  # fmt: skip
+def test_a_matmul_that_is_not_quantised_has_the_rate_of_its_dtype(dtype, tf32, rate, name):
+    gpu, before = GPUS["B200"], torch.backends.cuda.matmul.allow_tf32
+    torch.backends.cuda.matmul.allow_tf32 = tf32
+    try:
+        with torch.device("meta"), torch.no_grad():
+            model, x = Skipped().to(dtype), torch.empty(8192, 4096, dtype=dtype)
+            (row,) = fp4compile.explain(model, x, recipe={"recipe": "nvfp4", "rules": [("*", "skip")]}, gpu="B200").rows
+    finally:
+        torch.backends.cuda.matmul.allow_tf32 = before
+    flops = {"fp32": gpu.fp32, "tf32": gpu.bf16 / 2, "bf16": gpu.bf16}[rate]
+    expected = gpu.product_launch + 2 * 8192 * 4096**2 / (flops * gpu.bf16_share)
+    assert row.seconds == row.plain_seconds == pytest.approx(expected) and row.launches == name
+
+
+def test_a_float32_layer_gains_over_float32():
+    with torch.device("meta"), torch.no_grad():
+        model, x = Skipped(), torch.empty(8192, 4096)
+        report = fp4compile.explain(model, x, recipe={"recipe": "nvfp4", "skip_lm_head": False}, gpu="B200")
+    (row,) = report.rows
+    gpu = GPUS["B200"]
+    assert row.quantised and row.plain_seconds == pytest.approx(
+        gpu.product_launch + 2 * 8192 * 4096**2 / (gpu.fp32 * gpu.bf16_share))  # fmt: skip

@@ -241,7 +241,7 @@ def test_an_unknown_recipe_is_a_usage_error(name, message, capsys):
     with pytest.raises(SystemExit, match="2"):
         parse("--fp4compile-recipe", name)
     said = " ".join(capsys.readouterr().err.split())
-    assert f"argument --fp4compile-recipe: {message}" in said and said.endswith("a .toml or .json file")
+    assert f"argument --fp4compile-recipe: {message}" in said and said.endswith(", and .toml and .json files")
     assert all(f" {each}," in said.split("Allowed:")[1] for each in fp4compile.recipes())
 
 
