@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 # Width and largest height in pixels, and pixels of the picture for one of the page.
-DESKTOP, PHONE = ("desktop", 1280, 800, 1), ("phone", 390, 844, 1.5)
+DESKTOP, PHONE = ("desktop", 1280, 800, 1), ("phone", 390, 1150, 1.2)
 _LLAMA_3_8B = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 4096, "intermediate_size": 14336,
     "num_attention_heads": 32, "num_key_value_heads": 8, "num_hidden_layers": 32, "vocab_size": 128256,

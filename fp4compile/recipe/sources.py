@@ -131,10 +131,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help=f"one of {', '.join(FIELDS)}, or a .toml or .json file",
     )  # fmt: skip
     group.add_argument(
-        "--fp4compile-skip", action="append", default=[], metavar="GLOB", help="leave layers of this name alone"
+        "--fp4compile-skip", action="append", default=[], metavar="GLOB", help="do not quantise layers of this name"
     )
-    group.add_argument("--fp4compile-skip-first", type=int, metavar="N", help="leave the first N blocks alone")
-    group.add_argument("--fp4compile-skip-last", type=int, metavar="N", help="leave the last N blocks alone")
+    group.add_argument("--fp4compile-skip-first", type=int, metavar="N", help="do not quantise the first N blocks")
+    group.add_argument("--fp4compile-skip-last", type=int, metavar="N", help="do not quantise the last N blocks")
     group.add_argument("--fp4compile-lm-head", action="store_true", help="quantise output heads too")
     group.add_argument(
         "--fp4compile-set", action="append", default=[], metavar="FIELD=VALUE", help="set a recipe field (TOML value)"

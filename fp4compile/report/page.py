@@ -11,8 +11,9 @@ from typing import Any
 from fp4compile.report.product_row import Row
 from fp4compile.report.view import Fact, View, duration
 
-# Every selector begins with the class of the fragment: in a notebook, the rules hold for the whole page. A phone shows
-# each line of the table as a card, with the columns' names (`data-name`) beside the cells.
+# Every selector begins with the class of the fragment: in a notebook, the rules hold for the whole page. A narrow
+# window, such as a phone's, shows each line of the table as a card, with the columns' names (`data-name`) above the
+# cells.
 _STYLE = """
 .fp4compile { --back: #fff; --card: #f5f6f7; --text: #1c2024; --soft: #60666d; --line: #dfe2e6; --plain: #a9b0b8;
   --good: #2c8a5b; --bad: #c2482e; background: var(--back); color: var(--text); padding: 1.25em;
@@ -46,13 +47,13 @@ _STYLE = """
 .fp4compile .sort select { font: inherit; color: var(--text); background: var(--card); border: 1px solid var(--line); }
 @media (prefers-color-scheme: dark) { .fp4compile { --back: #16181b; --card: #212429; --text: #e6e8ea; --soft: #9ba2aa;
   --line: #33383e; --plain: #6a727b; --good: #4fbf8b; --bad: #e57255; } }
-@media (max-width: 760px) {
+@media (max-width: 1100px) {
 .fp4compile { padding: .8em; }
 .fp4compile thead { display: none; }
 .fp4compile .sort { display: block; }
 .fp4compile table, .fp4compile tbody { display: block; }
-.fp4compile tr { display: grid; grid-template-columns: repeat(3, minmax(0, 1fr)); gap: .3em .8em; padding: .7em .9em;
-  margin: 0 0 .6em; background: var(--card); border-radius: 8px; }
+.fp4compile tr { display: grid; grid-template-columns: repeat(auto-fill, minmax(6.5em, 1fr)); gap: .3em .8em;
+  padding: .7em .9em; margin: 0 0 .6em; background: var(--card); border-radius: 8px; }
 .fp4compile td { border: 0; padding: 0; min-width: 0; }
 .fp4compile td:empty { display: none; }
 .fp4compile td::before { content: attr(data-name); display: block; color: var(--soft); font-size: .8em; }

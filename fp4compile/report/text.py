@@ -7,7 +7,8 @@ from fp4compile.report.view import Fact, View
 
 WIDTH = 120
 _GAP = "  "
-_NAMES_FIRST = 14  # how much wider the column of names stays than the next widest
+_REASONS = 20  # columns that reasons keep, if others can give way
+_PREFERRED = 14  # how much wider than others the columns of names, and of reasons, stay
 _WORDS, _NAME_PARTS = re.compile(r"(?<= )"), re.compile(r"(?<=[ .])")
 
 
@@ -47,7 +48,8 @@ def _widths(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[int]:
     if sum(widths) > room:
         widths = [max(cell, *map(len, name.split())) for name, cell in zip(header, cells, strict=True)]
     while sum(widths) > room:
-        pressed = [widths[0] - _NAMES_FIRST, *widths[1:]]
+        pressed = [widths[0] - _PREFERRED, *widths[1:]]
+        pressed[-1] -= _PREFERRED * (widths[-1] <= _REASONS)
         widths[pressed.index(max(pressed))] -= 1
     return widths
 

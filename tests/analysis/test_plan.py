@@ -133,11 +133,11 @@ def test_everything_else_that_multiplies_has_a_reason():
         report = fp4compile.explain(Odd(), torch.randn(4, 8, 64), recipe="mxfp8")
     found = {row.reason for row in report.rows}
     assert found == {
-        "batched product with a parameter",
+        "batched matmul with a parameter",
         "convolution",
-        "fused attention: its products lie inside one kernel",
-        "torch's fast path of a transformer layer: its products lie inside one operator",
-        "batched product with an added term (baddbmm)",
+        "fused attention: its matmuls lie inside one kernel",
+        "torch's fast path of a transformer layer: its matmuls lie inside one operator",
+        "batched matmul with an added term (baddbmm)",
         "no operand is a parameter, and the recipe leaves attention in high precision",
         "both operands are parameters",
     }
