@@ -67,7 +67,7 @@ def test_toml_script(capsys, tmp_path):
     (tmp_path / "short.toml").write_text(short)
     losses = main_of("train_toml.py")(str(tmp_path / "short.toml"))
     printed = capsys.readouterr().out
-    assert "rule '0'" in printed and "6 of 8 matmuls quantised" in printed
+    assert "rule '0'" in printed and "6 of 8 matmuls" in printed
 
     (tmp_path / "plain.toml").write_text(settings)
     plain = main_of("train_toml.py")(str(tmp_path / "plain.toml"))
