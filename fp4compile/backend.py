@@ -370,7 +370,7 @@ def _completed(rows: list[Row], kept: list[Saved], fused: dict[str, str]) -> lis
 
 def _reasons(rows: list[Row]) -> str:
     reasons = Report("", rows).reasons()
-    return "; ".join(f"{count} x {reason}" for reason, count in reasons.items()) or "no matrix product found"
+    return "; ".join(f"{count} x {reason}" for reason, count in reasons.items()) or "no matmul found"
 
 
 def as_passes(slot: Any) -> tuple:

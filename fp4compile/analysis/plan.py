@@ -111,7 +111,23 @@ def plan(
         )
     training = recipe.weight_scales != "amax" and _has_gradients(gemms)
     target = None if meta is None else meta.target
-    return [_decide(gemm, recipe, model, target, training) for gemm in gemms]
+    decisions = [_decide(gemm, recipe, model, target, training) for gemm in gemms]
+    return _with_layers_reasons(decisions)
+
+
+def _with_layers_reasons(decisions: list[Decision]) -> list[Decision]:
+    """The decisions, with the layer's reason for gradients of unproven role in a layer that the recipe excludes."""
+    forward: dict[str, set[str | None]] = {}
+    for one in decisions:
+        if one.gemm.product == "fprop" and one.gemm.module:
+            forward.setdefault(one.gemm.module, set()).add(one.reason)
+    excluded = {module: reasons.pop() for module, reasons in forward.items() if len(reasons) == 1}
+    return [
+        replace(one, reason=excluded.get(one.gemm.module) or one.reason)
+        if one.gemm.unsupported is not None and one.gemm.unsupported.startswith("gradient x ")
+        else one
+        for one in decisions
+    ]
 
 
 def _has_gradients(gemms: list[Gemm]) -> bool:

@@ -270,13 +270,16 @@ def _of_experts(choice: _Choice, one: _Experts) -> Decision:
         return Decision(None, None)
     else:
         weight = None
-    row = _row_of(choice.named[place.names[0]], one.sizes, place.parameter.dtype, found, note)
+    row = _row_of(
+        choice.named[place.names[0]], one.sizes, place.parameter.dtype, found, note, place.parameter.shape[0]
+    )
     return Decision(weight, row)
 
 
 def _row_of(
-    named: Named, sizes: tuple[int, int], dtype: torch.dtype | None, packed: LayerFormat | str, note: str | None
-) -> Row:
+    named: Named, sizes: tuple[int, int], dtype: torch.dtype | None, packed: LayerFormat | str, note: str | None,
+    matrices: int = 1,
+) -> Row:  # fmt: skip
     """The row of a linear layer or of a parameter of experts."""
     inner, outer = sizes
     path, own = module_name(named.path), module_name(named.name)
@@ -289,6 +292,8 @@ def _row_of(
     return Row(
         path, "fprop", None, outer, inner, left=left, right=right, tier=None, reason=reason, flops=None,
         weight_scales=None if rule == "amax" else rule, note=note, name=None if own == path else own,
+        weight=None if isinstance(packed, str) else formats.get(packed.weight).nbytes(outer, inner, matrices),
+        weight_plain=None if dtype is None else matrices * outer * inner * dtype.itemsize,
     )  # fmt: skip
 
 

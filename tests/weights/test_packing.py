@@ -247,7 +247,7 @@ def test_a_packed_model_says_that_it_is_packed():
     fp4compile.pack_(model, "mxfp8", contracted={})
     again = fp4compile.pack_(model, "mxfp8")
     assert again.packed_before == again.to_dict()["packed_before"] == 4
-    assert again.summary() == "recipe mxfp8: 0 of 0 matrix products quantised; 4 packed already, and not counted"
+    assert again.summary() == "recipe mxfp8: 0 of 0 matmuls quantised; 4 packed already, and not counted"
 
 
 def test_packing_after_training_keeps_the_bits_that_training_computed_with():
