@@ -270,9 +270,7 @@ def _of_experts(choice: _Choice, one: _Experts) -> Decision:
         return Decision(None, None)
     else:
         weight = None
-    row = _row_of(
-        choice.named[place.names[0]], one.sizes, place.parameter.dtype, found, note, place.parameter.shape[0]
-    )
+    row = _row_of(choice.named[place.names[0]], one.sizes, place.parameter.dtype, found, note, place.parameter.shape[0])
     return Decision(weight, row)
 
 
