@@ -386,7 +386,7 @@ class Report:
         for function, limit in self.uncompiled.items():
             functions.setdefault(limit, []).append(function)
         return [
-            "runs uncompiled for further inputs (compile with dynamic=True, or raise "
+            "runs uncompiled for further inputs (where sizes differ compile with dynamic=True, or raise "
             f"torch._dynamo.config.{limit}): {', '.join(names)}"
             for limit, names in functions.items()
         ]

@@ -16,6 +16,7 @@ from fp4compile.ops.quantize import QUANTIZE
 from fp4compile.report.decibels import decibels
 from fp4compile.weights.scale_checks import check_static
 from fp4compile.weights.scale_layout import laid_out, layout_of, layout_on
+from fp4compile.weights.static_scale import static_scale
 
 BUFFERS = ("weight_data", "weight_scales", "weight_outer")
 _SHARDED = ("weight_data", "weight_scales")  # outer scales are few, and a scale of the tensor has no rows
@@ -67,6 +68,7 @@ class PackedWeight(nn.Module):
     weight_scales: Any
     weight_outer: Any
     experts: int | None = None  # older pickles, without packed experts, lack it
+    _static: torch.Tensor | None = None  # the static outer scale of the activation, on the device of the weight
 
     def __init__(
         self, experts: int | None, in_features: int, out_features: int, layer_format: LayerFormat,
@@ -77,6 +79,7 @@ class PackedWeight(nn.Module):
         self.layer_format, self.weight_dtype, self.in_first = layer_format, weight_dtype, in_first
         for name in BUFFERS:
             self.register_buffer(name, None)
+        self.keep_static_scale()
 
     def store(self, weight: torch.Tensor) -> None:
         """Quantise a weight along the in features, each expert separately. Its block scales follow the layer's rule.
@@ -99,6 +102,24 @@ class PackedWeight(nn.Module):
         self.weight_data = data
         self.weight_scales = scales if fmt.scale else None
         self.weight_outer = outer if fmt.outer else None
+        self.keep_static_scale()
+
+    def keep_static_scale(self) -> None:
+        """Put the static outer scale of the activation on the device of the weight."""
+        value = self.layer_format.activation_outer
+        if value is not None:
+            # No buffer: what fills a module's buffers, from a file or by a broadcast, cannot know a scale's value.
+            device = torch.device("cpu") if self.weight_data is None else self.weight_data.device
+            self._static = static_scale(value, device)
+
+    def activation_outer_on(self, device: torch.device) -> torch.Tensor | None:
+        """The static outer scale of the activation on a device, float32 []; None where the scale is computed."""
+        kept = self._static
+        if kept is None:
+            return None
+        if torch.compiler.is_compiling():  # an input of the graph; the number would be a constant in it
+            return kept if kept.device == device else kept.to(device)
+        return static_scale(self.layer_format.activation_outer, device)  # of the mode that may be active
 
     @property
     def shardable(self) -> bool:
@@ -197,15 +218,19 @@ class PackedWeight(nn.Module):
         return laid_out(scales, formats.get(self.layer_format.weight), self.out_features, shape, layout)
 
     def lay_out_scales(self) -> None:
-        """Convert the block scales to the layout of their device; a shardable layer keeps its layout."""
+        """Convert the block scales to the layout of their device; a shardable layer keeps its layout.
+
+        The static scale follows them.
+        """
         scales = self._buffers.get("weight_scales")
         if scales is not None:
             self._buffers["weight_scales"] = self.scales_as(self.scale_layout_on(scales.device), scales)
+        self.keep_static_scale()
 
     def __getstate__(self) -> dict[str, Any]:
         # Pickle cannot read storages of scales and FP8 codes, so they are pickled as integers.
         hidden = {name: None if t is None else t.view(_INTEGERS[t.dtype.itemsize]) for name, t in self._buffers.items()}
-        return vars(self) | {"_buffers": hidden}
+        return vars(self) | {"_buffers": hidden, "_static": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
