@@ -45,9 +45,9 @@ class Treatment:
     """How an operand is quantised.
 
     format: name of the format. outer: the static outer scale, a number or a node of the graph; None computes it from
-    the operand, where the format has one. stochastic: whether elements are rounded stochastically. hadamard: whether the operand is Hadamard-transformed
-    along the contraction first. layout: layout of the block scales, "linear" or "swizzled". scale_rule: how the block
-    scales are chosen, see `reference_scales`.
+    the operand, where the format has one. stochastic: whether elements are rounded stochastically. hadamard: whether
+    the operand is Hadamard-transformed along the contraction first. layout: layout of the block scales, "linear" or
+    "swizzled". scale_rule: how the block scales are chosen, see `reference_scales`.
     """
 
     format: str

@@ -83,8 +83,8 @@ def call_of(
     if len(dims) == 1 and dims[0] not in (ROWS, COLUMNS) and offs is None and not each_matrix:
         x, dims = x.movedim(dims[0], -1).transpose(-2, -1), (COLUMNS,)
     spec = _made(
-        format, dims, layout, hadamard, scale_rule, tuple(values or ()), offs is not None, each_matrix, outer is not None,
-        seed is not None, tuple(prologue or ()), dtype or x.dtype, tuple(stored or ()),
+        format, dims, layout, hadamard, scale_rule, tuple(values or ()), offs is not None, each_matrix,
+        outer is not None, seed is not None, tuple(prologue or ()), dtype or x.dtype, tuple(stored or ()),
     )  # fmt: skip
     spec.check_tensors(x, offs, outer, seed)
     spec.check_operands((x, *(operands or ())))

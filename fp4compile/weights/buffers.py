@@ -114,12 +114,11 @@ class PackedWeight(nn.Module):
 
     def activation_outer_on(self, device: torch.device) -> torch.Tensor | None:
         """The static outer scale of the activation on a device, float32 []; None where the scale is computed."""
-        kept = self._static
-        if kept is None:
-            return None
         if torch.compiler.is_compiling():  # an input of the graph; the number would be a constant in it
-            return kept if kept.device == device else kept.to(device)
-        return static_scale(self.layer_format.activation_outer, device)  # of the mode that may be active
+            kept = self._static
+            return kept if kept is None or kept.device == device else kept.to(device)
+        value = self.layer_format.activation_outer
+        return None if value is None else static_scale(value, device)  # of the mode that may be active
 
     @property
     def shardable(self) -> bool:

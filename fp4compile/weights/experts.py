@@ -50,10 +50,9 @@ class PackedExperts(PackedWeight):
     def dequantised(self) -> torch.Tensor:
         """The contiguous weights in the original parameter's shape, in weight_dtype."""
         dtype = self.weight_dtype if self.weight_dtype in FLOAT_DTYPES else torch.float32
-        data, *scales = map(self.part, BUFFERS)
         weights = torch.ops.fp4compile.expert_weights(
-            data, *scales, self.layer_format.weight, self.in_features, dtype,
-            self.layer_format.activation, self.activation_outer_on(data.device),
+            *map(self.part, BUFFERS), self.layer_format.weight, self.in_features, dtype,
+            self.layer_format.activation, self.activation_outer_on(self.weight_data.device),
         ).to(self.weight_dtype)  # fmt: skip
         return weights.transpose(1, 2).contiguous() if self.in_first else weights
 
