@@ -8,6 +8,7 @@ import warnings
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
+from torch.fx import Node
 from torch.utils.checkpoint import CheckpointPolicy
 
 from fp4compile._compat import statically_true
@@ -43,14 +44,14 @@ _EXPERTS = re.compile(r"(?:^|(.*)\.)experts(?:\.|$)")
 class Treatment:
     """How an operand is quantised.
 
-    format: name of the format. outer: the static outer scale; None computes it from the operand, where the format has
-    one. stochastic: whether elements are rounded stochastically. hadamard: whether the operand is Hadamard-transformed
-    along the contraction first. layout: layout of the block scales, "linear" or "swizzled". scale_rule: how the block
-    scales are chosen, see `reference_scales`.
+    format: name of the format. outer: the static outer scale, a number or a node of the graph; None computes it from
+    the operand, where the format has one. stochastic: whether elements are rounded stochastically. hadamard: whether
+    the operand is Hadamard-transformed along the contraction first. layout: layout of the block scales, "linear" or
+    "swizzled". scale_rule: how the block scales are chosen, see `reference_scales`.
     """
 
     format: str
-    outer: float | None = None
+    outer: float | Node | None = None
     stochastic: bool = False
     hadamard: bool = False
     layout: str = "linear"

@@ -157,7 +157,7 @@ def _uncompiled_lines(report: Report) -> list[str]:
     for function, limit in report.uncompiled.items():
         functions.setdefault(limit, []).append(function)
     return [
-        "runs uncompiled for further inputs (compile with dynamic=True, or raise "
+        "runs uncompiled for further inputs (where sizes differ compile with dynamic=True, or raise "
         f"torch._dynamo.config.{limit}): {', '.join(names)}"
         for limit, names in functions.items()
     ]

@@ -18,6 +18,7 @@ from fp4compile.report.decibels import decibels
 from fp4compile.weights.scale_checks import check_static
 from fp4compile.weights.scale_layout import laid_out, layout_of, layout_on
 from fp4compile.weights.sharing import is_byte_float, storable
+from fp4compile.weights.static_scale import static_scale
 
 BUFFERS = ("weight_data", "weight_scales", "weight_outer")
 _DESCRIPTION = "_extra_state"  # the description's name in state dicts
@@ -72,6 +73,7 @@ class PackedWeight(nn.Module):
     weight_scales: Any
     weight_outer: Any
     experts: int | None = None  # older pickles, without packed experts, lack it
+    _static: torch.Tensor | None = None  # the static outer scale of the activation, on the device of the weight
 
     def __init__(
         self, experts: int | None, in_features: int, out_features: int, layer_format: LayerFormat,
@@ -83,6 +85,7 @@ class PackedWeight(nn.Module):
         for name in BUFFERS:
             self.register_buffer(name, None)
         self._stand_for_description()
+        self.keep_static_scale()
 
     def _stand_for_description(self) -> None:
         """Add an empty buffer, where loaders that set tensors one by one look for the state dict's `_extra_state`."""
@@ -120,6 +123,23 @@ class PackedWeight(nn.Module):
         self.weight_data = data
         self.weight_scales = scales if fmt.scale else None
         self.weight_outer = outer if fmt.outer else None
+        self.keep_static_scale()
+
+    def keep_static_scale(self) -> None:
+        """Put the static outer scale of the activation on the device of the weight."""
+        value = self.layer_format.activation_outer
+        if value is not None:
+            # No buffer: what fills a module's buffers, from a file or by a broadcast, cannot know a scale's value.
+            device = torch.device("cpu") if self.weight_data is None else self.weight_data.device
+            self._static = static_scale(value, device)
+
+    def activation_outer_on(self, device: torch.device) -> torch.Tensor | None:
+        """The static outer scale of the activation on a device, float32 []; None where the scale is computed."""
+        if torch.compiler.is_compiling():  # an input of the graph; the number would be a constant in it
+            kept = self._static
+            return kept if kept is None or kept.device == device else kept.to(device)
+        value = self.layer_format.activation_outer
+        return None if value is None else static_scale(value, device)  # of the mode that may be active
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Set an attribute. Codes and block scales may come in the format's dtype."""
@@ -219,10 +239,17 @@ class PackedWeight(nn.Module):
         return laid_out(scales, formats.get(self.layer_format.weight), self.out_features, shape, layout)
 
     def lay_out_scales(self) -> None:
-        """Convert the block scales to the layout of their device; a shardable layer keeps its layout."""
+        """Convert the block scales to the layout of their device; a shardable layer keeps its layout.
+
+        The static scale follows them.
+        """
         scales = self._buffers.get("weight_scales")
         if scales is not None:
             self._buffers["weight_scales"] = self.scales_as(self.scale_layout_on(scales.device), scales)
+        self.keep_static_scale()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return vars(self) | {"_static": None}  # it is made of the layer's format
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)

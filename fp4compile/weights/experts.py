@@ -59,7 +59,7 @@ class PackedExperts(PackedWeight):
         dtype = self.weight_dtype if self.weight_dtype in FLOAT_DTYPES else torch.float32
         weights = torch.ops.fp4compile.expert_weights(
             *map(self.part, BUFFERS), self.layer_format.weight, self.in_features, dtype,
-            self.layer_format.activation, self.layer_format.activation_outer,
+            self.layer_format.activation, self.activation_outer_on(self.weight_data.device),
         ).to(self.weight_dtype)  # fmt: skip
         return weights.transpose(1, 2).contiguous() if self.in_first else weights
 

@@ -338,6 +338,8 @@ def _lay_out_scales(model: nn.Module) -> None:
     """Convert the scales of the packed layers to their devices' layouts. Layers that share scales still share them."""
     sharing: dict[tuple, list[PackedWeight]] = {}
     for layer in model.modules():
+        if isinstance(layer, PackedWeight):
+            layer.keep_static_scale()
         if isinstance(layer, PackedWeight) and layer.weight_scales is not None:
             layout = layer.scale_layout_on(layer.weight_scales.device)
             if layout != layer.scale_layout:

@@ -98,8 +98,8 @@ class PackedLayer(PackedWeight):
         dtype = autocast_dtype(input.device)
         input = input if dtype is None else input.to(dtype)
         bias = None if self.bias is None else self.bias.to(input.dtype)
-        rows = input.reshape(-1, self.in_features)
-        product = rows, bias, *map(self.part, BUFFERS), self.layer_format, self.scale_layout
+        rows, static = input.reshape(-1, self.in_features), self.activation_outer_on(input.device)
+        product = rows, bias, *map(self.part, BUFFERS), static, self.layer_format, self.scale_layout
         trained = torch.is_grad_enabled() and (input.requires_grad or (bias is not None and bias.requires_grad))
         # A view after the function, because the result of one may not be a view where it is written to.
         return (_Product.apply if trained else _product)(*product).view(*input.shape[:-1], self.out_features)
@@ -148,11 +148,14 @@ def __getattr__(name: str) -> type:
 
 def _product(
     x: torch.Tensor, bias: torch.Tensor | None, data: torch.Tensor, scales: torch.Tensor | None,
-    outer: torch.Tensor | None, layer_format: LayerFormat, scale_layout: str,
+    outer: torch.Tensor | None, static: torch.Tensor | None, layer_format: LayerFormat, scale_layout: str,
 ) -> torch.Tensor:  # fmt: skip
-    """x [rows, in] times a packed weight [out, in], plus bias [out]: [rows, out] in the dtype of x."""
+    """x [rows, in] times a packed weight [out, in], plus bias [out]: [rows, out] in the dtype of x.
+
+    static: the outer scale of x, []; None computes it.
+    """
     return torch.ops.fp4compile.scaled_mm(
-        *_activation(x, layer_format, scale_layout), layer_format.activation,
+        *_activation(x, static, layer_format, scale_layout), layer_format.activation,
         data, scales, outer, layer_format.weight, bias, x.dtype,
     )  # fmt: skip
 
@@ -168,7 +171,7 @@ class _Product(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple, output: torch.Tensor) -> None:
-        x, _, data, scales, outer, layer_format, _ = inputs
+        x, _, data, scales, outer, _, layer_format, _ = inputs
         ctx.save_for_backward(data, scales, outer)
         ctx.format, ctx.in_features = layer_format.weight, x.shape[-1]
 
@@ -181,16 +184,14 @@ class _Product(torch.autograd.Function):
             )
         if ctx.needs_input_grad[1]:
             of_bias = gradient.sum(0)
-        return of_x, of_bias, None, None, None, None, None
+        return of_x, of_bias, *[None] * 6
 
 
-def _activation(x: torch.Tensor, layer_format: LayerFormat, layout: str) -> tuple:
+def _activation(x: torch.Tensor, outer: torch.Tensor | None, layer_format: LayerFormat, layout: str) -> tuple:
     """(data, scales, outer scale) of the rows of x in the layer's activation format; (x, None, None) without one."""
     if layer_format.activation is None:
         return x, None, None
-    fmt, outer = formats.get(layer_format.activation), None
-    if layer_format.activation_outer is not None:
-        outer = torch.full((), layer_format.activation_outer, device=x.device)
+    fmt = formats.get(layer_format.activation)
     # Both operands have one layout: the matrix units read swizzled scales of both.
     data, scales, computed = torch.ops.fp4compile.quantize(x, fmt.name, outer=outer, layout=layout)
     return data, scales if fmt.scale else None, outer if outer is not None else computed if fmt.outer else None
