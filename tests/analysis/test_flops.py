@@ -142,6 +142,9 @@ def test_convolutions():
     once = 2 * 3 * 6 * 7 * 64 * 2 * 9
     rows = found(Net(convolve, 6, 2, 3, 3), torch.randn(3, 2, 7, 64))
     assert rows == [("convolution", once), ("convolution", 2 * once)]
+    bias = torch.randn(6, requires_grad=True)  # its gradient is a sum and no convolution
+    rows = found(Net(lambda x, w: F.conv2d(x, w, bias, padding=1), 6, 2, 3, 3), torch.randn(3, 2, 7, 64))
+    assert rows == [("convolution", once), ("convolution", 2 * once)]
 
 
 @pytest.mark.parametrize("transposed", [False, True])

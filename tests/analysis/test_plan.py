@@ -335,6 +335,14 @@ def test_routers_by_what_their_outputs_become(name):
     assert {row.reason for row in report.rows if row.module == "choose"} == {"router: its outputs choose among experts"}
 
 
+def test_chosen_tokens_are_no_experts():
+    """A layer whose largest outputs are taken over the tokens, as by max pooling, is no router."""
+    model = torch.nn.Linear(64, 48)
+    for pool in (lambda y: torch.topk(y, 4, dim=0)[0], lambda y: y.softmax(0)):
+        report = fp4compile.explain(lambda x, pool=pool: pool(model(x)), torch.randn(32, 64), recipe="mxfp8")
+        assert {row.reason for row in report.rows} == {None}
+
+
 def test_features_are_no_experts():
     """A sparse autoencoder keeps the largest of thousands of features."""
     model = torch.nn.Linear(64, 2048)
