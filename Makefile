@@ -28,7 +28,7 @@ TESTABLE := $(VENV)/testable
 DOCUMENTABLE := $(VENV)/documentable
 SETUP := pyproject.toml constraints.txt Makefile
 
-.PHONY: demo test suite quick gpu lint style types versions docs setup bench clean
+.PHONY: demo test suite quick gpu lint style types versions ecosystem docs setup bench clean
 
 demo: $(INSTALLED)
 	$(RUN) -m fp4compile demo
@@ -64,6 +64,16 @@ types: $(TESTABLE)
 versions:
 	$(PYTHON) -m benchmarks.versions --environments $(VENV)-versions $(if $(ONLY),--only $(ONLY)) -- $(PYTEST)
 
+# The libraries that people use (trl, torchtitan, diffusers and others) with small models, in an environment of its own
+# that sees the packages of $(VENV). A part: make ecosystem ECOSYSTEM="--only Lightning".
+LIBRARIES := $(VENV)-ecosystem
+ecosystem: $(TESTABLE)
+	test -x $(LIBRARIES)/bin/python || $(PYTHON) -m venv $(LIBRARIES)
+	$(LIBRARIES)/bin/python -m pip install --disable-pip-version-check --quiet --no-deps --requirement benchmarks/ecosystem.txt
+	$(RUN) -c "import sysconfig; print(f'import site; site.addsitedir({sysconfig.get_path(\"purelib\")!r})')" > \
+	  `$(LIBRARIES)/bin/python -c "import sysconfig; print(sysconfig.get_path('purelib'))"`/shared.pth
+	$(LIBRARIES)/bin/python -m benchmarks.ecosystem $(ECOSYSTEM)
+
 # The pages of docs/ and the API reference, in build/docs. A warning, of a link that leads nowhere too, is an error.
 docs: $(DOCUMENTABLE)
 	$(RUN) -m benchmarks.run_all --check
@@ -76,7 +86,7 @@ bench: $(TESTABLE)
 setup: $(TESTABLE)
 
 clean:
-	rm -rf $(VENV) $(VENV)-versions build *.egg-info
+	rm -rf $(VENV) $(VENV)-versions $(LIBRARIES) build *.egg-info
 
 # torch first: the right build of it decides which Triton fits.
 $(INSTALLED): $(SETUP)

@@ -1,18 +1,21 @@
-"""What makes accelerate and transformers know fp4compile in every process that imports torch.
+"""What makes accelerate, transformers and peft know fp4compile in every process that imports torch.
 
 `import torch` loads the entry points of the group "torch.backends" and calls them; pyproject.toml names `watch` there.
-Both libraries check names against enumerations of their own, before a script can import fp4compile: accelerate's
-launcher checks the backend, `from_pretrained` the `quant_method` of a checkpoint. So this file waits for the modules
-that hold the enumerations, and adds this package's names after they are imported.
+accelerate and transformers check names against enumerations of their own, before a script can import fp4compile:
+accelerate's launcher checks the backend, `from_pretrained` the `quant_method` of a checkpoint. So this file waits for
+the modules that hold the enumerations, and adds this package's names after they are imported. In the same way peft
+learns of weights that are no parameters, because they are packed.
 
 It lies beside the package because importing the package takes seconds, which no process should spend that does not use
 it. TORCH_DEVICE_BACKEND_AUTOLOAD=0 switches it off.
 """
 
+import functools
 import importlib.abc
 import importlib.machinery
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from importlib.metadata import entry_points
 from types import ModuleType
 from typing import Any
@@ -72,10 +75,105 @@ class _Configuration:
         return Fp4CompileConfig.from_dict(values, **options)
 
 
+def _inject_into_packed(module: ModuleType) -> None:
+    """Let peft find packed experts by `target_parameters`, and models without parameters; tried with peft 0.21.
+
+    peft lists a module's parameters for the first, and for the second reads the device of the model's first parameter,
+    unless the model says `hf_device_map`.
+    """
+    tuner = module.BaseTuner
+    inject, inject_parameters = tuner.inject_adapter, tuner._inject_parameters
+
+    @functools.wraps(inject)
+    def inject_adapter(self: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
+        device = _device_of_packed(model)
+        if device is None:
+            return inject(self, model, *args, **kwargs)
+        model.hf_device_map = {"": device}
+        try:
+            return inject(self, model, *args, **kwargs)
+        finally:
+            del model.hf_device_map
+
+    @functools.wraps(inject_parameters)
+    def inject_listed(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if "fp4compile" not in sys.modules:
+            return inject_parameters(self, *args, **kwargs)
+        from fp4compile.weights.experts import listed
+
+        with listed():
+            return inject_parameters(self, *args, **kwargs)
+
+    tuner.inject_adapter, tuner._inject_parameters = inject_adapter, inject_listed
+
+
+def _device_of_packed(model: Any) -> Any:
+    """The device of a model that has packed weights and no parameter; None for any other."""
+    if hasattr(model, "hf_device_map") or next(model.parameters(), None) is not None:
+        return None
+    return next((buffer.device for name, buffer in model.named_buffers() if name.endswith("weight_data")), None)
+
+
+def _adapt_packed(module: ModuleType) -> None:
+    """Let adapters of `target_parameters` add to packed experts, which peft would parametrise; tried with peft 0.21."""
+    wrapper = module.ParamWrapper
+    activate = wrapper._activate_lora
+
+    @contextmanager
+    def adapted(self: Any, active_adapters: list[str]) -> Iterator[None]:
+        packed = getattr(self.get_base_layer(), "_modules", {}).get(f"{self.parameter_name}_packed")
+        names = [name for name in active_adapters if name in self.lora_A]
+        if packed is None or not names:
+            with activate(self, active_adapters):
+                yield
+            return
+        packed.adapted = packed() + sum(self.get_delta_weight(name) for name in names)
+        try:
+            yield
+        finally:
+            packed.adapted = None
+
+    wrapper._activate_lora = adapted
+
+
+def _save_trained(module: ModuleType) -> None:
+    _train_copies(module.ModulesToSaveWrapper, "update", "modules_to_save")
+
+
+def _tune_trained(module: ModuleType) -> None:
+    _train_copies(module.LNTuningLayer, "update_layer", "ln_tuning_layers")
+
+
+def _train_copies(wrapper: Any, method: str, copies: str) -> None:
+    """Give the copies of layers that peft trains weights that can be trained; tried with peft 0.21.
+
+    method: the method of the class `wrapper` that copies a layer into the `nn.ModuleDict` named `copies`.
+    """
+    update = getattr(wrapper, method)
+
+    @functools.wraps(update)
+    def updated(self: Any, *args: Any, **kwargs: Any) -> Any:
+        before = set(getattr(self, copies))
+        result = update(self, *args, **kwargs)
+        if "fp4compile" in sys.modules:
+            from fp4compile.weights.unpack import unpacked
+
+            found = getattr(self, copies)
+            for name in found.keys() - before:
+                found[name] = unpacked(found[name], name in self.active_adapters)
+        return result
+
+    setattr(wrapper, method, updated)
+
+
 _WATCHED: dict[str, Callable[[ModuleType], None]] = {
     "accelerate.utils.dataclasses": _accept_backends,
     "accelerate.commands.config.config_utils": _offer_backends,
     "transformers.quantizers.auto": _read_packed,
+    "peft.tuners.tuners_utils": _inject_into_packed,
+    "peft.tuners.lora.layer": _adapt_packed,
+    "peft.tuners.ln_tuning.layer": _tune_trained,
+    "peft.utils.other": _save_trained,
 }
 
 

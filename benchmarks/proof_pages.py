@@ -188,7 +188,7 @@ A small model of each family with random weights in bf16, on a CPU. [Models](../
 ## What is left alone
 
 Shares of the FLOPs of matrix products, under `nvfp4` in inference and under `nvfp4_train` in training. Attention that
-is not fused appears as "no operand is a parameter", and its backward as "batched product of a gradient".
+is not fused appears as "no operand is a parameter", and its backward as "batched matmul of a gradient".
 """,
     table("zoo_cpu.json", zoo_tables.left_alone, how="Run on"),
     """

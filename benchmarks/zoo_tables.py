@@ -1,5 +1,5 @@
-"""The tables of results/zoo_cpu.json: what the recipes do to a small model of each of many families. Needs nothing but
-Python."""
+"""The tables of results/zoo_cpu.json and results/ecosystem.json: what the recipes do to a small model of each of many
+families, and whether libraries run with it. Needs nothing but Python."""
 
 from typing import Any
 
@@ -38,6 +38,25 @@ def beside(content: dict[str, Any]) -> Cells:
     header = ["family", "class", "of", "weights", "graphs", "bf16: SQNR, dB", "beside the packed model, dB",
               "bf16: cosine of the gradients"]  # fmt: skip
     return [header, *rows]
+
+
+def libraries(content: dict[str, Any]) -> Cells:
+    """Every subject of `benchmarks.ecosystem`: what ran, and what was quantised."""
+    rows = [
+        [row["subject"], row["package"].partition(" ")[2], row.get("ran"),
+         _of(row.get("quantised"), row.get("products")), None if row.get("share") is None else _share(row),
+         row.get("packed"), number(row.get("SQNR"), 1),
+         " to ".join(number(loss, 2) or "" for loss in row.get("losses") or ()), number(row.get("bf16 loss"), 2),
+         "; ".join(row["problems"]) or "passed"]
+        for row in content["rows"] if "skipped" not in row
+    ]  # fmt: skip
+    header = ["library", "version", "what ran", "products quantised", "of their FLOPs", "weights packed", "SQNR, dB",
+              "loss", "loss unquantised", "checks"]  # fmt: skip
+    return [header, *rows]
+
+
+def _of(some: int | None, whole: int | None) -> str | None:
+    return None if some is None else f"{some} of {whole}"
 
 
 def _share(part: dict[str, Any]) -> str:

@@ -207,12 +207,13 @@ def watch_process_groups(told: Callable[[], object]) -> bool:
 
 
 @functools.cache
-def watch_recompile_limits(told: Callable[[Any, CodeType, str], object]) -> None:
+def watch_recompile_limits(told: Callable[[Any, CodeType, str, str | None], object]) -> None:
     """Make Dynamo call `told` where a limit of recompilations makes it leave a function uncompiled.
 
     Replaces `_compile` in `torch._dynamo.convert_frame`; seen in torch 2.11 to 2.15. Dynamo itself calls no
-    backend then, and only writes a line to its log. `told` takes the backend, the function's code, and the name of the
-    limit in `torch._dynamo.config`. An exception of `told` reaches the caller of the compiled function.
+    backend then, and only writes a line to its log. `told` takes the backend, the function's code, the name of the
+    limit in `torch._dynamo.config`, and what Dynamo says differs from the last compilation, if it says that. An
+    exception of `told` reaches the caller of the compiled function.
     """
     compile_frame = getattr(convert_frame, "_compile", None)
     if compile_frame is None:
@@ -227,10 +228,25 @@ def watch_recompile_limits(told: Callable[[Any, CodeType, str], object]) -> None
             if getattr(error, "gb_type", None) == "Dynamo recompile limit exceeded":
                 given = signature.bind(*args, **kwargs).arguments
                 limit = re.search(r"Limit type: (\w+)", str(error))
-                told(_innermost(given["compiler_fn"]), given["code"], limit.group(1) if limit else "recompile_limit")
+                told(
+                    _innermost(given["compiler_fn"]), given["code"], limit.group(1) if limit else "recompile_limit",
+                    _reason_of(error),
+                )  # fmt: skip
             raise
 
     convert_frame._compile = compile_or_tell
+
+
+def _reason_of(error: Exception) -> str | None:
+    """The guard that failed, from Dynamo's variable `recompile_reason`, which it gives to its log alone."""
+    trace = error.__traceback__
+    while trace is not None:
+        found = trace.tb_frame.f_locals.get("recompile_reason")
+        if isinstance(found, str):
+            # "0/1: tensor 'x' size mismatch at index 0. expected 2, actual 3  # where the guard was made"
+            return re.sub(r"^\d+/\d+: ", "", found.strip().splitlines()[0]).split("  # ")[0].strip()
+        trace = trace.tb_next
+    return None
 
 
 @functools.cache
@@ -262,8 +278,8 @@ def _innermost(compiler_fn: Any) -> Any:
 def leave_buffers_out_of_ddp(constant: type[torch.nn.Module]) -> None:
     """Make DistributedDataParallel not broadcast the buffers of modules of a class, which never change.
 
-    It broadcasts all buffers before every forward pass, and its backends cannot send float8 numbers. It leaves out the
-    names in the attribute `_ddp_params_and_buffers_to_ignore` of the module that it wraps (torch 2.11 to 2.13).
+    It broadcasts all buffers before every forward pass, here whole weights. It leaves out the names in the attribute
+    `_ddp_params_and_buffers_to_ignore` of the module that it wraps (torch 2.11 to 2.13).
     """
     wrapped = DistributedDataParallel.__init__
 

@@ -271,15 +271,19 @@ class Backend:
         if why is not None or (model not in self._own.quantised and not as_told):
             self._nothing_matched(model, why or _reasons(rows))
 
-    def _left_uncompiled(self, function: str, limit: str) -> None:
-        """Record, and warn or raise, that one of Dynamo's limits leaves a function uncompiled from now on."""
+    def _left_uncompiled(self, function: str, limit: str, differs: str | None) -> None:
+        """Record, and warn or raise, that one of Dynamo's limits leaves a function uncompiled from now on.
+
+        differs: the guard of the last compilation that failed; None where it is unknown.
+        """
         told = function in self._own.report.uncompiled
         for shared in {self._own, self._join(self._own)}:
             shared.report.uncompiled[function] = limit
         message = (
             f"fp4compile recipe {self.recipe.name!r}: Dynamo has compiled {function} as often as "
             f"torch._dynamo.config.{limit}={getattr(torch._dynamo.config, limit, None)} allows; inputs that fit none "
-            "of these compilations run uncompiled, nothing quantised. Compile with dynamic=True, or raise the limit"
+            "of these compilations run uncompiled from now on: packed layers stay quantised, nothing else is. "
+            f"{_way_out(differs)}"
         )
         if self.strict:
             raise RuntimeError(message)
@@ -321,6 +325,17 @@ class Backend:
         if model not in self._own.warned:
             self._own.warned[model] = True
             warnings.warn(message, stacklevel=3)
+
+
+def _way_out(differs: str | None) -> str:
+    """What helps against a limit of recompilations. differs: the guard that failed, if it is known."""
+    if differs is None:
+        return "Raise the limit, or, where only sizes differ, compile with dynamic=True"
+    if "BACKEND_MATCH" in differs:
+        return "Other recipes compiled it before: call torch.compiler.reset() between recipes, or raise the limit"
+    sizes = "mismatch at index" in differs or ".size()" in differs
+    cure = "Compile with dynamic=True, or raise the limit" if sizes else "Raise the limit"
+    return f"The last compilation does not fit because of: {differs[:300]}. {cure}"
 
 
 def backend(recipe: str | dict | Recipe | Path | None = None, *, strict: bool = False, **overrides: Any) -> Backend:
@@ -370,7 +385,7 @@ def _completed(rows: list[Row], kept: list[Saved], fused: dict[str, str]) -> lis
 
 def _reasons(rows: list[Row]) -> str:
     reasons = Report("", rows).reasons()
-    return "; ".join(f"{count} x {reason}" for reason, count in reasons.items()) or "no matrix product found"
+    return "; ".join(f"{count} x {reason}" for reason, count in reasons.items()) or "no matmul found"
 
 
 def as_passes(slot: Any) -> tuple:
@@ -393,10 +408,10 @@ def _watch_dynamo() -> None:
     def ours(given: Any) -> bool:
         return _backend_of(given) is not None
 
-    def told(given: Any, code: CodeType, limit: str) -> None:
-        left = _backend_of(given)
+    def told(given: Any, code: CodeType, limit: str, differs: str | None) -> None:
+        left, place = _backend_of(given), f"({Path(code.co_filename).name}:{code.co_firstlineno})"
         if left is not None:
-            left._left_uncompiled(f"{code.co_qualname} ({Path(code.co_filename).name}:{code.co_firstlineno})", limit)
+            left._left_uncompiled(f"{code.co_qualname} {place}", limit, differs)
 
     _inductor_patches.forget_parameters_after_compiling(ours)
     _inductor_patches.watch_recompile_limits(told)

@@ -70,7 +70,7 @@ _ASSUMED = f"not measured; the shares of the H200 ({_MEASURED})"
 _ASSUMED_FP4 = f"{_ASSUMED}; FP4 as published for cuBLAS on a B200"
 
 
-_RATES = ("bf16", "fp8", "fp4", "bandwidth", "launch", "product_launch")
+_RATES = ("bf16", "fp8", "fp4", "fp32", "bandwidth", "launch", "product_launch")
 _SHARES = ("bf16_share", "fp8_share", "fp4_share", "memory_share")
 
 
@@ -80,6 +80,8 @@ class Gpu:
 
     name: what users call it. sm: its compute capability, 90 for 9.0. multiprocessors: how many it has.
     bf16, fp8, fp4: dense FLOP/s of the matrix units with float32 sums; None where they have no such operands.
+    fp32: FLOP/s in float32 outside of the matrix units, where torch multiplies float32 unless TF32 is allowed; None
+        counts them at TF32's rate, half of bf16's.
     bandwidth: bytes/s of device memory.
     source: where these figures are published.
     bf16_share, fp8_share, fp4_share: the share of the FLOP/s that a large product of the library reaches.
@@ -101,6 +103,7 @@ class Gpu:
     source: str
     fp8: float | None = None
     fp4: float | None = None
+    fp32: float | None = None
     bf16_share: float = 0.75
     fp8_share: float = 0.71
     fp4_share: float = 0.6
@@ -121,7 +124,7 @@ class Gpu:
                 raise TypeError(f"{name}={value!r}: expected a number")
         for name in ("sm", "multiprocessors", *_RATES):
             value = getattr(self, name)
-            if value is None and name in ("fp8", "fp4"):
+            if value is None and name in ("fp8", "fp4", "fp32"):
                 continue
             if value is None or not (value > 0 and math.isfinite(value)):
                 raise ValueError(f"{name}={value}: must be positive and finite")
@@ -135,6 +138,15 @@ class Gpu:
         """What kernels and their launches depend on."""
         return Target(self.sm, self.multiprocessors)
 
+    def matrix_rate(self, dtype: torch.dtype) -> float:
+        """FLOP/s of operands of a dtype, as torch multiplies them now: float32 in TF32 only where that is allowed."""
+        if dtype.itemsize == 1:
+            return self.fp8 or self.bf16
+        if dtype.itemsize == 2:
+            return self.bf16
+        tf32 = torch.backends.cuda.matmul.allow_tf32
+        return self.bf16 / 2 if tf32 or self.fp32 is None else self.fp32
+
     @property
     def copy_rate(self) -> float:
         """Bytes/s that a large copy reads and writes together."""
@@ -145,35 +157,36 @@ GPUS: dict[str, Gpu] = {
     gpu.name: gpu
     for gpu in (
         Gpu(
-            "H100", 90, 132, bf16=989.4e12, fp8=1978.9e12, bandwidth=3.35e12,
+            "H100", 90, 132, bf16=989.4e12, fp8=1978.9e12, fp32=67e12, bandwidth=3.35e12,
             share_source=_ASSUMED, devices=("NVIDIA H100 80GB HBM3",),
             source="NVIDIA H100 Tensor Core GPU data sheet, H100 SXM, half of the figures with sparsity",
         ),
         Gpu(
-            "H200", 90, 132, bf16=989.4e12, fp8=1978.9e12, bandwidth=4.8e12,
+            "H200", 90, 132, bf16=989.4e12, fp8=1978.9e12, fp32=67e12, bandwidth=4.8e12,
             share_source=_MEASURED, devices=("NVIDIA H200",),
             source="NVIDIA H200 Tensor Core GPU data sheet, H200 SXM, half of the figures with sparsity",
         ),
         Gpu(
-            "B200", 100, 148, bf16=2.25e15, fp8=4.5e15, fp4=9e15, bandwidth=8e12, devices=("NVIDIA B200",),
+            "B200", 100, 148, bf16=2.25e15, fp8=4.5e15, fp4=9e15, fp32=75e12, bandwidth=8e12, devices=("NVIDIA B200",),
             source="NVIDIA HGX B200 data sheet, an eighth of eight GPUs, without sparsity",
         ),
         Gpu(
-            "GB200", 100, 148, bf16=2.5e15, fp8=5e15, fp4=10e15, bandwidth=8e12, devices=("NVIDIA GB200",),
+            "GB200", 100, 148, bf16=2.5e15, fp8=5e15, fp4=10e15, fp32=80e12, bandwidth=8e12, devices=("NVIDIA GB200",),
             source="NVIDIA GB200 NVL72 data sheet, a 72nd of 72 GPUs, half of the figures with sparsity",
         ),
         Gpu(
-            "B300", 103, 160, bf16=2.25e15, fp8=4.5e15, fp4=13.5e15, bandwidth=8e12, devices=("NVIDIA B300 SXM6 AC",),
+            "B300", 103, 160, bf16=2.25e15, fp8=4.5e15, fp4=13.5e15, fp32=75e12, bandwidth=8e12,
+            devices=("NVIDIA B300 SXM6 AC",),
             source="NVIDIA HGX B300 data sheet, an eighth of eight GPUs, without sparsity",
         ),
         Gpu(
-            "RTX PRO 6000", 120, 188, bf16=500e12, fp8=1000e12, fp4=2000e12, bandwidth=1.792e12,
+            "RTX PRO 6000", 120, 188, bf16=500e12, fp8=1000e12, fp4=2000e12, fp32=125e12, bandwidth=1.792e12,
             devices=("NVIDIA RTX PRO 6000 Blackwell Workstation Edition",),
             source="NVIDIA RTX PRO 6000 Blackwell Workstation Edition data sheet, half of its 4000 AI TOPS (FP4 with "
             "sparsity); FP8 and bf16 taken as a half and a quarter of FP4, which the data sheet does not list",
         ),
         Gpu(
-            "RTX 5090", 120, 170, bf16=209.5e12, fp8=419e12, fp4=1676e12, bandwidth=1.792e12,
+            "RTX 5090", 120, 170, bf16=209.5e12, fp8=419e12, fp4=1676e12, fp32=104.8e12, bandwidth=1.792e12,
             devices=("NVIDIA GeForce RTX 5090",),
             source="NVIDIA RTX Blackwell GPU Architecture, GeForce RTX 5090, dense, with FP32 accumulation",
         ),

@@ -67,7 +67,7 @@ def register_with_transformers() -> None:
 
 
 def warn_at_exit() -> None:
-    """Warn of backends that compiled nothing, and of rules that decided about no product: only the end shows both."""
+    """Warn of backends that compiled nothing, and of rules that decided about no matmul: only the end shows both."""
     if hasattr(sys, "last_value"):  # the program ends with an exception, which says more
         return
     for report in named_reports():

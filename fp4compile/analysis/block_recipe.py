@@ -9,7 +9,7 @@ from pathlib import Path
 
 from torch import nn
 
-from fp4compile.analysis.module_names import block_of, clean_name, module_name, parameter_name
+from fp4compile.analysis.module_names import block_of, module_name, named_tensors, parameter_name, walk
 from fp4compile.analysis.plan import Model
 from fp4compile.recipe import Recipe, Rule, resolve
 
@@ -31,7 +31,7 @@ def block_recipe(recipe: str | dict | Recipe | Path | None, model: nn.Module, bl
         if not isinstance(module, nn.Module):
             raise TypeError(f"{name}: expected a torch.nn.Module, got {type(module).__name__}")
     chosen = resolve(recipe)
-    path = next((clean_name(name) for name, module in model.named_modules() if module is block), None)
+    path = next((named.name for named, module in walk(model) if module is block), None)
     if path is None:
         raise ValueError(f"block: expected a module of the model, got a {type(block).__name__} that is no part of it")
     full = {name: f"{path}.{name}".strip(".") for name in _layers(block)}
@@ -56,12 +56,12 @@ def _is_skipped(recipe: Recipe, model: nn.Module, path: str) -> bool:
     if place is None:
         return False
     container, index = place
-    counts = Model.of(recipe, [clean_name(name) for name, _ in model.named_parameters()], []).blocks
+    counts = Model.of(recipe, [named.name for named, _ in named_tensors(model)], []).blocks
     return index < recipe.skip_first_blocks or index >= counts.get(container, index + 1) - recipe.skip_last_blocks
 
 
 def _layers(block: nn.Module) -> list[str]:
     """The names of what may be layers below a block, packed ones too, in the order of the modules."""
-    found = [module_name(clean_name(name)) for name, tensor in block.named_parameters() if tensor.dim() in (2, 3)]
-    packed = [name.rpartition(".")[0] for name, _ in block.named_buffers() if name.endswith("weight_data")]
-    return list(dict.fromkeys([*found, *(parameter_name(clean_name(name)) for name in packed)]))
+    found = [module_name(named.name) for named, tensor in named_tensors(block) if tensor.dim() in (2, 3)]
+    packed = [parameter_name(named.name) for named, module in walk(block) if "weight_data" in module._buffers]
+    return list(dict.fromkeys([*found, *packed]))

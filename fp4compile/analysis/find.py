@@ -45,19 +45,19 @@ aten = torch.ops.aten
 
 # Operators that multiply matrices and are never rewritten, with the reason that the report gives.
 _LEFT_ALONE = {
-    aten.addbmm.default: "batched product with an added term (addbmm)",
-    aten.baddbmm.default: "batched product with an added term (baddbmm)",
-    aten._int_mm.default: "integer product",
+    aten.addbmm.default: "batched matmul with an added term (addbmm)",
+    aten.baddbmm.default: "batched matmul with an added term (baddbmm)",
+    aten._int_mm.default: "integer matmul",
     aten.convolution.default: "convolution",
     aten.convolution_backward.default: "convolution",
-    aten._scaled_mm.default: "already a scaled product",
+    aten._scaled_mm.default: "already a scaled matmul",
 }
-_FUSED_ATTENTION = "fused attention: its products lie inside one kernel"
-_FUSED_LAYER = "torch's fast path of a transformer layer: its products lie inside one operator"
+_FUSED_ATTENTION = "fused attention: its matmuls lie inside one kernel"
+_FUSED_LAYER = "torch's fast path of a transformer layer: its matmuls lie inside one operator"
 # The operators that `nn.TransformerEncoderLayer` and `nn.MultiheadAttention` call instead of their own code.
 _FAST_PATHS = (aten._transformer_encoder_layer_fwd.default, aten._native_multi_head_attention.default)
-_BATCHED_WEIGHT = "batched product with a parameter"
-_GROUPED = "grouped product without a parameter"
+_BATCHED_WEIGHT = "batched matmul with a parameter"
+_GROUPED = "grouped matmul without a parameter"
 _PACKED_GRADIENT = "gradient x packed weight: the weight is dequantised"
 _COMPUTED_WEIGHT = "its weight is computed from parameters and is none itself"
 _INNER_GRADIENT = "part of a gradient that is taken inside of the graph (torch.func.grad)"
@@ -196,7 +196,7 @@ class _Scan:
             inner = body.graph.find_nodes(op="placeholder")
             outer = operands[max(len(operands) - len(inner), 0) :]
             parameters = {i: self.parameters[o] for i, o in zip(inner, outer, strict=False) if o in self.parameters}
-            why = f"inside {node.target.__name__}: products of nested regions are left alone"
+            why = f"inside {node.target.__name__}: matmuls of nested regions are not quantised"
             for gemm in _Scan(parameters, set(), {}).gemms(body.graph):
                 yield replace(gemm, product="other", unsupported=gemm.unsupported or why)
 
@@ -279,7 +279,7 @@ class _Scan:
             and _same_sizes(layer.gemm.layer, sizes)
         ]  # fmt: skip
         if not layers and not statically_true(product.batch == 1):
-            return _left_alone(product, "batched product of a gradient")
+            return _left_alone(product, "batched matmul of a gradient")
         if not layers:
             return _left_alone(product, "gradient x activation that is not the weight gradient of a layer")
         # Several layers match if they are pieces of one parameter with the same input, or one layer applied twice.

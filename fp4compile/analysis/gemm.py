@@ -32,12 +32,14 @@ class Input:
         where a block is compiled by itself, names begin below the block.
     frozen: whether the input needs no gradient, so that no step of an optimiser changes it.
     shards: how the parameter is cut, if this rank has a shard of it.
+    adapter: whether a library of adapters added the parameter to a layer.
     """
 
     parameter: str | None = None
     in_block: bool = False
     frozen: bool = False
     shards: tuple[Shard, ...] = ()
+    adapter: bool = False
 
 
 @dataclass(frozen=True)

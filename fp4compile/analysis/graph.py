@@ -196,7 +196,7 @@ class ExpertWeights:
 
     weights: Operand
     activation: str | None
-    activation_outer: float | None
+    activation_outer: Node | None
 
     @property
     def layout(self) -> str:

@@ -55,7 +55,7 @@ class Factors:
 
 
 def is_grouped(target: Callable) -> bool:
-    """Whether an operator is a grouped product with a known signature."""
+    """Whether an operator is a grouped matmul with a known signature."""
     if not isinstance(target, torch._ops.OpOverload):
         return False
     schema = target._schema
@@ -74,7 +74,7 @@ def why_unread(node: Node) -> str | None:
         return _why_fallback_unread(node)
     _, _, offs, bias = _arguments(node)
     if bias is not None:  # torch has the argument, and raises an error where it is given
-        return "grouped product with a bias"
+        return "grouped matmul with a bias"
     return None if offs is None else _why_offsets_unread(offs)
 
 
@@ -102,13 +102,13 @@ def factors_of(node: Node) -> Factors | None:
 def _why_fallback_unread(node: Node) -> str | None:
     x, weight, offs, *gradient = (arg.meta["val"] for arg in node.args)
     if len({each.dtype for each in (x, weight, *gradient)}) > 1:
-        return "grouped product of operands of different dtypes"
+        return "grouped matmul of operands of different dtypes"
     return _why_offsets_unread(node.args[2])
 
 
 def _why_offsets_unread(offs: Node) -> str | None:
     dtype = offs.meta["val"].dtype
-    return None if dtype == torch.int32 else f"grouped product with offsets of {dtype}"
+    return None if dtype == torch.int32 else f"grouped matmul with offsets of {dtype}"
 
 
 def _arguments(node: Node) -> tuple[Node, Node, Node | None, Node | None]:

@@ -1,8 +1,115 @@
-"""Conversions between the names of modules, parameters and packed submodules; blocks by their numbers."""
+"""Names of modules and parameters: their own names without wrappers, packed submodules, blocks by their numbers.
 
+A library that wraps a module puts segments into the names of its parameters. A rule, a head's or a router's name and a
+static scale go by a layer's own name, which it has in the model without wrappers. Most segments are seen in the text.
+A segment that models use too, such as `module`, is left out only where the class of the module that holds it wraps.
+"""
+
+import functools
 import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import nn
 
 _BLOCK = re.compile(r"(?:^|\.)(\d+)(?:\.|$)")
+
+# What wrappers call the module that they wrap. docs/adapters.md has the libraries and versions.
+_SEGMENTS = {
+    "_orig_mod",  # torch.compile
+    "_checkpoint_wrapped_module",  # torch's checkpoint_wrapper and apply_activation_checkpointing
+    "_fsdp_wrapped_module",  # FSDP1
+    "_forward_module", "_original_module",  # Lightning Fabric
+    "base_layer", "original_module", "token_adapter",  # peft
+    "parametrizations",  # torch.nn.utils.parametrize
+}  # fmt: skip
+# The same for names that are no sign by themselves: the class (module, name) that wraps, and its attribute. By name,
+# so that the library need not be installed.
+_ATTRIBUTES = {
+    ("torch.nn.parallel.distributed", "DistributedDataParallel"): "module",
+    ("torch.nn.parallel.data_parallel", "DataParallel"): "module",
+    ("torch.optim.swa_utils", "AveragedModel"): "module",
+    ("deepspeed.runtime.engine", "DeepSpeedEngine"): "module",
+    ("peft.peft_model", "PeftModel"): "base_model",
+    ("peft.mixed_model", "PeftMixedModel"): "base_model",
+    ("peft.tuners.tuners_utils", "BaseTuner"): "model",
+}
+_TUNER_LAYER = ("peft.tuners.tuners_utils", "BaseTunerLayer")
+_ORIGINAL = re.compile(r"original\d*")
+
+# What a module is to peft, see `Named.part`.
+ADAPTER, TRAINED_COPY = "adapter", "a copy that peft trains (modules_to_save)"
+
+
+@dataclass(frozen=True)
+class Named:
+    """A module or parameter by its path.
+
+    path: the real name, as in a state dict. kept: for each segment of the path, whether it is in the own name.
+    part: ADAPTER for what a tuner of peft added to a layer, TRAINED_COPY for a copy under `modules_to_save`; else None.
+    """
+
+    path: str = ""
+    kept: tuple[bool, ...] = ()
+    part: str | None = None
+
+    @property
+    def name(self) -> str:
+        """The own name: the path without the segments of wrappers."""
+        return self._own(0)
+
+    def below(self, path: str) -> str:
+        """The own name of the last part of the path, which `path` is."""
+        return self._own(len(self.kept) - path.count(".") - 1) if path else ""
+
+    def _own(self, first: int) -> str:
+        parts = zip(self.path.split(".")[first:], self.kept[first:], strict=False)
+        return ".".join(part for part, kept in parts if kept)
+
+    def child(self, segment: str, holder: nn.Module | None = None) -> "Named":
+        """What this module, `holder`, holds under a segment; without a holder the text alone decides."""
+        kept = segment not in _SEGMENTS and (holder is None or segment not in _wrapped_by(type(holder)))
+        part = self.part
+        above = self.path.rpartition(".")[2] if self.kept and not self.kept[-1] else None
+        if segment == "modules_to_save" and (holder is None or "original_module" in holder._modules):
+            kept, part = False, TRAINED_COPY
+        elif above == "modules_to_save":  # the name of an adapter
+            kept = False
+        elif _ORIGINAL.fullmatch(segment) and ".parametrizations." in f".{self.path}":
+            kept = self.path.split(".")[-2] != "parametrizations"
+        elif holder is not None and "base_layer" in holder._modules and segment != "base_layer":
+            part = part or (ADAPTER if _TUNER_LAYER in _ancestry(type(holder)) else None)
+        return Named(f"{self.path}.{segment}" if self.kept else segment, (*self.kept, kept), part)
+
+
+@functools.cache
+def _ancestry(kind: type) -> frozenset[tuple[str, str]]:
+    return frozenset((one.__module__, one.__qualname__) for one in kind.__mro__)
+
+
+@functools.cache
+def _wrapped_by(kind: type) -> frozenset[str]:
+    """The attributes of a class that hold the module that it wraps."""
+    return frozenset(child for wrapper, child in _ATTRIBUTES.items() if wrapper in _ancestry(kind))
+
+
+def walk(module: nn.Module, named: Named | None = None) -> Iterator[tuple[Named, nn.Module]]:
+    """Each module of a model with its names, as `named_modules(remove_duplicate=False)` orders them."""
+    named = named or Named()
+    yield named, module
+    for segment, child in module._modules.items():
+        if child is not None:
+            yield from walk(child, named.child(segment, module))
+
+
+def named_tensors(model: nn.Module, *, buffers: bool = False) -> Iterator[tuple[Named, torch.Tensor]]:
+    """Each parameter of a model, and with `buffers` each buffer, by every name that it has."""
+    for named, module in walk(model):
+        held = {**module._parameters, **module._buffers} if buffers else module._parameters
+        for child, tensor in held.items():
+            if tensor is not None:
+                yield named.child(child, module), tensor
 
 
 def packed_name(parameter: str) -> str:
@@ -27,8 +134,7 @@ def block_of(module: str) -> tuple[str, int] | None:
 
 
 def clean_name(path: str) -> str:
-    """A module path without the root variable and without the names that wrappers insert."""
+    """The own name in a text, without the root variable. `Named` knows more, where the real module is at hand."""
     _, bracket, rest = path.rpartition("']")
     path = rest.lstrip(".") if bracket else path
-    wrappers = {"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"}
-    return ".".join(part for part in path.split(".") if part not in wrappers)
+    return functools.reduce(Named.child, path.split("."), Named()).name if path else ""

@@ -8,6 +8,7 @@ import warnings
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
+from torch.fx import Node
 from torch.utils.checkpoint import CheckpointPolicy
 
 from fp4compile._compat import statically_true
@@ -43,14 +44,14 @@ _EXPERTS = re.compile(r"(?:^|(.*)\.)experts(?:\.|$)")
 class Treatment:
     """How an operand is quantised.
 
-    format: name of the format. outer: the static outer scale; None computes it from the operand, where the format has
-    one. stochastic: whether elements are rounded stochastically. hadamard: whether the operand is Hadamard-transformed
-    along the contraction first. layout: layout of the block scales, "linear" or "swizzled". scale_rule: how the block
-    scales are chosen, see `reference_scales`.
+    format: name of the format. outer: the static outer scale, a number or a node of the graph; None computes it from
+    the operand, where the format has one. stochastic: whether elements are rounded stochastically. hadamard: whether
+    the operand is Hadamard-transformed along the contraction first. layout: layout of the block scales, "linear" or
+    "swizzled". scale_rule: how the block scales are chosen, see `reference_scales`.
     """
 
     format: str
-    outer: float | None = None
+    outer: float | Node | None = None
     stochastic: bool = False
     hadamard: bool = False
     layout: str = "linear"
@@ -98,9 +99,10 @@ def plan(
     """
     names = [entry.parameter for entry in inputs if entry.parameter]
     in_blocks = frozenset(module_name(entry.parameter) for entry in inputs if entry.parameter and entry.in_block)
+    adapters = frozenset(module_name(entry.parameter) for entry in inputs if entry.parameter and entry.adapter)
     names += [gemm.module for gemm in gemms if _EXPERTS.search(gemm.module)]  # packed experts are no parameters
     layers = [_layer(gemm) for gemm in gemms if gemm.product == "fprop" and gemm.layer]
-    model = Model.of(recipe, names, layers, in_blocks)
+    model = replace(Model.of(recipe, names, layers, in_blocks), adapters=adapters)
     if names and not model.blocks and (recipe.skip_first_blocks or recipe.skip_last_blocks):
         warnings.warn(
             f"recipe {recipe.name!r} leaves blocks alone by their number, and no name in this graph has one "
@@ -110,7 +112,23 @@ def plan(
         )
     training = recipe.weight_scales != "amax" and _has_gradients(gemms)
     target = None if meta is None else meta.target
-    return [_decide(gemm, recipe, model, target, training) for gemm in gemms]
+    decisions = [_decide(gemm, recipe, model, target, training) for gemm in gemms]
+    return _with_layers_reasons(decisions)
+
+
+def _with_layers_reasons(decisions: list[Decision]) -> list[Decision]:
+    """The decisions, with the layer's reason for gradients of unproven role in a layer that the recipe excludes."""
+    forward: dict[str, set[str | None]] = {}
+    for one in decisions:
+        if one.gemm.product == "fprop" and one.gemm.module:
+            forward.setdefault(one.gemm.module, set()).add(one.reason)
+    excluded = {module: reasons.pop() for module, reasons in forward.items() if len(reasons) == 1}
+    return [
+        replace(one, reason=excluded.get(one.gemm.module) or one.reason)
+        if one.gemm.unsupported is not None and one.gemm.unsupported.startswith("gradient x ")
+        else one
+        for one in decisions
+    ]
 
 
 def _has_gradients(gemms: list[Gemm]) -> bool:
@@ -164,13 +182,15 @@ class Model:
 
     blocks: the number of blocks of each numbered list, by the list's name. with_experts: names of the modules that have
     experts. widest_last: name of the last layer if it is also the widest; None if it is not. in_blocks: names of layers
-    that lie in a numbered block of the model, and whose names here begin below the block.
+    that lie in a numbered block of the model, and whose names here begin below the block. adapters: names of layers
+    that a library of adapters added.
     """
 
     blocks: dict[str, int] = field(default_factory=dict)
     with_experts: frozenset[str] = frozenset()
     widest_last: str | None = None
     in_blocks: frozenset[str] = frozenset()
+    adapters: frozenset[str] = frozenset()
 
     @classmethod
     def of(
@@ -338,6 +358,8 @@ def _excluded_place(layer: Layer, recipe: Recipe, model: Model) -> str | None:
         return "output head"
     if "lora_" in layer.name:
         return "LoRA adapter"
+    if layer.name in model.adapters:
+        return "adapter"
     if layer.selects or _is_router(layer.name, model):
         return "router: its outputs choose among experts"
     place = block_of(layer.name)

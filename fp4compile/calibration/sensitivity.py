@@ -27,6 +27,7 @@ from fp4compile.report.decibels import decibels
 from fp4compile.report.explain import run_captured
 from fp4compile.report.product_row import one_line
 from fp4compile.report.progress import with_bar
+from fp4compile.report.view import Column, Line, View
 
 _HEADER = ("layer", "weights", "its output, dB", "model's output, dB")
 
@@ -47,6 +48,11 @@ class LayerSensitivity:
     output_db: float
     model_db: float
 
+    @property
+    def power(self) -> float:
+        """The power of the error of the model's output over the power of its signal."""
+        return 10 ** (-self.model_db / 10)
+
 
 @dataclass(frozen=True, repr=False)
 class Sensitivity:
@@ -61,18 +67,22 @@ class Sensitivity:
     recipe: str
     layers: tuple[LayerSensitivity, ...]
 
-    def worst(self, *, sqnr_db: float | None = None, share: float | None = None) -> tuple[str, ...]:
+    def worst(
+        self, *, sqnr_db: float | None = None, share: float | None = None, fallback: "Sensitivity | None" = None
+    ) -> tuple[str, ...]:
         """The names of the worst layers, by one of two budgets.
 
         sqnr_db: as few layers as possible, so that the model's output keeps at least so many decibels without their
-            errors. Errors of layers count as independent: their powers add up.
+            errors, or with their errors under `fallback`. Errors of layers count as independent: their powers add up.
         share: as many layers as possible, from the worst on, whose weights are at most this share (0 to 1) of all
             weights here. A layer that is too large for the rest of the share is skipped.
+        fallback: the layers under another recipe, which the worst layers take; None leaves them unquantised.
 
-        Raises ValueError unless exactly one of the two is set, and for a share out of range.
+        Raises ValueError unless exactly one of the two is set, for a share out of range, where `fallback` lacks a
+        layer, and where it cannot keep so many decibels.
         """
         if sqnr_db is not None and share is None:
-            return tuple(one.layer for one in self.layers[: self._beyond(sqnr_db)])
+            return self._beyond(sqnr_db, fallback)
         if share is None or sqnr_db is not None:
             raise ValueError(f"sqnr_db={sqnr_db}, share={share}: expected one of the two budgets")
         if not 0 <= share <= 1:
@@ -84,15 +94,31 @@ class Sensitivity:
                 chosen.append(one.layer)
         return tuple(chosen)
 
-    def _beyond(self, sqnr_db: float) -> int:
-        """How many of the worst layers to leave out, so that the other layers together keep `sqnr_db` decibels."""
+    def _beyond(self, sqnr_db: float, fallback: "Sensitivity | None") -> tuple[str, ...]:
+        """The fewest layers to leave out or to give the fallback, so that the output keeps `sqnr_db` decibels."""
         if math.isnan(sqnr_db):
             raise ValueError(f"sqnr_db={sqnr_db}: expected a number")
-        return next(count for count in range(len(self.layers) + 1) if self._together(count) >= sqnr_db)
+        own = {one.layer: one.power for one in self.layers}
+        others = dict.fromkeys(own, 0.0) | (
+            {} if fallback is None else {one.layer: one.power for one in fallback.layers}
+        )
+        if fallback is not None and (absent := own.keys() - {one.layer for one in fallback.layers}):
+            raise ValueError(f"fallback: recipe {fallback.recipe!r} was not measured on layer {min(absent)!r}")
+        # The largest gains first. Where nothing is left of a layer's error, that is the order of `layers`.
+        chosen = sorted((name for name in own if own[name] > others[name]), key=lambda name: others[name] - own[name])
+        for count in range(len(chosen) + 1):
+            taken = chosen[:count]
+            if decibels(1.0, math.fsum((others if name in taken else own)[name] for name in own)) >= sqnr_db:
+                return tuple(taken)
+        kept = decibels(1.0, math.fsum(min(own[name], others[name]) for name in own))
+        raise ValueError(
+            f"sqnr_db={sqnr_db}: with fallback {fallback.recipe if fallback else None!r} the model's output keeps at "
+            f"most about {kept:.1f} dB; ask for less, or leave the layers unquantised (fallback=None)"
+        )
 
-    def _together(self, first: int = 0) -> float:
-        """SQNR of the model's output with `layers[first:]` quantised, if errors are independent."""
-        return decibels(1.0, math.fsum(10 ** (-one.model_db / 10) for one in self.layers[first:]))
+    def _together(self) -> float:
+        """SQNR of the model's output with all layers quantised, if errors are independent."""
+        return decibels(1.0, math.fsum(one.power for one in self.layers))
 
     def to_dict(self) -> dict[str, Any]:
         """The fields as a dictionary for JSON, with infinite decibels as text. `from_dict` makes an equal object."""
@@ -156,7 +182,8 @@ class Sensitivity:
 
     def _repr_html_(self) -> str:
         title = f"fp4compile, sensitivity to recipe {one_line(self.recipe)}"
-        return page.fragment(title, _HEADER, self._rows(), self._summary())
+        columns = tuple(Column(name, numeric=place > 0) for place, name in enumerate(_HEADER))
+        return page.fragment(View(title, columns, tuple(map(Line, self._rows())), notes=(self._summary(),)))
 
     def _rows(self) -> list[tuple[str, ...]]:
         """The cells of the table, a line for each layer."""

@@ -5,7 +5,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from fp4compile.analysis.module_names import clean_name, module_name
+from fp4compile.analysis.module_names import module_name, named_tensors, walk
 from fp4compile.analysis.plan import Layer, Model, of_layer
 from fp4compile.distributed.codes import Direction
 from fp4compile.distributed.fsdp import Sharded, sharded_parameters
@@ -54,7 +54,7 @@ def gather_quantized_(
     settings = agreement.settings_of(chosen, {"gather_quantized_(recompute)": recompute})
     agreement.tell_groups(groups_of_ranks.values(), settings).compare()
     layers = _layers(model, parameters, chosen)
-    names = [clean_name(name) for name, _ in model.named_parameters()]
+    names = [named.name for named, _ in named_tensors(model)]
     around = Model.of(chosen, names, [layer for layer, _ in layers])
     report = Report(chosen.name)
     groups: dict[int, Together] = {}
@@ -74,7 +74,7 @@ _Found = tuple[Form | str, Recipe | None]
 
 def _layers(model: nn.Module, parameters: list[Sharded], recipe: Recipe) -> list[tuple[Layer, Sharded]]:
     """The sharded weights of linear layers and of experts."""
-    names = {module: clean_name(name) for name, module in model.named_modules()}
+    names = {module: named.name for named, module in reversed(list(walk(model)))}  # the first of several names
     found = []
     for one in parameters:
         (module, child), *others = one.modules

@@ -129,6 +129,13 @@ class BlockFormat:
         """Elements along the quantised dimension that share a scale; 1 without block scales (no padding)."""
         return 1 if self.block is None else self.block[1]
 
+    def nbytes(self, rows: int, cols: int, matrices: int = 1) -> int:
+        """Bytes of codes and linear scales of matrices [rows, cols] that are quantised along cols."""
+        block_rows, blocks = (1, 0) if self.block is None else (self.block[0], -(-cols // self.block_cols))
+        codes = rows * (blocks * self.block_cols or cols) // (2 if self.packed else 1)
+        outer = {None: 0, "tensor": 4, "row": 4 * rows}[self.outer]
+        return matrices * (codes + -(-rows // block_rows) * blocks + outer)
+
     @property
     def element_max(self) -> float:
         return ELEMENT_MAX[self.element]

@@ -28,7 +28,7 @@ parts of a tensor take the largest of theirs as `amax` of a quantiser with `hada
 
 `expert_weights` puts packed experts (`weights.experts`) into a graph: it dequantises matrices [E, N, K]. A product of
 its result can read the codes instead, and quantise its tokens to the format `activation` (None: not at all) with the
-static outer scale `activation_outer` (None: computed). Neither argument changes the result of this op.
+static outer scale `activation_outer`, float32 [] (None: computed). Neither argument changes the result of this op.
 
 `gathered_weight` puts a weight [N, K] that FSDP2 gathered as codes (`distributed`) into a graph: it dequantises the
 codes along the rows. A forward product can read these codes instead, in the format `fprop`, and the product for the
@@ -73,7 +73,7 @@ class Call:
 
 def call_of(
     x, format, dim=(ROWS,), *, offs=None, outer=None, seed=None, layout="linear", hadamard=False, scale_rule="amax",
-    each_matrix=False, values=(), operands=None, prologue=None, dtype=None, stored=None, amax=None,
+    each_matrix=False, values=None, operands=None, prologue=None, dtype=None, stored=None, amax=None,
 ) -> Call:  # fmt: skip
     """The call with these arguments of the op. Raises what `QuantizeSpec` raises."""
     dims, rank = tuple(dim) if isinstance(dim, Sequence) else (dim,), x.dim()
@@ -83,8 +83,8 @@ def call_of(
     if len(dims) == 1 and dims[0] not in (ROWS, COLUMNS) and offs is None and not each_matrix:
         x, dims = x.movedim(dims[0], -1).transpose(-2, -1), (COLUMNS,)
     spec = _made(
-        format, dims, layout, hadamard, scale_rule, tuple(values), offs is not None, each_matrix, outer is not None,
-        seed is not None, tuple(prologue or ()), dtype or x.dtype, tuple(stored or ()),
+        format, dims, layout, hadamard, scale_rule, tuple(values or ()), offs is not None, each_matrix,
+        outer is not None, seed is not None, tuple(prologue or ()), dtype or x.dtype, tuple(stored or ()),
     )  # fmt: skip
     spec.check_tensors(x, offs, outer, seed)
     spec.check_operands((x, *(operands or ())))
@@ -153,7 +153,7 @@ def _shapes(*args: Any, **options: Any) -> Tensors:
 
 QUANTIZE = define(
     "quantize(Tensor x, str format, int[1] dim=-1, *, Tensor? offs=None, Tensor? outer=None, Tensor? seed=None,"
-    " str layout='linear', bool hadamard=False, str scale_rule='amax', bool each_matrix=False, int[] values=[],"
+    " str layout='linear', bool hadamard=False, str scale_rule='amax', bool each_matrix=False, int[]? values=None,"
     " Tensor[]? operands=None, str[]? prologue=None, ScalarType? dtype=None, str[]? stored=None, Tensor? amax=None)"
     " -> Tensor[]",
     reference=_by_reference,
@@ -225,7 +225,7 @@ def expert_weights(data, scales, outer, format, cols, dtype, activation=None, ac
 
 EXPERT_WEIGHTS = define(
     "expert_weights(Tensor data, Tensor? scales, Tensor? outer, str format, SymInt cols, ScalarType dtype,"
-    " str? activation=None, float? activation_outer=None) -> Tensor",
+    " str? activation=None, Tensor? activation_outer=None) -> Tensor",
     reference=expert_weights,
     shapes=_like_values,
     kernels=expert_weights,

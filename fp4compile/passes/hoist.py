@@ -56,8 +56,8 @@ class Hoisted:
     """What `hoist` takes out of one graph.
 
     recipients: one for each quantise. pairs: two recipients whose codes are wanted one below the other as well.
-    packed: two packed weights that are wanted so: the places of their data, scales and, if there are any, outer scales
-    among the graph's inputs, each of both weights.
+    packed: two packed weights that are wanted so: for data, scales and, if there are any, outer scales, the places of
+    both weights' tensors among the graph's inputs, and the dtype in which the graph views them.
     examples: fake values of the new inputs, in order: data, scales and outer scale of each recipient, then data, scales
     and, if there are any, outer scales of each pair and of each two packed weights.
     promised: whether the user promises that no write to a weight is unseen, see `Form`.
@@ -65,7 +65,7 @@ class Hoisted:
 
     recipients: list[Recipient] = field(default_factory=list)
     pairs: list[tuple[Recipient, Recipient]] = field(default_factory=list)
-    packed: list[tuple[tuple[int, int], ...]] = field(default_factory=list)
+    packed: list[tuple[tuple[int, int, torch.dtype], ...]] = field(default_factory=list)
     examples: list[torch.Tensor] = field(default_factory=list)
     promised: bool = False
 
@@ -136,7 +136,7 @@ def hoist(graph: Graph, inputs: tuple[Input, ...], hoisted: Hoisted, static: Col
         replace_results(node, results)
     places = {placeholders[place]: place for place in static}
     # Hoisted weights come first, as their values do.
-    for product, other in sorted(partners, key=lambda two: scaled_mm_of(two[0]).b.data in places):
+    for product, other in sorted(partners, key=lambda two: _input_of(scaled_mm_of(two[0]).b.data) in places):
         last = _join(graph, product, other, recipients, places, last, hoisted)
     return len(hoisted.recipients)
 
@@ -211,9 +211,14 @@ def _joinable(product: ScaledMM) -> bool:
     Outer scales of groups must be whole 16 bytes: the other weight's begin behind them (`cache.joined_parts`).
     """
     p = product.problem
-    known = product.b.data.target is operator.getitem or product.b.data.op == "placeholder"
+    known = product.b.data.target is operator.getitem or _input_of(product.b.data).op == "placeholder"
     fits = p.b.outer == "none" or (p.ragged is None if p.b.outer == "tensor" else p.b.outer == "group" and p.groups > 3)
     return known and p.b.swizzled and fits
+
+
+def _input_of(node: Node) -> Node:
+    """The graph's input of which a node is the numbers, as packed layers view their bytes; another node itself."""
+    return node.args[0] if node.target is torch.ops.aten.view.dtype else node
 
 
 def _join(
@@ -232,15 +237,16 @@ def _join(
     """
     parts = [(one.data, one.scales, one.outer) for one in (scaled_mm_of(product).b, scaled_mm_of(other).b)]
     first, second = ([part for part in each if part is not None] for each in parts)
-    if first[0] is second[0]:
+    if _input_of(first[0]) is _input_of(second[0]):
         return last
     if first[0] in recipients and second[0] in recipients:
         one, two = recipients[first[0]], recipients[second[0]]
         if one.form is not two.form:
             return last
         hoisted.pairs.append((one, two))
-    elif all(part in places for part in (*first, *second)):
-        hoisted.packed.append(tuple((places[part], places[match]) for part, match in zip(first, second, strict=True)))
+    elif all(_input_of(part) in places for part in (*first, *second)):
+        hoisted.packed.append(tuple((places[_input_of(part)], places[_input_of(match)], part.meta["val"].dtype)
+                                    for part, match in zip(first, second, strict=True)))  # fmt: skip
     else:
         return last
     joined = []
@@ -275,7 +281,11 @@ def _with_packed(compiled: Callable, hoisted: Hoisted) -> Callable:
         values = [*args]
         joined = [each for one, other, form in pairs for each in packed_pair(args[one], args[other], form)]
         for parts in hoisted.packed:
-            joined += joined_parts(*([args[place] for place in each] for each in zip(*parts, strict=True)))
+            first, second, dtypes = zip(*parts, strict=True)
+            both = joined_parts(*([args[place] for place in each] for each in (first, second)))
+            joined += [
+                part if part.dtype == dtype else part.view(dtype) for part, dtype in zip(both, dtypes, strict=True)
+            ]
         for index, packed_as in wanted:
             values += packed_weight(args[index], packed_as)
         values += joined

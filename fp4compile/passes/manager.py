@@ -14,6 +14,7 @@ import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from math import prod
 from pathlib import Path
 
 import torch
@@ -26,6 +27,7 @@ from fp4compile.analysis.find import find
 from fp4compile.analysis.gemm import Gemm, Input, Operand
 from fp4compile.analysis.gradients import is_nested
 from fp4compile.analysis.plan import Decision, Treatment, plan
+from fp4compile.formats import formats
 from fp4compile.hardware import Gpu
 from fp4compile.passes.base import Pass, run_passes, summary
 from fp4compile.passes.fake_quantize import fake_quantize
@@ -115,10 +117,10 @@ class JointPasses(CustomGraphPass):
     def uuid(self) -> tuple | None:
         """The cache key; None, for graphs that must not be cached, if a user's pass has none.
 
-        Covers the recipe; the parameters' names and positions among the inputs, whether they lie in blocks, and their
-        shards; the switched off passes, the GPU, this package's source and the user's passes.
+        Covers the recipe; the parameters' names and positions among the inputs, whether they lie in blocks or are an
+        adapter's, and their shards; the switched off passes, the GPU, this package's source and the user's passes.
         """
-        known = [(entry.parameter, entry.in_block, entry.shards) for entry in self.inputs]
+        known = [(entry.parameter, entry.in_block, entry.shards, entry.adapter) for entry in self.inputs]
         digest = hashlib.sha256(repr(known).encode()).hexdigest()
         return _uuid(self.user_passes, self.disabled, self.recipe.digest, digest)
 
@@ -219,8 +221,28 @@ def _row(decision: Decision, category: str) -> Row:
         module=gemm.module, product=gemm.product, m=m, n=n, k=k,
         left=_operand_format(gemm.a, decision.a), right=_operand_format(gemm.b, decision.b),
         tier=decision.tier, reason=decision.reason, flops=flops.count(gemm.node), category=category,
-        note=decision.note, weight_scales=decision.weight_scales, node=gemm.node.name,
+        note=decision.note, weight_scales=decision.weight_scales, node=gemm.node.name, **_weight_bytes(decision),
     )  # fmt: skip
+
+
+def _weight_bytes(decision: Decision) -> dict[str, int | None]:
+    """`Row.weight` and `Row.weight_plain` of a forward matmul with one parameter, or one parameter of experts."""
+    gemm = decision.gemm
+    if gemm.product != "fprop":
+        return {}
+    for operand, treatment in ((gemm.a, decision.a), (gemm.b, decision.b)):
+        if operand is None or operand.role != "fprop_w" or operand.parameter is None or operand.packed:
+            continue
+        value = operand.source.meta["val"]
+        shape = value.shape[operand.repeated :]
+        if not all(isinstance(size, int) for size in shape):
+            continue
+        *matrices, rows, cols = shape
+        if operand.transposed != (operand is gemm.b):  # [in, out]
+            rows, cols = cols, rows
+        packed = None if treatment is None else formats.get(treatment.format).nbytes(rows, cols, prod(matrices))
+        return {"weight": packed, "weight_plain": prod(shape) * value.element_size()}
+    return {}
 
 
 def _operand_format(operand: Operand | None, treatment: Treatment | None) -> str | None:

@@ -19,6 +19,7 @@ import torch
 from torch._ops import OpOverload
 from torch.fx import Graph, Node
 
+from fp4compile.analysis import flops
 from fp4compile.analysis.graph import RESHAPES, reached
 from fp4compile.ops.matmul import SCALED_MM_AMAX, SCALED_MM_QUANTIZED
 from fp4compile.ops.quantize import LAY_OUT_SCALES, QUANTIZE
@@ -134,16 +135,17 @@ def mark(quantise: Node, wgrad: str) -> None:
 
 
 def saved(graph: Graph) -> list[Saved]:
-    """The packed activations of known size among the outputs of a forward graph."""
+    """The packed activations among the outputs of a forward graph. Sizes that vary count as in the captured call."""
     sizes: dict[Node, int] = {}
     for node in torch.utils._pytree.tree_leaves(graph.output_node().args):
         if isinstance(node, Node) and node.target is operator.getitem and _SAVED_FOR in node.args[0].meta:
             quantise = node.args[0]
             sizes[quantise] = sizes.get(quantise, 0) + _bytes(node)
     found = [Saved(node.meta[_SAVED_FOR], size, _bytes(node.args[0])) for node, size in sizes.items()]
-    return [entry for entry in found if isinstance(entry.packed, int) and isinstance(entry.plain, int)]
+    return [entry for entry in found if entry.packed and entry.plain]
 
 
-def _bytes(node: Node):
+def _bytes(node: Node) -> int:
+    """Bytes of a node's value; 0 where they depend on the data."""
     value = node.meta["val"]
-    return math.prod(value.shape) * value.element_size()
+    return math.prod(flops.hint(size) or 0 for size in value.shape) * value.element_size()

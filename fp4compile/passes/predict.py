@@ -76,7 +76,8 @@ def predict(
             name_product(node)
 
     with dry_run(gpu.target), _compat.lazy_graph_modules():
-        plain = _times(_split(_copy(module), forward_outputs), gpu)
+        unchanged = module if forward_outputs is None else _copy(module)  # the partitioner changes a joint graph
+        plain = _times(_split(unchanged, forward_outputs), gpu)
         parts = _planned(_copy(module), inputs, recipe, gpu, forward_outputs)
         operations: dict[str, str] = {}
         for graph in parts.graphs:

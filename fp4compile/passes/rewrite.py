@@ -222,7 +222,9 @@ class _Builder:
         groups: (offsets,) for groups, (None,) for a batch of matrices, each with its own outer scale; otherwise ().
         """
         kwargs: dict[str, Any] = {}
-        if treatment.outer is not None:
+        if isinstance(treatment.outer, Node):
+            kwargs["outer"] = treatment.outer
+        elif treatment.outer is not None:
             device = source.meta["val"].device
             kwargs["outer"] = self._call(
                 aten.full.default, ([], treatment.outer), meta, dtype=torch.float32, device=device

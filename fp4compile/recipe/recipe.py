@@ -337,23 +337,31 @@ class Recipe:
         *,
         sqnr_db: float | None = None,
         bf16_share: float | None = None,
-        fallback: str | None = None,
+        fallback: str | Ranking | None = None,
     ) -> "Recipe":
         """A copy with one rule for each of the worst layers of a report, before all other rules.
 
         report: the result of `fp4compile.sensitivity` under this recipe.
         sqnr_db: choose as few layers as possible, so that the model's output keeps at least so many decibels. Errors of
-            layers count as independent, and the chosen layers count as exact.
+            layers count as independent.
         bf16_share: choose, from the worst on, layers with at most this share (0 to 1) of the weights' elements.
-        fallback: the named recipe, such as "mxfp8", whose formats these layers take; None leaves them unquantised.
+        fallback: the named recipe, such as "mxfp8", whose formats these layers take; None leaves them unquantised. With
+            sqnr_db, the result of `fp4compile.sensitivity` under that recipe, whose errors count too.
 
-        Raises ValueError unless exactly one budget is set, for a share out of range and for an unknown fallback;
-        TypeError for another report.
+        Raises ValueError unless exactly one budget is set, for a share out of range, for an unknown fallback, for the
+        name of a fallback beside sqnr_db, and where the fallback cannot keep so many decibels; TypeError for another
+        report.
         """
         if not isinstance(report, Ranking):
             raise TypeError(f"report: expected a fp4compile.Sensitivity, got {type(report).__name__}")
-        layers = report.worst(sqnr_db=sqnr_db, share=bf16_share)
-        return self.replace(rules=(*fallback_rules(layers, fallback), *self.rules))
+        measured, name = (fallback, fallback.recipe) if isinstance(fallback, Ranking) else (None, fallback)
+        if sqnr_db is not None and name is not None and measured is None:
+            raise ValueError(
+                f"fallback={fallback!r}: its own error counts in sqnr_db; pass what was measured under it, "
+                f"fallback=fp4compile.sensitivity(model, batches, {fallback!r})"
+            )
+        layers = report.worst(sqnr_db=sqnr_db, share=bf16_share, fallback=measured)
+        return self.replace(rules=(*fallback_rules(layers, name), *self.rules))
 
 
 def _format_name(role: str, value: Any) -> str | None:

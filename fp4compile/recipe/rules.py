@@ -49,8 +49,12 @@ class Rule:
 class Ranking(Protocol):
     """Layers ordered by the cost of quantising them: a `fp4compile.Sensitivity`."""
 
-    def worst(self, *, sqnr_db: float | None = None, share: float | None = None) -> tuple[str, ...]:
-        """The names of the worst layers, by one of two budgets."""
+    recipe: str
+
+    def worst(
+        self, *, sqnr_db: float | None = None, share: float | None = None, fallback: "Ranking | None" = None
+    ) -> tuple[str, ...]:
+        """The names of the worst layers, by one of two budgets. fallback: the layers under another recipe."""
 
 
 def fallback_rules(layers: Iterable[str], fallback: str | None) -> tuple[Rule, ...]:

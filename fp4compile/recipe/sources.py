@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from fp4compile.formats.formats import unknown_name
 from fp4compile.recipe.atomic_file import write_atomically
 from fp4compile.recipe.named_recipes import FIELDS
 
@@ -126,17 +127,25 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the --fp4compile-* options to a parser; `Recipe.from_args` reads them."""
     group = parser.add_argument_group("fp4compile")
     group.add_argument(
-        "--fp4compile-recipe", metavar="NAME|FILE", help=f"one of {', '.join(FIELDS)}, or a .toml or .json file"
-    )
+        "--fp4compile-recipe", metavar="NAME|FILE", type=_name_or_path,
+        help=f"one of {', '.join(FIELDS)}, or a .toml or .json file",
+    )  # fmt: skip
     group.add_argument(
-        "--fp4compile-skip", action="append", default=[], metavar="GLOB", help="leave layers of this name alone"
+        "--fp4compile-skip", action="append", default=[], metavar="GLOB", help="do not quantise layers of this name"
     )
-    group.add_argument("--fp4compile-skip-first", type=int, metavar="N", help="leave the first N blocks alone")
-    group.add_argument("--fp4compile-skip-last", type=int, metavar="N", help="leave the last N blocks alone")
+    group.add_argument("--fp4compile-skip-first", type=int, metavar="N", help="do not quantise the first N blocks")
+    group.add_argument("--fp4compile-skip-last", type=int, metavar="N", help="do not quantise the last N blocks")
     group.add_argument("--fp4compile-lm-head", action="store_true", help="quantise output heads too")
     group.add_argument(
         "--fp4compile-set", action="append", default=[], metavar="FIELD=VALUE", help="set a recipe field (TOML value)"
     )
+
+
+def _name_or_path(value: str) -> str:
+    """The value of --fp4compile-recipe. Raises ArgumentTypeError for an unknown name and a file that is not there."""
+    if value not in FIELDS and not (Path(value).suffix in (".toml", ".json") and Path(value).exists()):
+        raise argparse.ArgumentTypeError(f"{unknown_name('recipe', value, FIELDS)}, and .toml and .json files")
+    return value
 
 
 def overrides_of(args: argparse.Namespace) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from torch.fx import GraphModule, Node
 from torch.nn.parallel import DistributedDataParallel
 
 from fp4compile.analysis.gemm import Input, Shard
-from fp4compile.analysis.module_names import block_of, clean_name, module_name
+from fp4compile.analysis.module_names import ADAPTER, Named, block_of, clean_name, module_name, named_tensors, walk
 from fp4compile.report.report import Row, is_below
 
 _ROOT = re.compile(r"([LG])\['([^']+)'\]")
@@ -53,26 +53,34 @@ class Names:
 
         values: the graph's inputs in this run. root: the model; None looks for it on the call stack.
         """
-        named = [(name, value) for name, value in zip(self.names, values, strict=True)
-                 if name is not None and isinstance(value, torch.Tensor)]  # fmt: skip
-        stack = [] if root is None else [unwrapped(root)]
-        stack.extend(_modules_on_stack())
+        inside = [(name, value) for name, value in zip(self.names, values, strict=True)
+                  if name is not None and isinstance(value, torch.Tensor)]  # fmt: skip
+        stack = _stack(root)
         full: dict[str, str] = {}
+        adapters: set[str] = set()
         owner = None
         for module in stack:
-            if len(full) == len(named):
+            if len(full) == len(inside):
                 break
             known = _tensors_of(module)
-            for name, value in named:
+            for name, value in inside:
                 if name not in full and id(value) in known:
-                    paths = known[id(value)]  # of a shared tensor several; one may end in the graph's name for it
-                    full[name] = next((path for path in paths if is_below(name, path)), paths[0])
+                    found = known[id(value)]  # of a shared tensor several; one may end in the graph's name for it
+                    named = next((one for one in found if is_below(name, one.name)), found[0])
+                    full[name] = named.name
+                    adapters |= {name} if named.part == ADAPTER else set()
                     owner = owner or module
         prefixes = {path.removesuffix(name) for name, path in full.items() if is_below(name, path)}
         if not full and stack:  # no tensor identifies the module: take the innermost one that is being called
             prefixes = {_path_of(stack[-1], stack)}
         inputs = tuple(
-            replace(entry, in_block=block_of(full.get(entry.parameter, "")) is not None) if entry.parameter else entry
+            entry
+            if entry.parameter is None
+            else replace(
+                entry,
+                in_block=block_of(full.get(entry.parameter, "")) is not None,
+                adapter=entry.parameter in adapters,
+            )
             for entry in self.inputs
         )
         modules = {module_name(name): module_name(path) for name, path in full.items() if name != path}
@@ -93,7 +101,8 @@ class Names:
 class _Place:
     """Where Dynamo found an input.
 
-    root: the expression of an object. path: the name of the input below that object, along a chain of modules.
+    root: the expression of an object. path: the own name of the input below that object, along a chain of modules;
+    real: this name with the segments of wrappers.
     label: the name of the variable that holds the object. always: whether the input's name has the label even if there
     is only one root. parameter: whether the input is a parameter.
     """
@@ -103,6 +112,7 @@ class _Place:
     label: str
     always: bool
     parameter: bool
+    real: str = ""
 
 
 def record(gm: GraphModule, example_inputs: Sequence[Any], root: torch.nn.Module | None = None) -> Names:
@@ -114,7 +124,7 @@ def record(gm: GraphModule, example_inputs: Sequence[Any], root: torch.nn.Module
     nodes = gm.graph.find_nodes(op="placeholder")
     values = [_example(node, value) for node, value in zip(nodes, example_inputs, strict=True)]
     places = [_place(node, value) for node, value in zip(nodes, values, strict=True)]
-    names = _names(places)
+    names = _names(_by_real_modules(places, values, _stack(root)))
     inputs = tuple(
         Input(
             name if place is not None and place.parameter else None,
@@ -141,26 +151,47 @@ def _shards(value: Any) -> tuple[Shard, ...]:
     )
 
 
-def _tensors_of(module: torch.nn.Module) -> dict[int, list[str]]:
+def _by_real_modules(
+    places: Sequence[_Place | None], values: Sequence[Any], stack: list[torch.nn.Module]
+) -> list[_Place | None]:
+    """The places, with own names that the classes of the real modules decide and not the text alone."""
+    found = list(places)
+    left = {i for i, place in enumerate(found) if place is not None and place.real}
+    for module in stack:
+        known = _tensors_of(module) if left else {}
+        for i in list(left):
+            place = found[i]
+            for named in known.get(id(values[i]), ()):
+                if place is not None and is_below(place.real, named.path):
+                    found[i] = replace(place, path=named.below(place.real))
+                    left.discard(i)
+                    break
+    return found
+
+
+def _tensors_of(module: torch.nn.Module) -> dict[int, list[Named]]:
     """The names of a module's parameters and buffers, by the tensor's id."""
-    found: dict[int, list[str]] = {}
-    for listing in (module.named_parameters, module.named_buffers):
-        for path, value in listing(remove_duplicate=False):
-            found.setdefault(id(value), []).append(clean_name(path))
+    found: dict[int, list[Named]] = {}
+    for named, value in named_tensors(module, buffers=True):
+        found.setdefault(id(value), []).append(named)
     return found
 
 
 def _path_of(inner: torch.nn.Module, stack: list[torch.nn.Module]) -> str:
     """The name of a module in the outermost module that has it, followed by a dot; "" for the outermost itself."""
     for module in stack:
-        for path, part in module.named_modules():
+        for named, part in walk(module):
             if part is inner:
-                path = clean_name(path)
-                return f"{path}." if path else ""
+                return f"{named.name}." if named.name else ""
     return ""
 
 
 # ---------------------------------------------------------------- the call stack
+
+
+def _stack(root: torch.nn.Module | None) -> list[torch.nn.Module]:
+    """The modules that may hold a graph's inputs: the model, if it is known, and the modules being called."""
+    return [*([] if root is None else [unwrapped(root)]), *_modules_on_stack()]
 
 
 def _modules_on_stack() -> list[torch.nn.Module]:
@@ -251,7 +282,8 @@ def _parsed(text: str, free: bool, is_parameter: bool) -> _Place | None:
     free = (free or start.group(1) == "G") and variable != "fn" and not variable.startswith("__import_")
     inner = [_name(step) for step in steps[:first] if not _CARRIERS.fullmatch(_name(step))]
     passed = variable == "args" or (steps[0].group(3) in ("args", "keywords") if steps else False)
-    below = clean_name(".".join(_name(step) for step in steps[first:]))
+    real = ".".join(_name(step) for step in steps[first:])
+    below = clean_name(real)
     root = text[: steps[first].start()] if first < len(steps) else text
     attribute = bool(inner) and steps[0].group(3) is not None and not free and not passed  # of `self`, say
     label = ".".join(inner if attribute else ["args" if passed else variable, *inner])
@@ -261,7 +293,7 @@ def _parsed(text: str, free: bool, is_parameter: bool) -> _Place | None:
     # closure, and a model that is an argument, needs no such label: its layers have names.
     listed = any(step.group(4) or step.group(5) for step in steps[:first])
     always = not passed and (listed or ((free or bool(inner)) and below in ("weight", "bias")))
-    return _Place(root, below, label, always, is_parameter)
+    return _Place(root, below, label, always, is_parameter, real)
 
 
 def _name(step: re.Match) -> str:

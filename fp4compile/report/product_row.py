@@ -1,6 +1,6 @@
-"""`Row`: how one matrix product of a compiled graph is computed, and the name that reports show."""
+"""`Row`: how one matmul of a compiled graph is computed, and the name that reports show."""
 
-from dataclasses import MISSING, dataclass, field, fields
+from dataclasses import MISSING, dataclass, field, fields, replace
 from typing import Any
 
 PRODUCTS = ("fprop", "dgrad", "wgrad", "attention", "other")
@@ -9,16 +9,16 @@ CATEGORIES = ("dense", "experts", "attention", "convolution", "other")
 
 @dataclass(frozen=True)
 class Row:
-    """One matrix product of a compiled graph: [m, k] times [k, n].
+    """One matmul of a compiled graph: [m, k] times [k, n].
 
-    module: fully qualified name of the layer; "" for a product outside of every layer.
+    module: fully qualified name of the layer; "" for a matmul outside of every layer.
     product: one of PRODUCTS.
     m, n, k: the dimensions of the product; text where they are symbolic, None where they are not known.
     left, right: the format of each operand, or its dtype (such as "bfloat16") where it is not quantised; None where
         the operand is unknown.
     tier: what computes the product: "native" (the GPU's block-scaled matrix units), "emulated" (other GPU kernels) or
-        "reference" (PyTorch operations, on a CPU); None where the product is left alone.
-    reason: why the product is left alone; None where it is quantised.
+        "reference" (PyTorch operations, on a CPU); None where the product is not quantised.
+    reason: why the product is not quantised; None where it is quantised.
     flops: floating-point operations of one run. Where a size is symbolic, they are counted at the sizes of the call
         that was captured; None where they are not known.
     saved, saved_plain: for a wgrad, the bytes of packed activation that the forward pass saves for it, and the bytes of
@@ -39,8 +39,11 @@ class Row:
     shared_seconds: its part of the launches that products of other layers need too; it is in `seconds`.
     launches: what is launched for the product, such as "quantise, rows / 3; wgmma_sm90": a third of a quantiser that
         two other products read too, and a kernel of its own.
+    weight, weight_plain: for an fprop whose weight is a parameter, the bytes of this weight packed by `pack_` in the
+        linear layout (None where it is not quantised), and unquantised. None where the size is unknown.
+    again: whether an earlier compilation of the same function has this matmul in other sizes.
 
-    Rows are compared without node, seconds and launches.
+    Rows are compared without node, seconds, launches and again.
     """
 
     module: str
@@ -65,11 +68,19 @@ class Row:
     seconds: float | None = field(default=None, compare=False)
     shared_seconds: float | None = field(default=None, compare=False)
     launches: str | None = field(default=None, compare=False)
+    weight: int | None = None
+    weight_plain: int | None = None
+    again: bool = field(default=False, compare=False)
 
     @property
     def quantised(self) -> bool:
         """Whether the product is quantised."""
         return self.reason is None
+
+
+def sizeless(row: Row) -> Row:
+    """The row without what depends on sizes that vary: equal for one matmul in compilations of other sizes."""
+    return replace(row, m=None, n=None, k=None, flops=None, saved=None, saved_plain=None, fused=None)
 
 
 def row_of(stored: Any) -> Row:

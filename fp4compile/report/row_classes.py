@@ -8,16 +8,20 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from fp4compile.report.product_row import PRODUCTS, Row, shown_name
+from fp4compile.report.product_row import PRODUCTS, Row, shown_name, sizeless
 
 _NUMBER = re.compile(r"(?<![^.\[])\d+(?=[.\]]|$)")
 
 
 @dataclass(frozen=True)
 class Group:
-    """Rows that differ in nothing but numbers in the layers' names."""
+    """Rows that differ in nothing but numbers in the layers' names.
+
+    again: the rows of the same matmuls in other sizes.
+    """
 
     rows: tuple[Row, ...]
+    again: tuple[Row, ...] = ()
 
     @property
     def first(self) -> Row:
@@ -33,7 +37,7 @@ class Group:
 
     @property
     def plain_seconds(self) -> float | None:
-        """The predicted seconds of all rows in bf16; None where a row has no prediction."""
+        """The predicted seconds of all rows unquantised; None where a row has no prediction."""
         return _sum(row.plain_seconds for row in self.rows)
 
     @property
@@ -43,27 +47,31 @@ class Group:
 
     @property
     def gain(self) -> float | None:
-        """The predicted speed-up over bf16; None where a row has no prediction."""
+        """The predicted speed-up; None where a row has no prediction."""
         return gain(self.rows)
 
 
 def groups(rows: Sequence[Row]) -> list[Group]:
-    """The groups, with the largest layers first, by predicted time in bf16 or else by FLOPs."""
+    """The groups, with the largest layers first, by predicted time unquantised or else by FLOPs."""
     timed = any(row.plain_seconds for row in rows)
+    others: dict[Row, list[Row]] = {}  # the rows in other sizes, by what they have in common
+    for row in rows:
+        if row.again:
+            others.setdefault(sizeless(row), []).append(row)
     found = []
-    for members in by_layer(rows):
+    for members in by_layer(row for row in rows if not row.again):
         size = sum((row.plain_seconds if timed else row.flops) or 0 for row in members)
         equal: dict[Row, list[Row]] = {}
         for row in members:
             equal.setdefault(_anywhere(row), []).append(row)
-        parts = [Group(tuple(same)) for same in equal.values()]
+        parts = [Group(tuple(same), tuple(others.get(sizeless(same[0]), ()))) for same in equal.values()]
         found.append((size, sorted(parts, key=lambda group: PRODUCTS.index(group.first.product))))
     found.sort(key=lambda layer: -layer[0])  # the sort is stable: layers of one size keep their order
     return [group for _, parts in found for group in parts]
 
 
 def by_layer(rows: Iterable[Row]) -> list[list[Row]]:
-    """Lists of the rows of equal layers: layers with equal products and with names that differ only in numbers."""
+    """Lists of the rows of equal layers: layers with equal matmuls and with names that differ only in numbers."""
     layers: dict[str, list[Row]] = {}
     for row in rows:
         layers.setdefault(shown_name(row), []).append(row)
@@ -80,7 +88,7 @@ def layer_name(rows: Sequence[Row]) -> str:
 
 
 def gain(rows: Iterable[Row]) -> float | None:
-    """The predicted speed-up over bf16 of the rows together; None where a row has no prediction."""
+    """The predicted speed-up of the rows together; None where a row has no prediction."""
     rows = list(rows)
     plain, planned = _sum(row.plain_seconds for row in rows), _sum(row.seconds for row in rows)
     return None if plain is None or not planned else plain / planned

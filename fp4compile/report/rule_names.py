@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 from torch import nn
 
-from fp4compile.analysis.module_names import block_of, clean_name, module_name, parameter_name
+from fp4compile.analysis.module_names import block_of, module_name, named_tensors, parameter_name
 from fp4compile.recipe.rules import Rule
 from fp4compile.report.names import Names
 
@@ -50,10 +50,11 @@ def out_of_reach(rules: tuple[Rule, ...], known: Names) -> tuple[Rule, ...]:
 
 def _layers(model: nn.Module) -> Iterator[str]:
     """The full names of the modules and parameters that may be layers, packed ones too."""
-    for name, _ in model.named_parameters(remove_duplicate=False):
-        yield module_name(clean_name(name))
-    for name, _ in model.named_buffers(remove_duplicate=False):
-        yield parameter_name(clean_name(name).rpartition(".")[0])
+    for named, tensor in named_tensors(model, buffers=True):
+        if isinstance(tensor, nn.Parameter):
+            yield module_name(named.name)
+        else:
+            yield parameter_name(named.name.rpartition(".")[0])
 
 
 def _starts(name: str) -> Iterator[int]:

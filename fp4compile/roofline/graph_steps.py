@@ -31,7 +31,7 @@ from fp4compile.ops.matmul import (
 )
 from fp4compile.ops.quantize import HADAMARD_AMAX, LAY_OUT_SCALES, QUANTIZE
 from fp4compile.roofline import pointwise
-from fp4compile.roofline.product_steps import Chosen, memory_pass, plain_step, product_steps, tiles_of
+from fp4compile.roofline.product_steps import Chosen, gemm_name, memory_pass, plain_step, product_steps, tiles_of
 from fp4compile.roofline.sizes import Experts, Sizes
 from fp4compile.roofline.time_terms import ATTENTION, BF16, BOTH_WAYS, COLUMN, ROWS, Step, quantiser, stored
 from fp4compile.templates.choose import choose
@@ -80,13 +80,23 @@ def _steps(node: Node, gpu: Gpu) -> list[Step]:
         return [memory_pass(node.name, "other", _moved(node) if in_place is None else in_place, gpu)]
     if flops.ATTENTION.search(str(node.target)):
         part = 0.5 if _is_causal(node) else 1.0
-        return [Step("attention", "other", part * count, _moved(node), gpu.bf16 * ATTENTION, gpu.copy_rate,
-                     gpu.product_launch)]  # fmt: skip
+        rate = gpu.matrix_rate(_operand_dtype(node)) * ATTENTION
+        return [Step("attention", "other", part * count, _moved(node), rate, gpu.copy_rate, gpu.product_launch)]
     sizes = _grouped_sizes(node)
     if sizes is not None:
         return [plain_step("other", sizes, gpu)]
-    return [Step("bf16 product", "other", count, _moved(node), gpu.bf16 * gpu.bf16_share, gpu.copy_rate,
+    dtype = _operand_dtype(node)
+    share = gpu.fp8_share if dtype.itemsize == 1 else gpu.bf16_share
+    return [Step(gemm_name(dtype), "other", count, _moved(node), gpu.matrix_rate(dtype) * share, gpu.copy_rate,
                  gpu.product_launch)]  # fmt: skip
+
+
+def _operand_dtype(node: Node) -> torch.dtype:
+    """The dtype of a matmul's first operand; further arguments may be sums in float32."""
+    values = (each.meta.get("val") for each in node.all_input_nodes)
+    return next(
+        (value.dtype for value in values if isinstance(value, torch.Tensor) and value.dim() > 1), torch.bfloat16
+    )
 
 
 def _moved(node: Node) -> int:

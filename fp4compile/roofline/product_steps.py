@@ -38,11 +38,17 @@ class Chosen:
         return KERNELS.get(self.kernel, LIBRARY["dense"])
 
 
+def gemm_name(dtype: torch.dtype) -> str:
+    """The name of the step of an unquantised matmul."""
+    names = {torch.bfloat16: "bf16", torch.float16: "fp16"}
+    return f"{names.get(dtype, str(dtype).removeprefix('torch.'))} GEMM"
+
+
 def plain_step(name: str, sizes: Sizes, gpu: Gpu) -> Step:
     """The product of two 16-bit operands by torch. name: of the product."""
     by_offsets = sizes.experts is not None and sizes.experts.grouping == "rows"
     read = BF16 * sum(sizes.lines_read) * sizes.contraction
-    return _multiply("bf16 product", name, sizes, LIBRARY["grouped" if by_offsets else "dense"], read,
+    return _multiply(gemm_name(torch.bfloat16), name, sizes, LIBRARY["grouped" if by_offsets else "dense"], read,
                      gpu.bf16 * gpu.bf16_share, gpu, None)  # fmt: skip
 
 

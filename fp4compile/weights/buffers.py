@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from fp4compile import _compat, _inductor_patches
 from fp4compile.formats import formats
@@ -16,8 +17,11 @@ from fp4compile.ops.quantize import QUANTIZE
 from fp4compile.report.decibels import decibels
 from fp4compile.weights.scale_checks import check_static
 from fp4compile.weights.scale_layout import laid_out, layout_of, layout_on
+from fp4compile.weights.sharing import is_byte_float, storable
+from fp4compile.weights.static_scale import static_scale
 
 BUFFERS = ("weight_data", "weight_scales", "weight_outer")
+_DESCRIPTION = "_extra_state"  # the description's name in state dicts
 _SHARDED = ("weight_data", "weight_scales")  # outer scales are few, and a scale of the tensor has no rows
 
 
@@ -53,10 +57,12 @@ class LayerFormat:
 class PackedWeight(nn.Module):
     """A module with a block-scaled weight in buffers: a matrix [out_features, in_features], or one for each expert.
 
-    weight_data, weight_scales, weight_outer: buffers as in `BlockScaled`; None where the format has no such part. They
+    weight_data, weight_scales, weight_outer: buffers as in `BlockScaled`; None where the format has no such part. Codes
+        and block scales are bytes (uint8) here, in state dicts and in files: libraries load by copying values into the
+        dtype of the model's tensor, and they never cast bytes. `part` views them in the format's dtype. The buffers
         move between devices and are never cast. The block scales have the layout of the device, see
         `weights.scale_layout`: swizzled for native products, else linear. In a state dict they are linear. After
-        `make_shardable`, weight_data and weight_scales are frozen parameters of bytes.
+        `make_shardable`, weight_data and weight_scales are frozen parameters.
     experts: the number of matrices; None for a single one.
     weight_dtype: the dtype of the dequantised weight: first the original weight's dtype; casts such as `.half()` set
         it.
@@ -67,6 +73,7 @@ class PackedWeight(nn.Module):
     weight_scales: Any
     weight_outer: Any
     experts: int | None = None  # older pickles, without packed experts, lack it
+    _static: torch.Tensor | None = None  # the static outer scale of the activation, on the device of the weight
 
     def __init__(
         self, experts: int | None, in_features: int, out_features: int, layer_format: LayerFormat,
@@ -77,6 +84,23 @@ class PackedWeight(nn.Module):
         self.layer_format, self.weight_dtype, self.in_first = layer_format, weight_dtype, in_first
         for name in BUFFERS:
             self.register_buffer(name, None)
+        self._stand_for_description()
+        self.keep_static_scale()
+
+    def _stand_for_description(self) -> None:
+        """Add an empty buffer, where loaders that set tensors one by one look for the state dict's `_extra_state`."""
+        self._buffers[_DESCRIPTION] = None
+        self._non_persistent_buffers_set.add(_DESCRIPTION)
+
+    @property
+    def _extra_state(self) -> torch.Tensor:
+        """The description as a tensor of JSON's bytes, because programs that save state dicts expect tensors.
+
+        Loaders that set tensors one by one compare shapes. So they refuse states of earlier versions, in which FP8
+        numbers have their own dtype and would be cast: the description ended without a new line there.
+        """
+        text = json.dumps(self.description, sort_keys=True, separators=(",", ":")) + "\n"
+        return torch.tensor(list(text.encode()), dtype=torch.uint8, device="cpu")
 
     def store(self, weight: torch.Tensor) -> None:
         """Quantise a weight along the in features, each expert separately. Its block scales follow the layer's rule.
@@ -99,6 +123,27 @@ class PackedWeight(nn.Module):
         self.weight_data = data
         self.weight_scales = scales if fmt.scale else None
         self.weight_outer = outer if fmt.outer else None
+        self.keep_static_scale()
+
+    def keep_static_scale(self) -> None:
+        """Put the static outer scale of the activation on the device of the weight."""
+        value = self.layer_format.activation_outer
+        if value is not None:
+            # No buffer: what fills a module's buffers, from a file or by a broadcast, cannot know a scale's value.
+            device = torch.device("cpu") if self.weight_data is None else self.weight_data.device
+            self._static = static_scale(value, device)
+
+    def activation_outer_on(self, device: torch.device) -> torch.Tensor | None:
+        """The static outer scale of the activation on a device, float32 []; None where the scale is computed."""
+        if torch.compiler.is_compiling():  # an input of the graph; the number would be a constant in it
+            kept = self._static
+            return kept if kept is None or kept.device == device else kept.to(device)
+        value = self.layer_format.activation_outer
+        return None if value is None else static_scale(value, device)  # of the mode that may be active
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Set an attribute. Codes and block scales may come in the format's dtype."""
+        super().__setattr__(name, storable(value) if name in BUFFERS and isinstance(value, torch.Tensor) else value)
 
     @property
     def shardable(self) -> bool:
@@ -106,59 +151,56 @@ class PackedWeight(nn.Module):
         return "weight_data" in self._parameters
 
     def make_shardable(self) -> None:
-        """Turn codes and block scales into frozen parameters of bytes. FSDP2 shards parameters alone.
-
-        As bytes they are cast by no mixed precision, and every communication library sends them.
-        """
+        """Turn codes and block scales into frozen parameters: FSDP2 shards parameters alone, and casts no bytes."""
         for name in _SHARDED:
             tensor = self._buffers.pop(name, None)
             if tensor is not None:
-                self.register_parameter(name, nn.Parameter(tensor.view(torch.uint8), requires_grad=False))
+                self.register_parameter(name, nn.Parameter(tensor, requires_grad=False))
             elif name not in self._parameters:
                 self.register_buffer(name, None)
 
     def part(self, name: str) -> torch.Tensor | None:
-        """One of the tensors `BUFFERS` in the dtype of the format. Raises RuntimeError where a rank has rows of it."""
+        """One of the tensors `BUFFERS` in the dtype of the format.
+
+        Raises RuntimeError where a rank has rows of it, TypeError where a loader has cast it.
+        """
         tensor = getattr(self, name)
-        if tensor is None or name not in self._parameters:
-            return tensor
+        if tensor is None:
+            return None
         if _is_shard(tensor):
             raise RuntimeError(
                 "weight: this rank has some of its rows; call the module given to fully_shard, or its unshard()"
             )
         fmt = formats.get(self.layer_format.weight)
-        return tensor.detach().view(fmt.data_dtype if name == "weight_data" else fmt.scale_dtype)
+        dtype = {"weight_data": fmt.data_dtype, "weight_scales": fmt.scale_dtype}.get(name, torch.float32)
+        if tensor.dtype != stored_dtype(dtype):
+            raise TypeError(
+                f"{name}: expected {stored_dtype(dtype)}, got {tensor.dtype}: a loader has cast it. Load without a "
+                "dtype (in accelerate dtype=None), or by fp4compile.load_packed into an unpacked model"
+            )
+        tensor = tensor.detach() if name in self._parameters else tensor
+        return tensor if tensor.dtype == dtype else tensor.view(dtype)
 
     def dequantised(self) -> torch.Tensor:
         """The weight's values, in weight_dtype."""
         raise NotImplementedError
 
     def read(self) -> torch.Tensor:
-        """`dequantised`, for the module's readers. In eager mode, a write to the tensor raises or packs again."""
+        """`dequantised`, for the module's readers. In eager mode, a write to the tensor packs again."""
         if torch.compiler.is_compiling():
             return self.dequantised()
-        with torch.no_grad() if torch.is_grad_enabled() else torch.inference_mode():
+        with torch.inference_mode(False), torch.no_grad():  # inference tensors do not count writes
             return DequantizedWeight.of(self, self.dequantised())
 
     def store_again(self, values: torch.Tensor) -> None:
-        """Quantise other values by the layer's own format and rule, and warn of what it costs.
-
-        Raises ValueError where `values` have another shape than `dequantised` returns.
-        """
-        shape = tuple(self.dequantised().shape)
-        if tuple(values.shape) != shape:
-            raise ValueError(f"weight: expected shape {shape}, got {tuple(values.shape)}")
-        self.store(self._as_packed(values))
+        """Quantise other values of `dequantised`'s shape by the layer's own format and rule, and warn of its cost."""
+        self.store(values)
         # Whole decibels, because Python gives a warning of one text once: a merged model has hundreds of layers.
         warnings.warn(
             "a packed layer was given other weights, as by the merging of an adapter, and packed them again in "
             f"{self.layer_format.weight}: SQNR {_sqnr(values, self.dequantised()):.0f} dB",
             stacklevel=3,
         )
-
-    def _as_packed(self, values: torch.Tensor) -> torch.Tensor:
-        """Values of the shape of `dequantised`, in the shape that `store` takes."""
-        return values
 
     @property
     def scale_layout(self) -> str:
@@ -197,31 +239,34 @@ class PackedWeight(nn.Module):
         return laid_out(scales, formats.get(self.layer_format.weight), self.out_features, shape, layout)
 
     def lay_out_scales(self) -> None:
-        """Convert the block scales to the layout of their device; a shardable layer keeps its layout."""
+        """Convert the block scales to the layout of their device; a shardable layer keeps its layout.
+
+        The static scale follows them.
+        """
         scales = self._buffers.get("weight_scales")
         if scales is not None:
             self._buffers["weight_scales"] = self.scales_as(self.scale_layout_on(scales.device), scales)
+        self.keep_static_scale()
 
     def __getstate__(self) -> dict[str, Any]:
-        # Pickle cannot read storages of scales and FP8 codes, so they are pickled as integers.
-        hidden = {name: None if t is None else t.view(_INTEGERS[t.dtype.itemsize]) for name, t in self._buffers.items()}
-        return vars(self) | {"_buffers": hidden}
+        return vars(self) | {"_static": None}  # it is made of the layer's format
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        for name, (_, dtype) in buffer_shapes(self).items():
-            if self._buffers.get(name) is not None:
-                self._buffers[name] = self._buffers[name].view(dtype)
+        outer = self._buffers.get("weight_outer")
+        if outer is not None:  # older pickles have it as integers, and no buffer for the description
+            self._buffers["weight_outer"] = outer.view(torch.float32)
+        self._stand_for_description()
         self.lay_out_scales()  # the file may have been written on another device
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
+        destination[prefix + _DESCRIPTION] = self._extra_state
         # A rank's rows keep their layout: linear scales cannot be made of a part. `_as_stored` takes both layouts.
         if self.scale_layout == "swizzled" and not _is_shard(self.weight_scales):
             # A write to the linear scales would not change the layer; a write to an inference tensor raises.
             with torch.inference_mode():
-                linear = self.scales_as("linear", self.part("weight_scales"))
-                destination[f"{prefix}weight_scales"] = linear.view(self.weight_scales.dtype)
+                destination[f"{prefix}weight_scales"] = self.scales_as("linear", self.weight_scales)
 
     def _load_from_state_dict(
         self, state_dict: dict[str, Any], prefix: str, local_metadata: dict, strict: bool, missing_keys: list[str],
@@ -238,27 +283,29 @@ class PackedWeight(nn.Module):
         self.lay_out_scales()  # assign=True may have assigned scales on another device
 
     def _as_stored(self, state_dict: dict[str, Any], prefix: str) -> dict[str, Any]:
-        """A state dict with this layer's tensors in the dtype and layout that the layer has them in."""
+        """A state dict with this layer's tensors as bytes, in the layout that the layer has them in.
+
+        It lacks the description, which `_misfit` has compared.
+        """
         found = {name: tensor for name in _SHARDED if (tensor := state_dict.get(prefix + name)) is not None}
         for name, tensor in found.items():
-            mine = getattr(self, name)
-            if _is_shard(tensor) or mine is None:
-                continue
-            _, dtype = buffer_shapes(self)[name]
-            if name == "weight_scales":
-                tensor = self.scales_as(self.scale_layout, tensor.view(dtype))
-            found[name] = tensor.view(mine.dtype)
-        return state_dict | {prefix + name: tensor for name, tensor in found.items()}
+            if not _is_shard(tensor):
+                tensor = storable(tensor)
+                found[name] = self.scales_as(self.scale_layout, tensor) if name == "weight_scales" else tensor
+        kept = {name: value for name, value in state_dict.items() if name != prefix + _DESCRIPTION}
+        return kept | {prefix + name: tensor for name, tensor in found.items()}
 
     def _misfit(self, state_dict: dict[str, Any], prefix: str) -> str | None:
         """Why a state does not fit this layer; None where it does. `nn.Module` itself checks shapes."""
-        state, mine = described(state_dict.get(f"{prefix}_extra_state")), self.description
+        if f"{prefix}weight" in state_dict:
+            return "the state has its weight unpacked; load the state before fp4compile.pack_"
+        state, mine = described(state_dict.get(prefix + _DESCRIPTION)), self.description
         if state is not None and {"scale_rule": mine["scale_rule"]} | state != mine:
             return f"the state is of {state}, the layer is {mine}"
         for name, (_, dtype) in buffer_shapes(self).items():
             given = state_dict.get(prefix + name)
-            # The state of a shardable layer has bytes.
-            if given is not None and given.dtype not in (dtype, torch.uint8 if dtype.itemsize == 1 else dtype):
+            # States of earlier versions have numbers in the format's dtype.
+            if given is not None and given.dtype not in (dtype, stored_dtype(dtype)):
                 return f"{name} is {given.dtype} in the state, the layer has {dtype}"
         return None
 
@@ -267,40 +314,44 @@ class PackedWeight(nn.Module):
         """The layer's format and sizes, which files of packed models hold."""
         return asdict(self.layer_format) | {"in_features": self.in_features, "out_features": self.out_features}
 
-    def get_extra_state(self) -> torch.Tensor:
-        """The description as a tensor of JSON's bytes, because programs that save state dicts expect tensors."""
-        return torch.tensor(
-            list(json.dumps(self.description, sort_keys=True, separators=(",", ":")).encode()), dtype=torch.uint8
-        )
-
-    def set_extra_state(self, state: torch.Tensor | dict[str, Any]) -> None:
-        """Does nothing: `_misfit` has checked that the state equals this layer's."""
-
 
 _inductor_patches.leave_buffers_out_of_ddp(PackedWeight)
 
 
-# Operators that write to their first argument and whose names do not end in one underscore.
-_WRITES = {"__setitem__", *(f"__i{name}__" for name in (
-    "add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor", "lshift", "rshift"
-))}  # fmt: skip
-
-
 class DequantizedWeight(torch.Tensor):
-    """A packed weight's dequantised values, which are a copy.
+    """A packed weight's dequantised values, which are a copy; or a view of them.
 
-    A write to the copy would be lost, and raises RuntimeError. `weight.data = values` packs the values, as libraries of
-    adapters merge. Results of operations are plain tensors.
+    Eager writes are packed: assigned `data`, operators in place, `out=`, and writes to views of any depth. The tensor
+    itself then holds the written values, as the parameter of an unpacked layer would, and the layer holds their codes.
+    Results of operations, copies and pickles are plain tensors. An array of NumPy over the memory is read-only.
+
+    _layer: the packed layer. _codes: its codes of these values. _viewed: for a view, the weight whose memory it is.
     """
 
     _layer: PackedWeight
+    _codes: torch.Tensor
+    _viewed: "DequantizedWeight | None" = None
     _is_hf_initialized = True  # transformers gives no initial values to a tensor that has this mark
 
     @staticmethod
     def of(layer: PackedWeight, values: torch.Tensor) -> "DequantizedWeight":
-        weight = values.as_subclass(DequantizedWeight)
-        weight._layer = layer
+        weight = torch.Tensor._make_subclass(DequantizedWeight, values)
+        weight._layer, weight._codes = layer, layer.weight_data
         return weight
+
+    def packed_in(self, layer: PackedWeight) -> bool:
+        """Whether the layer has these values: its own weight, which is packed again where it has other values now."""
+        if self._layer is layer and self._viewed is None and self._codes is not layer.weight_data:
+            self._pack()
+        return self._layer is layer and self._viewed is None
+
+    def _pack(self) -> None:
+        self._layer.store_again(self)
+        self._codes = self._layer.weight_data
+
+    @property
+    def _whole(self) -> "DequantizedWeight":
+        return self if self._viewed is None else self._viewed
 
     @property
     def data(self) -> torch.Tensor:
@@ -309,26 +360,62 @@ class DequantizedWeight(torch.Tensor):
 
     @data.setter
     def data(self, values: torch.Tensor) -> None:
-        self._layer.store_again(values)
+        if values is self:  # the end of `weight.data += x`
+            return
+        if self is not self._whole:
+            raise RuntimeError("weight: a view of a packed layer's weight takes no other data; copy_ writes to it")
+        if values.shape != self.shape:
+            raise ValueError(f"weight: expected shape {tuple(self.shape)}, got {tuple(values.shape)}")
+        with torch._C.DisableTorchFunctionSubclass():
+            torch.Tensor.data.__set__(self, values.detach().as_subclass(torch.Tensor))
+            self._pack()
 
-    def __iadd__(self, other: Any) -> torch.Tensor:
-        return self + other
+    @property
+    def _is_param(self) -> bool:
+        return False
 
-    def __isub__(self, other: Any) -> torch.Tensor:
-        return self - other
+    @_is_param.setter
+    def _is_param(self, value: bool) -> None:
+        """Called by `nn.Parameter(weight)`, which would share a copy's memory and not the packed layer's."""
+        raise RuntimeError("weight: a packed layer's weight is no parameter; nn.Parameter(weight.clone()) is one")
+
+    def __deepcopy__(self, memo: dict) -> torch.Tensor:
+        return memo.setdefault(id(self), self.detach().clone())
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.detach().clone().__reduce_ex__(protocol)
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        name = getattr(func, "__name__", "")
-        in_place = name in _WRITES or (name.endswith("_") and not name.endswith("__") and name != "requires_grad_")
-        written = args[:1] if in_place else ((kwargs or {}).get("out"),)
-        if any(isinstance(tensor, cls) for tensor in written):
-            raise RuntimeError(
-                "weight: a packed layer's weight is dequantised at each access, and a write to it is lost; "
-                "assign weight.data to pack other values"
-            )
+        kwargs = kwargs or {}
+        if torch.compiler.is_compiling():
+            torch._dynamo.graph_break()  # a graph would lose a write
+        inputs = [each for each in tree_leaves((args, kwargs)) if isinstance(each, cls)]
         with torch._C.DisableTorchFunctionSubclass():
-            return func(*args, **(kwargs or {}))
+            wholes = {id(each._whole): each._whole for each in inputs}.values()
+            before = [(whole, whole._version) for whole in wholes]
+            result = func(*args, **kwargs)
+            for whole, version in before:
+                if whole._version != version:
+                    if whole.grad_fn is not None:  # values with a gradient were written to it
+                        whole.detach_()
+                    whole._pack()
+            if hasattr(result, "setflags"):
+                result.setflags(write=False)
+            of_memory = {whole.untyped_storage()._cdata: whole for whole in wholes}
+            return tree_map_only(torch.Tensor, lambda each: _as_view(each, of_memory), result)
+
+
+def _as_view(result: torch.Tensor, of_memory: dict[int, DequantizedWeight]) -> torch.Tensor:
+    """A result of an operation, as a view of the weight whose memory it shares."""
+    if type(result) is not torch.Tensor or torch._C._functorch.is_functorch_wrapped_tensor(result):
+        return result
+    whole = of_memory.get(result.untyped_storage()._cdata) if result.layout == torch.strided else None
+    if whole is None:
+        return result
+    view = result.as_subclass(DequantizedWeight)
+    view._layer, view._viewed = whole._layer, whole
+    return view
 
 
 def make_shardable_(model: nn.Module) -> None:
@@ -392,10 +479,10 @@ def is_extra_state(key: str) -> bool:
     return key.rpartition(".")[2] == "_extra_state"
 
 
-def described(state: torch.Tensor | dict[str, Any] | None) -> dict[str, Any] | None:
+def described(state: Any) -> dict[str, Any] | None:
     """The description in an extra state: JSON's bytes, or the dictionary that it was in version 0.1."""
     if not isinstance(state, torch.Tensor):
-        return state
+        return state if isinstance(state, dict) else None
     try:
         return json.loads(bytes(state.tolist()))
     except ValueError:
@@ -425,8 +512,13 @@ def _uncast(before: torch.Tensor, hidden: torch.Tensor, after: torch.Tensor) -> 
     return after.view(before.dtype)
 
 
+def stored_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype in which a buffer and a file hold numbers of a dtype: bytes for codes and block scales."""
+    return torch.uint8 if is_byte_float(dtype) else dtype
+
+
 def buffer_shapes(layer: PackedWeight) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-    """Shape and dtype of each buffer that a layer's format has."""
+    """Shape of each buffer that a layer's format has, with its numbers' dtype, see `stored_dtype`."""
     fmt = formats.get(layer.layer_format.weight)
     lead = () if layer.experts is None else (layer.experts,)
     blocks = ceil_div(layer.in_features, fmt.block_cols)

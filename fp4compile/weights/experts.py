@@ -8,7 +8,9 @@ No shape shows along which dimension the weights are contracted; `in_first` find
 """
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
@@ -25,7 +27,8 @@ from fp4compile.weights.buffers import BUFFERS, LayerFormat, PackedWeight
 _DECLARED = ("gate_up_proj", "up_proj", "down_proj")
 # Whether in comes first, for classes that do not declare it. By name, so that transformers need not be installed.
 _KNOWN = {("transformers.models.llama4.modeling_llama4", "Llama4TextExperts"): True}
-# The attribute of a class made here that holds its origin: the class without packed parameters, and their names.
+# The attribute of a class made here that holds its origin: the class without packed parameters, their names, and the
+# names of all parameters that its first module had, in order.
 _MADE_OF = "_fp4compile_made_of"
 # Hooks that may read or write the parameter in a state dict. All other hooks stay with the module.
 _REFUSED_HOOKS = (
@@ -38,21 +41,25 @@ class PackedExperts(PackedWeight):
 
     Calling it returns the dequantised weights in the original parameter's shape, [experts, out, in], or
     [experts, in, out] where `in_first` is set, in `weight_dtype`.
+
+    adapted: the weights with what an adapter adds to them, while its layer runs; else None.
     """
+
+    adapted: torch.Tensor | None = None
 
     def forward(self) -> torch.Tensor:
         """The contiguous weights, dequantised anew at each call; see `DequantizedWeight` for writes to them.
 
         In eager mode, autograd keeps weights that a product reads until the backward pass.
         """
-        return self.read()
+        return self.read() if self.adapted is None else self.adapted
 
     def dequantised(self) -> torch.Tensor:
         """The contiguous weights in the original parameter's shape, in weight_dtype."""
         dtype = self.weight_dtype if self.weight_dtype in FLOAT_DTYPES else torch.float32
         weights = torch.ops.fp4compile.expert_weights(
             *map(self.part, BUFFERS), self.layer_format.weight, self.in_features, dtype,
-            self.layer_format.activation, self.layer_format.activation_outer,
+            self.layer_format.activation, self.activation_outer_on(self.weight_data.device),
         ).to(self.weight_dtype)  # fmt: skip
         return weights.transpose(1, 2).contiguous() if self.in_first else weights
 
@@ -101,18 +108,27 @@ def insert(place: Place, packed: PackedExperts) -> None:
     """Replace a parameter by packed experts."""
     module, child = place.module, place.child
     packed.train(module.training)
+    fresh: Any = type(module), (), tuple(module._parameters)
+    base, children, order = getattr(type(module), _MADE_OF, fresh)
     del module._parameters[child]
     module.add_module(packed_name(child), packed)
-    made_of: tuple[Any, tuple[str, ...]] = getattr(type(module), _MADE_OF, (type(module), ()))
-    base, children = made_of
-    module.__class__ = _class_of(base, tuple(sorted({*children, child})))
+    module.__class__ = _class_of(base, tuple(sorted({*children, child}, key=(*order, child).index)), order)
+
+
+def remove(module: nn.Module, child: str, requires_grad: bool) -> None:
+    """The inverse of `insert`: a parameter with the dequantised values replaces packed experts."""
+    packed: Any = module._modules.pop(packed_name(child))
+    base, children, order = getattr(type(module), _MADE_OF)
+    left = tuple(one for one in children if one != child)
+    module.__class__ = _class_of(base, left, order) if left else base
+    module.register_parameter(child, nn.Parameter(packed.dequantised(), requires_grad))
 
 
 @functools.cache
-def _class_of(base: Any, children: tuple[str, ...]) -> Any:
+def _class_of(base: Any, children: tuple[str, ...], order: tuple[str, ...]) -> Any:
     """A subclass of a module's class in which packed experts replace the parameters `children`."""
     members: dict[str, Any] = {child: _packed_property(child) for child in children}
-    members |= {_MADE_OF: (base, children), "__reduce_ex__": _reduce}
+    members |= {_MADE_OF: (base, children, order), "__reduce_ex__": _reduce, "named_parameters": _named_parameters}
     members |= {"__module__": base.__module__, "__qualname__": base.__qualname__, "__doc__": base.__doc__}
     return type(base.__name__, (base,), members)
 
@@ -126,13 +142,34 @@ def _packed_property(child: str) -> property:
     return property(lambda module: module._modules[name](), refuse)
 
 
+_LISTED = ContextVar("_LISTED", default=False)
+
+
+@contextmanager
+def listed() -> Iterator[None]:
+    """A context in which a module of packed experts lists them among its parameters, where peft looks for them."""
+    token = _LISTED.set(True)
+    try:
+        yield
+    finally:
+        _LISTED.reset(token)
+
+
+def _named_parameters(module: Any, *args: Any, **kwargs: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    base, children, _ = getattr(type(module), _MADE_OF)
+    yield from base.named_parameters(module, *args, **kwargs)
+    if _LISTED.get():
+        yield from ((child, getattr(module, child)) for child in children)
+
+
 def _reduce(module: Any, protocol: Any) -> tuple:
     """`__reduce_ex__` for copies and pickles, which make the class anew: it is no attribute of any Python module."""
     return _without_state, getattr(type(module), _MADE_OF), module.__getstate__()
 
 
-def _without_state(base: Any, children: tuple[str, ...]) -> nn.Module:
-    kind = _class_of(base, children)
+def _without_state(base: Any, children: tuple[str, ...], order: tuple[str, ...] = ()) -> nn.Module:
+    # Older pickles have no order. Children that are packed later follow those that are packed.
+    kind = _class_of(base, children, order or children)
     return kind.__new__(kind)
 
 

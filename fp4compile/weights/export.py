@@ -13,6 +13,7 @@ from torch import nn
 from fp4compile.analysis.module_names import parameter_name
 from fp4compile.formats import formats
 from fp4compile.formats.formats import unknown_name
+from fp4compile.formats.layouts import ceil_div
 from fp4compile.weights.buffers import PackedWeight, packed_in, tensors_to_write
 from fp4compile.weights.experts import PackedExperts
 from fp4compile.weights.integration import published_names
@@ -90,7 +91,8 @@ def _layers(
         scheme = _scheme(name, module, layout.name)
         for buffer, suffix in layout.tensor_names(scheme).items():
             for layer, part in _parts(module, name, names, _buffer(module, name, buffer, state)):
-                found.setdefault(layer, _Layer(scheme, {})).tensors[suffix] = _stored(layout, scheme, buffer, part)
+                stored = _stored(layout, scheme, buffer, part, module.in_features)
+                found.setdefault(layer, _Layer(scheme, {})).tensors[suffix] = stored
     return found
 
 
@@ -153,12 +155,14 @@ def _buffer(layer: PackedWeight, name: str, buffer: str, state: dict[str, torch.
     return outer if layer.experts is None else outer.expand(layer.experts)
 
 
-def _stored(layout: Layout, scheme: Scheme, buffer: str, tensor: torch.Tensor) -> torch.Tensor:
-    """A buffer of a packed layer, in the form in which a checkpoint of this layout stores it."""
+def _stored(layout: Layout, scheme: Scheme, buffer: str, tensor: torch.Tensor, in_features: int) -> torch.Tensor:
+    """A buffer of a packed layer, in the form in which a checkpoint of this layout stores it: codes without padding."""
     if buffer.endswith("_outer"):
         return divisor_of(tensor).reshape(1) if layout.divides else tensor.clone()
-    bytes_alone = buffer == "weight_scales" and formats.get(scheme.weight).scale == "e8m0"
-    return tensor.view(torch.uint8) if bytes_alone else tensor
+    fmt = formats.get(scheme.weight)
+    if buffer == "weight_data":
+        return tensor[:, : ceil_div(in_features, 2) if fmt.packed else in_features].contiguous().view(fmt.data_dtype)
+    return tensor if fmt.scale == "e8m0" else tensor.view(fmt.scale_dtype)
 
 
 # ---------------------------------------------------------------- configurations

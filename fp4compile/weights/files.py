@@ -85,6 +85,8 @@ def save_packed(model: nn.Module, path: str | PathLike) -> None:
     check_model(packed, state)
     tensors, sharing = arrange(state)
     metadata = {_METADATA: json.dumps({"layers": layers, "experts": experts, **vars(sharing)})}
+    if sharing.aliases.keys() == set(sharing.tied):  # other loaders tie tensors where the model does, and share none
+        metadata["format"] = "pt"  # which they ask for
     write_atomically(path, lambda file: write_tensors(tensors, file, metadata))
 
 
@@ -336,6 +338,8 @@ def _lay_out_scales(model: nn.Module) -> None:
     """Convert the scales of the packed layers to their devices' layouts. Layers that share scales still share them."""
     sharing: dict[tuple, list[PackedWeight]] = {}
     for layer in model.modules():
+        if isinstance(layer, PackedWeight):
+            layer.keep_static_scale()
         if isinstance(layer, PackedWeight) and layer.weight_scales is not None:
             layout = layer.scale_layout_on(layer.weight_scales.device)
             if layout != layer.scale_layout:

@@ -8,7 +8,7 @@ from fp4compile.weights.published.expert_names import PublishedNames, names_of_t
 
 
 def save_as_packed(model: nn.Module) -> None:
-    """Let `save_pretrained` write the packed form of a packed transformers model."""
+    """Let `save_pretrained` write the packed form of every transformers model in a packed one."""
     if _is_imported():  # models of older versions can be packed; `save_packed` writes them
         from fp4compile.weights.transformers import attach
 

@@ -1,5 +1,10 @@
-"""`PackedLinear`: the module by which `fp4compile.pack_` replaces a linear layer, and which layers it can replace."""
+"""The modules by which `fp4compile.pack_` replaces linear layers, and which layers they can replace.
 
+A packed layer is an instance of the class that it replaces, so that libraries of adapters wrap it as they wrap that
+one: `PackedLinear` is an `nn.Linear`, `PackedConv1D` a Conv1D of transformers.
+"""
+
+import functools
 from typing import Any
 
 import torch
@@ -9,7 +14,7 @@ from torch.nn.utils import parametrize
 
 from fp4compile.formats import formats
 from fp4compile.formats.quantize_spec import FLOAT_DTYPES
-from fp4compile.weights.buffers import BUFFERS, LayerFormat, PackedWeight, autocast_dtype
+from fp4compile.weights.buffers import BUFFERS, DequantizedWeight, LayerFormat, PackedWeight, autocast_dtype
 
 _KEPT_HOOKS = ("_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called")
 # The hooks that a packed layer cannot keep. A forward pre-hook may change the weight, as weight_norm's does.
@@ -24,19 +29,16 @@ _REFUSED_HOOKS = {
 }
 
 
-class PackedLinear(PackedWeight, nn.Linear):
-    """A linear layer whose weight is block-scaled and frozen: y = x @ W^T + bias.
+class PackedLayer(PackedWeight):
+    """A linear layer whose weight W [out, in] is block-scaled and frozen: y = x @ W^T + bias.
 
-    It is an `nn.Linear`, so that libraries of adapters wrap it as they wrap one. The input has a gradient, dX = dY @ W
-    with the dequantised W, and so has the bias; the weight has none. The quantising of the input counts as the identity
-    in the backward pass.
+    The input has a gradient, dX = dY @ W with the dequantised W, and so has the bias; the weight has none. The
+    quantising of the input counts as the identity in the backward pass.
 
-    weight_data, weight_scales, weight_outer: buffers as in `BlockScaled`; None where the format has no such part. They
-        move between devices and are never cast. The block scales have the layout of the device, see
-        `weights.scale_layout`: swizzled for native products, else linear. In a state dict they are linear.
+    weight_data, weight_scales, weight_outer: buffers, see `PackedWeight`.
     bias: a parameter [out_features], or None. It is cast as in every module.
     weight_dtype: the dtype of `weight`: first the dtype of the layer that was packed; casts such as `.half()` set it.
-    in_first: whether the layer that was packed held its weight as [in, out], as the Conv1D of transformers does.
+    in_first: whether `weight` is [in, out], as the Conv1D of transformers has it.
     """
 
     def __init__(
@@ -47,20 +49,19 @@ class PackedLinear(PackedWeight, nn.Linear):
         bias: nn.Parameter | None,
         *,
         weight_dtype: torch.dtype = torch.float32,
-        in_first: bool = False,
     ):
+        in_first = not isinstance(self, nn.Linear)
         PackedWeight.__init__(self, None, in_features, out_features, layer_format, weight_dtype, in_first)
         self.bias = bias
 
-    @classmethod
-    def in_place_of(cls, linear: nn.Module, layer_format: LayerFormat) -> "PackedLinear":
+    @staticmethod
+    def in_place_of(linear: nn.Module, layer_format: LayerFormat) -> "PackedLayer":
         """A packed layer that still lacks its weight.
 
         It has the linear layer's sizes, bias, forward hooks, attributes and training mode.
         """
-        in_features, out_features = sizes(linear)
-        dtype, in_first = linear.weight.dtype, not isinstance(linear, nn.Linear)
-        packed = cls(in_features, out_features, layer_format, linear.bias, weight_dtype=dtype, in_first=in_first)
+        kind: Any = PackedLinear if isinstance(linear, nn.Linear) else _packed_conv1d()
+        packed = kind(*sizes(linear), layer_format, linear.bias, weight_dtype=linear.weight.dtype)
         # The packed layer takes over the dictionaries of hooks, because the handles that remove hooks refer to them.
         packed.__dict__.update({name: getattr(linear, name) for name in _KEPT_HOOKS})
         packed.__dict__.update(_attributes(linear))
@@ -68,26 +69,25 @@ class PackedLinear(PackedWeight, nn.Linear):
 
     @property
     def weight(self) -> torch.Tensor:
-        """The weight [out_features, in_features], dequantised anew at each access, in weight_dtype.
+        """The weight in the shape that the replaced layer had it in, dequantised anew at each access, in weight_dtype.
 
-        A write to it raises RuntimeError, except that assigning `weight.data` packs the assigned values.
+        A write to it packs the written values, see `DequantizedWeight`.
         """
         return self.read()
 
     def dequantised(self) -> torch.Tensor:
-        """The weight [out_features, in_features] in weight_dtype."""
+        """The contiguous weight [out_features, in_features], or [in_features, out_features], in weight_dtype."""
         dtype = self.weight_dtype if self.weight_dtype in FLOAT_DTYPES else torch.float32
-        return torch.ops.fp4compile.dequantize(
+        weight = torch.ops.fp4compile.dequantize(
             *map(self.part, BUFFERS), self.layer_format.weight, self.in_features, dtype
         ).to(self.weight_dtype)  # fmt: skip
-
-    def _as_packed(self, values: torch.Tensor) -> torch.Tensor:
-        return values.t() if self.in_first else values
+        return weight.t().contiguous() if self.in_first else weight
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if name == "weight":
+        if name != "weight":
+            super().__setattr__(name, value)
+        elif not isinstance(value, DequantizedWeight) or not value.packed_in(self):
             raise AttributeError("weight: a packed layer's cannot be assigned; assign weight.data, or before packing")
-        super().__setattr__(name, value)
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """input: [..., in_features], bf16, fp16 or fp32. Returns [..., out_features] in its dtype, or autocast's.
@@ -98,10 +98,11 @@ class PackedLinear(PackedWeight, nn.Linear):
         dtype = autocast_dtype(input.device)
         input = input if dtype is None else input.to(dtype)
         bias = None if self.bias is None else self.bias.to(input.dtype)
-        product = input, bias, *map(self.part, BUFFERS), self.layer_format, self.scale_layout
-        if torch.is_grad_enabled() and (input.requires_grad or (bias is not None and bias.requires_grad)):
-            return _Product.apply(*product)
-        return _product(*product)
+        rows, static = input.reshape(-1, self.in_features), self.activation_outer_on(input.device)
+        product = rows, bias, *map(self.part, BUFFERS), static, self.layer_format, self.scale_layout
+        trained = torch.is_grad_enabled() and (input.requires_grad or (bias is not None and bias.requires_grad))
+        # A view after the function, because the result of one may not be a view where it is written to.
+        return (_Product.apply if trained else _product)(*product).view(*input.shape[:-1], self.out_features)
 
     def _check(self, input: torch.Tensor) -> None:
         if not isinstance(input, torch.Tensor):
@@ -112,22 +113,51 @@ class PackedLinear(PackedWeight, nn.Linear):
             raise TypeError(f"input: dtype {input.dtype} cannot be multiplied; allowed are bfloat16, float16, float32")
         if input.dim() == 0 or input.shape[-1] != self.in_features:
             raise ValueError(f"input: expected shape (..., {self.in_features}), got {tuple(input.shape)}")
+        if self.weight_data.is_meta and not input.is_meta:
+            raise ValueError("weight: has no values, as where a loader did not find them in its file; load a packed "
+                             "model's state, or call fp4compile.load_packed with an unpacked model")  # fmt: skip
 
     def extra_repr(self) -> str:
         activation = self.layer_format.activation or "as it comes"
         return f"{self.in_features}, {self.out_features}, weight={self.layer_format.weight}, activation={activation}"
 
 
+class PackedLinear(PackedLayer, nn.Linear):
+    """A packed `nn.Linear`; see `PackedLayer`."""
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        # In older pickles a packed Conv1D is of this class too. Its codes are those of [out, in], as `weight` shows it.
+        super().__setstate__(state | {"in_first": False})
+
+
+@functools.cache
+def _packed_conv1d() -> type:
+    """The class `PackedConv1D`. It is made when it is needed, because transformers need not be installed."""
+    from transformers.pytorch_utils import Conv1D
+
+    members = {"__module__": __name__, "__doc__": "A packed Conv1D of transformers; see `PackedLayer`."}
+    return type("PackedConv1D", (PackedLayer, Conv1D), members | {"__repr__": nn.Module.__repr__})
+
+
+def __getattr__(name: str) -> type:
+    """`PackedConv1D`, which pickle looks up here."""
+    if name == "PackedConv1D":
+        return _packed_conv1d()
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
 def _product(
     x: torch.Tensor, bias: torch.Tensor | None, data: torch.Tensor, scales: torch.Tensor | None,
-    outer: torch.Tensor | None, layer_format: LayerFormat, scale_layout: str,
+    outer: torch.Tensor | None, static: torch.Tensor | None, layer_format: LayerFormat, scale_layout: str,
 ) -> torch.Tensor:  # fmt: skip
-    """x [..., in] times a packed weight [out, in], plus bias [out]: [..., out] in the dtype of x."""
-    rows = x.reshape(-1, x.shape[-1])
+    """x [rows, in] times a packed weight [out, in], plus bias [out]: [rows, out] in the dtype of x.
+
+    static: the outer scale of x, []; None computes it.
+    """
     return torch.ops.fp4compile.scaled_mm(
-        *_activation(rows, layer_format, scale_layout), layer_format.activation,
+        *_activation(x, static, layer_format, scale_layout), layer_format.activation,
         data, scales, outer, layer_format.weight, bias, x.dtype,
-    ).view(*x.shape[:-1], data.shape[-2])  # fmt: skip
+    )  # fmt: skip
 
 
 class _Product(torch.autograd.Function):
@@ -141,7 +171,7 @@ class _Product(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple, output: torch.Tensor) -> None:
-        x, _, data, scales, outer, layer_format, _ = inputs
+        x, _, data, scales, outer, _, layer_format, _ = inputs
         ctx.save_for_backward(data, scales, outer)
         ctx.format, ctx.in_features = layer_format.weight, x.shape[-1]
 
@@ -153,20 +183,38 @@ class _Product(torch.autograd.Function):
                 *ctx.saved_tensors, ctx.format, ctx.in_features, gradient.dtype
             )
         if ctx.needs_input_grad[1]:
-            of_bias = gradient.reshape(-1, gradient.shape[-1]).sum(0)
-        return of_x, of_bias, None, None, None, None, None
+            of_bias = gradient.sum(0)
+        return of_x, of_bias, *[None] * 6
 
 
-def _activation(x: torch.Tensor, layer_format: LayerFormat, layout: str) -> tuple:
+def _activation(x: torch.Tensor, outer: torch.Tensor | None, layer_format: LayerFormat, layout: str) -> tuple:
     """(data, scales, outer scale) of the rows of x in the layer's activation format; (x, None, None) without one."""
     if layer_format.activation is None:
         return x, None, None
-    fmt, outer = formats.get(layer_format.activation), None
-    if layer_format.activation_outer is not None:
-        outer = torch.full((), layer_format.activation_outer, device=x.device)
+    fmt = formats.get(layer_format.activation)
     # Both operands have one layout: the matrix units read swizzled scales of both.
     data, scales, computed = torch.ops.fp4compile.quantize(x, fmt.name, outer=outer, layout=layout)
     return data, scales if fmt.scale else None, outer if outer is not None else computed if fmt.outer else None
+
+
+def unpacked_layer(packed: PackedLayer, requires_grad: bool) -> nn.Module:
+    """A layer of the class that a packed layer replaced, with the dequantised weight and the same bias.
+
+    Raises ValueError where another library has replaced the packed layer's `forward`, as hooks of accelerate do.
+    """
+    if "forward" in vars(packed):
+        raise ValueError(
+            "a packed layer with another forward (a hook of accelerate?) cannot be unpacked: unpack before"
+        )
+    kind: Any = next(base for base in type(packed).__bases__ if not issubclass(base, PackedWeight))
+    layer = kind.__new__(kind)
+    nn.Module.__init__(layer)
+    if isinstance(layer, nn.Linear):
+        layer.in_features, layer.out_features = packed.in_features, packed.out_features
+    layer.weight, layer.bias = nn.Parameter(packed.dequantised(), requires_grad), packed.bias
+    layer.__dict__.update({name: getattr(packed, name) for name in _KEPT_HOOKS})
+    layer.__dict__.update({name: value for name, value in vars(packed).items() if name not in _OWN})
+    return layer.train(packed.training)
 
 
 # ---------------------------------------------------------------- what can be packed
@@ -178,7 +226,7 @@ IN_ATTENTION = "nn.MultiheadAttention multiplies it without calling a layer"
 
 def is_linear(module: nn.Module) -> bool:
     """Whether the module is an `nn.Linear` with a weight of its own, one of a subclass, or transformers' Conv1D."""
-    return (isinstance(module, nn.Linear) and not isinstance(module, PackedLinear)) or _is_conv1d(module)
+    return (isinstance(module, nn.Linear) and not isinstance(module, PackedLayer)) or _is_conv1d(module)
 
 
 def _is_conv1d(module: nn.Module) -> bool:
@@ -266,7 +314,7 @@ def leave_fast_paths(model: nn.Module) -> None:
     """
     for module in model.modules():
         if isinstance(module, nn.TransformerEncoderLayer):
-            if any(isinstance(child, PackedLinear) for child in module.children()):
+            if any(isinstance(child, PackedLayer) for child in module.children()):
                 module.activation_relu_or_gelu = 0
-        elif isinstance(module, nn.TransformerEncoder) and any(isinstance(m, PackedLinear) for m in module.modules()):
+        elif isinstance(module, nn.TransformerEncoder) and any(isinstance(m, PackedLayer) for m in module.modules()):
             module.use_nested_tensor = False

@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from fp4compile.analysis.module_names import clean_name, module_name
+from fp4compile.analysis.module_names import Named, module_name, named_tensors, walk
 from fp4compile.analysis.plan import NOT_CALIBRATED, Layer, Model, of_layer
 from fp4compile.formats import formats
 from fp4compile.recipe import Recipe, resolve, unmatched_rules
@@ -27,6 +27,7 @@ from fp4compile.weights.integration import save_as_packed
 from fp4compile.weights.linear import IN_ATTENTION, is_linear, leave_fast_paths, obstacle, sizes
 from fp4compile.weights.replacements import Weight
 
+TRAINED = "it is trained: it requires a gradient, and others do not; requires_grad_(False) before pack_ packs it"
 UNKNOWN_DIMENSION = "nothing says which dimension is contracted: name it in pack_(contracted=...)"
 
 
@@ -48,7 +49,9 @@ def pack_(
     Linear layers are modules of type `nn.Linear`, and the Conv1D of transformers. A layer with several names in the
     model is packed once. `pack_` leaves alone, with a reason in the report: layers of a subclass, parametrised layers,
     layers with other hooks than forward hooks, and layers that share their weight with another linear layer. A weight
-    that is also an embedding's stays with the embedding.
+    that is also an embedding's stays with the embedding. What is trained stays too: adapters, the copies of peft's
+    `modules_to_save`, and, with a warning, weights that require a gradient where others are frozen. Rules match the own
+    names of layers, without what peft and other wrappers insert.
 
     Weights of experts are parameters [experts, ..., ...] of other modules than torch's own. Their module stays, and
     reads them dequantised; a module compiled by `fp4compile.backend` multiplies the codes. A parameter whose contracted
@@ -59,7 +62,8 @@ def pack_(
     cast before they are quantised, as in a run.
 
     Returns a report of the packed weights, and the reasons for all others; weights that were packed before are counted
-    as `Report.packed_before`. Warns of rules that decide about no layer.
+    as `Report.packed_before`. Warns of rules that decide about no layer, and of trained weights in a model without
+    adapters.
 
     Raises TypeError if `model` is no module, ValueError for a model that is itself a linear layer, TypeError or
     ValueError for a bad `contracted`, and the errors of `backend` for a bad recipe.
@@ -96,8 +100,9 @@ def decisions(
     known = check_contracted({} if contracted is None else contracted)
     places = _places(model)
     experts = [_Experts(place, in_first(place, known)) for place in places_of(model, is_linear)]
-    _warn_of_rules(model, chosen, places)
     choice = _Choice(model, chosen, places, experts)
+    _warn_of_rules(choice, places)
+    _warn_of_trained(choice, places, experts)
     linears = (_of_linear(choice, names) for names in places)
     return [*linears, *_of_attentions(model), *(_of_experts(choice, one) for one in experts)]
 
@@ -142,10 +147,13 @@ class _Choice:
 
     def __init__(self, model: nn.Module, recipe: Recipe, places: list[list[str]], experts: list[_Experts]):
         self.model, self.recipe = model, recipe
-        parameters = [clean_name(name) for name, _ in model.named_parameters()]
-        parameters += [clean_name(name) for name, module in model.named_modules() if isinstance(module, PackedExperts)]
-        layers = {names[0]: _layer(names[0], sizes(model.get_submodule(names[0])), recipe) for names in places}
-        layers |= {one.place.names[0]: _layer(one.place.names[0], one.sizes, recipe, experts=True) for one in experts}
+        modules = {named.path: (named, module) for named, module in walk(model)}
+        self.named = {path: named for path, (named, _) in modules.items()}
+        self.named |= {named.path: named for named, _ in named_tensors(model)}
+        parameters = [named.name for named, _ in named_tensors(model)]
+        parameters += [named.name for named, module in modules.values() if isinstance(module, PackedExperts)]
+        layers = {names[0]: self.layer(names[0], sizes(model.get_submodule(names[0]))) for names in places}
+        layers |= {one.place.names[0]: self.layer(one.place.names[0], one.sizes, experts=True) for one in experts}
         self.around = Model.of(recipe, parameters, [layers[name] for name in _in_order(model) if name in layers])
         # By id, because references to modules or parameters would keep the weights alive.
         self.linears: dict[int, list[str]] = {}
@@ -154,30 +162,50 @@ class _Choice:
                 self.linears.setdefault(id(parameter), []).append(names[0])
         others = (module for module in model.modules() if not is_linear(module))
         self.elsewhere = Counter(id(parameter) for module in others for parameter in module._parameters.values())
+        weights = [model.get_submodule(names[0])._parameters.get("weight") for names in places]
+        weights = [weight for weight in weights if id(weight) not in self.elsewhere]  # an embedding's may be frozen
+        weights += [one.place.parameter for one in experts if one.in_first is not None]
+        frozen = (weight is not None and weight.is_floating_point() and not weight.requires_grad for weight in weights)
+        # Whether a part of the model is trained, and what requires a gradient does so on purpose.
+        self.adapted = any(named.part for named in self.named.values())
+        self.in_part = self.adapted or any(frozen)
+
+    def layer(self, name: str, sizes: tuple[int, int], tied: bool = False, *, experts: bool = False) -> Layer:
+        """A linear layer or a parameter of experts, as rules and defaults see it. name: its path in the model."""
+        inner, outer = sizes
+        # The number of tokens is unknown here, and counts as large enough.
+        own = self.named[name].name
+        return Layer(module_name(own) if experts else own, (self.recipe.min_m, outer, inner), tied, experts=experts)
+
+    def trained(self, name: str, weight: torch.Tensor | None) -> str | None:
+        """Why a weight is left alone because it is trained or an adapter's; None where it is neither."""
+        if self.named[name].part is not None:
+            return self.named[name].part
+        return TRAINED if self.in_part and weight is not None and weight.requires_grad else None
 
     def layer_format(self, names: list[str], linear: nn.Module) -> _Found:
         """The format that a layer is packed in, or the reason why it is left alone; and a note for the report."""
-        reason = obstacle(linear)
+        reason = self.trained(names[0], linear._parameters.get("weight")) or obstacle(linear)
         if reason is not None:
             return reason, None
         tied = [name for name in self.linears[id(linear.weight)] if name != names[0]]
         if tied:
             return f"its weight is that of {tied[0]!r} too", None
         tied_elsewhere = id(linear.weight) in self.elsewhere
-        return self._format([_layer(name, sizes(linear), self.recipe, tied_elsewhere) for name in names], names)
+        return self._format([self.layer(name, sizes(linear), tied_elsewhere) for name in names], names)
 
     def experts_format(self, one: _Experts) -> _Found:
         """The format for weights of experts, or the reason why they are left alone; and a note for the report."""
         if one.in_first is None:
             return UNKNOWN_DIMENSION, None
-        reason = experts_obstacle(one.place)
+        reason = self.trained(one.place.names[0], one.place.parameter) or experts_obstacle(one.place)
         if reason is not None:
             return reason, None
         key = id(one.place.parameter)
         if self.elsewhere[key] + len(self.linears.get(key, ())) > 1:
             return "another module has the same parameter", None
         names = one.place.names
-        found, note = self._format([_layer(name, one.sizes, self.recipe, experts=True) for name in names], names)
+        found, note = self._format([self.layer(name, one.sizes, experts=True) for name in names], names)
         if isinstance(found, LayerFormat) and found.activation and formats.get(found.activation).square:
             return f"format {found.activation} has square blocks, and groups may have any number of rows", None
         return found, note
@@ -211,32 +239,26 @@ def _in_order(model: nn.Module) -> Iterator[str]:
         yield from (f"{path}.{child}".removeprefix(".") for child in module._parameters)
 
 
-def _layer(name: str, sizes: tuple[int, int], recipe: Recipe, tied: bool = False, *, experts: bool = False) -> Layer:
-    inner, outer = sizes
-    parameter = name if experts else f"{name}.weight"
-    # The number of tokens is unknown here, and counts as large enough.
-    return Layer(module_name(clean_name(parameter)), (recipe.min_m, outer, inner), tied, experts=experts)
-
-
 def _of_linear(choice: _Choice, names: list[str]) -> Decision:
     linear = choice.model.get_submodule(names[0])
     found, note = choice.layer_format(names, linear)
     weight = linear._parameters.get("weight")  # `linear.weight` would compute a parametrised weight
     dtype = None if weight is None else weight.dtype
-    row = _row_of(names[0], sizes(linear), dtype, found, note)
+    row = _row_of(choice.named[names[0]], sizes(linear), dtype, found, note)
     return Decision(Weight(tuple(names), found) if isinstance(found, LayerFormat) else None, row)
 
 
 def _of_attentions(model: nn.Module) -> Iterator[Decision]:
     """The input projections of `nn.MultiheadAttention`: parameters that it multiplies itself."""
-    for path, module in model.named_modules():
-        if not isinstance(module, nn.MultiheadAttention):
+    seen: set[int] = set()
+    for named, module in walk(model):
+        if not isinstance(module, nn.MultiheadAttention) or id(module) in seen:
             continue
+        seen.add(id(module))
         for child, weight in module._parameters.items():
             if weight is not None and child.endswith("proj_weight"):
                 outer, inner = weight.shape
-                name = f"{path}.{child}".removeprefix(".")
-                yield Decision(None, _row_of(name, (inner, outer), weight.dtype, IN_ATTENTION, None))
+                yield Decision(None, _row_of(named.child(child), (inner, outer), weight.dtype, IN_ATTENTION, None))
 
 
 def _of_experts(choice: _Choice, one: _Experts) -> Decision:
@@ -248,14 +270,17 @@ def _of_experts(choice: _Choice, one: _Experts) -> Decision:
         return Decision(None, None)
     else:
         weight = None
-    row = _row_of(module_name(place.names[0]), one.sizes, place.parameter.dtype, found, note)
+    row = _row_of(choice.named[place.names[0]], one.sizes, place.parameter.dtype, found, note, place.parameter.shape[0])
     return Decision(weight, row)
 
 
 def _row_of(
-    name: str, sizes: tuple[int, int], dtype: torch.dtype | None, packed: LayerFormat | str, note: str | None
-) -> Row:
+    named: Named, sizes: tuple[int, int], dtype: torch.dtype | None, packed: LayerFormat | str, note: str | None,
+    matrices: int = 1,
+) -> Row:  # fmt: skip
+    """The row of a linear layer or of a parameter of experts."""
     inner, outer = sizes
+    path, own = module_name(named.path), module_name(named.name)
     rule = None
     if isinstance(packed, str):
         left, right, reason = None, None if dtype is None else str(dtype).removeprefix("torch."), packed
@@ -263,15 +288,30 @@ def _row_of(
         left, right, reason = packed.activation, packed.weight, None
         rule = packed.scale_rule
     return Row(
-        name, "fprop", None, outer, inner, left=left, right=right, tier=None, reason=reason, flops=None,
-        weight_scales=None if rule == "amax" else rule, note=note,
+        path, "fprop", None, outer, inner, left=left, right=right, tier=None, reason=reason, flops=None,
+        weight_scales=None if rule == "amax" else rule, note=note, name=None if own == path else own,
+        weight=None if isinstance(packed, str) else formats.get(packed.weight).nbytes(outer, inner, matrices),
+        weight_plain=None if dtype is None else matrices * outer * inner * dtype.itemsize,
     )  # fmt: skip
 
 
-def _warn_of_rules(model: nn.Module, recipe: Recipe, places: list[list[str]]) -> None:
+def _warn_of_rules(choice: _Choice, places: list[list[str]]) -> None:
     # For the backend, parameters of other modules (such as experts) are layers too, and one recipe may serve both.
-    matrices = (name for name, parameter in model.named_parameters() if parameter.dim() > 1)
-    names = [*(name for group in places for name in group), *map(module_name, matrices)]
-    for rule in unmatched_rules(recipe, map(clean_name, names)):
+    matrices = (named.name for named, parameter in named_tensors(choice.model) if parameter.dim() > 1)
+    names = [*(choice.named[name].name for group in places for name in group), *map(module_name, matrices)]
+    for rule in unmatched_rules(choice.recipe, names):
         known = f"decides for no layer of the model (such as {names[0]!r})" if names else "and the model has no layer"
-        warnings.warn(f"recipe {recipe.name!r}: rule {rule.pattern!r} {known}", stacklevel=4)
+        warnings.warn(f"recipe {choice.recipe.name!r}: rule {rule.pattern!r} {known}", stacklevel=4)
+
+
+def _warn_of_trained(choice: _Choice, places: list[list[str]], experts: list[_Experts]) -> None:
+    weights = [(names[0], choice.model.get_submodule(names[0])._parameters.get("weight")) for names in places]
+    weights += [(one.place.names[0], one.place.parameter) for one in experts]
+    trained = [name for name, weight in weights if choice.trained(name, weight) == TRAINED]
+    if trained:
+        why = "the model has adapters" if choice.adapted else "others are frozen"
+        warnings.warn(
+            f"{len(trained)} weights require a gradient, such as that of {trained[0]!r}, and {why}: they count as "
+            "trained and are not packed; call requires_grad_(False) before pack_ on those that are not",
+            stacklevel=4,
+        )

@@ -77,6 +77,7 @@ class PackOnLoad(Fp4CompileQuantizer):
     def _process_model_after_weight_loading(self, model: nn.Module, **kwargs: Any) -> nn.Module:
         model = super()._process_model_after_weight_loading(model, **kwargs)
         if self.quantization_config.recipe is None:
+            attach(model)
             return model
         # Those that the checkpoint lacks are still waiting. transformers has initialised them, and warned.
         for weight in [*self.late, *dict.fromkeys(self.unread.values())]:

@@ -11,7 +11,7 @@ from fp4compile.formats import formats
 from fp4compile.weights import experts
 from fp4compile.weights.buffers import LayerFormat
 from fp4compile.weights.experts import PackedExperts, Place
-from fp4compile.weights.linear import PackedLinear, is_linear, obstacle, replace, sizes
+from fp4compile.weights.linear import PackedLayer, is_linear, obstacle, replace, sizes
 
 METHOD = "fp4compile"  # the quant_method in the config.json of a packed transformers model, which has the states
 
@@ -52,10 +52,10 @@ class Weight:
         module, child = self.slot(model)
         return module._parameters[child]
 
-    def empty(self, model: nn.Module) -> PackedLinear | PackedExperts:
+    def empty(self, model: nn.Module) -> PackedLayer | PackedExperts:
         """The packed form of the weight, without its values."""
         if self.experts is None:
-            return PackedLinear.in_place_of(model.get_submodule(self.names[0]), self.layer_format)
+            return PackedLayer.in_place_of(model.get_submodule(self.names[0]), self.layer_format)
         place, in_first = self.experts
         return experts.empty(tuple(place.parameter.shape), self.layer_format, in_first, place.parameter.dtype)
 

@@ -5,11 +5,13 @@ zeros has the outer scale 1. The outer scale of a tiny weight may be denormal. A
 not be denormal, as in recipes: kernels multiply by its inverse, which would overflow.
 """
 
-from collections.abc import Iterable
+from collections.abc import Mapping
 from reprlib import repr as short  # a value may be nested so deeply that `repr` fails
 from typing import Any
 
 import torch
+
+from fp4compile.formats import formats
 
 TINY = torch.finfo(torch.float32).tiny
 _LARGEST = torch.finfo(torch.float32).max
@@ -28,11 +30,21 @@ def check_buffers(buffers: dict[str, torch.Tensor]) -> None:
             check_outer(name, tensor)
 
 
-def check_model(packed: Iterable[str], state: dict[str, torch.Tensor]) -> None:
-    """Raise ValueError where a packed weight of a model was not finite. packed: the modules' names."""
-    names = {f"{name}.{buffer}".removeprefix(".") for name in packed for buffer in ("weight_scales", "weight_outer")}
+def check_model(packed: Mapping[str, Any], state: dict[str, torch.Tensor]) -> None:
+    """Raise ValueError where a packed weight of a model was not finite.
+
+    packed: the model's instances of `PackedWeight`, by name. state: the model's, with block scales as bytes.
+    """
+    found = {}
+    for name, module in sorted(packed.items()):
+        for buffer in ("weight_scales", "weight_outer"):
+            tensor = state.get(key := f"{name}.{buffer}".removeprefix("."))
+            if tensor is not None:
+                scales = buffer == "weight_scales"
+                dtype = formats.get(module.layer_format.weight).scale_dtype if scales else tensor.dtype
+                found[key] = tensor.detach().view(dtype)
     try:
-        check_buffers({name: state[name].detach() for name in sorted(names & state.keys())})
+        check_buffers(found)
     except ValueError as error:
         raise ValueError(f"model: {error}; its weight was not finite when it was packed") from error
 

@@ -4,22 +4,23 @@ The quantization_config in config.json holds the state of every packed layer, so
 its packed layers before any weight is read, and no weight in high precision is ever made.
 """
 
+import copy
 import re
 from typing import Any
 
 import torch
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.quantizers import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from fp4compile.analysis.module_names import packed_name
-from fp4compile.weights.buffers import PackedWeight, buffer_shapes, is_extra_state
+from fp4compile.weights.buffers import PackedWeight, buffer_shapes, is_extra_state, stored_dtype
 from fp4compile.weights.experts import states_of
 from fp4compile.weights.linear import leave_fast_paths
 from fp4compile.weights.replacements import METHOD, Weight, check_states, weights_of
 from fp4compile.weights.scale_checks import check_buffers
-from fp4compile.weights.sharing import is_byte_float, storable
+from fp4compile.weights.sharing import storable
 
 
 class Fp4CompileConfig(QuantizationConfigMixin):
@@ -114,8 +115,12 @@ class Fp4CompileQuantizer(HfQuantizer):
     # ------------------------------------------------------------ saving
 
     def get_state_dict_and_metadata(self, model: nn.Module) -> tuple[dict[str, torch.Tensor], dict]:
-        """The tensors as files hold them. Also updates the configuration, which is saved afterwards."""
+        """The tensors as files hold them. Also updates the configuration, which is saved afterwards.
+
+        A model and one inside it may have the same configuration, and the names of their layers differ.
+        """
         self.quantization_config.__dict__.update(vars(config_of(model)))
+        model.config.quantization_config = self.quantization_config
         state = {name: tensor for name, tensor in model.state_dict().items() if not is_extra_state(name)}
         return {name: storable(tensor.detach()) for name, tensor in state.items()}, {}
 
@@ -147,8 +152,7 @@ class _Shell(nn.Module):
         self.weight._is_hf_initialized = True
         self.missing = set(buffer_shapes(packed))
         for name, (shape, dtype) in buffer_shapes(packed).items():
-            stored = torch.uint8 if is_byte_float(dtype) else dtype
-            self.register_buffer(name, torch.empty(shape, dtype=stored, device="meta"))
+            self.register_buffer(name, torch.empty(shape, dtype=stored_dtype(dtype), device="meta"))
 
     def forward(self) -> torch.Tensor:
         """The weight on the meta device, for code of transformers that would initialise it."""
@@ -171,9 +175,29 @@ def config_of(model: nn.Module) -> Fp4CompileConfig:
 
 
 def attach(model: nn.Module) -> None:
-    """Let `save_pretrained` save the packed form of a packed model, if it is a transformers model."""
-    config = config_of(model)
-    if not isinstance(model, PreTrainedModel) or not (config.layers or config.experts):
-        return
-    model.hf_quantizer = Fp4CompileQuantizer(config, pre_quantized=True)
-    model.config.quantization_config = config
+    """Let `save_pretrained` of every transformers model in a module save its packed form.
+
+    The outermost ones get configurations of their own: models that were made from one configuration share it, and the
+    others may stay unpacked.
+    """
+    inside: set[nn.Module] = set()
+    for one in model.modules():
+        config = config_of(one) if isinstance(one, PreTrainedModel) else Fp4CompileConfig()
+        if not (config.layers or config.experts):
+            continue
+        if one not in inside:
+            if not isinstance(getattr(one, "hf_quantizer", None), Fp4CompileQuantizer):
+                _own_config(model, one.config)
+            one.config.quantization_config = config
+            inside.update(one.modules())
+        one.hf_quantizer = Fp4CompileQuantizer(config, pre_quantized=True)
+
+
+def _own_config(model: nn.Module, config: PreTrainedConfig) -> None:
+    """Put a copy of a configuration, and of those inside it, in its place in all modules of a model."""
+    copies: dict[int, Any] = {}
+    copy.deepcopy(config, copies)
+    for module in model.modules():
+        for name, value in vars(module).items():
+            if isinstance(value, PreTrainedConfig):
+                vars(module)[name] = copies.get(id(value), value)

@@ -133,11 +133,11 @@ def test_everything_else_that_multiplies_has_a_reason():
         report = fp4compile.explain(Odd(), torch.randn(4, 8, 64), recipe="mxfp8")
     found = {row.reason for row in report.rows}
     assert found == {
-        "batched product with a parameter",
+        "batched matmul with a parameter",
         "convolution",
-        "fused attention: its products lie inside one kernel",
-        "torch's fast path of a transformer layer: its products lie inside one operator",
-        "batched product with an added term (baddbmm)",
+        "fused attention: its matmuls lie inside one kernel",
+        "torch's fast path of a transformer layer: its matmuls lie inside one operator",
+        "batched matmul with an added term (baddbmm)",
         "no operand is a parameter, and the recipe leaves attention in high precision",
         "both operands are parameters",
     }
@@ -356,3 +356,49 @@ def test_names():
     assert module_name("layers.0.weight") == "layers.0"
     assert module_name("layers.0.w1") == "layers.0.w1"
     assert module_name("weight") == ""
+
+
+class OwnGradient(torch.autograd.Function):
+    """A matmul whose gradients are scaled, as of routers that estimate them: their roles cannot be proven."""
+
+    @staticmethod
+    def forward(ctx, x, weight):
+        ctx.save_for_backward(x, weight)
+        return x @ weight.t()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        x, weight = ctx.saved_tensors
+        return (2 * gradient) @ weight, (3 * gradient).t() @ x
+
+
+class Own(torch.nn.Module):
+    def __init__(self, outer):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.randn(outer, 64))
+
+    def forward(self, x):
+        return OwnGradient.apply(x, self.weight)
+
+
+@pytest.mark.parametrize("rule, reason", [((), "router: its outputs choose among experts"),
+                                          (("router", "skip"), "rule 'router'"),
+                                          (("router", "quantize"), None)])  # fmt: skip
+def test_gradients_of_an_excluded_layer_have_its_reason_though_their_roles_are_unproven(rule, reason):
+    class Routed(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.router, self.other = Own(48), Own(64)
+
+        def forward(self, x):
+            x = self.other(x)
+            return x * self.router(x).topk(2)[0].sum(-1, keepdim=True)
+
+    rules = [rule] if rule else []
+    x, recipe = torch.randn(32, 64, requires_grad=True), {"recipe": "mxfp8", "rules": rules}
+    by_layer = {}
+    for row in fp4compile.explain(Routed(), x, recipe=recipe).rows:
+        by_layer.setdefault(row.module, {})[row.product] = row.reason
+    unproven = "gradient x parameter that is not the input gradient of a layer"
+    assert by_layer["router"]["fprop"] == reason and by_layer["router"]["other"] == (reason or unproven)
+    assert by_layer["other"] == {"fprop": None, "wgrad": None, "other": unproven}

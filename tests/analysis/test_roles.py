@@ -280,7 +280,7 @@ def test_a_broadcast_is_told_by_its_elements():
         lambda x: torch.bmm(x, w.unsqueeze(1).expand(32, 32, 64)),
         lambda x: torch.bmm(x, w.unsqueeze(1).expand(32, 32, 64)), tokens(32, 16, 32), parameters=[w],
     )  # fmt: skip
-    assert found[0] == ("", "other", "batched product with a parameter")
+    assert found[0] == ("", "other", "batched matmul with a parameter")
 
 
 def test_a_broadcast_weight_is_a_layer():
@@ -532,7 +532,7 @@ def test_parameters_in_nested_regions_are_named():
     with torch.no_grad():
         run, decisions = rewritten(model, UNEVEN)
         torch.testing.assert_close(run(tokens()), model(tokens()))
-    assert roles(decisions) == [("layer", "other", "inside cond: products of nested regions are left alone")] * 2
+    assert roles(decisions) == [("layer", "other", "inside cond: matmuls of nested regions are not quantised")] * 2
 
 
 ATTENTION_TOO = UNEVEN | {"attention_a": "mxfp8", "attention_b": "mxfp8"}
@@ -551,7 +551,7 @@ def test_bodies_of_nested_regions_are_not_rewritten():
 
     with torch.no_grad():
         run_captured(lambda x: torch.cond(x.sum() > 0, model, lambda x: model(-x), (x,)), passes)(tokens())
-    assert [row.reason for row in seen] == ["inside cond: products of nested regions are left alone"] * 2
+    assert [row.reason for row in seen] == ["inside cond: matmuls of nested regions are not quantised"] * 2
 
 
 def test_bodies_of_nested_regions_are_not_rewritten_in_training():
@@ -568,5 +568,7 @@ def test_bodies_of_nested_regions_are_not_rewritten_in_training():
 
     model = torch.nn.Sequential(*(Block() for _ in range(2)))
     report = fp4compile.explain(model, tokens(), recipe=ATTENTION_TOO)
-    assert {row.reason for row in report.rows} == {"inside invoke_subgraph: products of nested regions are left alone"}
+    assert {row.reason for row in report.rows} == {
+        "inside invoke_subgraph: matmuls of nested regions are not quantised"
+    }
     assert report.graphs == 1

@@ -342,9 +342,9 @@ def test_reasons_are_found():
     """That the search of reasons sees them: these are strings, f-strings and entries of tables."""
     patterns = {pattern for path in GIVING_REASONS for _, pattern in reasons_in(read(ROOT / path))}
     for reason in (
-        "output head", "dtype float64", "fused attention: its products lie inside one kernel", "integer product",
+        "output head", "dtype float64", "fused attention: its matmuls lie inside one kernel", "integer matmul",
         "its weight is that of 'a' too", "block 0 is among the first 2", "gradient x gradient", "operator a.b.default",
-        "inside cond: products of nested regions are left alone", "M=16 is below min_m=32", "a forward pre-hook",
+        "inside cond: matmuls of nested regions are not quantised", "M=16 is below min_m=32", "a forward pre-hook",
     ):  # fmt: skip
         assert any(re.fullmatch(pattern, reason) for pattern in patterns), reason
 
@@ -352,7 +352,7 @@ def test_reasons_are_found():
 @pytest.mark.parametrize(
     "message",
     [
-        "convolution", "no matrix product found", "switches off those passes of Inductor that quantise",
+        "convolution", "no matmul found", "switches off those passes of Inductor that quantise",
         "freezing makes parameters constants", "compiled nothing", "no graph of it was captured",
         "decides for no layer", "a write to it is lost", "from Inductor's cache are gone",
         "leaves blocks alone by their number, and no name in this graph has one",

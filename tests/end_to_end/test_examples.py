@@ -37,7 +37,7 @@ def plain():
 
 
 def summary(capsys):
-    return re.search(r"recipe (\w+): (\d+) of (\d+) matrix products quantised", capsys.readouterr().out).groups()
+    return re.search(r"recipe (\w+): (\d+) of (\d+) matmuls quantised", capsys.readouterr().out).groups()
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
@@ -67,7 +67,7 @@ def test_toml_script(capsys, tmp_path):
     (tmp_path / "short.toml").write_text(short)
     losses = main_of("train_toml.py")(str(tmp_path / "short.toml"))
     printed = capsys.readouterr().out
-    assert "rule '0'" in printed and "6 of 8 matrix products quantised" in printed
+    assert "rule '0'" in printed and "6 of 8 matmuls" in printed
 
     (tmp_path / "plain.toml").write_text(settings)
     plain = main_of("train_toml.py")(str(tmp_path / "plain.toml"))
@@ -106,7 +106,7 @@ def test_hf_trainer_with_nothing_but_flags(tmp_path, monkeypatch, capsys):
     done = Program(["-c", WITHOUT_CODE, "run", *trainer, *flags], tmp_path).ended()
     assert done.status == 0, done.said
     # Seven linear layers a block, two blocks, three products each.
-    assert re.search(r"recipe mxfp8: 42 of \d+ matrix products quantised", done.said)
+    assert re.search(r"recipe mxfp8: 42 of \d+ matmuls quantised", done.said)
     losses = [float(loss) for loss in re.findall(r"'loss': '([\d.]+)'", done.printed)]
     monkeypatch.setattr(sys, "argv", trainer)
     runpy.run_path(str(ROOT / trainer[0]), run_name="__main__")  # uncompiled, in this process

@@ -153,8 +153,8 @@ def test_what_of_the_fallback_is_not_read():
             return find(make_fx(fallback, tracing_mode="fake")(*arguments).graph, ())
 
     for arguments, reason in (
-        ((x, w, offs.long()), "grouped product with offsets of torch.int64"),
-        ((x.bfloat16(), w, offs), "grouped product of operands of different dtypes"),
+        ((x, w, offs.long()), "grouped matmul with offsets of torch.int64"),
+        ((x.bfloat16(), w, offs), "grouped matmul of operands of different dtypes"),
     ):
         assert [(one.product, one.unsupported) for one in found(*arguments)] == [("other", reason)]
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import fp4compile
+from tests.helpers.report_text import flat
 
 pytestmark = pytest.mark.usefixtures("without_kernels")
 
@@ -53,7 +54,7 @@ def test_a_rule_that_matches_no_layer_is_told_at_the_first_graph_and_once():
     assert said == ["fp4compile recipe 'mxfp8': no layer of the model (Broken) matches the rule '*dwon', 'lm_head'"]
     assert [rule.pattern for rule in report.unmatched_rules()] == ["*dwon", "lm_head"]
     assert report.to_dict()["unmatched_rules"] == ["*dwon", "lm_head"]
-    assert report.summary().endswith("rules that decided about no product: '*dwon', 'lm_head'")
+    assert report.summary().endswith("rules that decided about no matmul: '*dwon', 'lm_head'")
 
 
 def test_each_model_is_told_by_itself():
@@ -77,7 +78,7 @@ def test_strict_raises_for_such_a_rule_alone():
 def test_only_all_graphs_show_that_earlier_rules_take_every_layer_or_that_none_runs():
     report, said = run([("*up", "skip"), ("layers.0.up", "mxfp4"), ("unused", "skip")], strict=True)
     assert said == []
-    assert "rules that decided about no product: 'layers.0.up', 'unused'" in str(report)
+    assert "rules that decided about no matmul: 'layers.0.up', 'unused'" in flat(report)
 
 
 def test_names_below_a_block_that_is_compiled_by_itself():
@@ -180,4 +181,4 @@ def test_layers_that_a_function_closes_over_are_not_judged_early():
 def test_nothing_is_said_of_rules_while_rows_are_missing():
     report, _ = run([("typo", "skip")])
     report.lost = 1
-    assert report.unmatched_rules() == () and "about no product" not in report.summary()
+    assert report.unmatched_rules() == () and "about no matmul" not in report.summary()

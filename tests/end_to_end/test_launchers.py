@@ -124,7 +124,7 @@ def test_accelerates_file_and_two_ranks(tmp_path, monkeypatch):
     launch.launch_command(launch.launch_command_parser().parse_args(flags))
     found = [json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in range(2)]
     assert [(one["rank"], one["ranks"]) for one in found] == [(0, 2), (1, 2)]
-    assert all(one["said"][0].startswith("recipe nvfp4: 1 of 1 matrix products quantised") for one in found)
+    assert all(one["said"][0].startswith("recipe nvfp4: 1 of 1 matmuls quantised") for one in found)
 
 
 def test_a_checkpoint_is_packed_as_it_is_loaded(tmp_path):

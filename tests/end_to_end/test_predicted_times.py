@@ -19,6 +19,7 @@ from fp4compile.roofline.sizes import Sizes
 from fp4compile.templates.launch import dry_run
 from tests.helpers import without_codegen
 from tests.helpers.expert_models import Around, Forms, packed, recipe_of, tokens
+from tests.helpers.report_text import flat
 
 
 class Pair(torch.nn.Module):
@@ -214,7 +215,7 @@ def test_the_rows_and_the_rest_are_the_total():
     report = block_report("mxfp8", "H200", grad=True)
     plain, planned = (sum(getattr(row, name) for row in report.rows) for name in ("plain_seconds", "seconds"))
     assert report.predicted() == pytest.approx((plain + report.rest.plain_seconds, planned + report.rest.seconds))
-    assert f"{1e6 * report.predicted().seconds:.1f} us as planned" in str(report)
+    assert f"{1e6 * report.predicted().seconds:.1f} \u00b5s instead of" in flat(report)
     # The quantiser of the forward pass writes the codes of the weight gradients, too: six products in two graphs.
     by_product = {(row.module, row.product): row.launches for row in report.rows}
     assert all("quantise both / 6" in by_product[name, product] for name in "qkv" for product in ("fprop", "wgrad"))
@@ -248,7 +249,9 @@ def test_cuda_graphs_are_advised_where_the_host_issues_launches_more_slowly_than
     assert graph.count == 29, "six products; eight quantisers, 2 or 3 each; seeds"
     assert graph.seconds == pytest.approx(report.predicted().seconds)
     assert (15e-6 * graph.count > graph.seconds) == advised
-    assert [text in page for text, page in ((ADVICE, str(report)), (escape(ADVICE), report.to_html()))] == 2 * [advised]
+    assert [text in page for text, page in ((ADVICE, flat(report)), (escape(ADVICE), report.to_html()))] == 2 * [
+        advised
+    ]
     assert [each["launches"] for each in report.to_dict()["host_bound"]] == advised * [graph.count]
 
 
@@ -258,7 +261,7 @@ def test_cuda_graphs_are_not_advised_where_they_are_used():
         compiled = torch.compile(model, backend=backend, mode="reduce-overhead")
         assert fp4compile.explain(compiled, x, gpu="H100").launches == []
     with inductor.patch({"triton.cudagraphs": True}):
-        assert ADVICE not in str(fp4compile.explain(model, x, gpu="H100"))
+        assert ADVICE not in flat(fp4compile.explain(model, x, gpu="H100"))
 
 
 SLOW = dataclasses.replace(roofline.GPUS["H100"], bandwidth=1e9)
@@ -282,7 +285,7 @@ def test_the_report_of_a_compiled_step_advises_as_explain_does(gpu, settings, ad
     backend = fp4compile.backend("mxfp8")
     compiled = torch.compile(model, backend=backend, **settings)
     compiled(x).sum().backward()
-    assert (ADVICE in str(backend.report)) == advised
+    assert (ADVICE in flat(backend.report)) == advised
     assert backend.report.launches == fp4compile.explain(compiled, x, recipe="mxfp8").launches
 
 
@@ -302,3 +305,43 @@ def test_a_graph_on_a_cpu_waits_for_no_gpu(monkeypatch):
     backend = fp4compile.backend("mxfp8")
     torch.compile(torch.nn.Linear(64, 64), backend=backend)(torch.randn(32, 64))
     assert backend.report.quantised and backend.report.launches == []
+
+
+# ---------------------------------------------------------------- dtypes
+
+
+class Skipped(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(4096, 4096, bias=False)
+
+    def forward(self, x):
+        return self.layer(x)
+
+
+@pytest.mark.parametrize("dtype, tf32, rate, name", [
+    (torch.float32, False, "fp32", "float32 GEMM"), (torch.float32, True, "tf32", "float32 GEMM"),
+    (torch.bfloat16, False, "bf16", "bf16 GEMM"), (torch.float16, False, "bf16", "fp16 GEMM"),
+])  # fmt: skip
+def test_a_matmul_that_is_not_quantised_has_the_rate_of_its_dtype(dtype, tf32, rate, name):
+    gpu, before = GPUS["B200"], torch.backends.cuda.matmul.allow_tf32
+    torch.backends.cuda.matmul.allow_tf32 = tf32
+    try:
+        with torch.device("meta"), torch.no_grad():
+            model, x = Skipped().to(dtype), torch.empty(8192, 4096, dtype=dtype)
+            (row,) = fp4compile.explain(model, x, recipe={"recipe": "nvfp4", "rules": [("*", "skip")]}, gpu="B200").rows
+    finally:
+        torch.backends.cuda.matmul.allow_tf32 = before
+    flops = {"fp32": gpu.fp32, "tf32": gpu.bf16 / 2, "bf16": gpu.bf16}[rate]
+    expected = gpu.product_launch + 2 * 8192 * 4096**2 / (flops * gpu.bf16_share)
+    assert row.seconds == row.plain_seconds == pytest.approx(expected) and row.launches == name
+
+
+def test_a_float32_layer_gains_over_float32():
+    with torch.device("meta"), torch.no_grad():
+        model, x = Skipped(), torch.empty(8192, 4096)
+        report = fp4compile.explain(model, x, recipe={"recipe": "nvfp4", "skip_lm_head": False}, gpu="B200")
+    (row,) = report.rows
+    gpu = GPUS["B200"]
+    assert row.quantised and row.plain_seconds == pytest.approx(
+        gpu.product_launch + 2 * 8192 * 4096**2 / (gpu.fp32 * gpu.bf16_share))  # fmt: skip

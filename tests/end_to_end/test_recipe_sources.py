@@ -233,6 +233,18 @@ def test_wrong_rules_beside_skips_name_the_field():
         parse("--fp4compile-recipe", "mxfp8", "--fp4compile-skip", "*.gate", "--fp4compile-set", "rules=skip")
 
 
+@pytest.mark.parametrize("name, message", [
+    ("nvfp5", "unknown recipe 'nvfp5'. Did you mean 'nvfp4'? Allowed: "), ("", "unknown recipe ''"),
+    ("absent.toml", "unknown recipe 'absent.toml'. Allowed: "),
+])  # fmt: skip
+def test_an_unknown_recipe_is_a_usage_error(name, message, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        parse("--fp4compile-recipe", name)
+    said = " ".join(capsys.readouterr().err.split())
+    assert f"argument --fp4compile-recipe: {message}" in said and said.endswith(", and .toml and .json files")
+    assert all(f" {each}," in said.split("Allowed:")[1] for each in fp4compile.recipes())
+
+
 def test_arguments_of_another_parser():
     with pytest.raises(TypeError, match="args: expected what a parser with fp4compile.add_arguments has parsed"):
         Recipe.from_args(argparse.Namespace(steps=3))
@@ -248,7 +260,6 @@ def test_arguments_of_another_parser():
         (("--fp4compile-recipe", "mxfp8", "--fp4compile-set", "recipe=mxfp4"), "unknown recipe field 'recipe'"),
         (("--fp4compile-recipe", "mxfp8", "--fp4compile-skip", ""), "pattern '' is empty"),
         (("--fp4compile-recipe", "mxfp8", "--fp4compile-skip-first", "-1"), "skip_first_blocks=-1"),
-        (("--fp4compile-recipe", ""), "unknown recipe ''"),
     ],
 )
 def test_bad_arguments(arguments, message):

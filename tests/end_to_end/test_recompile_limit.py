@@ -8,6 +8,7 @@ import torch
 from torch._dynamo.backends import registry
 
 import fp4compile
+from tests.helpers.report_text import flat
 
 pytestmark = pytest.mark.usefixtures("without_kernels")
 
@@ -61,8 +62,34 @@ def test_strict_raises_at_the_first_recipe_that_would_run_uncompiled():
     backends = [fp4compile.backend(recipe, strict=True) for recipe in recipes]
     first, second, third = (torch.compile(model, backend=backend) for backend in backends)
     call(first, 2), call(second, 2)
-    with pytest.raises(RuntimeError, match=r"recipe 'nvfp4': Dynamo has compiled Net\.forward"):
+    with pytest.raises(RuntimeError, match=r"recipe 'nvfp4': Dynamo has compiled Net\.forward.*\.reset\(\) between"):
         call(third, 2)
+
+
+class Numbered(Net):
+    def __init__(self, number):
+        super().__init__()
+        self.number = number
+
+    def forward(self, x):
+        return self.number * self.layer(x)
+
+
+def test_what_differs_is_named_and_decides_what_is_advised(monkeypatch):
+    backend, x = fp4compile.backend("mxfp8", strict=True), torch.ones(2, 64)
+    blocks = [Numbered(number) for number in (2, 3, 4)]
+    for block in blocks:
+        block.compile(backend=backend)
+    blocks[0](x), blocks[1](x)
+    with pytest.raises(RuntimeError, match=r"nothing else is\. The .* of: self\.number == 3\. Raise the limit$"):
+        blocks[2](x)
+    shapes = torch.compile(Net(), backend=backend, dynamic=False)
+    call(shapes, 2, 3)
+    with pytest.raises(RuntimeError, match=r"of: tensor 'x' size mismatch at index 0.* Compile with dynamic=True, or"):
+        call(shapes, 4)
+    monkeypatch.setattr("fp4compile._inductor_patches._reason_of", lambda error: None)
+    with pytest.raises(RuntimeError, match=r"nothing else is\. Raise the limit, or, where only sizes differ"):
+        call(shapes, 4)
 
 
 def test_the_limit_that_was_reached_is_named():
@@ -87,7 +114,7 @@ def test_others_warn_once_and_the_report_says_it(by_name):
     (function,) = report.uncompiled
     assert report.to_dict()["uncompiled"] == {function: "recompile_limit"} and function.startswith("Net.forward (")
     assert "what runs uncompiled is not counted" in report.summary()
-    assert f"raise torch._dynamo.config.recompile_limit): {function}\n" in str(report)
+    assert f"raise torch._dynamo.config.recompile_limit): {function} " in flat(report)
     torch.compiler.reset()
     assert report.uncompiled == {} and "uncompiled" not in report.summary()
 

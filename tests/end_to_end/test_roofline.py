@@ -268,7 +268,7 @@ def test_steps_of_experts():
     assert steps("float8_rowwise", "H200", 16384, experts=8)[-1] == "grouped_library_row_scaled"
     assert steps("nvfp4", "B200", 16384, experts=8)[-1] == "grouped_block_scaled_sm100"
     by_index = predict("nvfp4_weight_only", "H200", 8, 2048, 7168, experts=Experts(8, "gather"))
-    assert [step.name for step in by_index.plain] == ["copy matrices", "bf16 product"]
+    assert [step.name for step in by_index.plain] == ["copy matrices", "bf16 GEMM"]
     assert [step.name for step in by_index.steps] == ["grouped_skinny"] and by_index.gain > 4
     trained = predict("nvfp4_train", "B200", 16384, 2048, 7168, experts=64, train=True)
     parts = [trained.of_product(product) for product in roofline.PRODUCTS]

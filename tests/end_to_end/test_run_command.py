@@ -99,7 +99,7 @@ def test_a_launcher_runs_it_on_each_rank(tmp_path, monkeypatch, capfd):
     said = capfd.readouterr().err
     for rank in "01":
         assert json.loads((tmp_path / f"found_tune.py{rank}.json").read_text())["argv"] == ARGUMENTS
-        assert f"rank {rank}: recipe mxfp8: 2 of 2 matrix products quantised" in said
+        assert f"rank {rank}: recipe mxfp8: 2 of 2 matmuls quantised" in said
 
 
 # ---------------------------------------------------------------- what is said at the end
@@ -119,7 +119,7 @@ def test_run_says_that_a_script_used_no_backend_and_a_crash_speaks_for_itself(pr
 
 
 def test_a_rule_that_decided_about_nothing_is_told_at_the_end(programs):
-    assert "rules that decided about no product: '0*'" in programs[1]["an idle rule"].said
+    assert "rules that decided about no matmul: '0*'" in programs[1]["an idle rule"].said
 
 
 def test_programs_of_the_server_fail_and_are_killed(tmp_path, monkeypatch):

@@ -3,7 +3,7 @@
 import json
 import math
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from unittest import mock
 
 import pytest
@@ -16,6 +16,7 @@ from fp4compile.calibration.sensitivity import LayerSensitivity, Sensitivity
 from fp4compile.formats import reference
 from fp4compile.recipe import Rule, named
 from tests.helpers import without_codegen
+from tests.helpers.report_text import Page
 
 
 @dataclass
@@ -165,8 +166,50 @@ def test_budget(budget, names):
     of_layer = {one.layer: recipe.rule_for(one.layer) for one in RANKED.layers}
     assert [name for name, rule in of_layer.items() if rule is not None and rule.action == "skip"] == names
     assert recipe.rule_for("blocks.0.a1") is None, "a name is no glob"
-    recipe = named("nvfp4").with_budget(RANKED, **budget, fallback="mxfp8")
+    exact = Sensitivity("mxfp8", tuple(replace(one, model_db=math.inf) for one in RANKED.layers))
+    recipe = named("nvfp4").with_budget(RANKED, **budget, fallback=exact)
     assert [rule.action for rule in recipe.rules] == ["mxfp8"] * len(names)
+    if "bf16_share" in budget:
+        assert named("nvfp4").with_budget(RANKED, **budget, fallback="mxfp8") == recipe
+
+
+FALLBACK = Sensitivity("mxfp8", (
+    LayerSensitivity("up", 300, 30.0, 19.0), LayerSensitivity("blocks.0.a[1]", 600, 29.0, 15.0),
+    LayerSensitivity("unused", 10, 25.0, math.inf), LayerSensitivity("down", 90, 20.0, 40.0),
+))  # fmt: skip
+
+
+@pytest.mark.parametrize("sqnr_db, names", [
+    (13.0, ["blocks.0.a[1]"]),  # 15, 20, 30 dB together: 13.7 dB; of 20 and 30 dB alone 19.6
+    (13.75, ["blocks.0.a[1]", "down"]),  # 15, 20 and 40 dB: 13.8 dB; "up" is worse under the fallback
+])  # fmt: skip
+def test_the_errors_of_a_fallback_count(sqnr_db, names):
+    recipe = named("nvfp4").with_budget(RANKED, sqnr_db=sqnr_db, fallback=FALLBACK)
+    assert [recipe.rule_for(one.layer) is not None for one in RANKED.layers] == [
+        one.layer in names for one in RANKED.layers
+    ]
+    powers = {one.layer: one.power for one in RANKED.layers} | {
+        one.layer: one.power for one in FALLBACK.layers if one.layer in names
+    }
+    assert -10 * math.log10(sum(powers.values())) >= sqnr_db
+    with pytest.raises(ValueError, match=r"sqnr_db=14.0: with fallback 'mxfp8' .* at most about 13.8 dB; ask for less"):
+        named("nvfp4").with_budget(RANKED, sqnr_db=14.0, fallback=FALLBACK)
+
+
+def test_a_budget_with_a_fallback_is_kept():
+    """Measured with the rules, the errors of both formats together."""
+    torch.manual_seed(0)
+    sizes = (64, 96, 64, 96, 64)
+    layers = (torch.nn.Linear(*pair) for pair in zip(sizes, sizes[1:], strict=False))
+    model, batches = torch.nn.Sequential(*layers).eval(), [torch.randn(64, 64) for _ in range(2)]
+    own, fallback = (fp4compile.sensitivity(model, batches, name, progress=False) for name in ("mxfp4", "mxfp8"))
+    recipe = named("mxfp4").replace(skip_lm_head=False).with_budget(own, sqnr_db=16.0, fallback=fallback)
+    assert 0 < len(recipe.rules) < len(own.layers)
+    with torch.no_grad():
+        expected = [model(x) for x in batches]
+        torch.compiler.reset()
+        found = [torch.compile(model, backend=fp4compile.backend(recipe))(x) for x in batches]
+    assert decibels(expected, found) > 16.0
 
 
 def test_bad_budget():
@@ -181,7 +224,11 @@ def test_bad_budget():
     with pytest.raises(TypeError, match="report: expected a fp4compile.Sensitivity, got dict"):
         recipe.with_budget(RANKED.to_dict(), bf16_share=0.5)
     with pytest.raises(ValueError, match="unknown fallback 'bf16'"):
-        recipe.with_budget(RANKED, sqnr_db=20.0, fallback="bf16")
+        recipe.with_budget(RANKED, bf16_share=0.5, fallback="bf16")
+    with pytest.raises(ValueError, match=r"fallback=fp4compile.sensitivity\(model, batches, 'mxfp8'\)"):
+        recipe.with_budget(RANKED, sqnr_db=20.0, fallback="mxfp8")
+    with pytest.raises(ValueError, match="'mxfp8' was not measured on layer 'unused'"):
+        recipe.with_budget(RANKED, sqnr_db=20.0, fallback=Sensitivity("mxfp8", RANKED.layers[:3]))
 
 
 def test_rules_of_a_budget_decide_about_one_layer_each():
@@ -254,7 +301,7 @@ def test_budget_of_experts(monkeypatch):
     assert all(10 < one.model_db < 40 for one in report.layers) and len(report.layers) == 3
 
     worst = [one.layer for one in report.layers]
-    for budget, fallback, formats in (({"bf16_share": 1.0}, None, "bfloat16"), ({"sqnr_db": 99.0}, "mxfp8", "mxfp8")):
+    for budget, fallback, formats in (({"bf16_share": 1.0}, None, "bfloat16"), ({"bf16_share": 1.0}, "mxfp8", "mxfp8")):
         chosen = recipe.with_budget(report, **budget, fallback=fallback)
         with torch.no_grad():
             rows = fp4compile.explain(model, x, offs, recipe=chosen).rows
@@ -292,8 +339,9 @@ def test_plot(monkeypatch, tmp_path):
 
 
 def test_a_notebook_shows_the_table_and_a_short_repr_says_what_it_is():
-    shown = RANKED._repr_html_()
-    assert all(f"<td>{one.layer}</td><td>{one.weights}</td>" in shown for one in RANKED.layers)
+    shown = Page(RANKED._repr_html_())
+    assert [line[:2] for line in shown.rows[1:]] == [[one.layer, str(one.weights)] for one in RANKED.layers]
+    assert shown.notes == str(RANKED).splitlines()[-1:]
     worst = RANKED.layers[0].layer
     assert repr(RANKED) == (
         f"<Sensitivity: recipe nvfp4, {len(RANKED.layers)} layers, the worst {worst!r}; print it for the table>"

@@ -11,7 +11,7 @@ from tests.helpers import without_codegen
 
 pytest.importorskip("transformers")
 
-ATTENTION, HEAD = "fused attention: its products lie inside one kernel", "output head"
+ATTENTION, HEAD = "fused attention: its matmuls lie inside one kernel", "output head"
 ACTIVATIONS = "no operand is a parameter, and the recipe leaves attention in high precision"
 PROBE = "its weight is computed from parameters and is none itself"
 # By family: the reasons for which products are left alone, and how many weights are packed.

@@ -208,7 +208,7 @@ def test_gathered_products_equal_hand_composition(name, weight_first, experts):
     product, *others = decisions
     assert (product.reason, product.gemm.groups, product.gemm.dims) == (None, "gather", (5, N, K))
     # The gradient of the weight, which torch 2.13 multiplies by elements and torch 2.11 as matrices.
-    assert {other.reason for other in others} <= {"batched product of a gradient"}
+    assert {other.reason for other in others} <= {"batched matmul of a gradient"}
     for s, expert in enumerate(index):
         exact, *_ = by_hand(recipe.replace(wgrad_x=None, wgrad_dy=None, dgrad_dy=None, dgrad_w=None, hadamard=()),
                             x[s : s + 1], w.detach()[expert], None, torch.zeros(1, N), torch.bfloat16)  # fmt: skip
@@ -242,7 +242,7 @@ def test_what_is_left_alone_has_a_reason():
     w, x, offs = weight(3, K, N), tokens(20, K).detach(), offsets([3, 0, 17])
     both = torch.randn(3, K, 16, dtype=torch.bfloat16)
     square = fp4compile.Recipe(fprop_x="mxfp8_32x32", fprop_w="mxfp8")
-    assert reasons(lambda x, b: F.grouped_mm(x, b * 2, offs=offs), x, both) == ["grouped product without a parameter"]
+    assert reasons(lambda x, b: F.grouped_mm(x, b * 2, offs=offs), x, both) == ["grouped matmul without a parameter"]
     assert reasons(lambda x: F.grouped_mm(x, w * 2, offs=offs), x) == [
         "its weight is computed from parameters and is none itself"
     ]

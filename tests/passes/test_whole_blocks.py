@@ -211,7 +211,7 @@ def test_inductor_stores_what_is_transposed(one_rank, monkeypatch):
     torch._dynamo.reset()
     backend = fp4compile.backend("mxfp8")
     x = shards()[0]
-    with pytest.warns(UserWarning, match="no matrix product found"):
+    with pytest.warns(UserWarning, match="no matmul found"):
         found = torch.compile(function, backend=backend)(x)
     for got, expected in zip(found, function(x), strict=True):
         assert got.dtype == expected.dtype and torch.equal(got.view(torch.uint8), expected.view(torch.uint8))

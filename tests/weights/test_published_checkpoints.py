@@ -9,6 +9,7 @@ from safetensors.torch import save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import fp4compile
+from fp4compile.recipe import named
 from fp4compile.weights.linear import PackedLinear
 from fp4compile.weights.published.conventions import divisor_of, multiplier_of
 from tests.helpers.checkpoints import DATA, E2M1, bits, decoded, tensors_of
@@ -282,15 +283,45 @@ def test_outer_scales_are_refused_from_the_first_that_cannot_be(tmp_path, layout
     assert fresh.layer.weight_outer == 1 and not fresh.layer.weight.any()
 
 
-def test_scales_of_a_quantised_cache_are_left_with_a_warning(tmp_path):
+CACHE_SCALES = (
+    "k_proj.k_scale", "v_proj.v_scale", "k_scale", "v_scale", "q_scale", "prob_scale", "kv_scale",
+    "attn.kv_cache_scale", "k_proj.output_scale", "k_bmm_quantizer._amax", "kv_cache.k_scale", "v_zero_point",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("declared", [{}, {"kv_cache_quant_algo": "FP8"}], ids=["undeclared", "declared"])
+def test_scales_of_a_quantised_cache_are_left_with_one_warning(declared, tmp_path):
     shutil.copytree(DATA / "modelopt_mxfp8", tmp_path / "kv")
-    scale = {"model.layers.0.self_attn.k_proj.k_scale": torch.ones(())}
-    save_file(tensors_of(tmp_path / "kv") | scale, tmp_path / "kv" / "model.safetensors")
-    with pytest.raises(ValueError, match="k_scale"):
-        loaded(tmp_path / "kv")
-    configure(kv_cache_quant_algo="FP8")(tmp_path / "kv", {})
-    with pytest.warns(UserWarning, match="KV cache is not quantised"):
-        loaded(tmp_path / "kv")
+    expected = logits(loaded(tmp_path / "kv"))
+    scales = {f"model.layers.0.self_attn.{name}": torch.ones(()) for name in CACHE_SCALES}
+    save_file(tensors_of(tmp_path / "kv") | scales, tmp_path / "kv" / "model.safetensors")
+    configure(**declared)(tmp_path / "kv", {})
+    with pytest.warns(UserWarning) as seen:
+        model = loaded(tmp_path / "kv")
+    (text,) = (str(one.message) for one in seen if "cache" in str(one.message))
+    kinds = ", ".join(sorted({name.rpartition(".")[2] for name in CACHE_SCALES}))
+    assert f"the KV cache is not quantised; {len(scales)} of its scales ({kinds}), such as " in text
+    assert torch.equal(logits(model), expected)
+
+
+def test_a_models_own_tensor_is_no_scale_of_the_cache(tmp_path):
+    model = fresh_model()
+    attention = model.model.layers[0].self_attn
+    attention.register_parameter("k_scale", torch.nn.Parameter(torch.zeros(())))
+    shutil.copytree(DATA / "modelopt_mxfp8", tmp_path / "own")
+    scale = {"model.layers.0.self_attn.k_scale": torch.ones(())}
+    save_file(tensors_of(tmp_path / "own") | scale, tmp_path / "own" / "model.safetensors")
+    fp4compile.load_packed(model, tmp_path / "own")
+    assert attention.k_scale == 1
+
+
+def test_a_configuration_that_names_no_algorithm(tmp_path):
+    shutil.copytree(DATA / "modelopt_mxfp8", tmp_path / "none")
+    configure(quant_algo=None)(tmp_path / "none", {})
+    with pytest.raises(
+        ValueError, match=r"layer 'model\..*' is quantised, and the configuration has no quant_algo .* NVFP4"
+    ):
+        loaded(tmp_path / "none")
 
 
 # ---------------------------------------------------------------- writing
@@ -456,3 +487,42 @@ def test_from_pretrained_packs_nothing(tmp_path):
     wanted = {"quant_method": "fp4compile", "layers": {}, "experts": {}}
     with pytest.raises(ValueError, match=r"name a recipe to pack it by"):
         AutoModelForCausalLM.from_pretrained(tmp_path, quantization_config=wanted)
+
+
+# ---------------------------------------------------------------- rows that end in a part of a block
+
+
+class Mlp(torch.nn.Module):
+    def __init__(self, inner):
+        super().__init__()
+        self.up, self.down = torch.nn.Linear(32, inner), torch.nn.Linear(inner, 32)
+
+    def forward(self, x):
+        return self.down(torch.nn.functional.silu(self.up(x)))
+
+
+@pytest.mark.parametrize("inner", [80, 77])  # of which a row is no whole blocks, or in FP4 no whole bytes
+@pytest.mark.parametrize("recipe", ["mxfp8", "mxfp4", "nvfp4_weight_only"])
+@pytest.mark.parametrize("layout", ["modelopt", "compressed-tensors"])
+def test_codes_are_written_without_padding(layout, recipe, inner, tmp_path):
+    recipe = named(recipe).replace(skip_lm_head=False)
+    model, x = Mlp(inner).bfloat16(), torch.randn(3, 32).bfloat16()
+    fp4compile.pack_(model, recipe)
+    fp4compile.export_packed(model, tmp_path / "now", layout)
+    tensors = tensors_of(tmp_path / "now")
+    name = next(name for name in ("down.weight_packed", "down.weight") if name in tensors)
+    packed, block = "4" in model.down.layer_format.weight, 16 if "nvfp4" in model.down.layer_format.weight else 32
+    assert tensors[name].shape == (32, (inner + 1) // 2 if packed else inner)
+    assert tensors["down.weight_scale"].shape == (32, -(-inner // block))
+
+    # Earlier versions wrote whole blocks.
+    shutil.copytree(tmp_path / "now", tmp_path / "before")
+    whole = model.down.weight_data.view(tensors[name].dtype)
+    assert (whole.shape == tensors[name].shape) == (inner == 80 and block == 16)
+    save_file(tensors | {name: whole}, tmp_path / "before" / "model.safetensors")
+    for folder in ("now", "before"):
+        fresh = Mlp(inner).bfloat16()
+        fp4compile.load_packed(fresh, tmp_path / folder)
+        assert fresh.down.in_features == inner and torch.equal(fresh(x), model(x))
+    with pytest.raises(ValueError, match="layer 'down': the file has in and out features"):
+        fp4compile.load_packed(Mlp(inner - 2).bfloat16(), tmp_path / "before")  # where the file has numbers

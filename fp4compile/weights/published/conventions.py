@@ -9,7 +9,6 @@ configuration that says what is quantised, and in the direction of the outer sca
 Sources: the exports of nvidia-modelopt 0.47 and compressed-tensors 0.20.
 """
 
-import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -34,7 +33,6 @@ from fp4compile.weights.scale_checks import TINY, check_block_scales, check_oute
 from fp4compile.weights.sharing import is_byte_float
 
 _SCALES = "weight_scale"
-_CACHE_SCALES = (".k_scale", ".v_scale")
 # An outer scale whose amax reaches these values is taken for the reciprocal. No weight is as large as 2688, where the
 # outer scale is 1. An activation is below the largest fp16.
 _LARGEST = {"weight": NVFP4_MAX, "activation": 65504.0}
@@ -91,7 +89,7 @@ def read_published(checkpoint: Checkpoint, recipe: Recipe | None = None) -> Cont
     layout, file, config = _recognised(checkpoint)
     if recipe is not None:
         raise ValueError(f"recipe: a checkpoint of {layout.name} says itself how its layers multiply; expected None")
-    tensors = _without_cache_scales(checkpoint, config)
+    tensors = dict(checkpoint.tensors)
     packed = {
         name.rpartition(".")[0]
         for name, tensor in tensors.items()
@@ -128,14 +126,6 @@ def _part(checkpoint: Checkpoint, file: str, key: str) -> dict[str, Any]:
         return member(checkpoint.configs.get(file, {}), key, dict, {})
 
 
-def _without_cache_scales(checkpoint: Checkpoint, config: dict[str, Any]) -> dict[str, torch.Tensor]:
-    """The tensors, without the scales of a quantised KV cache if the configuration declares one."""
-    if not (config.get("kv_cache_quant_algo") or config.get("kv_cache_scheme")):
-        return dict(checkpoint.tensors)
-    warnings.warn(f"{checkpoint.path}: the KV cache is not quantised; its scales are not used", stacklevel=5)
-    return {name: tensor for name, tensor in checkpoint.tensors.items() if not name.endswith(_CACHE_SCALES)}
-
-
 def _take(layout: Layout, scheme: Scheme, layer: str, tensors: dict[str, torch.Tensor]) -> dict[str, Any]:
     """Rename the tensors of a layer to the buffers of a packed layer; returns the packed layer's state."""
     named = {buffer: f"{layer}.{suffix}" for buffer, suffix in layout.tensor_names(scheme).items()}
@@ -144,6 +134,7 @@ def _take(layout: Layout, scheme: Scheme, layer: str, tensors: dict[str, torch.T
             raise ValueError(f"tensor {name!r} is missing")
     found = {buffer: tensors.pop(name) for buffer, name in named.items()}
     rows, columns = _check_matrices(scheme, named, found)
+    found["weight_data"] = _in_whole_blocks(scheme, found["weight_data"])
     for kind in ("weight", "activation"):
         buffer = f"{kind}_outer"
         if buffer in found:
@@ -176,6 +167,14 @@ def _check_matrices(scheme: Scheme, named: dict[str, str], found: dict[str, torc
                          f"{tuple(scales.shape)}")  # fmt: skip
     check_block_scales(named["weight_scales"], found["weight_scales"])
     return rows, columns
+
+
+def _in_whole_blocks(scheme: Scheme, data: torch.Tensor) -> torch.Tensor:
+    """Codes [rows, columns] with zeros behind them, so that the last block of a row is a whole one, as in buffers."""
+    fmt = formats.get(scheme.weight)
+    block = fmt.block_cols // (2 if fmt.packed else 1)
+    missing = -data.shape[1] % block
+    return torch.nn.functional.pad(data.view(torch.uint8), (0, missing)).view(data.dtype) if missing else data
 
 
 def _decoding(layout: Layout, name: str, stored: torch.Tensor) -> torch.Tensor:

@@ -7,6 +7,7 @@ along the out features. Codes and block scales stay as they are. Packed experts 
 - All experts have one static scale of the activations: the largest of their scales, so that no further value saturates.
 """
 
+import re
 import warnings
 from collections.abc import Iterator
 
@@ -14,7 +15,10 @@ import torch
 from torch import nn
 
 from fp4compile.analysis.module_names import packed_name
+from fp4compile.formats import formats
+from fp4compile.formats.layouts import ceil_div
 from fp4compile.weights.buffers import BUFFERS
+from fp4compile.weights.linear import is_linear, sizes
 from fp4compile.weights.published.expert_names import Experts, PublishedNames, Target, expert_of
 from fp4compile.weights.published.shards import Contents
 from fp4compile.weights.sharing import is_byte_float
@@ -33,10 +37,12 @@ def in_model(model: nn.Module, contents: Contents, names: PublishedNames) -> Con
     _leave_unused(model, contents, names)
     targets = {name: _target(name, contents, names) for name in contents.tensors}
     found = Contents(experts=dict(contents.experts))
+    modules = dict(model.named_modules(remove_duplicate=False))
     for layer, state in contents.layers.items():
         target = names.layer(layer)
         if not target.leaves:
-            found.layers[target.name] = state
+            inner = _in_features(modules, target.name)
+            found.layers[target.name] = state if inner is None else _fitted(contents, layer, inner)
     known = set(model.state_dict()) | {f"{layer}.{buffer}" for layer in found.layers for buffer in BUFFERS}
     # A tensor that the model does not have keeps its name for the error message below.
     renamed = {name: target.name if target.name in known else name
@@ -63,18 +69,38 @@ def parts_of(experts: Experts, tensor: torch.Tensor) -> Iterator[tuple[str, torc
         yield from ((layer, part.clone()) for layer, part in zip(layers, rows, strict=True))
 
 
+# How libraries name scales by which attention quantises queries, keys, values, probabilities or their cache.
+_ATTENTION_SCALES = re.compile(
+    r"""
+    (.*[._])? ( (q|k|v|p|kv|qkv|prob|softmax|attn|k_cache|v_cache|kv_cache)_(scale|scale_2|scaling_factor|zero_point|zp)
+              | [kv]_proj\.output_scale | [qkv]_bmm_quantizer\._?(amax|scale|bias_value) | [kv]_proj\.[kv]_bias )""",
+    re.VERBOSE,
+)
+
+
 def _leave_unused(model: nn.Module, contents: Contents, names: PublishedNames) -> None:
-    """Leave out, with a warning, tensors that the model may lack, such as layers that predict further tokens."""
+    """Leave out, with warnings, tensors that the model lacks, and that it may lack.
+
+    They are layers that predict further tokens, and scales of a quantised KV cache.
+    """
     present = set(model.state_dict())
     layers = {f"{layer}.{buffer}": layer for layer in contents.layers for buffer in BUFFERS}
-    left = []
+    left, scales = [], []
     for name in contents.tensors:
         weight = f"{layers[name]}.weight" if name in layers else name
-        if names.is_unused(weight) and names.target(weight).name not in present:
+        if names.target(weight).name in present:
+            continue
+        if names.is_unused(weight):
             left.append(name)
-    for name in left:
+        elif _ATTENTION_SCALES.fullmatch(name):
+            scales.append(name)
+    for name in (*left, *scales):
         del contents.tensors[name]
         contents.layers.pop(layers.get(name, ""), None)
+    if scales:
+        kinds = ", ".join(sorted({name.rpartition(".")[2] for name in scales}))
+        warnings.warn(f"the KV cache is not quantised; {len(scales)} of its scales ({kinds}), such as {scales[0]!r}, "
+                      "are not used", stacklevel=5)  # fmt: skip
     if left:
         warnings.warn(f"some tensors of the checkpoint, such as {left[0]!r}, are not used: the class of the model "
                       "leaves them out", stacklevel=5)  # fmt: skip
@@ -115,6 +141,7 @@ def _put_together(model: nn.Module, experts: Experts, contents: Contents, found:
     count, outer, inner = _shape(model, experts)
     layers = [experts.layers(expert) for expert in range(count)]
     flat = [layer for one in layers for layer in one]
+    contents.layers.update({layer: _fitted(contents, layer, inner) for layer in flat if layer in contents.layers})
     _check(experts, flat, (outer // len(experts.leaves), inner), contents)
     states = [contents.layers[layer] for layer in flat if layer in contents.layers]
     if not states:
@@ -155,6 +182,27 @@ def _check(experts: Experts, layers: list[str], shape: tuple[int, int], contents
         if first != fmt:
             raise ValueError(f"layers {layers[0]!r} and {layer!r} are {first} and {fmt}; as parts of {experts.name!r} "
                              "they must have the same format")  # fmt: skip
+
+
+def _in_features(modules: dict[str, nn.Module], name: str) -> int | None:
+    """The in features of the model's linear layer of a name; None where it has none."""
+    module = modules.get(name)
+    return sizes(module)[0] if module is not None and is_linear(module) else None
+
+
+def _fitted(contents: Contents, layer: str, inner: int) -> dict:
+    """A packed layer's state with the model's in features, where the file has zeros behind them.
+
+    A row in FP4 is whole bytes; other libraries, and earlier versions of this one, write whole blocks.
+    """
+    state = contents.layers[layer]
+    fmt, stored = formats.get(state["weight"]), state["in_features"]
+    if inner >= stored or ceil_div(inner, fmt.block_cols) != ceil_div(stored, fmt.block_cols):
+        return state
+    codes = contents.tensors[f"{layer}.weight_data"].view(torch.uint8)
+    split = fmt.packed and inner % 2 == 1 and bool((codes[:, inner // 2] >> 4).any())
+    padded = not split and not codes[:, ceil_div(inner, 2) if fmt.packed else inner :].any()
+    return state | {"in_features": inner} if padded else state
 
 
 def _sizes(contents: Contents, layer: str) -> tuple[int, ...]:

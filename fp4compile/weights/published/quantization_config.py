@@ -56,19 +56,22 @@ def modelopt_schemes(config: dict[str, Any]) -> Schemes:
 
     def scheme_of(layer: str) -> Scheme:
         if not mixed:
-            return _modelopt_scheme(config)
+            return _modelopt_scheme(layer, config)
         place = expert_of(layer)
         name = layer if layer in layers or place is None else place[0]  # experts may share one entry
         entry = member(layers, name, dict)
         if entry is None:
             raise ValueError(f"layer {layer!r} is quantised, and quantized_layers does not tell how")
-        return _modelopt_scheme(entry)
+        return _modelopt_scheme(layer, entry)
 
     return scheme_of
 
 
-def _modelopt_scheme(entry: dict[str, Any]) -> Scheme:
-    algorithm = member(entry, "quant_algo", str, "None").upper()
+def _modelopt_scheme(layer: str, entry: dict[str, Any]) -> Scheme:
+    algorithm = member(entry, "quant_algo", str, "").upper()
+    if algorithm in ("", "NONE"):
+        raise ValueError(f"layer {layer!r} is quantised, and the configuration has no quant_algo that tells how; "
+                         f"allowed are {', '.join([*MODELOPT_SCHEMES, 'MIXED_PRECISION'])}")  # fmt: skip
     if algorithm not in MODELOPT_SCHEMES:
         raise ValueError(unknown_name("quant_algo", algorithm, [*MODELOPT_SCHEMES, "MIXED_PRECISION"]))
     scheme = MODELOPT_SCHEMES[algorithm]

@@ -163,10 +163,23 @@ def write_tensors(tensors: dict[str, torch.Tensor], file: Path, metadata: dict[s
 
     try:
         save_file(tensors, file, metadata)
+        _sort_metadata(file)
     except SafetensorError as error:
         number = re.search(r"\(os error (\d+)\)", str(error))
         code = errno.EIO if number is None else int(number[1])
         raise OSError(code, str(error) if number is None else os.strerror(code), str(file)) from error
+
+
+def _sort_metadata(file: Path) -> None:
+    """Order a safetensors file's metadata, which safetensors writes in any order: equal models have equal files."""
+    with file.open("r+b") as opened:
+        size = int.from_bytes(opened.read(8), "little")
+        header = json.loads(opened.read(size))
+        header = {"__metadata__": dict(sorted(header.pop("__metadata__").items())), **header}
+        text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+        if len(text) <= size:
+            opened.seek(8)
+            opened.write(text.ljust(size))
 
 
 def write_checkpoint(folder: Path, checkpoint: Checkpoint, shard_bytes: int) -> None:

@@ -1,0 +1,34 @@
+"""Static outer scales of activations as tensors, one object for all layers that have the same scale.
+
+A graph takes such a tensor as an input. So blocks of a model whose scales differ share a compiled graph: Dynamo would
+guard a number by its value. And layers that read the same tensor, such as Q, K and V, give a graph one input for their
+scale, by which the passes recognise that they quantise their input alike. A block in which two other scales are equal
+by chance has a graph of its own.
+"""
+
+from typing import Any
+from weakref import WeakValueDictionary
+
+import torch
+from torch._subclasses import FakeTensorMode
+from torch.utils._python_dispatch import _get_current_dispatch_mode
+
+_KEPT: WeakValueDictionary[tuple[float, torch.device, Any], torch.Tensor] = WeakValueDictionary()
+
+
+def static_scale(value: float, device: torch.device) -> torch.Tensor:
+    """The number as a float32 tensor [] on a device: the same tensor at each call, which must not be written to.
+
+    Fake tensors are the same within their mode. Another dispatch mode, such as one that records a graph, sees a new
+    tensor each time.
+    """
+    mode = _get_current_dispatch_mode()
+    if not (mode is None or isinstance(mode, FakeTensorMode)):
+        return torch.full((), value, dtype=torch.float32, device=device)
+    kept = _KEPT.get((value, device, mode))
+    if kept is None:
+        with torch.inference_mode(False):
+            kept = torch.full((), value, dtype=torch.float32, device=device)
+        torch._dynamo.mark_static_address(kept, guard=False)  # CUDA graphs need not copy it at each call
+        _KEPT[value, device, mode] = kept
+    return kept

@@ -1,0 +1,117 @@
+"""Transformers models inside other modules, and models that share a configuration, save and load with equal bits."""
+
+import json
+
+import pytest
+import torch
+from torch import nn
+
+import fp4compile
+from fp4compile.weights.linear import PackedLinear
+
+transformers = pytest.importorskip("transformers")
+TOKENS = torch.arange(16).view(1, 16)
+
+
+def llama_config():
+    return transformers.LlamaConfig(
+        hidden_size=64, intermediate_size=96, num_hidden_layers=1, num_attention_heads=4, vocab_size=64
+    )
+
+
+def llama(config=None):
+    torch.manual_seed(0)
+    return transformers.AutoModelForCausalLM.from_config(config or llama_config(), dtype=torch.bfloat16).eval()
+
+
+def bert(vocabulary):
+    torch.manual_seed(0)
+    config = transformers.BertConfig(
+        vocab_size=vocabulary, hidden_size=64, num_hidden_layers=1, num_attention_heads=4, intermediate_size=96
+    )
+    return transformers.BertModel(config).eval()
+
+
+def out(model):
+    with torch.no_grad():
+        return model(TOKENS)[0]
+
+
+def test_models_of_one_configuration(tmp_path):
+    """Packing one leaves the other's configuration, and a packed model has one in all its modules."""
+    config = llama_config()
+    plain, packed = llama(config), llama(config)
+    fp4compile.pack_(packed, "nvfp4_weight_only")
+    assert plain.config is config and not hasattr(config, "quantization_config")
+    assert packed.config is packed.model.config is packed.model.layers[0].self_attn.config is not config
+    for model, count in ((plain, 0), (packed, 7)):
+        model.save_pretrained(tmp_path / str(count))
+        again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / str(count))
+        assert sum(isinstance(module, PackedLinear) for module in again.modules()) == count
+        assert torch.equal(out(again), out(model))
+    own = packed.config
+    fp4compile.pack_(packed, "nvfp4")  # nothing is left to pack
+    assert packed.config is own
+    second = llama(packed.config)
+    fp4compile.pack_(second, "mxfp8")
+    assert packed.config is own and second.config is not own
+    assert {state["weight"] for state in own.quantization_config.layers.values()} == {"nvfp4"}
+
+
+class Wrapper(nn.Module):
+    def __init__(self, *inner):
+        super().__init__()
+        self.inner, self.head = nn.ModuleList(inner), nn.Linear(64, 64)
+
+    def forward(self, x):
+        return [one(x)[0] for one in self.inner]
+
+
+def test_models_in_a_module_save_themselves(tmp_path):
+    """Each of them, under its own names."""
+    wrapper = Wrapper(llama(), llama(), bert(vocabulary=64))
+    fp4compile.pack_(wrapper, "nvfp4")
+    for i, model in enumerate(wrapper.inner):
+        model.save_pretrained(tmp_path / str(i))
+        again = type(model).from_pretrained(tmp_path / str(i))
+        assert torch.equal(out(again), out(model))
+        assert sum(isinstance(module, PackedLinear) for module in again.modules()) >= 6
+
+
+@pytest.mark.parametrize("loaded", [False, True])
+def test_a_model_in_a_model_saves_itself(loaded, tmp_path):
+    """It has the outer model's configuration object, in which the names of layers are others."""
+    model = llama()
+    fp4compile.pack_(model, "nvfp4")
+    if loaded:
+        model.save_pretrained(tmp_path / "first")
+        model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "first")
+    for part, kind in ((model.model, transformers.LlamaModel), (model, transformers.LlamaForCausalLM)):
+        part.save_pretrained(tmp_path / kind.__name__)
+        assert torch.equal(out(kind.from_pretrained(tmp_path / kind.__name__)), out(part))
+
+
+def test_adapters_of_a_packed_model_are_saved_alone(tmp_path):
+    peft = pytest.importorskip("peft")
+    model = llama()
+    fp4compile.pack_(model, "nvfp4")
+    adapted = peft.get_peft_model(Wrapper(model), peft.LoraConfig(target_modules=["q_proj"]))
+    adapted.save_pretrained(tmp_path)
+    assert sorted(file.suffix for file in tmp_path.iterdir() if file.name != "README.md") == [".json", ".safetensors"]
+
+
+def test_sentence_transformers(tmp_path):
+    library = pytest.importorskip("sentence_transformers")
+    parts = pytest.importorskip("sentence_transformers.models")
+    (tmp_path / "vocab.txt").write_text("\n".join(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *"abcdef"]))
+    for one in (bert(vocabulary=11), transformers.BertTokenizer(str(tmp_path / "vocab.txt"))):
+        one.save_pretrained(tmp_path / "bert")
+    modules = [parts.Transformer(str(tmp_path / "bert")), parts.Pooling(64)]
+    model, sentences = library.SentenceTransformer(modules=modules, device="cpu"), ["a b c", "d e"]
+    fp4compile.pack_(model, "nvfp4")
+    expected = model.encode(sentences)
+    model.save_pretrained(str(tmp_path / "packed"))
+    config = json.loads((tmp_path / "packed" / "config.json").read_text())
+    assert config["quantization_config"]["quant_method"] == "fp4compile"
+    again = library.SentenceTransformer(str(tmp_path / "packed"), device="cpu")
+    assert (again.encode(sentences) == expected).all()
