@@ -102,8 +102,8 @@ def _dequantizes_in_memory(reader: Node, quantise: Quantise, dim: int) -> bool:
     place = _place(reader, quantise, dim) if grouped or reader.target is SCALED_MM else None
     if place is None:
         return False
-    product, dtype = scaled_mm_of(reader), formats.get(quantise.format).values_dtype
-    if None in (product.a.format, product.b.format) or product.problem.compute_dtype != dtype:
+    product = scaled_mm_of(reader)
+    if None in (product.a.format, product.b.format):
         return False
     expands = product.choice.dequantizes_a, product.choice.dequantizes_b
     return expands[place == 4] if grouped else all(expands)

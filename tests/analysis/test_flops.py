@@ -142,6 +142,9 @@ def test_convolutions():
     once = 2 * 3 * 6 * 7 * 64 * 2 * 9
     rows = found(Net(convolve, 6, 2, 3, 3), torch.randn(3, 2, 7, 64))
     assert rows == [("convolution", once), ("convolution", 2 * once)]
+    bias = torch.randn(6, requires_grad=True)  # its gradient is a sum and no convolution
+    rows = found(Net(lambda x, w: F.conv2d(x, w, bias, padding=1), 6, 2, 3, 3), torch.randn(3, 2, 7, 64))
+    assert rows == [("convolution", once), ("convolution", 2 * once)]
 
 
 @pytest.mark.parametrize("transposed", [False, True])
@@ -165,6 +168,7 @@ def test_packed_and_integer_products(recipe):
         report = fp4compile.explain(model, torch.randn(5, 64), recipe=recipe)
         dense = [("dense", 2 * 5 * 64 * 96), ("dense", 2 * 5 * 96 * 32)]
         assert [(row.category, row.flops) for row in report.rows] == dense
+        assert [(row.m, row.n, row.k) for row in report.rows] == [(5, 96, 64), (5, 32, 96)]
         codes = torch.ones(32, 64, dtype=torch.int8), torch.ones(64, 48, dtype=torch.int8)
         report = fp4compile.explain(lambda a, b: torch._int_mm(a, b), *codes, recipe=recipe)
     assert [(row.category, row.flops) for row in report.rows] == [("other", 2 * 32 * 64 * 48)]

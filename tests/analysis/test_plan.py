@@ -99,6 +99,9 @@ def test_minimum_dimensions(limit, shape):
     recipe = {"recipe": "mxfp8", limit: 65}
     assert reasons(recipe)["layers.0.q"] == f"{shape} is below {limit}=65"
     assert quantised(recipe | {limit: 8}) == blocks(*range(12))
+    for action in ("quantize", "nvfp4"):  # rules outrank the defaults, and no limits
+        ruled = reasons(recipe | {"rules": [("layers.0.q", action)]}, model=Model(1))
+        assert ruled["layers.0.q"] == f"{shape} is below {limit}=65"
 
 
 def test_limits_are_those_of_the_layer_in_the_backward_too():
@@ -278,7 +281,10 @@ def test_an_output_head_by_its_width():
     assert quantised("mxfp8", model=modules(only=linear(512))) == {"only"}
 
 
-def test_a_head_tied_to_the_embedding():
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_head_tied_to_the_embedding(dtype):
+    """The embedding may look up a cast of its table."""
+
     class Tied(torch.nn.Module):
         def __init__(self):
             super().__init__()
@@ -287,7 +293,7 @@ def test_a_head_tied_to_the_embedding():
             self.to_words.weight = self.table.weight
 
         def forward(self, tokens):
-            x = self.table(tokens)
+            x = F.embedding(tokens, self.table.weight.to(dtype)).float()
             return self.layer(x), self.to_words(x)
 
     report = fp4compile.explain(Tied(), torch.arange(32), recipe="mxfp8")
@@ -333,6 +339,14 @@ def test_routers_by_what_their_outputs_become(name):
     report = fp4compile.explain(Choosing(), torch.randn(8, 64, requires_grad=True), recipe=recipe)
     assert {row.reason for row in report.rows if row.module == "plain"} == {None}
     assert {row.reason for row in report.rows if row.module == "choose"} == {"router: its outputs choose among experts"}
+
+
+def test_chosen_tokens_are_no_experts():
+    """A layer whose largest outputs are taken over the tokens, as by max pooling, is no router."""
+    model = torch.nn.Linear(64, 48)
+    for pool in (lambda y: torch.topk(y, 4, dim=0)[0], lambda y: y.softmax(0)):
+        report = fp4compile.explain(lambda x, pool=pool: pool(model(x)), torch.randn(32, 64), recipe="mxfp8")
+        assert {row.reason for row in report.rows} == {None}
 
 
 def test_features_are_no_experts():

@@ -223,9 +223,10 @@ def test_symbolic_sizes_are_compared_without_guards():
 def test_casts_that_lose_bits_are_kept():
     def casts(w):
         half, signs, short = w.to(torch.float16), w.to(torch.bool), w.to(torch.bfloat16)
-        return w, half.to(torch.float32), half, signs.to(torch.float32), short.to(torch.float32)
+        wide = [narrow.to(torch.float32) for narrow in (half, signs, short)]
+        return w, wide[0], half, *wide[1:], half.to(torch.bfloat16)
 
     (outputs,) = make_fx(casts)(torch.randn(4, 4)).graph.output_node().args
-    same, through_half, half, through_bool, through_bfloat16 = (view_of(node) for node in outputs)
+    same, through_half, half, through_bool, through_bfloat16, through_both = (view_of(node) for node in outputs)
     assert same.casts == () and through_half.elements == half.elements
-    assert len({view.elements for view in (same, half, through_bool, through_bfloat16)}) == 4
+    assert len({view.elements for view in (same, half, through_bool, through_bfloat16, through_both)}) == 5

@@ -73,6 +73,19 @@ def test_a_compiled_step_is_the_eager_one_and_keeps_no_weight(recipe):
     assert reasons == ["gradient x packed weight: the weight is dequantised"] * 2
 
 
+def test_a_weight_that_is_read_through_a_cast_is_not_kept(monkeypatch):
+    without_codegen.install(monkeypatch)
+    layer = packed("mxfp8", bias=False)
+    run = torch.compile(lambda x: x @ layer.weight.bfloat16().t(), backend=fp4compile.backend("mxfp8"))
+    saved: list[torch.Tensor] = []
+    x = torch.randn(32, 96, dtype=torch.bfloat16, requires_grad=True)
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+        y = run(x)
+    y.backward(gradient := torch.randn_like(y))
+    assert torch.equal(x.grad, gradient @ layer.weight.bfloat16())
+    assert saved and all(t.itemsize == 1 for t in saved)  # codes and scales
+
+
 @pytest.mark.parametrize("how", ("eager", "compiled"))
 def test_checkpointed(how):
     layer = packed("nvfp4")

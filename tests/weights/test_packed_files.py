@@ -27,6 +27,15 @@ def test_file_round_trip(name, tmp_path):
     assert fresh.lm_head.weight is fresh.embed.weight
 
 
+@pytest.mark.parametrize("name", ["nvfp4_train", "mxfp8_32x32"])
+def test_rows_that_end_inside_of_square_blocks(name, tmp_path):
+    model, fresh = (nn.Sequential(nn.Linear(64, 40)) for _ in range(2))
+    fp4compile.pack_(model, name)
+    fp4compile.save_packed(model, tmp_path / "packed.safetensors")
+    fp4compile.load_packed(fresh, tmp_path / "packed.safetensors")
+    assert torch.equal(model[0].weight, fresh[0].weight)
+
+
 def assert_refused(model, path, match):
     before = {name: value.clone() for name, value in model.state_dict().items()}
     with pytest.raises(ValueError, match=match):

@@ -123,6 +123,16 @@ def test_a_static_scale_under_either_name():
     assert model.a.layer_format.activation_outer == 0.5 and model.a is model.b
     # The others have none, and compute it.
     assert [row.note for row in report.rows] == [None, NOT_CALIBRATED, NOT_CALIBRATED]
+
+
+def test_a_rules_recipe_says_whether_scales_are_static():
+    scales, found = {"a": 0.5}, []
+    for recipe, rule in (("mxfp8", ("[ab]", "nvfp4_static")), ("nvfp4_static", ("*.?", "mxfp8"))):
+        model = Twice()
+        report = fp4compile.pack_(model, named(recipe).replace(rules=[rule], static_scales=scales))
+        found.append([layer.layer_format.activation_outer for layer in (model.a, model.one[0], model.one[2])])
+        assert [row.note for row in report.rows] == [None, None, None]
+    assert found == [[0.5, None, None]] * 2
     assert model.one[0].layer_format.activation_outer is None and all(row.quantised for row in report.rows)
 
 

@@ -12,7 +12,7 @@ import fp4compile
 from fp4compile.ops.quantize import QUANTIZE
 from fp4compile.weights import cache as weight_cache
 from fp4compile.weights import writes
-from fp4compile.weights.cache import form, joined_parts, packed_pair, packed_weight
+from fp4compile.weights.cache import Piece, form, joined_parts, packed_pair, packed_weight
 from tests.helpers.cached_weights import RECIPE, assert_current, two_layers, uncached, write_unseen
 from tests.helpers.codes import as_bytes
 from tests.helpers.graphs import compile_recorded
@@ -91,6 +91,15 @@ def test_forms_of_one_weight_are_kept_apart(packings):
     assert len(packings) == 4
     assert all(a is b for a, b in zip(first, again, strict=True))
     assert len({tensors[1].data_ptr() for tensors in first}) == 4
+
+
+def test_pieces_of_a_weight_inside_of_longer_memory():
+    """As where all parameters are parts of one flat tensor."""
+    weight = torch.nn.Parameter(torch.randn(3, 32, 64)[1])
+    piece = Piece((16, 64), (64, 1), 16 * 64, ())
+    expected = QUANTIZE(weight.detach()[16:], "nvfp4", -1)
+    got = packed_weight(weight, form("nvfp4", piece=piece))
+    assert all(torch.equal(as_bytes(a), as_bytes(b)) for a, b in zip(got[:2], expected[:2], strict=True))
 
 
 def test_packed_weights_go_with_their_parameter():

@@ -92,11 +92,12 @@ def test_records_of_freed_storages_go():
     assert all(weight.untyped_storage()._cdata in writes._storages for weight in kept)
 
 
-def test_memory_that_further_tensors_share_is_quantised_at_every_call(packings):
+@pytest.mark.parametrize(("shape", "part"), [((2, 32, 32), lambda x: x[1]), ((32, 32), lambda x: x)])
+def test_memory_that_further_tensors_share_is_quantised_at_every_call(shape, part, packings):
     """Nothing tells of a write to `flat`: `flat.data` had a counter of its own."""
-    flat, weight = torch.randn(2, 32, 32), torch.nn.Parameter(torch.randn(32, 32))
+    flat, weight = torch.randn(shape), torch.nn.Parameter(torch.randn(32, 32))
     packed_weight(weight, form("mxfp8"))
-    weight.data = flat.data[1]
+    weight.data = part(flat.data)
     for _ in range(2):
         flat.mul_(-1.5)
         expected = fp4compile.quantize(weight.detach(), "mxfp8")
