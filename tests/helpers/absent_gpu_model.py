@@ -57,7 +57,7 @@ def compiled_for(monkeypatch, model, x, recipe, launches):
     # A fake weight has no contents to quantise, nor an address to know it by.
     monkeypatch.setattr(hoist, "packed_weight", lambda *args: (None,) * 3)
     monkeypatch.setattr(hoist, "packed_pair", lambda *args: (None,) * 2)
-    monkeypatch.setattr(hoist, "joined_parts", lambda *args: (None,) * 2)
+    monkeypatch.setattr(hoist, "joined_parts", lambda first, second: [torch.empty(0, dtype=torch.uint8) for _ in first])
     torch._dynamo.reset()
     backend = fp4compile.backend(recipe)
     torch.compile(model, backend=backend, fullgraph=True)(x)

@@ -54,7 +54,7 @@ def test_compiled_and_packed_weights_have_the_scales_asked_for(rule):
     expected = {"0": rule, "2": None, "4": rule}
     for rows in (backend.report.rows, report.rows, fp4compile.explain(model, x, recipe=recipe).rows):
         assert {row.module: row.weight_scales for row in rows} == expected
-    assert f"reference  {rule}" in str(backend.report) and "saved" not in str(backend.report)
+    assert f"reference; weight scales {rule}" in str(backend.report) and "saved" not in str(backend.report)
     model[0].weight.mul_(2.0)  # the packed weight is made anew, by the same rule
     torch.testing.assert_close(compiled(x), by_hand(model, x, rule), rtol=1e-5, atol=1e-5)
 
