@@ -201,6 +201,14 @@ leaves alone), and where an operation before a quantiser rounds otherwise in the
 code (Stable Diffusion).
 """,
     table("zoo_cpu.json", zoo_tables.beside, how="Run on"),
+    """
+## Libraries
+
+What `make ecosystem` leaves alone, of the FLOPs of the graphs in the column "products quantised" of
+[the models](../../docs/models.md#libraries), and the weights that `pack_` leaves alone, by reason. The file was put
+together of several runs on one machine, because each subject can run by itself.
+""",
+    table("ecosystem.json", zoo_tables.left_in_libraries, how="Run on"),
 )
 
 PAGES: dict[str, tuple[str | Table, ...]] = {

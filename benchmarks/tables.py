@@ -35,6 +35,7 @@ TABLES: dict[str, dict[str, Table]] = {
     },
     "models.md": {
         "families": table("zoo_cpu.json", zoo_tables.families, how="Run on"),
+        "libraries": table("ecosystem.json", zoo_tables.libraries, how="Run on"),
     },
     "roofline.md": {
         "errors": table("roofline_h200.json", cells.roofline_errors, how="Predicted; measured on"),

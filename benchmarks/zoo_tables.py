@@ -55,6 +55,16 @@ def libraries(content: dict[str, Any]) -> Cells:
     return [header, *rows]
 
 
+def left_in_libraries(content: dict[str, Any]) -> Cells:
+    """Every subject of `benchmarks.ecosystem`: the shares of FLOPs left alone, and the weights that are not packed."""
+    rows = [
+        [row["subject"], _reasons(row),
+         "; ".join(f"{reason}: {count}" for reason, count in (row.get("not packed") or {}).items())]
+        for row in content["rows"] if "skipped" not in row
+    ]  # fmt: skip
+    return [["library", "left alone", "weights not packed"], *rows]
+
+
 def _of(some: int | None, whole: int | None) -> str | None:
     return None if some is None else f"{some} of {whole}"
 

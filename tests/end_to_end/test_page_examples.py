@@ -47,6 +47,10 @@ def network() -> Names:
     return {"model": Net(), "tokens": TOKENS}
 
 
+def readme_model() -> nn.Module:
+    return nn.Sequential(nn.Linear(1024, 4096), nn.GELU(), nn.Linear(4096, 1024)).bfloat16()
+
+
 def layers() -> Names:
     return {"model": nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64)), "x": torch.randn(4, 64)}
 
@@ -114,7 +118,10 @@ def gpt_oss_in(folder: str) -> Names:
 
 # By page, and by the heading above a block; "" is the top of the page. A page also has torch and fp4compile.
 BROUGHT: dict[str, dict[str, Callable[[], Names]]] = {
-    "README.md": {"": network, "Inference": lambda: {"fresh_model": Net()}},
+    "README.md": {
+        "": lambda: {"x": torch.randn(64, 1024, dtype=torch.bfloat16)},
+        "Inference": lambda: {"fresh_model": readme_model()},
+    },
     "docs/adapters.md": {"": lambda: llama_in("a-llama") | {"peft": peft}, "Several GPUs": adapted},
     "docs/experts.md": {
         "": layers, "Eagerly": lambda: {"x": torch.randn(40, 64), "w": torch.randn(3, 96, 64)},
