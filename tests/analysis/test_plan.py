@@ -272,12 +272,13 @@ def test_nor_where_blocks_are_compiled_by_themselves(without_kernels):
 
 
 def test_an_output_head_by_its_width():
-    """The last layer is a head if it is the widest, is not applied in pieces and is in no numbered list."""
+    """The last layer is a head if it is wider than all others, is not applied in pieces and is in no numbered list."""
     model = modules(up=linear(128), down=linear(), vocabulary=linear(512))
     assert reasons("mxfp8", model=model) == {"up": None, "down": None, "vocabulary": "output head"}
     assert quantised({"recipe": "mxfp8", "skip_lm_head": False}, model=model) == {"up", "down", "vocabulary"}
     assert quantised("mxfp8", model=modules(up=linear(512), down=linear())) == {"up", "down"}
     assert quantised("mxfp8", model=torch.nn.Sequential(linear(), torch.nn.ReLU(), linear(512))) == {"0", "2"}
+    assert quantised("mxfp8", model=modules(gate=linear(512), up=linear(512))) == {"gate", "up"}
     assert quantised("mxfp8", model=modules(only=linear(512))) == {"only"}
 
 

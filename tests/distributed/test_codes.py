@@ -57,6 +57,14 @@ def test_shards_have_the_bits_of_the_whole_weight(name, layout, dim, device):
             assert torch.equal(part.view(-1).view(torch.uint8), wanted.view(-1).view(torch.uint8))
 
 
+def test_pieces_of_an_odd_number_of_bytes():
+    """A rank has three blocks of each column."""
+    whole = weight()[48:]
+    found, expected = gathered(Direction("nvfp4", -2, (144, K)), whole), QUANTIZE(whole, "nvfp4", -2)
+    for part, wanted in zip(found, expected, strict=True):
+        assert torch.equal(part.view(-1).view(torch.uint8), wanted.view(-1).view(torch.uint8))
+
+
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("name", [name for name, fmt in formats.NAMED.items() if fmt.square])
 @pytest.mark.parametrize("layout", ["linear", "swizzled"])

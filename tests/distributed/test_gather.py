@@ -178,19 +178,22 @@ def test_weights_of_one_size_are_quantised_by_the_launches_of_one(recipe, monkey
     assert found[0] == found[1] and "quantize" in found[0]
 
 
-def test_codes_that_a_forward_pass_does_not_read_are_invalid():
-    model = fully_shard(nn.Sequential(nn.Linear(64, 128), nn.Linear(128, 128)), reshard_after_forward=True)
+@pytest.mark.parametrize("reshard", [True, False])
+def test_codes_that_a_forward_pass_does_not_read_are_invalid(reshard):
+    """Where the weight stays gathered after it, the backward pass reads what the forward pass gathered."""
+    model = fully_shard(nn.Sequential(nn.Linear(64, 128), nn.Linear(128, 128)), reshard_after_forward=reshard)
     gather_quantized_(model, "mxfp8")
     seen = []
 
     def look(layer, _):
         weight = layer.weight.data
-        seen.append((weight.dequantised().isfinite().all().item(), weight.column_scales.view(torch.uint8).min().item()))
+        invalid = weight.column_scales.view(torch.uint8).eq(255).all().item()
+        seen.append((weight.dequantised().isfinite().all().item(), invalid))
 
     for layer in model:
         layer.register_forward_pre_hook(look)
     model(torch.ones(4, 64))
-    assert seen == [(True, 255)] * 2
+    assert seen == [(True, reshard)] * 2
 
 
 def test_a_loaded_or_cast_weight_is_still_gathered_as_codes():

@@ -49,6 +49,8 @@ def test_a_configuration_is_enough(name, tmp_path, capsys):
     assert {row["m"] for row in found["rows"] if row["category"] == "dense"} == {17 if name == "vision" else 48} | (
         {1} if name == "vision" else set()
     )
+    left = {row["right"] for row in found["rows"] if row["reason"] and row["category"] == "dense"}
+    assert left == {"bfloat16"}, "the head has the dtype in which models run"
 
 
 def test_a_file_is_reported_as_text_and_as_a_page(tmp_path, capsys):
