@@ -113,12 +113,13 @@ class _Packed:
 
     def fits(self, weight: torch.Tensor) -> bool:
         """Whether the weight's observable state is unchanged."""
+        storage = self.storage
         return (
-            self.mark == self.storage.mark
-            and self.writes == self.storage.writes
+            self.mark == storage.mark
+            and (not storage.counters or self.writes == storage.writes)  # no counter goes, so there was none either
             and self.version == weight._version
             and self.address == weight.data_ptr()
-            and self.storage.address == weight.untyped_storage()._cdata
+            and storage.address == weight.untyped_storage()._cdata
             and self.shape == weight.shape
             and self.strides == weight.stride()
             and self.dtype is weight.dtype
