@@ -43,3 +43,19 @@ def test_all_rows_of_a_parameter_are_the_parameter(weight, shards, reason):
     (gemm,) = find(graph, (Input("layer.weight", shards=shards), Input()))
     assert (gemm.product, gemm.unsupported) == (("fprop", None) if reason is None else ("other", reason))
     assert reason is not None or (gemm.module, gemm.layer) == ("layer", (8, 64, 32))
+
+
+@pytest.mark.parametrize(("shard", "sizes"), [(ROWS, (8, 64, 32)), (Shard(1, 64, "0", 2), (8, 32, 64))])
+@pytest.mark.parametrize("stored", ["out first", "in first"])
+def test_limits_are_for_the_whole_layer_of_which_a_rank_has_a_shard(shard, sizes, stored):
+    """Under tensor parallelism a rank multiplies its rows or columns, here as many of one as of the other."""
+
+    def layer(w, x):
+        return x @ (w.t() if stored == "out first" else w)
+
+    graph = make_fx(layer, tracing_mode="fake")(torch.randn(32, 32), torch.randn(8, 32)).graph
+    for i, node in enumerate(graph.find_nodes(op="placeholder")):
+        node.meta["desc"] = Index(i)
+    (gemm,) = find(graph, (Input("layer.weight", shards=(shard,)), Input()))
+    tokens, *features = sizes
+    assert gemm.layer == (tokens, *(features if stored == "out first" else reversed(features)))

@@ -12,6 +12,7 @@ import fp4compile
 from fp4compile import Recipe
 from fp4compile.analysis.graph import QUANTIZE
 from fp4compile.passes.merge_quantize import merge_quantize
+from fp4compile.weights.buffers import packed_in
 from fp4compile.weights.cache import form, packed_weight
 from tests.helpers import without_codegen
 from tests.helpers.graphs import compile_recorded
@@ -207,6 +208,7 @@ def test_linear_layers_and_experts_have_the_bits_of_eager_calls_on_every_way(
     fp4compile.load_packed(fresh, tmp_path / "packed.safetensors")
     for one in (packed, fresh):
         assert torch.equal(compiled(one)(x, offs), expected)
+        assert {layer.layer_format.scale_rule for layer in packed_in(one).values()} == {rule}, "what packs it again"
 
 
 def test_packed_weights_of_two_rules_are_kept_apart():
