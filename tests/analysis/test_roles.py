@@ -141,18 +141,6 @@ def test_lora_adapters_stay_in_high_precision():
     assert ("base", "dgrad", DGRAD) in found
 
 
-class TwiceTheGradient(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, w):
-        ctx.save_for_backward(x, w)
-        return x @ w.t()
-
-    @staticmethod
-    def backward(ctx, dy):
-        x, w = ctx.saved_tensors
-        return (dy * 2) @ w, (dy.t() @ x) * 3
-
-
 W = weight()
 BESIDE_A_LAYER = {
     "x @ x^T": lambda x, linear: linear(x, W).sum(1) + (x @ x.t()).sum(1),
@@ -185,7 +173,8 @@ def test_a_weight_computed_from_parameters_is_no_attention(computed):
 
 def test_a_custom_gradient_is_told_by_what_it_multiplies():
     """The dgrad multiplies dy * 2, which no wgrad multiplies. The wgrad multiplies dy, and its result is scaled."""
-    found = both(lambda x: TwiceTheGradient.apply(x, W), lambda x: custom_oracle(x, W), tokens(), parameters=[W])
+    layer = custom_layer(lambda dy, x, w: (dy * 2) @ w, lambda dy, x, w: (dy.t() @ x) * 3)
+    found = both(lambda x: layer(x, W), lambda x: custom_oracle(x, W), tokens(), parameters=[W])
     assert [entry[1:] for entry in found][0] == ("fprop", FPROP)
     assert ("", "other", MODEL_ONLY) in found
 

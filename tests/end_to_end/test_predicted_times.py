@@ -334,7 +334,7 @@ def test_a_matmul_that_is_not_quantised_has_the_rate_of_its_dtype(dtype, tf32, r
         torch.backends.cuda.matmul.allow_tf32 = before
     flops = {"fp32": gpu.fp32, "tf32": gpu.bf16 / 2, "bf16": gpu.bf16}[rate]
     expected = gpu.product_launch + 2 * 8192 * 4096**2 / (flops * gpu.bf16_share)
-    assert row.seconds == row.plain_seconds == pytest.approx(expected) and row.launches == name
+    assert row.seconds == row.plain_seconds == pytest.approx(expected, rel=1e-12) and row.launches == name
 
 
 def test_a_float32_layer_gains_over_float32():
@@ -344,4 +344,4 @@ def test_a_float32_layer_gains_over_float32():
     (row,) = report.rows
     gpu = GPUS["B200"]
     assert row.quantised and row.plain_seconds == pytest.approx(
-        gpu.product_launch + 2 * 8192 * 4096**2 / (gpu.fp32 * gpu.bf16_share))  # fmt: skip
+        gpu.product_launch + 2 * 8192 * 4096**2 / (gpu.fp32 * gpu.bf16_share), rel=1e-12)  # fmt: skip
