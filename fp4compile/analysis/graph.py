@@ -2,7 +2,7 @@
 
 import operator
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -13,15 +13,7 @@ from fp4compile.formats import formats
 from fp4compile.formats.operand import Arguments, Operand
 from fp4compile.formats.prologue import Prologue
 from fp4compile.formats.quantize_spec import QuantizeSpec
-from fp4compile.ops.matmul import (
-    SCALED_GROUPED_MM,
-    SCALED_MM_AMAX,
-    SCALED_MM_QUANTIZED,
-    dense,
-    dense_quantized,
-    grouped,
-    operand,
-)
+from fp4compile.ops.matmul import SCALED_MM, SCALED_MM_RESULTS
 from fp4compile.ops.quantize import GATHERED_WEIGHT, QUANTIZE
 from fp4compile.templates.choose import Choice, choose
 from fp4compile.templates.gemm import indexed
@@ -37,7 +29,7 @@ def new_node(graph: Graph, target: Callable, args: tuple, meta: dict, **kwargs: 
     """A call node at the graph's insertion point, with the metadata of the node that it serves and its own value."""
     node = graph.call_function(target, args, kwargs)
     node.meta = {k: v for k, v in meta.items() if k not in ("val", "tensor_meta", "eager_input_vals")}
-    node.meta["val"] = fake_value(node)
+    node.meta["val"] = fakevalue_of(node)
     return node
 
 
@@ -61,9 +53,9 @@ def reached(start: Node, following: Callable[[Node], Iterable[Node]]) -> Iterato
                 waiting.append(each)
 
 
-def fake_value(node: Node) -> Any:
+def fakevalue_of(node: Node) -> Any:
     """The node's value, computed by the fake implementation of its operator."""
-    args, kwargs = torch.fx.map_arg(node.args, _value), torch.fx.map_arg(node.kwargs, _value)
+    args, kwargs = torch.fx.map_arg(node.args, value_of), torch.fx.map_arg(node.kwargs, value_of)
     if node.target is operator.getitem:
         return args[0][args[1]]
     fake = next((a for a in torch.utils._pytree.tree_leaves((args, kwargs)) if isinstance(a, torch.Tensor)), None)
@@ -136,22 +128,27 @@ def quantise_of(node: Node) -> Quantise:
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class ScaledMM(Arguments):
-    """The arguments of a product node, with nodes instead of tensors and instead of a symbolic `rows`.
+    """A product node: its spec, with nodes instead of tensors and instead of a symbolic `rows`.
 
     Its problem and its choice are computed at the first call and then kept.
     """
 
-    node: Node
+    node: Node | None = None
 
     @property
     def on_gpu(self) -> bool:
         return on_gpu(self.a.data.meta["val"])
 
+    @property
+    def alone(self) -> bool:
+        """Whether the node computes nothing after the product, so that something can be fused into it."""
+        return self.node.target is SCALED_MM and self.spec.epilogue is None
+
     def values(self) -> Arguments:
         """The arguments with their (fake) tensors."""
-        a, b = (Operand(*map(_value, (x.data, x.scales, x.outer)), x.format) for x in (self.a, self.b))
-        return Arguments(a, b, _value(self.bias), self.out_dtype, self.epilogue, list(map(_value, self.auxiliaries)),
-                         _value(self.result_outer), _value(self.offs), _value(self.rows))  # fmt: skip
+        a, b = (Operand(*map(value_of, x.tensors), x.format) for x in (self.a, self.b))
+        more = map(value_of, (self.result_outer, self.offs, self.rows, self.index))
+        return Arguments(self.spec, a, b, value_of(self.bias), list(map(value_of, self.auxiliaries)), *more)
 
     @cached_property
     def problem(self) -> Problem:
@@ -161,33 +158,103 @@ class ScaledMM(Arguments):
     @cached_property
     def choice(self) -> Choice | None:
         """The kernel that will serve the node, as far as that is known now; None where no kernel does (`plain`)."""
-        return None if self.plain else choose(self.problem)
+        return None if self.spec.plain else choose(self.problem)
+
+    @property
+    def reads_by_index(self) -> bool:
+        """Whether a kernel that reads the gathered matrices through the index serves the node."""
+        x = self.values()
+        return indexed.serves(x.a, x.b, x.index, x.spec.out_dtype, target_of(x.a.data.device))
+
+    def new(self, graph: Graph, meta: dict, **changes: Any) -> Node:
+        """A new node of the product with changed fields at the graph's insertion point; see `new_node`."""
+        product = replace(self, **changes)
+        args, options = product.call
+        if product.spec.results == 1:
+            return new_node(graph, SCALED_MM, args, meta, **options)
+        return new_several(graph, [product], meta)
+
+
+def new_several(graph: Graph, products: Sequence[ScaledMM], meta: dict) -> Node:
+    """A new node of the op with several results: of one product, or of several of one A."""
+    (a, a_scales, a_outer, *_, spec), options = products[0].call
+    several = [[getattr(x.b, name) for x in products] for name in ("data", "scales", "outer")]
+    biases = _present([x.bias for x in products])
+    options = {**options, "bias": biases} if biases else options
+    b, scales, outer = map(_present, several)
+    return new_node(graph, SCALED_MM_RESULTS, (a, a_scales, a_outer, b, scales, outer, spec), meta, **options)
+
+
+def _present(nodes: list) -> list:
+    """The nodes, or an empty list where the op takes it for None of each product."""
+    return [] if all(node is None for node in nodes) else nodes
+
+
+def product_of(source: Operand, weight: Operand, out_dtype: torch.dtype, **fields: Any) -> ScaledMM:
+    """A product of operands whose tensors are nodes. fields: as of `Arguments.of`, nodes instead of tensors."""
+    def known(x: Operand) -> Operand:
+        return Operand(*map(value_of, x.tensors), x.format)
+
+    values = {name: value_of(each) for name, each in fields.items()}
+    spec = Arguments.of(known(source), known(weight), out_dtype=out_dtype, **values).spec
+    fields.pop("fast_accumulation", None)
+    return ScaledMM(spec=spec, a=source, b=weight, **fields)
+
+
+PRODUCTS = (SCALED_MM, SCALED_MM_RESULTS)
+
+
+def is_product(node: Node) -> bool:
+    """Whether a node is a product of one A and one B, whatever follows it."""
+    return node.target is SCALED_MM or (node.target is SCALED_MM_RESULTS and len(node.args[3]) == 1)
 
 
 def scaled_mm_of(node: Node) -> ScaledMM:
-    """The arguments of a `scaled_mm`, `scaled_mm_quantized`, `scaled_mm_amax` or `scaled_grouped_mm` node.
-
-    The same object is returned while the arguments stay.
-    """
+    """The product of a node for which `is_product` holds. The same object is returned while the arguments stay."""
     known = getattr(node, "_fp4compile_product", None)
-    if known is None or known[0] is not node.args:
-        quantized = dict.fromkeys((SCALED_MM_AMAX, SCALED_MM_QUANTIZED), dense_quantized)
-        read = {SCALED_GROUPED_MM: grouped, **quantized}.get(node.target, dense)
-        known = node.args, ScaledMM(**vars(read(*node.args, **node.kwargs)), node=node)
+    if known is None or known[0] is not node.args or known[1] is not node.kwargs:
+        known = node.args, node.kwargs, _read(node)
         node._fp4compile_product = known
-    return known[1]
+    return known[2]
 
 
-def reads_by_index(node: Node) -> bool:
-    """Whether a kernel that reads the matrices through the index serves a `scaled_mm_gathered` node."""
-    values = [_value(arg) for arg in node.args]
-    index, out_dtype = values[8:]
-    return indexed.serves(operand(*values[:4]), operand(*values[4:8]), index, out_dtype, target_of(index.device))
+def products_of(node: Node) -> list[ScaledMM]:
+    """The products that a node of `PRODUCTS` computes of one A; more than one after horizontal fusion."""
+    if is_product(node):
+        return [scaled_mm_of(node)]
+    a, a_scales, a_outer, *several, spec = node.args
+    members = len(several[0])
+    biases = node.kwargs.get("bias") or [None] * members
+    each = zip(*(given or [None] * members for given in several), biases, strict=True)
+    return [_product(node, (a, a_scales, a_outer, *b, spec), {"bias": bias}) for *b, bias in each]
 
 
-def _value(arg: Any) -> Any:
+def _read(node: Node) -> ScaledMM:
+    if node.target is SCALED_MM:
+        return _product(node, node.args, node.kwargs)
+    *a, b, scales, outer, spec = node.args
+    options = dict(node.kwargs)
+    options["bias"] = next(iter(options.pop("bias", ())), None)
+    return _product(node, (*a, *(next(iter(each), None) for each in (b, scales, outer)), spec), options)
+
+
+def _product(node: Node, args: Sequence, options: dict[str, Any]) -> ScaledMM:
+    """The product of arguments whose tensors are nodes; `Arguments.of_call` reads it of their values."""
+    values = {name: value_of(each) for name, each in options.items() if name != "operands"}
+    read = Arguments.of_call(*map(value_of, args), **values)
+    a, b = (Operand(*args[i : i + 3], fmt) for i, fmt in ((0, read.a.format), (3, read.b.format)))
+    names = {"operands": "auxiliaries", "outer": "result_outer"}
+    fields = {names.get(name, name): each for name, each in options.items() if each is not None}
+    return ScaledMM(spec=read.spec, a=a, b=b, node=node, **fields)
+
+
+def value_of(arg: Any) -> Any:
     """The (fake) value of a node; any other argument as it is."""
     return arg.meta["val"] if isinstance(arg, Node) else arg
+
+
+def _operand(data: Any, scales: Any, outer: Any, fmt: str) -> Operand:
+    return Operand(data, scales, outer, formats.get(fmt))
 
 
 @dataclass(frozen=True)
@@ -208,7 +275,7 @@ class ExpertWeights:
 def expert_weights_of(node: Node) -> ExpertWeights:
     """The arguments of an `expert_weights` node, from which default values may be missing."""
     data, scales, outer, fmt, _, _, *how = node.args
-    return ExpertWeights(operand(data, scales, outer, fmt), *(*how, None, None)[:2])
+    return ExpertWeights(_operand(data, scales, outer, fmt), *(*how, None, None)[:2])
 
 
 @dataclass(frozen=True)
@@ -235,7 +302,7 @@ def is_gathered(node: Node) -> bool:
 def gathered_weight_of(node: Node) -> GatheredWeight:
     """The arguments of a `gathered_weight` node."""
     *codes, _, _, recompute = node.args
-    return GatheredWeight(operand(*codes[:4]), operand(*codes[4:]), recompute)
+    return GatheredWeight(_operand(*codes[:4]), _operand(*codes[4:]), recompute)
 
 
 def is_swizzled(weight: Operand) -> bool:

@@ -18,7 +18,7 @@ from fp4compile.analysis.find import parameters_of
 from fp4compile.analysis.gemm import Gemm
 from fp4compile.analysis.plan import Decision
 from fp4compile.calibration import batches as sample
-from fp4compile.formats.groups import Groups
+from fp4compile.formats.grouping import Groups
 from fp4compile.passes.manager import analyse
 from fp4compile.passes.rewrite import insert
 from fp4compile.recipe import Recipe, resolve

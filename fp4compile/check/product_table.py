@@ -9,7 +9,7 @@ from fp4compile import _compat
 from fp4compile.check.quantiser_table import BF16, GROUPS, SIZE
 from fp4compile.formats import formats
 from fp4compile.formats.epilogue import AMAX, Epilogue
-from fp4compile.formats.groups import padded_rows
+from fp4compile.formats.grouping import padded_rows
 from fp4compile.formats.layouts import ceil_div, swizzled_numel
 from fp4compile.formats.operand import Arguments, Operand
 from fp4compile.hardware import Target

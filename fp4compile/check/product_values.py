@@ -18,7 +18,7 @@ from fp4compile.check.cases import Machine
 from fp4compile.check.product_table import EXPERTS_BY_TWO_CTAS, TWO_CTAS, Product
 from fp4compile.check.values import BF16, ENDS, GROUP_ROWS, SEED, finite, product_differences, same_bits
 from fp4compile.formats.epilogue import AMAX, Epilogue
-from fp4compile.formats.groups import Groups
+from fp4compile.formats.grouping import Groups
 from fp4compile.formats.layouts import to_swizzled
 from fp4compile.formats.operand import Arguments, Operand
 from fp4compile.formats.quantize_spec import QuantizeSpec

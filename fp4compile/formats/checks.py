@@ -1,7 +1,7 @@
-"""Checks of a product's arguments. Each rule is written here, once.
+"""Checks of a product's tensors. Each rule is written here, once.
 
-An op checks its arguments where they enter: `check` runs before kernels are launched, `check_matrices` runs in the
-reference. Code behind the op does not check again. All functions raise ValueError or TypeError that name the argument.
+`check` runs where an op's tensors enter its reference or its kernels. Code behind the op does not check again. All
+functions raise ValueError or TypeError that name the argument.
 """
 
 from typing import Any
@@ -9,27 +9,32 @@ from typing import Any
 import torch
 
 from fp4compile._compat import statically_true
-from fp4compile.formats.epilogue import AMAX, AUXILIARIES, Epilogue
-from fp4compile.formats.formats import BlockFormat, compatible
-from fp4compile.formats.groups import check_offs, padded_rows
+from fp4compile.formats.epilogue import AUXILIARIES, Epilogue
+from fp4compile.formats.formats import BlockFormat
+from fp4compile.formats.grouping import Grouping, check_offs, padded_rows
 from fp4compile.formats.layouts import ceil_div, swizzled_numel
 from fp4compile.formats.operand import Arguments, Operand
 from fp4compile.formats.quantize_spec import FLOAT_DTYPES
 
 
 def check(x: Arguments) -> None:
-    """Check the arguments of a product op, on any device."""
-    _check_formats(x.a.format, x.b.format)
-    check_float("out_dtype", x.out_dtype)
+    """Check the tensors of a product, on any device. Its `ProductSpec` has checked what needs no tensor."""
     if x.offs is not None:
         _check_groups(x, x.offs)
+    elif x.index is not None:
+        _check_gathered(x, x.index)
     else:
         check_operand("a", x.a)
-        check_operand("b", x.b, _of_each_matrix(x) if x.epilogue is not None and x.epilogue.pair else None)
-        check_matrices(x.a, x.b, x.bias)
+        check_operand("b", x.b, _of_each_matrix(x) if x.spec.pair else None)
+        a_batch, b_batch = tuple(x.a.data.shape[:-2]), tuple(x.b.data.shape[:-2])
+        if b_batch and a_batch != b_batch:
+            raise ValueError(f"batch dimensions differ: a has {a_batch}, b has {b_batch}")
+        _check_contraction(x.a, x.b)
+        check_bias(x.bias, x.b.data.shape[-2])
         _check_devices(x.a, x.b, bias=x.bias)
-    if x.epilogue is not None:
-        _check_epilogue(x, x.epilogue)
+    check_epilogue(x)
+    if x.spec.epilogue is not None:
+        _check_auxiliaries(x, x.spec.epilogue)
 
 
 def _of_each_matrix(x: Arguments) -> tuple[tuple, ...]:
@@ -37,25 +42,25 @@ def _of_each_matrix(x: Arguments) -> tuple[tuple, ...]:
     return (), (2,), (*x.b.data.shape[:-1], 1)
 
 
-def check_indexed(a: Operand, b: Operand, index: torch.Tensor, out_dtype: torch.dtype) -> None:
-    """Check the arguments of a product of A [rows, K] and B [E, N, K], where an index gives each row its matrix."""
-    _check_formats(a.format, b.format)
-    check_float("out_dtype", out_dtype)
-    _check_devices(a, b, index=index)
-    check_operand("a", a)
-    check_operand("b", b)
-    if a.k != b.k:
-        raise ValueError(f"a, b: rows of {a.k} and of {b.k} elements cannot be multiplied")
+def _check_gathered(x: Arguments, index: torch.Tensor) -> None:
+    """Check A [S, M, K], B [E, N, K] and the index [S] that gives each matrix of A its matrix of B."""
+    check_index(x.a.data, x.b.data, index)
+    _check_devices(x.a, x.b, index=index)
+    check_operand("a", x.a)
+    check_operand("b", x.b)
+    if x.a.k != x.b.k:
+        raise ValueError(f"a, b: rows of {x.a.k} and of {x.b.k} elements cannot be multiplied")
 
 
-def check_matrices(a: Operand, b: Operand, bias: torch.Tensor | None) -> None:
-    """Check that the shapes and formats of two operands (matrices or batches of matrices) and a bias fit."""
-    _check_formats(a.format, b.format)
-    a_batch, b_batch = tuple(a.data.shape[:-2]), tuple(b.data.shape[:-2])
-    if b_batch and a_batch != b_batch:
-        raise ValueError(f"batch dimensions differ: a has {a_batch}, b has {b_batch}")
-    _check_contraction(a, b)
-    check_bias(bias, b.data.shape[-2])
+def check_index(a: torch.Tensor, b: torch.Tensor, index: torch.Tensor) -> None:
+    """Check the shapes of A [S, M, K], B [E, N, K] and an index [S]; sizes may be symbolic."""
+    expected = (
+        f"a, b, index: expected [S, M, K], [E, N, K] and [S]; got shapes {tuple(a.shape)}, {tuple(b.shape)} and "
+        f"{tuple(index.shape)}"
+    )
+    if a.dim() != 3 or b.dim() != 3 or index.dim() != 1:
+        raise ValueError(expected)
+    torch._check_value(a.shape[0] == index.shape[0], lambda: expected)
 
 
 def check_bias(bias: torch.Tensor | None, n: Any) -> None:
@@ -64,34 +69,14 @@ def check_bias(bias: torch.Tensor | None, n: Any) -> None:
         raise ValueError(f"bias: expected floating point of shape ({n},), got {bias.dtype} of {tuple(bias.shape)}")
 
 
-def check_quantize(x: Arguments) -> None:
-    """Check that an epilogue quantises the result, with a static outer scale exactly if the result's format has one."""
-    spec, outer = None if x.epilogue is None else x.epilogue.quantize, x.result_outer
-    if spec is None:
-        given = None if x.epilogue is None else x.epilogue.strings()
-        raise ValueError(f"epilogue: expected a last step 'quantize' with a format, got {given}")
-    if (outer is not None) != spec.static:
-        raise ValueError(f"outer: format {spec.format.name} "
-                         + ("needs a static outer scale" if spec.static else "has no outer scale"))  # fmt: skip
+def check_epilogue(x: Arguments) -> None:
+    """Check that there is a static outer scale exactly where the epilogue quantises to a format that needs one."""
+    spec, outer = x.result_spec, x.result_outer
+    if (outer is not None) != (spec is not None and spec.static):
+        name = "a result that is not quantised" if spec is None else f"format {spec.format.name}"
+        raise ValueError(f"outer: {name} {'needs a' if outer is None else 'has no'} static outer scale")
     if outer is not None and (outer.dtype != torch.float32 or outer.dim()):
         raise ValueError(f"outer: expected float32 of shape (), got {outer.dtype} of shape {tuple(outer.shape)}")
-    _check_products_of_groups(x)
-
-
-def _check_products_of_groups(x: Arguments) -> None:
-    """Check that groups, if there are any, have matrices of B and no bias."""
-    if x.offs is not None and x.b.data.dim() != 3:
-        raise ValueError(f"b: with offs, expected [G, N, K], got shape {tuple(x.b.data.shape)}")
-    if x.offs is not None and x.bias is not None:
-        raise ValueError("bias: products of groups have none")
-
-
-def check_amax(x: Arguments) -> None:
-    """Check that an epilogue finds the amax of the result."""
-    if x.epilogue is None or not x.epilogue.amax:
-        given = None if x.epilogue is None else x.epilogue.strings()
-        raise ValueError(f"epilogue: expected a last step {AMAX!r}, got {given}")
-    _check_products_of_groups(x)
 
 
 def check_operand(name: str, x: Operand, outers: tuple[tuple, ...] | None = None, swizzled_rows: Any = None) -> None:
@@ -140,11 +125,6 @@ def check_float(name: str, dtype: torch.dtype) -> None:
         raise ValueError(f"{name}={dtype}: allowed are bfloat16, float16, float32")
 
 
-def _check_formats(a: BlockFormat | None, b: BlockFormat | None) -> None:
-    if a is not None and b is not None and not compatible(a, b):
-        raise ValueError(f"formats {a.name} and {b.name} cannot be multiplied: scale types or blocks differ")
-
-
 def _check_contraction(a: Operand, b: Operand) -> None:
     """Check that both operands have one contraction length, up to the padding of a quantised operand's last block."""
     k = min(a.k, b.k)
@@ -162,15 +142,25 @@ def _check_devices(a: Operand, b: Operand, **others: torch.Tensor | None) -> Non
             raise ValueError(f"{name}: is on {tensor.device}, a on {a.data.device}")
 
 
-def _check_groups(x: Arguments, offs: torch.Tensor) -> None:
-    """Check the operands of a grouped product, whose groups are rows or lie along the contraction."""
-    a, b = x.a, x.b
-    if a.data.dim() != 2 or b.data.dim() not in (2, 3):
-        raise ValueError(f"a, b: expected [M, K] and [G, N, K], or [P, W] and [Q, W]; got shapes {tuple(a.data.shape)} "
-                         f"and {tuple(b.data.shape)}")  # fmt: skip
-    along_k = b.data.dim() == 2
-    matrices = b.data.shape[0] // 2 if x.two_weights else b.data.shape[0]
+def check_groups(x: Arguments, offs: torch.Tensor) -> None:
+    """Check the dimensions of a product with ragged groups, and its offsets; sizes may be symbolic."""
+    a, b, along_k = x.a.data, x.b.data, x.spec.grouping is Grouping.RAGGED_CONTRACTION
+    if a.dim() != 2 or b.dim() != (2 if along_k else 3):
+        expected = "[P, W] and [Q, W]" if along_k else "[M, K] and [G, N, K]"
+        raise ValueError(f"a, b: with {x.spec.grouping}, expected {expected}; got shapes {tuple(a.shape)} and "
+                         f"{tuple(b.shape)}")  # fmt: skip
+    matrices = b.shape[0] // 2 if x.two_weights else b.shape[0]
     check_offs(offs, None if along_k else matrices)
+    if along_k and x.rows is None:
+        raise ValueError("rows: a product of groups along the contraction needs the number of rows")
+    if not along_k and x.rows is not None:
+        torch._check_value(a.shape[0] == x.rows, lambda: f"rows: expected the {a.shape[0]} rows of a, got {x.rows}")
+
+
+def _check_groups(x: Arguments, offs: torch.Tensor) -> None:
+    """Check the operands of a product with ragged groups."""
+    check_groups(x, offs)
+    a, b, along_k = x.a, x.b, x.spec.grouping is Grouping.RAGGED_CONTRACTION
     _check_devices(a, b, offs=offs)
     groups, m, n = offs.shape[0], a.data.shape[0], b.data.shape[-2]
     rows = m if x.rows is None else x.rows
@@ -183,8 +173,6 @@ def _check_groups(x: Arguments, offs: torch.Tensor) -> None:
         _check_run("a", a, rows, groups)
         _check_run("b", b, rows, groups)
         return
-    if m != rows:
-        raise ValueError(f"rows: expected the {m} rows of a, got {rows}")
     _check_no_square("a", a)
     _check_contraction(a, b)
 
@@ -204,8 +192,8 @@ def _check_no_square(name: str, x: Operand) -> None:
         raise ValueError(f"{name}: groups of rows have no square blocks, got format {x.format.name}")
 
 
-def _check_epilogue(x: Arguments, epilogue: Epilogue) -> None:
-    """Check an epilogue and the tensors that it reads, each of the product's size or of N elements."""
+def _check_auxiliaries(x: Arguments, epilogue: Epilogue) -> None:
+    """Check the tensors that an epilogue reads, each of the product's size or of N elements."""
     *batch, m, _ = x.a.data.shape
     n, device = x.b.data.shape[-2], x.a.data.device
     if epilogue.pair:
@@ -226,5 +214,3 @@ def _check_epilogue(x: Arguments, epilogue: Epilogue) -> None:
         if not fits or each.dtype not in FLOAT_DTYPES or each.device != device:
             raise ValueError(f"epilogue: expected floating-point operands of the product's size or of {n} elements "
                              f"on {device}, got {each.dtype} of {tuple(each.shape)} on {each.device}")  # fmt: skip
-    if epilogue.dtype not in FLOAT_DTYPES:
-        raise ValueError(f"epilogue: dtype {epilogue.dtype}; allowed are bfloat16, float16, float32")

@@ -1,12 +1,12 @@
 """The epilogue of a product as data: the pointwise operations between the product and what is stored.
 
 An `Epilogue` is a list of steps (`formats.steps`). Their tensors are the product and auxiliary tensors (`aux0`: an
-element for each element of the product; `row1`: an element for each column). The op `scaled_mm` carries the steps as
-strings. In the op `scaled_mm_quantized`, "quantize" and the name of a format follow them: what is stored are codes and
-block scales of the rows of the result, as the next product reads them. Its steps may read `pair` as well: then B has
-the rows of two matrices, one below the other, `product` is A times the first of them, and `pair` A times the second.
-In the op `scaled_mm_amax`, "amax" follows them: the result is stored, and its largest magnitude is found. That is for a
-next product whose operand has a dynamic outer scale, which the whole result decides. Its steps may read `pair`, too.
+element for each element of the product; `row1`: an element for each column). A `ProductSpec` carries the steps as
+strings. "quantize" and the name of a format may follow them: what is stored are codes and block scales of the rows of
+the result, as the next product reads them. Or "amax" follows them: the result is stored, and its largest magnitude is
+found, for a next product whose operand has a dynamic outer scale, which the whole result decides. With either end,
+steps may read `pair` as well: then B has the rows of two matrices, one below the other, `product` is A times the first
+of them, and `pair` A times the second.
 
 `apply` is the reference. `templates.device.epilogue` computes the same steps in kernels.
 """
@@ -65,9 +65,23 @@ class Epilogue:
         return found
 
     def strings(self) -> list[str]:
-        """The steps as the op carries them; `parse` reads them."""
-        last = [AMAX] * self.amax if self.quantize is None else [f"{QUANTIZE} {self.quantize.format.name}"]
-        return [*map(str, self.steps), *last]
+        """The steps and the end as strings; `parse` reads them."""
+        return [*self.step_strings(), *[self.end] * (self.end is not None)]
+
+    def step_strings(self) -> list[str]:
+        """The pointwise steps as strings."""
+        return [*map(str, self.steps)]
+
+    @property
+    def end(self) -> str | None:
+        """What follows the steps: "amax", "quantize mxfp8" or None."""
+        if self.quantize is not None:
+            return f"{QUANTIZE} {self.quantize.format.name}"
+        return AMAX if self.amax else None
+
+    def ended(self, end: str) -> "Epilogue":
+        """The epilogue with another end."""
+        return Epilogue.parse([*self.step_strings(), end], self.product_dtype, self.dtype)
 
     @cached_property
     def pair(self) -> bool:

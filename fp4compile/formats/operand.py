@@ -8,6 +8,8 @@ import torch
 
 from fp4compile.formats.epilogue import Epilogue
 from fp4compile.formats.formats import BlockFormat
+from fp4compile.formats.grouping import Grouping
+from fp4compile.formats.product_spec import OperandSpec, ProductSpec, formats_of, parse
 from fp4compile.formats.quantize_spec import QuantizeSpec
 
 
@@ -33,9 +35,14 @@ class Operand:
         return 2 * width if self.format is not None and self.format.packed else width
 
     @property
-    def in_schema(self) -> tuple:
-        """The four arguments by which ops take the operand."""
-        return self.data, self.scales, self.outer, None if self.format is None else self.format.name
+    def tensors(self) -> tuple:
+        """The three arguments by which ops take the operand."""
+        return self.data, self.scales, self.outer
+
+    @property
+    def spec(self) -> OperandSpec:
+        """The operand without its sizes; the tensors may be fake."""
+        return OperandSpec(self.format, *_kind(*self.tensors))
 
     @property
     def scaled(self) -> bool:
@@ -48,33 +55,87 @@ class Operand:
         return self.scaled and self.scales is not None and self.scales.dim() == self.data.dim() - 1
 
 
+def _kind(data: torch.Tensor, scales: torch.Tensor | None, outer: torch.Tensor | None) -> tuple:
+    """(dtype, whether the block scales are swizzled, granularity of the outer scale), as `OperandSpec` has them."""
+    swizzled = scales is not None and scales.dim() == data.dim() - 1
+    return data.dtype, swizzled, "none" if outer is None else {0: "tensor", 1: "group"}.get(outer.dim(), "row")
+
+
+def taken(b: Operand, index: torch.Tensor) -> Operand:
+    """A copy of the matrices b[index] of B [E, N, K], for an int index [S]."""
+
+    def each(x: torch.Tensor | None) -> torch.Tensor | None:
+        if x is None or x.dim() == 0:
+            return x  # torch cannot index all dtypes of one byte
+        return x.view(torch.uint8)[index].view(x.dtype) if x.element_size() == 1 else x[index]
+
+    return Operand(*map(each, b.tensors), b.format)
+
+
 @dataclass(frozen=True, eq=False)
 class Arguments:
-    """What a product op is called with.
+    """A product with its tensors.
 
-    bias: [N]. epilogue: what follows the product; auxiliaries: the tensors that its pointwise steps read.
-    offs, rows: in a grouped product, where the groups end and how many rows there are (see `groups`); rows None stands
-        for the rows of A, which the groups are then.
+    bias: [N]. auxiliaries: the tensors that the steps of the epilogue read.
     result_outer: the static outer scale of a result that the epilogue quantises, float32 []; None where the result's
         format has no outer scale.
-    fast_accumulation: whether FP8 matrix units may keep the sums in fewer bits than float32 has.
+    offs, rows: with ragged groups, where the groups end and how many rows there are (`formats.grouping`); rows None
+        stands for the rows of A, which the groups are then.
+    index: int [S], with gathered matrices: A [S, M, K] is multiplied by b[index], where B is [E, N, K].
     """
 
+    spec: ProductSpec
     a: Operand
     b: Operand
-    bias: torch.Tensor | None
-    out_dtype: torch.dtype
-    epilogue: Epilogue | None = None
+    bias: torch.Tensor | None = None
     auxiliaries: Sequence[torch.Tensor] = ()
     result_outer: torch.Tensor | None = None
     offs: torch.Tensor | None = None
     rows: Any = None
-    fast_accumulation: bool = False
+    index: torch.Tensor | None = None
+
+    @classmethod
+    def of(
+        cls, a: Operand, b: Operand, bias=None, out_dtype=torch.bfloat16, epilogue: Epilogue | None = None,
+        auxiliaries=(), result_outer=None, offs=None, rows=None, *, index=None, fast_accumulation: bool = False,
+    ) -> "Arguments":  # fmt: skip
+        """The product of two operands; the tensors decide its grouping. Raises what `ProductSpec` raises."""
+        if offs is not None:
+            grouping = Grouping.RAGGED_ROWS if b.data.dim() == 3 else Grouping.RAGGED_CONTRACTION
+        elif index is not None:
+            grouping = Grouping.GATHERED
+        else:
+            grouping = Grouping.BATCHED if b.data.dim() > 2 else Grouping.DENSE
+        spec = ProductSpec(a.spec, b.spec, out_dtype, grouping, epilogue, None if bias is None else bias.dtype,
+                           fast_accumulation)  # fmt: skip
+        return cls(spec, a, b, bias, auxiliaries, result_outer, offs, rows, index)
+
+    @classmethod
+    def of_call(
+        cls, a, a_scales, a_outer, b, b_scales, b_outer, spec: str, *, bias=None, operands=None, outer=None, offs=None,
+        rows=None, index=None,
+    ) -> "Arguments":  # fmt: skip
+        """The product that an op is called with: its tensors, and `str(spec)`.
+
+        Raises ValueError for a text that is no spec, and where offsets or an index are missing or not wanted.
+        """
+        left, right = formats_of(spec)
+        found = parse(spec, _kind(a, a_scales, a_outer), _kind(b, b_scales, b_outer), b.dim() > 2,
+                      None if bias is None else bias.dtype)  # fmt: skip
+        ragged = found.grouping in (Grouping.RAGGED_ROWS, Grouping.RAGGED_CONTRACTION)
+        for name, given, wanted in (("offs", offs, ragged), ("index", index, found.grouping is Grouping.GATHERED)):
+            if (given is not None) != wanted:
+                raise ValueError(f"{name}: a product of {found.grouping} groups {'needs' if wanted else 'has no'} {name}")
+        return cls(found, Operand(a, a_scales, a_outer, left), Operand(b, b_scales, b_outer, right), bias,
+                   operands or (), outer, offs, rows, index)  # fmt: skip
 
     @property
-    def plain(self) -> bool:
-        """Whether torch computes the product: neither operand is quantised, and there are no groups."""
-        return self.a.format is None and self.b.format is None and self.offs is None
+    def call(self) -> tuple[tuple, dict[str, Any]]:
+        """The arguments of an op that computes the product: those by position, and those by name that are given."""
+        named = {"bias": self.bias, "operands": list(self.auxiliaries) or None, "outer": self.result_outer,
+                 "offs": self.offs, "rows": self.rows, "index": self.index}  # fmt: skip
+        given = {name: value for name, value in named.items() if value is not None}
+        return (*self.a.tensors, *self.b.tensors, str(self.spec)), given
 
     @property
     def two_weights(self) -> bool:
@@ -82,12 +143,12 @@ class Arguments:
 
         The matrices of the first product come first. Else B has the rows of both, [G, 2 N, K] or [2 N, K].
         """
-        if self.epilogue is None or not self.epilogue.pair or self.offs is None:
+        if not self.spec.pair or self.offs is None:
             return False
         return bool(self.b.data.shape[0] == 2 * self.offs.shape[0])
 
     @property
     def result_spec(self) -> QuantizeSpec | None:
         """How the result is quantised, group by group where there are groups; None where it is not."""
-        spec = None if self.epilogue is None else self.epilogue.quantize
+        spec = None if self.spec.epilogue is None else self.spec.epilogue.quantize
         return spec if spec is None or self.offs is None else replace(spec, ragged=True)

@@ -15,7 +15,7 @@ import torch
 from fp4compile._compat import statically_true
 from fp4compile.formats import formats
 from fp4compile.formats.formats import BlockFormat, unknown_name
-from fp4compile.formats.groups import check_offs, padded_rows
+from fp4compile.formats.grouping import check_offs, padded_rows
 from fp4compile.formats.layouts import LAYOUTS, ceil_div, swizzled_numel
 from fp4compile.formats.prologue import Prologue
 

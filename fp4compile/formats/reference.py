@@ -18,7 +18,6 @@ from contextvars import ContextVar
 import torch
 import torch.nn.functional as F
 
-from fp4compile.formats.checks import check_matrices
 from fp4compile.formats.formats import ELEMENT_MAX, BlockFormat
 from fp4compile.formats.layouts import ceil_div, from_swizzled, to_swizzled
 from fp4compile.formats.operand import Operand
@@ -463,11 +462,8 @@ def scaled_mm(a: Operand, b: Operand, bias: torch.Tensor | None, out_dtype: torc
     A B of two dimensions serves every matrix of A. A format of None marks a plain floating-point operand, which may
     have an outer scale too. The float32 product is multiplied once by outer_a * outer_b (a missing scale is 1), then
     the bias [N] is added, then the result is cast to out_dtype.
-
-    Raises ValueError for formats, batch dimensions or contraction dimensions that do not fit each other, and for a bias
-    of another shape or not of a floating-point dtype.
+    `checks.check` has checked the arguments.
     """
-    check_matrices(a, b, bias)
     k = min(a.k, b.k)  # the rest of the longer operand is padding, which is zero
     left, right = _values(a), _values(b)
     with torch.autocast(left.device.type, enabled=False):  # the product is float32, whatever the caller's context

@@ -10,7 +10,7 @@ import torch
 
 from fp4compile.formats import reference, reference_scales
 from fp4compile.formats.formats import BlockFormat
-from fp4compile.formats.groups import Groups, padded_rows
+from fp4compile.formats.grouping import Groups, padded_rows
 from fp4compile.formats.layouts import TILE_ROWS, ceil_div, from_swizzled, to_swizzled
 from fp4compile.formats.operand import Operand
 from fp4compile.formats.quantize_spec import ROWS, QuantizeSpec

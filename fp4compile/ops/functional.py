@@ -6,14 +6,14 @@ from typing import Any
 import torch
 
 from fp4compile.formats import formats
-from fp4compile.formats.checks import check, check_float
+from fp4compile.formats.checks import check_float
 from fp4compile.formats.formats import BlockFormat
-from fp4compile.formats.groups import Groups, padded_rows
+from fp4compile.formats.grouping import Grouping, Groups, padded_rows
 from fp4compile.formats.layouts import LAYOUTS, ceil_div
 from fp4compile.formats.operand import Arguments, Operand
 from fp4compile.formats.quantize_spec import FLOAT_DTYPES
 from fp4compile.formats.reference_grouped import with_linear_scales
-from fp4compile.ops.matmul import SCALED_GROUPED_MM, SCALED_MM
+from fp4compile.ops.matmul import SCALED_MM
 from fp4compile.ops.quantize import DEQUANTIZE, QUANTIZE
 
 
@@ -26,14 +26,14 @@ class BlockScaled:
     scales: the block scales, float8_e4m3fn or float8_e8m0fnu; None for a format without block scales. In the layout
         "linear": [..., rows, blocks] (square blocks: [..., rows / block, blocks]); "swizzled": one flat run for each
         matrix.
-    outer: the float32 factor that decodes, [] or [..., rows, 1]; None means 1. With `groups`, one factor a group, [G],
+    outer: the float32 factor that decodes, [] or [..., rows, 1]; None means 1. With groups, one factor a group, [G],
         or one a column of a group, [G, columns, 1], where the groups lie along the quantised dimension.
     format: the `BlockFormat`, see `formats`.
     shape: the shape of the represented values, with the quantised dimension last and without padding.
     layout: where the block scales lie, "linear" or "swizzled", see `layouts`.
-    groups: how groups lie in data if they were quantised one by one: as "rows", as "columns" (each group padded to a
-        multiple of 128), or as "matrices". None for a tensor without groups.
-    offs, rows: with "rows" and "columns", the offsets of the groups and how many rows the tensor had; see `groups`.
+    grouping: `Grouping.BATCHED` if each matrix was quantised as if it were alone; RAGGED_ROWS, or RAGGED_CONTRACTION
+        (with each group padded to a multiple of 128), if offsets cut groups of rows; otherwise DENSE.
+    offs, rows: with ragged groups, their offsets and how many rows the tensor had; see `grouping`.
     """
 
     data: torch.Tensor
@@ -42,41 +42,43 @@ class BlockScaled:
     format: BlockFormat
     shape: tuple[int, ...]
     layout: str = "linear"
-    groups: str | None = None
+    grouping: Grouping = Grouping.DENSE
     offs: torch.Tensor | None = None
     rows: int | None = None
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         """The represented values, of shape `shape`. dtype: bf16, fp16 or fp32; ValueError for another one."""
         check_float("dtype", dtype)
-        if self.groups is None:
+        dense = self.grouping is Grouping.DENSE
+        if dense:
             outer, made = self.outer, dtype
         else:
             outer, made = None, torch.float32
         values = DEQUANTIZE(self.data, self._linear_scales(), outer, self.format.name, self.shape[-1], made)
-        if self.groups is None or self.outer is None:
+        if dense or self.outer is None:
             return values.to(dtype)
         return (values * self._outer_of_values(self.outer)).to(dtype)
 
     def _linear_scales(self) -> torch.Tensor | None:
         """The block scales as `dequantize` takes them: without padding between groups of rows."""
-        if self.groups != "rows" or self.layout != "swizzled" or self.scales is None:
+        if self.grouping is not Grouping.RAGGED_ROWS or self.layout != "swizzled" or self.scales is None:
             return self.scales
         return with_linear_scales(Operand(self.data, self.scales, None, self.format), self._cut()).scales
 
     def _cut(self) -> Groups:
         if self.offs is None or self.rows is None:
-            raise ValueError(f"offs, rows: groups of {self.groups} need both, got {self.offs} and {self.rows}")
+            raise ValueError(f"offs, rows: {self.grouping} need both, got {self.offs} and {self.rows}")
         return Groups.of(self.offs, self.rows)
 
     def _outer_of_values(self, outer: torch.Tensor) -> torch.Tensor:
         """The outer scale of each element, in a shape that broadcasts to `shape`."""
-        if self.groups == "matrices":
+        if self.grouping is Grouping.BATCHED:
             return outer.view(-1, 1, 1) if outer.dim() == 1 else outer
-        if outer.dim() == 0 or (self.groups == "rows" and outer.dim() == 2):
+        by_rows = self.grouping is Grouping.RAGGED_ROWS
+        if outer.dim() == 0 or (by_rows and outer.dim() == 2):
             return outer
         groups = self._cut()
-        if self.groups == "rows":
+        if by_rows:
             return torch.cat((outer, outer.new_ones(1)))[groups.of_rows].unsqueeze(-1)
         of_columns, _ = groups.of_padded()
         return outer[of_columns] if outer.dim() == 1 else outer[of_columns].squeeze(-1).t()
@@ -106,7 +108,7 @@ def quantize(
     seed: int64 [], to round E2M1 elements stochastically; the same seed gives the same codes. None rounds to nearest.
     hadamard: quantise the random Hadamard transform of x along dim, in groups of 16 (NVFP4 blocks of 1x16). The
         result represents the transformed values, and its shape has whole groups.
-    offs: int32 [G], to quantise each group of the rows of a matrix x as if it were alone, see `groups`. With dim=0, the
+    offs: int32 [G], to quantise each group of the rows of a matrix x as if it were alone, see `grouping`. With dim=0, the
         result has each group padded to a multiple of 128. per_matrix: quantise each matrix of x [G, R, C] as if it were
         alone. The results are operands of `scaled_grouped_mm`.
     scales: how block scales are chosen. "amax" makes them of each block's largest element. For weights in NVFP4 formats
@@ -161,7 +163,8 @@ def quantize(
     block_scales = block_scales if fmt.scale else None
     if not grouped:
         return BlockScaled(data, block_scales, outer, fmt, (*lead, k), layout)
-    kind = "matrices" if offs is None else "rows" if dim == -1 else "columns"
+    ragged = Grouping.RAGGED_ROWS if dim == -1 else Grouping.RAGGED_CONTRACTION
+    kind = Grouping.BATCHED if offs is None else ragged
     rows = None if offs is None else x.shape[0]
     return BlockScaled(data, block_scales, outer, fmt, (*lead, k), layout, kind, offs, rows)
 
@@ -183,10 +186,10 @@ def scaled_mm(
     """
     if bias is not None and not isinstance(bias, torch.Tensor):
         raise TypeError(f"bias: expected a torch.Tensor, got {type(bias).__name__}")
-    left, right = _operand("a", a), _operand("b", b)
-    check(Arguments(left, right, bias, out_dtype))
+    x = Arguments.of(_operand("a", a), _operand("b", b), bias, out_dtype)
     _check_contraction(a, b)
-    return SCALED_MM(*left.in_schema, *right.in_schema, bias, out_dtype)
+    args, options = x.call
+    return SCALED_MM(*args, **options)
 
 
 def scaled_grouped_mm(
@@ -207,20 +210,20 @@ def scaled_grouped_mm(
     left, right = _operand("a", a), _operand("b", b)
     if not isinstance(offs, torch.Tensor):
         raise TypeError(f"offs: expected an int32 torch.Tensor, got {type(offs).__name__}")
-    along = a.groups == b.groups == "columns"
+    along = a.grouping is b.grouping is Grouping.RAGGED_CONTRACTION
     if not along and (len(a.shape), len(b.shape)) != (2, 3):
         raise ValueError("a, b: expected [M, K] and [G, N, K], or two that were quantised with offs and dim=0; "
-                         f"got shapes {a.shape} and {b.shape}, groups {a.groups!r} and {b.groups!r}")  # fmt: skip
+                         f"got shapes {a.shape} and {b.shape}, {a.grouping} and {b.grouping}")  # fmt: skip
     if along and a.rows != b.rows:
         raise ValueError(f"numbers of rows differ: a was made of {a.rows}, b of {b.rows}")
     for operand in (a, b):
         if operand.offs is not None and operand.offs.shape != offs.shape:
             raise ValueError(f"offs: expected the {operand.offs.shape[0]} groups of an operand, got {offs.shape[0]}")
     rows = a.rows if along else a.shape[0]
-    check(Arguments(left, right, None, out_dtype, offs=offs, rows=rows))
     if not along:
         _check_contraction(a, b)
-    return SCALED_GROUPED_MM(*left.in_schema, *right.in_schema, offs, rows, out_dtype)
+    args, options = Arguments.of(left, right, None, out_dtype, offs=offs, rows=rows).call
+    return SCALED_MM(*args, **options)
 
 
 def _operand(name: str, x: BlockScaled) -> Operand:

@@ -12,7 +12,7 @@
 
 `quantize`. `QuantizeSpec` explains the options. A result that a call does not have is an empty tensor [0]: block scales
 of dequantised values or of a format without block scales; an outer scale that is static, that the format lacks, or that
-the columns share with the rows. offs: int32 [G], which cut the rows of a matrix x in groups (`formats.groups`).
+the columns share with the rows. offs: int32 [G], which cut the rows of a matrix x in groups (`formats.grouping`).
 prologue: steps that are computed first, in float32 (`formats.prologue`); x is their first operand, and `operands` are
 the others. dtype: what the steps' result is rounded to before it is quantised. stored: results of steps that are
 returned as well, each rounded to a dtype ("s3 bfloat16"). amax: float32, of the outer scale's shape, the magnitudes of
@@ -44,7 +44,7 @@ from typing import Any
 import torch
 
 from fp4compile.formats import formats, reference
-from fp4compile.formats.groups import padded_rows
+from fp4compile.formats.grouping import padded_rows
 from fp4compile.formats.layouts import swizzled_numel
 from fp4compile.formats.prologue import Prologue, apply
 from fp4compile.formats.quantize_spec import COLUMNS, ROWS, QuantizeSpec

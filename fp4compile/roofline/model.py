@@ -34,7 +34,8 @@ from fp4compile.roofline.product_steps import Chosen, memory_pass, plain_step, p
 from fp4compile.roofline.sizes import Experts, Sizes
 from fp4compile.roofline.time_terms import BF16, BOTH_WAYS, COLUMN, ROWS, Prediction, Step, Use, quantise_step, stored
 from fp4compile.templates.choose import choose
-from fp4compile.templates.problem import OperandType, Problem
+from fp4compile.formats.product_spec import OperandSpec
+from fp4compile.templates.problem import Problem
 
 __all__ = ["GPUS", "Experts", "Gpu", "Prediction", "Step", "Use", "predict"]
 
@@ -229,12 +230,12 @@ def _with_layout(a: Use | None, b: Use | None, gpu: Gpu, sizes: Sizes, native: b
     return Chosen(choice.kernel, choice.tier, choice.dequantizes_a and alone, outer, (held, held))
 
 
-def _operand_type(use: Use | None, native: bool, by_offsets: bool) -> OperandType:
+def _operand_type(use: Use | None, native: bool, by_offsets: bool) -> OperandSpec:
     if use is None:
-        return OperandType(None, torch.bfloat16)
+        return OperandSpec(None, torch.bfloat16)
     fmt = use.format
     outer = "group" if by_offsets and fmt.outer == "tensor" and not use.static else fmt.outer or "none"
-    return OperandType(fmt, fmt.data_dtype, scale_layout(fmt, native=native) == "swizzled", outer)
+    return OperandSpec(fmt, fmt.data_dtype, scale_layout(fmt, native=native) == "swizzled", outer)
 
 
 def _size(name: str, value: Any) -> Any:

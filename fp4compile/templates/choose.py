@@ -10,7 +10,7 @@ from functools import lru_cache
 from typing import Any
 
 from fp4compile._compat import statically_true
-from fp4compile.formats.formats import BlockFormat
+from fp4compile.formats.epilogue import Epilogue
 from fp4compile.templates.gemm import (
     block_scaled_sm100,
     block_scaled_two_ctas_sm100,
@@ -108,7 +108,7 @@ def _decide(problem: Problem, preferred: str | None, registry: tuple[Candidate, 
                       dequantizes_b=all(each.dequantizes_b for each in by_rows), settled=False,
                       traceable=False)  # fmt: skip
     # No candidate serves a problem only because of its epilogue: if this one still serves it, it is still the first.
-    fused = problem if problem.epilogue else replace(problem, epilogue=True)
+    fused = problem if problem.spec.epilogue else problem.with_epilogue()
     with_epilogue = found if found.takes(fused) else _first(fused, registry)
     takes_epilogue = with_epilogue.takes_epilogue(fused)
     if takes_epilogue and with_epilogue is not found:
@@ -125,17 +125,16 @@ def _decide(problem: Problem, preferred: str | None, registry: tuple[Candidate, 
 _decided = lru_cache(maxsize=4096)(_decide)
 
 
-def quantized(problem: Problem, result: BlockFormat | None, pair: bool = False, products: int = 1) -> Choice | str:
-    """The choice for a product whose kernel quantises its result in the epilogue, or the reason why none should.
+def quantized(problem: Problem, epilogue: Epilogue, products: int = 1) -> Choice | str:
+    """The choice for a product whose epilogue quantises its result or finds its amax, or the reason why none should.
 
-    result: the format; None stores the result and finds its amax, of which another kernel makes an outer scale.
-    problem: the product without an epilogue. pair: whether the epilogue makes one result of two products. These are the
-    halves of the problem's columns or, with products=2, two such problems.
+    problem: the product without an epilogue. products: 2 where the epilogue makes one result of two such problems; an
+    epilogue that reads a pair otherwise reads the halves of the problem's columns.
     """
-    columns = problem.n // 2 if pair and products == 1 else problem.n
-    fused = replace(problem, epilogue=True, result=result, pair=pair, n=columns, amax=result is None)
+    columns = problem.n // 2 if epilogue.pair and products == 1 else problem.n
+    fused = replace(problem.with_epilogue(epilogue), n=columns)
     if not any(candidate.takes(fused) for candidate in REGISTRY):
-        does = "finds the amax of" if result is None else "quantises"
+        does = "finds the amax of" if epilogue.amax else "quantises"
         return f"no kernel of compute capability {problem.target.sm} {does} its result"
     choice, alone = choose(fused), choose(problem)
     if not cost.quantizing_pays(fused, choice.config, problem, alone.config, products):
@@ -156,7 +155,7 @@ def to_time(problem: Problem) -> list[Choice]:
     found = []
     for name in candidates(problem):
         choice = choose(problem, preferred=name)
-        if choice.takes_epilogue or not problem.epilogue:
+        if choice.takes_epilogue or not problem.spec.epilogue:
             found += [replace(choice, config=each) for each in named(name).to_time(problem)]
     return found
 
@@ -172,7 +171,7 @@ def named(name: str) -> Candidate:
 def _first(problem: Problem, registry: tuple[Candidate, ...]) -> Candidate:
     found = next((candidate for candidate in registry if candidate.takes(problem)), None)
     if found is None:
-        does = "finds the amax of" if problem.amax else "quantises"
+        does = "finds the amax of" if problem.spec.amax else "quantises"
         raise ValueError(f"epilogue: no kernel of compute capability {problem.target.sm} {does} the result")
     return found
 
@@ -183,7 +182,7 @@ def _by_rows(problem: Problem, registry: tuple[Candidate, ...]) -> list[Candidat
     With groups, these are few and many rows. Without groups, a number that is known to be below LIBRARY_ROWS leaves one
     kernel, and so does one that is not below it, unless the kernels for `_MANY_ROWS` differ.
     """
-    if problem.ragged is None:
+    if not problem.ragged:
         m = problem.m
         if statically_true(m < LIBRARY_ROWS) or statically_true(m > WGMMA_ROWS):
             return []

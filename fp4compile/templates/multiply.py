@@ -13,80 +13,77 @@ from typing import Any
 import torch
 
 from fp4compile.formats import reference
-from fp4compile.formats.checks import check, check_amax, check_quantize
-from fp4compile.formats.groups import padded_rows
+from fp4compile.formats.checks import check
+from fp4compile.formats.grouping import padded_rows
 from fp4compile.formats.layouts import ceil_div, swizzled_numel
-from fp4compile.formats.operand import Arguments, Operand
+from fp4compile.formats.operand import Arguments, taken
 from fp4compile.hardware import Target
 from fp4compile.templates.choose import Choice, choose, named
-from fp4compile.templates.gemm import block_scaled_two_ctas_sm100, grouped_library, library
+from fp4compile.templates.gemm import block_scaled_two_ctas_sm100, grouped_library, indexed, library
 from fp4compile.templates.gemm.call import Call, kernel_operand
-from fp4compile.templates.gemm.candidate import MOST_IN_GROUP
+from fp4compile.templates.gemm.candidate import LIBRARY, MOST_IN_GROUP, TWO_CTAS
 from fp4compile.templates.gemm.streaming import of_all
 from fp4compile.templates.launch import target_of
 from fp4compile.templates.problem import problem_of
 
 
 def multiply(x: Arguments, choice: Choice | None = None, arranged_a: torch.Tensor | None = None) -> torch.Tensor:
-    """The product of the arguments on the GPU: [..., M, N] or, with groups, of the shape that `Problem.ragged` gives.
+    """The product of the arguments on the GPU: [..., M, N] or, with groups along the contraction, [G, M, N].
 
     choice: the kernel; None calls `choose`. arranged_a: see `Call`.
     Raises ValueError or TypeError, naming the argument, for arguments that do not fit, and for an epilogue that the
     kernel does not take.
     """
-    if x.plain:
-        if x.epilogue is not None:
+    spec = x.spec
+    if spec.plain:
+        if spec.epilogue is not None:
             raise ValueError("epilogue: the product of two plain operands is the library's, which takes none")
-        if x.a.data.dtype != x.b.data.dtype or x.a.data.dtype.itemsize != 2:
-            return reference.scaled_mm(x.a, x.b, x.bias, x.out_dtype)
+        if spec.a.dtype != spec.b.dtype or spec.a.dtype.itemsize != 2:
+            return reference.scaled_mm(x.a, x.b, x.bias, spec.out_dtype)
+    if x.index is not None:
+        return _gathered(x, x.index)
     call = call_of(x)
     return _launched(call if arranged_a is None else replace(call, arranged_a=arranged_a), choice)
 
 
-def multiply_quantized(x: Arguments, choice: Choice | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-    """Codes and swizzled block scales of the rows of the product, which the arguments' epilogue quantises.
+def results(x: Arguments, choice: Choice | None = None) -> list[torch.Tensor]:
+    """The results of the product, by the end of its epilogue: one; codes and block scales; or a result and magnitudes.
 
-    Raises what `multiply` raises, and ValueError where no kernel of the GPU quantises the product.
+    Codes and swizzled block scales are of the rows of the result. Of the float32 magnitudes, the largest (with groups,
+    that of each group) is the amax of the result.
+    Raises what `multiply` raises, and ValueError where no kernel of the GPU quantises the result or finds its amax.
     """
-    check_quantize(x)
+    if x.spec.results == 1:
+        return [multiply(x, choice)]
     call = call_of(x)
     p, (*lead, rows, _) = call.problem, call.a.data.shape
-    if p.empty:
-        data, scales = call.empty_codes()
-        scales.zero_()  # groups without rows have scales
+    if p.empty:  # groups without rows have scales, or an amax of 0
+        first, second = call.empty_results()
+        second.zero_()
     else:
-        data, scales = _run(call, choice)
+        first, second = _run(call, choice)
+    if p.spec.result is None:
+        return [first.view(*lead, rows, p.n), second]
     padded = rows if x.offs is None else padded_rows(rows, p.groups)
-    of_matrix = swizzled_numel(padded, ceil_div(p.n, p.result.block_cols))
-    return (data.view(p.result.data_dtype).view(*lead, rows, data.shape[-1]),
-            scales.view(p.result.scale_dtype).view(*lead, of_matrix))  # fmt: skip
+    of_matrix = swizzled_numel(padded, ceil_div(p.n, p.spec.result.block_cols))
+    return [first.view(p.spec.result.data_dtype).view(*lead, rows, first.shape[-1]),
+            second.view(p.spec.result.scale_dtype).view(*lead, of_matrix)]  # fmt: skip
 
 
-def multiply_amax(x: Arguments, choice: Choice | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-    """The product of the arguments, with its epilogue, and float32 magnitudes whose largest is the amax of that result.
-
-    Raises what `multiply` raises, and ValueError where no kernel of the GPU finds the amax.
-    """
-    check_amax(x)
-    call = call_of(x)
-    out, maxima = (call.empty(), call.empty_maxima().zero_()) if call.problem.empty else _run(call, choice)
-    return out.view(*call.a.data.shape[:-1], call.problem.n), maxima
-
-
-def results(x: Arguments, choice: Choice | None = None) -> list[torch.Tensor]:
-    """What `multiply`, `multiply_quantized` or `multiply_amax` returns, by the end of the arguments' epilogue."""
-    if x.epilogue is not None and x.epilogue.amax:
-        return [*multiply_amax(x, choice)]
-    return [multiply(x, choice)] if x.result_spec is None else [*multiply_quantized(x, choice)]
+def _gathered(x: Arguments, index: torch.Tensor) -> torch.Tensor:
+    """The product of A and b[index], by a kernel that reads B through the index, or of a copy of these matrices."""
+    if indexed.serves(x.a, x.b, index, x.spec.out_dtype, target_of(x.a.data.device)):
+        return indexed.multiply_indexed(x.a, x.b, index, x.spec.out_dtype)
+    return multiply(Arguments.of(x.a, taken(x.b, index), None, x.spec.out_dtype))
 
 
 def _launched(call: Call, choice: Choice | None) -> torch.Tensor:
     p = call.problem
-    shape = (*call.a.data.shape[:-1], p.n) if p.ragged is None else p.shape
+    shape = (*call.a.data.shape[:-1], p.n) if not p.ragged else p.shape
     if p.empty:
         return call.a.data.new_empty(shape, dtype=call.stored_dtype)
     result = _run(call, choice)
-    return result.view(shape) if p.ragged is None else result
+    return result.view(shape) if not p.ragged else result
 
 
 def _run(call: Call, choice: Choice | None) -> Any:
@@ -103,15 +100,13 @@ def call_of(x: Arguments, target: Target | None = None) -> Call:
     return Call(
         problem, kernel_operand(x.a, problem.a),
         kernel_operand(x.b, problem.b, problem.outer_of_each_matrix),
-        None if x.bias is None else x.bias.contiguous(), x.epilogue, tuple(each.contiguous() for each in x.auxiliaries),
+        None if x.bias is None else x.bias.contiguous(), tuple(each.contiguous() for each in x.auxiliaries),
         None if x.offs is None else x.offs.contiguous(), x.result_outer,
     )  # fmt: skip
 
 
-def scaled_mm_group(
-    a: Operand, members: Sequence[tuple[Operand, torch.Tensor | None]], out_dtype: torch.dtype
-) -> list[torch.Tensor]:
-    """`multiply` for one A and several (B, bias), in one launch where `Choice.group` allows it.
+def multiply_together(members: Sequence[Arguments]) -> list[torch.Tensor]:
+    """`multiply` for products of one A, in one launch where `Choice.group` allows it.
 
     A decode step multiplies a few tokens by the weights of Q, K and V, or of gate and up. A separate launch takes about
     as long to start, and to get its loads under way, as to read its weights.
@@ -119,22 +114,28 @@ def scaled_mm_group(
     A product has the same bits as in a launch of its own, unless that launch, with several tokens, would add its sums
     in another order (see `heuristics.skinny_config`). Raises what `multiply` raises.
     """
-    calls = [call_of(Arguments(a, b, bias, out_dtype)) for b, bias in members]
+    calls = list(map(call_of, members))
     choices = [choose(call.problem) for call in calls]
     alike = len({(choice.kernel, choice.group) for choice in choices}) == 1 and choices[0].group is not None
     if not 1 < len(calls) <= MOST_IN_GROUP or not alike:
         return list(map(_launched, calls, choices))
     candidate = named(choices[0].kernel)
     outs = candidate.run_group(calls, candidate.configure(of_all(calls)))
-    return [out.view(*a.data.shape[:-1], b.data.shape[-2]) for out, (b, _) in zip(outs, members, strict=True)]
+    return [out.view(*x.a.data.shape[:-1], x.b.data.shape[-2]) for out, x in zip(outs, members, strict=True)]
 
 
-def scaled_mm_two_ctas(x: Arguments) -> list[torch.Tensor]:
-    """`results` on pairs of CTAs; else by the chosen kernel."""
-    name = block_scaled_two_ctas_sm100.NAME if x.offs is None else block_scaled_two_ctas_sm100.GROUPED_NAME
-    return results(x, choose(problem_of(x, target_of(x.a.data.device)), name))
+def opaque(x: Arguments, kernel: str) -> list[torch.Tensor]:
+    """The results of a product by a kernel that a graph holds as an op: "library", or "2-CTA" for a kernel in Gluon.
 
-
-# The implementations of the ops of the same names.
-scaled_mm_library = library.product
-scaled_grouped_mm_library = grouped_library.product
+    With groups, the library leaves rows of no group uninitialised, and its offsets are bounded (`grouped_library`).
+    Raises ValueError for another name.
+    """
+    if kernel == TWO_CTAS:
+        name = block_scaled_two_ctas_sm100.NAME if x.offs is None else block_scaled_two_ctas_sm100.GROUPED_NAME
+        return results(x, choose(problem_of(x, target_of(x.a.data.device)), name))
+    if kernel != LIBRARY:
+        raise ValueError(f"kernel={kernel!r}: expected {LIBRARY!r} or {TWO_CTAS!r}")
+    spec = x.spec
+    if x.offs is None:
+        return [library.product(x.a, x.b, x.bias, spec.out_dtype, spec.fast_accumulation)]
+    return [grouped_library.product(x.a, x.b, x.offs, spec.out_dtype, spec.fast_accumulation)]

@@ -11,7 +11,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from fp4compile.formats import reference
-from fp4compile.formats.groups import Groups
+from fp4compile.formats.grouping import Groups
 from fp4compile.formats.operand import Arguments, Operand
 from fp4compile.formats.steps import REDUCTIONS
 from fp4compile.hardware import Target

@@ -6,7 +6,7 @@ from torch._subclasses import FakeTensorMode
 
 import fp4compile
 from fp4compile.formats import formats, reference
-from fp4compile.formats.groups import Groups, padded_rows
+from fp4compile.formats.grouping import Groups, padded_rows
 from fp4compile.formats.layouts import ceil_div, from_swizzled, swizzled_numel
 from fp4compile.formats.operand import Operand
 from tests.helpers.hard_inputs import hard_input

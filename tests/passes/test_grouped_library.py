@@ -17,7 +17,7 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 from fp4compile import _compat
 from fp4compile.analysis.graph import scaled_mm_of
 from fp4compile.formats import formats, reference_grouped
-from fp4compile.formats.groups import Groups, padded_rows
+from fp4compile.formats.grouping import Groups, padded_rows
 from fp4compile.formats.layouts import ceil_div, swizzled_numel
 from fp4compile.formats.operand import Operand
 from fp4compile.hardware import Target

@@ -18,7 +18,7 @@ from triton.runtime import driver
 from fp4compile.check.machine_code import compile_launch
 from fp4compile.check.ptx import Ptx
 from fp4compile.formats import formats, reference, reference_grouped
-from fp4compile.formats.groups import Groups
+from fp4compile.formats.grouping import Groups
 from fp4compile.formats.layouts import ceil_div
 from fp4compile.formats.operand import Operand
 from fp4compile.hardware import Target

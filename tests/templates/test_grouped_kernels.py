@@ -21,7 +21,7 @@ from fp4compile import _compat, hardware
 from fp4compile.check.machine_code import check_quantize
 from fp4compile.check.quantiser_table import GROUPED_CONFIGURATIONS
 from fp4compile.formats import formats, reference_grouped
-from fp4compile.formats.groups import Groups
+from fp4compile.formats.grouping import Groups
 from fp4compile.formats.operand import Operand
 from fp4compile.hardware import Target
 from fp4compile.ops.quantize import LAY_OUT_SCALES, quantize_kernels

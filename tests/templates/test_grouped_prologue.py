@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from fp4compile.formats import formats
-from fp4compile.formats.groups import Groups
+from fp4compile.formats.grouping import Groups
 from fp4compile.formats.prologue import Prologue
 from fp4compile.ops.quantize import QUANTIZE, quantize_kernels
 from fp4compile.templates.quantize import plan

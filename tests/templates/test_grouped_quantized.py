@@ -15,7 +15,7 @@ from fp4compile.check.machine_code import compile_launch, product_row
 from fp4compile.check.product_table import Product
 from fp4compile.formats import formats, reference, reference_grouped
 from fp4compile.formats.epilogue import Epilogue
-from fp4compile.formats.groups import Groups
+from fp4compile.formats.grouping import Groups
 from fp4compile.formats.operand import Arguments, Operand
 from fp4compile.hardware import Target
 from fp4compile.ops.matmul import SCALED_MM_AMAX, SCALED_MM_QUANTIZED

@@ -19,7 +19,7 @@ from fp4compile import hardware
 from fp4compile.check import machine_code as check_machine_code
 from fp4compile.check.product_table import Product
 from fp4compile.formats import formats, reference_grouped
-from fp4compile.formats.groups import Groups
+from fp4compile.formats.grouping import Groups
 from fp4compile.formats.operand import Operand
 from fp4compile.hardware import Target
 from fp4compile.templates import launch

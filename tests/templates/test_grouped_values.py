@@ -14,7 +14,7 @@ import triton.language as tl
 from fp4compile.check.machine_code import quantize_row
 from fp4compile.check.quantiser_table import Configuration
 from fp4compile.formats import formats, reference, reference_grouped
-from fp4compile.formats.groups import Groups
+from fp4compile.formats.grouping import Groups
 from fp4compile.formats.operand import Operand
 from tests.helpers import ptx_lanes
 from tests.helpers.arguments import of_groups

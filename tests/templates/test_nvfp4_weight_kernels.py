@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from fp4compile.formats import formats, reference_grouped
-from fp4compile.formats.groups import Groups
+from fp4compile.formats.grouping import Groups
 from fp4compile.formats.layouts import ceil_div
 from fp4compile.formats.operand import Operand
 from fp4compile.templates.gemm.heuristics import GemvConfig, SkinnyConfig, WgmmaConfig, with_shared_memory

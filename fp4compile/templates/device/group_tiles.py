@@ -1,4 +1,4 @@
-"""Which tile of a grouped product belongs to which group, from the offsets in memory (`formats.groups` defines them).
+"""Which tile of a grouped product belongs to which group, from the offsets in memory (`formats.grouping` defines them).
 
 A program loads the offsets once, as vectors with one element a group, and finds the group of a tile by comparing the
 tile's number with all elements. It does so for all of its tiles before the first one, and writes a table to memory. In

@@ -1,4 +1,4 @@
-"""Which rows belong to which group, found on the device from the offsets: see `fp4compile.formats.groups`.
+"""Which rows belong to which group, found on the device from the offsets: see `fp4compile.formats.grouping`.
 
 A program loads all offsets at once, and works on one group: tiles of rows are counted group by group, so that no tile
 has rows of two groups. The rows beyond the last group are numbered as a further group, number GROUPS.

@@ -204,7 +204,7 @@ def _serves(p: Problem) -> bool:
 
     Offsets within a tile of 128 rows are 32-bit numbers.
     """
-    if p.ragged is not None or not p.target.block_scaled_matrix_units or "none" in (p.a.scale, p.b.scale):
+    if p.ragged or not p.target.block_scaled_matrix_units or "none" in (p.a.scale, p.b.scale):
         return False
     if statically_true(p.n >= 2**24):
         return False
@@ -218,7 +218,7 @@ def _quantizes(p: Problem) -> bool:
     TMA reads tiles of two products. With more than 4 bytes of operands for an element beside them, registers spill.
     """
     whole = p.batches == 1 and statically_true(p.n % 128 == 0) and p.operand_bytes <= 4
-    pairs = not p.pair or (whole and block_scaled_config(p).tma)
+    pairs = not p.spec.pair or (whole and block_scaled_config(p).tma)
     return 100 <= p.target.sm < 120 and pairs
 
 
@@ -235,7 +235,7 @@ def _run(call: Call, config: BlockScaledConfig) -> torch.Tensor | tuple[torch.Te
     whole_rows = p.batches == 1 and statically_true(out.shape[-1] * out.element_size() % 16 == 0)
     a_outer, b_outer, bias = call.rescale_pointers(out)
     outer_step = call.b.outer.stride(0) if p.b.outer == "group" else 1
-    tiles = ceil_div(p.m, config.bm) * ceil_div(p.n, config.bn // (2 if p.pair else 1)) * p.batches
+    tiles = ceil_div(p.m, config.bm) * ceil_div(p.n, config.bn // (2 if p.spec.pair else 1)) * p.batches
     launch(
         gemm_block_scaled_sm100, torch.sym_min(tiles, min(p.target.multiprocessors, PARTIAL_MAXIMA)),
         call.a.data, call.a.scales, a_outer, call.b.data, call.b.scales, b_outer, bias, out, scales,
@@ -245,7 +245,7 @@ def _run(call: Call, config: BlockScaledConfig) -> torch.Tensor | tuple[torch.Te
         ceil_div(blocks, 4),
         num_warps=config.num_warps, num_stages=config.stages,
         A_ELEMENT=p.a.element, B_ELEMENT=p.b.element, SCALE=p.a.scale, BLOCK=p.a.format.block_cols,
-        PAIR=int(p.pair), EVEN_K=int(even), EVEN_BLOCKS=int(call.even_blocks), TMA_STORE=int(whole_rows and config.tma),
+        PAIR=int(p.spec.pair), EVEN_K=int(even), EVEN_BLOCKS=int(call.even_blocks), TMA_STORE=int(whole_rows and config.tma),
         MAXIMA=PARTIAL_MAXIMA,
         **config.constants,
         **call.rescale_constants, EPILOGUE=call.epilogue_text,

@@ -21,7 +21,7 @@ import torch
 from fp4compile import _compat
 from fp4compile._compat import statically_true
 from fp4compile.formats.epilogue import PARTIAL_MAXIMA
-from fp4compile.formats.groups import padded_rows
+from fp4compile.formats.grouping import padded_rows
 from fp4compile.formats.layouts import TILE_ROWS, ceil_div
 from fp4compile.templates.gemm import block_scaled_sm100, cost, grouped_block_scaled_sm100
 from fp4compile.templates.gemm.call import Call, KernelOperand
@@ -37,13 +37,13 @@ MOST_GROUPS = 512  # whose offsets fit the registers of the warp that loads
 
 def _serves(p: Problem) -> bool:
     """One product that the kernel of one CTA takes, with its result, by TMA, and whose result this kernel stores."""
-    one = p.ragged is None and statically_true(p.batches == 1)
+    one = not p.ragged and statically_true(p.batches == 1)
     return one and block_scaled_sm100.CANDIDATE.takes(p) and _stores(p)
 
 
 def _serves_groups(p: Problem) -> bool:
     """As `_serves`, with groups of rows."""
-    few = p.ragged == "rows" and p.groups <= MOST_GROUPS and _compat.two_cta_products_of_groups()
+    few = p.by_rows and p.groups <= MOST_GROUPS and _compat.two_cta_products_of_groups()
     return few and grouped_block_scaled_sm100.CANDIDATE.serves(p) and _stores(p)
 
 
@@ -59,8 +59,8 @@ def _stores(p: Problem) -> bool:
         return False
     rows = statically_true(p.k > 0) and tma_copies((p.a.format, p.row_bytes(p.a)), (p.b.format, p.row_bytes(p.b)))
     stored = 2 * p.n
-    if p.result is not None:
-        stored = ceil_div(p.n, p.result.block_cols) * p.result.block_cols // (2 if p.result.packed else 1)
+    if p.spec.result is not None:
+        stored = ceil_div(p.n, p.spec.result.block_cols) * p.spec.result.block_cols // (2 if p.spec.result.packed else 1)
     return rows and statically_true(stored % 16 == 0) and not statically_true(p.n >= 2**23)
 
 
@@ -77,16 +77,16 @@ def _finds_amax(p: Problem) -> bool:
 def _to_time(p: Problem) -> tuple[TwoCtaConfig, ...]:
     """Nothing where larger tiles are not expected to pay: they may be half empty, or fill fewer multiprocessors."""
     config = two_cta_config(p)
-    one_cta = block_scaled_sm100 if p.ragged is None else grouped_block_scaled_sm100
+    one_cta = block_scaled_sm100 if not p.ragged else grouped_block_scaled_sm100
     return (config,) if cost.two_ctas_pay(p, config, one_cta.CANDIDATE.configure(p)) else ()
 
 
 def _run(call: Call, config: TwoCtaConfig) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     p = call.problem
     if _compat.tracing():
-        b_rows = (p.b_rows,) if p.ragged is None else (p.groups, p.n)
+        b_rows = (p.b_rows,) if not p.ragged else (p.groups, p.n)
         first, *more = torch.ops.fp4compile.scaled_mm_two_ctas(  # defined in `ops`, which calls this function again
-            *_in_schema(call.a, p.m), *_in_schema(call.b, *b_rows), call.bias, p.out_dtype,
+            *_in_schema(call.a, p.m), *_in_schema(call.b, *b_rows), call.bias, p.spec.out_dtype,
             [each.view(-1) if statically_true(each.numel() == p.n) else each.view(p.m, p.n)
              for each in call.auxiliaries],
             None if call.epilogue is None else call.epilogue.strings(), call.stored_dtype, call.result_outer, call.offs,
@@ -96,11 +96,11 @@ def _run(call: Call, config: TwoCtaConfig) -> torch.Tensor | tuple[torch.Tensor,
     from fp4compile.templates.gemm.two_cta_kernel_sm100 import gemm_block_scaled_two_ctas_sm100
 
     out, scales = call.empty_results()
-    part_cols = PART_COLS if p.result is not None else 128 // out.element_size()
+    part_cols = PART_COLS if p.spec.result is not None else 128 // out.element_size()
     a_outer, b_outer, bias = call.rescale_pointers(out)
     rescale = {name: value for name, value in call.rescale_constants.items() if name != "B_BATCHED"}
-    groups = 0 if p.ragged is None else p.groups
-    columns = config.bn // 2 if p.pair else config.bn  # of a tile
+    groups = 0 if not p.ragged else p.groups
+    columns = config.bn // 2 if p.spec.pair else config.bn  # of a tile
     tiles = (ceil_div(p.m, config.bm) + groups) * ceil_div(p.n, columns)  # with groups, at most
     pairs = max(min(p.target.multiprocessors, PARTIAL_MAXIMA) // 2, 1)
     a_scale_rows = padded_rows(p.m, groups) if groups else p.m
@@ -113,7 +113,7 @@ def _run(call: Call, config: TwoCtaConfig) -> torch.Tensor | tuple[torch.Tensor,
          ceil_div(a_scale_rows, TILE_ROWS), ceil_div(p.n, TILE_ROWS), ceil_div(ceil_div(p.k, p.a.format.block_cols), 4),
          call.offs),
         {"A_ELEMENT": p.a.element, "B_ELEMENT": p.b.element, "SCALE": p.a.scale, "BLOCK": p.a.format.block_cols,
-         **rescale, "PAIR": int(p.pair), "EPILOGUE": call.epilogue_text, **config.constants,
+         **rescale, "PAIR": int(p.spec.pair), "EPILOGUE": call.epilogue_text, **config.constants,
          "PART_COLS": part_cols, "EVEN_BLOCKS": int(call.even_blocks), "MAXIMA": PARTIAL_MAXIMA, "ISA": p.target.isa,
          "GROUPS": groups},
         config.num_warps, num_ctas=2,

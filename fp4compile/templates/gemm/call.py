@@ -7,11 +7,12 @@ import torch.nn.functional as F
 
 from fp4compile._compat import statically_true
 from fp4compile.formats.epilogue import AUXILIARIES, PARTIAL_MAXIMA, Epilogue
-from fp4compile.formats.groups import padded_rows
+from fp4compile.formats.grouping import padded_rows
 from fp4compile.formats.layouts import ceil_div, swizzled_numel
 from fp4compile.formats.operand import Operand
+from fp4compile.formats.product_spec import OperandSpec
 from fp4compile.templates.device.epilogue import text
-from fp4compile.templates.problem import OperandType, Problem
+from fp4compile.templates.problem import Problem
 from fp4compile.templates.quantize.source import power_of_two
 from fp4compile.templates.view import span, within
 
@@ -23,7 +24,7 @@ class KernelOperand:
     k: elements of a row, padding included.
     """
 
-    type: OperandType
+    type: OperandSpec
     data: torch.Tensor
     scales: torch.Tensor | None
     outer: torch.Tensor | None
@@ -91,7 +92,7 @@ class KernelOperand:
                 "SQUARE": int(square), "ALIGN": self.align(step)}  # fmt: skip
 
 
-def kernel_operand(x: Operand, type: OperandType, pair: bool = False) -> KernelOperand:
+def kernel_operand(x: Operand, type: OperandSpec, pair: bool = False) -> KernelOperand:
     """The operand's tensors in the layout that kernels read; copied only if their layout differs.
 
     pair: outer scales of two matrices, whose kernel takes their stride.
@@ -116,7 +117,7 @@ def aligned(x: torch.Tensor) -> torch.Tensor:
 class Call:
     """A product as it is launched: the problem, its operands, and the tensors that its epilogue reads.
 
-    epilogue: None, or the steps; auxiliaries: the tensors that the steps read, of the product's size or of n elements.
+    auxiliaries: the tensors that the steps of the epilogue read, of the product's size or of n elements.
     result_outer: the static outer scale of a quantised result; None without one.
     offs: int32 [groups], contiguous; None without groups.
     arranged_a: A in the order in which `Candidate.arrangement` says that the kernel reads it, if it is there already.
@@ -127,7 +128,6 @@ class Call:
     a: KernelOperand
     b: KernelOperand
     bias: torch.Tensor | None
-    epilogue: Epilogue | None = None
     auxiliaries: tuple[torch.Tensor, ...] = ()
     offs: torch.Tensor | None = None
     result_outer: torch.Tensor | None = None
@@ -138,7 +138,7 @@ class Call:
         self.a.check(p.batches, p.m)
         self.b.check(p.b_matrices, p.b_rows)
         if self.bias is not None:
-            within(self.bias, span((2 * p.n if p.pair else p.n,), (1,)))
+            within(self.bias, span((2 * p.n if p.spec.pair else p.n,), (1,)))
         for tensor in self.auxiliaries:
             row = statically_true(tensor.numel() == p.n)
             within(tensor, span((p.n,) if row else (p.batches * p.m, p.n), (1,) if row else (p.n, 1)))
@@ -148,8 +148,12 @@ class Call:
             within(self.offs, span((p.groups,), (1,)))
 
     @property
+    def epilogue(self) -> Epilogue | None:
+        return self.problem.spec.epilogue
+
+    @property
     def stored_dtype(self) -> torch.dtype:
-        return self.problem.out_dtype if self.epilogue is None else self.epilogue.dtype
+        return self.problem.spec.stored_dtype
 
     def empty(self) -> torch.Tensor:
         """Memory for the result."""
@@ -158,29 +162,29 @@ class Call:
     def empty_codes(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Memory for the result's codes, uint8 [batches, m, bytes], and for the swizzled block scales, uint8."""
         p, data = self.problem, self.a.data
-        blocks = ceil_div(p.n, p.result.block_cols)
-        row = blocks * p.result.block_cols // (2 if p.result.packed else 1)
-        scales = p.batches * swizzled_numel(p.m if p.ragged is None else padded_rows(p.m, p.groups), blocks)
+        blocks = ceil_div(p.n, p.spec.result.block_cols)
+        row = blocks * p.spec.result.block_cols // (2 if p.spec.result.packed else 1)
+        scales = p.batches * swizzled_numel(p.m if not p.ragged else padded_rows(p.m, p.groups), blocks)
         return data.new_empty((p.batches, p.m, row)), data.new_empty(scales)
 
     def empty_maxima(self) -> torch.Tensor:
         """Memory for the magnitudes whose largest is the result's amax; with groups, a 0 for each, to be raised."""
-        if self.problem.ragged is not None:
+        if self.problem.ragged:
             return self.a.data.new_zeros(self.problem.groups, dtype=torch.float32)
         return self.a.data.new_empty(PARTIAL_MAXIMA, dtype=torch.float32)
 
     def empty_results(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Memory for codes and block scales, or for a result and maxima; for a result alone, the same tensor twice."""
-        if self.problem.result is not None:
+        if self.problem.spec.result is not None:
             return self.empty_codes()
         out = self.empty()
-        return out, self.empty_maxima() if self.problem.amax else out
+        return out, self.empty_maxima() if self.problem.spec.amax else out
 
     @property
     def even_blocks(self) -> bool:
         """Whether columns of the result are whole blocks of the codes that are stored; True without codes."""
         p = self.problem
-        return p.result is None or statically_true(p.n % p.result.block_cols == 0)
+        return p.spec.result is None or statically_true(p.n % p.spec.result.block_cols == 0)
 
     def empty_sums(self, split_k: int) -> torch.Tensor:
         """Memory for the partial sums [split_k, batches, m, n] in float32."""
@@ -208,17 +212,19 @@ class Call:
         return "" if self.epilogue is None else text(self.epilogue)
 
     def without_epilogue(self) -> "Call":
-        return replace(self, problem=replace(self.problem, epilogue=False), epilogue=None, auxiliaries=())
+        return replace(
+            self, problem=replace(self.problem, spec=replace(self.problem.spec, epilogue=None)), auxiliaries=()
+        )
 
     def rows(self, start: int, count: int) -> "Call":
         """The call for `count` rows of A from `start` on, for a single matrix. start: a multiple of 128."""
-        return Call(replace(self.problem, m=count), self.a.part(start, count), self.b, self.bias, self.epilogue,
+        return Call(replace(self.problem, m=count), self.a.part(start, count), self.b, self.bias,
                     self._auxiliaries(0, start, count))  # fmt: skip
 
     def columns(self, start: int, count: int) -> "Call":
         """The call for `count` columns of the result (rows of B), for a single matrix. start: a multiple of 128."""
         bias = None if self.bias is None else self.bias.narrow(0, start, count)
-        return Call(replace(self.problem, n=count), self.a, self.b.part(start, count), bias, self.epilogue,
+        return Call(replace(self.problem, n=count), self.a, self.b.part(start, count), bias,
                     self._auxiliaries(1, start, count))  # fmt: skip
 
     def _auxiliaries(self, dim: int, start: int, count: int) -> tuple[torch.Tensor, ...]:

@@ -10,6 +10,7 @@ from fp4compile.templates.gemm.call import Call
 from fp4compile.templates.gemm.swizzled_a_sm90 import SwizzledA
 from fp4compile.templates.problem import Problem
 
+LIBRARY, TWO_CTAS = "library", "2-CTA"  # kernels of the op `scaled_mm_opaque`
 MOST_IN_GROUP = 3  # products of one A in a launch, at most: the kernels have pointers for three
 
 
@@ -63,8 +64,8 @@ class Candidate:
 
     def takes(self, problem: Problem) -> bool:
         """Whether it serves a problem, stores the result in its format, and finds its amax if that is wanted."""
-        amax = not problem.amax or self.finds_amax(problem)
-        return amax and (problem.result is None or self.quantizes(problem)) and self.serves(problem)
+        amax = not problem.spec.amax or self.finds_amax(problem)
+        return amax and (problem.spec.result is None or self.quantizes(problem)) and self.serves(problem)
 
     def to_time(self, problem: Problem) -> tuple:
         """The configurations to time."""

@@ -15,7 +15,8 @@ from fp4compile.templates.gemm.heuristics import (
     TwoCtaConfig,
     row_tile_count,
 )
-from fp4compile.templates.problem import OperandType, Problem
+from fp4compile.formats.product_spec import OperandSpec
+from fp4compile.templates.problem import Problem
 
 
 @dataclass(frozen=True)
@@ -109,9 +110,9 @@ def quantizing_pays(
     more = DESCRIPTORS if isinstance(alone_config, SkinnyBlockScaledConfig) else 0.0
     for m in [p.m] if isinstance(p.m, int) else ANY_ROWS:
         fused = replace(p, m=m)
-        separate = separate_seconds(replace(alone, m=m), alone_config, products, amax=p.amax)
+        separate = separate_seconds(replace(alone, m=m), alone_config, products, amax=p.spec.amax)
         together = quantizing_seconds(fused, config) + more
-        if p.amax:
+        if p.spec.amax:
             together += pointwise_seconds(fused)  # the quantiser reads the result
         if together >= separate:
             return False
@@ -159,10 +160,10 @@ def quantizing_seconds(p: Problem, config: BlockScaledConfig | TwoCtaConfig) -> 
     pairs of CTAs it does so, too, because registers hold all sums of a tile; the last tile's epilogue has no products
     beside it, and the tile is large enough for that to count.
     """
-    columns, ctas = 2 * p.n if p.pair else p.n, _ctas(config)
+    columns, ctas = 2 * p.n if p.spec.pair else p.n, _ctas(config)
     product, rates, own = replace(p, n=columns), _rates(p), config.bm // ctas  # rows of a multiprocessor
-    of_amax = AMAX_INSTRUCTIONS if p.ragged is None else GROUP_AMAX_INSTRUCTIONS
-    more = of_amax if p.amax else QUANTIZE_INSTRUCTIONS[p.result.scale]
+    of_amax = AMAX_INSTRUCTIONS if not p.ragged else GROUP_AMAX_INSTRUCTIONS
+    more = of_amax if p.spec.amax else QUANTIZE_INSTRUCTIONS[p.spec.result.scale]
     of_tile = own * config.bn * p.n // columns / 16 * more / (32 * 4 * ISSUED * CLOCK)
     tiles = row_tile_count(p, p.m, config.bm) * ceil_div(columns, config.bn)
     epilogues = ceil_div(tiles, p.target.multiprocessors // ctas) * of_tile
@@ -186,8 +187,8 @@ def two_ctas_pay(p: Problem, config: TwoCtaConfig, one: BlockScaledConfig) -> bo
     if not all(isinstance(size, int) for size in (p.n, p.k, p.batches)):
         return False
     each = [replace(p, m=m) for m in ([p.m] if isinstance(p.m, int) else ANY_ROWS)]
-    filled = (rows.ragged is None or 2 * rows.m >= config.bm * rows.groups for rows in each)
-    seconds = kernel_seconds if p.result is None and not p.amax else quantizing_seconds
+    filled = (not rows.ragged or 2 * rows.m >= config.bm * rows.groups for rows in each)
+    seconds = kernel_seconds if p.spec.result is None and not p.spec.amax else quantizing_seconds
     return all(filled) and all(seconds(rows, config) < seconds(rows, one) for rows in each)
 
 
@@ -251,15 +252,15 @@ def _memory_seconds(p: Problem) -> float:
 
 
 def _operand_seconds(p: Problem) -> float:
-    matrices = min(p.b_matrices, p.m) if p.ragged == "rows" else p.b_matrices  # weights of groups without rows stay
+    matrices = min(p.b_matrices, p.m) if p.by_rows else p.b_matrices  # weights of groups without rows stay
     operands = p.batches * p.m * _row_bytes(p, p.a) + matrices * p.n * _row_bytes(p, p.b)
     return operands / (_rates(p).memory * MEMORY_SHARE)
 
 
-def _row_bytes(p: Problem, x: OperandType) -> float:
+def _row_bytes(p: Problem, x: OperandSpec) -> float:
     """Bytes of a row of an operand, with its block scales."""
     return p.row_bytes(x) + p.k / x.format.block_cols
 
 
 def _result_bytes(p: Problem) -> int:
-    return p.batches * p.m * p.n * p.out_dtype.itemsize
+    return p.batches * p.m * p.n * p.spec.out_dtype.itemsize

@@ -24,7 +24,7 @@ MOST_TRACED = 16
 def _serves(p: Problem) -> bool:
     """Large matrices whose values 16 bits hold: for them the library's product is faster than `dequant_tiles`."""
     large = statically_true(p.m >= LIBRARY_ROWS) and statically_true(p.n >= 512)
-    single = p.ragged is None and p.batches == 1
+    single = not p.ragged and p.batches == 1
     return p.target.sm > 0 and single and large and p.compute != "fp32"
 
 
@@ -36,7 +36,7 @@ def _checked(p: Problem) -> bool:
 def _direct(p: Problem) -> bool:
     """Whether the library writes the result itself: no rescale follows, and addmm adds the bias."""
     dtype = p.compute_dtype
-    return (p.a.outer, p.b.outer, p.out_dtype) == ("none", "none", dtype) and p.bias in (None, dtype)
+    return (p.a.outer, p.b.outer, p.spec.out_dtype) == ("none", "none", dtype) and p.spec.bias in (None, dtype)
 
 
 def _configure(p: Problem) -> DequantOperandConfig:

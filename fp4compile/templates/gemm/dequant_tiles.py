@@ -167,7 +167,7 @@ def reduce_split_k(
 CANDIDATE = Candidate(
     "dequant_tiles",
     "emulated",
-    lambda p: p.ragged is None,
+    lambda p: not p.ragged,
     dequant_tiles_config,
     run,
     takes_epilogue=lambda p: True,

@@ -31,7 +31,7 @@ import triton.language as tl
 
 from fp4compile._compat import statically_true
 from fp4compile.formats.formats import compatible
-from fp4compile.formats.groups import padded_rows
+from fp4compile.formats.grouping import padded_rows
 from fp4compile.formats.layouts import TILE_ROWS, ceil_div
 from fp4compile.templates.device.block_scaled_tile import (
     code_source,
@@ -171,7 +171,7 @@ def gemm_grouped_block_scaled_sm100(
 
 def _serves(p: Problem) -> bool:
     """Two block-scaled operands with swizzled scales, on SM100, whose rows TMA copies."""
-    if p.ragged is None or p.target.isa != 100 or not (p.a.swizzled and p.b.swizzled):
+    if not p.ragged or p.target.isa != 100 or not (p.a.swizzled and p.b.swizzled):
         return False
     # A descriptor of a matrix without columns would not be valid.
     return (
@@ -200,9 +200,9 @@ def sm100_configs(p: Problem) -> tuple[BlockScaledConfig, ...]:
     two groups. Results whose rows are not whole 16 bytes are stored one by one, which takes more registers. An epilogue
     that quantises has the configurations that it has without groups.
     """
-    if p.result is not None or p.amax:
+    if p.spec.result is not None or p.spec.amax:
         return block_scaled_configs(p)
-    itemsize = p.out_dtype.itemsize
+    itemsize = p.spec.out_dtype.itemsize
     narrow = not statically_true(p.n * itemsize % 16 == 0)
     packed = p.a.format.packed and p.b.format.packed
     step = 256 if packed and not p.along_k else 128
@@ -219,7 +219,7 @@ def sm100_configs(p: Problem) -> tuple[BlockScaledConfig, ...]:
 def _quantizes(p: Problem) -> bool:
     """Where groups are rows, as without groups: see `block_scaled_sm100`."""
     few = p.operand_bytes <= 4 and not statically_true(p.n >= 2**24)
-    return p.ragged == "rows" and few and (not p.pair or statically_true(p.n % 128 == 0))
+    return p.by_rows and few and (not p.spec.pair or statically_true(p.n % 128 == 0))
 
 
 def _finds_amax(p: Problem) -> bool:
@@ -229,7 +229,7 @@ def _finds_amax(p: Problem) -> bool:
 
 def _run(call: Call, config: BlockScaledConfig) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """The products of all groups, in one launch."""
-    if call.problem.result is not None or call.problem.amax:
+    if call.problem.spec.result is not None or call.problem.spec.amax:
         return grouped_quantized_sm100.run(call, config)
     p, out = call.problem, call.empty()
     row_tiles = ceil_div(p.m, TILE_ROWS)
@@ -254,5 +254,5 @@ def _run(call: Call, config: BlockScaledConfig) -> torch.Tensor | tuple[torch.Te
 
 CANDIDATE = Candidate(
     "grouped_block_scaled_sm100", "native", _serves, sm100_config, _run, sm100_configs,
-    takes_epilogue=lambda p: p.result is not None or p.amax, quantizes=_quantizes, finds_amax=_finds_amax,
+    takes_epilogue=lambda p: p.spec.result is not None or p.spec.amax, quantizes=_quantizes, finds_amax=_finds_amax,
 )  # fmt: skip

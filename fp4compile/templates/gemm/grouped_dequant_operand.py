@@ -36,7 +36,8 @@ from fp4compile.templates.gemm.heuristics import (
     grouped_tiles_config,
 )
 from fp4compile.templates.launch import launch
-from fp4compile.templates.problem import OperandType, Problem
+from fp4compile.formats.product_spec import OperandSpec
+from fp4compile.templates.problem import Problem
 from fp4compile.templates.quantize.source import power_of_two
 
 # The ends of groups stay in registers beside the sums; the ends of 1024 groups would not fit.
@@ -136,11 +137,11 @@ def computes(p: Problem) -> bool:
 
 def _serves(p: Problem) -> bool:
     """Groups of many rows (`dequantizes_in_memory`), and not too many groups; GPUs from Ampere to Hopper."""
-    few = p.ragged is not None and p.groups <= MOST_GROUPS
+    few = p.ragged and p.groups <= MOST_GROUPS
     return 80 <= p.target.sm < 100 and few and dequantizes_in_memory(p) and computes(p)
 
 
-def _linear(x: OperandType, rows) -> bool:
+def _linear(x: OperandSpec, rows) -> bool:
     """Whether the block scales of an operand's matrices, each of `rows` rows, lie like the scales of one matrix."""
     square = x.format is not None and x.format.square
     return not x.swizzled and (not square or statically_true(rows % x.format.block[0] == 0))

@@ -169,4 +169,4 @@ def run(
     return out
 
 
-CANDIDATE = Candidate("grouped_dequant_tiles", "emulated", lambda p: p.ragged is not None, grouped_tiles_config, run)
+CANDIDATE = Candidate("grouped_dequant_tiles", "emulated", lambda p: p.ragged, grouped_tiles_config, run)

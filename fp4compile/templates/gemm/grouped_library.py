@@ -80,7 +80,7 @@ def _serves_row_scaled(p: Problem) -> bool:
 
 def _rows_to_bfloat16(p: Problem) -> bool:
     filled = all(statically_true(size > 0) for size in (p.rows, p.n, p.k))
-    return p.ragged == "rows" and p.out_dtype == torch.bfloat16 and filled
+    return p.by_rows and p.spec.out_dtype == torch.bfloat16 and filled
 
 
 def run_row_scaled(call: Call, config: None) -> torch.Tensor:
@@ -89,7 +89,7 @@ def run_row_scaled(call: Call, config: None) -> torch.Tensor:
     if _compat.times_products():  # Inductor would time templates of its own for an op that it can lower
         return _clear(_by_op(call, ends), ends, p)
     a, b = (Operand(x.data.view(x.type.format.data_dtype), None, x.outer, x.type.format) for x in (call.a, call.b))
-    return _clear(row_scaled(a, b, ends, p.out_dtype, p.fast_accumulation), ends, p)
+    return _clear(row_scaled(a, b, ends, p.spec.out_dtype, p.spec.fast_accumulation), ends, p)
 
 
 def row_scaled(
@@ -135,8 +135,8 @@ def run_block_scaled(call: Call, config: None) -> torch.Tensor:
 
 def _by_op(call: Call, ends: torch.Tensor) -> torch.Tensor:
     return torch.ops.fp4compile.scaled_grouped_mm_library(  # defined in `ops.grouped`, which calls `product`
-        *_arguments(call.a), *_arguments(call.b), ends, call.problem.rows, call.problem.out_dtype,
-        fast_accumulation=call.problem.fast_accumulation,
+        *_arguments(call.a), *_arguments(call.b), ends, call.problem.rows, call.problem.spec.out_dtype,
+        fast_accumulation=call.problem.spec.fast_accumulation,
     )  # fmt: skip
 
 

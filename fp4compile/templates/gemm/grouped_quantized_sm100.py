@@ -21,7 +21,7 @@ import torch
 import triton
 import triton.language as tl
 
-from fp4compile.formats.groups import padded_rows
+from fp4compile.formats.grouping import padded_rows
 from fp4compile.formats.layouts import TILE_ROWS, ceil_div
 from fp4compile.templates.device.block_scaled_tile import (
     code_source,
@@ -200,11 +200,11 @@ def gemm_grouped_quantized_sm100(
 def run(call: Call, config: BlockScaledConfig) -> tuple[torch.Tensor, torch.Tensor]:
     """Codes and swizzled block scales of the products of all groups, or results and amaxes, in one launch."""
     p, (out, scales) = call.problem, call.empty_results()
-    row_tiles, matrices = ceil_div(p.m, TILE_ROWS), 2 if p.pair else 1
+    row_tiles, matrices = ceil_div(p.m, TILE_ROWS), 2 if p.spec.pair else 1
     tiles = (row_tiles + p.groups) * ceil_div(p.n, config.bn // matrices)
     table = call.offs.new_empty((tiles, 4))
     a_outer, b_outer = (out if x.outer is None else x.outer for x in (call.a, call.b))  # `out` is never read
-    stored_cols = p.n if p.result is None else ceil_div(p.n, p.result.block_cols) * p.result.block_cols // 2
+    stored_cols = p.n if p.spec.result is None else ceil_div(p.n, p.spec.result.block_cols) * p.spec.result.block_cols // 2
     each = {"group": 1, "row": p.b_rows}.get(p.b.outer, 0)  # outer scales of a matrix of b
     to_pair = p.groups * each if p.two_weights else p.n if p.b.outer == "row" else 0
     launch(
@@ -216,7 +216,7 @@ def run(call: Call, config: BlockScaledConfig) -> tuple[torch.Tensor, torch.Tens
         int(p.a.outer == "group"), each, to_pair,
         num_warps=config.num_warps, num_stages=config.stages,
         A_ELEMENT=p.a.element, B_ELEMENT=p.b.element, SCALE=p.a.scale, BLOCK=p.block, A_OUTER=p.a.outer,
-        B_OUTER=p.b.outer, PAIR=int(p.pair) + int(p.two_weights), EPILOGUE=call.epilogue_text,
+        B_OUTER=p.b.outer, PAIR=int(p.spec.pair) + int(p.two_weights), EPILOGUE=call.epilogue_text,
         GROUPS=triton.next_power_of_2(p.groups),
         EVEN_BLOCKS=int(call.even_blocks), ALIGN=power_of_two(stored_cols, 16),
         **config.constants, ISA=p.target.isa,

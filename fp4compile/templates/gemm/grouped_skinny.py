@@ -28,7 +28,8 @@ from fp4compile.templates.gemm.dequantized import dequantized
 from fp4compile.templates.gemm.heuristics import SKINNY_ROWS, SkinnyConfig, grouped_skinny_config
 from fp4compile.templates.gemm.skinny_pipeline import copy_step, interleave_a, read_a, shared_buffer_ptx, stage_bytes
 from fp4compile.templates.launch import launch
-from fp4compile.templates.problem import OperandType, Problem
+from fp4compile.formats.product_spec import OperandSpec
+from fp4compile.templates.problem import Problem
 
 
 @triton.jit
@@ -176,7 +177,7 @@ def streams_experts(p: Problem) -> bool:
     """Whether B is NVFP4 weights that `gemm_skinny` can read, groups are rows, and 16 bits hold A."""
     weights = p.b.element == "e2m1" and p.b.scale == "e4m3" and p.compute != "fp32"
     whole = statically_true(p.k % 64 == 0) and statically_true(p.k > 0)
-    return weights and whole and p.ragged == "rows" and not p.a.swizzled
+    return weights and whole and p.by_rows and not p.a.swizzled
 
 
 def _serves(p: Problem) -> bool:
@@ -188,7 +189,7 @@ def launch_skinny(
 ) -> torch.Tensor:
     """[rows, n]: rows of A times matrices of B. numbers: offsets of groups or, if indexed, numbers of matrices."""
     x = dequantized(a, p.m, p.k, torch.float16, p.target, a.data)
-    out = x.new_empty((p.rows, p.n), dtype=p.out_dtype)
+    out = x.new_empty((p.rows, p.n), dtype=p.spec.out_dtype)
     count = numbers.shape[0]
     tiles_m = count * ceil_div(p.rows, count * config.rows) if indexed else p.rows // config.rows + count
     table = numbers.new_empty((tiles_m, 4), dtype=torch.int32)
@@ -206,7 +207,7 @@ def launch_skinny(
     return out
 
 
-def _outers_each(x: OperandType, rows) -> int:
+def _outers_each(x: OperandSpec, rows) -> int:
     """How many outer scales a group has of its own. rows: the number if each row has an outer scale."""
     return {"group": 1, "row": rows}.get(x.outer, 0)
 

@@ -14,6 +14,7 @@ from fp4compile.formats.layouts import TILE_ROWS, ceil_div
 from fp4compile.hardware import Target
 from fp4compile.templates.device.shared_memory import reserved
 from fp4compile.templates.launch import LaunchConfig
+from fp4compile.formats.product_spec import ProductSpec
 from fp4compile.templates.problem import Problem
 
 SKINNY_ROWS = 8  # rows of A up to which `skinny` serves
@@ -179,7 +180,7 @@ def _wgmma_tile(p: Problem) -> WgmmaConfig:
     # A part has at least 512 elements of K.
     while split_k < 8 and statically_true(2 * programs * split_k <= room) and statically_true(p.k >= 1024 * split_k):
         split_k *= 2
-    return replace(few if p.epilogue and split_k == 1 else config, split_k=split_k)
+    return replace(few if p.spec.epilogue and split_k == 1 else config, split_k=split_k)
 
 
 # Tiles of more than 64 rows of A, by eight warps: rows, parts, stages, buffers, and the microseconds of a step of 128
@@ -202,10 +203,10 @@ _SUMS, _SUMS_PER_MILLION = 4.3, 2.1  # microseconds of the launch that adds part
 def _wgmma_large_tile(p: Problem) -> WgmmaConfig:
     """The tile of more than 64 rows of A, and the parts of K, that take the least time; see `_LARGE_TILES`."""
     # Two parts do not leave enough registers for an epilogue, and 256 rows only one whose loads are not masked.
-    most = 224 if p.epilogue and not statically_true(p.n % 128 == 0) else 256
+    most = 224 if p.spec.epilogue and not statically_true(p.n % 128 == 0) else 256
     tiles = [(WgmmaConfig(rows, 8, parts, stages, 1, buffers=buffers), step)
              for rows, parts, stages, buffers, step in _LARGE_TILES
-             if rows <= most and (parts == 1 or not p.epilogue)]  # fmt: skip
+             if rows <= most and (parts == 1 or not p.spec.epilogue)]  # fmt: skip
     if not p.static:
         return tiles[3][0]
     # A part of K has at least 512 elements.
@@ -341,7 +342,7 @@ def block_scaled_config(p: Problem) -> BlockScaledConfig:
 
 def row_tile_count(p: Problem, m: Any, bm: int) -> Any:
     """How many tiles of bm rows m rows of A have; with groups of rows, if the last tile of a group is half full."""
-    if p.ragged == "rows":
+    if p.by_rows:
         return m // bm + ceil_div(p.groups, 2)
     return ceil_div(m, bm) * (p.groups if p.along_k else p.batches)
 
@@ -380,9 +381,9 @@ def block_scaled_configs(p: Problem) -> tuple[BlockScaledConfig, ...]:
         return (BlockScaledConfig(128, 128, step, stages=3, parts=2, tma=False, warp_specialize=False),)
     wide = BlockScaledConfig(128, 256, step, stages=4, parts=8)
     narrow = BlockScaledConfig(128, 128, step, stages=5, parts=4, two_sums=True)
-    if p.result is not None:  # half of a part's columns lie in one thread: whole blocks of 16 or 32
+    if p.spec.result is not None:  # half of a part's columns lie in one thread: whole blocks of 16 or 32
         wide, narrow = replace(wide, parts=4), replace(narrow, parts=2)
-    if p.pair:  # 128 columns of both products
+    if p.spec.pair:  # 128 columns of both products
         return (replace(wide, stages=_stages(p, wide)),)
     return _with_parts(p, replace(wide, stages=_stages(p, wide))), _with_parts(p, narrow)
 
@@ -394,12 +395,12 @@ def _stages(p: Problem, config: BlockScaledConfig) -> int:
     quantised, 4 KB are enough for 16-bit operands and the scales, and 8 KB for float32 operands.
     """
     elements = config.bm * config.bn // config.parts
-    if p.amax:
-        buffers = elements * (p.out_dtype.itemsize + p.operand_bytes)
-    elif p.result is None:
-        buffers = elements * (p.out_dtype.itemsize + (4 if p.epilogue else 0))
+    if p.spec.amax:
+        buffers = elements * (p.spec.out_dtype.itemsize + p.operand_bytes)
+    elif p.spec.result is None:
+        buffers = elements * (p.spec.out_dtype.itemsize + (4 if p.spec.epilogue else 0))
     else:
-        buffers = elements // (2 if p.result.packed else 1) + max(4096, 2048 * p.operand_bytes)
+        buffers = elements // (2 if p.spec.result.packed else 1) + max(4096, 2048 * p.operand_bytes)
     return min(config.stages, (p.target.shared_memory - buffers - 2048) // _stage_bytes(p, config))
 
 
@@ -413,11 +414,11 @@ def _with_parts(p: Problem, config: BlockScaledConfig) -> BlockScaledConfig:
     TMA stores all parts from one buffer, so each part waits until the one before has left it. Parts that threads store
     need no buffer, and parts of an epilogue keep their width: their operands pass through shared memory too.
     """
-    stored_by_tma = statically_true(p.batches == 1) and statically_true(p.n * p.out_dtype.itemsize % 16 == 0)
-    if p.epilogue or not stored_by_tma:
+    stored_by_tma = statically_true(p.batches == 1) and statically_true(p.n * p.spec.out_dtype.itemsize % 16 == 0)
+    if p.spec.epilogue or not stored_by_tma:
         return config
     free = p.target.shared_memory - 2048 - config.stages * _stage_bytes(p, config)
-    while config.parts > 1 and 2 * config.bm * config.bn // config.parts * p.out_dtype.itemsize <= free:
+    while config.parts > 1 and 2 * config.bm * config.bn // config.parts * p.spec.out_dtype.itemsize <= free:
         config = replace(config, parts=config.parts // 2)
     return config
 
@@ -664,7 +665,7 @@ def grouped_tiles_config(p: Problem) -> DequantTilesConfig:
     A symbolic number of rows counts as large.
     """
     m, k = (p.m, p.k // p.groups) if p.along_k else (p.m // p.groups, p.k)
-    dense = Problem(p.a, p.b, m, p.n * p.groups, k, p.out_dtype, p.target)
+    dense = Problem(ProductSpec(p.a, p.b, p.spec.out_dtype), m, p.n * p.groups, k, p.target)
     config = replace(dequant_tiles_config(dense), split_k=1)
     if config.warps > 1 and "e8m0" in (p.a.scale, p.b.scale):
         # The second loop, for blocks with small scales, takes registers too, which then suffice for fewer shares of K.

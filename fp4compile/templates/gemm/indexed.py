@@ -8,19 +8,21 @@ import torch
 
 from fp4compile._compat import statically_true
 from fp4compile.formats.checks import check_indexed
+from fp4compile.formats.grouping import Grouping
 from fp4compile.formats.operand import Operand
+from fp4compile.formats.product_spec import ProductSpec
 from fp4compile.hardware import Target
 from fp4compile.templates.gemm.call import kernel_operand
 from fp4compile.templates.gemm.grouped_skinny import launch_skinny, streams_experts
 from fp4compile.templates.gemm.heuristics import SKINNY_ROWS, grouped_skinny_config
 from fp4compile.templates.launch import target_of
-from fp4compile.templates.problem import Problem, operand_type
+from fp4compile.templates.problem import Problem
 
 _MOST = 1024  # indices that a program reads
 
 
 def serves(a: Operand, b: Operand, index: torch.Tensor, out_dtype: torch.dtype, target: Target) -> bool:
-    """Whether `scaled_mm_gathered` computes this product."""
+    """Whether `multiply_indexed` computes this product."""
     few = statically_true(index.shape[0] <= _MOST) and statically_true(a.data.shape[1] <= SKINNY_ROWS)
     linear = a.scales is None or a.scales.dim() == 3
     filled = statically_true(a.data.numel() > 0) and statically_true(b.data.shape[1] > 0)
@@ -30,7 +32,7 @@ def serves(a: Operand, b: Operand, index: torch.Tensor, out_dtype: torch.dtype, 
     return streams_experts(_problem(_flat(a), b, out_dtype, target))
 
 
-def scaled_mm_gathered(a: Operand, b: Operand, index: torch.Tensor, out_dtype: torch.dtype) -> torch.Tensor:
+def multiply_indexed(a: Operand, b: Operand, index: torch.Tensor, out_dtype: torch.dtype) -> torch.Tensor:
     """The product of A [S, M, K] and B[index], where B is [E, N, K] and index an int [S].
 
     Negative indices count from the last matrix. An index out of range counts as the nearest valid one: the host does
@@ -54,5 +56,5 @@ def _flat(a: Operand) -> Operand:
 
 def _problem(flat: Operand, b: Operand, out_dtype: torch.dtype, target: Target) -> Problem:
     matrices, n, _ = b.data.shape
-    return Problem(operand_type(flat), operand_type(b), flat.data.shape[0], n, flat.k, out_dtype, target,
-                   ragged="rows", groups=matrices)  # fmt: skip
+    spec = ProductSpec(flat.spec, b.spec, out_dtype, Grouping.RAGGED_ROWS)
+    return Problem(spec, flat.data.shape[0], n, flat.k, target, groups=matrices)

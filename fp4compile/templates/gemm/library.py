@@ -34,9 +34,9 @@ def _serves_block_scaled(p: Problem) -> bool:
     formats = {(x.element, x.scale) for x in (p.a, p.b)} <= {("e2m1", "e4m3"), ("e4m3", "e8m0")}
     outer = {p.a.outer, p.b.outer} <= ({"none", "tensor"} if p.a.scale == "e4m3" else {"none"})
     swizzled = p.a.swizzled and p.b.swizzled and outer
-    bias = p.bias is None or (p.bias == p.out_dtype and p.out_dtype != torch.float32)
+    bias = p.spec.bias is None or (p.spec.bias == p.spec.out_dtype and p.spec.out_dtype != torch.float32)
     filled = all(statically_true(size > 0) for size in (p.m, p.n, p.k))
-    here = 100 <= p.target.sm < 120 and p.ragged is None and p.batches == 1 and not p.epilogue
+    here = 100 <= p.target.sm < 120 and not p.ragged and p.batches == 1 and not p.spec.epilogue
     units = p.target.block_scaled_matrix_units and p.a.format is not None and p.b.format is not None
     if not (here and units and formats and swizzled and bias and filled):
         return False
@@ -51,11 +51,11 @@ def _run_block_scaled(call: Call, config: None) -> torch.Tensor:
     if (p.a.outer, p.b.outer) != ("none", "none"):
         return torch.ops.fp4compile.scaled_mm_library(  # defined in `ops`, which calls `two_level`
             a_data, _scales(call.a), call.a.outer, p.a.format.name,
-            b_data, _scales(call.b), call.b.outer, p.b.format.name, bias, p.out_dtype,
+            b_data, _scales(call.b), call.b.outer, p.b.format.name, bias, p.spec.out_dtype,
         )  # fmt: skip
     codes = torch.float4_e2m1fn_x2 if p.a.format.packed else torch.float8_e4m3fn
     a, b = a_data.view(codes), b_data.view(codes).t()
-    return torch._scaled_mm(a, b, _scales(call.a), _scales(call.b), bias, out_dtype=p.out_dtype)
+    return torch._scaled_mm(a, b, _scales(call.a), _scales(call.b), bias, out_dtype=p.spec.out_dtype)
 
 
 def _matrix(x: KernelOperand, rows) -> torch.Tensor:
@@ -108,7 +108,7 @@ def _rowwise_float8(p: Problem) -> bool:
     outer = (p.a.outer, p.b.outer) == ("row", "row")
     aligned = statically_true(p.n % 16 == 0) and statically_true(p.k % 16 == 0)
     filled = statically_true(p.n > 0) and statically_true(p.k > 0)
-    single = p.ragged is None and p.batches == 1
+    single = not p.ragged and p.batches == 1
     return p.target.float8_matrix_units and outer and aligned and filled and single
 
 
@@ -122,13 +122,13 @@ def _serves_row_scaled(p: Problem) -> bool:
     and 12.0 take `_run_rescaled` until the kernel is shown to run there. On 10.0 it is reported to run
     (pytorch/ao#2904).
     """
-    types = p.out_dtype == torch.bfloat16 and (p.bias is None or p.bias == p.out_dtype)
+    types = p.spec.out_dtype == torch.bfloat16 and (p.spec.bias is None or p.spec.bias == p.spec.out_dtype)
     return _rowwise_float8(p) and types and p.target.sm <= 100
 
 
 def _run_row_scaled(call: Call, config: None) -> torch.Tensor:
     a, b = _rowwise_operands(call)
-    return _float8_product(a, b, call.bias, call.problem.out_dtype, call.problem.fast_accumulation)
+    return _float8_product(a, b, call.bias, call.problem.spec.out_dtype, call.problem.spec.fast_accumulation)
 
 
 def _rowwise_operands(call: Call) -> tuple[Operand, Operand]:
@@ -160,12 +160,12 @@ def _serves_rescaled(p: Problem) -> bool:
 def _run_rescaled(call: Call, config: None) -> torch.Tensor:
     """Multiply by cuBLASLt with scales of 1, to float32; outer scales and bias are PyTorch operations, for Inductor."""
     a, b = _rowwise_operands(call)
-    fast = call.problem.fast_accumulation
+    fast = call.problem.spec.fast_accumulation
     sums = _float8_product(replace(a, outer=None), replace(b, outer=None), None, torch.float32, fast)
     result = sums * (a.outer * b.outer.t())
     if call.bias is not None:
         result = result + call.bias.float()
-    return result.to(call.problem.out_dtype)
+    return result.to(call.problem.spec.out_dtype)
 
 
 def _candidate(name: str, serves, run) -> Candidate:

@@ -161,7 +161,7 @@ def _serves(p: Problem) -> bool:
       for 2304 bytes of B, and issues at most one instruction a clock. By the machine code `gemv` takes 257 to 310
       instructions of a warp for them and `skinny` 455; this kernel takes 170.
     """
-    if p.ragged is not None or not 100 <= p.target.sm < 120 or "none" in (p.a.scale, p.b.scale):
+    if p.ragged or not 100 <= p.target.sm < 120 or "none" in (p.a.scale, p.b.scale):
         return False
     if not (p.a.swizzled and p.b.swizzled and statically_true(p.m <= SKINNY_BLOCK_SCALED_ROWS)):
         return False

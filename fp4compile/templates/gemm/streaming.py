@@ -16,14 +16,14 @@ from fp4compile.templates.problem import Problem
 
 def streams(p: Problem) -> bool:
     """Whether B is NVFP4 weights that `device.nvfp4_weights` can read, and 16 bits hold A."""
-    weights = p.b.element == "e2m1" and p.b.scale == "e4m3" and p.ragged is None
+    weights = p.b.element == "e2m1" and p.b.scale == "e4m3" and not p.ragged
     whole = statically_true(p.k % 64 == 0) and statically_true(p.k > 0) and p.batches == 1
     return weights and whole and p.compute != "fp32"
 
 
 def in_common(p: Problem) -> tuple:
     """What products of one A must have in common, beside A, to be one launch."""
-    return p.b, p.bias, p.out_dtype
+    return p.b, p.spec.bias, p.spec.out_dtype
 
 
 def of_all(calls: Sequence[Call]) -> Problem:

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 
 from fp4compile._compat import statically_true
-from fp4compile.formats.groups import padded_rows
+from fp4compile.formats.grouping import padded_rows
 from fp4compile.formats.layouts import TILE_COLS, TILE_ROWS, ceil_div, swizzled_numel
 from fp4compile.formats.reference_grouped import lay_out_rows
 from fp4compile.templates.device.groups import group_of_tile, of_lanes, per_lane

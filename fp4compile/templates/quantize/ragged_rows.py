@@ -13,7 +13,7 @@ import triton.language as tl
 
 from fp4compile._compat import statically_true
 from fp4compile.formats.formats import BlockFormat
-from fp4compile.formats.groups import padded_rows
+from fp4compile.formats.grouping import padded_rows
 from fp4compile.formats.layouts import TILE_COLS, TILE_ROWS, ceil_div, swizzled_numel
 from fp4compile.templates.device.block_scales import make_outer_scales, outer_scales
 from fp4compile.templates.device.elements import word_amax

@@ -1,4 +1,4 @@
-"""Groups of rows: which rows of a tensor belong to which matrix of a grouped product.
+"""How matrices are grouped: `Grouping`, the kinds; `Groups`, which rows of a tensor belong to which group.
 
 offs: int32 [G], on the device of the rows; group g is the rows offs[g-1] to offs[g] (group 0: from row 0). Rows from
 offs[-1] on belong to no group. An offset that decreases counts as equal to the largest before it, and an offset beyond
@@ -10,6 +10,7 @@ Enough of them are allocated for any sizes of the groups.
 """
 
 from dataclasses import dataclass
+from enum import StrEnum
 from typing import Any
 
 import torch
@@ -20,6 +21,23 @@ from fp4compile.formats.layouts import TILE_ROWS, ceil_div
 def padded_rows(rows: Any, groups: int) -> Any:
     """Padded rows that suffice for any cut of `rows` rows into `groups` groups; rows may be symbolic."""
     return TILE_ROWS * (rows // TILE_ROWS + groups)
+
+
+class Grouping(StrEnum):
+    """What a product, an operand or a quantiser computes apart.
+
+    DENSE: one matrix; A may have batch dimensions that share one B.
+    BATCHED: matrices of equal sizes; a product has one A and one B for each.
+    RAGGED_ROWS: groups of the rows of one matrix; a product multiplies each group by a B of its own.
+    RAGGED_CONTRACTION: groups of rows that are the contraction of a product, which has one result for each group.
+    GATHERED: as BATCHED, where an index says which B each A is multiplied by.
+    """
+
+    DENSE = "dense"
+    BATCHED = "batched"
+    RAGGED_ROWS = "ragged rows"
+    RAGGED_CONTRACTION = "ragged contraction"
+    GATHERED = "gathered"
 
 
 @dataclass(frozen=True, eq=False)

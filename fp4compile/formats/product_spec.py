@@ -1,0 +1,206 @@
+"""The specification of a matrix product, without its tensors and sizes.
+
+A `ProductSpec` is made and checked once, where arguments enter an op. The reference, the shape functions, the choice of
+a kernel and the kernels all read it. An op carries it as one string, `str(spec)`, which names what the tensors do not
+tell:
+
+    mxfp8 @ mxfp8 -> bfloat16
+    plain @ nvfp4, ragged rows -> bfloat16
+    nvfp4 @ nvfp4 -> bfloat16 | relu product | mul s0 aux0 | to float16 | quantize nvfp4
+"""
+
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any
+
+import torch
+
+from fp4compile.formats import formats
+from fp4compile.formats.epilogue import Epilogue
+from fp4compile.formats.formats import BlockFormat, compatible
+from fp4compile.formats.grouping import Grouping
+from fp4compile.formats.quantize_spec import FLOAT_DTYPES
+
+_PLAIN, _FAST, _TO = "plain", "fast accumulation", "to "
+
+
+@dataclass(frozen=True)
+class OperandSpec:
+    """The properties of an operand, apart from sizes, that a kernel is specialised for.
+
+    format: None for a plain operand. dtype: dtype of the data. swizzled: whether the block scales are swizzled. outer:
+    the granularity of the outer scale: "none", "tensor", "row" or, with ragged groups and for B of two matrices,
+    "group".
+    """
+
+    format: BlockFormat | None
+    dtype: torch.dtype
+    swizzled: bool = False
+    outer: str = "none"
+
+    def __str__(self) -> str:
+        return _PLAIN if self.format is None else self.format.name
+
+    @property
+    def element(self) -> str:
+        return _PLAIN if self.format is None else self.format.element
+
+    @property
+    def scale(self) -> str:
+        return "none" if self.format is None or self.format.scale is None else self.format.scale
+
+    @property
+    def unit_bytes(self) -> int:
+        """Bytes of a unit, which is two elements."""
+        if self.format is None:
+            return 2 * self.dtype.itemsize
+        return 1 if self.format.packed else 2
+
+
+@dataclass(frozen=True)
+class ProductSpec:
+    """One product of two operands, or of groups of them.
+
+    a, b: the operands. out_dtype: what the float32 product is rounded to, before an epilogue.
+    grouping: which rows of A meet which matrix of B.
+    epilogue: the steps that follow in the same kernel, and whether it quantises the result or finds its amax; None
+        stores the product.
+    bias: its dtype; None without one.
+    fast_accumulation: whether FP8 matrix units may keep the sums in fewer bits than float32 has; the reference never
+        does.
+    """
+
+    a: OperandSpec
+    b: OperandSpec
+    out_dtype: torch.dtype
+    grouping: Grouping = Grouping.DENSE
+    epilogue: Epilogue | None = None
+    bias: torch.dtype | None = None
+    fast_accumulation: bool = False
+    _hash: int = field(init=False, repr=False, compare=False, default=0)
+
+    def __post_init__(self) -> None:
+        """Raise ValueError where the fields do not fit each other."""
+        a, b = self.a.format, self.b.format
+        if a is not None and b is not None and not compatible(a, b):
+            raise ValueError(f"formats {a.name} and {b.name} cannot be multiplied: scale types or blocks differ")
+        if self.out_dtype not in FLOAT_DTYPES:
+            raise ValueError(f"out_dtype={self.out_dtype}: allowed are bfloat16, float16, float32")
+        if self.epilogue is not None and self.epilogue.dtype not in FLOAT_DTYPES:
+            raise ValueError(f"epilogue: dtype {self.epilogue.dtype}; allowed are bfloat16, float16, float32")
+        if self.bias is not None and self.grouping not in (Grouping.DENSE, Grouping.BATCHED):
+            raise ValueError(f"bias: products of groups have none, got one with {self.grouping}")
+        if self.epilogue is not None and self.grouping in (Grouping.RAGGED_CONTRACTION, Grouping.GATHERED):
+            raise ValueError(f"epilogue: products of {self.grouping} have none, got {self.epilogue.strings()}")
+        key = (self.a, self.b, self.out_dtype, self.grouping, self.epilogue, self.bias, self.fast_accumulation)
+        object.__setattr__(self, "_hash", hash(key))
+
+    def __hash__(self) -> int:  # computed once: eager calls look their kernel up by it
+        return self._hash
+
+    def __str__(self) -> str:
+        """The text that an op carries; `parse` reads it."""
+        how = [str(self.grouping)] * (self.grouping not in (Grouping.DENSE, Grouping.BATCHED))
+        head = ", ".join([f"{self.a} @ {self.b}", *how, *[_FAST] * self.fast_accumulation])
+        head = f"{head} -> {_name(self.out_dtype)}"
+        if self.epilogue is None:
+            return head
+        steps, end = self.epilogue.step_strings(), self.epilogue.end
+        return " | ".join([head, *steps, f"{_TO}{_name(self.epilogue.dtype)}", *[end] * (end is not None)])
+
+    @property
+    def plain(self) -> bool:
+        """Whether neither operand is quantised, and there are no groups: torch computes such a product."""
+        whole = self.grouping in (Grouping.DENSE, Grouping.BATCHED)
+        return whole and self.a.format is None and self.b.format is None
+
+    @property
+    def pair(self) -> bool:
+        """Whether B has two matrices, and the epilogue makes one result of both products."""
+        return self.epilogue is not None and self.epilogue.pair
+
+    @property
+    def amax(self) -> bool:
+        """Whether the amax of the stored result is found as well."""
+        return self.epilogue is not None and self.epilogue.amax
+
+    @property
+    def result(self) -> BlockFormat | None:
+        """The format to which the result is quantised; None where it is stored in 16 or 32 bits."""
+        return None if self.epilogue is None or self.epilogue.quantize is None else self.epilogue.quantize.format
+
+    @property
+    def results(self) -> int:
+        """The number of tensors: codes and scales, or a result and magnitudes, are two."""
+        return 2 if self.amax or self.result is not None else 1
+
+    @property
+    def stored_dtype(self) -> torch.dtype:
+        """The dtype of the result before it is quantised."""
+        return self.out_dtype if self.epilogue is None else self.epilogue.dtype
+
+
+@dataclass(frozen=True)
+class _Text:
+    """What the text of a spec says: formats by their names, and the other fields of a `ProductSpec`."""
+
+    formats: tuple[BlockFormat | None, BlockFormat | None]
+    fields: dict[str, Any]
+
+
+@cache
+def _parsed(text: str) -> _Text:
+    head, *rest = text.split(" | ")
+    how, arrow, dtype = head.partition(" -> ")
+    (operands, *clauses), out_dtype = how.split(", "), _dtype(text, dtype)
+    names = operands.split(" @ ")
+    if not arrow or len(names) != 2:
+        raise ValueError(f"spec {text!r}: expected 'format @ format -> dtype', with {_PLAIN!r} for a plain operand")
+    grouping, fast = Grouping.DENSE, False
+    for clause in clauses:
+        if clause == _FAST:
+            fast = True
+        elif clause in tuple(Grouping):
+            grouping = Grouping(clause)
+        else:
+            raise ValueError(f"spec {text!r}: {clause!r} is none of {', '.join([*Grouping, _FAST])}")
+    places = [i for i, each in enumerate(rest) if each.startswith(_TO)]
+    if rest and len(places) != 1:
+        raise ValueError(f"spec {text!r}: expected one '{_TO}dtype' after the steps of an epilogue")
+    epilogue = None
+    if rest:
+        steps = [*rest[: places[0]], *rest[places[0] + 1 :]]
+        epilogue = Epilogue.parse(steps, out_dtype, _dtype(text, rest[places[0]].removeprefix(_TO)))
+    a, b = (None if name == _PLAIN else formats.get(name) for name in names)
+    return _Text((a, b), {"out_dtype": out_dtype, "grouping": grouping, "epilogue": epilogue, "fast_accumulation": fast})
+
+
+def formats_of(text: str) -> tuple[BlockFormat | None, BlockFormat | None]:
+    """The formats of both operands that the text of a spec names; None for a plain operand."""
+    return _parsed(text).formats
+
+
+@cache
+def parse(text: str, a: tuple, b: tuple, batched: bool, bias: torch.dtype | None) -> ProductSpec:
+    """The spec of a text and of tensors.
+
+    a, b: dtype of the data, whether the scales are swizzled, and granularity of the outer scale. batched: whether B has
+    batch dimensions. bias: its dtype. Raises ValueError for a text that `str(spec)` does not write.
+    """
+    found = _parsed(text)
+    fields = dict(found.fields)
+    if batched and fields["grouping"] is Grouping.DENSE:
+        fields["grouping"] = Grouping.BATCHED
+    left, right = (OperandSpec(fmt, *each) for fmt, each in zip(found.formats, (a, b), strict=True))
+    return ProductSpec(left, right, bias=bias, **fields)
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _dtype(text: str, name: str) -> torch.dtype:
+    found = getattr(torch, name, None) if name.isidentifier() else None
+    if not isinstance(found, torch.dtype):
+        raise ValueError(f"spec {text!r}: {name!r} is no dtype")
+    return found
