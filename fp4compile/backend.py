@@ -25,8 +25,8 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from fp4compile import _compat, _inductor_patches, hardware
 from fp4compile.passes.hoist import hoisting
+from fp4compile.passes.lib.notes import Saved
 from fp4compile.passes.manager import JointPasses, LowerPasses, source_digest, switched_off_passes
-from fp4compile.passes.notes import Saved
 from fp4compile.recipe import Recipe, Rule, agreement, recipes, resolve
 from fp4compile.report import names, stored_rows
 from fp4compile.report.report import PassRun, Report, Row

@@ -29,7 +29,6 @@ from fp4compile.analysis.gradients import is_nested
 from fp4compile.analysis.plan import Decision, Treatment, plan
 from fp4compile.formats import formats
 from fp4compile.hardware import Gpu
-from fp4compile.passes.base import Pass, run_passes, summary
 from fp4compile.passes.fake_quantize import fake_quantize
 from fp4compile.passes.fuse_epilogue import fuse_epilogue
 from fp4compile.passes.fuse_horizontal import fuse_horizontal
@@ -38,9 +37,10 @@ from fp4compile.passes.fuse_quantize import fuse_quantize
 from fp4compile.passes.group_amax import GROUP_AMAX
 from fp4compile.passes.hoist import HOIST
 from fp4compile.passes.inplace import inplace
+from fp4compile.passes.lib.base import Pass, run_passes, summary
+from fp4compile.passes.lib.notes import Saved, fused, saved
 from fp4compile.passes.lower import lower
 from fp4compile.passes.merge_quantize import merge_quantize
-from fp4compile.passes.notes import Saved, fused, saved
 from fp4compile.passes.quantize_before_move import quantize_before_move
 from fp4compile.passes.recompute import recompute
 from fp4compile.passes.rewrite import rewrite

@@ -23,10 +23,10 @@ from fp4compile.analysis.gemm import Input
 from fp4compile.hardware import Gpu
 from fp4compile.ops.matmul import SCALED_MM_AMAX, SCALED_MM_HORIZONTAL, SCALED_MM_QUANTIZED
 from fp4compile.ops.quantize import LAY_OUT_SCALES, QUANTIZE
-from fp4compile.passes.base import run_passes
 from fp4compile.passes.hoist import HOIST, Hoisted
+from fp4compile.passes.lib.base import run_passes
+from fp4compile.passes.lib.notes import name_product, product_of
 from fp4compile.passes.manager import JOINT, analyse, fuse, switched_off_passes
-from fp4compile.passes.notes import name_product, product_of
 from fp4compile.recipe import Recipe
 from fp4compile.report.report import Row, Seconds
 from fp4compile.roofline import pointwise

@@ -26,7 +26,7 @@ from fp4compile.analysis.views import is_cast, source_of, value_key, view_of
 from fp4compile.formats import formats
 from fp4compile.ops.matmul import SCALED_GROUPED_MM, SCALED_MM, SCALED_MM_GATHERED
 from fp4compile.ops.quantize import GATHERED_WEIGHT, QUANTIZE
-from fp4compile.passes.notes import mark, name_product
+from fp4compile.passes.lib.notes import mark, name_product
 from fp4compile.templates.quantize.source import lies_transposed
 
 aten = torch.ops.aten
