@@ -325,7 +325,7 @@ def grouped_calls(shape: Experts, count: int, device: str, wanted=KERNELS) -> di
         a = Operand(x)
         if kernel == "many":
             a = quantised_tokens(x, offs)
-        found[kernel] = call_of(Arguments(a, b, None, BF16, offs=offs, rows=rows))
+        found[kernel] = call_of(Arguments.of(a, b, None, BF16, offs=offs, rows=rows))
     return found
 
 
@@ -351,7 +351,7 @@ def both_calls(shape: Experts, each: int, weight: tuple, device: str) -> dict[st
     b, calls = Operand(*weight, formats.get("nvfp4")), {}
     for of, candidate in (("tiles", grouped_dequant_tiles.CANDIDATE), ("operand", grouped_dequant_operand.CANDIDATE)):
         values = of == "operand"
-        call = call_of(Arguments(quantised_tokens(x, offs, values), b, None, BF16, offs=offs, rows=rows))
+        call = call_of(Arguments.of(quantised_tokens(x, offs, values), b, None, BF16, offs=offs, rows=rows))
         calls[of] = partial(
             multiplied, x, b, offs, values, candidate=candidate, config=candidate.configure(call.problem)
         )  # fmt: skip
@@ -362,7 +362,7 @@ def multiplied(
     x: torch.Tensor, b: Operand, offs: torch.Tensor, values: bool, *, candidate: Candidate, config
 ) -> torch.Tensor:
     a = quantised_tokens(x, offs, values)
-    return candidate.run(call_of(Arguments(a, b, None, BF16, offs=offs, rows=len(x))), config)
+    return candidate.run(call_of(Arguments.of(a, b, None, BF16, offs=offs, rows=len(x))), config)
 
 
 def quantised_tokens(x: torch.Tensor, offs: torch.Tensor, values: bool = False) -> Operand:

@@ -127,7 +127,7 @@ def product(x: torch.Tensor, weights: list[Operand]) -> list[torch.Tensor]:
     """Of activations [m, k] and packed weights, in one launch where there are several."""
     if len(weights) > 1:
         return scaled_mm_group(Operand(x), [(w, None) for w in weights], x.dtype)
-    return [multiply(Arguments(Operand(x), weights[0], None, x.dtype))]
+    return [multiply(Arguments.of(Operand(x), weights[0], None, x.dtype))]
 
 
 def packed(sizes: tuple[int, ...], k: int) -> list[Operand]:

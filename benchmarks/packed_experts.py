@@ -106,7 +106,7 @@ def arguments_of(shape: Experts, rows: int, dtype: torch.dtype, device: str) -> 
     outer = None if dtype == BF16 else empty(shape.experts)
     offs = torch.zeros(shape.experts, dtype=torch.int32, device=device)
     tokens = Operand(empty(rows, shape.k, dtype=dtype), None, outer)
-    return Arguments(tokens, Operand(codes, scales, empty(shape.experts), NVFP4), None, BF16, offs=offs, rows=rows)
+    return Arguments.of(tokens, Operand(codes, scales, empty(shape.experts), NVFP4), None, BF16, offs=offs, rows=rows)
 
 
 # ---------------------------------------------------------------- time
@@ -151,7 +151,7 @@ def calls_of(x: torch.Tensor, plain: list, packed: list, offs: torch.Tensor) -> 
 
 
 def arguments(x: torch.Tensor, weight: tuple, offs: torch.Tensor) -> Arguments:
-    return Arguments(Operand(x), Operand(*weight, NVFP4), None, BF16, offs=offs, rows=len(x))
+    return Arguments.of(Operand(x), Operand(*weight, NVFP4), None, BF16, offs=offs, rows=len(x))
 
 
 def expanded(x: torch.Tensor, weight: tuple, offs: torch.Tensor) -> torch.Tensor:

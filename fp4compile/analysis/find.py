@@ -31,13 +31,12 @@ from fp4compile._compat import statically_true
 from fp4compile.analysis.gathers import gathered_parameters, is_gather, parameter_of
 from fp4compile.analysis.gemm import Gemm, Input, Operand, Shard
 from fp4compile.analysis.gradients import Part, input_index, is_inner_gradient, parts_of_gradients, tangent_dependent
-from fp4compile.analysis.graph import is_gathered
+from fp4compile.analysis.graph import is_gathered, scaled_mm_of
 from fp4compile.analysis.grouped_products import is_grouped, why_unread
 from fp4compile.analysis.module_names import clean_name, module_name, parameter_name
 from fp4compile.analysis.products import Product, Side, packed_expert, product_of, why_not_packed
 from fp4compile.analysis.selection import feeds_selection
 from fp4compile.analysis.views import View, is_cast, root_of, source_of, swaps_last_two, view_of
-from fp4compile.formats import formats
 from fp4compile.formats.quantize_spec import FLOAT_DTYPES
 from fp4compile.ops.quantize import DEQUANTIZE, EXPERT_WEIGHTS, GATHERED_WEIGHT
 
@@ -397,12 +396,10 @@ def _feeds_embedding(root: Node) -> bool:
 
 def _packed(node: Node) -> Gemm:
     """The product of a `scaled_mm` that the captured graph already had."""
-    a, _, _, a_format, b, _, _, b_format, *_ = node.args
+    x = scaled_mm_of(node).values()
     *_, m, n = node.meta["val"].shape
-    k = a.meta["val"].shape[-1]
-    if a_format is not None and formats.get(a_format).packed:
-        k = 2 * k
-    return Gemm(node, "fprop", _module_of(node), dims=(m, n, k), forward=node, packed=(a_format, b_format))
+    names = tuple(None if each.format is None else each.format.name for each in (x.a, x.b))
+    return Gemm(node, "fprop", _module_of(node), dims=(m, n, x.a.k), forward=node, packed=names)
 
 
 def _unsupported(target: Callable) -> str | None:

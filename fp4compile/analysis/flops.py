@@ -18,7 +18,7 @@ from fp4compile.analysis.find import weights_of
 from fp4compile.analysis.gemm import Gemm, Input
 from fp4compile.analysis.grouped_products import computed_by
 from fp4compile.analysis.views import root_of
-from fp4compile.formats import formats
+from fp4compile.formats.product_spec import formats_of
 
 aten = torch.ops.aten
 _EXPERTS = re.compile(r"(^|\.)experts(\.|$)")
@@ -162,9 +162,9 @@ def _convolution_backward(
 
 def _packed(*args, out_val: torch.Tensor, **kwargs) -> int:
     """`scaled_mm`, whose FP4 operands hold two elements a byte."""
-    data, fmt = args[0], args[3]
-    packed = fmt is not None and formats.get(fmt).packed
-    return 2 * out_val.numel() * data.shape[-1] * (2 if packed else 1)
+    fmt, _ = formats_of(args[6])
+    packed = fmt is not None and fmt.packed
+    return 2 * out_val.numel() * args[0].shape[-1] * (2 if packed else 1)
 
 
 _OWN = {aten.addbmm: lambda term, a, b, *args, **kwargs: _product(a, b), aten._int_mm: _product}

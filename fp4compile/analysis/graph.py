@@ -22,6 +22,7 @@ from fp4compile.templates.problem import Problem, problem_of
 
 aten = torch.ops.aten
 RESHAPES = (aten.view.default, aten._unsafe_view.default, aten.reshape.default)
+A, B = 0, 3  # places of the operands among the arguments of a product node
 CAST = torch.ops.prims.convert_element_type.default
 
 
@@ -29,7 +30,7 @@ def new_node(graph: Graph, target: Callable, args: tuple, meta: dict, **kwargs: 
     """A call node at the graph's insertion point, with the metadata of the node that it serves and its own value."""
     node = graph.call_function(target, args, kwargs)
     node.meta = {k: v for k, v in meta.items() if k not in ("val", "tensor_meta", "eager_input_vals")}
-    node.meta["val"] = fakevalue_of(node)
+    node.meta["val"] = fake_value(node)
     return node
 
 
@@ -53,7 +54,7 @@ def reached(start: Node, following: Callable[[Node], Iterable[Node]]) -> Iterato
                 waiting.append(each)
 
 
-def fakevalue_of(node: Node) -> Any:
+def fake_value(node: Node) -> Any:
     """The node's value, computed by the fake implementation of its operator."""
     args, kwargs = torch.fx.map_arg(node.args, value_of), torch.fx.map_arg(node.kwargs, value_of)
     if node.target is operator.getitem:
@@ -146,7 +147,7 @@ class ScaledMM(Arguments):
 
     def values(self) -> Arguments:
         """The arguments with their (fake) tensors."""
-        a, b = (Operand(*map(value_of, x.tensors), x.format) for x in (self.a, self.b))
+        a, b = _known(self.a), _known(self.b)
         more = map(value_of, (self.result_outer, self.offs, self.rows, self.index))
         return Arguments(self.spec, a, b, value_of(self.bias), list(map(value_of, self.auxiliaries)), *more)
 
@@ -165,6 +166,12 @@ class ScaledMM(Arguments):
         """Whether a kernel that reads the gathered matrices through the index serves the node."""
         x = self.values()
         return indexed.serves(x.a, x.b, x.index, x.spec.out_dtype, target_of(x.a.data.device))
+
+    def but(self, **changes: Any) -> "ScaledMM":
+        """The product with another operand, whose tensors are nodes, or with another epilogue."""
+        operands = {name: x for name, x in changes.items() if isinstance(x, Operand)}
+        spec = self.values().but(**changes | {name: _known(x) for name, x in operands.items()}).spec
+        return replace(self, spec=spec, **operands)
 
     def new(self, graph: Graph, meta: dict, **changes: Any) -> Node:
         """A new node of the product with changed fields at the graph's insertion point; see `new_node`."""
@@ -192,13 +199,15 @@ def _present(nodes: list) -> list:
 
 def product_of(source: Operand, weight: Operand, out_dtype: torch.dtype, **fields: Any) -> ScaledMM:
     """A product of operands whose tensors are nodes. fields: as of `Arguments.of`, nodes instead of tensors."""
-    def known(x: Operand) -> Operand:
-        return Operand(*map(value_of, x.tensors), x.format)
-
     values = {name: value_of(each) for name, each in fields.items()}
-    spec = Arguments.of(known(source), known(weight), out_dtype=out_dtype, **values).spec
+    spec = Arguments.of(_known(source), _known(weight), out_dtype=out_dtype, **values).spec
     fields.pop("fast_accumulation", None)
     return ScaledMM(spec=spec, a=source, b=weight, **fields)
+
+
+def _known(x: Operand) -> Operand:
+    """An operand with the (fake) tensors of its nodes."""
+    return Operand(*map(value_of, x.tensors), x.format)
 
 
 PRODUCTS = (SCALED_MM, SCALED_MM_RESULTS)
@@ -234,7 +243,7 @@ def _read(node: Node) -> ScaledMM:
         return _product(node, node.args, node.kwargs)
     *a, b, scales, outer, spec = node.args
     options = dict(node.kwargs)
-    options["bias"] = next(iter(options.pop("bias", ())), None)
+    options["bias"] = next(iter(options.pop("bias", None) or ()), None)
     return _product(node, (*a, *(next(iter(each), None) for each in (b, scales, outer)), spec), options)
 
 

@@ -18,13 +18,15 @@ from fp4compile.analysis.graph import expert_weights_of, gathered_weight_of, is_
 from fp4compile.analysis.module_names import block_of, module_name
 from fp4compile.analysis.views import view_of
 from fp4compile.formats import formats
+from fp4compile.formats.grouping import Grouping
 from fp4compile.formats.layouts import scale_layout
+from fp4compile.formats.product_spec import OperandSpec, ProductSpec
 from fp4compile.formats.quantize_spec import FLOAT_DTYPES
 from fp4compile.hardware import Gpu, Target
 from fp4compile.recipe import Recipe, named
 from fp4compile.templates.choose import choose
 from fp4compile.templates.launch import on_gpu, target_of
-from fp4compile.templates.problem import OperandType, Problem
+from fp4compile.templates.problem import Problem
 
 NOT_CALIBRATED = "dynamic activation scale: fp4compile.calibrate recorded none"
 BEFORE_CAST = "weight quantised before its cast: FSDP2 gathered codes of the parameter's dtype"
@@ -306,17 +308,20 @@ def _tier(gemm: Gemm, a: Treatment | None, b: Treatment | None, meta: Target | N
     if out.device.type == "cpu" and not on_gpu(out):
         return "reference"
     target = target_of(out.device) if meta is None or on_gpu(out) else meta
-    types = [_operand_type(*pair, gemm.offs is not None) for pair in ((gemm.a, a), (gemm.b, b))]
+    left, right = (_operand_spec(*pair, gemm.offs is not None) for pair in ((gemm.a, a), (gemm.b, b)))
     m, n, k = gemm.dims
     if gemm.offs is not None:
         groups = gemm.offs.meta["val"].shape[0]
-        return choose(Problem(*types, m, n, k, out.dtype, target, ragged=gemm.groups, groups=groups)).tier
+        grouping = Grouping.RAGGED_ROWS if gemm.groups == "rows" else Grouping.RAGGED_CONTRACTION
+        return choose(Problem(ProductSpec(left, right, out.dtype, grouping), m, n, k, target, groups=groups)).tier
     if gemm.groups is not None:  # a batch in which each matrix of A has its own B
         batches, m, n = out.shape
         if gemm.index is not None and gemm.a.parameter is not None:  # computed as x @ W^T
-            types, m, n = types[::-1], n, m
-        return choose(Problem(*types, m, n, k, out.dtype, target, None, batches, True)).tier
-    return choose(Problem(*types, m, n, k, out.dtype, target)).tier
+            left, right, m, n = right, left, n, m
+        return choose(
+            Problem(ProductSpec(left, right, out.dtype, Grouping.BATCHED), m, n, k, target, batches, True)
+        ).tier
+    return choose(Problem(ProductSpec(left, right, out.dtype), m, n, k, target)).tier
 
 
 def _tier_of_packed(gemm: Gemm) -> str:
@@ -325,12 +330,12 @@ def _tier_of_packed(gemm: Gemm) -> str:
     return product.choice.tier if product.on_gpu else "reference"
 
 
-def _operand_type(operand: Operand, treatment: Treatment | None, grouped: bool = False) -> OperandType:
+def _operand_spec(operand: Operand, treatment: Treatment | None, grouped: bool = False) -> OperandSpec:
     if treatment is None:
-        return OperandType(None, operand.source.meta["val"].dtype)
+        return OperandSpec(None, operand.source.meta["val"].dtype)
     fmt = formats.get(treatment.format)
     outer = "group" if grouped and treatment.per_group else fmt.outer or "none"
-    return OperandType(fmt, fmt.data_dtype, treatment.layout == "swizzled", outer)
+    return OperandSpec(fmt, fmt.data_dtype, treatment.layout == "swizzled", outer)
 
 
 def _unfit(gemm: Gemm, meta: Target | None) -> str | None:

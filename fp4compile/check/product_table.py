@@ -15,7 +15,7 @@ from fp4compile.formats.operand import Arguments, Operand
 from fp4compile.hardware import Target
 from fp4compile.templates.choose import Choice, candidates, choose
 from fp4compile.templates.launch import Launch, dry_run
-from fp4compile.templates.multiply import results, scaled_mm_group
+from fp4compile.templates.multiply import multiply_together, results
 from fp4compile.templates.problem import problem_of
 
 
@@ -77,11 +77,11 @@ class Product:
         for name in [each for each in names if each == self.kernel] if self.kernel else names:
             choice = choose(problem, name)
             skipped = self.groups and self.a is not None and choice.tier != "native"
-            if skipped or (x.epilogue is not None and not choice.takes_epilogue):
+            if skipped or (x.spec.epilogue is not None and not choice.takes_epilogue):
                 continue
             with dry_run(target) as launches:
                 if self.weights > 1 and not self.groups:
-                    scaled_mm_group(x.a, [(x.b, x.bias)] * self.weights, BF16)
+                    multiply_together([x] * self.weights)
                 else:
                     results(x, choice)
             if launches:
@@ -99,7 +99,7 @@ class Product:
         if self.epilogue == "pair" and b.outer is not None and not b.outer.dim():
             b = replace(b, outer=_empty((2,), torch.float32))
         bias = _empty((self.n,)) if self.epilogue == "bias" else None
-        return self._with_epilogue(Arguments(a, b, bias, BF16))
+        return self._with_epilogue(Arguments.of(a, b, bias, BF16))
 
     def _of_groups(self) -> Arguments:
         each = (self.groups,)
@@ -108,14 +108,14 @@ class Product:
             padded = padded_rows(self.k, self.groups)
             a = self._operand(self.a, (self.m,), padded, (*each, self.m, 1))
             b = self._operand(self.b, (self.n,), padded, (*each, self.n, 1))
-            return Arguments(a, b, None, BF16, offs=offs, rows=self.k)
+            return Arguments.of(a, b, None, BF16, offs=offs, rows=self.k)
         a = self._operand(self.a, (self.m,), self.k, (self.m, 1), padded_rows(self.m, self.groups))
         rows = 2 * self.n if self.epilogue == "pair" and self.weights == 1 else self.n
         matrices = self.weights * self.groups
         b = self._operand(self.b, (matrices, rows), self.k, (matrices, rows, 1))
         if b.outer is not None and b.outer.dim() == 1:
             b = replace(b, outer=_empty((matrices,), torch.float32))
-        return self._with_epilogue(Arguments(a, b, None, BF16, offs=offs, rows=self.m))
+        return self._with_epilogue(Arguments.of(a, b, None, BF16, offs=offs, rows=self.m))
 
     def _with_epilogue(self, x: Arguments) -> Arguments:
         last = [AMAX] if self.result == AMAX else [f"quantize {self.result}"]
@@ -125,7 +125,7 @@ class Product:
         gates = [_empty((*x.a.data.shape[:-1], self.n))] if self.epilogue == "gated" else []
         epilogue = Epilogue.parse(steps, BF16, BF16)
         outer = _empty((), torch.float32) if epilogue.quantize is not None and epilogue.quantize.static else None
-        return replace(x, epilogue=epilogue, auxiliaries=gates, result_outer=outer)
+        return x.but(epilogue=epilogue, auxiliaries=gates, result_outer=outer)
 
     def _operand(
         self, name: str | None, shape: tuple[int, ...], k: int, of_rows: tuple[int, ...], scale_rows: int | None = None

@@ -30,11 +30,11 @@ from fp4compile.formats.reference_grouped import (
     with_maxima,
 )
 from fp4compile.ops.functional import quantize
-from fp4compile.ops.matmul import SCALED_GROUPED_MM, SCALED_MM
+from fp4compile.ops.matmul import SCALED_MM
 from fp4compile.ops.quantize import QUANTIZE
 from fp4compile.templates.choose import Choice, candidates, choose, to_time
 from fp4compile.templates.launch import target_of
-from fp4compile.templates.multiply import multiply, multiply_amax, multiply_quantized, scaled_mm_group
+from fp4compile.templates.multiply import multiply, multiply_together, results
 from fp4compile.templates.problem import problem_of
 
 Made = Callable[[tuple[int, ...]], torch.Tensor]
@@ -54,7 +54,7 @@ def by_every_kernel(product: Product, machine: Machine, made: Made | None = None
         choices += to_time(problem)
     if product.weights == 1:
         choices += [choose(problem, name) for name in candidates(problem)]
-        choices = [one for one in choices if x.epilogue is None or one.takes_epilogue]
+        choices = [one for one in choices if x.spec.epilogue is None or one.takes_epilogue]
     wrong = [f"{one.kernel}: {what}" for one in dict.fromkeys(choices)
              for what in differences(product, x, one, machine, made is None)]  # fmt: skip
     return {"kernels": ", ".join(dict.fromkeys(one.kernel for one in choices)), "wrong": wrong}
@@ -69,7 +69,7 @@ def differences(product: Product, x: Arguments, choice: Choice, machine: Machine
     if product.weights > 1 and not product.groups:
         members = [replace(x, b=exact_operand(x.b, i)) for i in range(product.weights)]
         with machine.running():
-            found = scaled_mm_group(there.a, [(_moved(one, machine).b, None) for one in members], BF16)
+            found = multiply_together([_moved(one, machine) for one in members])
         return [f"weight {i}: {what}" for i, (got, one) in enumerate(zip(found, members, strict=True))
                 for what in _from_reference(got, one, exact)]  # fmt: skip
     with machine.running():
@@ -82,15 +82,15 @@ def differences(product: Product, x: Arguments, choice: Choice, machine: Machine
 
 
 def _from_reference(got: torch.Tensor, x: Arguments, exact: bool) -> list[str]:
-    a, b = x.a.in_schema, x.b.in_schema
+    args, options = x.call
     if x.offs is not None:
-        expected = SCALED_GROUPED_MM(*a, *b, x.offs, x.rows, x.out_dtype)
+        expected = SCALED_MM(*args, **options)
         expected += 0.0  # a kernel's sums begin with +0, the reference's of a group of one row with its product
         if got.dim() == 2:  # rows of no group mean nothing
             got, expected = got[: x.offs[-1]], expected[: x.offs[-1]]
         return same_bits(got, expected)
-    if exact and x.epilogue is None:
-        return same_bits(got, SCALED_MM(*a, *b, x.bias, x.out_dtype))
+    if exact and x.spec.epilogue is None:
+        return same_bits(got, SCALED_MM(*args, **options))
     return product_differences(got, x)
 
 
@@ -129,8 +129,8 @@ def exact_arguments(product: Product) -> Arguments:
     a, b = exact_operand(x.a, 100), exact_operand(x.b, 0)
     if product.along_k:
         a, b = _without_padding(a, product.k), _without_padding(b, product.k)
-    return replace(
-        x, a=a, b=b, bias=None if x.bias is None else whole(x.bias.shape),
+    return x.but(
+        a=a, b=b, bias=None if x.bias is None else whole(x.bias.shape),
         auxiliaries=[whole(each.shape) for each in x.auxiliaries],
         # Block scales of sums, and of products of two sums, are then seldom the largest or the least number.
         result_outer=None if x.result_outer is None else torch.tensor(64.0),
@@ -183,7 +183,7 @@ def _hard_arguments(product: Product, machine: Machine, made: Made) -> Arguments
     x, native = exact_arguments(product), machine.target.block_scaled_matrix_units
     a = made((*x.a.data.shape[:-1], product.k))
     b = finite((*x.b.data.shape[:-1], product.k), SEED + 1)
-    return replace(x, a=operand(product.a, a, native), b=operand(product.b, b, native))
+    return x.but(a=operand(product.a, a, native), b=operand(product.b, b, native))
 
 
 def operand(name: str | None, x: torch.Tensor, native: bool) -> Operand:
@@ -210,7 +210,7 @@ def _moved(x: Arguments, machine: Machine) -> Arguments:
 
 
 def _multiplied_plainly(x: Arguments) -> torch.Tensor:
-    problem = replace(problem_of(x, target_of(x.a.data.device)), epilogue=True)
+    problem = problem_of(x, target_of(x.a.data.device)).with_epilogue(x.spec.epilogue)
     return multiply(x, choose(problem, "block_scaled_sm100"))
 
 
@@ -230,14 +230,14 @@ def _stored_plainly(x: Arguments) -> torch.Tensor:
     if x.offs is not None:
         stored = [_stored_plainly(one) for one in _of_each_group(x, Groups.of(x.offs.cpu(), x.a.data.shape[0]))]
         return F.pad(torch.cat(stored), (0, 0, 0, x.a.data.shape[0] - sum(map(len, stored))))
-    epilogue = cast(Epilogue, x.epilogue)
-    plain = replace(x, epilogue=replace(epilogue, quantize=None, amax=False), result_outer=None)
+    epilogue = cast(Epilogue, x.spec.epilogue)
+    plain = x.but(epilogue=replace(epilogue, quantize=None, amax=False), result_outer=None)
     if epilogue.pair:
         first, second = _halves(x.b)
-        other = _multiplied_plainly(replace(plain, b=second, epilogue=None))
+        other = _multiplied_plainly(plain.but(b=second, epilogue=None))
         steps = [step.renamed({"pair": "aux0"}) for step in epilogue.steps]
         epilogue = Epilogue(tuple(steps), epilogue.product_dtype, epilogue.dtype)
-        plain = replace(plain, b=first, epilogue=epilogue, auxiliaries=[other])
+        plain = plain.but(b=first, epilogue=epilogue, auxiliaries=[other])
     return _multiplied_plainly(plain)
 
 
@@ -248,7 +248,7 @@ def _of_each_group(x: Arguments, groups: Groups) -> Iterator[Arguments]:
         if start < end:
             own = rows_of_group(a, g, start, end)
             scales = None if own.scales is None else to_swizzled(own.scales)
-            yield replace(x, a=replace(own, scales=scales), b=_weights_of_group(x, g), offs=None, rows=None,
+            yield x.but(a=replace(own, scales=scales), b=_weights_of_group(x, g), offs=None, rows=None,
                           auxiliaries=[each[start:end] for each in x.auxiliaries])  # fmt: skip
 
 
@@ -270,7 +270,7 @@ def quantised_differences(x: Arguments, choice: Choice | None = None) -> list[st
     nothing. For `x` on a GPU or in a simulator. choice: the kernel; None takes the one that `choose` names.
     """
     spec = cast(QuantizeSpec, x.result_spec)
-    data, scales = multiply_quantized(x, choice)
+    data, scales = results(x, choice)
     value = _stored_plainly(x)
     outer, offs = (None if each is None else each.cpu() for each in (x.result_outer, x.offs))
     expected = QUANTIZE(value.cpu(), spec.format.name, [-1], offs=offs, layout="swizzled", outer=outer)
@@ -284,7 +284,7 @@ def amax_differences(x: Arguments, choice: Choice | None = None) -> list[str]:
     The results must be equal in every bit. The largest of the partial maxima must be the amax of the result; with
     groups, each maximum must be the amax of its group. choice: the kernel; None takes the one that `choose` names.
     """
-    got, maxima = multiply_amax(x, choice)
+    got, maxima = results(x, choice)
     value = _stored_plainly(x).cpu()
     if x.offs is None:
         found, expected = maxima.amax().cpu(), value.float().abs().amax()

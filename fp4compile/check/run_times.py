@@ -6,7 +6,6 @@ come from memory, as a model's weights do, and not from the L2 cache.
 
 import statistics
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import Any, cast
 
@@ -113,7 +112,7 @@ def multiplied(a: str | None, b: str, m: int, n: int, k: int) -> dict[str, Any]:
     left = _operand(a, m, k)
     rights = [_operand(b, n, k) for _ in range(copies)]
     turns = rights * ceil_div(CALLS, copies)
-    found, wrong = _by_each_kernel([Arguments(left, right, None, torch.bfloat16) for right in turns])
+    found, wrong = _by_each_kernel([Arguments.of(left, right, None, torch.bfloat16) for right in turns])
     chosen = found["chosen"]
     x, weights = _random(m, k), [_random(n, k) for _ in range(ceil_div(copies, 4))]
     found["bf16 us"] = round(
@@ -156,7 +155,7 @@ def multiplied_to_codes(name: str, m: int, n: int, k: int) -> dict[str, Any]:
 
     Empty on GPUs without such a kernel.
     """
-    fused = _quantising(Arguments(_operand(name, m, k), _operand(name, n, k), None, torch.bfloat16), [], name)
+    fused = _quantising(Arguments.of(_operand(name, m, k), _operand(name, n, k), None, torch.bfloat16), [], name)
     return _beside_a_quantiser(fused, lambda product: (product,), {})
 
 
@@ -177,14 +176,14 @@ def _of_experts(name: str, groups: int, m: int, n: int, k: int) -> Arguments:
     left = quantize(_random(m, k), name, offs=offs, layout="swizzled")
     right = quantize(_random(groups, n, k), name, per_matrix=True, layout="swizzled")
     a, b = (Operand(each.data, each.scales, each.outer, each.format) for each in (left, right))
-    return Arguments(a, b, None, torch.bfloat16, offs=offs)
+    return Arguments.of(a, b, None, torch.bfloat16, offs=offs)
 
 
 def _quantising(plain: Arguments, steps: list[str], name: str) -> Arguments:
     """A product whose epilogue quantises its result after the steps."""
     epilogue = Epilogue.parse([*steps, f"quantize {name}"], torch.bfloat16, torch.bfloat16)
     outer = torch.ones((), device="cuda") if cast(QuantizeSpec, epilogue.quantize).static else None
-    return replace(plain, epilogue=epilogue, result_outer=outer)
+    return plain.but(epilogue=epilogue, result_outer=outer)
 
 
 def _beside_a_quantiser(fused: Arguments, parts: Callable[..., Any], options: dict[str, Any]) -> dict[str, Any]:
@@ -195,7 +194,7 @@ def _beside_a_quantiser(fused: Arguments, parts: Callable[..., Any], options: di
     """
     if not candidates(problem_of(fused, target_of(torch.device("cuda")))):
         return {}
-    plain, name = replace(fused, epilogue=None, result_outer=None), cast(QuantizeSpec, fused.result_spec).format.name
+    plain, name = fused.but(epilogue=None, result_outer=None), cast(QuantizeSpec, fused.result_spec).format.name
 
     def apart() -> None:
         x, *others = parts(multiply(plain))

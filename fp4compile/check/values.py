@@ -115,9 +115,9 @@ def product_differences(got: torch.Tensor, x: Arguments) -> list[str]:
         expected = expected + x.bias.double()
     error = error + expected.abs() * 2.0**-23
     eps = torch.finfo(BF16).eps
-    if x.epilogue is not None:
+    if x.spec.epilogue is not None:
         error = (error + expected.abs() * eps) * 1.1 * x.auxiliaries[0].double().abs()  # the slope of silu is below 1.1
-        expected = epilogues.apply(expected.float(), x.epilogue, x.auxiliaries).double()
+        expected = epilogues.apply(expected.float(), x.spec.epilogue, x.auxiliaries).double()
     bound = error + expected.abs() * eps
     inside = expected.isfinite() & (expected.abs() < torch.finfo(BF16).max) & sums.isfinite()
     got = got.cpu().double()

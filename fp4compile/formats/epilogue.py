@@ -66,7 +66,7 @@ class Epilogue:
 
     def strings(self) -> list[str]:
         """The steps and the end as strings; `parse` reads them."""
-        return [*self.step_strings(), *[self.end] * (self.end is not None)]
+        return [*self.step_strings(), *filter(None, [self.end])]
 
     def step_strings(self) -> list[str]:
         """The pointwise steps as strings."""

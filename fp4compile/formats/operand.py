@@ -64,12 +64,13 @@ def _kind(data: torch.Tensor, scales: torch.Tensor | None, outer: torch.Tensor |
 def taken(b: Operand, index: torch.Tensor) -> Operand:
     """A copy of the matrices b[index] of B [E, N, K], for an int index [S]."""
 
-    def each(x: torch.Tensor | None) -> torch.Tensor | None:
-        if x is None or x.dim() == 0:
+    def each(x: torch.Tensor) -> torch.Tensor:
+        if x.dim() == 0:
             return x  # torch cannot index all dtypes of one byte
         return x.view(torch.uint8)[index].view(x.dtype) if x.element_size() == 1 else x[index]
 
-    return Operand(*map(each, b.tensors), b.format)
+    scales, outer = (None if x is None else each(x) for x in (b.scales, b.outer))
+    return Operand(each(b.data), scales, outer, b.format)
 
 
 @dataclass(frozen=True, eq=False)
@@ -96,8 +97,10 @@ class Arguments:
 
     @classmethod
     def of(
-        cls, a: Operand, b: Operand, bias=None, out_dtype=torch.bfloat16, epilogue: Epilogue | None = None,
-        auxiliaries=(), result_outer=None, offs=None, rows=None, *, index=None, fast_accumulation: bool = False,
+        cls, a: Operand, b: Operand, bias: torch.Tensor | None = None, out_dtype: torch.dtype = torch.bfloat16,
+        epilogue: Epilogue | None = None, auxiliaries: Sequence[torch.Tensor] = (),
+        result_outer: torch.Tensor | None = None, offs: torch.Tensor | None = None, rows: Any = None, *,
+        index: torch.Tensor | None = None, fast_accumulation: bool = False,
     ) -> "Arguments":  # fmt: skip
         """The product of two operands; the tensors decide its grouping. Raises what `ProductSpec` raises."""
         if offs is not None:
@@ -112,8 +115,11 @@ class Arguments:
 
     @classmethod
     def of_call(
-        cls, a, a_scales, a_outer, b, b_scales, b_outer, spec: str, *, bias=None, operands=None, outer=None, offs=None,
-        rows=None, index=None,
+        cls, a: torch.Tensor, a_scales: torch.Tensor | None, a_outer: torch.Tensor | None,
+        b: torch.Tensor, b_scales: torch.Tensor | None, b_outer: torch.Tensor | None, spec: str, *,
+        bias: torch.Tensor | None = None, operands: Sequence[torch.Tensor] | None = None,
+        outer: torch.Tensor | None = None, offs: torch.Tensor | None = None, rows: Any = None,
+        index: torch.Tensor | None = None,
     ) -> "Arguments":  # fmt: skip
         """The product that an op is called with: its tensors, and `str(spec)`.
 
@@ -125,7 +131,9 @@ class Arguments:
         ragged = found.grouping in (Grouping.RAGGED_ROWS, Grouping.RAGGED_CONTRACTION)
         for name, given, wanted in (("offs", offs, ragged), ("index", index, found.grouping is Grouping.GATHERED)):
             if (given is not None) != wanted:
-                raise ValueError(f"{name}: a product of {found.grouping} groups {'needs' if wanted else 'has no'} {name}")
+                raise ValueError(
+                    f"{name}: a product of {found.grouping} groups {'needs' if wanted else 'has no'} {name}"
+                )
         return cls(found, Operand(a, a_scales, a_outer, left), Operand(b, b_scales, b_outer, right), bias,
                    operands or (), outer, offs, rows, index)  # fmt: skip
 
@@ -136,6 +144,14 @@ class Arguments:
                  "offs": self.offs, "rows": self.rows, "index": self.index}  # fmt: skip
         given = {name: value for name, value in named.items() if value is not None}
         return (*self.a.tensors, *self.b.tensors, str(self.spec)), given
+
+    def but(self, **changes: Any) -> "Arguments":
+        """The product with other arguments of `of`: tensors, dtype or epilogue; the others stay."""
+        spec = self.spec
+        fields = {"a": self.a, "b": self.b, "bias": self.bias, "out_dtype": spec.out_dtype, "epilogue": spec.epilogue,
+                  "auxiliaries": self.auxiliaries, "result_outer": self.result_outer, "offs": self.offs,
+                  "rows": self.rows, "index": self.index, "fast_accumulation": spec.fast_accumulation}  # fmt: skip
+        return Arguments.of(**fields | changes)
 
     @property
     def two_weights(self) -> bool:

@@ -105,8 +105,8 @@ class ProductSpec:
         head = f"{head} -> {_name(self.out_dtype)}"
         if self.epilogue is None:
             return head
-        steps, end = self.epilogue.step_strings(), self.epilogue.end
-        return " | ".join([head, *steps, f"{_TO}{_name(self.epilogue.dtype)}", *[end] * (end is not None)])
+        steps, end = self.epilogue.step_strings(), filter(None, [self.epilogue.end])
+        return " | ".join([head, *steps, f"{_TO}{_name(self.epilogue.dtype)}", *end])
 
     @property
     def plain(self) -> bool:
@@ -172,7 +172,14 @@ def _parsed(text: str) -> _Text:
         steps = [*rest[: places[0]], *rest[places[0] + 1 :]]
         epilogue = Epilogue.parse(steps, out_dtype, _dtype(text, rest[places[0]].removeprefix(_TO)))
     a, b = (None if name == _PLAIN else formats.get(name) for name in names)
-    return _Text((a, b), {"out_dtype": out_dtype, "grouping": grouping, "epilogue": epilogue, "fast_accumulation": fast})
+    return _Text(
+        (a, b), {"out_dtype": out_dtype, "grouping": grouping, "epilogue": epilogue, "fast_accumulation": fast}
+    )
+
+
+def text_of(a: str | None, b: str | None, out_dtype: torch.dtype) -> str:
+    """The text of the spec of a product without an epilogue. a, b: names of formats; None for a plain operand."""
+    return f"{a or _PLAIN} @ {b or _PLAIN} -> {_name(out_dtype)}"
 
 
 def formats_of(text: str) -> tuple[BlockFormat | None, BlockFormat | None]:

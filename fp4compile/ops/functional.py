@@ -108,9 +108,9 @@ def quantize(
     seed: int64 [], to round E2M1 elements stochastically; the same seed gives the same codes. None rounds to nearest.
     hadamard: quantise the random Hadamard transform of x along dim, in groups of 16 (NVFP4 blocks of 1x16). The
         result represents the transformed values, and its shape has whole groups.
-    offs: int32 [G], to quantise each group of the rows of a matrix x as if it were alone, see `grouping`. With dim=0, the
-        result has each group padded to a multiple of 128. per_matrix: quantise each matrix of x [G, R, C] as if it were
-        alone. The results are operands of `scaled_grouped_mm`.
+    offs: int32 [G], to quantise each group of the rows of a matrix x as if it were alone, see `formats.grouping`. With
+        dim=0, the result has each group padded to a multiple of 128. per_matrix: quantise each matrix of x [G, R, C] as
+        if it were alone. The results are operands of `scaled_grouped_mm`.
     scales: how block scales are chosen. "amax" makes them of each block's largest element. For weights in NVFP4 formats
         that do not scale rows, "mse" takes the E4M3 scale of least squared error, and "four_over_six" the better one of
         two, with the bits of `reference_scales`. Not with a seed, hadamard or offs.

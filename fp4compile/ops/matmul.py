@@ -46,7 +46,9 @@ from fp4compile.templates.choose import Choice
 arguments = Arguments.of_call
 
 
-def arguments_of_each(a, a_scales, a_outer, b, b_scales, b_outer, spec, *, bias=(), **options: Any) -> list[Arguments]:
+def arguments_of_each(
+    a, a_scales, a_outer, b, b_scales, b_outer, spec, *, bias=None, **options: Any
+) -> list[Arguments]:
     """The product of each B of `scaled_mm_results`. b_scales, b_outer, bias: an empty list stands for None of each B.
 
     Raises ValueError for a list that is neither empty nor of one element a product.
@@ -159,7 +161,7 @@ def scaled_mm_results_kernels(*args: Any, choice: Choice | None = None, **option
 
 SCALED_MM_RESULTS = define(
     "scaled_mm_results(Tensor a, Tensor? a_scales, Tensor? a_outer, Tensor[] b, Tensor[] b_scales, Tensor[] b_outer,"
-    f" str spec, *, Tensor[] bias=[], {_OPTIONS}) -> Tensor[]",
+    f" str spec, *, Tensor[]? bias=None, {_OPTIONS}) -> Tensor[]",
     reference=lambda *args, **options: [one for x in arguments_of_each(*args, **options) for one in _results(x)],
     shapes=lambda *args, **options: [one for x in arguments_of_each(*args, **options) for one in _shapes(x)],
     kernels=scaled_mm_results_kernels,

@@ -21,10 +21,12 @@ from dataclasses import replace
 from torch.fx import Graph, Node
 
 from fp4compile._compat import statically_true
-from fp4compile.analysis.graph import Quantise, new_node, quantise_of, replace_results, scaled_mm_of
+from fp4compile.analysis.graph import A, B, Quantise, new_node, quantise_of, replace_results, scaled_mm_of
 from fp4compile.formats import formats
+from fp4compile.formats.grouping import Grouping
+from fp4compile.formats.operand import Operand
 from fp4compile.formats.quantize_spec import holds_values
-from fp4compile.ops.matmul import SCALED_GROUPED_MM, SCALED_MM
+from fp4compile.ops.matmul import SCALED_MM
 from fp4compile.ops.quantize import QUANTIZE
 from fp4compile.templates.launch import on_gpu
 
@@ -59,10 +61,15 @@ def _expands(quantise: Quantise, dim: int) -> bool:
     readers = _readers(quantise, dim)
     if not readers:
         return False
-    if fmt.scale == "e4m3" and all(reader.target is SCALED_MM for reader in readers):
+    if fmt.scale == "e4m3" and all(_is_dense(reader) for reader in readers):
         return _reads_as_it_lies(quantise) and all(_dequantizes_a(reader, quantise) for reader in readers)
     fits = not (fmt.square and quantise.seed is not None)  # or no kernel writes values
     return fits and all(_dequantizes_in_memory(reader, quantise, dim) for reader in readers)
+
+
+def _is_dense(node: Node) -> bool:
+    """Whether a node is a product without groups."""
+    return node.target is SCALED_MM and scaled_mm_of(node).spec.grouping in (Grouping.DENSE, Grouping.BATCHED)
 
 
 def _reads_as_it_lies(quantise: Quantise) -> bool:
@@ -98,15 +105,14 @@ def _dequantizes_in_memory(reader: Node, quantise: Quantise, dim: int) -> bool:
 
     A product without groups also has to dequantise the other operand, for the library's product.
     """
-    grouped = reader.target is SCALED_GROUPED_MM
-    place = _place(reader, quantise, dim) if grouped or reader.target is SCALED_MM else None
+    place = _place(reader, quantise, dim) if reader.target is SCALED_MM else None
     if place is None:
         return False
     product = scaled_mm_of(reader)
-    if None in (product.a.format, product.b.format):
+    if product.index is not None or None in (product.a.format, product.b.format):
         return False
     expands = product.choice.dequantizes_a, product.choice.dequantizes_b
-    return expands[place == 4] if grouped else all(expands)
+    return expands[place == B] if product.offs is not None else all(expands)
 
 
 def _place(product: Node, quantise: Quantise, dim: int) -> int | None:
@@ -114,7 +120,7 @@ def _place(product: Node, quantise: Quantise, dim: int) -> int | None:
     data = _data(quantise, dim)
     places = [(place, arg.args[1] - data) for place, arg in enumerate(product.args)
               if _comes_from(arg, quantise) and arg.args[1] in (data, data + 1)]  # fmt: skip
-    return next((place for place in (0, 4) if places == [(place, 0), (place + 1, 1)]), None)
+    return next((place for place in (A, B) if places == [(place, 0), (place + 1, 1)]), None)
 
 
 def _comes_from(arg, quantise: Quantise) -> bool:
@@ -130,8 +136,10 @@ def _replace(quantise: Quantise, dims: tuple[int, ...]) -> None:
     for dim in dims:
         for product in _readers(quantise, dim):
             place = _place(product, quantise, dim)
-            operand = (outputs[_data(quantise, dim)], None, product.args[place + 2], None)
-            product.args = (*product.args[:place], *operand, *product.args[place + 4 :])
+            read = scaled_mm_of(product)
+            codes = read.a if place == A else read.b
+            values = Operand(outputs[_data(quantise, dim)], None, codes.outer)
+            product.args, product.kwargs = read.but(**{"a" if place == A else "b": values}).call
     replace_results(node, outputs)
     for output in outputs:
         if not output.users:

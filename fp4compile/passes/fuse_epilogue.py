@@ -15,7 +15,7 @@ writes the order of a matrix, and another launch would have to copy that.
 """
 
 import heapq
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import torch
@@ -24,6 +24,7 @@ from torch.fx import Graph, Node
 from fp4compile import _compat
 from fp4compile.analysis.graph import CAST, RESHAPES, new_node, reached, scaled_mm_of
 from fp4compile.formats.epilogue import AUXILIARIES, PRODUCT, Epilogue
+from fp4compile.formats.grouping import Grouping
 from fp4compile.formats.quantize_spec import FLOAT_DTYPES
 from fp4compile.formats.steps import Step
 from fp4compile.ops.matmul import SCALED_MM
@@ -40,7 +41,8 @@ def fuse_epilogue(graph: Graph) -> int:
     fused = 0
     for node in graph.find_nodes(op="call_function", target=SCALED_MM):
         product = scaled_mm_of(node)
-        known = product.epilogue is None and product.on_gpu and not product.plain
+        groups = product.spec.grouping not in (Grouping.DENSE, Grouping.BATCHED)
+        known = product.alone and product.on_gpu and not product.spec.plain and not groups
         if known and product.choice.takes_epilogue:
             region = Region(node)
             last = region.end()
@@ -196,8 +198,9 @@ def _fuse(graph: Graph, region: Region, last: Node) -> None:
     operands, epilogue = list(region.operands(last)), region.epilogue(last)
     inside, product, value = region.leading_to(last), region.product, last.meta["val"]
     with graph.inserting_before(last):
-        arguments = (*product.args, operands, epilogue.strings(), epilogue.dtype)
-        fused = new_node(graph, SCALED_MM, arguments, product.meta, **product.kwargs)
+        known = scaled_mm_of(product)
+        spec = replace(known.spec, epilogue=epilogue)
+        fused = known.new(graph, product.meta, spec=spec, auxiliaries=operands)
         if not same_shape(region.value.shape, value.shape):
             shape = next(
                 n.args[1] for n in inside if n.target in RESHAPES and same_shape(n.meta["val"].shape, value.shape)

@@ -1,4 +1,4 @@
-"""Horizontal fusion: products of one A become one launch, and their nodes one `scaled_mm_horizontal`.
+"""Horizontal fusion: products of one A become one launch, and their nodes one `scaled_mm_results`.
 
 Entry: `fuse_horizontal(graph)`, on a forward, backward or inference graph after the partitioner. It runs after epilogue
 fusion, because a product in a horizontal group has no epilogue, and before `inplace`: a node can be moved only as long
@@ -14,12 +14,11 @@ import operator
 
 from torch.fx import Graph, Node
 
-from fp4compile.analysis.graph import new_node, scaled_mm_of
+from fp4compile.analysis.graph import new_node, new_several, scaled_mm_of
 from fp4compile.analysis.views import value_key
-from fp4compile.ops.matmul import SCALED_MM, SCALED_MM_HORIZONTAL
+from fp4compile.formats.grouping import Grouping
+from fp4compile.ops.matmul import SCALED_MM
 from fp4compile.templates.gemm.candidate import MOST_IN_GROUP
-
-_OWN = (4, 5, 6, 8)  # arguments that products of a horizontal group do not share: B, its scales and outer scale, bias
 
 
 def fuse_horizontal(graph: Graph) -> int:
@@ -38,14 +37,15 @@ def fuse_horizontal(graph: Graph) -> int:
 def _key(node: Node) -> tuple | None:
     """A key that is equal for products that can share a launch; None for a product that cannot share one."""
     product = scaled_mm_of(node)
-    if not product.on_gpu or product.b.format is None or product.epilogue is not None:
+    dense = product.spec.grouping in (Grouping.DENSE, Grouping.BATCHED)
+    if not (dense and product.alone) or not product.on_gpu or product.b.format is None:
         return None
     choice = product.choice
     if choice.group is None:
         return None
     a = product.a
     of_a = [None if part is None else value_key(part) for part in (a.data, a.scales, a.outer)]
-    return *of_a, a.format, product.out_dtype, choice.kernel, choice.group
+    return *of_a, a.format, product.spec.out_dtype, choice.kernel, choice.group
 
 
 def _fuse_alike(products: list[Node]) -> int:
@@ -68,7 +68,8 @@ def _gather(product: Node, group: list[Node]) -> bool:
     """Move a product's operands besides A before the horizontal group's first product; returns whether it can."""
     first = group[0]
     late: set[Node] = set()
-    waiting = [product.args[i] for i in _OWN]
+    own = scaled_mm_of(product)
+    waiting = [*own.b.tensors, own.bias]
     while waiting:
         node = waiting.pop()
         if node is None or node < first or node in late:
@@ -84,16 +85,8 @@ def _gather(product: Node, group: list[Node]) -> bool:
 
 def _replace(products: list[Node]) -> None:
     first = products[0]
-    own = [[product.args[i] for product in products] for i in _OWN]
-    b, b_scales, b_outer, bias = ([] if each[0] is None else each for each in own)
-    a = first.args[:4]
     with first.graph.inserting_before(first):
-        together = new_node(
-            first.graph,
-            SCALED_MM_HORIZONTAL,
-            (*a, b, b_scales, b_outer, first.args[7], bias, first.args[9]),
-            first.meta,
-        )
+        together = new_several(first.graph, list(map(scaled_mm_of, products)), first.meta)
         outputs = [
             new_node(first.graph, operator.getitem, (together, i), product.meta) for i, product in enumerate(products)
         ]

@@ -347,8 +347,8 @@ def _given(node: Node) -> bool:
     if node.target is operator.getitem:
         return getattr(node.args[0].target, "namespace", "") == "fp4compile"
     if node.target is SCALED_MM:
-        choice = scaled_mm_of(node).choice
-        return choice is None or choice.stores
+        product = scaled_mm_of(node)
+        return product.index is not None or product.choice is None or product.choice.stores
     return node.target in STORED
 
 

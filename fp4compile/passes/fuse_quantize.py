@@ -4,7 +4,7 @@ Entry: `fuse_quantize(graph)`, on a forward, backward or inference graph after t
 
 `linear -> activation -> linear` writes the activation in 16 bits, and a quantiser reads it again. On SM100 the kernel
 of the first product has the rows of its tiles in registers: its epilogue computes the activation, and stores codes and
-block scales (`scaled_mm_quantized`). The bits are the same: the product is rounded to its dtype, then the result.
+block scales (`scaled_mm_results`). The bits are the same: the product is rounded to its dtype, then the result.
 
 The product may be two that share their activations, gate and up. Their weights are one matrix, and the result is cut in
 two halves of columns; or they are two, whose packed codes `hoist` has put one below the other. The operations make one
@@ -16,15 +16,13 @@ The pass fuses where a quantiser of rows is the only reader of a value that an e
 `choose.quantized` expects a gain. Elsewhere the log says why not.
 
 A dynamic outer scale of the tensor depends on the whole result. So the kernel stores the result in 16 bits, and finds
-its amax (`scaled_mm_amax`): the quantiser reads the result once, and no other launch reads it before. Then other nodes
-may read the result as well; but not where groups have an outer scale each, because the kernel clears the rows of no
-group.
+its amax: the quantiser reads the result once, and no other launch reads it before. Then other nodes may read the result
+as well; but not where groups have an outer scale each, because the kernel clears the rows of no group.
 """
 
-import itertools
 import logging
 import operator
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
@@ -33,13 +31,24 @@ from torch.fx import Graph, Node
 
 from fp4compile import _compat
 from fp4compile._compat import statically_true
-from fp4compile.analysis.graph import CAST, RESHAPES, Quantise, ScaledMM, new_node, quantise_of, reached, scaled_mm_of
+from fp4compile.analysis.graph import (
+    CAST,
+    RESHAPES,
+    B,
+    Quantise,
+    ScaledMM,
+    new_node,
+    quantise_of,
+    reached,
+    scaled_mm_of,
+)
 from fp4compile.analysis.views import value_key
-from fp4compile.formats.epilogue import AMAX, PAIR, PRODUCT, serves_quantize
+from fp4compile.formats.epilogue import AMAX, PAIR, PRODUCT, Epilogue, serves_quantize
 from fp4compile.formats.epilogue import QUANTIZE as QUANTIZE_STEP
+from fp4compile.formats.grouping import Grouping
 from fp4compile.formats.operand import Operand
 from fp4compile.formats.quantize_spec import ROWS
-from fp4compile.ops.matmul import SCALED_GROUPED_MM, SCALED_MM, SCALED_MM_AMAX, SCALED_MM_QUANTIZED
+from fp4compile.ops.matmul import SCALED_MM
 from fp4compile.ops.quantize import QUANTIZE
 from fp4compile.passes.fuse_epilogue import Region
 from fp4compile.passes.lib.notes import joined_weights, name_operations
@@ -60,8 +69,7 @@ def fuse_quantize(graph: Graph) -> int:
     read_sizes_of_operands(graph)
     fused: set[Node] = set()  # products, which are no nodes of the graph any more
     count = 0
-    products = (graph.find_nodes(op="call_function", target=op) for op in (SCALED_MM, SCALED_GROUPED_MM))
-    for node in itertools.chain(*products):
+    for node in graph.find_nodes(op="call_function", target=SCALED_MM):
         if node not in fused and _may_quantize(scaled_mm_of(node)):
             products = _fuse_product(graph, node)
             fused.update(products)
@@ -78,12 +86,14 @@ def _fuse_product(graph: Graph, node: Node) -> tuple[Node, ...]:
         kinds = region.operands(last).items()
         read = sum(node.meta["val"].dtype.itemsize for node, kind in kinds if kind == "aux")
         problem, products = replace(region.problem, operand_bytes=read), len(region.roots)
-        choice = quantized(problem, None if quantise is None else quantise.spec.format, region.pair, products)
+        end = AMAX if quantise is None else f"{QUANTIZE_STEP} {quantise.format}"
+        epilogue = region.epilogue(last).ended(end)
+        choice = quantized(problem, epilogue, products)
         if not isinstance(choice, str):
             if quantise is None:
-                _fuse_amax(graph, region, last, quantisers)
+                _fuse_amax(graph, region, last, epilogue, quantisers)
             else:
-                _fuse(graph, region, last, quantise)
+                _fuse(graph, region, last, epilogue, quantise)
             return region.roots
         reasons.append(choice)
     if reasons:
@@ -100,9 +110,9 @@ def partner_of(product: Node) -> Node | None:
                 argument = argument.args[0]
             if isinstance(argument, Node) and argument is not product and argument.target is product.target:
                 other = scaled_mm_of(argument)
-                alike = _same_operand(other.a, own.a) and (other.epilogue, other.bias, own.bias) == (None,) * 3
+                alike = _same_operand(other.a, own.a) and other.alone and (other.bias, own.bias) == (None, None)
                 alike = alike and _groups(other.offs) == _groups(own.offs)
-                same = (own.b.format, own.out_dtype) == (other.b.format, other.out_dtype)
+                same = (own.b.format, own.spec.out_dtype) == (other.b.format, other.spec.out_dtype)
                 if alike and same and same_shape(argument.meta["val"].shape, product.meta["val"].shape):
                     return argument
     return None
@@ -115,7 +125,8 @@ def _same_operand(one: Operand, other: Operand) -> bool:
 
 def _may_quantize(product: ScaledMM) -> bool:
     """Whether the GPU may have a kernel that quantises the product's result."""
-    known = product.epilogue is None and product.on_gpu and not product.plain
+    groups = product.spec.grouping in (Grouping.RAGGED_CONTRACTION, Grouping.GATHERED)
+    known = product.alone and product.on_gpu and not product.spec.plain and not groups
     return known and product.problem.target.block_scaled_matrix_units
 
 
@@ -133,7 +144,7 @@ class OneProduct(Region):
     @property
     def operand(self) -> tuple[Node | None, ...]:
         """Data, scales and outer scale of B."""
-        return self.product.args[4:7]
+        return scaled_mm_of(self.product).b.tensors
 
 
 @dataclass
@@ -193,7 +204,7 @@ def _parts(product: Node) -> Iterator[tuple[OneProduct, Node]]:
     """What a kernel can compute and quantise: a region and its last node; what saves most comes first."""
     regions: list[OneProduct] = [PairRegion(product), OneProduct(product)]
     partner = partner_of(product)
-    joined = None if partner is None else joined_weights(product.args[4], partner.args[4])
+    joined = None if partner is None else joined_weights(product.args[B], partner.args[B])
     if partner is not None and joined is not None:
         regions.insert(0, TwoProducts(product, partner=partner, joined=joined))
     for region in regions:
@@ -275,23 +286,24 @@ def _only_quantiser(last: Node) -> Node | None:
     return node if not others and node is not None and node.target is QUANTIZE else None
 
 
-def _fused_product(graph: Graph, region: OneProduct, last: Node, op: Callable, end: str, **options: Node) -> Node:
-    """A new product with the epilogue that leads to `last`; end: its last step. options: keyword arguments."""
-    node, product, epilogue = region.product, scaled_mm_of(region.product), region.epilogue(last)
-    arguments = (*node.args[:4], *region.operand, node.args[7], product.bias, product.out_dtype,
-                 list(region.operands(last)), [*epilogue.strings(), end], epilogue.dtype)  # fmt: skip
-    fused = new_node(graph, op, arguments, node.meta, **options)
+def _fused_product(graph: Graph, region: OneProduct, last: Node, epilogue: Epilogue, outer: Node | None = None) -> Node:
+    """A new product with the epilogue that leads to `last`. outer: the static outer scale of its codes."""
+    node, product = region.product, scaled_mm_of(region.product)
+    weight = Operand(*region.operand, product.b.format)
+    fused = replace(
+        product.but(b=weight, epilogue=epilogue), auxiliaries=list(region.operands(last)), result_outer=outer
+    )
+    made = fused.new(graph, node.meta)
     inside = region.leading_to(last)
-    name_operations(fused, (node for node in region.operations if node in inside), end.split()[0])
-    return fused
+    name_operations(made, (node for node in region.operations if node in inside), epilogue.end.split()[0])
+    return made
 
 
-def _fuse_amax(graph: Graph, region: OneProduct, last: Node, quantisers: list[Node]) -> None:
+def _fuse_amax(graph: Graph, region: OneProduct, last: Node, epilogue: Epilogue, quantisers: list[Node]) -> None:
     """Replace `last` by a product that finds the amax, which the quantisers take; erase what led to `last`."""
-    inside, shape, offs = region.leading_to(last), _shape_of(last, region), scaled_mm_of(region.product).offs
-    options = {} if offs is None else {"offs": offs}
+    inside, shape = region.leading_to(last), _shape_of(last, region)
     with graph.inserting_before(last):
-        fused = _fused_product(graph, region, last, SCALED_MM_AMAX, AMAX, **options)
+        fused = _fused_product(graph, region, last, epilogue)
         result, amax = (new_node(graph, operator.getitem, (fused, i), last.meta) for i in range(2))
         if not same_shape(result.meta["val"].shape, last.meta["val"].shape):
             result = new_node(graph, aten.reshape.default, (result, shape), last.meta)
@@ -305,13 +317,10 @@ def _fuse_amax(graph: Graph, region: OneProduct, last: Node, quantisers: list[No
         graph.erase_node(node)
 
 
-def _fuse(graph: Graph, region: OneProduct, last: Node, quantise: Quantise) -> None:
+def _fuse(graph: Graph, region: OneProduct, last: Node, epilogue: Epilogue, quantise: Quantise) -> None:
     """Replace a quantiser by a product with an epilogue, and erase the nodes between the two."""
     with graph.inserting_before(quantise.node):
-        given = {"outer": quantise.outer, "offs": quantise.offs}
-        options = {name: node for name, node in given.items() if node is not None}
-        end = f"{QUANTIZE_STEP} {quantise.format}"
-        fused = _fused_product(graph, region, last, SCALED_MM_QUANTIZED, end, **options)
+        fused = _fused_product(graph, region, last, epilogue, quantise.outer)
     inside = region.leading_to(last)
     for user in list(quantise.node.users):
         if user.args[1] == 2:

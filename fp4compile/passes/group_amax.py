@@ -46,7 +46,7 @@ from torch.fx import Graph, Node
 from fp4compile._compat import statically_true
 from fp4compile.analysis.find import sharded_parameters_of
 from fp4compile.analysis.gemm import Input, Shard
-from fp4compile.analysis.graph import CAST, Quantise, new_node, quantise_of
+from fp4compile.analysis.graph import CAST, A, B, Quantise, new_node, quantise_of
 from fp4compile.analysis.views import View, source_of, view_of
 from fp4compile.formats import formats
 from fp4compile.formats.reference import NVFP4_MAX
@@ -201,7 +201,7 @@ def _products(quantise: Node) -> list[Node]:
 
 def _other_operands(product: Node, quantise: Node) -> list[Quantise]:
     """The quantisers, which make an outer scale, of a product's other operand: none or one."""
-    read = (arg for arg in (product.args[0], product.args[4]) if arg.target is operator.getitem)
+    read = (arg for arg in (product.args[A], product.args[B]) if arg.target is operator.getitem)
     others = {code.args[0] for code in read if code.args[0].target is QUANTIZE} - {quantise}
     return [other for other in map(quantise_of, others) if _makes(other)]
 

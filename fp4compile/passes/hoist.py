@@ -12,7 +12,6 @@ Graphs that are compiled under torch.distributed stay as they are, but for infer
 """
 
 import functools
-import itertools
 import logging
 import operator
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -26,7 +25,9 @@ from fp4compile.analysis.find import parameters_of
 from fp4compile.analysis.gemm import Input
 from fp4compile.analysis.graph import ScaledMM, quantise_of, replace_results, scaled_mm_of
 from fp4compile.analysis.views import view_of
-from fp4compile.ops.matmul import SCALED_GROUPED_MM, SCALED_MM
+from fp4compile.formats.epilogue import AMAX, Epilogue
+from fp4compile.formats.grouping import Grouping
+from fp4compile.ops.matmul import SCALED_MM
 from fp4compile.ops.quantize import QUANTIZE
 from fp4compile.passes.fuse_quantize import partner_of
 from fp4compile.passes.lib.base import Pass, run_passes, summary
@@ -176,8 +177,7 @@ def _tell_of_groups() -> None:
 
 def _partners(graph: Graph) -> list[tuple[Node, Node]]:
     """Two products each of which a kernel can make one result, see `fuse_quantize`."""
-    nodes = (graph.find_nodes(op="call_function", target=op) for op in (SCALED_MM, SCALED_GROUPED_MM))
-    products = list(filter(_may_have_partner, itertools.chain(*nodes)))
+    products = list(filter(_may_have_partner, graph.find_nodes(op="call_function", target=SCALED_MM)))
     if products:
         share(graph)  # packed layers quantise their input each by itself
     found = []
@@ -190,14 +190,16 @@ def _partners(graph: Graph) -> list[tuple[Node, Node]]:
 
 def _may_have_partner(product: Node) -> bool:
     own = scaled_mm_of(product)
-    return not own.plain and own.epilogue is None and own.on_gpu and 100 <= own.problem.target.sm < 120
+    known = not own.spec.plain and own.alone and own.on_gpu
+    return known and own.spec.grouping in (Grouping.DENSE, Grouping.RAGGED_ROWS) and 100 <= own.problem.target.sm < 120
 
 
 def _pays(product: ScaledMM) -> bool:
     """Whether a kernel of two such products is a gain that quantises to the format of A, or finds the amax for it."""
     fmt = product.a.format
-    result = None if fmt.outer == "tensor" and not _is_static(product) else fmt
-    return isinstance(quantized(product.problem, result, pair=True, products=2), Choice)
+    dtype = product.spec.out_dtype
+    end = AMAX if fmt.outer == "tensor" and not _is_static(product) else f"quantize {fmt.name}"
+    return isinstance(quantized(product.problem, Epilogue.parse(["mul product pair", end], dtype, dtype), 2), Choice)
 
 
 def _is_static(product: ScaledMM) -> bool:
@@ -212,7 +214,7 @@ def _joinable(product: ScaledMM) -> bool:
     """
     p = product.problem
     known = product.b.data.target is operator.getitem or _input_of(product.b.data).op == "placeholder"
-    fits = p.b.outer == "none" or (p.ragged is None if p.b.outer == "tensor" else p.b.outer == "group" and p.groups > 3)
+    fits = p.b.outer == "none" or (not p.ragged if p.b.outer == "tensor" else p.b.outer == "group" and p.groups > 3)
     return known and p.b.swizzled and fits
 
 

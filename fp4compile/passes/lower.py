@@ -33,15 +33,8 @@ from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 from torch.utils import _pytree as pytree
 
 from fp4compile import _inductor_patches
-from fp4compile.analysis.graph import reads_by_index, scaled_mm_of
+from fp4compile.analysis.graph import is_product, scaled_mm_of
 from fp4compile.ops.define import KERNELS
-from fp4compile.ops.matmul import (
-    SCALED_GROUPED_MM,
-    SCALED_MM,
-    SCALED_MM_AMAX,
-    SCALED_MM_GATHERED,
-    SCALED_MM_QUANTIZED,
-)
 from fp4compile.passes.lib.arranged_operands import Arranged, arranged_operands
 from fp4compile.passes.lib.autotune import fastest
 from fp4compile.templates.launch import on_gpu
@@ -73,13 +66,15 @@ def _replace(
     the node was replaced.
     """
     node, options = match.output_node(), {}
-    if node.target in (SCALED_MM, SCALED_MM_QUANTIZED, SCALED_MM_AMAX, SCALED_GROUPED_MM):
-        choice = fastest(scaled_mm_of(node))
+    product = scaled_mm_of(node) if is_product(node) else None
+    if product is not None and product.index is not None:
+        if not product.reads_by_index:
+            return False
+    elif product is not None:
+        choice = fastest(product)
         if choice is not None and not (choice.settled and choice.traceable):
             return False
         options = {"choice": choice}
-    if node.target is SCALED_MM_GATHERED and not reads_by_index(node):
-        return False
     given = {} if arranged is None else {"arranged_a": arranged.node}
     flat, spec = pytree.tree_flatten((match.args, match.kwargs | given))
     places = [i for i, value in enumerate(flat) if isinstance(value, Node)]

@@ -20,8 +20,9 @@ from torch.utils import _pytree as pytree
 from fp4compile import _compat
 from fp4compile.analysis import flops
 from fp4compile.analysis.gemm import Input
+from fp4compile.analysis.graph import is_product
 from fp4compile.hardware import Gpu
-from fp4compile.ops.matmul import SCALED_MM_AMAX, SCALED_MM_HORIZONTAL, SCALED_MM_QUANTIZED
+from fp4compile.ops.matmul import SCALED_MM_RESULTS
 from fp4compile.ops.quantize import LAY_OUT_SCALES, QUANTIZE
 from fp4compile.passes.hoist import HOIST, Hoisted
 from fp4compile.passes.lib.base import run_passes
@@ -175,8 +176,9 @@ def _products(node: Node, parts: _Parts) -> list[str]:
         return []
     results = [user for user in node.users if user.target is operator.getitem]
     # The results of a product that quantises are marked as operands of the next product.
-    alone = dict.fromkeys((SCALED_MM_AMAX, SCALED_MM_QUANTIZED), [node])
-    marked = {SCALED_MM_HORIZONTAL: results, **alone}.get(node.target, [node, *results])
+    marked = [node, *results]
+    if node.target is SCALED_MM_RESULTS:
+        marked = [node] if is_product(node) else results
     return list(dict.fromkeys(name for name in map(product_of, marked) if name is not None))
 
 

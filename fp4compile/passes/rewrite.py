@@ -20,11 +20,18 @@ from torch.utils.checkpoint import CheckpointPolicy
 from fp4compile import _compat
 from fp4compile.analysis.gathers import is_gather
 from fp4compile.analysis.gemm import Gemm, Operand
-from fp4compile.analysis.graph import expert_weights_of, fake_value, gathered_weight_of, is_gathered, new_node
+from fp4compile.analysis.graph import (
+    expert_weights_of,
+    fake_value,
+    gathered_weight_of,
+    is_gathered,
+    new_node,
+    product_of,
+)
 from fp4compile.analysis.plan import Decision, Treatment
 from fp4compile.analysis.views import is_cast, source_of, value_key, view_of
 from fp4compile.formats import formats
-from fp4compile.ops.matmul import SCALED_GROUPED_MM, SCALED_MM, SCALED_MM_GATHERED
+from fp4compile.formats.operand import Operand as Codes
 from fp4compile.ops.quantize import GATHERED_WEIGHT, QUANTIZE
 from fp4compile.passes.lib.notes import mark, name_product
 from fp4compile.templates.quantize.source import lies_transposed
@@ -89,40 +96,33 @@ class _Builder:
                 return self._grouped(decision, dtype)
             if gemm.index is not None:
                 return self._gathered(decision, dtype)
-            a, b = self._operands(decision)
-            args = (*a, *b)
-            how = _accumulation(decision)
             if gemm.bias is None:
-                return self._scaled_mm(args, None, dtype, node.meta, how)
+                return self._product(decision, dtype)
             bias = gemm.bias.meta["val"]
             # A one-dimensional bias may also have a single element, which is broadcast.
             one_a_column = bias.dim() == 1 and _compat.statically_true(bias.shape[0] == node.meta["val"].shape[-1])
             if (gemm.beta, gemm.alpha) == (1, 1) and one_a_column:
-                return self._scaled_mm(args, gemm.bias, dtype, node.meta, how)
-            return self._general_addmm(gemm, args, dtype, how)
+                return self._product(decision, dtype, bias=gemm.bias)
+            return self._general_addmm(decision, dtype)
 
     def _grouped(self, decision: Decision, dtype: torch.dtype) -> Node:
         """The grouped product. Groups of the contraction are rows of both operands, quantised along these rows."""
         gemm, meta = decision.gemm, decision.gemm.node.meta
         by_rows = gemm.groups == "rows"
-        a, b = self._operands(decision)
         source = gemm.a.source
         rows = self._size(source, -1 if gemm.a.transposed == by_rows else -2, meta)
-        how = _accumulation(decision)
-        if not by_rows and lies_transposed(gemm.node.meta["val"]):  # a gradient has its weight's memory layout
-            return self._swapped(self._call(SCALED_GROUPED_MM, (*b, *a, gemm.offs, rows, dtype), meta, **how), meta)
-        product = self._call(SCALED_GROUPED_MM, (*a, *b, gemm.offs, rows, dtype), meta, **how)
+        transposed = not by_rows and lies_transposed(gemm.node.meta["val"])  # a gradient has its weight's memory layout
+        product = self._product(decision, dtype, swapped=transposed, offs=gemm.offs, rows=rows)
+        if transposed:
+            return self._swapped(product, meta)
         return self._transposed(product, meta) if gemm.swapped else product
 
     def _gathered(self, decision: Decision, dtype: torch.dtype) -> Node:
         """The product with matrices gathered from the weight; W @ x as the transpose of x^T @ W^T."""
-        gemm, meta = decision.gemm, decision.gemm.node.meta
-        a, b = self._operands(decision)
+        gemm = decision.gemm
         weight_is_a = gemm.a.parameter is not None
-        if weight_is_a:
-            a, b = b, a
-        product = self._call(SCALED_MM_GATHERED, (*a, *b, gemm.index, dtype), meta)
-        return self._transposed(product, meta) if weight_is_a else product
+        product = self._product(decision, dtype, swapped=weight_is_a, index=gemm.index)
+        return self._transposed(product, gemm.node.meta) if weight_is_a else product
 
     def _transposed(self, product: Node, meta: dict) -> Node:
         """The contiguous transpose: later operators may depend on contiguity."""
@@ -136,13 +136,13 @@ class _Builder:
             return size
         return self._call(aten.sym_size.int, (node, dim % node.meta["val"].dim()), meta)
 
-    def _general_addmm(self, gemm: Gemm, args: tuple, dtype: torch.dtype, how: dict) -> Node:
+    def _general_addmm(self, decision: Decision, dtype: torch.dtype) -> Node:
         """beta * bias + alpha * product, computed in float32 and then cast.
 
         For a bias that `scaled_mm` does not take: a scaled bias, or a bias that is not one element for each column.
         """
-        meta = gemm.node.meta
-        product = self._scaled_mm(args, None, torch.float32, meta, how)
+        gemm, meta = decision.gemm, decision.gemm.node.meta
+        product = self._product(decision, torch.float32)
         if gemm.alpha != 1:
             product = self._call(aten.mul.Tensor, (product, gemm.alpha), meta)
         if gemm.beta != 0:
@@ -151,15 +151,16 @@ class _Builder:
             product = self._call(torch.ops.prims.convert_element_type.default, (product, dtype), meta)
         return product
 
-    def _scaled_mm(self, args: tuple, bias: Node | None, dtype: torch.dtype, meta: dict, how: dict) -> Node:
-        return self._call(SCALED_MM, (*args, bias, dtype), meta, **how)
-
-    def _operands(self, decision: Decision) -> tuple[tuple, tuple]:
+    def _product(self, decision: Decision, dtype: torch.dtype, swapped: bool = False, **fields: Any) -> Node:
+        """The product node of a decision. swapped: computed as B @ A. fields: further arguments of `product_of`."""
         gemm = decision.gemm
-        return self._operand(gemm, gemm.a, decision.a, -1), self._operand(gemm, gemm.b, decision.b, -2)
+        a, b = self._operand(gemm, gemm.a, decision.a, -1), self._operand(gemm, gemm.b, decision.b, -2)
+        left, right = (b, a) if swapped else (a, b)
+        product = product_of(left, right, dtype, fast_accumulation=decision.fast_accumulation, **fields)
+        return product.new(self.graph, gemm.node.meta)
 
-    def _operand(self, gemm: Gemm, operand: Operand, treatment: Treatment | None, dim: int) -> tuple:
-        """(data, scales, outer, format) of an operand, with the contraction last.
+    def _operand(self, gemm: Gemm, operand: Operand, treatment: Treatment | None, dim: int) -> Codes:
+        """An operand whose tensors are nodes, with the contraction last.
 
         dim: the contraction's dimension, from the end, in the operand as the graph multiplies it.
         """
@@ -175,8 +176,8 @@ class _Builder:
             source = self._call(aten.select.int, (source, 0, 0), meta)
         if treatment is None:
             if dim == -1:
-                return source, None, None, None
-            return self._swapped(source, meta), None, None, None
+                return Codes(source)
+            return Codes(self._swapped(source, meta))
         # A weight is one matrix for each group. In every other operand, groups are rows of the quantised tensor.
         offs = None if source.meta["val"].dim() == 3 else gemm.offs
         if offs is not None and (dim == -2) != (gemm.groups == "contraction"):
@@ -200,15 +201,15 @@ class _Builder:
             return parts
         return tuple(part and self._call(aten.select.int, (part, 0, operand.expert), meta) for part in parts)
 
-    def _for_batch(self, gemm: Gemm, treatment: Treatment, quantised: tuple, meta: dict) -> tuple:
-        """(data, scales, outer, format); in a batch, each matrix's outer scale is repeated for its rows."""
+    def _for_batch(self, gemm: Gemm, treatment: Treatment, quantised: tuple, meta: dict) -> Codes:
+        """The operand of a quantised value; in a batch, each matrix's outer scale is repeated for its rows."""
         data, scales, outer = quantised
         if gemm.groups in ("batch", "gather") and treatment.per_group:
             shape = [*data.meta["val"].shape[:2], 1]
             outer = self._call(aten.view.default, (outer, [-1, 1, 1]), meta)
             outer = self._call(aten.expand.default, (outer, shape), meta)
             outer = self._call(aten.clone.default, (outer,), meta, memory_format=torch.contiguous_format)
-        return data, scales, outer, treatment.format
+        return Codes(data, scales, outer, formats.get(treatment.format))
 
     def _swapped(self, source: Node, meta: dict) -> Node:
         """`source` with the last two dimensions exchanged."""
@@ -279,11 +280,6 @@ class _Builder:
 
     def _call(self, target: Callable, args: tuple, meta: dict, **kwargs: Any) -> Node:
         return new_node(self.graph, target, args, meta, **kwargs)
-
-
-def _accumulation(decision: Decision) -> dict[str, bool]:
-    """The keyword arguments of a product that say how exact its sums are."""
-    return {"fast_accumulation": True} if decision.fast_accumulation else {}
 
 
 def _casts_never_saved(node: Node) -> None:

@@ -15,20 +15,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fp4compile import _compat
 from fp4compile.analysis import flops
-from fp4compile.analysis.graph import ScaledMM, quantise_of, reads_by_index, scaled_mm_of
-from fp4compile.formats import formats
-from fp4compile.formats.operand import Arguments, Operand
+from fp4compile.analysis.graph import PRODUCTS, ScaledMM, is_product, products_of, quantise_of, scaled_mm_of
+from fp4compile.formats.grouping import Grouping
+from fp4compile.formats.operand import Operand
 from fp4compile.formats.quantize_spec import ROWS as ALONG_ROWS
 from fp4compile.hardware import Gpu
 from fp4compile.ops.define import KERNELS
-from fp4compile.ops.matmul import (
-    SCALED_GROUPED_MM,
-    SCALED_MM,
-    SCALED_MM_AMAX,
-    SCALED_MM_GATHERED,
-    SCALED_MM_HORIZONTAL,
-    SCALED_MM_QUANTIZED,
-)
 from fp4compile.ops.quantize import HADAMARD_AMAX, LAY_OUT_SCALES, QUANTIZE
 from fp4compile.roofline import pointwise
 from fp4compile.roofline.product_steps import Chosen, gemm_name, memory_pass, plain_step, product_steps, tiles_of
@@ -36,12 +28,11 @@ from fp4compile.roofline.sizes import Experts, Sizes
 from fp4compile.roofline.time_terms import ATTENTION, BF16, BOTH_WAYS, COLUMN, ROWS, Step, quantiser, stored
 from fp4compile.templates.choose import choose
 from fp4compile.templates.launch import Launch, dry_run
-from fp4compile.templates.problem import Problem, operand_type, problem_of
+from fp4compile.templates.problem import Problem
 from fp4compile.templates.view import View
 
 aten = torch.ops.aten
-_QUANTIZING = (SCALED_MM_QUANTIZED, SCALED_MM_AMAX)
-OWN_PRODUCTS = (SCALED_MM, *_QUANTIZING, SCALED_GROUPED_MM, SCALED_MM_GATHERED, SCALED_MM_HORIZONTAL)
+OWN_PRODUCTS = PRODUCTS
 # Names of the steps of other ops of this package; what is left dequantises weights.
 _PASSES = {LAY_OUT_SCALES: "lay out scales", HADAMARD_AMAX: "amax"}
 
@@ -184,20 +175,20 @@ def _size(size: Any) -> int:
 
 
 def _product(node: Node, gpu: Gpu) -> list[Step]:
-    if node.target is SCALED_MM_GATHERED:
-        return _gathered(node, gpu)
-    if node.target is SCALED_MM_HORIZONTAL:
+    if not is_product(node):
         return _horizontal(node, gpu)
     product = scaled_mm_of(node)
-    if product.plain:
+    if product.index is not None:
+        return _gathered(product, gpu)
+    if product.spec.plain:
         return [plain_step("other", _sizes(product), gpu)]
     problem = _at_captured_sizes(product.problem)
     extra = sum(pointwise.nbytes(each) for each in product.auxiliaries)
     sizes = _sizes(product)
-    elements = sizes.result if node.target in _QUANTIZING else pointwise.numel(node.meta["val"])
+    elements = sizes.result if product.spec.results > 1 else pointwise.numel(node.meta["val"])
     extra += pointwise.nbytes(node) - BF16 * elements
     steps = _by_choice(sizes, problem, (product.a.format, product.b.format), gpu, extra)
-    if node.target is SCALED_MM_AMAX and product.offs is not None:
+    if product.spec.amax and product.offs is not None:
         steps.append(memory_pass("clear amaxes", "other", 4 * problem.groups, gpu))  # which the kernel then raises
     return steps
 
@@ -231,23 +222,18 @@ def _shape(x: Operand) -> tuple[int, ...]:
     return *map(_size, x.data.shape[:-1]), _size(x.k)
 
 
-def _operand(data: Any, scales: Any, outer: Any, name: Any) -> Operand:
-    """The operand of these arguments of a node, with (fake) tensors."""
-    data, scales, outer = (each.meta["val"] if isinstance(each, Node) else each for each in (data, scales, outer))
-    return Operand(data, scales, outer, None if name is None else formats.get(name))
-
-
-def _gathered(node: Node, gpu: Gpu) -> list[Step]:
+def _gathered(product: ScaledMM, gpu: Gpu) -> list[Step]:
     """Few tokens, each with a matrix of its own, which a kernel reads through the index or takes from a copy."""
-    a, b = _operand(*node.args[:4]), _operand(*node.args[4:8])
+    values = product.values()
+    a, b = values.a, values.b
     count, rows, length = _shape(a)
     sizes = Sizes(count * rows, _shape(b)[-2], length, Experts(count, "gather"))
-    dtype: Any = node.args[9]
-    types = operand_type(a), operand_type(b)
-    if reads_by_index(node):
-        problem = Problem(*types, sizes.rows, sizes.columns, length, dtype, gpu.target, ragged="rows", groups=count)
+    if product.reads_by_index:
+        spec = replace(product.spec, grouping=Grouping.RAGGED_ROWS)
+        problem = Problem(spec, sizes.rows, sizes.columns, length, gpu.target, groups=count)
         return _by_choice(sizes, problem, (a.format, b.format), gpu)
-    problem = Problem(*types, rows, sizes.columns, length, dtype, gpu.target, None, count, True)
+    spec = replace(product.spec, grouping=Grouping.BATCHED)
+    problem = Problem(spec, rows, sizes.columns, length, gpu.target, count, True)
     copied = stored(b.format, count * sizes.columns, length, b.swizzled) if b.format else 0
     return [memory_pass("copy matrices", "other", 2 * copied, gpu),
             *_by_choice(sizes, problem, (a.format, b.format), gpu)]  # fmt: skip
@@ -255,14 +241,7 @@ def _gathered(node: Node, gpu: Gpu) -> list[Step]:
 
 def _horizontal(node: Node, gpu: Gpu) -> list[Step]:
     """Products of one A in one launch: as one product of all their columns."""
-    weights, scales, outers, name, _, dtype = node.args[4:]
-    a = _operand(*node.args[:4])
-    each = [_operand(weight, _first(scales), _first(outers), name) for weight in weights]
-    problem = problem_of(Arguments(a, each[0], None, dtype), gpu.target)
+    products = products_of(node)
+    a, each = products[0].values().a, [product.values().b for product in products]
     sizes = Sizes(prod(_shape(a)[:-1]), sum(_shape(b)[-2] for b in each), _shape(a)[-1])
-    return _by_choice(sizes, _at_captured_sizes(problem), (a.format, each[0].format), gpu)
-
-
-def _first(values: Any) -> Any:
-    """The first of a list; None of an empty one."""
-    return values[0] if values else None
+    return _by_choice(sizes, _at_captured_sizes(products[0].problem), (a.format, each[0].format), gpu)

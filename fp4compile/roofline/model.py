@@ -25,7 +25,9 @@ import torch
 
 from fp4compile.formats import formats
 from fp4compile.formats.formats import BlockFormat
+from fp4compile.formats.grouping import Grouping
 from fp4compile.formats.layouts import ceil_div, scale_layout
+from fp4compile.formats.product_spec import OperandSpec, ProductSpec
 from fp4compile.formats.quantize_spec import holds_values
 from fp4compile.hardware import GPUS, Gpu, named
 from fp4compile.recipe import Recipe, resolve
@@ -34,7 +36,6 @@ from fp4compile.roofline.product_steps import Chosen, memory_pass, plain_step, p
 from fp4compile.roofline.sizes import Experts, Sizes
 from fp4compile.roofline.time_terms import BF16, BOTH_WAYS, COLUMN, ROWS, Prediction, Step, Use, quantise_step, stored
 from fp4compile.templates.choose import choose
-from fp4compile.formats.product_spec import OperandSpec
 from fp4compile.templates.problem import Problem
 
 __all__ = ["GPUS", "Experts", "Gpu", "Prediction", "Step", "Use", "predict"]
@@ -211,8 +212,9 @@ def _with_layout(a: Use | None, b: Use | None, gpu: Gpu, sizes: Sizes, native: b
     types = _operand_type(a, native, by_offsets), _operand_type(b, native, by_offsets)
     outer = types[0].outer, types[1].outer
     if experts is not None and experts.grouping != "batch":
-        problem = Problem(*types, sizes.rows, sizes.columns, sizes.contraction, torch.bfloat16, gpu.target,
-                          ragged="contraction" if sizes.along_k else "rows", groups=sizes.count)  # fmt: skip
+        grouping = Grouping.RAGGED_CONTRACTION if sizes.along_k else Grouping.RAGGED_ROWS
+        spec = ProductSpec(*types, torch.bfloat16, grouping)
+        problem = Problem(spec, sizes.rows, sizes.columns, sizes.contraction, gpu.target, groups=sizes.count)
         choice = choose(problem)
         if by_offsets or choice.kernel == "grouped_skinny":  # grouped_skinny also takes matrices by index
             dtype = problem.compute_dtype if by_offsets and None not in (a, b) else None
@@ -222,8 +224,9 @@ def _with_layout(a: Use | None, b: Use | None, gpu: Gpu, sizes: Sizes, native: b
     if experts is not None:
         rows, contraction = (rows, ceil_div(contraction, sizes.count)) if sizes.along_k else (
             ceil_div(rows, sizes.count), contraction)  # fmt: skip
-    choice = choose(Problem(*types, rows, sizes.columns, contraction, torch.bfloat16, gpu.target, None, sizes.count,
-                            experts is not None))  # fmt: skip
+    batched = experts is not None
+    spec = ProductSpec(*types, torch.bfloat16, Grouping.BATCHED if batched else Grouping.DENSE)
+    choice = choose(Problem(spec, rows, sizes.columns, contraction, gpu.target, sizes.count, batched))
     alone = experts is None
     of_values = alone and choice.dequantizes_a and choice.dequantizes_b and [x.scale for x in types] == ["e8m0"] * 2
     held = torch.bfloat16 if of_values else None

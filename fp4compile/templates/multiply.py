@@ -72,6 +72,7 @@ def results(x: Arguments, choice: Choice | None = None) -> list[torch.Tensor]:
 
 def _gathered(x: Arguments, index: torch.Tensor) -> torch.Tensor:
     """The product of A and b[index], by a kernel that reads B through the index, or of a copy of these matrices."""
+    check(x)
     if indexed.serves(x.a, x.b, index, x.spec.out_dtype, target_of(x.a.data.device)):
         return indexed.multiply_indexed(x.a, x.b, index, x.spec.out_dtype)
     return multiply(Arguments.of(x.a, taken(x.b, index), None, x.spec.out_dtype))

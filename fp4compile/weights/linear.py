@@ -13,6 +13,7 @@ from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from torch.nn.utils import parametrize
 
 from fp4compile.formats import formats
+from fp4compile.formats.product_spec import text_of
 from fp4compile.formats.quantize_spec import FLOAT_DTYPES
 from fp4compile.weights.buffers import BUFFERS, DequantizedWeight, LayerFormat, PackedWeight, autocast_dtype
 
@@ -154,10 +155,9 @@ def _product(
 
     static: the outer scale of x, []; None computes it.
     """
-    return torch.ops.fp4compile.scaled_mm(
-        *_activation(x, static, layer_format, scale_layout), layer_format.activation,
-        data, scales, outer, layer_format.weight, bias, x.dtype,
-    )  # fmt: skip
+    spec = text_of(layer_format.activation, layer_format.weight, x.dtype)
+    operands = (*_activation(x, static, layer_format, scale_layout), data, scales, outer)
+    return torch.ops.fp4compile.scaled_mm(*operands, spec, bias=bias)
 
 
 class _Product(torch.autograd.Function):

@@ -8,13 +8,13 @@ The number of a buffer's dimensions determines its layout. So scales that were a
 their own layout. That is right on every device, though not native.
 """
 
-from dataclasses import replace
-
 import torch
 
 from fp4compile.formats import formats
 from fp4compile.formats.formats import BlockFormat
+from fp4compile.formats.grouping import Grouping
 from fp4compile.formats.layouts import from_swizzled, scale_layout, swizzled_numel, to_swizzled
+from fp4compile.formats.product_spec import OperandSpec, ProductSpec
 from fp4compile.formats.square import scales_of_rows
 from fp4compile.hardware import Target
 from fp4compile.templates.launch import target_of
@@ -53,18 +53,19 @@ def target_on(device: torch.device) -> Target | None:
 def _native(target: Target, activation: str | None, weight: str, n: int, k: int, experts: int | None) -> bool:
     """Whether the matrix units would compute the product if the scales of both operands were swizzled."""
     from fp4compile.templates.choose import choose
-    from fp4compile.templates.problem import OperandType, Problem
+    from fp4compile.templates.problem import Problem
 
     if activation is None or formats.get(weight).scale is None:
         return False
-    a, b = (
-        OperandType(fmt, fmt.data_dtype, True, fmt.outer or "none") for fmt in map(formats.get, (activation, weight))
-    )
-    problem = Problem(a, b, _TOKENS, n, k, torch.bfloat16, target)
-    if experts is not None:
-        a, b = (replace(x, outer="group") if x.outer == "tensor" else x for x in (a, b))
-        problem = replace(problem, a=a, b=b, ragged="rows", groups=experts)
-    return choose(problem).tier == "native"
+
+    def operand(fmt: BlockFormat) -> OperandSpec:
+        outer = "group" if fmt.outer == "tensor" and experts is not None else fmt.outer or "none"
+        return OperandSpec(fmt, fmt.data_dtype, True, outer)
+
+    a, b = (operand(formats.get(name)) for name in (activation, weight))
+    grouping = Grouping.DENSE if experts is None else Grouping.RAGGED_ROWS
+    spec = ProductSpec(a, b, torch.bfloat16, grouping)
+    return choose(Problem(spec, _TOKENS, n, k, target, groups=experts or 1)).tier == "native"
 
 
 def laid_out(

@@ -170,7 +170,7 @@ def _dense_kernels(launched: Launched) -> list[str]:
     bias = launched.argument("bias")
     bias = bias[0] if isinstance(bias, (list, tuple)) and bias else bias
     bias, out_dtype = bias if isinstance(bias, torch.Tensor) else None, launched.argument("out_dtype")
-    problem = replace(problem_of(Arguments(a, b, bias, out_dtype), NATIVE), epilogue=fused)
+    problem = replace(problem_of(Arguments.of(a, b, bias, out_dtype), NATIVE), epilogue=fused)
     if problem.empty:
         return []
     serving = [name for name in DENSE if choose.named(name).tier == "emulated" or choose.named(name).serves(problem)]
@@ -178,7 +178,7 @@ def _dense_kernels(launched: Launched) -> list[str]:
 
 
 def _quantizing_kernels(launched: Launched) -> list[str]:
-    arguments = Arguments(*_operands(launched), None, launched.argument("out_dtype"), offs=launched.argument("offs"))
+    arguments = Arguments.of(*_operands(launched), None, launched.argument("out_dtype"), offs=launched.argument("offs"))
     problem = replace(problem_of(arguments, NATIVE), epilogue=True)
     kernel = choose.named("block_scaled_sm100" if arguments.offs is None else "grouped_block_scaled_sm100")
     serves = kernel.serves(problem) and (launched.op is SCALED_MM_QUANTIZED or kernel.finds_amax(problem))

@@ -4,4 +4,4 @@ from fp4compile.formats.operand import Arguments
 
 
 def of_groups(a, b, offs, rows, out_dtype):
-    return Arguments(a, b, None, out_dtype, offs=offs, rows=rows)
+    return Arguments.of(a, b, None, out_dtype, offs=offs, rows=rows)

@@ -102,7 +102,7 @@ def test_the_fp8_units_take_a_bias_of_the_results_type(sm, bias, out_dtype, by_l
     bias = None if bias is None else torch.empty(N, dtype=bias, device="meta")
     with dry_run(Target(sm)):
         problem = problem_of(
-            Arguments(*operands("float8_rowwise", "float8_rowwise", M, N, K), bias, out_dtype), Target(sm)
+            Arguments.of(*operands("float8_rowwise", "float8_rowwise", M, N, K), bias, out_dtype), Target(sm)
         )
         assert (choose(problem).kernel == "library_row_scaled") == by_library
 
@@ -117,7 +117,7 @@ def test_a_bias_is_cut_where_the_product_is(a, b):
     """A part of the product's columns takes that part of the bias; a part of its rows takes the whole bias."""
     bias = torch.arange(320.0)
     with dry_run(Target(90)):
-        call = call_of(Arguments(*operands(a, b, 256, 320, 32, "cpu"), bias, torch.float32))
+        call = call_of(Arguments.of(*operands(a, b, 256, 320, 32, "cpu"), bias, torch.float32))
         for start, count in ((0, 128), (128, 128), (256, 64)):
             part = call.columns(start, count)
             assert part.problem.n == count and part.bias.tolist() == list(range(start, start + count))

@@ -189,7 +189,7 @@ def test_who_computes_float8_rowwise(sm, kernel):
     with torch.device("meta"):
         operands = product(40, 512, 1024, "float8_rowwise", bias=BF16)
         with dry_run(Target(sm)):
-            assert choose.choose(call_of(Arguments(*operands, BF16)).problem).kernel == kernel
+            assert choose.choose(call_of(Arguments.of(*operands, BF16)).problem).kernel == kernel
         for op, arguments in calls_of(*operands, BF16, sm):
             check(op, arguments, sm)
             assert (op, arguments["scale_a"].numel() == 1) == (V1, kernel == "library_rescaled")
@@ -300,7 +300,7 @@ def test_sums_of_fewer_bits_only_where_the_recipe_allows_them(sm):
         a, b, bias = product(256, 512, 1024, "float8_rowwise")
         for fast in (False, True):
             with dry_run(Target(sm)), Calls(False) as calls:
-                multiply(Arguments(a, b, bias, BF16, fast_accumulation=fast))
+                multiply(Arguments.of(a, b, bias, BF16, fast_accumulation=fast))
             assert [arguments["use_fast_accum"] for _, arguments in calls.found] == [fast]
 
 
@@ -312,6 +312,6 @@ def test_sums_of_fewer_bits_are_close():
     a, b = (Operand(*reference.quantize(torch.randn(rows, 4096, dtype=BF16), fmt), fmt) for rows in (256, 512))
     exact = reference.scaled_mm(a, b, None, F32)
     a, b = (Operand(x.data.cuda(), None, x.outer.cuda(), fmt) for x in (a, b))
-    products = (multiply(Arguments(a, b, None, BF16, fast_accumulation=fast)) for fast in (False, True))
+    products = (multiply(Arguments.of(a, b, None, BF16, fast_accumulation=fast)) for fast in (False, True))
     errors = [(got.cpu().float() - exact).norm() / exact.norm() for got in products]
     assert errors[0] < 3e-3 and errors[1] < 1e-2  # rounding to bf16 alone: 1.7e-3

@@ -67,7 +67,7 @@ def test_groups_of_wgmma(tokens, sizes, left, layout, outer, shape, form, seed, 
     b.scales.view(torch.uint8)[-2:] = 0x7F  # NaN
     b.outer[-1] = torch.nan
     offs = torch.tensor(sizes).cumsum(0).to(torch.int32)
-    x = Arguments(a, b, None, torch.bfloat16, offs=offs, rows=len(a.data))
+    x = Arguments.of(a, b, None, torch.bfloat16, offs=offs, rows=len(a.data))
     choices.configured(monkeypatch, "grouped_wgmma_sm90",
                        lambda problem: with_shared_memory(WgmmaConfig(*form), problem, needed_bytes))  # fmt: skip
     simulator = Simulator(Target(90), Schedule(seed))

@@ -93,7 +93,7 @@ def test_codes_of_hard_inputs(name, columns, ends, served):
     steps = ["mul product 0.0", "add s0 1.0", "mul s1 aux0", f"quantize {name}"]
     outer = torch.tensor(0.01) if fmt.outer else None
     epilogue = Epilogue.parse(steps, BF16, BF16)
-    check(Arguments(a, b, None, BF16, epilogue, [value.float()], outer, offs), value)
+    check(Arguments.of(a, b, None, BF16, epilogue, [value.float()], outer, offs), value)
 
 
 @interpreted
@@ -116,7 +116,7 @@ def test_codes_of_a_pair(name, outer, weights, served, monkeypatch):
     product, pair = torch.cat([multiply(of_groups(a, one, offs, 145, BF16)) for one in each], -1).chunk(2, -1)
     value = (product.float().relu() * pair.float()).bfloat16()
     epilogue = Epilogue.parse(["relu product", "mul s0 pair", "quantize mxfp8"], BF16, BF16)
-    check(Arguments(a, b, None, BF16, epilogue, offs=offs), value)
+    check(Arguments.of(a, b, None, BF16, epilogue, offs=offs), value)
 
 
 @interpreted
@@ -126,7 +126,9 @@ def test_offsets(offs, served):
     offs = torch.tensor(offs, dtype=torch.int32)
     a, b = operands(torch.randn(300, 32), torch.randn(3, 32, 32), offs, "mxfp8")
     value = multiply(of_groups(a, b, offs, 300, BF16)).relu()
-    check(Arguments(a, b, None, BF16, Epilogue.parse(["relu product", "quantize mxfp8"], BF16, BF16), offs=offs), value)
+    check(
+        Arguments.of(a, b, None, BF16, Epilogue.parse(["relu product", "quantize mxfp8"], BF16, BF16), offs=offs), value
+    )
 
 
 @interpreted
@@ -146,7 +148,7 @@ def test_amaxes(ends, layout, served):
     a, b = operands(torch.randn(rows, 64), torch.randn(len(sizes), 160, 64), offs, "mxfp8")
     epilogue = Epilogue.parse(["mul product 0.0", "add s0 aux0", "amax"], BF16, BF16)
     with poisoned_outputs():
-        got, maxima = multiply_amax(Arguments(a, b, None, BF16, epilogue, [value.float()], None, embedded(offs)))
+        got, maxima = multiply_amax(Arguments.of(a, b, None, BF16, epilogue, [value.float()], None, embedded(offs)))
     expected, largest = reference_grouped.with_maxima(value, offs)
     assert torch.equal(got.nan_to_num(), expected.nan_to_num()) and (got[sum(sizes) :] == 0).all()
     assert torch.equal(got.isnan(), expected.isnan()) and torch.equal(maxima.isnan(), largest.isnan())

@@ -46,7 +46,7 @@ def test_codes_of_hard_inputs(name, columns, monkeypatch):
     steps = ["mul product 0.0", "add s0 1.0", "mul s1 aux0", f"quantize {name}"]
     outer = torch.tensor(0.01) if fmt.outer else None
     epilogue = Epilogue.parse(steps, BF16, BF16)
-    data, scales = multiply_quantized(Arguments(a, b, None, BF16, epilogue, [value.float()], outer))
+    data, scales = multiply_quantized(Arguments.of(a, b, None, BF16, epilogue, [value.float()], outer))
     expected = reference.quantize(value, fmt, outer, "swizzled")
     assert torch.equal(as_bytes(data), as_bytes(expected[0])) and torch.equal(as_bytes(scales), as_bytes(expected[1]))
 
@@ -59,9 +59,9 @@ def test_codes_of_batches(monkeypatch):
     fmt = formats.get("mxfp8")
     a, b = quantized(torch.randn(2, 5, 64), fmt, "swizzled"), quantized(torch.randn(2, 40, 64), fmt, "swizzled")
     steps, bias = ["relu product", "add s0 30.0"], torch.randn(40)
-    value = multiply(Arguments(a, b, bias, BF16, Epilogue.parse(steps, BF16, BF16)))
+    value = multiply(Arguments.of(a, b, bias, BF16, Epilogue.parse(steps, BF16, BF16)))
     epilogue = Epilogue.parse([*steps, "quantize mxfp8"], BF16, BF16)
-    data, scales = multiply_quantized(Arguments(a, b, bias, BF16, epilogue))
+    data, scales = multiply_quantized(Arguments.of(a, b, bias, BF16, epilogue))
     expected = reference.quantize(value, fmt, None, "swizzled")
     assert torch.equal(as_bytes(data), as_bytes(expected[0])) and torch.equal(as_bytes(scales), as_bytes(expected[1]))
 
@@ -76,10 +76,10 @@ def test_codes_of_a_pair(name, monkeypatch):
     a, b = quantized(x, fmt, "swizzled"), quantized(w, fmt, "swizzled")
     if fmt.outer:
         b = replace(b, outer=torch.rand(512, 1) + 0.5)
-    product, pair = multiply(Arguments(a, b, bias, BF16)).chunk(2, -1)
+    product, pair = multiply(Arguments.of(a, b, bias, BF16)).chunk(2, -1)
     value = (product.float().relu() * pair.float()).bfloat16()
     epilogue = Epilogue.parse(["relu product", "mul s0 pair", "quantize mxfp8"], BF16, BF16)
-    data, scales = multiply_quantized(Arguments(a, b, bias, BF16, epilogue))
+    data, scales = multiply_quantized(Arguments.of(a, b, bias, BF16, epilogue))
     expected = reference.quantize(value, formats.get("mxfp8"), None, "swizzled")
     assert torch.equal(as_bytes(data), as_bytes(expected[0])) and torch.equal(as_bytes(scales), as_bytes(expected[1]))
 
@@ -96,11 +96,11 @@ def test_an_amax(monkeypatch):
     a, b = quantized(-torch.rand(131, 64), fmt, "swizzled"), quantized(torch.rand(512, 64), fmt, "swizzled")
     outers.copy_(b.outer * torch.tensor([0.5, 3.0]))
     bias, of_rows = torch.tensor([20.0, 60.0]).repeat_interleave(256), outers.repeat_interleave(256).unsqueeze(-1)
-    product, pair = multiply(Arguments(a, replace(b, outer=of_rows), bias, BF16)).float().chunk(2, -1)
+    product, pair = multiply(Arguments.of(a, replace(b, outer=of_rows), bias, BF16)).float().chunk(2, -1)
     value = (product + pair).bfloat16()
     assert value.abs().max() < 80
     epilogue = Epilogue.parse(["add product pair", "amax"], BF16, BF16)
-    got, maxima = multiply_amax(Arguments(a, replace(b, outer=outers), bias, BF16, epilogue))
+    got, maxima = multiply_amax(Arguments.of(a, replace(b, outer=outers), bias, BF16, epilogue))
     assert torch.equal(got, value) and maxima.max() == value.abs().max()
     *codes, outer = quantize_kernels(got, "nvfp4", layout="swizzled", amax=maxima)
     *expected, expected_outer = reference.quantize(value, fmt, None, "swizzled")
@@ -116,9 +116,9 @@ def test_an_amax_of_tiles_partly_filled(monkeypatch):
     monkeypatch.setattr(hardware, "_MULTIPROCESSORS", hardware._MULTIPROCESSORS | {90: 1})
     fmt = formats.get("mxfp8")
     a, b = (quantized(torch.rand(rows, 64), fmt, "swizzled") for rows in (5, 416))
-    product = multiply(Arguments(a, b, None, BF16))
+    product = multiply(Arguments.of(a, b, None, BF16))
     epilogue = Epilogue.parse(["sub product 30.0", "amax"], BF16, BF16)
-    got, maxima = multiply_amax(Arguments(a, b, None, BF16, epilogue))
+    got, maxima = multiply_amax(Arguments.of(a, b, None, BF16, epilogue))
     assert torch.equal(got, product - 30) and maxima.max() == got.abs().max() < 30 and maxima.count_nonzero() == 1
 
 

@@ -50,7 +50,7 @@ def check(a, rows: int, steps: int, place: str):
     a, b = (Operand(*(part if part is None or place == "simulated" else part.to(place) for part in parts), each.format)
             for each in (a, b) for parts in [(each.data, each.scales, each.outer)])  # fmt: skip
     with Simulator(Target(90)).running() if place == "simulated" else nullcontext():
-        call = call_of(Arguments(a, b, None, torch.float32), Target(90) if place == "simulated" else None)
+        call = call_of(Arguments.of(a, b, None, torch.float32), Target(90) if place == "simulated" else None)
         config = WgmmaConfig(rows, warps=8, parts=1, stages=2, steps_per_stage=steps)
         arrangement = SwizzledA.of(call.problem, config)
         got = arrangement.of_call(call).cpu()
@@ -124,7 +124,7 @@ def test_rows_by_number(dtype, place):
     b = Operand(*(part.to(device) for part in (b.data, b.scales, b.outer)), b.format)
     with Simulator(Target(90)).running() if place == "simulated" else nullcontext():
         a = Operand(torch.empty(50, 320, dtype=torch.bfloat16, device=device))
-        call = call_of(Arguments(a, b, None, torch.float32), Target(90) if place == "simulated" else None)
+        call = call_of(Arguments.of(a, b, None, torch.float32), Target(90) if place == "simulated" else None)
         arrangement = SwizzledA.of(call.problem, WgmmaConfig(64, warps=8, parts=1, stages=2, steps_per_stage=1))
         got = arrangement.of_call(call, (x.to(device), numbers.to(device))).cpu()
     expected = swizzled_a_of(wanted, *arrangement.shape[1::-1])

@@ -25,7 +25,7 @@ from torch.fx import Graph, Node
 
 from fp4compile.analysis.graph import RESHAPES, ScaledMM, scaled_mm_of
 from fp4compile.formats.operand import Arguments, Operand
-from fp4compile.ops.matmul import SCALED_GROUPED_MM, SCALED_MM
+from fp4compile.ops.matmul import SCALED_MM
 from fp4compile.passes.lib.autotune import fastest
 from fp4compile.passes.lib.operations import contiguous
 from fp4compile.passes.lib.traced import traced
@@ -53,8 +53,9 @@ def arranged_operands(graph: Graph) -> dict[Node, Arranged]:
     """Put arranged operands into the graph; returns the one of each product that is to read one."""
     readers: dict[Hashable, list[ScaledMM]] = {}
     for node in graph.nodes:
-        if node.target in (SCALED_MM, SCALED_GROUPED_MM) and (key := _key(scaled_mm_of(node))) is not None:
-            readers.setdefault(key, []).append(scaled_mm_of(node))
+        product = scaled_mm_of(node) if node.target is SCALED_MM else None
+        if product is not None and (key := _key(product)) is not None:
+            readers.setdefault(key, []).append(product)
     found = {}
     for products in readers.values():
         written = written_arranged(products[0].a.data)
@@ -116,10 +117,10 @@ def _readers(node: Node) -> Iterator[tuple[Node, Node]]:
 
 def _reads_arranged(user: Node, value: Node) -> ScaledMM | None:
     """The product that can read a plain value as its arranged A, and reads it only there; otherwise None."""
-    if user.target not in (SCALED_MM, SCALED_GROUPED_MM):
+    if user.target is not SCALED_MM:
         return None
     product = scaled_mm_of(user)
-    others = [product.b.data, product.b.scales, product.b.outer, product.bias, *product.auxiliaries, product.offs]
+    others = [*product.b.tensors, product.bias, *product.auxiliaries, product.offs]
     if product.a.data is not value or value in others or product.a.format is not None or _key(product) is None:
         return None
     return product
@@ -161,7 +162,7 @@ def _key(product: ScaledMM) -> Hashable | None:
 
 
 def _arrangement(product: ScaledMM) -> SwizzledA | None:
-    choice = fastest(product) if product.on_gpu else None
+    choice = fastest(product) if product.on_gpu and product.index is None else None
     if choice is None or not (choice.settled and choice.traceable) or product.problem.empty:
         return None
     arrangement = named(choice.kernel).arrangement
@@ -194,7 +195,7 @@ def _by_launch(graph: Graph, product: ScaledMM, gathered: tuple[Node, Node] | No
     """The launch that arranges a product's A, before the product. gathered: see `_gathered`; then A is not read."""
     arrangement, a, b = _arrangement(product), product.a, product.b
     first = (a.data, None) if gathered is None else gathered
-    tensors = [*first, a.scales, a.outer, b.data, b.scales, b.outer, product.offs]
+    tensors = [*first, a.scales, a.outer, *b.tensors, product.offs]
     nodes = [each for each in tensors if isinstance(each, Node)]
     for node in nodes:
         node.meta["inductor_realize_to_strides"] = True
@@ -206,7 +207,7 @@ def _by_launch(graph: Graph, product: ScaledMM, gathered: tuple[Node, Node] | No
         data = x if index is None else x.new_empty(size)
         rows = None if offs is None else size[0]
         read, weight = Operand(data, *operands[:2], a.format), Operand(*operands[2:], b.format)
-        call = call_of(Arguments(read, weight, None, product.out_dtype, offs=offs, rows=rows))
+        call = call_of(Arguments.of(read, weight, None, product.spec.out_dtype, offs=offs, rows=rows))
         return arrangement.of_call(call, None if index is None else (aligned(x.contiguous()), index.contiguous()))
 
     with graph.inserting_before(product.node):

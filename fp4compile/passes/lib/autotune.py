@@ -42,14 +42,14 @@ Call = Callable[[], Any]
 def fastest(product: ScaledMM) -> Choice | None:
     """The choice for a product: the fastest where there are several to time; None where no kernel is chosen."""
     timed = _compat.times_products() and torch.cuda.is_available()
-    if product.plain or not timed or not product.problem.static or product.problem.empty:
+    if product.spec.plain or not timed or not product.problem.static or product.problem.empty:
         return product.choice
     choices = to_time(product.problem)
     if len(choices) < 2:
         return product.choice
     values = product.values()
     of_operands = values.a.data, values.a.scales, values.b.data, values.b.scales
-    key = product.problem, product.epilogue, *map(_layout, (*of_operands, *values.auxiliaries))
+    key = product.problem, *map(_layout, (*of_operands, *values.auxiliaries))
     if key not in _winners:
         _winners[key] = _fastest(values, choices)
     return _winners[key] or product.choice

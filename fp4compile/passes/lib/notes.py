@@ -9,7 +9,6 @@ product itself, and which moves they precede or follow. `saved(graph)` reads off
 saves for the backward: the saved activations are the marked quantises among its outputs.
 """
 
-import itertools
 import math
 import operator
 from collections.abc import Iterable
@@ -21,7 +20,7 @@ from torch.fx import Graph, Node
 
 from fp4compile.analysis import flops
 from fp4compile.analysis.graph import RESHAPES, reached
-from fp4compile.ops.matmul import SCALED_MM_AMAX, SCALED_MM_QUANTIZED
+from fp4compile.ops.matmul import SCALED_MM_RESULTS
 from fp4compile.ops.quantize import LAY_OUT_SCALES, QUANTIZE
 
 _JOINED = "fp4compile_joined"
@@ -99,8 +98,9 @@ def fused(graph: Graph) -> dict[str, str]:
     "quantised before index".
     """
     found: dict[str, dict[str, None]] = {}
-    quantizing = (graph.find_nodes(op="call_function", target=op) for op in (SCALED_MM_QUANTIZED, SCALED_MM_AMAX))
-    for product in itertools.chain(*quantizing):
+    for product in graph.find_nodes(op="call_function", target=SCALED_MM_RESULTS):
+        if _OPERATIONS not in product.meta:
+            continue
         found.setdefault(product.meta.get(_PRODUCT, product.name), {})[product.meta[_OPERATIONS]] = None
     for quantise in graph.find_nodes(op="call_function", target=QUANTIZE):
         operations, waiting = quantise.meta.get(_OPERATIONS), list(quantise.users)

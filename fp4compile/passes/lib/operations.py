@@ -7,7 +7,7 @@ from torch.fx import Node
 
 from fp4compile._compat import statically_true
 from fp4compile.formats.quantize_spec import FLOAT_DTYPES
-from fp4compile.ops.matmul import SCALED_GROUPED_MM, SCALED_MM, SCALED_MM_GATHERED
+from fp4compile.ops.matmul import SCALED_MM
 from fp4compile.ops.quantize import DEQUANTIZE
 
 aten = torch.ops.aten
@@ -23,7 +23,7 @@ _REDUCTIONS = {aten.sum.dim_IntList: "sum", aten.mean.dim: "mean", aten.amax.def
 _POWERS = {2: "square", 3: "cube"}
 # Operators whose results are always materialised.
 STORED = (
-    operator.getitem, SCALED_MM, SCALED_GROUPED_MM, SCALED_MM_GATHERED, aten._grouped_mm.default,
+    operator.getitem, SCALED_MM, aten._grouped_mm.default,
     DEQUANTIZE, aten._scaled_mm.default,
     aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default,
 )  # fmt: skip

@@ -11,7 +11,7 @@ With groups of rows (`gemm.grouped_block_scaled_sm100`), a pair's tile begins at
 group's end are multiplied as well and not stored.
 
 The kernel is in `two_cta_kernel_sm100`. It is written in Gluon: `tl.dot_scaled` does not compile for clusters. An
-Inductor wrapper cannot hold its launch, so a graph has the op `scaled_mm_two_ctas`.
+Inductor wrapper cannot hold its launch, so a graph has the op `scaled_mm_opaque`.
 
 It did not run on a GPU yet. So it is no default: only `max-autotune` chooses it, by time.
 """
@@ -23,9 +23,10 @@ from fp4compile._compat import statically_true
 from fp4compile.formats.epilogue import PARTIAL_MAXIMA
 from fp4compile.formats.grouping import padded_rows
 from fp4compile.formats.layouts import TILE_ROWS, ceil_div
+from fp4compile.formats.operand import Arguments, Operand
 from fp4compile.templates.gemm import block_scaled_sm100, cost, grouped_block_scaled_sm100
 from fp4compile.templates.gemm.call import Call, KernelOperand
-from fp4compile.templates.gemm.candidate import Candidate
+from fp4compile.templates.gemm.candidate import TWO_CTAS, Candidate, opaque
 from fp4compile.templates.gemm.heuristics import TwoCtaConfig, tma_copies, two_cta_config
 from fp4compile.templates.launch import Launch
 from fp4compile.templates.problem import Problem
@@ -60,7 +61,9 @@ def _stores(p: Problem) -> bool:
     rows = statically_true(p.k > 0) and tma_copies((p.a.format, p.row_bytes(p.a)), (p.b.format, p.row_bytes(p.b)))
     stored = 2 * p.n
     if p.spec.result is not None:
-        stored = ceil_div(p.n, p.spec.result.block_cols) * p.spec.result.block_cols // (2 if p.spec.result.packed else 1)
+        stored = (
+            ceil_div(p.n, p.spec.result.block_cols) * p.spec.result.block_cols // (2 if p.spec.result.packed else 1)
+        )
     return rows and statically_true(stored % 16 == 0) and not statically_true(p.n >= 2**23)
 
 
@@ -85,12 +88,11 @@ def _run(call: Call, config: TwoCtaConfig) -> torch.Tensor | tuple[torch.Tensor,
     p = call.problem
     if _compat.tracing():
         b_rows = (p.b_rows,) if not p.ragged else (p.groups, p.n)
-        first, *more = torch.ops.fp4compile.scaled_mm_two_ctas(  # defined in `ops`, which calls this function again
-            *_in_schema(call.a, p.m), *_in_schema(call.b, *b_rows), call.bias, p.spec.out_dtype,
-            [each.view(-1) if statically_true(each.numel() == p.n) else each.view(p.m, p.n)
-             for each in call.auxiliaries],
-            None if call.epilogue is None else call.epilogue.strings(), call.stored_dtype, call.result_outer, call.offs,
-        )  # fmt: skip
+        auxiliaries = [each.view(-1) if statically_true(each.numel() == p.n) else each.view(p.m, p.n)
+                       for each in call.auxiliaries]  # fmt: skip
+        x = Arguments.of(_operand(call.a, p.m), _operand(call.b, *b_rows), call.bias, p.spec.out_dtype, call.epilogue,
+                         auxiliaries, call.result_outer, call.offs)  # fmt: skip
+        first, *more = opaque(x, TWO_CTAS)
         return (first, *more) if more else first
     # Gluon of an old Triton lacks what the kernel's file imports.
     from fp4compile.templates.gemm.two_cta_kernel_sm100 import gemm_block_scaled_two_ctas_sm100
@@ -121,11 +123,11 @@ def _run(call: Call, config: TwoCtaConfig) -> torch.Tensor | tuple[torch.Tensor,
     return out if out is scales else (out, scales)
 
 
-def _in_schema(x: KernelOperand, *rows) -> tuple:
-    """The four arguments by which ops take an operand of these rows: a matrix, or the matrices of groups."""
+def _operand(x: KernelOperand, *rows) -> Operand:
+    """The operand of these rows: a matrix, or the matrices of groups."""
     outer = x.outer.view(*rows, 1) if x.type.outer == "row" else x.outer
     data = x.data.view(*rows, x.data.shape[-1]).view(x.type.format.data_dtype)
-    return data, x.scales.view(x.type.format.scale_dtype), outer, x.type.format.name
+    return Operand(data, x.scales.view(x.type.format.scale_dtype), outer, x.type.format)
 
 
 CANDIDATE = Candidate(NAME, "native", _serves, two_cta_config, _run, _to_time, takes_epilogue=lambda p: True,

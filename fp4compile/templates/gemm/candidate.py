@@ -6,12 +6,19 @@ from typing import Any
 
 import torch
 
+from fp4compile.formats.operand import Arguments
 from fp4compile.templates.gemm.call import Call
 from fp4compile.templates.gemm.swizzled_a_sm90 import SwizzledA
 from fp4compile.templates.problem import Problem
 
 LIBRARY, TWO_CTAS = "library", "2-CTA"  # kernels of the op `scaled_mm_opaque`
 MOST_IN_GROUP = 3  # products of one A in a launch, at most: the kernels have pointers for three
+
+
+def opaque(x: Arguments, kernel: str) -> list[torch.Tensor]:
+    """The op `scaled_mm_opaque`, which `ops.matmul` defines; it calls `multiply.opaque`."""
+    args, options = x.call
+    return torch.ops.fp4compile.scaled_mm_opaque(*args, kernel, **options)
 
 
 def _never(problem: Problem) -> bool:

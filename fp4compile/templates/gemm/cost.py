@@ -9,13 +9,13 @@ measurements of `benchmarks` on a B200.
 from dataclasses import dataclass, replace
 
 from fp4compile.formats.layouts import ceil_div
+from fp4compile.formats.product_spec import OperandSpec
 from fp4compile.templates.gemm.heuristics import (
     BlockScaledConfig,
     SkinnyBlockScaledConfig,
     TwoCtaConfig,
     row_tile_count,
 )
-from fp4compile.formats.product_spec import OperandSpec
 from fp4compile.templates.problem import Problem
 
 

@@ -21,6 +21,7 @@ import triton.language as tl
 
 from fp4compile._compat import statically_true
 from fp4compile.formats.layouts import ceil_div
+from fp4compile.formats.product_spec import OperandSpec
 from fp4compile.templates.device.dequantize import INTERPRETING
 from fp4compile.templates.device.epilogue import column_parts, rescale, rescale_mode, store_rounded
 from fp4compile.templates.device.groups import group_of_tile, of_lanes, per_lane, rows_of_group, total_tiles
@@ -36,7 +37,6 @@ from fp4compile.templates.gemm.heuristics import (
     grouped_tiles_config,
 )
 from fp4compile.templates.launch import launch
-from fp4compile.formats.product_spec import OperandSpec
 from fp4compile.templates.problem import Problem
 from fp4compile.templates.quantize.source import power_of_two
 

@@ -27,10 +27,10 @@ from torch.nn.functional import ScalingType, SwizzleType
 from fp4compile import _compat
 from fp4compile._compat import statically_true
 from fp4compile.formats.layouts import TILE_COLS, ceil_div
-from fp4compile.formats.operand import Operand
+from fp4compile.formats.operand import Arguments, Operand
 from fp4compile.templates.device.group_tiles import clear_rows, ends_of, last_of
 from fp4compile.templates.gemm.call import Call, KernelOperand
-from fp4compile.templates.gemm.candidate import Candidate
+from fp4compile.templates.gemm.candidate import LIBRARY, Candidate, opaque
 from fp4compile.templates.launch import launch
 from fp4compile.templates.problem import Problem
 
@@ -88,8 +88,9 @@ def run_row_scaled(call: Call, config: None) -> torch.Tensor:
     p, ends = call.problem, _launch_group_ends(call)
     if _compat.times_products():  # Inductor would time templates of its own for an op that it can lower
         return _clear(_by_op(call, ends), ends, p)
-    a, b = (Operand(x.data.view(x.type.format.data_dtype), None, x.outer, x.type.format) for x in (call.a, call.b))
-    return _clear(row_scaled(a, b, ends, p.spec.out_dtype, p.spec.fast_accumulation), ends, p)
+    return _clear(
+        row_scaled(_operand(call.a), _operand(call.b), ends, p.spec.out_dtype, p.spec.fast_accumulation), ends, p
+    )
 
 
 def row_scaled(
@@ -134,25 +135,25 @@ def run_block_scaled(call: Call, config: None) -> torch.Tensor:
 
 
 def _by_op(call: Call, ends: torch.Tensor) -> torch.Tensor:
-    return torch.ops.fp4compile.scaled_grouped_mm_library(  # defined in `ops.grouped`, which calls `product`
-        *_arguments(call.a), *_arguments(call.b), ends, call.problem.rows, call.problem.spec.out_dtype,
-        fast_accumulation=call.problem.spec.fast_accumulation,
-    )  # fmt: skip
+    spec = call.problem.spec
+    x = Arguments.of(_operand(call.a), _operand(call.b), None, spec.out_dtype, offs=ends,
+                     fast_accumulation=spec.fast_accumulation)  # fmt: skip
+    return opaque(x, LIBRARY)[0]
 
 
 def product(
     a: Operand, b: Operand, ends: torch.Tensor, out_dtype: torch.dtype, fast_accumulation: bool
 ) -> torch.Tensor:
-    """The implementation of the op `scaled_grouped_mm_library`."""
+    """The products of all groups of operands in `float8_rowwise`, or with block scales, by the library."""
     if a.format.scale is None:
         return row_scaled(a, b, ends, out_dtype, fast_accumulation)
     return block_scaled(a, b, ends, out_dtype)
 
 
-def _arguments(x: KernelOperand) -> tuple:
+def _operand(x: KernelOperand) -> Operand:
     fmt = x.type.format
     scales = None if x.scales is None else x.scales.view(fmt.scale_dtype)
-    return x.data.view(fmt.data_dtype), scales, x.outer, fmt.name
+    return Operand(x.data.view(fmt.data_dtype), scales, x.outer, fmt)
 
 
 def block_scaled(a: Operand, b: Operand, ends: torch.Tensor, out_dtype: torch.dtype) -> torch.Tensor:

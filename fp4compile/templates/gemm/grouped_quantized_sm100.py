@@ -204,7 +204,9 @@ def run(call: Call, config: BlockScaledConfig) -> tuple[torch.Tensor, torch.Tens
     tiles = (row_tiles + p.groups) * ceil_div(p.n, config.bn // matrices)
     table = call.offs.new_empty((tiles, 4))
     a_outer, b_outer = (out if x.outer is None else x.outer for x in (call.a, call.b))  # `out` is never read
-    stored_cols = p.n if p.spec.result is None else ceil_div(p.n, p.spec.result.block_cols) * p.spec.result.block_cols // 2
+    stored_cols = (
+        p.n if p.spec.result is None else ceil_div(p.n, p.spec.result.block_cols) * p.spec.result.block_cols // 2
+    )
     each = {"group": 1, "row": p.b_rows}.get(p.b.outer, 0)  # outer scales of a matrix of b
     to_pair = p.groups * each if p.two_weights else p.n if p.b.outer == "row" else 0
     launch(

@@ -15,6 +15,7 @@ import triton.language as tl
 
 from fp4compile._compat import statically_true
 from fp4compile.formats.layouts import ceil_div
+from fp4compile.formats.product_spec import OperandSpec
 from fp4compile.templates.device.async_copy import AWAIT_VALUE, WARP_BARRIER, do_ptx, wait_ptx
 from fp4compile.templates.device.epilogue import rescale, rescale_mode, store_rounded
 from fp4compile.templates.device.group_tiles import clear_rows, ends_of, last_of, load_entry, store_entry
@@ -28,7 +29,6 @@ from fp4compile.templates.gemm.dequantized import dequantized
 from fp4compile.templates.gemm.heuristics import SKINNY_ROWS, SkinnyConfig, grouped_skinny_config
 from fp4compile.templates.gemm.skinny_pipeline import copy_step, interleave_a, read_a, shared_buffer_ptx, stage_bytes
 from fp4compile.templates.launch import launch
-from fp4compile.formats.product_spec import OperandSpec
 from fp4compile.templates.problem import Problem
 
 

@@ -11,10 +11,10 @@ from typing import Any
 from fp4compile._compat import statically_true
 from fp4compile.formats.formats import BlockFormat
 from fp4compile.formats.layouts import TILE_ROWS, ceil_div
+from fp4compile.formats.product_spec import ProductSpec
 from fp4compile.hardware import Target
 from fp4compile.templates.device.shared_memory import reserved
 from fp4compile.templates.launch import LaunchConfig
-from fp4compile.formats.product_spec import ProductSpec
 from fp4compile.templates.problem import Problem
 
 SKINNY_ROWS = 8  # rows of A up to which `skinny` serves

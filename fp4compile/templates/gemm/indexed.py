@@ -7,7 +7,6 @@ gathered copy. If two tokens have one expert, the L2 cache serves the second.
 import torch
 
 from fp4compile._compat import statically_true
-from fp4compile.formats.checks import check_indexed
 from fp4compile.formats.grouping import Grouping
 from fp4compile.formats.operand import Operand
 from fp4compile.formats.product_spec import ProductSpec
@@ -37,10 +36,9 @@ def multiply_indexed(a: Operand, b: Operand, index: torch.Tensor, out_dtype: tor
 
     Negative indices count from the last matrix. An index out of range counts as the nearest valid one: the host does
     not read indices.
-    Raises ValueError or TypeError, naming the argument, for operands, scales or devices that do not fit.
+    `formats.checks.check` has checked the arguments.
     """
     flat = _flat(a)
-    check_indexed(flat, b, index, out_dtype)
     p = _problem(flat, b, out_dtype, target_of(a.data.device))
     operands = kernel_operand(flat, p.a), kernel_operand(b, p.b)
     config = grouped_skinny_config(p, a.data.shape[1])

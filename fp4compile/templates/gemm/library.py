@@ -14,9 +14,9 @@ from torch.nn.functional import ScalingType, SwizzleType
 
 from fp4compile import _compat
 from fp4compile._compat import statically_true
-from fp4compile.formats.operand import Operand
+from fp4compile.formats.operand import Arguments, Operand
 from fp4compile.templates.gemm.call import Call, KernelOperand, aligned
-from fp4compile.templates.gemm.candidate import Candidate
+from fp4compile.templates.gemm.candidate import LIBRARY, Candidate, opaque
 from fp4compile.templates.problem import Problem
 
 
@@ -49,10 +49,8 @@ def _run_block_scaled(call: Call, config: None) -> torch.Tensor:
     bias = None if call.bias is None else aligned(call.bias)
     a_data, b_data = _matrix(call.a, p.m), _matrix(call.b, p.n)
     if (p.a.outer, p.b.outer) != ("none", "none"):
-        return torch.ops.fp4compile.scaled_mm_library(  # defined in `ops`, which calls `two_level`
-            a_data, _scales(call.a), call.a.outer, p.a.format.name,
-            b_data, _scales(call.b), call.b.outer, p.b.format.name, bias, p.spec.out_dtype,
-        )  # fmt: skip
+        a, b = (Operand(data, _scales(x), x.outer, x.type.format) for data, x in ((a_data, call.a), (b_data, call.b)))
+        return opaque(Arguments.of(a, b, bias, p.spec.out_dtype), LIBRARY)[0]
     codes = torch.float4_e2m1fn_x2 if p.a.format.packed else torch.float8_e4m3fn
     a, b = a_data.view(codes), b_data.view(codes).t()
     return torch._scaled_mm(a, b, _scales(call.a), _scales(call.b), bias, out_dtype=p.spec.out_dtype)
@@ -69,7 +67,7 @@ def _scales(x: KernelOperand) -> torch.Tensor:
 def product(
     a: Operand, b: Operand, bias: torch.Tensor | None, out_dtype: torch.dtype, fast_accumulation: bool = False
 ) -> torch.Tensor:
-    """The op `scaled_mm_library`: the product of two matrices [M, K] x [N, K] in NVFP4 or `float8_rowwise`.
+    """The product of two matrices [M, K] x [N, K] in NVFP4 or `float8_rowwise`.
 
     `float8_rowwise` operands may lack outer scales. fast_accumulation: whether their sums may have fewer bits than
     float32.
@@ -147,9 +145,7 @@ def _float8_product(
     """`product`, as an op where Inductor would time its own templates for `_scaled_mm`."""
     if not _compat.times_products():
         return product(a, b, bias, out_dtype, fast_accumulation)
-    return torch.ops.fp4compile.scaled_mm_library(
-        *a.in_schema, *b.in_schema, bias, out_dtype, fast_accumulation=fast_accumulation
-    )
+    return opaque(Arguments.of(a, b, bias, out_dtype, fast_accumulation=fast_accumulation), LIBRARY)[0]
 
 
 def _serves_rescaled(p: Problem) -> bool:
