@@ -10,6 +10,7 @@ import torch
 from torch.fx import Graph, Node
 
 from fp4compile.formats import formats
+from fp4compile.formats.grouping import grouping_of
 from fp4compile.formats.operand import Arguments, Operand
 from fp4compile.formats.prologue import Prologue
 from fp4compile.formats.quantize_spec import QuantizeSpec
@@ -96,7 +97,7 @@ class Quantise:
         steps = Prologue.parse(self.prologue, self.dtype, self.stored) if self.prologue else None
         return QuantizeSpec(
             formats.get(self.format), self.dims, self.layout, self.hadamard, self.scale_rule, self.values,
-            self.offs is not None, self.each_matrix, self.outer is not None, self.seed is not None, steps,
+            grouping_of(self.offs, self.each_matrix), self.outer is not None, self.seed is not None, steps,
         )  # fmt: skip
 
     @property

@@ -40,6 +40,16 @@ class Grouping(StrEnum):
     GATHERED = "gathered"
 
 
+def grouping_of(offs: Any, each_matrix: bool) -> Grouping:
+    """How a quantiser groups what it quantises. offs: None without groups of rows.
+
+    Raises ValueError for both, because offsets cut the rows of one matrix.
+    """
+    if offs is not None and each_matrix:
+        raise ValueError("each_matrix: goes without offs, which cut the rows of one matrix")
+    return Grouping.RAGGED_ROWS if offs is not None else Grouping.BATCHED if each_matrix else Grouping.DENSE
+
+
 @dataclass(frozen=True, eq=False)
 class Groups:
     """The groups of `rows` rows as tensors on the device of the offsets, int64 [G] each.

@@ -167,4 +167,4 @@ class Arguments:
     def result_spec(self) -> QuantizeSpec | None:
         """How the result is quantised, group by group where there are groups; None where it is not."""
         spec = None if self.spec.epilogue is None else self.spec.epilogue.quantize
-        return spec if spec is None or self.offs is None else replace(spec, ragged=True)
+        return spec if spec is None or self.offs is None else replace(spec, grouping=Grouping.RAGGED_ROWS)

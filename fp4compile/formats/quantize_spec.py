@@ -15,7 +15,7 @@ import torch
 from fp4compile._compat import statically_true
 from fp4compile.formats import formats
 from fp4compile.formats.formats import BlockFormat, unknown_name
-from fp4compile.formats.grouping import check_offs, padded_rows
+from fp4compile.formats.grouping import Grouping, check_offs, padded_rows
 from fp4compile.formats.layouts import LAYOUTS, ceil_div, swizzled_numel
 from fp4compile.formats.prologue import Prologue
 
@@ -33,8 +33,9 @@ class QuantizeSpec:
     hadamard: quantise the Hadamard transform of the columns (of the rows, where dims is (-1,)).
     scale_rule: how block scales are chosen, see `reference_scales`.
     values: the dims whose results are 16-bit dequantised values without the outer scale, instead of codes.
-    ragged: whether offsets cut the rows of a matrix in groups, each of which is quantised as if it were alone.
-    each_matrix: whether each matrix of a tensor of three dimensions is quantised as if it were alone.
+    grouping: what is quantised as if it were alone: the tensor (DENSE), each matrix of a tensor of three dimensions
+        (BATCHED), or each group of rows that offsets cut a matrix in (RAGGED_ROWS). Along the columns, the results of
+        groups of rows are operands of a product whose groups lie along the contraction.
     static: whether the outer scale is static, an argument. seeded: whether elements are rounded stochastically.
     prologue: the steps whose result is quantised; None quantises the tensor itself.
     """
@@ -45,8 +46,7 @@ class QuantizeSpec:
     hadamard: bool = False
     scale_rule: str = "amax"
     values: tuple[int, ...] = ()
-    ragged: bool = False
-    each_matrix: bool = False
+    grouping: Grouping = Grouping.DENSE
     static: bool = False
     seeded: bool = False
     prologue: Prologue | None = None
@@ -87,8 +87,8 @@ class QuantizeSpec:
 
     def _check_groups(self) -> None:
         fmt = self.format
-        if self.ragged and self.each_matrix:
-            raise ValueError("each_matrix: goes without offs, which cut the rows of one matrix")
+        if self.grouping not in (Grouping.DENSE, Grouping.BATCHED, Grouping.RAGGED_ROWS):
+            raise ValueError(f"grouping: a quantiser's is dense, batched or ragged rows, got {self.grouping}")
         if self.ragged and fmt.square:
             raise ValueError(f"format: {fmt.name} has square blocks, and groups may have any number of rows")
         if self.ragged and self.hadamard and COLUMNS not in self.dims:
@@ -115,6 +115,16 @@ class QuantizeSpec:
             raise ValueError("prologue: activations have one, not weights (each_matrix, scale_rule)")
         if self.prologue.stored and self.ragged:
             raise ValueError("stored: rows of groups store nothing besides")
+
+    @property
+    def ragged(self) -> bool:
+        """Whether groups of rows are quantised, each as if it were alone."""
+        return self.grouping is Grouping.RAGGED_ROWS
+
+    @property
+    def each_matrix(self) -> bool:
+        """Whether each matrix is quantised as if it were alone."""
+        return self.grouping is Grouping.BATCHED
 
     @property
     def both(self) -> bool:

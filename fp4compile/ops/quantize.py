@@ -44,7 +44,7 @@ from typing import Any
 import torch
 
 from fp4compile.formats import formats, reference
-from fp4compile.formats.grouping import padded_rows
+from fp4compile.formats.grouping import grouping_of, padded_rows
 from fp4compile.formats.layouts import swizzled_numel
 from fp4compile.formats.prologue import Prologue, apply
 from fp4compile.formats.quantize_spec import COLUMNS, ROWS, QuantizeSpec
@@ -83,7 +83,7 @@ def call_of(
     if len(dims) == 1 and dims[0] not in (ROWS, COLUMNS) and offs is None and not each_matrix:
         x, dims = x.movedim(dims[0], -1).transpose(-2, -1), (COLUMNS,)
     spec = _made(
-        format, dims, layout, hadamard, scale_rule, tuple(values or ()), offs is not None, each_matrix,
+        format, dims, layout, hadamard, scale_rule, tuple(values or ()), grouping_of(offs, each_matrix),
         outer is not None, seed is not None, tuple(prologue or ()), dtype or x.dtype, tuple(stored or ()),
     )  # fmt: skip
     spec.check_tensors(x, offs, outer, seed)
@@ -98,11 +98,11 @@ def call_of(
 
 @cache
 def _made(
-    format, dims, layout, hadamard, scale_rule, values, ragged, each_matrix, static, seeded, prologue, dtype, stored
+    format, dims, layout, hadamard, scale_rule, values, grouping, static, seeded, prologue, dtype, stored
 ) -> QuantizeSpec:
     """The spec of a call's arguments; equal calls share one spec."""
     steps = Prologue.parse(prologue, dtype, stored) if prologue else None
-    return QuantizeSpec(formats.get(format), dims, layout, hadamard, scale_rule, values, ragged, each_matrix, static,
+    return QuantizeSpec(formats.get(format), dims, layout, hadamard, scale_rule, values, grouping, static,
                         seeded, steps)  # fmt: skip
 
 

@@ -3,6 +3,7 @@
 import torch
 
 from fp4compile.formats.formats import BlockFormat
+from fp4compile.formats.grouping import grouping_of
 from fp4compile.formats.prologue import Prologue
 from fp4compile.formats.quantize_spec import QuantizeSpec
 from fp4compile.templates.quantize import plan
@@ -17,7 +18,7 @@ def quantize(
 ) -> Quantized:  # fmt: skip
     """(codes or values, block scales, outer scale) along one dimension, by the kernels."""
     spec = QuantizeSpec(
-        fmt, (dim,), layout, hadamard, scale_rule, (dim,) if values else (), offs is not None, each_matrix,
+        fmt, (dim,), layout, hadamard, scale_rule, (dim,) if values else (), grouping_of(offs, each_matrix),
         outer is not None, seed is not None, prologue,
     )  # fmt: skip
     (found,), _ = plan.quantize(spec, x, operands, offs, outer, seed)
@@ -32,7 +33,7 @@ def quantize_both(
 ) -> tuple[Quantized, Quantized]:  # fmt: skip
     """What `quantize` gives along the rows and down the columns, by the kernels."""
     spec = QuantizeSpec(
-        fmt, (-1, -2), layout, hadamard, "amax", values, offs is not None, each_matrix, outer is not None,
+        fmt, (-1, -2), layout, hadamard, "amax", values, grouping_of(offs, each_matrix), outer is not None,
         seed is not None, prologue,
     )  # fmt: skip
     (rows, columns), _ = plan.quantize(spec, x, operands, offs, outer, seed)
