@@ -11,10 +11,19 @@ from fp4compile.formats.epilogue import Epilogue, apply
 from fp4compile.formats.steps import OPERATIONS, Step
 from fp4compile.templates.device.epilogue import text
 from fp4compile.templates.device.pointwise import operate
+from tests.helpers.arguments import of_one
 from tests.helpers.hard_inputs import stacked
 
 BF16, F32 = torch.bfloat16, torch.float32
 SILU_AND_GATE = ["neg product", "exp s0", "add s1 1.0", "div product s2", "mul s3 aux0"]
+SCALED_MM, RESULTS = torch.ops.fp4compile.scaled_mm.default, torch.ops.fp4compile.scaled_mm_results.default
+
+
+def spec(name, steps=(), end=None):
+    """The text of a product of two operands of a format, and of an epilogue."""
+    return " | ".join(
+        [f"{name} @ {name} -> bfloat16", *steps, *["to bfloat16"] * bool(steps or end), *[end] * bool(end)]
+    )
 
 
 def test_reference():
@@ -63,31 +72,30 @@ def test_the_op_on_the_cpu():
     """`scaled_mm` with an epilogue is `scaled_mm` and the reference of the steps after it."""
     x, w, gate = torch.randn(6, 64), torch.randn(16, 64), torch.randn(6, 16, dtype=BF16)
     a, b = (torch.ops.fp4compile.quantize(value, "nvfp4") for value in (x, w))
-    arguments = (*a, "nvfp4", *b, "nvfp4", torch.randn(16), BF16)
-    got = torch.ops.fp4compile.scaled_mm(*arguments, [gate], SILU_AND_GATE, BF16)
-    expected = apply(torch.ops.fp4compile.scaled_mm(*arguments), Epilogue.parse(SILU_AND_GATE, BF16, BF16), [gate])
-    assert torch.equal(got, expected)
-    checks = "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic"
-    torch.library.opcheck(
-        torch.ops.fp4compile.scaled_mm.default, (*arguments, [gate], SILU_AND_GATE, BF16), test_utils=checks
+    bias = torch.randn(16)
+    arguments, options = (*a, *b, spec("nvfp4", SILU_AND_GATE)), {"bias": bias, "operands": [gate]}
+    plain = SCALED_MM(*a, *b, spec("nvfp4"), bias=bias)
+    assert torch.equal(
+        SCALED_MM(*arguments, **options), apply(plain, Epilogue.parse(SILU_AND_GATE, BF16, BF16), [gate])
     )
-
-
-QUANTISED = torch.ops.fp4compile.scaled_mm_quantized
+    checks = "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic"
+    torch.library.opcheck(SCALED_MM, arguments, options, test_utils=checks)
 
 
 @pytest.mark.parametrize("name", ["nvfp4_one_level", "nvfp4", "mxfp8", "mxfp4"])
 def test_quantised_results_on_the_cpu(name):
-    """`scaled_mm_quantized` is `scaled_mm`, whose result is rounded, and `quantize` after it: of hard inputs."""
+    """A quantised result is that of `scaled_mm`, whose result is rounded, and `quantize` after it: of hard inputs."""
     fmt = formats.get(name)
     value = stacked((3, 56), BF16, fmt.block_cols)
     a, b = (
         torch.ops.fp4compile.quantize(torch.randn(rows, 64), "mxfp8", layout="swizzled")[:2] for rows in value.shape
     )
-    arguments, outer = (*a, None, "mxfp8", *b, None, "mxfp8", None, BF16), torch.tensor(0.01) if fmt.outer else None
+    outer = torch.tensor(0.01) if fmt.outer else None
     steps = ["mul product 0.001", "add s0 1.0", "mul s1 aux0"]
-    got = QUANTISED(*arguments, [value], [*steps, f"quantize {name}"], BF16, outer)
-    plain = torch.ops.fp4compile.scaled_mm(*arguments, [value], steps, BF16)
+    arguments = of_one((*a, None), (*b, None), spec("mxfp8", steps, f"quantize {name}"))
+    options = {"operands": [value], "outer": outer}
+    got = RESULTS(*arguments, **options)
+    plain = SCALED_MM(*a, None, *b, None, spec("mxfp8", steps), operands=[value])
     expected = torch.ops.fp4compile.quantize(plain, name, layout="swizzled", outer=outer)
     assert len(got) == 2
     assert all(
@@ -95,17 +103,16 @@ def test_quantised_results_on_the_cpu(name):
         for one, other in zip(got, expected[:2], strict=True)
     )
     checks = "test_autograd_registration", "test_faketensor"
-    given = (*arguments, [value], [*steps, f"quantize {name}"], BF16, outer)
-    torch.library.opcheck(QUANTISED.default, given, test_utils=checks)
+    torch.library.opcheck(RESULTS, arguments, options, test_utils=checks)
 
 
 def test_a_result_of_two_products_on_the_cpu():
     """B has the rows of two matrices; each product is rounded before the steps."""
     a, b = (torch.ops.fp4compile.quantize(torch.randn(rows, 64), "mxfp8", layout="swizzled")[:2] for rows in (6, 512))
-    arguments = (*a, None, "mxfp8", *b, None, "mxfp8", torch.randn(512), BF16)
-    gate, steps = torch.randn(6, 256), ["relu product", "mul s0 pair", "mul s1 aux0", "quantize mxfp8"]
-    got = QUANTISED(*arguments, [gate], steps, BF16)
-    product, pair = torch.ops.fp4compile.scaled_mm(*arguments).float().chunk(2, -1)
+    a, b, bias, gate = (*a, None), (*b, None), torch.randn(512), torch.randn(6, 256)
+    text = spec("mxfp8", ["relu product", "mul s0 pair", "mul s1 aux0"], "quantize mxfp8")
+    got = RESULTS(*of_one(a, b, text), bias=[bias], operands=[gate])
+    product, pair = SCALED_MM(*a, *b, spec("mxfp8"), bias=bias).float().chunk(2, -1)
     expected = torch.ops.fp4compile.quantize((product.relu() * pair * gate).bfloat16(), "mxfp8", layout="swizzled")
     assert got[0].shape == (6, 256)
     assert all(
@@ -114,30 +121,15 @@ def test_a_result_of_two_products_on_the_cpu():
     )
 
 
-AMAX = torch.ops.fp4compile.scaled_mm_amax
-
-
 def test_an_amax_on_the_cpu():
     """Two matrices with an outer scale each; a quantiser that takes the maxima finds no amax of its own."""
     a = torch.ops.fp4compile.quantize(torch.randn(6, 64), "nvfp4", layout="swizzled")
     each = [torch.ops.fp4compile.quantize(torch.randn(128, 64) * (i + 1), "nvfp4", layout="swizzled") for i in (0, 1)]
     data, scales = (torch.cat([one[i].view(torch.uint8) for one in each]).view(each[0][i].dtype) for i in (0, 1))
     outers = torch.stack([one[2] for one in each])
-    arguments = (
-        *a,
-        "nvfp4",
-        data,
-        scales,
-        outers,
-        "nvfp4",
-        None,
-        BF16,
-        [],
-        ["relu product", "mul s0 pair", "amax"],
-        BF16,
-    )
-    result, maxima = AMAX(*arguments)
-    gate, up = (torch.ops.fp4compile.scaled_mm(*a, "nvfp4", *one, "nvfp4", None, BF16).float() for one in each)
+    arguments = of_one(a, (data, scales, outers), spec("nvfp4", ["relu product", "mul s0 pair"], "amax"))
+    result, maxima = RESULTS(*arguments)
+    gate, up = (SCALED_MM(*a, *one, spec("nvfp4")).float() for one in each)
     assert torch.equal(result, (gate.relu() * up).bfloat16()) and maxima.max() == result.abs().max()
     for options in ({}, {"layout": "swizzled"}):
         got, expected = (
@@ -148,35 +140,30 @@ def test_an_amax_on_the_cpu():
             for one, other in zip(got, expected, strict=True)
         )
     checks = "test_autograd_registration", "test_faketensor"
-    torch.library.opcheck(AMAX.default, arguments, test_utils=checks)
+    torch.library.opcheck(RESULTS, arguments, test_utils=checks)
 
 
 def test_bad_quantised_results():
     a = torch.ops.fp4compile.quantize(torch.randn(4, 64), "mxfp8", layout="swizzled")[:2]
-    arguments = (*a, None, "mxfp8", *a, None, "mxfp8", None, BF16, [])
+    a = (*a, None)
 
-    def message(steps, outer=None, op=QUANTISED):
+    def message(*ends, outer=None):
         with pytest.raises(ValueError) as error:
-            op(*arguments, steps, BF16, *([] if outer is None else [outer]))
+            RESULTS(*of_one(a, a, " | ".join([spec("mxfp8"), "to bfloat16", *ends])), outer=outer)
         return str(error.value)
 
     one = torch.ones(())
-    assert message(["relu product"]).startswith("epilogue: expected a last step 'quantize' with a format, got ['relu")
-    assert "expected 'quantize' and a format with scales of blocks in a row" in message(["quantize mxfp8_32x32"])
-    assert "without an outer scale of rows" in message(["quantize nvfp4_rowwise"])
-    assert "unknown format 'mxfp9'" in message(["quantize mxfp9"])
-    assert "'mxfp8' is neither a name nor a number" in message(["quantize mxfp8", "relu product"])
-    with pytest.raises(
-        ValueError, match="epilogue: 'pair' goes with a last step 'quantize' or 'amax', got \\['relu pair'\\]"
-    ):
-        torch.ops.fp4compile.scaled_mm(*arguments, ["relu pair"], BF16)
-    assert message(["quantize nvfp4"]) == "outer: format nvfp4 needs a static outer scale"
-    assert message(["quantize mxfp8"], one) == "outer: format mxfp8 has no outer scale"
-    assert (
-        message(["quantize nvfp4"], one.double())
-        == "outer: expected float32 of shape (), got torch.float64 of shape ()"
-    )
-    assert "is a step of scaled_mm_quantized" in message(["quantize mxfp8"], op=torch.ops.fp4compile.scaled_mm)
-    assert "is a step of scaled_mm_amax" in message(["amax"], op=torch.ops.fp4compile.scaled_mm)
-    assert message(["quantize mxfp8"], op=AMAX) == "epilogue: expected a last step 'amax', got ['quantize mxfp8']"
-    assert message(["amax"]).startswith("epilogue: expected a last step 'quantize' with a format, got ['amax']")
+    assert "expected 'quantize' and a format with scales of blocks in a row" in message("quantize mxfp8_32x32")
+    assert "without an outer scale of rows" in message("quantize nvfp4_rowwise")
+    assert "unknown format 'mxfp9'" in message("quantize mxfp9")
+    assert "'mxfp8' is neither a name nor a number" in message("quantize mxfp8", "relu product")
+    assert message("quantize nvfp4") == "outer: format nvfp4 needs a static outer scale"
+    assert message("quantize mxfp8", outer=one) == "outer: format mxfp8 has no static outer scale"
+    assert message("amax", outer=one) == "outer: a result that is not quantised has no static outer scale"
+    wrong = "outer: expected float32 of shape (), got torch.float64 of shape ()"
+    assert message("quantize nvfp4", outer=one.double()) == wrong
+    with pytest.raises(ValueError, match="'pair' goes with a last step 'quantize' or 'amax', got \\['relu pair'\\]"):
+        SCALED_MM(*a, *a, spec("mxfp8", ["relu pair"]))
+    for end in ("quantize mxfp8", "amax"):
+        with pytest.raises(ValueError, match="has two results, which the op scaled_mm_results returns"):
+            SCALED_MM(*a, *a, spec("mxfp8", [], end))

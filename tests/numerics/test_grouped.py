@@ -8,7 +8,7 @@ import fp4compile
 from fp4compile.formats import formats, reference
 from fp4compile.formats.grouping import Groups, padded_rows
 from fp4compile.formats.layouts import ceil_div, from_swizzled, swizzled_numel
-from fp4compile.formats.operand import Operand
+from fp4compile.formats.operand import Arguments, Operand
 from tests.helpers.hard_inputs import hard_input
 
 ops = torch.ops.fp4compile
@@ -170,9 +170,10 @@ def product(a, b, name, ends=ENDS, rows=ROWS):
 
     def operand(found):
         data, scales, outer = found
-        return data, scales if fmt.scale else None, outer if fmt.outer else None, name
+        return Operand(data, scales if fmt.scale else None, outer if fmt.outer else None, fmt)
 
-    return ops.scaled_grouped_mm(*operand(a), *operand(b), offsets(ends), rows, torch.float32)
+    args, options = Arguments.of(operand(a), operand(b), None, torch.float32, offs=offsets(ends), rows=rows).call
+    return ops.scaled_mm(*args, **options)
 
 
 @pytest.mark.parametrize("layout", ["linear", "swizzled"])
@@ -256,13 +257,15 @@ def test_bad_input_of_both_directions(arguments, message):
 @pytest.mark.parametrize(("shapes", "ends", "rows", "message"), [
     (((20, 32), (2, 64, 32)), [5, 9, 20], 20, r"offs: expected shape \(2,\), one a matrix, got shape \(3,\)"),
     (((20, 32), (3, 64, 32)), [5, 9, 20], 21, "rows: expected the 20 rows of a, got 21"),
-    (((2, 20, 32), (3, 64, 32)), [5, 9, 20], 20, "a, b: expected"),
+    (((2, 20, 32), (3, 64, 32)), [5, 9, 20], 20, r"a, b: with ragged rows, expected \[M, K\] and \[G, N, K\]; got"),
     (((20, 64), (3, 64, 32)), [5, 9, 20], 20, "contraction dimensions differ"),
 ])  # fmt: skip
 def test_bad_input_of_the_product(shapes, ends, rows, message):
     a, b = (torch.randn(shape) for shape in shapes)
     with pytest.raises(ValueError, match=message):
-        ops.scaled_grouped_mm(a, None, None, None, b, None, None, None, offsets(ends), rows, torch.float32)
+        ops.scaled_mm(
+            a, None, None, b, None, None, "plain @ plain, ragged rows -> float32", offs=offsets(ends), rows=rows
+        )
 
 
 @pytest.mark.parametrize("layout", ["linear", "swizzled"])
@@ -298,7 +301,7 @@ def test_eager_interface(name, layout):
     (lambda x, w: product_of(x, w[..., :32]), ValueError, "contraction dimensions differ: a has 80, b has 32"),
     (lambda x, w: product_of(x, w, "mxfp8"), ValueError, "formats nvfp4 and mxfp8 cannot be multiplied"),
     (lambda x, w: product_of(x, w, out_dtype=torch.int8), ValueError, "out_dtype=torch.int8: allowed are"),
-    (lambda x, w: product_of(w, w), ValueError, "a, b: expected"),
+    (lambda x, w: product_of(w, w), ValueError, "a, b: with ragged rows, expected \[M, K\] and \[G, N, K\]; got"),
     (lambda x, w: fp4compile.scaled_grouped_mm(x, w, offsets()), TypeError, "a: expected a BlockScaled, got Tensor"),
 ])  # fmt: skip
 def test_bad_input_of_the_eager_interface(given, error, message):

@@ -235,7 +235,7 @@ def test_the_default_dtype_does_not_matter(name, default):
     try:
         assert same(quantize(x, name), a)
         assert same_bits(a.dequantize(), values) and same_bits(scaled_mm(a, b), product)
-        args = (x, None, None, None, b.data, b.scales, b.outer, name, None, torch.float32)
+        args = (x, None, None, b.data, b.scales, b.outer, f"plain @ {name} -> float32")
         assert torch.ops.fp4compile.scaled_mm(*args).dtype == torch.float32
     finally:
         torch.set_default_dtype(torch.float32)

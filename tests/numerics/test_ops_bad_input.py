@@ -22,7 +22,11 @@ ON_META = dataclasses.replace(B, data=B.data.to("meta"))
 
 
 def op_mm(a, a_format, b, b_format):
-    return torch.ops.fp4compile.scaled_mm(a, None, None, a_format, b, None, None, b_format, None, torch.float32)
+    return spec_mm(f"{a_format or 'plain'} @ {b_format or 'plain'} -> float32", a, b)
+
+
+def spec_mm(spec, a=X, b=X, **options):
+    return torch.ops.fp4compile.scaled_mm(a, None, None, b, None, None, spec, **options)
 
 
 def mm_of(**changed):
@@ -121,6 +125,24 @@ BAD_CALLS = [
         "contraction dimensions differ: a has 65",
         lambda: op_mm(torch.randn(4, 65), None, MX.data, "float8_rowwise"),
     ),
+    (ValueError, "spec 'nvfp4': expected 'format @ format -> dtype', with 'plain' for a", lambda: spec_mm("nvfp4")),
+    (ValueError, "spec 'plain @ plain -> float8': 'float8' is no dtype", lambda: spec_mm("plain @ plain -> float8")),
+    (ValueError, "out_dtype=torch.int8: allowed are bfloat16,", lambda: spec_mm("plain @ plain -> int8")),
+    (ValueError, "unknown format 'nvfp5'. Did you mean 'nvfp4'?", lambda: spec_mm("nvfp5 @ plain -> float32")),
+    (ValueError, "'ragged' is none of dense, batched, ", lambda: spec_mm("plain @ plain, ragged -> float32")),
+    (ValueError, "expected one 'to dtype' after", lambda: spec_mm("plain @ plain -> float32 | relu product")),
+    (
+        ValueError,
+        "offs: a product of ragged rows groups needs offs",
+        lambda: spec_mm("plain @ plain, ragged rows -> float32"),
+    ),
+    (
+        ValueError,
+        "index: a product of gathered groups needs index",
+        lambda: spec_mm("plain @ plain, gathered -> float32"),
+    ),
+    (ValueError, "offs: a product of dense groups has no offs", lambda: spec_mm("plain @ plain -> float32", offs=OFFS)),
+    (ValueError, "index: a product of dense groups has no", lambda: spec_mm("plain @ plain -> float32", index=OFFS)),
     # Bytes of another type would be read as numbers of the format's.
     (TypeError, "a: data of format nvfp4 are torch.uint8, got", lambda: mm_of(data=A.data.view(torch.int8))),
     (ValueError, "a_scales: expected torch.float8_e4m3fn of", lambda: mm_of(scales=A.scales.view(torch.uint8))),
@@ -171,13 +193,13 @@ def test_bad_input_is_named(error, message, call):
 def test_a_plain_operand_must_have_the_packed_ones_length(k):
     """Packed 17 to 32 long, padded to 32: what a plain operand of that many columns can stand for."""
     packed = quantize(torch.randn(4, 17), "nvfp4")
-    args = (packed.data, packed.scales, packed.outer, "nvfp4", None, torch.float32)
+    args = (packed.data, packed.scales, packed.outer, "plain @ nvfp4 -> float32")
     product = torch.ops.fp4compile.scaled_mm
     if k == 31:
-        assert product(torch.randn(3, k), None, None, None, *args).shape == (3, 4)
+        assert product(torch.randn(3, k), None, None, *args).shape == (3, 4)
         return
     with pytest.raises(ValueError, match=f"contraction dimensions differ: a has {k}, b has 32"):
-        product(torch.randn(3, k), None, None, None, *args)
+        product(torch.randn(3, k), None, None, *args)
 
 
 @pytest.mark.parametrize(

@@ -81,9 +81,8 @@ def test_scaled_mm_batched(name, lead):
 def test_a_right_matrix_of_two_dimensions_serves_a_batch(name):
     """At the level of the ops: what matmul makes of a weight."""
     x, w = quantize(torch.randn(2, 3, 19, 40), name), quantize(torch.randn(21, 40), name)
-    out = torch.ops.fp4compile.scaled_mm(
-        x.data, x.scales, x.outer, name, w.data, w.scales, w.outer, name, None, torch.float32
-    )
+    operands = x.data, x.scales, x.outer, w.data, w.scales, w.outer
+    out = torch.ops.fp4compile.scaled_mm(*operands, f"{name} @ {name} -> float32")
     assert out.shape == (2, 3, 19, 21)
     assert_product(out, x, w)
 
@@ -135,18 +134,18 @@ def test_outer_scales_come_before_the_bias_and_the_cast():
 def test_a_plain_operand_on_either_side(name, k, dtype):
     """Weight-only products: format None, and no padding of the plain operand."""
     x, q = hard_input("randn", (9, k), dtype), quantize(hard_input("outliers", (13, k)), name)
-    plain, packed = (x, None, None, None), (q.data, q.scales, q.outer, name)
+    plain, packed = (x, None, None), (q.data, q.scales, q.outer)
     expected = x.double() @ q.dequantize().double().t()
     bound = (k + 4) * 2.0**-24 * (x.double().abs() @ q.dequantize().double().abs().t())
-    left = torch.ops.fp4compile.scaled_mm(*plain, *packed, None, torch.float32)
-    right = torch.ops.fp4compile.scaled_mm(*packed, *plain, None, torch.float32)
+    left = torch.ops.fp4compile.scaled_mm(*plain, *packed, f"plain @ {name} -> float32")
+    right = torch.ops.fp4compile.scaled_mm(*packed, *plain, f"{name} @ plain -> float32")
     assert ((left.double() - expected).abs() <= bound).all()
     assert ((right.double() - expected.t()).abs() <= bound.t()).all()
 
 
 def test_two_plain_operands():
     x, w, bias = torch.randn(4, 10), torch.randn(5, 10), torch.randn(5)
-    out = torch.ops.fp4compile.scaled_mm(x, None, None, None, w, None, None, None, bias, torch.float32)
+    out = torch.ops.fp4compile.scaled_mm(x, None, None, w, None, None, "plain @ plain -> float32", bias=bias)
     torch.testing.assert_close(out, x @ w.t() + bias)
 
 

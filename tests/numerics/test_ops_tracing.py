@@ -9,6 +9,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fp4compile.formats import formats
 from fp4compile.formats.formats import NAMED, get
+from fp4compile.formats.product_spec import text_of
 from fp4compile.ops.functional import quantize
 from fp4compile.ops.quantize import quantize_kernels
 from tests.helpers.codes import SHAPES_AND_DIMS, same_bits, static_outer
@@ -60,11 +61,12 @@ def test_fake_quantize_and_dequantize_agree_with_the_real_ones(name, layout):
 @pytest.mark.parametrize("lead", [(), (2,), (2, 3)])
 def test_fake_scaled_mm_agrees_with_the_real_one(lead, out_dtype):
     a, b = quantize(torch.randn(*lead, 5, 40), "nvfp4"), quantize(torch.randn(*lead, 7, 40), "nvfp4")
-    args = (a.data, a.scales, a.outer, "nvfp4", b.data, b.scales, b.outer, "nvfp4", torch.randn(7), out_dtype)
-    real = torch.ops.fp4compile.scaled_mm(*args)
+    args, bias = (a.data, a.scales, a.outer, b.data, b.scales, b.outer), torch.randn(7)
+    spec = text_of("nvfp4", "nvfp4", out_dtype)
+    real = torch.ops.fp4compile.scaled_mm(*args, spec, bias=bias)
     with FakeTensorMode() as mode:
-        fake = [mode.from_tensor(v) if isinstance(v, torch.Tensor) else v for v in args]
-        assert meta([torch.ops.fp4compile.scaled_mm(*fake)]) == meta([real])
+        *fake, fake_bias = map(mode.from_tensor, (*args, bias))
+        assert meta([torch.ops.fp4compile.scaled_mm(*fake, spec, bias=fake_bias)]) == meta([real])
 
 
 def opcheck_samples():
@@ -91,9 +93,9 @@ def opcheck_samples():
     a, b = quantize(x, "nvfp4"), quantize(w, "nvfp4_rowwise", layout="swizzled")
     yield "dequantize", (a.data, a.scales, a.outer, "nvfp4", 40, torch.bfloat16), {}
     yield "dequantize", (*torch.ops.fp4compile.quantize(x, "mxfp4")[:2], None, "mxfp4", 40, torch.float32), {}
-    right = (b.data, b.scales, b.outer, "nvfp4_rowwise")
-    yield "scaled_mm", (a.data, a.scales, a.outer, "nvfp4", *right, torch.randn(9), torch.bfloat16), {}
-    yield "scaled_mm", (x, None, None, None, *right, None, torch.float32), {}
+    right, bias = (b.data, b.scales, b.outer), {"bias": torch.randn(9)}
+    yield "scaled_mm", (a.data, a.scales, a.outer, *right, "nvfp4 @ nvfp4_rowwise -> bfloat16"), bias
+    yield "scaled_mm", (x, None, None, *right, "plain @ nvfp4_rowwise -> float32"), {}
 
 
 @pytest.mark.parametrize("op, args, kwargs", list(opcheck_samples()), ids=itertools.count())
@@ -130,9 +132,10 @@ def test_expanded_values_are_a_plain_operand(name, outer, shape):
     assert same_bits(computed, also_computed)
     factor = given if outer else computed if fmt.outer else None
     *weight, w_outer = ops.quantize(w, name)
-    weight += [w_outer if fmt.outer else None, name]
-    expected = ops.scaled_mm(data, scales, factor, name, *weight, bias, torch.bfloat16)
-    assert same_bits(ops.scaled_mm(values, None, factor, None, *weight, bias, torch.bfloat16), expected)
+    weight += [w_outer if fmt.outer else None]
+    expected = ops.scaled_mm(data, scales, factor, *weight, f"{name} @ {name} -> bfloat16", bias=bias)
+    got = ops.scaled_mm(values, None, factor, *weight, f"plain @ {name} -> bfloat16", bias=bias)
+    assert same_bits(got, expected)
 
 
 @pytest.mark.parametrize("name", ["mxfp8", "mxfp4", "float8_rowwise"])
@@ -157,7 +160,7 @@ def linear_of(a_format, b_format, layout):
     def quantised_linear(x, w):
         q, p = operand(x, a_format, -1), operand(w, b_format, 0)
         values = torch.ops.fp4compile.dequantize(*q, a_format, x.shape[1], torch.float32)
-        return torch.ops.fp4compile.scaled_mm(*q, a_format, *p, b_format, None, torch.float32), values.sum(-1)
+        return torch.ops.fp4compile.scaled_mm(*q, *p, f"{a_format} @ {b_format} -> float32"), values.sum(-1)
 
     return quantised_linear
 
