@@ -31,7 +31,7 @@ def check(x: Arguments) -> None:
             raise ValueError(f"batch dimensions differ: a has {a_batch}, b has {b_batch}")
         _check_contraction(x.a, x.b)
         check_bias(x.bias, x.b.data.shape[-2])
-        _check_devices(x.a, x.b, bias=x.bias)
+    check_devices(x)
     check_epilogue(x)
     if x.spec.epilogue is not None:
         _check_auxiliaries(x, x.spec.epilogue)
@@ -45,7 +45,6 @@ def _of_each_matrix(x: Arguments) -> tuple[tuple, ...]:
 def _check_gathered(x: Arguments, index: torch.Tensor) -> None:
     """Check A [S, M, K], B [E, N, K] and the index [S] that gives each matrix of A its matrix of B."""
     check_index(x.a.data, x.b.data, index)
-    _check_devices(x.a, x.b, index=index)
     check_operand("a", x.a)
     check_operand("b", x.b)
     if x.a.k != x.b.k:
@@ -134,10 +133,12 @@ def _check_contraction(a: Operand, b: Operand) -> None:
             raise ValueError(f"contraction dimensions differ: a has {a.k}, b has {b.k} (packed operands: with padding)")
 
 
-def _check_devices(a: Operand, b: Operand, **others: torch.Tensor | None) -> None:
-    """Check that all tensors are on the device of A. others: further tensors by the names of their arguments."""
-    tensors = {"b": b.data, "a_scales": a.scales, "b_scales": b.scales, "a_outer": a.outer, "b_outer": b.outer}
-    for name, tensor in {**tensors, **others}.items():
+def check_devices(x: Arguments) -> None:
+    """Check that all tensors are on the device of A."""
+    a, b = x.a, x.b
+    tensors = {"b": b.data, "a_scales": a.scales, "b_scales": b.scales, "a_outer": a.outer, "b_outer": b.outer,
+               "bias": x.bias, "offs": x.offs, "index": x.index, "outer": x.result_outer}  # fmt: skip
+    for name, tensor in tensors.items():
         if tensor is not None and tensor.device != a.data.device:
             raise ValueError(f"{name}: is on {tensor.device}, a on {a.data.device}")
 
@@ -161,7 +162,6 @@ def _check_groups(x: Arguments, offs: torch.Tensor) -> None:
     """Check the operands of a product with ragged groups."""
     check_groups(x, offs)
     a, b, along_k = x.a, x.b, x.spec.grouping is Grouping.RAGGED_CONTRACTION
-    _check_devices(a, b, offs=offs)
     groups, m, n = offs.shape[0], a.data.shape[0], b.data.shape[-2]
     rows = m if x.rows is None else x.rows
     padded = padded_rows(rows, groups)

@@ -152,10 +152,11 @@ class _Text:
 def _parsed(text: str) -> _Text:
     head, *rest = text.split(" | ")
     how, arrow, dtype = head.partition(" -> ")
-    (operands, *clauses), out_dtype = how.split(", "), _dtype(text, dtype)
+    operands, *clauses = how.split(", ")
     names = operands.split(" @ ")
     if not arrow or len(names) != 2:
         raise ValueError(f"spec {text!r}: expected 'format @ format -> dtype', with {_PLAIN!r} for a plain operand")
+    out_dtype = _dtype(text, dtype)
     grouping, fast = Grouping.DENSE, False
     for clause in clauses:
         if clause == _FAST:

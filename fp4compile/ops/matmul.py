@@ -33,7 +33,7 @@ from typing import Any
 import torch
 
 from fp4compile.formats import reference, reference_grouped
-from fp4compile.formats.checks import check, check_bias, check_epilogue, check_groups, check_index
+from fp4compile.formats.checks import check, check_bias, check_devices, check_epilogue, check_groups, check_index
 from fp4compile.formats.epilogue import PARTIAL_MAXIMA, apply
 from fp4compile.formats.grouping import Grouping
 from fp4compile.formats.operand import Arguments, taken
@@ -117,6 +117,7 @@ def _shapes(x: Arguments) -> list[torch.Tensor]:
         check_index(a, b, x.index)
     else:
         check_bias(x.bias, b.shape[-2])
+    check_devices(x)
     check_epilogue(x)
     columns = b.shape[-2]
     if spec.pair and not x.two_weights:

@@ -108,7 +108,7 @@ def _decide(problem: Problem, preferred: str | None, registry: tuple[Candidate, 
                       dequantizes_b=all(each.dequantizes_b for each in by_rows), settled=False,
                       traceable=False)  # fmt: skip
     # No candidate serves a problem only because of its epilogue: if this one still serves it, it is still the first.
-    fused = problem if problem.spec.epilogue else problem.with_epilogue()
+    fused = problem if problem.spec.epilogue or problem.along_k else problem.with_epilogue()
     with_epilogue = found if found.takes(fused) else _first(fused, registry)
     takes_epilogue = with_epilogue.takes_epilogue(fused)
     if takes_epilogue and with_epilogue is not found:
