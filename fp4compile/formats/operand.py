@@ -131,9 +131,7 @@ class Arguments:
         ragged = found.grouping in (Grouping.RAGGED_ROWS, Grouping.RAGGED_CONTRACTION)
         for name, given, wanted in (("offs", offs, ragged), ("index", index, found.grouping is Grouping.GATHERED)):
             if (given is not None) != wanted:
-                raise ValueError(
-                    f"{name}: a product of {found.grouping} groups {'needs' if wanted else 'has no'} {name}"
-                )
+                raise ValueError(f"{name}: a product of spec {spec!r} {'needs' if wanted else 'takes no'} {name}")
         return cls(found, Operand(a, a_scales, a_outer, left), Operand(b, b_scales, b_outer, right), bias,
                    operands or (), outer, offs, rows, index)  # fmt: skip
 
