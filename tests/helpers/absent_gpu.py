@@ -18,6 +18,7 @@ from triton.runtime import driver
 from fp4compile.analysis.find import Input, find
 from fp4compile.analysis.plan import plan
 from fp4compile.hardware import Target
+from fp4compile.ops.matmul import SCALED_MM_OPAQUE
 from fp4compile.passes.fuse_epilogue import fuse_epilogue
 from fp4compile.passes.lower import lower
 from fp4compile.passes.rewrite import rewrite
@@ -37,7 +38,7 @@ def recipe_of(name):
 
 
 # What the library computes, and how it is called here.
-LIBRARY = {torch.ops.aten._scaled_mm.default: "_scaled_mm", torch.ops.fp4compile.scaled_mm_library.default: "library"}
+LIBRARY = (torch.ops.aten._scaled_mm.default, SCALED_MM_OPAQUE)
 
 
 def launched_on(sm, recipe, shape=(256, 512, 1024), function=lambda x, w: x @ w.t(), dtype=torch.bfloat16):
@@ -56,7 +57,8 @@ def launched_on(sm, recipe, shape=(256, 512, 1024), function=lambda x, w: x @ w.
         decisions = plan(find(graph, inputs), recipe_of(recipe), inputs)
         rewrite(graph, decisions)
         lower(graph)
-    calls = [(LIBRARY[node.target], None) for node in graph.nodes if node.target in LIBRARY]
+    nodes = [node for node in graph.nodes if node.target in LIBRARY]
+    calls = [(node.args[-1] if node.target is SCALED_MM_OPAQUE else "_scaled_mm", None) for node in nodes]
     return decisions[0].tier, [(one.kernel.__name__, one.constants.get("SWIZZLED")) for one in launches] + calls
 
 

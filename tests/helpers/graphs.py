@@ -3,6 +3,8 @@
 import torch
 from torch._inductor.custom_graph_pass import CustomGraphPass
 
+from fp4compile.ops.matmul import SCALED_MM_RESULTS
+
 
 class Recorder(CustomGraphPass):
     """A user's pass that records the text of every graph and changes none."""
@@ -30,7 +32,8 @@ def summary(graph: torch.fx.Graph, everything: bool = False) -> str:
             args = torch.utils._pytree.tree_leaves(node.args)
             lines.append("return " + ", ".join(_typed(arg) for arg in args if arg is not None))
         elif everything or _shown(node):
-            arguments = [*map(str, node.args), *(f"{name}={value}" for name, value in node.kwargs.items())]
+            given = [arg for arg in node.args if not _absent(node, arg)]
+            arguments = [*map(str, given), *(f"{name}={value}" for name, value in node.kwargs.items())]
             lines.append(f"{_typed(node)} = {_name(node)}({', '.join(arguments)})")
     return "\n".join(lines)
 
@@ -41,6 +44,11 @@ _SHOWN = ("aten.mm", "aten.addmm", "aten.bmm", "inductor_seeds")
 def _shown(node) -> bool:
     name = str(node.target)
     return name.startswith("fp4compile") or any(shown in name for shown in _SHOWN)
+
+
+def _absent(node, arg) -> bool:
+    """Whether an argument is None, or the empty list of a product: formats say which tensors there are."""
+    return arg is None or (arg == [] and node.target is SCALED_MM_RESULTS)
 
 
 def _name(node) -> str:

@@ -18,16 +18,15 @@ from fp4compile.formats import formats, reference
 from fp4compile.formats.layouts import from_swizzled
 from fp4compile.formats.operand import Operand
 from fp4compile.hardware import Target
-from fp4compile.ops.matmul import scaled_grouped_mm_library_kernels
+from fp4compile.ops.matmul import SCALED_MM_OPAQUE
 from fp4compile.templates.choose import to_time
 from fp4compile.templates.gemm import grouped_library as library
 from fp4compile.templates.launch import dry_run
 from fp4compile.templates.multiply import call_of
-from tests.helpers.arguments import of_groups
+from tests.helpers.arguments import of_groups, opaque
 from tests.helpers.library_checks import BLOCK_1X16, BLOCK_1X32, FLOAT4, RECIPES, TENSOR_WISE, named, require, up
 
 V2 = torch.ops.aten._scaled_grouped_mm_v2.default
-OURS = torch.ops.fp4compile.scaled_grouped_mm_library.default
 _SWIZZLED, _LINEAR = 1, 0  # at::blas::SwizzleType
 
 
@@ -42,9 +41,9 @@ class Calls(TorchDispatchMode):
         self.found, self.answer = [], answer
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func is OURS:
+        if func is SCALED_MM_OPAQUE:
             with self:
-                return scaled_grouped_mm_library_kernels(*args)
+                return opaque(*args, **kwargs or {})
         if func is V2:
             arguments = named(func, args, kwargs or {})
             self.found.append(arguments)

@@ -13,8 +13,9 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fp4compile.hardware import Target
-from fp4compile.ops.matmul import scaled_mm_library_kernels
+from fp4compile.ops.matmul import SCALED_MM_OPAQUE
 from fp4compile.templates.launch import dry_run
+from tests.helpers.arguments import opaque
 from tests.helpers.multiplied import scaled_mm
 
 V1, V2 = torch.ops.aten._scaled_mm.default, torch.ops.aten._scaled_mm_v2.default
@@ -40,9 +41,9 @@ class Calls(TorchDispatchMode):
         self.found, self.torchs_fakes = [], torchs_fakes
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func is torch.ops.fp4compile.scaled_mm_library.default:
+        if func is SCALED_MM_OPAQUE:
             with self:
-                return scaled_mm_library_kernels(*args)  # what runs on a GPU; its fake implementation calls nothing
+                return opaque(*args, **kwargs or {})  # what runs on a GPU; its fake implementation calls nothing
         if func in (V1, V2):
             self.found.append((func, named(func, args, kwargs or {})))
             if not self.torchs_fakes:

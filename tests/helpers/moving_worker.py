@@ -14,6 +14,7 @@ from torch import nn
 
 import fp4compile
 from fp4compile.recipe import resolve
+from tests.helpers.arguments import times
 
 K = 64
 SENT = [[2, 6], [7, 3]]  # rows from each rank to each rank
@@ -79,6 +80,6 @@ def alone(rows: torch.Tensor, recipe: str, device: str) -> torch.Tensor:
     linear, chosen, operands, rows = layer().to(device), resolve(recipe), [], rows.to(device)
     for each, fmt in ((rows.reshape(-1, K), chosen.fprop_x), (linear.weight.detach(), chosen.fprop_w)):
         data, scales, outer = torch.ops.fp4compile.quantize(each, fmt)
-        operands += [data, scales, outer if outer.shape != (0,) else None, fmt]
-    product = torch.ops.fp4compile.scaled_mm(*operands, linear.bias.detach(), torch.bfloat16)
+        operands.append((data, scales, outer if outer.shape != (0,) else None, fmt))
+    product = times(*operands, bias=linear.bias.detach())
     return product.view(*rows.shape[:-1], -1).cpu()

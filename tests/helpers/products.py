@@ -6,15 +6,16 @@ from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 
-from fp4compile.analysis.graph import quantise_of
+from fp4compile.analysis.graph import products_of, quantise_of
 from fp4compile.formats import formats, reference
 from fp4compile.hardware import Target
-from fp4compile.ops.matmul import SCALED_MM_HORIZONTAL
+from fp4compile.ops.matmul import SCALED_MM_RESULTS
 from fp4compile.ops.quantize import QUANTIZE
 from fp4compile.passes.fake_quantize import fake_quantize
 from fp4compile.passes.fuse_horizontal import fuse_horizontal
 from fp4compile.passes.merge_quantize import merge_quantize
 from fp4compile.templates.launch import dry_run
+from tests.helpers.arguments import times
 
 BF16, F32 = torch.bfloat16, torch.float32
 K = 128
@@ -27,7 +28,7 @@ def packed(n, fmt="nvfp4", layout="linear", k=K):
 
 
 def product(x, w, bias=None, out_dtype=BF16, a=(None, None, None)):
-    return torch.ops.fp4compile.scaled_mm(x, *a, *w, bias, out_dtype)
+    return times((x, *a), w, bias=bias, out_dtype=out_dtype)
 
 
 def users_between(x, q, k, v):
@@ -74,9 +75,9 @@ def merged(graph_module, sm=90):
         count = fuse_horizontal(graph_module.graph)
     graph_module.graph.lint()
     graph_module.recompile()
-    found = graph_module.graph.find_nodes(op="call_function", target=SCALED_MM_HORIZONTAL)
+    found = graph_module.graph.find_nodes(op="call_function", target=SCALED_MM_RESULTS)
     assert len(found) == count
-    return [len(node.args[4]) for node in found]
+    return [len(products_of(node)) for node in found]
 
 
 def on_the_cpu(graph_module, x, weights):

@@ -47,26 +47,15 @@ from fp4compile.formats import formats, reference
 from fp4compile.formats.operand import Operand
 from fp4compile.hardware import Target
 from fp4compile.ops.define import KERNELS
-from fp4compile.ops.matmul import (
-    SCALED_GROUPED_MM_LIBRARY,
-    SCALED_MM_LIBRARY,
-    SCALED_MM_TWO_CTAS,
-    scaled_grouped_mm_library_kernels,
-    scaled_mm_library_kernels,
-    scaled_mm_two_ctas_kernels,
-)
+from fp4compile.ops.matmul import SCALED_MM_OPAQUE
 from fp4compile.passes import hoist
 from tests.helpers.absent_gpu import pretend
+from tests.helpers.arguments import opaque
 from tests.helpers.library_checks import FLOAT4, V1, V2, check, named
 
 GPU = torch.device("cuda:0")
 # What the package's ops do on a GPU.
-ON_GPU = {
-    **KERNELS,
-    SCALED_MM_LIBRARY: scaled_mm_library_kernels,
-    SCALED_MM_TWO_CTAS: scaled_mm_two_ctas_kernels,
-    SCALED_GROUPED_MM_LIBRARY: scaled_grouped_mm_library_kernels,
-}
+ON_GPU = {**KERNELS, SCALED_MM_OPAQUE: opaque}
 LIBRARY = {V1: V1, V2: V2, torch.ops.aten._scaled_mm.out: V1, torch.ops.aten._scaled_mm_v2.out: V2}
 
 

@@ -12,6 +12,7 @@ from fp4compile.hardware import Target
 from fp4compile.passes.lib import arranged_operands
 from fp4compile.passes.lower import lower
 from fp4compile.templates.launch import dry_run
+from tests.helpers.arguments import times
 
 BF16 = torch.bfloat16
 needs_hopper = pytest.mark.skipif(
@@ -21,8 +22,12 @@ needs_hopper = pytest.mark.skipif(
 
 def product(a, w):
     """a times packed NVFP4 weights."""
-    data, scales, outer = w
-    return torch.ops.fp4compile.scaled_mm(a, None, None, None, data, scales, outer, "nvfp4", None, a.dtype)
+    return times((a, None, None, None), (*w, "nvfp4"), out_dtype=a.dtype)
+
+
+def of_experts(a, w, offs, dtype=BF16):
+    """800 tokens times the packed NVFP4 weights of their experts."""
+    return times((a, None, None, None), (*w, "nvfp4"), out_dtype=dtype, offs=offs, rows=800)
 
 
 def applied(then, function, *shapes):
@@ -95,9 +100,7 @@ def test_products_of_the_same_experts_tokens_share_a_copy():
              torch.empty(8, device="cuda"))  # fmt: skip
 
         def both(x, offs, data, scales, outer):
-            packed = (data, scales, outer, "nvfp4")
-            times = torch.ops.fp4compile.scaled_grouped_mm
-            return [times(x, None, None, None, *packed, offs, 800, dtype) for dtype in (BF16, torch.float32)]
+            return [of_experts(x, (data, scales, outer), offs, dtype) for dtype in (BF16, torch.float32)]
 
         lower(make_fx(both)(x, offs, *w).graph)
     assert [one.kernel.__name__ for one in launches] == [*COPIED, COPIED[1]]
@@ -114,17 +117,14 @@ def inputs_of_experts():
     return [torch.empty(size, dtype=dtype, device="cuda") for size, dtype in (*sizes, *packed)]
 
 
-def experts(x, picked, offs, data, scales, outer):
+def experts(x, picked, offs, *w):
     """Two products of 8 experts, with an activation between; the tokens are gathered."""
-    packed = data, scales, outer, "nvfp4"
-    hidden = torch.ops.fp4compile.scaled_grouped_mm(gathered(x, picked), None, None, None, *packed, offs, 800, BF16)
-    return torch.ops.fp4compile.scaled_grouped_mm(F.silu(hidden), None, None, None, *packed, offs, 800, torch.float32)
+    return of_experts(F.silu(of_experts(gathered(x, picked), w, offs)), w, offs, torch.float32)
 
 
-def later(x, picked, offs, data, scales, outer):
+def later(x, picked, offs, *w):
     """A product whose offsets nothing before it reads."""
-    packed = data, scales, outer, "nvfp4"
-    return torch.ops.fp4compile.scaled_grouped_mm(F.silu(x), None, None, None, *packed, offs.clone(), 800, BF16)
+    return of_experts(F.silu(x), w, offs.clone())
 
 
 @pytest.mark.parametrize(("function", "copies"), [
@@ -163,7 +163,7 @@ def test_an_arranged_operand_of_another_shape_is_refused():
         x, w = torch.empty(80, 256, dtype=BF16, device="cuda"), torch.empty(64, 256, dtype=BF16, device="cuda")
         packed = torch.ops.fp4compile.quantize(w, "nvfp4")
         arranged = torch.empty(1, 4, 64, 64, dtype=BF16, device="cuda")
-        arguments = (x, None, None, None, *packed, "nvfp4", None, BF16)
+        arguments = (x, None, None, *packed, "plain @ nvfp4 -> bfloat16")
         with pytest.raises(RuntimeError, match=r"arranged_a: expected shape \(5, 96, 64\), got \(1, 4, 64, 64\)"):
             fp4compile.ops.matmul.scaled_mm_kernels(*arguments, arranged_a=arranged)
 

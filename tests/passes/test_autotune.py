@@ -20,7 +20,7 @@ from fp4compile.check.product_table import TWO_CTAS, Product
 from fp4compile.formats import formats, reference
 from fp4compile.formats.operand import Operand
 from fp4compile.hardware import Target
-from fp4compile.ops.matmul import SCALED_MM, SCALED_MM_TWO_CTAS
+from fp4compile.ops.matmul import SCALED_MM, SCALED_MM_OPAQUE
 from fp4compile.passes.lib import autotune
 from fp4compile.passes.lower import lower
 from fp4compile.templates import choose as registry
@@ -138,8 +138,9 @@ def test_a_graph_of_gate_and_up_has_the_fastest_kernel(recipe, last, monkeypatch
     with config.patch(max_autotune=True):
         graph_of(phi_mlp, (4096, 512), (4096, 512), (512, 2048), recipe=recipe, lowered=found.append)
     assert [KERNEL, TWO_CTAS] in [[name for name, _ in each] for each in clock.timed]
-    (node,) = found[0].find_nodes(op="call_function", target=SCALED_MM_TWO_CTAS)
-    assert node.args[11][-1] == last and len(node.users) == 2
+    (node,) = found[0].find_nodes(op="call_function", target=SCALED_MM_OPAQUE)
+    *_, spec, kernel = node.args
+    assert spec.endswith(f" | {last}") and kernel == "2-CTA" and len(node.users) == 2
 
 
 @pytest.mark.parametrize("result", ["nvfp4", "amax", ""])
@@ -230,8 +231,8 @@ def test_what_is_timed_is_the_product(epilogue, monkeypatch):
     assert len(copies) == 2 * l2 // (codes + scales)
     wanted = product.values()
     for copy in copies:
-        assert copy.bias is None and copy.out_dtype == torch.bfloat16
-        assert (copy.epilogue is not None) == epilogue
+        assert copy.bias is None and copy.spec.out_dtype == torch.bfloat16
+        assert (copy.spec.epilogue is not None) == epilogue
         assert len(copy.auxiliaries) == epilogue
         for like, x in ((wanted.a, copy.a), (wanted.b, copy.b)):
             assert not isinstance(x.data, FakeTensor) and x.outer.isfinite().all()

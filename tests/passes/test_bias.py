@@ -45,7 +45,7 @@ def test_what_is_broadcast_is_added_after_the_product(recipe, shape, dtype):
     x, w, bias = (torch.randn(shape).to(dtype) for shape in ((M, K), (N, K), shape))
     graph_module = rewritten(x, w, bias, recipe)
     (product,) = graph_module.graph.find_nodes(op="call_function", target=SCALED_MM)
-    added = product.args[8]
+    added = product.kwargs.get("bias")
     assert (added is not None) == (shape == (N,)) and (added is None or added.meta["val"].shape == (N,))
     a, b = map(formats.get, (recipe_of(recipe).fprop_x, recipe_of(recipe).fprop_w))
     operands = [Operand(*reference.quantize(value, fmt), fmt) for value, fmt in ((x, a), (w, b))]
@@ -70,12 +70,12 @@ def test_the_op_broadcasts_nothing(bias, fake):
     """The CPU and the fake implementation refuse a bias that CUDA refuses."""
     fmt = formats.get("nvfp4")
     a, b = (reference.quantize(torch.randn(rows, K), fmt) for rows in (M, N))
-    args = (*a, "nvfp4", *b, "nvfp4", bias, torch.float32)
+    args = (*a, *b, bias)
     if fake:
-        mode = FakeTensorMode()
-        args = [mode.from_tensor(arg) if isinstance(arg, torch.Tensor) else arg for arg in args]
+        args = map(FakeTensorMode().from_tensor, args)
+    *operands, bias = args
     with pytest.raises(ValueError, match=rf"bias: expected floating point of shape \({N},\), got {bias.dtype}"):
-        torch.ops.fp4compile.scaled_mm(*args)
+        torch.ops.fp4compile.scaled_mm(*operands, "nvfp4 @ nvfp4 -> float32", bias=bias)
 
 
 # ---------------------------------------------------------------- the kernels chosen for a GPU that need not be there

@@ -16,6 +16,8 @@ import fp4compile
 from fp4compile import _compat
 from fp4compile.analysis.graph import scaled_mm_of
 from fp4compile.formats import formats
+from fp4compile.formats.grouping import Grouping
+from fp4compile.formats.product_spec import OperandSpec, ProductSpec
 from fp4compile.hardware import Target
 from fp4compile.ops.matmul import SCALED_MM
 from fp4compile.templates import choose as module
@@ -23,22 +25,23 @@ from fp4compile.templates.choose import REGISTRY, candidates, choose, named
 from fp4compile.templates.gemm import cost
 from fp4compile.templates.gemm.heuristics import BlockScaledConfig
 from fp4compile.templates.launch import dry_run
-from fp4compile.templates.problem import OperandType, Problem
+from fp4compile.templates.problem import Problem
 from tests.helpers.choices import configured, only, without
 
 BF16 = torch.bfloat16
 TWO_CTAS = ("block_scaled_two_ctas_sm100",) if _compat.two_cta_products() else ()
 
 
-def operand_type(name, swizzled=False):
+def operand_spec(name, swizzled=False):
     if name is None:
-        return OperandType(None, BF16)
+        return OperandSpec(None, BF16)
     fmt = formats.get(name)
-    return OperandType(fmt, fmt.data_dtype, swizzled and fmt.scale is not None, fmt.outer or "none")
+    return OperandSpec(fmt, fmt.data_dtype, swizzled and fmt.scale is not None, fmt.outer or "none")
 
 
-def problem(a, b, m, sm, n=8192, k=4096, **options):
-    return Problem(operand_type(a, sm >= 100), operand_type(b, sm >= 100), m, n, k, BF16, Target(sm), **options)
+def problem(a, b, m, sm, n=8192, k=4096, out_dtype=BF16, **options):
+    spec = ProductSpec(operand_spec(a, sm >= 100), operand_spec(b, sm >= 100), out_dtype)
+    return Problem(spec, m, n, k, Target(sm), **options)
 
 
 @pytest.mark.parametrize(("a", "b", "m", "sm", "kernel", "tier"), [
@@ -72,13 +75,13 @@ def test_an_epilogue_is_not_the_librarys():
     """Where the library computes the product, a kernel computes it with an epilogue; that of few rows has none."""
     mx = problem("mxfp8", "mxfp8", 512, 100, n=1024, k=512)
     assert choose(mx).takes_epilogue and choose(mx).kernel == "library_block_scaled"
-    fused = choose(dataclasses.replace(mx, epilogue=True))
+    fused = choose(mx.with_epilogue())
     assert fused.takes_epilogue and fused.kernel == "block_scaled_sm100"
     taken = {m: choose(problem(None, "nvfp4", m, 90)).takes_epilogue for m in (1, 8, 9, 64, 65)}
     assert taken == {1: False, 8: False, 9: True, 64: True, 65: True}
     # The tiles may be computed again, whoever has written the result before.
     for out_dtype in (BF16, torch.float32):
-        emulated = dataclasses.replace(problem("mxfp8", "mxfp8", 512, 90), out_dtype=out_dtype)
+        emulated = problem("mxfp8", "mxfp8", 512, 90, out_dtype=out_dtype)
         assert choose(emulated).kernel == "dequant_operand" and not choose(emulated).takes_epilogue
     assert not choose(problem("float8_rowwise", "float8_rowwise", 512, 90)).takes_epilogue
 
@@ -113,9 +116,8 @@ def test_k_is_split_until_the_gpu_is_full(kernel, n, k, parts):
 def test_tiles_of_many_rows_fill_rounds_of_programs(m, n, k, tile):
     config = choose(problem(None, "nvfp4", m, 90, n=n, k=k)).config
     assert (config.rows, config.parts, config.split_k) == tile
-    with_epilogue = [
-        choose(problem(None, "nvfp4", m, 90, n=columns, k=k, epilogue=True)).config for columns in (n, n + 8)
-    ]
+    problems = (problem(None, "nvfp4", m, 90, n=columns, k=k) for columns in (n, n + 8))
+    with_epilogue = [choose(each.with_epilogue()).config for each in problems]
     assert {config.parts for config in with_epilogue} == {1} and with_epilogue[1].rows <= 224
     assert with_epilogue[0].rows == config.rows or config.parts == 2
 
@@ -183,9 +185,11 @@ def test_products_with_and_without_groups_have_kernels_of_their_own():
     for a, b in itertools.product((None, "nvfp4", "mxfp8", "float8_rowwise", "nvfp4_rowwise"), repeat=2):
         for sm, m in itertools.product((0, 86, 90, 100, 103, 120), (1, 16, 64, 4096)):
             dense = problem(a, b, m, sm)
-            for one in (dense, *(dataclasses.replace(dense, ragged=how, groups=4) for how in ("rows", "contraction"))):
+            for how in (Grouping.DENSE, Grouping.RAGGED_ROWS, Grouping.RAGGED_CONTRACTION):
+                spec = dataclasses.replace(dense.spec, grouping=how)
+                one = dataclasses.replace(dense, spec=spec, groups=1 if how is Grouping.DENSE else 4)
                 serving = [each.name for each in REGISTRY if each.takes(one)]
-                assert serving and {name.startswith("grouped_") for name in serving} == {one.ragged is not None}
+                assert serving and {name.startswith("grouped_") for name in serving} == {one.ragged}
 
 
 def test_a_problem_is_decided_once():
@@ -208,7 +212,7 @@ def test_a_node_keeps_its_problem():
         x, w, other = (graph.placeholder(name) for name in ("x", "w", "other"))
         for node, size in ((x, 16), (w, 48), (other, 80)):
             node.meta["val"] = torch.empty(size, 64, dtype=torch.bfloat16)
-        node = graph.call_function(SCALED_MM, (x, None, None, None, w, None, None, None, None, torch.bfloat16))
+        node = graph.call_function(SCALED_MM, (x, None, None, w, None, None, "plain @ plain -> bfloat16"))
         with dry_run(Target(90)):
             product = scaled_mm_of(node)
             assert scaled_mm_of(node) is product and product.problem is product.problem
@@ -262,7 +266,7 @@ def routed(sm, a, b, m, n, k):
     found = choose(alone)
     if not found.settled:
         return found.kernel
-    fused = choose(dataclasses.replace(alone, epilogue=True)).kernel if found.takes_epilogue else None
+    fused = choose(alone.with_epilogue()).kernel if found.takes_epilogue else None
     return f"{SHORT[found.kernel]}, {'-' if fused is None else SHORT[fused]}"
 
 

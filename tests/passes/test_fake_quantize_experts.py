@@ -17,7 +17,7 @@ from fp4compile.analysis.gemm import Input
 from fp4compile.analysis.graph import quantise_of, scaled_mm_of
 from fp4compile.analysis.plan import plan
 from fp4compile.hardware import Target
-from fp4compile.ops.matmul import SCALED_GROUPED_MM
+from fp4compile.ops.matmul import SCALED_MM
 from fp4compile.ops.quantize import QUANTIZE
 from fp4compile.passes.fake_quantize import fake_quantize
 from fp4compile.passes.lower import lower
@@ -26,6 +26,7 @@ from fp4compile.passes.rewrite import rewrite
 from fp4compile.recipe import named
 from fp4compile.roofline import model as roofline
 from fp4compile.templates.launch import dry_run
+from tests.helpers.arguments import times
 
 ops = torch.ops.fp4compile
 BF16 = torch.bfloat16
@@ -41,7 +42,7 @@ def scaled(quantised, fmt, first=0):
 
 
 def product(a, b, offs, x):
-    return ops.scaled_grouped_mm(*a, *b, offs, x.shape[0], BF16)
+    return times(a, b, offs=offs, rows=x.shape[0])
 
 
 def forward(fmt="nvfp4", quantize=None, **options):
@@ -163,7 +164,7 @@ def replaced(module, sm=90):
 def kernels(module):
     """The kernels of the products."""
     with dry_run(Target(90)):
-        products = map(scaled_mm_of, module.graph.find_nodes(op="call_function", target=SCALED_GROUPED_MM))
+        products = map(scaled_mm_of, module.graph.find_nodes(op="call_function", target=SCALED_MM))
         return [product.choice.kernel for product in products]
 
 

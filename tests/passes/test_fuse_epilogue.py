@@ -12,6 +12,7 @@ from torch._subclasses import FakeTensorMode
 from triton.runtime import driver
 
 import fp4compile
+from fp4compile.analysis.graph import scaled_mm_of
 from fp4compile.hardware import Target
 from fp4compile.ops.matmul import SCALED_MM
 from fp4compile.passes.lower import lower
@@ -29,9 +30,10 @@ def graph_of(function, *shapes, **options):
 
 
 def epilogue_of(graph):
-    """The steps of the epilogue of a graph with one, and its node."""
-    (node,) = (node for node in graph.find_nodes(op="call_function", target=SCALED_MM) if node.args[10:])
-    return node.args[11], node
+    """The steps of the epilogue of a graph with one, and the product of the node."""
+    products = map(scaled_mm_of, graph.find_nodes(op="call_function", target=SCALED_MM))
+    (product,) = (each for each in products if each.spec.epilogue is not None)
+    return product.spec.epilogue.strings(), product
 
 
 def pointwise_left(graph):
@@ -149,10 +151,10 @@ def test_an_operand_with_other_users():
 def test_gate_of_two_products():
     """The gate's product takes the other's as an operand, so that nothing is rounded on the way; once only."""
     graph, fused = graph_of(lambda x, w, v: F.silu(F.linear(x, w)) * F.linear(x, v), X, W, W)
-    steps, node = epilogue_of(graph)
+    steps, product = epilogue_of(graph)
     assert fused == 1
     assert steps == ["neg product", "exp s0", "add s1 1.0", "div product s2", "mul s3 aux0"]
-    assert str(node.args[10][0]).startswith("view") and not pointwise_left(graph)
+    assert str(product.auxiliaries[0]).startswith("view") and not pointwise_left(graph)
 
 
 def test_residual_stream():
@@ -169,8 +171,9 @@ def test_residual_stream():
 def test_dtypes():
     """A float32 product is not rounded before its epilogue; its cast is in the epilogue."""
     graph, fused = graph_of(lambda x, w: F.relu(x @ w.t()).to(BF16), X, W, dtype=F32)
-    steps, node = epilogue_of(graph)
-    assert fused == 1 and steps == ["relu product"] and node.args[9] == F32 and node.args[12] == BF16
+    steps, product = epilogue_of(graph)
+    assert fused == 1 and steps == ["relu product"]
+    assert (product.spec.out_dtype, product.spec.epilogue.dtype) == (F32, BF16)
     graph, fused = graph_of(lambda x, w, r: x @ w.t() + r, X, W, SAME, dtypes=(BF16, BF16, F32))
     assert fused == 0  # the sum is float32, twice the product's bytes
     graph, fused = graph_of(lambda x, w, r: (x @ w.t() + r).to(BF16), X, W, SAME, dtypes=(BF16, BF16, F32))

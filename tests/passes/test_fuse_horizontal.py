@@ -14,14 +14,15 @@ from torch.fx.experimental.proxy_tensor import make_fx
 import fp4compile
 from fp4compile.check.machine_code import compile_launch
 from fp4compile.formats import formats
-from fp4compile.formats.operand import Operand
+from fp4compile.formats.operand import Arguments, Operand
+from fp4compile.formats.product_spec import text_of
 from fp4compile.hardware import Target
-from fp4compile.ops.matmul import SCALED_MM_HORIZONTAL
+from fp4compile.ops.matmul import SCALED_MM_RESULTS
 from fp4compile.passes.fuse_horizontal import fuse_horizontal
 from fp4compile.passes.lower import lower
 from fp4compile.templates.gemm.heuristics import SkinnyConfig, skinny_config
 from fp4compile.templates.launch import dry_run
-from fp4compile.templates.multiply import scaled_mm_group
+from fp4compile.templates.multiply import multiply_together
 from tests.helpers.choices import configured
 from tests.helpers.kernels import OLD_TRITON
 from tests.helpers.products import (
@@ -170,50 +171,54 @@ def test_traced_once():
 # ---------------------------------------------------------------- the op
 
 
-def arguments(x, weights, biases=(), out_dtype=BF16, a=(None, None, None)):
+def arguments(x, weights, out_dtype=BF16, a=(None, None, None)):
     b, b_scales, b_outer, names = map(list, zip(*weights, strict=True))
-    return x, *a, b, b_scales, b_outer if b_outer[0] is not None else [], names[0], list(biases), out_dtype
+    outers = b_outer if b_outer[0] is not None else []
+    return x, *a[:2], b, b_scales, outers, text_of(a[2], names[0], out_dtype)
 
 
 def samples():
+    """(activations, weights, biases, dtype of the results, the rest of the activations)"""
     x, biases = torch.randn(3, K), [torch.randn(16), torch.randn(5)]
-    yield arguments(x, [packed(16), packed(5)], biases)
-    yield arguments(x.bfloat16(), [packed(16, "mxfp8", "swizzled")], out_dtype=F32)
+    yield x, [packed(16), packed(5)], biases, BF16, (None, None, None)
+    yield x.bfloat16(), [packed(16, "mxfp8", "swizzled")], None, F32, (None, None, None)
     data, scales, outer = torch.ops.fp4compile.quantize(x, "nvfp4_rowwise")
-    yield arguments(data, [packed(n, "nvfp4_rowwise") for n in (7, 1, 9, 2)], a=(scales, outer, "nvfp4_rowwise"))
+    yield data, [packed(n, "nvfp4_rowwise") for n in (7, 1, 9, 2)], None, BF16, (scales, outer, "nvfp4_rowwise")
 
 
 @pytest.mark.parametrize("sample", list(samples()), ids=["bias", "one", "row scales"])
 def test_op_is_as_many_products(sample):
-    x, a_scales, a_outer, a_format, b, b_scales, b_outer, b_format, bias, out_dtype = sample
-    got = torch.ops.fp4compile.scaled_mm_horizontal(*sample)
-    for i, out in enumerate(got):
-        w = b[i], b_scales[i], b_outer[i] if b_outer else None, b_format
-        assert torch.equal(out, product(x, w, bias[i] if bias else None, out_dtype, (a_scales, a_outer, a_format)))
+    x, weights, biases, out_dtype, a = sample
+    given, options = arguments(x, weights, out_dtype, a), {"bias": biases}
+    got = SCALED_MM_RESULTS(*given, **options)
+    for out, w, bias in zip(got, weights, biases or [None] * len(weights), strict=True):
+        assert torch.equal(out, product(x, w, bias, out_dtype, a))
     checks = "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic"
-    torch.library.opcheck(SCALED_MM_HORIZONTAL, sample, test_utils=checks)
+    torch.library.opcheck(SCALED_MM_RESULTS, given, options, test_utils=checks)
 
 
 def test_bad_arguments():
     x, two = torch.randn(3, K), [packed(16), packed(5)]
-    one_bias = arguments(x, two, [torch.randn(16)])
+    given = arguments(x, two)
     for mode in (FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad()):
         with mode, pytest.raises(ValueError, match="bias: expected none or one for each of 2 products, got 1"):
-            SCALED_MM_HORIZONTAL(*one_bias)
-    x_, *rest = arguments(x, two)
+            SCALED_MM_RESULTS(*given, bias=[torch.randn(16)])
+    *rest, outers, spec = given
     with pytest.raises(ValueError, match="b_outer: expected none or one"):
-        SCALED_MM_HORIZONTAL(x_, *rest[:5], rest[5][:1], *rest[6:])
+        SCALED_MM_RESULTS(*rest, outers[:1], spec)
     with pytest.raises(ValueError, match="unknown format"):
-        SCALED_MM_HORIZONTAL(x_, *rest[:6], "fp3", *rest[7:])
+        SCALED_MM_RESULTS(*rest, outers, "plain @ fp3 -> bfloat16")
+    with pytest.raises(ValueError, match="b: products with an epilogue are computed one at a time, got 2 of"):
+        SCALED_MM_RESULTS(*rest, outers, f"{spec} | relu product | to bfloat16")
     with pytest.raises(ValueError, match="contraction dimensions"):
-        SCALED_MM_HORIZONTAL(x[:, :64], *rest)
+        SCALED_MM_RESULTS(x[:, :64], *given[1:])
     meta = [packed(n, k=K)[:3] for n in (16, 24)]
     on_meta = [tuple(t.to("meta") for t in w) for w in meta]
     a = Operand(x.to("meta").bfloat16())
     with dry_run(Target(90)), pytest.raises(ValueError, match="bias: expected"):
-        scaled_mm_group(a, [(Operand(*on_meta[0], formats.get("nvfp4")), torch.empty(3))], BF16)
+        multiply_together([Arguments.of(a, Operand(*on_meta[0], formats.get("nvfp4")), torch.empty(3))])
     with dry_run(Target(90)), pytest.raises(TypeError, match="b: data of format mxfp8"):
-        scaled_mm_group(a, [(Operand(*w, formats.get("mxfp8")), None) for w in on_meta], BF16)
+        multiply_together([Arguments.of(a, Operand(*w, formats.get("mxfp8"))) for w in on_meta])
 
 
 # ---------------------------------------------------------------- the kernel
@@ -232,7 +237,7 @@ def launches(sm, sizes, m, k=4096, a=None, bias=False, outer="nvfp4"):
     x = Operand(torch.empty(m, k, dtype=BF16, device="meta")) if a is None else quantized(m)
     biases = [torch.empty(n, dtype=BF16, device="meta") if bias else None for n in sizes]
     with dry_run(Target(sm)) as found:
-        scaled_mm_group(x, [(quantized(n), b) for n, b in zip(sizes, biases, strict=True)], BF16)
+        multiply_together([Arguments.of(x, quantized(n), b) for n, b in zip(sizes, biases, strict=True)])
     return found
 
 
@@ -291,18 +296,17 @@ CASES = [
 def test_bits_of_the_separate_products(sizes, m, k, a, b, bias, out_dtype, layout, monkeypatch):
     """Of products that are cut among as many warps."""
     x = torch.randn(m, k, device="cuda", dtype=BF16)
-    left = x, None, None, None
-    if a is not None:
-        left = *torch.ops.fp4compile.quantize(x, a), a
+    left = (x, None, None, None) if a is None else (*torch.ops.fp4compile.quantize(x, a), a)
     weights = [
         torch.ops.fp4compile.quantize(torch.randn(n, k, device="cuda", dtype=BF16), b, layout=layout) for n in sizes
     ]
     biases = [torch.randn(n, device="cuda") for n in sizes] if bias else []
-    got = SCALED_MM_HORIZONTAL(*left, *map(list, zip(*weights, strict=True)), b, biases, out_dtype)
+    each = [(*w, b) for w in weights]
+    got = SCALED_MM_RESULTS(*arguments(left[0], each, out_dtype, left[1:]), bias=biases)
     # Each product alone, launched as the group is. The configuration of `gemv` does not depend on n in what is summed.
     configured(monkeypatch, "skinny", lambda problem: skinny_config(dataclasses.replace(problem, n=sum(sizes))))
-    for i, w in enumerate(weights):
-        expected = product(left[0], (*w, b), biases[i] if bias else None, out_dtype, left[1:])
+    for i, w in enumerate(each):
+        expected = product(left[0], w, biases[i] if bias else None, out_dtype, left[1:])
         assert (got[i].shape, got[i].dtype) == (expected.shape, expected.dtype)
         assert torch.equal(got[i], expected)
 

@@ -8,9 +8,9 @@ import torch.nn.functional as F
 from torch._inductor import config
 
 from fp4compile.check.product_table import Product
-from fp4compile.formats import formats
+from fp4compile.formats.epilogue import Epilogue
 from fp4compile.hardware import Target
-from fp4compile.ops.matmul import SCALED_MM_QUANTIZED
+from fp4compile.ops.matmul import SCALED_MM_RESULTS
 from fp4compile.ops.quantize import QUANTIZE
 from fp4compile.passes.fuse_quantize import fuse_quantize
 from fp4compile.passes.lower import lower
@@ -20,6 +20,7 @@ from tests.helpers.absent_gpu import ANY, fused_graph
 from tests.helpers.absent_gpu_model import DEVICE, compiled_for, pretended
 from tests.helpers.quantising_products import graph_of
 
+ONE_LEVEL = "nvfp4_one_level @ nvfp4_one_level -> bfloat16"
 X, W, V = (256, 512), (1024, 512), (512, 1024)
 
 
@@ -36,13 +37,11 @@ def test_snapshot_of_a_llama_mlp():
     found, names, count, launches = graph_of(llama_mlp, X, W, W, V, recipe="nvfp4_one_level")
     assert count == 1
     assert [line.split(" = ")[1] for line in found.splitlines() if "fp4compile.scaled_mm" in line] == [
-        "fp4compile.scaled_mm(getitem, getitem_1, None, nvfp4_one_level, getitem_6, getitem_7, None, nvfp4_one_level,"
-        " None, torch.bfloat16)",
-        "fp4compile.scaled_mm_quantized(getitem, getitem_1, None, nvfp4_one_level, getitem_3, getitem_4, None,"
-        " nvfp4_one_level, None, torch.bfloat16, [scaled_mm_default_1], ['neg product', 'exp s0', 'add s1 1.0',"
-        " 'div product s2', 'mul s3 aux0', 'quantize nvfp4_one_level'], torch.bfloat16)",
-        "fp4compile.scaled_mm(getitem_9, getitem_10, None, nvfp4_one_level, getitem_12, getitem_13, None,"
-        " nvfp4_one_level, None, torch.bfloat16)",
+        f"fp4compile.scaled_mm(getitem, getitem_1, getitem_6, getitem_7, {ONE_LEVEL})",
+        f"fp4compile.scaled_mm_results(getitem, getitem_1, [getitem_3], [getitem_4], {ONE_LEVEL} | neg product |"
+        " exp s0 | add s1 1.0 | div product s2 | mul s3 aux0 | to bfloat16 | quantize nvfp4_one_level,"
+        " operands=[scaled_mm_default_1])",
+        f"fp4compile.scaled_mm(getitem_9, getitem_10, getitem_12, getitem_13, {ONE_LEVEL})",
     ]
     assert list(names.values()) == ["neg, exp, add, div, mul, quantize"]
     # The activations, gate and up (which the weight cache has quantised elsewhere), and down. Libraries: up and down.
@@ -59,10 +58,10 @@ def test_snapshot_of_a_phi_mlp():
     shapes = (2, 128, 512), (2048, 512), (512, 1024)
     found, names, count, launches = graph_of(phi_mlp, *shapes, recipe="nvfp4_one_level")
     assert count == 1 and "slice" not in found
-    (line,) = (line for line in found.splitlines() if "scaled_mm_quantized" in line)
-    assert line.split("torch.bfloat16, ", 1)[1] == (
-        "[], ['neg product', 'exp s0', 'add s1 1.0', 'div product s2', 'mul pair s3', 'quantize nvfp4_one_level'],"
-        " torch.bfloat16)"
+    (line,) = (line for line in found.splitlines() if "scaled_mm_results" in line)
+    assert line.endswith(
+        f", {ONE_LEVEL} | neg product | exp s0 | add s1 1.0 | div product s2 | mul pair s3 | to bfloat16 |"
+        " quantize nvfp4_one_level)"
     )
     assert list(names.values()) == ["neg, exp, add, div, mul, quantize"]
     assert launches == ["quantize_rows"] * 2 + ["gemm_block_scaled_sm100", "quantize_rows"]
@@ -116,8 +115,8 @@ def test_snapshot_of_a_dynamic_outer_scale():
     assert count == 1
     of_result = [line.split(" = ")[1] for line in found.splitlines() if "amax" in line]
     assert of_result == [
-        "fp4compile.scaled_mm_amax(getitem, getitem_1, getitem_2, nvfp4, getitem_3, getitem_4, getitem_5, nvfp4, None,"
-        " torch.bfloat16, [], ['relu product', 'amax'], torch.bfloat16)",
+        "fp4compile.scaled_mm_results(getitem, getitem_1, getitem_2, [getitem_3], [getitem_4], [getitem_5],"
+        " nvfp4 @ nvfp4 -> bfloat16 | relu product | to bfloat16 | amax)",
         "fp4compile.quantize(view_2, nvfp4, [-1], layout=swizzled, amax=getitem_19)",
         "fp4compile.quantize(view_4, nvfp4, [-1], layout=swizzled, amax=getitem_19)",
     ]
@@ -228,7 +227,7 @@ LEFT = {
 def test_left_alone(name):
     function, shapes, options = LEFT[name]
     found, names, count, _ = graph_of(function, *shapes, **options)
-    assert count == 0 and "scaled_mm_quantized" not in found
+    assert count == 0 and "scaled_mm_results" not in found
     assert not any("quantize" in operations for operations in names.values())
 
 
@@ -252,11 +251,12 @@ def test_the_cost_model():
     With few rows it pays if the columns alone give enough programs, as those of gate and up of a Llama-3-8B do.
     """
 
-    def pays(name, *sizes, **two):
+    def pays(name, *sizes, step="relu product", products=1):
         problem = problem_of(Product(name, name, *sizes).arguments(), Target(100))
-        return isinstance(quantized(problem, formats.get(name), **two), Choice)
+        epilogue = Epilogue.parse([step, f"quantize {name}"], torch.bfloat16, torch.bfloat16)
+        return isinstance(quantized(problem, epilogue, products), Choice)
 
-    two = {"pair": True, "products": 2}
+    two = {"step": "mul product pair", "products": 2}
     assert [pays(name, 16, 14336, 4096, **two) for name in ("mxfp4", "mxfp8", "nvfp4_one_level")] == [True] * 3
     assert [pays("mxfp8", 16, n, 4096) for n in (1024, 14336)] == [False, True]
 
@@ -277,6 +277,6 @@ def test_the_fused_graph_computes_the_same_on_the_cpu():
         values = [torch.randn(shape).bfloat16() for shape in (X, W, V)]
         results.append(torch.fx.GraphModule({}, graph)(*values))
     assert torch.equal(*results)
-    (node,) = graph.find_nodes(op="call_function", target=SCALED_MM_QUANTIZED)
+    (node,) = graph.find_nodes(op="call_function", target=SCALED_MM_RESULTS)
     assert sorted(user.args[1] for user in node.users if user.target is operator.getitem) == [0, 1]
     assert len(graph.find_nodes(op="call_function", target=QUANTIZE)) == 3

@@ -5,9 +5,9 @@ import torch
 import torch.nn.functional as F
 
 from fp4compile.check.product_table import Product
-from fp4compile.formats import formats
+from fp4compile.formats.epilogue import Epilogue
 from fp4compile.hardware import GPUS, Target
-from fp4compile.ops.matmul import SCALED_MM_QUANTIZED
+from fp4compile.ops.matmul import SCALED_MM_RESULTS
 from fp4compile.passes.fuse_quantize import fuse_quantize
 from fp4compile.roofline.graph_steps import steps_of
 from fp4compile.templates.choose import Choice, quantized
@@ -46,7 +46,7 @@ def of_products(found):
     return [line.split("fp4compile.")[1] for line in found.splitlines() if "fp4compile.scaled" in line]
 
 
-SILU = "'neg product', 'exp s0', 'add s1 1.0', 'div product s2'"
+SILU = "neg product | exp s0 | add s1 1.0 | div product s2"
 QUANTISER = ["quantize_grouped_rows"]
 KERNELS = ["gemm_grouped_quantized_sm100", "gemm_grouped_block_scaled_sm100"]
 
@@ -57,15 +57,12 @@ def test_snapshot_of_experts_of_transformers(rows):
     found, names, count, launches = fused(mixtral, (rows, 512), W, V, OFFS, recipe="nvfp4_one_level")
     m = "sym_size_int_1" if rows is ANY else "2048"
     fmt = "nvfp4_one_level"
-    first, second = of_products(found)
-    assert first == (
-        f"scaled_mm_quantized(getitem_2, getitem_3, None, {fmt}, getitem_5, getitem_6, None, {fmt}, None,"
-        f" torch.bfloat16, [], [{SILU}, 'mul s3 pair', 'quantize {fmt}'], torch.bfloat16, offs=offs_1)"
-    )
-    assert second == (
-        f"scaled_grouped_mm(getitem_8, getitem_9, None, {fmt}, getitem_11, getitem_12, None, {fmt}, offs_1, {m},"
-        " torch.bfloat16)"
-    )
+    spec = f"{fmt} @ {fmt}, ragged rows -> bfloat16"
+    assert of_products(found) == [
+        f"scaled_mm_results(getitem_2, getitem_3, [getitem_5], [getitem_6], {spec} | {SILU} | mul s3 pair |"
+        f" to bfloat16 | quantize {fmt}, offs=offs_1, rows={m})",
+        f"scaled_mm(getitem_8, getitem_9, getitem_11, getitem_12, {spec}, offs=offs_1, rows={m})",
+    ]
     assert count == 1 and list(names.values()) == ["neg, exp, add, div, mul, quantize"]
     assert launches == [*QUANTISER, "quantize_rows", KERNELS[0], "quantize_rows", KERNELS[1]]  # weights: each matrix
 
@@ -74,9 +71,9 @@ def test_snapshot_of_experts_of_torchtitan():
     """The gate's product reads the other one's result."""
     found, _, count, launches = fused(torchtitan, (2048, 512), (8, 1024, 512), (8, 1024, 512), V, OFFS)
     up, gate, down = of_products(found)
-    assert count == 1 and up.startswith("scaled_grouped_mm(getitem,") and down.startswith("scaled_grouped_mm(")
-    assert gate.split("torch.bfloat16, ", 1)[1] == (
-        f"[scaled_grouped_mm_default_1], [{SILU}, 'mul s3 aux0', 'quantize mxfp8'], torch.bfloat16, offs=offs_1)"
+    assert count == 1 and up.startswith("scaled_mm(getitem,") and down.startswith("scaled_mm(")
+    assert gate.split(" -> bfloat16 | ", 1)[1] == (
+        f"{SILU} | mul s3 aux0 | to bfloat16 | quantize mxfp8, operands=[scaled_mm_default_1], offs=offs_1, rows=2048)"
     )
     assert [name for name in launches if "gemm" in name] == [KERNELS[1], *KERNELS]
 
@@ -131,12 +128,12 @@ def test_snapshot_of_dynamic_outer_scales():
     found, names, count, launches = fused(mixtral, (2048, 512), W, V, OFFS, recipe="nvfp4")
     first, second = of_products(found)
     assert first == (
-        "scaled_mm_amax(getitem_2, getitem_3, getitem_4, nvfp4, getitem_5, getitem_6, getitem_7, nvfp4, None,"
-        f" torch.bfloat16, [], [{SILU}, 'mul s3 pair', 'amax'], torch.bfloat16, offs=offs_1)"
+        "scaled_mm_results(getitem_2, getitem_3, getitem_4, [getitem_5], [getitem_6], [getitem_7], nvfp4 @ nvfp4,"
+        f" ragged rows -> bfloat16 | {SILU} | mul s3 pair | to bfloat16 | amax, offs=offs_1, rows=2048)"
     )
     (reader,) = [line.split(" = ")[1] for line in found.splitlines() if "amax=" in line]
     assert reader == "fp4compile.quantize(getitem_14, nvfp4, [-1], offs=offs_1, layout=swizzled, amax=getitem_15)"
-    assert second.startswith("scaled_grouped_mm(getitem_8, getitem_9, getitem_10, nvfp4,")
+    assert second.startswith("scaled_mm(getitem_8, getitem_9, getitem_10, getitem_11,")
     assert count == 1 and list(names.values()) == ["neg, exp, add, div, mul, amax"]
     after = launches[launches.index(KERNELS[0]) + 1 :]
     assert after == [*QUANTISER, "tensor_amax", "quantize_rows", KERNELS[1]]  # two launches for each matrix of weights
@@ -151,8 +148,10 @@ def test_a_static_outer_scale():
 
     def both(graph):
         assert fuse_quantize(graph) == 1
-        (node,) = graph.find_nodes(op="call_function", target=SCALED_MM_QUANTIZED)
-        assert {name: value.name for name, value in node.kwargs.items()} == {"outer": "outer_1", "offs": "offs_1"}
+        (node,) = graph.find_nodes(op="call_function", target=SCALED_MM_RESULTS)
+        assert {name: str(value) for name, value in node.kwargs.items()} == {
+            "outer": "outer_1", "offs": "offs_1", "rows": "2048"
+        }  # fmt: skip
         assert [tuple(value.shape) for value in node.meta["val"]] == [(2048, 1024), (128 * 24 * 128,)]
 
     dtypes = [BF16, BF16, torch.float32, INT32]
@@ -213,7 +212,7 @@ LEFT = {
 def test_left_alone(name):
     function, shapes, options = LEFT[name]
     found, names, count, _ = fused(function, (2048, 512), *shapes, **options)
-    assert count == 0 and "scaled_mm_quantized" not in found
+    assert count == 0 and "scaled_mm_results" not in found
     assert not any("quantize" in operations for operations in names.values())
 
 
@@ -253,7 +252,8 @@ def test_the_cost_model_of_amaxes(monkeypatch):
 
 def choice(name, rows, columns, k, groups, amax=False):
     problem = problem_of(Product(name, name, rows, columns, k, groups=groups).arguments(), Target(100))
-    return quantized(problem, None if amax else formats.get(name), pair=True)
+    end = "amax" if amax else f"quantize {name}"
+    return quantized(problem, Epilogue.parse(["mul product pair", end], BF16, BF16))
 
 
 @pytest.mark.parametrize("weights", [1, 2])
@@ -261,9 +261,8 @@ def test_predicted_steps(weights):
     """One launch, of the FLOPs and bytes of both products; codes are what it writes."""
 
     def product(a, a_scales, b, b_scales, offs):
-        steps = ["relu product", "mul s0 pair", "quantize mxfp8"]
-        operands = a, a_scales, None, "mxfp8", b, b_scales, None, "mxfp8"
-        return torch.ops.fp4compile.scaled_mm_quantized(*operands, None, BF16, [], steps, BF16, offs=offs)
+        spec = "mxfp8 @ mxfp8, ragged rows -> bfloat16 | relu product | mul s0 pair | to bfloat16 | quantize mxfp8"
+        return torch.ops.fp4compile.scaled_mm_results(a, a_scales, None, [b], [b_scales], [], spec, offs=offs)
 
     def read(graph):
         found.extend(each.step for each in steps_of(graph, GPUS["B200"]))

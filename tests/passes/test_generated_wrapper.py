@@ -50,7 +50,7 @@ def wrapper_of(graph_module, mode):
     return getattr(code, "value", code)
 
 
-LIBRARY = re.compile(r"extern_kernels\._scaled_mm\(|torch\.ops\.fp4compile\.scaled_mm_library\.default\(")
+LIBRARY = re.compile(r"extern_kernels\._scaled_mm\(|torch\.ops\.fp4compile\.scaled_mm_opaque\.default\(")
 
 
 def mlp(x, w, v, w_down):
@@ -227,7 +227,7 @@ def test_what_starts_early(monkeypatch):
 @pretending
 @pytest.mark.parametrize(("recipe", "op"), [
     ("mxfp8", "extern_kernels._scaled_mm"), ("nvfp4_one_level", "extern_kernels._scaled_mm"),
-    ("nvfp4", "scaled_mm_library"),
+    ("nvfp4", "scaled_mm_opaque"),
 ])  # fmt: skip
 def test_generated_wrapper_on_sm100(recipe, op, monkeypatch):
     """The up product is the library's, the other two have epilogues, which pay for products as small as these."""
@@ -283,7 +283,7 @@ def test_experts_by_the_library(recipe, monkeypatch):
                         dtypes=dtypes, paper=nullcontext, fuse=False)  # fmt: skip
     text = wrapper_of(torch.fx.GraphModule({}, found.graph), found.mode).split("def call(")[1]
     assert not re.search(r"copy_\(|clone|gemm_", text)
-    (product,) = re.findall(r"(buf\d+) = torch\.ops\.fp4compile\.scaled_grouped_mm_library\.default\((.*)\)", text)
+    (product,) = re.findall(r"(buf\d+) = torch\.ops\.fp4compile\.scaled_mm_opaque\.default\((.*)\)", text)
     (ends,) = re.findall(r"group_ends_\d+\.run\(offs_1, (buf\d+),", text)
     assert f" {ends}, 256, torch.bfloat16" in product[1]
     renamed = dict(re.findall(r"^ *(buf\d+) = (buf\d+)\b", text, re.M))  # torch up to 2.13 gives a result two names
@@ -400,11 +400,11 @@ def test_launches_are_decomposed_without_a_trace(recipe, monkeypatch):
 @pytest.mark.parametrize(("recipe", "rows", "expected", "timed"), [
     ("mxfp8", 1024, ["gemm_grouped"], False),  # of values, which the quantisers wrote
     ("mxfp8", 512, ["gemm_dequant_tiles_grouped"], False),
-    ("mxfp8", ANY, ["scaled_grouped_mm"], False), ("nvfp4_weight_only", 32, ["gemm_skinny_grouped"], False),
+    ("mxfp8", ANY, ["scaled_mm"], False), ("nvfp4_weight_only", 32, ["gemm_skinny_grouped"], False),
     ("nvfp4_weight_only", 512, ["gemm_wgmma_sm90"], False),
-    ("nvfp4", ANY, ["grouped_rows_amax", "scaled_grouped_mm"], False),
+    ("nvfp4", ANY, ["grouped_rows_amax", "scaled_mm"], False),
     ("float8_rowwise", 512, ["group_ends", "_scaled_grouped_mm", "clear_ungrouped_rows"], False),
-    ("float8_rowwise", 512, ["group_ends", "scaled_grouped_mm_library", "clear_ungrouped_rows"], True),
+    ("float8_rowwise", 512, ["group_ends", "scaled_mm_opaque", "clear_ungrouped_rows"], True),
 ], ids=["many", "tile", "any", "few", "packed", "any, packed", "library", "library, timed"])  # fmt: skip
 def test_experts_on_hopper(recipe, rows, expected, timed, monkeypatch):
     """The kernels of many tokens, of one tile an expert, of any number, of few, of NVFP4 weights, and the library's, as
@@ -418,7 +418,7 @@ def test_experts_on_hopper(recipe, rows, expected, timed, monkeypatch):
     shapes, dtypes = ((rows, 512), (4, 256, 512), (4,)), (torch.bfloat16, torch.bfloat16, torch.int32)
     found = fused_graph(experts, *shapes, recipe=recipe, dtypes=dtypes, sm=90, paper=nullcontext, fuse=False)
     text = wrapper_of(torch.fx.GraphModule({}, found.graph), found.mode).split("def call(")[1]
-    kernels = r"\w*grouped\w*|gemm_wgmma_sm90|group_ends|dequant_operand"
+    kernels = r"\w*grouped\w*|scaled_mm\w*|gemm_wgmma_sm90|group_ends|dequant_operand"
     calls = re.findall(rf"({kernels})(?:_\d+)?(?:\.run|\.default)?\(", text)
     names = [re.sub(r"_\d+$", "", call) for call in calls]
     # From torch 2.14 on, one assertion of several inputs' strides has "grouped" in its name too.

@@ -94,8 +94,8 @@ def test_only_a_sum_over_the_ranks_proves_shards(case):
     made_of, proven = RESULTS[case]
 
     def function(x, w):
-        (a, a_scales, a_outer), (b, b_scales, b_outer) = (torch.ops.fp4compile.quantize(t, "nvfp4") for t in (x, w))
-        return made_of(SCALED_MM(a, a_scales, a_outer, "nvfp4", b, b_scales, b_outer, "nvfp4", None, torch.float32))
+        a, b = (torch.ops.fp4compile.quantize(t, "nvfp4") for t in (x, w))
+        return made_of(SCALED_MM(*a, *b, "nvfp4 @ nvfp4 -> float32"))
 
     inputs = Input(), Input("down.weight", shards=(Shard(1, 128, "0", 2),))
     graph = make_fx(function, tracing_mode="fake")(torch.randn(32, 64), torch.randn(48, 64)).graph

@@ -21,7 +21,7 @@ from fp4compile.formats.grouping import Groups, padded_rows
 from fp4compile.formats.layouts import ceil_div, swizzled_numel
 from fp4compile.formats.operand import Operand
 from fp4compile.hardware import Target
-from fp4compile.ops.matmul import SCALED_GROUPED_MM
+from fp4compile.ops.matmul import SCALED_MM, SCALED_MM_OPAQUE
 from fp4compile.passes.lib import autotune
 from fp4compile.passes.lower import lower
 from fp4compile.templates import choose as registry
@@ -31,7 +31,7 @@ from fp4compile.templates.gemm.grouped_block_scaled_sm100 import sm100_configs
 from fp4compile.templates.launch import dry_run
 from fp4compile.templates.multiply import call_of
 from fp4compile.templates.problem import problem_of
-from tests.helpers.arguments import of_groups
+from tests.helpers.arguments import of_groups, times
 from tests.helpers.grouped_library_checks import calls_of, calls_whatever_is_served, check, check_ends
 from tests.helpers.library_checks import Refused
 
@@ -205,11 +205,11 @@ def test_the_op_on_a_cpu_is_the_reference():
     fmt, offs = formats.get("nvfp4"), torch.tensor([0, 3, 5], dtype=torch.int32)
     a = reference_grouped.quantize_rows(torch.randn(6, 64), Groups.of(offs, 6), fmt, None, "swizzled", None)
     b = reference_grouped.quantize_matrices(torch.randn(3, 16, 64), fmt, -1, None, "swizzled", None, False)
-    arguments = (*a, fmt.name, *b, fmt.name, offs, 6, BF16)
-    got = torch.ops.fp4compile.scaled_grouped_mm_library(*arguments)
-    assert torch.equal(got, torch.ops.fp4compile.scaled_grouped_mm(*arguments))
+    arguments, options = of_groups(Operand(*a, fmt), Operand(*b, fmt), offs, 6, BF16).call
+    (got,) = SCALED_MM_OPAQUE(*arguments, "library", **options)
+    assert torch.equal(got, SCALED_MM(*arguments, **options))
     checks = ("test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
-    torch.library.opcheck(torch.ops.fp4compile.scaled_grouped_mm_library.default, arguments, test_utils=checks)
+    torch.library.opcheck(SCALED_MM_OPAQUE, (*arguments, "library"), options, test_utils=checks)
 
 
 # ---------------------------------------------------------------- max-autotune
@@ -239,8 +239,8 @@ def experts(name, along_k=False):
         for each, dim, groups in ((x, -2 if along_k else -1, offs), (w, -2 if along_k else -1, offs)):
             groups = None if each.dim() == 3 else groups
             data, scales, outer = torch.ops.fp4compile.quantize(each, name, dim, offs=groups, layout="swizzled")
-            found += [data, scales, outer if outer.numel() else None, name]
-        return torch.ops.fp4compile.scaled_grouped_mm(*found, offs, x.shape[0], BF16)
+            found.append((data, scales, outer if outer.numel() else None, name))
+        return times(*found, offs=offs, rows=x.shape[0])
 
     return function
 
@@ -260,7 +260,7 @@ def lowered(function, shapes, groups=4, sm=100, dynamic=False, then=lower):
 
 
 FORWARD = (256, 512), (4, 1024, 512)
-BY_LIBRARY = ["group_ends", "clear_ungrouped_rows"], ["fp4compile.scaled_grouped_mm_library.default"]
+BY_LIBRARY = ["group_ends", "clear_ungrouped_rows"], ["fp4compile.scaled_mm_opaque.default"]
 NATIVE = "gemm_grouped_block_scaled_sm100"
 
 
@@ -293,7 +293,7 @@ def test_the_fastest_configuration_is_launched(along_k, index, monkeypatch):
     configs, ran, original = [], [], named(KERNEL).run
 
     def keep(graph):
-        (node,) = graph.find_nodes(op="call_function", target=SCALED_GROUPED_MM)
+        (node,) = graph.find_nodes(op="call_function", target=SCALED_MM)
         configs.extend(sm100_configs(scaled_mm_of(node).problem))
 
     def run(call, config):
@@ -330,7 +330,7 @@ def test_what_is_timed_is_the_product(monkeypatch):
     assert len(copies) == autotune.FEWEST_CALLS and len({one.a.data.data_ptr() for one in copies}) == len(copies)
     for made in copies:
         assert (made.offs.tolist(), made.offs.dtype) == ([2, 5, 7, 10], torch.int32)
-        assert (made.rows, made.out_dtype) == (10, BF16)
+        assert (made.rows, made.spec.out_dtype) == (10, BF16)
         for like, x in ((a, made.a), (b, made.b)):
             assert not isinstance(x.data, FakeTensor) and x.outer.isfinite().all() and x.outer.shape == (4,)
             assert (x.data.shape, x.data.dtype, x.scales.shape) == (like.data.shape, like.data.dtype, like.scales.shape)

@@ -6,7 +6,8 @@ import torch.nn.functional as F
 from torch.fx import GraphModule
 
 from fp4compile.analysis.gemm import Input
-from fp4compile.ops.matmul import SCALED_MM, SCALED_MM_AMAX, SCALED_MM_QUANTIZED
+from fp4compile.analysis.graph import scaled_mm_of
+from fp4compile.ops.matmul import SCALED_MM, SCALED_MM_RESULTS
 from fp4compile.ops.quantize import QUANTIZE
 from fp4compile.passes.fuse_quantize import fuse_quantize
 from fp4compile.passes.hoist import hoisting
@@ -53,7 +54,7 @@ def codes_of(x):
 
 
 def product(x, data, scales):
-    return SCALED_MM(*codes_of(x), None, "mxfp4", data, scales, None, "mxfp4", None, BF16)
+    return SCALED_MM(*codes_of(x), None, data, scales, None, "mxfp4 @ mxfp4 -> bfloat16")
 
 
 def packed_before_others(x, gate_data, gate_scales, up_data, up_scales, w_gate, w_up, w_down):
@@ -112,7 +113,6 @@ def test_results_with_hoisted_weights_are_those_of_the_graph(function, recipe):
     expected = GraphModule({}, plain)(*values)
     for _ in range(2):
         assert torch.equal(call([*values]), expected)
-    products = [node for op in (SCALED_MM_QUANTIZED, SCALED_MM_AMAX)
-                for node in module.graph.find_nodes(op="call_function", target=op)]  # fmt: skip
+    products = module.graph.find_nodes(op="call_function", target=SCALED_MM_RESULTS)
     assert len(products) == 1 + (function is packed_before_others)
-    assert {"pair" in str(node.args[11]) for node in products} == {joined}
+    assert {scaled_mm_of(node).spec.pair for node in products} == {joined}

@@ -17,14 +17,14 @@ from fp4compile import _inductor_patches
 from fp4compile.check.product_table import PRODUCTS as PRODUCTS_OF_GATE
 from fp4compile.check.quantiser_table import GATE, RMS_NORM, Configuration
 from fp4compile.formats import formats
-from fp4compile.formats.operand import Operand
+from fp4compile.formats.operand import Arguments, Operand
 from fp4compile.hardware import Target
 from fp4compile.ops.define import KERNELS
 from fp4compile.passes.lower import lower
 from fp4compile.recipe import named
 from fp4compile.templates import scale_sweep
 from fp4compile.templates.launch import dry_run
-from fp4compile.templates.multiply import scaled_mm_group
+from fp4compile.templates.multiply import multiply_together
 from tests.helpers.absent_gpu import NoGpu, launched_on
 from tests.helpers.by_hand import assert_product
 from tests.helpers.multiplied import scaled_grouped_mm, scaled_mm
@@ -255,8 +255,8 @@ def launches():
         scaled_mm(Operand(x.new_empty(40, 4096)), weight, None, torch.bfloat16)
         for weights in (2, 3):
             data, scales, outer = torch.ops.fp4compile.quantize(x, "nvfp4_te")
-            group = [(Operand(data, scales, outer, te), x[0, :256])] * weights
-            scaled_mm_group(Operand(x[:1]), group, torch.bfloat16)
+            one = Arguments.of(Operand(x[:1]), Operand(data, scales, outer, te), x[0, :256])
+            multiply_together([one] * weights)
         for fmt in (te, formats.get("nvfp4_16x16")):
             scale_sweep.quantize(x, fmt, None, "swizzled", "mse")
     return {(one.kernel.__name__, str(one.constants), str(dtypes_of(one))): one for one in found}.values()
@@ -298,9 +298,10 @@ def test_a_trace_of_one_tensor_twice_is_none_of_two():
     """A product of a tensor with itself has one tensor in both places; one with another has two, of the same looks."""
 
     def products(x, y, z):
-        quantised = {t: (*torch.ops.fp4compile.quantize(t, "mxfp8")[:2], None, "mxfp8") for t in (x, y, z)}
+        quantised = {t: (*torch.ops.fp4compile.quantize(t, "mxfp8")[:2], None) for t in (x, y, z)}
         pairs = ((x, x), (x, y), (y, z), (z, z))
-        return [torch.ops.fp4compile.scaled_mm(*quantised[a], *quantised[b], None, torch.bfloat16) for a, b in pairs]
+        scaled_mm, spec = torch.ops.fp4compile.scaled_mm, "mxfp8 @ mxfp8 -> bfloat16"
+        return [scaled_mm(*quantised[a], *quantised[b], spec) for a, b in pairs]
 
     launches, _ = lowered(products, (64, 128), (64, 128), (64, 128))
     assert [one.kernel.__name__ for one in launches].count("gemm_dequant_tiles") == 2

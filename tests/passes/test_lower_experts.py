@@ -19,6 +19,7 @@ from fp4compile.passes.merge_quantize import merge_quantize
 from fp4compile.passes.rewrite import rewrite
 from fp4compile.recipe import named
 from fp4compile.templates.launch import dry_run
+from tests.helpers.arguments import times
 
 NATIVE, TILES = "gemm_grouped_block_scaled_sm100", "gemm_dequant_tiles_grouped"
 
@@ -60,8 +61,8 @@ def backward(name, hadamard):
         operands = []
         for t in (dy, x):
             data, scales, outer = torch.ops.fp4compile.quantize(t, name, -2, offs=offs, hadamard=hadamard)
-            operands += [data, scales, outer if outer.numel() else None, name]
-        return torch.ops.fp4compile.scaled_grouped_mm(*operands, offs, x.shape[0], torch.bfloat16)
+            operands.append((data, scales, outer if outer.numel() else None, name))
+        return times(*operands, offs=offs, rows=x.shape[0])
 
     return wgrad
 
@@ -100,7 +101,7 @@ def test_a_symbolic_number_of_rows(sm):
     """On Hopper many rows have another kernel than few: the op stays, and chooses when it runs."""
     _, launches, left = lowered(sm, grouped, (256, 512), (4, 1024, 512), 4, recipe="mxfp8", dynamic=True)
     if sm == 90:
-        assert left == ["fp4compile.scaled_grouped_mm.default"] and launches == FORWARD["mxfp8"]
+        assert left == ["fp4compile.scaled_mm.default"] and launches == FORWARD["mxfp8"]
     else:
         assert not left and launches[-1] == NATIVE
 
@@ -168,9 +169,9 @@ def test_experts_of_a_batch_and_by_index():
         if sm == 90:
             assert launches[-1] == "gemm_skinny_grouped" and not left  # reads weights through the index
         else:
-            assert left == ["fp4compile.scaled_mm_gathered.default"]  # stays an op
+            assert left == ["fp4compile.scaled_mm.default"]  # stays an op
     _, launches, left = lowered(90, gathered, (6, 512), (4, 1024, 512), (6,), recipe="mxfp8")
-    assert left == ["fp4compile.scaled_mm_gathered.default"]
+    assert left == ["fp4compile.scaled_mm.default"]
 
 
 def test_an_index_for_other_tokens_raises():
@@ -179,4 +180,5 @@ def test_an_index_for_other_tokens_raises():
         for shapes in ((5,), (6, 1)):
             index = torch.empty(shapes, dtype=torch.int64)
             with pytest.raises(ValueError, match="a, b, index: expected"):
-                torch.ops.fp4compile.scaled_mm_gathered(a, None, None, None, b, None, None, None, index, torch.bfloat16)
+                spec = "plain @ plain, gathered -> bfloat16"
+                torch.ops.fp4compile.scaled_mm(a, None, None, b, None, None, spec, index=index)

@@ -371,7 +371,7 @@ def test_operands_that_become_values_wait():
 
     def product(x, index, w, scales):
         a = quantize(by_index(x, index), fmt)
-        return torch.ops.fp4compile.scaled_mm(*a, None, fmt, w, scales, None, fmt, None, torch.bfloat16)
+        return torch.ops.fp4compile.scaled_mm(*a, None, w, scales, None, f"{fmt} @ {fmt} -> bfloat16")
 
     x, index, *_ = inputs()
     x = x.repeat(16, 1)
