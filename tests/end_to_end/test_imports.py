@@ -7,12 +7,13 @@ import ast
 import functools
 import sys
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).parents[2]
-PACKAGE = "fp4compile"
+PACKAGE, SIMULATOR = "fp4compile", "ptxsim"
 PATCHES = "fp4compile._inductor_patches"
 MOST_LINES = 700
 
@@ -36,6 +37,7 @@ ROOMS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("templates", ("fp4compile.templates",)),
     ("ground", ("fp4compile.formats", "fp4compile.hardware", "fp4compile._compat", "fp4compile._inductor_patches",
                 "fp4compile.config")),
+    ("simulator, a package of its own", (SIMULATOR,)),
 )  # fmt: skip
 # Rooms inside `fp4compile.templates`, the highest first: kernels are made of device functions, never the reverse.
 TEMPLATE_ROOMS = (
@@ -56,9 +58,9 @@ ALLOWED_IN_CIRCLES: dict[tuple[str, str], str] = {}
 
 
 def module_names(root: Path) -> dict[str, Path]:
-    """The file of each module of the package below a folder, by the module's dotted name."""
+    """The file of each module of both packages below a folder, by the module's dotted name."""
     found = {}
-    for path in sorted((root / PACKAGE).rglob("*.py")):
+    for path in sorted(path for package in (PACKAGE, SIMULATOR) for path in (root / package).rglob("*.py")):
         parts = path.relative_to(root).with_suffix("").parts
         found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
     return found
@@ -68,7 +70,7 @@ parsed = functools.cache(ast.parse)  # by the text
 
 
 def imports_of(tree: ast.AST, modules: dict[str, Path]) -> set[str]:
-    """The modules of the package that a module imports, anywhere in it.
+    """The modules of both packages that a module imports, anywhere in it.
 
     `from package import name` is an import of the module `package.name` where there is one, else of `package`.
     """
@@ -84,7 +86,7 @@ def imports_of(tree: ast.AST, modules: dict[str, Path]) -> set[str]:
 
 
 def import_graph(root: Path = ROOT) -> dict[str, set[str]]:
-    """The modules that each module of the package imports.
+    """The modules of both packages that each of their modules imports.
 
     Python also runs the `__init__` of every package above an imported module. That is no edge here: such a file may
     gather the names of its package's modules.
@@ -173,6 +175,14 @@ def test_no_import_goes_up():
     assert arrows_up(graph, TEMPLATE_ROOMS) == []
 
 
+def test_the_simulator_serves_checks_alone():
+    """It imports nothing of the package (`test_no_import_goes_up`), and nothing that users run imports it."""
+    rooms = tuple(entries for _, entries in ROOMS)
+    place, simulator = partial(place_in, rooms), len(ROOMS) - 1
+    importing = {place(module) for module, imported in import_graph().items() if simulator in map(place, imported)}
+    assert importing == {simulator, place("fp4compile.check")}
+
+
 def test_exceptions_are_imports_that_exist_and_have_a_reason():
     graph = import_graph()
     for (module, other), reason in (ALLOWED_UP | ALLOWED_IN_CIRCLES).items():
@@ -184,7 +194,7 @@ def test_exceptions_are_imports_that_exist_and_have_a_reason():
 
 def foreign_names(tree: ast.AST) -> set[str]:
     """The names in a module that an import of another library binds, or an assignment of such a library's attribute."""
-    own = sys.stdlib_module_names | {PACKAGE}
+    own = sys.stdlib_module_names | {PACKAGE, SIMULATOR}
     found = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
@@ -279,6 +289,7 @@ def test_an_import_that_goes_up_is_found(tmp_path):
     )
     rooms = tuple(entries for _, entries in ROOMS)
     assert arrows_up(graph, rooms) == ["fp4compile.formats.groups imports fp4compile.ops.dense"]
+    assert arrows_up({"ptxsim.run": {"fp4compile.config"}, "fp4compile.config": set()}, rooms)
     assert place_in(rooms, "fp4compile.unknown") is None
     assert place_in(rooms, "fp4compile.passes.find") == 4
 

@@ -1,6 +1,6 @@
 """Products of groups that quantise their results: the kernel in Triton's interpreter, and its machine code for SM100.
 
-In the interpreter in the process of test_grouped_kernels.py. tests/simulate/test_quantized_results.py runs the compiled
+In the interpreter in the process of test_grouped_kernels.py. tests/ptxsim/test_quantized_results.py runs the compiled
 kernel.
 """
 
