@@ -4,7 +4,7 @@
 returns the dequantised weights, so the module's code runs unchanged. A graph has one op, `expert_weights`, for them.
 The backend recognises the op's products and multiplies the codes; any other reader uses the dequantised weights.
 
-No shape shows along which dimension the weights are contracted; `in_first` finds it from other sources.
+No shape shows along which dimension the weights are contracted; `places_of` finds it from other sources.
 """
 
 import functools
@@ -86,22 +86,31 @@ def states_of(packed: Mapping[str, PackedWeight]) -> tuple[dict[str, dict], dict
 
 @dataclass(frozen=True)
 class Place:
-    """A parameter of experts. module: its module; child: its name in the module; names: its full names in the model."""
+    """A parameter of three dimensions that may be weights of experts.
+
+    module, child: the module, and the parameter's name in it. names: the parameter's full names in the model.
+    in_first: whether it is [experts, in, out], and not [experts, out, in]; None where that is unknown.
+    """
 
     module: nn.Module
     child: str
     names: tuple[str, ...]
+    in_first: bool | None = None
 
     @property
     def parameter(self) -> nn.Parameter:
         return self.module._parameters[self.child]
 
+    @property
+    def sizes(self) -> tuple[int, int]:
+        """(in features, out features); in is taken to come last where `in_first` is None."""
+        _, rows, columns = self.parameter.shape
+        return (rows, columns) if self.in_first else (columns, rows)
 
-def empty(shape: tuple[int, ...], layer_format: LayerFormat, in_first: bool, dtype: torch.dtype) -> PackedExperts:
-    """Packed experts that still lack their weight. shape: the parameter's shape."""
-    experts, rows, columns = shape
-    inner, outer = (rows, columns) if in_first else (columns, rows)
-    return PackedExperts(experts, inner, outer, layer_format, dtype, in_first)
+    def empty(self, layer_format: LayerFormat) -> "PackedExperts":
+        """Packed experts that still lack their weight."""
+        experts, dtype = self.parameter.shape[0], self.parameter.dtype
+        return PackedExperts(experts, *self.sizes, layer_format, dtype, bool(self.in_first))
 
 
 def insert(place: Place, packed: PackedExperts) -> None:
@@ -176,8 +185,15 @@ def _without_state(base: Any, children: tuple[str, ...], order: tuple[str, ...] 
 # ---------------------------------------------------------------- what can be packed
 
 
-def places_of(model: nn.Module, is_layer: Callable[[nn.Module], bool]) -> list[Place]:
-    """The parameters of three dimensions in modules that are neither torch's own nor layers (`is_layer`)."""
+def places_of(
+    model: nn.Module, is_layer: Callable[[nn.Module], bool], contracted: Mapping[str, int] | None = None
+) -> list[Place]:
+    """The parameters of three dimensions in modules that are neither torch's own nor layers (`is_layer`).
+
+    contracted: patterns of parameters' names, and the dimension that is contracted, -2 (in first) or -1; the first
+    match decides. Without a match the module's attribute `is_transposed` decides, which experts of transformers set,
+    or else the module's class, if it is in `_KNOWN`.
+    """
     names: dict[int, list[str]] = {}
     modules: dict[int, nn.Module] = {}
     for path, module in model.named_modules(remove_duplicate=False):
@@ -185,32 +201,27 @@ def places_of(model: nn.Module, is_layer: Callable[[nn.Module], bool]) -> list[P
         if not is_layer(module) and not torch_own:
             names.setdefault(id(module), []).append(path)
             modules[id(module)] = module
-    return [
-        Place(module, child, tuple(f"{path}.{child}".removeprefix(".") for path in names[key]))
-        for key, module in modules.items()
-        for child, parameter in module._parameters.items()
-        if parameter is not None and parameter.dim() == 3
-    ]
+    found = []
+    for key, module in modules.items():
+        for child, parameter in module._parameters.items():
+            if parameter is not None and parameter.dim() == 3:
+                full = tuple(f"{path}.{child}".removeprefix(".") for path in names[key])
+                found.append(Place(module, child, full, _in_first(module, child, full, contracted or {})))
+    return found
 
 
-def in_first(place: Place, contracted: Mapping[str, int]) -> bool | None:
-    """Whether the weights are [experts, in, out], and not [experts, out, in]; None where that is unknown.
-
-    contracted: patterns of parameters' names, and the dimension that is contracted, -2 (in first) or -1; the first
-    match decides. Without a match the module's attribute `is_transposed` decides, which experts of transformers set,
-    or else the module's class, if it is in `_KNOWN`.
-    """
+def _in_first(module: nn.Module, child: str, names: tuple[str, ...], contracted: Mapping[str, int]) -> bool | None:
     for pattern, dim in contracted.items():
-        if any(fnmatchcase(name, pattern) for name in place.names):
+        if any(fnmatchcase(name, pattern) for name in names):
             return dim == -2
-    kind = type(place.module)
+    kind = type(module)
     known = _KNOWN.get((kind.__module__, kind.__qualname__))
-    declared = getattr(place.module, "is_transposed", known) if place.child in _DECLARED else None
+    declared = getattr(module, "is_transposed", known) if child in _DECLARED else None
     return declared if isinstance(declared, bool) else None
 
 
 def check_contracted(contracted: Any) -> dict[str, int]:
-    """The argument `contracted` of `pack_`. Raises TypeError or ValueError where `in_first` cannot take it."""
+    """The argument `contracted` of `pack_`. Raises TypeError or ValueError for anything else."""
     if not isinstance(contracted, Mapping):
         raise TypeError(
             f"contracted: expected a dict of patterns of parameters' names, got {type(contracted).__name__}"
