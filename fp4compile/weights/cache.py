@@ -19,7 +19,7 @@ import functools
 import threading
 from collections import OrderedDict
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import torch
 
@@ -160,22 +160,15 @@ def packed_weight(weight: torch.Tensor, form: Form) -> tuple[torch.Tensor, ...]:
 
 
 def packed_pair(first: torch.Tensor, second: torch.Tensor, form: Form) -> tuple[torch.Tensor, ...]:
-    """(data, scales) of two weights of one shape, the second below the first; with outer scales, if there are any.
-
-    The packed tensors of each weight become parts of these, so that nothing is kept twice.
-    """
-    each = [packed_weight(weight, form) for weight in (first, second)]
-    if not all(_follows(one, other) for one, other in zip(*each, strict=True) if one.numel()):
-        with _lock, torch.inference_mode(False), torch.no_grad():
-            each = _joined((first, second), form, each)
-    return tuple(_above(one) for one in each[0] if one.numel())
+    """(data, scales) of two weights of one shape, the second below the first; with outer scales, if there are any."""
+    return joined_parts(*([one for one in packed_weight(weight, form) if one.numel()] for weight in (first, second)))
 
 
 def joined_parts(first: Sequence[torch.Tensor], second: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-    """The tensors of two packed layers, each of the second layer below the first layer's.
+    """The tensors of two packed weights, each of the second weight below the first weight's.
 
-    The layers' tensors become parts of common memory, so that nothing is kept twice: they stay the same objects, which
-    the layers hold. While a CUDA graph is captured, whose memory is not theirs, they are copied instead.
+    The tensors become parts of common memory, so that nothing is kept twice: they stay the same objects, which layers
+    or the cache hold. While a CUDA graph is captured, whose memory is not theirs, they are copied instead.
     """
     if not all(map(_follows, first, second)):
         with _lock:
@@ -221,24 +214,6 @@ def _in_common_memory(both: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...
     for part, x in zip(parts, both, strict=True):
         part.copy_(x)
     return parts
-
-
-def _joined(weights: tuple[torch.Tensor, ...], form: Form, each: list[tuple[torch.Tensor, ...]]) -> list[tuple]:
-    """The packed tensors of two weights, moved to common memory, where they are kept if they were kept."""
-    moved: list[tuple] = [(), ()]
-    for both in zip(*each, strict=True):
-        parts = both if not both[0].numel() else _in_common_memory(both)
-        moved = [(*before, part) for before, part in zip(moved, parts, strict=True)]
-    for weight, old, new in zip(weights, each, moved, strict=True):
-        forms = getattr(weight, _ATTRIBUTE, None)
-        if type(forms) is not _Forms or forms.owner != id(weight):
-            continue
-        kept = forms.packed.get(form)
-        if kept is not None and kept.tensors is old:
-            forms.packed[form] = replace(kept, tensors=new)
-    if weights[0].is_cuda:
-        torch.cuda.current_stream(weights[0].device).synchronize()
-    return moved
 
 
 def _pack(weight: torch.Tensor, form: Form) -> tuple[torch.Tensor, ...]:
