@@ -1,8 +1,7 @@
-"""Which nodes of a graph are gradients, and of which inputs.
+"""Which nodes of a graph are gradients, and of which inputs, by AOTAutograd's descriptors in `meta["desc"]`.
 
-AOTAutograd describes every input and output of a joint graph in the placeholders' and the output's `meta["desc"]`. A
-`GradAOTOutput` tells which output is the gradient of which input. A node is a part of that gradient if its elements
-reach the output only by being moved, cast, added, reduced over the ranks, or multiplied by one number.
+A node is a part of a gradient if its elements reach the output only by being moved, cast, added, reduced over the
+ranks, or multiplied by one number.
 """
 
 from typing import Any

@@ -12,7 +12,7 @@ from torch.fx import Node
 from torch.utils.checkpoint import CheckpointPolicy
 
 from fp4compile._compat import statically_true
-from fp4compile.analysis.gemm import Gemm, Input, Operand
+from fp4compile.analysis.gemm import Gemm, GemmOperand, Input
 from fp4compile.analysis.gradients import tangent_dependent
 from fp4compile.analysis.graph import expert_weights_of, gathered_weight_of, is_gathered, is_swizzled, scaled_mm_of
 from fp4compile.analysis.module_names import block_of, module_name
@@ -42,12 +42,10 @@ _EXPERTS = re.compile(r"(?:^|(.*)\.)experts(?:\.|$)")
 
 @dataclass(frozen=True)
 class Treatment:
-    """How an operand is quantised.
+    """How an operand is quantised; see `QuantizeSpec`.
 
-    format: name of the format. outer: the static outer scale, a number or a node of the graph; None computes it from
-    the operand, where the format has one. stochastic: whether elements are rounded stochastically. hadamard: whether
-    the operand is Hadamard-transformed along the contraction first. layout: layout of the block scales, "linear" or
-    "swizzled". scale_rule: how the block scales are chosen, see `reference_scales`.
+    outer: the static global scale, a number or a node; None computes it where the format has one.
+    stochastic: whether elements are rounded stochastically. layout: of the block scales.
     """
 
     format: str
@@ -65,12 +63,10 @@ class Treatment:
 
 @dataclass(frozen=True)
 class Decision:
-    """What happens to a product.
+    """What happens to a matmul: `reason` says why it is not quantised, or `a` and `b` say how its operands are.
 
-    reason: why the product is left alone; None where it is quantised. a, b: how the operands A and B are quantised;
-    None keeps an operand in high precision. tier: "reference", "emulated" or "native"; None where it is left alone.
-    note: how a quantised product differs from what the recipe says; None where it does not.
-    weight_scales: how the block scales of the weight are chosen; None where the recipe says "amax".
+    tier: "reference", "emulated" or "native". note: how it differs from what the recipe says.
+    weight_scales: how the weight's block scales are chosen, where not by "amax".
     fast_accumulation: whether FP8 matrix units may keep the sums in fewer bits than float32 has.
     """
 
@@ -91,10 +87,9 @@ TRAINED = "amax (training)"
 def plan(
     gemms: list[Gemm], recipe: Recipe, inputs: tuple[Input, ...], meta: Gpu | None = None
 ) -> list[Decision]:  # fmt: skip
-    """One decision for each product, in the same order.
+    """One decision for each matmul, in the same order.
 
-    meta: the GPU that tensors on the meta device stand for; None leaves their products alone.
-
+    meta: the GPU that tensors on the meta device stand for; None leaves their matmuls unquantised.
     Warns where the recipe skips blocks by number and the graph's parameters have no numbers in their names.
     """
     names = [entry.parameter for entry in inputs if entry.parameter]
@@ -162,11 +157,9 @@ def _by_recipe(gemm: Gemm, recipe: Recipe, model: "Model", meta: Target | None, 
 
 @dataclass(frozen=True)
 class Layer:
-    """What the recipe's rules, limits and defaults depend on in a layer.
+    """What the recipe's rules, limits and defaults depend on in a layer; see `Gemm`.
 
-    name: fully qualified. dims: (tokens, out features, in features). tied_to_embedding: whether its weight is also the
-    table of an embedding. selects: whether a top-k, a sort or a softmax is taken over its outputs. experts: whether the
-    weight is one matrix for each expert.
+    dims: (tokens, out features, in features). experts: whether the weight is one matrix for each expert.
     """
 
     name: str
@@ -180,9 +173,8 @@ class Layer:
 class Model:
     """What the recipe's defaults depend on in the model around a layer.
 
-    blocks: the number of blocks of each numbered list, by the list's name. with_experts: names of the modules that have
-    experts. widest_last: name of the last layer if it is also the widest; None if it is not. in_blocks: names of layers
-    that lie in a numbered block of the model, and whose names here begin below the block. adapters: names of layers
+    blocks: the number of blocks of each numbered list. with_experts: the modules that have experts. widest_last: the
+    last layer, if it is also the widest. in_blocks: layers of a block whose names here begin below it. adapters: layers
     that a library of adapters added.
     """
 
@@ -252,10 +244,10 @@ def _quantised(gemm: Gemm, layer_recipe: Recipe, recipe: Recipe, meta: Target | 
                     fast_accumulation=gemm.product in layer_recipe.fast_accumulation)  # fmt: skip
 
 
-def _misfit(gemm: Gemm, weight: Operand, recipe: Recipe) -> str | None:
-    """Why a product under a recipe cannot read a gathered weight's codes; None where it can.
+def _misfit(gemm: Gemm, weight: GemmOperand, recipe: Recipe) -> str | None:
+    """Why a matmul cannot read a gathered weight's codes; None where it can.
 
-    Raises RuntimeError for a forward product that the backward pass computes again without the codes.
+    Raises RuntimeError for a forward matmul that the backward pass computes again without the codes.
     """
     gathered = gathered_weight_of(weight.source)
     fmt = getattr(recipe, str(weight.role))
@@ -277,7 +269,7 @@ def _reads_swizzled(gemm: Gemm, a: Treatment | None, b: Treatment | None, meta: 
     return _tier(gemm, *_swizzled(a, b), meta) == "native"
 
 
-def _of_packed_experts(gemm: Gemm, weight: Operand, meta: Target | None) -> Decision:
+def _of_packed_experts(gemm: Gemm, weight: GemmOperand, meta: Target | None) -> Decision:
     """The decision for packed weights; the recipe that packed them also decided about the activation."""
     packed = expert_weights_of(weight.source)
     of_weight = Treatment(packed.weights.format.name, layout=packed.layout)
@@ -288,7 +280,7 @@ def _of_packed_experts(gemm: Gemm, weight: Operand, meta: Target | None) -> Deci
     return Decision(gemm, a=a, b=b, tier=_tier(gemm, a, b, meta))
 
 
-def _is_batch(operand: Operand) -> bool:
+def _is_batch(operand: GemmOperand) -> bool:
     """Whether an operand is a batch of activations or gradients that are all multiplied by one weight."""
     lead = operand.source.meta["val"].shape[:-2]
     return operand.role in ("fprop_x", "dgrad_dy") and not all(statically_true(size == 1) for size in lead)
@@ -325,7 +317,7 @@ def _tier_of_packed(gemm: Gemm) -> str:
     return product.choice.tier if product.on_gpu else "reference"
 
 
-def _operand_type(operand: Operand, treatment: Treatment | None, grouped: bool = False) -> OperandType:
+def _operand_type(operand: GemmOperand, treatment: Treatment | None, grouped: bool = False) -> OperandType:
     if treatment is None:
         return OperandType(None, operand.source.meta["val"].dtype)
     fmt = formats.get(treatment.format)

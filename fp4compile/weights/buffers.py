@@ -29,13 +29,11 @@ _SHARDED = ("weight_data", "weight_scales")  # outer scales are few, and a scale
 class LayerFormat:
     """How a packed layer multiplies.
 
-    weight: name of the weight's format. activation: name of the activation's format; None leaves it unquantised.
-    activation_outer: the static outer scale of the activation; None computes the scale.
-    scale_rule: how the weight's block scales are chosen when a weight is stored, see `reference_scales`.
+    weight, activation: names of formats; activation None leaves it unquantised. activation_outer: the static global
+    scale of the activation; None computes it. scale_rule: how the weight's block scales are chosen, see
+    `reference_scales`.
 
-    Raises ValueError for formats that do not exist or that cannot be multiplied, for an outer scale that is no
-    positive normal float32 number or that the activation's format does not have, and for an unknown scale rule or one
-    that the weight's format does not take.
+    Raises ValueError for formats that cannot be multiplied, and for a scale or a rule that the formats do not take.
     """
 
     weight: str
@@ -57,16 +55,13 @@ class LayerFormat:
 class PackedWeight(nn.Module):
     """A module with a block-scaled weight in buffers: a matrix [out_features, in_features], or one for each expert.
 
-    weight_data, weight_scales, weight_outer: buffers as in `BlockScaled`; None where the format has no such part. Codes
-        and block scales are bytes (uint8) here, in state dicts and in files: libraries load by copying values into the
-        dtype of the model's tensor, and they never cast bytes. `part` views them in the format's dtype. The buffers
-        move between devices and are never cast. The block scales have the layout of the device, see
-        `weights.scale_layout`: swizzled for native products, else linear. In a state dict they are linear. After
-        `make_shardable`, weight_data and weight_scales are frozen parameters.
-    experts: the number of matrices; None for a single one.
-    weight_dtype: the dtype of the dequantised weight: first the original weight's dtype; casts such as `.half()` set
-        it.
-    in_first: whether the original weight is [..., in, out] and not [..., out, in].
+    weight_data, weight_scales, weight_outer: buffers as in `BlockScaled`; None where the format has no such part.
+        One-byte floats are uint8 here, in state dicts and in files, because loaders cast to the model's dtype and never
+        cast bytes; `part` views them. They move between devices and are never cast. Block scales have the layout of the
+        device, see `weights.scale_layout`, and are linear in state dicts. `make_shardable` turns codes and scales into
+        parameters.
+    experts: the number of matrices; None for a single one. in_first: whether the original weight is [..., in, out].
+    weight_dtype: the dtype of the dequantised weight: the original weight's, until casts such as `.half()` set it.
     """
 
     weight_data: Any
@@ -96,16 +91,14 @@ class PackedWeight(nn.Module):
     def _extra_state(self) -> torch.Tensor:
         """The description as a tensor of JSON's bytes, because programs that save state dicts expect tensors.
 
-        Loaders that set tensors one by one compare shapes. So they refuse states of earlier versions, in which FP8
-        numbers have their own dtype and would be cast: the description ended without a new line there.
+        It ends with a new line, which states of earlier versions lack: loaders that compare shapes refuse these, whose
+        FP8 numbers they would cast.
         """
         text = json.dumps(self.description, sort_keys=True, separators=(",", ":")) + "\n"
         return torch.tensor(list(text.encode()), dtype=torch.uint8, device="cpu")
 
     def store(self, weight: torch.Tensor) -> None:
-        """Quantise a weight along the in features, each expert separately. Its block scales follow the layer's rule.
-
-        Under autocast, the weight is cast first, as autocast does before a product.
+        """Quantise a weight along the in features, each expert separately, after autocast's cast.
 
         Raises RuntimeError for a shardable layer, because FSDP2 would lose what is written to a gathered weight.
         """
@@ -239,10 +232,7 @@ class PackedWeight(nn.Module):
         return laid_out(scales, formats.get(self.layer_format.weight), self.out_features, shape, layout)
 
     def lay_out_scales(self) -> None:
-        """Convert the block scales to the layout of their device; a shardable layer keeps its layout.
-
-        The static scale follows them.
-        """
+        """Convert the block scales of an unsharded layer, and its static scale, to the device."""
         scales = self._buffers.get("weight_scales")
         if scales is not None:
             self._buffers["weight_scales"] = self.scales_as(self.scale_layout_on(scales.device), scales)
@@ -283,10 +273,7 @@ class PackedWeight(nn.Module):
         self.lay_out_scales()  # assign=True may have assigned scales on another device
 
     def _as_stored(self, state_dict: dict[str, Any], prefix: str) -> dict[str, Any]:
-        """A state dict with this layer's tensors as bytes, in the layout that the layer has them in.
-
-        It lacks the description, which `_misfit` has compared.
-        """
+        """A state dict with this layer's tensors as bytes, in the layer's layout, without the description."""
         found = {name: tensor for name in _SHARDED if (tensor := state_dict.get(prefix + name)) is not None}
         for name, tensor in found.items():
             if not _is_shard(tensor):
@@ -321,11 +308,10 @@ _inductor_patches.leave_buffers_out_of_ddp(PackedWeight)
 class DequantizedWeight(torch.Tensor):
     """A packed weight's dequantised values, which are a copy; or a view of them.
 
-    Eager writes are packed: assigned `data`, operators in place, `out=`, and writes to views of any depth. The tensor
-    itself then holds the written values, as the parameter of an unpacked layer would, and the layer holds their codes.
-    Results of operations, copies and pickles are plain tensors. An array of NumPy over the memory is read-only.
+    Eager writes of every kind (`data`, in place, `out=`, through views) are packed; the tensor keeps the written
+    values. Results of operations, copies and pickles are plain tensors. An array of NumPy over the memory is read-only.
 
-    _layer: the packed layer. _codes: its codes of these values. _viewed: for a view, the weight whose memory it is.
+    _codes: the layer's codes of these values. _viewed: for a view, the weight whose memory it is.
     """
 
     _layer: PackedWeight
@@ -419,12 +405,9 @@ def _as_view(result: torch.Tensor, of_memory: dict[int, DequantizedWeight]) -> t
 
 
 def make_shardable_(model: nn.Module) -> None:
-    """Let FSDP2 shard a model's packed weights: call it before `torch.distributed.fsdp.fully_shard`.
+    """Let FSDP2 shard a model's packed weights: call it before `fully_shard`, with the model on its device.
 
-    Codes and block scales become frozen parameters of bytes, of which each rank keeps its rows, and gathers the rest
-    before a module runs. Without it they are buffers, which each rank holds whole. Move the model to its device first.
-    Results keep their bits. Outer scales stay buffers.
-
+    Codes and block scales become frozen parameters of bytes; global scales stay buffers. Results keep their bits.
     Raises TypeError if `model` is no module, ValueError if it has no packed layer, RuntimeError under a torch whose
     FSDP2 shards no integers (before 2.13).
     """
@@ -501,10 +484,7 @@ _INTEGERS = {1: torch.uint8, 4: torch.int32}
 
 
 def _uncast(before: torch.Tensor, hidden: torch.Tensor, after: torch.Tensor) -> torch.Tensor:
-    """A buffer with its own dtype again, after a module's `_apply`.
-
-    before: the buffer. hidden: the buffer's memory viewed as integers. after: `hidden` after `_apply`.
-    """
+    """A buffer with its own dtype again. hidden: its memory as integers. after: `hidden` after a module's `_apply`."""
     if after is hidden:
         return before
     if after.dtype != hidden.dtype:  # `Module.type` casts integers too

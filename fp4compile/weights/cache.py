@@ -1,18 +1,10 @@
 """Packed weights beside the parameters of compiled graphs: quantised once, and again when the weight changes.
 
-`passes/hoist.py` takes the quantising of weights out of inference graphs, and of frozen weights out of training graphs;
-`packed_weight` below quantises them instead.
-
-The packed tensors are an attribute of the parameter itself. So they are freed with the parameter, without a weak
-reference to the parameter, which would forbid `torch.utils.swap_tensors`.
-
-The packed tensors are used while the weight's storage, address, shape, strides, dtype and version counter are
-unchanged. After a change the weight is quantised again, into the same memory if it fits, because CUDA graphs hold the
-address of that memory.
-
-Writes that raise no version counter are seen by `weights.writes`, which marks the storage, or keeps the counters of
-other tensors on it. While torch.distributed has its default process group, weights are quantised at every call, unless
-the user promises to call `refresh` after collectives (`Form.promised`).
+`passes/hoist.py` takes the quantising of lasting weights out of graphs; `packed_weight` quantises them instead. The
+packed tensors are an attribute of the parameter, freed with it: a weak reference would forbid `swap_tensors`. They are
+used while the weight's storage, address, shape, strides, dtype and version counter are unchanged, and else filled anew
+in the same memory, because CUDA graphs hold its address. `weights.writes` sees writes that raise no version counter.
+While torch.distributed has its default process group, weights are quantised at every call, unless `Form.promised`.
 """
 
 import functools
@@ -31,10 +23,10 @@ _ATTRIBUTE = "_fp4compile_packed"
 
 @dataclass(frozen=True)
 class Piece:
-    """The part of a weight that is packed, where it differs from the whole weight: a slice, a reshape, a cast.
+    """The part of a weight that is packed: a slice, a reshape, a cast.
 
-    Element (i, j, ...) of the piece is element number offset + i * stride[0] + j * stride[1] + ... of the weight in
-    row-major order, cast to each dtype of `casts` in turn.
+    Element (i, j, ...) is element offset + i * stride[0] + j * stride[1] + ... of the weight in row-major order, cast
+    to each dtype of `casts` in turn.
     """
 
     size: tuple[int, ...]
@@ -55,10 +47,9 @@ class Piece:
 class Form:
     """The arguments of the quantise op by which a weight, or a piece of it, is packed.
 
-    promised: the packed weight is kept while torch.distributed has its default process group, too, because the user
-    promises to call `refresh` after a write of a collective or of FSDP (the recipe's `weight_cache="always"`).
-    `form` makes one object for each combination. Forms are therefore compared by identity, which is cheap at every call
-    of the compiled model.
+    promised: whether the user promises to call `refresh` after a write of a collective or of FSDP
+    (`weight_cache="always"`). `form` makes one object for each combination, so that they are compared by identity,
+    which is cheap.
     """
 
     format: str
@@ -79,10 +70,7 @@ def form(
     scale_rule: str = "amax",
     promised: bool = False,
 ) -> Form:
-    """The form of a quantise's format, dimension, layout, piece and rule of the block scales.
-
-    grouped: whether each matrix is quantised separately, see `groups`. promised: see `Form`.
-    """
+    """The form of a quantise. grouped: whether each matrix is quantised separately. promised: see `Form`."""
     return _form(format, dim, layout, piece, grouped, scale_rule, promised)
 
 
@@ -95,10 +83,9 @@ _lock = threading.Lock()
 
 @dataclass(frozen=True, slots=True)
 class _Packed:
-    """Packed tensors (data, scales, outer scale), and the weight's observable state when they were made.
+    """Packed tensors (data, scales, global scale), and the weight's observable state when they were made.
 
-    Storage and address imply the offset and the device. mark: the storage's mark; NEVER where the tensors must not be
-    used again. writes: the storage's writes.
+    Storage and address imply the offset and the device. mark: NEVER where the tensors must not be used again.
     """
 
     tensors: tuple[torch.Tensor, ...]
@@ -129,10 +116,7 @@ class _Packed:
 
 @dataclass(slots=True)
 class _Forms:
-    """The attribute of a weight: its packed tensors, by form.
-
-    owner: id of the weight. If it is another tensor's id, the attribute was copied or swapped, and is not used.
-    """
+    """The attribute of a weight: its packed tensors, by form. owner: another id where the attribute was copied."""
 
     owner: int
     packed: dict[Form, _Packed] = field(default_factory=dict)
@@ -167,8 +151,8 @@ def packed_pair(first: torch.Tensor, second: torch.Tensor, form: Form) -> tuple[
 def joined_parts(first: Sequence[torch.Tensor], second: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
     """The tensors of two packed weights, each of the second weight below the first weight's.
 
-    The tensors become parts of common memory, so that nothing is kept twice: they stay the same objects, which layers
-    or the cache hold. While a CUDA graph is captured, whose memory is not theirs, they are copied instead.
+    The tensors become parts of common memory, and stay the same objects, which layers or the cache hold. While a CUDA
+    graph is captured, whose memory is not theirs, they are copied instead.
     """
     if not all(map(_follows, first, second)):
         with _lock:

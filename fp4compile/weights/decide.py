@@ -60,9 +60,8 @@ def _places(model: nn.Module) -> list[list[str]]:
 class _Choice:
     """Decides by recipe about each linear layer and each weight of experts of a model.
 
-    model, recipe: the arguments of `pack_`. around: the facts about the whole model on which the recipe depends.
-    linears: the names of the linear layers that hold each parameter, by the parameter's id. elsewhere: how many other
-    modules hold each parameter, by its id.
+    around: the facts about the whole model. linears: the names of the linear layers that hold each parameter, and
+    elsewhere: how many other modules do, by the parameter's id.
     """
 
     def __init__(self, model: nn.Module, recipe: Recipe, places: list[list[str]], experts: list[Place]):

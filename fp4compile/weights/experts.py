@@ -1,10 +1,7 @@
 """Packed experts: a parameter of three dimensions, one matrix for each expert, stored quantised in its module.
 
-`insert` gives the module another class: a subclass with a property instead of the parameter. The property
-returns the dequantised weights, so the module's code runs unchanged. A graph has one op, `expert_weights`, for them.
-The backend recognises the op's products and multiplies the codes; any other reader uses the dequantised weights.
-
-No shape shows along which dimension the weights are contracted; `places_of` finds it from other sources.
+`insert` gives the module a subclass with a property, which returns the dequantised weights, instead of the parameter:
+the module's code runs unchanged. In a graph that is one op, `expert_weights`, whose matmuls read the codes.
 """
 
 import functools
@@ -39,19 +36,14 @@ _REFUSED_HOOKS = (
 class PackedExperts(PackedWeight):
     """Block-scaled, frozen weights of experts; see `PackedWeight` for the buffers.
 
-    Calling it returns the dequantised weights in the original parameter's shape, [experts, out, in], or
-    [experts, in, out] where `in_first` is set, in `weight_dtype`.
-
-    adapted: the weights with what an adapter adds to them, while its layer runs; else None.
+    Calling it returns the dequantised weights in the original parameter's shape, in `weight_dtype`. adapted: the
+    weights with what an adapter adds to them, while its layer runs; else None.
     """
 
     adapted: torch.Tensor | None = None
 
     def forward(self) -> torch.Tensor:
-        """The contiguous weights, dequantised anew at each call; see `DequantizedWeight` for writes to them.
-
-        In eager mode, autograd keeps weights that a product reads until the backward pass.
-        """
+        """The contiguous weights, dequantised anew at each call; see `DequantizedWeight` for writes to them."""
         return self.read() if self.adapted is None else self.adapted
 
     def dequantised(self) -> torch.Tensor:
@@ -172,7 +164,7 @@ def _named_parameters(module: Any, *args: Any, **kwargs: Any) -> Iterator[tuple[
 
 
 def _reduce(module: Any, protocol: Any) -> tuple:
-    """`__reduce_ex__` for copies and pickles, which make the class anew: it is no attribute of any Python module."""
+    """`__reduce_ex__` for copies and pickles, which make the class anew."""
     return _without_state, getattr(type(module), _MADE_OF), module.__getstate__()
 
 
@@ -190,9 +182,8 @@ def places_of(
 ) -> list[Place]:
     """The parameters of three dimensions in modules that are neither torch's own nor layers (`is_layer`).
 
-    contracted: patterns of parameters' names, and the dimension that is contracted, -2 (in first) or -1; the first
-    match decides. Without a match the module's attribute `is_transposed` decides, which experts of transformers set,
-    or else the module's class, if it is in `_KNOWN`.
+    contracted: by patterns of names, the dimension that is contracted: -2 (in first) or -1. Without a match the
+    module's `is_transposed` decides, which experts of transformers set, or else `_KNOWN`.
     """
     names: dict[int, list[str]] = {}
     modules: dict[int, nn.Module] = {}

@@ -38,20 +38,15 @@ def export_packed(
     path: a directory; it is made where there is none.
     max_shard_size: in bytes. A larger model is written in several files with an index.
 
-    The directory gets the tensors, hf_quant_config.json (ModelOpt), and config.json: the `config` of a transformers
-    model, with a quantization_config. Codes and scales are written as they are. compressed-tensors stores outer scales
-    as divisors: the divisors of bf16 or fp16 weights are exact, so that `load_packed` returns the same bits; other
-    outer scales may differ in the last bit.
+    The directory gets the tensors, hf_quant_config.json (ModelOpt), and config.json with a quantization_config. Codes
+    and scales are written as they are; compressed-tensors' divisors are exact for bf16 and fp16 weights. Packed experts
+    are written one by one. All tensors have the names of published checkpoints where transformers has a mapping for the
+    model.
 
-    Packed experts are written one by one. All tensors have the names of published checkpoints
-    (`block_sparse_moe.experts.3.w1` of Mixtral) where transformers has a mapping for the model. A static activation
-    scale is written for each expert.
-
-    Raises TypeError if `model` is no module; ValueError for a model without packed layers, for packed experts whose
-    names in checkpoints are not known, for formats that the layout does not have, for NVFP4 activations without a
-    static scale, for packed weights that were not finite, for tensors on the meta device, for a max_shard_size that is
-    no positive integer, and for a directory that has safetensors files; OSError where it cannot be written. The next
-    attempt removes any files of an aborted one.
+    Raises TypeError if `model` is no module; ValueError for a model without packed layers, for experts without known
+    names, for formats that the layout does not have, for NVFP4 activations without a static scale, for packed weights
+    that were not finite, for tensors on the meta device, for a bad max_shard_size, and for a directory that has
+    safetensors files; OSError where it cannot be written. The next attempt removes any files of an aborted one.
     """
     if layout not in LAYOUTS:
         raise ValueError(unknown_name("layout", layout, LAYOUTS))

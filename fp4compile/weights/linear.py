@@ -1,7 +1,6 @@
 """The modules by which `fp4compile.pack_` replaces linear layers, and which layers they can replace.
 
-A packed layer is an instance of the class that it replaces, so that libraries of adapters wrap it as they wrap that
-one: `PackedLinear` is an `nn.Linear`, `PackedConv1D` a Conv1D of transformers.
+A packed layer is an instance of the class that it replaces, so that libraries of adapters wrap it as that one.
 """
 
 import functools
@@ -35,10 +34,7 @@ class PackedLayer(PackedWeight):
     The input has a gradient, dX = dY @ W with the dequantised W, and so has the bias; the weight has none. The
     quantising of the input counts as the identity in the backward pass.
 
-    weight_data, weight_scales, weight_outer: buffers, see `PackedWeight`.
-    bias: a parameter [out_features], or None. It is cast as in every module.
-    weight_dtype: the dtype of `weight`: first the dtype of the layer that was packed; casts such as `.half()` set it.
-    in_first: whether `weight` is [in, out], as the Conv1D of transformers has it.
+    bias: a parameter [out_features], or None, cast as in every module. See `PackedWeight` for the rest.
     """
 
     def __init__(
@@ -56,10 +52,7 @@ class PackedLayer(PackedWeight):
 
     @staticmethod
     def in_place_of(linear: nn.Module, layer_format: LayerFormat) -> "PackedLayer":
-        """A packed layer that still lacks its weight.
-
-        It has the linear layer's sizes, bias, forward hooks, attributes and training mode.
-        """
+        """A packed layer without its weight yet, with a linear layer's sizes, bias, hooks, attributes and mode."""
         kind: Any = PackedLinear if isinstance(linear, nn.Linear) else _packed_conv1d()
         packed = kind(*sizes(linear), layer_format, linear.bias, weight_dtype=linear.weight.dtype)
         # The packed layer takes over the dictionaries of hooks, because the handles that remove hooks refer to them.
@@ -69,10 +62,7 @@ class PackedLayer(PackedWeight):
 
     @property
     def weight(self) -> torch.Tensor:
-        """The weight in the shape that the replaced layer had it in, dequantised anew at each access, in weight_dtype.
-
-        A write to it packs the written values, see `DequantizedWeight`.
-        """
+        """The weight in the replaced layer's shape, dequantised at each access; see `DequantizedWeight` for writes."""
         return self.read()
 
     def dequantised(self) -> torch.Tensor:
@@ -161,11 +151,7 @@ def _product(
 
 
 class _Product(torch.autograd.Function):
-    """`_product` with gradients.
-
-    It is differentiable in x, where the quantising of x counts as the identity, and in bias. It saves only the buffers
-    of the layer, no activation: the weight has no gradient.
-    """
+    """`_product` with gradients in x and bias. It saves only the buffers of the layer, no activation."""
 
     forward = staticmethod(_product)
 
@@ -307,10 +293,8 @@ def replace(model: nn.Module, name: str, module: nn.Module) -> None:
 def leave_fast_paths(model: nn.Module) -> None:
     """Make torch's transformer encoders call their packed layers.
 
-    In inference, an encoder layer takes a fast path that reads `linear1.weight` and calls no linear layer, so the
-    activations of a packed layer would not be quantised. An encoder also passes nested tensors to its layers. The two
-    attributes set here switch off both. torch itself sets these values where the fast path does not apply, such as for
-    other activation functions.
+    In inference, they take a fast path that reads `linear1.weight` and calls no linear layer, and pass nested tensors.
+    The two attributes set here switch off both, as torch does where the fast path does not apply.
     """
     for module in model.modules():
         if isinstance(module, nn.TransformerEncoderLayer):

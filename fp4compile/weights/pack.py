@@ -1,7 +1,6 @@
-"""`pack_`: replace the parameters of a model by packed weights. `weights.files` writes and reads packed models.
+"""`pack_`: replace the parameters of a model by packed weights, so that it needs less memory.
 
-The backend keeps packed weights beside the parameters (`weights.cache`). `pack_` removes the parameters, so that a
-model needs less memory. A packed layer computes the compiled layer's results, with equal bits, eagerly and compiled.
+A packed layer computes the compiled layer's results, with equal bits, eagerly and compiled.
 """
 
 from collections.abc import Mapping
@@ -33,27 +32,19 @@ def pack_(
         transformers declare it themselves (`is_transposed`).
     progress: whether a terminal shows a progress bar, if the package tqdm is installed.
 
-    Linear layers are modules of type `nn.Linear`, and the Conv1D of transformers. A layer with several names in the
-    model is packed once. `pack_` leaves alone, with a reason in the report: layers of a subclass, parametrised layers,
-    layers with other hooks than forward hooks, and layers that share their weight with another linear layer. A weight
-    that is also an embedding's stays with the embedding. What is trained stays too: adapters, the copies of peft's
-    `modules_to_save`, and, with a warning, weights that require a gradient where others are frozen. Rules match the own
-    names of layers, without what peft and other wrappers insert.
+    Linear layers are modules of type `nn.Linear`, and the Conv1D of transformers. Not packed, with a reason in the
+    report: subclasses, parametrised layers, layers with other hooks than forward hooks or with a shared weight, and
+    what is trained, such as adapters. Rules match the own names of layers, without what wrappers insert.
 
     Weights of experts are parameters [experts, ..., ...] of other modules than torch's own. Their module stays, and
-    reads them dequantised; a module compiled by `fp4compile.backend` multiplies the codes. A parameter whose contracted
-    dimension is unknown is left alone.
+    reads them dequantised; a module compiled by `fp4compile.backend` multiplies the codes.
 
-    Each weight is freed as it is packed. Packed layers are for inference. They keep the forward hooks and the
-    attributes of the layers. For a model that runs under autocast, call `pack_` under autocast, so that the weights are
-    cast before they are quantised, as in a run.
+    Each weight is freed as it is packed. Packed layers are for inference, and keep forward hooks and attributes. For a
+    model that runs under autocast, call `pack_` under autocast, so that weights are cast before they are quantised.
 
-    Returns a report of the packed weights, and the reasons for all others; weights that were packed before are counted
-    as `Report.packed_before`. Warns of rules that decide about no layer, and of trained weights in a model without
-    adapters.
-
-    Raises TypeError if `model` is no module, ValueError for a model that is itself a linear layer, TypeError or
-    ValueError for a bad `contracted`, and the errors of `backend` for a bad recipe.
+    Returns a report of the packed weights, and the reasons for all others. Warns of rules that decide about no layer,
+    and of trained weights in a model without adapters. Raises TypeError if `model` is no module, ValueError if it is
+    itself a linear layer, TypeError or ValueError for a bad `contracted`, and the errors of `backend` for a bad recipe.
     """
     check_module(model)
     report = Report(

@@ -19,12 +19,9 @@ METHOD = "fp4compile"  # the quant_method in the config.json of a packed transfo
 
 @dataclass(frozen=True)
 class Weight:
-    """A weight that is packed, or that packed tensors of a file replace.
+    """A weight that is packed, or that packed tensors of a file replace. It holds no linear layer, which can be freed.
 
-    It holds no tensor and no linear layer, so that each weight can be freed as it is replaced.
-
-    names: the names of a linear layer in the model, or of a parameter of experts. experts: the parameter's place; None
-    for a linear layer.
+    names: of a linear layer in the model, or of a parameter of experts, whose place is `experts`.
     """
 
     names: tuple[str, ...]
@@ -83,10 +80,8 @@ def weights_of(model: nn.Module, layers: dict[str, dict], weights: dict[str, dic
 
 
 def unpacked(module: nn.Module, requires_grad: bool) -> nn.Module:
-    """A module in which parameters with the dequantised values replace all packed weights.
-
-    module: changed in place, unless it is a packed layer itself, for which another is returned. requires_grad: of the
-    parameters.
+    """A module in which parameters with the dequantised values replace all packed weights; a packed layer itself is not
+    changed, and another one is returned.
     """
     if isinstance(module, PackedWeight):
         return unpacked_layer(module, requires_grad)

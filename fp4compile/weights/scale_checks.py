@@ -1,8 +1,7 @@
 """Checks of the scales of packed weights and activations, for files of every origin.
 
-A block scale is never negative, and it is NaN only in a weight that was not finite. No outer scale is zero: a tensor of
-zeros has the outer scale 1. The outer scale of a tiny weight may be denormal. An activation's static outer scale may
-not be denormal, as in recipes: kernels multiply by its inverse, which would overflow.
+A block scale is never negative, and NaN only in a weight that was not finite. No global scale is zero: zeros have the
+scale 1. It may be denormal for a weight, not for an activation: kernels multiply by its inverse.
 """
 
 from collections.abc import Mapping

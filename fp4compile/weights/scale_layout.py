@@ -1,11 +1,8 @@
 """The layout of a packed layer's block scales: the device's layout in the buffer, linear in states and files.
 
-On a GPU whose matrix units multiply the layer's formats, the buffer itself is swizzled. It is converted where a layer
-is made, moved or loaded, once for the device. There is no swizzled copy beside linear scales: such a copy would take
-memory, and would be out of date after an undetected write.
-
-The number of a buffer's dimensions determines its layout. So scales that were assigned to a layer are multiplied in
-their own layout. That is right on every device, though not native.
+Where matrix units multiply the layer's formats, the buffer itself is swizzled, when a layer is made, moved or loaded; a
+copy would take memory and could be out of date. The number of a buffer's dimensions tells its layout, so scales of any
+layout that are assigned to a layer are multiplied correctly.
 """
 
 from dataclasses import replace
@@ -70,10 +67,9 @@ def _native(target: Target, activation: str | None, weight: str, n: int, k: int,
 def laid_out(
     scales: torch.Tensor, fmt: BlockFormat, rows: int, linear_shape: tuple[int, ...], layout: str
 ) -> torch.Tensor:
-    """The block scales of a matrix or of a batch of matrices in a layout; the same tensor if they already have it.
+    """The block scales of matrices in a layout; the same tensor if they have it, or where their shape fits no layout.
 
-    rows: the rows of the matrix. linear_shape: the shape of its linear scales. Scales whose shape fits neither layout
-    of the matrix are returned as they are.
+    rows: the rows of the matrix. linear_shape: the shape of its linear scales.
     """
     step = 1 if fmt.block is None else fmt.block[0]
     *batch, _, blocks = linear_shape

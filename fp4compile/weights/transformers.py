@@ -1,9 +1,8 @@
 """Packed models in transformers' `save_pretrained` and `from_pretrained`: the quantiser for quant_method "fp4compile".
 
-The quantization_config in config.json holds the state of every packed layer, so the skeleton on the meta device gets
-its packed layers before any weight is read, and no weight in high precision is ever made. A checkpoint in high
-precision is packed by a recipe: transformers reads one tensor after the other, and each weight is packed as soon as it
-has been read, so that beside the packed model there is one weight in high precision at a time.
+config.json holds the state of every packed layer, so the skeleton on the meta device gets its packed layers before any
+weight is read. A checkpoint in high precision is packed by a recipe, each weight as soon as it has been read, so that
+beside the packed model there is one weight in high precision at a time.
 """
 
 import copy
@@ -34,8 +33,7 @@ class Fp4CompileConfig(QuantizationConfigMixin):
     """The quantization_config of a packed model, or the order to pack a model while it is loaded.
 
     layers, experts: the descriptions of the packed layers and experts, by name. recipe: as for `fp4compile.pack_`, for
-    checkpoints that are not packed: `from_pretrained(..., quantization_config={"quant_method": "fp4compile",
-    "recipe": "nvfp4"})`.
+    checkpoints that are not packed: `quantization_config={"quant_method": "fp4compile", "recipe": "nvfp4"}`.
     """
 
     def __init__(
@@ -204,11 +202,10 @@ class Fp4CompileQuantizer(HfQuantizer):
 
 
 class _Shell(nn.Module):
-    """The stand-in for a packed layer while weights are loaded: its buffers, with scales and FP8 codes as bytes.
+    """The stand-in for a packed layer while weights are loaded: its buffers as files hold them.
 
-    weight: on the meta device, because code of transformers reads it; marked, so that it gets no initial values.
-    missing: the buffers that were not loaded. transformers assigns uninitialised memory to them, and warns; it marks
-    the tensors that it has loaded.
+    weight: on the meta device, because code of transformers reads it. missing: the buffers that were not loaded;
+    transformers marks the tensors that it has loaded.
     """
 
     def __init__(self, packed: PackedWeight, weight: nn.Parameter, bias: nn.Parameter | None):
@@ -288,8 +285,7 @@ def config_of(model: nn.Module) -> Fp4CompileConfig:
 def attach(model: nn.Module) -> None:
     """Let `save_pretrained` of every transformers model in a module save its packed form.
 
-    The outermost ones get configurations of their own: models that were made from one configuration share it, and the
-    others may stay unpacked.
+    The outermost ones get configurations of their own: models that were made from one share it, and may stay unpacked.
     """
     inside: set[nn.Module] = set()
     for one in model.modules():

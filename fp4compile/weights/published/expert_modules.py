@@ -1,10 +1,8 @@
-"""Experts that a checkpoint holds one by one, combined into the parameters of a model.
+"""Experts that a checkpoint holds one by one, combined into the parameters [experts, out, in] of a model.
 
-A parameter is [experts, out, in]: the experts are stacked, and each expert's layers (gate and up) follow one another
-along the out features. Codes and block scales stay as they are. Packed experts have fewer outer scales:
-
-- Each expert has one outer scale of the weights. Its layers must have equal scales, as ModelOpt exports them.
-- All experts have one static scale of the activations: the largest of their scales, so that no further value saturates.
+Experts are stacked, and each expert's layers (gate and up) follow one another along the out features. Each expert has
+one global scale of the weights, equal in its layers, as ModelOpt exports them. All experts have one static scale of the
+activations, the largest of theirs, so that no further value saturates.
 """
 
 import re
@@ -27,12 +25,9 @@ from fp4compile.weights.sharing import is_byte_float
 def in_model(model: nn.Module, contents: Contents, names: PublishedNames) -> Contents:
     """The contents of a checkpoint under the names of a model, with its experts combined.
 
-    Removes tensors from `contents` as they are used, to free them. Unquantised experts become the model's parameter.
-    Warns where the activation scales of experts differ, and of tensors that are left out.
-
-    Raises ValueError, naming the tensor or the layer, where an expert's layer is missing, has another shape than in the
-    model or another format than the other layers, where the outer scales of an expert's layers differ, where the model
-    has no such parameter, and where two tensors belong to one tensor of the model.
+    Removes tensors from `contents` as they are used, to free them. Warns where the activation scales of experts differ,
+    and of tensors that are left out. Raises ValueError, naming the tensor or the layer, for what does not fit the model
+    or other layers of an expert.
     """
     _leave_unused(model, contents, names)
     targets = {name: _target(name, contents, names) for name in contents.tensors}
@@ -59,10 +54,7 @@ def in_model(model: nn.Module, contents: Contents, names: PublishedNames) -> Con
 
 
 def parts_of(experts: Experts, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
-    """(layer, copy of its part) for each layer of experts and a tensor [experts, out, ...] or [experts].
-
-    The inverse of `in_model` for one tensor.
-    """
+    """(layer, copy of its part) for each layer of experts and a tensor [experts, out, ...] or [experts]."""
     for expert, one in enumerate(tensor):
         layers = experts.layers(expert)
         rows = one.chunk(len(layers)) if one.dim() else [one] * len(layers)
@@ -79,10 +71,7 @@ _ATTENTION_SCALES = re.compile(
 
 
 def _leave_unused(model: nn.Module, contents: Contents, names: PublishedNames) -> None:
-    """Leave out, with warnings, tensors that the model lacks, and that it may lack.
-
-    They are layers that predict further tokens, and scales of a quantised KV cache.
-    """
+    """Leave out, with warnings, what a model may lack: layers that predict further tokens, scales of a KV cache."""
     present = set(model.state_dict())
     layers = {f"{layer}.{buffer}": layer for layer in contents.layers for buffer in BUFFERS}
     left, scales = [], []
