@@ -6,6 +6,7 @@ import hashlib
 import html
 import json
 import logging
+import os
 from argparse import Namespace
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -287,8 +288,8 @@ class Recipe:
 
         Raises the errors of `resolve`, with the variable and its value in front.
         """
-        value = sources.environment()
-        if value is None:
+        value = os.environ.get(sources.ENVIRONMENT)
+        if not value:
             return None
         with sources.errors_name(f"{sources.ENVIRONMENT}={value}: "):
             return resolve(value)

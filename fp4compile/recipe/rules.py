@@ -66,13 +66,14 @@ def fallback_rules(layers: Iterable[str], fallback: str | None) -> tuple[Rule, .
 
 def unmatched(rules: Iterable[Rule], names: Iterable[str]) -> tuple[Rule, ...]:
     """The rules that decide about none of the named layers: earlier rules match all names that they match."""
-    left = list(dict.fromkeys(names))
+    left = dict.fromkeys(names)
     idle = []
     for rule in rules:
-        remaining = [name for name in left if not rule.matches(name)]
-        if len(remaining) == len(left):
+        matched = [name for name in left if rule.matches(name)]
+        if not matched:
             idle.append(rule)
-        left = remaining
+        for name in matched:
+            del left[name]
     return tuple(idle)
 
 

@@ -2,7 +2,6 @@
 
 import argparse
 import json
-import os
 import re
 import tomllib
 from collections.abc import Iterator, Sequence
@@ -31,11 +30,6 @@ def errors_name(source: str) -> Iterator[None]:
         yield
     except (ValueError, TypeError, OSError) as error:
         raise type(error)(f"{source}{error}") from error
-
-
-def environment() -> str | None:
-    """The value of FP4COMPILE_RECIPE; None where it is unset or empty."""
-    return os.environ.get(ENVIRONMENT) or None
 
 
 def read_toml(path: str | Path, field_names: Sequence[str]) -> dict[str, Any]:

@@ -13,13 +13,18 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from fp4compile import _compat, _inductor_patches
 from fp4compile.formats import formats
 from fp4compile.formats.layouts import ceil_div
+from fp4compile.formats.quantize_spec import FLOAT_DTYPES
 from fp4compile.ops.quantize import QUANTIZE
 from fp4compile.report.decibels import decibels
 from fp4compile.weights.scale_checks import check_static
-from fp4compile.weights.scale_layout import laid_out, layout_of, layout_on
+from fp4compile.weights.scale_layout import laid_out, layout_on
 from fp4compile.weights.sharing import is_byte_float, storable
 from fp4compile.weights.static_scale import static_scale
 
+# The hooks that may read or write a weight in a state dict, so that its layer or module is not packed.
+STATE_HOOKS = (
+    "_state_dict_hooks", "_state_dict_pre_hooks", "_load_state_dict_pre_hooks", "_load_state_dict_post_hooks",
+)  # fmt: skip
 BUFFERS = ("weight_data", "weight_scales", "weight_outer")
 _DESCRIPTION = "_extra_state"  # the description's name in state dicts
 _SHARDED = ("weight_data", "weight_scales")  # outer scales are few, and a scale of the tensor has no rows
@@ -175,8 +180,16 @@ class PackedWeight(nn.Module):
         return tensor if tensor.dtype == dtype else tensor.view(dtype)
 
     def dequantised(self) -> torch.Tensor:
-        """The weight's values, in weight_dtype."""
-        raise NotImplementedError
+        """The contiguous weight in the original parameter's shape, in weight_dtype."""
+        dtype = self.weight_dtype if self.weight_dtype in FLOAT_DTYPES else torch.float32
+        given = *map(self.part, BUFFERS), self.layer_format.weight, self.in_features, dtype
+        if self.experts is None:
+            weight = torch.ops.fp4compile.dequantize(*given)
+        else:
+            outer = self.activation_outer_on(self.weight_data.device)
+            weight = torch.ops.fp4compile.expert_weights(*given, self.layer_format.activation, outer)
+        weight = weight.to(self.weight_dtype)
+        return weight.mT.contiguous() if self.in_first else weight
 
     def read(self) -> torch.Tensor:
         """`dequantised`, for the module's readers. In eager mode, a write to the tensor packs again."""
@@ -188,17 +201,20 @@ class PackedWeight(nn.Module):
     def store_again(self, values: torch.Tensor) -> None:
         """Quantise other values of `dequantised`'s shape by the layer's own format and rule, and warn of its cost."""
         self.store(values)
+        wanted, got = values.detach().float(), self.dequantised().detach().float()
+        sqnr = decibels(float(wanted.square().sum()), float((wanted - got).square().sum()))
         # Whole decibels, because Python gives a warning of one text once: a merged model has hundreds of layers.
         warnings.warn(
             "a packed layer was given other weights, as by the merging of an adapter, and packed them again in "
-            f"{self.layer_format.weight}: SQNR {_sqnr(values, self.dequantised()):.0f} dB",
+            f"{self.layer_format.weight}: SQNR {sqnr:.0f} dB",
             stacklevel=3,
         )
 
     @property
     def scale_layout(self) -> str:
         """The current layout of the block scales, "linear" or "swizzled"."""
-        return layout_of(self.weight_scales, matrices=self.experts is not None)
+        flat = 1 if self.experts is None else 2  # swizzled scales are one flat run for each matrix
+        return "swizzled" if self.weight_scales is not None and self.weight_scales.dim() == flat else "linear"
 
     def _apply(self, fn: Callable, recurse: bool = True) -> "PackedWeight":
         """Move and cast as every module does, except codes and scales, which only move."""
@@ -299,7 +315,13 @@ class PackedWeight(nn.Module):
     @property
     def description(self) -> dict[str, Any]:
         """The layer's format and sizes, which files of packed models hold."""
-        return asdict(self.layer_format) | {"in_features": self.in_features, "out_features": self.out_features}
+        found = asdict(self.layer_format) | {"in_features": self.in_features, "out_features": self.out_features}
+        return found if self.experts is None else found | {"experts": self.experts, "in_first": self.in_first}
+
+    def extra_repr(self) -> str:
+        layer_format, experts = self.layer_format, "" if self.experts is None else f"{self.experts} experts, "
+        return (f"{experts}{self.in_features}, {self.out_features}, weight={layer_format.weight}, "
+                f"activation={layer_format.activation or 'as it comes'}")  # fmt: skip
 
 
 _inductor_patches.leave_buffers_out_of_ddp(PackedWeight)
@@ -430,11 +452,16 @@ def packed_in(model: nn.Module) -> dict[str, PackedWeight]:
     Raises TypeError if `model` is no module, ValueError if it has no packed weight.
     """
     check_module(model)
-    named = model.named_modules(remove_duplicate=False)
-    found = {name: module for name, module in named if isinstance(module, PackedWeight)}
+    found = packed_modules(model)
     if not found:
         raise ValueError("model: has no packed layer; call fp4compile.pack_ first")
     return found
+
+
+def packed_modules(model: nn.Module) -> dict[str, PackedWeight]:
+    """The packed weights of a model, if it has any, by every name."""
+    named = model.named_modules(remove_duplicate=False)
+    return {name: module for name, module in named if isinstance(module, PackedWeight)}
 
 
 def tensors_of(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -511,9 +538,3 @@ def buffer_shapes(layer: PackedWeight) -> dict[str, tuple[tuple[int, ...], torch
     if fmt.outer:
         shapes["weight_outer"] = ((*lead, layer.out_features, 1) if fmt.outer == "row" else lead, torch.float32)
     return shapes
-
-
-def _sqnr(wanted: torch.Tensor, got: torch.Tensor) -> float:
-    """The ratio of signal to quantisation noise in dB: sum wanted^2 over sum (wanted - got)^2."""
-    wanted, got = wanted.detach().float(), got.detach().float()
-    return decibels(float(wanted.square().sum()), float((wanted - got).square().sum()))

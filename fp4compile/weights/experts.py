@@ -18,7 +18,7 @@ from torch.nn.utils import parametrize
 
 from fp4compile.analysis.module_names import packed_name, parameter_name
 from fp4compile.formats.quantize_spec import FLOAT_DTYPES
-from fp4compile.weights.buffers import BUFFERS, LayerFormat, PackedWeight
+from fp4compile.weights.buffers import STATE_HOOKS, LayerFormat, PackedWeight
 
 # The parameters of experts that the functions of transformers read, depending on `is_transposed`.
 _DECLARED = ("gate_up_proj", "up_proj", "down_proj")
@@ -27,10 +27,6 @@ _KNOWN = {("transformers.models.llama4.modeling_llama4", "Llama4TextExperts"): T
 # The attribute of a class made here that holds its origin: the class without packed parameters, their names, and the
 # names of all parameters that its first module had, in order.
 _MADE_OF = "_fp4compile_made_of"
-# Hooks that may read or write the parameter in a state dict. All other hooks stay with the module.
-_REFUSED_HOOKS = (
-    "_state_dict_hooks", "_state_dict_pre_hooks", "_load_state_dict_pre_hooks", "_load_state_dict_post_hooks",
-)  # fmt: skip
 
 
 class PackedExperts(PackedWeight):
@@ -45,25 +41,6 @@ class PackedExperts(PackedWeight):
     def forward(self) -> torch.Tensor:
         """The contiguous weights, dequantised anew at each call; see `DequantizedWeight` for writes to them."""
         return self.read() if self.adapted is None else self.adapted
-
-    def dequantised(self) -> torch.Tensor:
-        """The contiguous weights in the original parameter's shape, in weight_dtype."""
-        dtype = self.weight_dtype if self.weight_dtype in FLOAT_DTYPES else torch.float32
-        weights = torch.ops.fp4compile.expert_weights(
-            *map(self.part, BUFFERS), self.layer_format.weight, self.in_features, dtype,
-            self.layer_format.activation, self.activation_outer_on(self.weight_data.device),
-        ).to(self.weight_dtype)  # fmt: skip
-        return weights.transpose(1, 2).contiguous() if self.in_first else weights
-
-    @property
-    def description(self) -> dict[str, Any]:
-        """The format and sizes, which files of packed models hold."""
-        return super().description | {"experts": self.experts, "in_first": self.in_first}
-
-    def extra_repr(self) -> str:
-        activation = self.layer_format.activation or "as it comes"
-        return (f"{self.experts} experts, {self.in_features}, {self.out_features}, weight={self.layer_format.weight}, "
-                f"activation={activation}")  # fmt: skip
 
 
 def states_of(packed: Mapping[str, PackedWeight]) -> tuple[dict[str, dict], dict[str, dict]]:
@@ -234,7 +211,7 @@ def obstacle(place: Place) -> str | None:
         return f"it is a {type(parameter).__name__}"
     if parameter.dtype not in FLOAT_DTYPES:
         return f"dtype {str(parameter.dtype).removeprefix('torch.')}"
-    if any(getattr(module, name) for name in _REFUSED_HOOKS):
+    if any(getattr(module, name) for name in STATE_HOOKS):
         return "its module has a state-dict hook"
     if hasattr(module, packed_name(place.child)):
         return f"its module has an attribute {packed_name(place.child)!r}"

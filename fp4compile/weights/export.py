@@ -17,7 +17,7 @@ from fp4compile.formats.layouts import ceil_div
 from fp4compile.weights.buffers import PackedWeight, packed_in, tensors_to_write
 from fp4compile.weights.experts import PackedExperts
 from fp4compile.weights.integration import published_names
-from fp4compile.weights.published.conventions import CONFIG, HF_QUANT_CONFIG, LAYOUTS, Layout, divisor_of
+from fp4compile.weights.published.conventions import CONFIG, HF_QUANT_CONFIG, LAYOUTS, Layout, inverted
 from fp4compile.weights.published.expert_modules import parts_of
 from fp4compile.weights.published.expert_names import PublishedNames
 from fp4compile.weights.published.quantization_config import MODELOPT_SCHEMES, Scheme
@@ -153,7 +153,7 @@ def _buffer(layer: PackedWeight, name: str, buffer: str, state: dict[str, torch.
 def _stored(layout: Layout, scheme: Scheme, buffer: str, tensor: torch.Tensor, in_features: int) -> torch.Tensor:
     """A buffer of a packed layer, in the form in which a checkpoint of this layout stores it: codes without padding."""
     if buffer.endswith("_outer"):
-        return divisor_of(tensor).reshape(1) if layout.divides else tensor.clone()
+        return inverted(tensor, divisor=False).reshape(1) if layout.divides else tensor.clone()
     fmt = formats.get(scheme.weight)
     if buffer == "weight_data":
         return tensor[:, : ceil_div(in_features, 2) if fmt.packed else in_features].contiguous().view(fmt.data_dtype)

@@ -20,7 +20,7 @@ from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING, AUTO_
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from fp4compile.analysis.module_names import packed_name
-from fp4compile.weights.buffers import PackedWeight, buffer_shapes, is_extra_state, stored_dtype
+from fp4compile.weights.buffers import PackedWeight, buffer_shapes, is_extra_state, packed_modules, stored_dtype
 from fp4compile.weights.decide import decisions
 from fp4compile.weights.experts import states_of
 from fp4compile.weights.linear import leave_fast_paths, obstacle
@@ -277,9 +277,7 @@ def _mark_initialised(model: nn.Module, weight: Weight, missing: set[str]) -> No
 
 def config_of(model: nn.Module) -> Fp4CompileConfig:
     """The quantization_config of a packed model."""
-    named = model.named_modules(remove_duplicate=False)
-    packed = {name: module for name, module in named if isinstance(module, PackedWeight)}
-    return Fp4CompileConfig(*states_of(packed))
+    return Fp4CompileConfig(*states_of(packed_modules(model)))
 
 
 def attach(model: nn.Module) -> None:

@@ -11,7 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 import fp4compile
 from fp4compile.recipe import named
 from fp4compile.weights.linear import PackedLinear
-from fp4compile.weights.published.conventions import divisor_of, multiplier_of
+from fp4compile.weights.published.conventions import inverted
 from tests.helpers.checkpoints import DATA, E2M1, bits, decoded, tensors_of
 
 MODELOPT = ("modelopt_nvfp4", "modelopt_nvfp4_weight_only", "modelopt_mxfp8")
@@ -354,9 +354,9 @@ def test_outer_scales_of_16_bit_weights_come_back_from_their_divisors():
     for dtype in (torch.bfloat16, torch.float16):
         amax = torch.linspace(2**-8, 4, 3000).to(dtype).float().unique()
         outer = amax / torch.tensor(2688.0)
-        divisor = torch.stack([divisor_of(one) for one in outer])
+        divisor = torch.stack([inverted(one, divisor=False) for one in outer])
         assert torch.equal(divisor, torch.tensor(2688.0) / amax)
-        assert torch.equal(torch.stack([multiplier_of(one) for one in divisor]), outer)
+        assert torch.equal(torch.stack([inverted(one, divisor=True) for one in divisor]), outer)
 
 
 def refused(model, message, folder="nowhere", **arguments):

@@ -180,7 +180,7 @@ def _decoding(layout: Layout, name: str, stored: torch.Tensor) -> torch.Tensor:
         raise ValueError(f"tensor {name!r}: expected one float32, got {stored.dtype} of shape {tuple(stored.shape)}")
     stored = stored.reshape(())
     check_outer(name, stored, TINY)
-    return multiplier_of(stored) if layout.divides else stored
+    return inverted(stored, divisor=True) if layout.divides else stored
 
 
 def _reciprocal(layout: Layout, name: str, outer: torch.Tensor) -> str:
@@ -194,35 +194,16 @@ def _reciprocal(layout: Layout, name: str, outer: torch.Tensor) -> str:
 # ---------------------------------------------------------------- multipliers and divisors
 
 
-def multiplier_of(divisor: torch.Tensor) -> torch.Tensor:
-    """Convert the divisor 2688 / amax to the multiplier amax / 2688, float32 []. See `divisor_of`."""
-    return _converted(divisor, _divisor, _multiplier, _divisor(divisor))
+def inverted(given: torch.Tensor, *, divisor: bool) -> torch.Tensor:
+    """The multiplier amax / 2688 of a divisor 2688 / amax, or (divisor=False) the reverse; float32 [].
 
-
-def divisor_of(multiplier: torch.Tensor) -> torch.Tensor:
-    """Convert the multiplier amax / 2688 to the divisor 2688 / amax, float32 [].
-
-    It is exact where amax is a 16-bit number, as for bf16 and fp16 weights, else the rounded reciprocal.
+    It is exact where amax is a 16-bit number, as for weights in bf16 and fp16, else the rounded reciprocal.
     """
-    return _converted(multiplier, _multiplier, _divisor, multiplier * NVFP4_MAX)
-
-
-_Conversion = Callable[[torch.Tensor], torch.Tensor]
-
-
-def _converted(given: torch.Tensor, to_given: _Conversion, to_other: _Conversion, amax: torch.Tensor) -> torch.Tensor:
-    """The other direction of the outer scale `given`. amax: its approximate amax."""
+    largest = torch.tensor(NVFP4_MAX)  # PyTorch divides a number by a tensor through the reciprocal: two roundings
+    amax = largest / given if divisor else given * largest
     for dtype in (torch.bfloat16, torch.float16):
         near = amax.to(dtype).float()
-        if torch.equal(to_given(near), given):
-            return to_other(near)
+        multiplies, divides = near / largest, largest / near
+        if torch.equal(divides if divisor else multiplies, given):
+            return multiplies if divisor else divides
     return torch.ones(()) / given
-
-
-# A tensor divided by a tensor, because PyTorch divides a number by a tensor through the reciprocal, which rounds twice.
-def _multiplier(amax: torch.Tensor) -> torch.Tensor:
-    return amax / torch.tensor(NVFP4_MAX)
-
-
-def _divisor(amax: torch.Tensor) -> torch.Tensor:
-    return torch.tensor(NVFP4_MAX) / amax
