@@ -211,9 +211,10 @@ class _Scan:
         weight_is_b = product.weight is b
         root = product.weight.root
         why = why_not_packed(product)
-        if why is None and _is_quantised(root) and product.node.meta["val"].dtype in FLOAT_DTYPES:
-            stored = str(root.meta["val"].dtype).removeprefix("torch.")
-            why = f"its weight is stored as {stored}: it is quantised already"
+        stored = root.meta["val"].dtype
+        codes = stored.itemsize == 1 or not (stored.is_floating_point or stored.is_complex)  # of another library
+        if why is None and codes and product.node.meta["val"].dtype in FLOAT_DTYPES:
+            why = f"its weight is stored as {str(stored).removeprefix('torch.')}: it is quantised already"
         if why is not None:
             return replace(_left_alone(product, why), module=module_name(self.parameters[root]))
         roles = ("fprop_x", "fprop_w") if weight_is_b else ("fprop_w", "fprop_x")
@@ -337,12 +338,6 @@ def _computed_from(parameters: dict[Node, str], graph: Graph) -> set[Node]:
         if node.op != "placeholder" and all(arg in found or arg in constants for arg in node.all_input_nodes):
             (found if any(arg in found for arg in node.all_input_nodes) else constants).add(node)
     return found
-
-
-def _is_quantised(root: Node) -> bool:
-    """Whether a parameter holds codes of another library: integers, or floating-point numbers of 8 bits."""
-    dtype = root.meta["val"].dtype
-    return dtype.itemsize == 1 or not (dtype.is_floating_point or dtype.is_complex)
 
 
 def _left_alone(product: Matmul, why: str) -> Gemm:

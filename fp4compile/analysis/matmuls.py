@@ -171,11 +171,14 @@ def _gathered(view: NodeView, parameters: Collection[Node]) -> Side | None:
 
 def why_not_packed(product: Matmul) -> str | None:
     """Why a matmul cannot read its packed weights' codes; None where it can, or where its weight is a parameter."""
-    if product.weight.root.target is GATHERED_WEIGHT:
-        return _why_not_gathered(_as_stored(product))
-    if product.weight.root.target is not EXPERT_WEIGHTS:
+    gathered = product.weight.root.target is GATHERED_WEIGHT
+    if not gathered and product.weight.root.target is not EXPERT_WEIGHTS:
         return None
     view = _as_stored(product)
+    if gathered:
+        if view.key == _all(view).key and all(dtype in FLOAT_DTYPES for dtype in view.casts):
+            return None
+        return "a part of a weight that was gathered quantised, or its transpose: it is dequantised"
     if not all(dtype in FLOAT_DTYPES for dtype in view.casts):
         return "packed weights that are cast to another dtype than of floats: they are dequantised"
     if view.key in (_all(view).key, _one(view).key) and view.offset % _elements(view) == 0:
@@ -183,13 +186,6 @@ def why_not_packed(product: Matmul) -> str | None:
     if view.swapped().key in (_all(view).key, _one(view).key):
         return "packed weights that are contracted along another dimension than they are packed: they are dequantised"
     return "a part of packed weights: they are dequantised"
-
-
-def _why_not_gathered(view: NodeView) -> str | None:
-    """Why a forward product cannot read the codes of a gathered weight. view: the weight as [N, K]."""
-    if view.key == _all(view).key and all(dtype in FLOAT_DTYPES for dtype in view.casts):
-        return None
-    return "a part of a weight that was gathered quantised, or its transpose: it is dequantised"
 
 
 def packed_expert(product: Matmul) -> int | None:

@@ -105,7 +105,8 @@ def plan(
             "fp4compile.block_recipe(recipe, model, block)",
             stacklevel=2,
         )
-    training = recipe.weight_scales != "amax" and _has_gradients(gemms)
+    graphs = {gemm.node.graph for gemm in gemms}  # the captured graph, or the bodies of regions in it
+    training = recipe.weight_scales != "amax" and any(map(tangent_dependent, graphs))
     target = None if meta is None else meta.target
     decisions = [_decide(gemm, recipe, model, target, training) for gemm in gemms]
     return _with_layers_reasons(decisions)
@@ -126,33 +127,26 @@ def _with_layers_reasons(decisions: list[Decision]) -> list[Decision]:
     ]
 
 
-def _has_gradients(gemms: list[Gemm]) -> bool:
-    """Whether a graph of the products computes gradients: the captured graph, or the body of a region in it."""
-    return any(map(tangent_dependent, {gemm.node.graph for gemm in gemms}))
-
-
 def _decide(gemm: Gemm, recipe: Recipe, model: "Model", meta: Target | None, training: bool) -> Decision:
     if gemm.packed is not None:
         a, b = (None if fmt is None else Treatment(fmt) for fmt in gemm.packed)
-        return Decision(gemm, a=a, b=b, tier=_tier_of_packed(gemm))
+        product = scaled_mm_of(gemm.node)
+        return Decision(gemm, a=a, b=b, tier=product.choice.tier if product.on_gpu else "reference")
     reason = gemm.unsupported or _unfit(gemm, meta)
     if reason is not None:
         return Decision(gemm, reason)
     weight = gemm.packed_weight
     if weight is not None and not is_gathered(weight.source):
         return _of_packed_experts(gemm, weight, meta)
-    decision = _by_recipe(gemm, recipe, model, meta, training)
+    layer_recipe, reason = of_layer(_layer(gemm), recipe, model)
+    if layer_recipe is not None and not layer_recipe.quantizes(gemm.product):
+        reason = _left_by_recipe(gemm, layer_recipe)
+    quantised = layer_recipe is not None and reason is None
+    decision = _quantised(gemm, layer_recipe, recipe, meta, training) if quantised else Decision(gemm, reason)
     if weight is not None and decision.reason is not None:
         found = gathered_weight_of(weight.source).operand_for(str(weight.role)).format.name
         return replace(decision, reason=f"{decision.reason}; its weight was gathered in {found}")
     return decision
-
-
-def _by_recipe(gemm: Gemm, recipe: Recipe, model: "Model", meta: Target | None, training: bool) -> Decision:
-    layer_recipe, reason = of_layer(_layer(gemm), recipe, model)
-    if layer_recipe is None or not layer_recipe.quantizes(gemm.product):
-        return Decision(gemm, reason if layer_recipe is None else _left_by_recipe(gemm, layer_recipe))
-    return Decision(gemm, reason) if reason else _quantised(gemm, layer_recipe, recipe, meta, training)
 
 
 @dataclass(frozen=True)
@@ -238,7 +232,11 @@ def _quantised(gemm: Gemm, layer_recipe: Recipe, recipe: Recipe, meta: Target | 
             hadamard = gemm.product in layer_recipe.hadamard
             chosen[side] = Treatment(fmt, outer, stochastic, hadamard, scale_rule=rule)
     a, b = chosen.get("a"), chosen.get("b")
-    if _reads_swizzled(gemm, a, b, meta):
+    if gemm.packed_weight is not None:  # a gathered weight has its layout already
+        swizzled = is_swizzled(gathered_weight_of(gemm.packed_weight.source).operand_for(str(gemm.packed_weight.role)))
+    else:
+        swizzled = _tier(gemm, *_swizzled(a, b), meta) == "native"
+    if swizzled:
         a, b = _swizzled(a, b)
     return Decision(gemm, a=a, b=b, tier=_tier(gemm, a, b, meta), weight_scales=weight_scales, note=note,
                     fast_accumulation=gemm.product in layer_recipe.fast_accumulation)  # fmt: skip
@@ -259,14 +257,6 @@ def _misfit(gemm: Gemm, weight: GemmOperand, recipe: Recipe) -> str | None:
             "for which the weight's codes are not gathered; call gather_quantized_(..., recompute=True)"
         )
     return None
-
-
-def _reads_swizzled(gemm: Gemm, a: Treatment | None, b: Treatment | None, meta: Target | None) -> bool:
-    """Whether the operands' block scales are swizzled: as a gathered weight has them, else where that is native."""
-    weight = gemm.packed_weight
-    if weight is not None:
-        return is_swizzled(gathered_weight_of(weight.source).operand_for(str(weight.role)))
-    return _tier(gemm, *_swizzled(a, b), meta) == "native"
 
 
 def _of_packed_experts(gemm: Gemm, weight: GemmOperand, meta: Target | None) -> Decision:
@@ -309,12 +299,6 @@ def _tier(gemm: Gemm, a: Treatment | None, b: Treatment | None, meta: Target | N
             types, m, n = types[::-1], n, m
         return choose(Problem(*types, m, n, k, out.dtype, target, None, batches, True)).tier
     return choose(Problem(*types, m, n, k, out.dtype, target)).tier
-
-
-def _tier_of_packed(gemm: Gemm) -> str:
-    """The tier of a product that was quantised before the graph was captured, read from its node."""
-    product = scaled_mm_of(gemm.node)
-    return product.choice.tier if product.on_gpu else "reference"
 
 
 def _operand_type(operand: GemmOperand, treatment: Treatment | None, grouped: bool = False) -> OperandType:

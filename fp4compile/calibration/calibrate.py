@@ -54,10 +54,13 @@ def calibrate(
     if not 0 < percentile <= 100:
         raise ValueError(f"percentile={percentile}: expected a number above 0 and at most 100")
     kept: dict[str, tuple[Clipping, str]] = {}
+    clippings: dict[str, Callable[[str], Clipping]] = {
+        "max": lambda format: Largest(), "percentile": lambda format: Percentile(percentile), "mse": LeastSquares
+    }  # fmt: skip
 
     def see(names: set[str], format: str, activation: torch.Tensor) -> None:
         for name in names:
-            clipping, _ = kept.setdefault(name, (_clipping(method, percentile, format), format))
+            clipping, _ = kept.setdefault(name, (clippings[method](format), format))
             clipping.see(activation)
 
     watched = Observation(model, chosen, see)
@@ -77,12 +80,6 @@ def calibrate(
         )
     factors = {name: _decode_factor(name, *of_layer) for name, of_layer in kept.items() if name not in unseen}
     return chosen.replace(static_scales={name: factor for name, factor in factors.items() if factor is not None})
-
-
-def _clipping(method: str, percentile: float, format: str) -> Clipping:
-    if method == "max":
-        return Largest()
-    return Percentile(percentile) if method == "percentile" else LeastSquares(format)
 
 
 def _decode_factor(name: str, clipping: Clipping, format: str) -> float | None:

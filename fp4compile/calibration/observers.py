@@ -36,7 +36,7 @@ class Observation:
         self.now: names.Names | None = None
         self.layers: dict[int, set[str]] = {}  # the names of the layers of each weight, by the weight's address
         self.outside = _Outside()
-        self.run = run_captured(model, self._watched, self._enter, joint=False)
+        self.run = run_captured(model, self._watched, lambda known, now: setattr(self, "now", now), joint=False)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         with self.outside:
@@ -45,9 +45,6 @@ class Observation:
     def unseen(self) -> set[str]:
         """The names of the layers that have also run outside of the captured graphs."""
         return set().union(*(self.layers.get(address, ()) for address in self.outside.addresses))
-
-    def _enter(self, known: names.Names, now: names.Names) -> None:
-        self.now = now
 
     def _watched(self, module: GraphModule, known: names.Names, _: int | None) -> Callable:
         """The graph with a call of `_saw` behind each product."""

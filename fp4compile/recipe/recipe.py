@@ -270,7 +270,10 @@ class Recipe:
     @classmethod
     def from_json(cls, path: str | Path) -> "Recipe":
         """The recipe of a JSON file: an object of fields as in `from_dict`. Raises as `from_toml`."""
-        fields = sources.read_json(path)
+        try:
+            fields = json.loads(Path(path).read_text(encoding="utf-8"))
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f"{path} is not JSON: {error}") from error
         with sources.errors_name(f"{path}: "):
             return cls.from_dict(fields)
 

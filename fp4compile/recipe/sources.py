@@ -61,14 +61,6 @@ def _uncut(path: str | Path, fields: Any) -> Any:
     return {name: value for name, value in fields.items() if name != _OPENING and not (whole and name == _CLOSING)}
 
 
-def read_json(path: str | Path) -> Any:
-    """The value in a JSON file. Raises ValueError for a file that is not JSON."""
-    try:
-        return json.loads(Path(path).read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{path} is not JSON: {error}") from error
-
-
 def write(path: str | Path, fields: dict[str, Any]) -> None:
     """Write recipe fields to a .toml or .json file. See `Recipe.save`."""
     ending = Path(path).suffix

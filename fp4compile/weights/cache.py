@@ -47,9 +47,9 @@ class Piece:
 class Form:
     """The arguments of the quantise op by which a weight, or a piece of it, is packed.
 
-    promised: whether the user promises to call `refresh` after a write of a collective or of FSDP
-    (`weight_cache="always"`). `form` makes one object for each combination, so that they are compared by identity,
-    which is cheap.
+    grouped: whether each matrix is quantised separately. promised: whether the user promises to call `refresh` after a
+    write of a collective or of FSDP (`weight_cache="always"`). Forms are compared by identity, which is cheap: `form`
+    makes one object for each combination.
     """
 
     format: str
@@ -62,22 +62,14 @@ class Form:
 
 
 def form(
-    format: str,
-    dim: int = -1,
-    layout: str = "linear",
-    piece: Piece | None = None,
-    grouped: bool = False,
-    scale_rule: str = "amax",
-    promised: bool = False,
-) -> Form:
-    """The form of a quantise. grouped: whether each matrix is quantised separately. promised: see `Form`."""
+    format: str, dim: int = -1, layout: str = "linear", piece: Piece | None = None, grouped: bool = False,
+    scale_rule: str = "amax", promised: bool = False,
+) -> Form:  # fmt: skip
+    """The one form of these arguments; see `Form`."""
     return _form(format, dim, layout, piece, grouped, scale_rule, promised)
 
 
-# Separate from `form`, because the cache distinguishes positional from keyword arguments; `form` passes all positional.
-_form = functools.cache(Form)
-
-
+_form = functools.cache(Form)  # separate, because the cache distinguishes positional from keyword arguments
 _lock = threading.Lock()
 
 

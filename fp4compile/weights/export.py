@@ -55,7 +55,8 @@ def export_packed(
     packed, names, state = packed_in(model), published_names(model), tensors_to_write(model)
     layers = _layers(packed, LAYOUTS[layout], names, state)
     tensors = _plain(packed, names, state)
-    left = sorted({_module(name) for name, tensor in tensors.items() if name.endswith(".weight") and tensor.dim() == 2})
+    matrices = (name for name, tensor in tensors.items() if name.endswith(".weight") and tensor.dim() == 2)
+    left = sorted(name.removesuffix(".weight") for name in matrices)
     for name, layer in layers.items():
         tensors |= {f"{name}.{suffix}": tensor for suffix, tensor in layer.tensors.items()}
     schemes = {name: layer.scheme for name, layer in layers.items()}
@@ -96,15 +97,11 @@ def _parts(
 ) -> Iterable[tuple[str, torch.Tensor]]:
     """The checkpoint's layers for a packed weight, each with its part of one of the weight's tensors."""
     if not isinstance(module, PackedExperts):
-        return [(_module(str(names.source(f"{name}.weight"))), tensor)]
+        return [(str(names.source(f"{name}.weight")).removesuffix(".weight"), tensor)]
     experts = names.source(parameter_name(name))
     if isinstance(experts, str):
         raise ValueError(f"model: {name!r} has packed experts, whose names in checkpoints are not known")
     return parts_of(experts, tensor)
-
-
-def _module(weight: str) -> str:
-    return weight.removesuffix(".weight")
 
 
 def _scheme(name: str, layer: PackedWeight, layout: str) -> Scheme:

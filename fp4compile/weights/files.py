@@ -207,27 +207,19 @@ def _device(device: str | torch.device | None) -> torch.device:
 
 
 def _read(path: Path) -> tuple[States, dict[str, torch.Tensor], Sharing | None]:
-    """(states of the packed layers and of the packed experts, tensors by name, sharing) of a file.
-
-    sharing: which tensors share memory; None for a file of version 0.1.
-    """
+    """(states, tensors by name, which tensors share memory) of a file; no sharing for a file of version 0.1."""
     metadata, tensors = read_metadata(path)[_METADATA], read_tensors(path)
     with naming(path):
-        states, sharing, old = _parse(metadata)
-        return states, restored(tensors, sharing), None if old else sharing
-
-
-def _parse(metadata: str) -> tuple[States, Sharing, bool]:
-    """(states of packed layers and experts, which tensors share memory, whether the file is of version 0.1)."""
-    try:
-        content = parse_json(metadata)
-        if not isinstance(content, dict):
-            raise ValueError(f"expected an object, got {type(content).__name__}")
-        states: Any = content.get("layers"), content.get("experts", {})  # files of version 0.1 lack experts
-        check_states(*states)
-        return states, sharing_of(content), "tied" not in content
-    except ValueError as error:
-        raise ValueError(f"its metadata is not what fp4compile.save_packed writes: {error}") from error
+        try:
+            content = parse_json(metadata)
+            if not isinstance(content, dict):
+                raise ValueError(f"expected an object, got {type(content).__name__}")
+            states: Any = content.get("layers"), content.get("experts", {})  # files of version 0.1 lack experts
+            check_states(*states)
+            sharing = sharing_of(content)
+        except ValueError as error:
+            raise ValueError(f"its metadata is not what fp4compile.save_packed writes: {error}") from error
+        return states, restored(tensors, sharing), sharing if "tied" in content else None
 
 
 # ---------------------------------------------------------------- checks before the model is changed

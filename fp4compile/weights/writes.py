@@ -158,7 +158,7 @@ def refresh(model: torch.nn.Module | torch.Tensor | Iterable[torch.Tensor] | Non
     Raises TypeError for anything else.
     """
     if model is None:
-        _mark_all()
+        _mark(None)
         return
     if isinstance(model, torch.nn.Module):
         model = itertools.chain(model.parameters(), model.buffers())
@@ -173,23 +173,13 @@ def refresh(model: torch.nn.Module | torch.Tensor | Iterable[torch.Tensor] | Non
     _mark(tensors)
 
 
-def _mark(tensors: Iterable[Any]) -> None:
-    """Mark the storages of tensors, or of all packed weights while FSDP may gather weights from the tensors."""
-    if in_group():
-        _mark_all()
-    elif _storages:
-        _mark_storages(_addresses(tensors))
-
-
-def _mark_all() -> None:
-    _mark_storages(list(_storages))
-
-
-def _mark_storages(addresses: Iterable[int]) -> None:
-    for address in addresses:
-        storage = _storages.get(address)
-        if storage is not None:
-            storage.mark = next(_marks)
+def _mark(tensors: Iterable[Any] | None) -> None:
+    """Mark the storages of tensors; of all packed weights for None, and while FSDP may gather them from the tensors."""
+    if _storages:
+        for address in list(_storages) if tensors is None or in_group() else _addresses(tensors):
+            storage = _storages.get(address)
+            if storage is not None:
+                storage.mark = next(_marks)
 
 
 def _addresses(tensors: Iterable[Any]) -> Iterator[int]:

@@ -36,8 +36,9 @@ def in_model(model: nn.Module, contents: Contents, names: PublishedNames) -> Con
     for layer, state in contents.layers.items():
         target = names.layer(layer)
         if not target.leaves:
-            inner = _in_features(modules, target.name)
-            found.layers[target.name] = state if inner is None else _fitted(contents, layer, inner)
+            module = modules.get(target.name)
+            linear = module is not None and is_linear(module)
+            found.layers[target.name] = _fitted(contents, layer, sizes(module)[0]) if linear else state
     known = set(model.state_dict()) | {f"{layer}.{buffer}" for layer in found.layers for buffer in BUFFERS}
     # A tensor that the model does not have keeps its name for the error message below.
     renamed = {name: target.name if target.name in known else name
@@ -171,12 +172,6 @@ def _check(experts: Experts, layers: list[str], shape: tuple[int, int], contents
         if first != fmt:
             raise ValueError(f"layers {layers[0]!r} and {layer!r} are {first} and {fmt}; as parts of {experts.name!r} "
                              "they must have the same format")  # fmt: skip
-
-
-def _in_features(modules: dict[str, nn.Module], name: str) -> int | None:
-    """The in features of the model's linear layer of a name; None where it has none."""
-    module = modules.get(name)
-    return sizes(module)[0] if module is not None and is_linear(module) else None
 
 
 def _fitted(contents: Contents, layer: str, inner: int) -> dict:
