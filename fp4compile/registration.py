@@ -61,7 +61,7 @@ def register_with_transformers() -> None:
     Raises ImportError where transformers 5 or later is not installed.
     """
     check_version()
-    from fp4compile.weights.pack_on_load import register
+    from fp4compile.weights.transformers import register
 
     register()
 

@@ -24,7 +24,7 @@ from torch.fx import Graph
 from fp4compile import config
 from fp4compile.analysis import flops
 from fp4compile.analysis.find import find
-from fp4compile.analysis.gemm import Gemm, Input, Operand
+from fp4compile.analysis.gemm import Gemm, GemmOperand, Input
 from fp4compile.analysis.gradients import is_nested
 from fp4compile.analysis.plan import Decision, Treatment, plan
 from fp4compile.formats import formats
@@ -245,7 +245,7 @@ def _weight_bytes(decision: Decision) -> dict[str, int | None]:
     return {}
 
 
-def _operand_format(operand: Operand | None, treatment: Treatment | None) -> str | None:
+def _operand_format(operand: GemmOperand | None, treatment: Treatment | None) -> str | None:
     """The format of a quantised operand, the dtype of any other operand; None where the operand is unknown."""
     if treatment is not None:
         return treatment.format
