@@ -10,8 +10,8 @@ from fp4compile.formats.formats import BlockFormat
 from fp4compile.ops.functional import BlockScaled, quantize, scaled_grouped_mm, scaled_mm
 from fp4compile.recipe import Recipe, add_arguments, recipes
 from fp4compile.registration import register_with_accelerate, register_with_transformers
-from fp4compile.report.explain import explain
 from fp4compile.report.report import Report
+from fp4compile.roofline.explain import explain
 from fp4compile.weights.buffers import make_shardable_
 from fp4compile.weights.export import export_packed
 from fp4compile.weights.files import load_packed, save_packed

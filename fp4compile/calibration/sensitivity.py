@@ -18,13 +18,13 @@ from fp4compile.analysis.find import parameters_of
 from fp4compile.analysis.gemm import Gemm
 from fp4compile.analysis.plan import Decision
 from fp4compile.calibration import batches as sample
+from fp4compile.capture import run_captured
 from fp4compile.formats.groups import Groups
 from fp4compile.passes.manager import analyse
 from fp4compile.passes.rewrite import insert
 from fp4compile.recipe import Recipe, resolve
 from fp4compile.report import names, page
 from fp4compile.report.decibels import decibels
-from fp4compile.report.explain import run_captured
 from fp4compile.report.product_row import one_line
 from fp4compile.report.progress import with_bar
 from fp4compile.report.view import Column, Line, View

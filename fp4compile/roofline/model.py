@@ -6,7 +6,7 @@ steps of one or more kernels. A step takes
     launches * seconds of a launch + turns * seconds of a turn
         + max(FLOPs / rate of the matrix units, bytes / rate of the memory)
 
-FLOPs count whole tiles where a kernel has one tile for all shapes (`roofline.sizes.Sizes.flops`). The recipe determines
+FLOPs count whole tiles where a kernel has one tile for all shapes (`layer_sizes.Sizes.flops`). The recipe determines
 which operands are quantised and how; `templates.choose` names the kernel of each product. The model counts how often an
 operand is read, the codes and scales that are written, the dequantised copies of the emulated tier, and the pass after
 a product whose rescale is not fused. Bytes are counted once for each kernel that moves them; the L2 cache between
@@ -30,8 +30,8 @@ from fp4compile.formats.quantize_spec import holds_values
 from fp4compile.hardware import GPUS, Gpu, named
 from fp4compile.recipe import Recipe, resolve
 from fp4compile.recipe.named_recipes import OPERANDS
-from fp4compile.roofline.product_steps import Chosen, memory_pass, plain_step, product_steps, tiles_of
-from fp4compile.roofline.sizes import Experts, Sizes
+from fp4compile.roofline.layer_sizes import Experts, Sizes
+from fp4compile.roofline.product_steps import Chosen, memory_pass, plain_step, product_steps
 from fp4compile.roofline.time_terms import BF16, BOTH_WAYS, COLUMN, ROWS, Prediction, Step, Use, quantise_step, stored
 from fp4compile.templates.choose import choose
 from fp4compile.templates.problem import OperandType, Problem
@@ -208,25 +208,25 @@ def _with_layout(a: Use | None, b: Use | None, gpu: Gpu, sizes: Sizes, native: b
     experts = sizes.experts
     by_offsets = experts is not None and experts.grouping == "rows"
     types = _operand_type(a, native, by_offsets), _operand_type(b, native, by_offsets)
-    outer = types[0].outer, types[1].outer
+    rows, contraction = sizes.rows, sizes.contraction
     if experts is not None and experts.grouping != "batch":
-        problem = Problem(*types, sizes.rows, sizes.columns, sizes.contraction, torch.bfloat16, gpu.target,
+        problem = Problem(*types, rows, sizes.columns, contraction, torch.bfloat16, gpu.target,
                           ragged="contraction" if sizes.along_k else "rows", groups=sizes.count)  # fmt: skip
         choice = choose(problem)
         if by_offsets or choice.kernel == "grouped_skinny":  # grouped_skinny also takes matrices by index
             dtype = problem.compute_dtype if by_offsets and None not in (a, b) else None
             values = dtype if choice.dequantizes_a else None, dtype if choice.dequantizes_b else None
-            return Chosen(choice.kernel, choice.tier, False, outer, values, tiles_of(choice, gpu))
-    rows, contraction = sizes.rows, sizes.contraction
-    if experts is not None:
-        rows, contraction = (rows, ceil_div(contraction, sizes.count)) if sizes.along_k else (
-            ceil_div(rows, sizes.count), contraction)  # fmt: skip
-    choice = choose(Problem(*types, rows, sizes.columns, contraction, torch.bfloat16, gpu.target, None, sizes.count,
-                            experts is not None))  # fmt: skip
-    alone = experts is None
+            return Chosen.of(choice, problem, gpu, values=values)
+    if experts is not None and sizes.along_k:
+        contraction = ceil_div(contraction, sizes.count)
+    elif experts is not None:
+        rows = ceil_div(rows, sizes.count)
+    problem = Problem(*types, rows, sizes.columns, contraction, torch.bfloat16, gpu.target, None, sizes.count,
+                      experts is not None)  # fmt: skip
+    choice, alone = choose(problem), experts is None
     of_values = alone and choice.dequantizes_a and choice.dequantizes_b and [x.scale for x in types] == ["e8m0"] * 2
     held = torch.bfloat16 if of_values else None
-    return Chosen(choice.kernel, choice.tier, choice.dequantizes_a and alone, outer, (held, held))
+    return Chosen.of(choice, problem, gpu, fake_quantizes=choice.dequantizes_a and alone, values=(held, held))
 
 
 def _operand_type(use: Use | None, native: bool, by_offsets: bool) -> OperandType:

@@ -10,9 +10,10 @@ import torch
 
 from fp4compile.formats.formats import BlockFormat
 from fp4compile.hardware import Gpu
-from fp4compile.roofline.sizes import Sizes
+from fp4compile.roofline.layer_sizes import Sizes
 from fp4compile.roofline.time_terms import BF16, FLOAT32, KERNELS, LIBRARY, OUTER_SCALES, Kernel, Step, stored
 from fp4compile.templates.choose import Choice
+from fp4compile.templates.problem import Problem
 
 
 @dataclass(frozen=True)
@@ -27,10 +28,16 @@ class Chosen:
 
     kernel: str
     tier: str
-    fake_quantizes: bool
     outer: tuple[str, str]
+    fake_quantizes: bool = False
     values: tuple[torch.dtype | None, torch.dtype | None] = (None, None)
     tiles: tuple[tuple[int, int], int] | None = None
+
+    @classmethod
+    def of(cls, choice: Choice, problem: Problem, gpu: Gpu, **fields: Any) -> "Chosen":
+        """The kernel that a `Choice` names, with the tiles of its launch. fields: `fake_quantizes`, `values`."""
+        outer = problem.a.outer, problem.b.outer
+        return cls(choice.kernel, choice.tier, outer=outer, tiles=_tiles_of(choice, gpu), **fields)
 
     @property
     def shares(self) -> Kernel:
@@ -87,7 +94,7 @@ def memory_pass(name: str, product: str, moved: Any, gpu: Gpu, launches: int = 1
     return Step(name, product, 0, moved, gpu.bf16, gpu.copy_rate, launches * gpu.launch, launches=launches)
 
 
-def tiles_of(choice: Choice, gpu: Gpu) -> tuple[tuple[int, int], int] | None:
+def _tiles_of(choice: Choice, gpu: Gpu) -> tuple[tuple[int, int], int] | None:
     """`Chosen.tiles` of a grouped kernel; None for a kernel whose launch is not modelled."""
     config = choice.config
     if choice.kernel == "grouped_skinny":

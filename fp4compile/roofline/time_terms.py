@@ -1,20 +1,19 @@
 """The terms of predicted times: steps, how an operand is quantised, the shares that kernels reach, and the host's part.
 
-`roofline.model` makes the steps of a layer from the sizes in `roofline.sizes`. `KERNELS`, `LIBRARY` and the names below
+`roofline.model` makes the steps of a layer from the sizes in `layer_sizes`. `KERNELS`, `LIBRARY` and the names below
 them are the only definitions of kernels' shares and launches, as `hardware` is for a GPU's shares and launches.
 
 Predicted times are the GPU's, as under CUDA graphs. Without CUDA graphs the host issues each launch from the
 code that Inductor generates, and the GPU waits for the host where that takes longer than the kernels.
 """
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
 from fp4compile.formats.formats import BlockFormat
 from fp4compile.formats.layouts import ceil_div, swizzled_numel
 from fp4compile.hardware import Gpu
-from fp4compile.roofline.sizes import largest
+from fp4compile.roofline.layer_sizes import largest
 
 BF16, FLOAT32 = 2, 4  # bytes
 ROWS, BOTH_WAYS, COLUMN = "rows", "both", "columns"  # directions of quantising
@@ -245,33 +244,3 @@ def stored(fmt: BlockFormat, lines: Any, length: Any, native: bool) -> Any:
     if native:  # in the swizzled layout, square blocks also have a scale for each row
         return codes + swizzled_numel(lines, blocks)
     return codes + ceil_div(lines, fmt.block[0] if fmt.block else 1) * blocks
-
-
-@dataclass(frozen=True)
-class GraphLaunches:
-    """What a graph launches, forward and backward together.
-
-    count: the number of launches. seconds: the predicted seconds of the GPU for all of them.
-    """
-
-    count: int = 0
-    seconds: float = 0.0
-
-    def __add__(self, other: "GraphLaunches") -> "GraphLaunches":
-        return GraphLaunches(self.count + other.count, self.seconds + other.seconds)
-
-    @property
-    def host_seconds(self) -> float:
-        """The predicted seconds of the host to issue the launches without CUDA graphs."""
-        return LAUNCH * self.count
-
-    @property
-    def host_binds(self) -> bool:
-        """Whether issuing the launches takes longer than running them."""
-        return self.host_seconds > self.seconds
-
-
-def launches_of(steps: Iterable[Step]) -> GraphLaunches:
-    """The launches of a graph's steps together."""
-    steps = list(steps)
-    return GraphLaunches(sum(step.launches for step in steps), sum(step.seconds for step in steps))

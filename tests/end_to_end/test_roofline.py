@@ -20,11 +20,11 @@ from fp4compile import hardware
 from fp4compile.formats import formats, reference
 from fp4compile.formats.layouts import to_swizzled
 from fp4compile.recipe import recipes
+from fp4compile.roofline import layer_sizes as roofline_sizes
 from fp4compile.roofline import model as roofline
-from fp4compile.roofline import sizes as roofline_sizes
 from fp4compile.roofline import time_terms
+from fp4compile.roofline.layer_sizes import Sizes
 from fp4compile.roofline.model import GPUS, Experts, Gpu, predict
-from fp4compile.roofline.sizes import Sizes
 from fp4compile.templates import choose
 from fp4compile.templates.gemm import cost
 from tests.helpers import without_codegen

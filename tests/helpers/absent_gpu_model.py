@@ -12,9 +12,9 @@ from torch._subclasses import FakeTensorMode
 from triton.runtime import driver
 
 import fp4compile
+from fp4compile.capture import _boxed
 from fp4compile.hardware import Target
 from fp4compile.passes import hoist
-from fp4compile.report.explain import _boxed
 from fp4compile.report.report import Report
 from fp4compile.templates.launch import dry_run
 from tests.helpers.absent_gpu import NoGpu

@@ -11,7 +11,7 @@ from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._inductor import config
 from torch._inductor.decomposition import select_decomp_table
 
-from fp4compile.report.explain import _boxed
+from fp4compile.capture import _boxed
 
 
 def install(monkeypatch, running=nullcontext, deciding=nullcontext) -> list[dict]:
