@@ -18,9 +18,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fp4compile.backend import Backend, backend
 from fp4compile.calibration.calibrate import calibrate
 from fp4compile.cli import arguments
+from fp4compile.dynamo_backend import Backend, backend
 from fp4compile.recipe import Recipe
 from fp4compile.report.decibels import decibels
 from fp4compile.report.progress import with_bar

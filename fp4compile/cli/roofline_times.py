@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 
-from fp4compile.backend import backend
 from fp4compile.check.run_times import CALLS, NOT_CACHED, graph_time
 from fp4compile.cli.roofline_shapes import Shape
+from fp4compile.dynamo_backend import backend
 from fp4compile.formats.layouts import ceil_div
 from fp4compile.recipe import Recipe, resolve
 

@@ -1,6 +1,5 @@
 """Predicted times of a graph's products, as `explain` reports them, on the meta device."""
 
-import dataclasses
 from html import escape
 
 import pytest

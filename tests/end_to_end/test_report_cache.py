@@ -47,7 +47,7 @@ def file(tmp_path, monkeypatch):
 @pytest.mark.parametrize("content", CONTENTS.values(), ids=CONTENTS)
 def test_rows_that_cannot_be_read_are_missed_loudly(content, file, monkeypatch, caplog):
     """The graph comes from Inductor's cache, and the file of its rows holds something else. It is removed."""
-    backend_module = importlib.import_module("fp4compile.backend")
+    backend_module = importlib.import_module("fp4compile.dynamo_backend")
     monkeypatch.setattr(backend_module, "compile_fx", lambda gm, *args, **kwargs: gm.forward)
     file.parent.mkdir()
     file.write_bytes(content)

@@ -51,7 +51,7 @@ def compiled_for(monkeypatch, model, x, recipe, launches):
         outputs = [node.meta["val"] for node in gm.graph.find_nodes(op="output")[0].args[0]]
         return _boxed(lambda *args: outputs)
 
-    monkeypatch.setattr(importlib.import_module("fp4compile.backend"), "compile_fx_inner", inner_compile)
+    monkeypatch.setattr(importlib.import_module("fp4compile.dynamo_backend"), "compile_fx_inner", inner_compile)
     # Inductor would trace patterns of its own on the GPU.
     monkeypatch.setattr(joint_graph, "lazy_init", lambda *args: None)
     # A fake weight has no contents to quantise, nor an address to know it by.

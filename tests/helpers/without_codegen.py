@@ -26,7 +26,7 @@ def install(monkeypatch, running=nullcontext, deciding=nullcontext) -> list[dict
             seen.append(config.get_config_copy())
         return _compile(gm, example_inputs, config_patches, running, deciding)
 
-    monkeypatch.setattr(importlib.import_module("fp4compile.backend"), "compile_fx", compile_fx)
+    monkeypatch.setattr(importlib.import_module("fp4compile.dynamo_backend"), "compile_fx", compile_fx)
     return seen
 
 

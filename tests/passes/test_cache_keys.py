@@ -117,7 +117,7 @@ def test_mode_and_options_reach_the_key(monkeypatch):
 
 def test_rows_that_are_gone_are_missed_loudly(monkeypatch, caplog):
     """The graph comes from Inductor's cache, so that no pass runs, and its rows were deleted."""
-    module = importlib.import_module("fp4compile.backend")
+    module = importlib.import_module("fp4compile.dynamo_backend")
     monkeypatch.setattr(module, "compile_fx", lambda gm, *args, **kwargs: gm.forward)
     backend = fp4compile.backend("mxfp8", strict=True)
     with warnings.catch_warnings():
@@ -171,7 +171,7 @@ SOURCE = Path(manager.__file__).parents[1]
 
 
 @pytest.mark.parametrize(
-    "changed", ["backend.py", "passes/rewrite.py", "templates/quantize/row.py", "templates/new.py"]
+    "changed", ["dynamo_backend.py", "passes/rewrite.py", "templates/quantize/row.py", "templates/new.py"]
 )
 def test_the_passes_are_kept_by_the_whole_source(changed, tmp_path, monkeypatch):
     """A new version of the package must not run graphs that an older one compiled."""
