@@ -32,12 +32,6 @@ class Shape:
         """Rows of an expert on average; None without experts."""
         return None if self.experts is None else self.m / self.experts
 
-    @property
-    def name(self) -> str:
-        """The shape's label in a plot."""
-        weights = "" if self.experts is None else f"{self.experts}x"
-        return f"{self.layer} {self.m}x{weights}{self.n}x{self.k}".strip()
-
 
 @dataclass(frozen=True)
 class Model:

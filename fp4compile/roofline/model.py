@@ -10,7 +10,7 @@ FLOPs count whole tiles where a kernel has one tile for all shapes (`layer_sizes
 which operands are quantised and how; `templates.choose` names the kernel of each product. The model counts how often an
 operand is read, the codes and scales that are written, the dequantised copies of the emulated tier, and the pass after
 a product whose rescale is not fused. Bytes are counted once for each kernel that moves them; the L2 cache between
-kernels is not modelled. Sizes may be sympy symbols. `hardware` and `roofline.time_terms` have the rates and shares.
+kernels is not modelled. `hardware` and `roofline.time_terms` have the rates and shares.
 
 Nothing here is a measurement. docs/roofline.md has the errors of the predictions on an H200.
 """
@@ -18,9 +18,7 @@ Nothing here is a measurement. docs/roofline.md has the errors of the prediction
 import functools
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
 
-import sympy
 import torch
 
 from fp4compile.formats import formats
@@ -42,30 +40,28 @@ PRODUCTS = ("fprop", "dgrad", "wgrad")
 
 
 def predict(
-    recipe: str | dict | Recipe, gpu: str | Gpu, m: Any, n: Any, k: Any, *, train: bool = False, like: tuple = (),
+    recipe: str | dict | Recipe, gpu: str | Gpu, m: int, n: int, k: int, *, train: bool = False,
     experts: int | Experts | None = None,
 ) -> Prediction:  # fmt: skip
     """Times of a linear layer: activations [m, k], a weight [n, k], bf16 without a bias.
 
     recipe: as for `fp4compile.backend`; its rules and limits are ignored. gpu: a name of `GPUS`, or a `Gpu`.
-    m, n, k: positive whole numbers, or sympy symbols (assume positive integers). train: fprop, dgrad and wgrad, all
-        operands quantised in each step; otherwise fprop alone, with a weight that is packed once (not with
-        `weight_cache="off"`). like: (m, n, k) that choose the kernels instead; needed where a size is a symbol.
+    m, n, k: positive whole numbers. train: fprop, dgrad and wgrad, all operands quantised in each step; otherwise fprop
+        alone, with a weight that is packed once (not with `weight_cache="off"`).
     experts: the number of experts of a weight [experts, n, k]; offsets cut the m rows of all experts into groups. An
         `Experts` describes another grouping. None is one matrix.
 
     Raises ValueError for an unknown GPU or recipe, and for sizes that are not positive whole numbers.
     """
     chosen = resolve(recipe)
-    sizes = tuple(_size(name, value) for name, value in (("m", m), ("n", n), ("k", k)))
-    numbers = tuple(_size("like", value) for value in like) or sizes
-    if len(numbers) != 3 or any(isinstance(size, sympy.Expr) for size in numbers):
-        raise ValueError(f"like={like}: expected the (m, n, k) that choose the kernels; a symbol chooses none")
+    for name, size in (("m", m), ("n", n), ("k", k)):
+        if not isinstance(size, int) or isinstance(size, bool) or size <= 0:
+            raise ValueError(f"{name}={size!r}: expected a positive whole number")
     if experts is not None and not isinstance(experts, Experts):
         experts = Experts(experts)
     products = PRODUCTS if train else ("fprop",)
     packed = not train and chosen.weight_cache != "off"
-    return _layer(_uses_of(chosen), named(gpu), sizes, numbers, products, packed, experts)
+    return _layer(_uses_of(chosen), named(gpu), (m, n, k), products, packed, experts)
 
 
 def _uses_of(recipe: Recipe) -> tuple[tuple[str, Use], ...]:
@@ -84,20 +80,20 @@ def _uses_of(recipe: Recipe) -> tuple[tuple[str, Use], ...]:
 
 @functools.lru_cache(maxsize=4096)
 def _layer(
-    uses: tuple[tuple[str, Use], ...], gpu: Gpu, sizes: tuple, like: tuple, products: tuple[str, ...], packed: bool,
+    uses: tuple[tuple[str, Use], ...], gpu: Gpu, sizes: tuple[int, int, int], products: tuple[str, ...], packed: bool,
     experts: Experts | None,
 ) -> Prediction:  # fmt: skip
     """`predict` with hashable arguments, cached: benchmarks compare many recipes and sizes.
 
-    uses: as of `_uses_of`. like: the (m, n, k) that choose the kernels. products: the layer's products that run.
-    packed: whether the weight of fprop is quantised beforehand.
+    uses: as of `_uses_of`. sizes: (m, n, k). products: the layer's products that run. packed: whether the weight of
+    fprop is quantised beforehand.
     """
     plain, steps = [], []
     used = dict(uses)
-    own, chosen_by = ({name: Sizes.of(name, m, n, k, experts) for name in products} for m, n, k in (sizes, like))
+    own = {name: Sizes.of(name, *sizes, experts) for name in products}
     operands = {name: [used.get(role) for role in OPERANDS[name]] for name in products}
     # Without a quantised operand, no kernel of this package multiplies.
-    chosen = {name: _chosen(a, b, gpu, chosen_by[name]) if a or b else None for name, (a, b) in operands.items()}
+    chosen = {name: _chosen(a, b, gpu, own[name]) if a or b else None for name, (a, b) in operands.items()}
     values = frozenset(role for name in products for role in _values(name, used, chosen[name], packed))
     for name in products:
         maker = _Product(name, used, gpu, products, packed, values, own[name])
@@ -172,7 +168,7 @@ class _Product:
         other = pairs.get(role)
         return other is not None and other.split("_")[0] in self.products and use.merges_with(self.uses.get(other))
 
-    def _quantise(self, role: str, use: Use, lines: Any, native: bool, in_16_bits: bool) -> list[Step]:
+    def _quantise(self, role: str, use: Use, lines: int, native: bool, in_16_bits: bool) -> list[Step]:
         """The steps that quantise an operand of `lines` lines; none where an earlier product's kernel quantised it."""
         if role == "fprop_w" and self.packed:
             return []
@@ -235,13 +231,3 @@ def _operand_type(use: Use | None, native: bool, by_offsets: bool) -> OperandTyp
     fmt = use.format
     outer = "group" if by_offsets and fmt.outer == "tensor" and not use.static else fmt.outer or "none"
     return OperandType(fmt, fmt.data_dtype, scale_layout(fmt, native=native) == "swizzled", outer)
-
-
-def _size(name: str, value: Any) -> Any:
-    """A size as an int or a sympy expression of symbols. Raises ValueError for an invalid size."""
-    if isinstance(value, sympy.Expr) and value.free_symbols:
-        return value
-    whole = isinstance(value, int | sympy.Integer) and not isinstance(value, bool)
-    if not whole or value <= 0:
-        raise ValueError(f"{name}={value!r}: expected a positive whole number, or a sympy symbol")
-    return int(value)

@@ -61,14 +61,15 @@ def plain_step(name: str, sizes: Sizes, gpu: Gpu) -> Step:
 
 def product_steps(
     name: str, sizes: Sizes, formats: tuple[BlockFormat | None, BlockFormat | None], chosen: Chosen, gpu: Gpu, *,
-    names: tuple[str, str] = ("A", "B"), more: Any = 0,
+    names: tuple[str, str] = ("A", "B"), more: float = 0,
 ) -> list[Step]:  # fmt: skip
     """The steps of a product of which an operand is quantised, from codes to the result.
 
     name: of the product. formats: of both operands as they lie in memory, None for 16 bits. names: of the operands.
     more: bytes that the last kernel moves besides its operands and a result of 16 bits, such as an epilogue's operands.
     """
-    native, found, operands = chosen.tier == "native", [], 0
+    native, found = chosen.tier == "native", []
+    operands: float = 0
     for place, (fmt, lines, read) in enumerate(zip(formats, sizes.lines, sizes.lines_read, strict=True)):
         plain = BF16 * read * sizes.contraction
         if fmt is None:
@@ -89,7 +90,7 @@ def product_steps(
     return found
 
 
-def memory_pass(name: str, product: str, moved: Any, gpu: Gpu, launches: int = 1) -> Step:
+def memory_pass(name: str, product: str, moved: float, gpu: Gpu, launches: int = 1) -> Step:
     """A step whose kernels only move memory."""
     return Step(name, product, 0, moved, gpu.bf16, gpu.copy_rate, launches * gpu.launch, launches=launches)
 
@@ -119,12 +120,12 @@ def _rescaled_apart(sizes: Sizes, chosen: Chosen) -> bool:
 
 
 def _multiply(
-    name: str, product: str, sizes: Sizes, kernel: Kernel, operands: Any, rate: float, gpu: Gpu, tiles: tuple | None
+    name: str, product: str, sizes: Sizes, kernel: Kernel, operands: float, rate: float, gpu: Gpu, tiles: tuple | None
 ) -> Step:  # fmt: skip
     """The step that multiplies. tiles: see `Chosen`; by default the kernel's tile, and as many as the GPU runs."""
     tile, at_once = tiles or (kernel.tile, gpu.multiprocessors // kernel.cluster)
     overhead = gpu.product_launch * kernel.launch + kernel.launches * gpu.launch
-    between: Any = 0.0
+    between = 0.0
     if kernel.turn and tile:
         between = kernel.turn * sizes.turns(tile, at_once)
     return Step(name, product, sizes.flops(tile, at_once), operands + BF16 * sizes.result, rate,

@@ -8,12 +8,10 @@ code that Inductor generates, and the GPU waits for the host where that takes lo
 """
 
 from dataclasses import dataclass
-from typing import Any
 
 from fp4compile.formats.formats import BlockFormat
 from fp4compile.formats.layouts import ceil_div, swizzled_numel
 from fp4compile.hardware import Gpu
-from fp4compile.roofline.layer_sizes import largest
 
 BF16, FLOAT32 = 2, 4  # bytes
 ROWS, BOTH_WAYS, COLUMN = "rows", "both", "columns"  # directions of quantising
@@ -136,35 +134,34 @@ class Step:
     name: the purpose. product: the product that needs the step: "fprop", "dgrad", "wgrad"; "other" outside linear
         layers.
     flops: floating-point operations of the matrix units in whole tiles (`Kernel.tile`); bytes: bytes read and written.
-        Numbers, or sympy expressions.
     rate, bandwidth: FLOP/s and bytes/s that these kernels are expected to reach. overhead: seconds of the launches.
     between: seconds between the tiles of a program (`Kernel.turn`). launches: how many kernels are launched.
     """
 
     name: str
     product: str
-    flops: Any
-    bytes: Any
+    flops: float
+    bytes: float
     rate: float
     bandwidth: float
     overhead: float
-    between: Any = 0.0
+    between: float = 0.0
     launches: int = 1
 
     @property
-    def matrix(self) -> Any:
+    def matrix(self) -> float:
         """Seconds of the matrix units."""
         return self.flops / self.rate
 
     @property
-    def memory(self) -> Any:
+    def memory(self) -> float:
         """Seconds of the memory."""
         return self.bytes / self.bandwidth
 
     @property
-    def seconds(self) -> Any:
+    def seconds(self) -> float:
         """Seconds of the whole step."""
-        return self.overhead + self.between + largest(self.matrix, self.memory)
+        return self.overhead + self.between + max(self.matrix, self.memory)
 
 
 @dataclass(frozen=True)
@@ -175,23 +172,23 @@ class Prediction:
     steps: tuple[Step, ...]
 
     @property
-    def plain_seconds(self) -> Any:
-        """Seconds of the bf16 layer; a sympy expression where sizes are symbols."""
+    def plain_seconds(self) -> float:
+        """Seconds of the bf16 layer."""
         return sum(step.seconds for step in self.plain)
 
     @property
-    def seconds(self) -> Any:
+    def seconds(self) -> float:
         """Seconds of the layer under the recipe."""
         return sum(step.seconds for step in self.steps)
 
     @property
-    def gain(self) -> Any:
+    def gain(self) -> float:
         """The speed-up over bf16; below 1 the recipe is slower."""
         return self.plain_seconds / self.seconds
 
     @property
     def binds(self) -> str:
-        """What takes most of the recipe's time: "matrix", "memory" or "launches". Sizes must be numbers."""
+        """What takes most of the recipe's time: "matrix", "memory" or "launches"."""
         spent = {"matrix": 0.0, "memory": 0.0, "launches": 0.0}
         for step in self.steps:
             spent["launches"] += step.overhead
@@ -208,7 +205,7 @@ class Prediction:
 
 
 def quantise_step(
-    role: str, product: str, use: Use, hadamard: bool, numel: Any, written: Any, along: str, gpu: Gpu
+    role: str, product: str, use: Use, hadamard: bool, numel: int, written: float, along: str, gpu: Gpu
 ) -> Step:
     """The step of quantising numel elements.
 
@@ -223,7 +220,7 @@ def quantise_step(
 
 
 def quantiser(
-    name: str, product: str, fmt: BlockFormat, along: str, moved: Any, launches: int, gpu: Gpu, *,
+    name: str, product: str, fmt: BlockFormat, along: str, moved: float, launches: int, gpu: Gpu, *,
     static: bool = False, hadamard: bool = False, stochastic: bool = False,
 ) -> Step:  # fmt: skip
     """The step of a quantiser that moves so many bytes in so many launches. static: whether its outer scale is."""
@@ -235,7 +232,7 @@ def quantiser(
     return Step(name, product, 0, moved, gpu.bf16, gpu.copy_rate * share, overhead, launches=launches)
 
 
-def stored(fmt: BlockFormat, lines: Any, length: Any, native: bool) -> Any:
+def stored(fmt: BlockFormat, lines: int, length: int, native: bool) -> float:
     """Bytes of the codes and scales of `lines` lines of `length` elements; swizzled scales with their padding."""
     blocks = ceil_div(length, fmt.block_cols)
     codes = lines * blocks * fmt.block_cols / (2 if fmt.packed else 1)

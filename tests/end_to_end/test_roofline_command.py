@@ -27,22 +27,13 @@ def test_the_table(capsys):
     assert rates == f"rates: {hardware.GPUS['B200'].source}" and "not measured" in shares
 
 
-def test_json_and_expressions(capsys):
-    main(["roofline", "--gpu", "H200", "--shapes", "64,1000,512", "--train", "--json", "--expressions"])
+def test_json(capsys):
+    main(["roofline", "--gpu", "H200", "--shapes", "64,1000,512", "--train", "--json"])
     found = json.loads(capsys.readouterr().out)
     expected = predict("nvfp4", "H200", 64, 1000, 512, train=True)
     (row,) = found["rows"]
     assert (row["gain"], row["binds"]) == (expected.gain, expected.binds)
-    values = {"M": 64, "N": 1000, "K": 512, "Max": max, "floor": lambda x: x // 1, "__builtins__": {}}
-    assert eval(found["expressions"]["recipe"], values) == pytest.approx(expected.seconds)
-    assert found["products"] == "fprop, dgrad, wgrad" and found["expressions"]["kernels of"] == "64x1000x512"
-    main(["roofline", "--gpu", "H200", "--shapes", "mixtral-8x7b", "--json", "--expressions"])
-    found = json.loads(capsys.readouterr().out)
-    row, formulas = next(row for row in found["rows"] if row["experts"]), found["expressions of experts"]
-    assert formulas["kernels of"] == "2x28672x4096, 8 experts"
-    values |= {name.upper(): row[name] for name in "mnk"}
-    times = [eval(formulas[name], values) for name in ("bf16", "recipe")]
-    assert times == pytest.approx([row["bf16_us"] / 1e6, row["recipe_us"] / 1e6])
+    assert found["products"] == "fprop, dgrad, wgrad"
 
 
 @pytest.mark.parametrize("shapes, layers, experts", [
@@ -107,11 +98,9 @@ def test_shapes_are_those_of_transformers():
     (["--gpu", "B200", "--shapes", "0,8,8"], "three positive whole numbers"),
     (["--gpu", "B200", "--shapes", "8,8.5,8"], "three positive whole numbers"),
     (["--gpu", "B200", "--measure"], "--measure: there is no GPU of the list to measure on"),
-    (["--gpu", "B200", "--plot", "x.png"], "--plot needs matplotlib, which is not installed: pip install"),
 ])  # fmt: skip
 def test_bad_input(options, said, capsys, monkeypatch):
     monkeypatch.setattr(hardware, "present", lambda: None)
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(SystemExit) as raised:
         main(["roofline", *options])
     assert raised.value.code == 2 and said in capsys.readouterr().err
