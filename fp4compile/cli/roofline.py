@@ -5,7 +5,7 @@ import json
 from typing import Any
 
 from fp4compile import hardware
-from fp4compile.cli.roofline_shapes import MODELS, Shape, shapes
+from fp4compile.cli.roofline_shapes import MODELS, LayerShape, shapes
 from fp4compile.cli.roofline_times import measured
 from fp4compile.hardware import GPUS, Gpu
 from fp4compile.recipe import DEFAULT, Recipe, recipes, resolve
@@ -60,7 +60,7 @@ def _gpu(name: str | None) -> Gpu:
     return there
 
 
-def _row(shape: Shape, recipe: Recipe, gpu: Gpu, train: bool) -> dict[str, Any]:
+def _row(shape: LayerShape, recipe: Recipe, gpu: Gpu, train: bool) -> dict[str, Any]:
     found = roofline.predict(recipe, gpu, *shape.sizes, train=train, experts=shape.experts)
     return {
         "layer": shape.layer, "m": shape.m, "n": shape.n, "k": shape.k, "experts": shape.experts,

@@ -10,9 +10,9 @@ from torch._guards import TraceId
 from fp4compile.recipe.rules import Rule, unmatched
 from fp4compile.report import page
 from fp4compile.report.product_row import CATEGORIES, Row, is_below, one_line, shown_name, sizeless
+from fp4compile.report.report_view import size, view_of
 from fp4compile.report.row_classes import by_layer, gain, layer_name
 from fp4compile.report.text import to_text
-from fp4compile.report.view import size, view_of
 
 __all__ = ["CATEGORIES", "PassRun", "Report", "Row", "is_below"]
 

@@ -26,7 +26,7 @@ from fp4compile.roofline import inductor_kernels
 from fp4compile.roofline.layer_sizes import Experts, Sizes
 from fp4compile.roofline.matmul_nodes import is_matmul, is_quantiser, lays_out_scales, matmul_of, size
 from fp4compile.roofline.product_steps import Chosen, gemm_name, memory_pass, plain_step, product_steps
-from fp4compile.roofline.time_terms import ATTENTION, BOTH_WAYS, COLUMN, ROWS, Step, quantiser
+from fp4compile.roofline.time_terms import ATTENTION, BOTH_WAYS, COLUMN, ROWS, TimedStep, quantiser
 from fp4compile.templates.choose import choose
 from fp4compile.templates.launch import Launch, dry_run
 from fp4compile.templates.view import View
@@ -39,7 +39,7 @@ class Launched:
     """A step, and the node that it is made for; for a kernel of Inductor's, a node whose result it stores."""
 
     node: Node
-    step: Step
+    step: TimedStep
 
 
 def steps_of(graph: Graph, gpu: Gpu) -> list[Launched]:
@@ -52,7 +52,7 @@ def steps_of(graph: Graph, gpu: Gpu) -> list[Launched]:
     return found
 
 
-def _steps(node: Node, gpu: Gpu) -> list[Step]:
+def _steps(node: Node, gpu: Gpu) -> list[TimedStep]:
     """The steps of a node that is not Inductor's."""
     if is_matmul(node):
         return _matmul(node, gpu)
@@ -71,10 +71,10 @@ def _steps(node: Node, gpu: Gpu) -> list[Step]:
     if flops.ATTENTION.search(str(node.target)):
         name, share, count = "attention", ATTENTION, count * (0.5 if _is_causal(node) else 1.0)
     rate = gpu.matrix_rate(dtype) * share
-    return [Step(name, "other", count, moved_bytes(node), rate, gpu.copy_rate, gpu.product_launch)]
+    return [TimedStep(name, "other", count, moved_bytes(node), rate, gpu.copy_rate, gpu.product_launch)]
 
 
-def _matmul(node: Node, gpu: Gpu) -> list[Step]:
+def _matmul(node: Node, gpu: Gpu) -> list[TimedStep]:
     """The steps of a matmul of this package's."""
     found = matmul_of(node, gpu.target)
     if found.problem is None:
@@ -125,7 +125,7 @@ class _Fills(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
-def _quantiser(node: Node, gpu: Gpu) -> Step:
+def _quantiser(node: Node, gpu: Gpu) -> TimedStep:
     """All launches of a quantise node."""
     spec = quantise_of(node).spec
     with _compat.without_fake_tensors(), dry_run(gpu.target) as launches, _Fills() as fills:

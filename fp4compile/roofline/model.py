@@ -30,11 +30,21 @@ from fp4compile.recipe import Recipe, resolve
 from fp4compile.recipe.named_recipes import OPERANDS
 from fp4compile.roofline.layer_sizes import Experts, Sizes
 from fp4compile.roofline.product_steps import Chosen, memory_pass, plain_step, product_steps
-from fp4compile.roofline.time_terms import BF16, BOTH_WAYS, COLUMN, ROWS, Prediction, Step, Use, quantise_step, stored
+from fp4compile.roofline.time_terms import (
+    BF16,
+    BOTH_WAYS,
+    COLUMN,
+    ROWS,
+    Prediction,
+    TimedStep,
+    Use,
+    quantise_step,
+    stored,
+)
 from fp4compile.templates.choose import choose
 from fp4compile.templates.problem import OperandType, Problem
 
-__all__ = ["GPUS", "Experts", "Gpu", "Prediction", "Step", "Use", "predict"]
+__all__ = ["GPUS", "Experts", "Gpu", "Prediction", "TimedStep", "Use", "predict"]
 
 PRODUCTS = ("fprop", "dgrad", "wgrad")
 
@@ -96,7 +106,7 @@ def _layer(
     chosen = {name: _chosen(a, b, gpu, own[name]) if a or b else None for name, (a, b) in operands.items()}
     values = frozenset(role for name in products for role in _values(name, used, chosen[name], packed))
     for name in products:
-        maker = _Product(name, used, gpu, products, packed, values, own[name])
+        maker = _LayerProduct(name, used, gpu, products, packed, values, own[name])
         plain.extend(maker.plain())
         steps.extend(maker.steps(chosen[name]))
     return Prediction(tuple(plain), tuple(steps))
@@ -120,7 +130,7 @@ _OTHER_DIRECTION = {"wgrad_x": "fprop_x", "wgrad_dy": "dgrad_dy"}
 
 
 @dataclass(frozen=True)
-class _Product:
+class _LayerProduct:
     """One product of a layer. uses, products, packed: see `_layer`. values: the `_values` of all products."""
 
     name: str
@@ -131,7 +141,7 @@ class _Product:
     values: frozenset[str]
     sizes: Sizes
 
-    def plain(self) -> list[Step]:
+    def plain(self) -> list[TimedStep]:
         """The steps in bf16. Matrices that are gathered by an index are copied first."""
         experts, copied = self.sizes.experts, []
         if experts is not None and experts.grouping == "gather" and self.name != "wgrad":
@@ -139,14 +149,14 @@ class _Product:
             copied = [memory_pass("copy matrices", self.name, moved, self.gpu)]
         return [*copied, plain_step(self.name, self.sizes, self.gpu)]
 
-    def steps(self, chosen: Chosen | None) -> list[Step]:
+    def steps(self, chosen: Chosen | None) -> list[TimedStep]:
         """The steps under the recipe: quantising, dequantising, the product, the rescale after it."""
         if chosen is None:
             return self.plain()
         roles = OPERANDS[self.name]
         a, b = (self.uses.get(role) for role in roles)
         fake = self._fake_quantised(roles[0], a, b, chosen)
-        found: list[Step] = []
+        found: list[TimedStep] = []
         codes: list[BlockFormat | None] = []
         for role, use, lines in zip(roles, (a, b), self.sizes.lines, strict=True):
             in_16_bits = (fake and role == roles[0]) or role in self.values
@@ -168,7 +178,7 @@ class _Product:
         other = pairs.get(role)
         return other is not None and other.split("_")[0] in self.products and use.merges_with(self.uses.get(other))
 
-    def _quantise(self, role: str, use: Use, lines: int, native: bool, in_16_bits: bool) -> list[Step]:
+    def _quantise(self, role: str, use: Use, lines: int, native: bool, in_16_bits: bool) -> list[TimedStep]:
         """The steps that quantise an operand of `lines` lines; none where an earlier product's kernel quantised it."""
         if role == "fprop_w" and self.packed:
             return []

@@ -11,7 +11,7 @@ import torch
 from fp4compile.formats.formats import BlockFormat
 from fp4compile.hardware import Gpu
 from fp4compile.roofline.layer_sizes import Sizes
-from fp4compile.roofline.time_terms import BF16, FLOAT32, KERNELS, LIBRARY, OUTER_SCALES, Kernel, Step, stored
+from fp4compile.roofline.time_terms import BF16, FLOAT32, KERNELS, LIBRARY, OUTER_SCALES, Kernel, TimedStep, stored
 from fp4compile.templates.choose import Choice
 from fp4compile.templates.problem import Problem
 
@@ -51,7 +51,7 @@ def gemm_name(dtype: torch.dtype) -> str:
     return f"{names.get(dtype, str(dtype).removeprefix('torch.'))} GEMM"
 
 
-def plain_step(name: str, sizes: Sizes, gpu: Gpu) -> Step:
+def plain_step(name: str, sizes: Sizes, gpu: Gpu) -> TimedStep:
     """The product of two 16-bit operands by torch. name: of the product."""
     by_offsets = sizes.experts is not None and sizes.experts.grouping == "rows"
     read = BF16 * sum(sizes.lines_read) * sizes.contraction
@@ -62,7 +62,7 @@ def plain_step(name: str, sizes: Sizes, gpu: Gpu) -> Step:
 def product_steps(
     name: str, sizes: Sizes, formats: tuple[BlockFormat | None, BlockFormat | None], chosen: Chosen, gpu: Gpu, *,
     names: tuple[str, str] = ("A", "B"), more: float = 0,
-) -> list[Step]:  # fmt: skip
+) -> list[TimedStep]:  # fmt: skip
     """The steps of a product of which an operand is quantised, from codes to the result.
 
     name: of the product. formats: of both operands as they lie in memory, None for 16 bits. names: of the operands.
@@ -90,9 +90,9 @@ def product_steps(
     return found
 
 
-def memory_pass(name: str, product: str, moved: float, gpu: Gpu, launches: int = 1) -> Step:
+def memory_pass(name: str, product: str, moved: float, gpu: Gpu, launches: int = 1) -> TimedStep:
     """A step whose kernels only move memory."""
-    return Step(name, product, 0, moved, gpu.bf16, gpu.copy_rate, launches * gpu.launch, launches=launches)
+    return TimedStep(name, product, 0, moved, gpu.bf16, gpu.copy_rate, launches * gpu.launch, launches=launches)
 
 
 def _tiles_of(choice: Choice, gpu: Gpu) -> tuple[tuple[int, int], int] | None:
@@ -121,14 +121,14 @@ def _rescaled_apart(sizes: Sizes, chosen: Chosen) -> bool:
 
 def _multiply(
     name: str, product: str, sizes: Sizes, kernel: Kernel, operands: float, rate: float, gpu: Gpu, tiles: tuple | None
-) -> Step:  # fmt: skip
+) -> TimedStep:  # fmt: skip
     """The step that multiplies. tiles: see `Chosen`; by default the kernel's tile, and as many as the GPU runs."""
     tile, at_once = tiles or (kernel.tile, gpu.multiprocessors // kernel.cluster)
     overhead = gpu.product_launch * kernel.launch + kernel.launches * gpu.launch
     between = 0.0
     if kernel.turn and tile:
         between = kernel.turn * sizes.turns(tile, at_once)
-    return Step(name, product, sizes.flops(tile, at_once), operands + BF16 * sizes.result, rate,
+    return TimedStep(name, product, sizes.flops(tile, at_once), operands + BF16 * sizes.result, rate,
                 gpu.copy_rate * kernel.memory, overhead, between, 1 + kernel.launches)  # fmt: skip
 
 

@@ -128,7 +128,7 @@ class Use:
 
 
 @dataclass(frozen=True)
-class Step:
+class TimedStep:
     """One or more kernels with one purpose.
 
     name: the purpose. product: the product that needs the step: "fprop", "dgrad", "wgrad"; "other" outside linear
@@ -168,8 +168,8 @@ class Step:
 class Prediction:
     """The steps of a layer in bf16 (`plain`), and under a recipe (`steps`)."""
 
-    plain: tuple[Step, ...]
-    steps: tuple[Step, ...]
+    plain: tuple[TimedStep, ...]
+    steps: tuple[TimedStep, ...]
 
     @property
     def plain_seconds(self) -> float:
@@ -206,7 +206,7 @@ class Prediction:
 
 def quantise_step(
     role: str, product: str, use: Use, hadamard: bool, numel: int, written: float, along: str, gpu: Gpu
-) -> Step:
+) -> TimedStep:
     """The step of quantising numel elements.
 
     A dynamic outer scale needs an amax, which reads the operand once more. A row's amax, along rows alone, is computed
@@ -222,14 +222,14 @@ def quantise_step(
 def quantiser(
     name: str, product: str, fmt: BlockFormat, along: str, moved: float, launches: int, gpu: Gpu, *,
     static: bool = False, hadamard: bool = False, stochastic: bool = False,
-) -> Step:  # fmt: skip
+) -> TimedStep:  # fmt: skip
     """The step of a quantiser that moves so many bytes in so many launches. static: whether its outer scale is."""
     reached = QUANTISERS
     share = reached.square if fmt.square else {ROWS: 1.0, COLUMN: reached.columns, BOTH_WAYS: reached.both}[along]
     share *= (reached.hadamard if hadamard else 1.0) * (reached.stochastic if stochastic else 1.0)
     in_kernel = fmt.outer == "row" and along == ROWS and not static
     overhead = (launches + (reached.row_amax if in_kernel else 0)) * gpu.launch
-    return Step(name, product, 0, moved, gpu.bf16, gpu.copy_rate * share, overhead, launches=launches)
+    return TimedStep(name, product, 0, moved, gpu.bf16, gpu.copy_rate * share, overhead, launches=launches)
 
 
 def stored(fmt: BlockFormat, lines: int, length: int, native: bool) -> float:

@@ -13,7 +13,7 @@ from benchmarks import run_all
 from fp4compile import hardware
 from fp4compile.cli import roofline, roofline_times
 from fp4compile.cli.main import main
-from fp4compile.cli.roofline_shapes import MODELS, Shape
+from fp4compile.cli.roofline_shapes import MODELS, LayerShape
 from fp4compile.recipe import named
 from fp4compile.roofline.model import predict
 
@@ -116,7 +116,7 @@ def test_the_gpu_that_is_there_is_the_default_and_the_one_to_measure_on(capsys, 
     monkeypatch.setattr(roofline, "measured", lambda *arguments: seen.append(arguments) or times)
     main(["roofline", "--measure", "--shapes", "16,32,64"])
     out = capsys.readouterr().out
-    assert seen == [(named("nvfp4"), Shape("", 16, 32, 64), False)]
+    assert seen == [(named("nvfp4"), LayerShape("", 16, 32, 64), False)]
     assert "nvfp4 on H200, fprop: predicted and measured" in out and "measured gain" in out and "2.00" in out
 
 
@@ -136,7 +136,7 @@ def test_what_is_measured(train, experts, monkeypatch):
     monkeypatch.setattr(roofline_times, "NOT_CACHED", 1)
     monkeypatch.setattr(roofline_times, "graph_time", graph_time)
     monkeypatch.setattr(roofline_times, "backend", lambda recipe, strict: "eager")
-    found = roofline_times.measured(named("mxfp8"), Shape("", 4, 64, 32, experts), train)
+    found = roofline_times.measured(named("mxfp8"), LayerShape("", 4, 64, 32, experts), train)
     assert found == {"measured_bf16_us": 10.0, "measured_recipe_us": 5.0, "measured_gain": 2.0}
     for (result,) in timed:
         shapes = [part.shape for part in result] if train else result.shape
@@ -149,7 +149,7 @@ def test_rows_of_the_experts_that_are_measured(monkeypatch):
         make = getattr(torch, name)
         monkeypatch.setattr(torch, name, lambda *a, make=make, device, **k: make(*a, **k))
     for rows, count, ends in ((8, 4, [2, 4, 6, 8]), (2, 4, [0, 1, 1, 2]), (5, 3, [1, 3, 5])):
-        assert roofline_times.Experts(Shape("", rows, 16, 16, count), count).offs.tolist() == ends
+        assert roofline_times.ExpertsLayer(LayerShape("", rows, 16, 16, count), count).offs.tolist() == ends
 
 
 def test_nothing_is_compiled_or_packed_while_times_are_taken(monkeypatch):

@@ -45,7 +45,7 @@ class Line:
 
 
 @dataclass(frozen=True)
-class View:
+class ReportView:
     """A title, the summary, the table, and notes on what is in it."""
 
     title: str
@@ -63,11 +63,11 @@ _COLUMNS = (
 _OPTIONAL = ("saved", "before", "after", "gain")
 
 
-def view_of(report: Report, all: bool = False) -> View:
+def view_of(report: Report, all: bool = False) -> ReportView:
     """The view of a report. all: a line for each row, in the order of compilation, instead of equal layers together."""
     title = f"fp4compile, recipe {report.recipe}" + (f", predicted on {report.gpu}" if report.gpu else "")
     columns, lines = _table([Group((row,)) for row in report.rows] if all else groups(report.rows), all)
-    return View(
+    return ReportView(
         one_line(title), columns, lines,
         tuple(Fact(fact.label, one_line(fact.figure), tuple(map(one_line, fact.details))) for fact in _facts(report)),
         tuple(map(one_line, (*_note_lines(report), *_passes_line(report)))),
