@@ -256,7 +256,7 @@ class _Builder:
         if key not in self.seeds:
             meta = meta | {"partitioner_tag": "must_be_in_backward"}
             if device not in self.drawn:
-                self.drawn[device] = self._call(_compat.RANDOM_SEEDS, (0, device), meta)
+                self.drawn[device] = self._call(_compat.random_seeds(), (0, device), meta)
             drawn = self.drawn[device]
             index = drawn.args[0]
             drawn.args = (index + 1, device)
