@@ -28,7 +28,7 @@ Gluon. It leaves ops without a lowering as they are. kernel: "library", or "2-CT
 """
 
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -40,8 +40,9 @@ from fp4compile.formats.operand import Arguments, taken
 from fp4compile.formats.quantize_spec import ROWS
 from fp4compile.formats.reference_grouped import quantize_along
 from fp4compile.ops.define import define
-from fp4compile.templates import multiply
-from fp4compile.templates.choose import Choice
+
+if TYPE_CHECKING:
+    from fp4compile.templates.choose import Choice
 
 arguments = Arguments.of_call
 
@@ -135,15 +136,23 @@ def _shapes(x: Arguments) -> list[torch.Tensor]:
 
 # ---------------------------------------------------------------- ops
 
+
+def _kernels() -> Any:
+    """The functions of `templates.multiply`, imported at the first launch: declaring the ops needs no Triton."""
+    from fp4compile.templates import multiply
+
+    return multiply
+
+
 _OPTIONS = "Tensor[]? operands=None, Tensor? outer=None, Tensor? offs=None, SymInt? rows=None, Tensor? index=None"
 _ONE_B = "Tensor a, Tensor? a_scales, Tensor? a_outer, Tensor b, Tensor? b_scales, Tensor? b_outer, str spec"
 
 
 def scaled_mm_kernels(
-    *args: Any, choice: Choice | None = None, arranged_a: torch.Tensor | None = None, **options: Any
+    *args: Any, choice: "Choice | None" = None, arranged_a: torch.Tensor | None = None, **options: Any
 ) -> torch.Tensor:
     """`scaled_mm` by the kernel of a `Choice`; None chooses one. arranged_a: see `templates.gemm.call.Call`."""
-    return multiply.multiply(_only(arguments(*args, **options)), choice, arranged_a)
+    return _kernels().multiply(_only(arguments(*args, **options)), choice, arranged_a)
 
 
 SCALED_MM = define(
@@ -154,10 +163,10 @@ SCALED_MM = define(
 )
 
 
-def scaled_mm_results_kernels(*args: Any, choice: Choice | None = None, **options: Any) -> list[torch.Tensor]:
+def scaled_mm_results_kernels(*args: Any, choice: "Choice | None" = None, **options: Any) -> list[torch.Tensor]:
     """`scaled_mm_results` by the kernel of a `Choice`; None chooses one."""
     members = arguments_of_each(*args, **options)
-    return multiply.results(members[0], choice) if len(members) == 1 else multiply.multiply_together(members)
+    return _kernels().results(members[0], choice) if len(members) == 1 else _kernels().multiply_together(members)
 
 
 SCALED_MM_RESULTS = define(
@@ -178,6 +187,6 @@ SCALED_MM_OPAQUE = define(
     f"scaled_mm_opaque({_ONE_B}, str kernel, *, Tensor? bias=None, {_OPTIONS}) -> Tensor[]",
     reference=_opaque(_results),
     shapes=_opaque(_shapes),
-    kernels=lambda *args, **options: multiply.opaque(arguments(*args[:-1], **options), args[-1]),
+    kernels=lambda *args, **options: _kernels().opaque(arguments(*args[:-1], **options), args[-1]),
     lowered=False,
 )

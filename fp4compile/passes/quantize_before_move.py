@@ -38,6 +38,7 @@ from torch.fx import Graph, Node
 
 from fp4compile._compat import statically_true, without_fake_tensors
 from fp4compile.analysis.graph import CAST, Quantise, new_node, quantise_of
+from fp4compile.analysis.node_kinds import INDUCTORS, base_of, kind_of, readers
 from fp4compile.formats import formats
 from fp4compile.ops.quantize import LAY_OUT_SCALES, QUANTIZE
 from fp4compile.passes.fake_quantize import may_return_values
@@ -56,7 +57,6 @@ from fp4compile.passes.moves import (
     share_equal,
 )
 from fp4compile.passes.whole_blocks import as_matrix, misfit, reaches_over_rows, results, sent, sent_bytes, sent_places
-from fp4compile.roofline.pointwise import base_of, kind_of, readers
 from fp4compile.templates.launch import on_gpu, target_of
 
 aten = torch.ops.aten
@@ -256,7 +256,7 @@ def _bytes_of(quantise: Quantise, place: int) -> int:
 def _in_memory(node: Node) -> bool:
     """Whether a tensor is in memory anyway, and is not computed by the kernel of Inductor's that moves it."""
     base = base_of(node)
-    return kind_of(base) not in ("fused", "reduction") or is_local_move(base) or len(set(readers(base))) > 1
+    return kind_of(base) not in INDUCTORS or is_local_move(base) or len(set(readers(base))) > 1
 
 
 # ---------------------------------------------------------------- the new nodes

@@ -19,7 +19,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from fp4compile import _compat
 from fp4compile.analysis.gathers import is_gather
-from fp4compile.analysis.gemm import Gemm, Operand
+from fp4compile.analysis.gemm import Gemm, GemmOperand
 from fp4compile.analysis.graph import (
     expert_weights_of,
     fake_value,
@@ -31,7 +31,7 @@ from fp4compile.analysis.graph import (
 from fp4compile.analysis.plan import Decision, Treatment
 from fp4compile.analysis.views import is_cast, source_of, value_key, view_of
 from fp4compile.formats import formats
-from fp4compile.formats.operand import Operand as Codes
+from fp4compile.formats.operand import Operand
 from fp4compile.ops.quantize import GATHERED_WEIGHT, QUANTIZE
 from fp4compile.passes.lib.notes import mark, name_product
 from fp4compile.templates.quantize.source import lies_transposed
@@ -159,7 +159,7 @@ class _Builder:
         product = product_of(left, right, dtype, fast_accumulation=decision.fast_accumulation, **fields)
         return product.new(self.graph, gemm.node.meta)
 
-    def _operand(self, gemm: Gemm, operand: Operand, treatment: Treatment | None, dim: int) -> Codes:
+    def _operand(self, gemm: Gemm, operand: GemmOperand, treatment: Treatment | None, dim: int) -> Operand:
         """An operand whose tensors are nodes, with the contraction last.
 
         dim: the contraction's dimension, from the end, in the operand as the graph multiplies it.
@@ -176,8 +176,8 @@ class _Builder:
             source = self._call(aten.select.int, (source, 0, 0), meta)
         if treatment is None:
             if dim == -1:
-                return Codes(source)
-            return Codes(self._swapped(source, meta))
+                return Operand(source)
+            return Operand(self._swapped(source, meta))
         # A weight is one matrix for each group. In every other operand, groups are rows of the quantised tensor.
         offs = None if source.meta["val"].dim() == 3 else gemm.offs
         if offs is not None and (dim == -2) != (gemm.groups == "contraction"):
@@ -190,7 +190,7 @@ class _Builder:
                 mark(self.quantised[key][0].args[0], gemm.node.name)
         return self._for_batch(gemm, treatment, self.quantised[key], meta)
 
-    def _packed(self, operand: Operand, meta: dict) -> tuple:
+    def _packed(self, operand: GemmOperand, meta: dict) -> tuple:
         """(data, scales, outer) of a gathered weight, of all packed experts, or of one expert."""
         if is_gathered(operand.source):
             codes = gathered_weight_of(operand.source).operand_for(str(operand.role))
@@ -201,7 +201,7 @@ class _Builder:
             return parts
         return tuple(part and self._call(aten.select.int, (part, 0, operand.expert), meta) for part in parts)
 
-    def _for_batch(self, gemm: Gemm, treatment: Treatment, quantised: tuple, meta: dict) -> Codes:
+    def _for_batch(self, gemm: Gemm, treatment: Treatment, quantised: tuple, meta: dict) -> Operand:
         """The operand of a quantised value; in a batch, each matrix's outer scale is repeated for its rows."""
         data, scales, outer = quantised
         if gemm.groups in ("batch", "gather") and treatment.per_group:
@@ -209,7 +209,7 @@ class _Builder:
             outer = self._call(aten.view.default, (outer, [-1, 1, 1]), meta)
             outer = self._call(aten.expand.default, (outer, shape), meta)
             outer = self._call(aten.clone.default, (outer,), meta, memory_format=torch.contiguous_format)
-        return Codes(data, scales, outer, formats.get(treatment.format))
+        return Operand(data, scales, outer, formats.get(treatment.format))
 
     def _swapped(self, source: Node, meta: dict) -> Node:
         """`source` with the last two dimensions exchanged."""
@@ -257,7 +257,7 @@ class _Builder:
         if key not in self.seeds:
             meta = meta | {"partitioner_tag": "must_be_in_backward"}
             if device not in self.drawn:
-                self.drawn[device] = self._call(_compat.RANDOM_SEEDS, (0, device), meta)
+                self.drawn[device] = self._call(_compat.random_seeds(), (0, device), meta)
             drawn = self.drawn[device]
             index = drawn.args[0]
             drawn.args = (index + 1, device)
@@ -265,7 +265,7 @@ class _Builder:
             self.seeds[key] = self._call(aten.select.int, (drawn, 0, index), meta)
         return self.seeds[key]
 
-    def _meta_for(self, gemm: Gemm, operand: Operand) -> dict:
+    def _meta_for(self, gemm: Gemm, operand: GemmOperand) -> dict:
         """Metadata of a quantise, from which the partitioner and activation checkpointing place and recompute it."""
         if operand.role == "dgrad_w" and not is_gather(view_of(operand.source).root):
             # The packed weight is a copy of a parameter. Saving it would cost memory; the backward makes it again. What
