@@ -356,8 +356,9 @@ _TENSOR_PARALLEL = generated(
     "Tensor and sequence parallelism",
     """
 A forward pass of two blocks of a Llama-3-8B on two GPUs of one host, 2 texts of 2048 tokens, cut by `ColwiseParallel`,
-`RowwiseParallel` and `SequenceParallel`. ", codes": with the pass `quantize_before_move`, which gathers codes and block
-scales in place of activations. "Sent": what a rank sends in a pass, where collectives are rings.
+`RowwiseParallel` and `SequenceParallel`. ", codes": with the pass `quantize_before_gather`, which gathers codes and
+block scales in place of activations; since these figures were measured it leaves gathers over NVLink as they are.
+"Sent": what a rank sends in a pass, where collectives are rings.
 
     python -m benchmarks.tensor_parallel --kind inference --cases bf16 mxfp8 "mxfp8, codes" ...
 
@@ -381,7 +382,7 @@ _EXPERT_DISPATCH = generated(
     "Tokens with several experts",
     """
 Prefill of gate and up of a layer of experts with the sizes of Qwen3-30B-A3B: 16384 tokens, 8 of 128 experts each.
-Tokens are gathered in the order of their experts, and multiplied. ", codes": with the pass `quantize_before_move`,
+Tokens are gathered in the order of their experts, and multiplied. ", codes": with the pass `quantize_before_index`,
 which quantises each token once and not once for each of its experts. Where a product of packed weights reads 16-bit
 values, the values are gathered.
 

@@ -4,10 +4,10 @@ Each GPU of the host is a rank. DTensor's `ColwiseParallel`, `RowwiseParallel` a
 torchtitan does: norms and residuals have a part of each sequence on each rank, attention and MLP a part of the weights.
 The blocks are compiled as one graph, without embedding and head, in bf16.
 
-A case is a recipe, and what is switched on: "codes" is the pass `quantize_before_move`, "one scale" is the pass
-`group_amax`, "kept" is `weight_cache="always"`, as in "nvfp4_train, codes, one scale". --kind: "training" is a forward
-and a backward pass with all gradients; "frozen" has gradients of activations alone, as adapters need them; "inference"
-is a forward pass.
+A case is a recipe, and what is switched on: "codes" is the pass `quantize_before_gather`, which gathers codes where the
+link is known to be slow (NCCL_P2P_DISABLE=1), "kept" is `weight_cache="always"`, as in "mxfp8, codes, kept". --kind:
+"training" is a forward and a backward pass with all gradients; "frozen" has gradients of activations alone, as adapters
+need them; "inference" is a forward pass.
 
 "ms": the median time of a step. "sent MB": what a rank sends in a step where its collectives are rings, computed from
 their inputs as the profiler sees them; "gathered MB" is the part of the gathers. "collectives": how many there are.
@@ -35,9 +35,8 @@ from transformers import LlamaForCausalLM
 import fp4compile
 from benchmarks import common, ranks, training_step
 
-CASES = ("bf16", "mxfp8", "mxfp8, codes", "nvfp4_train", "nvfp4_train, codes, one scale")
-SWITCHES = {"codes": "quantize_before_move", "one scale": "group_amax"}
-KEPT = "kept"  # weights are quantised once
+CASES = ("bf16", "mxfp8", "mxfp8, codes", "nvfp4_one_level", "nvfp4_one_level, codes")
+CODES, KEPT = "codes", "kept"
 
 
 class Blocks(nn.Module):
@@ -74,7 +73,7 @@ def measure(case: str, args: argparse.Namespace) -> dict:
     hidden = model.config.hidden_size
     blocks = cut(Blocks(model, args.length), init_device_mesh(args.device.partition(":")[0], (args.ranks,)))
     blocks.requires_grad_(args.kind == "training")
-    fp4compile.config.enabled_passes = [SWITCHES[name] for name in switches if name != KEPT]
+    fp4compile.config.disabled_passes = ["quantize_before_gather"] * (CODES not in switches)
     cache = "always" if KEPT in switches else "on"
     backend = "inductor" if recipe == "bf16" else fp4compile.backend(recipe, strict=True, weight_cache=cache)
     mode = {"mode": "reduce-overhead"} if args.graphs else {}

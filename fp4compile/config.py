@@ -8,17 +8,12 @@ or, without a change to the program,
 
     FP4COMPILE_DISABLE_PASSES=fuse_epilogue,inplace python train.py
 
-The names are `rewrite` (without it nothing is quantised), `group_amax`, `hoist`, `merge_quantize`,
-`quantize_before_move`, `fake_quantize`, `fuse_quantize`, `fuse_epilogue`, `scale_results`, `fuse_prologue`,
-`fuse_horizontal`, `inplace` and `lower`. A pass that is named in either place is off. With every pass but `rewrite`
-off, the graph runs the plain ops, one after another. `report.passes` tells which passes ran, how often each matched and
-how long it took.
+The names are `rewrite` (without it nothing is quantised), `recompute`, `hoist`, `merge_quantize`,
+`quantize_before_gather`, `fake_quantize`, `quantize_before_index`, `fuse_quantize`, `fuse_epilogue`, `scale_results`,
+`fuse_prologue`, `fuse_horizontal`, `inplace` and `lower`. A pass that is named in either place is off. With every pass
+but `rewrite` off, the graph runs the plain ops, one after another. `report.passes` tells which passes ran, how often
+each matched and how long it took.
 FP4COMPILE_DUMP=directory writes the graph before and after each pass.
-
-`quantize_before_move` and `group_amax` are off unless they are switched on:
-
-    fp4compile.config.enabled_passes = ("quantize_before_move", "group_amax")     # before `fp4compile.backend(...)`
-    FP4COMPILE_ENABLE_PASSES=quantize_before_move,group_amax python train.py
 
 On several ranks, a compilation compares the recipe and these settings with the other ranks of each process group whose
 collectives the graph may call, and raises RuntimeError where they differ. `agreement_seconds` is how long a rank waits
@@ -32,37 +27,27 @@ made at the first use of the name in the process; compiling with it under other 
 import os
 from collections.abc import Collection
 
-DISABLE, ENABLE = "FP4COMPILE_DISABLE_PASSES", "FP4COMPILE_ENABLE_PASSES"
-# Passes that do not run unless they are switched on.
-OFF_BY_DEFAULT = ("quantize_before_move", "group_amax")
+DISABLE = "FP4COMPILE_DISABLE_PASSES"
 
 # Names of the passes that are switched off.
 disabled_passes: Collection[str] = ()
-# Names of the passes of OFF_BY_DEFAULT that are switched on.
-enabled_passes: Collection[str] = ()
 # How long a compilation waits until the other ranks of a process group have told their recipe.
 agreement_seconds: float = 60.0
 
 
 def switched_off(allowed: Collection[str]) -> frozenset[str]:
-    """The passes that `disabled_passes` and FP4COMPILE_DISABLE_PASSES name, and those that are off by default.
+    """The passes that `disabled_passes` and FP4COMPILE_DISABLE_PASSES name.
 
-    allowed: names of the passes that can be switched off. Raises ValueError for any other name, and for one that is
-    switched on without being off by default; TypeError if a setting is no collection of names.
+    allowed: names of the passes that can be switched off. Raises ValueError for any other name; TypeError if the
+    setting is no collection of names.
     """
-    disabled = _named("disabled_passes", disabled_passes, DISABLE, allowed)
-    enabled = _named("enabled_passes", enabled_passes, ENABLE, OFF_BY_DEFAULT)
-    return disabled | (frozenset(OFF_BY_DEFAULT) - enabled)
-
-
-def _named(setting: str, given: Collection[str], variable: str, allowed: Collection[str]) -> frozenset[str]:
-    """The names in a setting of this module and in a variable of the environment."""
-    if isinstance(given, str) or not isinstance(given, Collection):
+    if isinstance(disabled_passes, str) or not isinstance(disabled_passes, Collection):
         raise TypeError(
-            f"fp4compile.config.{setting}: expected a collection of names such as {tuple(allowed)[-1:]}, got {given!r}"
+            "fp4compile.config.disabled_passes: expected a collection of names such as "
+            f"{tuple(allowed)[-1:]}, got {disabled_passes!r}"
         )
-    listed = [name.strip() for name in os.environ.get(variable, "").split(",")]
-    sources = {f"fp4compile.config.{setting}": given, variable: [name for name in listed if name]}
+    listed = [name.strip() for name in os.environ.get(DISABLE, "").split(",")]
+    sources = {"fp4compile.config.disabled_passes": disabled_passes, DISABLE: [name for name in listed if name]}
     for source, names in sources.items():
         for name in names:
             if name not in allowed:

@@ -214,7 +214,12 @@ class Backend:
 
     def _settings(self, prevented: str | None) -> dict[str, str]:
         """The settings in which the ranks of a process group must agree."""
-        others = {"switched off passes": sorted(self.disabled_passes), "source of fp4compile": source_digest()}
+        others: dict[str, object] = {
+            "switched off passes": sorted(self.disabled_passes),
+            "source of fp4compile": source_digest(),
+        }
+        if "quantize_before_gather" not in self.disabled_passes:  # which gathers codes over a slow link
+            others["gathers go through the host's memory"] = hardware.gathers_through_host()
         return agreement.settings_of(self.recipe, {**others, "nothing is quantised because": prevented})
 
     def __reduce__(self) -> tuple:

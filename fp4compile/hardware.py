@@ -5,7 +5,10 @@ source. A share of a published rate was measured on an H200, in the file that is
 measured: they are assumptions, and `GPUS[name].share_source` says so.
 """
 
+import functools
+import itertools
 import math
+import os
 from dataclasses import dataclass
 
 import torch
@@ -215,3 +218,21 @@ def present() -> Gpu | None:
         return None
     device = torch.cuda.get_device_name(torch.cuda.current_device())
     return next((gpu for gpu in GPUS.values() if device in gpu.devices), None)
+
+
+def gathers_through_host() -> bool:
+    """Whether what processes gather from each other's GPUs is known to go through the host's memory, at about 20 GB/s.
+
+    True under NCCL_P2P_DISABLE=1, and where none of the GPUs that this process has reads another one's memory. False
+    where the link is fast, and where it is not known: a process that has one GPU, and GPUs of several hosts.
+    """
+    if os.environ.get("NCCL_P2P_DISABLE") == "1":
+        return True
+    return torch.cuda.is_available() and not _reads_other_memory(torch.cuda.device_count())
+
+
+@functools.cache
+def _reads_other_memory(count: int) -> bool:
+    """Whether one of the first `count` GPUs may read another one's memory; True for a single GPU."""
+    pairs = itertools.permutations(range(count), 2)
+    return count < 2 or any(torch.cuda.can_device_access_peer(*pair) for pair in pairs)

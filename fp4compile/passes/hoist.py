@@ -31,8 +31,8 @@ from fp4compile.ops.matmul import SCALED_MM
 from fp4compile.ops.quantize import QUANTIZE
 from fp4compile.passes.fuse_quantize import partner_of
 from fp4compile.passes.lib.base import Pass, run_passes, summary
+from fp4compile.passes.lib.equal_quantises import share
 from fp4compile.passes.lib.notes import note_joined
-from fp4compile.passes.merge_quantize import share
 from fp4compile.report.report import PassRun
 from fp4compile.templates.choose import Choice, quantized
 from fp4compile.weights.cache import Form, Piece, form, joined_parts, packed_pair, packed_weight

@@ -28,20 +28,20 @@ from fp4compile.analysis.gemm import Gemm, GemmOperand, Input
 from fp4compile.analysis.gradients import is_nested
 from fp4compile.analysis.plan import Decision, Treatment, plan
 from fp4compile.formats import formats
-from fp4compile.hardware import Gpu
+from fp4compile.hardware import Gpu, gathers_through_host
 from fp4compile.passes.fake_quantize import fake_quantize
 from fp4compile.passes.fuse_epilogue import fuse_epilogue
 from fp4compile.passes.fuse_horizontal import fuse_horizontal
 from fp4compile.passes.fuse_prologue import fuse_prologue
 from fp4compile.passes.fuse_quantize import fuse_quantize
-from fp4compile.passes.group_amax import GROUP_AMAX
 from fp4compile.passes.hoist import HOIST
 from fp4compile.passes.inplace import inplace
 from fp4compile.passes.lib.base import Pass, run_passes, summary
 from fp4compile.passes.lib.notes import Saved, fused, saved
 from fp4compile.passes.lower import lower
 from fp4compile.passes.merge_quantize import merge_quantize
-from fp4compile.passes.quantize_before_move import quantize_before_move
+from fp4compile.passes.quantize_before_gather import quantize_before_gather
+from fp4compile.passes.quantize_before_index import quantize_before_index
 from fp4compile.passes.recompute import recompute
 from fp4compile.passes.rewrite import rewrite
 from fp4compile.passes.scale_results import scale_results
@@ -54,9 +54,9 @@ log = logging.getLogger("fp4compile")
 JOINT = (Pass("rewrite", rewrite), Pass("recompute", recompute))
 FUSING = (
     Pass("merge_quantize", merge_quantize),
-    Pass("quantize_before_move", quantize_before_move),
+    Pass("quantize_before_gather", quantize_before_gather),  # before `fake_quantize` makes 16-bit numbers of codes
     Pass("fake_quantize", fake_quantize),  # before the fusing passes, which depend on the operands that it leaves
-    Pass("quantize_before_move", quantize_before_move),  # once more, for the values that `fake_quantize` leaves
+    Pass("quantize_before_index", quantize_before_index),
     Pass("fuse_quantize", fuse_quantize),  # before fuse_epilogue: it takes the same operations
     Pass("fuse_epilogue", fuse_epilogue),
     Pass("scale_results", scale_results),
@@ -67,7 +67,7 @@ FUSING = (
 HORIZONTAL = Pass("fuse_horizontal", fuse_horizontal)
 LOWERING = (Pass("inplace", inplace), Pass("lower", lower))
 POST_GRAD = (*FUSING, HORIZONTAL, *LOWERING)
-ALL = (*JOINT, GROUP_AMAX, HOIST, *POST_GRAD)
+ALL = (*JOINT, HOIST, *POST_GRAD)
 SWITCHED_OFF = "the pass rewrite is switched off (fp4compile.config.disabled_passes)"
 
 
@@ -81,7 +81,7 @@ def switched_off_passes() -> frozenset[str]:
 
 @dataclass(frozen=True, eq=False)
 class JointPasses(CustomGraphPass):
-    """find -> plan -> `JOINT` -> `group_amax` on a joint or inference graph.
+    """find -> plan -> `JOINT` on a joint or inference graph.
 
     inputs: one entry for each argument of the compiled function. sink: takes the report's rows and the passes' runs.
     user_passes: the passes that the slot held before; they run first, on the graph that they expect there. disabled:
@@ -106,7 +106,6 @@ class JointPasses(CustomGraphPass):
         runs = {"find": PassRun(len(decisions), time.perf_counter() - start)}
         rows = describe(graph, self.inputs, decisions)
         runs |= run_passes(JOINT, graph, decisions, disabled=self.disabled)
-        runs |= run_passes([GROUP_AMAX], graph, self.inputs, disabled=self.disabled)
         log.info("joint graph: %s", summary(runs))
         for row in rows:
             log.debug("%s", row)
@@ -162,7 +161,8 @@ def _uuid(user_passes: tuple, disabled: frozenset[str], *own: str) -> tuple | No
     theirs = [getattr(p, "uuid", lambda: None)() for p in user_passes]
     if any(key is None for key in theirs):
         return None
-    return ("fp4compile", *own, tuple(sorted(disabled)), device_key(), source_digest(), *theirs)
+    machine = device_key(), gathers_through_host()
+    return ("fp4compile", *own, tuple(sorted(disabled)), *machine, source_digest(), *theirs)
 
 
 def _left_alone(decision: Decision) -> Decision:

@@ -10,14 +10,13 @@ Before that, equal quantises become one, because each packed layer (`fp4compile.
 """
 
 import operator
-from dataclasses import fields, replace
+from dataclasses import replace
 
-from torch.fx import Graph, Node
+from torch.fx import Graph
 
-from fp4compile.analysis.graph import Quantise, new_node, quantise_of, replace_results
-from fp4compile.analysis.views import value_key
+from fp4compile.analysis.graph import Quantise, new_node, replace_results
 from fp4compile.formats import formats
-from fp4compile.ops.quantize import QUANTIZE
+from fp4compile.passes.lib.equal_quantises import key_of, quantises_of, share
 
 
 def merge_quantize(graph: Graph) -> int:
@@ -26,13 +25,13 @@ def merge_quantize(graph: Graph) -> int:
     rows: dict[tuple, Quantise] = {}
     columns: dict[tuple, Quantise] = {}
     order = {node: place for place, node in enumerate(graph.nodes)}
-    for found in _quantises(graph):
+    for found in quantises_of(graph):
         if not _may_be_of_a_pair(found):
             continue
         if found.dims == (-1,) and not found.hadamard:
-            rows.setdefault(_key(found, "dims", "hadamard"), found)
+            rows.setdefault(key_of(found, "dims", "hadamard"), found)
         elif found.dims == (-2,) and not (found.hadamard and found.outer is not None):
-            columns.setdefault(_key(found, "dims", "hadamard"), found)
+            columns.setdefault(key_of(found, "dims", "hadamard"), found)
     pairs = [(row, columns[key]) for key, row in rows.items() if key in columns]
     for row, column in pairs:
         first = min(row, column, key=lambda one: order[one.node])
@@ -45,29 +44,6 @@ def _may_be_of_a_pair(found: Quantise) -> bool:
     # Where a static outer scale belongs to each row, the two quantises do not share it.
     given_each = (found.outer is not None or found.amax is not None) and fmt.outer == "row"
     return not given_each and found.scale_rule == "amax" and not (found.each_matrix and not fmt.square)
-
-
-def _key(found: Quantise, *apart: str) -> tuple:
-    """A key that is equal for quantises of one value that differ at most in the arguments named by `apart`."""
-    values = {"x": value_key(found.x), "offs": None if found.offs is None else value_key(found.offs)}
-    names = [each.name for each in fields(found) if each.name not in ("node", *apart)]
-    return tuple(values.get(name, getattr(found, name)) for name in names)
-
-
-def share(graph: Graph) -> None:
-    """Replace quantises of the same value in the same way by the first of them."""
-    first: dict[tuple, Node] = {}
-    for found in _quantises(graph):
-        node = found.node
-        kept = first.setdefault(_key(found), node)
-        if kept is not node:
-            node.replace_all_uses_with(kept)
-            graph.erase_node(node)
-
-
-def _quantises(graph: Graph) -> list[Quantise]:
-    """Every quantise of the graph, in order."""
-    return [quantise_of(node) for node in graph.find_nodes(op="call_function", target=QUANTIZE)]
 
 
 def _replace(graph: Graph, row: Quantise, column: Quantise, first: Quantise) -> None:

@@ -37,7 +37,7 @@ def test_bytes_on_the_wire_are_those_of_a_ring():
 def test_tokens_are_quantised_once_and_their_codes_gathered(monkeypatch):
     """A case that compiles nothing new must not be measured as if it moved numbers."""
     without_codegen.install(monkeypatch)
-    monkeypatch.setattr(fp4compile.config, "enabled_passes", ())
+    monkeypatch.setattr(fp4compile.config, "disabled_passes", ())
     args = SimpleNamespace(device="cpu", tokens=256, experts=4, picked=4, inner=32, hidden=64)
     for _ in range(2):
         apart, codes = (expert_dispatch.measure(f"float8_rowwise{end}", args)[0] for end in ("", ", codes"))

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from tests.helpers import moving_worker, process_groups, rank_worker
-from tests.helpers.moving_worker import SENT, tokens
-from tests.helpers.rank_worker import MEMBERS, MOVED, OF_ROWS, TOKENS
+from tests.helpers.moving_worker import tokens
+from tests.helpers.rank_worker import KINDS, MEMBERS, MOVED, TOKENS
 
 pytestmark = pytest.mark.slow
 DEVICES = {
@@ -19,7 +19,6 @@ DEVICES = {
 # times 2^-24: six of these. A GPU's matrix units drop the bits that do not fit, where a CPU rounds, so an error is at
 # most twice as large.
 SUMS = {"cpu": 2e-6, "cuda": 4e-6}
-KINDS = [(device, kind) for device, kinds in rank_worker.KINDS.items() for kind in ("sequences", "frozen", *kinds)]
 devices = pytest.mark.parametrize("device", [pytest.param(device, marks=marks) for device, marks in DEVICES.items()])
 places = pytest.mark.parametrize("place", range(len(MEMBERS)))
 
@@ -52,89 +51,66 @@ def alone():
 
 
 @places
-@pytest.mark.parametrize(("device", "kind"), [pytest.param(*pair, marks=DEVICES[pair[0]]) for pair in KINDS])
+@devices
+@pytest.mark.parametrize("kind", KINDS)
 def test_tensor_parallelism_has_the_codes_of_one_process(device, kind, place, found, alone):
-    """So results and gradients differ by the order of sums alone; shards with scales of their own are percents off."""
+    """So results and gradients differ by the order of sums alone, under recipes without scales of whole tensors."""
     mine, whole = found(device)[0][place][kind], alone(device)[kind]
-    part = slice(place * TOKENS, (place + 1) * TOKENS) if kind in ("sequences", "frozen") else slice(None)
+    part = slice(None) if kind == "tokens" else slice(place * TOKENS, (place + 1) * TOKENS)
     for name in set(mine) - {"told"}:
         expected = whole[name][:, part] if name in "xy" else whole[name]
         torch.testing.assert_close(mine[name], expected, rtol=0, atol=SUMS[device] * expected.abs().max().item())
     products = ("fprop", "dgrad") if kind == "frozen" else ("fprop", "dgrad", "wgrad")
     assert mine["told"].keys() == {f"{layer} {product}" for layer in ("up", "down") for product in products}
-    scaled = {name for name, told in mine["told"].items() if told and "outer scale of 2 ranks" in told}
-    # Rows of a weight gradient's operands are tokens, which each rank has whole.
-    assert scaled == ({"up dgrad", "down fprop"} if kind == "float8_rowwise" else set(mine["told"]))
-    if kind in OF_ROWS:
-        return
     after = "quantised after all_gather_into_tensor: "
-    gathered = {name: told.rpartition("; ")[2] for name, told in mine["told"].items() if "all_gather" in told}
-    assert (
-        gathered
-        == {
-            "tokens": {},
-            "frozen": dict.fromkeys(("up fprop", "down dgrad"), "quantised before all_gather_into_tensor"),
-            "sequences": {
-                "up fprop": "quantised before all_gather_into_tensor",
-                **dict.fromkeys(("down dgrad", "down wgrad"), f"{after}its rows are read elsewhere, too"),
-            },
-        }[kind]
-    ), "a gather of gradients that a bias gradient needs, too, is in high precision, once"
+    elsewhere, columns = f"{after}its rows are read elsewhere, too", f"{after}columns are quantised"
+    assert {name: told for name, told in mine["told"].items() if told} == {
+        "tokens": {},
+        "frozen": dict.fromkeys(("up fprop", "down dgrad"), "quantised before all_gather_into_tensor"),
+        "sequences": {"up fprop": columns, "down dgrad": elsewhere, "down wgrad": elsewhere},
+    }[kind], "a gather of gradients that a bias gradient needs, too, is in high precision, once"
 
 
 @places
 @devices
-@pytest.mark.parametrize(("kind", "expected"), [("rows", "frozen"), ("blocks", "blocks"), ("again", "blocks")])
-def test_parameters_that_the_graph_gathers_have_the_bits_of_one_process(kind, expected, device, place, found, alone):
+@pytest.mark.parametrize("kind", ["rows", "again"])
+def test_parameters_that_the_graph_gathers_have_the_bits_of_one_process(kind, device, place, found, alone):
     """Both ranks have the same tokens: gradients, which are summed, are twice those of one.
 
-    A weight is gathered as codes for both passes, and codes are saved; or each pass gathers codes along its direction.
+    A weight is gathered for both passes, whose codes are saved; or again for the backward pass.
     """
-    mine, expected = found(device)[0][place]["gathered"][kind], alone(device)[expected]
+    mine, expected = found(device)[0][place]["gathered"][kind], alone(device)[kind]
     names = {"up.weight", "up.bias", "down.weight", "down.bias"}
     assert torch.equal(mine["y"], expected["y"]) and torch.equal(mine["x"], expected["x"])
     assert all(torch.equal(mine[name], 2 * expected[name]) for name in names)
     assert mine["told"].keys() == expected["told"].keys() and len(mine["told"]) == 6
-    by_gather = {"up fprop", "down fprop"} | ({"up dgrad", "down dgrad"} if kind == "again" else set())
-    moved = "quantised before all_gather_into_tensor"
-    assert {name: told for name, told in mine["told"].items() if told and "gather" in told} == dict.fromkeys(
-        by_gather, moved
-    )
-    if kind != "again":
-        assert torch.equal(mine["evaluated"], expected["y"]) and mine["moved"] == dict.fromkeys(("up", "down"), moved)
+    assert torch.equal(mine["evaluated"], expected["y"])
 
 
 @places
 @devices
-def test_codes_are_gathered_and_shards_have_one_scale(device, place, found, alone):
+def test_codes_are_gathered_by_inductors_kernels(device, place, found, alone):
     mine, part = found(device)[0][place], slice(place * TOKENS, (place + 1) * TOKENS)
     expected = alone(device)["inference"]["y"][:, part]
     torch.testing.assert_close(mine["inference"], expected, rtol=0, atol=SUMS[device] * expected.abs().max().item())
-    scale = "outer scale of 2 ranks"
-    assert mine["told"] == {"up": f"{scale}; quantised before all_gather_into_tensor", "down": scale}
+    assert mine["told"] == {"up": "quantised before all_gather_into_tensor", "down": None}
 
 
 @pytest.mark.parametrize("recipe", MOVED)
 @places
 @devices
 def test_moved_codes_have_the_bits_of_one_process(device, place, recipe, found):
-    """Codes and scales are gathered and exchanged, and results have the bits of one process with all the tokens.
+    """Codes and scales are gathered, and results have the bits of one process with all the tokens.
 
-    An outer scale of all tokens is made of the largest magnitude of both processes; exchanged tokens stay bf16 then.
+    Tokens stay bf16 where an outer scale is made of all of them.
     """
-    (gathered, sequences, exchanged), count, moved = found(device)[0][place]["moved"][recipe]
+    (gathered, sequences), count, moved = found(device)[0][place]["moved"][recipe]
     everything = [tokens(rank) for rank in range(len(MEMBERS))]
-    first = [rows[:6] for rows in everything]
-    sent = [rows.split(SENT[source])[place] for source, rows in enumerate(everything)]
-    assert torch.equal(gathered, moving_worker.alone(torch.cat(first), recipe, device))
-    joined = torch.cat([rows.view(2, 3, moving_worker.K) for rows in first], 1)
+    assert torch.equal(gathered, moving_worker.alone(torch.cat(everything), recipe, device))
+    joined = torch.cat([rows.view(2, -1, moving_worker.K) for rows in everything], 1)
     assert torch.equal(sequences, moving_worker.alone(joined, recipe, device))
-    assert torch.equal(exchanged, moving_worker.alone(torch.cat(sent), recipe, device))
-    parts = ["u8"] * 2 + ["f32"] * (recipe == "nvfp4_rowwise")  # of a gather
-    dtypes = {"all_gather_into_tensor": parts * 2, "all_to_all_single": parts}
-    if recipe == "nvfp4":
-        dtypes |= {"all_reduce": ["i32"] * 2, "all_to_all_single": ["bf16"]}
-    assert count == (2 if recipe == "nvfp4" else 3) and moved == dtypes
+    parts = ["bf16"] if recipe == "nvfp4" else ["u8"] * 2 + ["f32"] * (recipe == "nvfp4_rowwise")  # of a gather
+    assert count == (0 if recipe == "nvfp4" else 2) and moved == {"all_gather_into_tensor": parts * 2}
 
 
 @places

@@ -14,7 +14,7 @@ from fp4compile.analysis.graph import quantise_of
 from fp4compile.hardware import Target
 from fp4compile.ops.matmul import SCALED_GROUPED_MM, SCALED_MM_QUANTIZED
 from fp4compile.ops.quantize import LAY_OUT_SCALES, QUANTIZE
-from fp4compile.passes import quantize_before_move
+from fp4compile.passes import quantize_before_index
 from fp4compile.passes.lib.notes import fused, product_of
 from fp4compile.recipe import named, resolve
 from fp4compile.templates.launch import dry_run
@@ -191,7 +191,7 @@ def _graph_on(sm, model, recipe, without):
 
     around, without = lambda: dry_run(Target(sm)), {"inplace", "lower", *without}
     backend = captured(SimpleNamespace(recipe=recipe), [], around, without, run)
-    with torch.no_grad(), mock.patch.object(quantize_before_move, "LAUNCH_BYTES", 0):
+    with torch.no_grad(), mock.patch.object(quantize_before_index, "LAUNCH_BYTES", 0):
         logits = torch.compile(model, backend=backend)(tokens(), use_cache=False).logits
     (graph,) = graphs
     return logits, graph
@@ -221,7 +221,7 @@ def test_tokens_are_quantised_once_for_all_their_experts(sm, recipe, before, aft
         model, recipe = model_of("Qwen3Moe"), named(recipe).replace(min_m=1)
     if sm == 90:
         fp4compile.pack_(model, recipe)
-    found = [_graph_on(sm, model, recipe, without) for without in (("quantize_before_move",), ())]
+    found = [_graph_on(sm, model, recipe, without) for without in (("quantize_before_index",), ())]
     ops = SCALED_GROUPED_MM, SCALED_MM_QUANTIZED
     products = [next(node for node in graph.nodes if node.target in ops) for _, graph in found]
     assert [*map(_chain_to, products)] == [before, after]

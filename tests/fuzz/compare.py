@@ -22,8 +22,7 @@ from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._inductor.decomposition import select_decomp_table
 
 import fp4compile
-from fp4compile import config
-from fp4compile.passes import quantize_before_move
+from fp4compile.passes import quantize_before_index
 from fp4compile.passes.manager import JointPasses, LowerPasses, switched_off_passes
 from fp4compile.recipe import Recipe
 from fp4compile.report import names
@@ -71,7 +70,7 @@ def _recipe(program: Program) -> str:
 class Fuzzer:
     """device: "cpu" or "cuda". inductor: with code generation. dtype: of the programs' values.
 
-    exact: how many programs agreed in every bit; run: how many ran. moved: in how many the pass quantize_before_move
+    exact: how many programs agreed in every bit; run: how many ran. moved: in how many the pass quantize_before_index
     matched.
     """
 
@@ -112,7 +111,7 @@ class Fuzzer:
                 q = Oracle(program.recipe, by_graph, program.dynamic)
                 expected = results_of(partial(oracle, q, module), program, values, modules)
                 if attempt == number == 0:
-                    self.moved += matched["quantize_before_move"] > 0
+                    self.moved += matched["quantize_before_index"] > 0
                     finding = _products(program, q, by_graph)
                     if finding is not None:
                         return finding
@@ -163,8 +162,7 @@ class Fuzzer:
     def _compile(self, module: torch.nn.Module, program: Program, rows: list[Row], matched: Counter) -> Callable:
         options = {"fullgraph": True, "dynamic": program.dynamic}
         if self.inductor:
-            with mock.patch.object(config, "enabled_passes", config.OFF_BY_DEFAULT):
-                backend = fp4compile.backend(program.recipe)
+            backend = fp4compile.backend(program.recipe)
             compiled = torch.compile(module, backend=backend, **options)
 
             def call(*args):
@@ -181,8 +179,8 @@ class Fuzzer:
 def _moving_all() -> Iterator[None]:
     """Rows are quantised before every move that allows it, also where Inductor would be slower, or has no code."""
     with (
-        mock.patch.object(quantize_before_move, "_inductor_moves", lambda quantise: True),
-        mock.patch.object(quantize_before_move, "_in_memory", lambda node: True),
+        mock.patch.object(quantize_before_index, "_inductor_moves", lambda quantise: True),
+        mock.patch.object(quantize_before_index, "_in_memory", lambda node: True),
     ):
         yield
 
@@ -197,15 +195,15 @@ def captured(
 ) -> Callable:
     """A Dynamo backend: the passes of `fp4compile` on the graphs that Inductor would give them, nothing generated.
 
-    around: makes the context in which the passes run. without: names of passes that do not; all others do, also those
-    that are off by default. run: what calls a graph. matched: takes how often each pass matched after the partitioner.
+    around: makes the context in which the passes run. without: names of passes that do not. run: what calls a graph.
+    matched: takes how often each pass matched after the partitioner.
     """
 
     def compile_graph(gm: torch.fx.GraphModule, example_inputs) -> Callable:
         inputs = names.record(gm, example_inputs).inputs
         joint_passes = JointPasses(program.recipe, inputs, lambda found, runs: rows.extend(found))
         counts = Counter() if matched is None else matched
-        disabled = (switched_off_passes() - {*config.OFF_BY_DEFAULT}) | without
+        disabled = switched_off_passes() | without
         lower_passes = LowerPasses(partial(_count, counts), disabled=disabled)
 
         def lowered(module: torch.fx.GraphModule, _) -> Callable:

@@ -27,7 +27,7 @@ from fp4compile import hardware
 from fp4compile._compat import statically_true
 from fp4compile.hardware import Target
 from fp4compile.ops.define import KERNELS
-from fp4compile.passes import fuse_prologue, quantize_before_move
+from fp4compile.passes import fuse_prologue, quantize_before_index
 from fp4compile.templates import choose
 from fp4compile.templates.gemm import cost, dequant_operand
 from fp4compile.templates.launch import dry_run
@@ -84,8 +84,8 @@ class Setting:
                 since = dict.fromkeys(prologue_cost.SINCE, 0)
                 stack.enter_context(mock.patch.object(prologue_cost, "SINCE", since))
                 stack.enter_context(mock.patch.object(fuse_prologue, "gain", _any_gain))
-                stack.enter_context(mock.patch.object(quantize_before_move, "LAUNCH_BYTES", 0))
-                stack.enter_context(mock.patch.object(quantize_before_move, "_in_memory", lambda node: True))
+                stack.enter_context(mock.patch.object(quantize_before_index, "LAUNCH_BYTES", 0))
+                stack.enter_context(mock.patch.object(quantize_before_index, "_in_memory", lambda node: True))
             if self.quantize_results:
                 # The kernel for few rows, as programs have them, does not quantise its result.
                 others = tuple(each for each in choose.REGISTRY if each.name != "skinny_block_scaled_sm100")
@@ -184,11 +184,11 @@ class LaunchFuzzer:
 
         matched: Counter = Counter()
         moved = results(frozenset(), run)
-        if matched["quantize_before_move"]:
+        if matched["quantize_before_index"]:
             self.moved += 1
             # A quantiser before a move may compute what precedes it without rounding in between (docs/report.md).
-            if not equal(moved, plain("quantize_before_move")) and not equal(
-                plain("fuse_prologue"), plain("fuse_prologue", "quantize_before_move")
+            if not equal(moved, plain("quantize_before_index")) and not equal(
+                plain("fuse_prologue"), plain("fuse_prologue", "quantize_before_index")
             ):
                 wrong.append("rows quantised before a move have other bits")
 

@@ -56,17 +56,13 @@ PLANTS = (
     Plant("the strides of a reshape lost", "analysis/views.py",
           "strides.append(step * covered)", "strides.append(covered)"),
     # moves of rows
-    Plant("scales moved with the rows before", "passes/quantize_before_move.py",
-          "        return self.move.new(graph, tensors)\n",
-          "        roll = aten.roll.default\n"
-          "        tensors = [new_node(graph, roll, (each, [place], [0]), each.meta) for each in tensors]\n"
-          "        return self.move.new(graph, tensors)\n"),
-    Plant("the outer scale made of all rows, moved or not", "passes/quantize_before_move.py",
-          "rows = move.new(graph, [new(aten.amax.default, each, [-1], True) for each in magnitudes])",
-          "rows = magnitudes[0]"),
-    Plant("an outer scale of its own for each source", "passes/quantize_before_move.py",
-          "if _makes_outer(reader):", "if False:"),
-    Plant("rows moved without those who read them", "passes/quantize_before_move.py",
+    Plant("scales moved with the rows before", "passes/lib/row_moves.py",
+          "moved = {place: move.started(graph, _as_bytes(graph, quantised, place)) for place in parts_of(reader)}",
+          "moved = {place: move.started(graph, new_node(graph, aten.roll.default, "
+          "(_as_bytes(graph, quantised, place), [place], [0]), {})) for place in parts_of(reader)}"),
+    Plant("an outer scale of the rows before", "passes/lib/row_moves.py",
+          'if fmt.outer == "tensor" and outer is None:', "if False:"),
+    Plant("rows moved without those who read them", "passes/lib/row_moves.py",
           "if len(quantisers) < len(users) else", "if False else"),
     # experts
     Plant("a weight gradient of other groups", "analysis/find.py",

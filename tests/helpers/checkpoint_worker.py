@@ -36,7 +36,9 @@ def made(kind: str, mesh: DeviceMesh) -> tuple[nn.Module, Callable]:
     elif kind == "tensor":
         model = rank_worker.sharded(model, mesh, sequences=False)
     torch._dynamo.reset()
-    backend = fp4compile.backend("nvfp4_train", strict=True, min_m=1, min_n=1, min_k=1)
+    # A rank of tensor parallelism would make a scale of its own for its part of a tensor.
+    recipe = rank_worker.ONE_LEVEL if kind == "tensor" else {"recipe": "nvfp4_train"}
+    backend = fp4compile.backend({**recipe, **rank_worker.SIZES}, strict=True)
     if kind == "fsdp":
         model.compile(backend=backend)
         fully_shard(model, mesh=mesh, mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32))
@@ -131,7 +133,6 @@ def run(kind: str, folder: Path, both: DeviceMesh, alone: DeviceMesh) -> dict:
 
 def main(rank: int, folder: Path) -> None:
     torch.set_num_threads(1)
-    fp4compile.config.enabled_passes = rank_worker.PASSES
     process_groups.begin(folder / "store", rank, RANKS)
     both = DeviceMesh("cpu", list(range(RANKS)))
     alone = DeviceMesh.from_group([dist.new_group([each]) for each in range(RANKS)][rank], "cpu")

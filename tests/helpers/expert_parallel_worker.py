@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import fp4compile
-from tests.helpers import moving_worker, process_groups, without_codegen
+from tests.helpers import process_groups, without_codegen
 from tests.helpers.rank_worker import SIZES
 
 RANKS, EXPERTS, TOP, WIDTH, INNER, TOKENS = 2, 4, 2, 64, 48, 32
@@ -155,14 +155,14 @@ class Moe(nn.Module):
 
 
 def run(model: nn.Module, x: torch.Tensor, recipe: str, trained=False) -> dict:
-    """The results of a compiled model, what collectives moved without gradients, and what the report says then.
+    """The results of a compiled model, and what the report says.
 
     trained: whether to take a gradient, too.
     """
     torch._dynamo.reset()
     backend = fp4compile.backend(recipe, **{**SIZES, "min_m": 0})
     called = torch.compile(model, backend=backend)
-    with torch.no_grad(), moving_worker.recorded() as moved:
+    with torch.no_grad():
         found = [called(x)]
     fused = {row.module: row.fused for row in backend.report.quantised}
     if trained:
@@ -170,13 +170,12 @@ def run(model: nn.Module, x: torch.Tensor, recipe: str, trained=False) -> dict:
         called(x).float().square().sum().backward()
         found.append(x.grad)
     products = {(row.module, row.product) for row in backend.report.quantised}
-    return {"found": found, "fused": fused, "moved": moved, "products": products}
+    return {"found": found, "fused": fused, "products": products}
 
 
 def main(rank: int, folder: Path) -> None:
     torch.set_num_threads(1)
     process_groups.begin(folder / "store", rank)
-    fp4compile.config.enabled_passes = ("quantize_before_move",)
     torch._dynamo.config.capture_scalar_outputs = True  # as torchtitan sets it: sizes of exchanges stay in the graph
     every = DeviceMesh("cpu", list(range(RANKS)))
     mine, everyone = tokens(rank), torch.cat([tokens(each) for each in range(RANKS)])

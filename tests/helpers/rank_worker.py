@@ -1,4 +1,4 @@
-"""Two of three ranks move codes, compare recipes, share amaxes under tensor parallelism, and lose each other.
+"""Two of three ranks move codes, compare recipes, compute under tensor parallelism, and lose each other.
 
 `main` is what each rank runs, and tests/distributed/test_ranks.py compares what it finds.
 
@@ -33,18 +33,13 @@ from fp4compile.distributed import gather_quantized_
 from tests.helpers import moving_worker, process_groups, without_codegen
 
 MEMBERS, TOKENS, WIDTH, HIDDEN = (1, 2), 16, 64, 96
-# Outer scales are inverses of encode factors. Weight gradients multiply transformed operands, and scales of both kinds.
-INVERTED = {"recipe": "nvfp4_rowwise", "fprop_x": "nvfp4_te", "wgrad_dy": "nvfp4_te", "wgrad_x": "nvfp4",
-            "hadamard": ["wgrad"]}  # fmt: skip
-OF_ROWS = ("float8_rowwise", "nvfp4_rowwise")  # outer scales belong to rows, of which each rank has a part
-# Steps by tensor parallelism over whole sequences, by device. Units of FP8 on a GPU, of `float8_rowwise`, keep fewer
-# bits of sums than float32, whose order differs.
-KINDS = {"cpu": {"tokens": INVERTED, **{recipe: recipe for recipe in OF_ROWS}},
-         "cuda": {"nvfp4_rowwise": "nvfp4_rowwise"}}  # fmt: skip
+KINDS = ("sequences", "tokens", "frozen")  # steps by tensor parallelism, over parts of sequences or whole ones
+# Without outer scales, a shard's codes are those of the whole tensor.
+ONE_LEVEL = {"recipe": "nvfp4_one_level", **dict.fromkeys(("dgrad_dy", "dgrad_w", "wgrad_dy", "wgrad_x"),
+                                                          "nvfp4_one_level")}  # fmt: skip
 MOVED = ("mxfp8", "nvfp4_one_level", "nvfp4_rowwise", "nvfp4")
 # A weight's codes along the columns are its codes along the rows, transposed. Nothing is drawn.
 SQUARE = {"recipe": "nvfp4", "fprop_w": "nvfp4_16x16", "dgrad_w": "nvfp4_16x16"}
-PASSES = ("quantize_before_move", "group_amax")
 SIZES = {"min_m": 1, "min_n": 1, "min_k": 1}
 UNLIKE = (
     ({"recipe": "mxfp8"}, {"recipe": "nvfp4"}),
@@ -114,10 +109,9 @@ def step(model, x, gradient, recipe) -> dict:
 def steps_of_one_process(device) -> dict[str, dict]:
     """What ranks are compared with, by the kind of their step."""
     with captured_graphs(device):
-        plain, square = (step(*whole(device), recipe) for recipe in ("nvfp4", "nvfp4_train"))
-        others = {kind: step(*whole(device), recipe) for kind, recipe in KINDS[device].items()}
-        blocks = step(*whole(device), SQUARE)
-    return {"sequences": plain, "frozen": plain, "inference": square, "blocks": blocks} | others
+        plain = step(*whole(device), ONE_LEVEL)
+        gathers = {kind: step(*whole(device), recipe) for kind, recipe in (("rows", "nvfp4"), ("again", SQUARE))}
+    return dict.fromkeys((*KINDS, "inference"), plain) | gathers
 
 
 def sharded(model, mesh, sequences: bool):
@@ -168,13 +162,10 @@ GATHERED_AGAIN = functools.partial(create_selective_checkpoint_contexts, _of_a_g
 def of_gathered(model, x, gradient, mesh) -> dict[str, dict]:
     """Steps and evaluations of the model whose graph gathers its parameters, by the kind of step."""
     found = {}
-    for kind, recipe, again in (("rows", "nvfp4", False), ("blocks", SQUARE, False), ("again", SQUARE, True)):
+    for kind, recipe, again in (("rows", "nvfp4", False), ("again", SQUARE, True)):
         found[kind] = step(gathered(model, mesh, again), x, gradient, recipe)
-    for kind, recipe in (("rows", "nvfp4"), ("blocks", SQUARE)):
         with torch.no_grad():
-            function, backend = compiled(gathered(model, mesh), recipe)
-            found[kind]["evaluated"] = function(x)
-        found[kind]["moved"] = {row.module: row.fused for row in backend.report.rows}
+            found[kind]["evaluated"] = compiled(gathered(model, mesh), recipe)[0](x)
     return found
 
 
@@ -185,14 +176,13 @@ def parallel(rank: int, mesh: DeviceMesh) -> dict:
     mine = slice(rank * TOKENS, (rank + 1) * TOKENS)
     found = {}
     with captured_graphs(device):
-        found["sequences"] = step(sharded(model, mesh, True), x[:, mine], gradient[:, mine], "nvfp4")
-        for kind, recipe in KINDS[device].items():
-            found[kind] = step(sharded(model, mesh, False), x, gradient, recipe)
+        found["sequences"] = step(sharded(model, mesh, True), x[:, mine], gradient[:, mine], ONE_LEVEL)
+        found["tokens"] = step(sharded(model, mesh, False), x, gradient, ONE_LEVEL)
         found["gathered"] = of_gathered(model, x, gradient, mesh)
         model.requires_grad_(False)
-        found["frozen"] = step(sharded(model, mesh, True), x[:, mine], gradient[:, mine], "nvfp4")
+        found["frozen"] = step(sharded(model, mesh, True), x[:, mine], gradient[:, mine], ONE_LEVEL)
     with torch.no_grad():
-        function, backend = compiled(sharded(model, mesh, True), "nvfp4_train")
+        function, backend = compiled(sharded(model, mesh, True), ONE_LEVEL)
         found["inference"] = function(x[:, mine].contiguous())
         found["told"] = {row.module: row.fused for row in backend.report.rows}
     return found
@@ -234,7 +224,8 @@ def main(rank: int, output: str, device: str = "cpu") -> None:
     torch.set_num_threads(1)
     config.fx_graph_cache = False  # graphs are compiled anew, and the ranks share what a C++ compiler makes of them
     torch._functorch.config.enable_autograd_cache = False
-    fp4compile.config.enabled_passes = PASSES
+    if device == "cuda":  # its links count as slow, so that codes are gathered
+        os.environ["NCCL_P2P_DISABLE"] = "1"
     if device == "cuda":  # or a mesh would choose a device, and refuses three ranks on two
         torch.cuda.set_device(MEMBERS.index(rank) if rank in MEMBERS else 0)
         torch.cuda.init()

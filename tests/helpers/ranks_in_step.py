@@ -52,22 +52,8 @@ def _gathered(tensors, *_):
     return [torch.cat(tensors)] * len(tensors)
 
 
-def _largest(tensors, operations, *_):
-    assert set(operations) == {"max"}
-    return [torch.stack(tensors).amax(0)] * len(tensors)
-
-
-def _exchanged(tensors, received, sent, *_):
-    pieces = [rows.split(sizes) for rows, sizes in zip(tensors, sent, strict=True)]
-    found = [torch.cat([of_rank[rank] for of_rank in pieces]) for rank in range(len(tensors))]
-    assert [len(rows) for rows in found] == [sum(sizes) for sizes in received]
-    return found
-
-
 # By operator: from each argument of every rank to every rank's result.
 _COLLECTIVES: dict = {
     c10d.all_gather_into_tensor.default: _gathered,
-    c10d.all_reduce.default: _largest,
-    c10d.all_to_all_single.default: _exchanged,
     c10d.wait_tensor.default: lambda tensors: list(tensors),
 }

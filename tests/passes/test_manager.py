@@ -20,19 +20,12 @@ from tests.helpers import without_codegen
 from tests.helpers.graphs import compile_recorded
 
 SWITCHABLE = [
-    "rewrite", "recompute", "group_amax", "hoist", "merge_quantize", "quantize_before_move", "fake_quantize",
+    "rewrite", "recompute", "hoist", "merge_quantize", "quantize_before_gather", "fake_quantize",
+    "quantize_before_index",
     "fuse_quantize", "fuse_epilogue", "scale_results", "fuse_prologue", "fuse_horizontal", "inplace", "lower",
 ]  # fmt: skip
-POST_GRAD = SWITCHABLE[4:]
+POST_GRAD = SWITCHABLE[3:]
 VARIABLE = "FP4COMPILE_DISABLE_PASSES"
-
-
-@pytest.fixture(autouse=True)
-def enable(monkeypatch):
-    """Switches the passes on that are off by default, before each test; or others."""
-    switch = lambda *names: monkeypatch.setattr(fp4compile.config, "enabled_passes", names)  # noqa: E731
-    switch(*fp4compile.config.OFF_BY_DEFAULT)
-    return switch
 
 
 @pytest.fixture
@@ -72,9 +65,8 @@ def infer(model, x):
 
 def test_order():
     assert list(dict.fromkeys(one.name for one in manager.ALL)) == SWITCHABLE
-    again = ["quantize_before_move"]  # after fake_quantize
     assert [one.name for one in manager.JOINT] == SWITCHABLE[:2]
-    assert [one.name for one in manager.POST_GRAD] == [*POST_GRAD[:3], *again, *POST_GRAD[3:]]
+    assert [one.name for one in manager.POST_GRAD] == POST_GRAD
     for one in manager.ALL:
         assert one.function.__name__ == one.name, "a pass is called as its function and its file are"
         assert one.function.__module__ == f"fp4compile.passes.{one.name}"
@@ -151,7 +143,7 @@ def test_counts_come_back_from_the_cache_without_times():
 def test_the_setting_switches_a_pass_off(disable, captured):
     model, x = SharedInput(), torch.randn(4, 64)
     expected, report = infer(model, x)
-    assert list(report.counts) == ["find", "rewrite", "recompute", "group_amax", *POST_GRAD]
+    assert list(report.counts) == ["find", "rewrite", "recompute", *POST_GRAD]
     for names in (*((name,) for name in POST_GRAD), POST_GRAD):
         disable(*names)
         y, without = infer(model, x)
@@ -199,7 +191,7 @@ def test_the_environment_switches_passes_off_too(disable, captured, monkeypatch)
     disable("hoist")
     assert manager.switched_off_passes() == {"hoist", "inplace", "lower"}
     _, report = infer(SharedInput(), torch.randn(4, 64))
-    assert list(report.counts) == ["find", "rewrite", "recompute", "group_amax", *POST_GRAD[:-2]]
+    assert list(report.counts) == ["find", "rewrite", "recompute", *POST_GRAD[:-2]]
     monkeypatch.setenv(VARIABLE, "")
     disable()
     assert manager.switched_off_passes() == frozenset()
@@ -217,21 +209,6 @@ def test_unknown_names_are_refused(disable, monkeypatch):
     monkeypatch.delenv(VARIABLE)
     monkeypatch.setattr(fp4compile.config, "disabled_passes", "inplace")
     with pytest.raises(TypeError, match=r"expected a collection of names such as \('lower',\), got 'inplace'"):
-        fp4compile.backend("mxfp8")
-
-
-def test_passes_that_are_off_by_default(disable, enable, monkeypatch):
-    name, other = fp4compile.config.OFF_BY_DEFAULT
-    assert manager.switched_off_passes() == frozenset()
-    disable(name)
-    assert manager.switched_off_passes() == {name}
-    disable()
-    enable()
-    assert manager.switched_off_passes() == {name, other}
-    monkeypatch.setenv("FP4COMPILE_ENABLE_PASSES", name)
-    assert manager.switched_off_passes() == {other}
-    enable("lower")
-    with pytest.raises(ValueError, match=f"enabled_passes: unknown pass 'lower'; allowed are {name}, {other}"):
         fp4compile.backend("mxfp8")
 
 
@@ -311,14 +288,12 @@ def test_a_cached_graph_of_another_setting_is_not_reused(disable):
         assert ("merge_quantize" in backend.report.counts) == (not names)
 
 
-def test_a_name_of_dynamos_registry_has_one_setting(enable, disable, captured):
-    enable()  # as in other tests of this process, which may have used the name before
+def test_a_name_of_dynamos_registry_has_one_setting(disable, captured):
     compiled = torch.compile(SharedInput(), backend="fp4compile_mxfp8_floor")
     compiled(torch.ones(4, 64))
     disable("inplace")
     torch._dynamo.reset()
-    off = r"\['group_amax', 'quantize_before_move'\]"
-    with pytest.raises(Exception, match=f"switched off were {off} when backend='fp4compile_mxfp8_floor' was"):
+    with pytest.raises(Exception, match=r"switched off were \[\] when backend='fp4compile_mxfp8_floor' was"):
         compiled(torch.ones(4, 64))
 
 
@@ -333,7 +308,6 @@ def test_dumps_show_every_pass_before_and_after(disable, monkeypatch, tmp_path):
     files = sorted(directory.iterdir(), key=lambda file: int(file.name.split("_")[1]))
     found = [re.fullmatch(r"\d+_\d{3,}_(\w+)_(before|after)\.py", file.name).groups() for file in files]
     ran = list(SWITCHABLE)
-    ran.insert(ran.index("fake_quantize") + 1, "quantize_before_move")
     ran.remove("inplace")
     assert sorted(found) == sorted((name, when) for name in ran for when in ("before", "after"))
     assert [name for name, _ in found[::2]] == [name for name, _ in found[1::2]] == ran

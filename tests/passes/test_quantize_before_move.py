@@ -7,6 +7,7 @@ from contextlib import nullcontext
 
 import pytest
 import torch
+import torch.distributed._functional_collectives  # shapes of the collectives
 import torch.nn.functional as F
 from torch import nn
 from torch._dynamo.source import ConstantSource
@@ -15,23 +16,24 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 
 import fp4compile
-from fp4compile.formats import formats
+from fp4compile import hardware
 from fp4compile.hardware import Target
 from fp4compile.ops.quantize import QUANTIZE
-from fp4compile.passes import quantize_before_move as tested
+from fp4compile.passes import quantize_before_index as tested
 from fp4compile.passes.fake_quantize import fake_quantize
-from fp4compile.passes.quantize_before_move import quantize_before_move
+from fp4compile.passes.quantize_before_gather import quantize_before_gather
+from fp4compile.passes.quantize_before_index import quantize_before_index
 from fp4compile.templates.launch import dry_run
+from tests.helpers.graphs import summary
 
 aten, c10d = torch.ops.aten, torch.ops._c10d_functional
 ROWS, K = 12, 64
-FORMATS = ["mxfp8", "mxfp4", "nvfp4_one_level", "nvfp4_rowwise", "float8_rowwise", "nvfp4", "nvfp4_te"]
+FORMATS = ["mxfp8", "mxfp4", "nvfp4_one_level", "nvfp4_rowwise", "float8_rowwise"]
 
 
 @pytest.fixture(autouse=True)
 def launches_cost_nothing(monkeypatch):
     monkeypatch.setattr(tested, "LAUNCH_BYTES", 0)
-    monkeypatch.setattr(fp4compile.config, "enabled_passes", ("quantize_before_move",))
 
 
 def quantize(x, fmt, dim=-1, **options):
@@ -40,11 +42,11 @@ def quantize(x, fmt, dim=-1, **options):
 
 
 def inputs(rows=ROWS, k=K):
-    """x, an index of more rows than x has, offsets with rows of no group behind them, and an outer scale."""
+    """x, an index of more rows than x has, and offsets with rows of no group behind them."""
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(rows, k, generator=generator) * 2.0 ** torch.arange(rows).fmod(7).view(-1, 1)
     index = torch.randint(rows, (2 * rows,), generator=generator)
-    return x.bfloat16(), index, torch.tensor([5, 5, 20], dtype=torch.int32), torch.tensor(0.01)
+    return x.bfloat16(), index, torch.tensor([5, 5, 20], dtype=torch.int32)
 
 
 def on(device, sm=90):
@@ -66,9 +68,8 @@ def moved(function, values, device="cuda", sm=90, **options):
     """(how many moves the pass changes, the graph); the graph's results must keep their bits."""
     graph_module = traced(function, values, device, **options)
     with on(device, sm):
-        count = quantize_before_move(graph_module.graph)
+        count = quantize_before_index(graph_module.graph)
     graph_module.graph.lint()
-    graph_module.recompile()
     for node in graph_module.graph.nodes:
         if "device" in node.kwargs:
             node.update_kwarg("device", torch.device("cpu"))
@@ -84,32 +85,10 @@ def by_index(x, index):
     return aten.index.Tensor(x, [index])
 
 
-def gathered(x):
-    return c10d.wait_tensor(c10d.all_gather_into_tensor(x, 2, "0"))
-
-
-def zeroed(mask, x, index, zero=0.0, width=1):
-    """Rows, some of them zeros, as transformers masks the tokens of other ranks' experts."""
-    zero = aten.scalar_tensor(zero, dtype=x.dtype, device=x.device)
-    return aten.where(mask.view(-1, 1).expand(-1, width), zero, by_index(x, index))
-
-
-def zeroed_twice(x, index):
-    rows, zero = zeroed(index > 4, x, index).view(2, -1, K), aten.full([], 0.0, dtype=x.dtype, device=x.device)
-    return aten.where((index == 2).view(2, -1, 1), zero, rows).view(-1, K)
-
-
 MOVES = {
-    "index": by_index,
-    "index_select": lambda x, index: aten.index_select(x, 0, index),
-    "embedding": lambda x, index: aten.embedding(x, index.view(2, -1)).view(-1, K),
-    "gather": lambda x, index: aten.gather(x, 0, index.view(-1, 1).expand(-1, K)),
-    "gather of matrices": lambda x, index: aten.gather(
-        x.view(2, -1, K), 1, (index % (len(x) // 2)).view(1, -1, 1).expand(2, -1, K)
-    ).view(-1, K),
-    "cat": lambda x, index: aten.cat([x, aten.slice(x, 0, 3, 7)]),
-    "matrices": lambda x, index: aten.cat([x.view(2, -1, K), x.view(2, -1, K)], 1).reshape(-1, K).clone(),
-    "second dimension": lambda x, index: aten.index.Tensor(x.view(1, -1, K), [None, index]),
+    "rows": by_index,
+    "rows of a matrix": lambda x, index: aten.index.Tensor(x.view(1, -1, K), [None, index]).clone().view(-1, K),
+    "sequences": lambda x, index: aten.cat(aten.split(by_index(x, index).view(4, -1, K), 2), 1).view(-1, K),
 }
 
 
@@ -119,72 +98,45 @@ def test_bits_of_moved_rows(move, fmt):
     assert moved(lambda x, index: quantize(move(x, index), fmt), inputs()[:2])[0] == 1
 
 
-@pytest.mark.parametrize("fmt", FORMATS)
-def test_bits_of_masked_rows(fmt):
-    """An outer scale of the tensor is made of the rows that are left."""
-    moves = 0 if formats.get(fmt).outer == "tensor" else 1
-    assert moved(lambda x, index: quantize(zeroed_twice(x, index), fmt), inputs()[:2])[0] == moves
-
-
-@pytest.mark.parametrize("move", ["index", "cat", "matrices"])
+@pytest.mark.parametrize("move", MOVES.values(), ids=MOVES)
 def test_bits_of_swizzled_scales(move):
-    """Of rows, of groups of rows, of a batch of matrices: scales are moved linear and laid out behind the move."""
-    by, whole = MOVES[move], (1, 2 * ROWS) if move == "index" else (3, -1)
+    """Of rows, of a batch of matrices, of groups of rows: scales are moved linear and laid out behind the move."""
 
     def function(x, index, offs):
-        rows, options = by(x, index), {"layout": "swizzled"}
-        found = [*quantize(rows, "nvfp4", **options), *quantize(rows.view(*whole, K), "mxfp8", **options)]
-        return found + (quantize(rows, "nvfp4_one_level", offs=offs, **options) if move == "index" else [])
+        rows, options = move(x, index), {"layout": "swizzled"}
+        found = quantize(rows, "nvfp4_one_level", **options) + quantize(rows.view(1, -1, K), "mxfp8", **options)
+        return found + quantize(rows, "nvfp4_rowwise", offs=offs, **options)
 
-    rows = 12 if move == "index" else 24 if move == "matrices" else 14
-    assert moved(function, inputs(rows)[:3], sm=100)[0] == 1
-
-
-@pytest.mark.parametrize("fmt", ["nvfp4", "nvfp4_te"])
-@pytest.mark.parametrize("largest", [torch.nan, -torch.inf, 0.0, 2.0**-130])
-def test_bits_of_outer_scales(fmt, largest):
-    """Of the moved rows' largest magnitude, not of a row's that the index leaves out."""
-    x, index, *_ = inputs()
-    x[1], x[2, 3] = 1e3, largest
-    index = torch.tensor([2, 3, 2] * 8) if largest else torch.full_like(index, 4)
-    x[4] = 0
-    assert moved(lambda x, index: quantize(by_index(x, index), fmt), (x, index))[0] == 1
+    assert moved(function, inputs(), sm=100)[0] == 1
 
 
-@pytest.mark.parametrize("options", ["static", "hadamard", "grouped"])
+@pytest.mark.parametrize("options", ["static", "hadamard", "grouped", "values"])
 def test_bits_of_options(options):
-    """A static scale, though it is made behind the move; the transform along rows; groups of rows."""
+    """A static scale, though it is made behind the move; the transform along rows; groups of rows; 16-bit values."""
 
     def function(x, index, offs):
         rows = by_index(x, index)
         if options == "static":
             return quantize(rows, "nvfp4", outer=aten.full([], 0.01, dtype=torch.float32, device=x.device))
-        given = {"offs": offs} if options == "grouped" else {"hadamard": True}
+        given = {"grouped": {"offs": offs}, "hadamard": {"hadamard": True}, "values": {"values": [-1]}}[options]
         return quantize(rows, "nvfp4_one_level", **given)
 
-    assert moved(function, inputs()[:3])[0] == 1
+    assert moved(function, inputs())[0] == 1
 
 
 def test_chains_and_several_quantisers():
     """From the last move to the first; two quantisers, the second of which the tensor has already."""
 
     def function(x, index, offs):
-        rows = aten.index_select(aten.cat([x, x]).view(4, -1, K), 0, index % 4)
+        rows = by_index(by_index(x, aten.cat([index, index])).view(8, -1, K), index % 8)
         return *quantize(x, "nvfp4_one_level"), *quantize(rows.view(-1, K), "mxfp4"), *quantize(rows, "nvfp4_one_level")
 
-    x, index, offs, _ = inputs()
-    count, graph = moved(function, (x, index, offs))
+    count, graph = moved(function, inputs())
     assert count == 2
-    largest_of_chain = lambda x, index: quantize(by_index(aten.cat([x, x]), index), "nvfp4")  # noqa: E731
-    assert moved(largest_of_chain, (x, index))[0] == 1, "the second move's rows are read for the first one's scale"
     assert len(graph.find_nodes(op="call_function", target=QUANTIZE)) == 2, "one for each format"
 
 
 # ---------------------------------------------------------------- what stays
-
-
-def pointwise(x, index, *_):
-    return quantize(by_index(x * 2, index), "nvfp4_one_level")
 
 
 def read_elsewhere(x, index, *_):
@@ -197,14 +149,12 @@ def returned(x, index, *_):
     return *quantize(rows, "nvfp4_one_level"), rows.view(2, -1, K)
 
 
-def given_each(x, index, *_):
-    outer = x.new_full((2 * ROWS, 1), 0.01, dtype=torch.float32)
-    return quantize(by_index(x, index), "nvfp4_rowwise", outer=outer)
+def given_each(name, **options):
+    def function(x, index, *_):
+        given = x.new_full((2 * ROWS, 1), 0.01, dtype=torch.float32)
+        return quantize(by_index(x, index), "nvfp4_rowwise", **{name: given})
 
-
-def amax_of_each(x, index, *_):
-    amax = x.new_full((2 * ROWS, 1), 3.0, dtype=torch.float32)
-    return quantize(by_index(x, index), "nvfp4_rowwise", amax=amax)
+    return function
 
 
 def outer_of_rows(x, index, *_):
@@ -218,10 +168,9 @@ def asked(fmt="nvfp4_one_level", dim=-1, **options):
 
 
 STAYS = {
-    "amax of a group": lambda x, index, offs, _: quantize(by_index(x, index), "nvfp4", offs=offs),
+    "amax": asked("nvfp4"), "amax of a group": lambda x, index, offs: quantize(by_index(x, index), "nvfp4", offs=offs),
     "columns": asked(dim=-2),
     "both": asked(dim=[-1, -2]),
-    "amax of transformed rows": asked("nvfp4", hadamard=True),
     "square": asked("mxfp8_32x32"),
     "stochastic": lambda x, index, *_: quantize(by_index(x, index), "mxfp4", seed=aten.select(index, 0, 0)),
     "swept": asked(scale_rule="mse"),
@@ -230,22 +179,13 @@ STAYS = {
                                               prologue=["mul aux0 aux1"], dtype=torch.bfloat16),
     "few rows": lambda x, index, *_: quantize(by_index(x, aten.slice(index, 0, 1, ROWS)), "nvfp4_one_level"),
     "elements": lambda x, index, *_: quantize(aten.index.Tensor(x, [None, index]), "nvfp4_one_level"),
-    "elements gathered": lambda x, index, *_: quantize(
-        aten.gather(x, 0, aten.maximum(index.view(-1, 1), by_index(x, index).long().abs() % ROWS)), "nvfp4_one_level"
-    ),
-    "halves of rows": lambda x, index, *_: quantize(
-        aten.gather(x, 0, index.view(-1, 1).expand(-1, K // 2)), "nvfp4_one_level"
-    ),
-    "along rows": lambda x, index, *_: quantize(
-        aten.gather(x, 1, aten.slice(index, 0, 0, ROWS).view(-1, 1).expand(-1, K)), "nvfp4_one_level"
-    ),
-    "negative zeros put in": lambda x, index, *_: quantize(zeroed(index > 4, x, index, -0.0), "nvfp4_one_level"),
-    "elements zeroed": lambda x, index, *_: quantize(zeroed(index > 4, x, index, width=K), "nvfp4_one_level"),
-    "columns side by side": lambda x, *_: quantize(aten.cat([x, x], 1), "nvfp4_one_level"),
-    "columns selected": lambda x, index, *_: quantize(aten.index_select(x, -1, index), "nvfp4_one_level"),
     "reshaped": lambda x, index, *_: quantize(by_index(x, index).view(-1, 2 * K), "nvfp4_one_level"),
-    "pointwise": pointwise, "read elsewhere": read_elsewhere, "returned": returned, "given each": given_each,
-    "amax of each": amax_of_each, "outer of rows": outer_of_rows,
+    "pieces in another order": lambda x, index, *_: quantize(
+        aten.cat(list(reversed(aten.split(by_index(x, index), ROWS)))), "nvfp4_one_level"
+    ),
+    "computed while they are moved": lambda x, index, *_: quantize(by_index(x * 2, index), "nvfp4_one_level"),
+    "read elsewhere": read_elsewhere, "returned": returned, "outer of each": given_each("outer"),
+    "amax of each": given_each("amax"), "outer of rows": outer_of_rows,
 }  # fmt: skip
 
 
@@ -262,57 +202,50 @@ def test_rows_of_a_pointwise_result_that_is_in_memory():
     assert moved(function, inputs()[:2])[0] == 1
 
 
-def test_unknown_sizes_and_short_rows():
-    """A block of 32 elements and its scale are 33 bytes, a row of 16 bf16 numbers is 32."""
-    assert moved(asked(), inputs()[:2], any_rows=True)[0] == 0
-    for k, count in ((16, 0), (32, 1)):
-        graph = traced(lambda x: torch.ops.fp4compile.quantize(gathered(x), "mxfp8")[:2], inputs(k=k)[:1]).graph
-        assert quantize_before_move(graph) == count
-
-
-def exchanged(x):
-    return c10d.wait_tensor(c10d.all_to_all_single(x, [x.shape[0]], [x.shape[0]], "0"))
-
-
-@pytest.mark.parametrize(("fmt", "device", "also", "count"), [
-    ("nvfp4_rowwise", "cuda", False, 3),
-    ("mxfp8", "cpu", False, 0),  # C++ has no such scales
-    ("nvfp4", "cuda", False, 0),  # the rows that arrive make its outer scale
-    ("nvfp4_rowwise", "cuda", True, 0),
+@pytest.mark.parametrize(("layout", "more", "launches"), [
+    ("linear", 0, 1),
+    ("swizzled", -2 * 2 * ROWS * 4, 2),  # scales are read and written once more
 ])  # fmt: skip
-def test_exchanged_rows_that_are_sorted(fmt, device, also, count):
-    """How many tokens arrive is unknown. They are quantised before they are sorted if before the exchange, too."""
-
-    def function(x, index):
-        rows = exchanged(x)
-        ordered = by_index(
-            aten.cat([rows, aten.full_like(aten.slice(x, 0, 0, 1), 0)]).view(1, -1, K).view(-1, K), index
-        )
-        return *torch.ops.fp4compile.quantize(ordered, fmt)[:2], ordered.shape[0], *((rows + 1,) if also else ())
-
-    graph = traced(function, inputs()[:2], device, any_rows=True).graph
-    with on(device):
-        assert quantize_before_move(graph) == count
-    graph.lint()
+def test_launches_have_a_price(layout, more, launches, monkeypatch):
+    """Codes and scales, 36 bytes a row, take a launch more than rows of 2 K bytes; a second one lays scales out."""
+    saved = 2 * ROWS * (3 * 2 * K - 36) - ROWS * (2 * K + 36) + more
+    for price, count in ((saved // launches, 1), (saved // launches + 1, 0)):
+        monkeypatch.setattr(tested, "LAUNCH_BYTES", price)
+        assert moved(asked(layout=layout), inputs()[:2], sm=100)[0] == count
+        assert moved(asked(layout=layout), inputs()[:2], device="cpu")[0] == 1
 
 
-@pytest.mark.parametrize(("fmt", "count"), [("nvfp4", 0), ("nvfp4_one_level", 2)])
-@pytest.mark.parametrize("rows", [2, 24])
-def test_all_processes_gather_the_same(fmt, count, rows):
-    """However many of the gathered rows each of them takes, which would not pay for few."""
+def test_what_stays_on_old_gpus():
+    """Triton has no FP8 there, neither of codes nor of block scales."""
+    for sm, count in ((80, 0), (89, 1)):
+        assert moved(asked(), inputs()[:2], sm=sm)[0] == count
 
-    def function(x, index):
-        return torch.ops.fp4compile.quantize(by_index(gathered(x), aten.slice(index, 0, 0, rows)), fmt)[:2]
 
-    graph = traced(function, inputs()[:2]).graph
+def test_what_stays_on_a_cpu():
+    """E8M0 scales, which Inductor's C++ kernels cannot move; rows that a mask selects, of which there may be few."""
+    x, index, _ = inputs()
+    assert moved(asked(), (x, index), device="cpu")[0] == 1
+    masked = lambda x, mask: torch.ops.fp4compile.quantize(by_index(x, mask), "nvfp4_one_level")[:2]  # noqa: E731
+    assert moved(masked, (x, index[:ROWS] > 1), device="cpu")[0] == 0
+    assert moved(asked("mxfp8"), (x, index), device="cpu")[0] == 0
+    assert moved(asked(), (x, index), any_rows=True)[0] == 0
+
+
+def test_values_are_moved():
+    """On Hopper the product reads 16-bit values, which `fake_quantize` lets the quantiser write before they move."""
+    fmt = "nvfp4_one_level"
+
+    def product(x, index, w, scales):
+        a = quantize(by_index(x, index), fmt)
+        return torch.ops.fp4compile.scaled_mm(*a, None, fmt, w, scales, None, fmt, None, torch.bfloat16)
+
+    x, index, _ = inputs()
+    x = x.repeat(16, 1)
+    graph = traced(product, (x, index.repeat(16), *quantize(x, fmt))).graph
     with on("cuda"):
-        assert quantize_before_move(graph) == count
-
-
-@pytest.mark.parametrize("fmt", ["nvfp4_one_level", "nvfp4", "nvfp4_rowwise"])
-def test_values_are_moved(fmt):
-    """As many bytes as before, of fewer rows that are quantised."""
-    assert moved(asked(fmt, values=[-1]), inputs()[:2])[0] == 1
+        assert fake_quantize(graph) == 1 and quantize_before_index(graph) == 1
+    (values,) = graph.find_nodes(op="call_function", target=QUANTIZE)
+    assert values.args[0].op == "placeholder" and values.meta["val"][0].dtype == torch.float16
 
 
 @pytest.mark.parametrize("fmt", ["nvfp4_one_level", "mxfp8"])
@@ -324,63 +257,63 @@ def test_values_are_moved_of_what_others_read_as_codes(fmt):
     assert (count, len(graph.find_nodes(op="call_function", target=QUANTIZE))) == (1, 2)
 
 
-def test_sizes_that_are_computed_late():
-    """Of a reshape behind a collective, whose number of rows is unknown."""
+# ---------------------------------------------------------------- gathers
 
-    def quantised(x):
-        return torch.ops.fp4compile.quantize(gathered(x).view(x.shape[0], 2, K), "mxfp8")[:2]
 
-    graph = traced(quantised, inputs()[:1], any_rows=True).graph
-    assert quantize_before_move(graph) == 1
+def gathered(x):
+    return c10d.wait_tensor(c10d.all_gather_into_tensor(x, 2, "0"))
+
+
+def counted(function, k=K, device="cpu", **options):
+    """How many gathers of codes there are; a graph without one is as it was."""
+    graph, before = traced(function, inputs(k=k)[:1], device, **options).graph, None
+    before = summary(graph, everything=True)
+    with on(device):
+        count = quantize_before_gather(graph)
     graph.lint()
+    assert (summary(graph, everything=True) == before) == (count == 0)
+    return count
 
 
-@pytest.mark.parametrize(("fmt", "layout", "more", "launches"), [
-    ("nvfp4_one_level", "linear", 0, 1),
-    ("nvfp4_one_level", "swizzled", -2 * 2 * ROWS * 4, 2),  # scales are read and written once more
-    ("nvfp4", "linear", ROWS * 2 * K, 2),  # the amax of half of the rows
-])  # fmt: skip
-def test_launches_have_a_price(fmt, layout, more, launches, monkeypatch):
-    """Codes and scales, 36 bytes a row, take a launch more than rows of 2 K bytes; a second one lays scales out, or
-    finds the largest of the moved rows."""
-    saved = 2 * ROWS * (3 * 2 * K - 36) - ROWS * (2 * K + 36) + more
-    for price, count in ((saved // launches, 1), (saved // launches + 1, 0)):
-        monkeypatch.setattr(tested, "LAUNCH_BYTES", price)
-        assert moved(asked(fmt, layout=layout), inputs()[:2], sm=100)[0] == count
-        assert moved(asked(fmt, layout=layout), inputs()[:2], device="cpu")[0] == 1
+def of_gathered(fmt="mxfp8", dim=-1):
+    return lambda x: torch.ops.fp4compile.quantize(gathered(x), fmt, dim)[:2]
 
 
-def test_what_stays_on_old_gpus():
-    """Triton has no FP8 there, neither of codes nor of block scales."""
-    for sm, count in ((80, 0), (89, 1)):
-        assert moved(asked(), inputs()[:2], sm=sm)[0] == count
+def gathered_and_read(x):
+    rows = gathered(x)
+    return *quantize(rows, "mxfp8")[:2], rows.sum()
 
 
-def test_what_stays_on_a_cpu():
-    """E8M0 scales, which Inductor's C++ kernels cannot move; rows that a mask selects, of which there may be few."""
-    x, index, *_ = inputs()
-    assert moved(asked(), (x, index), device="cpu")[0] == 1
-    masked = lambda x, mask: torch.ops.fp4compile.quantize(by_index(x, mask), "nvfp4_one_level")[:2]  # noqa: E731
-    assert moved(masked, (x, index[:ROWS] > 1), device="cpu")[0] == 0
-    assert moved(asked("mxfp8"), (x, index), device="cpu")[0] == 0
+def gathered_twice(x):
+    started = c10d.all_gather_into_tensor(x, 2, "0")
+    return *quantize(c10d.wait_tensor(started), "mxfp8")[:2], c10d.wait_tensor(started).sum()
 
 
-def test_operands_that_become_values_wait():
-    """On Hopper the product reads 16-bit values, which `fake_quantize` lets the quantiser write before they move."""
-    fmt = "nvfp4_one_level"
+def gathered_flat(x):
+    return quantize(gathered(x.view(-1)), "mxfp8")[:2]
 
-    def product(x, index, w, scales):
-        a = quantize(by_index(x, index), fmt)
-        return torch.ops.fp4compile.scaled_mm(*a, None, w, scales, None, f"{fmt} @ {fmt} -> bfloat16")
 
-    x, index, *_ = inputs()
-    x = x.repeat(16, 1)
-    count, graph = moved(product, (x, index.repeat(16), *quantize(x, fmt)))
-    assert count == 0
-    with on("cuda"):
-        assert fake_quantize(graph) == 1 and quantize_before_move(graph) == 1
-    (values,) = graph.find_nodes(op="call_function", target=QUANTIZE)
-    assert values.args[0].op == "placeholder" and values.meta["val"][0].dtype == torch.float16
+def test_codes_are_gathered_where_they_are_fewer_bytes():
+    """A block of 32 elements and its scale are 33 bytes, a row of 16 bf16 numbers is 32. Rows may be unknown."""
+    assert [counted(of_gathered(), k) for k in (16, 32)] == [0, 1]
+    late = lambda x: torch.ops.fp4compile.quantize(gathered(x).view(x.shape[0], 2, K), "mxfp8")[:2]  # noqa: E731
+    assert counted(late, any_rows=True) == 1, "the sizes of a reshape are computed behind the gather"
+    for function in (of_gathered("nvfp4"), of_gathered(dim=-2), gathered_and_read, gathered_twice, gathered_flat):
+        assert counted(function) == 0
+
+
+def test_only_a_slow_link_is_worth_a_second_collective(monkeypatch):
+    """Not known to be slow: GPUs one of which reads another one's memory, or of which the process has one."""
+    monkeypatch.delenv("NCCL_P2P_DISABLE", raising=False)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    for count, reading, slow in ((1, None, False), (2, None, True), (3, (0, 2), False)):
+        monkeypatch.setattr(torch.cuda, "device_count", lambda count=count: count)
+        monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda a, b, reading=reading: (a, b) == reading)
+        hardware._reads_other_memory.cache_clear()
+        assert (hardware.gathers_through_host(), counted(of_gathered(), device="cuda")) == (slow, slow)
+    monkeypatch.setenv("NCCL_P2P_DISABLE", "1")
+    assert counted(of_gathered(), device="cuda") == 1
+    hardware._reads_other_memory.cache_clear()
 
 
 # ---------------------------------------------------------------- compiled models
@@ -398,46 +331,16 @@ class Experts(nn.Module):
         return F.grouped_mm(x[token], self.up.transpose(1, 2), offs=offs), self.shared(x)
 
 
-class Table(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.embed, self.linear = nn.Embedding(16, K), nn.Linear(K, 32)
-
-    def forward(self, tokens):
-        return self.linear(self.embed(tokens))
-
-
-class Joined(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.linear = nn.Linear(K, 32)
-
-    def forward(self, x, y):
-        return self.linear(torch.cat([x, y]))
-
-
-MODELS = {
-    "experts": (
-        Experts,
-        (inputs()[0], torch.randperm(2 * ROWS) // 2, torch.tensor([3, 3, 14, 20], dtype=torch.int32)),
-        "nvfp4_one_level",
-    ),
-    "table": (Table, (torch.randint(16, (2, 20)),), "float8_rowwise"),
-    "joined": (Joined, (torch.randn(8, K).bfloat16(), torch.randn(5, K).bfloat16()), "nvfp4_one_level"),
-}
-
-
-@pytest.mark.parametrize("name", MODELS)
-def test_bits_of_compiled_models(name, monkeypatch):
+def test_bits_of_a_compiled_model(monkeypatch):
     torch.manual_seed(0)
-    model, args, recipe = MODELS[name]
-    model, found = model().bfloat16(), []
-    for disabled in ((), ("quantize_before_move",)):
+    model, found = Experts().bfloat16(), []
+    args = inputs()[0], torch.randperm(2 * ROWS) // 2, torch.tensor([3, 3, 14, 20], dtype=torch.int32)
+    for disabled in ((), ("quantize_before_index",)):
         torch._dynamo.reset()
         monkeypatch.setattr(fp4compile.config, "disabled_passes", disabled)
-        backend = fp4compile.backend(recipe, min_m=1, min_n=1, min_k=1)
+        backend = fp4compile.backend("nvfp4_one_level", min_m=1, min_n=1, min_k=1)
         with torch.no_grad():
             found.append(torch.compile(model, backend=backend)(*args))
-        assert backend.report.counts.get("quantize_before_move") == (None if disabled else 1)
-    for one, other in zip(*map(torch.utils._pytree.tree_leaves, found), strict=True):
+        assert backend.report.counts.get("quantize_before_index") == (None if disabled else 1)
+    for one, other in zip(*found, strict=True):
         assert torch.equal(one, other) and one.isfinite().all() and one.count_nonzero()

@@ -24,7 +24,7 @@ from fp4compile.distributed.shard import Encoding
 from fp4compile.distributed.whole import Form
 from fp4compile.hardware import Target
 from fp4compile.ops.quantize import QUANTIZE
-from fp4compile.passes import lower, quantize_before_move
+from fp4compile.passes import lower, quantize_before_index
 from fp4compile.passes.lib import arranged_operands
 from fp4compile.templates.choose import choose
 from ptxsim.fault import Fault
@@ -301,8 +301,7 @@ def test_tokens_that_are_quantised_before_an_index(monkeypatch):
     torch.manual_seed(0)
     model, x, index = Experts().bfloat16(), torch.randn(20, 128).bfloat16(), torch.randperm(160) // 8
     offs = torch.tensor([0, 33, 34, 160], dtype=torch.int32)
-    monkeypatch.setattr(fp4compile.config, "enabled_passes", ("quantize_before_move",))
-    monkeypatch.setattr(quantize_before_move, "LAUNCH_BYTES", 0)
+    monkeypatch.setattr(quantize_before_index, "LAUNCH_BYTES", 0)
     backend = fp4compile.backend("mxfp8", strict=True, min_m=1, min_n=1)
     routed = lambda x, index, offs: model(x[index], offs)  # noqa: E731
     monkeypatch.setattr(torch._inductor.config, "assert_indirect_indexing", False)  # the simulator has no assertions

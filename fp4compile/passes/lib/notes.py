@@ -2,7 +2,7 @@
 
 `rewrite` notes a product's name on every node that replaces the product (`name_product`), and on every quantise whose
 result a wgrad reads (`mark`). `fuse_prologue` notes the operations' names on the quantiser, `fuse_quantize` on the
-product that quantises its result (`name_operations`). `quantize_before_move` notes moves of a quantiser's rows on the
+product that quantises its result (`name_operations`). `row_moves` notes moves of a quantiser's rows on the
 products that read them (`name_move`). `hoist` notes which weights it has put one below the other (`note_joined`).
 `fused(graph)` says which operations are fused into the quantisers of a product or, with "quantize" at the end, into the
 product itself, and which moves they precede or follow. `saved(graph)` reads off a forward graph what the partitioner
