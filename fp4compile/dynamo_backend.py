@@ -23,7 +23,7 @@ from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 from torch.fx import GraphModule
 from torch.utils.weak import WeakIdKeyDictionary
 
-from fp4compile import _inductor_patches
+from fp4compile import _inductor_patches, hardware
 from fp4compile.passes.hoist import hoisting
 from fp4compile.passes.lib.notes import Saved
 from fp4compile.passes.manager import JointPasses, LowerPasses, source_digest, switched_off_passes

@@ -4,13 +4,9 @@ import contextlib
 import multiprocessing
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
-
-from fp4compile import _compat
-from fp4compile.hardware import Target
-from fp4compile.templates.launch import target_of
 
 # Seconds for one case: the first one imports torch, a slow one compiles several kernels.
 PATIENCE = 180.0
@@ -99,30 +95,3 @@ def _usable() -> bool:
         torch.cuda.synchronize()
         return bool(torch.ones(1, device="cuda").item() == 1)
     return False
-
-
-class Machine(Protocol):
-    """What runs kernels: `Here` or `LaunchSimulator`. device: of their tensors. running: lasts while they run."""
-
-    @property
-    def target(self) -> Target: ...
-
-    @property
-    def device(self) -> str: ...
-
-    def running(self) -> contextlib.AbstractContextManager[None]: ...
-
-
-class Here:
-    """The GPU of this machine, or Triton's interpreter."""
-
-    @property
-    def target(self) -> Target:
-        return target_of(torch.device(self.device))
-
-    @property
-    def device(self) -> str:
-        return "cpu" if _compat.interpreting() else "cuda"
-
-    def running(self) -> contextlib.AbstractContextManager[None]:
-        return contextlib.nullcontext()

@@ -8,11 +8,11 @@ from typing import Any
 import torch
 
 from fp4compile import _compat
-from fp4compile.check import product_table, quantiser_table, resources
+from fp4compile.check import products, quantisers, resources
 from fp4compile.check.bounds import PRODUCT_LINES, instruction_kind, instruction_line, judges_figures, product_line
-from fp4compile.check.product_table import Product, multiplies
+from fp4compile.check.products import Product, multiplies
 from fp4compile.check.ptx import Ptx
-from fp4compile.check.quantiser_table import Configuration
+from fp4compile.check.quantisers import Configuration
 from fp4compile.check.sass import Sass, disassemble, encoded_instructions, hazards
 from fp4compile.formats import formats
 from fp4compile.formats.layouts import ceil_div
@@ -47,7 +47,7 @@ class Resources:
 
 @dataclass(frozen=True)
 class Row:
-    """One launch. kernel: its name. configuration, format: from the product_table. sm: the compute capability.
+    """One launch. kernel: its name. configuration, format: from the products. sm: the compute capability.
 
     problems: the bounds that it misses. resources: None where it did not compile. unjudged: numbers beyond bounds that
     another version of the compiler set (`bounds.COMPILER`); they are no problems.
@@ -156,7 +156,7 @@ def _signature(launched: Launch) -> tuple:
 def check_quantize(sm: int, configurations: tuple[Configuration, ...] | None = None) -> Iterator[QuantizeRow]:
     """A row for every launch of every configuration, equal launches once. None: all tables of `quantisers`."""
     seen = set()
-    for configuration in quantiser_table.ALL_CONFIGURATIONS if configurations is None else configurations:
+    for configuration in quantisers.ALL_CONFIGURATIONS if configurations is None else configurations:
         for launched in configuration.launches(sm):
             if _signature(launched) not in seen:
                 seen.add(_signature(launched))
@@ -244,9 +244,9 @@ def _with_figures(found: QuantizeRow) -> QuantizeRow:
 # ---------------------------------------------------------------- products
 
 
-def check_products(sm: int, products: tuple[Product, ...] | None = None) -> Iterator[ProductRow]:
+def check_products(sm: int, chosen: tuple[Product, ...] | None = None) -> Iterator[ProductRow]:
     """A row for every launch of every product, equal launches of a product once. None: `products.PRODUCTS`."""
-    for product in product_table.PRODUCTS if products is None else products:
+    for product in products.PRODUCTS if chosen is None else chosen:
         tier, launched = product.launches(sm)
         for each in {_signature(each): each for each in launched}.values():
             yield product_row(product, tier, each, sm)

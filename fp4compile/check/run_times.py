@@ -12,12 +12,10 @@ from typing import Any, cast
 import torch
 
 from fp4compile.check.cases import Case
-from fp4compile.check.product_values import operand
-from fp4compile.check.quantiser_table import CONFIGURATIONS, Configuration
-from fp4compile.formats.epilogue import Epilogue
+from fp4compile.check.products import Product, operand
+from fp4compile.check.quantisers import CONFIGURATIONS, GATE, Configuration
 from fp4compile.formats.layouts import ceil_div
 from fp4compile.formats.operand import Arguments, Operand
-from fp4compile.formats.quantize_spec import QuantizeSpec
 from fp4compile.ops.functional import quantize
 from fp4compile.ops.quantize import QUANTIZE
 from fp4compile.passes.lib.autotune import replay_time
@@ -33,11 +31,15 @@ NOT_CACHED = 512 * 2**20  # bytes of all copies of a weight: several times the L
 MOST_COPIES = 32
 PAIRS = (("nvfp4", "nvfp4"), ("nvfp4_one_level", "nvfp4_one_level"), ("nvfp4_rowwise", "nvfp4_te"), ("mxfp8", "mxfp8"),
          ("mxfp4", "mxfp4"), (None, "nvfp4"))  # fmt: skip
-QUANTISED = ("nvfp4", "nvfp4_one_level", "mxfp8", "mxfp4")  # of operands and result
-TO_CODES = (8192, 14336, 4096)
-EXPERTS = (8, 16384, 4096, 14336)  # experts; tokens of all together, columns, K
-EXPERTS_TO_CODES = (8, 16384, 14336, 4096)  # experts; tokens of all together, columns of gate and of up, K
 SHAPES = ((8192, 8192, 8192), (1024, 14336, 4096), (64, 8192, 8192), (16, 8192, 8192), (1, 8192, 8192))
+QUANTISED = ("nvfp4", "nvfp4_one_level", "mxfp8", "mxfp4")  # of operands and result
+# Dense and of experts; then results that are quantised, of experts those of gate and up.
+PRODUCTS = (
+    *(Product(a, b, *shape) for shape in SHAPES for a, b in PAIRS),
+    *(Product(name, name, 16384, 4096, 14336, groups=8) for name in QUANTISED),
+    *(Product(name, name, 8192, 14336, 4096, result=name) for name in QUANTISED),
+    *(Product(name, name, 16384, 14336, 4096, epilogue="pair", groups=8, result=name) for name in QUANTISED),
+)
 
 
 def cases() -> list[Case]:
@@ -45,14 +47,7 @@ def cases() -> list[Case]:
         Case("copy of the device", copied),
         *(Case(f"time of quantise {one.label}, {one.format}", partial(quantized, one))
           for one in CONFIGURATIONS if not (one.dequantizes or one.lays_out)),
-        *(Case(f"time of product {a or 'bf16'} x {b}, {m}x{n}x{k}", partial(multiplied, a, b, m, n, k))
-          for m, n, k in SHAPES for a, b in PAIRS),
-        *(Case(f"time of experts {name} x {name}, {'x'.join(map(str, EXPERTS))}", partial(experts, name, *EXPERTS))
-          for name in QUANTISED),
-        *(Case(f"time of product {name} x {name} to codes, {'x'.join(map(str, TO_CODES))}",
-               partial(multiplied_to_codes, name, *TO_CODES)) for name in QUANTISED),
-        *(Case(f"time of experts {name} x {name} to codes, {'x'.join(map(str, EXPERTS_TO_CODES))}",
-               partial(experts_to_codes, name, *EXPERTS_TO_CODES)) for name in QUANTISED),
+        *(Case(f"time of product {one.formats}, {one.label}", partial(multiplied, one)) for one in PRODUCTS),
     ]  # fmt: skip
 
 
@@ -103,110 +98,67 @@ def _bytes(outputs: Any) -> int:
     return sum(map(_bytes, outputs or ()))
 
 
-def multiplied(a: str | None, b: str, m: int, n: int, k: int) -> dict[str, Any]:
-    """The time of a product by each kernel that may compute it, and of the library's bf16 product; TFLOP/s of the best.
+def multiplied(product: Product) -> dict[str, Any]:
+    """The time of a product by each kernel that may compute it.
 
-    A kernel that fails is listed with its error under "wrong"; all other kernels are still timed.
+    Of a result in bf16: TFLOP/s of the chosen kernel; of a dense one, the time of the library's bf16 product, too. Of a
+    result that is quantised: the time of a product and a quantiser; empty on GPUs without a kernel that quantises it. A
+    kernel that fails is listed with its error under "wrong"; all other kernels are still timed.
     """
-    copies = min(max(1, NOT_CACHED // (n * k // 2)), MOST_COPIES)
-    left = _operand(a, m, k)
-    rights = [_operand(b, n, k) for _ in range(copies)]
-    turns = rights * ceil_div(CALLS, copies)
-    found, wrong = _by_each_kernel([Arguments.of(left, right, None, torch.bfloat16) for right in turns])
-    chosen = found["chosen"]
-    x, weights = _random(m, k), [_random(n, k) for _ in range(ceil_div(copies, 4))]
-    found["bf16 us"] = round(
-        graph_time([partial(torch.mm, x, w.t()) for w in weights] * ceil_div(CALLS, len(weights))), 2
-    )
-    if f"{chosen} us" in found:
-        found["TFLOP/s"] = round(2 * m * n * k / found[f"{chosen} us"] / 1e6, 1)
-        found["over bf16"] = round(found["bf16 us"] / found[f"{chosen} us"], 2)
-    return found | ({"wrong": wrong} if wrong else {})
-
-
-def _by_each_kernel(turns: Sequence[Arguments]) -> tuple[dict[str, Any], list[str]]:
-    """(the chosen kernel, and the time of each kernel that may compute these equal products; the errors)."""
-    problem = problem_of(turns[0], target_of(torch.device("cuda")))
+    x, wrong = _arguments(product), []
+    problem = problem_of(x, target_of(torch.device("cuda")))
+    if product.result and not candidates(problem):
+        return {}
+    m, n, k = product.m, product.n, product.k
+    copies = 1 if product.groups or product.result else min(max(1, NOT_CACHED // (n * k // 2)), MOST_COPIES)
+    turns = [x, *(_arguments(product) for _ in range(copies - 1))] * ceil_div(CALLS, copies)
     chosen = choose(problem).kernel
     found: dict[str, Any] = {"chosen": chosen}
-    wrong = []
     for name in dict.fromkeys((chosen, *candidates(problem))):
         choice = choose(problem, name)
         try:
-            found[f"{name} us"] = round(graph_time([partial(results, x, choice) for x in turns]), 2)
+            found[f"{name} us"] = round(graph_time([partial(results, one, choice) for one in turns]), 2)
         except Exception as error:
             wrong.append(f"{name}: {type(error).__name__}: {error}"[:300])
-    return found, wrong
-
-
-def experts(name: str, groups: int, m: int, n: int, k: int) -> dict[str, Any]:
-    """The time of the product of experts of equally many tokens, m of all together, by each kernel; TFLOP/s.
-
-    Their weights exceed the L2 cache.
-    """
-    found, wrong = _by_each_kernel([_of_experts(name, groups, m, n, k)] * CALLS)
-    if (time := found.get(f"{found['chosen']} us")) is not None:
+    time = found.get(f"{chosen} us")
+    if product.result:
+        found["product and quantiser us"] = round(graph_time([partial(_separately, product, x)] * CALLS), 2)
+    elif time is not None:
         found["TFLOP/s"] = round(2 * m * n * k / time / 1e6, 1)
+    if not (product.result or product.groups):
+        left, weights = _random(m, k), [_random(n, k) for _ in range(ceil_div(copies, 4))]
+        calls = [partial(torch.mm, left, w.t()) for w in weights] * ceil_div(CALLS, len(weights))
+        found["bf16 us"] = round(graph_time(calls), 2)
+        if time is not None:
+            found["over bf16"] = round(found["bf16 us"] / time, 2)
     return found | ({"wrong": wrong} if wrong else {})
 
 
-def multiplied_to_codes(name: str, m: int, n: int, k: int) -> dict[str, Any]:
-    """The time of a product by each kernel that quantises its result, and of the chosen product and a quantiser.
-
-    Empty on GPUs without such a kernel.
-    """
-    fused = _quantising(Arguments.of(_operand(name, m, k), _operand(name, n, k), None, torch.bfloat16), [], name)
-    return _beside_a_quantiser(fused, lambda product: (product,), {})
-
-
-def experts_to_codes(name: str, groups: int, m: int, n: int, k: int) -> dict[str, Any]:
-    """`multiplied_to_codes` for experts of equally many tokens: of relu(gate) * up, whose weights are [groups, 2 n, k].
-
-    The quantiser computes relu(gate) * up itself.
-    """
-    plain = _of_experts(name, groups, m, 2 * n, k)
-    fused = _quantising(plain, ["relu product", "mul s0 pair"], name)
-    steps = {"prologue": ["relu aux0", "mul s0 aux1"], "dtype": torch.bfloat16}
-    return _beside_a_quantiser(fused, lambda product: product.chunk(2, -1), {"offs": plain.offs, **steps})
-
-
-def _of_experts(name: str, groups: int, m: int, n: int, k: int) -> Arguments:
-    """m tokens, equally many of each expert, and their weights [groups, n, k]."""
-    offs = torch.arange(1, groups + 1, device="cuda", dtype=torch.int32) * (m // groups)
-    left = quantize(_random(m, k), name, offs=offs, layout="swizzled")
-    right = quantize(_random(groups, n, k), name, per_matrix=True, layout="swizzled")
+def _arguments(product: Product) -> Arguments:
+    """Random operands of a product on the GPU; of experts, equally many tokens each."""
+    x = product.arguments()
+    outer = None if x.result_outer is None else torch.ones((), device="cuda")
+    (m, k), weights = (product.m, product.k), (*x.b.data.shape[:-1], product.k)
+    if not product.groups:
+        native = target_of(torch.device("cuda")).block_scaled_matrix_units
+        a, b = (operand(name, _random(*shape), native) for name, shape in ((product.a, (m, k)), (product.b, weights)))
+        return x.but(a=a, b=b, result_outer=outer)
+    offs = torch.arange(1, product.groups + 1, device="cuda", dtype=torch.int32) * (m // product.groups)
+    left = quantize(_random(m, k), cast(str, product.a), offs=offs, layout="swizzled")
+    right = quantize(_random(*weights), product.b, per_matrix=True, layout="swizzled")
     a, b = (Operand(each.data, each.scales, each.outer, each.format) for each in (left, right))
-    return Arguments.of(a, b, None, torch.bfloat16, offs=offs)
+    return x.but(a=a, b=b, offs=offs, result_outer=outer)
 
 
-def _quantising(plain: Arguments, steps: list[str], name: str) -> Arguments:
-    """A product whose epilogue quantises its result after the steps."""
-    epilogue = Epilogue.parse([*steps, f"quantize {name}"], torch.bfloat16, torch.bfloat16)
-    outer = torch.ones((), device="cuda") if cast(QuantizeSpec, epilogue.quantize).static else None
-    return plain.but(epilogue=epilogue, result_outer=outer)
-
-
-def _beside_a_quantiser(fused: Arguments, parts: Callable[..., Any], options: dict[str, Any]) -> dict[str, Any]:
-    """The time of a product by each kernel that quantises its result, and of the product and a quantiser with options.
-
-    A kernel that fails is listed with its error under "wrong". parts: the tensors that the quantiser reads of the
-    product. Empty on GPUs without such a kernel.
-    """
-    if not candidates(problem_of(fused, target_of(torch.device("cuda")))):
-        return {}
-    plain, name = fused.but(epilogue=None, result_outer=None), cast(QuantizeSpec, fused.result_spec).format.name
-
-    def apart() -> None:
-        x, *others = parts(multiply(plain))
-        QUANTIZE(x, name, [-1], layout="swizzled", outer=fused.result_outer, operands=others, **options)
-
-    found, wrong = _by_each_kernel([fused] * CALLS)
-    found["product and quantiser us"] = round(graph_time([apart] * CALLS), 2)
-    return found | ({"wrong": wrong} if wrong else {})
-
-
-def _operand(name: str | None, rows: int, columns: int) -> Operand:
-    return operand(name, _random(rows, columns), target_of(torch.device("cuda")).block_scaled_matrix_units)
+def _separately(product: Product, x: Arguments) -> None:
+    """A product, and a quantiser of its result, which computes the gate of a pair."""
+    options: dict[str, Any] = {"offs": x.offs}
+    parts: Sequence[torch.Tensor] = [multiply(x.but(epilogue=None, result_outer=None))]
+    if product.epilogue == "pair":
+        parts = parts[0].chunk(2, -1)
+        options |= {"prologue": GATE, "dtype": torch.bfloat16}
+    first, *others = parts
+    QUANTIZE(first, product.result, [-1], layout="swizzled", outer=x.result_outer, operands=others, **options)
 
 
 def _random(*shape: int) -> torch.Tensor:

@@ -23,10 +23,8 @@ from typing import Any
 from fp4compile.check import environment
 from fp4compile.check.cases import Case, Finding, find
 from fp4compile.check.first_run import line
-from fp4compile.check.product_table import PRODUCTS, Product
-from fp4compile.check.product_values import differences, exact_arguments, reduced
-from fp4compile.check.quantiser_table import ALL_CONFIGURATIONS, SIZE
-from fp4compile.check.quantiser_values import Check, checks
+from fp4compile.check.products import PRODUCTS, Product, differences, exact_arguments, reduced
+from fp4compile.check.quantisers import ALL_CONFIGURATIONS, SIZE, Check, checks
 from fp4compile.check.simulator import LaunchSimulator
 from fp4compile.hardware import Target
 from fp4compile.templates.choose import choose

@@ -9,8 +9,8 @@ from torch._subclasses import FakeTensorMode  # noqa: E402
 
 from fp4compile import _compat  # noqa: E402
 from fp4compile.check import run_times  # noqa: E402
-from fp4compile.check.product_table import EXPERTS_BY_TWO_CTAS, TWO_CTAS  # noqa: E402
-from fp4compile.check.quantiser_table import CONFIGURATIONS  # noqa: E402
+from fp4compile.check.products import EXPERTS_BY_TWO_CTAS, TWO_CTAS, Product  # noqa: E402
+from fp4compile.check.quantisers import CONFIGURATIONS  # noqa: E402
 from fp4compile.hardware import Target  # noqa: E402
 from fp4compile.templates.launch import dry_run  # noqa: E402
 
@@ -46,7 +46,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:Accessing the data pointer of Fa
 
 
 def test_over_bf16_is_how_many_times_faster_than_bf16(clock):
-    found = run_times.multiplied("nvfp4", "nvfp4", 64, 512, 1024)
+    found = run_times.multiplied(Product("nvfp4", "nvfp4", 64, 512, 1024))
     assert found["chosen"] == "skinny_block_scaled_sm100" and found["bf16 us"] == 24
     assert {name: found[f"{name} us"] for name in KERNELS} == KERNELS
     assert found["over bf16"] == 3  # 24 us / 8 us, of the kernel that is chosen and not of another one
@@ -56,18 +56,18 @@ def test_over_bf16_is_how_many_times_faster_than_bf16(clock):
 
 def test_a_slower_product_is_below_one(clock, monkeypatch):
     monkeypatch.setitem(KERNELS, "skinny_block_scaled_sm100", 96.0)
-    assert run_times.multiplied("nvfp4", "nvfp4", 64, 512, 1024)["over bf16"] == 0.25
+    assert run_times.multiplied(Product("nvfp4", "nvfp4", 64, 512, 1024))["over bf16"] == 0.25
 
 
 def test_a_kernel_that_fails_has_no_ratio(clock, monkeypatch):
     monkeypatch.delitem(KERNELS, "skinny_block_scaled_sm100")
-    found = run_times.multiplied("nvfp4", "nvfp4", 64, 512, 1024)
+    found = run_times.multiplied(Product("nvfp4", "nvfp4", 64, 512, 1024))
     assert found["wrong"] == ["skinny_block_scaled_sm100: KeyError: 'skinny_block_scaled_sm100'"]
     assert found["block_scaled_sm100 us"] == 16 and not {"over bf16", "TFLOP/s"} & found.keys()
 
 
 def test_experts_are_timed_by_every_kernel(clock):
-    found = run_times.experts("nvfp4", 4, 64, 512, 1024)
+    found = run_times.multiplied(Product("nvfp4", "nvfp4", 64, 512, 1024, groups=4))
     assert {name: found.get(f"{name} us") for name in OF_EXPERTS} == OF_EXPERTS
     assert found["chosen"] == "grouped_block_scaled_sm100"
     assert found["TFLOP/s"] == round(2 * 64 * 512 * 1024 / 4e-6 / 1e12, 1) == 16.8
@@ -90,13 +90,14 @@ def test_quantisers_are_measured_by_the_bytes_of_a_copy(format, reads, clock):
 OF_CODES = ["block_scaled_sm100", *[TWO_CTAS] * _compat.two_cta_products()]
 
 
-@pytest.mark.parametrize(("what", "sizes", "names", "kernels", "read"), [
-    ("multiplied_to_codes", (512, 512, 1024), OF_CODES,
+@pytest.mark.parametrize(("product", "names", "kernels", "read"), [
+    (Product("mxfp4", "mxfp4", 512, 512, 1024, result="mxfp4"), OF_CODES,
      [*(f"gemm_{name}" for name in OF_CODES), "gemm_block_scaled_sm100"], [(512, 512)]),
-    ("experts_to_codes", (4, 512, 256, 1024), ["grouped_block_scaled_sm100"],
-     ["gemm_grouped_quantized_sm100", "gemm_grouped_block_scaled_sm100"], [(512, 256)] * 2),
+    (Product("mxfp4", "mxfp4", 512, 256, 1024, epilogue="pair", groups=4, result="mxfp4"),
+     ["grouped_block_scaled_sm100"], ["gemm_grouped_quantized_sm100", "gemm_grouped_block_scaled_sm100"],
+     [(512, 256)] * 2),
 ])  # fmt: skip
-def test_a_result_in_codes_is_timed_beside_a_quantiser(what, sizes, names, kernels, read, monkeypatch):
+def test_a_result_in_codes_is_timed_beside_a_quantiser(product, names, kernels, read, monkeypatch):
     """What is launched for each of the times, and what the quantiser reads; nothing on other GPUs."""
 
     def graph_time(calls):
@@ -110,9 +111,9 @@ def test_a_result_in_codes_is_timed_beside_a_quantiser(what, sizes, names, kerne
     monkeypatch.setattr(run_times, "graph_time", graph_time)
     monkeypatch.setattr(run_times, "QUANTIZE", quantise)
     with FakeTensorMode(), dry_run(Target(100)) as launches:
-        assert getattr(run_times, what)("mxfp4", *sizes) == {
+        assert run_times.multiplied(product) == {
             "chosen": names[0], **{f"{one} us": 8 for one in names}, "product and quantiser us": 8
         }  # fmt: skip
     assert [launch.kernel.__name__ for launch in launches] == kernels and found == [read]
     with FakeTensorMode(), dry_run(Target(90)):
-        assert getattr(run_times, what)("mxfp4", *sizes) == {}
+        assert run_times.multiplied(product) == {}

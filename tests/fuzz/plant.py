@@ -145,7 +145,7 @@ def _found_after(plant: Plant, root: Path, arguments: list[str], clean: dict[int
 
 def _copy(root: Path) -> Path:
     """A copy of the package and of the tests, to change."""
-    for name in ("fp4compile", "tests"):
+    for name in ("fp4compile", "ptxsim", "tests"):
         shutil.copytree(ROOT / name, root / name, ignore=shutil.ignore_patterns("__pycache__"))
     return root
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.gpu_run.devices import FOR_WORKERS, rotated, settle_inductor, still_usable
-from tests.gpu_run.parts import is_done, program, read_records
+from tests.gpu_run.records import is_done, program, read_records
 
 STUCK = 200.0  # seconds after which a program counts as stuck; most take ten
 

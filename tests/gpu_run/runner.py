@@ -1,8 +1,7 @@
 """Runs the parts of a GPU run one after the other, each within a limit, and remembers what has passed.
 
-All that is remembered of a tree lies in one folder: `plan.json` (the parts, and with what settings they were made),
-`records.jsonl` (what became of each test and program), `parts.jsonl` (a line a part that ran) and `wanted.json` (ids
-that the part under way is to run).
+All that is remembered of a tree lies in one folder: `collected.json` (ids of the tests), `records.jsonl` (what became
+of each test and program), `parts.jsonl` (a line a part that ran) and `wanted.json` (ids that the part under way runs).
 """
 
 import contextlib
@@ -10,6 +9,7 @@ import json
 import os
 import signal
 import subprocess
+import sys
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
@@ -17,63 +17,56 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tests.gpu_run.parts import Part, from_data, is_done, read_records, to_data
+from tests.gpu_run.records import is_done, read_records
 
 SHORTEST = 45.0  # seconds: a part with less than that ahead is not begun
 LONG = 30.0  # seconds from which on the time of a test is kept under its own name
+PYTEST = (sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-p", "tests.gpu_run.record")
 
 
 @dataclass(frozen=True)
-class Run:
-    """root: where commands run. folder: of what is remembered. jobs: processes of a part. limit: seconds of a part."""
+class Part:
+    """what: in some words. ids: of the tests or programs. command: runs those of them that have not passed."""
 
-    root: Path
-    folder: Path
-    jobs: int
-    limit: float
+    what: str
+    ids: tuple[str, ...]
+    command: tuple[str, ...]
 
-    def records(self) -> dict[str, dict[str, Any]]:
-        return read_records(self.folder / "records.jsonl")
-
-
-def planned(run: Run, settings: Mapping[str, Any], make: Callable[[], Sequence[Part]]) -> list[Part]:
-    """The parts of the first call for these settings, so that numbers mean the same in later calls."""
-    path = run.folder / "plan.json"
-    if path.exists():
-        plan = json.loads(path.read_text(encoding="utf-8"))
-        if plan["settings"] == dict(settings):
-            return from_data(plan["parts"])
-    parts = list(make())
-    run.folder.mkdir(parents=True, exist_ok=True)
-    write(path, {"settings": dict(settings), "parts": to_data(parts)})
-    return parts
+    @classmethod
+    def of_tests(cls, ids: Sequence[str], folder: Path, jobs: int) -> "Part":
+        """Tests that start in this order, in so many processes."""
+        files = dict.fromkeys(name.partition("::")[0] for name in ids)
+        command = (*PYTEST, "-qq", "--tb=short", "--no-summary", "--gpu-run", str(folder), "-m", "gpu", "-n", str(jobs),
+                   "--dist", "load", "--maxschedchunk", "1", "--max-worker-restart", str(4 * jobs), *files)  # fmt: skip
+        return cls(f"{len(ids)} tests of {len(files)} files", tuple(ids), command)
 
 
-def has_passed(run: Run, part: Part) -> bool:
+def has_passed(folder: Path, part: Part) -> bool:
     """Whether each of a part's tests or programs has passed, or was skipped."""
-    records = run.records()
+    records = read_records(folder / "records.jsonl")
     return all(is_done(records.get(name)) for name in part.ids)
 
 
 def run_parts(
-    run: Run, parts: Sequence[Part], numbers: Sequence[int], budget: float, environment: Mapping[str, Any],
+    root: Path, folder: Path, parts: Sequence[Part], numbers: Sequence[int], limit: float, budget: float,
     after: Callable[[], None] = lambda: None,
 ) -> bool:  # fmt: skip
     """Run those of the parts that have not passed, until the budget of seconds is used up. A line of JSON a part.
 
-    environment: is part of that line. after: is called when a part has ended. Returns whether all of them have passed.
+    root: where commands run. folder: of what is remembered. limit: seconds of a part. after: is called when a part has
+    ended. Returns whether all of them have passed.
     """
     end = time.monotonic() + budget
     passed = []
     for number in numbers:
         part, left = parts[number], end - time.monotonic()
-        if has_passed(run, part):
-            row = {"part": number, "what": part.text(), "outcome": "passed before"}
-        elif left < min(SHORTEST, run.limit):
-            row = {"part": number, "what": part.text(), "outcome": "left for another call"}
+        if has_passed(folder, part):
+            row = {"part": number, "what": part.what, "outcome": "passed before"}
+        elif left < min(SHORTEST, limit):
+            row = {"part": number, "what": part.what, "outcome": "left for another call"}
         else:
-            row = {"part": number, **run_part(run, part, min(run.limit, left)), "on": dict(environment)}
-            with (run.folder / "parts.jsonl").open("a", encoding="utf-8") as file:
+            row = {"part": number, **run_part(root, folder, part, min(limit, left))}
+            with (folder / "parts.jsonl").open("a", encoding="utf-8") as file:
                 file.write(json.dumps(row) + "\n")
         passed.append(row["outcome"] in ("passed", "passed before"))
         print("\n" + json.dumps(row), flush=True)
@@ -81,21 +74,21 @@ def run_parts(
     return all(passed)
 
 
-def run_part(run: Run, part: Part, limit: float) -> dict[str, Any]:
+def run_part(root: Path, folder: Path, part: Part, limit: float) -> dict[str, Any]:
     """Run what is left of a part, and end it at the limit. Returns its row."""
-    before = run.records()
+    before = read_records(folder / "records.jsonl")
     wanted = [name for name in part.ids if not is_done(before.get(name))]
-    write(run.folder / "wanted.json", wanted)
-    print(f"\n--- {part.text()}, {len(wanted)} to run, at most {limit:.0f} s", flush=True)
+    write(folder / "wanted.json", wanted)
+    print(f"\n--- {part.what}, {len(wanted)} to run, at most {limit:.0f} s", flush=True)
     started, at = time.monotonic(), int(time.time())
-    status = _run(part.command(run.jobs, run.folder), run.root, limit)
-    known = run.records()
+    status = _run(part.command, root, limit)
+    known = read_records(folder / "records.jsonl")
     found = {name: known[name] for name in wanted if name in known and known[name] != before.get(name)}
     outcomes = Counter(entry["outcome"] for entry in found.values())
     without = [name for name in wanted if name not in found or found[name]["outcome"] == "started"]
     good = status == 0 and not without and not outcomes["failed"]
     row = {
-        "what": part.text(),
+        "what": part.what,
         "outcome": "passed" if good else "stopped at its limit" if status is None else "failed",
         "seconds": round(time.monotonic() - started, 1),
         "at": at,
@@ -122,35 +115,32 @@ def _run(command: Sequence[str], root: Path, limit: float) -> int | None:
         process.wait()
 
 
-def result(run: Run, parts: Sequence[Part], identity: Mapping[str, Any]) -> dict[str, Any]:
+def result(folder: Path, parts: Sequence[Part], identity: Mapping[str, Any]) -> dict[str, Any]:
     """What is known of the whole run: for benchmarks/results."""
-    records = run.records()
-    rows = [json.loads(line) for line in _lines(run.folder / "parts.jsonl")]
+    records, rows = read_records(folder / "records.jsonl"), folder / "parts.jsonl"
+    ids = [name for part in parts for name in part.ids]
     return {
         **identity,
-        "tests": _counts(records, [name for part in parts if not part.fuzz for name in part.ids]),
-        "programs": _counts(records, [name for part in parts if part.fuzz for name in part.ids]),
-        "parts": rows,
-        "seconds_of_a_test": seconds_of_tests(records),
+        "tests": _counts(records, [name for name in ids if "::" in name]),
+        "programs": _counts(records, [name for name in ids if "::" not in name]),
+        "parts": [json.loads(line) for line in rows.read_text("utf-8").splitlines()] if rows.exists() else [],
+        "seconds_of_a_test": _seconds_of_tests(records),
     }
 
 
 def _counts(records: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
-    outcomes = Counter(records[name]["outcome"] if name in records else "not run" for name in names)
+    known = [records[name] for name in names if name in records]
+    outcomes = Counter(entry["outcome"] for entry in known)
     return {
         "all": len(names), "passed": outcomes["passed"], "skipped": outcomes["skipped"], "failed": outcomes["failed"],
-        "not run": outcomes["not run"] + outcomes["started"],
-        "skipped for": dict(Counter(records[name].get("text", "") for name in names
-                                    if name in records and records[name]["outcome"] == "skipped")),
-        "seconds": round(sum(records[name]["seconds"] for name in names if name in records)),
+        "not run": len(names) - len(known) + outcomes["started"],
+        "skipped for": dict(Counter(entry.get("text", "") for entry in known if entry["outcome"] == "skipped")),
+        "seconds": round(sum(entry["seconds"] for entry in known)),
     }  # fmt: skip
 
 
-def seconds_of_tests(records: Mapping[str, Any]) -> dict[str, float]:
-    """Seconds of a core that a test of each file takes, in the mean, and that each long test takes.
-
-    By them the next run is split and ordered.
-    """
+def _seconds_of_tests(records: Mapping[str, Any]) -> dict[str, float]:
+    """Seconds of a core that a test of each file takes, in the mean, and that each long test takes: for the order."""
     times, long = defaultdict(list), {}
     for name, entry in records.items():
         if "::" in name and entry["outcome"] == "passed":
@@ -167,7 +157,3 @@ def write(path: Path, content: Any) -> None:
     temporary = path.with_name(f"{path.name}.{os.getpid()}")
     temporary.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
     temporary.replace(path)
-
-
-def _lines(path: Path) -> list[str]:
-    return path.read_text(encoding="utf-8").splitlines() if path.exists() else []

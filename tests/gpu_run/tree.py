@@ -1,15 +1,14 @@
 """What a GPU run was of, and on what: a hash of the files, the commit where git knows it, the GPU and the versions."""
 
-import datetime
 import hashlib
 import os
-import platform
 import subprocess
 from pathlib import Path
 from typing import Any
 
 import torch
-import triton
+
+from fp4compile.check.environment import of_compiler, of_gpu
 
 SOURCES = ("fp4compile", "ptxsim", "tests", "pyproject.toml")
 # Made by Python and by tools, or no input of a test.
@@ -53,14 +52,5 @@ def _git(root: Path, *arguments: str) -> str | None:
 
 def environment() -> dict[str, Any]:
     """The GPUs, the cores and the versions that tests run with."""
-    count = torch.cuda.device_count()
-    return {
-        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "device": torch.cuda.get_device_name(0) if count else "no GPU",
-        "gpus": count,
-        "cpus": len(os.sched_getaffinity(0)),
-        "torch": torch.__version__,
-        "cuda": torch.version.cuda,
-        "triton": triton.__version__,
-        "python": platform.python_version(),
-    }
+    of_versions = of_gpu() if torch.cuda.is_available() else of_compiler()
+    return of_versions | {"gpus": torch.cuda.device_count(), "cpus": len(os.sched_getaffinity(0))}

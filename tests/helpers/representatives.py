@@ -4,8 +4,8 @@ from collections.abc import Callable, Iterable
 from functools import cache
 from typing import Any
 
-from fp4compile.check.product_table import PRODUCTS, Product, multiplies
-from fp4compile.check.quantiser_table import CONFIGURATIONS, Configuration
+from fp4compile.check.products import PRODUCTS, Product, multiplies
+from fp4compile.check.quantisers import CONFIGURATIONS, Configuration
 from fp4compile.templates.launch import Launch
 
 

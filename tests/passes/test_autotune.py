@@ -16,7 +16,7 @@ from triton.runtime.errors import OutOfResources, PTXASError
 import fp4compile
 from fp4compile import _compat
 from fp4compile.analysis.graph import scaled_mm_of
-from fp4compile.check.product_table import TWO_CTAS, Product
+from fp4compile.check.products import TWO_CTAS, Product
 from fp4compile.formats import formats, reference
 from fp4compile.formats.operand import Operand
 from fp4compile.hardware import Target

@@ -17,7 +17,7 @@ from fp4compile.analysis.gemm import Input
 from fp4compile.analysis.graph import quantise_of, scaled_mm_of
 from fp4compile.analysis.plan import plan
 from fp4compile.check.machine_code import quantize_row
-from fp4compile.check.quantiser_table import Configuration
+from fp4compile.check.quantisers import Configuration
 from fp4compile.check.values import same_bits
 from fp4compile.formats import formats
 from fp4compile.formats.operand import Operand

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch._inductor import config
 
-from fp4compile.check.product_table import Product
+from fp4compile.check.products import Product
 from fp4compile.formats.epilogue import Epilogue
 from fp4compile.hardware import Target
 from fp4compile.ops.matmul import SCALED_MM_RESULTS

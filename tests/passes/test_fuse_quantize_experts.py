@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from fp4compile.check.product_table import Product
+from fp4compile.check.products import Product
 from fp4compile.formats.epilogue import Epilogue
 from fp4compile.hardware import GPUS, Target
 from fp4compile.ops.matmul import SCALED_MM_RESULTS

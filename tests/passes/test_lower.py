@@ -14,8 +14,8 @@ from triton.runtime import driver
 
 import fp4compile
 from fp4compile import _inductor_patches
-from fp4compile.check.product_table import PRODUCTS as PRODUCTS_OF_GATE
-from fp4compile.check.quantiser_table import GATE, RMS_NORM, Configuration
+from fp4compile.check.products import PRODUCTS as PRODUCTS_OF_GATE
+from fp4compile.check.quantisers import GATE, RMS_NORM, Configuration
 from fp4compile.formats import formats
 from fp4compile.formats.operand import Arguments, Operand
 from fp4compile.hardware import Target

@@ -8,8 +8,7 @@ from dataclasses import replace
 
 import torch
 
-from fp4compile.check.product_table import Product
-from fp4compile.check.product_values import exact_arguments
+from fp4compile.check.products import Product, exact_arguments
 from fp4compile.check.simulator import LaunchSimulator
 from fp4compile.check.values import BF16, same_bits
 from fp4compile.formats.epilogue import AMAX, Epilogue

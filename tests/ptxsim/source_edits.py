@@ -217,7 +217,7 @@ def tried(edit: SourceEdit) -> dict[str, Any]:
     path, text = changed(edit)
     with tempfile.TemporaryDirectory() as directory:
         root = Path(directory)
-        for name in ("fp4compile", "tests"):
+        for name in ("fp4compile", "ptxsim", "tests"):
             shutil.copytree(ROOT / name, root / name, ignore=shutil.ignore_patterns("__pycache__"))
         (root / path.relative_to(ROOT)).write_text(text)
         command = [sys.executable, "-m", "tests.ptxsim.mutate", "--subject", edit.subject]

@@ -10,9 +10,14 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from fp4compile import _compat
-from fp4compile.check.product_table import EXPERTS_BY_TWO_CTAS, PRODUCTS, TWO_CTAS, Product
-from fp4compile.check.quantiser_table import CONFIGURATIONS, PROLOGUE_CONFIGURATIONS
-from fp4compile.check.quantiser_values import quantized, quantized_after_steps, quantized_few_rows
+from fp4compile.check.products import EXPERTS_BY_TWO_CTAS, PRODUCTS, TWO_CTAS, Product
+from fp4compile.check.quantisers import (
+    CONFIGURATIONS,
+    PROLOGUE_CONFIGURATIONS,
+    quantized,
+    quantized_after_steps,
+    quantized_few_rows,
+)
 from fp4compile.check.simulation import multiplied
 from fp4compile.check.simulator import LaunchSimulator
 from fp4compile.check.values import ENDS

@@ -15,7 +15,7 @@ import triton.language as tl
 
 import fp4compile
 from fp4compile import _compat, config
-from fp4compile.check.product_table import EXPERTS_BY_TWO_CTAS, TWO_CTAS
+from fp4compile.check.products import EXPERTS_BY_TWO_CTAS, TWO_CTAS
 from fp4compile.check.simulator import LaunchSimulator
 from fp4compile.distributed import compiled
 from fp4compile.distributed.arrival import Swizzling, Transposing

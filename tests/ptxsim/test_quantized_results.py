@@ -5,8 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from fp4compile.check.product_table import Product
-from fp4compile.check.product_values import amax_differences, exact_arguments
+from fp4compile.check.products import Product, amax_differences, exact_arguments
 from fp4compile.check.simulator import LaunchSimulator
 from fp4compile.check.values import BF16, same_bits
 from fp4compile.formats import formats, reference

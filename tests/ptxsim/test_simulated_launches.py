@@ -9,11 +9,16 @@ from dataclasses import replace
 import pytest
 import torch
 
-from fp4compile.check import quantiser_values, simulation
-from fp4compile.check.product_table import Product
-from fp4compile.check.product_values import reduced
-from fp4compile.check.quantiser_table import BF16, CONFIGURATIONS, GROUPED_CONFIGURATIONS, PROLOGUE_CONFIGURATIONS
-from fp4compile.check.quantiser_values import quantized, quantized_after_steps, quantized_groups
+from fp4compile.check import quantisers, simulation
+from fp4compile.check.products import Product, reduced
+from fp4compile.check.quantisers import (
+    BF16,
+    CONFIGURATIONS,
+    GROUPED_CONFIGURATIONS,
+    PROLOGUE_CONFIGURATIONS,
+    quantized,
+    quantized_after_steps,
+)
 from fp4compile.check.simulation import multiplied
 from fp4compile.check.simulator import LaunchSimulator
 from fp4compile.cli.main import main
@@ -54,7 +59,7 @@ def test_other_gpus(sm, stochastic):
 
 def test_groups_and_steps():
     """Groups without rows, and rows of no group; a norm whose statistics are computed on the chip."""
-    assert quantized_groups(entry(GROUPED_CONFIGURATIONS, "grouped rows", "nvfp4"), (130, 80), on()) == []
+    assert quantized(entry(GROUPED_CONFIGURATIONS, "grouped rows", "nvfp4"), (130, 80), on()) == []
     norm = replace(entry(PROLOGUE_CONFIGURATIONS, "a norm", "mxfp8"), shape=(8192, 1024))
     assert quantized_after_steps(norm, simulation.WHOLE, on(seed=1)) == []
 
@@ -129,11 +134,11 @@ def test_every_launch_of_the_table_has_a_key():
 
 
 def test_what_is_wrong_is_said(monkeypatch):
-    right = quantiser_values.quantize_kernels
+    right = quantisers.quantize_kernels
     grouped = entry(GROUPED_CONFIGURATIONS, "grouped rows", "mxfp8")
-    monkeypatch.setattr(quantiser_values, "quantize_kernels", lambda x, *args, **more: right(-x, *args, **more))
-    (what,) = quantized_groups(grouped, (130, 80), on())
-    assert what.startswith("along -1: codes: ")
+    monkeypatch.setattr(quantisers, "quantize_kernels", lambda x, *args, **more: right(-x, *args, **more))
+    (what,) = quantized(grouped, (130, 80), on())
+    assert what.startswith("finite: codes: ")
 
 
 def test_a_product_that_runs_no_kernel_is_wrong():

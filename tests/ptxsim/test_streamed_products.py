@@ -6,8 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from fp4compile.check.product_table import Product
-from fp4compile.check.product_values import _from_reference, exact_arguments, exact_operand
+from fp4compile.check.products import Product, _from_reference, exact_arguments, exact_operand
 from fp4compile.check.simulator import LaunchSimulator
 from fp4compile.formats import formats, reference_grouped
 from fp4compile.formats.layouts import ceil_div, swizzled_numel

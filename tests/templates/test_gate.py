@@ -13,11 +13,11 @@ triton = pytest.importorskip("triton")
 from fp4compile.__main__ import main  # noqa: E402
 from fp4compile.check import bounds as lines  # noqa: E402
 from fp4compile.check import machine_code as check  # noqa: E402
-from fp4compile.check import product_table, quantiser_table, resources  # noqa: E402
+from fp4compile.check import products, quantisers, resources  # noqa: E402
 from fp4compile.check.machine_code import ProductRow, QuantizeRow, Resources  # noqa: E402
-from fp4compile.check.product_table import Product  # noqa: E402
+from fp4compile.check.products import Product  # noqa: E402
 from fp4compile.check.ptx import Ptx  # noqa: E402
-from fp4compile.check.quantiser_table import Configuration  # noqa: E402
+from fp4compile.check.quantisers import Configuration  # noqa: E402
 from fp4compile.check.sass import Sass, disassemble  # noqa: E402
 from fp4compile.cli.check_sm100 import instruction_name  # noqa: E402
 from tests.helpers import sketches_sm100 as sketches  # noqa: E402
@@ -185,9 +185,9 @@ def test_goals_and_what_must_not_get_worse_hold_for_sm100_alone():
     assert lines.instruction_line("quantize_rows", "rows", "mxfp8", 100, 218.0) == 218.0
     # Every entry belongs to a configuration.
     tables = (
-        quantiser_table.CONFIGURATIONS,
-        quantiser_table.GROUPED_CONFIGURATIONS,
-        quantiser_table.PROLOGUE_CONFIGURATIONS,
+        quantisers.CONFIGURATIONS,
+        quantisers.GROUPED_CONFIGURATIONS,
+        quantisers.PROLOGUE_CONFIGURATIONS,
     )
     known = {(one.label, one.format) for table in tables for one in table}
     assert {entry[1:] for entry in lines.INSTRUCTION_LINES} <= known
@@ -197,10 +197,10 @@ def test_goals_and_what_must_not_get_worse_hold_for_sm100_alone():
 
 
 def test_steps_of_long_rows_are_counted():
-    (long,) = (one for one in quantiser_table.CONFIGURATIONS if one.label == "scaled rows, long")
+    (long,) = (one for one in quantisers.CONFIGURATIONS if one.label == "scaled rows, long")
     (launched,) = long.launches(100)
     assert long.trips(launched) == 4
-    rows = quantiser_table.CONFIGURATIONS[0]
+    rows = quantisers.CONFIGURATIONS[0]
     assert rows.trips(rows.launches(100)[0]) == 1
     assert check.bytes_moved(rows.launches(100)[0]) == 41 * 8192 * 8192 // 16
 
@@ -208,7 +208,7 @@ def test_steps_of_long_rows_are_counted():
 def test_instructions_are_those_of_all_threads_for_16_elements(monkeypatch):
     """A program of 4 warps quantises 128 rows of 64 elements with swizzled scales: 4 runs of 16 elements a thread."""
     monkeypatch.setattr(Sass, "executed", lambda self, trips: 400 * trips)
-    one = quantiser_table.CONFIGURATIONS[0]
+    one = quantisers.CONFIGURATIONS[0]
     row = check.quantize_row(one, one.launches(100)[0], 100)
     assert row.instructions == pytest.approx(400 / 4)
     assert (row.loads, row.stores, row.kernel) == (16, 16, "quantize_rows")
@@ -218,15 +218,13 @@ def test_programs_without_rows_count_by_their_own_way(monkeypatch):
     """8192 rows in 64 groups are 64 tiles of 128 rows, and 128 are launched."""
     monkeypatch.setattr(Sass, "executed", lambda self, trips, idle=False: 100 if idle else 400)
     (one,) = (
-        each
-        for each in quantiser_table.GROUPED_CONFIGURATIONS
-        if (each.label, each.format) == ("grouped rows", "mxfp8")
+        each for each in quantisers.GROUPED_CONFIGURATIONS if (each.label, each.format) == ("grouped rows", "mxfp8")
     )
     (launched,) = one.launches(100)
     assert launched.grid == 2 * one.idle_programs(launched)
     assert check.quantize_row(one, launched, 100).instructions == pytest.approx((400 + 100) / 4)
     # Tiles of 16 rows: 8 rows of each group, 64 tiles of 32 + 64.
-    few = next(each for each in quantiser_table.GROUPED_CONFIGURATIONS if each.label == "grouped rows, few")
+    few = next(each for each in quantisers.GROUPED_CONFIGURATIONS if each.label == "grouped rows, few")
     assert [3 * few.idle_programs(each) == each.grid for each in few.launches(100)] == [True, True]
 
 
@@ -244,12 +242,12 @@ def test_scales_lie_as_the_products_of_the_gpu_read_them():
 
 def test_products_reach_every_kernel_that_multiplies_quantised_operands():
     """Also where a library is chosen first: autotuning may pick the kernel of this package."""
-    kernels = {each.kernel.__name__ for sm in (90, 100, 120) for product in product_table.PRODUCTS
+    kernels = {each.kernel.__name__ for sm in (90, 100, 120) for product in products.PRODUCTS
                for each in product.launches(sm)[1]}  # fmt: skip
     assert kernels >= {"gemm_block_scaled_sm100", "gemv", "gemm_skinny", "gemm_dequant_tiles", "gemm_wgmma_sm90",
                        "gemm_grouped_block_scaled_sm100", "gemm_grouped_quantized_sm100",
                        "gemm_dequant_tiles_grouped"}  # fmt: skip
-    for product in product_table.PRODUCTS:
+    for product in products.PRODUCTS:
         tier, found = product.launches(100)
         assert found and (product.a is None or product.m <= 64 or tier == "native"), product.label
 
@@ -263,8 +261,8 @@ def test_representatives_have_every_kernel(sm):
         return found | {one for each in products for one in _kernels_and_formats(each.launches(sm)[1], sm)}
 
     chosen = representatives(sm)
-    assert met(*chosen) == met(quantiser_table.CONFIGURATIONS, product_table.PRODUCTS)
-    assert len(chosen[0]) < len(quantiser_table.CONFIGURATIONS) and len(chosen[1]) < len(product_table.PRODUCTS)
+    assert met(*chosen) == met(quantisers.CONFIGURATIONS, products.PRODUCTS)
+    assert len(chosen[0]) < len(quantisers.CONFIGURATIONS) and len(chosen[1]) < len(products.PRODUCTS)
 
 
 def _kernels_and_formats(launched, sm):
@@ -286,7 +284,7 @@ def test_a_kernel_that_does_not_compile_is_a_row(monkeypatch):
     monkeypatch.setattr(check, "compile_launch", fail)
     (row,) = check.check_products(103, (FORMAT,))
     assert row.problems == ("does not compile: RuntimeError: Internal Triton PTX codegen error",)
-    (row,) = check.check_quantize(103, quantiser_table.CONFIGURATIONS[:1])
+    (row,) = check.check_quantize(103, quantisers.CONFIGURATIONS[:1])
     assert row.problems and row.to_dict()["problems"]
 
 
@@ -321,7 +319,7 @@ def test_figures_of_another_compiler_fail_no_command(version, status, capsys, mo
     """A kernel with a few instructions more under another version of Triton: shown, and no failure."""
     monkeypatch.setattr(triton, "__version__", version)
     monkeypatch.setattr(Sass, "executed", lambda self, trips, idle=False: 604 * trips)  # 151 for 16 elements
-    rows = tuple(one for one in quantiser_table.CONFIGURATIONS if (one.label, one.format) == ("rows", "nvfp4"))
+    rows = tuple(one for one in quantisers.CONFIGURATIONS if (one.label, one.format) == ("rows", "nvfp4"))
     monkeypatch.setattr("fp4compile.cli.check_sm100.check_products", lambda sm: iter([GOOD]))
     monkeypatch.setattr(
         "fp4compile.cli.check_sm100.check_quantize",
@@ -341,8 +339,8 @@ def test_figures_of_another_compiler_fail_no_command(version, status, capsys, mo
 
 @pytest.mark.slow
 def test_the_command(capsys, monkeypatch):
-    monkeypatch.setattr(quantiser_table, "ALL_CONFIGURATIONS", quantiser_table.CONFIGURATIONS[:1])
-    monkeypatch.setattr(product_table, "PRODUCTS", product_table.PRODUCTS[:1])
+    monkeypatch.setattr(quantisers, "ALL_CONFIGURATIONS", quantisers.CONFIGURATIONS[:1])
+    monkeypatch.setattr(products, "PRODUCTS", products.PRODUCTS[:1])
     assert main(["check-sm100", "--sm", "100"]) == 0
     out = capsys.readouterr().out
     assert "gemm_block_scaled_sm100" in out and "tcgen05 mxf4nvf4" in out and "quantize_rows" in out and "E2M1" in out

@@ -19,7 +19,7 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 
 from fp4compile import _compat, hardware
 from fp4compile.check.machine_code import check_quantize
-from fp4compile.check.quantiser_table import GROUPED_CONFIGURATIONS
+from fp4compile.check.quantisers import GROUPED_CONFIGURATIONS
 from fp4compile.formats import formats, reference_grouped
 from fp4compile.formats.grouping import Groups
 from fp4compile.formats.operand import Operand

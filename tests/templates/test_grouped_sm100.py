@@ -17,7 +17,7 @@ from triton.runtime import driver
 
 from fp4compile import hardware
 from fp4compile.check import machine_code as check_machine_code
-from fp4compile.check.product_table import Product
+from fp4compile.check.products import Product
 from fp4compile.formats import formats, reference_grouped
 from fp4compile.formats.grouping import Groups
 from fp4compile.formats.operand import Operand

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from fp4compile.check.machine_code import quantize_row
-from fp4compile.check.quantiser_table import Configuration
+from fp4compile.check.quantisers import Configuration
 from fp4compile.formats import formats, reference, reference_grouped
 from fp4compile.formats.grouping import Groups
 from fp4compile.formats.operand import Operand

@@ -10,7 +10,7 @@ from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 
-from fp4compile.check.quantiser_table import GATE, RMS_NORM
+from fp4compile.check.quantisers import GATE, RMS_NORM
 from fp4compile.formats import formats, reference
 from fp4compile.formats.operand import Operand
 from fp4compile.formats.prologue import Prologue

@@ -11,8 +11,8 @@ tl = pytest.importorskip("triton.language")
 
 from fp4compile import _compat  # noqa: E402
 from fp4compile.check import machine_code as check  # noqa: E402
-from fp4compile.check.product_table import PRODUCTS  # noqa: E402
-from fp4compile.check.quantiser_table import (  # noqa: E402
+from fp4compile.check.products import PRODUCTS  # noqa: E402
+from fp4compile.check.quantisers import (  # noqa: E402
     BOTH,
     COLUMNS,
     CONFIGURATIONS,

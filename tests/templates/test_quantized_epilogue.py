@@ -12,7 +12,7 @@ import torch
 
 from fp4compile import hardware
 from fp4compile.check.machine_code import compile_launch
-from fp4compile.check.product_table import Product
+from fp4compile.check.products import Product
 from fp4compile.formats import formats, reference
 from fp4compile.formats.epilogue import Epilogue
 from fp4compile.formats.operand import Arguments

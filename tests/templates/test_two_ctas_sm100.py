@@ -9,10 +9,16 @@ from torch.fx import Interpreter
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from fp4compile import _compat
-from fp4compile.check import product_values
+from fp4compile.check import products
 from fp4compile.check.machine_code import compile_launch, product_row
-from fp4compile.check.product_table import EXPERTS_BY_TWO_CTAS, OF_A_PAIR, TWO_CTAS, Product
-from fp4compile.check.product_values import by_every_kernel, exact_arguments
+from fp4compile.check.products import (
+    EXPERTS_BY_TWO_CTAS,
+    OF_A_PAIR,
+    TWO_CTAS,
+    Product,
+    by_every_kernel,
+    exact_arguments,
+)
 from fp4compile.check.simulation import launch_key
 from fp4compile.check.simulator import LaunchSimulator
 from fp4compile.check.values import same_bits
@@ -321,7 +327,7 @@ def test_machine_code_of_experts():
 
 def test_the_first_run_has_both_kernels(monkeypatch):
     """Those that rank does not choose, too, whether or not the cost model expects them to pay."""
-    monkeypatch.setattr(product_values, "differences", lambda *args: [])
+    monkeypatch.setattr(products, "differences", lambda *args: [])
     product = Product("nvfp4", "nvfp4", 160, 264, 512, groups=6)
     assert (
         by_every_kernel(product, LaunchSimulator(Target(100)))["kernels"]

@@ -1,15 +1,38 @@
-"""The table of launches of quantise kernels: `check-sm100` compiles them, or runs them on a GPU."""
+"""The quantisers that `check-sm100` compiles and runs: their table, and the checks of their values.
 
-from collections.abc import Callable
-from dataclasses import dataclass
+A kernel must return the reference's codes and scales bit for bit. SM100 rounds stochastically by an instruction with
+its own random bits: on a GPU, its codes are compared with the two neighbours of a value, and their mean with the value.
+After a norm or a gate, the order of a row's sum and the last bit of `exp` depend on the kernel. So one launch stores
+the value that it quantises: it must equal float64 within the rounding to bfloat16, and the reference quantises it. A
+launch that stores nothing must return the reference's codes, scales and outer scales of that value.
+"""
+
+import contextlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
 
-from fp4compile.formats import formats
+from fp4compile.check.values import (
+    BF16,
+    ENDS,
+    GROUP_ROWS,
+    SEED,
+    Machine,
+    Results,
+    bit_differences,
+    finite,
+    not_finite,
+    paired,
+    same_bits,
+)
+from fp4compile.formats import formats, reference
 from fp4compile.formats.layouts import ceil_div
 from fp4compile.formats.prologue import Prologue
 from fp4compile.formats.quantize_spec import COLUMNS, ROWS
+from fp4compile.formats.steps import evaluate
 from fp4compile.hardware import Target
 from fp4compile.ops.functional import quantize
 from fp4compile.ops.quantize import DEQUANTIZE, LAY_OUT_SCALES, QUANTIZE, dequantize_kernels, quantize_kernels
@@ -19,7 +42,6 @@ from fp4compile.templates.quantize.lay_out import lay_out
 SIZE = 8192
 GROUPS = 64
 SWEEP_STEPS = 12  # number of scales that the sweep tries for a block of normal numbers
-BF16 = torch.bfloat16
 BOTH = (ROWS, COLUMNS)
 
 # Steps of prologues: silu(x) * y, the end of a norm with stored statistics, and norms.
@@ -38,7 +60,8 @@ class Configuration:
 
     format, dim, hadamard, scale_rule, values: arguments of the op. layout: layout of the block scales; None takes the
     layout that products on the GPU read. seeded, static: whether there is a seed, and a static outer scale.
-    groups: "rows" where offsets cut the tensor, "matrices" for matrices with separate outer scales, or "".
+    groups: "rows" where offsets cut the tensor, "matrices" for matrices with separate outer scales, or "". ends: the
+    offsets, or the rows of the matrices stacked; () for GROUPS equal parts.
     steps, stored: arguments of the prologue. halves: whether its first two operands are halves of one tensor's columns.
     shape, dtype: the tensor's shape and dtype.
     """
@@ -55,6 +78,7 @@ class Configuration:
     scale_rule: str = "amax"
     values: tuple[int, ...] = ()
     groups: str = ""
+    ends: tuple[int, ...] = ()
     steps: tuple[str, ...] = ()
     stored: tuple[str, ...] = ()
     halves: bool = False
@@ -96,10 +120,10 @@ class Configuration:
         if self.static:
             options["outer"] = torch.ones((), dtype=torch.float32, device=x.device)
         if self.groups == "rows":
-            ends = [(i + 1) * x.shape[0] // GROUPS for i in range(GROUPS)]
+            ends = self.ends or [(i + 1) * x.shape[0] // GROUPS for i in range(GROUPS)]
             options["offs"] = torch.tensor(ends, dtype=torch.int32, device=x.device)
         elif self.groups:
-            x, options["each_matrix"] = x.unflatten(0, (GROUPS, -1)), True
+            x, options["each_matrix"] = x.unflatten(0, (len(self.ends) or GROUPS, -1)), True
         if self.steps:
             prologue = Prologue.parse(self.steps, x.dtype, self.stored).as_walked()
             options |= {"prologue": prologue.strings(), "stored": prologue.stored_strings(), "dtype": x.dtype}
@@ -230,3 +254,177 @@ MORE_CONFIGURATIONS = (
 )  # fmt: skip
 
 ALL_CONFIGURATIONS = (*CONFIGURATIONS, *GROUPED_CONFIGURATIONS, *PROLOGUE_CONFIGURATIONS)
+
+
+# ---------------------------------------------------------------- values
+
+LONG_ROWS = 2**16  # elements, that do not fit a program's registers
+# Each kernel that finds an amax: threads, lanes and words that it leaves out show where only one element is large.
+FEW_ROWS = (("rows", "nvfp4"), ("both, transform, seed", "nvfp4_te"))
+FEW_COLUMNS = 400
+Check = Callable[[Machine], list[str]]  # returns what is wrong
+
+
+def checks(*shapes: tuple[int, int], more: Sequence[Configuration] = ()) -> list[tuple[str, list[Check]]]:
+    """(name, checks on tensors of these shapes) of each configuration of the table and of `more`."""
+    found: list[tuple[str, list[Check]]] = []
+    for one in (*CONFIGURATIONS, *GROUPED_CONFIGURATIONS, *PROLOGUE_CONFIGURATIONS, *more):
+        check = quantized_after_steps if one.steps else quantized
+        found.append((f"quantise {one.label}, {one.format}", [partial(check, one, shape) for shape in shapes]))
+    return found + [(f"few rows, {one.label}, {one.format}", [partial(quantized_few_rows, one)])
+                    for one in CONFIGURATIONS if (one.label, one.format) in FEW_ROWS]  # fmt: skip
+
+
+def quantized(configuration: Configuration, shape: tuple[int, int], machine: Machine) -> list[str]:
+    """Differences between the kernels and the reference, of finite values and of others."""
+    if configuration.groups == "rows":
+        configuration, shape = replace(configuration, ends=ENDS), (GROUP_ROWS, shape[1])
+    elif configuration.groups:
+        configuration, shape = replace(configuration, ends=(128, 256, 384)), (384, shape[1])
+    elif configuration.shape[1] >= LONG_ROWS:
+        shape = (3, LONG_ROWS + (80 if shape[1] % 128 else 0))
+    inputs = {"finite": finite(shape)}
+    if not configuration.groups:
+        inputs["not finite"] = not_finite(shape)
+    if machine.device == "cuda":
+        inputs["zeros"] = torch.zeros(shape)
+    return _of_inputs(configuration, inputs, machine)
+
+
+def quantized_few_rows(configuration: Configuration, machine: Machine) -> list[str]:
+    """Like `quantized`, for 2 to 15 rows, each with one large element in another place; and extreme outer scales."""
+    x = finite((130, FEW_COLUMNS))
+    inputs = {"zeros": 0 * x, "tiny": x * 2.0**-90, "huge": x * 2.0**90}
+    for rows in range(2, 16):
+        x = finite((rows, FEW_COLUMNS)).clamp(-1, 1)
+        row, column = rows // 2, (93 * rows + 7) % FEW_COLUMNS
+        x[row, column] = 100
+        inputs[f"{rows} rows"] = x
+    return _of_inputs(configuration, inputs, machine)
+
+
+def _of_inputs(configuration: Configuration, inputs: dict[str, torch.Tensor], machine: Machine) -> list[str]:
+    layout = configuration.layout_on(machine.target.sm)
+    reference_rounds, compare = _rounding(configuration, machine)
+    wrong = []
+    for name, x in inputs.items():
+        if compare is rounded_alike and not x.isfinite().all():
+            continue
+        x = x.to(configuration.dtype)
+        with reference_rounds():
+            expected = configuration.call(x, layout)
+        with machine.running():
+            got = configuration.call_kernels(x.to(machine.device), layout)
+        parts = (_of_groups(each, configuration) for each in (got, expected))
+        wrong += [f"{name}: {what}" for what in compare(*parts)]
+    return wrong
+
+
+def _of_groups(found: Results, configuration: Configuration) -> Results:
+    """Results without the rows of no group, which mean nothing."""
+    if configuration.groups != "rows" or isinstance(found, torch.Tensor):
+        return found
+    ends = [ENDS[-1] if dim == ROWS else None for dim in configuration.dim]
+    return [part for i, end in enumerate(ends) for part in up_to(found[3 * i : 3 * i + 3], end)]
+
+
+def _rounding(configuration: Configuration, machine: Machine) -> tuple[Callable, Callable]:
+    """(a context in which the reference takes as many random bits an element as the machine, the comparison)."""
+    if not (configuration.seeded and machine.target.isa == 100):
+        return contextlib.nullcontext, same_bits
+    return reference.eight_random_bits, rounded_alike if machine.device == "cuda" else same_bits
+
+
+def quantized_after_steps(configuration: Configuration, shape: tuple[int, int], machine: Machine) -> list[str]:
+    """Differences of a quantiser with a prologue: in the value that it computes, and in its codes and scales."""
+    steps, name, dims = configuration.steps, configuration.format, configuration.dim
+    values: dict[str, Any] = {"values": list(configuration.values)} if configuration.values else {}
+    # The kernel of rows stores the value or, after statistics, the kernel of this format.
+    reduces = Prologue.parse(steps, BF16).reductions
+    storing = (name, dims, {"values": list(dims)} if values else {}) if reduces else ("mxfp8", (ROWS,), {})
+    options = values or {"layout": configuration.layout_on(machine.target.sm)}
+    if configuration.static:
+        options["outer"] = torch.tensor(0.01)
+    if configuration.shape[1] != SIZE:  # rows whose length decides how many tiles hold them
+        shape = (3, configuration.shape[1] - (48 if shape[1] % 128 else 0))
+    if configuration.groups:
+        shape = (GROUP_ROWS, shape[1])
+        options["offs"] = torch.tensor(ENDS, dtype=torch.int32)
+    moved = {key: x.to(machine.device) if isinstance(x, torch.Tensor) else x for key, x in options.items()}
+    wrong = []
+    for kind, made in (("finite", finite), ("not finite", not_finite)):
+        operands = _operands(steps, shape, made)
+        first, *others = (x.to(machine.device) for x in operands)
+        if configuration.halves:
+            first, others[0] = torch.cat((first, others[0]), -1).chunk(2, -1)
+        quantise = partial(quantize_kernels, first, operands=others, prologue=steps, dtype=BF16)
+        with machine.running():
+            got = quantise(name, dims, **moved)
+            value = quantise(storing[0], storing[1], stored=[f"s{len(steps) - 1} bfloat16"], **storing[2])[-1].cpu()
+        expected, end = QUANTIZE(value, name, list(dims), **options), ENDS[-1] if configuration.groups else None
+        found = _far(value, steps, operands) + same_bits(up_to(got, end), up_to(expected, end))
+        wrong += [f"{kind}: {what}" for what in found]
+    return wrong
+
+
+def _operands(
+    steps: Sequence[str], shape: tuple[int, int], made: Callable[[tuple[int, int]], torch.Tensor]
+) -> list[torch.Tensor]:  # fmt: skip
+    """The operands of a prologue on the CPU; `made` makes the first one."""
+    prologue, found = Prologue.parse(steps, BF16), [made(shape).to(BF16)]
+    for i, kind in sorted(prologue.kinds.items())[1:]:
+        if kind == "aux":
+            found.append(finite(shape, SEED + i).to(BF16))
+            continue
+        x = torch.randn(prologue.shape_of(i, shape), generator=torch.Generator().manual_seed(SEED + i))
+        found.append(x.abs() if kind == "col" else x.to(BF16))  # statistics are float32
+    return found
+
+
+def _far(value: torch.Tensor, steps: Sequence[str], operands: list[torch.Tensor]) -> list[str]:
+    """Differences of a value from float64 beyond the rounding to bfloat16 and the rounding of float32 sums."""
+    prologue = Prologue.parse(steps, BF16)
+    tensors = {f"{kind}{i}": operands[i].double() for i, kind in prologue.kinds.items()}
+    exact = evaluate(prologue.steps, tensors)[-1].broadcast_to(value.shape)
+    largest = exact.abs().nan_to_num(nan=0.0, posinf=0.0).amax(-1, keepdim=True)
+    bound = exact.abs() * (2.0**-8 + 2.0**-15) + largest * 2.0**-18 + 1e-30
+    inside, value = exact.isfinite(), value.double()
+    beyond = inside & ~((value - exact).abs() <= bound)
+    wrong = [f"values: {int(beyond.sum())} of {beyond.numel()} beyond the bound"] if beyond.any() else []
+    if value[~inside].isfinite().any():
+        wrong.append("values: a finite one where a NaN or an infinity went in")
+    return wrong
+
+
+# ---------------------------------------------------------------- comparisons
+
+
+def rounded_alike(got: Results, expected: Results) -> list[str]:
+    """The differences between stochastically rounded results, as texts.
+
+    Codes with different random bits must be neighbours without bias; scales must be equal.
+    """
+    wrong = []
+    for name, one, other in paired(got, expected):
+        if not name.endswith("codes"):
+            wrong += bit_differences(name, one, other)
+            continue
+        steps = (_position(one.cpu()) - _position(other)).float()
+        if steps.abs().max() > 1:
+            wrong.append(f"{name}: a value is not rounded to a neighbour")
+        # Both round up with a probability equal to the distance, so there is no mean shift within six standard errors.
+        # The hardware rounds the probability down to a multiple of 1/256.
+        if steps.mean().abs() > 6 * 0.7 / steps.numel() ** 0.5 + 2**-8:
+            wrong.append(f"{name}: rounding is biased by {steps.mean():.4f} steps")
+    return wrong
+
+
+def _position(packed: torch.Tensor) -> torch.Tensor:
+    """The positions of E2M1 codes in the order of their values."""
+    codes = torch.stack((packed & 15, packed >> 4), dim=-1).to(torch.int32)
+    return torch.where(codes > 7, 8 - codes, codes)
+
+
+def up_to(found: Sequence[torch.Tensor], end: int | None) -> Sequence[torch.Tensor]:
+    """Codes, linear scales and row outer scales, cut to `end` rows; swizzled scales and groups' scales are not cut."""
+    return found if end is None else [t if t.dim() < 2 else t[:end] for t in found]
