@@ -202,7 +202,7 @@ def main() -> None:
         def once(tree: str, number: int) -> float | str:
             if name in warm:
                 return pools[tree].submit(measured, name, args.repeats).result()
-            with pool(tree, 1, f"{tree} {name} {number}") as fresh:
+            with pool(tree, 1, f"{tree}-{names.index(name)}-{number}") as fresh:
                 return fresh.submit(measured, name, 0).result()
 
         compilers = [stack.enter_context(pool(tree, args.jobs, tree)) for tree in trees if args.jobs]
