@@ -1,16 +1,18 @@
-"""The cells of the tables in benchmarks/results/*.md: a function for each, of the content of one JSON file.
+"""The formats of cells, and the tables that are more than the rows of a file, in the pages that `tables` writes.
 
-Needs nothing but Python. `pages` says which file each takes.
+A function returns a table of the content of one JSON file each argument. Needs nothing but Python.
 """
 
+import re
 import statistics
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterable
 from decimal import ROUND_HALF_UP, Decimal
 from typing import Any
 
 # The first row is the header. A cell that is None is left empty.
 Cells = list[list[Any]]
-CellsOf = Callable[[dict], Cells]
+Content = dict[str, Any]
 
 
 def number(value: float | None, digits: int) -> str | None:
@@ -41,61 +43,145 @@ def variant(name: str) -> str:
     return ", ".join((f"`{base}`" if base != "bf16" else base, *(words[switch] for switch in switches)))
 
 
-# ---------------------------------------------------------------- accuracy and compile time
+def figure(column: str, value: Any) -> Any:
+    """A cell of a column that is shown as it is."""
+    return number(value, 1 if column.endswith("us") else 2) if isinstance(value, float) else value
 
 
-def minilm(content: dict) -> Cells:
-    rows = [
-        ["bf16, not quantised" if row["recipe"] == "bf16" else f"`{row['recipe']}`",
-         number(row["mean cosine"], 4), number(row["min"], 4)]
-        for row in content["rows"]
-    ]  # fmt: skip
-    return [["recipe", "mean cosine", "lowest cosine"], *rows]
-
-
-def minilm_settings(content: dict) -> Cells:
-    rows = [
-        [row["activations"], f"`{row['weight scales']}`", number(row["weights dB"], 1), number(row["mean cosine"], 4),
-         number(row["min"], 4), number(row["mean cosine, 3 in mxfp8"], 4), number(row["min, 3 in mxfp8"], 4)]
-        for row in content["rows"]
-    ]  # fmt: skip
-    header = ["activations", "`weight_scales`", "weights' SQNR, dB", "mean cosine", "lowest cosine",
-              "mean, 3 layers in `mxfp8`", "lowest, 3 layers in `mxfp8`"]  # fmt: skip
-    return [header, *rows]
-
-
-def compile_time(content: dict) -> Cells:
-    rows = [
-        ["Inductor alone" if row["backend"] == "inductor" else f"`{row['backend']}`",
-         number(row["median s"], 1), number(row["min s"], 1), number(row["max s"], 1), number(row["ratio"], 2)]
-        for row in content["rows"]
-    ]  # fmt: skip
-    return [["backend", "median, s", "lowest, s", "highest, s", "median over Inductor's"], *rows]
-
-
-def compile_time_llama(content: dict) -> Cells:
-    rows = [
-        [packed_model(row["model"]), number(row["prefill s"], 1), number(row["prefill x"], 2),
-         number(row["decode s"], 1), number(row["decode x"], 2)]
-        for row in content["rows"]
-    ]  # fmt: skip
-    return [["model", "first prefill, s", "over bf16's", "first decode step, s", "over bf16's"], *rows]
-
-
-def weight_check(content: dict) -> Cells:
-    return [
-        ["what", "figure"],
-        ["check of a weight, lowest, us", number(content["check us"]["min"], 2)],
-        ["check of a weight, median, us", number(content["check us"]["median"], 2)],
-        ["step of 224 layers in CUDA graphs, ms", number(content["step ms"], 3)],
-    ]
+def recipe(name: str) -> str:
+    if name.startswith("torchao"):
+        return f"torchao 0.18 float8, {name.partition(' ')[2]}"
+    return name if name == "bf16" else f"`{name}`"
 
 
 def packed_model(name: str) -> str:
     return name if name == "bf16" else f"packed, `{name}`"
 
 
-# ---------------------------------------------------------------- quantising
+def base(name: str) -> str:
+    """The frozen base of adapters."""
+    if name == "nf4":
+        return "bitsandbytes 0.50, NF4, double quantisation"
+    frozen = name.removeprefix("frozen-")
+    return packed_model(name) if frozen == name else f"bf16, quantised by `{frozen}`"
+
+
+def share(value: float) -> str:
+    return f"{number(100 * value, 1)} %"
+
+
+FORMATS: dict[str, Callable[[Any], Any]] = {
+    "sizes": lambda text: ", ".join(text.split("x")),
+    "code": lambda text: f"`{text}`",
+    "backend": lambda name: "Inductor alone" if name == "inductor" else f"`{name}`",
+    "unquantised": lambda name: "bf16, not quantised" if name == "bf16" else f"`{name}`",
+    "recipe": recipe,
+    "packed": packed_model,
+    "base": base,
+    "variant": variant,
+    "percent": percent,
+    "percents": lambda values: ", ".join(map(percent, values)),
+    "share": share,
+    "count": lambda value: f"{value:,}",
+    "e": lambda value: f"{value:.1e}",
+}
+
+
+# ---------------------------------------------------------------- docs/results.md: what a user decides by
+
+_PRODUCERS = {"rms_norm": "RMS norm", "add, rms_norm": "residual sum and RMS norm", "silu, mul": "SiLU gate"}
+_BLOCKS = {"decode": "decode, 1 token", "prefill": "prefill, 8192 tokens", "train": "training step, 8192 tokens"}
+
+
+def inference(llama: dict, qwen: dict) -> Cells:
+    """Decode, prefill and memory of whole models in bf16 and packed."""
+    models = {"Llama-3-8B": llama["rows"]}
+    for key, how in (("batched_mm", "by index"), ("grouped_mm", "by groups")):
+        models[f"Qwen3-30B-A3B, {qwen['settings']['layers']} of 48 layers, experts {how}"] = qwen[key]
+    rows = []
+    for name, (plain, packed) in models.items():
+        rows.append([
+            name,
+            number(plain["decode tokens/s"], 0), number(packed["decode tokens/s"], 0), number(packed["decode x"], 2),
+            number(plain["prefill ms"], 1), number(packed["prefill ms"], 1), number(packed["prefill x"], 2),
+            number(plain["GiB"], 2), number(packed["GiB"], 2),
+        ])  # fmt: skip
+    header = ["model", "decode in bf16, tokens/s", "packed", "speed over bf16's", "prefill in bf16, ms", "packed",
+              "time over bf16's", "bf16, GiB", "packed, GiB"]  # fmt: skip
+    return [header, *rows]
+
+
+def accuracy(embeddings: dict, losses: dict) -> Cells:
+    """Distances from high precision, by recipe, in inference and in training."""
+    cosines = {row["recipe"]: row for row in embeddings["rows"]}
+    above = {row["variant"]: row["over bf16 %"] for row in losses["rows"] if "-" not in row["variant"]}
+    rows = []
+    for name in dict.fromkeys((*cosines, *above)):
+        cosine = cosines.get(name, {"mean cosine": None, "min": None})
+        rows.append([variant(name), number(cosine["mean cosine"], 4), number(cosine["min"], 4),
+                     percent(above[name]) if name in above else None])  # fmt: skip
+    return [["recipe", "embeddings: mean cosine", "lowest cosine", "training loss over bf16's"], *rows]
+
+
+def quantise_kernels(content: dict) -> Cells:
+    """Quantise kernels that torchao has too, and those of training, at 8192x8192."""
+    of_training = ("both, mxfp8", "both, dynamic, nvfp4", "both, Hadamard, stochastic, nvfp4_te",
+                   "row-scaled, float8_rowwise")  # fmt: skip
+    rows = []
+    for row in content["rows"]:
+        if row["shape"] != "8192x8192" or (row["torchao us"] is None and row["case"] not in of_training):
+            continue
+        what, _, fmt = row["case"].rpartition(", ")
+        ratio = None if row["torchao us"] is None else row["torchao us"] / row["us"]
+        rows.append([
+            CASES[what], f"`{fmt}`", number(row["us"], 1), number(row["copy us"], 1), number(row["of copy"], 2),
+            number(row["torchao us"], 1), number(ratio, 1),
+        ])  # fmt: skip
+    return [["what", "format", "us", "copy, us", "of copy's rate", "torchao 0.18, us", "over this"], *rows]
+
+
+def prologues(content: dict) -> Cells:
+    """What fusing gains: time of separate over fused kernels, lowest and highest over formats or recipes."""
+    rows = []
+    for key, words in _PRODUCERS.items():
+        found = [row for part in ("rows", "values") for row in content[part] if row["producer"] == key]
+        gains = [row["apart us"] / row["fused us"] for row in found]
+        rows.append([f"{words} before a quantiser: kernels alone", f"{len(found)} formats", *_range(gains), None, None])
+    for part, words in _BLOCKS.items():
+        found = content[part]
+        # What starts once in a process counts for the first recipe.
+        compiling = [row["fused s in all"] / row["apart s in all"] for row in found[1:]]
+        recipes = f"{len(found)} recipes" if len(found) > 1 else f"`{found[0]['recipe']}`"
+        rows.append([f"Llama-3-8B block, {words}", recipes, *_range(row["apart over fused"] for row in found),
+                     *(_range(compiling) if compiling else (None, None))])  # fmt: skip
+    return [["what", "over", "lowest gain", "highest gain", "lowest compile time over separate", "highest"], *rows]
+
+
+def _range(values: Iterable[float]) -> tuple[str | None, str | None]:
+    values = list(values)
+    return number(min(values), 2), number(max(values), 2)
+
+
+def compile_times(on_cpu: dict, llama: dict, mlp: dict) -> Cells:
+    """Seconds to compile, or of a first call, beside the same in high precision."""
+    plain, *others = on_cpu["rows"]
+    rows: list[list[Any]] = [
+        ["4 Llama-style layers on a CPU, compiling", f"`{row['backend']}`", plain["median s"], row["median s"]]
+        for row in others
+    ]
+    plain, packed = llama["rows"]
+    for call, words in (("prefill s", "first prefill"), ("decode s", "first decode step")):
+        rows.append([f"Llama-3-8B, {words}", packed_model(packed["model"]), plain[call], packed[call]])
+    plain, *others = mlp["rows"]
+    rows += [
+        ["MLP block, first training step", recipe(row["block"]), plain["first step s"], row["first step s"]]
+        for row in others
+    ]
+    header = ["what", "under", "in high precision, s", "s", "over high precision"]
+    return [header, *([*names, number(high, 1), number(own, 1), number(own / high, 2)] for *names, high, own in rows)]
+
+
+# ---------------------------------------------------------------- times
 
 # What the kernel of a benchmark's case does, in words.
 CASES = {
@@ -148,72 +234,13 @@ def quantize_small(content: dict) -> Cells:
     return [["shape", *names], *rows]
 
 
-# ---------------------------------------------------------------- products and models
-
-
-def linear(content: dict) -> Cells:
-    header = [
-        "M, N, K", "bf16", "NVFP4 weight-only", "bf16 over it", "NVFP4 W4A4", "bf16 over it",
-        "W4A4, product alone", "torchao 0.18 weight-only",
-    ]  # fmt: skip
-    rows = []
-    for row in content["rows"]:
-        sizes = ", ".join(row["shape"].split("x"))
-        rows.append([
-            sizes, number(row["bf16"], 1), number(row["weight-only"], 1), number(row["weight-only x"], 2),
-            number(row["w4a4"], 1), number(row["w4a4 x"], 2), number(row["w4a4 product"], 1),
-            number(row["torchao weight-only"], 1),
-        ])  # fmt: skip
-    return [header, *rows]
-
-
-def many_rows(content: dict) -> Cells:
-    header = ["M, N, K", "bf16", "NVFP4 weight-only", "bf16 over it", "NVFP4 W4A4", "bf16 over it", "in memory"]
-    rows = []
-    for row in content["rows"]:
-        rows.append([
-            ", ".join(row["shape"].split("x")), number(row["bf16"], 1), number(row["weight-only"], 1),
-            number(row["weight-only x"], 2), number(row["w4a4"], 1), number(row["w4a4 x"], 2),
-            number(row["in memory"], 1),
-        ])  # fmt: skip
-    return [header, *rows]
-
-
-def packed_experts(content: dict) -> Cells:
-    header = ["experts x N x K", "tokens each", "sizes", "bf16", "NVFP4 weight-only", "bf16 over it", "tile",
-              "without this kernel", "bf16 over it"]  # fmt: skip
-    rows = []
-    for row in content["rows"]:
-        rows.append([
-            row["experts"], row["tokens"], row["sizes"], number(row["bf16"], 1), number(row["weight-only"], 1),
-            number(row["weight-only x"], 2), row["table"], number(row["in memory"], 1), number(row["in memory x"], 2),
-        ])  # fmt: skip
-    return [header, *rows]
-
-
-def packed_layer(content: dict) -> Cells:
-    cases = [name for name in content["rows"][0] if name.startswith("packed") and not name.endswith(" x")]
-    names = [f"`{case.removeprefix('packed ')}`" for case in cases]
-    header = [
-        "hidden x inner x experts",
-        "tokens each",
-        "bf16",
-        *(each for name in names for each in (name, "bf16 over it")),
+def weight_check(content: dict) -> Cells:
+    return [
+        ["what", "figure"],
+        ["check of a weight, lowest, us", number(content["check us"]["min"], 2)],
+        ["check of a weight, median, us", number(content["check us"]["median"], 2)],
+        ["step of 224 layers in CUDA graphs, ms", number(content["step ms"], 3)],
     ]
-    rows = [
-        [row["layer"], row["tokens"], number(row["bf16"], 1),
-         *(cell for case in cases for cell in (number(row[case], 1), number(row[f"{case} x"], 2)))]
-        for row in content["rows"]
-    ]  # fmt: skip
-    return [header, *rows]
-
-
-def linear_together(content: dict) -> Cells:
-    rows = [
-        [row["products"], row["M"], number(row["apart us"], 1), number(row["in one launch us"], 1)]
-        for row in content["together"]
-    ]
-    return [["products", "M", "one launch each, us", "one launch for all, us"], *rows]
 
 
 _DECODE_HEADER = [
@@ -242,6 +269,12 @@ def qwen3_moe_decode(content: dict) -> Cells:
     return [_DECODE_HEADER, *(_decode_row(row, f", {label}") for key, label in how.items() for row in content[key])]
 
 
+def ceilings_copies(content: dict) -> Cells:
+    rows = [[row["shape"], number(row["us"], 1), number(row["TB/s"], 2)]
+            for row in content["rows"] if row["what"] == "copy"]  # fmt: skip
+    return [["copied, read and written together", "us", "TB/s"], *rows]
+
+
 def ceilings(content: dict) -> Cells:
     """The products in bf16 and in FP8 beside each other, which the file has in turns."""
     products = [row for row in content["rows"] if row["what"] != "copy"]
@@ -253,100 +286,6 @@ def ceilings(content: dict) -> Cells:
     return [["M x N x K", "bf16, us", "TFLOP/s", "FP8 rowwise, us", "TFLOP/s"], *rows]
 
 
-def ceilings_copies(content: dict) -> Cells:
-    rows = [[row["shape"], number(row["us"], 1), number(row["TB/s"], 2)]
-            for row in content["rows"] if row["what"] == "copy"]  # fmt: skip
-    return [["copied, read and written together", "us", "TB/s"], *rows]
-
-
-# ---------------------------------------------------------------- training
-
-
-def block(name: str) -> str:
-    if name.startswith("torchao"):
-        return f"torchao 0.18 float8, {name.partition(' ')[2]}"
-    return name if name == "bf16" else f"`{name}`"
-
-
-def _blocks(rows: list[dict]) -> Cells:
-    header = ["block", "ms", "over bf16", "peak, MiB", "saved, MiB", "packed over its bf16 size", "first step, s"]
-    return [
-        header,
-        *(
-            [block(row["block"]), number(row["ms"], 2), number(row["of bf16"], 2), number(row["peak MiB"], 0),
-             number(row["saved MiB"], 0), number(row["of its bf16"], 3), number(row["first step s"], 1)]
-            for row in rows
-        ),
-    ]  # fmt: skip
-
-
-def mlp_block(content: dict) -> Cells:
-    return _blocks(content["rows"])
-
-
-def _base(name: str) -> str:
-    frozen = name.removeprefix("frozen-")
-    if name == "nf4":
-        return "bitsandbytes 0.50, NF4, double quantisation"
-    if frozen != name:
-        return f"bf16, quantised by `{frozen}`"
-    return name if name == "bf16" else f"packed, `{name}`"
-
-
-def adapters(content: dict) -> Cells:
-    rows = [
-        [_base(row["base"]), number(row["ms"], 1), number(row["ms x"], 2), number(row["peak GiB"], 2),
-         number(row["peak x"], 3), number(row["at rest GiB"], 2), number(row["first step s"], 1)]
-        for row in content["rows"]
-    ]  # fmt: skip
-    return [["base", "ms", "over bf16", "peak, GiB", "over bf16", "at rest, GiB", "first step, s"], *rows]
-
-
-def training_step(content: dict) -> Cells:
-    rows = [
-        [row["case"], number(row["ms"], 1), number(row["of bf16"], 2), number(row["device ms"], 1),
-         number(row["host ms"], 1), row["launches"], number(row["3 steps s"], 0)] for row in content["rows"]
-    ]  # fmt: skip
-    return [["case", "ms", "over bf16", "device, ms", "host, ms", "launches", "first three steps, s"], *rows]
-
-
-def sharded_step(content: dict) -> Cells:
-    rows = [
-        [row["case"], number(row["ms"], 1), number(row["of the first"], 2), number(row["sent MB"], 0),
-         number(row["loss"], 4)] for row in content["rows"]
-    ]  # fmt: skip
-    return [["case", "ms", "over bf16", "sent by a rank, MB", "loss"], *rows]
-
-
-def tensor_parallel(content: dict) -> Cells:
-    rows = [
-        [row["case"], number(row["ms"], 2), number(row["of the first"], 2), number(row["sent MB"], 0),
-         number(row["gathered MB"], 0), row["collectives"]] for row in content["rows"]
-    ]  # fmt: skip
-    return [["case", "ms", "over bf16", "sent by a rank, MB", "of it gathered", "collectives"], *rows]
-
-
-def tensor_parallel_time(content: dict) -> Cells:
-    rows = [[row["case"], number(row["ms"], 2), number(row["of the first"], 2)] for row in content["rows"]]
-    return [["case", "ms", "over bf16"], *rows]
-
-
-def expert_dispatch(content: dict) -> Cells:
-    rows = [
-        [row["case"], number(row["quantise us"], 0), number(row["gather us"], 0), number(row["device us"], 0),
-         row["quantised rows"], number(row["moved MB"], 0)] for row in content["rows"]
-    ]  # fmt: skip
-    return [["case", "quantise, us", "gather, us", "all kernels, us", "quantised rows", "moved, MB"], *rows]
-
-
-def adapters_losses(content: dict) -> Cells:
-    rows = [
-        [_base(row["base"]), number(row["first loss"], 4), number(row["last loss"], 4),
-         percent(row["last over bf16 %"])] for row in content["losses"]
-    ]  # fmt: skip
-    return [["base", "loss of the first step", "mean loss of the last 50 steps", "over bf16"], *rows]
-
-
 def _distances(rows: list[dict]) -> Cells:
     return [
         [variant(row["variant"]), number(row["loss"], 3), percent(row["over bf16 %"]),
@@ -356,14 +295,6 @@ def _distances(rows: list[dict]) -> Cells:
 
 
 _LOSS_HEADER = ["variant", "mean loss of the last 50 steps", "over bf16", "of each seed"]
-
-
-def training_loss(content: dict) -> Cells:
-    return [_LOSS_HEADER, *_distances(content["rows"])]
-
-
-def training_loss_again(content: dict) -> Cells:
-    return [_LOSS_HEADER, *_distances(content["again"]["rows"])]
 
 
 def training_loss_texts(content: dict) -> Cells:
@@ -384,51 +315,19 @@ def gradient_error(content: dict) -> Cells:
     return [header, *rows]
 
 
-# ---------------------------------------------------------------- columns as a benchmark prints them
-
-
-def part_of(part: str, run: str | None = None) -> CellsOf:
-    """The table of one part of a file: its columns as they are. run: whose content is in the file under that name."""
-
-    def cells(content: dict) -> Cells:
-        rows = (content if run is None else content[run])[part]
-        return [list(rows[0]), *([_figure(key, value) for key, value in row.items()] for row in rows)]
-
-    return cells
-
-
-def _figure(column: str, value: Any) -> Any:
-    return number(value, 1 if column.endswith("us") else 2) if isinstance(value, float) else value
-
-
 # ---------------------------------------------------------------- predictions
 
-
-def roofline(content: dict) -> Cells:
-    rows = [
-        [row["what"], row["count"], _error(row["median error"]), _error(row["largest error"]), row["where"],
-         row["others"], _error(row["median of others"]), _error(row["largest of others"])]
-        for row in content["summary"]
-    ]  # fmt: skip
-    return [["what", "times", "median error", "largest error", "where", "times not fitted to", "their median error",
-             "their largest"], *rows]  # fmt: skip
-
-
-def roofline_errors(content: dict) -> Cells:
-    """Without the worst cases."""
-    rows = [
-        [row["what"], row["count"], _error(row["median error"]), _error(row["largest error"]),
-         _error(row["median of others"]), _error(row["largest of others"])]
-        for row in content["summary"]
-    ]  # fmt: skip
-    return [["what", "times", "median error", "largest", "median, not fitted to", "largest, not fitted to"], *rows]
+_GRAPHS = {
+    "train an MLP": "MLP, training", "prefill": "Llama-3-8B, forward", "train": "Llama-3-8B, training",
+    "decode": "Llama-3-8B, decoding",
+}  # fmt: skip
 
 
 def roofline_blocks(content: dict) -> Cells:
     rows = [
-        [_BLOCKS[row["what"]], row["tokens"], block(row["recipe"]), number(row["predicted us"] / 1e3, 3),
-         number(row["us"] / 1e3, 3), _error(row["error"])]
-        for row in content["foreseen"] if row["what"] in _BLOCKS
+        [_GRAPHS[row["what"]], row["tokens"], recipe(row["recipe"]), number(row["predicted us"] / 1e3, 3),
+         number(row["us"] / 1e3, 3), share(row["error"])]
+        for row in content["foreseen"] if row["what"] in _GRAPHS
     ]  # fmt: skip
     return [["block", "tokens", "recipe", "predicted, ms", "measured, ms", "error"], *rows]
 
@@ -436,19 +335,296 @@ def roofline_blocks(content: dict) -> Cells:
 def roofline_functions(content: dict) -> Cells:
     errors: dict[str, list[float]] = {}
     for row in content["foreseen"]:
-        if row["what"] not in _BLOCKS:
+        if row["what"] not in _GRAPHS:
             errors.setdefault(row["what"], []).append(row["error"])
     return [["function", "times", "median error", "largest error"], *(
-        [what, len(found), _error(statistics.median(map(abs, found))), _error(max(found, key=abs))]
+        [what, len(found), share(statistics.median(map(abs, found))), share(max(found, key=abs))]
         for what, found in errors.items()
     )]  # fmt: skip
 
 
-_BLOCKS = {
-    "train an MLP": "MLP, training", "prefill": "Llama-3-8B, forward", "train": "Llama-3-8B, training",
-    "decode": "Llama-3-8B, decoding",
-}  # fmt: skip
+# ---------------------------------------------------------------- models and libraries, on a CPU
 
 
-def _error(share: float) -> str:
-    return f"{number(100 * share, 1)} %"
+def families(content: dict[str, Any]) -> Cells:
+    """Every family: what is quantised, and how the parts ended."""
+    rows = [
+        [row["family"], *_share_and_sqnr(row["inference"]), *_training(row["training"]), _generated(row["generation"]),
+         _packed(row["packing"])]
+        for row in content["rows"] if "skipped" not in row and "error" not in row
+    ]  # fmt: skip
+    header = ["family", "inference: FLOPs quantised", "SQNR, dB", "training: FLOPs quantised",
+              "cosine of the gradients", "generated as packed", "packed, saved, loaded"]  # fmt: skip
+    return [header, *rows]
+
+
+def left_alone(content: dict[str, Any]) -> Cells:
+    """Every family: the shares of FLOPs that stay in high precision, by reason."""
+    rows = [
+        [row["family"], *(_reasons(row[part]) for part in ("inference", "training"))]
+        for row in content["rows"] if "skipped" not in row and "error" not in row
+    ]  # fmt: skip
+    return [["family", "left alone in inference", "left alone in training"], *rows]
+
+
+def beside(content: dict[str, Any]) -> Cells:
+    """Every family: the class, and what its figures are read beside."""
+    rows = [
+        [row["family"], f"`{row['class']}`", row["package"], f"{row['weights']:,}",
+         row["inference"].get("graphs"), number(row["inference"].get("bf16 SQNR"), 1), _beside_packed(row["inference"]),
+         number(row["training"].get("bf16 cosine"), 4)]
+        for row in content["rows"] if "skipped" not in row and "error" not in row
+    ]  # fmt: skip
+    header = ["family", "class", "of", "weights", "graphs", "bf16: SQNR, dB", "beside the packed model, dB",
+              "bf16: cosine of the gradients"]  # fmt: skip
+    return [header, *rows]
+
+
+def libraries(content: dict[str, Any]) -> Cells:
+    """Every subject of `benchmarks.ecosystem`: what ran, and what was quantised."""
+    rows = [
+        [row["subject"], row["package"].partition(" ")[2], row.get("ran"),
+         _of(row.get("quantised"), row.get("products")), None if row.get("share") is None else _share(row),
+         row.get("packed"), number(row.get("SQNR"), 1),
+         " to ".join(number(loss, 2) or "" for loss in row.get("losses") or ()), number(row.get("bf16 loss"), 2),
+         "; ".join(row["problems"]) or "passed"]
+        for row in content["rows"] if "skipped" not in row
+    ]  # fmt: skip
+    header = ["library", "version", "what ran", "products quantised", "of their FLOPs", "weights packed", "SQNR, dB",
+              "loss", "loss unquantised", "checks"]  # fmt: skip
+    return [header, *rows]
+
+
+def left_in_libraries(content: dict[str, Any]) -> Cells:
+    """Every subject of `benchmarks.ecosystem`: the shares of FLOPs left alone, and the weights that are not packed."""
+    rows = [
+        [row["subject"], _reasons(row),
+         "; ".join(f"{reason}: {count}" for reason, count in (row.get("not packed") or {}).items())]
+        for row in content["rows"] if "skipped" not in row
+    ]  # fmt: skip
+    return [["library", "left alone", "weights not packed"], *rows]
+
+
+def _of(some: int | None, whole: int | None) -> str | None:
+    return None if some is None else f"{some} of {whole}"
+
+
+def _share(part: dict[str, Any]) -> str:
+    return f"{number(100 * part['share'], 1)} %"
+
+
+def _share_and_sqnr(part: dict[str, Any]) -> list[str | None]:
+    return [part["error"], None] if "error" in part else [_share(part), number(part["SQNR"], 1)]
+
+
+def _training(part: dict[str, Any]) -> list[str | None]:
+    return [part["error"], None] if "error" in part else [_share(part), number(part["cosine"], 3)]
+
+
+def _generated(part: dict[str, Any] | None) -> str | None:
+    if part is None:
+        return None
+    if "error" in part:
+        return part["error"]
+    return f"{part['tokens']}, not compared" if part["equal"] is None else f"{part['equal']} of {part['tokens']}"
+
+
+def _packed(part: dict[str, Any]) -> str:
+    if "error" in part:
+        return part["error"]
+    if not part["layers"]:
+        return f"nothing is packed ({', '.join(part['left'])})"
+    return "equal" if part["equal"] else "other bits"
+
+
+def _beside_packed(part: dict[str, Any]) -> str | None:
+    if "packed SQNR" not in part:
+        return None
+    return "equal" if part["packed SQNR"] is None else number(part["packed SQNR"], 1)
+
+
+def _reasons(part: dict[str, Any]) -> str:
+    return "; ".join(f"{reason.split(':')[0]} {number(100 * share, 1)} %"
+                     for reason, share in part.get("left alone", {}).items() if share >= 0.0005)  # fmt: skip
+
+
+# ---------------------------------------------------------------- kernels for SM100, without a time
+
+
+def coverage(content: dict[str, Any]) -> Cells:
+    """For each compute capability: how many cases ran and were right, and how many of the table's launches ran."""
+    rows = []
+    for sm, covered in content["coverage"].items():
+        cases = [case for case in content["cases"] if case["sm"] == int(sm)]
+        right = sum(not case.get("wrong") and "error" not in case for case in cases)
+        rows.append([f"{int(sm) // 10}.{int(sm) % 10}", f"{right} of {len(cases)}", content["schedules"],
+                     f"{covered['simulated']} of {covered['launches']}",
+                     f"{sum(case.get('warp instructions', 0) for case in cases):,}",
+                     "; ".join(covered["not simulated"]) or "none"])  # fmt: skip
+    header = ["compute capability", "cases right", "schedules", "launches of the table with these constants",
+              "warp instructions", "launches that no case has"]  # fmt: skip
+    return [header, *rows]
+
+
+def simulated_cases(content: dict[str, Any]) -> Cells:
+    """Every case: what ran, how much, and what was wrong."""
+    rows = [
+        [f"{case['sm'] // 10}.{case['sm'] % 10}", case["name"], f"`{case.get('kernels', '')}`",
+         f"{case.get('warp instructions', 0):,}", case.get("seconds"),
+         "; ".join(f"{what}: {count}" for what, count in case.get("notes", {}).items()),
+         case.get("error") or "; ".join(case.get("wrong", ())) or "none"]
+        for case in content["cases"]
+    ]  # fmt: skip
+    header = ["compute capability", "case", "kernels", "warp instructions", "seconds, with compiling", "notes", "wrong"]
+    return [header, *rows]
+
+
+def kernels_of_models(content: dict[str, Any]) -> Cells:
+    """The kernels that the models launched, and how often in each recipe."""
+    recipes = list(dict.fromkeys(row["recipe"] for row in content["rows"]))
+    counted: dict[str, dict[str, int]] = {}
+    for row in content["rows"]:
+        for name, count in row["kernels"].items():
+            of_recipes = counted.setdefault(name, dict.fromkeys(recipes, 0))
+            of_recipes[row["recipe"]] += count
+    rows = [[f"`{name}`", *(counts[recipe] for recipe in recipes)] for name, counts in sorted(counted.items())]
+    return [["kernel", *(f"`{recipe}`" for recipe in recipes)], *rows]
+
+
+def edits_of_kernels(content: dict[str, Any]) -> Cells:
+    """For each kernel: how many edits of its PTX were found; then of Triton source."""
+    cells = _counted(content["ptx"], ["case", "kernel"], lambda entry: (entry["subject"], f"`{entry['kernel']}`"))
+    return [*cells, ["", "Triton source", *_counts(content["source"])]]
+
+
+def edits_by_kind(content: dict[str, Any]) -> Cells:
+    """For each kind of edit of PTX: how many were found."""
+    return _counted(content["ptx"], ["edits of"], lambda entry: (entry["kind"],))
+
+
+def edits_by_check(content: dict[str, Any]) -> Cells:
+    """How many edits each check of the simulator found first."""
+    counts = {kind: Counter(entry["by"] for entry in content[kind] if "by" in entry) for kind in ("ptx", "source")}
+    order = [name for name, _ in (counts["ptx"] + counts["source"]).most_common()]
+    return [["found by", "edits of PTX", "edits of source"],
+            *([name, counts["ptx"][name], counts["source"][name]] for name in order)]  # fmt: skip
+
+
+def _counted(
+    entries: list[dict[str, Any]], names: list[str], key: Callable[[dict[str, Any]], tuple[str, ...]]
+) -> Cells:
+    groups: dict[tuple[str, ...], list[dict[str, Any]]] = {}
+    for entry in entries:
+        groups.setdefault(key(entry), []).append(entry)
+    rows = [[*group, *_counts(having)] for group, having in groups.items()]
+    everything = ["**all of PTX**", *[""] * (len(names) - 1), *_counts(entries)]
+    return [[*names, "edits", "change nothing", "found", "not found"], *rows, everything]
+
+
+def _counts(entries: list[dict[str, Any]]) -> list[Any]:
+    changing = [entry for entry in entries if "equivalent" not in entry]
+    found = sum("found" in entry for entry in changing)
+    share = f"{found} ({found / len(changing):.1%})" if changing else "0"
+    return [len(entries), len(entries) - len(changing), share, len(changing) - found]
+
+
+def edits_not_found(content: dict[str, Any]) -> Cells:
+    """The edits that change something and are not found."""
+    missed = [entry for entry in (*content["ptx"], *content["source"]) if not entry.keys() & {"found", "equivalent"}]
+    rows = [[*_place(entry), entry.get("why", "")] for entry in missed]
+    return [["case", "kernel", "edit", "line", "why not"], *rows]
+
+
+def edits_that_change_nothing(content: dict[str, Any]) -> Cells:
+    """The edits that change nothing, by the reason."""
+    having = [entry for entry in (*content["ptx"], *content["source"]) if "equivalent" in entry]
+    having.sort(key=lambda entry: entry["equivalent"])
+    return [["case", "kernel", "edit", "line", "why"], *([*_place(one), one["equivalent"]] for one in having)]
+
+
+def edits_found(content: dict[str, Any]) -> Cells:
+    """Every edit that was found."""
+    rows = [[*_place(entry), entry["by"], entry["schedule"], entry["found"].replace("|", "/")]
+            for entry in (*content["source"], *content["ptx"]) if "found" in entry]  # fmt: skip
+    return [["case", "kernel", "edit", "line", "found by", "schedule", "what the simulator says"], *rows]
+
+
+def _place(entry: dict[str, Any]) -> list[Any]:
+    return [entry["subject"], f"`{entry['kernel']}`", entry["edit"], str(entry["line"])]
+
+
+def environment_of_runs(content: dict) -> dict:
+    """With what the kernels were compiled. All runs have one version of torch."""
+    versions = " and ".join(run["environment"]["triton"] for run in content["runs"])
+    return content["runs"][0]["environment"] | {"triton": versions}
+
+
+def beyond_bounds(content: dict) -> Cells:
+    """How many launches are beyond their bounds, by version of Triton and GPU, in figures that are not judged too."""
+    rows = []
+    for run in content["runs"]:
+        for sm in (100, 103, 120):
+            cells = [run["environment"]["triton"], f"{sm // 10}.{sm % 10}"]
+            for name in ("products", "quantizers"):
+                found = [row for row in _rows(run[name]) if row["sm"] == sm]
+                count = sum(bool(row["problems"] or row.get("unjudged")) for row in found)
+                cells.append(f"{count} of {len(found)}")
+            rows.append(cells)
+    return [["Triton", "compute capability", "launches of products beyond bounds", "of quantise kernels"], *rows]
+
+
+def machine_code_of_products(content: dict) -> Cells:
+    """The block-scaled products on SM100, by the first version of Triton."""
+    columns = {
+        "kernel": "kernel", "matrix instruction": "instruction", "`tcgen05.cp`": "scale_copies",
+        "TMA loads": "tma_loads", "waits in the loop": "waits", "loop overlaps": "overlapped",
+        "bytes of a store": "stores", "programs a multiprocessor": "programs", "columns of tensor memory":
+        "tensor_columns", "registers": "registers", "spills": "spills",
+    }  # fmt: skip
+    rows = [
+        [", ".join(key), *(_cell(row[name]) for name in columns.values())]
+        for key, row in _by_product(content["runs"][0]["products"]).items()
+        if row["line"].startswith("block-scaled")
+    ]
+    return [["product", *columns], *rows]
+
+
+def machine_code_of_quantisers(content: dict) -> Cells:
+    """Instructions for 16 elements of every launch on SM100, by version of Triton, beside budget and bound."""
+    runs = content["runs"]
+    found = [_by_launch(run["quantizers"]) for run in runs]
+    rows = []
+    for key, row in found[0].items():
+        counts = [f"{each[key]['instructions']:.0f}" if key in each else None for each in found]
+        rows.append([
+            "{}, `{}`: `{}`".format(*key), f"{row['budget']:.0f}", f"{row['line']:.0f}", *counts,
+            f"{100 * row['occupancy']:.0f} %",
+        ])  # fmt: skip
+    versions = [f"Triton {run['environment']['triton']}" for run in runs]
+    return [["launch", "budget", "bound", *versions, "occupancy"], *rows]
+
+
+def _rows(table: dict) -> list[dict[str, Any]]:
+    return [dict(zip(table["columns"], row, strict=True)) for row in table["rows"]]
+
+
+def _by_product(table: dict) -> dict[tuple, dict[str, Any]]:
+    """The row of the product itself, by formats and sizes."""
+    found: dict[tuple, dict[str, Any]] = {}
+    for row in _rows(table):
+        if row["sm"] == 100 and row["line"] != "beside a product":
+            found.setdefault((row["format"], row["configuration"]), row)
+    return found
+
+
+def _by_launch(table: dict) -> dict[tuple, dict[str, Any]]:
+    return {(row["configuration"], row["format"], row["kernel"]): row for row in _rows(table) if row["sm"] == 100}
+
+
+def _cell(value: Any) -> str:
+    if isinstance(value, list):
+        kinds = (re.search(r"kind::(\w+)", one) or re.search(r"\.(bf16|f16)\b", one) for one in value)
+        return ", ".join(sorted({kind[1] for kind in kinds if kind}))
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    return "" if value is None else str(value).replace("gemm_", "")
