@@ -31,7 +31,15 @@ from fp4compile.ops.matmul import (
 )
 from fp4compile.ops.quantize import HADAMARD_AMAX, LAY_OUT_SCALES, QUANTIZE
 from fp4compile.roofline import pointwise
-from fp4compile.roofline.product_steps import Chosen, gemm_name, memory_pass, plain_step, product_steps, tiles_of
+from fp4compile.roofline.product_steps import (
+    Chosen,
+    gemm_name,
+    kernel_of,
+    memory_pass,
+    plain_step,
+    product_steps,
+    tiles_of,
+)
 from fp4compile.roofline.sizes import Experts, Sizes
 from fp4compile.roofline.time_terms import ATTENTION, BF16, BOTH_WAYS, COLUMN, ROWS, Step, quantiser, stored
 from fp4compile.templates.choose import choose
@@ -209,7 +217,8 @@ def _at_captured_sizes(problem: Problem) -> Problem:
 
 def _by_choice(sizes: Sizes, problem: Problem, codes: tuple, gpu: Gpu, more: int = 0) -> list[Step]:
     choice = choose(problem)
-    chosen = Chosen(choice.kernel, choice.tier, False, (problem.a.outer, problem.b.outer), tiles=tiles_of(choice, gpu))
+    kernel, outer = kernel_of(choice, problem), (problem.a.outer, problem.b.outer)
+    chosen = Chosen(kernel, choice.tier, False, outer, tiles=tiles_of(kernel, choice.config, gpu))
     return product_steps("other", sizes, codes, chosen, gpu, more=more)
 
 

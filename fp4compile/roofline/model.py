@@ -30,7 +30,7 @@ from fp4compile.formats.quantize_spec import holds_values
 from fp4compile.hardware import GPUS, Gpu, named
 from fp4compile.recipe import Recipe, resolve
 from fp4compile.recipe.named_recipes import OPERANDS
-from fp4compile.roofline.product_steps import Chosen, memory_pass, plain_step, product_steps, tiles_of
+from fp4compile.roofline.product_steps import Chosen, kernel_of, memory_pass, plain_step, product_steps, tiles_of
 from fp4compile.roofline.sizes import Experts, Sizes
 from fp4compile.roofline.time_terms import BF16, BOTH_WAYS, COLUMN, ROWS, Prediction, Step, Use, quantise_step, stored
 from fp4compile.templates.choose import choose
@@ -216,7 +216,8 @@ def _with_layout(a: Use | None, b: Use | None, gpu: Gpu, sizes: Sizes, native: b
         if by_offsets or choice.kernel == "grouped_skinny":  # grouped_skinny also takes matrices by index
             dtype = problem.compute_dtype if by_offsets and None not in (a, b) else None
             values = dtype if choice.dequantizes_a else None, dtype if choice.dequantizes_b else None
-            return Chosen(choice.kernel, choice.tier, False, outer, values, tiles_of(choice, gpu))
+            kernel = kernel_of(choice, problem)
+            return Chosen(kernel, choice.tier, False, outer, values, tiles_of(kernel, choice.config, gpu))
     rows, contraction = sizes.rows, sizes.contraction
     if experts is not None:
         rows, contraction = (rows, ceil_div(contraction, sizes.count)) if sizes.along_k else (

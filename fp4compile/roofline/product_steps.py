@@ -13,6 +13,7 @@ from fp4compile.hardware import Gpu
 from fp4compile.roofline.sizes import Sizes
 from fp4compile.roofline.time_terms import BF16, FLOAT32, KERNELS, LIBRARY, OUTER_SCALES, Kernel, Step, stored
 from fp4compile.templates.choose import Choice
+from fp4compile.templates.problem import Problem
 
 
 @dataclass(frozen=True)
@@ -87,14 +88,19 @@ def memory_pass(name: str, product: str, moved: Any, gpu: Gpu, launches: int = 1
     return Step(name, product, 0, moved, gpu.bf16, gpu.copy_rate, launches * gpu.launch, launches=launches)
 
 
-def tiles_of(choice: Choice, gpu: Gpu) -> tuple[tuple[int, int], int] | None:
+def kernel_of(choice: Choice, problem: Problem) -> str:
+    """The kernel's name in `time_terms.KERNELS`: a kernel for groups and others has an entry for groups."""
+    alike = problem.ragged is None or choice.kernel.startswith("grouped_")
+    return choice.kernel if alike else f"grouped_{choice.kernel}"
+
+
+def tiles_of(kernel: str, config: Any, gpu: Gpu) -> tuple[tuple[int, int], int] | None:
     """`Chosen.tiles` of a grouped kernel; None for a kernel whose launch is not modelled."""
-    config = choice.config
-    if choice.kernel == "grouped_skinny":
+    if kernel == "grouped_skinny":
         return (config.rows, 16 * config.tiles), config.grid
-    if choice.kernel == "grouped_wgmma_sm90":
+    if kernel == "grouped_wgmma_sm90":
         return (config.rows, 16 * config.parts * config.warps), gpu.multiprocessors
-    if choice.kernel == "grouped_dequant_tiles":  # programs of small tiles share a multiprocessor
+    if kernel == "grouped_dequant_tiles":  # programs of small tiles share a multiprocessor
         return (config.bm, config.bn), gpu.multiprocessors * max(128 * 128 // (config.bm * config.bn), 1)
     return None
 

@@ -78,6 +78,6 @@ LAUNCH_PLANTS = (
     Plant("rows and columns rounded by one stream of random bits", "templates/quantize/plan.py",
           "layout, columns, rows, seed=seed, stream=1,", "layout, columns, rows, seed=seed, stream=0,"),
     Plant("the last columns of a product have no program", "templates/gemm/dequant_tiles.py",
-          "        ceil_div(p.m, config.bm) * ceil_div(p.n, config.bn) * p.batches * config.split_k,",
-          "        ceil_div(p.m, config.bm) * max(p.n // config.bn, 1) * p.batches * config.split_k,"),
+          "        tiles_m * ceil_div(p.n, config.bn) * (groups if",
+          "        tiles_m * max(p.n // config.bn, 1) * (groups if"),
 )  # fmt: skip

@@ -124,7 +124,7 @@ SOURCE_EDITS = (
           "steps * (split + 1) // split_k, num_stages", "steps * (split + 1) // split_k + 1, num_stages"),
     _edit(_FEW, "sums of parts over each other", "gemm/skinny_block_scaled_sm100",
           "at = ((split * batches + batch) * m + row) * n + col", "at = ((split + batch) * (m - 1) + row) * n + col"),
-    _edit(_FEW, "the last part of K not added", "gemm/dequant_tiles",
+    _edit(_FEW, "the last part of K not added", "gemm/split_k",
           "for split in tl.static_range(SPLIT):", "for split in tl.static_range(SPLIT - 1):"),
     # experts
     _edit(_ROWS, "the outer scale of the first expert for all", "gemm/grouped_block_scaled_sm100",

@@ -11,9 +11,9 @@ import torch
 from fp4compile._compat import statically_true
 from fp4compile.templates.gemm.call import Call
 from fp4compile.templates.gemm.candidate import Candidate
-from fp4compile.templates.gemm.grouped_dequant_operand import MOST_GROUPS
+from fp4compile.templates.gemm.dequant_operand import MOST_GROUPS
 from fp4compile.templates.gemm.grouped_skinny import streams_experts
-from fp4compile.templates.gemm.heuristics import WGMMA_ROWS, WgmmaConfig, grouped_wgmma_config
+from fp4compile.templates.gemm.heuristics import WgmmaConfig, grouped_wgmma_config
 from fp4compile.templates.gemm.swizzled_a_sm90 import SwizzledA
 from fp4compile.templates.gemm.wgmma_sm90 import gemm_wgmma_sm90, needed_bytes
 from fp4compile.templates.launch import launch
@@ -21,8 +21,7 @@ from fp4compile.templates.problem import Problem
 
 
 def _serves(p: Problem) -> bool:
-    few = p.groups <= MOST_GROUPS and statically_true(p.rows <= WGMMA_ROWS * p.groups)
-    return 90 <= p.target.sm < 100 and few and streams_experts(p)
+    return 90 <= p.target.sm < 100 and p.groups <= MOST_GROUPS and streams_experts(p)
 
 
 def _run(call: Call, config: WgmmaConfig) -> torch.Tensor:

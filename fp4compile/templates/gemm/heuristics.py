@@ -10,20 +10,13 @@ from typing import Any
 
 from fp4compile._compat import statically_true
 from fp4compile.formats.formats import BlockFormat
-from fp4compile.formats.layouts import TILE_ROWS, ceil_div
-from fp4compile.hardware import Target
+from fp4compile.formats.layouts import ceil_div
 from fp4compile.templates.device.shared_memory import reserved
 from fp4compile.templates.launch import LaunchConfig
 from fp4compile.templates.problem import Problem
 
 SKINNY_ROWS = 8  # rows of A up to which `skinny` serves
-WGMMA_ROWS = 8192  # rows of A up to which `wgmma_sm90` serves: the most that were timed
 SKINNY_BLOCK_SCALED_ROWS = 64  # rows of A up to which `skinny_block_scaled_sm100` serves
-# Rows of A from which on the library's product of dequantised operands is faster than `dequant_tiles`. On an H200 with
-# N = K = 8192, 128 rows take 90 us by the library and 146 us (codes) to 191 us (plain A) in one kernel, 2048 rows 410
-# us and 870 us. `wgmma_sm90` is faster than both up to WGMMA_ROWS rows: 128 rows take 35 us on an H100, and 116 us by
-# the library; 8192 rows 1646 us and 1764 us.
-LIBRARY_ROWS = 65
 
 
 @dataclass(frozen=True)
@@ -222,90 +215,6 @@ def _wgmma_large_tile(p: Problem) -> WgmmaConfig:
 
 
 @dataclass(frozen=True)
-class DequantTilesConfig(LaunchConfig):
-    """How `dequant_tiles` is launched.
-
-    bm, bn: the tile of the result. units, warps: a step along K has `warps` shares of `units` units (element pairs).
-    stages: pipeline stages. num_warps: warps of a program. split_k: parts of K, whose sums another kernel adds.
-    group_m: row tiles that are walked together, so that the L2 cache serves them.
-    """
-
-    host = ("num_warps", "split_k")
-    bm: int
-    bn: int
-    units: int
-    warps: int
-    stages: int
-    num_warps: int
-    split_k: int = 1
-    group_m: int = 8
-
-    @property
-    def step(self) -> int:
-        """Units of a step along K."""
-        return self.units * self.warps
-
-    @property
-    def constants(self) -> dict[str, int]:
-        return {**super().constants, "SPLIT": self.split_k}
-
-
-# By A (plain 16-bit or packed codes) and its rows: columns of B, units and warps of a step, stages, num_warps, and
-# how often programs fill the GPU (`_full`) before K is no longer split.
-_FEW_ROWS = {
-    ("plain", 8): (32, 128, 4, 3, 4, 1), ("packed", 8): (32, 128, 4, 4, 4, 1),
-    ("plain", 16): (32, 64, 4, 4, 4, 1), ("packed", 16): (32, 128, 2, 5, 2, 1),
-    ("plain", 32): (64, 32, 4, 5, 4, 1), ("packed", 32): (64, 64, 4, 5, 4, 1),
-    ("plain", 64): (128, 32, 1, 4, 8, 2), ("packed", 64): (64, 64, 1, 4, 4, 4),
-}  # fmt: skip
-
-
-def _full(target: Target) -> int:
-    """Programs that count as filling the GPU once.
-
-    The number of rows of weights is a power of two, so on an H200 128 programs count as filling 132 multiprocessors. On
-    a B200 that would leave 20 of 148 idle.
-    """
-    return target.multiprocessors if target.sm >= 100 else target.multiprocessors * 32 // 33
-
-
-def dequant_tiles_config(p: Problem) -> DequantTilesConfig:
-    """The configuration, by the number of rows of A, the compute type, and the GPU's shared memory."""
-    if p.target.sm == 0:
-        if statically_true(p.m <= 8):  # so that the interpreter runs a split K as well
-            return DequantTilesConfig(8, 16, 16, 2, 2, 4, split_k=2)
-        return DequantTilesConfig(16, 16, 32, 1, 2, 4)
-    if p.compute == "fp32":
-        return DequantTilesConfig(32, 32, 16, 1, 2, 4)
-    small = p.target.sm < 80 or p.target.sm in (86, 89, 120, 121)  # about 100 KB of shared memory
-    if statically_true(p.m <= 64):
-        return _few_rows(p, budget=90_000 if small else 216_000)
-    return DequantTilesConfig(64, 128, 32, 1, 2, 8) if small else DequantTilesConfig(128, 128, 32, 1, 3, 8)
-
-
-def _few_rows(p: Problem, budget: int) -> DequantTilesConfig:
-    """The configuration for up to 64 rows of A. budget: bytes of shared memory for the tiles that are being loaded."""
-    bm = next(rows for rows in (8, 16, 32, 64) if statically_true(p.m <= rows))
-    a_bytes, b_bytes = p.a.unit_bytes, p.b.unit_bytes
-    bn, units, warps, stages, num_warps, times = _FEW_ROWS["packed" if a_bytes == 1 else "plain", bm]
-    full = _full(p.target)
-    while bn > 16 and bm < 64 and not statically_true(ceil_div(p.n, bn) >= full):
-        bn //= 2
-    if b_bytes > 1:  # more registers an element
-        units //= 2
-    while units > 32 and (stages - 1) * warps * units * (bm * a_bytes + bn * b_bytes) > budget:
-        units //= 2
-    split_k = 1
-    while (
-        split_k < 8
-        and statically_true(ceil_div(p.n, bn) * split_k < times * full)
-        and statically_true(p.k >= 4 * split_k * units * warps)
-    ):
-        split_k *= 2
-    return DequantTilesConfig(bm, bn, units, warps, stages, num_warps, split_k)
-
-
-@dataclass(frozen=True)
 class BlockScaledConfig(LaunchConfig):
     """How `block_scaled_sm100` is launched.
 
@@ -498,97 +407,7 @@ def skinny_block_scaled_config(p: Problem) -> SkinnyBlockScaledConfig:
     return SkinnyBlockScaledConfig(rows, bk, stages=3, num_warps=warps, split_k=split_k)
 
 
-# The library's product is computed whole if it needs at most WHOLE_BYTES of memory beside operands, output and the
-# operand that is dequantised first, else in parts of about PART_BYTES. Four times as much is allowed if that operand
-# has up to FEW_LINES lines, or if the library writes the result itself: a graph cannot hold such parts. A part has at
-# least LEAST_LINES rows or columns and LEAST_RESULTS results: smaller parts do not fill the GPU, and take longer to
-# launch than to compute. On an H200 with M = N = K = 8192, NVFP4 weights and bf16 activations, four parts take 1481 us
-# and the whole 1578 us: dequantised values and sums stay in the cache. With M = 2048, N = 14336, K = 4096, seven parts
-# take 421 us and the whole 388 us.
-WHOLE_BYTES, FEW_LINES = 2**26, 2048
-PART_BYTES, LEAST_LINES, LEAST_RESULTS = 2**24, 2048, 2**22
-
-
-@dataclass(frozen=True)
-class DequantOperandConfig:
-    """How `dequant_operand` is launched.
-
-    by_columns: whether A is dequantised whole and B in parts, which are columns of the result; else the reverse. lines:
-    rows of the cut operand in a part; None where the product is computed whole.
-    """
-
-    by_columns: bool
-    lines: int | None
-
-
-def dequant_operand_config(p: Problem, direct: bool) -> DequantOperandConfig:
-    """The configuration. direct: whether the library writes the result itself, so that no float32 sums are needed."""
-    by_columns = _dequantized_bytes(p, p.a.format, p.m) < _dequantized_bytes(p, p.b.format, p.n)
-    count, others, cut = (p.n, p.m, p.b) if by_columns else (p.m, p.n, p.a)
-    line_bytes = (0 if cut.format is None else 2 * p.k) + (0 if direct else 4 * others)
-    most = 4 * WHOLE_BYTES if direct or statically_true(others <= FEW_LINES) else WHOLE_BYTES
-    if statically_true(count * line_bytes <= most):
-        return DequantOperandConfig(by_columns, None)
-    if not all(isinstance(size, int) for size in (count, others, line_bytes)):
-        return DequantOperandConfig(by_columns, LEAST_LINES)  # only read when sizes are concrete
-    return DequantOperandConfig(by_columns, max(PART_BYTES // line_bytes, LEAST_RESULTS // others, LEAST_LINES))
-
-
-def _dequantized_bytes(p: Problem, fmt, rows):
-    """Bytes that an operand takes in 16 bits. A symbolic number of rows counts as few."""
-    return 0 if fmt is None else 2 * p.k * (rows if isinstance(rows, int) else LIBRARY_ROWS)
-
-
 # ---------------------------------------------------------------- groups
-
-# Row tiles of 128 of a group, on average, up to which every tile dequantises the matrix of its group for itself. Groups
-# of unlike sizes have half a tile more each. Microseconds on an H200 for dequantisation in the main loop and in memory,
-# for DeepSeek-V3, Llama-4 and Qwen3-30B-A3B: with 64 tokens an expert 137 and 178, 530 and 900, 202 and 353; with 128
-# tokens 246 and 185, 968 and 943, 373 and 405; with 256 tokens 358 and 266, 1587 and 1120, 623 and 499
-# (benchmarks/results/grouped_mm_h200.json).
-TILES_IN_REGISTERS = 1
-# Rows of a group along K, on average, from which on operands are dequantised in memory (`LIBRARY_ROWS`): as many tiles
-# read an operand as the result has tiles beside each other, however few rows a group has.
-MANY_ROWS = 65
-
-
-@dataclass(frozen=True)
-class GroupedDotConfig(LaunchConfig):
-    """How `gemm_grouped` is launched.
-
-    bm, bn: the tile of the result. bk: elements of a step along K, which divide 128. stages: pipeline stages. parts:
-    parts of a tile's columns that are stored one by one. num_warps: warps of a program. group_m: row tiles that are
-    walked together, so that the L2 cache serves them.
-    """
-
-    bm: int
-    bn: int
-    bk: int
-    stages: int
-    parts: int
-    num_warps: int
-    group_m: int = 8
-
-
-def dequantizes_in_memory(p: Problem) -> bool:
-    """Whether groups are known to have enough rows, on average, to dequantise operands in memory, once."""
-    return statically_true(p.rows >= least_rows_in_memory(p))
-
-
-def least_rows_in_memory(p: Problem) -> int:
-    """The number of rows of all groups from which on operands are dequantised in memory."""
-    return MANY_ROWS * p.groups if p.along_k else TILES_IN_REGISTERS * TILE_ROWS * p.groups + 1
-
-
-def grouped_dot_config(p: Problem) -> GroupedDotConfig:
-    """128 x 256 tiles where shared memory holds their stages, else 128 x 128.
-
-    A multiprocessor of Hopper multiplies 16-bit numbers at 2048 products a clock. A step of a 128 x 256 tile takes
-    1024 clocks and reads 48 KB, 48 bytes a clock; a step of a 128 x 128 tile takes 512 clocks and reads 32 KB.
-    """
-    if p.target.shared_memory < 200 * 1024:
-        return GroupedDotConfig(128, 128, 32, stages=3, parts=4, num_warps=8)
-    return GroupedDotConfig(128, 256, 64, stages=4, parts=8, num_warps=8)
 
 
 def grouped_skinny_config(p: Problem, most: Any = SKINNY_ROWS) -> SkinnyConfig:
@@ -656,18 +475,3 @@ def grouped_wgmma_config(p: Problem, needed_bytes: Callable[..., int]) -> WgmmaC
     if p.static:
         tiles = [tile for tile in GROUPED_TILES if tile[0].rows <= max(16, 2 * each)]
     return with_shared_memory(min(tiles, key=lambda tile: microseconds(*tile))[0], p, needed_bytes)
-
-
-def grouped_tiles_config(p: Problem) -> DequantTilesConfig:
-    """The tile of a dense product with a group's average number of rows, and as many tiles as all groups have.
-
-    A symbolic number of rows counts as large.
-    """
-    m, k = (p.m, p.k // p.groups) if p.along_k else (p.m // p.groups, p.k)
-    dense = Problem(p.a, p.b, m, p.n * p.groups, k, p.out_dtype, p.target)
-    config = replace(dequant_tiles_config(dense), split_k=1)
-    if config.warps > 1 and "e8m0" in (p.a.scale, p.b.scale):
-        # The second loop, for blocks with small scales, takes registers too, which then suffice for fewer shares of K.
-        shares = config.warps // 2 if config.bm <= 16 else 1
-        config = replace(config, warps=shares, units=min(config.units, 64) if config.bm == 8 else 32)
-    return config

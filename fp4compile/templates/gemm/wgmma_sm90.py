@@ -60,8 +60,8 @@ from fp4compile.templates.device.pointwise import compute, kind_of, operate, par
 from fp4compile.templates.device.shared_memory import MEMORY, reserve
 from fp4compile.templates.gemm.call import Call
 from fp4compile.templates.gemm.candidate import Candidate
-from fp4compile.templates.gemm.dequant_tiles import reduce_split_k
-from fp4compile.templates.gemm.heuristics import WGMMA_ROWS, WgmmaConfig, wgmma_config
+from fp4compile.templates.gemm.heuristics import WgmmaConfig, wgmma_config
+from fp4compile.templates.gemm.split_k import reduce_split_k
 from fp4compile.templates.gemm.streaming import streams
 from fp4compile.templates.gemm.swizzled_a_sm90 import SwizzledA
 from fp4compile.templates.launch import launch
@@ -607,7 +607,7 @@ def gemm_wgmma_sm90(
 
 
 def _serves(p: Problem) -> bool:
-    return statically_true(p.m <= WGMMA_ROWS) and 90 <= p.target.sm < 100 and streams(p)
+    return 90 <= p.target.sm < 100 and streams(p)
 
 
 def _run(call: Call, config: WgmmaConfig) -> torch.Tensor:
