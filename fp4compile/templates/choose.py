@@ -21,7 +21,6 @@ from fp4compile.templates.gemm import (
     grouped_block_scaled_sm100,
     grouped_library,
     grouped_skinny,
-    grouped_wgmma_sm90,
     library,
     skinny,
     skinny_block_scaled_sm100,
@@ -41,15 +40,14 @@ REGISTRY: tuple[Candidate, ...] = (
     library.RESCALED,
     gemv.CANDIDATE,
     skinny.CANDIDATE,
-    wgmma_sm90.CANDIDATE,
     # Grouped products.
     grouped_block_scaled_sm100.CANDIDATE,
     grouped_library.BLOCK_SCALED,  # these two serve a subset of the candidate before: chosen only by timing
     block_scaled_two_ctas_sm100.GROUPED,
     grouped_library.ROW_SCALED,
     grouped_skinny.CANDIDATE,
-    grouped_wgmma_sm90.CANDIDATE,
     # With and without groups.
+    wgmma_sm90.CANDIDATE,
     dequant_operand.CANDIDATE,
     dequant_tiles.CANDIDATE,
 )

@@ -29,7 +29,7 @@ from fp4compile.formats.operand import Operand
 from fp4compile.hardware import Target
 from fp4compile.ops.quantize import quantize_kernels
 from fp4compile.templates.choose import choose
-from fp4compile.templates.gemm.heuristics import WgmmaConfig
+from fp4compile.templates.gemm.wgmma_launches_sm90 import WgmmaConfig
 from fp4compile.templates.launch import dry_run
 
 

@@ -26,7 +26,8 @@ from fp4compile.templates import launch
 from fp4compile.templates.choose import choose
 from fp4compile.templates.gemm import grouped_library as library
 from fp4compile.templates.gemm import grouped_skinny, indexed
-from fp4compile.templates.gemm.heuristics import SkinnyConfig, WgmmaConfig
+from fp4compile.templates.gemm.heuristics import SkinnyConfig
+from fp4compile.templates.gemm.wgmma_launches_sm90 import WgmmaConfig
 from fp4compile.templates.launch import dry_run
 from fp4compile.templates.multiply import call_of
 from fp4compile.templates.problem import problem_of
