@@ -38,10 +38,11 @@ from benchmarks.quantize import copy_time, nbytes
 from fp4compile.formats import formats
 from fp4compile.formats.operand import Arguments, Operand
 from fp4compile.ops.quantize import quantize_kernels
-from fp4compile.templates.gemm import grouped_dequant_operand, grouped_dequant_tiles, grouped_skinny
+from fp4compile.templates.gemm import dequant_operand, dequant_tiles, grouped_skinny
 from fp4compile.templates.gemm.call import Call
 from fp4compile.templates.gemm.candidate import Candidate
-from fp4compile.templates.gemm.heuristics import GroupedDotConfig, SkinnyConfig
+from fp4compile.templates.gemm.dequant_operand import GroupedDotConfig
+from fp4compile.templates.gemm.heuristics import SkinnyConfig
 from fp4compile.templates.launch import target_of
 from fp4compile.templates.multiply import call_of
 from fp4compile.templates.problem import Problem
@@ -308,7 +309,7 @@ def configurations(args: argparse.Namespace) -> Iterator[dict]:
 
 
 TOKENS_EACH = (64, 128, 256, 512)
-KERNELS = {"many": grouped_dequant_operand.CANDIDATE, "few": grouped_skinny.CANDIDATE}
+KERNELS = {"many": dequant_operand.CANDIDATE, "few": grouped_skinny.CANDIDATE}
 
 
 def grouped_calls(shape: Experts, count: int, device: str, wanted=KERNELS) -> dict[str, Call]:
@@ -349,7 +350,7 @@ def both_calls(shape: Experts, each: int, weight: tuple, device: str) -> dict[st
     rows = each * shape.experts
     x, offs = shape.rows(rows, device), offsets(group_sizes(rows, shape.experts), device)
     b, calls = Operand(*weight, formats.get("nvfp4")), {}
-    for of, candidate in (("tiles", grouped_dequant_tiles.CANDIDATE), ("operand", grouped_dequant_operand.CANDIDATE)):
+    for of, candidate in (("tiles", dequant_tiles.CANDIDATE), ("operand", dequant_operand.CANDIDATE)):
         values = of == "operand"
         call = call_of(Arguments.of(quantised_tokens(x, offs, values), b, None, BF16, offs=offs, rows=rows))
         calls[of] = partial(

@@ -34,9 +34,8 @@ from fp4compile.templates.gemm.heuristics import (
     SKINNY_ROWS,
     GemvConfig,
     SkinnyConfig,
-    WgmmaConfig,
-    with_shared_memory,
 )
+from fp4compile.templates.gemm.wgmma_launches_sm90 import WgmmaConfig, with_shared_memory
 from fp4compile.templates.gemm.wgmma_sm90 import needed_bytes as wgmma_bytes
 from fp4compile.templates.multiply import multiply, scaled_mm_group
 from fp4compile.templates.problem import OperandType, Problem

@@ -32,9 +32,8 @@ from fp4compile.formats import formats
 from fp4compile.formats.layouts import ceil_div
 from fp4compile.formats.operand import Arguments, Operand
 from fp4compile.templates import choose
-from fp4compile.templates.gemm.grouped_wgmma_sm90 import CANDIDATE
-from fp4compile.templates.gemm.heuristics import GROUPED_TILES, WgmmaConfig, with_shared_memory
-from fp4compile.templates.gemm.wgmma_sm90 import needed_bytes
+from fp4compile.templates.gemm.wgmma_launches_sm90 import GROUPED_TILES, WgmmaConfig, with_shared_memory
+from fp4compile.templates.gemm.wgmma_sm90 import CANDIDATE, needed_bytes
 from fp4compile.templates.launch import target_of
 from fp4compile.templates.multiply import call_of, multiply
 from fp4compile.templates.problem import Problem, problem_of

@@ -36,8 +36,8 @@ class Chosen:
     @classmethod
     def of(cls, choice: Choice, problem: Problem, gpu: Gpu, **fields: Any) -> "Chosen":
         """The kernel that a `Choice` names, with the tiles of its launch. fields: `fake_quantizes`, `values`."""
-        outer = problem.a.outer, problem.b.outer
-        return cls(choice.kernel, choice.tier, outer=outer, tiles=_tiles_of(choice, gpu), **fields)
+        kernel, outer = kernel_of(choice, problem), (problem.a.outer, problem.b.outer)
+        return cls(kernel, choice.tier, outer=outer, tiles=_tiles_of(kernel, choice.config, gpu), **fields)
 
     @property
     def shares(self) -> Kernel:
@@ -95,14 +95,19 @@ def memory_pass(name: str, product: str, moved: float, gpu: Gpu, launches: int =
     return TimedStep(name, product, 0, moved, gpu.bf16, gpu.copy_rate, launches * gpu.launch, launches=launches)
 
 
-def _tiles_of(choice: Choice, gpu: Gpu) -> tuple[tuple[int, int], int] | None:
+def kernel_of(choice: Choice, problem: Problem) -> str:
+    """The kernel's name in `time_terms.KERNELS`: a kernel for groups and others has an entry for groups."""
+    alike = not problem.ragged or choice.kernel.startswith("grouped_")
+    return choice.kernel if alike else f"grouped_{choice.kernel}"
+
+
+def _tiles_of(kernel: str, config: Any, gpu: Gpu) -> tuple[tuple[int, int], int] | None:
     """`Chosen.tiles` of a grouped kernel; None for a kernel whose launch is not modelled."""
-    config = choice.config
-    if choice.kernel == "grouped_skinny":
+    if kernel == "grouped_skinny":
         return (config.rows, 16 * config.tiles), config.grid
-    if choice.kernel == "grouped_wgmma_sm90":
+    if kernel == "grouped_wgmma_sm90":
         return (config.rows, 16 * config.parts * config.warps), gpu.multiprocessors
-    if choice.kernel == "grouped_dequant_tiles":  # programs of small tiles share a multiprocessor
+    if kernel == "grouped_dequant_tiles":  # programs of small tiles share a multiprocessor
         return (config.bm, config.bn), gpu.multiprocessors * max(128 * 128 // (config.bm * config.bn), 1)
     return None
 

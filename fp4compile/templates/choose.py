@@ -19,18 +19,15 @@ from fp4compile.templates.gemm import (
     dequant_tiles,
     gemv,
     grouped_block_scaled_sm100,
-    grouped_dequant_operand,
-    grouped_dequant_tiles,
     grouped_library,
     grouped_skinny,
-    grouped_wgmma_sm90,
     library,
     skinny,
     skinny_block_scaled_sm100,
     wgmma_sm90,
 )
 from fp4compile.templates.gemm.candidate import Candidate
-from fp4compile.templates.gemm.heuristics import LIBRARY_ROWS, WGMMA_ROWS, least_rows_in_memory
+from fp4compile.templates.gemm.dequant_operand import LIBRARY_ROWS, least_rows_in_memory
 from fp4compile.templates.problem import Problem
 
 # In order of rank: a library before a kernel for its problems, a kernel for few rows before a kernel for many.
@@ -43,21 +40,18 @@ REGISTRY: tuple[Candidate, ...] = (
     library.RESCALED,
     gemv.CANDIDATE,
     skinny.CANDIDATE,
-    wgmma_sm90.CANDIDATE,
-    dequant_operand.CANDIDATE,
-    dequant_tiles.CANDIDATE,
     # Grouped products.
     grouped_block_scaled_sm100.CANDIDATE,
     grouped_library.BLOCK_SCALED,  # these two serve a subset of the candidate before: chosen only by timing
     block_scaled_two_ctas_sm100.GROUPED,
     grouped_library.ROW_SCALED,
     grouped_skinny.CANDIDATE,
-    grouped_wgmma_sm90.CANDIDATE,
-    grouped_dequant_operand.CANDIDATE,
-    grouped_dequant_tiles.CANDIDATE,
+    # With and without groups.
+    wgmma_sm90.CANDIDATE,
+    dequant_operand.CANDIDATE,
+    dequant_tiles.CANDIDATE,
 )
-# Numbers of rows of A that stand for a symbolic number: below LIBRARY_ROWS, and not below it.
-_FEW_ROWS, _MANY_ROWS = (1, LIBRARY_ROWS - 1), (LIBRARY_ROWS, WGMMA_ROWS + 1)
+_ROWS = (1, LIBRARY_ROWS - 1, LIBRARY_ROWS)  # numbers of rows of A that stand for a symbolic number
 
 
 @dataclass(frozen=True)
@@ -180,19 +174,12 @@ def _by_rows(problem: Problem, registry: tuple[Candidate, ...]) -> list[Candidat
     """The kernels for representative numbers of rows; empty if one kernel serves all that the problem allows.
 
     With groups, these are few and many rows. Without groups, a number that is known to be below LIBRARY_ROWS leaves one
-    kernel, and so does one that is not below it, unless the kernels for `_MANY_ROWS` differ.
+    kernel, and so does one that is not below it.
     """
     if not problem.ragged:
-        m = problem.m
-        if statically_true(m < LIBRARY_ROWS) or statically_true(m > WGMMA_ROWS):
+        if statically_true(problem.m < LIBRARY_ROWS) or statically_true(problem.m >= LIBRARY_ROWS):
             return []
-        above = statically_true(m >= LIBRARY_ROWS)
-        if above and statically_true(m <= WGMMA_ROWS):
-            return []
-        few, many = ([_first(replace(problem, m=m), registry) for m in rows] for rows in (_FEW_ROWS, _MANY_ROWS))
-        if above:
-            return many if many[0] is not many[1] else []
-        return few + many
+        return [_first(replace(problem, m=rows), registry) for rows in _ROWS]
     if isinstance(problem.rows, int):
         return []
     dimension = "k" if problem.along_k else "m"

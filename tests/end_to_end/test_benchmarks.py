@@ -28,7 +28,7 @@ from fp4compile.formats.operand import Operand
 from fp4compile.hardware import Target
 from fp4compile.ops.quantize import quantize_kernels
 from fp4compile.templates.choose import choose
-from fp4compile.templates.gemm.heuristics import WgmmaConfig
+from fp4compile.templates.gemm.wgmma_launches_sm90 import WgmmaConfig
 from fp4compile.templates.launch import dry_run
 
 
@@ -251,7 +251,7 @@ def test_both_kernels_of_grouped_products_are_compared():
     with dry_run(Target(90)):
         weight = torch.ops.fp4compile.quantize(torch.empty(8, 2048, 1024, device="meta"), "nvfp4", each_matrix=True)
         calls = grouped_mm.both_calls(shape, 128, weight, "meta")
-    for of, kernel in (("tiles", "gemm_dequant_tiles_grouped"), ("operand", "gemm_grouped")):
+    for of, kernel in (("tiles", "gemm_dequant_tiles"), ("operand", "gemm_grouped")):
         with dry_run(Target(90)) as made:
             calls[of]()
         assert made[-1].kernel.__name__ == kernel

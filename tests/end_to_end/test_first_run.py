@@ -33,7 +33,7 @@ from fp4compile.formats import formats, reference  # noqa: E402
 from fp4compile.hardware import Target  # noqa: E402
 from fp4compile.ops.quantize import QUANTIZE  # noqa: E402
 from fp4compile.templates import choose  # noqa: E402
-from fp4compile.templates.gemm import grouped_dequant_tiles  # noqa: E402
+from fp4compile.templates.gemm import dequant_tiles  # noqa: E402
 from tests.helpers import in_interpreter  # noqa: E402
 
 INTERPRETING = os.environ.get("TRITON_INTERPRET") == "1"
@@ -245,21 +245,21 @@ def test_experts_are_right(name, few_rows_of_groups, monkeypatch):
     monkeypatch.setattr(products, "multiply", lambda *args: 1.01 * product(*args))
     wrong = found()
     assert {one.split(" codes: ")[0] for one in wrong[:-2]} >= {"finite: rows'", "finite: columns'"}
-    assert [one.partition(":")[0] for one in wrong[-2:]] == ["grouped_dequant_tiles"] * 2
+    assert [one.partition(":")[0] for one in wrong[-2:]] == ["dequant_tiles"] * 2
 
 
 @interpreted
 def test_every_kernel_of_experts_is_run(few_rows_of_groups, monkeypatch):
     """Those between which `max-autotune` decides. Here one stands in for them."""
     product = Product("nvfp4", "nvfp4", 19, 20, 48, groups=4)
-    tiles, registry = replace(grouped_dequant_tiles.CANDIDATE, name="tiles", tier="native"), choose.REGISTRY
+    tiles, registry = replace(dequant_tiles.CANDIDATE, name="tiles", tier="native"), choose.REGISTRY
 
     def run(call, config):
         return tiles.run(call, config) * 1.125
 
     monkeypatch.setattr(choose, "REGISTRY", (*registry, replace(tiles, run=run)))
     found = products.by_every_kernel(product, Here())
-    assert found["kernels"] == "grouped_dequant_tiles, tiles"
+    assert found["kernels"] == "dequant_tiles, tiles"
     assert [one.split(": ")[0] for one in found["wrong"]] == ["tiles"]
 
 

@@ -94,7 +94,7 @@ OF_CODES = ["block_scaled_sm100", *[TWO_CTAS] * _compat.two_cta_products()]
     (Product("mxfp4", "mxfp4", 512, 512, 1024, result="mxfp4"), OF_CODES,
      [*(f"gemm_{name}" for name in OF_CODES), "gemm_block_scaled_sm100"], [(512, 512)]),
     (Product("mxfp4", "mxfp4", 512, 256, 1024, epilogue="pair", groups=4, result="mxfp4"),
-     ["grouped_block_scaled_sm100"], ["gemm_grouped_quantized_sm100", "gemm_grouped_block_scaled_sm100"],
+     ["grouped_block_scaled_sm100"], ["gemm_grouped_block_scaled_sm100"] * 2,
      [(512, 256)] * 2),
 ])  # fmt: skip
 def test_a_result_in_codes_is_timed_beside_a_quantiser(product, names, kernels, read, monkeypatch):

@@ -165,7 +165,7 @@ def test_what_is_not_fused_is_a_pass():
     assert "rescale" in names("float8_rowwise", "B300", *large)
     assert "rescale" not in names("float8_rowwise", "B200", *large)
     assert names("nvfp4", "H200", *large) == ["quantise fprop_x, rows", "wgmma_sm90"]
-    larger = (16384, 8192, 8192)
+    larger = (16384, 8192, 8224)  # K is no multiple of 64
     assert names("nvfp4", "H200", *larger) == [
         "quantise fprop_x, rows", "dequantise fprop_w", "dequant_operand", "rescale"
     ]  # fmt: skip
@@ -179,8 +179,8 @@ def test_what_is_not_fused_is_a_pass():
 def test_the_assumptions_are_those_of_the_cost_model():
     assert pytest.approx(cost.TILE_SHARE * cost.REACHED, rel=1e-3) == time_terms.TRITON_SM100
     assert time_terms.OUTER_SCALES == cost.OUTER_SCALES
-    for name in time_terms.KERNELS:
-        assert choose.named(name).name == name
+    names = {each.name for each in choose.REGISTRY}
+    assert {name if name in names else name.removeprefix("grouped_") for name in time_terms.KERNELS} <= names
 
 
 def test_products_share_the_steps():
@@ -249,7 +249,7 @@ def test_steps_of_experts():
         return [step.name for step in predict(recipe, gpu, m, 2048, 7168, **more).steps]
 
     dequantised = ["quantise fprop_x, rows", "dequantise fprop_w", "grouped_dequant_operand"]
-    assert steps("mxfp8", "H200", 16384, experts=8) == steps("nvfp4", "H200", 2**17, experts=8) == dequantised
+    assert steps("mxfp8", "H200", 16384, experts=8) == dequantised
     assert steps("nvfp4", "H200", 16384, experts=8) == ["quantise fprop_x, rows", "grouped_wgmma_sm90"]
     assert steps("nvfp4", "H200", 8, experts=8) == ["quantise fprop_x, rows", "grouped_skinny"]
     assert steps("float8_rowwise", "H200", 16384, experts=8)[-1] == "grouped_library_row_scaled"

@@ -33,7 +33,7 @@ from tests.helpers.foreign import embedded, poisoned_outputs, same_bits
 
 # Kernels of products that Triton's interpreter runs; the others are inline PTX.
 DENSE = ("dequant_tiles", "block_scaled_sm100", "skinny_block_scaled_sm100")
-GROUPED = ("grouped_dequant_tiles", "grouped_dequant_operand", "grouped_block_scaled_sm100")
+GROUPED = ("dequant_tiles", "dequant_operand", "grouped_block_scaled_sm100")
 NATIVE = Target(100)  # what kernels for SM100 serve, whichever GPU the graph is for
 _DENSE_OPS = (SCALED_MM, SCALED_MM_HORIZONTAL)
 # Steps that two libraries compute with other last bits, or in another order.

@@ -42,7 +42,7 @@ LAUNCH_PLANTS = (
           "    shift = 8 * tl.arange(0, 4)[None, None, :]\n", "    shift = 8 * (3 - tl.arange(0, 4))[None, None, :]\n"),
     Plant("the amax of a result's last tile alone", "templates/gemm/block_scaled_sm100.py",
           "amax = tl.maximum(amax, tl.where(col0 < n, found, 0))", "amax = tl.where(col0 < n, found, 0)"),
-    Plant("rows of the next group among a group's scales", "templates/gemm/grouped_quantized_sm100.py",
+    Plant("rows of the next group among a group's scales", "templates/gemm/grouped_block_scaled_sm100.py",
           "tl.where((row < end) & (first < blocks), scale, 0)", "tl.where(first < blocks, scale, 0)"),
     # masks and grids
     Plant("a column too many is read", "templates/quantize/row.py",
@@ -78,6 +78,6 @@ LAUNCH_PLANTS = (
     Plant("rows and columns rounded by one stream of random bits", "templates/quantize/plan.py",
           "layout, columns, rows, seed=seed, stream=1,", "layout, columns, rows, seed=seed, stream=0,"),
     Plant("the last columns of a product have no program", "templates/gemm/dequant_tiles.py",
-          "        ceil_div(p.m, config.bm) * ceil_div(p.n, config.bn) * p.batches * config.split_k,",
-          "        ceil_div(p.m, config.bm) * max(p.n // config.bn, 1) * p.batches * config.split_k,"),
+          "        tiles_m * ceil_div(p.n, config.bn) * (groups if",
+          "        tiles_m * max(p.n // config.bn, 1) * (groups if"),
 )  # fmt: skip

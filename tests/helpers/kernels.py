@@ -85,27 +85,18 @@ def spilled_bytes(cubin):
     return sum(map(int, usage))
 
 
-def part_by_part(monkeypatch, columns):
-    """Let the library's product take as little at a time as it may. Returns a shape of several parts."""
-    from fp4compile.templates.gemm.heuristics import DequantOperandConfig
-
-    choices.configured(monkeypatch, "dequant_operand", DequantOperandConfig(by_columns=columns, lines=128))
-    if INTERPRETING:
-        choices.only(monkeypatch, "dequant_operand")
-        monkeypatch.setattr(torch, "mm", _mm)
-        MULTIPLIED.clear()
-        return (16, 193, 64) if columns else (193, 16, 64)
-    return (512, 777, 272) if columns else (777, 512, 272)
+def by_library(monkeypatch):
+    """Let the library multiply, also beside the interpreter, and return a shape to multiply."""
+    if not INTERPRETING:
+        return 777, 512, 272
+    choices.only(monkeypatch, "dequant_operand")
+    monkeypatch.setattr(torch, "mm", _mm)
+    return 16, 193, 64
 
 
-MULTIPLIED = []  # sizes of what `_mm` computed since the last `part_by_part`
-
-
-def _mm(a, b, *, out_dtype=None, out=None):
+def _mm(a, b, *, out_dtype=None):
     """torch.mm with an out_dtype, which the CPU's has not."""
-    MULTIPLIED.append((a.shape[0], b.shape[1]))
-    product = (a.double() @ b.double()).to(out_dtype or a.dtype)
-    return product if out is None else out.copy_(product)
+    return (a.double() @ b.double()).to(out_dtype or a.dtype)
 
 
 # ptxas of Triton 3.6 (CUDA 12.8) knows neither sm_103 nor all conversions of sm_120.

@@ -16,10 +16,8 @@ from fp4compile.hardware import Target
 from fp4compile.passes.rewrite import rewrite
 from fp4compile.templates.choose import choose
 from fp4compile.templates.launch import dry_run
-from fp4compile.templates.multiply import call_of
 from fp4compile.templates.problem import problem_of
 from tests.helpers.absent_gpu import launched_on, recipe_of
-from tests.helpers.multiplied import scaled_mm
 
 SCALED_MM = torch.ops.fp4compile.scaled_mm.default
 M, N, K = 6, 48, 64
@@ -110,28 +108,3 @@ def test_the_fp8_units_take_a_bias_of_the_results_type(sm, bias, out_dtype, by_l
 def test_fp8_units_and_conversions_by_compute_capability():
     assert [sm for sm in (75, 80, 86, 87, 89, 90, 100, 120) if Target(sm).float8_matrix_units] == [89, 90, 100, 120]
     assert [Target(sm).isa for sm in (0, 80, 86, 89, 90, 100, 103, 120)] == [0, 0, 0, 90, 90, 100, 100, 120]
-
-
-@pytest.mark.parametrize(("a", "b"), [("nvfp4", "nvfp4"), ("nvfp4_rowwise", "nvfp4_16x16"), ("nvfp4_one_level",) * 2])
-def test_a_bias_is_cut_where_the_product_is(a, b):
-    """A part of the product's columns takes that part of the bias; a part of its rows takes the whole bias."""
-    bias = torch.arange(320.0)
-    with dry_run(Target(90)):
-        call = call_of(Arguments.of(*operands(a, b, 256, 320, 32, "cpu"), bias, torch.float32))
-        for start, count in ((0, 128), (128, 128), (256, 64)):
-            part = call.columns(start, count)
-            assert part.problem.n == count and part.bias.tolist() == list(range(start, start + count))
-        assert call.rows(128, 128).bias.tolist() == bias.tolist()
-
-
-def test_each_launch_of_a_product_in_parts_has_its_part_of_the_bias():
-    """The columns are cut where A is not quantised."""
-    n = 8192
-    values, bias = torch.empty(n + 8, 512, dtype=torch.float16, device="meta"), torch.empty(n, device="meta")
-    _, weights = operands("nvfp4", "nvfp4", 16, n, 512)
-    with dry_run(Target(90)) as launches:
-        scaled_mm(Operand(values), weights, bias, torch.float32)
-    cut = [one.args["bias_ptr"] for one in launches if one.kernel.__name__ == "split_k_reduction"]
-    assert len(cut) > 1 and sum(part.numel() for part in cut) == n
-    starts = [sum(part.numel() for part in cut[:i]) for i in range(len(cut))]
-    assert [part.storage_offset() for part in cut] == starts

@@ -19,8 +19,6 @@ from fp4compile.analysis.plan import plan
 from fp4compile.check.machine_code import quantize_row
 from fp4compile.check.quantisers import Configuration
 from fp4compile.check.values import same_bits
-from fp4compile.formats import formats
-from fp4compile.formats.operand import Operand
 from fp4compile.hardware import Target
 from fp4compile.ops.matmul import SCALED_MM
 from fp4compile.ops.quantize import QUANTIZE
@@ -35,7 +33,6 @@ from fp4compile.recipe import named
 from fp4compile.templates.launch import dry_run
 from tests.helpers.absent_gpu import fused_graph
 from tests.helpers.by_hand import assert_product
-from tests.helpers.multiplied import scaled_mm
 from tests.helpers.products import (
     BF16,
     K,
@@ -107,12 +104,6 @@ def of_plain_weights(x, w):
     return product(data, (x.new_ones(600, K), None, None, None), a=a)
 
 
-def expanded_in_registers_too(x, w):
-    """Of many rows and few columns, the kernel that serves reads codes."""
-    data, a = operand(x)
-    return product(data, w, a=a), product(data, (*(t.narrow(0, 0, 64) for t in w[:2]), *w[2:]), a=a)
-
-
 def with_seed(x, w):
     return multiplied("nvfp4_te", seed=torch.ones((), dtype=torch.int64, device=x.device))(x, w)
 
@@ -131,7 +122,7 @@ LEFT = {
     "right operand": right_operand, "others' scales": others_scales, "plain weights": of_plain_weights,
     "seed": with_seed, "swizzled": multiplied(layout="swizzled"), "hadamard": multiplied("nvfp4_te", hadamard=True),
     "square": multiplied("nvfp4_16x16"), "transposed": of_a_transposed_tensor,
-    "few columns": expanded_in_registers_too, "swept": multiplied(scale_rule="mse"),
+    "swept": multiplied(scale_rule="mse"),
 }  # fmt: skip
 
 
@@ -143,8 +134,7 @@ def test_which_ones(name):
     left.
     """
     function, weights = (REPLACED | LEFT)[name], [packed(600, "nvfp4_te" if name == "square" else "nvfp4")]
-    # As B, too, so many rows are not few columns. The library multiplies more than 8192 rows.
-    rows = {"both operands": 512, "right operand": 512, "few columns": 8200}.get(name, 128)
+    rows = {"both operands": 512, "right operand": 512}.get(name, 128)  # as B, too, they are not few columns
     graph_module = traced(function, weights, rows=rows)
     x = torch.randn(rows, K).bfloat16()
     expected = on_the_cpu(graph_module, x, weights)
@@ -161,10 +151,9 @@ def test_which_ones(name):
 
 
 @pytest.mark.parametrize(("rows", "n", "sm", "count"), [
-    (1, 24, 90, 1), (64, 24, 90, 1), (65, 512, 90, 1), (65, 500, 90, 1), (8193, 500, 90, 0),
-    (None, 512, 90, 1), (None, 500, 90, 0),
-    (4, 24, 89, 1), (40, 512, 89, 0), (128, 512, 89, 1), (None, 512, 89, 0), (4, 512, 80, 0), (128, 512, 80, 1),
-    (4, 512, 100, 0), (128, 512, 120, 0),
+    (1, 24, 90, 1), (64, 24, 90, 1), (65, 512, 90, 1), (65, 500, 90, 1), (None, 500, 90, 1),
+    (4, 24, 89, 1), (40, 512, 89, 0), (128, 512, 89, 1), (128, 500, 89, 0), (None, 512, 89, 0),
+    (4, 512, 80, 0), (128, 512, 80, 1), (4, 512, 100, 0), (128, 512, 120, 0),
 ])  # fmt: skip
 def test_where_codes_are_expanded_in_memory(rows, n, sm, count):
     """By the kernel that serves so many rows and columns on that GPU; of any number of rows, by all that may."""
@@ -287,10 +276,9 @@ VALUES, ROW_VALUES = ("quantize_rows", torch.float16), ("quantize_scaled_rows", 
     ("nvfp4_rowwise", [ROW_VALUES], [AMAX, CODES])])  # fmt: skip
 @pytest.mark.parametrize(("m", "n", "served"), [
     (1, 8192, ["gemv"]), (40, 1024, ["swizzle_a_sm90", "gemm_wgmma_sm90", "split_k_reduction"]),
-    (256, 1024, ["swizzle_a_sm90", "gemm_wgmma_sm90"]),
-    (8200, 1024, ["dequant_operand", "split_k_reduction"])])  # fmt: skip
+    (256, 1024, ["swizzle_a_sm90", "gemm_wgmma_sm90"])])  # fmt: skip
 def test_launches(m, n, served, recipe, activations, weights):
-    """A is fake-quantised, then multiplied. Of the largest products, only B is dequantised in memory."""
+    """A is fake-quantised, then multiplied."""
     found = launched(recipe, m, n, 1024)
     assert [name for name, _ in found[-len(served) :]] == served
     quantised = found[: -len(served)]
@@ -318,24 +306,6 @@ def test_a_prologue_of_float32_is_fused_into_what_writes_values():
     shapes, dtypes = ((512, 1024), (512, 1024), (1024, 1024)), (torch.float32, torch.float32, BF16)
     found = fused_graph(gated, *shapes, recipe="mxfp8", dtypes=dtypes, sm=90, fuse=False, then=passes)
     assert [one.args["data_ptr"].dtype for one in found.launches] == [BF16, BF16]
-
-
-def test_a_product_in_parts():
-    """It reads the values as they are, and expands the weights part by part."""
-    parts = ["dequant_operand", "split_k_reduction"] * 4
-    names = launched("nvfp4", 16384, 8192, 8192)
-    assert names[:4] == [AMAX, VALUES, AMAX, CODES] and [name for name, *_ in names[4:]] == parts
-    values, outer = torch.empty(16384, 8192, dtype=torch.float16, device="meta"), torch.empty((), device="meta")
-    fmt = formats.get("nvfp4")
-    data, scales, b_outer = quantize(values[:8192], "nvfp4")
-    with dry_run(Target(90)) as launches:
-        scaled_mm(Operand(values, outer=outer), Operand(data, scales, b_outer, fmt), None, BF16)
-    assert [one.kernel.__name__ for one in launches] == parts
-    for one in launches:
-        if one.kernel.__name__ == "split_k_reduction":
-            assert one.constants["A_OUTER"] == one.constants["B_OUTER"] == "tensor"
-        else:
-            assert one.args["data_ptr"].dtype == torch.uint8
 
 
 @pytest.mark.parametrize("sm", [90, 100])

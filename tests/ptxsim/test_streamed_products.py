@@ -13,7 +13,7 @@ from fp4compile.formats.layouts import ceil_div, swizzled_numel
 from fp4compile.formats.operand import Arguments, Operand
 from fp4compile.hardware import Target
 from fp4compile.templates.choose import choose
-from fp4compile.templates.gemm.heuristics import WgmmaConfig, with_shared_memory
+from fp4compile.templates.gemm.wgmma_launches_sm90 import WgmmaConfig, with_shared_memory
 from fp4compile.templates.gemm.wgmma_sm90 import needed_bytes
 from fp4compile.templates.multiply import multiply
 from fp4compile.templates.problem import problem_of
@@ -67,11 +67,11 @@ def test_groups_of_wgmma(tokens, sizes, left, layout, outer, shape, form, seed, 
     b.outer[-1] = torch.nan
     offs = torch.tensor(sizes).cumsum(0).to(torch.int32)
     x = Arguments.of(a, b, None, torch.bfloat16, offs=offs, rows=len(a.data))
-    choices.configured(monkeypatch, "grouped_wgmma_sm90",
+    choices.configured(monkeypatch, "wgmma_sm90",
                        lambda problem: with_shared_memory(WgmmaConfig(*form), problem, needed_bytes))  # fmt: skip
     simulator = LaunchSimulator(Target(90), Schedule(seed))
     with simulator.running():
-        got = multiply(x, choose(problem_of(x, simulator.target), "grouped_wgmma_sm90"))
+        got = multiply(x, choose(problem_of(x, simulator.target), "wgmma_sm90"))
     assert [launch.constants["GROUPS"] for launch in simulator.launches] == [len(sizes)] * 2
     expected = reference_grouped.scaled_grouped_mm(a, b, offs, len(a.data), torch.bfloat16)
     torch.testing.assert_close(got, expected, rtol=0, atol=0, equal_nan=True)

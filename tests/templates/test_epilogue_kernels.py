@@ -28,11 +28,11 @@ from tests.helpers.kernels import (
     DEVICE,
     INTERPRETING,
     NEW_PTXAS,
+    by_library,
     for_gpus,
     gpu,
     launches,
     on_device,
-    part_by_part,
     quantized,
     spilled_bytes,
 )
@@ -156,10 +156,9 @@ class OnTheCpu(torch.fx.Interpreter):
 
 
 @gpu
-@pytest.mark.parametrize("columns", [False, True])
 @pytest.mark.parametrize("name", ["gelu, scale, residual", "two matrices"])
-def test_library_part_by_part(name, columns, monkeypatch):
-    m, n, k = part_by_part(monkeypatch, columns)
+def test_sums_of_the_library(name, monkeypatch):
+    m, n, k = by_library(monkeypatch)
     x, w = torch.randn(m, k), torch.randn(n, k)
     check(name, quantized(x, formats.get("nvfp4")), quantized(w, formats.get("nvfp4")), torch.randn(n))
 

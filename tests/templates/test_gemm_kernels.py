@@ -13,7 +13,7 @@ import torch
 from torch._inductor import config as inductor_config
 
 from fp4compile import hardware
-from fp4compile.formats import formats, reference
+from fp4compile.formats import formats
 from fp4compile.formats.formats import BlockFormat, compatible
 from fp4compile.formats.operand import Operand
 from tests.helpers import in_interpreter
@@ -22,20 +22,17 @@ from tests.helpers.choices import configured, only
 from tests.helpers.hard_inputs import FINITE, NON_FINITE, hard_input
 from tests.helpers.kernels import (
     INTERPRETING,
-    MULTIPLIED,
     OLD_TRITON,
+    by_library,
     for_gpus,
     gpu,
-    kernels_only,
     on_device,
-    part_by_part,
     quantized,
 )
 
 if INTERPRETING or torch.cuda.is_available():
     from fp4compile.hardware import Target
     from fp4compile.templates import choose
-    from fp4compile.templates.gemm.call import kernel_operand
     from fp4compile.templates.gemm.heuristics import BlockScaledConfig, block_scaled_configs
     from fp4compile.templates.problem import OperandType, Problem
     from tests.helpers.multiplied import scaled_mm
@@ -292,48 +289,24 @@ def test_large(a, b, m):
             check(quantized(x, a, layout), quantized(w, b, layout), k, torch.randn(n))
 
 
-@kernels_only
-@pytest.mark.parametrize("layout", ["linear", "swizzled"])
-@pytest.mark.parametrize("name", ["nvfp4", "nvfp4_rowwise", "nvfp4_16x16", "mxfp8", "mxfp8_32x32", "float8_rowwise"])
-def test_parts_of_an_operand(name, layout):
-    """Some rows of a quantised matrix are an operand of their own, and mean the same."""
-    fmt = formats.get(name)
-    if fmt.block is None and layout == "swizzled":
-        return
-    swizzled = layout == "swizzled"
-    whole = kernel_operand(quantized(torch.randn(300, 96), fmt, layout), OperandType(fmt, fmt.data_dtype, swizzled))
-    expected = _dequantized(whole)
-    for start, rows in ((0, 128), (128, 128), (256, 44)):
-        part = whole.part(start, rows)
-        assert torch.equal(_dequantized(part), expected[start : start + rows])
-
-
-def _dequantized(operand):
-    fmt = operand.type.format
-    scales = None if operand.scales is None else operand.scales.view(fmt.scale_dtype)
-    return reference.dequantize(operand.data.view(fmt.data_dtype), scales, operand.outer, fmt, operand.k, torch.float32)
-
-
 @gpu
-@pytest.mark.parametrize(("layout", "columns"), [("linear", True), ("swizzled", False)])
+@pytest.mark.parametrize("layout", ["linear", "swizzled"])
 @pytest.mark.parametrize(("a", "b"), [("nvfp4", "nvfp4_16x16"), ("nvfp4_rowwise", "nvfp4"), ("nvfp4_16x16", "nvfp4"),
                                       ("nvfp4", "nvfp4_rowwise"), ("mxfp8", "mxfp8_32x32"), (torch.bfloat16, "nvfp4")],
                          ids=str)  # fmt: skip
-def test_library_part_by_part(a, b, layout, columns, monkeypatch):
-    """Parts of the rows of A where B is the smaller one, else parts of the columns of the result."""
-    m, n, k = part_by_part(monkeypatch, columns)
+def test_by_the_library(a, b, layout, monkeypatch):
+    """Of operands that are dequantised in memory; the product it stores itself, and sums that are rescaled."""
+    m, n, k = by_library(monkeypatch)
     x, w = torch.randn(m, k), torch.randn(n, k)
-    x[-3, :32] *= 2.0**-110  # too little for bf16 in MX formats, in the last part
+    x[-3, :32] *= 2.0**-110  # too little for bf16 in MX formats
     x[-3, 32:] = 0.0
     a = quantized(x, a if isinstance(a, torch.dtype) else formats.get(a), layout)
     b = quantized(w, formats.get(b), layout)
     ends = [(None, torch.bfloat16), (torch.randn(n).bfloat16(), torch.bfloat16), (torch.randn(n), torch.float32)]
-    if INTERPRETING:  # which is slow: the stored product and the rescaled sums, each with one layout of scales
+    if INTERPRETING:  # which is slow: each with one layout of scales
         ends = ends[:1] if layout == "linear" else ends[2:]
     for bias, out_dtype in ends:
         check(a, b, k, bias, out_dtype)
-    if INTERPRETING and a.format is not None:  # a plain A is never dequantised in parts
-        assert max(itertools.chain(*MULTIPLIED)) <= 128
 
 
 @gpu

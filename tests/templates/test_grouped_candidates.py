@@ -26,7 +26,8 @@ from fp4compile.templates import launch
 from fp4compile.templates.choose import choose
 from fp4compile.templates.gemm import grouped_library as library
 from fp4compile.templates.gemm import grouped_skinny, indexed
-from fp4compile.templates.gemm.heuristics import SkinnyConfig, WgmmaConfig
+from fp4compile.templates.gemm.heuristics import SkinnyConfig
+from fp4compile.templates.gemm.wgmma_launches_sm90 import WgmmaConfig
 from fp4compile.templates.launch import dry_run
 from fp4compile.templates.multiply import call_of
 from fp4compile.templates.problem import problem_of
@@ -195,10 +196,9 @@ def launched(rows, groups, n, k):
 
 @pytest.mark.skipif(INTERPRETING, reason="asks for launches")
 @pytest.mark.parametrize(("rows", "kernel"), [(1, "gemm_skinny_grouped"), (64, "gemm_skinny_grouped"),
-                                              (65, "gemm_wgmma_sm90"), (65536, "gemm_wgmma_sm90"),
-                                              (65537, "gemm_grouped")])  # fmt: skip
+                                              (65, "gemm_wgmma_sm90"), (2**17, "gemm_wgmma_sm90")])  # fmt: skip
 def test_which_kernel_by_rows(rows, kernel):
-    """Up to 8 rows a group on average are streamed; with very many, operands are dequantised once."""
+    """Up to 8 rows a group on average are streamed."""
     assert launched(rows, 8, 2048, 1024)[-1].kernel.__name__ == kernel
 
 

@@ -43,8 +43,8 @@ from fp4compile.templates.device.groups import (  # noqa: E402
     rows_of_group,
     total_tiles,
 )
-from fp4compile.templates.gemm import grouped_dequant_operand  # noqa: E402
-from fp4compile.templates.gemm.heuristics import grouped_dot_config  # noqa: E402
+from fp4compile.templates.gemm import dequant_operand  # noqa: E402
+from fp4compile.templates.gemm.dequant_operand import grouped_dot_config  # noqa: E402
 from fp4compile.templates.multiply import call_of  # noqa: E402
 from tests.helpers.multiplied import scaled_grouped_mm  # noqa: E402
 
@@ -376,8 +376,8 @@ def check_product(a, b, offs, rows=ROWS, out_dtype=torch.float32):
     a, b = (Operand(*map(on_device, (x.data, x.scales, x.outer)), x.format) for x in (a, b))
     assert_close(scaled_grouped_mm(a, b, on_device(offs), rows, out_dtype), expected)
     call = call_of(of_groups(a, b, on_device(offs), rows, out_dtype))
-    if grouped_dequant_operand.computes(call.problem):
-        assert_close(grouped_dequant_operand.run(call, grouped_dot_config(call.problem)), expected)
+    if dequant_operand.computes_groups(call.problem):
+        assert_close(dequant_operand.run(call, grouped_dot_config(call.problem)), expected)
 
 
 def assert_close(got, expected):
@@ -447,7 +447,7 @@ def test_every_program_walks_its_tiles(along_k, monkeypatch):
     call = call_of(of_groups(a, b, offs, ROWS, torch.bfloat16))
     config = replace(grouped_dot_config(call.problem), bm=64, bn=64, parts=1, group_m=2)
     expected = reference_grouped.scaled_grouped_mm(a, b, offs, ROWS, torch.bfloat16)
-    assert_close(grouped_dequant_operand.run(call, config), expected)
+    assert_close(dequant_operand.run(call, config), expected)
 
 
 # ---------------------------------------------------------------- no GPU, no values
@@ -567,20 +567,20 @@ def test_products_compile_ahead():
         scaled_grouped_mm(down, down, offs, 2**14, torch.bfloat16)
         few = meta_operand(meta(64, 4096), offs, -1, "mxfp8")
         scaled_grouped_mm(few, meta_operand(w, None, -1, "mxfp8"), offs, 64, torch.bfloat16)
-        for groups in (grouped_dequant_operand.MOST_GROUPS, grouped_dequant_operand.MOST_GROUPS + 1):
+        for groups in (dequant_operand.MOST_GROUPS, dequant_operand.MOST_GROUPS + 1):
             x, w, offs = meta(2**17, 2048), meta(groups, 1024, 2048), meta(groups, dtype=torch.int32)
             a, b = meta_operand(x, offs, -1, "nvfp4_te"), meta_operand(w, None, -1, "nvfp4_te")
             scaled_grouped_mm(a, b, offs, 2**17, torch.bfloat16)
     packed = ["swizzle_codes_sm90", "gemm_wgmma_sm90"]
     assert [one.kernel.__name__ for one in found] == [
-        *packed, "dequant_operand", "dequant_operand", "gemm_grouped", "gemm_dequant_tiles_grouped",
-        *packed, "gemm_dequant_tiles_grouped"
+        *packed, "dequant_operand", "dequant_operand", "gemm_grouped", "gemm_dequant_tiles",
+        *packed, "gemm_dequant_tiles"
     ]  # fmt: skip
     for one in found:
         made = _compat.compile_ahead(one.kernel, one.args, one.constants, one.num_warps, 90, one.num_stages)
         assert spilled_bytes(made.asm["cubin"]) == 0
         assert made.metadata.shared <= 232448
-        if one.kernel.__name__ == "gemm_dequant_tiles_grouped":
+        if one.kernel.__name__ == "gemm_dequant_tiles":
             assert re.search(r"cp\.async\.cg\.shared\.global [^;]*, 0x10", made.asm["ptx"])
 
 

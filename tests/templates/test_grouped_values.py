@@ -29,8 +29,8 @@ if INTERPRETING:
     ptx_lanes.install()
 
 from fp4compile.templates.device import values  # noqa: E402
-from fp4compile.templates.gemm import grouped_dequant_operand  # noqa: E402
-from fp4compile.templates.gemm.heuristics import grouped_dot_config  # noqa: E402
+from fp4compile.templates.gemm import dequant_operand  # noqa: E402
+from fp4compile.templates.gemm.dequant_operand import grouped_dot_config  # noqa: E402
 from fp4compile.templates.multiply import call_of  # noqa: E402
 from tests.helpers.multiplied import scaled_grouped_mm  # noqa: E402
 
@@ -150,8 +150,8 @@ def test_products(format, along_k):
             assert torch.equal(reference_grouped.scaled_grouped_mm(a, b, OFFS, 170, torch.float32), expected)
             on_device = [Operand(*map(here, (z.data, z.scales, z.outer)), z.format) for z in (a, b)]
             call = call_of(of_groups(*on_device, here(OFFS), 170, torch.float32))
-            assert grouped_dequant_operand.computes(call.problem)
-            got = grouped_dequant_operand.run(call, grouped_dot_config(call.problem)).cpu()
+            assert dequant_operand.computes_groups(call.problem)
+            got = dequant_operand.run(call, grouped_dot_config(call.problem)).cpu()
             bits = got if bits is None else bits
             assert torch.equal(got, bits)
             if a is not every_a[0] or b is not every_b[0]:
@@ -167,16 +167,14 @@ def test_products(format, along_k):
 def test_products_are_computed_again_for_rows_of_groups_alone(offs, row, again, monkeypatch):
     """Values that bf16 does not hold; in rows of no group, where nothing was written, the memory may have such."""
     found = []
-    monkeypatch.setattr(
-        grouped_dequant_operand.grouped_dequant_tiles, "run", lambda *_, wanted: found.append(wanted.item())
-    )
+    monkeypatch.setattr(dequant_operand.dequant_tiles, "run", lambda *_, wanted: found.append(wanted.item()))
     offs, fmt = torch.tensor(offs, dtype=torch.int32), formats.get("mxfp8")
     tokens = reference_grouped.quantize_rows(torch.randn(170, 40), Groups.of(offs, 170), fmt, None, "linear", None)
     weights = reference_grouped.quantize_matrices(torch.randn(3, 17, 40), fmt, -1, None, "linear", None, False)
     a, b = (Operand(*map(here, parts), fmt) for parts in (tokens, weights))
     a.data.view(torch.uint8)[row, 35], a.scales.view(torch.uint8)[row, 1] = 1, 0
     call = call_of(of_groups(a, b, here(offs), 170, torch.float32))
-    grouped_dequant_operand.run(call, grouped_dot_config(call.problem))
+    dequant_operand.run(call, grouped_dot_config(call.problem))
     assert found == [again]
 
 

@@ -7,7 +7,8 @@ from fp4compile.formats import formats, reference_grouped
 from fp4compile.formats.grouping import Groups
 from fp4compile.formats.layouts import ceil_div
 from fp4compile.formats.operand import Operand
-from fp4compile.templates.gemm.heuristics import GemvConfig, SkinnyConfig, WgmmaConfig, with_shared_memory
+from fp4compile.templates.gemm.heuristics import GemvConfig, SkinnyConfig
+from fp4compile.templates.gemm.wgmma_launches_sm90 import WgmmaConfig, with_shared_memory
 from fp4compile.templates.gemm.wgmma_sm90 import needed_bytes
 from tests.helpers import choices
 from tests.helpers.check_products import check
@@ -141,7 +142,7 @@ def test_configurations_of_wgmma(form, a, monkeypatch):
 def test_groups_of_wgmma(form, a, b, layout, monkeypatch):
     """Groups of random sizes, some empty; NaN in rows of no group, and in one group that keeps it to itself."""
     if form is not None:
-        choices.configured(monkeypatch, "grouped_wgmma_sm90",
+        choices.configured(monkeypatch, "wgmma_sm90",
                            lambda problem: with_shared_memory(WgmmaConfig(*form), problem, needed_bytes))  # fmt: skip
     fmt, generator = formats.get(b), torch.Generator().manual_seed(0)
     for groups, each, n, k in ((1, 40, 512, 1024), (5, 65, 200, 448), (40, 100, 256, 192), (8, 257, 1032, 2112)):

@@ -13,8 +13,8 @@ from fp4compile.check.simulator import LaunchSimulator
 from fp4compile.formats import formats, reference
 from fp4compile.formats.operand import Arguments, Operand
 from fp4compile.hardware import Target
-from fp4compile.templates.gemm.heuristics import WgmmaConfig
 from fp4compile.templates.gemm.swizzled_a_sm90 import SwizzledA
+from fp4compile.templates.gemm.wgmma_launches_sm90 import WgmmaConfig
 from fp4compile.templates.multiply import call_of
 from tests.helpers.kernels import launches, quantized
 

@@ -57,22 +57,6 @@ class KernelOperand:
         if self.outer is not None and self.type.outer == "row":
             within(self.outer, span((lanes,), (1,)))
 
-    def part(self, start: int, rows: int) -> "KernelOperand":
-        """The operand's `rows` rows from `start` on, for a single matrix. start: a multiple of 128."""
-
-        def cut(x, rows_each):  # x has an entry for each `rows_each` rows
-            return x.view(-1, x.shape[-1]).narrow(0, start // rows_each, ceil_div(rows, rows_each))
-
-        scales, outer, fmt = self.scales, self.outer, self.type.format
-        if scales is not None and self.type.swizzled:  # in tiles of 128 rows
-            tiles = ceil_div(ceil_div(self.k, fmt.block_cols), 4)
-            scales = cut(scales.view(-1, 512 * tiles), 128).view(-1)
-        elif scales is not None:
-            scales = cut(scales, fmt.block[0])
-        if outer is not None and outer.dim() > 0:
-            outer = cut(outer, 1)
-        return KernelOperand(self.type, cut(self.data, 1), scales, outer, rows, self.k)
-
     def align(self, step: int) -> int:
         """ALIGN of `device.dequantize.load_units`: for codes, -1 where rows are whole steps of `step` units, else 0;
         for a plain operand, the number of words that divides a row and may be read at once."""
@@ -215,25 +199,3 @@ class Call:
         return replace(
             self, problem=replace(self.problem, spec=replace(self.problem.spec, epilogue=None)), auxiliaries=()
         )
-
-    def rows(self, start: int, count: int) -> "Call":
-        """The call for `count` rows of A from `start` on, for a single matrix. start: a multiple of 128."""
-        return Call(replace(self.problem, m=count), self.a.part(start, count), self.b, self.bias,
-                    self._auxiliaries(0, start, count))  # fmt: skip
-
-    def columns(self, start: int, count: int) -> "Call":
-        """The call for `count` columns of the result (rows of B), for a single matrix. start: a multiple of 128."""
-        bias = None if self.bias is None else self.bias.narrow(0, start, count)
-        return Call(replace(self.problem, n=count), self.a, self.b.part(start, count), bias,
-                    self._auxiliaries(1, start, count))  # fmt: skip
-
-    def _auxiliaries(self, dim: int, start: int, count: int) -> tuple[torch.Tensor, ...]:
-        """The parts of the epilogue's tensors for `count` rows (dim 0) or columns (dim 1) of the result."""
-        p = self.problem
-
-        def cut(x):
-            if x.numel() == p.n:
-                return x.view(-1).narrow(0, start, count) if dim == 1 else x
-            return x.view(p.m, p.n).narrow(dim, start, count)
-
-        return tuple(map(cut, self.auxiliaries))

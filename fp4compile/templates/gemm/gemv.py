@@ -264,7 +264,7 @@ def _configure(p: Problem) -> GemvConfig | None:
 
 
 def _serves(p: Problem) -> bool:
-    return p.target.isa > 0 and streams(p) and _configure(p) is not None
+    return p.target.isa > 0 and not p.ragged and streams(p) and _configure(p) is not None
 
 
 def _run_group(calls: Sequence[Call], config: GemvConfig) -> list[torch.Tensor]:

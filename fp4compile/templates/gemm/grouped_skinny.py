@@ -28,6 +28,7 @@ from fp4compile.templates.gemm.candidate import Candidate
 from fp4compile.templates.gemm.dequantized import dequantized
 from fp4compile.templates.gemm.heuristics import SKINNY_ROWS, SkinnyConfig, grouped_skinny_config
 from fp4compile.templates.gemm.skinny_pipeline import copy_step, interleave_a, read_a, shared_buffer_ptx, stage_bytes
+from fp4compile.templates.gemm.streaming import streams
 from fp4compile.templates.launch import launch
 from fp4compile.templates.problem import Problem
 
@@ -173,15 +174,8 @@ def _store_results(
     return token
 
 
-def streams_experts(p: Problem) -> bool:
-    """Whether B is NVFP4 weights that `gemm_skinny` can read, groups are rows, and 16 bits hold A."""
-    weights = p.b.element == "e2m1" and p.b.scale == "e4m3" and p.compute != "fp32"
-    whole = statically_true(p.k % 64 == 0) and statically_true(p.k > 0)
-    return weights and whole and p.by_rows and not p.a.swizzled
-
-
 def _serves(p: Problem) -> bool:
-    return p.target.isa > 0 and streams_experts(p) and statically_true(p.rows <= SKINNY_ROWS * p.groups)
+    return p.target.isa > 0 and p.by_rows and streams(p) and statically_true(p.rows <= SKINNY_ROWS * p.groups)
 
 
 def launch_skinny(

@@ -12,8 +12,9 @@ from fp4compile.formats.operand import Operand
 from fp4compile.formats.product_spec import ProductSpec
 from fp4compile.hardware import Target
 from fp4compile.templates.gemm.call import kernel_operand
-from fp4compile.templates.gemm.grouped_skinny import launch_skinny, streams_experts
+from fp4compile.templates.gemm.grouped_skinny import launch_skinny
 from fp4compile.templates.gemm.heuristics import SKINNY_ROWS, grouped_skinny_config
+from fp4compile.templates.gemm.streaming import streams
 from fp4compile.templates.launch import target_of
 from fp4compile.templates.problem import Problem
 
@@ -28,7 +29,7 @@ def serves(a: Operand, b: Operand, index: torch.Tensor, out_dtype: torch.dtype, 
     integers = index.dtype in (torch.int32, torch.int64) and isinstance(index.shape[0], int)
     if not (target.isa > 0 and few and linear and filled and integers):
         return False
-    return streams_experts(_problem(_flat(a), b, out_dtype, target))
+    return streams(_problem(_flat(a), b, out_dtype, target))
 
 
 def multiply_indexed(a: Operand, b: Operand, index: torch.Tensor, out_dtype: torch.dtype) -> torch.Tensor:

@@ -157,7 +157,7 @@ def _store_results(
 
 
 def _serves(p: Problem) -> bool:
-    return statically_true(p.m <= SKINNY_ROWS) and p.target.isa > 0 and streams(p)
+    return not p.ragged and statically_true(p.m <= SKINNY_ROWS) and p.target.isa > 0 and streams(p)
 
 
 def _run_group(calls: Sequence[Call], config: SkinnyConfig) -> list[torch.Tensor]:

@@ -36,12 +36,12 @@ from fp4compile.templates.device.persistent_grid import group_tiles
 from fp4compile.templates.gemm import library
 from fp4compile.templates.gemm.call import Call
 from fp4compile.templates.gemm.candidate import MOST_IN_GROUP, Candidate
-from fp4compile.templates.gemm.dequant_tiles import reduce_split_k
 from fp4compile.templates.gemm.heuristics import (
     SKINNY_BLOCK_SCALED_ROWS,
     SkinnyBlockScaledConfig,
     skinny_block_scaled_config,
 )
+from fp4compile.templates.gemm.split_k import reduce_split_k
 from fp4compile.templates.gemm.streaming import in_common, pointers_of
 from fp4compile.templates.launch import launch
 from fp4compile.templates.problem import Problem

@@ -15,10 +15,10 @@ from fp4compile.templates.problem import Problem
 
 
 def streams(p: Problem) -> bool:
-    """Whether B is NVFP4 weights that `device.nvfp4_weights` can read, and 16 bits hold A."""
-    weights = p.b.element == "e2m1" and p.b.scale == "e4m3" and not p.ragged
+    """Whether B is NVFP4 weights that `device.nvfp4_weights` can read, 16 bits hold A, and groups are rows."""
+    weights = p.b.element == "e2m1" and p.b.scale == "e4m3" and p.compute != "fp32"
     whole = statically_true(p.k % 64 == 0) and statically_true(p.k > 0) and p.batches == 1
-    return weights and whole and p.compute != "fp32"
+    return weights and whole and (not p.ragged or (p.by_rows and not p.a.swizzled))
 
 
 def in_common(p: Problem) -> tuple:

@@ -25,7 +25,7 @@ from fp4compile.templates.device.dependent_launch import launch_dependents
 from fp4compile.templates.device.memory import swizzle
 from fp4compile.templates.device.nvfp4_weights import dequantize_word
 from fp4compile.templates.gemm.call import Call
-from fp4compile.templates.gemm.heuristics import WgmmaConfig
+from fp4compile.templates.gemm.wgmma_launches_sm90 import WgmmaConfig
 from fp4compile.templates.launch import launch
 from fp4compile.templates.problem import Problem
 

@@ -17,6 +17,10 @@ elements of its 64 rows, for which its four warps, on four schedulers, have abou
 
 The kernel starts before `swizzle_a_sm90` is done (`device.dependent_launch`), and starts its copies of B meanwhile.
 
+Groups of rows: a program finds the group of its tile from the offsets on the device, and multiplies rows of A of this
+group with rows of the group's matrix, which is read as it is packed. The launches have as many programs as any sizes of
+groups need. A program without a tile ends at once.
+
 The kernel is written one lane at a time, in inline PTX ordered by tokens: see `async_copy`. It needs more shared memory
 than inline PTX may declare, and has Triton reserve it: see `shared_memory`.
 """
@@ -60,10 +64,11 @@ from fp4compile.templates.device.pointwise import compute, kind_of, operate, par
 from fp4compile.templates.device.shared_memory import MEMORY, reserve
 from fp4compile.templates.gemm.call import Call
 from fp4compile.templates.gemm.candidate import Candidate
-from fp4compile.templates.gemm.dequant_tiles import reduce_split_k
-from fp4compile.templates.gemm.heuristics import WGMMA_ROWS, WgmmaConfig, wgmma_config
+from fp4compile.templates.gemm.dequant_operand import MOST_GROUPS
+from fp4compile.templates.gemm.split_k import reduce_split_k
 from fp4compile.templates.gemm.streaming import streams
 from fp4compile.templates.gemm.swizzled_a_sm90 import SwizzledA
+from fp4compile.templates.gemm.wgmma_launches_sm90 import WgmmaConfig, wgmma_config
 from fp4compile.templates.launch import launch
 from fp4compile.templates.problem import Problem
 
@@ -607,11 +612,12 @@ def gemm_wgmma_sm90(
 
 
 def _serves(p: Problem) -> bool:
-    return statically_true(p.m <= WGMMA_ROWS) and 90 <= p.target.sm < 100 and streams(p)
+    """Also of groups of rows, whose ends lie in registers (`dequant_operand.MOST_GROUPS`)."""
+    return 90 <= p.target.sm < 100 and streams(p) and (not p.ragged or p.groups <= MOST_GROUPS)
 
 
 def _run(call: Call, config: WgmmaConfig) -> torch.Tensor:
-    p, split_k = call.problem, config.split_k
+    p, split_k, groups = call.problem, config.split_k, call.problem.groups if call.problem.ragged else 0
     arrangement = SwizzledA.of(p, config)
     a = arrangement.of_call(call)
     out = call.empty() if split_k == 1 else call.empty_sums(split_k)
@@ -619,17 +625,19 @@ def _run(call: Call, config: WgmmaConfig) -> torch.Tensor:
     a_outer, b_outer, bias = call.rescale_pointers(out)
     even = statically_true(p.n % (16 * config.parts * config.warps) == 0 and p.k % (128 * config.steps_per_stage) == 0)
     launch(
-        gemm_wgmma_sm90, config.grid(p.m, p.n),
-        a, a_outer, call.b.data, call.b.scales, b_outer, bias, out, *first.epilogue_pointers(out), out,
-        p.m, arrangement.rows, p.n, p.k // 32, split_k, 0, A_OUTER=p.a.outer, B_OUTER=p.b.outer,
+        gemm_wgmma_sm90, config.grid(p.m, p.n, groups),
+        a, a_outer, call.b.data, call.b.scales, b_outer, bias, out, *first.epilogue_pointers(out),
+        out if call.offs is None else call.offs,
+        p.m, arrangement.rows, p.n, p.k // 32, split_k, call.b.scale_bytes if groups else 0,
+        A_OUTER=p.a.outer, B_OUTER=p.b.outer,
         BIAS=int(call.bias is not None), EPILOGUE=first.epilogue_text, PARTIAL=int(split_k > 1),
         B_SQUARE=int(p.b.format.square), B_SWIZZLED=int(p.b.swizzled), COMPUTE=p.compute, EVEN=int(even),
-        PDL=p.target.dependent_launch, ISA=p.target.isa, GROUPS=0, num_warps=config.warps, **config.constants,
+        PDL=p.target.dependent_launch, ISA=p.target.isa, GROUPS=groups, num_warps=config.warps, **config.constants,
     )  # fmt: skip
     return out if split_k == 1 else reduce_split_k(call, out, split_k, pdl=True)
 
 
 CANDIDATE = Candidate(
     "wgmma_sm90", "emulated", _serves, lambda p: wgmma_config(p, needed_bytes), _run,
-    takes_epilogue=lambda p: True, dequantizes_a=True, arrangement=SwizzledA.of,
+    takes_epilogue=lambda p: not p.ragged, dequantizes_a=True, arrangement=SwizzledA.of,
 )  # fmt: skip
