@@ -33,11 +33,12 @@ from tests.helpers.kernels import (
 )
 
 if INTERPRETING or torch.cuda.is_available():
+    from fp4compile.formats.product_spec import OperandSpec, ProductSpec
     from fp4compile.hardware import Target
     from fp4compile.templates import choose
     from fp4compile.templates.gemm.call import kernel_operand
     from fp4compile.templates.gemm.heuristics import BlockScaledConfig, block_scaled_configs
-    from fp4compile.templates.problem import OperandType, Problem
+    from fp4compile.templates.problem import Problem
     from tests.helpers.multiplied import scaled_mm
 
 MORE = [BlockFormat("e2m1", (32, 32), "e8m0", None, "rceil"), BlockFormat("e2m1", (16, 16), "e4m3", None, "te")]
@@ -222,8 +223,8 @@ def test_block_scaled_gemm_without_columns(monkeypatch):
 
 def _nvfp4_problem(m, n, k, target):
     fmt = formats.get("nvfp4")
-    operand = OperandType(fmt, fmt.data_dtype, swizzled=True, outer="tensor")
-    return Problem(operand, operand, m, n, k, torch.bfloat16, target)
+    operand = OperandSpec(fmt, fmt.data_dtype, swizzled=True, outer="tensor")
+    return Problem(ProductSpec(operand, operand, torch.bfloat16), m, n, k, target)
 
 
 @gpu
@@ -301,7 +302,7 @@ def test_parts_of_an_operand(name, layout):
     if fmt.block is None and layout == "swizzled":
         return
     swizzled = layout == "swizzled"
-    whole = kernel_operand(quantized(torch.randn(300, 96), fmt, layout), OperandType(fmt, fmt.data_dtype, swizzled))
+    whole = kernel_operand(quantized(torch.randn(300, 96), fmt, layout), OperandSpec(fmt, fmt.data_dtype, swizzled))
     expected = _dequantized(whole)
     for start, rows in ((0, 128), (128, 128), (256, 44)):
         part = whole.part(start, rows)
