@@ -166,12 +166,12 @@ def rotated(shape: Experts, device: str) -> tuple[list[torch.Tensor], list]:
 
 
 def weight_only(x: torch.Tensor, weight: tuple, offs: torch.Tensor) -> torch.Tensor:
-    return ops.scaled_grouped_mm(x, None, None, None, *weight, "nvfp4", offs, len(x), BF16)
+    return ops.scaled_mm(x, None, None, *weight, "plain @ nvfp4, ragged rows -> bfloat16", offs=offs)
 
 
 def quantised(x: torch.Tensor, weight: tuple, offs: torch.Tensor) -> torch.Tensor:
     a = ops.quantize(x, "nvfp4", offs=offs)
-    return ops.scaled_grouped_mm(*a, "nvfp4", *weight, "nvfp4", offs, len(x), BF16)
+    return ops.scaled_mm(*a, *weight, "nvfp4 @ nvfp4, ragged rows -> bfloat16", offs=offs)
 
 
 def gathered_bf16(x: torch.Tensor, weight: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
@@ -185,8 +185,9 @@ def gathered_loop(x: torch.Tensor, weight: torch.Tensor, index: list[int]) -> to
 def gathered(x: torch.Tensor, format: str | None, weight: tuple, index: torch.Tensor) -> torch.Tensor:
     a = (x, None, None) if format is None else ops.quantize(x, format)
     data, scales, outer = weight
-    return ops.scaled_mm_gathered(*a, format, data, scales, outer.view(-1, 1, 1).expand(-1, data.shape[1], 1),
-                                  "nvfp4", index, BF16)  # fmt: skip
+    outer = outer.view(-1, 1, 1).expand(-1, data.shape[1], 1)
+    spec = f"{format or 'plain'} @ nvfp4, gathered -> bfloat16"
+    return ops.scaled_mm(*a, data, scales, outer, spec, index=index)
 
 
 # ---------------------------------------------------------------- tokens

@@ -25,6 +25,7 @@ from benchmarks.linear import ROTATED_BYTES, activations, weight
 from fp4compile.formats import formats
 from fp4compile.formats.layouts import ceil_div
 from fp4compile.formats.operand import Arguments, Operand
+from fp4compile.formats.product_spec import OperandSpec, ProductSpec
 from fp4compile.hardware import Target
 from fp4compile.ops.quantize import quantize_kernels
 from fp4compile.templates import choose
@@ -37,8 +38,8 @@ from fp4compile.templates.gemm.heuristics import (
 )
 from fp4compile.templates.gemm.wgmma_launches_sm90 import WgmmaConfig, with_shared_memory
 from fp4compile.templates.gemm.wgmma_sm90 import needed_bytes as wgmma_bytes
-from fp4compile.templates.multiply import multiply, scaled_mm_group
-from fp4compile.templates.problem import OperandType, Problem
+from fp4compile.templates.multiply import multiply, multiply_together
+from fp4compile.templates.problem import Problem
 
 # N of each weight, K: of Llama-3-8B, and the largest of Llama-3-70B.
 PRODUCTS = {
@@ -80,8 +81,8 @@ def main() -> None:
 
 
 def problem(m: int, n: int, k: int) -> Problem:
-    plain, packed = OperandType(None, torch.bfloat16), OperandType(NVFP4, NVFP4.data_dtype, outer="tensor")
-    return Problem(plain, packed, m, n, k, torch.bfloat16, H200)
+    plain, packed = OperandSpec(None, torch.bfloat16), OperandSpec(NVFP4, NVFP4.data_dtype, outer="tensor")
+    return Problem(ProductSpec(plain, packed, torch.bfloat16), m, n, k, H200)
 
 
 def launches(m: int, n: int, k: int) -> list[Config]:
@@ -124,9 +125,8 @@ def computes(m: int, k: int, config: Config):
 
 def product(x: torch.Tensor, weights: list[Operand]) -> list[torch.Tensor]:
     """Of activations [m, k] and packed weights, in one launch where there are several."""
-    if len(weights) > 1:
-        return scaled_mm_group(Operand(x), [(w, None) for w in weights], x.dtype)
-    return [multiply(Arguments.of(Operand(x), weights[0], None, x.dtype))]
+    products = [Arguments.of(Operand(x), w, None, x.dtype) for w in weights]
+    return multiply_together(products) if len(products) > 1 else [multiply(products[0])]
 
 
 def packed(sizes: tuple[int, ...], k: int) -> list[Operand]:

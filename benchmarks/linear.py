@@ -25,6 +25,7 @@ SHAPES = [(8192, 8192), (4096, 4096), (1024, 4096), (14336, 4096), (4096, 14336)
 # Products of the same activations in Llama-3-8B: N of each, K.
 TOGETHER = {"q, k, v": ((4096, 1024, 1024), 4096), "gate, up": ((14336, 14336), 4096)}
 ROTATED_BYTES = 240_000_000  # four times the L2 cache
+WEIGHT_ONLY = "plain @ nvfp4 -> bfloat16"
 
 
 def main() -> None:
@@ -61,11 +62,11 @@ def _together(name: str, m: int, replays: int) -> dict:
     packed = [[ops.quantize(weight(n, k), "nvfp4") for n in sizes] for _ in range(copies)]
 
     def apart(weights):
-        return [ops.scaled_mm(x, None, None, None, *w, "nvfp4", None, torch.bfloat16) for w in weights]
+        return [ops.scaled_mm(x, None, None, *w, WEIGHT_ONLY) for w in weights]
 
     def in_one(weights):
         own = map(list, zip(*weights, strict=True))
-        return ops.scaled_mm_horizontal(x, None, None, None, *own, "nvfp4", [], torch.bfloat16)
+        return ops.scaled_mm_results(x, None, None, *own, WEIGHT_ONLY)
 
     times = graph_times([[partial(how, weights) for weights in packed] for how in (apart, in_one)], replays)
     return {"products": name, "M": m, "apart us": times[0], "in one launch us": times[1]}
@@ -97,26 +98,26 @@ def _packed(n, k):
 def _weight_only(m, n, k):
     x = activations(m, k)
     product = torch.ops.fp4compile.scaled_mm
-    return [lambda w=w: product(x, None, None, None, *w, "nvfp4", None, torch.bfloat16) for w in _packed(n, k)]
+    return [lambda w=w: product(x, None, None, *w, WEIGHT_ONLY) for w in _packed(n, k)]
 
 
 def _expanded(x):
-    """(values, no block scales, outer scale, no format): quantised activations as a compiled graph multiplies them."""
+    """(values, no block scales, outer scale): quantised activations as a compiled graph multiplies them."""
     values, outer = torch.ops.fp4compile.quantize(x, "nvfp4", values=[-1])[::2]
-    return values, None, outer, None
+    return values, None, outer
 
 
 def _w4a4(m, n, k):
     x = activations(m, k)
     product = torch.ops.fp4compile.scaled_mm
-    return [lambda w=w: product(*_expanded(x), *w, "nvfp4", None, torch.bfloat16) for w in _packed(n, k)]
+    return [lambda w=w: product(*_expanded(x), *w, WEIGHT_ONLY) for w in _packed(n, k)]
 
 
 def _w4a4_product(m, n, k):
     """Without the activations' quantisation."""
     x = _expanded(activations(m, k))
     product = torch.ops.fp4compile.scaled_mm
-    return [lambda w=w: product(*x, *w, "nvfp4", None, torch.bfloat16) for w in _packed(n, k)]
+    return [lambda w=w: product(*x, *w, WEIGHT_ONLY) for w in _packed(n, k)]
 
 
 def _torchao(m, n, k):

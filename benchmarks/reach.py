@@ -45,7 +45,7 @@ from fp4compile import hardware, templates
 from fp4compile.analysis.graph import Quantise, quantise_of, scaled_mm_of
 from fp4compile.formats.quantize_spec import ROWS, QuantizeSpec
 from fp4compile.hardware import Gpu
-from fp4compile.ops.matmul import SCALED_GROUPED_MM, SCALED_MM
+from fp4compile.ops.matmul import SCALED_MM
 from fp4compile.ops.quantize import QUANTIZE
 from fp4compile.passes import fuse_prologue, hoist, manager
 from fp4compile.recipe import Recipe
@@ -139,7 +139,7 @@ def note(graph: Graph, gpu: Gpu, seen: Seen) -> None:
     for node in graph.nodes:
         if getattr(node.target, "namespace", "") == "fp4compile":
             seen.ops[node.target._opname] += 1
-        if node.target in (SCALED_MM, SCALED_GROUPED_MM):
+        if node.target is SCALED_MM and "index" not in node.kwargs:
             choice = scaled_mm_of(node).choice
             seen.products["PyTorch" if choice is None else choice.kernel] += 1
         elif node.target is QUANTIZE and quantise_of(node).prologue:

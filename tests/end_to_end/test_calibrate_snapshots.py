@@ -29,7 +29,7 @@ class Snapshots(TestCase):
             "\n".join([*recorder.graphs, *kernels]),
             """\
 quantize_default = fp4compile.quantize(arg2_1, nvfp4, [-1], outer=full_default_1)
-scaled_mm_default: float32[4, 48] = fp4compile.scaled_mm(getitem, getitem_1, full_default_1, nvfp4, packed_0, packed_1, packed_2, nvfp4, arg1_1, torch.float32)
+scaled_mm_default: float32[4, 48] = fp4compile.scaled_mm(getitem, getitem_1, full_default_1, packed_0, packed_1, packed_2, nvfp4 @ nvfp4 -> float32, bias=arg1_1)
 return scaled_mm_default: float32[4, 48]
 quantize_rows, dequant_operand, split_k_reduction
 tensor_amax, quantize_rows, dequant_operand, split_k_reduction""",

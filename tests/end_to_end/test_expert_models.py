@@ -10,9 +10,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 import fp4compile
 from fp4compile.analysis.find import find
 from fp4compile.analysis.flops import count
-from fp4compile.analysis.graph import quantise_of
+from fp4compile.analysis.graph import PRODUCTS, quantise_of
 from fp4compile.hardware import Target
-from fp4compile.ops.matmul import SCALED_GROUPED_MM, SCALED_MM_QUANTIZED
 from fp4compile.ops.quantize import LAY_OUT_SCALES, QUANTIZE
 from fp4compile.passes import quantize_before_index
 from fp4compile.passes.lib.notes import fused, product_of
@@ -94,7 +93,7 @@ def test_weights_in_float32_train_as_by_hand(autocast):
     """transformers' own operators multiply these, and read the sizes of the groups on the host."""
     decisions = assert_trains_as_by_hand("Mixtral", torch.float32, autocast)
     operators = {str(node.target) for graph in {d.gemm.node.graph for d in decisions} for node in graph.nodes}
-    assert "fp4compile.scaled_grouped_mm.default" in operators
+    assert "fp4compile.scaled_mm.default" in operators
     assert not {name for name in operators if "fallback" in name}
 
 
@@ -222,8 +221,8 @@ def test_tokens_are_quantised_once_for_all_their_experts(sm, recipe, before, aft
     if sm == 90:
         fp4compile.pack_(model, recipe)
     found = [_graph_on(sm, model, recipe, without) for without in (("quantize_before_index",), ())]
-    ops = SCALED_GROUPED_MM, SCALED_MM_QUANTIZED
-    products = [next(node for node in graph.nodes if node.target in ops) for _, graph in found]
+    products = [next(node for node in graph.nodes if node.target in PRODUCTS and "offs" in node.kwargs)
+                for _, graph in found]  # fmt: skip
     assert [*map(_chain_to, products)] == [before, after]
     laid_out = [graph.find_nodes(op="call_function", target=LAY_OUT_SCALES) for _, graph in found]
     assert [*map(len, laid_out)] == [0, sm == 100]

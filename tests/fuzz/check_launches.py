@@ -4,6 +4,7 @@ Entries: `kernels_of(launched)`, `difference(launched, kernel)`.
 """
 
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 from unittest import mock
 
@@ -16,26 +17,16 @@ from fp4compile.formats.operand import Arguments, Operand
 from fp4compile.formats.steps import REDUCTIONS
 from fp4compile.hardware import Target
 from fp4compile.ops.define import KERNELS
-from fp4compile.ops.matmul import (
-    SCALED_GROUPED_MM,
-    SCALED_MM,
-    SCALED_MM_AMAX,
-    SCALED_MM_GATHERED,
-    SCALED_MM_HORIZONTAL,
-    SCALED_MM_QUANTIZED,
-    operand,
-)
+from fp4compile.ops.matmul import SCALED_MM, SCALED_MM_RESULTS, arguments, arguments_of_each
 from fp4compile.ops.quantize import QUANTIZE
 from fp4compile.templates import choose
-from fp4compile.templates.problem import problem_of
-from tests.helpers.arguments import of_groups
+from fp4compile.templates.problem import Problem, problem_of
 from tests.helpers.foreign import embedded, poisoned_outputs, same_bits
 
 # Kernels of products that Triton's interpreter runs; the others are inline PTX.
 DENSE = ("dequant_tiles", "block_scaled_sm100", "skinny_block_scaled_sm100")
 GROUPED = ("dequant_tiles", "dequant_operand", "grouped_block_scaled_sm100")
 NATIVE = Target(100)  # what kernels for SM100 serve, whichever GPU the graph is for
-_DENSE_OPS = (SCALED_MM, SCALED_MM_HORIZONTAL)
 # Steps that two libraries compute with other last bits, or in another order.
 INEXACT = {*REDUCTIONS, "exp", "silu", "sigmoid", "erf", "tanh", "rsqrt", "div"}
 
@@ -53,6 +44,13 @@ class Launched:
     def name(self) -> str:
         return self.op._schema.name.split("::")[1]
 
+    @cached_property
+    def products(self) -> list[Arguments]:
+        """The products that a call computes; none where the op is another one."""
+        if self.op is SCALED_MM_RESULTS:
+            return arguments_of_each(*self.args, **self.kwargs)
+        return [arguments(*self.args, **self.kwargs)] if self.op is SCALED_MM else []
+
     @property
     def kind(self) -> str:
         """What a call does, in words: the op, then options of `quantize` that change the kernels, or the epilogue."""
@@ -61,8 +59,11 @@ class Launched:
             dims = self.argument("dim")
             words += ["both"] * (len(dims) == 2) + ["columns"] * (list(dims) == [-2])
             words += [name for name in ("offs", "each_matrix", "values", "prologue") if _given(self.argument(name))]
-        words += ["offs"] * (self.op is SCALED_MM_QUANTIZED and _given(self.argument("offs")))
-        return " ".join(words + ["epilogue"] * bool(self.argument("epilogue")))
+        if self.products:
+            x, epilogue = self.products[0], self.products[0].spec.epilogue
+            words += ["offs"] * (x.offs is not None) + ["several"] * (len(self.products) > 1)
+            words += [] if epilogue is None else [*(epilogue.end or "").split()[:1], "epilogue"]
+        return " ".join(words)
 
     @property
     def signature(self) -> tuple:
@@ -94,13 +95,15 @@ def _given(argument: Any) -> bool:
 
 def kernels_of(launched: Launched) -> list[str]:
     """The kernels that can serve a call and that the interpreter runs; [""] for an op that has its own kernels."""
-    if launched.op in _DENSE_OPS:
-        return _dense_kernels(launched)
-    if launched.op is SCALED_GROUPED_MM:
-        return _grouped_kernels(launched)
-    if launched.op in (SCALED_MM_QUANTIZED, SCALED_MM_AMAX):
-        return _quantizing_kernels(launched)
-    return [] if launched.op is SCALED_MM_GATHERED else [""]  # its kernel is inline PTX
+    if not launched.products:
+        return [""]
+    x = launched.products[0]
+    problem = problem_of(x, NATIVE)
+    if problem.empty or x.index is not None or (x.a.format is None and x.b.format is None):
+        return []  # of an index, the kernel is inline PTX
+    if x.spec.results > 1:
+        return _quantizing_kernels(problem)
+    return _dense_kernels(problem) if x.offs is None else _grouped_kernels(problem)
 
 
 def difference(launched: Launched, kernel: str) -> str | None:
@@ -110,7 +113,8 @@ def difference(launched: Launched, kernel: str) -> str | None:
         return _codes_differ(launched, launched.by_kernels(), expected)
     always = dict.fromkeys(("serves", "quantizes", "finds_amax"), lambda problem: True)
     with mock.patch.object(choose, "REGISTRY", (replace(choose.named(kernel), **always),)):
-        differ = {SCALED_MM_QUANTIZED: _codes_differ, SCALED_MM_AMAX: _amax_differs}.get(launched.op, _products_differ)
+        spec = launched.products[0].spec
+        differ = _codes_differ if spec.result is not None else _amax_differs if spec.amax else _products_differ
         return differ(launched, launched.by_kernels(), expected)
 
 
@@ -118,7 +122,7 @@ def difference(launched: Launched, kernel: str) -> str | None:
 
 
 def _codes_differ(launched: Launched, got: list[torch.Tensor], expected: list[torch.Tensor]) -> str | None:
-    exact = launched.op is not SCALED_MM_QUANTIZED  # sums in another order
+    exact = not launched.products  # sums in another order
     exact = exact and not any(step.split()[0] in INEXACT for step in launched.argument("prologue") or ())
     offs, rows = launched.argument("offs"), None
     if offs is not None:  # rows of no group are as they were in memory
@@ -161,46 +165,20 @@ def _described(one: torch.Tensor, other: torch.Tensor) -> str:
 # ---------------------------------------------------------------- products
 
 
-def _dense_kernels(launched: Launched) -> list[str]:
+def _dense_kernels(problem: Problem) -> list[str]:
     """The kernels of the interpreter that serve a product, or each of those in one launch."""
-    a, b = _operands(launched)
-    if a.format is None and b.format is None:
-        return []
-    fused = bool(launched.argument("epilogue"))
-    bias = launched.argument("bias")
-    bias = bias[0] if isinstance(bias, (list, tuple)) and bias else bias
-    bias, out_dtype = bias if isinstance(bias, torch.Tensor) else None, launched.argument("out_dtype")
-    problem = replace(problem_of(Arguments.of(a, b, bias, out_dtype), NATIVE), epilogue=fused)
-    if problem.empty:
-        return []
     serving = [name for name in DENSE if choose.named(name).tier == "emulated" or choose.named(name).serves(problem)]
-    return [name for name in serving if not fused or choose.named(name).takes_epilogue(problem)]
+    return [name for name in serving if problem.spec.epilogue is None or choose.named(name).takes_epilogue(problem)]
 
 
-def _quantizing_kernels(launched: Launched) -> list[str]:
-    arguments = Arguments.of(*_operands(launched), None, launched.argument("out_dtype"), offs=launched.argument("offs"))
-    problem = replace(problem_of(arguments, NATIVE), epilogue=True)
-    kernel = choose.named("block_scaled_sm100" if arguments.offs is None else "grouped_block_scaled_sm100")
-    serves = kernel.serves(problem) and (launched.op is SCALED_MM_QUANTIZED or kernel.finds_amax(problem))
-    return [] if problem.empty or not serves else [kernel.name]
+def _quantizing_kernels(problem: Problem) -> list[str]:
+    kernel = choose.named("grouped_block_scaled_sm100" if problem.ragged else "block_scaled_sm100")
+    serves = kernel.serves(problem) and (not problem.spec.amax or kernel.finds_amax(problem))
+    return [kernel.name] if serves else []
 
 
-def _grouped_kernels(launched: Launched) -> list[str]:
-    arguments = (launched.argument(name) for name in ("offs", "rows", "out_dtype"))
-    problem = problem_of(of_groups(*_operands(launched), *arguments), NATIVE)
-    if problem.empty or (problem.a.format is None and problem.b.format is None):
-        return []
+def _grouped_kernels(problem: Problem) -> list[str]:
     return [name for name in GROUPED if name == "grouped_dequant_tiles" or choose.named(name).serves(problem)]
-
-
-def _operands(launched: Launched) -> tuple[Operand, Operand]:
-    """A and B; of several B the first."""
-    found = []
-    for name in ("a", "b"):
-        tensors = [launched.argument(name + end) for end in ("", "_scales", "_outer")]
-        tensors = [(x[0] if x else None) if isinstance(x, (list, tuple)) else x for x in tensors]
-        found.append(operand(*tensors, launched.argument(f"{name}_format")))
-    return found[0], found[1]
 
 
 def _products_differ(launched: Launched, got: list[torch.Tensor], expected: list[torch.Tensor]) -> str | None:
@@ -233,13 +211,10 @@ def _rounding(launched: Launched, i: int, expected: torch.Tensor) -> torch.Tenso
     """
     eps = torch.finfo(expected.dtype).eps
     plain = expected.double().nan_to_num(0, 0, 0).abs()
-    if launched.op is SCALED_GROUPED_MM or launched.argument("epilogue"):
+    x = launched.products[i]
+    if x.offs is not None or x.spec.epilogue is not None:
         return 4 * eps * plain + 2.0**-16 * plain.amax(-1, keepdim=True) + eps * plain.amax() / 4 + 1e-30
-    a, b = _operands(launched)
-    tensors = [launched.argument(name) for name in ("b", "b_scales", "b_outer")]
-    if isinstance(tensors[0], (list, tuple)):
-        b = operand(*(x[i] if x else None for x in tensors), launched.argument("b_format"))
-    left, right = (_values(x).abs().nan_to_num(0, 0, 0) for x in (a, b))
+    left, right = (_values(x).abs().nan_to_num(0, 0, 0) for x in (x.a, x.b))
     k = min(left.shape[-1], right.shape[-1])
     sums = left[..., :k] @ right[..., :k].transpose(-2, -1)
     return (k + 8) * 2.0**-24 * (sums + plain) + eps * plain + 1e-30

@@ -120,7 +120,7 @@ _ONE_OF = {("quantize", ""): 10, ("scaled_mm", "dequant_tiles"): 10, ("scaled_mm
 
 def _of_columns(least: int, problem: Problem) -> bool:
     """Whether `dequant_operand` can compute a product of at least so many columns."""
-    single = problem.ragged is None and problem.batches == 1
+    single = not problem.ragged and problem.batches == 1
     return single and problem.compute != "fp32" and statically_true(problem.n >= least)
 
 

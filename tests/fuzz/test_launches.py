@@ -38,8 +38,8 @@ def test_random_launches(fuzz):
     assert "0 findings" in experts
     # Every kind of op that the interpreter can run is met.
     for name in ("quantize prologue", "quantize both", "quantize columns", "quantize values", "quantize offs",
-                 "quantize each_matrix", "scaled_mm epilogue", "scaled_mm_horizontal", "scaled_grouped_mm",
-                 "scaled_mm_quantized epilogue", "scaled_mm_quantized offs", "scaled_mm_amax", "block_scaled_sm100",
+                 "quantize each_matrix", "scaled_mm epilogue", "scaled_mm_results several", "scaled_mm offs",
+                 "scaled_mm_results quantize", "scaled_mm_results offs quantize", "amax epilogue", "block_scaled_sm100",
                  "dequant_tiles", "lay_out_scales"):  # fmt: skip
         assert name in told + rare + amaxes + experts
 

@@ -2,7 +2,7 @@
 
 from fp4compile.formats import formats
 from fp4compile.formats.operand import Arguments, Operand
-from fp4compile.ops.matmul import SCALED_MM
+from fp4compile.ops.matmul import SCALED_MM, SCALED_MM_RESULTS
 from fp4compile.templates import multiply
 
 
@@ -15,10 +15,18 @@ def operand(x):
     return Operand(*x[:3], None if x[3] is None else formats.get(x[3]))
 
 
-def times(a, b, op=SCALED_MM, **options):
-    """What an op computes of two operands, each (data, scales, outer, name of the format). options: of `Arguments`."""
-    args, given = Arguments.of(operand(a), operand(b), **options).call
-    return op(*args, **given)
+def call(x):
+    """What the op of a product returns: `scaled_mm`, or `scaled_mm_results` where it has several results."""
+    (*operands, spec), options = x.call
+    if x.spec.results == 1:
+        return SCALED_MM(*operands, spec, **options)
+    options |= {"bias": [x.bias]} if x.bias is not None else {}
+    return SCALED_MM_RESULTS(*of_one(operands[:3], operands[3:], spec), **options)
+
+
+def times(a, b, **options):
+    """The product, by its op, of operands (data, scales, outer, name of the format). options: of `Arguments.of`."""
+    return call(Arguments.of(operand(a), operand(b), **options))
 
 
 def of_one(a, b, spec):

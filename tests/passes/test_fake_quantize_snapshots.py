@@ -38,17 +38,17 @@ class Snapshots(TestCase):
             before_and_after(quantised_each, 64, 24, 24),
             """\
 quantize = fp4compile.quantize(view_1, nvfp4)
-scaled_mm: bfloat16[1, 64] = fp4compile.scaled_mm(getitem, getitem_1, getitem_2, nvfp4, arg1_1, arg2_1, arg3_1, nvfp4, None, torch.bfloat16)
+scaled_mm: bfloat16[1, 64] = fp4compile.scaled_mm(getitem, getitem_1, getitem_2, arg1_1, arg2_1, arg3_1, nvfp4 @ nvfp4 -> bfloat16)
 quantize_1 = fp4compile.quantize(view_3, nvfp4)
-scaled_mm_1: bfloat16[1, 24] = fp4compile.scaled_mm(getitem_3, getitem_4, getitem_5, nvfp4, arg4_1, arg5_1, arg6_1, nvfp4, None, torch.bfloat16)
+scaled_mm_1: bfloat16[1, 24] = fp4compile.scaled_mm(getitem_3, getitem_4, getitem_5, arg4_1, arg5_1, arg6_1, nvfp4 @ nvfp4 -> bfloat16)
 quantize_2 = fp4compile.quantize(view_5, nvfp4)
-scaled_mm_2: bfloat16[1, 24] = fp4compile.scaled_mm(getitem_6, getitem_7, getitem_8, nvfp4, arg7_1, arg8_1, arg9_1, nvfp4, None, torch.bfloat16)
+scaled_mm_2: bfloat16[1, 24] = fp4compile.scaled_mm(getitem_6, getitem_7, getitem_8, arg7_1, arg8_1, arg9_1, nvfp4 @ nvfp4 -> bfloat16)
 return scaled_mm: bfloat16[1, 64], scaled_mm_1: bfloat16[1, 24], scaled_mm_2: bfloat16[1, 24]
 ---
 quantize_default = fp4compile.quantize(view_1, nvfp4, [-1], values=[-1])
-scaled_mm: bfloat16[1, 64] = fp4compile.scaled_mm(getitem_9, None, getitem_11, None, arg1_1, arg2_1, arg3_1, nvfp4, None, torch.bfloat16)
-scaled_mm_1: bfloat16[1, 24] = fp4compile.scaled_mm(getitem_9, None, getitem_11, None, arg4_1, arg5_1, arg6_1, nvfp4, None, torch.bfloat16)
-scaled_mm_2: bfloat16[1, 24] = fp4compile.scaled_mm(getitem_9, None, getitem_11, None, arg7_1, arg8_1, arg9_1, nvfp4, None, torch.bfloat16)
+scaled_mm: bfloat16[1, 64] = fp4compile.scaled_mm(getitem_9, getitem_11, arg1_1, arg2_1, arg3_1, plain @ nvfp4 -> bfloat16)
+scaled_mm_1: bfloat16[1, 24] = fp4compile.scaled_mm(getitem_9, getitem_11, arg4_1, arg5_1, arg6_1, plain @ nvfp4 -> bfloat16)
+scaled_mm_2: bfloat16[1, 24] = fp4compile.scaled_mm(getitem_9, getitem_11, arg7_1, arg8_1, arg9_1, plain @ nvfp4 -> bfloat16)
 return scaled_mm: bfloat16[1, 64], scaled_mm_1: bfloat16[1, 24], scaled_mm_2: bfloat16[1, 24]""",
         )
 
@@ -57,11 +57,11 @@ return scaled_mm: bfloat16[1, 64], scaled_mm_1: bfloat16[1, 24], scaled_mm_2: bf
             before_and_after(multiplied(given=True), 64),
             """\
 quantize = fp4compile.quantize(arg0_1, nvfp4, outer=new_full)
-scaled_mm: bfloat16[1, 64] = fp4compile.scaled_mm(getitem, getitem_1, new_full, nvfp4, arg1_1, arg2_1, arg3_1, nvfp4, None, torch.bfloat16)
+scaled_mm: bfloat16[1, 64] = fp4compile.scaled_mm(getitem, getitem_1, new_full, arg1_1, arg2_1, arg3_1, nvfp4 @ nvfp4 -> bfloat16)
 return scaled_mm: bfloat16[1, 64]
 ---
 quantize_default = fp4compile.quantize(arg0_1, nvfp4, [-1], outer=new_full, values=[-1])
-scaled_mm: bfloat16[1, 64] = fp4compile.scaled_mm(getitem_3, None, new_full, None, arg1_1, arg2_1, arg3_1, nvfp4, None, torch.bfloat16)
+scaled_mm: bfloat16[1, 64] = fp4compile.scaled_mm(getitem_3, new_full, arg1_1, arg2_1, arg3_1, plain @ nvfp4 -> bfloat16)
 return scaled_mm: bfloat16[1, 64]""",
         )
 
@@ -70,11 +70,11 @@ return scaled_mm: bfloat16[1, 64]""",
             before_and_after(outer_kept, 64),
             """\
 quantize = fp4compile.quantize(arg0_1, nvfp4)
-scaled_mm: bfloat16[1, 64] = fp4compile.scaled_mm(getitem, getitem_1, getitem_2, nvfp4, arg1_1, arg2_1, arg3_1, nvfp4, None, torch.bfloat16)
+scaled_mm: bfloat16[1, 64] = fp4compile.scaled_mm(getitem, getitem_1, getitem_2, arg1_1, arg2_1, arg3_1, nvfp4 @ nvfp4 -> bfloat16)
 return scaled_mm: bfloat16[1, 64], mul: float32[]
 ---
 quantize_default = fp4compile.quantize(arg0_1, nvfp4, [-1], values=[-1])
-scaled_mm: bfloat16[1, 64] = fp4compile.scaled_mm(getitem_3, None, getitem_5, None, arg1_1, arg2_1, arg3_1, nvfp4, None, torch.bfloat16)
+scaled_mm: bfloat16[1, 64] = fp4compile.scaled_mm(getitem_3, getitem_5, arg1_1, arg2_1, arg3_1, plain @ nvfp4 -> bfloat16)
 return scaled_mm: bfloat16[1, 64], mul: float32[]""",
         )
 

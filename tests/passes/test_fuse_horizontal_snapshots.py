@@ -23,12 +23,12 @@ class Snapshots(TestCase):
         self.assertExpectedInline(
             before_and_after(users_between),
             """\
-scaled_mm: bfloat16[1, 64] = fp4compile.scaled_mm(arg0_1, None, None, None, arg1_1, arg2_1, arg3_1, nvfp4, None, torch.bfloat16)
-scaled_mm_1: bfloat16[1, 24] = fp4compile.scaled_mm(arg0_1, None, None, None, arg4_1, arg5_1, arg6_1, nvfp4, None, torch.bfloat16)
-scaled_mm_2: bfloat16[1, 24] = fp4compile.scaled_mm(arg0_1, None, None, None, arg7_1, arg8_1, arg9_1, nvfp4, None, torch.bfloat16)
+scaled_mm: bfloat16[1, 64] = fp4compile.scaled_mm(arg0_1, arg1_1, arg2_1, arg3_1, plain @ nvfp4 -> bfloat16)
+scaled_mm_1: bfloat16[1, 24] = fp4compile.scaled_mm(arg0_1, arg4_1, arg5_1, arg6_1, plain @ nvfp4 -> bfloat16)
+scaled_mm_2: bfloat16[1, 24] = fp4compile.scaled_mm(arg0_1, arg7_1, arg8_1, arg9_1, plain @ nvfp4 -> bfloat16)
 return add: bfloat16[1, 64]
 ---
-scaled_mm_horizontal_default = fp4compile.scaled_mm_horizontal(arg0_1, None, None, None, [arg1_1, arg4_1, arg7_1], [arg2_1, arg5_1, arg8_1], [arg3_1, arg6_1, arg9_1], nvfp4, [], torch.bfloat16)
+scaled_mm_results_default = fp4compile.scaled_mm_results(arg0_1, [arg1_1, arg4_1, arg7_1], [arg2_1, arg5_1, arg8_1], [arg3_1, arg6_1, arg9_1], plain @ nvfp4 -> bfloat16)
 return add: bfloat16[1, 64]""",
         )
 
@@ -36,12 +36,12 @@ return add: bfloat16[1, 64]""",
         self.assertExpectedInline(
             before_and_after(made_late),
             """\
-scaled_mm: bfloat16[1, 64] = fp4compile.scaled_mm(arg0_1, None, None, None, arg1_1, arg2_1, arg3_1, nvfp4, None, torch.bfloat16)
-scaled_mm_1: bfloat16[1, 24] = fp4compile.scaled_mm(arg0_1, None, None, None, arg4_1, arg5_1, mul, nvfp4, None, torch.bfloat16)
-scaled_mm_2: bfloat16[1, 24] = fp4compile.scaled_mm(arg0_1, None, None, None, arg7_1, arg8_1, exp, nvfp4, None, torch.bfloat16)
+scaled_mm: bfloat16[1, 64] = fp4compile.scaled_mm(arg0_1, arg1_1, arg2_1, arg3_1, plain @ nvfp4 -> bfloat16)
+scaled_mm_1: bfloat16[1, 24] = fp4compile.scaled_mm(arg0_1, arg4_1, arg5_1, mul, plain @ nvfp4 -> bfloat16)
+scaled_mm_2: bfloat16[1, 24] = fp4compile.scaled_mm(arg0_1, arg7_1, arg8_1, exp, plain @ nvfp4 -> bfloat16)
 return scaled_mm: bfloat16[1, 64], scaled_mm_1: bfloat16[1, 24], scaled_mm_2: bfloat16[1, 24]
 ---
-scaled_mm_horizontal_default = fp4compile.scaled_mm_horizontal(arg0_1, None, None, None, [arg1_1, arg4_1, arg7_1], [arg2_1, arg5_1, arg8_1], [arg3_1, mul, exp], nvfp4, [], torch.bfloat16)
+scaled_mm_results_default = fp4compile.scaled_mm_results(arg0_1, [arg1_1, arg4_1, arg7_1], [arg2_1, arg5_1, arg8_1], [arg3_1, mul, exp], plain @ nvfp4 -> bfloat16)
 return getitem: bfloat16[1, 64], getitem_1: bfloat16[1, 24], getitem_2: bfloat16[1, 24]""",
         )
 
@@ -50,14 +50,14 @@ return getitem: bfloat16[1, 64], getitem_1: bfloat16[1, 24], getitem_2: bfloat16
             before_and_after(quantised_each),
             """\
 quantize = fp4compile.quantize(view_1, nvfp4)
-scaled_mm: bfloat16[1, 64] = fp4compile.scaled_mm(getitem, getitem_1, getitem_2, nvfp4, arg1_1, arg2_1, arg3_1, nvfp4, None, torch.bfloat16)
+scaled_mm: bfloat16[1, 64] = fp4compile.scaled_mm(getitem, getitem_1, getitem_2, arg1_1, arg2_1, arg3_1, nvfp4 @ nvfp4 -> bfloat16)
 quantize_1 = fp4compile.quantize(view_3, nvfp4)
-scaled_mm_1: bfloat16[1, 24] = fp4compile.scaled_mm(getitem_3, getitem_4, getitem_5, nvfp4, arg4_1, arg5_1, arg6_1, nvfp4, None, torch.bfloat16)
+scaled_mm_1: bfloat16[1, 24] = fp4compile.scaled_mm(getitem_3, getitem_4, getitem_5, arg4_1, arg5_1, arg6_1, nvfp4 @ nvfp4 -> bfloat16)
 quantize_2 = fp4compile.quantize(view_5, nvfp4)
-scaled_mm_2: bfloat16[1, 24] = fp4compile.scaled_mm(getitem_6, getitem_7, getitem_8, nvfp4, arg7_1, arg8_1, arg9_1, nvfp4, None, torch.bfloat16)
+scaled_mm_2: bfloat16[1, 24] = fp4compile.scaled_mm(getitem_6, getitem_7, getitem_8, arg7_1, arg8_1, arg9_1, nvfp4 @ nvfp4 -> bfloat16)
 return scaled_mm: bfloat16[1, 64], scaled_mm_1: bfloat16[1, 24], scaled_mm_2: bfloat16[1, 24]
 ---
 quantize = fp4compile.quantize(view_1, nvfp4)
-scaled_mm_horizontal_default = fp4compile.scaled_mm_horizontal(getitem, getitem_1, getitem_2, nvfp4, [arg1_1, arg4_1, arg7_1], [arg2_1, arg5_1, arg8_1], [arg3_1, arg6_1, arg9_1], nvfp4, [], torch.bfloat16)
+scaled_mm_results_default = fp4compile.scaled_mm_results(getitem, getitem_1, getitem_2, [arg1_1, arg4_1, arg7_1], [arg2_1, arg5_1, arg8_1], [arg3_1, arg6_1, arg9_1], nvfp4 @ nvfp4 -> bfloat16)
 return getitem_9: bfloat16[1, 64], getitem_10: bfloat16[1, 24], getitem_11: bfloat16[1, 24]""",
         )

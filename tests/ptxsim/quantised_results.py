@@ -12,10 +12,10 @@ from fp4compile.check.products import Product, exact_arguments
 from fp4compile.check.simulator import LaunchSimulator
 from fp4compile.check.values import BF16, same_bits
 from fp4compile.formats.epilogue import AMAX, Epilogue
-from fp4compile.ops.matmul import SCALED_MM_AMAX, SCALED_MM_QUANTIZED
 from fp4compile.templates.choose import choose
 from fp4compile.templates.multiply import results
 from fp4compile.templates.problem import problem_of
+from tests.helpers.arguments import call
 
 # Of columns that are not there, the first makes 1: they must not count.
 STEPS = {
@@ -37,18 +37,17 @@ def differences(product: Product, simulator: LaunchSimulator, sizes: Sequence[in
     if x.offs is None and x.b.outer is not None and x.b.outer.dim() == 1:
         x = replace(x, b=replace(x.b, outer=torch.tensor([0.5, 0, 0, 4.0])[::3]))
     steps = [*STEPS[product.epilogue], AMAX if product.result == AMAX else f"quantize {product.result}"]
-    x = replace(x, epilogue=Epilogue.parse(steps, BF16, BF16))
+    x = x.but(epilogue=Epilogue.parse(steps, BF16, BF16))
     if sizes is not None:
         x = replace(x, offs=torch.tensor(sizes).cumsum(0).to(torch.int32))
     with simulator.running():
         found = results(x, choose(problem_of(x, simulator.target), product.kernel or None))
-    arguments = *x.a.in_schema, *x.b.in_schema, None, BF16, x.auxiliaries, steps, BF16
+    expected = call(x)
     if product.result == AMAX:
-        expected = SCALED_MM_AMAX(*arguments, offs=x.offs)
         if x.offs is None:  # which of the maxima is the largest depends on the device
             found, expected = ([one[0], one[1].amax()] for one in (found, expected))
         return same_bits([*found, torch.empty(0)], [*expected, torch.empty(0)])
-    (data, scales), expected = found, SCALED_MM_QUANTIZED(*arguments, outer=x.result_outer, offs=x.offs)
+    data, scales = found
     end = None if x.offs is None else int(x.offs[-1])  # codes of rows of no group mean nothing
     assert [one.shape for one in (data, scales)] == [one.shape for one in expected]
     return same_bits([data[:end], scales, torch.empty(0)], [expected[0][:end], expected[1], torch.empty(0)])

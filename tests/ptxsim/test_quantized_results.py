@@ -11,7 +11,7 @@ from fp4compile.check.values import BF16, same_bits
 from fp4compile.formats import formats, reference
 from fp4compile.formats.epilogue import AMAX, Epilogue
 from fp4compile.hardware import Target
-from fp4compile.templates.multiply import multiply_amax, multiply_quantized
+from fp4compile.templates.multiply import results
 from ptxsim.run import Schedule
 from tests.helpers.hard_inputs import stacked
 from tests.ptxsim.quantised_results import differences
@@ -51,7 +51,7 @@ def test_an_amax():
     x = exact_arguments(Product("nvfp4", "nvfp4", 144, 256, 256, epilogue="pair", result="amax"))
     outers = torch.zeros(8)[::4]
     outers.copy_(torch.tensor([0.5, 4.0]))
-    x = replace(x, b=replace(x.b, outer=outers), epilogue=Epilogue.parse(["mul product pair", "amax"], BF16, BF16))
+    x = x.but(b=replace(x.b, outer=outers), epilogue=Epilogue.parse(["mul product pair", "amax"], BF16, BF16))
     simulator = LaunchSimulator(Target(100, 2), Schedule(1))
     with simulator.running():
         assert amax_differences(x) == []
@@ -59,7 +59,7 @@ def test_an_amax():
     value[-1, -1] = torch.nan
     x = exact_arguments(Product("nvfp4", "nvfp4", 144, 128, 256, result="amax"))
     with simulator.running():
-        _, maxima = multiply_amax(replace(x, epilogue=Epilogue.parse(steps, BF16, BF16), auxiliaries=[value]))
+        _, maxima = results(x.but(epilogue=Epilogue.parse(steps, BF16, BF16), auxiliaries=[value]))
     assert maxima.isnan().sum() == 1 and maxima.nan_to_num().amax() == 0
 
 
@@ -73,10 +73,10 @@ def test_hard_inputs(name, rows, columns, multiprocessors):
     x = exact_arguments(Product(name, name, len(value), columns, 256))
     steps = ["mul product 0.0", "add s0 1.0", "mul s1 aux0", f"quantize {name}"]
     outer = torch.tensor(0.01) if fmt.outer else None
-    x = replace(x, epilogue=Epilogue.parse(steps, BF16, BF16), auxiliaries=[value], result_outer=outer)
+    x = x.but(epilogue=Epilogue.parse(steps, BF16, BF16), auxiliaries=[value], result_outer=outer)
     simulator = LaunchSimulator(Target(100, multiprocessors), Schedule(1))
     with simulator.running():
-        got = multiply_quantized(x)
+        got = results(x)
     expected = reference.quantize(value, fmt, outer, "swizzled")
     assert same_bits([*got, torch.empty(0)], [*expected[:2], torch.empty(0)]) == []
     assert [launch.kernel.__name__ for launch in simulator.launches] == ["gemm_block_scaled_sm100"]

@@ -31,10 +31,11 @@ from tests.helpers.kernels import (
 )
 
 if INTERPRETING or torch.cuda.is_available():
+    from fp4compile.formats.product_spec import OperandSpec, ProductSpec
     from fp4compile.hardware import Target
     from fp4compile.templates import choose
     from fp4compile.templates.gemm.heuristics import BlockScaledConfig, block_scaled_configs
-    from fp4compile.templates.problem import OperandType, Problem
+    from fp4compile.templates.problem import Problem
     from tests.helpers.multiplied import scaled_mm
 
 MORE = [BlockFormat("e2m1", (32, 32), "e8m0", None, "rceil"), BlockFormat("e2m1", (16, 16), "e4m3", None, "te")]
@@ -219,8 +220,8 @@ def test_block_scaled_gemm_without_columns(monkeypatch):
 
 def _nvfp4_problem(m, n, k, target):
     fmt = formats.get("nvfp4")
-    operand = OperandType(fmt, fmt.data_dtype, swizzled=True, outer="tensor")
-    return Problem(operand, operand, m, n, k, torch.bfloat16, target)
+    operand = OperandSpec(fmt, fmt.data_dtype, swizzled=True, outer="tensor")
+    return Problem(ProductSpec(operand, operand, torch.bfloat16), m, n, k, target)
 
 
 @gpu

@@ -18,7 +18,7 @@ from triton.runtime import driver
 from fp4compile.check.machine_code import compile_launch
 from fp4compile.check.ptx import Ptx
 from fp4compile.formats import formats, reference, reference_grouped
-from fp4compile.formats.grouping import Groups
+from fp4compile.formats.grouping import Grouping, Groups
 from fp4compile.formats.layouts import ceil_div
 from fp4compile.formats.operand import Operand
 from fp4compile.hardware import Target
@@ -118,7 +118,7 @@ def check_indexed(a, b, index):
     taken = torch.where(index < 0, index + 4, index).clamp(0, 3)
     each = Operand(b.data[taken], b.scales.view(torch.uint8)[taken].view(b.scales.dtype), b.outer[taken], b.format)
     expected = reference.scaled_mm(a, each, None, torch.float32)
-    got = indexed.scaled_mm_gathered(on_device(a), on_device(b), on_device(index), torch.float32).cpu()
+    got = indexed.multiply_indexed(on_device(a), on_device(b), on_device(index), torch.float32).cpu()
     assert got.shape == expected.shape
     assert ((got - expected).abs() <= 2.0**-18 * expected.abs().amax()).all()
 
@@ -239,7 +239,7 @@ def test_in_a_graph(monkeypatch):
     def products(x, data, scales, offs, index, rows, rows_scales, matrices, matrices_scales):
         b = Operand(data, scales, None, nvfp4)
         many = Operand(rows, rows_scales, None, mxfp8), Operand(matrices, matrices_scales, None, mxfp8)
-        by_index = indexed.scaled_mm_gathered(Operand(x.unsqueeze(1)), b, index, BF16)
+        by_index = indexed.multiply_indexed(Operand(x.unsqueeze(1)), b, index, BF16)
         few = scaled_grouped_mm(Operand(x), b, offs, len(x), BF16)
         packed = scaled_grouped_mm(Operand(torch.cat([x] * 9)), b, offs, 9 * len(x), BF16)
         return by_index, few, packed, scaled_grouped_mm(*many, offs, len(rows), BF16)
@@ -336,11 +336,14 @@ def test_what_the_library_serves():
     problem = problem_of(of_groups(*meta_operands(), 512, BF16), Target(90))
 
     def served(**changes):
-        return choose(replace(problem, **changes)).kernel == "grouped_library_row_scaled"
+        spec = {name: changes.pop(name) for name in ("a", "b", "out_dtype", "grouping") if name in changes}
+        changed = replace(problem, spec=replace(problem.spec, **spec), **changes)
+        return choose(changed).kernel == "grouped_library_row_scaled"
 
     assert served() and served(m=1) and served(groups=1023)
     assert not any(served(target=Target(sm)) for sm in (80, 89, 100, 120))
-    others = {"n": 264, "k": 520, "m": 0, "groups": 1024, "out_dtype": torch.float32, "ragged": "contraction"}
+    others = {"n": 264, "k": 520, "m": 0, "groups": 1024, "out_dtype": torch.float32,
+              "grouping": Grouping.RAGGED_CONTRACTION}  # fmt: skip
     assert not any(served(**{name: value}) for name, value in others.items())
     assert not served(a=replace(problem.a, outer="tensor")) and not served(
         b=replace(problem.b, format=None, dtype=BF16)

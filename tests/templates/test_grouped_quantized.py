@@ -18,13 +18,12 @@ from fp4compile.formats.epilogue import Epilogue
 from fp4compile.formats.grouping import Groups
 from fp4compile.formats.operand import Arguments, Operand
 from fp4compile.hardware import Target
-from fp4compile.ops.matmul import SCALED_MM_AMAX, SCALED_MM_QUANTIZED
 from fp4compile.ops.quantize import quantize_kernels
 from fp4compile.templates import choose
 from fp4compile.templates.gemm import cost
-from fp4compile.templates.multiply import multiply, multiply_amax, multiply_quantized
+from fp4compile.templates.multiply import multiply, results
 from fp4compile.templates.problem import problem_of
-from tests.helpers.arguments import of_groups
+from tests.helpers.arguments import call, of_groups
 from tests.helpers.codes import as_bytes
 from tests.helpers.foreign import embedded, poisoned_outputs
 from tests.helpers.hard_inputs import stacked
@@ -55,12 +54,12 @@ def operands(x, w, offs, name):
 
 def check(arguments, value):
     """Codes and scales of the kernel are those of the value; codes of rows of no group stay what they were."""
-    groups, spec = Groups.of(arguments.offs, len(value)), arguments.epilogue.quantize
+    groups, fmt = Groups.of(arguments.offs, len(value)), arguments.spec.result
     offs, b = arguments.offs, arguments.b
     arguments = replace(arguments, offs=embedded(offs), b=replace(b, data=embedded(b.data), scales=embedded(b.scales)))
     with poisoned_outputs():
-        data, scales = map(as_bytes, multiply_quantized(arguments))
-    expected = reference_grouped.quantize_rows(value, groups, spec.format, arguments.result_outer, "swizzled", None)
+        data, scales = map(as_bytes, results(arguments))
+    expected = reference_grouped.quantize_rows(value, groups, fmt, arguments.result_outer, "swizzled", None)
     of_group = groups.of_rows < groups.count
     assert torch.equal(data[of_group], as_bytes(expected[0])[of_group])
     assert torch.equal(scales, as_bytes(expected[1]))
@@ -148,7 +147,7 @@ def test_amaxes(ends, layout, served):
     a, b = operands(torch.randn(rows, 64), torch.randn(len(sizes), 160, 64), offs, "mxfp8")
     epilogue = Epilogue.parse(["mul product 0.0", "add s0 aux0", "amax"], BF16, BF16)
     with poisoned_outputs():
-        got, maxima = multiply_amax(Arguments.of(a, b, None, BF16, epilogue, [value.float()], None, embedded(offs)))
+        got, maxima = results(Arguments.of(a, b, None, BF16, epilogue, [value.float()], None, embedded(offs)))
     expected, largest = reference_grouped.with_maxima(value, offs)
     assert torch.equal(got.nan_to_num(), expected.nan_to_num()) and (got[sum(sizes) :] == 0).all()
     assert torch.equal(got.isnan(), expected.isnan()) and torch.equal(maxima.isnan(), largest.isnan())
@@ -225,25 +224,26 @@ def test_what_it_serves():
     assert served(90) == served(120) == []
     problem = problem_of(replace(EXPERTS, n=2080, epilogue="gated").arguments(), Target(100))
     (kernel,) = (each for each in choose.REGISTRY if each.takes(problem))
-    assert not kernel.takes(replace(problem, pair=True)) and not kernel.takes(replace(problem, operand_bytes=8))
+    pair = problem.with_epilogue(Epilogue.parse(["mul product pair", problem.spec.epilogue.end], BF16, BF16))
+    assert not kernel.takes(pair) and not kernel.takes(replace(problem, operand_bytes=8))
 
 
 @compiles
-@pytest.mark.parametrize(("op", "result"), [(SCALED_MM_QUANTIZED, EXPERTS.result), (SCALED_MM_AMAX, "amax")])
-def test_arguments_that_do_not_fit(op, result):
+@pytest.mark.parametrize("result", [EXPERTS.result, "amax"])
+def test_arguments_that_do_not_fit(result):
     """Groups along the contraction, a bias, and offsets of other groups are refused by name."""
     arguments = replace(EXPERTS, result=result).arguments()
-    steps = arguments.epilogue.strings()
 
     def message(**changes):
-        x = replace(arguments, **changes)
         with pytest.raises((ValueError, TypeError)) as error:
-            op(*x.a.in_schema, *x.b.in_schema, x.bias, BF16, [], steps, BF16, offs=x.offs)
+            call(replace(arguments, **changes))
         return str(error.value)
 
     along_k = replace(EXPERTS, along_k=True, result="").arguments()
-    assert message(a=along_k.a, b=along_k.b, offs=along_k.offs).startswith("b: with offs, expected [G, N, K], got")
+    assert message(a=along_k.a, b=along_k.b, offs=along_k.offs).startswith(
+        "a, b: with ragged rows, expected [M, K] and [G, N, K]; got shapes"
+    )
     bias = torch.empty(2048, dtype=BF16, device="meta")
-    assert message(bias=bias) == "bias: products of groups have none"
+    assert message(bias=bias) == "bias: products of groups have none, got one with ragged rows"
     assert message(offs=arguments.offs[:3]) == "offs: expected shape (64,), one a matrix, got shape (3,)"
     assert "expected int32" in message(offs=arguments.offs.long())

@@ -20,7 +20,7 @@ from fp4compile.hardware import Target
 from fp4compile.ops.quantize import quantize_kernels
 from fp4compile.templates import choose
 from fp4compile.templates.gemm import cost
-from fp4compile.templates.multiply import multiply, multiply_amax, multiply_quantized
+from fp4compile.templates.multiply import multiply, results
 from fp4compile.templates.problem import problem_of
 from tests.helpers.codes import as_bytes
 from tests.helpers.hard_inputs import stacked
@@ -46,7 +46,7 @@ def test_codes_of_hard_inputs(name, columns, monkeypatch):
     steps = ["mul product 0.0", "add s0 1.0", "mul s1 aux0", f"quantize {name}"]
     outer = torch.tensor(0.01) if fmt.outer else None
     epilogue = Epilogue.parse(steps, BF16, BF16)
-    data, scales = multiply_quantized(Arguments.of(a, b, None, BF16, epilogue, [value.float()], outer))
+    data, scales = results(Arguments.of(a, b, None, BF16, epilogue, [value.float()], outer))
     expected = reference.quantize(value, fmt, outer, "swizzled")
     assert torch.equal(as_bytes(data), as_bytes(expected[0])) and torch.equal(as_bytes(scales), as_bytes(expected[1]))
 
@@ -61,7 +61,7 @@ def test_codes_of_batches(monkeypatch):
     steps, bias = ["relu product", "add s0 30.0"], torch.randn(40)
     value = multiply(Arguments.of(a, b, bias, BF16, Epilogue.parse(steps, BF16, BF16)))
     epilogue = Epilogue.parse([*steps, "quantize mxfp8"], BF16, BF16)
-    data, scales = multiply_quantized(Arguments.of(a, b, bias, BF16, epilogue))
+    data, scales = results(Arguments.of(a, b, bias, BF16, epilogue))
     expected = reference.quantize(value, fmt, None, "swizzled")
     assert torch.equal(as_bytes(data), as_bytes(expected[0])) and torch.equal(as_bytes(scales), as_bytes(expected[1]))
 
@@ -79,7 +79,7 @@ def test_codes_of_a_pair(name, monkeypatch):
     product, pair = multiply(Arguments.of(a, b, bias, BF16)).chunk(2, -1)
     value = (product.float().relu() * pair.float()).bfloat16()
     epilogue = Epilogue.parse(["relu product", "mul s0 pair", "quantize mxfp8"], BF16, BF16)
-    data, scales = multiply_quantized(Arguments.of(a, b, bias, BF16, epilogue))
+    data, scales = results(Arguments.of(a, b, bias, BF16, epilogue))
     expected = reference.quantize(value, formats.get("mxfp8"), None, "swizzled")
     assert torch.equal(as_bytes(data), as_bytes(expected[0])) and torch.equal(as_bytes(scales), as_bytes(expected[1]))
 
@@ -100,7 +100,7 @@ def test_an_amax(monkeypatch):
     value = (product + pair).bfloat16()
     assert value.abs().max() < 80
     epilogue = Epilogue.parse(["add product pair", "amax"], BF16, BF16)
-    got, maxima = multiply_amax(Arguments.of(a, replace(b, outer=outers), bias, BF16, epilogue))
+    got, maxima = results(Arguments.of(a, replace(b, outer=outers), bias, BF16, epilogue))
     assert torch.equal(got, value) and maxima.max() == value.abs().max()
     *codes, outer = quantize_kernels(got, "nvfp4", layout="swizzled", amax=maxima)
     *expected, expected_outer = reference.quantize(value, fmt, None, "swizzled")
@@ -118,7 +118,7 @@ def test_an_amax_of_tiles_partly_filled(monkeypatch):
     a, b = (quantized(torch.rand(rows, 64), fmt, "swizzled") for rows in (5, 416))
     product = multiply(Arguments.of(a, b, None, BF16))
     epilogue = Epilogue.parse(["sub product 30.0", "amax"], BF16, BF16)
-    got, maxima = multiply_amax(Arguments.of(a, b, None, BF16, epilogue))
+    got, maxima = results(Arguments.of(a, b, None, BF16, epilogue))
     assert torch.equal(got, product - 30) and maxima.max() == got.abs().max() < 30 and maxima.count_nonzero() == 1
 
 

@@ -14,13 +14,14 @@ from fp4compile import _compat
 from fp4compile.check.sass import disassemble
 from fp4compile.formats import formats
 from fp4compile.formats.epilogue import Epilogue
-from fp4compile.formats.operand import Operand
+from fp4compile.formats.operand import Arguments, Operand
+from fp4compile.formats.product_spec import OperandSpec, ProductSpec
 from fp4compile.hardware import Target
 from fp4compile.templates.choose import choose
 from fp4compile.templates.gemm.skinny_block_scaled_sm100 import CANDIDATE
 from fp4compile.templates.launch import dry_run
-from fp4compile.templates.multiply import scaled_mm_group
-from fp4compile.templates.problem import OperandType, Problem
+from fp4compile.templates.multiply import multiply_together
+from fp4compile.templates.problem import Problem
 from tests.helpers import choices
 from tests.helpers.check_products import check
 from tests.helpers.hard_inputs import FINITE, NON_FINITE, hard_input
@@ -145,20 +146,26 @@ def test_groups(sizes, parts, monkeypatch):
     a = quantized(torch.randn(5, 500), formats.get("nvfp4"), "swizzled")
     members = [(quantized(torch.randn(n, 500) * n, formats.get("nvfp4_rowwise"), "swizzled"), torch.randn(n) * 100)
                for n in sizes]  # fmt: skip
-    for (b, bias), got in zip(members, scaled_mm_group(a, members, torch.float32), strict=True):
+    together = multiply_together([Arguments.of(a, *each, torch.float32) for each in members])
+    for (b, bias), got in zip(members, together, strict=True):
         assert torch.equal(got, scaled_mm(a, b, bias, torch.float32))
 
 
 # ---------------------------------------------------------------- launches
 
 
-def operand_type(name, swizzled=True):
+def operand_spec(name, swizzled=True):
     fmt = formats.get(name)
-    return OperandType(fmt, fmt.data_dtype, swizzled, fmt.outer or "none")
+    return OperandSpec(fmt, fmt.data_dtype, swizzled, fmt.outer or "none")
 
 
 def problem(m, n, k, sm=100, a="nvfp4", b="nvfp4", **options):
-    return Problem(operand_type(a), operand_type(b), m, n, k, BF16, Target(sm), **options)
+    return Problem(ProductSpec(operand_spec(a), operand_spec(b), BF16), m, n, k, Target(sm), **options)
+
+
+def with_a(problem, *operand, **options):
+    """The problem with another A."""
+    return replace(problem, spec=replace(problem.spec, a=operand_spec(*operand, **options)))
 
 
 def operand(name, rows, k):
@@ -175,7 +182,7 @@ def launches(sm, a, b, m, sizes, k):
     """Of products of one A and weights of these sizes; one where there is one."""
     x, weights = operand(a, m, k), [(operand(b, n, k), None) for n in sizes]
     with dry_run(Target(sm)) as found:
-        scaled_mm_group(x, weights, BF16)
+        multiply_together([Arguments.of(x, *each, BF16) for each in weights])
     return found
 
 
@@ -224,15 +231,15 @@ def test_small_weights_have_a_program_for_each_step():
 def test_what_it_serves():
     assert choose(problem(64, 4096, 4096)).kernel == CANDIDATE.name
     for other in (problem(65, 4096, 4096), problem(64, 4096, 4096, 90), problem(64, 4096, 4096, 120),
-                  replace(problem(64, 4096, 4096), a=operand_type("nvfp4", swizzled=False))):  # fmt: skip
+                  with_a(problem(64, 4096, 4096), "nvfp4", swizzled=False)):  # fmt: skip
         assert choose(other).kernel != CANDIDATE.name
     one_level = problem(64, 4096, 4096, a="nvfp4_one_level", b="nvfp4_one_level")
     wide, short = replace(one_level, n=128 * 148), replace(one_level, k=256)
     assert choose(short).kernel == "library_block_scaled"
     assert [choose(p).kernel for p in (one_level, wide)] == [CANDIDATE.name, "library_block_scaled"]
     assert choose(replace(wide, target=Target(103))).kernel == CANDIDATE.name  # has more multiprocessors
-    assert choose(replace(wide, epilogue=True)).kernel == CANDIDATE.name and choose(wide).takes_epilogue
-    assert choose(replace(wide, a=operand_type("nvfp4_rowwise"))).kernel == CANDIDATE.name
+    assert choose(wide.with_epilogue()).kernel == CANDIDATE.name and choose(wide).takes_epilogue
+    assert choose(with_a(wide, "nvfp4_rowwise")).kernel == CANDIDATE.name
     assert choose(one_level).group is not None and choose(replace(one_level, batches=2)).group is None
 
 

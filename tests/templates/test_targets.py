@@ -4,10 +4,11 @@ import pytest
 import torch
 
 from fp4compile.formats import formats
+from fp4compile.formats.product_spec import OperandSpec, ProductSpec
 from fp4compile.hardware import Target
 from fp4compile.templates.choose import choose
 from fp4compile.templates.launch import dry_run, target_of
-from fp4compile.templates.problem import OperandType, Problem
+from fp4compile.templates.problem import Problem
 from tests.helpers import absent_gpu
 from tests.helpers.kernels import INTERPRETING
 
@@ -39,8 +40,9 @@ def test_grids_are_made_for_the_multiprocessors(multiprocessors):
     """Of the kernels that stream weights: so many programs for each multiprocessor, or so many parts of K."""
 
     def config(m, n=28672, k=4096):
-        plain, packed = OperandType(None, torch.bfloat16), OperandType(NVFP4, NVFP4.data_dtype, outer="tensor")
-        return choose(Problem(plain, packed, m, n, k, torch.bfloat16, Target(90, multiprocessors))).config
+        plain, packed = OperandSpec(None, torch.bfloat16), OperandSpec(NVFP4, NVFP4.data_dtype, outer="tensor")
+        spec = ProductSpec(plain, packed, torch.bfloat16)
+        return choose(Problem(spec, m, n, k, Target(90, multiprocessors))).config
 
     assert config(1).grid in (2 * multiprocessors, 3 * multiprocessors)
     assert config(4).grid == 6 * multiprocessors
@@ -55,7 +57,7 @@ def test_grids_are_made_for_the_multiprocessors(multiprocessors):
 ])  # fmt: skip
 def test_dequantised_tiles_fill_the_gpu(fmt, target, n, programs):
     """On SM100 with a program for each multiprocessor; 128 of an H200's 132 are enough, as measured."""
-    plain, packed = OperandType(None, torch.bfloat16), OperandType(fmt, fmt.data_dtype)
-    choice = choose(Problem(plain, packed, 16, n, 4096, torch.bfloat16, target))
+    plain, packed = OperandSpec(None, torch.bfloat16), OperandSpec(fmt, fmt.data_dtype)
+    choice = choose(Problem(ProductSpec(plain, packed, torch.bfloat16), 16, n, 4096, target))
     config = choice.config
     assert choice.kernel == "dequant_tiles" and -(-n // config.bn) * config.split_k == programs

@@ -24,22 +24,16 @@ from fp4compile.check.simulator import LaunchSimulator
 from fp4compile.check.values import same_bits
 from fp4compile.formats.epilogue import Epilogue
 from fp4compile.hardware import Target
-from fp4compile.ops.matmul import (
-    SCALED_GROUPED_MM,
-    SCALED_MM,
-    SCALED_MM_AMAX,
-    SCALED_MM_QUANTIZED,
-    SCALED_MM_TWO_CTAS,
-    scaled_mm_two_ctas_kernels,
-)
+from fp4compile.ops.matmul import SCALED_MM_OPAQUE
 from fp4compile.templates.choose import candidates, choose, to_time
 from fp4compile.templates.gemm import cost
 from fp4compile.templates.gemm.block_scaled_two_ctas_sm100 import MOST_GROUPS
 from fp4compile.templates.gemm.heuristics import BlockScaledConfig, two_cta_config
 from fp4compile.templates.launch import dry_run
-from fp4compile.templates.multiply import multiply, multiply_amax, results
+from fp4compile.templates.multiply import multiply, results
 from fp4compile.templates.problem import problem_of
 from ptxsim.run import Schedule
+from tests.helpers.arguments import call, opaque
 from tests.ptxsim.quantised_results import differences
 
 pytestmark = pytest.mark.skipif(not _compat.two_cta_products(), reason="Gluon has no products of pairs of CTAs")
@@ -58,7 +52,7 @@ def problem(a, b, sm=100, **options):
 def test_only_timing_chooses_it(a, b, monkeypatch):
     """And only where a larger tile reads fewer operands: tiles of few rows would be half empty."""
     large, few = (problem(a, b, m=m) for m in (8192, 128))
-    for one in (large, replace(large, epilogue=True), few):
+    for one in (large, large.with_epilogue(), few):
         assert choose(one).kernel != TWO_CTAS and candidates(one)[-1] == TWO_CTAS
         assert (TWO_CTAS in {choice.kernel for choice in to_time(one)}) == (one is not few)
     monkeypatch.setattr(_compat, "two_cta_products", lambda: False)
@@ -118,17 +112,17 @@ class OnGpu(Interpreter):
     """Runs a graph with the op's kernel, in a simulator."""
 
     def call_function(self, target, args, kwargs):
-        if target is not SCALED_MM_TWO_CTAS:
+        if target is not SCALED_MM_OPAQUE:
             return super().call_function(target, args, kwargs)
         with LaunchSimulator(Target(100, 2), Schedule(1)).running():
-            return scaled_mm_two_ctas_kernels(*args, **kwargs)
+            return opaque(*args, **kwargs)
 
 
 def test_a_graph_has_an_op():
     """It holds no launch of Gluon. The op gets all arguments of the product, and its kernel equals the reference."""
     x = exact_arguments(Product("nvfp4_rowwise", "nvfp4_te", 144, 264, 544, epilogue="bias"))
-    x = replace(x, epilogue=Epilogue.parse(["add product aux0"], torch.bfloat16, torch.float32),
-                auxiliaries=[torch.randint(-3, 4, (144, 264)).to(torch.bfloat16)])  # fmt: skip
+    x = x.but(epilogue=Epilogue.parse(["add product aux0"], torch.bfloat16, torch.float32),
+              auxiliaries=[torch.randint(-3, 4, (144, 264)).to(torch.bfloat16)])  # fmt: skip
     choice = choose(problem_of(x, Target(100)), TWO_CTAS)
 
     def function(a, other):
@@ -137,9 +131,8 @@ def test_a_graph_has_an_op():
     tensors = x.a.data, x.auxiliaries[0]
     with dry_run(Target(100)) as launches:
         graph = make_fx(function)(*tensors)
-    assert not launches and sum(node.target is SCALED_MM_TWO_CTAS for node in graph.graph.nodes) == 1
-    expected = SCALED_MM(*x.a.in_schema, *x.b.in_schema, x.bias, x.out_dtype, [tensors[1]], x.epilogue.strings(),
-                         x.epilogue.dtype)  # fmt: skip
+    assert not launches and sum(node.target is SCALED_MM_OPAQUE for node in graph.graph.nodes) == 1
+    expected = call(x)
     assert same_bits(graph(*tensors), expected) == []
     assert same_bits(OnGpu(graph).run(*tensors), expected) == []
 
@@ -166,9 +159,9 @@ def test_an_amax_of_nan():
     value[-1, -1] = torch.nan
     steps = ["mul product 0.0", "add s0 aux0", "amax"]
     x = exact_arguments(Product("nvfp4", "nvfp4", 400, 64, 416, "gated", result="amax"))
-    x = replace(x, epilogue=Epilogue.parse(steps, torch.bfloat16, torch.bfloat16), auxiliaries=[value])
+    x = x.but(epilogue=Epilogue.parse(steps, torch.bfloat16, torch.bfloat16), auxiliaries=[value])
     with LaunchSimulator(Target(100, 4), Schedule(1)).running():
-        _, maxima = multiply_amax(x, choose(problem_of(x, Target(100)), TWO_CTAS))
+        _, maxima = results(x, choose(problem_of(x, Target(100)), TWO_CTAS))
     assert maxima.isnan().nonzero().tolist() == [[3]] and maxima.nan_to_num().amax() == 0
 
 
@@ -179,7 +172,7 @@ def test_a_graph_has_an_op_of_quantised_results(epilogue, result):
     product = Product(name, name, 144, 128, 288, epilogue, result=result)
     steps = ["relu product", "mul s0 pair" if epilogue == "pair" else "mul s0 aux0"]
     x = exact_arguments(product)
-    x = replace(x, epilogue=Epilogue.parse([*steps, x.epilogue.strings()[-1]], torch.bfloat16, torch.bfloat16))
+    x = x.but(epilogue=Epilogue.parse([*steps, x.spec.epilogue.end], torch.bfloat16, torch.bfloat16))
     choice = choose(problem_of(x, Target(100)), TWO_CTAS)
 
     def function(*tensors):
@@ -190,11 +183,8 @@ def test_a_graph_has_an_op_of_quantised_results(epilogue, result):
     tensors = x.a.data, x.b.outer, x.result_outer, *x.auxiliaries
     with dry_run(Target(100)) as launches:
         graph = make_fx(function)(*tensors)
-    assert not launches and sum(node.target is SCALED_MM_TWO_CTAS for node in graph.graph.nodes) == 1
-    op = SCALED_MM_AMAX if result == "amax" else SCALED_MM_QUANTIZED
-    options = {} if result == "amax" else {"outer": x.result_outer}
-    expected = op(*x.a.in_schema, *x.b.in_schema, None, x.out_dtype, x.auxiliaries, x.epilogue.strings(),
-                  torch.bfloat16, **options)  # fmt: skip
+    assert not launches and sum(node.target is SCALED_MM_OPAQUE for node in graph.graph.nodes) == 1
+    expected = call(x)
     for found in (graph(*tensors), OnGpu(graph).run(*tensors)):
         if result == "amax":  # which of the maxima is the largest depends on the device
             found, expected = ([one[0], one[1].amax()] for one in (found, expected))
@@ -266,12 +256,12 @@ def of_experts(m, offs):
     """Arguments with one outer scale for all of A, and one for each row of B."""
     x = exact_arguments(Product("nvfp4", "nvfp4_rowwise", m, 264, 288, groups=len(offs)))
     outer = torch.tensor(0.5)
-    return replace(x, a=replace(x.a, outer=outer), out_dtype=torch.float32, offs=torch.tensor(offs, dtype=torch.int32))
+    return x.but(a=replace(x.a, outer=outer), out_dtype=torch.float32, offs=torch.tensor(offs, dtype=torch.int32))
 
 
 def expected_of_experts(x):
     """The reference's product. It begins sums with a group's only product, which may be -0, the kernel with 0."""
-    return SCALED_GROUPED_MM(*x.a.in_schema, *x.b.in_schema, x.offs, x.a.data.shape[0], x.out_dtype) + 0.0
+    return call(x) + 0.0
 
 
 @pytest.mark.parametrize("offs", [OFFS, [0] * 7], ids=["ragged", "rows of no group"])
@@ -307,11 +297,11 @@ def test_a_graph_of_experts_has_an_op():
         return multiply(replace(x, a=left, b=right, offs=offs, rows=a.shape[0]), choice)
 
     def tensors(of):
-        return *of.a.in_schema[:3], *of.b.in_schema[:3], of.offs
+        return *of.a.tensors, *of.b.tensors, of.offs
 
     with dry_run(Target(100)) as launches:
         graph = make_fx(function, tracing_mode="symbolic")(*tensors(of_experts(300, OFFS)))
-    assert not launches and sum(node.target is SCALED_MM_TWO_CTAS for node in graph.graph.nodes) == 1
+    assert not launches and sum(node.target is SCALED_MM_OPAQUE for node in graph.graph.nodes) == 1
     assert same_bits(graph(*tensors(x)), expected_of_experts(x)) == []
     assert same_bits(OnGpu(graph).run(*tensors(x)), expected_of_experts(x)) == []
 
