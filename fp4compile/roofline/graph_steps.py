@@ -29,7 +29,7 @@ from fp4compile.ops.matmul import (
     SCALED_MM_HORIZONTAL,
     SCALED_MM_QUANTIZED,
 )
-from fp4compile.ops.quantize import HADAMARD_AMAX, LAY_OUT_SCALES, QUANTIZE
+from fp4compile.ops.quantize import LAY_OUT_SCALES, QUANTIZE
 from fp4compile.roofline import pointwise
 from fp4compile.roofline.product_steps import Chosen, gemm_name, memory_pass, plain_step, product_steps, tiles_of
 from fp4compile.roofline.sizes import Experts, Sizes
@@ -42,8 +42,6 @@ from fp4compile.templates.view import View
 aten = torch.ops.aten
 _QUANTIZING = (SCALED_MM_QUANTIZED, SCALED_MM_AMAX)
 OWN_PRODUCTS = (SCALED_MM, *_QUANTIZING, SCALED_GROUPED_MM, SCALED_MM_GATHERED, SCALED_MM_HORIZONTAL)
-# Names of the steps of other ops of this package; what is left dequantises weights.
-_PASSES = {LAY_OUT_SCALES: "lay out scales", HADAMARD_AMAX: "amax"}
 
 
 @dataclass(frozen=True)
@@ -73,7 +71,8 @@ def _steps(node: Node, gpu: Gpu) -> list[Step]:
     if node.target is QUANTIZE:
         return [_quantiser(node, gpu)]
     if node.target in KERNELS:
-        return [memory_pass(_PASSES.get(node.target, "dequantise"), "other", _moved(node), gpu)]
+        name = "lay out scales" if node.target is LAY_OUT_SCALES else "dequantise"
+        return [memory_pass(name, "other", _moved(node), gpu)]
     count = flops.count(node)
     if not count:
         in_place = pointwise.in_place_bytes(node)
