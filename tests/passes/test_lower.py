@@ -295,18 +295,6 @@ def test_a_trace_of_one_tensor_twice_is_none_of_two():
     assert [one.kernel.__name__ for one in launches].count("gemm_dequant_tiles") == 2
 
 
-def test_transformed_elements_take_one_launch_for_their_magnitude():
-    """And one to be quantised by what is made of it."""
-
-    def shard(x):
-        amax = torch.ops.fp4compile.hadamard_amax(x, -2)
-        return torch.ops.fp4compile.quantize(x, "nvfp4_te", -2, hadamard=True, amax=amax * 2)
-
-    launches, _ = lowered(shard, (64, 128))
-    found = [(one.kernel.__name__, one.constants["TRANSFORM"]) for one in launches]
-    assert found == [("columns_amax", True), ("quantize_columns", True)]
-
-
 def test_swept_weights_are_lowered_to_the_sweep():
     """Where a weight is quantised at every call; its scales lie as the product reads them."""
     for sm, tier, swizzled in ((90, "emulated", False), (100, "native", True)):

@@ -9,7 +9,6 @@ import triton
 import triton.language as tl
 
 from fp4compile._compat import statically_true
-from fp4compile.formats import reference
 from fp4compile.formats.formats import BlockFormat
 from fp4compile.formats.layouts import ceil_div
 from fp4compile.templates.device.column_tile import column_tile_amax, load_column_tile, transform_column_tile
@@ -18,7 +17,7 @@ from fp4compile.templates.device.elements import magnitude_bits, reduce_words, u
 from fp4compile.templates.device.memory import tile_of
 from fp4compile.templates.device.prologue import read_tile
 from fp4compile.templates.device.register_tile import amaxes_of_two_rows, stack_tensors
-from fp4compile.templates.launch import Launch, target_of
+from fp4compile.templates.launch import Launch
 from fp4compile.templates.quantize.heuristics import (
     PARTIAL_MAXIMA_ELEMENTS,
     AmaxConfig,
@@ -27,7 +26,7 @@ from fp4compile.templates.quantize.heuristics import (
     column_amax_config,
 )
 from fp4compile.templates.quantize.outputs import Outer, whole_tiles
-from fp4compile.templates.quantize.source import Source, source_of
+from fp4compile.templates.quantize.source import Source
 from fp4compile.templates.view import View
 
 
@@ -140,16 +139,6 @@ def amax_of_columns(
     }  # fmt: skip
     grid = source.batch * ceil_div(source.rows, height) * ceil_div(source.cols, width)
     return found, Launch(columns_amax, grid, (source.view, found, *source.args), constants, config.num_warps)
-
-
-def amax_of_transform(x: torch.Tensor, dim: int) -> torch.Tensor:
-    """`reference.amax_of_transform` on the GPU, bit for bit: one launch."""
-    if statically_true(x.numel() == 0):
-        return reference.amax_of_transform(x, dim)
-    source = source_of(x.movedim(dim, -2), target_of(x.device))
-    found, launch = amax_of_columns(source, rows=None, transform=True, each=False)
-    launch.run()
-    return found.tensor.view(torch.float32).view(())
 
 
 @triton.jit
