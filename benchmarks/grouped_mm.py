@@ -45,8 +45,8 @@ from fp4compile.templates.gemm.heuristics import GroupedDotConfig, SkinnyConfig
 from fp4compile.templates.launch import target_of
 from fp4compile.templates.multiply import call_of
 from fp4compile.templates.problem import Problem
-from fp4compile.templates.quantize import ragged_amax, ragged_rows
-from fp4compile.templates.quantize.heuristics import ragged_amax_config, ragged_row_config
+from fp4compile.templates.quantize import row
+from fp4compile.templates.quantize.amax import amax_of_each, amax_of_groups_config
 from fp4compile.templates.quantize.source import source_of
 from fp4compile.templates.view import View
 
@@ -375,14 +375,14 @@ def rows_of_tokens(name: str, args: argparse.Namespace) -> Iterator[dict]:
     """Quantise the tokens, to codes and to values: the amaxes alone, the table's tiles, and others as large."""
     shape = MODELS[name]
     x, offs = shape.rows(args.tokens, args.device), offsets(group_sizes(args.tokens, shape.experts), args.device)
-    source, bounds = source_of(x, target_of(x.device)), View.flat(offs, len(offs))
-    (amax_us,) = call_times([[lambda: ragged_amax.amax_of_rows(source, bounds, each=False)[1].run()]], args)
-    yield {"configurations": f"{name}, rows", "of": "amax", "us": amax_us, "launch": str(ragged_amax_config())}
+    source = replace(source_of(x, target_of(x.device)), offs=View.flat(offs, len(offs)))
+    (amax_us,) = call_times([[lambda: amax_of_each(source, "matrix")[1][0].run()]], args)
+    yield {"configurations": f"{name}, rows", "of": "amax", "us": amax_us, "launch": str(amax_of_groups_config())}
     for values in (False, True):
-        table = ragged_row_config("e2m1", 16, args.tokens, shape.experts, False)
+        table = row.row_config_of_groups("e2m1", 16, args.tokens, shape.experts, False)
         others = [replace(table, rows=rows, blocks=table.rows * table.blocks // rows) for rows in (128, 32, 16, 8)]
         for of, config in [("table", table), *[("tried", each) for each in others if each != table]]:
-            with mock.patch.object(ragged_rows, "ragged_row_config", lambda *_, config=config: config):
+            with mock.patch.object(row, "row_config_of_groups", lambda *_, config=config: config):
                 (us,) = call_times([[partial(quantised_tokens, x, offs, values)]], args)
             yield {"configurations": f"{name}, rows to {'values' if values else 'codes'}", "of": of, "us": us,
                    "launch": str(config)}  # fmt: skip

@@ -240,7 +240,7 @@ def test_tiles_of_grouped_tokens_are_launched_as_asked(monkeypatch):
     monkeypatch.setattr(grouped_mm, "call_times", lambda sequences, args: [calls[0]() is None for calls in sequences])
     with dry_run(Target(90)) as made:
         found = list(grouped_mm.rows_of_tokens("DeepSeek-V3", SimpleNamespace(tokens=16384, device="meta")))
-    launched = [one for one in made if one.kernel.__name__ == "quantize_grouped_rows"]
+    launched = [one for one in made if one.kernel.__name__ == "quantize_rows"]
     assert len(launched) == len(found) - 1 and len(found) > 4
     for one, row in zip(launched, found[1:], strict=True):
         assert f"rows={one.constants['ROWS']}, blocks={one.constants['BLOCKS']}" in row["launch"]
