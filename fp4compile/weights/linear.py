@@ -260,14 +260,6 @@ def _attributes(linear: nn.Module) -> dict[str, Any]:
 _OWN = vars(PackedLinear(1, 1, LayerFormat("mxfp8", None), None)).keys() | set(BUFFERS)
 
 
-def replace(model: nn.Module, name: str, module: nn.Module) -> None:
-    """Replace the submodule `name` by `module`. Raises ValueError for "", the model itself."""
-    parent, _, child = name.rpartition(".")
-    if not name:
-        raise ValueError("model: a single linear layer cannot be replaced in place; put it into a module")
-    setattr(model.get_submodule(parent), child, module)
-
-
 # ---------------------------------------------------------------- torch's transformer encoders
 
 
