@@ -14,10 +14,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from fp4compile.analysis.find import find, parameters_of
 from fp4compile.analysis.gemm import Gemm, GemmOperand, Input
 from fp4compile.analysis.plan import Decision, plan
+from fp4compile.capture import run_captured
 from fp4compile.formats.groups import Groups
 from fp4compile.recipe import Recipe
 from fp4compile.report import names
-from fp4compile.report.explain import run_captured
 
 aten = torch.ops.aten
 

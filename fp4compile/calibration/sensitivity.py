@@ -17,16 +17,16 @@ from fp4compile.analysis.find import parameters_of
 from fp4compile.analysis.gemm import Gemm
 from fp4compile.analysis.plan import Decision
 from fp4compile.calibration import batches as sample
+from fp4compile.capture import run_captured
 from fp4compile.formats.groups import Groups
 from fp4compile.passes.manager import analyse
 from fp4compile.passes.rewrite import insert
 from fp4compile.recipe import Recipe, resolve
 from fp4compile.report import names, page
 from fp4compile.report.decibels import decibels
-from fp4compile.report.explain import run_captured
 from fp4compile.report.product_row import one_line
 from fp4compile.report.progress import with_bar
-from fp4compile.report.view import Column, Line, View
+from fp4compile.report.report_view import Column, Line, ReportView
 
 _HEADER = ("layer", "weights", "its output, dB", "model's output, dB")
 
@@ -176,7 +176,7 @@ class Sensitivity:
     def _repr_html_(self) -> str:
         title = f"fp4compile, sensitivity to recipe {one_line(self.recipe)}"
         columns = tuple(Column(name, numeric=place > 0) for place, name in enumerate(_HEADER))
-        return page.fragment(View(title, columns, tuple(map(Line, self._rows())), notes=(self._summary(),)))
+        return page.fragment(ReportView(title, columns, tuple(map(Line, self._rows())), notes=(self._summary(),)))
 
     def _rows(self) -> list[tuple[str, ...]]:
         """The cells of the table, a line for each layer."""

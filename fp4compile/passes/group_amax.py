@@ -53,9 +53,9 @@ from fp4compile.formats.reference import NVFP4_MAX
 from fp4compile.formats.reference_scales import FOUR_OVER_SIX_MAX
 from fp4compile.ops.matmul import SCALED_MM
 from fp4compile.ops.quantize import HADAMARD_AMAX, QUANTIZE
-from fp4compile.passes.base import Pass
+from fp4compile.passes.lib.base import Pass
+from fp4compile.passes.lib.notes import name_move
 from fp4compile.passes.magnitudes import bits_of, largest_of_ranks, magnitude_of
-from fp4compile.passes.notes import name_move
 
 aten = torch.ops.aten
 

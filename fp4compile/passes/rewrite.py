@@ -26,7 +26,7 @@ from fp4compile.analysis.views import is_cast, source_of, value_key, view_of
 from fp4compile.formats import formats
 from fp4compile.ops.matmul import SCALED_GROUPED_MM, SCALED_MM, SCALED_MM_GATHERED
 from fp4compile.ops.quantize import GATHERED_WEIGHT, QUANTIZE
-from fp4compile.passes.notes import mark, name_product
+from fp4compile.passes.lib.notes import mark, name_product
 from fp4compile.templates.quantize.source import lies_transposed
 
 aten = torch.ops.aten
@@ -256,7 +256,7 @@ class _Builder:
         if key not in self.seeds:
             meta = meta | {"partitioner_tag": "must_be_in_backward"}
             if device not in self.drawn:
-                self.drawn[device] = self._call(_compat.RANDOM_SEEDS, (0, device), meta)
+                self.drawn[device] = self._call(_compat.random_seeds(), (0, device), meta)
             drawn = self.drawn[device]
             index = drawn.args[0]
             drawn.args = (index + 1, device)
