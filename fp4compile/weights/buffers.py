@@ -447,10 +447,7 @@ def check_module(model: object) -> None:
 
 
 def packed_in(model: nn.Module) -> dict[str, PackedWeight]:
-    """The packed weights of a model, by every name that it has for them.
-
-    Raises TypeError if `model` is no module, ValueError if it has no packed weight.
-    """
+    """`packed_modules`. Raises TypeError if `model` is no module, ValueError if it has no packed weight."""
     check_module(model)
     found = packed_modules(model)
     if not found:

@@ -170,10 +170,7 @@ class _Product(torch.autograd.Function):
 
 
 def unpacked_layer(packed: PackedLayer, requires_grad: bool) -> nn.Module:
-    """A layer of the class that a packed layer replaced, with the dequantised weight and the same bias.
-
-    Raises ValueError where another library has replaced the packed layer's `forward`, as hooks of accelerate do.
-    """
+    """The layer that a packed one replaced, dequantised. Raises ValueError where a library replaced its `forward`."""
     if "forward" in vars(packed):
         raise ValueError(
             "a packed layer with another forward (a hook of accelerate?) cannot be unpacked: unpack before"
@@ -202,10 +199,7 @@ def is_linear(module: nn.Module) -> bool:
 
 
 def _is_conv1d(module: nn.Module) -> bool:
-    """Whether a module is transformers' Conv1D: y = x @ W + bias with W [in, out], as in GPT-2.
-
-    The class is compared by name, so that transformers need not be installed.
-    """
+    """Whether a module is transformers' Conv1D (y = x @ W + bias, W [in, out]), which need not be installed."""
     return (type(module).__module__, type(module).__qualname__) == ("transformers.pytorch_utils", "Conv1D")
 
 

@@ -73,17 +73,14 @@ class Weight:
 
 
 def weights_of(model: nn.Module, layers: dict[str, dict], weights: dict[str, dict]) -> list[Weight]:
-    """The weights of `model` that a file's packed layers and packed experts replace.
-
-    layers, weights: the states of packed layers and of packed experts, by name. Raises ValueError for an invalid state,
-    and for a state that does not fit the model.
-    """
+    """The weights of `model` that a file's packed layers and experts replace. Raises ValueError for unfit states."""
     return [*_linear_places(model, layers), *_expert_places(model, weights)]
 
 
 def unpacked(module: nn.Module, requires_grad: bool) -> nn.Module:
-    """A module in which parameters with the dequantised values replace all packed weights; a packed layer itself is not
-    changed, and another one is returned.
+    """A module in which parameters with the dequantised values replace all packed weights.
+
+    A packed layer itself is not changed, and another one is returned.
     """
     if isinstance(module, PackedWeight):
         return unpacked_layer(module, requires_grad)
