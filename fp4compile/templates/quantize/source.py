@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from fp4compile._compat import statically_true, tracing
-from fp4compile.formats.groups import padded_rows
+from fp4compile.formats.grouping import padded_rows
 from fp4compile.formats.prologue import OPERANDS, STORED, Prologue
 from fp4compile.hardware import Target
 from fp4compile.templates.device.prologue import text
@@ -25,7 +25,7 @@ class Source:
     stored: contiguous views that the first kernel to read the tensor fills with the results of `prologue.stored`.
     amax_bits: the bits of the largest magnitudes, if the kernel of the prologue's statistics found them, or the caller
         gives them.
-    offs: int32 [G], which cut the rows of one matrix in groups (`formats.groups`); None: there are no groups.
+    offs: int32 [G], which cut the rows of one matrix in groups (`formats.grouping`); None: there are no groups.
     """
 
     view: View
