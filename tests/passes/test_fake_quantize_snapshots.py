@@ -11,6 +11,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from fp4compile.hardware import Target
 from fp4compile.passes.fake_quantize import fake_quantize
 from fp4compile.templates.launch import dry_run
+from tests.helpers.arguments import times
 from tests.helpers.graphs import summary
 from tests.helpers.products import multiplied, outer_kept, packed, quantised_each, replaced, traced
 
@@ -26,8 +27,8 @@ def experts(x, w, offs):
     """A forward graph in training, which saves codes for the weight gradient."""
     ops, fmt, weights = torch.ops.fp4compile, "nvfp4_te", "nvfp4_16x16"
     both = ops.quantize(x, fmt, [-1, -2], offs=offs, hadamard=True)
-    operands = *both[:3], fmt, *ops.quantize(w, weights, each_matrix=True), weights
-    return ops.scaled_grouped_mm(*operands, offs, x.shape[0], torch.bfloat16), *both[3:]
+    operands = (*both[:3], fmt), (*ops.quantize(w, weights, each_matrix=True), weights)
+    return times(*operands, offs=offs, rows=x.shape[0]), *both[3:]
 
 
 class Snapshots(TestCase):
