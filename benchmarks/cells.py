@@ -70,21 +70,54 @@ def share(value: float) -> str:
     return f"{number(100 * value, 1)} %"
 
 
+def quantised(part: dict[str, Any]) -> str:
+    return part["error"] if "error" in part else share(part["share"])
+
+
+def generated(part: dict[str, Any]) -> str:
+    if "error" in part:
+        return part["error"]
+    return f"{part['tokens']}, not compared" if part["equal"] is None else f"{part['equal']} of {part['tokens']}"
+
+
+def packing(part: dict[str, Any]) -> str:
+    if "error" in part:
+        return part["error"]
+    if not part["layers"]:
+        return f"nothing is packed ({', '.join(part['left'])})"
+    return "equal" if part["equal"] else "other bits"
+
+
+def beside_packed(part: dict[str, Any]) -> str | None:
+    if "packed SQNR" not in part:
+        return None
+    return "equal" if part["packed SQNR"] is None else number(part["packed SQNR"], 1)
+
+
+def reasons(shares: dict[str, float]) -> str:
+    """Shares of FLOPs by reason; those below a twentieth of a percent are left out."""
+    return "; ".join(f"{reason.split(':')[0]} {share(one)}" for reason, one in shares.items() if one >= 0.0005)
+
+
+def counts(found: dict[str, int]) -> str:
+    return "; ".join(f"{what}: {count}" for what, count in found.items())
+
+
 FORMATS: dict[str, Callable[[Any], Any]] = {
     "sizes": lambda text: ", ".join(text.split("x")),
     "code": lambda text: f"`{text}`",
     "backend": lambda name: "Inductor alone" if name == "inductor" else f"`{name}`",
     "unquantised": lambda name: "bf16, not quantised" if name == "bf16" else f"`{name}`",
-    "recipe": recipe,
-    "packed": packed_model,
-    "base": base,
-    "variant": variant,
-    "percent": percent,
+    "version": lambda package: package.partition(" ")[2],
+    "losses": lambda values: " to ".join(f"{value:.2f}" for value in values),
+    "problems": lambda problems: "; ".join(problems) or "passed",
     "percents": lambda values: ", ".join(map(percent, values)),
-    "share": share,
     "count": lambda value: f"{value:,}",
     "e": lambda value: f"{value:.1e}",
-}
+    "recipe": recipe, "packed": packed_model, "base": base, "variant": variant, "percent": percent, "share": share,
+    "quantised": quantised, "generated": generated, "packing": packing, "beside": beside_packed, "reasons": reasons,
+    "counts": counts,
+}  # fmt: skip
 
 
 # ---------------------------------------------------------------- docs/results.md: what a user decides by
@@ -343,111 +376,6 @@ def roofline_functions(content: dict) -> Cells:
     )]  # fmt: skip
 
 
-# ---------------------------------------------------------------- models and libraries, on a CPU
-
-
-def families(content: dict[str, Any]) -> Cells:
-    """Every family: what is quantised, and how the parts ended."""
-    rows = [
-        [row["family"], *_share_and_sqnr(row["inference"]), *_training(row["training"]), _generated(row["generation"]),
-         _packed(row["packing"])]
-        for row in content["rows"] if "skipped" not in row and "error" not in row
-    ]  # fmt: skip
-    header = ["family", "inference: FLOPs quantised", "SQNR, dB", "training: FLOPs quantised",
-              "cosine of the gradients", "generated as packed", "packed, saved, loaded"]  # fmt: skip
-    return [header, *rows]
-
-
-def left_alone(content: dict[str, Any]) -> Cells:
-    """Every family: the shares of FLOPs that stay in high precision, by reason."""
-    rows = [
-        [row["family"], *(_reasons(row[part]) for part in ("inference", "training"))]
-        for row in content["rows"] if "skipped" not in row and "error" not in row
-    ]  # fmt: skip
-    return [["family", "left alone in inference", "left alone in training"], *rows]
-
-
-def beside(content: dict[str, Any]) -> Cells:
-    """Every family: the class, and what its figures are read beside."""
-    rows = [
-        [row["family"], f"`{row['class']}`", row["package"], f"{row['weights']:,}",
-         row["inference"].get("graphs"), number(row["inference"].get("bf16 SQNR"), 1), _beside_packed(row["inference"]),
-         number(row["training"].get("bf16 cosine"), 4)]
-        for row in content["rows"] if "skipped" not in row and "error" not in row
-    ]  # fmt: skip
-    header = ["family", "class", "of", "weights", "graphs", "bf16: SQNR, dB", "beside the packed model, dB",
-              "bf16: cosine of the gradients"]  # fmt: skip
-    return [header, *rows]
-
-
-def libraries(content: dict[str, Any]) -> Cells:
-    """Every subject of `benchmarks.ecosystem`: what ran, and what was quantised."""
-    rows = [
-        [row["subject"], row["package"].partition(" ")[2], row.get("ran"),
-         _of(row.get("quantised"), row.get("products")), None if row.get("share") is None else _share(row),
-         row.get("packed"), number(row.get("SQNR"), 1),
-         " to ".join(number(loss, 2) or "" for loss in row.get("losses") or ()), number(row.get("bf16 loss"), 2),
-         "; ".join(row["problems"]) or "passed"]
-        for row in content["rows"] if "skipped" not in row
-    ]  # fmt: skip
-    header = ["library", "version", "what ran", "products quantised", "of their FLOPs", "weights packed", "SQNR, dB",
-              "loss", "loss unquantised", "checks"]  # fmt: skip
-    return [header, *rows]
-
-
-def left_in_libraries(content: dict[str, Any]) -> Cells:
-    """Every subject of `benchmarks.ecosystem`: the shares of FLOPs left alone, and the weights that are not packed."""
-    rows = [
-        [row["subject"], _reasons(row),
-         "; ".join(f"{reason}: {count}" for reason, count in (row.get("not packed") or {}).items())]
-        for row in content["rows"] if "skipped" not in row
-    ]  # fmt: skip
-    return [["library", "left alone", "weights not packed"], *rows]
-
-
-def _of(some: int | None, whole: int | None) -> str | None:
-    return None if some is None else f"{some} of {whole}"
-
-
-def _share(part: dict[str, Any]) -> str:
-    return f"{number(100 * part['share'], 1)} %"
-
-
-def _share_and_sqnr(part: dict[str, Any]) -> list[str | None]:
-    return [part["error"], None] if "error" in part else [_share(part), number(part["SQNR"], 1)]
-
-
-def _training(part: dict[str, Any]) -> list[str | None]:
-    return [part["error"], None] if "error" in part else [_share(part), number(part["cosine"], 3)]
-
-
-def _generated(part: dict[str, Any] | None) -> str | None:
-    if part is None:
-        return None
-    if "error" in part:
-        return part["error"]
-    return f"{part['tokens']}, not compared" if part["equal"] is None else f"{part['equal']} of {part['tokens']}"
-
-
-def _packed(part: dict[str, Any]) -> str:
-    if "error" in part:
-        return part["error"]
-    if not part["layers"]:
-        return f"nothing is packed ({', '.join(part['left'])})"
-    return "equal" if part["equal"] else "other bits"
-
-
-def _beside_packed(part: dict[str, Any]) -> str | None:
-    if "packed SQNR" not in part:
-        return None
-    return "equal" if part["packed SQNR"] is None else number(part["packed SQNR"], 1)
-
-
-def _reasons(part: dict[str, Any]) -> str:
-    return "; ".join(f"{reason.split(':')[0]} {number(100 * share, 1)} %"
-                     for reason, share in part.get("left alone", {}).items() if share >= 0.0005)  # fmt: skip
-
-
 # ---------------------------------------------------------------- kernels for SM100, without a time
 
 
@@ -471,7 +399,7 @@ def simulated_cases(content: dict[str, Any]) -> Cells:
     rows = [
         [f"{case['sm'] // 10}.{case['sm'] % 10}", case["name"], f"`{case.get('kernels', '')}`",
          f"{case.get('warp instructions', 0):,}", case.get("seconds"),
-         "; ".join(f"{what}: {count}" for what, count in case.get("notes", {}).items()),
+         counts(case.get("notes", {})),
          case.get("error") or "; ".join(case.get("wrong", ())) or "none"]
         for case in content["cases"]
     ]  # fmt: skip
@@ -504,10 +432,10 @@ def edits_by_kind(content: dict[str, Any]) -> Cells:
 
 def edits_by_check(content: dict[str, Any]) -> Cells:
     """How many edits each check of the simulator found first."""
-    counts = {kind: Counter(entry["by"] for entry in content[kind] if "by" in entry) for kind in ("ptx", "source")}
-    order = [name for name, _ in (counts["ptx"] + counts["source"]).most_common()]
+    by = {kind: Counter(entry["by"] for entry in content[kind] if "by" in entry) for kind in ("ptx", "source")}
+    order = [name for name, _ in (by["ptx"] + by["source"]).most_common()]
     return [["found by", "edits of PTX", "edits of source"],
-            *([name, counts["ptx"][name], counts["source"][name]] for name in order)]  # fmt: skip
+            *([name, by["ptx"][name], by["source"][name]] for name in order)]  # fmt: skip
 
 
 def _counted(
@@ -595,9 +523,9 @@ def machine_code_of_quantisers(content: dict) -> Cells:
     found = [_by_launch(run["quantizers"]) for run in runs]
     rows = []
     for key, row in found[0].items():
-        counts = [f"{each[key]['instructions']:.0f}" if key in each else None for each in found]
+        executed = [f"{each[key]['instructions']:.0f}" if key in each else None for each in found]
         rows.append([
-            "{}, `{}`: `{}`".format(*key), f"{row['budget']:.0f}", f"{row['line']:.0f}", *counts,
+            "{}, `{}`: `{}`".format(*key), f"{row['budget']:.0f}", f"{row['line']:.0f}", *executed,
             f"{100 * row['occupancy']:.0f} %",
         ])  # fmt: skip
     versions = [f"Triton {run['environment']['triton']}" for run in runs]

@@ -1,13 +1,14 @@
-"""Times of two trees of this repository, measured by turns on one device: {"rows": ..., "flagged": ...} as JSON.
+"""Times of two trees of this repository, measured by turns on one device.
 
     python -m benchmarks.compare_trees --parent CHECKOUT --out FILE [--only linear,experts,...] [--rounds 3] [--jobs 6]
 
 First, --jobs processes a tree compile all kernels; then one of each tree measures, by turns. What differs by more than
-2 % is measured again; what still does is flagged. "compile" is the first call in a fresh process with empty caches, in
-seconds; the others are microseconds.
+2 % is measured again; what still does is flagged. Microseconds; of "compile", seconds of the first call in a fresh
+process with empty caches.
 """
 
 import functools
+import itertools
 import multiprocessing
 import os
 import statistics
@@ -18,7 +19,6 @@ from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor, wait
 from contextlib import ExitStack
 from functools import partial
-from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -27,32 +27,29 @@ import torch
 
 from benchmarks import common
 
-LINEAR = ((4096, 4096), (14336, 4096), (4096, 14336))  # N, K
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 192, 512, 2048)
+LINEAR = ((4096, 4096), (14336, 4096), (4096, 14336))  # N, K
 EXPERTS = {"mixtral": ("nvfp4", 2048, 7168, 8), "gpt-oss": ("mxfp4", 2880, 2880, 32)}  # weights, hidden, inner, count
 FORMATS = ("nvfp4", "nvfp4_one_level", "nvfp4_te", "nvfp4_16x16", "nvfp4_rowwise", "mxfp8", "mxfp8_32x32", "mxfp4",
            "float8_rowwise")  # fmt: skip
-ALLOWED = 0.02
+COMPILED = ("training llama-3-8b nvfp4_train", "prefill llama-3-8b nvfp4_weight_only")
 Timed = Callable[[int], float]  # the time by so many replays or repeats
 PACKAGE: Any = None  # fp4compile, of this process's tree
 DEVICE, SHRINK = "cuda", 1  # of this process; SHRINK divides sizes
 
 
 def cases() -> dict[str, partial[Timed]]:
-    """What builds each case, runs it once, and returns how it is timed. A name begins with the part."""
-    linears, quantisers = product(LINEAR, ("nvfp4", "mxfp8", "mxfp4"), ROWS), product(FORMATS, ([-1], [-2], [-1, -2]))
-    made = {f"linear {fmt} {m}x{n}x{k}": partial(linear, fmt, m, n, k) for (n, k), fmt, m in linears}
-    for name, tokens in product(EXPERTS, (1, 4, 16, 64, 128, 512)):
-        made[f"experts {name}, {tokens} tokens"] = partial(experts, *EXPERTS[name], tokens)
-    made |= {f"quantize {fmt} along {dims}": partial(quantize, fmt, dims) for fmt, dims in quantisers}
-    for recipe in ("nvfp4_train", "mxfp8", "float8_rowwise"):
-        made[f"training {recipe}"] = partial(model, "training", recipe)
-    for what, name, recipe in product(
-        ("decode", "prefill"), ("llama-3-8b", "qwen3-30b-a3b"), ("nvfp4", "nvfp4_weight_only")
-    ):
-        made[f"{what} {name} {recipe}"] = partial(model, what, recipe, name)
-    return made | {f"compile {what} {recipe}": partial(model, what, recipe)
-                   for what, recipe in (("training", "nvfp4_train"), ("prefill", "nvfp4_weight_only"))}  # fmt: skip
+    """What builds each case, runs it once, and returns how it is timed. The first word of a name is the part."""
+    product, models = itertools.product, (("llama-3-8b", "qwen3-30b-a3b"), ("nvfp4", "nvfp4_weight_only"))
+    made = [
+        *((linear, fmt, m, n, k) for (n, k), fmt, m in product(LINEAR, ("nvfp4", "mxfp8", "mxfp4"), ROWS)),
+        *((experts, *each) for each in product(EXPERTS, (1, 4, 16, 64, 128, 512))),
+        *((quantize, *each) for each in product(FORMATS, ((-1,), (-2,), (-1, -2)))),
+        *((model, "training", "llama-3-8b", recipe) for recipe in ("nvfp4_train", "mxfp8", "float8_rowwise")),
+        *((model, *each) for each in product(("decode", "prefill"), *models)),
+    ]
+    named = ([*settings] if make is model else [make.__name__, *settings] for make, *settings in made)
+    return {" ".join(map(str, name)): partial(*each) for name, each in zip(named, made, strict=True)}
 
 
 def timed(calls: list[Callable[[], object]]) -> Timed:
@@ -69,22 +66,23 @@ def random(*shape: int) -> torch.Tensor:
 @functools.lru_cache(1)
 def packed_layers(fmt: str, n: int, k: int) -> torch.nn.ModuleList:
     """As many packed layers as are more than the L2 cache."""
+    count = 3 if SHRINK > 1 else max(3, int(4e8 / (n * k)))
     with torch.device(DEVICE):
-        layers = [torch.nn.Linear(k, n, bias=False, dtype=torch.bfloat16) for _ in range(max(3, int(4e8 / (n * k))))]
-    PACKAGE.pack_(packed := torch.nn.ModuleList(layers[: 3 if SHRINK > 1 else None]), {"fprop_w": fmt}, progress=False)
-    return packed
+        made = torch.nn.ModuleList(torch.nn.Linear(k, n, bias=False, dtype=torch.bfloat16) for _ in range(count))
+    PACKAGE.pack_(made, {"fprop_w": fmt}, progress=False)
+    return made
 
 
 def linear(fmt: str, m: int, n: int, k: int) -> Timed:
-    x = random(m, k // SHRINK)
-    return timed([partial(layer, x) for layer in packed_layers(fmt, n // SHRINK, k // SHRINK)])
+    return timed([partial(layer, random(m, k // SHRINK)) for layer in packed_layers(fmt, n // SHRINK, k // SHRINK)])
 
 
-def experts(fmt: str, hidden: int, inner: int, count: int, tokens: int) -> Timed:
+def experts(name: str, tokens: int) -> Timed:
     """By groups, of tokens with four experts each."""
     from benchmarks import packed_layer
 
-    hidden, inner = (size // SHRINK // 32 * 32 for size in (hidden, inner))
+    fmt, *sizes, count = EXPERTS[name]
+    hidden, inner = (size // SHRINK // 32 * 32 for size in sizes)
     with torch.device(DEVICE):
         layer = packed_layer.Layer(hidden, inner, count)
         inputs = packed_layer.routing(SimpleNamespace(tokens=tokens, experts=count, picked=4))
@@ -93,37 +91,40 @@ def experts(fmt: str, hidden: int, inner: int, count: int, tokens: int) -> Timed
     return timed([torch.no_grad()(partial(compiled, random(tokens, hidden), *inputs))] * 5)
 
 
-def quantize(fmt: str, dims: list[int]) -> Timed:
+def quantize(fmt: str, dims: tuple[int, ...]) -> Timed:
     return timed([partial(torch.ops.fp4compile.quantize, random(8192 // SHRINK, 8192 // SHRINK), fmt, dims)] * 5)
 
 
-def model(what: str, recipe: str, name: str = "llama-3-8b") -> Timed:
-    """A training step of one block without the head, or prefill or four decoded tokens of two packed ones."""
+def model(what: str, name: str, recipe: str) -> Timed:
+    """A training step of a block, or two packed layers with embedding and head: prefill, four tokens after 128."""
     from benchmarks import llama_decode
 
-    args = SimpleNamespace(model=name, layers=1 if what == "training" else 2, prompt=2048 // SHRINK, context=128,
-                           tokens=64, tiny=SHRINK > 1, device=DEVICE)  # fmt: skip
-    whole, backend = llama_decode.random_model(args), PACKAGE.backend(recipe)
+    settings = {"model": name, "layers": 1 if what == "training" else 2, "prompt": 2048, "context": 128, "tokens": 64}
+    whole = llama_decode.random_model(SimpleNamespace(**settings, tiny=SHRINK > 1, device=DEVICE))
+    backend, prompt = PACKAGE.backend(recipe), 2048 // SHRINK
     if what == "training":
         compiled = torch.compile(whole.model.train(), backend=backend, dynamic=False)
-        x = random(4, args.prompt, whole.config.hidden_size).requires_grad_()
+        x = random(4, prompt, whole.config.hidden_size).requires_grad_()
 
         def step() -> None:
             compiled(inputs_embeds=x, use_cache=False).last_hidden_state.backward(torch.ones_like(x))
             whole.zero_grad()
             x.grad = None
-    else:
-        PACKAGE.pack_(whole, recipe, progress=False)
-        llama_decode.multiply_experts(whole, "batched_mm" if what == "decode" else "grouped_mm")
-        how = {"mode": "reduce-overhead"} if DEVICE != "cpu" else {}
-        session = llama_decode.Session(whole, max(args.prompt, 256), DEVICE, backend=backend, **how)
 
-        @torch.no_grad()
-        def step() -> None:
-            session.seen = args.context  # of zeros
-            session.prefill(args.prompt) if what == "prefill" else session.decode(4)
+        return timed([step])
+    PACKAGE.pack_(whole, recipe, progress=False)
+    llama_decode.multiply_experts(whole, "grouped_mm" if what == "prefill" else "batched_mm")
+    mode = {"mode": "reduce-overhead"} if DEVICE != "cpu" else {}
+    session = llama_decode.Session(whole, prompt + 256, DEVICE, backend=backend, **mode)
 
-    return timed([step])
+    def generate() -> None:
+        session.seen = 128
+        session.prefill(prompt) if what == "prefill" else session.decode(4)
+
+    return timed([torch.no_grad()(generate)])
+
+
+# ---------------------------------------------------------------- processes
 
 
 def start(tree: Path, caches: str, device: str, shrink: int) -> None:
@@ -154,7 +155,7 @@ def built(case: str) -> tuple[Timed, float]:
 def measured(case: str, repeats: int) -> float | str:
     """The time of a case; without repeats, the seconds until it had run once; or an error."""
     try:
-        made, seconds = built(case)
+        made, seconds = built(case.removeprefix("compile "))
         return made(repeats) if repeats else seconds
     except Exception as error:
         return f"{type(error).__name__}: {error}".splitlines()[0]
@@ -173,7 +174,7 @@ def compared(name: str, once: Callable[[str, int], float | str], rounds: int) ->
         if number >= rounds:
             row |= {tree: statistics.median(times) for tree, times in found.items()}
             row["new over parent"] = row["new"] / row["parent"]
-            row["flagged"] = abs(row["new over parent"] - 1) > ALLOWED
+            row["flagged"] = abs(row["new over parent"] - 1) > 0.02
             if not row["flagged"]:
                 break
     return row
@@ -188,7 +189,8 @@ def main() -> None:
     parser.add_argument("--jobs", type=int, default=6, help="processes a tree that compile first, or 0")
     parser.add_argument("--tiny", action="store_true", help="a case of each part in a small size, to try the script")
     args = parser.parse_args()
-    names = [name for name in cases() if name.split()[0] in args.only.split(",")]
+    every = (*cases(), *(f"compile {name}" for name in COMPILED))
+    names = [name for name in every if name.split()[0] in args.only.split(",")]
     if args.tiny:
         names = list({name.split()[0]: name for name in names}.values())
     warm = [name for name in names if not name.startswith("compile")]

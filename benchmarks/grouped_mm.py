@@ -6,27 +6,25 @@ decode: 1 to 8 tokens an expert and weights packed once, with bf16 activations (
     quantised in the measured time ("w4a4"); then 8 tokens that take their experts by index. "of copy": the time of a
     device copy that moves as many bytes as the packed weights have, over that of weight-only. Weights are rotated, so
     that the L2 cache does not hold them; times are those of CUDA graphs that are replayed in turns.
+packed: the same of 65 to 1024 tokens an expert, in groups that are equal or drawn at random once; tokens of "w4a4" are
+    quantised and expanded in one kernel, as a compiled graph has them.
 tokens: 16384 tokens under recipes, compiled. "forward" packs weights once and quantises activations; "both", forward
     and backward, quantises all operands of the three products in each step. A time is that of a step among steps that
     follow each other, the median of several runs.
 weights: what quantising experts' weights (8 to 32, 8192, 5120) costs against a device copy of the same bytes.
-configurations: the launches of the tables (`heuristics.py`) for many and for few tokens of NVFP4, and the best of
-    others; where tiles that dequantise for themselves ("tiles") are faster than operands dequantised in memory
-    ("operand"), by tokens an expert; and tiles of the kernel that quantises tokens ("rows"). On a GPU only.
 growth: the same 16640 tokens over 1 to 64 experts: our time over that of bf16, and launches of a step.
 
 The sizes of groups are drawn at random once; the loop of products knows them, nothing else does.
 
-    python -m benchmarks.grouped_mm [--parts decode ...] [--models DeepSeek-V3 ...] [--recipes R ...]
-                                    [--kernels tiles ...] [--out FILE]
+    python -m benchmarks.grouped_mm [--parts decode ...] [--models DeepSeek-V3 ...] [--recipes R ...] [--out FILE]
 """
 
 import argparse
+import itertools
 import statistics
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
-from unittest import mock
 
 import torch
 import torch.nn.functional as F
@@ -35,21 +33,6 @@ import fp4compile
 from benchmarks import common
 from benchmarks.linear import ROTATED_BYTES
 from benchmarks.quantize import copy_time, nbytes
-from fp4compile.formats import formats
-from fp4compile.formats.operand import Arguments, Operand
-from fp4compile.ops.quantize import quantize_kernels
-from fp4compile.templates.gemm import dequant_operand, dequant_tiles, grouped_skinny
-from fp4compile.templates.gemm.call import Call
-from fp4compile.templates.gemm.candidate import Candidate
-from fp4compile.templates.gemm.dequant_operand import GroupedDotConfig
-from fp4compile.templates.gemm.heuristics import SkinnyConfig
-from fp4compile.templates.launch import target_of
-from fp4compile.templates.multiply import call_of
-from fp4compile.templates.problem import Problem
-from fp4compile.templates.quantize import ragged_amax, ragged_rows
-from fp4compile.templates.quantize.heuristics import ragged_amax_config, ragged_row_config
-from fp4compile.templates.quantize.source import source_of
-from fp4compile.templates.view import View
 
 BF16 = torch.bfloat16
 ops = torch.ops.fp4compile
@@ -75,6 +58,8 @@ MODELS = {"DeepSeek-V3": Experts(8, 2048, 7168), "Llama-4": Experts(16, 8192, 51
 RECIPES = ("nvfp4", "mxfp8", "nvfp4_train", "float8_rowwise")
 QUANTISED = Experts(32, 8192, 5120)  # of which 8, 16 and 32
 GROWING = Experts(64, 8192, 5120)  # of which 1, 4, 16 and 64
+PACKED = ("8x4096x14336", "128x1536x2048", "128x2048x768")  # experts x N x K; Qwen3-30B-A3B's are the last two
+EACH = (65, 96, 128, 192, 256, 384, 512, 1024)  # tokens an expert on average
 INDEXED = 8  # tokens with an expert by index
 # Block shapes of weights: the format and the dimension along which it is quantised.
 BLOCKS = {"1x32": ("mxfp8", -1), "32x1": ("mxfp8", -2), "32x32": ("mxfp8_32x32", -1)}
@@ -82,11 +67,9 @@ BLOCKS = {"1x32": ("mxfp8", -1), "32x1": ("mxfp8", -2), "32x32": ("mxfp8_32x32",
 
 def main(arguments: list[str] | None = None) -> None:
     parser = common.parser(__doc__)
-    parser.add_argument("--parts", nargs="+", default=list(PARTS), choices=list(PARTS))
+    parser.add_argument("--parts", nargs="+", default=["decode", "tokens", "weights", "growth"], choices=list(PARTS))
     parser.add_argument("--models", nargs="+", default=list(MODELS), choices=list(MODELS))
     parser.add_argument("--recipes", nargs="+", default=RECIPES)
-    kernels = (*KERNELS, "tiles", "rows")
-    parser.add_argument("--kernels", nargs="+", default=kernels, choices=kernels)
     parser.add_argument("--tokens", type=int, default=16384)
     parser.add_argument("--growth-tokens", type=int, default=16640)
     parser.add_argument("--replays", type=int, default=9)
@@ -146,6 +129,22 @@ def decode(args: argparse.Namespace) -> Iterator[dict]:
         yield decode_row(f"{name}, {len(index)} by index", calls, taken, args)
 
 
+def packed(args: argparse.Namespace) -> Iterator[dict]:
+    for experts, each, kind in itertools.product(PACKED, EACH, ("equal", "drawn")):
+        shape, count = Experts(*map(int, experts.split("x"))), each * int(experts.split("x")[0])
+        plain, weights = rotated(shape, args.device)
+        sizes = [each] * shape.experts if kind == "equal" else group_sizes(count, shape.experts)
+        x, offs = shape.rows(count, args.device), offsets(sizes, args.device)
+        calls = {
+            "bf16": [partial(F.grouped_mm, x, w.mT, offs=offs) for w in plain],
+            "weight-only": [partial(weight_only, x, w, offs) for w in weights],
+            "w4a4": [partial(expanded, x, w, offs) for w in weights],
+        }
+        times = dict(zip(calls, call_times(list(calls.values()), args), strict=True))
+        ratios = {f"{name} x": times["bf16"] / times[name] for name in ("weight-only", "w4a4")}
+        yield {"experts": experts, "tokens": each, "sizes": kind, **times, **ratios}
+
+
 def decode_row(case: str, calls: dict[str, list], copied: float | None, args) -> dict:
     times = dict(zip(calls, call_times(list(calls.values()), args), strict=True))
     row = {"decode": case, **{f"{name} us": time for name, time in times.items()}}
@@ -172,6 +171,11 @@ def weight_only(x: torch.Tensor, weight: tuple, offs: torch.Tensor) -> torch.Ten
 def quantised(x: torch.Tensor, weight: tuple, offs: torch.Tensor) -> torch.Tensor:
     a = ops.quantize(x, "nvfp4", offs=offs)
     return ops.scaled_mm(*a, *weight, "nvfp4 @ nvfp4, ragged rows -> bfloat16", offs=offs)
+
+
+def expanded(x: torch.Tensor, weight: tuple, offs: torch.Tensor) -> torch.Tensor:
+    values, _, outer = ops.quantize(x, "nvfp4", offs=offs, values=[-1])
+    return ops.scaled_mm(values, None, outer, *weight, "plain @ nvfp4, ragged rows -> bfloat16", offs=offs)
 
 
 def gathered_bf16(x: torch.Tensor, weight: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
@@ -287,124 +291,6 @@ def launches(step: Callable, device: str) -> int | None:
     return sum(event.device_type == torch.autograd.DeviceType.CUDA for event in found.events())
 
 
-# ---------------------------------------------------------------- configurations
-
-
-def configurations(args: argparse.Namespace) -> Iterator[dict]:
-    """The table's launch of each kernel, and the best three of the others."""
-    if not args.device.startswith("cuda"):
-        return
-    for name in args.models:
-        if "tiles" in args.kernels:
-            yield from tiles_or_operand(name, args)
-        if "rows" in args.kernels:
-            yield from rows_of_tokens(name, args)
-        wanted = [kernel for kernel in KERNELS if kernel in args.kernels]
-        for kernel, call in grouped_calls(MODELS[name], args.tokens, args.device, wanted).items():
-            table, *others = tried(kernel, call.problem)
-            run = KERNELS[kernel].run
-            times = call_times([[partial(run, call, config)] for config in (table, *others)], args)
-            best = sorted(zip(times[1:], others, strict=True), key=lambda pair: pair[0])[:3]
-            for of, (us, config) in [("table", (times[0], table)), *[("tried", each) for each in best]]:
-                yield {"configurations": f"{name}, {kernel}", "of": of, "us": us, "launch": str(config)}
-
-
-TOKENS_EACH = (64, 128, 256, 512)
-KERNELS = {"many": dequant_operand.CANDIDATE, "few": grouped_skinny.CANDIDATE}
-
-
-def grouped_calls(shape: Experts, count: int, device: str, wanted=KERNELS) -> dict[str, Call]:
-    """NVFP4 tokens and weights, `count` tokens; weight-only, four tokens an expert."""
-    if not wanted:
-        return {}
-    b = Operand(*quantize_kernels(shape.weights(device), "nvfp4", each_matrix=True), formats.get("nvfp4"))
-    found = {}
-    for kernel, rows in (("many", count), ("few", 4 * shape.experts)):
-        if kernel not in wanted:
-            continue
-        x = shape.rows(rows, device)
-        offs = torch.full((shape.experts,), rows // shape.experts, device=device).cumsum(0).to(torch.int32)
-        a = Operand(x)
-        if kernel == "many":
-            a = quantised_tokens(x, offs)
-        found[kernel] = call_of(Arguments.of(a, b, None, BF16, offs=offs, rows=rows))
-    return found
-
-
-def tiles_or_operand(name: str, args: argparse.Namespace) -> Iterator[dict]:
-    """The products of packed NVFP4 weights by both kernels, the quantiser of the tokens included."""
-    shape = MODELS[name]
-    weight = ops.quantize(shape.weights(args.device), "nvfp4", each_matrix=True)
-    for each in TOKENS_EACH:
-        calls = both_calls(shape, each, weight, args.device)
-        times = call_times([[call] for call in calls.values()], args)
-        for (of, call), us in zip(calls.items(), times, strict=True):
-            yield {"configurations": f"{name}, {each} tokens each", "of": of, "us": us,
-                   "launch": str(call.keywords["config"])}  # fmt: skip
-
-
-def both_calls(shape: Experts, each: int, weight: tuple, device: str) -> dict[str, partial]:
-    """By kernel: quantise `each` tokens an expert on average, and multiply them as the kernel's table launches it.
-
-    Tokens are codes for tiles, and values for the operand in memory, as graphs have them.
-    """
-    rows = each * shape.experts
-    x, offs = shape.rows(rows, device), offsets(group_sizes(rows, shape.experts), device)
-    b, calls = Operand(*weight, formats.get("nvfp4")), {}
-    for of, candidate in (("tiles", dequant_tiles.CANDIDATE), ("operand", dequant_operand.CANDIDATE)):
-        values = of == "operand"
-        call = call_of(Arguments.of(quantised_tokens(x, offs, values), b, None, BF16, offs=offs, rows=rows))
-        calls[of] = partial(
-            multiplied, x, b, offs, values, candidate=candidate, config=candidate.configure(call.problem)
-        )  # fmt: skip
-    return calls
-
-
-def multiplied(
-    x: torch.Tensor, b: Operand, offs: torch.Tensor, values: bool, *, candidate: Candidate, config
-) -> torch.Tensor:
-    a = quantised_tokens(x, offs, values)
-    return candidate.run(call_of(Arguments.of(a, b, None, BF16, offs=offs, rows=len(x))), config)
-
-
-def quantised_tokens(x: torch.Tensor, offs: torch.Tensor, values: bool = False) -> Operand:
-    """As codes, or as values."""
-    data, scales, outer = quantize_kernels(x, "nvfp4", offs=offs, values=(-1,) if values else ())
-    return Operand(data, None, outer) if values else Operand(data, scales, outer, formats.get("nvfp4"))
-
-
-def rows_of_tokens(name: str, args: argparse.Namespace) -> Iterator[dict]:
-    """Quantise the tokens, to codes and to values: the amaxes alone, the table's tiles, and others as large."""
-    shape = MODELS[name]
-    x, offs = shape.rows(args.tokens, args.device), offsets(group_sizes(args.tokens, shape.experts), args.device)
-    source, bounds = source_of(x, target_of(x.device)), View.flat(offs, len(offs))
-    (amax_us,) = call_times([[lambda: ragged_amax.amax_of_rows(source, bounds, each=False)[1].run()]], args)
-    yield {"configurations": f"{name}, rows", "of": "amax", "us": amax_us, "launch": str(ragged_amax_config())}
-    for values in (False, True):
-        table = ragged_row_config("e2m1", 16, args.tokens, shape.experts, False)
-        others = [replace(table, rows=rows, blocks=table.rows * table.blocks // rows) for rows in (128, 32, 16, 8)]
-        for of, config in [("table", table), *[("tried", each) for each in others if each != table]]:
-            with mock.patch.object(ragged_rows, "ragged_row_config", lambda *_, config=config: config):
-                (us,) = call_times([[partial(quantised_tokens, x, offs, values)]], args)
-            yield {"configurations": f"{name}, rows to {'values' if values else 'codes'}", "of": of, "us": us,
-                   "launch": str(config)}  # fmt: skip
-
-
-def tried(kernel: str, problem: Problem) -> list:
-    """Configurations, that of the table first. Others differ in the tile, the stages, the walk or the grid."""
-    table = KERNELS[kernel].configure(problem)
-    if kernel == "many":
-        tiles = ((128, 256, 64, 4, 8), (128, 256, 64, 3, 8), (256, 128, 64, 4, 8), (128, 128, 64, 6, 8),
-                 (128, 128, 128, 3, 8), (128, 128, 64, 6, 4))  # fmt: skip
-        every = [GroupedDotConfig(bm, bn, bk, stages, bn // 32, warps, group_m)
-                 for bm, bn, bk, stages, warps in tiles for group_m in (4, 8, 16)]  # fmt: skip
-    else:
-        every = [SkinnyConfig(8, tiles, warps, stages, 1, each * problem.target.multiprocessors)
-                 for tiles in (1, 2) for warps in (4, 8) for stages in (1, 2, 3) for each in (3, 4, 5, 6)
-                 if warps * (stages * (1152 * tiles + 2048) + 1024 * tiles) <= 48 * 1024]  # fmt: skip
-    return [table, *(config for config in every if config != table)]
-
-
 # ---------------------------------------------------------------- times
 
 
@@ -428,7 +314,7 @@ def copy_us(size: int, device: str) -> float | None:
     return copy_time(size, 10) if device.startswith("cuda") else None
 
 
-PARTS = {"decode": decode, "tokens": tokens, "weights": weights, "growth": growth, "configurations": configurations}
+PARTS = {"decode": decode, "packed": packed, "tokens": tokens, "weights": weights, "growth": growth}
 
 if __name__ == "__main__":
     main()

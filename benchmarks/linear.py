@@ -7,11 +7,10 @@ compared. torchao is measured at the square shape with the fewest and the most r
 minutes), and left out where it is not installed. A second table is of products that share their activations, each
 launched apart and all in one launch, as a compiled graph has them.
 
-    python -m benchmarks.linear [--rows 1 4 16 64 8192] [--out FILE]
+    python -m benchmarks.linear [--rows 1 4 16 64 8192] [--shapes 8192x8192] [--out FILE]
 """
 
 import itertools
-import json
 from functools import partial
 
 import torch
@@ -31,27 +30,22 @@ WEIGHT_ONLY = "plain @ nvfp4 -> bfloat16"
 def main() -> None:
     parser = common.parser(__doc__)
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 4, 16, 64, 8192])
+    parser.add_argument("--shapes", nargs="+", help="N x K; by default SHAPES, the first alone for over 1024 rows")
     parser.add_argument("--replays", type=int, default=9)
     args = parser.parse_args()
     rows = []
-    for (n, k), m in itertools.product(SHAPES, args.rows):
-        if m > 1024 and (n, k) != SHAPES[0]:
+    shapes = [tuple(map(int, shape.split("x"))) for shape in args.shapes or ()] or SHAPES
+    for (n, k), m in itertools.product(shapes, args.rows):
+        if m > 1024 and (n, k) != SHAPES[0] and not args.shapes:
             continue
         calls = {name: made for name, make in CANDIDATES.items() if (made := make(m, n, k))}
         measured = dict(zip(calls, graph_times(calls.values(), args.replays), strict=True))
         times = {name: measured.get(name) for name in CANDIDATES}
-        row = {"shape": f"{m}x{n}x{k}"}
-        for name, microseconds in times.items():
-            row[name] = microseconds
-        for name in ("weight-only", "w4a4"):
-            row[f"{name} x"] = times["bf16"] / times[name]
-        rows.append(row)
-    common.publish(args, {"rows": args.rows, "replays": args.replays, "unit": "us"}, rows)
+        ratios = {f"{name} x": times["bf16"] / times[name] for name in ("weight-only", "w4a4")}
+        rows.append({"shape": f"{m}x{n}x{k}", **times, **ratios})
     together = [_together(name, m, args.replays) for name in TOGETHER for m in args.rows if m <= 8]
-    print("\n" + common.table(together))
-    if args.out:
-        content = json.loads(args.out.read_text()) | {"together": together}
-        args.out.write_text(json.dumps(content, indent=1) + "\n")
+    settings = {"rows": args.rows, "replays": args.replays, "unit": "us"}
+    common.publish_parts(args, settings, {"rows": rows, "together": together})
 
 
 def _together(name: str, m: int, replays: int) -> dict:

@@ -6,7 +6,6 @@ Bytes: each input read once (twice for a dynamic two-level format), each output 
 CUDA graph replays, inputs and outputs on the device. "of copy" is the copy's time over the kernel's.
 """
 
-import json
 from collections.abc import Callable
 from functools import partial
 
@@ -164,14 +163,8 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", help="large shapes: cases whose names begin so")
     args = parser.parse_args()
     settings = {"replays": REPLAYS, "dtype": "bfloat16", "statistic": "median of CUDA graph replays"}
-    large, small = measure_large(LARGE, args.only), measure_small(SMALL)
-    common.publish(args, settings, large)
-    print()
-    print(common.table(small))
-    if args.out:
-        content = json.loads(args.out.read_text())
-        content["small"] = small
-        args.out.write_text(json.dumps(content, indent=1) + "\n")
+    parts = {"rows": measure_large(LARGE, args.only), "small": measure_small(SMALL)}
+    common.publish_parts(args, settings, parts)
 
 
 if __name__ == "__main__":

@@ -11,9 +11,10 @@ Pages are hand-written Markdown, in docs/ and beside the JSON files. A page name
     (what this script writes)
     <!-- end -->
 
-`rows` shows the rows of a file, in columns `header = key @format`. A key alone is its own header; @2 means two digits,
-`cells.FORMATS` has the other formats; without columns, all are shown. FILE.json#part names the part of a file that has
-the rows. Any other name is a function of `cells`, called with the content of each file. Needs nothing but Python.
+`rows` shows the rows of a file, in columns `header = key @format`. A key alone is its own header; part.key is a key of
+a part of the row; @2 means two digits, `cells.FORMATS` has the other formats; without columns, all are shown.
+FILE.json#part names the part of a file that has the rows. Any other name is a function of `cells`, called with the
+content of each file. Needs nothing but Python.
 """
 
 import argparse
@@ -73,11 +74,12 @@ class Table:
         if self.name != "rows":
             return self.function(*contents)
         (rows,) = (content["rows"] if isinstance(content, dict) else content for content in contents)
-        columns = [_column(text) for text in self.columns.split(" | ")] if self.columns else None
-        if columns is None:
+        rows = [row for row in rows if "skipped" not in row]
+        if not self.columns:
             return [list(rows[0]), *([cells.figure(key, value) for key, value in row.items()] for row in rows)]
+        columns = [_column(text) for text in self.columns.split(" | ")]
         header = [title for title, _, _ in columns]
-        return [header, *([_formatted(row.get(key), how) for _, key, how in columns] for row in rows)]
+        return [header, *([_formatted(_value(row, key), how) for _, key, how in columns] for row in rows)]
 
     def lines(self, folder: str = "") -> list[str]:
         """The table in Markdown, under a line that says where, with what and when it was measured.
@@ -99,6 +101,12 @@ def _column(text: str) -> tuple[str, str, str]:
     text, _, how = text.strip().partition(" @")
     title, _, key = text.partition(" = ")
     return title, key or title, how
+
+
+def _value(row: dict[str, Any], key: str) -> Any:
+    """Of "part.key", what the part of the row has under the key; None where it lacks it."""
+    part, _, within = key.partition(".")
+    return (row.get(part) or {}).get(within) if within and key not in row else row.get(key)
 
 
 def _formatted(value: Any, how: str) -> Any:

@@ -58,7 +58,6 @@ VARIANTS = (
 FORWARD_BF16 = {"fprop_x": None, "fprop_w": None}
 SWITCHES = {
     "no_sr": {"stochastic_rounding": ()}, "no_hadamard": {"hadamard": ()}, "with_head": {"skip_lm_head": False},
-    "dy_only": {"dgrad_w": None, "wgrad_x": None, "hadamard": ()},
 }  # fmt: skip
 TAIL = 50
 
@@ -127,16 +126,11 @@ def _tail(run: dict) -> float:
     return sum(losses) / len(losses)
 
 
-def in_own_process(
-    name: str, seed: int, place: int, args, module: str = "benchmarks.training_loss", more: tuple[str, ...] = ()
-) -> dict:
-    """What the module prints of a variant, on the GPU at `place`; its own messages go to stderr as they come.
-
-    more: the options that it has beyond those of training.
-    """
+def in_own_process(name: str, seed: int, place: int, args) -> dict:
+    """What this module prints of a variant, on the GPU at `place`; its own messages go to stderr as they come."""
     with tempfile.TemporaryFile("w+") as out:
-        command = [sys.executable, "-m", module, "--one", name, "--seeds", str(seed)]
-        for option in ("device", "steps", "batch", "shape", "rate", "tokens", *more):
+        command = [sys.executable, "-m", "benchmarks.training_loss", "--one", name, "--seeds", str(seed)]
+        for option in ("device", "steps", "batch", "shape", "rate", "tokens"):
             command += [f"--{option}", str(getattr(args, option))]
         environment = os.environ | ({"CUDA_VISIBLE_DEVICES": str(place)} if args.gpus > 1 else {})
         subprocess.run(command, stdout=out, check=True, env=environment)

@@ -62,10 +62,7 @@ _PRODUCT_NAME = re.compile(r"(^|_)(mm|bmm|addmm|matmul|gemm|linear)(_|$)")
 
 
 def find(graph: Graph, inputs: tuple[Input, ...]) -> list[Gemm]:
-    """Every matrix product of the graph, in graph order.
-
-    inputs: one entry for each argument of the compiled function, in its order.
-    """
+    """Every matmul of the graph, in graph order. inputs: one entry for each argument of the compiled function."""
     scan = _Scan(weights_of(graph, inputs), tangent_dependent(graph), parts_of_gradients(graph))
     gemms, cuts = scan.gemms(graph), sharded_parameters_of(graph, inputs)
     whole = {layer.gemm.node: _whole(layer, cuts[layer.root]) for layer in scan.layers if layer.root in cuts}
@@ -235,11 +232,7 @@ class _Scan:
         return gemm
 
     def _in_both_orientations(self) -> dict[Node, Gemm]:
-        """Gemms that leave unquantised the layers whose weight another matmul multiplies in the other orientation.
-
-        A gradient taken inside the graph without the metadata that `is_inner_gradient` reads looks like a forward
-        matmul.
-        """
+        """Gemms that leave layers unquantised whose weight has both orientations: one may be a gradient."""
         keys = {layer.weight.key for layer in self.layers}
         return {
             layer.gemm.node: replace(layer.gemm, product="other", unsupported=_BOTH_ORIENTATIONS)

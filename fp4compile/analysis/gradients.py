@@ -45,10 +45,7 @@ def _with(desc: Any, attribute: str) -> Any:
 
 
 def is_nested(graph: Graph) -> bool:
-    """Whether a graph is the body of a region: a branch of `torch.cond`, a `nested_compile_region` and the like.
-
-    AOTAutograd describes the inputs of the whole function and none of a body's.
-    """
+    """Whether a graph is the body of a region, such as a branch of `torch.cond`: its inputs have no descriptor."""
     placeholders = graph.find_nodes(op="placeholder")
     return bool(placeholders) and all(node.meta.get("desc") is None for node in placeholders)
 
@@ -69,11 +66,7 @@ def tangent_dependent(graph: Graph) -> set[Node]:
 
 
 def is_inner_gradient(node: Node) -> bool:
-    """Whether a node was traced while `torch.func.grad`, `vjp` or the like took a gradient inside of the graph.
-
-    No tangent leads to such a node. Dynamo has one call for the whole backward of such a function, and every node that
-    was traced from that call names it in `meta["from_node"]`.
-    """
+    """Whether a node was traced while `torch.func.grad` or the like took a gradient: its call is in `from_node`."""
     waiting = list(node.meta.get("from_node") or ())
     while waiting:
         source = waiting.pop()

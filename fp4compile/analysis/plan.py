@@ -194,10 +194,7 @@ class Model:
 
 
 def of_layer(layer: Layer, recipe: Recipe, model: Model) -> tuple[Recipe | None, str | None]:
-    """(the recipe that holds for a layer, why the layer is left alone or None).
-
-    The recipe is None where a rule skips the layer. Defaults and limits give a reason beside a recipe.
-    """
+    """(the recipe for a layer, None where a rule skips it; why the layer is not quantised, or None)."""
     rule = recipe.rule_for(layer.name)
     if rule is None:  # a rule outranks the defaults for positions in the model
         return recipe, _excluded_place(layer, recipe, model) or _too_small(layer, recipe)

@@ -9,10 +9,7 @@ from fp4compile.report.progress import with_bar
 
 
 def over(batches: Iterable[Any], bar: str | None = None) -> Iterator[Any]:
-    """Iterate over the batches. bar: see `with_bar`.
-
-    Raises TypeError if `batches` is a single batch, ValueError if there are none.
-    """
+    """The batches. bar: see `with_bar`. Raises TypeError for a single batch, ValueError for none."""
     if isinstance(batches, torch.Tensor | Mapping | str):
         raise TypeError(
             f"batches: expected an iterable of batches, got {type(batches).__name__}; for one batch, pass [batch]"

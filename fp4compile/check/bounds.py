@@ -131,9 +131,9 @@ INSTRUCTION_LINES: dict[tuple[str, str, str], float] = {
     ("quantize_rows", "rows of halves", "nvfp4_one_level"): 270,
     ("quantize_rows", "rows of halves", "mxfp8"): 262,
     ("quantize_both", "both of halves", "mxfp8"): 378,
-    ("quantize_grouped_rows", "rows of experts' halves", "nvfp4_one_level"): 342,
-    ("quantize_grouped_rows", "rows of experts' halves", "mxfp8"): 336,
-    ("quantize_grouped_rows", "rows of experts' halves, given", "nvfp4"): 350,
+    ("quantize_rows", "rows of experts' halves", "nvfp4_one_level"): 342,
+    ("quantize_rows", "rows of experts' halves", "mxfp8"): 336,
+    ("quantize_rows", "rows of experts' halves, given", "nvfp4"): 350,
     ("quantize_rows", "rows of a norm", "nvfp4"): 157,
     # Norms with their statistics, which add float32 squares, sums, products and weights. All but the last are within
     # the budget.
@@ -144,17 +144,17 @@ INSTRUCTION_LINES: dict[tuple[str, str, str], float] = {
     # Experts: 64 groups of 128 rows ("few": of 8). A program finds its group first, in about 100 instructions, and
     # loads with masks. The launch has enough programs for any group sizes: half of them have no row, and clear the
     # padding.
-    ("grouped_rows_amax", "grouped rows, few", "nvfp4"): 202,
-    ("quantize_grouped_rows", "grouped rows, few", "nvfp4"): 293,
-    ("quantize_grouped_rows", "grouped rows", "nvfp4_rowwise"): 176,
-    ("quantize_grouped_columns", "grouped columns", "nvfp4"): 212,
-    ("quantize_grouped_columns", "grouped columns", "nvfp4_rowwise"): 246,
-    ("quantize_grouped_columns", "grouped columns", "mxfp4"): 194,
-    ("quantize_grouped_columns", "grouped columns, transform", "nvfp4_te"): 253,
-    ("quantize_grouped_columns", "grouped both", "nvfp4"): 315,
-    ("quantize_grouped_columns", "grouped both", "nvfp4_rowwise"): 359,
-    ("quantize_grouped_columns", "grouped both", "mxfp4"): 273,
-    ("quantize_grouped_columns", "grouped both, transform, seed", "nvfp4_te"): 428,
+    ("tensor_amax", "grouped rows, few", "nvfp4"): 202,
+    ("quantize_rows", "grouped rows, few", "nvfp4"): 293,
+    ("quantize_rows", "grouped rows", "nvfp4_rowwise"): 176,
+    ("quantize_columns", "grouped columns", "nvfp4"): 212,
+    ("quantize_columns", "grouped columns", "nvfp4_rowwise"): 246,
+    ("quantize_columns", "grouped columns", "mxfp4"): 194,
+    ("quantize_columns", "grouped columns, transform", "nvfp4_te"): 253,
+    ("quantize_columns", "grouped both", "nvfp4"): 315,
+    ("quantize_columns", "grouped both", "nvfp4_rowwise"): 359,
+    ("quantize_columns", "grouped both", "mxfp4"): 273,
+    ("quantize_columns", "grouped both, transform, seed", "nvfp4_te"): 428,
 }
 
 

@@ -337,11 +337,6 @@ def largest(x: torch.Tensor, per_row: bool) -> torch.Tensor:
     return x.abs().amax(-1, keepdim=True) if per_row else x.abs().amax()
 
 
-def amax_of_transform(x: torch.Tensor, dim: int) -> torch.Tensor:
-    """The largest magnitude of the Hadamard transform of x along a dimension, float32 []."""
-    return largest(hadamard(x.movedim(dim, -1)), per_row=False)
-
-
 def outer_of(amax: torch.Tensor, fmt: BlockFormat) -> torch.Tensor:
     """The dynamic decode factor of a format for amaxes, each taken over the elements that share one factor."""
     if fmt.scale is None:

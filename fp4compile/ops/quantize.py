@@ -4,7 +4,6 @@
                          operands, prologue, dtype, stored, amax)
         -> (data, scales, outer) along each dimension of `dim` in turn, then each of `stored`
     fp4compile::lay_out_scales(scales, offs) -> scales
-    fp4compile::hadamard_amax(x, dim) -> amax
     fp4compile::dequantize(data, scales, outer, format, cols, dtype) -> values
     fp4compile::expert_weights(data, scales, outer, format, cols, dtype, activation, activation_outer) -> weights
     fp4compile::gathered_weight(rows, row_scales, row_outer, fprop, columns, column_scales, column_outer, dgrad, cols,
@@ -22,9 +21,6 @@ x that is a part of a larger tensor, or whose largest magnitudes are known. For 
 
 `lay_out_scales` takes linear block scales of rows to the swizzled layout, for rows that were moved after they were
 quantised. offs: as in `quantize`, where each group is padded.
-
-`hadamard_amax` finds the largest magnitude of the Hadamard transform of x along `dim`, float32 []: ranks that have
-parts of a tensor take the largest of theirs as `amax` of a quantiser with `hadamard`.
 
 `expert_weights` puts packed experts (`weights.experts`) into a graph: it dequantises matrices [E, N, K]. A product of
 its result can read the codes instead, and quantise its tokens to the format `activation` (None: not at all) with the
@@ -157,24 +153,6 @@ QUANTIZE = define(
     reference=_by_reference,
     shapes=_shapes,
     kernels=quantize_kernels,
-)
-
-
-# ---------------------------------------------------------------- hadamard_amax
-
-
-def hadamard_amax_kernels(x, dim):
-    """`hadamard_amax` by the Triton kernel."""
-    from fp4compile.templates.quantize.amax import amax_of_transform
-
-    return amax_of_transform(x, dim)
-
-
-HADAMARD_AMAX = define(
-    "hadamard_amax(Tensor x, int dim) -> Tensor",
-    reference=reference.amax_of_transform,
-    shapes=lambda x, dim: x.new_empty((), dtype=torch.float32),
-    kernels=hadamard_amax_kernels,
 )
 
 

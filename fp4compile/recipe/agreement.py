@@ -43,10 +43,7 @@ _SHOWN = 200  # characters of a setting; a longer one is shown by its hash
 
 
 def settings_of(recipe: Recipe, others: Mapping[str, object]) -> dict[str, str]:
-    """Everything in which ranks must agree, as texts. others: settings besides the recipe, by their names.
-
-    The recipe's name is there to be shown (`recipe`), and is not compared.
-    """
+    """Everything in which ranks must agree, as texts, with the recipe's name, which is shown and not compared."""
     given = {**recipe.to_dict(), **others}
     return {"recipe": given.pop("name"), **{name: _text(value) for name, value in given.items()}}
 
@@ -141,8 +138,7 @@ class _Entry:
 class _List:
     """The entries of one group: prefixes of their keys by what is compared, in the order of first use.
 
-    joined: how often this rank has had a group in the store, which may outlive its group. agreed: entries that all
-    have.
+    joined: how often this rank has had a group in the store, which may outlive its group. agreed: by all ranks.
     """
 
     joined: int

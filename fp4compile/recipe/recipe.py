@@ -194,10 +194,7 @@ class Recipe:
         return self.weight_scales if chosen else "amax"
 
     def operands(self, product: str) -> tuple[str | None, str | None]:
-        """The format names of a product's two operands, in the order of the recipe's fields; None: high precision.
-
-        product: one of PRODUCTS.
-        """
+        """The format names of a product's operands, in the order of the recipe's fields; None: high precision."""
         first, second = OPERANDS[product]
         return getattr(self, first), getattr(self, second)
 
@@ -406,8 +403,7 @@ def _scales(value: Any) -> tuple[tuple[str, float], ...]:
 def unmatched_rules(recipe: Recipe, names: Iterable[str]) -> tuple[Rule, ...]:
     """The rules of a recipe that decide about no layer: earlier rules match all names that they match.
 
-    names: the names of all layers of a model, as in reports, from all of its graphs: a rule that decides about no layer
-        in one graph may decide in another.
+    names: the names of all layers of a model, as in reports, from all of its graphs.
     """
     return unmatched(recipe.rules, names)
 

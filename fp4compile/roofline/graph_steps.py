@@ -21,7 +21,7 @@ from fp4compile.analysis.node_kinds import kind_of, moved_bytes
 from fp4compile.formats.quantize_spec import ROWS as ALONG_ROWS
 from fp4compile.hardware import Gpu
 from fp4compile.ops.define import KERNELS
-from fp4compile.ops.quantize import HADAMARD_AMAX, QUANTIZE
+from fp4compile.ops.quantize import QUANTIZE
 from fp4compile.roofline import inductor_kernels
 from fp4compile.roofline.layer_sizes import Experts, Sizes
 from fp4compile.roofline.matmul_nodes import is_matmul, is_quantiser, lays_out_scales, matmul_of, size
@@ -59,7 +59,7 @@ def _steps(node: Node, gpu: Gpu) -> list[TimedStep]:
     if is_quantiser(node):
         return [_quantiser(node, gpu)]
     if node.target in KERNELS:
-        name = "amax" if node.target is HADAMARD_AMAX else "lay out scales" if lays_out_scales(node) else "dequantise"
+        name = "lay out scales" if lays_out_scales(node) else "dequantise"
         return [memory_pass(name, "other", moved_bytes(node), gpu)]
     count: Any = flops.count(node)
     if not count:

@@ -1,10 +1,10 @@
 """Inductor's kernels of a graph: pointwise operations and reductions, with the bytes that each kernel moves.
 
 A rule in the place of Inductor's scheduler, which needs a GPU. A result is stored where anything but Inductor's kernels
-reads it (a matmul, a quantiser, the graph's caller), where it is a reduction's, and where it has many loads. Anything
-else is computed by each of its readers. Stored results of equally many elements that wait for the same matmuls, and
-read or write the same memory, are one kernel, but for a sum over columns. A kernel reads each tensor once, and writes
-what is read outside of it.
+reads it (a matmul, a quantiser, the graph's caller), and where it is a reduction's. Anything else is computed by each
+of its readers. Stored results of equally many elements that wait for the same matmuls, and read or write the same
+memory, are one kernel, but for a sum over columns. A kernel reads each tensor once, and writes what is read outside of
+it.
 """
 
 from collections.abc import Iterator
@@ -19,8 +19,6 @@ from fp4compile.analysis.node_kinds import INDUCTORS, base_of, kind_of, nbytes, 
 
 aten = torch.ops.aten
 
-# Inductor's limits of loads in an expression that several others read, and in any (`torch._inductor.config`).
-REUSED_LOADS, MOST_LOADS = 4, 8
 # The operators that take some rows of their first argument.
 _GATHERING = {"embedding", "index", "gather", "index_select"}
 
@@ -75,16 +73,10 @@ class _Expressions:
         self.elements[node] = max(
             *map(numel, (*kinds.tensors_of(node), *sources)), *(self.elements.get(each, 0) for each in same), 0
         )
-        if kind == "reduction" or self._is_stored(node):
+        if kind == "reduction" or _leaves(node):
             self.stored[node] = None
         if kind == "reduction" and not _along(node):
             self.sums[node] = None
-
-    def _is_stored(self, node: Node) -> bool:
-        by = kinds.readers(node)
-        if node.target is aten.copy_.default or any(kind_of(reader) not in INDUCTORS for reader in by):
-            return True
-        return len(self.loads[node]) > (REUSED_LOADS if len(by) > 1 else MOST_LOADS)
 
     def _level_after(self, memory: Iterator[Node] | dict[Node, int]) -> int:
         """The level of what reads some memory."""
@@ -121,12 +113,13 @@ def _fused(nodes: list[Node], known: _Expressions, loaded_by: dict[Node, set[Nod
     for memory, size in chain(*(known.loads[node].items() for node in nodes)):
         if memory not in inside:
             reads[memory] = _read_of(memory, reads.get(memory, 0) + size, size)
-    written = sum(
-        nbytes(node) for node in nodes
-        if node.target is aten.copy_.default or loaded_by.get(node, set()) - inside
-        or any(kind_of(reader) not in INDUCTORS for reader in kinds.readers(node))
-    )  # fmt: skip
+    written = sum(nbytes(node) for node in nodes if _leaves(node) or loaded_by.get(node, set()) - inside)
     return Fused(nodes, sum(reads.values()) + written, 1 + (nodes[0] in known.sums))
+
+
+def _leaves(node: Node) -> bool:
+    """Whether anything but Inductor's kernels reads a result, or it is written to the caller's memory."""
+    return node.target is aten.copy_.default or any(kind_of(each) not in INDUCTORS for each in kinds.readers(node))
 
 
 def _read_of(memory: Node, bytes_together: int, largest: int) -> int:

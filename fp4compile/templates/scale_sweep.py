@@ -18,7 +18,7 @@ from fp4compile.templates.device.elements import INFINITY_BITS, encode_pair, fp8
 from fp4compile.templates.device.memory import load_tile, store_scales, store_units, tile_of
 from fp4compile.templates.device.quick_scales import SIXTH
 from fp4compile.templates.launch import Launch, target_of
-from fp4compile.templates.quantize.amax import amax_of_matrices, amax_of_tensor
+from fp4compile.templates.quantize.amax import amax_of_each, amax_of_tensor
 from fp4compile.templates.quantize.outputs import Output, empty_output, padded_scale_shape, store_aligns
 from fp4compile.templates.quantize.source import Source, source_of
 from fp4compile.templates.quantize.square import store_square_scales
@@ -68,7 +68,7 @@ def _sweep(
     """Fill the scales, and the codes if `codes`; return the outer scale."""
     fmt = output.format
     if outer is None and fmt.outer is not None:
-        amax, launches = amax_of_matrices(source) if each_matrix else amax_of_tensor(source)
+        amax, launches = amax_of_each(source, "matrix") if each_matrix else amax_of_tensor(source)
         for launch in launches:
             launch.run()
         bits = amax.tensor if each_matrix else amax.tensor.amax()

@@ -1,5 +1,6 @@
 """A block-scaled weight as the buffers of a module: the base class of packed layers and packed experts."""
 
+import functools
 import json
 import warnings
 from collections.abc import Callable
@@ -169,11 +170,10 @@ class PackedWeight(nn.Module):
             raise RuntimeError(
                 "weight: this rank has some of its rows; call the module given to fully_shard, or its unshard()"
             )
-        fmt = formats.get(self.layer_format.weight)
-        dtype = {"weight_data": fmt.data_dtype, "weight_scales": fmt.scale_dtype}.get(name, torch.float32)
-        if tensor.dtype != stored_dtype(dtype):
+        dtype, stored = _dtypes(self.layer_format.weight)[name]
+        if tensor.dtype != stored:
             raise TypeError(
-                f"{name}: expected {stored_dtype(dtype)}, got {tensor.dtype}: a loader has cast it. Load without a "
+                f"{name}: expected {stored}, got {tensor.dtype}: a loader has cast it. Load without a "
                 "dtype (in accelerate dtype=None), or by fp4compile.load_packed into an unpacked model"
             )
         tensor = tensor.detach() if name in self._parameters else tensor
@@ -447,10 +447,7 @@ def check_module(model: object) -> None:
 
 
 def packed_in(model: nn.Module) -> dict[str, PackedWeight]:
-    """The packed weights of a model, by every name that it has for them.
-
-    Raises TypeError if `model` is no module, ValueError if it has no packed weight.
-    """
+    """`packed_modules`. Raises TypeError if `model` is no module, ValueError if it has no packed weight."""
     check_module(model)
     found = packed_modules(model)
     if not found:
@@ -522,6 +519,14 @@ def _uncast(before: torch.Tensor, hidden: torch.Tensor, after: torch.Tensor) -> 
 def stored_dtype(dtype: torch.dtype) -> torch.dtype:
     """The dtype in which a buffer and a file hold numbers of a dtype: bytes for codes and block scales."""
     return torch.uint8 if is_byte_float(dtype) else dtype
+
+
+@functools.cache
+def _dtypes(format: str) -> dict[str, tuple[torch.dtype, torch.dtype]]:
+    """The dtype of the numbers in each buffer, and the dtype in which the buffer holds them."""
+    fmt = formats.get(format)
+    dtypes = zip(BUFFERS, (fmt.data_dtype, fmt.scale_dtype, torch.float32), strict=True)
+    return {name: (dtype, stored_dtype(dtype)) for name, dtype in dtypes}
 
 
 def buffer_shapes(layer: PackedWeight) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:

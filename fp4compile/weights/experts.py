@@ -55,9 +55,8 @@ def states_of(packed: Mapping[str, PackedWeight]) -> tuple[dict[str, dict], dict
 
 @dataclass(frozen=True)
 class Place:
-    """A parameter of three dimensions that may be weights of experts.
+    """A parameter of three dimensions that may be weights of experts: `child` of a module, by its full names.
 
-    module, child: the module, and the parameter's name in it. names: the parameter's full names in the model.
     in_first: whether it is [experts, in, out], and not [experts, out, in]; None where that is unknown.
     """
 

@@ -172,10 +172,7 @@ class _Product(torch.autograd.Function):
 
 
 def unpacked_layer(packed: PackedLayer, requires_grad: bool) -> nn.Module:
-    """A layer of the class that a packed layer replaced, with the dequantised weight and the same bias.
-
-    Raises ValueError where another library has replaced the packed layer's `forward`, as hooks of accelerate do.
-    """
+    """The layer that a packed one replaced, dequantised. Raises ValueError where a library replaced its `forward`."""
     if "forward" in vars(packed):
         raise ValueError(
             "a packed layer with another forward (a hook of accelerate?) cannot be unpacked: unpack before"
@@ -204,10 +201,7 @@ def is_linear(module: nn.Module) -> bool:
 
 
 def _is_conv1d(module: nn.Module) -> bool:
-    """Whether a module is transformers' Conv1D: y = x @ W + bias with W [in, out], as in GPT-2.
-
-    The class is compared by name, so that transformers need not be installed.
-    """
+    """Whether a module is transformers' Conv1D (y = x @ W + bias, W [in, out]), which need not be installed."""
     return (type(module).__module__, type(module).__qualname__) == ("transformers.pytorch_utils", "Conv1D")
 
 
@@ -260,14 +254,6 @@ def _attributes(linear: nn.Module) -> dict[str, Any]:
 
 # The attributes of a packed layer itself.
 _OWN = vars(PackedLinear(1, 1, LayerFormat("mxfp8", None), None)).keys() | set(BUFFERS)
-
-
-def replace(model: nn.Module, name: str, module: nn.Module) -> None:
-    """Replace the submodule `name` by `module`. Raises ValueError for "", the model itself."""
-    parent, _, child = name.rpartition(".")
-    if not name:
-        raise ValueError("model: a single linear layer cannot be replaced in place; put it into a module")
-    setattr(model.get_submodule(parent), child, module)
 
 
 # ---------------------------------------------------------------- torch's transformer encoders

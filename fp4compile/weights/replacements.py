@@ -1,7 +1,6 @@
 """Replace weights of a model by packed ones, from the model or from a file, and packed ones by weights again."""
 
-from dataclasses import dataclass, fields
-from dataclasses import replace as changed
+from dataclasses import dataclass, fields, replace
 from reprlib import repr as short  # a value may be nested so deeply that `repr` fails
 from typing import Any
 
@@ -12,7 +11,7 @@ from fp4compile.formats import formats
 from fp4compile.weights.buffers import LayerFormat, PackedWeight
 from fp4compile.weights.experts import PackedExperts, Place, insert, places_of, remove
 from fp4compile.weights.experts import obstacle as experts_obstacle
-from fp4compile.weights.linear import PackedLayer, is_linear, obstacle, replace, sizes, unpacked_layer
+from fp4compile.weights.linear import PackedLayer, is_linear, obstacle, sizes, unpacked_layer
 
 METHOD = "fp4compile"  # the quant_method in the config.json of a packed transformers model, which has the states
 
@@ -61,7 +60,10 @@ class Weight:
             insert(self.experts, packed)
             return
         for name in self.names:
-            replace(model, name, packed)
+            parent, _, child = name.rpartition(".")
+            if not name:
+                raise ValueError("model: a single linear layer cannot be replaced in place; put it into a module")
+            setattr(model.get_submodule(parent), child, packed)
 
     def pack(self, model: nn.Module) -> None:
         """Replace the weight in `model` by its packed form. Each expert's weights are quantised separately."""
@@ -71,17 +73,14 @@ class Weight:
 
 
 def weights_of(model: nn.Module, layers: dict[str, dict], weights: dict[str, dict]) -> list[Weight]:
-    """The weights of `model` that a file's packed layers and packed experts replace.
-
-    layers, weights: the states of packed layers and of packed experts, by name. Raises ValueError for an invalid state,
-    and for a state that does not fit the model.
-    """
+    """The weights of `model` that a file's packed layers and experts replace. Raises ValueError for unfit states."""
     return [*_linear_places(model, layers), *_expert_places(model, weights)]
 
 
 def unpacked(module: nn.Module, requires_grad: bool) -> nn.Module:
-    """A module in which parameters with the dequantised values replace all packed weights; a packed layer itself is not
-    changed, and another one is returned.
+    """A module in which parameters with the dequantised values replace all packed weights.
+
+    A packed layer itself is not changed, and another one is returned.
     """
     if isinstance(module, PackedWeight):
         return unpacked_layer(module, requires_grad)
@@ -177,7 +176,7 @@ def _expert_places(model: nn.Module, weights: dict[str, dict]) -> list[Weight]:
             raise ValueError(f"the model has no parameter of experts {name!r}")
         place, layer_format = known[name], _format_of(name, state)
         _check_experts(place, name, state)
-        one = Weight(place.names, layer_format, changed(place, in_first=state["in_first"]))
+        one = Weight(place.names, layer_format, replace(place, in_first=state["in_first"]))
         if places.setdefault(place.names, one) != one:
             raise ValueError(f"{name!r}: in the model it is {place.names[0]!r} too, whose format is another")
     return list(places.values())

@@ -17,10 +17,7 @@ _LARGEST = torch.finfo(torch.float32).max
 
 
 def check_buffers(buffers: dict[str, torch.Tensor]) -> None:
-    """Raise ValueError where no finite weight can have these scales.
-
-    buffers: the buffers of packed layers or experts, by full name.
-    """
+    """Raise ValueError where no finite weight can have these scales, buffers by full name."""
     for name, tensor in buffers.items():
         buffer = name.rpartition(".")[2]
         if buffer == "weight_scales":
@@ -30,10 +27,7 @@ def check_buffers(buffers: dict[str, torch.Tensor]) -> None:
 
 
 def check_model(packed: Mapping[str, Any], state: dict[str, torch.Tensor]) -> None:
-    """Raise ValueError where a packed weight of a model was not finite.
-
-    packed: the model's instances of `PackedWeight`, by name. state: the model's, with block scales as bytes.
-    """
+    """Raise ValueError where a packed weight of a model was not finite. state: the model's."""
     found = {}
     for name, module in sorted(packed.items()):
         for buffer in ("weight_scales", "weight_outer"):

@@ -23,11 +23,7 @@ def layout_on(
     device: torch.device, activation: str | None, weight: str, out_features: int, in_features: int,
     experts: int | None = None,
 ) -> str:  # fmt: skip
-    """The layout of a weight's block scales on a device.
-
-    activation, weight: names of formats; None leaves the activation unquantised. experts: how many matrices the weight
-    has; None for a linear layer's weight.
-    """
+    """The layout of a weight's block scales on a device. experts: the number of matrices; None for one."""
     fmt, target = formats.get(weight), target_on(device)
     if target is None or activation is None or fmt.scale is None:
         return "linear"
@@ -51,10 +47,7 @@ def target_on(device: torch.device) -> Target | None:
 def laid_out(
     scales: torch.Tensor, fmt: BlockFormat, rows: int, linear_shape: tuple[int, ...], layout: str
 ) -> torch.Tensor:
-    """The block scales of matrices in a layout; the same tensor if they have it, or where their shape fits no layout.
-
-    rows: the rows of the matrix. linear_shape: the shape of its linear scales.
-    """
+    """The block scales of matrices of so many rows in a layout; unchanged where their shape fits none."""
     step = 1 if fmt.block is None else fmt.block[0]
     *batch, _, blocks = linear_shape
     if layout == "swizzled" and tuple(scales.shape) == linear_shape:

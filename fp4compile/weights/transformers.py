@@ -179,10 +179,7 @@ class Fp4CompileQuantizer(HfQuantizer):
     # ------------------------------------------------------------ saving
 
     def get_state_dict_and_metadata(self, model: nn.Module) -> tuple[dict[str, torch.Tensor], dict]:
-        """The tensors as files hold them. Also updates the configuration, which is saved afterwards.
-
-        A model and one inside it may have the same configuration, and the names of their layers differ.
-        """
+        """The tensors as files hold them. Also updates the configuration, which a model inside may share."""
         self.quantization_config.__dict__.update(vars(config_of(model)))
         model.config.quantization_config = self.quantization_config
         state = {name: tensor for name, tensor in model.state_dict().items() if not is_extra_state(name)}
@@ -262,10 +259,7 @@ class _Pack(ConversionOps):
 
 
 def _mark_initialised(model: nn.Module, weight: Weight, missing: set[str]) -> None:
-    """Tell transformers that a packed weight's module needs no initial values, if nothing else in it does.
-
-    Otherwise transformers reads the weight for it, and that dequantises the weight.
-    """
+    """Tell transformers that a packed weight's module needs no initial values, for which it would read the weight."""
     module, _ = weight.slot(model)
     path = weight.names[0].rpartition(".")[0] if weight.experts else weight.names[0]
     if missing.isdisjoint(f"{path}.{name}" for name in module._parameters):

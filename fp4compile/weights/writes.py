@@ -194,20 +194,14 @@ def _addresses(tensors: Iterable[Any]) -> Iterator[int]:
 
 @functools.cache
 def watch() -> bool:
-    """Begin to see the writes that the module's docstring names. A second call changes nothing.
-
-    Returns False where process groups cannot be watched in this version of torch.
-    """
+    """Begin to see writes, once. Returns False where process groups cannot be watched in this torch."""
     _inductor_patches.watch_data(_read, _assigned)
     register_optimizer_step_post_hook(_stepped)
     return _inductor_patches.watch_process_groups(refresh)
 
 
 def changes_are_seen() -> bool:
-    """Whether packed weights may be kept now: not while torch.distributed has its default process group.
-
-    Collectives and FSDP fill storages without raising a version counter.
-    """
+    """Whether packed weights may be kept now: collectives and FSDP of a default group raise no counter."""
     return watch() and not in_group()
 
 
@@ -222,10 +216,7 @@ def _stepped(optimizer: Optimizer, args: tuple, kwargs: dict) -> None:
 
 
 def marking(compiled: Callable, parameters: Sequence[int]) -> Callable:
-    """A compiled training graph whose every run, forward and backward, marks the storages of its parameters.
-
-    parameters: the positions of the parameters among the arguments.
-    """
+    """A compiled training graph whose every run marks the storages of the arguments at these positions."""
 
     @functools.wraps(compiled)
     def call(*args: Any) -> Any:

@@ -164,81 +164,36 @@ def test_nothing_is_compiled_or_packed_while_times_are_taken(monkeypatch):
 
 
 @pytest.fixture
-def content():
-    stored = run_all.roofline.stored()
-    rows = run_all.roofline.compared(stored, "H200")
-    return {
-        "environment": {"device": "NVIDIA H200", "date": "2026-11-22", "torch": "2.11.0"}, "quick": False,
-        "benchmarks": {**stored, "minilm": {"error": "status 1: out of memory"}},
-        "roofline": {"summary": run_all.roofline.summary(rows), "rows": rows},
-    }  # fmt: skip
-
-
-def test_the_page_of_a_run(content, tmp_path, capsys, monkeypatch):
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    path = run_all.write(content, tmp_path)
-    assert path.name == "all_h200.json" and "has no plot" in capsys.readouterr().err
-    page = path.with_suffix(".md").read_text()
-    assert "Failed: status 1: out of memory" in page and "![" not in page
-    figure = f"| 1x8192x8192 | {content['benchmarks']['linear']['rows'][0]['bf16']:.4g} |"
-    assert figure in page
-    assert "| quantise kernel, rows | 44 |" in page
-    assert "| DeepSeek-V3, 8 by index | 167.2 |" in page and "| q, k, v |" in page  # parts beside "rows"
-    monkeypatch.setattr(run_all.tables, "main", lambda arguments: 0)
-    monkeypatch.setattr(run_all.roofline, "main", lambda arguments: 0)
-    assert run_all.check(tmp_path) == 0
-    path.with_suffix(".md").write_text(page.replace(figure, "| 1x8192x8192 | 1 |"))
-    assert run_all.check(tmp_path) == 1 and "all_h200.md is out of date" in capsys.readouterr().err
-
-
-def test_parts_of_a_run_go_into_the_files_of_the_page(content, tmp_path, capsys, monkeypatch):
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    path = run_all.write(content, tmp_path)
-    (tmp_path / "linear_h200.json").write_text(json.dumps({"rows": [], "earlier": 1}))
-    (tmp_path / "quantize_h200.json").write_text(json.dumps({"rows": [{"machine": 1}]}))
-    capsys.readouterr()
-    assert [changed.name for changed in run_all.publish(path, tmp_path)] == ["linear_h200.json"]
-    stored = json.loads((tmp_path / "linear_h200.json").read_text())
-    assert stored["earlier"] == 1 and stored["rows"] == content["benchmarks"]["linear"]["rows"]
-    said = capsys.readouterr().err
-    for why in ("quantize is not published: quantize_h200.json has other columns", "minilm is not published: it failed",
-                "ceilings is not published: there is no ceilings_h200.json"):  # fmt: skip
-        assert why in said
-
-
-def test_every_stored_file_takes_what_its_benchmark_writes(content, tmp_path, monkeypatch):
-    """`--publish` of a run that has the figures that are stored changes nothing, and refuses a quick one."""
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    path = run_all.write(content, tmp_path)
-    for name, found in content["benchmarks"].items():
-        (tmp_path / f"{name}_h200.json").write_text(json.dumps(found))
-    before = {file.name: json.loads(file.read_text()) for file in tmp_path.glob("*_h200.json")}
-    assert len(run_all.publish(path, tmp_path)) == len(run_all.roofline.FILES)
-    assert before == {file.name: json.loads(file.read_text()) for file in tmp_path.glob("*_h200.json")}
-    quick = run_all.write(content | {"quick": True}, tmp_path / "quick")
-    with pytest.raises(ValueError, match="all_h200.json is of a run with --quick, which is not for publishing"):
-        run_all.publish(quick, tmp_path)
-
-
-def test_a_run(content, tmp_path, capsys, monkeypatch):
-    """Processes apart: what is written after each benchmark, with one that fails, and of a GPU that is known."""
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
+def measured(monkeypatch):
+    """What benchmarks would write on an H200, and one that fails."""
+    found = run_all.roofline.stored() | {"minilm": {"error": "status 1: out of memory"}}
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(run_all.common, "environment", lambda device: content["environment"])
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H200")
     monkeypatch.setattr(run_all.hardware, "present", lambda: hardware.GPUS["H200"])
-    seen = []
+    monkeypatch.setattr(run_all, "_run", lambda name, quick: found[name])
+    return found
 
-    def run(name, quick):
-        seen.append((name, quick, sorted(path.name for path in tmp_path.glob("*"))))
-        return content["benchmarks"].get(name, {"error": "status 1: no memory"})
 
-    monkeypatch.setattr(run_all, "_run", run)
-    assert run_all.main(["--quick", "--out", str(tmp_path), "--only", "scale_sweep", "linear", "grouped_mm"]) == 1
-    assert seen == [("scale_sweep", True, []), ("linear", True, ["all_h200.json", "all_h200.md"]),
-                    ("grouped_mm", True, ["all_h200.json", "all_h200.md"])]  # fmt: skip
-    made = json.loads((tmp_path / "all_h200.json").read_text())
-    assert {row["what"] for row in made["roofline"]["rows"]} >= {"bf16 linear", "experts in bf16"}
-    assert made["quick"] and made["benchmarks"]["scale_sweep"] == {"error": "status 1: no memory"}
+def test_a_run(measured, tmp_path, capsys):
+    """A file for each benchmark that did not fail, and the comparison with predictions."""
+    assert run_all.main(["--quick", "--out", str(tmp_path), "--only", "minilm", "linear", "grouped_mm"]) == 1
+    assert {path.name for path in tmp_path.glob("*")} == {"linear_h200.json", "grouped_mm_h200.json"}
+    assert json.loads((tmp_path / "linear_h200.json").read_text()) == measured["linear"]
+    said = capsys.readouterr().out
+    assert "status 1: out of memory" in said and "NVFP4 weight-only linear" in said and "experts in bf16" in said
+    with pytest.raises(SystemExit):
+        run_all.main(["--quick"])
+    assert "not for publishing" in capsys.readouterr().err
+
+
+def test_a_file_keeps_what_its_benchmark_does_not_write(measured, tmp_path):
+    path = tmp_path / "linear_h200.json"
+    path.write_text(json.dumps({"rows": [], "earlier": 1}))
+    assert run_all.write(measured["linear"], path) == path
+    assert json.loads(path.read_text()) == measured["linear"] | {"earlier": 1}
+    path.write_text(json.dumps({"rows": [{"machine": 1}]}))
+    assert run_all.write(measured["linear"], path).name == "linear_h200.new.json"
+    assert json.loads(path.read_text()) == {"rows": [{"machine": 1}]}
 
 
 def test_a_summary_of_few_rows():

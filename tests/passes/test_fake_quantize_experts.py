@@ -221,7 +221,7 @@ def test_launches_of_gradients():
     launches = launched(backward("mxfp8"))
     assert launches.count("dequant_operand") == 1 and launches.count("gemm_grouped") == 2
     assert launches.count("gemm_dequant_tiles") == 1  # of the saved codes, should their scales be too small
-    assert launches.count("quantize_grouped_columns") == 2
+    assert launches.count("quantize_columns") == 2
 
 
 @pytest.mark.parametrize("recipe", ["nvfp4", "mxfp8", "nvfp4_train"])

@@ -54,7 +54,6 @@ def mixtral(x, w, v, offs):
 
 
 SILU = "prologue=['neg aux0', 'exp s0', 'add s1 1.0', 'div aux0 s2', 'mul s3 aux1'], dtype=torch.bfloat16"
-ROWS = "quantize_grouped_rows"
 
 
 @pytest.mark.parametrize(("recipe", "rows"), [("mxfp8", ANY), ("nvfp4_one_level", 2048)])
@@ -65,7 +64,8 @@ def test_snapshot_of_experts(recipe, rows):
     assert found.fused == 1 and not found.result.mode.shape_env.guards
     options = f"offs=offs_1, layout=swizzled, operands=[getitem_1], {SILU}"
     assert found.lines == [f"quantize(getitem, {recipe}, [-1], {options})"]
-    assert [name for name in found.launches if "grouped" in name and "gemm" not in name] == [ROWS, ROWS]
+    grouped = [one.kernel.__name__ for one in found.result.launches if one.constants.get("GROUPS")]
+    assert [name for name in grouped if "gemm" not in name] == ["quantize_rows"] * 2
 
 
 def gated(x, y):
@@ -88,12 +88,12 @@ def own(x, y, offs):
     return ops.quantize(gated(x, y), "float8_rowwise", offs=offs)
 
 
-# function, shape of y, launches, format
+# function, shape of y, (kernel, groups that it reads), format
 EACH = {
-    "rows": (rows, (96, 64), [ROWS], "mxfp8"),
-    "rows as they are": (routed, (96, 1), ["quantize_rows"], "nvfp4_one_level"),
-    "an outer scale that is given": (given, (96, 64), [ROWS], "nvfp4"),
-    "an outer scale of each row": (own, (96, 64), ["quantize_scaled_rows"], "float8_rowwise"),
+    "rows": (rows, (96, 64), ("quantize_rows", 3), "mxfp8"),
+    "rows as they are": (routed, (96, 1), ("quantize_rows", 0), "nvfp4_one_level"),
+    "an outer scale that is given": (given, (96, 64), ("quantize_rows", 3), "nvfp4"),
+    "an outer scale of each row": (own, (96, 64), ("quantize_scaled_rows", 0), "float8_rowwise"),
 }
 
 
@@ -101,13 +101,14 @@ EACH = {
 def test_each_quantiser(name, monkeypatch):
     """Its arguments stay; the graph computes what it did, by the reference, and the kernels read by the prologue."""
     monkeypatch.setattr(fuse_prologue, "gain", lambda spec, *_: 1 - len(spec.prologue.stored))
-    function, other, launches, format = EACH[name]
+    function, other, kernel, format = EACH[name]
     dtypes = BF16, F32 if other[1] == 1 else BF16, torch.int32
     found, before = (Fused(function, (96, 64), other, (3,), dtypes=dtypes, sm=90, fuse=fuse) for fuse in (True, False))
     (quantise,) = found.quantisers
-    assert found.fused == 1 and found.launches == launches
+    (launch,) = found.result.launches
+    assert found.fused == 1 and (launch.kernel.__name__, launch.constants.get("GROUPS", 0)) == kernel
     assert (quantise.format, quantise.dims, quantise.offs.name) == (format, (-1,), "offs_1")
-    assert all(launch.constants["PROLOGUE"] for launch in found.result.launches)
+    assert launch.constants["PROLOGUE"]
     x, y = torch.randn(96, 64).bfloat16(), torch.randn(other).to(dtypes[1])
     x[3, :2] = torch.tensor([torch.nan, torch.inf])
     offs = torch.tensor([7, 7, 90], dtype=torch.int32)

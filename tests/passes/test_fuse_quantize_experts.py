@@ -47,7 +47,7 @@ def of_products(found):
 
 
 SILU = "neg product | exp s0 | add s1 1.0 | div product s2"
-QUANTISER = ["quantize_grouped_rows"]
+QUANTISER = ["quantize_rows"]
 KERNELS = ["gemm_grouped_block_scaled_sm100"] * 2
 
 
@@ -117,7 +117,7 @@ def test_a_compiled_model_with_dynamic_outer_scales(monkeypatch):
     found = compiled(monkeypatch, 1024, "nvfp4")
     assert {row.module: row.fused for row in found.report.rows} == {"w1": "silu, mul, amax", "w3": None, "w2": None}
     names = [one.kernel.__name__ for one in found.launches]
-    assert names == ["grouped_rows_amax", *QUANTISER, KERNELS[0], *QUANTISER, KERNELS[1]]
+    assert names == ["tensor_amax", *QUANTISER, KERNELS[0], *QUANTISER, KERNELS[1]]
     product, quantiser = found.launches[2:4]
     assert product.constants["PAIR"] == 2 and product.constants["EPILOGUE"].endswith("| amax bfloat16")
     assert quantiser.constants["OUTER"] == "group amax"

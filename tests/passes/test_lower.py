@@ -295,18 +295,6 @@ def test_a_trace_of_one_tensor_twice_is_none_of_two():
     assert [one.kernel.__name__ for one in launches].count("gemm_dequant_tiles") == 2
 
 
-def test_transformed_elements_take_one_launch_for_their_magnitude():
-    """And one to be quantised by what is made of it."""
-
-    def shard(x):
-        amax = torch.ops.fp4compile.hadamard_amax(x, -2)
-        return torch.ops.fp4compile.quantize(x, "nvfp4_te", -2, hadamard=True, amax=amax * 2)
-
-    launches, _ = lowered(shard, (64, 128))
-    found = [(one.kernel.__name__, one.constants["TRANSFORM"]) for one in launches]
-    assert found == [("columns_amax", True), ("quantize_columns", True)]
-
-
 def test_swept_weights_are_lowered_to_the_sweep():
     """Where a weight is quantised at every call; its scales lie as the product reads them."""
     for sm, tier, swizzled in ((90, "emulated", False), (100, "native", True)):
@@ -342,8 +330,7 @@ def test_inductor_knows_what_every_kernel_writes(monkeypatch, caplog):
         kernels.add(launch.kernel.__name__)
     assert kernels >= {"sweep_scales", "columns_amax", "quantize_columns", "quantize_rows", "quantize_squares", "gemv",
                        "gemm_skinny", "swizzle_a_sm90", "swizzle_codes_sm90", "gemm_wgmma_sm90", "split_k_reduction",
-                       "gemm_dequant_tiles", "grouped_rows_amax", "grouped_columns_amax", "quantize_grouped_rows",
-                       "quantize_grouped_columns", "gemm_grouped"}  # fmt: skip
+                       "gemm_dequant_tiles", "tensor_amax", "gemm_grouped"}  # fmt: skip
     assert fake_quantised == 2
     assert "assuming every input is mutated" not in caplog.text
 

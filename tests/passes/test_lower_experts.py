@@ -68,7 +68,7 @@ def backward(name, hadamard):
 
 
 FORWARD = {
-    "nvfp4": ["grouped_rows_amax", "quantize_grouped_rows", "tensor_amax", "quantize_rows"],
+    "nvfp4": ["tensor_amax", "quantize_rows", "tensor_amax", "quantize_rows"],
     "mxfp8": ["quantize_rows", "quantize_rows"],
     "float8_rowwise": ["quantize_scaled_rows", "quantize_scaled_rows"],
     "nvfp4_weight_only": ["tensor_amax", "quantize_rows"],
@@ -134,7 +134,7 @@ def test_launches_of_both_directions(name, hadamard, count):
 
     for sm, groups in ((90, 3), (100, 64)):
         _, launches, left = lowered(sm, both, (512, 256), (1,), groups)
-        assert launches[-1] == "quantize_grouped_columns" and len(launches) == count and not left
+        assert launches[-1] == "quantize_columns" and len(launches) == count and not left
 
 
 def test_both_directions_of_matrices_in_square_blocks():

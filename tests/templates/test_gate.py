@@ -148,8 +148,7 @@ QUANTISED = QuantizeRow("k", "rows", "mxfp4", 100, (), FITS, instructions=100, b
 
 @pytest.mark.parametrize(("changes", "expected"), [
     ({}, []), ({"conversions": ("E4M3",)}, ["no conversion to E2M1, E8"]), ({"loads": 8}, ["no 16-byte"]),
-    ({"stores": 8}, ["no 16-byte"]), ({"kernel": "quantize_columns", "loads": 8}, []),
-    ({"kernel": "quantize_grouped_columns", "loads": 4}, []),
+    ({"stores": 8}, ["no 16-byte"]), ({"kernel": "quantize_columns", "loads": 4}, []),
     ({"kernel": "tensor_amax", "stores": 0}, []), ({"instructions": 151}, []),
     ({"resources": replace(FITS, spills=3)}, ["3 local-memory accesses"]),
 ])  # fmt: skip

@@ -551,9 +551,7 @@ def test_quantisers_reach_their_lines(sm):
     chosen = tuple(one for one in GROUPED_CONFIGURATIONS if (one.label, one.format) in wanted)
     rows = list(check_quantize(sm, chosen))
     assert not [row.problems for row in rows if row.problems]
-    assert [row.kernel for row in rows] == [
-        "grouped_rows_amax", "quantize_grouped_rows", "grouped_columns_amax", "quantize_grouped_columns"
-    ]  # fmt: skip
+    assert [row.kernel for row in rows] == ["tensor_amax", "quantize_rows", "columns_amax", "quantize_columns"]
 
 
 @pytest.mark.skipif(INTERPRETING, reason="compiles")

@@ -12,6 +12,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 import fp4compile
 from fp4compile.formats import formats
 from fp4compile.weights.buffers import PackedWeight
+from tests.helpers.tiny_llama import llama
 
 accelerate = pytest.importorskip("accelerate")
 transformers = pytest.importorskip("transformers")
@@ -22,14 +23,6 @@ TOKENS = torch.arange(16).view(1, 16)
 CPU = {"": "cpu"}
 
 
-def plain(seed=1):
-    torch.manual_seed(seed)
-    config = transformers.LlamaConfig(
-        hidden_size=64, intermediate_size=96, num_hidden_layers=1, num_attention_heads=4, vocab_size=64
-    )
-    return transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
-
-
 def logits(model):
     with torch.no_grad():
         return model(TOKENS).logits
@@ -38,7 +31,7 @@ def logits(model):
 @pytest.fixture(scope="module", params=RECIPES)
 def saved(request, tmp_path_factory):
     """A packed model, its logits, and the files that libraries write of it."""
-    model, root = plain(seed=0), tmp_path_factory.mktemp("saved")
+    model, root = llama(seed=0), tmp_path_factory.mktemp("saved")
     fp4compile.pack_(model, request.param)
     model.save_pretrained(root / "pretrained")
     fp4compile.save_packed(model, root / "packed.safetensors")
@@ -52,7 +45,7 @@ def saved(request, tmp_path_factory):
 def skeleton(saved, *, meta=False):
     """A packed model with other weights, or with none."""
     with accelerate.init_empty_weights() if meta else torch.no_grad():
-        model = plain()
+        model = llama(seed=1)
     fp4compile.pack_(model, saved.recipe)
     return model
 
@@ -212,7 +205,7 @@ def test_weights_in_high_precision_are_refused(saved):
         with pytest.raises(
             RuntimeError, match="the state has its weight unpacked; load the state before fp4compile.pack_"
         ):
-            skeleton(saved).load_state_dict(plain().state_dict(), strict=strict)
+            skeleton(saved).load_state_dict(llama(seed=1).state_dict(), strict=strict)
 
 
 def test_a_layer_that_was_not_loaded_is_refused(saved):

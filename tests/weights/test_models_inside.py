@@ -8,20 +8,10 @@ from torch import nn
 
 import fp4compile
 from fp4compile.weights.linear import PackedLinear
+from tests.helpers.tiny_llama import llama, llama_config
 
 transformers = pytest.importorskip("transformers")
 TOKENS = torch.arange(16).view(1, 16)
-
-
-def llama_config():
-    return transformers.LlamaConfig(
-        hidden_size=64, intermediate_size=96, num_hidden_layers=1, num_attention_heads=4, vocab_size=64
-    )
-
-
-def llama(config=None):
-    torch.manual_seed(0)
-    return transformers.AutoModelForCausalLM.from_config(config or llama_config(), dtype=torch.bfloat16).eval()
 
 
 def bert(vocabulary):

@@ -71,14 +71,6 @@ def test_report_and_memory():
     assert model.lm_head.weight is model.embed.weight
 
 
-def test_rules_apply():
-    model = Net()
-    recipe = named("mxfp8").replace(rules=[("layers.0", "nvfp4_weight_only")], skip_first_blocks=2)
-    report = fp4compile.pack_(model, recipe)
-    assert [(r.left, r.right) for r in report.quantised] == [(None, "nvfp4")]
-    assert report.rows[1].reason == "block 1 is among the first 2"
-
-
 def test_a_bare_layer_cannot_be_replaced():
     with pytest.raises(ValueError, match="model: a single linear layer"):
         fp4compile.pack_(torch.nn.Linear(64, 64), "mxfp8")
@@ -175,15 +167,6 @@ def test_rules_that_match_nothing():
     assert caught[0].filename == __file__
     with pytest.warns(UserWarning, match="the model has no layer"):
         fp4compile.pack_(torch.nn.ReLU(), named("mxfp8").replace(rules=rules[:1]))
-
-
-def test_a_compiled_model_has_the_names_of_the_plain_one():
-    model = Net()
-    recipe = named("nvfp4").replace(rules=[("layers.0", "mxfp8")], skip_last_blocks=1)
-    report = fp4compile.pack_(torch.compile(model, backend="eager"), recipe)
-    assert [row.right for row in report.quantised] == ["mxfp8"]
-    assert report.rows[1].reason == "block 1 is among the last 1"
-    assert isinstance(model.layers[0], PackedLinear)
 
 
 @pytest.mark.parametrize("sizes", ({}, {"kdim": 32, "vdim": 48}))

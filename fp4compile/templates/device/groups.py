@@ -103,6 +103,18 @@ def group_of_tile(before, offs, rows, tile, TILE: tl.constexpr, GROUPS: tl.const
 
 
 @triton.jit
+def tile_of_group(before, offs, rows, col_tiles, TILE: tl.constexpr, GROUPS: tl.constexpr):
+    """(group, the row after its last, tile, the tile's first row, column tile) of a program, the column tile fastest.
+
+    See `group_of_tile`. col_tiles: how many column tiles there are.
+    """
+    col_tiles = tl.maximum(col_tiles, 1)
+    tile = tl.program_id(0) // col_tiles
+    group, _, end, row0 = group_of_tile(before, offs, rows, tile, TILE, GROUPS)
+    return group, end, tile, row0, tl.program_id(0) % col_tiles
+
+
+@triton.jit
 def rows_of_group(before, offs, rows, group, TILE: tl.constexpr, GROUPS: tl.constexpr):
     """(first row, row after the last, first tile) of a group, where each group is padded to tiles of TILE rows."""
     ends, after = ends_of_lanes(before, offs, rows, TILE)

@@ -9,31 +9,32 @@ import triton
 import triton.language as tl
 
 from fp4compile._compat import statically_true
-from fp4compile.formats import reference
 from fp4compile.formats.formats import BlockFormat
 from fp4compile.formats.layouts import ceil_div
 from fp4compile.templates.device.column_tile import column_tile_amax, load_column_tile, transform_column_tile
 from fp4compile.templates.device.dependent_launch import launch_dependents
 from fp4compile.templates.device.elements import magnitude_bits, reduce_words, unpack, word_amax
-from fp4compile.templates.device.memory import tile_of
+from fp4compile.templates.device.groups import of_lanes, per_lane, tile_of_group
+from fp4compile.templates.device.memory import tile_of, tiles_along
 from fp4compile.templates.device.prologue import read_tile
 from fp4compile.templates.device.register_tile import amaxes_of_two_rows, stack_tensors
-from fp4compile.templates.launch import Launch, target_of
+from fp4compile.templates.launch import Launch
 from fp4compile.templates.quantize.heuristics import (
     PARTIAL_MAXIMA_ELEMENTS,
     AmaxConfig,
     amax_config,
+    amax_of_groups_config,
     amax_of_rows_config,
     column_amax_config,
 )
-from fp4compile.templates.quantize.outputs import Outer, whole_tiles
-from fp4compile.templates.quantize.source import Source, source_of
+from fp4compile.templates.quantize.outputs import Outer, row_tiles, whole_tiles
+from fp4compile.templates.quantize.source import Source
 from fp4compile.templates.view import View
 
 
 def outer_of(source: Source, fmt: BlockFormat, static: torch.Tensor | None, each_matrix: bool = False) -> Outer:
-    """The outer scales along rows or square blocks: static, none, or made from the amax of the tensor, or from
-    the rows' amaxes if they are given (`source.amax_bits`).
+    """The outer scales along rows or square blocks: static, none, or made from amaxes of the tensor, of each matrix or
+    group, or of each row, which launches find where they are not given (`source.amax_bits`).
 
     static: float32 [] or [..., R, 1]; None: not static. each_matrix: make one outer scale for each matrix of the batch.
     """
@@ -41,17 +42,12 @@ def outer_of(source: Source, fmt: BlockFormat, static: torch.Tensor | None, each
         return static_outer(source.batch * source.rows, static)
     if fmt.outer is None:
         return Outer("none")
+    given = None if source.amax_bits is None else (source.amax_bits, ())
     if fmt.outer == "row":
-        lanes = source.batch * source.rows
-        return Outer(
-            "row amax", View.flat(source.tensor.new_empty(lanes, dtype=torch.float32), lanes), source.amax_bits
-        )
-    if each_matrix and source.amax_bits is not None:
-        return outer_of_matrices(source, source.amax_bits, ())
-    if each_matrix:
-        return outer_of_matrices(source, *amax_of_matrices(source))
-    amax, launches = amax_of_tensor(source)
-    return Outer("amax", View.flat(source.tensor.new_empty(1, dtype=torch.float32), 1), amax, launches)
+        return _made(source, "row amax", source.batch * source.rows, *(given or amax_of_each(source, "row")))
+    if each_matrix or source.groups:
+        return _made(source, "matrix amax", source.groups or source.batch, *(given or amax_of_each(source, "matrix")))
+    return _made(source, "amax", 1, *(given or amax_of_tensor(source)))
 
 
 def static_outer(lanes, static: torch.Tensor) -> Outer:
@@ -61,17 +57,51 @@ def static_outer(lanes, static: torch.Tensor) -> Outer:
     return Outer("row", View.flat(static.contiguous(), lanes))
 
 
-def outer_of_matrices(source: Source, amax: View, launches: tuple[Launch, ...]) -> Outer:
-    """Outer scales to be made from the amax bits of each matrix, int32 [batch]."""
-    scale = source.tensor.new_empty(source.batch, dtype=torch.float32)
-    return Outer("matrix amax", View.flat(scale, source.batch), amax, launches)
+def outers_of(
+    source: Source, fmt: BlockFormat, static: torch.Tensor | None, *, with_rows: bool, transform: bool,
+    each_matrix: bool = False,
+) -> tuple[Outer, Outer]:  # fmt: skip
+    """The outer scales along the rows and down the columns; dynamic ones may depend on the direction.
+
+    The second Outer has the launches that find all amaxes. The first one is the second one unless with_rows. static,
+    each_matrix: see `outer_of`. Each row, or each column of a matrix or group, has an outer scale of its own in formats
+    that say so.
+    """
+    if static is not None and static.dim():
+        both = static_outer(source.batch * source.cols, static)
+        return both, both
+    each, lanes = fmt.outer == "row", (source.groups or source.batch) * source.cols
+    if static is None and each and source.amax_bits is not None:
+        both = _made(source, "row amax", lanes, source.amax_bits)
+        return both, both
+    if static is not None or not each and (not transform or fmt.outer is None or source.amax_bits is not None):
+        both = outer_of(source, fmt, static, each_matrix)
+        return both, both
+    amax, launches = amax_of_columns(source, rows=with_rows, transform=transform, each=each, each_matrix=each_matrix)
+    if each:
+        down = _made(source, "row amax", lanes, amax, launches)
+        return _made(source, "row amax", source.batch * source.rows, amax) if with_rows else down, down
+    mode = "matrix amax" if source.groups or each_matrix else "amax"
+    count = source.groups or (source.batch if each_matrix else 1)
+    if not with_rows:
+        both = _made(source, mode, count, amax, launches)
+        return both, both
+    first, last = (View.flat(amax.tensor.narrow(0, i * count, count), count) for i in (0, 1))
+    return _made(source, mode, count, first), _made(source, mode, count, last, launches)
+
+
+def _made(source: Source, mode: str, count, amax: View, launches: tuple[Launch, ...] = ()) -> Outer:
+    """`count` outer scales to be made from amax bits."""
+    return Outer(mode, View.flat(source.tensor.new_empty(count, dtype=torch.float32), count), amax, launches)
+
+
+def _zeros(source: Source, count) -> View:
+    return View.flat(torch.zeros(count, dtype=torch.int32, device=source.tensor.device), count)
 
 
 def amax_of_tensor(source: Source) -> tuple[View, tuple[Launch, ...]]:
-    """(float32 bits of the tensor's amax, 0 if it is empty: int32 [], or [n] partial maxima for a small tensor; the
-    launches that find them, none if `source.amax_bits` is set)."""
-    if source.amax_bits is not None:
-        return source.amax_bits, ()
+    """(float32 bits of the tensor's amax, 0 if it is empty: int32 [1], or [n] partial maxima for a small tensor; the
+    launch that finds them)."""
     flat = source.flat()
     source = flat or source
     # The kernel that reads partial maxima has their number as a constant, so the size must not be symbolic.
@@ -80,164 +110,195 @@ def amax_of_tensor(source: Source) -> tuple[View, tuple[Launch, ...]]:
     if source.prologue is not None and flat is None:
         config = amax_of_rows_config(source.cols)
     grid = _amax_grid(source, config)
-    device = source.tensor.device
     if small:
         grid = 1 << (max(grid, 1) - 1).bit_length()
-        bits = torch.empty(grid, dtype=torch.int32, device=device)
+        found = View.flat(torch.empty(grid, dtype=torch.int32, device=source.tensor.device), grid)
     else:
-        bits = torch.zeros((), dtype=torch.int32, device=device)
-    found = View.flat(bits, grid if small else 1)
+        found = View.flat(torch.zeros((), dtype=torch.int32, device=source.tensor.device), 1)
+    return found, (_amax_launch(source, found, grid, config, FLAT=flat is not None, PARTIAL=small),)
+
+
+def amax_of_each(source: Source, of: str) -> tuple[View, tuple[Launch, ...]]:
+    """(float32 bits of the amax of each matrix or group (`of` "matrix"), int32 [batch] or [G], 0 for an empty one, or
+    of each row ("row"), [batch * rows]; the launch that finds them)."""
+    found = _zeros(source, source.batch * source.rows if of == "row" else source.groups or source.batch)
+    if of == "matrix" and not source.groups and statically_true(source.row_stride == source.cols):
+        source = source.each_as_row()
+    config = amax_of_groups_config() if source.groups else amax_config(None)
+    return found, (_amax_launch(source, found, _amax_grid(source, config), config, OF=of),)
+
+
+def _amax_launch(source: Source, found: View, grid, config: AmaxConfig, **constants) -> Launch:
+    small = constants.get("PARTIAL", False)
     constants = {
-        "FLAT": flat is not None, "PARTIAL": small, "MATRICES": 0,
+        "GROUPS": source.groups, "FLAT": False, "PARTIAL": False, "OF": "tensor", **constants,
         "LAUNCH_DEPENDENTS": small and source.target.dependent_launch, "ALIGN": source.align,
         "PROLOGUE": source.prologue_text, "ISA": source.target.isa, **config.constants,
     }  # fmt: skip
-    arguments = source.view, found, *source.read_args
-    return found, (Launch(tensor_amax, grid, arguments, constants, config.num_warps),)
-
-
-def amax_of_matrices(source: Source) -> tuple[View, tuple[Launch, ...]]:
-    """(float32 bits of the amax of each matrix, int32 [batch]; the launch that finds them)."""
-    if statically_true(source.row_stride == source.cols):
-        source = source.each_as_row()
-    config = amax_config(None)
-    found = View.flat(torch.zeros(source.batch, dtype=torch.int32, device=source.tensor.device), source.batch)
-    constants = {
-        "FLAT": False, "PARTIAL": False, "MATRICES": 1, "LAUNCH_DEPENDENTS": False, "ALIGN": source.align,
-        "PROLOGUE": source.prologue_text, "ISA": source.target.isa, **config.constants,
-    }  # fmt: skip
-    arguments = source.view, found, *source.read_args
-    return found, (Launch(tensor_amax, _amax_grid(source, config), arguments, constants, config.num_warps),)
+    return Launch(tensor_amax, grid, (source.view, source.offs, found, *source.read_args), constants, config.num_warps)
 
 
 def _amax_grid(source: Source, config: AmaxConfig):
-    return source.batch * ceil_div(source.rows, config.rows) * ceil_div(source.cols, config.blocks * config.block)
+    return row_tiles(source, source.rows, config.rows) * ceil_div(source.cols, config.blocks * config.block)
 
 
 def amax_of_columns(
-    source: Source, *, rows: str | None, transform: bool, each: bool, each_matrix: bool = False
-) -> tuple[View, Launch]:
+    source: Source, *, rows: bool, transform: bool, each: bool, each_matrix: bool = False
+) -> tuple[View, tuple[Launch, ...]]:
     """(float32 bits of amaxes of the columns, int32, with the Hadamard transform down the columns if `transform`; the
     launch that finds them).
 
     each: an amax for each column, [batch * cols]; otherwise one amax of all columns, [1], or (each_matrix) one for the
-    columns of each matrix, [batch].
-    rows: further amaxes to find, of the tensor without the transform. "all": the tensor's amax, which comes first, [1 +
-    ...]; with each_matrix, each matrix's amax before the amax of its columns, [batch * 2].
-    "each" (only with `each`): an amax for each row; every matrix has its rows before its columns, [batch * (rows +
-    cols)].
+    columns of each matrix, [batch]. With groups there is one for each column of a group, [G * cols], or for each group,
+    [G].
+    rows: amaxes of the tensor without the transform as well. With `each`, every matrix has its rows' amaxes before its
+    columns', [batch * rows + ...]; otherwise the amax of the tensor or of each group comes first, [1 + 1] or [G + G].
     """
-    lanes = source.cols + (source.rows if rows == "each" else 0)
-    plain = int(rows == "all")
-    count = source.batch * (1 + plain) if each_matrix else (source.batch * lanes if each else 1) + plain
-    found = View.flat(torch.zeros(count, dtype=torch.int32, device=source.tensor.device), count)
+    groups = source.groups or source.batch
+    per_tensor = (groups if source.groups or each_matrix else 1) * (1 + rows)
+    count = groups * source.cols + (source.batch * source.rows if rows else 0) if each else per_tensor
+    found = _zeros(source, count)
     config, isa = column_amax_config(), source.target.isa
     height, width = config.row_tiles * config.block, 2 * config.words
+    whole = isa >= 100 and not source.groups and whole_tiles(source, height, width, "linear")
     constants = {
-        "PLAIN": plain == 1, "ROWS": rows == "each", "TRANSFORM": transform, "EACH": each, "MATRICES": each_matrix,
-        "ALIGN": source.align, "WHOLE": isa >= 100 and whole_tiles(source, height, width, "linear"), "ISA": isa,
-        **config.constants,
+        "GROUPS": source.groups, "PLAIN": rows and not each, "ALONG_ROWS": rows and each, "TRANSFORM": transform,
+        "EACH": each, "MATRICES": each_matrix, "ALIGN": source.align, "WHOLE": whole, "ISA": isa, **config.constants,
     }  # fmt: skip
-    grid = source.batch * ceil_div(source.rows, height) * ceil_div(source.cols, width)
-    return found, Launch(columns_amax, grid, (source.view, found, *source.args), constants, config.num_warps)
-
-
-def amax_of_transform(x: torch.Tensor, dim: int) -> torch.Tensor:
-    """`reference.amax_of_transform` on the GPU, bit for bit: one launch."""
-    if statically_true(x.numel() == 0):
-        return reference.amax_of_transform(x, dim)
-    source = source_of(x.movedim(dim, -2), target_of(x.device))
-    found, launch = amax_of_columns(source, rows=None, transform=True, each=False)
-    launch.run()
-    return found.tensor.view(torch.float32).view(())
+    grid = row_tiles(source, source.rows, height) * ceil_div(source.cols, width)
+    launch = Launch(columns_amax, grid, (source.view, source.offs, found, *source.args), constants, config.num_warps)
+    return found, (launch,)
 
 
 @triton.jit
 def tensor_amax(
-    x_ptr, amax_ptr, rows, cols, x_batch, x_row,
+    x_ptr, offs_ptr, amax_ptr, rows, cols, x_batch, x_row,
     operand_1_ptr, operand_2_ptr, operand_3_ptr, operand_4_ptr, operand_5_ptr, stored_1_ptr, stored_2_ptr, stored_3_ptr,
-    FLAT: tl.constexpr, PARTIAL: tl.constexpr, MATRICES: tl.constexpr, LAUNCH_DEPENDENTS: tl.constexpr,
+    GROUPS: tl.constexpr, FLAT: tl.constexpr, PARTIAL: tl.constexpr, OF: tl.constexpr, LAUNCH_DEPENDENTS: tl.constexpr,
     ALIGN: tl.constexpr,
     ROWS: tl.constexpr, BLOCKS: tl.constexpr, BLOCK: tl.constexpr, PROLOGUE: tl.constexpr, ISA: tl.constexpr,
 ):  # fmt: skip
-    """Raise the int32 at amax_ptr, initially 0, to the bits of x's amax. x: [batch, rows, cols].
+    """Raise the int32s at amax_ptr, initially 0, to the bits of amaxes. x: [batch, rows, cols].
 
+    OF: what has an amax: "tensor"; "matrix", each matrix [batch] or each of the GROUPS groups of rows; "row", each row.
     PARTIAL: instead, each program stores the amax of its own tile, [grid]. Programs beyond the tensor store 0.
-    FLAT: x is one row. MATRICES: each matrix has an amax of its own, [batch]. LAUNCH_DEPENDENTS: the next kernel may
-    start early, see `device.dependent_launch`.
+    FLAT: x is one row. GROUPS, offs_ptr: as in `quantize_rows`. LAUNCH_DEPENDENTS: the next kernel may start early, see
+    `device.dependent_launch`.
     """
     if LAUNCH_DEPENDENTS:
         x_ptr = launch_dependents(x_ptr)
+    before = ()
+    offs = ()
+    for i in tl.static_range(per_lane(GROUPS)):
+        number, exists = of_lanes(i - per_lane(GROUPS), GROUPS)
+        before = before + (tl.load(offs_ptr + number, mask=exists, other=0),)
+        number, exists = of_lanes(i, GROUPS)
+        offs = offs + (tl.load(offs_ptr + number, mask=exists, other=0),)
     dtype: tl.constexpr = x_ptr.dtype.element_ty
     operands = (operand_1_ptr, operand_2_ptr, operand_3_ptr, operand_4_ptr, operand_5_ptr,
                 stored_1_ptr, stored_2_ptr, stored_3_ptr)  # fmt: skip
-    col_tiles = (tl.full((), 0, tl.int32) + tl.cdiv(cols, BLOCKS * BLOCK)).to(tl.int32)  # 1 column is a constant
-    batch, row_tile, col_tile = tile_of(tl.program_id(0), rows, col_tiles, ROWS, FLAT, ISA >= 100)
-    row = row_tile * ROWS + tl.arange(0, ROWS)
+    if GROUPS > 0:
+        col_tiles = tiles_along(cols, BLOCKS * BLOCK, ISA >= 100)
+        group, end, row_tile, row0, col_tile = tile_of_group(before, offs, rows, col_tiles, ROWS, GROUPS)
+        if group >= GROUPS:
+            return
+        batch = row_tile * 0
+    else:
+        col_tiles = (tl.full((), 0, tl.int32) + tl.cdiv(cols, BLOCKS * BLOCK)).to(tl.int32)  # 1 column is a constant
+        batch, row_tile, col_tile = tile_of(tl.program_id(0), rows, col_tiles, ROWS, FLAT, ISA >= 100)
+        group = batch
+        row0 = row_tile * ROWS
+        end = rows
+    row = row0 + tl.arange(0, ROWS)
     col0 = col_tile.to(tl.int64) * (BLOCKS * BLOCK)
     ptr = x_ptr + batch.to(tl.int64) * x_batch + row.to(tl.int64) * x_row + col0
     cols_left = tl.minimum(cols - col0, BLOCKS * BLOCK).to(tl.int32)
-    words = read_tile(ptr, operands, batch, row, rows, col0, cols, cols_left, dtype, ROWS, BLOCKS, BLOCK, 1, ALIGN,
+    words = read_tile(ptr, operands, batch, row, end, col0, cols, cols_left, dtype, ROWS, BLOCKS, BLOCK, 1, ALIGN,
                       False, ISA, True, PROLOGUE)  # fmt: skip
-    bits = tl.max(tl.max(word_amax(words, 2, ISA, dtype), 1), 0)
-    if PARTIAL:
-        tl.store(amax_ptr + tl.program_id(0), bits)
+    bits = tl.max(word_amax(words, 2, ISA, dtype), 1)
+    if OF == "row":
+        tl.atomic_max(amax_ptr + batch.to(tl.int64) * rows + row, bits, mask=row < end, sem="relaxed")
+    elif PARTIAL:
+        tl.store(amax_ptr + tl.program_id(0), tl.max(bits, 0))
     else:
-        if MATRICES:
-            amax_ptr += batch
-        tl.atomic_max(amax_ptr, bits, sem="relaxed")
+        if OF == "matrix":
+            amax_ptr += group
+        tl.atomic_max(amax_ptr, tl.max(bits, 0), sem="relaxed")
 
 
 @triton.jit
 def columns_amax(
-    x_ptr, amax_ptr, rows, cols, x_batch, x_row,
-    PLAIN: tl.constexpr, ROWS: tl.constexpr, TRANSFORM: tl.constexpr, EACH: tl.constexpr, MATRICES: tl.constexpr,
-    ALIGN: tl.constexpr, WHOLE: tl.constexpr,
+    x_ptr, offs_ptr, amax_ptr, rows, cols, x_batch, x_row,
+    GROUPS: tl.constexpr, PLAIN: tl.constexpr, ALONG_ROWS: tl.constexpr, TRANSFORM: tl.constexpr, EACH: tl.constexpr,
+    MATRICES: tl.constexpr, ALIGN: tl.constexpr, WHOLE: tl.constexpr,
     BLOCK: tl.constexpr, ROW_TILES: tl.constexpr, WORDS: tl.constexpr, ISA: tl.constexpr,
 ):  # fmt: skip
     """Raise the int32s at amax_ptr, initially 0, to the bits of the amaxes of x's columns.
 
     TRANSFORM: apply the Hadamard transform to the columns first. EACH: an amax for each column, [batch, cols];
-    otherwise one amax of all columns or (MATRICES) of the columns of each matrix, [batch]. ROWS (with EACH): each row's
-    amax as well, without the transform, [batch, rows + cols]. PLAIN: the amax of x (or of each matrix) without the
-    transform comes before the others.
+    otherwise one amax of all columns or (MATRICES) of the columns of each matrix, [batch]. ALONG_ROWS (with EACH): each
+    row's amax as well, without the transform, [batch, rows + cols]. PLAIN: the amax of x without the transform comes
+    first. GROUPS, offs_ptr: as in `quantize_rows`; each group has an amax, or two amaxes, or one for each column: [G],
+    [G + G] or [G, cols], the last behind the amaxes of all rows.
     (All results have one pointer, because Inductor does not order the writes of a kernel to one tensor through two
     pointers.) WHOLE: as in `quantize_columns`.
     """
+    before = ()
+    offs = ()
+    for i in tl.static_range(per_lane(GROUPS)):
+        number, exists = of_lanes(i - per_lane(GROUPS), GROUPS)
+        before = before + (tl.load(offs_ptr + number, mask=exists, other=0),)
+        number, exists = of_lanes(i, GROUPS)
+        offs = offs + (tl.load(offs_ptr + number, mask=exists, other=0),)
     dtype: tl.constexpr = x_ptr.dtype.element_ty
     row_count: tl.constexpr = ROW_TILES * BLOCK
     col_count: tl.constexpr = 2 * WORDS
-    batch, row_tile, col_tile = tile_of(tl.program_id(0), rows, tl.cdiv(cols, col_count), row_count, False, ISA >= 100)
-    row0 = row_tile * row_count
+    if GROUPS > 0:
+        col_tiles = tiles_along(cols, col_count, ISA >= 100)
+        group, end, row_tile, row0, col_tile = tile_of_group(before, offs, rows, col_tiles, row_count, GROUPS)
+        if group >= GROUPS:
+            return
+        batch = row_tile * 0
+    else:
+        batch, row_tile, col_tile = tile_of(tl.program_id(0), rows, tl.cdiv(cols, col_count), row_count, False,
+                                            ISA >= 100)  # fmt: skip
+        group = batch
+        row0 = row_tile * row_count
+        end = rows
     col0 = col_tile * col_count
     ptr = x_ptr + batch.to(tl.int64) * x_batch + col0
     cols_left = tl.minimum(cols - col0, col_count)
-    tile = load_column_tile(ptr, row0, rows, cols_left, x_row, dtype, BLOCK, ROW_TILES, WORDS, ALIGN, WHOLE)
-    if MATRICES:
-        amax_ptr += batch * 2 if PLAIN else batch
+    tile = load_column_tile(ptr, row0, end, cols_left, x_row, dtype, BLOCK, ROW_TILES, WORDS, ALIGN, WHOLE)
+    if MATRICES or (GROUPS > 0 and not EACH):
+        amax_ptr += group
     if PLAIN or not TRANSFORM:
         plain_first, plain_second = column_tile_amax(tile, ISA, dtype)
     if PLAIN:
-        tl.atomic_max(amax_ptr, tl.max(tl.max(tl.maximum(plain_first, plain_second), 1), 0), sem="relaxed")
+        raise_to_largest(amax_ptr, plain_first, plain_second)
+        amax_ptr += max(GROUPS, 1)
     if TRANSFORM:
         _, _, first_amax, second_amax = transform_column_tile(tile, dtype, ISA)
     else:
         first_amax = plain_first
         second_amax = plain_second
-    column_amax_ptr = amax_ptr + 1 if PLAIN else amax_ptr
     if EACH:
         column = tl.arange(0, col_count)
         bits = tl.reshape(tl.join(tl.max(first_amax, 0), tl.max(second_amax, 0)), (col_count,))
-        if ROWS:
-            rows_amax_ptr = column_amax_ptr + batch.to(tl.int64) * (rows + cols)
-            raise_row_amaxes(rows_amax_ptr, tile, row0, rows, dtype, ISA)
-            column_amax_ptr = rows_amax_ptr + rows
-        else:
-            column_amax_ptr += batch.to(tl.int64) * cols
-        at = column_amax_ptr + col0 + column
-        tl.atomic_max(at, bits, mask=column < cols_left, sem="relaxed")
+        if ALONG_ROWS:
+            amax_ptr += batch.to(tl.int64) * (rows + cols)
+            raise_row_amaxes(amax_ptr, tile, row0, end, dtype, ISA)
+            amax_ptr += rows
+        if GROUPS > 0 or not ALONG_ROWS:
+            amax_ptr += group.to(tl.int64) * cols
+        tl.atomic_max(amax_ptr + col0 + column, bits, mask=column < cols_left, sem="relaxed")
     else:
-        tl.atomic_max(column_amax_ptr, tl.max(tl.max(tl.maximum(first_amax, second_amax), 1), 0), sem="relaxed")
+        raise_to_largest(amax_ptr, first_amax, second_amax)
+
+
+@triton.jit
+def raise_to_largest(amax_ptr, first, second):
+    """Raise one int32 to the largest of two matrices of amax bits."""
+    tl.atomic_max(amax_ptr, tl.max(tl.max(tl.maximum(first, second), 1), 0), sem="relaxed")
 
 
 @triton.jit

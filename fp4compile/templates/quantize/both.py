@@ -67,7 +67,7 @@ def serves(source: Source, fmt: BlockFormat, outer: Outer, *, seeded: bool, tran
     dynamic = outer.mode in ("amax", "matrix amax")
     quick_outer = (dynamic or outer.mode == "tensor") and fmt.contract == "torchao" and dtype == torch.bfloat16
     one_read = quick_outer or (outer.mode == "none" and dtype.itemsize == 2)
-    return one_read and not seeded and not transform
+    return one_read and not seeded and not transform and not source.groups
 
 
 def both_launch(source: Source, fmt: BlockFormat, outer: Outer, layout: str, rows: Output, columns: Output) -> Launch:
@@ -77,7 +77,7 @@ def both_launch(source: Source, fmt: BlockFormat, outer: Outer, layout: str, row
     constants = {
         **format_constants(fmt), **outer.constants, "SWIZZLED": layout == "swizzled",
         "WHOLE": whole_tiles(source, height, width, layout), "ALIGN": source.align, **store_aligns(source.cols, fmt),
-        **column_aligns(source.rows, fmt), "PROLOGUE": source.prologue_text,
+        **column_aligns(source, fmt), "PROLOGUE": source.prologue_text,
         "ISA": source.target.isa, **config.constants,
     }  # fmt: skip
     arguments = source.view, *rows.pointers, *columns.pointers, *outer.pointers(rows.data), *source.read_args

@@ -1,6 +1,9 @@
 """Quantise down the columns, with an optional Hadamard transform, and along the rows of the same tile.
 
 The tile is read twice: as a column tile and, for the rows, as blocks of a row. The second read comes from the cache.
+
+Groups of rows are quantised down the columns of each group. They lie in the output one after the other, each padded
+with zeros to tiles of 128 rows: tile t has the padded rows from 128 * t on, and they are of one group.
 """
 
 import torch
@@ -9,6 +12,7 @@ import triton.language as tl
 
 from fp4compile._compat import statically_true
 from fp4compile.formats.formats import BlockFormat
+from fp4compile.formats.layouts import TILE_ROWS
 from fp4compile.templates.device.block_scales import block_scale, encode_scale, make_outer_scales, outer_scales
 from fp4compile.templates.device.column_tile import (
     column_tile_amax,
@@ -17,12 +21,12 @@ from fp4compile.templates.device.column_tile import (
     unpack_column_tile,
 )
 from fp4compile.templates.device.elements import encode_run, encode_runs, infinity_to_nan, word_amax
+from fp4compile.templates.device.groups import of_lanes, per_lane, tile_of_group
 from fp4compile.templates.device.memory import load_tile, store_scales, store_units, tile_of, tiles_along
 from fp4compile.templates.device.packed_encoding import encode_exact_runs, exact_in_bf16
 from fp4compile.templates.device.philox import match_layout, philox, runs_of_a_call, words_of_run
 from fp4compile.templates.device.values import takes_values, values_of_units
 from fp4compile.templates.launch import Launch
-from fp4compile.templates.quantize.amax import amax_of_columns, outer_of, outer_of_matrices, static_outer
 from fp4compile.templates.quantize.heuristics import column_config
 from fp4compile.templates.quantize.outputs import (
     Outer,
@@ -33,51 +37,8 @@ from fp4compile.templates.quantize.outputs import (
     tile_grid,
     whole_tiles,
 )
-from fp4compile.templates.quantize.row import encode_and_store, seed_pointer
+from fp4compile.templates.quantize.row import encode_and_store_codes, seed_pointer, store_group_outers, store_row_scales
 from fp4compile.templates.quantize.source import Source
-from fp4compile.templates.view import View
-
-
-def outers_of(
-    source: Source, fmt: BlockFormat, static: torch.Tensor | None, *, with_rows: bool, transform: bool,
-    each_matrix: bool = False,
-) -> tuple[Outer, Outer]:  # fmt: skip
-    """The outer scales along the rows and down the columns; dynamic ones may depend on the direction.
-
-    The second Outer has the launches that find all amaxes. static, each_matrix: see `outer_of`. With an outer scale for
-    each row or column, the mode is "row amax" and the shapes are [batch * rows] (no tensor unless with_rows) and
-    [batch * cols].
-    """
-
-    def empty(count) -> View:
-        return View.flat(source.tensor.new_empty(count, dtype=torch.float32), count)
-
-    if static is not None and static.dim():
-        both = static_outer(source.batch * source.cols, static)
-        return both, both
-    if static is None and fmt.outer == "row" and source.amax_bits is not None:
-        both = Outer("row amax", empty(source.batch * source.cols), source.amax_bits)
-        return both, both
-    if static is None and fmt.outer == "row":
-        rows = "each" if with_rows else None
-        amax, launch = amax_of_columns(source, rows=rows, transform=transform, each=True)
-        along = empty(source.batch * source.rows) if with_rows else None
-        return (
-            Outer("row amax", along, amax),
-            Outer("row amax", empty(source.batch * source.cols), amax, (launch,)),
-        )
-    if static is None and fmt.outer == "tensor" and transform and source.amax_bits is None:
-        rows = "all" if with_rows else None
-        amax, launch = amax_of_columns(source, rows=rows, transform=True, each=False, each_matrix=each_matrix)
-        if each_matrix:  # with rows, the amaxes of rows and columns are pairs
-            return outer_of_matrices(source, amax, ()), outer_of_matrices(source, amax, (launch,))
-        if not with_rows:
-            both = Outer("amax", empty(1), amax, (launch,))
-            return both, both
-        first, last = (View.flat(amax.tensor.narrow(0, i, 1), 1) for i in (0, 1))
-        return Outer("amax", empty(1), first), Outer("amax", empty(1), last, (launch,))
-    both = outer_of(source, fmt, static, each_matrix)
-    return both, both
 
 
 def columns_launch(
@@ -92,21 +53,26 @@ def columns_launch(
     stream: int,
     transform: bool,
 ) -> Launch:
-    """The launch of the kernel for columns and, if `rows` is given, rows. outers: see `outers_of`."""
+    """The launch of the kernel for columns and, if `rows` is given, rows. outers: see `amax.outers_of`."""
     along, down = outers
     constants = format_constants(fmt)
-    config = column_config(fmt.element, constants["BLOCK"], rows is not None)
+    config = column_config(fmt.element, constants["BLOCK"], rows is not None or source.groups > 0)
     height, width = config.row_tiles * constants["BLOCK"], 2 * config.words
     isa, data = source.target.isa, columns.data
+    if source.groups:
+        whole = statically_true(source.cols % max(width, TILE_ROWS) == 0)
+    else:
+        whole = whole_tiles(source, height, width, layout)
     constants |= {
-        "ALONG_ROWS": rows is not None, "TRANSFORM": transform, "SEEDED": seed is not None, "STREAM": stream,
-        **along.constants, "SWIZZLED": layout == "swizzled", "ALIGN": source.align, **store_aligns(source.cols, fmt),
-        **column_aligns(source.rows, fmt), "WHOLE": isa >= 100 and whole_tiles(source, height, width, layout),
-        "BATCHED": isa < 100 or not statically_true(source.batch == 1), "ISA": isa, **config.constants,
+        "GROUPS": source.groups, "ALONG_ROWS": rows is not None, "TRANSFORM": transform,
+        "SEEDED": seed is not None, "STREAM": stream, **along.constants, "SWIZZLED": layout == "swizzled",
+        "ALIGN": source.align, **store_aligns(source.cols, fmt), **column_aligns(source, fmt),
+        "WHOLE": isa >= 100 and whole, "BATCHED": isa < 100 or not statically_true(source.batch == 1), "ISA": isa,
+        **config.constants,
     }  # fmt: skip
     arguments = (
-        source.view, *(rows or columns).pointers, *along.pointers(data), *columns.pointers, *down.pointers(data),
-        seed_pointer(seed, data), *source.args,
+        source.view, source.offs, *(rows or columns).pointers, *along.pointers(data), *columns.pointers,
+        *down.pointers(data), seed_pointer(seed, data), *source.args,
     )  # fmt: skip
     return Launch(quantize_columns, tile_grid(source, height, width, layout), arguments, constants, config.num_warps)
 
@@ -305,11 +271,46 @@ def store_column_values(
 
 
 @triton.jit
+def store_columns(
+    columns_ptr, scales_ptr, units, bytes, batch, column, block0, cols, blocks, per_column,
+    ELEMENT: tl.constexpr, SCALE: tl.constexpr, BLOCK: tl.constexpr, SWIZZLED: tl.constexpr, UNIT_ALIGN: tl.constexpr,
+    SCALE_ALIGN: tl.constexpr, WHOLE: tl.constexpr, ISA: tl.constexpr,
+):  # fmt: skip
+    """Store a tile's codes and scales, or values, at the columns `column` of a matrix, from block0 on.
+
+    units, bytes: codes as int64 units [columns, n], and scale bytes [columns, blocks of the tile]. per_column: units of
+    a column.
+    """
+    per_block: tl.constexpr = units.shape[1] // bytes.shape[1]
+    column_row = batch.to(tl.int64) * cols + column
+    if takes_values(columns_ptr.dtype):
+        store_column_values(columns_ptr, units, bytes, column_row, block0, blocks, column < cols, ELEMENT, SCALE, BLOCK,
+                            ISA)  # fmt: skip
+    else:
+        store_units(columns_ptr, units, column_row, block0 * per_block, per_column, column < cols, UNIT_ALIGN,
+                    WHOLE, ISA >= 100)  # fmt: skip
+    if SCALE != "none" and not takes_values(columns_ptr.dtype):
+        store_scales(scales_ptr, bytes, batch, column, block0, cols, blocks, SWIZZLED, SCALE_ALIGN, WHOLE,
+                     ISA >= 100)  # fmt: skip
+
+
+@triton.jit
+def clear_codes(units, rows, bits: tl.constexpr):
+    """Clear the codes from number `rows` of each column on, in units [columns, n]. bits: bits of a code.
+
+    With an outer scale that is not finite, the zeros beyond a group have nonzero codes.
+    """
+    kept = tl.maximum(rows * bits - 64 * tl.arange(0, units.shape[1]), 0)
+    mask = tl.where(kept >= 64, -1, (tl.full(kept.shape, 1, tl.int64) << tl.minimum(kept, 63).to(tl.int64)) - 1)
+    return units & mask[None, :]
+
+
+@triton.jit
 def quantize_columns(
-    x_ptr, data_ptr, scales_ptr, outer_ptr, amax_ptr,
+    x_ptr, offs_ptr, data_ptr, scales_ptr, outer_ptr, amax_ptr,
     columns_ptr, column_scales_ptr, column_outer_ptr, column_amax_ptr, seed_ptr,
     rows, cols, x_batch, x_row,
-    ELEMENT: tl.constexpr, SCALE: tl.constexpr, CONTRACT: tl.constexpr, BLOCK: tl.constexpr,
+    ELEMENT: tl.constexpr, SCALE: tl.constexpr, CONTRACT: tl.constexpr, BLOCK: tl.constexpr, GROUPS: tl.constexpr,
     ALONG_ROWS: tl.constexpr, TRANSFORM: tl.constexpr, SEEDED: tl.constexpr, STREAM: tl.constexpr,
     OUTER: tl.constexpr, PARTIAL_MAXIMA: tl.constexpr, SWIZZLED: tl.constexpr,
     ALIGN: tl.constexpr, UNIT_ALIGN: tl.constexpr, COLUMN_UNIT_ALIGN: tl.constexpr,
@@ -325,100 +326,150 @@ def quantize_columns(
     column is read at column_outer_ptr. OUTER "row amax": each column's decode factor is made from the bits at
     column_amax_ptr, [batch, cols], and stored at column_outer_ptr; with ALONG_ROWS the bits of rows and columns are
     [batch, rows + cols], and the decode factors of the rows are stored at outer_ptr. OUTER "matrix amax": each matrix
-    has an amax at column_amax_ptr, and its decode factor is stored at column_outer_ptr; with ALONG_ROWS and TRANSFORM
-    each matrix has two amaxes, of the rows and then of the columns, and the decode factor of the rows is stored at
-    outer_ptr. WHOLE: tiles divide each matrix, so that nothing needs a mask. BATCHED: there may be several matrices.
-    Only on SM100 is WHOLE ever True or BATCHED ever False: there, masks are a tenth of the instructions, and the number
-    of the matrix is a twentieth.
+    (or group) has an amax at column_amax_ptr, and its decode factor is stored at column_outer_ptr; with ALONG_ROWS (for
+    groups) amax_ptr and outer_ptr are those of the rows.
+    GROUPS, offs_ptr: as in `quantize_rows`; ROW_TILES * BLOCK is then 128, and results are of padded rows. Each column
+    of each group has a scale of its own with "row amax".
+    WHOLE: tiles divide each matrix (the columns of groups), so that nothing (nothing but the rows) needs a mask.
+    BATCHED: there may be several matrices. Only on SM100 is WHOLE ever True or BATCHED ever False: there, masks are a
+    tenth of the instructions, and the number of the matrix is a twentieth.
     """
+    before = ()
+    offs = ()
+    for i in tl.static_range(per_lane(GROUPS)):
+        number, exists = of_lanes(i - per_lane(GROUPS), GROUPS)
+        before = before + (tl.load(offs_ptr + number, mask=exists, other=0),)
+        number, exists = of_lanes(i, GROUPS)
+        offs = offs + (tl.load(offs_ptr + number, mask=exists, other=0),)
     dtype: tl.constexpr = x_ptr.dtype.element_ty
     row_count: tl.constexpr = ROW_TILES * BLOCK
     col_count: tl.constexpr = 2 * WORDS
     has_outer: tl.constexpr = OUTER != "none"
-    amaxes: tl.constexpr = 2 if ALONG_ROWS and TRANSFORM else 1  # of a matrix
+    # An int64 holds 16 codes of four bits, or 8 of eight.
+    bits: tl.constexpr = 4 if ELEMENT == "e2m1" else 8
+    per_block: tl.constexpr = BLOCK * bits // 64
+    whole: tl.constexpr = WHOLE and GROUPS == 0
+    row_scales: tl.constexpr = ALONG_ROWS and SCALE != "none" and not takes_values(data_ptr.dtype)
 
     # Swizzled scales have padding below and beside the scales of the tensor. The tiles cover it.
     unsigned: tl.constexpr = ISA >= 100
     padded_rows = tiles_along(rows, 128, unsigned) * 128 if SWIZZLED else rows
     padded_cols = tiles_along(cols, 128, unsigned) * 128 if SWIZZLED else cols
     col_tiles = tiles_along(padded_cols, col_count, unsigned)
-    batch, row_tile, col_tile = tile_of(tl.program_id(0), padded_rows, col_tiles, row_count, False, unsigned,
-                                        BATCHED)  # fmt: skip
-    row0 = row_tile * row_count
+    if GROUPS > 0:
+        group, end, row_tile, row0, col_tile = tile_of_group(before, offs, rows, col_tiles, row_count, GROUPS)
+        batch = row_tile * 0
+        blocks = (rows // 128 + GROUPS) * (128 // BLOCK)
+        first_tile: tl.constexpr = False  # `store_group_outers` stores what the tile with `first` would
+    else:
+        batch, row_tile, col_tile = tile_of(tl.program_id(0), padded_rows, col_tiles, row_count, False, unsigned,
+                                            BATCHED)  # fmt: skip
+        group = batch
+        row0 = row_tile * row_count
+        end = rows
+        blocks = tiles_along(rows, BLOCK, unsigned)
+        first_tile = (row_tile == 0) & (col_tile == 0)
+    per_column = tiles_along(rows, 16, unsigned) * 2 if SCALE == "none" and GROUPS == 0 else blocks * per_block
+    block0 = row_tile * ROW_TILES
     col0 = col_tile * col_count
+    column = col0 + tl.arange(0, col_count)
+    if GROUPS > 0:
+        if TRANSFORM or not ALONG_ROWS:  # else rows and columns share outer scales
+            store_group_outers(column_amax_ptr, column_outer_ptr, row_tile, col_tile, OUTER, GROUPS, SCALE, CONTRACT,
+                               ISA)  # fmt: skip
+        if ALONG_ROWS:
+            store_group_outers(amax_ptr, outer_ptr, row_tile, col_tile, OUTER, GROUPS, SCALE, CONTRACT, ISA)
+        if OUTER == "row amax":
+            if ALONG_ROWS:  # amaxes of all rows come before those of the columns
+                column_amax_ptr += rows
+            if row_tile < GROUPS:  # tile t stores the outer scales of the columns of group t
+                at = row_tile.to(tl.int64) * cols + column
+                make_outer_scales(column_amax_ptr + at, column_outer_ptr, at, column < cols, True, SCALE, CONTRACT, ISA)
+        if group >= GROUPS:
+            # Half of the programs have no group where groups are equal. Their zeros need no exchange of lanes.
+            store_columns(
+                columns_ptr, column_scales_ptr, tl.zeros((col_count, ROW_TILES * per_block), tl.int64),
+                tl.zeros((col_count, ROW_TILES), tl.int32), batch, column, block0, cols, blocks, per_column,
+                ELEMENT, SCALE, BLOCK, SWIZZLED, COLUMN_UNIT_ALIGN, COLUMN_SCALE_ALIGN, WHOLE, ISA,
+            )  # fmt: skip
+            if row_scales and SWIZZLED:
+                row_bytes = tl.zeros((row_count, col_count // BLOCK), tl.int32)
+                row = row0 + tl.arange(0, row_count)
+                store_row_scales(scales_ptr, row_bytes, batch, row_tile, row, col0 // BLOCK, row0, cols, BLOCK, True,
+                                 SCALE_ALIGN, WHOLE, True, ISA)  # fmt: skip
+            return
     cols_left = tl.minimum(cols - col0, col_count)
     tile_ptr = x_ptr + batch.to(tl.int64) * x_batch + col0
-    first_tile = (row_tile == 0) & (col_tile == 0)
 
     if ALONG_ROWS:
         row = row0 + tl.arange(0, row_count)
-        words = load_tile(tile_ptr + row.to(tl.int64) * x_row, cols_left, row < rows, dtype,
-                          row_count, col_count // BLOCK, BLOCK, VECTORS, ALIGN, WHOLE)  # fmt: skip
+        words = load_tile(tile_ptr + row.to(tl.int64) * x_row, cols_left, row < end, dtype,
+                          row_count, col_count // BLOCK, BLOCK, VECTORS, ALIGN, whole)  # fmt: skip
         if OUTER == "row amax":
             encode, decode = make_outer_scales(amax_ptr + batch.to(tl.int64) * (rows + cols) + row, outer_ptr,
-                                        batch.to(tl.int64) * rows + row, row < rows, col_tile == 0,
+                                        batch.to(tl.int64) * rows + row, row < end, col_tile == 0,
                                         SCALE, CONTRACT, ISA)  # fmt: skip
             encode = encode[:, None]
             decode = decode[:, None]
         elif OUTER == "matrix amax":
-            encode, decode = make_outer_scales(amax_ptr + batch * amaxes, outer_ptr, batch, True, first_tile,
-                                               SCALE, CONTRACT, ISA)  # fmt: skip
+            encode, decode = make_outer_scales(amax_ptr + group, outer_ptr, group, True, first_tile, SCALE, CONTRACT,
+                                               ISA)  # fmt: skip
         else:
             encode, decode = outer_scales(OUTER, outer_ptr, amax_ptr, PARTIAL_MAXIMA, CONTRACT, ISA)
-        encode_and_store(words, word_amax(words, 2, ISA, dtype), encode, decode, data_ptr, scales_ptr, seed_ptr,
-                         batch, row, col0 // BLOCK, rows, cols, dtype, ELEMENT, SCALE, CONTRACT, BLOCK, has_outer,
-                         OUTER != "row amax", SEEDED, 0, SWIZZLED, UNIT_ALIGN, SCALE_ALIGN, ISA, False,
-                         WHOLE)  # fmt: skip
+        row_bytes = encode_and_store_codes(
+            words, word_amax(words, 2, ISA, dtype), encode, decode, data_ptr, seed_ptr, batch, row, col0 // BLOCK, end,
+            cols, dtype, ELEMENT, SCALE, CONTRACT, BLOCK, has_outer, OUTER != "row amax", SEEDED, 0, UNIT_ALIGN, ISA,
+            False, whole,
+        )  # fmt: skip
+        if row_scales and GROUPS == 0:
+            store_row_scales(scales_ptr, row_bytes, batch, row_tile, row, col0 // BLOCK, end, cols, BLOCK, SWIZZLED,
+                             SCALE_ALIGN, WHOLE, False, ISA)  # fmt: skip
 
-    tile = load_column_tile(tile_ptr, row0, rows, cols_left, x_row, dtype, BLOCK, ROW_TILES, WORDS, ALIGN, WHOLE)
+    tile = load_column_tile(tile_ptr, row0, end, cols_left, x_row, dtype, BLOCK, ROW_TILES, WORDS, ALIGN, whole)
     first, second, first_amax, second_amax = read_columns(tile, TRANSFORM, dtype, ISA)
 
-    column = col0 + tl.arange(0, col_count)
     if OUTER == "row" or OUTER == "row amax":
-        at = batch.to(tl.int64) * cols + column
+        at = group.to(tl.int64) * cols + column
         if OUTER == "row":
             decode = tl.load(column_outer_ptr + at, mask=column < cols, other=1.0)
             encode = encode_scale(decode, ISA)
         else:
-            if ALONG_ROWS:
+            if GROUPS > 0:
+                column_amax_ptr += group.to(tl.int64) * cols
+            elif ALONG_ROWS:
                 column_amax_ptr += batch.to(tl.int64) * (rows + cols) + rows
             else:
                 column_amax_ptr += batch.to(tl.int64) * cols
+            first_row: tl.constexpr = GROUPS == 0
             encode, decode = make_outer_scales(column_amax_ptr + column, column_outer_ptr, at, column < cols,
-                                               row_tile == 0, SCALE, CONTRACT, ISA)  # fmt: skip
+                                               first_row and row_tile == 0, SCALE, CONTRACT, ISA)  # fmt: skip
         encodes = even_and_odd(encode)
         decodes = even_and_odd(decode)
     else:
         if OUTER == "matrix amax":
-            encode, decode = make_outer_scales(
-                column_amax_ptr + (batch * amaxes + (amaxes - 1)), column_outer_ptr, batch, True, first_tile,
-                SCALE, CONTRACT, ISA,
-            )  # fmt: skip
+            encode, decode = make_outer_scales(column_amax_ptr + group, column_outer_ptr, group, True, first_tile,
+                                               SCALE, CONTRACT, ISA)  # fmt: skip
         elif ISA < 100 or not ALONG_ROWS or TRANSFORM:  # else rows and columns share one outer scale
             encode, decode = outer_scales(OUTER, column_outer_ptr, column_amax_ptr, PARTIAL_MAXIMA, CONTRACT, ISA)
         encodes = (encode, encode)
         decodes = (decode, decode)
 
-    blocks = tiles_along(rows, BLOCK, unsigned)
-    block0 = row_tile * ROW_TILES
     even_column = batch.to(tl.int64) * cols + col0 + 2 * tl.arange(0, WORDS)[None, :]
     units, first_byte, second_byte = scale_and_encode_columns(
         tile, first, second, first_amax, second_amax, encodes, decodes, seed_ptr, even_column, block0, blocks,
-        dtype, ELEMENT, SCALE, CONTRACT, BLOCK, has_outer, TRANSFORM, SCALE == "none" and OUTER == "row", SEEDED,
-        STREAM, ISA,
+        dtype, ELEMENT, SCALE, CONTRACT, BLOCK, has_outer, TRANSFORM,
+        SCALE == "none" and (OUTER == "row" or OUTER == "tensor"), SEEDED, STREAM, ISA,
     )  # fmt: skip
-    # An int64 holds 16 codes of four bits, or 8 of eight.
-    per_block: tl.constexpr = BLOCK // 16 if ELEMENT == "e2m1" else BLOCK // 8
-    per_column = tiles_along(rows, 16, unsigned) * 2 if SCALE == "none" else blocks * per_block
-    column_row = batch.to(tl.int64) * cols + column
-    if SCALE != "none":
-        bytes = interleave_columns(first_byte[:, :, None], second_byte[:, :, None])
-    if takes_values(columns_ptr.dtype):
-        store_column_values(columns_ptr, units, bytes, column_row, block0, blocks, column < cols, ELEMENT, SCALE, BLOCK,
-                            ISA)  # fmt: skip
-    else:
-        store_units(columns_ptr, units, column_row, block0 * per_block, per_column, column < cols, COLUMN_UNIT_ALIGN,
-                    WHOLE, ISA >= 100)  # fmt: skip
-    if SCALE != "none" and not takes_values(columns_ptr.dtype):
-        store_scales(column_scales_ptr, bytes, batch, column, block0, cols, blocks, SWIZZLED, COLUMN_SCALE_ALIGN, WHOLE,
-                     ISA >= 100)  # fmt: skip
+    bytes = interleave_columns(first_byte[:, :, None], second_byte[:, :, None])
+    if GROUPS > 0:
+        rows_left = end - row0
+        if rows_left < row_count:
+            units = clear_codes(units, rows_left if SCALE == "none" else tl.cdiv(rows_left, BLOCK) * BLOCK, bits)
+        bytes = tl.where((tl.arange(0, ROW_TILES) * BLOCK < rows_left)[None, :], bytes, 0)
+    store_columns(
+        columns_ptr, column_scales_ptr, units, bytes, batch, column, block0, cols, blocks, per_column,
+        ELEMENT, SCALE, BLOCK, SWIZZLED, COLUMN_UNIT_ALIGN, COLUMN_SCALE_ALIGN, WHOLE, ISA,
+    )  # fmt: skip
+    if row_scales and GROUPS > 0:  # as late as this, because they then take fewer registers
+        store_row_scales(scales_ptr, row_bytes, batch, row_tile, row, col0 // BLOCK, end, cols, BLOCK, SWIZZLED,
+                         SCALE_ALIGN, WHOLE, True, ISA)  # fmt: skip

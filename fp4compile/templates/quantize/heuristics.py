@@ -7,7 +7,6 @@ Each kernel has a `LaunchConfig`, and a function that chooses its values. The va
 from dataclasses import dataclass, replace
 
 from fp4compile._compat import statically_true
-from fp4compile.formats.layouts import TILE_ROWS
 from fp4compile.templates.launch import LaunchConfig
 
 # A flat tensor of up to this many elements has its amax in partial maxima, one a program. A program stores its maximum
@@ -55,7 +54,7 @@ class ReducedRowConfig(RowConfig):
 
 @dataclass(frozen=True)
 class AmaxConfig(WarpsConfig):
-    """`tensor_amax` and `grouped_rows_amax`: tiles of rows x blocks of `block` elements."""
+    """`tensor_amax`: tiles of rows x blocks of `block` elements."""
 
     rows: int
     blocks: int
@@ -218,7 +217,8 @@ def column_amax_config() -> ColumnAmaxConfig:
 
 
 def column_config(element: str, block: int, both: bool) -> ColumnConfig:
-    """The configuration of `quantize_columns`. both: whether it quantises along the rows as well.
+    """The configuration of `quantize_columns`. both: whether it quantises along the rows as well, or tiles have 128
+    rows, to which groups are padded.
 
     A thread holds whole blocks of its columns. With more words a thread, loads would be 16 bytes wide, but registers
     would suffice for fewer programs: that was slower.
@@ -251,7 +251,7 @@ def dequantize_config(block: int) -> DequantizeConfig:
     return DequantizeConfig(num_warps=4, rows=1, blocks=(4096 if block == 16 else 2048) // block)
 
 
-def ragged_row_config(element: str, block: int, rows, groups: int, padded: bool) -> RowConfig:
+def row_config_of_groups(element: str, block: int, rows, groups: int, padded: bool) -> RowConfig:
     """The configuration for grouped rows. padded: whether each group is padded to tiles of 128 rows.
 
     rows: rows of all groups; a symbolic number counts as large. If groups have few rows, a tile has 16 longer rows.
@@ -262,12 +262,6 @@ def ragged_row_config(element: str, block: int, rows, groups: int, padded: bool)
     return replace(config, rows=config.rows // 8, blocks=config.blocks * 8)
 
 
-def ragged_column_config(element: str, block: int) -> ColumnConfig:
-    """Tiles of 128 rows, because groups are padded to 128, with the words of the kernel that quantises rows as well."""
-    config = column_config(element, block, both=True)
-    return replace(config, row_tiles=TILE_ROWS // block)
-
-
-def ragged_amax_config() -> AmaxConfig:
+def amax_of_groups_config() -> AmaxConfig:
     """Tiles of 16 rows: many tiles for a group of many rows, and few rows beyond the end of a small group."""
     return AmaxConfig(num_warps=8, rows=16, blocks=32, block=32)

@@ -10,7 +10,7 @@ from fp4compile._compat import statically_true
 from fp4compile.formats.grouping import padded_rows
 from fp4compile.formats.layouts import TILE_COLS, TILE_ROWS, ceil_div, swizzled_numel
 from fp4compile.formats.reference_grouped import lay_out_rows
-from fp4compile.templates.device.groups import group_of_tile, of_lanes, per_lane
+from fp4compile.templates.device.groups import of_lanes, per_lane, tile_of_group
 from fp4compile.templates.device.memory import store_scales, tile_of, tiles_along
 from fp4compile.templates.launch import launch, target_of
 from fp4compile.templates.quantize.source import power_of_two
@@ -60,9 +60,7 @@ def lay_out_scales(
             before = before + (tl.load(offs_ptr + number, mask=exists, other=0),)
             number, exists = of_lanes(i, GROUPS)
             offs = offs + (tl.load(offs_ptr + number, mask=exists, other=0),)
-        tile = tl.program_id(0) // col_tiles
-        col_tile = tl.program_id(0) % col_tiles
-        group, _, end, row0 = group_of_tile(before, offs, rows, tile, ROWS, GROUPS)
+        group, end, tile, row0, col_tile = tile_of_group(before, offs, rows, col_tiles, ROWS, GROUPS)
         end = tl.where(group < GROUPS, end, row0)
         batch = tile * 0
         padded = (tile + 1) * ROWS

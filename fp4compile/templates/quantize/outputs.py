@@ -54,7 +54,7 @@ def empty_output(
     Raises RuntimeError if the kernel, which takes its sizes from the source, would write beyond this memory.
     """
     *batch, lanes, length = shape
-    read_lanes, read_length = (source.cols, source.rows) if columns else (source.rows, source.cols)
+    read_lanes, read_length = (source.cols, source.padded_rows) if columns else (source.rows, source.cols)
     all_lanes = source.batch * read_lanes
     if values:
         data = source.tensor.new_empty((*batch, lanes, 2 * code_pairs(length, fmt)), dtype=fmt.values_dtype)
@@ -63,6 +63,8 @@ def empty_output(
     codes = View.flat(data, all_lanes * _row_bytes(read_length, fmt, columns))
     if fmt.scale is None:
         return Output(codes, None, length, fmt)
+    if layout == "swizzled" and source.groups and not columns:
+        lanes = read_lanes = source.padded_rows
     scales = source.tensor.new_empty((*batch, *_scales_of_matrix(lanes, length, fmt, layout)), dtype=torch.uint8)
     written = source.batch * math.prod(_scales_of_matrix(read_lanes, read_length, fmt, layout))
     return Output(codes, View.flat(scales, written), length, fmt)
@@ -133,11 +135,16 @@ def padded_scale_shape(rows, blocks, layout: str):
     return rows, blocks
 
 
+def row_tiles(source: Source, rows, height: int):
+    """Number of tiles of `height` rows that cover `rows` rows of each matrix, or any groups of the source's rows."""
+    return source.rows // height + source.groups if source.groups else source.batch * ceil_div(rows, height)
+
+
 def tile_grid(source: Source, height: int, width: int, layout: str):
     """Number of programs whose height x width tiles cover each matrix and the padding of its swizzled scales."""
     rows, cols = [ceil_div(n, 128) * 128 if layout == "swizzled" else n for n in (source.rows, source.cols)]
     # Without rows there are still outer scales of the columns to write.
-    return source.batch * torch.sym_max(ceil_div(rows, height), 1) * ceil_div(cols, width)
+    return row_tiles(source, torch.sym_max(rows, 1), height) * ceil_div(cols, width)
 
 
 def whole_tiles(source: Source, height: int, width: int, layout: str) -> bool:
@@ -166,8 +173,10 @@ def store_aligns(cols, fmt: BlockFormat, prefix: str = "") -> dict:
     }
 
 
-def column_aligns(rows, fmt: BlockFormat) -> dict:
+def column_aligns(source: Source, fmt: BlockFormat) -> dict:
     """`store_aligns` for the columns, in kernels that store 8 bytes of codes at a time."""
-    aligns = store_aligns(rows, fmt, "COLUMN_")
-    aligns["COLUMN_UNIT_ALIGN"] = 2 if fmt.block is None else power_of_two(code_pairs(rows, fmt) // 8, 2)
+    if source.groups:
+        return {"COLUMN_UNIT_ALIGN": 2, "COLUMN_SCALE_ALIGN": TILE_ROWS // format_constants(fmt)["BLOCK"]}
+    aligns = store_aligns(source.rows, fmt, "COLUMN_")
+    aligns["COLUMN_UNIT_ALIGN"] = 2 if fmt.block is None else power_of_two(code_pairs(source.rows, fmt) // 8, 2)
     return aligns

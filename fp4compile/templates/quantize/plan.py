@@ -19,13 +19,11 @@ from fp4compile.formats.quantize_spec import COLUMNS, ROWS, QuantizeSpec
 from fp4compile.hardware import Target
 from fp4compile.templates import scale_sweep
 from fp4compile.templates.launch import Launch, target_of
-from fp4compile.templates.quantize import both, ragged_amax
-from fp4compile.templates.quantize.amax import outer_of
-from fp4compile.templates.quantize.column import columns_launch, outers_of
+from fp4compile.templates.quantize import both
+from fp4compile.templates.quantize.amax import outer_of, outers_of
+from fp4compile.templates.quantize.column import columns_launch
 from fp4compile.templates.quantize.outputs import Outer, Output, empty_output
 from fp4compile.templates.quantize.prologues import takes_prologue
-from fp4compile.templates.quantize.ragged_columns import empty_columns, ragged_columns_launch
-from fp4compile.templates.quantize.ragged_rows import empty_rows, ragged_rows_launch
 from fp4compile.templates.quantize.row import rows_launch, scaled_rows_launch
 from fp4compile.templates.quantize.row_on_chip import (
     after_first_launch,
@@ -125,37 +123,46 @@ def plan(
         if amax is not None or not takes_prologue(spec, dtypes, x.shape[-1]):
             raise RuntimeError(f"prologue: no kernel of {spec.format.name} along {spec.dims} computes it")
     if spec.ragged:
-        source = source_of(x, target, spec.prologue, operands)
-        return _ragged(spec, source if amax is None else _with_amax(source, amax), offs, outer, seed)
+        spec = replace(spec, layout="swizzled" if spec.swizzled else "linear")
+    along = x.movedim(spec.dims[0], -1)
+    down = _reads_down(spec, along, given=amax is not None)
+    source = source_of(along.transpose(-2, -1) if down else along, target, spec.prologue, operands, stored)
+    if amax is not None:
+        source = replace(source, amax_bits=View.flat(amax.reshape(-1).view(torch.int32), amax.numel()))
+    # Rows with linear scales, and with outer scales of their own or static ones, do not depend on their groups. The
+    # host never reads the offsets: grids are as large as any offsets need.
+    if spec.ragged and (spec.dims != (ROWS,) or spec.swizzled or (outer is None and spec.format.outer == "tensor")):
+        source = replace(source, offs=View.flat(offs.contiguous(), offs.shape[0]))
     if spec.both:
-        source = source_of(x, target, spec.prologue, operands, stored)
-        return _both(spec, x, source if amax is None else _with_amax(source, amax), outer, seed)
-    if amax is not None and spec.dims == (ROWS,) and not (spec.format.square or spec.hadamard):
-        source = _with_amax(source_of(x.contiguous() if lies_transposed(x) else x, target), amax)
-        return _rows(spec, x.shape, source, outer, seed)
-    columns = amax is not None or (spec.prologue is None and lies_transposed(x.movedim(spec.dims[0], -1)))
-    if spec.format.square or spec.hadamard or columns:
-        return _columns(spec, x.movedim(spec.dims[0], -1), target, outer, seed, amax)
-    source = source_of(x.movedim(spec.dims[0], -1), target, spec.prologue, operands, stored)
-    return _rows(spec, x.movedim(spec.dims[0], -1).shape, source, outer, seed)
+        return _both(spec, x, source, outer, seed)
+    if down or spec.format.square:
+        return _columns(spec, along, source, down, outer, seed)
+    return _rows(spec, along.shape, source, outer, seed)
 
 
-def _with_amax(source: Source, amax: torch.Tensor) -> Source:
-    """A source whose largest magnitudes are given."""
-    return replace(source, amax_bits=View.flat(amax.reshape(-1).view(torch.int32), amax.numel()))
+def _reads_down(spec: QuantizeSpec, x: torch.Tensor, given: bool) -> bool:
+    """Whether the last dimension of x, which is quantised, is read as columns of x transposed.
+
+    A transposed view is read in its memory layout. The Hadamard transform, groups along their rows and given magnitudes
+    of columns need such a view, and copy any other x. Square blocks of any other x are read by rows.
+    """
+    if spec.both or (spec.ragged and spec.dims == (ROWS,)):
+        return False
+    if spec.ragged or spec.hadamard:
+        return True
+    if given and not spec.format.square:
+        return spec.dims == (COLUMNS,)
+    return spec.prologue is None and lies_transposed(x)
 
 
-def _columns(spec: QuantizeSpec, x: torch.Tensor, target: Target, static, seed, amax) -> Plan:
+def _columns(spec: QuantizeSpec, x: torch.Tensor, source: Source, down: bool, static, seed) -> Plan:
     """The plan that quantises the last dimension of x by a kernel for columns or square blocks.
 
-    A transposed view is read in its memory layout. The Hadamard transform and given magnitudes of columns need such a
-    view, and copy any other x. Square blocks of any other x are read by rows.
+    source: x or, with `down`, x transposed.
     """
     fmt, layout, each_matrix = spec.format, spec.layout, _each_matrix(spec)
-    down = spec.hadamard or lies_transposed(x) or (amax is not None and not fmt.square)
-    source = source_of(x.transpose(-2, -1) if down else x, target)
-    source = source if amax is None else _with_amax(source, amax)
-    output = empty_output(source, x.shape, fmt, layout, columns=down, values=bool(spec.values))
+    shape = (source.cols, source.padded_rows) if source.groups else x.shape
+    output = empty_output(source, shape, fmt, layout, columns=down, values=bool(spec.values))
     if fmt.square:
         outer = outer_of(source, fmt, static, each_matrix)
         launch = squares_launch(source, fmt, outer, layout, None if down else output, output if down else None)
@@ -164,12 +171,12 @@ def _columns(spec: QuantizeSpec, x: torch.Tensor, target: Target, static, seed, 
     launch = columns_launch(
         source, fmt, outers, layout, output, seed=seed, stream=_stream(spec.dims[0]), transform=spec.hadamard
     )
-    return Plan((*outers[1].launches, launch), (output,), (_shaped(outers[1], x.shape),))
+    return Plan((*outers[1].launches, launch), (output,), (_shaped(outers[1], shape, source.groups),))
 
 
 def _both(spec: QuantizeSpec, x: torch.Tensor, source: Source, static, seed) -> Plan:
     fmt, layout = spec.format, spec.layout
-    transposed = x.transpose(-2, -1).shape
+    transposed = (source.cols, source.padded_rows) if source.groups else x.transpose(-2, -1).shape
     rows = empty_output(source, x.shape, fmt, layout, values=ROWS in spec.values)
     columns = empty_output(source, transposed, fmt, layout, columns=True, values=COLUMNS in spec.values)
     if fmt.square:
@@ -183,7 +190,7 @@ def _both(spec: QuantizeSpec, x: torch.Tensor, source: Source, static, seed) -> 
         launch = columns_launch(
             source, fmt, outers, layout, columns, rows, seed=seed, stream=1, transform=spec.hadamard
         )
-    found = _shaped(outers[0], x.shape), _shaped(outers[1], transposed)
+    found = _shaped(outers[0], x.shape), _shaped(outers[1], transposed, source.groups)
     return Plan((*outers[1].launches, launch), (rows, columns), found)
 
 
@@ -201,7 +208,7 @@ def _rows(spec: QuantizeSpec, shape: Sequence, source: Source, static, seed) -> 
             outer, launch = reduced_rows_launch(source, fmt, output, static, layout, seed, stream)
             launches = (*launches, *outer.launches, launch)
             return Plan(launches, (output,), (_found(outer, static, spec, shape),))
-    if fmt.outer == "row" and static is None and source.amax_bits is None:
+    if fmt.outer == "row" and static is None and source.amax_bits is None and not source.groups:
         found, launch = scaled_rows_launch(source, fmt, output, layout, seed, stream)
         return Plan((*launches, launch), (output,), (found.tensor.view(*shape[:-1], 1),))
     outer = outer_of(source, fmt, static, _each_matrix(spec))
@@ -217,28 +224,6 @@ def _found(outer: Outer, static, spec: QuantizeSpec, shape: Sequence) -> torch.T
     return scale.view(()) if spec.format.outer == "tensor" else scale.view(*shape[:-1], 1)
 
 
-def _ragged(spec: QuantizeSpec, source: Source, offs: torch.Tensor, static, seed) -> Plan:
-    """The plan for groups of rows. The host never reads the offsets: grids are as large as any offsets need."""
-    fmt, groups = spec.format, offs.shape[0]
-    layout = "swizzled" if spec.swizzled else "linear"
-    bounds = View.flat(offs.contiguous(), groups)
-    if spec.dims == (ROWS,):
-        if layout == "linear" and (static is not None or fmt.outer != "tensor"):
-            return _rows(replace(spec, layout=layout), (source.rows, source.cols), source, static, seed)
-        outer = ragged_amax.outer_of_rows(source, bounds, fmt, static)
-        output = empty_rows(source, groups, fmt, layout, bool(spec.values))
-        launch = ragged_rows_launch(source, bounds, fmt, output, outer, layout, seed)
-        return Plan((*outer.launches, launch), (output,), (outer.result,))
-    outers = ragged_amax.outers_of(source, bounds, fmt, static, with_rows=spec.both, transform=spec.hadamard)
-    columns = empty_columns(source, groups, fmt, layout, COLUMNS in spec.values)
-    rows = empty_rows(source, groups, fmt, layout, ROWS in spec.values) if spec.both else None
-    launch = ragged_columns_launch(
-        source, bounds, fmt, outers, layout, columns, rows, seed=seed, transform=spec.hadamard
-    )
-    outputs, found = ((columns,), (outers[1],)) if rows is None else ((rows, columns), outers)
-    return Plan((*outers[1].launches, launch), outputs, tuple(each.result for each in found))
-
-
 def _each_matrix(spec: QuantizeSpec) -> bool:
     """Whether each matrix has an outer scale of its own."""
     return spec.each_matrix and spec.format.outer == "tensor"
@@ -249,8 +234,10 @@ def _stream(dim: int) -> int:
     return 0 if dim == ROWS else 1
 
 
-def _shaped(outer: Outer, shape: Sequence) -> torch.Tensor | None:
-    """Outer scales of rows as [..., R, 1]; None, or an outer scale of the tensor or of matrices, unchanged."""
+def _shaped(outer: Outer, shape: Sequence, groups: int = 0) -> torch.Tensor | None:
+    """Outer scales of rows as [..., R, 1], or of the rows of each group's result as [G, R, 1]; None, or an outer scale
+    of the tensor, of matrices or groups, unchanged."""
     found = outer.result
-    per_tensor = found is None or found.dim() == 0 or outer.mode == "matrix amax"
-    return found if per_tensor else found.view(*shape[:-1], 1)
+    if found is None or found.dim() == 0 or outer.mode == "matrix amax":
+        return found
+    return found.view(*([groups] if groups else []), *shape[:-1], 1)

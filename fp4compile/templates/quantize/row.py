@@ -3,6 +3,9 @@
 A program quantises a tile of ROWS x BLOCKS blocks. It writes codes and block scales or, to fake-quantise, their
 dequantised values (`encode_and_store`).
 
+Groups of rows: a tile has rows of one group. Swizzled scales have each group's rows padded to tiles of 128 rows of
+scales: tile t of 128 padded rows has the scales of tile row t, and the padding is zero.
+
 The load of a tile has an axis of its own for VECTORS neighbouring runs of 16 bytes. Triton spreads this axis over lanes
 last, so one thread loads all of them. It then owns whole blocks where that saves work (the arithmetic of an E4M3 scale
 is expensive), and as many bytes of codes as one wide store takes.
@@ -14,7 +17,7 @@ import triton.language as tl
 
 from fp4compile._compat import statically_true
 from fp4compile.formats.formats import BlockFormat
-from fp4compile.formats.layouts import ceil_div
+from fp4compile.formats.layouts import TILE_ROWS, ceil_div
 from fp4compile.templates.device.block_codes import scale_and_encode
 from fp4compile.templates.device.block_scales import (
     block_scale,
@@ -26,18 +29,20 @@ from fp4compile.templates.device.block_scales import (
 )
 from fp4compile.templates.device.dependent_launch import wait
 from fp4compile.templates.device.elements import encode_run, unpack, word_amax
+from fp4compile.templates.device.groups import of_lanes, per_lane, tile_of_group
 from fp4compile.templates.device.memory import store_scales, store_units, tile_of, tiles_along
 from fp4compile.templates.device.packed_rounding import packed_rounding
 from fp4compile.templates.device.philox import match_layout, philox, runs_of_a_call
 from fp4compile.templates.device.prologue import read_tile
 from fp4compile.templates.device.values import takes_values, values_of_units
 from fp4compile.templates.launch import Launch
-from fp4compile.templates.quantize.heuristics import row_config, scaled_row_config
+from fp4compile.templates.quantize.heuristics import row_config, row_config_of_groups, scaled_row_config
 from fp4compile.templates.quantize.outputs import (
     Outer,
     Output,
     format_constants,
     padded_scale_shape,
+    row_tiles,
     store_aligns,
     whole_tiles,
 )
@@ -58,7 +63,7 @@ def rows_launch(
     stores, source = source.stored, source.once_read() if outer.computed else source
     constants = format_constants(fmt)
     block = constants["BLOCK"]
-    one_outer = outer.mode not in ("row", "row amax", "matrix amax")
+    one_outer = outer.mode not in ("row", "row amax", "matrix amax") and not source.groups
     whole_blocks = statically_true(source.cols % block == 0)
     flat = source.flat() if layout == "linear" and one_outer and whole_blocks else None
     # A small tensor has partial maxima (one dimension). For a large one, the time of a launch does not matter.
@@ -67,23 +72,32 @@ def rows_launch(
     dependent = small and source.target.dependent_launch and not stores
     source = flat or source
     computed = source.prologue is not None
-    config = row_config(fmt.element, block, None if flat is None else source.cols, source.target.isa, computed)
+    if source.groups:
+        config = row_config_of_groups(fmt.element, block, source.rows, source.groups, layout == "swizzled")
+    else:
+        config = row_config(fmt.element, block, None if flat is None else source.cols, source.target.isa, computed)
     rows, blocks = padded_scale_shape(source.rows, ceil_div(source.cols, block), layout)
     isa = source.target.isa
     # Without masks, a kernel with random words would need more than 64 registers, and ptxas would spill some. And for
-    # compute capability 12.0, ptxas 12.8 would lose block scales of float32.
-    whole = seed is None and whole_tiles(source, config.rows, config.blocks * block, layout)
+    # compute capability 12.0, ptxas 12.8 would lose block scales of float32. Where each row of groups has an outer
+    # scale of its own, scales without masks would take half as many registers again.
+    if source.groups:
+        width = max(config.blocks * block, TILE_ROWS)
+        whole = layout == "swizzled" and outer.mode != "row amax" and statically_true(source.cols % width == 0)
+    else:
+        whole = seed is None and whole_tiles(source, config.rows, config.blocks * block, layout)
     constants |= {
-        "SEEDED": seed is not None, "STREAM": stream, **outer.constants, "FLAT": flat is not None,
-        "SWIZZLED": layout == "swizzled", "PDL": dependent, "PACKED": computed, "ALIGN": source.align,
+        "GROUPS": source.groups, "SEEDED": seed is not None, "STREAM": stream, **outer.constants,
+        "FLAT": flat is not None, "SWIZZLED": layout == "swizzled", "PDL": dependent,
+        "PACKED": computed and not source.groups, "ALIGN": source.align,
         "WHOLE": isa == 100 and whole, "BATCHED": isa < 100 or not statically_true(source.batch == 1),
         **store_aligns(source.cols, fmt), "PROLOGUE": source.prologue_text, "ISA": isa, **config.constants,
     }  # fmt: skip
     arguments = (
-        source.view, *output.pointers, *outer.pointers(output.data), seed_pointer(seed, output.data),
+        source.view, source.offs, *output.pointers, *outer.pointers(output.data), seed_pointer(seed, output.data),
         *source.read_args,
     )  # fmt: skip
-    grid = source.batch * ceil_div(rows, config.rows) * ceil_div(blocks, config.blocks)
+    grid = row_tiles(source, rows, config.rows) * ceil_div(blocks, config.blocks)
     return Launch(quantize_rows, grid, arguments, constants, config.num_warps)
 
 
@@ -145,15 +159,47 @@ def encode_and_store(
     dtype: tl.constexpr, ELEMENT: tl.constexpr, SCALE: tl.constexpr, CONTRACT: tl.constexpr, BLOCK: tl.constexpr,
     HAS_OUTER: tl.constexpr, STATIC: tl.constexpr, SEEDED: tl.constexpr, STREAM: tl.constexpr, SWIZZLED: tl.constexpr,
     UNIT_ALIGN: tl.constexpr, SCALE_ALIGN: tl.constexpr, ISA: tl.constexpr, PACKED: tl.constexpr = False,
-    WHOLE: tl.constexpr = False,
+    WHOLE: tl.constexpr = False, row_tile=0, GROUPED: tl.constexpr = False,
 ):  # fmt: skip
-    """Write the codes and the scales of a tile's words [ROWS, BLOCKS, BLOCK / 2]; see `encode_and_store_codes`."""
+    """Write the codes and the scales of a tile's words [ROWS, BLOCKS, BLOCK / 2]; see `encode_and_store_codes`.
+
+    GROUPED: the tile is number `row_tile` of a group that ends before row `rows`; see `store_row_scales`.
+    """
     byte = encode_and_store_codes(words, amax, encode, decode, data_ptr, seed_ptr, batch, row, block0, rows, cols,
                                   dtype, ELEMENT, SCALE, CONTRACT, BLOCK, HAS_OUTER, STATIC, SEEDED, STREAM,
-                                  UNIT_ALIGN, ISA, PACKED, WHOLE)  # fmt: skip
+                                  UNIT_ALIGN, ISA, PACKED, WHOLE and not GROUPED)  # fmt: skip
     if SCALE != "none" and not takes_values(data_ptr.dtype):
-        store_scales(scales_ptr, byte, batch, row, block0, rows, tiles_along(cols, BLOCK, ISA >= 100), SWIZZLED,
-                     SCALE_ALIGN, WHOLE, ISA >= 100)  # fmt: skip
+        store_row_scales(scales_ptr, byte, batch, row_tile, row, block0, rows, cols, BLOCK, SWIZZLED, SCALE_ALIGN,
+                         WHOLE, GROUPED, ISA)  # fmt: skip
+
+
+@triton.jit
+def store_row_scales(
+    scales_ptr, byte, batch, row_tile, row, block0, rows, cols, BLOCK: tl.constexpr, SWIZZLED: tl.constexpr,
+    ALIGN: tl.constexpr, WHOLE: tl.constexpr, GROUPED: tl.constexpr, ISA: tl.constexpr,
+):  # fmt: skip
+    """Store the scale bytes of a tile's rows (int32). With GROUPED, swizzled scales lie in their tile's padded rows,
+    zeros from row `rows` on; WHOLE: then, tiles divide the columns, so that only rows need masks."""
+    unsigned: tl.constexpr = ISA >= 100
+    blocks = tiles_along(cols, BLOCK, unsigned)
+    if GROUPED and SWIZZLED:
+        count: tl.constexpr = byte.shape[0]
+        byte = tl.where((row < rows)[:, None], byte, 0)
+        place = row_tile * count + tl.arange(0, count)
+        store_scales(scales_ptr, byte, batch, place, block0, (row_tile + 1) * count, blocks, True, ALIGN, WHOLE,
+                     unsigned)  # fmt: skip
+    else:
+        store_scales(scales_ptr, byte, batch, row, block0, rows, blocks, SWIZZLED, ALIGN, WHOLE and not GROUPED,
+                     unsigned)  # fmt: skip
+
+
+@triton.jit
+def store_group_outers(amax_ptr, outer_ptr, tile, col_tile, OUTER: tl.constexpr, GROUPS: tl.constexpr,
+                       SCALE: tl.constexpr, CONTRACT: tl.constexpr, ISA: tl.constexpr):  # fmt: skip
+    """OUTER "matrix amax": tile t stores the outer scale of group t, even if it is empty. There are enough tiles."""
+    if OUTER == "matrix amax":  # noqa: SIM102 (the constexpr condition stays alone)
+        if (tile < GROUPS) & (col_tile == 0):
+            make_outer_scales(amax_ptr + tile, outer_ptr, tile, True, True, SCALE, CONTRACT, ISA)
 
 
 @triton.jit
@@ -197,10 +243,10 @@ def encode_and_store_codes(
 
 @triton.jit
 def quantize_rows(
-    x_ptr, data_ptr, scales_ptr, outer_ptr, amax_ptr, seed_ptr, rows, cols, x_batch, x_row,
+    x_ptr, offs_ptr, data_ptr, scales_ptr, outer_ptr, amax_ptr, seed_ptr, rows, cols, x_batch, x_row,
     operand_1_ptr, operand_2_ptr, operand_3_ptr, operand_4_ptr, operand_5_ptr, stored_1_ptr, stored_2_ptr, stored_3_ptr,
     ELEMENT: tl.constexpr, SCALE: tl.constexpr, CONTRACT: tl.constexpr, BLOCK: tl.constexpr,
-    SEEDED: tl.constexpr, STREAM: tl.constexpr, OUTER: tl.constexpr, PARTIAL_MAXIMA: tl.constexpr,
+    GROUPS: tl.constexpr, SEEDED: tl.constexpr, STREAM: tl.constexpr, OUTER: tl.constexpr, PARTIAL_MAXIMA: tl.constexpr,
     FLAT: tl.constexpr, SWIZZLED: tl.constexpr, PDL: tl.constexpr, PACKED: tl.constexpr,
     WHOLE: tl.constexpr, BATCHED: tl.constexpr,
     ALIGN: tl.constexpr, UNIT_ALIGN: tl.constexpr, SCALE_ALIGN: tl.constexpr,
@@ -210,29 +256,54 @@ def quantize_rows(
 
     data_ptr: bytes for codes, or 16-bit floats (see `encode_and_store_codes`). FLAT: x is one row, which may have more
     than 2^31 elements. OUTER, PARTIAL_MAXIMA: as in `outer_scales`; or OUTER "row": outer_ptr has a decode factor for
-    each row; or OUTER "matrix amax" or "row amax": amax_ptr has the amax of each matrix or of each row, whose decode
-    factor is stored at outer_ptr.
+    each row; or OUTER "matrix amax" or "row amax": amax_ptr has the amax of each matrix (or group) or of each row,
+    whose decode factor is stored at outer_ptr.
+    GROUPS: how many groups the int32 at offs_ptr cut the rows of one matrix in; 0 for none. With swizzled scales, ROWS
+    is then 128, and tiles beyond the last group fill their scales with zeros.
     PDL: the kernel of the amax may still run when this one starts, see `device.dependent_launch`. PACKED: as in
     `encode_and_store_codes`. WHOLE, BATCHED: as in `quantize_columns`.
     """
+    before = ()
+    offs = ()
+    for i in tl.static_range(per_lane(GROUPS)):
+        number, exists = of_lanes(i - per_lane(GROUPS), GROUPS)
+        before = before + (tl.load(offs_ptr + number, mask=exists, other=0),)
+        number, exists = of_lanes(i, GROUPS)
+        offs = offs + (tl.load(offs_ptr + number, mask=exists, other=0),)
     dtype: tl.constexpr = x_ptr.dtype.element_ty
     operands = (operand_1_ptr, operand_2_ptr, operand_3_ptr, operand_4_ptr, operand_5_ptr,
                 stored_1_ptr, stored_2_ptr, stored_3_ptr)  # fmt: skip
     padded_rows = tiles_along(rows, 128, ISA >= 100) * 128 if SWIZZLED else rows
     padded_cols = tiles_along(cols, 4 * BLOCK, ISA >= 100) * 4 * BLOCK if SWIZZLED else cols
-    program = tl.program_id(0)
-    if OUTER == "amax" or OUTER == "matrix amax":
-        # The amax kernel has left the end of the tensor in the cache, so the last tile comes first.
-        program = tl.num_programs(0) - 1 - program
     col_tiles = tiles_along(padded_cols, BLOCKS * BLOCK, ISA >= 100)
-    batch, row_tile, col_tile = tile_of(program, padded_rows, col_tiles, ROWS, FLAT, ISA >= 100, BATCHED)
-    row = row_tile * ROWS + tl.arange(0, ROWS)
+    if GROUPS > 0:
+        group, end, row_tile, row0, col_tile = tile_of_group(before, offs, rows, col_tiles, ROWS, GROUPS)
+        store_group_outers(amax_ptr, outer_ptr, row_tile, col_tile, OUTER, GROUPS, SCALE, CONTRACT, ISA)
+        if group >= GROUPS:
+            if SWIZZLED:
+                byte = tl.zeros((ROWS, BLOCKS), tl.int32)
+                store_row_scales(scales_ptr, byte, row_tile * 0, row_tile, row0 + tl.arange(0, ROWS), col_tile * BLOCKS,
+                                 row0, cols, BLOCK, True, SCALE_ALIGN, WHOLE, True, ISA)  # fmt: skip
+            return
+        batch = row_tile * 0
+        first_tile: tl.constexpr = False  # `store_group_outers` has stored the outer scale
+    else:
+        program = tl.program_id(0)
+        if OUTER == "amax" or OUTER == "matrix amax":
+            # The amax kernel has left the end of the tensor in the cache, so the last tile comes first.
+            program = tl.num_programs(0) - 1 - program
+        batch, row_tile, col_tile = tile_of(program, padded_rows, col_tiles, ROWS, FLAT, ISA >= 100, BATCHED)
+        group = batch
+        row0 = row_tile * ROWS
+        end = rows
+        first_tile = (row_tile == 0) & (col_tile == 0)
+    row = row0 + tl.arange(0, ROWS)
     block0 = (col_tile.to(tl.int64) if FLAT else col_tile) * BLOCKS
     cols_left = tl.minimum(cols - block0 * BLOCK, BLOCKS * BLOCK).to(tl.int32)
     col0 = block0 * BLOCK
     x_row_ptr = x_ptr + batch.to(tl.int64) * x_batch + row.to(tl.int64) * x_row + col0
-    words = read_tile(x_row_ptr, operands, batch, row, rows, col0, cols, cols_left, dtype, ROWS, BLOCKS, BLOCK, VECTORS,
-                      ALIGN, WHOLE, ISA, True, PROLOGUE)  # fmt: skip
+    words = read_tile(x_row_ptr, operands, batch, row, end, col0, cols, cols_left, dtype, ROWS, BLOCKS, BLOCK, VECTORS,
+                      ALIGN, WHOLE and GROUPS == 0, ISA, True, PROLOGUE)  # fmt: skip
 
     if PDL:
         amax_ptr = wait(amax_ptr)
@@ -242,17 +313,17 @@ def quantize_rows(
         encode = encode_scale(decode, ISA)
     elif OUTER == "row amax":
         at = batch.to(tl.int64) * rows + row
-        encode, decode = make_outer_scales(amax_ptr + at, outer_ptr, at, row < rows, col_tile == 0,
+        encode, decode = make_outer_scales(amax_ptr + at, outer_ptr, at, row < end, col_tile == 0,
                                            SCALE, CONTRACT, ISA)  # fmt: skip
         encode = encode[:, None]
         decode = decode[:, None]
     elif OUTER == "matrix amax":
-        encode, decode = make_outer_scales(amax_ptr + batch, outer_ptr, batch, True, (row_tile == 0) & (col_tile == 0),
+        encode, decode = make_outer_scales(amax_ptr + group, outer_ptr, group, True, first_tile,
                                            SCALE, CONTRACT, ISA)  # fmt: skip
     encode_and_store(words, word_amax(words, 2, ISA, dtype), encode, decode, data_ptr, scales_ptr,
-                     seed_ptr, batch, row, block0, rows, cols, dtype, ELEMENT, SCALE, CONTRACT, BLOCK,
+                     seed_ptr, batch, row, block0, end, cols, dtype, ELEMENT, SCALE, CONTRACT, BLOCK,
                      OUTER != "none", OUTER == "tensor" or OUTER == "row", SEEDED, STREAM, SWIZZLED, UNIT_ALIGN,
-                     SCALE_ALIGN, ISA, PACKED, WHOLE)  # fmt: skip
+                     SCALE_ALIGN, ISA, PACKED, WHOLE, row_tile, GROUPS > 0)  # fmt: skip
 
 
 @triton.jit

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from fp4compile._compat import statically_true, tracing
+from fp4compile.formats.grouping import padded_rows
 from fp4compile.formats.prologue import OPERANDS, STORED, Prologue
 from fp4compile.hardware import Target
 from fp4compile.templates.device.prologue import text
@@ -24,6 +25,7 @@ class Source:
     stored: contiguous views that the first kernel to read the tensor fills with the results of `prologue.stored`.
     amax_bits: the bits of the largest magnitudes, if the kernel of the prologue's statistics found them, or the caller
         gives them.
+    offs: int32 [G], which cut the rows of one matrix in groups (`formats.grouping`); None: there are no groups.
     """
 
     view: View
@@ -32,6 +34,7 @@ class Source:
     operands: tuple[View, ...] = ()
     stored: tuple[View, ...] = ()
     amax_bits: View | None = None
+    offs: View | None = None
 
     @property
     def tensor(self) -> torch.Tensor:
@@ -48,6 +51,16 @@ class Source:
     @property
     def cols(self):
         return self.view.sizes[2]
+
+    @property
+    def groups(self) -> int:
+        """How many groups the offsets cut the rows in; 0 without offsets."""
+        return 0 if self.offs is None else self.offs.sizes[0]
+
+    @property
+    def padded_rows(self):
+        """Rows of the results down the columns, and of swizzled scales: each group is padded to tiles of 128 rows."""
+        return padded_rows(self.rows, self.groups) if self.groups else self.rows
 
     @property
     def numel(self):

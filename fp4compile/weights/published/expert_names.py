@@ -15,8 +15,7 @@ from typing import Any
 class Target:
     """Where a tensor of a checkpoint belongs: its name in the model.
 
-    leaves: for a layer of an expert, the last names of the layers that form the parameter together, in order; else
-    empty.
+    leaves: the last names of the layers of an expert that form the parameter together, in order; else empty.
     """
 
     name: str
@@ -25,10 +24,7 @@ class Target:
 
 @dataclass(frozen=True)
 class Experts:
-    """The linear layers of a checkpoint that form one parameter of experts, [experts, out, in], of a model.
-
-    name: the parameter's name. prefix: the beginning of the layers' names. leaves: see `Target`.
-    """
+    """The linear layers of a checkpoint that form one parameter of experts, `name`, of a model; see `Target`."""
 
     name: str
     prefix: str
@@ -71,10 +67,7 @@ class PublishedNames:
         return any(re.search(pattern, name) for pattern in self.unused)
 
     def source(self, name: str) -> str | Experts:
-        """The name of a model's tensor in a checkpoint, or the layers of experts that form it. Inverse of `target`.
-
-        Raises ValueError where `target` maps no name to this tensor.
-        """
+        """The name of a model's tensor in a checkpoint, or the experts that form it. Raises ValueError for none."""
         for converter, backwards in self._converters_back:
             found, pattern = backwards.rename_source_key(name)
             experts = Experts(name, _renamed(self._renamings_back, found).partition(".*.")[0], _leaves(converter))

@@ -40,7 +40,7 @@ def name_pattern(pattern: str) -> Callable[[str], bool]:
 
 
 def _ways(tree: Any) -> tuple[float, float]:
-    """(the decimal logarithm of the number of alternatives in a pattern's tree, the number of its unbounded repeats).
+    """(decimal logarithm of the number of alternatives in a pattern's tree, number of its unbounded repeats).
 
     k repeats without an end cut n characters in at most (n + k over k) ways.
     """

@@ -86,10 +86,9 @@ _COMPRESSED_FORMATS = {(4, 16): "nvfp4", (4, 32): "mxfp4", (8, 32): "mxfp8"}
 
 @dataclass(frozen=True)
 class _Target:
-    """A target of a configuration group; the matching one of lowest rank counts.
+    """A target of a configuration group: a layer's name, a regular expression or a class (by rank).
 
-    rank: 0 for a layer's name, 1 for a regular expression, 2 for a class. scheme: raises ValueError for unknown
-    formats.
+    The matching one of lowest rank counts. scheme: raises ValueError for unknown formats.
     """
 
     rank: int
@@ -98,10 +97,7 @@ class _Target:
 
 
 def compressed_schemes(config: dict[str, Any]) -> Schemes:
-    """The schemes of layers by compressed-tensors' configuration.
-
-    Raises ValueError for values of other types, and for regular expressions that `name_pattern` refuses.
-    """
+    """The schemes by compressed-tensors' configuration. Raises ValueError for other values and refused patterns."""
     targets: list[_Target] = []
     groups = member(config, "config_groups", dict, {})
     for name in groups:
