@@ -11,6 +11,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from fp4compile.hardware import Target
 from fp4compile.passes.fake_quantize import fake_quantize
 from fp4compile.templates.launch import dry_run
+from tests.helpers.arguments import times
 from tests.helpers.graphs import summary
 from tests.helpers.products import multiplied, outer_kept, packed, quantised_each, replaced, traced
 
@@ -26,8 +27,8 @@ def experts(x, w, offs):
     """A forward graph in training, which saves codes for the weight gradient."""
     ops, fmt, weights = torch.ops.fp4compile, "nvfp4_te", "nvfp4_16x16"
     both = ops.quantize(x, fmt, [-1, -2], offs=offs, hadamard=True)
-    operands = *both[:3], fmt, *ops.quantize(w, weights, each_matrix=True), weights
-    return ops.scaled_grouped_mm(*operands, offs, x.shape[0], torch.bfloat16), *both[3:]
+    operands = (*both[:3], fmt), (*ops.quantize(w, weights, each_matrix=True), weights)
+    return times(*operands, offs=offs, rows=x.shape[0]), *both[3:]
 
 
 class Snapshots(TestCase):
@@ -90,11 +91,11 @@ return scaled_mm: bfloat16[1, 64], mul: float32[]""",
             """\
 quantize = fp4compile.quantize(x_1, nvfp4_te, [-1, -2], offs=offs_1, hadamard=True)
 quantize_1 = fp4compile.quantize(w_1, nvfp4_16x16, each_matrix=True)
-scaled_grouped_mm: bfloat16[600, 48] = fp4compile.scaled_grouped_mm(getitem, getitem_1, getitem_2, nvfp4_te, getitem_6, getitem_7, getitem_8, nvfp4_16x16, offs_1, 600, torch.bfloat16)
-return scaled_grouped_mm: bfloat16[600, 48], getitem_3: uint8[64, 384], getitem_4: float8_e4m3fn[64, 48], getitem_5: float32[2]
+scaled_mm: bfloat16[600, 48] = fp4compile.scaled_mm(getitem, getitem_1, getitem_2, getitem_6, getitem_7, getitem_8, nvfp4_te @ nvfp4_16x16, ragged rows -> bfloat16, offs=offs_1, rows=600)
+return scaled_mm: bfloat16[600, 48], getitem_3: uint8[64, 384], getitem_4: float8_e4m3fn[64, 48], getitem_5: float32[2]
 ---
 quantize_default = fp4compile.quantize(x_1, nvfp4_te, [-1, -2], offs=offs_1, hadamard=True, values=[-1])
 quantize_1 = fp4compile.quantize(w_1, nvfp4_16x16, each_matrix=True)
-scaled_grouped_mm: bfloat16[600, 48] = fp4compile.scaled_grouped_mm(getitem_9, None, getitem_11, None, getitem_6, getitem_7, getitem_8, nvfp4_16x16, offs_1, 600, torch.bfloat16)
-return scaled_grouped_mm: bfloat16[600, 48], getitem_12: uint8[64, 384], getitem_13: float8_e4m3fn[64, 48], getitem_14: float32[2]""",
+scaled_mm: bfloat16[600, 48] = fp4compile.scaled_mm(getitem_9, getitem_11, getitem_6, getitem_7, getitem_8, plain @ nvfp4_16x16, ragged rows -> bfloat16, offs=offs_1, rows=600)
+return scaled_mm: bfloat16[600, 48], getitem_12: uint8[64, 384], getitem_13: float8_e4m3fn[64, 48], getitem_14: float32[2]""",
         )

@@ -55,13 +55,13 @@ KERNELS = ["gemm_grouped_block_scaled_sm100"] * 2
 def test_snapshot_of_experts_of_transformers(rows):
     """One launch for gate, up and the activation; the tokens' quantiser is the only one that is left."""
     found, names, count, launches = fused(mixtral, (rows, 512), W, V, OFFS, recipe="nvfp4_one_level")
-    m = "sym_size_int_1" if rows is ANY else "2048"
+    m, m_1 = ("sym_size_int", "sym_size_int_1") if rows is ANY else ("2048", "2048")
     fmt = "nvfp4_one_level"
     spec = f"{fmt} @ {fmt}, ragged rows -> bfloat16"
     assert of_products(found) == [
         f"scaled_mm_results(getitem_2, getitem_3, [getitem_5], [getitem_6], {spec} | {SILU} | mul s3 pair |"
         f" to bfloat16 | quantize {fmt}, offs=offs_1, rows={m})",
-        f"scaled_mm(getitem_8, getitem_9, getitem_11, getitem_12, {spec}, offs=offs_1, rows={m})",
+        f"scaled_mm(getitem_8, getitem_9, getitem_11, getitem_12, {spec}, offs=offs_1, rows={m_1})",
     ]
     assert count == 1 and list(names.values()) == ["neg, exp, add, div, mul, quantize"]
     assert launches == [*QUANTISER, "quantize_rows", KERNELS[0], "quantize_rows", KERNELS[1]]  # weights: each matrix

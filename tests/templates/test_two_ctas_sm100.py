@@ -196,8 +196,8 @@ def test_registers_hold_most_operands_of_an_epilogue():
     two = [torch.empty(512, 8192, dtype=torch.bfloat16, device="meta")] * 2
     x = Product("nvfp4_rowwise", "nvfp4_te", epilogue="pair", result="nvfp4").arguments()
     steps = [*OF_A_PAIR, "add s4 aux0", "mul s5 aux1", "quantize nvfp4"]
-    x = replace(x, epilogue=Epilogue.parse(steps, torch.bfloat16, torch.bfloat16), auxiliaries=two,
-                bias=torch.empty(2 * 8192, device="meta"))  # fmt: skip
+    x = x.but(epilogue=Epilogue.parse(steps, torch.bfloat16, torch.bfloat16), auxiliaries=two,
+              bias=torch.empty(2 * 8192, device="meta"))  # fmt: skip
     with dry_run(Target(100)) as launches:
         results(x, choose(problem_of(x, Target(100)), TWO_CTAS))
     compiled = compile_launch(launches[0], 100)
