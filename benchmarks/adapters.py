@@ -16,7 +16,7 @@ import gc
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import torch
 import torch.nn.functional as F
@@ -27,7 +27,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import fp4compile
 from benchmarks import common
-from benchmarks.llama_decode import LLAMA_3_8B, TINY
+from benchmarks.models import in_bf16, random_llama
 from fp4compile.cli import demo
 
 BASES = ("bf16", "nvfp4_weight_only", "nvfp4", "nf4")
@@ -68,18 +68,15 @@ def measure(base: str, args) -> dict | None:
     """Time and memory of a step on a base; None where bitsandbytes is not installed."""
     torch._dynamo.reset()
     gc.collect()
-    sizes = TINY if args.tiny else LLAMA_3_8B
-    config = LlamaConfig(**sizes, num_hidden_layers=args.layers, tie_word_embeddings=False, use_cache=False,
-                         max_position_embeddings=args.length, attn_implementation="sdpa")  # fmt: skip
-    model = in_bf16(lambda: LlamaForCausalLM(config), args.device)
+    model = random_llama(args.device, args.layers, args.tiny, use_cache=False, max_position_embeddings=args.length)
     if base == "nf4" and not in_nf4(model, args.device):
         return None
     how = base_of(model, base) if base not in ("bf16", "nf4") else {}
     model = with_adapters(model, args.rank)
     held = allocated(args.device)
     start = time.perf_counter()
-    train = Training(model, config.vocab_size, **how)
-    tokens = torch.randint(config.vocab_size, (args.batch, args.length + 1), device=args.device)
+    train = Training(model, **how)
+    tokens = torch.randint(model.config.vocab_size, (args.batch, args.length + 1), device=args.device)
 
     def step() -> Tensor:
         return train.step(tokens)
@@ -101,7 +98,7 @@ def losses(args) -> list[dict]:
     before, after = text_of(args.device)
     base = in_bf16(lambda: LlamaForCausalLM(LlamaConfig(**SMALL, attn_implementation="sdpa")), args.device)
     torch._dynamo.reset()
-    full = Training(base, 256, rate=1e-3)
+    full = Training(base, rate=1e-3)
     print("pretraining", run_of(full, before, args.pretraining)[-1], file=sys.stderr, flush=True)
     state = {name: value.clone() for name, value in base.state_dict().items()}
     rows = []
@@ -110,7 +107,7 @@ def losses(args) -> list[dict]:
         model = in_bf16(lambda: LlamaForCausalLM(LlamaConfig(**SMALL, attn_implementation="sdpa")), args.device)
         model.load_state_dict(state)
         how = base_of(model, name) if name != "bf16" else {}
-        found = run_of(Training(with_adapters(model, args.rank), 256, rate=1e-3, **how), after, args.steps)
+        found = run_of(Training(with_adapters(model, args.rank), rate=1e-3, **how), after, args.steps)
         rows.append({"base": name, "first loss": found[0], "last loss": statistics.mean(found[-TAIL:]),
                      "mean loss": statistics.mean(found)})  # fmt: skip
         rows[-1]["last over bf16 %"] = 100 * (rows[-1]["last loss"] / rows[0]["last loss"] - 1)
@@ -121,7 +118,7 @@ def losses(args) -> list[dict]:
 class Training:
     """Steps of a model's trained parameters. Its blocks are compiled, as `how` says, and checkpointed."""
 
-    def __init__(self, model: nn.Module, vocabulary: int, rate: float = 1e-4, **how):
+    def __init__(self, model: nn.Module, rate: float = 1e-4, **how):
         self.model = model
         core = model.get_base_model() if hasattr(model, "get_base_model") else model
         core.enable_input_require_grads()
@@ -147,17 +144,6 @@ class Training:
         self.optimiser.step()
         self.optimiser.zero_grad()
         return loss.detach()
-
-
-def in_bf16(make: Callable[[], nn.Module], device: str) -> nn.Module:
-    """A model with random weights, made on the device."""
-    torch.manual_seed(0)
-    torch.set_default_dtype(torch.bfloat16)
-    try:
-        with torch.device(device):
-            return make()
-    finally:
-        torch.set_default_dtype(torch.float32)
 
 
 def with_adapters(model: nn.Module, rank: int) -> nn.Module:

@@ -284,10 +284,7 @@ def launches(step: Callable, device: str) -> int | None:
     """Kernels that a step runs."""
     if not device.startswith("cuda"):
         return None
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as found:
-        step()
-        torch.cuda.synchronize()
-    return sum(event.device_type == torch.autograd.DeviceType.CUDA for event in found.events())
+    return len(common.device_events(step))
 
 
 # ---------------------------------------------------------------- times
