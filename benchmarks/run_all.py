@@ -27,7 +27,7 @@ from benchmarks import common, roofline, tables
 from fp4compile import hardware
 
 # The copies and products that the others are read beside come first, those that compile models last.
-BENCHMARKS = ("ceilings", "quantize", "linear", "grouped_mm", "scale_sweep", "packing", "producers", "mlp_block",
+BENCHMARKS = ("ceilings", "quantize", "linear", "grouped_mm", "packing", "producers", "mlp_block",
               "llama_block", "minilm", "llama_decode", "compile_time")  # fmt: skip
 QUICK: dict[str, tuple[str, ...]] = {
     "ceilings": ("--replays", "3"),
