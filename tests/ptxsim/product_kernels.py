@@ -278,12 +278,6 @@ def in_tensor_memory_case(columns: int = 64):
     return body, content, (left[:, :16] @ right[:, :16].T).astype(np.float32)
 
 
-def edited(body: str, old: str, new: str) -> str:
-    """A body with one place changed."""
-    assert body.count(old) == 1, body.count(old)
-    return body.replace(old, new)
-
-
 def found(body: str, content: np.ndarray, what: str, programs: int = 1) -> None:
     """That a broken kernel is a fault under every schedule."""
     for schedule in SCHEDULES:
