@@ -38,11 +38,11 @@ from benchmarks.quantize import copy_time, nbytes
 from fp4compile.formats import formats
 from fp4compile.formats.operand import Arguments, Operand
 from fp4compile.ops.quantize import quantize_kernels
-from fp4compile.templates.gemm import dequant_operand, dequant_tiles, grouped_skinny
+from fp4compile.templates.gemm import dequant_operand, dequant_tiles, streaming
 from fp4compile.templates.gemm.call import Call
 from fp4compile.templates.gemm.candidate import Candidate
 from fp4compile.templates.gemm.dequant_operand import GroupedDotConfig
-from fp4compile.templates.gemm.heuristics import SkinnyConfig
+from fp4compile.templates.gemm.skinny import SkinnyConfig
 from fp4compile.templates.launch import target_of
 from fp4compile.templates.multiply import call_of
 from fp4compile.templates.problem import Problem
@@ -309,7 +309,7 @@ def configurations(args: argparse.Namespace) -> Iterator[dict]:
 
 
 TOKENS_EACH = (64, 128, 256, 512)
-KERNELS = {"many": dequant_operand.CANDIDATE, "few": grouped_skinny.CANDIDATE}
+KERNELS = {"many": dequant_operand.CANDIDATE, "few": streaming.CANDIDATE}
 
 
 def grouped_calls(shape: Experts, count: int, device: str, wanted=KERNELS) -> dict[str, Call]:

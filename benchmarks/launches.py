@@ -29,12 +29,8 @@ from fp4compile.hardware import Target
 from fp4compile.ops.quantize import quantize_kernels
 from fp4compile.templates import choose
 from fp4compile.templates.device.shared_memory import reserved
-from fp4compile.templates.gemm.gemv import WIDTH, needed_bytes
-from fp4compile.templates.gemm.heuristics import (
-    SKINNY_ROWS,
-    GemvConfig,
-    SkinnyConfig,
-)
+from fp4compile.templates.gemm.gemv import WIDTH, GemvConfig, needed_bytes
+from fp4compile.templates.gemm.skinny import SKINNY_ROWS, SkinnyConfig
 from fp4compile.templates.gemm.wgmma_launches_sm90 import WgmmaConfig, with_shared_memory
 from fp4compile.templates.gemm.wgmma_sm90 import needed_bytes as wgmma_bytes
 from fp4compile.templates.multiply import multiply, scaled_mm_group
@@ -86,11 +82,11 @@ def problem(m: int, n: int, k: int) -> Problem:
 
 def launches(m: int, n: int, k: int) -> list[Config]:
     """All configurations of the kernel that serves m rows; some of them do not fit."""
-    kernel = choose.choose(problem(m, 16, k)).kernel
-    if kernel == "wgmma_sm90":
+    choice = choose.choose(problem(m, 16, k))
+    if choice.kernel == "wgmma_sm90":
         return [with_shared_memory(each, problem(m, n, k), wgmma_bytes) for each in _wgmma_launches(m, k)]
     rows = triton.next_power_of_2(m)
-    if kernel == "gemv":
+    if isinstance(choice.config, GemvConfig):
         every = [(warps, ceil_div(k, WIDTH.value * warps), each) for warps in (4, 8, 16) for each in range(1, 8)]
         return [GemvConfig(warps, steps, rows, shared, each * H200.multiprocessors)
                 for warps, steps, each in every if steps <= 16 and 8 <= warps * each <= 32

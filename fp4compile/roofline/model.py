@@ -213,21 +213,22 @@ def _with_layout(a: Use | None, b: Use | None, gpu: Gpu, sizes: Sizes, native: b
         problem = Problem(*types, sizes.rows, sizes.columns, sizes.contraction, torch.bfloat16, gpu.target,
                           ragged="contraction" if sizes.along_k else "rows", groups=sizes.count)  # fmt: skip
         choice = choose(problem)
-        if by_offsets or choice.kernel == "grouped_skinny":  # grouped_skinny also takes matrices by index
+        kernel = kernel_of(choice, problem)
+        if by_offsets or kernel == "grouped_skinny":  # which also takes matrices by index
             dtype = problem.compute_dtype if by_offsets and None not in (a, b) else None
             values = dtype if choice.dequantizes_a else None, dtype if choice.dequantizes_b else None
-            kernel = kernel_of(choice, problem)
             return Chosen(kernel, choice.tier, False, outer, values, tiles_of(kernel, choice.config, gpu))
     rows, contraction = sizes.rows, sizes.contraction
     if experts is not None:
         rows, contraction = (rows, ceil_div(contraction, sizes.count)) if sizes.along_k else (
             ceil_div(rows, sizes.count), contraction)  # fmt: skip
-    choice = choose(Problem(*types, rows, sizes.columns, contraction, torch.bfloat16, gpu.target, None, sizes.count,
-                            experts is not None))  # fmt: skip
+    problem = Problem(*types, rows, sizes.columns, contraction, torch.bfloat16, gpu.target, None, sizes.count,
+                      experts is not None)  # fmt: skip
+    choice = choose(problem)
     alone = experts is None
     of_values = alone and choice.dequantizes_a and choice.dequantizes_b and [x.scale for x in types] == ["e8m0"] * 2
     held = torch.bfloat16 if of_values else None
-    return Chosen(choice.kernel, choice.tier, choice.dequantizes_a and alone, outer, (held, held))
+    return Chosen(kernel_of(choice, problem), choice.tier, choice.dequantizes_a and alone, outer, (held, held))
 
 
 def _operand_type(use: Use | None, native: bool, by_offsets: bool) -> OperandType:

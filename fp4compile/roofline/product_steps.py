@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from fp4compile._compat import statically_true
 from fp4compile.formats.formats import BlockFormat
 from fp4compile.hardware import Gpu
 from fp4compile.roofline.sizes import Sizes
@@ -89,9 +90,11 @@ def memory_pass(name: str, product: str, moved: Any, gpu: Gpu, launches: int = 1
 
 
 def kernel_of(choice: Choice, problem: Problem) -> str:
-    """The kernel's name in `time_terms.KERNELS`: a kernel for groups and others has an entry for groups."""
-    alike = problem.ragged is None or choice.kernel.startswith("grouped_")
-    return choice.kernel if alike else f"grouped_{choice.kernel}"
+    """The kernel's name in `time_terms.KERNELS`, which has those of groups by themselves."""
+    name = choice.kernel
+    if name == "streaming":
+        name = "gemv" if statically_true(problem.m <= 2) else "skinny"
+    return name if problem.ragged is None or name.startswith("grouped_") else f"grouped_{name}"
 
 
 def tiles_of(kernel: str, config: Any, gpu: Gpu) -> tuple[tuple[int, int], int] | None:

@@ -22,7 +22,7 @@ from fp4compile.templates.choose import Choice, choose, named
 from fp4compile.templates.gemm import block_scaled_two_ctas_sm100, grouped_library, library
 from fp4compile.templates.gemm.call import Call, kernel_operand
 from fp4compile.templates.gemm.candidate import MOST_IN_GROUP
-from fp4compile.templates.gemm.streaming import of_all
+from fp4compile.templates.gemm.horizontal import of_all
 from fp4compile.templates.launch import target_of
 from fp4compile.templates.problem import problem_of
 
@@ -131,8 +131,7 @@ def scaled_mm_group(
 
 def scaled_mm_two_ctas(x: Arguments) -> list[torch.Tensor]:
     """`results` on pairs of CTAs; else by the chosen kernel."""
-    name = block_scaled_two_ctas_sm100.NAME if x.offs is None else block_scaled_two_ctas_sm100.GROUPED_NAME
-    return results(x, choose(problem_of(x, target_of(x.a.data.device)), name))
+    return results(x, choose(problem_of(x, target_of(x.a.data.device)), block_scaled_two_ctas_sm100.NAME))
 
 
 # The implementations of the ops of the same names.
