@@ -31,7 +31,7 @@ from fp4compile.hardware import GPUS, Gpu, named
 from fp4compile.recipe import Recipe, resolve
 from fp4compile.recipe.named_recipes import OPERANDS
 from fp4compile.roofline.layer_sizes import Experts, Sizes
-from fp4compile.roofline.product_steps import memory_pass, plain_step, product_steps
+from fp4compile.roofline.product_steps import kernel_of, memory_pass, plain_step, product_steps
 from fp4compile.roofline.time_terms import (
     BF16,
     BOTH_WAYS,
@@ -238,7 +238,7 @@ def _with_layout(a: Use | None, b: Use | None, gpu: Gpu, sizes: Sizes, native: b
         spec = ProductSpec(*types, torch.bfloat16, grouping)
         problem = Problem(spec, rows, sizes.columns, contraction, gpu.target, groups=sizes.count)
         choice = choose(problem)
-        if by_offsets or choice.kernel == "grouped_skinny":  # grouped_skinny also takes matrices by index
+        if by_offsets or kernel_of(choice, problem) == "grouped_skinny":  # which also takes matrices by index
             return choice, problem
     if experts is not None and sizes.along_k:
         contraction = ceil_div(contraction, sizes.count)

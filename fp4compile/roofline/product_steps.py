@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import torch
 
+from fp4compile._compat import statically_true
 from fp4compile.formats.formats import BlockFormat
 from fp4compile.hardware import Gpu
 from fp4compile.roofline.layer_sizes import Sizes
@@ -67,9 +68,11 @@ def memory_pass(name: str, product: str, moved: float, gpu: Gpu, launches: int =
 
 
 def kernel_of(choice: Choice, problem: Problem) -> str:
-    """The kernel's name in `time_terms.KERNELS`: a kernel for groups and others has an entry for groups."""
-    alike = not problem.ragged or choice.kernel.startswith("grouped_")
-    return choice.kernel if alike else f"grouped_{choice.kernel}"
+    """The kernel's name in `time_terms.KERNELS`, which has those of groups by themselves."""
+    name = choice.kernel
+    if name == "streaming":
+        name = "gemv" if statically_true(problem.m <= 2) else "skinny"
+    return name if not problem.ragged or name.startswith("grouped_") else f"grouped_{name}"
 
 
 def _tiles_of(choice: Choice, gpu: Gpu) -> tuple[tuple[int, int], int] | None:
