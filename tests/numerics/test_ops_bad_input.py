@@ -118,16 +118,24 @@ BAD_CALLS = [
     (ValueError, "expected one 'to dtype' after", lambda: spec_mm("plain @ plain -> float32 | relu product")),
     (
         ValueError,
-        "offs: a product of ragged rows groups needs offs",
+        "offs: a product of spec 'plain @ plain, ragged rows -> float32' needs offs",
         lambda: spec_mm("plain @ plain, ragged rows -> float32"),
     ),
     (
         ValueError,
-        "index: a product of gathered groups needs index",
+        "index: a product of spec 'plain @ plain, gathered -> float32' needs index",
         lambda: spec_mm("plain @ plain, gathered -> float32"),
     ),
-    (ValueError, "offs: a product of dense groups has no offs", lambda: spec_mm("plain @ plain -> float32", offs=OFFS)),
-    (ValueError, "index: a product of dense groups has no", lambda: spec_mm("plain @ plain -> float32", index=OFFS)),
+    (
+        ValueError,
+        "offs: a product of spec 'plain @ plain -> float32' takes no offs",
+        lambda: spec_mm("plain @ plain -> float32", offs=OFFS),
+    ),
+    (
+        ValueError,
+        "index: a product of spec 'plain @ plain -> float32' takes no index",
+        lambda: spec_mm("plain @ plain -> float32", index=OFFS),
+    ),
     # Bytes of another type would be read as numbers of the format's.
     (TypeError, "a: data of format nvfp4 are torch.uint8, got", lambda: mm_of(data=A.data.view(torch.int8))),
     (ValueError, "a_scales: expected torch.float8_e4m3fn of", lambda: mm_of(scales=A.scales.view(torch.uint8))),
