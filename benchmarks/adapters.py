@@ -6,35 +6,26 @@ at a time, so that no logits of all tokens are in memory. A time is that of a st
 the median of several runs of them; the peak is that of the allocator in these steps. `--bases` are bf16, nf4, a recipe
 by which the base is packed, or `frozen-` and a recipe: the base stays in bf16, and the backend quantises it.
 
-With `--losses`, a small model is trained on text first; then adapters on its base in bf16 and packed, on other text
-in the same order. Compared are the mean losses of the last 50 steps.
-
-    python -m benchmarks.adapters [--bases bf16 nvfp4_weight_only frozen-mxfp8 nf4 ...] [--losses] [--out FILE]
+    python -m benchmarks.adapters [--bases bf16 nvfp4_weight_only frozen-mxfp8 nf4 ...] [--out FILE]
 """
 
 import gc
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator
 
 import torch
 import torch.nn.functional as F
 from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
-from transformers import LlamaConfig, LlamaForCausalLM
 
 import fp4compile
 from benchmarks import common
-from benchmarks.llama_decode import LLAMA_3_8B, TINY
-from fp4compile.cli import demo
+from benchmarks.models import random_llama
 
 BASES = ("bf16", "nvfp4_weight_only", "nvfp4", "nf4")
-SMALL = {"vocab_size": 256, "hidden_size": 512, "intermediate_size": 1408, "num_attention_heads": 8,
-         "num_key_value_heads": 4, "num_hidden_layers": 4, "tie_word_embeddings": False}  # fmt: skip
 PARTS = 8  # of the tokens, for the loss
-TAIL = 50  # steps
 GIB = 2**30
 
 
@@ -47,9 +38,6 @@ def main() -> None:
     parser.add_argument("--rank", type=int, default=16)
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--tiny", action="store_true", help="narrow layers, to try the script")
-    parser.add_argument("--losses", action="store_true", help="compare losses of a small model, too")
-    parser.add_argument("--pretraining", type=int, default=600, help="steps of the small model's base")
-    parser.add_argument("--steps", type=int, default=200, help="of its adapters")
     args = parser.parse_args()
     rows = []
     for base in args.bases:
@@ -58,28 +46,24 @@ def main() -> None:
             rows.append({"base": base, **row})
             rows[-1] |= {"ms x": row["ms"] / rows[0]["ms"], "peak x": row["peak GiB"] / max(rows[0]["peak GiB"], 1e-9)}
             print(rows[-1], file=sys.stderr, flush=True)
-    names = ("layers", "batch", "length", "rank", "repeats", "tiny", "pretraining", "steps")
+    names = ("layers", "batch", "length", "rank", "repeats", "tiny")
     settings = {name: getattr(args, name) for name in names}
-    parts = {"rows": rows} | ({"losses": losses(args)} if args.losses else {})
-    common.publish_parts(args, settings, parts)
+    common.publish(args, settings, rows)
 
 
 def measure(base: str, args) -> dict | None:
     """Time and memory of a step on a base; None where bitsandbytes is not installed."""
     torch._dynamo.reset()
     gc.collect()
-    sizes = TINY if args.tiny else LLAMA_3_8B
-    config = LlamaConfig(**sizes, num_hidden_layers=args.layers, tie_word_embeddings=False, use_cache=False,
-                         max_position_embeddings=args.length, attn_implementation="sdpa")  # fmt: skip
-    model = in_bf16(lambda: LlamaForCausalLM(config), args.device)
+    model = random_llama(args.device, args.layers, args.tiny, use_cache=False, max_position_embeddings=args.length)
     if base == "nf4" and not in_nf4(model, args.device):
         return None
     how = base_of(model, base) if base not in ("bf16", "nf4") else {}
     model = with_adapters(model, args.rank)
     held = allocated(args.device)
     start = time.perf_counter()
-    train = Training(model, config.vocab_size, **how)
-    tokens = torch.randint(config.vocab_size, (args.batch, args.length + 1), device=args.device)
+    train = Training(model, **how)
+    tokens = torch.randint(model.config.vocab_size, (args.batch, args.length + 1), device=args.device)
 
     def step() -> Tensor:
         return train.step(tokens)
@@ -96,32 +80,10 @@ def measure(base: str, args) -> dict | None:
             "first loss": first}  # fmt: skip
 
 
-def losses(args) -> list[dict]:
-    """Mean losses of adapters on the base of a small trained model, in bf16 and packed."""
-    before, after = text_of(args.device)
-    base = in_bf16(lambda: LlamaForCausalLM(LlamaConfig(**SMALL, attn_implementation="sdpa")), args.device)
-    torch._dynamo.reset()
-    full = Training(base, 256, rate=1e-3)
-    print("pretraining", run_of(full, before, args.pretraining)[-1], file=sys.stderr, flush=True)
-    state = {name: value.clone() for name, value in base.state_dict().items()}
-    rows = []
-    for name in [name for name in args.bases if name != "nf4"]:
-        torch._dynamo.reset()
-        model = in_bf16(lambda: LlamaForCausalLM(LlamaConfig(**SMALL, attn_implementation="sdpa")), args.device)
-        model.load_state_dict(state)
-        how = base_of(model, name) if name != "bf16" else {}
-        found = run_of(Training(with_adapters(model, args.rank), 256, rate=1e-3, **how), after, args.steps)
-        rows.append({"base": name, "first loss": found[0], "last loss": statistics.mean(found[-TAIL:]),
-                     "mean loss": statistics.mean(found)})  # fmt: skip
-        rows[-1]["last over bf16 %"] = 100 * (rows[-1]["last loss"] / rows[0]["last loss"] - 1)
-        print(rows[-1], file=sys.stderr, flush=True)
-    return rows
-
-
 class Training:
     """Steps of a model's trained parameters. Its blocks are compiled, as `how` says, and checkpointed."""
 
-    def __init__(self, model: nn.Module, vocabulary: int, rate: float = 1e-4, **how):
+    def __init__(self, model: nn.Module, **how):
         self.model = model
         core = model.get_base_model() if hasattr(model, "get_base_model") else model
         core.enable_input_require_grads()
@@ -131,7 +93,7 @@ class Training:
             block.compile(**how)
         self.loss = torch.compile(self._loss)
         trained = [p for p in model.parameters() if p.requires_grad]
-        self.optimiser = torch.optim.AdamW(trained, lr=rate, fused=trained[0].is_cuda)
+        self.optimiser = torch.optim.AdamW(trained, lr=1e-4, fused=trained[0].is_cuda)
         model.train()
 
     def _loss(self, hidden: Tensor, targets: Tensor) -> Tensor:
@@ -147,17 +109,6 @@ class Training:
         self.optimiser.step()
         self.optimiser.zero_grad()
         return loss.detach()
-
-
-def in_bf16(make: Callable[[], nn.Module], device: str) -> nn.Module:
-    """A model with random weights, made on the device."""
-    torch.manual_seed(0)
-    torch.set_default_dtype(torch.bfloat16)
-    try:
-        with torch.device(device):
-            return make()
-    finally:
-        torch.set_default_dtype(torch.float32)
 
 
 def with_adapters(model: nn.Module, rank: int) -> nn.Module:
@@ -198,28 +149,6 @@ def in_nf4(model: nn.Module, device: str) -> bool:
 def allocated(device: str) -> float:
     gc.collect()
     return torch.cuda.memory_allocated() / GIB if device.startswith("cuda") else 0.0
-
-
-def text_of(device: str) -> tuple[Tensor, Tensor]:
-    """(text of the base's training, text of the adapters'): bytes of two halves of the standard library."""
-    training, _ = demo.text()
-    cut = len(training) // 2
-    return training[:cut].to(device), training[cut:].to(device)
-
-
-def run_of(training: Training, data: Tensor, steps: int, batch: int = 16, length: int = 256) -> list[float]:
-    """Losses of steps on sequences of the text, in the same order each time."""
-    found = []
-    for tokens in _sequences(data, steps, batch, length):
-        found.append(training.step(tokens))
-    return torch.stack(found).tolist()
-
-
-def _sequences(data: Tensor, steps: int, batch: int, length: int) -> Iterator[Tensor]:
-    generator = torch.Generator().manual_seed(1)
-    for _ in range(steps):
-        starts = torch.randint(len(data) - length - 1, (batch, 1), generator=generator)
-        yield data[(starts + torch.arange(length + 1)).to(data.device)].long()
 
 
 if __name__ == "__main__":

@@ -276,32 +276,6 @@ def weight_check(content: dict) -> Cells:
     ]
 
 
-_DECODE_HEADER = [
-    "model", "memory, GiB", "peak while packing, GiB", "decode, tokens/s", "speed over bf16's",
-    "prefill, ms", "time over bf16's", "first prefill, s", "first decode step, s",
-]  # fmt: skip
-
-
-def _decode_row(row: dict, label: str = "") -> list[Any]:
-    packed = row["model"] != "bf16"
-    return [
-        packed_model(row["model"]) + label,
-        number(row["GiB"], 2), number(row["peak GiB"], 2) if packed else None,
-        number(row["decode tokens/s"], 0), number(row["decode x"], 2) if packed else None,
-        number(row["prefill ms"], 1), number(row["prefill x"], 2) if packed else None,
-        number(row["compile prefill s"], 1), number(row["compile decode s"], 1),
-    ]  # fmt: skip
-
-
-def llama_decode(content: dict) -> Cells:
-    return [_DECODE_HEADER, *map(_decode_row, content["rows"])]
-
-
-def qwen3_moe_decode(content: dict) -> Cells:
-    how = {"batched_mm": "by index", "grouped_mm": "by groups"}
-    return [_DECODE_HEADER, *(_decode_row(row, f", {label}") for key, label in how.items() for row in content[key])]
-
-
 def ceilings_copies(content: dict) -> Cells:
     rows = [[row["shape"], number(row["us"], 1), number(row["TB/s"], 2)]
             for row in content["rows"] if row["what"] == "copy"]  # fmt: skip

@@ -123,6 +123,39 @@ def step_time(step: Callable[[], object], device: str) -> float:
     return begin.elapsed_time(end) / STEPS
 
 
+def seconds(work: Callable[[], object], device: str) -> float:
+    """Wall-clock time of the work, the device's included."""
+    synchronize(device)
+    start = time.perf_counter()
+    work()
+    synchronize(device)
+    return time.perf_counter() - start
+
+
+def on_device(event) -> bool:
+    """Whether an event of the profiler is a kernel, a copy or a fill, and no annotation of several."""
+    of_host = getattr(event, "is_user_annotation", False) or event.name.startswith(("##", "Torch-Compiled"))
+    return event.device_type == torch.autograd.DeviceType.CUDA and not of_host
+
+
+def device_events(call: Callable[[], object], calls: int = 1) -> list[Any]:
+    """What the device did in so many calls, by the profiler."""
+    torch.cuda.synchronize()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        for _ in range(calls):
+            call()
+        torch.cuda.synchronize()
+    return list(filter(on_device, profile.events()))
+
+
+def kernels_of(step: Callable[[], object], device: str) -> dict[str, tuple[float, int]]:
+    """Microseconds and launches of each kernel in a step; nothing on a CPU."""
+    found: dict[str, list[float]] = {}
+    for event in device_events(step) if device.startswith("cuda") else ():
+        found.setdefault(event.name, []).append(event.time_range.elapsed_us())
+    return {name: (sum(times), len(times)) for name, times in found.items()}
+
+
 def table(rows: list[dict[str, Any]]) -> str:
     """Columns from the keys of the first row; the first to the left, the others to the right."""
     cells = [list(rows[0]), *([_cell(row[key]) for key in rows[0]] for row in rows)]

@@ -16,12 +16,9 @@ loss: before and after some steps of AdamW under a training recipe, or of LoRA o
 trained: the parameters that changed in training are those that should.
 """
 
-import argparse
 import importlib
 import json
 import math
-import os
-import subprocess
 import sys
 import tempfile
 import traceback
@@ -465,17 +462,8 @@ _KEPT: list[Any] = []
 
 
 def in_a_process(name: str, inductor: bool) -> dict[str, Any]:
-    code = f"import json; from benchmarks import ecosystem as e; print(json.dumps(e.record_of({name!r}, {inductor})))"
-    try:
-        done = subprocess.run(
-            [sys.executable, "-W", "ignore", "-c", code], cwd=Path(__file__).parents[1], timeout=TIMEOUT,
-            env={**zoo.ENVIRONMENT, **os.environ}, stdout=subprocess.PIPE, text=True,
-        )  # fmt: skip
-    except subprocess.TimeoutExpired:
-        return {"subject": name, "problems": [f"did not end within {TIMEOUT} seconds"]}
-    if done.returncode != 0:
-        return {"subject": name, "problems": [f"ended with status {done.returncode}"]}
-    return json.loads(done.stdout.splitlines()[-1])
+    found = zoo.apart("ecosystem", name, inductor, TIMEOUT)
+    return {"subject": name, "problems": [found]} if isinstance(found, str) else found
 
 
 def shown(row: dict[str, Any]) -> dict[str, Any]:
@@ -486,10 +474,10 @@ def shown(row: dict[str, Any]) -> dict[str, Any]:
 
 
 def main(arguments: Iterable[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = common.parser(__doc__)
     parser.add_argument("--only", nargs="+", choices=SUBJECTS, default=list(SUBJECTS), metavar="SUBJECT")
     parser.add_argument("--inductor", action="store_true", help="generate code")
-    parser.add_argument("--out", type=Path, help="write the results there as JSON; rows of other subjects stay")
+    parser.set_defaults(device="cpu")
     args = parser.parse_args(None if arguments is None else list(arguments))
     rows = {}
     if args.out and args.out.exists():
@@ -498,10 +486,8 @@ def main(arguments: Iterable[str] | None = None) -> int:
         rows[name] = in_a_process(name, args.inductor)
         print(common.table([shown(rows[name])]).splitlines()[-1], file=sys.stderr, flush=True)
     print(common.table([shown(rows[name]) for name in args.only]))
-    if args.out:
-        kept = [rows[name] for name in SUBJECTS if name in rows]
-        content = {"environment": common.environment("cpu"), "settings": {"inductor": args.inductor}, "rows": kept}
-        args.out.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    kept = [rows[name] for name in SUBJECTS if name in rows]
+    common.write(args, {"inductor": args.inductor}, {"rows": kept})
     return int(any(rows[name].get("problems") for name in args.only))
 
 

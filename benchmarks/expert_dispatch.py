@@ -27,11 +27,12 @@ from torch import nn
 from torch._inductor import config as inductor
 
 import fp4compile
-from benchmarks import common, producers
+from benchmarks import common
+from benchmarks.packed_layer import PACKED, routing
 
 CASES = ("bf16", "float8_rowwise", "float8_rowwise, codes", "packed nvfp4_one_level", "packed nvfp4_one_level, codes",
          "packed nvfp4_rowwise", "packed nvfp4_rowwise, codes")  # fmt: skip
-CODES, PACKED, PASS = ", codes", "packed ", "quantize_before_index"
+CODES, PASS = ", codes", "quantize_before_index"
 CALLS = 5  # that the profiler sees
 _BYTES = {"u8": 1, "bf16": 2, "f16": 2, "f32": 4, "f8e4m3fn": 1}
 # Nodes of a dumped graph: gathers of rows, and quantisers with what they read.
@@ -103,13 +104,6 @@ def measure(case: str, args: argparse.Namespace) -> tuple[dict, list[dict]]:
     return row, [{"case": case, "kernel": name, "us": time} for name, time in times.items()]
 
 
-def routing(args: argparse.Namespace) -> tuple[torch.Tensor, torch.Tensor]:
-    """(the tokens in the order of their experts, the end of each expert's rows)."""
-    experts = torch.rand(args.tokens, args.experts).topk(args.picked).indices.flatten()
-    offs = experts.bincount(minlength=args.experts).cumsum(0).to(torch.int32)
-    return experts.argsort(stable=True) // args.picked, offs
-
-
 def work_of(graph: str) -> tuple[int, int]:
     """(rows that a graph's quantisers read, bytes that its gathers of rows write)."""
     moved = 0
@@ -125,12 +119,7 @@ def kernel_times(call: Callable[[], object], device: str) -> dict[str, float]:
     if device.startswith("cuda"):
         for _ in range(3):
             call()
-        torch.cuda.synchronize()
-        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-            for _ in range(CALLS):
-                call()
-            torch.cuda.synchronize()
-        for event in filter(producers.on_device, profile.events()):
+        for event in common.device_events(call, CALLS):
             found[event.name] = found.get(event.name, 0.0) + event.time_range.elapsed_us() / CALLS
     return found
 

@@ -1,6 +1,6 @@
 """How fast are the grouped products of experts, against `torch._grouped_mm` and a loop of products in bf16?
 
-Five parts, each a table, all peers of a part in one run:
+Three parts, each a table, all peers of a part in one run:
 
 decode: 1 to 8 tokens an expert and weights packed once, with bf16 activations ("weight-only") and with activations
     quantised in the measured time ("w4a4"); then 8 tokens that take their experts by index. "of copy": the time of a
@@ -11,8 +11,6 @@ packed: the same of 65 to 1024 tokens an expert, in groups that are equal or dra
 tokens: 16384 tokens under recipes, compiled. "forward" packs weights once and quantises activations; "both", forward
     and backward, quantises all operands of the three products in each step. A time is that of a step among steps that
     follow each other, the median of several runs.
-weights: what quantising experts' weights (8 to 32, 8192, 5120) costs against a device copy of the same bytes.
-growth: the same 16640 tokens over 1 to 64 experts: our time over that of bf16, and launches of a step.
 
 The sizes of groups are drawn at random once; the loop of products knows them, nothing else does.
 
@@ -56,29 +54,24 @@ class Experts:
 MODELS = {"DeepSeek-V3": Experts(8, 2048, 7168), "Llama-4": Experts(16, 8192, 5120),
           "Qwen3-30B-A3B": Experts(128, 768, 2048)}  # fmt: skip
 RECIPES = ("nvfp4", "mxfp8", "nvfp4_train", "float8_rowwise")
-QUANTISED = Experts(32, 8192, 5120)  # of which 8, 16 and 32
-GROWING = Experts(64, 8192, 5120)  # of which 1, 4, 16 and 64
 PACKED = ("8x4096x14336", "128x1536x2048", "128x2048x768")  # experts x N x K; Qwen3-30B-A3B's are the last two
 EACH = (65, 96, 128, 192, 256, 384, 512, 1024)  # tokens an expert on average
 INDEXED = 8  # tokens with an expert by index
-# Block shapes of weights: the format and the dimension along which it is quantised.
-BLOCKS = {"1x32": ("mxfp8", -1), "32x1": ("mxfp8", -2), "32x32": ("mxfp8_32x32", -1)}
 
 
 def main(arguments: list[str] | None = None) -> None:
     parser = common.parser(__doc__)
-    parser.add_argument("--parts", nargs="+", default=["decode", "tokens", "weights", "growth"], choices=list(PARTS))
+    parser.add_argument("--parts", nargs="+", default=["decode", "tokens"], choices=list(PARTS))
     parser.add_argument("--models", nargs="+", default=list(MODELS), choices=list(MODELS))
     parser.add_argument("--recipes", nargs="+", default=RECIPES)
     parser.add_argument("--tokens", type=int, default=16384)
-    parser.add_argument("--growth-tokens", type=int, default=16640)
     parser.add_argument("--replays", type=int, default=9)
     args = parser.parse_args(arguments)
     parts = {}
     for name in args.parts:
         torch.manual_seed(0)
         parts[name] = list(PARTS[name](args))
-    settings = {"tokens": args.tokens, "growth tokens": args.growth_tokens, "replays": args.replays}
+    settings = {"tokens": args.tokens, "replays": args.replays}
     common.publish_parts(args, settings, parts)
 
 
@@ -249,48 +242,6 @@ def all_products(layer: Callable, of: Layer, x: torch.Tensor, offs: torch.Tensor
     return torch.autograd.grad(layer(x, offs), (x, of.weight), gradient)
 
 
-# ---------------------------------------------------------------- weights
-
-
-def weights(args: argparse.Namespace) -> Iterator[dict]:
-    for experts in (QUANTISED.experts // 4, QUANTISED.experts // 2, QUANTISED.experts):
-        weight = Experts(experts, QUANTISED.n, QUANTISED.k).weights(args.device)
-        for name, (format, dim) in BLOCKS.items():
-            call = partial(ops.quantize, weight, format, dim, each_matrix=True)
-            moved = nbytes(weight) + nbytes(call())
-            (us,), copied = call_times([[call]], args), copy_us(moved, args.device)
-            yield {"weights": f"{experts}x{QUANTISED.n}x{QUANTISED.k}", "block": name, "MB": moved / 1e6, "us": us,
-                   "copy us": copied, "of copy": copied and copied / us}  # fmt: skip
-
-
-# ---------------------------------------------------------------- growth
-
-
-def growth(args: argparse.Namespace) -> Iterator[dict]:
-    """The first recipe of the arguments beside bf16, over 1, 4, 16 and 64 experts."""
-    recipe = args.recipes[0]
-    for experts in (1, 4, 16, 64):
-        if experts > GROWING.experts:
-            continue
-        row = {"growth": f"{experts} groups", "recipe": recipe}
-        shape = Experts(experts, GROWING.n, GROWING.k)
-        for what, calls in steps(shape, args.growth_tokens, [recipe], args).items():
-            times = step_times(calls, args)
-            row |= {f"{what} ms": times[recipe], f"{what} over bf16": times[recipe] / times["bf16"],
-                    f"{what} launches": launches(calls[recipe], args.device)}  # fmt: skip
-        yield row
-
-
-def launches(step: Callable, device: str) -> int | None:
-    """Kernels that a step runs."""
-    if not device.startswith("cuda"):
-        return None
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as found:
-        step()
-        torch.cuda.synchronize()
-    return sum(event.device_type == torch.autograd.DeviceType.CUDA for event in found.events())
-
-
 # ---------------------------------------------------------------- times
 
 
@@ -314,7 +265,7 @@ def copy_us(size: int, device: str) -> float | None:
     return copy_time(size, 10) if device.startswith("cuda") else None
 
 
-PARTS = {"decode": decode, "packed": packed, "tokens": tokens, "weights": weights, "growth": growth}
+PARTS = {"decode": decode, "packed": packed, "tokens": tokens}
 
 if __name__ == "__main__":
     main()

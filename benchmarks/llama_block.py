@@ -1,23 +1,15 @@
-"""One Llama-3-8B block: how long it takes, and how long `explain` predicts that it takes.
+"""How long whole graphs take, and how long `explain` predicts that they take.
 
-    python -m benchmarks.llama_block --out FILE [--seconds 110]    # measures on the GPU that is there
-    python -m benchmarks.llama_block --compare FILE ... [--save]   # predictions beside the times in such files
+    python -m benchmarks.llama_block --compare FILE ... [--save]
 
-Measured is the time of the device, of bf16 and under recipes, each compiled by itself: forward of 8192 and 2048 tokens
-and a training step of 4096 by the profiler, forward of 1 and 64 tokens by replaying a CUDA graph. "packed" packs the
-weights in place; weights that are not packed are quantised once and kept, but for training. CASES are in the order of
-importance; those for which no time is left after --seconds are named in the file. Most of the time is spent in
-compiling.
+The files are of `producers` (`--parts rows values prefill decode train`) or of `mlp_block`: a Llama-3-8B block, an MLP
+block, and functions of a producer and a quantiser. Measures nothing.
 """
 
 import argparse
 import contextlib
 import io
 import json
-import sys
-import time
-from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -29,74 +21,14 @@ from benchmarks import common, producers
 from fp4compile import hardware
 from fp4compile.cli.demo import MLP, Shape
 
-# What is done, with how many tokens, and in bf16 or under which recipe.
-CASES: tuple[tuple[str, int, str], ...] = (
-    ("prefill", 8192, "bf16"), ("prefill", 8192, "float8_rowwise"), ("prefill", 8192, "nvfp4"),
-    ("train", 4096, "bf16"), ("train", 4096, "float8_rowwise"), ("train", 4096, "nvfp4_train"),
-    ("decode", 1, "bf16"), ("decode", 1, "nvfp4, packed"), ("decode", 64, "bf16"), ("decode", 64, "nvfp4, packed"),
-    ("prefill", 2048, "bf16"), ("prefill", 2048, "nvfp4"), ("prefill", 2048, "nvfp4_weight_only, packed"),
-    ("prefill", 8192, "mxfp8"), ("train", 4096, "mxfp8"), ("prefill", 2048, "float8_rowwise"), ("decode", 1, "mxfp8"),
-)  # fmt: skip
 FUNCTION = "norm or gate, and a quantiser"
-
-
-# ---------------------------------------------------------------- measured
-
-
-def measure(args: argparse.Namespace) -> None:
-    """Measure the cases in order, and write after each."""
-    start, rows, left = time.perf_counter(), [], list(CASES)
-    while left and time.perf_counter() - start < args.seconds:
-        rows.append(time_of(left.pop(0), args))
-        print(rows[-1], file=sys.stderr, flush=True)
-        settings = {"repeats": args.repeats, "tiny": args.tiny, "seconds": time.perf_counter() - start, "left": left}
-        with contextlib.redirect_stdout(io.StringIO()):
-            common.publish(args, settings, rows)
-    print(common.table(rows))
-
-
-def time_of(case: tuple[str, int, str], args: argparse.Namespace) -> dict[str, Any]:
-    """Microseconds of the device, and seconds in all."""
-    what, tokens, recipe = case
-    torch._dynamo.reset()
-    start = time.perf_counter()
-    block, x, others = producers.block_of(args, tokens)
-    name, _, packed = recipe.partition(", ")
-    if packed:
-        fp4compile.pack_(block, name)
-    backend = "inductor" if name == "bf16" else fp4compile.backend(name, strict=True)
-    run = partial(torch.compile(block.train(what == "train"), backend=backend, dynamic=False), x, **others)
-    with torch.set_grad_enabled(what == "train"):
-        us = _time(what, run, block, x, args)
-    return {"what": what, "tokens": tokens, "recipe": recipe, "us": us, "s in all": time.perf_counter() - start}
-
-
-def _time(what: str, run: Callable, block: torch.nn.Module, x: torch.Tensor, args: argparse.Namespace) -> float:
-    if what == "decode" and args.device != "cpu":
-        run()
-        return common.graph_time([run] * 10, args.repeats)
-    call = run
-    if what == "train":
-        x.requires_grad_()
-        gradient = torch.randn_like(x) / x.shape[1]
-
-        def call() -> None:
-            producers.result(run()).backward(gradient)
-            block.zero_grad()  # or gradients would be added to those of the step before
-            x.grad = None
-
-    call()
-    return producers.device_time(call, args)
-
-
-# ---------------------------------------------------------------- predicted
 
 
 def predicted(what: str, tokens: int, recipe: str, gpu: str) -> float:
     """Microseconds that `explain` predicts.
 
-    what: as in CASES; "train an MLP" for the block of `mlp_block`; FUNCTION and "apart" or "fused" for one of the
-    functions of `producers`, which the recipe then names.
+    what: "prefill", "decode" or "train" for a Llama-3-8B block; "train an MLP" for the block of `mlp_block`; FUNCTION
+        and "apart" or "fused" for one of the functions of `producers`, which the recipe then names.
     """
     if what.startswith(FUNCTION):
         return _function(tokens, recipe, what.endswith("fused"), gpu)
@@ -130,7 +62,7 @@ def _function(size: int, case: str, fused: bool, gpu: str) -> float:
 
 
 class Measured(NamedTuple):
-    """A measured time in microseconds. The other fields are as in CASES."""
+    """A measured time in microseconds. The other fields are those of `predicted`."""
 
     what: str
     tokens: int
@@ -174,16 +106,10 @@ def _gpu_of(content: dict[str, Any]) -> str:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    parser = common.parser(__doc__)
-    parser.add_argument("--compare", nargs="+", type=Path, metavar="FILE", help="measure nothing")
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--compare", nargs="+", type=Path, metavar="FILE", required=True)
     parser.add_argument("--save", action="store_true", help='write the comparison to the file, as "foreseen"')
-    parser.add_argument("--seconds", type=float, default=110, help="begin no case after so long (110)")
-    parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--tiny", action="store_true", help="a narrow model, to try the script")
     args = parser.parse_args(arguments)
-    if args.compare is None:
-        measure(args)
-        return
     for path in args.compare:
         content = json.loads(path.read_text(encoding="utf-8"))
         print(f"{path.name}, {content['environment']['device']}")

@@ -13,7 +13,6 @@ one among prefills that follow each other for two seconds.
 import gc
 import statistics
 import sys
-import time
 from collections.abc import Callable
 
 import torch
@@ -28,11 +27,9 @@ from transformers import (
 
 import fp4compile
 from benchmarks import common
+from benchmarks.common import seconds
+from benchmarks.models import LLAMA_3_8B, TINY, in_bf16
 
-LLAMA_3_8B = {"vocab_size": 128256, "hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32,
-              "num_key_value_heads": 8, "rope_theta": 500000.0, "rms_norm_eps": 1e-5}  # fmt: skip
-TINY = {"vocab_size": 256, "hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 4,
-        "num_key_value_heads": 2}  # fmt: skip
 QWEN3_30B_A3B = {"vocab_size": 151936, "hidden_size": 2048, "intermediate_size": 6144, "num_attention_heads": 32,
                  "num_key_value_heads": 4, "head_dim": 128, "moe_intermediate_size": 768, "num_experts": 128,
                  "num_experts_per_tok": 8, "rope_theta": 1000000.0, "norm_topk_prob": True}  # fmt: skip
@@ -50,13 +47,7 @@ def random_model(args) -> PreTrainedModel:
     config = config_kind(**(tiny if args.tiny else sizes), num_hidden_layers=args.layers or layers,
                          max_position_embeddings=longest, tie_word_embeddings=False,
                          attn_implementation="sdpa")  # fmt: skip
-    torch.manual_seed(0)
-    torch.set_default_dtype(torch.bfloat16)
-    try:
-        with torch.device(args.device):
-            return kind(config).eval()
-    finally:
-        torch.set_default_dtype(torch.float32)
+    return in_bf16(lambda: kind(config).eval(), args.device)
 
 
 WARM_UP, REPEATS = 4, 3
@@ -100,15 +91,6 @@ class Session:
             self.token = self.next_token(self.token)
 
 
-def seconds(work: Callable[[], object], device: str) -> float:
-    """Wall-clock time of the work, the device's included."""
-    synchronize(device)
-    start = time.perf_counter()
-    work()
-    synchronize(device)
-    return time.perf_counter() - start
-
-
 def steady_seconds(work: Callable[[], object], device: str) -> float:
     """Wall-clock time of the work among others that follow each other, at the clock that the card keeps under them.
 
@@ -117,11 +99,6 @@ def steady_seconds(work: Callable[[], object], device: str) -> float:
     once = statistics.median(seconds(work, device) for _ in range(3))
     count = max(1, round(2 / once)) if device.startswith("cuda") else 1
     return statistics.median(seconds(lambda: [work() for _ in range(count)], device) / count for _ in range(3))
-
-
-def synchronize(device: str) -> None:
-    if device.startswith("cuda"):
-        torch.cuda.synchronize()
 
 
 @torch.no_grad()

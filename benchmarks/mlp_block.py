@@ -17,6 +17,7 @@ import torch
 
 import fp4compile
 from benchmarks import common
+from benchmarks.models import torchao_training
 from fp4compile.cli.demo import MLP, Shape
 
 RECIPES = ("float8_rowwise", "mxfp8", "mxfp8_32x32", "nvfp4", "nvfp4_train")
@@ -92,13 +93,8 @@ def _recipe(name: str) -> Callable:
 
 def _torchao(name: str) -> Callable:
     def make(block):
-        try:
-            from torchao.float8 import Float8LinearConfig, convert_to_float8_training
-        except ImportError:
-            return None
-        if not torch.cuda.is_available():
-            return None
-        return torch.compile(convert_to_float8_training(block, config=Float8LinearConfig.from_recipe_name(name))), None
+        converted = torchao_training(block, name) if torch.cuda.is_available() else None
+        return None if converted is None else (torch.compile(converted), None)
 
     return make
 

@@ -21,8 +21,8 @@ from torch import nn
 
 import fp4compile
 from benchmarks import common
-from benchmarks.expert_dispatch import PACKED, routing
 
+PACKED = "packed "
 CASES = ("bf16", "packed nvfp4_weight_only", "packed nvfp4_one_level")
 SHAPES = ("2048x768x128", "4096x14336x8")
 TOKENS = (65, 96, 128, 192, 256, 384, 512, 1024)  # of an expert, on average
@@ -71,6 +71,13 @@ def rows_of(shape: str, args: argparse.Namespace) -> list[dict]:
         torch._dynamo.reset()
         gc.collect()
     return rows
+
+
+def routing(args: argparse.Namespace) -> tuple[torch.Tensor, torch.Tensor]:
+    """(the tokens in the order of their experts, the end of each expert's rows)."""
+    experts = torch.rand(args.tokens, args.experts).topk(args.picked).indices.flatten()
+    offs = experts.bincount(minlength=args.experts).cumsum(0).to(torch.int32)
+    return experts.argsort(stable=True) // args.picked, offs
 
 
 def layer_of(case: str, hidden: int, inner: int, experts: int, device: str) -> Layer:

@@ -20,18 +20,18 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
 import fp4compile
 from benchmarks import common
-from benchmarks.llama_decode import LLAMA_3_8B, TINY
+from benchmarks.common import seconds
+from benchmarks.models import random_llama
 from fp4compile.formats.formats import SCALE_RULES
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -42,24 +42,7 @@ MOST_SECONDS = 2.0  # that "mse" may add to packing one
 
 
 def random_model(device: str, layers: int, tiny: bool, **sizes: int) -> LlamaForCausalLM:
-    config = LlamaConfig(**((TINY if tiny else LLAMA_3_8B) | sizes), num_hidden_layers=layers,
-                         max_position_embeddings=2 * TOKENS, tie_word_embeddings=False)  # fmt: skip
-    torch.manual_seed(0)
-    torch.set_default_dtype(torch.bfloat16)
-    try:
-        with torch.device(device):
-            return LlamaForCausalLM(config).eval()
-    finally:
-        torch.set_default_dtype(torch.float32)
-
-
-def seconds(work: Callable[[], object], device: str) -> float:
-    """Wall-clock time of the work, the device's included."""
-    common.synchronize(device)
-    start = time.perf_counter()
-    work()
-    common.synchronize(device)
-    return time.perf_counter() - start
+    return random_llama(device, layers, tiny, max_position_embeddings=2 * TOKENS, **sizes).eval()
 
 
 @torch.no_grad()

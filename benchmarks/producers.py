@@ -147,12 +147,8 @@ def device_time(call: Callable, args: argparse.Namespace) -> float:
     call()
     if args.device == "cpu":
         return 1e3 * common.step_time(call, args.device)
-    torch.cuda.synchronize()
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as found:
-        for _ in range(args.repeats):
-            call()
-        torch.cuda.synchronize()
-    spans = sorted((event.time_range.start, event.time_range.end) for event in found.events() if on_device(event))
+    events = common.device_events(call, args.repeats)
+    spans = sorted((event.time_range.start, event.time_range.end) for event in events)
     return busy(spans) / args.repeats
 
 
@@ -165,12 +161,6 @@ def busy(spans: Sequence[tuple[float, float]]) -> float:
     return covered
 
 
-def on_device(event) -> bool:
-    """Whether an event is a kernel, a copy or a fill, and no annotation of several."""
-    of_host = getattr(event, "is_user_annotation", False) or event.name.startswith(("##", "Torch-Compiled"))
-    return event.device_type == torch.autograd.DeviceType.CUDA and not of_host
-
-
 # ---------------------------------------------------------------- a block of a model
 
 
@@ -179,7 +169,7 @@ def block_of(args: argparse.Namespace, tokens: int) -> tuple[torch.nn.Module, to
     from transformers import LlamaConfig
     from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
 
-    from benchmarks.llama_decode import LLAMA_3_8B, TINY
+    from benchmarks.models import LLAMA_3_8B, TINY
 
     shape = LlamaConfig(**(TINY if args.tiny else LLAMA_3_8B), attn_implementation="sdpa")
     torch.manual_seed(0)

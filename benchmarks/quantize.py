@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 
 from benchmarks import common
+from fp4compile.formats.formats import SCALE_RULES
 from fp4compile.ops.quantize import quantize_kernels
 
 LARGE = ((8192, 8192), (16384, 16384))
@@ -158,12 +159,21 @@ def measure_small(shapes) -> list[dict]:
     return rows
 
 
+def measure_rules(shape) -> list[dict]:
+    """NVFP4 weights with a static tensor scale, by each rule for block scales."""
+    x, outer = torch.randn(shape, device="cuda").bfloat16(), torch.tensor(0.002, device="cuda")
+    calls = {rule: partial(quantize_kernels, x, "nvfp4", outer=outer, scale_rule=rule) for rule in SCALE_RULES}
+    return [
+        {"scales": rule, "shape": f"{shape[0]}x{shape[1]}", "us": graph_time(call, 5)} for rule, call in calls.items()
+    ]
+
+
 def main() -> None:
     parser = common.parser(__doc__)
     parser.add_argument("--only", nargs="+", help="large shapes: cases whose names begin so")
     args = parser.parse_args()
     settings = {"replays": REPLAYS, "dtype": "bfloat16", "statistic": "median of CUDA graph replays"}
-    parts = {"rows": measure_large(LARGE, args.only), "small": measure_small(SMALL)}
+    parts = {"rows": measure_large(LARGE, args.only), "small": measure_small(SMALL), "rules": measure_rules(LARGE[0])}
     common.publish_parts(args, settings, parts)
 
 

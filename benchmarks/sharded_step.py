@@ -32,6 +32,7 @@ from transformers import LlamaForCausalLM
 
 import fp4compile
 from benchmarks import common, ranks, training_step
+from benchmarks.models import torchao_training
 from benchmarks.tensor_parallel import Blocks
 from fp4compile.distributed import gather_quantized_
 
@@ -81,7 +82,7 @@ def measure(case: str, args: argparse.Namespace) -> dict | None:
     recipe, codes = case.removesuffix(CODES), case.endswith(CODES)
     whole = training_step.model_of(args)
     vocabulary, model = whole.config.vocab_size, Decoder(whole, args.length).float()
-    if recipe.startswith("torchao") and not convert_by_torchao(model, recipe.partition(" ")[2]):
+    if recipe.startswith("torchao") and torchao_training(model, "", enable_fsdp_float8_all_gather=True) is None:
         return None
     counted = shard(model, recipe)
     if codes and not recipe.startswith("torchao"):
@@ -110,7 +111,7 @@ def measure(case: str, args: argparse.Namespace) -> dict | None:
     ms = ranks.median_time(step, args)
     peak = torch.cuda.max_memory_allocated() / 1e9 if args.device.startswith("cuda") else None
     host = statistics.median(training_step.host_time(step, args.device) for _ in range(args.repeats))
-    kernels = training_step.kernels_of(step, args.device).values()
+    kernels = common.kernels_of(step, args.device).values()
     return {
         "ms": ms, "sent MB": sent / 1e6, "peak GB": peak, "loss": loss.item(), "host ms": host,
         "device ms": sum(time for time, _ in kernels) / 1e3, "launches": sum(count for _, count in kernels),
@@ -128,17 +129,6 @@ def shard(model: Decoder, recipe: str) -> Counted:
     fully_shard(model, mp_policy=POLICY)
     model.set_custom_all_gather(counted)
     return counted
-
-
-def convert_by_torchao(model: Decoder, recipe: str) -> bool:
-    """Replace the layers of the blocks by torchao's, with FP8 gathers; whether torchao is installed."""
-    try:
-        from torchao.float8 import Float8LinearConfig, convert_to_float8_training
-    except ImportError:
-        return False
-    config = Float8LinearConfig(enable_fsdp_float8_all_gather=True)
-    convert_to_float8_training(model, config=config, module_filter_fn=training_step._is_no_head)
-    return True
 
 
 if __name__ == "__main__":

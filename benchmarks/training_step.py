@@ -12,7 +12,6 @@ bits than float32 (`fast_accumulation`), as torchao's forward products do.
 """
 
 import argparse
-import collections
 import gc
 import statistics
 import sys
@@ -21,11 +20,11 @@ from collections.abc import Callable
 from functools import partial
 
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaForCausalLM
 
 import fp4compile
-from benchmarks import common, producers
-from benchmarks.llama_decode import LLAMA_3_8B, TINY
+from benchmarks import common
+from benchmarks.models import random_llama, torchao_training
 from fp4compile.recipe import named
 
 CASES = ("bf16", "torchao tensorwise", "float8_rowwise", "float8_rowwise fast", "mxfp8", "nvfp4_train", "bf16, graphs",
@@ -75,7 +74,7 @@ def measure(case: str, args: argparse.Namespace) -> dict | None:
     common.synchronize(args.device)
     compiling = time.perf_counter() - start
     times = [common.step_time(step, args.device) for _ in range(args.repeats)]
-    kernels = kernels_of(step, args.device)
+    kernels = common.kernels_of(step, args.device)
     for kernel, (microseconds, count) in sorted(kernels.items(), key=lambda item: -item[1][0])[: args.kernels]:
         print(f"{microseconds:10.1f} us {count:5d}  {kernel[:100]}")
     return {
@@ -86,12 +85,7 @@ def measure(case: str, args: argparse.Namespace) -> dict | None:
 
 
 def model_of(args: argparse.Namespace) -> LlamaForCausalLM:
-    sizes = TINY if args.tiny else LLAMA_3_8B
-    config = LlamaConfig(**sizes, num_hidden_layers=args.layers, use_cache=False, tie_word_embeddings=False,
-                         max_position_embeddings=args.length, attn_implementation="sdpa")  # fmt: skip
-    torch.manual_seed(0)
-    with torch.device(args.device):
-        return LlamaForCausalLM(config).bfloat16()
+    return random_llama(args.device, args.layers, args.tiny, use_cache=False, max_position_embeddings=args.length)
 
 
 def compiled_model(name: str, model: torch.nn.Module, mode: str | None) -> Callable | None:
@@ -103,29 +97,8 @@ def compiled_model(name: str, model: torch.nn.Module, mode: str | None) -> Calla
         base, _, fast = name.partition(" ")
         recipe = named(base).replace(fast_accumulation=("fprop",)) if fast else named(base)
         return compiled(model, backend=fp4compile.backend(recipe, strict=True))
-    try:
-        from torchao.float8 import Float8LinearConfig, convert_to_float8_training
-    except ImportError:
-        return None
-    config = Float8LinearConfig.from_recipe_name(name.partition(" ")[2])
-    return compiled(convert_to_float8_training(model, config=config, module_filter_fn=_is_no_head))
-
-
-def _is_no_head(module: torch.nn.Module, name: str) -> bool:
-    """The head stays in bf16, as recipes leave it."""
-    return "lm_head" not in name
-
-
-def kernels_of(step: Callable, device: str) -> dict[str, tuple[float, int]]:
-    """Microseconds and launches of each kernel in a step; nothing on a CPU."""
-    found: dict[str, list[float]] = collections.defaultdict(list)
-    if device.startswith("cuda"):
-        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-            step()
-            torch.cuda.synchronize()
-        for event in filter(producers.on_device, profile.events()):
-            found[event.name].append(event.time_range.elapsed_us())
-    return {name: (sum(times), len(times)) for name, times in found.items()}
+    model = torchao_training(model, name.partition(" ")[2])
+    return None if model is None else compiled(model)
 
 
 def host_time(step: Callable, device: str) -> float:

@@ -252,17 +252,21 @@ def failed(record: dict[str, Any]) -> bool:
 
 
 def in_a_process(name: str, inductor: bool) -> dict[str, Any]:
-    code = f"import json; from benchmarks import zoo; print(json.dumps(zoo.record_of({name!r}, {inductor})))"
+    found = apart("zoo", name, inductor, TIMEOUT)
+    return {"family": name, "error": found} if isinstance(found, str) else found
+
+
+def apart(module: str, name: str, inductor: bool, timeout: float) -> dict[str, Any] | str:
+    """What `record_of` of a module of benchmarks returns in a process of its own, or how that failed."""
+    code = f"import json; from benchmarks import {module} as m; print(json.dumps(m.record_of({name!r}, {inductor})))"
     try:
         done = subprocess.run(
-            [sys.executable, "-W", "ignore", "-c", code], cwd=Path(__file__).parents[1], timeout=TIMEOUT,
+            [sys.executable, "-W", "ignore", "-c", code], cwd=Path(__file__).parents[1], timeout=timeout,
             env={**ENVIRONMENT, **os.environ}, stdout=subprocess.PIPE, text=True,
         )  # fmt: skip
     except subprocess.TimeoutExpired:
-        return {"family": name, "error": f"did not end within {TIMEOUT} seconds"}
-    if done.returncode != 0:
-        return {"family": name, "error": f"ended with status {done.returncode}"}
-    return json.loads(done.stdout.splitlines()[-1])
+        return f"did not end within {timeout} seconds"
+    return json.loads(done.stdout.splitlines()[-1]) if done.returncode == 0 else f"ended with status {done.returncode}"
 
 
 def stored(path: Path | None) -> dict[str, dict[str, Any]]:
@@ -287,28 +291,24 @@ def shown(record: dict[str, Any]) -> dict[str, Any]:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = common.parser(__doc__)
     parser.add_argument("--families", nargs="+", choices=ARCHITECTURES, default=list(ARCHITECTURES), metavar="FAMILY")
     parser.add_argument("--inductor", action="store_true", help="generate code")
-    parser.add_argument("--out", type=Path, help="write the results there as JSON, and go on from what is there")
+    parser.set_defaults(device="cpu")
     args = parser.parse_args(arguments)
     rows = stored(args.out)
     for name in args.families:
         if name not in rows:
             rows[name] = in_a_process(name, args.inductor)
             print(common.table([shown(rows[name])]).splitlines()[-1], file=sys.stderr, flush=True)
-            if args.out:
-                write(rows, args)
+            write(rows, args)
     print(common.table([shown(row) for row in rows.values()]))
     return int(any(map(failed, rows.values())))
 
 
 def write(rows: dict[str, dict[str, Any]], args: argparse.Namespace) -> None:
     ordered = [rows[name] for name in ARCHITECTURES if name in rows]
-    settings = {"new tokens": NEW_TOKENS, "inductor": args.inductor}
-    content = {"environment": common.environment("cpu"), "settings": settings, "rows": ordered}
-    args.out.parent.mkdir(parents=True, exist_ok=True)
-    args.out.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    common.write(args, {"new tokens": NEW_TOKENS, "inductor": args.inductor}, {"rows": ordered})
 
 
 if __name__ == "__main__":

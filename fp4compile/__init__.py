@@ -81,16 +81,18 @@ _LATER = {
 fp4compile_autoload.watch()  # `import torch` has done so, unless TORCH_DEVICE_BACKEND_AUTOLOAD=0 forbade it
 
 
-def __getattr__(name: str) -> Any:
-    """A name of `_LATER`, or a subpackage such as `fp4compile.roofline`."""
-    if name in _LATER:
-        found = getattr(importlib.import_module(f"{__name__}.{_LATER[name]}"), name)
-    elif not name.startswith("_") and importlib.util.find_spec(f"{__name__}.{name}"):
-        found = importlib.import_module(f"{__name__}.{name}")
-    else:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    globals()[name] = found
-    return found
+if not TYPE_CHECKING:  # else a type checker would take every name for one of this package's
+
+    def __getattr__(name: str) -> Any:
+        """A name of `_LATER`, or a subpackage such as `fp4compile.roofline`."""
+        if name in _LATER:
+            found = getattr(importlib.import_module(f"{__name__}.{_LATER[name]}"), name)
+        elif not name.startswith("_") and importlib.util.find_spec(f"{__name__}.{name}"):
+            found = importlib.import_module(f"{__name__}.{name}")
+        else:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        globals()[name] = found
+        return found
 
 
 def __dir__() -> list[str]:

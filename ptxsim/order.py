@@ -36,7 +36,7 @@ class Order:
 
         Of the orders that a control flow allows, this is the one that is closest to the layout.
         """
-        edges = _edges(program)
+        edges = edges_of(program)
         blocks = _Flow(edges).ordered(edges.keys())
         if blocks == sorted(blocks):
             return None
@@ -49,7 +49,8 @@ class Order:
         return self.starts[self.places.take(counters, mode="clip").min(1)]  # DONE is clipped to the last place
 
 
-def _edges(program: Program) -> dict[int, list[int]]:
+def edges_of(program: Program) -> dict[int, list[int]]:
+    """Where the blocks that may follow each basic block begin, by where it begins itself, in the order of the code."""
     end = len(program.instructions)
     starts = sorted(program.leaders - {end})
     edges = {}

@@ -208,6 +208,8 @@ class _Body:
             assert blank is not None
             line += text.count("\n", at, blank.end())
             at = blank.end()
+            if at == len(text):
+                raise ValueError(f"line {line}: the function has no closing brace")
             if text[at] == "{":
                 self.opened += 1
                 self.scopes.append({})

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from fp4compile.check.control_flow import Block, ControlFlow, Loop
+from ptxsim.order import edges_of
+from ptxsim.parse import Address, Immediate, Instruction, Operand, Program, Register, parse
 
 _PRODUCT = re.compile(r"tcgen05\.mma|wgmma\.mma_async|mma\.sync")
 _TMA_LOAD = re.compile(r"cp\.async\.bulk\.tensor\.\S*shared::c\w+\.global")
@@ -18,19 +20,6 @@ BARRIER_BYTES = 8
 # The bit of an address in shared memory that is the rank of the program in a pair. Loads of `cta_group::2` clear it, so
 # that the loads of both programs signal the first program's mbarrier.
 _RANK_IN_PAIR = 1 << 24
-
-
-@dataclass(frozen=True)
-class Instruction:
-    """An instruction. opcode: with its modifiers, such as "tcgen05.mma.cta_group::1". operands: as written in PTX."""
-
-    opcode: str
-    operands: str
-
-    @property
-    def address(self) -> str:
-        """The last register in brackets: the mbarrier of a wait, a commit or a TMA load."""
-        return re.findall(r"\[\s*(%\w+)", self.operands)[-1]
 
 
 @dataclass(frozen=True)
@@ -45,8 +34,7 @@ class Ptx:
     """The PTX of one kernel."""
 
     def __init__(self, text: str):
-        self.text = text
-        self.flow: ControlFlow[Instruction] = _control_flow(text)
+        self.flow: ControlFlow[Instruction] = _control_flow(parse(text))
 
     @cached_property
     def all(self) -> list[Instruction]:
@@ -116,31 +104,31 @@ class Ptx:
             return self._fed_by_others()
         if waited & loads:
             return Overlap(False, "each step waits for its own loads")
-        left = [int(one.operands) for one in self._inside if one.opcode == "cp.async.wait_group"]
+        left = [one.operands[0] != Immediate(0) for one in self._inside if one.opcode == "cp.async.wait_group"]
         if copies and not (left and all(left)):
             return Overlap(False, "each step waits until no load is under way")
         return Overlap(True, "loads and products of several steps are under way")
 
     def _barriers(self, pattern: str) -> set[str]:
         """The addresses of the mbarriers of the main loop's instructions that match a pattern."""
-        return {self._value(one.address) for one in self._inside if re.match(pattern, one.opcode)}
+        return {self._value(_barrier(one)) for one in self._inside if re.match(pattern, one.opcode)}
 
     def _fed_by_others(self) -> Overlap:
         feeding = self.flow.loop_around(lambda one: bool(_TMA_LOAD.match(one.opcode)))
         if feeding is None or feeding.blocks & self.main_loop.blocks:  # type: ignore[union-attr]
             return Overlap(False, "no asynchronous loads in a loop")
         loads = [one for one in self.flow.instructions(feeding.blocks) if _TMA_LOAD.match(one.opcode)]
-        buffers = min(self._ring(one.address) for one in loads)
+        buffers = min(self._ring(_barrier(one)) for one in loads)
         if buffers < 2:
             return Overlap(False, f"another partition loads, into {buffers} buffer")
         return Overlap(True, "another partition loads, into several buffers")
 
-    def _ring(self, barrier: str) -> int:
+    def _ring(self, barrier: Address) -> int:
         """How many mbarriers follow each other in memory from a ring's first mbarrier on; 0 if none is found.
 
         Triton begins every ring at a multiple of 16 bytes, so that a single mbarrier never counts as two.
         """
-        there = {self._offset(one.address) for one in self.all if one.opcode.startswith("mbarrier.init")}
+        there = {self._offset(_barrier(one)) for one in self.all if one.opcode.startswith("mbarrier.init")}
         at, count = self._offset(barrier), 0
         while at + BARRIER_BYTES * count in there:
             count += 1
@@ -153,98 +141,60 @@ class Ptx:
         """The instruction that computes each register, for registers that only one instruction writes."""
         found: dict[str, list[Instruction]] = {}
         for one in self.all:
-            register = re.match(r"(%\w+)\s*,", one.operands)
-            if register and one.opcode.split(".")[0] in _PURE:
-                found.setdefault(register[1], []).append(one)
+            if one.opcode.split(".")[0] in _PURE and isinstance(one.operands[0], Register):
+                found.setdefault(one.operands[0].name, []).append(one)
         return {register: each[0] for register, each in found.items() if len(each) == 1}
 
-    def _value(self, register: str) -> str:
-        """A register's value, as an expression of constants and of registers that several instructions write."""
-        if register not in self._definitions:
-            return register
-        one = self._definitions[register]
+    def _value(self, operand: Operand) -> str:
+        """A value, as an expression of constants and of registers that several instructions write."""
+        if isinstance(operand, Address):
+            return f"{self._value(operand.base)} + {operand.offset}"
+        one = self._definitions.get(operand.name) if isinstance(operand, Register) else None
+        if one is None:
+            return str(operand)
         # The same address in 64 bits, or the same mbarrier of the first program of a pair.
         if one.opcode.startswith(("cvt", "mov")) or _clears_rank(one):
-            return self._value(one.operands.split(",")[1].strip())
-        operands = _REGISTER.sub(lambda found: self._value(found[0]), one.operands.split(",", 1)[1])
-        return f"{one.opcode}({operands})"
+            return self._value(one.operands[1])
+        return f"{one.opcode}({', '.join(map(self._value, one.operands[1:]))})"
 
-    def _offset(self, register: str) -> int:
+    def _offset(self, operand: Operand) -> int:
         """The sum of the constants in an address: its offset in shared memory, at the first buffer of a ring."""
-        one = self._definitions.get(register)
-        if one is not None and _clears_rank(one):
-            return self._offset(one.operands.split(",")[1].strip())
-        if one is None or not one.opcode.startswith(("add", "mov", "cvt")):
+        if isinstance(operand, Address):
+            return self._offset(operand.base) + operand.offset
+        if isinstance(operand, Immediate):
+            return _signed(operand)
+        one = self._definitions.get(operand.name) if isinstance(operand, Register) else None
+        if one is None:
             return 0
-        operands = [operand.strip() for operand in one.operands.split(",")[1:]]
-        return sum(int(each) if re.fullmatch(r"-?\d+", each) else self._offset(each) for each in operands)
+        if _clears_rank(one):
+            return self._offset(one.operands[1])
+        return sum(map(self._offset, one.operands[1:])) if one.opcode.startswith(("add", "mov", "cvt")) else 0
+
+
+def _barrier(one: Instruction) -> Address:
+    """The mbarrier of a wait, a commit or a TMA load: its last address."""
+    return [each for each in one.operands if isinstance(each, Address)][-1]
+
+
+def _signed(constant: Immediate) -> int:
+    return constant.bits - 2**64 * (constant.bits >> 63)
 
 
 def _clears_rank(one: Instruction) -> bool:
     """Whether an instruction clears the rank in an address, and at most low bits, which the compiler knows to be 0."""
-    mask = re.search(r",\s*(-\d+)$", one.operands)
-    if one.opcode != "and.b32" or mask is None:
+    if one.opcode != "and.b32" or not isinstance(one.operands[2], Immediate) or _signed(one.operands[2]) >= 0:
         return False
-    cleared = ~int(mask[1])
+    cleared = ~_signed(one.operands[2])
     low = cleared & ~_RANK_IN_PAIR
     return low != cleared and low & (low + 1) == 0
 
 
 _PURE = ("add", "sub", "mul", "mad", "shl", "shr", "and", "or", "xor", "mov", "cvt", "cvta", "selp", "min", "max")
-_REGISTER = re.compile(r"%[a-z]+\d+")
-_LABEL = re.compile(r"(\$L__BB\w+):")
-_TABLE = re.compile(r"([$\w]+):\s*\.branchtargets([^;]*);")
-# Inline PTX has several instructions in a line, and its own labels and predicates.
-_INSTRUCTION = re.compile(r"\s*(?:[A-Za-z_]\w*:)?\s*(@!?%?\w+\s+)?([a-z][\w.:]*)\s*(.*)")
-_ENDS = ("bra", "brx", "ret", "exit", "trap")
 
 
-def _control_flow(text: str) -> ControlFlow[Instruction]:
-    """The control flow of PTX. A polled wait for an mbarrier in inline PTX, despite its labels, is one instruction."""
-    tables = {name: re.findall(r"\$L__BB\w+", targets) for name, targets in _TABLE.findall(text)}
-    runs: list[list[Instruction]] = [[]]
-    ends: list[tuple[bool, Instruction] | None] = [None]
-    labels: dict[str, int] = {}
-
-    def begin() -> None:
-        runs.append([])
-        ends.append(None)
-
-    for line in text.splitlines():
-        if label := _LABEL.match(line):
-            begin()
-            labels[label[1]] = len(runs) - 1
-            continue
-        for found in filter(None, map(_INSTRUCTION.match, line.partition("//")[0].split(";")[:-1])):
-            one = Instruction(found[2], found[3].strip())
-            kind = one.opcode.split(".")[0]
-            if kind not in _ENDS:
-                runs[-1].append(one)
-            elif kind != "bra" or "$L__BB" in one.operands:
-                ends[-1] = (bool(found[1]), one)
-                begin()
-    blocks = [
-        Block(tuple(run), _successors(end, (i + 1,) if i + 1 < len(runs) else (), labels, tables))
-        for i, (run, end) in enumerate(zip(runs, ends, strict=True))
-    ]
-    return ControlFlow(blocks)
-
-
-def _successors(
-    end: tuple[bool, Instruction] | None,
-    following: tuple[int, ...],
-    labels: dict[str, int],
-    tables: dict[str, list[str]],
-) -> tuple[int, ...]:
-    """The successors of a block.
-
-    end: (whether the block's last instruction is conditional, the instruction); None without a branch.
-    """
-    if end is None:
-        return following
-    conditional, one = end
-    kind = one.opcode.split(".")[0]
-    if kind == "brx":
-        return tuple(labels[target] for target in tables[one.operands.split(",")[1].strip()])
-    targets = (labels[one.operands.split()[-1]],) if kind == "bra" else ()
-    return (*targets, *following) if conditional else targets
+def _control_flow(program: Program) -> ControlFlow[Instruction]:
+    edges = edges_of(program)
+    index = {start: i for i, start in enumerate(edges)}
+    ends = [*list(edges)[1:], len(program.instructions)]
+    return ControlFlow([Block(program.instructions[start:end], tuple(index[each] for each in following))
+                        for (start, following), end in zip(edges.items(), ends, strict=True)])  # fmt: skip

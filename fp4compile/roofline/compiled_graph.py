@@ -8,7 +8,6 @@ charged to them in equal parts. Time that no product needs, of norms, activation
 """
 
 import copy
-from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
@@ -30,34 +29,11 @@ from fp4compile.recipe import Recipe
 from fp4compile.report.report import GraphLaunches, Row, Seconds
 from fp4compile.roofline.graph_steps import steps_of
 from fp4compile.roofline.matmul_nodes import is_matmul, is_quantiser, lays_out_scales, named_results
-from fp4compile.roofline.time_terms import LAUNCH
+from fp4compile.roofline.time_terms import LAUNCH, TimedStep
 from fp4compile.templates.launch import dry_run
 
-
-@dataclass
-class _Time:
-    """The predicted seconds of a product. parts: of each launch, its name, and the products that need it."""
-
-    seconds: float = 0.0
-    parts: dict[tuple[str, tuple[str, ...]], float] = field(default_factory=lambda: defaultdict(float))
-
-    def add(self, name: str, seconds: float, needed_by: tuple[str, ...]) -> None:
-        """Add the product's part of a launch."""
-        self.seconds += seconds / len(needed_by)
-        self.parts[name, needed_by] += seconds / len(needed_by)
-
-
-@dataclass(frozen=True)
-class _Times:
-    """The predicted seconds of a graph: of each product, by its node's name in the captured graph, and of all else.
-
-    launches: the number of launches. seconds: all predicted seconds together.
-    """
-
-    products: dict[str, _Time]
-    rest: float
-    launches: int
-    seconds: float
+# The launches of a graph: of each its step, and the names of the products that need it, by the captured graph's nodes.
+_Launches = list[tuple[TimedStep, tuple[str, ...]]]
 
 
 def predict_graph(
@@ -77,30 +53,33 @@ def predict_graph(
 
     with dry_run(gpu.target), _compat.lazy_graph_modules():
         unchanged = module if forward_outputs is None else _copy(module)  # the partitioner changes a joint graph
-        plain = _times(_split(unchanged, forward_outputs), gpu)
+        before = _launches(_split(unchanged, forward_outputs), gpu)
         parts = _planned(_copy(module), inputs, recipe, gpu, forward_outputs)
         operations: dict[str, str] = {}
         for graph in parts.graphs:
             operations |= fuse(graph, switched_off_passes())[1]
-        planned = _times(parts, gpu)
+        after = _launches(parts, gpu)
+    plain, planned = map(_by_product, (before, after))
     modules = {row.node or "": row.module for row in rows}
     rows = [replace(row, fused=operations.get(row.node or "")) for row in rows]
-    timed = [_timed(row, plain.products, planned.products, modules) for row in rows]
-    launches = GraphLaunches(planned.launches, planned.seconds, LAUNCH * planned.launches)
-    return timed, Seconds(plain.rest, planned.rest), launches
+    timed = [_timed(row, plain.get(row.node, []), planned.get(row.node, []), modules) for row in rows]
+    rest = (sum(step.seconds for step, by in launches if not by) for launches in (before, after))
+    count, seconds = (sum(getattr(step, name) for step, _ in after) for name in ("launches", "seconds"))
+    return timed, Seconds(*rest), GraphLaunches(int(count), seconds, LAUNCH * count)
 
 
-def _timed(row: Row, plain: dict[str, _Time], planned: dict[str, _Time], modules: dict[str, str]) -> Row:
+def _timed(row: Row, plain: _Launches, planned: _Launches, modules: dict[str, str]) -> Row:
     """A row with the predicted times of its product; unchanged for a product of unknown size.
 
     Nothing is launched for a product that is computed once for two equal ones.
     """
     if row.flops is None:
         return row
-    before, after = (times.get(row.node or "", _Time()) for times in (plain, planned))
-    shared = sum(seconds for (_, by), seconds in after.parts.items() if {modules[name] for name in by} != {row.module})
-    launches = "; ".join(f"{name} / {len(by)}" if len(by) > 1 else name for name, by in after.parts)
-    return replace(row, plain_seconds=before.seconds, seconds=after.seconds, shared_seconds=shared, launches=launches)
+    shared = [(step, by) for step, by in planned if {modules[name] for name in by} != {row.module}]
+    before, after, others = (sum(step.seconds / len(by) for step, by in each) for each in (plain, planned, shared))
+    names = dict.fromkeys((step.name, by) for step, by in planned)
+    launches = "; ".join(f"{name} / {len(by)}" if len(by) > 1 else name for name, by in names)
+    return replace(row, plain_seconds=before, seconds=after, shared_seconds=others, launches=launches)
 
 
 def _copy(module: GraphModule) -> GraphModule:
@@ -151,18 +130,18 @@ def _planned(
     return parts
 
 
-def _times(parts: _Parts, gpu: Gpu) -> _Times:
-    products: dict[str, _Time] = defaultdict(_Time)
-    rest = 0.0
-    launched = [each for graph in parts.graphs for each in steps_of(graph, gpu)]
-    for each in launched:
-        needed_by = tuple(_products(each.node, parts))
-        for product in needed_by:
-            products[product].add(each.step.name, each.step.seconds, needed_by)
-        if not needed_by:
-            rest += each.step.seconds
-    steps = [each.step for each in launched]
-    return _Times(dict(products), rest, sum(step.launches for step in steps), sum(step.seconds for step in steps))
+def _launches(parts: _Parts, gpu: Gpu) -> _Launches:
+    launched = (each for graph in parts.graphs for each in steps_of(graph, gpu))
+    return [(each.step, tuple(_products(each.node, parts))) for each in launched]
+
+
+def _by_product(launches: _Launches) -> dict[str | None, _Launches]:
+    """The launches that each product needs."""
+    found: dict[str | None, _Launches] = {}
+    for step, by in launches:
+        for name in by:
+            found.setdefault(name, []).append((step, by))
+    return found
 
 
 def _products(node: Node, parts: _Parts) -> list[str]:

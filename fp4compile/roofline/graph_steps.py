@@ -25,7 +25,7 @@ from fp4compile.ops.quantize import QUANTIZE
 from fp4compile.roofline import inductor_kernels
 from fp4compile.roofline.layer_sizes import Experts, Sizes
 from fp4compile.roofline.matmul_nodes import is_matmul, is_quantiser, lays_out_scales, matmul_of, size
-from fp4compile.roofline.product_steps import Chosen, gemm_name, memory_pass, plain_step, product_steps
+from fp4compile.roofline.product_steps import gemm_name, memory_pass, plain_step, product_steps
 from fp4compile.roofline.time_terms import ATTENTION, BOTH_WAYS, COLUMN, ROWS, TimedStep, quantiser
 from fp4compile.templates.choose import choose
 from fp4compile.templates.launch import Launch, dry_run
@@ -79,8 +79,8 @@ def _matmul(node: Node, gpu: Gpu) -> list[TimedStep]:
     found = matmul_of(node)
     if found.problem is None:
         return [plain_step("other", found.sizes, gpu)]
-    chosen = Chosen.of(choose(found.problem), found.problem, gpu)
-    steps = product_steps("other", found.sizes, found.formats, chosen, gpu, more=found.more)
+    choice = choose(found.problem)
+    steps = product_steps("other", found.sizes, found.formats, choice, found.problem, gpu, more=found.more)
     extra = {"copy matrices": found.copied, "clear amaxes": found.cleared}  # the kernel then raises the amaxes
     return [*(memory_pass(name, "other", moved, gpu) for name, moved in extra.items() if moved), *steps]
 

@@ -1,4 +1,4 @@
-"""How nodes of this package's ops are read for predictions: the only file of this room that depends on the ops."""
+"""How nodes of this package's matmuls are read for predictions: no other file of this room depends on these ops."""
 
 import operator
 from collections.abc import Iterator

@@ -31,7 +31,7 @@ from fp4compile.hardware import GPUS, Gpu, named
 from fp4compile.recipe import Recipe, resolve
 from fp4compile.recipe.named_recipes import OPERANDS
 from fp4compile.roofline.layer_sizes import Experts, Sizes
-from fp4compile.roofline.product_steps import Chosen, memory_pass, plain_step, product_steps
+from fp4compile.roofline.product_steps import kernel_of, memory_pass, plain_step, product_steps
 from fp4compile.roofline.time_terms import (
     BF16,
     BOTH_WAYS,
@@ -43,12 +43,13 @@ from fp4compile.roofline.time_terms import (
     quantise_step,
     stored,
 )
-from fp4compile.templates.choose import choose
+from fp4compile.templates.choose import Choice, choose
 from fp4compile.templates.problem import Problem
 
 __all__ = ["GPUS", "Experts", "Gpu", "Prediction", "TimedStep", "Use", "predict"]
 
 PRODUCTS = ("fprop", "dgrad", "wgrad")
+Chosen = tuple[Choice, Problem]
 
 
 def predict(
@@ -102,11 +103,12 @@ def _layer(
     """
     plain, steps = [], []
     used = dict(uses)
+    grouped = experts is not None and experts.grouping == "rows"
     own = {name: Sizes.of(name, *sizes, experts) for name in products}
     operands = {name: [used.get(role) for role in OPERANDS[name]] for name in products}
     # Without a quantised operand, no kernel of this package multiplies.
     chosen = {name: _chosen(a, b, gpu, own[name]) if a or b else None for name, (a, b) in operands.items()}
-    values = frozenset(role for name in products for role in _values(name, used, chosen[name], packed))
+    values = frozenset(role for name in products for role in _values(name, used, chosen[name], packed, grouped))
     for name in products:
         maker = _LayerProduct(name, used, gpu, products, packed, values, own[name])
         plain.extend(maker.plain())
@@ -114,7 +116,7 @@ def _layer(
     return Prediction(tuple(plain), tuple(steps))
 
 
-def _values(name: str, uses: Mapping[str, Use], chosen: "Chosen | None", packed: bool) -> list[str]:
+def _values(name: str, uses: Mapping[str, Use], chosen: Chosen | None, packed: bool, grouped: bool) -> list[str]:
     """Roles of operands, but for an NVFP4 layer's A, that quantisers write as values; see `passes.fake_quantize`.
 
     Excludes operands whose codes are stored: packed weights, and activations for the weight gradient.
@@ -122,9 +124,21 @@ def _values(name: str, uses: Mapping[str, Use], chosen: "Chosen | None", packed:
     if chosen is None:
         return []
     kept = ("wgrad_x", "fprop_w") if packed else ("wgrad_x",)
-    return [role for role, dtype in zip(OPERANDS[name], chosen.values, strict=True)
+    return [role for role, dtype in zip(OPERANDS[name], _value_dtypes(*chosen, grouped), strict=True)
             if dtype is not None and role not in kept and holds_values(uses[role].format, torch.bfloat16)
             and uses[role].format.values_dtype == dtype]  # fmt: skip
+
+
+def _value_dtypes(choice: Choice, problem: Problem, grouped: bool) -> list[torch.dtype | None]:
+    """For both operands, the dtype to which a pass dequantises them: of groups, or of the library's MX product.
+
+    None where none does, or where one of the two operands is not quantised. grouped: whether offsets cut the rows.
+    """
+    types, dequantised = (problem.a, problem.b), (choice.dequantizes_a, choice.dequantizes_b)
+    mx = all(dequantised) and not problem.b_batched and all(each.scale == "e8m0" for each in types)
+    if grouped and None not in (types[0].format, types[1].format):
+        return [problem.compute_dtype if each else None for each in dequantised]
+    return [torch.bfloat16 if mx and not problem.ragged else None] * 2
 
 
 # A role of wgrad -> the role of an earlier product that quantises the same tensor in the other direction.
@@ -155,21 +169,23 @@ class _LayerProduct:
         """The steps under the recipe: quantising, dequantising, the product, the rescale after it."""
         if chosen is None:
             return self.plain()
-        roles = OPERANDS[self.name]
+        roles, (choice, problem) = OPERANDS[self.name], chosen
         a, b = (self.uses.get(role) for role in roles)
-        fake = self._fake_quantised(roles[0], a, b, chosen)
+        fake = self._fake_quantised(roles[0], a, b, choice)
         found: list[TimedStep] = []
         codes: list[BlockFormat | None] = []
         for role, use, lines in zip(roles, (a, b), self.sizes.lines, strict=True):
             in_16_bits = (fake and role == roles[0]) or role in self.values
             codes.append(None if use is None or in_16_bits else use.format)
             if use is not None:
-                found += self._quantise(role, use, lines, chosen.tier == "native", in_16_bits)
-        return [*found, *product_steps(self.name, self.sizes, (codes[0], codes[1]), chosen, self.gpu, names=roles)]
+                found += self._quantise(role, use, lines, choice.tier == "native", in_16_bits)
+        formats = codes[0], codes[1]
+        return [*found, *product_steps(self.name, self.sizes, formats, choice, problem, self.gpu, names=roles)]
 
-    def _fake_quantised(self, role: str, a: Use | None, b: Use | None, chosen: Chosen) -> bool:
+    def _fake_quantised(self, role: str, a: Use | None, b: Use | None, choice: Choice) -> bool:
         """Whether A is quantised and dequantised by one kernel; see `passes.fake_quantize`."""
-        if a is None or b is None or not chosen.fake_quantizes or role.startswith("wgrad"):
+        dense = self.sizes.experts is None
+        if a is None or b is None or role.startswith("wgrad") or not (choice.dequantizes_a and dense):
             return False
         plain = a.format.scale == "e4m3" and not (a.format.square or a.stochastic)
         return plain and not self._merged(role, a)
@@ -206,10 +222,10 @@ class _LayerProduct:
 def _chosen(a: Use | None, b: Use | None, gpu: Gpu, sizes: Sizes) -> Chosen:
     """The kernel for a product; with swizzled scales if the kernel is then a native one, as in `analysis.plan`."""
     for native in (True, False):
-        chosen = _with_layout(a, b, gpu, sizes, native)
-        if chosen.tier == "native":
+        choice, problem = _with_layout(a, b, gpu, sizes, native)
+        if choice.tier == "native":
             break
-    return chosen
+    return choice, problem
 
 
 def _with_layout(a: Use | None, b: Use | None, gpu: Gpu, sizes: Sizes, native: bool) -> Chosen:
@@ -222,10 +238,8 @@ def _with_layout(a: Use | None, b: Use | None, gpu: Gpu, sizes: Sizes, native: b
         spec = ProductSpec(*types, torch.bfloat16, grouping)
         problem = Problem(spec, rows, sizes.columns, contraction, gpu.target, groups=sizes.count)
         choice = choose(problem)
-        if by_offsets or choice.kernel == "grouped_skinny":  # grouped_skinny also takes matrices by index
-            dtype = problem.compute_dtype if by_offsets and None not in (a, b) else None
-            values = dtype if choice.dequantizes_a else None, dtype if choice.dequantizes_b else None
-            return Chosen.of(choice, problem, gpu, values=values)
+        if by_offsets or kernel_of(choice, problem) == "grouped_skinny":  # which also takes matrices by index
+            return choice, problem
     if experts is not None and sizes.along_k:
         contraction = ceil_div(contraction, sizes.count)
     elif experts is not None:
@@ -233,10 +247,7 @@ def _with_layout(a: Use | None, b: Use | None, gpu: Gpu, sizes: Sizes, native: b
     alone = experts is None
     spec = ProductSpec(*types, torch.bfloat16, Grouping.DENSE if alone else Grouping.BATCHED)
     problem = Problem(spec, rows, sizes.columns, contraction, gpu.target, sizes.count, not alone)
-    choice = choose(problem)
-    of_values = alone and choice.dequantizes_a and choice.dequantizes_b and [x.scale for x in types] == ["e8m0"] * 2
-    held = torch.bfloat16 if of_values else None
-    return Chosen.of(choice, problem, gpu, fake_quantizes=choice.dequantizes_a and alone, values=(held, held))
+    return choose(problem), problem
 
 
 def _operand_type(use: Use | None, native: bool, by_offsets: bool) -> OperandSpec:

@@ -131,7 +131,7 @@ class Use:
 class TimedStep:
     """One or more kernels with one purpose.
 
-    name: the purpose. product: the product that needs the step: "fprop", "dgrad", "wgrad"; "other" outside linear
+    name: the purpose. product: the first product that needs the step: "fprop", "dgrad", "wgrad"; "other" outside linear
         layers.
     flops: floating-point operations of the matrix units in whole tiles (`Kernel.tile`); bytes: bytes read and written.
     rate, bandwidth: FLOP/s and bytes/s that these kernels are expected to reach. overhead: seconds of the launches.
@@ -195,13 +195,6 @@ class Prediction:
             bound = "matrix" if step.matrix > step.memory else "memory"
             spent[bound] += step.between + max(step.matrix, step.memory)
         return max(spent, key=lambda each: spent[each])
-
-    def of_product(self, name: str) -> "Prediction":
-        """The steps of one product. A kernel that writes two directions counts for the first product that reads one."""
-        plain, steps = (
-            tuple(step for step in each if step.product == name) for each in (self.plain, self.steps)
-        )  # fmt: skip
-        return Prediction(plain, steps)
 
 
 def quantise_step(

@@ -17,13 +17,11 @@ from fp4compile.templates.gemm import (
     cost,
     dequant_operand,
     dequant_tiles,
-    gemv,
     grouped_block_scaled_sm100,
     grouped_library,
-    grouped_skinny,
     library,
-    skinny,
     skinny_block_scaled_sm100,
+    streaming,
     wgmma_sm90,
 )
 from fp4compile.templates.gemm.candidate import Candidate
@@ -38,15 +36,13 @@ REGISTRY: tuple[Candidate, ...] = (
     block_scaled_two_ctas_sm100.CANDIDATE,  # serves a subset of the candidate before: chosen only by timing
     library.ROW_SCALED,
     library.RESCALED,
-    gemv.CANDIDATE,
-    skinny.CANDIDATE,
     # Grouped products.
     grouped_block_scaled_sm100.CANDIDATE,
     grouped_library.BLOCK_SCALED,  # these two serve a subset of the candidate before: chosen only by timing
     block_scaled_two_ctas_sm100.GROUPED,
     grouped_library.ROW_SCALED,
-    grouped_skinny.CANDIDATE,
     # With and without groups.
+    streaming.CANDIDATE,
     wgmma_sm90.CANDIDATE,
     dequant_operand.CANDIDATE,
     dequant_tiles.CANDIDATE,

@@ -22,7 +22,7 @@ from fp4compile.templates.choose import Choice, choose, named
 from fp4compile.templates.gemm import block_scaled_two_ctas_sm100, grouped_library, indexed, library
 from fp4compile.templates.gemm.call import Call, kernel_operand
 from fp4compile.templates.gemm.candidate import LIBRARY, MOST_IN_GROUP, TWO_CTAS
-from fp4compile.templates.gemm.streaming import of_all
+from fp4compile.templates.gemm.horizontal import of_all
 from fp4compile.templates.launch import target_of
 from fp4compile.templates.problem import problem_of
 
@@ -132,8 +132,8 @@ def opaque(x: Arguments, kernel: str) -> list[torch.Tensor]:
     Raises ValueError for another name.
     """
     if kernel == TWO_CTAS:
-        name = block_scaled_two_ctas_sm100.NAME if x.offs is None else block_scaled_two_ctas_sm100.GROUPED_NAME
-        return results(x, choose(problem_of(x, target_of(x.a.data.device)), name))
+        problem = problem_of(x, target_of(x.a.data.device))
+        return results(x, choose(problem, block_scaled_two_ctas_sm100.NAME))
     if kernel != LIBRARY:
         raise ValueError(f"kernel={kernel!r}: expected {LIBRARY!r} or {TWO_CTAS!r}")
     spec = x.spec

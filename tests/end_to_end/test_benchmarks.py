@@ -14,7 +14,6 @@ from benchmarks import (
     common,
     grouped_mm,
     producers,
-    scale_sweep,
     training_loss,
 )
 from benchmarks.training_loss import backend_of, batches, compile_with, loss_of, recipe_of
@@ -83,30 +82,16 @@ def test_sequences_are_timed_in_turns(monkeypatch):
     assert [len(calls) for calls in replayed] == [2, 4] * 4
 
 
-def test_the_sweeps_figures_are_written(tmp_path, monkeypatch, capsys):
-    out = tmp_path / "sweep.json"
-    monkeypatch.setattr("sys.argv", ["scale_sweep", "--device", "cpu", "--shape", "32x64", "--out", str(out)])
-    scale_sweep.main()
-    rows = json.loads(out.read_text())["rows"]
-    assert [row["weight"] for row in rows] == ["32x64 bfloat16", "32x64 float32"]
-    assert all(0.5 < row["error"] < 0.95 and row["ModelOpt us"] is None and row["sweep us"] > 0 for row in rows)
-    assert "32x64 float32" in capsys.readouterr().out
-
-
 def test_grouped_products_on_a_cpu(tmp_path, monkeypatch):
     """Every part of the benchmark, with its smallest experts; their tables have a row for each measurement."""
     small = grouped_mm.Experts(4, 32, 64)
     monkeypatch.setattr(grouped_mm, "MODELS", {"Llama-4": small})
-    for name in ("QUANTISED", "GROWING"):
-        monkeypatch.setattr(grouped_mm, name, small)
     monkeypatch.setattr(grouped_mm, "PACKED", ("4x32x64",))
     monkeypatch.setattr(grouped_mm, "EACH", (3, 6))
     sizes = [
         "--parts",
         *grouped_mm.PARTS,
         "--tokens",
-        "24",
-        "--growth-tokens",
         "24",
         "--replays",
         "1",
@@ -117,7 +102,7 @@ def test_grouped_products_on_a_cpu(tmp_path, monkeypatch):
     grouped_mm.main(["--device", "cpu", "--recipes", "mxfp8", "--parts", *grouped_mm.PARTS, *sizes, "--out", str(out)])
     content = json.loads(out.read_text())
     found = {part: content[part] for part in grouped_mm.PARTS}
-    counts = {"decode": 4, "packed": 4, "tokens": 6, "weights": 9, "growth": 2}
+    counts = {"decode": 4, "packed": 4, "tokens": 6}
     assert {part: len(rows) for part, rows in found.items()} == counts
     assert [row["by"] for row in found["tokens"]] == ["bf16", "loop", "mxfp8"] * 2
 

@@ -218,7 +218,7 @@ def test_a_backend_imports_neither_predictions_nor_published_layouts():
 
 
 def test_names_are_imported_from_where_type_checkers_find_them():
-    (block,) = (node for node in parsed(Path(fp4compile.__file__).read_text()).body if isinstance(node, ast.If))
+    block, _ = (node for node in parsed(Path(fp4compile.__file__).read_text()).body if isinstance(node, ast.If))
     found = {alias.name: f"{node.module}" for node in block.body for alias in node.names}
     assert found == {name: f"{PACKAGE}.{place}" for name, place in fp4compile._LATER.items()}
     assert set(fp4compile.__all__) <= set(dir(fp4compile)) and all(hasattr(fp4compile, name) for name in found)

@@ -16,12 +16,7 @@ import fp4compile
 from fp4compile.report.report import Report, Row, Seconds
 from fp4compile.report.stored_rows import Outcome, rows_from_json, rows_to_json
 from tests.helpers import without_codegen
-from tests.helpers.report_text import selectors
-
-
-def row(module="a", reason=None, flops=100, m=2):
-    formats = ("mxfp8", "mxfp8", "reference") if reason is None else ("bfloat16", "bfloat16", None)
-    return Row(module, "fprop", m, 4, 8, *formats, reason, flops)
+from tests.helpers.report_text import row, selectors
 
 
 def test_summary_counts_flops():
@@ -258,9 +253,9 @@ def test_a_layer_applied_several_times_keeps_one_activation_each_time(monkeypatc
     backend = fp4compile.backend("mxfp8")
     torch.compile(Twice(), backend=backend)(torch.randn(32, 64), torch.randn(96, 64)).backward()
     kept = {row.k: [] for row in backend.report.rows if row.product == "wgrad"}
-    for row in backend.report.rows:
-        if row.product == "wgrad":
-            kept[row.k].append((row.saved, row.saved_plain))
+    for each in backend.report.rows:
+        if each.product == "wgrad":
+            kept[each.k].append((each.saved, each.saved_plain))
     # MXFP8 along the tokens: a byte an element, and a byte for 32.
     assert kept == {32: 2 * [(32 * 64 + 64, 4 * 32 * 64)], 96: [(96 * 64 + 3 * 64, 4 * 96 * 64)]}
 

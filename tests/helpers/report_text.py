@@ -1,7 +1,16 @@
 """What tests read in the text and in the page of a report."""
 
 import re
+from dataclasses import replace
 from html.parser import HTMLParser
+
+from fp4compile.report.report import Row
+
+
+def row(module="a", reason=None, product="fprop", **fields) -> Row:
+    """A row of a report, quantised where there is no reason."""
+    formats = ("mxfp8", "mxfp8", "reference") if reason is None else ("bfloat16", "bfloat16", None)
+    return replace(Row(module, product, 2, 4, 8, *formats, reason, 100), **fields)
 
 
 def flat(text: object) -> str:

@@ -45,14 +45,14 @@ def problem(a, b, m, sm, n=8192, k=4096, out_dtype=BF16, **options):
 
 
 @pytest.mark.parametrize(("a", "b", "m", "sm", "kernel", "tier"), [
-    (None, "nvfp4", 1, 90, "gemv", "emulated"), (None, "nvfp4", 3, 90, "skinny", "emulated"),
+    (None, "nvfp4", 1, 90, "streaming", "emulated"), (None, "nvfp4", 3, 90, "streaming", "emulated"),
     (None, "nvfp4", 40, 90, "wgmma_sm90", "emulated"), (None, "nvfp4", 40, 80, "dequant_tiles", "emulated"),
     (None, "nvfp4", 65, 90, "wgmma_sm90", "emulated"), ("nvfp4", "nvfp4", 8192, 90, "wgmma_sm90", "emulated"),
     (None, "nvfp4", 2**16, 90, "wgmma_sm90", "emulated"), (None, "mxfp4", 512, 90, "dequant_operand", "emulated"),
     ("mxfp8", "mxfp8", 8, 90, "dequant_tiles", "emulated"),
     ("float8_rowwise", "float8_rowwise", 7, 90, "library_row_scaled", "native"),
     ("float8_rowwise", "float8_rowwise", 7, 86, "dequant_tiles", "emulated"),
-    ("nvfp4", "nvfp4", 512, 100, "library_block_scaled", "native"), (None, "nvfp4", 1, 100, "gemv", "emulated"),
+    ("nvfp4", "nvfp4", 512, 100, "library_block_scaled", "native"), (None, "nvfp4", 1, 100, "streaming", "emulated"),
     ("nvfp4_rowwise", "nvfp4_rowwise", 512, 100, "block_scaled_sm100", "native"),
     ("nvfp4_one_level", "nvfp4_one_level", 512, 100, "library_block_scaled", "native"),
     ("nvfp4", "nvfp4", 64, 100, "skinny_block_scaled_sm100", "native"),
@@ -158,9 +158,9 @@ def test_the_registry(monkeypatch):
     assert len({candidate.name for candidate in REGISTRY}) == len(REGISTRY)
     one = problem(None, "nvfp4", 1, 90)
     with monkeypatch.context() as patch:
-        without(patch, "gemv")
-        assert choose(one).kernel == "skinny"
-        configured(patch, "skinny", "anything")
+        without(patch, "streaming")
+        assert choose(one).kernel == "wgmma_sm90"
+        configured(patch, "wgmma_sm90", "anything")
         assert choose(one).config == "anything"
     with monkeypatch.context() as patch:
         only(patch, "dequant_tiles")
@@ -173,7 +173,7 @@ def test_problems_are_keys():
 
 
 def test_products_with_and_without_groups_have_kernels_of_their_own():
-    """One registry: candidates serve either, but for three; `dequant_tiles` serves all products."""
+    """One registry: candidates serve either, but for four; `dequant_tiles` serves all products."""
     for a, b in itertools.product((None, "nvfp4", "mxfp8", "float8_rowwise", "nvfp4_rowwise"), repeat=2):
         if a is not None and b is not None and not formats.compatible(formats.get(a), formats.get(b)):
             continue
@@ -184,7 +184,7 @@ def test_products_with_and_without_groups_have_kernels_of_their_own():
                 one = dataclasses.replace(dense, spec=spec, groups=1 if how is Grouping.DENSE else 4)
                 serving = {each.name for each in REGISTRY if each.takes(one)}
                 assert "dequant_tiles" in serving
-                own = serving - {"dequant_tiles", "dequant_operand", "wgmma_sm90"}
+                own = serving - {"dequant_tiles", "dequant_operand", "wgmma_sm90", "streaming"}
                 assert {name.startswith("grouped_") for name in own} <= {one.ragged}
 
 
@@ -219,9 +219,9 @@ def test_a_node_keeps_its_problem():
 def test_nobody_else_asks_a_candidate():
     """`choose` and `multiply` alone import kernels' files; passes import no device code. All others read the Choice."""
     package = Path(fp4compile.__file__).parent
-    kernels = {"gemv", "skinny", "wgmma_sm90", "dequant_tiles", "dequant_operand", "block_scaled_sm100", "library",
-               "streaming", "cost", "skinny_block_scaled_sm100", "block_scaled_two_ctas_sm100", "two_cta_kernel_sm100",
-                "grouped_block_scaled_sm100", "grouped_skinny", "grouped_library"}  # fmt: skip
+    kernels = {"gemv", "skinny", "horizontal", "streaming", "wgmma_sm90", "dequant_tiles", "dequant_operand", "library",
+               "block_scaled_sm100", "cost", "skinny_block_scaled_sm100", "block_scaled_two_ctas_sm100",
+               "two_cta_kernel_sm100", "grouped_block_scaled_sm100", "grouped_library"}  # fmt: skip
     for path in package.rglob("*.py"):
         if path.parent.name == "gemm" or path.name in ("choose.py", "multiply.py"):
             continue

@@ -20,7 +20,8 @@ from fp4compile.hardware import Target
 from fp4compile.ops.matmul import SCALED_MM_RESULTS
 from fp4compile.passes.fuse_horizontal import fuse_horizontal
 from fp4compile.passes.lower import lower
-from fp4compile.templates.gemm.heuristics import SkinnyConfig, skinny_config
+from fp4compile.templates.gemm import streaming
+from fp4compile.templates.gemm.skinny import SkinnyConfig
 from fp4compile.templates.launch import dry_run
 from fp4compile.templates.multiply import multiply_together
 from tests.helpers.choices import configured
@@ -303,8 +304,9 @@ def test_bits_of_the_separate_products(sizes, m, k, a, b, bias, out_dtype, layou
     biases = [torch.randn(n, device="cuda") for n in sizes] if bias else []
     each = [(*w, b) for w in weights]
     got = SCALED_MM_RESULTS(*arguments(left[0], each, out_dtype, left[1:]), bias=biases)
-    # Each product alone, launched as the group is. The configuration of `gemv` does not depend on n in what is summed.
-    configured(monkeypatch, "skinny", lambda problem: skinny_config(dataclasses.replace(problem, n=sum(sizes))))
+    # Each product alone, launched as the group is.
+    alone = streaming.CANDIDATE.configure
+    configured(monkeypatch, "streaming", lambda problem: alone(dataclasses.replace(problem, n=sum(sizes))))
     for i, w in enumerate(each):
         expected = product(left[0], w, biases[i] if bias else None, out_dtype, left[1:])
         assert (got[i].shape, got[i].dtype) == (expected.shape, expected.dtype)
@@ -340,7 +342,7 @@ def test_compiled(recipe, bias, mode, monkeypatch):
     fp4compile.pack_(model, recipe)
     x = torch.randn(1, 4, 512, device="cuda", dtype=BF16)
     # With few columns a product has eight warps, together these have four.
-    configured(monkeypatch, "skinny", FOUR_WARPS)
+    configured(monkeypatch, "streaming", FOUR_WARPS)
 
     def run():
         torch._dynamo.reset()

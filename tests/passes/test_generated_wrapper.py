@@ -384,7 +384,7 @@ def test_launches_are_decomposed_without_a_trace(recipe, monkeypatch):
 @pytest.mark.parametrize(("recipe", "rows", "expected", "timed"), [
     ("mxfp8", 1024, ["gemm_grouped"], False),  # of values, which the quantisers wrote
     ("mxfp8", 512, ["gemm_dequant_tiles"], False),
-    ("mxfp8", ANY, ["scaled_mm"], False), ("nvfp4_weight_only", 32, ["gemm_skinny_grouped"], False),
+    ("mxfp8", ANY, ["scaled_mm"], False), ("nvfp4_weight_only", 32, ["gemm_skinny"], False),
     ("nvfp4_weight_only", 512, ["gemm_wgmma_sm90"], False),
     ("nvfp4", ANY, ["tensor_amax", "scaled_mm"], False),
     ("float8_rowwise", 512, ["group_ends", "_scaled_grouped_mm", "clear_ungrouped_rows"], False),
@@ -402,7 +402,8 @@ def test_experts_on_hopper(recipe, rows, expected, timed, monkeypatch):
     shapes, dtypes = ((rows, 512), (4, 256, 512), (4,)), (torch.bfloat16, torch.bfloat16, torch.int32)
     found = fused_graph(experts, *shapes, recipe=recipe, dtypes=dtypes, sm=90, paper=nullcontext, fuse=False)
     text = wrapper_of(torch.fx.GraphModule({}, found.graph), found.mode).split("def call(")[1]
-    kernels = r"\w*grouped\w*|scaled_mm\w*|gemm_wgmma_sm90|gemm_dequant_tiles|group_ends|dequant_operand"
+    kernels = (r"\w*grouped\w*|tensor_amax|scaled_mm\w*|gemm_skinny|gemm_wgmma_sm90|gemm_dequant_tiles|group_ends"
+               r"|dequant_operand")  # fmt: skip
     calls = re.findall(rf"({kernels})(?:_\d+)?(?:\.run|\.default)?\(", text)
     names = [re.sub(r"_\d+$", "", call) for call in calls]
     # From torch 2.14 on, one assertion of several inputs' strides has "grouped" in its name too.

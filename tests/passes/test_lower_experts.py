@@ -86,7 +86,7 @@ def test_launches_of_a_forward_product(recipe):
         if library:  # FP8 matrix units, by the library between two launches
             product = ["group_ends", "clear_ungrouped_rows"]
         elif recipe.startswith("nvfp4"):  # weights are read as codes; few rows: they are streamed
-            streamed = [*["dequant_operand"] * (not weight_only), "gemm_skinny_grouped"]
+            streamed = [*["dequant_operand"] * (not weight_only), "gemm_skinny"]
             swizzle = "swizzle_a_sm90" if weight_only else "swizzle_codes_sm90"
             product = streamed if groups == 128 else [swizzle, "gemm_wgmma_sm90"]
         elif groups == 1:  # many rows: operands are dequantised once, and checked: bfloat16 may not hold a value
@@ -167,7 +167,7 @@ def test_experts_of_a_batch_and_by_index():
         (decision,), launches, left = lowered(sm, gathered, (6, 512), (4, 1024, 512), (6,), recipe="nvfp4")
         assert (decision.tier, decision.gemm.groups) == (tier, "gather")
         if sm == 90:
-            assert launches[-1] == "gemm_skinny_grouped" and not left  # reads weights through the index
+            assert launches[-1] == "gemm_skinny" and not left  # reads weights through the index
         else:
             assert left == ["fp4compile.scaled_mm.default"]  # stays an op
     _, launches, left = lowered(90, gathered, (6, 512), (4, 1024, 512), (6,), recipe="mxfp8")

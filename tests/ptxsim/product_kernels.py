@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 
+from fp4compile.check.products import exact_operand
 from fp4compile.formats import formats, reference
 from fp4compile.formats.layouts import to_swizzled
 from fp4compile.formats.operand import Operand
@@ -146,28 +147,16 @@ def whole(image: np.ndarray) -> np.ndarray:
     return np.pad(image, (0, -image.size % (16 * THREADS)))
 
 
-MAGNITUDES = {"e2m1": (0, 1, 2, 3, 4, 5, 6, 7), "e4m3": (0x00, 0x30, 0x38, 0x40, 0x44), "e5m2": (0, 0x38, 0x3C, 0x40)}
-
-SCALES = {"e4m3": (0x30, 0x38, 0x40), "e8m0": (126, 127, 128)}
-
-
-def operand(element: str, scale: str, rows: int, bytes_of_k: int, block: int, generator) -> tuple[Operand, np.ndarray]:
+def operand(element: str, scale: str, rows: int, bytes_of_k: int, block: int, seed: int) -> tuple[Operand, np.ndarray]:
     """An operand with small elements and scales of 1/2, 1 and 2, and its bytes [rows, 128] in shared memory."""
     fmt = formats.get({"e2m1": {"e4m3": "nvfp4_one_level", "e8m0": "mxfp4"}[scale], "e4m3": "mxfp8",
                        "e5m2": "mxfp8_e5m2"}[element])  # fmt: skip
     assert fmt.block_cols == block
-
-    def codes(sign: int) -> np.ndarray:
-        shape = (rows, bytes_of_k)
-        return generator.choice(MAGNITUDES[element], shape) | generator.choice((0, sign), shape)
-
-    data = (codes(8) | codes(8) << 4 if fmt.packed else codes(128)).astype(np.uint8)
     blocks = bytes_of_k * (2 if fmt.packed else 1) // block
-    scales = generator.choice(SCALES[scale], (rows, blocks)).astype(np.uint8)
-    made = Operand(
-        torch.from_numpy(data).view(fmt.data_dtype), torch.from_numpy(scales).view(fmt.scale_dtype), None, fmt
-    )
-    return made, data
+    shapes = ((bytes_of_k, fmt.data_dtype), (blocks, fmt.scale_dtype))
+    data, scales = (torch.empty(rows, columns, dtype=dtype, device="meta") for columns, dtype in shapes)
+    made = exact_operand(Operand(data, scales, None, fmt), seed)
+    return made, made.data.view(torch.uint8).numpy()
 
 
 CODES = {"e4m3": 0, "e5m2": 1, "e2m1": 5}
@@ -186,11 +175,10 @@ KINDS = [
 
 def scaled_case(kind: str, a: str, b: str, scale: str, block: int, count: int, columns: int, programs: int = 1):
     """(body, image, expected sums) of a product over four steps of K, with the scales copied to tensor memory."""
-    generator = np.random.default_rng(3)
     mixed = kind.startswith("mxf8f6f4")
     bytes_of_k = [64 if mixed and element == "e2m1" else 128 for element in (a, b)]
-    left, a_data = operand(a, scale, programs * ROWS, bytes_of_k[0], block, generator)
-    right, b_data = operand(b, scale, columns, bytes_of_k[1], block, generator)
+    left, a_data = operand(a, scale, programs * ROWS, bytes_of_k[0], block, 0)
+    right, b_data = operand(b, scale, columns, bytes_of_k[1], block, 1)
     expected = reference.scaled_mm(left, right, None, torch.float32).numpy()
     matrices = [spread(data) if mixed and element == "e2m1" else data for data, element in ((a_data, a), (b_data, b))]
     steps_of_word = 4 // count
@@ -276,12 +264,6 @@ def in_tensor_memory_case(columns: int = 64):
     body = kernel(content.size, columns, operations.replace("%rd10", f"[ %r10 + {SCALES_A} ]"))
     body = body.replace("bar.sync 0;\n    mov.pred %p4, -1;", stored)
     return body, content, (left[:, :16] @ right[:, :16].T).astype(np.float32)
-
-
-def edited(body: str, old: str, new: str) -> str:
-    """A body with one place changed."""
-    assert body.count(old) == 1, body.count(old)
-    return body.replace(old, new)
 
 
 def found(body: str, content: np.ndarray, what: str, programs: int = 1) -> None:

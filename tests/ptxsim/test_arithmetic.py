@@ -13,7 +13,6 @@ from math import ceil, copysign, floor, inf, isnan
 import numpy as np
 import pytest
 
-from ptxsim import convert, floating, integer, moves  # noqa: F401 (register forms)
 from ptxsim.forms import known_forms
 from tests.helpers import exact_floats
 from tests.helpers.exact_floats import BF16, F16, F32, F64, Format

@@ -512,21 +512,6 @@ TWO = edited(
 PAIR = dict(grid=2, cluster=2)
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
-def test_a_multicast_writes_the_shared_memory_of_both_programs(schedule):
-    _, got, _ = run_copy(TWO, [MATRIX, np.zeros(4096, np.uint8), *MAP], schedule, **PAIR)
-    for half in got.reshape(2, 2048):
-        np.testing.assert_array_equal(half, image(MATRIX[:, :90], [64, 16], [8, 4], 3))
-
-
-@pytest.mark.parametrize("old, new, what", [
-    ("mov.b16 %rs1, 3;", "mov.b16 %rs1, 1;", "nothing can go on"),
-    ("mov.b16 %rs1, 3;", "mov.b16 %rs1, 5;", "of a program that the cluster does not have"),
-])  # fmt: skip
-def test_finds_what_is_wrong_with_multicasts(old, new, what):
-    finds(edited(TWO, (old, new)), [MATRIX, np.zeros(4096, np.uint8), *MAP], what, **PAIR)
-
-
 # The first program loads for both, and waits for the bytes of both.
 FOR_BOTH = edited(
     TWO,
@@ -534,18 +519,6 @@ FOR_BOTH = edited(
     ("    @%p4 mbarrier.arrive", "    @%p6 mbarrier.arrive"), ("_, [%r12], 2048;", "_, [%r12], 4096;"),
     (WAIT, "    setp.ne.u32 %p8, %r8, 0;\n    @%p8 bra SKIP;" + WAIT + "SKIP:" + TOGETHER),
 )  # fmt: skip
-
-
-@pytest.mark.parametrize("schedule", SCHEDULES)
-def test_a_multicast_of_a_pair_completes_on_one_mbarrier(schedule):
-    _, got, _ = run_copy(FOR_BOTH, [MATRIX, np.zeros(4096, np.uint8), *MAP], schedule, **PAIR)
-    for half in got.reshape(2, 2048):
-        np.testing.assert_array_equal(half, image(MATRIX[:, :90], [64, 16], [8, 4], 3))
-
-
-def test_other_multicasts_complete_on_an_mbarrier_of_each_program():
-    body = edited(FOR_BOTH, ("cta_group::2.", ""))
-    finds(body, [MATRIX, np.zeros(4096, np.uint8), *MAP], "nothing can go on", **PAIR)
 
 
 # The second program loads, and the first one waits for it.
@@ -567,18 +540,26 @@ OTHER = edited(
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_a_copy_completes_on_the_mbarrier_of_the_other_program_of_a_pair(schedule):
-    _, got, _ = run_copy(OTHER, [MATRIX, np.zeros(4096, np.uint8), *MAP], schedule, **PAIR)
-    np.testing.assert_array_equal(got[2048:], image(MATRIX[:, :90], [64, 16], [8, 4], 3))
+@pytest.mark.parametrize(("body", "programs"), [(TWO, (0, 1)), (FOR_BOTH, (0, 1)), (OTHER, (1,))],
+                         ids=["multicast", "a pair's", "the other one's"])  # fmt: skip
+def test_copies_within_a_cluster(body, programs, schedule):
+    """Into both programs, with an mbarrier in each; with one mbarrier of a pair; with the other program's mbarrier."""
+    _, got, _ = run_copy(body, [MATRIX, np.zeros(4096, np.uint8), *MAP], schedule, **PAIR)
+    for program in programs:
+        np.testing.assert_array_equal(got.reshape(2, 2048)[program], image(MATRIX[:, :90], [64, 16], [8, 4], 3))
 
 
-def test_other_copies_complete_on_the_mbarrier_of_their_own_program():
-    body = edited(OTHER, ("complete_tx::bytes.cta_group::2 ", "complete_tx::bytes "))
-    finds(body, [MATRIX, np.zeros(4096, np.uint8), *MAP], "completes on the mbarrier of another one", **PAIR)
-    own = edited(
-        body,
-        ("shared::cluster.global", "shared::cta.global"),
-        ("[%r13], [%rd10", "[%r18], [%rd10"),
-        ("    mov.b32 %r16, 0;", "    mov.b32 %r16, 0;\n    mapa.shared::cluster.u32 %r18, %r13, %r16;"),
-    )
-    finds(own, [MATRIX, np.zeros(4096, np.uint8), *MAP], "an address of another program", **PAIR)
+OWN = ("complete_tx::bytes.cta_group::2 ", "complete_tx::bytes ")
+
+
+@pytest.mark.parametrize(("body", "edits", "what"), [
+    (TWO, [("mov.b16 %rs1, 3;", "mov.b16 %rs1, 1;")], "nothing can go on"),
+    (TWO, [("mov.b16 %rs1, 3;", "mov.b16 %rs1, 5;")], "of a program that the cluster does not have"),
+    (FOR_BOTH, [("cta_group::2.", "")], "nothing can go on"),
+    (OTHER, [OWN], "completes on the mbarrier of another one"),
+    (OTHER, [OWN, ("shared::cluster.global", "shared::cta.global"), ("[%r13], [%rd10", "[%r18], [%rd10"),
+             ("    mov.b32 %r16, 0;", "    mov.b32 %r16, 0;\n    mapa.shared::cluster.u32 %r18, %r13, %r16;")],
+     "an address of another program"),
+])  # fmt: skip
+def test_finds_what_is_wrong_with_copies_within_a_cluster(body, edits, what):
+    finds(edited(body, *edits), [MATRIX, np.zeros(4096, np.uint8), *MAP], what, **PAIR)

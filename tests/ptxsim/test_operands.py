@@ -3,7 +3,6 @@
 import numpy as np
 import pytest
 
-from ptxsim import convert, floating, integer, moves  # noqa: F401 (register forms)
 from ptxsim.forms import UnknownForm
 from tests.helpers.one_instruction import execute, register, step_of
 

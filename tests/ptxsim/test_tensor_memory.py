@@ -5,8 +5,8 @@ import pytest
 
 from ptxsim.fault import Fault
 from ptxsim.run import Schedule
-from tests.ptxsim.product_kernels import SCHEDULES, edited
-from tests.ptxsim.ptx_text import run_body
+from tests.ptxsim.product_kernels import SCHEDULES
+from tests.ptxsim.ptx_text import edited, run_body
 
 ROUND_TRIP = """
     ld.param.b64 %rd1, [p0];
@@ -63,7 +63,7 @@ def test_stores_and_loads_of_a_warp(schedule):
 def test_what_is_wrong_with_loads_and_stores_is_found(old, new, what):
     for schedule in SCHEDULES:
         with pytest.raises(Fault, match=what):
-            round_trip(edited(ROUND_TRIP, old, new), schedule)
+            round_trip(edited(ROUND_TRIP, (old, new)), schedule)
 
 
 def test_an_allocation_may_follow_one_that_was_freed():
@@ -75,7 +75,7 @@ def test_an_allocation_may_follow_one_that_was_freed():
 def test_memory_of_a_freed_allocation_holds_nothing():
     """The second allocation has the columns of the first one, and reads them."""
     again = ROUND_TRIP.replace("ld.param.b64 %rd1, [p0];", "bar.sync 0;")
-    again = edited(again, "    tcgen05.st.sync.aligned.32x32b.x2.b32 [ %r11 + 5 ], {%r1, %r6};\n", "")
+    again = edited(again, ("    tcgen05.st.sync.aligned.32x32b.x2.b32 [ %r11 + 5 ], {%r1, %r6};\n", ""))
     with pytest.raises(Fault, match="reads tensor memory that nothing wrote"):
         round_trip(ROUND_TRIP + again)
 
@@ -85,4 +85,6 @@ def test_every_column_is_allocated_once():
         f"@%p1 tcgen05.alloc.cta_group::1.sync.aligned.shared::cta.b32 [%r2+{4 * i}], 64;" for i in range(9)
     )
     with pytest.raises(Fault, match="allocates 64 columns, and 0 are free"):
-        round_trip(edited(ROUND_TRIP, "@%p1 tcgen05.alloc.cta_group::1.sync.aligned.shared::cta.b32 [%r2], 64;", more))
+        round_trip(
+            edited(ROUND_TRIP, ("@%p1 tcgen05.alloc.cta_group::1.sync.aligned.shared::cta.b32 [%r2], 64;", more))
+        )

@@ -6,7 +6,6 @@ from operator import and_, or_, xor
 import numpy as np
 import pytest
 
-from ptxsim import warp  # noqa: F401 (register forms)
 from ptxsim.fault import Fault
 from ptxsim.forms import UnknownForm, known_forms
 from tests.helpers.one_instruction import execute, step_of

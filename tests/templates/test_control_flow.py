@@ -119,9 +119,19 @@ def test_values_that_ptxas_lost(instruction, lost):
     assert not Sass(text, "REG:42 STACK:8").lost_values
 
 
-PTX = """
+HEAD = """
 .visible .entry kernel(
+	.param .u64 p
+)
+.reqntid 128
 {
+	.reg .pred %p<9>;
+	.reg .b32 %r<60>;
+	.reg .b64 %rd<30>;
+"""
+PTX = (
+    HEAD
+    + """
 JTI0_0:
 	.branchtargets
 		$L__BB0_2,
@@ -140,7 +150,7 @@ $L__BB0_2:                              // =>This Inner Loop Header: Depth=1
 }
 	// end inline asm
 	@%p1 tcgen05.mma.cta_group::1.kind::mxf4.block_scale.block32 [ %r2 + 0 ], %rd1, %rd2, %r4, [ %r5 ], [ %r6 ], %p2;
-	{ .reg .f32 z; mov.f32 z, 0f00000000; @p mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {a, b}, {c}, {d}; }
+	{ .reg .f32 z; mov.f32 z, 0f00000000; @%p2 mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {a, b}, {c}, {d}; }
 	cvt.u64.u32 	%rd3, %r9;
 	@%p3 tcgen05.commit.cta_group::1.mbarrier::arrive::one.b64 [%rd3];
 	@%p4 bra 	$L__BB0_2;
@@ -148,6 +158,7 @@ $L__BB0_4:
 	ret;
 }
 """
+)
 
 
 def test_ptx_is_read():
@@ -155,14 +166,21 @@ def test_ptx_is_read():
     ptx = Ptx(PTX)
     assert [one.split(".")[0] for one in ptx.products] == ["mma", "tcgen05"]
     assert (ptx.waits, ptx.tma_loads, ptx.count("mbarrier")) == (1, 0, 2)
-    assert ptx.main_loop.blocks == {2} and len(ptx.flow.loops) == 1
+    inside = ptx.flow.instructions(ptx.main_loop.blocks)
+    inside = [one.opcode.split(".")[0] for one in inside]
+    assert " ".join(inside) == "add mbarrier bra tcgen05 mov mma cvt tcgen05 bra"
     assert (ptx.overlap.overlapped, ptx.overlap.why) == (False, "each step waits for its own product")
     other = Ptx(PTX.replace("add.s32 	%r10, %r1, 16384;", "add.s32 	%r10, %r1, 16392;"))
     assert other.overlap.why == "no asynchronous loads in a loop"
-    assert Ptx(PTX.replace("@%p4 bra", "@%p4 add")).overlap.why == "no loop around the product"
+    assert (
+        Ptx(PTX.replace("@%p4 bra 	$L__BB0_2", "@%p4 bra 	$L__BB0_4")).overlap.why == "no loop around the product"
+    )
 
 
-SPECIALIZED = """
+SPECIALIZED = (
+    HEAD
+    + """
+	.reg .pred complete;
 	add.s32 	%r9, %r1, 16384;
 	mbarrier.init.shared::cta.b64 [%r9], 1;
 	add.s32 	%r10, %r1, 16392;
@@ -182,7 +200,9 @@ $L__BB0_4:
 	cp.async.bulk.tensor.2d.shared::cta.global.mbarrier::complete_tx::bytes [%r44], [%rd23, {%r45, %r46}], [%r22];
 	@%p5 bra 	$L__BB0_4;
 	ret;
+}
 """
+)
 
 
 @pytest.mark.parametrize(("change", "expected"), [
@@ -190,7 +210,7 @@ $L__BB0_4:
     (("add.s32 	%r10, %r1, 16392", "add.s32 	%r10, %r1, 16400"), "another partition loads, into 1 buffer"),
     (("%r21, 16384", "%r21, 16408"), "another partition loads, into 1 buffer"),
     (("%r21, 16384", "%r21, 16500"), "another partition loads, into 0 buffer"),
-    (("@%p5 bra", "@%p5 add"), "no asynchronous loads in a loop"),
+    (("@%p5 bra 	$L__BB0_4", "@%p5 bra 	$L__BB0_2"), "no asynchronous loads in a loop"),
 ], ids=str)  # fmt: skip
 def test_buffers_of_another_partition_are_counted(change, expected):
     """By the barriers that follow each other in memory from the one that the loads signal."""
@@ -234,7 +254,7 @@ def test_loads_around_the_loop_are_of_the_same_partition():
 	add.s32 	%r22, %r1, 16384;
 	cp.async.bulk.tensor.2d.shared::cta.global.mbarrier::complete_tx::bytes [%r44], [%rd23, {%r45, %r46}], [%r22];""",
     )
-    around = around[: around.index("	ret;")] + "	@%p6 bra 	$L__BB0_1;\n	ret;\n"
+    around = around[: around.index("	ret;")] + "	@%p6 bra 	$L__BB0_1;\n	ret;\n}\n"
     assert len(Ptx(around).flow.loops) == 2
     assert Ptx(around).overlap.why == "no asynchronous loads in a loop"
 

@@ -25,8 +25,8 @@ from fp4compile.hardware import Target
 from fp4compile.templates import launch
 from fp4compile.templates.choose import choose
 from fp4compile.templates.gemm import grouped_library as library
-from fp4compile.templates.gemm import grouped_skinny, indexed
-from fp4compile.templates.gemm.heuristics import SkinnyConfig
+from fp4compile.templates.gemm import indexed, streaming
+from fp4compile.templates.gemm.skinny import SkinnyConfig
 from fp4compile.templates.gemm.wgmma_launches_sm90 import WgmmaConfig
 from fp4compile.templates.launch import dry_run
 from fp4compile.templates.multiply import call_of
@@ -59,8 +59,8 @@ def check(a, b, offs, config=None, out_dtype=torch.float32):
     rows = a.data.shape[0]
     expected = reference_grouped.scaled_grouped_mm(a, b, offs, rows, out_dtype)
     call = call_of(of_groups(on_device(a), on_device(b), on_device(offs), rows, out_dtype))
-    assert grouped_skinny.streams_experts(call.problem)
-    got = grouped_skinny.CANDIDATE.run(call, config or grouped_skinny.CANDIDATE.configure(call.problem))
+    assert streaming.streams(call.problem)
+    got = streaming.CANDIDATE.run(call, config or streaming.CANDIDATE.configure(call.problem))
     assert (got.shape, got.dtype) == (expected.shape, expected.dtype)
     got, expected = got.cpu().double(), expected.double()
     assert torch.equal(got.isnan(), expected.isnan())
@@ -195,7 +195,7 @@ def launched(rows, groups, n, k):
 
 
 @pytest.mark.skipif(INTERPRETING, reason="asks for launches")
-@pytest.mark.parametrize(("rows", "kernel"), [(1, "gemm_skinny_grouped"), (64, "gemm_skinny_grouped"),
+@pytest.mark.parametrize(("rows", "kernel"), [(1, "gemm_skinny"), (64, "gemm_skinny"),
                                               (65, "gemm_wgmma_sm90"), (2**17, "gemm_wgmma_sm90")])  # fmt: skip
 def test_which_kernel_by_rows(rows, kernel):
     """Up to 8 rows a group on average are streamed."""

@@ -19,8 +19,8 @@ from fp4compile.formats.operand import Operand
 from tests.helpers import ptx_lanes
 from tests.helpers.arguments import of_groups
 from tests.helpers.hard_inputs import hard_input
+from tests.helpers.inline_ptx import play
 from tests.helpers.kernels import gpu
-from tests.helpers.ptx_player import play
 from tests.helpers.quantisers import quantize, quantize_both
 
 INTERPRETING = os.environ.get("TRITON_INTERPRET") == "1"

@@ -172,7 +172,7 @@ def test_the_table_of_a_grouped_decode_step_holds_every_row_tile(groups, rows):
     with dry_run(Target(90)) as found:
         scaled_grouped_mm(a, b, offs, rows, BF16)
     launch = found[-1]
-    assert launch.kernel.__name__ == "gemm_skinny_grouped"
+    assert launch.kernel.__name__ == "gemm_skinny"
     tile = launch.constants["ROWS"]
     ends = itertools.combinations_with_replacement(range(rows + 1), groups)
     most = max(sum(-(-(end - start) // tile) for start, end in itertools.pairwise((0, *each))) for each in ends)

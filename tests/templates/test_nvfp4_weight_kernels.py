@@ -7,7 +7,8 @@ from fp4compile.formats import formats, reference_grouped
 from fp4compile.formats.grouping import Groups
 from fp4compile.formats.layouts import ceil_div
 from fp4compile.formats.operand import Operand
-from fp4compile.templates.gemm.heuristics import GemvConfig, SkinnyConfig
+from fp4compile.templates.gemm.gemv import GemvConfig
+from fp4compile.templates.gemm.skinny import SkinnyConfig
 from fp4compile.templates.gemm.wgmma_launches_sm90 import WgmmaConfig, with_shared_memory
 from fp4compile.templates.gemm.wgmma_sm90 import needed_bytes
 from tests.helpers import choices
@@ -52,8 +53,7 @@ SKINNY_CONFIGURATIONS = [
 @pytest.mark.parametrize("form", SKINNY_CONFIGURATIONS, ids=str)
 def test_configurations_of_skinny(form, a, b, layout, monkeypatch):
     """Each configuration, with whole steps and ragged ends, also where `skinny_config` gives another one."""
-    choices.configured(monkeypatch, "skinny", SkinnyConfig(*form))
-    choices.without(monkeypatch, "gemv")
+    choices.configured(monkeypatch, "streaming", SkinnyConfig(*form))
     rows = form[0]
     shapes = [(rows, 256, 2048), ((rows + 1) // 2, 201, 1088), (rows, 17, 64), (rows, 96, 7616)]
     check_shapes(shapes, a, b, layout)
@@ -76,7 +76,7 @@ def test_configurations_of_gemv(form, a, b, layout, monkeypatch):
         shared = problem.target.shared_memory // 4096 * 4096
         return GemvConfig(warps, ceil_div(problem.k, 256 * warps), rows, shared, grid)
 
-    choices.configured(monkeypatch, "gemv", config)
+    choices.configured(monkeypatch, "streaming", config)
     check_shapes([(rows, 256, 8192), (rows, 17, 64), (1, 1096, 7616)], a, b, layout)
 
 

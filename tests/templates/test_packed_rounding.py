@@ -1,6 +1,6 @@
 """The rounding of `templates.device.packed_rounding` against the reference, exhaustively.
 
-The text of the inline PTX is played in NumPy (`helpers.ptx_player`): every bfloat16 times every factor that a block
+The text of the inline PTX is played in NumPy (`helpers.inline_ptx`): every bfloat16 times every factor that a block
 scale can make. On a GPU (`-m gpu`) it runs.
 """
 
@@ -12,7 +12,7 @@ import triton.language as tl
 
 from fp4compile.formats import formats, reference
 from fp4compile.templates.device import block_scales, elements, packed_rounding, quick_scales
-from tests.helpers.ptx_player import play
+from tests.helpers.inline_ptx import play
 from tests.helpers.quantisers import quantize, quantize_both
 
 EVERY = (np.arange(2**16, dtype=np.uint32) << 16).view(np.float32)
@@ -128,9 +128,9 @@ def test_bounded_products_lie_below_the_next_tie():
 
 
 def quotient(dividend, divisor, reciprocal):
-    """`quotient_ptx`. (Played exactly but for its very last sum, which is rounded twice.)"""
+    """`quotient_ptx`."""
     operands = [np.broadcast_to(operand, np.broadcast(dividend, divisor).shape) for operand in (dividend, divisor)]
-    (found,) = play(quick_scales.quotient_ptx("$0", "$1", "$2", "$3"), 1, [*operands, reciprocal])
+    (found,) = play(".reg .b32 r;" + quick_scales.quotient_ptx("$0", "$1", "$2", "$3"), 1, [*operands, reciprocal])
     return found.view(np.float32)
 
 

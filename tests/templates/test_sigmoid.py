@@ -1,6 +1,6 @@
 """SiLU and the sigmoid function in inline PTX: the bits of the operations that Inductor writes.
 
-On the CPU the texts are played in NumPy (`helpers.ptx_player`), beside what Triton and ptxas make of the operations.
+On the CPU the texts are played in NumPy (`helpers.inline_ptx`), beside what Triton and ptxas make of the operations.
 """
 
 import numpy as np
@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from fp4compile.templates.device import sigmoid
-from tests.helpers.ptx_player import play
+from tests.helpers.inline_ptx import play
 
 EVERY = np.arange(2**16, dtype=np.uint32) << 16  # the bits of every bfloat16 number, as float32
 # float32 x whose exp(-x) lies next to 2^126, where a reciprocal would be flushed, and next to what overflows.
@@ -32,8 +32,9 @@ QUOTIENT = (
     "setp.gt.f32 large, d, 0f7E800000; @large mul.rn.f32 n, n, 0f3E800000; @large mul.rn.f32 d, d, 0f3E800000;"
     " rcp.approx.ftz.f32 d, d; mul.rn.f32 $0, n, d;"
 )
-SILU = f"{EXP_PLUS_ONE} mov.b32 n, $1; {QUOTIENT}"
-SIGMOID = (
+REGISTERS = ".reg .b32 n, t, e, d; .reg .pred large; "
+SILU = f"{REGISTERS}{EXP_PLUS_ONE} mov.b32 n, $1; {QUOTIENT}"
+SIGMOID = REGISTERS + (
     "neg.f32 n, $1; mul.rn.f32 e, n, 0f3FB8AA3B; ex2.approx.f32 e, e; add.f32 d, e, 0f3F800000;"
     f" mov.b32 n, 0f3F800000; {QUOTIENT}"
 )

@@ -1,6 +1,6 @@
 """The forms that quantise kernels have on SM100, against the reference, without such a GPU.
 
-The text of the inline PTX is played in NumPy (`helpers.ptx_player`).
+The text of the inline PTX is played in NumPy (`helpers.inline_ptx`).
 """
 
 import numpy as np
@@ -11,7 +11,8 @@ import triton.language as tl
 
 from fp4compile.formats import reference
 from fp4compile.templates.device import column_tile, elements, packed_encoding, philox, pointwise, quick_scales
-from tests.helpers.ptx_player import e2m1_stochastic, play
+from ptxsim.numbers import e2m1_stochastic
+from tests.helpers.inline_ptx import play
 
 EVERY = np.arange(2**16, dtype=np.uint32) << 16  # the bits of every bfloat16 number, as float32
 FP8 = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
@@ -174,7 +175,9 @@ def test_scales_without_divisions(contract, error):
 
 def quotient(dividend, divisor):
     (found,) = play(
-        quick_scales.quotient_ptx("$0", "$1", "$2", "$3"), 1, [dividend, divisor, (1 / divisor).astype(np.float32)]
+        ".reg .b32 r;" + quick_scales.quotient_ptx("$0", "$1", "$2", "$3"),
+        1,
+        [dividend, divisor, (1 / divisor).astype(np.float32)],
     )
     return found.view(np.float32)
 
@@ -243,7 +246,7 @@ def test_the_rule_of_sm100_is_unbiased_and_neighbours_round_apart():
     words = reference.philox(torch.tensor(11), 1, 4 * calls).numpy().astype(np.uint32)
     noise = words.reshape(calls, 4).view(np.uint8).astype(np.uint32)  # [calls, 16], a byte for each element
     for value in (0.3, 0.5 + 1 / 512, 1.1, 2.7, 5.0):
-        values = np.full((calls, 16), value)
+        values = np.full((calls, 16), value, np.float32)
         step = 0.5 if value < 2 else 1.0 if value < 4 else 2.0
         low = np.floor(value / step) * step
         chance = np.floor((value - low) / step * 256) / 256  # which the instruction has instead of the fraction

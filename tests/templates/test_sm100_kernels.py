@@ -1,6 +1,6 @@
 """Whole quantise kernels in the forms that they have on SM100, in Triton's interpreter, against the reference.
 
-The interpreter has no inline PTX: `helpers.ptx_player` plays it. Nothing is said here about the instructions
+The interpreter has no inline PTX: `helpers.inline_ptx` plays it. Nothing is said here about the instructions
 themselves, but which operand comes where: elements, factors, random words, counters.
 """
 
@@ -14,7 +14,7 @@ import torch
 from fp4compile.formats import formats, reference
 from tests.helpers import norms
 from tests.helpers.hard_inputs import hard_input
-from tests.helpers.ptx_player import play
+from tests.helpers.inline_ptx import play
 from tests.helpers.quantisers import quantize, quantize_both
 
 INTERPRETING = os.environ.get("TRITON_INTERPRET") == "1"

@@ -149,7 +149,7 @@ def test_files(tmp_path):
     torch.manual_seed(0)
     model = Net().to(BF16).eval()
     recipe = named("nvfp4_static").replace(static_scales={"layers.0": 0.002, "layers.1": 0.001})
-    write_packed(model, tmp_path / "packed", recipe, progress=False)
+    write_packed(model, tmp_path / "packed", recipe)
     for device in ("cpu", "meta"):
         fresh = Net().to(BF16).to(device).eval()
         fp4compile.load_packed(fresh, tmp_path / "packed")

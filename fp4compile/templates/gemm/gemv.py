@@ -25,19 +25,20 @@ copies and the layout of A; this file has the arithmetic and the kernel.
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 import triton
 import triton.language as tl
 
 from fp4compile._compat import statically_true
+from fp4compile.formats.layouts import ceil_div
 from fp4compile.templates.device.async_copy import AWAIT_VALUE, BARRIER, WARP_BARRIER, do_ptx, select_ptx, wait_ptx
 from fp4compile.templates.device.epilogue import rescale, store_rounded
 from fp4compile.templates.device.nvfp4_weights import dequantize_word
 from fp4compile.templates.device.persistent_grid import group_tiles, next_step
-from fp4compile.templates.device.shared_memory import MEMORY, reserve, sum_of_warps_ptx
+from fp4compile.templates.device.shared_memory import MEMORY, reserve, reserved, sum_of_warps_ptx
 from fp4compile.templates.gemm.call import Call
-from fp4compile.templates.gemm.candidate import Candidate
 from fp4compile.templates.gemm.gemv_pipeline import (
     A_ROW_BYTES,
     BUFFER_BYTES,
@@ -48,8 +49,8 @@ from fp4compile.templates.gemm.gemv_pipeline import (
     read_b,
     store_a,
 )
-from fp4compile.templates.gemm.heuristics import GemvConfig, gemv_config
-from fp4compile.templates.gemm.streaming import in_common, launch_group, streams
+from fp4compile.templates.gemm.horizontal import launch_group
+from fp4compile.templates.launch import LaunchConfig
 from fp4compile.templates.problem import Problem
 
 
@@ -63,6 +64,42 @@ def needed_bytes(warps: int, steps: int, rows: int) -> int:
     """Shared memory of a program: its warps' buffers, elements of A and sums."""
     a_bytes = ZEROS_BYTES.value + A_ROW_BYTES.value * steps * rows
     return warps * (BUFFER_BYTES.value + a_bytes + 64 * rows * tiles_at_once(warps, rows))
+
+
+@dataclass(frozen=True)
+class GemvConfig(LaunchConfig):
+    """How `gemv` is launched.
+
+    warps: warps of a program. steps: steps of a warp along K. rows: rows of A that the kernel computes, 1 or 2.
+    shared: bytes of shared memory to reserve for a program. grid: the most programs; fewer tiles need fewer.
+    """
+
+    host = ("grid",)
+    warps: int
+    steps: int
+    rows: int
+    shared: int
+    grid: int
+
+
+def gemv_config(p: Problem) -> GemvConfig | None:
+    """The configuration; None for more than two rows of A, or for rows that shared memory cannot hold."""
+    width = WIDTH.value  # elements of a warp's step along K
+    rows = 1 if statically_true(p.m == 1) else 2
+    warps = 8 if statically_true(p.k <= 16 * 8 * width) else 16
+    steps = ceil_div(p.k, width * warps)
+    # A lane holds its warp's whole part of a row in registers before shared memory, which bounds the steps.
+    if not statically_true(p.m <= 2) or not statically_true(steps <= 16):
+        return None
+    size = needed_bytes(warps, steps, rows)
+    fit = [each for each in (2, 3) if each * warps <= 24 and reserved(size, each, p.target)]
+    if not fit and not reserved(size, 1, p.target):
+        return None
+    # Two or three programs share a multiprocessor, whichever number leaves fewer idle in the last round of tiles.
+    each = fit[0] if fit else 1
+    if fit and isinstance(p.n, int):
+        each = min(fit, key=lambda each: each * ceil_div(ceil_div(p.n, 16), each * p.target.multiprocessors))
+    return GemvConfig(warps, steps, rows, reserved(size, each, p.target), each * p.target.multiprocessors)
 
 
 def _multiply_ptx(compute: str, half: int, rows: int) -> str:
@@ -259,21 +296,8 @@ def _store_results(
     return token
 
 
-def _configure(p: Problem) -> GemvConfig | None:
-    return gemv_config(p, WIDTH.value, needed_bytes)
-
-
-def _serves(p: Problem) -> bool:
-    return p.target.isa > 0 and not p.ragged and streams(p) and _configure(p) is not None
-
-
-def _run_group(calls: Sequence[Call], config: GemvConfig) -> list[torch.Tensor]:
+def multiply_group(calls: Sequence[Call], config: GemvConfig) -> list[torch.Tensor]:
+    """[1, m, n] of each of up to three products of one A, in one launch."""
     p = calls[0].problem
     wide = statically_true(p.k % 256 == 0) and not p.b.swizzled
     return launch_group(gemv, calls, config, 16, WIDTH.value, WIDE=int(wide))
-
-
-CANDIDATE = Candidate(
-    "gemv", "emulated", _serves, _configure, lambda call, config: _run_group([call], config)[0],
-    dequantizes_a=True, group_with=in_common, run_group=_run_group,
-)  # fmt: skip

@@ -4,94 +4,16 @@ One typed configuration for each kernel. Figures come from benchmarks/launches.p
 nothing was timed on another GPU.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
 from fp4compile._compat import statically_true
 from fp4compile.formats.formats import BlockFormat
 from fp4compile.formats.layouts import ceil_div
-from fp4compile.templates.device.shared_memory import reserved
 from fp4compile.templates.launch import LaunchConfig
 from fp4compile.templates.problem import Problem
 
-SKINNY_ROWS = 8  # rows of A up to which `skinny` serves
 SKINNY_BLOCK_SCALED_ROWS = 64  # rows of A up to which `skinny_block_scaled_sm100` serves
-
-
-@dataclass(frozen=True)
-class GemvConfig(LaunchConfig):
-    """How `gemv` is launched.
-
-    warps: warps of a program. steps: steps of a warp along K. rows: rows of A that the kernel computes, 1 or 2.
-    shared: bytes of shared memory to reserve for a program. grid: the most programs; fewer tiles need fewer.
-    """
-
-    host = ("grid",)
-    warps: int
-    steps: int
-    rows: int
-    shared: int
-    grid: int
-
-
-def gemv_config(p: Problem, width: int, needed_bytes: Callable[[int, int, int], int]) -> GemvConfig | None:
-    """The configuration; None for more than two rows of A, or for rows that shared memory cannot hold.
-
-    width: elements of a warp's step along K. needed_bytes: bytes of shared memory, by warps, steps and rows.
-    """
-    rows = 1 if statically_true(p.m == 1) else 2
-    warps = 8 if statically_true(p.k <= 16 * 8 * width) else 16
-    steps = ceil_div(p.k, width * warps)
-    # A lane holds its warp's whole part of a row in registers before shared memory, which bounds the steps.
-    if not statically_true(p.m <= 2) or not statically_true(steps <= 16):
-        return None
-    size = needed_bytes(warps, steps, rows)
-    fit = [each for each in (2, 3) if each * warps <= 24 and reserved(size, each, p.target)]
-    if not fit and not reserved(size, 1, p.target):
-        return None
-    # Two or three programs share a multiprocessor, whichever number leaves fewer idle in the last round of tiles.
-    each = fit[0] if fit else 1
-    if fit and isinstance(p.n, int):
-        each = min(fit, key=lambda each: each * ceil_div(ceil_div(p.n, 16), each * p.target.multiprocessors))
-    return GemvConfig(warps, steps, rows, reserved(size, each, p.target), each * p.target.multiprocessors)
-
-
-@dataclass(frozen=True)
-class SkinnyConfig(LaunchConfig):
-    """How `skinny` is launched.
-
-    rows: rows of A that the kernel computes. tiles: tiles of 16 rows of B that a program computes at a time. warps:
-    warps of a program. stages: pipeline stages. chains: independent accumulators of a warp. grid: the most programs.
-    """
-
-    host = ("grid",)
-    rows: int
-    tiles: int
-    warps: int
-    stages: int
-    chains: int
-    grid: int
-
-
-def skinny_config(p: Problem) -> SkinnyConfig:
-    """The configuration, tuned for the shapes of Llama-3. Every one fits into 48 KB of shared memory.
-
-    With six programs for each multiprocessor some programs take two tiles, and no last few programs run alone. Two
-    chains pay where few warps share a multiprocessor.
-    """
-    rows = next((rows for rows in (2, 4) if statically_true(p.m <= rows)), 8)
-    tiles, warps, stages = 2, 4, 2
-    if statically_true(p.n >= 8192):
-        if rows <= 4 and statically_true(p.n < 16384):
-            stages = 3
-    elif rows == 8:
-        tiles = 1
-    elif statically_true(p.n <= 2048) or statically_true(p.k > 8192):
-        tiles, warps = 1, 8
-    else:
-        tiles, stages = 1, 4
-    return SkinnyConfig(rows, tiles, warps, stages, 1 if rows == 8 else 2, 6 * p.target.multiprocessors)
 
 
 @dataclass(frozen=True)
@@ -285,24 +207,3 @@ def skinny_block_scaled_config(p: Problem) -> SkinnyBlockScaledConfig:
     if isinstance(tiles, int) and isinstance(steps, int):
         split_k = max(min(ceil_div(p.target.multiprocessors, max(tiles, 1)), steps), 1)
     return SkinnyBlockScaledConfig(rows, bk, stages=3, num_warps=warps, split_k=split_k)
-
-
-# ---------------------------------------------------------------- groups
-
-
-def grouped_skinny_config(p: Problem, most: Any = SKINNY_ROWS) -> SkinnyConfig:
-    """The configuration. most: rows of A for one matrix, at most; a group with more rows is several tiles.
-
-    A step of a warp has 1152 bytes of B for each 16 rows, and 256 bytes for each row of A that exists. With 16 rows of
-    B and up to two of A, A is less than half of B, and there are twice as many tiles; with more rows of A, 32 rows of B
-    share them. Registers leave room for four programs a multiprocessor. A single stage each was the fastest on an H200
-    (configurations of benchmarks/grouped_mm.py, four tokens an expert, against two stages): DeepSeek-V3 29.3 us and
-    33.1, Qwen3-30B-A3B 52.1 us and 61.1. Up to four rows of A were not timed.
-    """
-    most = p.rows if statically_true(p.rows < most) else most
-    rows = next((rows for rows in (2, 4) if statically_true(most <= rows)), SKINNY_ROWS)
-    if rows == 2 or statically_true(p.rows <= 2 * p.groups):
-        tiles, stages = 1, 3
-    else:
-        tiles, stages = 2, 1 if rows == SKINNY_ROWS else 2
-    return SkinnyConfig(rows, tiles, 4, stages, 1 if rows == SKINNY_ROWS else 2, 4 * p.target.multiprocessors)

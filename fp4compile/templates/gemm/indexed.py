@@ -1,6 +1,6 @@
 """Products of rows and matrices by index: few tokens, with an expert for each.
 
-[S, M, K] x [E, N, K][index] -> [S, M, N]. The grouped skinny kernel reads the matrices through the index, without a
+[S, M, K] x [E, N, K][index] -> [S, M, N]. The kernel of `skinny` reads the matrices through the index, without a
 gathered copy. If two tokens have one expert, the L2 cache serves the second.
 """
 
@@ -12,8 +12,7 @@ from fp4compile.formats.operand import Operand
 from fp4compile.formats.product_spec import ProductSpec
 from fp4compile.hardware import Target
 from fp4compile.templates.gemm.call import kernel_operand
-from fp4compile.templates.gemm.grouped_skinny import launch_skinny
-from fp4compile.templates.gemm.heuristics import SKINNY_ROWS, grouped_skinny_config
+from fp4compile.templates.gemm.skinny import SKINNY_ROWS, experts_config, multiply_experts
 from fp4compile.templates.gemm.streaming import streams
 from fp4compile.templates.launch import target_of
 from fp4compile.templates.problem import Problem
@@ -42,8 +41,8 @@ def multiply_indexed(a: Operand, b: Operand, index: torch.Tensor, out_dtype: tor
     flat = _flat(a)
     p = _problem(flat, b, out_dtype, target_of(a.data.device))
     operands = kernel_operand(flat, p.a), kernel_operand(b, p.b)
-    config = grouped_skinny_config(p, a.data.shape[1])
-    out = launch_skinny(p, config, *operands, index.contiguous(), indexed=True)
+    config = experts_config(p, a.data.shape[1])
+    out = multiply_experts(p, config, *operands, index.contiguous(), indexed=True)
     return out.view(*a.data.shape[:2], p.n)
 
 

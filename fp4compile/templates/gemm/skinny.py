@@ -1,6 +1,6 @@
 """Skinny GEMM: up to eight rows of 16-bit A times NVFP4 weights B, at the speed at which B can be read.
 
-It serves problems that `gemv` does not: three to eight rows, or rows of A too long for shared memory.
+Without groups it serves problems that `gemv` does not: three to eight rows, or rows of A too long for shared memory.
 
 A decode step reads every weight once and does little else, so memory bounds its speed as long as enough bytes are on
 their way. Loads into registers keep too few bytes on their way: ptxas waits for the newest load wherever one is used,
@@ -14,28 +14,95 @@ shared memory once for all of them, and more of B is on its way. With 16 rows th
 small B needs. `skinny_pipeline` has the copies and the reads, `device.skinny_product` the arithmetic; this file has the
 kernel.
 
+Experts: each matrix of B has a few rows of A, by offsets, or by an index that assigns a matrix to each few rows. A
+decode step reads the weights of the experts that have tokens, once. Every program first writes a table of the row
+tiles, each of up to ROWS rows of one matrix: all programs write the same values, so that each may read its own. Then it
+walks tiles of 16 or 32 rows of B for all row tiles, in one pipeline. Experts without tokens have no entry, and their
+weights are not read.
+
 The kernel is written one lane at a time, in inline PTX ordered by tokens: see `async_copy`.
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 
 from fp4compile._compat import statically_true
+from fp4compile.formats.layouts import ceil_div
 from fp4compile.templates.device.async_copy import AWAIT_VALUE, WARP_BARRIER, do_ptx, wait_ptx
-from fp4compile.templates.device.epilogue import rescale, store_rounded
+from fp4compile.templates.device.epilogue import rescale, rescale_mode, store_rounded
+from fp4compile.templates.device.group_tiles import clear_rows, ends_of, last_of, load_entry, store_entry
 from fp4compile.templates.device.nvfp4_weights import STEP_BYTES, read_weights
 from fp4compile.templates.device.persistent_grid import group_tiles, next_step
 from fp4compile.templates.device.shared_memory import sum_of_warps_ptx
 from fp4compile.templates.device.skinny_product import multiply_step, store_sums
-from fp4compile.templates.gemm.call import Call
-from fp4compile.templates.gemm.candidate import Candidate
-from fp4compile.templates.gemm.heuristics import SKINNY_ROWS, SkinnyConfig, skinny_config
+from fp4compile.templates.gemm.call import Call, KernelOperand
+from fp4compile.templates.gemm.dequantized import dequantized
+from fp4compile.templates.gemm.horizontal import launch_group
 from fp4compile.templates.gemm.skinny_pipeline import copy_step, interleave_a, read_a, shared_buffer_ptx, stage_bytes
-from fp4compile.templates.gemm.streaming import in_common, launch_group, streams
-from fp4compile.templates.problem import Problem
+from fp4compile.templates.launch import LaunchConfig, launch
+from fp4compile.templates.problem import OperandSpec, Problem
+
+SKINNY_ROWS = 8  # rows of A up to which `skinny` serves
+
+
+@dataclass(frozen=True)
+class SkinnyConfig(LaunchConfig):
+    """How `skinny` is launched.
+
+    rows: rows of A that the kernel computes. tiles: tiles of 16 rows of B that a program computes at a time. warps:
+    warps of a program. stages: pipeline stages. chains: independent accumulators of a warp. grid: the most programs.
+    """
+
+    host = ("grid",)
+    rows: int
+    tiles: int
+    warps: int
+    stages: int
+    chains: int
+    grid: int
+
+
+def skinny_config(p: Problem) -> SkinnyConfig:
+    """The configuration, tuned for the shapes of Llama-3. Every one fits into 48 KB of shared memory.
+
+    With six programs for each multiprocessor some programs take two tiles, and no last few programs run alone. Two
+    chains pay where few warps share a multiprocessor.
+    """
+    rows = next((rows for rows in (2, 4) if statically_true(p.m <= rows)), 8)
+    tiles, warps, stages = 2, 4, 2
+    if statically_true(p.n >= 8192):
+        if rows <= 4 and statically_true(p.n < 16384):
+            stages = 3
+    elif rows == 8:
+        tiles = 1
+    elif statically_true(p.n <= 2048) or statically_true(p.k > 8192):
+        tiles, warps = 1, 8
+    else:
+        tiles, stages = 1, 4
+    return SkinnyConfig(rows, tiles, warps, stages, 1 if rows == 8 else 2, 6 * p.target.multiprocessors)
+
+
+def experts_config(p: Problem, most: Any = SKINNY_ROWS) -> SkinnyConfig:
+    """The configuration. most: rows of A for one matrix, at most; a group with more rows is several tiles.
+
+    A step of a warp has 1152 bytes of B for each 16 rows, and 256 bytes for each row of A that exists. With 16 rows of
+    B and up to two of A, A is less than half of B, and there are twice as many tiles; with more rows of A, 32 rows of B
+    share them. Registers leave room for four programs a multiprocessor. A single stage each was the fastest on an H200
+    (configurations of benchmarks/grouped_mm.py, four tokens an expert, against two stages): DeepSeek-V3 29.3 us and
+    33.1, Qwen3-30B-A3B 52.1 us and 61.1. Up to four rows of A were not timed.
+    """
+    most = p.rows if statically_true(p.rows < most) else most
+    rows = next((rows for rows in (2, 4) if statically_true(most <= rows)), SKINNY_ROWS)
+    if rows == 2 or statically_true(p.rows <= 2 * p.groups):
+        tiles, stages = 1, 3
+    else:
+        tiles, stages = 2, 1 if rows == SKINNY_ROWS else 2
+    return SkinnyConfig(rows, tiles, 4, stages, 1 if rows == SKINNY_ROWS else 2, 4 * p.target.multiprocessors)
 
 
 @triton.jit
@@ -43,10 +110,11 @@ def gemm_skinny(
     a_ptr, a_outer_ptr, b_ptr, b_scales_ptr, b_outer_ptr, bias_ptr, out_ptr,
     b_1_ptr, b_scales_1_ptr, b_outer_1_ptr, bias_1_ptr, out_1_ptr,
     b_2_ptr, b_scales_2_ptr, b_outer_2_ptr, bias_2_ptr, out_2_ptr,
-    m, n, n_1, n_2, k_vectors,
+    m, n, n_1, n_2, k_vectors, offs_ptr, table_ptr, count, matrices, b_scales_batch, a_outer_each, b_outer_each,
     A_OUTER: tl.constexpr, B_OUTER: tl.constexpr, B_SQUARE: tl.constexpr, B_SWIZZLED: tl.constexpr,
     BIAS: tl.constexpr, COMPUTE: tl.constexpr, WARPS: tl.constexpr, STAGES: tl.constexpr, TILES: tl.constexpr,
     ROWS: tl.constexpr, CHAINS: tl.constexpr, EVEN: tl.constexpr, ISA: tl.constexpr, GROUP_SIZE: tl.constexpr,
+    COUNT: tl.constexpr, INDEXED: tl.constexpr,
 ):  # fmt: skip
     """out [m, n] = a [m, K] x b [n, K]^T, rescaled, plus a bias; for a group, also the products with b_1 and b_2.
 
@@ -56,7 +124,37 @@ def gemm_skinny(
     WARPS: of a program; the launch must have as many. They share a tile's steps along K. TILES: 1 or 2, a tile has
     16 * TILES rows of b. ROWS: 2, 4 or 8. STAGES: steps of a warp that are on their way. CHAINS: see
     `skinny_product`. EVEN: no tile has a row, and no step an element, past the end.
+
+    COUNT: 0; or, for experts, count rounded up to a power of two. Then b is [matrices, n, K], each with b_scales_batch
+    bytes of scales, and m any number. offs: int32 [count], the offsets of groups, one a matrix; or (INDEXED) the
+    numbers of the matrices for m // count rows each, at most ROWS; negative numbers count from the end. *_outer_each:
+    how many outer scales each group has of its own; 0 where all groups share them. table: memory for int32 [tiles, 4],
+    where tiles is the largest possible number of row tiles.
     """
+    if COUNT > 0:
+        g = tl.arange(0, COUNT)
+        numbers = tl.load(offs_ptr + g, mask=g < count, other=0).to(tl.int32)
+        if INDEXED:
+            numbers = tl.where(numbers < 0, numbers + matrices, numbers)
+            matrix = tl.minimum(tl.maximum(numbers, 0), matrices - 1)  # numbers out of range are clamped
+            starts = g * (m // count)
+            ends = tl.where(g < count, starts + m // count, starts)
+        else:
+            matrix = g
+            starts = ends_of(tl.load(offs_ptr + g - 1, mask=(g > 0) & (g <= count), other=0), m)
+            ends = ends_of(numbers, m)
+            clear_rows(out_ptr, last_of(ends), m, n, 4, 256)
+        tiles_m = tl.cdiv(ends - starts, ROWS)
+        first_tile = tl.cumsum(tiles_m, 0) - tiles_m
+        for i in range(0, tl.max(tiles_m, 0)):
+            store_entry(table_ptr, first_tile + i, matrix, starts + i * ROWS, ends, i < tiles_m)
+        tl.debug_barrier()  # the table is complete
+        tiles = tl.cdiv(n, 16 * TILES)
+        tiles_1 = tiles
+        total = tl.sum(tiles_m, 0) * tiles
+    else:
+        tiles, tiles_1, total = group_tiles(n, n_1, n_2, 16 * TILES, GROUP_SIZE)
+
     buffer_bytes: tl.constexpr = stage_bytes(TILES, ROWS)
     stage: tl.constexpr = WARPS * buffer_bytes
     sums_size: tl.constexpr = 16 * TILES * ROWS * 4  # of a warp; one of two sets is read while the other fills
@@ -64,48 +162,65 @@ def gemm_skinny(
     tl.static_assert(size <= 48 * 1024)  # what inline PTX may declare
     lane = tl.arange(0, 32 * WARPS)
     steps = tl.cdiv(k_vectors, 4 * WARPS)
-    tiles, tiles_1, total = group_tiles(n, n_1, n_2, 16 * TILES, GROUP_SIZE)
     memory = do_ptx(shared_buffer_ptx(size), "r", (lane,))
     first_buffer = memory + lane // 32 * buffer_bytes
     first_sums = memory + STAGES * stage
+    sources = (a_ptr, b_ptr, b_scales_ptr, b_1_ptr, b_scales_1_ptr, b_2_ptr, b_scales_2_ptr)
+    sizes = (n, n_1, n_2, k_vectors, tiles, tiles_1, total, b_scales_batch)
     token = lane
     next_tile = tl.program_id(0)
     step_of_next = 0
+    next_n, next_group, next_row0, next_m = _part_of(next_tile, m, table_ptr, tiles, total, ROWS, COUNT)
     for early in tl.static_range(STAGES):
-        token = copy_step(first_buffer + early * stage, next_tile, step_of_next, token, lane, a_ptr, b_ptr,
-                          b_scales_ptr, b_1_ptr, b_scales_1_ptr, b_2_ptr, b_scales_2_ptr, m, n, n_1, n_2, k_vectors,
-                          tiles, tiles_1, total, B_SQUARE, B_SWIZZLED, WARPS, TILES, ROWS, EVEN,
-                          GROUP_SIZE)  # fmt: skip
+        token = _copy(first_buffer + early * stage, next_tile, (next_n, next_group, next_row0, next_m), step_of_next,
+                      token, lane, sources, sizes, B_SQUARE, B_SWIZZLED, WARPS, TILES, ROWS, EVEN, GROUP_SIZE,
+                      COUNT)  # fmt: skip
         next_tile, step_of_next = next_step(next_tile, step_of_next, steps)
-    if B_OUTER == "tensor":
+        if COUNT > 0:
+            if step_of_next == 0:
+                next_n, next_group, next_row0, next_m = _part_of(next_tile, m, table_ptr, tiles, total, ROWS, COUNT)
+        else:
+            next_n = next_tile
+    if B_OUTER == "tensor" and COUNT == 0:
         token = do_ptx(AWAIT_VALUE, "f,r", (tl.load(b_outer_ptr), token))  # brings it to the cache for the end
 
     buffer = first_buffer
     sums_at = first_sums
     for tile in tl.range(tl.program_id(0), total, tl.num_programs(0)):
+        tile_n, group, row0, rows = _part_of(tile, m, table_ptr, tiles, total, ROWS, COUNT)
         c = ()
         for _ in tl.static_range(4 * TILES):
             c = c + (tl.zeros((32 * WARPS,), tl.float32),)
         for _ in tl.range(steps):
             token = do_ptx(wait_ptx(STAGES - 1), "r", (token,))
-            x, token = read_a(buffer + TILES * STEP_BYTES, token, lane, m)
+            x, token = read_a(buffer + TILES * STEP_BYTES, token, lane, rows)
             sums = ()
             for part in tl.static_range(TILES):
                 w, token = read_weights(buffer, part, token, lane)
                 if part == TILES - 1:  # every lane has read its operands, so the buffer can be filled again
                     token = do_ptx(WARP_BARRIER, "r", (token,))
-                    token = copy_step(buffer, next_tile, step_of_next, token, lane, a_ptr, b_ptr, b_scales_ptr,
-                                      b_1_ptr, b_scales_1_ptr, b_2_ptr, b_scales_2_ptr, m, n, n_1, n_2, k_vectors,
-                                      tiles, tiles_1, total, B_SQUARE, B_SWIZZLED, WARPS, TILES, ROWS, EVEN,
-                                      GROUP_SIZE)  # fmt: skip
+                    token = _copy(buffer, next_tile, (next_n, next_group, next_row0, next_m), step_of_next, token, lane,
+                                  sources, sizes, B_SQUARE, B_SWIZZLED, WARPS, TILES, ROWS, EVEN, GROUP_SIZE,
+                                  COUNT)  # fmt: skip
                     next_tile, step_of_next = next_step(next_tile, step_of_next, steps)
+                    if COUNT > 0:
+                        if step_of_next == 0:
+                            next_n, next_group, next_row0, next_m = _part_of(next_tile, m, table_ptr, tiles, total,
+                                                                             ROWS, COUNT)  # fmt: skip
+                    else:
+                        next_n = next_tile
                 if part == 0:
                     x = interleave_a(x)
                 sums = sums + multiply_step(w, x, c[4 * part : 4 * part + 4], COMPUTE, CHAINS)
             c = sums
             buffer = tl.where(buffer == first_buffer + (STAGES - 1) * stage, first_buffer, buffer + stage)
         token = store_sums(sums_at + lane // 32 * sums_size, c, token, lane, TILES, ROWS)
-        token = _store_results(sums_at, tile, token, lane, m, n, n_1, n_2, tiles, tiles_1, a_outer_ptr, b_outer_ptr,
+        a_outer = a_outer_ptr
+        b_outer = b_outer_ptr
+        if COUNT > 0:
+            a_outer += row0 if A_OUTER == "row" else group * a_outer_each
+            b_outer += group.to(tl.int64) * b_outer_each
+        token = _store_results(sums_at, tile_n, row0, rows, token, lane, n, n_1, n_2, tiles, tiles_1, a_outer, b_outer,
                                bias_ptr, out_ptr, b_outer_1_ptr, bias_1_ptr, out_1_ptr, b_outer_2_ptr, bias_2_ptr,
                                out_2_ptr, A_OUTER, B_OUTER, BIAS, COMPUTE, WARPS, TILES, ROWS, ISA,
                                GROUP_SIZE)  # fmt: skip
@@ -113,13 +228,44 @@ def gemm_skinny(
 
 
 @triton.jit
+def _part_of(tile, m, table_ptr, tiles_n, total, ROWS: tl.constexpr, COUNT: tl.constexpr):
+    """(tile of rows of B, group, first row, number of rows) of a tile; past the last tile, of an arbitrary one."""
+    if COUNT == 0:
+        return tile, 0, 0, m
+    else:
+        tile = tl.maximum(tl.minimum(tile, total - 1), 0)
+        group, row0, end = load_entry(table_ptr, tile // tiles_n)
+        return tile % tiles_n, group, row0, tl.minimum(end - row0, ROWS)
+
+
+@triton.jit
+def _copy(
+    buffer, tile, part, step, token, lane, sources, sizes,
+    B_SQUARE: tl.constexpr, B_SWIZZLED: tl.constexpr, WARPS: tl.constexpr, TILES: tl.constexpr, ROWS: tl.constexpr,
+    EVEN: tl.constexpr, GROUP_SIZE: tl.constexpr, COUNT: tl.constexpr,
+):  # fmt: skip
+    """`copy_step` for a tile and the results of `_part_of`; past the last tile nothing is copied."""
+    tile_n, group, row0, rows = part
+    a_ptr, b_ptr, b_scales_ptr, b_1_ptr, b_scales_1_ptr, b_2_ptr, b_scales_2_ptr = sources
+    n, n_1, n_2, k_vectors, tiles, tiles_1, total, b_scales_batch = sizes
+    if COUNT > 0:
+        a_ptr += row0.to(tl.int64) * k_vectors * 32
+        b_ptr += group.to(tl.int64) * n * k_vectors * 16
+        b_scales_ptr += group.to(tl.int64) * b_scales_batch
+        total = tl.where(tile < total, tiles, 0)
+    return copy_step(buffer, tile_n, step, token, lane, a_ptr, b_ptr, b_scales_ptr, b_1_ptr, b_scales_1_ptr, b_2_ptr,
+                     b_scales_2_ptr, rows, n, n_1, n_2, k_vectors, tiles, tiles_1, total,
+                     B_SQUARE, B_SWIZZLED, WARPS, TILES, ROWS, EVEN, GROUP_SIZE)  # fmt: skip
+
+
+@triton.jit
 def _store_results(
-    sums_at, tile, token, lane, m, n, n_1, n_2, tiles, tiles_1, a_outer_ptr, b_outer_ptr, bias_ptr, out_ptr,
+    sums_at, tile, row0, m, token, lane, n, n_1, n_2, tiles, tiles_1, a_outer_ptr, b_outer_ptr, bias_ptr, out_ptr,
     b_outer_1_ptr, bias_1_ptr, out_1_ptr, b_outer_2_ptr, bias_2_ptr, out_2_ptr,
     A_OUTER: tl.constexpr, B_OUTER: tl.constexpr, BIAS: tl.constexpr, COMPUTE: tl.constexpr, WARPS: tl.constexpr,
     TILES: tl.constexpr, ROWS: tl.constexpr, ISA: tl.constexpr, GROUP_SIZE: tl.constexpr,
 ):  # fmt: skip
-    """Add up the warps' sums of a tile, rescale and store them. Returns a token.
+    """Add up the warps' sums of a tile of m rows from row0 on, rescale and store them. Returns a token.
 
     Selects find the product that the tile belongs to. Branches fail: while torch analyses what a kernel writes, sizes
     are constants, and Triton forbids to change constants in a branch. A function that returns the pointers fails too:
@@ -150,21 +296,44 @@ def _store_results(
         )  # fmt: skip
         token = do_ptx(AWAIT_VALUE, "f,r", (acc, token))  # the sums are read before the next barrier
         acc = acc * (2.0**14 if COMPUTE == "fp16" else 2.0**7)  # see `dequantize_word`, `scale_registers`
-        acc = rescale(acc, at_m, at_n, m, n, 0, a_outer_ptr, b_outer_ptr, bias_ptr, A_OUTER, B_OUTER, BIAS, 0)
+        acc = rescale(acc, at_m, at_n, m, n, 0, a_outer_ptr, b_outer_ptr, bias_ptr, rescale_mode(A_OUTER),
+                      rescale_mode(B_OUTER), BIAS, 0)  # fmt: skip
         inside = (at_m < m) & (at_n < n) & (place < count)
-        store_rounded(out_ptr, at_m.to(tl.int64) * n + at_n, acc, inside, ISA)
+        store_rounded(out_ptr, (row0 + at_m).to(tl.int64) * n + at_n, acc, inside, ISA)
     return token
 
 
-def _serves(p: Problem) -> bool:
-    return not p.ragged and statically_true(p.m <= SKINNY_ROWS) and p.target.isa > 0 and streams(p)
+def multiply_group(calls: Sequence[Call], config: SkinnyConfig) -> list[torch.Tensor]:
+    """[1, m, n] of each of up to three products of one A, in one launch."""
+    unused = calls[0].b.data
+    return launch_group(gemm_skinny, calls, config, 16 * config.tiles, 128, unused, unused, 0, 0, 0, 0, 0, COUNT=0,
+                        INDEXED=0)  # fmt: skip
 
 
-def _run_group(calls: Sequence[Call], config: SkinnyConfig) -> list[torch.Tensor]:
-    return launch_group(gemm_skinny, calls, config, 16 * config.tiles, 128)
+def multiply_experts(
+    p: Problem, config: SkinnyConfig, a: KernelOperand, b: KernelOperand, numbers: torch.Tensor, indexed: bool
+) -> torch.Tensor:
+    """[rows, n]: rows of A times matrices of B. numbers: offsets of groups or, if indexed, numbers of matrices."""
+    x = dequantized(a, p.m, p.k, torch.float16, p.target, a.data)
+    out = x.new_empty((p.rows, p.n), dtype=p.spec.out_dtype)
+    count = numbers.shape[0]
+    tiles_m = count * ceil_div(p.rows, count * config.rows) if indexed else p.rows // config.rows + count
+    table = numbers.new_empty((tiles_m, 4), dtype=torch.int32)
+    a_outer, b_outer = (out if each.outer is None else each.outer for each in (a, b))  # `out` is never read
+    tile = 16 * config.tiles
+    even = statically_true(p.n % tile == 0) and statically_true(p.k % (128 * config.warps) == 0)
+    launch(
+        gemm_skinny, torch.sym_min(tiles_m * ceil_div(p.n, tile), config.grid),
+        x, a_outer, b.data, b.scales, b_outer, b.data, out, *[b.data] * 10,
+        p.rows, p.n, 1, 1, p.k // 32, numbers, table, count, p.groups, b.scale_bytes, _outers_each(p.a, 0),
+        _outers_each(p.b, p.n), num_warps=config.warps, A_OUTER=p.a.outer, B_OUTER=p.b.outer, BIAS=0,
+        B_SQUARE=int(p.b.format.square), B_SWIZZLED=int(p.b.swizzled), COMPUTE=p.compute, GROUP_SIZE=1,
+        COUNT=triton.next_power_of_2(count), INDEXED=int(indexed), EVEN=int(even), ISA=p.target.isa,
+        **config.constants,
+    )  # fmt: skip
+    return out
 
 
-CANDIDATE = Candidate(
-    "skinny", "emulated", _serves, skinny_config, lambda call, config: _run_group([call], config)[0],
-    dequantizes_a=True, group_with=in_common, run_group=_run_group,
-)  # fmt: skip
+def _outers_each(x: OperandSpec, rows) -> int:
+    """How many outer scales a group has of its own. rows: the number if each row has an outer scale."""
+    return {"group": 1, "row": rows}.get(x.outer, 0)

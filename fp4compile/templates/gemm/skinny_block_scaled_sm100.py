@@ -41,8 +41,8 @@ from fp4compile.templates.gemm.heuristics import (
     SkinnyBlockScaledConfig,
     skinny_block_scaled_config,
 )
+from fp4compile.templates.gemm.horizontal import in_common, pointers_of
 from fp4compile.templates.gemm.split_k import reduce_split_k
-from fp4compile.templates.gemm.streaming import in_common, pointers_of
 from fp4compile.templates.launch import launch
 from fp4compile.templates.problem import Problem
 
