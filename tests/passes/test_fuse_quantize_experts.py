@@ -98,17 +98,19 @@ def compiled(monkeypatch, inner, recipe):
         return compiled_for(monkeypatch, model, x, recipe, launches)
 
 
-@pytest.mark.parametrize(("inner", "pair"), [(1024, 2), (1040, 0)], ids=["joined", "no whole tiles"])
-def test_compiled_models(inner, pair, monkeypatch):
+@pytest.mark.parametrize(("inner", "pairs"), [(1024, [2, 0]), (1040, [0, 0, 0])], ids=["joined", "no whole tiles"])
+def test_compiled_models(inner, pairs, monkeypatch):
     """Through the backend: where the cache joins the weights of gate and up, one launch of both remains."""
     found = compiled(monkeypatch, inner, "mxfp4")
     rows = {row.module: row.fused for row in found.report.rows}
     assert rows == {"w1": "silu, mul, quantize", "w3": None, "w2": None}
     kernels = [one for one in found.launches if "gemm" in one.kernel.__name__]
-    assert [one.kernel.__name__ for one in kernels] == [KERNELS[1]] * (not pair) + KERNELS
-    assert [one.constants["PAIR"] for one in kernels if "PAIR" in one.constants] == [pair]
+    assert {one.kernel.__name__ for one in kernels} == {*KERNELS}
+    assert [one.constants["PAIR"] for one in kernels] == pairs
+    quantising = ["| e2m1 " in one.constants["EPILOGUE"] for one in kernels]
+    assert quantising == [*[False] * (len(pairs) - 2), True, False]
     packed = [node for node in found.graphs[0].graph.find_nodes(op="placeholder") if node.name.startswith("packed")]
-    assert len(packed) == (9 + 2 if pair else 9)
+    assert len(packed) == (9 + 2 if pairs[0] else 9)
     assert [name for one in found.launches if "gemm" not in (name := one.kernel.__name__)] == QUANTISER
 
 
