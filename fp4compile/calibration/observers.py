@@ -1,6 +1,6 @@
 """`Observation`: run a model, and read the activations of the layers that a recipe quantises.
 
-The model runs uncompiled, in the backend's graphs (`explain.run_captured`). A layer may also run outside of these
+The model runs uncompiled, in the backend's graphs (`capture.run_captured`). A layer may also run outside of these
 graphs: Dynamo leaves a function to Python where the function's loop or `try` has a graph break. `Observation` cannot
 read the activations there, so it records the layer's name.
 """

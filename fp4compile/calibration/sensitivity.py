@@ -1,6 +1,6 @@
 """`sensitivity`: how much each layer's quantisation changes the layer's output and the model's output.
 
-The model is captured once (`explain.run_captured`). Each captured graph gets the backend's quantised products of every
+The model is captured once (`capture.run_captured`). Each captured graph gets the backend's quantised products of every
 layer beside the original products. An interpreter runs the quantised products of one layer at a time. So nothing is
 compiled, and a batch takes one pass over the model, and one more for each layer.
 """
