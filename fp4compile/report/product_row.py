@@ -35,7 +35,7 @@ class Row:
         the next product: "silu, mul, quantize". None without any, and before the graph is compiled.
     node: the product's node in the captured graph, as graph dumps show it.
     plain_seconds, seconds: the product's predicted time in bf16, and as it is planned, with its part of launches that
-        several products need; see `passes.predict`. None where no GPU is named, and for products of unknown size.
+        several products need (`roofline.compiled_graph`). None where no GPU is named, and for products of unknown size.
     shared_seconds: its part of the launches that products of other layers need too; it is in `seconds`.
     launches: what is launched for the product, such as "quantise, rows / 3; wgmma_sm90": a third of a quantiser that
         two other products read too, and a kernel of its own.
