@@ -47,11 +47,6 @@ def fake_quantize(graph: Graph) -> int:
     return len(found)
 
 
-def may_return_values(quantise: Quantise) -> bool:
-    """Whether the pass would let a quantise return dequantised values, along any of its dimensions."""
-    return any(_expands(quantise, dim) for dim in quantise.dims)
-
-
 def _expands(quantise: Quantise, dim: int) -> bool:
     """Whether the op can return dequantised values along `dim`, and all readers of the codes would dequantise them."""
     x, fmt = quantise.x.meta["val"], formats.get(quantise.format)

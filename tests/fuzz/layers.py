@@ -179,7 +179,7 @@ def tied_embedding(d: Draft) -> None:
 
 @kind(4, ragged=6)
 def moved_rows(d: Draft) -> None:
-    """Layers of rows that an index brings together: as many rows as before, or twice.
+    """Layers of rows that an index, a table or a concatenation brings together: as many rows as before, or twice.
 
     Of programs with gradients most have none here: a weight gradient reads columns, which are quantised where they are.
     """
@@ -189,15 +189,20 @@ def moved_rows(d: Draft) -> None:
     twice, at = d.chance(0.5), d.rng.randrange(min(rows, 24))  # of dynamic programs the fewest rows count
     some = f"(({x}.shape[0] + 1) // 2)" if d.chance(0.3) else f"{x}.shape[0]"  # an index may leave out rows
     ids = f"(torch.arange({2 if twice else 1} * {x}.shape[0], device={x}.device) * 7 + {at}) % {some}"
+    texts = ["{0}[{1}]", "{0}.index_select(0, {1})"]
+    if len(d.shape(x)) == 2:
+        texts += ["F.embedding({1}, {0})", "{0}.gather(0, ({1}).view(-1, 1).expand(-1, {0}.shape[-1]))"]
+        texts += ["{0}[{1}].masked_fill((({1}) > 5).view(-1, 1), 0.0)"]
+    texts += ["torch.cat(({0}, {0}))"] if twice else [f"torch.cat(({{0}}[{at}:], {{0}}[:{at}]))"]
     moved, names = d.name("r"), [d.name("h") for _ in layers]
     ending = ".unflatten(0, (2, -1)).sum(0)" if twice else ""
     detached, read = "with torch.no_grad(): " if d.chance(0.8) else "", d.chance(0.15)
     code, rows_of = [], x
-    if d.chance(0.5):  # rows of several sizes
+    if d.chance(0.5):  # rows of several sizes, so that moved rows may lack the largest element
         rows_of = d.name("u")
         factors = f"(1 + torch.arange({x}.shape[0], device={x}.device) % 5).to({x}.dtype)"
         code.append(f"{rows_of} = {x} * {factors}.view(-1{', 1' * (len(d.shape(x)) - 1)})")
-    code.append(f"{detached}{moved} = {rows_of}[{ids}]")
+    code.append(f"{detached}{moved} = {d.rng.choice(texts).format(rows_of, ids)}")
     oracle = list(code)
     for name, (ours, theirs) in zip(names, (applied(layer, moved) for layer in layers), strict=True):
         for lines, call in ((code, ours), (oracle, theirs)):

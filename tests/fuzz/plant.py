@@ -63,7 +63,7 @@ PLANTS = (
     Plant("an outer scale of the rows before", "passes/lib/row_moves.py",
           'if fmt.outer == "tensor" and outer is None:', "if False:"),
     Plant("rows moved without those who read them", "passes/lib/row_moves.py",
-          "if len(quantisers) < len(users) else", "if False else"),
+          "if len(quantisers) + len(sizes) < len(users):", "if False:"),
     # experts
     Plant("a weight gradient of other groups", "analysis/find.py",
           "            and layer.grouping == product.grouping\n", ""),
@@ -104,12 +104,12 @@ PLANTS = (
     Plant("quantised once for both directions", "passes/rewrite.py",
           "key = (value_key(source), treatment, dim,", "key = (value_key(source), treatment,"),
     # after the partitioner
-    Plant("pairs of different formats merged", "passes/merge_quantize.py",
+    Plant("pairs of different formats merged", "passes/lib/equal_quantises.py",
           'not in ("node", *apart)', 'not in ("node", "format", *apart)'),
-    Plant("pairs of different outer scales merged", "passes/merge_quantize.py",
+    Plant("pairs of different outer scales merged", "passes/lib/equal_quantises.py",
           'not in ("node", *apart)', 'not in ("node", "outer", *apart)'),
-    Plant("quantises of different directions shared", "passes/merge_quantize.py",
-          "setdefault(_key(found), node)", 'setdefault(_key(found, "dims"), node)'),
+    Plant("quantises of different directions shared", "passes/lib/equal_quantises.py",
+          "setdefault(key_of(found), node)", 'setdefault(key_of(found, "dims"), node)'),
     Plant("columns' own outer scale dropped", "passes/merge_quantize.py",
           "column_outer if both.spec.columns_separate else outer", "outer"),
 )  # fmt: skip

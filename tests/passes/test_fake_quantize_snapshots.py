@@ -13,7 +13,7 @@ from fp4compile.passes.fake_quantize import fake_quantize
 from fp4compile.templates.launch import dry_run
 from tests.helpers.arguments import times
 from tests.helpers.graphs import summary
-from tests.helpers.products import multiplied, outer_kept, packed, quantised_each, replaced, traced
+from tests.helpers.products import packed, quantised_each, replaced, traced
 
 
 def before_and_after(function, *columns):
@@ -51,32 +51,6 @@ scaled_mm: bfloat16[1, 64] = fp4compile.scaled_mm(getitem_9, getitem_11, arg1_1,
 scaled_mm_1: bfloat16[1, 24] = fp4compile.scaled_mm(getitem_9, getitem_11, arg4_1, arg5_1, arg6_1, plain @ nvfp4 -> bfloat16)
 scaled_mm_2: bfloat16[1, 24] = fp4compile.scaled_mm(getitem_9, getitem_11, arg7_1, arg8_1, arg9_1, plain @ nvfp4 -> bfloat16)
 return scaled_mm: bfloat16[1, 64], scaled_mm_1: bfloat16[1, 24], scaled_mm_2: bfloat16[1, 24]""",
-        )
-
-    def test_a_static_scale(self):
-        self.assertExpectedInline(
-            before_and_after(multiplied(given=True), 64),
-            """\
-quantize = fp4compile.quantize(arg0_1, nvfp4, outer=new_full)
-scaled_mm: bfloat16[1, 64] = fp4compile.scaled_mm(getitem, getitem_1, new_full, arg1_1, arg2_1, arg3_1, nvfp4 @ nvfp4 -> bfloat16)
-return scaled_mm: bfloat16[1, 64]
----
-quantize_default = fp4compile.quantize(arg0_1, nvfp4, [-1], outer=new_full, values=[-1])
-scaled_mm: bfloat16[1, 64] = fp4compile.scaled_mm(getitem_3, new_full, arg1_1, arg2_1, arg3_1, plain @ nvfp4 -> bfloat16)
-return scaled_mm: bfloat16[1, 64]""",
-        )
-
-    def test_an_outer_scale_that_is_kept(self):
-        self.assertExpectedInline(
-            before_and_after(outer_kept, 64),
-            """\
-quantize = fp4compile.quantize(arg0_1, nvfp4)
-scaled_mm: bfloat16[1, 64] = fp4compile.scaled_mm(getitem, getitem_1, getitem_2, arg1_1, arg2_1, arg3_1, nvfp4 @ nvfp4 -> bfloat16)
-return scaled_mm: bfloat16[1, 64], mul: float32[]
----
-quantize_default = fp4compile.quantize(arg0_1, nvfp4, [-1], values=[-1])
-scaled_mm: bfloat16[1, 64] = fp4compile.scaled_mm(getitem_3, getitem_5, arg1_1, arg2_1, arg3_1, plain @ nvfp4 -> bfloat16)
-return scaled_mm: bfloat16[1, 64], mul: float32[]""",
         )
 
     def test_experts(self):
