@@ -46,7 +46,7 @@ from fp4compile.templates.launch import target_of
 from fp4compile.templates.multiply import call_of
 from fp4compile.templates.problem import Problem
 from fp4compile.templates.quantize import row
-from fp4compile.templates.quantize.amax import amax_of_each, amax_of_groups_config
+from fp4compile.templates.quantize.amax import AMAX_OF_GROUPS, amax_of_each
 from fp4compile.templates.quantize.source import source_of
 from fp4compile.templates.view import View
 
@@ -377,7 +377,7 @@ def rows_of_tokens(name: str, args: argparse.Namespace) -> Iterator[dict]:
     x, offs = shape.rows(args.tokens, args.device), offsets(group_sizes(args.tokens, shape.experts), args.device)
     source = replace(source_of(x, target_of(x.device)), offs=View.flat(offs, len(offs)))
     (amax_us,) = call_times([[lambda: amax_of_each(source, "matrix")[1][0].run()]], args)
-    yield {"configurations": f"{name}, rows", "of": "amax", "us": amax_us, "launch": str(amax_of_groups_config())}
+    yield {"configurations": f"{name}, rows", "of": "amax", "us": amax_us, "launch": str(AMAX_OF_GROUPS)}
     for values in (False, True):
         table = row.row_config_of_groups("e2m1", 16, args.tokens, shape.experts, False)
         others = [replace(table, rows=rows, blocks=table.rows * table.blocks // rows) for rows in (128, 32, 16, 8)]
