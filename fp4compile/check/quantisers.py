@@ -155,15 +155,8 @@ class Configuration:
         return "swizzled" if read else "linear"
 
     def trips(self, launched: Launch) -> int:
-        """The steps of each loop of a kernel.
-
-        Only rows that do not fit a program's registers are quantised in a loop. The scale sweep tries scales in a loop.
-        """
-        if "DOUBLE_WINS" in launched.constants:
-            return SWEEP_STEPS
-        if launched.constants.get("ON_CHIP", 1):
-            return 1
-        return ceil_div(self.shape[1], launched.constants["BLOCKS"] * self.block_format.block_cols)
+        """The steps of each loop of a kernel. Only the scale sweep has one: it tries scales."""
+        return SWEEP_STEPS if "DOUBLE_WINS" in launched.constants else 1
 
     def idle_programs(self, launched: Launch) -> int:
         """The number of programs without a row to quantise, where all groups have the same number of rows.

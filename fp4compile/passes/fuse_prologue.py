@@ -48,7 +48,7 @@ from fp4compile.passes.lib.operations import (
 from fp4compile.passes.lib.slices import cuts_columns, erase_unread, in_shape, memory_of, slice_of
 from fp4compile.passes.lib.symbolic_sizes import read_sizes_of_operands
 from fp4compile.templates.launch import on_gpu, target_of
-from fp4compile.templates.quantize.heuristics import PARTIAL_MAXIMA_ELEMENTS
+from fp4compile.templates.quantize.amax import PARTIAL_MAXIMA_ELEMENTS
 from fp4compile.templates.quantize.prologue_cost import gain, reads_amax
 from fp4compile.templates.quantize.prologues import takes_prologue
 

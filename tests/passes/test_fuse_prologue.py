@@ -23,7 +23,7 @@ from fp4compile.passes.lower import lower
 from fp4compile.passes.merge_quantize import merge_quantize
 from fp4compile.templates.launch import dry_run
 from fp4compile.templates.quantize import prologue_cost
-from fp4compile.templates.quantize.heuristics import PARTIAL_MAXIMA_ELEMENTS
+from fp4compile.templates.quantize.amax import PARTIAL_MAXIMA_ELEMENTS
 from tests.helpers.norms import rms_norm
 
 BF16, F32 = torch.bfloat16, torch.float32

@@ -21,9 +21,9 @@ from fp4compile.templates.gemm import indexed
 from fp4compile.templates.gemm.heuristics import tma_copies
 from fp4compile.templates.launch import dry_run
 from fp4compile.templates.quantize.dequantize import dequantize
-from fp4compile.templates.quantize.heuristics import MAX_ROW_ON_CHIP, scaled_row_config
 from fp4compile.templates.quantize.prologue_cost import reads_amax
 from fp4compile.templates.quantize.prologues import takes_prologue
+from fp4compile.templates.quantize.row import MAX_ROW_ON_CHIP
 from tests.helpers.multiplied import scaled_grouped_mm, scaled_mm
 from tests.helpers.quantisers import quantize, quantize_both
 
@@ -236,6 +236,7 @@ def test_what_else_is_quantised_is_computed_by_pytorch(name, options):
 
 @pytest.mark.parametrize("cols", [MAX_ROW_ON_CHIP - 16, MAX_ROW_ON_CHIP, MAX_ROW_ON_CHIP + 16])
 def test_a_row_on_the_chip_is_read_once(cols):
-    on_chip = scaled_row_config("e2m1", 16, 4096, cols).on_chip
     read_again = reads_amax(QuantizeSpec(formats.get("nvfp4_rowwise")), cols)
-    assert read_again == (not on_chip) and on_chip == (cols <= MAX_ROW_ON_CHIP)
+    with dry_run(Target(100)) as found:
+        quantize_kernels(torch.empty(4, cols, dtype=torch.bfloat16, device="meta"), "nvfp4_rowwise")
+    assert len(found) == 1 + read_again and read_again == (cols > MAX_ROW_ON_CHIP)

@@ -17,7 +17,7 @@ from fp4compile.formats import formats
 from fp4compile.hardware import Target
 from fp4compile.ops.quantize import QUANTIZE, quantize_kernels
 from fp4compile.templates.launch import dry_run
-from fp4compile.templates.quantize import heuristics, row_on_chip
+from fp4compile.templates.quantize import row_on_chip
 from tests.helpers.hard_inputs import NAMES, NON_FINITE, hard_input
 from tests.helpers.kernels import INTERPRETING, gpu, spilled_bytes
 from tests.helpers.norms import (
@@ -139,7 +139,7 @@ def test_few_rows_and_many():
 def test_rows_in_several_tiles(name, monkeypatch):
     """As rows are whose length is far from a power of two: the last tile whole or not, with words that end inside."""
     # Each thread has whole runs of 16 bytes: Triton 3.6 reduces wrongly along lanes that are no neighbours.
-    three = heuristics.ReducedRowConfig(num_warps=1, rows=1, blocks=32, vectors=2, pieces=3)
+    three = row_on_chip.ReducedRowConfig(num_warps=1, rows=1, blocks=32, vectors=2, pieces=3)
     monkeypatch.setattr(row_on_chip, "reduced_row_config", lambda element, block, *sizes: replace(
         three, blocks=512 // block))  # fmt: skip
     stored = ["s0 bfloat16"] if name in ("residual", "sum") else []
@@ -153,15 +153,15 @@ def test_lengths_that_take_several_tiles():
     widths = [3072, 5120, 6144, 12288, 12288, 3072]
     for length, width in zip(lengths, widths, strict=True):
         for isa in (90, 100):
-            config = heuristics.reduced_row_config("e2m1", 16, 8192, length, isa)
+            config = row_on_chip.reduced_row_config("e2m1", 16, 8192, length, isa)
             assert config.pieces in (3, 5) and config.pieces * config.blocks * 16 == width
-            assert heuristics.reduced_row_config("e2m1", 16, 64, length, isa).pieces == 1
+            assert row_on_chip.reduced_row_config("e2m1", 16, 64, length, isa).pieces == 1
     for length in (512, 4096, 4000, 7168, 8192, 15000, 16384, 2**16):
-        assert heuristics.reduced_row_config("e2m1", 16, 8192, length, 100).pieces == 1
+        assert row_on_chip.reduced_row_config("e2m1", 16, 8192, length, 100).pieces == 1
         for element, pieces in (("e2m1", 4 if 4000 <= length <= 16384 else 1), ("e4m3", 1)):
-            assert heuristics.reduced_row_config(element, 16, 8192, length, 90).pieces == pieces
+            assert row_on_chip.reduced_row_config(element, 16, 8192, length, 90).pieces == pieces
     for work, shape in (("all", (4, 4, 2)), ("statistics", (4, 8, 1)), ("codes", (2, 4, 2))):
-        config = heuristics.reduced_row_config("e2m1", 16, 8192, 8192, 90, outer=True, work=work)
+        config = row_on_chip.reduced_row_config("e2m1", 16, 8192, 8192, 90, outer=True, work=work)
         assert (config.pieces, config.num_warps, config.vectors) == shape
         assert config.pieces * config.blocks * 16 == 8192
 
@@ -169,7 +169,7 @@ def test_lengths_that_take_several_tiles():
 @gpu
 def test_rows_that_do_not_fit_on_the_chip(monkeypatch):
     """PyTorch computes the norm, and kernels quantise it. Means of 256 integers are exact on every device."""
-    monkeypatch.setattr(heuristics, "MAX_REDUCED_ROW_ON_CHIP", 128)
+    monkeypatch.setattr(row_on_chip, "MAX_REDUCED_ROW_ON_CHIP", 128)
     for cols, kernel in ((128, "quantize_reduced_rows"), (256, "quantize_rows")):
         first, stored = torch.randint(-8, 9, (5, cols)).bfloat16(), ["s3 bfloat16", "s0 float32"]
         with dry_run(Target(90)) as found:
@@ -186,7 +186,7 @@ def test_rows_that_do_not_fit_on_the_chip(monkeypatch):
 ], ids=["100-residual", "100-layer", "100-two-levels", "90-layer"])  # fmt: skip
 def test_compiles_ahead(sm, steps, format):
     """Rows of the longest kind that fits on the chip spill no register."""
-    length = heuristics.MAX_REDUCED_ROW_ON_CHIP
+    length = row_on_chip.MAX_REDUCED_ROW_ON_CHIP
     operands = [torch.empty_like(x, device="meta") for x in operands_of(steps, torch.empty(256, 16, dtype=BF16))]
     operands = [x.new_empty((*x.shape[:-1], length)) for x in operands]
     with dry_run(Target(sm)) as found:

@@ -18,7 +18,7 @@ from fp4compile.hardware import Target
 from fp4compile.ops.quantize import QUANTIZE, quantize_kernels
 from fp4compile.templates.device.prologue import text
 from fp4compile.templates.launch import dry_run
-from fp4compile.templates.quantize import heuristics
+from fp4compile.templates.quantize import row
 from tests.helpers.hard_inputs import NAMES, NON_FINITE, hard_input
 from tests.helpers.kernels import DEVICE, INTERPRETING, gpu, spilled_bytes
 
@@ -224,9 +224,9 @@ def test_what_is_stored_of_batches():
 
 @gpu
 def test_rows_that_do_not_fit_on_the_chip(monkeypatch):
-    """Their programs walk them twice, and compute the steps each time; few of them are shared by programs."""
+    """Two kernels read them, and compute the steps each time; few rows that do fit are shared by programs."""
     check(NORM, torch.randn(1, 8200).bfloat16(), "nvfp4_rowwise", stored=[BETWEEN])
-    monkeypatch.setattr(heuristics, "MAX_ROW_ON_CHIP", 1024)
+    monkeypatch.setattr(row, "MAX_ROW_ON_CHIP", 1024)
     check(NORM, torch.randn(2, 16400).bfloat16(), "nvfp4_rowwise", stored=[RESULT])
 
 

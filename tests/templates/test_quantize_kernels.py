@@ -17,7 +17,7 @@ from fp4compile.formats import formats, reference
 from fp4compile.formats.formats import BlockFormat
 from fp4compile.formats.quantize_spec import holds_values
 from fp4compile.ops.quantize import QUANTIZE, quantize_kernels
-from fp4compile.templates.quantize import dequantize, heuristics, row
+from fp4compile.templates.quantize import dequantize, row
 from tests.helpers import guarded, in_interpreter
 from tests.helpers.hard_inputs import DTYPES, NAMES, TINY_AMAXES, TINY_OUTERS, hard_input, of_amax
 from tests.helpers.kernels import OLD_TRITON
@@ -62,11 +62,10 @@ def tall_tiles(monkeypatch):
 
 def make_tiles_tall(monkeypatch):
     def tall(config):
-        # Rows that several programs share, or that do not fit on the chip, stay as they are.
-        whole_rows = getattr(config, "parts", 1) == 1 and getattr(config, "on_chip", 1)
-        return dataclasses.replace(config, rows=16) if whole_rows else config
+        # Rows that several programs share stay as they are.
+        return dataclasses.replace(config, rows=16) if getattr(config, "parts", 1) == 1 else config
 
-    scaled_row_config, dequantize_config = heuristics.scaled_row_config, heuristics.dequantize_config
+    scaled_row_config, dequantize_config = row.scaled_row_config, dequantize.dequantize_config
     monkeypatch.setattr(row, "scaled_row_config", lambda *args: tall(scaled_row_config(*args)))
     monkeypatch.setattr(dequantize, "dequantize_config", lambda block: tall(dequantize_config(block)))
 

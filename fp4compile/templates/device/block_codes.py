@@ -3,48 +3,32 @@
 import triton
 import triton.language as tl
 
-from fp4compile.templates.device.block_scales import block_scale, plain_e4m3_scale
+from fp4compile.templates.device.block_scales import block_scale
 from fp4compile.templates.device.elements import encode_pair, infinity_to_nan, round_pair, rounding_scale, unpack
 from fp4compile.templates.device.packed_encoding import encode_exact_words, exact_in_bf16
-from fp4compile.templates.device.packed_rounding import CLAMP_LIMIT, encode_packed_words, packed_clamp_limit
-from fp4compile.templates.device.quick_scales import in_quick_range, quick_e4m3_scale
 
 
 @triton.jit
 def scale_and_encode(
     words, amax, encode, decode, HAS_OUTER: tl.constexpr, ELEMENT: tl.constexpr, SCALE: tl.constexpr,
-    CONTRACT: tl.constexpr, STATIC: tl.constexpr, VALUES: tl.constexpr, ROUNDING: tl.constexpr, dtype: tl.constexpr,
-    ISA: tl.constexpr,
+    CONTRACT: tl.constexpr, STATIC: tl.constexpr, VALUES: tl.constexpr, dtype: tl.constexpr, ISA: tl.constexpr,
 ):  # fmt: skip
     """(scale bytes of blocks, a pair of codes or dequantised values for each word [ROWS, BLOCKS * BLOCK / 2]).
 
-    VALUES: for elements with E4M3 scales, return dequantised values. ROUNDING: see `packed_rounding`; the others as in
-    `encode_and_store_codes`.
+    VALUES: for elements with E4M3 scales, return dequantised values. The others as in `encode_and_store_codes`.
     """
-    if ROUNDING == "bounded" and not decode.type.is_block():
-        if in_quick_range(decode):
-            byte, factor = quick_e4m3_scale(amax.to(tl.float32, bitcast=True), encode, decode, CONTRACT)
-            units = encode_packed_words(words, factor, packed_clamp_limit(decode), SCALE, ROUNDING, STATIC)
-        else:
-            byte, factor = plain_e4m3_scale(amax, encode, decode, CONTRACT, HAS_OUTER, ISA)
-            units = encode_packed_words(words, factor, 0, SCALE, "float32", False)
+    byte, factor = block_scale(amax, encode, decode, HAS_OUTER, ELEMENT, SCALE, CONTRACT, ISA)
+    factor = tl.broadcast_to(factor[:, :, None], words.shape)
+    if exact_in_bf16(SCALE, dtype, ISA):
+        units = encode_exact_words(words, factor, ELEMENT)
     else:
-        byte, factor = block_scale(amax, encode, decode, HAS_OUTER, ELEMENT, SCALE, CONTRACT, ISA)
-        if ROUNDING == "fp16":
-            units = encode_packed_words(words, factor, CLAMP_LIMIT, SCALE, ROUNDING, SCALE == "e4m3")
-        elif ROUNDING != "":
-            units = encode_packed_words(words, factor, 0, SCALE, "float32", False)
-        elif exact_in_bf16(SCALE, dtype, ISA):
-            units = encode_exact_words(words, tl.broadcast_to(factor[:, :, None], words.shape), ELEMENT)
+        first, second = unpack(words, dtype)
+        if SCALE == "none" and STATIC:  # saturation would hide an infinity, which no scale shows either
+            first = infinity_to_nan(first)
+            second = infinity_to_nan(second)
+        if VALUES and SCALE == "e4m3":
+            scale = rounding_scale(byte, ISA)
+            units = round_pair(first, second, factor, tl.broadcast_to(scale[:, :, None], words.shape), ISA)
         else:
-            first, second = unpack(words, dtype)
-            if SCALE == "none" and STATIC:  # saturation would hide an infinity, which no scale shows either
-                first = infinity_to_nan(first)
-                second = infinity_to_nan(second)
-            factor = tl.broadcast_to(factor[:, :, None], words.shape)
-            if VALUES and SCALE == "e4m3":
-                scale = rounding_scale(byte, ISA)
-                units = round_pair(first, second, factor, tl.broadcast_to(scale[:, :, None], words.shape), ISA)
-            else:
-                units = encode_pair(first, second, factor, ELEMENT, ISA)
+            units = encode_pair(first, second, factor, ELEMENT, ISA)
     return byte, tl.reshape(units, (words.shape[0], words.shape[1] * words.shape[2]))

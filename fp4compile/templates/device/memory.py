@@ -119,15 +119,6 @@ def store_words(ptr, words, word, cols, row_mask, dtype: tl.constexpr, ALIGN: tl
 
 
 @triton.jit
-def aligned_row(ptr, row, x_row, ALIGN: tl.constexpr):
-    """Pointers to rows of stride x_row (elements), written so that the compiler sees how wide it may store."""
-    x_row = tl.full((), 0, tl.int64) + x_row  # Triton makes a constant of a stride of 1
-    if ALIGN > 0:
-        x_row = x_row // (2 * ALIGN) * (2 * ALIGN)
-    return ptr + row * x_row
-
-
-@triton.jit
 def tiles_along(size, TILE: tl.constexpr, UNSIGNED: tl.constexpr):
     """The number of tiles of TILE that cover `size` (never negative). UNSIGNED: as in `multiple`."""
     if UNSIGNED and not is_wide(size):

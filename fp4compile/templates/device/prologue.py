@@ -36,10 +36,8 @@ from fp4compile.templates.device.memory import (
 from fp4compile.templates.device.pointwise import compute, kind_of, part_of, tensor_count, written
 from fp4compile.templates.device.register_tile import (
     DEPTH,
-    every,
     load_register_tile,
     split_last,
-    store_register_tile,
     tile_index,
 )
 
@@ -142,7 +140,7 @@ def read_tile(
 def read_register_tile(
     ptr, operands, batch, row0, rows, col0, cols, cols_left, x_row, dtype: tl.constexpr,
     ROW_TILES: tl.constexpr, COL_TILES: tl.constexpr, WORDS: tl.constexpr, ALIGN: tl.constexpr, WHOLE: tl.constexpr,
-    ISA: tl.constexpr, STORES: tl.constexpr, PROLOGUE: tl.constexpr,
+    ISA: tl.constexpr, PROLOGUE: tl.constexpr,
 ):  # fmt: skip
     """The words of register tiles, through the prologue: DEPTH * WORDS tensors [ROW_TILES, COL_TILES].
 
@@ -159,12 +157,8 @@ def read_register_tile(
                 row_stride_of(PROLOGUE, i) if has_row_stride(PROLOGUE, i) else cols,
                 cols_left, dtype, ROW_TILES, COL_TILES, WORDS, ALIGN, WHOLE,
             ),)  # fmt: skip
-        computed = compute_rows(values, operands, dtype, STORES, PROLOGUE, ISA)
-        results: tl.constexpr = 1 + stored_count(PROLOGUE) if STORES else 1
-        for i in tl.static_range(1, results):
-            to_register_tile(operands[STORED_FROM + i - 1], every(computed, i, results), batch, row0, rows, col0, cols,
-                             cols_left, dtype, COL_TILES, WORDS, ALIGN, WHOLE)  # fmt: skip
-        return inside_register_tile(every(computed, 0, results), row0, rows, cols_left, COL_TILES, WORDS, ALIGN, WHOLE)
+        words = compute_rows(values, dtype, PROLOGUE, ISA)
+        return inside_register_tile(words, row0, rows, cols_left, COL_TILES, WORDS, ALIGN, WHOLE)
 
 
 @triton.jit
@@ -176,9 +170,8 @@ def unpacked_rows(words, dtype: tl.constexpr):
 
 
 @triton.jit
-def compute_rows(values, operands, dtype: tl.constexpr, STORES: tl.constexpr, PROLOGUE: tl.constexpr,
-                 ISA: tl.constexpr):  # fmt: skip
-    """Operands of register tiles -> for each row, the words of the result, then the words of the stored results.
+def compute_rows(values, dtype: tl.constexpr, PROLOGUE: tl.constexpr, ISA: tl.constexpr):
+    """Operands of register tiles -> for each row, the words of the result.
 
     values: for each operand, a tuple of rows in float32, with an axis of two columns last. A thread has one element of
     each column, so both columns are computed at once, by instructions that compute two elements. Row after row, and not
@@ -192,10 +185,6 @@ def compute_rows(values, operands, dtype: tl.constexpr, STORES: tl.constexpr, PR
         row = compute(row, PROLOGUE, ISA)
         even, odd = tl.split(row[result_of(PROLOGUE)])
         words = words + (pack(even, odd, dtype, ISA),)
-        if STORES:
-            for j in tl.static_range(stored_count(PROLOGUE)):
-                even, odd = tl.split(row[stored_of(PROLOGUE, j)])
-                words = words + (pack(even, odd, operands[STORED_FROM + j].dtype.element_ty, ISA),)
     return words
 
 
@@ -338,16 +327,6 @@ def to_tile(
     row_ptr = operand_ptr(ptr, batch, rows, col0, cols) + row.to(tl.int64) * cols
     vectors: tl.constexpr = vectors_of(VECTORS, dtype, own)
     store_tile(row_ptr, words[0], cols_left, row < rows, own, ROWS, BLOCKS, BLOCK, vectors, ALIGN, WHOLE)
-
-
-@triton.jit
-def to_register_tile(
-    ptr, tile, batch, row0, rows, col0, cols, cols_left, dtype: tl.constexpr,
-    COL_TILES: tl.constexpr, WORDS: tl.constexpr, ALIGN: tl.constexpr, WHOLE: tl.constexpr,
-):  # fmt: skip
-    own: tl.constexpr = ptr.dtype.element_ty
-    ptr = operand_ptr(ptr, batch, rows, col0, cols)
-    store_register_tile(ptr, tile, row0, rows, cols_left, cols, own, COL_TILES, WORDS, ALIGN, WHOLE)
 
 
 @triton.jit

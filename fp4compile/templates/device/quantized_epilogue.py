@@ -67,7 +67,7 @@ def quantized_part(part, encode, decode, EPILOGUE: tl.constexpr, ISA: tl.constex
     words = pack(first, second, dtype, ISA)
     byte, units = scale_and_encode(
         words, word_amax(words, 2, ISA, dtype), encode, decode, static, result_of(EPILOGUE, "element"),
-        result_of(EPILOGUE, "scale"), result_of(EPILOGUE, "contract"), static, False, "", dtype, ISA,
+        result_of(EPILOGUE, "scale"), result_of(EPILOGUE, "contract"), static, False, dtype, ISA,
     )  # fmt: skip
     return units, byte
 

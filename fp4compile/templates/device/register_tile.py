@@ -15,11 +15,9 @@ import triton.language as tl
 from fp4compile.templates.device.elements import magnitude_bits, max_words, reduce_words, unpack
 from fp4compile.templates.device.memory import (
     FIRST_AXIS_FASTEST,
-    aligned_row,
     load_index,
     load_words,
     restore_axes,
-    store_words,
 )
 
 DEPTH = tl.constexpr(16)
@@ -87,15 +85,6 @@ def stacked(shape, count):
 
 
 @triton.jit
-def every(tensors, START: tl.constexpr, STEP: tl.constexpr):
-    """The tensors START, START + STEP, ... of a tuple."""
-    found = ()
-    for i in tl.static_range(START, len(tensors), STEP):
-        found = found + (tensors[i],)
-    return found
-
-
-@triton.jit
 def load_register_tile(
     ptr, row0, rows, cols, x_row, dtype: tl.constexpr,
     ROW_TILES: tl.constexpr, COL_TILES: tl.constexpr, WORDS: tl.constexpr, ALIGN: tl.constexpr, WHOLE: tl.constexpr,
@@ -128,19 +117,6 @@ def load_register_tile(
             loads = loads + (tl.permute(words, (1, 0, 2)) if FIRST_AXIS_FASTEST else words,)
         words = tl.permute(stack_tensors(loads), (0, 1, 3, 2))
     return tl.reshape(words, (ROW_TILES, COL_TILES, DEPTH * WORDS))
-
-
-@triton.jit
-def store_register_tile(
-    ptr, tile, row0, rows, cols, x_row, dtype: tl.constexpr,
-    COL_TILES: tl.constexpr, WORDS: tl.constexpr, ALIGN: tl.constexpr, WHOLE: tl.constexpr,
-):  # fmt: skip
-    """Store register tiles, a tuple of DEPTH rows of words [ROW_TILES, COL_TILES, WORDS]."""
-    row = tile_index(row0 + tl.arange(0, tile[0].shape[0]) * DEPTH, 0)
-    word = tile_index(tl.arange(0, COL_TILES) * WORDS, 1) + tl.arange(0, WORDS)[None, None, :]
-    for i in tl.static_range(DEPTH):
-        words = tl.permute(tile[i], (1, 0, 2)) if FIRST_AXIS_FASTEST else tile[i]
-        store_words(aligned_row(ptr, row + i, x_row, ALIGN), words, word, cols, row < rows - i, dtype, ALIGN, WHOLE)
 
 
 @triton.jit

@@ -4,6 +4,8 @@ A dynamic outer scale takes two reads of the tensor; this file has the first one
 magnitudes are, with NaN above infinity, so that integer maxima (and integer atomics) find the amax.
 """
 
+from dataclasses import dataclass, replace
+
 import torch
 import triton
 import triton.language as tl
@@ -18,18 +20,57 @@ from fp4compile.templates.device.groups import of_lanes, per_lane, tile_of_group
 from fp4compile.templates.device.memory import tile_of, tiles_along
 from fp4compile.templates.device.prologue import read_tile
 from fp4compile.templates.device.register_tile import amaxes_of_two_rows, stack_tensors
-from fp4compile.templates.launch import Launch
-from fp4compile.templates.quantize.heuristics import (
-    PARTIAL_MAXIMA_ELEMENTS,
-    AmaxConfig,
-    amax_config,
-    amax_of_groups_config,
-    amax_of_rows_config,
-    column_amax_config,
-)
+from fp4compile.templates.launch import Launch, LaunchConfig
 from fp4compile.templates.quantize.outputs import Outer, row_tiles, whole_tiles
 from fp4compile.templates.quantize.source import Source
 from fp4compile.templates.view import View
+
+# A flat tensor of up to this many elements has its amax in partial maxima, one a program. A program stores its maximum
+# without an atomic, so that nothing has to be set to 0 first.
+PARTIAL_MAXIMA_ELEMENTS = 2**21
+# The most partial maxima of one tensor. Every program of the quantise kernel reads all of them.
+MAX_PARTIAL_MAXIMA = 128
+
+
+@dataclass(frozen=True)
+class AmaxConfig(LaunchConfig):
+    """`tensor_amax`: tiles of rows x blocks of `block` elements."""
+
+    num_warps: int
+    rows: int
+    blocks: int
+    block: int
+
+
+@dataclass(frozen=True)
+class ColumnAmaxConfig(LaunchConfig):
+    """`columns_amax`: tiles of row_tiles * block rows by 2 * words columns."""
+
+    num_warps: int
+    block: int
+    row_tiles: int
+    words: int
+
+
+# Tiles of 16 rows: many tiles for a group of many rows, and few rows beyond the end of a small group.
+AMAX_OF_GROUPS = AmaxConfig(num_warps=8, rows=16, blocks=32, block=32)
+COLUMN_AMAX = ColumnAmaxConfig(num_warps=4, block=16, row_tiles=8, words=64)
+
+
+def amax_config(elements: int | None) -> AmaxConfig:
+    """The configuration for a flat tensor of `elements` elements with partial maxima; None: with one maximum."""
+    if elements is None:
+        return AmaxConfig(num_warps=8, rows=1, blocks=512, block=32)
+    width = max(2048, 1 << (-(-elements // MAX_PARTIAL_MAXIMA) - 1).bit_length())
+    return AmaxConfig(num_warps=4, rows=1, blocks=width // 32, block=32)
+
+
+def amax_of_rows_config(cols: int) -> AmaxConfig:
+    """The configuration for separate rows of `cols` elements (may be symbolic), with little of a tile beyond a row."""
+    config = amax_config(None)
+    whole = 1 << (-(-cols // config.block) - 1).bit_length() if isinstance(cols, int) and cols else config.blocks
+    blocks = min(whole, config.blocks)
+    return replace(config, rows=config.blocks // blocks, blocks=blocks)
 
 
 def outer_of(source: Source, fmt: BlockFormat, static: torch.Tensor | None, each_matrix: bool = False) -> Outer:
@@ -124,7 +165,7 @@ def amax_of_each(source: Source, of: str) -> tuple[View, tuple[Launch, ...]]:
     found = _zeros(source, source.batch * source.rows if of == "row" else source.groups or source.batch)
     if of == "matrix" and not source.groups and statically_true(source.row_stride == source.cols):
         source = source.each_as_row()
-    config = amax_of_groups_config() if source.groups else amax_config(None)
+    config = AMAX_OF_GROUPS if source.groups else amax_config(None)
     return found, (_amax_launch(source, found, _amax_grid(source, config), config, OF=of),)
 
 
@@ -158,7 +199,7 @@ def amax_of_columns(
     per_tensor = (groups if source.groups or each_matrix else 1) * (1 + rows)
     count = groups * source.cols + (source.batch * source.rows if rows else 0) if each else per_tensor
     found = _zeros(source, count)
-    config, isa = column_amax_config(), source.target.isa
+    config, isa = COLUMN_AMAX, source.target.isa
     height, width = config.row_tiles * config.block, 2 * config.words
     whole = isa >= 100 and not source.groups and whole_tiles(source, height, width, "linear")
     constants = {

@@ -1,36 +1,21 @@
-"""Quantise along the rows and down the columns from one read: 16-bit inputs, rounded to nearest.
-
-The outer scale may be one for the tensor, with bf16 and the contract "torchao"; with any other ptxas spills registers,
-and `quantize_columns` serves it.
+"""Quantise along the rows and down the columns from one read: 16-bit inputs, rounded to nearest, without outer scales.
 
 A thread holds a register tile of 16 rows (`device.register_tile`). Rows and columns are encoded in turns of a few rows,
 so that values unpacked for the rows serve the columns too. The registers suffice for four programs a multiprocessor.
 Each direction may have dequantised values instead of codes (`device.values`).
 """
 
-import torch
+from dataclasses import dataclass
+
 import triton
 import triton.language as tl
 
 from fp4compile.formats.formats import BlockFormat
-from fp4compile.templates.device.block_scales import block_scale, make_outer_scales, outer_scales
+from fp4compile.templates.device.block_scales import block_scale
 from fp4compile.templates.device.column_tile import unpack_column_tile
 from fp4compile.templates.device.elements import encode_run, encode_runs, magnitude_bits, unpack
 from fp4compile.templates.device.memory import load_index, restore_axes, store_scales, store_units, tile_of
 from fp4compile.templates.device.packed_encoding import encode_exact_run, encode_exact_runs, exact_in_bf16
-from fp4compile.templates.device.packed_rounding import (
-    CLAMP_LIMIT,
-    MIN_AMAX,
-    PACKED_SCALE,
-    clamp_packed,
-    encode_packed_columns,
-    encode_packed_row,
-    in_packed_range,
-    packed_clamp_limit,
-    packed_e4m3_scales,
-    packed_outer_scales,
-    packed_rounding,
-)
 from fp4compile.templates.device.prologue import read_register_tile
 from fp4compile.templates.device.register_tile import (
     DEPTH,
@@ -38,7 +23,6 @@ from fp4compile.templates.device.register_tile import (
     amaxes_of_two_rows,
     block_amaxes_along_row,
     block_amaxes_down_column,
-    join_halves,
     join_to_int64,
     repeat_along_row,
     repeat_down_column,
@@ -46,9 +30,8 @@ from fp4compile.templates.device.register_tile import (
     word_amaxes,
 )
 from fp4compile.templates.device.values import scale_of_run, takes_values, values_of_run
-from fp4compile.templates.launch import Launch
+from fp4compile.templates.launch import Launch, LaunchConfig
 from fp4compile.templates.quantize.column import store_column_values
-from fp4compile.templates.quantize.heuristics import both_config
 from fp4compile.templates.quantize.outputs import (
     Outer,
     Output,
@@ -61,156 +44,97 @@ from fp4compile.templates.quantize.outputs import (
 from fp4compile.templates.quantize.source import Source
 
 
+@dataclass(frozen=True)
+class BothConfig(LaunchConfig):
+    """`quantize_both`: tiles of row_tiles * DEPTH rows by 2 * col_tiles * words columns."""
+
+    num_warps: int
+    row_tiles: int
+    col_tiles: int
+    words: int
+
+
+def both_config(element: str, more: bool) -> BothConfig:
+    """The configuration of `quantize_both`.
+
+    more: whether elements are computed, or rows of values stored. That takes more registers: small programs fit better.
+    """
+    if element == "e2m1" or more:
+        return BothConfig(num_warps=4, row_tiles=8, col_tiles=16, words=4)
+    return BothConfig(num_warps=8, row_tiles=8, col_tiles=32, words=4)
+
+
 def serves(source: Source, fmt: BlockFormat, outer: Outer, *, seeded: bool, transform: bool) -> bool:
     """Whether the kernel quantises this source in both directions."""
-    dtype = source.tensor.dtype
-    dynamic = outer.mode in ("amax", "matrix amax")
-    quick_outer = (dynamic or outer.mode == "tensor") and fmt.contract == "torchao" and dtype == torch.bfloat16
-    one_read = quick_outer or (outer.mode == "none" and dtype.itemsize == 2)
-    return one_read and not seeded and not transform and not source.groups
+    narrow = outer.mode == "none" and source.tensor.dtype.itemsize == 2
+    return narrow and not seeded and not transform and not source.groups
 
 
-def both_launch(source: Source, fmt: BlockFormat, outer: Outer, layout: str, rows: Output, columns: Output) -> Launch:
+def both_launch(source: Source, fmt: BlockFormat, layout: str, rows: Output, columns: Output) -> Launch:
     """The launch of the kernel. rows, columns: the outputs to fill for x and for x transposed."""
     config = both_config(fmt.element, source.prologue is not None or rows.data.tensor.is_floating_point())
     height, width = config.row_tiles * DEPTH.value, 2 * config.col_tiles * config.words
     constants = {
-        **format_constants(fmt), **outer.constants, "SWIZZLED": layout == "swizzled",
+        **format_constants(fmt), "SWIZZLED": layout == "swizzled",
         "WHOLE": whole_tiles(source, height, width, layout), "ALIGN": source.align, **store_aligns(source.cols, fmt),
         **column_aligns(source, fmt), "PROLOGUE": source.prologue_text,
         "ISA": source.target.isa, **config.constants,
     }  # fmt: skip
-    arguments = source.view, *rows.pointers, *columns.pointers, *outer.pointers(rows.data), *source.read_args
+    arguments = source.view, *rows.pointers, *columns.pointers, *source.args, *source.operand_args
     grid = tile_grid(source, height, width, layout)
     return Launch(quantize_both, grid, arguments, constants, config.num_warps)
 
 
 @triton.jit
-def plain_pair_scales(
-    amaxes, encode, decode, HAS_OUTER: tl.constexpr, ELEMENT: tl.constexpr, SCALE: tl.constexpr,
-    CONTRACT: tl.constexpr, dtype: tl.constexpr, ISA: tl.constexpr,
-):  # fmt: skip
-    """A pair of amaxes -> (both scale bytes in an int32, the factor of each), by `block_scale`."""
-    if len(amaxes) == 2:
-        first, second = amaxes
-    else:
-        first, second = unpack(amaxes[0], dtype)
-        first = magnitude_bits(first)
-        second = magnitude_bits(second)
-    byte0, factor0 = block_scale(first, encode, decode, HAS_OUTER, ELEMENT, SCALE, CONTRACT, ISA)
-    byte1, factor1 = block_scale(second, encode, decode, HAS_OUTER, ELEMENT, SCALE, CONTRACT, ISA)
-    return byte0 | (byte1 << 8), factor0, factor1
-
-
-@triton.jit
-def pair_scales(
-    amaxes, limit, encode, decode, HAS_OUTER: tl.constexpr, ELEMENT: tl.constexpr, SCALE: tl.constexpr,
-    CONTRACT: tl.constexpr, ROUNDING: tl.constexpr, CLAMP: tl.constexpr, dtype: tl.constexpr, ISA: tl.constexpr,
-):  # fmt: skip
-    """A pair of amaxes -> (both scale bytes in an int16, the factor of each for ROUNDING)."""
-    if ROUNDING == "fp16" and SCALE == "e4m3":
-        scale_bytes, factor0, factor1 = packed_e4m3_scales(amaxes[0])
-    elif ROUNDING == "bounded":
-        scale_bytes, factor0, factor1 = packed_outer_scales(amaxes[0], limit, encode, decode, ROUNDING, CLAMP)
-    elif HAS_OUTER and ISA >= 100:
-        if in_packed_range(decode):
-            scale_bytes, factor0, factor1 = packed_outer_scales(amaxes[0], limit, encode, decode, ROUNDING, CLAMP)
-        else:
-            scale_bytes, factor0, factor1 = plain_pair_scales(amaxes, encode, decode, HAS_OUTER, ELEMENT, SCALE,
-                                                              CONTRACT, dtype, ISA)  # fmt: skip
-    else:
-        scale_bytes, factor0, factor1 = plain_pair_scales(
-            amaxes, encode, decode, HAS_OUTER, ELEMENT, SCALE, CONTRACT, dtype, ISA
-        )
-        if ROUNDING == "fp16":
-            factor0 *= PACKED_SCALE
-            factor1 *= PACKED_SCALE
-    return scale_bytes.to(tl.int16), factor0, factor1
-
-
-@triton.jit
 def scales_of_pairs(
-    pairs, limit, encode, decode, HAS_OUTER: tl.constexpr, ELEMENT: tl.constexpr, SCALE: tl.constexpr,
-    CONTRACT: tl.constexpr, ROUNDING: tl.constexpr, CLAMP: tl.constexpr, dtype: tl.constexpr, ISA: tl.constexpr,
-):  # fmt: skip
-    """`pair_scales` for a tuple of pairs: a tuple of scale_bytes, and a tuple of twice as many factors."""
+    pairs, ELEMENT: tl.constexpr, SCALE: tl.constexpr, CONTRACT: tl.constexpr, dtype: tl.constexpr, ISA: tl.constexpr
+):
+    """A tuple of pairs of amaxes -> (int16 with both scale bytes of each pair, twice as many factors)."""
     all_bytes = ()
     factors = ()
     for i in tl.static_range(len(pairs)):
-        scale_bytes, factor0, factor1 = pair_scales(pairs[i], limit, encode, decode, HAS_OUTER, ELEMENT, SCALE,
-                                                    CONTRACT, ROUNDING, CLAMP, dtype, ISA)  # fmt: skip
-        all_bytes = all_bytes + (scale_bytes,)
+        if len(pairs[i]) == 2:
+            first, second = pairs[i]
+        else:
+            first, second = unpack(pairs[i][0], dtype)
+            first = magnitude_bits(first)
+            second = magnitude_bits(second)
+        byte0, factor0 = block_scale(first, 1.0, 1.0, False, ELEMENT, SCALE, CONTRACT, ISA)
+        byte1, factor1 = block_scale(second, 1.0, 1.0, False, ELEMENT, SCALE, CONTRACT, ISA)
+        all_bytes = all_bytes + ((byte0 | (byte1 << 8)).to(tl.int16),)
         factors = factors + (factor0, factor1)
     return all_bytes, factors
 
 
 @triton.jit
-def take_words(tile, limit, START: tl.constexpr, COUNT: tl.constexpr, CLAMP: tl.constexpr):
-    """COUNT words of the tile from START on, clamped to +-`limit` if CLAMP (`clamp_packed`)."""
-    words = ()
-    for i in tl.static_range(START, START + COUNT):
-        if CLAMP:
-            words = words + (clamp_packed(tile[i], limit),)
-        else:
-            words = words + (tile[i],)
-    return words
-
-
-@triton.jit
 def encode_row(tile, START: tl.constexpr, COUNT: tl.constexpr, factor, dtype: tl.constexpr, ELEMENT: tl.constexpr,
-               EXACT: tl.constexpr, ROUNDING: tl.constexpr, ISA: tl.constexpr):  # fmt: skip
+               EXACT: tl.constexpr, ISA: tl.constexpr):  # fmt: skip
     """Codes of COUNT neighbouring words of a row, as a tuple of int32 tensors."""
     words: tl.constexpr = 4 if ELEMENT == "e2m1" else 2
     runs = ()
     for i in tl.static_range(START, START + COUNT, words):
-        if ROUNDING != "":
-            run = (tile[i], tile[i + 1], tile[i + 2], tile[i + 3])
-            runs = runs + (encode_packed_row(run, factor, ROUNDING, dtype),)
-        elif EXACT:
-            run = ()
-            for j in tl.static_range(words):
-                run = run + (tile[i + j],)
+        run = ()
+        for j in tl.static_range(words):
+            run = run + ((tile[i + j],) if EXACT else unpack(tile[i + j], dtype))
+        if EXACT:
             runs = runs + (encode_exact_run(run, factor, ELEMENT),)
         else:
-            values = unpack(tile[i], dtype)
-            for j in tl.static_range(1, words):
-                values = values + unpack(tile[i + j], dtype)
-            runs = runs + (encode_run(values, factor, (), ELEMENT, ISA),)
+            runs = runs + (encode_run(run, factor, (), ELEMENT, ISA),)
     return runs
 
 
 @triton.jit
 def encode_columns(tile, ROW: tl.constexpr, WORD: tl.constexpr, WORDS: tl.constexpr, COUNT: tl.constexpr, factors,
-                   dtype: tl.constexpr, ELEMENT: tl.constexpr, EXACT: tl.constexpr, ROUNDING: tl.constexpr,
-                   ISA: tl.constexpr):  # fmt: skip
-    """Codes of COUNT rows in both columns of a word: an int32 tensor for each column, or one tensor for both.
-
-    With packed ROUNDING there is one tensor for both: COUNT is 4, and each half of the int32 has four E2M1 codes of a
-    column.
-    """
+                   dtype: tl.constexpr, ELEMENT: tl.constexpr, EXACT: tl.constexpr, ISA: tl.constexpr):  # fmt: skip
+    """Codes of COUNT rows in both columns of a word: an int32 tensor for each column."""
     words = ()
     for i in tl.static_range(ROW, ROW + COUNT):
         words = words + (tile[i * WORDS + WORD],)
-    if ROUNDING != "":
-        return (encode_packed_columns(words, factors[2 * WORD], factors[2 * WORD + 1], ROUNDING, dtype),)
-    elif EXACT:
+    if EXACT:
         return encode_exact_runs(words, factors[2 * WORD], factors[2 * WORD + 1], ELEMENT)
     else:
         first, second = unpack_column_tile(words, dtype)
         return encode_runs(first, second, factors[2 * WORD], factors[2 * WORD + 1], (), (), ELEMENT, ISA)
-
-
-@triton.jit
-def join_packed_columns(quarters, WORDS: tl.constexpr):
-    """Join packed results of `encode_columns` (both columns in an int32) to an int32 of eight rows for each column.
-
-    quarters: WORDS tensors of the first four rows, then WORDS tensors of the next four rows, and so on.
-    """
-    runs = ()
-    for i in tl.static_range(0, len(quarters), 2 * WORDS):
-        for j in tl.static_range(i, i + WORDS):
-            runs = runs + join_halves(quarters[j], quarters[j + WORDS])
-    return runs
 
 
 @triton.jit
@@ -263,10 +187,10 @@ def store_pairs(scales_ptr, pairs, batch, row0, block0, rows, blocks, SWIZZLED: 
 
 @triton.jit
 def encode_turn(
-    tile, row_amaxes, column_factors, limit, encode, decode, destination,
+    tile, row_amaxes, column_factors, destination,
     ROW: tl.constexpr, dtype: tl.constexpr, ELEMENT: tl.constexpr, SCALE: tl.constexpr, CONTRACT: tl.constexpr,
-    COL_TILES_PER_BLOCK: tl.constexpr, HAS_OUTER: tl.constexpr, ROUNDING: tl.constexpr, CLAMP: tl.constexpr,
-    WHOLE: tl.constexpr, WORDS: tl.constexpr, stored: tl.constexpr, ISA: tl.constexpr,
+    COL_TILES_PER_BLOCK: tl.constexpr, WHOLE: tl.constexpr, WORDS: tl.constexpr, stored: tl.constexpr,
+    ISA: tl.constexpr,
 ):  # fmt: skip
     """Encode a turn: each thread's rows from ROW on, two for each pair of `row_amaxes`. Stores the rows.
 
@@ -276,17 +200,15 @@ def encode_turn(
     """
     turn: tl.constexpr = 2 * len(row_amaxes)
     exact: tl.constexpr = exact_in_bf16(SCALE, dtype, ISA)
-    scale_bytes, factors = scales_of_pairs(row_amaxes, limit, encode, decode, HAS_OUTER, ELEMENT, SCALE, CONTRACT,
-                                           ROUNDING, CLAMP, dtype, ISA)  # fmt: skip
-    words = take_words(tile, limit, ROW * WORDS, turn * WORDS, CLAMP)
+    scale_bytes, factors = scales_of_pairs(row_amaxes, ELEMENT, SCALE, CONTRACT, dtype, ISA)
     column_runs = ()
     for j in tl.static_range(WORDS):
-        column_runs = column_runs + encode_columns(words, 0, j, WORDS, turn, column_factors, dtype, ELEMENT, exact,
-                                                   ROUNDING, ISA)  # fmt: skip
+        column_runs = column_runs + encode_columns(tile, ROW, j, WORDS, turn, column_factors, dtype, ELEMENT, exact,
+                                                   ISA)  # fmt: skip
     stored_runs = ()
     for k in tl.static_range(turn):
         factor = repeat_along_row(factors[k], COL_TILES_PER_BLOCK)
-        runs = encode_row(words, k * WORDS, WORDS, factor, dtype, ELEMENT, exact, ROUNDING, ISA)
+        runs = encode_row(tile, (ROW + k) * WORDS, WORDS, factor, dtype, ELEMENT, exact, ISA)
         if stored.primitive_bitwidth == 16:
             byte = (scale_bytes[k // 2].to(tl.int32) >> (8 * (k % 2))) & 255
             scale = repeat_along_row(scale_of_run(byte, ELEMENT, SCALE, ISA), COL_TILES_PER_BLOCK)
@@ -300,39 +222,45 @@ def encode_turn(
 
 
 @triton.jit
-def encode_tile(
-    tile, initial, limit, encode, decode, data_ptr, scales_ptr, columns_ptr, column_scales_ptr,
-    batch, row_tile, col_tile, rows, cols, dtype: tl.constexpr,
-    ELEMENT: tl.constexpr, SCALE: tl.constexpr, CONTRACT: tl.constexpr, BLOCK: tl.constexpr, HAS_OUTER: tl.constexpr,
-    ROUNDING: tl.constexpr, CLAMP: tl.constexpr, SWIZZLED: tl.constexpr, WHOLE: tl.constexpr,
-    COLUMN_UNIT_ALIGN: tl.constexpr, SCALE_ALIGN: tl.constexpr, COLUMN_SCALE_ALIGN: tl.constexpr,
-    ROW_TILES: tl.constexpr, COL_TILES: tl.constexpr, WORDS: tl.constexpr, ISA: tl.constexpr,
+def quantize_both(
+    x_ptr, data_ptr, scales_ptr, columns_ptr, column_scales_ptr, rows, cols, x_batch, x_row,
+    operand_1_ptr, operand_2_ptr, operand_3_ptr, operand_4_ptr, operand_5_ptr,
+    ELEMENT: tl.constexpr, SCALE: tl.constexpr, CONTRACT: tl.constexpr, BLOCK: tl.constexpr,
+    SWIZZLED: tl.constexpr, WHOLE: tl.constexpr,
+    ALIGN: tl.constexpr, UNIT_ALIGN: tl.constexpr, COLUMN_UNIT_ALIGN: tl.constexpr,
+    SCALE_ALIGN: tl.constexpr, COLUMN_SCALE_ALIGN: tl.constexpr,
+    ROW_TILES: tl.constexpr, COL_TILES: tl.constexpr, WORDS: tl.constexpr, PROLOGUE: tl.constexpr, ISA: tl.constexpr,
 ):  # fmt: skip
-    """Compute and store scales and codes (or values alone) of a tile, in both directions.
+    """One tile of ROW_TILES * DEPTH rows by 2 * COL_TILES * WORDS columns.
 
-    initial: initial value of the maxima. limit: see `clamp_packed`. CLAMP: whether elements may be beyond the limit.
+    x: [batch, rows, cols], strides x_batch, x_row, 1. Codes and scales of x go to data_ptr and scales_ptr, codes and
+    scales of x.T to columns_ptr and column_scales_ptr; values instead, where data_ptr or columns_ptr points to 16-bit
+    floats. WHOLE: tiles divide each matrix, so no mask is needed.
     """
+    dtype: tl.constexpr = x_ptr.dtype.element_ty
     row_count: tl.constexpr = ROW_TILES * DEPTH
     col_count: tl.constexpr = 2 * COL_TILES * WORDS
     col_tiles_per_block: tl.constexpr = BLOCK // (2 * WORDS)
     row_tiles_per_block: tl.constexpr = BLOCK // DEPTH
+    # Swizzled scales have padding below and beside the scales of the tensor. The tiles cover it.
+    padded_rows = tl.cdiv(rows, 128) * 128 if SWIZZLED else rows
+    padded_cols = tl.cdiv(cols, 128) * 128 if SWIZZLED else cols
+    col_tiles = tl.cdiv(padded_cols, col_count)
+    batch, row_tile, col_tile = tile_of(tl.program_id(0), padded_rows, col_tiles, row_count, False, False)
+    batch = batch.to(tl.int64)
     row0 = row_tile * row_count
     col0 = col_tile * col_count
+    cols_left = tl.minimum(cols - col0, col_count)
+    operands = (operand_1_ptr, operand_2_ptr, operand_3_ptr, operand_4_ptr, operand_5_ptr)
+    tile = read_register_tile(x_ptr + batch * x_batch + col0, operands, batch, row0, rows, col0, cols, cols_left, x_row,
+                              dtype, ROW_TILES, COL_TILES, WORDS, ALIGN, WHOLE, ISA, PROLOGUE)  # fmt: skip
+    initial = after_barrier(tile[0], 0, ISA)
 
     column_amaxes = ()
     for j in tl.static_range(WORDS):
         amaxes = word_amaxes(tile, initial, j, DEPTH, WORDS, ISA, dtype)
         column_amaxes = column_amaxes + (block_amaxes_down_column(amaxes, row_tiles_per_block, dtype),)
-    if ROUNDING == "bounded":
-        if in_packed_range(decode):
-            column_bytes, factors = scales_of_pairs(column_amaxes, limit, encode, decode, HAS_OUTER, ELEMENT, SCALE,
-                                                    CONTRACT, ROUNDING, CLAMP, dtype, ISA)  # fmt: skip
-        else:
-            column_bytes, factors = scales_of_pairs(column_amaxes, limit, encode, decode, HAS_OUTER, ELEMENT, SCALE,
-                                                    CONTRACT, "float32", False, dtype, ISA)  # fmt: skip
-    else:
-        column_bytes, factors = scales_of_pairs(column_amaxes, limit, encode, decode, HAS_OUTER, ELEMENT, SCALE,
-                                                CONTRACT, ROUNDING, CLAMP, dtype, ISA)  # fmt: skip
+    column_bytes, factors = scales_of_pairs(column_amaxes, ELEMENT, SCALE, CONTRACT, dtype, ISA)
     column_factors = ()
     for j in tl.static_range(2 * WORDS):
         column_factors = column_factors + (repeat_down_column(factors[j], row_tiles_per_block),)
@@ -347,7 +275,6 @@ def encode_tile(
 
     # An int32 holds 8 codes of four bits, or 4 of eight.
     run: tl.constexpr = 8 if ELEMENT == "e2m1" else 4
-    turn: tl.constexpr = 8 if ELEMENT == "e2m1" and ROUNDING == "" else 4
     stored: tl.constexpr = data_ptr.dtype.element_ty
     row_runs: tl.constexpr = WORDS if takes_values(data_ptr.dtype) else 2 * WORDS // run
     own: tl.constexpr = (row_runs + 1) // 2
@@ -358,37 +285,19 @@ def encode_tile(
     destination = (units_ptr, batch * rows, row0, unit0, rows, per_row)
     row_bytes = ()
     column_runs = ()
-    for i in tl.static_range(0, DEPTH, turn):
+    for i in tl.static_range(0, DEPTH, run):
         row_amaxes = ()
-        for k in tl.static_range(i, i + turn, 2):
+        for k in tl.static_range(i, i + run, 2):
             one = word_amaxes(tile, initial, k * WORDS, WORDS, 1, ISA, dtype)
             other = word_amaxes(tile, initial, (k + 1) * WORDS, WORDS, 1, ISA, dtype)
             amaxes = amaxes_of_two_rows(one, other, dtype)
             row_amaxes = row_amaxes + (block_amaxes_along_row(amaxes, col_tiles_per_block, dtype),)
-        if ROUNDING == "bounded":
-            # The branch is in each turn: one branch around all turns takes 200 registers.
-            if in_packed_range(decode):
-                scale_bytes, runs = encode_turn(
-                    tile, row_amaxes, column_factors, limit, encode, decode, destination, i,
-                    dtype, ELEMENT, SCALE, CONTRACT, col_tiles_per_block, HAS_OUTER, ROUNDING, CLAMP, WHOLE, WORDS,
-                    stored, ISA,
-                )  # fmt: skip
-            else:
-                scale_bytes, runs = encode_turn(
-                    tile, row_amaxes, column_factors, limit, encode, decode, destination, i,
-                    dtype, ELEMENT, SCALE, CONTRACT, col_tiles_per_block, HAS_OUTER, "float32", False, WHOLE, WORDS,
-                    stored, ISA,
-                )  # fmt: skip
-        else:
-            scale_bytes, runs = encode_turn(
-                tile, row_amaxes, column_factors, limit, encode, decode, destination, i,
-                dtype, ELEMENT, SCALE, CONTRACT, col_tiles_per_block, HAS_OUTER, ROUNDING, CLAMP, WHOLE, WORDS, stored,
-                ISA,
-            )  # fmt: skip
+        scale_bytes, runs = encode_turn(
+            tile, row_amaxes, column_factors, destination, i, dtype, ELEMENT, SCALE, CONTRACT, col_tiles_per_block,
+            WHOLE, WORDS, stored, ISA,
+        )  # fmt: skip
         row_bytes = row_bytes + scale_bytes
         column_runs = column_runs + runs
-    if ROUNDING != "":
-        column_runs = join_packed_columns(column_runs, WORDS)
 
     # An int64 holds 16 codes of four bits, or 8 of eight.
     per_block: tl.constexpr = BLOCK // (2 * run)
@@ -404,59 +313,6 @@ def encode_tile(
     if not takes_values(data_ptr.dtype):
         pairs = tl.reshape(tl.permute(stack_tensors(row_bytes), (0, 2, 1)), (row_count // 2, col_count // BLOCK))
         store_pairs(scales_ptr, pairs, batch, row0, col0 // BLOCK, rows, tl.cdiv(cols, BLOCK), SWIZZLED, SCALE_ALIGN)
-
-
-@triton.jit
-def quantize_both(
-    x_ptr, data_ptr, scales_ptr, columns_ptr, column_scales_ptr, outer_ptr, amax_ptr, rows, cols, x_batch, x_row,
-    operand_1_ptr, operand_2_ptr, operand_3_ptr, operand_4_ptr, operand_5_ptr, stored_1_ptr, stored_2_ptr, stored_3_ptr,
-    ELEMENT: tl.constexpr, SCALE: tl.constexpr, CONTRACT: tl.constexpr, BLOCK: tl.constexpr,
-    OUTER: tl.constexpr, PARTIAL_MAXIMA: tl.constexpr, SWIZZLED: tl.constexpr, WHOLE: tl.constexpr,
-    ALIGN: tl.constexpr, UNIT_ALIGN: tl.constexpr, COLUMN_UNIT_ALIGN: tl.constexpr,
-    SCALE_ALIGN: tl.constexpr, COLUMN_SCALE_ALIGN: tl.constexpr,
-    ROW_TILES: tl.constexpr, COL_TILES: tl.constexpr, WORDS: tl.constexpr, PROLOGUE: tl.constexpr, ISA: tl.constexpr,
-):  # fmt: skip
-    """One tile of ROW_TILES * DEPTH rows by 2 * COL_TILES * WORDS columns.
-
-    x: [batch, rows, cols], strides x_batch, x_row, 1. Codes and scales of x go to data_ptr and scales_ptr, codes and
-    scales of x.T to columns_ptr and column_scales_ptr; values instead, where data_ptr or columns_ptr points to 16-bit
-    floats. OUTER, PARTIAL_MAXIMA: as in `outer_scales`; both directions
-    share the outer scale. OUTER "matrix amax": as in `quantize_rows`. WHOLE: tiles divide each matrix, so no mask is
-    needed.
-    """
-    dtype: tl.constexpr = x_ptr.dtype.element_ty
-    row_count: tl.constexpr = ROW_TILES * DEPTH
-    col_count: tl.constexpr = 2 * COL_TILES * WORDS
-    rounding: tl.constexpr = packed_rounding(ELEMENT, SCALE, CONTRACT, OUTER, dtype, ISA)
-    # Swizzled scales have padding below and beside the scales of the tensor. The tiles cover it.
-    padded_rows = tl.cdiv(rows, 128) * 128 if SWIZZLED else rows
-    padded_cols = tl.cdiv(cols, 128) * 128 if SWIZZLED else cols
-    col_tiles = tl.cdiv(padded_cols, col_count)
-    program = tl.program_id(0)
-    if OUTER == "amax" or OUTER == "matrix amax":
-        # The amax kernel has left the end of the tensor in the cache, so the last tile comes first.
-        program = tl.num_programs(0) - 1 - program
-    batch, row_tile, col_tile = tile_of(program, padded_rows, col_tiles, row_count, False, False)
-    batch = batch.to(tl.int64)
-    row0 = row_tile * row_count
-    col0 = col_tile * col_count
-    cols_left = tl.minimum(cols - col0, col_count)
-    operands = (operand_1_ptr, operand_2_ptr, operand_3_ptr, operand_4_ptr, operand_5_ptr,
-                stored_1_ptr, stored_2_ptr, stored_3_ptr)  # fmt: skip
-    tile = read_register_tile(x_ptr + batch * x_batch + col0, operands, batch, row0, rows, col0, cols, cols_left, x_row,
-                              dtype, ROW_TILES, COL_TILES, WORDS, ALIGN, WHOLE, ISA, True, PROLOGUE)  # fmt: skip
-    initial = after_barrier(tile[0], MIN_AMAX if rounding == "fp16" and SCALE == "e4m3" else 0, ISA)
-    if OUTER == "matrix amax":
-        encode, decode = make_outer_scales(amax_ptr + batch, outer_ptr, batch, True, (row_tile == 0) & (col_tile == 0),
-                                           SCALE, CONTRACT, ISA)  # fmt: skip
-    else:
-        encode, decode = outer_scales(OUTER, outer_ptr, amax_ptr, PARTIAL_MAXIMA, CONTRACT, ISA)
-    clamp: tl.constexpr = rounding == "fp16" and SCALE == "e4m3" or rounding == "bounded" and OUTER == "tensor"
-    limit = CLAMP_LIMIT if OUTER == "none" else packed_clamp_limit(decode)
-    encode_tile(tile, initial, limit, encode, decode, data_ptr, scales_ptr, columns_ptr, column_scales_ptr,
-                batch, row_tile, col_tile, rows, cols, dtype, ELEMENT, SCALE, CONTRACT, BLOCK, OUTER != "none",
-                rounding, clamp, SWIZZLED, WHOLE, COLUMN_UNIT_ALIGN, SCALE_ALIGN, COLUMN_SCALE_ALIGN,
-                ROW_TILES, COL_TILES, WORDS, ISA)  # fmt: skip
 
 
 @triton.jit

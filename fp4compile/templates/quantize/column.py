@@ -6,6 +6,8 @@ Groups of rows are quantised down the columns of each group. They lie in the out
 with zeros to tiles of 128 rows: tile t has the padded rows from 128 * t on, and they are of one group.
 """
 
+from dataclasses import dataclass
+
 import torch
 import triton
 import triton.language as tl
@@ -26,8 +28,7 @@ from fp4compile.templates.device.memory import load_tile, store_scales, store_un
 from fp4compile.templates.device.packed_encoding import encode_exact_runs, exact_in_bf16
 from fp4compile.templates.device.philox import match_layout, philox, runs_of_a_call, words_of_run
 from fp4compile.templates.device.values import takes_values, values_of_units
-from fp4compile.templates.launch import Launch
-from fp4compile.templates.quantize.heuristics import column_config
+from fp4compile.templates.launch import Launch, LaunchConfig
 from fp4compile.templates.quantize.outputs import (
     Outer,
     Output,
@@ -39,6 +40,30 @@ from fp4compile.templates.quantize.outputs import (
 )
 from fp4compile.templates.quantize.row import encode_and_store_codes, seed_pointer, store_group_outers, store_row_scales
 from fp4compile.templates.quantize.source import Source
+
+
+@dataclass(frozen=True)
+class ColumnConfig(LaunchConfig):
+    """`quantize_columns`: tiles of row_tiles blocks down the columns by 2 * words columns."""
+
+    num_warps: int
+    row_tiles: int
+    words: int
+    vectors: int
+
+
+def column_config(element: str, block: int, both: bool) -> ColumnConfig:
+    """The configuration of `quantize_columns`. both: whether it quantises along the rows as well, or tiles have 128
+    rows, to which groups are padded.
+
+    A thread holds whole blocks of its columns. With more words a thread, loads would be 16 bytes wide, but registers
+    would suffice for fewer programs: that was slower.
+    """
+    if element == "e2m1":
+        return ColumnConfig(num_warps=4, row_tiles=128 // block, words=32, vectors=4)
+    if both:
+        return ColumnConfig(num_warps=4, row_tiles=4, words=64, vectors=2)
+    return ColumnConfig(num_warps=8, row_tiles=8, words=64, vectors=2)
 
 
 def columns_launch(
@@ -419,7 +444,7 @@ def quantize_columns(
         row_bytes = encode_and_store_codes(
             words, word_amax(words, 2, ISA, dtype), encode, decode, data_ptr, seed_ptr, batch, row, col0 // BLOCK, end,
             cols, dtype, ELEMENT, SCALE, CONTRACT, BLOCK, has_outer, OUTER != "row amax", SEEDED, 0, UNIT_ALIGN, ISA,
-            False, whole,
+            whole,
         )  # fmt: skip
         if row_scales and GROUPS == 0:
             store_row_scales(scales_ptr, row_bytes, batch, row_tile, row, col0 // BLOCK, end, cols, BLOCK, SWIZZLED,

@@ -1,6 +1,7 @@
 """Dequantise: codes times block scales times outer scale, for both scale layouts and every format."""
 
 import math
+from dataclasses import dataclass
 
 import torch
 import triton
@@ -12,10 +13,22 @@ from fp4compile.formats.layouts import ceil_div
 from fp4compile.templates.device.block_scales import decode_scale
 from fp4compile.templates.device.elements import decode_pair, pack
 from fp4compile.templates.device.memory import swizzle, tile_of
-from fp4compile.templates.launch import launch, target_of
-from fp4compile.templates.quantize.heuristics import dequantize_config
+from fp4compile.templates.launch import LaunchConfig, launch, target_of
 from fp4compile.templates.quantize.outputs import code_pairs, format_constants
 from fp4compile.templates.quantize.source import power_of_two
+
+
+@dataclass(frozen=True)
+class DequantizeConfig(LaunchConfig):
+    """`dequantize_rows`: tiles of rows x blocks."""
+
+    num_warps: int
+    rows: int
+    blocks: int
+
+
+def dequantize_config(block: int) -> DequantizeConfig:
+    return DequantizeConfig(num_warps=4, rows=1, blocks=(4096 if block == 16 else 2048) // block)
 
 
 def dequantize(

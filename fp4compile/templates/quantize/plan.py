@@ -4,7 +4,7 @@
 and symbolic sizes, real, fake and meta tensors, so that one plan is run eagerly, traced into a graph, compiled ahead of
 time, interpreted and simulated. Results have the bits of `formats.reference`.
 
-Each kernel is in a file of its own, with the function that makes its launch; `heuristics` has the tile sizes.
+Each kernel is in a file of its own, with its tile sizes and the function that makes its launch.
 """
 
 from collections.abc import Sequence
@@ -19,7 +19,7 @@ from fp4compile.formats.quantize_spec import COLUMNS, ROWS, QuantizeSpec
 from fp4compile.hardware import Target
 from fp4compile.templates import scale_sweep
 from fp4compile.templates.launch import Launch, target_of
-from fp4compile.templates.quantize import both
+from fp4compile.templates.quantize import both, row
 from fp4compile.templates.quantize.amax import outer_of, outers_of
 from fp4compile.templates.quantize.column import columns_launch
 from fp4compile.templates.quantize.outputs import Outer, Output, empty_output
@@ -185,7 +185,7 @@ def _both(spec: QuantizeSpec, x: torch.Tensor, source: Source, static, seed) -> 
         return Plan((*outer.launches, launch), (rows, columns), (outer.result, outer.result))
     outers = outers_of(source, fmt, static, with_rows=True, transform=spec.hadamard)
     if both.serves(source, fmt, outers[0], seeded=spec.seeded, transform=spec.hadamard):
-        launch = both.both_launch(source, fmt, outers[0], layout, rows, columns)
+        launch = both.both_launch(source, fmt, layout, rows, columns)
     else:
         launch = columns_launch(
             source, fmt, outers, layout, columns, rows, seed=seed, stream=1, transform=spec.hadamard
@@ -208,7 +208,8 @@ def _rows(spec: QuantizeSpec, shape: Sequence, source: Source, static, seed) -> 
             outer, launch = reduced_rows_launch(source, fmt, output, static, layout, seed, stream)
             launches = (*launches, *outer.launches, launch)
             return Plan(launches, (output,), (_found(outer, static, spec, shape),))
-    if fmt.outer == "row" and static is None and source.amax_bits is None and not source.groups:
+    computed = fmt.outer == "row" and static is None and source.amax_bits is None
+    if computed and not source.groups and isinstance(source.cols, int) and source.cols <= row.MAX_ROW_ON_CHIP:
         found, launch = scaled_rows_launch(source, fmt, output, layout, seed, stream)
         return Plan((*launches, launch), (output,), (found.tensor.view(*shape[:-1], 1),))
     outer = outer_of(source, fmt, static, _each_matrix(spec))

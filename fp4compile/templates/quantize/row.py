@@ -11,6 +11,8 @@ last, so one thread loads all of them. It then owns whole blocks where that save
 is expensive), and as many bytes of codes as one wide store takes.
 """
 
+from dataclasses import dataclass, replace
+
 import torch
 import triton
 import triton.language as tl
@@ -31,12 +33,10 @@ from fp4compile.templates.device.dependent_launch import wait
 from fp4compile.templates.device.elements import encode_run, unpack, word_amax
 from fp4compile.templates.device.groups import of_lanes, per_lane, tile_of_group
 from fp4compile.templates.device.memory import store_scales, store_units, tile_of, tiles_along
-from fp4compile.templates.device.packed_rounding import packed_rounding
 from fp4compile.templates.device.philox import match_layout, philox, runs_of_a_call
 from fp4compile.templates.device.prologue import read_tile
 from fp4compile.templates.device.values import takes_values, values_of_units
-from fp4compile.templates.launch import Launch
-from fp4compile.templates.quantize.heuristics import row_config, row_config_of_groups, scaled_row_config
+from fp4compile.templates.launch import Launch, LaunchConfig
 from fp4compile.templates.quantize.outputs import (
     Outer,
     Output,
@@ -48,6 +48,85 @@ from fp4compile.templates.quantize.outputs import (
 )
 from fp4compile.templates.quantize.source import Source
 from fp4compile.templates.view import View
+
+# The launch configurations were measured on an H200 at 8192 x 8192 bf16 (benchmarks/quantize.py).
+
+# The longest row, in elements, that one program holds in its registers.
+MAX_ROW_ON_CHIP = 32768
+
+
+@dataclass(frozen=True)
+class RowConfig(LaunchConfig):
+    """`quantize_rows`: tiles of rows x blocks; a thread loads `vectors` neighbouring runs of 16 bytes."""
+
+    num_warps: int
+    rows: int
+    blocks: int
+    vectors: int
+
+
+@dataclass(frozen=True)
+class ScaledRowConfig(RowConfig):
+    """`quantize_scaled_rows`. parts: programs of a row."""
+
+    parts: int
+
+
+def row_config(element: str, block: int, elements: int | None, isa: int = 0, prologue: bool = False) -> RowConfig:
+    """The configuration of `quantize_rows`. elements: length of a tensor that is one row (may be symbolic), else None.
+
+    A thread writes 16 bytes of codes at a time. In a small tensor it writes fewer, so that there are more threads. If
+    Hopper computes the elements (`prologue`), it writes 8 bytes: a gate takes 85 us with 8 bytes, and 95 us with 16.
+    isa: see `Target`.
+    """
+    vectors = 4 if element == "e2m1" else 2
+    if elements is None:
+        return RowConfig(num_warps=4, rows=128, blocks=64 // block, vectors=vectors)
+    if element == "e2m1":
+        small = isinstance(elements, int) and elements <= 2**16
+        if prologue and 90 <= isa < 100 and not small:
+            return RowConfig(num_warps=4, rows=1, blocks=2048 // block, vectors=2)
+        return RowConfig(num_warps=4, rows=1, blocks=(512 if small else 4096) // block, vectors=1 if small else vectors)
+    return RowConfig(num_warps=4, rows=1, blocks=2048 // block, vectors=vectors)
+
+
+def row_config_of_groups(element: str, block: int, rows, groups: int, padded: bool) -> RowConfig:
+    """The configuration for grouped rows. padded: whether each group is padded to tiles of 128 rows.
+
+    rows: rows of all groups; a symbolic number counts as large. If groups have few rows, a tile has 16 longer rows.
+    """
+    config = row_config(element, block, None)
+    if padded or not statically_true(rows <= 32 * groups):
+        return config
+    return replace(config, rows=config.rows // 8, blocks=config.blocks * 8)
+
+
+def scaled_row_config(
+    element: str, block: int, rows: int, cols: int, isa: int = 0, prologue: bool = False
+) -> ScaledRowConfig:  # fmt: skip
+    """The configuration for rows with an outer scale each, of up to MAX_ROW_ON_CHIP elements.
+
+    isa: see `Target`. If Hopper computes the elements (`prologue`), a thread loads two runs of 16 bytes at a time: a
+    gate before E2M1 codes took 87 us with two runs and 91 us with four; before dequantised values 103 and 109 us.
+    Before E4M3 codes a gate took 85 us with 16 elements a thread, and 89 us with 32.
+    """
+    vectors = 4 if element == "e2m1" else 2
+    width = max(2048, 1 << (max(cols, 1) - 1).bit_length())
+    elements_per_thread = 64 if element == "e2m1" or width > 8192 else 32
+    if prologue and 90 <= isa < 100:
+        vectors = 2
+        elements_per_thread = 16 if element != "e2m1" and width <= 8192 else 64
+    parts = 1
+    if element == "e2m1" and isinstance(rows, int) and rows <= 128:
+        # There are fewer rows than multiprocessors, so latency decides: several programs quantise one row.
+        vectors, elements_per_thread = 2, 16
+        while parts * rows <= 64 and width // parts > 4096:
+            parts *= 2
+        elements_per_thread = max(elements_per_thread, width // parts // 512)
+    return ScaledRowConfig(
+        num_warps=width // parts // (32 * elements_per_thread), rows=1, blocks=width // block, vectors=vectors,
+        parts=parts,
+    )  # fmt: skip
 
 
 def rows_launch(
@@ -88,8 +167,7 @@ def rows_launch(
         whole = seed is None and whole_tiles(source, config.rows, config.blocks * block, layout)
     constants |= {
         "GROUPS": source.groups, "SEEDED": seed is not None, "STREAM": stream, **outer.constants,
-        "FLAT": flat is not None, "SWIZZLED": layout == "swizzled", "PDL": dependent,
-        "PACKED": computed and not source.groups, "ALIGN": source.align,
+        "FLAT": flat is not None, "SWIZZLED": layout == "swizzled", "PDL": dependent, "ALIGN": source.align,
         "WHOLE": isa == 100 and whole, "BATCHED": isa < 100 or not statically_true(source.batch == 1),
         **store_aligns(source.cols, fmt), "PROLOGUE": source.prologue_text, "ISA": isa, **config.constants,
     }  # fmt: skip
@@ -158,8 +236,8 @@ def encode_and_store(
     words, amax, encode, decode, data_ptr, scales_ptr, seed_ptr, batch, row, block0, rows, cols,
     dtype: tl.constexpr, ELEMENT: tl.constexpr, SCALE: tl.constexpr, CONTRACT: tl.constexpr, BLOCK: tl.constexpr,
     HAS_OUTER: tl.constexpr, STATIC: tl.constexpr, SEEDED: tl.constexpr, STREAM: tl.constexpr, SWIZZLED: tl.constexpr,
-    UNIT_ALIGN: tl.constexpr, SCALE_ALIGN: tl.constexpr, ISA: tl.constexpr, PACKED: tl.constexpr = False,
-    WHOLE: tl.constexpr = False, row_tile=0, GROUPED: tl.constexpr = False,
+    UNIT_ALIGN: tl.constexpr, SCALE_ALIGN: tl.constexpr, ISA: tl.constexpr, WHOLE: tl.constexpr = False, row_tile=0,
+    GROUPED: tl.constexpr = False,
 ):  # fmt: skip
     """Write the codes and the scales of a tile's words [ROWS, BLOCKS, BLOCK / 2]; see `encode_and_store_codes`.
 
@@ -167,7 +245,7 @@ def encode_and_store(
     """
     byte = encode_and_store_codes(words, amax, encode, decode, data_ptr, seed_ptr, batch, row, block0, rows, cols,
                                   dtype, ELEMENT, SCALE, CONTRACT, BLOCK, HAS_OUTER, STATIC, SEEDED, STREAM,
-                                  UNIT_ALIGN, ISA, PACKED, WHOLE and not GROUPED)  # fmt: skip
+                                  UNIT_ALIGN, ISA, WHOLE and not GROUPED)  # fmt: skip
     if SCALE != "none" and not takes_values(data_ptr.dtype):
         store_row_scales(scales_ptr, byte, batch, row_tile, row, block0, rows, cols, BLOCK, SWIZZLED, SCALE_ALIGN,
                          WHOLE, GROUPED, ISA)  # fmt: skip
@@ -207,15 +285,14 @@ def encode_and_store_codes(
     words, amax, encode, decode, data_ptr, seed_ptr, batch, row, block0, rows, cols,
     dtype: tl.constexpr, ELEMENT: tl.constexpr, SCALE: tl.constexpr, CONTRACT: tl.constexpr, BLOCK: tl.constexpr,
     HAS_OUTER: tl.constexpr, STATIC: tl.constexpr, SEEDED: tl.constexpr, STREAM: tl.constexpr,
-    UNIT_ALIGN: tl.constexpr, ISA: tl.constexpr, PACKED: tl.constexpr = False, WHOLE: tl.constexpr = False,
+    UNIT_ALIGN: tl.constexpr, ISA: tl.constexpr, WHOLE: tl.constexpr = False,
 ):  # fmt: skip
     """Write the codes of a tile's words [ROWS, BLOCKS, BLOCK / 2]; return the bytes of its scales.
 
     amax: bits of the block amaxes. encode, decode: outer scales. row, block0: where the tile lies in its matrix.
     If data_ptr points to 16-bit floats, dequantised values are written instead of codes (`device.values`).
-    STATIC: the outer scale is static, so it does not show an infinite element. PACKED: round by packed instructions
-    where they are exact. That saves instructions, which pays only after a prologue. WHOLE: the whole tile exists, so
-    nothing needs a mask.
+    STATIC: the outer scale is static, so it does not show an infinite element. WHOLE: the whole tile exists, so nothing
+    needs a mask.
     """
     half: tl.constexpr = BLOCK // 2
     fake: tl.constexpr = takes_values(data_ptr.dtype)
@@ -229,11 +306,8 @@ def encode_and_store_codes(
         block = matrix_row[:, None] * blocks + (block0 + tl.arange(0, words.shape[1]))[None, :]
         units = encode_seeded(words, factor, block, seed_ptr, dtype, ELEMENT, STREAM, ISA)
     else:
-        outer: tl.constexpr = "tensor" if HAS_OUTER else "none"
-        packs: tl.constexpr = PACKED and not fake and dtype == tl.bfloat16
-        rounding: tl.constexpr = packed_rounding(ELEMENT, SCALE, CONTRACT, outer, dtype, ISA) if packs else ""
         byte, units = scale_and_encode(words, amax, encode, decode, HAS_OUTER, ELEMENT, SCALE, CONTRACT, STATIC, fake,
-                                       rounding, dtype, ISA)  # fmt: skip
+                                       dtype, ISA)  # fmt: skip
     if fake and (SEEDED or SCALE != "e4m3"):  # else units are dequantised values already
         units = values_of_units(units, byte, ELEMENT, SCALE, data_ptr.dtype.element_ty, ISA)
     store_units(data_ptr, units, matrix_row, block0 * (half // per_unit), per_row // per_unit, row < rows,
@@ -247,8 +321,7 @@ def quantize_rows(
     operand_1_ptr, operand_2_ptr, operand_3_ptr, operand_4_ptr, operand_5_ptr, stored_1_ptr, stored_2_ptr, stored_3_ptr,
     ELEMENT: tl.constexpr, SCALE: tl.constexpr, CONTRACT: tl.constexpr, BLOCK: tl.constexpr,
     GROUPS: tl.constexpr, SEEDED: tl.constexpr, STREAM: tl.constexpr, OUTER: tl.constexpr, PARTIAL_MAXIMA: tl.constexpr,
-    FLAT: tl.constexpr, SWIZZLED: tl.constexpr, PDL: tl.constexpr, PACKED: tl.constexpr,
-    WHOLE: tl.constexpr, BATCHED: tl.constexpr,
+    FLAT: tl.constexpr, SWIZZLED: tl.constexpr, PDL: tl.constexpr, WHOLE: tl.constexpr, BATCHED: tl.constexpr,
     ALIGN: tl.constexpr, UNIT_ALIGN: tl.constexpr, SCALE_ALIGN: tl.constexpr,
     ROWS: tl.constexpr, BLOCKS: tl.constexpr, VECTORS: tl.constexpr, PROLOGUE: tl.constexpr, ISA: tl.constexpr,
 ):  # fmt: skip
@@ -260,8 +333,8 @@ def quantize_rows(
     whose decode factor is stored at outer_ptr.
     GROUPS: how many groups the int32 at offs_ptr cut the rows of one matrix in; 0 for none. With swizzled scales, ROWS
     is then 128, and tiles beyond the last group fill their scales with zeros.
-    PDL: the kernel of the amax may still run when this one starts, see `device.dependent_launch`. PACKED: as in
-    `encode_and_store_codes`. WHOLE, BATCHED: as in `quantize_columns`.
+    PDL: the kernel of the amax may still run when this one starts, see `device.dependent_launch`. WHOLE,
+    BATCHED: as in `quantize_columns`.
     """
     before = ()
     offs = ()
@@ -323,7 +396,7 @@ def quantize_rows(
     encode_and_store(words, word_amax(words, 2, ISA, dtype), encode, decode, data_ptr, scales_ptr,
                      seed_ptr, batch, row, block0, end, cols, dtype, ELEMENT, SCALE, CONTRACT, BLOCK,
                      OUTER != "none", OUTER == "tensor" or OUTER == "row", SEEDED, STREAM, SWIZZLED, UNIT_ALIGN,
-                     SCALE_ALIGN, ISA, PACKED, WHOLE, row_tile, GROUPS > 0)  # fmt: skip
+                     SCALE_ALIGN, ISA, WHOLE, row_tile, GROUPS > 0)  # fmt: skip
 
 
 @triton.jit
@@ -333,14 +406,14 @@ def quantize_scaled_rows(
     ELEMENT: tl.constexpr, SCALE: tl.constexpr, CONTRACT: tl.constexpr, BLOCK: tl.constexpr,
     SEEDED: tl.constexpr, STREAM: tl.constexpr, SWIZZLED: tl.constexpr,
     ALIGN: tl.constexpr, UNIT_ALIGN: tl.constexpr, SCALE_ALIGN: tl.constexpr,
-    ROWS: tl.constexpr, BLOCKS: tl.constexpr, VECTORS: tl.constexpr, ON_CHIP: tl.constexpr, PARTS: tl.constexpr,
+    ROWS: tl.constexpr, BLOCKS: tl.constexpr, VECTORS: tl.constexpr, PARTS: tl.constexpr,
     PROLOGUE: tl.constexpr, ISA: tl.constexpr,
 ):  # fmt: skip
     """Whole rows, each with its own dynamic outer scale, whose decode factor is stored at outer_ptr.
 
     data_ptr: bytes for codes, or 16-bit floats (see `encode_and_store_codes`).
-    ON_CHIP: the tile holds whole rows and reads them once; otherwise the program walks its rows twice. PARTS > 1 (only
-    with ON_CHIP): PARTS programs share a row. Each finds the amax of the whole row and writes one part of it.
+    The tile holds whole rows and reads them once. PARTS > 1: PARTS programs share a row. Each finds the amax of the
+    whole row and writes one part of it.
     SCALE "none": float8_rowwise, which has no block scales; BLOCK is then only a unit of work.
     """
     dtype: tl.constexpr = x_ptr.dtype.element_ty
@@ -351,28 +424,17 @@ def quantize_scaled_rows(
     row = row_tile * ROWS + tl.arange(0, ROWS)
     x_row_ptr = x_ptr + batch.to(tl.int64) * x_batch + row.to(tl.int64) * x_row
 
-    if ON_CHIP:
-        words = read_tile(x_row_ptr, operands, batch, row, rows, 0, cols, cols, dtype, ROWS, BLOCKS, BLOCK,
-                          VECTORS, ALIGN, False, ISA, PARTS == 1, PROLOGUE)  # fmt: skip
+    words = read_tile(x_row_ptr, operands, batch, row, rows, 0, cols, cols, dtype, ROWS, BLOCKS, BLOCK,
+                      VECTORS, ALIGN, False, ISA, PARTS == 1, PROLOGUE)  # fmt: skip
+    amax = word_amax(words, 2, ISA, dtype)
+    rows_amax = tl.max(amax, 1)
+    part_blocks: tl.constexpr = BLOCKS // PARTS
+    block0 = part * part_blocks
+    if PARTS > 1:
+        cols_left = tl.minimum(cols - block0 * BLOCK, part_blocks * BLOCK)
+        words = read_tile(x_row_ptr + block0 * BLOCK, operands, batch, row, rows, block0 * BLOCK, cols, cols_left,
+                          dtype, ROWS, part_blocks, BLOCK, VECTORS, ALIGN, False, ISA, True, PROLOGUE)  # fmt: skip
         amax = word_amax(words, 2, ISA, dtype)
-        rows_amax = tl.max(amax, 1)
-        part_blocks: tl.constexpr = BLOCKS // PARTS
-        block0 = part * part_blocks
-        if PARTS > 1:
-            cols_left = tl.minimum(cols - block0 * BLOCK, part_blocks * BLOCK)
-            words = read_tile(x_row_ptr + block0 * BLOCK, operands, batch, row, rows, block0 * BLOCK, cols, cols_left,
-                              dtype, ROWS, part_blocks, BLOCK, VECTORS, ALIGN, False, ISA, True, PROLOGUE)  # fmt: skip
-            amax = word_amax(words, 2, ISA, dtype)
-    else:
-        # The last tile covers the padding of swizzled scales.
-        width: tl.constexpr = BLOCKS * BLOCK
-        tiles = tl.cdiv(tl.cdiv(cols, 4 * BLOCK) * 4 * BLOCK, width)
-        rows_amax = tl.zeros((ROWS,), tl.int32)
-        for tile in range(tiles):
-            words = read_tile(x_row_ptr + tile * width, operands, batch, row, rows, tile * width, cols,
-                              tl.minimum(cols - tile * width, width), dtype, ROWS, BLOCKS, BLOCK, VECTORS, ALIGN, False,
-                              ISA, True, PROLOGUE)  # fmt: skip
-            rows_amax = tl.maximum(rows_amax, tl.max(word_amax(words, 2, ISA, dtype), 1))
 
     if SCALE == "none":
         encode, decode = float8_outer(rows_amax, ISA)
@@ -386,16 +448,6 @@ def quantize_scaled_rows(
     else:
         encode = encode[:, None]
         decode = decode[:, None]
-    if ON_CHIP:
-        encode_and_store(words, amax, encode, decode, data_ptr, scales_ptr, seed_ptr, batch, row, block0, rows, cols,
-                         dtype, ELEMENT, SCALE, CONTRACT, BLOCK, True, False, SEEDED, STREAM,
-                         SWIZZLED, UNIT_ALIGN, SCALE_ALIGN, ISA)  # fmt: skip
-    else:
-        for tile in range(tiles):
-            words = read_tile(x_row_ptr + tile * width, operands, batch, row, rows, tile * width, cols,
-                              tl.minimum(cols - tile * width, width), dtype, ROWS, BLOCKS, BLOCK, VECTORS, ALIGN, False,
-                              ISA, False, PROLOGUE)  # fmt: skip
-            encode_and_store(words, word_amax(words, 2, ISA, dtype), encode, decode,
-                             data_ptr, scales_ptr, seed_ptr, batch, row, tile * BLOCKS, rows, cols,
-                             dtype, ELEMENT, SCALE, CONTRACT, BLOCK, True, False, SEEDED, STREAM,
-                             SWIZZLED, UNIT_ALIGN, SCALE_ALIGN, ISA)  # fmt: skip
+    encode_and_store(words, amax, encode, decode, data_ptr, scales_ptr, seed_ptr, batch, row, block0, rows, cols,
+                     dtype, ELEMENT, SCALE, CONTRACT, BLOCK, True, False, SEEDED, STREAM,
+                     SWIZZLED, UNIT_ALIGN, SCALE_ALIGN, ISA)  # fmt: skip

@@ -7,7 +7,7 @@ The remaining prologue reads the statistics as operands and has no reductions. `
 result if rows fill a tile; otherwise the kernels of other prologues do.
 """
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 import triton
@@ -21,12 +21,64 @@ from fp4compile.templates.device.elements import word_amax
 from fp4compile.templates.device.memory import tile_of
 from fp4compile.templates.device.row_prologue import read_row
 from fp4compile.templates.launch import Launch
-from fp4compile.templates.quantize.amax import outer_of
-from fp4compile.templates.quantize.heuristics import MAX_PARTIAL_MAXIMA, ReducedRowConfig, reduced_row_config
+from fp4compile.templates.quantize.amax import MAX_PARTIAL_MAXIMA, outer_of
 from fp4compile.templates.quantize.outputs import Outer, Output, format_constants, padded_scale_shape, store_aligns
-from fp4compile.templates.quantize.row import encode_and_store, seed_pointer
+from fp4compile.templates.quantize.row import RowConfig, encode_and_store, seed_pointer
 from fp4compile.templates.quantize.source import Source, matrices_view, one_matrix
 from fp4compile.templates.view import View
+
+# The longest row, in elements, that one program holds as float32 values while it finds statistics: for longer rows
+# ptxas spills registers.
+MAX_REDUCED_ROW_ON_CHIP = 16384
+
+
+@dataclass(frozen=True)
+class ReducedRowConfig(RowConfig):
+    """`quantize_reduced_rows` and `row_statistics`: a program has a row of pieces * blocks blocks, or walks it."""
+
+    pieces: int
+
+
+def reduced_row_config(
+    element: str, block: int, rows: int, cols: int, isa: int, outer: bool = False, several: bool = True,
+    work: str = "all",
+) -> ReducedRowConfig:  # fmt: skip
+    """The configuration for rows whose statistics a kernel finds itself.
+
+    A row of up to MAX_REDUCED_ROW_ON_CHIP elements is read once; a program walks longer rows.
+    rows, cols: rows of all matrices, and columns; both may be symbolic. isa: see `Target`.
+    A thread has 32 elements or, where there are fewer rows than multiprocessors and latency decides, 16. outer: whether
+    a kernel of E2M1 codes makes an outer scale. Each thread repeats that work, so a thread then has 64 elements.
+    several: whether a row may be cut into several tiles; a thread then has 16 elements of each.
+    work: "statistics" and "codes" for two kernels of which the second one quantises, or "all" for one kernel. Rows of
+    8192 elements before E2M1 codes were timed on an H200 (benchmarks/producers.py), with (tiles of a row, warps). A
+    norm took 57 us with (4, 4), and 60 to 63 us in one tile. The statistics of a norm, and of a norm of a sum, took 38
+    and 92 us with (4, 8), 39 and 100 us with (4, 4); the codes took 48 us with (2, 4), 51 us with (4, 4).
+    """
+    width = max(512, 1 << (max(cols, 1) - 1).bit_length()) if fits_on_chip(cols) else 4096
+    few = isinstance(rows, int) and rows <= 128
+    in_tiles = several and not few and fits_on_chip(cols)
+    if in_tiles and element == "e2m1" and 90 <= isa < 100 and width >= 4096 and cols > width // 4 * 3:
+        pieces, elements = {"all": (4, 16), "statistics": (4, 8), "codes": (2, 32)}[work]
+        part = width // pieces
+        return ReducedRowConfig(num_warps=part // (32 * elements), rows=1, blocks=part // block,
+                                vectors=min(elements // 8, 2), pieces=pieces)  # fmt: skip
+    if in_tiles and width >= 4096 and cols <= width // 4 * 3:
+        # A tile's width is a power of two. Three or five smaller tiles have fewer elements beyond the row. (Seven tiles
+        # would take nearly all registers.)
+        part = width // 8 if cols <= width // 8 * 5 else width // 4
+        pieces = -(-cols // part)
+        return ReducedRowConfig(num_warps=part // 512, rows=1, blocks=part // block, vectors=2, pieces=pieces)
+    elements = 16 if few or width < 1024 else 64 if outer and element == "e2m1" and width >= 2048 else 32
+    elements = max(elements, width // 512)  # at most 16 warps
+    vectors = 4 if element == "e2m1" and elements >= 32 else 2
+    num_warps = width // (32 * elements)
+    return ReducedRowConfig(num_warps=num_warps, rows=1, blocks=width // block, vectors=vectors, pieces=1)
+
+
+def fits_on_chip(cols: int) -> bool:
+    """Whether a program holds a row of `cols` elements (may be symbolic) on the chip while it finds statistics."""
+    return isinstance(cols, int) and cols <= MAX_REDUCED_ROW_ON_CHIP
 
 
 def reduced_rows_launch(
@@ -209,8 +261,8 @@ def quantize_reduced_rows(
     for i in tl.static_range(PIECES):
         encode_and_store(words[i], amaxes[i], encode, decode, data_ptr, scales_ptr, seed_ptr, batch, row, i * BLOCKS,
                          rows, cols, dtype, ELEMENT, SCALE, CONTRACT, BLOCK, OUTER != "none",
-                         OUTER == "tensor" or OUTER == "row", SEEDED, STREAM, SWIZZLED, UNIT_ALIGN, SCALE_ALIGN, ISA,
-                         PACKED=True)  # fmt: skip
+                         OUTER == "tensor" or OUTER == "row", SEEDED, STREAM, SWIZZLED, UNIT_ALIGN, SCALE_ALIGN,
+                         ISA)  # fmt: skip
 
 
 @triton.jit

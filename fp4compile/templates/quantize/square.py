@@ -7,6 +7,8 @@ a word; a pair down the column is the same half of two words. The amax of a bloc
 lanes of its warp; only finished codes are transposed.
 """
 
+from dataclasses import dataclass
+
 import triton
 import triton.language as tl
 
@@ -17,10 +19,26 @@ from fp4compile.templates.device.memory import load_index, load_words, restore_a
 from fp4compile.templates.device.packed_encoding import encode_exact_words, exact_in_bf16
 from fp4compile.templates.device.register_tile import join_halves
 from fp4compile.templates.device.values import takes_values, values_of_units
-from fp4compile.templates.launch import Launch
-from fp4compile.templates.quantize.heuristics import square_config
+from fp4compile.templates.launch import Launch, LaunchConfig
 from fp4compile.templates.quantize.outputs import Outer, Output, format_constants, store_aligns, tile_grid
 from fp4compile.templates.quantize.source import Source
+
+
+@dataclass(frozen=True)
+class SquareConfig(LaunchConfig):
+    """`quantize_squares`: tiles of row_tiles blocks by 2 * words columns. lanes: threads that share a block's rows."""
+
+    num_warps: int
+    row_tiles: int
+    lanes: int
+    words: int
+
+
+def square_config(element: str) -> SquareConfig:
+    """Lanes that share a block repeat the arithmetic of its scale."""
+    if element == "e2m1":
+        return SquareConfig(num_warps=4, row_tiles=4, lanes=2, words=64)
+    return SquareConfig(num_warps=4, row_tiles=4, lanes=4, words=32)
 
 
 def squares_launch(
