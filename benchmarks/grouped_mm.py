@@ -10,7 +10,7 @@ tokens: 16384 tokens under recipes, compiled. "forward" packs weights once and q
     and backward, quantises all operands of the three products in each step. A time is that of a step among steps that
     follow each other, the median of several runs.
 weights: what quantising experts' weights (8 to 32, 8192, 5120) costs against a device copy of the same bytes.
-configurations: the launches of the tables (`heuristics.py`) for many and for few tokens of NVFP4, and the best of
+configurations: the launches of the kernels' tables for many and for few tokens of NVFP4, and the best of
     others; where tiles that dequantise for themselves ("tiles") are faster than operands dequantised in memory
     ("operand"), by tokens an expert; and tiles of the kernel that quantises tokens ("rows"). On a GPU only.
 growth: the same 16640 tokens over 1 to 64 experts: our time over that of bf16, and launches of a step.

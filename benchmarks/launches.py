@@ -1,4 +1,4 @@
-"""Which launches stream NVFP4 weights fastest? What the tables of `fp4compile.templates.gemm.heuristics` come from.
+"""Which launches stream NVFP4 weights fastest? What the tables beside the kernels come from.
 
 Every launch that fits on the chip is compiled, in processes side by side, run once and compared with the table's; then
 all are timed as `benchmarks.linear` times products: CUDA graphs over weights that the L2 cache does not hold. Shown are

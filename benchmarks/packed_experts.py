@@ -7,7 +7,7 @@ weights, beside the tile that the table has.
 Groups are equal, or drawn at random once. All of a row are CUDA graphs, replayed in turns, of weights that the L2 cache
 does not hold. Kernels are compiled first, by processes side by side.
 
-A second table, "fit", is what `templates/gemm/heuristics.py` needs: of each tile, the microseconds of a step of 128
+A second table, "fit", is what `gemm/wgmma_launches_sm90.py` needs: of each tile, the microseconds of a step of 128
 elements along K, and of a round of programs beside its steps, and the errors of that fit.
 A third one, "loss": where the table's tile is not the fastest of those tried, and by how much.
 

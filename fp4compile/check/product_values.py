@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 
 from fp4compile.check.cases import Machine
-from fp4compile.check.product_table import EXPERTS_BY_TWO_CTAS, TWO_CTAS, Product
+from fp4compile.check.product_table import TWO_CTAS, Product
 from fp4compile.check.values import BF16, ENDS, GROUP_ROWS, SEED, finite, product_differences, same_bits
 from fp4compile.formats.epilogue import AMAX, Epilogue
 from fp4compile.formats.groups import Groups
@@ -109,7 +109,7 @@ def reduced(product: Product) -> Product:
         n = 384
     k = 1536 - (-product.k % 256)
     if product.groups:
-        rows = GROUP_ROWS * (2 if product.kernel == EXPERTS_BY_TWO_CTAS else 1)  # its tiles are as high
+        rows = GROUP_ROWS * (2 if product.kernel == TWO_CTAS else 1)  # its tiles are as high
         m, k = (144, rows) if product.along_k else (rows, 512)
         return replace(product, groups=len(ENDS), m=m, n=n, k=k)
     return replace(product, m=product.m if product.m <= 64 else 144, n=n, k=k)

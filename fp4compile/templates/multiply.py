@@ -117,7 +117,7 @@ def scaled_mm_group(
     as long to start, and to get its loads under way, as to read its weights.
 
     A product has the same bits as in a launch of its own, unless that launch, with several tokens, would add its sums
-    in another order (see `heuristics.skinny_config`). Raises what `multiply` raises.
+    in another order (see `skinny.skinny_config`). Raises what `multiply` raises.
     """
     calls = [call_of(Arguments(a, b, bias, out_dtype)) for b, bias in members]
     choices = [choose(call.problem) for call in calls]

@@ -9,13 +9,13 @@ from torch._subclasses import FakeTensorMode  # noqa: E402
 
 from fp4compile import _compat  # noqa: E402
 from fp4compile.check import run_times  # noqa: E402
-from fp4compile.check.product_table import EXPERTS_BY_TWO_CTAS, TWO_CTAS  # noqa: E402
+from fp4compile.check.product_table import TWO_CTAS  # noqa: E402
 from fp4compile.check.quantiser_table import CONFIGURATIONS  # noqa: E402
 from fp4compile.hardware import Target  # noqa: E402
 from fp4compile.templates.launch import dry_run  # noqa: E402
 
 OF_EXPERTS = {"grouped_block_scaled_sm100": 4.0,
-              **({EXPERTS_BY_TWO_CTAS: 8.0} if _compat.two_cta_products_of_groups() else {})}  # fmt: skip
+              **({TWO_CTAS: 20.0} if _compat.two_cta_products_of_groups() else {})}  # fmt: skip
 KERNELS = {"skinny_block_scaled_sm100": 8.0, "block_scaled_sm100": 16.0, "library_block_scaled": 40.0,
            **({TWO_CTAS: 20.0} if _compat.two_cta_products() else {})}  # fmt: skip
 BF16, QUANTISE = 24.0, 50.0

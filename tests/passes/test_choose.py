@@ -170,16 +170,16 @@ def test_problems_are_keys():
     assert len({problem("nvfp4", "nvfp4", 512, 90), problem("nvfp4", "nvfp4", 512, 90)}) == 1
 
 
-def test_products_with_and_without_groups_have_kernels_of_their_own():
-    """One registry: candidates serve either, but for four; `dequant_tiles` serves all products."""
+def test_every_product_has_a_kernel():
+    """`dequant_tiles` serves all; the block-scaled kernels of SM100 either those of groups or the others."""
     for a, b in itertools.product((None, "nvfp4", "mxfp8", "float8_rowwise", "nvfp4_rowwise"), repeat=2):
         for sm, m in itertools.product((0, 86, 90, 100, 103, 120), (1, 16, 64, 4096)):
             dense = problem(a, b, m, sm)
             for one in (dense, *(dataclasses.replace(dense, ragged=how, groups=4) for how in ("rows", "contraction"))):
                 serving = {each.name for each in REGISTRY if each.takes(one)}
                 assert "dequant_tiles" in serving
-                own = serving - {"dequant_tiles", "dequant_operand", "wgmma_sm90", "streaming"}
-                assert {name.startswith("grouped_") for name in own} <= {one.ragged is not None}
+                assert ("grouped_block_scaled_sm100" in serving) <= (one.ragged is not None)
+                assert ("block_scaled_sm100" in serving) <= (one.ragged is None)
 
 
 def test_a_problem_is_decided_once():

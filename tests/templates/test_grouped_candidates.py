@@ -336,7 +336,7 @@ def test_what_the_library_serves():
     problem = problem_of(of_groups(*meta_operands(), 512, BF16), Target(90))
 
     def served(**changes):
-        return choose(replace(problem, **changes)).kernel == "grouped_library_row_scaled"
+        return choose(replace(problem, **changes)).kernel == "library_row_scaled"
 
     assert served() and served(m=1) and served(groups=1023)
     assert not any(served(target=Target(sm)) for sm in (80, 89, 100, 120))

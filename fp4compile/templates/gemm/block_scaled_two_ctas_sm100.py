@@ -30,21 +30,22 @@ from fp4compile.templates.gemm.heuristics import TwoCtaConfig, tma_copies, two_c
 from fp4compile.templates.launch import Launch
 from fp4compile.templates.problem import Problem
 
-NAME, GROUPED_NAME = "block_scaled_two_ctas_sm100", "grouped_block_scaled_two_ctas_sm100"
+NAME = "block_scaled_two_ctas_sm100"
 PART_COLS = 64  # columns that are quantised at a time: a thread has half of them, a block of MX or two of NVFP4
 MOST_GROUPS = 512  # whose offsets fit the registers of the warp that loads
 
 
 def _serves(p: Problem) -> bool:
-    """One product that the kernel of one CTA takes, with its result, by TMA, and whose result this kernel stores."""
-    one = p.ragged is None and statically_true(p.batches == 1)
-    return one and block_scaled_sm100.CANDIDATE.takes(p) and _stores(p)
+    """One product, or groups of rows, that the kernel of one CTA takes, by TMA, and whose result this kernel stores."""
+    if p.ragged is None:
+        fits = statically_true(p.batches == 1)
+    else:
+        fits = p.ragged == "rows" and p.groups <= MOST_GROUPS and _compat.two_cta_products_of_groups()
+    return fits and _one_cta(p).takes(p) and _stores(p)
 
 
-def _serves_groups(p: Problem) -> bool:
-    """As `_serves`, with groups of rows."""
-    few = p.ragged == "rows" and p.groups <= MOST_GROUPS and _compat.two_cta_products_of_groups()
-    return few and grouped_block_scaled_sm100.CANDIDATE.serves(p) and _stores(p)
+def _one_cta(p: Problem) -> Candidate:
+    return (block_scaled_sm100 if p.ragged is None else grouped_block_scaled_sm100).CANDIDATE
 
 
 def _stores(p: Problem) -> bool:
@@ -65,8 +66,8 @@ def _stores(p: Problem) -> bool:
 
 
 def _quantizes(p: Problem) -> bool:
-    """With more than 4 bytes of operands for an element of the result, registers may spill."""
-    return p.operand_bytes <= 4
+    """Without groups. With more than 4 bytes of operands for an element of the result, registers may spill."""
+    return p.ragged is None and p.operand_bytes <= 4
 
 
 def _finds_amax(p: Problem) -> bool:
@@ -77,8 +78,7 @@ def _finds_amax(p: Problem) -> bool:
 def _to_time(p: Problem) -> tuple[TwoCtaConfig, ...]:
     """Nothing where larger tiles are not expected to pay: they may be half empty, or fill fewer multiprocessors."""
     config = two_cta_config(p)
-    one_cta = block_scaled_sm100 if p.ragged is None else grouped_block_scaled_sm100
-    return (config,) if cost.two_ctas_pay(p, config, one_cta.CANDIDATE.configure(p)) else ()
+    return (config,) if cost.two_ctas_pay(p, config, _one_cta(p).configure(p)) else ()
 
 
 def _run(call: Call, config: TwoCtaConfig) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
@@ -128,6 +128,6 @@ def _in_schema(x: KernelOperand, *rows) -> tuple:
     return data, x.scales.view(x.type.format.scale_dtype), outer, x.type.format.name
 
 
-CANDIDATE = Candidate(NAME, "native", _serves, two_cta_config, _run, _to_time, takes_epilogue=lambda p: True,
-                      quantizes=_quantizes, finds_amax=_finds_amax, any_rows=True)  # fmt: skip
-GROUPED = Candidate(GROUPED_NAME, "native", _serves_groups, two_cta_config, _run, _to_time, any_rows=True)
+CANDIDATE = Candidate(NAME, "native", _serves, two_cta_config, _run, _to_time,
+                      takes_epilogue=lambda p: p.ragged is None, quantizes=_quantizes, finds_amax=_finds_amax,
+                      any_rows=True)  # fmt: skip
