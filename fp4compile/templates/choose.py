@@ -17,7 +17,6 @@ from fp4compile.templates.gemm import (
     cost,
     dequant_operand,
     dequant_tiles,
-    grouped_block_scaled_sm100,
     library,
     skinny_block_scaled_sm100,
     streaming,
@@ -30,7 +29,7 @@ from fp4compile.templates.problem import Problem
 # In order of rank: a library before a kernel for its problems, a kernel for few rows before a kernel for many.
 REGISTRY: tuple[Candidate, ...] = (
     skinny_block_scaled_sm100.CANDIDATE,
-    grouped_block_scaled_sm100.CANDIDATE,
+    block_scaled_sm100.GROUPED,
     library.BLOCK_SCALED,  # of groups it serves a subset of the candidate before: chosen only by timing
     block_scaled_sm100.CANDIDATE,
     block_scaled_two_ctas_sm100.CANDIDATE,  # serves a subset of the kernels of one CTA: chosen only by timing

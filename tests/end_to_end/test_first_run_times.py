@@ -94,7 +94,7 @@ OF_CODES = ["block_scaled_sm100", *[TWO_CTAS] * _compat.two_cta_products()]
     ("multiplied_to_codes", (512, 512, 1024), OF_CODES,
      [*(f"gemm_{name}" for name in OF_CODES), "gemm_block_scaled_sm100"], [(512, 512)]),
     ("experts_to_codes", (4, 512, 256, 1024), ["grouped_block_scaled_sm100"],
-     ["gemm_grouped_block_scaled_sm100"] * 2, [(512, 256)] * 2),
+     ["gemm_block_scaled_sm100"] * 2, [(512, 256)] * 2),
 ])  # fmt: skip
 def test_a_result_in_codes_is_timed_beside_a_quantiser(what, sizes, names, kernels, read, monkeypatch):
     """What is launched for each of the times, and what the quantiser reads; nothing on other GPUs."""

@@ -190,7 +190,7 @@ def _grouped_kernels(launched: Launched) -> list[str]:
     problem = problem_of(of_groups(*_operands(launched), *arguments), NATIVE)
     if problem.empty or (problem.a.format is None and problem.b.format is None):
         return []
-    return [name for name in GROUPED if name == "grouped_dequant_tiles" or choose.named(name).serves(problem)]
+    return [name for name in GROUPED if name == "dequant_tiles" or choose.named(name).serves(problem)]
 
 
 def _operands(launched: Launched) -> tuple[Operand, Operand]:

@@ -27,7 +27,7 @@ from fp4compile.passes.lower import lower
 from fp4compile.templates import choose as registry
 from fp4compile.templates.choose import choose, named, to_time
 from fp4compile.templates.gemm import library
-from fp4compile.templates.gemm.grouped_block_scaled_sm100 import sm100_configs
+from fp4compile.templates.gemm.block_scaled_sm100 import sm100_configs
 from fp4compile.templates.launch import dry_run
 from fp4compile.templates.multiply import call_of
 from fp4compile.templates.problem import problem_of
@@ -261,7 +261,7 @@ def lowered(function, shapes, groups=4, sm=100, dynamic=False, then=lower):
 
 FORWARD = (256, 512), (4, 1024, 512)
 BY_LIBRARY = ["group_ends", "clear_ungrouped_rows"], ["fp4compile.scaled_grouped_mm_library.default"]
-NATIVE = "gemm_grouped_block_scaled_sm100"
+NATIVE = "gemm_block_scaled_sm100"
 
 
 @pytest.mark.parametrize("name", ["mxfp8", "nvfp4", "nvfp4_one_level"])

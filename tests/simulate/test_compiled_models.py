@@ -34,7 +34,7 @@ from tests.helpers.simulated_gpu import Gpu, simulated
 PRETENDING = os.environ.get("FP4COMPILE_PRETENDING") == "1"
 pretending = pytest.mark.skipif(not PRETENDING, reason="run in a process of its own")
 ONE_TOKEN, ROWS, TRAINING = RUNS
-BY_GROUPS = "gemm_grouped_block_scaled_sm100"
+BY_GROUPS = "gemm_block_scaled_sm100"
 
 
 @pretending

@@ -7,7 +7,7 @@ kernel of one CTA loads 384 (`heuristics.TwoCtaConfig`).
 An epilogue may quantise its result, or find its amax, as the kernel of one CTA does (`device.quantized_epilogue`). TMA
 stores the block scales of a tile as well, from shared memory. Of gate and up (`Problem.pair`), each CTA loads one.
 
-With groups of rows (`gemm.grouped_block_scaled_sm100`), a pair's tile begins at a row of its group. Rows beyond the
+With groups of rows, a pair's tile begins at a row of its group. Rows beyond the
 group's end are multiplied as well and not stored.
 
 The kernel is in `two_cta_kernel_sm100`. It is written in Gluon: `tl.dot_scaled` does not compile for clusters. An
@@ -23,7 +23,7 @@ from fp4compile._compat import statically_true
 from fp4compile.formats.epilogue import PARTIAL_MAXIMA
 from fp4compile.formats.groups import padded_rows
 from fp4compile.formats.layouts import TILE_ROWS, ceil_div
-from fp4compile.templates.gemm import block_scaled_sm100, cost, grouped_block_scaled_sm100
+from fp4compile.templates.gemm import block_scaled_sm100, cost
 from fp4compile.templates.gemm.call import Call, KernelOperand
 from fp4compile.templates.gemm.candidate import Candidate
 from fp4compile.templates.gemm.heuristics import TwoCtaConfig, tma_copies, two_cta_config
@@ -45,7 +45,7 @@ def _serves(p: Problem) -> bool:
 
 
 def _one_cta(p: Problem) -> Candidate:
-    return (block_scaled_sm100 if p.ragged is None else grouped_block_scaled_sm100).CANDIDATE
+    return block_scaled_sm100.CANDIDATE if p.ragged is None else block_scaled_sm100.GROUPED
 
 
 def _stores(p: Problem) -> bool:
