@@ -183,7 +183,7 @@ GATED = ["neg product", "exp s0", "add s1 1.0", "div product s2", "mul s3 aux0"]
 
 
 _experts = partial(Product, groups=GROUPS)
-TWO_CTAS, EXPERTS_BY_TWO_CTAS = "block_scaled_two_ctas_sm100", "grouped_block_scaled_two_ctas_sm100"
+TWO_CTAS = "block_scaled_two_ctas_sm100"
 # Pairs of CTAs: each element and scale, each granularity of outer scales, and epilogues; results that are quantised, or
 # whose amax is found; then experts. No other kernel may take their place, and an older Triton cannot compile them.
 _BY_TWO_CTAS = (
@@ -199,11 +199,11 @@ _BY_TWO_CTAS = (
     Product("nvfp4_rowwise", "nvfp4_te", n=SIZE - 8, result="nvfp4", kernel=TWO_CTAS),
     Product("mxfp8", "mxfp4", n=SIZE - 16, epilogue="bias", result="mxfp8", kernel=TWO_CTAS),
     *(Product("nvfp4", "nvfp4", epilogue=epilogue, result=AMAX, kernel=TWO_CTAS) for epilogue in ("pair", "gated", "")),
-    *(_experts(a, b, SIZE, 2048, 4096, kernel=EXPERTS_BY_TWO_CTAS) for a, b in (
+    *(_experts(a, b, SIZE, 2048, 4096, kernel=TWO_CTAS) for a, b in (
         ("nvfp4", "nvfp4"), ("nvfp4_one_level", "nvfp4_one_level"), ("nvfp4_rowwise", "nvfp4_te"), ("mxfp8", "mxfp8"),
         ("mxfp8", "mxfp4"), ("mxfp4", "mxfp4"), ("mxfp8_e5m2", "mxfp8"),
     )),
-    _experts("nvfp4", "nvfp4_rowwise", 128, 2040, 4096, kernel=EXPERTS_BY_TWO_CTAS),
+    _experts("nvfp4", "nvfp4_rowwise", 128, 2040, 4096, kernel=TWO_CTAS),
 )  # fmt: skip
 PRODUCTS = (
     *(Product(name, name) for name in ("nvfp4", "nvfp4_one_level", "mxfp8", "mxfp4")),
@@ -371,7 +371,7 @@ def reduced(product: Product) -> Product:
         n = 384
     k = 1536 - (-product.k % 256)
     if product.groups:
-        rows = GROUP_ROWS * (2 if product.kernel == EXPERTS_BY_TWO_CTAS else 1)  # its tiles are as high
+        rows = GROUP_ROWS * (2 if product.kernel == TWO_CTAS else 1)  # its tiles are as high
         m, k = (144, rows) if product.along_k else (rows, 512)
         return replace(product, groups=len(ENDS), m=m, n=n, k=k)
     return replace(product, m=product.m if product.m <= 64 else 144, n=n, k=k)

@@ -45,9 +45,9 @@ class Kernel:
 # benchmarks/results/linear_h200.json, one entry for all shapes of a kernel, and `library_row_scaled` to half of
 # ceilings_h200.json there: it has the GPU's FP8 share, and torch's tiles (RowwiseScaledMM.cu has 128 x 128, and
 # 64 x 128 where all of these run at once, which takes as long). `dequant_tiles` is fitted to the figures in
-# templates/gemm/heuristics.py; the share of the matrix units of `wgmma_sm90` is from many_rows_h200.json (512 to 2048
-# rows). Triton's kernels for SM100 have the share of the matrix units of the model in
-# templates/gemm/cost.py. Other kernels have the library's share.
+# templates/gemm/dequant_operand.py; the share of the matrix units of `wgmma_sm90` is from many_rows_h200.json (512 to
+# 2048 rows). Triton's kernels for SM100 have the share of the matrix units of the model in templates/gemm/cost.py.
+# Other kernels have the library's share.
 TRITON_SM100 = 0.4
 KERNELS = {
     "gemv": Kernel(memory=0.92, launch=0.6),

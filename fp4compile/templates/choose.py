@@ -17,8 +17,6 @@ from fp4compile.templates.gemm import (
     cost,
     dequant_operand,
     dequant_tiles,
-    grouped_block_scaled_sm100,
-    grouped_library,
     library,
     skinny_block_scaled_sm100,
     streaming,
@@ -31,17 +29,12 @@ from fp4compile.templates.problem import Problem
 # In order of rank: a library before a kernel for its problems, a kernel for few rows before a kernel for many.
 REGISTRY: tuple[Candidate, ...] = (
     skinny_block_scaled_sm100.CANDIDATE,
-    library.BLOCK_SCALED,
+    block_scaled_sm100.GROUPED,
+    library.BLOCK_SCALED,  # of groups it serves a subset of the candidate before: chosen only by timing
     block_scaled_sm100.CANDIDATE,
-    block_scaled_two_ctas_sm100.CANDIDATE,  # serves a subset of the candidate before: chosen only by timing
+    block_scaled_two_ctas_sm100.CANDIDATE,  # serves a subset of the kernels of one CTA: chosen only by timing
     library.ROW_SCALED,
     library.RESCALED,
-    # Grouped products.
-    grouped_block_scaled_sm100.CANDIDATE,
-    grouped_library.BLOCK_SCALED,  # these two serve a subset of the candidate before: chosen only by timing
-    block_scaled_two_ctas_sm100.GROUPED,
-    grouped_library.ROW_SCALED,
-    # With and without groups.
     streaming.CANDIDATE,
     wgmma_sm90.CANDIDATE,
     dequant_operand.CANDIDATE,

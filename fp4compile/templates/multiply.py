@@ -113,7 +113,7 @@ def multiply_together(members: Sequence[Arguments]) -> list[torch.Tensor]:
     as long to start, and to get its loads under way, as to read its weights.
 
     A product has the same bits as in a launch of its own, unless that launch, with several tokens, would add its sums
-    in another order (see `heuristics.skinny_config`). Raises what `multiply` raises.
+    in another order (see `skinny.skinny_config`). Raises what `multiply` raises.
     """
     calls = list(map(call_of, members))
     choices = [choose(call.problem) for call in calls]

@@ -178,7 +178,7 @@ def _quantizing_kernels(problem: Problem) -> list[str]:
 
 
 def _grouped_kernels(problem: Problem) -> list[str]:
-    return [name for name in GROUPED if name == "grouped_dequant_tiles" or choose.named(name).serves(problem)]
+    return [name for name in GROUPED if name == "dequant_tiles" or choose.named(name).serves(problem)]
 
 
 def _products_differ(launched: Launched, got: list[torch.Tensor], expected: list[torch.Tensor]) -> str | None:

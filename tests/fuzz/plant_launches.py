@@ -42,7 +42,7 @@ LAUNCH_PLANTS = (
           "    shift = 8 * tl.arange(0, 4)[None, None, :]\n", "    shift = 8 * (3 - tl.arange(0, 4))[None, None, :]\n"),
     Plant("the amax of a result's last tile alone", "templates/gemm/block_scaled_sm100.py",
           "amax = tl.maximum(amax, tl.where(col0 < n, found, 0))", "amax = tl.where(col0 < n, found, 0)"),
-    Plant("rows of the next group among a group's scales", "templates/gemm/grouped_block_scaled_sm100.py",
+    Plant("rows of the next group among a group's scales", "templates/gemm/block_scaled_sm100.py",
           "tl.where((row < end) & (first < blocks), scale, 0)", "tl.where(first < blocks, scale, 0)"),
     # masks and grids
     Plant("a column too many is read", "templates/quantize/row.py",

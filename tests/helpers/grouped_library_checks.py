@@ -20,7 +20,7 @@ from fp4compile.formats.operand import Operand
 from fp4compile.hardware import Target
 from fp4compile.ops.matmul import SCALED_MM_OPAQUE
 from fp4compile.templates.choose import to_time
-from fp4compile.templates.gemm import grouped_library as library
+from fp4compile.templates.gemm import library
 from fp4compile.templates.launch import dry_run
 from fp4compile.templates.multiply import call_of
 from tests.helpers.arguments import of_groups, opaque

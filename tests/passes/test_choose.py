@@ -172,8 +172,8 @@ def test_problems_are_keys():
     assert len({problem("nvfp4", "nvfp4", 512, 90), problem("nvfp4", "nvfp4", 512, 90)}) == 1
 
 
-def test_products_with_and_without_groups_have_kernels_of_their_own():
-    """One registry: candidates serve either, but for four; `dequant_tiles` serves all products."""
+def test_every_product_has_a_kernel():
+    """`dequant_tiles` serves all; the block-scaled kernels of SM100 either those of groups or the others."""
     for a, b in itertools.product((None, "nvfp4", "mxfp8", "float8_rowwise", "nvfp4_rowwise"), repeat=2):
         if a is not None and b is not None and not formats.compatible(formats.get(a), formats.get(b)):
             continue
@@ -184,8 +184,8 @@ def test_products_with_and_without_groups_have_kernels_of_their_own():
                 one = dataclasses.replace(dense, spec=spec, groups=1 if how is Grouping.DENSE else 4)
                 serving = {each.name for each in REGISTRY if each.takes(one)}
                 assert "dequant_tiles" in serving
-                own = serving - {"dequant_tiles", "dequant_operand", "wgmma_sm90", "streaming"}
-                assert {name.startswith("grouped_") for name in own} <= {one.ragged}
+                assert ("grouped_block_scaled_sm100" in serving) <= one.ragged
+                assert ("block_scaled_sm100" in serving) <= (not one.ragged)
 
 
 def test_a_problem_is_decided_once():
@@ -221,7 +221,7 @@ def test_nobody_else_asks_a_candidate():
     package = Path(fp4compile.__file__).parent
     kernels = {"gemv", "skinny", "horizontal", "streaming", "wgmma_sm90", "dequant_tiles", "dequant_operand", "library",
                "block_scaled_sm100", "cost", "skinny_block_scaled_sm100", "block_scaled_two_ctas_sm100",
-               "two_cta_kernel_sm100", "grouped_block_scaled_sm100", "grouped_library"}  # fmt: skip
+               "two_cta_kernel_sm100", "grouped_library"}  # fmt: skip
     for path in package.rglob("*.py"):
         if path.parent.name == "gemm" or path.name in ("choose.py", "multiply.py"):
             continue

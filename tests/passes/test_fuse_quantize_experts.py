@@ -48,7 +48,7 @@ def of_products(found):
 
 SILU = "neg product | exp s0 | add s1 1.0 | div product s2"
 QUANTISER = ["quantize_rows"]
-KERNELS = ["gemm_grouped_block_scaled_sm100"] * 2
+KERNELS = ["gemm_block_scaled_sm100"] * 2
 
 
 @pytest.mark.parametrize("rows", [2048, ANY], ids=["2048 rows", "any number of rows"])

@@ -261,7 +261,7 @@ def test_experts_by_the_library(recipe, monkeypatch):
     """What the quantisers wrote, where they wrote it, goes to the library; its result is cleared where it lies."""
     pretend(monkeypatch, 100)
     monkeypatch.setattr("fp4compile.passes.lower.fastest",
-                        lambda product: Choice("grouped_library_block_scaled", "native"))  # fmt: skip
+                        lambda product: Choice("library_block_scaled", "native"))  # fmt: skip
     shapes, dtypes = ((256, 512), (4, 1024, 512), (4,)), (torch.bfloat16, torch.bfloat16, torch.int32)
     found = fused_graph(lambda x, w, offs: F.grouped_mm(x, w.transpose(1, 2), offs=offs), *shapes, recipe=recipe,
                         dtypes=dtypes, paper=nullcontext, fuse=False)  # fmt: skip

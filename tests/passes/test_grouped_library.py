@@ -26,8 +26,8 @@ from fp4compile.passes.lib import autotune
 from fp4compile.passes.lower import lower
 from fp4compile.templates import choose as registry
 from fp4compile.templates.choose import choose, named, to_time
-from fp4compile.templates.gemm import grouped_library as library
-from fp4compile.templates.gemm.grouped_block_scaled_sm100 import sm100_configs
+from fp4compile.templates.gemm import library
+from fp4compile.templates.gemm.block_scaled_sm100 import sm100_configs
 from fp4compile.templates.launch import dry_run
 from fp4compile.templates.multiply import call_of
 from fp4compile.templates.problem import problem_of
@@ -36,7 +36,7 @@ from tests.helpers.grouped_library_checks import calls_of, calls_whatever_is_ser
 from tests.helpers.library_checks import Refused
 
 BF16 = torch.bfloat16
-LIBRARY, KERNEL = "grouped_library_block_scaled", "grouped_block_scaled_sm100"
+LIBRARY, KERNEL = "library_block_scaled", "grouped_block_scaled_sm100"
 FORMATS = [("nvfp4", "nvfp4"), ("nvfp4_te", "nvfp4_16x16"), ("nvfp4_one_level", "nvfp4"), ("mxfp8", "mxfp8"),
            ("mxfp8_floor", "mxfp8_32x32")]  # fmt: skip
 SIZES = [(16, 32), (768, 2048), (2048, 7168), (1040, 96), (144, 1056)]  # of N and K
@@ -261,7 +261,7 @@ def lowered(function, shapes, groups=4, sm=100, dynamic=False, then=lower):
 
 FORWARD = (256, 512), (4, 1024, 512)
 BY_LIBRARY = ["group_ends", "clear_ungrouped_rows"], ["fp4compile.scaled_mm_opaque.default"]
-NATIVE = "gemm_grouped_block_scaled_sm100"
+NATIVE = "gemm_block_scaled_sm100"
 
 
 @pytest.mark.parametrize("name", ["mxfp8", "nvfp4", "nvfp4_one_level"])

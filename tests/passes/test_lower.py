@@ -342,17 +342,18 @@ def test_inductor_knows_what_products_of_sm100_write(monkeypatch, caplog):
     for product in PRODUCTS_OF_GATE:
         for launch in product.launches(100)[1]:
             name, text = launch.kernel.__name__, launch.constants.get("EPILOGUE", "")
-            key = name, launch.constants.get("PAIR"), "amax" in text, text.count(" | ")
+            of_groups = launch.constants.get("GROUPS", 0) > 0
+            key = name, of_groups, launch.constants.get("PAIR"), "amax" in text, text.count(" | ")
             if key not in found and launch.num_ctas == 1:
                 kernel = kernel_side_table.add_kernel(launch.kernel)
                 constants, arguments = kernel_side_table.add_constant_args(launch.constants), dict(launch.args)
                 found[key] = set(get_mutated_tensors(kernel, constants, arguments, {}))
-    native = {"gemm_block_scaled_sm100", "gemm_skinny_block_scaled_sm100", "gemm_grouped_block_scaled_sm100"}
-    assert {key[0] for key in found} >= native
+    native = {("gemm_block_scaled_sm100", False), ("gemm_block_scaled_sm100", True)}
+    assert {key[:2] for key in found} >= native | {("gemm_skinny_block_scaled_sm100", False)}
     for key, written in found.items():
-        name, _, amax, parts = key
+        name, of_groups, _, amax, parts = key
         two = {"out_ptr", "out_scales_ptr"} if amax or parts == 3 else {"out_ptr"}
-        table = {"table_ptr"} if name.startswith("gemm_grouped_") and name.endswith("_sm100") else set()
+        table = {"table_ptr"} if of_groups and name.endswith("_sm100") else set()
         assert written == (two | table if name != "gemm_skinny" else {"out_ptr", "out_1_ptr"}), key
     assert "assuming every input is mutated" not in caplog.text
 

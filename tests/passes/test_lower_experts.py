@@ -21,7 +21,7 @@ from fp4compile.recipe import named
 from fp4compile.templates.launch import dry_run
 from tests.helpers.arguments import times
 
-NATIVE, TILES = "gemm_grouped_block_scaled_sm100", "gemm_dequant_tiles"
+NATIVE, TILES = "gemm_block_scaled_sm100", "gemm_dequant_tiles"
 
 
 def lowered(sm, function, *shapes, recipe=None, dynamic=False):

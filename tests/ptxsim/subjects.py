@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from fp4compile import _compat
-from fp4compile.check.products import EXPERTS_BY_TWO_CTAS, PRODUCTS, TWO_CTAS, Product
+from fp4compile.check.products import PRODUCTS, TWO_CTAS, Product
 from fp4compile.check.quantisers import (
     CONFIGURATIONS,
     PROLOGUE_CONFIGURATIONS,
@@ -115,7 +115,7 @@ _PAIRS = (
     (replace(_product("pairs of CTAs", f"512x8192x8192, gated, by {TWO_CTAS} nvfp4 x nvfp4", 2,
                       {"m": 400, "n": 272, "k": 672}), most=9),
      replace(_product("experts on pairs of CTAs",
-                      f"8192x2048x4096, 64 groups, by {EXPERTS_BY_TWO_CTAS} nvfp4 x nvfp4", 4,
+                      f"8192x2048x4096, 64 groups, by {TWO_CTAS} nvfp4 x nvfp4", 4,
                       _GROUPS | {"m": 2 * ROWS, "n": 272, "k": 672}), most=9),
      Subject("quantised results of pairs of CTAs", partial(differences, _QUANTISED), 2, most=2),
      Subject("gate and up on pairs of CTAs", _gate_and_up, 2, most=2))

@@ -15,7 +15,7 @@ import triton.language as tl
 
 import fp4compile
 from fp4compile import _compat, config
-from fp4compile.check.products import EXPERTS_BY_TWO_CTAS, TWO_CTAS
+from fp4compile.check.products import TWO_CTAS
 from fp4compile.check.simulator import LaunchSimulator
 from fp4compile.distributed import compiled
 from fp4compile.distributed.arrival import Swizzling, Transposing
@@ -36,7 +36,7 @@ from tests.helpers.simulated_gpu import Gpu, simulated
 PRETENDING = os.environ.get("FP4COMPILE_PRETENDING") == "1"
 pretending = pytest.mark.skipif(not PRETENDING, reason="run in a process of its own")
 ONE_TOKEN, ROWS, TRAINING = RUNS
-BY_GROUPS = "gemm_grouped_block_scaled_sm100"
+BY_GROUPS = "gemm_block_scaled_sm100"
 
 
 @pretending
@@ -90,7 +90,7 @@ def test_experts_on_pairs_of_ctas(monkeypatch):
     torch.manual_seed(0)
     model, x = Experts().bfloat16(), torch.randn(310, 128).bfloat16()
     offs, results = torch.tensor([3, 3, 290, 310], dtype=torch.int32), []
-    for name, kernel in ((None, BY_GROUPS), (EXPERTS_BY_TWO_CTAS, "gemm_block_scaled_two_ctas_sm100")):
+    for name, kernel in ((None, BY_GROUPS), (TWO_CTAS, "gemm_block_scaled_two_ctas_sm100")):
         torch._dynamo.reset()
         monkeypatch.setattr(lower, "fastest", lambda product, name=name: choose(product.problem, name))
         with torch.no_grad(), simulated(monkeypatch, 100) as gpu:

@@ -43,7 +43,7 @@ def test_results_of_groups(operands, result, columns, epilogue, weights, sizes, 
     product = Product(*operands, sum(sizes) + left, columns, 384, epilogue, weights, groups=len(sizes), result=result)
     simulator = LaunchSimulator(Target(100, 2), Schedule(seed))
     assert differences(product, simulator, sizes) == []
-    assert [launch.kernel.__name__ for launch in simulator.launches] == ["gemm_grouped_block_scaled_sm100"]
+    assert [launch.kernel.__name__ for launch in simulator.launches] == ["gemm_block_scaled_sm100"]
 
 
 def test_an_amax():

@@ -338,7 +338,7 @@ def test_what_the_library_serves():
     def served(**changes):
         spec = {name: changes.pop(name) for name in ("a", "b", "out_dtype", "grouping") if name in changes}
         changed = replace(problem, spec=replace(problem.spec, **spec), **changes)
-        return choose(changed).kernel == "grouped_library_row_scaled"
+        return choose(changed).kernel == "library_row_scaled"
 
     assert served() and served(m=1) and served(groups=1023)
     assert not any(served(target=Target(sm)) for sm in (80, 89, 100, 120))

@@ -23,7 +23,8 @@ from fp4compile.formats.grouping import Groups
 from fp4compile.formats.operand import Operand
 from fp4compile.hardware import Target
 from fp4compile.templates import launch
-from fp4compile.templates.gemm.grouped_block_scaled_sm100 import CANDIDATE, sm100_configs
+from fp4compile.templates.gemm.block_scaled_sm100 import GROUPED as CANDIDATE
+from fp4compile.templates.gemm.block_scaled_sm100 import sm100_configs
 from fp4compile.templates.gemm.heuristics import BlockScaledConfig
 from fp4compile.templates.multiply import call_of
 from fp4compile.templates.problem import problem_of

@@ -12,7 +12,6 @@ from fp4compile import _compat
 from fp4compile.check import products
 from fp4compile.check.machine_code import compile_launch, product_row
 from fp4compile.check.products import (
-    EXPERTS_BY_TWO_CTAS,
     OF_A_PAIR,
     TWO_CTAS,
     Product,
@@ -88,7 +87,7 @@ def test_the_model_knows_what_an_epilogue_costs():
     (True, "nvfp4", 100, {}), (True, "nvfp4", 100, {"n": 8184}), (True, "mxfp8", 103, {}), (True, "mxfp4", 103, {}),
     (False, "nvfp4", 103, {}), (False, "nvfp4", 120, {}), (False, "nvfp4", 90, {}),
     *((False, "nvfp4", 100, each) for each in (
-        {"batches": 4}, {"n": 8188}, {"k": 8176}, {"groups": 4}, {"n": 8176, "result": "nvfp4"},
+        {"batches": 4}, {"n": 8188}, {"k": 8176}, {"n": 8176, "result": "nvfp4"},
         {"n": 8160, "result": "amax"}, {"batches": 4, "result": "nvfp4"},
         *({"n": 8000, "epilogue": "pair", "result": result} for result in ("nvfp4", "amax")),  # no kernel takes them
     )),
@@ -219,17 +218,17 @@ def test_only_timing_chooses_it_for_experts(a, b, monkeypatch):
     """And only where groups fill half of a tile of 256 rows on average."""
     many, few = experts(a, b, groups=64), experts(a, b, groups=64, m=8191)
     for one in (many, few):
-        assert choose(one).kernel == "grouped_block_scaled_sm100" and candidates(one)[-1] == EXPERTS_BY_TWO_CTAS
-        assert choose(one, EXPERTS_BY_TWO_CTAS).kernel == EXPERTS_BY_TWO_CTAS
-        assert (EXPERTS_BY_TWO_CTAS in {choice.kernel for choice in to_time(one)}) == (one is many)
+        assert choose(one).kernel == "grouped_block_scaled_sm100" and candidates(one)[-1] == TWO_CTAS
+        assert choose(one, TWO_CTAS).kernel == TWO_CTAS
+        assert (TWO_CTAS in {choice.kernel for choice in to_time(one)}) == (one is many)
     monkeypatch.setattr(_compat, "two_cta_products", lambda: False)
-    assert EXPERTS_BY_TWO_CTAS not in candidates(many)
+    assert TWO_CTAS not in candidates(many)
 
 
 def test_the_model_knows_what_a_pair_loads():
     """Where tiles bound both kernels, a tile of 256x256 takes two thirds of the time of two tiles of 128x256."""
     one = experts("nvfp4", "nvfp4", m=148 * 1024, n=4096, k=16384)
-    found = [choose(one, name) for name in ("grouped_block_scaled_sm100", EXPERTS_BY_TWO_CTAS)]
+    found = [choose(one, name) for name in ("grouped_block_scaled_sm100", TWO_CTAS)]
     assert [(choice.config.bm, choice.config.bn) for choice in found] == [(128, 256), (256, 256)]
     seconds = cost.kernel_seconds(one, found[0].config), cost.kernel_seconds(one, found[1].config)
     assert seconds[1] == exactly(seconds[0] * 2 / 3)
@@ -246,7 +245,7 @@ def test_the_model_knows_what_a_pair_loads():
 def test_what_it_serves_of_experts(served, b, sm, options):
     """Groups of rows; else as without groups."""
     a = "nvfp4" if b == "nvfp4" else "mxfp8"
-    assert (EXPERTS_BY_TWO_CTAS in candidates(experts(a, b, sm, **options))) == served
+    assert (TWO_CTAS in candidates(experts(a, b, sm, **options))) == served
 
 
 OFFS = [-3, 256, 200, 256, 515, 770, 779]
@@ -272,7 +271,7 @@ def test_experts(offs):
     """
     x, simulator = of_experts(800, offs), LaunchSimulator(Target(100, 4), Schedule(2))
     with simulator.running():
-        got = multiply(x, choose(problem_of(x, Target(100)), EXPERTS_BY_TWO_CTAS))
+        got = multiply(x, choose(problem_of(x, Target(100)), TWO_CTAS))
     assert [launch.num_ctas for launch in simulator.launches] == [2]
     assert same_bits(got, expected_of_experts(x)) == []
 
@@ -282,14 +281,14 @@ def test_many_experts():
     x = exact_arguments(Product("mxfp8", "mxfp8", 60, 8, 96, groups=34))
     x = replace(x, offs=torch.tensor([*range(5, 38), 900], dtype=torch.int32))
     with LaunchSimulator(Target(103, 2), Schedule(1)).running():
-        got = multiply(x, choose(problem_of(x, Target(103)), EXPERTS_BY_TWO_CTAS))
+        got = multiply(x, choose(problem_of(x, Target(103)), TWO_CTAS))
     assert same_bits(got, expected_of_experts(x)) == []
 
 
 def test_a_graph_of_experts_has_an_op():
     """With the offsets, which stay on the device, for any number of tokens."""
     x = of_experts(800, OFFS)
-    choice = choose(problem_of(x, Target(100)), EXPERTS_BY_TWO_CTAS)
+    choice = choose(problem_of(x, Target(100)), TWO_CTAS)
 
     def function(a, a_scales, a_outer, b, b_scales, b_outer, offs):
         left = replace(x.a, data=a, scales=a_scales, outer=a_outer)
@@ -308,7 +307,7 @@ def test_a_graph_of_experts_has_an_op():
 
 def test_machine_code_of_experts():
     """No spills with as many groups as it serves; results by TMA, and as many stages as without groups."""
-    product = Product("nvfp4_rowwise", "nvfp4", 8192, 2048, 4096, groups=MOST_GROUPS, kernel=EXPERTS_BY_TWO_CTAS)
+    product = Product("nvfp4_rowwise", "nvfp4", 8192, 2048, 4096, groups=MOST_GROUPS, kernel=TWO_CTAS)
     _, (launched,) = product.launches(100)
     row = product_row(product, "native", launched, 100)
     assert not row.problems and row.line == "block-scaled" and row.stores == "TMA"
@@ -320,8 +319,7 @@ def test_the_first_run_has_both_kernels(monkeypatch):
     monkeypatch.setattr(products, "differences", lambda *args: [])
     product = Product("nvfp4", "nvfp4", 160, 264, 512, groups=6)
     assert (
-        by_every_kernel(product, LaunchSimulator(Target(100)))["kernels"]
-        == f"grouped_block_scaled_sm100, {EXPERTS_BY_TWO_CTAS}"
+        by_every_kernel(product, LaunchSimulator(Target(100)))["kernels"] == f"grouped_block_scaled_sm100, {TWO_CTAS}"
     )
 
 
@@ -329,6 +327,6 @@ def test_a_simulated_product_stands_for_no_experts():
     """Their launches have the same constants but for the number of groups."""
     dense, grouped = Product("mxfp8", "mxfp8", kernel=TWO_CTAS), Product("mxfp8", "mxfp8", groups=4)
     _, (one,) = dense.launches(100)
-    _, (other,) = replace(grouped, kernel=EXPERTS_BY_TWO_CTAS).launches(100)
+    _, (other,) = replace(grouped, kernel=TWO_CTAS).launches(100)
     assert one.constants | {"GROUPS": 4} == other.constants
     assert launch_key(one) != launch_key(other)

@@ -7,7 +7,7 @@ kernel of one CTA loads 384 (`heuristics.TwoCtaConfig`).
 An epilogue may quantise its result, or find its amax, as the kernel of one CTA does (`device.quantized_epilogue`). TMA
 stores the block scales of a tile as well, from shared memory. Of gate and up (`Problem.pair`), each CTA loads one.
 
-With groups of rows (`gemm.grouped_block_scaled_sm100`), a pair's tile begins at a row of its group. Rows beyond the
+With groups of rows, a pair's tile begins at a row of its group. Rows beyond the
 group's end are multiplied as well and not stored.
 
 The kernel is in `two_cta_kernel_sm100`. It is written in Gluon: `tl.dot_scaled` does not compile for clusters. An
@@ -24,28 +24,29 @@ from fp4compile.formats.epilogue import PARTIAL_MAXIMA
 from fp4compile.formats.grouping import padded_rows
 from fp4compile.formats.layouts import TILE_ROWS, ceil_div
 from fp4compile.formats.operand import Arguments, Operand
-from fp4compile.templates.gemm import block_scaled_sm100, cost, grouped_block_scaled_sm100
+from fp4compile.templates.gemm import block_scaled_sm100, cost
 from fp4compile.templates.gemm.call import Call, KernelOperand
 from fp4compile.templates.gemm.candidate import TWO_CTAS, Candidate, opaque
 from fp4compile.templates.gemm.heuristics import TwoCtaConfig, tma_copies, two_cta_config
 from fp4compile.templates.launch import Launch
 from fp4compile.templates.problem import Problem
 
-NAME, GROUPED_NAME = "block_scaled_two_ctas_sm100", "grouped_block_scaled_two_ctas_sm100"
+NAME = "block_scaled_two_ctas_sm100"
 PART_COLS = 64  # columns that are quantised at a time: a thread has half of them, a block of MX or two of NVFP4
 MOST_GROUPS = 512  # whose offsets fit the registers of the warp that loads
 
 
 def _serves(p: Problem) -> bool:
-    """One product that the kernel of one CTA takes, with its result, by TMA, and whose result this kernel stores."""
-    one = not p.ragged and statically_true(p.batches == 1)
-    return one and block_scaled_sm100.CANDIDATE.takes(p) and _stores(p)
+    """One product, or groups of rows, that the kernel of one CTA takes, by TMA, and whose result this kernel stores."""
+    if not p.ragged:
+        fits = statically_true(p.batches == 1)
+    else:
+        fits = p.by_rows and p.groups <= MOST_GROUPS and _compat.two_cta_products_of_groups()
+    return fits and _one_cta(p).takes(p) and _stores(p)
 
 
-def _serves_groups(p: Problem) -> bool:
-    """As `_serves`, with groups of rows."""
-    few = p.by_rows and p.groups <= MOST_GROUPS and _compat.two_cta_products_of_groups()
-    return few and grouped_block_scaled_sm100.CANDIDATE.serves(p) and _stores(p)
+def _one_cta(p: Problem) -> Candidate:
+    return block_scaled_sm100.CANDIDATE if not p.ragged else block_scaled_sm100.GROUPED
 
 
 def _stores(p: Problem) -> bool:
@@ -68,8 +69,8 @@ def _stores(p: Problem) -> bool:
 
 
 def _quantizes(p: Problem) -> bool:
-    """With more than 4 bytes of operands for an element of the result, registers may spill."""
-    return p.operand_bytes <= 4
+    """Without groups. With more than 4 bytes of operands for an element of the result, registers may spill."""
+    return not p.ragged and p.operand_bytes <= 4
 
 
 def _finds_amax(p: Problem) -> bool:
@@ -80,8 +81,7 @@ def _finds_amax(p: Problem) -> bool:
 def _to_time(p: Problem) -> tuple[TwoCtaConfig, ...]:
     """Nothing where larger tiles are not expected to pay: they may be half empty, or fill fewer multiprocessors."""
     config = two_cta_config(p)
-    one_cta = block_scaled_sm100 if not p.ragged else grouped_block_scaled_sm100
-    return (config,) if cost.two_ctas_pay(p, config, one_cta.CANDIDATE.configure(p)) else ()
+    return (config,) if cost.two_ctas_pay(p, config, _one_cta(p).configure(p)) else ()
 
 
 def _run(call: Call, config: TwoCtaConfig) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
@@ -130,6 +130,6 @@ def _operand(x: KernelOperand, *rows) -> Operand:
     return Operand(data, x.scales.view(x.type.format.scale_dtype), outer, x.type.format)
 
 
-CANDIDATE = Candidate(NAME, "native", _serves, two_cta_config, _run, _to_time, takes_epilogue=lambda p: True,
-                      quantizes=_quantizes, finds_amax=_finds_amax, any_rows=True)  # fmt: skip
-GROUPED = Candidate(GROUPED_NAME, "native", _serves_groups, two_cta_config, _run, _to_time, any_rows=True)
+CANDIDATE = Candidate(NAME, "native", _serves, two_cta_config, _run, _to_time,
+                      takes_epilogue=lambda p: not p.ragged, quantizes=_quantizes, finds_amax=_finds_amax,
+                      any_rows=True)  # fmt: skip

@@ -36,7 +36,7 @@ class Candidate:
     name: its name in the report, the log and `Choice`.
     tier: "native" where the matrix units read the operands as they are quantised, else "emulated".
     serves: whether it can compute a problem, and should if no candidate of a better rank does.
-    configure: the launch configuration for a problem, of a type of `heuristics`; None where there is nothing to
+    configure: the launch configuration for a problem, a `LaunchConfig`; None where there is nothing to
         configure. run: launches a call with that configuration and returns the result, of the problem's shape.
     configurations: the configurations that `max-autotune` times: the result of `configure` and others, or none where
         the kernel is not expected to pay; None where there is no other. takes_epilogue: whether it can apply an

@@ -6,8 +6,8 @@ bfloat16, fewer than 1024 groups. Its meta implementation checks the rest.
 
 `_scaled_grouped_mm_v2`: block scales on SM100, by MSLK's kernels, in builds of torch that have them.
 `tests/helpers/grouped_library_checks.py` has their requirements. For groups of rows they read the quantisers' layout.
-Nothing was run on SM100. So in the registry the candidate ranks behind a kernel that serves all of its problems: it is
-chosen only where `max-autotune` has timed it on the GPU.
+Nothing was run on SM100. So in the registry `library.BLOCK_SCALED` ranks behind a kernel that serves all of these
+problems: the library is chosen only where `max-autotune` has timed it on the GPU.
 
 Both ops take offsets without a bound and leave rows of no group uninitialised. So they get the bounded offsets of
 `group_ends`, and rows of no group are cleared afterwards.
@@ -30,7 +30,7 @@ from fp4compile.formats.layouts import TILE_COLS, ceil_div
 from fp4compile.formats.operand import Arguments, Operand
 from fp4compile.templates.device.group_tiles import clear_rows, ends_of, last_of
 from fp4compile.templates.gemm.call import Call, KernelOperand
-from fp4compile.templates.gemm.candidate import LIBRARY, Candidate, opaque
+from fp4compile.templates.gemm.candidate import LIBRARY, opaque
 from fp4compile.templates.launch import launch
 from fp4compile.templates.problem import Problem
 
@@ -71,7 +71,7 @@ def _clear(out: torch.Tensor, ends: torch.Tensor, p: Problem) -> torch.Tensor:
 # ---------------------------------------------------------------- row scales
 
 
-def _serves_row_scaled(p: Problem) -> bool:
+def serves_row_scaled(p: Problem) -> bool:
     """`float8_rowwise` on Hopper, rows in groups, to bfloat16."""
     formats = all(x.element == "e4m3" and x.scale == "none" and x.outer == "row" for x in (p.a, p.b))
     aligned = statically_true(p.n % 16 == 0) and statically_true(p.k % 16 == 0)
@@ -112,7 +112,7 @@ _NVFP4, _MXFP8 = ("e2m1", "e4m3"), ("e4m3", "e8m0")
 _OUTERS = {_NVFP4: {"none", "tensor", "group"}, _MXFP8: {"none"}}
 
 
-def _serves_block_scaled(p: Problem) -> bool:
+def serves_block_scaled(p: Problem) -> bool:
     """Two NVFP4 or two MXFP8 (E4M3) operands with swizzled scales, rows in groups, to bfloat16, on SM100.
 
     An outer scale must be one for the whole tensor, or one a group. The library reads square blocks as rows of blocks.
@@ -183,11 +183,3 @@ def _one_a_group(x: Operand, groups: int) -> torch.Tensor:
     if x.outer is None:
         return x.data.new_ones(groups, dtype=torch.float32)
     return x.outer.expand(groups).contiguous()
-
-
-def _candidate(name: str, serves, run) -> Candidate:
-    return Candidate(name, "native", serves, lambda p: None, run)
-
-
-ROW_SCALED = _candidate("grouped_library_row_scaled", _serves_row_scaled, run_row_scaled)
-BLOCK_SCALED = _candidate("grouped_library_block_scaled", _serves_block_scaled, run_block_scaled)

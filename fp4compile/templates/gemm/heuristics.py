@@ -1,7 +1,6 @@
-"""Launch configurations of the GEMM kernels, by sizes: the tiles, warps, stages and grids that were best on an H200.
+"""Launches of the block-scaled kernels of SM100, which share rules and which `cost` compares; nothing was timed there.
 
-One typed configuration for each kernel. Figures come from benchmarks/launches.py and from decoding with Llama-3-8B;
-nothing was timed on another GPU.
+Other kernels have their launch tables beside them.
 """
 
 from dataclasses import dataclass, replace

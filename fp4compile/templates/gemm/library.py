@@ -6,6 +6,7 @@ float32, and one rounding to the type of D. That is the contract of `reference.s
 the two outer scales. None of this was run on SM100.
 """
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import torch
@@ -15,6 +16,7 @@ from torch.nn.functional import ScalingType, SwizzleType
 from fp4compile import _compat
 from fp4compile._compat import statically_true
 from fp4compile.formats.operand import Arguments, Operand
+from fp4compile.templates.gemm import grouped_library
 from fp4compile.templates.gemm.call import Call, KernelOperand, aligned
 from fp4compile.templates.gemm.candidate import LIBRARY, Candidate, opaque
 from fp4compile.templates.problem import Problem
@@ -164,10 +166,20 @@ def _run_rescaled(call: Call, config: None) -> torch.Tensor:
     return result.to(call.problem.spec.out_dtype)
 
 
-def _candidate(name: str, serves, run) -> Candidate:
-    return Candidate(name, "native", serves, lambda p: None, run, any_rows=True)
+def _candidate(name: str, serves: Callable, run: Callable, serves_groups: Callable, run_groups: Callable) -> Candidate:
+    """A library's product without groups and of groups, which `grouped_library` has."""
+
+    def serves_either(p: Problem) -> bool:
+        return serves(p) if not p.ragged else serves_groups(p)
+
+    def run_either(call: Call, config: None) -> torch.Tensor:
+        return (run if not call.problem.ragged else run_groups)(call, config)
+
+    return Candidate(name, "native", serves_either, lambda p: None, run_either, any_rows=True)
 
 
-BLOCK_SCALED = _candidate("library_block_scaled", _serves_block_scaled, _run_block_scaled)
-ROW_SCALED = _candidate("library_row_scaled", _serves_row_scaled, _run_row_scaled)
-RESCALED = _candidate("library_rescaled", _serves_rescaled, _run_rescaled)
+BLOCK_SCALED = _candidate("library_block_scaled", _serves_block_scaled, _run_block_scaled,
+                          grouped_library.serves_block_scaled, grouped_library.run_block_scaled)  # fmt: skip
+ROW_SCALED = _candidate("library_row_scaled", _serves_row_scaled, _run_row_scaled,
+                        grouped_library.serves_row_scaled, grouped_library.run_row_scaled)  # fmt: skip
+RESCALED = Candidate("library_rescaled", "native", _serves_rescaled, lambda p: None, _run_rescaled, any_rows=True)
