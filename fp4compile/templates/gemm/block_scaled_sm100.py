@@ -480,5 +480,5 @@ CANDIDATE = Candidate(
 # The same kernel at another rank: no library comes before it.
 GROUPED = Candidate(
     "grouped_block_scaled_sm100", "native", _serves_groups, sm100_config, _run, sm100_configs,
-    takes_epilogue=lambda p: p.spec.result is not None or p.spec.amax, quantizes=_quantizes_groups, finds_amax=_finds_amax,
+    takes_epilogue=lambda p: p.spec.results > 1, quantizes=_quantizes_groups, finds_amax=_finds_amax,
 )  # fmt: skip
