@@ -42,10 +42,10 @@ import fp4compile
 from benchmarks import common
 from benchmarks.families import FAMILIES, MODES, Family, on_meta, to_fake
 from fp4compile import hardware, templates
-from fp4compile.analysis.graph import Quantise, quantise_of, scaled_mm_of
 from fp4compile.formats.quantize_spec import ROWS, QuantizeSpec
 from fp4compile.hardware import Gpu
 from fp4compile.ops.matmul import SCALED_MM
+from fp4compile.ops.nodes import Quantise, quantise_of, scaled_mm_of
 from fp4compile.ops.quantize import QUANTIZE
 from fp4compile.passes import fuse_prologue, hoist, manager
 from fp4compile.recipe import Recipe

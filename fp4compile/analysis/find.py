@@ -26,12 +26,12 @@ from fp4compile._compat import statically_true
 from fp4compile.analysis.gathers import gathered_parameters, is_gather, parameter_of
 from fp4compile.analysis.gemm import Gemm, GemmOperand, Input, Shard
 from fp4compile.analysis.gradients import Part, input_index, is_inner_gradient, parts_of_gradients, tangent_dependent
-from fp4compile.analysis.graph import is_gathered, scaled_mm_of
 from fp4compile.analysis.matmuls import Matmul, Side, is_grouped, matmul_of, packed_expert, why_not_packed, why_unread
 from fp4compile.analysis.module_names import clean_name, module_name, parameter_name
 from fp4compile.analysis.selection import feeds_selection
 from fp4compile.analysis.views import NodeView, is_cast, root_of, source_of, swaps_last_two, view_of
 from fp4compile.formats.quantize_spec import FLOAT_DTYPES
+from fp4compile.ops.nodes import is_gathered, scaled_mm_of
 from fp4compile.ops.quantize import DEQUANTIZE, EXPERT_WEIGHTS, GATHERED_WEIGHT
 
 aten = torch.ops.aten

@@ -14,7 +14,6 @@ from torch.utils.checkpoint import CheckpointPolicy
 from fp4compile._compat import statically_true
 from fp4compile.analysis.gemm import Gemm, GemmOperand, Input
 from fp4compile.analysis.gradients import tangent_dependent
-from fp4compile.analysis.graph import expert_weights_of, gathered_weight_of, is_gathered, is_swizzled, scaled_mm_of
 from fp4compile.analysis.module_names import block_of, module_name
 from fp4compile.analysis.views import view_of
 from fp4compile.formats import formats
@@ -23,6 +22,7 @@ from fp4compile.formats.layouts import scale_layout
 from fp4compile.formats.product_spec import OperandSpec, ProductSpec
 from fp4compile.formats.quantize_spec import FLOAT_DTYPES
 from fp4compile.hardware import Gpu, Target
+from fp4compile.ops.nodes import expert_weights_of, gathered_weight_of, is_gathered, is_swizzled, scaled_mm_of
 from fp4compile.recipe import Recipe, named
 from fp4compile.templates.choose import choose
 from fp4compile.templates.launch import on_gpu, target_of

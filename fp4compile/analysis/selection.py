@@ -6,8 +6,8 @@ import torch
 from torch.fx import Node
 
 from fp4compile._compat import statically_true
-from fp4compile.analysis.graph import reached
 from fp4compile.analysis.views import is_cast, source_of
+from fp4compile.ops.nodes import reached
 
 aten = torch.ops.aten
 

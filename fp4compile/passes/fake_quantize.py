@@ -21,12 +21,12 @@ from dataclasses import replace
 from torch.fx import Graph, Node
 
 from fp4compile._compat import statically_true
-from fp4compile.analysis.graph import A, B, Quantise, new_node, quantise_of, replace_results, scaled_mm_of
 from fp4compile.formats import formats
 from fp4compile.formats.grouping import Grouping
 from fp4compile.formats.operand import Operand
 from fp4compile.formats.quantize_spec import holds_values
 from fp4compile.ops.matmul import SCALED_MM
+from fp4compile.ops.nodes import A, B, Quantise, new_node, quantise_of, replace_results, scaled_mm_of
 from fp4compile.ops.quantize import QUANTIZE
 from fp4compile.templates.launch import on_gpu
 

@@ -22,12 +22,12 @@ import torch
 from torch.fx import Graph, Node
 
 from fp4compile import _compat
-from fp4compile.analysis.graph import CAST, RESHAPES, new_node, reached, scaled_mm_of
 from fp4compile.formats.epilogue import AUXILIARIES, PRODUCT, Epilogue
 from fp4compile.formats.grouping import Grouping
 from fp4compile.formats.quantize_spec import FLOAT_DTYPES
 from fp4compile.formats.steps import Step
 from fp4compile.ops.matmul import SCALED_MM
+from fp4compile.ops.nodes import CAST, RESHAPES, new_node, reached, scaled_mm_of
 from fp4compile.passes.lib.arranged_operands import written_arranged
 from fp4compile.passes.lib.operations import STORED, contiguous, fits_float32, operation_of, same_shape
 

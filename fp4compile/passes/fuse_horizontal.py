@@ -14,10 +14,10 @@ import operator
 
 from torch.fx import Graph, Node
 
-from fp4compile.analysis.graph import new_node, new_several, scaled_mm_of
 from fp4compile.analysis.views import value_key
 from fp4compile.formats.grouping import Grouping
 from fp4compile.ops.matmul import SCALED_MM
+from fp4compile.ops.nodes import new_node, new_several, scaled_mm_of
 from fp4compile.templates.gemm.candidate import MOST_IN_GROUP
 
 

@@ -29,11 +29,11 @@ from torch.fx import Graph, Node
 
 from fp4compile import _compat
 from fp4compile._compat import statically_true
-from fp4compile.analysis.graph import CAST, RESHAPES, Quantise, new_node, quantise_of, reached, scaled_mm_of
 from fp4compile.formats.prologue import OPERANDS, Prologue
 from fp4compile.formats.quantize_spec import QuantizeSpec
 from fp4compile.formats.steps import REDUCTIONS, Step
 from fp4compile.ops.matmul import SCALED_MM
+from fp4compile.ops.nodes import CAST, RESHAPES, Quantise, new_node, quantise_of, reached, scaled_mm_of
 from fp4compile.ops.quantize import QUANTIZE
 from fp4compile.passes.lib.notes import name_operations
 from fp4compile.passes.lib.operations import (

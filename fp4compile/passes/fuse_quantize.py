@@ -31,7 +31,14 @@ from torch.fx import Graph, Node
 
 from fp4compile import _compat
 from fp4compile._compat import statically_true
-from fp4compile.analysis.graph import (
+from fp4compile.analysis.views import value_key
+from fp4compile.formats.epilogue import AMAX, PAIR, PRODUCT, Epilogue, serves_quantize
+from fp4compile.formats.epilogue import QUANTIZE as QUANTIZE_STEP
+from fp4compile.formats.grouping import Grouping
+from fp4compile.formats.operand import Operand
+from fp4compile.formats.quantize_spec import ROWS
+from fp4compile.ops.matmul import SCALED_MM
+from fp4compile.ops.nodes import (
     CAST,
     RESHAPES,
     B,
@@ -42,13 +49,6 @@ from fp4compile.analysis.graph import (
     reached,
     scaled_mm_of,
 )
-from fp4compile.analysis.views import value_key
-from fp4compile.formats.epilogue import AMAX, PAIR, PRODUCT, Epilogue, serves_quantize
-from fp4compile.formats.epilogue import QUANTIZE as QUANTIZE_STEP
-from fp4compile.formats.grouping import Grouping
-from fp4compile.formats.operand import Operand
-from fp4compile.formats.quantize_spec import ROWS
-from fp4compile.ops.matmul import SCALED_MM
 from fp4compile.ops.quantize import QUANTIZE
 from fp4compile.passes.fuse_epilogue import Region
 from fp4compile.passes.lib.notes import joined_weights, name_operations

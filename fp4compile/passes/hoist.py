@@ -23,11 +23,11 @@ from torch.fx import Graph, GraphModule, Node
 
 from fp4compile.analysis.find import parameters_of
 from fp4compile.analysis.gemm import Input
-from fp4compile.analysis.graph import ScaledMM, quantise_of, replace_results, scaled_mm_of
 from fp4compile.analysis.views import view_of
 from fp4compile.formats.epilogue import AMAX, Epilogue
 from fp4compile.formats.grouping import Grouping
 from fp4compile.ops.matmul import SCALED_MM
+from fp4compile.ops.nodes import ScaledMM, quantise_of, replace_results, scaled_mm_of
 from fp4compile.ops.quantize import QUANTIZE
 from fp4compile.passes.fuse_quantize import partner_of
 from fp4compile.passes.lib.base import Pass, run_passes, summary

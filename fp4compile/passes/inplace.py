@@ -15,8 +15,8 @@ from functools import cached_property
 import torch
 from torch.fx import Graph, Node
 
-from fp4compile.analysis.graph import CAST, RESHAPES, new_node, reached
 from fp4compile.ops.matmul import SCALED_MM
+from fp4compile.ops.nodes import CAST, RESHAPES, new_node, reached
 from fp4compile.templates.launch import on_gpu
 
 aten = torch.ops.aten

@@ -33,8 +33,8 @@ from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 from torch.utils import _pytree as pytree
 
 from fp4compile import _inductor_patches
-from fp4compile.analysis.graph import is_product, scaled_mm_of
 from fp4compile.ops.define import KERNELS
+from fp4compile.ops.nodes import is_product, scaled_mm_of
 from fp4compile.passes.lib.arranged_operands import Arranged, arranged_operands
 from fp4compile.passes.lib.autotune import fastest
 from fp4compile.templates.launch import on_gpu

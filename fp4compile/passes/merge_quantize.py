@@ -14,8 +14,8 @@ from dataclasses import replace
 
 from torch.fx import Graph
 
-from fp4compile.analysis.graph import Quantise, new_node, replace_results
 from fp4compile.formats import formats
+from fp4compile.ops.nodes import Quantise, new_node, replace_results
 from fp4compile.passes.lib.equal_quantises import key_of, quantises_of, share
 
 

@@ -12,8 +12,8 @@ call the same collectives.
 from torch.fx import Graph, Node
 
 from fp4compile.analysis.gathers import is_gather
-from fp4compile.analysis.graph import Quantise
 from fp4compile.hardware import gathers_through_host
+from fp4compile.ops.nodes import Quantise
 from fp4compile.passes.lib.row_moves import Move, has_rows, moved_bytes, quantize_before, row_bytes
 from fp4compile.templates.launch import on_gpu
 

@@ -11,8 +11,8 @@ import math
 import torch
 from torch.fx import Graph, Node
 
-from fp4compile.analysis.graph import RESHAPES, Quantise
 from fp4compile.formats import formats
+from fp4compile.ops.nodes import RESHAPES, Quantise
 from fp4compile.passes.lib.row_moves import (
     Move,
     bytes_of,

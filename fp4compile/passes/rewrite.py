@@ -20,7 +20,11 @@ from torch.utils.checkpoint import CheckpointPolicy
 from fp4compile import _compat
 from fp4compile.analysis.gathers import is_gather
 from fp4compile.analysis.gemm import Gemm, GemmOperand
-from fp4compile.analysis.graph import (
+from fp4compile.analysis.plan import Decision, Treatment
+from fp4compile.analysis.views import is_cast, source_of, value_key, view_of
+from fp4compile.formats import formats
+from fp4compile.formats.operand import Operand
+from fp4compile.ops.nodes import (
     expert_weights_of,
     fake_value,
     gathered_weight_of,
@@ -28,10 +32,6 @@ from fp4compile.analysis.graph import (
     new_node,
     product_of,
 )
-from fp4compile.analysis.plan import Decision, Treatment
-from fp4compile.analysis.views import is_cast, source_of, value_key, view_of
-from fp4compile.formats import formats
-from fp4compile.formats.operand import Operand
 from fp4compile.ops.quantize import GATHERED_WEIGHT, QUANTIZE
 from fp4compile.passes.lib.notes import mark, name_product
 from fp4compile.templates.quantize.source import lies_transposed

@@ -18,7 +18,7 @@ import torch
 from torch.fx import Graph, Node
 
 from fp4compile._compat import statically_true
-from fp4compile.analysis.graph import RESHAPES, new_node
+from fp4compile.ops.nodes import RESHAPES, new_node
 from fp4compile.passes.lib.operations import same_shape
 
 aten = torch.ops.aten

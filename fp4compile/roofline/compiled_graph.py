@@ -18,9 +18,9 @@ from torch.utils import _pytree as pytree
 from fp4compile import _compat
 from fp4compile.analysis import flops
 from fp4compile.analysis.gemm import Input
-from fp4compile.analysis.graph import reached
 from fp4compile.analysis.node_kinds import kind_of
 from fp4compile.hardware import Gpu
+from fp4compile.ops.nodes import reached
 from fp4compile.passes.hoist import HOIST, Hoisted
 from fp4compile.passes.lib.base import run_passes
 from fp4compile.passes.lib.notes import name_product, product_of

@@ -16,11 +16,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fp4compile import _compat
 from fp4compile.analysis import flops
-from fp4compile.analysis.graph import quantise_of
 from fp4compile.analysis.node_kinds import kind_of, moved_bytes
 from fp4compile.formats.quantize_spec import ROWS as ALONG_ROWS
 from fp4compile.hardware import Gpu
 from fp4compile.ops.define import KERNELS
+from fp4compile.ops.nodes import quantise_of
 from fp4compile.ops.quantize import QUANTIZE
 from fp4compile.roofline import inductor_kernels
 from fp4compile.roofline.layer_sizes import Experts, Sizes

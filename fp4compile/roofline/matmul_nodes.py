@@ -9,11 +9,11 @@ from typing import Any
 from torch.fx import Node
 
 from fp4compile.analysis import flops
-from fp4compile.analysis.graph import PRODUCTS, ScaledMM, is_product, products_of, scaled_mm_of
 from fp4compile.analysis.node_kinds import nbytes, numel
 from fp4compile.formats.formats import BlockFormat
 from fp4compile.formats.grouping import Grouping
 from fp4compile.formats.operand import Arguments, Operand
+from fp4compile.ops.nodes import PRODUCTS, ScaledMM, is_product, products_of, scaled_mm_of
 from fp4compile.ops.quantize import LAY_OUT_SCALES, QUANTIZE
 from fp4compile.roofline.layer_sizes import Experts, Sizes
 from fp4compile.roofline.time_terms import BF16, stored

@@ -10,8 +10,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 import fp4compile
 from fp4compile.analysis.find import find
 from fp4compile.analysis.flops import count
-from fp4compile.analysis.graph import PRODUCTS, quantise_of
 from fp4compile.hardware import Target
+from fp4compile.ops.nodes import PRODUCTS, quantise_of
 from fp4compile.ops.quantize import LAY_OUT_SCALES, QUANTIZE
 from fp4compile.passes import quantize_before_index
 from fp4compile.passes.lib.notes import fused, product_of

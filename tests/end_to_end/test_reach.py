@@ -7,7 +7,7 @@ import torch
 from torch.fx import Graph
 
 from benchmarks import families, reach
-from fp4compile.analysis.graph import quantise_of
+from fp4compile.ops.nodes import quantise_of
 from fp4compile.ops.quantize import QUANTIZE
 from fp4compile.recipe import named
 

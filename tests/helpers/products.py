@@ -6,10 +6,10 @@ from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 
-from fp4compile.analysis.graph import products_of, quantise_of
 from fp4compile.formats import formats, reference
 from fp4compile.hardware import Target
 from fp4compile.ops.matmul import SCALED_MM_RESULTS
+from fp4compile.ops.nodes import products_of, quantise_of
 from fp4compile.ops.quantize import QUANTIZE
 from fp4compile.passes.fake_quantize import fake_quantize
 from fp4compile.passes.fuse_horizontal import fuse_horizontal

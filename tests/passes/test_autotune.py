@@ -15,12 +15,12 @@ from triton.runtime.errors import OutOfResources, PTXASError
 
 import fp4compile
 from fp4compile import _compat
-from fp4compile.analysis.graph import scaled_mm_of
 from fp4compile.check.products import TWO_CTAS, Product
 from fp4compile.formats import formats, reference
 from fp4compile.formats.operand import Operand
 from fp4compile.hardware import Target
 from fp4compile.ops.matmul import SCALED_MM, SCALED_MM_OPAQUE
+from fp4compile.ops.nodes import scaled_mm_of
 from fp4compile.passes.lib import autotune
 from fp4compile.passes.lower import lower
 from fp4compile.templates import choose as registry

@@ -14,12 +14,12 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 
 import fp4compile
 from fp4compile import _compat
-from fp4compile.analysis.graph import scaled_mm_of
 from fp4compile.formats import formats
 from fp4compile.formats.grouping import Grouping
 from fp4compile.formats.product_spec import OperandSpec, ProductSpec
 from fp4compile.hardware import Target
 from fp4compile.ops.matmul import SCALED_MM
+from fp4compile.ops.nodes import scaled_mm_of
 from fp4compile.templates import choose as module
 from fp4compile.templates.choose import REGISTRY, candidates, choose, named
 from fp4compile.templates.gemm import cost

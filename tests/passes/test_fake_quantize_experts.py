@@ -14,10 +14,10 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 import fp4compile
 from fp4compile.analysis.find import find
 from fp4compile.analysis.gemm import Input
-from fp4compile.analysis.graph import quantise_of, scaled_mm_of
 from fp4compile.analysis.plan import plan
 from fp4compile.hardware import Target
 from fp4compile.ops.matmul import SCALED_MM
+from fp4compile.ops.nodes import quantise_of, scaled_mm_of
 from fp4compile.ops.quantize import QUANTIZE
 from fp4compile.passes.fake_quantize import fake_quantize
 from fp4compile.passes.lower import lower

@@ -12,9 +12,9 @@ from torch._subclasses import FakeTensorMode
 from triton.runtime import driver
 
 import fp4compile
-from fp4compile.analysis.graph import scaled_mm_of
 from fp4compile.hardware import Target
 from fp4compile.ops.matmul import SCALED_MM
+from fp4compile.ops.nodes import scaled_mm_of
 from fp4compile.passes.lower import lower
 from fp4compile.templates import launch
 from tests.helpers.absent_gpu import ANY, NoGpu, fused_graph

@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 from expecttest import TestCase
 
-from fp4compile.analysis.graph import quantise_of
+from fp4compile.ops.nodes import quantise_of
 from fp4compile.ops.quantize import QUANTIZE
 from fp4compile.passes.fake_quantize import fake_quantize
 from fp4compile.passes.fuse_prologue import fuse_prologue

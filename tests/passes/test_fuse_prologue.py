@@ -14,8 +14,8 @@ from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 
-from fp4compile.analysis.graph import CAST, quantise_of
 from fp4compile.hardware import Target
+from fp4compile.ops.nodes import CAST, quantise_of
 from fp4compile.ops.quantize import QUANTIZE
 from fp4compile.passes import fuse_prologue
 from fp4compile.passes.fuse_prologue import MOST_STEPS

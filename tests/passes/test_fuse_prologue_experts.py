@@ -6,8 +6,8 @@ import torch.nn.functional as F
 
 import fp4compile
 from fp4compile.analysis import graph
-from fp4compile.analysis.graph import quantise_of
 from fp4compile.hardware import Target
+from fp4compile.ops.nodes import quantise_of
 from fp4compile.ops.quantize import QUANTIZE
 from fp4compile.passes import fuse_prologue, manager
 from fp4compile.passes.lower import lower

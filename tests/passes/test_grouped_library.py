@@ -15,13 +15,13 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 
 from fp4compile import _compat
-from fp4compile.analysis.graph import scaled_mm_of
 from fp4compile.formats import formats, reference_grouped
 from fp4compile.formats.grouping import Groups, padded_rows
 from fp4compile.formats.layouts import ceil_div, swizzled_numel
 from fp4compile.formats.operand import Operand
 from fp4compile.hardware import Target
 from fp4compile.ops.matmul import SCALED_MM, SCALED_MM_OPAQUE
+from fp4compile.ops.nodes import scaled_mm_of
 from fp4compile.passes.lib import autotune
 from fp4compile.passes.lower import lower
 from fp4compile.templates import choose as registry

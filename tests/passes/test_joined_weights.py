@@ -6,8 +6,8 @@ import torch.nn.functional as F
 from torch.fx import GraphModule
 
 from fp4compile.analysis.gemm import Input
-from fp4compile.analysis.graph import scaled_mm_of
 from fp4compile.ops.matmul import SCALED_MM, SCALED_MM_RESULTS
+from fp4compile.ops.nodes import scaled_mm_of
 from fp4compile.ops.quantize import QUANTIZE
 from fp4compile.passes.fuse_quantize import fuse_quantize
 from fp4compile.passes.hoist import hoisting

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from fp4compile.analysis.graph import quantise_of
+from fp4compile.ops.nodes import quantise_of
 from fp4compile.ops.quantize import QUANTIZE
 from fp4compile.passes.merge_quantize import merge_quantize
 

@@ -5,7 +5,7 @@ from torch._inductor import config
 from torch.utils.checkpoint import checkpoint
 
 import fp4compile
-from fp4compile.analysis.graph import quantise_of
+from fp4compile.ops.nodes import quantise_of
 from fp4compile.ops.quantize import QUANTIZE
 from tests.helpers import prologues_on_cpu
 from tests.helpers.llama import llama_norm

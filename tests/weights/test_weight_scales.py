@@ -10,7 +10,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import fp4compile
 from fp4compile import Recipe
-from fp4compile.analysis.graph import QUANTIZE
+from fp4compile.ops.nodes import QUANTIZE
 from fp4compile.passes.merge_quantize import merge_quantize
 from fp4compile.weights.buffers import packed_in
 from fp4compile.weights.cache import form, packed_weight

@@ -23,9 +23,9 @@ from dataclasses import dataclass
 import torch
 from torch.fx import Graph, Node
 
-from fp4compile.analysis.graph import RESHAPES, ScaledMM, scaled_mm_of
 from fp4compile.formats.operand import Arguments, Operand
 from fp4compile.ops.matmul import SCALED_MM
+from fp4compile.ops.nodes import RESHAPES, ScaledMM, scaled_mm_of
 from fp4compile.passes.lib.autotune import fastest
 from fp4compile.passes.lib.operations import contiguous
 from fp4compile.passes.lib.traced import traced

@@ -25,8 +25,8 @@ import torch
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from fp4compile import _compat
-from fp4compile.analysis.graph import ScaledMM
 from fp4compile.formats.operand import Arguments, Operand
+from fp4compile.ops.nodes import ScaledMM
 from fp4compile.templates.choose import Choice, to_time
 from fp4compile.templates.multiply import results
 

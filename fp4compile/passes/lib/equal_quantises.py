@@ -4,8 +4,8 @@ from dataclasses import fields
 
 from torch.fx import Graph, Node
 
-from fp4compile.analysis.graph import Quantise, quantise_of
 from fp4compile.analysis.views import value_key
+from fp4compile.ops.nodes import Quantise, quantise_of
 from fp4compile.ops.quantize import QUANTIZE
 
 

@@ -19,8 +19,8 @@ from torch._ops import OpOverload
 from torch.fx import Graph, Node
 
 from fp4compile.analysis import flops
-from fp4compile.analysis.graph import RESHAPES, reached
 from fp4compile.ops.matmul import SCALED_MM_RESULTS
+from fp4compile.ops.nodes import RESHAPES, reached
 from fp4compile.ops.quantize import LAY_OUT_SCALES, QUANTIZE
 
 _JOINED = "fp4compile_joined"

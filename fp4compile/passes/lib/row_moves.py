@@ -18,8 +18,8 @@ import torch
 from torch.fx import Graph, Node
 
 from fp4compile._compat import statically_true
-from fp4compile.analysis.graph import RESHAPES, Quantise, new_node, quantise_of, replace_results
 from fp4compile.formats import formats
+from fp4compile.ops.nodes import RESHAPES, Quantise, new_node, quantise_of, replace_results
 from fp4compile.ops.quantize import LAY_OUT_SCALES, QUANTIZE
 from fp4compile.passes.lib.equal_quantises import share
 from fp4compile.passes.lib.notes import name_move
