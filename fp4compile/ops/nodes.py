@@ -1,4 +1,4 @@
-"""What passes share: the ops as graphs name them, new nodes, and the arguments of quantise and product nodes."""
+"""How graph nodes of the ops are read as their specs, and new nodes of them; what passes share of graphs."""
 
 import operator
 from collections.abc import Callable, Iterable, Iterator, Sequence

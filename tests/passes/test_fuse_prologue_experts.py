@@ -5,8 +5,8 @@ import torch
 import torch.nn.functional as F
 
 import fp4compile
-from fp4compile.analysis import graph
 from fp4compile.hardware import Target
+from fp4compile.ops import nodes
 from fp4compile.ops.nodes import quantise_of
 from fp4compile.ops.quantize import QUANTIZE
 from fp4compile.passes import fuse_prologue, manager
@@ -178,7 +178,7 @@ def computed(fused, monkeypatch):
     torch.manual_seed(0)
     found = []
     monkeypatch.setattr(fuse_prologue, "on_gpu", lambda value: fused)
-    for module in (fuse_prologue, graph):
+    for module in (fuse_prologue, nodes):
         monkeypatch.setattr(module, "target_of", lambda device: Target(100))
     seen = manager.fused
     lines = lambda one: [line for line in summary(one).splitlines() if "prologue=" in line]  # noqa: E731
