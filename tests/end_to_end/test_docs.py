@@ -310,7 +310,7 @@ def _ids(node: ast.AST) -> set[int]:
 
 
 # Modules that give reasons, and strings with spaces in them that are none.
-GIVING_REASONS = (*sorted(Path("fp4compile/analysis").glob("*.py")), *sorted(Path("fp4compile/passes").glob("*.py")),
+GIVING_REASONS = (*sorted(Path("fp4compile/analysis").glob("*.py")), *sorted(Path("fp4compile/passes").rglob("*.py")),
                   Path("fp4compile/distributed/codes.py"), Path("fp4compile/distributed/fsdp.py"),
                   Path("fp4compile/distributed/gather.py"), Path("fp4compile/weights/linear.py"),
                   Path("fp4compile/weights/pack.py"), Path("fp4compile/weights/experts.py"))  # fmt: skip

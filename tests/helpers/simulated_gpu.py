@@ -88,7 +88,7 @@ def simulated(monkeypatch, sm):
         for name in ("run", "_add_peephole_patterns"):
             patch.setattr(folder, name, _on_cpu(getattr(folder, name)))
         patch.setattr(AsyncCompile, "triton", lambda self, name, source, *rest, **more: gpu.kernel(name, source))
-        patch.setattr(importlib.import_module("fp4compile.backend"), "compile_fx_inner", gpu.compile_inner)
+        patch.setattr(importlib.import_module("fp4compile.dynamo_backend"), "compile_fx_inner", gpu.compile_inner)
         for name in ("packed_weight", "packed_pair"):
             patch.setattr(hoist, name, gpu.during(getattr(hoist, name)))
         settings = {"joint_custom_pre_pass": MoveToGpu(), "force_disable_caches": True, "compile_threads": 1,

@@ -24,7 +24,8 @@ from fp4compile.distributed.shard import Encoding
 from fp4compile.distributed.whole import Form
 from fp4compile.hardware import Target
 from fp4compile.ops.quantize import QUANTIZE
-from fp4compile.passes import arranged_operands, lower, quantize_before_move
+from fp4compile.passes import lower, quantize_before_move
+from fp4compile.passes.lib import arranged_operands
 from fp4compile.templates.choose import choose
 from ptxsim.fault import Fault
 from ptxsim.launch import Compiled

@@ -148,7 +148,7 @@ def _captured(calls: list[Call]) -> Any:
         with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
             for call in calls:
                 call()
-    except _compat.LAUNCH_ERRORS as error:
+    except _compat.launch_errors() as error:
         log.info("not timed: %s: %s", type(error).__name__, error)
         return None
     graph.replay()

@@ -11,7 +11,7 @@ from torch.fx import Graph, Node
 
 from fp4compile._compat import statically_true
 from fp4compile.analysis.graph import RESHAPES, new_node
-from fp4compile.passes.pointwise import contiguous, same_shape
+from fp4compile.passes.lib.operations import contiguous, same_shape
 
 aten = torch.ops.aten
 _SPLITS = (aten.split.Tensor, aten.split_with_sizes.default)

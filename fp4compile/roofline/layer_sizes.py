@@ -2,9 +2,6 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
-
-import sympy
 
 from fp4compile.formats.layouts import ceil_div
 
@@ -46,14 +43,14 @@ class Sizes:
     rows. along_k: the experts share the contraction, as in wgrad, and each has a result of [rows, columns].
     """
 
-    rows: Any
-    columns: Any
-    contraction: Any
+    rows: int
+    columns: int
+    contraction: int
     experts: Experts | None = None
     along_k: bool = False
 
     @classmethod
-    def of(cls, product: str, m: Any, n: Any, k: Any, experts: Experts | None) -> "Sizes":
+    def of(cls, product: str, m: int, n: int, k: int, experts: Experts | None) -> "Sizes":
         """The sizes of a product of the layer [m, k] x [n, k]."""
         rows, columns, contraction = DIMS[product](m, n, k)
         return cls(rows, columns, contraction, experts, product == "wgrad")
@@ -64,30 +61,30 @@ class Sizes:
         return 1 if self.experts is None else self.experts.count
 
     @property
-    def lines(self) -> tuple[Any, Any]:
+    def lines(self) -> tuple[int, int]:
         """Lines of A and of B along the contraction, all experts together."""
         return self.rows, self.columns if self.along_k else self.count * self.columns
 
     @property
-    def lines_read(self) -> tuple[Any, Any]:
+    def lines_read(self) -> tuple[int, int]:
         """Lines of A and of B that the product reads: with fewer rows than experts, each row has another expert."""
         if self.along_k or self.experts is None:
             return self.lines
-        return self.rows, least(self.count, self.rows) * self.columns
+        return self.rows, min(self.count, self.rows) * self.columns
 
     @property
-    def result(self) -> Any:
+    def result(self) -> int:
         """Elements of the result."""
         return self.rows * self.columns * (self.count if self.along_k else 1)
 
-    def flops(self, tile: tuple[int, int] | None, at_once: int) -> Any:
+    def flops(self, tile: tuple[int, int] | None, at_once: int) -> float:
         """FLOPs of whole tiles, `at_once` of them in each turn; without a tile, FLOPs of the product."""
         if tile is None:
             return 2 * self.rows * self.columns * self.contraction
         contraction = self.contraction / self.count if self.along_k else self.contraction
         return 2 * tile[0] * tile[1] * contraction * self.turns(tile, at_once) * at_once
 
-    def turns(self, tile: tuple[int, int], at_once: int) -> Any:
+    def turns(self, tile: tuple[int, int], at_once: int) -> int:
         """How many turns compute all tiles, with `at_once` tiles in parallel.
 
         Groups have unknown sizes: as many groups as possible count as non-empty, each with at least one tile, and each
@@ -100,20 +97,8 @@ class Sizes:
         elif self.experts is None:
             tiles = ceil_div(self.rows, height) * across
         elif self.experts.grouping == "rows":
-            groups = least(self.count, self.rows)
-            tiles = largest(groups, ceil_div(2 * self.rows + groups * height, 2 * height)) * across
+            groups = min(self.count, self.rows)
+            tiles = max(groups, ceil_div(2 * self.rows + groups * height, 2 * height)) * across
         else:
             tiles = self.count * ceil_div(ceil_div(self.rows, self.count), height) * across
         return ceil_div(tiles, at_once)
-
-
-def least(a: Any, b: Any) -> Any:
-    """The smaller one of two numbers or expressions."""
-    return -largest(-a, -b)
-
-
-def largest(a: Any, b: Any) -> Any:
-    """The larger one of two numbers or expressions."""
-    if isinstance(a, sympy.Expr) or isinstance(b, sympy.Expr):
-        return sympy.Max(a, b)
-    return max(a, b)

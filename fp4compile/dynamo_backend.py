@@ -23,16 +23,15 @@ from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 from torch.fx import GraphModule
 from torch.utils.weak import WeakIdKeyDictionary
 
-from fp4compile import _compat, _inductor_patches, hardware
+from fp4compile import _inductor_patches
 from fp4compile.passes.hoist import hoisting
+from fp4compile.passes.lib.notes import Saved
 from fp4compile.passes.manager import JointPasses, LowerPasses, source_digest, switched_off_passes
-from fp4compile.passes.notes import Saved
 from fp4compile.recipe import Recipe, Rule, agreement, recipes, resolve
 from fp4compile.report import names, stored_rows
 from fp4compile.report.report import PassRun, Report, Row
 from fp4compile.report.rule_names import out_of_reach, without_layer
 from fp4compile.report.stored_rows import Outcome
-from fp4compile.roofline.time_terms import GraphLaunches
 from fp4compile.weights.writes import marking, watch
 
 _JOINT_SLOT, _LOWER_SLOT = "joint_custom_pre_pass", "post_grad_custom_post_pass"
@@ -65,7 +64,6 @@ class _Compilation:
     names of their products. runs: the matches and times of each pass so far.
     lowered: whether the post-grad passes have run. They do not run where Inductor's cache has the graph after the
     joint passes.
-    launches: what the post-grad graphs so far launch; None where that is not counted.
     late: called with `fused` and `runs` of a backward graph that is compiled later, when it first runs; None before.
     """
 
@@ -74,7 +72,6 @@ class _Compilation:
     fused: dict[str, str] = field(default_factory=dict)
     runs: dict[str, PassRun] = field(default_factory=dict)
     lowered: bool = False
-    launches: GraphLaunches | None = None
     late: Callable[[dict[str, str], dict[str, PassRun]], None] | None = None
 
     def joint(self, rows: list[Row], runs: dict[str, PassRun]) -> None:
@@ -82,17 +79,9 @@ class _Compilation:
         self.rows = [*(self.rows or ()), *rows]
         self.ran(runs)
 
-    def post_grad(
-        self,
-        saved: list[Saved],
-        fused: dict[str, str],
-        runs: dict[str, PassRun],
-        launches: GraphLaunches | None,
-    ) -> None:
+    def post_grad(self, saved: list[Saved], fused: dict[str, str], runs: dict[str, PassRun]) -> None:
         """Record the post-grad passes' results on a graph."""
         self.lowered = True
-        if launches is not None:
-            self.launches = launches + (self.launches or GraphLaunches())
         self.saved.extend(saved)
         self.fused |= fused
         self.ran(runs, fused)
@@ -108,7 +97,7 @@ class _Compilation:
     @property
     def outcome(self) -> Outcome:
         """What the passes told of the graph so far."""
-        return Outcome(_completed(self.rows or [], self.saved, self.fused), _matches(self.runs), self.launches)
+        return Outcome(_completed(self.rows or [], self.saved, self.fused), _matches(self.runs))
 
 
 def _matches(runs: dict[str, PassRun]) -> dict[str, int]:
@@ -190,10 +179,9 @@ class Backend:
             compiled = compile_fx(gm, example_inputs, config_patches=config_patches)
             ranks.compare()
             return compiled
-        gpu = None if _compat.cuda_graphs(config_patches) else hardware.present()  # for which to count launches
         told = _Compilation()
         passes = JointPasses(self.recipe, known.inputs, told.joint, before_joint, self.disabled_passes)
-        lowering = LowerPasses(told.post_grad, before_lowering, self.disabled_passes, gpu)
+        lowering = LowerPasses(told.post_grad, before_lowering, self.disabled_passes)
         config_patches |= {_JOINT_SLOT: passes, _LOWER_SLOT: lowering}
         key = stored_rows.key(gm, example_inputs, passes.uuid(), config_patches)
         inner_compile = hoisting(
@@ -211,13 +199,13 @@ class Backend:
             self._record(known, told.outcome, seconds=_seconds(told.runs))
             reports = [shared.report for shared in {self._own, self._join(self._own)}]
 
-            rows, forward = known.in_full(told.outcome.rows), told.launches
+            rows = known.in_full(told.outcome.rows)
 
             def late(fused: dict[str, str], runs: dict[str, PassRun]) -> None:
                 stored_rows.store(key, told.outcome)
                 for report in reports:
                     report.add([], _matches(runs), seconds=_seconds(runs))
-                    report.complete(rows, fused, forward, told.launches)
+                    report.complete(rows, fused)
 
             told.late = late
         else:  # the compiled graph came from a cache, and the passes did not run
@@ -260,10 +248,8 @@ class Backend:
             shared.report.graphs = (shared.report.graphs or 0) + 1
             shared.report.lost += outcome is None
             if outcome is not None:
-                shared.report.add(
-                    known.in_full(rows), outcome.counts, CompileContext.current_trace_id(), seconds=seconds,
-                    launches=outcome.launches,
-                )  # fmt: skip
+                trace = CompileContext.current_trace_id()
+                shared.report.add(known.in_full(rows), outcome.counts, trace, seconds=seconds)
             if outcome is None or any(row.quantised for row in rows):
                 shared.quantised[model] = True
         # Rules may skip all of a block that has its own recipe.

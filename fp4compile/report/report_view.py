@@ -9,7 +9,6 @@ from typing import Any
 
 from fp4compile.report.product_row import one_line, shown_name
 from fp4compile.report.row_classes import Group, groups
-from fp4compile.roofline.time_terms import GraphLaunches
 
 Report = Any  # `report.report.Report`, which imports this file
 _SHOWN_REASONS = 3
@@ -46,7 +45,7 @@ class Line:
 
 
 @dataclass(frozen=True)
-class View:
+class ReportView:
     """A title, the summary, the table, and notes on what is in it."""
 
     title: str
@@ -64,11 +63,11 @@ _COLUMNS = (
 _OPTIONAL = ("saved", "before", "after", "gain")
 
 
-def view_of(report: Report, all: bool = False) -> View:
+def view_of(report: Report, all: bool = False) -> ReportView:
     """The view of a report. all: a line for each row, in the order of compilation, instead of equal layers together."""
     title = f"fp4compile, recipe {report.recipe}" + (f", predicted on {report.gpu}" if report.gpu else "")
     columns, lines = _table([Group((row,)) for row in report.rows] if all else groups(report.rows), all)
-    return View(
+    return ReportView(
         one_line(title), columns, lines,
         tuple(Fact(fact.label, one_line(fact.figure), tuple(map(one_line, fact.details))) for fact in _facts(report)),
         tuple(map(one_line, (*_note_lines(report), *_passes_line(report)))),
@@ -84,7 +83,7 @@ def _facts(report: Report) -> list[Fact]:
     found = [_quantised(report), *_not_quantised(report), *_predicted(report), *_memory(report)]
     if warnings := [*report.caveats(), *_uncompiled_lines(report)]:
         found.append(Fact("warnings", "", tuple(warnings)))
-    if advice := [*_losing_line(report), *_advice_lines(report.host_bound(), report.graphs)]:
+    if advice := [*_losing_line(report), *_advice_lines(report)]:
         found.append(Fact("advice", "", tuple(advice)))
     return found
 
@@ -168,19 +167,19 @@ def _losing_line(report: Report) -> list[str]:
     return [f"predicted to lose, better skipped by a rule: {', '.join(losing)}"] if losing else []
 
 
-def _advice_lines(graphs: Sequence[GraphLaunches], graph_count: int | None) -> list[str]:
-    """A line that advises CUDA graphs where the host issues launches more slowly than the GPU runs them; or none.
-
-    graphs: the launches of the graphs in which the host binds. graph_count: how many graphs were compiled.
-    """
+def _advice_lines(report: Report) -> list[str]:
+    """A line that advises CUDA graphs where the host issues launches more slowly than the GPU runs them; or none."""
+    graphs = report.host_bound()
     if not graphs:
         return []
-    total = sum(graphs, GraphLaunches())
-    where = f" of {len(graphs)} of {graph_count} graphs" if (graph_count or 1) > 1 else ""
+    count, seconds, host_seconds = (
+        sum(getattr(graph, name) for graph in graphs) for name in ("count", "seconds", "host_seconds")
+    )
+    where = f" of {len(graphs)} of {report.graphs} graphs" if (report.graphs or 1) > 1 else ""
     return [
         'predicted to wait for the host, better compiled with torch.compile(..., mode="reduce-overhead"): '
-        f"{total.count} launches{where} take the host {duration(total.host_seconds)} to issue, and the GPU "
-        f"{duration(total.seconds)} to run; CUDA graphs issue them at once"
+        f"{count} launches{where} take the host {duration(host_seconds)} to issue, and the GPU "
+        f"{duration(seconds)} to run; CUDA graphs issue them at once"
     ]
 
 

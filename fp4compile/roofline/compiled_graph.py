@@ -1,14 +1,13 @@
 """Predicted times of a captured graph on a GPU that need not be there: what the backend would make of it, summed up.
 
-Entry: `predict(module, inputs, rows, recipe, gpu)`. The graph is compiled twice as far as Inductor's scheduler: as it
-is, and with this package's passes, which decide as for that GPU. In training, Inductor's partitioner first splits it
-into a forward and a backward graph. `roofline.graph_steps` then lists what is launched. A launch that several products
-need, such as the quantiser of the input of Q, K and V, is charged to them in equal parts. Time that no product needs,
-of norms, activations and the like, is the `rest`.
+Entry: `predict_graph(module, inputs, rows, recipe, gpu)`; only `explain` calls it, never a compilation. The graph is
+compiled twice as far as Inductor's scheduler: as it is, and with this package's passes, which decide as for that GPU.
+In training, Inductor's partitioner first splits it into a forward and a backward graph. `roofline.graph_steps` then
+lists what is launched. A launch that several products need, such as the quantiser of the input of Q, K and V, is
+charged to them in equal parts. Time that no product needs, of norms, activations and the like, is the `rest`.
 """
 
 import copy
-import operator
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
@@ -20,18 +19,18 @@ from torch.utils import _pytree as pytree
 from fp4compile import _compat
 from fp4compile.analysis import flops
 from fp4compile.analysis.gemm import Input
+from fp4compile.analysis.graph import reached
+from fp4compile.analysis.node_kinds import kind_of
 from fp4compile.hardware import Gpu
-from fp4compile.ops.matmul import SCALED_MM_AMAX, SCALED_MM_HORIZONTAL, SCALED_MM_QUANTIZED
-from fp4compile.ops.quantize import LAY_OUT_SCALES, QUANTIZE
-from fp4compile.passes.base import run_passes
 from fp4compile.passes.hoist import HOIST, Hoisted
+from fp4compile.passes.lib.base import run_passes
+from fp4compile.passes.lib.notes import name_product, product_of
 from fp4compile.passes.manager import JOINT, analyse, fuse, switched_off_passes
-from fp4compile.passes.notes import name_product, product_of
 from fp4compile.recipe import Recipe
-from fp4compile.report.report import Row, Seconds
-from fp4compile.roofline import pointwise
-from fp4compile.roofline.graph_steps import OWN_PRODUCTS, steps_of
-from fp4compile.roofline.time_terms import GraphLaunches, launches_of
+from fp4compile.report.report import GraphLaunches, Row, Seconds
+from fp4compile.roofline.graph_steps import steps_of
+from fp4compile.roofline.matmul_nodes import is_matmul, is_quantiser, lays_out_scales, named_results
+from fp4compile.roofline.time_terms import LAUNCH
 from fp4compile.templates.launch import dry_run
 
 
@@ -52,15 +51,16 @@ class _Time:
 class _Times:
     """The predicted seconds of a graph: of each product, by its node's name in the captured graph, and of all else.
 
-    launches: all launches together.
+    launches: the number of launches. seconds: all predicted seconds together.
     """
 
     products: dict[str, _Time]
     rest: float
-    launches: GraphLaunches
+    launches: int
+    seconds: float
 
 
-def predict(
+def predict_graph(
     module: GraphModule, inputs: tuple[Input, ...], rows: list[Row], recipe: Recipe, gpu: Gpu,
     forward_outputs: int | None = None,
 ) -> tuple[list[Row], Seconds, GraphLaunches]:  # fmt: skip
@@ -86,7 +86,8 @@ def predict(
     modules = {row.node or "": row.module for row in rows}
     rows = [replace(row, fused=operations.get(row.node or "")) for row in rows]
     timed = [_timed(row, plain.products, planned.products, modules) for row in rows]
-    return timed, Seconds(plain.rest, planned.rest), planned.launches
+    launches = GraphLaunches(planned.launches, planned.seconds, LAUNCH * planned.launches)
+    return timed, Seconds(plain.rest, planned.rest), launches
 
 
 def _timed(row: Row, plain: dict[str, _Time], planned: dict[str, _Time], modules: dict[str, str]) -> Row:
@@ -105,8 +106,8 @@ def _timed(row: Row, plain: dict[str, _Time], planned: dict[str, _Time], modules
 def _copy(module: GraphModule) -> GraphModule:
     """A copy of the graph, whose nodes have the names and the metadata of its nodes."""
     graph = Graph()
-    values, output = graph.graph_copy(module.graph, {}, return_output_node=True)  # type: ignore[misc]
-    graph.output(values).meta = copy.copy(output.meta)  # type: ignore[union-attr]
+    values, output = graph.graph_copy(module.graph, {}, return_output_node=True)
+    graph.output(values).meta = copy.copy(output.meta)
     return GraphModule(module, graph)
 
 
@@ -152,47 +153,43 @@ def _planned(
 
 def _times(parts: _Parts, gpu: Gpu) -> _Times:
     products: dict[str, _Time] = defaultdict(_Time)
-    rest, launches = 0.0, GraphLaunches()
-    for graph in parts.graphs:
-        steps = steps_of(graph, gpu)
-        launches += launches_of(launched.step for launched in steps)
-        for launched in steps:
-            needed_by = tuple(_products(launched.node, parts))
-            for product in needed_by:
-                products[product].add(launched.step.name, launched.step.seconds, needed_by)
-            if not needed_by:
-                rest += launched.step.seconds
-    return _Times(dict(products), rest, launches)
+    rest = 0.0
+    launched = [each for graph in parts.graphs for each in steps_of(graph, gpu)]
+    for each in launched:
+        needed_by = tuple(_products(each.node, parts))
+        for product in needed_by:
+            products[product].add(each.step.name, each.step.seconds, needed_by)
+        if not needed_by:
+            rest += each.step.seconds
+    steps = [each.step for each in launched]
+    return _Times(dict(products), rest, sum(step.launches for step in steps), sum(step.seconds for step in steps))
 
 
 def _products(node: Node, parts: _Parts) -> list[str]:
     """The names of the products that a node is launched for; none for Inductor's kernels and other operators."""
-    if pointwise.kind_of(node) != "other":
+    if kind_of(node) != "other":
         return []
-    if node.target in (QUANTIZE, LAY_OUT_SCALES):
+    if is_quantiser(node) or lays_out_scales(node):
         return sorted(set(_readers(node, parts)))
-    if node.target not in OWN_PRODUCTS and not flops.count(node):
+    if not is_matmul(node) and not flops.count(node):
         return []
-    results = [user for user in node.users if user.target is operator.getitem]
-    # The results of a product that quantises are marked as operands of the next product.
-    alone = dict.fromkeys((SCALED_MM_AMAX, SCALED_MM_QUANTIZED), [node])
-    marked = {SCALED_MM_HORIZONTAL: results, **alone}.get(node.target, [node, *results])
-    return list(dict.fromkeys(name for name in map(product_of, marked) if name is not None))
+    return list(dict.fromkeys(name for name in map(product_of, named_results(node)) if name is not None))
 
 
 def _readers(quantise: Node, parts: _Parts) -> Iterator[str]:
     """The products that read a quantiser's results, in its graph or in the next one."""
-    waiting, seen = [quantise], {quantise}
-    while waiting:
-        node = waiting.pop()
+
+    def following(node: Node) -> Iterator[Node]:
         for user in node.users:
-            following = []
             if user.op == "output":
                 places = (place for place, value in enumerate(_outputs(user.graph)) if value is node)
-                following = [parts.saved[place] for place in places if place in parts.saved]
-            elif pointwise.kind_of(user) != "other":  # a view, or a copy of outer scales
-                following = [user]
-            elif user.target is not QUANTIZE:
-                yield from _products(user, parts)
-            waiting += [each for each in following if each not in seen]
-            seen.update(following)
+                yield from (parts.saved[place] for place in places if place in parts.saved)
+            elif not is_quantiser(user):
+                yield user
+
+    def within(node: Node) -> Iterator[Node]:  # through views, and copies of outer scales
+        return following(node) if node is quantise or kind_of(node) != "other" else iter(())
+
+    for node in reached(quantise, within):
+        if node is not quantise and kind_of(node) == "other":
+            yield from _products(node, parts)

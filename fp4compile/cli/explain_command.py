@@ -15,7 +15,7 @@ import torch
 from fp4compile import hardware
 from fp4compile.cli import arguments
 from fp4compile.hardware import GPUS, Gpu
-from fp4compile.report.explain import explain
+from fp4compile.roofline.explain import explain
 
 _GPU = "B200"  # where no GPU of the list is there
 # A model, and the positional and named arguments of its call.
