@@ -103,7 +103,7 @@ $(TESTABLE): $(INSTALLED)
 	$(BYTECODE) $(PACKAGES)/torch & \
 	$(PIP) --constraint $(CONSTRAINTS) --editable ".[test]" && $(PIP) --no-deps torchao==$(TORCHAO); \
 	status=$$?; wait; exit $$status
-	$(BYTECODE) fp4compile tests $(PACKAGES) || true
+	$(BYTECODE) fp4compile ptxsim tests $(PACKAGES) || true
 	touch $@
 
 $(DOCUMENTABLE): $(INSTALLED)

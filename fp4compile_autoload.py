@@ -68,8 +68,7 @@ class _Configuration:
 
     @staticmethod
     def from_dict(values: dict, **options: object) -> object:
-        from fp4compile.weights.pack_on_load import register
-        from fp4compile.weights.transformers import Fp4CompileConfig
+        from fp4compile.weights.transformers import Fp4CompileConfig, register
 
         register()
         return Fp4CompileConfig.from_dict(values, **options)
@@ -156,7 +155,7 @@ def _train_copies(wrapper: Any, method: str, copies: str) -> None:
         before = set(getattr(self, copies))
         result = update(self, *args, **kwargs)
         if "fp4compile" in sys.modules:
-            from fp4compile.weights.unpack import unpacked
+            from fp4compile.weights.replacements import unpacked
 
             found = getattr(self, copies)
             for name in found.keys() - before:

@@ -118,11 +118,11 @@ runs the kernel at small shapes, in up to three schedules. An edit counts as fou
 with wrong values. Without an edit, every kernel here runs clean. [How SM100 is proven](../../docs/sm100_proof.md)
 describes the simulator.
 
-    python -m tests.simulate.mutate --json benchmarks/results/simulated_mutations.json
+    python -m tests.ptxsim.mutate --json benchmarks/results/simulated_mutations.json
 
-Edits of PTX are made mechanically (`tests/simulate/ptx_edits.py`): of one kind of statement, at most six edits of a
+Edits of PTX are made mechanically (`tests/ptxsim/ptx_edits.py`): of one kind of statement, at most six edits of a
 kernel (two or nine of some), drawn at random, and all of the dense NVFP4 kernel. Edits of Triton source are written by
-hand (`tests/simulate/source_edits.py`). An edit that changes nothing that anybody could see does not count in the
+hand (`tests/ptxsim/source_edits.py`). An edit that changes nothing that anybody could see does not count in the
 shares.
 """,
     _mutated(mutation_tables.kernels),

@@ -53,7 +53,7 @@ from fp4compile.roofline.graph_steps import steps_of
 from fp4compile.templates.launch import Launch, dry_run
 
 GPUS = {90: hardware.GPUS["H200"], 100: hardware.GPUS["B200"]}
-BACKEND = importlib.import_module("fp4compile.backend")  # the package has a function of that name
+BACKEND = importlib.import_module("fp4compile.dynamo_backend")  # the package has a function of that name
 
 TIMES = ("products", "attention", "pointwise")
 

@@ -1,22 +1,32 @@
-"""fp4compile: block-scaled FP4 and FP8 matrix products for torch.compile."""
+"""fp4compile: block-scaled FP4 and FP8 matrix products for torch.compile.
 
+Names of `_LATER` are imported when they are first used: what compiles takes seconds to import, which a process that
+compiles nothing should not spend. The ops are declared at once, so that exported programs find them.
+"""
+
+import importlib
+import importlib.util
+from typing import TYPE_CHECKING, Any
+
+import fp4compile_autoload
 from fp4compile import config
-from fp4compile.analysis.block_recipe import block_recipe
-from fp4compile.backend import backend
-from fp4compile.calibration.calibrate import calibrate
-from fp4compile.calibration.scale_sweep import scale_sweep
-from fp4compile.calibration.sensitivity import Sensitivity, sensitivity
 from fp4compile.formats.formats import BlockFormat
 from fp4compile.ops.functional import BlockScaled, quantize, scaled_grouped_mm, scaled_mm
 from fp4compile.recipe import Recipe, add_arguments, recipes
-from fp4compile.registration import register_with_accelerate, register_with_transformers
-from fp4compile.report.explain import explain
-from fp4compile.report.report import Report
-from fp4compile.weights.buffers import make_shardable_
-from fp4compile.weights.export import export_packed
-from fp4compile.weights.files import load_packed, save_packed
-from fp4compile.weights.pack import pack_
-from fp4compile.weights.writes import refresh
+
+if TYPE_CHECKING:
+    from fp4compile.analysis.block_recipe import block_recipe
+    from fp4compile.calibration.calibrate import calibrate
+    from fp4compile.calibration.scale_sweep import scale_sweep
+    from fp4compile.calibration.sensitivity import Sensitivity, sensitivity
+    from fp4compile.registration import backend, register_with_accelerate, register_with_transformers
+    from fp4compile.report.report import Report
+    from fp4compile.roofline.explain import explain
+    from fp4compile.weights.buffers import make_shardable_
+    from fp4compile.weights.export import export_packed
+    from fp4compile.weights.files import load_packed, save_packed
+    from fp4compile.weights.pack import pack_
+    from fp4compile.weights.writes import refresh
 
 __version__ = "0.1.0"  # pyproject.toml reads it here
 
@@ -48,3 +58,40 @@ __all__ = [
     "scaled_mm",
     "sensitivity",
 ]
+
+_LATER = {
+    "Report": "report.report",
+    "Sensitivity": "calibration.sensitivity",
+    "backend": "registration",
+    "block_recipe": "analysis.block_recipe",
+    "calibrate": "calibration.calibrate",
+    "explain": "roofline.explain",
+    "export_packed": "weights.export",
+    "load_packed": "weights.files",
+    "make_shardable_": "weights.buffers",
+    "pack_": "weights.pack",
+    "refresh": "weights.writes",
+    "register_with_accelerate": "registration",
+    "register_with_transformers": "registration",
+    "save_packed": "weights.files",
+    "scale_sweep": "calibration.scale_sweep",
+    "sensitivity": "calibration.sensitivity",
+}
+
+fp4compile_autoload.watch()  # `import torch` has done so, unless TORCH_DEVICE_BACKEND_AUTOLOAD=0 forbade it
+
+
+def __getattr__(name: str) -> Any:
+    """A name of `_LATER`, or a subpackage such as `fp4compile.roofline`."""
+    if name in _LATER:
+        found = getattr(importlib.import_module(f"{__name__}.{_LATER[name]}"), name)
+    elif not name.startswith("_") and importlib.util.find_spec(f"{__name__}.{name}"):
+        found = importlib.import_module(f"{__name__}.{name}")
+    else:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    globals()[name] = found
+    return found
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

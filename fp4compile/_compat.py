@@ -8,40 +8,56 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch._inductor.inductor_prims
-import triton
-from torch._dynamo import OptimizedModule
-from torch._inductor import config, list_mode_options
 from torch._subclasses.fake_tensor import unset_fake_temporarily
-from torch.fx._lazy_graph_module import _use_lazy_graph_module
-from torch.fx.experimental.proxy_tensor import get_proxy_mode
-from torch.fx.experimental.symbolic_shapes import statically_known_true
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
-from triton.errors import TritonError
-from triton.runtime import _allocation
-
-# Where no axis of a load has adjacent addresses, Triton 3.6 gives the lanes of a warp to the first axis first, and
-# Triton 3.9 to the last axis first. The version between them where that changed was not looked up: only speed depends
-# on it.
-FIRST_AXIS_FASTEST = tuple(int(part) for part in triton.__version__.split(".")[:2]) < (3, 8)
-
-
-# The errors of a failed launch of a kernel or a library, out-of-memory errors included. OutOfResources, PTXASError and
-# CompilationError are TritonErrors; a failed compiler pass raises RuntimeError.
-LAUNCH_ERRORS = (TritonError, RuntimeError)
-# Whether ptxas converts two bf16 numbers to codes (PTX 9.1): Triton 3.9 ships a ptxas that does, Triton 3.6 one that
-# does not. The versions between them were not checked.
-PACKED_CONVERSIONS = tuple(int(part) for part in triton.__version__.split(".")[:2]) >= (3, 9)
-
 
 # Whether FSDP2 takes frozen parameters of integers. torch 2.5 lets its shards require gradients, which raises for
 # integers; 2.13 does not, and casts integers by no mixed precision. The versions between were not checked.
 SHARDS_INTEGERS = tuple(int(part) for part in torch.__version__.split(".")[:2]) >= (2, 13)
 
 
-# The op (count, device) -> int64 [count], drawn from the device's default generator at every run of the compiled graph.
-RANDOM_SEEDS = torch.ops.prims.inductor_seeds.default
+# Inductor, Dynamo, sympy and Triton take seconds to import, and `import fp4compile` needs none of them: the functions
+# below import them.
+
+
+def triton_version() -> tuple[int, ...]:
+    """Major and minor version of Triton."""
+    import triton
+
+    return tuple(int(part) for part in triton.__version__.split(".")[:2])
+
+
+def first_axis_fastest() -> bool:
+    """Whether Triton gives the lanes of a warp to the first axis first where no axis of a load has adjacent addresses.
+
+    Triton 3.6 does, and Triton 3.9 begins with the last axis. The version between them where that changed was not
+    looked up: only speed depends on it.
+    """
+    return triton_version() < (3, 8)
+
+
+def packed_conversions() -> bool:
+    """Whether ptxas converts two bf16 numbers to codes (PTX 9.1).
+
+    Triton 3.9 ships a ptxas that does, Triton 3.6 one that does not. The versions between them were not checked.
+    """
+    return triton_version() >= (3, 9)
+
+
+def launch_errors() -> tuple[type[Exception], ...]:
+    """The errors of a failed launch of a kernel or a library, out-of-memory errors included.
+
+    OutOfResources, PTXASError and CompilationError are TritonErrors; a failed compiler pass raises RuntimeError.
+    """
+    from triton.errors import TritonError
+
+    return TritonError, RuntimeError
+
+
+def random_seeds() -> Any:
+    """The op (count, device) -> int64 [count], drawn from the device's generator at every run of a compiled graph."""
+    import torch._inductor.inductor_prims
+
+    return torch.ops.prims.inductor_seeds.default
 
 
 @functools.cache
@@ -62,8 +78,10 @@ def handed_to_dynamo() -> list[Any]:
     return [getattr(backend, "compiler_fn", backend) for backend in given]
 
 
-def compiled_with(model: OptimizedModule) -> dict[str, Any]:
+def compiled_with(model: Any) -> dict[str, Any]:
     """What the mode and options of a compiled module change of Inductor's configuration; unknown modes: nothing."""
+    from torch._inductor import list_mode_options
+
     given = getattr(getattr(model, "dynamo_ctx", None), "callback", None)
     for name in ("_torchdynamo_orig_backend", "_torchdynamo_orig_callable"):  # newer and older versions of torch
         while hasattr(given, name):
@@ -77,6 +95,8 @@ def compiled_with(model: OptimizedModule) -> dict[str, Any]:
 
 def cuda_graphs(settings: dict[str, Any]) -> bool:
     """Whether Inductor makes CUDA graphs. settings: what a compilation changes of its configuration."""
+    from torch._inductor import config
+
     return bool(settings.get("triton.cudagraphs", config.triton.cudagraphs))
 
 
@@ -87,11 +107,15 @@ def without_fake_tensors() -> Any:
 
 def lazy_graph_modules() -> Any:
     """A context in which a graph module generates its code only when it is called."""
+    from torch.fx._lazy_graph_module import _use_lazy_graph_module
+
     return _use_lazy_graph_module(True)
 
 
 def interpreting() -> bool:
     """Whether Triton runs kernels in its interpreter (TRITON_INTERPRET=1)."""
+    import triton
+
     return triton.knobs.runtime.interpret
 
 
@@ -108,16 +132,24 @@ def process_group(name: str) -> Any:
 
 def statically_true(condition: Any) -> bool:
     """Whether a condition on sizes holds; False where a symbolic size leaves it open. Never adds a guard."""
+    if isinstance(condition, bool):
+        return condition
+    from torch.fx.experimental.symbolic_shapes import statically_known_true
+
     return statically_known_true(condition)
 
 
 def tracing() -> bool:
     """Whether calls are being recorded as a graph instead of run."""
+    from torch.fx.experimental.proxy_tensor import get_proxy_mode
+
     return get_proxy_mode() is not None
 
 
 def pointwise_by_default() -> bool:
     """Whether Inductor computes pointwise operations in float32 with its usual functions, and rounds as it stores."""
+    from torch._inductor import config
+
     if config.emulate_precision_casts or config.use_fast_math or config.eager_numerics.division_rounding:
         return False
     library = getattr(config.eager_numerics, "use_pytorch_libdevice", False)  # from torch 2.13 on
@@ -129,6 +161,8 @@ def walks_rows(cols: Any) -> bool:
 
     The limit comes from `InductorChoices.should_use_persistent_reduction`.
     """
+    from torch._inductor import config
+
     limit = 1024 * (16 if config.triton.multi_kernel else 1)
     return not (config.triton.persistent_reductions and statically_true(cols <= limit))
 
@@ -139,6 +173,8 @@ def times_products() -> bool:
     Codes are views of bytes. torch 2.11 times every choice on bytes, refuses all of them, and does not compile. In
     torch 2.13 its templates still read bytes, and only the library's product is left.
     """
+    from torch._inductor import config
+
     return config.max_autotune or config.max_autotune_gemm
 
 
@@ -148,6 +184,8 @@ def scratch_memory(device: torch.device) -> Iterator[None]:
 
     Inductor's wrappers set an allocator themselves.
     """
+    from triton.runtime import _allocation
+
     if not isinstance(_allocation._allocator.get(), _allocation.NullAllocator):
         yield
         return
@@ -177,6 +215,9 @@ def compile_ahead(
 
     Returns Triton's compiled kernel, with its code in `.asm` and the resources that it needs in `.metadata`.
     """
+    import triton
+    from triton.backends.compiler import GPUTarget
+
     signature, constexprs, attrs = {}, dict(constants), {}
     for i, name in enumerate(kernel.arg_names):
         value: Any = args.get(name)
@@ -198,6 +239,8 @@ def compile_ahead(
 
 def cuda_tool(name: str) -> str:
     """The path of a program of the CUDA toolkit that is installed with Triton, such as "nvdisasm"."""
+    import triton
+
     return str(Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / name)
 
 
@@ -214,6 +257,8 @@ _TYPES = {
 def _source_type(kernel: Any) -> Any:
     """The class of sources of Triton, or of Gluon, that compile a kernel."""
     if not getattr(kernel, "is_gluon", lambda: False)():
+        from triton.compiler import ASTSource
+
         return ASTSource
     from triton.experimental.gluon._runtime import GluonASTSource  # not in every version of Triton
 
@@ -256,4 +301,4 @@ def two_cta_products_of_groups() -> bool:
 
     A scan (`tl.associative_scan`) returns a list in the Gluon of Triton 3.8, and a tensor in Gluon 3.9.
     """
-    return two_cta_products() and tuple(int(part) for part in triton.__version__.split(".")[:2]) >= (3, 9)
+    return two_cta_products() and triton_version() >= (3, 9)

@@ -16,15 +16,13 @@ from torch.fx import GraphModule
 
 import fp4compile_autoload
 from fp4compile import _compat
-from fp4compile.backend import Backend, backend
+from fp4compile.dynamo_backend import Backend, backend
 from fp4compile.passes.manager import switched_off_passes
 from fp4compile.recipe import DEFAULT, ENVIRONMENT, Recipe, recipes
 from fp4compile.report.report import Report
 from fp4compile.weights.integration import check_version
 
 log = logging.getLogger("fp4compile")
-
-fp4compile_autoload.watch()  # `import torch` has done so, unless TORCH_DEVICE_BACKEND_AUTOLOAD=0 forbade it
 
 # The functions that stand for backends in Dynamo's registry.
 _named: dict[Backend, Callable] = {}
@@ -61,7 +59,7 @@ def register_with_transformers() -> None:
     Raises ImportError where transformers 5 or later is not installed.
     """
     check_version()
-    from fp4compile.weights.pack_on_load import register
+    from fp4compile.weights.transformers import register
 
     register()
 

@@ -61,8 +61,8 @@ def fresh_compiler(tmp_path_factory, monkeypatch):
     monkeypatch.delenv("FP4COMPILE_RECIPE", raising=False)
     monkeypatch.delenv("FP4COMPILE_DUMP", raising=False)
     monkeypatch.delenv("FP4COMPILE_DISABLE_PASSES", raising=False)
-    if "fp4compile.backend" in sys.modules:  # the module; the name is a function's too
-        sys.modules["fp4compile.backend"]._shared.clear()
+    if "fp4compile.dynamo_backend" in sys.modules:  # the module; the name is a function's too
+        sys.modules["fp4compile.dynamo_backend"]._shared.clear()
     torch._dynamo.reset()
     torch.manual_seed(0)
 

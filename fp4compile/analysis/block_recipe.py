@@ -1,7 +1,7 @@
 """The recipe for a block that is compiled by itself, where the recipe of its model goes by full names.
 
-Dynamo lets equal blocks share one graph, in which names begin below the block. So a graph has no block number, but a
-backend may be a block's own: blocks of different recipes have different backends and graphs, and others share them.
+Dynamo lets equal blocks share a graph, whose names begin below the block; blocks of different recipes have graphs of
+their own.
 """
 
 from glob import escape
@@ -17,15 +17,13 @@ from fp4compile.recipe import Recipe, Rule, resolve
 def block_recipe(recipe: str | dict | Recipe | Path | None, model: nn.Module, block: nn.Module) -> Recipe:
     """The recipe for a block that is compiled by itself: it decides as `recipe` does about the block in the model.
 
-    recipe: as for `fp4compile.backend`. Its rules, `skip_first_blocks`, `skip_last_blocks` and static scales go by the
-        names that layers have in `model`; in the result they go by the names below the block.
+    recipe: as for `fp4compile.backend`; its rules, skipped blocks and static scales go by names in `model`.
     block: a module of `model`.
 
     for block in model.layers:
         block.compile(backend=fp4compile.backend(fp4compile.block_recipe(recipe, model, block)))
 
-    Raises TypeError for a `model` or `block` that is no module, ValueError for a block that is no part of the model,
-    and the errors of `backend` for a bad recipe.
+    Raises TypeError for a `model` or `block` that is no module, ValueError for a block that is no part of the model.
     """
     for name, module in (("model", model), ("block", block)):
         if not isinstance(module, nn.Module):

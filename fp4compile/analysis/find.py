@@ -1,22 +1,17 @@
-"""Find the matrix products of a joint (or inference) graph and what each is for. Never changes the graph.
+"""Find the matmuls of a joint (or inference) graph and what each is for. Never changes the graph.
 
-Entry: `find(graph, inputs)`. A product's role is proven from its operands, never from its position in the graph, equal
-shapes or sequence numbers. The roles:
+Entry: `find(graph, inputs)`. A role is proven from the operands, never from positions, equal shapes or sequence
+    numbers:
 
     fprop   activation x weight. A weight is a parameter, possibly cast or viewed, and nothing else.
     wgrad   gradient x activation. The result is a part of the gradient of a layer's parameter (times the layer's
             alpha), and this layer multiplies the activation.
     dgrad   gradient x weight. The weight belongs to a layer and is contracted along its other dimension. That layer's
-            wgrad multiplies the same gradient. A frozen layer has no wgrad: there the weight and the autograd node
-            must match.
+            wgrad multiplies the same gradient; a frozen layer's weight and autograd node must match.
     attention   activation x activation, batched or not
 
-A layer may have one weight, or one for each expert: the weight is then a batch of matrices, and the product is a
-grouped one (`aten._grouped_mm`) or a batched one (`aten.bmm`). The roles are the same.
-
-A gradient is a value that depends on a tangent (a gradient input of the joint graph). `views.py` finds which nodes hold
-the same value. Every other operator that multiplies matrices is listed too, with the reason why it is left alone
-(`Gemm.unsupported`).
+A weight may be one matrix or one for each expert, multiplied by `aten._grouped_mm` or `aten.bmm`. A gradient is a value
+that depends on a tangent. Every other operator that multiplies matrices is listed with `Gemm.unsupported`.
 """
 
 import math
@@ -29,14 +24,13 @@ from torch.fx import Graph, GraphModule, Node
 
 from fp4compile._compat import statically_true
 from fp4compile.analysis.gathers import gathered_parameters, is_gather, parameter_of
-from fp4compile.analysis.gemm import Gemm, Input, Operand, Shard
+from fp4compile.analysis.gemm import Gemm, GemmOperand, Input, Shard
 from fp4compile.analysis.gradients import Part, input_index, is_inner_gradient, parts_of_gradients, tangent_dependent
 from fp4compile.analysis.graph import is_gathered
-from fp4compile.analysis.grouped_products import is_grouped, why_unread
+from fp4compile.analysis.matmuls import Matmul, Side, is_grouped, matmul_of, packed_expert, why_not_packed, why_unread
 from fp4compile.analysis.module_names import clean_name, module_name, parameter_name
-from fp4compile.analysis.products import Product, Side, packed_expert, product_of, why_not_packed
 from fp4compile.analysis.selection import feeds_selection
-from fp4compile.analysis.views import View, is_cast, root_of, source_of, swaps_last_two, view_of
+from fp4compile.analysis.views import NodeView, is_cast, root_of, source_of, swaps_last_two, view_of
 from fp4compile.formats import formats
 from fp4compile.formats.quantize_spec import FLOAT_DTYPES
 from fp4compile.ops.quantize import DEQUANTIZE, EXPERT_WEIGHTS, GATHERED_WEIGHT
@@ -107,10 +101,7 @@ def sharded_parameters_of(graph: Graph, inputs: tuple[Input, ...]) -> dict[Node,
 
 
 def weights_of(graph: Graph, inputs: tuple[Input, ...]) -> dict[Node, str]:
-    """The parameters, the packed weights of experts and the gathered weights, with the names of the parameters.
-
-    FSDP2 gathers a weight before the graph runs, and it may be there as codes; or the graph gathers a parameter's rows.
-    """
+    """The parameters, packed experts and gathered weights of a graph, with the names of the parameters."""
     parameters = parameters_of(graph, inputs)
     packed = graph.find_nodes(op="call_function", target=EXPERT_WEIGHTS)
     gathered = graph.find_nodes(op="call_function", target=GATHERED_WEIGHT)
@@ -129,17 +120,16 @@ def _input_of(root: Node) -> Node:
 
 @dataclass(frozen=True)
 class _Layer:
-    """A forward product with a weight.
+    """A forward matmul with a weight.
 
-    root: placeholder of the weight's parameter, or the node that gathered it. weight: its view as [out, in], or as a
-    batch of such matrices. grouping: `Product.grouping`. activation: key of the activation's elements in the order of
-    tokens. gradients: keys of the output gradients that the layer's wgrads multiply, also in the order of tokens;
-    filled in as the wgrads are found.
+    root: placeholder of the weight's parameter, or the node that gathered it. weight: its view as [..., out, in].
+    activation: key of the activation's elements in the order of tokens. gradients: keys of the output gradients that
+    the layer's wgrads multiply, filled in as these are found.
     """
 
     gemm: Gemm
     root: Node
-    weight: View
+    weight: NodeView
     grouping: tuple
     activation: tuple
     gradients: set[tuple] = field(default_factory=set)
@@ -155,7 +145,7 @@ class _Scan:
 
     def gemms(self, graph: Graph) -> list[Gemm]:
         self.computed = _computed_from(self.parameters, graph)
-        products = [p for node in graph.nodes if (p := product_of(node, self.parameters, self.gradients)) is not None]
+        products = [p for node in graph.nodes if (p := matmul_of(node, self.parameters, self.gradients)) is not None]
         backward = [product for product in products if product.node in self.gradients]
         found = {p.node: self._forward(p) for p in products if p.node not in self.gradients}
         if not self.gradients:
@@ -168,7 +158,7 @@ class _Scan:
     # ------------------------------------------------------------ other operators
 
     def _others(self, node: Node) -> Iterator[Gemm]:
-        """The products of a node whose operator multiplies matrices and is not read by `product_of`."""
+        """The products of a node whose operator multiplies matrices and is not read by `matmul_of`."""
         if node.op != "call_function":
             return
         if is_grouped(node.target):
@@ -202,7 +192,7 @@ class _Scan:
 
     # ------------------------------------------------------------ forward
 
-    def _forward(self, product: Product) -> Gemm:
+    def _forward(self, product: Matmul) -> Gemm:
         a, b = product.a, product.b
         if is_inner_gradient(product.node):
             return _left_alone(product, _INNER_GRADIENT)
@@ -221,9 +211,10 @@ class _Scan:
         weight_is_b = product.weight is b
         root = product.weight.root
         why = why_not_packed(product)
-        if why is None and _is_quantised(root) and product.node.meta["val"].dtype in FLOAT_DTYPES:
-            stored = str(root.meta["val"].dtype).removeprefix("torch.")
-            why = f"its weight is stored as {stored}: it is quantised already"
+        stored = root.meta["val"].dtype
+        codes = stored.itemsize == 1 or not (stored.is_floating_point or stored.is_complex)  # of another library
+        if why is None and codes and product.node.meta["val"].dtype in FLOAT_DTYPES:
+            why = f"its weight is stored as {str(stored).removeprefix('torch.')}: it is quantised already"
         if why is not None:
             return replace(_left_alone(product, why), module=module_name(self.parameters[root]))
         roles = ("fprop_x", "fprop_w") if weight_is_b else ("fprop_w", "fprop_x")
@@ -245,10 +236,10 @@ class _Scan:
         return gemm
 
     def _in_both_orientations(self) -> dict[Node, Gemm]:
-        """Gemms that leave alone the layers whose weight another product multiplies in the other orientation.
+        """Gemms that leave unquantised the layers whose weight another matmul multiplies in the other orientation.
 
-        A gradient taken inside the graph looks like a forward product where its nodes lack the metadata that
-        `is_inner_gradient` reads. The only sign is that the weight is contracted along its other dimension.
+        A gradient taken inside the graph without the metadata that `is_inner_gradient` reads looks like a forward
+        matmul.
         """
         keys = {layer.weight.key for layer in self.layers}
         return {
@@ -259,7 +250,7 @@ class _Scan:
 
     # ------------------------------------------------------------ backward
 
-    def _wgrad(self, product: Product) -> Gemm:
+    def _wgrad(self, product: Matmul) -> Gemm:
         """Gradient x activation."""
         a, b = product.a, product.b
         if any(side.view.root.target is DEQUANTIZE for side in (a, b)):
@@ -289,7 +280,7 @@ class _Scan:
             layer.gradients.add(gradient.elements)
         return self._gradient(product, "wgrad", layers[0].gemm, ("wgrad_dy", "wgrad_x"))
 
-    def _dgrad(self, product: Product) -> Gemm:
+    def _dgrad(self, product: Matmul) -> Gemm:
         """Gradient x weight."""
         weight, gradient = product.weight_view, product.other.view
         if product.weight.root.target is EXPERT_WEIGHTS:
@@ -309,13 +300,13 @@ class _Scan:
                     return self._gradient(product, "dgrad", layer.gemm, ("dgrad_dy", "dgrad_w"))
         return _left_alone(product, "gradient x parameter that is not the input gradient of a layer")
 
-    def _gradient(self, product: Product, kind: str, origin: Gemm, roles: tuple[str, str]) -> Gemm:
+    def _gradient(self, product: Matmul, kind: str, origin: Gemm, roles: tuple[str, str]) -> Gemm:
         return self._gemm(
             product, kind, origin.module, roles if product.a.is_gradient else roles[::-1], layer=origin.layer,
             tied_to_embedding=origin.tied_to_embedding, selects=origin.selects, forward=origin.node,
         )  # fmt: skip
 
-    def _gemm(self, product: Product, kind: str, module: str, roles: tuple[str, str], **more) -> Gemm:
+    def _gemm(self, product: Matmul, kind: str, module: str, roles: tuple[str, str], **more) -> Gemm:
         a, b = (self._operand(side, role, product) for side, role in zip((product.a, product.b), roles, strict=True))
         more = {"layer": product.dims, "forward": product.node, **more}
         groups, dims = product.groups, product.sizes
@@ -327,14 +318,14 @@ class _Scan:
         return Gemm(product.node, kind, module, a, b, dims=dims, groups=groups, offs=product.offs, index=product.index,
                     swapped=product.swapped, **product.terms, **more)  # fmt: skip
 
-    def _operand(self, side: Side, role: str, product: Product) -> Operand:
+    def _operand(self, side: Side, role: str, product: Matmul) -> GemmOperand:
         if side.root is None:
             return _untransposed(side, role)
         name = self.parameters[side.root]
         if side is product.weight and is_gathered(side.root):
-            return Operand(side.root, side is product.b, role, name, packed=True)
+            return GemmOperand(side.root, side is product.b, role, name, packed=True)
         if side is product.weight and side.root.target is EXPERT_WEIGHTS:
-            return Operand(side.root, side is product.b, role, name, packed=True, expert=packed_expert(product))
+            return GemmOperand(side.root, side is product.b, role, name, packed=True, expert=packed_expert(product))
         if side is product.a and side.view.is_batched and product.matrices is None:
             return _untransposed(side, role, name)  # scaled_mm repeats B along a batch, not A
         return _of_weight(side, product.weight_view, role, name)
@@ -349,13 +340,7 @@ def _computed_from(parameters: dict[Node, str], graph: Graph) -> set[Node]:
     return found
 
 
-def _is_quantised(root: Node) -> bool:
-    """Whether a parameter holds codes of another library: integers, or floating-point numbers of 8 bits."""
-    dtype = root.meta["val"].dtype
-    return dtype.itemsize == 1 or not (dtype.is_floating_point or dtype.is_complex)
-
-
-def _left_alone(product: Product, why: str) -> Gemm:
+def _left_alone(product: Matmul, why: str) -> Gemm:
     layer = product.sizes
     return Gemm(product.node, "other", _module_of(product.node), dims=layer, layer=layer, unsupported=why)
 
@@ -370,21 +355,21 @@ def _same_sizes(sizes: tuple, others: tuple) -> bool:
     return all(statically_true(size == other) for size, other in zip(sizes, others, strict=True))
 
 
-def _untransposed(side: Side, role: str, parameter: str | None = None) -> Operand:
+def _untransposed(side: Side, role: str, parameter: str | None = None) -> GemmOperand:
     node, transposed = side.node, side.swapped
     while swaps_last_two(node):
         node, transposed = node.args[0], not transposed
-    return Operand(node, transposed, role, parameter)
+    return GemmOperand(node, transposed, role, parameter)
 
 
-def _of_weight(side: Side, weight: View, role: str, parameter: str) -> Operand:
+def _of_weight(side: Side, weight: NodeView, role: str, parameter: str) -> GemmOperand:
     """A weight, read from the node nearest to the parameter that holds it or its transpose."""
     found = None
     node: Node | None = side.node
     while node is not None:
         view = view_of(node)
         if view.key in (weight.key, weight.swapped().key):
-            found = Operand(node, view.key != weight.key, role, parameter)
+            found = GemmOperand(node, view.key != weight.key, role, parameter)
         node = source_of(node)
     return found or replace(_untransposed(side, role, parameter), repeated=True)
 

@@ -1,7 +1,6 @@
-"""The FLOPs of each product of a captured graph, and the kind of layer that it belongs to.
+"""The FLOPs of each matmul of a captured graph, and the kind of layer that it belongs to. Adds no guard.
 
-The formulas come from `torch.utils.flop_counter`; this file has formulas for further operators. A symbolic size counts
-as the size in the call that was captured. Never changes the graph, never adds a guard.
+The formulas are those of `torch.utils.flop_counter`, and more. A symbolic size counts as in the captured call.
 """
 
 import re
@@ -16,7 +15,7 @@ from torch.utils.flop_counter import flop_registry
 from fp4compile._compat import statically_true
 from fp4compile.analysis.find import weights_of
 from fp4compile.analysis.gemm import Gemm, Input
-from fp4compile.analysis.grouped_products import computed_by
+from fp4compile.analysis.matmuls import computed_by
 from fp4compile.analysis.views import root_of
 from fp4compile.formats import formats
 
@@ -29,10 +28,7 @@ _BATCHED = {aten.bmm.default, aten.baddbmm.default, aten.addbmm.default}
 
 
 def count(node: Node) -> int | None:
-    """FLOPs of a node; None where its sizes are unknown or there is no formula for its operator.
-
-    Each result of an operator that computes both gradients has half of the operator's FLOPs.
-    """
+    """FLOPs of a node, or None; each of two results of one operator has half of its FLOPs."""
     made = computed_by(node)
     if made is not node:
         both = count(made)

@@ -1,8 +1,4 @@
-"""Weights that the graph gathers itself: each rank has some rows of the parameter, as a DTensor.
-
-So it is where a model redistributes its sharded parameters before it multiplies them, as in torchtitan's SimpleFSDP.
-The gathered rows, in their order, are the parameter: a product of them is a product with it.
-"""
+"""Weights that the graph gathers itself from the ranks' rows, as in torchtitan's SimpleFSDP."""
 
 from torch.fx import Graph, Node
 
@@ -17,10 +13,7 @@ WAIT = "_c10d_functional.wait_tensor.default"
 
 
 def gathered_parameters(graph: Graph, cuts: dict[Node, tuple[Shard, ...]]) -> dict[Node, Node]:
-    """The nodes that hold all rows of a parameter, with the placeholder of this rank's rows.
-
-    cuts: how the sharded parameters are cut.
-    """
+    """The nodes that hold all rows of a sharded parameter, with the placeholder of this rank's rows."""
     found = {node: parameter_of(node) for node in graph.nodes if is_gather(node)}
     return {node: one for node, one in found.items() if one is not None and _all_rows(node, cuts.get(one, ()))}
 
@@ -31,8 +24,7 @@ def is_gather(node: Node) -> bool:
 
 
 def parameter_of(node: Node) -> Node | None:
-    """The placeholder whose elements, in their order and possibly cast, each rank sends to a gather; None for another
-    tensor."""
+    """The placeholder that each rank sends to a gather, in its order and possibly cast; None for another tensor."""
     view = view_of(node.args[0].args[0])
     whole = view_of(view.root)
     same = view.root.op == "placeholder" and (view.stride, view.offset) == (whole.stride, whole.offset)

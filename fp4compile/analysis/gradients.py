@@ -1,8 +1,7 @@
-"""Which nodes of a graph are gradients, and of which inputs.
+"""Which nodes of a graph are gradients, and of which inputs, by AOTAutograd's descriptors in `meta["desc"]`.
 
-AOTAutograd describes every input and output of a joint graph in the placeholders' and the output's `meta["desc"]`. A
-`GradAOTOutput` tells which output is the gradient of which input. A node is a part of that gradient if its elements
-reach the output only by being moved, cast, added, reduced over the ranks, or multiplied by one number.
+A node is a part of a gradient if its elements reach the output only by being moved, cast, added, reduced over the
+ranks, or multiplied by one number.
 """
 
 from typing import Any
@@ -59,7 +58,10 @@ def tangent_dependent(graph: Graph) -> set[Node]:
     found: set[Node] = set()
     for node in graph.nodes:
         if node.op == "placeholder":
-            if "Tangent" in _descriptor_name(node.meta.get("desc")) or node.name.startswith("tangents"):
+            desc = node.meta.get("desc")
+            while getattr(desc, "base", None) is not None:
+                desc = desc.base
+            if "Tangent" in type(desc).__name__ or node.name.startswith("tangents"):
                 found.add(node)
         elif any(arg in found for arg in node.all_input_nodes):
             found.add(node)
@@ -80,12 +82,6 @@ def is_inner_gradient(node: Node) -> bool:
             return True
         waiting.extend(source.from_node)
     return False
-
-
-def _descriptor_name(desc: object) -> str:
-    while getattr(desc, "base", None) is not None:
-        desc = desc.base
-    return type(desc).__name__
 
 
 # A part of a gradient: (position of the gradient's input, number that the part is multiplied by).

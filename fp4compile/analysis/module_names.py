@@ -1,8 +1,6 @@
-"""Names of modules and parameters: their own names without wrappers, packed submodules, blocks by their numbers.
+"""Names of modules and parameters without the segments of wrappers, packed submodules, blocks by their numbers.
 
-A library that wraps a module puts segments into the names of its parameters. A rule, a head's or a router's name and a
-static scale go by a layer's own name, which it has in the model without wrappers. Most segments are seen in the text.
-A segment that models use too, such as `module`, is left out only where the class of the module that holds it wraps.
+Most segments show in the text. One that models use too, such as `module`, is left out only below a class that wraps.
 """
 
 import functools
@@ -46,8 +44,8 @@ ADAPTER, TRAINED_COPY = "adapter", "a copy that peft trains (modules_to_save)"
 class Named:
     """A module or parameter by its path.
 
-    path: the real name, as in a state dict. kept: for each segment of the path, whether it is in the own name.
-    part: ADAPTER for what a tuner of peft added to a layer, TRAINED_COPY for a copy under `modules_to_save`; else None.
+    path: the real name. kept: for each segment of the path, whether it is in the own name. part: ADAPTER for what a
+    tuner of peft added to a layer, TRAINED_COPY for a copy under `modules_to_save`; else None.
     """
 
     path: str = ""

@@ -12,7 +12,7 @@ from torch.fx import Node
 from torch.utils.checkpoint import CheckpointPolicy
 
 from fp4compile._compat import statically_true
-from fp4compile.analysis.gemm import Gemm, Input, Operand
+from fp4compile.analysis.gemm import Gemm, GemmOperand, Input
 from fp4compile.analysis.gradients import tangent_dependent
 from fp4compile.analysis.graph import expert_weights_of, gathered_weight_of, is_gathered, is_swizzled, scaled_mm_of
 from fp4compile.analysis.module_names import block_of, module_name
@@ -42,12 +42,10 @@ _EXPERTS = re.compile(r"(?:^|(.*)\.)experts(?:\.|$)")
 
 @dataclass(frozen=True)
 class Treatment:
-    """How an operand is quantised.
+    """How an operand is quantised; see `QuantizeSpec`.
 
-    format: name of the format. outer: the static outer scale, a number or a node of the graph; None computes it from
-    the operand, where the format has one. stochastic: whether elements are rounded stochastically. hadamard: whether
-    the operand is Hadamard-transformed along the contraction first. layout: layout of the block scales, "linear" or
-    "swizzled". scale_rule: how the block scales are chosen, see `reference_scales`.
+    outer: the static global scale, a number or a node; None computes it where the format has one.
+    stochastic: whether elements are rounded stochastically. layout: of the block scales.
     """
 
     format: str
@@ -65,12 +63,10 @@ class Treatment:
 
 @dataclass(frozen=True)
 class Decision:
-    """What happens to a product.
+    """What happens to a matmul: `reason` says why it is not quantised, or `a` and `b` say how its operands are.
 
-    reason: why the product is left alone; None where it is quantised. a, b: how the operands A and B are quantised;
-    None keeps an operand in high precision. tier: "reference", "emulated" or "native"; None where it is left alone.
-    note: how a quantised product differs from what the recipe says; None where it does not.
-    weight_scales: how the block scales of the weight are chosen; None where the recipe says "amax".
+    tier: "reference", "emulated" or "native". note: how it differs from what the recipe says.
+    weight_scales: how the weight's block scales are chosen, where not by "amax".
     fast_accumulation: whether FP8 matrix units may keep the sums in fewer bits than float32 has.
     """
 
@@ -91,10 +87,9 @@ TRAINED = "amax (training)"
 def plan(
     gemms: list[Gemm], recipe: Recipe, inputs: tuple[Input, ...], meta: Gpu | None = None
 ) -> list[Decision]:  # fmt: skip
-    """One decision for each product, in the same order.
+    """One decision for each matmul, in the same order.
 
-    meta: the GPU that tensors on the meta device stand for; None leaves their products alone.
-
+    meta: the GPU that tensors on the meta device stand for; None leaves their matmuls unquantised.
     Warns where the recipe skips blocks by number and the graph's parameters have no numbers in their names.
     """
     names = [entry.parameter for entry in inputs if entry.parameter]
@@ -110,7 +105,8 @@ def plan(
             "fp4compile.block_recipe(recipe, model, block)",
             stacklevel=2,
         )
-    training = recipe.weight_scales != "amax" and _has_gradients(gemms)
+    graphs = {gemm.node.graph for gemm in gemms}  # the captured graph, or the bodies of regions in it
+    training = recipe.weight_scales != "amax" and any(map(tangent_dependent, graphs))
     target = None if meta is None else meta.target
     decisions = [_decide(gemm, recipe, model, target, training) for gemm in gemms]
     return _with_layers_reasons(decisions)
@@ -131,42 +127,33 @@ def _with_layers_reasons(decisions: list[Decision]) -> list[Decision]:
     ]
 
 
-def _has_gradients(gemms: list[Gemm]) -> bool:
-    """Whether a graph of the products computes gradients: the captured graph, or the body of a region in it."""
-    return any(map(tangent_dependent, {gemm.node.graph for gemm in gemms}))
-
-
 def _decide(gemm: Gemm, recipe: Recipe, model: "Model", meta: Target | None, training: bool) -> Decision:
     if gemm.packed is not None:
         a, b = (None if fmt is None else Treatment(fmt) for fmt in gemm.packed)
-        return Decision(gemm, a=a, b=b, tier=_tier_of_packed(gemm))
+        product = scaled_mm_of(gemm.node)
+        return Decision(gemm, a=a, b=b, tier=product.choice.tier if product.on_gpu else "reference")
     reason = gemm.unsupported or _unfit(gemm, meta)
     if reason is not None:
         return Decision(gemm, reason)
     weight = gemm.packed_weight
     if weight is not None and not is_gathered(weight.source):
         return _of_packed_experts(gemm, weight, meta)
-    decision = _by_recipe(gemm, recipe, model, meta, training)
+    layer_recipe, reason = of_layer(_layer(gemm), recipe, model)
+    if layer_recipe is not None and not layer_recipe.quantizes(gemm.product):
+        reason = _left_by_recipe(gemm, layer_recipe)
+    quantised = layer_recipe is not None and reason is None
+    decision = _quantised(gemm, layer_recipe, recipe, meta, training) if quantised else Decision(gemm, reason)
     if weight is not None and decision.reason is not None:
         found = gathered_weight_of(weight.source).operand_for(str(weight.role)).format.name
         return replace(decision, reason=f"{decision.reason}; its weight was gathered in {found}")
     return decision
 
 
-def _by_recipe(gemm: Gemm, recipe: Recipe, model: "Model", meta: Target | None, training: bool) -> Decision:
-    layer_recipe, reason = of_layer(_layer(gemm), recipe, model)
-    if layer_recipe is None or not layer_recipe.quantizes(gemm.product):
-        return Decision(gemm, reason if layer_recipe is None else _left_by_recipe(gemm, layer_recipe))
-    return Decision(gemm, reason) if reason else _quantised(gemm, layer_recipe, recipe, meta, training)
-
-
 @dataclass(frozen=True)
 class Layer:
-    """What the recipe's rules, limits and defaults depend on in a layer.
+    """What the recipe's rules, limits and defaults depend on in a layer; see `Gemm`.
 
-    name: fully qualified. dims: (tokens, out features, in features). tied_to_embedding: whether its weight is also the
-    table of an embedding. selects: whether a top-k, a sort or a softmax is taken over its outputs. experts: whether the
-    weight is one matrix for each expert.
+    dims: (tokens, out features, in features). experts: whether the weight is one matrix for each expert.
     """
 
     name: str
@@ -180,9 +167,8 @@ class Layer:
 class Model:
     """What the recipe's defaults depend on in the model around a layer.
 
-    blocks: the number of blocks of each numbered list, by the list's name. with_experts: names of the modules that have
-    experts. widest_last: name of the last layer if it is also the widest; None if it is not. in_blocks: names of layers
-    that lie in a numbered block of the model, and whose names here begin below the block. adapters: names of layers
+    blocks: the number of blocks of each numbered list. with_experts: the modules that have experts. widest_last: the
+    last layer, if it is also the widest. in_blocks: layers of a block whose names here begin below it. adapters: layers
     that a library of adapters added.
     """
 
@@ -246,16 +232,20 @@ def _quantised(gemm: Gemm, layer_recipe: Recipe, recipe: Recipe, meta: Target | 
             hadamard = gemm.product in layer_recipe.hadamard
             chosen[side] = Treatment(fmt, outer, stochastic, hadamard, scale_rule=rule)
     a, b = chosen.get("a"), chosen.get("b")
-    if _reads_swizzled(gemm, a, b, meta):
+    if gemm.packed_weight is not None:  # a gathered weight has its layout already
+        swizzled = is_swizzled(gathered_weight_of(gemm.packed_weight.source).operand_for(str(gemm.packed_weight.role)))
+    else:
+        swizzled = _tier(gemm, *_swizzled(a, b), meta) == "native"
+    if swizzled:
         a, b = _swizzled(a, b)
     return Decision(gemm, a=a, b=b, tier=_tier(gemm, a, b, meta), weight_scales=weight_scales, note=note,
                     fast_accumulation=gemm.product in layer_recipe.fast_accumulation)  # fmt: skip
 
 
-def _misfit(gemm: Gemm, weight: Operand, recipe: Recipe) -> str | None:
-    """Why a product under a recipe cannot read a gathered weight's codes; None where it can.
+def _misfit(gemm: Gemm, weight: GemmOperand, recipe: Recipe) -> str | None:
+    """Why a matmul cannot read a gathered weight's codes; None where it can.
 
-    Raises RuntimeError for a forward product that the backward pass computes again without the codes.
+    Raises RuntimeError for a forward matmul that the backward pass computes again without the codes.
     """
     gathered = gathered_weight_of(weight.source)
     fmt = getattr(recipe, str(weight.role))
@@ -269,15 +259,7 @@ def _misfit(gemm: Gemm, weight: Operand, recipe: Recipe) -> str | None:
     return None
 
 
-def _reads_swizzled(gemm: Gemm, a: Treatment | None, b: Treatment | None, meta: Target | None) -> bool:
-    """Whether the operands' block scales are swizzled: as a gathered weight has them, else where that is native."""
-    weight = gemm.packed_weight
-    if weight is not None:
-        return is_swizzled(gathered_weight_of(weight.source).operand_for(str(weight.role)))
-    return _tier(gemm, *_swizzled(a, b), meta) == "native"
-
-
-def _of_packed_experts(gemm: Gemm, weight: Operand, meta: Target | None) -> Decision:
+def _of_packed_experts(gemm: Gemm, weight: GemmOperand, meta: Target | None) -> Decision:
     """The decision for packed weights; the recipe that packed them also decided about the activation."""
     packed = expert_weights_of(weight.source)
     of_weight = Treatment(packed.weights.format.name, layout=packed.layout)
@@ -288,7 +270,7 @@ def _of_packed_experts(gemm: Gemm, weight: Operand, meta: Target | None) -> Deci
     return Decision(gemm, a=a, b=b, tier=_tier(gemm, a, b, meta))
 
 
-def _is_batch(operand: Operand) -> bool:
+def _is_batch(operand: GemmOperand) -> bool:
     """Whether an operand is a batch of activations or gradients that are all multiplied by one weight."""
     lead = operand.source.meta["val"].shape[:-2]
     return operand.role in ("fprop_x", "dgrad_dy") and not all(statically_true(size == 1) for size in lead)
@@ -319,13 +301,7 @@ def _tier(gemm: Gemm, a: Treatment | None, b: Treatment | None, meta: Target | N
     return choose(Problem(*types, m, n, k, out.dtype, target)).tier
 
 
-def _tier_of_packed(gemm: Gemm) -> str:
-    """The tier of a product that was quantised before the graph was captured, read from its node."""
-    product = scaled_mm_of(gemm.node)
-    return product.choice.tier if product.on_gpu else "reference"
-
-
-def _operand_type(operand: Operand, treatment: Treatment | None, grouped: bool = False) -> OperandType:
+def _operand_type(operand: GemmOperand, treatment: Treatment | None, grouped: bool = False) -> OperandType:
     if treatment is None:
         return OperandType(None, operand.source.meta["val"].dtype)
     fmt = formats.get(treatment.format)

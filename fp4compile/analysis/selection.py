@@ -18,10 +18,7 @@ _MOST_CHOICES = 1024
 
 
 def feeds_selection(product: Node, dim: int) -> bool:
-    """Whether one of `_SELECTIONS` goes over all outputs of a layer, after elementwise operations at most.
-
-    product: the node of the layer's product. dim: the dimension of its out features.
-    """
+    """Whether one of `_SELECTIONS` goes over all outputs (`dim`) of a layer, after elementwise operations at most."""
     value = product.meta["val"]
     choices = value.shape[dim]
     if not isinstance(choices, int) or choices > _MOST_CHOICES:

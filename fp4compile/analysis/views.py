@@ -1,11 +1,8 @@
 """What a node is a view of: which elements of which tensor it holds, in which order, and through which casts.
 
-Entry: `view_of(node)`. Views, permutations, slices, splits, expansions and copies only move elements. So a chain of
-them is one strided map into the elements of the tensor at the chain's start, its root. Elements are numbered as if the
-root were contiguous. Two nodes with the same root, casts and map hold the same value; equal shapes would prove nothing.
-A reshape that no strides can express is a root itself.
-
-Sizes may be symbolic. They are compared only by what is statically true, and no guard is added.
+A chain of views, slices, expansions and copies is one strided map into the elements of its root, numbered as if that
+were contiguous. Nodes with the same root, casts and map hold the same value; equal shapes prove nothing. A reshape that
+no strides express is a root itself. Symbolic sizes are compared by what is statically true, without guards.
 """
 
 import math
@@ -26,12 +23,11 @@ Size = int | torch.SymInt
 
 
 @dataclass(frozen=True, eq=False)
-class View:
+class NodeView:
     """Elements of `root`: element (i, j, ...) is the root's element offset + i * stride[0] + j * stride[1] + ...
 
-    root: a node that is neither a view nor a cast (or a reshape that no strides express).
-    casts: the dtypes that the elements are cast to between root and node, in order, without casts that change no value.
-    size, stride: one entry for each dimension, in elements. A stride of 0 repeats one element.
+    casts: the dtypes that elements are cast to on the way from the root, without casts that change no value. A stride
+    of 0 repeats one element.
     """
 
     root: Node
@@ -60,22 +56,22 @@ class View:
         """Whether an element may occur more than once, along a dimension of stride 0."""
         return any(_equal(step, 0) and not _equal(size, 1) for size, step in zip(self.size, self.stride, strict=True))
 
-    def swapped(self) -> "View":
+    def swapped(self) -> "NodeView":
         """This view with its last two dimensions swapped."""
         return self._permuted([*range(len(self.size) - 2), -1, -2])
 
-    def matrix(self) -> "View | None":
+    def matrix(self) -> "NodeView | None":
         """The matrix that repeats along the leading dimensions; None where these hold different matrices, or may."""
         lead = zip(self.size[:-2], self.stride[:-2], strict=True)
         if len(self.size) < 2 or not all(_equal(size, 1) or _equal(stride, 0) for size, stride in lead):
             return None
         return replace(self, size=self.size[-2:], stride=self.stride[-2:])
 
-    def _permuted(self, dims: Sequence[int]) -> "View":
+    def _permuted(self, dims: Sequence[int]) -> "NodeView":
         return replace(self, size=tuple(self.size[d] for d in dims), stride=tuple(self.stride[d] for d in dims))
 
 
-def view_of(node: Node) -> View:
+def view_of(node: Node) -> NodeView:
     """A node as a view of its root; a node that is neither a view nor a cast is its own root."""
     step = _STEPS.get(node.target) if node.op == "call_function" else None
     found = None if step is None or not _plain(node) else step(node)
@@ -83,11 +79,7 @@ def view_of(node: Node) -> View:
 
 
 def value_key(node: Node) -> tuple:
-    """A key that is equal only for nodes of the same value, shape and dtype.
-
-    Several nodes often hold one value: Q, K and V each have their own view of the common input, and their own cast
-    under autocast.
-    """
+    """A key that is equal only for nodes of the same value, shape and dtype, such as several views of one input."""
     return (*view_of(node).key, node.meta["val"].dtype) if _plain(node) else _root_key(node)
 
 
@@ -129,22 +121,22 @@ def swaps_last_two(node: Node) -> bool:
 # ---------------------------------------------------------------- one function for each operator: the view it makes
 
 
-def _whole(node: Node) -> View:
+def _whole(node: Node) -> NodeView:
     if not _plain(node):
-        return View(node, (), (), ())
+        return NodeView(node, (), (), ())
     size = tuple(node.meta["val"].shape)
-    return View(node, (), size, _contiguous(size))
+    return NodeView(node, (), size, _contiguous(size))
 
 
 def _plain(node: Node) -> bool:
     return isinstance(node.meta.get("val"), torch.Tensor)
 
 
-def _same(node: Node) -> View:
+def _same(node: Node) -> NodeView:
     return view_of(node.args[0])
 
 
-def _cast(node: Node) -> View | None:
+def _cast(node: Node) -> NodeView | None:
     before, after = node.args[0].meta["val"], node.meta["val"]
     if before.device != after.device:
         return None
@@ -157,18 +149,18 @@ def _exact(before: torch.dtype, after: torch.dtype) -> bool:
     return before == after or (before in (torch.bfloat16, torch.float16) and after == torch.float32)
 
 
-def _reshape(node: Node) -> View | None:
+def _reshape(node: Node) -> NodeView | None:
     view, size = view_of(node.args[0]), tuple(node.meta["val"].shape)
     stride = _reshaped(view.size, view.stride, size)
     return None if stride is None else replace(view, size=size, stride=stride)
 
 
-def _permute(node: Node) -> View:
+def _permute(node: Node) -> NodeView:
     view = view_of(node.args[0])
     return view._permuted([d % len(view.size) for d in node.args[1]])
 
 
-def _transpose(node: Node) -> View:
+def _transpose(node: Node) -> NodeView:
     view = view_of(node.args[0])
     dims = list(range(len(view.size)))
     first, second = node.args[1:3] if node.target is aten.transpose.int else (0, -1)
@@ -176,7 +168,7 @@ def _transpose(node: Node) -> View:
     return view._permuted(dims)
 
 
-def _expand(node: Node) -> View:
+def _expand(node: Node) -> NodeView:
     view, size = view_of(node.args[0]), tuple(node.meta["val"].shape)
     new = len(size) - len(view.size)
     stride = [0] * new + [
@@ -186,13 +178,13 @@ def _expand(node: Node) -> View:
     return replace(view, size=size, stride=tuple(stride))
 
 
-def _unsqueeze(node: Node) -> View:
+def _unsqueeze(node: Node) -> NodeView:
     view = view_of(node.args[0])
     dim = node.args[1] % (len(view.size) + 1)
     return replace(view, size=_inserted(view.size, dim, 1), stride=_inserted(view.stride, dim, 0))
 
 
-def _squeeze(node: Node) -> View | None:
+def _squeeze(node: Node) -> NodeView | None:
     view, rank = view_of(node.args[0]), node.meta["val"].dim()
     dims = node.args[1] if len(node.args) > 1 else range(len(view.size))
     dims = {d % len(view.size) for d in ([dims] if isinstance(dims, int) else dims)}
@@ -200,14 +192,14 @@ def _squeeze(node: Node) -> View | None:
     return view._permuted(kept) if len(kept) == rank else None
 
 
-def _select(node: Node) -> View | None:
+def _select(node: Node) -> NodeView | None:
     view = view_of(node.args[0])
     dim, index = node.args[1] % len(view.size), node.args[2]
     start = _from_front(index, view.size[dim])
     return None if start is None else _cut(view, dim, start, None)
 
 
-def _slice(node: Node) -> View | None:
+def _slice(node: Node) -> NodeView | None:
     view = view_of(node.args[0])
     dim, start, _, step = (*node.args[1:], *(0, None, None, 1)[len(node.args) - 1 :])
     dim = dim % len(view.size)
@@ -215,7 +207,7 @@ def _slice(node: Node) -> View | None:
     return None if start is None else _cut(view, dim, start, node.meta["val"].shape[dim], step)
 
 
-def _split_piece(node: Node) -> View | None:
+def _split_piece(node: Node) -> NodeView | None:
     """One result of split or unbind; None for a result of any other operator."""
     split, index = node.args
     if split.target not in _SPLITS:
@@ -230,7 +222,7 @@ def _split_piece(node: Node) -> View | None:
     return _cut(view, dim, sum(pieces[:index]), pieces[index])
 
 
-def _as_strided(node: Node) -> View | None:
+def _as_strided(node: Node) -> NodeView | None:
     """as_strided addresses memory, so its elements are known only in a contiguous tensor that is no view."""
     source, size, stride, *offset = node.args
     base, view = source.meta["val"], view_of(source)
@@ -238,10 +230,10 @@ def _as_strided(node: Node) -> View | None:
         return None
     begins = base.storage_offset()
     start = offset[0] if offset and offset[0] is not None else begins
-    return View(source, (), tuple(size), tuple(stride), start - begins)
+    return NodeView(source, (), tuple(size), tuple(stride), start - begins)
 
 
-def _cut(view: View, dim: int, start: Size, length: Size | None, step: int = 1) -> View:
+def _cut(view: NodeView, dim: int, start: Size, length: Size | None, step: int = 1) -> NodeView:
     """Elements start, start + step, ... along a dimension. Without a length: element `start`, the dimension removed."""
     offset = view.offset + start * view.stride[dim]
     if length is None:
@@ -254,7 +246,7 @@ def _cut(view: View, dim: int, start: Size, length: Size | None, step: int = 1) 
 
 _CASTS = (prims.convert_element_type.default, aten._to_copy.default)
 _SPLITS = (aten.split.Tensor, aten.split_with_sizes.default, aten.unbind.int)
-_STEPS: dict[Any, Callable[[Node], View | None]] = {
+_STEPS: dict[Any, Callable[[Node], NodeView | None]] = {
     **dict.fromkeys(_CASTS, _cast),
     **dict.fromkeys((aten.view.default, aten._unsafe_view.default, aten.reshape.default), _reshape),
     **dict.fromkeys((aten.alias.default, aten.detach.default, aten.clone.default), _same),

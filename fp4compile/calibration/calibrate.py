@@ -30,26 +30,21 @@ def calibrate(
     """The recipe, with static activation scales that are measured on the batches. `Recipe.save` writes it to a file.
 
     A scale is the decode factor amax / 2688 of all activations of a layer, including all its experts; larger values
-    saturate. Layers that the recipe leaves alone, or whose activations get no static scale, are not measured. A layer
-    gets no scale if its activations were all zero or, with a warning, if it also ran outside of the captured graphs. A
-    layer without a scale computes it when it runs, and the report says so.
+    saturate. A layer gets none if its activations were all zero or, with a warning, if it also ran outside of the
+    captured graphs; it computes the scale when it runs, and the report says so.
 
-    model: a module, its method `generate` or another callable, compiled or not; it runs uncompiled, and without
-        gradients.
-    batches: an iterable of batches. A batch is a tensor, a tuple or list of positional arguments for the model, or a
-        mapping of keyword arguments (such as a dict, or a tokenizer's output).
-    recipe: a recipe whose activations (fprop_x) are NVFP4 with one outer scale for each tensor, static or dynamic.
+    model: a module, its method `generate` or another callable; it runs uncompiled and without gradients.
+    batches: an iterable of batches: tensors, tuples or lists of arguments, or mappings of keyword arguments.
+    recipe: a recipe whose activations (fprop_x) are NVFP4 with one global scale for each tensor, static or dynamic.
     method: how amax is chosen. "max": the largest magnitude. "percentile": the magnitude that `percentile` percent of
         the non-zero elements do not exceed, within 1/64 of its value. "mse": of 64 candidates between the largest
-        magnitude and a sixteenth of it, the one with the least squared error of the quantised activations. The error is
-        estimated from histograms: 32 bins for each power of two of a block's largest magnitude, and 45 bins for the
-        ratio of other elements to it.
+        magnitude and a sixteenth of it, the one with the least squared error of the quantised activations, by
+        histograms.
     percentile: for method "percentile", above 0 and at most 100.
     progress: whether a terminal shows a progress bar, if the package tqdm is installed.
 
-    Raises ValueError for another recipe or method, for a percentile out of range, for no batches, if the recipe gives
-    no layer a static scale, and if an activation is not finite; TypeError if `batches` is a single batch, if the
-    percentile is no number, and if the model cannot be called.
+    Raises ValueError for another recipe, method or percentile, for no batches, if the recipe gives no layer a static
+    scale, and if an activation is not finite; TypeError for a single batch and a model that cannot be called.
     """
     chosen = resolve(recipe).replace(activation_scale="static")
     if method not in METHODS:
@@ -59,10 +54,13 @@ def calibrate(
     if not 0 < percentile <= 100:
         raise ValueError(f"percentile={percentile}: expected a number above 0 and at most 100")
     kept: dict[str, tuple[Clipping, str]] = {}
+    clippings: dict[str, Callable[[str], Clipping]] = {
+        "max": lambda format: Largest(), "percentile": lambda format: Percentile(percentile), "mse": LeastSquares
+    }  # fmt: skip
 
     def see(names: set[str], format: str, activation: torch.Tensor) -> None:
         for name in names:
-            clipping, _ = kept.setdefault(name, (_clipping(method, percentile, format), format))
+            clipping, _ = kept.setdefault(name, (clippings[method](format), format))
             clipping.see(activation)
 
     watched = Observation(model, chosen, see)
@@ -82,12 +80,6 @@ def calibrate(
         )
     factors = {name: _decode_factor(name, *of_layer) for name, of_layer in kept.items() if name not in unseen}
     return chosen.replace(static_scales={name: factor for name, factor in factors.items() if factor is not None})
-
-
-def _clipping(method: str, percentile: float, format: str) -> Clipping:
-    if method == "max":
-        return Largest()
-    return Percentile(percentile) if method == "percentile" else LeastSquares(format)
 
 
 def _decode_factor(name: str, clipping: Clipping, format: str) -> float | None:

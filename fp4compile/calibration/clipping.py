@@ -1,10 +1,7 @@
 """The statistics that calibration keeps of a layer's activations, and the amax that they give a static scale.
 
-One class for each method: `Largest`, `Percentile`, `LeastSquares`. `see(x)` takes an activation, `amax()` returns the
-result, float32 []. The statistics are on the activation's device. Their size does not depend on the number of elements.
-
-Histograms take their bins from the bits of a float32: each power of two is cut into 2^n equal parts. So the resolution
-is relative, there is a bin for every float, and two histograms add up without a common range.
+`see(x)` takes an activation, `amax()` returns the result, float32 []. Histograms take their bins from the bits of a
+float32: each power of two is cut into 2^n equal parts, so two histograms add up without a common range.
 """
 
 import math
@@ -39,10 +36,7 @@ class Largest:
 
 
 class Percentile:
-    """The magnitude that a percentage of the elements does not exceed: the end of its bin, at most 1/64 too large.
-
-    Zeros do not count: an activation may have any share of zeros, and every scale represents zero.
-    """
+    """The end of the bin below which a percentage of the non-zero elements lies: at most 1/64 too large."""
 
     def __init__(self, percentile: float) -> None:
         self.percentile = percentile
@@ -71,11 +65,10 @@ class Percentile:
 
 
 class LeastSquares:
-    """The magnitude whose outer scale quantises the activations with the least squared error.
+    """The magnitude whose global scale quantises the activations with the least squared error.
 
-    Counts elements by their block's largest magnitude (a window of 24 octaves, which moves up with larger magnitudes)
-    and by their ratio to it. Every bin stands for its middle. Blocks of these values are quantised with 64 candidates,
-    which decrease from the largest magnitude by a factor of 2^(1/16) each.
+    Counts elements by their block's largest magnitude (a window of 24 octaves, which moves up) and by their ratio to
+    it. Blocks of the bins' middles are quantised with 64 candidates, each 2^(1/16) below the one before.
     """
 
     def __init__(self, format: str) -> None:

@@ -1,8 +1,6 @@
-"""`Observation`: run a model, and read the activations of the layers that a recipe quantises.
+"""`Observation`: run a model uncompiled in the backend's graphs, and read the activations of quantised layers.
 
-The model runs uncompiled, in the backend's graphs (`explain.run_captured`). A layer may also run outside of these
-graphs: Dynamo leaves a function to Python where the function's loop or `try` has a graph break. `Observation` cannot
-read the activations there, so it records the layer's name.
+A layer may also run outside of these graphs, where Dynamo leaves a function to Python; then its name is recorded.
 """
 
 from collections.abc import Callable, Iterator
@@ -14,12 +12,12 @@ from torch.fx import GraphModule, Interpreter, Node
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fp4compile.analysis.find import find, parameters_of
-from fp4compile.analysis.gemm import Gemm, Input, Operand
+from fp4compile.analysis.gemm import Gemm, GemmOperand, Input
 from fp4compile.analysis.plan import Decision, plan
+from fp4compile.capture import run_captured
 from fp4compile.formats.groups import Groups
 from fp4compile.recipe import Recipe
 from fp4compile.report import names
-from fp4compile.report.explain import run_captured
 
 aten = torch.ops.aten
 
@@ -30,9 +28,7 @@ See = Callable[[set[str], str, torch.Tensor], None]
 class Observation:
     """A model that passes the activations of layers with a static scale to `see`; call it as the model.
 
-    see: called with each of these activations, and with both names of its layer: the name that rules match and the full
-        name, which differ where a part of the model is captured by itself.
-    recipe: a recipe with static activation scales.
+    see: called with both names of a layer (that which rules match, and the full one), the format and the activation.
     """
 
     def __init__(self, model: Callable, recipe: Recipe, see: See):
@@ -40,7 +36,7 @@ class Observation:
         self.now: names.Names | None = None
         self.layers: dict[int, set[str]] = {}  # the names of the layers of each weight, by the weight's address
         self.outside = _Outside()
-        self.run = run_captured(model, self._watched, self._enter, joint=False)
+        self.run = run_captured(model, self._watched, lambda known, now: setattr(self, "now", now), joint=False)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         with self.outside:
@@ -49,9 +45,6 @@ class Observation:
     def unseen(self) -> set[str]:
         """The names of the layers that have also run outside of the captured graphs."""
         return set().union(*(self.layers.get(address, ()) for address in self.outside.addresses))
-
-    def _enter(self, known: names.Names, now: names.Names) -> None:
-        self.now = now
 
     def _watched(self, module: GraphModule, known: names.Names, _: int | None) -> Callable:
         """The graph with a call of `_saw` behind each product."""
@@ -99,7 +92,7 @@ def _with_static_scale(graph: torch.fx.Graph, recipe: Recipe, inputs: tuple[Inpu
     return [d for d in decisions if any(t is not None and t.outer is not None for t in (d.a, d.b))]
 
 
-def _operands(gemm: Gemm) -> tuple[Operand, Operand]:
+def _operands(gemm: Gemm) -> tuple[GemmOperand, GemmOperand]:
     """(activation, weight) of a forward product."""
     first, second = (operand for operand in (gemm.a, gemm.b) if operand is not None)
     return (first, second) if first.role == "fprop_x" else (second, first)

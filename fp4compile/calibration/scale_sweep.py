@@ -19,15 +19,14 @@ def scale_sweep(
 ) -> torch.Tensor:
     """The amax of each block that gives a weight's NVFP4 quantisation the least error: c * global_amax.
 
-    c is the smallest of the 126 positive finite E4M3 numbers divided by 448 that give the least error; a block's step
-    is c * global_amax / 6. `reference_scales` defines the errors. `quantize(w, "nvfp4", scales="mse")` (with
-    `per_matrix` for three dimensions) uses the same scales: its scale bytes are c * 448.
+    c is one of the 126 positive finite E4M3 numbers divided by 448; a block's step is c * global_amax / 6.
+    `quantize(w, "nvfp4", scales="mse")` uses the same scales.
 
     w: bf16, fp16 or fp32, [N, K] or [E, N, K], with any strides; blocks are completed by zeros.
     global_amax: float32 [] or, for three dimensions, [E] or []; None takes the amax of each matrix.
     block: (1, 16) or (16, 16), the elements that share a scale.
 
-    Returns float32 [..., ceil(N / block rows), ceil(K / 16)]. It is NaN where a block is not finite.
+    Returns float32 [..., ceil(N / block rows), ceil(K / 16)], NaN where a block is not finite.
 
     Raises TypeError for other types and dtypes, ValueError for other shapes, devices or blocks.
     """

@@ -1,8 +1,7 @@
 """`sensitivity`: how much each layer's quantisation changes the layer's output and the model's output.
 
-The model is captured once (`explain.run_captured`). Each captured graph gets the backend's quantised products of every
-layer beside the original products. An interpreter runs the quantised products of one layer at a time. So nothing is
-compiled, and a batch takes one pass over the model, and one more for each layer.
+Each captured graph gets the quantised products of every layer beside the original ones. An interpreter runs those of
+one layer at a time: a batch takes one pass over the model, and one more for each layer.
 """
 
 import math
@@ -18,16 +17,16 @@ from fp4compile.analysis.find import parameters_of
 from fp4compile.analysis.gemm import Gemm
 from fp4compile.analysis.plan import Decision
 from fp4compile.calibration import batches as sample
+from fp4compile.capture import run_captured
 from fp4compile.formats.groups import Groups
 from fp4compile.passes.manager import analyse
 from fp4compile.passes.rewrite import insert
 from fp4compile.recipe import Recipe, resolve
 from fp4compile.report import names, page
 from fp4compile.report.decibels import decibels
-from fp4compile.report.explain import run_captured
 from fp4compile.report.product_row import one_line
 from fp4compile.report.progress import with_bar
-from fp4compile.report.view import Column, Line, View
+from fp4compile.report.report_view import Column, Line, ReportView
 
 _HEADER = ("layer", "weights", "its output, dB", "model's output, dB")
 
@@ -36,11 +35,10 @@ _HEADER = ("layer", "weights", "its output, dB", "model's output, dB")
 class LayerSensitivity:
     """The effect of quantising one layer, in decibels of signal power over the power of the error (SQNR).
 
-    layer: the name that rules match. Layers with one name (in equal parts of a model that are captured by themselves)
-        are one entry, because a rule decides about them together.
+    layer: the name that rules match; layers with one name are one entry.
     weights: how many elements the layer's weights have.
-    output_db: SQNR of the layer's output, with its input from the unquantised model.
-    model_db: SQNR of the model's output, when only this layer is quantised.
+    output_db: of the layer's output, with its input from the unquantised model.
+    model_db: of the model's output, when only this layer is quantised.
     """
 
     layer: str
@@ -59,9 +57,6 @@ class Sensitivity:
     """The layers that a recipe quantises, ordered by their effect on the model's output, largest first.
 
     `print(sensitivity)` shows a table, and so does a notebook. `Recipe.with_budget` makes rules of it.
-
-    recipe: the name of the recipe.
-    layers: one entry for each layer.
     """
 
     recipe: str
@@ -72,11 +67,9 @@ class Sensitivity:
     ) -> tuple[str, ...]:
         """The names of the worst layers, by one of two budgets.
 
-        sqnr_db: as few layers as possible, so that the model's output keeps at least so many decibels without their
-            errors, or with their errors under `fallback`. Errors of layers count as independent: their powers add up.
-        share: as many layers as possible, from the worst on, whose weights are at most this share (0 to 1) of all
-            weights here. A layer that is too large for the rest of the share is skipped.
-        fallback: the layers under another recipe, which the worst layers take; None leaves them unquantised.
+        sqnr_db: as few layers as possible, so that the model's output keeps at least so many decibels, with their
+            errors under `fallback`, if there is one. Errors of layers count as independent: their powers add up.
+        share: as many layers as possible, from the worst on, with at most this share (0 to 1) of all weights' elements.
 
         Raises ValueError unless exactly one of the two is set, for a share out of range, where `fallback` lacks a
         layer, and where it cannot keep so many decibels.
@@ -183,7 +176,7 @@ class Sensitivity:
     def _repr_html_(self) -> str:
         title = f"fp4compile, sensitivity to recipe {one_line(self.recipe)}"
         columns = tuple(Column(name, numeric=place > 0) for place, name in enumerate(_HEADER))
-        return page.fragment(View(title, columns, tuple(map(Line, self._rows())), notes=(self._summary(),)))
+        return page.fragment(ReportView(title, columns, tuple(map(Line, self._rows())), notes=(self._summary(),)))
 
     def _rows(self) -> list[tuple[str, ...]]:
         """The cells of the table, a line for each layer."""
@@ -206,23 +199,19 @@ def sensitivity(
 ) -> Sensitivity:
     """How much the quantisation of each layer changes the layer's output and the model's output, worst layers first.
 
-    One layer at a time is quantised, as by the backend. For L layers, each batch takes L + 1 passes over the model.
-    Nothing is compiled.
+    For L layers, each batch takes L + 1 passes over the model. Nothing is compiled.
 
-    model: a module or another callable, compiled or not, that returns equal results at each call: in eval mode, and
-        without changing its arguments. It runs uncompiled and without gradients.
+    model: a module or another callable that returns equal results at each call: in eval mode, and without changing its
+        arguments. It runs uncompiled and without gradients.
     batches: an iterable of batches, as for `calibrate`.
     recipe: as for `fp4compile.backend`.
     progress: whether a terminal shows a progress bar, if the package tqdm is installed.
 
-    All floating-point tensors of the output (a tensor, or tuples, lists, mappings and dataclasses of tensors, such as
-    the outputs of transformers) are compared as one vector, where the unquantised elements are finite. Rows that belong
-    to no expert are zeros in both outputs, where PyTorch leaves memory uninitialised.
+    All floating-point tensors of the output are compared as one vector, where the unquantised elements are finite.
 
     Raises ValueError for no batches, for a model of which the recipe quantises nothing, whose output has no
-    floating-point tensor, or whose output changes its shapes, and where no element of the model's output or of a
-    layer's output is finite; the errors of `backend` for a bad recipe; TypeError if `batches` is a single batch, and
-    for a model that cannot be called.
+    floating-point tensor, no finite element or changing shapes; TypeError for a single batch and a model that cannot be
+    called.
     """
     chosen = resolve(recipe)
     trials = _Trials(model, chosen)
@@ -282,11 +271,11 @@ class _Error:
 
 
 class _Trials:
-    """Runs a model with one layer quantised.
+    """Runs a model with one layer quantised, `now`.
 
-    present: the layers of the graphs that the last run entered. of_layer, of_model: the errors of each layer's output,
-    and of the model's output with that layer quantised. weights: the sizes of each layer's weights, by their addresses.
-    now: the layer that is quantised.
+    present: the layers that the last run entered. of_layer, of_model: the errors of each layer's and of the model's
+    output.
+    weights: the sizes of each layer's weights, by their addresses.
     """
 
     def __init__(self, model: Callable, recipe: Recipe):

@@ -102,7 +102,7 @@ def _usable() -> bool:
 
 
 class Machine(Protocol):
-    """What runs kernels: `Here`, or a `Simulator`. device: of the kernels' tensors. running: lasts while they run."""
+    """What runs kernels: `Here` or `LaunchSimulator`. device: of their tensors. running: lasts while they run."""
 
     @property
     def target(self) -> Target: ...

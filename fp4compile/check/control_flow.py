@@ -3,10 +3,12 @@
 A `Block` is a run of instructions with its successors. The readers of SASS and PTX define the instruction type.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Generic, TypeVar
+
+from ptxsim.order import postorder
 
 Instruction = TypeVar("Instruction")
 
@@ -148,21 +150,3 @@ class ControlFlow(Generic[Instruction]):
                 if after not in loop.blocks:
                     found += self._after(after) if after in self.dominators[inside] else [after]
         return found
-
-
-def postorder(successors: Callable[[int], Sequence[int]], roots: Iterable[int] = (0,)) -> list[int]:
-    """The blocks reachable from some blocks, each after its successors, except for back edges."""
-    seen, finished = set(), []
-    for root in roots:
-        stack = [] if root in seen else [(root, iter(successors(root)))]
-        seen.add(root)
-        while stack:
-            block, following = stack[-1]
-            new = next((one for one in following if one not in seen), None)
-            if new is None:
-                finished.append(block)
-                stack.pop()
-            else:
-                seen.add(new)
-                stack.append((new, iter(successors(new))))
-    return finished

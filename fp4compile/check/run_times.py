@@ -21,7 +21,7 @@ from fp4compile.formats.operand import Arguments, Operand
 from fp4compile.formats.quantize_spec import QuantizeSpec
 from fp4compile.ops.functional import quantize
 from fp4compile.ops.quantize import QUANTIZE
-from fp4compile.passes.autotune import replay_time
+from fp4compile.passes.lib.autotune import replay_time
 from fp4compile.templates.choose import candidates, choose
 from fp4compile.templates.launch import target_of
 from fp4compile.templates.multiply import multiply, results

@@ -1,7 +1,7 @@
 """`check-sm100 --simulate`: the launches of the gate's table at small shapes, executed in the simulator of their PTX.
 
 The simulator shows wrong values, accesses outside of tensors, missing waits and fences, deadlocks and results that
-depend on the schedule (`fp4compile.check.simulate`). It shows neither faults of ptxas nor times.
+depend on the schedule (`ptxsim`). It shows neither faults of ptxas nor times.
 
 Quantisers must return the reference's codes and scales bit for bit; stochastic rounding is compared with the reference
 that rounds by eight random bits an element, as SM100 does. Products get operands for which every sum is exact in
@@ -27,12 +27,12 @@ from fp4compile.check.product_table import PRODUCTS, Product
 from fp4compile.check.product_values import differences, exact_arguments, reduced
 from fp4compile.check.quantiser_table import ALL_CONFIGURATIONS, SIZE
 from fp4compile.check.quantiser_values import Check, checks
-from fp4compile.check.simulate.launch import Simulator
-from fp4compile.check.simulate.run import Schedule
+from fp4compile.check.simulator import LaunchSimulator
 from fp4compile.hardware import Target
 from fp4compile.templates.choose import choose
 from fp4compile.templates.launch import Launch
 from fp4compile.templates.problem import problem_of
+from ptxsim.run import Schedule
 
 # Whole tiles, as in the table, whose launches have the same constants; then partly filled tiles, blocks and words.
 WHOLE, RAGGED = (256, 512), (130, 400)
@@ -112,7 +112,7 @@ def _on_schedules(sm: int, seeds: Sequence[int], variants: Sequence[Variant]) ->
     instructions, seconds, notes = 0, 0.0, Counter[str]()
     for seed in seeds:
         variant = variants[seed % len(variants)]
-        simulator = Simulator(Target(sm, variant.multiprocessors), Schedule(seed))
+        simulator = LaunchSimulator(Target(sm, variant.multiprocessors), Schedule(seed))
         wrong += [f"schedule {seed}: {what}" for what in variant.check(simulator)]
         kernels |= dict.fromkeys(launch.kernel.__name__ for launch in simulator.launches)
         launches |= set(map(launch_key, simulator.launches))
@@ -161,7 +161,7 @@ def product_variants(product: Product) -> list[Variant]:
     return [Variant(partial(multiplied, product, as_in_table), 2), Variant(partial(multiplied, product, small))]
 
 
-def multiplied(product: Product, small: Product, simulator: Simulator) -> list[str]:
+def multiplied(product: Product, small: Product, simulator: LaunchSimulator) -> list[str]:
     """Differences between the kernel that the gate's table names for a product and the reference.
 
     small: the same product in the sizes that are multiplied here.

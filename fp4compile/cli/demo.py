@@ -18,9 +18,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fp4compile.backend import Backend, backend
 from fp4compile.calibration.calibrate import calibrate
 from fp4compile.cli import arguments
+from fp4compile.dynamo_backend import Backend, backend
 from fp4compile.recipe import Recipe
 from fp4compile.report.decibels import decibels
 from fp4compile.report.progress import with_bar
@@ -76,7 +76,7 @@ class MLP(nn.Module):
         return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
 
 
-class Block(nn.Module):
+class DecoderBlock(nn.Module):
     """Attention and MLP, each behind a norm and with a residual connection."""
 
     def __init__(self, shape: Shape):
@@ -97,7 +97,7 @@ class Llama(nn.Module):
     def __init__(self, shape: Shape = Shape()):  # noqa: B008 (frozen)
         super().__init__()
         self.embed = nn.Embedding(shape.vocabulary, shape.hidden)
-        self.layers = nn.ModuleList(Block(shape) for _ in range(shape.layers))
+        self.layers = nn.ModuleList(DecoderBlock(shape) for _ in range(shape.layers))
         self.norm = nn.RMSNorm(shape.hidden)
         self.lm_head = nn.Linear(shape.hidden, shape.vocabulary, bias=False)
         cos, sin = rotary(shape.hidden // shape.heads, shape.length)

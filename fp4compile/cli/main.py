@@ -9,10 +9,10 @@ import sys
 from collections.abc import Sequence
 
 from fp4compile import __version__
-from fp4compile.cli import check_sm100, demo, explain, recipes, roofline, run
+from fp4compile.cli import check_sm100, demo, explain_command, recipes, roofline, run_command
 from fp4compile.formats.formats import unknown_name
 
-_COMMANDS = (demo, run, recipes, explain, roofline, check_sm100)
+_COMMANDS = (demo, run_command, recipes, explain_command, roofline, check_sm100)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -35,8 +35,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _names() -> list[str]:
-    """The names of the commands: the names of their modules, with hyphens."""
-    return [command.__name__.rpartition(".")[2].replace("_", "-") for command in _COMMANDS]
+    """The names of the commands, from those of their modules: `run_command` and `check_sm100`, say."""
+    names = (command.__name__.rpartition(".")[2] for command in _COMMANDS)
+    return [name.removesuffix("_command").replace("_", "-") for name in names]
 
 
 def _parser() -> argparse.ArgumentParser:

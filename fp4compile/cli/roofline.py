@@ -2,13 +2,10 @@
 
 import argparse
 import json
-from pathlib import Path
 from typing import Any
 
-import sympy
-
 from fp4compile import hardware
-from fp4compile.cli.roofline_shapes import MODELS, Shape, shapes
+from fp4compile.cli.roofline_shapes import MODELS, LayerShape, shapes
 from fp4compile.cli.roofline_times import measured
 from fp4compile.hardware import GPUS, Gpu
 from fp4compile.recipe import DEFAULT, Recipe, recipes, resolve
@@ -28,15 +25,12 @@ def add_command(commands: Any) -> None:
     parser.add_argument("--shapes", default="pow2", help=f"pow2, {', '.join(MODELS)}, or one M,N,K")
     parser.add_argument("--train", action="store_true", help="forward and backward; otherwise forward alone")
     parser.add_argument("--measure", action="store_true", help="measure too, on the GPU that is there")
-    parser.add_argument("--expressions", action="store_true", help="print the times as expressions in M, N and K")
     parser.add_argument("--json", action="store_true", help="print JSON")
-    parser.add_argument("--plot", type=Path, metavar="FILE", help="write a plot of the gains (needs matplotlib)")
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> None:
     """Print the table. Raises ArgumentTypeError for arguments that cannot be used."""
-    pyplot = None if args.plot is None else _pyplot()
     try:
         gpu, recipe, wanted = _gpu(args.gpu), resolve(args.recipe), shapes(args.shapes, args.train)
     except (ValueError, TypeError, OSError) as error:
@@ -54,15 +48,7 @@ def run(args: argparse.Namespace) -> None:
         "gpu": gpu.name, "recipe": recipe.name, "products": "fprop, dgrad, wgrad" if args.train else "fprop",
         "source": gpu.source, "share_source": gpu.share_source, "rows": rows,
     }  # fmt: skip
-    if args.expressions:
-        of_layers, of_experts = ([shape for shape in wanted if (shape.experts is None) == plain]
-                                 for plain in (True, False))  # fmt: skip
-        content["expressions"] = _expressions(recipe, gpu, of_layers[0], args.train)
-        if of_experts:
-            content["expressions of experts"] = _expressions(recipe, gpu, of_experts[0], args.train)
     print(json.dumps(content, indent=1) if args.json else _text(content, gpu, args.measure))
-    if pyplot is not None:
-        _plot(pyplot, content, args.plot)
 
 
 def _gpu(name: str | None) -> Gpu:
@@ -74,21 +60,13 @@ def _gpu(name: str | None) -> Gpu:
     return there
 
 
-def _row(shape: Shape, recipe: Recipe, gpu: Gpu, train: bool) -> dict[str, Any]:
+def _row(shape: LayerShape, recipe: Recipe, gpu: Gpu, train: bool) -> dict[str, Any]:
     found = roofline.predict(recipe, gpu, *shape.sizes, train=train, experts=shape.experts)
     return {
         "layer": shape.layer, "m": shape.m, "n": shape.n, "k": shape.k, "experts": shape.experts,
         "rows_each": shape.rows_each, "bf16_us": 1e6 * found.plain_seconds, "recipe_us": 1e6 * found.seconds,
         "gain": found.gain, "binds": found.binds,
     }  # fmt: skip
-
-
-def _expressions(recipe: Recipe, gpu: Gpu, like: Shape, train: bool) -> dict[str, str]:
-    """Seconds as expressions of M, N and K, with the kernels of one shape."""
-    sizes = sympy.symbols("M N K", integer=True, positive=True)
-    found = roofline.predict(recipe, gpu, *sizes, train=train, like=like.sizes, experts=like.experts)
-    of = "x".join(map(str, like.sizes)) + ("" if like.experts is None else f", {like.experts} experts")
-    return {"kernels of": of, "bf16": str(found.plain_seconds), "recipe": str(found.seconds)}
 
 
 def _text(content: dict[str, Any], gpu: Gpu, measure: bool) -> str:
@@ -100,9 +78,6 @@ def _text(content: dict[str, Any], gpu: Gpu, measure: bool) -> str:
     lines = [f"{content['recipe']} on {gpu.name}, {content['products']}: {kind}"]
     lines += ["  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)) for line in cells]
     lines += [f"rates: {gpu.source}", f"shares of these that are reached: {gpu.share_source}"]
-    for which in ("expressions", "expressions of experts"):
-        of = which.removeprefix("expressions")
-        lines += [f"seconds{of}, {name}: {text}" for name, text in content.get(which, {}).items()]
     return "\n".join(lines)
 
 
@@ -114,33 +89,3 @@ def _cell(key: str, value: Any) -> str:
     if isinstance(value, float):
         return f"{value:.2f}" if key.endswith("gain") else f"{value:.1f}"
     return str(value)
-
-
-def _pyplot() -> Any:
-    """matplotlib, imported before anything is computed or measured."""
-    try:
-        import matplotlib
-
-        matplotlib.use("Agg")
-        from matplotlib import pyplot
-    except ImportError:
-        raise argparse.ArgumentTypeError(
-            "--plot needs matplotlib, which is not installed: pip install 'fp4compile[plot]'"
-        ) from None
-    return pyplot
-
-
-def _plot(pyplot: Any, content: dict[str, Any], path: Path) -> None:
-    """Plot the predicted gain of each shape, beside measured gains where there are any."""
-    rows = content["rows"]
-    names = [Shape(*(row[key] for key in ("layer", "m", "n", "k", "experts"))).name for row in rows]
-    figure, axes = pyplot.subplots(figsize=(max(6, 0.5 * len(rows)), 5), layout="constrained")
-    axes.plot(names, [row["gain"] for row in rows], "o-", label="predicted")
-    if "measured_gain" in rows[0]:
-        axes.plot(names, [row["measured_gain"] for row in rows], "x-", label="measured")
-    axes.axhline(1, color="grey", linewidth=1)
-    axes.set(ylabel="times as fast as bf16", title=f"{content['recipe']} on {content['gpu']}, {content['products']}")
-    axes.tick_params(axis="x", rotation=90)
-    axes.legend()
-    figure.savefig(path, dpi=150)
-    pyplot.close(figure)

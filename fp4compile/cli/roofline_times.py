@@ -11,19 +11,19 @@ from typing import Any
 
 import torch
 
-from fp4compile.backend import backend
 from fp4compile.check.run_times import CALLS, NOT_CACHED, graph_time
-from fp4compile.cli.roofline_shapes import Shape
+from fp4compile.cli.roofline_shapes import LayerShape
+from fp4compile.dynamo_backend import backend
 from fp4compile.formats.layouts import ceil_div
 from fp4compile.recipe import Recipe, resolve
 
 MOST_LAYERS = 8  # each is compiled
 
 
-class Experts(torch.nn.Module):
+class ExpertsLayer(torch.nn.Module):
     """The product of equal groups of rows with the experts' weights."""
 
-    def __init__(self, shape: Shape, count: int) -> None:
+    def __init__(self, shape: LayerShape, count: int) -> None:
         super().__init__()
         weight = torch.randn(count, shape.n, shape.k, device="cuda", dtype=torch.bfloat16) / shape.k**0.5
         self.weight = torch.nn.Parameter(weight)
@@ -34,7 +34,7 @@ class Experts(torch.nn.Module):
         return torch.nn.functional.grouped_mm(x, self.weight.transpose(-2, -1), offs=self.offs)
 
 
-def measured(recipe: Recipe, shape: Shape, train: bool) -> dict[str, float]:
+def measured(recipe: Recipe, shape: LayerShape, train: bool) -> dict[str, float]:
     """Microseconds of a layer in bf16 and under the recipe, and their quotient."""
     m, n, k = shape.sizes
     copies = min(max(1, NOT_CACHED // (2 * n * k * (shape.experts or 1))), MOST_LAYERS)
@@ -53,9 +53,9 @@ def measured(recipe: Recipe, shape: Shape, train: bool) -> dict[str, float]:
     return {"measured_bf16_us": plain, "measured_recipe_us": quantised, "measured_gain": plain / quantised}
 
 
-def _layer(shape: Shape) -> torch.nn.Module:
+def _layer(shape: LayerShape) -> torch.nn.Module:
     if shape.experts is not None:
-        return Experts(shape, shape.experts)
+        return ExpertsLayer(shape, shape.experts)
     return torch.nn.Linear(shape.k, shape.n, bias=False, device="cuda", dtype=torch.bfloat16)
 
 

@@ -134,7 +134,7 @@ class BlockFormat:
         block_rows, blocks = (1, 0) if self.block is None else (self.block[0], -(-cols // self.block_cols))
         codes = rows * (blocks * self.block_cols or cols) // (2 if self.packed else 1)
         outer = {None: 0, "tensor": 4, "row": 4 * rows}[self.outer]
-        return matrices * (codes + -(-rows // block_rows) * blocks + outer)
+        return matrices * (codes + -(-rows // block_rows) * blocks * self.scale_dtype.itemsize + outer)
 
     @property
     def element_max(self) -> float:

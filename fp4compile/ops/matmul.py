@@ -42,7 +42,7 @@ and not as Gluon. Inductor leaves ops without a lowering as they are.
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -54,10 +54,9 @@ from fp4compile.formats.operand import Arguments, Operand
 from fp4compile.formats.quantize_spec import ROWS
 from fp4compile.formats.reference_grouped import quantize_along
 from fp4compile.ops.define import define
-from fp4compile.templates import multiply
-from fp4compile.templates.choose import Choice
-from fp4compile.templates.gemm import indexed
-from fp4compile.templates.launch import target_of
+
+if TYPE_CHECKING:
+    from fp4compile.templates.choose import Choice
 
 _OPERANDS = (
     "Tensor a, Tensor? a_scales, Tensor? a_outer, str? a_format,"
@@ -68,6 +67,13 @@ _OPERANDS = (
 def operand(data, scales, outer, format: str | None) -> Operand:
     """The operand of these schema arguments."""
     return Operand(data, scales, outer, None if format is None else formats.get(format))
+
+
+def _kernels() -> Any:
+    """The functions of `templates.multiply`, imported at the first launch: declaring the ops needs no Triton."""
+    from fp4compile.templates import multiply
+
+    return multiply
 
 
 # ---------------------------------------------------------------- scaled_mm
@@ -91,10 +97,10 @@ def dense(
 
 
 def scaled_mm_kernels(
-    *args: Any, choice: Choice | None = None, arranged_a: torch.Tensor | None = None, **options: Any
+    *args: Any, choice: "Choice | None" = None, arranged_a: torch.Tensor | None = None, **options: Any
 ) -> torch.Tensor:
     """`scaled_mm` by the kernel of a `Choice`; None chooses one. arranged_a: see `templates.gemm.call.Call`."""
-    return multiply.multiply(dense(*args, **options), choice, arranged_a)
+    return _kernels().multiply(dense(*args, **options), choice, arranged_a)
 
 
 def _by_reference(x: Arguments) -> torch.Tensor:
@@ -143,9 +149,9 @@ def dense_quantized(
     return Arguments(left, right, bias, out_dtype, steps, operands, outer, offs)
 
 
-def scaled_mm_quantized_kernels(*args: Any, choice: Choice | None = None, **options: Any) -> list[torch.Tensor]:
+def scaled_mm_quantized_kernels(*args: Any, choice: "Choice | None" = None, **options: Any) -> list[torch.Tensor]:
     """`scaled_mm_quantized` by the kernel of a `Choice`; None chooses one."""
-    return list(multiply.multiply_quantized(dense_quantized(*args, **options), choice))
+    return list(_kernels().multiply_quantized(dense_quantized(*args, **options), choice))
 
 
 def _quantized_reference(x: Arguments) -> list[torch.Tensor]:
@@ -183,9 +189,9 @@ def dense_amax(*args: Any, **options: Any) -> Arguments:
     return dense_quantized(*args[:13], None, *args[13:], **options)
 
 
-def scaled_mm_amax_kernels(*args: Any, choice: Choice | None = None, **options: Any) -> list[torch.Tensor]:
+def scaled_mm_amax_kernels(*args: Any, choice: "Choice | None" = None, **options: Any) -> list[torch.Tensor]:
     """`scaled_mm_amax` by the kernel of a `Choice`; None chooses one."""
-    return list(multiply.multiply_amax(dense_amax(*args, **options), choice))
+    return list(_kernels().multiply_amax(dense_amax(*args, **options), choice))
 
 
 def _amax_reference(x: Arguments) -> list[torch.Tensor]:
@@ -235,7 +241,7 @@ def _of_result(product: Callable, quantized: Callable, amax: Callable) -> Callab
 
 def scaled_mm_two_ctas_kernels(*args: Any) -> list[torch.Tensor]:
     """The results of `scaled_mm`, `scaled_mm_quantized`, `scaled_mm_amax` or `scaled_grouped_mm`, on pairs of CTAs."""
-    return multiply.scaled_mm_two_ctas(dense_quantized(*args))
+    return _kernels().scaled_mm_two_ctas(dense_quantized(*args))
 
 
 SCALED_MM_TWO_CTAS = define(
@@ -266,7 +272,7 @@ def _horizontal(a, a_scales, a_outer, a_format, b, b_scales, b_outer, b_format, 
 
 def _horizontal_kernels(*args: Any) -> list[torch.Tensor]:
     members = [(x.b, x.bias) for x in _horizontal(*args)]
-    return multiply.scaled_mm_group(operand(*args[:4]), members, args[-1])
+    return _kernels().scaled_mm_group(operand(*args[:4]), members, args[-1])
 
 
 SCALED_MM_HORIZONTAL = define(
@@ -290,10 +296,10 @@ def grouped(
 
 
 def scaled_grouped_mm_kernels(
-    *args: Any, choice: Choice | None = None, arranged_a: torch.Tensor | None = None, **options: Any
+    *args: Any, choice: "Choice | None" = None, arranged_a: torch.Tensor | None = None, **options: Any
 ) -> torch.Tensor:
     """`scaled_grouped_mm` by the kernel of a choice; None chooses one. arranged_a: see `templates.gemm.call.Call`."""
-    return multiply.multiply(grouped(*args, **options), choice, arranged_a)
+    return _kernels().multiply(grouped(*args, **options), choice, arranged_a)
 
 
 def _grouped_reference(*args: Any, **options: Any) -> torch.Tensor:
@@ -341,6 +347,9 @@ def _gathered_reference(a, a_scales, a_outer, a_format, b, b_scales, b_outer, b_
 
 def _gathered_kernels(*args: Any) -> torch.Tensor:
     """`scaled_mm_gathered` by a kernel that reads the matrices through the index, or else by `scaled_mm` of a copy."""
+    from fp4compile.templates.gemm import indexed
+    from fp4compile.templates.launch import target_of
+
     left, right, (index, out_dtype) = operand(*args[:4]), operand(*args[4:8]), args[8:]
     _check_gathered(left.data, right.data, index)
     if indexed.serves(left, right, index, out_dtype, target_of(left.data.device)):
@@ -390,7 +399,7 @@ def _for_library(*args: Any) -> Arguments:
 def scaled_mm_library_kernels(*args: Any) -> torch.Tensor:
     """Multiply [M, K] x [N, K] by a call of torch: two-level NVFP4 on SM100, or `float8_rowwise`."""
     x = _for_library(*args)
-    return multiply.scaled_mm_library(x.a, x.b, x.bias, x.out_dtype, x.fast_accumulation)
+    return _kernels().scaled_mm_library(x.a, x.b, x.bias, x.out_dtype, x.fast_accumulation)
 
 
 SCALED_MM_LIBRARY = define(
@@ -405,7 +414,7 @@ SCALED_MM_LIBRARY = define(
 def scaled_grouped_mm_library_kernels(*args: Any) -> torch.Tensor:
     """Multiply block-scaled operands by MSLK's kernels on SM100, `float8_rowwise` operands by CUTLASS on Hopper."""
     x = grouped(*args)
-    return multiply.scaled_grouped_mm_library(x.a, x.b, x.offs, x.out_dtype, x.fast_accumulation)
+    return _kernels().scaled_grouped_mm_library(x.a, x.b, x.offs, x.out_dtype, x.fast_accumulation)
 
 
 SCALED_GROUPED_MM_LIBRARY = define(

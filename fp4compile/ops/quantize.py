@@ -50,10 +50,6 @@ from fp4compile.formats.prologue import Prologue, apply
 from fp4compile.formats.quantize_spec import COLUMNS, ROWS, QuantizeSpec
 from fp4compile.formats.reference_grouped import lay_out_rows, quantize_along
 from fp4compile.ops.define import define
-from fp4compile.templates.quantize import dequantize as kernels
-from fp4compile.templates.quantize import plan
-from fp4compile.templates.quantize.amax import amax_of_transform
-from fp4compile.templates.quantize.lay_out import lay_out
 
 Tensors = list[torch.Tensor]
 
@@ -117,6 +113,8 @@ def _by_reference(*args: Any, **options: Any) -> Tensors:
 
 def quantize_kernels(*args: Any, **options: Any) -> Tensors:
     """`quantize` by the Triton kernels: one read of x, and a second one where an outer scale needs the amax first."""
+    from fp4compile.templates.quantize import plan  # here and below: declaring the ops needs no Triton
+
     call = call_of(*args, **options)
     found, written = plan.quantize(call.spec, call.x, call.operands, call.offs, call.outer, call.seed, call.amax)
     return _results(call.spec, call.x, found, written)
@@ -165,11 +163,18 @@ QUANTIZE = define(
 # ---------------------------------------------------------------- hadamard_amax
 
 
+def hadamard_amax_kernels(x, dim):
+    """`hadamard_amax` by the Triton kernel."""
+    from fp4compile.templates.quantize.amax import amax_of_transform
+
+    return amax_of_transform(x, dim)
+
+
 HADAMARD_AMAX = define(
     "hadamard_amax(Tensor x, int dim) -> Tensor",
     reference=reference.amax_of_transform,
     shapes=lambda x, dim: x.new_empty((), dtype=torch.float32),
-    kernels=amax_of_transform,
+    kernels=hadamard_amax_kernels,
 )
 
 
@@ -182,11 +187,18 @@ def _laid_out_shapes(scales, offs=None):
     return scales.new_empty((*batch, swizzled_numel(rows, blocks)))
 
 
+def lay_out_kernels(scales, offs=None):
+    """`lay_out_scales` by the Triton kernel."""
+    from fp4compile.templates.quantize.lay_out import lay_out
+
+    return lay_out(scales, offs)
+
+
 LAY_OUT_SCALES = define(
     "lay_out_scales(Tensor scales, Tensor? offs=None) -> Tensor",
     reference=lambda scales, offs=None: lay_out_rows(scales, offs),
     shapes=_laid_out_shapes,
-    kernels=lambda scales, offs=None: lay_out(scales, offs),
+    kernels=lay_out_kernels,
 )
 
 
@@ -195,6 +207,8 @@ LAY_OUT_SCALES = define(
 
 def dequantize_kernels(data, scales, outer, format, cols, dtype):
     """`dequantize` by the Triton kernel."""
+    from fp4compile.templates.quantize import dequantize as kernels
+
     return kernels.dequantize(data, scales, outer, formats.get(format), cols, dtype)
 
 

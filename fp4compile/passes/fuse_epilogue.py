@@ -2,7 +2,7 @@
 
 Entry: `fuse_epilogue(graph)`, on a forward, backward or inference graph after the partitioner, before it is lowered.
 
-From a product on, the pass follows its users through reshapes, casts and the operations of `passes.pointwise`, as long
+From a product on, the pass follows its users through reshapes, casts and the operations of `lib.operations`, as long
 as an epilogue can read every other tensor among the arguments (`Region._operand_kind`). It takes the longest part of
 these that ends in one value. Nothing else may use the product or a value in between; a value that is saved for the
 backward pass, for example, ends the part.
@@ -10,7 +10,7 @@ backward pass, for example, ends the part.
 The pass fuses where that saves a pass over memory. The kernel that will serve the product must have an epilogue, the
 result must not be wider than the product would have been, and every operand must be in memory anyhow. Inductor keeps
 all other operations, and all operations where Inductor's rounding options differ from their defaults. It also keeps
-those whose result it writes in the order in which the next product reads it (`passes.arranged_operands`): an epilogue
+those whose result it writes in the order in which the next product reads it (`lib.arranged_operands`): an epilogue
 writes the order of a matrix, and another launch would have to copy that.
 """
 
@@ -27,8 +27,8 @@ from fp4compile.formats.epilogue import AUXILIARIES, PRODUCT, Epilogue
 from fp4compile.formats.quantize_spec import FLOAT_DTYPES
 from fp4compile.formats.steps import Step
 from fp4compile.ops.matmul import SCALED_MM
-from fp4compile.passes.arranged_operands import written_arranged
-from fp4compile.passes.pointwise import STORED, contiguous, fits_float32, operation_of, same_shape
+from fp4compile.passes.lib.arranged_operands import written_arranged
+from fp4compile.passes.lib.operations import STORED, contiguous, fits_float32, operation_of, same_shape
 
 aten = torch.ops.aten
 

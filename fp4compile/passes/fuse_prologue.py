@@ -5,9 +5,9 @@ Entry: `fuse_prologue(graph)`, on a forward, backward or inference graph after t
 that writes an activation's result in its epilogue saves more than a quantiser that computes the activation.
 
 From the tensor that is quantised, the pass goes back through reshapes that keep the rows, casts, and the operations of
-`passes.pointwise`, up to tensors that are in memory (`_given`), to columns ([M, 1]: statistics of a norm), and to rows
+`lib.operations`, up to tensors that are in memory (`_given`), to columns ([M, 1]: statistics of a norm), and to rows
 ([K]: weights, biases). Either Inductor's reduction writes the statistics, or the chain goes back through them and the
-reductions of `passes.pointwise`, and the fused kernel computes the statistics itself.
+reductions of `lib.operations`, and the fused kernel computes the statistics itself.
 
 The tensor and the values in between may have other readers. A reader that Inductor compiles into its own kernel
 computes such a value again. Other readers need the value materialised (`_Chain._needed`): the fused kernel stores it
@@ -35,8 +35,8 @@ from fp4compile.formats.quantize_spec import QuantizeSpec
 from fp4compile.formats.steps import REDUCTIONS, Step
 from fp4compile.ops.matmul import SCALED_MM
 from fp4compile.ops.quantize import QUANTIZE
-from fp4compile.passes.notes import name_operations
-from fp4compile.passes.pointwise import (
+from fp4compile.passes.lib.notes import name_operations
+from fp4compile.passes.lib.operations import (
     STORED,
     contiguous,
     fits_float32,
@@ -45,8 +45,8 @@ from fp4compile.passes.pointwise import (
     reduction_of,
     same_shape,
 )
-from fp4compile.passes.sizes import read_sizes_of_operands
-from fp4compile.passes.slices import cuts_columns, erase_unread, in_shape, memory_of, slice_of
+from fp4compile.passes.lib.slices import cuts_columns, erase_unread, in_shape, memory_of, slice_of
+from fp4compile.passes.lib.symbolic_sizes import read_sizes_of_operands
 from fp4compile.templates.launch import on_gpu, target_of
 from fp4compile.templates.quantize.heuristics import PARTIAL_MAXIMA_ELEMENTS
 from fp4compile.templates.quantize.prologue_cost import gain, reads_amax

@@ -42,10 +42,10 @@ from fp4compile.formats.quantize_spec import ROWS
 from fp4compile.ops.matmul import SCALED_GROUPED_MM, SCALED_MM, SCALED_MM_AMAX, SCALED_MM_QUANTIZED
 from fp4compile.ops.quantize import QUANTIZE
 from fp4compile.passes.fuse_epilogue import Region
-from fp4compile.passes.notes import joined_weights, name_operations
-from fp4compile.passes.pointwise import same_shape
-from fp4compile.passes.sizes import read_sizes_of_operands
-from fp4compile.passes.slices import cuts_columns, slice_of
+from fp4compile.passes.lib.notes import joined_weights, name_operations
+from fp4compile.passes.lib.operations import same_shape
+from fp4compile.passes.lib.slices import cuts_columns, slice_of
+from fp4compile.passes.lib.symbolic_sizes import read_sizes_of_operands
 from fp4compile.templates.choose import quantized
 from fp4compile.templates.problem import Problem
 

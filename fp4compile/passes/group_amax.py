@@ -47,15 +47,15 @@ from fp4compile._compat import statically_true
 from fp4compile.analysis.find import sharded_parameters_of
 from fp4compile.analysis.gemm import Input, Shard
 from fp4compile.analysis.graph import CAST, Quantise, new_node, quantise_of
-from fp4compile.analysis.views import View, source_of, view_of
+from fp4compile.analysis.views import NodeView, source_of, view_of
 from fp4compile.formats import formats
 from fp4compile.formats.reference import NVFP4_MAX
 from fp4compile.formats.reference_scales import FOUR_OVER_SIX_MAX
 from fp4compile.ops.matmul import SCALED_MM
 from fp4compile.ops.quantize import HADAMARD_AMAX, QUANTIZE
-from fp4compile.passes.base import Pass
+from fp4compile.passes.lib.base import Pass
+from fp4compile.passes.lib.notes import name_move
 from fp4compile.passes.magnitudes import bits_of, largest_of_ranks, magnitude_of
-from fp4compile.passes.notes import name_move
 
 aten = torch.ops.aten
 
@@ -179,7 +179,7 @@ class _Shards:
             self.left[key] = f"{cut.whole} elements do not divide evenly among {cut.ranks} ranks"
 
 
-def _is_whole(view: View) -> bool:
+def _is_whole(view: NodeView) -> bool:
     """Whether a view has each element of its root once."""
     return not view.repeats and statically_true(math.prod(view.size) == view.root.meta["val"].numel())
 

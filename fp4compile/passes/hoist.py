@@ -28,10 +28,10 @@ from fp4compile.analysis.graph import ScaledMM, quantise_of, replace_results, sc
 from fp4compile.analysis.views import view_of
 from fp4compile.ops.matmul import SCALED_GROUPED_MM, SCALED_MM
 from fp4compile.ops.quantize import QUANTIZE
-from fp4compile.passes.base import Pass, run_passes, summary
 from fp4compile.passes.fuse_quantize import partner_of
+from fp4compile.passes.lib.base import Pass, run_passes, summary
+from fp4compile.passes.lib.notes import note_joined
 from fp4compile.passes.merge_quantize import share
-from fp4compile.passes.notes import note_joined
 from fp4compile.report.report import PassRun
 from fp4compile.templates.choose import Choice, quantized
 from fp4compile.weights.cache import Form, Piece, form, joined_parts, packed_pair, packed_weight

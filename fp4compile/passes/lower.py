@@ -42,8 +42,8 @@ from fp4compile.ops.matmul import (
     SCALED_MM_GATHERED,
     SCALED_MM_QUANTIZED,
 )
-from fp4compile.passes.arranged_operands import Arranged, arranged_operands
-from fp4compile.passes.autotune import fastest
+from fp4compile.passes.lib.arranged_operands import Arranged, arranged_operands
+from fp4compile.passes.lib.autotune import fastest
 from fp4compile.templates.launch import on_gpu
 
 

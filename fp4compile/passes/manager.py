@@ -24,12 +24,11 @@ from torch.fx import Graph
 from fp4compile import config
 from fp4compile.analysis import flops
 from fp4compile.analysis.find import find
-from fp4compile.analysis.gemm import Gemm, Input, Operand
+from fp4compile.analysis.gemm import Gemm, GemmOperand, Input
 from fp4compile.analysis.gradients import is_nested
 from fp4compile.analysis.plan import Decision, Treatment, plan
 from fp4compile.formats import formats
 from fp4compile.hardware import Gpu
-from fp4compile.passes.base import Pass, run_passes, summary
 from fp4compile.passes.fake_quantize import fake_quantize
 from fp4compile.passes.fuse_epilogue import fuse_epilogue
 from fp4compile.passes.fuse_horizontal import fuse_horizontal
@@ -38,18 +37,17 @@ from fp4compile.passes.fuse_quantize import fuse_quantize
 from fp4compile.passes.group_amax import GROUP_AMAX
 from fp4compile.passes.hoist import HOIST
 from fp4compile.passes.inplace import inplace
+from fp4compile.passes.lib.base import Pass, run_passes, summary
+from fp4compile.passes.lib.notes import Saved, fused, saved
 from fp4compile.passes.lower import lower
 from fp4compile.passes.merge_quantize import merge_quantize
-from fp4compile.passes.notes import Saved, fused, saved
 from fp4compile.passes.quantize_before_move import quantize_before_move
 from fp4compile.passes.recompute import recompute
 from fp4compile.passes.rewrite import rewrite
 from fp4compile.passes.scale_results import scale_results
 from fp4compile.recipe import Recipe
 from fp4compile.report.report import PassRun, Row
-from fp4compile.roofline.graph_steps import steps_of
-from fp4compile.roofline.time_terms import GraphLaunches, launches_of
-from fp4compile.templates.launch import cuda_target, on_gpu
+from fp4compile.templates.launch import cuda_target
 
 log = logging.getLogger("fp4compile")
 
@@ -130,26 +128,23 @@ class LowerPasses(CustomGraphPass):
     """`POST_GRAD` on a forward, backward or inference graph after the partitioner.
 
     sink: takes the packed activations that a forward graph saves, the operations fused into quantisers by product name,
-    the passes' runs, and what the graph launches. It is called once for each graph. A backward graph may be compiled
-    only when it first runs, long after the compilation of the forward.
+    and the passes' runs. It is called once for each graph. A backward graph may be compiled only when it first runs,
+    long after the compilation of the forward.
     user_passes, disabled: as in `JointPasses`.
-    gpu: the GPU for which the launches are counted and their times predicted; None where they are not asked for.
     """
 
-    sink: Callable[[list[Saved], dict[str, str], dict[str, PassRun], GraphLaunches | None], None]
+    sink: Callable[[list[Saved], dict[str, str], dict[str, PassRun]], None]
     user_passes: tuple[Callable[[Graph], None], ...] = ()
     disabled: frozenset[str] = field(default_factory=switched_off_passes)
-    gpu: Gpu | None = None
 
     def __call__(self, graph: Graph) -> None:
         for user_pass in self.user_passes:
             user_pass(graph)
         kept = saved(graph)
         runs, prologues = fuse(graph, self.disabled)
-        launches = _launches(graph, self.gpu)  # a lowered graph has no quantisers and products any more
         runs |= run_passes(LOWERING, graph, disabled=self.disabled)
         log.info("post-grad graph: %s", summary(runs))
-        self.sink(kept, prologues, runs, launches)
+        self.sink(kept, prologues, runs)
 
     def uuid(self) -> tuple | None:
         """The cache key, as for `JointPasses`, of switched off passes, GPU, this package's source and user's passes."""
@@ -161,22 +156,6 @@ def fuse(graph: Graph, disabled: frozenset[str]) -> tuple[dict[str, PassRun], di
     runs = run_passes(FUSING, graph, disabled=disabled)
     operations = fused(graph)
     return runs | run_passes([HORIZONTAL], graph, disabled=disabled), operations
-
-
-def _launches(graph: Graph, gpu: Gpu | None) -> GraphLaunches | None:
-    """What a graph launches on a GPU; None without a GPU, for a graph on a CPU, and for the body of a region.
-
-    None, too, for a graph with a launch that has no predicted time: the advice that this is for is not worth an error.
-    """
-    inputs = (node.meta.get("val") for node in graph.find_nodes(op="placeholder"))
-    runs_there = any(isinstance(value, torch.Tensor) and on_gpu(value) for value in inputs)
-    if gpu is None or is_nested(graph) or not runs_there:
-        return None
-    try:
-        return launches_of(launched.step for launched in steps_of(graph, gpu))
-    except ValueError as error:
-        log.info("launches are not counted: %s", error)
-        return None
 
 
 def _uuid(user_passes: tuple, disabled: frozenset[str], *own: str) -> tuple | None:
@@ -245,7 +224,7 @@ def _weight_bytes(decision: Decision) -> dict[str, int | None]:
     return {}
 
 
-def _operand_format(operand: Operand | None, treatment: Treatment | None) -> str | None:
+def _operand_format(operand: GemmOperand | None, treatment: Treatment | None) -> str | None:
     """The format of a quantised operand, the dtype of any other operand; None where the operand is unknown."""
     if treatment is not None:
         return treatment.format

@@ -38,9 +38,11 @@ from torch.fx import Graph, Node
 
 from fp4compile._compat import statically_true, without_fake_tensors
 from fp4compile.analysis.graph import CAST, Quantise, new_node, quantise_of
+from fp4compile.analysis.node_kinds import INDUCTORS, base_of, kind_of, readers
 from fp4compile.formats import formats
 from fp4compile.ops.quantize import LAY_OUT_SCALES, QUANTIZE
 from fp4compile.passes.fake_quantize import may_return_values
+from fp4compile.passes.lib.notes import name_move
 from fp4compile.passes.magnitudes import bits_of, largest_of_ranks, magnitude_of
 from fp4compile.passes.merge_quantize import share
 from fp4compile.passes.moves import (
@@ -54,9 +56,7 @@ from fp4compile.passes.moves import (
     rows_before,
     share_equal,
 )
-from fp4compile.passes.notes import name_move
 from fp4compile.passes.whole_blocks import as_matrix, misfit, reaches_over_rows, results, sent, sent_bytes, sent_places
-from fp4compile.roofline.pointwise import base_of, kind_of, readers
 from fp4compile.templates.launch import on_gpu, target_of
 
 aten = torch.ops.aten
@@ -256,7 +256,7 @@ def _bytes_of(quantise: Quantise, place: int) -> int:
 def _in_memory(node: Node) -> bool:
     """Whether a tensor is in memory anyway, and is not computed by the kernel of Inductor's that moves it."""
     base = base_of(node)
-    return kind_of(base) not in ("fused", "reduction") or is_local_move(base) or len(set(readers(base))) > 1
+    return kind_of(base) not in INDUCTORS or is_local_move(base) or len(set(readers(base))) > 1
 
 
 # ---------------------------------------------------------------- the new nodes

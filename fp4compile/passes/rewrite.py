@@ -19,14 +19,14 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from fp4compile import _compat
 from fp4compile.analysis.gathers import is_gather
-from fp4compile.analysis.gemm import Gemm, Operand
+from fp4compile.analysis.gemm import Gemm, GemmOperand
 from fp4compile.analysis.graph import expert_weights_of, fake_value, gathered_weight_of, is_gathered, new_node
 from fp4compile.analysis.plan import Decision, Treatment
 from fp4compile.analysis.views import is_cast, source_of, value_key, view_of
 from fp4compile.formats import formats
 from fp4compile.ops.matmul import SCALED_GROUPED_MM, SCALED_MM, SCALED_MM_GATHERED
 from fp4compile.ops.quantize import GATHERED_WEIGHT, QUANTIZE
-from fp4compile.passes.notes import mark, name_product
+from fp4compile.passes.lib.notes import mark, name_product
 from fp4compile.templates.quantize.source import lies_transposed
 
 aten = torch.ops.aten
@@ -158,7 +158,7 @@ class _Builder:
         gemm = decision.gemm
         return self._operand(gemm, gemm.a, decision.a, -1), self._operand(gemm, gemm.b, decision.b, -2)
 
-    def _operand(self, gemm: Gemm, operand: Operand, treatment: Treatment | None, dim: int) -> tuple:
+    def _operand(self, gemm: Gemm, operand: GemmOperand, treatment: Treatment | None, dim: int) -> tuple:
         """(data, scales, outer, format) of an operand, with the contraction last.
 
         dim: the contraction's dimension, from the end, in the operand as the graph multiplies it.
@@ -189,7 +189,7 @@ class _Builder:
                 mark(self.quantised[key][0].args[0], gemm.node.name)
         return self._for_batch(gemm, treatment, self.quantised[key], meta)
 
-    def _packed(self, operand: Operand, meta: dict) -> tuple:
+    def _packed(self, operand: GemmOperand, meta: dict) -> tuple:
         """(data, scales, outer) of a gathered weight, of all packed experts, or of one expert."""
         if is_gathered(operand.source):
             codes = gathered_weight_of(operand.source).operand_for(str(operand.role))
@@ -256,7 +256,7 @@ class _Builder:
         if key not in self.seeds:
             meta = meta | {"partitioner_tag": "must_be_in_backward"}
             if device not in self.drawn:
-                self.drawn[device] = self._call(_compat.RANDOM_SEEDS, (0, device), meta)
+                self.drawn[device] = self._call(_compat.random_seeds(), (0, device), meta)
             drawn = self.drawn[device]
             index = drawn.args[0]
             drawn.args = (index + 1, device)
@@ -264,7 +264,7 @@ class _Builder:
             self.seeds[key] = self._call(aten.select.int, (drawn, 0, index), meta)
         return self.seeds[key]
 
-    def _meta_for(self, gemm: Gemm, operand: Operand) -> dict:
+    def _meta_for(self, gemm: Gemm, operand: GemmOperand) -> dict:
         """Metadata of a quantise, from which the partitioner and activation checkpointing place and recompute it."""
         if operand.role == "dgrad_w" and not is_gather(view_of(operand.source).root):
             # The packed weight is a copy of a parameter. Saving it would cost memory; the backward makes it again. What

@@ -19,7 +19,7 @@ from torch.fx import Graph, Node
 
 from fp4compile._compat import statically_true
 from fp4compile.analysis.graph import RESHAPES, new_node
-from fp4compile.passes.pointwise import same_shape
+from fp4compile.passes.lib.operations import same_shape
 
 aten = torch.ops.aten
 _VIEWS = (*RESHAPES, aten.permute.default, aten.t.default, aten.transpose.int)

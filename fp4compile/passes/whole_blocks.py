@@ -22,8 +22,8 @@ from fp4compile.formats import formats
 from fp4compile.formats.quantize_spec import COLUMNS, ROWS
 from fp4compile.formats.square import scales_of_rows, transposed_codes, transposed_scales
 from fp4compile.ops.quantize import LAY_OUT_SCALES
+from fp4compile.passes.lib.traced import traced
 from fp4compile.passes.moves import Move, runs_of_a_rank
-from fp4compile.passes.traced import traced
 
 
 def reaches_over_rows(quantise: Quantise) -> bool:

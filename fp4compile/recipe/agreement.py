@@ -1,22 +1,18 @@
 """All ranks of a process group compile with the same settings, or all of them raise.
 
-Which collectives a compiled graph calls depends on the recipe and on the passes that run. Ranks that differ in these
-would call different collectives, and wait for each other until the group's time limit.
+The collectives of a compiled graph depend on the recipe and the passes. Ranks that differ in these would call different
+collectives, and wait for each other until the group's time limit.
 
-Entry: `tell(gm, example_inputs, settings)` before a graph is compiled, and `compare()` of what it returns afterwards,
-so that the ranks wait for each other only for what their compilations differ in time.
+Entry: `tell(gm, example_inputs, settings)` before a graph is compiled, and `compare()` of what it returns afterwards.
 
 **What is compared.** For each process group a rank has a list of the different settings with which it compiled graphs
-that may call collectives of the group, in the order of their first use. Collectives of a group run in one order on all
-of its ranks, so these lists are equal on ranks that agree, entry by entry: whether a product of a graph is quantised or
-not, whether a graph comes from a cache, and how often one rank alone compiles a graph again changes no list. Graphs are
-not matched one by one, because their names and sizes may differ between ranks.
+that may call its collectives, in the order of first use. Ranks that agree have equal lists, whatever comes from caches
+or is compiled again.
 
-**Why it cannot hang.** Nothing is sent by a collective, which some ranks might not call. Entries lie in the key-value
-store by which the group's ranks met. A rank writes its entry before it waits, and it looks for one key, for
-`fp4compile.config.agreement_seconds` at most. The rank that completes the group's entries writes the key, and so does a
-rank that finds another entry than its own. A rank that waits in vain says so in the log and goes on as without this
-check: another rank may run the model uncompiled. Whoever writes the later of two different entries always sees both.
+**Why it cannot hang.** Entries lie in the key-value store by which the group's ranks met. A rank writes its entry, then
+waits for one key, for `fp4compile.config.agreement_seconds` at most. The rank that completes the entries writes it, and
+so does a rank that finds another entry than its own: whoever writes the later of two different entries sees both. A
+rank that waits in vain logs it and goes on: another rank may run the model uncompiled.
 """
 
 from __future__ import annotations
@@ -66,10 +62,7 @@ def tell(gm: GraphModule, example_inputs: Sequence[Any], settings: Mapping[str, 
 
 
 def tell_groups(groups: Iterable[dist.ProcessGroup], settings: Mapping[str, str]) -> Told:
-    """Tell the other ranks of process groups this rank's settings.
-
-    Groups of the backend "fake" have no other ranks, and some backends, such as MPI, have no store.
-    """
+    """Tell the other ranks of process groups this rank's settings, where the group has other ranks and a store."""
     there = [group for group in groups if group.size() > 1 and dist.get_backend(group) != "fake"]
     stores = [(group, _compat.store_of(group)) for group in there]
     told = [_told(group, store, settings) for group, store in stores if store is not None]
@@ -93,10 +86,7 @@ class Told:
 
 @dataclass(frozen=True)
 class _Entry:
-    """Settings that this rank told the ranks of a group. prefix: of the entry's keys in the group's store.
-
-    waits: whether this rank waits for the others: the first time, not where it waited in vain before.
-    """
+    """Settings that this rank told a group, under keys with `prefix`. waits: whether it waits for the other ranks."""
 
     group: dist.ProcessGroup
     store: dist.Store
@@ -151,8 +141,8 @@ class _Entry:
 class _List:
     """The entries of one group: prefixes of their keys by what is compared, in the order of first use.
 
-    joined: how often this rank has had a group in the store: a store may outlive its group. agreed: the prefixes of
-    entries that all ranks have.
+    joined: how often this rank has had a group in the store, which may outlive its group. agreed: entries that all
+    have.
     """
 
     joined: int

@@ -1,8 +1,7 @@
 """Atomic writes: files are written in a scratch folder beside their target, and renamed.
 
-The writer holds a lock (flock) on the scratch folder; the kernel releases it when the process ends or is killed. So the
-next writer of the same file can find abandoned scratch folders, and removes them. A folder is used instead of a file,
-because the library that writes there may make temporary files of its own.
+The writer holds a lock (flock) on the folder, which ends with the process. So the next writer of the file can find
+abandoned folders, and removes them. The library that writes may make temporary files in the folder.
 """
 
 import fcntl
@@ -21,11 +20,8 @@ _ENDING = ".unfinished"
 def write_atomically(path: str | os.PathLike, write: Callable[[Path], object]) -> None:
     """Call `write` with the path of a new file, then rename that file to `path`.
 
-    An existing file at `path` stays until the new one is complete; the new file gets its permissions. Where `path` is a
-    link, the file that it points to is replaced. Scratch folders of killed processes that wrote this file are removed.
-
-    Raises the errors of `write`, and OSError, which names `path`, where the file cannot be written or where `path`
-    exists and is no file.
+    An existing file stays until the new one is complete, which gets its permissions; of a link, the target is replaced.
+    Raises the errors of `write`, and OSError, which names `path`, where it cannot be written or is no file.
     """
     target = Path(os.path.realpath(path))
     if target.exists() and not target.is_file():
@@ -42,11 +38,7 @@ def write_atomically(path: str | os.PathLike, write: Callable[[Path], object]) -
 
 @contextmanager
 def scratch_folder(target: Path, undo: Callable[[Path], object] | None = None) -> Iterator[Path]:
-    """A new folder beside a target, which is removed at the end.
-
-    First removes the abandoned scratch folders of this target. undo: called with each abandoned folder before it is
-    removed.
-    """
+    """A new folder beside a target, removed at the end; before, abandoned ones of the target are, after `undo`."""
     _remove_abandoned(target, undo)
     folder, lock = _made(target)
     try:

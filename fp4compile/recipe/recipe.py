@@ -6,6 +6,7 @@ import hashlib
 import html
 import json
 import logging
+import os
 from argparse import Namespace
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -43,31 +44,29 @@ class Recipe:
     wgrad_dy, wgrad_x: formats of the output gradient and the activation in the product for the weight gradient.
     attention_a, attention_b: formats of the operands of products without a parameter, in the order of the product.
         A format is a name of `formats.NAMED`, a spec string or a `BlockFormat`. None keeps the operand in high
-        precision; files write it "none". A product without any format is left alone.
-    rules: in order; the first rule whose glob matches a layer's name decides about the layer. Each is a `Rule`, a
-        (pattern, action) pair or a dict of the two. `unmatched_rules` finds rules that decide about no layer.
-    min_m, min_n, min_k: a layer with fewer tokens, out features or in features than these is left alone.
-    skip_first_blocks, skip_last_blocks: how many transformer blocks are left alone at either end of the model.
+        precision; files write it "none". A product without any format is not quantised.
+    rules: the first rule whose glob matches a layer's name decides about the layer. Each is a `Rule`, a (pattern,
+        action) pair or a dict of the two.
+    min_m, min_n, min_k: a layer with fewer tokens, out features or in features than these is not quantised.
+    skip_first_blocks, skip_last_blocks: how many transformer blocks are not quantised at either end of the model.
     num_blocks: how many blocks the model has; needed for models whose broken graphs do not show the number.
-    skip_lm_head: whether output heads are left alone. Heads are layers named lm_head, classifier, proj_out and the
+    skip_lm_head: whether output heads are not quantised. Heads are layers named lm_head, classifier, proj_out and the
         like, and a last layer that is wider than all others, unless they lie in a numbered block; and layers whose
         weight is an embedding's.
-    activation_scale: "dynamic" computes the outer scale of fprop_x; "static" reads it from static_scales.
-    static_scales: (module name, decode factor) pairs or a dict, as `fp4compile.calibrate` measures them. The factors
-        are positive normal float32 numbers. Allowed only where activation_scale, or the recipe that a rule names, is
-        "static".
+    activation_scale: "dynamic" computes the global scale of fprop_x; "static" reads it from static_scales.
+    static_scales: (module name, decode factor) pairs or a dict, as `fp4compile.calibrate` measures them: positive
+        normal float32 numbers. Allowed only where activation_scale, or the recipe that a rule names, is "static".
     hadamard: ("wgrad",) applies the random Hadamard transform to both operands of wgrad, along the tokens.
     stochastic_rounding: the products among "dgrad" and "wgrad" whose gradient operand is rounded stochastically.
     fast_accumulation: the products, in float8_rowwise, whose sums FP8 matrix units may keep in fewer bits than float32
         has. On Hopper that is faster and less exact; elsewhere, and in packed layers, it changes nothing.
-    weight_cache: for inference. "on" keeps packed weights until a change of the parameter is detected; while
-        torch.distributed has its default process group, whose writes cannot be detected, it quantises weights at every
-        call. "always" keeps them there, too: a promise that `fp4compile.refresh` is called after such a write. "off"
-        quantises weights at every call.
-    weight_scales: how the NVFP4 block scales of fprop_w are chosen in inference, where a weight is quantised once.
-        "amax" computes them from each block's largest element; "mse" takes the scale of least squared error;
-        "four_over_six" takes the better of two scales. It also applies where a rule gives a layer NVFP4 formats. Graphs
-        that compute gradients take "amax", because their weights change at every step; the report says so.
+    weight_cache: for inference. "on" keeps packed weights until a change of the parameter is detected; in a process
+        group of torch.distributed, whose writes cannot be detected, it quantises weights at every call. "always" keeps
+        them there
+        too: a promise to call `fp4compile.refresh` after such a write. "off" quantises weights at every call.
+    weight_scales: how the NVFP4 block scales of fprop_w are chosen in inference. "amax": from each block's largest
+        element; "mse": of least squared error; "four_over_six": the better of two. Graphs that compute gradients take
+        "amax".
 
     Raises ValueError for an unknown format, product or choice, for a number out of range, and for fields that
     contradict each other; TypeError for a field of another type.
@@ -260,12 +259,9 @@ class Recipe:
     def from_toml(cls, path: str | Path) -> "Recipe":
         """The recipe of a TOML file: its table [fp4compile], or the whole file; fields as in `from_dict`.
 
-        Beside the table, the file must not have recipe fields at top level, because nothing would read them. A
-        top-level `name` is allowed: other tools use that key too, and it changes no number.
-
-        Raises ValueError for a file that is not TOML, that has no recipe in it, that has fields beside the table, or
-        that `save` wrote and that lacks its last line; the errors of `from_dict`, with the path in front; OSError for a
-        file that does not exist.
+        Raises ValueError for a file that is not TOML, that has no recipe in it, that has recipe fields beside the table
+        (but `name`), or that `save` wrote and that lacks its last line; the errors of `from_dict`, with the path in
+        front; OSError.
         """
         fields = sources.read_toml(path, _field_names())
         with sources.errors_name(f"{path}: "):
@@ -273,21 +269,19 @@ class Recipe:
 
     @classmethod
     def from_json(cls, path: str | Path) -> "Recipe":
-        """The recipe of a JSON file: an object of fields as in `from_dict`.
-
-        Raises ValueError for a file that is not JSON; the errors of `from_dict`, with the path in front; OSError for a
-        file that does not exist.
-        """
-        fields = sources.read_json(path)
+        """The recipe of a JSON file: an object of fields as in `from_dict`. Raises as `from_toml`."""
+        try:
+            fields = json.loads(Path(path).read_text(encoding="utf-8"))
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f"{path} is not JSON: {error}") from error
         with sources.errors_name(f"{path}: "):
             return cls.from_dict(fields)
 
     def save(self, path: str | Path) -> None:
-        """Write all fields to a file, from which every function that takes a recipe reads an equal recipe.
+        """Write all fields to a .toml or .json file that every function that takes a recipe reads.
 
-        Readers refuse a truncated file. A failed write leaves an existing file unchanged.
-
-        path: ends in .toml or .json. Raises ValueError for another ending, OSError where it cannot be written.
+        Readers refuse a cut file; a failed write leaves an existing file unchanged. Raises ValueError for another
+        ending, OSError.
         """
         sources.write(path, self.to_dict())
 
@@ -297,8 +291,8 @@ class Recipe:
 
         Raises the errors of `resolve`, with the variable and its value in front.
         """
-        value = sources.environment()
-        if value is None:
+        value = os.environ.get(sources.ENVIRONMENT)
+        if not value:
             return None
         with sources.errors_name(f"{sources.ENVIRONMENT}={value}: "):
             return resolve(value)
@@ -342,15 +336,13 @@ class Recipe:
         """A copy with one rule for each of the worst layers of a report, before all other rules.
 
         report: the result of `fp4compile.sensitivity` under this recipe.
-        sqnr_db: choose as few layers as possible, so that the model's output keeps at least so many decibels. Errors of
-            layers count as independent.
+        sqnr_db: choose as few layers as possible, so that the model's output keeps at least so many decibels.
         bf16_share: choose, from the worst on, layers with at most this share (0 to 1) of the weights' elements.
         fallback: the named recipe, such as "mxfp8", whose formats these layers take; None leaves them unquantised. With
             sqnr_db, the result of `fp4compile.sensitivity` under that recipe, whose errors count too.
 
-        Raises ValueError unless exactly one budget is set, for a share out of range, for an unknown fallback, for the
-        name of a fallback beside sqnr_db, and where the fallback cannot keep so many decibels; TypeError for another
-        report.
+        Raises ValueError unless exactly one budget is set, for a share out of range, for an unknown fallback or its
+        name beside sqnr_db, and where it cannot keep so many decibels; TypeError for another report.
         """
         if not isinstance(report, Ranking):
             raise TypeError(f"report: expected a fp4compile.Sensitivity, got {type(report).__name__}")
@@ -438,8 +430,7 @@ def resolve(recipe: str | dict | Recipe | Path | None = None, **overrides: Any) 
     """The recipe that the user means.
 
     recipe: a `Recipe`, a dict (see `Recipe.from_dict`), a name, or the path of a .toml or .json file. None takes the
-        environment variable FP4COMPILE_RECIPE (a name or a path), or "nvfp4" where that is not set; the log of
-        "fp4compile" says which, at level INFO.
+        environment variable FP4COMPILE_RECIPE (a name or a path), or "nvfp4", and logs which at level INFO.
     overrides: fields to replace.
 
     Raises ValueError for an unknown name or field, TypeError for anything else, OSError for a file that does not exist.

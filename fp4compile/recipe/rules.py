@@ -17,8 +17,8 @@ class Rule:
     """The decision about layers whose fully qualified module name matches a glob.
 
     pattern: the glob, matched case-sensitively against the whole name; "*" matches dots too.
-    action: "skip" leaves the layer alone. "quantize" quantises it, even where the recipe's defaults would leave it
-        alone. The name of a named recipe gives the layer that recipe's formats.
+    action: "skip" leaves the layer unquantised. "quantize" quantises it, even where the recipe's defaults would not.
+        The name of a named recipe gives the layer that recipe's formats.
 
     Raises TypeError for a field that is no string, ValueError for an empty or padded pattern and an unknown action.
     """
@@ -58,10 +58,7 @@ class Ranking(Protocol):
 
 
 def fallback_rules(layers: Iterable[str], fallback: str | None) -> tuple[Rule, ...]:
-    """A rule for each layer that gives it another recipe's formats; fallback None leaves the layers alone.
-
-    layers: names, not globs. Raises ValueError for a fallback that is no named recipe.
-    """
+    """A rule for each named layer with another recipe's formats; fallback None leaves the layers unquantised."""
     if fallback is not None and fallback not in FIELDS:
         raise ValueError(unknown_name("fallback", fallback, FIELDS))
     return tuple(Rule(escape(name), fallback or "skip") for name in layers)
@@ -69,21 +66,19 @@ def fallback_rules(layers: Iterable[str], fallback: str | None) -> tuple[Rule, .
 
 def unmatched(rules: Iterable[Rule], names: Iterable[str]) -> tuple[Rule, ...]:
     """The rules that decide about none of the named layers: earlier rules match all names that they match."""
-    left = list(dict.fromkeys(names))
+    left = dict.fromkeys(names)
     idle = []
     for rule in rules:
-        remaining = [name for name in left if not rule.matches(name)]
-        if len(remaining) == len(left):
+        matched = [name for name in left if rule.matches(name)]
+        if not matched:
             idle.append(rule)
-        left = remaining
+        for name in matched:
+            del left[name]
     return tuple(idle)
 
 
 def rule_of(entry: Any) -> Rule:
-    """The rule of an entry of `Recipe.rules`: a Rule, a dict of its two fields, or a (pattern, action) pair.
-
-    Raises ValueError for a dict with other keys, TypeError for anything else.
-    """
+    """The rule of an entry of `Recipe.rules`. Raises ValueError for other keys, TypeError for anything else."""
     if isinstance(entry, Rule):
         return entry
     if isinstance(entry, dict):

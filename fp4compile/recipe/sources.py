@@ -1,11 +1,7 @@
-"""Read recipe fields from TOML and JSON files, the environment and command lines, and write them to files.
-
-`Recipe` makes recipes of these fields and checks them; this file does not depend on that class.
-"""
+"""Read recipe fields from TOML and JSON files, the environment and command lines, and write them to files."""
 
 import argparse
 import json
-import os
 import re
 import tomllib
 from collections.abc import Iterator, Sequence
@@ -36,16 +32,8 @@ def errors_name(source: str) -> Iterator[None]:
         raise type(error)(f"{source}{error}") from error
 
 
-def environment() -> str | None:
-    """The value of FP4COMPILE_RECIPE; None where it is unset or empty."""
-    return os.environ.get(ENVIRONMENT) or None
-
-
 def read_toml(path: str | Path, field_names: Sequence[str]) -> dict[str, Any]:
-    """The recipe fields of a TOML file: its table [fp4compile], or the whole file. See `Recipe.from_toml`.
-
-    field_names: the fields of a recipe, which must not be beside the table.
-    """
+    """The recipe fields of a TOML file, see `Recipe.from_toml`. field_names: must not be beside the table."""
     try:
         content = tomllib.loads(Path(path).read_text(encoding="utf-8"))
     except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
@@ -61,10 +49,7 @@ def read_toml(path: str | Path, field_names: Sequence[str]) -> dict[str, Any]:
 
 
 def _uncut(path: str | Path, fields: Any) -> Any:
-    """The fields of a recipe without the keys that `write` adds around them; hand-written files lack these keys.
-
-    Raises ValueError where the file has the first of these keys and lacks the last one.
-    """
+    """The fields without the keys that `write` adds around them. Raises ValueError where the last one lacks."""
     if not isinstance(fields, dict):
         return fields
     whole = fields.get(_CLOSING) is True
@@ -74,14 +59,6 @@ def _uncut(path: str | Path, fields: Any) -> Any:
             f"recipe again, or remove the line `{_OPENING}` where you know that the file is whole"
         )
     return {name: value for name, value in fields.items() if name != _OPENING and not (whole and name == _CLOSING)}
-
-
-def read_json(path: str | Path) -> Any:
-    """The value in a JSON file. Raises ValueError for a file that is not JSON."""
-    try:
-        return json.loads(Path(path).read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{path} is not JSON: {error}") from error
 
 
 def write(path: str | Path, fields: dict[str, Any]) -> None:
@@ -100,10 +77,9 @@ def write(path: str | Path, fields: dict[str, Any]) -> None:
 
 
 def to_toml(fields: dict[str, Any]) -> str:
-    """TOML of JSON-compatible fields, which reads as a recipe file.
+    """TOML of JSON-compatible fields. None, the default of all fields that allow it, is absent: TOML has no null.
 
-    TOML has no null: None, the default of all fields that allow it, is absent. The entries of a dict are dotted keys,
-    because all lines below a table's header, later fields too, would belong to the table.
+    A dict's entries are dotted keys: all lines below a table's header, later fields too, would belong to the table.
     """
     lines = []
     for name, value in fields.items():

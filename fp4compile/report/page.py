@@ -9,7 +9,7 @@ from dataclasses import asdict, fields
 from typing import Any
 
 from fp4compile.report.product_row import Row
-from fp4compile.report.view import Fact, View, duration
+from fp4compile.report.report_view import Fact, ReportView, duration
 
 # Every selector begins with the class of the fragment: in a notebook, the rules hold for the whole page. A narrow
 # window, such as a phone's, shows each line of the table as a card, with the columns' names (`data-name`) above the
@@ -116,7 +116,7 @@ def _no_formula(value: Any) -> Any:
     return f"'{value}" if isinstance(value, str) and _FORMULA.match(value) else value
 
 
-def to_html(view: View) -> str:
+def to_html(view: ReportView) -> str:
     """A page that needs no other file: the view's `fragment`, and a script that sorts the table."""
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
@@ -126,7 +126,7 @@ def to_html(view: View) -> str:
     )
 
 
-def fragment(view: View) -> str:
+def fragment(view: ReportView) -> str:
     """The view as HTML, which a page or a notebook shows. Where times are predicted, with bars in the table."""
     facts = "".join(map(_fact, view.facts))
     notes = "".join(f"<div>{html.escape(note)}</div>" for note in view.notes)
@@ -145,7 +145,7 @@ def _fact(fact: Fact) -> str:
     return f"<div{wide}><dt>{html.escape(fact.label)}</dt>{figure}{details}</div>"
 
 
-def _table(view: View) -> str:
+def _table(view: ReportView) -> str:
     longest = max((max(line.seconds) for line in view.lines if line.seconds is not None), default=0.0)
     classes = ["number" if column.numeric else "" for column in view.columns]
     classes[-1] += " why" * (len(classes) > 1 and not view.columns[-1].numeric)

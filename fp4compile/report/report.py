@@ -10,10 +10,9 @@ from torch._guards import TraceId
 from fp4compile.recipe.rules import Rule, unmatched
 from fp4compile.report import page
 from fp4compile.report.product_row import CATEGORIES, Row, is_below, one_line, shown_name, sizeless
+from fp4compile.report.report_view import size, view_of
 from fp4compile.report.row_classes import by_layer, gain, layer_name
 from fp4compile.report.text import to_text
-from fp4compile.report.view import size, view_of
-from fp4compile.roofline.time_terms import GraphLaunches
 
 __all__ = ["CATEGORIES", "PassRun", "Report", "Row", "is_below"]
 
@@ -23,6 +22,19 @@ class Seconds(NamedTuple):
 
     plain_seconds: float
     seconds: float
+
+
+@dataclass(frozen=True)
+class GraphLaunches:
+    """What a graph launches, forward and backward together, without CUDA graphs.
+
+    count: the number of launches. seconds, host_seconds: predicted seconds of the GPU to run them, and of the host to
+    issue them.
+    """
+
+    count: int
+    seconds: float
+    host_seconds: float
 
 
 class PassRun(NamedTuple):
@@ -102,7 +114,7 @@ class Report:
         that was reached.
     rules: the recipe's rules, where the report is a backend's or of `explain`; see `unmatched_rules`.
     packed_before: how many weights of the model were packed already when `fp4compile.pack_` was called.
-    launches: what is launched for each graph with matmuls, on the GPU, without CUDA graphs; see `host_bound`.
+    launches: what is launched for each graph with matmuls on the GPU `gpu`; see `host_bound`.
     """
 
     recipe: str
@@ -159,15 +171,8 @@ class Report:
         frame.enter((compilation.frame_compile_id, trace.attempt))
         return [new for row in rows if (new := frame.new(row)) is not None]
 
-    def complete(
-        self, rows: list[Row], fused: Mapping[str, str], before: GraphLaunches | None, after: GraphLaunches | None
-    ) -> None:
-        """Set `fused` in the report's rows, by node name, after a backward graph was compiled late.
-
-        before, after: what is launched for the graph, without and with this backward graph.
-        """
-        if before is not None and after is not None and before in self.launches:
-            self.launches[self.launches.index(before)] = after
+    def complete(self, rows: list[Row], fused: Mapping[str, str]) -> None:
+        """Set `fused` in the report's rows, by node name, after a backward graph was compiled late."""
         changed = {(row, row.node): text for row in rows if (text := fused.get(row.node or "")) is not None}
         self.rows = [
             replace(row, fused=changed[row, row.node]) if (row, row.node) in changed else row for row in self.rows
@@ -349,9 +354,10 @@ class Report:
     def host_bound(self) -> list[GraphLaunches]:
         """The launches of each graph that the host is predicted to issue more slowly than the GPU runs them.
 
-        CUDA graphs (`torch.compile(..., mode="reduce-overhead")`) issue them at once. Empty where graphs use these.
+        CUDA graphs (`torch.compile(..., mode="reduce-overhead")`) issue them at once. Empty where graphs use these, and
+        in reports without predicted times.
         """
-        return [graph for graph in self.launches if graph.host_binds]
+        return [graph for graph in self.launches if graph.host_seconds > graph.seconds]
 
     def predicted(self) -> Seconds | None:
         """The predicted seconds of all graphs, unquantised and as planned: the sum of the rows and of `rest`.

@@ -22,17 +22,15 @@ from torch.fx import GraphModule
 
 from fp4compile.recipe.atomic_file import write_atomically
 from fp4compile.report.product_row import Row, row_of
-from fp4compile.roofline.time_terms import GraphLaunches
 
 log = logging.getLogger("fp4compile")
 
 
 class Outcome(NamedTuple):
-    """What the passes tell of one graph: its rows, each pass's matches, and what it launches, if that was counted."""
+    """What the passes tell of one graph: its rows, and each pass's matches."""
 
     rows: list[Row]
     counts: dict[str, int]
-    launches: GraphLaunches | None = None
 
 
 def key(gm: GraphModule, example_inputs: Sequence[Any], uuid: object, config_patches: dict[str, Any]) -> str:
@@ -113,29 +111,17 @@ def _path(key: str) -> Path:
 
 def rows_to_json(outcome: Outcome) -> str:
     """JSON with what the passes tell of a graph."""
-    rows, counts, launches = outcome
-    stored = {"rows": [asdict(row) for row in rows], "counts": counts}
-    return json.dumps(stored if launches is None else stored | {"launches": [launches.count, launches.seconds]})
+    return json.dumps({"rows": [asdict(row) for row in outcome.rows], "counts": outcome.counts})
 
 
 def rows_from_json(text: str) -> Outcome:
     """What `rows_to_json` wrote. Raises ValueError for any other text."""
     stored = json.loads(text)
     match stored:
-        case {"rows": list(rows), "counts": dict(counts), **others} if not others.keys() - {"launches"}:
+        case {"rows": list(rows), "counts": dict(counts), **others} if not others:
             pass
         case _:
             raise ValueError(f"expected rows and counts, got a {type(stored).__name__} {text[:40]!r}")
     if wrong := [count for count in counts.values() if type(count) is not int]:
         raise ValueError(f"a count is {wrong[0]!r}")
-    return Outcome([row_of(row) for row in rows], counts, _launches_of(others.get("launches")))
-
-
-def _launches_of(stored: Any) -> GraphLaunches | None:
-    match stored:
-        case None:
-            return None
-        case [int(count), float(seconds)]:
-            return GraphLaunches(count, seconds)
-        case _:
-            raise ValueError(f"launches are {stored!r}")
+    return Outcome([row_of(row) for row in rows], counts)

@@ -3,7 +3,7 @@
 import re
 from collections.abc import Sequence
 
-from fp4compile.report.view import Fact, View
+from fp4compile.report.report_view import Fact, ReportView
 
 WIDTH = 120
 _GAP = "  "
@@ -12,7 +12,7 @@ _PREFERRED = 14  # how much wider than others the columns of names, and of reaso
 _WORDS, _NAME_PARTS = re.compile(r"(?<= )"), re.compile(r"(?<=[ .])")
 
 
-def to_text(view: View) -> str:
+def to_text(view: ReportView) -> str:
     """The title and the summary, the table, and the notes. What is too wide is wrapped; nothing is shortened."""
     indent = max((len(fact.label) for fact in view.facts), default=0) + len(_GAP)
     summary = [line for fact in view.facts for line in _fact_lines(fact, indent)]
@@ -28,7 +28,7 @@ def _fact_lines(fact: Fact, indent: int) -> list[str]:
     return [f"{'' if place else fact.label:<{indent}}{line}" for place, line in enumerate(lines)]
 
 
-def _table(view: View) -> list[str]:
+def _table(view: ReportView) -> list[str]:
     if not view.lines:
         return []
     header = [column.name for column in view.columns]

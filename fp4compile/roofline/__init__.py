@@ -2,6 +2,6 @@
 
 from fp4compile.hardware import GPUS, Gpu
 from fp4compile.roofline.model import Experts, Prediction, predict
-from fp4compile.roofline.time_terms import Step
+from fp4compile.roofline.time_terms import TimedStep
 
-__all__ = ["GPUS", "Experts", "Gpu", "Prediction", "Step", "predict"]
+__all__ = ["GPUS", "Experts", "Gpu", "Prediction", "TimedStep", "predict"]

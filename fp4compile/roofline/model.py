@@ -6,11 +6,11 @@ steps of one or more kernels. A step takes
     launches * seconds of a launch + turns * seconds of a turn
         + max(FLOPs / rate of the matrix units, bytes / rate of the memory)
 
-FLOPs count whole tiles where a kernel has one tile for all shapes (`roofline.sizes.Sizes.flops`). The recipe determines
+FLOPs count whole tiles where a kernel has one tile for all shapes (`layer_sizes.Sizes.flops`). The recipe determines
 which operands are quantised and how; `templates.choose` names the kernel of each product. The model counts how often an
 operand is read, the codes and scales that are written, the dequantised copies of the emulated tier, and the pass after
 a product whose rescale is not fused. Bytes are counted once for each kernel that moves them; the L2 cache between
-kernels is not modelled. Sizes may be sympy symbols. `hardware` and `roofline.time_terms` have the rates and shares.
+kernels is not modelled. `hardware` and `roofline.time_terms` have the rates and shares.
 
 Nothing here is a measurement. docs/roofline.md has the errors of the predictions on an H200.
 """
@@ -18,9 +18,7 @@ Nothing here is a measurement. docs/roofline.md has the errors of the prediction
 import functools
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
 
-import sympy
 import torch
 
 from fp4compile.formats import formats
@@ -30,42 +28,50 @@ from fp4compile.formats.quantize_spec import holds_values
 from fp4compile.hardware import GPUS, Gpu, named
 from fp4compile.recipe import Recipe, resolve
 from fp4compile.recipe.named_recipes import OPERANDS
-from fp4compile.roofline.product_steps import Chosen, kernel_of, memory_pass, plain_step, product_steps, tiles_of
-from fp4compile.roofline.sizes import Experts, Sizes
-from fp4compile.roofline.time_terms import BF16, BOTH_WAYS, COLUMN, ROWS, Prediction, Step, Use, quantise_step, stored
+from fp4compile.roofline.layer_sizes import Experts, Sizes
+from fp4compile.roofline.product_steps import Chosen, memory_pass, plain_step, product_steps
+from fp4compile.roofline.time_terms import (
+    BF16,
+    BOTH_WAYS,
+    COLUMN,
+    ROWS,
+    Prediction,
+    TimedStep,
+    Use,
+    quantise_step,
+    stored,
+)
 from fp4compile.templates.choose import choose
 from fp4compile.templates.problem import OperandType, Problem
 
-__all__ = ["GPUS", "Experts", "Gpu", "Prediction", "Step", "Use", "predict"]
+__all__ = ["GPUS", "Experts", "Gpu", "Prediction", "TimedStep", "Use", "predict"]
 
 PRODUCTS = ("fprop", "dgrad", "wgrad")
 
 
 def predict(
-    recipe: str | dict | Recipe, gpu: str | Gpu, m: Any, n: Any, k: Any, *, train: bool = False, like: tuple = (),
+    recipe: str | dict | Recipe, gpu: str | Gpu, m: int, n: int, k: int, *, train: bool = False,
     experts: int | Experts | None = None,
 ) -> Prediction:  # fmt: skip
     """Times of a linear layer: activations [m, k], a weight [n, k], bf16 without a bias.
 
     recipe: as for `fp4compile.backend`; its rules and limits are ignored. gpu: a name of `GPUS`, or a `Gpu`.
-    m, n, k: positive whole numbers, or sympy symbols (assume positive integers). train: fprop, dgrad and wgrad, all
-        operands quantised in each step; otherwise fprop alone, with a weight that is packed once (not with
-        `weight_cache="off"`). like: (m, n, k) that choose the kernels instead; needed where a size is a symbol.
+    m, n, k: positive whole numbers. train: fprop, dgrad and wgrad, all operands quantised in each step; otherwise fprop
+        alone, with a weight that is packed once (not with `weight_cache="off"`).
     experts: the number of experts of a weight [experts, n, k]; offsets cut the m rows of all experts into groups. An
         `Experts` describes another grouping. None is one matrix.
 
     Raises ValueError for an unknown GPU or recipe, and for sizes that are not positive whole numbers.
     """
     chosen = resolve(recipe)
-    sizes = tuple(_size(name, value) for name, value in (("m", m), ("n", n), ("k", k)))
-    numbers = tuple(_size("like", value) for value in like) or sizes
-    if len(numbers) != 3 or any(isinstance(size, sympy.Expr) for size in numbers):
-        raise ValueError(f"like={like}: expected the (m, n, k) that choose the kernels; a symbol chooses none")
+    for name, size in (("m", m), ("n", n), ("k", k)):
+        if not isinstance(size, int) or isinstance(size, bool) or size <= 0:
+            raise ValueError(f"{name}={size!r}: expected a positive whole number")
     if experts is not None and not isinstance(experts, Experts):
         experts = Experts(experts)
     products = PRODUCTS if train else ("fprop",)
     packed = not train and chosen.weight_cache != "off"
-    return _layer(_uses_of(chosen), named(gpu), sizes, numbers, products, packed, experts)
+    return _layer(_uses_of(chosen), named(gpu), (m, n, k), products, packed, experts)
 
 
 def _uses_of(recipe: Recipe) -> tuple[tuple[str, Use], ...]:
@@ -84,23 +90,23 @@ def _uses_of(recipe: Recipe) -> tuple[tuple[str, Use], ...]:
 
 @functools.lru_cache(maxsize=4096)
 def _layer(
-    uses: tuple[tuple[str, Use], ...], gpu: Gpu, sizes: tuple, like: tuple, products: tuple[str, ...], packed: bool,
+    uses: tuple[tuple[str, Use], ...], gpu: Gpu, sizes: tuple[int, int, int], products: tuple[str, ...], packed: bool,
     experts: Experts | None,
 ) -> Prediction:  # fmt: skip
     """`predict` with hashable arguments, cached: benchmarks compare many recipes and sizes.
 
-    uses: as of `_uses_of`. like: the (m, n, k) that choose the kernels. products: the layer's products that run.
-    packed: whether the weight of fprop is quantised beforehand.
+    uses: as of `_uses_of`. sizes: (m, n, k). products: the layer's products that run. packed: whether the weight of
+    fprop is quantised beforehand.
     """
     plain, steps = [], []
     used = dict(uses)
-    own, chosen_by = ({name: Sizes.of(name, m, n, k, experts) for name in products} for m, n, k in (sizes, like))
+    own = {name: Sizes.of(name, *sizes, experts) for name in products}
     operands = {name: [used.get(role) for role in OPERANDS[name]] for name in products}
     # Without a quantised operand, no kernel of this package multiplies.
-    chosen = {name: _chosen(a, b, gpu, chosen_by[name]) if a or b else None for name, (a, b) in operands.items()}
+    chosen = {name: _chosen(a, b, gpu, own[name]) if a or b else None for name, (a, b) in operands.items()}
     values = frozenset(role for name in products for role in _values(name, used, chosen[name], packed))
     for name in products:
-        maker = _Product(name, used, gpu, products, packed, values, own[name])
+        maker = _LayerProduct(name, used, gpu, products, packed, values, own[name])
         plain.extend(maker.plain())
         steps.extend(maker.steps(chosen[name]))
     return Prediction(tuple(plain), tuple(steps))
@@ -124,7 +130,7 @@ _OTHER_DIRECTION = {"wgrad_x": "fprop_x", "wgrad_dy": "dgrad_dy"}
 
 
 @dataclass(frozen=True)
-class _Product:
+class _LayerProduct:
     """One product of a layer. uses, products, packed: see `_layer`. values: the `_values` of all products."""
 
     name: str
@@ -135,7 +141,7 @@ class _Product:
     values: frozenset[str]
     sizes: Sizes
 
-    def plain(self) -> list[Step]:
+    def plain(self) -> list[TimedStep]:
         """The steps in bf16. Matrices that are gathered by an index are copied first."""
         experts, copied = self.sizes.experts, []
         if experts is not None and experts.grouping == "gather" and self.name != "wgrad":
@@ -143,14 +149,14 @@ class _Product:
             copied = [memory_pass("copy matrices", self.name, moved, self.gpu)]
         return [*copied, plain_step(self.name, self.sizes, self.gpu)]
 
-    def steps(self, chosen: Chosen | None) -> list[Step]:
+    def steps(self, chosen: Chosen | None) -> list[TimedStep]:
         """The steps under the recipe: quantising, dequantising, the product, the rescale after it."""
         if chosen is None:
             return self.plain()
         roles = OPERANDS[self.name]
         a, b = (self.uses.get(role) for role in roles)
         fake = self._fake_quantised(roles[0], a, b, chosen)
-        found: list[Step] = []
+        found: list[TimedStep] = []
         codes: list[BlockFormat | None] = []
         for role, use, lines in zip(roles, (a, b), self.sizes.lines, strict=True):
             in_16_bits = (fake and role == roles[0]) or role in self.values
@@ -172,7 +178,7 @@ class _Product:
         other = pairs.get(role)
         return other is not None and other.split("_")[0] in self.products and use.merges_with(self.uses.get(other))
 
-    def _quantise(self, role: str, use: Use, lines: Any, native: bool, in_16_bits: bool) -> list[Step]:
+    def _quantise(self, role: str, use: Use, lines: int, native: bool, in_16_bits: bool) -> list[TimedStep]:
         """The steps that quantise an operand of `lines` lines; none where an earlier product's kernel quantised it."""
         if role == "fprop_w" and self.packed:
             return []
@@ -208,27 +214,25 @@ def _with_layout(a: Use | None, b: Use | None, gpu: Gpu, sizes: Sizes, native: b
     experts = sizes.experts
     by_offsets = experts is not None and experts.grouping == "rows"
     types = _operand_type(a, native, by_offsets), _operand_type(b, native, by_offsets)
-    outer = types[0].outer, types[1].outer
+    rows, contraction = sizes.rows, sizes.contraction
     if experts is not None and experts.grouping != "batch":
-        problem = Problem(*types, sizes.rows, sizes.columns, sizes.contraction, torch.bfloat16, gpu.target,
+        problem = Problem(*types, rows, sizes.columns, contraction, torch.bfloat16, gpu.target,
                           ragged="contraction" if sizes.along_k else "rows", groups=sizes.count)  # fmt: skip
         choice = choose(problem)
-        kernel = kernel_of(choice, problem)
-        if by_offsets or kernel == "grouped_skinny":  # which also takes matrices by index
+        if by_offsets or choice.kernel == "streaming":  # which also takes matrices by index
             dtype = problem.compute_dtype if by_offsets and None not in (a, b) else None
             values = dtype if choice.dequantizes_a else None, dtype if choice.dequantizes_b else None
-            return Chosen(kernel, choice.tier, False, outer, values, tiles_of(kernel, choice.config, gpu))
-    rows, contraction = sizes.rows, sizes.contraction
-    if experts is not None:
-        rows, contraction = (rows, ceil_div(contraction, sizes.count)) if sizes.along_k else (
-            ceil_div(rows, sizes.count), contraction)  # fmt: skip
+            return Chosen.of(choice, problem, gpu, values=values)
+    if experts is not None and sizes.along_k:
+        contraction = ceil_div(contraction, sizes.count)
+    elif experts is not None:
+        rows = ceil_div(rows, sizes.count)
     problem = Problem(*types, rows, sizes.columns, contraction, torch.bfloat16, gpu.target, None, sizes.count,
                       experts is not None)  # fmt: skip
-    choice = choose(problem)
-    alone = experts is None
+    choice, alone = choose(problem), experts is None
     of_values = alone and choice.dequantizes_a and choice.dequantizes_b and [x.scale for x in types] == ["e8m0"] * 2
     held = torch.bfloat16 if of_values else None
-    return Chosen(kernel_of(choice, problem), choice.tier, choice.dequantizes_a and alone, outer, (held, held))
+    return Chosen.of(choice, problem, gpu, fake_quantizes=choice.dequantizes_a and alone, values=(held, held))
 
 
 def _operand_type(use: Use | None, native: bool, by_offsets: bool) -> OperandType:
@@ -237,13 +241,3 @@ def _operand_type(use: Use | None, native: bool, by_offsets: bool) -> OperandTyp
     fmt = use.format
     outer = "group" if by_offsets and fmt.outer == "tensor" and not use.static else fmt.outer or "none"
     return OperandType(fmt, fmt.data_dtype, scale_layout(fmt, native=native) == "swizzled", outer)
-
-
-def _size(name: str, value: Any) -> Any:
-    """A size as an int or a sympy expression of symbols. Raises ValueError for an invalid size."""
-    if isinstance(value, sympy.Expr) and value.free_symbols:
-        return value
-    whole = isinstance(value, int | sympy.Integer) and not isinstance(value, bool)
-    if not whole or value <= 0:
-        raise ValueError(f"{name}={value!r}: expected a positive whole number, or a sympy symbol")
-    return int(value)

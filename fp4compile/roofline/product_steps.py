@@ -11,8 +11,8 @@ import torch
 from fp4compile._compat import statically_true
 from fp4compile.formats.formats import BlockFormat
 from fp4compile.hardware import Gpu
-from fp4compile.roofline.sizes import Sizes
-from fp4compile.roofline.time_terms import BF16, FLOAT32, KERNELS, LIBRARY, OUTER_SCALES, Kernel, Step, stored
+from fp4compile.roofline.layer_sizes import Sizes
+from fp4compile.roofline.time_terms import BF16, FLOAT32, KERNELS, LIBRARY, OUTER_SCALES, Kernel, TimedStep, stored
 from fp4compile.templates.choose import Choice
 from fp4compile.templates.problem import Problem
 
@@ -29,10 +29,16 @@ class Chosen:
 
     kernel: str
     tier: str
-    fake_quantizes: bool
     outer: tuple[str, str]
+    fake_quantizes: bool = False
     values: tuple[torch.dtype | None, torch.dtype | None] = (None, None)
     tiles: tuple[tuple[int, int], int] | None = None
+
+    @classmethod
+    def of(cls, choice: Choice, problem: Problem, gpu: Gpu, **fields: Any) -> "Chosen":
+        """The kernel that a `Choice` names, with the tiles of its launch. fields: `fake_quantizes`, `values`."""
+        kernel, outer = _kernel_of(choice, problem), (problem.a.outer, problem.b.outer)
+        return cls(kernel, choice.tier, outer=outer, tiles=_tiles_of(kernel, choice.config, gpu), **fields)
 
     @property
     def shares(self) -> Kernel:
@@ -46,7 +52,7 @@ def gemm_name(dtype: torch.dtype) -> str:
     return f"{names.get(dtype, str(dtype).removeprefix('torch.'))} GEMM"
 
 
-def plain_step(name: str, sizes: Sizes, gpu: Gpu) -> Step:
+def plain_step(name: str, sizes: Sizes, gpu: Gpu) -> TimedStep:
     """The product of two 16-bit operands by torch. name: of the product."""
     by_offsets = sizes.experts is not None and sizes.experts.grouping == "rows"
     read = BF16 * sum(sizes.lines_read) * sizes.contraction
@@ -56,14 +62,15 @@ def plain_step(name: str, sizes: Sizes, gpu: Gpu) -> Step:
 
 def product_steps(
     name: str, sizes: Sizes, formats: tuple[BlockFormat | None, BlockFormat | None], chosen: Chosen, gpu: Gpu, *,
-    names: tuple[str, str] = ("A", "B"), more: Any = 0,
-) -> list[Step]:  # fmt: skip
+    names: tuple[str, str] = ("A", "B"), more: float = 0,
+) -> list[TimedStep]:  # fmt: skip
     """The steps of a product of which an operand is quantised, from codes to the result.
 
     name: of the product. formats: of both operands as they lie in memory, None for 16 bits. names: of the operands.
     more: bytes that the last kernel moves besides its operands and a result of 16 bits, such as an epilogue's operands.
     """
-    native, found, operands = chosen.tier == "native", [], 0
+    native, found = chosen.tier == "native", []
+    operands: float = 0
     for place, (fmt, lines, read) in enumerate(zip(formats, sizes.lines, sizes.lines_read, strict=True)):
         plain = BF16 * read * sizes.contraction
         if fmt is None:
@@ -84,12 +91,12 @@ def product_steps(
     return found
 
 
-def memory_pass(name: str, product: str, moved: Any, gpu: Gpu, launches: int = 1) -> Step:
+def memory_pass(name: str, product: str, moved: float, gpu: Gpu, launches: int = 1) -> TimedStep:
     """A step whose kernels only move memory."""
-    return Step(name, product, 0, moved, gpu.bf16, gpu.copy_rate, launches * gpu.launch, launches=launches)
+    return TimedStep(name, product, 0, moved, gpu.bf16, gpu.copy_rate, launches * gpu.launch, launches=launches)
 
 
-def kernel_of(choice: Choice, problem: Problem) -> str:
+def _kernel_of(choice: Choice, problem: Problem) -> str:
     """The kernel's name in `time_terms.KERNELS`, which has those of groups by themselves."""
     name = choice.kernel
     if name == "streaming":
@@ -97,7 +104,7 @@ def kernel_of(choice: Choice, problem: Problem) -> str:
     return name if problem.ragged is None or name.startswith("grouped_") else f"grouped_{name}"
 
 
-def tiles_of(kernel: str, config: Any, gpu: Gpu) -> tuple[tuple[int, int], int] | None:
+def _tiles_of(kernel: str, config: Any, gpu: Gpu) -> tuple[tuple[int, int], int] | None:
     """`Chosen.tiles` of a grouped kernel; None for a kernel whose launch is not modelled."""
     if kernel == "grouped_skinny":
         return (config.rows, 16 * config.tiles), config.grid
@@ -121,15 +128,15 @@ def _rescaled_apart(sizes: Sizes, chosen: Chosen) -> bool:
 
 
 def _multiply(
-    name: str, product: str, sizes: Sizes, kernel: Kernel, operands: Any, rate: float, gpu: Gpu, tiles: tuple | None
-) -> Step:  # fmt: skip
+    name: str, product: str, sizes: Sizes, kernel: Kernel, operands: float, rate: float, gpu: Gpu, tiles: tuple | None
+) -> TimedStep:  # fmt: skip
     """The step that multiplies. tiles: see `Chosen`; by default the kernel's tile, and as many as the GPU runs."""
     tile, at_once = tiles or (kernel.tile, gpu.multiprocessors // kernel.cluster)
     overhead = gpu.product_launch * kernel.launch + kernel.launches * gpu.launch
-    between: Any = 0.0
+    between = 0.0
     if kernel.turn and tile:
         between = kernel.turn * sizes.turns(tile, at_once)
-    return Step(name, product, sizes.flops(tile, at_once), operands + BF16 * sizes.result, rate,
+    return TimedStep(name, product, sizes.flops(tile, at_once), operands + BF16 * sizes.result, rate,
                 gpu.copy_rate * kernel.memory, overhead, between, 1 + kernel.launches)  # fmt: skip
 
 

@@ -1,20 +1,17 @@
 """The terms of predicted times: steps, how an operand is quantised, the shares that kernels reach, and the host's part.
 
-`roofline.model` makes the steps of a layer from the sizes in `roofline.sizes`. `KERNELS`, `LIBRARY` and the names below
+`roofline.model` makes the steps of a layer from the sizes in `layer_sizes`. `KERNELS`, `LIBRARY` and the names below
 them are the only definitions of kernels' shares and launches, as `hardware` is for a GPU's shares and launches.
 
 Predicted times are the GPU's, as under CUDA graphs. Without CUDA graphs the host issues each launch from the
 code that Inductor generates, and the GPU waits for the host where that takes longer than the kernels.
 """
 
-from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
 
 from fp4compile.formats.formats import BlockFormat
 from fp4compile.formats.layouts import ceil_div, swizzled_numel
 from fp4compile.hardware import Gpu
-from fp4compile.roofline.sizes import largest
 
 BF16, FLOAT32 = 2, 4  # bytes
 ROWS, BOTH_WAYS, COLUMN = "rows", "both", "columns"  # directions of quantising
@@ -131,68 +128,67 @@ class Use:
 
 
 @dataclass(frozen=True)
-class Step:
+class TimedStep:
     """One or more kernels with one purpose.
 
     name: the purpose. product: the product that needs the step: "fprop", "dgrad", "wgrad"; "other" outside linear
         layers.
     flops: floating-point operations of the matrix units in whole tiles (`Kernel.tile`); bytes: bytes read and written.
-        Numbers, or sympy expressions.
     rate, bandwidth: FLOP/s and bytes/s that these kernels are expected to reach. overhead: seconds of the launches.
     between: seconds between the tiles of a program (`Kernel.turn`). launches: how many kernels are launched.
     """
 
     name: str
     product: str
-    flops: Any
-    bytes: Any
+    flops: float
+    bytes: float
     rate: float
     bandwidth: float
     overhead: float
-    between: Any = 0.0
+    between: float = 0.0
     launches: int = 1
 
     @property
-    def matrix(self) -> Any:
+    def matrix(self) -> float:
         """Seconds of the matrix units."""
         return self.flops / self.rate
 
     @property
-    def memory(self) -> Any:
+    def memory(self) -> float:
         """Seconds of the memory."""
         return self.bytes / self.bandwidth
 
     @property
-    def seconds(self) -> Any:
+    def seconds(self) -> float:
         """Seconds of the whole step."""
-        return self.overhead + self.between + largest(self.matrix, self.memory)
+        return self.overhead + self.between + max(self.matrix, self.memory)
 
 
 @dataclass(frozen=True)
 class Prediction:
     """The steps of a layer in bf16 (`plain`), and under a recipe (`steps`)."""
 
-    plain: tuple[Step, ...]
-    steps: tuple[Step, ...]
+    plain: tuple[TimedStep, ...]
+    steps: tuple[TimedStep, ...]
 
     @property
-    def plain_seconds(self) -> Any:
-        """Seconds of the bf16 layer; a sympy expression where sizes are symbols."""
+    def plain_seconds(self) -> float:
+        """Seconds of the bf16 layer."""
         return sum(step.seconds for step in self.plain)
 
     @property
-    def seconds(self) -> Any:
+    def seconds(self) -> float:
         """Seconds of the layer under the recipe."""
         return sum(step.seconds for step in self.steps)
 
     @property
-    def gain(self) -> Any:
+    def gain(self) -> float:
         """The speed-up over bf16; below 1 the recipe is slower."""
         return self.plain_seconds / self.seconds
 
     @property
     def binds(self) -> str:
-        """What takes most of the recipe's time: "matrix", "memory" or "launches". Sizes must be numbers."""
+        """What takes most of the recipe's time: "matrix", "memory" or "launches"."""
         spent = {"matrix": 0.0, "memory": 0.0, "launches": 0.0}
         for step in self.steps:
             spent["launches"] += step.overhead
@@ -209,8 +205,8 @@ class Prediction:
 
 
 def quantise_step(
-    role: str, product: str, use: Use, hadamard: bool, numel: Any, written: Any, along: str, gpu: Gpu
-) -> Step:
+    role: str, product: str, use: Use, hadamard: bool, numel: int, written: float, along: str, gpu: Gpu
+) -> TimedStep:
     """The step of quantising numel elements.
 
     A dynamic outer scale needs an amax, which reads the operand once more. A row's amax, along rows alone, is computed
@@ -224,19 +220,19 @@ def quantise_step(
 
 
 def quantiser(
-    name: str, product: str, fmt: BlockFormat, along: str, moved: Any, launches: int, gpu: Gpu, *,
+    name: str, product: str, fmt: BlockFormat, along: str, moved: float, launches: int, gpu: Gpu, *,
     static: bool = False, hadamard: bool = False, stochastic: bool = False,
-) -> Step:  # fmt: skip
+) -> TimedStep:  # fmt: skip
     """The step of a quantiser that moves so many bytes in so many launches. static: whether its outer scale is."""
     reached = QUANTISERS
     share = reached.square if fmt.square else {ROWS: 1.0, COLUMN: reached.columns, BOTH_WAYS: reached.both}[along]
     share *= (reached.hadamard if hadamard else 1.0) * (reached.stochastic if stochastic else 1.0)
     in_kernel = fmt.outer == "row" and along == ROWS and not static
     overhead = (launches + (reached.row_amax if in_kernel else 0)) * gpu.launch
-    return Step(name, product, 0, moved, gpu.bf16, gpu.copy_rate * share, overhead, launches=launches)
+    return TimedStep(name, product, 0, moved, gpu.bf16, gpu.copy_rate * share, overhead, launches=launches)
 
 
-def stored(fmt: BlockFormat, lines: Any, length: Any, native: bool) -> Any:
+def stored(fmt: BlockFormat, lines: int, length: int, native: bool) -> float:
     """Bytes of the codes and scales of `lines` lines of `length` elements; swizzled scales with their padding."""
     blocks = ceil_div(length, fmt.block_cols)
     codes = lines * blocks * fmt.block_cols / (2 if fmt.packed else 1)
@@ -245,33 +241,3 @@ def stored(fmt: BlockFormat, lines: Any, length: Any, native: bool) -> Any:
     if native:  # in the swizzled layout, square blocks also have a scale for each row
         return codes + swizzled_numel(lines, blocks)
     return codes + ceil_div(lines, fmt.block[0] if fmt.block else 1) * blocks
-
-
-@dataclass(frozen=True)
-class GraphLaunches:
-    """What a graph launches, forward and backward together.
-
-    count: the number of launches. seconds: the predicted seconds of the GPU for all of them.
-    """
-
-    count: int = 0
-    seconds: float = 0.0
-
-    def __add__(self, other: "GraphLaunches") -> "GraphLaunches":
-        return GraphLaunches(self.count + other.count, self.seconds + other.seconds)
-
-    @property
-    def host_seconds(self) -> float:
-        """The predicted seconds of the host to issue the launches without CUDA graphs."""
-        return LAUNCH * self.count
-
-    @property
-    def host_binds(self) -> bool:
-        """Whether issuing the launches takes longer than running them."""
-        return self.host_seconds > self.seconds
-
-
-def launches_of(steps: Iterable[Step]) -> GraphLaunches:
-    """The launches of a graph's steps together."""
-    steps = list(steps)
-    return GraphLaunches(sum(step.launches for step in steps), sum(step.seconds for step in steps))

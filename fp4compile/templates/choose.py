@@ -129,7 +129,7 @@ def quantized(problem: Problem, result: BlockFormat | None, pair: bool = False, 
 def candidates(problem: Problem) -> tuple[str, ...]:
     """Names of the candidates that compute a problem on the matrix units without dequantising, best rank first.
 
-    If there are several, only timing tells which one is fastest; see `passes.autotune`.
+    If there are several, only timing tells which one is fastest; see `passes.lib.autotune`.
     """
     return tuple(each.name for each in REGISTRY if each.tier == "native" and each.takes(problem))
 

@@ -13,13 +13,18 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from fp4compile import _compat, _inductor_patches
 from fp4compile.formats import formats
 from fp4compile.formats.layouts import ceil_div
+from fp4compile.formats.quantize_spec import FLOAT_DTYPES
 from fp4compile.ops.quantize import QUANTIZE
 from fp4compile.report.decibels import decibels
 from fp4compile.weights.scale_checks import check_static
-from fp4compile.weights.scale_layout import laid_out, layout_of, layout_on
+from fp4compile.weights.scale_layout import laid_out, layout_on
 from fp4compile.weights.sharing import is_byte_float, storable
 from fp4compile.weights.static_scale import static_scale
 
+# The hooks that may read or write a weight in a state dict, so that its layer or module is not packed.
+STATE_HOOKS = (
+    "_state_dict_hooks", "_state_dict_pre_hooks", "_load_state_dict_pre_hooks", "_load_state_dict_post_hooks",
+)  # fmt: skip
 BUFFERS = ("weight_data", "weight_scales", "weight_outer")
 _DESCRIPTION = "_extra_state"  # the description's name in state dicts
 _SHARDED = ("weight_data", "weight_scales")  # outer scales are few, and a scale of the tensor has no rows
@@ -29,13 +34,11 @@ _SHARDED = ("weight_data", "weight_scales")  # outer scales are few, and a scale
 class LayerFormat:
     """How a packed layer multiplies.
 
-    weight: name of the weight's format. activation: name of the activation's format; None leaves it unquantised.
-    activation_outer: the static outer scale of the activation; None computes the scale.
-    scale_rule: how the weight's block scales are chosen when a weight is stored, see `reference_scales`.
+    weight, activation: names of formats; activation None leaves it unquantised. activation_outer: the static global
+    scale of the activation; None computes it. scale_rule: how the weight's block scales are chosen, see
+    `reference_scales`.
 
-    Raises ValueError for formats that do not exist or that cannot be multiplied, for an outer scale that is no
-    positive normal float32 number or that the activation's format does not have, and for an unknown scale rule or one
-    that the weight's format does not take.
+    Raises ValueError for formats that cannot be multiplied, and for a scale or a rule that the formats do not take.
     """
 
     weight: str
@@ -57,16 +60,13 @@ class LayerFormat:
 class PackedWeight(nn.Module):
     """A module with a block-scaled weight in buffers: a matrix [out_features, in_features], or one for each expert.
 
-    weight_data, weight_scales, weight_outer: buffers as in `BlockScaled`; None where the format has no such part. Codes
-        and block scales are bytes (uint8) here, in state dicts and in files: libraries load by copying values into the
-        dtype of the model's tensor, and they never cast bytes. `part` views them in the format's dtype. The buffers
-        move between devices and are never cast. The block scales have the layout of the device, see
-        `weights.scale_layout`: swizzled for native products, else linear. In a state dict they are linear. After
-        `make_shardable`, weight_data and weight_scales are frozen parameters.
-    experts: the number of matrices; None for a single one.
-    weight_dtype: the dtype of the dequantised weight: first the original weight's dtype; casts such as `.half()` set
-        it.
-    in_first: whether the original weight is [..., in, out] and not [..., out, in].
+    weight_data, weight_scales, weight_outer: buffers as in `BlockScaled`; None where the format has no such part.
+        One-byte floats are uint8 here, in state dicts and in files, because loaders cast to the model's dtype and never
+        cast bytes; `part` views them. They move between devices and are never cast. Block scales have the layout of the
+        device, see `weights.scale_layout`, and are linear in state dicts. `make_shardable` turns codes and scales into
+        parameters.
+    experts: the number of matrices; None for a single one. in_first: whether the original weight is [..., in, out].
+    weight_dtype: the dtype of the dequantised weight: the original weight's, until casts such as `.half()` set it.
     """
 
     weight_data: Any
@@ -96,16 +96,14 @@ class PackedWeight(nn.Module):
     def _extra_state(self) -> torch.Tensor:
         """The description as a tensor of JSON's bytes, because programs that save state dicts expect tensors.
 
-        Loaders that set tensors one by one compare shapes. So they refuse states of earlier versions, in which FP8
-        numbers have their own dtype and would be cast: the description ended without a new line there.
+        It ends with a new line, which states of earlier versions lack: loaders that compare shapes refuse these, whose
+        FP8 numbers they would cast.
         """
         text = json.dumps(self.description, sort_keys=True, separators=(",", ":")) + "\n"
         return torch.tensor(list(text.encode()), dtype=torch.uint8, device="cpu")
 
     def store(self, weight: torch.Tensor) -> None:
-        """Quantise a weight along the in features, each expert separately. Its block scales follow the layer's rule.
-
-        Under autocast, the weight is cast first, as autocast does before a product.
+        """Quantise a weight along the in features, each expert separately, after autocast's cast.
 
         Raises RuntimeError for a shardable layer, because FSDP2 would lose what is written to a gathered weight.
         """
@@ -182,8 +180,16 @@ class PackedWeight(nn.Module):
         return tensor if tensor.dtype == dtype else tensor.view(dtype)
 
     def dequantised(self) -> torch.Tensor:
-        """The weight's values, in weight_dtype."""
-        raise NotImplementedError
+        """The contiguous weight in the original parameter's shape, in weight_dtype."""
+        dtype = self.weight_dtype if self.weight_dtype in FLOAT_DTYPES else torch.float32
+        given = *map(self.part, BUFFERS), self.layer_format.weight, self.in_features, dtype
+        if self.experts is None:
+            weight = torch.ops.fp4compile.dequantize(*given)
+        else:
+            outer = self.activation_outer_on(self.weight_data.device)
+            weight = torch.ops.fp4compile.expert_weights(*given, self.layer_format.activation, outer)
+        weight = weight.to(self.weight_dtype)
+        return weight.mT.contiguous() if self.in_first else weight
 
     def read(self) -> torch.Tensor:
         """`dequantised`, for the module's readers. In eager mode, a write to the tensor packs again."""
@@ -195,17 +201,20 @@ class PackedWeight(nn.Module):
     def store_again(self, values: torch.Tensor) -> None:
         """Quantise other values of `dequantised`'s shape by the layer's own format and rule, and warn of its cost."""
         self.store(values)
+        wanted, got = values.detach().float(), self.dequantised().detach().float()
+        sqnr = decibels(float(wanted.square().sum()), float((wanted - got).square().sum()))
         # Whole decibels, because Python gives a warning of one text once: a merged model has hundreds of layers.
         warnings.warn(
             "a packed layer was given other weights, as by the merging of an adapter, and packed them again in "
-            f"{self.layer_format.weight}: SQNR {_sqnr(values, self.dequantised()):.0f} dB",
+            f"{self.layer_format.weight}: SQNR {sqnr:.0f} dB",
             stacklevel=3,
         )
 
     @property
     def scale_layout(self) -> str:
         """The current layout of the block scales, "linear" or "swizzled"."""
-        return layout_of(self.weight_scales, matrices=self.experts is not None)
+        flat = 1 if self.experts is None else 2  # swizzled scales are one flat run for each matrix
+        return "swizzled" if self.weight_scales is not None and self.weight_scales.dim() == flat else "linear"
 
     def _apply(self, fn: Callable, recurse: bool = True) -> "PackedWeight":
         """Move and cast as every module does, except codes and scales, which only move."""
@@ -239,10 +248,7 @@ class PackedWeight(nn.Module):
         return laid_out(scales, formats.get(self.layer_format.weight), self.out_features, shape, layout)
 
     def lay_out_scales(self) -> None:
-        """Convert the block scales to the layout of their device; a shardable layer keeps its layout.
-
-        The static scale follows them.
-        """
+        """Convert the block scales of an unsharded layer, and its static scale, to the device."""
         scales = self._buffers.get("weight_scales")
         if scales is not None:
             self._buffers["weight_scales"] = self.scales_as(self.scale_layout_on(scales.device), scales)
@@ -283,10 +289,7 @@ class PackedWeight(nn.Module):
         self.lay_out_scales()  # assign=True may have assigned scales on another device
 
     def _as_stored(self, state_dict: dict[str, Any], prefix: str) -> dict[str, Any]:
-        """A state dict with this layer's tensors as bytes, in the layout that the layer has them in.
-
-        It lacks the description, which `_misfit` has compared.
-        """
+        """A state dict with this layer's tensors as bytes, in the layer's layout, without the description."""
         found = {name: tensor for name in _SHARDED if (tensor := state_dict.get(prefix + name)) is not None}
         for name, tensor in found.items():
             if not _is_shard(tensor):
@@ -312,7 +315,13 @@ class PackedWeight(nn.Module):
     @property
     def description(self) -> dict[str, Any]:
         """The layer's format and sizes, which files of packed models hold."""
-        return asdict(self.layer_format) | {"in_features": self.in_features, "out_features": self.out_features}
+        found = asdict(self.layer_format) | {"in_features": self.in_features, "out_features": self.out_features}
+        return found if self.experts is None else found | {"experts": self.experts, "in_first": self.in_first}
+
+    def extra_repr(self) -> str:
+        layer_format, experts = self.layer_format, "" if self.experts is None else f"{self.experts} experts, "
+        return (f"{experts}{self.in_features}, {self.out_features}, weight={layer_format.weight}, "
+                f"activation={layer_format.activation or 'as it comes'}")  # fmt: skip
 
 
 _inductor_patches.leave_buffers_out_of_ddp(PackedWeight)
@@ -321,11 +330,10 @@ _inductor_patches.leave_buffers_out_of_ddp(PackedWeight)
 class DequantizedWeight(torch.Tensor):
     """A packed weight's dequantised values, which are a copy; or a view of them.
 
-    Eager writes are packed: assigned `data`, operators in place, `out=`, and writes to views of any depth. The tensor
-    itself then holds the written values, as the parameter of an unpacked layer would, and the layer holds their codes.
-    Results of operations, copies and pickles are plain tensors. An array of NumPy over the memory is read-only.
+    Eager writes of every kind (`data`, in place, `out=`, through views) are packed; the tensor keeps the written
+    values. Results of operations, copies and pickles are plain tensors. An array of NumPy over the memory is read-only.
 
-    _layer: the packed layer. _codes: its codes of these values. _viewed: for a view, the weight whose memory it is.
+    _codes: the layer's codes of these values. _viewed: for a view, the weight whose memory it is.
     """
 
     _layer: PackedWeight
@@ -419,12 +427,9 @@ def _as_view(result: torch.Tensor, of_memory: dict[int, DequantizedWeight]) -> t
 
 
 def make_shardable_(model: nn.Module) -> None:
-    """Let FSDP2 shard a model's packed weights: call it before `torch.distributed.fsdp.fully_shard`.
+    """Let FSDP2 shard a model's packed weights: call it before `fully_shard`, with the model on its device.
 
-    Codes and block scales become frozen parameters of bytes, of which each rank keeps its rows, and gathers the rest
-    before a module runs. Without it they are buffers, which each rank holds whole. Move the model to its device first.
-    Results keep their bits. Outer scales stay buffers.
-
+    Codes and block scales become frozen parameters of bytes; global scales stay buffers. Results keep their bits.
     Raises TypeError if `model` is no module, ValueError if it has no packed layer, RuntimeError under a torch whose
     FSDP2 shards no integers (before 2.13).
     """
@@ -447,11 +452,16 @@ def packed_in(model: nn.Module) -> dict[str, PackedWeight]:
     Raises TypeError if `model` is no module, ValueError if it has no packed weight.
     """
     check_module(model)
-    named = model.named_modules(remove_duplicate=False)
-    found = {name: module for name, module in named if isinstance(module, PackedWeight)}
+    found = packed_modules(model)
     if not found:
         raise ValueError("model: has no packed layer; call fp4compile.pack_ first")
     return found
+
+
+def packed_modules(model: nn.Module) -> dict[str, PackedWeight]:
+    """The packed weights of a model, if it has any, by every name."""
+    named = model.named_modules(remove_duplicate=False)
+    return {name: module for name, module in named if isinstance(module, PackedWeight)}
 
 
 def tensors_of(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -501,10 +511,7 @@ _INTEGERS = {1: torch.uint8, 4: torch.int32}
 
 
 def _uncast(before: torch.Tensor, hidden: torch.Tensor, after: torch.Tensor) -> torch.Tensor:
-    """A buffer with its own dtype again, after a module's `_apply`.
-
-    before: the buffer. hidden: the buffer's memory viewed as integers. after: `hidden` after `_apply`.
-    """
+    """A buffer with its own dtype again. hidden: its memory as integers. after: `hidden` after a module's `_apply`."""
     if after is hidden:
         return before
     if after.dtype != hidden.dtype:  # `Module.type` casts integers too
@@ -531,9 +538,3 @@ def buffer_shapes(layer: PackedWeight) -> dict[str, tuple[tuple[int, ...], torch
     if fmt.outer:
         shapes["weight_outer"] = ((*lead, layer.out_features, 1) if fmt.outer == "row" else lead, torch.float32)
     return shapes
-
-
-def _sqnr(wanted: torch.Tensor, got: torch.Tensor) -> float:
-    """The ratio of signal to quantisation noise in dB: sum wanted^2 over sum (wanted - got)^2."""
-    wanted, got = wanted.detach().float(), got.detach().float()
-    return decibels(float(wanted.square().sum()), float((wanted - got).square().sum()))

@@ -1,25 +1,17 @@
 """Packed weights beside the parameters of compiled graphs: quantised once, and again when the weight changes.
 
-`passes/hoist.py` takes the quantising of weights out of inference graphs, and of frozen weights out of training graphs;
-`packed_weight` below quantises them instead.
-
-The packed tensors are an attribute of the parameter itself. So they are freed with the parameter, without a weak
-reference to the parameter, which would forbid `torch.utils.swap_tensors`.
-
-The packed tensors are used while the weight's storage, address, shape, strides, dtype and version counter are
-unchanged. After a change the weight is quantised again, into the same memory if it fits, because CUDA graphs hold the
-address of that memory.
-
-Writes that raise no version counter are seen by `weights.writes`, which marks the storage, or keeps the counters of
-other tensors on it. While torch.distributed has its default process group, weights are quantised at every call, unless
-the user promises to call `refresh` after collectives (`Form.promised`).
+`passes/hoist.py` takes the quantising of lasting weights out of graphs; `packed_weight` quantises them instead. The
+packed tensors are an attribute of the parameter, freed with it: a weak reference would forbid `swap_tensors`. They are
+used while the weight's storage, address, shape, strides, dtype and version counter are unchanged, and else filled anew
+in the same memory, because CUDA graphs hold its address. `weights.writes` sees writes that raise no version counter.
+While torch.distributed has its default process group, weights are quantised at every call, unless `Form.promised`.
 """
 
 import functools
 import threading
 from collections import OrderedDict
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import torch
 
@@ -31,10 +23,10 @@ _ATTRIBUTE = "_fp4compile_packed"
 
 @dataclass(frozen=True)
 class Piece:
-    """The part of a weight that is packed, where it differs from the whole weight: a slice, a reshape, a cast.
+    """The part of a weight that is packed: a slice, a reshape, a cast.
 
-    Element (i, j, ...) of the piece is element number offset + i * stride[0] + j * stride[1] + ... of the weight in
-    row-major order, cast to each dtype of `casts` in turn.
+    Element (i, j, ...) is element offset + i * stride[0] + j * stride[1] + ... of the weight in row-major order, cast
+    to each dtype of `casts` in turn.
     """
 
     size: tuple[int, ...]
@@ -55,10 +47,9 @@ class Piece:
 class Form:
     """The arguments of the quantise op by which a weight, or a piece of it, is packed.
 
-    promised: the packed weight is kept while torch.distributed has its default process group, too, because the user
-    promises to call `refresh` after a write of a collective or of FSDP (the recipe's `weight_cache="always"`).
-    `form` makes one object for each combination. Forms are therefore compared by identity, which is cheap at every call
-    of the compiled model.
+    grouped: whether each matrix is quantised separately. promised: whether the user promises to call `refresh` after a
+    write of a collective or of FSDP (`weight_cache="always"`). Forms are compared by identity, which is cheap: `form`
+    makes one object for each combination.
     """
 
     format: str
@@ -71,34 +62,22 @@ class Form:
 
 
 def form(
-    format: str,
-    dim: int = -1,
-    layout: str = "linear",
-    piece: Piece | None = None,
-    grouped: bool = False,
-    scale_rule: str = "amax",
-    promised: bool = False,
-) -> Form:
-    """The form of a quantise's format, dimension, layout, piece and rule of the block scales.
-
-    grouped: whether each matrix is quantised separately, see `groups`. promised: see `Form`.
-    """
+    format: str, dim: int = -1, layout: str = "linear", piece: Piece | None = None, grouped: bool = False,
+    scale_rule: str = "amax", promised: bool = False,
+) -> Form:  # fmt: skip
+    """The one form of these arguments; see `Form`."""
     return _form(format, dim, layout, piece, grouped, scale_rule, promised)
 
 
-# Separate from `form`, because the cache distinguishes positional from keyword arguments; `form` passes all positional.
-_form = functools.cache(Form)
-
-
+_form = functools.cache(Form)  # separate, because the cache distinguishes positional from keyword arguments
 _lock = threading.Lock()
 
 
 @dataclass(frozen=True, slots=True)
 class _Packed:
-    """Packed tensors (data, scales, outer scale), and the weight's observable state when they were made.
+    """Packed tensors (data, scales, global scale), and the weight's observable state when they were made.
 
-    Storage and address imply the offset and the device. mark: the storage's mark; NEVER where the tensors must not be
-    used again. writes: the storage's writes.
+    Storage and address imply the offset and the device. mark: NEVER where the tensors must not be used again.
     """
 
     tensors: tuple[torch.Tensor, ...]
@@ -129,10 +108,7 @@ class _Packed:
 
 @dataclass(slots=True)
 class _Forms:
-    """The attribute of a weight: its packed tensors, by form.
-
-    owner: id of the weight. If it is another tensor's id, the attribute was copied or swapped, and is not used.
-    """
+    """The attribute of a weight: its packed tensors, by form. owner: another id where the attribute was copied."""
 
     owner: int
     packed: dict[Form, _Packed] = field(default_factory=dict)
@@ -160,22 +136,15 @@ def packed_weight(weight: torch.Tensor, form: Form) -> tuple[torch.Tensor, ...]:
 
 
 def packed_pair(first: torch.Tensor, second: torch.Tensor, form: Form) -> tuple[torch.Tensor, ...]:
-    """(data, scales) of two weights of one shape, the second below the first; with outer scales, if there are any.
-
-    The packed tensors of each weight become parts of these, so that nothing is kept twice.
-    """
-    each = [packed_weight(weight, form) for weight in (first, second)]
-    if not all(_follows(one, other) for one, other in zip(*each, strict=True) if one.numel()):
-        with _lock, torch.inference_mode(False), torch.no_grad():
-            each = _joined((first, second), form, each)
-    return tuple(_above(one) for one in each[0] if one.numel())
+    """(data, scales) of two weights of one shape, the second below the first; with outer scales, if there are any."""
+    return joined_parts(*([one for one in packed_weight(weight, form) if one.numel()] for weight in (first, second)))
 
 
 def joined_parts(first: Sequence[torch.Tensor], second: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-    """The tensors of two packed layers, each of the second layer below the first layer's.
+    """The tensors of two packed weights, each of the second weight below the first weight's.
 
-    The layers' tensors become parts of common memory, so that nothing is kept twice: they stay the same objects, which
-    the layers hold. While a CUDA graph is captured, whose memory is not theirs, they are copied instead.
+    The tensors become parts of common memory, and stay the same objects, which layers or the cache hold. While a CUDA
+    graph is captured, whose memory is not theirs, they are copied instead.
     """
     if not all(map(_follows, first, second)):
         with _lock:
@@ -221,24 +190,6 @@ def _in_common_memory(both: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...
     for part, x in zip(parts, both, strict=True):
         part.copy_(x)
     return parts
-
-
-def _joined(weights: tuple[torch.Tensor, ...], form: Form, each: list[tuple[torch.Tensor, ...]]) -> list[tuple]:
-    """The packed tensors of two weights, moved to common memory, where they are kept if they were kept."""
-    moved: list[tuple] = [(), ()]
-    for both in zip(*each, strict=True):
-        parts = both if not both[0].numel() else _in_common_memory(both)
-        moved = [(*before, part) for before, part in zip(moved, parts, strict=True)]
-    for weight, old, new in zip(weights, each, moved, strict=True):
-        forms = getattr(weight, _ATTRIBUTE, None)
-        if type(forms) is not _Forms or forms.owner != id(weight):
-            continue
-        kept = forms.packed.get(form)
-        if kept is not None and kept.tensors is old:
-            forms.packed[form] = replace(kept, tensors=new)
-    if weights[0].is_cuda:
-        torch.cuda.current_stream(weights[0].device).synchronize()
-    return moved
 
 
 def _pack(weight: torch.Tensor, form: Form) -> tuple[torch.Tensor, ...]:

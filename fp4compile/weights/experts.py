@@ -1,10 +1,7 @@
 """Packed experts: a parameter of three dimensions, one matrix for each expert, stored quantised in its module.
 
-`insert` gives the module another class: a subclass with a property instead of the parameter. The property
-returns the dequantised weights, so the module's code runs unchanged. A graph has one op, `expert_weights`, for them.
-The backend recognises the op's products and multiplies the codes; any other reader uses the dequantised weights.
-
-No shape shows along which dimension the weights are contracted; `in_first` finds it from other sources.
+`insert` gives the module a subclass with a property, which returns the dequantised weights, instead of the parameter:
+the module's code runs unchanged. In a graph that is one op, `expert_weights`, whose matmuls read the codes.
 """
 
 import functools
@@ -21,7 +18,7 @@ from torch.nn.utils import parametrize
 
 from fp4compile.analysis.module_names import packed_name, parameter_name
 from fp4compile.formats.quantize_spec import FLOAT_DTYPES
-from fp4compile.weights.buffers import BUFFERS, LayerFormat, PackedWeight
+from fp4compile.weights.buffers import STATE_HOOKS, LayerFormat, PackedWeight
 
 # The parameters of experts that the functions of transformers read, depending on `is_transposed`.
 _DECLARED = ("gate_up_proj", "up_proj", "down_proj")
@@ -30,48 +27,20 @@ _KNOWN = {("transformers.models.llama4.modeling_llama4", "Llama4TextExperts"): T
 # The attribute of a class made here that holds its origin: the class without packed parameters, their names, and the
 # names of all parameters that its first module had, in order.
 _MADE_OF = "_fp4compile_made_of"
-# Hooks that may read or write the parameter in a state dict. All other hooks stay with the module.
-_REFUSED_HOOKS = (
-    "_state_dict_hooks", "_state_dict_pre_hooks", "_load_state_dict_pre_hooks", "_load_state_dict_post_hooks",
-)  # fmt: skip
 
 
 class PackedExperts(PackedWeight):
     """Block-scaled, frozen weights of experts; see `PackedWeight` for the buffers.
 
-    Calling it returns the dequantised weights in the original parameter's shape, [experts, out, in], or
-    [experts, in, out] where `in_first` is set, in `weight_dtype`.
-
-    adapted: the weights with what an adapter adds to them, while its layer runs; else None.
+    Calling it returns the dequantised weights in the original parameter's shape, in `weight_dtype`. adapted: the
+    weights with what an adapter adds to them, while its layer runs; else None.
     """
 
     adapted: torch.Tensor | None = None
 
     def forward(self) -> torch.Tensor:
-        """The contiguous weights, dequantised anew at each call; see `DequantizedWeight` for writes to them.
-
-        In eager mode, autograd keeps weights that a product reads until the backward pass.
-        """
+        """The contiguous weights, dequantised anew at each call; see `DequantizedWeight` for writes to them."""
         return self.read() if self.adapted is None else self.adapted
-
-    def dequantised(self) -> torch.Tensor:
-        """The contiguous weights in the original parameter's shape, in weight_dtype."""
-        dtype = self.weight_dtype if self.weight_dtype in FLOAT_DTYPES else torch.float32
-        weights = torch.ops.fp4compile.expert_weights(
-            *map(self.part, BUFFERS), self.layer_format.weight, self.in_features, dtype,
-            self.layer_format.activation, self.activation_outer_on(self.weight_data.device),
-        ).to(self.weight_dtype)  # fmt: skip
-        return weights.transpose(1, 2).contiguous() if self.in_first else weights
-
-    @property
-    def description(self) -> dict[str, Any]:
-        """The format and sizes, which files of packed models hold."""
-        return super().description | {"experts": self.experts, "in_first": self.in_first}
-
-    def extra_repr(self) -> str:
-        activation = self.layer_format.activation or "as it comes"
-        return (f"{self.experts} experts, {self.in_features}, {self.out_features}, weight={self.layer_format.weight}, "
-                f"activation={activation}")  # fmt: skip
 
 
 def states_of(packed: Mapping[str, PackedWeight]) -> tuple[dict[str, dict], dict[str, dict]]:
@@ -86,22 +55,31 @@ def states_of(packed: Mapping[str, PackedWeight]) -> tuple[dict[str, dict], dict
 
 @dataclass(frozen=True)
 class Place:
-    """A parameter of experts. module: its module; child: its name in the module; names: its full names in the model."""
+    """A parameter of three dimensions that may be weights of experts.
+
+    module, child: the module, and the parameter's name in it. names: the parameter's full names in the model.
+    in_first: whether it is [experts, in, out], and not [experts, out, in]; None where that is unknown.
+    """
 
     module: nn.Module
     child: str
     names: tuple[str, ...]
+    in_first: bool | None = None
 
     @property
     def parameter(self) -> nn.Parameter:
         return self.module._parameters[self.child]
 
+    @property
+    def sizes(self) -> tuple[int, int]:
+        """(in features, out features); in is taken to come last where `in_first` is None."""
+        _, rows, columns = self.parameter.shape
+        return (rows, columns) if self.in_first else (columns, rows)
 
-def empty(shape: tuple[int, ...], layer_format: LayerFormat, in_first: bool, dtype: torch.dtype) -> PackedExperts:
-    """Packed experts that still lack their weight. shape: the parameter's shape."""
-    experts, rows, columns = shape
-    inner, outer = (rows, columns) if in_first else (columns, rows)
-    return PackedExperts(experts, inner, outer, layer_format, dtype, in_first)
+    def empty(self, layer_format: LayerFormat) -> "PackedExperts":
+        """Packed experts that still lack their weight."""
+        experts, dtype = self.parameter.shape[0], self.parameter.dtype
+        return PackedExperts(experts, *self.sizes, layer_format, dtype, bool(self.in_first))
 
 
 def insert(place: Place, packed: PackedExperts) -> None:
@@ -163,7 +141,7 @@ def _named_parameters(module: Any, *args: Any, **kwargs: Any) -> Iterator[tuple[
 
 
 def _reduce(module: Any, protocol: Any) -> tuple:
-    """`__reduce_ex__` for copies and pickles, which make the class anew: it is no attribute of any Python module."""
+    """`__reduce_ex__` for copies and pickles, which make the class anew."""
     return _without_state, getattr(type(module), _MADE_OF), module.__getstate__()
 
 
@@ -176,8 +154,14 @@ def _without_state(base: Any, children: tuple[str, ...], order: tuple[str, ...] 
 # ---------------------------------------------------------------- what can be packed
 
 
-def places_of(model: nn.Module, is_layer: Callable[[nn.Module], bool]) -> list[Place]:
-    """The parameters of three dimensions in modules that are neither torch's own nor layers (`is_layer`)."""
+def places_of(
+    model: nn.Module, is_layer: Callable[[nn.Module], bool], contracted: Mapping[str, int] | None = None
+) -> list[Place]:
+    """The parameters of three dimensions in modules that are neither torch's own nor layers (`is_layer`).
+
+    contracted: by patterns of names, the dimension that is contracted: -2 (in first) or -1. Without a match the
+    module's `is_transposed` decides, which experts of transformers set, or else `_KNOWN`.
+    """
     names: dict[int, list[str]] = {}
     modules: dict[int, nn.Module] = {}
     for path, module in model.named_modules(remove_duplicate=False):
@@ -185,32 +169,27 @@ def places_of(model: nn.Module, is_layer: Callable[[nn.Module], bool]) -> list[P
         if not is_layer(module) and not torch_own:
             names.setdefault(id(module), []).append(path)
             modules[id(module)] = module
-    return [
-        Place(module, child, tuple(f"{path}.{child}".removeprefix(".") for path in names[key]))
-        for key, module in modules.items()
-        for child, parameter in module._parameters.items()
-        if parameter is not None and parameter.dim() == 3
-    ]
+    found = []
+    for key, module in modules.items():
+        for child, parameter in module._parameters.items():
+            if parameter is not None and parameter.dim() == 3:
+                full = tuple(f"{path}.{child}".removeprefix(".") for path in names[key])
+                found.append(Place(module, child, full, _in_first(module, child, full, contracted or {})))
+    return found
 
 
-def in_first(place: Place, contracted: Mapping[str, int]) -> bool | None:
-    """Whether the weights are [experts, in, out], and not [experts, out, in]; None where that is unknown.
-
-    contracted: patterns of parameters' names, and the dimension that is contracted, -2 (in first) or -1; the first
-    match decides. Without a match the module's attribute `is_transposed` decides, which experts of transformers set,
-    or else the module's class, if it is in `_KNOWN`.
-    """
+def _in_first(module: nn.Module, child: str, names: tuple[str, ...], contracted: Mapping[str, int]) -> bool | None:
     for pattern, dim in contracted.items():
-        if any(fnmatchcase(name, pattern) for name in place.names):
+        if any(fnmatchcase(name, pattern) for name in names):
             return dim == -2
-    kind = type(place.module)
+    kind = type(module)
     known = _KNOWN.get((kind.__module__, kind.__qualname__))
-    declared = getattr(place.module, "is_transposed", known) if place.child in _DECLARED else None
+    declared = getattr(module, "is_transposed", known) if child in _DECLARED else None
     return declared if isinstance(declared, bool) else None
 
 
 def check_contracted(contracted: Any) -> dict[str, int]:
-    """The argument `contracted` of `pack_`. Raises TypeError or ValueError where `in_first` cannot take it."""
+    """The argument `contracted` of `pack_`. Raises TypeError or ValueError for anything else."""
     if not isinstance(contracted, Mapping):
         raise TypeError(
             f"contracted: expected a dict of patterns of parameters' names, got {type(contracted).__name__}"
@@ -232,7 +211,7 @@ def obstacle(place: Place) -> str | None:
         return f"it is a {type(parameter).__name__}"
     if parameter.dtype not in FLOAT_DTYPES:
         return f"dtype {str(parameter.dtype).removeprefix('torch.')}"
-    if any(getattr(module, name) for name in _REFUSED_HOOKS):
+    if any(getattr(module, name) for name in STATE_HOOKS):
         return "its module has a state-dict hook"
     if hasattr(module, packed_name(place.child)):
         return f"its module has an attribute {packed_name(place.child)!r}"

@@ -17,7 +17,7 @@ from fp4compile.formats.layouts import ceil_div
 from fp4compile.weights.buffers import PackedWeight, packed_in, tensors_to_write
 from fp4compile.weights.experts import PackedExperts
 from fp4compile.weights.integration import published_names
-from fp4compile.weights.published.conventions import CONFIG, HF_QUANT_CONFIG, LAYOUTS, Layout, divisor_of
+from fp4compile.weights.published.conventions import CONFIG, HF_QUANT_CONFIG, LAYOUTS, Layout, inverted
 from fp4compile.weights.published.expert_modules import parts_of
 from fp4compile.weights.published.expert_names import PublishedNames
 from fp4compile.weights.published.quantization_config import MODELOPT_SCHEMES, Scheme
@@ -38,20 +38,15 @@ def export_packed(
     path: a directory; it is made where there is none.
     max_shard_size: in bytes. A larger model is written in several files with an index.
 
-    The directory gets the tensors, hf_quant_config.json (ModelOpt), and config.json: the `config` of a transformers
-    model, with a quantization_config. Codes and scales are written as they are. compressed-tensors stores outer scales
-    as divisors: the divisors of bf16 or fp16 weights are exact, so that `load_packed` returns the same bits; other
-    outer scales may differ in the last bit.
+    The directory gets the tensors, hf_quant_config.json (ModelOpt), and config.json with a quantization_config. Codes
+    and scales are written as they are; compressed-tensors' divisors are exact for bf16 and fp16 weights. Packed experts
+    are written one by one. All tensors have the names of published checkpoints where transformers has a mapping for the
+    model.
 
-    Packed experts are written one by one. All tensors have the names of published checkpoints
-    (`block_sparse_moe.experts.3.w1` of Mixtral) where transformers has a mapping for the model. A static activation
-    scale is written for each expert.
-
-    Raises TypeError if `model` is no module; ValueError for a model without packed layers, for packed experts whose
-    names in checkpoints are not known, for formats that the layout does not have, for NVFP4 activations without a
-    static scale, for packed weights that were not finite, for tensors on the meta device, for a max_shard_size that is
-    no positive integer, and for a directory that has safetensors files; OSError where it cannot be written. The next
-    attempt removes any files of an aborted one.
+    Raises TypeError if `model` is no module; ValueError for a model without packed layers, for experts without known
+    names, for formats that the layout does not have, for NVFP4 activations without a static scale, for packed weights
+    that were not finite, for tensors on the meta device, for a bad max_shard_size, and for a directory that has
+    safetensors files; OSError where it cannot be written. The next attempt removes any files of an aborted one.
     """
     if layout not in LAYOUTS:
         raise ValueError(unknown_name("layout", layout, LAYOUTS))
@@ -60,7 +55,8 @@ def export_packed(
     packed, names, state = packed_in(model), published_names(model), tensors_to_write(model)
     layers = _layers(packed, LAYOUTS[layout], names, state)
     tensors = _plain(packed, names, state)
-    left = sorted({_module(name) for name, tensor in tensors.items() if name.endswith(".weight") and tensor.dim() == 2})
+    matrices = (name for name, tensor in tensors.items() if name.endswith(".weight") and tensor.dim() == 2)
+    left = sorted(name.removesuffix(".weight") for name in matrices)
     for name, layer in layers.items():
         tensors |= {f"{name}.{suffix}": tensor for suffix, tensor in layer.tensors.items()}
     schemes = {name: layer.scheme for name, layer in layers.items()}
@@ -101,15 +97,11 @@ def _parts(
 ) -> Iterable[tuple[str, torch.Tensor]]:
     """The checkpoint's layers for a packed weight, each with its part of one of the weight's tensors."""
     if not isinstance(module, PackedExperts):
-        return [(_module(str(names.source(f"{name}.weight"))), tensor)]
+        return [(str(names.source(f"{name}.weight")).removesuffix(".weight"), tensor)]
     experts = names.source(parameter_name(name))
     if isinstance(experts, str):
         raise ValueError(f"model: {name!r} has packed experts, whose names in checkpoints are not known")
     return parts_of(experts, tensor)
-
-
-def _module(weight: str) -> str:
-    return weight.removesuffix(".weight")
 
 
 def _scheme(name: str, layer: PackedWeight, layout: str) -> Scheme:
@@ -158,7 +150,7 @@ def _buffer(layer: PackedWeight, name: str, buffer: str, state: dict[str, torch.
 def _stored(layout: Layout, scheme: Scheme, buffer: str, tensor: torch.Tensor, in_features: int) -> torch.Tensor:
     """A buffer of a packed layer, in the form in which a checkpoint of this layout stores it: codes without padding."""
     if buffer.endswith("_outer"):
-        return divisor_of(tensor).reshape(1) if layout.divides else tensor.clone()
+        return inverted(tensor, divisor=False).reshape(1) if layout.divides else tensor.clone()
     fmt = formats.get(scheme.weight)
     if buffer == "weight_data":
         return tensor[:, : ceil_div(in_features, 2) if fmt.packed else in_features].contiguous().view(fmt.data_dtype)

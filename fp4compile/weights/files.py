@@ -1,8 +1,7 @@
 """Packed models in safetensors files: `save_packed` and `load_packed`.
 
-A file holds the state of a model, with equal tensors of one memory once. Its metadata hold the states of packed layers,
-and the fields of `sharing.Sharing`: which tensors of the model share memory. Files of version 0.1 have only `aliases`,
-which were found by address and shape.
+A file holds the state of a model, equal tensors of one memory once. Its metadata hold the states of packed layers and
+the fields of `sharing.Sharing`. Files of version 0.1 have only `aliases`, which were found by address and shape.
 """
 
 import json
@@ -64,15 +63,13 @@ _METADATA = "fp4compile"  # the key of `save_packed`'s entry in a file's metadat
 
 
 def save_packed(model: nn.Module, path: str | PathLike) -> None:
-    """Write the state of a model with packed layers to a safetensors file.
+    """Write the state of a model with packed layers to a safetensors file: parameters and persistent buffers.
 
-    Parameters and persistent buffers are written, equal tensors of one memory once. A module's other extra state
-    is not written, with a warning. A file that exists at `path` stays until the new one is complete. Temporary
-    files of an earlier, killed process are removed.
+    Equal tensors of one memory are written once; a module's other extra state is not, with a warning. A file that
+    exists stays until the new one is complete. Temporary files of an earlier, killed process are removed.
 
-    Raises TypeError if `model` is no module; ValueError if the model has no packed layer, has tensors on the meta
-    device, or has a packed weight that was not finite, whose scales `load_packed` refuses; OSError where the file
-    cannot be written, for example because the disk is full.
+    Raises TypeError if `model` is no module; ValueError if it has no packed layer, tensors on the meta device, or a
+    packed weight that was not finite; OSError where the file cannot be written.
     """
     model = unwrapped(model)
     packed, state = packed_in(model), tensors_to_write(model)
@@ -122,20 +119,18 @@ def load_packed(
     model: a model with the architecture of the saved model.
     path: a file of `save_packed`; a directory that `save_pretrained` of a packed transformers model wrote; or a
         checkpoint, as a directory or as a file beside its configuration: of ModelOpt or compressed-tensors in NVFP4,
-        MXFP8 or MXFP4, or with experts in MXFP4 as gpt-oss was published. Experts that it holds one by one become
-        packed experts of a transformers model; see `docs/experts.md` for their scales.
+        MXFP8 or MXFP4, or with experts in MXFP4 as gpt-oss was published. See `docs/experts.md` for experts.
     device: the device for parameters and buffers on the meta device; None: the CPU. All other tensors stay in place.
     recipe: only for gpt-oss' files, which do not say how activations are quantised: the recipe's fprop_x, an MX format,
         quantises them in the layers that its rules do not skip. None leaves activations unquantised.
 
-    Equal tensors that shared memory when the file was written share it again. Everything is checked before the model is
+    Tensors that shared memory when the file was written share it again. Everything is checked before the model is
     changed.
 
     Raises TypeError if `model` is no module or `device` no device; OSError for a file that cannot be read; ValueError
-    for a file that is broken or of no known kind, for scales that no finite weight has, for layers and experts that the
-    model does not have, whose sizes differ or that cannot be packed (see `pack_`), for missing tensors, for tensors
-    that share memory in the model and differ in the file, for buffers on the meta device that the file does not have,
-    for a recipe that does not fit the file; and the errors of `backend` for a bad recipe.
+    for a file that is broken or of no known kind, for scales that no finite weight has, for layers, experts or tensors
+    that do not fit the model, for buffers on the meta device that the file does not have, and for a recipe that does
+    not fit.
     """
     check_module(model)
     model, target = unwrapped(model), _device(device)
@@ -212,27 +207,19 @@ def _device(device: str | torch.device | None) -> torch.device:
 
 
 def _read(path: Path) -> tuple[States, dict[str, torch.Tensor], Sharing | None]:
-    """(states of the packed layers and of the packed experts, tensors by name, sharing) of a file.
-
-    sharing: which tensors share memory; None for a file of version 0.1.
-    """
+    """(states, tensors by name, which tensors share memory) of a file; no sharing for a file of version 0.1."""
     metadata, tensors = read_metadata(path)[_METADATA], read_tensors(path)
     with naming(path):
-        states, sharing, old = _parse(metadata)
-        return states, restored(tensors, sharing), None if old else sharing
-
-
-def _parse(metadata: str) -> tuple[States, Sharing, bool]:
-    """(states of packed layers and experts, which tensors share memory, whether the file is of version 0.1)."""
-    try:
-        content = parse_json(metadata)
-        if not isinstance(content, dict):
-            raise ValueError(f"expected an object, got {type(content).__name__}")
-        states: Any = content.get("layers"), content.get("experts", {})  # files of version 0.1 lack experts
-        check_states(*states)
-        return states, sharing_of(content), "tied" not in content
-    except ValueError as error:
-        raise ValueError(f"its metadata is not what fp4compile.save_packed writes: {error}") from error
+        try:
+            content = parse_json(metadata)
+            if not isinstance(content, dict):
+                raise ValueError(f"expected an object, got {type(content).__name__}")
+            states: Any = content.get("layers"), content.get("experts", {})  # files of version 0.1 lack experts
+            check_states(*states)
+            sharing = sharing_of(content)
+        except ValueError as error:
+            raise ValueError(f"its metadata is not what fp4compile.save_packed writes: {error}") from error
+        return states, restored(tensors, sharing), sharing if "tied" in content else None
 
 
 # ---------------------------------------------------------------- checks before the model is changed
@@ -248,10 +235,7 @@ def _expected(model: nn.Module, kept: dict[str, torch.Tensor], packed: list[Weig
 
 
 def _add_tied(stored: dict[str, torch.Tensor], kept: dict[str, torch.Tensor]) -> None:
-    """Add tied tensors (such as embeddings) that the file holds only under another name of the model's tensor.
-
-    stored: the tensors of the file. kept: the tensors of the model that the file will fill.
-    """
+    """Add tied tensors (such as embeddings) that the file holds only under another name of the model's tensor."""
     first: dict[int, str] = {}
     for name, tensor in kept.items():
         if name in stored:

@@ -1,7 +1,6 @@
 """The modules by which `fp4compile.pack_` replaces linear layers, and which layers they can replace.
 
-A packed layer is an instance of the class that it replaces, so that libraries of adapters wrap it as they wrap that
-one: `PackedLinear` is an `nn.Linear`, `PackedConv1D` a Conv1D of transformers.
+A packed layer is an instance of the class that it replaces, so that libraries of adapters wrap it as that one.
 """
 
 import functools
@@ -14,7 +13,14 @@ from torch.nn.utils import parametrize
 
 from fp4compile.formats import formats
 from fp4compile.formats.quantize_spec import FLOAT_DTYPES
-from fp4compile.weights.buffers import BUFFERS, DequantizedWeight, LayerFormat, PackedWeight, autocast_dtype
+from fp4compile.weights.buffers import (
+    BUFFERS,
+    STATE_HOOKS,
+    DequantizedWeight,
+    LayerFormat,
+    PackedWeight,
+    autocast_dtype,
+)
 
 _KEPT_HOOKS = ("_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called")
 # The hooks that a packed layer cannot keep. A forward pre-hook may change the weight, as weight_norm's does.
@@ -22,10 +28,7 @@ _REFUSED_HOOKS = {
     "_forward_pre_hooks": "a forward pre-hook",
     "_backward_hooks": "a backward hook",
     "_backward_pre_hooks": "a backward hook",
-    "_state_dict_hooks": "a state-dict hook",
-    "_state_dict_pre_hooks": "a state-dict hook",
-    "_load_state_dict_pre_hooks": "a state-dict hook",
-    "_load_state_dict_post_hooks": "a state-dict hook",
+    **dict.fromkeys(STATE_HOOKS, "a state-dict hook"),
 }
 
 
@@ -35,10 +38,7 @@ class PackedLayer(PackedWeight):
     The input has a gradient, dX = dY @ W with the dequantised W, and so has the bias; the weight has none. The
     quantising of the input counts as the identity in the backward pass.
 
-    weight_data, weight_scales, weight_outer: buffers, see `PackedWeight`.
-    bias: a parameter [out_features], or None. It is cast as in every module.
-    weight_dtype: the dtype of `weight`: first the dtype of the layer that was packed; casts such as `.half()` set it.
-    in_first: whether `weight` is [in, out], as the Conv1D of transformers has it.
+    bias: a parameter [out_features], or None, cast as in every module. See `PackedWeight` for the rest.
     """
 
     def __init__(
@@ -56,10 +56,7 @@ class PackedLayer(PackedWeight):
 
     @staticmethod
     def in_place_of(linear: nn.Module, layer_format: LayerFormat) -> "PackedLayer":
-        """A packed layer that still lacks its weight.
-
-        It has the linear layer's sizes, bias, forward hooks, attributes and training mode.
-        """
+        """A packed layer without its weight yet, with a linear layer's sizes, bias, hooks, attributes and mode."""
         kind: Any = PackedLinear if isinstance(linear, nn.Linear) else _packed_conv1d()
         packed = kind(*sizes(linear), layer_format, linear.bias, weight_dtype=linear.weight.dtype)
         # The packed layer takes over the dictionaries of hooks, because the handles that remove hooks refer to them.
@@ -69,19 +66,8 @@ class PackedLayer(PackedWeight):
 
     @property
     def weight(self) -> torch.Tensor:
-        """The weight in the shape that the replaced layer had it in, dequantised anew at each access, in weight_dtype.
-
-        A write to it packs the written values, see `DequantizedWeight`.
-        """
+        """The weight in the replaced layer's shape, dequantised at each access; see `DequantizedWeight` for writes."""
         return self.read()
-
-    def dequantised(self) -> torch.Tensor:
-        """The contiguous weight [out_features, in_features], or [in_features, out_features], in weight_dtype."""
-        dtype = self.weight_dtype if self.weight_dtype in FLOAT_DTYPES else torch.float32
-        weight = torch.ops.fp4compile.dequantize(
-            *map(self.part, BUFFERS), self.layer_format.weight, self.in_features, dtype
-        ).to(self.weight_dtype)  # fmt: skip
-        return weight.t().contiguous() if self.in_first else weight
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name != "weight":
@@ -117,10 +103,6 @@ class PackedLayer(PackedWeight):
             raise ValueError("weight: has no values, as where a loader did not find them in its file; load a packed "
                              "model's state, or call fp4compile.load_packed with an unpacked model")  # fmt: skip
 
-    def extra_repr(self) -> str:
-        activation = self.layer_format.activation or "as it comes"
-        return f"{self.in_features}, {self.out_features}, weight={self.layer_format.weight}, activation={activation}"
-
 
 class PackedLinear(PackedLayer, nn.Linear):
     """A packed `nn.Linear`; see `PackedLayer`."""
@@ -152,20 +134,20 @@ def _product(
 ) -> torch.Tensor:  # fmt: skip
     """x [rows, in] times a packed weight [out, in], plus bias [out]: [rows, out] in the dtype of x.
 
-    static: the outer scale of x, []; None computes it.
+    static: the global scale of x, []; None computes it. scale_layout: both operands': matrix units read swizzled scales
+    of both.
     """
-    return torch.ops.fp4compile.scaled_mm(
-        *_activation(x, static, layer_format, scale_layout), layer_format.activation,
-        data, scales, outer, layer_format.weight, bias, x.dtype,
-    )  # fmt: skip
+    a: tuple = x, None, None, None
+    if layer_format.activation is not None:
+        fmt = formats.get(layer_format.activation)
+        codes, of_blocks, computed = torch.ops.fp4compile.quantize(x, fmt.name, outer=static, layout=scale_layout)
+        of_tensor = static if static is not None else computed if fmt.outer else None
+        a = codes, of_blocks if fmt.scale else None, of_tensor, fmt.name
+    return torch.ops.fp4compile.scaled_mm(*a, data, scales, outer, layer_format.weight, bias, x.dtype)
 
 
 class _Product(torch.autograd.Function):
-    """`_product` with gradients.
-
-    It is differentiable in x, where the quantising of x counts as the identity, and in bias. It saves only the buffers
-    of the layer, no activation: the weight has no gradient.
-    """
+    """`_product` with gradients in x and bias. It saves only the buffers of the layer, no activation."""
 
     forward = staticmethod(_product)
 
@@ -185,16 +167,6 @@ class _Product(torch.autograd.Function):
         if ctx.needs_input_grad[1]:
             of_bias = gradient.sum(0)
         return of_x, of_bias, *[None] * 6
-
-
-def _activation(x: torch.Tensor, outer: torch.Tensor | None, layer_format: LayerFormat, layout: str) -> tuple:
-    """(data, scales, outer scale) of the rows of x in the layer's activation format; (x, None, None) without one."""
-    if layer_format.activation is None:
-        return x, None, None
-    fmt = formats.get(layer_format.activation)
-    # Both operands have one layout: the matrix units read swizzled scales of both.
-    data, scales, computed = torch.ops.fp4compile.quantize(x, fmt.name, outer=outer, layout=layout)
-    return data, scales if fmt.scale else None, outer if outer is not None else computed if fmt.outer else None
 
 
 def unpacked_layer(packed: PackedLayer, requires_grad: bool) -> nn.Module:
@@ -253,7 +225,14 @@ def obstacle(linear: nn.Module) -> str | None:
     extra = [*(linear._parameters.keys() - {"weight", "bias"}), *linear._buffers, *linear._modules]
     if extra:  # weight_norm, spectral_norm and pruning add some, for example
         return f"it holds more than weight and bias: {', '.join(sorted(extra))}"
-    return _odd_tensors(linear) or _odd_hooks(linear) or _odd_attributes(linear)
+    if odd := _odd_tensors(linear):
+        return odd
+    if hook := next((what for name, what in _REFUSED_HOOKS.items() if getattr(linear, name)), None):
+        return f"it has {hook}"
+    for name in _attributes(linear):
+        if hasattr(type(linear), name) or hasattr(PackedLinear, name) or name in _OWN:
+            return f"its attribute {name!r} stands in the way of the class's"
+    return None
 
 
 def _odd_tensors(linear: nn.Module) -> str | None:
@@ -269,18 +248,6 @@ def _odd_tensors(linear: nn.Module) -> str | None:
             return f"its {name} has shape {tuple(tensor.shape)}"
     dtype = linear.weight.dtype
     return None if dtype in FLOAT_DTYPES else f"dtype {str(dtype).removeprefix('torch.')}"
-
-
-def _odd_hooks(linear: nn.Module) -> str | None:
-    found = next((what for name, what in _REFUSED_HOOKS.items() if getattr(linear, name)), None)
-    return None if found is None else f"it has {found}"
-
-
-def _odd_attributes(linear: nn.Module) -> str | None:
-    for name in _attributes(linear):
-        if hasattr(type(linear), name) or hasattr(PackedLinear, name) or name in _OWN:
-            return f"its attribute {name!r} stands in the way of the class's"
-    return None
 
 
 def _attributes(linear: nn.Module) -> dict[str, Any]:
@@ -307,10 +274,8 @@ def replace(model: nn.Module, name: str, module: nn.Module) -> None:
 def leave_fast_paths(model: nn.Module) -> None:
     """Make torch's transformer encoders call their packed layers.
 
-    In inference, an encoder layer takes a fast path that reads `linear1.weight` and calls no linear layer, so the
-    activations of a packed layer would not be quantised. An encoder also passes nested tensors to its layers. The two
-    attributes set here switch off both. torch itself sets these values where the fast path does not apply, such as for
-    other activation functions.
+    In inference, they take a fast path that reads `linear1.weight` and calls no linear layer, and pass nested tensors.
+    The two attributes set here switch off both, as torch does where the fast path does not apply.
     """
     for module in model.modules():
         if isinstance(module, nn.TransformerEncoderLayer):

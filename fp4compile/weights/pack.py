@@ -1,34 +1,20 @@
-"""`pack_`: replace the parameters of a model by packed weights. `weights.files` writes and reads packed models.
+"""`pack_`: replace the parameters of a model by packed weights, so that it needs less memory.
 
-The backend keeps packed weights beside the parameters (`weights.cache`). `pack_` removes the parameters, so that a
-model needs less memory. A packed layer computes the compiled layer's results, with equal bits, both eagerly and
-compiled.
+A packed layer computes the compiled layer's results, with equal bits, eagerly and compiled.
 """
 
-import warnings
-from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
 from pathlib import Path
 
-import torch
 from torch import nn
 
-from fp4compile.analysis.module_names import Named, module_name, named_tensors, walk
-from fp4compile.analysis.plan import NOT_CALIBRATED, Layer, Model, of_layer
-from fp4compile.formats import formats
-from fp4compile.recipe import Recipe, resolve, unmatched_rules
+from fp4compile.recipe import Recipe, resolve
 from fp4compile.report.progress import with_bar
-from fp4compile.report.report import Report, Row
-from fp4compile.weights.buffers import LayerFormat, PackedWeight, check_module
-from fp4compile.weights.experts import PackedExperts, Place, check_contracted, in_first, places_of
-from fp4compile.weights.experts import obstacle as experts_obstacle
+from fp4compile.report.report import Report
+from fp4compile.weights.buffers import PackedWeight, check_module
+from fp4compile.weights.decide import decisions
 from fp4compile.weights.integration import save_as_packed
-from fp4compile.weights.linear import IN_ATTENTION, is_linear, leave_fast_paths, obstacle, sizes
-from fp4compile.weights.replacements import Weight
-
-TRAINED = "it is trained: it requires a gradient, and others do not; requires_grad_(False) before pack_ packs it"
-UNKNOWN_DIMENSION = "nothing says which dimension is contracted: name it in pack_(contracted=...)"
+from fp4compile.weights.linear import leave_fast_paths
 
 
 def pack_(
@@ -46,272 +32,28 @@ def pack_(
         transformers declare it themselves (`is_transposed`).
     progress: whether a terminal shows a progress bar, if the package tqdm is installed.
 
-    Linear layers are modules of type `nn.Linear`, and the Conv1D of transformers. A layer with several names in the
-    model is packed once. `pack_` leaves alone, with a reason in the report: layers of a subclass, parametrised layers,
-    layers with other hooks than forward hooks, and layers that share their weight with another linear layer. A weight
-    that is also an embedding's stays with the embedding. What is trained stays too: adapters, the copies of peft's
-    `modules_to_save`, and, with a warning, weights that require a gradient where others are frozen. Rules match the own
-    names of layers, without what peft and other wrappers insert.
+    Linear layers are modules of type `nn.Linear`, and the Conv1D of transformers. Not packed, with a reason in the
+    report: subclasses, parametrised layers, layers with other hooks than forward hooks or with a shared weight, and
+    what is trained, such as adapters. Rules match the own names of layers, without what wrappers insert.
 
     Weights of experts are parameters [experts, ..., ...] of other modules than torch's own. Their module stays, and
-    reads them dequantised; a module compiled by `fp4compile.backend` multiplies the codes. A parameter whose contracted
-    dimension is unknown is left alone.
+    reads them dequantised; a module compiled by `fp4compile.backend` multiplies the codes.
 
-    Each weight is freed as it is packed. Packed layers are for inference. They keep the forward hooks and the
-    attributes of the layers. For a model that runs under autocast, call `pack_` under autocast, so that the weights are
-    cast before they are quantised, as in a run.
+    Each weight is freed as it is packed. Packed layers are for inference, and keep forward hooks and attributes. For a
+    model that runs under autocast, call `pack_` under autocast, so that weights are cast before they are quantised.
 
-    Returns a report of the packed weights, and the reasons for all others; weights that were packed before are counted
-    as `Report.packed_before`. Warns of rules that decide about no layer, and of trained weights in a model without
-    adapters.
-
-    Raises TypeError if `model` is no module, ValueError for a model that is itself a linear layer, TypeError or
-    ValueError for a bad `contracted`, and the errors of `backend` for a bad recipe.
+    Returns a report of the packed weights, and the reasons for all others. Warns of rules that decide about no layer,
+    and of trained weights in a model without adapters. Raises TypeError if `model` is no module, ValueError if it is
+    itself a linear layer, TypeError or ValueError for a bad `contracted`, and the errors of `backend` for a bad recipe.
     """
     check_module(model)
     report = Report(
         resolve(recipe).name, packed_before=sum(isinstance(module, PackedWeight) for module in model.modules())
     )
-    for decision in with_bar(decisions(model, recipe, contracted), "pack" if progress else None):
-        if decision.weight is not None:
-            decision.weight.pack(model)
-        report.add([] if decision.row is None else [decision.row], {})
+    for weight, row in with_bar(decisions(model, recipe, contracted), "pack" if progress else None):
+        if weight is not None:
+            weight.pack(model)
+        report.add([] if row is None else [row], {})
     leave_fast_paths(model)
     save_as_packed(model)
     return report
-
-
-@dataclass(frozen=True)
-class Decision:
-    """What `pack_` does with a weight.
-
-    weight: None where it is left alone. row: its row in the report, if it has one.
-    """
-
-    weight: Weight | None
-    row: Row | None
-
-
-def decisions(
-    model: nn.Module, recipe: str | dict | Recipe | Path | None, contracted: Mapping[str, int] | None = None
-) -> list[Decision]:
-    """What `pack_` does with each weight of a model, which may be on the meta device. Warns and raises as `pack_`."""
-    chosen = resolve(recipe)
-    known = check_contracted({} if contracted is None else contracted)
-    places = _places(model)
-    experts = [_Experts(place, in_first(place, known)) for place in places_of(model, is_linear)]
-    choice = _Choice(model, chosen, places, experts)
-    _warn_of_rules(choice, places)
-    _warn_of_trained(choice, places, experts)
-    linears = (_of_linear(choice, names) for names in places)
-    return [*linears, *_of_attentions(model), *(_of_experts(choice, one) for one in experts)]
-
-
-# (the format, or the reason why a weight is left alone; how a packed weight differs from what the recipe says).
-_Found = tuple[LayerFormat | str, str | None]
-
-
-@dataclass(frozen=True)
-class _Experts:
-    """A parameter that may be the weights of experts. in_first: the result of `experts.in_first`."""
-
-    place: Place
-    in_first: bool | None
-
-    @property
-    def sizes(self) -> tuple[int, int]:
-        """(in features, out features); in is taken to come last where `in_first` is None."""
-        _, rows, columns = self.place.parameter.shape
-        return (rows, columns) if self.in_first else (columns, rows)
-
-
-def _places(model: nn.Module) -> list[list[str]]:
-    """The names of each linear layer: one name for every attribute of a module that holds the layer."""
-    found: dict[int, list[str]] = {id(module): [] for module in model.modules() if is_linear(module)}
-    if is_linear(model):
-        found[id(model)].append("")
-    for path, parent in model.named_modules():
-        for child, module in parent._modules.items():
-            if id(module) in found:
-                found[id(module)].append(f"{path}.{child}" if path else child)
-    return list(found.values())
-
-
-class _Choice:
-    """Decides by recipe about each linear layer and each weight of experts of a model.
-
-    model, recipe: the arguments of `pack_`. around: the facts about the whole model on which the recipe depends.
-    linears: the names of the linear layers that hold each parameter, by the parameter's id. elsewhere: how many other
-    modules hold each parameter, by its id.
-    """
-
-    def __init__(self, model: nn.Module, recipe: Recipe, places: list[list[str]], experts: list[_Experts]):
-        self.model, self.recipe = model, recipe
-        modules = {named.path: (named, module) for named, module in walk(model)}
-        self.named = {path: named for path, (named, _) in modules.items()}
-        self.named |= {named.path: named for named, _ in named_tensors(model)}
-        parameters = [named.name for named, _ in named_tensors(model)]
-        parameters += [named.name for named, module in modules.values() if isinstance(module, PackedExperts)]
-        layers = {names[0]: self.layer(names[0], sizes(model.get_submodule(names[0]))) for names in places}
-        layers |= {one.place.names[0]: self.layer(one.place.names[0], one.sizes, experts=True) for one in experts}
-        self.around = Model.of(recipe, parameters, [layers[name] for name in _in_order(model) if name in layers])
-        # By id, because references to modules or parameters would keep the weights alive.
-        self.linears: dict[int, list[str]] = {}
-        for names in places:
-            for parameter in model.get_submodule(names[0]).parameters(recurse=False):
-                self.linears.setdefault(id(parameter), []).append(names[0])
-        others = (module for module in model.modules() if not is_linear(module))
-        self.elsewhere = Counter(id(parameter) for module in others for parameter in module._parameters.values())
-        weights = [model.get_submodule(names[0])._parameters.get("weight") for names in places]
-        weights = [weight for weight in weights if id(weight) not in self.elsewhere]  # an embedding's may be frozen
-        weights += [one.place.parameter for one in experts if one.in_first is not None]
-        frozen = (weight is not None and weight.is_floating_point() and not weight.requires_grad for weight in weights)
-        # Whether a part of the model is trained, and what requires a gradient does so on purpose.
-        self.adapted = any(named.part for named in self.named.values())
-        self.in_part = self.adapted or any(frozen)
-
-    def layer(self, name: str, sizes: tuple[int, int], tied: bool = False, *, experts: bool = False) -> Layer:
-        """A linear layer or a parameter of experts, as rules and defaults see it. name: its path in the model."""
-        inner, outer = sizes
-        # The number of tokens is unknown here, and counts as large enough.
-        own = self.named[name].name
-        return Layer(module_name(own) if experts else own, (self.recipe.min_m, outer, inner), tied, experts=experts)
-
-    def trained(self, name: str, weight: torch.Tensor | None) -> str | None:
-        """Why a weight is left alone because it is trained or an adapter's; None where it is neither."""
-        if self.named[name].part is not None:
-            return self.named[name].part
-        return TRAINED if self.in_part and weight is not None and weight.requires_grad else None
-
-    def layer_format(self, names: list[str], linear: nn.Module) -> _Found:
-        """The format that a layer is packed in, or the reason why it is left alone; and a note for the report."""
-        reason = self.trained(names[0], linear._parameters.get("weight")) or obstacle(linear)
-        if reason is not None:
-            return reason, None
-        tied = [name for name in self.linears[id(linear.weight)] if name != names[0]]
-        if tied:
-            return f"its weight is that of {tied[0]!r} too", None
-        tied_elsewhere = id(linear.weight) in self.elsewhere
-        return self._format([self.layer(name, sizes(linear), tied_elsewhere) for name in names], names)
-
-    def experts_format(self, one: _Experts) -> _Found:
-        """The format for weights of experts, or the reason why they are left alone; and a note for the report."""
-        if one.in_first is None:
-            return UNKNOWN_DIMENSION, None
-        reason = self.trained(one.place.names[0], one.place.parameter) or experts_obstacle(one.place)
-        if reason is not None:
-            return reason, None
-        key = id(one.place.parameter)
-        if self.elsewhere[key] + len(self.linears.get(key, ())) > 1:
-            return "another module has the same parameter", None
-        names = one.place.names
-        found, note = self._format([self.layer(name, one.sizes, experts=True) for name in names], names)
-        if isinstance(found, LayerFormat) and found.activation and formats.get(found.activation).square:
-            return f"format {found.activation} has square blocks, and groups may have any number of rows", None
-        return found, note
-
-    def _format(self, layers: list[Layer], names: Sequence[str]) -> _Found:
-        """The recipe's format or reason for a layer, and a note. layers: one entry for each of its names."""
-        layer_recipe, reason = self._decide(layers, names)
-        if layer_recipe is None or reason is not None:
-            return str(reason), None  # without a recipe there is always a reason
-        if layer_recipe.fprop_w is None:
-            return f"recipe {layer_recipe.name} leaves weights in high precision", None
-        rule = self.recipe.scale_rule(layer_recipe.fprop_w)
-        if layer_recipe.activation_scale == "dynamic":
-            return LayerFormat(layer_recipe.fprop_w, layer_recipe.fprop_x, scale_rule=rule), None
-        outer = next((scale for layer in layers if (scale := self.recipe.static_scale(layer.name)) is not None), None)
-        note = NOT_CALIBRATED if outer is None else None
-        return LayerFormat(layer_recipe.fprop_w, layer_recipe.fprop_x, outer, rule), note
-
-    def _decide(self, layers: list[Layer], names: Sequence[str]) -> tuple[Recipe | None, str | None]:
-        """(the layer's recipe or None, why it is left alone or None), decided as the backend decides."""
-        decisions = [of_layer(layer, self.recipe, self.around) for layer in layers]
-        if any(decision != decisions[0] for decision in decisions):
-            return None, f"the recipe treats it differently under its names {', '.join(names)}"
-        return decisions[0]
-
-
-def _in_order(model: nn.Module) -> Iterator[str]:
-    """The names of modules and parameters, approximately in execution order."""
-    for path, module in model.named_modules(remove_duplicate=False):
-        yield path
-        yield from (f"{path}.{child}".removeprefix(".") for child in module._parameters)
-
-
-def _of_linear(choice: _Choice, names: list[str]) -> Decision:
-    linear = choice.model.get_submodule(names[0])
-    found, note = choice.layer_format(names, linear)
-    weight = linear._parameters.get("weight")  # `linear.weight` would compute a parametrised weight
-    dtype = None if weight is None else weight.dtype
-    row = _row_of(choice.named[names[0]], sizes(linear), dtype, found, note)
-    return Decision(Weight(tuple(names), found) if isinstance(found, LayerFormat) else None, row)
-
-
-def _of_attentions(model: nn.Module) -> Iterator[Decision]:
-    """The input projections of `nn.MultiheadAttention`: parameters that it multiplies itself."""
-    seen: set[int] = set()
-    for named, module in walk(model):
-        if not isinstance(module, nn.MultiheadAttention) or id(module) in seen:
-            continue
-        seen.add(id(module))
-        for child, weight in module._parameters.items():
-            if weight is not None and child.endswith("proj_weight"):
-                outer, inner = weight.shape
-                yield Decision(None, _row_of(named.child(child), (inner, outer), weight.dtype, IN_ATTENTION, None))
-
-
-def _of_experts(choice: _Choice, one: _Experts) -> Decision:
-    found, note = choice.experts_format(one)
-    place = one.place
-    if isinstance(found, LayerFormat):
-        weight = Weight(place.names, found, (place, bool(one.in_first)))
-    elif one.in_first is None and place.parameter.shape[0] == 1:  # a table of positions or the like, no experts
-        return Decision(None, None)
-    else:
-        weight = None
-    row = _row_of(choice.named[place.names[0]], one.sizes, place.parameter.dtype, found, note, place.parameter.shape[0])
-    return Decision(weight, row)
-
-
-def _row_of(
-    named: Named, sizes: tuple[int, int], dtype: torch.dtype | None, packed: LayerFormat | str, note: str | None,
-    matrices: int = 1,
-) -> Row:  # fmt: skip
-    """The row of a linear layer or of a parameter of experts."""
-    inner, outer = sizes
-    path, own = module_name(named.path), module_name(named.name)
-    rule = None
-    if isinstance(packed, str):
-        left, right, reason = None, None if dtype is None else str(dtype).removeprefix("torch."), packed
-    else:
-        left, right, reason = packed.activation, packed.weight, None
-        rule = packed.scale_rule
-    return Row(
-        path, "fprop", None, outer, inner, left=left, right=right, tier=None, reason=reason, flops=None,
-        weight_scales=None if rule == "amax" else rule, note=note, name=None if own == path else own,
-        weight=None if isinstance(packed, str) else formats.get(packed.weight).nbytes(outer, inner, matrices),
-        weight_plain=None if dtype is None else matrices * outer * inner * dtype.itemsize,
-    )  # fmt: skip
-
-
-def _warn_of_rules(choice: _Choice, places: list[list[str]]) -> None:
-    # For the backend, parameters of other modules (such as experts) are layers too, and one recipe may serve both.
-    matrices = (named.name for named, parameter in named_tensors(choice.model) if parameter.dim() > 1)
-    names = [*(choice.named[name].name for group in places for name in group), *map(module_name, matrices)]
-    for rule in unmatched_rules(choice.recipe, names):
-        known = f"decides for no layer of the model (such as {names[0]!r})" if names else "and the model has no layer"
-        warnings.warn(f"recipe {choice.recipe.name!r}: rule {rule.pattern!r} {known}", stacklevel=4)
-
-
-def _warn_of_trained(choice: _Choice, places: list[list[str]], experts: list[_Experts]) -> None:
-    weights = [(names[0], choice.model.get_submodule(names[0])._parameters.get("weight")) for names in places]
-    weights += [(one.place.names[0], one.place.parameter) for one in experts]
-    trained = [name for name, weight in weights if choice.trained(name, weight) == TRAINED]
-    if trained:
-        why = "the model has adapters" if choice.adapted else "others are frozen"
-        warnings.warn(
-            f"{len(trained)} weights require a gradient, such as that of {trained[0]!r}, and {why}: they count as "
-            "trained and are not packed; call requires_grad_(False) before pack_ on those that are not",
-            stacklevel=4,
-        )

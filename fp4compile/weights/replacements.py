@@ -1,34 +1,32 @@
-"""Which layers and parameters of a model a file's packed weights replace, checked before the model is changed."""
+"""Replace weights of a model by packed ones, from the model or from a file, and packed ones by weights again."""
 
 from dataclasses import dataclass, fields
+from dataclasses import replace as changed
 from reprlib import repr as short  # a value may be nested so deeply that `repr` fails
 from typing import Any
 
 from torch import nn
 
-from fp4compile.analysis.module_names import packed_name
+from fp4compile.analysis.module_names import packed_name, parameter_name
 from fp4compile.formats import formats
-from fp4compile.weights import experts
-from fp4compile.weights.buffers import LayerFormat
-from fp4compile.weights.experts import PackedExperts, Place
-from fp4compile.weights.linear import PackedLayer, is_linear, obstacle, replace, sizes
+from fp4compile.weights.buffers import LayerFormat, PackedWeight
+from fp4compile.weights.experts import PackedExperts, Place, insert, places_of, remove
+from fp4compile.weights.experts import obstacle as experts_obstacle
+from fp4compile.weights.linear import PackedLayer, is_linear, obstacle, replace, sizes, unpacked_layer
 
 METHOD = "fp4compile"  # the quant_method in the config.json of a packed transformers model, which has the states
 
 
 @dataclass(frozen=True)
 class Weight:
-    """A weight that is packed, or that packed tensors of a file replace.
+    """A weight that is packed, or that packed tensors of a file replace. It holds no linear layer, which can be freed.
 
-    It holds no tensor and no linear layer, so that each weight can be freed as it is replaced.
-
-    names: the names of a linear layer in the model, or of a parameter of experts. experts: the parameter's place and
-    whether it is [experts, in, out]; None for a linear layer.
+    names: of a linear layer in the model, or of a parameter of experts, whose place is `experts`.
     """
 
     names: tuple[str, ...]
     layer_format: LayerFormat
-    experts: tuple[Place, bool] | None = None
+    experts: Place | None = None
 
     @property
     def parameters(self) -> tuple[str, ...]:
@@ -43,8 +41,7 @@ class Weight:
     def slot(self, model: nn.Module) -> tuple[nn.Module, str]:
         """The module that holds the parameter, and the parameter's name in it."""
         if self.experts is not None:
-            place, _ = self.experts
-            return place.module, place.child
+            return self.experts.module, self.experts.child
         return model.get_submodule(self.names[0]), "weight"
 
     def parameter(self, model: nn.Module) -> nn.Parameter:
@@ -56,13 +53,12 @@ class Weight:
         """The packed form of the weight, without its values."""
         if self.experts is None:
             return PackedLayer.in_place_of(model.get_submodule(self.names[0]), self.layer_format)
-        place, in_first = self.experts
-        return experts.empty(tuple(place.parameter.shape), self.layer_format, in_first, place.parameter.dtype)
+        return self.experts.empty(self.layer_format)
 
     def put(self, model: nn.Module, packed: nn.Module) -> None:
         """Replace the weight in `model` by `packed`."""
         if self.experts is not None:
-            experts.insert(self.experts[0], packed)
+            insert(self.experts, packed)
             return
         for name in self.names:
             replace(model, name, packed)
@@ -81,6 +77,22 @@ def weights_of(model: nn.Module, layers: dict[str, dict], weights: dict[str, dic
     and for a state that does not fit the model.
     """
     return [*_linear_places(model, layers), *_expert_places(model, weights)]
+
+
+def unpacked(module: nn.Module, requires_grad: bool) -> nn.Module:
+    """A module in which parameters with the dequantised values replace all packed weights; a packed layer itself is not
+    changed, and another one is returned.
+    """
+    if isinstance(module, PackedWeight):
+        return unpacked_layer(module, requires_grad)
+    made: dict[int, nn.Module] = {}  # a layer with several names stays one
+    for holder in list(module.modules()):
+        for child, packed in list(holder._modules.items()):
+            if isinstance(packed, PackedExperts):
+                remove(holder, parameter_name(child), requires_grad)
+            elif isinstance(packed, PackedWeight):
+                holder._modules[child] = made.setdefault(id(packed), unpacked_layer(packed, requires_grad))
+    return module
 
 
 # ---------------------------------------------------------------- states
@@ -158,26 +170,27 @@ def _check_layer(model: nn.Module, name: str, state: dict[str, Any]) -> None:
 
 
 def _expert_places(model: nn.Module, weights: dict[str, dict]) -> list[Weight]:
-    known = {name: place for place in experts.places_of(model, is_linear) for name in place.names}
+    known = {name: place for place in places_of(model, is_linear) for name in place.names}
     places: dict[tuple, Weight] = {}
     for name, state in weights.items():
         if name not in known:
             raise ValueError(f"the model has no parameter of experts {name!r}")
         place, layer_format = known[name], _format_of(name, state)
         _check_experts(place, name, state)
-        one = Weight(place.names, layer_format, (place, state["in_first"]))
+        one = Weight(place.names, layer_format, changed(place, in_first=state["in_first"]))
         if places.setdefault(place.names, one) != one:
             raise ValueError(f"{name!r}: in the model it is {place.names[0]!r} too, whose format is another")
     return list(places.values())
 
 
 def _check_experts(place: Place, name: str, state: dict[str, Any]) -> None:
-    reason = experts.obstacle(place)
+    reason = experts_obstacle(place)
     if reason is not None:
         raise ValueError(f"{name!r}: expected a parameter of experts to replace, the model's cannot be: {reason}")
-    declared = experts.in_first(place, {})
-    if declared is not None and declared != state["in_first"]:
-        file, here = ("[experts, in, out]" if first else "[experts, out, in]" for first in (not declared, declared))
+    if place.in_first is not None and place.in_first != state["in_first"]:
+        file, here = (
+            "[experts, in, out]" if first else "[experts, out, in]" for first in (not place.in_first, place.in_first)
+        )
         raise ValueError(f"{name!r}: in the file it is {file}, in the model {here}")
     if state["activation"] is not None and formats.get(state["activation"]).square:
         raise ValueError(

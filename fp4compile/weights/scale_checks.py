@@ -1,8 +1,7 @@
 """Checks of the scales of packed weights and activations, for files of every origin.
 
-A block scale is never negative, and it is NaN only in a weight that was not finite. No outer scale is zero: a tensor of
-zeros has the outer scale 1. The outer scale of a tiny weight may be denormal. An activation's static outer scale may
-not be denormal, as in recipes: kernels multiply by its inverse, which would overflow.
+A block scale is never negative, and NaN only in a weight that was not finite. No global scale is zero: zeros have the
+scale 1. It may be denormal for a weight, not for an activation: kernels multiply by its inverse.
 """
 
 from collections.abc import Mapping
@@ -50,10 +49,12 @@ def check_model(packed: Mapping[str, Any], state: dict[str, torch.Tensor]) -> No
 
 
 def check_block_scales(name: str, scales: torch.Tensor) -> None:
-    """Raise ValueError where E4M3 or E8M0 block scales are NaN or negative. name: the tensor's, for the message."""
+    """Raise ValueError where block scales are NaN or negative. name: the tensor's, for the message."""
+    e8m0 = scales.dtype == torch.float8_e8m0fnu  # which has no sign
+    as_bytes = scales.view(torch.uint8) if scales.dtype.itemsize == 1 else None
     # The largest valid byte. E8M0 has NaN at 255; E4M3 has NaN at 127 and negative numbers above.
-    e8m0 = scales.dtype == torch.float8_e8m0fnu
-    if (scales.view(torch.uint8) > (254 if e8m0 else 126)).any():
+    wrong = ~(scales >= 0) if as_bytes is None else as_bytes > (254 if e8m0 else 126)
+    if wrong.any():
         raise ValueError(f"tensor {name!r}: has scales that are NaN{'' if e8m0 else ' or negative'}")
 
 

@@ -1,11 +1,8 @@
 """The layout of a packed layer's block scales: the device's layout in the buffer, linear in states and files.
 
-On a GPU whose matrix units multiply the layer's formats, the buffer itself is swizzled. It is converted where a layer
-is made, moved or loaded, once for the device. There is no swizzled copy beside linear scales: such a copy would take
-memory, and would be out of date after an undetected write.
-
-The number of a buffer's dimensions determines its layout. So scales that were assigned to a layer are multiplied in
-their own layout. That is right on every device, though not native.
+Where matrix units multiply the layer's formats, the buffer itself is swizzled, when a layer is made, moved or loaded; a
+copy would take memory and could be out of date. The number of a buffer's dimensions tells its layout, so scales of any
+layout that are assigned to a layer are multiplied correctly.
 """
 
 from dataclasses import replace
@@ -22,14 +19,6 @@ from fp4compile.templates.launch import target_of
 _TOKENS = 4096  # stands for every number of tokens: the layout of a weight's scales does not depend on it
 
 
-def layout_of(scales: torch.Tensor | None, *, matrices: bool = False) -> str:
-    """The layout of the block scales of a matrix or of a batch of matrices: "linear" (also for None) or "swizzled".
-
-    Swizzled scales are one flat run for each matrix.
-    """
-    return "swizzled" if scales is not None and scales.dim() == 1 + matrices else "linear"
-
-
 def layout_on(
     device: torch.device, activation: str | None, weight: str, out_features: int, in_features: int,
     experts: int | None = None,
@@ -39,10 +28,19 @@ def layout_on(
     activation, weight: names of formats; None leaves the activation unquantised. experts: how many matrices the weight
     has; None for a linear layer's weight.
     """
-    fmt = formats.get(weight)
-    target = target_on(device)
-    native = target is not None and _native(target, activation, weight, out_features, in_features, experts)
-    return scale_layout(fmt, native=native)
+    fmt, target = formats.get(weight), target_on(device)
+    if target is None or activation is None or fmt.scale is None:
+        return "linear"
+    from fp4compile.templates.choose import choose
+    from fp4compile.templates.problem import OperandType, Problem
+
+    # Native is what the matrix units would compute if the scales of both operands were swizzled.
+    a, b = (OperandType(one, one.data_dtype, True, one.outer or "none") for one in (formats.get(activation), fmt))
+    problem = Problem(a, b, _TOKENS, out_features, in_features, torch.bfloat16, target)
+    if experts is not None:
+        a, b = (replace(x, outer="group") if x.outer == "tensor" else x for x in (a, b))
+        problem = replace(problem, a=a, b=b, ragged="rows", groups=experts)
+    return scale_layout(fmt, native=choose(problem).tier == "native")
 
 
 def target_on(device: torch.device) -> Target | None:
@@ -50,30 +48,12 @@ def target_on(device: torch.device) -> Target | None:
     return target_of(device) if device.type == "cuda" else None
 
 
-def _native(target: Target, activation: str | None, weight: str, n: int, k: int, experts: int | None) -> bool:
-    """Whether the matrix units would compute the product if the scales of both operands were swizzled."""
-    from fp4compile.templates.choose import choose
-    from fp4compile.templates.problem import OperandType, Problem
-
-    if activation is None or formats.get(weight).scale is None:
-        return False
-    a, b = (
-        OperandType(fmt, fmt.data_dtype, True, fmt.outer or "none") for fmt in map(formats.get, (activation, weight))
-    )
-    problem = Problem(a, b, _TOKENS, n, k, torch.bfloat16, target)
-    if experts is not None:
-        a, b = (replace(x, outer="group") if x.outer == "tensor" else x for x in (a, b))
-        problem = replace(problem, a=a, b=b, ragged="rows", groups=experts)
-    return choose(problem).tier == "native"
-
-
 def laid_out(
     scales: torch.Tensor, fmt: BlockFormat, rows: int, linear_shape: tuple[int, ...], layout: str
 ) -> torch.Tensor:
-    """The block scales of a matrix or of a batch of matrices in a layout; the same tensor if they already have it.
+    """The block scales of matrices in a layout; the same tensor if they have it, or where their shape fits no layout.
 
-    rows: the rows of the matrix. linear_shape: the shape of its linear scales. Scales whose shape fits neither layout
-    of the matrix are returned as they are.
+    rows: the rows of the matrix. linear_shape: the shape of its linear scales.
     """
     step = 1 if fmt.block is None else fmt.block[0]
     *batch, _, blocks = linear_shape

@@ -1,8 +1,4 @@
-"""Tensors of a model's state that are equal and share memory: a file holds them once, and loading shares them again.
-
-A tensor that is a part of another one's memory, or is strided otherwise, is written by itself. It shares memory after
-loading where the model's tensors do.
-"""
+"""Tensors of a model's state that are equal and share memory: a file holds them once, and loading shares them again."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,11 +9,7 @@ from torch import nn
 
 @dataclass(frozen=True)
 class Sharing:
-    """Which tensors of a state share memory.
-
-    aliases: the name of a tensor -> the name of a tensor with the same elements.
-    tied: the names in `aliases` whose tensor is the same object.
-    """
+    """Which tensors of a state share memory: names to names of equal tensors, and those of them that are one object."""
 
     aliases: dict[str, str] = field(default_factory=dict)
     tied: list[str] = field(default_factory=list)
@@ -63,10 +55,7 @@ def is_byte_float(dtype: torch.dtype) -> bool:
 
 
 def sharing_of(content: dict[str, Any]) -> Sharing:
-    """The sharing in a file's metadata: a dictionary of the fields, or only of `aliases` in files of version 0.1.
-
-    Raises ValueError where fields have other types, or where the tied names are no aliases.
-    """
+    """The sharing in a file's metadata; version 0.1 has only `aliases`. Raises ValueError for anything else."""
     aliases: Any = content.get("aliases")
     tied = content.get("tied", [])
     names = isinstance(aliases, dict) and all(isinstance(source, str) for source in aliases.values())
@@ -76,10 +65,7 @@ def sharing_of(content: dict[str, Any]) -> Sharing:
 
 
 def restored(tensors: dict[str, torch.Tensor], sharing: Sharing) -> dict[str, torch.Tensor]:
-    """The tensors of a state by name: the tensors of a file, and all tensors that share memory with them.
-
-    Raises ValueError where a tensor shares memory with a missing tensor.
-    """
+    """All tensors of a state by name. Raises ValueError where a tensor shares memory with a missing tensor."""
     for name, source in sharing.aliases.items():
         if source not in tensors:
             raise ValueError(f"tensor {source!r}, which {name!r} shares, is missing")
@@ -87,10 +73,7 @@ def restored(tensors: dict[str, torch.Tensor], sharing: Sharing) -> dict[str, to
 
 
 def check_shared(stored: dict[str, torch.Tensor], kept: dict[str, torch.Tensor]) -> None:
-    """Raise ValueError where tensors share memory in the model, and the file has different values for it.
-
-    stored: the tensors of the file. kept: the tensors of the model that the file will fill.
-    """
+    """Raise ValueError where tensors `kept` by the model share memory, and the file has different values for it."""
     groups: dict[int, list[str]] = {}
     for name, tensor in kept.items():
         if tensor.numel() and not repeats(tensor):

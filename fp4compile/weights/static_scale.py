@@ -1,9 +1,7 @@
-"""Static outer scales of activations as tensors, one object for all layers that have the same scale.
+"""Static global scales of activations as tensors, one object for all layers that have the same scale.
 
-A graph takes such a tensor as an input. So blocks of a model whose scales differ share a compiled graph: Dynamo would
-guard a number by its value. And layers that read the same tensor, such as Q, K and V, give a graph one input for their
-scale, by which the passes recognise that they quantise their input alike. A block in which two other scales are equal
-by chance has a graph of its own.
+A graph takes such a tensor as an input, where Dynamo would guard a number by its value: blocks whose scales differ
+share a graph, and Q, K and V have one input, by which the passes recognise that they quantise their input alike.
 """
 
 from typing import Any
@@ -17,11 +15,7 @@ _KEPT: WeakValueDictionary[tuple[float, torch.device, Any], torch.Tensor] = Weak
 
 
 def static_scale(value: float, device: torch.device) -> torch.Tensor:
-    """The number as a float32 tensor [] on a device: the same tensor at each call, which must not be written to.
-
-    Fake tensors are the same within their mode. Another dispatch mode, such as one that records a graph, sees a new
-    tensor each time.
-    """
+    """The number as a float32 tensor [] on a device: the same tensor at each call, not to be written to."""
     mode = _get_current_dispatch_mode()
     if not (mode is None or isinstance(mode, FakeTensorMode)):
         return torch.full((), value, dtype=torch.float32, device=device)

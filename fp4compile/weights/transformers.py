@@ -1,23 +1,29 @@
 """Packed models in transformers' `save_pretrained` and `from_pretrained`: the quantiser for quant_method "fp4compile".
 
-The quantization_config in config.json holds the state of every packed layer, so the skeleton on the meta device gets
-its packed layers before any weight is read, and no weight in high precision is ever made.
+config.json holds the state of every packed layer, so the skeleton on the meta device gets its packed layers before any
+weight is read. A checkpoint in high precision is packed by a recipe, each weight as soon as it has been read, so that
+beside the packed model there is one weight in high precision at a time.
 """
 
 import copy
 import re
+import warnings
+from math import prod
 from typing import Any
 
 import torch
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.core_model_loading import ConversionOps
 from transformers.quantizers import HfQuantizer
+from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING, AUTO_QUANTIZER_MAPPING
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from fp4compile.analysis.module_names import packed_name
-from fp4compile.weights.buffers import PackedWeight, buffer_shapes, is_extra_state, stored_dtype
+from fp4compile.weights.buffers import PackedWeight, buffer_shapes, is_extra_state, packed_modules, stored_dtype
+from fp4compile.weights.decide import decisions
 from fp4compile.weights.experts import states_of
-from fp4compile.weights.linear import leave_fast_paths
+from fp4compile.weights.linear import leave_fast_paths, obstacle
 from fp4compile.weights.replacements import METHOD, Weight, check_states, weights_of
 from fp4compile.weights.scale_checks import check_buffers
 from fp4compile.weights.sharing import storable
@@ -27,8 +33,7 @@ class Fp4CompileConfig(QuantizationConfigMixin):
     """The quantization_config of a packed model, or the order to pack a model while it is loaded.
 
     layers, experts: the descriptions of the packed layers and experts, by name. recipe: as for `fp4compile.pack_`, for
-    checkpoints that are not packed: `from_pretrained(..., quantization_config={"quant_method": "fp4compile",
-    "recipe": "nvfp4"})`.
+    checkpoints that are not packed: `quantization_config={"quant_method": "fp4compile", "recipe": "nvfp4"}`.
     """
 
     def __init__(
@@ -44,19 +49,25 @@ class Fp4CompileConfig(QuantizationConfigMixin):
 
 
 class Fp4CompileQuantizer(HfQuantizer):
-    """Loads and saves packed models."""
+    """Loads and saves packed models, and packs a model by its configuration's recipe while it is loaded.
+
+    waiting: the packed weights of the checkpoint, and the shells that stand for them. unread: the weights to pack as
+    they are read, by the names of their parameters. late: the weights to pack when the model has been loaded.
+    """
 
     quantization_config: Fp4CompileConfig
 
     def __init__(self, quantization_config: Fp4CompileConfig, **kwargs: Any):
         super().__init__(quantization_config, **kwargs)
         self.waiting: list[tuple[Weight, PackedWeight, _Shell]] = []
+        self.unread: dict[str, Weight] = {}
+        self.late: list[Weight] = []
         self.dtype: torch.dtype | None = None  # which transformers loads weights in
 
     # ------------------------------------------------------------ loading
 
-    def validate_environment(self, *args: Any, **kwargs: Any) -> None:
-        """Raises ValueError where the checkpoint is not packed and no recipe says how to pack it."""
+    def validate_environment(self, *args: Any, device_map: Any = None, **kwargs: Any) -> None:
+        """Raises ValueError for a missing or superfluous recipe, and for weights on disk, which cannot be packed."""
         if not self.pre_quantized and self.quantization_config.recipe is None:
             raise ValueError(
                 "quantization_config: the checkpoint is not packed; name a recipe to pack it by, as in "
@@ -64,6 +75,8 @@ class Fp4CompileQuantizer(HfQuantizer):
             )
         if self.pre_quantized and self.quantization_config.recipe is not None:
             raise ValueError("quantization_config: the checkpoint is packed already; expected no recipe")
+        if not self.pre_quantized and isinstance(device_map, dict) and "disk" in device_map.values():
+            raise ValueError("device_map: weights that stay on disk cannot be packed; allowed are devices and 'cpu'")
 
     def update_dtype(self, dtype: torch.dtype) -> torch.dtype:
         self.dtype = dtype
@@ -77,7 +90,28 @@ class Fp4CompileQuantizer(HfQuantizer):
             shell = _Shell(packed, weight.parameter(model), getattr(packed, "bias", None))
             self.waiting.append((weight, packed, shell))
             weight.put(model, shell)
+        if config.recipe is not None:
+            self._await_weights(model)
         return model
+
+    def _await_weights(self, model: Any) -> None:
+        """List the weights that the recipe packs in `unread`, or in `late` where they cannot be packed as they come."""
+        if getattr(model.config, "distributed_config", None) is not None:
+            raise ValueError(
+                "distributed_config: weights that are sharded while they are loaded cannot be packed; pack the model "
+                "without it, save it, and load the packed model"
+            )
+        tied: dict[str, str] = getattr(model, "all_tied_weights_keys", {})
+        for weight, _ in decisions(model, self.quantization_config.recipe):
+            if weight is None:
+                continue
+            # A tied weight is known when all have been read. A weight of another dtype than the model would be cast
+            # to the model's before it could be packed.
+            is_tied = bool({*tied, *tied.values()}.intersection(weight.parameters))
+            if is_tied or weight.parameter(model).dtype != self.dtype:
+                self.late.append(weight)
+            else:
+                self.unread.update(dict.fromkeys(weight.parameters, weight))
 
     def _process_model_after_weight_loading(self, model: nn.Module, **kwargs: Any) -> nn.Module:
         for weight, _, shell in self.waiting:
@@ -85,21 +119,36 @@ class Fp4CompileQuantizer(HfQuantizer):
                 name = f"{weight.packed_names[0]}.{min(shell.missing)}"
                 raise ValueError(f"tensor {name!r} is missing in the checkpoint")
         for weight, packed, shell in self.waiting:
-            buffers = {name: getattr(shell, name).view(dtype) for name, (_, dtype) in buffer_shapes(packed).items()}
-            check_buffers({f"{weight.packed_names[0]}.{name}": tensor for name, tensor in buffers.items()})
-            for name, tensor in buffers.items():
-                setattr(packed, name, tensor)
-            packed.weight_dtype = self._kept_dtype(model, weight) or packed.weight_dtype
-            if weight.experts is None:
-                packed.bias = shell.bias
-                weight.put(model, packed)
-            else:  # the shell gives way to the packed experts
-                place, _ = weight.experts
-                place.module._modules[packed_name(place.child)] = packed
-            packed.lay_out_scales()
+            self._fill(model, weight, packed, shell)
         self.waiting.clear()
+        # Those that the checkpoint lacks are still waiting. transformers has initialised them, and warned.
+        for weight in [*self.late, *dict.fromkeys(self.unread.values())]:
+            reason = None if weight.experts else obstacle(model.get_submodule(weight.names[0]))
+            if reason is None:
+                weight.pack(model)
+            else:
+                warnings.warn(f"{weight.names[0]!r} is not packed: {reason}", stacklevel=2)
+        self.unread.clear()
+        self.late.clear()
         leave_fast_paths(model)
+        if self.quantization_config.recipe is not None:  # the configuration has none from here: the model is packed
+            self.quantization_config.__dict__.update(vars(config_of(model)))
+        attach(model)
         return model
+
+    def _fill(self, model: nn.Module, weight: Weight, packed: PackedWeight, shell: "_Shell") -> None:
+        """Give a packed weight its tensors, and put it in the place of its shell."""
+        buffers = {name: getattr(shell, name).view(dtype) for name, (_, dtype) in buffer_shapes(packed).items()}
+        check_buffers({f"{weight.packed_names[0]}.{name}": tensor for name, tensor in buffers.items()})
+        for name, tensor in buffers.items():
+            setattr(packed, name, tensor)
+        packed.weight_dtype = self._kept_dtype(model, weight) or packed.weight_dtype
+        if weight.experts is None:
+            packed.bias = shell.bias
+            weight.put(model, packed)
+        else:
+            weight.experts.module._modules[packed_name(weight.experts.child)] = packed
+        packed.lay_out_scales()
 
     def _kept_dtype(self, model: Any, weight: Weight) -> torch.dtype | None:
         """The dtype in which transformers keeps a weight, where that is not the model's; None where it is."""
@@ -111,6 +160,21 @@ class Fp4CompileQuantizer(HfQuantizer):
         """Bytes stay bytes: they are codes and scales, also in modules that transformers keeps in float32."""
         stored = param.get_dtype() if hasattr(param, "get_dtype") else param.dtype
         return None if stored in ("U8", torch.uint8) else dtype
+
+    # ------------------------------------------------------------ packing what is read
+
+    def param_needs_quantization(self, model: nn.Module, param_name: str, **kwargs: Any) -> bool:
+        return param_name in self.unread
+
+    def get_quantize_ops(self) -> ConversionOps:
+        return _Pack(self)
+
+    def param_element_size(self, model: nn.Module, param_name: str, param: torch.Tensor) -> float:
+        """Bytes of an element, from which transformers computes device maps and how much memory it reserves."""
+        if param_name not in self.unread:
+            return param.element_size()
+        parts = buffer_shapes(self.unread[param_name].empty(model)).values()
+        return sum(prod(shape) * dtype.itemsize for shape, dtype in parts) / max(1, param.numel())
 
     # ------------------------------------------------------------ saving
 
@@ -138,11 +202,10 @@ class Fp4CompileQuantizer(HfQuantizer):
 
 
 class _Shell(nn.Module):
-    """The stand-in for a packed layer while weights are loaded: its buffers, with scales and FP8 codes as bytes.
+    """The stand-in for a packed layer while weights are loaded: its buffers as files hold them.
 
-    weight: on the meta device, because code of transformers reads it; marked, so that it gets no initial values.
-    missing: the buffers that were not loaded. transformers assigns uninitialised memory to them, and warns; it marks
-    the tensors that it has loaded.
+    weight: on the meta device, because code of transformers reads it. missing: the buffers that were not loaded;
+    transformers marks the tensors that it has loaded.
     """
 
     def __init__(self, packed: PackedWeight, weight: nn.Parameter, bias: nn.Parameter | None):
@@ -164,21 +227,63 @@ class _Shell(nn.Module):
         super().__setattr__(name, value)
 
 
+class _Pack(ConversionOps):
+    """What transformers does with a tensor that it has read: packs it into the model, and returns what it did not."""
+
+    def __init__(self, quantizer: Fp4CompileQuantizer):
+        self.quantizer = quantizer
+
+    def convert(self, input_dict: dict[str, Any], *args: Any, **kwargs: Any) -> dict[str, Any]:
+        model, missing_keys = kwargs["model"], kwargs["missing_keys"]
+        left = {}
+        for name in list(input_dict):
+            value = input_dict.pop(name)  # so that nothing else holds it
+            value = value[0] if isinstance(value, list) else value
+            weight = self.quantizer.unread.get(name)
+            if weight is None:
+                left[name] = value
+            elif value.shape != weight.parameter(model).shape:  # transformers says so, or initialises another
+                self._forget(weight)
+                self.quantizer.late.append(weight)
+                left[name] = value
+            else:
+                self._forget(weight)
+                module, child = weight.slot(model)
+                module._parameters[child] = nn.Parameter(value, requires_grad=False)
+                del value
+                weight.pack(model)
+                missing_keys.difference_update(weight.parameters)
+                _mark_initialised(model, weight, missing_keys)
+        return left
+
+    def _forget(self, weight: Weight) -> None:
+        for name in weight.parameters:
+            self.quantizer.unread.pop(name)
+
+
+def _mark_initialised(model: nn.Module, weight: Weight, missing: set[str]) -> None:
+    """Tell transformers that a packed weight's module needs no initial values, if nothing else in it does.
+
+    Otherwise transformers reads the weight for it, and that dequantises the weight.
+    """
+    module, _ = weight.slot(model)
+    path = weight.names[0].rpartition(".")[0] if weight.experts else weight.names[0]
+    if missing.isdisjoint(f"{path}.{name}" for name in module._parameters):
+        module._is_hf_initialized = True
+
+
 # ---------------------------------------------------------------- configurations
 
 
 def config_of(model: nn.Module) -> Fp4CompileConfig:
     """The quantization_config of a packed model."""
-    named = model.named_modules(remove_duplicate=False)
-    packed = {name: module for name, module in named if isinstance(module, PackedWeight)}
-    return Fp4CompileConfig(*states_of(packed))
+    return Fp4CompileConfig(*states_of(packed_modules(model)))
 
 
 def attach(model: nn.Module) -> None:
     """Let `save_pretrained` of every transformers model in a module save its packed form.
 
-    The outermost ones get configurations of their own: models that were made from one configuration share it, and the
-    others may stay unpacked.
+    The outermost ones get configurations of their own: models that were made from one share it, and may stay unpacked.
     """
     inside: set[nn.Module] = set()
     for one in model.modules():
@@ -201,3 +306,9 @@ def _own_config(model: nn.Module, config: PreTrainedConfig) -> None:
         for name, value in vars(module).items():
             if isinstance(value, PreTrainedConfig):
                 vars(module)[name] = copies.get(id(value), value)
+
+
+def register() -> None:
+    """Make `from_pretrained` use this quantiser. Does nothing the second time."""
+    AUTO_QUANTIZATION_CONFIG_MAPPING[METHOD] = Fp4CompileConfig
+    AUTO_QUANTIZER_MAPPING[METHOD] = Fp4CompileQuantizer

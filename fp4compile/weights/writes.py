@@ -1,19 +1,15 @@
 """Which memory of weights was written to, where a weight's own version counter does not show it.
 
-PyTorch raises a tensor's version counter at each operation that writes to it. Views and `detach()` share the counter.
-Four kinds of write leave it as it is, and are seen here, by storage:
+Views and `detach()` share a tensor's counter. Four kinds of write leave it as it is, and are seen here, by storage:
 
-- Writes through `.data`. A tensor that `.data` returns has a counter of its own. `watch` makes the tensors that `.data`
-  hands out of one storage share one counter, which the storage's record keeps, and so it does with the counter of a
-  tensor that is assigned to `.data`. So a write through such a tensor or a view of it is seen, however late it comes.
-  Where `.data` of a parameter is assigned a part of memory that further tensors share, their counters are unknown:
-  weights there are quantised at every call.
-- Steps of optimisers: the fused ones raise no counter. Each step marks the storages of its parameters.
-- Updates after a training graph of this backend: any code may make them. Each forward and backward run marks the
-  storages of the parameters that it trains.
-- Collectives of torch.distributed, and FSDP. The beginning and the end of the default process group mark all storages;
-  while there is one, `changes_are_seen` is false. Then every mark is one of all storages, because FSDP gathers weights
-  from shards in other storages.
+- Writes through `.data`, which has a counter of its own. `watch` makes the tensors that `.data` hands out of one
+storage
+  share one counter, which the record keeps, as it keeps that of a tensor assigned to `.data`. Where `.data` of a
+  parameter is assigned memory that further tensors share, weights are quantised at every call.
+- Steps of optimisers mark the storages of their parameters: the fused ones raise no counter.
+- Each forward and backward run of a training graph marks those that it trains: any code may update them.
+- Collectives and FSDP: the beginning and the end of the default process group mark all storages, as every mark does
+  while there is one, and then `changes_are_seen` is false.
 
 `refresh` marks storages by hand, after any other write.
 """
@@ -37,11 +33,10 @@ NEVER = -1  # no storage has this mark
 
 
 class Storage:
-    """What is known of writes to one storage.
+    """The record of writes to one storage.
 
-    mark: the number of its last mark, 0 before the first. counters: empty tensors, each with the version counter of
-    tensors on this storage that are not the weight. shared: whether tensors with unknown counters may be on it. While
-    the weak reference exists, no other storage object gets the same address.
+    mark: the number of its last mark. counters: empty tensors with the version counters of other tensors on it. shared:
+    whether tensors with unknown counters may be on it. The weak reference keeps the address from other storages.
     """
 
     def __init__(self, storage: torch.UntypedStorage):
@@ -154,17 +149,16 @@ def _assigned(tensor: torch.Tensor, data: torch.Tensor, before: int) -> None:
 def refresh(model: torch.nn.Module | torch.Tensor | Iterable[torch.Tensor] | None = None) -> None:
     """Make the next inference call quantise weights again, after a write that fp4compile cannot detect.
 
-    Such a write goes through numpy, DLPack or the storage; or a fused update called without its optimiser, a kernel
-    outside PyTorch, the replay of a CUDA graph or a collective of torch.distributed makes it.
+    Such a write goes through numpy, DLPack or the storage, or is made by a fused update, a kernel outside PyTorch, the
+    replay of a CUDA graph or a collective.
 
-    model: a module, a tensor, or an iterable of tensors, whose storages are marked as changed. Every weight in one of
-        these storages is quantised again. None marks the storage of every packed weight. So does every `model` while
-        torch.distributed has its default process group: FSDP gathers weights into other storages than its parameters'.
+    model: a module, a tensor, or an iterable of tensors, whose storages are marked as changed. None marks the storage
+        of every packed weight, as does every `model` while torch.distributed has its default process group.
 
     Raises TypeError for anything else.
     """
     if model is None:
-        _mark_all()
+        _mark(None)
         return
     if isinstance(model, torch.nn.Module):
         model = itertools.chain(model.parameters(), model.buffers())
@@ -179,23 +173,13 @@ def refresh(model: torch.nn.Module | torch.Tensor | Iterable[torch.Tensor] | Non
     _mark(tensors)
 
 
-def _mark(tensors: Iterable[Any]) -> None:
-    """Mark the storages of tensors, or of all packed weights while FSDP may gather weights from the tensors."""
-    if in_group():
-        _mark_all()
-    elif _storages:
-        _mark_storages(_addresses(tensors))
-
-
-def _mark_all() -> None:
-    _mark_storages(list(_storages))
-
-
-def _mark_storages(addresses: Iterable[int]) -> None:
-    for address in addresses:
-        storage = _storages.get(address)
-        if storage is not None:
-            storage.mark = next(_marks)
+def _mark(tensors: Iterable[Any] | None) -> None:
+    """Mark the storages of tensors; of all packed weights for None, and while FSDP may gather them from the tensors."""
+    if _storages:
+        for address in list(_storages) if tensors is None or in_group() else _addresses(tensors):
+            storage = _storages.get(address)
+            if storage is not None:
+                storage.mark = next(_marks)
 
 
 def _addresses(tensors: Iterable[Any]) -> Iterator[int]:

@@ -9,9 +9,9 @@ import torch
 import torch.nn.functional as F
 
 import fp4compile
+from fp4compile.capture import run_captured
 from fp4compile.passes.manager import JointPasses
 from fp4compile.recipe import resolve
-from fp4compile.report.explain import run_captured
 from tests.helpers.rewritten import UNEVEN, rewritten, roles
 
 Linear, Parameter = torch.nn.Linear, torch.nn.Parameter

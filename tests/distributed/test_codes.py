@@ -116,7 +116,7 @@ def test_magnitudes_have_no_sign_and_keep_nan(device):
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", formats.NAMED)
 def test_compiled_codes_have_the_same_bits(name):
-    """As in tests/simulate/test_compiled_models.py."""
+    """As in tests/ptxsim/test_compiled_models.py."""
     both = tuple(Direction(name, dim, (N, K)) for dim in (-1, -2))
     encode = Encoding((both, both[:1]))
     whole = weight("cuda")

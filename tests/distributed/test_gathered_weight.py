@@ -7,6 +7,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fp4compile
 from fp4compile.analysis.plan import BEFORE_CAST
+from fp4compile.capture import run_captured
 from fp4compile.distributed.arrival import Arrival, Finish
 from fp4compile.distributed.codes import Direction, magnitudes_of
 from fp4compile.distributed.whole import Form
@@ -14,7 +15,6 @@ from fp4compile.hardware import Target
 from fp4compile.passes.manager import analyse
 from fp4compile.recipe import resolve
 from fp4compile.report import stored_rows
-from fp4compile.report.explain import run_captured
 from fp4compile.templates.launch import dry_run
 from tests.helpers import without_codegen
 

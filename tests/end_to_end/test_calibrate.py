@@ -1,8 +1,6 @@
 """Static activation scales, measured on batches."""
 
-import json
 import sys
-import tomllib
 import warnings
 from collections import UserDict
 from types import SimpleNamespace
@@ -17,8 +15,9 @@ from fp4compile.calibration.clipping import LeastSquares, Percentile
 from fp4compile.calibration.observers import Observation
 from fp4compile.formats.formats import get
 from fp4compile.formats.reference import fake_quantize, outer_of
-from fp4compile.recipe import Rule, named
+from fp4compile.recipe import named
 from tests.helpers import without_codegen
+from tests.helpers.packed_models import write_packed
 
 
 def test_calibrate_measures_the_largest_activation(monkeypatch):
@@ -330,8 +329,7 @@ def test_a_layer_without_a_scale_is_dynamic_and_the_report_says_so(monkeypatch, 
     assert [row.note for row in backend.report.rows] == [None, NOT_CALIBRATED]
     assert f"\n{NOT_CALIBRATED}: 1" in str(backend.report) and NOT_CALIBRATED not in str(mixed.report)
 
-    fp4compile.pack_(model, recipe)
-    fp4compile.save_packed(model, tmp_path / "packed.safetensors")
+    write_packed(model, tmp_path / "packed.safetensors", recipe)
     fresh = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Linear(64, 64))
     fp4compile.load_packed(fresh, tmp_path / "packed.safetensors")
     assert [layer.layer_format.activation_outer for layer in fresh] == [0.001, None]
@@ -386,34 +384,10 @@ def test_experts_that_were_never_reached_are_dynamic(monkeypatch, tmp_path):
     found, notes = run(model)
     assert torch.equal(found, expected)
     assert notes == {f"layers.{i}.up_proj": NOT_CALIBRATED if i else None for i in range(3)}
-    fp4compile.pack_(model, recipe)
-    fp4compile.save_packed(model, tmp_path / "packed.safetensors")
+    write_packed(model, tmp_path / "packed.safetensors", recipe)
     fp4compile.load_packed(fresh, tmp_path / "packed.safetensors")
     kept = [layer.up_proj_packed.layer_format.activation_outer for layer in fresh.layers]
     assert kept == [pytest.approx(outer), None, None] and torch.equal(run(fresh)[0], expected)
-
-
-def test_a_recipe_is_read_from_what_it_was_saved_to(tmp_path):
-    recipe = fp4compile.calibrate(torch.nn.Linear(64, 48), [torch.randn(4, 64)])
-    odd = 'ein "N\u00e4me"\\ \n\x7f#[x]'
-    recipe = recipe.replace(
-        name=odd, rules=[Rule(odd, "skip"), Rule("*.down", "mxfp8")], num_blocks=3, wgrad_x=None, hadamard=(),
-        static_scales={**dict(recipe.static_scales), odd: 1e-30, "a.0": 1 / 3}, skip_lm_head=False,
-    )  # fmt: skip
-    for one in (recipe, named("nvfp4_train")):
-        for ending in ("toml", "json"):
-            path = tmp_path / f"saved.{ending}"
-            one.save(path)
-            assert fp4compile.backend(path).recipe == fp4compile.backend(str(path)).recipe == one
-    assert tomllib.loads((tmp_path / "saved.toml").read_text())["hadamard"] == ["wgrad"]
-    with pytest.raises(ValueError, match="path='recipe.yaml': expected a name that ends in .toml or .json"):
-        recipe.save("recipe.yaml")
-    (tmp_path / "bad.json").write_text("{")
-    with pytest.raises(ValueError, match="bad.json is not JSON"):
-        fp4compile.backend(tmp_path / "bad.json")
-    (tmp_path / "bad.json").write_text(json.dumps({"min_k": "1"}))
-    with pytest.raises(TypeError, match="bad.json: min_k: expected an int"):
-        fp4compile.backend(tmp_path / "bad.json")
 
 
 def test_progress_needs_no_package(monkeypatch, capsys):

@@ -15,7 +15,7 @@ from fp4compile.hardware import Target
 from fp4compile.ops.matmul import SCALED_GROUPED_MM, SCALED_MM_QUANTIZED
 from fp4compile.ops.quantize import LAY_OUT_SCALES, QUANTIZE
 from fp4compile.passes import quantize_before_move
-from fp4compile.passes.notes import fused, product_of
+from fp4compile.passes.lib.notes import fused, product_of
 from fp4compile.recipe import named, resolve
 from fp4compile.templates.launch import dry_run
 from tests.fuzz.compare import captured

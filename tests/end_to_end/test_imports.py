@@ -1,18 +1,23 @@
 """The house keeps its shape: imports go downwards, none of them in a circle; patches of other libraries have one place.
 
-Everything is read from the source text, imports inside functions included; nothing is run.
+This is read from the source text, imports inside functions included. What `import fp4compile` imports is seen in a
+process of its own.
 """
 
 import ast
 import functools
+import subprocess
 import sys
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
 
+import fp4compile
+
 ROOT = Path(__file__).parents[2]
-PACKAGE = "fp4compile"
+PACKAGE, SIMULATOR = "fp4compile", "ptxsim"
 PATCHES = "fp4compile._inductor_patches"
 MOST_LINES = 700
 
@@ -23,19 +28,19 @@ ROOMS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("checks of kernels", ("fp4compile.check",)),
     ("public names", ("fp4compile",)),
     ("entry points", (
-        "fp4compile.registration", "fp4compile.backend", "fp4compile.calibration", "fp4compile.report.explain",
-        "fp4compile.distributed",
+        "fp4compile.registration", "fp4compile.dynamo_backend", "fp4compile.calibration", "fp4compile.capture",
+        "fp4compile.distributed", "fp4compile.roofline",
     )),
     ("passes", ("fp4compile.passes",)),
     ("weights", ("fp4compile.weights",)),
     ("report", ("fp4compile.report",)),
-    ("predicted times", ("fp4compile.roofline",)),
     ("analysis", ("fp4compile.analysis",)),
     ("recipe", ("fp4compile.recipe",)),
     ("operators", ("fp4compile.ops",)),
     ("templates", ("fp4compile.templates",)),
     ("ground", ("fp4compile.formats", "fp4compile.hardware", "fp4compile._compat", "fp4compile._inductor_patches",
                 "fp4compile.config")),
+    ("simulator, a package of its own", (SIMULATOR,)),
 )  # fmt: skip
 # Rooms inside `fp4compile.templates`, the highest first: kernels are made of device functions, never the reverse.
 TEMPLATE_ROOMS = (
@@ -46,19 +51,19 @@ TEMPLATE_ROOMS = (
     ("fp4compile.templates.launch",),
     ("fp4compile.templates.device",),
 )
-# (importing module, imported module) -> why this import must go up. Imports inside functions are no exception.
-ALLOWED_UP: dict[tuple[str, str], str] = {}
-# (importing module, imported module) -> why this import may close a circle. It must be inside a function.
-ALLOWED_IN_CIRCLES: dict[tuple[str, str], str] = {}
+# Packages, and modules with everything below them, that are imported when they are used.
+LATER = ("torch._dynamo", "torch._inductor", "sympy", "triton", "networkx", "transformers", "fp4compile.analysis",
+         "fp4compile.calibration", "fp4compile.dynamo_backend", "fp4compile.passes", "fp4compile.roofline",
+         "fp4compile.templates", "fp4compile.weights")  # fmt: skip
 
 
 # ---------------------------------------------------------------- reading the source
 
 
 def module_names(root: Path) -> dict[str, Path]:
-    """The file of each module of the package below a folder, by the module's dotted name."""
+    """The file of each module of both packages below a folder, by the module's dotted name."""
     found = {}
-    for path in sorted((root / PACKAGE).rglob("*.py")):
+    for path in sorted(path for package in (PACKAGE, SIMULATOR) for path in (root / package).rglob("*.py")):
         parts = path.relative_to(root).with_suffix("").parts
         found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
     return found
@@ -68,7 +73,7 @@ parsed = functools.cache(ast.parse)  # by the text
 
 
 def imports_of(tree: ast.AST, modules: dict[str, Path]) -> set[str]:
-    """The modules of the package that a module imports, anywhere in it.
+    """The modules of both packages that a module imports, anywhere in it.
 
     `from package import name` is an import of the module `package.name` where there is one, else of `package`.
     """
@@ -84,7 +89,7 @@ def imports_of(tree: ast.AST, modules: dict[str, Path]) -> set[str]:
 
 
 def import_graph(root: Path = ROOT) -> dict[str, set[str]]:
-    """The modules that each module of the package imports.
+    """The modules of both packages that each of their modules imports.
 
     Python also runs the `__init__` of every package above an imported module. That is no edge here: such a file may
     gather the names of its package's modules.
@@ -126,11 +131,7 @@ def circles(graph: dict[str, set[str]]) -> list[list[str]]:
 
 
 def test_no_import_is_in_a_circle():
-    graph = {
-        module: {other for other in imported if (module, other) not in ALLOWED_IN_CIRCLES}
-        for module, imported in import_graph().items()
-    }
-    assert circles(graph) == []
+    assert circles(import_graph()) == []
 
 
 # ---------------------------------------------------------------- rooms
@@ -154,10 +155,7 @@ def arrows_up(graph: dict[str, set[str]], rooms: tuple[tuple[str, ...], ...]) ->
         f"{module} imports {other}"
         for module, imported in sorted(graph.items())
         for other in sorted(imported)
-        if (module, other) not in ALLOWED_UP
-        and places[module] is not None
-        and places[other] is not None
-        and places[other] < places[module]
+        if places[module] is not None and places[other] is not None and places[other] < places[module]
     ]
 
 
@@ -173,10 +171,58 @@ def test_no_import_goes_up():
     assert arrows_up(graph, TEMPLATE_ROOMS) == []
 
 
-def test_exceptions_are_imports_that_exist_and_have_a_reason():
-    graph = import_graph()
-    for (module, other), reason in (ALLOWED_UP | ALLOWED_IN_CIRCLES).items():
-        assert other in graph[module] and len(reason.split()) > 3
+def test_the_simulator_serves_checks_alone():
+    """It imports nothing of the package (`test_no_import_goes_up`), and nothing that users run imports it."""
+    rooms = tuple(entries for _, entries in ROOMS)
+    place, simulator = partial(place_in, rooms), len(ROOMS) - 1
+    importing = {place(module) for module, imported in import_graph().items() if simulator in map(place, imported)}
+    assert importing == {simulator, place("fp4compile.check")}
+
+
+def test_no_package_is_split_between_rooms():
+    """A module that alone has to lie in a higher room than its package lies in the wrong package."""
+    assert [entry for _, entries in ROOMS for entry in entries if entry.count(".") > 1] == []
+
+
+# ---------------------------------------------------------------- what is imported when it is used
+
+
+def imported_by(code: str) -> set[str]:
+    """The modules that a process has imported after it ran the code."""
+    command = [sys.executable, "-c", f"import sys\n{code}\nprint(*sys.modules)"]
+    return set(subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT).stdout.split())
+
+
+def below(names: tuple[str, ...], modules: set[str]) -> list[str]:
+    return [name for name in names if any(module == name or module.startswith(f"{name}.") for module in modules)]
+
+
+def test_importing_the_package_and_eager_calls_on_a_cpu_import_no_compiler():
+    """The ops are declared all the same: an exported program finds them."""
+    modules = imported_by(
+        "import torch, fp4compile\n"
+        "assert torch.ops.fp4compile.scaled_mm.default and torch.ops.fp4compile.expert_weights.default\n"
+        "a, b = (fp4compile.quantize(torch.ones(32, 64), 'nvfp4') for _ in range(2))\n"
+        "assert fp4compile.scaled_mm(a, b).eq(64).all()\n"
+    )
+    assert "fp4compile.ops.matmul" in modules and below(LATER, modules) == []
+
+
+def test_a_backend_imports_neither_predictions_nor_published_layouts():
+    modules = imported_by("import fp4compile; fp4compile.backend('nvfp4')")
+    assert "torch._inductor" in modules
+    assert (
+        below(("fp4compile.roofline", "fp4compile.calibration", "fp4compile.weights.published.conventions"), modules)
+        == []
+    )
+
+
+def test_names_are_imported_from_where_type_checkers_find_them():
+    (block,) = (node for node in parsed(Path(fp4compile.__file__).read_text()).body if isinstance(node, ast.If))
+    found = {alias.name: f"{node.module}" for node in block.body for alias in node.names}
+    assert found == {name: f"{PACKAGE}.{place}" for name, place in fp4compile._LATER.items()}
+    assert set(fp4compile.__all__) <= set(dir(fp4compile)) and all(hasattr(fp4compile, name) for name in found)
+    assert fp4compile.roofline.GPUS and not hasattr(fp4compile, "no_such_name")
 
 
 # ---------------------------------------------------------------- patches of other libraries
@@ -184,7 +230,7 @@ def test_exceptions_are_imports_that_exist_and_have_a_reason():
 
 def foreign_names(tree: ast.AST) -> set[str]:
     """The names in a module that an import of another library binds, or an assignment of such a library's attribute."""
-    own = sys.stdlib_module_names | {PACKAGE}
+    own = sys.stdlib_module_names | {PACKAGE, SIMULATOR}
     found = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
@@ -279,6 +325,7 @@ def test_an_import_that_goes_up_is_found(tmp_path):
     )
     rooms = tuple(entries for _, entries in ROOMS)
     assert arrows_up(graph, rooms) == ["fp4compile.formats.groups imports fp4compile.ops.dense"]
+    assert arrows_up({"ptxsim.run": {"fp4compile.config"}, "fp4compile.config": set()}, rooms)
     assert place_in(rooms, "fp4compile.unknown") is None
     assert place_in(rooms, "fp4compile.passes.find") == 4
 

@@ -137,6 +137,7 @@ BROUGHT: dict[str, dict[str, Callable[[], Names]]] = {
             lambda: checkpoint_in("published-checkpoint", "modelopt_nvfp4"),
         "transformers": lambda: llama_in("plain"), "Calibration": llama,
     },
+    "docs/ptxsim.md": {"": dict},
     "docs/recipes.md": {"": dict},
     "docs/report.md": {
         "": network, "Predicted times": lambda: {"config": transformers.LlamaConfig(**SIZES),

@@ -43,7 +43,7 @@ def test_the_version_is_the_packages_literal():
 
 def test_every_public_name_is_there():
     assert all(hasattr(fp4compile, name) for name in fp4compile.__all__)
-    assert (ROOT / "fp4compile" / "py.typed").exists()
+    assert all((ROOT / package / "py.typed").exists() for package in ("fp4compile", "ptxsim"))
 
 
 def test_numpy_is_required():

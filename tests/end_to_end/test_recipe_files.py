@@ -73,6 +73,14 @@ def test_a_key_of_ones_own_is_no_end(text, tmp_path):
         resolve(path)
 
 
+def test_what_is_no_file_of_a_recipe(tmp_path):
+    with pytest.raises(ValueError, match="path='recipe.yaml': expected a name that ends in .toml or .json"):
+        RECIPES["trained"].save("recipe.yaml")
+    (tmp_path / "bad.json").write_text(json.dumps({"min_k": "1"}))
+    with pytest.raises(TypeError, match="bad.json: min_k: expected an int"):
+        resolve(tmp_path / "bad.json")
+
+
 @pytest.mark.parametrize("ending, deep", [("toml", "a = " + 100_000 * "["), ("json", 100_000 * "[")])
 def test_deep_nesting_is_no_recipe(ending, deep, tmp_path):
     path = tmp_path / f"deep.{ending}"

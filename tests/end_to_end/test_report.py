@@ -386,7 +386,7 @@ def test_lite_mode_says_that_it_quantises_nothing(by, monkeypatch):
 
 def test_freezing_says_that_it_quantises_nothing(monkeypatch):
     """Dynamo then makes parameters attributes of the graph. In training it does not."""
-    monkeypatch.setattr(sys.modules["fp4compile.backend"], "compile_fx", lambda gm, *args, **options: gm.forward)
+    monkeypatch.setattr(sys.modules["fp4compile.dynamo_backend"], "compile_fx", lambda gm, *args, **options: gm.forward)
     model, x = torch.nn.Linear(64, 64), torch.ones(8, 64)
     backend = fp4compile.backend("mxfp8")
     warning = pytest.warns(UserWarning, match="quantised nothing: torch._inductor.config.freezing makes")

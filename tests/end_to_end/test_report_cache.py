@@ -25,7 +25,6 @@ OF_ANOTHER_KIND = {
     "no rows": {"counts": {}}, "rows of a dict": {"rows": {}, "counts": {}},
     "rows of a text": {"rows": "", "counts": {}}, "more": {"rows": [], "counts": {}, "x": 1},
     "counts of a list": {"rows": [], "counts": []}, "no count": {"rows": [], "counts": {"find": "1"}},
-    "no launches": {"rows": [], "counts": {}, "launches": ["1", 1.0]},
 }  # fmt: skip
 WRONG_ROWS = {
     "a list": [], "no fields": {}, "no module": {name: value for name, value in ROW.items() if name != "module"},
@@ -48,7 +47,7 @@ def file(tmp_path, monkeypatch):
 @pytest.mark.parametrize("content", CONTENTS.values(), ids=CONTENTS)
 def test_rows_that_cannot_be_read_are_missed_loudly(content, file, monkeypatch, caplog):
     """The graph comes from Inductor's cache, and the file of its rows holds something else. It is removed."""
-    backend_module = importlib.import_module("fp4compile.backend")
+    backend_module = importlib.import_module("fp4compile.dynamo_backend")
     monkeypatch.setattr(backend_module, "compile_fx", lambda gm, *args, **kwargs: gm.forward)
     file.parent.mkdir()
     file.write_bytes(content)
@@ -65,7 +64,7 @@ def test_what_the_cases_above_change_is_what_is_wrong_with_them(file):
     stored_rows.store("key", Outcome([], {"find": 0}))  # a graph without products
     assert stored_rows.load("key") == Outcome([], {"find": 0})
     file.write_text(json.dumps({"rows": [ROW, ROW | {"seconds": 1}], "counts": {}}))
-    (first, second), *_ = stored_rows.load("key")
+    (first, second), _ = stored_rows.load("key")
     assert (first.module, first.seconds, second.seconds) == ("a", None, 1)
 
 

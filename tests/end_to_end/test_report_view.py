@@ -8,7 +8,7 @@ import torch
 
 import fp4compile
 from fp4compile.report.report import Report, Row, Seconds
-from fp4compile.report.view import view_of
+from fp4compile.report.report_view import view_of
 from fp4compile.weights.buffers import BUFFERS, PackedWeight
 from tests.helpers import without_codegen
 from tests.helpers.report_text import Page, flat

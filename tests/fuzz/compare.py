@@ -235,7 +235,7 @@ def captured(
     return compile_graph
 
 
-def _count(counts: Counter, saved, prologues, runs, launches) -> None:
+def _count(counts: Counter, saved, prologues, runs) -> None:
     """Count the matches of the passes on one graph: what `LowerPasses` tells."""
     counts.update({name: run.matches for name, run in runs.items()})
 

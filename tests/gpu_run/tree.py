@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import triton
 
-SOURCES = ("fp4compile", "tests", "pyproject.toml")
+SOURCES = ("fp4compile", "ptxsim", "tests", "pyproject.toml")
 # Made by Python and by tools, or no input of a test.
 NOT_SOURCES = {"__pycache__", ".pytest_cache", ".mypy_cache", ".ruff_cache"}
 

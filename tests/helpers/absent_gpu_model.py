@@ -12,9 +12,9 @@ from torch._subclasses import FakeTensorMode
 from triton.runtime import driver
 
 import fp4compile
+from fp4compile.capture import _boxed
 from fp4compile.hardware import Target
 from fp4compile.passes import hoist
-from fp4compile.report.explain import _boxed
 from fp4compile.report.report import Report
 from fp4compile.templates.launch import dry_run
 from tests.helpers.absent_gpu import NoGpu
@@ -51,7 +51,7 @@ def compiled_for(monkeypatch, model, x, recipe, launches):
         outputs = [node.meta["val"] for node in gm.graph.find_nodes(op="output")[0].args[0]]
         return _boxed(lambda *args: outputs)
 
-    monkeypatch.setattr(importlib.import_module("fp4compile.backend"), "compile_fx_inner", inner_compile)
+    monkeypatch.setattr(importlib.import_module("fp4compile.dynamo_backend"), "compile_fx_inner", inner_compile)
     # Inductor would trace patterns of its own on the GPU.
     monkeypatch.setattr(joint_graph, "lazy_init", lambda *args: None)
     # A fake weight has no contents to quantise, nor an address to know it by.

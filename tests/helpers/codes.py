@@ -18,7 +18,7 @@ SHAPES = [
     (2, 0, 32),
     (0, 3, 5),
 ]
-SHAPES_AND_DIMS = [(shape, dim) for shape in SHAPES for dim in range(-len(shape), len(shape))]
+SHAPES_AND_DIMS = [(shape, dim) for shape in SHAPES for dim in range(-len(shape), 1)]
 
 
 def codes_of(data: torch.Tensor) -> torch.Tensor:

@@ -12,7 +12,7 @@ from reprlib import repr as short
 
 import torch
 from safetensors import safe_open
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import nn
 
 import fp4compile
@@ -251,8 +251,18 @@ def broken_metadata() -> Iterator[Variant]:
             named = LAYER if len(path) > 1 else "metadata"
             yield Variant("packed", f"{path[-1]} = {short(value)}", in_metadata(*path, value=value), named)
 
+    of_format = {
+        ("weight", "nvfp6"): "unknown format 'nvfp6'", ("weight", "mxfp4"): "cannot be multiplied",
+        ("activation", "mxfp8_floor"): "cannot be multiplied", ("activation", "nvfp6"): "unknown format 'nvfp6'",
+        ("weight", "nvfp4_rowwise"): f"'{LAYER}.weight_outer' is",
+    }  # fmt: skip
+    for (key, value), why in of_format.items():
+        yield Variant("packed", f"{key} = {value}", in_metadata("layers", LAYER, key, value=value), why)
+
 
 def broken_sharing() -> Iterator[Variant]:
+    gone = in_metadata("aliases", "lm_head.weight", value="nothing")
+    yield Variant("packed", "aliases of nothing", gone, "'nothing', which 'lm_head.weight' shares")
     changes: dict[str, list] = {
         "aliases": [[], None, 5, GONE, {"lm_head.weight": 5}, {"lm_head.weight": ["embed.weight"]},
                     {"lm_head.weight": "gone"}, {"lm_head.weight": "lm_head.weight"}, deep_list(),
@@ -283,7 +293,9 @@ def broken_buffers() -> Iterator[Variant]:
         yield Variant("packed", f"{name} in float64", replaced(name, lambda t: t.double()), name)
         yield Variant("packed", f"{name} of another shape", replaced(name, lambda t: t[None].clone()), name)
     yield Variant("packed", "codes transposed", replaced(data, lambda t: t.T), data)
-    yield Variant("packed", "one tensor more", tensors(lambda found: found.update(more=torch.ones(1))), "more")
+    for kind in ("packed", "modelopt"):
+        more = tensors(lambda found: found.update(more=torch.ones(1)))
+        yield Variant(kind, "one tensor more", more, "the model has no 'more'")
     for key, values in {
         "experts": ["2", 3, None, True],
         "in_first": ["yes", None, 0],
@@ -323,7 +335,14 @@ def broken_configurations() -> Iterator[Variant]:
     ]  # fmt: skip
     for kind, file, path, values in changes:
         for value in values:
-            yield Variant(kind, f"{path[-1]} = {short(value)}", in_json(file, *path, value=value), "")
+            why = "weight_map does not give a file for each tensor" if file == INDEX else ""
+            yield Variant(kind, f"{path[-1]} = {short(value)}", in_json(file, *path, value=value), why)
+    for key, value, why in (
+        ("quant_algo", "NVFP4_AWQ", "unknown quant_algo 'NVFP4_AWQ'"),
+        ("group_size", 64, "group_size: expected 16 for nvfp4, got 64"),
+    ):
+        spoil = in_json(HF_QUANT_CONFIG, "quantization", key, value=value)
+        yield Variant("modelopt", f"{key} = {value}", spoil, why)
     for value in ([1], 5, "x", None, {}, {LAYER: [1]}, {LAYER: 5}, {LAYER: {}}, {LAYER: {"quant_algo": []}}):
         mixed = {"quant_algo": "MIXED_PRECISION", "quantized_layers": value}
         spoil = in_json(HF_QUANT_CONFIG, "quantization", value=mixed)
@@ -377,14 +396,21 @@ def broken_shards() -> Iterator[Variant]:
         "\ud800",
     )
     for name in names:
-        yield Variant("sharded", f"shard {name[:20]!r}", shard(name), INDEX)
+        why = f"shard {name!r} of tensor '{LAYER}.weight' is missing" if name == "gone.safetensors" else INDEX
+        yield Variant("sharded", f"shard {name[:20]!r}", shard(name), why)
     yield Variant("sharded", "shard outside", outside, INDEX)
-    yield Variant("sharded", "tensor that no shard has", in_json(INDEX, "weight_map", "x", value=SHARD), "'x'")
+    why = f"tensor 'x' should be in {SHARD!r}, which does not have it"
+    yield Variant("sharded", "tensor that no shard has", in_json(INDEX, "weight_map", "x", value=SHARD), why)
     yield Variant("sharded", "shard removed", lambda folder: (folder / SHARD).unlink(), SHARD)
     yield Variant("sharded", "shard cut", lambda folder: (folder / SHARD).write_bytes(b"1234"), SHARD)
     yield Variant("sharded", "shard is a folder", lambda f: ((f / SHARD).unlink(), (f / SHARD).mkdir()), SHARD)
     copies = lambda folder: (folder / SHARD).write_bytes((folder / OTHER).read_bytes())  # noqa: E731
     yield Variant("sharded", "shard twice", copies, "")
+
+    def with_another(folder: Path) -> None:
+        save_file(load_file(folder / SHARD) | load_file(folder / OTHER), folder / SHARD)
+
+    yield Variant("sharded", "tensors in two shards", with_another, "is in several files")
     yield Variant("sharded", "index removed", lambda folder: (folder / INDEX).unlink(), "")
     yield Variant("modelopt", "no file", lambda folder: (folder / FILE).unlink(), "")
 
@@ -401,16 +427,25 @@ def broken_tensors() -> Iterator[Variant]:
         for name in (f"{LAYER}.{one}" for one in names):
             for value in (-1.0, 0.0, float("nan"), float("inf"), 1e-45, 1e30 if kind == "modelopt" else 1e-30):
                 spoil = replaced(name, lambda t, value=value: t.fill_(value))
-                yield Variant(kind, f"{name} = {value}", spoil, name)
-            yield Variant(kind, f"no {name}", tensors(lambda found, name=name: found.pop(name)), name)
-            yield Variant(kind, f"two of {name}", replaced(name, lambda t: torch.stack([t, t])), name)
-            yield Variant(kind, f"{name} in float16", replaced(name, lambda t: t.half()), name)
+                why = f"{value:g}, as the " if 1e-40 < value < 1e40 else "expected a positive normal number"
+                yield Variant(kind, f"{name} = {value}", spoil, f"tensor {name!r}: {why}")
+            gone = tensors(lambda found, name=name: found.pop(name))
+            yield Variant(kind, f"no {name}", gone, f"tensor {name!r} is missing")
+            for what, change in (("two of", lambda t: torch.stack([t, t])), ("float16 in", lambda t: t.half())):
+                yield Variant(kind, f"{what} {name}", replaced(name, change), f"tensor {name!r}: expected one float32")
     codes = {"modelopt": ("weight", (0x7F, 0x80, 0xFF)), "compressed": ("weight_packed", (0x7F, 0x90)),
              "mxfp8": ("weight", (255,))}  # fmt: skip
     for kind, (data, bad) in codes.items():
         scales = f"{LAYER}.weight_scale"
         for value in bad:
-            yield Variant(kind, f"scale byte {value}", replaced(scales, with_byte(value)), scales)
+            why = f"tensor {scales!r}: has scales that are NaN"
+            yield Variant(kind, f"scale byte {value}", replaced(scales, with_byte(value)), why)
+        if kind != "mxfp8":  # whose codes are square
+            transposed = replaced(f"{LAYER}.{data}", lambda t: t.T)
+            yield Variant(kind, "codes transposed", transposed, f"tensor {scales!r}: expected shape")
+            parts = {scales: lambda t: t[:, :1].clone(), f"{LAYER}.{data}": lambda t: t[:, : t.shape[1] // 4].clone()}
+            fewer = tensors(lambda found, parts=parts: found.update({n: cut(found[n]) for n, cut in parts.items()}))
+            yield Variant(kind, "one block a row", fewer, f"layer {LAYER!r}: the file has in and out features")
         for name in (scales, f"{LAYER}.{data}"):
             yield Variant(kind, f"no {name}", tensors(lambda found, name=name: found.pop(name)), LAYER)
             yield Variant(kind, f"{name} in int64", replaced(name, lambda t: t.view(torch.uint8).long()), LAYER)
@@ -418,7 +453,11 @@ def broken_tensors() -> Iterator[Variant]:
             yield Variant(kind, f"{name} without rows", replaced(name, lambda t: t[:0].clone()), LAYER)
             yield Variant(kind, f"{name} of half the columns", replaced(name, lambda t: t[:, ::2]), LAYER)
     blocks, scales = "experts.down_proj_blocks", "experts.down_proj_scales"
-    yield Variant("gpt_oss", "NaN", replaced(scales, with_byte(255)), scales)
+    why = f"tensor {scales!r}: has scales that are NaN"
+    yield Variant("gpt_oss", "NaN", replaced(scales, with_byte(255)), why)
+    fewer = {name: lambda t: t[:, :32].clone() for name in (blocks, scales)}
+    less = tensors(lambda found: found.update({name: cut(found[name]) for name, cut in fewer.items()}))
+    yield Variant("gpt_oss", "fewer rows", less, "the file has shape")
     empty = tensors(lambda found: found.update({blocks: found[blocks][:0].clone(), scales: found[scales][:0].clone()}))
     yield Variant("gpt_oss", "no experts", empty, "experts.down_proj")
     for name in (blocks, scales):  # of this checkpoint they are what tells that it is one
@@ -428,7 +467,8 @@ def broken_tensors() -> Iterator[Variant]:
             "flat": lambda t: t.flatten(),
             "short": lambda t: t[:, :, :1].clone(),
         }.items():
-            yield Variant("gpt_oss", f"{name} {what}", replaced(name, change), "experts.down_proj")
+            why = f"tensor {scales if what == 'short' else name!r}: expected uint8 of shape"
+            yield Variant("gpt_oss", f"{name} {what}", replaced(name, change), why)
 
 
 def variants() -> list[Variant]:

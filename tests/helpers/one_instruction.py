@@ -4,10 +4,10 @@ from types import SimpleNamespace
 
 import numpy as np
 
-from fp4compile.check.simulate.forms import decode
-from fp4compile.check.simulate.fragment import LANES, Fragment
-from fp4compile.check.simulate.parse import parse
-from fp4compile.check.simulate.state import CARRY
+from ptxsim.forms import decode
+from ptxsim.fragment import LANES, Fragment
+from ptxsim.parse import parse
+from ptxsim.state import CARRY
 
 _BITS = {"%p": 1, "%b": 8, "%h": 16, "%r": 32, "%d": 64}
 _DECLARED = " ".join(f".reg .{'pred' if bits == 1 else f'b{bits}'} {name}<16>;" for name, bits in _BITS.items())

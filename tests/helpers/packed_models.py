@@ -2,6 +2,7 @@
 
 import torch
 
+import fp4compile
 from fp4compile.recipe import named
 
 
@@ -27,6 +28,12 @@ STATIC = {"layers.0": 0.002, "layers.1": 0.001}
 def run(model):
     with torch.no_grad():
         return model(TOKENS)
+
+
+def write_packed(model, path, recipe="nvfp4"):
+    """Pack a model, and save it to a file."""
+    fp4compile.pack_(model, recipe)
+    fp4compile.save_packed(model, path)
 
 
 def recipe_of(name):

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import numpy as np
 
-from fp4compile.check.simulate.numbers import lop3, prmt, prmt_by_thread
+from ptxsim.numbers import lop3, prmt, prmt_by_thread
 from tests.helpers.ptx_player import bf16, f16, fp8_values, pack_bf16, pack_f16
 
 U32, U64 = np.uint32, np.uint64

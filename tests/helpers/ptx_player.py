@@ -8,8 +8,8 @@ import re
 
 import numpy as np
 
-from fp4compile.check.simulate import numbers
-from fp4compile.check.simulate.numbers import fma32, lop3, prmt
+from ptxsim import numbers
+from ptxsim.numbers import fma32, lop3, prmt
 
 F32, U32, U64 = np.float32, np.uint32, np.uint64
 

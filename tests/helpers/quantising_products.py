@@ -3,9 +3,9 @@
 from fp4compile.passes.fuse_epilogue import fuse_epilogue
 from fp4compile.passes.fuse_prologue import fuse_prologue
 from fp4compile.passes.fuse_quantize import fuse_quantize
+from fp4compile.passes.lib.notes import fused
 from fp4compile.passes.lower import lower
 from fp4compile.passes.merge_quantize import merge_quantize
-from fp4compile.passes.notes import fused
 from tests.helpers.absent_gpu import fused_graph
 from tests.helpers.graphs import summary
 

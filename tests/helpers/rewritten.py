@@ -5,10 +5,10 @@ from unittest import mock
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 
 from fp4compile.analysis.plan import Decision
+from fp4compile.capture import run_captured
 from fp4compile.passes.manager import analyse
 from fp4compile.passes.rewrite import rewrite
 from fp4compile.recipe import resolve
-from fp4compile.report.explain import run_captured
 
 ROLES = ("fprop_x", "fprop_w", "dgrad_dy", "dgrad_w", "wgrad_dy", "wgrad_x", "attention_a", "attention_b")
 # A different format for each role; the two formats of a product can be multiplied.
@@ -32,7 +32,7 @@ def rewritten(model, recipe, **overrides):
 
     def call(*args, **kwargs):
         # As Inductor does. The default partitioner would put the quantise of an activation into the backward graph.
-        with mock.patch("fp4compile.report.explain.default_partition", min_cut_rematerialization_partition):
+        with mock.patch("fp4compile.capture.default_partition", min_cut_rematerialization_partition):
             return captured(*args, **kwargs)
 
     captured = run_captured(model, run)

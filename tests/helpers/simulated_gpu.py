@@ -41,8 +41,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._triton import has_triton
 
-from fp4compile.check.simulate.fault import Fault
-from fp4compile.check.simulate.launch import Simulator, compiled_of
+from fp4compile.check.simulator import LaunchSimulator
 from fp4compile.formats import formats, reference
 from fp4compile.formats.operand import Operand
 from fp4compile.hardware import Target
@@ -56,6 +55,7 @@ from fp4compile.ops.matmul import (
     scaled_mm_two_ctas_kernels,
 )
 from fp4compile.passes import hoist
+from ptxsim import Compiled, Fault, Simulator
 from tests.helpers.absent_gpu import pretend
 from tests.helpers.library_checks import FLOAT4, V1, V2, check, named
 
@@ -73,7 +73,7 @@ LIBRARY = {V1: V1, V2: V2, torch.ops.aten._scaled_mm.out: V1, torch.ops.aten._sc
 @contextmanager
 def simulated(monkeypatch, sm):
     """While this lasts, `torch.compile` compiles for compute capability `sm`. Yields the `Gpu` that runs the code."""
-    gpu = Gpu(Simulator(Target(sm)))
+    gpu = Gpu(LaunchSimulator(Target(sm)))
     with monkeypatch.context() as patch:
         pretend(patch, sm)
         for name in ("_exchange_device", "_maybe_exchange_device"):
@@ -88,7 +88,7 @@ def simulated(monkeypatch, sm):
         for name in ("run", "_add_peephole_patterns"):
             patch.setattr(folder, name, _on_cpu(getattr(folder, name)))
         patch.setattr(AsyncCompile, "triton", lambda self, name, source, *rest, **more: gpu.kernel(name, source))
-        patch.setattr(importlib.import_module("fp4compile.backend"), "compile_fx_inner", gpu.compile_inner)
+        patch.setattr(importlib.import_module("fp4compile.dynamo_backend"), "compile_fx_inner", gpu.compile_inner)
         for name in ("packed_weight", "packed_pair"):
             patch.setattr(hoist, name, gpu.during(getattr(hoist, name)))
         settings = {"joint_custom_pre_pass": MoveToGpu(), "force_disable_caches": True, "compile_threads": 1,
@@ -164,7 +164,7 @@ def _on_cpu(function):
 class Gpu:
     """What compiled models took. launches: (kind, name) in order, of what the wrapper called; see `counted`."""
 
-    simulator: Simulator
+    simulator: LaunchSimulator
     launches: list[tuple[str, str]] = field(default_factory=list)
 
     def counted(self):
@@ -218,7 +218,7 @@ class Gpu:
         before = {key: content.copy() for key, content in contents.items()}
         written = {key: simulator.unwritten.pop(key, True) for key in contents}
         ends = []
-        for fill, executing in ((0x55, Simulator(simulator.target, simulator.schedule)), (0xAA, simulator)):
+        for fill, executing in ((0x55, Simulator(simulator.schedule)), (0xAA, simulator)):
             for key, content in contents.items():
                 content[:] = np.where(written[key], before[key], fill)
             executing.execute(compiled, values, grid)
@@ -249,7 +249,7 @@ class Kernel:
         tuner = getattr(PyCodeCache.load(source), name)
         with mock.patch.dict(os.environ, TRITON_CACHE_DIR=_compiled_kernels().name):
             result = tuner._precompile_config(tuner.configs[0])
-        self.compiled = compiled_of(result.kernel.asm["ptx"], result.kernel.metadata)
+        self.compiled = Compiled.of(result.kernel)
         function, signature = tuner.fn, result.compile_meta["signature"]
         passed, parameters, _ = result._get_arg_lists(function.arg_names, get_constexprs(function))
         values = [each for name, each in zip(function.arg_names, passed, strict=True)

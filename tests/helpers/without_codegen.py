@@ -11,7 +11,7 @@ from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._inductor import config
 from torch._inductor.decomposition import select_decomp_table
 
-from fp4compile.report.explain import _boxed
+from fp4compile.capture import _boxed
 
 
 def install(monkeypatch, running=nullcontext, deciding=nullcontext) -> list[dict]:
@@ -26,7 +26,7 @@ def install(monkeypatch, running=nullcontext, deciding=nullcontext) -> list[dict
             seen.append(config.get_config_copy())
         return _compile(gm, example_inputs, config_patches, running, deciding)
 
-    monkeypatch.setattr(importlib.import_module("fp4compile.backend"), "compile_fx", compile_fx)
+    monkeypatch.setattr(importlib.import_module("fp4compile.dynamo_backend"), "compile_fx", compile_fx)
     return seen
 
 

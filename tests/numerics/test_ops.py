@@ -55,13 +55,6 @@ def test_any_dim_equals_the_last_one_of_a_moved_copy(name):
             assert same(quantize(x, name, dim=dim, layout=layout), quantize(moved, name, layout=layout))
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_along_rows_is_the_transpose(name):
-    """dim=0 of a matrix: blocks of 32 x 1 or 16 x 1."""
-    x = hard_input("scaled_rows", (50, 20))
-    assert same(quantize(x, name, dim=0), quantize(x.t().contiguous(), name))
-
-
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("name", NAMES)
 def test_each_matrix_of_a_batch_is_quantised_alone(name, layout):
@@ -186,15 +179,6 @@ def test_both_ways_are_the_two_quantisations(name, layout):
 
 
 # ---------------------------------------------------------------- dequantize
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_both_layouts_mean_the_same_values(name):
-    for shape, dim in SHAPES_AND_DIMS:
-        x = hard_input("outliers", shape)
-        linear = quantize(x, name, dim=dim).dequantize()
-        assert same_bits(linear, quantize(x, name, dim=dim, layout="swizzled").dequantize())
-        assert linear.shape == x.movedim(dim, -1).shape and linear.is_contiguous()
 
 
 @pytest.mark.parametrize("name", NAMES)

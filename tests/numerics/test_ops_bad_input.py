@@ -17,7 +17,8 @@ from fp4compile.ops.functional import quantize, scaled_mm
 X = torch.randn(4, 64)
 A, B = quantize(X, "nvfp4"), quantize(torch.randn(6, 64), "nvfp4")
 MX, ROWWISE = quantize(X, "mxfp8"), quantize(X, "nvfp4_rowwise")
-QUANTIZE, AMAX, OFFS = torch.ops.fp4compile.quantize, torch.tensor(1.0), torch.tensor([1, 4], dtype=torch.int32)
+ONE = AMAX = torch.tensor(1.0)
+QUANTIZE, OFFS = torch.ops.fp4compile.quantize, torch.tensor([1, 4], dtype=torch.int32)
 ON_META = dataclasses.replace(B, data=B.data.to("meta"))
 
 
@@ -58,15 +59,11 @@ BAD_CALLS = [
     (ValueError, "amax: expected float32 of shape () or (P,)", lambda: QUANTIZE(X, "nvfp4", amax=AMAX.expand(3))),
     (ValueError, "amax: expected float32 of shape (64, 1)", lambda: QUANTIZE(X, "float8_rowwise", -2, amax=AMAX)),
     (ValueError, "amax: goes without a prologue", lambda: QUANTIZE(X, "nvfp4", prologue=["neg aux0"], amax=AMAX)),
-    (ValueError, "outer: format mxfp8 has no outer scale", lambda: quantize(X, "mxfp8", outer=torch.tensor(1.0))),
-    (ValueError, "outer: format nvfp4_one_level", lambda: quantize(X, "nvfp4_one_level", outer=torch.tensor(1.0))),
+    (ValueError, "outer: format mxfp8 has no outer scale", lambda: quantize(X, "mxfp8", outer=ONE)),
+    (ValueError, "outer: format nvfp4_one_level", lambda: quantize(X, "nvfp4_one_level", outer=ONE)),
     (ValueError, "outer: expected float32 of shape () ", lambda: quantize(X, "nvfp4", outer=torch.ones(1))),
     (ValueError, "outer: expected float32 of shape () ", lambda: quantize(X, "nvfp4", outer=torch.ones(4, 1))),
-    (
-        ValueError,
-        "outer: expected float32 of shape (4, 1) ",
-        lambda: quantize(X, "nvfp4_rowwise", outer=torch.tensor(1.0)),
-    ),
+    (ValueError, "outer: expected float32 of shape (4, 1) ", lambda: quantize(X, "nvfp4_rowwise", outer=ONE)),
     (
         ValueError,
         "outer: expected float32 of shape (64, 1) ",
@@ -93,28 +90,16 @@ BAD_CALLS = [
     (ValueError, "formats nvfp4 and mxfp8 cannot be multiplied", lambda: scaled_mm(A, MX)),
     (ValueError, "formats float8_rowwise and nvfp4 cannot", lambda: scaled_mm(quantize(X, "float8_rowwise"), B)),
     (TypeError, "bias: expected a torch.Tensor, got float", lambda: scaled_mm(A, B, 1.0)),
-    (
-        ValueError,
-        f"{BIAS}torch.int64",
-        lambda: scaled_mm(A, B, torch.ones(6, dtype=torch.int64)),
-    ),
-    (
-        ValueError,
-        f"{BIAS}torch.float32 of (4,)",
-        lambda: scaled_mm(A, B, torch.ones(4)),
-    ),
-    (
-        ValueError,
-        f"{BIAS}torch.float32 of (1, 6)",
-        lambda: scaled_mm(A, B, torch.ones(1, 6)),
-    ),
+    (ValueError, f"{BIAS}torch.int64", lambda: scaled_mm(A, B, torch.ones(6, dtype=torch.int64))),
+    (ValueError, f"{BIAS}torch.float32 of (4,)", lambda: scaled_mm(A, B, torch.ones(4))),
+    (ValueError, f"{BIAS}torch.float32 of (1, 6)", lambda: scaled_mm(A, B, torch.ones(1, 6))),
     (ValueError, "bias: is on meta, a on cpu", lambda: scaled_mm(A, B, torch.ones(6, device="meta"))),
     (ValueError, "out_dtype=torch.float64", lambda: scaled_mm(A, B, out_dtype=torch.float64)),
     (ValueError, "out_dtype=bfloat16", lambda: scaled_mm(A, B, out_dtype="bfloat16")),
     (ValueError, "b: is on meta, a on cpu", lambda: scaled_mm(A, ON_META)),
     # At the level of the ops, where graph passes work.
-    (ValueError, "unknown layout 'blocked'", lambda: torch.ops.fp4compile.quantize(X, "nvfp4", layout="blocked")),
-    (ValueError, "unknown format 'fp4'", lambda: torch.ops.fp4compile.quantize(X, "fp4")),
+    (ValueError, "unknown layout 'blocked'", lambda: QUANTIZE(X, "nvfp4", layout="blocked")),
+    (ValueError, "unknown format 'fp4'", lambda: QUANTIZE(X, "fp4")),
     (ValueError, "contraction dimensions differ: a has 10, b has 11", lambda: op_mm(X[:, :10], None, X[:, :11], None)),
     (
         ValueError,
@@ -141,22 +126,22 @@ BAD_CALLS = [
     (
         ValueError,
         "outer: in format float8_rowwise",
-        lambda: torch.ops.fp4compile.quantize(X, "float8_rowwise", [-1, -2], outer=torch.ones(len(X), 1)),
+        lambda: QUANTIZE(X, "float8_rowwise", [-1, -2], outer=torch.ones(len(X), 1)),
     ),
-    (ValueError, "dim=[-1, -2]: x has 1 dimensions", lambda: torch.ops.fp4compile.quantize(X[0], "nvfp4", [-1, -2])),
-    (ValueError, "unknown layout 'x'", lambda: torch.ops.fp4compile.quantize(X, "nvfp4", [-1, -2], layout="x")),
-    (ValueError, "dim=[-2]: x has 1 dimensions", lambda: torch.ops.fp4compile.quantize(X[0], "nvfp4", -2)),
-    (ValueError, "values: expected some of [-1]", lambda: torch.ops.fp4compile.quantize(X, "nvfp4", values=[-2])),
+    (ValueError, "dim=[-1, -2]: x has 1 dimensions", lambda: QUANTIZE(X[0], "nvfp4", [-1, -2])),
+    (ValueError, "unknown layout 'x'", lambda: QUANTIZE(X, "nvfp4", [-1, -2], layout="x")),
+    (ValueError, "dim=[-2]: x has 1 dimensions", lambda: QUANTIZE(X[0], "nvfp4", -2)),
+    (ValueError, "values: expected some of [-1]", lambda: QUANTIZE(X, "nvfp4", values=[-2])),
     (
         ValueError,
         "values: go with linear scales by the rule 'amax', got 'linear' and 'mse'",
-        lambda: torch.ops.fp4compile.quantize(X, "nvfp4", values=[-1], scale_rule="mse"),
+        lambda: QUANTIZE(X, "nvfp4", values=[-1], scale_rule="mse"),
     ),
-    (ValueError, "operands: expected none", lambda: torch.ops.fp4compile.quantize(X, "nvfp4", operands=[X])),
+    (ValueError, "operands: expected none", lambda: QUANTIZE(X, "nvfp4", operands=[X])),
     (
         ValueError,
         "scale_rule='mse': goes along one dimension, got [-1, -2]",
-        lambda: torch.ops.fp4compile.quantize(X, "nvfp4", [-1, -2], scale_rule="mse"),
+        lambda: QUANTIZE(X, "nvfp4", [-1, -2], scale_rule="mse"),
     ),
 ]
 

@@ -9,7 +9,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import fp4compile
 from fp4compile.hardware import Target
-from fp4compile.passes import arranged_operands
+from fp4compile.passes.lib import arranged_operands
 from fp4compile.passes.lower import lower
 from fp4compile.templates.launch import dry_run
 

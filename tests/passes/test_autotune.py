@@ -21,7 +21,7 @@ from fp4compile.formats import formats, reference
 from fp4compile.formats.operand import Operand
 from fp4compile.hardware import Target
 from fp4compile.ops.matmul import SCALED_MM, SCALED_MM_TWO_CTAS
-from fp4compile.passes import autotune
+from fp4compile.passes.lib import autotune
 from fp4compile.passes.lower import lower
 from fp4compile.templates import choose as registry
 from fp4compile.templates.choose import named, to_time

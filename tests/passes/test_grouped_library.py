@@ -22,7 +22,7 @@ from fp4compile.formats.layouts import ceil_div, swizzled_numel
 from fp4compile.formats.operand import Operand
 from fp4compile.hardware import Target
 from fp4compile.ops.matmul import SCALED_GROUPED_MM
-from fp4compile.passes import autotune
+from fp4compile.passes.lib import autotune
 from fp4compile.passes.lower import lower
 from fp4compile.templates import choose as registry
 from fp4compile.templates.choose import choose, named, to_time

@@ -10,8 +10,8 @@ from torch._dynamo.utils import counters
 import fp4compile
 from fp4compile.analysis.gemm import Input
 from fp4compile.passes import manager
-from fp4compile.passes.base import Pass, run_passes
 from fp4compile.passes.hoist import HOIST
+from fp4compile.passes.lib.base import Pass, run_passes
 from fp4compile.passes.manager import JointPasses, LowerPasses
 from fp4compile.recipe import named
 from fp4compile.report import stored_rows

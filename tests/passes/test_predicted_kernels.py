@@ -18,7 +18,7 @@ from torch._inductor.virtualized import V
 from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from fp4compile.roofline import pointwise
+from fp4compile.roofline import inductor_kernels
 from tests.helpers.absent_gpu import pretend
 
 PRETENDING = os.environ.get("FP4COMPILE_PRETENDING") == "1"
@@ -77,7 +77,7 @@ def test_kernels_move_what_those_of_inductor_move(case, monkeypatch):
     with FakeTensorMode() as mode:
         values = [torch.empty(shape, device="cuda", dtype=torch.bfloat16) for shape in shapes]
         module = make_fx(function, decomposition_table=select_decomp_table())(*values)
-    kernels = pointwise.kernels(module.graph)
+    kernels = inductor_kernels.kernels(module.graph)
     own = sorted(kernel.moved for kernel in kernels)
     found = []
     codegen = Scheduler.codegen

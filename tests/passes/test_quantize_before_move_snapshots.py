@@ -24,7 +24,7 @@ import fp4compile
 from fp4compile.hardware import Target
 from fp4compile.passes import manager
 from fp4compile.passes import quantize_before_move as tested
-from fp4compile.passes.base import Pass
+from fp4compile.passes.lib.base import Pass
 from fp4compile.passes.quantize_before_move import quantize_before_move
 from fp4compile.templates.launch import dry_run
 from tests.helpers import without_codegen

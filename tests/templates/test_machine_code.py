@@ -111,7 +111,7 @@ def test_two_products_an_instruction_on_sm100(sm):
     assert len(re.findall(r"\bFADD2\b", sass)) == (2 * elements if sm == 100 else 0)
 
 
-@pytest.mark.skipif(not _compat.PACKED_CONVERSIONS, reason="ptxas lacks the conversions")
+@pytest.mark.skipif(not _compat.packed_conversions(), reason="ptxas lacks the conversions")
 @pytest.mark.parametrize(("dim", "format"), [
     (ROWS, "mxfp8"), (ROWS, "mxfp8_e5m2"), (ROWS, "mxfp4"), (COLUMNS, "mxfp8"), (COLUMNS, "mxfp4"),
 ])  # fmt: skip

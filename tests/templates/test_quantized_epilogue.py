@@ -1,6 +1,6 @@
 """Products that quantise their results: the kernel in Triton's interpreter, and its machine code for SM100.
 
-As in test_gemm_kernels.py, the interpreter runs in the process of that file. tests/simulate/test_quantized_results.py
+As in test_gemm_kernels.py, the interpreter runs in the process of that file. tests/ptxsim/test_quantized_results.py
 runs the compiled kernel.
 """
 

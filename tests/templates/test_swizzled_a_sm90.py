@@ -9,7 +9,7 @@ from contextlib import nullcontext
 import pytest
 import torch
 
-from fp4compile.check.simulate.launch import Simulator
+from fp4compile.check.simulator import LaunchSimulator
 from fp4compile.formats import formats, reference
 from fp4compile.formats.operand import Arguments, Operand
 from fp4compile.hardware import Target
@@ -49,7 +49,7 @@ def check(a, rows: int, steps: int, place: str):
     b = quantized(torch.randn(16, x.shape[1]), formats.get("nvfp4"))
     a, b = (Operand(*(part if part is None or place == "simulated" else part.to(place) for part in parts), each.format)
             for each in (a, b) for parts in [(each.data, each.scales, each.outer)])  # fmt: skip
-    with Simulator(Target(90)).running() if place == "simulated" else nullcontext():
+    with LaunchSimulator(Target(90)).running() if place == "simulated" else nullcontext():
         call = call_of(Arguments(a, b, None, torch.float32), Target(90) if place == "simulated" else None)
         config = WgmmaConfig(rows, warps=8, parts=1, stages=2, steps_per_stage=steps)
         arrangement = SwizzledA.of(call.problem, config)
@@ -122,7 +122,7 @@ def test_rows_by_number(dtype, place):
     b = quantized(torch.randn(16, 320), formats.get("nvfp4"))
     device = "cpu" if place == "simulated" else place
     b = Operand(*(part.to(device) for part in (b.data, b.scales, b.outer)), b.format)
-    with Simulator(Target(90)).running() if place == "simulated" else nullcontext():
+    with LaunchSimulator(Target(90)).running() if place == "simulated" else nullcontext():
         a = Operand(torch.empty(50, 320, dtype=torch.bfloat16, device=device))
         call = call_of(Arguments(a, b, None, torch.float32), Target(90) if place == "simulated" else None)
         arrangement = SwizzledA.of(call.problem, WgmmaConfig(64, warps=8, parts=1, stages=2, steps_per_stage=1))

@@ -13,9 +13,8 @@ from fp4compile.check import product_values
 from fp4compile.check.machine_code import compile_launch, product_row
 from fp4compile.check.product_table import OF_A_PAIR, TWO_CTAS, Product
 from fp4compile.check.product_values import by_every_kernel, exact_arguments
-from fp4compile.check.simulate.launch import Simulator
-from fp4compile.check.simulate.run import Schedule
 from fp4compile.check.simulation import launch_key
+from fp4compile.check.simulator import LaunchSimulator
 from fp4compile.check.values import same_bits
 from fp4compile.formats.epilogue import Epilogue
 from fp4compile.hardware import Target
@@ -34,7 +33,8 @@ from fp4compile.templates.gemm.heuristics import BlockScaledConfig, two_cta_conf
 from fp4compile.templates.launch import dry_run
 from fp4compile.templates.multiply import multiply, multiply_amax, results
 from fp4compile.templates.problem import problem_of
-from tests.simulate.quantised_results import differences
+from ptxsim.run import Schedule
+from tests.ptxsim.quantised_results import differences
 
 pytestmark = pytest.mark.skipif(not _compat.two_cta_products(), reason="Gluon has no products of pairs of CTAs")
 
@@ -114,7 +114,7 @@ class OnGpu(Interpreter):
     def call_function(self, target, args, kwargs):
         if target is not SCALED_MM_TWO_CTAS:
             return super().call_function(target, args, kwargs)
-        with Simulator(Target(100, 2), Schedule(1)).running():
+        with LaunchSimulator(Target(100, 2), Schedule(1)).running():
             return scaled_mm_two_ctas_kernels(*args, **kwargs)
 
 
@@ -149,7 +149,7 @@ def test_a_graph_has_an_op():
 def test_results_that_are_quantised(operands, result, columns, epilogue, multiprocessors):
     """Two rows of tiles, of which pairs take several; columns end in the middle of a tile, a part and a block."""
     product = Product(*operands, 400, columns, 416, epilogue, result=result, kernel=TWO_CTAS)
-    simulator = Simulator(Target(100, multiprocessors), Schedule(1))
+    simulator = LaunchSimulator(Target(100, multiprocessors), Schedule(1))
     assert differences(product, simulator) == []
     assert [(one.num_ctas, one.constants["PAIR"]) for one in simulator.launches] == [(2, epilogue == "pair")]
 
@@ -161,7 +161,7 @@ def test_an_amax_of_nan():
     steps = ["mul product 0.0", "add s0 aux0", "amax"]
     x = exact_arguments(Product("nvfp4", "nvfp4", 400, 64, 416, "gated", result="amax"))
     x = replace(x, epilogue=Epilogue.parse(steps, torch.bfloat16, torch.bfloat16), auxiliaries=[value])
-    with Simulator(Target(100, 4), Schedule(1)).running():
+    with LaunchSimulator(Target(100, 4), Schedule(1)).running():
         _, maxima = multiply_amax(x, choose(problem_of(x, Target(100)), TWO_CTAS))
     assert maxima.isnan().nonzero().tolist() == [[3]] and maxima.nan_to_num().amax() == 0
 
@@ -274,7 +274,7 @@ def test_experts(offs):
 
     Two pairs walk over the tiles.
     """
-    x, simulator = of_experts(800, offs), Simulator(Target(100, 4), Schedule(2))
+    x, simulator = of_experts(800, offs), LaunchSimulator(Target(100, 4), Schedule(2))
     with simulator.running():
         got = multiply(x, choose(problem_of(x, Target(100)), TWO_CTAS))
     assert [launch.num_ctas for launch in simulator.launches] == [2]
@@ -285,7 +285,7 @@ def test_many_experts():
     """A lane has several groups, and the last one ends with the rows, where offsets exceed them."""
     x = exact_arguments(Product("mxfp8", "mxfp8", 60, 8, 96, groups=34))
     x = replace(x, offs=torch.tensor([*range(5, 38), 900], dtype=torch.int32))
-    with Simulator(Target(103, 2), Schedule(1)).running():
+    with LaunchSimulator(Target(103, 2), Schedule(1)).running():
         got = multiply(x, choose(problem_of(x, Target(103)), TWO_CTAS))
     assert same_bits(got, expected_of_experts(x)) == []
 
@@ -323,7 +323,9 @@ def test_the_first_run_has_both_kernels(monkeypatch):
     """Those that rank does not choose, too, whether or not the cost model expects them to pay."""
     monkeypatch.setattr(product_values, "differences", lambda *args: [])
     product = Product("nvfp4", "nvfp4", 160, 264, 512, groups=6)
-    assert by_every_kernel(product, Simulator(Target(100)))["kernels"] == f"grouped_block_scaled_sm100, {TWO_CTAS}"
+    assert (
+        by_every_kernel(product, LaunchSimulator(Target(100)))["kernels"] == f"grouped_block_scaled_sm100, {TWO_CTAS}"
+    )
 
 
 def test_a_simulated_product_stands_for_no_experts():

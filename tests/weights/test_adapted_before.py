@@ -11,8 +11,8 @@ from torch import nn
 import fp4compile
 from fp4compile.analysis.module_names import ADAPTER, TRAINED_COPY
 from fp4compile.weights.buffers import LayerFormat, PackedWeight
+from fp4compile.weights.decide import TRAINED
 from fp4compile.weights.linear import PackedLinear
-from fp4compile.weights.pack import TRAINED
 
 peft = pytest.importorskip("peft")
 transformers = pytest.importorskip("transformers")

@@ -244,14 +244,6 @@ def steps(model: nn.Module) -> list[float]:
     return losses
 
 
-@pytest.mark.parametrize(
-    "options", ({}, {"use_dora": True, "lora_dropout": 0.1}, {"use_rslora": True}), ids=("lora", "dora", "rslora")
-)
-def test_adapters_train(options):
-    losses = steps(adapted(llama(), **options))
-    assert losses[-1] < losses[0]
-
-
 def test_a_compiled_step_of_adapters_is_the_eager_one(monkeypatch):
     without_codegen.install(monkeypatch)
     models = [adapted(llama(layers=1)) for _ in range(2)]
@@ -265,20 +257,6 @@ def test_a_compiled_step_of_adapters_is_the_eager_one(monkeypatch):
         gradients.append({name: p.grad for name, p in model.named_parameters() if p.grad is not None})
     assert len(gradients[0]) == 14  # A and B of 7 layers
     torch.testing.assert_close(*gradients, rtol=1e-5, atol=1e-7)
-
-
-def test_packed_before_or_after_the_adapter_is_the_same():
-    after = adapted(llama(None))
-    fp4compile.pack_(after, "nvfp4")
-    assert steps(after) == steps(adapted(llama()))
-
-
-def test_saved_adapters_are_loaded_onto_a_packed_model(tmp_path):
-    model = adapted(llama())
-    steps(model)
-    model.save_pretrained(tmp_path)
-    loaded = peft.PeftModel.from_pretrained(llama(), tmp_path)
-    assert torch.equal(logits(loaded), logits(model))
 
 
 def logits(model: nn.Module) -> torch.Tensor:
@@ -310,24 +288,6 @@ def test_several_adapters_are_trained_saved_and_trained_on(tmp_path):
         assert steps(loaded) == steps(model)
 
 
-def test_a_merged_dora_adapter_is_the_packed_sum():
-    """DoRA scales the rows of base plus adapter to its own magnitudes, for which it reads the packed weight."""
-    base, plain = llama(layers=1), llama(None, layers=1)
-    for name, module in base.named_modules():
-        if isinstance(module, PackedLinear):
-            plain.get_submodule(name).weight.data = module.weight.clone()
-    models = [adapted(model, use_dora=True) for model in (base, plain)]
-    steps(models[0])
-    trained = {name: value for name, value in models[0].state_dict().items() if "lora_" in name}
-    models[1].load_state_dict(trained, strict=False)
-    with pytest.warns(UserWarning, match="packed them again in nvfp4: SQNR 2"):
-        merged, expected = (model.merge_and_unload() for model in models)
-    fp4compile.pack_(expected, "nvfp4")
-    layers = [model.model.layers[0].mlp.up_proj for model in (merged, expected)]
-    assert type(layers[0]) is PackedLinear
-    assert torch.equal(layers[0].weight_data, layers[1].weight_data)
-
-
 def test_adapters_by_transformers_own_interface():
     model = llama()
     plain = logits(model)
@@ -336,24 +296,6 @@ def test_adapters_by_transformers_own_interface():
     assert losses[-1] < losses[0] and not torch.equal(logits(model), plain)
     model.disable_adapters()
     assert torch.equal(logits(model), plain)
-
-
-@pytest.mark.parametrize("safe", (True, False))
-def test_a_merged_adapter_is_in_the_codes(safe):
-    model = adapted(llama())
-    for name, parameter in model.named_parameters():
-        if "lora_B" in name:
-            nn.init.normal_(parameter, std=0.2)
-    name = "base_model.model.model.layers.0.mlp.up_proj"
-    wrapped = model.get_submodule(name)
-    expected = nn.Sequential(nn.Linear(wrapped.in_features, wrapped.out_features, bias=False))
-    expected[0].weight.data = wrapped.get_base_layer().weight.clone() + wrapped.get_delta_weight("default").detach()
-    fp4compile.pack_(expected, "nvfp4")
-    with pytest.warns(UserWarning, match="packed them again in nvfp4: SQNR"):
-        merged = model.merge_and_unload(safe_merge=safe)
-    layer = merged.get_submodule("model.layers.0.mlp.up_proj")
-    assert type(layer) is PackedLinear
-    assert torch.equal(layer.weight_data, expected[0].weight_data)
 
 
 def test_the_trainer_takes_adapters_on_a_packed_model(tmp_path):

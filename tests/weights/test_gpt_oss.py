@@ -108,48 +108,16 @@ def test_a_single_file_ties_and_files_of_our_own(tmp_path):
         fp4compile.load_packed(model_of(), tmp_path / "ours.safetensors", recipe="mxfp8")
 
 
-BLOCKS, SCALES = f"{EXPERTS}down_proj_blocks", f"{EXPERTS}down_proj_scales"
-SPOILED = [
-    (lambda t: t.pop(SCALES), f"tensor '{SCALES}' is missing"),
-    (lambda t: t.pop(BLOCKS), f"'{EXPERTS}down_proj' is missing"),
-    (lambda t: t.update({SCALES: t[SCALES][:, :, :2].clone()}), f"tensor '{SCALES}': expected uint8 of shape"),
-    (lambda t: t.update({SCALES: t[SCALES].float()}), f"tensor '{SCALES}': expected uint8 of shape"),
-    (lambda t: t[SCALES][1, 2].fill_(255), f"tensor '{SCALES}': has scales that are NaN"),
-    (lambda t: t.update({BLOCKS: t[BLOCKS].flatten(2)}), f"tensor '{BLOCKS}': expected uint8 of shape"),
-    (lambda t: t.update({BLOCKS: t[BLOCKS][:, :32].clone(), SCALES: t[SCALES][:, :32].clone()}), "the file has shape"),
-    (lambda t: t.update(more=torch.ones(1)), "the model has no 'more'"),
-    (lambda t: t.pop("model.norm.weight"), "'model.norm.weight' is missing"),
-]  # fmt: skip
-
-
-def unchanged(load, model, match):
-    before = {name: value.clone() for name, value in model.state_dict().items()}
-    with pytest.raises(ValueError, match=match):
-        load()
-    after = model.state_dict()
-    assert before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in before)
-
-
-def test_spoiled_checkpoints_leave_the_model_as_it_was(tmp_path):
-    model = model_of()
-    for change, match in SPOILED:
-        tensors = published()
-        change(tensors)
-        write(tensors, tmp_path)
-        unchanged(lambda: fp4compile.load_packed(model, tmp_path), model, match)
+def test_recipes_and_folders_that_do_not_fit(tmp_path):
     write(published(), tmp_path)
-    for recipe in ("nvfp4", MX | {"fprop_x": "mxfp8_32x32"}):
-        unchanged(lambda recipe=recipe: fp4compile.load_packed(model, tmp_path, recipe=recipe), model,
-                  "recipe: its activations in .* cannot be multiplied")  # fmt: skip
     part = tmp_path / "model-2.safetensors"
-    part.write_bytes(part.read_bytes()[:-10])
-    unchanged(lambda: fp4compile.load_packed(model, tmp_path), model, "model-2.safetensors: not a whole")
-    part.unlink()
-    unchanged(lambda: fp4compile.load_packed(model, tmp_path), model, "shard 'model-2.safetensors' of .* is missing")
-    (tmp_path / "model.safetensors.index.json").write_text("[]")
-    unchanged(lambda: fp4compile.load_packed(model, tmp_path), model, "expected a JSON object, got list")
+    for recipe in ("nvfp4", MX | {"fprop_x": "mxfp8_32x32"}):
+        with pytest.raises(ValueError, match="recipe: its activations in .* cannot be multiplied"):
+            fp4compile.load_packed(model_of(), tmp_path, recipe=recipe)
     (tmp_path / "model.safetensors.index.json").unlink()
-    part.touch()
-    unchanged(lambda: fp4compile.load_packed(model, tmp_path), model, "expected .* or one other .* file, got 2")
+    with pytest.raises(ValueError, match="expected .* or one other .* file, got 2"):
+        fp4compile.load_packed(model_of(), tmp_path)
+    part.unlink()
     save_file({"x": torch.ones(1)}, tmp_path / "model.safetensors")
-    unchanged(lambda: fp4compile.load_packed(model, tmp_path), model, "was not written by fp4compile.save_packed")
+    with pytest.raises(ValueError, match="was not written by fp4compile.save_packed"):
+        fp4compile.load_packed(model_of(), tmp_path)

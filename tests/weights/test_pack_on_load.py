@@ -136,16 +136,16 @@ def test_a_layer_of_another_dtype_than_the_models_is_packed_from_the_values_that
 
 def test_device_maps_are_made_for_packed_weights(tmp_path, monkeypatch):
     """By the bytes of their codes and scales, outer scales of rows among them."""
-    from fp4compile.weights.pack_on_load import PackOnLoad  # imports transformers
+    from fp4compile.weights.transformers import Fp4CompileQuantizer  # imports transformers
 
     llama().save_pretrained(tmp_path)
-    sizes, size = {}, PackOnLoad.param_element_size
+    sizes, size = {}, Fp4CompileQuantizer.param_element_size
 
     def noted(self, model, name, param):
         sizes[name] = size(self, model, name, param) * param.numel()
         return sizes[name] / param.numel()
 
-    monkeypatch.setattr(PackOnLoad, "param_element_size", noted)
+    monkeypatch.setattr(Fp4CompileQuantizer, "param_element_size", noted)
     order = {"quant_method": "fp4compile", "recipe": "float8_rowwise"}
     model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, quantization_config=order, device_map="auto")
     packed = {f"{name}.weight": sum(buffer.nbytes for buffer in module.buffers())

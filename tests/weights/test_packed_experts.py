@@ -15,8 +15,8 @@ import fp4compile
 from fp4compile.formats.layouts import swizzled_numel
 from fp4compile.hardware import Target
 from fp4compile.weights import scale_layout as scales
+from fp4compile.weights.decide import UNKNOWN_DIMENSION
 from fp4compile.weights.experts import PackedExperts
-from fp4compile.weights.pack import UNKNOWN_DIMENSION
 from tests.helpers.absent_gpu_model import DEVICE, compiled_for, pretended
 from tests.helpers.expert_models import EXPERTS, OFFS, SCALE, Around, Forms, K, N, packed, recipe_of, tokens, values
 from tests.helpers.rewritten import rewritten

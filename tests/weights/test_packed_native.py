@@ -20,7 +20,7 @@ from fp4compile.weights import scale_layout as scales
 from fp4compile.weights.buffers import BUFFERS, buffer_shapes
 from fp4compile.weights.linear import PackedLinear
 from tests.helpers.absent_gpu_model import DEVICE, compiled_for, pretended
-from tests.helpers.packed_models import Twice
+from tests.helpers.packed_models import Twice, write_packed
 
 BF16 = torch.bfloat16
 ROWS, INNER, OUTER = 300, 1056, 496  # neither rows nor columns of the scales fill whole tiles
@@ -55,8 +55,7 @@ def packed_on_the_cpu(monkeypatch, recipe, path):
 
 def loaded_from_a_file(monkeypatch, recipe, path):
     model, fresh = linear_model(), linear_model(device="meta")
-    fp4compile.pack_(model, recipe)
-    fp4compile.save_packed(model, path)
+    write_packed(model, path, recipe)
     content = files._read(path)  # here, because a file is not read into fake tensors, whose scales have no values
     monkeypatch.setattr(files, "_read", lambda path: content)
     monkeypatch.setattr(files, "check_buffers", lambda buffers: None)

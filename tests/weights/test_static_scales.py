@@ -16,7 +16,7 @@ from fp4compile.recipe import named
 from fp4compile.weights.linear import PackedLinear
 from tests.helpers.absent_gpu_model import DEVICE, compiled_for, pretended
 from tests.helpers.graphs import compile_recorded
-from tests.helpers.packed_models import TOKENS, Net
+from tests.helpers.packed_models import TOKENS, Net, write_packed
 
 BLOCKS = 10  # more than Dynamo compiles of one function
 BF16 = torch.bfloat16
@@ -149,8 +149,7 @@ def test_files(tmp_path):
     torch.manual_seed(0)
     model = Net().to(BF16).eval()
     recipe = named("nvfp4_static").replace(static_scales={"layers.0": 0.002, "layers.1": 0.001})
-    fp4compile.pack_(model, recipe, progress=False)
-    fp4compile.save_packed(model, tmp_path / "packed")
+    write_packed(model, tmp_path / "packed", recipe, progress=False)
     for device in ("cpu", "meta"):
         fresh = Net().to(BF16).to(device).eval()
         fp4compile.load_packed(fresh, tmp_path / "packed")

@@ -14,7 +14,7 @@ import safetensors.torch
 import torch
 
 import fp4compile
-from tests.helpers.packed_models import STATIC, Net, run
+from tests.helpers.packed_models import STATIC, Net, run, write_packed
 
 SHARDS = {"max_shard_size": 9000}
 
@@ -198,7 +198,6 @@ def test_weights_of_any_size_are_written_and_read(recipe, amax, tmp_path):
     """The outer scale of a tiny weight is denormal, and a weight of zeros has 1."""
     model, fresh = Net(), Net()
     model.layers[1].weight.data.clamp_(-1 / 16, 1 / 16).mul_(16).mul_(amax)
-    fp4compile.pack_(model, recipe)
-    fp4compile.save_packed(model, tmp_path / "packed")
+    write_packed(model, tmp_path / "packed", recipe)
     fp4compile.load_packed(fresh, tmp_path / "packed")
     assert torch.equal(fresh.layers[1].weight, model.layers[1].weight)

@@ -1,7 +1,7 @@
 """Loads and stores of tiles: words (pairs of floats), units (several codes in one integer), scale bytes.
 
 The order in which Triton spreads the axes of a load over the lanes of a warp depends on its version (see
-FIRST_AXIS_FASTEST in `_compat`). `load_index` and `restore_axes` hide that.
+`_compat.first_axis_fastest`). `load_index` and `restore_axes` hide that.
 """
 
 import triton
@@ -9,7 +9,7 @@ import triton.language as tl
 
 from fp4compile import _compat
 
-FIRST_AXIS_FASTEST = tl.constexpr(_compat.FIRST_AXIS_FASTEST)
+FIRST_AXIS_FASTEST = tl.constexpr(_compat.first_axis_fastest())
 
 
 @triton.jit

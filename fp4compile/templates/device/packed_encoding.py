@@ -13,7 +13,7 @@ import triton.language as tl
 
 from fp4compile import _compat
 
-PACKED_CONVERSIONS = tl.constexpr(_compat.PACKED_CONVERSIONS)
+PACKED_CONVERSIONS = tl.constexpr(_compat.packed_conversions())
 
 
 def _products_ptx(pairs: list[tuple[str, str]], factors: list[tuple[str, str]]) -> str:

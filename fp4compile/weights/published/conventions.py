@@ -1,12 +1,10 @@
 """The layouts of NVFP4, MXFP8 and MXFP4 checkpoints that ModelOpt and compressed-tensors write, as packed layers.
 
-Both store a packed layer's codes, linear block scales and outer scales. They differ in the tensors' names, in the
-configuration that says what is quantised, and in the direction of the outer scale:
+They differ in names, in the configuration, and in the direction of the global scale (0.47 of nvidia-modelopt, 0.20 of
+compressed-tensors):
 
     ModelOpt             multiplies: weight_scale_2 = amax / 2688. value = code * block scale * weight_scale_2
     compressed-tensors   divides: weight_global_scale = 2688 / amax. value = code * block scale / weight_global_scale
-
-Sources: the exports of nvidia-modelopt 0.47 and compressed-tensors 0.20.
 """
 
 from collections.abc import Callable
@@ -43,9 +41,9 @@ HF_QUANT_CONFIG, CONFIG = "hf_quant_config.json", "config.json"
 class Layout:
     """How a library stores a packed layer.
 
-    data: maps a format to the name of the codes. outer, activation_outer: the names of the outer scales. divides:
-    whether the outer scales are divisors. schemes: maps a configuration to the layers' schemes; it raises ValueError
-    for unknown settings.
+    data: maps a format to the name of the codes. outer, activation_outer: names of the global scales, which are
+    divisors if `divides`. schemes: maps a configuration to the layers' schemes; it raises ValueError for unknown
+    settings.
     """
 
     name: str
@@ -79,9 +77,8 @@ LAYOUTS = {layout.name: layout for layout in (MODELOPT, COMPRESSED_TENSORS)}
 def read_published(checkpoint: Checkpoint, recipe: Recipe | None = None) -> Contents:
     """A checkpoint in one of the layouts, or gpt-oss'. recipe: only for gpt-oss, see `load_packed`.
 
-    Raises ValueError, naming the tensor or the configuration, for an unknown layout or algorithm, for tensors that are
-    missing or of another dtype or shape, for scales that are NaN, negative or infinite, for outer scales that look like
-    reciprocals of the layout's, and for a recipe that does not fit the checkpoint.
+    Raises ValueError, naming the tensor or the configuration, for an unknown layout or algorithm, for tensors that do
+    not fit, for scales that no finite weight has or that look like reciprocals, and for a recipe that does not fit.
     """
     if has_mxfp4_experts(checkpoint.tensors):
         with naming(checkpoint.path):
@@ -183,7 +180,7 @@ def _decoding(layout: Layout, name: str, stored: torch.Tensor) -> torch.Tensor:
         raise ValueError(f"tensor {name!r}: expected one float32, got {stored.dtype} of shape {tuple(stored.shape)}")
     stored = stored.reshape(())
     check_outer(name, stored, TINY)
-    return multiplier_of(stored) if layout.divides else stored
+    return inverted(stored, divisor=True) if layout.divides else stored
 
 
 def _reciprocal(layout: Layout, name: str, outer: torch.Tensor) -> str:
@@ -197,36 +194,16 @@ def _reciprocal(layout: Layout, name: str, outer: torch.Tensor) -> str:
 # ---------------------------------------------------------------- multipliers and divisors
 
 
-def multiplier_of(divisor: torch.Tensor) -> torch.Tensor:
-    """Convert the divisor 2688 / amax to the multiplier amax / 2688, float32 []. See `divisor_of`."""
-    return _converted(divisor, _divisor, _multiplier, _divisor(divisor))
+def inverted(given: torch.Tensor, *, divisor: bool) -> torch.Tensor:
+    """The multiplier amax / 2688 of a divisor 2688 / amax, or (divisor=False) the reverse; float32 [].
 
-
-def divisor_of(multiplier: torch.Tensor) -> torch.Tensor:
-    """Convert the multiplier amax / 2688 to the divisor 2688 / amax, float32 [].
-
-    Where amax is a 16-bit number, as for weights in bf16 or fp16, the result is computed from this amax: a file that is
-    read and written keeps its bits. Otherwise it is the rounded reciprocal.
+    It is exact where amax is a 16-bit number, as for weights in bf16 and fp16, else the rounded reciprocal.
     """
-    return _converted(multiplier, _multiplier, _divisor, multiplier * NVFP4_MAX)
-
-
-_Conversion = Callable[[torch.Tensor], torch.Tensor]
-
-
-def _converted(given: torch.Tensor, to_given: _Conversion, to_other: _Conversion, amax: torch.Tensor) -> torch.Tensor:
-    """The other direction of the outer scale `given`. amax: its approximate amax."""
+    largest = torch.tensor(NVFP4_MAX)  # PyTorch divides a number by a tensor through the reciprocal: two roundings
+    amax = largest / given if divisor else given * largest
     for dtype in (torch.bfloat16, torch.float16):
         near = amax.to(dtype).float()
-        if torch.equal(to_given(near), given):
-            return to_other(near)
+        multiplies, divides = near / largest, largest / near
+        if torch.equal(divides if divisor else multiplies, given):
+            return multiplies if divisor else divides
     return torch.ones(()) / given
-
-
-# A tensor divided by a tensor, because PyTorch divides a number by a tensor through the reciprocal, which rounds twice.
-def _multiplier(amax: torch.Tensor) -> torch.Tensor:
-    return amax / torch.tensor(NVFP4_MAX)
-
-
-def _divisor(amax: torch.Tensor) -> torch.Tensor:
-    return torch.tensor(NVFP4_MAX) / amax

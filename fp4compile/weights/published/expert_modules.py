@@ -1,10 +1,8 @@
-"""Experts that a checkpoint holds one by one, combined into the parameters of a model.
+"""Experts that a checkpoint holds one by one, combined into the parameters [experts, out, in] of a model.
 
-A parameter is [experts, out, in]: the experts are stacked, and each expert's layers (gate and up) follow one another
-along the out features. Codes and block scales stay as they are. Packed experts have fewer outer scales:
-
-- Each expert has one outer scale of the weights. Its layers must have equal scales, as ModelOpt exports them.
-- All experts have one static scale of the activations: the largest of their scales, so that no further value saturates.
+Experts are stacked, and each expert's layers (gate and up) follow one another along the out features. Each expert has
+one global scale of the weights, equal in its layers, as ModelOpt exports them. All experts have one static scale of the
+activations, the largest of theirs, so that no further value saturates.
 """
 
 import re
@@ -27,12 +25,9 @@ from fp4compile.weights.sharing import is_byte_float
 def in_model(model: nn.Module, contents: Contents, names: PublishedNames) -> Contents:
     """The contents of a checkpoint under the names of a model, with its experts combined.
 
-    Removes tensors from `contents` as they are used, to free them. Unquantised experts become the model's parameter.
-    Warns where the activation scales of experts differ, and of tensors that are left out.
-
-    Raises ValueError, naming the tensor or the layer, where an expert's layer is missing, has another shape than in the
-    model or another format than the other layers, where the outer scales of an expert's layers differ, where the model
-    has no such parameter, and where two tensors belong to one tensor of the model.
+    Removes tensors from `contents` as they are used, to free them. Warns where the activation scales of experts differ,
+    and of tensors that are left out. Raises ValueError, naming the tensor or the layer, for what does not fit the model
+    or other layers of an expert.
     """
     _leave_unused(model, contents, names)
     targets = {name: _target(name, contents, names) for name in contents.tensors}
@@ -41,8 +36,9 @@ def in_model(model: nn.Module, contents: Contents, names: PublishedNames) -> Con
     for layer, state in contents.layers.items():
         target = names.layer(layer)
         if not target.leaves:
-            inner = _in_features(modules, target.name)
-            found.layers[target.name] = state if inner is None else _fitted(contents, layer, inner)
+            module = modules.get(target.name)
+            linear = module is not None and is_linear(module)
+            found.layers[target.name] = _fitted(contents, layer, sizes(module)[0]) if linear else state
     known = set(model.state_dict()) | {f"{layer}.{buffer}" for layer in found.layers for buffer in BUFFERS}
     # A tensor that the model does not have keeps its name for the error message below.
     renamed = {name: target.name if target.name in known else name
@@ -59,10 +55,7 @@ def in_model(model: nn.Module, contents: Contents, names: PublishedNames) -> Con
 
 
 def parts_of(experts: Experts, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
-    """(layer, copy of its part) for each layer of experts and a tensor [experts, out, ...] or [experts].
-
-    The inverse of `in_model` for one tensor.
-    """
+    """(layer, copy of its part) for each layer of experts and a tensor [experts, out, ...] or [experts]."""
     for expert, one in enumerate(tensor):
         layers = experts.layers(expert)
         rows = one.chunk(len(layers)) if one.dim() else [one] * len(layers)
@@ -79,10 +72,7 @@ _ATTENTION_SCALES = re.compile(
 
 
 def _leave_unused(model: nn.Module, contents: Contents, names: PublishedNames) -> None:
-    """Leave out, with warnings, tensors that the model lacks, and that it may lack.
-
-    They are layers that predict further tokens, and scales of a quantised KV cache.
-    """
+    """Leave out, with warnings, what a model may lack: layers that predict further tokens, scales of a KV cache."""
     present = set(model.state_dict())
     layers = {f"{layer}.{buffer}": layer for layer in contents.layers for buffer in BUFFERS}
     left, scales = [], []
@@ -182,12 +172,6 @@ def _check(experts: Experts, layers: list[str], shape: tuple[int, int], contents
         if first != fmt:
             raise ValueError(f"layers {layers[0]!r} and {layer!r} are {first} and {fmt}; as parts of {experts.name!r} "
                              "they must have the same format")  # fmt: skip
-
-
-def _in_features(modules: dict[str, nn.Module], name: str) -> int | None:
-    """The in features of the model's linear layer of a name; None where it has none."""
-    module = modules.get(name)
-    return sizes(module)[0] if module is not None and is_linear(module) else None
 
 
 def _fitted(contents: Contents, layer: str, inner: int) -> dict:

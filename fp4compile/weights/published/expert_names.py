@@ -1,8 +1,7 @@
 """Map tensors of a published checkpoint to tensors of a model, where transformers names or stores them otherwise.
 
-Checkpoints hold experts one by one, as linear layers (`experts.3.gate_proj.weight`), and models of transformers 5 hold
-all experts of a layer as one parameter (`experts.gate_up_proj`). `transformers.conversion_mapping` has the mapping for
-each model. It lacks a layer's scales, which go where the layer's weight goes.
+Checkpoints hold experts one by one (`experts.3.gate_proj.weight`), models of transformers 5 as one parameter
+(`experts.gate_up_proj`). `transformers.conversion_mapping` maps weights; a layer's scales go where its weight goes.
 """
 
 import re
@@ -14,10 +13,10 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Target:
-    """Where a tensor of a checkpoint belongs.
+    """Where a tensor of a checkpoint belongs: its name in the model.
 
-    name: the tensor's name in the model. leaves: for a layer of an expert, the last names of the layers that form the
-    parameter together, in the order of its out features: gate and up. Empty for all other tensors.
+    leaves: for a layer of an expert, the last names of the layers that form the parameter together, in order; else
+    empty.
     """
 
     name: str
@@ -42,11 +41,10 @@ class Experts:
 
 @dataclass(frozen=True)
 class PublishedNames:
-    """The names of a model's tensors in checkpoints.
+    """The names of a model's tensors in checkpoints; equal to those in the model without renamings and converters.
 
-    renamings, converters: WeightRenamings of transformers, and its WeightConverters for experts. Without any, names in
-    checkpoints equal names in the model. written: the renamings that are undone where a model is written. unused:
-    patterns of names that checkpoints have and the model may lack.
+    renamings, converters: WeightRenamings of transformers, and its WeightConverters for experts. written: the renamings
+    that are undone where a model is written. unused: patterns of names that the model may lack.
     """
 
     renamings: Sequence[Any] = ()

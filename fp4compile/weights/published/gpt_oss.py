@@ -33,7 +33,11 @@ def read_mxfp4_experts(tensors: dict[str, torch.Tensor], recipe: Recipe | None) 
             raise ValueError(f"tensor {weight + _SCALES!r} is missing")
         blocks, scales = contents.tensors.pop(name), contents.tensors.pop(weight + _SCALES)
         _check_mxfp4(weight, blocks, scales)
-        activation = _activation_of(recipe, weight)
+        rule = None if recipe is None else recipe.rule_for(weight)
+        if recipe is None or (rule is not None and rule.action == "skip"):
+            activation = None
+        else:
+            activation = (recipe if rule is None or rule.action == "quantize" else named(rule.action)).fprop_x
         if activation is not None:
             fmt = formats.get(activation)
             if fmt.square or not formats.compatible(fmt, formats.get("mxfp4")):
@@ -58,11 +62,3 @@ def _check_mxfp4(weight: str, blocks: torch.Tensor, scales: torch.Tensor) -> Non
         raise ValueError(f"tensor {weight + _SCALES!r}: expected uint8 of shape {tuple(blocks.shape[:-1])}, got "
                          f"{scales.dtype} of shape {tuple(scales.shape)}")  # fmt: skip
     check_block_scales(weight + _SCALES, scales.view(torch.float8_e8m0fnu))
-
-
-def _activation_of(recipe: Recipe | None, name: str) -> str | None:
-    """The recipe's format of activations (fprop_x) for a layer, by its rules; None without a recipe."""
-    rule = None if recipe is None else recipe.rule_for(name)
-    if recipe is None or (rule is not None and rule.action == "skip"):
-        return None
-    return (recipe if rule is None or rule.action == "quantize" else named(rule.action)).fprop_x

@@ -18,10 +18,8 @@ _REPEATS = (codes.MAX_REPEAT, codes.MIN_REPEAT, codes.POSSESSIVE_REPEAT)
 def name_pattern(pattern: str) -> Callable[[str], bool]:
     """A function that returns whether a pattern matches the beginning of a name, as `re.match` does.
 
-    It raises ValueError where a pattern has so many ways through a name that the matcher might not end: the repeats of
-    the pattern, and the alternatives in it, are then too many.
-
-    Raises ValueError for a pattern that is no regular expression, or a very long one.
+    It raises ValueError where repeats and alternatives leave so many ways through a name that the matcher might not
+    end. Raises ValueError for a pattern that is no regular expression, or a very long one.
     """
     if len(pattern) > _LONGEST:
         raise ValueError(f"regular expression {pattern[:200]!r}...: expected at most {_LONGEST} characters")

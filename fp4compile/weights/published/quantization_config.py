@@ -1,7 +1,4 @@
-"""Read the configurations of ModelOpt and compressed-tensors: how each layer of a checkpoint is quantised.
-
-A configuration comes with a checkpoint and may hold anything, so every value is checked before it is used.
-"""
+"""Read the configurations of ModelOpt and compressed-tensors, which may hold anything: every value is checked."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -89,10 +86,10 @@ _COMPRESSED_FORMATS = {(4, 16): "nvfp4", (4, 32): "mxfp4", (8, 32): "mxfp8"}
 
 @dataclass(frozen=True)
 class _Target:
-    """A target of a configuration group. rank: 0 for a layer's name, 1 for a regular expression, 2 for a class.
+    """A target of a configuration group; the matching one of lowest rank counts.
 
-    The matching target of lowest rank counts. means: whether the target matches a layer's name. scheme: raises
-    ValueError for unknown formats, so that they are an error only where a layer needs them.
+    rank: 0 for a layer's name, 1 for a regular expression, 2 for a class. scheme: raises ValueError for unknown
+    formats.
     """
 
     rank: int

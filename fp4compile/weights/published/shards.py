@@ -1,7 +1,4 @@
-"""Checkpoints as directories of safetensors files: one file, or shards that an index lists, beside configurations.
-
-This is the form in which models are published. `conventions` interprets the tensors.
-"""
+"""Checkpoints as directories of safetensors files: one file, or shards that an index lists, beside configurations."""
 
 import errno
 import json
@@ -23,11 +20,7 @@ _SINGLE = "model.safetensors"
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A published checkpoint.
-
-    path: the directory or file, for messages. tensors: by name. configs: the JSON objects beside the tensors, by file
-    name.
-    """
+    """A published checkpoint. path: for messages. tensors, configs (JSON objects): by their names."""
 
     path: Path
     tensors: dict[str, torch.Tensor]
@@ -41,11 +34,7 @@ class Checkpoint:
 
 @dataclass(frozen=True)
 class Contents:
-    """The contents of a checkpoint in the form of a `save_packed` file.
-
-    layers, experts: the descriptions of packed linear layers by name, and for packed experts by the
-    name of their parameter. tensors: all tensors, under the names of a packed model.
-    """
+    """A checkpoint in the form of a `save_packed` file: descriptions of layers and experts, and all tensors."""
 
     layers: dict[str, dict] = field(default_factory=dict)
     experts: dict[str, dict] = field(default_factory=dict)
@@ -55,8 +44,7 @@ class Contents:
 def read_checkpoint(path: Path, configs: tuple[str, ...]) -> Checkpoint:
     """The checkpoint at a directory or a safetensors file. configs: names of the configuration files that it may have.
 
-    Raises OSError for a path that cannot be read; ValueError for a directory without a checkpoint, for files that are
-    truncated or no JSON objects, and for an index that names a missing shard or tensor.
+    Raises OSError for a path that cannot be read, ValueError for broken files, and for missing shards and tensors.
     """
     folder = path if path.is_dir() else path.parent
     found = {name: _json(folder / name) for name in configs if os.path.isfile(folder / name)}
@@ -185,10 +173,8 @@ def _sort_metadata(file: Path) -> None:
 def write_checkpoint(folder: Path, checkpoint: Checkpoint, shard_bytes: int) -> None:
     """Write the configs, and the tensors in files of at most `shard_bytes` bytes, or of one larger tensor.
 
-    All files are written in a scratch folder inside the directory, and then moved to the directory. Files of an aborted
-    attempt are removed.
-
-    Raises ValueError where the directory has safetensors files already, OSError where it cannot be written.
+    All files are written in a scratch folder and then moved; an aborted attempt's are removed. Raises ValueError where
+    the directory has safetensors files already, OSError where it cannot be written.
     """
     folder.mkdir(parents=True, exist_ok=True)
     with errors_naming(folder), scratch_folder(folder / "checkpoint", undo=_take_back) as scratch:

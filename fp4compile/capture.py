@@ -1,0 +1,176 @@
+"""Capture a model's graphs without compiling them.
+
+`run_captured` captures the backend's graphs: with Dynamo and AOTAutograd under Inductor's decompositions. It runs each
+graph as the caller's `runner` says.
+"""
+
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch._dynamo import OptimizedModule
+from torch._dynamo import config as dynamo_config
+from torch._dynamo.backends.common import aot_autograd
+from torch._functorch.partitioners import default_partition
+from torch._inductor.decomposition import select_decomp_table
+from torch.fx import GraphModule
+
+from fp4compile.analysis.gradients import is_nested
+from fp4compile.report import names
+
+aten = torch.ops.aten
+
+# Takes a captured graph, the names of its inputs, and how many of its outputs the forward pass returns (None for a
+# graph without gradients); returns the function that runs instead of the graph.
+GraphRunner = Callable[[GraphModule, names.Names, int | None], Callable]
+
+
+def run_captured(
+    model: Callable,
+    runner: GraphRunner,
+    enter: Callable[[names.Names, names.Names], None] | None = None,
+    *,
+    joint: bool = True,
+) -> Callable:
+    """The model, as a function that captures its graphs and runs each as `runner` says.
+
+    runner: called once with each graph. The function that it returns runs instead of an inference graph.
+    enter: called at each run of a graph, with the names of its inputs at capture and the names in this run.
+    joint: whether `runner` is called with the joint graph in training, which is then partitioned and run as it is;
+        otherwise it is called with the forward graph, and the function that it returns runs instead.
+
+    Where the model or a part of it is compiled already, the uncompiled original is captured. If the model is a module's
+    method `generate`, the calls of the module are captured, and the loop around them runs eagerly, because Dynamo is
+    slow on it.
+
+    Raises TypeError for a model that cannot be called.
+    """
+    if not callable(model):
+        raise TypeError(f"model: expected a module or another callable, got {type(model).__name__}")
+    model = model._orig_mod if isinstance(model, OptimizedModule) else model
+    owner = getattr(model, "__self__", None)
+    root = model if isinstance(model, torch.nn.Module) else owner if isinstance(owner, torch.nn.Module) else None
+
+    def capturing_backend(gm: GraphModule, example_inputs: Sequence[Any]) -> Callable:
+        known = names.record(gm, example_inputs, root)
+        _fuse_attention(gm)
+
+        def run_forward(module: GraphModule, _: Any) -> Callable:
+            return _boxed(module.forward if joint else runner(module, known, None))
+
+        def partition(graph: GraphModule, joint_inputs: Any, **kwargs: Any) -> tuple[GraphModule, GraphModule]:
+            if joint and not is_nested(graph.graph):
+                runner(graph, known, kwargs["num_fwd_outputs"])
+            kwargs.pop("static_lifetime_input_indices", None)
+            return default_partition(graph, joint_inputs, **kwargs)
+
+        compiler = aot_autograd(
+            fw_compiler=run_forward,
+            bw_compiler=lambda module, _: _boxed(module.forward),
+            inference_compiler=lambda module, _: _boxed(runner(module, known, None)),
+            partition_fn=partition,
+            decompositions=select_decomp_table(),
+        )
+        compiled = compiler(gm, example_inputs)
+        if enter is None:
+            return compiled
+
+        def run(*values: Any) -> Any:
+            enter(known, known.entered_by(values, root))
+            return compiled(*values)
+
+        return run
+
+    called = root if root is owner and getattr(model, "__name__", None) == "generate" else None
+    captured = torch.compile(model if called is None else called._call_impl, backend=capturing_backend)
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        # Beyond Dynamo's limit of recompilations (8), calls run without being captured.
+        no_limit = dynamo_config.patch(recompile_limit=sys.maxsize, accumulated_recompile_limit=sys.maxsize)
+        with _as_written(root), _compiled_by(captured, called), no_limit:
+            return captured(*args, **kwargs) if called is None else model(*args, **kwargs)
+
+    return run
+
+
+@contextmanager
+def _as_written(model: torch.nn.Module | None) -> Iterator[None]:
+    """A context in which the compiled modules inside the model run uncompiled."""
+    changed: list[tuple[dict, str, Any]] = []
+    for part in () if model is None else model.modules():
+        attributes = vars(part)
+        if isinstance(part, OptimizedModule):
+            changed.append((attributes, "forward", attributes["forward"]))
+            attributes["forward"] = part._orig_mod.__call__
+        elif part._compiled_call_impl is not None:
+            changed.append((attributes, "_compiled_call_impl", part._compiled_call_impl))
+            attributes["_compiled_call_impl"] = None
+    try:
+        yield
+    finally:
+        for attributes, name, value in changed:
+            attributes[name] = value
+
+
+@contextmanager
+def _compiled_by(captured: Callable, module: torch.nn.Module | None) -> Iterator[None]:
+    """A context in which calls of the module run `captured`."""
+    if module is None:
+        yield
+        return
+    before = module._compiled_call_impl
+    module._compiled_call_impl = captured
+    try:
+        yield
+    finally:
+        module._compiled_call_impl = before
+
+
+def _boxed(function: Callable) -> Callable:
+    """A function under AOTAutograd's calling convention: it takes one list of arguments, and empties the list."""
+
+    def call(args: list) -> Any:
+        values = list(args)
+        args.clear()
+        return function(*values)
+
+    call._boxed_call = True  # type: ignore[attr-defined]
+    return call
+
+
+# ---------------------------------------------------------------- attention on the meta device
+
+
+def _fuse_attention(gm: GraphModule) -> None:
+    """Make the attention of a Dynamo graph on meta tensors the operators of a GPU.
+
+    torch would decompose it into products and a softmax. A GPU runs one kernel, which keeps what lies between its
+    products on the chip: flash attention, or memory-efficient attention under a mask.
+    """
+    for node in gm.graph.find_nodes(op="call_function", target=F.scaled_dot_product_attention):
+        query = node.args[0] if node.args else node.kwargs["query"]
+        value = query.meta.get("example_value")
+        if isinstance(value, torch.Tensor) and value.is_meta and value.dim() == 4:
+            node.target = _attention
+    gm.recompile()
+
+
+def _attention(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attn_mask: torch.Tensor | None = None,
+    dropout_p: float = 0.0, is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False,
+) -> torch.Tensor:  # fmt: skip
+    """`F.scaled_dot_product_attention` by the operators of a GPU."""
+    if attn_mask is None:
+        return aten._scaled_dot_product_flash_attention(query, key, value, dropout_p, is_causal, scale=scale)[0]
+    if enable_gqa:
+        groups = query.shape[1] // key.shape[1]
+        key, value = (each.repeat_interleave(groups, 1) for each in (key, value))
+    bias = attn_mask
+    if bias.dtype == torch.bool:
+        bias = torch.where(bias, 0.0, float("-inf")).to(query.dtype)
+    bias = bias.expand(*query.shape[:3], key.shape[2])
+    kept = torch.is_grad_enabled()
+    return aten._scaled_dot_product_efficient_attention(query, key, value, bias, kept, dropout_p, False, scale=scale)[0]

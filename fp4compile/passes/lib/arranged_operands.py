@@ -1,0 +1,213 @@
+"""A in the order in which a product's kernel reads it, written once for all products of one A.
+
+`gemm_wgmma_sm90` reads A from memory in an order of its own (`Candidate.arrangement`). Alone, each product launches a
+kernel that copies A to that order. In a graph, products of the same A share the copy: q, k and v of packed weights, or
+gate and up. Where A is gathered for products alone, as the tokens of experts are, the copy gathers. And where Inductor
+computes A for products alone, for example silu(gate) * up or the end of a norm, PyTorch operations in the graph put A
+into the order (`SwizzledA.by_operations`). Inductor computes them in its kernel of A, so that A is written once and not
+copied at all. Where that kernel gathers rows, nothing would be gained: on an H100, 32768 gathered tokens of 2048
+elements took Inductor 187 us in this order, 66 us in their own.
+
+`gemm_wgmma_sm90` starts before the kernel ahead of it has ended, and reads B and the offsets of groups meanwhile
+(`device.dependent_launch`). Behind its own copy of A that is safe, because these are arguments of both kernels. Without
+it another kernel may come between that writes them. So this is done only where B is an input of the graph, which no
+kernel of the graph writes, and where the offsets are one too, or A depends on them: then they are in memory before
+Inductor's kernel of A starts, which waits for all kernels ahead of it.
+
+Entries: `arranged_operands(graph)`, before a graph's products are lowered, and `written_arranged(node)`.
+"""
+
+from collections.abc import Hashable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch.fx import Graph, Node
+
+from fp4compile.analysis.graph import RESHAPES, ScaledMM, scaled_mm_of
+from fp4compile.formats.operand import Arguments, Operand
+from fp4compile.ops.matmul import SCALED_GROUPED_MM, SCALED_MM
+from fp4compile.passes.lib.autotune import fastest
+from fp4compile.passes.lib.operations import contiguous
+from fp4compile.passes.lib.traced import traced
+from fp4compile.templates.choose import named
+from fp4compile.templates.gemm.call import aligned
+from fp4compile.templates.gemm.swizzled_a_sm90 import SwizzledA
+from fp4compile.templates.launch import on_gpu
+from fp4compile.templates.multiply import call_of
+
+FEW_ROWS = 64  # rows of A up to which copying it costs less than a launch
+_VIEWS = {*RESHAPES, torch.ops.aten.view.dtype}
+_INPUTS = ("placeholder", "get_attr")
+_GATHERS = (torch.ops.aten.index.Tensor, torch.ops.aten.index_select.default, torch.ops.aten.embedding.default)
+
+
+@dataclass(frozen=True)
+class Arranged:
+    """The arranged A of a product. node: its value. replaces_a: whether nothing else reads A, so A is not in memory."""
+
+    node: Node
+    replaces_a: bool
+
+
+def arranged_operands(graph: Graph) -> dict[Node, Arranged]:
+    """Put arranged operands into the graph; returns the one of each product that is to read one."""
+    readers: dict[Hashable, list[ScaledMM]] = {}
+    for node in graph.nodes:
+        if node.target in (SCALED_MM, SCALED_GROUPED_MM) and (key := _key(scaled_mm_of(node))) is not None:
+            readers.setdefault(key, []).append(scaled_mm_of(node))
+    found = {}
+    for products in readers.values():
+        written = written_arranged(products[0].a.data)
+        gathered = None if written else _gathered(products[0].a.data)
+        if written or gathered or len(products) > 1:
+            made = _by_operations(graph, products[0]) if written else _by_launch(graph, products[0], gathered)
+            arranged = Arranged(made, written or gathered is not None)
+            found |= dict.fromkeys((product.node for product in products), arranged)
+    return found
+
+
+def written_arranged(node: Node) -> bool:
+    """Whether Inductor computes a node's value, and all that reads it are products that can read it arranged."""
+    source = _source(node)
+    if not _pointwise(source) or _gathers(source):
+        return False
+    return all(_reads_written(user, value) for user, value in _readers(source))
+
+
+def _gathered(node: Node) -> tuple[Node, Node] | None:
+    """(x, index) of a node whose value is x[index], rows of a matrix, and is read arranged alone; otherwise None."""
+    if node.target is not torch.ops.aten.index.Tensor:
+        return None
+    x, (index, *others) = node.args
+    if index is None or others or x.meta["val"].dim() != 2 or not _numbers_rows(index.meta["val"]):
+        return None
+    return (x, index) if all(_reads_arranged(user, value) for user, value in _readers(node)) else None
+
+
+def _numbers_rows(index: torch.Tensor) -> bool:
+    return index.dim() == 1 and index.dtype in (torch.int32, torch.int64) and on_gpu(index)
+
+
+def _pointwise(node: Node) -> bool:
+    return torch.Tag.pointwise in getattr(node.target, "tags", ())
+
+
+def _gathers(node: Node) -> bool:
+    """Whether Inductor gathers rows in the kernel that computes a pointwise operation."""
+    found, left = set(), [node]
+    while left:
+        for source in map(_source, left.pop().all_input_nodes):
+            if source.target in _GATHERS:
+                return True
+            if _pointwise(source) and source not in found:
+                found.add(source)
+                left.append(source)
+    return False
+
+
+def _readers(node: Node) -> Iterator[tuple[Node, Node]]:
+    """(a node that reads the value and is no view, the view or node that it reads)."""
+    for user in node.users:
+        if user.target in _VIEWS:
+            yield from _readers(user)
+        else:
+            yield user, node
+
+
+def _reads_arranged(user: Node, value: Node) -> ScaledMM | None:
+    """The product that can read a plain value as its arranged A, and reads it only there; otherwise None."""
+    if user.target not in (SCALED_MM, SCALED_GROUPED_MM):
+        return None
+    product = scaled_mm_of(user)
+    others = [product.b.data, product.b.scales, product.b.outer, product.bias, *product.auxiliaries, product.offs]
+    if product.a.data is not value or value in others or product.a.format is not None or _key(product) is None:
+        return None
+    return product
+
+
+def _reads_written(user: Node, value: Node) -> bool:
+    """Whether a node is a product of many rows that may read what Inductor writes arranged."""
+    product = _reads_arranged(user, value)
+    if product is None:
+        return False
+    p = product.problem
+    many = p.static and p.m > FEW_ROWS and p.k == product.values().a.k
+    return many and (product.offs is None or _written_before(_source(product.offs), _source(value)))
+
+
+def _written_before(offs: Node, node: Node) -> bool:
+    """Whether offsets are an input of the graph, or a node depends on them."""
+    if offs.op in _INPUTS:
+        return True
+    found, left = {node}, [node]
+    while left:
+        sources = left.pop().all_input_nodes
+        if offs in sources:
+            return True
+        new = [each for each in sources if each not in found]
+        found.update(new)
+        left += new
+    return False
+
+
+def _key(product: ScaledMM) -> Hashable | None:
+    """What the product's arranged A depends on; None for a product whose kernel reads A as it is, or whose B may be
+    written by the graph."""
+    arrangement = _arrangement(product)
+    if arrangement is None or any(_source(each).op not in _INPUTS for each in (product.b.data, product.b.scales)):
+        return None
+    tensors = (product.a.data, product.a.scales, product.offs)
+    return str(arrangement), product.a.format, *map(_seen, tensors)
+
+
+def _arrangement(product: ScaledMM) -> SwizzledA | None:
+    choice = fastest(product) if product.on_gpu else None
+    if choice is None or not (choice.settled and choice.traceable) or product.problem.empty:
+        return None
+    arrangement = named(choice.kernel).arrangement
+    return None if arrangement is None else arrangement(product.problem, choice.config)
+
+
+def _seen(node: Node | None) -> Hashable:
+    if node is None:
+        return None
+    tensor = node.meta["val"]
+    layout = (tensor.shape[-1:], tensor.numel()) if contiguous(tensor) else (tensor.shape, tensor.stride())
+    return _source(node), str((tensor.dtype, *layout, tensor.storage_offset()))
+
+
+def _source(node: Node) -> Node:
+    """The node that a node is a view of."""
+    while node.target in _VIEWS:
+        node = node.all_input_nodes[0]
+    return node
+
+
+def _by_operations(graph: Graph, product: ScaledMM) -> Node:
+    """Operations that arrange a product's plain A, before the product."""
+    arrangement = _arrangement(product)
+    with graph.inserting_before(product.node):
+        return traced(graph, lambda a: arrangement.by_operations(a), [product.a.data])
+
+
+def _by_launch(graph: Graph, product: ScaledMM, gathered: tuple[Node, Node] | None) -> Node:
+    """The launch that arranges a product's A, before the product. gathered: see `_gathered`; then A is not read."""
+    arrangement, a, b = _arrangement(product), product.a, product.b
+    first = (a.data, None) if gathered is None else gathered
+    tensors = [*first, a.scales, a.outer, b.data, b.scales, b.outer, product.offs]
+    nodes = [each for each in tensors if isinstance(each, Node)]
+    for node in nodes:
+        node.meta["inductor_realize_to_strides"] = True
+    size = a.data.meta["val"].shape
+
+    def launch(*values):
+        left = iter(values)
+        x, index, *operands, offs = (next(left) if isinstance(each, Node) else each for each in tensors)
+        data = x if index is None else x.new_empty(size)
+        rows = None if offs is None else size[0]
+        read, weight = Operand(data, *operands[:2], a.format), Operand(*operands[2:], b.format)
+        call = call_of(Arguments(read, weight, None, product.out_dtype, offs=offs, rows=rows))
+        return arrangement.of_call(call, None if index is None else (aligned(x.contiguous()), index.contiguous()))
+
+    with graph.inserting_before(product.node):
+        return traced(graph, torch.func.functionalize(launch), nodes)

@@ -1,0 +1,104 @@
+"""Sizes of a layer's products, with experts too: lines of operands, elements of the result, FLOPs of whole tiles."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from fp4compile.formats.layouts import ceil_div
+
+# The layer's (M, N, K) -> (rows of A, rows of B, contraction), for each product.
+DIMS: dict[str, Callable] = {
+    "fprop": lambda m, n, k: (m, n, k),
+    "dgrad": lambda m, n, k: (m, k, n),
+    "wgrad": lambda m, n, k: (n, k, m),
+}
+GROUPINGS = ("rows", "batch", "gather")
+
+
+@dataclass(frozen=True)
+class Experts:
+    """The number of a layer's matrices, and how rows are assigned to them.
+
+    count: matrices of the weight; for "gather" the number of indices, whose matrices are each read separately.
+    grouping: "rows" where offsets cut the rows in groups of unknown sizes; "batch" where all matrices have equally many
+        rows; "gather" where an index says which matrix each of a batch multiplies (`analysis.gemm.Gemm.groups`).
+
+    Raises ValueError for another count or grouping.
+    """
+
+    count: int
+    grouping: str = "rows"
+
+    def __post_init__(self) -> None:
+        if isinstance(self.count, bool) or not isinstance(self.count, int) or self.count <= 0:
+            raise ValueError(f"experts: count={self.count!r}, expected a positive whole number")
+        if self.grouping not in GROUPINGS:
+            raise ValueError(f"experts: unknown grouping {self.grouping!r}; allowed are {', '.join(GROUPINGS)}")
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """A product [rows, contraction] x [columns, contraction], or the products of all experts.
+
+    In fprop and dgrad, `rows` counts the rows of all experts together, and each expert has its own matrix of `columns`
+    rows. along_k: the experts share the contraction, as in wgrad, and each has a result of [rows, columns].
+    """
+
+    rows: int
+    columns: int
+    contraction: int
+    experts: Experts | None = None
+    along_k: bool = False
+
+    @classmethod
+    def of(cls, product: str, m: int, n: int, k: int, experts: Experts | None) -> "Sizes":
+        """The sizes of a product of the layer [m, k] x [n, k]."""
+        rows, columns, contraction = DIMS[product](m, n, k)
+        return cls(rows, columns, contraction, experts, product == "wgrad")
+
+    @property
+    def count(self) -> int:
+        """The number of matrices of B, or of the result."""
+        return 1 if self.experts is None else self.experts.count
+
+    @property
+    def lines(self) -> tuple[int, int]:
+        """Lines of A and of B along the contraction, all experts together."""
+        return self.rows, self.columns if self.along_k else self.count * self.columns
+
+    @property
+    def lines_read(self) -> tuple[int, int]:
+        """Lines of A and of B that the product reads: with fewer rows than experts, each row has another expert."""
+        if self.along_k or self.experts is None:
+            return self.lines
+        return self.rows, min(self.count, self.rows) * self.columns
+
+    @property
+    def result(self) -> int:
+        """Elements of the result."""
+        return self.rows * self.columns * (self.count if self.along_k else 1)
+
+    def flops(self, tile: tuple[int, int] | None, at_once: int) -> float:
+        """FLOPs of whole tiles, `at_once` of them in each turn; without a tile, FLOPs of the product."""
+        if tile is None:
+            return 2 * self.rows * self.columns * self.contraction
+        contraction = self.contraction / self.count if self.along_k else self.contraction
+        return 2 * tile[0] * tile[1] * contraction * self.turns(tile, at_once) * at_once
+
+    def turns(self, tile: tuple[int, int], at_once: int) -> int:
+        """How many turns compute all tiles, with `at_once` tiles in parallel.
+
+        Groups have unknown sizes: as many groups as possible count as non-empty, each with at least one tile, and each
+        ends on average in the middle of a tile.
+        """
+        height, width = tile
+        across = ceil_div(self.columns, width)
+        if self.along_k:
+            tiles = self.count * ceil_div(self.rows, height) * across
+        elif self.experts is None:
+            tiles = ceil_div(self.rows, height) * across
+        elif self.experts.grouping == "rows":
+            groups = min(self.count, self.rows)
+            tiles = max(groups, ceil_div(2 * self.rows + groups * height, 2 * height)) * across
+        else:
+            tiles = self.count * ceil_div(ceil_div(self.rows, self.count), height) * across
+        return ceil_div(tiles, at_once)

@@ -1,0 +1,8 @@
+"""A simulator of compiled kernels: it executes the PTX of a launch on the CPU and checks every access to memory."""
+
+from ptxsim.fault import Fault
+from ptxsim.forms import UnknownForm
+from ptxsim.launch import Compiled, Simulator
+from ptxsim.run import LOCKSTEP, Schedule
+
+__all__ = ["LOCKSTEP", "Compiled", "Fault", "Schedule", "Simulator", "UnknownForm"]

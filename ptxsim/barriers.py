@@ -1,0 +1,194 @@
+"""mbarriers, the barriers of a program's warps, and of a cluster.
+
+Sources: PTX ISA, "mbarrier" and "barrier"; confidence high.
+"""
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from ptxsim.clocks import KNOWN
+from ptxsim.fault import Fault
+from ptxsim.state import State
+
+_NBYTES = 8
+_OPAQUE = 0xBD  # bytes that no kernel means
+
+
+@dataclass
+class Mbarrier:
+    """An mbarrier object. count: arrivals of a phase; pending: those that are missing; tx: bytes that are missing.
+
+    agent: the clock agent of the copies that complete here. rows: clocks of everything that arrived. done: clocks of
+    the completed phases. created: (warp, epoch) of the initialisation. used: the last epoch of each clock agent that
+    arrived or waited. commits: how many `tcgen05.commit` will still arrive.
+    """
+
+    where: str
+    count: int
+    agent: int
+    rows: np.ndarray
+    created: tuple[int, int]
+    phase: int = 0
+    pending: int = field(init=False)
+    tx: int = 0
+    commits: int = 0
+    used: dict[int, int] = field(default_factory=dict)
+    done: np.ndarray = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.pending = self.count
+        self.done = self.rows.copy()
+
+    def passed(self, parity: int) -> bool:
+        """Whether the phase of this parity is complete, as `try_wait.parity` returns it."""
+        return (self.phase & 1) != parity
+
+
+class Mbarriers:
+    """The mbarriers of all programs, by index into shared memory."""
+
+    def __init__(self, machine: State) -> None:
+        self.machine = machine
+        self.found: dict[int, Mbarrier] = {}
+
+    def create(self, at: int, count: int, cluster: int, warp: int) -> None:
+        """Initialise an mbarrier at an index into shared memory."""
+        if at in self.found:
+            raise Fault("initialises an mbarrier that is in use")
+        if count < 1:
+            raise Fault(f"an mbarrier of {count} arrivals")
+        clocks = self.machine.clocks
+        rows = np.zeros_like(clocks.of(cluster, warp))
+        created = (warp, int(clocks.rows[KNOWN, cluster, warp, warp]))
+        self.machine.shared.shadow.begin_mbarrier(self._cells(at), cluster, warp)
+        self.machine.shared.data[at : at + _NBYTES] = _OPAQUE
+        self.found[at] = Mbarrier(f"{at % self.machine.shared.stride}", count, clocks.new_barrier(cluster), rows,
+                                  created)  # fmt: skip
+
+    def remove(self, at: int, rows: np.ndarray) -> None:
+        """Invalidate an mbarrier. rows: the clocks of the warp that does, which must know of the end of all uses."""
+        barrier = self.seen(at, rows)
+        if barrier.tx:
+            raise Fault(f"the mbarrier at {barrier.where} ends with {barrier.tx} bytes missing")
+        if barrier.commits or any(rows[KNOWN][agent] < epoch for agent, epoch in barrier.used.items()):
+            raise Fault(f"the mbarrier at {barrier.where} ends while something may arrive or wait there")
+        self.machine.shared.shadow.end_mbarrier(self._cells(at))
+        del self.found[at]
+
+    def _cells(self, at: int) -> np.ndarray:
+        return self.machine.shared.cells(at + np.arange(_NBYTES))
+
+    def waited(self, barrier: Mbarrier, cluster: int, warp: int) -> None:
+        """A warp waits at an mbarrier, or has found a phase complete."""
+        barrier.used[warp] = int(self.machine.clocks.rows[KNOWN, cluster, warp, warp])
+
+    def will_commit(self, at: int) -> None:
+        """A `tcgen05.commit` was issued that arrives at an mbarrier."""
+        self._at(at).commits += 1
+
+    def committed(self, at: int, rows: np.ndarray, agent: int, epoch: int) -> None:
+        """The tensor pipe's `tcgen05.commit` of an epoch arrives; rows: the clocks with all operations before it."""
+        barrier = self.seen(at, rows)
+        barrier.commits -= 1
+        rows = rows.copy()
+        rows[:, agent] = epoch
+        self.arrive(barrier, rows, agent)
+
+    def seen(self, at: int, rows: np.ndarray) -> Mbarrier:
+        """The mbarrier at an index, for an access with these clocks."""
+        barrier = self._at(at)
+        warp, epoch = barrier.created
+        if rows[KNOWN][warp] < epoch:
+            raise Fault(f"uses the mbarrier at {barrier.where} without a wait for its initialisation")
+        return barrier
+
+    def _at(self, at: int) -> Mbarrier:
+        if at not in self.found:
+            raise Fault(f"there is no mbarrier at {at % self.machine.shared.stride}")
+        return self.found[at]
+
+    def arrive(self, barrier: Mbarrier, rows: np.ndarray, agent: int, count: int = 1, expected: int = 0) -> None:
+        """Arrivals of an agent that bring clocks; `expected` bytes are to come in this phase."""
+        barrier.used[agent] = int(rows[KNOWN][agent])
+        np.maximum(barrier.rows, rows, out=barrier.rows)
+        barrier.pending -= count
+        barrier.tx += expected
+        if barrier.pending < 0:
+            raise Fault(f"more arrivals at the mbarrier at {barrier.where} than its {barrier.count}")
+        self._complete(barrier)
+
+    def bytes_arrived(self, at: int, nbytes: int, rows: np.ndarray) -> None:
+        """A copy that completes on an mbarrier has written its bytes."""
+        barrier = self._at(at)
+        np.maximum(barrier.rows, rows, out=barrier.rows)
+        barrier.tx -= nbytes
+        self._complete(barrier)
+
+    def _complete(self, barrier: Mbarrier) -> None:
+        if barrier.pending == 0 and barrier.tx == 0:
+            barrier.phase += 1
+            barrier.pending = barrier.count
+            barrier.done = barrier.rows.copy()
+            self.machine.changed = True
+
+
+class ProgramBarriers:
+    """`bar.sync` and its kin: for each program and name, the warps that have arrived."""
+
+    def __init__(self, machine: State) -> None:
+        self.machine = machine
+        self.arrived: dict[tuple[int, int], list[int]] = {}
+
+    def arrive(self, program: int, name: int, warp: int, threads: int) -> bool:
+        """A warp of the machine arrives and waits for the others; True where it is the last one.
+
+        threads: how many threads the barrier waits for.
+        """
+        waiting = self.arrived.setdefault((program, name), [])
+        if warp in waiting:
+            raise Fault(f"a warp arrives twice at barrier {name}")
+        waiting.append(warp)
+        if 32 * len(waiting) < threads:
+            return False
+        del self.arrived[program, name]
+        machine = self.machine
+        cluster = program // machine.program.cluster
+        warps = [machine.local_warp(each) for each in waiting]
+        machine.clocks.meet(cluster, warps)
+        machine.meet(cluster, warps)
+        for each in waiting:
+            machine.wake(each)
+        return True
+
+
+class ClusterBarrier:
+    """`barrier.cluster`: the warps of each cluster that have arrived in the current phase."""
+
+    def __init__(self, machine: State) -> None:
+        self.machine = machine
+        clusters = machine.clusters
+        self.phase = [0] * clusters
+        self.arrived: list[set[int]] = [set() for _ in range(clusters)]
+        self.rows: list[np.ndarray | None] = [None] * clusters
+        self.done: list[np.ndarray | None] = [None] * clusters
+
+    def arrive(self, cluster: int, warp: int) -> int:
+        """A warp arrives; returns the phase that it is to wait for."""
+        machine, phase = self.machine, self.phase[cluster]
+        if warp in self.arrived[cluster]:
+            raise Fault("a warp arrives twice at the cluster's barrier")
+        rows = machine.clocks.release(cluster, machine.local_warp(warp))
+        before = self.rows[cluster]
+        self.rows[cluster] = rows if before is None else np.maximum(before, rows)
+        self.arrived[cluster].add(warp)
+        if len(self.arrived[cluster]) == machine.warps_of_cluster:
+            self.phase[cluster] += 1
+            self.arrived[cluster] = set()
+            self.done[cluster] = self.rows[cluster]
+            machine.changed = True
+        return phase
+
+    def passed(self, cluster: int, phase: int) -> bool:
+        """Whether a phase is complete."""
+        return self.phase[cluster] > phase

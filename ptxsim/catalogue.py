@@ -1,0 +1,19 @@
+"""Every instruction form that the simulator knows: importing this module registers the forms of all subjects."""
+
+from ptxsim import (  # noqa: F401
+    access,
+    control,
+    convert,
+    copies,
+    floating,
+    integer,
+    moves,
+    tensor,
+    tensor_map_forms,
+    warp,
+    warp_matrix,
+    warpgroup,
+)
+from ptxsim.forms import decode, known_forms
+
+__all__ = ["decode", "known_forms"]

@@ -1,0 +1,232 @@
+"""Which accesses happen before which: vector clocks of warps and of asynchronous agents, and races by them.
+
+Each warp counts epochs; an epoch ends where the warp lets others know what it did (a barrier, an arrival, a fence). A
+warp's clock holds, for every agent, the last epoch that the warp knows to be complete. An access to a byte races with
+an earlier one by an agent whose epoch the clock does not hold. So one schedule finds a missing wait, whatever the order
+in which it happened to run the warps.
+
+Every warp has two clocks. `KNOWN` orders all accesses. `FENCED` orders the warp's generic writes for the asynchronous
+proxy: only `fence.proxy.async` moves knowledge of generic writes there (PTX ISA, "async proxy"; confidence high for the
+need of a fence on the path from writer to copy, medium that it may stand on either side of a barrier).
+"""
+
+from typing import TypeVar
+
+import numpy as np
+
+from ptxsim.fault import Fault
+
+KNOWN, FENCED = 0, 1
+AnyInt = TypeVar("AnyInt", int, np.ndarray)
+Index = np.ndarray | tuple[int | slice, ...]  # of cells of a memory
+_BARRIERS = 96  # agents for mbarriers: the copies that complete on one
+NOBODY = -1
+MBARRIER = -2  # the writer of cells that are an mbarrier: no clock knows of its end
+
+
+class Clocks:
+    """The clocks of the warps of all clusters; agents are numbered within a cluster.
+
+    The agents of a cluster: its warps; for each warp its loads from tensor memory, its `cp.async` copies, its bulk
+    stores, its stores to tensor memory, and its `wgmma` products; the tensor pipe; and the copies that complete on each
+    mbarrier.
+    """
+
+    def __init__(self, clusters: int, warps: int) -> None:
+        self.clusters, self.warps = clusters, warps
+        self.tensor_pipe = 6 * warps
+        self.rows = np.zeros((2, clusters, warps, self.tensor_pipe + 1 + _BARRIERS + 2), np.int32)
+        own = np.arange(warps)
+        self.rows[KNOWN, :, own, own] = 1
+        self.rows[..., NOBODY] = np.iinfo(np.int32).max
+        self._barriers = np.full(clusters, self.tensor_pipe + 1)
+
+    def tensor_loads(self, warp: int) -> int:
+        """The agent of a warp's accesses by `tcgen05.ld`."""
+        return self.warps + warp
+
+    def copies(self, warp: AnyInt) -> AnyInt:
+        """The agent of a warp's `cp.async`; of an array of warps, theirs."""
+        return 2 * self.warps + warp
+
+    def bulk_stores(self, warp: AnyInt) -> AnyInt:
+        """The agent of a warp's bulk copies from shared memory; of an array of warps, theirs."""
+        return 3 * self.warps + warp
+
+    def tensor_stores(self, warp: int) -> int:
+        """The agent of a warp's accesses by `tcgen05.st`."""
+        return 4 * self.warps + warp
+
+    def products(self, warp: AnyInt) -> AnyInt:
+        """The agent of a warp's `wgmma`; of an array of warps, theirs."""
+        return 5 * self.warps + warp
+
+    def new_barrier(self, cluster: int) -> int:
+        """The agent of the copies that complete on an mbarrier that was just initialised."""
+        agent = int(self._barriers[cluster])
+        if agent >= self.rows.shape[-1] - 2:
+            raise Fault(f"more than {_BARRIERS} initialisations of mbarriers, which the simulator does not tell apart")
+        self._barriers[cluster] += 1
+        return agent
+
+    def of(self, cluster: int, warp: int) -> np.ndarray:
+        """A copy of a warp's clocks, int32 [2, agents]."""
+        return self.rows[:, cluster, warp].copy()
+
+    def release(self, cluster: int, warp: int) -> np.ndarray:
+        """The warp's clocks, for whoever waits for it; a new epoch of the warp begins."""
+        rows = self.of(cluster, warp)
+        self.rows[KNOWN, cluster, warp, warp] += 1
+        return rows
+
+    def acquire(self, cluster: int, warp: int, rows: np.ndarray) -> None:
+        """Let a warp know what clocks hold."""
+        np.maximum(self.rows[:, cluster, warp], rows, out=self.rows[:, cluster, warp])
+
+    def meet(self, cluster: int, warps: list[int]) -> None:
+        """Let warps know what any of them knows, as at a barrier; new epochs begin."""
+        met = self.rows[:, cluster, warps].max(1)
+        self.rows[:, cluster, warps] = met[:, None]
+        self.rows[KNOWN, cluster, warps, warps] += 1
+
+    def fence(self, cluster: int, warp: int) -> None:
+        """Order all generic writes that a warp knows of before later asynchronous accesses."""
+        self.rows[FENCED, cluster, warp] = self.rows[KNOWN, cluster, warp]
+        self.rows[KNOWN, cluster, warp, warp] += 1
+
+
+class Shadow:
+    """The last write and the reads of each cell of a memory.
+
+    Accesses are whole cells. cells: the number of cells, or the shape of an array of them; accesses of asynchronous
+    agents name cells by any index into it. Readers that are no warps get an array each when they first read.
+    """
+
+    def __init__(self, cells: int | tuple[int, ...], clocks: Clocks, what: str) -> None:
+        self.clocks, self.what = clocks, what
+        shape = cells if isinstance(cells, tuple) else (cells,)
+        self.writer = np.full(shape, NOBODY, np.int16)
+        self.written = np.zeros(shape, np.int32)
+        self.read = np.zeros((clocks.warps, *shape), np.int32)
+        self.read_by_agent: dict[int, np.ndarray] = {}
+
+    # ------------------------------------------------------------ warps
+
+    def reads_of_warps(self, cells: np.ndarray, clusters: np.ndarray, warps: np.ndarray) -> None:
+        """Threads read cells [threads, n]. clusters, warps: [threads], of the threads."""
+        clusters, warps = clusters[:, None], warps[:, None]
+        writer = self.writer[cells]
+        if (writer == NOBODY).any():
+            raise Fault(f"reads {self.what} that nothing wrote")
+        known = self.clocks.rows[KNOWN]
+        late = self.written[cells] > known[clusters, warps, writer]
+        if late.any():
+            raise Fault(f"reads {self.what} that {self._agent(writer[late][0])} wrote, without a wait for it")
+        self.read[warps, cells] = known[clusters, warps, warps]
+
+    def writes_of_warps(self, cells: np.ndarray, clusters: np.ndarray, warps: np.ndarray, changes: np.ndarray) -> None:
+        """Threads write cells [threads, n]; arguments as of `reads_of_warps`.
+
+        changes: bool [threads, n], whether a cell gets another value. Several warps may write one value without a wait:
+        Triton's layouts hold some elements several times.
+        """
+        known = self.clocks.rows[KNOWN, clusters, warps]
+        self.generic_writes(cells, known, warps, known[np.arange(len(warps)), warps], changes)
+
+    def generic_writes(
+        self, cells: np.ndarray, rows: np.ndarray, agents: np.ndarray, epochs: np.ndarray, changes: np.ndarray
+    ) -> None:
+        """Agents write cells [accesses, n] as the generic proxy does.
+
+        rows: the clocks `KNOWN` of each access, [accesses, agents]. agents, epochs: [accesses], who writes. changes: as
+        of `writes_of_warps`.
+        """
+        writer = self.writer[cells]
+        late = self.written[cells] > rows[np.arange(len(cells))[:, None], writer]
+        if (late & changes).any():
+            late &= changes
+            raise Fault(f"overwrites {self.what} that {self._agent(writer[late][0])} wrote, without a wait")
+        unseen = self.read[:, cells] > rows[:, : self.clocks.warps].T[:, :, None]
+        if unseen.any():
+            raise Fault(f"overwrites {self.what} that warp {np.nonzero(unseen)[0][0]} may be reading")
+        for agent, read in self.read_by_agent.items():
+            if (read[cells] > rows[:, agent, None]).any():
+                raise Fault(f"overwrites {self.what} that {self._agent(agent)} may be reading")
+        if late.any():  # the record of the first writer stays: who knows of it sees the value
+            again = np.nonzero(~late)
+            self.writer[cells[again]] = agents[again[0]]
+            self.written[cells[again]] = epochs[again[0]]
+        else:
+            self.writer[cells] = agents[:, None]
+            self.written[cells] = epochs[:, None]
+
+    # ------------------------------------------------------------ asynchronous agents
+
+    def reads_of_agent(self, cells: Index, rows: np.ndarray, agent: int, epoch: int) -> None:
+        """An asynchronous operation reads cells. rows: the clocks [2, agents] that it was issued with."""
+        writer = self.writer[cells]
+        if (writer == NOBODY).any():
+            raise Fault(f"{self._agent(agent)} reads {self.what} that nothing wrote")
+        late = self.written[cells] > rows[FENCED][writer]
+        if late.any():
+            first = writer[late][0]
+            fence = (self.written[cells] <= rows[KNOWN][writer]).all()
+            raise Fault(f"{self._agent(agent)} reads {self.what} that {self._agent(first)} wrote, without a "
+                        + ("fence.proxy.async" if fence else "wait"))  # fmt: skip
+        if agent not in self.read_by_agent:
+            self.read_by_agent[agent] = np.zeros(self.writer.shape, np.int32)
+        self.read_by_agent[agent][cells] = epoch
+
+    def reads_of_agents(self, cells: np.ndarray, rows: np.ndarray, agents: np.ndarray, epochs: np.ndarray) -> None:
+        """Asynchronous operations read cells [operations, n].
+
+        rows: the clocks [2, operations, agents] that they were issued with. agents, epochs: [operations], who reads.
+        """
+        writer, written = self.writer[cells], self.written[cells]
+        each = np.arange(len(cells))[:, None]
+        bad = ((writer == NOBODY) | (written > rows[FENCED][each, writer])).any(1)
+        if bad.any():
+            first = int(np.argmax(bad))
+            self.reads_of_agent(cells[first], rows[:, first], int(agents[first]), int(epochs[first]))  # raises Fault
+        for agent in np.unique(agents).tolist():
+            if agent not in self.read_by_agent:
+                self.read_by_agent[agent] = np.zeros(self.writer.shape, np.int32)
+            its = agents == agent
+            self.read_by_agent[agent][cells[its]] = epochs[its, None]
+
+    def writes_of_agent(self, cells: Index, rows: np.ndarray, agent: int, epoch: int) -> None:
+        """An asynchronous operation writes cells; arguments as of `reads_of_agent`."""
+        writer = self.writer[cells]
+        late = self.written[cells] > rows[FENCED][writer]
+        if late.any():
+            raise Fault(f"{self._agent(agent)} overwrites {self.what} that {self._agent(writer[late][0])} wrote, "
+                        "without a wait or a fence.proxy.async")  # fmt: skip
+        for warp in range(self.clocks.warps):
+            if (self.read[warp][cells] > rows[KNOWN][warp]).any():
+                raise Fault(f"{self._agent(agent)} overwrites {self.what} that warp {warp} may be reading")
+        for other, read in self.read_by_agent.items():
+            if other != agent and (read[cells] > rows[KNOWN][other]).any():
+                raise Fault(f"{self._agent(agent)} overwrites {self.what} that {self._agent(other)} may be reading")
+        self.writer[cells] = agent
+        self.written[cells] = epoch
+
+    def begin_mbarrier(self, cells: np.ndarray, cluster: int, warp: int) -> None:
+        """A warp makes an mbarrier of cells [n], as a generic write."""
+        row = cells[None, :]
+        self.writes_of_warps(row, np.array([cluster]), np.array([warp]), np.ones(row.shape, bool))
+        self.writer[cells], self.written[cells] = MBARRIER, 1
+
+    def end_mbarrier(self, cells: np.ndarray) -> None:
+        """Cells are no mbarrier any more, and hold nothing."""
+        self.writer[cells], self.written[cells] = NOBODY, 0
+
+    def _agent(self, agent: int) -> str:
+        if agent == MBARRIER:
+            return "mbarrier.init"
+        warps = self.clocks.warps
+        if agent < warps:
+            return f"warp {agent}"
+        kinds = ("tcgen05.ld", "cp.async", "a bulk store", "tcgen05.st", "wgmma")
+        if agent < self.clocks.tensor_pipe:
+            return f"{kinds[agent // warps - 1]} of warp {agent % warps}"
+        return "the tensor pipe" if agent == self.clocks.tensor_pipe else "a copy"

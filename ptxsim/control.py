@@ -1,0 +1,335 @@
+"""Branches, barriers, mbarriers and fences.
+
+Sources: PTX ISA, "Control flow instructions", "Parallel synchronization and communication instructions"; confidence
+high. A warp whose threads stand at different instructions executes those that come first in `order` first, until they
+meet.
+"""
+
+from functools import partial
+
+import numpy as np
+
+from ptxsim.fault import Fault
+from ptxsim.forms import (
+    Step,
+    UnknownForm,
+    address_reader,
+    expect,
+    form,
+    immediate,
+    reader,
+    writer,
+)  # fmt: skip
+from ptxsim.fragment import LANES, Fragment
+from ptxsim.parse import Instruction, Label, Program, Register
+from ptxsim.state import DONE
+
+# What a fragment executes although no thread's predicate holds.
+BRANCHES = frozenset({"bra", "bra.uni", "brx.idx", "ret", "exit"})
+
+
+def _nobody(fragment: Fragment) -> Fragment:
+    return fragment.without(np.ones(len(fragment.warps), bool))
+
+
+def _label(instruction: Instruction, index: int) -> str:
+    operand = instruction.operands[index]
+    if not isinstance(operand, Label):
+        raise UnknownForm(f"not a label: {operand}")
+    return operand.name
+
+
+@form("bra", "bra.uni")
+def _bra(instruction: Instruction, program: Program) -> Step:
+    expect(instruction, 1)
+    target = program.labels[_label(instruction, 0)]
+
+    def step(fragment: Fragment) -> Fragment:
+        fragment.jump(fragment.running, target)
+        fragment.jump(fragment.active & ~fragment.running, fragment.at + 1)
+        return _nobody(fragment)
+
+    return step
+
+
+@form("brx.idx")
+def _brx(instruction: Instruction, program: Program) -> Step:
+    expect(instruction, 2)
+    table = program.tables[_label(instruction, 1)]
+    targets = [program.labels[name] for name in table]
+    index = reader(instruction.operands[0], "u32")
+
+    def step(fragment: Fragment) -> Fragment:
+        chosen = np.broadcast_to(index(fragment), fragment.shape)
+        if (chosen[fragment.running] >= len(targets)).any():
+            raise Fault(f"an index beyond the {len(targets)} labels of the table")
+        for i, target in enumerate(targets):
+            fragment.jump(fragment.running & (chosen == i), target)
+        fragment.jump(fragment.active & ~fragment.running, fragment.at + 1)
+        return _nobody(fragment)
+
+    return step
+
+
+@form("ret", "exit")
+def _ret(instruction: Instruction, program: Program) -> Step:
+    expect(instruction, 0)
+
+    def step(fragment: Fragment) -> Fragment:
+        fragment.jump(fragment.running, DONE)
+        fragment.jump(fragment.active & ~fragment.running, fragment.at + 1)
+        return _nobody(fragment)
+
+    return step
+
+
+@form("setmaxnreg.inc.sync.aligned.u32", "setmaxnreg.dec.sync.aligned.u32")
+def _registers(instruction: Instruction, program: Program) -> Step:
+    expect(instruction, 1)
+    count = immediate(instruction.operands[0])
+    if count % 8 or not 24 <= count <= 256:
+        raise UnknownForm(f"{count} registers, of a multiple of 8 from 24 to 256")
+    return lambda fragment: None
+
+
+@form("griddepcontrol.wait", "griddepcontrol.launch_dependents")
+def _dependent_launch(instruction: Instruction, program: Program) -> Step:
+    """Launches run one after the other here, so there is nothing to wait for."""
+    expect(instruction, 0)
+    return lambda fragment: None
+
+
+# ---------------------------------------------------------------- barriers of a program and of a cluster
+
+
+def _arrive(fragment: Fragment, name: int, threads: int) -> Fragment:
+    """Let all warps of a fragment arrive at a barrier, after which they stand at the next instruction."""
+    machine = fragment.machine
+    fragment.jump(fragment.active, fragment.at + 1)
+    for warp, active in zip(fragment.warps, fragment.by_warp(fragment.running), strict=True):
+        ended = machine.pc.reshape(-1, LANES)[warp] == DONE
+        if not (active | ended).all():
+            raise Fault(f"barrier {name} reached by part of a warp")
+        machine.block(int(warp))
+    for warp in fragment.warps:
+        machine.barriers.arrive(machine.program_of(int(warp)), name, int(warp), threads)
+    return _nobody(fragment)
+
+
+@form("bar.sync", "barrier.sync", "barrier.sync.aligned")
+def _bar(instruction: Instruction, program: Program) -> Step:
+    expect(instruction, 1, 2)
+    name = immediate(instruction.operands[0])
+    threads = immediate(instruction.operands[1]) if len(instruction.operands) > 1 else program.threads
+    if name > 15 or threads % LANES:
+        raise UnknownForm(f"barrier {name} of {threads} threads")
+    return lambda fragment: _arrive(fragment, name, threads)
+
+
+@form("bar.red.or.pred", "bar.red.and.pred")
+def _bar_reduce(instruction: Instruction, program: Program) -> Step:
+    """All warps of the program stand here at once or wait; the result is known when the last one arrives."""
+    expect(instruction, 3)
+    write, name = writer(instruction.operands[0], "pred"), immediate(instruction.operands[1])
+    read = reader(instruction.operands[2], "pred")
+    into = instruction.operands[0]
+    assert isinstance(into, Register)
+    every = instruction.opcode == "bar.red.and.pred"
+
+    def step(fragment: Fragment) -> Fragment:
+        machine = fragment.machine
+        write(fragment, read(fragment))
+        register = machine.registers[into.name].reshape(-1, machine.program.threads)
+        left = _arrive(fragment, name, machine.program.threads)
+        for program_index in {machine.program_of(int(warp)) for warp in fragment.warps}:
+            if (program_index, name) not in machine.barriers.arrived:  # the last warp has arrived
+                values = register[program_index]
+                values[:] = values.all() if every else values.any()
+        return left
+
+    return step
+
+
+@form("barrier.cluster.arrive.aligned", "barrier.cluster.arrive.release.aligned", "barrier.cluster.arrive")
+def _cluster_arrive(instruction: Instruction, program: Program) -> Step:
+    expect(instruction, 0)
+
+    def step(fragment: Fragment) -> None:
+        machine = fragment.machine
+        for warp in map(int, fragment.warps):
+            machine.cluster_tickets[warp] = machine.cluster_barrier.arrive(machine.cluster_of_warp(warp), warp)
+
+    return step
+
+
+@form("barrier.cluster.wait.aligned", "barrier.cluster.wait.acquire.aligned", "barrier.cluster.wait")
+def _cluster_wait(instruction: Instruction, program: Program) -> Step:
+    expect(instruction, 0)
+
+    def step(fragment: Fragment) -> Fragment:
+        machine, barrier = fragment.machine, fragment.machine.cluster_barrier
+        fragment.jump(fragment.active, fragment.at + 1)
+        for warp in map(int, fragment.warps):
+            if warp not in machine.cluster_tickets:
+                raise Fault("waits at the cluster's barrier without an arrival")
+            cluster, phase = machine.cluster_of_warp(warp), machine.cluster_tickets.pop(warp)
+
+            def passed(cluster: int = cluster, phase: int = phase, warp: int = warp) -> bool:
+                rows = barrier.done[cluster]
+                if rows is None or not barrier.passed(cluster, phase):
+                    return False
+                machine.clocks.acquire(cluster, machine.local_warp(warp), rows)
+                machine.meet(cluster, [machine.local_warp(warp)])
+                return True
+
+            if not passed():
+                machine.block(warp, passed)
+        return _nobody(fragment)
+
+    return step
+
+
+# ---------------------------------------------------------------- mbarriers
+
+
+def one_lane(fragment: Fragment) -> list[tuple[int, int, int]]:
+    """(lane in the fragment, warp of the machine, cluster) of every running thread."""
+    machine = fragment.machine
+    return [(int(lane), int(warp), machine.cluster_of_warp(int(warp)))
+            for lane, warp in zip(fragment.lanes(), fragment.warp_of(fragment.lanes()), strict=True)]  # fmt: skip
+
+
+@form("mbarrier.init.shared::cta.b64", "mbarrier.init.shared.b64")
+def _init(instruction: Instruction, program: Program) -> Step:
+    expect(instruction, 2)
+    address, count = address_reader(instruction.operands[0], 32), reader(instruction.operands[1], "u32")
+
+    def step(fragment: Fragment) -> None:
+        machine = fragment.machine
+        addresses, counts = address(fragment), np.broadcast_to(count(fragment), fragment.shape)
+        for lane, warp, cluster in one_lane(fragment):
+            at = machine.shared.index(int(addresses[lane]), cluster, 8)
+            machine.mbarriers.create(at, int(counts[lane]), cluster, machine.local_warp(warp))
+
+    return step
+
+
+@form("mbarrier.inval.shared::cta.b64", "mbarrier.inval.shared.b64")
+def _inval(instruction: Instruction, program: Program) -> Step:
+    expect(instruction, 1)
+    address = address_reader(instruction.operands[0], 32)
+
+    def step(fragment: Fragment) -> None:
+        machine, addresses = fragment.machine, address(fragment)
+        for lane, warp, cluster in one_lane(fragment):
+            rows = machine.clocks.of(cluster, machine.local_warp(warp))
+            machine.mbarriers.remove(machine.shared.index(int(addresses[lane]), cluster, 8), rows)
+
+    return step
+
+
+@form(
+    "mbarrier.arrive.shared::cta.b64", "mbarrier.arrive.expect_tx.shared::cta.b64", "mbarrier.arrive.shared.b64",
+    "mbarrier.arrive.expect_tx.shared.b64", "mbarrier.arrive.release.cluster.shared::cluster.b64",
+    "mbarrier.arrive.shared::cluster.b64", "mbarrier.arrive.expect_tx.shared::cluster.b64",
+)  # fmt: skip
+def _mbarrier_arrive(instruction: Instruction, program: Program) -> Step:
+    expects = ".expect_tx" in instruction.opcode
+    expect(instruction, *((3,) if expects else (2, 3)))
+    address = address_reader(instruction.operands[1], 32)
+    number = reader(instruction.operands[2], "u32") if len(instruction.operands) > 2 else None
+
+    def step(fragment: Fragment) -> None:
+        machine, addresses = fragment.machine, address(fragment)
+        numbers = np.broadcast_to(1 if number is None else number(fragment), fragment.shape)
+        for lane, warp, cluster in one_lane(fragment):
+            at = machine.shared.index(int(addresses[lane]), cluster, 8)
+            rows = machine.clocks.release(cluster, machine.local_warp(warp))
+            barrier = machine.mbarriers.seen(at, rows)
+            count, expected = (1, int(numbers[lane])) if expects else (int(numbers[lane]), 0)
+            machine.mbarriers.arrive(barrier, rows, machine.local_warp(warp), count, expected)
+
+    return step
+
+
+@form(
+    "mbarrier.try_wait.parity.shared::cta.b64", "mbarrier.try_wait.parity.shared.b64",
+    "mbarrier.try_wait.parity.acquire.cta.shared::cta.b64",
+)  # fmt: skip
+def _try_wait(instruction: Instruction, program: Program) -> Step:
+    """Returns true once the phase is complete; a warp waits here until then, and would otherwise only try again."""
+    expect(instruction, 3)
+    write = writer(instruction.operands[0], "pred")
+    address, parity = address_reader(instruction.operands[1], 32), reader(instruction.operands[2], "u32")
+
+    def step(fragment: Fragment) -> Fragment | None:
+        machine = fragment.machine
+        addresses, parities = address(fragment), np.broadcast_to(parity(fragment), fragment.shape)
+        waiting = np.zeros(len(fragment.warps), bool)
+        for i, warp in enumerate(map(int, fragment.warps)):
+            running = fragment.running[LANES * i : LANES * (i + 1)]
+            if not running.any():
+                continue
+            lane = LANES * i + int(np.argmax(running))
+            of_warp = slice(LANES * i, LANES * (i + 1))
+            if (addresses[of_warp][running] != addresses[lane]).any():
+                raise Fault("the threads of a warp wait for several mbarriers")
+            cluster, local = machine.cluster_of_warp(warp), machine.local_warp(warp)
+            at = machine.shared.index(int(addresses[lane]), cluster, 8)
+            barrier = machine.mbarriers.seen(at, machine.clocks.of(cluster, local))
+            machine.mbarriers.waited(barrier, cluster, local)
+            phase = int(parities[lane]) & 1
+            if barrier.passed(phase):
+                machine.clocks.acquire(cluster, local, barrier.done)
+                machine.meet(cluster, [local])
+            else:
+                waiting[i] = True
+                machine.block(warp, partial(barrier.passed, phase))
+        if waiting.any():
+            fragment.jump(fragment.active & np.repeat(waiting, LANES), fragment.at)
+            left = fragment.without(waiting)
+            left.at = fragment.at
+            left.running = fragment.running.reshape(-1, LANES)[~waiting].ravel()
+            left.whole = bool(left.running.all())
+            write(left, np.True_)
+            return left
+        write(fragment, np.True_)
+        return None
+
+    return step
+
+
+# ---------------------------------------------------------------- fences
+
+
+@form("fence.proxy.async.shared::cta", "fence.proxy.async.shared::cluster", "fence.proxy.async",
+      "fence.proxy.async.global")  # fmt: skip
+def _fence_async(instruction: Instruction, program: Program) -> Step:
+    expect(instruction, 0)
+
+    def step(fragment: Fragment) -> None:
+        machine = fragment.machine
+        for warp in {warp for _, warp, _ in one_lane(fragment)}:
+            machine.clocks.fence(machine.cluster_of_warp(warp), machine.local_warp(warp))
+
+    return step
+
+
+@form("fence.mbarrier_init.release.cluster", "fence.acq_rel.cta", "fence.acq_rel.gpu", "fence.acq_rel.cluster")
+def _fence(instruction: Instruction, program: Program) -> Step:
+    """Orders nothing that a barrier of this simulator does not order already."""
+    expect(instruction, 0)
+    return lambda fragment: None
+
+
+@form("mapa.shared::cluster.u32")
+def _mapa(instruction: Instruction, program: Program) -> Step:
+    """The address that an address of this program has in the program of another rank."""
+    expect(instruction, 3)
+    write = writer(instruction.operands[0], "u32")
+    address, rank = (reader(each, "u32") for each in instruction.operands[1:])
+
+    def step(fragment: Fragment) -> None:
+        write(fragment, (address(fragment) & np.uint32(0xFFFFFF)) | rank(fragment) << np.uint32(24))
+
+    return step

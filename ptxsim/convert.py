@@ -1,0 +1,169 @@
+"""cvt: conversions between types.
+
+Source: PTX ISA, "cvt"; confidence high. Of two numbers that are packed, the first operand is the upper one. An integer
+is cut to the narrower type, or extended by the sign of its own type.
+"""
+
+from collections.abc import Callable
+
+import numpy as np
+
+from ptxsim import numbers
+from ptxsim.forms import Step, UnknownForm, elementwise, expect, form, reader, writer
+from ptxsim.fragment import Fragment
+from ptxsim.numbers import F32, F64, U8, canonical, halves, interleaved, joined
+from ptxsim.parse import Instruction, Program, Vector
+
+_Convert = Callable[[np.ndarray], np.ndarray]
+_INTEGERS = tuple(f"{sign}{bits}" for bits in (8, 16, 32, 64) for sign in "su")
+
+
+def _same(values: np.ndarray) -> np.ndarray:
+    """NumPy's conversion of integers does what is needed, where the result is written."""
+    return values
+
+
+for _into in _INTEGERS:
+    for _from in _INTEGERS:
+        if _into != _from:
+            elementwise(f"{_into} {_from}", f"cvt.{_into}.{_from}")(_same)
+
+
+# ---------------------------------------------------------------- between floats of 16, 32 and 64 bits
+
+elementwise("f32 bf16", "cvt.f32.bf16")(numbers.bf16_values)
+elementwise("bf16 f32", "cvt.rn.bf16.f32")(numbers.to_bf16)
+elementwise("f16 f32", "cvt.rn.f16.f32")(numbers.to_f16)
+
+
+@elementwise("f32 f16", "cvt.f32.f16")
+def _f32_of_f16(bits: np.ndarray) -> np.ndarray:
+    return canonical(numbers.f16_values(bits))
+
+
+@elementwise("bf16 f16", "cvt.rn.bf16.f16")
+def _bf16_of_f16(bits: np.ndarray) -> np.ndarray:
+    return numbers.to_bf16(numbers.f16_values(bits))
+
+
+for _from in ("s32", "u32", "s64", "u64"):
+
+    @elementwise(f"f32 {_from}", f"cvt.rn.f32.{_from}")
+    def _f32_of_integer(x: np.ndarray) -> np.ndarray:
+        return x.astype(np.float32)
+
+    @elementwise(f"f64 {_from}", f"cvt.rn.f64.{_from}")
+    def _f64_of_integer(x: np.ndarray) -> np.ndarray:
+        return x.astype(F64)
+
+
+for _name, _round in (("rni", np.rint), ("rzi", np.trunc), ("rmi", np.floor), ("rpi", np.ceil)):
+
+    @elementwise("f32 f32", f"cvt.{_name}.f32.f32")
+    def _whole_number(values: np.ndarray, rounded: np.ufunc = _round) -> np.ndarray:
+        return canonical(rounded(values))
+
+
+for _name, _round in (("rni", np.rint), ("rzi", np.trunc)):
+    for _flush in ("", ".ftz"):  # the flush changes nothing: a subnormal number rounds to 0 anyway
+
+        @elementwise("s32 f32", f"cvt.{_name}{_flush}.s32.f32")
+        def _s32_of_f32(values: np.ndarray, rounded: np.ufunc = _round) -> np.ndarray:
+            """Saturated; NaN gives 0."""
+            return np.nan_to_num(np.clip(rounded(values.astype(F64)), -(2.0**31), 2.0**31 - 1)).astype(np.int32)
+
+
+@elementwise("f64 f32", "cvt.f64.f32")
+def _f64_of_f32(values: np.ndarray) -> np.ndarray:
+    return values.astype(F64)
+
+
+@elementwise("f32 f64", "cvt.rn.f32.f64")
+def _f32_of_f64(values: np.ndarray) -> np.ndarray:
+    return canonical(values.astype(F32))
+
+
+@elementwise("f32 f32", "cvt.ftz.sat.f32.f32")
+def _saturated(values: np.ndarray) -> np.ndarray:
+    return numbers.flush(numbers.saturate(values))
+
+
+@elementwise("bf16x2 f32 f32", "cvt.rn.bf16x2.f32")
+def _bf16_pair(upper: np.ndarray, lower: np.ndarray) -> np.ndarray:
+    return joined(numbers.to_bf16(interleaved(lower, upper)))
+
+
+@elementwise("f16x2 f32 f32", "cvt.rn.f16x2.f32")
+def _f16_pair(upper: np.ndarray, lower: np.ndarray) -> np.ndarray:
+    return joined(numbers.to_f16(interleaved(lower, upper)))
+
+
+# ---------------------------------------------------------------- to and from narrow floats
+
+for _format, _encode in (("e4m3x2", numbers.e4m3), ("e5m2x2", numbers.e5m2)):
+
+    @elementwise("b16 f32 f32", f"cvt.rn.satfinite.{_format}.f32")
+    def _fp8_pair(upper: np.ndarray, lower: np.ndarray, encode: _Convert = _encode) -> np.ndarray:
+        return joined(encode(interleaved(lower, upper)))
+
+    for _source, _decode in (("f16x2", numbers.f16_values), ("bf16x2", numbers.bf16_values)):
+
+        @elementwise(f"b16 {_source}", f"cvt.rn.satfinite.{_format}.{_source}")
+        def _fp8_of_pair(words: np.ndarray, encode: _Convert = _encode, decode: _Convert = _decode) -> np.ndarray:
+            return joined(encode(decode(halves(words))))
+
+
+def _nibbles(codes: np.ndarray) -> np.ndarray:
+    """E2M1 codes [..., 2] -> bytes."""
+    return codes[..., 0] | codes[..., 1] << 4
+
+
+@elementwise("b8 f32 f32", "cvt.rn.satfinite.e2m1x2.f32")
+def _e2m1_pair(upper: np.ndarray, lower: np.ndarray) -> np.ndarray:
+    return _nibbles(numbers.e2m1(interleaved(lower, upper)))
+
+
+@elementwise("b8 bf16x2", "cvt.rn.satfinite.e2m1x2.bf16x2")
+def _e2m1_of_pair(words: np.ndarray) -> np.ndarray:
+    return _nibbles(numbers.e2m1(numbers.bf16_values(halves(words))))
+
+
+@elementwise("b16 f32 f32", "cvt.rp.satfinite.ue8m0x2.f32")
+def _ue8m0_pair(upper: np.ndarray, lower: np.ndarray) -> np.ndarray:
+    return joined(numbers.ue8m0(interleaved(lower, upper)))
+
+
+for _format, _table in (("e4m3x2", numbers.to_f16(numbers.E4M3)), ("e5m2x2", numbers.to_f16(numbers.E5M2))):
+
+    @elementwise("f16x2 b16", f"cvt.rn.f16x2.{_format}")
+    def _f16_of_fp8(codes: np.ndarray, table: np.ndarray = _table) -> np.ndarray:
+        return joined(table.take(halves(codes)))
+
+
+@elementwise("f16x2 b8", "cvt.rn.f16x2.e2m1x2")
+def _f16_of_e2m1(codes: np.ndarray) -> np.ndarray:
+    return joined(_E2M1_AS_F16.take(np.stack([codes & 15, codes >> 4], -1)))
+
+
+_E2M1_AS_F16 = numbers.to_f16(numbers.E2M1)
+
+
+@form("cvt.rs.satfinite.e2m1x4.f32")
+def _stochastic(instruction: Instruction, program: Program) -> Step:
+    """The last of four numbers is the lowest, and is rounded by the lowest byte of the random word.
+
+    Confidence in which byte is whose: medium. (PTX ISA, figure of the random bits of .e2m1x4.)
+    """
+    expect(instruction, 3)
+    into, vector, random = instruction.operands
+    if not isinstance(vector, Vector) or len(vector.parts) != 4:
+        raise UnknownForm(f"not a vector of four: {vector}")
+    write, word = writer(into, "b16"), reader(random, "b32")
+    reads = [reader(each, "f32") for each in reversed(vector.parts)]
+
+    def step(fragment: Fragment) -> None:
+        noise = word(fragment).reshape(-1, 1).view(U8)
+        codes = numbers.e2m1_stochastic(interleaved(*[read(fragment) for read in reads]), noise)
+        write(fragment, joined(_nibbles(codes.reshape(-1, 2, 2))))
+
+    return step

@@ -1,0 +1,357 @@
+"""Asynchronous copies between global and shared memory: `cp.async`, `cp.async.bulk` and `cp.async.bulk.tensor`.
+
+Sources and confidence:
+- `cp.async`: PTX ISA, "Non-bulk copy". Copies of 4, 8 or 16 bytes a thread, of which the last ones may be zeros. It
+  is no operation of the asynchronous proxy: "The cp{.reduce}.async.bulk operations are performed in the asynchronous
+  proxy" is said of bulk copies alone, and CUTLASS puts `fence.proxy.async` between `cp.async` and the matrix units.
+  So it needs no fence after threads' writes, and matrix units and bulk copies need a fence after it. Medium-high.
+- Bulk copies to shared memory: PTX ISA, `cp.async.bulk` and `cp.async.bulk.tensor`. They write by the asynchronous
+  proxy and then complete as many bytes on an mbarrier as were written, zeros outside of the tensor included. Whoever
+  waits there sees them: "The completion ... is followed by an implicit generic-async proxy fence". They order nothing
+  else that the issuing thread did. High.
+- Bulk copies from shared memory: threads wait for them by groups. `wait_group.read` waits until shared memory was
+  read. High. The simulator does not tell `wait_group` from `wait_group.read`: nothing checks that a program reads
+  global memory that it stored by a bulk copy only after the former.
+- Addresses in shared memory are multiples of 16, or of 128 for tensors (PTX ISA, table of `cp.async.bulk.tensor`).
+  High.
+- `.multicast::cluster`: each program in the mask gets the data, and completes the bytes, at the same offsets. High.
+  `.cta_group::2`: the mbarrier may be the other program's of a pair. Medium-high. With both, the mbarrier's address
+  says whether the even or the odd program of each pair is signalled (PTX ISA, `cp.async.bulk.tensor`). Medium-high.
+  Triton writes `.cta_group::2` in front of the state spaces.
+- A program must not end while a bulk copy reads its shared memory (CUDA programming guide, "Asynchronous data copies
+  using TMA": shared memory must not be deallocated before). High.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+
+from ptxsim.clocks import KNOWN
+from ptxsim.control import one_lane
+from ptxsim.fault import Fault
+from ptxsim.forms import Read, Step, UnknownForm, address_reader, expect, form, immediate, reader
+from ptxsim.fragment import LANES, Fragment
+from ptxsim.groups import Operation
+from ptxsim.machine import Machine
+from ptxsim.memory import GlobalMemory
+from ptxsim.parse import Address, Instruction, Operand, Program
+from ptxsim.tensor_maps import Published, TensorMap
+
+# ---------------------------------------------------------------- cp.async
+
+
+@form(*[f"cp.async.{cache}.{space}.global{prefetch}" for cache in ("ca", "cg") for space in ("shared", "shared::cta")
+        for prefetch in ("", ".L2::128B")])  # fmt: skip
+def _copy(instruction: Instruction, program: Program) -> Step:
+    """The copies of all threads of a fragment are one operation."""
+    expect(instruction, 3, 4)
+    into, source = address_reader(instruction.operands[0], 32), address_reader(instruction.operands[1], 64)
+    size = immediate(instruction.operands[2])
+    if size not in ((16,) if ".cg." in instruction.opcode else (4, 8, 16)):
+        raise UnknownForm(f"a copy of {size} bytes")
+    count = reader(instruction.operands[3] if len(instruction.operands) > 3 else instruction.operands[2], "u32")
+
+    def step(fragment: Fragment) -> None:
+        machine, running, threads = fragment.machine, fragment.running, fragment.running_threads()
+        clusters, warps = machine.cluster_of[threads], machine.warp_of[threads]
+        sources = source(fragment)[running]
+        counts = np.broadcast_to(count(fragment), fragment.shape)[running]
+        there = machine.shared.flat(into(fragment)[running], clusters, size)
+        if (there % size).any() or (sources[counts > 0] % size).any():
+            raise Fault(f"copies {size} bytes from or to an address that is no multiple of {size}")
+        if (counts > size).any():
+            raise Fault(f"copies {int(counts.max())} bytes, more than {size}")
+        every, index = np.unique(threads // LANES, return_inverse=True)
+        of_warps = np.divmod(every, machine.warps_of_cluster)
+        rows = machine.clocks.rows[KNOWN, of_warps[0], of_warps[1]]
+        machine.clocks.rows[KNOWN, of_warps[0], of_warps[1], of_warps[1]] += 1
+        epochs = machine.copy_groups.open(threads)
+        issued, lanes = machine.shared.lanes.meetings[clusters, warps], machine.lane_of[threads]
+
+        def act() -> None:
+            values = _sources(machine.memory, sources, counts, size, clusters + machine.first_cluster)
+            shared = machine.shared
+            cells = shared.cells(there[:, None] + np.arange(size)).reshape(len(there), -1)
+            data, places = shared.data.reshape(-1, size), there // size
+            changes = (data[places] != values).reshape(len(places), -1, shared.granule).any(2)
+            shared.shadow.generic_writes(cells, rows[index], machine.clocks.copies(warps), epochs, changes)
+            shared.lanes.copies(cells, warps, lanes, issued)
+            data[places] = values
+            if (data[places] != values).any():
+                raise Fault("several threads copy different values to one address of shared memory")
+
+        machine.copy_groups.issue(threads, Operation(machine, fragment.instruction, int(clusters[0]), act))
+
+    return step
+
+
+def _sources(
+    memory: GlobalMemory, addresses: np.ndarray, counts: np.ndarray, size: int, clusters: np.ndarray
+) -> np.ndarray:
+    """The bytes that threads copy, uint8 [threads, size]: the first `counts` from global memory, and zeros."""
+    values = np.zeros((len(addresses), size), np.uint8)
+    whole = counts == size
+    if whole.any():
+        values[whole] = memory.load(addresses[whole], size, clusters[whole])
+    for at in range(size):
+        some = ~whole & (counts > at)
+        if some.any():
+            values[some, at] = memory.load(addresses[some] + at, 1, clusters[some])[:, 0]
+    return values
+
+
+@form("cp.async.commit_group")
+def _commit(instruction: Instruction, program: Program) -> Step:
+    expect(instruction, 0)
+    return lambda fragment: fragment.machine.copy_groups.commit(fragment.running_threads())
+
+
+@form("cp.async.wait_group")
+def _wait(instruction: Instruction, program: Program) -> Step:
+    expect(instruction, 1)
+    left = immediate(instruction.operands[0])
+    return lambda fragment: fragment.machine.copy_groups.wait(fragment.running_threads(), left)
+
+
+@form("cp.async.wait_all")
+def _wait_all(instruction: Instruction, program: Program) -> Step:
+    """The open group is committed and all groups are waited for."""
+    expect(instruction, 0)
+
+    def step(fragment: Fragment) -> None:
+        fragment.machine.copy_groups.commit(fragment.running_threads())
+        fragment.machine.copy_groups.wait(fragment.running_threads(), 0)
+
+    return step
+
+
+# ---------------------------------------------------------------- bulk copies to shared memory
+
+
+def _load(
+    fragment: Fragment, cluster: int, rows: np.ndarray, targets: list[tuple[np.ndarray, int]],
+    read: Callable[[], np.ndarray], note: Callable[[int, int], None] = lambda agent, epoch: None,
+) -> None:  # fmt: skip
+    """Let a copy write bytes to shared memory at some time, and complete them on mbarriers.
+
+    rows: the clocks that it is issued with. targets: of each program that gets the data, the places of the bytes and
+    the mbarrier, as indices into shared memory. read: returns the bytes. note: gets the copy's agent and epoch.
+    """
+    machine = fragment.machine
+    barriers = [machine.mbarriers.seen(at, rows) for _, at in targets]
+
+    def act() -> None:
+        values = read()
+        for (places, at), barrier in zip(targets, barriers, strict=True):
+            if machine.mbarriers.found.get(at) is not barrier:
+                raise Fault(f"the mbarrier at {barrier.where} ended before the copy that completes on it")
+            epoch = barrier.phase + 1
+            machine.shared.shadow.writes_of_agent(machine.shared.cells(places), rows, barrier.agent, epoch)
+            machine.shared.data[places] = values
+            note(barrier.agent, epoch)
+            complete = np.zeros_like(rows)
+            complete[:, barrier.agent] = epoch
+            machine.mbarriers.bytes_arrived(at, len(places), complete)
+
+    machine.later(fragment.instruction, cluster, act)
+
+
+def _targets(
+    machine: Machine, cluster: int, into: int, barrier: int, nbytes: int, ranks: list[int] | None, pairs: bool
+) -> list[tuple[int, int]]:
+    """The first byte in shared memory and the mbarrier of each program that gets a copy, as indices.
+
+    ranks: the programs of a multicast; None for the program of the addresses. pairs: whether the mbarrier may be that
+    of the other program of a pair.
+    """
+    shared, found = machine.shared, []
+    for rank in [into >> 24] if ranks is None else ranks:
+        signalled = barrier >> 24 if ranks is None else rank & ~1 | barrier >> 24 & 1 if pairs else rank
+        first = shared.index(rank << 24 | into & 0xFFFFFF, cluster, nbytes)
+        at = shared.index(signalled << 24 | barrier & 0xFFFFFF, cluster, 8)
+        programs = first // shared.stride, at // shared.stride
+        if programs[0] != programs[1] and not (pairs and programs[0] // 2 == programs[1] // 2):
+            raise Fault("copies to the shared memory of one program, and completes on the mbarrier of another one")
+        found.append((first, at))
+    return found
+
+
+def _own(machine: Machine, warp: int, address: int) -> None:
+    """Raise Fault unless an address is of the program that a warp belongs to."""
+    if address >> 24 != machine.program_of(warp) % machine.program.cluster:
+        raise Fault("an address of another program as shared::cta")
+
+
+@form(*[f"cp.async.bulk.{space}.global.mbarrier::complete_tx::bytes" for space in ("shared::cta", "shared::cluster")])
+def _bulk_load(instruction: Instruction, program: Program) -> Step:
+    expect(instruction, 4)
+    into, source = address_reader(instruction.operands[0], 32), address_reader(instruction.operands[1], 64)
+    count, barrier = reader(instruction.operands[2], "u32"), address_reader(instruction.operands[3], 32)
+    own = "shared::cta" in instruction.opcode
+
+    def step(fragment: Fragment) -> None:
+        machine = fragment.machine
+        everything = [np.broadcast_to(read(fragment), fragment.shape) for read in (into, source, count, barrier)]
+        for lane, warp, cluster in one_lane(fragment):
+            at, first, nbytes, bar = (int(each[lane]) for each in everything)
+            if nbytes < 1 or nbytes % 16 or first % 16 or at % 16:
+                raise Fault(f"a bulk copy of {nbytes} bytes from {first:#x} to {at:#x}, not all multiples of 16")
+            if own:
+                _own(machine, warp, at)
+            ((place, bar),) = _targets(machine, cluster, at, bar, nbytes, None, False)
+            rows = machine.clocks.release(cluster, machine.local_warp(warp))
+            read = partial(_global_bytes, machine, cluster, first + np.arange(nbytes))
+            _load(fragment, cluster, rows, [(place + np.arange(nbytes), bar)], read)
+
+    return step
+
+
+def _global_bytes(machine: Machine, cluster: int, addresses: np.ndarray) -> np.ndarray:
+    memory = machine.memory
+    return memory.data[memory.bytes_at(addresses, False, cluster + machine.first_cluster)]
+
+
+# ---------------------------------------------------------------- tensors
+
+_RANKS = "12345"
+_LOADS = (("shared::cta", ""), ("shared::cluster", ""), ("shared::cluster", ".multicast::cluster"),
+          ("shared::cluster", ".cta_group::2"), ("cta_group::2.shared::cluster", ""),
+          ("cta_group::2.shared::cluster", ".multicast::cluster"))  # fmt: skip
+
+
+def _box(operand: Operand, opcode: str) -> tuple[Read, list[Read]]:
+    """What reads the address of the map and the coordinates of `[map, {x, y}]`."""
+    if not isinstance(operand, Address) or operand.coordinates is None or operand.offset:
+        raise UnknownForm(f"not a box of a tensor: {operand}")
+    coordinates = [reader(each, "s32") for each in operand.coordinates.parts]
+    if f".tensor.{len(coordinates)}d." not in opcode:
+        raise UnknownForm(f"{len(coordinates)} coordinates")
+    return reader(operand.base, "u64"), coordinates
+
+
+def _numbers(fragment: Fragment, reads: list[Read]) -> np.ndarray:
+    """The values of operands, [threads, operands]."""
+    return np.stack([np.broadcast_to(read(fragment), fragment.shape) for read in reads], 1)
+
+
+def _places(first: int, address: int, box: TensorMap) -> np.ndarray:
+    """The indices into shared memory of a box at an address. first: the index of the address."""
+    if address % 128:
+        raise Fault(f"a tensor in shared memory at {address & 0xFFFFFF}, no multiple of 128")
+    return box.places(address) - address + first
+
+
+@form(*[f"cp.async.bulk.tensor.{rank}d.{space}.global.mbarrier::complete_tx::bytes{more}" for rank in _RANKS
+        for space, more in _LOADS])  # fmt: skip
+def _tensor_load(instruction: Instruction, program: Program) -> Step:
+    multicast, pairs = "multicast" in instruction.opcode, "cta_group::2" in instruction.opcode
+    own = "shared::cta" in instruction.opcode
+    expect(instruction, 4 if multicast else 3)
+    into, barrier = address_reader(instruction.operands[0], 32), address_reader(instruction.operands[2], 32)
+    tensor, coordinates = _box(instruction.operands[1], instruction.opcode)
+    mask = reader(instruction.operands[3], "u16") if multicast else None
+
+    def step(fragment: Fragment) -> None:
+        machine = fragment.machine
+        at, barriers = into(fragment), barrier(fragment)
+        tensors, corners = _numbers(fragment, [tensor])[:, 0], _numbers(fragment, coordinates)
+        masks = None if mask is None else _numbers(fragment, [mask])[:, 0]
+        for lane, warp, cluster in one_lane(fragment):
+            if own:
+                _own(machine, warp, int(at[lane]))
+            rows = machine.clocks.release(cluster, machine.local_warp(warp))
+            published = machine.tensor_maps.used(int(tensors[lane]), cluster, rows)
+            box = published.map
+            ranks = None if masks is None else [rank for rank in range(16) if int(masks[lane]) >> rank & 1]
+            found = _targets(machine, cluster, int(at[lane]), int(barriers[lane]), box.footprint, ranks, pairs)
+            targets = [(_places(first, int(at[lane]), box), bar) for first, bar in found]
+            read = partial(_bytes_of_box, machine, cluster, published, corners[lane].tolist())
+            _load(fragment, cluster, rows, targets, read, published.was_read)
+
+    return step
+
+
+def _bytes_of_box(machine: Machine, cluster: int, published: Published, corner: list[int]) -> np.ndarray:
+    """The bytes of a box of global memory, with zeros outside of the tensor."""
+    published.under_way -= 1
+    addresses, inside = published.map.bytes_of_box(corner)
+    values = np.zeros(addresses.shape, np.uint8)
+    values[inside] = _global_bytes(machine, cluster, addresses[inside])
+    return values.ravel()
+
+
+@form(*[f"cp.async.bulk.tensor.{rank}d.global.shared::cta.bulk_group" for rank in _RANKS])
+def _tensor_store(instruction: Instruction, program: Program) -> Step:
+    expect(instruction, 2)
+    tensor, coordinates = _box(instruction.operands[0], instruction.opcode)
+    source = address_reader(instruction.operands[1], 32)
+
+    def step(fragment: Fragment) -> None:
+        machine, sources = fragment.machine, source(fragment)
+        tensors, corners = _numbers(fragment, [tensor])[:, 0], _numbers(fragment, coordinates)
+        lanes = one_lane(fragment)
+        for (lane, warp, cluster), thread in zip(lanes, fragment.running_threads(), strict=True):
+            address, threads = int(sources[lane]), np.array([thread])
+            _own(machine, warp, address)
+            rows = machine.clocks.release(cluster, machine.local_warp(warp))
+            published = machine.tensor_maps.used(int(tensors[lane]), cluster, rows)
+            if published.map.gaps:
+                raise Fault("stores 4-bit elements with gaps, which is not simulated")
+            first = machine.shared.index(address, cluster, published.map.footprint)
+            store = _Store(machine, cluster, published, corners[lane].tolist(), _places(first, address, published.map),
+                           rows, machine.clocks.bulk_stores(machine.local_warp(warp)),
+                           int(machine.bulk_groups.open(threads)[0]))  # fmt: skip
+            machine.bulk_groups.issue(threads, Operation(machine, fragment.instruction, cluster, store))
+
+    return step
+
+
+@dataclass(frozen=True)
+class _Store:
+    """A copy of a box to global memory, as it is issued.
+
+    places: of the box's bytes, as indices into shared memory. rows: the clocks of the warp.
+    """
+
+    machine: Machine
+    cluster: int
+    published: Published
+    corner: list[int]
+    places: np.ndarray
+    rows: np.ndarray
+    agent: int
+    epoch: int
+
+    def __call__(self) -> None:
+        """Copy what lies inside of the tensor."""
+        machine, memory, shared = self.machine, self.machine.memory, self.machine.shared
+        self.published.under_way -= 1
+        addresses, inside = (each.ravel() for each in self.published.map.bytes_of_box(self.corner))
+        read = shared.cells(self.places)[inside.reshape(-1, shared.granule).any(1)]
+        shared.shadow.reads_of_agent(read, self.rows, self.agent, self.epoch)
+        self.published.was_read(self.agent, self.epoch)
+        there = memory.bytes_at(addresses[inside], True, self.cluster + machine.first_cluster)
+        memory.data[there] = shared.data[self.places[inside]]
+
+
+@form("cp.async.bulk.commit_group")
+def _bulk_commit(instruction: Instruction, program: Program) -> Step:
+    expect(instruction, 0)
+    return lambda fragment: fragment.machine.bulk_groups.commit(fragment.running_threads())
+
+
+@form("cp.async.bulk.wait_group", "cp.async.bulk.wait_group.read")
+def _bulk_wait(instruction: Instruction, program: Program) -> Step:
+    expect(instruction, 1)
+    left = immediate(instruction.operands[0])
+    return lambda fragment: fragment.machine.bulk_groups.wait(fragment.running_threads(), left)
+
+
+def end(machine: Machine) -> None:
+    """Raise Fault for bulk copies from shared memory that their threads did not wait for."""
+    late = machine.bulk_groups.unfinished()
+    if late is not None:
+        raise Fault(f"{machine.program.name}, {late.instruction}: the program ends without a wait for the copy, which "
+                    "may be reading its shared memory")  # fmt: skip

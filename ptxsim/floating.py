@@ -1,0 +1,245 @@
+"""Instructions on floats.
+
+Source: PTX ISA, "Floating point instructions" and "Half precision floating point instructions"; confidence high,
+except for what an approximation gives on a GPU: here it is rounded from the exact result. `add`, `sub` and `mul`
+without a rounding are not contracted: ptxas contracts no more than Triton asks for, and Triton wrote the fma then.
+"""
+
+import functools
+from collections.abc import Callable
+
+import numpy as np
+
+from ptxsim import numbers
+from ptxsim.forms import Step, elementwise, expect, form, reader, writer
+from ptxsim.numbers import F32, U16, U32, canonical, flush, halves, joined
+from ptxsim.parse import Instruction, Program
+
+_Function = Callable[..., np.ndarray]
+
+
+def _pairs(function: _Function) -> _Function:
+    """A function of float32, for pairs in 64 bits."""
+
+    def of_pairs(*words: np.ndarray) -> np.ndarray:
+        return joined(function(*[halves(each).view(F32) for each in words]))
+
+    return of_pairs
+
+
+def _flushed(function: _Function) -> _Function:
+    """A function of float32 with .ftz: subnormal operands and results are zeros."""
+
+    def flushing(*values: np.ndarray) -> np.ndarray:
+        return flush(function(*map(flush, values)))
+
+    return flushing
+
+
+# ---------------------------------------------------------------- float32 and pairs
+
+
+def _add(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    return canonical(a + b)
+
+
+def _subtract(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    return canonical(a - b)
+
+
+def _multiply(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    return canonical(a * b)
+
+
+for _name, _function in (("add", _add), ("sub", _subtract), ("mul", _multiply)):
+    for _rounding in ("", ".rn"):
+        _opcode = f"{_name}{_rounding}"
+        elementwise("f32 f32 f32", f"{_opcode}.f32")(_function)
+        elementwise("f32 f32 f32", f"{_opcode}.ftz.f32")(_flushed(_function))
+        elementwise("f32x2 f32x2 f32x2", f"{_opcode}.f32x2")(_pairs(_function))
+
+_FMA: tuple[tuple[str, _Function], ...] = (("rn", numbers.fma32), ("rm", numbers.fma32_down))
+for _rounding, _function in _FMA:
+    elementwise("f32 f32 f32 f32", f"fma.{_rounding}.f32")(_function)
+    elementwise("f32 f32 f32 f32", f"fma.{_rounding}.ftz.f32")(_flushed(_function))
+    elementwise("f32x2 f32x2 f32x2 f32x2", f"fma.{_rounding}.f32x2")(_pairs(_function))
+    elementwise("f32x2 f32x2 f32x2 f32x2", f"fma.{_rounding}.ftz.f32x2")(_pairs(_flushed(_function)))
+
+
+@elementwise("f32 f32 f32 f32", "fma.rn.ftz.sat.f32")
+def _fma_saturated(a: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarray:
+    return numbers.saturate(_flushed(numbers.fma32)(a, b, c))
+
+
+@elementwise("f32 f32 f32", "div.rn.f32", "div.full.f32")
+def _divide(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    return canonical(a / b)
+
+
+elementwise("f32 f32", "rcp.rn.f32")(numbers.rcp)
+elementwise("f32 f32", "ex2.approx.f32")(numbers.ex2)
+elementwise("f32 f32", "ex2.approx.ftz.f32")(_flushed(numbers.ex2))
+elementwise("f32 f32", "rcp.approx.ftz.f32")(_flushed(numbers.rcp))
+elementwise("f32 f32", "rsqrt.approx.ftz.f32")(_flushed(numbers.rsqrt))
+elementwise("f32 f32 f32", "div.approx.f32")(numbers.div_approx)
+
+
+# ---------------------------------------------------------------- float32 with operands in bf16
+
+
+@elementwise("f32 bf16 f32", "add.f32.bf16", "add.rn.f32.bf16")
+def _add_wide(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    return canonical(numbers.bf16_values(a) + b)
+
+
+@elementwise("f32 bf16 bf16 f32", "fma.rn.f32.bf16")
+def _fma_wide(a: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarray:
+    return numbers.fma32(numbers.bf16_values(a), numbers.bf16_values(b), c)
+
+
+# ---------------------------------------------------------------- float64: its NaN is NumPy's
+
+elementwise("f64 f64 f64", "add.f64", "add.rn.f64")(np.add)
+elementwise("f64 f64 f64", "sub.f64", "sub.rn.f64")(np.subtract)
+elementwise("f64 f64 f64", "mul.f64", "mul.rn.f64")(np.multiply)
+elementwise("f64 f64 f64", "div.rn.f64")(np.divide)
+
+
+# ---------------------------------------------------------------- pairs of 16-bit floats, and single ones
+
+
+def _multiply_f16(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    """The product of halves, as uint16 bits. float32 has the product exactly."""
+    return numbers.to_f16(numbers.f16_values(a) * numbers.f16_values(b))
+
+
+def _fma_f16(a: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarray:
+    return numbers.to_f16(numbers.fused(*map(numbers.f16_values, (a, b, c))))
+
+
+def _halves(function: _Function) -> _Function:
+    """A function of uint16 bits, for pairs in 32 bits."""
+
+    def of_pairs(*words: np.ndarray) -> np.ndarray:
+        return joined(function(*map(halves, words)))
+
+    return of_pairs
+
+
+def _add_bf16(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    """The sum of bfloat16 numbers, as uint16 bits. Rounding to 24 bits first changes no sum of numbers with 8 bits."""
+    return numbers.to_bf16(numbers.bf16_values(a) + numbers.bf16_values(b))
+
+
+elementwise("bf16 bf16 bf16", "add.bf16", "add.rn.bf16")(_add_bf16)
+elementwise("bf16x2 bf16x2 bf16x2", "add.bf16x2", "add.rn.bf16x2")(_halves(_add_bf16))
+
+for _kind, _product, _fma in (
+    ("f16", _multiply_f16, _fma_f16), ("bf16", numbers.multiply_bf16, numbers.fma_bf16),
+):  # fmt: skip
+    _pair = f"{_kind}x2"
+    elementwise(f"{_kind} {_kind} {_kind}", f"mul.{_kind}", f"mul.rn.{_kind}")(_product)
+    elementwise(f"{_pair} {_pair} {_pair}", f"mul.{_pair}", f"mul.rn.{_pair}")(_halves(_product))
+    elementwise(f"{_kind} {_kind} {_kind} {_kind}", f"fma.rn.{_kind}")(_fma)
+    elementwise(f"{_pair} {_pair} {_pair} {_pair}", f"fma.rn.{_pair}")(_halves(_fma))
+
+
+# ---------------------------------------------------------------- signs, minima and maxima
+
+for _opcode, _kind, _ufunc, _mask in (
+    ("abs.f32", "b32", np.bitwise_and, U32(0x7FFFFFFF)), ("neg.f32", "b32", np.bitwise_xor, U32(0x80000000)),
+    ("abs.f16x2", "b32", np.bitwise_and, U32(0x7FFF7FFF)), ("neg.f16x2", "b32", np.bitwise_xor, U32(0x80008000)),
+    ("abs.bf16x2", "b32", np.bitwise_and, U32(0x7FFF7FFF)), ("neg.bf16x2", "b32", np.bitwise_xor, U32(0x80008000)),
+    ("abs.bf16", "b16", np.bitwise_and, U16(0x7FFF)), ("neg.bf16", "b16", np.bitwise_xor, U16(0x8000)),
+):  # fmt: skip
+
+    @elementwise(f"{_kind} {_kind}", _opcode)
+    def _sign(bits: np.ndarray, ufunc: np.ufunc = _ufunc, mask: np.unsignedinteger = _mask) -> np.ndarray:
+        return ufunc(bits, mask)
+
+
+@elementwise("b32 b32", "abs.ftz.f32")
+def _flushed_magnitude(bits: np.ndarray) -> np.ndarray:
+    magnitude = bits & U32(0x7FFFFFFF)
+    return np.where(magnitude < 0x00800000, U32(0), magnitude)
+
+
+def _extreme(select: np.ufunc, join: np.ufunc, unsigned: type, canonical_nan: np.ndarray, nan: bool) -> _Function:
+    """The minimum or maximum of floats, where -0 < +0.
+
+    select: np.minimum or np.maximum. Of two zeros it may give either, so it is asked in both orders. join: of their
+    bits, "or" has the minus. nan: whether one NaN gives NaN. (NumPy's fmin and fmax take a signalling NaN either way.)
+    """
+
+    def extreme(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+        one = select(a, b)
+        result = np.asarray(join(one.view(unsigned), select(b, a).view(unsigned))).view(one.dtype)
+        invalid = one != one
+        if invalid.any():
+            if not nan:
+                result = np.where(invalid, np.where(a != a, b, a), result)
+                invalid = result != result
+            result = np.where(invalid, canonical_nan, result)
+        return result
+
+    return extreme
+
+
+def _of_two_or_three(opcode: str, function: _Function) -> None:
+    """Register a minimum or maximum of two float32 numbers, or of three (PTX ISA 8.8)."""
+
+    @form(opcode)
+    def build(instruction: Instruction, program: Program) -> Step:
+        expect(instruction, 3, 4)
+        write = writer(instruction.operands[0], "f32")
+        reads = [reader(each, "f32") for each in instruction.operands[1:]]
+        return lambda fragment: write(fragment, functools.reduce(function, [read(fragment) for read in reads]))
+
+
+def _of_f16(function: _Function) -> _Function:
+    return lambda a, b: numbers.to_f16(function(numbers.f16_values(a), numbers.f16_values(b)))
+
+
+def _of_bf16(function: _Function) -> _Function:
+    return lambda a, b: numbers.to_bf16(function(numbers.bf16_values(a), numbers.bf16_values(b)))
+
+
+for _name, _join, _select in (("min", np.bitwise_or, np.minimum), ("max", np.bitwise_and, np.maximum)):
+    elementwise("f64 f64 f64", f"{_name}.f64")(_extreme(_select, _join, np.uint64, np.array(np.nan), False))
+    for _suffix in ("", ".NaN"):
+        _opcode, _function = f"{_name}{_suffix}", _extreme(_select, _join, U32, numbers.NAN, bool(_suffix))
+        _of_two_or_three(f"{_opcode}.f32", _function)
+        elementwise("f16x2 f16x2 f16x2", f"{_opcode}.f16x2")(_halves(_of_f16(_function)))
+        elementwise("bf16x2 bf16x2 bf16x2", f"{_opcode}.bf16x2")(_halves(_of_bf16(_function)))
+
+
+def _signed_extreme(select: np.ufunc, infinity: int, nan: bool) -> _Function:
+    """A function of the bits of floats: the smaller or larger magnitude, with the product of the signs (.xorsign.abs).
+
+    select: np.minimum or np.maximum; NaN has larger bits than infinity. nan: whether one NaN gives NaN.
+    """
+    sign = infinity.bit_length()  # the position of the sign
+    magnitude, canonical_nan = 2**sign - 1, 2**sign - 1
+
+    def extreme(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+        one, other = a & magnitude, b & magnitude
+        found, largest = select(one, other), np.maximum(one, other)
+        if nan:
+            invalid = largest > infinity
+        else:
+            smallest = np.minimum(one, other)
+            found = np.where(largest > infinity, smallest, found)
+            invalid = smallest > infinity
+        result = np.asarray((a ^ b) & (magnitude + 1) | found)
+        np.copyto(result, result.dtype.type(canonical_nan), where=invalid)
+        return result
+
+    return extreme
+
+
+for _name, _select in (("min", np.minimum), ("max", np.maximum)):
+    for _suffix in ("", ".NaN"):
+        _opcode = f"{_name}{_suffix}.xorsign.abs"
+        elementwise("b32 b32 b32", f"{_opcode}.f32")(_signed_extreme(_select, 0x7F800000, bool(_suffix)))
+        elementwise("b32 b32 b32", f"{_opcode}.f16x2")(_halves(_signed_extreme(_select, 0x7C00, bool(_suffix))))
+        elementwise("b32 b32 b32", f"{_opcode}.bf16x2")(_halves(_signed_extreme(_select, 0x7F80, bool(_suffix))))

@@ -1,0 +1,209 @@
+"""The table of instruction forms, and the operands as an instruction reads and writes them.
+
+Every form is registered by its full opcode. `decode` raises `UnknownForm` for an opcode that is not in the table and
+for operands of another kind than the form has, so nothing is guessed.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from ptxsim.fragment import Fragment
+from ptxsim.parse import (
+    Address,
+    Immediate,
+    Instruction,
+    Operand,
+    Pair,
+    Program,
+    Register,
+    Special,
+    Symbol,
+    Unused,
+    Vector,
+)  # fmt: skip
+from ptxsim.state import register_dtype
+
+# What executes an instruction for a fragment. It returns None where the fragment goes on with the next instruction,
+# and the fragment that goes on where some warps do not: they branched, ended or wait.
+Step = Callable[[Fragment], Fragment | None]
+Builder = Callable[[Instruction, Program], Step]
+Read = Callable[[Fragment], Any]
+Write = Callable[[Fragment, Any], None]
+
+
+class UnknownForm(ValueError):
+    """An instruction that the simulator does not know; the message names its line."""
+
+
+_FORMS: dict[str, Builder] = {}
+
+
+def form(*opcodes: str) -> Callable[[Builder], Builder]:
+    """Register a function that makes the step of an instruction with one of these opcodes."""
+
+    def register(builder: Builder) -> Builder:
+        for opcode in opcodes:
+            if opcode in _FORMS:
+                raise ValueError(f"the form {opcode} is registered twice")
+            _FORMS[opcode] = builder
+        return builder
+
+    return register
+
+
+def known_forms() -> frozenset[str]:
+    """The opcodes that the simulator knows."""
+    return frozenset(_FORMS)
+
+
+def decode(program: Program) -> list[Step]:
+    """The steps of a program's instructions. Raises UnknownForm, naming the line."""
+    steps = []
+    for one in program.instructions:
+        if one.opcode not in _FORMS:
+            raise UnknownForm(f"{one}: the form {one.opcode} is unknown")
+        try:
+            steps.append(_FORMS[one.opcode](one, program))
+        except UnknownForm as error:
+            raise UnknownForm(f"{one}: {error}") from None
+    return steps
+
+
+# ---------------------------------------------------------------- types
+
+# For each type: (bits of a value, the dtype in which functions get it).
+_TYPES = {
+    "pred": (1, np.dtype(bool)),
+    **{f"{kind}{bits}": (bits, np.dtype(f"u{bits // 8}")) for kind in "bu" for bits in (8, 16, 32, 64)},
+    **{f"s{bits}": (bits, np.dtype(f"i{bits // 8}")) for bits in (8, 16, 32, 64)},
+    "f32": (32, np.dtype(np.float32)),
+    "f64": (64, np.dtype(np.float64)),
+    # Floats that NumPy does not have, and pairs of floats, are passed as their bits.
+    "f16": (16, np.dtype("u2")), "bf16": (16, np.dtype("u2")),
+    "f16x2": (32, np.dtype("u4")), "bf16x2": (32, np.dtype("u4")), "s16x2": (32, np.dtype("u4")),
+    "f32x2": (64, np.dtype("u8")),
+}  # fmt: skip
+
+
+def constant(value: int, kind: str) -> Any:
+    """A constant of a type, as an array without dimensions."""
+    bits, dtype = _TYPES[kind]
+    if kind == "pred":
+        return np.array(value != 0)
+    return np.array(value % 2**bits, f"u{bits // 8}").view(dtype)
+
+
+def reader(operand: Operand, kind: str) -> Read:
+    """What reads an operand as values of a type: an array with an entry for each thread, or without dimensions.
+
+    A register that is wider than the type gives its low bits. Raises UnknownForm for other operands.
+    """
+    bits, dtype = _TYPES[kind]
+    if isinstance(operand, Immediate):
+        value = constant(operand.bits, kind)
+        return lambda fragment: value
+    if isinstance(operand, Register):
+        return _register_reader(operand, bits, dtype)
+    if isinstance(operand, (Special, Symbol)):
+        name = operand.name
+        unsigned = f"u{bits // 8}"
+        return lambda fragment: fragment.machine.special(name, fragment.threads).astype(unsigned).view(dtype)
+    raise UnknownForm(f"an operand of another kind: {operand}")
+
+
+def _register_reader(operand: Register, bits: int, dtype: np.dtype) -> Read:
+    name = operand.name
+    if (bits == 1) != (operand.bits == 1) or bits > operand.bits:
+        raise UnknownForm(f"{name} has {operand.bits} bits, and the type {bits}")
+    if operand.negated:
+        return lambda fragment: ~fragment.get(name)
+    if bits == operand.bits:
+        if dtype == register_dtype(bits):
+            return lambda fragment: fragment.get(name)
+        return lambda fragment: fragment.get(name).view(dtype)
+    narrow = np.dtype(f"u{bits // 8}")
+    return lambda fragment: fragment.get(name).astype(narrow).view(dtype)
+
+
+def writer(operand: Operand, kind: str) -> Write:
+    """What writes values of a type to an operand, for the running threads.
+
+    A register that is wider than the type is filled up with the sign of a signed type, and with zeros otherwise.
+    Raises UnknownForm for other operands.
+    """
+    bits, dtype = _TYPES[kind]
+    if isinstance(operand, Unused):
+        return lambda fragment, values: None
+    if not isinstance(operand, Register) or operand.negated:
+        raise UnknownForm(f"a result of another kind: {operand}")
+    if (bits == 1) != (operand.bits == 1) or bits > operand.bits:
+        raise UnknownForm(f"{operand.name} has {operand.bits} bits, and the type {bits}")
+    name, stored = operand.name, register_dtype(operand.bits)
+    if bits == operand.bits:
+        return lambda fragment, values: fragment.put(name, np.asarray(values, dtype).view(stored))
+    wide = np.dtype(f"i{operand.bits // 8}") if dtype.kind == "i" else stored
+    return lambda fragment, values: fragment.put(name, np.asarray(values, dtype).astype(wide).view(stored))
+
+
+def elementwise(signature: str, *opcodes: str) -> Callable[[Callable], Callable]:
+    """Register a function of arrays as forms that compute each thread's result from its operands alone.
+
+    signature: the types of the result and of the operands, "s32 s32 s32". The function gets an array for each operand
+    (with an entry for each thread, or without dimensions), in the dtype of `_TYPES`, and returns the results. Integers
+    wrap around.
+    """
+    into, *types = signature.split()
+
+    def register(function: Callable) -> Callable:
+        def build(instruction: Instruction, program: Program) -> Step:
+            expect(instruction, 1 + len(types))
+            write = writer(instruction.operands[0], into)
+            reads = [reader(each, kind) for each, kind in zip(instruction.operands[1:], types, strict=True)]
+
+            def step(fragment: Fragment) -> None:
+                write(fragment, function(*[read(fragment) for read in reads]))
+
+            return step
+
+        form(*opcodes)(build)
+        return function
+
+    return register
+
+
+def expect(instruction: Instruction, *counts: int) -> None:
+    """Raise UnknownForm unless the instruction has one of these numbers of operands."""
+    if len(instruction.operands) not in counts:
+        raise UnknownForm(f"{len(instruction.operands)} operands, and not {counts}")
+
+
+def immediate(operand: Operand) -> int:
+    """The value of a constant. Raises UnknownForm for other operands."""
+    if not isinstance(operand, Immediate):
+        raise UnknownForm(f"not a constant: {operand}")
+    return operand.bits
+
+
+def address_reader(operand: Operand, bits: int) -> Read:
+    """What reads an address `[base + offset]`, as int64 with an entry for each thread of the fragment."""
+    if not isinstance(operand, Address) or operand.coordinates is not None:
+        raise UnknownForm(f"not an address: {operand}")
+    base, offset = operand.base, operand.offset
+    if isinstance(base, Register) and base.bits < bits:
+        bits = base.bits
+    read = reader(base, f"u{bits}")
+    return lambda fragment: np.broadcast_to(read(fragment).astype(np.int64) + offset, fragment.shape)
+
+
+def registers_of(operand: Operand) -> tuple[Operand, ...]:
+    """The parts of a vector, or the one operand itself."""
+    return operand.parts if isinstance(operand, Vector) else (operand,)
+
+
+def pair(operand: Operand) -> tuple[Operand, Operand]:
+    """Both parts of `a|b`. Raises UnknownForm for other operands."""
+    if not isinstance(operand, Pair):
+        raise UnknownForm(f"not a pair: {operand}")
+    return operand.first, operand.second

@@ -1,0 +1,89 @@
+"""The threads that execute one instruction together."""
+
+import numpy as np
+
+from ptxsim.fault import Fault
+from ptxsim.machine import Machine
+from ptxsim.parse import Instruction
+from ptxsim.state import LANES
+
+
+class Fragment:
+    """Some warps that stand at the same instruction, and which of their threads do.
+
+    warps: their indices in the machine, in order. threads: the threads of these warps, as an index into registers.
+    active: bool [threads], which of them stand at the instruction. running: which of the active ones execute it; the
+    machine sets `running` from the instruction's predicate. whole: whether all threads are running.
+    """
+
+    def __init__(self, machine: Machine, warps: np.ndarray, active: np.ndarray) -> None:
+        self.machine = machine
+        self.warps = warps
+        first, count = int(warps[0]) if len(warps) else 0, len(warps)
+        self.threads: slice | np.ndarray
+        if count == 0 or int(warps[-1]) - first == count - 1:
+            self.threads = slice(first * LANES, (first + count) * LANES)
+        else:
+            self.threads = (warps[:, None] * LANES + np.arange(LANES)).ravel()
+        self.active = active
+        self.running = active
+        self.all_active = bool(active.all())
+        self.whole = self.all_active
+        self.at = 0  # the index of the instruction
+
+    @property
+    def shape(self) -> tuple[int]:
+        return self.active.shape
+
+    @property
+    def instruction(self) -> Instruction:
+        return self.machine.program.instructions[self.at]
+
+    def get(self, name: str) -> np.ndarray:
+        """A register's values, with an entry for each thread of the fragment. Not to be written to."""
+        return self.machine.registers[name][self.threads]
+
+    def put(self, name: str, values: np.ndarray) -> None:
+        """Write a register of the running threads."""
+        register = self.machine.registers[name]
+        if self.whole:
+            register[self.threads] = values
+        elif isinstance(self.threads, slice):
+            np.copyto(register[self.threads], values, where=self.running)
+        else:
+            register[self.threads] = np.where(self.running, values, register[self.threads])
+
+    def jump(self, lanes: np.ndarray, index: int) -> None:
+        """Set the program counter of some threads. lanes: bool, with an entry for each thread of the fragment."""
+        if isinstance(self.threads, slice):
+            self.machine.pc[self.threads][lanes] = index
+        else:
+            self.machine.pc[self.threads[lanes]] = index
+
+    def lanes(self) -> np.ndarray:
+        """The indices of the running threads within the fragment."""
+        return np.flatnonzero(self.running)
+
+    def running_threads(self) -> np.ndarray:
+        """The machine's indices of the running threads."""
+        return (self.warps[:, None] * LANES + np.arange(LANES)).ravel()[self.running]
+
+    def whole_warps(self) -> np.ndarray:
+        """Which of the warps run, as bool [warps]. Raises Fault where only a part of a warp does."""
+        running = self.by_warp(self.running)
+        if (running.any(1) != running.all(1)).any():
+            raise Fault("executed by a part of a warp, and all of its threads have to")
+        return np.asarray(running.any(1))
+
+    def warp_of(self, lanes: np.ndarray) -> np.ndarray:
+        """The machine's indices of the warps of these threads of the fragment."""
+        return self.warps[lanes // LANES]
+
+    def by_warp(self, values: np.ndarray) -> np.ndarray:
+        """Values of all threads as an array [warps, 32]."""
+        return np.broadcast_to(values, self.shape).reshape(-1, LANES)
+
+    def without(self, leaving: np.ndarray) -> "Fragment":
+        """The fragment of the other warps. leaving: bool [warps]."""
+        staying = ~leaving
+        return Fragment(self.machine, self.warps[staying], self.active.reshape(-1, LANES)[staying].ravel())

@@ -1,0 +1,97 @@
+"""Groups of asynchronous operations: what `commit_group` closes and `wait_group` waits for.
+
+Sources: PTX ISA, "async-group mechanism", `cp.async.commit_group`, `cp.async.wait_group`,
+`cp.async.bulk.commit_group`, `cp.async.bulk.wait_group`; confidence high. Each thread has groups of its own.
+`wait_group N` waits for all groups of the executing thread but the latest N, empty ones counted.
+"""
+
+from collections import deque
+from collections.abc import Callable
+
+import numpy as np
+
+from ptxsim.clocks import FENCED, KNOWN
+from ptxsim.parse import Instruction
+from ptxsim.state import LANES, State
+
+
+class Operation:
+    """An asynchronous operation: it happens at some time, at the latest when somebody has waited for it."""
+
+    def __init__(self, machine: State, instruction: Instruction, cluster: int, action: Callable[[], None]) -> None:
+        self.machine, self.instruction, self.cluster, self.action = machine, instruction, cluster, action
+        self.done = False
+        self._entry = self.machine.later(instruction, cluster, self._act)
+
+    def _act(self) -> None:
+        self.done = True
+        self.action()
+
+    def finish(self) -> None:
+        """Let the operation happen now if it has not happened."""
+        if not self.done:
+            self.machine.copies[self.cluster].remove(self._entry)
+            self._entry()
+
+
+class Groups:
+    """The groups of one kind of operation, of all threads of a machine.
+
+    agent: the clock agent of a warp's operations; their epoch is the number of the group, from 1 on. fences: whether a
+    wait also orders the operations before later accesses of the asynchronous proxy.
+
+    A wait lets the operations happen that have not happened, so that it never blocks: the clocks find a missing wait,
+    whenever an operation happens. Waits count for warps: that one thread of a warp waits for another one's operations,
+    which takes a `bar.warp.sync`, is not checked.
+    """
+
+    def __init__(self, machine: State, agent: Callable[[np.ndarray], np.ndarray], *, fences: bool) -> None:
+        self.machine, self.agent = machine, agent
+        self.rows = (KNOWN, FENCED) if fences else (KNOWN,)
+        threads = len(machine.pc)
+        self.committed = np.zeros(threads, np.int32)
+        self.issued = np.zeros(threads, np.int32)  # the group of a thread's latest operation; 0 for none
+        self.waited = np.zeros(threads, np.int32)
+        self.operations: dict[int, deque[tuple[int, Operation]]] = {}  # of each warp: (group, operation)
+        self.latest: dict[int, Operation] = {}  # of each warp
+
+    def issue(self, threads: np.ndarray, operation: Operation) -> None:
+        """Add an operation to the open groups of some threads."""
+        groups = self.open(threads)
+        self.issued[threads] = groups
+        warps, first = np.unique(threads // LANES, return_index=True)
+        for warp, group in zip(warps.tolist(), groups[first].tolist(), strict=True):
+            self.operations.setdefault(warp, deque()).append((group, operation))
+            self.latest[warp] = operation
+
+    def open(self, threads: np.ndarray) -> np.ndarray:
+        """The numbers of the open groups of some threads."""
+        return self.committed[threads] + 1
+
+    def commit(self, threads: np.ndarray) -> None:
+        """Close the open groups of some threads."""
+        self.committed[threads] += 1
+
+    def wait(self, threads: np.ndarray, left: int) -> None:
+        """Let some threads wait for all groups but the latest `left`."""
+        self.waited[threads] = np.maximum(self.waited[threads], self.committed[threads] - left)
+        warps = np.unique(threads // LANES)
+        issued, waited = self.issued.reshape(-1, LANES)[warps], self.waited.reshape(-1, LANES)[warps]
+        for warp, latest in zip(warps.tolist(), waited.max(1).tolist(), strict=True):
+            waiting = self.operations.get(warp, _NOTHING)
+            while waiting and waiting[0][0] <= latest:
+                waiting.popleft()[1].finish()
+        warps, known = warps[issued.any(1)], np.where(issued > 0, waited, _EVER).min(1)[issued.any(1)]
+        clusters, local = np.divmod(warps, self.machine.warps_of_cluster)
+        for row in self.rows:
+            clocks = self.machine.clocks.rows[row]
+            clocks[clusters, local, self.agent(local)] = np.maximum(clocks[clusters, local, self.agent(local)], known)
+
+    def unfinished(self) -> Operation | None:
+        """An operation that its thread has not waited for."""
+        late = np.flatnonzero(self.issued > self.waited)
+        return self.latest[int(late[0]) // LANES] if len(late) else None
+
+
+_NOTHING: deque[tuple[int, Operation]] = deque()
+_EVER = np.iinfo(np.int32).max

@@ -1,0 +1,166 @@
+"""Run compiled kernels of Triton in the simulator: place their tensors, execute the PTX, read the results.
+
+    simulator = Simulator()
+    simulator.launch(triton.compile(...), [x, y, 1000], grid=8)  # x, y: tensors of the CPU
+
+A launch is executed at once, so later operations of the host see its results.
+"""
+
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+
+from ptxsim.memory import GlobalMemory
+from ptxsim.parse import parse
+from ptxsim.run import LOCKSTEP, Kernel, Schedule, Tally, run
+
+Grid = int | tuple[int, int, int]  # the number of programs of a launch, or their numbers in x, y and z
+
+
+@dataclass
+class Simulator:
+    """A GPU that executes PTX on the CPU, and totals of its launches.
+
+    schedule: of all launches. executed: for the PTX of each kernel, the indices of the instructions that a thread
+    executed. unwritten: for tensors' storages (by their address) that nothing wrote whole, which of their bytes hold a
+    value; filled within `watching`.
+    """
+
+    device: ClassVar[str] = "cpu"  # of the launches' tensors
+    schedule: Schedule = LOCKSTEP
+    tally: Tally = field(default_factory=Tally)
+    seconds: float = 0.0
+    executed: dict[str, set[int]] = field(default_factory=dict)
+    unwritten: dict[int, np.ndarray] = field(default_factory=dict)
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """While this lasts, contents of new `torch.empty` count as unwritten: a kernel that reads them is a fault."""
+        with _Unwritten(self):
+            yield
+
+    def launch(self, kernel: Any, values: Sequence[Any], grid: Grid) -> None:
+        """Execute a kernel that `triton.compile` returned for a GPU with CUDA.
+
+        values: its arguments in order, tensors of the CPU and numbers, without those that are constants of the
+        compilation.
+
+        Raises Fault for a defect of the kernel, UnknownForm for an unknown instruction.
+        """
+        self.execute(Compiled.of(kernel), values, grid)
+
+    def execute(self, compiled: "Compiled", values: Sequence[Any], grid: Grid) -> None:
+        """`launch` of a kernel that `Compiled.of` has parsed, once for all its launches."""
+        started = time.perf_counter()
+        memory = GlobalMemory()
+        placed: dict[int, tuple[int, np.ndarray]] = {}
+        arguments = [self._argument(value, memory, placed) for value in values]
+        x, y, z = (grid, 1, 1) if isinstance(grid, int) else grid
+        arguments += [compiled.scratch(memory, x * y * z), 0]
+        tally = run(compiled.kernel, memory, arguments, (x * compiled.kernel.program.cluster, y, z), compiled.shared,
+                    self.schedule)  # fmt: skip
+        for key, (address, content) in placed.items():
+            content[:] = memory.read(address, len(content))
+            self._keep(key, memory.written_at(address, len(content)))
+        self.tally.instructions += tally.instructions
+        self.tally.opcodes += tally.opcodes
+        self.tally.notes += tally.notes
+        self.executed.setdefault(compiled.ptx, set()).update(tally.executed)
+        self.seconds += time.perf_counter() - started
+
+    def _argument(self, value: Any, memory: GlobalMemory, placed: dict[int, tuple[int, np.ndarray]]) -> int:
+        """A parameter. A tensor's storage is copied to global memory at the first use."""
+        if not isinstance(value, torch.Tensor):
+            return int(value)
+        content = _bytes(value)
+        key = value.untyped_storage().data_ptr()
+        if key not in placed:
+            address = memory.allocate(len(content), content)
+            if key in self.unwritten:
+                memory.set_written(address, self.unwritten[key])
+            placed[key] = address, content
+        return placed[key][0] + value.storage_offset() * value.element_size()
+
+    def _keep(self, key: int, written: np.ndarray) -> None:
+        if written.all():
+            self.unwritten.pop(key, None)
+        else:
+            self.unwritten[key] = written
+
+
+UNWRITTEN = 0xEE  # every byte of new memory
+
+
+class _Unwritten(TorchDispatchMode):
+    """Notes which tensors `torch.empty` and its kin make, and which of them PyTorch writes afterwards."""
+
+    def __init__(self, simulator: Simulator) -> None:
+        super().__init__()
+        self.simulator = simulator
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        unwritten = self.simulator.unwritten
+        if func.overloadpacket in _EMPTIES:
+            storage = result.untyped_storage()
+            if storage.nbytes():
+                unwritten[storage.data_ptr()] = np.zeros(storage.nbytes(), bool)
+                _bytes(result)[:] = UNWRITTEN  # an earlier tensor may have left the right values there
+            return result
+        if func._schema.is_mutable:
+            given = dict(zip((one.name for one in func._schema.arguments), args, strict=False)) | (kwargs or {})
+            for one in func._schema.arguments:
+                value = given.get(one.name)
+                if one.alias_info is not None and one.alias_info.is_write and isinstance(value, torch.Tensor):
+                    unwritten.pop(value.untyped_storage().data_ptr(), None)
+        elif isinstance(result, torch.Tensor):
+            key = result.untyped_storage().data_ptr()
+            given_keys = {x.untyped_storage().data_ptr() for x in args if isinstance(x, torch.Tensor)}
+            if key not in given_keys:  # a new tensor, maybe in memory that was used before
+                unwritten.pop(key, None)
+        return result
+
+
+_EMPTIES = {torch.ops.aten.empty, torch.ops.aten.empty_strided, torch.ops.aten.new_empty,
+            torch.ops.aten.new_empty_strided, torch.ops.aten.empty_like}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """A compiled kernel.
+
+    ptx: the text that `kernel` was parsed from. shared: bytes of dynamic shared memory of a program. scratch_bytes,
+    scratch_align: a program's global memory, and what its address is a multiple of.
+    """
+
+    ptx: str = field(repr=False)
+    kernel: Kernel
+    shared: int
+    scratch_bytes: int
+    scratch_align: int
+
+    @classmethod
+    def of(cls, kernel: Any) -> "Compiled":
+        """The parsed code and the resources of what `triton.compile` returned."""
+        ptx, metadata = kernel.asm["ptx"], kernel.metadata
+        return cls(ptx, Kernel.of(parse(ptx)), metadata.shared, metadata.global_scratch_size or 0,
+                   metadata.global_scratch_align or 1)  # fmt: skip
+
+    def scratch(self, memory: GlobalMemory, grid: int) -> int:
+        """The address of the memory that Triton would allocate for a launch; 0 for none."""
+        if not self.scratch_bytes:
+            return 0
+        nbytes = -(-self.scratch_bytes // self.scratch_align) * self.scratch_align
+        return memory.allocate(nbytes * grid * self.kernel.program.cluster)
+
+
+def _bytes(tensor: torch.Tensor) -> np.ndarray:
+    """The bytes of a tensor's storage, which share its memory."""
+    with _disable_current_modes():  # `set_` writes nothing
+        return torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage()).numpy()

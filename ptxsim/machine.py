@@ -1,0 +1,31 @@
+"""The machine that executes instructions: the state of its programs, and all parts that work on it."""
+
+from ptxsim.barriers import ClusterBarrier, Mbarriers, ProgramBarriers
+from ptxsim.groups import Groups
+from ptxsim.memory import GlobalMemory
+from ptxsim.parse import Program
+from ptxsim.state import State
+from ptxsim.tensor_maps import TensorMaps
+from ptxsim.tensor_memory import TensorMemory
+from ptxsim.warpgroup_products import Products
+
+
+class Machine(State):
+    """Some clusters of a launch that run at the same time, and what their instructions work on."""
+
+    def __init__(
+        self, program: Program, memory: GlobalMemory, arguments: list[int], grid: tuple[int, int, int],
+        shared_bytes: int, granule: int, first_cluster: int, clusters: int,
+    ) -> None:  # fmt: skip
+        super().__init__(program, memory, arguments, grid, shared_bytes, granule, first_cluster, clusters)
+        self.mbarriers = Mbarriers(self)
+        self.barriers = ProgramBarriers(self)
+        self.cluster_barrier = ClusterBarrier(self)
+        self.cluster_tickets: dict[int, int] = {}  # the phase of the cluster's barrier that a warp is to wait for
+        self.tensor_memory = TensorMemory(self)
+        self.tensor_maps = TensorMaps(self)
+        self.copy_groups = Groups(self, self.clocks.copies, fences=False)
+        self.bulk_groups = Groups(self, self.clocks.bulk_stores, fences=True)
+        self.products = Products(self)
+        # Registers of each warp that `tcgen05.ld` writes until the warp waits for it.
+        self.unready: dict[int, set[str]] = {}

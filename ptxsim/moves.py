@@ -1,0 +1,116 @@
+"""Moves, selections and comparisons.
+
+Source: PTX ISA, "mov", "selp", "setp", "cvta"; confidence high. An address in global memory is the same number as a
+generic address.
+"""
+
+from collections.abc import Callable
+
+import numpy as np
+
+from ptxsim.forms import Step, UnknownForm, elementwise, expect, form, reader, writer
+from ptxsim.fragment import Fragment
+from ptxsim.parse import Instruction, Operand, Program, Vector
+
+
+def _same(values: np.ndarray) -> np.ndarray:
+    return values
+
+
+for _kind in ("pred", "u16", "u32", "u64", "f32"):
+    elementwise(f"{_kind} {_kind}", f"mov.{_kind}")(_same)
+
+elementwise("u64 u64", "cvta.global.u64")(_same)
+
+
+@form("mov.b16", "mov.b32", "mov.b64")
+def _move(instruction: Instruction, program: Program) -> Step:
+    """Also packs the parts of a vector into one register, the first one lowest, and unpacks them."""
+    expect(instruction, 2)
+    kind = instruction.opcode.split(".")[1]
+    into, source = instruction.operands
+    if isinstance(source, Vector):
+        return _pack(into, source.parts, kind)
+    if isinstance(into, Vector):
+        return _unpack(into.parts, source, kind)
+    write, read = writer(into, kind), reader(source, kind)
+    return lambda fragment: write(fragment, read(fragment))
+
+
+def _part(kind: str, count: int) -> str:
+    """The type of each of `count` parts of a type."""
+    bits = int(kind[1:]) // count
+    if count not in (2, 4) or bits < 8:
+        raise UnknownForm(f"{count} parts of {kind}")
+    return f"b{bits}"
+
+
+def _pack(into: Operand, parts: tuple[Operand, ...], kind: str) -> Step:
+    part = _part(kind, len(parts))
+    write, reads = writer(into, kind), [reader(each, part) for each in parts]
+    whole, dtype = np.dtype(f"u{int(kind[1:]) // 8}"), np.dtype(f"u{int(part[1:]) // 8}")
+
+    def step(fragment: Fragment) -> None:
+        values = np.empty((*fragment.shape, len(reads)), dtype)
+        for i, read in enumerate(reads):
+            values[:, i] = read(fragment)
+        write(fragment, values.view(whole)[:, 0])
+
+    return step
+
+
+def _unpack(parts: tuple[Operand, ...], source: Operand, kind: str) -> Step:
+    part = _part(kind, len(parts))
+    writes, read = [writer(each, part) for each in parts], reader(source, kind)
+    dtype = np.dtype(f"u{int(part[1:]) // 8}")
+
+    def step(fragment: Fragment) -> None:
+        values = read(fragment).reshape(-1, 1).view(dtype)
+        for i, write in enumerate(writes):
+            write(fragment, values[:, i])
+
+    return step
+
+
+def _select(a: np.ndarray, b: np.ndarray, first: np.ndarray) -> np.ndarray:
+    return np.where(first, a, b)
+
+
+for _kind in ("b16", "b32", "b64", "f32"):
+    elementwise(f"{_kind} {_kind} {_kind} pred", f"selp.{_kind}")(_select)
+
+
+# ---------------------------------------------------------------- comparisons
+
+_Comparison = Callable[[np.ndarray, np.ndarray], np.ndarray]
+_COMPARISONS: dict[str, _Comparison] = {
+    "eq": np.equal, "ne": np.not_equal, "lt": np.less, "le": np.less_equal, "gt": np.greater, "ge": np.greater_equal,
+}  # fmt: skip
+# Floats: "ne" is false where an operand is NaN, and what ends in "u" is true there.
+_COMPARISONS_OF_FLOATS: dict[str, _Comparison] = {
+    **_COMPARISONS,
+    "ne": lambda a, b: (a < b) | (a > b),
+    "equ": lambda a, b: ~((a < b) | (a > b)), "neu": np.not_equal,
+    "ltu": lambda a, b: ~(a >= b), "leu": lambda a, b: ~(a > b),
+    "gtu": lambda a, b: ~(a <= b), "geu": lambda a, b: ~(a < b),
+    "num": lambda a, b: (a == a) & (b == b), "nan": lambda a, b: (a != a) | (b != b),
+}  # fmt: skip
+
+
+def _and(compare: _Comparison) -> Callable[[np.ndarray, np.ndarray, np.ndarray], np.ndarray]:
+    return lambda a, b, also: compare(a, b) & also
+
+
+for _bits in (16, 32, 64):
+    for _name in ("eq", "ne"):
+        elementwise(f"pred b{_bits} b{_bits}", f"setp.{_name}.b{_bits}")(_COMPARISONS[_name])
+    for _kind in (f"s{_bits}", f"u{_bits}"):
+        for _name, _compare in _COMPARISONS.items():
+            elementwise(f"pred {_kind} {_kind}", f"setp.{_name}.{_kind}")(_compare)
+
+for _kind in ("s32", "u32"):
+    for _name, _compare in _COMPARISONS.items():
+        elementwise(f"pred {_kind} {_kind} pred", f"setp.{_name}.and.{_kind}")(_and(_compare))
+
+for _name, _compare in _COMPARISONS_OF_FLOATS.items():
+    elementwise("pred f32 f32", f"setp.{_name}.f32")(_compare)

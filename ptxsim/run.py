@@ -1,0 +1,257 @@
+"""Run the programs of a launch: the order in which warps and asynchronous agents take turns."""
+
+import math
+import random
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+from ptxsim import catalogue, control, copies, forms, warpgroup
+from ptxsim.fault import Fault
+from ptxsim.fragment import Fragment
+from ptxsim.machine import Machine
+from ptxsim.memory import GlobalMemory
+from ptxsim.order import Order
+from ptxsim.parse import Program, operand_registers
+from ptxsim.state import DONE, LANES
+
+_THREADS = 8192  # how many threads run at the same time, in whole clusters
+_SHARED = 1 << 22  # and how many bytes of shared memory they have, at least one cluster's
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """A program and its decoded instructions."""
+
+    program: Program
+    steps: list[forms.Step]
+    reads: list[frozenset[str]] = field(repr=False)  # the registers of each instruction
+    granule: int  # the smallest access to shared memory, in bytes
+    order: Order | None = field(repr=False)  # of the basic blocks; None for the layout's
+
+    @classmethod
+    def of(cls, program: Program) -> "Kernel":
+        """Raises UnknownForm for an instruction that the simulator does not know."""
+        sizes = [int(one.opcode[-2:].lstrip("bfsu")) // 8 for one in program.instructions
+                 if one.opcode.startswith(("ld.shared", "st.shared"))]  # fmt: skip
+        reads = [frozenset(each.name for each in operand_registers(one)) for one in program.instructions]
+        return cls(program, catalogue.decode(program), reads, min([4, *sizes]), Order.of(program))
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """The order in which warps and asynchronous agents take turns.
+
+    seed: of the random choices. Under seed 0, all warps that stand at the same instruction execute it together, which
+    is the quickest; under other seeds sometimes only one of them does. strict_loads: whether a use of what `tcgen05.ld`
+    loads is a fault before `tcgen05.wait::ld`. most: a launch that executes more warp instructions is a fault; it will
+    hardly ever end.
+    """
+
+    seed: int = 0
+    strict_loads: bool = False
+    most: int = 10**10
+
+
+LOCKSTEP = Schedule()
+
+
+@dataclass
+class Tally:
+    """What a run took. instructions: executed by warps. opcodes: the number of executions of each.
+
+    executed: the indices of the instructions that at least one thread executed. notes: what is no fault, but worth
+    knowing, and how often it happened.
+    """
+
+    instructions: int = 0
+    opcodes: Counter[str] = field(default_factory=Counter)
+    executed: set[int] = field(default_factory=set)
+    notes: Counter[str] = field(default_factory=Counter)
+
+
+def run(
+    kernel: Kernel,
+    memory: GlobalMemory,
+    arguments: list[int],
+    grid: int | tuple[int, int, int],
+    shared_bytes: int,
+    schedule: Schedule = LOCKSTEP,
+) -> Tally:
+    """Run all programs of a launch. Raises Fault where the kernel does what it must not do.
+
+    arguments: the parameters in order, as unsigned numbers. grid: how many programs run, or their numbers in x, y and
+    z. shared_bytes: dynamic shared memory of a program.
+    """
+    program = kernel.program
+    shape = (grid, 1, 1) if isinstance(grid, int) else grid
+    if len(arguments) != len(program.parameters):
+        raise ValueError(f"{program.name} has {len(program.parameters)} parameters, and {len(arguments)} came")
+    if shape[0] % program.cluster:
+        raise ValueError(f"a grid of {shape[0]} programs in clusters of {program.cluster}")
+    nbytes = shared_bytes + sum(program.static_shared.values())
+    most = max(min(_THREADS // (program.threads * program.cluster), _SHARED // (nbytes * program.cluster + 1)), 1)
+    memory.begin_launch()
+    tally, chosen = Tally(), random.Random(schedule.seed)
+    clusters = math.prod(shape) // program.cluster
+    for first in range(0, clusters, most):
+        machine = Machine(program, memory, arguments, shape, nbytes, kernel.granule, first, min(most, clusters - first))
+        with np.errstate(all="ignore"), _one_thread():
+            _Turns(machine, kernel, schedule, chosen, tally).run()
+    return tally
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """Let torch multiply small matrices in this thread: others would take longer to wake."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+class _Turns:
+    """The turns that the warps and the asynchronous agents of a machine take.
+
+    warp_pc: of the program counters of each warp's threads, the one that comes first in the order of blocks; there the
+    warp goes on.
+    """
+
+    def __init__(
+        self, machine: Machine, kernel: Kernel, schedule: Schedule, chosen: random.Random, tally: Tally
+    ) -> None:  # fmt: skip
+        self.machine, self.kernel, self.program = machine, kernel, kernel.program
+        self.schedule, self.random, self.tally = schedule, chosen, tally
+        self.warp_pc = np.zeros(len(machine.blocked), np.int32)
+
+    def run(self) -> None:
+        """Run until all threads have ended and nothing is left to do."""
+        machine = self.machine
+        while True:
+            if machine.conditions and machine.changed:
+                machine.changed = False
+                for warp in [warp for warp, ready in machine.conditions.items() if ready()]:
+                    machine.wake(warp)
+            ready = np.flatnonzero(~machine.blocked & (self.warp_pc != DONE))
+            agents = self._agents()
+            if agents and (not len(ready) or self.random.random() < 0.3):
+                self._run_agent(self.random.choice(agents))
+            elif len(ready):
+                self._run_warps(ready)
+            elif (self.warp_pc != DONE).any():
+                raise Fault(self._deadlock())
+            else:
+                break
+        self._end()
+
+    def _agents(self) -> list[tuple[int, bool]]:
+        """(cluster, whether it is the tensor pipe) of what has something to do."""
+        found = [(cluster, False) for cluster, waiting in enumerate(self.machine.copies) if waiting]
+        return found + [(cluster, True) for cluster, waiting in enumerate(self.machine.tensor_pipe) if waiting]
+
+    def _run_agent(self, agent: tuple[int, bool]) -> None:
+        cluster, is_pipe = agent
+        if is_pipe:
+            self.machine.tensor_pipe[cluster].popleft()()
+        else:
+            waiting = self.machine.copies[cluster]
+            waiting.pop(self.random.randrange(len(waiting)))()
+
+    def _run_warps(self, ready: np.ndarray) -> None:
+        """Run one warp, or all that stand where it stands, to the end of a basic block."""
+        first = int(ready[self.random.randrange(len(ready))])
+        index = int(self.warp_pc[first])
+        together = ready[self.warp_pc[ready] == index]
+        if self.schedule.seed:
+            kind = self.random.randrange(3)
+            if kind == 0:
+                together = np.array([first])
+            elif kind == 1:
+                together = together[self.machine.program_of(together) == self.machine.program_of(first)]
+        counters = self.machine.pc.reshape(-1, LANES)
+        self._run_block(Fragment(self.machine, together, (counters[together] == index).ravel()), index)
+        if self.tally.instructions > self.schedule.most:
+            raise Fault(f"{self.program.name}: does not end within {self.schedule.most} warp instructions")
+        left = counters[together]
+        self.warp_pc[together] = left.min(1) if self.kernel.order is None else self.kernel.order.first(left)
+
+    def _run_block(self, fragment: Fragment, index: int) -> None:
+        machine, kernel, program, tally = self.machine, self.kernel, self.program, self.tally
+        while True:
+            one = program.instructions[index]
+            if machine.unready:
+                self._check_unready(fragment, index)
+            if machine.products.registers:
+                machine.products.check(fragment.warps, one, kernel.reads[index])
+            if one.guard is None:
+                fragment.running, fragment.whole = fragment.active, fragment.all_active
+            else:
+                guard = fragment.get(one.guard.name)
+                fragment.running = fragment.active & (~guard if one.guard.negated else guard)
+                fragment.whole = fragment.all_active and bool(fragment.running.all())
+            fragment.at = index
+            tally.instructions += len(fragment.warps)
+            tally.opcodes[one.opcode] += len(fragment.warps)
+            runs = one.guard is None or fragment.whole or bool(fragment.running.any())
+            if runs:
+                tally.executed.add(index)
+            if runs or one.opcode in control.BRANCHES:
+                try:
+                    left = kernel.steps[index](fragment)
+                except Fault as fault:
+                    raise Fault(f"{program.name}, {one}: {fault} (warps {self._name(fragment)})") from None
+                if left is not None:
+                    fragment = left
+                    if not len(fragment.warps):
+                        return
+            index += 1
+            if index in program.leaders:
+                fragment.jump(fragment.active, index)
+                return
+
+    def _check_unready(self, fragment: Fragment, index: int) -> None:
+        """Find uses of registers before the warp waited for the `tcgen05.ld` that writes them.
+
+        The PTX ISA leaves such a value undefined. Triton puts its waits late, before the next access to memory, and
+        leaves the registers to ptxas, whose code waits for them (`sass.hazards`). So this is a fault for
+        hand-written PTX (`Schedule.strict_loads`), and a note for Triton's.
+        """
+        reads = self.kernel.reads[index]
+        for warp in fragment.warps:
+            late = self.machine.unready.get(int(warp), _NOTHING) & reads
+            if late and self.schedule.strict_loads:
+                raise Fault(f"{self.program.name}, {self.program.instructions[index]}: uses {min(late)} before "
+                            "tcgen05.wait::ld")  # fmt: skip
+            if late:
+                self.tally.notes["uses of tcgen05.ld before its wait"] += 1
+
+    def _name(self, fragment: Fragment) -> str:
+        machine, first = self.machine, fragment.warps[: 1 if len(fragment.warps) > 8 else 8]
+        names = [f"{warp % machine.warps_of_program} of program {machine.program_of(warp)}" for warp in map(int, first)]
+        return ", ".join(names) + (", ..." if len(first) < len(fragment.warps) else "")
+
+    def _deadlock(self) -> str:
+        waiting: dict[int, list[int]] = {}
+        for warp in np.flatnonzero(self.warp_pc != DONE):
+            waiting.setdefault(int(self.warp_pc[warp]), []).append(int(warp))
+        at = "; ".join(f"warps {warps} before {self.program.instructions[index]}" for index, warps in waiting.items())
+        return f"{self.program.name}: nothing can go on: {at}"
+
+    def _end(self) -> None:
+        """Check what programs left behind."""
+        machine = self.machine
+        for barrier in machine.mbarriers.found.values():
+            if barrier.tx:
+                raise Fault(f"{self.program.name}: {barrier.tx} bytes never came to the mbarrier at {barrier.where}")
+        machine.tensor_memory.end()
+        copies.end(machine)
+        warpgroup.end(machine)
+
+
+_NOTHING: frozenset[str] = frozenset()

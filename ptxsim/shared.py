@@ -1,0 +1,97 @@
+"""The shared memory of all programs that run at the same time."""
+
+import numpy as np
+
+from ptxsim.clocks import Clocks, Shadow
+from ptxsim.fault import Fault
+from ptxsim.lanes import Lanes
+
+START = 1024  # the first byte that a program may use; the system has those before it
+_RANK = 24  # addresses of programs in a cluster differ in the bits from here on
+
+
+def swizzled(addresses: np.ndarray, span: int) -> np.ndarray:
+    """Where the bytes of a swizzled tile are: chunks of 16 bytes change places within `span` bytes.
+
+    span: 32, 64 or 128; 0 for no swizzle. The number of the 128-byte line is added, bit by bit, to the number of the
+    chunk. Sources: CUDA driver API, `CUtensorMapSwizzle`; CUTLASS, `cute/swizzle.hpp` (`Swizzle<B, 4, 3>` with B of 1,
+    2 or 3); confidence high, and high that the address counts and not the place in the tile.
+    """
+    return addresses ^ ((addresses >> 7 & (span // 16 - 1)) << 4) if span else addresses
+
+
+class SharedMemory:
+    """Bytes of shared memory of `programs` programs, one after the other, each in clusters of `cluster`.
+
+    An address, as kernels compute it, is an offset from `START` on, and the program's rank in its cluster times 2**24.
+    granule: the bytes of a cell of the shadow; accesses are multiples of it.
+    """
+
+    def __init__(self, programs: int, nbytes: int, cluster: int, clocks: Clocks, granule: int) -> None:
+        self.stride = -(-(START + nbytes) // 1024) * 1024
+        self.end = START + nbytes
+        self.cluster, self.granule = cluster, granule
+        self.data = np.full(programs * self.stride, 0xEE, np.uint8)
+        self.clocks = clocks
+        self.shadow = Shadow(len(self.data) // granule, clocks, "shared memory")
+        self.lanes = Lanes(len(self.data) // granule, clocks.clusters, clocks.warps)
+
+    def address(self, rank: np.ndarray, offset: int | np.ndarray) -> np.ndarray:
+        """The address of an offset in the program of a rank."""
+        return (rank << _RANK) + offset
+
+    def flat(self, addresses: np.ndarray, clusters: np.ndarray, size: int) -> np.ndarray:
+        """Indices into `data` for accesses of `size` bytes. clusters: the cluster of each access."""
+        rank, offset = addresses >> _RANK, addresses & (1 << _RANK) - 1
+        if (rank >= self.cluster).any():
+            raise Fault("an access to shared memory of a program that the cluster does not have")
+        if (offset < START).any() or (offset + size > self.end).any():
+            raise Fault(f"an access outside of shared memory, at {int(offset.min())} to {int(offset.max()) + size} of "
+                        f"{self.end}")  # fmt: skip
+        return (clusters * self.cluster + rank) * self.stride + offset
+
+    def index(self, address: int, cluster: int, nbytes: int) -> int:
+        """The index into `data` of the first of some bytes at an address."""
+        return int(self.flat(np.array(address), np.array(cluster), nbytes))
+
+    def load(
+        self, addresses: np.ndarray, size: int, clusters: np.ndarray, warps: np.ndarray, lanes: np.ndarray
+    ) -> np.ndarray:  # fmt: skip
+        """The bytes at aligned addresses [threads] that threads read: uint8 [threads, size]."""
+        rows = self._rows(addresses, clusters, size)
+        cells = self._cells(rows, size)
+        self.shadow.reads_of_warps(cells, clusters, warps)
+        writer, own = self.shadow.writer[cells], warps[:, None]
+        is_own = (writer == own) | (writer == self.clocks.copies(own))
+        self.lanes.reads(cells, clusters, warps, lanes, is_own, self.shadow.written[cells])
+        return self.data.reshape(-1, size)[rows]
+
+    def store(
+        self, addresses: np.ndarray, values: np.ndarray, clusters: np.ndarray, warps: np.ndarray, lanes: np.ndarray
+    ) -> None:  # fmt: skip
+        """Write bytes uint8 [threads, size] at aligned addresses [threads]."""
+        size = values.shape[1]
+        rows = self._rows(addresses, clusters, size)
+        data = self.data.reshape(-1, size)
+        changes = (data[rows] != values).reshape(len(rows), -1, self.granule).any(2)
+        cells = self._cells(rows, size)
+        is_own = self.shadow.writer[cells] == warps[:, None]
+        self.shadow.writes_of_warps(cells, clusters, warps, changes)
+        self.lanes.writes(cells, clusters, warps, lanes, is_own, changes)
+        data[rows] = values
+        if (data[rows] != values).any():
+            raise Fault("several threads write different values to one address of shared memory")
+
+    def _rows(self, addresses: np.ndarray, clusters: np.ndarray, size: int) -> np.ndarray:
+        flat = self.flat(addresses, clusters, size)
+        if (flat % size).any():
+            raise Fault(f"an access of {size} bytes at an address that is no multiple of {size}")
+        return flat // size
+
+    def _cells(self, rows: np.ndarray, size: int) -> np.ndarray:
+        each = size // self.granule
+        return rows[:, None] * each + np.arange(each)
+
+    def cells(self, flat: np.ndarray) -> np.ndarray:
+        """The cells of bytes, given in runs of whole cells as indices into `data`."""
+        return flat.reshape(-1)[:: self.granule] // self.granule

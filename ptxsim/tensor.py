@@ -1,0 +1,242 @@
+"""`tcgen05`: allocation of tensor memory, loads and stores of warps, copies, commits and fences.
+
+Sources: PTX ISA, the instructions of `tcgen05`; confidence high, except where a line below or `tensor_memory.py` says
+less.
+
+- `tcgen05.alloc` writes the address into shared memory as a generic write of its warp: the PTX ISA calls it a weak
+  memory operation.
+- `32x32b.xN`: thread l of a warp accesses lane 32 * (warp % 4) + l, register i is column i from the address on.
+- `cp.32x128b.warpx4` copies 32 rows of 16 bytes: row r goes to lane r of each quarter, into four columns. Triton writes
+  the two qualifiers in the other order. Confidence medium to high for the order of the bytes.
+- `tcgen05.commit` lets an mbarrier know of the end of all earlier operations of the tensor pipe. Triton 3.6 names no
+  state space and gives 64 bits, a shared address with zeros above: ptxas takes the lower 32 (`UTCBAR [UR5]`).
+"""
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from ptxsim.descriptors import CHUNK, Matrix
+from ptxsim.fault import Fault
+from ptxsim.forms import (
+    Step,
+    UnknownForm,
+    address_reader,
+    expect,
+    form,
+    immediate,
+    reader,
+    registers_of,
+    writer,
+)  # fmt: skip
+from ptxsim.fragment import LANES, Fragment
+from ptxsim.lanes import COLLECTIVE
+from ptxsim.parse import Instruction, Program, Register
+from ptxsim.tensor_issue import group_of, issue
+from ptxsim.tensor_memory import QUARTER, TensorPipe
+from ptxsim.tensor_products import column_of
+
+
+def _warps(fragment: Fragment) -> Iterator[tuple[int, int]]:
+    """(first lane in the fragment, warp of the machine) of the warps that execute an instruction of whole warps."""
+    for i, running in enumerate(fragment.by_warp(fragment.running)):
+        if running.any():
+            if not running.all():
+                raise Fault("executed by part of a warp")
+            yield LANES * i, int(fragment.warps[i])
+
+
+def _same(values: np.ndarray, first: int) -> int:
+    """The one value of a warp whose lanes begin at `first`."""
+    mine = values[first : first + LANES]
+    if (mine != mine[0]).any():
+        raise Fault("the threads of a warp name several addresses")
+    return int(mine[0])
+
+
+# ---------------------------------------------------------------- allocation
+
+
+@form(*[f"tcgen05.alloc.cta_group::{group}.sync.aligned.shared::cta.b32" for group in (1, 2)])
+def _alloc(instruction: Instruction, program: Program) -> Step:
+    expect(instruction, 2)
+    address, count = address_reader(instruction.operands[0], 32), immediate(instruction.operands[1])
+    group = group_of(instruction)
+    others = {one.opcode for one in program.instructions if f".cta_group::{3 - group}" in one.opcode}
+    if any(opcode.startswith("tcgen05.") for opcode in others):
+        raise UnknownForm("the instructions of the kernel have several values of cta_group")
+
+    def step(fragment: Fragment) -> None:
+        machine, addresses = fragment.machine, address(fragment)
+        for first, warp in _warps(fragment):
+            column = machine.tensor_memory.allocate(machine.program_of(warp), count)
+            where, cluster = np.array([_same(addresses, first)]), np.array([machine.cluster_of_warp(warp)])
+            content = np.array([[column]], np.uint32).view(np.uint8)
+            machine.shared.store(where, content, cluster, np.array([machine.local_warp(warp)]), np.array([COLLECTIVE]))
+
+    return step
+
+
+@form(*[f"tcgen05.dealloc.cta_group::{group}.sync.aligned.b32" for group in (1, 2)])
+def _dealloc(instruction: Instruction, program: Program) -> Step:
+    expect(instruction, 2)
+    address, count = reader(instruction.operands[0], "u32"), immediate(instruction.operands[1])
+
+    def step(fragment: Fragment) -> None:
+        machine, addresses = fragment.machine, np.broadcast_to(address(fragment), fragment.shape)
+        for first, warp in _warps(fragment):
+            rows = machine.clocks.of(machine.cluster_of_warp(warp), machine.local_warp(warp))
+            machine.tensor_memory.free(machine.program_of(warp), _same(addresses, first), count, rows)
+
+    return step
+
+
+@form(*[f"tcgen05.relinquish_alloc_permit.cta_group::{group}.sync.aligned" for group in (1, 2)])
+def _relinquish(instruction: Instruction, program: Program) -> Step:
+    expect(instruction, 0)
+
+    def step(fragment: Fragment) -> None:
+        for _, warp in _warps(fragment):
+            fragment.machine.tensor_memory.relinquished[fragment.machine.program_of(warp)] = True
+
+    return step
+
+
+# ---------------------------------------------------------------- loads and stores of warps
+
+_COUNTS = [2**i for i in range(8)]
+
+
+def _registers(instruction: Instruction, index: int) -> list[Register]:
+    found = [each for each in registers_of(instruction.operands[index]) if isinstance(each, Register)]
+    count = int(instruction.opcode.split(".x")[1].split(".")[0])
+    if len(found) != count or len(registers_of(instruction.operands[index])) != count:
+        raise UnknownForm(f"not {count} registers")
+    return found
+
+
+@form(*[f"tcgen05.ld.sync.aligned.32x32b.x{count}.b32" for count in _COUNTS])
+def _load(instruction: Instruction, program: Program) -> Step:
+    expect(instruction, 2)
+    into, address = _registers(instruction, 0), address_reader(instruction.operands[1], 32)
+    writes, names = [writer(each, "b32") for each in into], {each.name for each in into}
+
+    def step(fragment: Fragment) -> None:
+        machine, memory, addresses = fragment.machine, fragment.machine.tensor_memory, address(fragment)
+        values = np.zeros((len(into), *fragment.shape), np.uint32)
+        for first, warp in _warps(fragment):
+            region = memory.quarter(warp, _same(addresses, first), len(into))
+            values[:, first : first + LANES] = memory.load(warp, region).T
+            machine.unready.setdefault(warp, set()).update(names)
+        for write, value in zip(writes, values, strict=True):
+            write(fragment, value)
+
+    return step
+
+
+@form(*[f"tcgen05.st.sync.aligned.32x32b.x{count}.b32" for count in _COUNTS])
+def _store(instruction: Instruction, program: Program) -> Step:
+    expect(instruction, 2)
+    address, source = address_reader(instruction.operands[0], 32), _registers(instruction, 1)
+    reads = [reader(each, "b32") for each in source]
+
+    def step(fragment: Fragment) -> None:
+        memory, addresses = fragment.machine.tensor_memory, address(fragment)
+        values = np.stack([read(fragment) for read in reads], 1)
+        for first, warp in _warps(fragment):
+            region = memory.quarter(warp, _same(addresses, first), len(source))
+            memory.store(warp, region, values[first : first + LANES])
+
+    return step
+
+
+@form("tcgen05.wait::ld.sync.aligned")
+def _wait_loads(instruction: Instruction, program: Program) -> Step:
+    expect(instruction, 0)
+
+    def step(fragment: Fragment) -> None:
+        for _, warp in _warps(fragment):
+            fragment.machine.tensor_memory.wait_loads(warp)
+            fragment.machine.unready.pop(warp, None)
+
+    return step
+
+
+@form("tcgen05.wait::st.sync.aligned")
+def _wait_stores(instruction: Instruction, program: Program) -> Step:
+    expect(instruction, 0)
+
+    def step(fragment: Fragment) -> None:
+        for _, warp in _warps(fragment):
+            fragment.machine.tensor_memory.wait_stores(warp)
+
+    return step
+
+
+@form("tcgen05.fence::before_thread_sync", "tcgen05.fence::after_thread_sync")
+def _fence(instruction: Instruction, program: Program) -> Step:
+    expect(instruction, 0)
+    return lambda fragment: None
+
+
+# ---------------------------------------------------------------- operations of the tensor pipe
+
+_SHAPES = ("warpx4.32x128b", "32x128b.warpx4")
+
+
+@form(*[f"tcgen05.cp.cta_group::{group}.{shape}" for group in (1, 2) for shape in _SHAPES])
+def _copy(instruction: Instruction, program: Program) -> Step:
+    expect(instruction, 2)
+    address, descriptor = address_reader(instruction.operands[0], 32), reader(instruction.operands[1], "u64")
+    pair = group_of(instruction) == 2
+
+    def step(fragment: Fragment) -> None:
+        addresses, bits = address(fragment), np.broadcast_to(descriptor(fragment), fragment.shape)
+        for lane, ranks, begin in issue(fragment, pair):
+            column, matrix = column_of(int(addresses[lane])), Matrix.of(int(bits[lane]))
+
+            def copy(
+                pipe: TensorPipe, column: int = column, matrix: Matrix = matrix, ranks: tuple[int, ...] = ranks
+            ) -> None:  # fmt: skip
+                for rank in ranks:
+                    words = pipe.read_matrix(rank, matrix, QUARTER, CHUNK).view(np.uint32)
+                    pipe.write(rank, column, np.tile(words, (4, 1)))
+
+            begin(copy)
+
+    return step
+
+
+_COMMIT = "mbarrier::arrive::one"
+
+
+@form(f"tcgen05.commit.cta_group::1.{_COMMIT}.b64",
+      *[f"tcgen05.commit.cta_group::{group}.{_COMMIT}.shared::cluster{cast}.b64"
+        for group in (1, 2) for cast in ("", ".multicast::cluster")])  # fmt: skip
+def _commit(instruction: Instruction, program: Program) -> Step:
+    cast = ".multicast" in instruction.opcode
+    expect(instruction, 2 if cast else 1)
+    address = address_reader(instruction.operands[0], 32)
+    mask = reader(instruction.operands[1], "u16") if cast else None
+
+    def step(fragment: Fragment) -> None:
+        machine, addresses = fragment.machine, address(fragment)
+        masks = np.broadcast_to(0 if mask is None else mask(fragment), fragment.shape)
+        for lane, _, begin in issue(fragment, pair=False):
+            where = addresses[lane : lane + 1]
+            cluster = machine.cluster_of_warp(int(fragment.warp_of(np.array([lane]))[0]))
+            if cast:
+                ranks = np.flatnonzero(int(masks[lane]) >> np.arange(16) & 1)
+                where = machine.shared.address(ranks, int(where[0]) & 0xFFFFFF)
+
+            places = machine.shared.flat(where, np.full(where.shape, cluster), 8).tolist()
+            for at in places:
+                machine.mbarriers.will_commit(at)
+
+            def arrive(pipe: TensorPipe, places: list[int] = places) -> None:
+                for at in places:
+                    machine.mbarriers.committed(at, pipe.rows, pipe.agent, pipe.epoch)
+
+            begin(arrive)
+
+    return step

@@ -1,0 +1,193 @@
+"""Tensor memory: its allocation, and the accesses of warps and of the tensor pipe to it and to shared memory.
+
+Sources: PTX ISA, "Tensor memory", `tcgen05.alloc`, `tcgen05.ld`, and "Memory consistency model for 5th generation of
+TensorCore operations"; confidence high, except where a line below says less.
+
+- A program that allocates gets its highest free columns, so that a kernel that takes column 0 for granted is found. An
+  allocation that would wait for columns is a fault.
+- An allocation for a pair is one for each of its programs, by a warp of that program.
+- Operations of the tensor pipe are in order. The PTX ISA promises it for copies before products, and for products of
+  the same sums and shape. That a copy does not overtake a product whose scales it overwrites is written in newer
+  versions only (9.7.18.6.2); kernels of Triton and CUTLASS depend on it. Confidence medium.
+- All programs of a cluster share one pipe here. A commit stands for all operations before it, also of other
+  threads, for which the PTX ISA does not promise it.
+- `tcgen05.fence` changes nothing. The PTX ISA asks for one on each side of a barrier between an asynchronous operation
+  and a dependent one; Triton emits none. Confidence medium.
+"""
+
+import numpy as np
+
+from ptxsim.clocks import NOBODY, Shadow
+from ptxsim.descriptors import CHUNK, Matrix
+from ptxsim.fault import Fault
+from ptxsim.state import State
+
+LANES, COLUMNS = 128, 512
+_UNIT = 32  # columns are allocated in multiples of it
+QUARTER = 32  # lanes that a warp can access
+Region = tuple[int, slice, slice]  # a program, lanes and columns
+
+
+class TensorMemory:
+    """The tensor memory of all programs: words uint32 [programs, 128 lanes, 512 columns].
+
+    loads, stores: how many `tcgen05.ld` and `tcgen05.st` each warp of the machine has executed; they number the epochs
+    of the clock agents of these operations.
+    """
+
+    def __init__(self, machine: State) -> None:
+        programs, warps = machine.clusters * machine.program.cluster, machine.clusters * machine.warps_of_cluster
+        self.machine = machine
+        self.allocated: list[dict[int, int]] = [{} for _ in range(programs)]  # columns from each first column on
+        self.smallest = np.full(programs, COLUMNS)  # the smallest allocation of each program so far
+        self.relinquished = np.zeros(programs, bool)
+        self.loads, self.stores = np.zeros(warps, np.int32), np.zeros(warps, np.int32)
+        self.pipes = [TensorPipe(machine, self, cluster) for cluster in range(machine.clusters)]
+        self._words: np.ndarray | None = None  # None until a program allocates
+        self._shadow: Shadow | None = None
+
+    # ------------------------------------------------------------ allocation
+
+    def allocate(self, program: int, columns: int) -> int:
+        """The first column of new memory."""
+        if columns not in (32, 64, 128, 256, 512):
+            raise Fault(f"allocates {columns} columns, and not a power of two from 32 to 512")
+        if self.relinquished[program]:
+            raise Fault("allocates tensor memory after the program gave up the right to")
+        if columns > self.smallest[program]:
+            raise Fault(f"allocates {columns} columns after an allocation of {self.smallest[program]}")
+        if self._shadow is None:
+            shape = (len(self.allocated), LANES, COLUMNS)
+            self._words = np.zeros(shape, np.uint32)
+            self._shadow = Shadow(shape, self.machine.clocks, "tensor memory")
+        mine = self.allocated[program]
+        for first in range(COLUMNS - columns, -1, -_UNIT):
+            if all(first + columns <= other or other + count <= first for other, count in mine.items()):
+                mine[first] = columns
+                self.smallest[program] = columns
+                return first
+        raise Fault(f"allocates {columns} columns, and {COLUMNS - sum(mine.values())} are free")
+
+    def free(self, program: int, address: int, columns: int, rows: np.ndarray) -> None:
+        """Free an allocation. rows: the clocks of the warp that does, which must know of the end of all accesses."""
+        if self.allocated[program].get(address) != columns:
+            raise Fault(f"frees {columns} columns from {address:#x} on, which are no allocation")
+        region, shadow = self.region(program, slice(0, LANES), address, columns), self._shadow
+        assert shadow is not None
+        try:
+            shadow.writes_of_agent(region, rows, NOBODY, 0)  # then nobody has written it
+        except Fault as fault:
+            raise Fault(f"frees tensor memory in use: {fault}") from None
+        del self.allocated[program][address]
+
+    def end(self) -> None:
+        """Check that all programs have freed their memory."""
+        left = [program for program, mine in enumerate(self.allocated) if mine]
+        if left:
+            raise Fault(f"{self.machine.program.name}: programs {left} did not free their tensor memory")
+
+    # ------------------------------------------------------------ accesses
+
+    def region(self, program: int, lanes: slice, column: int, columns: int) -> Region:
+        """Words of a program. Raises Fault for columns that are not allocated."""
+        if not any(first <= column and column + columns <= first + count
+                   for first, count in self.allocated[program].items()):  # fmt: skip
+            raise Fault(f"columns {column} to {column + columns - 1} of tensor memory are not allocated")
+        return program, lanes, slice(column, column + columns)
+
+    def read(self, region: Region, rows: np.ndarray, agent: int, epoch: int) -> np.ndarray:
+        """Words [lanes, columns], for an operation of a clock agent that was issued with these clocks."""
+        assert self._shadow is not None and self._words is not None
+        self._shadow.reads_of_agent(region, rows, agent, epoch)
+        return self._words[region]
+
+    def write(self, region: Region, words: np.ndarray, rows: np.ndarray, agent: int, epoch: int) -> None:
+        """Write words [lanes, columns]; the other arguments as of `read`."""
+        assert self._shadow is not None and self._words is not None
+        self._shadow.writes_of_agent(region, rows, agent, epoch)
+        self._words[region] = words
+
+    # ------------------------------------------------------------ warps
+
+    def quarter(self, warp: int, address: int, columns: int) -> Region:
+        """The words of a warp of the machine at an address: 32 lanes of some columns."""
+        machine = self.machine
+        lane, mine = address >> 16, QUARTER * (warp % machine.warps_of_program % 4)
+        if lane != mine:
+            raise Fault(f"a warp accesses tensor memory from lane {lane} on, and its lanes begin at {mine}")
+        return self.region(machine.program_of(warp), slice(lane, lane + QUARTER), address & 0xFFFF, columns)
+
+    def load(self, warp: int, region: Region) -> np.ndarray:
+        """Words that a warp loads, [32, columns]. The warp's clock knows of the load after `wait_loads`."""
+        machine, local = self.machine, self.machine.local_warp(warp)
+        self.loads[warp] += 1
+        rows = machine.clocks.of(machine.cluster_of_warp(warp), local)
+        return self.read(region, rows, machine.clocks.tensor_loads(local), int(self.loads[warp]))
+
+    def store(self, warp: int, region: Region, words: np.ndarray) -> None:
+        """Store a warp's words [32, columns]. The warp's clock knows of the store after `wait_stores`."""
+        machine, local = self.machine, self.machine.local_warp(warp)
+        self.stores[warp] += 1
+        rows = machine.clocks.of(machine.cluster_of_warp(warp), local)
+        self.write(region, words, rows, machine.clocks.tensor_stores(local), int(self.stores[warp]))
+
+    def wait_loads(self, warp: int) -> None:
+        """Let a warp know that its loads are complete."""
+        self._know(warp, self.machine.clocks.tensor_loads(self.machine.local_warp(warp)), int(self.loads[warp]))
+
+    def wait_stores(self, warp: int) -> None:
+        """Let a warp know that its stores are complete."""
+        self._know(warp, self.machine.clocks.tensor_stores(self.machine.local_warp(warp)), int(self.stores[warp]))
+
+    def _know(self, warp: int, agent: int, epoch: int) -> None:
+        machine = self.machine
+        machine.clocks.rows[:, machine.cluster_of_warp(warp), machine.local_warp(warp), agent] = epoch
+
+
+class TensorPipe:
+    """What executes the asynchronous `tcgen05` operations of a cluster, one after the other.
+
+    rows: the clocks of all that issued an operation so far. epoch: the number of the operation that is executed.
+    """
+
+    def __init__(self, machine: State, memory: TensorMemory, cluster: int) -> None:
+        self.machine, self.memory, self.cluster = machine, memory, cluster
+        self.agent = machine.clocks.tensor_pipe
+        self.rows = np.zeros_like(machine.clocks.of(cluster, 0))
+        self.epoch = 0
+
+    def begin(self, rows: np.ndarray) -> None:
+        """Begin an operation that was issued with these clocks, after all operations before it."""
+        np.maximum(self.rows, rows, out=self.rows)
+        self.rows[:, self.agent] = self.epoch
+        self.epoch += 1
+
+    def program(self, rank: int) -> int:
+        """The machine's index of a program of this cluster."""
+        return self.cluster * self.machine.program.cluster + rank
+
+    def read_matrix(self, rank: int, matrix: Matrix, rows: int, nbytes: int, used: int = CHUNK) -> np.ndarray:
+        """The first bytes of each row of a matrix in shared memory, uint8 [rows, nbytes].
+
+        used: how many bytes of each chunk the operation needs.
+        """
+        shared = self.machine.shared
+        chunks = matrix.chunks(rows, nbytes)
+        addresses = shared.address(np.array(rank), 0) + chunks
+        flat = shared.flat(addresses, np.full(addresses.shape, self.cluster), CHUNK)
+        cells = flat[..., None] // shared.granule + np.arange(used // shared.granule)
+        shared.shadow.reads_of_agent(cells, self.rows, self.agent, self.epoch)
+        return shared.data.reshape(-1, CHUNK)[flat // CHUNK].reshape(rows, nbytes)
+
+    def read(self, rank: int, lanes: int, column: int, columns: int) -> np.ndarray:
+        """The words of the first lanes of some columns of tensor memory, uint32 [lanes, columns]."""
+        memory = self.memory
+        region = memory.region(self.program(rank), slice(0, lanes), column, columns)
+        return memory.read(region, self.rows, self.agent, self.epoch)
+
+    def write(self, rank: int, column: int, words: np.ndarray) -> None:
+        """Write words uint32 [lanes, columns] to the first lanes of tensor memory, from a column on."""
+        memory = self.memory
+        lanes, columns = words.shape
+        region = memory.region(self.program(rank), slice(0, lanes), column, columns)
+        memory.write(region, words, self.rows, self.agent, self.epoch)

@@ -1,0 +1,133 @@
+"""`tcgen05.mma`: products of matrices in shared memory, with sums in tensor memory.
+
+Sources: PTX ISA, `tcgen05.mma`, "Data path layout organization" and "Block scaling for tcgen05.mma"; Triton,
+`MMAv5.cpp`. Confidence high, except where a line below says less.
+
+- Row m of D is lane m, column n is column n from the address on (layout D of the PTX ISA: M of 128 for each program).
+- A in tensor memory: row m is lane m, two 16-bit elements to a word, the one of lower K in the lower half.
+- Scale k of row r: lane r % 32 of each of the four quarters, column r / 32 from the address on, byte k from the
+  descriptor's byte on. Scales of B are laid out in the same way over N. Confidence medium to high. All four quarters
+  must hold the same.
+- A pair of programs (`cta_group::2`): each holds half the rows of A and of D, and half the rows of B. Both hold the
+  scales of their rows of A, and all scales of B. The addresses and descriptors are the same in both, and the program
+  of even rank issues. Confidence high for the halves, medium for the scales of B.
+- Sums: in float64 for one instruction, then rounded to float32 once. Hardware sums in an order and with a width that
+  the PTX ISA does not give, so tests choose operands whose sums are exact.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from ptxsim.descriptors import KINDS, ROW_BYTES, Decode, Kind, Matrix, Shape
+from ptxsim.fault import Fault
+from ptxsim.forms import Step, UnknownForm, address_reader, expect, form, reader
+from ptxsim.fragment import Fragment
+from ptxsim.numbers import matrix_product
+from ptxsim.parse import Address, Instruction, Program
+from ptxsim.tensor_issue import group_of, issue
+from ptxsim.tensor_memory import LANES, QUARTER, TensorPipe
+
+
+@dataclass(frozen=True)
+class Product:
+    """An instruction as a thread issued it.
+
+    ranks: the programs of the cluster that take part. sums: the column of D. a: a column of tensor memory, or a shared
+    memory descriptor, of which b is one. scales: the columns of the scales of A and of B. adds: whether D is added.
+    """
+
+    kind: Kind
+    ranks: tuple[int, ...]
+    sums: int
+    a: int
+    a_in_tensor_memory: bool
+    b: int
+    instruction: int
+    scales: tuple[int, ...]
+    adds: bool
+
+    def run(self, pipe: TensorPipe) -> None:
+        """Compute the product, in the tensor pipe of the cluster."""
+        shape = Shape.of(self.instruction, self.kind, len(self.ranks))
+        matrix = Matrix.of(self.b)
+        part = shape.columns // len(self.ranks)
+        b = np.concatenate([shape.b.decode(pipe.read_matrix(rank, matrix, part, ROW_BYTES, shape.b.used))
+                            for rank in self.ranks])  # fmt: skip
+        for rank in self.ranks:
+            a = shape.a.decode(self._bytes_of_a(pipe, rank, shape))
+            if shape.scale is not None:
+                count = self.kind.scales
+                left = _scaled(a, _scales(pipe, rank, self.scales[0], shape.rows, shape.a_byte, count, shape.scale))
+                right = _scaled(b, _scales(pipe, rank, self.scales[1], shape.columns, shape.b_byte, count, shape.scale))
+            else:
+                left, right = a.astype(np.float64), b.astype(np.float64)
+            total = matrix_product(left, right)
+            if self.adds:
+                total += pipe.read(rank, shape.rows, self.sums, shape.columns).view(np.float32)
+            pipe.write(rank, self.sums, total.astype(np.float32).view(np.uint32))
+
+    def _bytes_of_a(self, pipe: TensorPipe, rank: int, shape: Shape) -> np.ndarray:
+        if not self.a_in_tensor_memory:
+            return pipe.read_matrix(rank, Matrix.of(self.a), shape.rows, ROW_BYTES, shape.a.used)
+        return np.ascontiguousarray(pipe.read(rank, shape.rows, self.a, ROW_BYTES // 4)).view(np.uint8)
+
+
+def _scaled(values: np.ndarray, scales: np.ndarray) -> np.ndarray:
+    """Values [rows, K] times scales [rows, n] of K / n elements each, in float64."""
+    rows, count = scales.shape
+    blocks = values.astype(np.float64).reshape(rows, count, -1)
+    return (blocks * scales[:, :, None]).reshape(rows, -1)
+
+
+def _scales(
+    pipe: TensorPipe, rank: int, column: int, rows: int, first: int, count: int, decode: Decode
+) -> np.ndarray:  # fmt: skip
+    """The scales of rows: [rows, count]. column: of tensor memory. first: the byte of a word that has the first one."""
+    words = pipe.read(rank, LANES, column, -(-rows // QUARTER))
+    quarters = words.reshape(LANES // QUARTER, QUARTER, -1)
+    if (quarters != quarters[0]).any():
+        raise Fault("the quarters of tensor memory hold different scales")
+    of_rows = np.ascontiguousarray(quarters[0].T).reshape(-1)[:rows]
+    return decode(of_rows.view(np.uint8).reshape(rows, 4)[:, first : first + count])
+
+
+def column_of(address: int) -> int:
+    """The column of an address in tensor memory whose lane must be 0."""
+    if address >> 16:
+        raise Fault(f"a product or copy in tensor memory from lane {address >> 16} on")
+    return address
+
+
+_OPCODES = {f"tcgen05.mma.cta_group::{group}.kind::{name}": kind for group in (1, 2) for name, kind in KINDS.items()}
+
+
+@form(*_OPCODES)
+def _mma(instruction: Instruction, program: Program) -> Step:
+    kind = _OPCODES[instruction.opcode]
+    expect(instruction, 7 if kind.scales else 5)
+    sums, a, b, descriptor, *rest = instruction.operands
+    in_tensor_memory = isinstance(a, Address)
+    if in_tensor_memory and kind.scales:
+        raise UnknownForm("A in tensor memory, for this kind")
+    read_sums, read_b = address_reader(sums, 32), reader(b, "u64")
+    read_a = address_reader(a, 32) if in_tensor_memory else reader(a, "u64")
+    read_descriptor, read_adds = reader(descriptor, "u32"), reader(rest[-1], "pred")
+    read_scales = [address_reader(each, 32) for each in rest[:-1]]
+    pair = group_of(instruction) == 2
+
+    def step(fragment: Fragment) -> None:
+        def numbers(read: object) -> np.ndarray:
+            return np.broadcast_to(read(fragment), fragment.shape)  # type: ignore[operator]
+
+        columns, scales = numbers(read_sums), [numbers(each) for each in read_scales]
+        left, right, bits, adds = numbers(read_a), numbers(read_b), numbers(read_descriptor), numbers(read_adds)
+        for lane, ranks, begin in issue(fragment, pair):
+            begin(Product(
+                kind, ranks, column_of(int(columns[lane])),
+                column_of(int(left[lane])) if in_tensor_memory else int(left[lane]), in_tensor_memory,
+                int(right[lane]), int(bits[lane]), tuple(column_of(int(each[lane])) for each in scales),
+                bool(adds[lane]),
+            ).run)  # fmt: skip
+
+    return step

@@ -1,0 +1,200 @@
+"""Products of a warpgroup: `wgmma`.
+
+Sources and confidence:
+- Shapes and registers: PTX ISA, "Register fragments and shared memory matrix layouts" of `wgmma`. Warp w of a
+  warpgroup has rows 16 w to 16 w + 15 of A and of the sum; it has the registers of `mma.m16n8k16`, one block of 8
+  columns after the other. High.
+- Descriptors: PTX ISA, "Matrix-descriptor format". Start >> 4 in bits 0 to 13, leading offset >> 4 in 16 to 29,
+  stride offset >> 4 in 32 to 45, base offset in 49 to 51, swizzle in 62 and 63 (0 none, 1 of 128, 2 of 64, 3 of 32
+  bytes). The contraction is contiguous; row r is at (r // 8) * stride + (r % 8) * span, and the swizzle goes by
+  address. Without a swizzle, rows have 16 bytes and the second half of the contraction lies at the leading offset.
+  High with a swizzle, medium-high without. Transposed operands and base offsets are not simulated.
+- Shared memory is read by the asynchronous proxy: "Accessing the same memory location across multiple proxies needs a
+  cross-proxy fence". High.
+- Registers: none that a product reads or writes may be used before `wgmma.wait_group`; other products may add to the
+  same registers. `wgmma.fence` has to stand between other writes of these registers and a product. High. The
+  simulator looks for that fence in the product's own basic block, where compilers put it.
+
+A product is computed when it is issued. That no kernel can tell: the clocks find every access to shared memory that
+does not wait for the product, and `Products.check` every use of its registers. Sums are made as in `warp_matrix`.
+"""
+
+import numpy as np
+
+from ptxsim.fault import Fault
+from ptxsim.forms import (
+    Read,
+    Step,
+    UnknownForm,
+    expect,
+    form,
+    immediate,
+    reader,
+    registers_of,
+    writer,
+)
+from ptxsim.fragment import Fragment
+from ptxsim.machine import Machine
+from ptxsim.numbers import matrix_product
+from ptxsim.parse import Instruction, Operand, Pair, Program, Register, Vector
+from ptxsim.shared import START, swizzled
+from ptxsim.warp_matrix import (
+    a_values,
+    floats,
+    readers_of,
+    registers_of_sums,
+    stacked,
+    sums_of,
+)  # fmt: skip
+from ptxsim.warpgroup_products import OPCODE, Touched
+
+_SPANS = (0, 128, 64, 32)  # of swizzles by number
+_ROW = 32  # bytes of the contraction of an instruction
+
+
+def end(machine: Machine) -> None:
+    """Raise Fault for products that nobody waited for."""
+    if machine.products.registers:
+        raise Fault(f"{machine.program.name}: a program ends without wgmma.wait_group for its last products")
+
+
+# ---------------------------------------------------------------- operands in shared memory
+
+
+def _matrix_places(descriptor: int, rows: np.ndarray) -> np.ndarray:
+    """The addresses of rows of a matrix in shared memory, int64 [rows, 32 bytes]."""
+    start, leading, stride = ((descriptor >> bit & 0x3FFF) << 4 for bit in (0, 16, 32))
+    span = _SPANS[descriptor >> 62 & 3]
+    if descriptor >> 49 & 7:
+        raise Fault("a descriptor with a base offset, which is not simulated")
+    at = np.arange(_ROW)
+    if not span:
+        return start + (rows // 8 * stride + rows % 8 * 16)[:, None] + at // 16 * leading + at % 16
+    if start % (8 * span) + _ROW > span:
+        raise Fault(f"a descriptor of a matrix at {start}, which is not in the first row of a tile swizzled by {span}")
+    return swizzled(start + (rows // 8 * stride + rows % 8 * span)[:, None] + at, span)
+
+
+def _matrices(
+    fragment: Fragment, warps: np.ndarray, descriptors: np.ndarray, rows: np.ndarray, kind: str
+) -> np.ndarray:
+    """Matrices in shared memory as the warps read them, float64 [warps, rows, 16].
+
+    descriptors: [warps]. rows: [warps, rows], which rows each of them reads.
+    """
+    machine = fragment.machine
+    clusters, local = np.divmod(warps, machine.warps_of_cluster)
+    ranks = machine.program_of(warps) % machine.program.cluster
+    every, index = np.unique(np.stack([descriptors.view(np.int64), rows[:, 0]]), axis=1, return_inverse=True)
+    places = np.stack(
+        [_matrix_places(int(one) % 2**64, int(first) + np.arange(rows.shape[1])) for one, first in every.T]
+    )
+    if (places < START).any():
+        raise Fault("a descriptor of a matrix outside of shared memory")
+    addresses = machine.shared.address(ranks[:, None, None], places[index.ravel()])
+    flat = machine.shared.flat(addresses, clusters[:, None, None], 1)
+    groups = machine.products.committed[warps] + 1
+    cells = machine.shared.cells(flat).reshape(len(warps), -1)
+    machine.shared.shadow.reads_of_agents(cells, machine.clocks.rows[:, clusters, local],
+                                          machine.clocks.products(local), groups)  # fmt: skip
+    return floats(machine.shared.data[flat].view(np.uint16), kind)
+
+
+# ---------------------------------------------------------------- instructions
+
+
+def _one_for_each_warp(fragment: Fragment, read: Read, which: np.ndarray) -> np.ndarray:
+    """The values of an operand that all threads of a warp must agree on: [warps]."""
+    values = fragment.by_warp(np.broadcast_to(read(fragment), fragment.shape))[which]
+    if (values != values[:, :1]).any():
+        raise Fault("the threads of a warp pass different operands")
+    return values[:, 0]
+
+
+@form(*[f"{OPCODE}.sync.aligned.m64n{n}k16.f32.{kind}.{kind}" for n in range(8, 257, 8) for kind in ("bf16", "f16")])
+def _product(instruction: Instruction, program: Program) -> Step:
+    in_registers = isinstance(instruction.operands[1], Vector)
+    expect(instruction, 7 if in_registers else 8)
+    into, a, b, adds, *flags = instruction.operands
+    kind, n = instruction.opcode.split(".")[-1], int(instruction.opcode.split(".")[4][4:-3])
+    if [immediate(one) for one in flags] != [1, 1, *[0] * (len(flags) - 2)]:
+        raise UnknownForm("a product of negated or transposed operands")
+    sums, writes = readers_of(into, "f32", n // 2), [writer(each, "f32") for each in registers_of(into)]
+    left = readers_of(a, "b32", 4) if in_registers else [reader(a, "u64")]
+    right, adding = reader(b, "u64"), reader(adds, "pred")
+    touched = Touched(_names(into), frozenset(_names(a) if in_registers else ()))
+    unfenced = _unfenced(instruction, program, touched)
+
+    def step(fragment: Fragment) -> None:
+        if unfenced:
+            raise Fault(unfenced)
+        machine, which = fragment.machine, fragment.whole_warps()
+        warps = fragment.warps[which]
+        if in_registers:
+            a_matrices = a_values(stacked(fragment, left)[:, which], kind)
+        else:
+            rows = (machine.local_warp(warps) % 4 * 16)[:, None] + np.arange(16)
+            a_matrices = _matrices(fragment, warps, _one_for_each_warp(fragment, left[0], which), rows, kind)
+        rows = np.broadcast_to(np.arange(n), (len(warps), n))
+        b_matrices = _matrices(fragment, warps, _one_for_each_warp(fragment, right, which), rows, kind)
+        found = matrix_product(a_matrices, b_matrices)
+        addend = sums_of(stacked(fragment, sums)[:, which])
+        found += np.where(_one_for_each_warp(fragment, adding, which)[:, None, None], addend, 0)
+        machine.products.issue(warps, touched)
+        results = registers_of_sums(found)
+        for write, values in zip(writes, results, strict=True):
+            every = np.zeros((len(which), 32), np.float32)
+            every[which] = values.reshape(-1, 32)
+            write(fragment, every.ravel())
+
+    return step
+
+
+def _names(operand: Operand) -> tuple[str, ...]:
+    return tuple(one.name for one in registers_of(operand) if isinstance(one, Register))
+
+
+def _unfenced(instruction: Instruction, program: Program, touched: Touched) -> str:
+    """What is wrong with the `wgmma.fence` before a product; empty if nothing is."""
+    index = program.instructions.index(instruction)
+    while index not in program.leaders:
+        index -= 1
+        before = program.instructions[index]
+        if before.opcode == "wgmma.fence.sync.aligned":
+            return ""
+        if not before.opcode.startswith(OPCODE):
+            written = touched.every.intersection(_written(before))
+            if written:
+                return f"no wgmma.fence after {min(written)} was written"
+    return "a product without wgmma.fence in its basic block"
+
+
+def _written(instruction: Instruction) -> list[str]:
+    """The registers that an instruction writes: its first operand's."""
+    first = instruction.operands[0] if instruction.operands else None
+    parts = (first.first, first.second) if isinstance(first, Pair) else registers_of(first) if first else ()
+    return [one.name for one in parts if isinstance(one, Register)]
+
+
+@form("wgmma.fence.sync.aligned")
+def _fence(instruction: Instruction, program: Program) -> Step:
+    """What it orders, `_unfenced` checks."""
+    expect(instruction, 0)
+    return lambda fragment: None
+
+
+@form("wgmma.commit_group.sync.aligned")
+def _commit(instruction: Instruction, program: Program) -> Step:
+    expect(instruction, 0)
+
+    def step(fragment: Fragment) -> None:
+        fragment.machine.products.committed[fragment.warps[fragment.whole_warps()]] += 1
+
+    return step
+
+
+@form("wgmma.wait_group.sync.aligned")
+def _wait(instruction: Instruction, program: Program) -> Step:
+    expect(instruction, 1)
+    left = immediate(instruction.operands[0])
+    return lambda fragment: fragment.machine.products.wait(fragment.warps[fragment.whole_warps()], left)

@@ -1,0 +1,144 @@
+"""Launches of this package in the simulator of their PTX: a kernel of each kind, at the smallest shapes with all paths.
+
+`python -m fp4compile check-sm100 --simulate` runs every launch of the gate's table.
+"""
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+
+from fp4compile.check import quantiser_values, simulation
+from fp4compile.check.product_table import Product
+from fp4compile.check.product_values import reduced
+from fp4compile.check.quantiser_table import BF16, CONFIGURATIONS, GROUPED_CONFIGURATIONS, PROLOGUE_CONFIGURATIONS
+from fp4compile.check.quantiser_values import quantized, quantized_after_steps, quantized_groups
+from fp4compile.check.simulation import multiplied
+from fp4compile.check.simulator import LaunchSimulator
+from fp4compile.cli.main import main
+from fp4compile.hardware import Target
+from fp4compile.ops.quantize import QUANTIZE, quantize_kernels
+from ptxsim.fault import Fault
+from ptxsim.launch import UNWRITTEN
+from ptxsim.run import Schedule
+
+SEEDS = (0, 1)
+
+
+def on(sm=100, seed=0):
+    return LaunchSimulator(Target(sm), Schedule(seed))
+
+
+def entry(table, label, format):
+    (found,) = (one for one in table if (one.label, one.format) == (label, format))
+    return found
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize(("label", "format"), [
+    ("rows", "nvfp4"), ("scaled rows", "nvfp4_rowwise"), ("stochastic rows", "nvfp4_te"), ("columns", "mxfp4"),
+    ("square", "nvfp4_16x16"),
+])  # fmt: skip
+def test_quantisers(label, format, seed):
+    assert quantized(entry(CONFIGURATIONS, label, format), (130, 80), on(seed=seed)) == []
+
+
+@pytest.mark.parametrize(("sm", "stochastic"), [(103, True), (90, False)])
+def test_other_gpus(sm, stochastic):
+    """Compute capability 9.0 has none of the conversions, and rounds by the portable form."""
+    simulator = on(sm)
+    assert quantized(entry(CONFIGURATIONS, "stochastic rows", "nvfp4_te"), (130, 80), simulator) == []
+    assert any(opcode.startswith("cvt.rs") for opcode in simulator.tally.opcodes) == stochastic
+
+
+def test_groups_and_steps():
+    """Groups without rows, and rows of no group; a norm whose statistics are computed on the chip."""
+    assert quantized_groups(entry(GROUPED_CONFIGURATIONS, "grouped rows", "nvfp4"), (130, 80), on()) == []
+    norm = replace(entry(PROLOGUE_CONFIGURATIONS, "a norm", "mxfp8"), shape=(8192, 1024))
+    assert quantized_after_steps(norm, simulation.WHOLE, on(seed=1)) == []
+
+
+PRODUCTS = {
+    "dense": Product("nvfp4", "nvfp4", epilogue="bias"),
+    "rows of codes that are no multiples of 16 bytes": Product("nvfp4", "nvfp4", k=8192 - 16),
+    "few rows, sums in parts": Product("mxfp8", "mxfp8", 16),
+    "groups": Product("nvfp4", "nvfp4", 8192, 2048, 4096, groups=64),
+    "dequantised": Product(None, "nvfp4", 16),
+}
+
+
+@pytest.mark.parametrize("name", PRODUCTS)
+def test_products(name):
+    """On a GPU with two multiprocessors, so that programs walk over several tiles; sums in parts need more of them."""
+    product = PRODUCTS[name]
+    small = replace(reduced(product), k=min(reduced(product).k, 768 - product.k % 32))
+    simulator = LaunchSimulator(Target(100, 0 if name.startswith("few") else 2), Schedule(1))
+    assert multiplied(product, small, simulator) == []
+    assert simulator.tally.instructions
+
+
+# ---------------------------------------------------------------- what the launches are given
+
+
+def test_unwritten_memory_is_known():
+    """Results of `torch.empty` hold nothing until a kernel or PyTorch writes them; the kernel writes all of them."""
+    simulator = on()
+    with simulator.running():
+        data, *_ = quantize_kernels(torch.randn(4, 64).to(BF16), "mxfp8", [-1])
+        assert data.untyped_storage().data_ptr() not in simulator.unwritten
+        x = torch.empty(4, 64, dtype=BF16)
+        assert (x.view(torch.uint8) == UNWRITTEN).all()  # what an earlier tensor left there is gone
+        assert x.untyped_storage().data_ptr() in simulator.unwritten
+        with pytest.raises(Fault, match="reads global memory that nothing wrote"):
+            quantize_kernels(x, "mxfp8", [-1])
+        x.zero_()
+        quantize_kernels(x, "mxfp8", [-1])
+
+
+def test_slices_are_read_where_they_lie():
+    """A launch gets the address of a slice's first element, and finds nothing beyond the storage."""
+    x = torch.randn(6, 128).to(BF16)
+    half = x[:, 64:]
+    with on().running():
+        found = quantize_kernels(half, "mxfp8", [-1])
+    for one, other in zip(found, QUANTIZE(half, "mxfp8", [-1]), strict=True):
+        assert torch.equal(one.view(torch.uint8), other.view(torch.uint8))
+
+
+# ---------------------------------------------------------------- the command
+
+
+def test_the_command(tmp_path, capsys):
+    file = tmp_path / "found.json"
+    only = "quantise rows, mxfp4"
+    assert main(["check-sm100", "--simulate", "--only", only, "--schedules", "1", "--json", str(file)]) == 0
+    assert only in capsys.readouterr().out
+    content = json.loads(file.read_text())
+    (case,) = content["cases"]
+    assert (case["wrong"], case["kernels"], case["sm"]) == ([], "quantize_rows", 100)
+
+
+def test_every_launch_of_the_table_has_a_key():
+    keys = simulation.table_keys(100)
+    one = simulation.launch_key(entry(CONFIGURATIONS, "rows", "mxfp8").launches(100)[0])
+    assert keys[one] == "quantize_rows of rows mxfp8"
+    simulator = on()
+    assert quantized(entry(CONFIGURATIONS, "rows", "mxfp8"), simulation.WHOLE, simulator) == []
+    assert one in set(map(simulation.launch_key, simulator.launches))
+
+
+def test_what_is_wrong_is_said(monkeypatch):
+    right = quantiser_values.quantize_kernels
+    grouped = entry(GROUPED_CONFIGURATIONS, "grouped rows", "mxfp8")
+    monkeypatch.setattr(quantiser_values, "quantize_kernels", lambda x, *args, **more: right(-x, *args, **more))
+    (what,) = quantized_groups(grouped, (130, 80), on())
+    assert what.startswith("along -1: codes: ")
+
+
+def test_a_product_that_runs_no_kernel_is_wrong():
+    """Six programs of the tile's columns: nothing is left to cut K for, and the kernel of few rows refuses."""
+    product = Product("nvfp4", "nvfp4", 16)
+    small = replace(product, n=816, k=2560)
+    (what,) = multiplied(product, small, LaunchSimulator(Target(100, 6)))
+    assert what.startswith("no kernel of skinny_block_scaled_sm100")

@@ -1,0 +1,97 @@
+"""Products of NVFP4 weights on SM90 in the simulator of their PTX: `gemm_wgmma_sm90`, whose inline PTX needs a GPU."""
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+
+from fp4compile.check.product_table import Product
+from fp4compile.check.product_values import _from_reference, exact_arguments, exact_operand
+from fp4compile.check.simulator import LaunchSimulator
+from fp4compile.formats import formats, reference_grouped
+from fp4compile.formats.layouts import ceil_div, swizzled_numel
+from fp4compile.formats.operand import Arguments, Operand
+from fp4compile.hardware import Target
+from fp4compile.templates.choose import choose
+from fp4compile.templates.gemm.wgmma_launches_sm90 import WgmmaConfig, with_shared_memory
+from fp4compile.templates.gemm.wgmma_sm90 import needed_bytes
+from fp4compile.templates.multiply import multiply
+from fp4compile.templates.problem import problem_of
+from ptxsim.run import Schedule
+from tests.helpers import choices
+
+
+# Activations, rows, columns and K of the product, its epilogue; rows of a tile, warps, parts of a warp, stages, steps a
+# stage, split, tiles walked together, buffers of A.
+@pytest.mark.parametrize(("a", "shape", "epilogue", "form"), [
+    # Three tiles of A, the last one short; two warpgroups share A; more stages of A than buffers, K in two parts.
+    (None, (70, 256, 1408), "bias", (32, 8, 2, 2, 1, 2)),
+    # Rows of B and steps of A that end early; codes as activations; single columns are stored.
+    ("nvfp4", (20, 119, 448), "bias", (16, 4, 1, 3, 2, 1)),
+    # Two tiles of columns. An operand of the epilogue comes to the L2 cache first, and nothing beyond its end.
+    (None, (100, 136, 64), "gated", (72, 4, 1, 2, 1, 1, 8, 3)),
+], ids=["two parts", "ragged", "operand"])  # fmt: skip
+@pytest.mark.parametrize("seed", [0, 1])
+def test_tiles_of_wgmma(a, shape, epilogue, form, seed, monkeypatch):
+    def config(problem):
+        return with_shared_memory(WgmmaConfig(*form), problem, needed_bytes)
+
+    choices.configured(monkeypatch, "wgmma_sm90", config)
+    x = exact_arguments(Product(a, "nvfp4", *shape, epilogue=epilogue))
+    simulator = LaunchSimulator(Target(90), Schedule(seed))
+    with simulator.running():
+        got = multiply(x, choose(problem_of(x, simulator.target), "wgmma_sm90"))
+    swizzle = "swizzle_a_sm90" if a is None else "swizzle_codes_sm90"
+    assert {swizzle, "gemm_wgmma_sm90"} <= {launch.kernel.__name__ for launch in simulator.launches}
+    assert _from_reference(got, x, exact=True) == []
+
+
+# Format of the tokens; sizes of groups, and rows of no group; layout of the scales of the weights, how outer scales of
+# tokens and of weights are shared; columns and K; rows of a tile, warps, parts of a warp, stages, steps a stage, split,
+# tiles walked together, buffers of A, rows of a narrow tile.
+@pytest.mark.parametrize(("tokens", "sizes", "left", "layout", "outer", "shape", "form"), [
+    # Two tiles of rows of B, tiles of A that are walked two together, more stages of A than buffers.
+    (None, (0, 1, 65, 3, 0), 2, "swizzled", ("row", "group"), (128, 1408), (16, 4, 1, 2, 1, 1, 2)),
+    # Rows of B and steps of A that end early; more groups than lanes; scales of 16 x 16 elements; three buffers; narrow
+    # tiles of a whole group, of a group's end, and of rows of no group.
+    (None, (3, *[0] * 31, 238, 0, 0), 33, "square", ("group", "row"), (136, 448), (72, 4, 1, 3, 1, 1, 8, 3, 32)),
+    ("nvfp4", (3, 0, 33, 1), 1, "swizzled", ("row", "group"), (64, 192), (16, 4, 1, 2, 2)),
+], ids=["walked", "ragged", "codes"])  # fmt: skip
+@pytest.mark.parametrize("seed", [0, 1])
+def test_groups_of_wgmma(tokens, sizes, left, layout, outer, shape, form, seed, monkeypatch):
+    """Bits of the reference. NaN of tokens or weights of one group reach no other; rows of no group are zeros."""
+    a, b = operands_of_groups(tokens, len(sizes), sum(sizes) + left, *shape, layout, outer)
+    for values, nan in ((a.data, torch.nan),) if tokens is None else ((a.scales.view(torch.uint8), 0x7F),):
+        values[: sizes[0]] = values[-left:] = nan
+    b.scales.view(torch.uint8)[-2:] = 0x7F  # NaN
+    b.outer[-1] = torch.nan
+    offs = torch.tensor(sizes).cumsum(0).to(torch.int32)
+    x = Arguments(a, b, None, torch.bfloat16, offs=offs, rows=len(a.data))
+    choices.configured(monkeypatch, "wgmma_sm90",
+                       lambda problem: with_shared_memory(WgmmaConfig(*form), problem, needed_bytes))  # fmt: skip
+    simulator = LaunchSimulator(Target(90), Schedule(seed))
+    with simulator.running():
+        got = multiply(x, choose(problem_of(x, simulator.target), "wgmma_sm90"))
+    assert [launch.constants["GROUPS"] for launch in simulator.launches] == [len(sizes)] * 2
+    expected = reference_grouped.scaled_grouped_mm(a, b, offs, len(a.data), torch.bfloat16)
+    torch.testing.assert_close(got, expected, rtol=0, atol=0, equal_nan=True)
+
+
+def operands_of_groups(tokens, groups, rows, n, k, layout, outer):
+    """Tokens and weights of which every sum is exact in float32."""
+    fmt = formats.get("nvfp4_16x16" if layout == "square" else "nvfp4")
+    of_each = (swizzled_numel(n, k // 16),) if layout == "swizzled" else (ceil_div(n, 16), k // 16)
+    codes = torch.empty(groups, n, k // 2, dtype=fmt.data_dtype, device="meta")
+    a = exact_operand(Operand(torch.empty(rows, k, dtype=torch.bfloat16, device="meta")), 100)
+    if tokens is not None:
+        of_tokens = formats.get(tokens)
+        scales = torch.empty(rows, k // 16, dtype=of_tokens.scale_dtype, device="meta")
+        a = exact_operand(
+            Operand(torch.empty(rows, k // 2, dtype=of_tokens.data_dtype, device="meta"), scales, None, of_tokens), 100
+        )
+    b = exact_operand(Operand(codes, torch.empty(groups, *of_each, dtype=fmt.scale_dtype, device="meta"), None, fmt), 0)
+    shapes = [{"tensor": (), "group": (groups,), "row": (*x.data.shape[:-1], 1)}.get(of)
+              for x, of in zip((a, b), outer, strict=True)]  # fmt: skip
+    return [replace(x, outer=None if shape is None else 2.0 ** (torch.arange(math.prod(shape)) % 5 - 2).view(shape))
+            for x, shape in zip((a, b), shapes, strict=True)]  # fmt: skip

@@ -1,0 +1,396 @@
+"""Matrices of warps and warpgroups in the simulator; and that it finds what is wrong with their use."""
+
+import numpy as np
+import pytest
+
+from ptxsim.fault import Fault
+from ptxsim.forms import UnknownForm
+from ptxsim.run import Schedule
+from tests.ptxsim.ptx_text import edited, run_body
+
+SCHEDULES = [Schedule(seed) for seed in range(4)]
+LANES = [(lane // 4, lane % 4) for lane in range(32)]  # g and t of the PTX ISA
+
+
+def names(prefix: str, first: int, count: int) -> str:
+    return ", ".join(f"%{prefix}{first + i}" for i in range(count))
+
+
+# ---------------------------------------------------------------- ldmatrix, stmatrix
+
+THREADS = 64
+MATRICES = """
+    ld.param.b64 %rd1, [p0];
+    ld.param.b64 %rd2, [p1];
+    mov.u32 %r1, %tid.x;
+    mov.b32 %r2, global_smem;
+    shl.b32 %r3, %r1, 4;
+    cvt.u64.u32 %rd3, %r3;
+    add.u64 %rd4, %rd1, %rd3;
+    add.u64 %rd5, %rd2, %rd3;
+    add.u32 %r4, %r2, %r3;
+    xor.b32 %r5, %r3, 80;
+    add.u32 %r6, %r2, %r5;
+    setp.lt.u32 %p1, %r1, 40;
+    ld.global.v4.b32 {%r20, %r21, %r22, %r23}, [%rd4];
+"""
+
+
+def load_matrices(count: int, trans: str) -> str:
+    return MATRICES + f"""
+    st.shared.v4.b32 [%r4], {{%r20, %r21, %r22, %r23}};
+    bar.sync 0;
+    ldmatrix.sync.aligned.m8n8.x{count}{trans}.shared.b16 {{{names("r", 20, count)}}}, [%r6];
+    st.global.v4.b32 [%rd5], {{%r20, %r21, %r22, %r23}};
+"""  # fmt: skip
+
+
+def store_matrices(count: int, trans: str) -> str:
+    return MATRICES + f"""
+    st.shared.v4.b32 [%r4], {{%r20, %r21, %r22, %r23}};
+    bar.sync 0;
+    stmatrix.sync.aligned.m8n8.x{count}{trans}.shared.b16 [%r6], {{{names("r", 20, count)}}};
+    bar.sync 1;
+    ld.shared.v4.b32 {{%r20, %r21, %r22, %r23}}, [%r4];
+    st.global.v4.b32 [%rd5], {{%r20, %r21, %r22, %r23}};
+"""  # fmt: skip
+
+
+def places(count: int, trans: str) -> list[tuple[int, int, int, int]]:
+    """(lane, half of a register, row in shared memory, column) of the elements of a warp's matrices, by register."""
+    found = []
+    for register in range(count):
+        for lane, (g, t) in enumerate(LANES):
+            for half in (0, 1):
+                row, column = (2 * t + half, g) if trans else (g, 2 * t + half)
+                found.append((lane, 2 * register + half, (8 * register + row) ^ 5, column))
+    return found
+
+
+@pytest.mark.parametrize("trans", ["", ".trans"])
+@pytest.mark.parametrize("count", [1, 2, 4])
+def test_matrices_are_loaded_to_the_registers_of_a_warp(count, trans):
+    x = np.arange(THREADS * 8, dtype=np.uint16).reshape(2, 32, 8)
+    expected = x.copy()
+    for lane, half, row, column in places(count, trans):
+        expected[:, lane, half] = x[:, row, column]
+    for schedule in SCHEDULES:
+        got = run_body(load_matrices(count, trans), [x, np.zeros_like(x)], threads=THREADS, shared_bytes=1024,
+                       schedule=schedule)[1]  # fmt: skip
+        np.testing.assert_array_equal(got, expected)
+
+
+@pytest.mark.parametrize("trans", ["", ".trans"])
+@pytest.mark.parametrize("count", [1, 2, 4])
+def test_matrices_are_stored_from_the_registers_of_a_warp(count, trans):
+    x = np.arange(THREADS * 8, dtype=np.uint16).reshape(2, 32, 8)
+    expected = x.copy()
+    for lane, half, row, column in places(count, trans):
+        expected[:, row, column] = x[:, lane, half]
+    got = run_body(store_matrices(count, trans), [x, np.zeros_like(x)], threads=THREADS, shared_bytes=1024)[1]
+    np.testing.assert_array_equal(got, expected)
+
+
+@pytest.mark.parametrize("body", [load_matrices(4, ""), store_matrices(4, "")], ids=["ldmatrix", "stmatrix"])
+@pytest.mark.parametrize(
+    "old, new, what",
+    [
+        ("add.u32 %r6, %r2, %r5;", "add.u32 %r6, %r2, %r5; add.u32 %r6, %r6, 8;", "no multiple of 16"),
+        ("add.u32 %r6, %r2, %r5;", "add.u32 %r6, %r2, %r5; add.u32 %r6, %r6, 1024;", "outside of shared memory"),
+        ("    bar.sync 0;\n", "    bar.sync 0;\n    @%p1 ", "a part of a warp"),
+    ],
+)
+def test_finds_what_is_wrong_with_loads_and_stores_of_matrices(body, old, new, what):
+    for schedule in SCHEDULES:
+        with pytest.raises(Fault, match=what):
+            run_body(edited(body, (old, new)), [np.zeros(512, np.uint16)] * 2, threads=THREADS, shared_bytes=1024,
+                     schedule=schedule)  # fmt: skip
+
+
+@pytest.mark.parametrize("body", [load_matrices(4, ""), store_matrices(4, "")], ids=["ldmatrix", "stmatrix"])
+def test_matrices_of_another_warp_take_a_barrier(body):
+    x = np.arange(512, dtype=np.uint16)
+    right = edited(body, ("xor.b32 %r5, %r3, 80;", "xor.b32 %r5, %r3, 592;"))
+    for schedule in SCHEDULES:
+        run_body(right, [x, x], threads=THREADS, shared_bytes=1024, schedule=schedule)
+        with pytest.raises(Fault, match="shared memory that (warp . wrote, without a wait|nothing wrote)"):
+            run_body(edited(right, ("    bar.sync 0;\n", "")), [x, x], threads=THREADS, shared_bytes=1024,
+                     schedule=schedule)  # fmt: skip
+
+
+def test_the_registers_of_matrices_are_counted():
+    body = edited(load_matrices(4, ""), ("x4", "x2"))
+    with pytest.raises(UnknownForm, match="4 registers, and not 2"):
+        run_body(body, [np.zeros(512, np.uint16)] * 2, threads=THREADS, shared_bytes=1024)
+
+
+# ---------------------------------------------------------------- products of a warp
+
+
+def bits_of(values: np.ndarray, kind: str) -> np.ndarray:
+    """The bits, uint16, of values that bf16 and f16 hold exactly."""
+    if kind == "f16":
+        return values.astype(np.float16).view(np.uint16)
+    return (values.astype(np.float32).view(np.uint32) >> 16).astype(np.uint16)
+
+
+def registers_of_a(a: np.ndarray, kind: str) -> np.ndarray:
+    """The registers [32, 4] of a warp that hold A [16, 16]."""
+    found = np.zeros((32, 4, 2), np.uint16)
+    for lane, (g, t) in enumerate(LANES):
+        for register in range(4):
+            for half in (0, 1):
+                element = a[g + 8 * (register % 2), 2 * t + half + 8 * (register // 2)]
+                found[lane, register, half] = bits_of(element, kind)
+    return found.view(np.uint32).reshape(32, 4)
+
+
+def registers_of_sums(sums: np.ndarray) -> np.ndarray:
+    """The registers [32, n / 2] of a warp that hold sums [16, n]."""
+    found = np.zeros((32, sums.shape[1] // 2), np.float32)
+    for lane, (g, t) in enumerate(LANES):
+        for register in range(found.shape[1]):
+            found[lane, register] = sums[g + 8 * (register // 2 % 2), 8 * (register // 4) + 2 * t + register % 2]
+    return found
+
+
+MMA = f"""
+    ld.param.b64 %rd1, [p0];
+    ld.param.b64 %rd2, [p1];
+    mov.u32 %r1, %tid.x;
+    mul.wide.u32 %rd3, %r1, 40;
+    add.u64 %rd1, %rd1, %rd3;
+    mul.wide.u32 %rd3, %r1, 16;
+    add.u64 %rd2, %rd2, %rd3;
+    setp.lt.u32 %p1, %r1, 20;
+{"".join(f"    ld.global.b32 %r{20 + i}, [%rd1+{4 * i}];" for i in range(10))}
+    mma.sync.aligned.m16n8k16.row.col.f32.KIND.KIND.f32 {{{names("r", 40, 4)}}}, {{{names("r", 20, 4)}}},
+        {{%r24, %r25}}, {{{names("r", 26, 4)}}};
+    st.global.v4.b32 [%rd2], {{{names("r", 40, 4)}}};
+"""
+
+
+def mma_case(kind: str) -> tuple[np.ndarray, np.ndarray]:
+    """(registers [64, 10] of operands, registers [64, 4] of sums) of a product of each of two warps."""
+    generator = np.random.default_rng(2)
+    operands, sums = [], []
+    for _ in range(2):
+        a, b, c = (generator.integers(-8, 9, shape).astype(np.float64) for shape in ((16, 16), (16, 8), (16, 8)))
+        of_b = np.zeros((32, 2, 2), np.uint16)
+        for lane, (g, t) in enumerate(LANES):
+            for register in range(2):
+                of_b[lane, register] = bits_of(b[2 * t + 8 * register : 2 * t + 8 * register + 2, g], kind)
+        operands.append(np.hstack([registers_of_a(a, kind), of_b.view(np.uint32).reshape(32, 2),
+                                   registers_of_sums(c).view(np.uint32)]))  # fmt: skip
+        sums.append(registers_of_sums(a @ b + c))
+    return np.vstack(operands), np.vstack(sums)
+
+
+@pytest.mark.parametrize("kind", ["bf16", "f16"])
+def test_products_of_warps(kind):
+    operands, expected = mma_case(kind)
+    got = run_body(MMA.replace("KIND", kind), [operands, np.zeros((64, 4), np.float32)], threads=64)[1]
+    np.testing.assert_array_equal(got, expected)
+
+
+def test_a_sum_is_rounded_once():
+    operands = np.zeros((32, 10), np.uint32)
+    operands[:4, 0] = 0x3F803F80  # row 0 of A: eight ones
+    operands[:4, 4] = 0x33803380  # column 0 of B: 2**-24
+    operands[:, 6] = 0x3F800000
+    got = run_body(MMA.replace("KIND", "bf16"), [operands, np.zeros((32, 4), np.float32)], threads=32)[1]
+    assert got[0, 0] == 1 + 8 * 2.0**-24 and got[1, 0] == 1
+
+
+def test_a_result_that_is_no_number_has_one_form():
+    operands = np.zeros((32, 10), np.uint32)
+    operands[:, 6] = 0xFFC00001
+    got = run_body(MMA.replace("KIND", "f16"), [operands, np.zeros((32, 4), np.float32)], threads=32)[1]
+    assert (got[:, 0].view(np.uint32) == 0x7FFFFFFF).all()
+
+
+def test_a_product_takes_a_whole_warp():
+    operands, _ = mma_case("f16")
+    with pytest.raises(Fault, match="a part of a warp"):
+        run_body(edited(MMA.replace("KIND", "f16"), ("    mma", "    @%p1 mma")), [operands, operands], threads=32)
+
+
+# ---------------------------------------------------------------- products of a warpgroup
+
+GROUPS = 2
+TILE = 8192  # bytes of a matrix in shared memory
+
+
+def tile(values: np.ndarray, kind: str, span: int) -> np.ndarray:
+    """The bytes in shared memory of a matrix [rows, K], K contiguous; span: of the swizzle in bytes, 0 for none."""
+    rows = bits_of(values, kind).view(np.uint8).reshape(len(values), -1, 16)
+    found = np.zeros((TILE // 16, 16), np.uint8)
+    for row in range(len(rows)):
+        for chunk in range(rows.shape[1]):
+            if not span:
+                at = row // 8 * 8 + row % 8 + chunk * len(rows)
+            else:
+                at = row * (span // 16) + chunk
+                at = at // 8 * 8 + (at % 8 ^ at // 8 % (span // 16))
+            found[at] = rows[row, chunk]
+    return found.ravel()
+
+
+def descriptor(register: str, start: int, rows: int, span: int, base_offset: int = 0) -> str:
+    stride, leading = (8 * span, 16) if span else (128, 16 * rows)
+    swizzle = {0: 0, 128: 1, 64: 2, 32: 3}[span]
+    bits = start + 1024 >> 4 | leading >> 4 << 16 | stride >> 4 << 32 | base_offset << 49 | swizzle << 62
+    return f"    mov.b64 {register}, {bits};\n"
+
+
+FENCE = "    fence.proxy.async.shared::cta;\n"
+
+
+def wgmma(n: int, kind: str, span: int, in_registers: bool = True) -> str:
+    """A kernel that adds products to sums, one for each step of K. The first tile of shared memory is B, the second A.
+
+    in_registers: whether A is read from registers.
+    """
+    steps = (span or 32) // 32
+    copies = "".join(f"""
+    ld.global.v4.b32 {{%r10, %r11, %r12, %r13}}, [%rd4+{at}];
+    st.shared.v4.b32 [%r4+{at}], {{%r10, %r11, %r12, %r13}};"""
+                     for at in range(0, 2 * TILE, 16 * 128 * GROUPS))  # fmt: skip
+    sums = names("r", 200, n // 2)
+    operands = "".join(
+        f"    ld.global.v4.b32 {{{names('r', 20 + 4 * i, 4)}}}, [%rd5+{16 * i}];\n" for i in range(steps)
+    )
+    operands += "".join(f"    ld.global.b32 %r{200 + i}, [%rd6+{4 * i}];\n" for i in range(n // 2))
+    products = ""
+    for step in range(steps):
+        a = f"{{{names('r', 20 + 4 * step, 4)}}}" if in_registers else "%rd11"
+        products += descriptor("%rd10", 32 * step, n, span) + descriptor("%rd11", TILE + 32 * step, 64, span)
+        products += f"    wgmma.mma_async.sync.aligned.m64n{n}k16.f32.{kind}.{kind} {{{sums}}}, {a}, %rd10, %p1, 1, 1, "
+        products += "0;\n" if in_registers else "0, 0;\n"
+    return f"""
+    ld.param.b64 %rd1, [p0];
+    ld.param.b64 %rd2, [p1];
+    ld.param.b64 %rd3, [p2];
+    mov.u32 %r1, %tid.x;
+    mov.b32 %r2, global_smem;
+    shl.b32 %r3, %r1, 4;
+    cvt.u64.u32 %rd7, %r3;
+    add.u64 %rd4, %rd1, %rd7;
+    add.u32 %r4, %r2, %r3;
+    mul.wide.u32 %rd7, %r1, {16 * steps};
+    add.u64 %rd5, %rd2, %rd7;
+    mul.wide.u32 %rd7, %r1, {2 * n};
+    add.u64 %rd6, %rd3, %rd7;
+    mov.pred %p1, -1;
+    setp.lt.u32 %p2, %r1, 16;
+{copies}
+{FENCE}    bar.sync 0;
+{operands}    wgmma.fence.sync.aligned;
+{products}    wgmma.commit_group.sync.aligned;
+    wgmma.wait_group.sync.aligned 0;
+""" + "".join(f"    st.global.b32 [%rd6+{4 * i}], %r{200 + i};\n" for i in range(n // 2))  # fmt: skip
+
+
+def wgmma_case(n: int, kind: str, span: int) -> tuple[list[np.ndarray], np.ndarray]:
+    """(contents of shared memory, registers of A, registers of the addends; the registers of the sums)."""
+    generator = np.random.default_rng(4)
+    k = (span or 32) // 2
+    a, b, c = (generator.integers(-8, 9, shape).astype(np.float64) for shape in ((64, k), (n, k), (GROUPS, 64, n)))
+    of_a = [np.hstack([registers_of_a(a[row : row + 16, at : at + 16], kind) for at in range(0, k, 16)])
+            for row in range(0, 64, 16)]  # fmt: skip
+    of_sums = [np.vstack([registers_of_sums(each[row : row + 16]) for each in sums for row in range(0, 64, 16)])
+               for sums in (c, c + a @ b.T)]  # fmt: skip
+    contents = np.concatenate([tile(b, kind, span), tile(a, kind, span)])
+    return [contents, np.vstack(of_a * GROUPS), of_sums[0]], of_sums[1]
+
+
+def run_wgmma(body: str, tensors: list[np.ndarray], schedule: Schedule = SCHEDULES[0]) -> np.ndarray:
+    return run_body(body, tensors, threads=128 * GROUPS, shared_bytes=2 * TILE, schedule=schedule)[2]
+
+
+@pytest.mark.parametrize("in_registers", [True, False])
+@pytest.mark.parametrize(
+    "n, kind, span", [(16, "bf16", 128), (16, "f16", 64), (32, "bf16", 32), (24, "f16", 0), (8, "f16", 128)]
+)
+def test_products_of_warpgroups(n, kind, span, in_registers):
+    tensors, expected = wgmma_case(n, kind, span)
+    for schedule in SCHEDULES[:2]:
+        np.testing.assert_array_equal(run_wgmma(wgmma(n, kind, span, in_registers), tensors, schedule), expected)
+
+
+def test_sums_begin_at_zero_where_the_predicate_is_false():
+    tensors, expected = wgmma_case(16, "bf16", 32)
+    body = edited(wgmma(16, "bf16", 32), ("mov.pred %p1, -1;", "mov.pred %p1, 0;"))
+    np.testing.assert_array_equal(run_wgmma(body, tensors), expected - tensors[2])
+
+
+LAST = "    wgmma.wait_group.sync.aligned 0;\n"
+STORES = "".join(f"    st.global.b32 [%rd6+{4 * i}], %r{200 + i};\n" for i in range(8))
+OVERWRITE = "    st.shared.b32 [%r4], %r3;\n"
+A = "{%r20, %r21, %r22, %r23}"
+
+
+def test_operands_may_be_overwritten_after_the_wait_and_a_barrier():
+    tensors, expected = wgmma_case(16, "bf16", 64)
+    body = edited(wgmma(16, "bf16", 64), (LAST, LAST + "    bar.sync 1;\n" + OVERWRITE + "    mov.b32 %r20, 0;\n"))
+    for schedule in SCHEDULES:
+        np.testing.assert_array_equal(run_wgmma(body, tensors, schedule), expected)
+
+
+@pytest.mark.parametrize(
+    "edits, what",
+    [
+        ([(FENCE, "")], "wgmma of warp . reads shared memory that warp . wrote, without a fence.proxy.async"),
+        ([("    bar.sync 0;\n", "")], "reads shared memory that (nothing|warp . wrote, without a wait)"),
+        ([("    wgmma.fence.sync.aligned;\n", "")], "no wgmma.fence after %r.* was written"),
+        ([("wgmma.fence.sync.aligned;", "wgmma.fence.sync.aligned; mov.b32 %r20, %r21;")],
+         "no wgmma.fence after %r20 was written"),
+        ([("    wgmma.fence.sync.aligned;", "    wgmma.fence.sync.aligned;\n    bar.sync 1;")],
+         "without wgmma.fence in its basic block"),
+        ([(LAST, "")], "uses %r200 before wgmma.wait_group"),
+        ([("    wgmma.commit_group.sync.aligned;\n", "")], "uses %r200 before wgmma.wait_group"),
+        ([(LAST, LAST.replace("0;", "1;"))], "uses %r200 before wgmma.wait_group"),
+        ([(LAST, ""), (STORES, "")], "ends without wgmma.wait_group"),
+        ([(LAST, "    mov.b32 %r20, 0;\n" + LAST)], "uses %r20 before wgmma.wait_group"),
+        ([(LAST, OVERWRITE + LAST)], "overwrites shared memory that wgmma of warp . may be reading"),
+        ([(LAST, LAST + OVERWRITE)], "that (wgmma of warp . may be reading|warp . wrote, without a wait)"),
+        ([("{%r24, %r25, %r26, %r27}, %rd10", "{%r24, %r25, %r26, %r200}, %rd10")], "registers of a product under way"),
+        ([(descriptor("%rd10", 0, 16, 64), descriptor("%rd10", 2 * TILE - 512, 16, 64))], "outside of shared memory"),
+        ([("    wgmma.commit", "    @%p2 wgmma.commit")], "a part of a warp"),
+        ([(f"{A}, %rd10", f"{A}, %rd7")], "different operands"),
+        ([(descriptor("%rd10", 0, 16, 64), descriptor("%rd10", 0, 16, 64, 1))], "base offset"),
+        ([(descriptor("%rd10", 0, 16, 64), descriptor("%rd10", 128, 16, 64))], "not in the first row"),
+        ([(descriptor("%rd10", 0, 16, 64), descriptor("%rd10", 48, 16, 64))], "not in the first row"),
+        ([(descriptor("%rd10", 0, 16, 64), descriptor("%rd10", -1024, 16, 64))], "outside of shared memory"),
+    ],
+)  # fmt: skip
+def test_finds_what_is_wrong_with_products_of_warpgroups(edits, what):
+    tensors, _ = wgmma_case(16, "bf16", 64)
+    body = edited(wgmma(16, "bf16", 64), *edits)
+    for schedule in SCHEDULES:
+        with pytest.raises(Fault, match=what):
+            run_wgmma(body, tensors, schedule)
+
+
+@pytest.mark.parametrize("old, new", [("%p1, 1, 1, 0;", "%p1, -1, 1, 0;"), ("%p1, 1, 1, 0;", "%p1, 1, 1, 1;")])
+def test_negated_and_transposed_operands_are_unknown(old, new):
+    tensors, _ = wgmma_case(16, "bf16", 32)
+    with pytest.raises(UnknownForm, match="negated or transposed"):
+        run_wgmma(edited(wgmma(16, "bf16", 32), (old, new)), tensors)
+
+
+def test_copies_of_threads_need_a_fence_before_a_product():
+    tensors, expected = wgmma_case(16, "bf16", 64)
+    body = wgmma(16, "bf16", 64)
+    for at in range(0, 2 * TILE, 16 * 128 * GROUPS):
+        body = edited(
+            body,
+            (f"    ld.global.v4.b32 {{%r10, %r11, %r12, %r13}}, [%rd4+{at}];\n", ""),
+            (f"    st.shared.v4.b32 [%r4+{at}], {{%r10, %r11, %r12, %r13}};",
+             f"    cp.async.cg.shared.global [%r4+{at}], [%rd4+{at}], 16;"),
+        )  # fmt: skip
+    body = edited(body, (FENCE, "    cp.async.wait_all;\n" + FENCE))
+    for schedule in SCHEDULES:
+        np.testing.assert_array_equal(run_wgmma(body, tensors, schedule), expected)
+        with pytest.raises(Fault, match="that cp.async of warp . wrote, without a fence.proxy.async"):
+            run_wgmma(edited(body, (FENCE, "")), tensors, schedule)
