@@ -148,7 +148,7 @@ def test_preferred():
     assert candidates(problem("nvfp4", "nvfp4", 512, 100)) == candidates(mx)
     assert candidates(problem("nvfp4_rowwise", "nvfp4", 512, 100)) == ("block_scaled_sm100", *TWO_CTAS)
     with pytest.raises(
-        ValueError, match="kernel: 'cutlass' is none of skinny_block_scaled_sm100, library_block_scaled, "
+        ValueError, match="kernel: 'cutlass' is none of skinny_block_scaled_sm100, grouped_block_scaled_sm100, "
     ):
         choose(mx, "cutlass")
 
