@@ -178,8 +178,7 @@ SOURCE_EDITS = (
           "    start = split * per_split\n", "    start = split * per_split - tl.minimum(split, 1)\n"),
     # quantisers
     _edit("rows", "order of swizzled scale bytes", "device/memory",
-          "tile * 512 + (row % 32) * 16 + (row % 128) // 32 * 4 + col % 4",
-          "tile * 512 + (row % 32) * 16 + (row % 4) * 4 + col % 4"),
+          "row % 32 * 16 + row % 128 // 32 * 4 + block % 4", "row % 32 * 16 + row % 4 * 4 + block % 4"),
     _edit("rows", "codes stored a block too far", "quantize/row",
           "    matrix_row = batch.to(tl.int64) * rows + row\n",
           "    matrix_row = batch.to(tl.int64) * rows + row\n    block0 += 1\n"),
