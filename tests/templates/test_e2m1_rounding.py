@@ -8,10 +8,10 @@ import pytest
 import torch
 import triton
 import triton.language as tl
-from tests.helpers.ptx_player import play
 
 from fp4compile.formats import formats, reference
 from fp4compile.templates.device import block_scales, elements, quick_scales
+from tests.helpers.inline_ptx import play
 from tests.helpers.quantisers import quantize, quantize_both
 
 EVERY = (np.arange(2**16, dtype=np.uint32) << 16).view(np.float32)
