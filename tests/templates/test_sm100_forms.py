@@ -61,9 +61,6 @@ def test_packed_products():
         factors = np.stack([same, others, same, others], 1)
         (pairs,) = play(packed_encoding._PACKED_PAIRS.value, 1, [*values[:, 0::2].T, *values[:, 1::2].T, *factors.T])
         np.testing.assert_array_equal(unpacked(pairs), e2m1_codes(values, factors.repeat(2, 1)))
-        columns = play(packed_encoding._PACKED_RUNS.value, 2, [*values.T, *values[::-1].T, same, others])
-        np.testing.assert_array_equal(unpacked(columns[0]), expected.reshape(-1, 8))
-        np.testing.assert_array_equal(unpacked(columns[1]), e2m1_codes(values[::-1], others[:, None]))
 
 
 def test_values_of_e2m1_codes():
@@ -79,19 +76,14 @@ def test_values_of_e2m1_codes():
 
 
 def test_a_word_rounds_four_elements():
-    """Element k of four takes byte k of the word: no bit serves two elements, in rows as in columns."""
+    """Element k of four takes byte k of the word: no bit serves two elements."""
     rng = np.random.default_rng(0)
-    values = rng.uniform(-7, 7, (4096, 16)).astype(np.float32)
-    words = rng.integers(0, 2**32, (4096, 4), dtype=np.uint32)
+    values = rng.uniform(-7, 7, (8192, 8)).astype(np.float32)
+    words = rng.integers(0, 2**32, (8192, 2), dtype=np.uint32)
     noise = np.ascontiguousarray(words).view(np.uint8).astype(np.uint32)
-    factors = np.float32([0.9, 1.1])
-    same = [np.full(4096, factor, np.float32) for factor in factors]
-    (row,) = play(packed_encoding._PACKED_RUN_STOCHASTIC.value, 1, [*values.T[:8], same[0], *words.T[:2]])
-    first = e2m1_stochastic(values[:, :8] * factors[0], noise[:, :8])
-    np.testing.assert_array_equal(unpacked(row), first)
-    columns = play(packed_encoding._PACKED_RUNS_STOCHASTIC.value, 2, [*values.T, *same, *words.T])
-    np.testing.assert_array_equal(unpacked(columns[0]), first)
-    np.testing.assert_array_equal(unpacked(columns[1]), e2m1_stochastic(values[:, 8:] * factors[1], noise[:, 8:]))
+    factors = np.float32([0.9, 1.1]).repeat(4096)
+    (row,) = play(packed_encoding._PACKED_RUN_STOCHASTIC.value, 1, [*values.T, factors, *words.T])
+    np.testing.assert_array_equal(unpacked(row), e2m1_stochastic(values * factors[:, None], noise))
 
 
 def test_arithmetic_of_pairs():

@@ -245,6 +245,15 @@ def outer_scales(OUTER: tl.constexpr, outer_ptr, amax_ptr, PARTIAL_MAXIMA: tl.co
 
 
 @triton.jit
+def outers_of_amax(amax_bits, SCALE: tl.constexpr, CONTRACT: tl.constexpr, ISA: tl.constexpr):
+    """Bits of amaxes -> (encode, decode) outer scales in float32, of a format that may have no block scales."""
+    if SCALE == "none":
+        return float8_outer(amax_bits, ISA)
+    else:
+        return outer_from_amax(amax_bits, CONTRACT, ISA)
+
+
+@triton.jit
 def make_outer_scales(
     amax_ptr, outer_ptr, at, mask, first, SCALE: tl.constexpr, CONTRACT: tl.constexpr, ISA: tl.constexpr
 ):
@@ -252,11 +261,7 @@ def make_outer_scales(
 
     Several programs compute equal scales. The program with `first` stores the decode factors, at outer_ptr + at.
     """
-    bits = tl.load(amax_ptr, mask=mask, other=0)
-    if SCALE == "none":
-        encode, decode = float8_outer(bits, ISA)
-    else:
-        encode, decode = outer_from_amax(bits, CONTRACT, ISA)
+    encode, decode = outers_of_amax(tl.load(amax_ptr, mask=mask, other=0), SCALE, CONTRACT, ISA)
     if first:
         tl.store(outer_ptr + at, decode, mask=mask)
     return encode, decode

@@ -20,7 +20,7 @@ One file, because rounding and decoding of an element are inverse to each other 
 import triton
 import triton.language as tl
 
-from fp4compile.templates.device.packed_encoding import encode_packed_pairs, encode_packed_run, encode_packed_runs
+from fp4compile.templates.device.packed_encoding import encode_packed_pairs, encode_packed_run
 
 INFINITY_BITS = tl.constexpr(0x7F800000)
 
@@ -380,20 +380,6 @@ def encode_run(values, factor, noise, ELEMENT: tl.constexpr, ISA: tl.constexpr):
             "=r,f,f,f,f", [values[0] * factor, values[2] * factor, values[1] * factor, values[3] * factor],
             dtype=tl.int32, is_pure=True, pack=1,
         )  # fmt: skip
-
-
-@triton.jit
-def encode_runs(
-    first, second, first_factor, second_factor, first_noise, second_noise, ELEMENT: tl.constexpr, ISA: tl.constexpr
-):
-    """`encode_run` for the two columns of words: a tuple of the rows' elements, a factor and noise for each column."""
-    if ISA >= 100 and ELEMENT == "e2m1" and len(first_noise) < 4:
-        return encode_packed_runs(first, second, first_factor, second_factor, first_noise + second_noise)
-    else:
-        return (
-            encode_run(first, first_factor, first_noise, ELEMENT, ISA),
-            encode_run(second, second_factor, second_noise, ELEMENT, ISA),
-        )
 
 
 @triton.jit

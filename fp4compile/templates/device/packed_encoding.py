@@ -1,8 +1,7 @@
 """Codes on SM100, by instructions that multiply or convert two elements at a time.
 
 On SM100 one instruction multiplies two pairs of float32 numbers, with the bits of two separate products. (For SM120
-ptxas makes two instructions of it.) A pair is two neighbours of a row, or the two columns of a word: elements that the
-unpacking of one word leaves beside each other.
+ptxas makes two instructions of it.)
 
 If factors are powers of two and elements are bf16, the products are exact in bf16, so neither products nor elements
 need be unpacked (`exact_in_bf16`).
@@ -61,17 +60,6 @@ def _run_ptx(stochastic: bool) -> str:
     return _products_ptx(pairs, [("$9", "$9")] * 4) + _convert_ptx("$0", list(range(8)), noise) + " }"
 
 
-def _runs_ptx(stochastic: bool) -> str:
-    """PTX of `encode_packed_runs`: eight elements of each column, two factors, two words for each -> $0, $1."""
-    pairs = [(f"${2 + i}", f"${10 + i}") for i in range(8)]
-    noise = (("$20", "$21"), ("$22", "$23")) if stochastic else ((), ())
-    return (
-        _products_ptx(pairs, [("$18", "$19")] * 8)
-        + "".join(_convert_ptx(f"${i}", list(range(i, 16, 2)), noise[i]) for i in range(2))
-        + " }"
-    )
-
-
 def _count(element: str) -> int:
     """Codes in 32 bits."""
     return 8 if element == "e2m1" else 4
@@ -125,8 +113,6 @@ def _of_each_element(ptx) -> tuple[tl.constexpr, ...]:
 _PACKED_PAIRS = tl.constexpr(_pairs_ptx())
 _PACKED_RUN = tl.constexpr(_run_ptx(stochastic=False))
 _PACKED_RUN_STOCHASTIC = tl.constexpr(_run_ptx(stochastic=True))
-_PACKED_RUNS = tl.constexpr(_runs_ptx(stochastic=False))
-_PACKED_RUNS_STOCHASTIC = tl.constexpr(_runs_ptx(stochastic=True))
 _EXACT_WORDS_E2M1, _EXACT_WORDS_E4M3, _EXACT_WORDS_E5M2 = _of_each_element(_exact_words_ptx)
 _EXACT_RUN_E2M1, _EXACT_RUN_E4M3, _EXACT_RUN_E5M2 = _of_each_element(_exact_run_ptx)
 _EXACT_RUNS_E2M1, _EXACT_RUNS_E4M3, _EXACT_RUNS_E5M2 = _of_each_element(_exact_runs_ptx)
@@ -170,22 +156,6 @@ def encode_packed_run(values, factor, noise):
 
 
 @triton.jit
-def encode_packed_runs(first, second, first_factor, second_factor, noise):
-    """`elements.encode_runs` of E2M1 for SM100. noise: two words (uint32) for each column, or none."""
-    operands = first + second + (first_factor, second_factor) + noise
-    if len(noise) == 0:
-        return tl.inline_asm_elementwise(
-            _PACKED_RUNS, "=&r,=&r,f,f,f,f,f,f,f,f,f,f,f,f,f,f,f,f,f,f", operands,
-            dtype=(tl.int32, tl.int32), is_pure=True, pack=1,
-        )  # fmt: skip
-    else:
-        return tl.inline_asm_elementwise(
-            _PACKED_RUNS_STOCHASTIC, "=&r,=&r,f,f,f,f,f,f,f,f,f,f,f,f,f,f,f,f,f,f,r,r,r,r", operands,
-            dtype=(tl.int32, tl.int32), is_pure=True, pack=1,
-        )  # fmt: skip
-
-
-@triton.jit
 def encode_exact_words(words, factor, ELEMENT: tl.constexpr):
     """Encode words of two bf16 elements times factors, if `exact_in_bf16`, to units like `encode_pair`."""
     ptx: tl.constexpr = of_element(ELEMENT, _EXACT_WORDS_E2M1, _EXACT_WORDS_E4M3, _EXACT_WORDS_E5M2)
@@ -209,7 +179,7 @@ def encode_exact_run(words, factor, ELEMENT: tl.constexpr):
 
 @triton.jit
 def encode_exact_runs(words, first_factor, second_factor, ELEMENT: tl.constexpr):
-    """`elements.encode_runs` for a tuple of words of neighbouring rows, if `exact_in_bf16`."""
+    """`elements.encode_run` for both columns of a tuple of words of neighbouring rows, if `exact_in_bf16`."""
     ptx: tl.constexpr = of_element(ELEMENT, _EXACT_RUNS_E2M1, _EXACT_RUNS_E4M3, _EXACT_RUNS_E5M2)
     return tl.inline_asm_elementwise(
         ptx, "=&r,=&r,r,r,r,r,r,r,r,r,f,f" if ELEMENT == "e2m1" else "=&r,=&r,r,r,r,r,f,f",

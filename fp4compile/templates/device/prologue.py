@@ -212,12 +212,18 @@ def operand_tile(
     ROWS: tl.constexpr, BLOCKS: tl.constexpr, BLOCK: tl.constexpr, VECTORS: tl.constexpr, ALIGN: tl.constexpr,
     WHOLE: tl.constexpr,
 ):  # fmt: skip
-    if KIND == "aux":
-        return aux_tile(ptr, batch, row, rows, col0, cols, cols_left, dtype, ROWS, BLOCKS, BLOCK, VECTORS, ALIGN, WHOLE)
-    elif KIND == "row":
-        return row_tile(ptr, batch, row, rows, col0, cols, cols_left, dtype, ROWS, BLOCKS, BLOCK, VECTORS, ALIGN, WHOLE)
+    own: tl.constexpr = ptr.dtype.element_ty
+    if KIND == "col":
+        value = tl.load(ptr + batch.to(tl.int64) * rows + row, mask=row < rows, other=0.0).to(tl.float32)[:, None, None]
+        return (value,), (value,)
     else:
-        return col_tile(ptr, batch, row, rows, col0, cols, cols_left, dtype, ROWS, BLOCKS, BLOCK, VECTORS, ALIGN, WHOLE)
+        vectors: tl.constexpr = vectors_of(VECTORS, dtype, own) if KIND == "aux" else VECTORS
+        if KIND == "aux":
+            row_ptr = operand_ptr(ptr, batch, rows, col0, cols) + row.to(tl.int64) * cols
+        else:
+            row_ptr = ptr + col0 + row * 0
+        words = load_tile(row_ptr, cols_left, row < rows, own, ROWS, BLOCKS, BLOCK, vectors, ALIGN, WHOLE)
+        return unpack_column_tile((words,), own)
 
 
 @triton.jit
@@ -225,59 +231,15 @@ def operand_register_tile(
     KIND: tl.constexpr, ptr, batch, row0, rows, col0, cols, cols_left, dtype: tl.constexpr,
     ROW_TILES: tl.constexpr, COL_TILES: tl.constexpr, WORDS: tl.constexpr, ALIGN: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
+    own: tl.constexpr = ptr.dtype.element_ty
     if KIND == "aux":
-        return aux_register_tile(ptr, batch, row0, rows, col0, cols, cols_left, ROW_TILES, COL_TILES, WORDS, ALIGN,
-                                 WHOLE)  # fmt: skip
+        ptr = operand_ptr(ptr, batch, rows, col0, cols)
+        words = load_register_tile(ptr, row0, rows, cols_left, cols, own, ROW_TILES, COL_TILES, WORDS, ALIGN, WHOLE)
+        return unpacked_rows(words, own)
     elif KIND == "row":
         return row_register_tile(ptr, col0, cols_left, COL_TILES, WORDS, ALIGN)
     else:
         return col_register_tile(ptr, batch, row0, rows, ROW_TILES, COL_TILES, WHOLE)
-
-
-@triton.jit
-def aux_tile(
-    ptr, batch, row, rows, col0, cols, cols_left, dtype: tl.constexpr,
-    ROWS: tl.constexpr, BLOCKS: tl.constexpr, BLOCK: tl.constexpr, VECTORS: tl.constexpr, ALIGN: tl.constexpr,
-    WHOLE: tl.constexpr,
-):  # fmt: skip
-    own: tl.constexpr = ptr.dtype.element_ty
-    row_ptr = operand_ptr(ptr, batch, rows, col0, cols) + row.to(tl.int64) * cols
-    vectors: tl.constexpr = vectors_of(VECTORS, dtype, own)
-    words = load_tile(row_ptr, cols_left, row < rows, own, ROWS, BLOCKS, BLOCK, vectors, ALIGN, WHOLE)
-    return unpack_column_tile((words,), own)
-
-
-@triton.jit
-def row_tile(
-    ptr, batch, row, rows, col0, cols, cols_left, dtype: tl.constexpr,
-    ROWS: tl.constexpr, BLOCKS: tl.constexpr, BLOCK: tl.constexpr, VECTORS: tl.constexpr, ALIGN: tl.constexpr,
-    WHOLE: tl.constexpr,
-):  # fmt: skip
-    own: tl.constexpr = ptr.dtype.element_ty
-    row_ptr = ptr + col0 + row * 0
-    words = load_tile(row_ptr, cols_left, row < rows, own, ROWS, BLOCKS, BLOCK, VECTORS, ALIGN, WHOLE)
-    return unpack_column_tile((words,), own)
-
-
-@triton.jit
-def col_tile(
-    ptr, batch, row, rows, col0, cols, cols_left, dtype: tl.constexpr,
-    ROWS: tl.constexpr, BLOCKS: tl.constexpr, BLOCK: tl.constexpr, VECTORS: tl.constexpr, ALIGN: tl.constexpr,
-    WHOLE: tl.constexpr,
-):  # fmt: skip
-    value = tl.load(ptr + batch.to(tl.int64) * rows + row, mask=row < rows, other=0.0).to(tl.float32)[:, None, None]
-    return (value,), (value,)
-
-
-@triton.jit
-def aux_register_tile(
-    ptr, batch, row0, rows, col0, cols, cols_left,
-    ROW_TILES: tl.constexpr, COL_TILES: tl.constexpr, WORDS: tl.constexpr, ALIGN: tl.constexpr, WHOLE: tl.constexpr,
-):  # fmt: skip
-    own: tl.constexpr = ptr.dtype.element_ty
-    ptr = operand_ptr(ptr, batch, rows, col0, cols)
-    words = load_register_tile(ptr, row0, rows, cols_left, cols, own, ROW_TILES, COL_TILES, WORDS, ALIGN, WHOLE)
-    return unpacked_rows(words, own)
 
 
 @triton.jit

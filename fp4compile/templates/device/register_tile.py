@@ -120,19 +120,19 @@ def load_register_tile(
 
 
 @triton.jit
-def after_barrier(word, VALUE: tl.constexpr, ISA: tl.constexpr):
-    """VALUE in the shape of `word`, from a barrier of the program: arithmetic on this value stays behind the barrier.
+def zero_after_barrier(word, ISA: tl.constexpr):
+    """Zeros (int32) in the shape of `word`, from a barrier of the program: arithmetic on them stays behind the barrier.
 
     Without the barrier ptxas begins with the arithmetic, and issues the last loads when the arithmetic is half done. It
     never moves loads behind a barrier; arithmetic stays behind one only if it reads a result of the barrier. (The PTX
     is declared pure, because Inductor assumes that PTX with side effects writes all arguments of the kernel.)
     """
     if ISA == 0:
-        return tl.full(word.shape, VALUE, tl.int32)
+        return tl.full(word.shape, 0, tl.int32)
     else:
         return tl.inline_asm_elementwise(
             "{ .reg .pred p; setp.ne.u32 p, 0, 0; bar.red.or.pred p, 0, p; selp.b32 $0, -1, $2, p; }",
-            "=r,r,r", [word, VALUE], dtype=tl.int32, is_pure=True, pack=1,
+            "=r,r,r", [word, 0], dtype=tl.int32, is_pure=True, pack=1,
         )  # fmt: skip
 
 

@@ -13,13 +13,12 @@ import triton.language as tl
 from fp4compile.formats.formats import BlockFormat
 from fp4compile.templates.device.block_scales import block_scale
 from fp4compile.templates.device.column_tile import unpack_column_tile
-from fp4compile.templates.device.elements import encode_run, encode_runs, magnitude_bits, unpack
+from fp4compile.templates.device.elements import encode_run, magnitude_bits, unpack
 from fp4compile.templates.device.memory import load_index, restore_axes, store_scales, store_units, tile_of
 from fp4compile.templates.device.packed_encoding import encode_exact_run, encode_exact_runs, exact_in_bf16
 from fp4compile.templates.device.prologue import read_register_tile
 from fp4compile.templates.device.register_tile import (
     DEPTH,
-    after_barrier,
     amaxes_of_two_rows,
     block_amaxes_along_row,
     block_amaxes_down_column,
@@ -28,6 +27,7 @@ from fp4compile.templates.device.register_tile import (
     repeat_down_column,
     stack_tensors,
     word_amaxes,
+    zero_after_barrier,
 )
 from fp4compile.templates.device.values import scale_of_run, takes_values, values_of_run
 from fp4compile.templates.launch import Launch, LaunchConfig
@@ -134,7 +134,8 @@ def encode_columns(tile, ROW: tl.constexpr, WORD: tl.constexpr, WORDS: tl.conste
         return encode_exact_runs(words, factors[2 * WORD], factors[2 * WORD + 1], ELEMENT)
     else:
         first, second = unpack_column_tile(words, dtype)
-        return encode_runs(first, second, factors[2 * WORD], factors[2 * WORD + 1], (), (), ELEMENT, ISA)
+        one = encode_run(first, factors[2 * WORD], (), ELEMENT, ISA)
+        return one, encode_run(second, factors[2 * WORD + 1], (), ELEMENT, ISA)
 
 
 @triton.jit
@@ -254,7 +255,7 @@ def quantize_both(
     operands = (operand_1_ptr, operand_2_ptr, operand_3_ptr, operand_4_ptr, operand_5_ptr)
     tile = read_register_tile(x_ptr + batch * x_batch + col0, operands, batch, row0, rows, col0, cols, cols_left, x_row,
                               dtype, ROW_TILES, COL_TILES, WORDS, ALIGN, WHOLE, ISA, PROLOGUE)  # fmt: skip
-    initial = after_barrier(tile[0], 0, ISA)
+    initial = zero_after_barrier(tile[0], ISA)
 
     column_amaxes = ()
     for j in tl.static_range(WORDS):

@@ -22,7 +22,7 @@ from fp4compile.templates.device.column_tile import (
     transform_column_tile,
     unpack_column_tile,
 )
-from fp4compile.templates.device.elements import encode_run, encode_runs, infinity_to_nan, word_amax
+from fp4compile.templates.device.elements import encode_run, infinity_to_nan, word_amax
 from fp4compile.templates.device.groups import of_lanes, per_lane, tile_of_group
 from fp4compile.templates.device.memory import load_tile, store_scales, store_units, tile_of, tiles_along
 from fp4compile.templates.device.packed_encoding import encode_exact_runs, exact_in_bf16
@@ -163,39 +163,8 @@ def encode_column_tile(
 
 
 @triton.jit
-def encode_two_columns(
-    first, second, first_factor, second_factor, seed_ptr, first_call, second_call,
-    ELEMENT: tl.constexpr, MASK_INFINITY: tl.constexpr, SEEDED: tl.constexpr, STREAM: tl.constexpr, ISA: tl.constexpr,
-):  # fmt: skip
-    """`encode_column_tile` for the even and the odd columns at once: for SM100, which computes with pairs.
-
-    first_call, second_call: the counters of the random words of each block's first elements.
-    """
-    count: tl.constexpr = 8 if ELEMENT == "e2m1" else 4
-    runs: tl.constexpr = runs_of_a_call(ISA)
-    first_units = ()
-    second_units = ()
-    for i in tl.static_range(0, len(first), count):
-        first_noise = ()
-        second_noise = ()
-        if SEEDED:
-            if i // count % runs == 0:
-                first_words = philox(first_call + i // (count * runs), tl.load(seed_ptr), STREAM, ISA)
-                second_words = philox(second_call + i // (count * runs), tl.load(seed_ptr), STREAM, ISA)
-            first_noise = words_of_run(first_words, i // count % runs, ISA)
-            second_noise = words_of_run(second_words, i // count % runs, ISA)
-        one, other = encode_runs(
-            take_run(first, i, count, MASK_INFINITY), take_run(second, i, count, MASK_INFINITY),
-            first_factor, second_factor, first_noise, second_noise, ELEMENT, ISA,
-        )  # fmt: skip
-        first_units = first_units + (one,)
-        second_units = second_units + (other,)
-    return join_runs(first_units), join_runs(second_units)
-
-
-@triton.jit
 def encode_exact_column_tile(tile, first_factor, second_factor, ELEMENT: tl.constexpr):
-    """`encode_two_columns` for a column tile of bf16 words whose products are `exact_in_bf16`."""
+    """`encode_column_tile` for both columns of a tile of bf16 words whose products are `exact_in_bf16`."""
     count: tl.constexpr = 8 if ELEMENT == "e2m1" else 4
     first_units = ()
     second_units = ()
@@ -212,7 +181,7 @@ def encode_exact_column_tile(tile, first_factor, second_factor, ELEMENT: tl.cons
 @triton.jit
 def encode_columns(
     tile, first, second, first_factor, second_factor, seed_ptr, even_block, blocks,
-    dtype: tl.constexpr, ELEMENT: tl.constexpr, SCALE: tl.constexpr, BLOCK: tl.constexpr, TRANSFORM: tl.constexpr,
+    dtype: tl.constexpr, ELEMENT: tl.constexpr, SCALE: tl.constexpr, BLOCK: tl.constexpr,
     MASK_INFINITY: tl.constexpr, SEEDED: tl.constexpr, STREAM: tl.constexpr, ISA: tl.constexpr,
 ):  # fmt: skip
     """(units of the even columns, units of the odd columns) of a tile, [ROW_TILES, WORDS, n] int64.
@@ -226,11 +195,6 @@ def encode_columns(
     call0 = match_layout((even_block + tl.arange(0, tile[0].shape[0])[:, None]) * calls, tile[0])
     if not SEEDED and exact_in_bf16(SCALE, dtype, ISA):
         first_units, second_units = encode_exact_column_tile(tile, first_factor, second_factor, ELEMENT)
-    elif ISA >= 100 and TRANSFORM:
-        first_units, second_units = encode_two_columns(
-            first, second, first_factor, second_factor, seed_ptr, call0, call0 + blocks * calls,
-            ELEMENT, MASK_INFINITY, SEEDED, STREAM, ISA,
-        )  # fmt: skip
     else:
         first_units = encode_column_tile(
             first, first_factor, seed_ptr, call0, ELEMENT, MASK_INFINITY, SEEDED, STREAM, ISA
@@ -262,8 +226,8 @@ def even_and_odd(values):
 def scale_and_encode_columns(
     tile, first, second, first_amax, second_amax, encode, decode, seed_ptr, even_column, block0, blocks,
     dtype: tl.constexpr, ELEMENT: tl.constexpr, SCALE: tl.constexpr, CONTRACT: tl.constexpr, BLOCK: tl.constexpr,
-    HAS_OUTER: tl.constexpr, TRANSFORM: tl.constexpr, MASK_INFINITY: tl.constexpr, SEEDED: tl.constexpr,
-    STREAM: tl.constexpr, ISA: tl.constexpr,
+    HAS_OUTER: tl.constexpr, MASK_INFINITY: tl.constexpr, SEEDED: tl.constexpr, STREAM: tl.constexpr,
+    ISA: tl.constexpr,
 ):  # fmt: skip
     """(codes as int64 units [columns, n], scale bytes of the even columns' and of the odd columns' blocks) of a tile.
 
@@ -277,7 +241,7 @@ def scale_and_encode_columns(
     )
     first_units, second_units = encode_columns(
         tile, first, second, first_factor, second_factor, seed_ptr, even_column * blocks + block0, blocks,
-        dtype, ELEMENT, SCALE, BLOCK, TRANSFORM, MASK_INFINITY, SEEDED, STREAM, ISA,
+        dtype, ELEMENT, SCALE, BLOCK, MASK_INFINITY, SEEDED, STREAM, ISA,
     )  # fmt: skip
     return interleave_columns(first_units, second_units), first_byte, second_byte
 
@@ -482,7 +446,7 @@ def quantize_columns(
     even_column = batch.to(tl.int64) * cols + col0 + 2 * tl.arange(0, WORDS)[None, :]
     units, first_byte, second_byte = scale_and_encode_columns(
         tile, first, second, first_amax, second_amax, encodes, decodes, seed_ptr, even_column, block0, blocks,
-        dtype, ELEMENT, SCALE, CONTRACT, BLOCK, has_outer, TRANSFORM,
+        dtype, ELEMENT, SCALE, CONTRACT, BLOCK, has_outer,
         SCALE == "none" and (OUTER == "row" or OUTER == "tensor"), SEEDED, STREAM, ISA,
     )  # fmt: skip
     bytes = interleave_columns(first_byte[:, :, None], second_byte[:, :, None])

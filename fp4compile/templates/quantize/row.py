@@ -24,10 +24,9 @@ from fp4compile.templates.device.block_codes import scale_and_encode
 from fp4compile.templates.device.block_scales import (
     block_scale,
     encode_scale,
-    float8_outer,
     make_outer_scales,
-    outer_from_amax,
     outer_scales,
+    outers_of_amax,
 )
 from fp4compile.templates.device.dependent_launch import wait
 from fp4compile.templates.device.elements import encode_run, unpack, word_amax
@@ -400,6 +399,12 @@ def quantize_rows(
 
 
 @triton.jit
+def of_rows(outer, ISA: tl.constexpr):
+    """Outer scales of rows [ROWS], as they are for blocks: of a single row on SM100 a scalar, see `e4m3_scale`."""
+    return tl.max(outer, 0) if ISA >= 100 and outer.shape[0] == 1 else outer[:, None]
+
+
+@triton.jit
 def quantize_scaled_rows(
     x_ptr, data_ptr, scales_ptr, outer_ptr, seed_ptr, rows, cols, x_batch, x_row,
     operand_1_ptr, operand_2_ptr, operand_3_ptr, operand_4_ptr, operand_5_ptr, stored_1_ptr, stored_2_ptr, stored_3_ptr,
@@ -436,18 +441,11 @@ def quantize_scaled_rows(
                           dtype, ROWS, part_blocks, BLOCK, VECTORS, ALIGN, False, ISA, True, PROLOGUE)  # fmt: skip
         amax = word_amax(words, 2, ISA, dtype)
 
-    if SCALE == "none":
-        encode, decode = float8_outer(rows_amax, ISA)
-    else:
-        encode, decode = outer_from_amax(rows_amax, CONTRACT, ISA)
+    encode, decode = outers_of_amax(rows_amax, SCALE, CONTRACT, ISA)
     tl.store(outer_ptr + batch.to(tl.int64) * rows + row, decode, mask=row < rows)
 
-    if ISA >= 100 and ROWS == 1:  # an outer scale of the whole tile, see `e4m3_scale`
-        encode = tl.max(encode, 0)
-        decode = tl.max(decode, 0)
-    else:
-        encode = encode[:, None]
-        decode = decode[:, None]
+    encode = of_rows(encode, ISA)
+    decode = of_rows(decode, ISA)
     encode_and_store(words, amax, encode, decode, data_ptr, scales_ptr, seed_ptr, batch, row, block0, rows, cols,
                      dtype, ELEMENT, SCALE, CONTRACT, BLOCK, True, False, SEEDED, STREAM,
                      SWIZZLED, UNIT_ALIGN, SCALE_ALIGN, ISA)  # fmt: skip

@@ -16,14 +16,14 @@ import triton.language as tl
 from fp4compile._compat import statically_true
 from fp4compile.formats.formats import BlockFormat
 from fp4compile.formats.layouts import ceil_div
-from fp4compile.templates.device.block_scales import encode_scale, float8_outer, outer_from_amax, outer_scales
+from fp4compile.templates.device.block_scales import encode_scale, outer_scales, outers_of_amax
 from fp4compile.templates.device.elements import word_amax
 from fp4compile.templates.device.memory import tile_of
 from fp4compile.templates.device.row_prologue import read_row
 from fp4compile.templates.launch import Launch
 from fp4compile.templates.quantize.amax import MAX_PARTIAL_MAXIMA, outer_of
 from fp4compile.templates.quantize.outputs import Outer, Output, format_constants, padded_scale_shape, store_aligns
-from fp4compile.templates.quantize.row import RowConfig, encode_and_store, seed_pointer
+from fp4compile.templates.quantize.row import RowConfig, encode_and_store, of_rows, seed_pointer
 from fp4compile.templates.quantize.source import Source, matrices_view, one_matrix
 from fp4compile.templates.view import View
 
@@ -247,17 +247,10 @@ def quantize_reduced_rows(
             amax = amaxes[0]
             for i in tl.static_range(1, PIECES):
                 amax = tl.maximum(amax, amaxes[i])
-            if SCALE == "none":
-                encode, decode = float8_outer(tl.max(amax, 1), ISA)
-            else:
-                encode, decode = outer_from_amax(tl.max(amax, 1), CONTRACT, ISA)
+            encode, decode = outers_of_amax(tl.max(amax, 1), SCALE, CONTRACT, ISA)
             tl.store(outer_row_ptr, decode, mask=row < rows)
-        if ISA >= 100 and ROWS == 1:  # an outer scale of the whole tile, see `e4m3_scale`
-            encode = tl.max(encode, 0)
-            decode = tl.max(decode, 0)
-        else:
-            encode = encode[:, None]
-            decode = decode[:, None]
+        encode = of_rows(encode, ISA)
+        decode = of_rows(decode, ISA)
     for i in tl.static_range(PIECES):
         encode_and_store(words[i], amaxes[i], encode, decode, data_ptr, scales_ptr, seed_ptr, batch, row, i * BLOCKS,
                          rows, cols, dtype, ELEMENT, SCALE, CONTRACT, BLOCK, OUTER != "none",
