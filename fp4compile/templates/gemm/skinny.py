@@ -170,7 +170,10 @@ def gemm_skinny(
     token = lane
     next_tile = tl.program_id(0)
     step_of_next = 0
-    next_n, next_group, next_row0, next_m = _part_of(next_tile, m, table_ptr, tiles, total, ROWS, COUNT)
+    # Without experts no function gets the table: torch would count it as written.
+    next_n, next_group, next_row0, next_m = next_tile, 0, 0, m
+    if COUNT > 0:
+        next_n, next_group, next_row0, next_m = _part_of(next_tile, table_ptr, tiles, total, ROWS)
     for early in tl.static_range(STAGES):
         token = _copy(first_buffer + early * stage, next_tile, (next_n, next_group, next_row0, next_m), step_of_next,
                       token, lane, sources, sizes, B_SQUARE, B_SWIZZLED, WARPS, TILES, ROWS, EVEN, GROUP_SIZE,
@@ -178,7 +181,7 @@ def gemm_skinny(
         next_tile, step_of_next = next_step(next_tile, step_of_next, steps)
         if COUNT > 0:
             if step_of_next == 0:
-                next_n, next_group, next_row0, next_m = _part_of(next_tile, m, table_ptr, tiles, total, ROWS, COUNT)
+                next_n, next_group, next_row0, next_m = _part_of(next_tile, table_ptr, tiles, total, ROWS)
         else:
             next_n = next_tile
     if B_OUTER == "tensor" and COUNT == 0:
@@ -187,7 +190,9 @@ def gemm_skinny(
     buffer = first_buffer
     sums_at = first_sums
     for tile in tl.range(tl.program_id(0), total, tl.num_programs(0)):
-        tile_n, group, row0, rows = _part_of(tile, m, table_ptr, tiles, total, ROWS, COUNT)
+        tile_n, group, row0, rows = tile, 0, 0, m
+        if COUNT > 0:
+            tile_n, group, row0, rows = _part_of(tile, table_ptr, tiles, total, ROWS)
         c = ()
         for _ in tl.static_range(4 * TILES):
             c = c + (tl.zeros((32 * WARPS,), tl.float32),)
@@ -205,8 +210,8 @@ def gemm_skinny(
                     next_tile, step_of_next = next_step(next_tile, step_of_next, steps)
                     if COUNT > 0:
                         if step_of_next == 0:
-                            next_n, next_group, next_row0, next_m = _part_of(next_tile, m, table_ptr, tiles, total,
-                                                                             ROWS, COUNT)  # fmt: skip
+                            next_n, next_group, next_row0, next_m = _part_of(next_tile, table_ptr, tiles, total,
+                                                                             ROWS)  # fmt: skip
                     else:
                         next_n = next_tile
                 if part == 0:
@@ -228,14 +233,11 @@ def gemm_skinny(
 
 
 @triton.jit
-def _part_of(tile, m, table_ptr, tiles_n, total, ROWS: tl.constexpr, COUNT: tl.constexpr):
+def _part_of(tile, table_ptr, tiles_n, total, ROWS: tl.constexpr):
     """(tile of rows of B, group, first row, number of rows) of a tile; past the last tile, of an arbitrary one."""
-    if COUNT == 0:
-        return tile, 0, 0, m
-    else:
-        tile = tl.maximum(tl.minimum(tile, total - 1), 0)
-        group, row0, end = load_entry(table_ptr, tile // tiles_n)
-        return tile % tiles_n, group, row0, tl.minimum(end - row0, ROWS)
+    tile = tl.maximum(tl.minimum(tile, total - 1), 0)
+    group, row0, end = load_entry(table_ptr, tile // tiles_n)
+    return tile % tiles_n, group, row0, tl.minimum(end - row0, ROWS)
 
 
 @triton.jit
