@@ -261,17 +261,16 @@ def store_column_values(
 
 @triton.jit
 def store_columns(
-    columns_ptr, scales_ptr, units, bytes, batch, column, block0, cols, blocks, per_column,
+    columns_ptr, scales_ptr, units, bytes, batch, column, column_row, block0, cols, blocks, per_column,
     ELEMENT: tl.constexpr, SCALE: tl.constexpr, BLOCK: tl.constexpr, SWIZZLED: tl.constexpr, UNIT_ALIGN: tl.constexpr,
     SCALE_ALIGN: tl.constexpr, WHOLE: tl.constexpr, ISA: tl.constexpr,
 ):  # fmt: skip
     """Store a tile's codes and scales, or values, at the columns `column` of a matrix, from block0 on.
 
-    units, bytes: codes as int64 units [columns, n], and scale bytes [columns, blocks of the tile]. per_column: units of
-    a column.
+    units, bytes: codes as int64 units [columns, n], and scale bytes [columns, blocks of the tile]. column_row: the
+    numbers of the columns among those of all matrices (int64). per_column: units of a column.
     """
     per_block: tl.constexpr = units.shape[1] // bytes.shape[1]
-    column_row = batch.to(tl.int64) * cols + column
     if takes_values(columns_ptr.dtype):
         store_column_values(columns_ptr, units, bytes, column_row, block0, blocks, column < cols, ELEMENT, SCALE, BLOCK,
                             ISA)  # fmt: skip
@@ -356,13 +355,12 @@ def quantize_columns(
         group = batch
         row0 = row_tile * row_count
         end = rows
-        blocks = tiles_along(rows, BLOCK, unsigned)
         first_tile = (row_tile == 0) & (col_tile == 0)
-    per_column = tiles_along(rows, 16, unsigned) * 2 if SCALE == "none" and GROUPS == 0 else blocks * per_block
-    block0 = row_tile * ROW_TILES
     col0 = col_tile * col_count
-    column = col0 + tl.arange(0, col_count)
     if GROUPS > 0:
+        block0 = row_tile * ROW_TILES
+        column = col0 + tl.arange(0, col_count)
+        per_column = blocks * per_block
         if TRANSFORM or not ALONG_ROWS:  # else rows and columns share outer scales
             store_group_outers(column_amax_ptr, column_outer_ptr, row_tile, col_tile, OUTER, GROUPS, SCALE, CONTRACT,
                                ISA)  # fmt: skip
@@ -378,7 +376,8 @@ def quantize_columns(
             # Half of the programs have no group where groups are equal. Their zeros need no exchange of lanes.
             store_columns(
                 columns_ptr, column_scales_ptr, tl.zeros((col_count, ROW_TILES * per_block), tl.int64),
-                tl.zeros((col_count, ROW_TILES), tl.int32), batch, column, block0, cols, blocks, per_column,
+                tl.zeros((col_count, ROW_TILES), tl.int32), batch, column, batch.to(tl.int64) * cols + column, block0,
+                cols, blocks, per_column,
                 ELEMENT, SCALE, BLOCK, SWIZZLED, COLUMN_UNIT_ALIGN, COLUMN_SCALE_ALIGN, WHOLE, ISA,
             )  # fmt: skip
             if row_scales and SWIZZLED:
@@ -417,6 +416,13 @@ def quantize_columns(
     tile = load_column_tile(tile_ptr, row0, end, cols_left, x_row, dtype, BLOCK, ROW_TILES, WORDS, ALIGN, whole)
     first, second, first_amax, second_amax = read_columns(tile, TRANSFORM, dtype, ISA)
 
+    # Without groups not before this: ptxas 12.8 (of Triton 3.6) lost the factors of float32 rows in one variant that
+    # computed these numbers at the beginning (its code without optimisation, and PTX in the simulator, were right).
+    column = col0 + tl.arange(0, col_count)
+    if GROUPS == 0:
+        blocks = tiles_along(rows, BLOCK, unsigned)
+        per_column = tiles_along(rows, 16, unsigned) * 2 if SCALE == "none" else blocks * per_block
+    block0 = row_tile * ROW_TILES
     if OUTER == "row" or OUTER == "row amax":
         at = group.to(tl.int64) * cols + column
         if OUTER == "row":
@@ -449,6 +455,7 @@ def quantize_columns(
         dtype, ELEMENT, SCALE, CONTRACT, BLOCK, has_outer,
         SCALE == "none" and (OUTER == "row" or OUTER == "tensor"), SEEDED, STREAM, ISA,
     )  # fmt: skip
+    column_row = batch.to(tl.int64) * cols + column
     bytes = interleave_columns(first_byte[:, :, None], second_byte[:, :, None])
     if GROUPS > 0:
         rows_left = end - row0
@@ -456,7 +463,7 @@ def quantize_columns(
             units = clear_codes(units, rows_left if SCALE == "none" else tl.cdiv(rows_left, BLOCK) * BLOCK, bits)
         bytes = tl.where((tl.arange(0, ROW_TILES) * BLOCK < rows_left)[None, :], bytes, 0)
     store_columns(
-        columns_ptr, column_scales_ptr, units, bytes, batch, column, block0, cols, blocks, per_column,
+        columns_ptr, column_scales_ptr, units, bytes, batch, column, column_row, block0, cols, blocks, per_column,
         ELEMENT, SCALE, BLOCK, SWIZZLED, COLUMN_UNIT_ALIGN, COLUMN_SCALE_ALIGN, WHOLE, ISA,
     )  # fmt: skip
     if row_scales and GROUPS > 0:  # as late as this, because they then take fewer registers
