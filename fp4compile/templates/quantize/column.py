@@ -416,8 +416,6 @@ def quantize_columns(
     tile = load_column_tile(tile_ptr, row0, end, cols_left, x_row, dtype, BLOCK, ROW_TILES, WORDS, ALIGN, whole)
     first, second, first_amax, second_amax = read_columns(tile, TRANSFORM, dtype, ISA)
 
-    # Without groups not before this: ptxas 12.8 (of Triton 3.6) lost the factors of float32 rows in one variant that
-    # computed these numbers at the beginning (its code without optimisation, and PTX in the simulator, were right).
     column = col0 + tl.arange(0, col_count)
     if GROUPS == 0:
         blocks = tiles_along(rows, BLOCK, unsigned)
