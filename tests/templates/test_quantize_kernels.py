@@ -170,7 +170,7 @@ def test_columns_and_both(format, name):
 @gpu
 @pytest.mark.parametrize("format", ["nvfp4_one_level"] if INTERPRETING else list(formats.NAMED))
 def test_float32_in_both_directions(format):
-    """ptxas 12.8 compiled the kernel for both directions of one-level NVFP4 wrongly: row codes had other rows' factors."""
+    """ptxas 12.8 gave row codes other rows' factors in one kernel for both directions of one-level NVFP4."""
     fmt = formats.get(format)
     for shape in ((96, 64),) if INTERPRETING else ((96, 64), (128, 96), (2, 48, 64)):
         x = torch.randn(shape)
