@@ -57,7 +57,7 @@ def named_results(node: Node) -> Iterator[Node]:
     The results of a matmul that quantises are noted as operands of the next one.
     """
     alone = is_product(node)
-    if alone:
+    if alone or not is_matmul(node):  # a matmul of torch's too
         yield node
     if not alone or scaled_mm_of(node).spec.results == 1:
         yield from (user for user in node.users if user.target is operator.getitem)

@@ -320,6 +320,7 @@ NO_REASONS = (
     re.escape("A packed Conv1D of transformers; see `PackedLayer`."), r"packed\ layer\ .+:\ .+",
     r"the\ state\ is\ of\ .+,\ the\ layer\ is\ .+", r".+\ is\ .+\ in\ the\ state,\ the\ layer\ has\ .+",
     r"decides\ for\ no\ layer\ of\ the\ model\ \(such\ as\ .+\)", r"and\ the\ model\ has\ no\ layer", r";\ ",
+    r"quantize\ .+", r"mul\ product\ pair",
 )  # fmt: skip
 
 

@@ -321,7 +321,7 @@ def test_a_circle_through_a_function_is_found(tmp_path):
 
 def test_an_import_that_goes_up_is_found(tmp_path):
     graph = a_package(
-        tmp_path, formats__groups="import fp4compile.ops.dense\n", ops__dense="import fp4compile.formats.grouping\n"
+        tmp_path, formats__grouping="import fp4compile.ops.dense\n", ops__dense="import fp4compile.formats.grouping\n"
     )
     rooms = tuple(entries for _, entries in ROOMS)
     assert arrows_up(graph, rooms) == ["fp4compile.formats.grouping imports fp4compile.ops.dense"]

@@ -29,19 +29,21 @@ def test_random_launches(fuzz):
     """More programs: `python -m tests.fuzz --launches --seed 100 --count 500`."""
     told = fuzz("--launches", "--seed", "310", "--count", "50")
     assert told.startswith("50 runs") and "0 findings" in told
-    assert " 0 with rows quantised before a move" not in told
     rare = fuzz("--launches", "--seed", "7027", "--count", "9")  # experts' weights, quantised results
     assert rare.startswith("9 runs") and "0 findings" in rare
     amaxes = fuzz("--launches", "--seed", "7205", "--count", "1")
     assert "0 findings" in amaxes
     experts = fuzz("--launches", "--seed", "7268", "--count", "1")  # whose results are quantised
     assert "0 findings" in experts
+    moves = [fuzz("--launches", "--seed", seed, "--count", "1") for seed in ("7183", "7188")]  # codes, 16-bit values
+    for each in (experts, *moves):
+        assert " 1 with rows quantised before a move, 0 findings" in each
     # Every kind of op that the interpreter can run is met.
     for name in ("quantize prologue", "quantize both", "quantize columns", "quantize values", "quantize offs",
                  "quantize each_matrix", "scaled_mm epilogue", "scaled_mm_results several", "scaled_mm offs",
                  "scaled_mm_results quantize", "scaled_mm_results offs quantize", "amax epilogue", "block_scaled_sm100",
                  "dequant_tiles", "lay_out_scales"):  # fmt: skip
-        assert name in told + rare + amaxes + experts
+        assert name in told + rare + amaxes + experts + moves[0]
 
 
 @interpreted

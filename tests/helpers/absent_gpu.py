@@ -15,6 +15,7 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
+from fp4compile import hardware
 from fp4compile.analysis.find import Input, find
 from fp4compile.analysis.plan import plan
 from fp4compile.hardware import Target
@@ -63,12 +64,13 @@ def launched_on(sm, recipe, shape=(256, 512, 1024), function=lambda x, w: x @ w.
 
 
 def install(monkeypatch, gpus):
-    """Let torch find GPUs, each (major, minor, multiprocessors), as far as their properties go."""
+    """Let torch find GPUs, each (major, minor, multiprocessors), as far as their properties go, with a fast link."""
     found = [SimpleNamespace(major=major, minor=minor, multi_processor_count=count) for major, minor, count in gpus]
     monkeypatch.setattr(torch.cuda, "is_available", lambda: bool(found))
     monkeypatch.setattr(torch.cuda, "device_count", lambda: len(found))
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "get_device_properties", found.__getitem__)
+    monkeypatch.setattr(hardware, "_reads_other_memory", lambda count: True)
     monkeypatch.setattr(launch, "_known_targets", {})
 
 

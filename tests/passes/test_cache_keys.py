@@ -157,6 +157,7 @@ H200, B200 = (9, 0, 132), (10, 0, 148)
 
 def test_the_passes_are_kept_by_the_gpus(monkeypatch):
     """By capability and multiprocessors, for which grids are made. torch keeps which GPU a graph is for."""
+    monkeypatch.delenv("NCCL_P2P_DISABLE", raising=False)
     there = [(), (H200,), (B200,), ((1, 0, 132),), ((9, 0, 114),), (H200, B200), (B200, H200)]
     keys = []
     for gpus in there:
@@ -165,6 +166,8 @@ def test_the_passes_are_kept_by_the_gpus(monkeypatch):
     assert len(set(keys)) == len(keys)
     absent_gpu.install(monkeypatch, (H200, H200))
     assert uuid() == keys[1], "more GPUs of one kind make no difference"
+    monkeypatch.setenv("NCCL_P2P_DISABLE", "1")
+    assert uuid() not in keys, "a slow link between GPUs does"
 
 
 SOURCE = Path(manager.__file__).parents[1]

@@ -206,22 +206,29 @@ def test_the_cpu_is_left_alone():
     assert fake_quantize(graph) == 0
 
 
-def launched(function):
-    """Names of the launches that a graph is lowered to."""
+def launches_of(function):
+    """The launches that a graph is lowered to."""
     module = traced(function)
     replaced(module)
     mode = next(iter(module.graph.nodes)).meta["val"].fake_mode
     with mode, enable_python_dispatcher(), dry_run(Target(90)) as found:
         lower(module.graph)
-    return [one.kernel.__name__ for one in found]
+    return found
+
+
+def launched(function):
+    """Names of the launches that a graph is lowered to."""
+    return [one.kernel.__name__ for one in launches_of(function)]
 
 
 def test_launches_of_gradients():
     """Of the operands, codes that were saved alone are dequantised."""
-    launches = launched(backward("mxfp8"))
+    found = launches_of(backward("mxfp8"))
+    launches = [one.kernel.__name__ for one in found]
     assert launches.count("dequant_operand") == 1 and launches.count("gemm_grouped") == 2
     assert launches.count("gemm_dequant_tiles") == 1  # of the saved codes, should their scales be too small
-    assert launches.count("quantize_columns") == 2
+    groups = [one.constants["GROUPS"] for one in found if one.kernel.__name__ == "quantize_columns"]
+    assert groups == [G, G, 0]  # tokens, their gradients, and each matrix of the weight
 
 
 @pytest.mark.parametrize("recipe", ["nvfp4", "mxfp8", "nvfp4_train"])

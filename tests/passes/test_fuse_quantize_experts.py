@@ -122,7 +122,7 @@ def test_a_compiled_model_with_dynamic_outer_scales(monkeypatch):
     assert names == ["tensor_amax", *QUANTISER, KERNELS[0], *QUANTISER, KERNELS[1]]
     product, quantiser = found.launches[2:4]
     assert product.constants["PAIR"] == 2 and product.constants["EPILOGUE"].endswith("| amax bfloat16")
-    assert quantiser.constants["OUTER"] == "group amax"
+    assert (quantiser.constants["OUTER"], quantiser.constants["GROUPS"]) == ("matrix amax", 8)
 
 
 def test_snapshot_of_dynamic_outer_scales():

@@ -24,6 +24,7 @@ from fp4compile.passes.fake_quantize import fake_quantize
 from fp4compile.passes.quantize_before_gather import quantize_before_gather
 from fp4compile.passes.quantize_before_index import quantize_before_index
 from fp4compile.templates.launch import dry_run
+from tests.helpers.arguments import times
 from tests.helpers.graphs import summary
 
 aten, c10d = torch.ops.aten, torch.ops._c10d_functional
@@ -236,8 +237,7 @@ def test_values_are_moved():
     fmt = "nvfp4_one_level"
 
     def product(x, index, w, scales):
-        a = quantize(by_index(x, index), fmt)
-        return torch.ops.fp4compile.scaled_mm(*a, None, fmt, w, scales, None, fmt, None, torch.bfloat16)
+        return times((*quantize(by_index(x, index), fmt), None, fmt), (w, scales, None, fmt))
 
     x, index, _ = inputs()
     x = x.repeat(16, 1)
