@@ -111,7 +111,8 @@ def partner_of(product: Node) -> Node | None:
             if isinstance(argument, Node) and argument is not product and argument.target is product.target:
                 other = scaled_mm_of(argument)
                 alike = _same_operand(other.a, own.a) and other.alone and (other.bias, own.bias) == (None, None)
-                alike = alike and _groups(other.offs) == _groups(own.offs)
+                groups = [(each.spec.grouping, _groups(each.offs)) for each in (other, own)]
+                alike = alike and groups[0] == groups[1]
                 same = (own.b.format, own.spec.out_dtype) == (other.b.format, other.spec.out_dtype)
                 if alike and same and same_shape(argument.meta["val"].shape, product.meta["val"].shape):
                     return argument

@@ -3,18 +3,22 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from torch._subclasses import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from fp4compile.check.products import Product
 from fp4compile.formats.epilogue import Epilogue
 from fp4compile.hardware import GPUS, Target
-from fp4compile.ops.matmul import SCALED_MM_RESULTS
-from fp4compile.passes.fuse_quantize import fuse_quantize
+from fp4compile.ops.matmul import SCALED_MM, SCALED_MM_RESULTS
+from fp4compile.passes.fuse_quantize import fuse_quantize, partner_of
 from fp4compile.roofline.graph_steps import steps_of
 from fp4compile.templates.choose import Choice, quantized
 from fp4compile.templates.gemm import cost
+from fp4compile.templates.launch import dry_run
 from fp4compile.templates.problem import problem_of
 from tests.helpers.absent_gpu import ANY, fused_graph
 from tests.helpers.absent_gpu_model import DEVICE, compiled_for, pretended
+from tests.helpers.arguments import times
 from tests.helpers.quantising_products import graph_of
 
 BF16, INT32 = torch.bfloat16, torch.int32
@@ -172,6 +176,21 @@ def test_fused(name):
     found, _, count, launches = fused(FUSED[name], (2048, 512), (8, 1024, 512), V, OFFS)
     assert count == 1 and found.count("fp4compile.quantize(") == 3
     assert [launch for launch in launches if "gemm" in launch] == KERNELS
+
+
+def test_a_gathered_product_is_no_partner():
+    """Of an expert for all tokens and those of each token: their weights cannot be one matrix."""
+
+    def function(x, w, v, index):
+        a, b, c = ((*torch.ops.fp4compile.quantize(each, "mxfp8")[:2], None, "mxfp8") for each in (x, w, v))
+        return F.relu(times(a, b)) * times(a, c, index=index)
+
+    with FakeTensorMode(), dry_run(Target(100)):
+        x, w, v = (torch.empty(shape, device="cuda", dtype=BF16) for shape in ((8, 16, 512), W[1:], W))
+        graph = make_fx(function)(x, w, v, torch.empty(8, device="cuda", dtype=torch.int64)).graph
+    dense, gathered = graph.find_nodes(op="call_function", target=SCALED_MM)
+    assert dense.meta["val"].shape == gathered.meta["val"].shape
+    assert (partner_of(dense), partner_of(gathered)) == (None, None)
 
 
 def other_groups(x, w, v, offs, offs_2):

@@ -11,6 +11,7 @@ import fp4compile
 from fp4compile.cli.demo import MLP, Shape
 from fp4compile.passes import inplace as module
 from fp4compile.passes.inplace import inplace
+from tests.helpers.arguments import times
 
 aten = torch.ops.aten
 
@@ -20,6 +21,13 @@ def gated(dy, w, gate, up):
     d = dy @ w
     s = torch.sigmoid(gate)
     return (d * F.silu(gate)) @ w.t(), (d * up * s * (1 + gate * (1 - s))).t() @ gate
+
+
+def experts(dy, w, gate, up):
+    """The gradients of gate and up of an expert, by a product of groups."""
+    offs = torch.full((1,), 12, dtype=torch.int32, device=dy.device)
+    d = times((dy, None, None, None), (w.t().unsqueeze(0), None, None, None), offs=offs, rows=dy.shape[0])
+    return (d * F.silu(gate)) @ w.t(), (d * up * torch.sigmoid(gate)).t() @ gate
 
 
 def two_products(dy, w, gate, up):
@@ -71,8 +79,8 @@ def traced(function, monkeypatch):
 
 
 @pytest.mark.parametrize(("function", "count"), [
-    (gated, 1), (two_products, 2), (late, 1), (one_result, 0), (own_operands, 0), (product_read_elsewhere, 1),
-    (other_type, 0), (waits_for_a_product, 0)])  # fmt: skip
+    (gated, 1), (experts, 1), (two_products, 2), (late, 1), (one_result, 0), (own_operands, 0),
+    (product_read_elsewhere, 1), (other_type, 0), (waits_for_a_product, 0)])  # fmt: skip
 def test_results(function, count, monkeypatch):
     """The graph computes the same after the pass. (Inductor may write over an operand that is an input of the graph, or
     not; the pass assumes that it may.)"""
