@@ -20,7 +20,8 @@ EVERY = (np.arange(2**16, dtype=np.uint32) << 16).view(np.float32)
 def quotient(dividend, divisor, reciprocal):
     """`quotient_ptx`. (Played exactly but for its very last sum, which is rounded twice.)"""
     operands = [np.broadcast_to(operand, np.broadcast(dividend, divisor).shape) for operand in (dividend, divisor)]
-    (found,) = play(quick_scales.quotient_ptx("$0", "$1", "$2", "$3"), 1, [*operands, reciprocal])
+    ptx = ".reg .f32 r;" + quick_scales.quotient_ptx("$0", "$1", "$2", "$3")
+    (found,) = play(ptx, 1, [*operands, reciprocal])
     return found.view(np.float32)
 
 

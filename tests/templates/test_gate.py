@@ -195,10 +195,18 @@ def test_goals_and_what_must_not_get_worse_hold_for_sm100_alone():
 # ---------------------------------------------------------------- what is compiled
 
 
-def test_steps_of_long_rows_are_counted():
-    (long,) = (one for one in quantisers.CONFIGURATIONS if one.label == "scaled rows, long")
-    (launched,) = long.launches(100)
-    assert long.trips(launched) == 4
+def test_long_rows_are_read_by_two_kernels():
+    """One finds the amax of each row and one quantises tiles, without steps; the scale sweep alone has steps."""
+    by_label = {one.label: one for one in quantisers.CONFIGURATIONS}
+    long, sweep = by_label["scaled rows, long"], by_label["scale sweep"]
+    amaxes, codes = long.launches(100)
+    assert (amaxes.kernel.__name__, codes.kernel.__name__) == ("tensor_amax", "quantize_rows")
+    numbers = 4 * 8192  # the rows' amaxes, and their outer scales
+    elements = 8192 * 2**16
+    assert check.bytes_moved(amaxes) == 2 * elements + numbers
+    assert check.bytes_moved(codes) == 41 * elements // 16 + 2 * numbers
+    assert [long.trips(one) for one in (amaxes, codes)] == [1, 1]
+    assert sweep.trips(sweep.launches(100)[-1]) == quantisers.SWEEP_STEPS
     rows = quantisers.CONFIGURATIONS[0]
     assert rows.trips(rows.launches(100)[0]) == 1
     assert check.bytes_moved(rows.launches(100)[0]) == 41 * 8192 * 8192 // 16

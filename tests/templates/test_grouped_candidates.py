@@ -185,12 +185,14 @@ def meta(*shape, dtype=torch.bfloat16):
     return torch.empty(shape, dtype=dtype, device="meta")
 
 
-def launched(rows, groups, n, k):
-    fmt, offs = formats.get("nvfp4"), meta(groups, dtype=torch.int32)
+def launched(rows, groups, n, k, mxfp8=False):
+    """The launches of bfloat16 tokens and NVFP4 weights, or of MXFP8 tokens and weights."""
+    fmt, offs, x = formats.get("mxfp8" if mxfp8 else "nvfp4"), meta(groups, dtype=torch.int32), meta(rows, k)
     with dry_run(Target(90)):
+        a = Operand(*quantize(x, fmt), fmt) if mxfp8 else Operand(x)
         b = quantize(meta(groups, n, k), fmt, each_matrix=True)
     with dry_run(Target(90)) as launches:
-        scaled_grouped_mm(Operand(meta(rows, k)), Operand(*b, fmt), offs, rows, torch.bfloat16)
+        scaled_grouped_mm(a, Operand(*b, fmt), offs, rows, torch.bfloat16)
     return launches
 
 
@@ -290,8 +292,10 @@ def test_machine_code_of_packed_experts():
 
 @pytest.mark.skipif(INTERPRETING, reason="compiles")
 def test_machine_code_of_many_rows():
-    """`wgmma` while TMA brings the next operands, also those of the program's next tile; 16-byte stores, no spills."""
-    _, product = launched(65537, 8, 2048, 7168)
+    """Operands that are dequantised in memory: `wgmma` while TMA brings the next ones, also those of the program's next
+    tile; 16-byte stores, no spills."""
+    product = launched(65537, 8, 2048, 7168, mxfp8=True)[-2]  # before the kernel for values that bfloat16 does not hold
+    assert product.kernel.__name__ == "gemm_grouped"
     compiled = compile_launch(product, 90)
     ptx = Ptx(compiled.compiled.asm["ptx"])
     assert set(ptx.products) == {"wgmma.mma_async.sync.aligned.m64n256k16.f32.bf16.bf16"}

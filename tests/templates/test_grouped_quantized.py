@@ -180,7 +180,8 @@ def instructions(product):
 def test_machine_code():
     """Scales of operands by `tcgen05.cp`, operands by TMA, copies beside products, no spills; codes 16 bytes at once.
 
-    The epilogue has as many instructions as without groups, which the cost model counts.
+    The epilogue has no more instructions than without groups, which the cost model counts: it stores fewer parts than
+    one that stores bf16, while without groups TMA stores both.
     """
     per_16, code = instructions(EXPERTS)
     launched = code.launched
@@ -192,7 +193,7 @@ def test_machine_code():
     codes = launched.constants["BM"] * launched.constants["BN"] // 2
     assert stores.count(16) >= codes // (16 * 32 * launched.num_warps)
     stored, _ = instructions(replace(EXPERTS, result=""))
-    assert 0.85 < (per_16 - stored) / cost.QUANTIZE_INSTRUCTIONS["e4m3"] < 1.05
+    assert 0.8 < (per_16 - stored) / cost.QUANTIZE_INSTRUCTIONS["e4m3"] <= 1
 
 
 @compiles

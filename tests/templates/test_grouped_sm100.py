@@ -165,7 +165,9 @@ def test_what_it_serves():
     def served(sm=100, linear=False, **changes):
         one = replace(product, **changes)
         problem = problem_of(one.arguments(), Target(sm))
-        return CANDIDATE.serves(replace(problem, a=replace(problem.a, swizzled=False)) if linear else problem)
+        if linear:
+            problem = replace(problem, spec=replace(problem.spec, a=replace(problem.a, swizzled=False)))
+        return CANDIDATE.serves(problem)
 
     assert served() and served(103) and served(along_k=True) and served(k=32)
     assert not (served(90) or served(120) or served(0) or served(k=16) or served(k=0) or served(linear=True))

@@ -254,6 +254,9 @@ def gemm_block_scaled_sm100(
 
             parts = column_parts(acc, PARTS)
             scales = ()
+            col_of_part = tl.arange(0, stored_cols)[None, :]
+            tile_ptr = out_ptr + (a_row.to(tl.int64) * out_cols + tile_n * (stored_cols * (PARTS // matrices)))
+            part_ptr = tile_ptr + (tl.arange(0, BM)[:, None] * out_cols + col_of_part)
             if finds_amax(EPILOGUE) and GROUPS > 0:
                 amax = tl.zeros((BM, 2), tl.int32)
             for i in tl.static_range(PARTS // matrices):
@@ -287,10 +290,7 @@ def gemm_block_scaled_sm100(
                 if TMA_STORE:
                     target.store([a_row, col0], part)
                 else:
-                    col = tl.arange(0, stored_cols)[None, :]
-                    at = tl.arange(0, BM)[:, None] * out_cols + col
-                    tl.store(out_ptr + (a_row.to(tl.int64) * out_cols + col0) + at, part,
-                             mask=(row < end) & (col0 + col < out_cols))  # fmt: skip
+                    tl.store(part_ptr + i * stored_cols, part, mask=(row < end) & (col0 + col_of_part < out_cols))
             if quantizes(EPILOGUE):
                 store_scale_tiles(out_scales_ptr, joined_columns(scales), tile_m * 0 + batch, tile_m, tile_n, m, blocks)
             if finds_amax(EPILOGUE) and GROUPS > 0:
