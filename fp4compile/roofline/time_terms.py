@@ -64,7 +64,7 @@ KERNELS = {
     # last as long. Many small groups have many turns for their FLOPs: between two turns, the epilogue waits for the
     # sums, and descriptors are made for the next group. "grouped_skinny" and "grouped_dequant_tiles" have the tiles of
     # their launches: warps' sums are added up through shared memory. Programs of "grouped_skinny" first search the
-    # offsets for their tiles. "grouped_wgmma_sm90" is fitted to 58 times of `benchmarks.packed_experts` on an H100, of
+    # offsets for their tiles. "grouped_wgmma_sm90" is fitted to 58 times of packed experts on an H100, of
     # equal and of drawn sizes, which differ by up to 47 % for one number of tokens: 15 % off on average.
     "grouped_library_row_scaled": Kernel(memory=0.66, tile=(256, 256), cluster=4, turn=5.4e-6, launches=3),
     "grouped_skinny": Kernel(memory=0.87, launch=1.8, turn=2.1e-6),

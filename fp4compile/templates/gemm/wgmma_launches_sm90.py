@@ -133,8 +133,8 @@ def _large_tile(p: Problem) -> WgmmaConfig:
 
 
 # Tiles of groups of rows: rows, parts, stages, steps a stage, buffers; the microseconds of a round of programs without
-# its steps, and of a step of 128 elements along K; rows of narrower tiles, and the microseconds of their steps. By
-# `benchmarks.packed_experts` on an H100: least squares of 30 to 58 timed cases each (9 to 1024 rows a group, of three
+# its steps, and of a step of 128 elements along K; rows of narrower tiles, and the microseconds of their steps. Of
+# packed experts on an H100: least squares of 30 to 58 timed cases each (9 to 1024 rows a group, of three
 # shapes), without `swizzle_a_sm90`, off by 4 to 8 % on average. Up to 96 rows, two programs or more share a
 # multiprocessor, and one computes while another one starts or ends. Tiles of 72, 128, 160 and 224 rows of one part were
 # timed, too: without them the chosen tile is no slower in any case. Narrower tiles were not timed: their steps count as
