@@ -51,7 +51,7 @@ Tensors = list[torch.Tensor]
 
 
 @dataclass(frozen=True, eq=False)
-class Call:
+class QuantizeCall:
     """A call of `quantize`: its spec, and its tensors. x: with the dimension last or last but one."""
 
     spec: QuantizeSpec
@@ -66,7 +66,7 @@ class Call:
 def call_of(
     x, format, dim=(ROWS,), *, offs=None, outer=None, seed=None, layout="linear", hadamard=False, scale_rule="amax",
     each_matrix=False, values=None, operands=None, prologue=None, dtype=None, stored=None, amax=None,
-) -> Call:  # fmt: skip
+) -> QuantizeCall:  # fmt: skip
     """The call with these arguments of the op. Raises what `QuantizeSpec` raises."""
     dims, rank = tuple(dim) if isinstance(dim, Sequence) else (dim,), x.dim()
     if any(not -rank <= d < rank for d in dims):
@@ -85,7 +85,7 @@ def call_of(
             raise ValueError(f"{argument}: goes with a prologue, which this call has not")
     if amax is not None:
         spec.check_amax(amax, x, 0 if offs is None else offs.shape[0])
-    return Call(spec, x, operands or (), offs, outer, seed, amax)
+    return QuantizeCall(spec, x, operands or (), offs, outer, seed, amax)
 
 
 @cache
