@@ -148,7 +148,7 @@ SOURCE_EDITS = (
     _edit(_CODES, "the next group's rows among a group's scales", "gemm/block_scaled_sm100",
           "tl.where((row < end) & (first < blocks), scale, 0)", "tl.where((row < m) & (first < blocks), scale, 0)"),
     _edit(_CODES, "the next group's codes stored by a tile", "gemm/block_scaled_sm100",
-          "mask=(row < end) & (col0 + col < out_cols))", "mask=(row < m) & (col0 + col < out_cols))"),
+          "mask=(row < end) & (col0 + col_of_part < out_cols))", "mask=(row < m) & (col0 + col_of_part < out_cols))"),
     _edit(_CODES, "scales of tiles behind the last group not cleared", "device/group_tiles",
           "    count = (end - start) * words\n", "    count = (end - start - 1) * words\n"),
     _edit(_CODES, "tiles of scales by a group's rows without padding", "gemm/block_scaled_sm100",
