@@ -2,6 +2,7 @@
 
 import copy
 import json
+import os
 
 import pytest
 import torch
@@ -359,6 +360,25 @@ def test_extra_state_is_not_dropped_without_a_word(tmp_path):
     fresh = build()
     fp4compile.load_packed(fresh, path)
     assert_same_state(fresh, model)
+
+
+# ---------------------------------------------------------------- writing
+
+
+def test_a_save_that_fails_leaves_the_old_file(tmp_path, monkeypatch):
+    model, path = Net(), tmp_path / "packed.safetensors"
+    write_packed(model, path, "nvfp4")
+    before = path.read_bytes()
+
+    def dies(tensors, filename, metadata):
+        with open(filename, "wb") as file:
+            file.write(b"half of it")
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("safetensors.torch.save_file", dies)
+    with pytest.raises(KeyboardInterrupt):
+        fp4compile.save_packed(model, path)
+    assert path.read_bytes() == before and os.listdir(tmp_path) == [path.name]
 
 
 # ---------------------------------------------------------------- files of version 0.1
