@@ -1,7 +1,7 @@
 """`export_packed`: write a packed model as ModelOpt or compressed-tensors would, for programs that read their files."""
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.metadata import version
 from os import PathLike
 from pathlib import Path
@@ -17,7 +17,14 @@ from fp4compile.formats.layouts import ceil_div
 from fp4compile.weights.buffers import PackedWeight, packed_in, tensors_to_write
 from fp4compile.weights.experts import PackedExperts
 from fp4compile.weights.integration import published_names
-from fp4compile.weights.published.conventions import CONFIG, HF_QUANT_CONFIG, LAYOUTS, Layout, inverted
+from fp4compile.weights.published.conventions import (
+    CONFIG,
+    HF_QUANT_CONFIG,
+    LAYOUTS,
+    Layout,
+    inverted,
+    is_nvfp4,
+)
 from fp4compile.weights.published.expert_modules import parts_of
 from fp4compile.weights.published.expert_names import PublishedNames
 from fp4compile.weights.published.quantization_config import MODELOPT_SCHEMES, Scheme
@@ -25,16 +32,16 @@ from fp4compile.weights.published.shards import Checkpoint, write_checkpoint
 from fp4compile.weights.scale_checks import check_model
 from fp4compile.weights.sharing import arrange
 
-_BITS = {"nvfp4": 4, "mxfp4": 4, "mxfp8": 8}
-
 
 def export_packed(
     model: nn.Module, path: str | PathLike, layout: str = "modelopt", *, max_shard_size: int = 5 * 2**30
 ) -> None:
     """Write a model with packed layers or experts to a directory, in the checkpoint layout of another library.
 
-    layout: "modelopt" or "compressed-tensors"; both take NVFP4 with static activation scales or weights only, MXFP8
-        and MXFP4.
+    layout: "modelopt" or "compressed-tensors", which take NVFP4 with static activation scales or weights only, MXFP8,
+        MXFP4 and FP8 with scales of the tensor or the rows, mixed as the layers are; compressed-tensors takes FP8 in
+        blocks of 128, too. "fp8": DeepSeek's and transformers', which takes FP8 in blocks of 128 or with scales of the
+        tensor, one of them in all layers.
     path: a directory; it is made where there is none.
     max_shard_size: in bytes. A larger model is written in several files with an index.
 
@@ -60,7 +67,7 @@ def export_packed(
     for name, layer in layers.items():
         tensors |= {f"{name}.{suffix}": tensor for suffix, tensor in layer.tensors.items()}
     schemes = {name: layer.scheme for name, layer in layers.items()}
-    configs = (_modelopt if layout == "modelopt" else _compressed_tensors)(schemes, left)
+    configs = _CONFIGURATIONS[layout](schemes, left)
     own: Any = getattr(model, "config", None)
     described = own.to_dict() if hasattr(own, "to_dict") else {}
     configs[CONFIG] = described | {"quantization_config": configs[CONFIG]}
@@ -109,17 +116,27 @@ def _scheme(name: str, layer: PackedWeight, layout: str) -> Scheme:
     fmt = layer.layer_format
     static = fmt.activation_outer is not None
     scheme = Scheme(fmt.weight, fmt.activation, static)
-    allowed = list(MODELOPT_SCHEMES.values())
-    if layout == "compressed-tensors":
-        allowed += [Scheme("mxfp8", None), Scheme("mxfp4", None)]
-    if scheme == Scheme("nvfp4", "nvfp4"):
-        raise ValueError(f"layer {name!r}: {layout} stores a static scale of its NVFP4 activation, and it is dynamic: "
-                         "pack under a recipe of fp4compile.calibrate")  # fmt: skip
+    allowed = _allowed(layout)
+    if scheme not in allowed and replace(scheme, static=True) in allowed:
+        raise ValueError(f"layer {name!r}: {layout} stores a static scale of its {fmt.activation} activation, and it "
+                         "is dynamic: pack under a recipe of fp4compile.calibrate")  # fmt: skip
     if scheme not in allowed:
         pairs = ", ".join(f"{one.weight} with activations {one.activation or 'as they come'}" for one in allowed)
         raise ValueError(f"layer {name!r}: {layout} has no weights in {fmt.weight} with activations "
                          f"{fmt.activation or 'as they come'}; allowed are {pairs}")  # fmt: skip
     return scheme
+
+
+def _allowed(layout: str) -> list[Scheme]:
+    """The schemes that a layout holds."""
+    if layout == "fp8":
+        return [Scheme("float8_128x128", "float8_1x128"), Scheme("float8_tensor", "float8_tensor"),
+                Scheme("float8_tensor", "float8_tensor", static=True)]  # fmt: skip
+    allowed = list(MODELOPT_SCHEMES.values())
+    if layout == "compressed-tensors":
+        allowed += [Scheme("float8_128x128", "float8_1x128"), Scheme("float8_tensor", "float8_tensor")]
+        allowed += [Scheme(weight, None) for weight in ("mxfp8", "mxfp4", "float8_tensor", "float8_rowwise")]
+    return allowed
 
 
 def _plain(
@@ -149,9 +166,18 @@ def _buffer(layer: PackedWeight, name: str, buffer: str, state: dict[str, torch.
 
 def _stored(layout: Layout, scheme: Scheme, buffer: str, tensor: torch.Tensor, in_features: int) -> torch.Tensor:
     """A buffer of a packed layer, in the form in which a checkpoint of this layout stores it: codes without padding."""
-    if buffer.endswith("_outer"):
-        return inverted(tensor, divisor=False).reshape(1) if layout.divides else tensor.clone()
     fmt = formats.get(scheme.weight)
+    if buffer.endswith("_outer"):
+        divides = layout.divides and is_nvfp4(fmt)
+        tensor = inverted(tensor, divisor=False) if divides else tensor.clone()
+        rows = tensor.dim() == 2
+        return (
+            tensor.flatten()
+            if rows and layout.name == "modelopt"
+            else tensor
+            if rows or not layout.divides
+            else (tensor.reshape(1))
+        )
     if buffer == "weight_data":
         return tensor[:, : ceil_div(in_features, 2) if fmt.packed else in_features].contiguous().view(fmt.data_dtype)
     return tensor if fmt.scale == "e8m0" else tensor.view(fmt.scale_dtype)
@@ -164,9 +190,10 @@ def _modelopt(schemes: dict[str, Scheme], left: list[str]) -> dict[str, dict[str
     """The configurations that ModelOpt writes. schemes: of the packed layers. left: other layers with a matrix."""
     names = {scheme: name for name, scheme in MODELOPT_SCHEMES.items()}
     entries = {
-        layer: {"quant_algo": names[scheme], "group_size": formats.get(scheme.weight).block_cols}
+        layer: {"quant_algo": names[scheme]} | ({} if (block := formats.get(scheme.weight).block) is None else
+                                                {"group_size": block[1]})
         for layer, scheme in schemes.items()
-    }
+    }  # fmt: skip
     first, *others = entries.values()
     mixed = any(other != first for other in others)
     what: dict[str, Any] = {"quant_algo": "MIXED_PRECISION", "quantized_layers": entries} if mixed else first
@@ -187,9 +214,9 @@ def _compressed_tensors(schemes: dict[str, Scheme], left: list[str]) -> dict[str
         f"group_{i}": {
             "targets": ["Linear"] if len(targets) == 1 else layers,
             "weights": _arguments(scheme.weight, False),
-            "input_activations": _arguments(scheme.activation, "local" if scheme.static else True),
+            "input_activations": _arguments(scheme.activation, _dynamic(scheme)),
             "output_activations": None,
-            "format": "mxfp8-quantized" if scheme.weight == "mxfp8" else f"{scheme.weight}-pack-quantized",
+            "format": _format(scheme.weight),
         }
         for i, (scheme, layers) in enumerate(targets.items())
     }
@@ -205,16 +232,45 @@ def _compressed_tensors(schemes: dict[str, Scheme], left: list[str]) -> dict[str
     return {CONFIG: config}
 
 
+def _dynamic(scheme: Scheme) -> bool | str:
+    """compressed-tensors' word for how the activations are scaled."""
+    if not scheme.static:
+        return True
+    return "local" if is_nvfp4(formats.get(scheme.weight)) else False
+
+
+def _format(weight: str) -> str:
+    fmt = formats.get(weight)
+    return f"{weight}-pack-quantized" if fmt.packed else "mxfp8-quantized" if fmt.scale == "e8m0" else "float-quantized"
+
+
 def _arguments(fmt: str | None, dynamic: bool | str) -> dict[str, Any] | None:
+    """compressed-tensors' description of a format. dynamic: False, True, or "local" with a static global scale."""
     if fmt is None:
         return None
-    nvfp4 = formats.get(fmt).scale == "e4m3"
-    return {
-        "num_bits": _BITS[fmt],
-        "type": "float",
-        "symmetric": True,
-        "group_size": formats.get(fmt).block_cols,
-        "strategy": "tensor_group" if nvfp4 else "group",
-        "dynamic": dynamic,
-        "scale_dtype": "torch.float8_e4m3fn" if nvfp4 else "torch.uint8",
-    }
+    found = formats.get(fmt)
+    arguments = {"num_bits": 4 if found.packed else 8, "type": "float", "symmetric": True, "dynamic": dynamic}
+    if fmt == "float8_128x128":
+        return arguments | {"strategy": "block", "block_structure": [128, 128]}
+    if found.block is None:
+        strategy = "tensor" if found.outer == "tensor" else "channel" if dynamic is False else "token"
+        return arguments | {"strategy": strategy}
+    arguments |= {"group_size": found.block_cols, "strategy": "tensor_group" if is_nvfp4(found) else "group"}
+    if found.scale_dtype == torch.float32:
+        return arguments
+    return arguments | {"scale_dtype": "torch.float8_e4m3fn" if is_nvfp4(found) else "torch.uint8"}
+
+
+def _float8(schemes: dict[str, Scheme], left: list[str]) -> dict[str, dict[str, Any]]:
+    """The configuration of quant_method "fp8", which has one scheme. See `_modelopt` for the arguments."""
+    first, *others = dict.fromkeys(schemes.values())
+    if others:
+        raise ValueError(f"model: layout 'fp8' holds layers of one scheme; got {first} and {others[0]}")
+    config = {
+        "quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "static" if first.static else "dynamic",
+        "weight_block_size": [128, 128] if first.weight == "float8_128x128" else None, "modules_to_not_convert": left,
+    }  # fmt: skip
+    return {CONFIG: config}
+
+
+_CONFIGURATIONS = {"modelopt": _modelopt, "compressed-tensors": _compressed_tensors, "fp8": _float8}

@@ -1,19 +1,24 @@
-"""The layouts of NVFP4, MXFP8 and MXFP4 checkpoints that ModelOpt and compressed-tensors write, as packed layers.
+"""The layouts of FP4 and FP8 checkpoints of other libraries, as packed layers.
 
-They differ in names, in the configuration, and in the direction of the global scale (0.47 of nvidia-modelopt, 0.20 of
-compressed-tensors):
+They differ in names, in the configuration, and in the direction of NVFP4's global scale (0.47 of nvidia-modelopt, 0.20
+of compressed-tensors):
 
     ModelOpt             multiplies: weight_scale_2 = amax / 2688. value = code * block scale * weight_scale_2
     compressed-tensors   divides: weight_global_scale = 2688 / amax. value = code * block scale / weight_global_scale
+
+Float32 scales of FP8 weights always multiply, also those that DeepSeek's checkpoints call weight_scale_inv. Files may
+hold them in 16 bits or as E8M0, which float32 holds exactly.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
+from fp4compile.analysis.module_names import packed_name
 from fp4compile.formats import formats
+from fp4compile.formats.formats import BlockFormat, as_integers
 from fp4compile.formats.layouts import ceil_div
 from fp4compile.formats.reference import NVFP4_MAX
 from fp4compile.recipe import Recipe
@@ -23,6 +28,7 @@ from fp4compile.weights.published.quantization_config import (
     Scheme,
     Schemes,
     compressed_schemes,
+    float8_schemes,
     member,
     modelopt_schemes,
 )
@@ -30,10 +36,11 @@ from fp4compile.weights.published.shards import Checkpoint, Contents, naming
 from fp4compile.weights.scale_checks import TINY, check_block_scales, check_outer
 from fp4compile.weights.sharing import is_byte_float
 
-_SCALES = "weight_scale"
-# An outer scale whose amax reaches these values is taken for the reciprocal. No weight is as large as 2688, where the
-# outer scale is 1. An activation is below the largest fp16.
+# A global scale whose amax reaches these values is taken for the reciprocal. No weight is as large as 2688, where the
+# global scale is 1. An activation is below the largest fp16.
 _LARGEST = {"weight": NVFP4_MAX, "activation": 65504.0}
+_FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float8_e8m0fnu)  # of float32 scales in files
+_FUSED_SCALES = "_scale_inv"  # of experts in one tensor, as transformers writes them
 HF_QUANT_CONFIG, CONFIG = "hf_quant_config.json", "config.json"
 
 
@@ -41,34 +48,47 @@ HF_QUANT_CONFIG, CONFIG = "hf_quant_config.json", "config.json"
 class Layout:
     """How a library stores a packed layer.
 
-    data: maps a format to the name of the codes. outer, activation_outer: names of the global scales, which are
-    divisors if `divides`. schemes: maps a configuration to the layers' schemes; it raises ValueError for unknown
+    scales: name of the block scales, or of an FP8 weight's scales of the tensor or the rows. codes: of FP4 weights.
+    outer, activation_outer: of NVFP4's global scales, which are divisors if `divides`. float8_activation: of the static
+    scale of FP8 activations. schemes: maps a configuration to the layers' schemes; it raises ValueError for unknown
     settings.
     """
 
     name: str
-    data: Callable[[str], str]
+    scales: str
+    codes: str
     outer: str
     activation_outer: str
     divides: bool
+    float8_activation: str
     schemes: Callable[[dict[str, Any]], Schemes]
 
     def tensor_names(self, scheme: Scheme) -> dict[str, str]:
         """Buffer of a packed layer -> name of the tensor; "activation_outer" -> name of the activation's scale."""
-        named = {"weight_data": self.data(scheme.weight), "weight_scales": _SCALES}
-        if formats.get(scheme.weight).outer:
+        fmt = formats.get(scheme.weight)
+        named = {"weight_data": self.codes if fmt.packed else "weight"}
+        named["weight_scales" if fmt.scale else "weight_outer"] = self.scales
+        if fmt.scale and fmt.outer:
             named["weight_outer"] = self.outer
         if scheme.static:
-            named["activation_outer"] = self.activation_outer
+            named["activation_outer"] = self.activation_outer if is_nvfp4(fmt) else self.float8_activation
         return named
 
 
-MODELOPT = Layout("modelopt", lambda fmt: "weight", "weight_scale_2", "input_scale", False, modelopt_schemes)
-COMPRESSED_TENSORS = Layout(
-    "compressed-tensors", lambda fmt: "weight_packed" if formats.get(fmt).packed else "weight",
-    "weight_global_scale", "input_global_scale", True, compressed_schemes,
+def is_nvfp4(fmt: BlockFormat) -> bool:
+    """Whether a format has NVFP4's E4M3 block scales, below a global scale."""
+    return fmt.scale == "e4m3"
+
+
+MODELOPT = Layout(
+    "modelopt", "weight_scale", "weight", "weight_scale_2", "input_scale", False, "input_scale", modelopt_schemes
 )  # fmt: skip
-LAYOUTS = {layout.name: layout for layout in (MODELOPT, COMPRESSED_TENSORS)}
+COMPRESSED_TENSORS = Layout(
+    "compressed-tensors", "weight_scale", "weight_packed", "weight_global_scale", "input_global_scale", True,
+    "input_scale", compressed_schemes,
+)  # fmt: skip
+FP8 = Layout("fp8", "weight_scale_inv", "", "", "", False, "activation_scale", float8_schemes)
+LAYOUTS = {layout.name: layout for layout in (MODELOPT, COMPRESSED_TENSORS, FP8)}  # by quant_method
 
 
 # ---------------------------------------------------------------- reading
@@ -90,15 +110,18 @@ def read_published(checkpoint: Checkpoint, recipe: Recipe | None = None) -> Cont
     packed = {
         name.rpartition(".")[0]
         for name, tensor in tensors.items()
-        if name.endswith((f".{_SCALES}", ".weight_packed"))
+        if name.endswith((f".{layout.scales}", ".weight_packed"))
         or (name.endswith(".weight") and (tensor.dtype == torch.uint8 or is_byte_float(tensor.dtype)))
     }
     with naming(checkpoint.folder / file):
         scheme_of = layout.schemes(config)
         schemes = {layer: scheme_of(layer) for layer in sorted(packed)}
+        fused = {name: scheme_of(name) for name in sorted(tensors)
+                 if f"{name}{_FUSED_SCALES}" in tensors and not name.endswith(".weight")}  # fmt: skip
     with naming(checkpoint.path):
         layers = {layer: _take(layout, scheme, layer, tensors) for layer, scheme in schemes.items()}
-    return Contents(layers, tensors=tensors)
+        experts = {name: _take_fused(scheme, name, tensors) for name, scheme in fused.items()}
+    return Contents(layers, experts, tensors)
 
 
 def _recognised(checkpoint: Checkpoint) -> tuple[Layout, str, dict[str, Any]]:
@@ -130,40 +153,78 @@ def _take(layout: Layout, scheme: Scheme, layer: str, tensors: dict[str, torch.T
         if name not in tensors:
             raise ValueError(f"tensor {name!r} is missing")
     found = {buffer: tensors.pop(name) for buffer, name in named.items()}
-    rows, columns = _check_matrices(scheme, named, found)
+    fmt = formats.get(scheme.weight)
+    rows, columns = _check_matrix(fmt, named, found)
     found["weight_data"] = _in_whole_blocks(scheme, found["weight_data"])
     for kind in ("weight", "activation"):
         buffer = f"{kind}_outer"
-        if buffer in found:
-            outer = found[buffer] = _decoding(layout, named[buffer], found[buffer])
-            zeros = kind == "weight" and outer == 1 and not found["weight_data"].any()  # zeros always have scale 1
-            if outer * NVFP4_MAX >= _LARGEST[kind] and not zeros:
-                raise ValueError(_reciprocal(layout, named[buffer], outer))
+        if buffer not in found:
+            continue
+        if not is_nvfp4(fmt):
+            shape = (rows, 1) if kind == "weight" and fmt.outer == "row" else ()
+            found[buffer] = _float32(named[buffer], found[buffer], shape)
+            check_outer(named[buffer], found[buffer], TINY)
+            continue
+        outer = found[buffer] = _decoding(layout, named[buffer], found[buffer])
+        zeros = kind == "weight" and outer == 1 and not found["weight_data"].any()  # zeros always have scale 1
+        if outer * NVFP4_MAX >= _LARGEST[kind] and not zeros:
+            raise ValueError(_reciprocal(layout, named[buffer], outer))
     static = found.pop("activation_outer", None)
     state = LayerFormat(scheme.weight, scheme.activation, None if static is None else static.item())
     tensors |= {f"{layer}.{buffer}": tensor for buffer, tensor in found.items()}
     return vars(state) | {"in_features": columns, "out_features": rows}
 
 
-def _check_matrices(scheme: Scheme, named: dict[str, str], found: dict[str, torch.Tensor]) -> tuple[int, int]:
-    """(rows, columns) of a weight. Checks its codes and block scales, and views them in their own dtypes."""
-    fmt = formats.get(scheme.weight)
-    data, scales = found["weight_data"], found["weight_scales"]
-    for buffer, dtype in (("weight_data", fmt.data_dtype), ("weight_scales", fmt.scale_dtype)):
-        tensor = found[buffer]
-        if tensor.dtype == torch.uint8 and is_byte_float(dtype):
-            found[buffer] = tensor = tensor.view(dtype)
-        if tensor.dtype != dtype or tensor.dim() != 2:
-            raise ValueError(f"tensor {named[buffer]!r}: expected {dtype} of two dimensions, got {tensor.dtype} of "
-                             f"shape {tuple(tensor.shape)}")  # fmt: skip
+def _take_fused(scheme: Scheme, name: str, tensors: dict[str, torch.Tensor]) -> dict[str, Any]:
+    """Rename the tensors of FP8 experts [experts, out, in] to those of packed experts; returns their state."""
+    data, scales = tensors.pop(name), tensors.pop(f"{name}{_FUSED_SCALES}")
+    if data.dim() != 3 or scales.dim() != 3 or len(data) != len(scales):
+        raise ValueError(f"tensor {name!r}: expected experts [experts, out, in] and a matrix of scales for each, got "
+                         f"shapes {tuple(data.shape)} and {tuple(scales.shape)}")  # fmt: skip
+    parts = [{f"{name}.weight": one, f"{name}.weight_scale_inv": its} for one, its in zip(data, scales, strict=True)]
+    (state, *_) = [_take(FP8, replace(scheme, static=False), name, part) for part in parts]
+    for buffer in parts[0]:
+        stacked = [as_integers(part[buffer]) for part in parts]
+        own = f"{packed_name(name)}.{buffer.rpartition('.')[2]}"
+        tensors[own] = torch.stack(stacked).view(parts[0][buffer].dtype)
+    return state | {"experts": len(parts), "in_first": False}
+
+
+def _check_matrix(fmt: BlockFormat, named: dict[str, str], found: dict[str, torch.Tensor]) -> tuple[int, int]:
+    """(rows, columns) of a weight. Checks its codes and block scales, and views them in the format's dtypes."""
+    data = found["weight_data"] = _viewed(fmt.data_dtype, named["weight_data"], found["weight_data"])
     rows, columns = data.shape[0], data.shape[1] * (2 if fmt.packed else 1)
-    expected = (rows, ceil_div(columns, fmt.block_cols))
+    if fmt.block is None:
+        return rows, columns
+    name, scales = named["weight_scales"], found["weight_scales"]
+    expected = ceil_div(rows, fmt.block[0]), ceil_div(columns, fmt.block_cols)
+    if fmt.scale_dtype == torch.float32:
+        scales = _float32(name, scales, expected)
+    scales = found["weight_scales"] = _viewed(fmt.scale_dtype, name, scales)
     if tuple(scales.shape) != expected:
-        codes = f"{fmt.block_cols} elements of {named['weight_data']!r} {(rows, columns)}"
-        raise ValueError(f"tensor {named['weight_scales']!r}: expected shape {expected}, one scale for {codes}; got "
-                         f"{tuple(scales.shape)}")  # fmt: skip
-    check_block_scales(named["weight_scales"], found["weight_scales"])
+        block = f"{fmt.block_cols} elements" if fmt.block[0] == 1 else f"{fmt.block[0]}x{fmt.block_cols} elements"
+        raise ValueError(f"tensor {name!r}: expected shape {expected}, one scale for {block} of "
+                         f"{named['weight_data']!r} {(rows, columns)}; got {tuple(scales.shape)}")  # fmt: skip
+    check_block_scales(name, scales)
     return rows, columns
+
+
+def _viewed(dtype: torch.dtype, name: str, tensor: torch.Tensor) -> torch.Tensor:
+    """A matrix of a dtype, which files may hold as bytes. Raises ValueError for another dtype or shape."""
+    if tensor.dtype == torch.uint8 and is_byte_float(dtype):
+        tensor = tensor.view(dtype)
+    if tensor.dtype != dtype or tensor.dim() != 2:
+        raise ValueError(f"tensor {name!r}: expected {dtype} of two dimensions, got {tensor.dtype} of shape "
+                         f"{tuple(tensor.shape)}")  # fmt: skip
+    return tensor
+
+
+def _float32(name: str, stored: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
+    """The float32 scales of an FP8 weight or activation in a shape; files may lack or add dimensions of size one."""
+    if stored.dtype not in _FLOATS or [n for n in stored.shape if n > 1] != [n for n in shape if n > 1]:
+        raise ValueError(f"tensor {name!r}: expected float32 or 16-bit scales of shape {shape}, got {stored.dtype} of "
+                         f"shape {tuple(stored.shape)}")  # fmt: skip
+    return stored.float().reshape(shape)
 
 
 def _in_whole_blocks(scheme: Scheme, data: torch.Tensor) -> torch.Tensor:

@@ -1,8 +1,9 @@
 """Experts that a checkpoint holds one by one, combined into the parameters [experts, out, in] of a model.
 
 Experts are stacked, and each expert's layers (gate and up) follow one another along the out features. Each expert has
-one global scale of the weights, equal in its layers, as ModelOpt exports them. All experts have one static scale of the
-activations, the largest of theirs, so that no further value saturates.
+one NVFP4 global scale, equal in its layers, as ModelOpt exports them; FP8 scales of a tensor that differ in an expert's
+layers become scales of its rows. All experts have one static scale of the activations, the largest of theirs, so that
+no further value saturates.
 """
 
 import re
@@ -133,13 +134,15 @@ def _put_together(model: nn.Module, experts: Experts, contents: Contents, found:
     flat = [layer for one in layers for layer in one]
     contents.layers.update({layer: _fitted(contents, layer, inner) for layer in flat if layer in contents.layers})
     _check(experts, flat, (outer // len(experts.leaves), inner), contents)
+    _by_rows(layers, contents)
     states = [contents.layers[layer] for layer in flat if layer in contents.layers]
     if not states:
         found.tensors[experts.name] = _stacked(contents, layers, "weight")
         return set()
     for buffer in BUFFERS:
         if f"{flat[0]}.{buffer}" in contents.tensors:
-            join = _one_each if buffer == "weight_outer" else _stacked
+            one_each = buffer == "weight_outer" and contents.tensors[f"{flat[0]}.{buffer}"].dim() == 0
+            join = _one_each if one_each else _stacked
             found.tensors[f"{packed_name(experts.name)}.{buffer}"] = join(contents, layers, buffer)
     outers = {state["activation_outer"] for state in states}
     found.experts[experts.name] = states[0] | {
@@ -168,10 +171,29 @@ def _check(experts: Experts, layers: list[str], shape: tuple[int, int], contents
         if (found := _sizes(contents, layer)) != shape:
             raise ValueError(f"layer {layer!r}: the file has out and in features {found}, as a part of "
                              f"{experts.name!r} the model has {shape}")  # fmt: skip
+        state = contents.layers.get(layer)
+        block = None if state is None else formats.get(state["weight"]).block
+        if block is not None and len(experts.leaves) > 1 and shape[0] % block[0]:
+            raise ValueError(f"layer {layer!r}: its {shape[0]} rows are no whole blocks of {block[0]}; as a part of "
+                             f"{experts.name!r} they would have to be")  # fmt: skip
         first, fmt = _format(contents, layers[0]), _format(contents, layer)
         if first != fmt:
             raise ValueError(f"layers {layers[0]!r} and {layer!r} are {first} and {fmt}; as parts of {experts.name!r} "
                              "they must have the same format")  # fmt: skip
+
+
+def _by_rows(layers: list[list[str]], contents: Contents) -> None:
+    """Give FP8 weights scales of their rows, the same numbers, where the layers of an expert have different scales."""
+    flat = [layer for one in layers for layer in one if layer in contents.layers]
+    if not flat or contents.layers[flat[0]]["weight"] != "float8_tensor":
+        return
+    scales = {layer: contents.tensors[f"{layer}.weight_outer"] for layer in flat}
+    if all(torch.equal(scales[layer], scales[one[0]]) for one in layers for layer in one):
+        return
+    for layer in flat:
+        contents.layers[layer] |= {"weight": "float8_rowwise"}
+        rows = contents.layers[layer]["out_features"]
+        contents.tensors[f"{layer}.weight_outer"] = scales[layer].expand(rows, 1).contiguous()
 
 
 def _fitted(contents: Contents, layer: str, inner: int) -> dict:

@@ -1,4 +1,4 @@
-"""Read the configurations of ModelOpt and compressed-tensors, which may hold anything: every value is checked."""
+"""Read the quantisation configurations of published checkpoints, which may hold anything: every value is checked."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -43,6 +43,9 @@ MODELOPT_SCHEMES = {
     "W4A16_NVFP4": Scheme("nvfp4", None),
     "MXFP8": Scheme("mxfp8", "mxfp8"),
     "MXFP4": Scheme("mxfp4", "mxfp4"),
+    "FP8": Scheme("float8_tensor", "float8_tensor", static=True),
+    "FP8_PER_CHANNEL_PER_TOKEN": Scheme("float8_rowwise", "float8_rowwise"),
+    "FP8_PB_WO": Scheme("float8_128x128", None),
 }
 
 
@@ -72,16 +75,21 @@ def _modelopt_scheme(layer: str, entry: dict[str, Any]) -> Scheme:
     if algorithm not in MODELOPT_SCHEMES:
         raise ValueError(unknown_name("quant_algo", algorithm, [*MODELOPT_SCHEMES, "MIXED_PRECISION"]))
     scheme = MODELOPT_SCHEMES[algorithm]
-    size, expected = entry.get("group_size"), formats.get(scheme.weight).block_cols
-    if size is not None and size != expected:
+    fmt = formats.get(scheme.weight)
+    size, expected = entry.get("group_size"), fmt.block_cols
+    if size is not None and fmt.block is not None and size != expected:
         raise ValueError(f"group_size: expected {expected} for {scheme.weight}, got {short(size)}")
     return scheme
 
 
 # ---------------------------------------------------------------- compressed-tensors
 
-# (bits, elements of a group) -> format
-_COMPRESSED_FORMATS = {(4, 16): "nvfp4", (4, 32): "mxfp4", (8, 32): "mxfp8"}
+# (bits, strategy, elements of a group) -> format; "group" stands for "tensor_group" too.
+_COMPRESSED_FORMATS = {
+    (4, "group", 16): "nvfp4", (4, "group", 32): "mxfp4", (8, "group", 32): "mxfp8",
+    (8, "group", 128): "float8_1x128", (8, "block", None): "float8_128x128",
+    (8, "channel", None): "float8_rowwise", (8, "token", None): "float8_rowwise", (8, "tensor", None): "float8_tensor",
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -135,16 +143,53 @@ def _compressed_scheme(group: dict[str, Any]) -> Scheme:
     weight, activation = (_compressed_format(member(group, key, dict)) for key in ("weights", "input_activations"))
     if weight is None:
         raise ValueError("a group of config_groups has no weights")
-    static = activation is not None and formats.get(activation).outer is not None
+    static = activation is not None and _is_static(formats.get(activation), group["input_activations"])
     return Scheme(weight, activation, static)
+
+
+def _is_static(fmt: formats.BlockFormat, arguments: dict[str, Any]) -> bool:
+    """Whether a file holds a scale of the activations: NVFP4's global scale always, FP8's where it is not dynamic."""
+    return fmt.outer == "tensor" and (fmt.scale is not None or not arguments.get("dynamic"))
 
 
 def _compressed_format(arguments: dict[str, Any] | None) -> str | None:
     if arguments is None:
         return None
-    key = arguments.get("num_bits"), arguments.get("group_size")
+    size, strategy = arguments.get("group_size"), arguments.get("strategy")
+    if strategy is None:  # compressed-tensors' defaults
+        strategy = "tensor" if size is None else "channel" if size == -1 else "group"
+    strategy = "group" if strategy == "tensor_group" else strategy
+    key = arguments.get("num_bits"), strategy, size if strategy == "group" else None
     found = next((name for known, name in _COMPRESSED_FORMATS.items() if known == key), None)
+    if strategy == "block" and arguments.get("block_structure") not in ([128, 128], "128x128"):
+        found = None
     if found is None or arguments.get("type") != "float" or arguments.get("symmetric") is False:
-        allowed = ", ".join(f"{bits} bits in groups of {size}" for bits, size in _COMPRESSED_FORMATS)
-        raise ValueError(f"config_groups: expected symmetric floats of {allowed}; got {short(arguments)}")
+        allowed = ", ".join(f"{bits} bits by {strategy}" + (f" of {size}" if size else "")
+                            for bits, strategy, size in _COMPRESSED_FORMATS)  # fmt: skip
+        raise ValueError(f"config_groups: expected symmetric floats of {allowed}, blocks of [128, 128]; got "
+                         f"{short(arguments)}")  # fmt: skip
     return found
+
+
+# ---------------------------------------------------------------- DeepSeek's, Qwen's and transformers' FP8
+
+
+def float8_schemes(config: dict[str, Any]) -> Schemes:
+    """The one scheme of quant_method "fp8". Raises ValueError for other values."""
+    block = member(config, "weight_block_size", list)
+    if block not in (None, [128, 128]):
+        raise ValueError(f"weight_block_size: expected [128, 128] or null, got {short(block)}")
+    scheme, allowed = member(config, "activation_scheme", str, "dynamic"), ("dynamic", "static")
+    for key, value, known in (
+        ("activation_scheme", scheme, allowed if block is None else allowed[:1]),
+        ("fmt", member(config, "fmt", str, "e4m3"), ("e4m3",)),
+        ("expert_dtype", member(config, "expert_dtype", str, "fp8"), ("fp8",)),
+        ("scale_fmt", member(config, "scale_fmt", str, "float"), ("float", "ue8m0")),
+    ):
+        if value not in known:
+            raise ValueError(f"{key}: expected {' or '.join(map(repr, known))}, got {value!r}")
+    if block is None:
+        found = Scheme("float8_tensor", "float8_tensor", static=scheme == "static")
+    else:
+        found = Scheme("float8_128x128", "float8_1x128")
+    return lambda layer: found
