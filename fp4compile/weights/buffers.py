@@ -103,8 +103,10 @@ class PackedWeight(nn.Module):
         text = json.dumps(self.description, sort_keys=True, separators=(",", ":")) + "\n"
         return torch.tensor(list(text.encode()), dtype=torch.uint8, device="cpu")
 
-    def store(self, weight: torch.Tensor) -> None:
+    def store(self, weight: torch.Tensor, amax: torch.Tensor | None = None) -> None:
         """Quantise a weight along the in features, each expert separately, after autocast's cast.
+
+        amax: float32 [], from which the global scale is made; None takes the weight's own.
 
         Raises RuntimeError for a shardable layer, because FSDP2 would lose what is written to a gathered weight.
         """
@@ -117,7 +119,8 @@ class PackedWeight(nn.Module):
         layout = self.scale_layout_on(weight.device)
         each = self.experts is not None
         data, scales, outer = QUANTIZE(
-            weight, fmt.name, dim, layout=layout, scale_rule=self.layer_format.scale_rule, each_matrix=each
+            weight, fmt.name, dim, layout=layout, scale_rule=self.layer_format.scale_rule, each_matrix=each,
+            amax=None if amax is None else amax.to(weight.device),
         )  # fmt: skip
         self.weight_data = data
         self.weight_scales = scales if fmt.scale else None

@@ -13,6 +13,7 @@ from fp4compile.report.progress import with_bar
 from fp4compile.report.report import Report
 from fp4compile.weights.buffers import PackedWeight, check_module
 from fp4compile.weights.decide import decisions
+from fp4compile.weights.fused_groups import Shared, with_shared_scales
 from fp4compile.weights.integration import save_as_packed
 from fp4compile.weights.linear import leave_fast_paths
 
@@ -22,6 +23,7 @@ def pack_(
     recipe: str | dict | Recipe | Path | None = None,
     *,
     contracted: Mapping[str, int] | None = None,
+    shared_scales: bool = False,
     progress: bool = True,
 ) -> Report:
     """Replace the linear layers and the weights of experts that a recipe quantises by packed ones, in place.
@@ -30,6 +32,8 @@ def pack_(
     contracted: for parameters of experts, by pattern of their full names, the dimension along which they are
         contracted: -1 where they are [experts, out, in], -2 where they are [experts, in, out]. Most experts of
         transformers declare it themselves (`is_transposed`).
+    shared_scales: whether q, k and v, and gate and up, get one global scale of their weights and one of their
+        activations, as engines need that multiply them as one weight (`export_packed`). It costs some accuracy.
     progress: whether a terminal shows a progress bar, if the package tqdm is installed.
 
     Linear layers are modules of type `nn.Linear`, and the Conv1D of transformers. Not packed, with a reason in the
@@ -50,9 +54,13 @@ def pack_(
     report = Report(
         resolve(recipe).name, packed_before=sum(isinstance(module, PackedWeight) for module in model.modules())
     )
-    for weight, row in with_bar(decisions(model, recipe, contracted), "pack" if progress else None):
+    decided = decisions(model, recipe, contracted)
+    weights = [weight for weight, _ in decided if weight is not None]
+    shared = with_shared_scales(model, weights) if shared_scales else {}
+    for weight, row in with_bar(decided, "pack" if progress else None):
         if weight is not None:
-            weight.pack(model)
+            one = shared.get(weight.names, Shared(weight, None))
+            one.weight.pack(model, one.amax)
         report.add([] if row is None else [row], {})
     leave_fast_paths(model)
     save_as_packed(model)

@@ -4,6 +4,7 @@ from dataclasses import dataclass, fields, replace
 from reprlib import repr as short  # a value may be nested so deeply that `repr` fails
 from typing import Any
 
+import torch
 from torch import nn
 
 from fp4compile.analysis.module_names import packed_name, parameter_name
@@ -65,10 +66,13 @@ class Weight:
                 raise ValueError("model: a single linear layer cannot be replaced in place; put it into a module")
             setattr(model.get_submodule(parent), child, packed)
 
-    def pack(self, model: nn.Module) -> None:
-        """Replace the weight in `model` by its packed form. Each expert's weights are quantised separately."""
+    def pack(self, model: nn.Module, amax: torch.Tensor | None = None) -> None:
+        """Replace the weight in `model` by its packed form. Each expert's weights are quantised separately.
+
+        amax: float32 [], from which the global scale is made; None takes the weight's own.
+        """
         packed = self.empty(model)
-        packed.store(self.parameter(model))
+        packed.store(self.parameter(model), amax)
         self.put(model, packed)
 
 

@@ -1,0 +1,359 @@
+"""Checkpoints with FP8 weights, written by hand as their libraries do: read, multiplied, mixed with FP4, written again."""
+
+import json
+import math
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from transformers import AutoConfig, AutoModelForCausalLM
+
+import fp4compile
+from fp4compile.weights.experts import PackedExperts
+from fp4compile.weights.linear import PackedLinear
+from tests.helpers.checkpoints import bits, decoded, tensors_of
+
+# No whole blocks of 128: the last block of a row and of a column is a part of one.
+LLAMA = {"hidden_size": 192, "intermediate_size": 320, "num_hidden_layers": 1, "num_attention_heads": 2,
+         "num_key_value_heads": 1, "vocab_size": 32}  # fmt: skip
+TOKENS = torch.arange(16).view(2, 8)
+Q, DOWN = "model.layers.0.self_attn.q_proj", "model.layers.0.mlp.down_proj"
+
+
+def fresh_model(**changes):
+    torch.manual_seed(0)
+    config = AutoConfig.for_model("llama", **LLAMA | changes)
+    return AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+
+
+def blocks_of(scales, shape, block):
+    """Scales of blocks, one for each element."""
+    return scales.repeat_interleave(block[0], 0)[: shape[0]].repeat_interleave(block[1], 1)[:, : shape[1]]
+
+
+def float8(weight, block):
+    """(codes, scales [blocks, blocks], meaning) of a weight."""
+    grid = [math.ceil(size / step) for size, step in zip(weight.shape, block, strict=True)]
+    scales = torch.rand(grid) / 448 + 1e-4
+    codes = (weight / blocks_of(scales, weight.shape, block)).clamp(-448, 448).to(torch.float8_e4m3fn)
+    return codes, scales, codes.float() * blocks_of(scales, weight.shape, block)
+
+
+class Tensor:
+    """One scale a tensor. `changes` are compressed-tensors' arguments."""
+
+    formats, static = ("float8_tensor", "float8_tensor"), 0.25
+    weights = {"strategy": "tensor"}
+    activations = {"strategy": "tensor", "dynamic": False}
+    modelopt = {"quant_algo": "FP8"}
+    fp8 = {"weight_block_size": None, "activation_scheme": "static"}
+
+    @staticmethod
+    def tensors(weight, kind):
+        codes, scales, meaning = float8(weight, weight.shape)
+        named = {"fp8": ("weight_scale_inv", "activation_scale")}.get(kind, ("weight_scale", "input_scale"))
+        lead = (1,) if kind == "compressed-tensors" else ()
+        return {"weight": codes, named[0]: scales.reshape(lead), named[1]: torch.full(lead, 0.25)}, meaning
+
+
+class Dynamic(Tensor):
+    static = None
+    activations = {"strategy": "tensor", "dynamic": True}
+    fp8 = {"weight_block_size": None, "activation_scheme": "dynamic"}
+
+    @staticmethod
+    def tensors(weight, kind):
+        found, meaning = Tensor.tensors(weight, kind)
+        return {name: t for name, t in found.items() if name not in ("input_scale", "activation_scale")}, meaning
+
+
+class Row:
+    """One scale a row of the weight, and a token."""
+
+    formats, static = ("float8_rowwise", "float8_rowwise"), None
+    weights = {"strategy": "channel"}
+    activations = {"strategy": "token", "dynamic": True}
+    modelopt = {"quant_algo": "FP8_PER_CHANNEL_PER_TOKEN"}
+
+    @staticmethod
+    def tensors(weight, kind):
+        codes, scales, meaning = float8(weight, (1, weight.shape[1]))
+        return {"weight": codes, "weight_scale": scales.flatten() if kind == "modelopt" else scales}, meaning
+
+
+class Block:
+    """One scale for 128x128 elements of the weight, and for 128 of a token."""
+
+    formats, static = ("float8_1x128", "float8_128x128"), None
+    weights = {"strategy": "block", "block_structure": [128, 128]}
+    activations = {"strategy": "group", "group_size": 128, "dynamic": True}
+    fp8 = {"weight_block_size": [128, 128], "activation_scheme": "dynamic"}
+
+    @staticmethod
+    def tensors(weight, kind):
+        codes, scales, meaning = float8(weight, (128, 128))
+        return {"weight": codes, "weight_scale_inv" if kind == "fp8" else "weight_scale": scales}, meaning
+
+
+class NVFP4:
+    """FP4 weights without quantised activations."""
+
+    formats, static = (None, "nvfp4"), None
+    weights = {"num_bits": 4, "strategy": "tensor_group", "group_size": 16}
+    activations = None
+    modelopt = {"quant_algo": "W4A16_NVFP4", "group_size": 16}
+
+    @staticmethod
+    def tensors(weight, kind):
+        codes = torch.randint(0, 256, (weight.shape[0], weight.shape[1] // 2), dtype=torch.uint8)
+        scales = torch.rand(weight.shape[0], weight.shape[1] // 16).mul(448).to(torch.float8_e4m3fn)
+        outer = torch.tensor(0.125) / 2688
+        found = {"weight": codes, "weight_scale": scales, "weight_scale_2": outer}
+        meaning = decoded({f"x.{name}": t for name, t in found.items()}, "x")
+        if kind == "compressed-tensors":
+            divisor = torch.tensor([2688 / 0.125])
+            found = {"weight_packed": codes, "weight_scale": scales, "weight_global_scale": divisor}
+        return found, meaning
+
+
+def config_of(library, kinds):
+    """The quantization_config, for kinds by layer."""
+    if library == "fp8":
+        (kind,) = set(kinds.values())
+        return {"quant_method": "fp8", "fmt": "e4m3", **kind.fp8}
+    if library == "modelopt":
+        if len(set(kinds.values())) > 1:
+            layers = {layer: kind.modelopt for layer, kind in kinds.items()}
+            return {"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION", "quantized_layers": layers}
+        return {"quant_method": "modelopt", **next(iter(kinds.values())).modelopt}
+    groups = {}
+    for kind in dict.fromkeys(kinds.values()):
+        shared = {"num_bits": 8, "type": "float", "symmetric": True, "dynamic": False}
+        groups[kind.__name__] = {
+            "targets": [layer for layer, one in kinds.items() if one is kind],
+            "weights": shared | kind.weights,
+            "input_activations": kind.activations and shared | kind.activations,
+        }
+    return {"quant_method": "compressed-tensors", "format": "float-quantized", "config_groups": groups}
+
+
+def written(folder, model, library, kinds):
+    """Write a checkpoint by hand; returns its tensors, and what the codes of each layer mean."""
+    tensors, meant = {}, {}
+    for name, tensor in model.state_dict().items():
+        kind = kinds.get(name.removesuffix(".weight"))
+        if kind is None:
+            tensors[name] = tensor
+            continue
+        layer = name.removesuffix(".weight")
+        found, meant[layer] = kind.tensors(tensor, library)
+        tensors |= {f"{layer}.{suffix}": part.contiguous() for suffix, part in found.items()}
+    folder.mkdir()
+    save_file(tensors, folder / "model.safetensors")
+    config = model.config.to_dict() | {"quantization_config": config_of(library, kinds)}
+    (folder / "config.json").write_text(json.dumps(config))
+    return tensors, meant
+
+
+def loaded(folder, **changes):
+    model = fresh_model(**changes)
+    fp4compile.load_packed(model, folder)
+    return model
+
+
+def logits(model):
+    with torch.no_grad():
+        return model(TOKENS).logits
+
+
+ONE = [("modelopt", Tensor), ("modelopt", Row), ("compressed-tensors", Tensor), ("compressed-tensors", Dynamic),
+       ("compressed-tensors", Row), ("compressed-tensors", Block), ("fp8", Block), ("fp8", Tensor),
+       ("fp8", Dynamic)]  # fmt: skip
+MIXED = [("modelopt", NVFP4, Tensor), ("compressed-tensors", NVFP4, Block)]
+
+
+@pytest.mark.parametrize(("library", "kind", "other"), [(*one, one[1]) for one in ONE] + MIXED)
+def test_layers_multiply_by_what_a_file_means_and_it_is_written_again(tmp_path, library, kind, other):
+    names = [name for name, module in fresh_model().named_modules() if isinstance(module, torch.nn.Linear)]
+    kinds = {name: other if "down" in name else kind for name in names if name != "lm_head"}
+    tensors, meant = written(tmp_path / "made", fresh_model(), library, kinds)
+    model = loaded(tmp_path / "made")
+    packed = {name: module for name, module in model.named_modules() if isinstance(module, PackedLinear)}
+    assert packed.keys() == kinds.keys()
+    for name, layer in packed.items():
+        activation, weight = kinds[name].formats
+        assert (layer.layer_format.activation, layer.layer_format.weight) == (activation, weight)
+        assert layer.layer_format.activation_outer == kinds[name].static
+        assert torch.equal(layer.weight, meant[name]), name
+        x = torch.randn(5, layer.in_features)
+        outer = None if kinds[name].static is None else torch.tensor(kinds[name].static)
+        a = x if activation is None else fp4compile.quantize(x, activation, outer=outer).dequantize()[:, : x.shape[1]]
+        torch.testing.assert_close(layer(x), a @ meant[name].T, rtol=1e-5, atol=1e-5)
+    fp4compile.export_packed(model, tmp_path / "again", library)
+    assert bits(tensors_of(tmp_path / "again")) == bits(tensors)
+    assert torch.equal(logits(loaded(tmp_path / "again")), logits(model))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e8m0fnu])
+def test_scales_of_other_dtypes_are_the_same_numbers(tmp_path, dtype):
+    tensors, _ = written(tmp_path / "made", fresh_model(), "fp8", {Q: Block})
+    tensors[f"{Q}.weight_scale_inv"] = tensors[f"{Q}.weight_scale_inv"].to(dtype)
+    save_file(tensors, tmp_path / "made" / "model.safetensors")
+    layer = loaded(tmp_path / "made").get_submodule(Q)
+    scales = blocks_of(tensors[f"{Q}.weight_scale_inv"].float(), layer.weight.shape, (128, 128))
+    assert torch.equal(layer.weight, tensors[f"{Q}.weight"].float() * scales)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda tensors: tensors.pop(f"{Q}.weight_scale_inv"), f"{Q}.weight_scale_inv' is missing"),
+        (lambda tensors: tensors[f"{Q}.weight_scale_inv"].fill_(float("nan")), "has scales that are NaN"),
+        (lambda tensors: tensors[f"{Q}.weight_scale_inv"].fill_(float("inf")), "has scales that are"),
+        (lambda tensors: tensors.update({f"{Q}.weight_scale_inv": torch.ones(3, 2)}), "expected float32 or 16-bit"),
+        (lambda tensors: tensors.update({f"{Q}.weight": torch.zeros(192, 192)}), "expected torch.float8_e4m3fn"),
+    ],
+)
+def test_broken_tensors_are_refused(tmp_path, change, message):
+    tensors, _ = written(tmp_path / "made", fresh_model(), "fp8", {Q: Block})
+    change(tensors)
+    save_file(tensors, tmp_path / "made" / "model.safetensors")
+    with pytest.raises(ValueError, match=message):
+        loaded(tmp_path / "made")
+
+
+@pytest.mark.parametrize(
+    ("library", "change", "message"),
+    [
+        ("fp8", {"weight_block_size": [64, 128]}, r"weight_block_size: expected \[128, 128\] or null"),
+        ("fp8", {"activation_scheme": "static"}, "activation_scheme: expected 'dynamic', got 'static'"),
+        ("fp8", {"expert_dtype": "fp4"}, "expert_dtype: expected 'fp8', got 'fp4'"),
+        ("fp8", {"fmt": "e5m2"}, "fmt: expected 'e4m3'"),
+        ("compressed-tensors", {"block_structure": [64, 64]}, "expected symmetric floats of"),
+    ],
+)
+def test_other_configurations_are_refused(tmp_path, library, change, message):
+    written(tmp_path / "made", fresh_model(), library, {Q: Block})
+    file = tmp_path / "made" / "config.json"
+    config = json.loads(file.read_text())
+    described = config["quantization_config"]
+    (described if library == "fp8" else described["config_groups"]["Block"]["weights"]).update(change)
+    file.write_text(json.dumps(config))
+    with pytest.raises(ValueError, match=message):
+        loaded(tmp_path / "made")
+
+
+# ---------------------------------------------------------------- experts
+
+MIXTRAL = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 1, "num_attention_heads": 2,
+           "num_key_value_heads": 1, "vocab_size": 32, "num_local_experts": 3}  # fmt: skip
+FILE = "model.layers.0.block_sparse_moe.experts"
+MODEL = "model.layers.0.mlp.experts"
+
+
+def experts_model():
+    torch.manual_seed(0)
+    return AutoModelForCausalLM.from_config(AutoConfig.for_model("mixtral", **MIXTRAL), dtype=torch.float32).eval()
+
+
+def experts_file(folder, library, kind, same_scales=True):
+    """A checkpoint with experts one by one; returns what they mean: gate and up, down."""
+    model, tensors, meant = experts_model(), {}, []
+    for name, tensor in model.state_dict().items():
+        if not name.startswith(MODEL):
+            tensors[name.replace("mlp.gate.weight", "block_sparse_moe.gate.weight")] = tensor
+    for expert in range(3):
+        for leaf, shape in (("w1", (256, 128)), ("w3", (256, 128)), ("w2", (128, 256))):
+            torch.manual_seed(100 * expert + (leaf == "w2") if same_scales else 10 * expert + int(leaf[1]))
+            found, meaning = kind.tensors(torch.randn(shape) / 8, library)
+            meant.append(meaning)
+            tensors |= {f"{FILE}.{expert}.{leaf}.{suffix}": part.contiguous() for suffix, part in found.items()}
+    folder.mkdir()
+    save_file(tensors, folder / "model.safetensors")
+    names = {name.rpartition(".")[0]: kind for name in tensors if name.startswith(FILE)}
+    config = model.config.to_dict() | {"quantization_config": config_of(library, names)}
+    (folder / "config.json").write_text(json.dumps(config))
+    each = [torch.cat(meant[3 * expert : 3 * expert + 2]) for expert in range(3)]
+    return tensors, torch.stack(each), torch.stack(meant[2::3])
+
+
+@pytest.mark.parametrize(("library", "kind"), [("modelopt", Tensor), ("compressed-tensors", Row), ("fp8", Block)])
+def test_experts_one_by_one_are_combined_and_written_again(tmp_path, library, kind):
+    tensors, gate_up, down = experts_file(tmp_path / "made", library, kind)
+    model = experts_model()
+    fp4compile.load_packed(model, tmp_path / "made")
+    found = [module for module in model.modules() if isinstance(module, PackedExperts)]
+    assert [torch.equal(one(), meant) for one, meant in zip(found, (gate_up, down), strict=True)] == [True, True]
+    assert logits(model).isfinite().all()
+    fp4compile.export_packed(model, tmp_path / "again", library)
+    assert bits(tensors_of(tmp_path / "again")) == bits(tensors)
+
+
+def test_gate_and_up_with_different_scales_become_rows(tmp_path):
+    _, gate_up, _ = experts_file(tmp_path / "made", "modelopt", Tensor, same_scales=False)
+    model = experts_model()
+    fp4compile.load_packed(model, tmp_path / "made")
+    found = model.get_submodule(f"{MODEL}.gate_up_proj_packed")
+    assert found.layer_format.weight == "float8_rowwise"
+    assert torch.equal(found(), gate_up)
+
+
+def test_experts_in_one_tensor_are_read(tmp_path):
+    tensors, gate_up, down = experts_file(tmp_path / "made", "fp8", Block)
+    parts = {name: tensors.pop(name) for name in list(tensors) if name.startswith(FILE)}
+    for child, leaves in (("gate_up_proj", ("w1", "w3")), ("down_proj", ("w2",))):
+        for suffix, own in (("weight", ""), ("weight_scale_inv", "_scale_inv")):
+            each = [torch.cat([parts[f"{FILE}.{expert}.{leaf}.{suffix}"].view(torch.uint8) for leaf in leaves])
+                    for expert in range(3)]  # fmt: skip
+            dtype = parts[f"{FILE}.0.w1.{suffix}"].dtype
+            tensors[f"{MODEL}.{child}{own}"] = torch.stack(each).view(dtype)
+    save_file(tensors, tmp_path / "made" / "model.safetensors")
+    model = experts_model()
+    fp4compile.load_packed(model, tmp_path / "made")
+    assert torch.equal(model.get_submodule(f"{MODEL}.gate_up_proj_packed")(), gate_up)
+    assert torch.equal(model.get_submodule(f"{MODEL}.down_proj_packed")(), down)
+
+
+# ---------------------------------------------------------------- one scale for layers that engines fuse
+
+
+def unlike_model():
+    model = fresh_model()
+    with torch.no_grad():
+        model.get_submodule("model.layers.0.self_attn.k_proj").weight.div_(4)
+    return model
+
+
+def test_a_reader_with_one_scale_would_lose_what_the_warning_says(tmp_path):
+    model = unlike_model()
+    fp4compile.pack_(model, "nvfp4_weight_only", progress=False)
+    with pytest.warns(UserWarning, match=r"k_proj' falls to (-\d+\.\d) dB at most. pack_\(shared_scales=True\)") as found:
+        fp4compile.export_packed(model, tmp_path / "made")
+    said = float(str(found[0].message).split(" dB at most")[0].rpartition(" ")[2])
+    q, k, v = (model.get_submodule(f"model.layers.0.self_attn.{leaf}_proj") for leaf in "qkv")
+    largest = max(one.weight_outer for one in (q, k, v))
+    wrong = k.weight * (largest / k.weight_outer)
+    weight = unlike_model().get_submodule("model.layers.0.self_attn.k_proj").weight.detach()
+    sqnr = 10 * torch.log10(weight.square().sum() / (weight - wrong).square().sum()).item()
+    assert said == pytest.approx(sqnr, abs=0.3)
+
+
+@pytest.mark.parametrize("recipe", ["nvfp4_weight_only", {"fprop_w": "float8_tensor"}, "nvfp4_static"])
+def test_shared_scales_are_those_of_the_largest_member(tmp_path, recipe, recwarn):
+    model, alone = unlike_model(), unlike_model()
+    if recipe == "nvfp4_static":
+        recipe = fp4compile.calibrate(model, [TOKENS], recipe="nvfp4_static")
+    fp4compile.pack_(alone, recipe, progress=False)
+    fp4compile.pack_(model, recipe, shared_scales=True, progress=False)
+    for group in (("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), ("mlp.gate_proj", "mlp.up_proj")):
+        members = [model.get_submodule(f"model.layers.0.{name}") for name in group]
+        own = [alone.get_submodule(f"model.layers.0.{name}") for name in group]
+        assert {one.weight_outer.item() for one in members} == {max(one.weight_outer.item() for one in own)}
+        static = [one.layer_format.activation_outer for one in own]
+        assert {one.layer_format.activation_outer for one in members} == {None if None in static else max(static)}
+    down = (one.get_submodule(DOWN) for one in (model, alone))
+    assert torch.equal(*(one.weight_data for one in down))
+    if recipe != {"fprop_w": "float8_tensor"}:
+        recwarn.clear()
+        fp4compile.export_packed(model, tmp_path / "made")
+        assert not [one for one in recwarn if "global scales" in str(one.message)]
