@@ -17,6 +17,7 @@ import torch
 ELEMENT_MAX = {"e2m1": 6.0, "e4m3": 448.0, "e5m2": 57344.0}
 ELEMENT_DTYPE = {"e2m1": torch.uint8, "e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
 SCALE_DTYPE = {"e4m3": torch.float8_e4m3fn, "e8m0": torch.float8_e8m0fnu}
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}  # by bytes
 
 NVFP4_CONTRACTS = ("torchao", "te")
 MX_CONTRACTS = ("floor", "ceil", "even", "rceil")
@@ -35,6 +36,17 @@ def unknown_name(what: str, name: object, allowed: Iterable[str]) -> str:
     near = difflib.get_close_matches(str(name).casefold(), lower, n=1)
     hint = f" Did you mean {lower[near[0]]!r}?" if near else ""
     return f"unknown {what} {name!r}.{hint} Allowed: {', '.join(allowed)}"
+
+
+def integer_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The integer dtype of the same size, of up to four bytes."""
+    return _INTEGERS[dtype.itemsize]
+
+
+def as_integers(x: torch.Tensor) -> torch.Tensor:
+    """The bits of x, viewed as integers, which torch pads, repeats and indexes; not all floats of one byte."""
+    dtype = integer_dtype(x.dtype)
+    return x if x.dtype == dtype else x.view(dtype)
 
 
 @dataclass(frozen=True)
@@ -128,6 +140,16 @@ class BlockFormat:
     def block_cols(self) -> int:
         """Elements along the quantised dimension that share a scale; 1 without block scales (no padding)."""
         return 1 if self.block is None else self.block[1]
+
+    @property
+    def swizzles(self) -> bool:
+        """Whether its block scales have the layout "swizzled": matrix units read scales of one byte."""
+        return self.scale is not None and self.scale_dtype.itemsize == 1
+
+    @property
+    def exact(self) -> bool:
+        """Whether 16 bits hold every element * block scale (`values_dtype`): not with scales of more bits."""
+        return self.scale is None or self.swizzles
 
     def nbytes(self, rows: int, cols: int, matrices: int = 1) -> int:
         """Bytes of codes and linear scales of matrices [rows, cols] that are quantised along cols."""

@@ -18,7 +18,7 @@ from contextvars import ContextVar
 import torch
 import torch.nn.functional as F
 
-from fp4compile.formats.formats import ELEMENT_MAX, BlockFormat
+from fp4compile.formats.formats import ELEMENT_MAX, BlockFormat, as_integers
 from fp4compile.formats.layouts import ceil_div, from_swizzled, to_swizzled
 from fp4compile.formats.operand import Operand
 
@@ -320,14 +320,14 @@ def _lay_out(scales: torch.Tensor, fmt: BlockFormat, rows: int, layout: str) -> 
     if layout == "linear":
         return scales.contiguous()
     if fmt.square:  # the matrix units read a scale for each row
-        scales = _repeat_square_scales(scales, fmt, rows)
+        scales = scales_of_rows(scales, fmt, rows)
     return to_swizzled(scales)
 
 
-def _repeat_square_scales(scales: torch.Tensor, fmt: BlockFormat, rows: int) -> torch.Tensor:
+def scales_of_rows(scales: torch.Tensor, fmt: BlockFormat, rows: int) -> torch.Tensor:
     """Scales of square blocks, [..., R / br, C] -> a scale for each row, [..., R, C]."""
-    repeated = scales.view(torch.uint8).repeat_interleave(fmt.block[0], dim=-2)
-    return repeated[..., :rows, :].view(scales.dtype)
+    repeated = as_integers(scales).repeat_interleave(fmt.block[0], dim=-2)
+    return repeated.narrow(-2, 0, rows).view(scales.dtype)
 
 
 def largest(x: torch.Tensor, per_row: bool) -> torch.Tensor:
@@ -418,7 +418,7 @@ def dequantize_blocks(data: torch.Tensor, scales: torch.Tensor | None, fmt: Bloc
     if scales.dim() < data.dim():
         scales = from_swizzled(scales, data.shape[-2], values.shape[-1] // fmt.block_cols)
     elif fmt.square:
-        scales = _repeat_square_scales(scales, fmt, data.shape[-2])
+        scales = scales_of_rows(scales, fmt, data.shape[-2])
     decoded = e8m0_decode(scales.view(torch.uint8)) if fmt.scale == "e8m0" else scales.float()
     blocks = values.unflatten(-1, (scales.shape[-1], fmt.block_cols))
     return (blocks * decoded.unsqueeze(-1)).flatten(-2)

@@ -1,6 +1,7 @@
 """Device functions for block scales, outer scales and the factors that encode elements.
 
-Amaxes come in as bits of float32 magnitudes (int32). Scales go out as bytes in an int32. `ISA`: see `elements`.
+Amaxes come in as bits of float32 magnitudes (int32). Scales go out as their bits in an int32: a byte, or all 32.
+`ISA`: see `elements`.
 """
 
 import triton
@@ -23,6 +24,12 @@ def reciprocal_max(element):
 def emax(element):
     """Exponent of the largest power of two among the elements."""
     return {"e2m1": 2, "e4m3": 8, "e5m2": 15}[element]
+
+
+@triton.constexpr_function
+def scale_bits(scale):
+    """Bits of a block scale."""
+    return {"e8m0": 8, "e4m3": 8}[scale]
 
 
 @triton.jit
@@ -87,7 +94,7 @@ def e4m3_round(value, ISA: tl.constexpr):
 
 @triton.jit
 def decode_scale(byte, SCALE: tl.constexpr, ISA: tl.constexpr):
-    """Scale bytes (uint8) -> float32."""
+    """The bits of scales, as they are loaded -> float32."""
     code = byte.to(tl.int32)
     if SCALE == "e4m3":
         return fp8_value(code, "e4m3")
@@ -207,7 +214,7 @@ def block_scale(
     amax_bits, encode, decode, has_outer: tl.constexpr,
     ELEMENT: tl.constexpr, SCALE: tl.constexpr, CONTRACT: tl.constexpr, ISA: tl.constexpr,
 ):  # fmt: skip
-    """Bits of block amaxes -> (scale bytes as int32, factors that encode the block's elements).
+    """Bits of block amaxes -> (bits of scales as int32, factors that encode the block's elements).
 
     encode, decode: outer scales, which broadcast to the amaxes; not used unless has_outer.
     """
