@@ -128,7 +128,7 @@ class Problem:
 
     @cached_property
     def compute(self) -> str:
-        """The type of both operands' values: a 16-bit one where it holds them all, else "fp32" (`device.dequantize`)."""
+        """The type of the operands' values: a 16-bit one where it holds them all, else "fp32" (`device.dequantize`)."""
         plain = [x.dtype for x in (self.a, self.b) if x.format is None]
         if any(x.format is not None and not x.format.exact for x in (self.a, self.b)):
             return "fp32"
