@@ -95,8 +95,8 @@ class Epilogue:
 
 
 def serves_quantize(fmt: BlockFormat) -> bool:
-    """Whether an epilogue can quantise to a format: scales depend on a block of a row, and a static outer scale."""
-    return fmt.scale is not None and not fmt.square and fmt.outer != "row"
+    """Whether an epilogue can quantise to a format: scales of one byte, of blocks of a row; a static outer scale."""
+    return fmt.swizzles and not fmt.square and fmt.outer != "row"
 
 
 def _spec(text: str) -> QuantizeSpec:

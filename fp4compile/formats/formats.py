@@ -16,10 +16,13 @@ import torch
 
 ELEMENT_MAX = {"e2m1": 6.0, "e4m3": 448.0, "e5m2": 57344.0}
 ELEMENT_DTYPE = {"e2m1": torch.uint8, "e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
-SCALE_DTYPE = {"e4m3": torch.float8_e4m3fn, "e8m0": torch.float8_e8m0fnu}
+SCALE_DTYPE = {"e4m3": torch.float8_e4m3fn, "e8m0": torch.float8_e8m0fnu, "float32": torch.float32}
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}  # by bytes
 
 NVFP4_CONTRACTS = ("torchao", "te")
 MX_CONTRACTS = ("floor", "ceil", "even", "rceil")
+FLOAT8_CONTRACTS = ("torchao", "te", "te_pow2")
+_FLOAT8_BLOCKS = tuple((rows, n) for n in (32, 64, 128) for rows in (1, n))
 
 # How the block scales of a weight are chosen; see `reference_scales`.
 SCALE_RULES = ("amax", "mse", "four_over_six")
@@ -37,15 +40,27 @@ def unknown_name(what: str, name: object, allowed: Iterable[str]) -> str:
     return f"unknown {what} {name!r}.{hint} Allowed: {', '.join(allowed)}"
 
 
+def integer_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The integer dtype of the same size, of up to four bytes."""
+    return _INTEGERS[dtype.itemsize]
+
+
+def as_integers(x: torch.Tensor) -> torch.Tensor:
+    """The bits of x, viewed as integers, which torch pads, repeats and indexes; not all floats of one byte."""
+    dtype = integer_dtype(x.dtype)
+    return x if x.dtype == dtype else x.view(dtype)
+
+
 @dataclass(frozen=True)
 class BlockFormat:
     """A block-scaled number format.
 
     element: "e2m1" (FP4, two codes a byte), "e4m3" or "e5m2" (FP8).
     block: (rows, columns) that share one block scale; None where a format has no block scales.
-    scale: type of the block scale, "e4m3" (NVFP4) or "e8m0" (MX); None without block scales.
+    scale: type of the block scale, "e4m3" (NVFP4), "e8m0" (MX) or "float32" (FP8); None without block scales (FP8).
     outer: granularity of the float32 outer scale: None, "tensor" or "row".
-    contract: whose bits: NVFP4 "torchao" or "te"; MX "floor", "ceil", "even" or "rceil".
+    contract: whose bits: NVFP4 "torchao" or "te"; MX "floor", "ceil", "even" or "rceil"; FP8 "torchao", "te" or
+        "te_pow2", whose scales are powers of two.
 
     Raises ValueError for a combination that no contract defines.
     """
@@ -65,6 +80,8 @@ class BlockFormat:
             self._check_nvfp4()
         elif self.scale == "e8m0":
             self._check_mx()
+        elif self.scale == "float32":
+            self._check_float8()
         elif self.scale is None:
             if (self.element, self.block, self.outer, self.contract) != ("e4m3", None, "row", "torchao"):
                 raise ValueError(
@@ -72,7 +89,7 @@ class BlockFormat:
                     f"contract 'torchao'; got {self.element!r}, {self.block}, {self.outer!r}, {self.contract!r}"
                 )
         else:
-            raise ValueError(f"scale={self.scale!r}: allowed are 'e4m3' (NVFP4), 'e8m0' (MX), None")
+            raise ValueError(f"scale={self.scale!r}: allowed are 'e4m3' (NVFP4), 'e8m0' (MX), 'float32' (FP8), None")
 
     def _check_nvfp4(self) -> None:
         if self.element != "e2m1":
@@ -93,6 +110,16 @@ class BlockFormat:
             raise ValueError(f"outer={self.outer!r}: MX formats have no outer scale")
         if self.contract not in MX_CONTRACTS:
             raise ValueError(unknown_name("contract for E8M0 scales", self.contract, MX_CONTRACTS))
+
+    def _check_float8(self) -> None:
+        if self.packed:
+            raise ValueError(f"element={self.element!r}: FP4 goes with block scales 'e4m3' or 'e8m0'")
+        if self.block not in _FLOAT8_BLOCKS:
+            raise ValueError(f"block={self.block}: float32 block scales serve blocks 1xN and NxN, N of 32, 64 or 128")
+        if self.outer is not None:
+            raise ValueError(f"outer={self.outer!r}: formats with float32 block scales have no outer scale")
+        if self.contract not in FLOAT8_CONTRACTS:
+            raise ValueError(unknown_name("contract for float32 scales", self.contract, FLOAT8_CONTRACTS))
 
     @property
     def values_dtype(self) -> torch.dtype:
@@ -128,6 +155,16 @@ class BlockFormat:
     def block_cols(self) -> int:
         """Elements along the quantised dimension that share a scale; 1 without block scales (no padding)."""
         return 1 if self.block is None else self.block[1]
+
+    @property
+    def swizzles(self) -> bool:
+        """Whether its block scales have the layout "swizzled": matrix units read scales of one byte."""
+        return self.scale is not None and self.scale_dtype.itemsize == 1
+
+    @property
+    def exact(self) -> bool:
+        """Whether 16 bits hold every element * block scale (`values_dtype`): not with scales of more bits."""
+        return self.scale is None or self.swizzles
 
     def nbytes(self, rows: int, cols: int, matrices: int = 1) -> int:
         """Bytes of codes and linear scales of matrices [rows, cols] that are quantised along cols."""

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from fp4compile.formats.formats import BlockFormat
+from fp4compile.formats.formats import BlockFormat, as_integers
 
 LAYOUTS = ("linear", "swizzled")
 TILE_ROWS, TILE_COLS = 128, 4
@@ -22,14 +22,14 @@ def scale_layout(format: BlockFormat, *, native: bool) -> str:
     """The layout of an operand's block scales: "swizzled" for a native product, "linear" for every other.
 
     native: whether block-scaled matrix units compute the product; they read the scales themselves. A format without
-    block scales is "linear".
+    block scales of one byte is "linear".
 
     All code that stores scales follows this rule. An operand in a graph is native if its product is native
     (`analysis.plan`). A weight in `weights.cache` has the layout that its graph requests. The weight of a packed layer
     is native if the layer's products are native on the weight's device (`weights.scale_layout`); in files, which serve
     every device, its scales are linear.
     """
-    return "swizzled" if native and format.scale is not None else "linear"
+    return "swizzled" if native and format.swizzles else "linear"
 
 
 def ceil_div(n: Any, d: int) -> Any:
@@ -47,7 +47,7 @@ def to_swizzled(scales: torch.Tensor) -> torch.Tensor:
     *batch, rows, cols = scales.shape
     tiles_r, tiles_c = ceil_div(rows, TILE_ROWS), ceil_div(cols, TILE_COLS)
     pad = (0, tiles_c * TILE_COLS - cols, 0, tiles_r * TILE_ROWS - rows)
-    padded = F.pad(scales.view(torch.uint8), pad)
+    padded = F.pad(as_integers(scales), pad)
     tiles = padded.reshape(*batch, tiles_r, TILE_ROWS // 32, 32, tiles_c, TILE_COLS)
     n = len(batch)
     tiles = tiles.permute(*range(n), n, n + 3, n + 2, n + 1, n + 4)  # tile row, tile column, r % 32, r // 32, c
@@ -65,7 +65,7 @@ def from_swizzled(swizzled: torch.Tensor, rows: int, cols: int) -> torch.Tensor:
             f"swizzled scales of a {rows}x{cols} scale matrix take {swizzled_numel(rows, cols)} bytes, got {numel}"
         )
     tiles_r, tiles_c = ceil_div(rows, TILE_ROWS), ceil_div(cols, TILE_COLS)
-    tiles = swizzled.view(torch.uint8).reshape(*batch, tiles_r, tiles_c, 32, TILE_ROWS // 32, TILE_COLS)
+    tiles = as_integers(swizzled).reshape(*batch, tiles_r, tiles_c, 32, TILE_ROWS // 32, TILE_COLS)
     n = len(batch)
     padded = tiles.permute(*range(n), n, n + 3, n + 2, n + 1, n + 4)
     padded = padded.reshape(*batch, tiles_r * TILE_ROWS, tiles_c * TILE_COLS)

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from fp4compile.formats.epilogue import Epilogue
-from fp4compile.formats.formats import BlockFormat
+from fp4compile.formats.formats import BlockFormat, as_integers
 from fp4compile.formats.grouping import Grouping
 from fp4compile.formats.product_spec import OperandSpec, ProductSpec, formats_of, parse
 from fp4compile.formats.quantize_spec import QuantizeSpec
@@ -65,9 +65,7 @@ def taken(b: Operand, index: torch.Tensor) -> Operand:
     """A copy of the matrices b[index] of B [E, N, K], for an int index [S]."""
 
     def each(x: torch.Tensor) -> torch.Tensor:
-        if x.dim() == 0:
-            return x  # torch cannot index all dtypes of one byte
-        return x.view(torch.uint8)[index].view(x.dtype) if x.element_size() == 1 else x[index]
+        return as_integers(x)[index].view(x.dtype) if x.dim() else x
 
     scales, outer = (None if x is None else each(x) for x in (b.scales, b.outer))
     return Operand(each(b.data), scales, outer, b.format)

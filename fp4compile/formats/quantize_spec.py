@@ -56,6 +56,8 @@ class QuantizeSpec:
         fmt = self.format
         if self.layout not in LAYOUTS:
             raise ValueError(unknown_name("layout", self.layout, LAYOUTS))
+        if self.layout == "swizzled" and fmt.scale is not None and not fmt.swizzles:
+            raise ValueError(f"layout='swizzled': is for block scales of one byte, format {fmt.name} has {fmt.scale}")
         if self.dims not in ((ROWS,), (COLUMNS,), (ROWS, COLUMNS)):
             raise ValueError(f"dim={list(self.dims)}: expected -1, -2 or [-1, -2]")
         if self.seeded and not fmt.packed:
@@ -134,7 +136,7 @@ class QuantizeSpec:
     @property
     def swizzled(self) -> bool:
         """Whether there are block scales in the swizzled layout."""
-        return self.layout == "swizzled" and self.format.scale is not None
+        return self.layout == "swizzled" and self.format.swizzles
 
     @cached_property
     def columns_separate(self) -> bool:

@@ -18,7 +18,7 @@ from contextvars import ContextVar
 import torch
 import torch.nn.functional as F
 
-from fp4compile.formats.formats import ELEMENT_MAX, BlockFormat
+from fp4compile.formats.formats import ELEMENT_MAX, BlockFormat, as_integers
 from fp4compile.formats.layouts import ceil_div, from_swizzled, to_swizzled
 from fp4compile.formats.operand import Operand
 
@@ -263,15 +263,17 @@ def quantize(
         row = quantize(x.unsqueeze(0), fmt, outer, layout, seed=seed, stream=stream, transform=transform, amax=amax)
         return drop_row(row, layout)
     x = hadamard(x) if transform else x.float()
-    if fmt.scale is None:
-        return _quantize_rowwise(x, fmt, outer, amax)
     if amax is None and outer is None and fmt.outer is not None:
         amax = largest(x, per_row=fmt.outer == "row")
+    if fmt.scale is None:
+        return _quantize_unblocked(x, fmt, outer, amax)
     blocks = _blocks(x, fmt)
     block_amax = blocks.abs().amax((-3, -1))  # NaN propagates
     if fmt.scale == "e8m0":
         byte = e8m0_scale(block_amax, fmt.element, fmt.contract)
         scales, factor = byte.view(torch.float8_e8m0fnu), _exp2(127 - byte.to(torch.int32))
+    elif fmt.scale == "float32":
+        factor, scales = float8_scale(torch.where(block_amax.isfinite(), block_amax, torch.nan), fmt)
     elif fmt.contract == "torchao":
         outer = _torchao_outer(amax) if outer is None and fmt.outer else outer
         scales, factor = _torchao_scales(block_amax, outer)
@@ -320,14 +322,14 @@ def _lay_out(scales: torch.Tensor, fmt: BlockFormat, rows: int, layout: str) -> 
     if layout == "linear":
         return scales.contiguous()
     if fmt.square:  # the matrix units read a scale for each row
-        scales = _repeat_square_scales(scales, fmt, rows)
+        scales = scales_of_rows(scales, fmt, rows)
     return to_swizzled(scales)
 
 
-def _repeat_square_scales(scales: torch.Tensor, fmt: BlockFormat, rows: int) -> torch.Tensor:
+def scales_of_rows(scales: torch.Tensor, fmt: BlockFormat, rows: int) -> torch.Tensor:
     """Scales of square blocks, [..., R / br, C] -> a scale for each row, [..., R, C]."""
-    repeated = scales.view(torch.uint8).repeat_interleave(fmt.block[0], dim=-2)
-    return repeated[..., :rows, :].view(scales.dtype)
+    repeated = as_integers(scales).repeat_interleave(fmt.block[0], dim=-2)
+    return repeated.narrow(-2, 0, rows).view(scales.dtype)
 
 
 def largest(x: torch.Tensor, per_row: bool) -> torch.Tensor:
@@ -340,7 +342,7 @@ def largest(x: torch.Tensor, per_row: bool) -> torch.Tensor:
 def outer_of(amax: torch.Tensor, fmt: BlockFormat) -> torch.Tensor:
     """The dynamic decode factor of a format for amaxes, each taken over the elements that share one factor."""
     if fmt.scale is None:
-        return 1.0 / _rowwise_encode(amax)
+        return float8_scale(amax, fmt)[1]
     return _torchao_outer(amax) if fmt.contract == "torchao" else 1.0 / _te_encode(amax)
 
 
@@ -388,27 +390,37 @@ def _te_scales(amax: torch.Tensor, senc: torch.Tensor, outer: torch.Tensor | Non
     return scales, (1.0 / (s if outer is None else s * outer)).clamp(max=FLT_MAX)
 
 
-def _quantize_rowwise(x: torch.Tensor, fmt: BlockFormat, outer, amax):
-    """torchao float8 rowwise: encode = 448 / max(amax, 1e-12), divided in float64; decode = 1 / encode."""
-    if outer is None:
-        encode = _rowwise_encode(largest(x, per_row=True) if amax is None else amax)
-        outer = 1.0 / encode
-    else:
-        encode = _encode_scale(outer)
+def _quantize_unblocked(x: torch.Tensor, fmt: BlockFormat, outer, amax):
+    """FP8 without block scales: codes, None, and the outer scale of the tensor or of each row."""
+    encode, outer = float8_scale(amax, fmt) if outer is None else (_encode_scale(outer), outer)
     # Saturation would hide an infinite element, which a static scale does not show either.
     y = (x * encode).masked_fill_(x.isinf(), torch.nan)
     return saturate(y, fmt.data_dtype).contiguous(), None, outer
 
 
-def _rowwise_encode(amax: torch.Tensor) -> torch.Tensor:
-    return (E4M3_MAX / amax.double().clamp(min=FLOAT8_AMAX_EPS)).float()
+def float8_scale(amax: torch.Tensor, fmt: BlockFormat) -> tuple[torch.Tensor, torch.Tensor]:
+    """(encode, decode) factors of FP8 elements, float32, from the amaxes of those that share one.
+
+    Decode is 1 / encode, and encode the largest element / the amax. Contract torchao: divided in float64, the amax at
+    least 1e-12. Contract te: at most FLT_MAX, and 1 for an amax of 0. Contract te_pow2: that, rounded down to a power
+    of two.
+    """
+    if fmt.contract == "torchao":
+        encode = (fmt.element_max / amax.double().clamp(min=FLOAT8_AMAX_EPS)).float()
+    else:
+        encode = _divide(fmt.element_max, amax).clamp(max=FLT_MAX)
+        encode = torch.where(amax == 0, 1.0, encode)
+    if fmt.contract == "te_pow2":
+        power = (encode.view(torch.int32) & 0x7F800000).view(torch.float32)
+        encode = torch.where(encode.isnan(), encode, power)
+    return encode, 1.0 / encode
 
 
 # ---------------------------------------------------------------- dequantise and multiply
 
 
 def dequantize_blocks(data: torch.Tensor, scales: torch.Tensor | None, fmt: BlockFormat) -> torch.Tensor:
-    """Codes times block scales in float32, without the outer scale: [..., R, padded K]. Every product is exact.
+    """Codes times block scales in float32, without the outer scale: [..., R, padded K]. Exact where `fmt.exact`.
 
     scales: linear (as many dimensions as data) or swizzled (one fewer).
     """
@@ -418,7 +430,7 @@ def dequantize_blocks(data: torch.Tensor, scales: torch.Tensor | None, fmt: Bloc
     if scales.dim() < data.dim():
         scales = from_swizzled(scales, data.shape[-2], values.shape[-1] // fmt.block_cols)
     elif fmt.square:
-        scales = _repeat_square_scales(scales, fmt, data.shape[-2])
+        scales = scales_of_rows(scales, fmt, data.shape[-2])
     decoded = e8m0_decode(scales.view(torch.uint8)) if fmt.scale == "e8m0" else scales.float()
     blocks = values.unflatten(-1, (scales.shape[-1], fmt.block_cols))
     return (blocks * decoded.unsqueeze(-1)).flatten(-2)

@@ -9,7 +9,7 @@ from dataclasses import replace
 import torch
 
 from fp4compile.formats import reference, reference_scales
-from fp4compile.formats.formats import BlockFormat
+from fp4compile.formats.formats import BlockFormat, as_integers
 from fp4compile.formats.grouping import Groups, padded_rows
 from fp4compile.formats.layouts import TILE_ROWS, ceil_div, from_swizzled, to_swizzled
 from fp4compile.formats.operand import Operand
@@ -207,7 +207,7 @@ def _padded(x: torch.Tensor, groups: Groups) -> tuple[torch.Tensor, torch.Tensor
     filled = row < groups.rows
     if not groups.rows:
         return x.new_zeros((row.shape[0], *x.shape[1:])), group, filled
-    taken = _bytes(x)[row.clamp(max=groups.rows - 1)]
+    taken = as_integers(x)[row.clamp(max=groups.rows - 1)]
     taken[~filled] = 0
     return taken.view(x.dtype), group, filled
 
@@ -221,13 +221,8 @@ def _largest_of_groups(values: torch.Tensor, group: torch.Tensor, count: int) ->
 
 def _cleared(x: torch.Tensor, filled: torch.Tensor) -> torch.Tensor:
     """Zero codes or block scales [K, ...] in the blocks without a row of a group. filled: bool [blocks]."""
-    blocks = _bytes(x).unflatten(1, (filled.shape[0], -1))
+    blocks = as_integers(x).unflatten(1, (filled.shape[0], -1))
     return blocks.mul(filled[:, None]).flatten(1).view(x.dtype)
-
-
-def _bytes(x: torch.Tensor) -> torch.Tensor:
-    """x, viewed as uint8 if its elements are bytes: torch has no arithmetic on 8-bit floats."""
-    return x.view(torch.uint8) if x.element_size() == 1 else x
 
 
 def with_linear_scales(x: Operand, groups: Groups | None = None) -> Operand:
@@ -241,7 +236,7 @@ def with_linear_scales(x: Operand, groups: Groups | None = None) -> Operand:
         row = torch.arange(groups.rows, device=scales.device)
         group = groups.of_rows.clamp(max=groups.count - 1)
         place = (groups.padded_starts - groups.starts)[group] + row
-        scales = _bytes(scales)[place.clamp(max=rows - 1)].view(scales.dtype)
+        scales = as_integers(scales)[place.clamp(max=rows - 1)].view(scales.dtype)
     return replace(x, scales=scales)
 
 
@@ -271,15 +266,15 @@ def matrix_of_group(x: Operand, g: int) -> Operand:
 def _run(x: Operand, g: int, start: int, length: int, with_padding: bool) -> Operand:
     """The columns of group g along the contraction: from `start` on, `length` of them rounded up to whole blocks.
 
-    with_padding: round up to 32 elements, the longest block of any format, so that both operands have one length. After
-    the Hadamard transform the padding of a block is not zero.
+    with_padding: round up to 32 elements, or a longer block, so that both operands have one length. After the Hadamard
+    transform the padding of a block is not zero.
     """
-    unit = 32 if with_padding else 1 if x.format is None else x.format.block_cols
+    block = 1 if x.format is None else x.format.block_cols
+    unit = max(32, block) if with_padding else block
     length = ceil_div(length, unit) * unit
     per_byte = 2 if x.format is not None and x.format.packed else 1
     data, scales = x.data[:, start // per_byte : (start + length) // per_byte], x.scales
     if scales is not None:
-        block = x.format.block_cols
         scales = scales[:, start // block : (start + length) // block]
     outer = x.outer if x.outer is None or not x.outer.dim() else x.outer[g]
     return Operand(data, scales, outer, x.format)

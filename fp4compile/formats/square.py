@@ -6,7 +6,7 @@ The functions take linear block scales, and codes or scales as bytes too: collec
 import torch
 
 from fp4compile.formats import reference
-from fp4compile.formats.formats import BlockFormat
+from fp4compile.formats.formats import BlockFormat, as_integers
 
 
 def transposed_codes(data: torch.Tensor, fmt: BlockFormat, cols: int) -> torch.Tensor:
@@ -17,15 +17,9 @@ def transposed_codes(data: torch.Tensor, fmt: BlockFormat, cols: int) -> torch.T
     """
     if fmt.packed:
         return reference.pack(reference.unpack(data)[:, :cols].t())
-    return data.view(torch.uint8)[:, :cols].t().view(data.dtype)
+    return as_integers(data)[:, :cols].t().view(data.dtype)
 
 
 def transposed_scales(scales: torch.Tensor) -> torch.Tensor:
     """The block scales along the columns of a matrix, made of the block scales along its rows."""
-    return scales.view(torch.uint8).t().contiguous().view(scales.dtype)
-
-
-def scales_of_rows(scales: torch.Tensor, fmt: BlockFormat, rows: int) -> torch.Tensor:
-    """The scales [..., rows, blocks] of each row, which matrix units read; scales: one row for the rows of a block."""
-    step = 1 if fmt.block is None else fmt.block[0]
-    return scales.view(torch.uint8).repeat_interleave(step, -2).narrow(-2, 0, rows).view(scales.dtype)
+    return as_integers(scales).t().contiguous().view(scales.dtype)

@@ -233,4 +233,4 @@ def stored(fmt: BlockFormat, lines: int, length: int, native: bool) -> float:
         return codes + FLOAT32 * lines
     if native:  # in the swizzled layout, square blocks also have a scale for each row
         return codes + swizzled_numel(lines, blocks)
-    return codes + ceil_div(lines, fmt.block[0] if fmt.block else 1) * blocks
+    return codes + ceil_div(lines, fmt.block[0] if fmt.block else 1) * blocks * fmt.scale_dtype.itemsize

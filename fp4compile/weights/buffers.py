@@ -13,13 +13,13 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from fp4compile import _compat, _inductor_patches
 from fp4compile.formats import formats
+from fp4compile.formats.formats import as_integers, integer_dtype
 from fp4compile.formats.layouts import ceil_div
 from fp4compile.formats.quantize_spec import FLOAT_DTYPES
 from fp4compile.ops.quantize import QUANTIZE
 from fp4compile.report.decibels import decibels
 from fp4compile.weights.scale_checks import check_static
 from fp4compile.weights.scale_layout import laid_out, layout_on
-from fp4compile.weights.sharing import is_byte_float, storable
 from fp4compile.weights.static_scale import static_scale
 
 # The hooks that may read or write a weight in a state dict, so that its layer or module is not packed.
@@ -28,7 +28,7 @@ STATE_HOOKS = (
 )  # fmt: skip
 BUFFERS = ("weight_data", "weight_scales", "weight_outer")
 _DESCRIPTION = "_extra_state"  # the description's name in state dicts
-_SHARDED = ("weight_data", "weight_scales")  # outer scales are few, and a scale of the tensor has no rows
+SHARDED = ("weight_data", "weight_scales")  # outer scales are few, and a scale of the tensor has no rows
 
 
 @dataclass(frozen=True)
@@ -62,10 +62,10 @@ class PackedWeight(nn.Module):
     """A module with a block-scaled weight in buffers: a matrix [out_features, in_features], or one for each expert.
 
     weight_data, weight_scales, weight_outer: buffers as in `BlockScaled`; None where the format has no such part.
-        One-byte floats are uint8 here, in state dicts and in files, because loaders cast to the model's dtype and never
-        cast bytes; `part` views them. They move between devices and are never cast. Block scales have the layout of the
-        device, see `weights.scale_layout`, and are linear in state dicts. `make_shardable` turns codes and scales into
-        parameters.
+        Codes and block scales are integers here, in state dicts and in files, because loaders cast floats to the
+        model's dtype and never cast integers; `part` views them. They move between devices and are never cast. Block
+        scales have the layout of the device, see `weights.scale_layout`, and are linear in state dicts.
+        `make_shardable` turns codes and scales into parameters.
     experts: the number of matrices; None for a single one. in_first: whether the original weight is [..., in, out].
     weight_dtype: the dtype of the dequantised weight: the original weight's, until casts such as `.half()` set it.
     """
@@ -145,7 +145,8 @@ class PackedWeight(nn.Module):
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Set an attribute. Codes and block scales may come in the format's dtype."""
-        super().__setattr__(name, storable(value) if name in BUFFERS and isinstance(value, torch.Tensor) else value)
+        bits = name in SHARDED and isinstance(value, torch.Tensor)
+        super().__setattr__(name, as_integers(value) if bits else value)
 
     @property
     def shardable(self) -> bool:
@@ -154,7 +155,7 @@ class PackedWeight(nn.Module):
 
     def make_shardable(self) -> None:
         """Turn codes and block scales into frozen parameters: FSDP2 shards parameters alone, and casts no bytes."""
-        for name in _SHARDED:
+        for name in SHARDED:
             tensor = self._buffers.pop(name, None)
             if tensor is not None:
                 self.register_parameter(name, nn.Parameter(tensor, requires_grad=False))
@@ -173,7 +174,7 @@ class PackedWeight(nn.Module):
             raise RuntimeError(
                 "weight: this rank has some of its rows; call the module given to fully_shard, or its unshard()"
             )
-        dtype, stored = _dtypes(self.layer_format.weight)[name]
+        dtype, stored = dtypes_of(self.layer_format.weight)[name]
         if tensor.dtype != stored:
             raise TypeError(
                 f"{name}: expected {stored}, got {tensor.dtype}: a loader has cast it. Load without a "
@@ -229,7 +230,7 @@ class PackedWeight(nn.Module):
             # The scales are converted before the move, because a copy to the CPU may still be in progress after it.
             moved["weight_scales"] = self.scales_as("linear", self.weight_scales)
         # A cast of a module casts its floating-point tensors only. As integers, codes and scales are not cast.
-        hidden = {name: tensor.view(_INTEGERS[tensor.dtype.itemsize]) for name, tensor in moved.items()}
+        hidden = {name: as_integers(tensor) for name, tensor in moved.items()}
         self._buffers.update(hidden)
         try:
             super()._apply(fn, recurse)
@@ -293,10 +294,10 @@ class PackedWeight(nn.Module):
 
     def _as_stored(self, state_dict: dict[str, Any], prefix: str) -> dict[str, Any]:
         """A state dict with this layer's tensors as bytes, in the layer's layout, without the description."""
-        found = {name: tensor for name in _SHARDED if (tensor := state_dict.get(prefix + name)) is not None}
+        found = {name: tensor for name in SHARDED if (tensor := state_dict.get(prefix + name)) is not None}
         for name, tensor in found.items():
             if not _is_shard(tensor):
-                tensor = storable(tensor)
+                tensor = as_integers(tensor)
                 found[name] = self.scales_as(self.scale_layout, tensor) if name == "weight_scales" else tensor
         kept = {name: value for name, value in state_dict.items() if name != prefix + _DESCRIPTION}
         return kept | {prefix + name: tensor for name, tensor in found.items()}
@@ -308,11 +309,11 @@ class PackedWeight(nn.Module):
         state, mine = described(state_dict.get(prefix + _DESCRIPTION)), self.description
         if state is not None and {"scale_rule": mine["scale_rule"]} | state != mine:
             return f"the state is of {state}, the layer is {mine}"
-        for name, (_, dtype) in buffer_shapes(self).items():
+        for name, dtypes in dtypes_of(self.layer_format.weight).items():
             given = state_dict.get(prefix + name)
             # States of earlier versions have numbers in the format's dtype.
-            if given is not None and given.dtype not in (dtype, stored_dtype(dtype)):
-                return f"{name} is {given.dtype} in the state, the layer has {dtype}"
+            if given is not None and given.dtype not in dtypes:
+                return f"{name} is {given.dtype} in the state, the layer has {dtypes[0]}"
         return None
 
     @property
@@ -507,7 +508,6 @@ def autocast_dtype(device: torch.device) -> torch.dtype | None:
 
 
 # The integer type of each item size among the buffers.
-_INTEGERS = {1: torch.uint8, 4: torch.int32}
 
 
 def _uncast(before: torch.Tensor, hidden: torch.Tensor, after: torch.Tensor) -> torch.Tensor:
@@ -519,21 +519,16 @@ def _uncast(before: torch.Tensor, hidden: torch.Tensor, after: torch.Tensor) -> 
     return after.view(before.dtype)
 
 
-def stored_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype in which a buffer and a file hold numbers of a dtype: bytes for codes and block scales."""
-    return torch.uint8 if is_byte_float(dtype) else dtype
-
-
 @functools.cache
-def _dtypes(format: str) -> dict[str, tuple[torch.dtype, torch.dtype]]:
-    """The dtype of the numbers in each buffer, and the dtype in which the buffer holds them."""
+def dtypes_of(format: str) -> dict[str, tuple[torch.dtype, torch.dtype]]:
+    """The dtype of the numbers in each buffer, and the dtype in which the buffer and a file hold them."""
     fmt = formats.get(format)
-    dtypes = zip(BUFFERS, (fmt.data_dtype, fmt.scale_dtype, torch.float32), strict=True)
-    return {name: (dtype, stored_dtype(dtype)) for name, dtype in dtypes}
+    found = zip(BUFFERS, (fmt.data_dtype, fmt.scale_dtype, torch.float32), strict=True)
+    return {name: (dtype, integer_dtype(dtype) if name in SHARDED else dtype) for name, dtype in found}
 
 
 def buffer_shapes(layer: PackedWeight) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-    """Shape of each buffer that a layer's format has, with its numbers' dtype, see `stored_dtype`."""
+    """Shape of each buffer that a layer's format has, with its numbers' dtype, see `dtypes_of`."""
     fmt = formats.get(layer.layer_format.weight)
     lead = () if layer.experts is None else (layer.experts,)
     blocks = ceil_div(layer.in_features, fmt.block_cols)

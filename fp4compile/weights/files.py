@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from fp4compile.formats.formats import integer_dtype
 from fp4compile.recipe import Recipe, resolve
 from fp4compile.recipe.atomic_file import write_atomically
 from fp4compile.report.names import unwrapped
@@ -246,12 +247,13 @@ def _add_tied(stored: dict[str, torch.Tensor], kept: dict[str, torch.Tensor]) ->
 def _check_tensors(stored: dict[str, torch.Tensor], expected: dict[str, tuple]) -> None:
     """Raise where tensors of a file are missing, unknown, or of another shape or dtype than expected.
 
-    Byte tensors are viewed as the expected dtype where that has one byte.
+    Bytes, and the integers of block scales, are viewed as the expected dtype where that has their size.
     """
     for name, (shape, dtype) in expected.items():
         if name not in stored:
             raise ValueError(f"tensor {name!r} is missing")
-        if stored[name].dtype == torch.uint8 and is_byte_float(dtype):
+        as_bits = is_byte_float(dtype) or name.endswith(".weight_scales")
+        if as_bits and stored[name].dtype == integer_dtype(dtype):
             stored[name] = stored[name].view(dtype)
         found = stored[name]
         if tuple(found.shape) != tuple(shape) or found.dtype != dtype:

@@ -12,7 +12,7 @@ from fp4compile.formats.formats import BlockFormat
 from fp4compile.formats.grouping import Grouping
 from fp4compile.formats.layouts import from_swizzled, scale_layout, swizzled_numel, to_swizzled
 from fp4compile.formats.product_spec import OperandSpec, ProductSpec
-from fp4compile.formats.square import scales_of_rows
+from fp4compile.formats.reference import scales_of_rows
 from fp4compile.hardware import Target
 from fp4compile.templates.launch import target_of
 

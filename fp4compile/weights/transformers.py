@@ -20,7 +20,7 @@ from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING, AUTO_
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from fp4compile.analysis.module_names import packed_name
-from fp4compile.weights.buffers import PackedWeight, buffer_shapes, is_extra_state, packed_modules, stored_dtype
+from fp4compile.weights.buffers import PackedWeight, buffer_shapes, dtypes_of, is_extra_state, packed_modules
 from fp4compile.weights.decide import decisions
 from fp4compile.weights.experts import states_of
 from fp4compile.weights.linear import leave_fast_paths, obstacle
@@ -157,9 +157,9 @@ class Fp4CompileQuantizer(HfQuantizer):
         return next((dtype for part, dtype in plan.items() if re.search(part.replace("*", ".*"), names[0])), None)
 
     def get_new_dtype(self, converter: Any, param: Any, dtype: torch.dtype | None) -> torch.dtype | None:
-        """Bytes stay bytes: they are codes and scales, also in modules that transformers keeps in float32."""
+        """Integers stay integers: they are codes and scales, also in modules that transformers keeps in float32."""
         stored = param.get_dtype() if hasattr(param, "get_dtype") else param.dtype
-        return None if stored in ("U8", torch.uint8) else dtype
+        return None if stored in ("U8", "I32", torch.uint8, torch.int32) else dtype
 
     # ------------------------------------------------------------ packing what is read
 
@@ -210,9 +210,10 @@ class _Shell(nn.Module):
         self.bias = bias
         self.weight = weight.detach()  # so that it is no parameter
         self.weight._is_hf_initialized = True
-        self.missing = set(buffer_shapes(packed))
-        for name, (shape, dtype) in buffer_shapes(packed).items():
-            self.register_buffer(name, torch.empty(shape, dtype=stored_dtype(dtype), device="meta"))
+        shapes, dtypes = buffer_shapes(packed), dtypes_of(packed.layer_format.weight)
+        self.missing = set(shapes)
+        for name, (shape, _) in shapes.items():
+            self.register_buffer(name, torch.empty(shape, dtype=dtypes[name][1], device="meta"))
 
     def forward(self) -> torch.Tensor:
         """The weight on the meta device, for code of transformers that would initialise it."""

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import itertools
 import pickle
 
 import pytest
@@ -40,6 +41,9 @@ def every_valid_format():
             for mode in ("floor", "ceil", "even", "rceil"):
                 yield BlockFormat(element, block, "e8m0", None, mode)
     yield BlockFormat("e4m3", None, None, "row", "torchao")
+    for element, n, contract in itertools.product(("e4m3", "e5m2"), (32, 64, 128), formats.FLOAT8_CONTRACTS):
+        for block in ((1, n), (n, n)):
+            yield BlockFormat(element, block, "float32", None, contract)
 
 
 def test_named_formats_are_the_documented_ones():
@@ -66,7 +70,7 @@ def test_storage_types():
 
 def test_spec_and_name_read_back_for_every_valid_format():
     all_formats = list(every_valid_format())
-    assert len({fmt.spec for fmt in all_formats}) == len(all_formats) == 32
+    assert len({fmt.spec for fmt in all_formats}) == len(all_formats) == 68
     for fmt in all_formats:
         assert get(fmt.spec) == get(fmt.name) == get(fmt) == fmt
         assert pickle.loads(pickle.dumps(fmt)) == fmt
@@ -86,6 +90,9 @@ def test_frozen():
 NVFP4 = dict(element="e2m1", block=(1, 16), scale="e4m3", outer="tensor", contract="te")
 MXFP8 = dict(element="e4m3", block=(1, 32), scale="e8m0", outer=None, contract="rceil")
 ROWWISE = dict(element="e4m3", block=None, scale=None, outer="row", contract="torchao")
+FLOAT8 = dict(element="e4m3", block=(1, 128), scale="float32", outer=None, contract="te")
+BLOCKS = (None, *((rows, n) for n in (16, 32, 64, 128) for rows in (1, n)), (32, 1), (16, 1), (128, 64))
+CONTRACTS = {*formats.NVFP4_CONTRACTS, *formats.MX_CONTRACTS, *formats.FLOAT8_CONTRACTS, "x"}
 
 CONTRADICTIONS = [
     # base, what is changed, argument the message names
@@ -119,6 +126,11 @@ CONTRADICTIONS = [
     (ROWWISE, dict(outer=None), "outer"),
     (ROWWISE, dict(contract="te"), "contract"),
     (ROWWISE, dict(contract=None), "contract"),
+    (FLOAT8, dict(element="e2m1"), "element"),
+    (FLOAT8, dict(block=(1, 16)), "block"),
+    (FLOAT8, dict(block=None), "block"),
+    (FLOAT8, dict(outer="tensor"), "outer"),
+    (FLOAT8, dict(contract="rceil"), "contract"),
 ]
 
 
@@ -132,10 +144,10 @@ def test_every_combination_is_either_one_of_the_valid_formats_or_refused():
     valid = set(every_valid_format())
     accepted = set()
     for element in (*formats.ELEMENT_MAX, "x"):
-        for block in (None, (1, 16), (16, 16), (1, 32), (32, 32), (32, 1), (16, 1)):
+        for block in BLOCKS:
             for scale in (None, *formats.SCALE_DTYPE, "x"):
                 for outer in (None, "tensor", "row", "x"):
-                    for contract in (*formats.NVFP4_CONTRACTS, *formats.MX_CONTRACTS, "x"):
+                    for contract in CONTRACTS:
                         with contextlib.suppress(ValueError):
                             accepted.add(BlockFormat(element, block, scale, outer, contract))
     assert accepted == valid

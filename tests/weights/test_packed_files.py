@@ -11,10 +11,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 import fp4compile
-from fp4compile.formats import formats
-from fp4compile.formats.formats import BlockFormat
 from fp4compile.recipe import recipes
-from fp4compile.weights.buffers import LayerFormat, buffer_shapes
 from fp4compile.weights.linear import PackedLinear
 from tests.helpers.packed_models import Net, Twice, recipe_of, run, write_packed
 
@@ -399,36 +396,3 @@ def test_files_of_version_0_1_load(tmp_path):
             fresh = Net()
         fp4compile.load_packed(fresh, path)
         assert torch.equal(run(fresh), run(model)) and fresh.lm_head.weight is fresh.embed.weight
-
-
-# ---------------------------------------------------------------- block scales of another dtype
-
-
-class WideScales(BlockFormat):
-    """E4M3 elements in blocks of 1x64 with float32 scales, which no contract defines."""
-
-    def __post_init__(self):
-        pass
-
-
-def test_a_format_with_float32_scales_is_kept_moved_saved_and_loaded(tmp_path, monkeypatch):
-    """The dtype and the block of scales are the format's: no buffer or file takes a scale for a byte."""
-    fmt = WideScales("e4m3", (1, 64), "float32", None, "none")
-    monkeypatch.setitem(formats.SCALE_DTYPE, "float32", torch.float32)
-    monkeypatch.setitem(formats.NAMED, "wide", fmt)
-    model, fresh = (nn.Sequential(nn.Linear(128, 48, bias=False)) for _ in range(2))
-    layer = PackedLinear.in_place_of(model[0], LayerFormat("wide", None))
-    shapes = buffer_shapes(layer)
-    assert shapes == {"weight_data": ((48, 128), torch.float8_e4m3fn), "weight_scales": ((48, 2), torch.float32)}
-    assert fmt.nbytes(48, 128) == 48 * 128 + 48 * 2 * 4
-    layer.weight_data, layer.weight_scales = torch.randn(48, 128).to(torch.float8_e4m3fn), torch.rand(48, 2)
-    model[0], path = layer.half(), tmp_path / "packed.safetensors"
-    assert layer.part("weight_scales").dtype == torch.float32
-    fp4compile.save_packed(model, path)
-    fp4compile.load_packed(fresh, path)
-    assert torch.equal(fresh[0].weight_scales, layer.weight_scales)
-    assert torch.equal(fresh[0].weight_data, layer.weight_data)
-    for wrong in (-1.0, torch.nan):
-        layer.weight_scales[3, 1] = wrong
-        with pytest.raises(ValueError, match="tensor '0.weight_scales': has scales that are NaN or negative"):
-            fp4compile.save_packed(model, path)

@@ -1,6 +1,7 @@
 """Device functions for block scales, outer scales and the factors that encode elements.
 
-Amaxes come in as bits of float32 magnitudes (int32). Scales go out as bytes in an int32. `ISA`: see `elements`.
+Amaxes come in as bits of float32 magnitudes (int32). Scales go out as their bits in an int32: a byte, or all 32.
+`ISA`: see `elements`.
 """
 
 import triton
@@ -20,9 +21,21 @@ def reciprocal_max(element):
 
 
 @triton.constexpr_function
+def largest_element(element):
+    """The largest element."""
+    return {"e2m1": 6.0, "e4m3": 448.0, "e5m2": 57344.0}[element]
+
+
+@triton.constexpr_function
 def emax(element):
     """Exponent of the largest power of two among the elements."""
     return {"e2m1": 2, "e4m3": 8, "e5m2": 15}[element]
+
+
+@triton.constexpr_function
+def scale_bits(scale):
+    """Bits of a block scale."""
+    return {"e8m0": 8, "e4m3": 8, "float32": 32}[scale]
 
 
 @triton.jit
@@ -87,9 +100,11 @@ def e4m3_round(value, ISA: tl.constexpr):
 
 @triton.jit
 def decode_scale(byte, SCALE: tl.constexpr, ISA: tl.constexpr):
-    """Scale bytes (uint8) -> float32."""
+    """The bits of scales, as they are loaded -> float32."""
     code = byte.to(tl.int32)
-    if SCALE == "e4m3":
+    if SCALE == "float32":
+        return code.to(tl.float32, bitcast=True)
+    elif SCALE == "e4m3":
         return fp8_value(code, "e4m3")
     else:
         value = tl.where(code == 0, 0x400000, code << 23).to(tl.float32, bitcast=True)
@@ -112,11 +127,17 @@ def outer_from_amax(amax_bits, contract: tl.constexpr, ISA: tl.constexpr):
 
 
 @triton.jit
-def float8_outer(amax_bits, ISA: tl.constexpr):
-    """Bits of a row's amax -> (encode, decode) scales of float8_rowwise in float32; the division is in float64."""
-    amax = tl.maximum(amax_bits.to(tl.float32, bitcast=True).to(tl.float64), 1e-12)
-    encode = (448.0 * (1.0 / amax)).to(tl.float32)
-    encode = tl.where(amax_bits > INFINITY_BITS, float("nan"), encode)  # the maximum above drops a NaN
+def float8_scale(amax_bits, element: tl.constexpr, contract: tl.constexpr, ISA: tl.constexpr):
+    """`reference.float8_scale`: bits of amaxes -> (encode, decode) factors in float32."""
+    amax = amax_bits.to(tl.float32, bitcast=True)
+    if contract == "torchao":
+        encode = (largest_element(element) * (1.0 / tl.maximum(amax.to(tl.float64), 1e-12))).to(tl.float32)
+    else:
+        encode = tl.minimum(tl.div_rn(largest_element(element), amax), FLT_MAX)
+        encode = tl.where(amax == 0.0, 1.0, encode)
+    if contract == "te_pow2":
+        encode = (encode.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
+    encode = tl.where(amax_bits > INFINITY_BITS, float("nan"), encode)  # the operations above drop a NaN
     return encode, reciprocal(encode, ISA)
 
 
@@ -207,7 +228,7 @@ def block_scale(
     amax_bits, encode, decode, has_outer: tl.constexpr,
     ELEMENT: tl.constexpr, SCALE: tl.constexpr, CONTRACT: tl.constexpr, ISA: tl.constexpr,
 ):  # fmt: skip
-    """Bits of block amaxes -> (scale bytes as int32, factors that encode the block's elements).
+    """Bits of block amaxes -> (bits of scales as int32, factors that encode the block's elements).
 
     encode, decode: outer scales, which broadcast to the amaxes; not used unless has_outer.
     """
@@ -215,6 +236,11 @@ def block_scale(
         return e8m0_scale(amax_bits, ELEMENT, CONTRACT, ISA)
     elif SCALE == "e4m3":
         return e4m3_scale(amax_bits, encode, decode, CONTRACT, has_outer, ISA)
+    elif SCALE == "float32":  # the scale of a block that is not finite is NaN
+        encode, decode = float8_scale(
+            tl.where(amax_bits < INFINITY_BITS, amax_bits, 0x7FC00000), ELEMENT, CONTRACT, ISA
+        )
+        return decode.to(tl.int32, bitcast=True), encode
     else:  # no block scales: elements are encoded by the outer scale alone
         return amax_bits, tl.broadcast_to(encode, amax_bits.shape)
 
@@ -248,7 +274,7 @@ def outer_scales(OUTER: tl.constexpr, outer_ptr, amax_ptr, PARTIAL_MAXIMA: tl.co
 def outers_of_amax(amax_bits, SCALE: tl.constexpr, CONTRACT: tl.constexpr, ISA: tl.constexpr):
     """Bits of amaxes -> (encode, decode) outer scales in float32, of a format that may have no block scales."""
     if SCALE == "none":
-        return float8_outer(amax_bits, ISA)
+        return float8_scale(amax_bits, "e4m3", "torchao", ISA)
     else:
         return outer_from_amax(amax_bits, CONTRACT, ISA)
 

@@ -14,8 +14,8 @@ import triton
 import triton.language as tl
 
 from fp4compile import _compat
-from fp4compile.templates.device.block_scales import decode_scale
-from fp4compile.templates.device.elements import e2m1_value, fp8_pair, unpack
+from fp4compile.templates.device.block_scales import decode_scale, scale_bits
+from fp4compile.templates.device.elements import decode_pair, e2m1_value, fp8_pair, unpack
 from fp4compile.templates.device.memory import load_words, swizzle
 
 TINY = tl.constexpr(32)
@@ -127,7 +127,7 @@ def load_scales(
     ptr, row, block, rows, cols, blocks, SCALE: tl.constexpr, SQUARE: tl.constexpr, BLOCK: tl.constexpr,
     SWIZZLED: tl.constexpr, ALIGN: tl.constexpr,
 ):  # fmt: skip
-    """The scale bytes of a tile; outside of the blocks [rows, cols], the byte of the scale 1 (E8M0) or 0 (E4M3).
+    """The bits of a tile's scales; outside of the blocks [rows, cols], those of the scale 1 (E8M0) or 0 (others).
 
     blocks: blocks in a row of scales, at least cols. SQUARE: in the linear layout BLOCK rows share one row of scales.
     ALIGN: see `load_units`.
@@ -169,6 +169,10 @@ def dequantize(
     elif SCALE == "none":
         first, second = fp8_pair(units, ELEMENT, ISA)
         return first.to(out), second.to(out)
+    elif scale_bits(SCALE) == 32:  # 16 bits do not hold the values: COMPUTE is "fp32"
+        scale = repeat_scales(decode_scale(byte, SCALE, ISA), BLOCK // 2)
+        first, second = decode_pair(units, ELEMENT, ISA)
+        return first * scale, second * scale
     elif SCALE == "e4m3":
         shift: tl.constexpr = shift_of(ELEMENT, SCALE, COMPUTE)
         if ISA == 0 or COMPUTE == "fp32":

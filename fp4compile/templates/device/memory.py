@@ -1,4 +1,4 @@
-"""Loads and stores of tiles: words (pairs of floats), units (several codes in one integer), scale bytes.
+"""Loads and stores of tiles: words (pairs of floats), units (several codes in one integer), block scales.
 
 The order in which Triton spreads the axes of a load over the lanes of a warp depends on its version (see
 `_compat.first_axis_fastest`). `load_index` and `restore_axes` hide that.
@@ -183,11 +183,11 @@ def _store_swizzled_scales(scales_ptr, byte, batch, row, block, inside, rows, bl
 @triton.jit
 def store_scales(scales_ptr, byte, batch, row, block0, rows, blocks, SWIZZLED: tl.constexpr, ALIGN: tl.constexpr,
                  WHOLE: tl.constexpr = False, UNSIGNED: tl.constexpr = False):  # fmt: skip
-    """Store scale bytes [ROWS, n] of one matrix of a batch: at its rows `row` [ROWS], from block0 on.
+    """Store the bits of scales [ROWS, n] of one matrix of a batch: at its rows `row` [ROWS], from block0 on.
 
-    rows, blocks: the shape of the matrix of scales. SWIZZLED: its padding is filled with zeros, as far as this tile
-    covers it. ALIGN: blocks that divide a row of scales, at most 16. WHOLE: all of the tile's scales exist, so no mask
-    is needed. UNSIGNED: as in `multiple`.
+    scales_ptr: to bytes or, for float32 scales, to int32. rows, blocks: the shape of the matrix of scales. SWIZZLED:
+    they are bytes, and their padding is filled with zeros, as far as this tile covers it. ALIGN: blocks that divide a
+    row of scales, at most 16. WHOLE: all of the tile's scales exist, so no mask is needed. UNSIGNED: as in `multiple`.
     """
     count: tl.constexpr = byte.shape[1]
     align: tl.constexpr = ALIGN if ALIGN < count else count
@@ -207,7 +207,7 @@ def store_scales(scales_ptr, byte, batch, row, block0, rows, blocks, SWIZZLED: t
         tl.store(matrix + swizzle(row, block, tiles), tl.where(inside, byte, 0).to(tl.uint8), mask=padded)
     else:
         at = (batch.to(tl.int64) * rows + row) * blocks + block0 + block
-        tl.store(scales_ptr + at, byte.to(tl.uint8), mask=None if WHOLE else inside)
+        tl.store(scales_ptr + at, byte.to(scales_ptr.dtype.element_ty), mask=None if WHOLE else inside)
 
 
 @triton.jit

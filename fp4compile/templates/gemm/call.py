@@ -7,6 +7,7 @@ import torch.nn.functional as F
 
 from fp4compile._compat import statically_true
 from fp4compile.formats.epilogue import AUXILIARIES, PARTIAL_MAXIMA, Epilogue
+from fp4compile.formats.formats import as_integers
 from fp4compile.formats.grouping import padded_rows
 from fp4compile.formats.layouts import ceil_div, swizzled_numel
 from fp4compile.formats.operand import Operand
@@ -19,7 +20,7 @@ from fp4compile.templates.view import span, within
 
 @dataclass(frozen=True, eq=False)
 class KernelOperand:
-    """An operand as the kernels read it: data [batches * rows, k] and uint8 scales, contiguous.
+    """An operand as the kernels read it: data [batches * rows, k] and the bits of scales, integers, contiguous.
 
     k: elements of a row, padding included.
     """
@@ -38,8 +39,8 @@ class KernelOperand:
         return width // 2 if self.type.element in ("e4m3", "e5m2") else width
 
     @property
-    def scale_bytes(self) -> int:
-        """Scale bytes of one matrix."""
+    def scale_count(self) -> int:
+        """Block scales of one matrix."""
         if self.scales is None:
             return 0
         fmt = self.type.format
@@ -53,7 +54,7 @@ class KernelOperand:
         lanes, of_each = matrices * rows, max(self.rows, 1) if isinstance(self.rows, int) else self.rows
         within(self.data, span((lanes, self.data.shape[-1]), (self.data.shape[-1], 1)))
         if self.scales is not None:
-            within(self.scales, span((ceil_div(lanes, of_each) * self.scale_bytes,), (1,)))
+            within(self.scales, span((ceil_div(lanes, of_each) * self.scale_count,), (1,)))
         if self.outer is not None and self.type.outer == "row":
             within(self.outer, span((lanes,), (1,)))
 
@@ -83,7 +84,7 @@ def kernel_operand(x: Operand, type: OperandSpec, pair: bool = False) -> KernelO
     """
     data, scales, fmt = x.data, x.scales, x.format
     *_, rows, width = data.shape
-    scales = aligned(scales.contiguous().view(torch.uint8)) if x.scaled else None
+    scales = aligned(as_integers(scales.contiguous())) if x.scaled else None
     outer = x.outer if x.outer is None or pair else x.outer.contiguous()
     if fmt is not None and not fmt.packed:
         data = data.view(torch.uint8)

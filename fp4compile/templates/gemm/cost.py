@@ -259,7 +259,7 @@ def _operand_seconds(p: Problem) -> float:
 
 def _row_bytes(p: Problem, x: OperandSpec) -> float:
     """Bytes of a row of an operand, with its block scales."""
-    return p.row_bytes(x) + p.k / x.format.block_cols
+    return p.row_bytes(x) + p.k / x.format.block_cols * x.format.scale_dtype.itemsize
 
 
 def _result_bytes(p: Problem) -> int:

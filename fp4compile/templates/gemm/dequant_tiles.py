@@ -91,12 +91,13 @@ def _full(target: Target) -> int:
 
 def _dense_config(p: Problem) -> DequantTilesConfig:
     """The configuration, by the number of rows of A, the compute type, and the GPU's shared memory."""
+    of_block = p.block // 2  # units: a step has whole blocks
     if p.target.sm == 0:
         if statically_true(p.m <= 8):  # so that the interpreter runs a split K as well
-            return DequantTilesConfig(8, 16, 16, 2, 2, 4, split_k=2)
-        return DequantTilesConfig(16, 16, 32, 1, 2, 4)
+            return DequantTilesConfig(8, 16, max(16, of_block), 2, 2, 4, split_k=2)
+        return DequantTilesConfig(16, 16, max(32, of_block), 1, 2, 4)
     if p.compute == "fp32":
-        return DequantTilesConfig(32, 32, 16, 1, 2, 4)
+        return DequantTilesConfig(32, 32, max(16, of_block), 1, 2, 4)
     small = p.target.sm < 80 or p.target.sm in (86, 89, 120, 121)  # about 100 KB of shared memory
     if statically_true(p.m <= 64):
         return _few_rows(p, budget=90_000 if small else 216_000)
@@ -446,7 +447,7 @@ def run(
         call.a.data, a_scales, a_outer, call.b.data, b_scales, b_outer, bias, out if call.offs is None else call.offs,
         out, *first.epilogue_pointers(out), out if wanted is None else wanted,
         p.rows, p.m, p.n, ceil_div(p.padded_k, 2), ceil_div(p.padded_k, p.block),
-        call.a.units_per_row, call.b.units_per_row, call.a.scale_bytes, call.b.scale_bytes, num_warps=config.num_warps,
+        call.a.units_per_row, call.b.units_per_row, call.a.scale_count, call.b.scale_count, num_warps=config.num_warps,
         **constants, **config.constants, EPILOGUE=first.epilogue_text, BLOCK=p.block, COMPUTE=p.compute, GROUPS=groups,
         ALONG_K=p.along_k, A_PADDED=p.a_padded, B_PADDED=p.b_padded, GUARD=int(wanted is not None), ISA=p.target.isa,
     )  # fmt: skip

@@ -327,7 +327,7 @@ def multiply_experts(
     launch(
         gemm_skinny, torch.sym_min(tiles_m * ceil_div(p.n, tile), config.grid),
         x, a_outer, b.data, b.scales, b_outer, b.data, out, *[b.data] * 10,
-        p.rows, p.n, 1, 1, p.k // 32, numbers, table, count, p.groups, b.scale_bytes, _outers_each(p.a, 0),
+        p.rows, p.n, 1, 1, p.k // 32, numbers, table, count, p.groups, b.scale_count, _outers_each(p.a, 0),
         _outers_each(p.b, p.n), num_warps=config.warps, A_OUTER=p.a.outer, B_OUTER=p.b.outer, BIAS=0,
         B_SQUARE=int(p.b.format.square), B_SWIZZLED=int(p.b.swizzled), COMPUTE=p.compute, GROUP_SIZE=1,
         COUNT=triton.next_power_of_2(count), INDEXED=int(indexed), EVEN=int(even), ISA=p.target.isa,

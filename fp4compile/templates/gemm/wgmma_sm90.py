@@ -628,7 +628,7 @@ def _run(call: Call, config: WgmmaConfig) -> torch.Tensor:
         gemm_wgmma_sm90, config.grid(p.m, p.n, groups),
         a, a_outer, call.b.data, call.b.scales, b_outer, bias, out, *first.epilogue_pointers(out),
         out if call.offs is None else call.offs,
-        p.m, arrangement.rows, p.n, p.k // 32, split_k, call.b.scale_bytes if groups else 0,
+        p.m, arrangement.rows, p.n, p.k // 32, split_k, call.b.scale_count if groups else 0,
         A_OUTER=p.a.outer, B_OUTER=p.b.outer,
         BIAS=int(call.bias is not None), EPILOGUE=first.epilogue_text, PARTIAL=int(split_k > 1),
         B_SQUARE=int(p.b.format.square), B_SWIZZLED=int(p.b.swizzled), COMPUTE=p.compute, EVEN=int(even),

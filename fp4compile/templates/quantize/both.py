@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from fp4compile.formats.formats import BlockFormat
-from fp4compile.templates.device.block_scales import block_scale
+from fp4compile.templates.device.block_scales import block_scale, scale_bits
 from fp4compile.templates.device.column_tile import unpack_column_tile
 from fp4compile.templates.device.elements import encode_run, magnitude_bits, unpack
 from fp4compile.templates.device.memory import load_index, restore_axes, store_scales, store_units, tile_of
@@ -89,8 +89,8 @@ def both_launch(source: Source, fmt: BlockFormat, layout: str, rows: Output, col
 def scales_of_pairs(
     pairs, ELEMENT: tl.constexpr, SCALE: tl.constexpr, CONTRACT: tl.constexpr, dtype: tl.constexpr, ISA: tl.constexpr
 ):
-    """A tuple of pairs of amaxes -> (int16 with both scale bytes of each pair, twice as many factors)."""
-    all_bytes = ()
+    """A tuple of pairs of amaxes -> (integers with the bits of both scales of each pair, twice as many factors)."""
+    all_bits = ()
     factors = ()
     for i in tl.static_range(len(pairs)):
         if len(pairs[i]) == 2:
@@ -99,11 +99,20 @@ def scales_of_pairs(
             first, second = unpack(pairs[i][0], dtype)
             first = magnitude_bits(first)
             second = magnitude_bits(second)
-        byte0, factor0 = block_scale(first, 1.0, 1.0, False, ELEMENT, SCALE, CONTRACT, ISA)
-        byte1, factor1 = block_scale(second, 1.0, 1.0, False, ELEMENT, SCALE, CONTRACT, ISA)
-        all_bytes = all_bytes + ((byte0 | (byte1 << 8)).to(tl.int16),)
+        bits0, factor0 = block_scale(first, 1.0, 1.0, False, ELEMENT, SCALE, CONTRACT, ISA)
+        bits1, factor1 = block_scale(second, 1.0, 1.0, False, ELEMENT, SCALE, CONTRACT, ISA)
+        all_bits = all_bits + (pair_of_scales(bits0, bits1, SCALE),)
         factors = factors + (factor0, factor1)
-    return all_bytes, factors
+    return all_bits, factors
+
+
+@triton.jit
+def pair_of_scales(first, second, SCALE: tl.constexpr):
+    """The bits of two scales (int32) in one integer of twice their size."""
+    if scale_bits(SCALE) == 32:
+        return (first.to(tl.int64) & 0xFFFFFFFF) | (second.to(tl.int64) << 32)
+    else:
+        return (first | (second << 8)).to(tl.int16)
 
 
 @triton.jit
@@ -171,7 +180,7 @@ def store_rows(
 
 @triton.jit
 def store_pairs(scales_ptr, pairs, batch, row0, block0, rows, blocks, SWIZZLED: tl.constexpr, ALIGN: tl.constexpr):
-    """`store_scales` from row0 on for int16 [pairs, n], each with the scale bytes of two neighbouring rows.
+    """`store_scales` from row0 on for a `pair_of_scales` [pairs, n] of each two neighbouring rows.
 
     Swizzled scales go in one store: on SM100, whose products read them, the kernel then has 3 to 10 % fewer
     instructions. Linear scales go in two stores: one would take registers that four programs of an SM90 multiprocessor
@@ -183,7 +192,8 @@ def store_pairs(scales_ptr, pairs, batch, row0, block0, rows, blocks, SWIZZLED: 
     else:
         row = row0 + 2 * tl.arange(0, pairs.shape[0])
         store_scales(scales_ptr, pairs, batch, row, block0, rows, blocks, SWIZZLED, ALIGN)
-        store_scales(scales_ptr, pairs >> 8, batch, row + 1, block0, rows, blocks, SWIZZLED, ALIGN)
+        half: tl.constexpr = pairs.dtype.primitive_bitwidth // 2
+        store_scales(scales_ptr, pairs >> half, batch, row + 1, block0, rows, blocks, SWIZZLED, ALIGN)
 
 
 @triton.jit
@@ -197,11 +207,11 @@ def encode_turn(
 
     destination: as in `store_rows`. stored: the dtype of what is stored there, uint8 for codes or 16-bit floats for
     values.
-    Returns (scale bytes of the pairs of rows, codes of the columns from `encode_columns`).
+    Returns (scales of the pairs of rows, codes of the columns from `encode_columns`).
     """
     turn: tl.constexpr = 2 * len(row_amaxes)
     exact: tl.constexpr = exact_in_bf16(SCALE, dtype, ISA)
-    scale_bytes, factors = scales_of_pairs(row_amaxes, ELEMENT, SCALE, CONTRACT, dtype, ISA)
+    scale_pairs, factors = scales_of_pairs(row_amaxes, ELEMENT, SCALE, CONTRACT, dtype, ISA)
     column_runs = ()
     for j in tl.static_range(WORDS):
         column_runs = column_runs + encode_columns(tile, ROW, j, WORDS, turn, column_factors, dtype, ELEMENT, exact,
@@ -211,7 +221,7 @@ def encode_turn(
         factor = repeat_along_row(factors[k], COL_TILES_PER_BLOCK)
         runs = encode_row(tile, (ROW + k) * WORDS, WORDS, factor, dtype, ELEMENT, exact, ISA)
         if stored.primitive_bitwidth == 16:
-            byte = (scale_bytes[k // 2].to(tl.int32) >> (8 * (k % 2))) & 255
+            byte = (scale_pairs[k // 2].to(tl.int32) >> (8 * (k % 2))) & 255
             scale = repeat_along_row(scale_of_run(byte, ELEMENT, SCALE, ISA), COL_TILES_PER_BLOCK)
             values = ()
             for j in tl.static_range(len(runs)):
@@ -219,7 +229,7 @@ def encode_turn(
             runs = values
         stored_runs = stored_runs + runs
     store_rows(destination, stored_runs, ROW, turn, tile[0].shape[0], tile[0].shape[1], WHOLE)
-    return scale_bytes, column_runs
+    return scale_pairs, column_runs
 
 
 @triton.jit
@@ -261,14 +271,14 @@ def quantize_both(
     for j in tl.static_range(WORDS):
         amaxes = word_amaxes(tile, initial, j, DEPTH, WORDS, ISA, dtype)
         column_amaxes = column_amaxes + (block_amaxes_down_column(amaxes, row_tiles_per_block, dtype),)
-    column_bytes, factors = scales_of_pairs(column_amaxes, ELEMENT, SCALE, CONTRACT, dtype, ISA)
+    column_scales, factors = scales_of_pairs(column_amaxes, ELEMENT, SCALE, CONTRACT, dtype, ISA)
     column_factors = ()
     for j in tl.static_range(2 * WORDS):
         column_factors = column_factors + (repeat_down_column(factors[j], row_tiles_per_block),)
 
     row_block0 = row_tile * (ROW_TILES // row_tiles_per_block)
     pairs = tl.reshape(
-        tl.permute(stack_tensors(column_bytes), (1, 2, 0)), (col_count // 2, ROW_TILES // row_tiles_per_block)
+        tl.permute(stack_tensors(column_scales), (1, 2, 0)), (col_count // 2, ROW_TILES // row_tiles_per_block)
     )
     if not takes_values(columns_ptr.dtype):
         store_pairs(column_scales_ptr, pairs, batch, col0, row_block0, cols, tl.cdiv(rows, BLOCK), SWIZZLED,
@@ -284,7 +294,7 @@ def quantize_both(
     unit0 = col0 // (2 * WORDS) * own
     units_ptr = data_ptr.to(tl.pointer_type(unit_type), bitcast=True)
     destination = (units_ptr, batch * rows, row0, unit0, rows, per_row)
-    row_bytes = ()
+    row_scales = ()
     column_runs = ()
     for i in tl.static_range(0, DEPTH, run):
         row_amaxes = ()
@@ -293,11 +303,11 @@ def quantize_both(
             other = word_amaxes(tile, initial, (k + 1) * WORDS, WORDS, 1, ISA, dtype)
             amaxes = amaxes_of_two_rows(one, other, dtype)
             row_amaxes = row_amaxes + (block_amaxes_along_row(amaxes, col_tiles_per_block, dtype),)
-        scale_bytes, runs = encode_turn(
+        scale_pairs, runs = encode_turn(
             tile, row_amaxes, column_factors, destination, i, dtype, ELEMENT, SCALE, CONTRACT, col_tiles_per_block,
             WHOLE, WORDS, stored, ISA,
         )  # fmt: skip
-        row_bytes = row_bytes + scale_bytes
+        row_scales = row_scales + scale_pairs
         column_runs = column_runs + runs
 
     # An int64 holds 16 codes of four bits, or 8 of eight.
@@ -312,14 +322,16 @@ def quantize_both(
         store_units(columns_ptr, units, batch * cols + column, row_block0 * per_block, blocks * per_block,
                     column < cols, COLUMN_UNIT_ALIGN)  # fmt: skip
     if not takes_values(data_ptr.dtype):
-        pairs = tl.reshape(tl.permute(stack_tensors(row_bytes), (0, 2, 1)), (row_count // 2, col_count // BLOCK))
+        pairs = tl.reshape(tl.permute(stack_tensors(row_scales), (0, 2, 1)), (row_count // 2, col_count // BLOCK))
         store_pairs(scales_ptr, pairs, batch, row0, col0 // BLOCK, rows, tl.cdiv(cols, BLOCK), SWIZZLED, SCALE_ALIGN)
 
 
 @triton.jit
 def split_pairs(pairs):
-    """int16 [n, blocks], each with the scale bytes of two neighbouring rows -> the bytes as int32 [2 * n, blocks]."""
-    both = tl.permute(tl.join(pairs.to(tl.uint8), (pairs >> 8).to(tl.uint8)), (0, 2, 1))
+    """A `pair_of_scales` [n, blocks] of each two neighbouring rows -> the bits as int32 [2 * n, blocks]."""
+    half: tl.constexpr = pairs.dtype.primitive_bitwidth // 2
+    bits: tl.constexpr = tl.uint8 if half == 8 else tl.int32
+    both = tl.permute(tl.join(pairs.to(bits), (pairs >> half).to(bits)), (0, 2, 1))
     return tl.reshape(both, (2 * pairs.shape[0], pairs.shape[1])).to(tl.int32)
 
 

@@ -27,6 +27,7 @@ from fp4compile.templates.device.groups import of_lanes, per_lane, tile_of_group
 from fp4compile.templates.device.memory import load_tile, store_scales, store_units, tile_of, tiles_along
 from fp4compile.templates.device.packed_encoding import encode_exact_runs, exact_in_bf16
 from fp4compile.templates.device.philox import match_layout, philox, runs_of_a_call, words_of_run
+from fp4compile.templates.device.register_tile import join_to_int64, stack_tensors
 from fp4compile.templates.device.values import takes_values, values_of_units
 from fp4compile.templates.launch import Launch, LaunchConfig
 from fp4compile.templates.quantize.outputs import (
@@ -61,8 +62,8 @@ def column_config(element: str, block: int, both: bool) -> ColumnConfig:
     """
     if element == "e2m1":
         return ColumnConfig(num_warps=4, row_tiles=128 // block, words=32, vectors=4)
-    if both:
-        return ColumnConfig(num_warps=4, row_tiles=4, words=64, vectors=2)
+    if both or block > 32:
+        return ColumnConfig(num_warps=4, row_tiles=128 // block, words=64, vectors=2)
     return ColumnConfig(num_warps=8, row_tiles=8, words=64, vectors=2)
 
 
@@ -111,18 +112,8 @@ def interleave_columns(first, second):
 
 @triton.jit
 def join_runs(runs):
-    """2, 4 or 8 int32 tensors [a, b] -> one int64 tensor [a, b, n / 2], two neighbouring runs in each number."""
-    pairs = ()
-    for i in tl.static_range(0, len(runs), 2):
-        low = runs[i].to(tl.int64) & 0xFFFFFFFF
-        pairs = pairs + (low | (runs[i + 1].to(tl.int64) << 32),)
-    if len(pairs) == 1:
-        return pairs[0][:, :, None]
-    elif len(pairs) == 2:
-        return tl.join(pairs[0], pairs[1])
-    else:
-        joined = tl.join(tl.join(pairs[0], pairs[2]), tl.join(pairs[1], pairs[3]))
-        return tl.reshape(joined, (joined.shape[0], joined.shape[1], 4))
+    """n int32 tensors [a, b], n a power of two -> one int64 tensor [a, b, n / 2], two neighbours in each number."""
+    return stack_tensors(join_to_int64(runs))
 
 
 @triton.jit

@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 
 from fp4compile._compat import statically_true
-from fp4compile.formats.formats import BlockFormat
+from fp4compile.formats.formats import BlockFormat, as_integers
 from fp4compile.formats.layouts import ceil_div
 from fp4compile.templates.device.block_scales import decode_scale
 from fp4compile.templates.device.elements import decode_pair, pack
@@ -56,12 +56,12 @@ def dequantize(
     codes = data.contiguous().view(torch.uint8)
     if fmt.block is None and not statically_true(cols % 2 == 0):
         codes = torch.nn.functional.pad(codes, (0, 1))  # the kernel reads pairs
-    scale_bytes = codes if scales is None else scales.contiguous().view(torch.uint8)
+    scale_bits = codes if scales is None else as_integers(scales.contiguous())
     config = dequantize_config(block)
     isa, matrices = target_of(data.device).isa, math.prod(batch)
     grid = matrices * ceil_div(rows, config.rows) * ceil_div(blocks, config.blocks)
     launch(
-        dequantize_rows, grid, codes, scale_bytes, out if outer is None else outer, out, rows, cols,
+        dequantize_rows, grid, codes, scale_bits, out if outer is None else outer, out, rows, cols,
         **constants, SQUARE=fmt.square, OUTER=mode, SWIZZLED=swizzled, ALIGN=power_of_two(cols, 8) // 2,
         UNIT_ALIGN=power_of_two(code_pairs(cols, fmt), 16), ISA=isa,
         BATCHED=isa < 100 or not statically_true(matrices == 1),

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from fp4compile._compat import statically_true
-from fp4compile.formats.formats import BlockFormat
+from fp4compile.formats.formats import BlockFormat, integer_dtype
 from fp4compile.formats.layouts import TILE_COLS, TILE_ROWS, ceil_div, swizzled_numel
 from fp4compile.templates.launch import Launch
 from fp4compile.templates.quantize.source import Source, power_of_two
@@ -18,9 +18,9 @@ from fp4compile.templates.view import View
 class Output:
     """The tensors that a kernel fills along one dimension of a tensor.
 
-    data: uint8 for codes, or 16-bit floats for dequantised values (codes times block scales). scales: uint8 for the
-        block scales; None for dequantised values, and where the format has none. length: elements of a row of codes,
-        without padding.
+    data: uint8 for codes, or 16-bit floats for dequantised values (codes times block scales). scales: the bits of the
+        block scales, integers; None for dequantised values, and where the format has none. length: elements of a row
+        of codes, without padding.
     """
 
     data: View
@@ -65,7 +65,8 @@ def empty_output(
         return Output(codes, None, length, fmt)
     if layout == "swizzled" and source.groups and not columns:
         lanes = read_lanes = source.padded_rows
-    scales = source.tensor.new_empty((*batch, *_scales_of_matrix(lanes, length, fmt, layout)), dtype=torch.uint8)
+    shape = (*batch, *_scales_of_matrix(lanes, length, fmt, layout))
+    scales = source.tensor.new_empty(shape, dtype=integer_dtype(fmt.scale_dtype))
     written = source.batch * math.prod(_scales_of_matrix(read_lanes, read_length, fmt, layout))
     return Output(codes, View.flat(scales, written), length, fmt)
 

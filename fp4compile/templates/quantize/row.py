@@ -80,7 +80,7 @@ def row_config(element: str, block: int, elements: int | None, isa: int = 0, pro
     """
     vectors = 4 if element == "e2m1" else 2
     if elements is None:
-        return RowConfig(num_warps=4, rows=128, blocks=64 // block, vectors=vectors)
+        return RowConfig(num_warps=4, rows=128, blocks=max(64 // block, 1), vectors=vectors)
     if element == "e2m1":
         small = isinstance(elements, int) and elements <= 2**16
         if prologue and 90 <= isa < 100 and not small:

@@ -34,8 +34,10 @@ class SquareConfig(LaunchConfig):
     words: int
 
 
-def square_config(element: str) -> SquareConfig:
+def square_config(element: str, block: int) -> SquareConfig:
     """Lanes that share a block repeat the arithmetic of its scale."""
+    if block > 32:
+        return SquareConfig(num_warps=4, row_tiles=128 // block, lanes=4, words=64)
     if element == "e2m1":
         return SquareConfig(num_warps=4, row_tiles=4, lanes=2, words=64)
     return SquareConfig(num_warps=4, row_tiles=4, lanes=4, words=32)
@@ -46,7 +48,7 @@ def squares_launch(
 ) -> Launch:
     """The launch of `quantize_squares`. rows, columns: the outputs to fill for x and x transposed, one or both."""
     constants = format_constants(fmt)
-    config = square_config(fmt.element)
+    config = square_config(fmt.element, constants["BLOCK"])
     height, width = config.row_tiles * constants["BLOCK"], 2 * config.words
     wanted = rows or columns
     constants |= {

@@ -1,0 +1,135 @@
+"""A format that no other file knows: E4M3 elements in blocks of 1x64 with float32 scales, named by a spec string.
+
+Its scale type is in formats.py, reference.py and device/block_scales.py alone; test_float32_scale_kernels.py has the
+kernels.
+"""
+
+import copy
+import io
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+import fp4compile
+from fp4compile import _compat
+from fp4compile.distributed.codes import Direction
+from fp4compile.formats import formats, reference
+from fp4compile.weights.buffers import buffer_shapes
+from tests.distributed.test_codes import K, N, gathered, weight
+
+FORMAT = "e4m3:1x64:float32:-:torchao"
+FMT = formats.get(FORMAT)
+
+
+def net() -> nn.Sequential:
+    torch.manual_seed(1)
+    return nn.Sequential(nn.Linear(96, 64), nn.ReLU(), nn.Linear(64, 80)).bfloat16()
+
+
+def by_hand(x, layer):
+    a, w = (reference.dequantize_blocks(*reference.quantize(each, FMT)[:2], FMT) for each in (x, layer.weight))
+    return (a @ w.t() + layer.bias.float()).to(x.dtype)
+
+
+def test_values_are_as_near_as_elements_are():
+    x = torch.randn(5, 200)
+    found = fp4compile.quantize(x, FORMAT)
+    assert found.scales.dtype == torch.float32 and found.scales.shape == (5, 4) and found.data.shape == (5, 256)
+    assert (found.dequantize() - x).abs().max() <= x.abs().max() / 16
+    amax = torch.nn.functional.pad(x, (0, 56)).view(5, 4, 64).abs().amax(-1)
+    assert torch.allclose(found.scales, amax / 448, rtol=1e-6, atol=0)
+    down = fp4compile.quantize(x, FORMAT, dim=0)
+    assert torch.equal(down.dequantize(), fp4compile.quantize(x.t(), FORMAT).dequantize())
+    with pytest.raises(ValueError, match="swizzled"):
+        fp4compile.quantize(x, FORMAT, layout="swizzled")
+
+
+def test_a_compiled_model_multiplies_it():
+    model, x = net(), torch.randn(7, 96).bfloat16()
+    backend = fp4compile.backend({"fprop_x": FORMAT, "fprop_w": FORMAT, "min_m": 0, "min_n": 0, "min_k": 0})
+    with torch.no_grad():
+        found = torch.compile(model, backend=backend)(x)
+        expected = by_hand(by_hand(x, model[0]).relu(), model[2])
+    assert torch.equal(found, expected)
+    assert [(row.left, row.right, row.reason) for row in backend.report.rows] == [(FORMAT, FORMAT, None)] * 2
+
+
+def test_training_quantises_all_three_products():
+    roles = [f"{product}_{side}" for product, sides in
+             (("fprop", "xw"), ("dgrad", ("dy", "w")), ("wgrad", ("dy", "x"))) for side in sides]  # fmt: skip
+    sizes = {"min_m": 0, "min_n": 0, "min_k": 0}
+    backend = fp4compile.backend(dict.fromkeys(roles, FORMAT) | sizes)
+    model, x = net(), torch.randn(70, 96).bfloat16()
+    torch.compile(model, backend=backend)(x).sum().backward()
+    expected = copy.deepcopy(model)
+    expected.zero_grad()
+    expected(x).sum().backward()
+    for one, other in zip(model.parameters(), expected.parameters(), strict=True):
+        assert torch.nn.functional.cosine_similarity(one.grad.flatten(), other.grad.flatten(), 0) > 0.99
+    assert {row.product for row in backend.report.rows if row.reason is None} == {"fprop", "dgrad", "wgrad"}
+
+
+@pytest.mark.parametrize("activation", [FORMAT, None])
+def test_packed_layers_are_cast_saved_and_loaded(activation, tmp_path):
+    model, x, path = net(), torch.randn(7, 96).bfloat16(), tmp_path / "packed.safetensors"
+    recipe = {"fprop_x": activation, "fprop_w": FORMAT, "min_m": 0, "min_n": 0, "min_k": 0}
+    compiled = torch.compile(copy.deepcopy(model), backend=fp4compile.backend(recipe))
+    report = fp4compile.pack_(model, recipe)
+    assert [row.weight for row in report.rows] == [FMT.nbytes(64, 96), FMT.nbytes(80, 64)]
+    with torch.no_grad():
+        expected = model(x)
+        assert torch.equal(expected, compiled(x))
+        assert torch.equal(expected, torch.compile(copy.deepcopy(model), backend=fp4compile.backend(recipe))(x))
+    assert buffer_shapes(model[0])["weight_scales"] == ((64, 2), torch.float32)
+    fp4compile.save_packed(model, path)
+    fresh = net()
+    fp4compile.load_packed(fresh, path)
+    other = net()
+    fp4compile.pack_(other, recipe)
+    other.load_state_dict(torch.load(_saved(model.state_dict())))
+    for loaded in (fresh, other, copy.deepcopy(model).half().bfloat16()):
+        with torch.no_grad():
+            assert torch.equal(loaded(x), expected)
+    model[0].weight_scales.view(torch.float32)[3, 1] = torch.nan
+    with pytest.raises(ValueError, match=r"tensor '0.weight_scales': has scales that are NaN or negative"):
+        fp4compile.save_packed(model, path)
+
+
+def _saved(state) -> io.BytesIO:
+    file = io.BytesIO()
+    torch.save(state, file)
+    file.seek(0)
+    return file
+
+
+@pytest.mark.parametrize("format", [FORMAT, "e4m3:64x64:float32:-:te"])
+def test_ranks_gather_its_codes(format):
+    parts = {}
+    for dim in (-1, -2):
+        direction = Direction(format, dim, (N, K))
+        parts[dim] = gathered(direction, weight())
+        for found, wanted in zip(parts[dim], torch.ops.fp4compile.quantize(weight(), format, dim), strict=True):
+            assert found is None or torch.equal(found.view(torch.uint8), wanted.view(torch.uint8))
+    if formats.get(format).square:
+        turned = tuple(None if part is None else torch.empty_like(part) for part in parts[-2])
+        Direction(format, -2, (N, K)).transpose(tuple(parts[-1]), turned)
+        assert all(one is None or torch.equal(one, other) for one, other in zip(turned, parts[-2], strict=True))
+
+
+@pytest.mark.skipif(not _compat.SHARDS_INTEGERS, reason="FSDP2 shards no integers in this torch")
+def test_a_sharded_packed_layer_keeps_its_scales():
+    """FSDP2 casts parameters of floats to the policy's dtype."""
+    model, x = net(), torch.randn(7, 96).bfloat16()
+    fp4compile.pack_(model, {"fprop_w": FORMAT, "min_m": 0, "min_n": 0, "min_k": 0})
+    with torch.no_grad():
+        expected = model(x)
+        fp4compile.make_shardable_(model)
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        try:
+            fully_shard(model, mp_policy=MixedPrecisionPolicy(torch.bfloat16))
+            assert torch.equal(model(x), expected)
+        finally:
+            dist.destroy_process_group()

@@ -1,0 +1,85 @@
+"""The quantise, dequantise and matmul kernels of FP8 formats with float32 scales against the reference, bit for bit.
+
+Without a GPU they run in the interpreter, as in test_quantize_kernels.py. `e4m3:1x64:...` has no name: a format that a
+spec string spells is quantised as one with a name.
+"""
+
+import pytest
+import torch
+
+from fp4compile.formats import formats, reference
+from tests.helpers import in_interpreter
+from tests.helpers.hard_inputs import DTYPES, stacked
+from tests.helpers.kernels import DEVICE, INTERPRETING, gpu, on_device, quantized
+from tests.helpers.multiplied import scaled_mm
+from tests.helpers.quantisers import quantize, quantize_both
+from tests.templates.test_quantize_kernels import assert_same_bits, check
+
+ROWS = [f"{element}:1x{block}:float32:-:{contract}" for element, block, contract in (
+    ("e4m3", 64, "torchao"), ("e4m3", 128, "te"), ("e5m2", 128, "te_pow2"), ("e4m3", 32, "te_pow2")
+)]  # fmt: skip
+SQUARES = ["e4m3:64x64:float32:-:torchao", "e4m3:128x128:float32:-:te_pow2"]
+
+
+@pytest.fixture(autouse=True)
+def poisoned_memory():
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@gpu
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("format", ROWS + SQUARES)
+def test_hard_inputs(format, dtype):
+    """Sizes are no multiples of the block; columns of a contiguous matrix, and rows of a transposed one."""
+    fmt = formats.get(format)
+    x = stacked((12, 200), dtype, fmt.block_cols)
+    check(x, fmt)
+    check(x.t(), fmt)
+    along_rows, along_columns = quantize_both(x.to(DEVICE), fmt)
+    assert_same_bits(along_rows, reference.quantize(x, fmt))
+    assert_same_bits(along_columns, reference.quantize(x.mT, fmt))
+
+
+@gpu
+@pytest.mark.parametrize("shape", [(1, 1), (3, 127), (129, 1), (2, 5, 130), (128, 256)], ids=str)
+@pytest.mark.parametrize("format", [ROWS[0], ROWS[1], SQUARES[1]])
+def test_shapes(format, shape):
+    fmt, x = formats.get(format), torch.randn(shape).bfloat16()
+    check(x, fmt)
+    for found, along in zip(quantize_both(x.to(DEVICE), fmt), (x, x.mT), strict=True):
+        assert_same_bits(found, reference.quantize(along, fmt))
+
+
+@gpu
+@pytest.mark.parametrize("dim", [-1, -2])
+def test_groups_of_rows(dim):
+    from fp4compile.formats.grouping import Grouping
+    from fp4compile.formats.quantize_spec import QuantizeSpec
+    from fp4compile.formats.reference_grouped import quantize_along
+
+    fmt, x = formats.get(ROWS[1]), torch.randn(300, 72).bfloat16()
+    offs = torch.tensor([130, 130, 259, 280], dtype=torch.int32)
+    expected = quantize_along(QuantizeSpec(fmt, (dim,), grouping=Grouping.RAGGED_ROWS), x, dim, offs, None, None)
+    found = quantize(x.to(DEVICE), fmt, dim=dim, offs=offs.to(DEVICE))
+    used = slice(None) if dim == -2 else slice(280)  # rows of no group are arbitrary
+    assert_same_bits([found[0][used], found[1][used]], [expected[0][used], expected[1][used]])
+
+
+@gpu
+@pytest.mark.parametrize("m", [3, 40])
+@pytest.mark.parametrize(("a", "b"), [(ROWS[0], ROWS[0]), (ROWS[1], SQUARES[1]), (torch.bfloat16, SQUARES[1])], ids=str)
+def test_products(a, b, m):
+    left, right = (
+        quantized(torch.randn(rows, 320), fmt if isinstance(fmt, torch.dtype) else formats.get(fmt))
+        for rows, fmt in ((m, a), (24, b))
+    )
+    expected = reference.scaled_mm(left, right, None, torch.float32)
+    found = scaled_mm(on_device(left), on_device(right), None, torch.float32)
+    assert torch.allclose(found.cpu(), expected, rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.skipif(INTERPRETING, reason="it is what starts the interpreter")
+def test_in_the_interpreter():
+    in_interpreter.assert_passes(__file__)
