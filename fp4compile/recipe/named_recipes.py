@@ -35,4 +35,6 @@ FIELDS: dict[str, dict[str, Any]] = {
     "mxfp8_32x32": _linear_layers("mxfp8", weights="mxfp8_32x32"),
     "mxfp4": _linear_layers("mxfp4"),
     "float8_rowwise": _linear_layers("float8_rowwise"),
+    "float8_tensor": _linear_layers("float8_tensor"),
+    "float8_block": _linear_layers("float8_1x128", weights="float8_128x128"),
 }

@@ -33,6 +33,7 @@ REGISTRY: tuple[Candidate, ...] = (
     library.BLOCK_SCALED,  # of groups it serves a subset of the candidate before: chosen only by timing
     block_scaled_sm100.CANDIDATE,
     block_scaled_two_ctas_sm100.CANDIDATE,  # serves a subset of the kernels of one CTA: chosen only by timing
+    library.FLOAT8_BLOCKS,
     library.ROW_SCALED,
     library.RESCALED,
     streaming.CANDIDATE,

@@ -22,7 +22,8 @@ V1, V2 = torch.ops.aten._scaled_mm.default, torch.ops.aten._scaled_mm_v2.default
 FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 FLOAT4 = torch.float4_e2m1fn_x2
 TENSOR_WISE, ROW_WISE, BLOCK_1X16, BLOCK_1X32 = "tensor", "row", "1x16", "1x32"
-RECIPES = {0: TENSOR_WISE, 1: ROW_WISE, 2: BLOCK_1X16, 3: BLOCK_1X32}  # at::blas::ScalingType
+BLOCK_1X128, BLOCK_128X128 = "1x128", "128x128"
+RECIPES = dict(enumerate((TENSOR_WISE, ROW_WISE, BLOCK_1X16, BLOCK_1X32, BLOCK_1X128, BLOCK_128X128)))  # ScalingType
 _SWIZZLED, _LINEAR = 1, 0  # at::blas::SwizzleType
 
 
@@ -123,6 +124,10 @@ def _v1_recipe(a, b, arguments):
 
 def _v2_recipe(a, b, arguments):
     """The recipe that v2 is given, with scales and swizzles that it asks for: all that this package uses of it."""
+    recipes = [[RECIPES[number] for number in arguments[f"recipe_{side}"]] for side in "ab"]
+    if recipes[0] == [BLOCK_1X128]:
+        _check_blocks_of_128(a, b, arguments, *recipes)
+        return BLOCK_1X128
     for side, x in (("a", a), ("b", b)):
         scales, swizzle = arguments[f"scale_{side}"], list(arguments[f"swizzle_{side}"])
         recipe = [RECIPES[number] for number in arguments[f"recipe_{side}"]]
@@ -135,6 +140,18 @@ def _v2_recipe(a, b, arguments):
         require(scales[1].device == a.device, f"outer scale of {side} on {scales[1].device}")
     require(not arguments["contraction_dim"], "contraction_dim")
     return BLOCK_1X16
+
+
+def _check_blocks_of_128(a, b, arguments, recipe_a, recipe_b):
+    """Float32 scales, those of a row of blocks at the strides that torch asks for."""
+    require(recipe_b in ([BLOCK_1X128], [BLOCK_128X128]), f"recipe {recipe_b}")
+    blocks = -(-a.shape[1] // 128)
+    for rows, recipe, side in ((a.shape[0], recipe_a, "a"), (b.shape[1], recipe_b, "b")):
+        (scale,) = arguments[f"scale_{side}"]
+        shape = (rows, blocks) if recipe == [BLOCK_1X128] else (up(blocks, 4), -(-rows // 128))
+        require(scale.dtype == torch.float32 and tuple(scale.shape) == shape, f"scales of shape {tuple(scale.shape)}")
+        require(scale.stride() == (1, shape[0]), f"strides {scale.stride()}")
+    require(a.shape[0] % 4 == 0, "scales of A that are no whole 16 bytes")
 
 
 def _fits(recipe, x, scales, transposed):
@@ -164,6 +181,9 @@ def _check_recipe(recipe, a, b, bias, out_dtype, sm):
     if recipe in (BLOCK_1X16, BLOCK_1X32):
         require(sm >= 100, "block-scaled matrix units")
         require(a.dtype == b.dtype, f"{a.dtype} x {b.dtype}")
+    if recipe == BLOCK_1X128:
+        require(sm == 90, "FP8 with float32 scales of blocks")
+        require(out_dtype == torch.bfloat16 and bias is None, f"a result of {out_dtype}, a bias")
     if recipe == ROW_WISE:
         require(sm not in (103, 120), "the CUTLASS kernel of row-wise scales is reported to fail")
         require(out_dtype == torch.bfloat16, f"row-wise scales with a result of {out_dtype}")

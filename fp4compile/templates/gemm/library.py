@@ -15,6 +15,7 @@ from torch.nn.functional import ScalingType, SwizzleType
 
 from fp4compile import _compat
 from fp4compile._compat import statically_true
+from fp4compile.formats.layouts import ceil_div
 from fp4compile.formats.operand import Arguments, Operand
 from fp4compile.templates.gemm import grouped_library
 from fp4compile.templates.gemm.call import Call, KernelOperand, aligned
@@ -69,11 +70,13 @@ def _scales(x: KernelOperand) -> torch.Tensor:
 def product(
     a: Operand, b: Operand, bias: torch.Tensor | None, out_dtype: torch.dtype, fast_accumulation: bool = False
 ) -> torch.Tensor:
-    """The product of two matrices [M, K] x [N, K] in NVFP4 or `float8_rowwise`.
+    """The product of two matrices [M, K] x [N, K] in NVFP4 or FP8.
 
-    `float8_rowwise` operands may lack outer scales. fast_accumulation: whether their sums may have fewer bits than
-    float32.
+    FP8 operands without block scales may lack outer scales. fast_accumulation: whether their sums may have fewer bits
+    than float32.
     """
+    if a.format.scale == "float32":
+        return _blocks_product(a, b, bias, out_dtype)
     if a.format.scale is not None:
         return two_level(a, b, bias, out_dtype)
     one = a.data.new_ones((), dtype=torch.float32)
@@ -100,12 +103,64 @@ def two_level(a: Operand, b: Operand, bias: torch.Tensor | None, out_dtype: torc
     )  # fmt: skip
 
 
+def _serves_float8_blocks(p: Problem) -> bool:
+    """FP8 with float32 scales on Hopper, to bfloat16: A by 1x128, B by 1x128 or 128x128 elements.
+
+    torch takes these scales on compute capability 9.0 alone, from CUDA 12.9 on. Rows of A are whole fours: the library
+    reads their scales in 16 bytes. The contraction counts with the padding of its last block.
+    """
+    a, b = p.a.format, p.b.format
+    if a is None or b is None or (a.scale, b.scale) != ("float32", "float32") or a.element == b.element == "e5m2":
+        return False
+    blocks = a.block == (1, 128) and b.block in ((1, 128), (128, 128))
+    here = p.target.sm == 90 and p.target.float8_matrix_units and not p.ragged and p.batches == 1
+    types = p.spec.out_dtype == torch.bfloat16 and p.spec.bias is None and not p.spec.epilogue
+    if not (blocks and here and types):
+        return False
+    filled = all(statically_true(size > 0) for size in (p.m, p.n, p.k))
+    return filled and statically_true(p.m % 4 == 0) and statically_true(p.n % 16 == 0)
+
+
+def _run_float8_blocks(call: Call, config: None) -> torch.Tensor:
+    p = call.problem
+    a, b = (
+        Operand(_matrix(x, rows).view(x.type.dtype), _linear_scales(x, rows), None, x.type.format)
+        for x, rows in ((call.a, p.m), (call.b, p.n))
+    )
+    return opaque(Arguments.of(a, b, None, p.spec.out_dtype), LIBRARY)[0]
+
+
+def _linear_scales(x: KernelOperand, rows) -> torch.Tensor:
+    """Float32 scales [rows of blocks, blocks]."""
+    fmt = x.type.format
+    return x.scales.view(torch.float32).view(ceil_div(rows, fmt.block[0]), ceil_div(x.k, fmt.block_cols))
+
+
+_SCALING = {1: ScalingType.BlockWise1x128, 128: ScalingType.BlockWise128x128}  # by rows of a block
+
+
+def _blocks_product(a: Operand, b: Operand, bias: torch.Tensor | None, out_dtype: torch.dtype) -> torch.Tensor:
+    """The product of FP8 matrices [M, K] x [N, K] with float32 scales for blocks of 128.
+
+    torch wants both operands' scales transposed: scales of 1x128 elements [rows, blocks] where those of a column are
+    adjacent, scales of 128x128 elements [blocks, rows of blocks], padded to whole fours of blocks.
+    """
+    a_scales, b_scales = (
+        (x.scales.t().contiguous() if x.format.block[0] == 1 else F.pad(x.scales, (0, -x.scales.shape[1] % 4))).t()
+        for x in (a, b)
+    )
+    a_scaling, b_scaling = (_SCALING[x.format.block[0]] for x in (a, b))
+    return F.scaled_mm(
+        a.data, b.data.t(), a_scales, a_scaling, b_scales, b_scaling, bias=bias, output_dtype=out_dtype
+    )  # fmt: skip
+
+
 def _rowwise_float8(p: Problem) -> bool:
-    """Two `float8_rowwise` operands with their outer scales, of sizes that FP8 matrix units take."""
+    """Two FP8 operands with one outer scale a row or a tensor, of sizes that FP8 matrix units take."""
     formats = p.a.format, p.b.format
     if None in formats or any(fmt.scale is not None for fmt in formats):
         return False
-    outer = (p.a.outer, p.b.outer) == ("row", "row")
+    outer = {p.a.outer, p.b.outer} <= {"row", "tensor"}
     aligned = statically_true(p.n % 16 == 0) and statically_true(p.k % 16 == 0)
     filled = statically_true(p.n > 0) and statically_true(p.k > 0)
     single = not p.ragged and p.batches == 1
@@ -132,13 +187,21 @@ def _run_row_scaled(call: Call, config: None) -> torch.Tensor:
 
 
 def _rowwise_operands(call: Call) -> tuple[Operand, Operand]:
-    """A [m, k] and B [n, k], and their outer scales [m, 1] and [n, 1]."""
+    """A [m, k] and B [n, k], and their outer scales: [m, 1] and [n, 1], or two []."""
     p = call.problem
+    one = (p.a.outer, p.b.outer) == ("tensor", "tensor")
     a, b = (
-        Operand(x.data.view(rows, p.k).view(torch.float8_e4m3fn), None, x.outer.view(rows, 1), x.type.format)
+        Operand(x.data.view(rows, p.k).view(torch.float8_e4m3fn), None, _outer(x, rows, one), x.type.format)
         for x, rows in ((call.a, p.m), (call.b, p.n))
     )
     return a, b
+
+
+def _outer(x: KernelOperand, rows, one: bool) -> torch.Tensor:
+    """An operand's outer scales, [rows, 1]; [] if `one`, where both operands have one of the tensor."""
+    if one or x.type.outer == "row":
+        return x.outer if one else x.outer.view(rows, 1)
+    return x.outer.expand(rows, 1).contiguous()
 
 
 def _float8_product(
@@ -180,6 +243,7 @@ def _candidate(name: str, serves: Callable, run: Callable, serves_groups: Callab
 
 BLOCK_SCALED = _candidate("library_block_scaled", _serves_block_scaled, _run_block_scaled,
                           grouped_library.serves_block_scaled, grouped_library.run_block_scaled)  # fmt: skip
+FLOAT8_BLOCKS = Candidate("library_float8_blocks", "native", _serves_float8_blocks, lambda p: None, _run_float8_blocks)
 ROW_SCALED = _candidate("library_row_scaled", _serves_row_scaled, _run_row_scaled,
                         grouped_library.serves_row_scaled, grouped_library.run_row_scaled)  # fmt: skip
 RESCALED = Candidate("library_rescaled", "native", _serves_rescaled, lambda p: None, _run_rescaled, any_rows=True)
