@@ -357,3 +357,38 @@ def test_shared_scales_are_those_of_the_largest_member(tmp_path, recipe, recwarn
         recwarn.clear()
         fp4compile.export_packed(model, tmp_path / "made")
         assert not [one for one in recwarn if "global scales" in str(one.message)]
+
+
+# ---------------------------------------------------------------- transformers
+
+
+@pytest.mark.parametrize(("library", "kind"), [("modelopt", Tensor), ("fp8", Block), ("compressed-tensors", Row)])
+def test_from_pretrained_reads_published_folders_packed(tmp_path, library, kind, recwarn):
+    names = [name for name, module in fresh_model().named_modules() if isinstance(module, torch.nn.Linear)]
+    written(tmp_path / "made", fresh_model(), library, {name: kind for name in names if name != "lm_head"})
+    fp4compile.register_with_transformers()
+    recwarn.clear()
+    # ModelOpt's checkpoints have no other reader in transformers.
+    order = {} if library == "modelopt" else {"quantization_config": {"quant_method": "fp4compile"}}
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "made", dtype=torch.float32, **order).eval()
+    assert not [one for one in recwarn if "transformers" in one.filename]
+    expected = loaded(tmp_path / "made")
+    assert bits({n: t for n, t in model.state_dict().items() if "extra_state" not in n}) == bits(
+        {n: t for n, t in expected.state_dict().items() if "extra_state" not in n}
+    )
+    assert torch.equal(logits(model), logits(expected))
+    model.save_pretrained(tmp_path / "again")
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "again", dtype=torch.float32)
+    assert torch.equal(logits(again), logits(model))
+
+
+def test_from_pretrained_reads_published_experts_packed(tmp_path):
+    _, gate_up, _ = experts_file(tmp_path / "made", "fp8", Block)
+    fp4compile.register_with_transformers()
+    order = {"quant_method": "fp4compile"}
+    model, found = AutoModelForCausalLM.from_pretrained(
+        tmp_path / "made", quantization_config=order, output_loading_info=True
+    )
+    assert torch.equal(model.get_submodule(f"{MODEL}.gate_up_proj_packed")(), gate_up)
+    assert not found["missing_keys"] and not found["unexpected_keys"]
+    assert logits(model).isfinite().all()
