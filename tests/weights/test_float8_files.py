@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from safetensors.torch import save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import fp4compile
+from fp4compile.cli.explain_command import _formats_of
 from fp4compile.weights.experts import PackedExperts
 from fp4compile.weights.linear import PackedLinear
 from tests.helpers.checkpoints import bits, decoded, tensors_of
@@ -241,6 +243,42 @@ def test_other_configurations_are_refused(tmp_path, library, change, message):
     file.write_text(json.dumps(config))
     with pytest.raises(ValueError, match=message):
         loaded(tmp_path / "made")
+
+
+@pytest.mark.parametrize(
+    ("library", "kinds", "texts"),
+    [
+        ("fp8", {Q: Block}, ["float8_128x128 weights, float8_1x128 activations"]),
+        (
+            "modelopt",
+            {Q: NVFP4, DOWN: Tensor},
+            [
+                "nvfp4 weights, activations as they come",
+                "float8_tensor weights, float8_tensor activations with a static scale",
+            ],
+        ),
+        ("compressed-tensors", {Q: Row, DOWN: Row}, ["float8_rowwise weights, float8_rowwise activations"]),
+    ],
+)
+def test_explain_says_in_which_formats_a_checkpoint_is(tmp_path, library, kinds, texts):
+    (tmp_path / "config.json").write_text(json.dumps({"quantization_config": config_of(library, kinds)}))
+    assert _formats_of(tmp_path) == _formats_of(tmp_path / "config.json") == texts
+
+
+@pytest.mark.parametrize(
+    ("config", "texts"),
+    [
+        ({}, []),
+        ({"quantization_config": {"quant_method": "gptq"}}, ["not known to load_packed: .*known are modelopt"]),
+        ({"quantization_config": {"quant_method": "mxfp4"}}, ["mxfp4 weights of experts"]),
+        ({"quantization_config": {"quant_method": "modelopt", "quant_algo": "W8A16"}}, ["unknown quant_algo 'W8A16'"]),
+    ],
+)
+def test_explain_says_where_a_checkpoint_cannot_be_read(tmp_path, config, texts):
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    found = _formats_of(tmp_path)
+    assert len(found) == len(texts)
+    assert all(re.search(pattern, text) for pattern, text in zip(texts, found, strict=True))
 
 
 # ---------------------------------------------------------------- experts
