@@ -138,7 +138,7 @@ class Fp4CompileQuantizer(HfQuantizer):
                           {name: storable(tensor).to(device) for name, tensor in found.items()})  # fmt: skip
             self.waiting.append((weight, packed, shell))
             weight.put(model, shell)
-            ignored |= {rf"^{re.escape(name)}($|\.(?!bias$))" for name in weight.names}
+            ignored |= {pattern for name in weight.names for pattern in _published_as(name, weight.experts is not None)}
         model._keys_to_ignore_on_load_unexpected = ignored
 
     def _await_weights(self, model: Any) -> None:
@@ -289,6 +289,13 @@ class _Read(_Shell):
     def __init__(self, weight: nn.Parameter, bias: nn.Parameter | None, tensors: dict[str, torch.Tensor]):
         super().__init__(weight, bias)
         self.__dict__.update(tensors)
+
+
+def _published_as(name: str, experts: bool) -> list[str]:
+    """Patterns of the names of a weight's tensors in checkpoints. Experts are in one tensor, or one by one."""
+    if not experts:
+        return [rf"^{re.escape(name)}\.(?!bias$)"]
+    return [rf"^{re.escape(name)}(_|$)", rf"^{re.escape(name.rpartition('.')[0])}\.\d+\."]
 
 
 def _device_of(name: str, device_map: Any) -> Any:
