@@ -16,6 +16,8 @@ from fp4compile import hardware
 from fp4compile.cli import arguments
 from fp4compile.hardware import GPUS, Gpu
 from fp4compile.roofline.explain import explain
+from fp4compile.weights.published.conventions import CONFIG, HF_QUANT_CONFIG, declared_formats
+from fp4compile.weights.published.shards import read_json
 
 _GPU = "B200"  # where no GPU of the list is there
 # A model, and the positional and named arguments of its call.
@@ -48,9 +50,22 @@ def run(args: argparse.Namespace) -> None:
             model.train()
         with torch.set_grad_enabled(args.train), contextlib.redirect_stdout(io.StringIO()):
             report = explain(model, *positional, recipe=recipe, gpu=gpu, **named)
-    print(json.dumps(report.to_dict(), indent=1) if args.json else report.table(all=args.all))
+    formats = _formats_of(Path(args.model))
+    if args.json:
+        print(json.dumps(report.to_dict() | ({"checkpoint": formats} if formats else {}), indent=1))
+    else:
+        print("\n".join([*(f"checkpoint  {text}" for text in formats), report.table(all=args.all)]))
     if args.html is not None:
         args.html.write_text(report.to_html(all=args.all), encoding="utf-8")
+
+
+def _formats_of(path: Path) -> list[str]:
+    """In which formats the checkpoint of a configuration is; none where it is not quantised, or there is no file."""
+    folder = path if path.is_dir() else path.parent
+    files = {file: folder / file for file in (CONFIG, HF_QUANT_CONFIG)}
+    if path.is_file():
+        files[CONFIG] = path
+    return declared_formats(folder, {name: read_json(file) for name, file in files.items() if file.is_file()})
 
 
 @contextlib.contextmanager

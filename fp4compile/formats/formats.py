@@ -80,14 +80,8 @@ class BlockFormat:
             self._check_nvfp4()
         elif self.scale == "e8m0":
             self._check_mx()
-        elif self.scale == "float32":
+        elif self.scale in ("float32", None):
             self._check_float8()
-        elif self.scale is None:
-            if (self.element, self.block, self.outer, self.contract) != ("e4m3", None, "row", "torchao"):
-                raise ValueError(
-                    "a format without block scales is float8_rowwise: element 'e4m3', block None, outer 'row', "
-                    f"contract 'torchao'; got {self.element!r}, {self.block}, {self.outer!r}, {self.contract!r}"
-                )
         else:
             raise ValueError(f"scale={self.scale!r}: allowed are 'e4m3' (NVFP4), 'e8m0' (MX), 'float32' (FP8), None")
 
@@ -114,10 +108,12 @@ class BlockFormat:
     def _check_float8(self) -> None:
         if self.packed:
             raise ValueError(f"element={self.element!r}: FP4 goes with block scales 'e4m3' or 'e8m0'")
-        if self.block not in _FLOAT8_BLOCKS:
+        if self.scale and self.block not in _FLOAT8_BLOCKS:
             raise ValueError(f"block={self.block}: float32 block scales serve blocks 1xN and NxN, N of 32, 64 or 128")
-        if self.outer is not None:
-            raise ValueError(f"outer={self.outer!r}: formats with float32 block scales have no outer scale")
+        if not self.scale and self.block is not None:
+            raise ValueError(f"block={self.block}: a format without block scales has no block")
+        if (self.scale is None) != (self.outer is not None):
+            raise ValueError(f"outer={self.outer!r}: FP8 has float32 scales of blocks, of rows or of the tensor")
         if self.contract not in FLOAT8_CONTRACTS:
             raise ValueError(unknown_name("contract for float32 scales", self.contract, FLOAT8_CONTRACTS))
 
@@ -194,6 +190,10 @@ def _mx(element: str, mode: str, block: tuple[int, int] = (1, 32)) -> BlockForma
     return BlockFormat(element, block, "e8m0", None, mode)
 
 
+def _float8(block: tuple[int, int] | None, outer: str | None = None) -> BlockFormat:
+    return BlockFormat("e4m3", block, "float32" if block else None, outer, "torchao")
+
+
 NAMED: dict[str, BlockFormat] = {
     "nvfp4": _nvfp4("tensor", "torchao"),
     "nvfp4_one_level": _nvfp4(None, "torchao"),
@@ -207,7 +207,10 @@ NAMED: dict[str, BlockFormat] = {
     "mxfp8_e5m2": _mx("e5m2", "rceil"),
     "mxfp8_32x32": _mx("e4m3", "rceil", (32, 32)),
     "mxfp4": _mx("e2m1", "rceil"),
-    "float8_rowwise": BlockFormat("e4m3", None, None, "row", "torchao"),
+    "float8_1x128": _float8((1, 128)),
+    "float8_128x128": _float8((128, 128)),
+    "float8_rowwise": _float8(None, "row"),
+    "float8_tensor": _float8(None, "tensor"),
 }
 _NAME_OF = {fmt: name for name, fmt in NAMED.items()}
 _SPEC = re.compile(r"(\w+):(?:(\d+)x(\d+)|-):(\w+|-):(\w+|-):(\w+)")
@@ -255,6 +258,6 @@ def compatible(a: BlockFormat, b: BlockFormat) -> bool:
     """Whether the matrix units multiply operands of these formats: same scale type and same block length along K.
 
     SM100's instruction has the kinds mxf4nvf4 (NVFP4 x NVFP4), mxf8f6f4 and mxf4 (any two MX formats), and f8f6f4
-    (float8_rowwise).
+    (FP8).
     """
     return (a.scale, a.block_cols) == (b.scale, b.block_cols)

@@ -16,7 +16,7 @@ from fp4compile._compat import statically_true
 from fp4compile.formats import formats
 from fp4compile.formats.formats import BlockFormat, unknown_name
 from fp4compile.formats.grouping import Grouping, check_offs, padded_rows
-from fp4compile.formats.layouts import LAYOUTS, ceil_div, swizzled_numel
+from fp4compile.formats.layouts import LAYOUTS, ceil_div, scale_layout, swizzled_numel
 from fp4compile.formats.prologue import Prologue
 
 ROWS, COLUMNS = -1, -2
@@ -29,7 +29,7 @@ class QuantizeSpec:
 
     format: the format of the codes and scales. dims: the dimensions to quantise along: (-1,), the rows; (-2,), the
         columns; or (-1, -2), both from one read. Each dimension is the last one of its own results.
-    layout: where the block scales lie, "linear" or "swizzled".
+    layout: where the block scales lie, "linear" or "swizzled"; "linear" in any format without block scales of one byte.
     hadamard: quantise the Hadamard transform of the columns (of the rows, where dims is (-1,)).
     scale_rule: how block scales are chosen, see `reference_scales`.
     values: the dims whose results are 16-bit dequantised values without the outer scale, instead of codes.
@@ -56,8 +56,7 @@ class QuantizeSpec:
         fmt = self.format
         if self.layout not in LAYOUTS:
             raise ValueError(unknown_name("layout", self.layout, LAYOUTS))
-        if self.layout == "swizzled" and fmt.scale is not None and not fmt.swizzles:
-            raise ValueError(f"layout='swizzled': is for block scales of one byte, format {fmt.name} has {fmt.scale}")
+        object.__setattr__(self, "layout", scale_layout(fmt, native=self.layout == "swizzled"))
         if self.dims not in ((ROWS,), (COLUMNS,), (ROWS, COLUMNS)):
             raise ValueError(f"dim={list(self.dims)}: expected -1, -2 or [-1, -2]")
         if self.seeded and not fmt.packed:
@@ -136,7 +135,7 @@ class QuantizeSpec:
     @property
     def swizzled(self) -> bool:
         """Whether there are block scales in the swizzled layout."""
-        return self.layout == "swizzled" and self.format.swizzles
+        return self.layout == "swizzled"
 
     @cached_property
     def columns_separate(self) -> bool:

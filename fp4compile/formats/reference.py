@@ -261,7 +261,7 @@ def quantize(
     """
     if x.dim() == 1:
         row = quantize(x.unsqueeze(0), fmt, outer, layout, seed=seed, stream=stream, transform=transform, amax=amax)
-        return drop_row(row, layout)
+        return drop_row(row)
     x = hadamard(x) if transform else x.float()
     if amax is None and outer is None and fmt.outer is not None:
         amax = largest(x, per_row=fmt.outer == "row")
@@ -286,10 +286,10 @@ def quantize(
     return data, _lay_out(scales, fmt, x.shape[-2], layout), outer
 
 
-def drop_row(result, layout: str):
+def drop_row(result):
     """The result of quantising a vector, given the result of quantising it as the one row of a matrix."""
     data, scales, outer = result
-    if scales is not None and layout == "linear":
+    if scales is not None and scales.dim() == data.dim():  # not swizzled
         scales = scales.squeeze(0)
     return data.squeeze(0), scales, outer.squeeze(0) if outer is not None and outer.dim() == 2 else outer
 
@@ -318,8 +318,8 @@ def _matrix(blocks: torch.Tensor, rows: int) -> torch.Tensor:
 
 
 def _lay_out(scales: torch.Tensor, fmt: BlockFormat, rows: int, layout: str) -> torch.Tensor:
-    """Linear scales -> scales in `layout`."""
-    if layout == "linear":
+    """Linear scales -> scales in `layout`; unchanged where the format has no other."""
+    if layout == "linear" or not fmt.swizzles:
         return scales.contiguous()
     if fmt.square:  # the matrix units read a scale for each row
         scales = scales_of_rows(scales, fmt, rows)

@@ -63,7 +63,7 @@ def quantize(
     amax: float32 [] or [..., 1, 1], from which the outer scale is made if `outer` is None; None computes it from x.
     """
     if x.dim() == 1:
-        return reference.drop_row(quantize(x.unsqueeze(0), fmt, outer, layout, rule, amax), layout)
+        return reference.drop_row(quantize(x.unsqueeze(0), fmt, outer, layout, rule, amax))
     x = x.float()
     if outer is None and fmt.outer is not None:
         outer = outer_of(reference.largest(x, per_row=False) if amax is None else amax, rule)

@@ -9,7 +9,7 @@ from fp4compile.formats import formats
 from fp4compile.formats.checks import check_float
 from fp4compile.formats.formats import BlockFormat
 from fp4compile.formats.grouping import Grouping, Groups, padded_rows
-from fp4compile.formats.layouts import LAYOUTS, ceil_div
+from fp4compile.formats.layouts import LAYOUTS, ceil_div, scale_layout
 from fp4compile.formats.operand import Arguments, Operand
 from fp4compile.formats.quantize_spec import FLOAT_DTYPES
 from fp4compile.formats.reference_grouped import with_linear_scales
@@ -23,7 +23,7 @@ class BlockScaled:
 
     data: the codes, with the quantised dimension last and padded to whole blocks: uint8 with two codes a byte (E2M1),
         float8_e4m3fn or float8_e5m2.
-    scales: the block scales, float8_e4m3fn or float8_e8m0fnu; None for a format without block scales. In the layout
+    scales: the block scales, of the format's `scale_dtype`; None for a format without block scales. In the layout
         "linear": [..., rows, blocks] (square blocks: [..., rows / block, blocks]); "swizzled": one flat run for each
         matrix.
     outer: the float32 factor that decodes, [] or [..., rows, 1]; None means 1. With groups, one factor a group, [G],
@@ -104,7 +104,7 @@ def quantize(
     dim: the dimension to quantise along. It is the last dimension of the result: dim=0 of a matrix gives the codes of
         the transposed matrix, whose blocks are columns of x (32x1).
     outer: a static factor that decodes, float32, [] (or [..., rows, 1] where the format scales rows); None computes it.
-    layout: "linear" or "swizzled": where the block scales of the result lie.
+    layout: "linear" or "swizzled": where the block scales of the result lie; "linear" where they are no bytes.
     seed: int64 [], to round E2M1 elements stochastically; the same seed gives the same codes. None rounds to nearest.
     hadamard: quantise the random Hadamard transform of x along dim, in groups of 16 (NVFP4 blocks of 1x16). The
         result represents the transformed values, and its shape has whole groups.
@@ -132,6 +132,7 @@ def quantize(
         raise ValueError(f"dim={dim}: x has {x.dim()} dimensions")
     if layout not in LAYOUTS:
         raise ValueError(formats.unknown_name("layout", layout, LAYOUTS))
+    layout = scale_layout(fmt, native=layout == "swizzled")
     formats.check_scale_rule("scales", scales, fmt)
     if scales != "amax" and (seed is not None or hadamard or offs is not None):
         raise ValueError(f"scales={scales!r}: is for weights, and goes without seed, hadamard and offs")

@@ -139,14 +139,11 @@ class Recipe:
 
     def _check_product(self, product: str) -> None:
         left, right = (None if name is None else formats.get(name) for name in self.operands(product))
-        if left is not None and right is not None:
-            if not formats.compatible(left, right):
-                raise ValueError(
-                    f"{product}: formats {left.name} and {right.name} cannot be multiplied: "
-                    "scale types or block lengths differ"
-                )
-        elif any(fmt is not None and fmt.scale is None for fmt in (left, right)):
-            raise ValueError(f"{product}: float8_rowwise needs both operands in that format")
+        if left is not None and right is not None and not formats.compatible(left, right):
+            raise ValueError(
+                f"{product}: formats {left.name} and {right.name} cannot be multiplied: "
+                "scale types or block lengths differ"
+            )
 
     def _check_static(self) -> None:
         if self.activation_scale not in ("dynamic", "static"):

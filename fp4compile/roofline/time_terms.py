@@ -230,7 +230,7 @@ def stored(fmt: BlockFormat, lines: int, length: int, native: bool) -> float:
     blocks = ceil_div(length, fmt.block_cols)
     codes = lines * blocks * fmt.block_cols / (2 if fmt.packed else 1)
     if fmt.scale is None:
-        return codes + FLOAT32 * lines
-    if native:  # in the swizzled layout, square blocks also have a scale for each row
+        return codes + FLOAT32 * lines * (fmt.outer == "row")
+    if native and fmt.swizzles:  # in the swizzled layout, square blocks also have a scale for each row
         return codes + swizzled_numel(lines, blocks)
     return codes + ceil_div(lines, fmt.block[0] if fmt.block else 1) * blocks * fmt.scale_dtype.itemsize

@@ -43,7 +43,7 @@ def quantize(
     """
     if x.dim() == 1:
         row = quantize(x.unsqueeze(0), fmt, outer, layout, rule)
-        return reference.drop_row(row, layout)
+        return reference.drop_row(row)
     source = source_of(x, target_of(x.device))
     output = empty_output(source, x.shape, fmt, layout)
     outer = _sweep(source, output, outer, layout, rule, each_matrix)

@@ -43,13 +43,14 @@ def check_model(packed: Mapping[str, Any], state: dict[str, torch.Tensor]) -> No
 
 
 def check_block_scales(name: str, scales: torch.Tensor) -> None:
-    """Raise ValueError where block scales are NaN or negative. name: the tensor's, for the message."""
+    """Raise ValueError where block scales are NaN, negative or infinite. name: the tensor's, for the message."""
     e8m0 = scales.dtype == torch.float8_e8m0fnu  # which has no sign
     as_bytes = scales.view(torch.uint8) if scales.dtype.itemsize == 1 else None
     # The largest valid byte. E8M0 has NaN at 255; E4M3 has NaN at 127 and negative numbers above.
-    wrong = ~(scales >= 0) if as_bytes is None else as_bytes > (254 if e8m0 else 126)
+    wrong = ~(scales >= 0) | scales.isinf() if as_bytes is None else as_bytes > (254 if e8m0 else 126)
     if wrong.any():
-        raise ValueError(f"tensor {name!r}: has scales that are NaN{'' if e8m0 else ' or negative'}")
+        kinds = "NaN" if e8m0 else "NaN or negative" if as_bytes is not None else "NaN, negative or infinite"
+        raise ValueError(f"tensor {name!r}: has scales that are {kinds}")
 
 
 def check_outer(name: str, outer: torch.Tensor, smallest: float = 0.0) -> None:

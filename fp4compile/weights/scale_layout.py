@@ -25,7 +25,7 @@ def layout_on(
 ) -> str:  # fmt: skip
     """The layout of a weight's block scales on a device. experts: the number of matrices; None for one."""
     fmt, target = formats.get(weight), target_on(device)
-    if target is None or activation is None or fmt.scale is None:
+    if target is None or activation is None or not fmt.swizzles:
         return "linear"
     from fp4compile.templates.choose import choose
     from fp4compile.templates.problem import Problem

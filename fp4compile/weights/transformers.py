@@ -2,13 +2,15 @@
 
 config.json holds the state of every packed layer, so the skeleton on the meta device gets its packed layers before any
 weight is read. A checkpoint in high precision is packed by a recipe, each weight as soon as it has been read, so that
-beside the packed model there is one weight in high precision at a time.
+beside the packed model there is one weight in high precision at a time. Of a checkpoint that another library packed,
+`load_packed`'s reader takes the packed layers, and transformers reads all other tensors.
 """
 
 import copy
 import re
 import warnings
 from math import prod
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,13 +18,18 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.core_model_loading import ConversionOps
 from transformers.quantizers import HfQuantizer
-from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING, AUTO_QUANTIZER_MAPPING
+from transformers.quantizers.auto import (
+    AUTO_QUANTIZATION_CONFIG_MAPPING,
+    AUTO_QUANTIZER_MAPPING,
+    AutoHfQuantizer,
+)
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from fp4compile.analysis.module_names import packed_name
 from fp4compile.weights.buffers import PackedWeight, buffer_shapes, dtypes_of, is_extra_state, packed_modules
 from fp4compile.weights.decide import decisions
 from fp4compile.weights.experts import states_of
+from fp4compile.weights.files import contents_of
 from fp4compile.weights.linear import leave_fast_paths, obstacle
 from fp4compile.weights.replacements import METHOD, Weight, check_states, weights_of
 from fp4compile.weights.scale_checks import check_buffers
@@ -34,7 +41,10 @@ class Fp4CompileConfig(QuantizationConfigMixin):
 
     layers, experts: the descriptions of the packed layers and experts, by name. recipe: as for `fp4compile.pack_`, for
     checkpoints that are not packed: `quantization_config={"quant_method": "fp4compile", "recipe": "nvfp4"}`.
+    published: whether another library packed the checkpoint, whose files describe the layers.
     """
+
+    published = False
 
     def __init__(
         self,
@@ -46,6 +56,18 @@ class Fp4CompileConfig(QuantizationConfigMixin):
         self.quant_method = quant_method  # type: ignore[assignment]  # which is no member of transformers' enum
         self.layers, self.experts = {} if layers is None else layers, {} if experts is None else experts
         self.recipe = recipe
+
+
+class PublishedConfig(Fp4CompileConfig):
+    """The quantization_config of a checkpoint that another library packed, to be read by `load_packed`'s reader.
+
+    recipe: as for `fp4compile.load_packed`. The other fields are read from the checkpoint's files.
+    """
+
+    published = True
+
+    def __init__(self, quant_method: str = METHOD, recipe: str | dict | None = None, **described: Any):
+        super().__init__(recipe=recipe)
 
 
 class Fp4CompileQuantizer(HfQuantizer):
@@ -62,6 +84,7 @@ class Fp4CompileQuantizer(HfQuantizer):
         self.waiting: list[tuple[Weight, PackedWeight, _Shell]] = []
         self.unread: dict[str, Weight] = {}
         self.late: list[Weight] = []
+        self.expected: Any = None  # the tensors that a checkpoint may have beside the model's, by patterns
         self.dtype: torch.dtype | None = None  # which transformers loads weights in
 
     # ------------------------------------------------------------ loading
@@ -73,7 +96,8 @@ class Fp4CompileQuantizer(HfQuantizer):
                 "quantization_config: the checkpoint is not packed; name a recipe to pack it by, as in "
                 '{"quant_method": "fp4compile", "recipe": "nvfp4"}'
             )
-        if self.pre_quantized and self.quantization_config.recipe is not None:
+        config = self.quantization_config
+        if self.pre_quantized and config.recipe is not None and not config.published:
             raise ValueError("quantization_config: the checkpoint is packed already; expected no recipe")
         if not self.pre_quantized and isinstance(device_map, dict) and "disk" in device_map.values():
             raise ValueError("device_map: weights that stay on disk cannot be packed; allowed are devices and 'cpu'")
@@ -82,17 +106,40 @@ class Fp4CompileQuantizer(HfQuantizer):
         self.dtype = dtype
         return dtype
 
-    def _process_model_before_weight_loading(self, model: nn.Module, **kwargs: Any) -> nn.Module:
+    def _process_model_before_weight_loading(
+        self, model: nn.Module, checkpoint_files: list[str] | None = None, device_map: Any = None, **kwargs: Any
+    ) -> nn.Module:
         config = self.quantization_config
+        if config.published:
+            if not checkpoint_files:
+                raise ValueError("quantization_config: a published checkpoint is read from its folder; got none")
+            self._read_published(model, Path(checkpoint_files[0]).parent, device_map)
+            return model
         check_states(config.layers, config.experts)
         for weight in weights_of(model, config.layers, config.experts):
             packed = weight.empty(model)
-            shell = _Shell(packed, weight.parameter(model), getattr(packed, "bias", None))
+            shell = _Awaited(packed, weight.parameter(model), getattr(packed, "bias", None))
             self.waiting.append((weight, packed, shell))
             weight.put(model, shell)
         if config.recipe is not None:
             self._await_weights(model)
         return model
+
+    def _read_published(self, model: Any, folder: Path, device_map: Any) -> None:
+        """Replace weights by shells with the packed tensors of a checkpoint; transformers reads the rest."""
+        states, tensors, _ = contents_of(model, folder, self.quantization_config.recipe)
+        self.expected = model._keys_to_ignore_on_load_unexpected
+        ignored = set(self.expected or ())
+        for weight in weights_of(model, *states):
+            packed = weight.empty(model)
+            found = {name: tensors.pop(f"{weight.packed_names[0]}.{name}") for name in buffer_shapes(packed)}
+            device = _device_of(weight.names[0], device_map)
+            shell = _Read(weight.parameter(model), getattr(packed, "bias", None),
+                          {name: storable(tensor).to(device) for name, tensor in found.items()})  # fmt: skip
+            self.waiting.append((weight, packed, shell))
+            weight.put(model, shell)
+            ignored |= {pattern for name in weight.names for pattern in _published_as(name, weight.experts is not None)}
+        model._keys_to_ignore_on_load_unexpected = ignored
 
     def _await_weights(self, model: Any) -> None:
         """List the weights that the recipe packs in `unread`, or in `late` where they cannot be packed as they come."""
@@ -121,6 +168,8 @@ class Fp4CompileQuantizer(HfQuantizer):
         for weight, packed, shell in self.waiting:
             self._fill(model, weight, packed, shell)
         self.waiting.clear()
+        if self.quantization_config.published:
+            model._keys_to_ignore_on_load_unexpected = self.expected
         # Those that the checkpoint lacks are still waiting. transformers has initialised them, and warned.
         for weight in [*self.late, *dict.fromkeys(self.unread.values())]:
             reason = None if weight.experts else obstacle(model.get_submodule(weight.names[0]))
@@ -131,7 +180,9 @@ class Fp4CompileQuantizer(HfQuantizer):
         self.unread.clear()
         self.late.clear()
         leave_fast_paths(model)
-        if self.quantization_config.recipe is not None:  # the configuration has none from here: the model is packed
+        if (
+            self.quantization_config.recipe is not None and not self.quantization_config.published
+        ):  # the configuration has none from here: the model is packed
             self.quantization_config.__dict__.update(vars(config_of(model)))
         attach(model)
         return model
@@ -199,30 +250,59 @@ class Fp4CompileQuantizer(HfQuantizer):
 
 
 class _Shell(nn.Module):
-    """The stand-in for a packed layer while weights are loaded: its buffers as files hold them.
+    """The stand-in for a packed layer while weights are loaded.
 
-    weight: on the meta device, because code of transformers reads it. missing: the buffers that were not loaded;
-    transformers marks the tensors that it has loaded.
+    weight: on the meta device, because code of transformers reads it. missing: the buffers that were not loaded.
     """
 
-    def __init__(self, packed: PackedWeight, weight: nn.Parameter, bias: nn.Parameter | None):
+    def __init__(self, weight: nn.Parameter, bias: nn.Parameter | None):
         super().__init__()
         self.bias = bias
         self.weight = weight.detach()  # so that it is no parameter
         self.weight._is_hf_initialized = True
-        shapes, dtypes = buffer_shapes(packed), dtypes_of(packed.layer_format.weight)
-        self.missing = set(shapes)
-        for name, (shape, _) in shapes.items():
-            self.register_buffer(name, torch.empty(shape, dtype=dtypes[name][1], device="meta"))
+        self.missing: set[str] = set()
 
     def forward(self) -> torch.Tensor:
         """The weight on the meta device, for code of transformers that would initialise it."""
         return self.weight
 
+
+class _Awaited(_Shell):
+    """A shell with the buffers as files hold them. transformers marks the tensors that it has loaded."""
+
+    def __init__(self, packed: PackedWeight, weight: nn.Parameter, bias: nn.Parameter | None):
+        super().__init__(weight, bias)
+        shapes, dtypes = buffer_shapes(packed), dtypes_of(packed.layer_format.weight)
+        self.missing.update(shapes)
+        for name, (shape, _) in shapes.items():
+            self.register_buffer(name, torch.empty(shape, dtype=dtypes[name][1], device="meta"))
+
     def __setattr__(self, name: str, value: Any) -> None:
-        if getattr(value, "_is_hf_initialized", False):
+        if getattr(value, "_is_hf_initialized", False) and name in self.__dict__.get("missing", ()):
             self.missing.discard(name)
         super().__setattr__(name, value)
+
+
+class _Read(_Shell):
+    """A shell with the tensors of a published checkpoint, which are no buffers for transformers to load."""
+
+    def __init__(self, weight: nn.Parameter, bias: nn.Parameter | None, tensors: dict[str, torch.Tensor]):
+        super().__init__(weight, bias)
+        self.__dict__.update(tensors)
+
+
+def _published_as(name: str, experts: bool) -> list[str]:
+    """Patterns of the names of a weight's tensors in checkpoints. Experts are in one tensor, or one by one."""
+    if not experts:
+        return [rf"^{re.escape(name)}\.(?!bias$)"]
+    return [rf"^{re.escape(name)}(_|$)", rf"^{re.escape(name.rpartition('.')[0])}\.\d+\."]
+
+
+def _device_of(name: str, device_map: Any) -> Any:
+    """The device of a module by a device map, which has the longest of the names that hold the module."""
+    holders = [name.rsplit(".", cut)[0] for cut in range(name.count(".") + 1)]
+    placed = device_map if isinstance(device_map, dict) else {}
+    return next((placed[holder] for holder in holders if holder in placed), placed.get("", "cpu"))
 
 
 class _Pack(ConversionOps):
@@ -307,3 +387,27 @@ def register() -> None:
     """Make `from_pretrained` use this quantiser. Does nothing the second time."""
     AUTO_QUANTIZATION_CONFIG_MAPPING[METHOD] = Fp4CompileConfig
     AUTO_QUANTIZER_MAPPING[METHOD] = Fp4CompileQuantizer
+    # transformers has no reader of ModelOpt's checkpoints: it would warn, and give codes without their scales.
+    if AUTO_QUANTIZATION_CONFIG_MAPPING.setdefault("modelopt", PublishedConfig) is PublishedConfig:
+        AUTO_QUANTIZER_MAPPING["modelopt"] = Fp4CompileQuantizer
+    merge = AutoHfQuantizer.merge_quantization_configs
+    if not hasattr(merge, "of_fp4compile"):
+        AutoHfQuantizer.merge_quantization_configs = staticmethod(_merging(merge))
+
+
+def _merging(merge: Any) -> Any:
+    """transformers' merge of a checkpoint's and an argument's quantization_config, which refuses two methods.
+
+    Where the argument's method is "fp4compile", and the checkpoint's is another one, this package reads the checkpoint.
+    """
+
+    def merged(checkpoint: Any, argument: Any) -> Any:
+        methods = [one.get("quant_method") if isinstance(one, dict) else getattr(one, "quant_method", None)
+                   for one in (checkpoint, argument)]  # fmt: skip
+        if methods[1] != METHOD or methods[0] == METHOD:
+            return merge(checkpoint, argument)
+        recipe = argument.get("recipe") if isinstance(argument, dict) else argument.recipe
+        return PublishedConfig(recipe=recipe)
+
+    merged.of_fp4compile = True  # type: ignore[attr-defined]
+    return merged

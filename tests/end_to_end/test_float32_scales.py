@@ -1,4 +1,4 @@
-"""A format that no other file knows: E4M3 elements in blocks of 1x64 with float32 scales, named by a spec string.
+"""FP8 with float32 scales in models: among them blocks of 1x64, a format that only its spec string names.
 
 Its scale type is in formats.py, reference.py and device/block_scales.py alone; test_float32_scale_kernels.py has the
 kernels.
@@ -22,11 +22,16 @@ from tests.distributed.test_codes import K, N, gathered, weight
 
 FORMAT = "e4m3:1x64:float32:-:torchao"
 FMT = formats.get(FORMAT)
+ANY_SIZE = {"min_m": 0, "min_n": 0, "min_k": 0}
 
 
 def net() -> nn.Sequential:
     torch.manual_seed(1)
     return nn.Sequential(nn.Linear(96, 64), nn.ReLU(), nn.Linear(64, 80)).bfloat16()
+
+
+def dequantised(x, fmt):
+    return reference.dequantize(*reference.quantize(x, fmt), fmt, x.shape[-1], torch.float32)
 
 
 def by_hand(x, layer):
@@ -43,13 +48,12 @@ def test_values_are_as_near_as_elements_are():
     assert torch.allclose(found.scales, amax / 448, rtol=1e-6, atol=0)
     down = fp4compile.quantize(x, FORMAT, dim=0)
     assert torch.equal(down.dequantize(), fp4compile.quantize(x.t(), FORMAT).dequantize())
-    with pytest.raises(ValueError, match="swizzled"):
-        fp4compile.quantize(x, FORMAT, layout="swizzled")
+    assert fp4compile.quantize(x, FORMAT, layout="swizzled").layout == "linear"
 
 
 def test_a_compiled_model_multiplies_it():
     model, x = net(), torch.randn(7, 96).bfloat16()
-    backend = fp4compile.backend({"fprop_x": FORMAT, "fprop_w": FORMAT, "min_m": 0, "min_n": 0, "min_k": 0})
+    backend = fp4compile.backend({"fprop_x": FORMAT, "fprop_w": FORMAT} | ANY_SIZE)
     with torch.no_grad():
         found = torch.compile(model, backend=backend)(x)
         expected = by_hand(by_hand(x, model[0]).relu(), model[2])
@@ -60,8 +64,7 @@ def test_a_compiled_model_multiplies_it():
 def test_training_quantises_all_three_products():
     roles = [f"{product}_{side}" for product, sides in
              (("fprop", "xw"), ("dgrad", ("dy", "w")), ("wgrad", ("dy", "x"))) for side in sides]  # fmt: skip
-    sizes = {"min_m": 0, "min_n": 0, "min_k": 0}
-    backend = fp4compile.backend(dict.fromkeys(roles, FORMAT) | sizes)
+    backend = fp4compile.backend(dict.fromkeys(roles, FORMAT) | ANY_SIZE)
     model, x = net(), torch.randn(70, 96).bfloat16()
     torch.compile(model, backend=backend)(x).sum().backward()
     expected = copy.deepcopy(model)
@@ -72,18 +75,26 @@ def test_training_quantises_all_three_products():
     assert {row.product for row in backend.report.rows if row.reason is None} == {"fprop", "dgrad", "wgrad"}
 
 
-@pytest.mark.parametrize("activation", [FORMAT, None])
-def test_packed_layers_are_cast_saved_and_loaded(activation, tmp_path):
+@pytest.mark.parametrize(("activation", "format"), [
+    (FORMAT, FORMAT), (None, FORMAT), (None, "float8_128x128"), (None, "float8_rowwise"), (None, "float8_tensor"),
+    ("float8_1x128", "float8_128x128"), ("float8_tensor", "float8_tensor"), ("float8_rowwise", "float8_tensor"),
+])  # fmt: skip
+def test_packed_layers_are_cast_saved_and_loaded(activation, format, tmp_path):
     model, x, path = net(), torch.randn(7, 96).bfloat16(), tmp_path / "packed.safetensors"
-    recipe = {"fprop_x": activation, "fprop_w": FORMAT, "min_m": 0, "min_n": 0, "min_k": 0}
+    recipe, fmt = {"fprop_x": activation, "fprop_w": format} | ANY_SIZE, formats.get(format)
     compiled = torch.compile(copy.deepcopy(model), backend=fp4compile.backend(recipe))
     report = fp4compile.pack_(model, recipe)
-    assert [row.weight for row in report.rows] == [FMT.nbytes(64, 96), FMT.nbytes(80, 64)]
+    assert [row.weight for row in report.rows] == [fmt.nbytes(64, 96), fmt.nbytes(80, 64)]
     with torch.no_grad():
         expected = model(x)
+        if activation is None:
+            values = (dequantised(layer.weight, fmt) for layer in (net()[0], net()[2]))
+            by_values = torch.func.functional_call(
+                net(), {f"{i}.weight": value.bfloat16() for i, value in zip((0, 2), values, strict=True)}, (x,)
+            )
+            assert (expected - by_values).abs().max() < 0.02
         assert torch.equal(expected, compiled(x))
         assert torch.equal(expected, torch.compile(copy.deepcopy(model), backend=fp4compile.backend(recipe))(x))
-    assert buffer_shapes(model[0])["weight_scales"] == ((64, 2), torch.float32)
     fp4compile.save_packed(model, path)
     fresh = net()
     fp4compile.load_packed(fresh, path)
@@ -93,9 +104,16 @@ def test_packed_layers_are_cast_saved_and_loaded(activation, tmp_path):
     for loaded in (fresh, other, copy.deepcopy(model).half().bfloat16()):
         with torch.no_grad():
             assert torch.equal(loaded(x), expected)
-    model[0].weight_scales.view(torch.float32)[3, 1] = torch.nan
-    with pytest.raises(ValueError, match=r"tensor '0.weight_scales': has scales that are NaN or negative"):
-        fp4compile.save_packed(model, path)
+
+
+def test_scales_that_no_weight_has_are_not_saved(tmp_path):
+    model = net()
+    fp4compile.pack_(model, {"fprop_w": FORMAT} | ANY_SIZE)
+    assert buffer_shapes(model[0])["weight_scales"] == ((64, 2), torch.float32)
+    for wrong in (-1.0, torch.nan):
+        model[0].weight_scales.view(torch.float32)[3, 1] = wrong
+        with pytest.raises(ValueError, match=r"tensor '0.weight_scales': has scales that are NaN or negative"):
+            fp4compile.save_packed(model, tmp_path / "packed.safetensors")
 
 
 def _saved(state) -> io.BytesIO:
@@ -123,7 +141,7 @@ def test_ranks_gather_its_codes(format):
 def test_a_sharded_packed_layer_keeps_its_scales():
     """FSDP2 casts parameters of floats to the policy's dtype."""
     model, x = net(), torch.randn(7, 96).bfloat16()
-    fp4compile.pack_(model, {"fprop_w": FORMAT, "min_m": 0, "min_n": 0, "min_k": 0})
+    fp4compile.pack_(model, {"fprop_w": FORMAT} | ANY_SIZE)
     with torch.no_grad():
         expected = model(x)
         fp4compile.make_shardable_(model)

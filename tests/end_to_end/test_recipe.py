@@ -187,7 +187,6 @@ def test_static_scale_by_module_name():
     [
         ({"fprop_x": "nvfp4", "fprop_w": "mxfp8"}, "fprop: formats nvfp4 and mxfp8 cannot be multiplied"),
         ({"attention_a": "nvfp4", "attention_b": "float8_rowwise"}, "attention: formats"),
-        ({"dgrad_w": "float8_rowwise"}, "dgrad: float8_rowwise needs both operands"),
         ({"fprop_x": "e2m1:16x16:e4m3:row:te"}, "fprop_x: outer='row' contradicts block"),
         ({"fprop_x": "e2m1:1x16:e8m0:-:rceil"}, "fprop_x: block"),
         ({"min_m": -1}, "min_m=-1"),

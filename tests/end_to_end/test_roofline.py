@@ -89,7 +89,7 @@ def test_bytes_are_those_of_the_tensors(name):
         if fmt.scale is not None:  # a row's outer scales are 4 bytes a row, and not in `stored`
             sizes[2] = 0
         assert time_terms.stored(fmt, rows, columns, native=False) == sum(sizes)
-        if fmt.scale is not None:
+        if fmt.swizzles:
             each_row = scales.repeat_interleave(fmt.block[0], 0)[:rows]
             assert time_terms.stored(fmt, rows, columns, native=True) == data.nbytes + to_swizzled(each_row).nbytes
 

@@ -25,7 +25,10 @@ EXPECTED = {
     "mxfp8_e5m2": ("e5m2:1x32:e8m0:-:rceil", False, False),
     "mxfp8_32x32": ("e4m3:32x32:e8m0:-:rceil", False, True),
     "mxfp4": ("e2m1:1x32:e8m0:-:rceil", True, False),
+    "float8_1x128": ("e4m3:1x128:float32:-:torchao", False, False),
+    "float8_128x128": ("e4m3:128x128:float32:-:torchao", False, True),
     "float8_rowwise": ("e4m3:-:-:row:torchao", False, False),
+    "float8_tensor": ("e4m3:-:-:tensor:torchao", False, False),
 }
 
 
@@ -40,10 +43,12 @@ def every_valid_format():
         for block in ((1, 32), (32, 32)):
             for mode in ("floor", "ceil", "even", "rceil"):
                 yield BlockFormat(element, block, "e8m0", None, mode)
-    yield BlockFormat("e4m3", None, None, "row", "torchao")
-    for element, n, contract in itertools.product(("e4m3", "e5m2"), (32, 64, 128), formats.FLOAT8_CONTRACTS):
-        for block in ((1, n), (n, n)):
-            yield BlockFormat(element, block, "float32", None, contract)
+    for element, contract in itertools.product(("e4m3", "e5m2"), formats.FLOAT8_CONTRACTS):
+        for outer in ("row", "tensor"):
+            yield BlockFormat(element, None, None, outer, contract)
+        for n in (32, 64, 128):
+            for block in ((1, n), (n, n)):
+                yield BlockFormat(element, block, "float32", None, contract)
 
 
 def test_named_formats_are_the_documented_ones():
@@ -70,7 +75,7 @@ def test_storage_types():
 
 def test_spec_and_name_read_back_for_every_valid_format():
     all_formats = list(every_valid_format())
-    assert len({fmt.spec for fmt in all_formats}) == len(all_formats) == 68
+    assert len({fmt.spec for fmt in all_formats}) == len(all_formats) == 79
     for fmt in all_formats:
         assert get(fmt.spec) == get(fmt.name) == get(fmt) == fmt
         assert pickle.loads(pickle.dumps(fmt)) == fmt
@@ -119,12 +124,10 @@ CONTRADICTIONS = [
     (MXFP8, dict(contract="te"), "contract"),
     (MXFP8, dict(contract=None), "contract"),
     (ROWWISE, dict(element="e2m1"), "element"),
-    (ROWWISE, dict(element="e5m2"), "element"),
     (ROWWISE, dict(block=(1, 32)), "block"),
     (ROWWISE, dict(block=32), "block"),
-    (ROWWISE, dict(outer="tensor"), "outer"),
     (ROWWISE, dict(outer=None), "outer"),
-    (ROWWISE, dict(contract="te"), "contract"),
+    (ROWWISE, dict(contract="rceil"), "contract"),
     (ROWWISE, dict(contract=None), "contract"),
     (FLOAT8, dict(element="e2m1"), "element"),
     (FLOAT8, dict(block=(1, 16)), "block"),
@@ -187,7 +190,8 @@ def test_compatible():
     kinds = [
         [n for n in NAMED if n.startswith("nvfp4")],
         [n for n in NAMED if n.startswith("mx")],
-        ["float8_rowwise"],
+        ["float8_rowwise", "float8_tensor"],
+        ["float8_1x128", "float8_128x128"],
     ]
     assert sum(map(len, kinds)) == len(NAMED)
     for i, left in enumerate(kinds):

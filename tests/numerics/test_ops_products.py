@@ -160,4 +160,5 @@ def test_non_finite_input_reaches_the_product(name, value):
         scaled_mm(quantize(w, name), quantize(x, name), out_dtype=torch.bfloat16).t(),
     ):
         assert not out[35].isfinite().any()
-        assert fmt.outer == "tensor" or out[:32].isfinite().all()
+        alone = fmt.outer != "tensor" and name != "float8_128x128"  # else rows 0 and 35 share a scale
+        assert not alone or out[:32].isfinite().all()

@@ -18,6 +18,7 @@ from tests.templates.test_quantize_kernels import assert_same_bits, check
 ROWS = [f"{element}:1x{block}:float32:-:{contract}" for element, block, contract in (
     ("e4m3", 64, "torchao"), ("e4m3", 128, "te"), ("e5m2", 128, "te_pow2"), ("e4m3", 32, "te_pow2")
 )]  # fmt: skip
+UNBLOCKED = ["e4m3:-:-:tensor:torchao", "e5m2:-:-:tensor:te_pow2", "e5m2:-:-:row:te"]
 SQUARES = ["e4m3:64x64:float32:-:torchao", "e4m3:128x128:float32:-:te_pow2"]
 
 
@@ -30,11 +31,16 @@ def poisoned_memory():
 
 @gpu
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("format", ROWS + SQUARES)
+@pytest.mark.parametrize("format", ROWS + SQUARES + UNBLOCKED)
 def test_hard_inputs(format, dtype):
     """Sizes are no multiples of the block; columns of a contiguous matrix, and rows of a transposed one."""
     fmt = formats.get(format)
-    x = stacked((12, 200), dtype, fmt.block_cols)
+    stack = stacked((12, 200), dtype, fmt.block_cols if fmt.block else 16)
+    for x in stack.split(12) if fmt.outer == "tensor" else [stack]:
+        check_everywhere(x, fmt)
+
+
+def check_everywhere(x, fmt):
     check(x, fmt)
     check(x.t(), fmt)
     along_rows, along_columns = quantize_both(x.to(DEVICE), fmt)
@@ -69,7 +75,10 @@ def test_groups_of_rows(dim):
 
 @gpu
 @pytest.mark.parametrize("m", [3, 40])
-@pytest.mark.parametrize(("a", "b"), [(ROWS[0], ROWS[0]), (ROWS[1], SQUARES[1]), (torch.bfloat16, SQUARES[1])], ids=str)
+@pytest.mark.parametrize(("a", "b"), [
+    (ROWS[0], ROWS[0]), (ROWS[1], SQUARES[1]), (torch.bfloat16, SQUARES[1]),
+    *((a, b) for a in (torch.bfloat16, torch.float32, UNBLOCKED[0]) for b in UNBLOCKED),
+], ids=str)  # fmt: skip
 def test_products(a, b, m):
     left, right = (
         quantized(torch.randn(rows, 320), fmt if isinstance(fmt, torch.dtype) else formats.get(fmt))

@@ -246,8 +246,8 @@ def block_scale(
 
 
 @triton.jit
-def outer_scales(OUTER: tl.constexpr, outer_ptr, amax_ptr, PARTIAL_MAXIMA: tl.constexpr, CONTRACT: tl.constexpr,
-                 ISA: tl.constexpr):  # fmt: skip
+def outer_scales(OUTER: tl.constexpr, outer_ptr, amax_ptr, PARTIAL_MAXIMA: tl.constexpr, ELEMENT: tl.constexpr,
+                 SCALE: tl.constexpr, CONTRACT: tl.constexpr, ISA: tl.constexpr):  # fmt: skip
     """(encode, decode) outer scales of a tensor, scalars in float32.
 
     OUTER "none": both are 1. "tensor": the decode factor is read at outer_ptr. "amax": it is made from the amax of the
@@ -264,30 +264,31 @@ def outer_scales(OUTER: tl.constexpr, outer_ptr, amax_ptr, PARTIAL_MAXIMA: tl.co
             bits = tl.load(amax_ptr)
         else:
             bits = tl.max(tl.load(amax_ptr + tl.arange(0, PARTIAL_MAXIMA)), 0)
-        encode, decode = outer_from_amax(bits, CONTRACT, ISA)
+        encode, decode = outers_of_amax(bits, ELEMENT, SCALE, CONTRACT, ISA)
         if tl.program_id(0) == 0:
             tl.store(outer_ptr, decode)
     return encode, decode
 
 
 @triton.jit
-def outers_of_amax(amax_bits, SCALE: tl.constexpr, CONTRACT: tl.constexpr, ISA: tl.constexpr):
+def outers_of_amax(amax_bits, ELEMENT: tl.constexpr, SCALE: tl.constexpr, CONTRACT: tl.constexpr, ISA: tl.constexpr):
     """Bits of amaxes -> (encode, decode) outer scales in float32, of a format that may have no block scales."""
     if SCALE == "none":
-        return float8_scale(amax_bits, "e4m3", "torchao", ISA)
+        return float8_scale(amax_bits, ELEMENT, CONTRACT, ISA)
     else:
         return outer_from_amax(amax_bits, CONTRACT, ISA)
 
 
 @triton.jit
 def make_outer_scales(
-    amax_ptr, outer_ptr, at, mask, first, SCALE: tl.constexpr, CONTRACT: tl.constexpr, ISA: tl.constexpr
-):
+    amax_ptr, outer_ptr, at, mask, first,
+    ELEMENT: tl.constexpr, SCALE: tl.constexpr, CONTRACT: tl.constexpr, ISA: tl.constexpr,
+):  # fmt: skip
     """(encode, decode) outer scales of some rows or columns, from their amax bits at the pointers amax_ptr.
 
     Several programs compute equal scales. The program with `first` stores the decode factors, at outer_ptr + at.
     """
-    encode, decode = outers_of_amax(tl.load(amax_ptr, mask=mask, other=0), SCALE, CONTRACT, ISA)
+    encode, decode = outers_of_amax(tl.load(amax_ptr, mask=mask, other=0), ELEMENT, SCALE, CONTRACT, ISA)
     if first:
         tl.store(outer_ptr + at, decode, mask=mask)
     return encode, decode

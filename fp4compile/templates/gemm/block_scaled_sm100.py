@@ -175,7 +175,7 @@ def gemm_block_scaled_sm100(
         blocks = tl.cdiv(n, block)
         out_ptr = out_ptr.to(tl.pointer_type(unit_type(EPILOGUE)), bitcast=True)
         stored_cols: tl.constexpr = part_cols // 2
-        encode, decode = outer_scales(result_of(EPILOGUE, "outer"), out_outer_ptr, out_outer_ptr, 1, "", ISA)
+        encode, decode = outer_scales(result_of(EPILOGUE, "outer"), out_outer_ptr, out_outer_ptr, 1, "", "", "", ISA)
     else:
         out_ptr = stored_ptr(out_ptr, ISA)
         stored_cols: tl.constexpr = part_cols

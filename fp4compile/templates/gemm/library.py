@@ -157,14 +157,12 @@ def _blocks_product(a: Operand, b: Operand, bias: torch.Tensor | None, out_dtype
 
 def _rowwise_float8(p: Problem) -> bool:
     """Two FP8 operands with one outer scale a row or a tensor, of sizes that FP8 matrix units take."""
-    formats = p.a.format, p.b.format
-    if None in formats or any(fmt.scale is not None for fmt in formats):
+    if any((x.element, x.scale) != ("e4m3", "none") or x.outer not in ("row", "tensor") for x in (p.a, p.b)):
         return False
-    outer = {p.a.outer, p.b.outer} <= {"row", "tensor"}
     aligned = statically_true(p.n % 16 == 0) and statically_true(p.k % 16 == 0)
     filled = statically_true(p.n > 0) and statically_true(p.k > 0)
     single = not p.ragged and p.batches == 1
-    return p.target.float8_matrix_units and outer and aligned and filled and single
+    return p.target.float8_matrix_units and aligned and filled and single
 
 
 def _serves_row_scaled(p: Problem) -> bool:

@@ -341,7 +341,7 @@ def store_tiles(
     phase = gl.to_tensor(0)
     if quantizes(EPILOGUE):
         block: gl.constexpr = result_of(EPILOGUE, "block")
-        encode, decode = outer_scales(result_of(EPILOGUE, "outer"), out_outer_ptr, out_outer_ptr, 1, "", ISA)
+        encode, decode = outer_scales(result_of(EPILOGUE, "outer"), out_outer_ptr, out_outer_ptr, 1, "", "", "", ISA)
     if finds_amax(EPILOGUE):
         amax = amax_of_part(gl.zeros([walk.BM, PART_COLS], gl.float32, layout), EPILOGUE, ISA)
     for tile in range(gl.program_id(0), walk.tiles(), gl.num_programs(0)):

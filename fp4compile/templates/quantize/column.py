@@ -353,16 +353,18 @@ def quantize_columns(
         column = col0 + tl.arange(0, col_count)
         per_column = blocks * per_block
         if TRANSFORM or not ALONG_ROWS:  # else rows and columns share outer scales
-            store_group_outers(column_amax_ptr, column_outer_ptr, row_tile, col_tile, OUTER, GROUPS, SCALE, CONTRACT,
-                               ISA)  # fmt: skip
+            store_group_outers(column_amax_ptr, column_outer_ptr, row_tile, col_tile, OUTER, GROUPS, ELEMENT, SCALE,
+                               CONTRACT, ISA)  # fmt: skip
         if ALONG_ROWS:
-            store_group_outers(amax_ptr, outer_ptr, row_tile, col_tile, OUTER, GROUPS, SCALE, CONTRACT, ISA)
+            store_group_outers(amax_ptr, outer_ptr, row_tile, col_tile, OUTER, GROUPS, ELEMENT, SCALE, CONTRACT, ISA)
         if OUTER == "row amax":
             if ALONG_ROWS:  # amaxes of all rows come before those of the columns
                 column_amax_ptr += rows
             if row_tile < GROUPS:  # tile t stores the outer scales of the columns of group t
                 at = row_tile.to(tl.int64) * cols + column
-                make_outer_scales(column_amax_ptr + at, column_outer_ptr, at, column < cols, True, SCALE, CONTRACT, ISA)
+                make_outer_scales(
+                    column_amax_ptr + at, column_outer_ptr, at, column < cols, True, ELEMENT, SCALE, CONTRACT, ISA
+                )
         if group >= GROUPS:
             # Half of the programs have no group where groups are equal. Their zeros need no exchange of lanes.
             store_columns(
@@ -387,14 +389,14 @@ def quantize_columns(
         if OUTER == "row amax":
             encode, decode = make_outer_scales(amax_ptr + batch.to(tl.int64) * (rows + cols) + row, outer_ptr,
                                         batch.to(tl.int64) * rows + row, row < end, col_tile == 0,
-                                        SCALE, CONTRACT, ISA)  # fmt: skip
+                                        ELEMENT, SCALE, CONTRACT, ISA)  # fmt: skip
             encode = encode[:, None]
             decode = decode[:, None]
         elif OUTER == "matrix amax":
-            encode, decode = make_outer_scales(amax_ptr + group, outer_ptr, group, True, first_tile, SCALE, CONTRACT,
-                                               ISA)  # fmt: skip
+            encode, decode = make_outer_scales(amax_ptr + group, outer_ptr, group, True, first_tile,
+                                               ELEMENT, SCALE, CONTRACT, ISA)  # fmt: skip
         else:
-            encode, decode = outer_scales(OUTER, outer_ptr, amax_ptr, PARTIAL_MAXIMA, CONTRACT, ISA)
+            encode, decode = outer_scales(OUTER, outer_ptr, amax_ptr, PARTIAL_MAXIMA, ELEMENT, SCALE, CONTRACT, ISA)
         row_bytes = encode_and_store_codes(
             words, word_amax(words, 2, ISA, dtype), encode, decode, data_ptr, seed_ptr, batch, row, col0 // BLOCK, end,
             cols, dtype, ELEMENT, SCALE, CONTRACT, BLOCK, has_outer, OUTER != "row amax", SEEDED, 0, UNIT_ALIGN, ISA,
@@ -426,15 +428,17 @@ def quantize_columns(
                 column_amax_ptr += batch.to(tl.int64) * cols
             first_row: tl.constexpr = GROUPS == 0
             encode, decode = make_outer_scales(column_amax_ptr + column, column_outer_ptr, at, column < cols,
-                                               first_row and row_tile == 0, SCALE, CONTRACT, ISA)  # fmt: skip
+                                               first_row and row_tile == 0, ELEMENT, SCALE, CONTRACT, ISA)  # fmt: skip
         encodes = even_and_odd(encode)
         decodes = even_and_odd(decode)
     else:
         if OUTER == "matrix amax":
             encode, decode = make_outer_scales(column_amax_ptr + group, column_outer_ptr, group, True, first_tile,
-                                               SCALE, CONTRACT, ISA)  # fmt: skip
+                                               ELEMENT, SCALE, CONTRACT, ISA)  # fmt: skip
         elif ISA < 100 or not ALONG_ROWS or TRANSFORM:  # else rows and columns share one outer scale
-            encode, decode = outer_scales(OUTER, column_outer_ptr, column_amax_ptr, PARTIAL_MAXIMA, CONTRACT, ISA)
+            encode, decode = outer_scales(
+                OUTER, column_outer_ptr, column_amax_ptr, PARTIAL_MAXIMA, ELEMENT, SCALE, CONTRACT, ISA
+            )
         encodes = (encode, encode)
         decodes = (decode, decode)
 

@@ -75,7 +75,7 @@ def quantize(
         return tuple(_without_plan(spec, x, dim, offs, outer, seed, amax) for dim in spec.dims), written
     if x.dim() == 1:
         ((row, *_), _) = quantize(spec, x.unsqueeze(0), (), None, outer, seed, amax)
-        return (reference.drop_row(row, spec.layout),), written
+        return (reference.drop_row(row),), written
     stored = () if spec.prologue is None else spec.prologue.empty_stored(x)
     target = target_of(x.device)
     found = plan(spec, x, target, operands=operands, stored=stored, offs=offs, outer=outer, seed=seed, amax=amax)
@@ -122,8 +122,6 @@ def plan(
         dtypes = [each.dtype for each in (x, *operands)]
         if amax is not None or not takes_prologue(spec, dtypes, x.shape[-1]):
             raise RuntimeError(f"prologue: no kernel of {spec.format.name} along {spec.dims} computes it")
-    if spec.ragged:
-        spec = replace(spec, layout="swizzled" if spec.swizzled else "linear")
     along = x.movedim(spec.dims[0], -1)
     down = _reads_down(spec, along, given=amax is not None)
     source = source_of(along.transpose(-2, -1) if down else along, target, spec.prologue, operands, stored)

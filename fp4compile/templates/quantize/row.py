@@ -272,11 +272,12 @@ def store_row_scales(
 
 @triton.jit
 def store_group_outers(amax_ptr, outer_ptr, tile, col_tile, OUTER: tl.constexpr, GROUPS: tl.constexpr,
-                       SCALE: tl.constexpr, CONTRACT: tl.constexpr, ISA: tl.constexpr):  # fmt: skip
+                       ELEMENT: tl.constexpr, SCALE: tl.constexpr, CONTRACT: tl.constexpr,
+                       ISA: tl.constexpr):  # fmt: skip
     """OUTER "matrix amax": tile t stores the outer scale of group t, even if it is empty. There are enough tiles."""
     if OUTER == "matrix amax":  # noqa: SIM102 (the constexpr condition stays alone)
         if (tile < GROUPS) & (col_tile == 0):
-            make_outer_scales(amax_ptr + tile, outer_ptr, tile, True, True, SCALE, CONTRACT, ISA)
+            make_outer_scales(amax_ptr + tile, outer_ptr, tile, True, True, ELEMENT, SCALE, CONTRACT, ISA)
 
 
 @triton.jit
@@ -350,7 +351,7 @@ def quantize_rows(
     col_tiles = tiles_along(padded_cols, BLOCKS * BLOCK, ISA >= 100)
     if GROUPS > 0:
         group, end, row_tile, row0, col_tile = tile_of_group(before, offs, rows, col_tiles, ROWS, GROUPS)
-        store_group_outers(amax_ptr, outer_ptr, row_tile, col_tile, OUTER, GROUPS, SCALE, CONTRACT, ISA)
+        store_group_outers(amax_ptr, outer_ptr, row_tile, col_tile, OUTER, GROUPS, ELEMENT, SCALE, CONTRACT, ISA)
         if group >= GROUPS:
             if SWIZZLED:
                 byte = tl.zeros((ROWS, BLOCKS), tl.int32)
@@ -379,19 +380,19 @@ def quantize_rows(
 
     if PDL:
         amax_ptr = wait(amax_ptr)
-    encode, decode = outer_scales(OUTER, outer_ptr, amax_ptr, PARTIAL_MAXIMA, CONTRACT, ISA)
+    encode, decode = outer_scales(OUTER, outer_ptr, amax_ptr, PARTIAL_MAXIMA, ELEMENT, SCALE, CONTRACT, ISA)
     if OUTER == "row":
         decode = tl.load(outer_ptr + batch * rows + row, mask=row < rows, other=1.0)[:, None]
         encode = encode_scale(decode, ISA)
     elif OUTER == "row amax":
         at = batch.to(tl.int64) * rows + row
         encode, decode = make_outer_scales(amax_ptr + at, outer_ptr, at, row < end, col_tile == 0,
-                                           SCALE, CONTRACT, ISA)  # fmt: skip
+                                           ELEMENT, SCALE, CONTRACT, ISA)  # fmt: skip
         encode = encode[:, None]
         decode = decode[:, None]
     elif OUTER == "matrix amax":
         encode, decode = make_outer_scales(amax_ptr + group, outer_ptr, group, True, first_tile,
-                                           SCALE, CONTRACT, ISA)  # fmt: skip
+                                           ELEMENT, SCALE, CONTRACT, ISA)  # fmt: skip
     encode_and_store(words, word_amax(words, 2, ISA, dtype), encode, decode, data_ptr, scales_ptr,
                      seed_ptr, batch, row, block0, end, cols, dtype, ELEMENT, SCALE, CONTRACT, BLOCK,
                      OUTER != "none", OUTER == "tensor" or OUTER == "row", SEEDED, STREAM, SWIZZLED, UNIT_ALIGN,
@@ -441,7 +442,7 @@ def quantize_scaled_rows(
                           dtype, ROWS, part_blocks, BLOCK, VECTORS, ALIGN, False, ISA, True, PROLOGUE)  # fmt: skip
         amax = word_amax(words, 2, ISA, dtype)
 
-    encode, decode = outers_of_amax(rows_amax, SCALE, CONTRACT, ISA)
+    encode, decode = outers_of_amax(rows_amax, ELEMENT, SCALE, CONTRACT, ISA)
     tl.store(outer_ptr + batch.to(tl.int64) * rows + row, decode, mask=row < rows)
 
     encode = of_rows(encode, ISA)

@@ -237,7 +237,7 @@ def quantize_reduced_rows(
     amaxes = ()
     for i in tl.static_range(PIECES):
         amaxes = amaxes + (word_amax(words[i], 2, ISA, dtype),)
-    encode, decode = outer_scales(OUTER, outer_ptr, amax_ptr, PARTIAL_MAXIMA, CONTRACT, ISA)
+    encode, decode = outer_scales(OUTER, outer_ptr, amax_ptr, PARTIAL_MAXIMA, ELEMENT, SCALE, CONTRACT, ISA)
     if OUTER == "find" or OUTER == "row":
         outer_row_ptr = outer_ptr + batch.to(tl.int64) * rows + row
         if OUTER == "row":
@@ -247,7 +247,7 @@ def quantize_reduced_rows(
             amax = amaxes[0]
             for i in tl.static_range(1, PIECES):
                 amax = tl.maximum(amax, amaxes[i])
-            encode, decode = outers_of_amax(tl.max(amax, 1), SCALE, CONTRACT, ISA)
+            encode, decode = outers_of_amax(tl.max(amax, 1), ELEMENT, SCALE, CONTRACT, ISA)
             tl.store(outer_row_ptr, decode, mask=row < rows)
         encode = of_rows(encode, ISA)
         decode = of_rows(decode, ISA)

@@ -167,9 +167,9 @@ def quantize_squares(
     odd_first, odd_second = unpack(odd, dtype)
     if OUTER == "matrix amax":
         encode, decode = make_outer_scales(amax_ptr + batch, outer_ptr, batch, True, (row_tile == 0) & (col_tile == 0),
-                                           SCALE, CONTRACT, ISA)  # fmt: skip
+                                           ELEMENT, SCALE, CONTRACT, ISA)  # fmt: skip
     else:
-        encode, decode = outer_scales(OUTER, outer_ptr, amax_ptr, PARTIAL_MAXIMA, CONTRACT, ISA)
+        encode, decode = outer_scales(OUTER, outer_ptr, amax_ptr, PARTIAL_MAXIMA, ELEMENT, SCALE, CONTRACT, ISA)
 
     first_amax, second_amax = column_amax(even, odd, ISA, dtype)
     amax = tl.max(tl.reshape(tl.maximum(first_amax, second_amax), (ROW_TILES, WORDS // half, half)), 2)

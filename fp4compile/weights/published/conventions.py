@@ -12,6 +12,7 @@ hold them in 16 bits or as E8M0, which float32 holds exactly.
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -27,9 +28,12 @@ from fp4compile.weights.published.gpt_oss import has_mxfp4_experts, read_mxfp4_e
 from fp4compile.weights.published.quantization_config import (
     Scheme,
     Schemes,
+    compressed_declared,
     compressed_schemes,
+    float8_declared,
     float8_schemes,
     member,
+    modelopt_declared,
     modelopt_schemes,
 )
 from fp4compile.weights.published.shards import Checkpoint, Contents, naming
@@ -51,7 +55,7 @@ class Layout:
     scales: name of the block scales, or of an FP8 weight's scales of the tensor or the rows. codes: of FP4 weights.
     outer, activation_outer: of NVFP4's global scales, which are divisors if `divides`. float8_activation: of the static
     scale of FP8 activations. schemes: maps a configuration to the layers' schemes; it raises ValueError for unknown
-    settings.
+    settings. declared: maps it to all schemes that it names.
     """
 
     name: str
@@ -62,6 +66,7 @@ class Layout:
     divides: bool
     float8_activation: str
     schemes: Callable[[dict[str, Any]], Schemes]
+    declared: Callable[[dict[str, Any]], list[Scheme]]
 
     def tensor_names(self, scheme: Scheme) -> dict[str, str]:
         """Buffer of a packed layer -> name of the tensor; "activation_outer" -> name of the activation's scale."""
@@ -81,13 +86,14 @@ def is_nvfp4(fmt: BlockFormat) -> bool:
 
 
 MODELOPT = Layout(
-    "modelopt", "weight_scale", "weight", "weight_scale_2", "input_scale", False, "input_scale", modelopt_schemes
+    "modelopt", "weight_scale", "weight", "weight_scale_2", "input_scale", False, "input_scale", modelopt_schemes,
+    modelopt_declared,
 )  # fmt: skip
 COMPRESSED_TENSORS = Layout(
     "compressed-tensors", "weight_scale", "weight_packed", "weight_global_scale", "input_global_scale", True,
-    "input_scale", compressed_schemes,
+    "input_scale", compressed_schemes, compressed_declared,
 )  # fmt: skip
-FP8 = Layout("fp8", "weight_scale_inv", "", "", "", False, "activation_scale", float8_schemes)
+FP8 = Layout("fp8", "weight_scale_inv", "", "", "", False, "activation_scale", float8_schemes, float8_declared)
 LAYOUTS = {layout.name: layout for layout in (MODELOPT, COMPRESSED_TENSORS, FP8)}  # by quant_method
 
 
@@ -122,6 +128,24 @@ def read_published(checkpoint: Checkpoint, recipe: Recipe | None = None) -> Cont
         layers = {layer: _take(layout, scheme, layer, tensors) for layer, scheme in schemes.items()}
         experts = {name: _take_fused(scheme, name, tensors) for name, scheme in fused.items()}
     return Contents(layers, experts, tensors)
+
+
+def declared_formats(folder: Path, configs: dict[str, dict[str, Any]]) -> list[str]:
+    """Texts that say in which formats a checkpoint is, by its configurations alone; none where it is not quantised.
+
+    folder: for messages. A text may be the reason why `load_packed` refuses the checkpoint.
+    """
+    described = configs.get(CONFIG, {}).get("quantization_config")
+    if described is None and HF_QUANT_CONFIG not in configs:
+        return []
+    if isinstance(described, dict) and described.get("quant_method") == "mxfp4":
+        return ["mxfp4 weights of experts, others as they come"]
+    try:
+        layout, file, config = _recognised(Checkpoint(folder, {}, configs))
+        with naming(folder / file):
+            return [str(scheme) for scheme in dict.fromkeys(layout.declared(config))]
+    except ValueError as error:
+        return [f"not known to load_packed: {error}"]
 
 
 def _recognised(checkpoint: Checkpoint) -> tuple[Layout, str, dict[str, Any]]:

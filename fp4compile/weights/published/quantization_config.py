@@ -20,6 +20,11 @@ class Scheme:
     activation: str | None
     static: bool = False
 
+    def __str__(self) -> str:
+        if self.activation is None:
+            return f"{self.weight} weights, activations as they come"
+        return f"{self.weight} weights, {self.activation} activations" + " with a static scale" * self.static
+
 
 Schemes = Callable[[str], Scheme]  # by a layer's name; raises ValueError where a configuration has no scheme for it
 
@@ -65,6 +70,12 @@ def modelopt_schemes(config: dict[str, Any]) -> Schemes:
         return _modelopt_scheme(layer, entry)
 
     return scheme_of
+
+
+def modelopt_declared(config: dict[str, Any]) -> list[Scheme]:
+    """The schemes that ModelOpt's configuration names, whatever the checkpoint holds. Raises as `modelopt_schemes`."""
+    layers = member(config, "quantized_layers", dict, {})
+    return [*map(modelopt_schemes(config), layers or [""])]
 
 
 def _modelopt_scheme(layer: str, entry: dict[str, Any]) -> Scheme:
@@ -127,6 +138,12 @@ def compressed_schemes(config: dict[str, Any]) -> Schemes:
         return schemes.pop()
 
     return scheme_of
+
+
+def compressed_declared(config: dict[str, Any]) -> list[Scheme]:
+    """The schemes of all groups of compressed-tensors' configuration. Raises as `compressed_schemes`."""
+    groups = member(config, "config_groups", dict, {})
+    return [_compressed_scheme(member(groups, name, dict, {})) for name in groups]
 
 
 def _target(target: Any, scheme: Callable[[], Scheme]) -> _Target:
@@ -193,3 +210,8 @@ def float8_schemes(config: dict[str, Any]) -> Schemes:
     else:
         found = Scheme("float8_128x128", "float8_1x128")
     return lambda layer: found
+
+
+def float8_declared(config: dict[str, Any]) -> list[Scheme]:
+    """The one scheme of quant_method "fp8". Raises as `float8_schemes`."""
+    return [float8_schemes(config)("")]

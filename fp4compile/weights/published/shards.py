@@ -47,7 +47,7 @@ def read_checkpoint(path: Path, configs: tuple[str, ...]) -> Checkpoint:
     Raises OSError for a path that cannot be read, ValueError for broken files, and for missing shards and tensors.
     """
     folder = path if path.is_dir() else path.parent
-    found = {name: _json(folder / name) for name in configs if os.path.isfile(folder / name)}
+    found = {name: read_json(folder / name) for name in configs if os.path.isfile(folder / name)}
     tensors: dict[str, torch.Tensor] = {}
     for file, names in _files(path):
         read = read_tensors(file)
@@ -117,7 +117,7 @@ def _files(path: Path) -> Iterator[tuple[Path, list[str]]]:
 
 
 def _shards(path: Path) -> Iterator[tuple[Path, list[str]]]:
-    index = _json(path / INDEX).get("weight_map")
+    index = read_json(path / INDEX).get("weight_map")
     if not isinstance(index, dict) or not all(isinstance(shard, str) for shard in index.values()):
         raise ValueError(f"{path / INDEX}: its weight_map does not give a file for each tensor")
     shards: dict[str, list[str]] = {}
@@ -131,7 +131,8 @@ def _shards(path: Path) -> Iterator[tuple[Path, list[str]]]:
         yield path / shard, names
 
 
-def _json(file: Path) -> dict[str, Any]:
+def read_json(file: Path) -> dict[str, Any]:
+    """The JSON object of a file. Raises ValueError for another content."""
     try:
         content = parse_json(file.read_text(encoding="utf-8"))
     except ValueError as error:
@@ -233,7 +234,7 @@ def _publish(scratch: Path, names: list[str]) -> None:
 def _take_back(scratch: Path) -> None:
     """Remove the files that were moved out of a scratch folder, unless they were changed since."""
     try:
-        written = _json(scratch / _MOVED)
+        written = read_json(scratch / _MOVED)
     except (FileNotFoundError, ValueError):  # the writer ended before it had moved any
         return
     for name, time in written.items():
