@@ -150,7 +150,8 @@ def _check_blocks_of_128(a, b, arguments, recipe_a, recipe_b):
         (scale,) = arguments[f"scale_{side}"]
         shape = (rows, blocks) if recipe == [BLOCK_1X128] else (up(blocks, 4), -(-rows // 128))
         require(scale.dtype == torch.float32 and tuple(scale.shape) == shape, f"scales of shape {tuple(scale.shape)}")
-        require(scale.stride() == (1, shape[0]), f"strides {scale.stride()}")
+        strides = (shape[0], 1) if shape[1] == 1 else (shape[0],)  # of one column it may be 1
+        require(scale.stride(0) == 1 and scale.stride(1) in strides, f"strides {scale.stride()}")
     require(a.shape[0] % 4 == 0, "scales of A that are no whole 16 bytes")
 
 
