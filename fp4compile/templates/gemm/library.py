@@ -15,6 +15,7 @@ from torch.nn.functional import ScalingType, SwizzleType
 
 from fp4compile import _compat
 from fp4compile._compat import statically_true
+from fp4compile.formats.formats import as_integers
 from fp4compile.formats.layouts import ceil_div
 from fp4compile.formats.operand import Arguments, Operand
 from fp4compile.templates.gemm import grouped_library
@@ -106,8 +107,8 @@ def two_level(a: Operand, b: Operand, bias: torch.Tensor | None, out_dtype: torc
 def _serves_float8_blocks(p: Problem) -> bool:
     """FP8 with float32 scales on Hopper, to bfloat16: A by 1x128, B by 1x128 or 128x128 elements.
 
-    torch takes these scales on compute capability 9.0 alone, from CUDA 12.9 on. Rows of A are whole fours: the library
-    reads their scales in 16 bytes. The contraction counts with the padding of its last block.
+    torch takes these scales on compute capability 9.0 alone, from CUDA 12.9 on. The contraction counts with the padding
+    of its last block.
     """
     a, b = p.a.format, p.b.format
     if a is None or b is None or (a.scale, b.scale) != ("float32", "float32") or a.element == b.element == "e5m2":
@@ -118,7 +119,7 @@ def _serves_float8_blocks(p: Problem) -> bool:
     if not (blocks and here and types):
         return False
     filled = all(statically_true(size > 0) for size in (p.m, p.n, p.k))
-    return filled and statically_true(p.m % 4 == 0) and statically_true(p.n % 16 == 0)
+    return filled and statically_true(p.n % 16 == 0)
 
 
 def _run_float8_blocks(call: Call, config: None) -> torch.Tensor:
@@ -143,16 +144,22 @@ def _blocks_product(a: Operand, b: Operand, bias: torch.Tensor | None, out_dtype
     """The product of FP8 matrices [M, K] x [N, K] with float32 scales for blocks of 128.
 
     torch wants both operands' scales transposed: scales of 1x128 elements [rows, blocks] where those of a column are
-    adjacent, scales of 128x128 elements [blocks, rows of blocks], padded to whole fours of blocks.
+    adjacent, scales of 128x128 elements [blocks, rows of blocks], padded to whole fours of blocks. A gets whole fours
+    of rows, because the library reads their scales in 16 bytes.
     """
+    rows, missing = a.data.shape[0], -a.data.shape[0] % 4
+    if missing:
+        codes = F.pad(as_integers(a.data), (0, 0, 0, missing)).view(a.data.dtype)
+        a = replace(a, data=codes, scales=F.pad(a.scales, (0, 0, 0, missing)))
     a_scales, b_scales = (
         (x.scales.t().contiguous() if x.format.block[0] == 1 else F.pad(x.scales, (0, -x.scales.shape[1] % 4))).t()
         for x in (a, b)
     )
     a_scaling, b_scaling = (_SCALING[x.format.block[0]] for x in (a, b))
-    return F.scaled_mm(
+    result = F.scaled_mm(
         a.data, b.data.t(), a_scales, a_scaling, b_scales, b_scaling, bias=bias, output_dtype=out_dtype
     )  # fmt: skip
+    return result[:rows]
 
 
 def _rowwise_float8(p: Problem) -> bool:
@@ -241,7 +248,8 @@ def _candidate(name: str, serves: Callable, run: Callable, serves_groups: Callab
 
 BLOCK_SCALED = _candidate("library_block_scaled", _serves_block_scaled, _run_block_scaled,
                           grouped_library.serves_block_scaled, grouped_library.run_block_scaled)  # fmt: skip
-FLOAT8_BLOCKS = Candidate("library_float8_blocks", "native", _serves_float8_blocks, lambda p: None, _run_float8_blocks)
+FLOAT8_BLOCKS = Candidate("library_float8_blocks", "native", _serves_float8_blocks, lambda p: None,
+                          _run_float8_blocks, any_rows=True)  # fmt: skip
 ROW_SCALED = _candidate("library_row_scaled", _serves_row_scaled, _run_row_scaled,
                         grouped_library.serves_row_scaled, grouped_library.run_row_scaled)  # fmt: skip
 RESCALED = Candidate("library_rescaled", "native", _serves_rescaled, lambda p: None, _run_rescaled, any_rows=True)
