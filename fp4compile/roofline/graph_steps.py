@@ -22,7 +22,7 @@ from fp4compile.ops.define import KERNELS
 from fp4compile.ops.nodes import quantise_of
 from fp4compile.ops.quantize import QUANTIZE
 from fp4compile.roofline import inductor_kernels
-from fp4compile.roofline.layer_sizes import Experts, Sizes
+from fp4compile.roofline.layer_sizes import ExpertGroups, Sizes
 from fp4compile.roofline.matmul_nodes import is_matmul, is_quantiser, lays_out_scales, matmul_of, size
 from fp4compile.roofline.product_steps import gemm_name, memory_pass, plain_step, product_steps
 from fp4compile.roofline.time_terms import ATTENTION, TimedStep, quantiser
@@ -105,8 +105,8 @@ def _grouped_sizes(node: Node) -> Sizes:
     rows, columns, contraction = size(a.shape[-2]), size(b.shape[-1]), size(a.shape[-1])
     if offs is None:
         count = size(a.shape[0])
-        return Sizes(count * rows, columns, contraction, Experts(count, "batch"))
-    return Sizes(rows, columns, contraction, Experts(size(offs.meta["val"].shape[0])), along_k=b.dim() == 2)
+        return Sizes(count * rows, columns, contraction, ExpertGroups(count, "batch"))
+    return Sizes(rows, columns, contraction, ExpertGroups(size(offs.meta["val"].shape[0])), along_k=b.dim() == 2)
 
 
 # ---------------------------------------------------------------- quantisers

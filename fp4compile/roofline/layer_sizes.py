@@ -6,7 +6,7 @@ from fp4compile.formats.layouts import ceil_div
 
 
 @dataclass(frozen=True)
-class Experts:
+class ExpertGroups:
     """The number of a layer's matrices, and how rows are assigned to them.
 
     count: matrices of the weight; for "gather" the number of indices, whose matrices are each read separately.
@@ -29,7 +29,7 @@ class Sizes:
     rows: int
     columns: int
     contraction: int
-    experts: Experts | None = None
+    experts: ExpertGroups | None = None
     along_k: bool = False
 
     @property

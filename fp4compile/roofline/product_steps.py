@@ -8,7 +8,16 @@ from fp4compile._compat import statically_true
 from fp4compile.formats.formats import BlockFormat
 from fp4compile.hardware import Gpu
 from fp4compile.roofline.layer_sizes import Sizes
-from fp4compile.roofline.time_terms import BF16, FLOAT32, KERNELS, LIBRARY, OUTER_SCALES, Kernel, TimedStep, stored
+from fp4compile.roofline.time_terms import (
+    BF16,
+    FLOAT32,
+    KERNELS,
+    LIBRARY,
+    OUTER_SCALES,
+    KernelShares,
+    TimedStep,
+    stored,
+)
 from fp4compile.templates.choose import Choice
 from fp4compile.templates.problem import Problem
 
@@ -87,7 +96,7 @@ def _tiles_of(choice: Choice, gpu: Gpu) -> tuple[tuple[int, int], int] | None:
     return None
 
 
-def _shares(choice: Choice) -> Kernel:
+def _shares(choice: Choice) -> KernelShares:
     """The shares that a kernel reaches."""
     return KERNELS.get(choice.kernel, LIBRARY["dense"])
 
@@ -106,7 +115,7 @@ def _rescaled_apart(sizes: Sizes, choice: Choice, problem: Problem) -> bool:
 
 
 def _multiply(
-    name: str, sizes: Sizes, kernel: Kernel, operands: float, rate: float, gpu: Gpu, tiles: tuple | None
+    name: str, sizes: Sizes, kernel: KernelShares, operands: float, rate: float, gpu: Gpu, tiles: tuple | None
 ) -> TimedStep:  # fmt: skip
     """The step that multiplies. tiles: see `_tiles_of`; by default the kernel's tile, and as many as the GPU runs."""
     tile, at_once = tiles or (kernel.tile, gpu.multiprocessors // kernel.cluster)

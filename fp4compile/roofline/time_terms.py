@@ -23,7 +23,7 @@ BF16, FLOAT32 = 2, 4  # bytes
 
 
 @dataclass(frozen=True)
-class Kernel:
+class KernelShares:
     """The shares and times of a product's kernel.
 
     memory: share of a copy's bytes/s. matrix: share of the peak FLOP/s; None takes the library's share on the GPU.
@@ -55,13 +55,13 @@ class Kernel:
 # Other kernels have the library's share.
 TRITON_SM100 = 0.4
 KERNELS = {
-    "gemv": Kernel(memory=0.92, launch=0.6),
-    "skinny": Kernel(memory=0.72, launch=0.7),
-    "wgmma_sm90": Kernel(memory=0.7, matrix=0.73, launch=1.15),
-    "dequant_tiles": Kernel(memory=0.5, matrix=0.32, launch=1.3),
-    "block_scaled_sm100": Kernel(matrix=TRITON_SM100),
-    "skinny_block_scaled_sm100": Kernel(matrix=TRITON_SM100),
-    "library_row_scaled": Kernel(memory=0.66, launch=0.75, tile=(128, 128)),
+    "gemv": KernelShares(memory=0.92, launch=0.6),
+    "skinny": KernelShares(memory=0.72, launch=0.7),
+    "wgmma_sm90": KernelShares(memory=0.7, matrix=0.73, launch=1.15),
+    "dequant_tiles": KernelShares(memory=0.5, matrix=0.32, launch=1.3),
+    "block_scaled_sm100": KernelShares(matrix=TRITON_SM100),
+    "skinny_block_scaled_sm100": KernelShares(matrix=TRITON_SM100),
+    "library_row_scaled": KernelShares(memory=0.66, launch=0.75, tile=(128, 128)),
     # Kernels of experts: fitted to DeepSeek-V3 and Llama-4 in benchmarks/results/grouped_mm_h200.json, with the
     # kernels' own tiles. "grouped_dequant_operand" is assumed to reach the shares of torch's bf16 kernel (`LIBRARY`).
     # "grouped_library_row_scaled" multiplies at the FP8 share of the dense product, in clusters of 2 x 2
@@ -71,16 +71,16 @@ KERNELS = {
     # their launches: warps' sums are added up through shared memory. Programs of "grouped_skinny" first search the
     # offsets for their tiles. "grouped_wgmma_sm90" is fitted to 58 times of packed experts on an H100, of
     # equal and of drawn sizes, which differ by up to 47 % for one number of tokens: 15 % off on average.
-    "grouped_library_row_scaled": Kernel(memory=0.66, tile=(256, 256), cluster=4, turn=5.4e-6, launches=3),
-    "grouped_skinny": Kernel(memory=0.87, launch=1.8, turn=2.1e-6),
-    "grouped_wgmma_sm90": Kernel(memory=0.8, matrix=0.7, launch=1.15, turn=2.5e-6),
-    "grouped_dequant_tiles": Kernel(memory=0.5, matrix=0.3, launch=1.3, turn=9.3e-6),
-    "grouped_dequant_operand": Kernel(memory=0.66, tile=(128, 256)),
-    "grouped_block_scaled_sm100": Kernel(matrix=TRITON_SM100, tile=(128, 128)),
+    "grouped_library_row_scaled": KernelShares(memory=0.66, tile=(256, 256), cluster=4, turn=5.4e-6, launches=3),
+    "grouped_skinny": KernelShares(memory=0.87, launch=1.8, turn=2.1e-6),
+    "grouped_wgmma_sm90": KernelShares(memory=0.8, matrix=0.7, launch=1.15, turn=2.5e-6),
+    "grouped_dequant_tiles": KernelShares(memory=0.5, matrix=0.3, launch=1.3, turn=9.3e-6),
+    "grouped_dequant_operand": KernelShares(memory=0.66, tile=(128, 256)),
+    "grouped_block_scaled_sm100": KernelShares(matrix=TRITON_SM100, tile=(128, 128)),
 }
 # torch's bf16 products. The grouped product (GroupMM.cu), streaming the weights of a decode step, reaches a smaller
 # share of the memory's rate than the dense product. A launch before it writes the arguments of each group.
-LIBRARY = {"dense": Kernel(), "grouped": Kernel(memory=0.66, tile=(128, 128), launches=1)}
+LIBRARY = {"dense": KernelShares(), "grouped": KernelShares(memory=0.66, tile=(128, 128), launches=1)}
 # The share of the bf16 FLOP/s that fused attention reaches, forward and backward: fitted to one time, the prefill of a
 # Llama-3-8B block under `float8_rowwise` in benchmarks/results/producers_h200.json, and assumed for other GPUs.
 ATTENTION = 0.42
@@ -120,10 +120,10 @@ QUANTISERS = Quantisers()  # fitted to half of benchmarks/results/quantize_h200.
 class TimedStep:
     """One or more kernels with one purpose.
 
-    name: the purpose.
-    flops: floating-point operations of the matrix units in whole tiles (`Kernel.tile`); bytes: bytes read and written.
+    name: the purpose. flops: floating-point operations of the matrix units in whole tiles (`KernelShares.tile`). bytes:
+    bytes read and written.
     rate, bandwidth: FLOP/s and bytes/s that these kernels are expected to reach. overhead: seconds of the launches.
-    between: seconds between the tiles of a program (`Kernel.turn`). launches: how many kernels are launched.
+    between: seconds between the tiles of a program (`KernelShares.turn`). launches: how many kernels are launched.
     """
 
     name: str

@@ -26,7 +26,7 @@ def in_bf16(*args):
 
 @pytest.fixture
 def one_layer(monkeypatch):
-    monkeypatch.setattr(demo, "Llama", functools.partial(demo.Llama, demo.Shape(layers=1)))
+    monkeypatch.setattr(demo, "Llama", functools.partial(demo.Llama, demo.ModelSizes(layers=1)))
     monkeypatch.setattr(
         demo, "train", lambda backend, *args: (in_bf16 if backend == "inductor" else train)(backend, *args)
     )

@@ -11,7 +11,7 @@ from fp4compile import config, hardware
 from fp4compile.hardware import GPUS, Target
 from fp4compile.recipe import named
 from fp4compile.roofline import compiled_graph, graph_steps, time_terms
-from fp4compile.roofline.layer_sizes import Experts, Sizes
+from fp4compile.roofline.layer_sizes import ExpertGroups, Sizes
 from fp4compile.roofline.product_steps import plain_step
 from fp4compile.templates.launch import dry_run
 from tests.helpers import without_codegen
@@ -113,7 +113,7 @@ def test_other_products():
         x = torch.empty(4, 64, 64, device="meta", dtype=torch.bfloat16)
         report = fp4compile.explain(Attention(), x, recipe="nvfp4", gpu="B200")
     seconds = {row.product: row.seconds for row in report.rows}
-    products = plain_step(Sizes(256, 64, 64, Experts(4, "batch")), GPUS["B200"])
+    products = plain_step(Sizes(256, 64, 64, ExpertGroups(4, "batch")), GPUS["B200"])
     assert seconds["attention"] == pytest.approx(products.seconds)
     assert "not predicted" not in str(report)
 
@@ -143,7 +143,7 @@ def of_experts(recipe, gpu, grad=False, tokens=8192, **sizes):
 def test_experts_are_predicted(gpu, recipe, grad):
     report = of_experts(recipe, gpu, grad)
     assert [row.category for row in report.rows] == ["experts"] * (3 if grad else 1)
-    plain, found, groups = {row.product: row.plain_seconds for row in report.rows}, GPUS[gpu], Experts(16)
+    plain, found, groups = {row.product: row.plain_seconds for row in report.rows}, GPUS[gpu], ExpertGroups(16)
     assert plain["fprop"] == pytest.approx(plain_step(Sizes(8192, 2048, 1024, groups), found).seconds)
     if grad:
         assert plain["dgrad"] == pytest.approx(plain_step(Sizes(8192, 1024, 2048, groups), found).seconds)

@@ -15,7 +15,7 @@ from fp4compile.formats import formats, reference
 from fp4compile.formats.layouts import to_swizzled
 from fp4compile.hardware import GPUS, Gpu
 from fp4compile.roofline import time_terms
-from fp4compile.roofline.layer_sizes import Experts, Sizes
+from fp4compile.roofline.layer_sizes import ExpertGroups, Sizes
 from fp4compile.templates import choose
 from fp4compile.templates.gemm import cost
 
@@ -55,15 +55,15 @@ def test_whole_tiles_in_whole_turns():
 
     assert flops("fprop", 16, 1024, 4096) == flops("fprop", 128, 132 * 128, 4096) == tile * 4096 * 132
     assert flops("fprop", 129, 67 * 128, 64) == tile * 64 * 2 * 132  # 134 tiles
-    assert flops("fprop", 1000, 128, 64, experts=Experts(8)) == tile * 64 * 132  # 12 tiles
-    assert flops("fprop", 128 * 100, 128, 64, experts=Experts(64)) == tile * 64 * 132  # 100 + 32, no turn more
-    assert flops("fprop", 128 * 100, 128, 64, experts=Experts(66)) == tile * 64 * 2 * 132
-    assert flops("fprop", 200, 128, 64, experts=Experts(200)) == tile * 64 * 2 * 132  # one tile each at least
-    assert flops("dgrad", 100, 64, 133 * 128, experts=Experts(1, "batch")) == tile * 64 * 2 * 132
-    assert flops("wgrad", 8000, 128, 17 * 128, experts=Experts(8)) == tile * 1000 * 2 * 132  # 8 * 17 tiles
-    assert flops("fprop", 8, 128, 64, experts=Experts(256)) == tile * 64 * 132  # 8 experts at most have rows
+    assert flops("fprop", 1000, 128, 64, experts=ExpertGroups(8)) == tile * 64 * 132  # 12 tiles
+    assert flops("fprop", 128 * 100, 128, 64, experts=ExpertGroups(64)) == tile * 64 * 132  # 100 + 32, no turn more
+    assert flops("fprop", 128 * 100, 128, 64, experts=ExpertGroups(66)) == tile * 64 * 2 * 132
+    assert flops("fprop", 200, 128, 64, experts=ExpertGroups(200)) == tile * 64 * 2 * 132  # one tile each at least
+    assert flops("dgrad", 100, 64, 133 * 128, experts=ExpertGroups(1, "batch")) == tile * 64 * 2 * 132
+    assert flops("wgrad", 8000, 128, 17 * 128, experts=ExpertGroups(8)) == tile * 1000 * 2 * 132  # 8 * 17 tiles
+    assert flops("fprop", 8, 128, 64, experts=ExpertGroups(256)) == tile * 64 * 132  # 8 experts at most have rows
     assert of("wgrad", 8000, 128, 64, None).flops(None, 132) == 2 * 8000 * 128 * 64
-    sizes = of("fprop", 16384, 768, 2048, Experts(128))
+    sizes = of("fprop", 16384, 768, 2048, ExpertGroups(128))
     assert sizes.turns((256, 256), 33) == 12 and sizes.flops((256, 256), 33) == 4 * tile * 2048 * 12 * 33
 
 
