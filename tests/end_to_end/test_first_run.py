@@ -19,11 +19,11 @@ pytest.importorskip("triton")
 from fp4compile.__main__ import main  # noqa: E402
 from fp4compile.check import (  # noqa: E402
     cases,
+    comparison,
     first_run,
     products,
     quantisers,
     run_times,
-    values,
 )
 from fp4compile.check.cases import Case, Finding, in_process  # noqa: E402
 from fp4compile.check.comparison import Here  # noqa: E402
@@ -316,7 +316,7 @@ def test_a_wrong_prologue_is_found(few_rows_of_groups, monkeypatch):
 
 def multiplied(a, b, kind="", batches=1):
     """What is wrong with a small product."""
-    epilogue, made = ("", values.not_finite) if kind == "not finite" else (kind, values.finite)
+    epilogue, made = ("", comparison.not_finite) if kind == "not finite" else (kind, comparison.finite)
     m, n, k = (12, 20, 96) if batches == 1 else (5, 8, 64)
     return products.by_every_kernel(MatmulCase(a, b, m, n, k, epilogue, batches=batches), Here(), made)
 
@@ -393,6 +393,6 @@ def test_stochastic_codes_may_be_a_step_apart_and_no_more():
 
 
 def test_inputs_are_hard():
-    x = values.not_finite((20, 128))
+    x = comparison.not_finite((20, 128))
     assert x.isnan().sum() == 1 and x.isinf().sum() == 2
-    assert (values.finite((20, 128)) == 0).sum() > 20 * 48 and formats.get("nvfp4").block_cols == 16
+    assert (comparison.finite((20, 128)) == 0).sum() > 20 * 48 and formats.get("nvfp4").block_cols == 16
