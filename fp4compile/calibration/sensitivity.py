@@ -134,6 +134,30 @@ class Sensitivity:
         except (KeyError, TypeError, ValueError) as error:
             raise ValueError(f"content: expected what Sensitivity.to_dict gives: {error!r}") from error
 
+    def plot(self, path: str | Path) -> None:
+        """Write a picture with two bars for each layer. The path's ending sets the format (.png, .svg, .pdf).
+
+        Raises ImportError without matplotlib, which `pip install fp4compile[plot]` brings.
+        """
+        try:
+            from matplotlib.figure import Figure
+        except ImportError as error:
+            raise ImportError("plot: needs matplotlib: pip install fp4compile[plot]") from error
+        figure = Figure(figsize=(8, 1.5 + 0.3 * len(self.layers)), layout="constrained")
+        axes = figure.subplots()
+        places = range(len(self.layers))
+        for name, height, values in (
+            ("the model's output", -0.2, [one.model_db for one in self.layers]),
+            ("the layer's output", 0.2, [one.output_db for one in self.layers]),
+        ):
+            finite = [value if math.isfinite(value) else 0.0 for value in values]
+            axes.barh([place + height for place in places], finite, 0.4, label=name)
+        axes.set_yticks(list(places), [one.layer or "(top)" for one in self.layers])
+        axes.set_ylim(len(self.layers) - 0.5, -0.5)  # the worst at the top
+        axes.set_xlabel(f"SQNR in dB with this layer alone under recipe {self.recipe}")
+        axes.legend()
+        figure.savefig(path)
+
     def __repr__(self) -> str:
         worst = f", the worst {one_line(self.layers[0].layer) or '(top)'!r}" if self.layers else ""
         return (

@@ -1,8 +1,14 @@
-"""A report as one self-contained HTML page; the page's content for notebooks."""
+"""A report as a file: CSV of its rows, and one self-contained HTML page; the page's content for notebooks."""
 
+import csv
 import html
+import io
 import re
+from collections.abc import Sequence
+from dataclasses import asdict, fields
+from typing import Any
 
+from fp4compile.report.product_row import Row
 from fp4compile.report.report_view import Fact, ReportView, duration
 
 # Every selector begins with the class of the fragment: in a notebook, the rules hold for the whole page. A narrow
@@ -89,6 +95,25 @@ for (const root of document.querySelectorAll(".fp4compile")) {
 """
 _BODY = "body { margin: 0; } @media (prefers-color-scheme: dark) { body { background: #16181b; } }"
 _DOT = re.compile(r"(?<=\.)")  # where a name may be broken
+# The start of a formula. Spreadsheets may drop white space before it, and read wide characters as narrow ones.
+_FORMULA = re.compile("[\\s=+@\uff1d\uff0b\uff0d\uff20-]")
+
+
+def to_csv(rows: Sequence[Row]) -> str:
+    """One line for each row, under a line with the names of the fields; an empty cell for None.
+
+    A text that a spreadsheet would take for a formula has an apostrophe in front, as spreadsheets mark text.
+    """
+    out = io.StringIO()
+    # All texts are quoted: the writer would leave a carriage return unquoted, and readers would begin a line there.
+    writer = csv.DictWriter(out, [one.name for one in fields(Row)], lineterminator="\n", quoting=csv.QUOTE_NONNUMERIC)
+    writer.writeheader()
+    writer.writerows({name: _no_formula(value) for name, value in asdict(row).items()} for row in rows)
+    return out.getvalue()
+
+
+def _no_formula(value: Any) -> Any:
+    return f"'{value}" if isinstance(value, str) and _FORMULA.match(value) else value
 
 
 def to_html(view: ReportView) -> str:

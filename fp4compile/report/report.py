@@ -314,6 +314,13 @@ class Report:
         """
         return to_text(view_of(self, all))
 
+    def to_csv(self) -> str:
+        """All rows as CSV, with the names of the fields of `Row` in the first line.
+
+        A text that a spreadsheet would take for a formula has an apostrophe in front.
+        """
+        return page.to_csv(self.rows)
+
     def to_html(self, *, all: bool = False) -> str:
         """What `table` shows as one HTML page that needs no other file, with bars where times are predicted."""
         return page.to_html(view_of(self, all))

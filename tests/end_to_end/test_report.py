@@ -1,7 +1,9 @@
 """The report: rows, summary, table, JSON; what `explain` and the backend put into it."""
 
 import copy
+import csv
 import dataclasses
+import io
 import json
 import pickle
 import sys
@@ -11,7 +13,7 @@ import torch
 from torch._guards import CompileId, TraceId
 
 import fp4compile
-from fp4compile.report.report import Report, Seconds
+from fp4compile.report.report import Report, Row, Seconds
 from fp4compile.report.stored_rows import Outcome, rows_from_json, rows_to_json
 from tests.helpers import without_codegen
 from tests.helpers.report_text import row, selectors
@@ -110,6 +112,16 @@ def test_predicted_times_in_the_table():
     unknown = Report("mxfp8", [row()], gpu="B200")
     assert "no matmul of a kind and size that the model is for" in str(unknown)
     assert json.loads(json.dumps(report.to_dict()))["gains"] == report.gains()
+
+
+def test_csv():
+    report = Report("mxfp8", [*layers(1), row('a "b", c', reason="x\ny")])
+    read = list(csv.DictReader(io.StringIO(report.to_csv())))
+    assert [line["module"] for line in read] == [one.module for one in report.rows]
+    assert (
+        read[3]["reason"] == "x\ny" and read[3]["seconds"] == "" and float(read[1]["seconds"]) == report.rows[1].seconds
+    )
+    assert list(read[0]) == [field.name for field in dataclasses.fields(Row)]
 
 
 def test_html_page():

@@ -3,6 +3,8 @@
 No name in it draws on the terminal, breaks a line, or is a formula of a spreadsheet.
 """
 
+import csv
+import io
 import re
 from dataclasses import replace
 
@@ -191,6 +193,25 @@ def test_bytes_of_packed_weights_are_those_of_the_buffers(recipe):
     assert explained.weights() == report.weights()
     assert re.search(r"; weights: [\d.]+ KiB packed, unquantised 50.3 KiB$", report.summary())
     assert "unquantised ones, compiled graphs keep both" in flat(explained) and "keep both" not in str(report)
+
+
+# ---------------------------------------------------------------- CSV
+
+
+@pytest.mark.parametrize("text", ["=1+1", "+1", "-1", "@SUM(A1)", "\t=1", "\r=1", "\n=1", " =1", "\uff1d1", "-", "="])
+def test_a_text_that_would_be_a_formula_is_marked_as_text(text):
+    report = Report("mxfp8", [row(text, f"{text}, as it is", name=text, note=text, m=text, fused=text)])
+    (read,) = csv.DictReader(io.StringIO(report.to_csv(), newline=""))
+    for field in ("module", "name", "note", "m", "fused"):
+        assert read[field] == f"'{text}", field
+    assert read["reason"] == f"'{text}, as it is"
+
+
+def test_numbers_and_other_texts_of_a_csv_file_stay_as_they_are():
+    values = {"plain_seconds": -1.5, "seconds": 2e-5, "saved": -3, "m": "s0 - 1", "note": "a=b+c-d@e", "name": "'x"}
+    (read,) = csv.DictReader(io.StringIO(Report("mxfp8", [row("layers.0.up", **values)]).to_csv()))
+    assert {field: read[field] for field in values} == {field: str(value) for field, value in values.items()}
+    assert read["module"] == "layers.0.up" and read["flops"] == "100" and read["reason"] == ""
 
 
 # ---------------------------------------------------------------- names in the table and the page

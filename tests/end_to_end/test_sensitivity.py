@@ -2,6 +2,7 @@
 
 import json
 import math
+import sys
 from dataclasses import dataclass, replace
 from unittest import mock
 
@@ -324,6 +325,17 @@ def test_table_and_json():
     assert worse.worst(sqnr_db=9.0) == ("",)
     with pytest.raises(ValueError, match="content: expected what Sensitivity.to_dict gives"):
         Sensitivity.from_dict({"recipe": "x", "layers": [{"layer": "a"}]})
+
+
+def test_plot(monkeypatch, tmp_path):
+    with monkeypatch.context() as patch:
+        patch.setitem(sys.modules, "matplotlib", None)
+        patch.setitem(sys.modules, "matplotlib.figure", None)
+        with pytest.raises(ImportError, match=r"plot: needs matplotlib: pip install fp4compile\[plot\]"):
+            RANKED.plot(tmp_path / "bars.png")
+    pytest.importorskip("matplotlib")
+    RANKED.plot(tmp_path / "bars.png")
+    assert (tmp_path / "bars.png").stat().st_size > 1000
 
 
 def test_a_notebook_shows_the_table_and_a_short_repr_says_what_it_is():
