@@ -19,9 +19,9 @@ import torch
 
 import fp4compile
 from benchmarks import common
-from fp4compile.cli.demo import Llama, Shape, logits_of
+from fp4compile.cli.demo import Llama, ModelSizes, logits_of
 
-SHAPE = Shape(hidden=256, heads=4, inner=512, layers=4)
+SHAPE = ModelSizes(hidden=256, heads=4, inner=512, layers=4)
 BATCH, LENGTH = 4, 64
 
 

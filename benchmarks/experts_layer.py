@@ -4,7 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fp4compile.cli.demo import Shape
+from fp4compile.cli.demo import ModelSizes
 
 
 class ExpertsMLP(nn.Module):
@@ -13,7 +13,7 @@ class ExpertsMLP(nn.Module):
     count: experts. The inner size of each is half of the shape's.
     """
 
-    def __init__(self, shape: Shape, count: int, picked: int = 2):
+    def __init__(self, shape: ModelSizes, count: int, picked: int = 2):
         super().__init__()
         inner = shape.inner // picked
         self.picked = picked

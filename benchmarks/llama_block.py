@@ -19,7 +19,7 @@ import torch
 import fp4compile
 from benchmarks import common, producers
 from fp4compile import hardware
-from fp4compile.cli.demo import MLP, Shape
+from fp4compile.cli.demo import MLP, ModelSizes
 
 FUNCTION = "norm or gate, and a quantiser"
 
@@ -38,7 +38,7 @@ def predicted(what: str, tokens: int, recipe: str, gpu: str) -> float:
     others: dict[str, Any] = {}
     if what == "train an MLP":
         with torch.device("meta"):
-            block, x = MLP(Shape(hidden=4096, inner=14336)).bfloat16(), torch.empty(tokens, 4096).bfloat16()
+            block, x = MLP(ModelSizes(hidden=4096, inner=14336)).bfloat16(), torch.empty(tokens, 4096).bfloat16()
     else:
         block, x, others = producers.block_of(SimpleNamespace(device="meta", tiny=False), tokens)
     with torch.set_grad_enabled(training), contextlib.redirect_stdout(io.StringIO()):

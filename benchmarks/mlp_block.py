@@ -18,7 +18,7 @@ import torch
 import fp4compile
 from benchmarks import common
 from benchmarks.models import torchao_training
-from fp4compile.cli.demo import MLP, Shape
+from fp4compile.cli.demo import MLP, ModelSizes
 
 RECIPES = ("float8_rowwise", "mxfp8", "mxfp8_32x32", "nvfp4", "nvfp4_train")
 MIB = 2**20
@@ -32,7 +32,7 @@ def main() -> None:
     parser.add_argument("--inner", type=int, default=14336)
     parser.add_argument("--repeats", type=int, default=9)
     args = parser.parse_args()
-    shape = Shape(hidden=args.hidden, inner=args.inner)
+    shape = ModelSizes(hidden=args.hidden, inner=args.inner)
     candidates = {"bf16": _plain, "torchao tensorwise": _torchao("tensorwise"), "torchao rowwise": _torchao("rowwise")}
     candidates |= {recipe: _recipe(recipe) for recipe in args.recipes}
     rows = []
@@ -45,7 +45,7 @@ def main() -> None:
     common.publish(args, settings, rows)
 
 
-def measure(make: Callable, shape: Shape, args) -> dict | None:
+def measure(make: Callable, shape: ModelSizes, args) -> dict | None:
     torch._dynamo.reset()
     torch.manual_seed(0)
     block = MLP(shape).to(args.device, torch.bfloat16)

@@ -23,8 +23,7 @@ from typing import Any
 
 import torch
 
-from benchmarks import common, roofline, tables
-from fp4compile import hardware
+from benchmarks import roofline, tables
 
 # The copies and products that the others are read beside come first, those that compile models last.
 BENCHMARKS = ("ceilings", "quantize", "linear", "grouped_mm", "packing", "producers", "mlp_block",
@@ -103,13 +102,6 @@ def _columns(part: Any) -> list[str] | None:
     return list(part[0]) if isinstance(part, list) and part else None
 
 
-def compared(found: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
-    """How far predictions are from what was measured; nothing on a GPU that they do not know."""
-    gpu = hardware.present()
-    files = {name: found[name] for name in roofline.FILES if "error" not in found.get(name, {"error": ""})}
-    return roofline.summary(roofline.compared(files, gpu)) if gpu is not None and files else []
-
-
 def main(arguments: list[str] | None = None) -> int:
     """Measure or check; returns the exit status."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -125,8 +117,6 @@ def main(arguments: list[str] | None = None) -> int:
     if not torch.cuda.is_available():
         parser.error("there is no GPU to measure on")
     found = measure(args.only, args.out, args.quick)
-    if rows := compared(found):
-        print(common.table(rows))
     return int(any("error" in each for each in found.values()))
 
 

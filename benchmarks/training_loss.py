@@ -40,15 +40,15 @@ import torch.nn.functional as F
 import fp4compile
 from benchmarks import common
 from benchmarks.experts_layer import ExpertsMLP
-from fp4compile.cli.demo import Llama, Shape
+from fp4compile.cli.demo import Llama, ModelSizes
 from fp4compile.recipe import Recipe, named
 
 SHAPES = {
-    "100M": Shape(hidden=1024, heads=16, inner=2816, layers=8, length=512, vocabulary=32000),
-    "100M-512": Shape(hidden=1024, heads=16, inner=2816, layers=8, length=512, vocabulary=512),
-    "experts": Shape(hidden=768, heads=12, inner=2048, layers=6, length=512, vocabulary=512),
-    "tiny": Shape(hidden=64, heads=2, inner=128, layers=2, length=64, vocabulary=512),
-    "tiny-experts": Shape(hidden=64, heads=2, inner=128, layers=2, length=64, vocabulary=512),
+    "100M": ModelSizes(hidden=1024, heads=16, inner=2816, layers=8, length=512, vocabulary=32000),
+    "100M-512": ModelSizes(hidden=1024, heads=16, inner=2816, layers=8, length=512, vocabulary=512),
+    "experts": ModelSizes(hidden=768, heads=12, inner=2048, layers=6, length=512, vocabulary=512),
+    "tiny": ModelSizes(hidden=64, heads=2, inner=128, layers=2, length=64, vocabulary=512),
+    "tiny-experts": ModelSizes(hidden=64, heads=2, inner=128, layers=2, length=64, vocabulary=512),
 }
 EXPERTS = {"experts": 8, "tiny-experts": 4}  # of each block
 VARIANTS = (

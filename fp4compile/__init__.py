@@ -16,8 +16,8 @@ from fp4compile.recipe import Recipe, add_arguments, recipes
 
 if TYPE_CHECKING:
     from fp4compile.analysis.block_recipe import block_recipe
+    from fp4compile.calibration.block_maxima import scale_sweep
     from fp4compile.calibration.calibrate import calibrate
-    from fp4compile.calibration.scale_sweep import scale_sweep
     from fp4compile.calibration.sensitivity import Sensitivity, sensitivity
     from fp4compile.registration import backend, register_with_accelerate, register_with_transformers
     from fp4compile.report.report import Report
@@ -74,7 +74,7 @@ _LATER = {
     "register_with_accelerate": "registration",
     "register_with_transformers": "registration",
     "save_packed": "weights.files",
-    "scale_sweep": "calibration.scale_sweep",
+    "scale_sweep": "calibration.block_maxima",
     "sensitivity": "calibration.sensitivity",
 }
 

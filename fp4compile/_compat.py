@@ -60,15 +60,6 @@ def random_seeds() -> Any:
     return torch.ops.prims.inductor_seeds.default
 
 
-@functools.cache
-def built_with_mslk() -> bool:
-    """Whether torch has MSLK's kernels, which `F.scaled_grouped_mm` needs for block scales.
-
-    They are there if the build's flags say so: in wheels of 2.12 for CUDA, not in those for CPUs.
-    """
-    return "-DUSE_MSLK" in torch.__config__.show()
-
-
 def handed_to_dynamo() -> list[Any]:
     """The backends that `torch.compile` was given since the last `torch.compiler.reset()`, called or not.
 

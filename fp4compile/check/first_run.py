@@ -19,9 +19,9 @@ import torch
 
 from fp4compile.check import environment, run_times
 from fp4compile.check.cases import Case, Finding, in_process
-from fp4compile.check.products import PRODUCTS, Made, Product, by_every_kernel, reduced
+from fp4compile.check.comparison import ENDS, GROUP_ROWS, Here, finite, not_finite
+from fp4compile.check.products import PRODUCTS, Made, MatmulCase, by_every_kernel, reduced
 from fp4compile.check.quantisers import MORE_CONFIGURATIONS, Check, checks
-from fp4compile.check.values import ENDS, GROUP_ROWS, Here, finite, not_finite
 from fp4compile.formats import formats
 
 _WIDTH = 78
@@ -91,18 +91,18 @@ def value_cases() -> list[Case]:
         for name, each in checks(WHOLE, RAGGED, more=MORE_CONFIGURATIONS) for i, check in enumerate(each)
     ]  # fmt: skip
     for a, b in PAIRS:
-        hard = [Product(a, b, *shape) for shape in SHAPES] + [Product(a, b, 70, 136, 256, batches=3)]
-        hard += [Product(a, b, *shape, epilogue=kind) for shape in EPILOGUE_SHAPES for kind in ("bias", "gated")]
+        hard = [MatmulCase(a, b, *shape) for shape in SHAPES] + [MatmulCase(a, b, 70, 136, 256, batches=3)]
+        hard += [MatmulCase(a, b, *shape, epilogue=kind) for shape in EPILOGUE_SHAPES for kind in ("bias", "gated")]
         found += [_product("product", one, finite) for one in hard]
         found.append(_product("not finite, product", hard[0], not_finite))
     exact = [replace(reduced(one), kernel="") for one in PRODUCTS]  # by every kernel, so without one of its own
     for name in OF_EXPERTS:
-        exact.append(Product(name, name, GROUP_ROWS, 520, 1040, groups=len(ENDS)))
-        exact.append(Product(name, name, 520, 1040, GROUP_ROWS, groups=len(ENDS), along_k=True))
+        exact.append(MatmulCase(name, name, GROUP_ROWS, 520, 1040, groups=len(ENDS)))
+        exact.append(MatmulCase(name, name, 520, 1040, GROUP_ROWS, groups=len(ENDS), along_k=True))
     return found + [_product("exact product", one) for one in dict.fromkeys(exact)]
 
 
-def _product(what: str, product: Product, made: Made | None = None) -> Case:
+def _product(what: str, product: MatmulCase, made: Made | None = None) -> Case:
     return Case(f"{what} {product.formats}, {product.label}", partial(by_every_kernel, product, Here(), made))
 
 

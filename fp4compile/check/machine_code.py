@@ -10,7 +10,7 @@ import torch
 from fp4compile import _compat
 from fp4compile.check import products, quantisers, resources
 from fp4compile.check.bounds import PRODUCT_LINES, instruction_kind, instruction_line, judges_figures, product_line
-from fp4compile.check.products import Product, multiplies
+from fp4compile.check.products import MatmulCase, multiplies
 from fp4compile.check.ptx import Ptx
 from fp4compile.check.quantisers import Configuration
 from fp4compile.check.sass import Sass, disassemble, encoded_instructions, hazards
@@ -46,7 +46,7 @@ class Resources:
 
 
 @dataclass(frozen=True)
-class Row:
+class CodeRow:
     """One launch. kernel: its name. configuration, format: from the products. sm: the compute capability.
 
     problems: the bounds that it misses. resources: None where it did not compile. unjudged: numbers beyond bounds that
@@ -69,7 +69,7 @@ class Row:
 
 
 @dataclass(frozen=True)
-class QuantizeRow(Row):
+class QuantizeRow(CodeRow):
     """A launch of a quantiser.
 
     instructions: thread instructions for 16 elements. budget: the instructions for which the bandwidth leaves time.
@@ -86,7 +86,7 @@ class QuantizeRow(Row):
 
 
 @dataclass(frozen=True)
-class ProductRow(Row):
+class ProductRow(CodeRow):
     """A launch of a product.
 
     line: the name of its bounds. instruction: the matrix instructions. scale_copies, tma_loads, asynchronous_loads,
@@ -108,7 +108,7 @@ class ProductRow(Row):
 
 
 @dataclass(frozen=True)
-class Compiled:
+class CompiledLaunch:
     """A compiled launch. compiled: Triton's compiled kernel."""
 
     launched: Launch
@@ -137,13 +137,13 @@ class Compiled:
         return tuple(found)
 
 
-def compile_launch(launched: Launch, sm: int) -> Compiled:
+def compile_launch(launched: Launch, sm: int) -> CompiledLaunch:
     """Compile a launch for a GPU that need not be present. Raises the errors of Triton and ptxas."""
     compiled = _compat.compile_ahead(
         launched.kernel, launched.args, launched.constants, launched.num_warps, sm, launched.num_stages,
         launched.num_ctas,
     )  # fmt: skip
-    return Compiled(launched, compiled, disassemble(compiled.asm["cubin"]), sm)
+    return CompiledLaunch(launched, compiled, disassemble(compiled.asm["cubin"]), sm)
 
 
 def _signature(launched: Launch) -> tuple:
@@ -191,7 +191,7 @@ def _sixteens(configuration: Configuration) -> float:
     return rows * columns / 16
 
 
-def _instructions(one: Compiled, configuration: Configuration) -> float:
+def _instructions(one: CompiledLaunch, configuration: Configuration) -> float:
     trips, idle = configuration.trips(one.launched), configuration.idle_programs(one.launched)
     executed = one.sass.executed(trips) * (one.launched.grid - idle)
     if idle:
@@ -244,7 +244,7 @@ def _with_figures(found: QuantizeRow) -> QuantizeRow:
 # ---------------------------------------------------------------- products
 
 
-def check_products(sm: int, chosen: tuple[Product, ...] | None = None) -> Iterator[ProductRow]:
+def check_products(sm: int, chosen: tuple[MatmulCase, ...] | None = None) -> Iterator[ProductRow]:
     """A row for every launch of every product, equal launches of a product once. None: `products.PRODUCTS`."""
     for product in products.PRODUCTS if chosen is None else chosen:
         tier, launched = product.launches(sm)
@@ -252,7 +252,7 @@ def check_products(sm: int, chosen: tuple[Product, ...] | None = None) -> Iterat
             yield product_row(product, tier, each, sm)
 
 
-def product_row(product: Product, tier: str, launched: Launch, sm: int) -> ProductRow:
+def product_row(product: MatmulCase, tier: str, launched: Launch, sm: int) -> ProductRow:
     """The row of one launch of a product."""
     table = bool(product.groups) and launched.num_ctas == 1  # pairs of CTAs store nothing but the result
     line = product_line(tier, product.m, _aligned(product), sm, multiplies(launched), table, bool(product.result))
@@ -271,7 +271,7 @@ def product_row(product: Product, tier: str, launched: Launch, sm: int) -> Produ
     return replace(found, problems=one.problems + _product_problems(found, product))
 
 
-def _aligned(product: Product) -> bool:
+def _aligned(product: MatmulCase) -> bool:
     """Whether the rows of codes of both operands are multiples of 16 bytes, as TMA and the libraries need them."""
     for name in (product.a, product.b):
         fmt = None if name is None else formats.get(name)
@@ -286,7 +286,7 @@ def _stores(sass: Sass, ptx: Ptx) -> int | str:
     return min(widths) if widths else "TMA" if ptx.tma_stores else 0
 
 
-def _product_problems(found: ProductRow, product: Product) -> tuple[str, ...]:
+def _product_problems(found: ProductRow, product: MatmulCase) -> tuple[str, ...]:
     problems = list(found.resources.problems) if found.resources else []
     if found.sm < 100:
         return tuple(problems)

@@ -16,8 +16,8 @@ import torch
 import torch.nn.functional as F
 
 from fp4compile import _compat
+from fp4compile.check.comparison import BF16, ENDS, F32, GROUP_ROWS, SEED, Runner, finite, same_bits
 from fp4compile.check.quantisers import GROUPS, SIZE
-from fp4compile.check.values import BF16, ENDS, F32, GROUP_ROWS, SEED, Machine, finite, same_bits
 from fp4compile.formats import epilogue as epilogues
 from fp4compile.formats import formats
 from fp4compile.formats.epilogue import AMAX, Epilogue
@@ -43,7 +43,7 @@ from fp4compile.templates.problem import problem_of
 
 
 @dataclass(frozen=True)
-class Product:
+class MatmulCase:
     """A product of activations [batches, m, k] and weights [n, k], or of activations [m, k] and groups' weights; bf16.
 
     a: format of the activations; None keeps them in bf16. b: format of the weights. epilogue: "" for none, "bias",
@@ -182,23 +182,23 @@ OF_A_PAIR = ["neg product", "exp s0", "add s1 1.0", "div product s2", "mul s3 pa
 GATED = ["neg product", "exp s0", "add s1 1.0", "div product s2", "mul s3 aux0"]
 
 
-_experts = partial(Product, groups=GROUPS)
+_experts = partial(MatmulCase, groups=GROUPS)
 TWO_CTAS = "block_scaled_two_ctas_sm100"
 # Pairs of CTAs: each element and scale, each granularity of outer scales, and epilogues; results that are quantised, or
 # whose amax is found; then experts. No other kernel may take their place, and an older Triton cannot compile them.
 _BY_TWO_CTAS = (
-    Product("nvfp4", "nvfp4", epilogue="gated", kernel=TWO_CTAS),
-    Product("mxfp8", "mxfp8", epilogue="bias", kernel=TWO_CTAS),
-    Product("mxfp4", "mxfp4", n=SIZE - 8, kernel=TWO_CTAS),
-    *(Product(a, b, kernel=TWO_CTAS) for a, b in (
+    MatmulCase("nvfp4", "nvfp4", epilogue="gated", kernel=TWO_CTAS),
+    MatmulCase("mxfp8", "mxfp8", epilogue="bias", kernel=TWO_CTAS),
+    MatmulCase("mxfp4", "mxfp4", n=SIZE - 8, kernel=TWO_CTAS),
+    *(MatmulCase(a, b, kernel=TWO_CTAS) for a, b in (
         ("mxfp8_e5m2", "mxfp8"), ("mxfp8", "mxfp4"), ("nvfp4", "nvfp4"), ("nvfp4_one_level", "nvfp4_one_level"),
         ("nvfp4_rowwise", "nvfp4_te"),
     )),
-    *(Product(name, name, epilogue=epilogue, result=name, kernel=TWO_CTAS) for epilogue in ("gated", "pair")
+    *(MatmulCase(name, name, epilogue=epilogue, result=name, kernel=TWO_CTAS) for epilogue in ("gated", "pair")
       for name in ("nvfp4", "nvfp4_te", "nvfp4_one_level", "mxfp8", "mxfp4")),
-    Product("nvfp4_rowwise", "nvfp4_te", n=SIZE - 8, result="nvfp4", kernel=TWO_CTAS),
-    Product("mxfp8", "mxfp4", n=SIZE - 16, epilogue="bias", result="mxfp8", kernel=TWO_CTAS),
-    *(Product("nvfp4", "nvfp4", epilogue=epilogue, result=AMAX, kernel=TWO_CTAS) for epilogue in ("pair", "gated", "")),
+    MatmulCase("nvfp4_rowwise", "nvfp4_te", n=SIZE - 8, result="nvfp4", kernel=TWO_CTAS),
+    MatmulCase("mxfp8", "mxfp4", n=SIZE - 16, epilogue="bias", result="mxfp8", kernel=TWO_CTAS),
+    *(MatmulCase("nvfp4", "nvfp4", epilogue=kind, result=AMAX, kernel=TWO_CTAS) for kind in ("pair", "gated", "")),
     *(_experts(a, b, SIZE, 2048, 4096, kernel=TWO_CTAS) for a, b in (
         ("nvfp4", "nvfp4"), ("nvfp4_one_level", "nvfp4_one_level"), ("nvfp4_rowwise", "nvfp4_te"), ("mxfp8", "mxfp8"),
         ("mxfp8", "mxfp4"), ("mxfp4", "mxfp4"), ("mxfp8_e5m2", "mxfp8"),
@@ -206,31 +206,32 @@ _BY_TWO_CTAS = (
     _experts("nvfp4", "nvfp4_rowwise", 128, 2040, 4096, kernel=TWO_CTAS),
 )  # fmt: skip
 PRODUCTS = (
-    *(Product(name, name) for name in ("nvfp4", "nvfp4_one_level", "mxfp8", "mxfp4")),
-    Product("nvfp4_rowwise", "nvfp4_te"), Product("mxfp8", "mxfp8_32x32"), Product("mxfp8_e5m2", "mxfp8"),
-    Product("mxfp8", "mxfp4"), Product("nvfp4", "nvfp4", batches=4), Product("nvfp4", "nvfp4", epilogue="bias"),
-    *(Product(name, name, epilogue="gated") for name in ("nvfp4", "mxfp8", "mxfp4")),
+    *(MatmulCase(name, name) for name in ("nvfp4", "nvfp4_one_level", "mxfp8", "mxfp4")),
+    MatmulCase("nvfp4_rowwise", "nvfp4_te"), MatmulCase("mxfp8", "mxfp8_32x32"), MatmulCase("mxfp8_e5m2", "mxfp8"),
+    MatmulCase("mxfp8", "mxfp4"), MatmulCase("nvfp4", "nvfp4", batches=4),
+    MatmulCase("nvfp4", "nvfp4", epilogue="bias"),
+    *(MatmulCase(name, name, epilogue="gated") for name in ("nvfp4", "mxfp8", "mxfp4")),
     # Rows of results that are multiples of 8 elements, of 2, of 1; rows of codes that are no multiples of 16 bytes.
-    Product("nvfp4", "nvfp4", n=SIZE - 8), Product("mxfp8", "mxfp8", n=SIZE - 8), Product("mxfp4", "mxfp4", n=SIZE - 8),
-    Product("mxfp8", "mxfp8", n=SIZE - 2), Product("nvfp4", "nvfp4", n=SIZE - 1),
-    Product("nvfp4", "nvfp4", k=SIZE - 16),
+    *(MatmulCase(name, name, n=SIZE - 8) for name in ("nvfp4", "mxfp8", "mxfp4")),
+    MatmulCase("mxfp8", "mxfp8", n=SIZE - 2), MatmulCase("nvfp4", "nvfp4", n=SIZE - 1),
+    MatmulCase("nvfp4", "nvfp4", k=SIZE - 16),
     # Results that are the next product's operands. Rows of codes that are multiples of 8 bytes.
-    *(Product(name, name, epilogue="gated", result=name) for name in ("nvfp4", "nvfp4_one_level", "mxfp8", "mxfp4")),
-    *(Product(name, name, epilogue="pair", result=name) for name in ("nvfp4", "nvfp4_one_level", "mxfp8", "mxfp4")),
-    *(Product("nvfp4", "nvfp4", n=n, result="nvfp4_one_level") for n in (SIZE, SIZE - 16, SIZE - 8)),
-    *(Product("mxfp8", "mxfp8", n=n, result="mxfp8") for n in (SIZE, SIZE - 16)),
+    *(MatmulCase(name, name, epilogue="gated", result=name) for name in ("nvfp4", "nvfp4_one_level", "mxfp8", "mxfp4")),
+    *(MatmulCase(name, name, epilogue="pair", result=name) for name in ("nvfp4", "nvfp4_one_level", "mxfp8", "mxfp4")),
+    *(MatmulCase("nvfp4", "nvfp4", n=n, result="nvfp4_one_level") for n in (SIZE, SIZE - 16, SIZE - 8)),
+    *(MatmulCase("mxfp8", "mxfp8", n=n, result="mxfp8") for n in (SIZE, SIZE - 16)),
     *(_BY_TWO_CTAS if _compat.two_cta_products() else ()),
     # Results that the next product's quantiser reads.
-    *(Product("nvfp4", "nvfp4", epilogue=epilogue, result=AMAX) for epilogue in ("pair", "gated", "")),
+    *(MatmulCase("nvfp4", "nvfp4", epilogue=epilogue, result=AMAX) for epilogue in ("pair", "gated", "")),
     # Few tokens.
-    *(Product("nvfp4", "nvfp4", m) for m in (1, 8, 16, 64)), Product("nvfp4", "nvfp4", 32, 4 * SIZE),
-    *(Product(name, name, 16) for name in ("nvfp4_one_level", "mxfp8", "mxfp4")),
-    Product("nvfp4_rowwise", "nvfp4_te", 16), Product("nvfp4", "nvfp4", 16, epilogue="gated"),
-    *(Product(None, "nvfp4", m) for m in (1, 16, 64)),
-    Product(None, "nvfp4", 1, 1024), Product(None, "nvfp4", 1, 4096), Product(None, "nvfp4", 1, k=28672),
-    Product("nvfp4", "nvfp4", 1, 2560, weights=3), Product(None, "nvfp4", 1, 14336, 4096, weights=2),
-    Product(None, "nvfp4", 1, weights=2), Product(None, "nvfp4", 2, 14336, 28672, weights=2),
-    Product(None, "nvfp4", 4, 14336, 4096, weights=2), Product(None, "nvfp4", 8, weights=3),
+    *(MatmulCase("nvfp4", "nvfp4", m) for m in (1, 8, 16, 64)), MatmulCase("nvfp4", "nvfp4", 32, 4 * SIZE),
+    *(MatmulCase(name, name, 16) for name in ("nvfp4_one_level", "mxfp8", "mxfp4")),
+    MatmulCase("nvfp4_rowwise", "nvfp4_te", 16), MatmulCase("nvfp4", "nvfp4", 16, epilogue="gated"),
+    *(MatmulCase(None, "nvfp4", m) for m in (1, 16, 64)),
+    MatmulCase(None, "nvfp4", 1, 1024), MatmulCase(None, "nvfp4", 1, 4096), MatmulCase(None, "nvfp4", 1, k=28672),
+    MatmulCase("nvfp4", "nvfp4", 1, 2560, weights=3), MatmulCase(None, "nvfp4", 1, 14336, 4096, weights=2),
+    MatmulCase(None, "nvfp4", 1, weights=2), MatmulCase(None, "nvfp4", 2, 14336, 28672, weights=2),
+    MatmulCase(None, "nvfp4", 4, 14336, 4096, weights=2), MatmulCase(None, "nvfp4", 8, weights=3),
     # Experts: forward and dgrad, with few tokens too, then wgrad; rows of results that are multiples of 8 and of 1.
     _experts("nvfp4_rowwise", "nvfp4_te", SIZE, 2048, 4096), _experts("mxfp8", "mxfp4", SIZE, 2048, 4096),
     *(_experts(name, name, SIZE, 2048, 4096) for name in ("mxfp8", "mxfp4", "nvfp4")),
@@ -259,7 +260,7 @@ PRODUCTS = (
 Made = Callable[[tuple[int, ...]], torch.Tensor]
 
 
-def by_every_kernel(product: Product, machine: Machine, made: Made | None = None) -> dict[str, Any]:
+def by_every_kernel(product: MatmulCase, machine: Runner, made: Made | None = None) -> dict[str, Any]:
     """The kernels that may compute a product, and what is wrong with their values.
 
     made: makes the activations; None takes operands of which every sum is exact.
@@ -279,7 +280,7 @@ def by_every_kernel(product: Product, machine: Machine, made: Made | None = None
     return {"kernels": ", ".join(dict.fromkeys(one.kernel for one in choices)), "wrong": wrong}
 
 
-def differences(product: Product, x: Arguments, choice: Choice, machine: Machine, exact: bool = True) -> list[str]:
+def differences(product: MatmulCase, x: Arguments, choice: Choice, machine: Runner, exact: bool = True) -> list[str]:
     """What is wrong with a product. exact: whether every sum is exact.
 
     choice: the kernel; not of several weights.
@@ -359,7 +360,7 @@ def _outer_product(a: Operand, b: Operand) -> torch.Tensor:
 # ---------------------------------------------------------------- operands
 
 
-def reduced(product: Product) -> Product:
+def reduced(product: MatmulCase) -> MatmulCase:
     """A product with partly filled tiles in each direction where the table's has whole ones, and few of them.
 
     The remainders by 16, which decide how rows are loaded and stored, stay.
@@ -377,7 +378,7 @@ def reduced(product: Product) -> Product:
     return replace(product, m=product.m if product.m <= 64 else 144, n=n, k=k)
 
 
-def exact_arguments(product: Product) -> Arguments:
+def exact_arguments(product: MatmulCase) -> Arguments:
     """Arguments of a product for which every sum is exact in float32."""
     x = product.arguments()
     ends = torch.tensor(ENDS, dtype=torch.int32)
@@ -440,7 +441,7 @@ def _without_padding(x: Operand, rows: int) -> Operand:
     return replace(x, data=(x.data.view(torch.uint8) & masks).view(x.data.dtype))
 
 
-def _hard_arguments(product: Product, machine: Machine, made: Made) -> Arguments:
+def _hard_arguments(product: MatmulCase, machine: Runner, made: Made) -> Arguments:
     """Arguments of a product of hard operands, quantised, with scales in the layout that the GPU's products read."""
     x, native = exact_arguments(product), machine.target.block_scaled_matrix_units
     a = made((*x.a.data.shape[:-1], product.k))
@@ -456,7 +457,7 @@ def operand(name: str | None, x: torch.Tensor, native: bool) -> Operand:
     return Operand(found.data, found.scales, found.outer, found.format)
 
 
-def _moved(x: Arguments, machine: Machine) -> Arguments:
+def _moved(x: Arguments, machine: Runner) -> Arguments:
     """The arguments on the device of the kernels."""
 
     def there(part: Any) -> Any:

@@ -15,13 +15,13 @@ from typing import Any
 
 import torch
 
-from fp4compile.check.values import (
+from fp4compile.check.comparison import (
     BF16,
     ENDS,
     GROUP_ROWS,
     SEED,
-    Machine,
     Results,
+    Runner,
     bit_differences,
     finite,
     not_finite,
@@ -255,7 +255,7 @@ LONG_ROWS = 2**16  # elements, that do not fit a program's registers
 # Each kernel that finds an amax: threads, lanes and words that it leaves out show where only one element is large.
 FEW_ROWS = (("rows", "nvfp4"), ("both, transform, seed", "nvfp4_te"))
 FEW_COLUMNS = 400
-Check = Callable[[Machine], list[str]]  # returns what is wrong
+Check = Callable[[Runner], list[str]]  # returns what is wrong
 
 
 def checks(*shapes: tuple[int, int], more: Sequence[Configuration] = ()) -> list[tuple[str, list[Check]]]:
@@ -268,7 +268,7 @@ def checks(*shapes: tuple[int, int], more: Sequence[Configuration] = ()) -> list
                     for one in CONFIGURATIONS if (one.label, one.format) in FEW_ROWS]  # fmt: skip
 
 
-def quantized(configuration: Configuration, shape: tuple[int, int], machine: Machine) -> list[str]:
+def quantized(configuration: Configuration, shape: tuple[int, int], machine: Runner) -> list[str]:
     """Differences between the kernels and the reference, of finite values and of others."""
     if configuration.groups == "rows":
         configuration, shape = replace(configuration, ends=ENDS), (GROUP_ROWS, shape[1])
@@ -284,7 +284,7 @@ def quantized(configuration: Configuration, shape: tuple[int, int], machine: Mac
     return _of_inputs(configuration, inputs, machine)
 
 
-def quantized_few_rows(configuration: Configuration, machine: Machine) -> list[str]:
+def quantized_few_rows(configuration: Configuration, machine: Runner) -> list[str]:
     """Like `quantized`, for 2 to 15 rows, each with one large element in another place; and extreme outer scales."""
     x = finite((130, FEW_COLUMNS))
     inputs = {"zeros": 0 * x, "tiny": x * 2.0**-90, "huge": x * 2.0**90}
@@ -296,7 +296,7 @@ def quantized_few_rows(configuration: Configuration, machine: Machine) -> list[s
     return _of_inputs(configuration, inputs, machine)
 
 
-def _of_inputs(configuration: Configuration, inputs: dict[str, torch.Tensor], machine: Machine) -> list[str]:
+def _of_inputs(configuration: Configuration, inputs: dict[str, torch.Tensor], machine: Runner) -> list[str]:
     layout = configuration.layout_on(machine.target.sm)
     reference_rounds, compare = _rounding(configuration, machine)
     wrong = []
@@ -321,14 +321,14 @@ def _of_groups(found: Results, configuration: Configuration) -> Results:
     return [part for i, end in enumerate(ends) for part in up_to(found[3 * i : 3 * i + 3], end)]
 
 
-def _rounding(configuration: Configuration, machine: Machine) -> tuple[Callable, Callable]:
+def _rounding(configuration: Configuration, machine: Runner) -> tuple[Callable, Callable]:
     """(a context in which the reference takes as many random bits an element as the machine, the comparison)."""
     if not (configuration.seeded and machine.target.isa == 100):
         return contextlib.nullcontext, same_bits
     return reference.eight_random_bits, rounded_alike if machine.device == "cuda" else same_bits
 
 
-def quantized_after_steps(configuration: Configuration, shape: tuple[int, int], machine: Machine) -> list[str]:
+def quantized_after_steps(configuration: Configuration, shape: tuple[int, int], machine: Runner) -> list[str]:
     """Differences of a quantiser with a prologue: in the value that it computes, and in its codes and scales."""
     steps, name, dims = configuration.steps, configuration.format, configuration.dim
     values: dict[str, Any] = {"values": list(configuration.values)} if configuration.values else {}

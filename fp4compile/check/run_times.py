@@ -12,7 +12,7 @@ from typing import Any, cast
 import torch
 
 from fp4compile.check.cases import Case
-from fp4compile.check.products import Product, operand
+from fp4compile.check.products import MatmulCase, operand
 from fp4compile.check.quantisers import CONFIGURATIONS, GATE, Configuration
 from fp4compile.formats.layouts import ceil_div
 from fp4compile.formats.operand import Arguments, Operand
@@ -35,10 +35,10 @@ SHAPES = ((8192, 8192, 8192), (1024, 14336, 4096), (64, 8192, 8192), (16, 8192, 
 QUANTISED = ("nvfp4", "nvfp4_one_level", "mxfp8", "mxfp4")  # of operands and result
 # Dense and of experts; then results that are quantised, of experts those of gate and up.
 PRODUCTS = (
-    *(Product(a, b, *shape) for shape in SHAPES for a, b in PAIRS),
-    *(Product(name, name, 16384, 4096, 14336, groups=8) for name in QUANTISED),
-    *(Product(name, name, 8192, 14336, 4096, result=name) for name in QUANTISED),
-    *(Product(name, name, 16384, 14336, 4096, epilogue="pair", groups=8, result=name) for name in QUANTISED),
+    *(MatmulCase(a, b, *shape) for shape in SHAPES for a, b in PAIRS),
+    *(MatmulCase(name, name, 16384, 4096, 14336, groups=8) for name in QUANTISED),
+    *(MatmulCase(name, name, 8192, 14336, 4096, result=name) for name in QUANTISED),
+    *(MatmulCase(name, name, 16384, 14336, 4096, epilogue="pair", groups=8, result=name) for name in QUANTISED),
 )
 
 
@@ -98,7 +98,7 @@ def _bytes(outputs: Any) -> int:
     return sum(map(_bytes, outputs or ()))
 
 
-def multiplied(product: Product) -> dict[str, Any]:
+def multiplied(product: MatmulCase) -> dict[str, Any]:
     """The time of a product by each kernel that may compute it.
 
     Of a result in bf16: TFLOP/s of the chosen kernel; of a dense one, the time of the library's bf16 product, too. Of a
@@ -134,7 +134,7 @@ def multiplied(product: Product) -> dict[str, Any]:
     return found | ({"wrong": wrong} if wrong else {})
 
 
-def _arguments(product: Product) -> Arguments:
+def _arguments(product: MatmulCase) -> Arguments:
     """Random operands of a product on the GPU; of experts, equally many tokens each."""
     x = product.arguments()
     outer = None if x.result_outer is None else torch.ones((), device="cuda")
@@ -150,7 +150,7 @@ def _arguments(product: Product) -> Arguments:
     return x.but(a=a, b=b, offs=offs, result_outer=outer)
 
 
-def _separately(product: Product, x: Arguments) -> None:
+def _separately(product: MatmulCase, x: Arguments) -> None:
     """A product, and a quantiser of its result, which computes the gate of a pair."""
     options: dict[str, Any] = {"offs": x.offs}
     parts: Sequence[torch.Tensor] = [multiply(x.but(epilogue=None, result_outer=None))]

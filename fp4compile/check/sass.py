@@ -11,7 +11,7 @@ from fp4compile.check.control_flow import Block, ControlFlow
 
 
 @dataclass(frozen=True)
-class Instruction:
+class SassInstruction:
     """An instruction. predicate: such as "@!P0", or empty. opcode: with its modifiers. operands: as printed."""
 
     predicate: str
@@ -63,7 +63,7 @@ class Sass:
         return found
 
     @cached_property
-    def flow(self) -> ControlFlow[Instruction]:
+    def flow(self) -> ControlFlow[SassInstruction]:
         """The control flow of the kernel. A call continues with the next instruction; called code is left out."""
         return _control_flow(self.text)
 
@@ -109,9 +109,9 @@ _LABEL = re.compile(r"(\.L_x_\d+):")
 _INSTRUCTION = re.compile(r"\s+/\*[0-9a-f]{4,}\*/\s+(?:@(!?U?P\w+)\s+)?([A-Z]\S*)\s*(.*)")
 
 
-def _control_flow(text: str) -> ControlFlow[Instruction]:
+def _control_flow(text: str) -> ControlFlow[SassInstruction]:
     _, _, body = text.partition("\n.text.")
-    runs: list[list[Instruction]] = [[]]
+    runs: list[list[SassInstruction]] = [[]]
     labels: dict[str, int] = {}
     for line in body.splitlines():
         if label := _LABEL.match(line):
@@ -119,16 +119,16 @@ def _control_flow(text: str) -> ControlFlow[Instruction]:
                 runs.append([])
             labels[label[1]] = len(runs) - 1
         elif found := _INSTRUCTION.match(line):
-            runs[-1].append(Instruction(found[1] or "", found[2], found[3]))
+            runs[-1].append(SassInstruction(found[1] or "", found[2], found[3]))
             if found[2].split(".")[0] in ("BRA", "BRX", "EXIT", "RET", "CALL"):
                 runs.append([])
     blocks = [Block(tuple(run), _successors(run, i, len(runs), labels)) for i, run in enumerate(runs)]
     return ControlFlow([*blocks, Block((), ())])  # the last block is the target of an EXIT with a predicate
 
 
-def _successors(run: list[Instruction], index: int, count: int, labels: dict[str, int]) -> tuple[int, ...]:
+def _successors(run: list[SassInstruction], index: int, count: int, labels: dict[str, int]) -> tuple[int, ...]:
     following = (index + 1,) if index + 1 < count else ()
-    last = run[-1] if run else Instruction("", "", "")
+    last = run[-1] if run else SassInstruction("", "", "")
     opcode = last.opcode.split(".")[0]
     if opcode == "BRX":
         return tuple(labels[label] for label in re.findall(r"\.L_x_\d+", last.operands.partition("TARGETS")[2]))

@@ -23,7 +23,7 @@ from typing import Any
 from fp4compile.check import environment
 from fp4compile.check.cases import Case, Finding, find
 from fp4compile.check.first_run import line
-from fp4compile.check.products import PRODUCTS, Product, differences, exact_arguments, reduced
+from fp4compile.check.products import PRODUCTS, MatmulCase, differences, exact_arguments, reduced
 from fp4compile.check.quantisers import ALL_CONFIGURATIONS, SIZE, Check, checks
 from fp4compile.check.simulator import LaunchSimulator
 from fp4compile.hardware import Target
@@ -146,7 +146,7 @@ def table_keys(sm: int) -> dict[str, str]:
     return found
 
 
-def product_variants(product: Product) -> list[Variant]:
+def product_variants(product: MatmulCase) -> list[Variant]:
     """Two ways to run a product.
 
     On two multiprocessors, a launch has the tiles of the table, and programs walk over several of them. On all, it has
@@ -159,7 +159,7 @@ def product_variants(product: Product) -> list[Variant]:
     return [Variant(partial(multiplied, product, as_in_table), 2), Variant(partial(multiplied, product, small))]
 
 
-def multiplied(product: Product, small: Product, simulator: LaunchSimulator) -> list[str]:
+def multiplied(product: MatmulCase, small: MatmulCase, simulator: LaunchSimulator) -> list[str]:
     """Differences between the kernel that the gate's table names for a product and the reference.
 
     small: the same product in the sizes that are multiplied here.

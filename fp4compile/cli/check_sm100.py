@@ -24,7 +24,7 @@ import triton
 
 from fp4compile.check import environment, first_run, simulation
 from fp4compile.check.bounds import COMPILER, judges_figures
-from fp4compile.check.machine_code import ProductRow, QuantizeRow, Row, check_products, check_quantize
+from fp4compile.check.machine_code import CodeRow, ProductRow, QuantizeRow, check_products, check_quantize
 
 _ALL = (("kernel", 29), ("configuration", 26), ("format", 22), ("sm", 3))
 _RESOURCES = (("regs", 4), ("shared", 6), ("spills", 6), ("CTAs", 4))
@@ -75,7 +75,7 @@ def run(args: argparse.Namespace) -> int:
     return 1 if failed else 0
 
 
-def _print(header: Sequence[tuple[str, int]], found: Iterable[Row], rows: list[dict[str, Any]]) -> None:
+def _print(header: Sequence[tuple[str, int]], found: Iterable[CodeRow], rows: list[dict[str, Any]]) -> None:
     """Print a line for each row, with its problems below, and append the rows to `rows`."""
     print("  ".join(name.ljust(width) for name, width in header))
     for row in found:
@@ -88,7 +88,7 @@ def _print(header: Sequence[tuple[str, int]], found: Iterable[Row], rows: list[d
     print()
 
 
-def _cells(row: Row) -> list[Any]:
+def _cells(row: CodeRow) -> list[Any]:
     cells: list[Any] = [row.kernel, row.configuration, row.format, row.sm]
     if row.resources is None:
         return cells

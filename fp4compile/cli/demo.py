@@ -34,7 +34,7 @@ WARMUP = 10
 
 
 @dataclass(frozen=True)
-class Shape:
+class ModelSizes:
     """Sizes of the model. Every dimension that a product contracts is a multiple of 32, the longest block."""
 
     hidden: int = 128
@@ -48,7 +48,7 @@ class Shape:
 class Attention(nn.Module):
     """Causal self-attention with rotary position embedding. x: [batch, tokens, hidden]."""
 
-    def __init__(self, shape: Shape):
+    def __init__(self, shape: ModelSizes):
         super().__init__()
         self.heads = shape.heads
         for name in ("q_proj", "k_proj", "v_proj", "o_proj"):
@@ -66,7 +66,7 @@ class Attention(nn.Module):
 class MLP(nn.Module):
     """A gated MLP with SiLU. x: [batch, tokens, hidden]."""
 
-    def __init__(self, shape: Shape):
+    def __init__(self, shape: ModelSizes):
         super().__init__()
         self.gate_proj = nn.Linear(shape.hidden, shape.inner, bias=False)
         self.up_proj = nn.Linear(shape.hidden, shape.inner, bias=False)
@@ -79,7 +79,7 @@ class MLP(nn.Module):
 class DecoderBlock(nn.Module):
     """Attention and MLP, each behind a norm and with a residual connection."""
 
-    def __init__(self, shape: Shape):
+    def __init__(self, shape: ModelSizes):
         super().__init__()
         self.attention_norm = nn.RMSNorm(shape.hidden)
         self.attention = Attention(shape)
@@ -94,7 +94,7 @@ class DecoderBlock(nn.Module):
 class Llama(nn.Module):
     """The model: tokens [batch, length] -> logits [batch, length, vocabulary]."""
 
-    def __init__(self, shape: Shape = Shape()):  # noqa: B008 (frozen)
+    def __init__(self, shape: ModelSizes = ModelSizes()):  # noqa: B008 (frozen)
         super().__init__()
         self.embed = nn.Embedding(shape.vocabulary, shape.hidden)
         self.layers = nn.ModuleList(DecoderBlock(shape) for _ in range(shape.layers))

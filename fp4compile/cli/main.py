@@ -9,10 +9,10 @@ import sys
 from collections.abc import Sequence
 
 from fp4compile import __version__
-from fp4compile.cli import check_sm100, demo, explain_command, recipes, roofline, run_command
+from fp4compile.cli import check_sm100, demo, explain_command, recipes, run_command
 from fp4compile.formats.formats import unknown_name
 
-_COMMANDS = (demo, run_command, recipes, explain_command, roofline, check_sm100)
+_COMMANDS = (demo, run_command, recipes, explain_command, check_sm100)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -98,7 +98,7 @@ class Names:
 
 
 @dataclass(frozen=True)
-class _Place:
+class _Origin:
     """Where Dynamo found an input.
 
     root: the expression of an object. path: the own name of the input below that object, along a chain of modules;
@@ -152,8 +152,8 @@ def _shards(value: Any) -> tuple[Shard, ...]:
 
 
 def _by_real_modules(
-    places: Sequence[_Place | None], values: Sequence[Any], stack: list[torch.nn.Module]
-) -> list[_Place | None]:
+    places: Sequence[_Origin | None], values: Sequence[Any], stack: list[torch.nn.Module]
+) -> list[_Origin | None]:
     """The places, with own names that the classes of the real modules decide and not the text alone."""
     found = list(places)
     left = {i for i, place in enumerate(found) if place is not None and place.real}
@@ -240,7 +240,7 @@ def _example(node: Node, value: Any) -> Any:
     return value if example is None else example
 
 
-def _place(node: Node, value: Any) -> _Place | None:
+def _place(node: Node, value: Any) -> _Origin | None:
     """Where Dynamo found an input; None for an input that is no parameter and that no module holds."""
     source = getattr(node.meta.get("grapharg"), "source", None)
     text = getattr(source, "name", None)
@@ -248,7 +248,7 @@ def _place(node: Node, value: Any) -> _Place | None:
     is_parameter = isinstance(value, torch.nn.Parameter)
     place = _parsed(text, _is_free(source), is_parameter) if text else None
     if place is None and is_parameter:
-        return _Place(node.name, node.name, "", False, True)
+        return _Origin(node.name, node.name, "", False, True)
     return place
 
 
@@ -259,7 +259,7 @@ def _is_free(source: Any) -> bool:
     return bool(getattr(source, "is_derefed_cell_contents", False))
 
 
-def _parsed(text: str, free: bool, is_parameter: bool) -> _Place | None:
+def _parsed(text: str, free: bool, is_parameter: bool) -> _Origin | None:
     """The place that a source's text names; None where the text has another form, or names no tensor of a module.
 
     "L['self']._modules['layers']._modules['0']._parameters['weight']" names "layers.0.weight" below "L['self']".
@@ -288,19 +288,19 @@ def _parsed(text: str, free: bool, is_parameter: bool) -> _Place | None:
     attribute = bool(inner) and steps[0].group(3) is not None and not free and not passed  # of `self`, say
     label = ".".join(inner if attribute else ["args" if passed else variable, *inner])
     if not below:
-        return _Place(root, label, "", False, True)
+        return _Origin(root, label, "", False, True)
     # A layer in a list, or a single layer in a function's closure, is named only by its variable. A whole model in the
     # closure, and a model that is an argument, needs no such label: its layers have names.
     listed = any(step.group(4) or step.group(5) for step in steps[:first])
     always = not passed and (listed or ((free or bool(inner)) and below in ("weight", "bias")))
-    return _Place(root, below, label, always, is_parameter, real)
+    return _Origin(root, below, label, always, is_parameter, real)
 
 
 def _name(step: re.Match) -> str:
     return step.group(2) or step.group(3) or step.group(4) or step.group(5)
 
 
-def _names(places: Sequence[_Place | None]) -> list[str | None]:
+def _names(places: Sequence[_Origin | None]) -> list[str | None]:
     """The names that rules match. Inputs of one name below two roots also get the names of the roots' variables."""
     paths = [None if place is None else place.path for place in places]
     ambiguous = {root for roots in _roots(paths, places).values() if len(roots) > 1 for root in roots}
@@ -312,7 +312,7 @@ def _names(places: Sequence[_Place | None]) -> list[str | None]:
     ]
 
 
-def _roots(names: list[str | None], places: Sequence[_Place | None]) -> dict[str, list[str]]:
+def _roots(names: list[str | None], places: Sequence[_Origin | None]) -> dict[str, list[str]]:
     """The roots below which each name occurs, in the order of the inputs."""
     found: dict[str, list[str]] = {}
     for name, place in zip(names, places, strict=True):
@@ -321,7 +321,7 @@ def _roots(names: list[str | None], places: Sequence[_Place | None]) -> dict[str
     return found
 
 
-def _prefixed(place: _Place, ambiguous: set[str]) -> str:
+def _prefixed(place: _Origin, ambiguous: set[str]) -> str:
     """The path of a place, after the label where the name has it."""
     if place.label and (place.always or place.root in ambiguous):
         return f"{place.label}.{place.path}"

@@ -1,7 +1,5 @@
-"""Predicted times of linear layers and experts on a GPU."""
+"""Predicted times of a model's compiled graph on a GPU: `explain`, and the GPUs that it knows."""
 
 from fp4compile.hardware import GPUS, Gpu
-from fp4compile.roofline.model import Experts, Prediction, predict
-from fp4compile.roofline.time_terms import TimedStep
 
-__all__ = ["GPUS", "Experts", "Gpu", "Prediction", "TimedStep", "predict"]
+__all__ = ["GPUS", "Gpu"]

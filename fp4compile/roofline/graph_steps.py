@@ -17,16 +17,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from fp4compile import _compat
 from fp4compile.analysis import flops
 from fp4compile.analysis.node_kinds import kind_of, moved_bytes
-from fp4compile.formats.quantize_spec import ROWS as ALONG_ROWS
 from fp4compile.hardware import Gpu
 from fp4compile.ops.define import KERNELS
 from fp4compile.ops.nodes import quantise_of
 from fp4compile.ops.quantize import QUANTIZE
 from fp4compile.roofline import inductor_kernels
-from fp4compile.roofline.layer_sizes import Experts, Sizes
+from fp4compile.roofline.layer_sizes import ExpertGroups, Sizes
 from fp4compile.roofline.matmul_nodes import is_matmul, is_quantiser, lays_out_scales, matmul_of, size
 from fp4compile.roofline.product_steps import gemm_name, memory_pass, plain_step, product_steps
-from fp4compile.roofline.time_terms import ATTENTION, BOTH_WAYS, COLUMN, ROWS, TimedStep, quantiser
+from fp4compile.roofline.time_terms import ATTENTION, TimedStep, quantiser
 from fp4compile.templates.choose import choose
 from fp4compile.templates.launch import Launch, dry_run
 from fp4compile.templates.view import View
@@ -47,7 +46,7 @@ def steps_of(graph: Graph, gpu: Gpu) -> list[Launched]:
     found = [Launched(node, step) for node in graph.nodes if kind_of(node) == "other" for step in _steps(node, gpu)]
     for kernel in inductor_kernels.kernels(graph):
         name = "reduction" if "reduction" in map(kind_of, kernel.stores) else "pointwise"
-        step = memory_pass(name, "other", kernel.moved, gpu, kernel.launches)
+        step = memory_pass(name, kernel.moved, gpu, kernel.launches)
         found.append(Launched(kernel.stores[0], step))
     return found
 
@@ -60,29 +59,29 @@ def _steps(node: Node, gpu: Gpu) -> list[TimedStep]:
         return [_quantiser(node, gpu)]
     if node.target in KERNELS:
         name = "lay out scales" if lays_out_scales(node) else "dequantise"
-        return [memory_pass(name, "other", moved_bytes(node), gpu)]
+        return [memory_pass(name, moved_bytes(node), gpu)]
     count: Any = flops.count(node)
     if not count:
-        return [memory_pass(node.name, "other", moved_bytes(node), gpu)]
+        return [memory_pass(node.name, moved_bytes(node), gpu)]
     if node.target is aten._grouped_mm.default:
-        return [plain_step("other", _grouped_sizes(node), gpu)]
+        return [plain_step(_grouped_sizes(node), gpu)]
     dtype = _operand_dtype(node)
     name, share = gemm_name(dtype), gpu.fp8_share if dtype.itemsize == 1 else gpu.bf16_share
     if flops.ATTENTION.search(str(node.target)):
         name, share, count = "attention", ATTENTION, count * (0.5 if _is_causal(node) else 1.0)
     rate = gpu.matrix_rate(dtype) * share
-    return [TimedStep(name, "other", count, moved_bytes(node), rate, gpu.copy_rate, gpu.product_launch)]
+    return [TimedStep(name, count, moved_bytes(node), rate, gpu.copy_rate, gpu.product_launch)]
 
 
 def _matmul(node: Node, gpu: Gpu) -> list[TimedStep]:
     """The steps of a matmul of this package's."""
     found = matmul_of(node)
     if found.problem is None:
-        return [plain_step("other", found.sizes, gpu)]
+        return [plain_step(found.sizes, gpu)]
     choice = choose(found.problem)
-    steps = product_steps("other", found.sizes, found.formats, choice, found.problem, gpu, more=found.more)
+    steps = product_steps(found.sizes, found.formats, choice, found.problem, gpu, more=found.more)
     extra = {"copy matrices": found.copied, "clear amaxes": found.cleared}  # the kernel then raises the amaxes
-    return [*(memory_pass(name, "other", moved, gpu) for name, moved in extra.items() if moved), *steps]
+    return [*(memory_pass(name, moved, gpu) for name, moved in extra.items() if moved), *steps]
 
 
 def _operand_dtype(node: Node) -> torch.dtype:
@@ -106,8 +105,8 @@ def _grouped_sizes(node: Node) -> Sizes:
     rows, columns, contraction = size(a.shape[-2]), size(b.shape[-1]), size(a.shape[-1])
     if offs is None:
         count = size(a.shape[0])
-        return Sizes(count * rows, columns, contraction, Experts(count, "batch"))
-    return Sizes(rows, columns, contraction, Experts(size(offs.meta["val"].shape[0])), along_k=b.dim() == 2)
+        return Sizes(count * rows, columns, contraction, ExpertGroups(count, "batch"))
+    return Sizes(rows, columns, contraction, ExpertGroups(size(offs.meta["val"].shape[0])), along_k=b.dim() == 2)
 
 
 # ---------------------------------------------------------------- quantisers
@@ -131,10 +130,7 @@ def _quantiser(node: Node, gpu: Gpu) -> TimedStep:
     with _compat.without_fake_tensors(), dry_run(gpu.target) as launches, _Fills() as fills:
         KERNELS[QUANTIZE](*_meta(node.args), **{name: _meta(value) for name, value in node.kwargs.items()})
     moved = sum(map(launch_bytes, launches))
-    along = BOTH_WAYS if spec.both else ROWS if spec.dims == (ALONG_ROWS,) else COLUMN
-    name = f"quantise {along}" + ("" if spec.prologue is None else ", fused")
-    return quantiser(name, "other", spec.format, along, moved, len(launches) + fills.count, gpu,
-                     static=spec.static, hadamard=spec.hadamard, stochastic=spec.seeded)  # fmt: skip
+    return quantiser(spec, moved, len(launches) + fills.count, gpu)
 
 
 def launch_bytes(launch: Launch) -> int:
@@ -160,7 +156,3 @@ def _meta(value: Any) -> Any:
         sizes, strides = (tuple(map(size, of)) for of in (value.shape, value.stride()))
         return torch.empty_strided(sizes, strides, dtype=value.dtype, device="meta")
     return size(value) if isinstance(value, torch.SymInt) else value
-
-
-def _size(size: Any) -> int:
-    return flops.hint(size) or 0

@@ -1,38 +1,21 @@
-"""Sizes of a layer's products, with experts too: lines of operands, elements of the result, FLOPs of whole tiles."""
+"""Sizes of matmuls, of experts too: lines of operands, elements of the result, FLOPs of whole tiles."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 from fp4compile.formats.layouts import ceil_div
 
-# The layer's (M, N, K) -> (rows of A, rows of B, contraction), for each product.
-DIMS: dict[str, Callable] = {
-    "fprop": lambda m, n, k: (m, n, k),
-    "dgrad": lambda m, n, k: (m, k, n),
-    "wgrad": lambda m, n, k: (n, k, m),
-}
-GROUPINGS = ("rows", "batch", "gather")
-
 
 @dataclass(frozen=True)
-class Experts:
+class ExpertGroups:
     """The number of a layer's matrices, and how rows are assigned to them.
 
     count: matrices of the weight; for "gather" the number of indices, whose matrices are each read separately.
     grouping: "rows" where offsets cut the rows in groups of unknown sizes; "batch" where all matrices have equally many
         rows; "gather" where an index says which matrix each of a batch multiplies (`analysis.gemm.Gemm.groups`).
-
-    Raises ValueError for another count or grouping.
     """
 
     count: int
     grouping: str = "rows"
-
-    def __post_init__(self) -> None:
-        if isinstance(self.count, bool) or not isinstance(self.count, int) or self.count <= 0:
-            raise ValueError(f"experts: count={self.count!r}, expected a positive whole number")
-        if self.grouping not in GROUPINGS:
-            raise ValueError(f"experts: unknown grouping {self.grouping!r}; allowed are {', '.join(GROUPINGS)}")
 
 
 @dataclass(frozen=True)
@@ -46,14 +29,8 @@ class Sizes:
     rows: int
     columns: int
     contraction: int
-    experts: Experts | None = None
+    experts: ExpertGroups | None = None
     along_k: bool = False
-
-    @classmethod
-    def of(cls, product: str, m: int, n: int, k: int, experts: Experts | None) -> "Sizes":
-        """The sizes of a product of the layer [m, k] x [n, k]."""
-        rows, columns, contraction = DIMS[product](m, n, k)
-        return cls(rows, columns, contraction, experts, product == "wgrad")
 
     @property
     def count(self) -> int:

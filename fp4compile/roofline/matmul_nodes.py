@@ -15,13 +15,13 @@ from fp4compile.formats.grouping import Grouping
 from fp4compile.formats.operand import Arguments, Operand
 from fp4compile.ops.nodes import PRODUCTS, ScaledMM, is_product, products_of, scaled_mm_of
 from fp4compile.ops.quantize import LAY_OUT_SCALES, QUANTIZE
-from fp4compile.roofline.layer_sizes import Experts, Sizes
+from fp4compile.roofline.layer_sizes import ExpertGroups, Sizes
 from fp4compile.roofline.time_terms import BF16, stored
 from fp4compile.templates.problem import Problem
 
 
 @dataclass(frozen=True)
-class Matmul:
+class TimedMatmul:
     """A matmul node at the sizes of the captured call.
 
     problem: None where torch multiplies. formats: of A and B; None for 16 bits. more: bytes moved besides the operands
@@ -63,7 +63,7 @@ def named_results(node: Node) -> Iterator[Node]:
         yield from (user for user in node.users if user.target is operator.getitem)
 
 
-def matmul_of(node: Node) -> Matmul:
+def matmul_of(node: Node) -> TimedMatmul:
     """What a matmul node multiplies."""
     if not is_product(node):
         return _horizontal(node)
@@ -72,12 +72,12 @@ def matmul_of(node: Node) -> Matmul:
         return _gathered(product)
     sizes = _sizes(product.values())
     if product.spec.plain:
-        return Matmul(sizes, None)
+        return TimedMatmul(sizes, None)
     problem = product.problem
     more = nbytes(node) - BF16 * (sizes.result if product.spec.results > 1 else numel(node.meta["val"]))
     more += sum(map(nbytes, product.auxiliaries))
     cleared = 4 * size(problem.groups) if product.spec.amax and product.offs is not None else 0
-    return Matmul(sizes, _at_captured_sizes(problem), (product.a.format, product.b.format), more, cleared=cleared)
+    return TimedMatmul(sizes, _at_captured_sizes(problem), (product.a.format, product.b.format), more, cleared=cleared)
 
 
 def size(value: Any) -> int:
@@ -93,10 +93,10 @@ def _at_captured_sizes(problem: Problem) -> Problem:
 def _sizes(x: Arguments) -> Sizes:
     a, b = _shape(x.a), _shape(x.b)
     if x.offs is not None:
-        count, along_k = Experts(size(x.offs.shape[0])), len(b) == 2
+        count, along_k = ExpertGroups(size(x.offs.shape[0])), len(b) == 2
         columns = 2 * b[-2] if x.two_weights else b[-2]
         return Sizes(a[-2], columns, size(x.rows) if along_k else a[-1], count, along_k=along_k)
-    return Sizes(prod(a[:-1]), b[-2], a[-1], Experts(prod(b[:-2]), "batch") if len(b) > 2 else None)
+    return Sizes(prod(a[:-1]), b[-2], a[-1], ExpertGroups(prod(b[:-2]), "batch") if len(b) > 2 else None)
 
 
 def _shape(x: Operand) -> tuple[int, ...]:
@@ -104,23 +104,23 @@ def _shape(x: Operand) -> tuple[int, ...]:
     return *map(size, x.data.shape[:-1]), size(x.k)
 
 
-def _gathered(product: ScaledMM) -> Matmul:
+def _gathered(product: ScaledMM) -> TimedMatmul:
     """Few tokens, each with a matrix of its own, which a kernel reads through the index or takes from a copy."""
     x, target = product.values(), product.problem.target
     count, rows, length = _shape(x.a)
     columns, formats = _shape(x.b)[-2], (x.a.format, x.b.format)
-    sizes = Sizes(count * rows, columns, length, Experts(count, "gather"))
+    sizes = Sizes(count * rows, columns, length, ExpertGroups(count, "gather"))
     if product.reads_by_index:
         spec = replace(x.spec, grouping=Grouping.RAGGED_ROWS)
-        return Matmul(sizes, Problem(spec, sizes.rows, columns, length, target, groups=count), formats)
+        return TimedMatmul(sizes, Problem(spec, sizes.rows, columns, length, target, groups=count), formats)
     problem = Problem(replace(x.spec, grouping=Grouping.BATCHED), rows, columns, length, target, count, True)
     copied = 2 * stored(x.b.format, count * columns, length, x.b.swizzled) if x.b.format else 0
-    return Matmul(sizes, problem, formats, copied=copied)
+    return TimedMatmul(sizes, problem, formats, copied=copied)
 
 
-def _horizontal(node: Node) -> Matmul:
+def _horizontal(node: Node) -> TimedMatmul:
     """Products of one A in one launch: as one product of all their columns."""
     products = products_of(node)
     a, columns = products[0].values().a, sum(_shape(each.values().b)[-2] for each in products)
     sizes = Sizes(prod(_shape(a)[:-1]), columns, _shape(a)[-1])
-    return Matmul(sizes, _at_captured_sizes(products[0].problem), (a.format, products[0].b.format))
+    return TimedMatmul(sizes, _at_captured_sizes(products[0].problem), (a.format, products[0].b.format))

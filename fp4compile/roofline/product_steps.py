@@ -1,7 +1,4 @@
-"""The steps of one product: operands that are dequantised in memory, the kernel that multiplies, the rescale after it.
-
-`roofline.model` makes them for a layer of given sizes, `roofline.graph_steps` for a product node of a graph.
-"""
+"""The steps of one matmul: operands dequantised in memory, the kernel that multiplies, the rescale after it."""
 
 from dataclasses import replace
 
@@ -11,7 +8,16 @@ from fp4compile._compat import statically_true
 from fp4compile.formats.formats import BlockFormat
 from fp4compile.hardware import Gpu
 from fp4compile.roofline.layer_sizes import Sizes
-from fp4compile.roofline.time_terms import BF16, FLOAT32, KERNELS, LIBRARY, OUTER_SCALES, Kernel, TimedStep, stored
+from fp4compile.roofline.time_terms import (
+    BF16,
+    FLOAT32,
+    KERNELS,
+    LIBRARY,
+    OUTER_SCALES,
+    KernelShares,
+    TimedStep,
+    stored,
+)
 from fp4compile.templates.choose import Choice
 from fp4compile.templates.problem import Problem
 
@@ -22,22 +28,22 @@ def gemm_name(dtype: torch.dtype) -> str:
     return f"{names.get(dtype, str(dtype).removeprefix('torch.'))} GEMM"
 
 
-def plain_step(name: str, sizes: Sizes, gpu: Gpu) -> TimedStep:
-    """The product of two 16-bit operands by torch. name: of the product."""
+def plain_step(sizes: Sizes, gpu: Gpu) -> TimedStep:
+    """The product of two 16-bit operands by torch."""
     by_offsets = sizes.experts is not None and sizes.experts.grouping == "rows"
     read = BF16 * sum(sizes.lines_read) * sizes.contraction
-    return _multiply(gemm_name(torch.bfloat16), name, sizes, LIBRARY["grouped" if by_offsets else "dense"], read,
-                     gpu.bf16 * gpu.bf16_share, gpu, None)  # fmt: skip
+    kernel = LIBRARY["grouped" if by_offsets else "dense"]
+    return _multiply(gemm_name(torch.bfloat16), sizes, kernel, read, gpu.bf16 * gpu.bf16_share, gpu, None)
 
 
 def product_steps(
-    name: str, sizes: Sizes, formats: tuple[BlockFormat | None, BlockFormat | None], choice: Choice, problem: Problem,
-    gpu: Gpu, *, names: tuple[str, str] = ("A", "B"), more: float = 0,
+    sizes: Sizes, formats: tuple[BlockFormat | None, BlockFormat | None], choice: Choice, problem: Problem, gpu: Gpu,
+    more: float = 0,
 ) -> list[TimedStep]:  # fmt: skip
     """The steps of a product of which an operand is quantised, from codes to the result.
 
-    name: of the product. formats: of both operands as they lie in memory, None for 16 bits. names: of the operands.
-    more: bytes that the last kernel moves besides its operands and a result of 16 bits, such as an epilogue's operands.
+    formats: of both operands as they lie in memory, None for 16 bits. more: bytes that the last kernel moves besides
+    its operands and a result of 16 bits, such as an epilogue's operands.
     """
     choice = replace(choice, kernel=kernel_of(choice, problem))
     native, found = choice.tier == "native", []
@@ -48,23 +54,23 @@ def product_steps(
             operands += plain
         elif _dequantised(place, choice):
             whole = stored(fmt, lines, sizes.contraction, native) + BF16 * lines * sizes.contraction
-            found.append(memory_pass(f"dequantise {names[place]}", name, whole, gpu))
+            found.append(memory_pass(f"dequantise {'AB'[place]}", whole, gpu))
             operands += plain
         else:
             operands += stored(fmt, read, sizes.contraction, native)
     rate, rescaled = _rate(formats, choice, gpu), _rescaled_apart(sizes, choice, problem)
     operands += (FLOAT32 - BF16) * sizes.result if rescaled else more  # the library writes float32 sums
-    found.append(_multiply(choice.kernel, name, sizes, _shares(choice), operands, rate, gpu, _tiles_of(choice, gpu)))
+    found.append(_multiply(choice.kernel, sizes, _shares(choice), operands, rate, gpu, _tiles_of(choice, gpu)))
     if choice.kernel == "library_block_scaled" and "tensor" in (problem.a.outer, problem.b.outer):
-        found.append(memory_pass("multiply outer scales", name, 0, gpu, launches=OUTER_SCALES))
+        found.append(memory_pass("multiply outer scales", 0, gpu, launches=OUTER_SCALES))
     if rescaled:
-        found.append(memory_pass("rescale", name, (FLOAT32 + BF16) * sizes.result + more, gpu))
+        found.append(memory_pass("rescale", (FLOAT32 + BF16) * sizes.result + more, gpu))
     return found
 
 
-def memory_pass(name: str, product: str, moved: float, gpu: Gpu, launches: int = 1) -> TimedStep:
+def memory_pass(name: str, moved: float, gpu: Gpu, launches: int = 1) -> TimedStep:
     """A step whose kernels only move memory."""
-    return TimedStep(name, product, 0, moved, gpu.bf16, gpu.copy_rate, launches * gpu.launch, launches=launches)
+    return TimedStep(name, 0, moved, gpu.bf16, gpu.copy_rate, launches * gpu.launch, launches=launches)
 
 
 def kernel_of(choice: Choice, problem: Problem) -> str:
@@ -90,7 +96,7 @@ def _tiles_of(choice: Choice, gpu: Gpu) -> tuple[tuple[int, int], int] | None:
     return None
 
 
-def _shares(choice: Choice) -> Kernel:
+def _shares(choice: Choice) -> KernelShares:
     """The shares that a kernel reaches."""
     return KERNELS.get(choice.kernel, LIBRARY["dense"])
 
@@ -109,7 +115,7 @@ def _rescaled_apart(sizes: Sizes, choice: Choice, problem: Problem) -> bool:
 
 
 def _multiply(
-    name: str, product: str, sizes: Sizes, kernel: Kernel, operands: float, rate: float, gpu: Gpu, tiles: tuple | None
+    name: str, sizes: Sizes, kernel: KernelShares, operands: float, rate: float, gpu: Gpu, tiles: tuple | None
 ) -> TimedStep:  # fmt: skip
     """The step that multiplies. tiles: see `_tiles_of`; by default the kernel's tile, and as many as the GPU runs."""
     tile, at_once = tiles or (kernel.tile, gpu.multiprocessors // kernel.cluster)
@@ -117,7 +123,7 @@ def _multiply(
     between = 0.0
     if kernel.turn and tile:
         between = kernel.turn * sizes.turns(tile, at_once)
-    return TimedStep(name, product, sizes.flops(tile, at_once), operands + BF16 * sizes.result, rate,
+    return TimedStep(name, sizes.flops(tile, at_once), operands + BF16 * sizes.result, rate,
                 gpu.copy_rate * kernel.memory, overhead, between, 1 + kernel.launches)  # fmt: skip
 
 

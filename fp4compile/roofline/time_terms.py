@@ -1,7 +1,12 @@
-"""The terms of predicted times: steps, how an operand is quantised, the shares that kernels reach, and the host's part.
+"""The terms of predicted times: steps, the shares that kernels reach, and the host's part.
 
-`roofline.model` makes the steps of a layer from the sizes in `layer_sizes`. `KERNELS`, `LIBRARY` and the names below
-them are the only definitions of kernels' shares and launches, as `hardware` is for a GPU's shares and launches.
+`KERNELS`, `LIBRARY` and the names below them are the only definitions of kernels' shares and launches, as `hardware` is
+for a GPU's shares and launches. A step takes
+
+    launches * seconds of a launch + turns * seconds of a turn
+        + max(FLOPs / rate of the matrix units, bytes / rate of the memory)
+
+Bytes are counted once for each kernel that moves them; the L2 cache between kernels is not modelled.
 
 Predicted times are the GPU's, as under CUDA graphs. Without CUDA graphs the host issues each launch from the
 code that Inductor generates, and the GPU waits for the host where that takes longer than the kernels.
@@ -11,14 +16,14 @@ from dataclasses import dataclass
 
 from fp4compile.formats.formats import BlockFormat
 from fp4compile.formats.layouts import ceil_div, swizzled_numel
+from fp4compile.formats.quantize_spec import ROWS, QuantizeSpec
 from fp4compile.hardware import Gpu
 
 BF16, FLOAT32 = 2, 4  # bytes
-ROWS, BOTH_WAYS, COLUMN = "rows", "both", "columns"  # directions of quantising
 
 
 @dataclass(frozen=True)
-class Kernel:
+class KernelShares:
     """The shares and times of a product's kernel.
 
     memory: share of a copy's bytes/s. matrix: share of the peak FLOP/s; None takes the library's share on the GPU.
@@ -41,7 +46,7 @@ class Kernel:
     launches: int = 0
 
 
-# Kernels by the name that `choose` returns. `benchmarks/roofline_fit.py` fits the emulated kernels to half of
+# Kernels by the name that `choose` returns. The emulated kernels were fitted to half of
 # benchmarks/results/linear_h200.json, one entry for all shapes of a kernel, and `library_row_scaled` to half of
 # ceilings_h200.json there: it has the GPU's FP8 share, and torch's tiles (RowwiseScaledMM.cu has 128 x 128, and
 # 64 x 128 where all of these run at once, which takes as long). `dequant_tiles` is fitted to the figures in
@@ -50,13 +55,13 @@ class Kernel:
 # Other kernels have the library's share.
 TRITON_SM100 = 0.4
 KERNELS = {
-    "gemv": Kernel(memory=0.92, launch=0.6),
-    "skinny": Kernel(memory=0.72, launch=0.7),
-    "wgmma_sm90": Kernel(memory=0.7, matrix=0.73, launch=1.15),
-    "dequant_tiles": Kernel(memory=0.5, matrix=0.32, launch=1.3),
-    "block_scaled_sm100": Kernel(matrix=TRITON_SM100),
-    "skinny_block_scaled_sm100": Kernel(matrix=TRITON_SM100),
-    "library_row_scaled": Kernel(memory=0.66, launch=0.75, tile=(128, 128)),
+    "gemv": KernelShares(memory=0.92, launch=0.6),
+    "skinny": KernelShares(memory=0.72, launch=0.7),
+    "wgmma_sm90": KernelShares(memory=0.7, matrix=0.73, launch=1.15),
+    "dequant_tiles": KernelShares(memory=0.5, matrix=0.32, launch=1.3),
+    "block_scaled_sm100": KernelShares(matrix=TRITON_SM100),
+    "skinny_block_scaled_sm100": KernelShares(matrix=TRITON_SM100),
+    "library_row_scaled": KernelShares(memory=0.66, launch=0.75, tile=(128, 128)),
     # Kernels of experts: fitted to DeepSeek-V3 and Llama-4 in benchmarks/results/grouped_mm_h200.json, with the
     # kernels' own tiles. "grouped_dequant_operand" is assumed to reach the shares of torch's bf16 kernel (`LIBRARY`).
     # "grouped_library_row_scaled" multiplies at the FP8 share of the dense product, in clusters of 2 x 2
@@ -66,16 +71,16 @@ KERNELS = {
     # their launches: warps' sums are added up through shared memory. Programs of "grouped_skinny" first search the
     # offsets for their tiles. "grouped_wgmma_sm90" is fitted to 58 times of packed experts on an H100, of
     # equal and of drawn sizes, which differ by up to 47 % for one number of tokens: 15 % off on average.
-    "grouped_library_row_scaled": Kernel(memory=0.66, tile=(256, 256), cluster=4, turn=5.4e-6, launches=3),
-    "grouped_skinny": Kernel(memory=0.87, launch=1.8, turn=2.1e-6),
-    "grouped_wgmma_sm90": Kernel(memory=0.8, matrix=0.7, launch=1.15, turn=2.5e-6),
-    "grouped_dequant_tiles": Kernel(memory=0.5, matrix=0.3, launch=1.3, turn=9.3e-6),
-    "grouped_dequant_operand": Kernel(memory=0.66, tile=(128, 256)),
-    "grouped_block_scaled_sm100": Kernel(matrix=TRITON_SM100, tile=(128, 128)),
+    "grouped_library_row_scaled": KernelShares(memory=0.66, tile=(256, 256), cluster=4, turn=5.4e-6, launches=3),
+    "grouped_skinny": KernelShares(memory=0.87, launch=1.8, turn=2.1e-6),
+    "grouped_wgmma_sm90": KernelShares(memory=0.8, matrix=0.7, launch=1.15, turn=2.5e-6),
+    "grouped_dequant_tiles": KernelShares(memory=0.5, matrix=0.3, launch=1.3, turn=9.3e-6),
+    "grouped_dequant_operand": KernelShares(memory=0.66, tile=(128, 256)),
+    "grouped_block_scaled_sm100": KernelShares(matrix=TRITON_SM100, tile=(128, 128)),
 }
 # torch's bf16 products. The grouped product (GroupMM.cu), streaming the weights of a decode step, reaches a smaller
 # share of the memory's rate than the dense product. A launch before it writes the arguments of each group.
-LIBRARY = {"dense": Kernel(), "grouped": Kernel(memory=0.66, tile=(128, 128), launches=1)}
+LIBRARY = {"dense": KernelShares(), "grouped": KernelShares(memory=0.66, tile=(128, 128), launches=1)}
 # The share of the bf16 FLOP/s that fused attention reaches, forward and backward: fitted to one time, the prefill of a
 # Llama-3-8B block under `float8_rowwise` in benchmarks/results/producers_h200.json, and assumed for other GPUs.
 ATTENTION = 0.42
@@ -112,34 +117,16 @@ QUANTISERS = Quantisers()  # fitted to half of benchmarks/results/quantize_h200.
 
 
 @dataclass(frozen=True)
-class Use:
-    """How an operand is quantised: its format, and the switches that change the cost."""
-
-    format: BlockFormat
-    static: bool = False
-    stochastic: bool = False
-    hadamard: bool = False
-
-    def merges_with(self, other: "Use | None") -> bool:
-        """Whether one kernel writes both directions of a tensor; see `passes.merge_quantize`."""
-        if other is None:
-            return False
-        return (self.format, self.static, self.stochastic) == (other.format, other.static, other.stochastic)
-
-
-@dataclass(frozen=True)
 class TimedStep:
     """One or more kernels with one purpose.
 
-    name: the purpose. product: the first product that needs the step: "fprop", "dgrad", "wgrad"; "other" outside linear
-        layers.
-    flops: floating-point operations of the matrix units in whole tiles (`Kernel.tile`); bytes: bytes read and written.
+    name: the purpose. flops: floating-point operations of the matrix units in whole tiles (`KernelShares.tile`). bytes:
+    bytes read and written.
     rate, bandwidth: FLOP/s and bytes/s that these kernels are expected to reach. overhead: seconds of the launches.
-    between: seconds between the tiles of a program (`Kernel.turn`). launches: how many kernels are launched.
+    between: seconds between the tiles of a program (`KernelShares.turn`). launches: how many kernels are launched.
     """
 
     name: str
-    product: str
     flops: float
     bytes: float
     rate: float
@@ -164,65 +151,18 @@ class TimedStep:
         return self.overhead + self.between + max(self.matrix, self.memory)
 
 
-@dataclass(frozen=True)
-class Prediction:
-    """The steps of a layer in bf16 (`plain`), and under a recipe (`steps`)."""
-
-    plain: tuple[TimedStep, ...]
-    steps: tuple[TimedStep, ...]
-
-    @property
-    def plain_seconds(self) -> float:
-        """Seconds of the bf16 layer."""
-        return sum(step.seconds for step in self.plain)
-
-    @property
-    def seconds(self) -> float:
-        """Seconds of the layer under the recipe."""
-        return sum(step.seconds for step in self.steps)
-
-    @property
-    def gain(self) -> float:
-        """The speed-up over bf16; below 1 the recipe is slower."""
-        return self.plain_seconds / self.seconds
-
-    @property
-    def binds(self) -> str:
-        """What takes most of the recipe's time: "matrix", "memory" or "launches"."""
-        spent = {"matrix": 0.0, "memory": 0.0, "launches": 0.0}
-        for step in self.steps:
-            spent["launches"] += step.overhead
-            bound = "matrix" if step.matrix > step.memory else "memory"
-            spent[bound] += step.between + max(step.matrix, step.memory)
-        return max(spent, key=lambda each: spent[each])
-
-
-def quantise_step(
-    role: str, product: str, use: Use, hadamard: bool, numel: int, written: float, along: str, gpu: Gpu
-) -> TimedStep:
-    """The step of quantising numel elements.
-
-    A dynamic outer scale needs an amax, which reads the operand once more. A row's amax, along rows alone, is computed
-    inside the kernel.
-    """
-    outer = None if use.static else use.format.outer
-    reads = 2 if outer == "tensor" or (outer == "row" and along != ROWS) else 1
-    moved = reads * BF16 * numel + written
-    return quantiser(f"quantise {role}, {along}", product, use.format, along, moved, reads, gpu,
-                     static=use.static, hadamard=hadamard, stochastic=use.stochastic)  # fmt: skip
-
-
-def quantiser(
-    name: str, product: str, fmt: BlockFormat, along: str, moved: float, launches: int, gpu: Gpu, *,
-    static: bool = False, hadamard: bool = False, stochastic: bool = False,
-) -> TimedStep:  # fmt: skip
-    """The step of a quantiser that moves so many bytes in so many launches. static: whether its outer scale is."""
-    reached = QUANTISERS
-    share = reached.square if fmt.square else {ROWS: 1.0, COLUMN: reached.columns, BOTH_WAYS: reached.both}[along]
-    share *= (reached.hadamard if hadamard else 1.0) * (reached.stochastic if stochastic else 1.0)
-    in_kernel = fmt.outer == "row" and along == ROWS and not static
+def quantiser(spec: QuantizeSpec, moved: float, launches: int, gpu: Gpu) -> TimedStep:
+    """The step of a quantiser that moves so many bytes in so many launches."""
+    fmt, reached = spec.format, QUANTISERS
+    along, share = ("both", reached.both) if spec.both else ("columns", reached.columns)
+    if spec.dims == (ROWS,):
+        along, share = "rows", 1.0
+    share = reached.square if fmt.square else share
+    share *= (reached.hadamard if spec.hadamard else 1.0) * (reached.stochastic if spec.seeded else 1.0)
+    in_kernel = fmt.outer == "row" and along == "rows" and not spec.static
     overhead = (launches + (reached.row_amax if in_kernel else 0)) * gpu.launch
-    return TimedStep(name, product, 0, moved, gpu.bf16, gpu.copy_rate * share, overhead, launches=launches)
+    name = f"quantise {along}" + ("" if spec.prologue is None else ", fused")
+    return TimedStep(name, 0, moved, gpu.bf16, gpu.copy_rate * share, overhead, launches=launches)
 
 
 def stored(fmt: BlockFormat, lines: int, length: int, native: bool) -> float:

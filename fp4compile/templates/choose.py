@@ -30,7 +30,7 @@ from fp4compile.templates.problem import Problem
 REGISTRY: tuple[Candidate, ...] = (
     skinny_block_scaled_sm100.CANDIDATE,
     block_scaled_sm100.GROUPED,
-    library.BLOCK_SCALED,  # of groups it serves a subset of the candidate before: chosen only by timing
+    library.BLOCK_SCALED,
     block_scaled_sm100.CANDIDATE,
     block_scaled_two_ctas_sm100.CANDIDATE,  # serves a subset of the kernels of one CTA: chosen only by timing
     library.FLOAT8_BLOCKS,

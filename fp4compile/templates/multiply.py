@@ -139,4 +139,4 @@ def opaque(x: Arguments, kernel: str) -> list[torch.Tensor]:
     spec = x.spec
     if x.offs is None:
         return [library.product(x.a, x.b, x.bias, spec.out_dtype, spec.fast_accumulation)]
-    return [grouped_library.product(x.a, x.b, x.offs, spec.out_dtype, spec.fast_accumulation)]
+    return [grouped_library.row_scaled(x.a, x.b, x.offs, spec.out_dtype, spec.fast_accumulation)]

@@ -17,7 +17,7 @@ from benchmarks import (
     training_loss,
 )
 from benchmarks.training_loss import backend_of, batches, compile_with, loss_of, recipe_of
-from fp4compile.cli.demo import Llama, Shape
+from fp4compile.cli.demo import Llama, ModelSizes
 
 
 @pytest.fixture
@@ -48,7 +48,7 @@ def test_every_variant_is_a_recipe_with_its_switches_turned():
 @pytest.mark.parametrize("variant, quantised", [("nvfp4_train", False), ("nvfp4_train-with_head", True)])
 def test_the_head_is_quantised_where_the_variant_says_so(variant, quantised):
     torch.manual_seed(0)
-    model = Llama(Shape(hidden=32, heads=1, inner=32, layers=0, length=16, vocabulary=64))
+    model = Llama(ModelSizes(hidden=32, heads=1, inner=32, layers=0, length=16, vocabulary=64))
     tokens = torch.randint(64, (4, 17))
     loss_of(model, tokens).backward()
     exact, model.lm_head.weight.grad = model.lm_head.weight.grad, None

@@ -26,7 +26,7 @@ def in_bf16(*args):
 
 @pytest.fixture
 def one_layer(monkeypatch):
-    monkeypatch.setattr(demo, "Llama", functools.partial(demo.Llama, demo.Shape(layers=1)))
+    monkeypatch.setattr(demo, "Llama", functools.partial(demo.Llama, demo.ModelSizes(layers=1)))
     monkeypatch.setattr(
         demo, "train", lambda backend, *args: (in_bf16 if backend == "inductor" else train)(backend, *args)
     )
@@ -130,7 +130,7 @@ def test_help_has_one_line_a_command(capsys, monkeypatch):
         main(["--help"])
     lines = capsys.readouterr().out.partition("commands:")[2].splitlines()
     assert [line.split()[0] for line in lines if line.startswith("    ")] == [
-        "demo", "run", "recipes", "explain", "roofline", "check-sm100"
+        "demo", "run", "recipes", "explain", "check-sm100"
     ]  # fmt: skip
     assert all(len(line.split()) > 3 for line in lines if line.startswith("    "))
 

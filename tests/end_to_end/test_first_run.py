@@ -19,16 +19,16 @@ pytest.importorskip("triton")
 from fp4compile.__main__ import main  # noqa: E402
 from fp4compile.check import (  # noqa: E402
     cases,
+    comparison,
     first_run,
     products,
     quantisers,
     run_times,
-    values,
 )
 from fp4compile.check.cases import Case, Finding, in_process  # noqa: E402
-from fp4compile.check.products import Product  # noqa: E402
+from fp4compile.check.comparison import Here  # noqa: E402
+from fp4compile.check.products import MatmulCase  # noqa: E402
 from fp4compile.check.quantisers import BOTH, COLUMNS, ROWS, Configuration  # noqa: E402
-from fp4compile.check.values import Here  # noqa: E402
 from fp4compile.formats import formats, reference  # noqa: E402
 from fp4compile.hardware import Target  # noqa: E402
 from fp4compile.ops.quantize import QUANTIZE  # noqa: E402
@@ -233,7 +233,10 @@ def few_rows_of_groups(monkeypatch):
 @pytest.mark.parametrize("name", ["nvfp4", "nvfp4_rowwise", "mxfp8", "float8_rowwise"])
 def test_experts_are_right(name, few_rows_of_groups, monkeypatch):
     both = Configuration("grouped both", name, dim=BOTH, groups="rows")
-    multiplied = [Product(name, name, 19, 20, 48, groups=4), Product(name, name, 20, 48, 19, groups=4, along_k=True)]
+    multiplied = [
+        MatmulCase(name, name, 19, 20, 48, groups=4),
+        MatmulCase(name, name, 20, 48, 19, groups=4, along_k=True),
+    ]
 
     def found():
         wrong = quantisers.quantized(both, (19, 48), Here())
@@ -251,7 +254,7 @@ def test_experts_are_right(name, few_rows_of_groups, monkeypatch):
 @interpreted
 def test_every_kernel_of_experts_is_run(few_rows_of_groups, monkeypatch):
     """Those between which `max-autotune` decides. Here one stands in for them."""
-    product = Product("nvfp4", "nvfp4", 19, 20, 48, groups=4)
+    product = MatmulCase("nvfp4", "nvfp4", 19, 20, 48, groups=4)
     tiles, registry = replace(dequant_tiles.CANDIDATE, name="tiles", tier="native"), choose.REGISTRY
 
     def run(call, config):
@@ -313,9 +316,9 @@ def test_a_wrong_prologue_is_found(few_rows_of_groups, monkeypatch):
 
 def multiplied(a, b, kind="", batches=1):
     """What is wrong with a small product."""
-    epilogue, made = ("", values.not_finite) if kind == "not finite" else (kind, values.finite)
+    epilogue, made = ("", comparison.not_finite) if kind == "not finite" else (kind, comparison.finite)
     m, n, k = (12, 20, 96) if batches == 1 else (5, 8, 64)
-    return products.by_every_kernel(Product(a, b, m, n, k, epilogue, batches=batches), Here(), made)
+    return products.by_every_kernel(MatmulCase(a, b, m, n, k, epilogue, batches=batches), Here(), made)
 
 
 @interpreted
@@ -390,6 +393,6 @@ def test_stochastic_codes_may_be_a_step_apart_and_no_more():
 
 
 def test_inputs_are_hard():
-    x = values.not_finite((20, 128))
+    x = comparison.not_finite((20, 128))
     assert x.isnan().sum() == 1 and x.isinf().sum() == 2
-    assert (values.finite((20, 128)) == 0).sum() > 20 * 48 and formats.get("nvfp4").block_cols == 16
+    assert (comparison.finite((20, 128)) == 0).sum() > 20 * 48 and formats.get("nvfp4").block_cols == 16

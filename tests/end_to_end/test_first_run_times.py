@@ -9,7 +9,7 @@ from torch._subclasses import FakeTensorMode  # noqa: E402
 
 from fp4compile import _compat  # noqa: E402
 from fp4compile.check import run_times  # noqa: E402
-from fp4compile.check.products import TWO_CTAS, Product  # noqa: E402
+from fp4compile.check.products import TWO_CTAS, MatmulCase  # noqa: E402
 from fp4compile.check.quantisers import CONFIGURATIONS  # noqa: E402
 from fp4compile.hardware import Target  # noqa: E402
 from fp4compile.templates.launch import dry_run  # noqa: E402
@@ -46,7 +46,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:Accessing the data pointer of Fa
 
 
 def test_over_bf16_is_how_many_times_faster_than_bf16(clock):
-    found = run_times.multiplied(Product("nvfp4", "nvfp4", 64, 512, 1024))
+    found = run_times.multiplied(MatmulCase("nvfp4", "nvfp4", 64, 512, 1024))
     assert found["chosen"] == "skinny_block_scaled_sm100" and found["bf16 us"] == 24
     assert {name: found[f"{name} us"] for name in KERNELS} == KERNELS
     assert found["over bf16"] == 3  # 24 us / 8 us, of the kernel that is chosen and not of another one
@@ -56,18 +56,18 @@ def test_over_bf16_is_how_many_times_faster_than_bf16(clock):
 
 def test_a_slower_product_is_below_one(clock, monkeypatch):
     monkeypatch.setitem(KERNELS, "skinny_block_scaled_sm100", 96.0)
-    assert run_times.multiplied(Product("nvfp4", "nvfp4", 64, 512, 1024))["over bf16"] == 0.25
+    assert run_times.multiplied(MatmulCase("nvfp4", "nvfp4", 64, 512, 1024))["over bf16"] == 0.25
 
 
 def test_a_kernel_that_fails_has_no_ratio(clock, monkeypatch):
     monkeypatch.delitem(KERNELS, "skinny_block_scaled_sm100")
-    found = run_times.multiplied(Product("nvfp4", "nvfp4", 64, 512, 1024))
+    found = run_times.multiplied(MatmulCase("nvfp4", "nvfp4", 64, 512, 1024))
     assert found["wrong"] == ["skinny_block_scaled_sm100: KeyError: 'skinny_block_scaled_sm100'"]
     assert found["block_scaled_sm100 us"] == 16 and not {"over bf16", "TFLOP/s"} & found.keys()
 
 
 def test_experts_are_timed_by_every_kernel(clock):
-    found = run_times.multiplied(Product("nvfp4", "nvfp4", 64, 512, 1024, groups=4))
+    found = run_times.multiplied(MatmulCase("nvfp4", "nvfp4", 64, 512, 1024, groups=4))
     assert {name: found.get(f"{name} us") for name in OF_EXPERTS} == OF_EXPERTS
     assert found["chosen"] == "grouped_block_scaled_sm100"
     assert found["TFLOP/s"] == round(2 * 64 * 512 * 1024 / 4e-6 / 1e12, 1) == 16.8
@@ -91,9 +91,9 @@ OF_CODES = ["block_scaled_sm100", *[TWO_CTAS] * _compat.two_cta_products()]
 
 
 @pytest.mark.parametrize(("product", "names", "kernels", "read"), [
-    (Product("mxfp4", "mxfp4", 512, 512, 1024, result="mxfp4"), OF_CODES,
+    (MatmulCase("mxfp4", "mxfp4", 512, 512, 1024, result="mxfp4"), OF_CODES,
      [*(f"gemm_{name}" for name in OF_CODES), "gemm_block_scaled_sm100"], [(512, 512)]),
-    (Product("mxfp4", "mxfp4", 512, 256, 1024, epilogue="pair", groups=4, result="mxfp4"),
+    (MatmulCase("mxfp4", "mxfp4", 512, 256, 1024, epilogue="pair", groups=4, result="mxfp4"),
      ["grouped_block_scaled_sm100"], ["gemm_block_scaled_sm100"] * 2,
      [(512, 256)] * 2),
 ])  # fmt: skip

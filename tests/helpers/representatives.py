@@ -4,13 +4,13 @@ from collections.abc import Callable, Iterable
 from functools import cache
 from typing import Any
 
-from fp4compile.check.products import PRODUCTS, Product, multiplies
+from fp4compile.check.products import PRODUCTS, MatmulCase, multiplies
 from fp4compile.check.quantisers import CONFIGURATIONS, Configuration
 from fp4compile.templates.launch import Launch
 
 
 @cache
-def representatives(sm: int) -> tuple[tuple[Configuration, ...], tuple[Product, ...]]:
+def representatives(sm: int) -> tuple[tuple[Configuration, ...], tuple[MatmulCase, ...]]:
     """The configurations and products with a launch that has a trait which no other entry here has, and each first one.
 
     On SM100, for which the kernels are written, traits are a combination of number formats and epilogue, a way to load

@@ -15,7 +15,7 @@ from triton.runtime.errors import OutOfResources, PTXASError
 
 import fp4compile
 from fp4compile import _compat
-from fp4compile.check.products import TWO_CTAS, Product
+from fp4compile.check.products import TWO_CTAS, MatmulCase
 from fp4compile.formats import formats, reference
 from fp4compile.formats.operand import Operand
 from fp4compile.hardware import Target
@@ -146,7 +146,7 @@ def test_a_graph_of_gate_and_up_has_the_fastest_kernel(recipe, last, monkeypatch
 @pytest.mark.parametrize("result", ["nvfp4", "amax", ""])
 def test_results_of_every_kind_are_timed(result, monkeypatch):
     """What is timed are launches of each choice, by the function that returns the problem's results."""
-    x = Product("nvfp4", "nvfp4", 4096, epilogue="gated", result=result).arguments()
+    x = MatmulCase("nvfp4", "nvfp4", 4096, epilogue="gated", result=result).arguments()
     choices = to_time(problem_of(x, Target(100)))
     assert {KERNEL, *[TWO_CTAS] * _compat.two_cta_products()} <= {choice.kernel for choice in choices}
 

@@ -15,9 +15,9 @@ import fp4compile
 from fp4compile.analysis.find import find
 from fp4compile.analysis.gemm import Input
 from fp4compile.analysis.plan import plan
+from fp4compile.check.comparison import same_bits
 from fp4compile.check.machine_code import quantize_row
 from fp4compile.check.quantisers import Configuration
-from fp4compile.check.values import same_bits
 from fp4compile.hardware import Target
 from fp4compile.ops.matmul import SCALED_MM
 from fp4compile.ops.nodes import quantise_of, scaled_mm_of

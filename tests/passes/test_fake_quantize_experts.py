@@ -24,7 +24,6 @@ from fp4compile.passes.lower import lower
 from fp4compile.passes.merge_quantize import merge_quantize
 from fp4compile.passes.rewrite import rewrite
 from fp4compile.recipe import named
-from fp4compile.roofline import model as roofline
 from fp4compile.templates.launch import dry_run
 from tests.helpers.arguments import times
 
@@ -249,21 +248,6 @@ def test_launches_of_a_recipe(recipe):
     assert names[-1] == ("gemm_grouped" if both else "gemm_wgmma_sm90") and "dequant_operand" not in names
     stored = [one.args["data_ptr"].dtype for one in launches if one.kernel.__name__.startswith("quantize")]
     assert set(stored) == ({torch.bfloat16} if both else {torch.float16, torch.uint8})
-
-
-@pytest.mark.parametrize(("name", "recipe", "products"), [
-    ("forward", "nvfp4", ("fprop",)), ("saved columns", "nvfp4_train", ("fprop",)), ("backward", "nvfp4", BACKWARD),
-    ("trained", "nvfp4_train", BACKWARD),
-])  # fmt: skip
-def test_predicted_passes_are_those_that_are_launched(name, recipe, products):
-    """How often operands are dequantised in memory, by the model of times and by the graph."""
-    predicted = roofline.predict(recipe, "H200", M, N, K, train=True, experts=G)
-    steps = [step.name for step in predicted.steps if step.product in products]
-    launches = launched(CASES[name][0])
-    assert launches.count("dequant_operand") == sum(step.startswith("dequantise") for step in steps)
-    packed = steps.count("grouped_wgmma_sm90")
-    assert packed == (products == ("fprop",)) == launches.count("gemm_wgmma_sm90")
-    assert launches.count("gemm_grouped") == steps.count("grouped_dequant_operand") == len(products) - packed
 
 
 def test_errors():

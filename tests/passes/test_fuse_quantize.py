@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch._inductor import config
 
-from fp4compile.check.products import Product
+from fp4compile.check.products import MatmulCase
 from fp4compile.formats.epilogue import Epilogue
 from fp4compile.hardware import Target
 from fp4compile.ops.matmul import SCALED_MM_RESULTS
@@ -252,7 +252,7 @@ def test_the_cost_model():
     """
 
     def pays(name, *sizes, step="relu product", products=1):
-        problem = problem_of(Product(name, name, *sizes).arguments(), Target(100))
+        problem = problem_of(MatmulCase(name, name, *sizes).arguments(), Target(100))
         epilogue = Epilogue.parse([step, f"quantize {name}"], torch.bfloat16, torch.bfloat16)
         return isinstance(quantized(problem, epilogue, products), Choice)
 

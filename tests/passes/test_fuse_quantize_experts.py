@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from fp4compile.check.products import Product
+from fp4compile.check.products import MatmulCase
 from fp4compile.formats.epilogue import Epilogue
 from fp4compile.hardware import GPUS, Target
 from fp4compile.ops.matmul import SCALED_MM, SCALED_MM_RESULTS
@@ -272,7 +272,7 @@ def test_the_cost_model_of_amaxes(monkeypatch):
 
 
 def choice(name, rows, columns, k, groups, amax=False):
-    problem = problem_of(Product(name, name, rows, columns, k, groups=groups).arguments(), Target(100))
+    problem = problem_of(MatmulCase(name, name, rows, columns, k, groups=groups).arguments(), Target(100))
     end = "amax" if amax else f"quantize {name}"
     return quantized(problem, Epilogue.parse(["mul product pair", end], BF16, BF16))
 

@@ -8,7 +8,7 @@ from torch._inductor.decomposition import select_decomp_table
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import fp4compile
-from fp4compile.cli.demo import MLP, Shape
+from fp4compile.cli.demo import MLP, ModelSizes
 from fp4compile.passes import inplace as module
 from fp4compile.passes.inplace import inplace
 from tests.helpers.arguments import times
@@ -106,7 +106,7 @@ def test_same_bits_in_less_memory(recipe, monkeypatch):
     """A training step of a gated MLP on a batch, with and without the pass."""
     tokens, inner = (2, 2048), 8192
     torch.manual_seed(0)
-    block = MLP(Shape(hidden=1024, inner=inner)).to("cuda", torch.bfloat16)
+    block = MLP(ModelSizes(hidden=1024, inner=inner)).to("cuda", torch.bfloat16)
     x = torch.randn(*tokens, 1024, device="cuda", dtype=torch.bfloat16, requires_grad=True)
     gradient = torch.randn_like(x)
 

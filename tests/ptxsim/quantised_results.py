@@ -8,9 +8,9 @@ from dataclasses import replace
 
 import torch
 
-from fp4compile.check.products import Product, exact_arguments
+from fp4compile.check.comparison import BF16, same_bits
+from fp4compile.check.products import MatmulCase, exact_arguments
 from fp4compile.check.simulator import LaunchSimulator
-from fp4compile.check.values import BF16, same_bits
 from fp4compile.formats.epilogue import AMAX, Epilogue
 from fp4compile.templates.choose import choose
 from fp4compile.templates.multiply import results
@@ -25,7 +25,7 @@ STEPS = {
 }
 
 
-def differences(product: Product, simulator: LaunchSimulator, sizes: Sequence[int] | None = None) -> list[str]:
+def differences(product: MatmulCase, simulator: LaunchSimulator, sizes: Sequence[int] | None = None) -> list[str]:
     """What is wrong with codes and scales, or with a result and its amax or the amaxes of groups, by product.kernel.
 
     sizes: of groups; None takes `values.ENDS`. Outer scales of groups differ so much that block scales of the last

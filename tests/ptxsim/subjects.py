@@ -10,7 +10,9 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from fp4compile import _compat
-from fp4compile.check.products import PRODUCTS, TWO_CTAS, Product
+from fp4compile.check.comparison import ENDS
+from fp4compile.check.comparison import GROUP_ROWS as ROWS
+from fp4compile.check.products import PRODUCTS, TWO_CTAS, MatmulCase
 from fp4compile.check.quantisers import (
     CONFIGURATIONS,
     PROLOGUE_CONFIGURATIONS,
@@ -20,8 +22,6 @@ from fp4compile.check.quantisers import (
 )
 from fp4compile.check.simulation import multiplied
 from fp4compile.check.simulator import LaunchSimulator
-from fp4compile.check.values import ENDS
-from fp4compile.check.values import GROUP_ROWS as ROWS
 from fp4compile.formats.epilogue import AMAX
 from fp4compile.hardware import Target
 from fp4compile.templates.launch import Launch
@@ -101,8 +101,8 @@ def _after_steps(name: str, label: str, rows: int, columns: int) -> Subject:
 
 _EVERY = 1000  # edits
 _GROUPS = {"groups": len(ENDS)}
-_EXPERTS = Product("nvfp4", "nvfp4", ROWS, 256, 640, epilogue="pair", result="nvfp4_one_level", **_GROUPS)
-_QUANTISED = Product("nvfp4", "nvfp4", 400, 280, 672, "gated", result="nvfp4", kernel=TWO_CTAS)
+_EXPERTS = MatmulCase("nvfp4", "nvfp4", ROWS, 256, 640, epilogue="pair", result="nvfp4_one_level", **_GROUPS)
+_QUANTISED = MatmulCase("nvfp4", "nvfp4", 400, 280, 672, "gated", result="nvfp4", kernel=TWO_CTAS)
 
 
 def _gate_and_up(simulator: LaunchSimulator) -> list[str]:

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 import torch
 
-from fp4compile.check.products import Product, exact_arguments
+from fp4compile.check.comparison import BF16, same_bits
+from fp4compile.check.products import MatmulCase, exact_arguments
 from fp4compile.check.simulator import LaunchSimulator
-from fp4compile.check.values import BF16, same_bits
 from fp4compile.formats import epilogue, reference
 from fp4compile.formats.epilogue import Epilogue
 from fp4compile.hardware import Target
@@ -125,7 +125,7 @@ OUT: {MEET}
 
 def test_gelu_in_a_warp_specialised_product():
     """Threads skip the long branch of `erf`, whose join LLVM lays out before it: the loop over tiles begins there."""
-    x = exact_arguments(Product("mxfp8", "mxfp8", 144, 256, 256))
+    x = exact_arguments(MatmulCase("mxfp8", "mxfp8", 144, 256, 256))
     scales = x.a.scales.view(torch.uint8) - 6  # products of about 1
     steps = ["mul product 0.5", "mul product 0.7071067811865476", "erf s1", "add s2 1.0", "mul s0 s3"]
     x = x.but(a=replace(x.a, scales=scales.view(x.a.scales.dtype)), epilogue=Epilogue.parse(steps, BF16, BF16))

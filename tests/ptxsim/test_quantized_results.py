@@ -5,9 +5,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from fp4compile.check.products import Product, amax_differences, exact_arguments
+from fp4compile.check.comparison import BF16, same_bits
+from fp4compile.check.products import MatmulCase, amax_differences, exact_arguments
 from fp4compile.check.simulator import LaunchSimulator
-from fp4compile.check.values import BF16, same_bits
 from fp4compile.formats import formats, reference
 from fp4compile.formats.epilogue import AMAX, Epilogue
 from fp4compile.hardware import Target
@@ -19,7 +19,7 @@ from tests.ptxsim.quantised_results import differences
 
 def test_a_result_of_two_products():
     """Gate and up, in one matrix B: each tile has columns of both. Sums and their products are exact."""
-    product = Product("mxfp8", "mxfp8", 144, 256, 256, epilogue="pair", result="mxfp8")
+    product = MatmulCase("mxfp8", "mxfp8", 144, 256, 256, epilogue="pair", result="mxfp8")
     assert differences(product, LaunchSimulator(Target(100, 2), Schedule(1))) == []
 
 
@@ -40,7 +40,9 @@ ENDS = ("ragged", "whole", "empty", "one")
 @pytest.mark.parametrize("seed", [0, 1, 2])
 def test_results_of_groups(operands, result, columns, epilogue, weights, sizes, left, seed):
     """On two multiprocessors programs take several tiles. Static outer scales; partly filled blocks and words."""
-    product = Product(*operands, sum(sizes) + left, columns, 384, epilogue, weights, groups=len(sizes), result=result)
+    product = MatmulCase(
+        *operands, sum(sizes) + left, columns, 384, epilogue, weights, groups=len(sizes), result=result
+    )
     simulator = LaunchSimulator(Target(100, 2), Schedule(seed))
     assert differences(product, simulator, sizes) == []
     assert [launch.kernel.__name__ for launch in simulator.launches] == ["gemm_block_scaled_sm100"]
@@ -48,7 +50,7 @@ def test_results_of_groups(operands, result, columns, epilogue, weights, sizes, 
 
 def test_an_amax():
     """Of two products whose outer scales lie apart; then of NaN in the last row of a tile that is partly filled."""
-    x = exact_arguments(Product("nvfp4", "nvfp4", 144, 256, 256, epilogue="pair", result="amax"))
+    x = exact_arguments(MatmulCase("nvfp4", "nvfp4", 144, 256, 256, epilogue="pair", result="amax"))
     outers = torch.zeros(8)[::4]
     outers.copy_(torch.tensor([0.5, 4.0]))
     x = x.but(b=replace(x.b, outer=outers), epilogue=Epilogue.parse(["mul product pair", "amax"], BF16, BF16))
@@ -57,7 +59,7 @@ def test_an_amax():
         assert amax_differences(x) == []
     steps, value = ["mul product 0.0", "add s0 aux0", "amax"], torch.zeros(144, 128, dtype=BF16)
     value[-1, -1] = torch.nan
-    x = exact_arguments(Product("nvfp4", "nvfp4", 144, 128, 256, result="amax"))
+    x = exact_arguments(MatmulCase("nvfp4", "nvfp4", 144, 128, 256, result="amax"))
     with simulator.running():
         _, maxima = results(x.but(epilogue=Epilogue.parse(steps, BF16, BF16), auxiliaries=[value]))
     assert maxima.isnan().sum() == 1 and maxima.nan_to_num().amax() == 0
@@ -70,7 +72,7 @@ def test_hard_inputs(name, rows, columns, multiprocessors):
     """Both widths of tiles, partly filled and whole, with partly filled blocks; rows of codes of 8 and of 16 bytes."""
     fmt = formats.get(name)
     value = stacked((rows, columns), BF16, fmt.block_cols)
-    x = exact_arguments(Product(name, name, len(value), columns, 256))
+    x = exact_arguments(MatmulCase(name, name, len(value), columns, 256))
     steps = ["mul product 0.0", "add s0 1.0", "mul s1 aux0", f"quantize {name}"]
     outer = torch.tensor(0.01) if fmt.outer else None
     x = x.but(epilogue=Epilogue.parse(steps, BF16, BF16), auxiliaries=[value], result_outer=outer)

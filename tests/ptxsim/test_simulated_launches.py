@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from fp4compile.check import quantisers, simulation
-from fp4compile.check.products import Product, reduced
+from fp4compile.check.products import MatmulCase, reduced
 from fp4compile.check.quantisers import (
     BF16,
     CONFIGURATIONS,
@@ -65,11 +65,11 @@ def test_groups_and_steps():
 
 
 PRODUCTS = {
-    "dense": Product("nvfp4", "nvfp4", epilogue="bias"),
-    "rows of codes that are no multiples of 16 bytes": Product("nvfp4", "nvfp4", k=8192 - 16),
-    "few rows, sums in parts": Product("mxfp8", "mxfp8", 16),
-    "groups": Product("nvfp4", "nvfp4", 8192, 2048, 4096, groups=64),
-    "dequantised": Product(None, "nvfp4", 16),
+    "dense": MatmulCase("nvfp4", "nvfp4", epilogue="bias"),
+    "rows of codes that are no multiples of 16 bytes": MatmulCase("nvfp4", "nvfp4", k=8192 - 16),
+    "few rows, sums in parts": MatmulCase("mxfp8", "mxfp8", 16),
+    "groups": MatmulCase("nvfp4", "nvfp4", 8192, 2048, 4096, groups=64),
+    "dequantised": MatmulCase(None, "nvfp4", 16),
 }
 
 
@@ -143,7 +143,7 @@ def test_what_is_wrong_is_said(monkeypatch):
 
 def test_a_product_that_runs_no_kernel_is_wrong():
     """Six programs of the tile's columns: nothing is left to cut K for, and the kernel of few rows refuses."""
-    product = Product("nvfp4", "nvfp4", 16)
+    product = MatmulCase("nvfp4", "nvfp4", 16)
     small = replace(product, n=816, k=2560)
     (what,) = multiplied(product, small, LaunchSimulator(Target(100, 6)))
     assert what.startswith("no kernel of skinny_block_scaled_sm100")

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from fp4compile.check.products import Product, _from_reference, exact_arguments, exact_operand
+from fp4compile.check.products import MatmulCase, _from_reference, exact_arguments, exact_operand
 from fp4compile.check.simulator import LaunchSimulator
 from fp4compile.formats import formats, reference_grouped
 from fp4compile.formats.layouts import ceil_div, swizzled_numel
@@ -37,7 +37,7 @@ def test_tiles_of_wgmma(a, shape, epilogue, form, seed, monkeypatch):
         return with_shared_memory(WgmmaConfig(*form), problem, needed_bytes)
 
     choices.configured(monkeypatch, "wgmma_sm90", config)
-    x = exact_arguments(Product(a, "nvfp4", *shape, epilogue=epilogue))
+    x = exact_arguments(MatmulCase(a, "nvfp4", *shape, epilogue=epilogue))
     simulator = LaunchSimulator(Target(90), Schedule(seed))
     with simulator.running():
         got = multiply(x, choose(problem_of(x, simulator.target), "wgmma_sm90"))

@@ -15,7 +15,7 @@ from fp4compile.check import bounds as lines  # noqa: E402
 from fp4compile.check import machine_code as check  # noqa: E402
 from fp4compile.check import products, quantisers, resources  # noqa: E402
 from fp4compile.check.machine_code import ProductRow, QuantizeRow, Resources  # noqa: E402
-from fp4compile.check.products import Product  # noqa: E402
+from fp4compile.check.products import MatmulCase  # noqa: E402
 from fp4compile.check.ptx import Ptx  # noqa: E402
 from fp4compile.check.quantisers import Configuration  # noqa: E402
 from fp4compile.check.sass import Sass, disassemble  # noqa: E402
@@ -86,7 +86,7 @@ GOOD = ProductRow(
     "gemm", "", "", 100, (), FITS, "block-scaled", ("tcgen05.mma.cta_group::1.kind::mxf4nvf4.block_scale.block16",),
     scale_copies=12, tma_loads=4, asynchronous_loads=4, waits=2, overlapped=True, why="", stores="TMA",
 )  # fmt: skip
-FORMAT = Product("nvfp4", "nvfp4")
+FORMAT = MatmulCase("nvfp4", "nvfp4")
 
 
 @pytest.mark.parametrize(("changes", "expected"), [

@@ -12,7 +12,7 @@ import torch
 
 from fp4compile import _compat, hardware
 from fp4compile.check.machine_code import compile_launch, product_row
-from fp4compile.check.products import Product
+from fp4compile.check.products import MatmulCase
 from fp4compile.formats import formats, reference, reference_grouped
 from fp4compile.formats.epilogue import Epilogue
 from fp4compile.formats.grouping import Groups
@@ -165,7 +165,7 @@ def test_amaxes(ends, layout, served):
 # ---------------------------------------------------------------- machine code
 
 
-EXPERTS = Product("nvfp4_one_level", "nvfp4_one_level", 8192, 2048, 4096, groups=64, result="nvfp4_one_level")
+EXPERTS = MatmulCase("nvfp4_one_level", "nvfp4_one_level", 8192, 2048, 4096, groups=64, result="nvfp4_one_level")
 
 
 def instructions(product):

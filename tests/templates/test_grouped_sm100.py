@@ -17,7 +17,7 @@ from triton.runtime import driver
 
 from fp4compile import hardware
 from fp4compile.check import machine_code as check_machine_code
-from fp4compile.check.products import Product
+from fp4compile.check.products import MatmulCase
 from fp4compile.formats import formats, reference_grouped
 from fp4compile.formats.grouping import Groups
 from fp4compile.formats.operand import Operand
@@ -160,7 +160,7 @@ def test_by_tma(a, b, along_k):
 
 @compiled
 def test_what_it_serves():
-    product = Product("nvfp4", "nvfp4", 512, 256, 256, groups=64)
+    product = MatmulCase("nvfp4", "nvfp4", 512, 256, 256, groups=64)
 
     def served(sm=100, linear=False, **changes):
         one = replace(product, **changes)
@@ -181,7 +181,7 @@ def test_what_it_serves():
 def test_the_grid_holds_for_any_offsets(rows, along_k):
     """A program for each multiprocessor or for each tile that there can be; a table with an entry for each."""
     sizes = (512, 1000, rows) if along_k else (rows, 1000, 512)
-    _, (launched,) = Product("nvfp4", "nvfp4", *sizes, groups=64, along_k=along_k).launches(100)
+    _, (launched,) = MatmulCase("nvfp4", "nvfp4", *sizes, groups=64, along_k=along_k).launches(100)
     columns = -(-1000 // launched.constants["BN"])
     tiles = columns * (64 * 4 if along_k else rows // 128 + 64)
     assert launched.args["table_ptr"].shape[0] >= tiles
@@ -200,7 +200,7 @@ def test_in_a_graph(along_k, monkeypatch):
         symbol = mode.shape_env.create_symbol(512, ConstantSource("s"), DimDynamic.DYNAMIC)
         rows = mode.shape_env.create_symintnode(symbol, hint=512)
         m, k = (512, rows) if along_k else (rows, 256)
-        arguments = Product("nvfp4", "nvfp4", m, 256, k, groups=64, along_k=along_k).arguments()
+        arguments = MatmulCase("nvfp4", "nvfp4", m, 256, k, groups=64, along_k=along_k).arguments()
         a, b, offs = arguments.a, arguments.b, arguments.offs
         tensors = (a.data, a.scales, a.outer, b.data, b.scales, b.outer, offs, torch.empty(rows, device="meta"))
         tensors = [torch.empty(x.shape, dtype=x.dtype, device="cuda:0") for x in tensors]
@@ -224,7 +224,7 @@ def test_machine_code():
 
     Of one product; the gate compiles the others.
     """
-    product = Product("nvfp4_rowwise", "nvfp4", 256, 512, 8192, groups=128, along_k=True)
+    product = MatmulCase("nvfp4_rowwise", "nvfp4", 256, 512, 8192, groups=128, along_k=True)
     _, (launched,) = product.launches(100)
     row = check_machine_code.product_row(product, "native", launched, 100)
     assert row.line == "block-scaled, grouped" and not row.problems

@@ -12,7 +12,7 @@ import torch
 
 from fp4compile import hardware
 from fp4compile.check.machine_code import compile_launch
-from fp4compile.check.products import Product
+from fp4compile.check.products import MatmulCase
 from fp4compile.formats import formats, reference
 from fp4compile.formats.epilogue import Epilogue
 from fp4compile.formats.operand import Arguments
@@ -131,7 +131,7 @@ def compiled(product):
 def test_machine_code():
     """No spills, whole words of scales, codes by TMA, four stages, and the instructions that the cost model counts."""
     name = "nvfp4_one_level"
-    plain, code = compiled(Product(name, name)), compiled(Product(name, name, result=name))
+    plain, code = compiled(MatmulCase(name, name)), compiled(MatmulCase(name, name, result=name))
     assert code.resources.problems == [] and code.resources.registers <= 168 and set(code.sass.widths("STG")) == {8}
     assert code.launched.num_stages == 4 and code.launched.constants["TMA_STORE"]
     before, after = (len(re.findall(r"^\s+/\*[0-9a-f]{4,}\*/", each.sass.text, re.M)) for each in (plain, code))
@@ -143,7 +143,7 @@ def test_machine_code():
 @pytest.mark.skipif(INTERPRETING, reason="compiles")
 def test_machine_code_of_an_amax():
     """No spills, results by TMA, maxima by words, and the instructions that the cost model counts."""
-    gated = Product("nvfp4", "nvfp4", epilogue="gated")
+    gated = MatmulCase("nvfp4", "nvfp4", epilogue="gated")
     plain, code = compiled(gated), compiled(replace(gated, result="amax"))
     assert code.resources.problems == [] and code.resources.registers <= 168 and set(code.sass.widths("STG")) == {4}
     assert code.launched.constants["TMA_STORE"]
@@ -156,7 +156,7 @@ def test_machine_code_of_an_amax():
 @pytest.mark.skipif(INTERPRETING, reason="chooses for GPUs")
 def test_operands_take_shared_memory_and_registers():
     """Float32 operands leave room for three stages; beside a pair, eight bytes an element would spill."""
-    product = Product("nvfp4", "nvfp4", epilogue="gated", result="nvfp4")
+    product = MatmulCase("nvfp4", "nvfp4", epilogue="gated", result="nvfp4")
     pair = replace(product, epilogue="pair")
     stages = {}
     for dtype in (BF16, torch.float32):
@@ -174,7 +174,7 @@ def test_operands_take_shared_memory_and_registers():
 def test_other_gpus_have_no_such_kernel():
     """The registry on Hopper and SM120 stays what it was."""
     for sm in (90, 120):
-        assert Product("mxfp8", "mxfp8", result="mxfp8").served(Target(sm)) == (None, [])
-    problem = problem_of(Product("mxfp8", "mxfp8", result="mxfp8").arguments(), Target(90))
+        assert MatmulCase("mxfp8", "mxfp8", result="mxfp8").served(Target(sm)) == (None, [])
+    problem = problem_of(MatmulCase("mxfp8", "mxfp8", result="mxfp8").arguments(), Target(90))
     with pytest.raises(ValueError, match="epilogue: no kernel of compute capability 90 quantises the result"):
         choose.choose(problem)

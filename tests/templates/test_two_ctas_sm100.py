@@ -10,17 +10,17 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from fp4compile import _compat
 from fp4compile.check import products
+from fp4compile.check.comparison import same_bits
 from fp4compile.check.machine_code import compile_launch, product_row
 from fp4compile.check.products import (
     OF_A_PAIR,
     TWO_CTAS,
-    Product,
+    MatmulCase,
     by_every_kernel,
     exact_arguments,
 )
 from fp4compile.check.simulation import launch_key
 from fp4compile.check.simulator import LaunchSimulator
-from fp4compile.check.values import same_bits
 from fp4compile.formats.epilogue import Epilogue
 from fp4compile.hardware import Target
 from fp4compile.ops.matmul import SCALED_MM_OPAQUE
@@ -42,7 +42,7 @@ exactly = partial(pytest.approx, rel=1e-12, abs=0)  # float64: differences of a 
 
 
 def problem(a, b, sm=100, **options):
-    return problem_of(Product(a, b, **options).arguments(), Target(sm))
+    return problem_of(MatmulCase(a, b, **options).arguments(), Target(sm))
 
 
 @pytest.mark.parametrize(("a", "b"), [
@@ -119,7 +119,7 @@ class OnGpu(Interpreter):
 
 def test_a_graph_has_an_op():
     """It holds no launch of Gluon. The op gets all arguments of the product, and its kernel equals the reference."""
-    x = exact_arguments(Product("nvfp4_rowwise", "nvfp4_te", 144, 264, 544, epilogue="bias"))
+    x = exact_arguments(MatmulCase("nvfp4_rowwise", "nvfp4_te", 144, 264, 544, epilogue="bias"))
     x = x.but(epilogue=Epilogue.parse(["add product aux0"], torch.bfloat16, torch.float32),
               auxiliaries=[torch.randint(-3, 4, (144, 264)).to(torch.bfloat16)])  # fmt: skip
     choice = choose(problem_of(x, Target(100)), TWO_CTAS)
@@ -146,7 +146,7 @@ def test_a_graph_has_an_op():
 ])  # fmt: skip
 def test_results_that_are_quantised(operands, result, columns, epilogue, multiprocessors):
     """Two rows of tiles, of which pairs take several; columns end in the middle of a tile, a part and a block."""
-    product = Product(*operands, 400, columns, 416, epilogue, result=result, kernel=TWO_CTAS)
+    product = MatmulCase(*operands, 400, columns, 416, epilogue, result=result, kernel=TWO_CTAS)
     simulator = LaunchSimulator(Target(100, multiprocessors), Schedule(1))
     assert differences(product, simulator) == []
     assert [(one.num_ctas, one.constants["PAIR"]) for one in simulator.launches] == [(2, epilogue == "pair")]
@@ -157,7 +157,7 @@ def test_an_amax_of_nan():
     value = torch.zeros(400, 64, dtype=torch.bfloat16)
     value[-1, -1] = torch.nan
     steps = ["mul product 0.0", "add s0 aux0", "amax"]
-    x = exact_arguments(Product("nvfp4", "nvfp4", 400, 64, 416, "gated", result="amax"))
+    x = exact_arguments(MatmulCase("nvfp4", "nvfp4", 400, 64, 416, "gated", result="amax"))
     x = x.but(epilogue=Epilogue.parse(steps, torch.bfloat16, torch.bfloat16), auxiliaries=[value])
     with LaunchSimulator(Target(100, 4), Schedule(1)).running():
         _, maxima = results(x, choose(problem_of(x, Target(100)), TWO_CTAS))
@@ -168,7 +168,7 @@ def test_an_amax_of_nan():
 def test_a_graph_has_an_op_of_quantised_results(epilogue, result):
     """It returns both results, from all arguments, static outer scales and those of both matrices among them."""
     name = "mxfp8" if result == "mxfp8" else "nvfp4"
-    product = Product(name, name, 144, 128, 288, epilogue, result=result)
+    product = MatmulCase(name, name, 144, 128, 288, epilogue, result=result)
     steps = ["relu product", "mul s0 pair" if epilogue == "pair" else "mul s0 aux0"]
     x = exact_arguments(product)
     x = x.but(epilogue=Epilogue.parse([*steps, x.spec.epilogue.end], torch.bfloat16, torch.bfloat16))
@@ -193,7 +193,7 @@ def test_a_graph_has_an_op_of_quantised_results(epilogue, result):
 def test_registers_hold_most_operands_of_an_epilogue():
     """Two 16-bit operands beside gate, up, and all outer scales and biases: no spills. It serves no more bytes."""
     two = [torch.empty(512, 8192, dtype=torch.bfloat16, device="meta")] * 2
-    x = Product("nvfp4_rowwise", "nvfp4_te", epilogue="pair", result="nvfp4").arguments()
+    x = MatmulCase("nvfp4_rowwise", "nvfp4_te", epilogue="pair", result="nvfp4").arguments()
     steps = [*OF_A_PAIR, "add s4 aux0", "mul s5 aux1", "quantize nvfp4"]
     x = x.but(epilogue=Epilogue.parse(steps, torch.bfloat16, torch.bfloat16), auxiliaries=two,
               bias=torch.empty(2 * 8192, device="meta"))  # fmt: skip
@@ -253,7 +253,7 @@ OFFS = [-3, 256, 200, 256, 515, 770, 779]
 
 def of_experts(m, offs):
     """Arguments with one outer scale for all of A, and one for each row of B."""
-    x = exact_arguments(Product("nvfp4", "nvfp4_rowwise", m, 264, 288, groups=len(offs)))
+    x = exact_arguments(MatmulCase("nvfp4", "nvfp4_rowwise", m, 264, 288, groups=len(offs)))
     outer = torch.tensor(0.5)
     return x.but(a=replace(x.a, outer=outer), out_dtype=torch.float32, offs=torch.tensor(offs, dtype=torch.int32))
 
@@ -278,7 +278,7 @@ def test_experts(offs):
 
 def test_many_experts():
     """A lane has several groups, and the last one ends with the rows, where offsets exceed them."""
-    x = exact_arguments(Product("mxfp8", "mxfp8", 60, 8, 96, groups=34))
+    x = exact_arguments(MatmulCase("mxfp8", "mxfp8", 60, 8, 96, groups=34))
     x = replace(x, offs=torch.tensor([*range(5, 38), 900], dtype=torch.int32))
     with LaunchSimulator(Target(103, 2), Schedule(1)).running():
         got = multiply(x, choose(problem_of(x, Target(103)), TWO_CTAS))
@@ -307,7 +307,7 @@ def test_a_graph_of_experts_has_an_op():
 
 def test_machine_code_of_experts():
     """No spills with as many groups as it serves; results by TMA, and as many stages as without groups."""
-    product = Product("nvfp4_rowwise", "nvfp4", 8192, 2048, 4096, groups=MOST_GROUPS, kernel=TWO_CTAS)
+    product = MatmulCase("nvfp4_rowwise", "nvfp4", 8192, 2048, 4096, groups=MOST_GROUPS, kernel=TWO_CTAS)
     _, (launched,) = product.launches(100)
     row = product_row(product, "native", launched, 100)
     assert not row.problems and row.line == "block-scaled" and row.stores == "TMA"
@@ -317,7 +317,7 @@ def test_machine_code_of_experts():
 def test_the_first_run_has_both_kernels(monkeypatch):
     """Those that rank does not choose, too, whether or not the cost model expects them to pay."""
     monkeypatch.setattr(products, "differences", lambda *args: [])
-    product = Product("nvfp4", "nvfp4", 160, 264, 512, groups=6)
+    product = MatmulCase("nvfp4", "nvfp4", 160, 264, 512, groups=6)
     assert (
         by_every_kernel(product, LaunchSimulator(Target(100)))["kernels"] == f"grouped_block_scaled_sm100, {TWO_CTAS}"
     )
@@ -325,7 +325,7 @@ def test_the_first_run_has_both_kernels(monkeypatch):
 
 def test_a_simulated_product_stands_for_no_experts():
     """Their launches have the same constants but for the number of groups."""
-    dense, grouped = Product("mxfp8", "mxfp8", kernel=TWO_CTAS), Product("mxfp8", "mxfp8", groups=4)
+    dense, grouped = MatmulCase("mxfp8", "mxfp8", kernel=TWO_CTAS), MatmulCase("mxfp8", "mxfp8", groups=4)
     _, (one,) = dense.launches(100)
     _, (other,) = replace(grouped, kernel=TWO_CTAS).launches(100)
     assert one.constants | {"GROUPS": 4} == other.constants

@@ -234,22 +234,19 @@ def _run_rescaled(call: Call, config: None) -> torch.Tensor:
     return result.to(call.problem.spec.out_dtype)
 
 
-def _candidate(name: str, serves: Callable, run: Callable, serves_groups: Callable, run_groups: Callable) -> Candidate:
-    """A library's product without groups and of groups, which `grouped_library` has."""
-
-    def serves_either(p: Problem) -> bool:
-        return serves(p) if not p.ragged else serves_groups(p)
-
-    def run_either(call: Call, config: None) -> torch.Tensor:
-        return (run if not call.problem.ragged else run_groups)(call, config)
-
-    return Candidate(name, "native", serves_either, lambda p: None, run_either, any_rows=True)
+def _serves_rows(p: Problem) -> bool:
+    return grouped_library.serves_row_scaled(p) if p.ragged else _serves_row_scaled(p)
 
 
-BLOCK_SCALED = _candidate("library_block_scaled", _serves_block_scaled, _run_block_scaled,
-                          grouped_library.serves_block_scaled, grouped_library.run_block_scaled)  # fmt: skip
-FLOAT8_BLOCKS = Candidate("library_float8_blocks", "native", _serves_float8_blocks, lambda p: None,
-                          _run_float8_blocks, any_rows=True)  # fmt: skip
-ROW_SCALED = _candidate("library_row_scaled", _serves_row_scaled, _run_row_scaled,
-                        grouped_library.serves_row_scaled, grouped_library.run_row_scaled)  # fmt: skip
-RESCALED = Candidate("library_rescaled", "native", _serves_rescaled, lambda p: None, _run_rescaled, any_rows=True)
+def _run_rows(call: Call, config: None) -> torch.Tensor:
+    return (grouped_library.run_row_scaled if call.problem.ragged else _run_row_scaled)(call, config)
+
+
+def _library(name: str, serves: Callable[[Problem], bool], run: Callable[[Call, None], torch.Tensor]) -> Candidate:
+    return Candidate(name, "native", serves, lambda p: None, run, any_rows=True)
+
+
+BLOCK_SCALED = _library("library_block_scaled", _serves_block_scaled, _run_block_scaled)
+FLOAT8_BLOCKS = _library("library_float8_blocks", _serves_float8_blocks, _run_float8_blocks)
+ROW_SCALED = _library("library_row_scaled", _serves_rows, _run_rows)
+RESCALED = _library("library_rescaled", _serves_rescaled, _run_rescaled)

@@ -70,7 +70,7 @@ def paired(got: Results, expected: Results) -> list[tuple[str, torch.Tensor, tor
 # ---------------------------------------------------------------- machines
 
 
-class Machine(Protocol):
+class Runner(Protocol):
     """What runs kernels: `Here` or `LaunchSimulator`. device: of their tensors. running: lasts while they run."""
 
     @property
