@@ -1,0 +1,88 @@
+"""How fast are FP8 products, with each granularity of the scales, against the bf16 library product?
+
+The columns: bf16; operands with a scale a row ("row"), the same with sums of fewer bits ("row, fast"), a scale a tensor
+("tensor"), scales of 1x128 elements of A and 128x128 of B ("1x128 · 128x128", a layer's forward product and input
+gradient in `float8_block`), 1x128 of both ("1x128 · 1x128", its weight gradient); all without quantising. "block" is a
+layer with quantised activations and packed weights, "weights only" one with bf16 activations. "copy" is a copy of the
+bytes of operands and result in bf16. Weights are rotated, so that the L2 cache does not hold them; each column is one
+CUDA graph, replayed in turns, and medians count. Microseconds.
+
+    python -m benchmarks.float8_linear [--rows 1 8 64 8192] [--shapes 8192x8192] [--out FILE]
+"""
+
+import itertools
+import sys
+from collections.abc import Callable
+from functools import partial
+
+import torch
+
+import fp4compile.ops.quantize  # noqa: F401
+from benchmarks import common
+from benchmarks.common import graph_times
+
+# N, K: a square, and the projections of Llama-3-8B.
+SHAPES = ("8192x8192", "28672x4096", "4096x14336", "6144x4096")
+PAIRS = {
+    "row": ("float8_rowwise", "float8_rowwise", ""),
+    "row, fast": ("float8_rowwise", "float8_rowwise", ", fast accumulation"),
+    "tensor": ("float8_tensor", "float8_tensor", ""),
+    "1x128 · 128x128": ("float8_1x128", "float8_128x128", ""),
+    "1x128 · 1x128": ("float8_1x128", "float8_1x128", ""),
+}
+ROTATED_BYTES = 480_000_000  # eight times the L2 cache
+Calls = list[Callable[[], object]]
+
+
+def main() -> None:
+    parser = common.parser(__doc__)
+    parser.add_argument("--rows", type=int, nargs="+", default=[1, 8, 64, 8192])
+    parser.add_argument("--shapes", nargs="+", default=SHAPES, help="N x K")
+    parser.add_argument("--replays", type=int, default=9)
+    args = parser.parse_args()
+    rows = []
+    for shape, m in itertools.product(args.shapes, args.rows):
+        n, k = map(int, shape.split("x"))
+        columns = _columns(m, n, k)
+        rows.append(
+            {"M": m, "N": n, "K": k, **dict(zip(columns, graph_times(columns.values(), args.replays), strict=True))}
+        )
+        print(rows[-1], file=sys.stderr, flush=True)
+    common.publish(args, {"replays": args.replays}, rows)
+
+
+def _columns(m: int, n: int, k: int) -> dict[str, Calls]:
+    """The calls of each column, one for each copy of the weights."""
+    x = _random(m, k)
+    weights = [_random(n, k) for _ in range(min(max(3, int(ROTATED_BYTES / (n * k))), 16))]
+    found: dict[str, Calls] = {"bf16": [partial(torch.nn.functional.linear, x, w) for w in weights]}
+    for name, (a, b, how) in PAIRS.items():
+        codes, spec = _quantised(x, a), f"{a} @ {b}{how} -> bfloat16"
+        found[name] = [partial(_product, *codes, *_quantised(w, b), spec) for w in weights]
+    packed = [_quantised(w, "float8_128x128") for w in weights]
+    found["block"] = [partial(_layer, x, *each) for each in packed]
+    only = "plain @ float8_128x128 -> bfloat16"
+    found["weights only"] = [partial(_product, x, None, None, *each, only) for each in packed]
+    moved = torch.empty((m * n + m * k + n * k) // 2, device="cuda", dtype=torch.bfloat16)
+    found["copy"] = [moved.clone] * 3
+    return found
+
+
+def _random(*shape: int) -> torch.Tensor:
+    return torch.randn(shape, device="cuda", dtype=torch.bfloat16)
+
+
+def _quantised(x: torch.Tensor, name: str) -> tuple[torch.Tensor | None, ...]:
+    return tuple(part if part.numel() else None for part in torch.ops.fp4compile.quantize(x, name))
+
+
+def _product(*args: object) -> torch.Tensor:
+    return torch.ops.fp4compile.scaled_mm(*args)
+
+
+def _layer(x: torch.Tensor, *weight: torch.Tensor | None) -> torch.Tensor:
+    return _product(*_quantised(x, "float8_1x128"), *weight, "float8_1x128 @ float8_128x128 -> bfloat16")
+
+
+if __name__ == "__main__":
+    main()
