@@ -22,10 +22,12 @@ from fp4compile._compat import statically_true
 from fp4compile.formats.layouts import ceil_div
 from fp4compile.formats.product_spec import ProductSpec
 from fp4compile.hardware import Target
+from fp4compile.templates.device.block_scales import decode_scale
 from fp4compile.templates.device.dequantize import (
     TINY,
     bytes_per_unit,
     dequantize,
+    in_float32,
     load_scales,
     load_units,
     repeat_scales,
@@ -91,13 +93,12 @@ def _full(target: Target) -> int:
 
 def _dense_config(p: Problem) -> DequantTilesConfig:
     """The configuration, by the number of rows of A, the compute type, and the GPU's shared memory."""
-    of_block = p.block // 2  # units: a step has whole blocks
     if p.target.sm == 0:
         if statically_true(p.m <= 8):  # so that the interpreter runs a split K as well
-            return DequantTilesConfig(8, 16, max(16, of_block), 2, 2, 4, split_k=2)
-        return DequantTilesConfig(16, 16, max(32, of_block), 1, 2, 4)
+            return DequantTilesConfig(8, 16, 16, 2, 2, 4, split_k=2)
+        return DequantTilesConfig(16, 16, 32, 1, 2, 4)
     if p.compute == "fp32":
-        return DequantTilesConfig(32, 32, max(16, of_block), 1, 2, 4)
+        return DequantTilesConfig(32, 32, 16, 1, 2, 4)
     small = p.target.sm < 80 or p.target.sm in (86, 89, 120, 121)  # about 100 KB of shared memory
     if statically_true(p.m <= 64):
         return _few_rows(p, budget=90_000 if small else 216_000)
@@ -131,8 +132,15 @@ def dequant_tiles_config(p: Problem) -> DequantTilesConfig:
 
     A symbolic number of rows counts as large.
     """
-    if not p.ragged:
-        return _dense_config(p)
+    config = _config_of_groups(p) if p.ragged else _dense_config(p)
+    if "float32" in (p.a.scale, p.b.scale):  # a share of K has one scale a row
+        config = replace(config, units=p.block // 2)
+        if 0 < p.target.sm < 90:  # where larger tiles spill registers
+            config = replace(config, bm=min(config.bm, 64), bn=min(config.bn, 64), num_warps=min(config.num_warps, 4))
+    return config
+
+
+def _config_of_groups(p: Problem) -> DequantTilesConfig:
     m, k = (p.m, p.k // p.groups) if p.along_k else (p.m // p.groups, p.k)
     dense = Problem(ProductSpec(p.a, p.b, p.spec.out_dtype), m, p.n * p.groups, k, p.target)
     config = replace(_dense_config(dense), split_k=1)
@@ -152,13 +160,23 @@ def _add(
     """acc + b @ a^T over the last axis of both; the first axis is a batch if there are three.
 
     A_TINY, B_TINY: take only the operand's blocks that `dequantize` otherwise replaces by zeros, times 2^TINY.
+    Float32 block scales, one a row and share of K, multiply the float32 sums of the codes' products.
     """
+    wide: tl.constexpr = in_float32(A_SCALE) or in_float32(B_SCALE)
     b_parts = dequantize(b_units, b_byte, b_type, B_ELEMENT, B_SCALE, BLOCK, COMPUTE, B_TINY, ISA)
     a_parts = dequantize(a_units, a_byte, a_type, A_ELEMENT, A_SCALE, BLOCK, COMPUTE, A_TINY, ISA)
+    sums = tl.zeros_like(acc) if wide else acc
     for i in tl.static_range(2):
         a = tl.trans(a_parts[i]) if len(b_units.shape) == 2 else tl.permute(a_parts[i], (0, 2, 1))
-        acc = tl.dot(b_parts[i], a, acc, input_precision="ieee")
-    return acc
+        sums = tl.dot(b_parts[i], a, sums, input_precision="ieee")
+    if wide:
+        if in_float32(B_SCALE):
+            sums = sums * decode_scale(b_byte, B_SCALE, ISA)
+        if in_float32(A_SCALE):
+            scale = decode_scale(a_byte, A_SCALE, ISA)
+            sums = sums * (tl.trans(scale) if len(b_units.shape) == 2 else tl.permute(scale, (0, 2, 1)))
+        sums = acc + sums
+    return sums
 
 
 @triton.jit

@@ -151,15 +151,20 @@ def _blocks_product(a: Operand, b: Operand, bias: torch.Tensor | None, out_dtype
     if missing:
         codes = F.pad(as_integers(a.data), (0, 0, 0, missing)).view(a.data.dtype)
         a = replace(a, data=codes, scales=F.pad(a.scales, (0, 0, 0, missing)))
-    a_scales, b_scales = (
-        (x.scales.t().contiguous() if x.format.block[0] == 1 else F.pad(x.scales, (0, -x.scales.shape[1] % 4))).t()
-        for x in (a, b)
-    )
+    a_scales, b_scales = (_transposed_scales(x) for x in (a, b))
     a_scaling, b_scaling = (_SCALING[x.format.block[0]] for x in (a, b))
     result = F.scaled_mm(
         a.data, b.data.t(), a_scales, a_scaling, b_scales, b_scaling, bias=bias, output_dtype=out_dtype
     )  # fmt: skip
     return result[:rows]
+
+
+def _transposed_scales(x: Operand) -> torch.Tensor:
+    """An operand's scales as torch wants them; see `_blocks_product`."""
+    if x.format.block[0] == 1:
+        return x.scales.t().contiguous().t()
+    missing = -x.scales.shape[1] % 4
+    return (F.pad(x.scales, (0, missing)) if missing else x.scales.contiguous()).t()
 
 
 def _rowwise_float8(p: Problem) -> bool:
