@@ -237,10 +237,9 @@ def block_scale(
     elif SCALE == "e4m3":
         return e4m3_scale(amax_bits, encode, decode, CONTRACT, has_outer, ISA)
     elif SCALE == "float32":  # the scale of a block that is not finite is NaN
-        encode, decode = float8_scale(
-            tl.where(amax_bits < INFINITY_BITS, amax_bits, 0x7FC00000), ELEMENT, CONTRACT, ISA
-        )
-        return decode.to(tl.int32, bitcast=True), encode
+        encode, decode = float8_scale(amax_bits, ELEMENT, CONTRACT, ISA)
+        finite = amax_bits < INFINITY_BITS
+        return tl.where(finite, decode.to(tl.int32, bitcast=True), 0x7FC00000), tl.where(finite, encode, float("nan"))
     else:  # no block scales: elements are encoded by the outer scale alone
         return amax_bits, tl.broadcast_to(encode, amax_bits.shape)
 

@@ -63,7 +63,7 @@ def column_config(element: str, block: int, both: bool) -> ColumnConfig:
     if element == "e2m1":
         return ColumnConfig(num_warps=4, row_tiles=128 // block, words=32, vectors=4)
     if both or block > 32:
-        return ColumnConfig(num_warps=4, row_tiles=128 // block, words=64, vectors=2)
+        return ColumnConfig(num_warps=min(4, 256 // block), row_tiles=128 // block, words=64, vectors=2)
     return ColumnConfig(num_warps=8, row_tiles=8, words=64, vectors=2)
 
 

@@ -14,12 +14,13 @@ import torch
 
 from fp4compile._compat import statically_true
 from fp4compile.formats import reference, reference_grouped
+from fp4compile.formats.formats import BlockFormat
 from fp4compile.formats.prologue import apply
 from fp4compile.formats.quantize_spec import COLUMNS, ROWS, QuantizeSpec
 from fp4compile.hardware import Target
 from fp4compile.templates import scale_sweep
 from fp4compile.templates.launch import Launch, target_of
-from fp4compile.templates.quantize import both, row
+from fp4compile.templates.quantize import both, row, square
 from fp4compile.templates.quantize.amax import outer_of, outers_of
 from fp4compile.templates.quantize.column import columns_launch
 from fp4compile.templates.quantize.outputs import Outer, Output, empty_output
@@ -32,7 +33,6 @@ from fp4compile.templates.quantize.row_on_chip import (
     with_statistics,
 )
 from fp4compile.templates.quantize.source import Source, lies_transposed, source_of
-from fp4compile.templates.quantize.square import squares_launch
 from fp4compile.templates.view import View
 
 # Codes (or values), block scales and outer scale along one dimension, as `reference.quantize` returns them.
@@ -161,9 +161,9 @@ def _columns(spec: QuantizeSpec, x: torch.Tensor, source: Source, down: bool, st
     fmt, layout, each_matrix = spec.format, spec.layout, _each_matrix(spec)
     shape = (source.cols, source.padded_rows) if source.groups else x.shape
     output = empty_output(source, shape, fmt, layout, columns=down, values=bool(spec.values))
-    if fmt.square:
+    if square.serves(source, fmt):
         outer = outer_of(source, fmt, static, each_matrix)
-        launch = squares_launch(source, fmt, outer, layout, None if down else output, output if down else None)
+        launch = square.squares_launch(source, fmt, outer, layout, None if down else output, output if down else None)
         return Plan((*outer.launches, launch), (output,), (outer.result,))
     outers = outers_of(source, fmt, static, with_rows=False, transform=spec.hadamard, each_matrix=each_matrix)
     launch = columns_launch(
@@ -179,24 +179,36 @@ def _both(spec: QuantizeSpec, x: torch.Tensor, source: Source, static, seed) -> 
     columns = empty_output(source, transposed, fmt, layout, columns=True, values=COLUMNS in spec.values)
     if fmt.square:
         outer = outer_of(source, fmt, static, _each_matrix(spec))
-        launch = squares_launch(source, fmt, outer, layout, rows, columns)
+        launch = square.squares_launch(source, fmt, outer, layout, rows, columns)
         return Plan((*outer.launches, launch), (rows, columns), (outer.result, outer.result))
     outers = outers_of(source, fmt, static, with_rows=True, transform=spec.hadamard)
-    wide = source.tensor.dtype.itemsize == 4 and fmt.scale == "e4m3" and outers[0].mode == "none"
-    if wide and source.target.isa == 90 and source.prologue is None and not source.groups:
-        # ptxas 12.8, which Triton 3.6 has, loses the factors of these rows in the kernel for both directions. Its code
-        # without optimisation is right, as is the PTX in the simulator.
-        along = rows_launch(source, fmt, rows, outers[0], layout, seed, _stream(ROWS))
-        down = columns_launch(source, fmt, outers, layout, columns, seed=seed, stream=1, transform=spec.hadamard)
-        return Plan((along, down), (rows, columns), (None, None))
     if both.serves(source, fmt, outers[0], seeded=spec.seeded, transform=spec.hadamard):
-        launch = both.both_launch(source, fmt, layout, rows, columns)
+        launches = (both.both_launch(source, fmt, layout, rows, columns),)
+    elif _separately(source, fmt, outers[0]):
+        along = rows_launch(source, fmt, rows, outers[0], layout, seed, _stream(ROWS))
+        if square.serves(source, fmt):
+            down = square.squares_launch(source, fmt, outers[1], layout, None, columns)
+        else:
+            down = columns_launch(source, fmt, outers, layout, columns, seed=seed, stream=1, transform=spec.hadamard)
+        launches = (along, down)
     else:
-        launch = columns_launch(
-            source, fmt, outers, layout, columns, rows, seed=seed, stream=1, transform=spec.hadamard
+        launches = (
+            columns_launch(source, fmt, outers, layout, columns, rows, seed=seed, stream=1, transform=spec.hadamard),
         )
     found = _shaped(outers[0], x.shape), _shaped(outers[1], transposed, source.groups)
-    return Plan((*outers[1].launches, launch), (rows, columns), found)
+    return Plan((*outers[1].launches, *launches), (rows, columns), found)
+
+
+def _separately(source: Source, fmt: BlockFormat, outer: Outer) -> bool:
+    """Whether rows and columns are quantised by two launches: in long blocks, and from float32 to one-level NVFP4.
+
+    For the latter, ptxas 12.8, which Triton 3.6 has, loses the factors of the rows in the kernel for both directions on
+    SM90. Its code without optimisation is right, as is the PTX in the simulator.
+    """
+    if source.prologue is not None or source.groups:
+        return False
+    wide = source.tensor.dtype.itemsize == 4 and fmt.scale == "e4m3" and outer.mode == "none"
+    return square.serves(source, fmt) or (wide and source.target.isa == 90)
 
 
 def _rows(spec: QuantizeSpec, shape: Sequence, source: Source, static, seed) -> Plan:

@@ -1,10 +1,13 @@
-"""Quantise in square blocks: along the rows, down the columns or both. Both directions have equal codes, transposed.
+"""Quantise in square blocks, along the rows, down the columns or both; and down the columns in long blocks.
+
+In square blocks, both directions have equal codes, transposed. A long block has more rows than a thread of
+`quantize_columns` has registers for.
 
 A tile of x is read as words (two neighbours of a row), even rows and odd rows by separate loads. Each load has the axes
 [DEPTH, ROW_TILES, LANES, WORDS]: a row tile is one block high, and each of the LANES threads that share its rows holds
 DEPTH pairs of neighbouring rows. So a thread holds squares of 2x2 neighbours. A pair along the row is the two halves of
-a word; a pair down the column is the same half of two words. The amax of a block runs over registers of a thread and
-lanes of its warp; only finished codes are transposed.
+a word; a pair down the column is the same half of two words. The amax of a block runs over registers of a thread,
+lanes and warps; only finished codes are transposed.
 """
 
 from dataclasses import dataclass
@@ -23,6 +26,13 @@ from fp4compile.templates.launch import Launch, LaunchConfig
 from fp4compile.templates.quantize.outputs import Outer, Output, format_constants, store_aligns, tile_grid
 from fp4compile.templates.quantize.source import Source
 
+LONG = 64
+
+
+def serves(source: Source, fmt: BlockFormat) -> bool:
+    """Whether the kernel quantises this source down its columns."""
+    return fmt.square or (fmt.block_cols >= LONG and not source.groups)
+
 
 @dataclass(frozen=True)
 class SquareConfig(LaunchConfig):
@@ -36,7 +46,7 @@ class SquareConfig(LaunchConfig):
 
 def square_config(element: str, block: int) -> SquareConfig:
     """Lanes that share a block repeat the arithmetic of its scale."""
-    if block > 32:
+    if block >= LONG:
         return SquareConfig(num_warps=4, row_tiles=128 // block, lanes=4, words=64)
     if element == "e2m1":
         return SquareConfig(num_warps=4, row_tiles=4, lanes=2, words=64)
@@ -52,7 +62,7 @@ def squares_launch(
     height, width = config.row_tiles * constants["BLOCK"], 2 * config.words
     wanted = rows or columns
     constants |= {
-        "ALONG_ROWS": rows is not None, "ALONG_COLUMNS": columns is not None, **outer.constants,
+        "SQUARE": fmt.square, "ALONG_ROWS": rows is not None, "ALONG_COLUMNS": columns is not None, **outer.constants,
         "SWIZZLED": layout == "swizzled", "ALIGN": source.align, **store_aligns(source.cols, fmt),
         **store_aligns(source.rows, fmt, "COLUMN_"), "ISA": source.target.isa, **config.constants,
     }  # fmt: skip
@@ -122,11 +132,36 @@ def store_square_scales(
 
 
 @triton.jit
+def store_long_columns(
+    columns_ptr, scales_ptr, even, odd, batch, row0, col0, rows, cols, dtype: tl.constexpr,
+    ELEMENT: tl.constexpr, SCALE: tl.constexpr, CONTRACT: tl.constexpr, BLOCK: tl.constexpr,
+    UNIT_ALIGN: tl.constexpr, SCALE_ALIGN: tl.constexpr, ISA: tl.constexpr,
+):  # fmt: skip
+    """Encode and store the columns of a tile in blocks of BLOCK rows. even, odd: the words of even and of odd rows."""
+    even_first, even_second = unpack(even, dtype)
+    odd_first, odd_second = unpack(odd, dtype)
+    first_amax, second_amax = column_amax(even, odd, ISA, dtype)
+    first_bits, first_factor = block_scale(first_amax, 1.0, 1.0, False, ELEMENT, SCALE, CONTRACT, ISA)
+    second_bits, second_factor = block_scale(second_amax, 1.0, 1.0, False, ELEMENT, SCALE, CONTRACT, ISA)
+    first_factor = tl.broadcast_to(first_factor[None, :, None, :], even.shape)
+    second_factor = tl.broadcast_to(second_factor[None, :, None, :], even.shape)
+    first_units = encode_pair(even_first, odd_first, first_factor, ELEMENT, ISA)
+    second_units = encode_pair(even_second, odd_second, second_factor, ELEMENT, ISA)
+    units = interleave_columns(first_units, second_units)
+    bits = tl.trans(tl.reshape(tl.join(first_bits, second_bits), (first_bits.shape[0], units.shape[0])))
+    column = col0 + tl.arange(0, units.shape[0])
+    blocks = tl.cdiv(rows, BLOCK)
+    store_units(columns_ptr, units, batch.to(tl.int64) * cols + column, row0 // 2, blocks * (BLOCK // 2),
+                column < cols, UNIT_ALIGN)  # fmt: skip
+    store_scales(scales_ptr, bits, batch, column, row0 // BLOCK, cols, blocks, False, SCALE_ALIGN)
+
+
+@triton.jit
 def quantize_squares(
     x_ptr, data_ptr, scales_ptr, columns_ptr, column_scales_ptr, outer_ptr, amax_ptr,
     rows, cols, x_batch, x_row,
     ELEMENT: tl.constexpr, SCALE: tl.constexpr, CONTRACT: tl.constexpr, BLOCK: tl.constexpr,
-    ALONG_ROWS: tl.constexpr, ALONG_COLUMNS: tl.constexpr,
+    SQUARE: tl.constexpr, ALONG_ROWS: tl.constexpr, ALONG_COLUMNS: tl.constexpr,
     OUTER: tl.constexpr, PARTIAL_MAXIMA: tl.constexpr, SWIZZLED: tl.constexpr,
     ALIGN: tl.constexpr, UNIT_ALIGN: tl.constexpr, COLUMN_UNIT_ALIGN: tl.constexpr,
     SCALE_ALIGN: tl.constexpr, COLUMN_SCALE_ALIGN: tl.constexpr,
@@ -134,6 +169,8 @@ def quantize_squares(
 ):  # fmt: skip
     """One tile of ROW_TILES * BLOCK rows by 2 * WORDS columns. x: [batch, rows, cols], strides x_batch, x_row, 1.
 
+    SQUARE: blocks are BLOCK x BLOCK; else they are BLOCK x 1, with linear scales and no outer scale, and ALONG_COLUMNS
+    is the only direction.
     ALONG_ROWS: write codes and scales of x to data_ptr and scales_ptr. ALONG_COLUMNS: write codes and scales of x
     transposed to columns_ptr and column_scales_ptr. OUTER, PARTIAL_MAXIMA: as in `outer_scales`; or OUTER "matrix
     amax", as in `quantize_rows`.
@@ -165,6 +202,10 @@ def quantize_squares(
     odd = restore_axes(odd)
     even_first, even_second = unpack(even, dtype)
     odd_first, odd_second = unpack(odd, dtype)
+    if not SQUARE:
+        store_long_columns(columns_ptr, column_scales_ptr, even, odd, batch, row0, col0, rows, cols, dtype,
+                           ELEMENT, SCALE, CONTRACT, BLOCK, COLUMN_UNIT_ALIGN, COLUMN_SCALE_ALIGN, ISA)  # fmt: skip
+        return
     if OUTER == "matrix amax":
         encode, decode = make_outer_scales(amax_ptr + batch, outer_ptr, batch, True, (row_tile == 0) & (col_tile == 0),
                                            ELEMENT, SCALE, CONTRACT, ISA)  # fmt: skip
