@@ -6,19 +6,17 @@ import os
 import sys
 import time
 import warnings
-from pathlib import Path
 
 if {"--launches", "--prologues"} & {*sys.argv}:  # before Triton is imported
     os.environ["TRITON_INTERPRET"] = "1"
 
 import torch
 
-from tests.fuzz import every_prologue, layers, models, pool, weights, writes  # noqa: F401 (some register the kinds of steps)
+from tests.fuzz import every_prologue, layers, models, weights, writes  # noqa: F401 (some register the kinds of steps)
 from tests.fuzz.compare import Finding, Fuzzer
 from tests.fuzz.kinds import KINDS
 from tests.fuzz.launches import LaunchFuzzer
-from tests.fuzz.plant import PLANTS, plant_all
-from tests.fuzz.plant_launches import LAUNCH_PLANTS
+from tests.fuzz.plant import LAUNCH_PLANTS, PLANTS, plant_all
 from tests.fuzz.programs import Program, Style, build
 from tests.helpers import in_interpreter
 
@@ -36,8 +34,6 @@ def main() -> int:
         return min(1, every_prologue.search(*options.prologues))
     if options.writes:
         return min(1, writes.search(options.seed, options.count))
-    if options.jobs > 1 or options.records:
-        return pool.fuzz(options)
     fuzzer = fuzzer_of(options)
     start, found = time.perf_counter(), 0
     for seed in range(options.seed, options.seed + options.count):
@@ -99,9 +95,6 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--stop", type=int, default=1000, help="end after so many findings")
     parser.add_argument("--no-shrink", action="store_true", help="print findings as they are met")
     parser.add_argument("--plant", action="store_true", help="plant bugs; see after how many programs each is found")
-    parser.add_argument("--jobs", type=int, default=1, help="processes to do it in (%(default)s)")
-    parser.add_argument("--records", type=Path, metavar="FILE", help="add a line of JSON for each program to a file; "
-                        "programs that have one there and no finding are not run again")  # fmt: skip
     parser.add_argument("--json", action="store_true", help="a line of JSON for each program")
     return parser
 

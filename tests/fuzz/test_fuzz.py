@@ -6,7 +6,7 @@ import warnings
 import pytest
 
 from tests.fuzz.compare import Fuzzer
-from tests.fuzz.plant import PLANTS, ROOT
+from tests.fuzz.plant import LAUNCH_PLANTS, PLANTS, ROOT
 from tests.fuzz.programs import build
 
 SEEDS = range(300)
@@ -51,7 +51,7 @@ def test_a_seed_is_a_program():
     assert build(7) != build(8)
 
 
-@pytest.mark.parametrize("plant", PLANTS, ids=lambda plant: plant.name)
+@pytest.mark.parametrize("plant", PLANTS + LAUNCH_PLANTS, ids=lambda plant: plant.name)
 def test_plants_apply(plant):
     """Bugs that the fuzzer is measured with are changes of lines that exist."""
     assert (ROOT / "fp4compile" / plant.path).read_text().count(plant.old) == 1

@@ -3,8 +3,6 @@
 import pytest
 import torch
 
-from tests.fuzz.plant import ROOT
-from tests.fuzz.plant_launches import LAUNCH_PLANTS
 from tests.helpers.foreign import embedded, poisoned_outputs, same_bits
 from tests.helpers.kernels import OLD_TRITON
 from tests.helpers.programs import Program
@@ -51,11 +49,6 @@ def test_random_launches(fuzz):
 def test_prologues_of_slices(fuzz):
     """One of 120 of all combinations of steps, slices, stored results, formats, ops, layouts and shapes."""
     assert "launches with a prologue, 0 differ" in fuzz("--prologues", "7", "120")
-
-
-@pytest.mark.parametrize("plant", LAUNCH_PLANTS, ids=lambda plant: plant.name)
-def test_plants_apply(plant):
-    assert (ROOT / "fp4compile" / plant.path).read_text().count(plant.old) == 1
 
 
 # ---------------------------------------------------------------- the memory that launches are given
