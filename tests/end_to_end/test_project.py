@@ -51,10 +51,11 @@ def test_numpy_is_required():
     assert "numpy" in project()["dependencies"]
 
 
-def test_requirements_of_the_tests_are_pinned():
+def test_requirements_of_the_tests_and_of_the_documentation_are_pinned():
     lines = (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
     pins = dict(line.split("==") for line in lines if not line.startswith("#"))
-    assert set(project()["optional-dependencies"]["test"]) <= set(pins)
+    optional = project()["optional-dependencies"]
+    assert {*optional["test"], *optional["docs"]} <= set(pins)
 
 
 def test_readme_describes_every_recipe():

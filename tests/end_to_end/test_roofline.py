@@ -408,22 +408,6 @@ def test_predictions_of_blocks_are_as_near_to_measurements():
     assert len(functions) == 42 and statistics.median(abs(row["error"]) for row in functions) < 0.05
 
 
-def test_a_file_of_measured_blocks_is_compared(tmp_path, capsys):
-    file = tmp_path / "llama_block_h200.json"
-    row = {"what": "decode", "tokens": 1, "recipe": "nvfp4, packed", "us": 100.0, "s in all": 3.0}
-    content = {"environment": {"device": "NVIDIA H200"}, "settings": {"repeats": 5}, "rows": [row]}
-    file.write_text(json.dumps(content))
-    llama_block.main(["--compare", str(file)])
-    stored = next(row for row in json.loads(comparison.FILE.read_text())["foreseen"]
-                  if (row["what"], row["recipe"]) == ("decode", "nvfp4"))  # fmt: skip
-    *_, measured, predicted, error = capsys.readouterr().out.splitlines()[-1].split()
-    assert (float(predicted), float(measured)) == (pytest.approx(stored["predicted us"], rel=1e-3), 100.0)
-    assert float(error) == pytest.approx(stored["predicted us"] / 100 - 1, abs=1e-3)
-    file.write_text(json.dumps(content | {"environment": {"device": "another"}}))
-    with pytest.raises(SystemExit, match="another is none of the GPUs that predictions know: H100, H200"):
-        llama_block.main(["--compare", str(file)])
-
-
 def test_predictions_are_as_near_to_measurements_as_the_issue_asks():
     """Of all times of a kind, and of those to which nothing was fitted."""
     rows = comparison.compared(comparison.stored(), "H200")

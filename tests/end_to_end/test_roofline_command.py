@@ -196,14 +196,6 @@ def test_a_file_keeps_what_its_benchmark_does_not_write(measured, tmp_path):
     assert json.loads(path.read_text()) == {"rows": [{"machine": 1}]}
 
 
-def test_a_summary_of_few_rows():
-    (row,) = run_all.roofline.compared({"ceilings": {"rows": [
-        {"what": "bf16 product", "shape": "1024x1024x1024", "us": 6.0}, {"what": "copy", "shape": "1 bytes", "us": 1.0}
-    ]}}, "H200")  # fmt: skip
-    kind, every = run_all.roofline.summary([row])
-    assert kind["count"] == every["count"] == 1 and kind["others"] == 0 and kind["median of others"] is None
-
-
 @pytest.mark.parametrize("quick", [False, True])
 def test_every_benchmark_takes_the_options_that_it_gets(quick, monkeypatch, tmp_path):
     """The real parsers, stopped before they measure."""

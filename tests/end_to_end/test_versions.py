@@ -54,13 +54,6 @@ def test_a_part_never_takes_the_place_of_the_whole():
     ]  # fmt: skip
 
 
-def test_tests_are_counted(tmp_path):
-    file = tmp_path / "found.xml"
-    assert versions.counted(file) == {"passed": None, "failed": None, "skipped": None}
-    file.write_text(XML)
-    assert versions.counted(file) == {"passed": 3, "failed": 2, "skipped": 1}
-
-
 MAKE = """#!{python}
 import json, os, sys
 from pathlib import Path

@@ -288,6 +288,10 @@ def broken_buffers() -> Iterator[Variant]:
     yield Variant(
         "packed_experts", "NaN of E8M0", replaced(f"{packed}.weight_scales", with_byte(255)), f"{packed}.weight_s"
     )
+    fewer = replaced(f"{packed}.weight_scales", lambda t: t[:, :-1])
+    yield Variant("packed_experts", "a scale too few", fewer, f"{packed}.weight_scales")
+    gone = tensors(lambda found: found.pop(f"{packed}.weight_scales"))
+    yield Variant("packed_experts", "no scales", gone, f"{packed}.weight_scales")
     for name in (scales, outer, data):
         yield Variant("packed", f"no {name}", tensors(lambda found, name=name: found.pop(name)), name)
         yield Variant("packed", f"{name} in float64", replaced(name, lambda t: t.double()), name)
