@@ -127,27 +127,6 @@ def test_accelerates_file_and_two_ranks(tmp_path, monkeypatch):
     assert all(one["said"][0].startswith("recipe nvfp4: 1 of 1 matmuls quantised") for one in found)
 
 
-def test_a_checkpoint_is_packed_as_it_is_loaded(tmp_path):
-    transformers = pytest.importorskip("transformers")
-    model = llama()
-    model.save_pretrained(tmp_path / "plain")
-    order = {"quant_method": "fp4compile", "recipe": "nvfp4"}
-    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "plain", quantization_config=order)
-    fp4compile.pack_(model, "nvfp4")
-    assert torch.equal(logits(loaded), logits(model))
-    loaded.save_pretrained(tmp_path / "packed")
-    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "packed")
-    assert torch.equal(logits(again), logits(model))
-    with pytest.raises(ValueError, match="name a recipe to pack it by"):
-        transformers.AutoModelForCausalLM.from_pretrained(
-            tmp_path / "plain", quantization_config={"quant_method": "fp4compile"}
-        )
-    with pytest.raises(ValueError, match="packed already; expected no recipe"):
-        config = transformers.AutoConfig.from_pretrained(tmp_path / "packed")
-        config.quantization_config["recipe"] = "nvfp4"
-        transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "packed", config=config)
-
-
 def test_names_are_added_to_a_module_that_is_under_way(monkeypatch):
     """accelerate's own import of torch calls `watch`, and only later makes the enumeration."""
     module, added = types.ModuleType("half"), []

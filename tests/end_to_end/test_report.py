@@ -14,7 +14,6 @@ from torch._guards import CompileId, TraceId
 
 import fp4compile
 from fp4compile.report.report import Report, Row, Seconds
-from fp4compile.report.stored_rows import Outcome, rows_from_json, rows_to_json
 from tests.helpers import without_codegen
 from tests.helpers.report_text import row, selectors
 
@@ -190,14 +189,6 @@ def test_recompilation_adds_only_what_is_new():
     report.forget_compilations()
     report.add([row()], {}, compilation(0, 0))
     assert [r.m for r in report.rows] == [2, 2, 3, 2, 2]
-
-
-def test_json():
-    rows = [row(), row("b", "output head"), row(m="s0", flops=None)]
-    outcome = Outcome(rows, {"find": 3})
-    assert rows_from_json(rows_to_json(outcome)) == outcome
-    report = Report("mxfp8", rows, {"find": 3})
-    assert json.loads(json.dumps(report.to_dict()))["quantised"] == 2
 
 
 def test_explain_says_what_the_backend_does(capsys, monkeypatch):
