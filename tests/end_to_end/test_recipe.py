@@ -21,22 +21,12 @@ def no_recipe_in_the_environment(monkeypatch):
 def rich_recipe() -> Recipe:
     """One that uses every field which may differ from its default today."""
     return Recipe(
-        name="mine",
-        fprop_x="nvfp4",
-        fprop_w="nvfp4_16x16",
-        wgrad_dy=formats.BlockFormat("e2m1", (1, 32), "e8m0", None, "ceil"),
-        attention_a="mxfp8",
-        rules=[("*.mlp.*", "mxfp8"), {"pattern": "layers.1.*", "action": "skip"}, Rule("*", "quantize")],
-        min_m=2,
-        min_n=64,
-        min_k=96,
-        skip_first_blocks=1,
-        skip_last_blocks=2,
-        num_blocks=12,
-        skip_lm_head=False,
-        activation_scale="static",
-        static_scales={"layers.0.q": 0.25, "embed": 1},
-    )
+        name="mine", fprop_x="nvfp4", fprop_w="nvfp4_16x16",
+        wgrad_dy=formats.BlockFormat("e2m1", (1, 32), "e8m0", None, "ceil"), attention_a="mxfp8",
+        rules=[("*.mlp.*", "mxfp8"), {"pattern": "layers.1.*", "action": "skip"}, Rule("*", "quantize")], min_m=2,
+        min_n=64, min_k=96, skip_first_blocks=1, skip_last_blocks=2, num_blocks=12, skip_lm_head=False,
+        activation_scale="static", static_scales={"layers.0.q": 0.25, "embed": 1},
+    )  # fmt: skip
 
 
 # ---------------------------------------------------------------- named recipes

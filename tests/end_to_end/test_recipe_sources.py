@@ -51,12 +51,9 @@ def test_toml_says_all_that_a_dict_says(tmp_path):
         """
     )
     assert Recipe.from_toml(file) == named("nvfp4_static").replace(
-        name="careful",
-        dgrad_dy=None,
-        skip_lm_head=False,
-        rules=(Rule("*.router", "skip"), Rule("*.down", "mxfp8")),
+        name="careful", dgrad_dy=None, skip_lm_head=False, rules=(Rule("*.router", "skip"), Rule("*.down", "mxfp8")),
         static_scales={"layers.0": 0.5},
-    )
+    )  # fmt: skip
 
 
 def test_bad_toml(tmp_path):

@@ -236,13 +236,5 @@ def test_a_benchmark_that_fails_or_does_not_end_is_named(monkeypatch, tmp_path, 
     assert not (tmp_path / "late").exists()
 
 
-def test_run_all_without_a_gpu(capsys, monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    for arguments, said in (([], "no GPU to measure on"), (["--only", "linaer"], "invalid choice: 'linaer'")):
-        with pytest.raises(SystemExit):
-            run_all.main(arguments)
-        assert said in capsys.readouterr().err
-
-
 def test_pages_and_files_agree():
     assert run_all.main(["--check"]) == 0
