@@ -17,14 +17,7 @@ import torch
 pytest.importorskip("triton")
 
 from fp4compile.__main__ import main  # noqa: E402
-from fp4compile.check import (  # noqa: E402
-    cases,
-    first_run,
-    products,
-    quantisers,
-    run_times,
-    values,
-)
+from fp4compile.check import cases, first_run, products, quantisers, run_times, values  # noqa: E402
 from fp4compile.check.cases import Case, Finding, in_process  # noqa: E402
 from fp4compile.check.products import Product  # noqa: E402
 from fp4compile.check.quantisers import BOTH, COLUMNS, ROWS, Configuration  # noqa: E402

@@ -206,16 +206,6 @@ def test_explain_says_what_the_backend_does(capsys, monkeypatch):
     assert all(p.grad is None for p in model.parameters())
 
 
-def test_symbolic_sizes_count_as_in_the_captured_call(monkeypatch):
-    without_codegen.install(monkeypatch)
-    backend = fp4compile.backend("nvfp4")
-    compiled = torch.compile(torch.nn.Linear(64, 48), backend=backend, dynamic=True)
-    with torch.no_grad():
-        compiled(torch.ones(8, 64))
-        compiled(torch.ones(11, 64))
-    (only,) = backend.report.rows  # the sizes are read without a guard: one graph for both calls
-    assert isinstance(only.m, str) and (only.n, only.k, only.flops) == (48, 64, 2 * 8 * 48 * 64)
-    assert backend.report.flops_share() == 1
 
 
 def test_sizes_that_only_the_data_knows_are_said_to_be_unknown():
