@@ -206,8 +206,6 @@ def test_explain_says_what_the_backend_does(capsys, monkeypatch):
     assert all(p.grad is None for p in model.parameters())
 
 
-
-
 def test_sizes_that_only_the_data_knows_are_said_to_be_unknown():
     layer = torch.nn.Linear(64, 48)
 

@@ -6,7 +6,6 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import fp4compile
-from tests.helpers import without_codegen
 
 
 class Net(nn.Module):
@@ -53,8 +52,6 @@ X = torch.randn(32, 64, generator=torch.Generator().manual_seed(1))
     (Net, "mxfp8", 11, 7), (Net, "nvfp4_train", 11, 7), (Checkpointed, "mxfp8", 12, 8),
 ])  # fmt: skip
 def test_quantised_once_and_again_when_it_changes(kind, recipe, before, after, monkeypatch):
-    if recipe == "mxfp8":
-        without_codegen.install(monkeypatch)  # the other one has Inductor's code
     results, counts = [], []
     for disabled in ((), ("hoist",)):
         monkeypatch.setattr(fp4compile.config, "disabled_passes", disabled)

@@ -115,6 +115,7 @@ def test_ties_come_back(tied, device, tmp_path):
     fp4compile.load_packed(fresh, path)
     assert_same_state(saved, fresh)
     assert fresh.twin.weight.data_ptr() == fresh.swapped.weight.data_ptr()
+    assert fresh.same.weight is fresh.embed.weight and fresh.twin.weight is not fresh.swapped.weight
     assert fresh.tied() == [True] + [tied and device == "cpu"] * 4
     with safe_open(path, "pt") as file:
         stored = set(file.keys())
