@@ -41,8 +41,6 @@ def main() -> int:
         elif finding is not None:
             print("=" * 100, shown, sep="\n", flush=True)
         found += finding is not None
-        if found >= options.stop:
-            break
     if not options.json:
         seconds = time.perf_counter() - start
         print(f"{fuzzer.run} runs in {seconds:.0f} s, {fuzzer.counted()}, {found} findings")
@@ -62,7 +60,7 @@ def check_one(fuzzer: Fuzzer | LaunchFuzzer, seed: int, options: argparse.Namesp
     finding = fuzzer.check(build(seed, style, tuple(options.only)))
     if finding is None or options.json:
         return finding, ""
-    return finding, str(finding if options.no_shrink else shrink(fuzzer, finding))
+    return finding, str(shrink(fuzzer, finding))
 
 
 def shrink(fuzzer: Fuzzer | LaunchFuzzer, finding: Finding) -> Finding:
@@ -88,8 +86,6 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--writes", action="store_true", help="sequences of writes to weights, whose packed forms must "
                         "never be older")  # fmt: skip
     parser.add_argument("--only", nargs="*", default=[], choices=[*KINDS], help="kinds of steps to draw from (all)")
-    parser.add_argument("--stop", type=int, default=1000, help="end after so many findings")
-    parser.add_argument("--no-shrink", action="store_true", help="print findings as they are met")
     parser.add_argument("--plant", action="store_true", help="plant bugs; see after how many programs each is found")
     parser.add_argument("--json", action="store_true", help="a line of JSON for each program")
     return parser

@@ -9,10 +9,11 @@ from tests.fuzz.plant import LAUNCH_PLANTS, PLANTS, ROOT
 from tests.fuzz.programs import build
 
 SEEDS = range(300)
-# Those that together have nearly every line of code that steps can have, every format and every action of a rule.
+# Those that together have nearly every line of code that steps can have, every format and every action of a rule; 97
+# and 226 have a weight on the left in another format than the activation.
 CHOSEN = (
-    3, 14, 17, 18, 21, 24, 26, 35, 37, 38, 51, 52, 55, 59, 64, 68, 70, 74, 82, 86, 98, 101, 111, 117, 120, 122, 129,
-    139, 140, 151, 158, 159, 161, 164, 165, 186, 188, 195, 198, 200, 202, 204, 213, 224, 228, 229, 238, 262, 263, 276,
+    3, 14, 17, 18, 21, 24, 26, 35, 37, 38, 51, 52, 55, 59, 64, 68, 70, 74, 82, 86, 97, 98, 101, 111, 117, 120, 122, 129,
+    139, 140, 151, 158, 159, 161, 164, 165, 186, 188, 195, 198, 200, 202, 204, 213, 224, 226, 228, 229, 238, 262, 263, 276,
 )  # fmt: skip
 PARTS = 2
 
