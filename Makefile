@@ -45,7 +45,7 @@ suite: $(TESTABLE)
 quick: $(TESTABLE)
 	$(RUN) -m pytest $(WORKERS) -m "not slow and not gpu" $(PYTEST)
 
-# On a machine with GPUs, with the Python that has a torch for them: `make gpu RUN=python3 GPU="--parts 1"`. A second
+# On a machine with GPUs, with the Python that has a torch for them: `make gpu RUN=python3 GPU="--limit 430"`. A second
 # call runs what has not passed yet.
 gpu:
 	$(RUN) -m tests.gpu_run $(GPU)

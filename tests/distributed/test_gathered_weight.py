@@ -136,6 +136,20 @@ def test_stored_rows_tell_codes_from_a_whole_weight():
     assert len(set(map(stored_rows._describe, weights))) == 3
 
 
+@torch.no_grad()
+def test_a_view_of_another_shape_is_dequantised():
+    weight = gathered(torch.randn(32, 64), "mxfp8").data
+    values = weight.dequantised()
+    assert type(weight.view(32, 64)) is type(weight.as_strided((32, 64), (64, 1))) is type(weight)
+    views = (
+        (lambda w: w.view(-1)),
+        (lambda w: w.as_strided((32, 32), (64, 1))),
+        (lambda w: w.as_strided((2, 64), (64, 1), 64)),
+    )
+    for view in views:
+        assert type(view(weight)) is torch.Tensor and torch.equal(view(weight), view(values))
+
+
 def test_codes_that_were_not_gathered_are_not_multiplied():
     with pytest.raises(Exception, match=r"up.weight: activation checkpointing .*recompute=True"):
         step(with_codes(Layers(again=True), "mxfp8"), "mxfp8")

@@ -46,6 +46,8 @@ def assert_same_step(one, other):
 @pytest.mark.parametrize("name", [*recipes(), None])
 def test_backend_by_name(name, monkeypatch):
     monkeypatch.setenv("FP4COMPILE_RECIPE", "mxfp8_floor")
+    if name != "nvfp4":  # of which Inductor writes code
+        without_codegen.install(monkeypatch)
     layer, x = torch.nn.Linear(64, 64), torch.randn(8, 64)
     by_name = f"fp4compile_{name}" if name else "fp4compile"
     by_name = torch.compile(layer, backend=by_name)(x)
@@ -81,19 +83,13 @@ def test_modes(mode, device):
         torch.compile(model, backend=fp4compile.backend("nvfp4"), mode="fastest")(x)
 
 
-@pytest.mark.parametrize(
-    "mode, options, name, value",
-    [
-        ("default", None, "triton.cudagraphs", False),
-        ("reduce-overhead", None, "triton.cudagraphs", True),
-        ("max-autotune", None, "triton.cudagraphs", True),
-        ("max-autotune", None, "max_autotune", True),
-        ("max-autotune-no-cudagraphs", None, "triton.cudagraphs", False),
-        ("max-autotune-no-cudagraphs", None, "max_autotune", True),
-        (None, {"max_autotune": True}, "triton.cudagraphs", False),
-        (None, {"max_autotune": True}, "max_autotune", True),
-    ],
-)
+@pytest.mark.parametrize("mode, options, name, value", [
+    ("default", None, "triton.cudagraphs", False), ("reduce-overhead", None, "triton.cudagraphs", True),
+    ("max-autotune", None, "triton.cudagraphs", True), ("max-autotune", None, "max_autotune", True),
+    ("max-autotune-no-cudagraphs", None, "triton.cudagraphs", False),
+    ("max-autotune-no-cudagraphs", None, "max_autotune", True),
+    (None, {"max_autotune": True}, "triton.cudagraphs", False), (None, {"max_autotune": True}, "max_autotune", True),
+])  # fmt: skip
 def test_modes_and_options_arrive_in_inductors_configuration(mode, options, name, value, monkeypatch):
     seen = without_codegen.install(monkeypatch)
     torch.compile(MLP(), backend=fp4compile.backend("mxfp8"), mode=mode, options=options)(torch.randn(4, 64))
@@ -143,7 +139,7 @@ def test_one_graph_for_three_batch_sizes(grad, monkeypatch):
     assert len(recorder.graphs) == (2 if grad else 1)
 
 
-def test_unbacked_token_counts():
+def test_unbacked_token_counts(monkeypatch):
     """An expert loop: each expert sees a number of tokens that only the data knows."""
     experts = torch.nn.ModuleList(torch.nn.Linear(64, 64) for _ in range(3))
 
@@ -159,27 +155,11 @@ def test_unbacked_token_counts():
     with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True), torch.no_grad():
         out = torch.compile(route, backend=backend, fullgraph=True)(x, expert)
     assert len(backend.report.quantised) == 3
+    without_codegen.install(monkeypatch)
     for row in range(20):
         alone = torch.compile(experts[expert[row]], backend=fp4compile.backend("mxfp8"))
         with torch.no_grad():
             torch.testing.assert_close(out[row : row + 1], alone(x[row : row + 1]), rtol=1e-5, atol=1e-6)
-
-
-def test_graph_breaks():
-    class Broken(torch.nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.first, self.second = torch.nn.Linear(64, 64), torch.nn.Linear(64, 64)
-
-        def forward(self, x):
-            x = self.first(x)
-            torch._dynamo.graph_break()
-            return self.second(x)
-
-    model, backend = Broken(), fp4compile.backend("mxfp8", strict=True)
-    torch.compile(model, backend=backend)(torch.randn(4, 64)).sum().backward()
-    assert [row.module for row in backend.report.rows] == ["first", "first", "second", "second", "second"]
-    assert all(row.quantised for row in backend.report.rows)
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -42,8 +42,3 @@ def test_a_run(monkeypatch, tmp_path, capsys):
     assert ecosystem.main(["--only", "Lightning", "--out", str(out)]) == 0
     assert "it broke" in capsys.readouterr().out
     assert json.loads(out.read_text())["rows"] == [rows["Lightning"], rows["timm: ViT"]]
-
-
-def test_a_library_that_is_missing_is_skipped(monkeypatch):
-    monkeypatch.setattr(ecosystem, "find_spec", lambda name: None)
-    assert ecosystem.record_of("Lightning")["skipped"] == "lightning is not installed"

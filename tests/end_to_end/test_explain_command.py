@@ -81,20 +81,16 @@ def test_a_function_gives_a_model_and_its_arguments(function, rows, tmp_path, mo
     assert rows <= {row["m"] for row in found["rows"]}
 
 
-@pytest.mark.parametrize(
-    "arguments, message",
-    [
-        (["absent"], "there is no file 'absent'"),
-        (["absent.module:make"], "'absent.module:make': No module named 'absent'"),
-        (["json:absent"], "'json:absent': module 'json' has no attribute 'absent'"),
-        (["factories:nothing"], "'factories:nothing': expected a model, got int"),
-        (["folder"], "folder: "),
-        (["speech"], "WhisperModel takes 'input_features', whose size is unknown here: give a function"),
-        (["folder", "--gpu", "b20"], "unknown GPU 'b20'. Did you mean 'B200'?"),
-        (["folder", "--recipe", "nvfp5"], "unknown recipe 'nvfp5'"),
-        (["folder", "--tokens", "0"], "expected a positive whole number"),
-    ],
-)
+@pytest.mark.parametrize("arguments, message", [
+    (["absent"], "there is no file 'absent'"),
+    (["absent.module:make"], "'absent.module:make': No module named 'absent'"),
+    (["json:absent"], "'json:absent': module 'json' has no attribute 'absent'"),
+    (["factories:nothing"], "'factories:nothing': expected a model, got int"), (["folder"], "folder: "),
+    (["speech"], "WhisperModel takes 'input_features', whose size is unknown here: give a function"),
+    (["folder", "--gpu", "b20"], "unknown GPU 'b20'. Did you mean 'B200'?"),
+    (["folder", "--recipe", "nvfp5"], "unknown recipe 'nvfp5'"),
+    (["folder", "--tokens", "0"], "expected a positive whole number"),
+])  # fmt: skip
 def test_bad_arguments(arguments, message, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)

@@ -17,14 +17,7 @@ import torch
 pytest.importorskip("triton")
 
 from fp4compile.__main__ import main  # noqa: E402
-from fp4compile.check import (  # noqa: E402
-    cases,
-    comparison,
-    first_run,
-    products,
-    quantisers,
-    run_times,
-)
+from fp4compile.check import cases, comparison, first_run, products, quantisers, run_times  # noqa: E402
 from fp4compile.check.cases import Case, Finding, in_process  # noqa: E402
 from fp4compile.check.comparison import Here  # noqa: E402
 from fp4compile.check.products import MatmulCase  # noqa: E402

@@ -1,5 +1,6 @@
 """The lines of docs/launchers.md that start a script which does not know of this package."""
 
+import copy
 import importlib.machinery
 import json
 import os
@@ -13,9 +14,13 @@ import torch
 
 import fp4compile
 import fp4compile_autoload
+from fp4compile import _inductor_patches
+from fp4compile.registration import is_backend
+from fp4compile.report.names import unwrapped
+from tests.helpers import without_codegen
 
 pytest.importorskip("accelerate")
-pytest.importorskip("transformers")
+transformers = pytest.importorskip("transformers")
 # The models have no bias and no other operation, so that no C++ is compiled.
 SCRIPT = """
 import sys, torch, accelerate, transformers
@@ -56,7 +61,6 @@ ROOT = Path(__file__).parents[2]
 
 
 def llama():
-    transformers = pytest.importorskip("transformers")
     torch.manual_seed(0)
     config = transformers.LlamaConfig(
         hidden_size=64, intermediate_size=128, num_hidden_layers=1, num_attention_heads=4, vocab_size=100
@@ -127,27 +131,6 @@ def test_accelerates_file_and_two_ranks(tmp_path, monkeypatch):
     assert all(one["said"][0].startswith("recipe nvfp4: 1 of 1 matmuls quantised") for one in found)
 
 
-def test_a_checkpoint_is_packed_as_it_is_loaded(tmp_path):
-    transformers = pytest.importorskip("transformers")
-    model = llama()
-    model.save_pretrained(tmp_path / "plain")
-    order = {"quant_method": "fp4compile", "recipe": "nvfp4"}
-    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "plain", quantization_config=order)
-    fp4compile.pack_(model, "nvfp4")
-    assert torch.equal(logits(loaded), logits(model))
-    loaded.save_pretrained(tmp_path / "packed")
-    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "packed")
-    assert torch.equal(logits(again), logits(model))
-    with pytest.raises(ValueError, match="name a recipe to pack it by"):
-        transformers.AutoModelForCausalLM.from_pretrained(
-            tmp_path / "plain", quantization_config={"quant_method": "fp4compile"}
-        )
-    with pytest.raises(ValueError, match="packed already; expected no recipe"):
-        config = transformers.AutoConfig.from_pretrained(tmp_path / "packed")
-        config.quantization_config["recipe"] = "nvfp4"
-        transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "packed", config=config)
-
-
 def test_names_are_added_to_a_module_that_is_under_way(monkeypatch):
     """accelerate's own import of torch calls `watch`, and only later makes the enumeration."""
     module, added = types.ModuleType("half"), []
@@ -165,3 +148,34 @@ def test_names_are_added_to_a_module_that_is_under_way(monkeypatch):
 def test_importing_torch_imports_no_more_of_this_package():
     code = "import sys, torch; print([name for name in sys.modules if name.startswith('fp4compile')])"
     assert printed(["-c", code]).strip() == "['fp4compile_autoload']"
+
+
+@pytest.mark.parametrize("how", ("flags", "compiled in place", "run --in-place"))
+def test_what_the_trainer_evaluates(how, tmp_path, monkeypatch):
+    """With the flags alone, the unquantised model."""
+    without_codegen.install(monkeypatch)
+    monkeypatch.setattr(torch, "compile", torch.compile)  # is put back after the test
+    config = transformers.LlamaConfig(
+        hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2, vocab_size=50
+    )
+    model = transformers.LlamaForCausalLM(config)
+    tokens = [{"input_ids": torch.arange(8) + i, "labels": torch.arange(8) + i} for i in range(4)]
+    flags = {"torch_compile_backend": "fp4compile_nvfp4"} if how != "compiled in place" else {}
+    if how == "compiled in place":
+        model.compile(backend="fp4compile_nvfp4")
+    elif how == "run --in-place":
+        _inductor_patches.compile_in_place(is_backend, unwrapped)
+    arguments = transformers.TrainingArguments(
+        tmp_path, max_steps=1, report_to=[], use_cpu=True, disable_tqdm=True, save_strategy="no", **flags
+    )
+    trainer = transformers.Trainer(model, arguments, train_dataset=tokens, eval_dataset=tokens)
+    trainer.train()
+    with torch.no_grad():
+        batch = {name: torch.stack([sample[name] for sample in tokens]) for name in tokens[0]}
+        model.eval()
+        with torch.compiler.set_stance("force_eager"):
+            plain = model(**batch).loss.item()
+        quantised = torch.compile(copy.deepcopy(model), backend="fp4compile_nvfp4")(**batch).loss.item()
+    assert abs(plain - quantised) > 1e-4
+    expected = plain if how == "flags" else quantised
+    assert trainer.evaluate()["eval_loss"] == pytest.approx(expected, abs=1e-5)

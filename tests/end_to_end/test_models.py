@@ -22,6 +22,8 @@ DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 RECIPES = ["nvfp4", "mxfp8"]
 SAME = 30.0  # dB: two computations of the same quantised model
 QUANTISED = 20.0  # dB: more than these models keep when they are quantised
+SIZES = {"vocab_size": 128, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 1,
+         "num_attention_heads": 4, "initializer_range": 0.2}  # fmt: skip
 
 
 def linears(model):
@@ -33,16 +35,7 @@ def linears(model):
 
 def llama(device="cpu"):
     torch.manual_seed(0)
-    config = transformers.LlamaConfig(
-        vocab_size=128,
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=1,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        initializer_range=0.2,
-    )
-    return transformers.LlamaForCausalLM(config).to(device)
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES, num_key_value_heads=2)).to(device)
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -94,16 +87,7 @@ def test_llama_generates_through_a_kv_cache(device, monkeypatch):
 
 def bert(device="cpu"):
     torch.manual_seed(0)
-    config = transformers.BertConfig(
-        vocab_size=128,
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        initializer_range=0.2,
-        hidden_dropout_prob=0.0,
-        attention_probs_dropout_prob=0.0,
-    )
+    config = transformers.BertConfig(**SIZES, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
     return transformers.BertModel(config).to(device)
 
 

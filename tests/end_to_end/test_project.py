@@ -1,5 +1,6 @@
-"""The package's metadata: entry points, dependencies, versions."""
+"""The package's metadata: entry points, dependencies, versions; and the tests' own house."""
 
+import ast
 import re
 import tomllib
 from importlib.metadata import EntryPoint
@@ -51,12 +52,32 @@ def test_numpy_is_required():
     assert "numpy" in project()["dependencies"]
 
 
-def test_requirements_of_the_tests_are_pinned():
+def test_requirements_of_the_tests_and_of_the_documentation_are_pinned():
     lines = (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
     pins = dict(line.split("==") for line in lines if not line.startswith("#"))
-    assert set(project()["optional-dependencies"]["test"]) <= set(pins)
+    optional = project()["optional-dependencies"]
+    assert {*optional["test"], *optional["docs"]} <= set(pins)
 
 
 def test_readme_describes_every_recipe():
     described = re.findall(r"^\| `(\w+)` \| [^|\d]", (ROOT / "README.md").read_text(encoding="utf-8"), re.MULTILINE)
     assert tuple(described) == recipes()
+
+
+def imported(tree: ast.Module) -> set[str]:
+    """Last parts of the names of imported modules, and the names imported from them."""
+    found = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom):
+            found |= {(node.module or "").split(".")[-1], *(name.name for name in node.names)}
+        elif isinstance(node, ast.Import):
+            found |= {name.name.split(".")[-1] for name in node.names}
+    return found
+
+
+def test_every_test_file_has_a_docstring_and_imports_none():
+    files = (ROOT / "tests").rglob("test_*.py")
+    trees = {path: ast.parse(path.read_text(encoding="utf-8")) for path in files}
+    assert len(trees) > 40
+    assert not [path.name for path, tree in trees.items() if not ast.get_docstring(tree)]
+    assert not [path.name for path, tree in trees.items() if imported(tree) & {path.stem for path in trees}]

@@ -53,15 +53,11 @@ def test_a_gate_saves_the_bytes_of_a_result(runs):
     assert 0.5 * most < 1e-6 * forward["saved us"]["rows"] <= most
 
 
-@pytest.mark.parametrize(
-    "steps, options, dims, expected",
-    [
-        (["neg aux0"], {}, [-1], "rows"),
-        (["neg aux0"], {"stored": ["s0 bfloat16"]}, [-1, -2], "both, stores"),
-        (["erf aux0"], {"values": [-1]}, [-1], "rows, values, erf"),
-        (["square aux0", "mean s0", "mul aux0 s1"], {}, [-1], "rows, norm"),
-    ],
-)
+@pytest.mark.parametrize("steps, options, dims, expected", [
+    (["neg aux0"], {}, [-1], "rows"), (["neg aux0"], {"stored": ["s0 bfloat16"]}, [-1, -2], "both, stores"),
+    (["erf aux0"], {"values": [-1]}, [-1], "rows, values, erf"),
+    (["square aux0", "mean s0", "mul aux0 s1"], {}, [-1], "rows, norm"),
+])  # fmt: skip
 def test_kinds_of_prologues(steps, options, dims, expected):
     graph = Graph()
     x = graph.placeholder("x")

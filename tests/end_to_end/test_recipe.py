@@ -21,22 +21,12 @@ def no_recipe_in_the_environment(monkeypatch):
 def rich_recipe() -> Recipe:
     """One that uses every field which may differ from its default today."""
     return Recipe(
-        name="mine",
-        fprop_x="nvfp4",
-        fprop_w="nvfp4_16x16",
-        wgrad_dy=formats.BlockFormat("e2m1", (1, 32), "e8m0", None, "ceil"),
-        attention_a="mxfp8",
-        rules=[("*.mlp.*", "mxfp8"), {"pattern": "layers.1.*", "action": "skip"}, Rule("*", "quantize")],
-        min_m=2,
-        min_n=64,
-        min_k=96,
-        skip_first_blocks=1,
-        skip_last_blocks=2,
-        num_blocks=12,
-        skip_lm_head=False,
-        activation_scale="static",
-        static_scales={"layers.0.q": 0.25, "embed": 1},
-    )
+        name="mine", fprop_x="nvfp4", fprop_w="nvfp4_16x16",
+        wgrad_dy=formats.BlockFormat("e2m1", (1, 32), "e8m0", None, "ceil"), attention_a="mxfp8",
+        rules=[("*.mlp.*", "mxfp8"), {"pattern": "layers.1.*", "action": "skip"}, Rule("*", "quantize")], min_m=2,
+        min_n=64, min_k=96, skip_first_blocks=1, skip_last_blocks=2, num_blocks=12, skip_lm_head=False,
+        activation_scale="static", static_scales={"layers.0.q": 0.25, "embed": 1},
+    )  # fmt: skip
 
 
 # ---------------------------------------------------------------- named recipes
@@ -136,17 +126,10 @@ def test_digest_tells_recipes_apart():
 # ---------------------------------------------------------------- rules and scales
 
 
-@pytest.mark.parametrize(
-    "module, action",
-    [
-        ("layers.1.mlp", "skip"),
-        ("layers.10.mlp", "mxfp8"),
-        ("model.layers.1.mlp", "mxfp8"),
-        ("layers.1.q.a", "skip"),
-        ("LAYERS.1.q", None),
-        ("lm_head", None),
-    ],
-)
+@pytest.mark.parametrize("module, action", [
+    ("layers.1.mlp", "skip"), ("layers.10.mlp", "mxfp8"), ("model.layers.1.mlp", "mxfp8"), ("layers.1.q.a", "skip"),
+    ("LAYERS.1.q", None), ("lm_head", None),
+])  # fmt: skip
 def test_first_matching_rule_decides(module, action):
     recipe = Recipe(rules=[("layers.1.*", "skip"), ("layers.1*", "mxfp8"), ("*.mlp", "mxfp8")])
     rule = recipe.rule_for(module)
@@ -182,81 +165,61 @@ def test_static_scale_by_module_name():
 # ---------------------------------------------------------------- contradictions and mistakes
 
 
-@pytest.mark.parametrize(
-    "fields, message",
-    [
-        ({"fprop_x": "nvfp4", "fprop_w": "mxfp8"}, "fprop: formats nvfp4 and mxfp8 cannot be multiplied"),
-        ({"attention_a": "nvfp4", "attention_b": "float8_rowwise"}, "attention: formats"),
-        ({"fprop_x": "e2m1:16x16:e4m3:row:te"}, "fprop_x: outer='row' contradicts block"),
-        ({"fprop_x": "e2m1:1x16:e8m0:-:rceil"}, "fprop_x: block"),
-        ({"min_m": -1}, "min_m=-1"),
-        ({"num_blocks": -2}, "num_blocks=-2"),
-        ({"activation_scale": "frozen"}, "activation_scale='frozen'.*'static'"),
-        ({"activation_scale": "static"}, "activation_scale='static' needs"),
-        ({"activation_scale": "static", "fprop_x": "nvfp4_one_level"}, "activation_scale='static' needs"),
-        ({"activation_scale": "static", "fprop_x": "nvfp4_rowwise"}, "activation_scale='static' needs"),
-        ({"hadamard": ("fprop",)}, "hadamard: unknown product 'fprop'.*Allowed: wgrad"),
-        ({"hadamard": ("wgrad", "dgrad")}, "hadamard: unknown product 'dgrad'"),
-        ({"hadamard": ("wgard",)}, "hadamard: unknown product 'wgard'.*'wgrad'"),
-        ({"hadamard": ("wgrad",)}, "wgrad_dy must be an NVFP4 format with blocks of 1x16, got None"),
-        ({"recipe": "mxfp4", "hadamard": ("wgrad",)}, "wgrad_dy must be an NVFP4 format.*got mxfp4"),
-        ({"recipe": "nvfp4_train", "wgrad_x": "nvfp4_16x16"}, "wgrad_x must be an NVFP4 format.*got nvfp4_16x16"),
-        ({"stochastic_rounding": ["dgrad"]}, "stochastic_rounding of dgrad: dgrad_dy must be an FP4 format, got None"),
-        ({"recipe": "mxfp8", "stochastic_rounding": ["wgrad"]}, "wgrad_dy must be an FP4 format, got mxfp8"),
-        ({"stochastic_rounding": ["fprop"]}, "stochastic_rounding: unknown product 'fprop'"),
-        ({"recipe": "mxfp8", "fast_accumulation": ["fprop"]}, "fast_accumulation of fprop: .*got mxfp8 and mxfp8"),
-        (
-            {"recipe": "float8_rowwise", "fast_accumulation": ["forward"]},
-            "fast_accumulation: unknown product 'forward'",
-        ),
-        ({"recipe": "nvfp4", "static_scales": {"a": 0.5}}, "static_scales are given and never used"),
-        ({"static_scales": {"a": 0.5}, "rules": [("a", "mxfp8")]}, "static_scales are given and never used"),
-        ({"rules": [{"action": "skip"}]}, "a rule has a pattern and an action"),
-        ({"rules": [("", "skip")]}, "pattern '' is empty"),
-        ({"rules": [("*.q", "skip"), ("*.gate ", "skip")]}, r"pattern '\*.gate ' is empty or has spaces around it"),
-        ({"rules": [("\n*.gate", "skip")]}, "has spaces around it"),
-        ({"num_blocks": 0}, "num_blocks=0: must be at least 1"),
-        ({"skip_first_blocks": -1}, "skip_first_blocks=-1"),
-        ({"name": ""}, "name='': must not be empty"),
-        ({"name": " "}, "name=' ': must not be empty"),
-        ({"fprop_x": ""}, "fprop_x: unknown format ''"),
-        ({"recipe": " mxfp8"}, "unknown recipe ' mxfp8'.*'mxfp8'"),
-        ({"static_scale": {}}, "unknown recipe field 'static_scale'.*'static_scales'"),
-        ({"recipe": "nvfp"}, "unknown recipe 'nvfp'"),
-    ],
-)
+@pytest.mark.parametrize("fields, message", [
+    ({"fprop_x": "nvfp4", "fprop_w": "mxfp8"}, "fprop: formats nvfp4 and mxfp8 cannot be multiplied"),
+    ({"attention_a": "nvfp4", "attention_b": "float8_rowwise"}, "attention: formats"),
+    ({"fprop_x": "e2m1:16x16:e4m3:row:te"}, "fprop_x: outer='row' contradicts block"),
+    ({"fprop_x": "e2m1:1x16:e8m0:-:rceil"}, "fprop_x: block"), ({"min_m": -1}, "min_m=-1"),
+    ({"num_blocks": -2}, "num_blocks=-2"), ({"activation_scale": "frozen"}, "activation_scale='frozen'.*'static'"),
+    ({"activation_scale": "static"}, "activation_scale='static' needs"),
+    ({"activation_scale": "static", "fprop_x": "nvfp4_one_level"}, "activation_scale='static' needs"),
+    ({"activation_scale": "static", "fprop_x": "nvfp4_rowwise"}, "activation_scale='static' needs"),
+    ({"hadamard": ("fprop",)}, "hadamard: unknown product 'fprop'.*Allowed: wgrad"),
+    ({"hadamard": ("wgrad", "dgrad")}, "hadamard: unknown product 'dgrad'"),
+    ({"hadamard": ("wgard",)}, "hadamard: unknown product 'wgard'.*'wgrad'"),
+    ({"hadamard": ("wgrad",)}, "wgrad_dy must be an NVFP4 format with blocks of 1x16, got None"),
+    ({"recipe": "mxfp4", "hadamard": ("wgrad",)}, "wgrad_dy must be an NVFP4 format.*got mxfp4"),
+    ({"recipe": "nvfp4_train", "wgrad_x": "nvfp4_16x16"}, "wgrad_x must be an NVFP4 format.*got nvfp4_16x16"),
+    ({"stochastic_rounding": ["dgrad"]}, "stochastic_rounding of dgrad: dgrad_dy must be an FP4 format, got None"),
+    ({"recipe": "mxfp8", "stochastic_rounding": ["wgrad"]}, "wgrad_dy must be an FP4 format, got mxfp8"),
+    ({"stochastic_rounding": ["fprop"]}, "stochastic_rounding: unknown product 'fprop'"),
+    ({"recipe": "mxfp8", "fast_accumulation": ["fprop"]}, "fast_accumulation of fprop: .*got mxfp8 and mxfp8"),
+    ({"recipe": "float8_rowwise", "fast_accumulation": ["forward"]}, "fast_accumulation: unknown product 'forward'"),
+    ({"recipe": "nvfp4", "static_scales": {"a": 0.5}}, "static_scales are given and never used"),
+    ({"static_scales": {"a": 0.5}, "rules": [("a", "mxfp8")]}, "static_scales are given and never used"),
+    ({"rules": [{"action": "skip"}]}, "a rule has a pattern and an action"),
+    ({"rules": [("", "skip")]}, "pattern '' is empty"),
+    ({"rules": [("*.q", "skip"), ("*.gate ", "skip")]}, r"pattern '\*.gate ' is empty or has spaces around it"),
+    ({"rules": [("\n*.gate", "skip")]}, "has spaces around it"),
+    ({"num_blocks": 0}, "num_blocks=0: must be at least 1"), ({"skip_first_blocks": -1}, "skip_first_blocks=-1"),
+    ({"name": ""}, "name='': must not be empty"), ({"name": " "}, "name=' ': must not be empty"),
+    ({"fprop_x": ""}, "fprop_x: unknown format ''"), ({"recipe": " mxfp8"}, "unknown recipe ' mxfp8'.*'mxfp8'"),
+    ({"static_scale": {}}, "unknown recipe field 'static_scale'.*'static_scales'"),
+    ({"recipe": "nvfp"}, "unknown recipe 'nvfp'"),
+])  # fmt: skip
 def test_contradictions_raise_when_built(fields, message):
     with pytest.raises(ValueError, match=message):
         Recipe.from_dict(fields)
 
 
-@pytest.mark.parametrize(
-    "fields, message",
-    [
-        ({"fprop_x": 4}, "fprop_x: .*expected a name"),
-        ({"name": None}, "name: expected a str"),
-        ({"min_m": True}, "min_m: expected an int, got bool"),
-        ({"min_k": 32.0}, "min_k: expected an int, got float"),
-        ({"skip_lm_head": 1}, "skip_lm_head: expected a bool, got int"),
-        ({"activation_scale": None}, "activation_scale: expected a str"),
-        ({"rules": "skip"}, "rules: expected a list"),
-        ({"rules": {"layers.*": "skip"}}, "rules: expected a list"),
-        ({"rules": ["layers.*"]}, "rules: expected a Rule"),
-        ({"rules": [(1, "skip")]}, "pattern must be a string"),
-        ({"hadamard": "wgrad"}, "hadamard: expected a list"),
-        ({"static_scales": {"a": "1"}}, "static_scales: expected pairs"),
-        ({"static_scales": [1.0]}, "static_scales: expected pairs"),
-        ({"static_scales": 1.0}, "static_scales: expected a list"),
-        ({"static_scales": {"a": True}}, "static_scales: expected pairs"),
-        ({"static_scales": "ab"}, "static_scales: expected a list"),
-        ({"num_blocks": False}, "num_blocks: expected an int, got bool"),
-        ({"min_n": float("nan")}, "min_n: expected an int, got float"),
-        ({"stochastic_rounding": [["dgrad"]]}, "stochastic_rounding: expected names of products"),
-        ({"hadamard": [1]}, "hadamard: expected names of products"),
-        ({"recipe": 4}, "recipe: expected a name"),
-        ([], "recipe: expected a dict"),
-    ],
-)
+@pytest.mark.parametrize("fields, message", [
+    ({"fprop_x": 4}, "fprop_x: .*expected a name"), ({"name": None}, "name: expected a str"),
+    ({"min_m": True}, "min_m: expected an int, got bool"), ({"min_k": 32.0}, "min_k: expected an int, got float"),
+    ({"skip_lm_head": 1}, "skip_lm_head: expected a bool, got int"),
+    ({"activation_scale": None}, "activation_scale: expected a str"), ({"rules": "skip"}, "rules: expected a list"),
+    ({"rules": {"layers.*": "skip"}}, "rules: expected a list"), ({"rules": ["layers.*"]}, "rules: expected a Rule"),
+    ({"rules": [(1, "skip")]}, "pattern must be a string"), ({"hadamard": "wgrad"}, "hadamard: expected a list"),
+    ({"static_scales": {"a": "1"}}, "static_scales: expected pairs"),
+    ({"static_scales": [1.0]}, "static_scales: expected pairs"),
+    ({"static_scales": 1.0}, "static_scales: expected a list"),
+    ({"static_scales": {"a": True}}, "static_scales: expected pairs"),
+    ({"static_scales": "ab"}, "static_scales: expected a list"),
+    ({"num_blocks": False}, "num_blocks: expected an int, got bool"),
+    ({"min_n": float("nan")}, "min_n: expected an int, got float"),
+    ({"stochastic_rounding": [["dgrad"]]}, "stochastic_rounding: expected names of products"),
+    ({"hadamard": [1]}, "hadamard: expected names of products"), ({"recipe": 4}, "recipe: expected a name"),
+    ([], "recipe: expected a dict"),
+])  # fmt: skip
 def test_wrong_types_name_the_field(fields, message):
     with pytest.raises(TypeError, match=message):
         Recipe.from_dict(fields)

@@ -36,16 +36,6 @@ def test_a_file_that_was_cut_anywhere_is_refused(name, ending, tmp_path):
             resolve(path)
 
 
-def test_a_cut_between_two_lines_is_named(tmp_path):
-    path = tmp_path / "saved.toml"
-    RECIPES["calibrated"].save(path)
-    lines = path.read_text().splitlines(keepends=True)
-    for count in range(2, len(lines)):
-        path.write_text("".join(lines[:count]))
-        with pytest.raises(ValueError, match="saved by Recipe.save and lacks its last line, `complete = true`"):
-            resolve(path)
-
-
 def test_a_saved_file_may_be_edited(tmp_path):
     path = tmp_path / "saved.toml"
     saved = RECIPES["calibrated"]

@@ -51,12 +51,9 @@ def test_toml_says_all_that_a_dict_says(tmp_path):
         """
     )
     assert Recipe.from_toml(file) == named("nvfp4_static").replace(
-        name="careful",
-        dgrad_dy=None,
-        skip_lm_head=False,
-        rules=(Rule("*.router", "skip"), Rule("*.down", "mxfp8")),
+        name="careful", dgrad_dy=None, skip_lm_head=False, rules=(Rule("*.router", "skip"), Rule("*.down", "mxfp8")),
         static_scales={"layers.0": 0.5},
-    )
+    )  # fmt: skip
 
 
 def test_bad_toml(tmp_path):
@@ -79,14 +76,10 @@ def test_toml_that_says_nothing(tmp_path, text):
         resolve(file)
 
 
-@pytest.mark.parametrize(
-    "beside, named_in_message",
-    [
-        ("min_n = 64", "min_n"),
-        ('recipe = "mxfp4"\nskip_first_blocks = 1', "recipe, skip_first_blocks"),
-        ('rules = [["*", "skip"]]\nname = "run 7"', "rules"),
-    ],
-)
+@pytest.mark.parametrize("beside, named_in_message", [
+    ("min_n = 64", "min_n"), ('recipe = "mxfp4"\nskip_first_blocks = 1', "recipe, skip_first_blocks"),
+    ('rules = [["*", "skip"]]\nname = "run 7"', "rules"),
+])  # fmt: skip
 def test_toml_fields_beside_the_table(tmp_path, beside, named_in_message):
     file = tmp_path / "both.toml"
     file.write_text(f'{beside}\n[fp4compile]\nrecipe = "mxfp8"\n')
@@ -100,15 +93,12 @@ def test_other_settings_beside_the_table(tmp_path):
     assert resolve(file) == named("mxfp8")
 
 
-@pytest.mark.parametrize(
-    "text, error, message",
-    [
-        ("min_m = 1.5", TypeError, "wrong.toml: min_m: expected an int"),
-        ("fp4compile = 'mxfp8'", TypeError, "wrong.toml: recipe: expected a dict of fields, got str"),
-        ("[tool.fp4compile]\nrecipe = 'mxfp8'", ValueError, "wrong.toml: unknown recipe field 'tool'"),
-        ("recipe = 'mxpf8'", ValueError, "wrong.toml: unknown recipe 'mxpf8'"),
-    ],
-)
+@pytest.mark.parametrize("text, error, message", [
+    ("min_m = 1.5", TypeError, "wrong.toml: min_m: expected an int"),
+    ("fp4compile = 'mxfp8'", TypeError, "wrong.toml: recipe: expected a dict of fields, got str"),
+    ("[tool.fp4compile]\nrecipe = 'mxfp8'", ValueError, "wrong.toml: unknown recipe field 'tool'"),
+    ("recipe = 'mxpf8'", ValueError, "wrong.toml: unknown recipe 'mxpf8'"),
+])  # fmt: skip
 def test_errors_in_toml_name_the_file(tmp_path, text, error, message):
     file = tmp_path / "wrong.toml"
     file.write_text(text)
@@ -214,15 +204,12 @@ def test_one_setting_an_option(setting):
         parse("--fp4compile-recipe", "mxfp8", "--fp4compile-set", setting)
 
 
-@pytest.mark.parametrize(
-    "options, field",
-    [
-        (("--fp4compile-set", "min_n=64", "--fp4compile-set", "min_n=32"), "min_n"),
-        (("--fp4compile-lm-head", "--fp4compile-set", "skip_lm_head=true"), "skip_lm_head"),
-        (("--fp4compile-set", "skip_first_blocks=1", "--fp4compile-skip-first", "2"), "skip_first_blocks"),
-        (("--fp4compile-skip-last", "0", "--fp4compile-set", "skip_last_blocks=2"), "skip_last_blocks"),
-    ],
-)
+@pytest.mark.parametrize("options, field", [
+    (("--fp4compile-set", "min_n=64", "--fp4compile-set", "min_n=32"), "min_n"),
+    (("--fp4compile-lm-head", "--fp4compile-set", "skip_lm_head=true"), "skip_lm_head"),
+    (("--fp4compile-set", "skip_first_blocks=1", "--fp4compile-skip-first", "2"), "skip_first_blocks"),
+    (("--fp4compile-skip-last", "0", "--fp4compile-set", "skip_last_blocks=2"), "skip_last_blocks"),
+])  # fmt: skip
 def test_a_field_is_set_once(options, field):
     with pytest.raises(ValueError, match=f"{field} is set by another option already"):
         parse("--fp4compile-recipe", "mxfp8", *options)
@@ -250,18 +237,15 @@ def test_arguments_of_another_parser():
         Recipe.from_args(argparse.Namespace(steps=3))
 
 
-@pytest.mark.parametrize(
-    "arguments, message",
-    [
-        (("--fp4compile-skip", "*.gate"), "options without --fp4compile-recipe"),
-        (("--fp4compile-skip-first", "1"), "options without --fp4compile-recipe"),
-        (("--fp4compile-recipe", "mxfp8", "--fp4compile-set", "min_n"), "expected FIELD=VALUE"),
-        (("--fp4compile-recipe", "mxfp8", "--fp4compile-set", "min_q=1"), "unknown recipe field 'min_q'"),
-        (("--fp4compile-recipe", "mxfp8", "--fp4compile-set", "recipe=mxfp4"), "unknown recipe field 'recipe'"),
-        (("--fp4compile-recipe", "mxfp8", "--fp4compile-skip", ""), "pattern '' is empty"),
-        (("--fp4compile-recipe", "mxfp8", "--fp4compile-skip-first", "-1"), "skip_first_blocks=-1"),
-    ],
-)
+@pytest.mark.parametrize("arguments, message", [
+    (("--fp4compile-skip", "*.gate"), "options without --fp4compile-recipe"),
+    (("--fp4compile-skip-first", "1"), "options without --fp4compile-recipe"),
+    (("--fp4compile-recipe", "mxfp8", "--fp4compile-set", "min_n"), "expected FIELD=VALUE"),
+    (("--fp4compile-recipe", "mxfp8", "--fp4compile-set", "min_q=1"), "unknown recipe field 'min_q'"),
+    (("--fp4compile-recipe", "mxfp8", "--fp4compile-set", "recipe=mxfp4"), "unknown recipe field 'recipe'"),
+    (("--fp4compile-recipe", "mxfp8", "--fp4compile-skip", ""), "pattern '' is empty"),
+    (("--fp4compile-recipe", "mxfp8", "--fp4compile-skip-first", "-1"), "skip_first_blocks=-1"),
+])  # fmt: skip
 def test_bad_arguments(arguments, message):
     with pytest.raises(ValueError, match=message):
         parse(*arguments)

@@ -14,7 +14,6 @@ from torch._guards import CompileId, TraceId
 
 import fp4compile
 from fp4compile.report.report import Report, Row, Seconds
-from fp4compile.report.stored_rows import Outcome, rows_from_json, rows_to_json
 from tests.helpers import without_codegen
 from tests.helpers.report_text import row, selectors
 
@@ -192,14 +191,6 @@ def test_recompilation_adds_only_what_is_new():
     assert [r.m for r in report.rows] == [2, 2, 3, 2, 2]
 
 
-def test_json():
-    rows = [row(), row("b", "output head"), row(m="s0", flops=None)]
-    outcome = Outcome(rows, {"find": 3})
-    assert rows_from_json(rows_to_json(outcome)) == outcome
-    report = Report("mxfp8", rows, {"find": 3})
-    assert json.loads(json.dumps(report.to_dict()))["quantised"] == 2
-
-
 def test_explain_says_what_the_backend_does(capsys, monkeypatch):
     without_codegen.install(monkeypatch)
     model, x = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.ReLU(), torch.nn.Linear(64, 32)), torch.ones(8, 64)
@@ -213,18 +204,6 @@ def test_explain_says_what_the_backend_does(capsys, monkeypatch):
     rows = [dataclasses.replace(row, saved=None, saved_plain=None) for row in backend.report.rows]
     assert rows == report.rows and len(report.rows) == 5 and backend.report.saved()[0] > 0
     assert all(p.grad is None for p in model.parameters())
-
-
-def test_symbolic_sizes_count_as_in_the_captured_call(monkeypatch):
-    without_codegen.install(monkeypatch)
-    backend = fp4compile.backend("nvfp4")
-    compiled = torch.compile(torch.nn.Linear(64, 48), backend=backend, dynamic=True)
-    with torch.no_grad():
-        compiled(torch.ones(8, 64))
-        compiled(torch.ones(11, 64))
-    (only,) = backend.report.rows  # the sizes are read without a guard: one graph for both calls
-    assert isinstance(only.m, str) and (only.n, only.k, only.flops) == (48, 64, 2 * 8 * 48 * 64)
-    assert backend.report.flops_share() == 1
 
 
 def test_sizes_that_only_the_data_knows_are_said_to_be_unknown():

@@ -13,13 +13,8 @@ from fp4compile.report.stored_rows import Outcome
 
 ROW = dict.fromkeys(("m", "n", "k", "left", "right", "tier", "reason", "flops")) | {"module": "a", "product": "fprop"}
 UNREADABLE = {
-    "empty": b"",
-    "blank": b"\n",
-    "cut": b'{"rows": [], "cou',
-    "junk": bytes(range(256)),
-    "not UTF-8": b'{"rows": "\xff"}',
-    "deep": 100_000 * b"[",
-}
+    "empty": b"", "blank": b"\n",
+}  # fmt: skip
 OF_ANOTHER_KIND = {
     "number": 3, "null": None, "text": "rows", "list": [1], "object": {}, "no counts": {"rows": []},
     "no rows": {"counts": {}}, "rows of a dict": {"rows": {}, "counts": {}},

@@ -45,20 +45,13 @@ def equal(a, b):
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize(
-    "switch",
-    [
-        {"hadamard": ()},
-        {"stochastic_rounding": ()},
-        {"stochastic_rounding": ("wgrad",)},
-        {"fprop_w": "nvfp4_te", "dgrad_w": "nvfp4_te"},
-        {"fprop_x": None, "fprop_w": None},
-        {"dgrad_w": None, "wgrad_x": None, "hadamard": ()},
-        {"dgrad_dy": None, "dgrad_w": None, "stochastic_rounding": ("wgrad",)},
-        {"wgrad_dy": None, "wgrad_x": None, "hadamard": (), "stochastic_rounding": ("dgrad",)},
-    ],
-    ids=lambda switch: "-".join(switch),
-)
+@pytest.mark.parametrize("switch", [
+    {"hadamard": ()}, {"stochastic_rounding": ()}, {"stochastic_rounding": ("wgrad",)},
+    {"fprop_w": "nvfp4_te", "dgrad_w": "nvfp4_te"}, {"fprop_x": None, "fprop_w": None},
+    {"dgrad_w": None, "wgrad_x": None, "hadamard": ()},
+    {"dgrad_dy": None, "dgrad_w": None, "stochastic_rounding": ("wgrad",)},
+    {"wgrad_dy": None, "wgrad_x": None, "hadamard": (), "stochastic_rounding": ("dgrad",)},
+], ids=lambda switch: "-".join(switch))  # fmt: skip
 def test_every_switch_and_every_product_in_high_precision(switch, device):
     recipe = TRAIN.replace(**switch)
     layer = torch.nn.Linear(80, 48, bias=False, device=device)

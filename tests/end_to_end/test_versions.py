@@ -33,16 +33,6 @@ def test_what_development_uses_is_among_the_versions():
     assert f"torch=={pins['TORCH']}\n" in (ROOT / "constraints.txt").read_text(encoding="utf-8")
 
 
-def test_sentence():
-    assert versions.sentence([result("2.11.0"), result("2.13.0+cpu"), result()]) == (
-        "Tried on CPUs by `make versions`: torch 2.11.0 (Triton 3.6.0), 2.13.0 (3.9.0), 2.14.1 (3.8.0)."
-    )
-    bad = versions.sentence([result(failed=3), result("2.15.0", "tests/passes", failed=None)])
-    assert all(len(line) <= 120 for line in bad.split("\n")) and " ".join(bad.split()).endswith(
-        "torch 2.14.1 (Triton 3.8.0; 3 tests fail), 2.15.0 (3.9.0; `tests/passes` alone; not run to its end)."
-    )
-
-
 def test_a_part_never_takes_the_place_of_the_whole():
     whole, part, newer = result(), result(tests="tests/passes"), result("2.14.1+cpu", passed=11)
     assert versions.merged([], [part]) == [part] and versions.merged([part], [whole]) == [whole]
@@ -52,13 +42,6 @@ def test_a_part_never_takes_the_place_of_the_whole():
     assert versions.merged([whole, result("2.15.0")], [result("2.11.0")]) == [
         result("2.11.0"), whole, result("2.15.0")
     ]  # fmt: skip
-
-
-def test_tests_are_counted(tmp_path):
-    file = tmp_path / "found.xml"
-    assert versions.counted(file) == {"passed": None, "failed": None, "skipped": None}
-    file.write_text(XML)
-    assert versions.counted(file) == {"passed": 3, "failed": 2, "skipped": 1}
 
 
 MAKE = """#!{python}
@@ -126,9 +109,3 @@ def test_what_fails_or_does_not_run_fails_the_command(xml, status, failed, check
     assert versions.main(["--only", "2.14.1"]) == 1
     (one,) = json.loads((folder / "versions.json").read_text())
     assert one["failed"] == failed and one["tests"] == versions.WHOLE
-
-
-def test_an_unknown_version_is_refused(capsys):
-    with pytest.raises(SystemExit, match="2"):
-        versions.main(["--only", "2.12.0"])
-    assert "'2.12.0'" in capsys.readouterr().err

@@ -6,19 +6,17 @@ import os
 import sys
 import time
 import warnings
-from pathlib import Path
 
-if {"--launches", "--prologues"} & {*sys.argv}:  # before Triton is imported
+if "--launches" in sys.argv:  # before Triton is imported
     os.environ["TRITON_INTERPRET"] = "1"
 
 import torch
 
-from tests.fuzz import every_prologue, layers, models, pool, weights, writes  # noqa: F401 (some register the kinds of steps)
+from tests.fuzz import layers, models, weights, writes  # noqa: F401 (some register the kinds of steps)
 from tests.fuzz.compare import Finding, Fuzzer
 from tests.fuzz.kinds import KINDS
 from tests.fuzz.launches import LaunchFuzzer
-from tests.fuzz.plant import PLANTS, plant_all
-from tests.fuzz.plant_launches import LAUNCH_PLANTS
+from tests.fuzz.plant import LAUNCH_PLANTS, PLANTS, plant_all
 from tests.fuzz.programs import Program, Style, build
 from tests.helpers import in_interpreter
 
@@ -31,16 +29,11 @@ def main() -> int:
         arguments = ["--count", str(options.count), "--seed", str(options.seed)]
         plants = LAUNCH_PLANTS if options.launches else PLANTS
         return min(1, plant_all(plants, [*arguments, *["--launches"] * options.launches]))
-    if options.prologues:
-        in_interpreter.be_quick()
-        return min(1, every_prologue.search(*options.prologues))
     if options.writes:
         return min(1, writes.search(options.seed, options.count))
-    if options.jobs > 1 or options.records:
-        return pool.fuzz(options)
     fuzzer = fuzzer_of(options)
     start, found = time.perf_counter(), 0
-    for seed in range(options.seed, options.seed + options.count):
+    for seed in options.seeds or range(options.seed, options.seed + options.count):
         finding, shown = check_one(fuzzer, seed, options)
         if options.json:
             text = None if finding is None else f"{finding.kind}: {finding.text}"
@@ -48,8 +41,6 @@ def main() -> int:
         elif finding is not None:
             print("=" * 100, shown, sep="\n", flush=True)
         found += finding is not None
-        if found >= options.stop:
-            break
     if not options.json:
         seconds = time.perf_counter() - start
         print(f"{fuzzer.run} runs in {seconds:.0f} s, {fuzzer.counted()}, {found} findings")
@@ -69,7 +60,7 @@ def check_one(fuzzer: Fuzzer | LaunchFuzzer, seed: int, options: argparse.Namesp
     finding = fuzzer.check(build(seed, style, tuple(options.only)))
     if finding is None or options.json:
         return finding, ""
-    return finding, str(finding if options.no_shrink else shrink(fuzzer, finding))
+    return finding, str(shrink(fuzzer, finding))
 
 
 def shrink(fuzzer: Fuzzer | LaunchFuzzer, finding: Finding) -> Finding:
@@ -87,21 +78,15 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m tests.fuzz", description=__doc__)
     parser.add_argument("--count", type=int, default=300, help="how many programs (%(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="of the first program (%(default)s)")
+    parser.add_argument("--seeds", type=int, nargs="+", help="of all programs, in the place of these two")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--inductor", action="store_true", help="compile with code generation")
     parser.add_argument("--large", action="store_true", help="sizes for a GPU, in bfloat16")
     parser.add_argument("--launches", action="store_true", help="launch every op in Triton's interpreter")
-    parser.add_argument("--prologues", nargs=2, type=int, metavar=("PART", "OF"),
-                        help="launch a part of all quantisers with a prologue: 0 1 for all of them")  # fmt: skip
     parser.add_argument("--writes", action="store_true", help="sequences of writes to weights, whose packed forms must "
                         "never be older")  # fmt: skip
     parser.add_argument("--only", nargs="*", default=[], choices=[*KINDS], help="kinds of steps to draw from (all)")
-    parser.add_argument("--stop", type=int, default=1000, help="end after so many findings")
-    parser.add_argument("--no-shrink", action="store_true", help="print findings as they are met")
     parser.add_argument("--plant", action="store_true", help="plant bugs; see after how many programs each is found")
-    parser.add_argument("--jobs", type=int, default=1, help="processes to do it in (%(default)s)")
-    parser.add_argument("--records", type=Path, metavar="FILE", help="add a line of JSON for each program to a file; "
-                        "programs that have one there and no finding are not run again")  # fmt: skip
     parser.add_argument("--json", action="store_true", help="a line of JSON for each program")
     return parser
 

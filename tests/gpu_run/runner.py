@@ -1,7 +1,7 @@
-"""Runs the parts of a GPU run one after the other, each within a limit, and remembers what has passed.
+"""Runs pytest on what has not passed, within a limit, and remembers what has.
 
-All that is remembered of a tree lies in one folder: `collected.json` (ids of the tests), `records.jsonl` (what became
-of each test and program), `parts.jsonl` (a line a part that ran) and `wanted.json` (ids that the part under way runs).
+All that is remembered of a tree lies in one folder: `collected.json` (ids of the tests), `records.jsonl` (a line for
+each test as it ends, the last one of an id counts), `calls.jsonl` (a line a call) and `wanted.json` (ids to run).
 """
 
 import contextlib
@@ -12,97 +12,67 @@ import subprocess
 import sys
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from tests.gpu_run.records import is_done, read_records
-
-SHORTEST = 45.0  # seconds: a part with less than that ahead is not begun
 LONG = 30.0  # seconds from which on the time of a test is kept under its own name
-PYTEST = (sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-p", "tests.gpu_run.record")
+UNKNOWN = 2.0  # seconds that a test which was not measured counts as
+PYTEST = (sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-p", "tests.gpu_run.record", "-qq", "-m", "gpu")
+PROGRAMS = "tests/gpu_run/random_programs.py"
 
 
-@dataclass(frozen=True)
-class Part:
-    """what: in some words. ids: of the tests or programs. command: runs those of them that have not passed."""
+def collected(root: Path, folder: Path, seeds: Iterable[int], seconds: Mapping[str, float]) -> list[str]:
+    """The ids of the tests that need a GPU, the longest first, and of the programs of these seeds.
 
-    what: str
-    ids: tuple[str, ...]
-    command: tuple[str, ...]
-
-    @classmethod
-    def of_tests(cls, ids: Sequence[str], folder: Path, jobs: int) -> "Part":
-        """Tests that start in this order, in so many processes."""
-        files = dict.fromkeys(name.partition("::")[0] for name in ids)
-        command = (*PYTEST, "-qq", "--tb=short", "--no-summary", "--gpu-run", str(folder), "-m", "gpu", "-n", str(jobs),
-                   "--dist", "load", "--maxschedchunk", "1", "--max-worker-restart", str(4 * jobs), *files)  # fmt: skip
-        return cls(f"{len(ids)} tests of {len(files)} files", tuple(ids), command)
-
-
-def has_passed(folder: Path, part: Part) -> bool:
-    """Whether each of a part's tests or programs has passed, or was skipped."""
-    records = read_records(folder / "records.jsonl")
-    return all(is_done(records.get(name)) for name in part.ids)
-
-
-def run_parts(
-    root: Path, folder: Path, parts: Sequence[Part], numbers: Sequence[int], limit: float, budget: float,
-    after: Callable[[], None] = lambda: None,
-) -> bool:  # fmt: skip
-    """Run those of the parts that have not passed, until the budget of seconds is used up. A line of JSON a part.
-
-    root: where commands run. folder: of what is remembered. limit: seconds of a part. after: is called when a part has
-    ended. Returns whether all of them have passed.
+    The first call on a tree collects the tests. seconds: of a test, or in the mean of a file's tests.
     """
-    end = time.monotonic() + budget
-    passed = []
-    for number in numbers:
-        part, left = parts[number], end - time.monotonic()
-        if has_passed(folder, part):
-            row = {"part": number, "what": part.what, "outcome": "passed before"}
-        elif left < min(SHORTEST, limit):
-            row = {"part": number, "what": part.what, "outcome": "left for another call"}
-        else:
-            row = {"part": number, **run_part(root, folder, part, min(limit, left))}
-            with (folder / "parts.jsonl").open("a", encoding="utf-8") as file:
-                file.write(json.dumps(row) + "\n")
-        passed.append(row["outcome"] in ("passed", "passed before"))
-        print("\n" + json.dumps(row), flush=True)
-        after()
-    return all(passed)
+    path = folder / "collected.json"
+    if not path.exists():
+        folder.mkdir(parents=True, exist_ok=True)
+        command = [*PYTEST, "--collect-only", "--gpu-run", str(folder)]
+        done = subprocess.run(command, cwd=root, capture_output=True, text=True)
+        if done.returncode or not path.exists():
+            raise RuntimeError(f"pytest could not collect the tests:\n{done.stdout[-3000:]}{done.stderr[-3000:]}")
+    tests = json.loads(path.read_text(encoding="utf-8"))
+    tests.sort(key=lambda name: -seconds.get(name, seconds.get(_file(name), UNKNOWN)))
+    return [*tests, *(f"{PROGRAMS}::test_program[{seed}]" for seed in seeds)]
 
 
-def run_part(root: Path, folder: Path, part: Part, limit: float) -> dict[str, Any]:
-    """Run what is left of a part, and end it at the limit. Returns its row."""
-    before = read_records(folder / "records.jsonl")
-    wanted = [name for name in part.ids if not is_done(before.get(name))]
+def run(root: Path, folder: Path, ids: Sequence[str], jobs: int, limit: float) -> dict[str, Any]:
+    """Run those of the tests that have not passed, in this order, in so many processes. Returns what became of them.
+
+    root: where pytest runs. folder: of what is remembered. limit: seconds.
+    """
+    before = read_records(folder)
+    wanted = [name for name in ids if not _is_done(before.get(name))]
+    if not wanted:
+        return {"outcome": "passed before"}
     write(folder / "wanted.json", wanted)
-    print(f"\n--- {part.what}, {len(wanted)} to run, at most {limit:.0f} s", flush=True)
+    print(f"{len(wanted)} tests and programs to run, at most {limit:.0f} s", flush=True)
     started, at = time.monotonic(), int(time.time())
-    status = _run(part.command, root, limit)
-    known = read_records(folder / "records.jsonl")
+    files = dict.fromkeys(map(_file, wanted))
+    command = (*PYTEST, "--tb=short", "--no-summary", "--gpu-run", str(folder), "-n", str(jobs), "--dist", "load",
+               "--maxschedchunk", "1", "--max-worker-restart", str(4 * jobs), *files)  # fmt: skip
+    status = ended(command, root, limit)
+    known = read_records(folder)
     found = {name: known[name] for name in wanted if name in known and known[name] != before.get(name)}
     outcomes = Counter(entry["outcome"] for entry in found.values())
-    without = [name for name in wanted if name not in found or found[name]["outcome"] == "started"]
-    good = status == 0 and not without and not outcomes["failed"]
+    good = status == 0 and outcomes["passed"] + outcomes["skipped"] == len(wanted)
     row = {
-        "what": part.what,
         "outcome": "passed" if good else "stopped at its limit" if status is None else "failed",
-        "seconds": round(time.monotonic() - started, 1),
-        "at": at,
-        "ran": len(wanted),
-        "passed": outcomes["passed"],
-        "skipped": outcomes["skipped"],
+        "seconds": round(time.monotonic() - started, 1), "at": at, "ran": len(wanted),
+        "passed": outcomes["passed"], "skipped": outcomes["skipped"],
         "failed": [name for name, entry in found.items() if entry["outcome"] == "failed"],
-        "without an outcome": len(without),
-    }
-    under_way = [name for name in without if name in found]
-    return row | ({"under way": under_way} if under_way else {}) | ({} if status in (0, None) else {"status": status})
+        "under way": [name for name, entry in found.items() if entry["outcome"] == "started"],
+        "not begun": len(wanted) - len(found), "status": status,
+    }  # fmt: skip
+    with (folder / "calls.jsonl").open("a", encoding="utf-8") as file:
+        file.write(json.dumps(row) + "\n")
+    return row
 
 
-def _run(command: Sequence[str], root: Path, limit: float) -> int | None:
+def ended(command: Sequence[str], root: Path, limit: float) -> int | None:
     """The status of a command; None where it was ended, with all that it had started, at the limit."""
     process = subprocess.Popen(command, cwd=root, start_new_session=True)
     try:
@@ -115,15 +85,41 @@ def _run(command: Sequence[str], root: Path, limit: float) -> int | None:
         process.wait()
 
 
-def result(folder: Path, parts: Sequence[Part], identity: Mapping[str, Any]) -> dict[str, Any]:
+def _file(name: str) -> str:
+    return name.partition("::")[0]
+
+
+# ---------------------------------------------------------------- records
+
+
+def read_records(folder: Path) -> dict[str, dict[str, Any]]:
+    """The last record of each id. A line that a killed process has cut is passed over."""
+    path, found = folder / "records.jsonl", {}
+    for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else []:
+        with contextlib.suppress(json.JSONDecodeError):
+            entry = json.loads(line)
+            found[entry["id"]] = entry
+    return found
+
+
+def _is_done(entry: Mapping[str, Any] | None) -> bool:
+    return entry is not None and entry["outcome"] in ("passed", "skipped")
+
+
+def has_passed(folder: Path, ids: Sequence[str]) -> bool:
+    """Whether each of the tests has passed, or was skipped."""
+    records = read_records(folder)
+    return all(_is_done(records.get(name)) for name in ids)
+
+
+def result(folder: Path, ids: Sequence[str], identity: Mapping[str, Any]) -> dict[str, Any]:
     """What is known of the whole run: for benchmarks/results."""
-    records, rows = read_records(folder / "records.jsonl"), folder / "parts.jsonl"
-    ids = [name for part in parts for name in part.ids]
+    records, calls = read_records(folder), folder / "calls.jsonl"
     return {
         **identity,
-        "tests": _counts(records, [name for name in ids if "::" in name]),
-        "programs": _counts(records, [name for name in ids if "::" not in name]),
-        "parts": [json.loads(line) for line in rows.read_text("utf-8").splitlines()] if rows.exists() else [],
+        "tests": _counts(records, [name for name in ids if _file(name) != PROGRAMS]),
+        "programs": _counts(records, [name for name in ids if _file(name) == PROGRAMS]),
+        "calls": [json.loads(line) for line in calls.read_text("utf-8").splitlines()] if calls.exists() else [],
         "seconds_of_a_test": _seconds_of_tests(records),
     }
 
@@ -143,8 +139,8 @@ def _seconds_of_tests(records: Mapping[str, Any]) -> dict[str, float]:
     """Seconds of a core that a test of each file takes, in the mean, and that each long test takes: for the order."""
     times, long = defaultdict(list), {}
     for name, entry in records.items():
-        if "::" in name and entry["outcome"] == "passed":
-            times[name.partition("::")[0]].append(entry["seconds"])
+        if entry["outcome"] == "passed" and _file(name) != PROGRAMS:
+            times[_file(name)].append(entry["seconds"])
             if entry["seconds"] >= LONG:
                 long[name] = entry["seconds"]
     means = {path: round(sum(seconds) / len(seconds), 2) for path, seconds in times.items()}

@@ -1,4 +1,4 @@
-"""The GPU run itself: how it is split, what it remembers, how it ends; with tests and programs that need no GPU."""
+"""The GPU run itself: what it runs, what it remembers, how it ends; with tests and programs that need no GPU."""
 
 import json
 import shutil
@@ -10,9 +10,7 @@ import pytest
 import torch
 
 from tests.gpu_run import __main__ as command
-from tests.gpu_run import devices
-from tests.gpu_run.records import program, read_records
-from tests.gpu_run.runner import Part, has_passed, result, run_parts
+from tests.gpu_run import devices, runner
 from tests.gpu_run.tree import commit, tree_hash
 
 ROOT = Path(__file__).parents[2]
@@ -33,34 +31,6 @@ def test_of_no_gpu():
 """
 
 
-# ---------------------------------------------------------------- parts
-
-
-def test_tests_are_collected_once_and_long_ones_come_first(suite, monkeypatch):
-    """By the time of the test itself, or of its file."""
-    root, write, folder = suite
-    write("a", "pass", cases=3)
-    write("b", "pass", cases=1)
-    seconds = {"test_b.py": 9, "test_a.py": 1, "test_a.py::test_one[1]": 99}
-    monkeypatch.setattr(command, "RESULT", root / "result.json")
-    (root / "result.json").write_text(json.dumps({"seconds_of_a_test": seconds}))
-    expected = ("test_a.py::test_one[1]", "test_b.py::test_one[0]", "test_a.py::test_one[0]", "test_a.py::test_one[2]")
-    assert command.of_tests(root, folder, 1).ids == expected
-    (root / "test_b.py").unlink()
-    assert command.of_tests(root, folder, 1).ids == expected
-
-
-def test_every_program_is_in_one_part(monkeypatch):
-    monkeypatch.setattr(command, "IN_A_PART", 10)
-    parts = command.of_programs(7, 25, 16, Path("state"))
-    assert [name for part in parts for name in part.ids] == [program(seed) for seed in range(7, 32)]
-    last = parts[2].command
-    assert last[last.index("--seed") + 1] == "27" and last[last.index("--count") + 1] == "5"
-
-
-# ---------------------------------------------------------------- pytest
-
-
 @pytest.fixture
 def suite(tmp_path, monkeypatch):
     """Files of tests whose third case does as it is told: where they are, what writes one, the folder of records."""
@@ -76,6 +46,19 @@ def suite(tmp_path, monkeypatch):
     return tmp_path, write, tmp_path / "state"
 
 
+def test_tests_are_collected_once_and_long_ones_come_first(suite):
+    """By the time of the test itself, or of its file; then the programs."""
+    root, write, folder = suite
+    write("a", "pass", cases=3)
+    write("b", "pass", cases=1)
+    seconds = {"test_b.py": 9, "test_a.py": 1, "test_a.py::test_one[1]": 99}
+    expected = ["test_a.py::test_one[1]", "test_b.py::test_one[0]", "test_a.py::test_one[0]", "test_a.py::test_one[2]"]
+    assert runner.collected(root, folder, [], seconds) == expected
+    (root / "test_b.py").unlink()
+    programs = [f"tests/gpu_run/random_programs.py::test_program[{seed}]" for seed in (7, 8)]
+    assert runner.collected(root, folder, (7, 8), seconds) == expected + programs
+
+
 def ran(root):
     """The cases that ran since the last look."""
     path = root / "log"
@@ -84,90 +67,43 @@ def ran(root):
     return found
 
 
-def rows(text):
-    return [json.loads(line) for line in text.splitlines() if line.startswith("{")]
-
-
-def call(root, folder, parts, capfd, limit=60.0, budget=1e9, **more):
-    """(whether all passed, the lines of JSON, all that was printed) of one call of the run."""
-    folder.mkdir(exist_ok=True)
-    good = run_parts(root, folder, parts, range(len(parts)), limit, budget, **more)
-    printed = capfd.readouterr().out
-    return good, rows(printed), printed
-
-
 @pytest.mark.slow
 def test_what_failed_runs_again_and_what_passed_does_not(suite, capfd):
-    root, write, folder = suite
-    write("a", "pass")
-    write("b", 'raise ValueError("the bug")')
-    parts = [Part.of_tests([f"test_{name}.py::test_one[{case}]" for case in range(4)], folder, 2) for name in "ab"]
-    good, (first, second), printed = call(root, folder, parts, capfd)
-    assert not good and ran(root) == sorted(f"{name}{case}" for name in "ab" for case in range(4))
-    assert first["outcome"] == "passed" and first["passed"] == 4
-    assert second["outcome"] == "failed" and second["failed"] == ["test_b.py::test_one[2]"] and second["passed"] == 3
-    assert "the bug" in printed[: printed.index('"outcome": "failed"')]  # as it came
-
-    write("b", 'pytest.skip("needs two")')
-    good, (first, second), _ = call(root, folder, parts, capfd)
-    assert good and ran(root) == ["b2"]
-    assert (first["outcome"], second["outcome"], second["skipped"]) == ("passed before", "passed", 1)
-    assert all(has_passed(folder, part) for part in parts)
-    counts = result(folder, parts, {})["tests"]
-    assert counts["skipped for"] == {"Skipped: needs two": 1}
-    assert {name: counts[name] for name in ("all", "passed", "skipped", "failed", "not run")} == {
-        "all": 8, "passed": 7, "skipped": 1, "failed": 0, "not run": 0}  # fmt: skip
-
-
-@pytest.mark.slow
-def test_a_failure_that_is_expected_passes(suite, capfd):
+    """A process that ends, as one whose GPU is lost, costs one test. Tests that are no more have not passed."""
     root, write, folder = suite
     write("a", 'pytest.xfail("known")')
-    part = Part.of_tests(["test_a.py::test_one[1]", "test_a.py::test_one[2]"], folder, 2)
-    good, (row,), _ = call(root, folder, [part], capfd)
-    assert good and row["passed"] == 2 and ran(root) == ["a1", "a2"]
+    write("b", 'raise ValueError("the bug")')
+    write("c", "os._exit(3)")
+    folder.mkdir()
+    ids = [f"test_{name}.py::test_one[{case}]" for name in "abc" for case in range(4)]
+    row = runner.run(root, folder, [*ids, "test_c.py::test_one[9]"], 2, 60.0)
+    assert row["outcome"] == "failed" and row["passed"] == 10 and row["not begun"] == 1
+    assert sorted(row["failed"]) == ["test_b.py::test_one[2]", "test_c.py::test_one[2]"]
+    assert ran(root) == sorted(f"{name}{case}" for name in "abc" for case in range(4))
+    printed = capfd.readouterr().out
+    assert "the bug" in printed and not runner.has_passed(folder, ids)
+
+    write("b", "pass")
+    write("c", 'pytest.skip("needs two")')
+    row = runner.run(root, folder, ids, 2, 60.0)
+    assert (row["outcome"], row["passed"], row["skipped"]) == ("passed", 1, 1) and ran(root) == ["b2", "c2"]
+    assert runner.has_passed(folder, ids) and runner.run(root, folder, ids, 2, 60.0) == {"outcome": "passed before"}
+    found = runner.result(folder, ids, {})
+    counts, first = found["tests"], found["calls"][0]
+    assert counts["skipped for"] == {"Skipped: needs two": 1} and first["outcome"] == "failed"
+    assert [counts[name] for name in ("all", "passed", "skipped", "failed", "not run")] == [12, 11, 1, 0, 0]
+    assert found["seconds_of_a_test"].keys() == {"test_a.py", "test_b.py", "test_c.py"}
 
 
-@pytest.mark.slow
-def test_a_process_that_ends_costs_one_test(suite, capfd):
-    """As one does whose GPU is lost; and tests that are no more are not taken for passed."""
-    root, write, folder = suite
-    write("a", "os._exit(3)")
-    part = Part.of_tests([f"test_a.py::test_one[{case}]" for case in (0, 1, 2, 3, 9)], folder, 2)
-    good, (row,), _ = call(root, folder, [part], capfd)
-    assert not good and row["outcome"] == "failed"
-    assert row["failed"] == ["test_a.py::test_one[2]"] and row["passed"] == 3 and row["without an outcome"] == 1
-
-
-# ---------------------------------------------------------------- the clock
-
-
-def script(folder, ids, code):
-    """A part that is a piece of Python."""
-    return Part("a script", tuple(ids), (sys.executable, "-c", code, str(folder)))
-
-
-RECORD = 'import json, sys; file = open(sys.argv[1] + "/records.jsonl", "a")\n' + (
-    "def record(name, outcome): print(json.dumps(dict(id=name, outcome=outcome, seconds=1)), file=file, flush=True)\n"
-)
-
-
-def test_a_stuck_part_is_ended_with_all_it_started(tmp_path, capfd):
-    code = RECORD + (
-        'record("a", "passed"); record("b", "started")\n'
+def test_a_stuck_command_is_ended_with_all_it_started(tmp_path):
+    code = (
         'import subprocess, time; child = subprocess.Popen(["sleep", "100"])\n'
-        'open(sys.argv[1] + "/child", "w").write(str(child.pid)); time.sleep(100)\n'
+        'open("child", "w").write(str(child.pid)); time.sleep(100)\n'
     )
     start = time.monotonic()
-    parts = [script(tmp_path, "abc", code), script(tmp_path, "d", RECORD + 'record("d", "passed")')]
-    good, (row, next_one), _ = call(tmp_path, tmp_path, parts, capfd, limit=1.5)
-    assert not good and time.monotonic() - start < 10
-    assert row["outcome"] == "stopped at its limit" and row["passed"] == 1
-    assert row["under way"] == ["b"] and row["without an outcome"] == 2
-    assert next_one["outcome"] == "passed"
-    child = int((tmp_path / "child").read_text())
-    assert not is_running(child)
-    assert json.loads((tmp_path / "wanted.json").read_text()) == ["d"]
+    assert runner.ended((sys.executable, "-c", code), tmp_path, 1.5) is None and time.monotonic() - start < 10
+    assert not is_running(int((tmp_path / "child").read_text()))
+    assert runner.ended((sys.executable, "-c", "raise SystemExit(3)"), tmp_path, 60) == 3
 
 
 def is_running(pid):
@@ -180,24 +116,23 @@ def is_running(pid):
     return True
 
 
-def test_a_budget_leaves_parts_for_another_call(tmp_path, capfd):
-    ended = []
-    parts = [script(tmp_path, name, RECORD + f'record("{name}", "passed")') for name in "ab"]
-    good, found, _ = call(tmp_path, tmp_path, parts, capfd, budget=10, after=lambda: ended.append(1))
-    assert not good and [row["outcome"] for row in found] == ["left for another call"] * 2
-    good, found, _ = call(tmp_path, tmp_path, parts, capfd, after=lambda: ended.append(1))
-    assert good and [row["outcome"] for row in found] == ["passed"] * 2 and len(ended) == 4
+@pytest.mark.parametrize("status, outcomes, expected", [
+    (None, {"a": "passed", "b": "started"}, "stopped at its limit"), (1, dict.fromkeys("abc", "passed"), "failed"),
+    (0, {"a": "passed"}, "failed"), (0, dict.fromkeys("abc", "skipped"), "passed"),
+])  # fmt: skip
+def test_status_and_records_must_both_be_good(status, outcomes, expected, tmp_path, monkeypatch):
+    """A record that was cut, where its process was ended, is none."""
 
+    def ends(*_):
+        lines = [json.dumps({"id": name, "outcome": outcome, "seconds": 1}) for name, outcome in outcomes.items()]
+        (tmp_path / "records.jsonl").write_text("\n".join([*lines, '{"id": "c", "outc']))
+        return status
 
-def test_status_and_records_must_both_be_good(tmp_path, capfd):
-    parts = [script(tmp_path, "a", RECORD + 'record("a", "passed"); sys.exit(1)'), script(tmp_path, "b", "")]
-    good, found, _ = call(tmp_path, tmp_path, parts, capfd)
-    assert not good and [row["outcome"] for row in found] == ["failed"] * 2
-
-
-def test_a_record_that_was_cut_is_passed_over(tmp_path):
-    (tmp_path / "records").write_text('{"id": "a", "outcome": "passed"}\n{"id": "b", "outc')
-    assert list(read_records(tmp_path / "records")) == ["a"]
+    monkeypatch.setattr(runner, "ended", ends)
+    row = runner.run(tmp_path, tmp_path, "abc", 1, 60.0)
+    assert row["outcome"] == expected and row["not begun"] == 3 - len(outcomes)
+    assert row["under way"] == ["b"] * (status is None)
+    assert json.loads((tmp_path / "wanted.json").read_text()) == ["a", "b", "c"]
 
 
 # ---------------------------------------------------------------- what it ran on

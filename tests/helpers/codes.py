@@ -5,19 +5,8 @@ import torch
 from fp4compile.ops.functional import BlockScaled
 
 SHAPES = [
-    (16,),
-    (7,),
-    (1, 1),
-    (5, 33),
-    (33, 64),
-    (2, 3, 40),
-    (2, 3, 4, 17),
-    (0, 16),
-    (3, 0),
-    (0,),
-    (2, 0, 32),
-    (0, 3, 5),
-]
+    (16,), (7,), (1, 1), (5, 33), (33, 64), (2, 3, 40), (2, 3, 4, 17), (0, 16), (3, 0), (0,), (2, 0, 32), (0, 3, 5),
+]  # fmt: skip
 SHAPES_AND_DIMS = [(shape, dim) for shape in SHAPES for dim in range(-len(shape), 1)]
 
 

@@ -98,21 +98,11 @@ def _one(value):
 
 
 _MAKERS = {
-    "randn": _randn,
-    "scaled_rows": _scaled_rows,
-    "outliers": _outliers,
-    "zero_blocks": _zero_blocks,
-    "ties_fp4": _ties_fp4,
-    "ties_fp8": _ties_fp8,
-    "zeros": _zeros,
-    "signed_zeros": _signed_zeros,
-    "tiny": _tiny,
-    "huge": _huge,
-    "scale_boundary": _scale_boundary,
-    "one_nan": _one(math.nan),
-    "one_pos_inf": _one(math.inf),
+    "randn": _randn, "scaled_rows": _scaled_rows, "outliers": _outliers, "zero_blocks": _zero_blocks,
+    "ties_fp4": _ties_fp4, "ties_fp8": _ties_fp8, "zeros": _zeros, "signed_zeros": _signed_zeros, "tiny": _tiny,
+    "huge": _huge, "scale_boundary": _scale_boundary, "one_nan": _one(math.nan), "one_pos_inf": _one(math.inf),
     "one_neg_inf": _one(-math.inf),
-}
+}  # fmt: skip
 NAMES = tuple(_MAKERS)
 NON_FINITE = ("one_nan", "one_pos_inf", "one_neg_inf")
 FINITE = tuple(name for name in NAMES if name not in NON_FINITE)

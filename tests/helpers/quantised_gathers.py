@@ -106,14 +106,9 @@ def train(device, data, codes: bool) -> dict:
         torch.cuda.set_rng_state(random[1])
     resumed = training.step(data[2])
     return {
-        "first": first.detach().cpu(),
-        "kept": kept,
-        "losses": losses,
-        "resumed": resumed,
-        "sent": sent,
-        "state": state,
+        "first": first.detach().cpu(), "kept": kept, "losses": losses, "resumed": resumed, "sent": sent, "state": state,
         "products": sorted((row.module, row.product, row.reason) for row in training.backend.report.rows),
-    }
+    }  # fmt: skip
 
 
 def checkpointed(device, data, codes: bool) -> dict:

@@ -68,10 +68,6 @@ def _traits(launched: Launch, epilogue: str, sm: int) -> set[tuple]:
     path = (name, *(str(constants.get(key)) for key in _PATH), whole)
     dtype = launched.args["x_ptr"].dtype if "x_ptr" in launched.args else None
     return {
-        *values,
-        (name, formats),
-        (name, epilogue),
-        path,
-        (name, dtype),
+        *values, (name, formats), (name, epilogue), path, (name, dtype),
         (name, launched.num_warps, launched.num_stages),
-    }
+    }  # fmt: skip

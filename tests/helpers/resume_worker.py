@@ -1,16 +1,11 @@
 """A training script that writes checkpoints and can be killed and resumed: what tests/end_to_end/test_faults.py runs.
 
-    python tests/helpers/resume_worker.py RECIPE DEVICE CHECKPOINT LOSSES KILL
+    python tests/helpers/resume_worker.py RECIPE DEVICE CHECKPOINT LOSSES [KILL]
 
-It goes on from CHECKPOINT if that exists, and kills itself in step KILL, after the backward. So it runs in a process of
-its own; the losses so far go to LOSSES.killed, and the first process resumes. On a CPU the process is forked once
-everything is imported, which saves a start of Python. A forked process cannot use a GPU that was asked for before, if
-only by an import; for a GPU the process is spawned.
+It goes on from CHECKPOINT if that exists, and kills itself in step KILL, after the backward.
 """
 
-import multiprocessing
 import os
-import shutil
 import signal
 import sys
 from pathlib import Path
@@ -23,7 +18,7 @@ import fp4compile
 STEPS, EVERY = 6, 2  # steps in all; steps from checkpoint to checkpoint
 
 
-def train(recipe: str, device: str, checkpoint: Path, losses: Path, kill: int | None) -> None:
+def train(recipe: str, device: str, checkpoint: Path, losses: Path, kill: int | None = None) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Dropout(0.1), nn.Linear(128, 64)).to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
@@ -56,12 +51,5 @@ def train(recipe: str, device: str, checkpoint: Path, losses: Path, kill: int | 
 
 
 if __name__ == "__main__":
-    name, place, path, out, step = sys.argv[1:]
-    arguments = name, place, Path(path), Path(out)
-    context = multiprocessing.get_context("fork" if place == "cpu" else "spawn")
-    killed = context.Process(target=train, args=(*arguments, int(step)))
-    killed.start()
-    killed.join()
-    assert killed.exitcode == -signal.SIGKILL
-    shutil.copy(out, f"{out}.killed")
-    train(*arguments, None)  # this process has only imported so far
+    name, place, path, out, *step = sys.argv[1:]
+    train(name, place, Path(path), Path(out), *map(int, step))

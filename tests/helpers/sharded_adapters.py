@@ -4,6 +4,7 @@
 """
 
 import peft
+import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
@@ -21,7 +22,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 import fp4compile
-from tests.helpers import process_groups
+from tests.helpers import process_groups, without_codegen
 
 RANKS, WIDTH, RECIPE = 2, 96, "nvfp4"
 FULL = StateDictOptions(full_state_dict=True)
@@ -168,7 +169,9 @@ def run(folder):
 def main(rank: int, output: str) -> None:
     torch.set_num_threads(1)
     process_groups.begin(f"{output}.store", rank, RANKS)
-    found = run(output)
+    with pytest.MonkeyPatch.context() as patch:
+        without_codegen.install(patch)
+        found = run(output)
     if rank == 0:
         torch.save(found, output)
     dist.barrier()

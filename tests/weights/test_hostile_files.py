@@ -10,7 +10,7 @@ import fp4compile
 from tests.helpers.hostile_files import FILE, KINDS, variants
 from tests.helpers.work import at_most
 
-MOST_CALLS = 200_000  # of functions, until a file is refused; patterns of names need the most, above 20,000
+MOST_CALLS = 200_000  # of functions, until a file is refused
 VARIANTS = variants()
 
 
@@ -75,7 +75,7 @@ def test_broken_checkpoints_are_refused_at_once(kind, whole, tmp_path):
 
 
 def test_there_are_many_and_each_is_another():
-    assert len(VARIANTS) >= 400 and {variant.kind for variant in VARIANTS} == set(KINDS)
+    assert len(VARIANTS) >= 300 and {variant.kind for variant in VARIANTS} == set(KINDS)
     assert len({(variant.kind, variant.what) for variant in VARIANTS}) == len(VARIANTS)
 
 

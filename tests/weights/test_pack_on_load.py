@@ -164,7 +164,15 @@ def test_weights_that_stay_on_disk_are_refused(tmp_path):
 
 def test_a_recipe_beside_a_folder_that_says_how_its_layers_multiply_is_refused(tmp_path):
     model = llama()
+    model.save_pretrained(tmp_path / "plain")
+    order = {"quant_method": "fp4compile", "layers": {}, "experts": {}}
+    with pytest.raises(ValueError, match="name a recipe to pack it by"):
+        transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "plain", quantization_config=order)
     fp4compile.pack_(model, "nvfp4")
     model.save_pretrained(tmp_path)
+    config = transformers.AutoConfig.from_pretrained(tmp_path)
+    config.quantization_config["recipe"] = "nvfp4"
+    with pytest.raises(ValueError, match="packed already; expected no recipe"):
+        transformers.AutoModelForCausalLM.from_pretrained(tmp_path, config=config)
     with pytest.raises(ValueError, match="recipe: what save_pretrained wrote says itself how its layers multiply"):
         fp4compile.load_packed(llama(), tmp_path, recipe="mxfp8")

@@ -391,63 +391,29 @@ def test_a_module_with_two_names_is_one(tmp_path):
     assert fresh.one is fresh.other and state_of(fresh) == state_of(model)
 
 
-class Larger(Net):
-    def __init__(self):
-        super().__init__()
-        self.experts.up_proj = nn.Parameter(values(EXPERTS, 2 * N, K))
+def larger(model):
+    model.experts.up_proj = nn.Parameter(values(EXPERTS, 2 * N, K))
 
 
-class Turned(Net):
-    def __init__(self):
-        super().__init__()
-        self.experts.is_transposed = True
+def turned(model):
+    model.experts.is_transposed = True
 
 
-class Without(Net):
-    def __init__(self):
-        super().__init__()
-        del self.experts.up_proj
+def without(model):
+    del model.experts.up_proj
 
 
-class Packed(Net):
-    def __init__(self):
-        super().__init__()
-        packed(self, "nvfp4")
-
-
-@pytest.mark.parametrize(("kind", "match"), [
-    (Larger, r"'experts.up_proj': the file has shape \(3, 48, 80\), the model \(3, 96, 80\)"),
-    (Turned, r"in the file it is \[experts, out, in\], in the model \[experts, in, out\]"),
-    (Without, "the model has no parameter of experts 'experts.up_proj'"),
-    (Packed, "the model has no parameter of experts 'experts.up_proj'"),
+@pytest.mark.parametrize(("change", "match"), [
+    (larger, r"'experts.up_proj': the file has shape \(3, 48, 80\), the model \(3, 96, 80\)"),
+    (turned, r"in the file it is \[experts, out, in\], in the model \[experts, in, out\]"),
+    (without, "the model has no parameter of experts 'experts.up_proj'"),
+    (lambda model: packed(model, "nvfp4"), "the model has no parameter of experts 'experts.up_proj'"),
 ])  # fmt: skip
-def test_files_that_do_not_fit_leave_the_model_as_it_was(kind, match, tmp_path):
+def test_files_that_do_not_fit_leave_the_model_as_it_was(change, match, tmp_path):
     fp4compile.save_packed(packed(Net(), "nvfp4")[0], tmp_path / "packed")
-    model = kind()
+    model = Net()
+    change(model)
     before = state_of(model)
     with pytest.raises(ValueError, match=match):
-        fp4compile.load_packed(model, tmp_path / "packed")
-    assert state_of(model) == before
-
-
-@pytest.mark.parametrize("spoil", ["data", "missing", "metadata"])
-def test_spoiled_files_leave_the_model_as_it_was(spoil, tmp_path):
-    from safetensors import safe_open
-    from safetensors.torch import save_file
-
-    fp4compile.save_packed(packed(Net(), "nvfp4")[0], tmp_path / "packed")
-    with safe_open(tmp_path / "packed", "pt") as file:
-        tensors, metadata = {name: file.get_tensor(name) for name in file.keys()}, file.metadata()  # noqa: SIM118
-    name = "experts.up_proj_packed.weight_scales"
-    if spoil == "data":
-        tensors[name] = tensors[name][:, :-1].contiguous()
-    elif spoil == "missing":
-        del tensors[name]
-    else:
-        metadata["fp4compile"] = metadata["fp4compile"].replace('"in_first"', '"first"')
-    save_file(tensors, tmp_path / "packed", metadata)
-    model = Net()
-    before = state_of(model)
-    with pytest.raises(ValueError, match={"metadata": "its metadata is not"}.get(spoil, name)):
         fp4compile.load_packed(model, tmp_path / "packed")
     assert state_of(model) == before

@@ -16,23 +16,6 @@ from fp4compile.weights.linear import PackedLinear
 from tests.helpers.packed_models import Net, Twice, recipe_of, run, write_packed
 
 
-@pytest.mark.parametrize("name", recipes())
-def test_file_round_trip(name, tmp_path):
-    model, fresh = Net(), Net()
-    write_packed(model, tmp_path / "packed.safetensors", recipe_of(name))
-    fp4compile.load_packed(fresh, tmp_path / "packed.safetensors")
-    assert torch.equal(run(model), run(fresh))
-    assert fresh.lm_head.weight is fresh.embed.weight
-
-
-@pytest.mark.parametrize("name", ["nvfp4_train", "mxfp8_32x32"])
-def test_rows_that_end_inside_of_square_blocks(name, tmp_path):
-    model, fresh = (nn.Sequential(nn.Linear(64, 40)) for _ in range(2))
-    write_packed(model, tmp_path / "packed.safetensors", name)
-    fp4compile.load_packed(fresh, tmp_path / "packed.safetensors")
-    assert torch.equal(model[0].weight, fresh[0].weight)
-
-
 def assert_refused(model, path, match):
     before = {name: value.clone() for name, value in model.state_dict().items()}
     with pytest.raises(ValueError, match=match):
@@ -129,6 +112,7 @@ def test_ties_come_back(tied, device, tmp_path):
     fp4compile.load_packed(fresh, path)
     assert_same_state(saved, fresh)
     assert fresh.twin.weight.data_ptr() == fresh.swapped.weight.data_ptr()
+    assert fresh.same.weight is fresh.embed.weight and fresh.twin.weight is not fresh.swapped.weight
     assert fresh.tied() == [True] + [tied and device == "cpu"] * 4
     with safe_open(path, "pt") as file:
         stored = set(file.keys())
@@ -253,21 +237,22 @@ def test_a_directory_of_save_pretrained(tmp_path):
 # ---------------------------------------------------------------- models on the meta device
 
 
-@pytest.mark.parametrize("device", [None, "cpu", torch.device("cpu")])
 @pytest.mark.parametrize("name", recipes())
-def test_a_model_on_meta_is_materialised(name, device, tmp_path):
+def test_file_round_trip(name, tmp_path):
+    """Into a model with other weights, and into one on meta, which is materialised."""
     model, path = Net(), tmp_path / "packed.safetensors"
     model.embed.weight.requires_grad_(False)
     write_packed(model, path, recipe_of(name))
-    with torch.device("meta"):
-        fresh = Net().requires_grad_(False)
-    fresh.layers[0].bias.requires_grad_(True)
-    fresh.embed.weight.note = "kept"
-    fp4compile.load_packed(fresh, path, device)
-    assert not any(tensor.is_meta for tensor in (*fresh.parameters(), *fresh.buffers()))
-    assert torch.equal(run(model), run(fresh))
-    assert fresh.lm_head.weight is fresh.embed.weight and fresh.embed.weight.note == "kept"
-    assert [name for name, parameter in fresh.named_parameters() if parameter.requires_grad] == ["layers.0.bias"]
+    for place, device in (("cpu", None), ("meta", None), ("meta", "cpu"), ("meta", torch.device("cpu"))):
+        with torch.device(place):
+            fresh = Net().requires_grad_(False)
+        fresh.layers[0].bias.requires_grad_(True)
+        fresh.embed.weight.note = "kept"
+        fp4compile.load_packed(fresh, path, device)
+        assert not any(tensor.is_meta for tensor in (*fresh.parameters(), *fresh.buffers()))
+        assert torch.equal(run(model), run(fresh))
+        assert fresh.lm_head.weight is fresh.embed.weight and fresh.embed.weight.note == "kept"
+        assert [name for name, one in fresh.named_parameters() if one.requires_grad] == ["layers.0.bias"]
 
 
 def test_part_of_a_model_on_meta(tmp_path):

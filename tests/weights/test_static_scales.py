@@ -16,7 +16,6 @@ from fp4compile.recipe import named
 from fp4compile.weights.linear import PackedLinear
 from tests.helpers.absent_gpu_model import DEVICE, compiled_for, pretended
 from tests.helpers.graphs import compile_recorded
-from tests.helpers.packed_models import TOKENS, Net, write_packed
 
 BLOCKS = 10  # more than Dynamo compiles of one function
 BF16 = torch.bfloat16
@@ -143,18 +142,6 @@ def test_the_scale_is_kept(road):
     for layer, value in zip(layers_of(model), values, strict=True):
         assert torch.equal(layer._static, value) and layer._static.device == layer.weight_data.device
         assert layer._static.dtype == torch.float32 and not layer._static.is_inference()
-
-
-def test_files(tmp_path):
-    torch.manual_seed(0)
-    model = Net().to(BF16).eval()
-    recipe = named("nvfp4_static").replace(static_scales={"layers.0": 0.002, "layers.1": 0.001})
-    write_packed(model, tmp_path / "packed", recipe)
-    for device in ("cpu", "meta"):
-        fresh = Net().to(BF16).to(device).eval()
-        fp4compile.load_packed(fresh, tmp_path / "packed")
-        assert torch.equal(fresh(TOKENS), model(TOKENS))
-        assert [layer._static for layer in layers_of(fresh)] == [layer._static for layer in layers_of(model)]
 
 
 def test_a_weight_that_was_moved_by_itself(monkeypatch):

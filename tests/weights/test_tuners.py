@@ -106,13 +106,9 @@ def step(model: nn.Module) -> set[str]:
     return {name for name, parameter in model.named_parameters() if not torch.equal(parameter, before[name])}
 
 
-@pytest.mark.parametrize(
-    ("name", "options", "copied"),
-    (
-        ("LNTuningConfig", {}, "ln_tuning_layers"),
-        ("LoraConfig", {"modules_to_save": ["down"]}, "modules_to_save"),
-    ),
-)
+@pytest.mark.parametrize(("name", "options", "copied"), [
+    ("LNTuningConfig", {}, "ln_tuning_layers"), ("LoraConfig", {"modules_to_save": ["down"]}, "modules_to_save"),
+])  # fmt: skip
 def test_a_copy_that_peft_trains_has_a_weight(name, options, copied):
     base, _ = models()
     torch.manual_seed(1)

@@ -114,11 +114,9 @@ class Rows(torch.nn.Module):
         return F.linear(x, self.rows(self.weight, like.shape[0]))
 
 
-@pytest.mark.parametrize(
-    "rows",
-    [lambda w, n: w[:n], lambda w, n: w[n:], lambda w, n: w.split([n, 48, 48 - n])[1]],
-    ids=["first", "last", "48 from some on"],
-)
+@pytest.mark.parametrize("rows", [
+    lambda w, n: w[:n], lambda w, n: w[n:], lambda w, n: w.split([n, 48, 48 - n])[1],
+], ids=["first", "last", "48 from some on"])  # fmt: skip
 @torch.no_grad()
 def test_pieces_that_depend_on_an_input_stay_in_the_graph(packings, rows):
     model, x, formats = Rows(rows), torch.randn(8, 64), {"fprop_x": "mxfp8", "fprop_w": "mxfp8"}

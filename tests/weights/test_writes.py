@@ -4,7 +4,6 @@ import copy
 import gc
 import itertools
 
-import peft
 import pytest
 import torch
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -12,7 +11,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 import fp4compile
 from fp4compile.weights import writes
 from fp4compile.weights.cache import form, packed_weight
-from tests.fuzz.writes import WRITES, run, stale
+from tests.fuzz.writes import WRITES, run
 from tests.helpers.cached_weights import RECIPE, assert_current, two_layers
 
 SEQUENCES = 40
@@ -121,21 +120,6 @@ def test_a_tensor_that_becomes_a_weight_is_watched_once():
         assert torch.equal(packed_weight(second, form("mxfp8"))[0].view(torch.uint8), expected.data.view(torch.uint8))
         second.data = torch.randn(32, 32)
     assert len(writes.tracked(kept.untyped_storage()).counters) == 2
-
-
-def test_merges_of_adapters_are_seen():
-    model = torch.nn.Sequential(torch.nn.Linear(32, 32), torch.nn.Linear(32, 32))
-    adapted = peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules=["0", "1"], init_lora_weights=False))
-    adapted.add_adapter("other", peft.LoraConfig(r=2, target_modules=["1"], init_lora_weights=False, use_dora=True))
-    weights = [layer.base_layer.weight for layer in model]
-    for change in (
-        adapted.merge_adapter, adapted.unmerge_adapter, lambda: adapted.merge_adapter(safe_merge=True),
-        adapted.unmerge_adapter, lambda: adapted.set_adapter("other"), adapted.merge_adapter,
-    ):  # fmt: skip
-        for weight in weights:
-            packed_weight(weight, form("mxfp8"))
-        change()
-        assert not any(stale(weight, form("mxfp8")) for weight in weights)
 
 
 def test_a_write_through_data_reaches_a_compiled_graph():
