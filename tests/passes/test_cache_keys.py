@@ -104,15 +104,16 @@ def test_the_report_is_kept_by_recipe_mode_options_and_modes_of_tracing():
     assert keyed.key() == plain and len({plain, *others}) == 1 + len(others)
 
 
-def test_mode_and_options_reach_the_key(monkeypatch):
+def test_mode_options_and_switches_reach_the_key(monkeypatch):
     without_codegen.install(monkeypatch)
     keys = []
     keep = stored_rows.key
     monkeypatch.setattr(stored_rows, "key", lambda *args: keys.append(keep(*args)) or keys[-1])
-    for how in ({}, {"mode": "max-autotune"}, {"options": {"shape_padding": False}}):
+    for how in ({}, {"mode": "max-autotune"}, {"options": {"shape_padding": False}}, {"off": ("inplace",)}):
         torch._dynamo.reset()
+        monkeypatch.setattr(fp4compile.config, "disabled_passes", how.pop("off", ()))
         torch.compile(torch.nn.Linear(64, 64), backend=fp4compile.backend("mxfp8"), **how)(torch.ones(4, 64))
-    assert len(set(keys)) == 3
+    assert len(set(keys)) == 4
 
 
 def test_rows_that_are_gone_are_missed_loudly(monkeypatch, caplog):

@@ -1,7 +1,6 @@
 """Which quantises return values in the place of codes, and what is launched and computed then."""
 
 import re
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,9 +11,7 @@ from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import fp4compile
-from fp4compile.analysis.find import find
 from fp4compile.analysis.gemm import Input
-from fp4compile.analysis.plan import plan
 from fp4compile.check.machine_code import quantize_row
 from fp4compile.check.quantisers import Configuration
 from fp4compile.check.values import same_bits
@@ -28,10 +25,9 @@ from fp4compile.passes.fuse_horizontal import fuse_horizontal
 from fp4compile.passes.fuse_prologue import fuse_prologue
 from fp4compile.passes.lower import lower
 from fp4compile.passes.merge_quantize import merge_quantize
-from fp4compile.passes.rewrite import rewrite
 from fp4compile.recipe import named
 from fp4compile.templates.launch import dry_run
-from tests.helpers.absent_gpu import fused_graph
+from tests.helpers.absent_gpu import fused_graph, rewritten_by
 from tests.helpers.by_hand import assert_product
 from tests.helpers.products import (
     BF16,
@@ -258,9 +254,7 @@ def launched(recipe, m, n, k, sm=90):
     with FakeTensorMode(), dry_run(Target(sm)) as launches:
         x, w = (torch.empty(rows, k, device="cuda", dtype=BF16) for rows in (m, n))
         graph = make_fx(lambda x, w: x @ w.t())(x, w).graph
-        for index, placeholder in enumerate(graph.find_nodes(op="placeholder")):
-            placeholder.meta["desc"] = SimpleNamespace(idx=index)  # as AOTAutograd has it
-        rewrite(graph, plan(find(graph, inputs), named(recipe), inputs))
+        rewritten_by(recipe, graph, inputs)
         merge_quantize(graph)
         fake_quantize(graph)
         lower(graph)

@@ -7,12 +7,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 from torch._dispatch.python import enable_python_dispatcher
-from torch._dynamo.source import ConstantSource
 from torch._inductor import config
 from torch._subclasses import FakeTensorMode
 from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 from torch.fx.experimental.proxy_tensor import make_fx
-from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from fp4compile import _compat
 from fp4compile.formats import formats, reference_grouped
@@ -31,7 +30,9 @@ from fp4compile.templates.gemm.block_scaled_sm100 import sm100_configs
 from fp4compile.templates.launch import dry_run
 from fp4compile.templates.multiply import call_of
 from fp4compile.templates.problem import problem_of
+from tests.helpers.absent_gpu import symbolic
 from tests.helpers.arguments import of_groups, times
+from tests.helpers.clock import Clock
 from tests.helpers.grouped_library_checks import calls_of, calls_whatever_is_served, check, check_ends
 from tests.helpers.library_checks import Refused
 
@@ -168,39 +169,6 @@ def test_a_router_that_sends_everything_is_found_out(name):
         check(arguments)
 
 
-def first(scales, change):
-    return [change(scales[0]), *scales[1:]]
-
-
-@pytest.mark.parametrize("change", [
-    lambda given: given.update(swizzle_a=[1]), lambda given: given.update(recipe_b=[2]),
-    lambda given: given.update(scale_a=first(given["scale_a"], lambda x: x.flatten())),
-    lambda given: given.update(scale_a=first(given["scale_a"], lambda x: x[:255])),
-    lambda given: given.update(scale_b=first(given["scale_b"], lambda x: x[:, :-1])),
-    lambda given: given.update(scale_b=[given["scale_b"][0], given["scale_b"][1][:1]], scale_a=[
-        given["scale_a"][0], given["scale_a"][1][:1]]),
-    lambda given: given.update(mat2=given["mat2"].contiguous()), lambda given: given.update(offs=given["offs"].long()),
-    lambda given: given.update(offs=given["offs"][:3]), lambda given: given.update(use_fast_accum=True),
-    lambda given: given.update(out_dtype=torch.float32), lambda given: given.update(bias=given["offs"]),
-])  # fmt: skip
-def test_the_checks_refuse_other_arguments(change):
-    with torch.device("meta"):
-        (arguments,) = calls_of(*operands(256, 4, 512, 1024), 256)
-        check(arguments)
-        change(arguments)
-        with pytest.raises(Refused):
-            check(arguments)
-
-
-@pytest.mark.parametrize("ends", [[3, 1, 8, 8], [1, 2, 3, 257]], ids=str)
-def test_the_device_refuses_other_offsets(ends):
-    with torch.device("meta"):
-        (arguments,) = calls_of(*operands(256, 4, 512, 1024), 256)
-        check_ends(arguments, [0, 256, 256, 256])
-        with pytest.raises(Refused):
-            check_ends(arguments, ends)
-
-
 def test_the_op_on_a_cpu_is_the_reference():
     fmt, offs = formats.get("nvfp4"), torch.tensor([0, 3, 5], dtype=torch.int32)
     a = reference_grouped.quantize_rows(torch.randn(6, 64), Groups.of(offs, 6), fmt, None, "swizzled", None)
@@ -213,22 +181,6 @@ def test_the_op_on_a_cpu_is_the_reference():
 
 
 # ---------------------------------------------------------------- max-autotune
-
-
-class Clock:
-    """In the place of the GPU: what was timed, and how long it is said to take, by kernel or configuration."""
-
-    def __init__(self, monkeypatch, times):
-        self.timed, self.times = [], times
-        monkeypatch.setattr(autotune, "_winners", {})
-        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-        monkeypatch.setattr(autotune, "_copies", lambda product: [None])
-        monkeypatch.setattr(autotune, "_times", self._times)
-
-    def _times(self, sequences):
-        choices = [call.keywords["choice"] for (call,) in sequences]
-        self.timed.append([choice.kernel for choice in choices])
-        return [self.times.get(choice.config, self.times.get(choice.kernel, 9.0)) for choice in choices]
 
 
 def experts(name, along_k=False):
@@ -250,8 +202,7 @@ def lowered(function, shapes, groups=4, sm=100, dynamic=False, then=lower):
     with FakeTensorMode(shape_env=ShapeEnv()) as mode, enable_python_dispatcher(), dry_run(Target(sm)) as launches:
         shapes = [list(shape) for shape in shapes]
         if dynamic:
-            symbol = mode.shape_env.create_symbol(shapes[0][0], ConstantSource("s"), DimDynamic.DYNAMIC)
-            shapes[0][0] = mode.shape_env.create_symintnode(symbol, hint=shapes[0][0])
+            shapes[0][0] = symbolic(mode.shape_env, shapes[0][0])
         tensors = [torch.empty(shape, device="cuda", dtype=BF16) for shape in shapes]
         graph = make_fx(function)(*tensors, torch.empty(groups, device="cuda", dtype=torch.int32)).graph
         then(graph)
@@ -271,7 +222,7 @@ def test_time_decides(name, monkeypatch):
     with config.patch(max_autotune=True):
         for _ in range(2):
             assert lowered(experts(name), FORWARD) == BY_LIBRARY
-    assert clock.timed == [[KERNEL, KERNEL, LIBRARY]]
+    assert clock.kernels == [[KERNEL, KERNEL, LIBRARY]]
     launches, left = lowered(experts(name), FORWARD)
     assert (launches[-1], left) == (NATIVE, []) and len(clock.timed) == 1
 
@@ -306,7 +257,7 @@ def test_the_fastest_configuration_is_launched(along_k, index, monkeypatch):
     monkeypatch.setattr(registry, "REGISTRY", kernels)
     with config.patch(max_autotune=True):
         lowered(function, shapes)
-    assert clock.timed == [[KERNEL, KERNEL] + [LIBRARY] * (not along_k)] and ran == [configs[index]]
+    assert clock.kernels == [[KERNEL, KERNEL] + [LIBRARY] * (not along_k)] and ran == [configs[index]]
 
 
 @pytest.mark.parametrize("options", [{"dynamic": True}, {"shapes": ((0, 512), (4, 1024, 512))}],
