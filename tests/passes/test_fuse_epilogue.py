@@ -62,8 +62,9 @@ FUSED = {
 }
 
 
-@pytest.mark.parametrize("recipe", ["nvfp4", "nvfp4_rowwise", "mxfp8"])
-@pytest.mark.parametrize("name", FUSED)
+@pytest.mark.parametrize(("name", "recipe"), [
+    *((name, "nvfp4") for name in FUSED), ("layer scale", "nvfp4_rowwise"), ("layer scale", "mxfp8"),
+])  # fmt: skip
 def test_fused(name, recipe):
     """Nothing is left for Inductor to compute, the result has its shape and dtype, and the kernel can be launched."""
     function = FUSED[name]

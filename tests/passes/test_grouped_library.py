@@ -77,9 +77,9 @@ def offsets(rows, seed):
 
 @pytest.mark.parametrize(("a", "b"), FORMATS, ids=str)
 def test_what_the_router_sends_is_taken(a, b):
-    """For every number of tokens up to 300: by torch, and by the device, which reads the offsets' values."""
+    """For numbers of tokens up to 300: by torch, and by the device, which reads the offsets' values."""
     with torch.device("meta"):
-        for rows in range(1, 301):
+        for rows in (*range(1, 31), *range(31, 301, 7)):
             ends, (n, k) = offsets(rows, rows), SIZES[rows % len(SIZES)]
             (arguments,) = calls_of(*operands(rows, len(ends), n, k, a, b), rows)
             check(arguments)

@@ -7,7 +7,6 @@ every program.
 """
 
 import dataclasses
-import os
 from pathlib import Path
 
 import pytest
@@ -20,11 +19,10 @@ from fp4compile.ops.quantize import QUANTIZE, quantize_kernels
 from fp4compile.templates.quantize import dequantize, row
 from tests.helpers import guarded, in_interpreter
 from tests.helpers.hard_inputs import DTYPES, NAMES, TINY_AMAXES, TINY_OUTERS, hard_input, of_amax
-from tests.helpers.kernels import OLD_TRITON
+from tests.helpers.kernels import DEVICE, INTERPRETING, OLD_TRITON, assert_same_bits, gpu
 from tests.helpers.quantisers import quantize, quantize_both
 
-INTERPRETING = os.environ.get("TRITON_INTERPRET") == "1"
-DEVICE = "cpu" if INTERPRETING else "cuda"
+pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
 ROWWISE = [name for name, fmt in formats.NAMED.items() if fmt.outer != "tensor" and not fmt.square]
 TENSORWISE = [name for name, fmt in formats.NAMED.items() if fmt.outer == "tensor" or fmt.square]
@@ -38,19 +36,6 @@ DTYPE_IDS = [str(dtype).removeprefix("torch.") for dtype in DTYPES]
 
 # Rows of every hard input, and their length.
 SHAPE = (4, 96) if INTERPRETING else (33, 1040)
-
-
-def gpu(function):
-    """Runs on a GPU, or in the interpreter where that has been chosen."""
-    return function if INTERPRETING else pytest.mark.gpu(function)
-
-
-@pytest.fixture(autouse=True)
-def poisoned_memory():
-    """What is allocated holds ones in every bit, so that a byte that no kernel wrote shows."""
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    yield
-    torch.use_deterministic_algorithms(False)
 
 
 @pytest.fixture
@@ -68,19 +53,6 @@ def make_tiles_tall(monkeypatch):
     scaled_row_config, dequantize_config = row.scaled_row_config, dequantize.dequantize_config
     monkeypatch.setattr(row, "scaled_row_config", lambda *args: tall(scaled_row_config(*args)))
     monkeypatch.setattr(dequantize, "dequantize_config", lambda block: tall(dequantize_config(block)))
-
-
-def assert_same_bits(got, expected):
-    for one, other in zip(got, expected, strict=True):
-        if other is None:
-            assert one is None
-            continue
-        assert (one.shape, one.dtype) == (other.shape, other.dtype)
-        assert one.is_contiguous()
-        one, other = one.reshape(-1).cpu(), other.reshape(-1).cpu()
-        if one.dtype.itemsize > 1:  # a float: its NaNs are equal whatever their payload
-            one, other = one.nan_to_num(nan=torch.pi), other.nan_to_num(nan=torch.pi)
-        assert torch.equal(one.view(torch.uint8), other.view(torch.uint8))
 
 
 def check(x, fmt, outer=None, layout="linear"):

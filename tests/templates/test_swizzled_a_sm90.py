@@ -65,13 +65,6 @@ def check(a, rows: int, steps: int, place: str):
     assert torch.equal(got.view(torch.int16)[~nans], expected.view(torch.int16)[~nans])
 
 
-@pytest.fixture
-def poisoned_memory():
-    torch.use_deterministic_algorithms(True, warn_only=True)  # what is allocated has every bit set
-    yield
-    torch.use_deterministic_algorithms(False)
-
-
 SHAPES = [(16, 16, 256, 2), (9, 16, 320, 2), (17, 32, 64, 2), (64, 64, 192, 1), (50, 64, 576, 2), (80, 72, 320, 1),
           (200, 96, 128, 1)]  # fmt: skip
 
