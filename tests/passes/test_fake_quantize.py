@@ -398,35 +398,3 @@ def test_any_number_of_rows():
             x = torch.randn(rows, 1024, device="cuda", dtype=BF16)
             assert_product(compiled(x), x, layer, named("nvfp4"))
     assert backend.report.graphs == 1 and backend.report.counts["fake_quantize"] == 1
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
-@pytest.mark.parametrize("rows", [1, 40, 300])
-def test_a_gated_mlp_of_packed_weights(rows, mode, monkeypatch):
-    """Shared A, epilogues and horizontal fusion: the bits that are there without the pass."""
-
-    class Gated(torch.nn.Module):
-        def __init__(self):
-            super().__init__()
-            for name, n, k in (("gate", 1088, 512), ("up", 1088, 512), ("down", 512, 1088)):
-                setattr(self, name, torch.nn.Linear(k, n, bias=False, dtype=BF16))
-
-        def forward(self, x):
-            return x + self.down(F.silu(self.gate(x)) * self.up(x))
-
-    model = Gated().cuda()
-    fp4compile.pack_(model, "nvfp4")
-    x = torch.randn(rows, 512, device="cuda", dtype=BF16)
-
-    def run():
-        torch._dynamo.reset()
-        compiled = torch.compile(model, backend=fp4compile.backend("nvfp4", strict=True), fullgraph=True, mode=mode)
-        with torch.no_grad():
-            return [compiled(x).clone() for _ in range(4)]
-
-    got = run()
-    monkeypatch.setattr(fp4compile.config, "disabled_passes", ("fake_quantize",))
-    with config.patch(force_disable_caches=True):
-        expected = run()
-    assert all(torch.equal(a, expected[0]) for a in (*got, *expected))

@@ -1,13 +1,12 @@
 """Models whose layers and operands all differ from each other, so that a mix-up changes the numbers.
 
 Layers have different recipes, the two operands of a product have different formats, two layers have two pieces of one
-tensor as activations, weights are operand A or operand B, and heads have many names. The rewritten joint graphs run as
-they are, without code generation. They are compared with the same model composed from `quantize` and `dequantize`.
+tensor as activations, and weights are operand A or operand B. The rewritten joint graphs run as they are, without code
+generation. They are compared with the same model composed from `quantize` and `dequantize`.
 """
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 import fp4compile
@@ -275,58 +274,6 @@ def test_two_pieces_of_one_tensor_are_two_activations(name):
     expected = {(layer, product) for layer in ("first", "second") for product in PRODUCTS}
     assert captured.treatments.keys() == expected
     assert not [reason for reason in captured.treatments.values() if isinstance(reason, str)]
-
-
-# ---------------------------------------------------------------- heads
-
-
-class Headed(nn.Module):
-    """An embedding, a body, and a head whose path the caller chooses."""
-
-    def __init__(self, path, tied=False):
-        super().__init__()
-        self.embed, self.body = nn.Embedding(160, 64), nn.Linear(64, 64)
-        *parents, name = path.split(".")
-        holder = self
-        for parent in parents:
-            setattr(holder, parent, nn.Module())
-            holder = getattr(holder, parent)
-        setattr(holder, name, nn.Linear(64, 160, bias=False))
-        self.path = path
-        if tied:
-            self.get_submodule(path).weight = self.embed.weight
-
-    def forward(self, tokens):
-        return self.get_submodule(self.path)(F.relu(self.body(self.embed(tokens))))
-
-
-def left_alone(model):
-    """{layer: reasons of its products} after a forward and a backward pass under mxfp8."""
-    captured = Captured(model, named("mxfp8"))
-    captured.run(torch.randint(160, (3, 16))).sum().backward()
-    reasons: dict[str, list] = {}
-    for (layer, product), treatment in captured.treatments.items():
-        reasons.setdefault(layer, []).append((product, treatment if isinstance(treatment, str) else None))
-    return {layer: dict(rows) for layer, rows in reasons.items()}
-
-
-@pytest.mark.parametrize(
-    "path",
-    ["lm_head", "model.lm_head", "model.decoder.lm_head", "embed_out", "gpt.embed_out", "unembed", "output",
-     "output_projection", "model.inner.output_projection"],
-)  # fmt: skip
-def test_heads_of_many_names_and_depths(path):
-    reasons = left_alone(Headed(path))
-    assert reasons.keys() == {"body", path}
-    assert list(reasons["body"].values()) == [None] * 3
-    assert set(reasons[path]) == set(PRODUCTS) and all("head" in reason for reason in reasons[path].values())
-
-
-@pytest.mark.parametrize("path", ["project", "model.to_words", "lm_head"])
-def test_a_head_that_shares_the_weight_of_the_embedding(path):
-    """The weight shows it, whatever the layer's name. The backward products are left alone too."""
-    (head,) = (reasons for layer, reasons in left_alone(Headed(path, tied=True)).items() if layer != "body")
-    assert set(head) == set(PRODUCTS) and all("head" in reason for reason in head.values())
 
 
 # ---------------------------------------------------------------- rules that decide for no layer
