@@ -17,6 +17,7 @@ from fp4compile.formats.formats import BlockFormat
 from fp4compile.formats.quantize_spec import holds_values
 from fp4compile.ops.quantize import QUANTIZE, quantize_kernels
 from fp4compile.templates.quantize import dequantize, row
+from fp4compile.templates.quantize.amax import AmaxConfig
 from tests.helpers import guarded, in_interpreter
 from tests.helpers.hard_inputs import DTYPES, NAMES, TINY_AMAXES, TINY_OUTERS, hard_input, of_amax
 from tests.helpers.kernels import DEVICE, INTERPRETING, OLD_TRITON, assert_same_bits, gpu
@@ -458,17 +459,27 @@ def test_rows_and_matrices_whose_offsets_take_more_than_32_bits(format, far_apar
 
 
 @gpu
-def test_long_rows():
-    """Rows that do not fit on the chip are walked twice."""
+def test_long_rows(monkeypatch):
+    """Rows that do not fit on the chip are walked twice; their amax takes several tiles."""
+    cols = 40000
+    if INTERPRETING:
+        cols = 1250
+        monkeypatch.setattr(row, "MAX_ROW_ON_CHIP", 1024)
+        config = AmaxConfig(num_warps=4, rows=1, blocks=16, block=32)
+        monkeypatch.setattr("fp4compile.templates.quantize.amax.amax_config", lambda elements: config)
     for fmt in map(formats.get, ("nvfp4_rowwise", "float8_rowwise")):
-        check(hard_input("outliers", (2, 40000), torch.bfloat16), fmt)
+        check(hard_input("outliers", (2, cols), torch.bfloat16), fmt)
+
+
+# On a GPU, more parts and more rows as well.
+PARTS = [(1, 8192), (2, 8200), (1, 4112)] if INTERPRETING else [(1, 8192), (3, 8200), (1, 16400), (5, 4112)]
 
 
 @gpu
-@pytest.mark.parametrize("shape", [(1, 8192), (3, 8200), (1, 16400), (5, 4112)], ids=str)
+@pytest.mark.parametrize("shape", PARTS, ids=str)
 def test_rows_in_parts(shape):
     """Of few long rows, several programs write a row; the last of them may have little or nothing of it."""
-    for layout in ("linear", "swizzled") if shape[1] < 8200 or not INTERPRETING else ("linear",):
+    for layout in ("linear", "swizzled") if shape[1] < 8192 or not INTERPRETING else ("linear",):
         check(hard_input("outliers", shape, torch.bfloat16), formats.get("nvfp4_rowwise"), layout=layout)
 
 
