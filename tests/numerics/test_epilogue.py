@@ -152,8 +152,8 @@ def test_bad_quantised_results():
     assert message("quantize nvfp4") == "outer: format nvfp4 needs a static outer scale"
     assert message("quantize mxfp8", outer=one) == "outer: format mxfp8 has no static outer scale"
     assert message("amax", outer=one) == "outer: a result that is not quantised has no static outer scale"
-    wrong = "outer: expected float32 of shape (), got torch.float64 of shape ()"
-    assert message("quantize nvfp4", outer=one.double()) == wrong
+    for other, said in ((one.double(), "torch.float64 of shape ()"), (one.expand(4), "torch.float32 of shape (4,)")):
+        assert message("quantize nvfp4", outer=other) == f"outer: expected float32 of shape (), got {said}"
     with pytest.raises(ValueError, match="'pair' goes with a last step 'quantize' or 'amax', got \\['relu pair'\\]"):
         SCALED_MM(*a, *a, spec("mxfp8", ["relu pair"]))
     for end in ("quantize mxfp8", "amax"):
