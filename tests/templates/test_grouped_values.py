@@ -202,7 +202,7 @@ def test_every_e2m1_code_with_every_e4m3_scale():
 def test_every_e4m3_code_with_every_e8m0_scale():
     """As far as bfloat16 holds the value. Codes of NaN have the scale NaN."""
     byte, no_number = np.arange(256, dtype=np.uint32), (torch.arange(256) == 255)[:, None]
-    twice = np.won_device(byte == 0, 0x40, np.won_device(byte == 255, 0x7FC0, byte << 7)).astype(np.uint32) * 0x10001
+    twice = np.where(byte == 0, 0x40, np.where(byte == 255, 0x7FC0, byte << 7)).astype(np.uint32) * 0x10001
     for first in range(0, 256, 4):
         unit = np.full(256, sum((first + i) << 8 * i for i in range(4)), np.uint32)
         codes = torch.from_numpy(unit.view(np.uint8).reshape(256, 4)).view(torch.float8_e4m3fn).float()
