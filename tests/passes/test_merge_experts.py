@@ -69,5 +69,5 @@ def test_matrices_and_equal_quantises():
     assert merged(lambda w: pair(w, None, "nvfp4"), W) == (0, 2)
     dense = torch.ops.fp4compile.quantize
     assert merged(lambda x, offs: (*quantize(x, offs, "mxfp8"), *dense(x, "mxfp8", 0)), X, OFFS) == (0, 2)
-    assert merged(lambda x: (*dense(x, "nvfp4_te", hadamard=True), *dense(x, "nvfp4_te", -2)), X) == (0, 2)
+    assert merged(lambda x: (*dense(x, "nvfp4_te", hadamard=True)[:2], *dense(x, "nvfp4_te", -2)[:2]), X) == (0, 2)
     assert merged(lambda x, offs: (*quantize(x, offs, "mxfp8"), *quantize(x, offs, "mxfp8")), X, OFFS) == (0, 1)
