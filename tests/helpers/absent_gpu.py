@@ -38,6 +38,21 @@ def recipe_of(name):
     return named(base).replace(**changes)
 
 
+def rewritten_by(recipe, graph, inputs):
+    """The decisions by which a graph, whose placeholders are these inputs, is rewritten."""
+    for index, placeholder in enumerate(graph.find_nodes(op="placeholder")):
+        placeholder.meta["desc"] = SimpleNamespace(idx=index)  # as AOTAutograd has it
+    decisions = plan(find(graph, inputs), recipe_of(recipe), inputs)
+    rewrite(graph, decisions)
+    return decisions
+
+
+def symbolic(shape_env, hint):
+    """A size of which nothing is known but that it may be `hint`."""
+    symbol = shape_env.create_symbol(hint, ConstantSource("s"), DimDynamic.DYNAMIC)
+    return shape_env.create_symintnode(symbol, hint=hint)
+
+
 # What the library computes, and how it is called here.
 LIBRARY = (torch.ops.aten._scaled_mm.default, SCALED_MM_OPAQUE)
 
@@ -53,10 +68,7 @@ def launched_on(sm, recipe, shape=(256, 512, 1024), function=lambda x, w: x @ w.
     with FakeTensorMode(), dry_run(Target(sm)) as launches:
         x, w = (torch.empty(rows, k, device="cuda", dtype=dtype) for rows in (m, n))
         graph = make_fx(function)(x, w).graph
-        for index, placeholder in enumerate(graph.find_nodes(op="placeholder")):
-            placeholder.meta["desc"] = SimpleNamespace(idx=index)  # as AOTAutograd has it
-        decisions = plan(find(graph, inputs), recipe_of(recipe), inputs)
-        rewrite(graph, decisions)
+        decisions = rewritten_by(recipe, graph, inputs)
         lower(graph)
     nodes = [node for node in graph.nodes if node.target in LIBRARY]
     calls = [(node.args[-1] if node.target is SCALED_MM_OPAQUE else "_scaled_mm", None) for node in nodes]
@@ -126,15 +138,12 @@ def fused_graph(
     dtypes = [*dtypes, *[dtype] * (len(shapes) - len(dtypes))]
     inputs = [Input("weight" if names[i][0] in "wv" else None) for i in range(len(shapes))]
     with FakeTensorMode(shape_env=ShapeEnv()) as mode, paper(Target(sm)) as launches:
-        symbol = mode.shape_env.create_symbol(4, ConstantSource("s"), DimDynamic.DYNAMIC)
-        size = mode.shape_env.create_symintnode(symbol, hint=4)
+        size = symbolic(mode.shape_env, 4)
         shapes = [[size if entry is ANY else entry for entry in shape] for shape in shapes]
         values = [torch.empty(shape, device="cuda", dtype=t) for shape, t in zip(shapes, dtypes, strict=True)]
         with enable_python_dispatcher():  # symbolic sizes
             graph = make_fx(function, decomposition_table=select_decomp_table())(*values).graph
-        for index, placeholder in enumerate(graph.find_nodes(op="placeholder")):
-            placeholder.meta["desc"] = SimpleNamespace(idx=index)  # as AOTAutograd has it
-        rewrite(graph, plan(find(graph, inputs), named(recipe), inputs))
+        rewritten_by(recipe, graph, inputs)
         fused = fuse_epilogue(graph) if fuse else 0
         graph.lint()
         if then is not None:

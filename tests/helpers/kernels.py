@@ -1,5 +1,6 @@
 """What the tests of GEMM kernels share: where they run, their operands, launches and code for GPUs that are absent."""
 
+import importlib.util
 import os
 import re
 import subprocess
@@ -9,6 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 import triton
+from torch._inductor.codegen.triton import TritonKernel
+from torch._inductor.codegen.wrapper import user_defined_triton_kernel_transitive_closure_source_code
 
 from fp4compile.formats import formats, reference
 from fp4compile.formats.operand import Operand
@@ -43,6 +46,24 @@ def on_device(value):
     return None if value is None else value.to(DEVICE)
 
 
+def assert_same_bits(got, expected, rows=None):
+    """Assert equal bits, and contiguous tensors; of floats NaNs are equal whatever their payload.
+
+    rows: which rows are compared of what has a row for each.
+    """
+    for one, other in zip(got, expected, strict=True):
+        if other is None:
+            assert one is None
+            continue
+        assert (one.shape, one.dtype) == (other.shape, other.dtype) and one.is_contiguous()
+        one, other = one.cpu(), other.cpu()
+        if rows is not None and one.dim() == 2 and len(one) == len(rows):
+            one, other = one[rows], other[rows]
+        if one.dtype.itemsize > 1:
+            one, other = (x.masked_fill(x.isnan(), torch.pi) for x in (one, other))
+        assert torch.equal(*(x.reshape(-1).view(torch.uint8) for x in (one, other)))
+
+
 def launches(sm, a, b, m, epilogue=None, auxiliaries=(), n=8192):
     """The launches of one product of m x n x 4096, on a GPU that need not be there."""
     import fp4compile.ops.matmul  # noqa: F401
@@ -71,6 +92,17 @@ def compile_ahead(sm, a, b, m, n=8192):
     return _compat.compile_ahead(
         product.kernel, product.args, product.constants, product.num_warps, sm, product.num_stages
     )
+
+
+def written_alone(kernel, folder):
+    """The module that Inductor's text of a kernel makes, from a file in a folder."""
+    path = folder / "written.py"
+    text = user_defined_triton_kernel_transitive_closure_source_code(kernel)
+    path.write_text(TritonKernel.gen_common_triton_imports() + "\n@triton.jit\n" + text)
+    spec = importlib.util.spec_from_file_location("written", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 def spilled_bytes(cubin):

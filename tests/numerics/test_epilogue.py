@@ -12,6 +12,7 @@ from fp4compile.formats.steps import OPERATIONS, Step
 from fp4compile.templates.device.epilogue import text
 from fp4compile.templates.device.pointwise import operate
 from tests.helpers.arguments import of_one
+from tests.helpers.codes import same_bits
 from tests.helpers.hard_inputs import stacked
 
 BF16, F32 = torch.bfloat16, torch.float32
@@ -98,10 +99,7 @@ def test_quantised_results_on_the_cpu(name):
     plain = SCALED_MM(*a, None, *b, None, spec("mxfp8", steps), operands=[value])
     expected = torch.ops.fp4compile.quantize(plain, name, layout="swizzled", outer=outer)
     assert len(got) == 2
-    assert all(
-        torch.equal(one.view(torch.uint8), other.view(torch.uint8))
-        for one, other in zip(got, expected[:2], strict=True)
-    )
+    assert all(map(same_bits, got, expected[:2]))
     checks = "test_autograd_registration", "test_faketensor"
     torch.library.opcheck(RESULTS, arguments, options, test_utils=checks)
 
@@ -115,10 +113,7 @@ def test_a_result_of_two_products_on_the_cpu():
     product, pair = SCALED_MM(*a, *b, spec("mxfp8"), bias=bias).float().chunk(2, -1)
     expected = torch.ops.fp4compile.quantize((product.relu() * pair * gate).bfloat16(), "mxfp8", layout="swizzled")
     assert got[0].shape == (6, 256)
-    assert all(
-        torch.equal(one.view(torch.uint8), other.view(torch.uint8))
-        for one, other in zip(got, expected[:2], strict=True)
-    )
+    assert all(map(same_bits, got, expected[:2]))
 
 
 def test_an_amax_on_the_cpu():
@@ -135,10 +130,7 @@ def test_an_amax_on_the_cpu():
         got, expected = (
             torch.ops.fp4compile.quantize(result, "nvfp4", **options, amax=amax) for amax in (maxima, None)
         )
-        assert all(
-            torch.equal(one.reshape(-1).view(torch.uint8), other.reshape(-1).view(torch.uint8))
-            for one, other in zip(got, expected, strict=True)
-        )
+        assert all(map(same_bits, got, expected))
     checks = "test_autograd_registration", "test_faketensor"
     torch.library.opcheck(RESULTS, arguments, test_utils=checks)
 
@@ -160,8 +152,8 @@ def test_bad_quantised_results():
     assert message("quantize nvfp4") == "outer: format nvfp4 needs a static outer scale"
     assert message("quantize mxfp8", outer=one) == "outer: format mxfp8 has no static outer scale"
     assert message("amax", outer=one) == "outer: a result that is not quantised has no static outer scale"
-    wrong = "outer: expected float32 of shape (), got torch.float64 of shape ()"
-    assert message("quantize nvfp4", outer=one.double()) == wrong
+    for other, said in ((one.double(), "torch.float64 of shape ()"), (one.expand(4), "torch.float32 of shape (4,)")):
+        assert message("quantize nvfp4", outer=other) == f"outer: expected float32 of shape (), got {said}"
     with pytest.raises(ValueError, match="'pair' goes with a last step 'quantize' or 'amax', got \\['relu pair'\\]"):
         SCALED_MM(*a, *a, spec("mxfp8", ["relu pair"]))
     for end in ("quantize mxfp8", "amax"):

@@ -5,6 +5,7 @@ import torch
 import torch.nn.functional as F
 
 from fp4compile.formats.prologue import Prologue, apply
+from tests.helpers.codes import same_bits
 
 BF16, F32 = torch.bfloat16, torch.float32
 GATE = ["neg aux0", "exp s0", "add s1 1.0", "div aux0 s2", "mul s3 aux1"]
@@ -23,18 +24,12 @@ def test_reference():
     assert Prologue.parse(NORM, BF16).strings() == NORM
 
 
-def assert_same_bits(got, expected):
-    for one, other in zip(got, expected, strict=True):
-        assert one.shape == other.shape and one.dtype == other.dtype
-        assert torch.equal(one.reshape(-1).view(torch.uint8), other.reshape(-1).view(torch.uint8))
-
-
 @pytest.mark.parametrize("options", DIRECTIONS, ids=str)
 def test_the_op_on_the_cpu(options):
     x, column, row = torch.randn(8, 64, dtype=BF16), torch.randn(8, 1), torch.randn(64, dtype=BF16)
     steps = {"operands": [column, row], "prologue": NORM, "dtype": BF16, **options}
     value, _ = apply(Prologue.parse(NORM, BF16), [x, column, row])
-    assert_same_bits(quantize(x, "nvfp4", **steps), quantize(value, "nvfp4", **options))
+    assert all(map(same_bits, quantize(x, "nvfp4", **steps), quantize(value, "nvfp4", **options)))
     torch.library.opcheck(quantize.default, (x, "nvfp4"), steps, test_utils=CHECKS)
 
 
@@ -46,7 +41,7 @@ def test_what_is_stored_comes_last(options):
     stored = {**steps, "stored": ["s0 bfloat16", "s1 float32"]}
     *own, first, last = quantize(x, "nvfp4", **stored)
     assert torch.equal(first, (x * column).bfloat16()) and torch.equal(last, x * column * row)
-    assert_same_bits(own, quantize(x, "nvfp4", **steps))
+    assert all(map(same_bits, own, quantize(x, "nvfp4", **steps)))
     torch.library.opcheck(quantize.default, (x, "nvfp4"), stored, test_utils=CHECKS)
 
 

@@ -1,23 +1,18 @@
 """The term added to a product. A bias with one element a column is added by the kernel, any other after it."""
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from fp4compile.analysis.find import find
 from fp4compile.analysis.gemm import Input
-from fp4compile.analysis.plan import plan
 from fp4compile.formats import formats, reference
 from fp4compile.formats.operand import Arguments, Operand
 from fp4compile.hardware import Target
-from fp4compile.passes.rewrite import rewrite
 from fp4compile.templates.choose import choose
 from fp4compile.templates.launch import dry_run
 from fp4compile.templates.problem import problem_of
-from tests.helpers.absent_gpu import launched_on, recipe_of
+from tests.helpers.absent_gpu import launched_on, recipe_of, rewritten_by
 
 SCALED_MM = torch.ops.fp4compile.scaled_mm.default
 M, N, K = 6, 48, 64
@@ -28,9 +23,7 @@ def rewritten(x, w, bias, recipe):
     """The rewritten graph of an addmm."""
     inputs = (Input(), Input("weight"), Input())
     graph_module = make_fx(lambda x, w, b: torch.addmm(b, x, w.t()), tracing_mode="fake")(x, w, bias)
-    for index, placeholder in enumerate(graph_module.graph.find_nodes(op="placeholder")):
-        placeholder.meta["desc"] = SimpleNamespace(idx=index)  # as AOTAutograd describes it
-    rewrite(graph_module.graph, plan(find(graph_module.graph, inputs), recipe_of(recipe), inputs))
+    rewritten_by(recipe, graph_module.graph, inputs)
     graph_module.recompile()
     return graph_module
 

@@ -12,7 +12,7 @@ import torch
 import fp4compile
 from fp4compile.analysis.gemm import Input
 from fp4compile.passes import manager
-from fp4compile.passes.manager import JointPasses
+from fp4compile.passes.manager import JointPasses, LowerPasses
 from fp4compile.recipe import named
 from fp4compile.report import stored_rows
 from fp4compile.report.stored_rows import Outcome
@@ -104,15 +104,16 @@ def test_the_report_is_kept_by_recipe_mode_options_and_modes_of_tracing():
     assert keyed.key() == plain and len({plain, *others}) == 1 + len(others)
 
 
-def test_mode_and_options_reach_the_key(monkeypatch):
+def test_mode_options_and_switches_reach_the_key(monkeypatch):
     without_codegen.install(monkeypatch)
     keys = []
     keep = stored_rows.key
     monkeypatch.setattr(stored_rows, "key", lambda *args: keys.append(keep(*args)) or keys[-1])
-    for how in ({}, {"mode": "max-autotune"}, {"options": {"shape_padding": False}}):
+    for how in ({}, {"mode": "max-autotune"}, {"options": {"shape_padding": False}}, {"off": ("inplace",)}):
         torch._dynamo.reset()
+        monkeypatch.setattr(fp4compile.config, "disabled_passes", how.pop("off", ()))
         torch.compile(torch.nn.Linear(64, 64), backend=fp4compile.backend("mxfp8"), **how)(torch.ones(4, 64))
-    assert len(set(keys)) == 3
+    assert len(set(keys)) == 4
 
 
 def test_rows_that_are_gone_are_missed_loudly(monkeypatch, caplog):
@@ -138,18 +139,30 @@ class UserPass:
         return self.name
 
 
-def uuid(recipe="mxfp8", names=("a.weight", None), user_passes=(), **overrides):
-    inputs = tuple(Input(name) for name in names)
+INPUTS = (Input("a.weight"), Input(), Input("b.weight"))
+
+
+def joint(recipe="mxfp8", inputs=INPUTS, user_passes=(), **overrides):
     return JointPasses(named(recipe).replace(**overrides), inputs, lambda *_: None, user_passes).uuid()
 
 
-def test_the_passes_are_kept_by_recipe_names_and_what_else_is_in_the_slot():
+def lower(user_passes=()):
+    return LowerPasses(lambda *_: None, user_passes).uuid()
+
+
+def test_the_passes_are_kept_by_recipe_inputs_and_what_else_is_in_the_slot():
     keys = [
-        uuid(), uuid("mxfp4"), uuid(min_k=64), uuid(names=("b.weight", None)), uuid(names=(None, "a.weight")),
-        uuid(user_passes=(UserPass("one"),)), uuid(user_passes=(UserPass("two"),)),
+        joint(), joint("mxfp4"), joint(min_k=64), joint(fprop_w="mxfp4"), joint(rules=[("a", "skip")]),
+        joint(inputs=INPUTS[::-1]),  # the same names at other places
+        joint(inputs=(*INPUTS[::2], Input())), joint(inputs=(*INPUTS, Input())),
+        joint(inputs=(Input("a.weight", in_block=True), *INPUTS[1:])), joint(inputs=(Input("a.bias"), *INPUTS[1:])),
+        joint(user_passes=(UserPass("one"),)), joint(user_passes=(UserPass("two"),)),
+        lower(), lower((UserPass("one"),)),
     ]  # fmt: skip
-    assert uuid() == keys[0] and len(set(keys)) == len(keys)
-    assert uuid(user_passes=(UserPass(None),)) is None and uuid(user_passes=(print,)) is None
+    assert None not in keys and len(set(keys)) == len(keys)
+    assert (joint(), lower()) == (keys[0], keys[-2])
+    for without_key in (UserPass(None), print):
+        assert joint(user_passes=(without_key,)) is None and lower((without_key,)) is None
 
 
 H200, B200 = (9, 0, 132), (10, 0, 148)
@@ -158,42 +171,35 @@ H200, B200 = (9, 0, 132), (10, 0, 148)
 def test_the_passes_are_kept_by_the_gpus(monkeypatch):
     """By capability and multiprocessors, for which grids are made. torch keeps which GPU a graph is for."""
     monkeypatch.delenv("NCCL_P2P_DISABLE", raising=False)
-    there = [(), (H200,), (B200,), ((1, 0, 132),), ((9, 0, 114),), (H200, B200), (B200, H200)]
     keys = []
-    for gpus in there:
+    for gpus in [(), (H200,), (B200,), ((10, 3, 148),), ((9, 0, 114),), (H200, B200), (B200, H200)]:
         absent_gpu.install(monkeypatch, gpus)
-        keys.append(uuid())
-    assert len(set(keys)) == len(keys)
+        keys.append((joint(), lower()))
+    assert all(len(set(of_one)) == len(keys) for of_one in zip(*keys, strict=True))
     absent_gpu.install(monkeypatch, (H200, H200))
-    assert uuid() == keys[1], "more GPUs of one kind make no difference"
+    assert (joint(), lower()) == keys[1], "more GPUs of one kind make no difference"
     monkeypatch.setenv("NCCL_P2P_DISABLE", "1")
-    assert uuid() not in keys, "a slow link between GPUs does"
+    assert joint() not in dict(keys), "a slow link between GPUs does"
 
 
-SOURCE = Path(manager.__file__).parents[1]
-
-
-@pytest.mark.parametrize(
-    "changed", ["dynamo_backend.py", "passes/rewrite.py", "templates/quantize/row.py", "templates/new.py"]
-)
-def test_the_passes_are_kept_by_the_whole_source(changed, tmp_path, monkeypatch):
+def test_the_passes_are_kept_by_the_whole_source(tmp_path, monkeypatch):
     """A new version of the package must not run graphs that an older one compiled."""
     copied = tmp_path / "fp4compile"
-    shutil.copytree(SOURCE, copied, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copytree(Path(manager.__file__).parents[1], copied, ignore=shutil.ignore_patterns("__pycache__"))
     monkeypatch.setattr(manager, "__file__", str(copied / "passes" / "manager.py"))
-    manager.source_digest.cache_clear()
-    try:
-        before = uuid()
+    monkeypatch.setattr(manager, "source_digest", manager.source_digest.__wrapped__)
+    seen, read_bytes = [], Path.read_bytes
+    monkeypatch.setattr(Path, "read_bytes", lambda path: seen.append(path) or read_bytes(path))
+    before = joint(), lower()
+    assert sorted(seen) == sorted(2 * list(copied.rglob("*.py"))), "each key reads every file"
+    for changed in ("dynamo_backend.py", "templates/quantize/row.py", "templates/new.py"):
         with (copied / changed).open("a") as file:
             file.write("# changed\n")
-        manager.source_digest.cache_clear()
-        assert uuid() != before
-        copied.joinpath("notes.txt").write_text("no source")
-        after = uuid()
-        manager.source_digest.cache_clear()
-        assert uuid() == after
-    finally:
-        manager.source_digest.cache_clear()
+        after = joint(), lower()
+        assert not {*before} & {*after}
+        before = after
+    copied.joinpath("notes.txt").write_text("no source")
+    assert (joint(), lower()) == before
 
 
 def test_rows_are_stored_and_read_back_with_every_field(monkeypatch):

@@ -1,7 +1,6 @@
 """Which quantises return values in the place of codes, and what is launched and computed then."""
 
 import re
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,9 +11,7 @@ from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import fp4compile
-from fp4compile.analysis.find import find
 from fp4compile.analysis.gemm import Input
-from fp4compile.analysis.plan import plan
 from fp4compile.check.comparison import same_bits
 from fp4compile.check.machine_code import quantize_row
 from fp4compile.check.quantisers import Configuration
@@ -28,10 +25,9 @@ from fp4compile.passes.fuse_horizontal import fuse_horizontal
 from fp4compile.passes.fuse_prologue import fuse_prologue
 from fp4compile.passes.lower import lower
 from fp4compile.passes.merge_quantize import merge_quantize
-from fp4compile.passes.rewrite import rewrite
 from fp4compile.recipe import named
 from fp4compile.templates.launch import dry_run
-from tests.helpers.absent_gpu import fused_graph
+from tests.helpers.absent_gpu import fused_graph, rewritten_by
 from tests.helpers.by_hand import assert_product
 from tests.helpers.products import (
     BF16,
@@ -258,9 +254,7 @@ def launched(recipe, m, n, k, sm=90):
     with FakeTensorMode(), dry_run(Target(sm)) as launches:
         x, w = (torch.empty(rows, k, device="cuda", dtype=BF16) for rows in (m, n))
         graph = make_fx(lambda x, w: x @ w.t())(x, w).graph
-        for index, placeholder in enumerate(graph.find_nodes(op="placeholder")):
-            placeholder.meta["desc"] = SimpleNamespace(idx=index)  # as AOTAutograd has it
-        rewrite(graph, plan(find(graph, inputs), named(recipe), inputs))
+        rewritten_by(recipe, graph, inputs)
         merge_quantize(graph)
         fake_quantize(graph)
         lower(graph)
@@ -404,35 +398,3 @@ def test_any_number_of_rows():
             x = torch.randn(rows, 1024, device="cuda", dtype=BF16)
             assert_product(compiled(x), x, layer, named("nvfp4"))
     assert backend.report.graphs == 1 and backend.report.counts["fake_quantize"] == 1
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
-@pytest.mark.parametrize("rows", [1, 40, 300])
-def test_a_gated_mlp_of_packed_weights(rows, mode, monkeypatch):
-    """Shared A, epilogues and horizontal fusion: the bits that are there without the pass."""
-
-    class Gated(torch.nn.Module):
-        def __init__(self):
-            super().__init__()
-            for name, n, k in (("gate", 1088, 512), ("up", 1088, 512), ("down", 512, 1088)):
-                setattr(self, name, torch.nn.Linear(k, n, bias=False, dtype=BF16))
-
-        def forward(self, x):
-            return x + self.down(F.silu(self.gate(x)) * self.up(x))
-
-    model = Gated().cuda()
-    fp4compile.pack_(model, "nvfp4")
-    x = torch.randn(rows, 512, device="cuda", dtype=BF16)
-
-    def run():
-        torch._dynamo.reset()
-        compiled = torch.compile(model, backend=fp4compile.backend("nvfp4", strict=True), fullgraph=True, mode=mode)
-        with torch.no_grad():
-            return [compiled(x).clone() for _ in range(4)]
-
-    got = run()
-    monkeypatch.setattr(fp4compile.config, "disabled_passes", ("fake_quantize",))
-    with config.patch(force_disable_caches=True):
-        expected = run()
-    assert all(torch.equal(a, expected[0]) for a in (*got, *expected))

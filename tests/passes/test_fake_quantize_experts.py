@@ -1,20 +1,15 @@
 """Which quantises of experts return values in the place of codes, what is launched then, and that no value changes."""
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 import torch.nn.functional as F
 from torch._dispatch.python import enable_python_dispatcher
-from torch._dynamo.source import ConstantSource
 from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
-from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 import fp4compile
-from fp4compile.analysis.find import find
 from fp4compile.analysis.gemm import Input
-from fp4compile.analysis.plan import plan
 from fp4compile.hardware import Target
 from fp4compile.ops.matmul import SCALED_MM
 from fp4compile.ops.nodes import quantise_of, scaled_mm_of
@@ -22,9 +17,8 @@ from fp4compile.ops.quantize import QUANTIZE
 from fp4compile.passes.fake_quantize import fake_quantize
 from fp4compile.passes.lower import lower
 from fp4compile.passes.merge_quantize import merge_quantize
-from fp4compile.passes.rewrite import rewrite
-from fp4compile.recipe import named
 from fp4compile.templates.launch import dry_run
+from tests.helpers.absent_gpu import rewritten_by, symbolic
 from tests.helpers.arguments import times
 
 ops = torch.ops.fp4compile
@@ -141,8 +135,7 @@ def traced(function, rows=M, dtype=BF16):
     """The graph on fake CUDA tensors. rows: None for any number."""
     with FakeTensorMode(shape_env=ShapeEnv()) as mode, dry_run(Target(90)):
         if rows is None:
-            symbol = mode.shape_env.create_symbol(M, ConstantSource("s"), DimDynamic.DYNAMIC)
-            rows = mode.shape_env.create_symintnode(symbol, hint=M)
+            rows = symbolic(mode.shape_env, M)
         shapes = {name: (rows, *shape[1:]) if shape[0] == M else shape for name, shape in SHAPES.items()}
         tensors = [torch.empty(shape, dtype=dtype, device="cuda") for shape in shapes.values()]
         return make_fx(function)(*tensors, torch.empty(G, dtype=torch.int32, device="cuda"))
@@ -237,9 +230,7 @@ def test_launches_of_a_recipe(recipe):
         x, w = (torch.empty(shape, device="cuda", dtype=BF16) for shape in ((4096, 512), (4, 1024, 512)))
         offs = torch.empty(4, device="cuda", dtype=torch.int32)
         graph = make_fx(lambda x, w, offs: F.grouped_mm(x, w.mT, offs=offs))(x, w, offs).graph
-        for index, placeholder in enumerate(graph.find_nodes(op="placeholder")):
-            placeholder.meta["desc"] = SimpleNamespace(idx=index)
-        rewrite(graph, plan(find(graph, inputs), named(recipe), inputs))
+        rewritten_by(recipe, graph, inputs)
         merge_quantize(graph)
         both = recipe == "mxfp8"  # the kernel for NVFP4 weights reads their codes
         assert fake_quantize(graph) == 1 + both

@@ -1,18 +1,16 @@
 """Which pointwise operations go into a quantiser's kernel, and what they compute there."""
 
 from contextlib import nullcontext
-from dataclasses import dataclass
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch._dispatch.python import enable_python_dispatcher
-from torch._dynamo.source import ConstantSource
 from torch._inductor import config
 from torch._inductor.decomposition import select_decomp_table
 from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
-from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from fp4compile.hardware import Target
 from fp4compile.ops.nodes import CAST, quantise_of
@@ -24,12 +22,12 @@ from fp4compile.passes.merge_quantize import merge_quantize
 from fp4compile.templates.launch import dry_run
 from fp4compile.templates.quantize import prologue_cost
 from fp4compile.templates.quantize.amax import PARTIAL_MAXIMA_ELEMENTS
+from tests.helpers.absent_gpu import ANY, Result, symbolic
 from tests.helpers.norms import rms_norm
 
 BF16, F32 = torch.bfloat16, torch.float32
 SAME, ROW = (2, 64, 128), (128,)
 FLAT = (64, 128)
-ANY = object()  # a symbolic size
 quantize = torch.ops.fp4compile.quantize
 
 
@@ -37,21 +35,12 @@ def quantize_both(x, format):
     return quantize(x, format, [-1, -2])
 
 
-@dataclass
-class Result:
-    graph: torch.fx.Graph
-    fused: int
-    launches: list
-    mode: FakeTensorMode
-
-
 def fused_graph(function, *shapes, dtypes=(), lowered=False, fuse=True, device="cuda", sm=90, turned=False):
     """The graph of a function on fake CUDA tensors, decomposed as Inductor does it, after the pass."""
     dtypes = [*dtypes, *[BF16] * (len(shapes) - len(dtypes))]
     paper = dry_run(Target(sm)) if device == "cuda" else nullcontext([])
     with FakeTensorMode(shape_env=ShapeEnv()) as mode, paper as launches:
-        symbol = mode.shape_env.create_symbol(4, ConstantSource("s"), DimDynamic.DYNAMIC)
-        size = mode.shape_env.create_symintnode(symbol, hint=4)
+        size = symbolic(mode.shape_env, 4)
         shapes = [[size if entry is ANY else entry for entry in shape] for shape in shapes]
         values = [torch.empty(shape, device=device, dtype=t) for shape, t in zip(shapes, dtypes, strict=True)]
         if turned:

@@ -67,13 +67,13 @@ SIZES = [(16, 32), (512, 1024), (1040, 96), (4096, 14336), (14336, 4096)]
 
 @pytest.mark.parametrize(("a", "b", "op"), FORMATS, ids=lambda value: str(value))
 def test_what_the_router_sends_is_taken(a, b, op, monkeypatch):
-    """For every number of rows of A up to 300, and each size, bias and dtype. (Mixed formats: a size for each number.)
+    """For numbers of rows of A next to those of whole tiles; each size, bias and dtype. (Mixed formats: a size each.)
 
     The kernel for few rows ranks before the library; `max-autotune` may prefer the library nevertheless.
     """
     without(monkeypatch, "skinny_block_scaled_sm100")
     with torch.device("meta"):
-        for m in range(1, 301):
+        for m in (*range(1, 35), 63, 64, 65, *range(126, 131), *range(255, 301, 9)):
             for n, k in SIZES if b is None else [SIZES[m % len(SIZES)]]:
                 assert sent(m, n, k, a, b) == [op]
         for m, (n, k), (bias, out_dtype) in itertools.product((1, 127, 300), SIZES, RESULTS):
@@ -142,24 +142,6 @@ def test_a_router_that_sends_everything_is_found_out(name, monkeypatch):
     out_dtype = given.pop("out_dtype")
     with torch.device("meta"), pytest.raises(Refused, match=message):
         for op, arguments in calls_of(*product(**given), out_dtype, torchs_fakes=False):
-            check(op, arguments)
-
-
-@pytest.mark.parametrize("change", [
-    lambda given: given.update(swizzle_a=[1]), lambda given: given.update(recipe_b=[2]),
-    lambda given: given.update(scale_b=[given["scale_b"][0][:-1], given["scale_b"][1]]),
-    lambda given: given.update(scale_a=[given["scale_a"][0], given["scale_a"][1].double()]),
-    lambda given: given.update(self=given["self"].as_strided((256, 512), (1, 256))),
-    lambda given: given.update(mat2=given["mat2"].as_strided((512, 512), (512, 1))),
-    lambda given: given.update(bias=torch.empty(520, dtype=BF16)[1:513]),
-    lambda given: given.update(contraction_dim=[1, 0]), lambda given: given.update(use_fast_accum=True),
-])  # fmt: skip
-def test_the_checks_refuse_other_arguments(change):
-    with torch.device("meta"):
-        ((op, arguments),) = calls_of(*product(256, 512, 1024, "nvfp4", bias=BF16), BF16)
-        check(op, arguments)
-        change(arguments)
-        with pytest.raises(Refused):
             check(op, arguments)
 
 

@@ -1,24 +1,19 @@
 """Products of experts lowered for GPUs that need not be there: which kernels, how many launches, which tier."""
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 import torch.nn.functional as F
 from torch._dispatch.python import enable_python_dispatcher
-from torch._dynamo.source import ConstantSource
 from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
-from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-from fp4compile.analysis.find import Input, find
-from fp4compile.analysis.plan import plan
+from fp4compile.analysis.find import Input
 from fp4compile.hardware import Target
 from fp4compile.passes.lower import lower
 from fp4compile.passes.merge_quantize import merge_quantize
-from fp4compile.passes.rewrite import rewrite
-from fp4compile.recipe import named
 from fp4compile.templates.launch import dry_run
+from tests.helpers.absent_gpu import rewritten_by, symbolic
 from tests.helpers.arguments import times
 
 NATIVE, TILES = "gemm_block_scaled_sm100", "gemm_dequant_tiles"
@@ -34,16 +29,11 @@ def lowered(sm, function, *shapes, recipe=None, dynamic=False):
     inputs = (Input(), Input("w"), Input())
     with FakeTensorMode(shape_env=ShapeEnv()) as mode, enable_python_dispatcher(), dry_run(Target(sm)) as launches:
         if dynamic:
-            rows, *rest = floats[0]
-            symbol = mode.shape_env.create_symbol(rows, ConstantSource("s"), DimDynamic.DYNAMIC)
-            floats[0] = (mode.shape_env.create_symintnode(symbol, hint=rows), *rest)
+            floats[0] = (symbolic(mode.shape_env, floats[0][0]), *floats[0][1:])
         tensors = [torch.empty(shape, device="cuda", dtype=torch.bfloat16) for shape in floats]
         kind = torch.int32 if isinstance(integers, int) else torch.int64
         graph = make_fx(function)(*tensors, torch.empty(integers, device="cuda", dtype=kind)).graph
-        for index, placeholder in enumerate(graph.find_nodes(op="placeholder")):
-            placeholder.meta["desc"] = SimpleNamespace(idx=index)
-        decisions = plan(find(graph, inputs), named(recipe), inputs) if recipe else []
-        rewrite(graph, decisions)
+        decisions = rewritten_by(recipe, graph, inputs) if recipe else []
         merge_quantize(graph)
         lower(graph)
     left = [str(node.target) for node in graph.nodes if "fp4compile" in str(node.target)]

@@ -14,7 +14,6 @@ from fp4compile.passes.hoist import HOIST
 from fp4compile.passes.lib.base import Pass, run_passes
 from fp4compile.passes.manager import JointPasses, LowerPasses
 from fp4compile.recipe import named
-from fp4compile.report import stored_rows
 from fp4compile.report.report import PassRun, Report
 from tests.helpers import without_codegen
 from tests.helpers.graphs import compile_recorded
@@ -262,17 +261,6 @@ def test_both_keys_tell_the_setting(disable):
         assert len(set(of_one)) == len(seen)
     disable("lower", "hoist", "lower")
     assert keys() == seen[-1], "the order does not matter"
-
-
-def test_the_reports_key_tells_the_setting(disable, captured, monkeypatch):
-    keys = []
-    keep = stored_rows.key
-    monkeypatch.setattr(stored_rows, "key", lambda *args: keys.append(keep(*args)) or keys[-1])
-    for names in ((), ("inplace",)):
-        disable(*names)
-        torch._dynamo.reset()
-        torch.compile(SharedInput(), backend=fp4compile.backend("mxfp8"))(torch.ones(4, 64))
-    assert len(set(keys)) == 2
 
 
 def test_a_cached_graph_of_another_setting_is_not_reused(disable):

@@ -62,10 +62,12 @@ def test_what_is_no_pair(function):
 
 
 def test_matrices_and_equal_quantises():
-    """Matrices in square blocks are a pair, others are not; rows and matrices never are. Equal quantises become one."""
+    """Matrices in square blocks are a pair, others are not; rows and matrices never are, nor transformed rows and
+    columns. Equal quantises become one."""
     assert merged(lambda w: pair(w, None, "nvfp4_16x16"), W) == (1, 0)
     assert merged(lambda w: pair(w, None, "mxfp8_32x32", layout="swizzled"), W) == (1, 0)
     assert merged(lambda w: pair(w, None, "nvfp4"), W) == (0, 2)
     dense = torch.ops.fp4compile.quantize
     assert merged(lambda x, offs: (*quantize(x, offs, "mxfp8"), *dense(x, "mxfp8", 0)), X, OFFS) == (0, 2)
+    assert merged(lambda x: (*dense(x, "nvfp4_te", hadamard=True)[:2], *dense(x, "nvfp4_te", -2)[:2]), X) == (0, 2)
     assert merged(lambda x, offs: (*quantize(x, offs, "mxfp8"), *quantize(x, offs, "mxfp8")), X, OFFS) == (0, 1)

@@ -198,37 +198,21 @@ def one_model():
     return lambda x: model(x)
 
 
-@pytest.mark.parametrize(
-    "function, arguments, expected",
-    [
-        (closure(), [x()], ["lin1", "lin2", "lin_global", "by_key.a", "matrix"]),
-        (in_a_list(), [x()], ["listed.0.up", "listed.0.down", "listed.1.up", "listed.1.down"]),
-        (Holder(), [x()], ["hidden.0", "hidden.1", "scale.0"]),
-        (one_layer(), [x()], ["lin"]),
-        (one_model(), [x()], ["up", "down"]),
-        (call, [Block(), x()], ["up", "down"]),
-        (functools.partial(call, Block()), [x()], ["up", "down"]),
-        (torch.nn.Linear(64, 64), [x()], [""]),
-        (both, [Block(), Block(), x()], ["student.up", "student.down", "teacher.up", "teacher.down"]),
-        (both, [torch.nn.Linear(64, 64), Block(), x()], ["", "up", "down"]),
-        (all_of, [Block(), Block()], ["models.0.up", "models.0.down", "models.1.up", "models.1.down"]),
-        (functools.partial(both, Block(), Block()), [x()], ["args.0.up", "args.0.down", "args.1.up", "args.1.down"]),
-    ],
-    ids=[
-        "closure",
-        "list",
-        "attribute",
-        "one",
-        "model",
-        "argument",
-        "partial",
-        "layer",
-        "two",
-        "uneven",
-        "args",
-        "partials",
-    ],
-)
+@pytest.mark.parametrize(("function", "arguments", "expected"), [
+    (closure(), [x()], ["lin1", "lin2", "lin_global", "by_key.a", "matrix"]),
+    (in_a_list(), [x()], ["listed.0.up", "listed.0.down", "listed.1.up", "listed.1.down"]),
+    (Holder(), [x()], ["hidden.0", "hidden.1", "scale.0"]),
+    (one_layer(), [x()], ["lin"]),
+    (one_model(), [x()], ["up", "down"]),
+    (call, [Block(), x()], ["up", "down"]),
+    (functools.partial(call, Block()), [x()], ["up", "down"]),
+    (torch.nn.Linear(64, 64), [x()], [""]),
+    (both, [Block(), Block(), x()], ["student.up", "student.down", "teacher.up", "teacher.down"]),
+    (both, [torch.nn.Linear(64, 64), Block(), x()], ["", "up", "down"]),
+    (all_of, [Block(), Block()], ["models.0.up", "models.0.down", "models.1.up", "models.1.down"]),
+    (functools.partial(both, Block(), Block()), [x()], ["args.0.up", "args.0.down", "args.1.up", "args.1.down"]),
+], ids=["closure", "list", "attribute", "one", "model", "argument", "partial", "layer", "two",
+        "uneven", "args", "partials"])  # fmt: skip
 def test_every_layer_has_a_name_of_its_own(function, arguments, expected):
     assert [seen for _, seen in modules(function, *arguments)] == expected
 

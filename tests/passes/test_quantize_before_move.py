@@ -10,10 +10,9 @@ import torch
 import torch.distributed._functional_collectives  # shapes of the collectives
 import torch.nn.functional as F
 from torch import nn
-from torch._dynamo.source import ConstantSource
 from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
-from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 import fp4compile
 from fp4compile import hardware
@@ -24,6 +23,7 @@ from fp4compile.passes.fake_quantize import fake_quantize
 from fp4compile.passes.quantize_before_gather import quantize_before_gather
 from fp4compile.passes.quantize_before_index import quantize_before_index
 from fp4compile.templates.launch import dry_run
+from tests.helpers.absent_gpu import symbolic
 from tests.helpers.arguments import times
 from tests.helpers.graphs import summary
 
@@ -59,9 +59,8 @@ def traced(function, values, device="cuda", any_rows=False):
     with FakeTensorMode(shape_env=ShapeEnv()) as mode, on(device):
         fakes = [torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=device) for t in values]
         if any_rows:
-            symbol = mode.shape_env.create_symbol(ROWS, ConstantSource("s"), DimDynamic.DYNAMIC)
-            size = mode.shape_env.create_symintnode(symbol, hint=ROWS)
-            fakes[0] = torch.empty(size, *values[0].shape[1:], dtype=values[0].dtype, device=device)
+            sizes = symbolic(mode.shape_env, ROWS), *values[0].shape[1:]
+            fakes[0] = torch.empty(sizes, dtype=values[0].dtype, device=device)
         return make_fx(function)(*fakes)
 
 

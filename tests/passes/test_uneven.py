@@ -1,29 +1,17 @@
 """Models whose layers and operands all differ from each other, so that a mix-up changes the numbers.
 
 Layers have different recipes, the two operands of a product have different formats, two layers have two pieces of one
-tensor as activations, weights are operand A or operand B, and heads have many names. The rewritten joint graphs run as
-they are, without code generation. They are compared with the same model composed from `quantize` and `dequantize`.
+tensor as activations, and weights are operand A or operand B. The rewritten joint graphs run as they are, without code
+generation. They are compared with the same model composed from `quantize` and `dequantize`.
 """
-
-import shutil
-from pathlib import Path
 
 import pytest
 import torch
-import torch.nn.functional as F
-from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
 from torch import nn
-from torch._dynamo.backends.common import aot_autograd
-from torch._inductor.decomposition import select_decomp_table
 
 import fp4compile
-from fp4compile.analysis.gemm import Input
-from fp4compile.passes import manager
-from fp4compile.passes.manager import JointPasses, LowerPasses, analyse
-from fp4compile.passes.rewrite import rewrite
 from fp4compile.recipe import Recipe, named
-from fp4compile.report import names
-from tests.helpers import absent_gpu
+from tests.helpers.rewritten import rewritten
 
 # The two formats of a product differ, and each role differs from the roles that it could be mistaken for.
 UNEVEN = Recipe(
@@ -35,42 +23,15 @@ TOKENS = 48
 
 
 class Captured:
-    """A model whose graphs are rewritten and run without code generation.
-
-    treatments: by (layer, product), how the operands A and B are quantised, or why the product is left alone.
-    """
+    """A model whose graphs are rewritten and run without code generation."""
 
     def __init__(self, model, recipe):
-        self.recipe, self.treatments = recipe, {}
-        self.run = torch.compile(model, backend=self._capture)
+        self.run, self.decisions = rewritten(model, recipe)
 
-    def _capture(self, gm, example_inputs):
-        inputs = names.record(gm, example_inputs).inputs
-
-        def partition(joint, joint_inputs, **kwargs):
-            self._rewrite(joint.graph, inputs)
-            return min_cut_rematerialization_partition(joint, joint_inputs, **kwargs)
-
-        def infer(module, _):
-            self._rewrite(module.graph, inputs)
-            module.recompile()
-            return make_boxed_func(module.forward)
-
-        def plain(module, _):
-            return make_boxed_func(module.forward)
-
-        compiler = aot_autograd(
-            fw_compiler=plain, bw_compiler=plain, inference_compiler=infer, partition_fn=partition,
-            decompositions=select_decomp_table(),
-        )  # fmt: skip
-        return compiler(gm, example_inputs)
-
-    def _rewrite(self, graph, inputs):
-        decisions = analyse(graph, self.recipe, inputs)
-        for decision in decisions:
-            key = (decision.gemm.module, decision.gemm.product)
-            self.treatments[key] = decision.reason or (decision.a, decision.b)
-        rewrite(graph, decisions)
+    @property
+    def treatments(self):
+        """By (layer, product), how the operands A and B are quantised, or why the product is left alone."""
+        return {(d.gemm.module, d.gemm.product): d.reason or (d.a, d.b) for d in self.decisions}
 
     def formats(self, module, product):
         """Formats of the operands A and B of one product."""
@@ -313,126 +274,6 @@ def test_two_pieces_of_one_tensor_are_two_activations(name):
     expected = {(layer, product) for layer in ("first", "second") for product in PRODUCTS}
     assert captured.treatments.keys() == expected
     assert not [reason for reason in captured.treatments.values() if isinstance(reason, str)]
-
-
-# ---------------------------------------------------------------- heads
-
-
-class Headed(nn.Module):
-    """An embedding, a body, and a head whose path the caller chooses."""
-
-    def __init__(self, path, tied=False):
-        super().__init__()
-        self.embed, self.body = nn.Embedding(160, 64), nn.Linear(64, 64)
-        *parents, name = path.split(".")
-        holder = self
-        for parent in parents:
-            setattr(holder, parent, nn.Module())
-            holder = getattr(holder, parent)
-        setattr(holder, name, nn.Linear(64, 160, bias=False))
-        self.path = path
-        if tied:
-            self.get_submodule(path).weight = self.embed.weight
-
-    def forward(self, tokens):
-        return self.get_submodule(self.path)(F.relu(self.body(self.embed(tokens))))
-
-
-def left_alone(model):
-    """{layer: reasons of its products} after a forward and a backward pass under mxfp8."""
-    captured = Captured(model, named("mxfp8"))
-    captured.run(torch.randint(160, (3, 16))).sum().backward()
-    reasons: dict[str, list] = {}
-    for (layer, product), treatment in captured.treatments.items():
-        reasons.setdefault(layer, []).append((product, treatment if isinstance(treatment, str) else None))
-    return {layer: dict(rows) for layer, rows in reasons.items()}
-
-
-@pytest.mark.parametrize(
-    "path",
-    ["lm_head", "model.lm_head", "model.decoder.lm_head", "embed_out", "gpt.embed_out", "unembed", "output",
-     "output_projection", "model.inner.output_projection"],
-)  # fmt: skip
-def test_heads_of_many_names_and_depths(path):
-    reasons = left_alone(Headed(path))
-    assert reasons.keys() == {"body", path}
-    assert list(reasons["body"].values()) == [None] * 3
-    assert set(reasons[path]) == set(PRODUCTS) and all("head" in reason for reason in reasons[path].values())
-
-
-@pytest.mark.parametrize("path", ["project", "model.to_words", "lm_head"])
-def test_a_head_that_shares_the_weight_of_the_embedding(path):
-    """The weight shows it, whatever the layer's name. The backward products are left alone too."""
-    (head,) = (reasons for layer, reasons in left_alone(Headed(path, tied=True)).items() if layer != "body")
-    assert set(head) == set(PRODUCTS) and all("head" in reason for reason in head.values())
-
-
-# ---------------------------------------------------------------- the keys of the compile caches
-
-INPUTS = (Input("up.weight"), Input(), Input("down.weight"))
-
-
-def joint(recipe=UNEVEN, inputs=INPUTS, user_passes=()):
-    return JointPasses(recipe, inputs, lambda rows, runs: None, user_passes).uuid()
-
-
-def lower(user_passes=()):
-    return LowerPasses(lambda *told: None, user_passes).uuid()
-
-
-class UserPass:
-    def __init__(self, uuid):
-        self.uuid = lambda: uuid
-
-
-def test_the_key_of_the_joint_passes_tells_apart():
-    keys = [
-        joint(),
-        *(joint(recipe=UNEVEN.replace(**{role: "none"})) for role in ("fprop_w", "wgrad_x")),
-        joint(recipe=UNEVEN.replace(rules=[("up", "skip")])),
-        joint(recipe=UNEVEN.replace(min_m=2)),
-        joint(inputs=INPUTS[::-1]),  # the same names at other places
-        joint(inputs=(Input("up.weight"), Input("down.weight"), Input())),
-        joint(inputs=(*INPUTS, Input())),
-        joint(inputs=(Input("up.weight"), Input(), Input("down.bias"))),
-        joint(inputs=(Input("up.weight", in_block=True), *INPUTS[1:])),
-        joint(user_passes=(UserPass("a"),)),
-        joint(user_passes=(UserPass("b"),)),
-        lower(),
-        lower(user_passes=(UserPass("a"),)),
-    ]
-    assert len(set(keys)) == len(keys) and None not in keys
-    assert joint() == joint() and lower() == lower()
-    assert joint(user_passes=(UserPass(None),)) is None and lower(user_passes=(UserPass(None),)) is None
-
-
-def test_both_keys_tell_the_gpu(monkeypatch):
-    keys = []
-    for gpus in ((), [(8, 0, 108)], [(9, 0, 132)], [(9, 0, 114)], [(10, 0, 148)], [(10, 3, 160)]):
-        absent_gpu.install(monkeypatch, gpus)
-        keys.append((joint(), lower()))
-    for of_one in zip(*keys, strict=True):
-        assert len(set(of_one)) == len(keys)
-
-
-def test_both_keys_cover_every_source_file(tmp_path, monkeypatch):
-    """A graph is never reused after a change of any pass or kernel."""
-    package = Path(fp4compile.__file__).parent
-    copy = tmp_path / "fp4compile"
-    shutil.copytree(package, copy, ignore=shutil.ignore_patterns("__pycache__"))
-    monkeypatch.setattr(manager, "__file__", str(copy / "passes" / "manager.py"))
-    monkeypatch.setattr(manager, "source_digest", manager.source_digest.__wrapped__)
-    files = sorted(copy.rglob("*.py"))
-    assert {file.parent.name for file in files} >= {"fp4compile", "passes", "templates"}
-    read_bytes, seen = Path.read_bytes, []
-    monkeypatch.setattr(Path, "read_bytes", lambda path: seen.append(path) or read_bytes(path))
-    before = joint(), lower()
-    assert [file for file in files if seen.count(file) == 2] == files, "each key reads every file"
-    for file in {file.parent: file for file in files}.values():
-        file.write_text(file.read_text(encoding="utf-8") + "# changed\n", encoding="utf-8")
-        after = joint(), lower()
-        assert not {*before} & {*after}
-        before = after
 
 
 # ---------------------------------------------------------------- rules that decide for no layer

@@ -4,7 +4,8 @@
 
 Faults are edits of compiled PTX (`ptx_edits`) and of Triton source (`source_edits`), in the kernels of `subjects`. An
 edit counts as found if a schedule of warps, copies and matrix units gives a fault or wrong values. The last line has
-the share of the edits found, without those that change nothing (`explained_edits` says why).
+the share of the edits found, without those that change nothing. Why an edit is not found is written by hand into the
+table of the last run (`RESULTS`: "equivalent" if it changes nothing, else "why"), and the next run keeps it.
 """
 
 import argparse
@@ -21,12 +22,12 @@ from fp4compile.check import environment
 from ptxsim.fault import Fault
 from ptxsim.run import Schedule
 from tests.ptxsim.checks import check_of, without_statement
-from tests.ptxsim.explained_edits import explanation
 from tests.ptxsim.ptx_edits import Edit, edits
 from tests.ptxsim.source_edits import SOURCE_EDITS, SourceEdit, line_of
 from tests.ptxsim.source_edits import tried as run_planted
 from tests.ptxsim.subjects import SUBJECTS, Subject
 
+RESULTS = Path(__file__).parents[2] / "benchmarks" / "results" / "simulated_mutations.json"
 SCHEDULES = range(3)
 _PROCESSES = 2
 _MOST = 10**7  # warp instructions of a launch of an unknown kernel; no subject has a tenth of it
@@ -83,8 +84,19 @@ def judged(entry: Entry) -> Entry:
     """An entry with the check that found the edit ("by"), or with why it is not found ("equivalent" or "why")."""
     if "found" in entry:
         return entry | {"found": without_statement(entry["found"]), "by": check_of(entry["found"])}
-    why = explanation(entry["subject"], entry["kernel"], entry["edit"])
-    return entry if why is None else entry | {"equivalent" if why.equivalent else "why": why.reason}
+    return entry | explained().get(place_of(entry), {})
+
+
+def place_of(entry: Entry) -> tuple[str, str, str]:
+    return entry["subject"], entry["kernel"], entry["edit"]
+
+
+@cache
+def explained() -> dict[tuple[str, str, str], Entry]:
+    """Of each edit that the last run did not find, why."""
+    content = json.loads(RESULTS.read_text())
+    entries = (*content["ptx"], *content["source"])
+    return {place_of(entry): {key: entry[key]} for entry in entries for key in ("equivalent", "why") if key in entry}
 
 
 def wanted(only: str) -> list[tuple[int, int]]:

@@ -13,7 +13,7 @@ from ptxsim.fault import Fault
 from ptxsim.run import Schedule
 from tests.ptxsim.ptx_text import run_body
 
-SCHEDULES = [Schedule(seed, strict_loads=True) for seed in range(4)]
+SCHEDULES = [Schedule(seed, strict_loads=True) for seed in range(2)]
 
 
 def matrix_bits(start: int, layout: int, stride: int, leading: int = 0, base_offset: int = 0) -> int:

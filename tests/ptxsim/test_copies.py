@@ -8,7 +8,7 @@ from ptxsim.forms import UnknownForm
 from ptxsim.run import Schedule
 from tests.ptxsim.ptx_text import edited, run_body
 
-SCHEDULES = [Schedule(seed) for seed in range(4)]
+SCHEDULES = [Schedule(seed) for seed in range(2)]
 THREADS = 64
 STEP = 16 * THREADS  # bytes that all threads copy at once
 

@@ -75,6 +75,7 @@ def test_as_it_should_be(body, seed):
     "body, old, new, what",
     [
         (ONE_WAITS, "bar.sync 0; // of all", "", "ends while something may arrive or wait there|there is no mbarrier"),
+        (ONE_WAITS, "_, [%r9];", "_, [%r9], 2;", "more arrivals at the mbarrier at .* than its 1"),
         (COMMIT, "    mbarrier.try_wait.parity.shared::cta.b64 %p3, [%r9], 0;\n", "",
          "may arrive or wait there"),
         (WRITTEN, "    @%p1 st.shared.b32 [%r9+64], %r9;\n    @%p1 mbarrier.arrive.shared::cta.b64 _, [%r9];\n",

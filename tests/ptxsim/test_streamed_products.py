@@ -31,14 +31,13 @@ from tests.helpers import choices
     # Two tiles of columns. An operand of the epilogue comes to the L2 cache first, and nothing beyond its end.
     (None, (100, 136, 64), "gated", (72, 4, 1, 2, 1, 1, 8, 3)),
 ], ids=["two parts", "ragged", "operand"])  # fmt: skip
-@pytest.mark.parametrize("seed", [0, 1])
-def test_tiles_of_wgmma(a, shape, epilogue, form, seed, monkeypatch):
+def test_tiles_of_wgmma(a, shape, epilogue, form, monkeypatch):
     def config(problem):
         return with_shared_memory(WgmmaConfig(*form), problem, needed_bytes)
 
     choices.configured(monkeypatch, "wgmma_sm90", config)
     x = exact_arguments(MatmulCase(a, "nvfp4", *shape, epilogue=epilogue))
-    simulator = LaunchSimulator(Target(90), Schedule(seed))
+    simulator = LaunchSimulator(Target(90), Schedule(1))
     with simulator.running():
         got = multiply(x, choose(problem_of(x, simulator.target), "wgmma_sm90"))
     swizzle = "swizzle_a_sm90" if a is None else "swizzle_codes_sm90"
@@ -57,8 +56,7 @@ def test_tiles_of_wgmma(a, shape, epilogue, form, seed, monkeypatch):
     (None, (3, *[0] * 31, 238, 0, 0), 33, "square", ("group", "row"), (136, 448), (72, 4, 1, 3, 1, 1, 8, 3, 32)),
     ("nvfp4", (3, 0, 33, 1), 1, "swizzled", ("row", "group"), (64, 192), (16, 4, 1, 2, 2)),
 ], ids=["walked", "ragged", "codes"])  # fmt: skip
-@pytest.mark.parametrize("seed", [0, 1])
-def test_groups_of_wgmma(tokens, sizes, left, layout, outer, shape, form, seed, monkeypatch):
+def test_groups_of_wgmma(tokens, sizes, left, layout, outer, shape, form, monkeypatch):
     """Bits of the reference. NaN of tokens or weights of one group reach no other; rows of no group are zeros."""
     a, b = operands_of_groups(tokens, len(sizes), sum(sizes) + left, *shape, layout, outer)
     for values, nan in ((a.data, torch.nan),) if tokens is None else ((a.scales.view(torch.uint8), 0x7F),):
@@ -69,7 +67,7 @@ def test_groups_of_wgmma(tokens, sizes, left, layout, outer, shape, form, seed, 
     x = Arguments.of(a, b, None, torch.bfloat16, offs=offs, rows=len(a.data))
     choices.configured(monkeypatch, "wgmma_sm90",
                        lambda problem: with_shared_memory(WgmmaConfig(*form), problem, needed_bytes))  # fmt: skip
-    simulator = LaunchSimulator(Target(90), Schedule(seed))
+    simulator = LaunchSimulator(Target(90), Schedule(1))
     with simulator.running():
         got = multiply(x, choose(problem_of(x, simulator.target), "wgmma_sm90"))
     assert [launch.constants["GROUPS"] for launch in simulator.launches] == [len(sizes)] * 2

@@ -27,3 +27,11 @@ def compile_once(kernel, args, constants, num_warps, sm, num_stages=3, num_ctas=
 @pytest.fixture(autouse=True)
 def kernels_compiled_once(monkeypatch):
     monkeypatch.setattr(_compat, "compile_ahead", compile_once)
+
+
+@pytest.fixture
+def poisoned_memory():
+    """What is allocated holds ones in every bit, so that a byte that no kernel wrote shows."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    yield
+    torch.use_deterministic_algorithms(False)

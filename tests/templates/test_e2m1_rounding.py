@@ -1,4 +1,4 @@
-"""E2M1 rounding by inline PTX, and quotients without a division, against the reference, exhaustively.
+"""E2M1 rounding by inline PTX against the reference, exhaustively.
 
 The text of the PTX is played in NumPy (`helpers.ptx_player`). On a GPU (`-m gpu`) it runs.
 """
@@ -10,44 +10,11 @@ import triton
 import triton.language as tl
 
 from fp4compile.formats import formats, reference
-from fp4compile.templates.device import block_scales, elements, quick_scales
+from fp4compile.templates.device import block_scales, elements
 from tests.helpers.inline_ptx import play
 from tests.helpers.quantisers import quantize, quantize_both
 
 EVERY = (np.arange(2**16, dtype=np.uint32) << 16).view(np.float32)
-
-
-def quotient(dividend, divisor, reciprocal):
-    """`quotient_ptx`. (Played exactly but for its very last sum, which is rounded twice.)"""
-    operands = [np.broadcast_to(operand, np.broadcast(dividend, divisor).shape) for operand in (dividend, divisor)]
-    ptx = ".reg .f32 r;" + quick_scales.quotient_ptx("$0", "$1", "$2", "$3")
-    (found,) = play(ptx, 1, [*operands, reciprocal])
-    return found.view(np.float32)
-
-
-def test_quotients():
-    """Sixths of all bfloat16 mantissas; those divided by outer scales, and these by the mantissas of E4M3."""
-    amax = np.arange(128, 256, dtype=np.float32)
-    for power in (0, 14):
-        sixth = 2.0**power / 6
-        high = np.float32(sixth)
-        low = (amax * np.float32(sixth - float(high))).astype(np.float64)
-        sixths = (amax * np.float64(high) + low).astype(np.float32)
-        np.testing.assert_array_equal(sixths, (amax * 2.0**power / 6).astype(np.float32))
-    some = np.random.default_rng(0).integers(2**23, 2**24, 2**16)
-    # 32 / (2^24 - 1) is so close to the middle of two numbers that rounding twice misses it.
-    numbers = np.concatenate([some, np.arange(2**23, 2**23 + 999), np.arange(2**24 - 999, 2**24 - 1)])
-    mantissas = (numbers * 2.0**-23).astype(np.float32)
-    inverse = (1 / mantissas.astype(np.float64)).astype(np.float32)
-    for dividend in sixths:
-        exact = (dividend / mantissas.astype(np.float64)).astype(np.float32)
-        np.testing.assert_array_equal(quotient(dividend, mantissas, inverse), exact)
-    for divisor in np.arange(8, 16, dtype=np.float32):
-        exact = (mantissas.astype(np.float64) / divisor).astype(np.float32)
-        for places in (-1, 0, 1):  # of the approximate reciprocal
-            reciprocal = ((np.float32(1) / divisor).view(np.int32) + np.int32(places)).view(np.float32)
-            reciprocals = np.full(mantissas.shape, reciprocal)
-            np.testing.assert_array_equal(quotient(mantissas, divisor, reciprocals), exact)
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")

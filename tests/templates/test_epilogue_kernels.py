@@ -3,15 +3,12 @@
 As in test_gemm_kernels.py: on a GPU, and in Triton's interpreter in the process of that file.
 """
 
-import importlib.util
 import re
 
 import pytest
 import torch
 import torch.nn.functional as F
 import triton
-from torch._inductor.codegen.triton import TritonKernel
-from torch._inductor.codegen.wrapper import user_defined_triton_kernel_transitive_closure_source_code
 from triton.backends.nvidia.compiler import CUDABackend
 
 from fp4compile import _compat
@@ -35,6 +32,7 @@ from tests.helpers.kernels import (
     on_device,
     quantized,
     spilled_bytes,
+    written_alone,
 )
 
 if INTERPRETING or torch.cuda.is_available():
@@ -256,12 +254,7 @@ def assert_does_not_spill(sm, a, b, m, n, name):
 def test_inductor_writes_the_epilogue_into_its_wrapper(kernel, sm, format, m, n, tmp_path, monkeypatch):
     """The text that Inductor writes for the kernel stands alone: a file of it compiles to the same code."""
     launch = last_launch(sm, format, format, m, "silu and gate", n)
-    path = tmp_path / "written.py"
-    text = user_defined_triton_kernel_transitive_closure_source_code(launch.kernel)
-    path.write_text(TritonKernel.gen_common_triton_imports() + "\n@triton.jit\n" + text)
-    spec = importlib.util.spec_from_file_location("written", path)
-    written = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(written)
+    written = written_alone(launch.kernel, tmp_path)
 
     def compiled(function):
         return _compat.compile_ahead(function, launch.args, launch.constants, launch.num_warps, sm)

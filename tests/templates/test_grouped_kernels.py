@@ -4,7 +4,6 @@ Without a GPU they run in Triton's interpreter, as `test_quantize_kernels` does.
 interpreter runs it in one process, which starts but once.
 """
 
-import os
 import re
 from dataclasses import replace
 
@@ -25,28 +24,20 @@ from fp4compile.formats.grouping import Groups
 from fp4compile.formats.operand import Operand
 from fp4compile.hardware import Target
 from fp4compile.ops.quantize import LAY_OUT_SCALES, quantize_kernels
+from fp4compile.templates.device.groups import group_of_tile, of_lanes, per_lane, rows_of_group, total_tiles
+from fp4compile.templates.gemm import dequant_operand
+from fp4compile.templates.gemm.dequant_operand import grouped_dot_config
 from fp4compile.templates.launch import dry_run
+from fp4compile.templates.multiply import call_of
 from fp4compile.templates.quantize.lay_out import lay_out
 from tests.helpers import guarded, in_interpreter
 from tests.helpers.arguments import of_groups
 from tests.helpers.hard_inputs import hard_input
-from tests.helpers.kernels import OLD_TRITON, gpu, spilled_bytes
+from tests.helpers.kernels import DEVICE, INTERPRETING, OLD_TRITON, assert_same_bits, gpu, on_device, spilled_bytes
+from tests.helpers.multiplied import scaled_grouped_mm
 from tests.helpers.quantisers import quantize, quantize_both
 
-INTERPRETING = os.environ.get("TRITON_INTERPRET") == "1"
-DEVICE = "cpu" if INTERPRETING else "cuda"
-
-from fp4compile.templates.device.groups import (  # noqa: E402
-    group_of_tile,
-    of_lanes,
-    per_lane,
-    rows_of_group,
-    total_tiles,
-)
-from fp4compile.templates.gemm import dequant_operand  # noqa: E402
-from fp4compile.templates.gemm.dequant_operand import grouped_dot_config  # noqa: E402
-from fp4compile.templates.multiply import call_of  # noqa: E402
-from tests.helpers.multiplied import scaled_grouped_mm  # noqa: E402
+pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
 ROWS = 170
 # Empty groups, small ones, one of two tiles of 128 rows; 7 rows of no group.
@@ -59,14 +50,6 @@ FORMATS = ["nvfp4", "nvfp4_one_level", "nvfp4_te", "nvfp4_rowwise", "mxfp8", "mx
 SEED = torch.tensor(2**40 + 5)
 
 
-@pytest.fixture(autouse=True)
-def poisoned_memory():
-    """What is allocated holds ones in every bit, so that a byte that no kernel wrote shows."""
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    yield
-    torch.use_deterministic_algorithms(False)
-
-
 def offsets(sizes=SIZES):
     return torch.tensor(sizes).cumsum(0).to(torch.int32)
 
@@ -77,27 +60,6 @@ def hard_rows(cols, fmt, dtype=torch.bfloat16):
     parts = [hard_input(name, (size, cols), dtype, block) for name, size in zip(CONTENTS, SIZES, strict=True)]
     parts.append(hard_input("one_nan", (ROWS - sum(SIZES), cols), dtype, block))
     return torch.cat([part * 2.0**i for i, part in enumerate(parts)])
-
-
-def assert_same_bits(got, expected, of_rows=None):
-    """of_rows: which rows of what has a row for each row of x are compared."""
-    for one, other in zip(got, expected, strict=True):
-        if other is None:
-            assert one is None
-            continue
-        assert (one.shape, one.dtype) == (other.shape, other.dtype)
-        assert one.is_contiguous()
-        one = one.cpu()
-        if of_rows is not None and one.dim() == 2 and len(one) == len(of_rows):
-            one, other = one[of_rows], other[of_rows]
-        if one.dtype.itemsize > 1:  # a float: its NaNs are equal whatever their payload
-            one, other = one.nan_to_num(nan=torch.pi), other.nan_to_num(nan=torch.pi)
-        one, other = one.contiguous().view(-1), other.contiguous().view(-1)
-        assert torch.equal(one.view(torch.uint8), other.view(torch.uint8))
-
-
-def on_device(value):
-    return None if value is None else value.to(DEVICE)
 
 
 def check(x, offs, fmt, dim, outer=None, layout="linear", seed=None, transform=False):
@@ -373,7 +335,7 @@ def of_matrices(x, format, layout="linear"):
 def check_product(a, b, offs, rows=ROWS, out_dtype=torch.float32):
     """The kernel for any rows, and that for many where it computes such a product."""
     expected = reference_grouped.scaled_grouped_mm(a, b, offs, rows, out_dtype)
-    a, b = (Operand(*map(on_device, (x.data, x.scales, x.outer)), x.format) for x in (a, b))
+    a, b = on_device(a), on_device(b)
     assert_close(scaled_grouped_mm(a, b, on_device(offs), rows, out_dtype), expected)
     call = call_of(of_groups(a, b, on_device(offs), rows, out_dtype))
     if dequant_operand.computes_groups(call.problem):

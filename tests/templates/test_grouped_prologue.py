@@ -14,8 +14,9 @@ from fp4compile.formats.prologue import Prologue
 from fp4compile.ops.quantize import QUANTIZE, quantize_kernels
 from fp4compile.templates.quantize import plan
 from tests.helpers.hard_inputs import hard_input
-from tests.helpers.kernels import DEVICE, gpu
+from tests.helpers.kernels import DEVICE, assert_same_bits, gpu
 
+pytestmark = pytest.mark.usefixtures("poisoned_memory")
 BF16 = torch.bfloat16
 # Empty groups, small ones, one of two tiles of 128 rows; 4 rows of no group.
 SIZES = (0, 3, 130, 0, 1, 6)
@@ -24,14 +25,6 @@ ROWS = sum(SIZES) + 4
 GATE = ["relu aux0", "add s0 1.0", "mul s1 aux1"]
 GRADIENT = ["mul aux0 aux1", "relu aux2", "sub 1.0 s1", "mul s0 s2"]
 ROUTED = ["add aux0 1.0", "mul s0 col1", "mul s1 row2"]
-
-
-@pytest.fixture(autouse=True)
-def poisoned_memory():
-    """What is allocated holds ones in every bit, so that a byte that no kernel wrote shows."""
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    yield
-    torch.use_deterministic_algorithms(False)
 
 
 def operands_of(steps, cols, sliced, block=16):
@@ -65,14 +58,7 @@ def check(steps, format, cols=40, sliced=True, **options):
     with mock.patch.object(plan, "apply", None):  # by kernels
         got = by_kernels(operands, steps, offs, format, **options)
     in_groups = Groups.of(offs, ROWS).of_rows < len(SIZES)
-    for one, other in zip(got, expected, strict=True):
-        assert (one.shape, one.dtype) == (other.shape, other.dtype)
-        one = one.cpu()
-        if one.dim() == 2 and len(one) == ROWS:
-            one, other = one[in_groups], other[in_groups]
-        if one.dtype.itemsize > 1:  # NaNs are equal whatever their payload
-            one, other = one.nan_to_num(nan=7.0), other.nan_to_num(nan=7.0)
-        assert torch.equal(one.contiguous().view(torch.uint8), other.contiguous().view(torch.uint8))
+    assert_same_bits(got, expected, in_groups)
 
 
 @gpu

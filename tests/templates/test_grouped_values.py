@@ -3,8 +3,6 @@
 Without a GPU the kernels run in Triton's interpreter, in a process of their own, and their PTX is played in NumPy.
 """
 
-import os
-
 import numpy as np
 import pytest
 import torch
@@ -20,11 +18,9 @@ from tests.helpers import ptx_lanes
 from tests.helpers.arguments import of_groups
 from tests.helpers.hard_inputs import hard_input
 from tests.helpers.inline_ptx import play
-from tests.helpers.kernels import gpu
+from tests.helpers.kernels import DEVICE, INTERPRETING, assert_same_bits, gpu, on_device
 from tests.helpers.quantisers import quantize, quantize_both
 
-INTERPRETING = os.environ.get("TRITON_INTERPRET") == "1"
-DEVICE = "cpu" if INTERPRETING else "cuda"
 if INTERPRETING:
     ptx_lanes.install()
 
@@ -34,6 +30,7 @@ from fp4compile.templates.gemm.dequant_operand import grouped_dot_config  # noqa
 from fp4compile.templates.multiply import call_of  # noqa: E402
 from tests.helpers.multiplied import scaled_grouped_mm  # noqa: E402
 
+pytestmark = pytest.mark.usefixtures("poisoned_memory")
 SEED = torch.tensor(2**40 + 5)
 # What groups of so many rows hold, an empty one among them, one of more than a tile; a NaN in the rows of no group.
 GROUPS_OF = (("randn", 0), ("one_nan", 3), ("scaled_rows", 130), ("outliers", 1), ("ties_fp4", 29), ("one_nan", 7))
@@ -45,30 +42,6 @@ def rows_of(cols, block):
                       for i, (name, size) in enumerate(GROUPS_OF)])  # fmt: skip
 
 
-def here(x):
-    return None if x is None else x.to(DEVICE)
-
-
-def assert_same(got, expected, rows=None):
-    """Bit for bit, but for what a NaN carries. rows: which ones are compared."""
-    got = got.cpu()
-    assert (got.shape, got.dtype) == (expected.shape, expected.dtype) and got.is_contiguous()
-    if rows is not None:
-        got, expected = got[rows], expected[rows]
-    if got.dtype.itemsize > 1:
-        assert torch.equal(got.isnan(), expected.isnan())
-        got, expected = (x.nan_to_num(0.0).reshape(-1).view(torch.uint8) for x in (got, expected))
-    assert torch.equal(got.view(torch.uint8), expected.view(torch.uint8))
-
-
-@pytest.fixture(autouse=True)
-def poisoned_memory():
-    """What is allocated holds NaN, so that a value that no kernel wrote shows."""
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    yield
-    torch.use_deterministic_algorithms(False)
-
-
 @gpu
 @pytest.mark.parametrize(("format", "seed", "transform"), [
     ("nvfp4", None, False), ("nvfp4_te", SEED, True), ("nvfp4_rowwise", None, False), ("mxfp8", None, False),
@@ -77,30 +50,25 @@ def poisoned_memory():
 def test_rows_and_columns(format, seed, transform):
     """Each alone, both at once, and one of both as codes."""
     fmt = formats.get(format)
-    x, options = rows_of(40, fmt.block_cols), {"seed": here(seed), "offs": here(OFFS)}
+    x, options = rows_of(40, fmt.block_cols), {"seed": on_device(seed), "offs": on_device(OFFS)}
     groups = Groups.of(OFFS, len(x))
     inside = groups.of_rows < groups.count
     rows = reference_grouped.quantize_rows(x, groups, fmt, None, "linear", seed)
     columns = reference_grouped.quantize_columns(x, groups, fmt, None, "linear", seed, transform)
     if format == "nvfp4_te":
-        alone = quantize(here(x), fmt, dim=-2, **options, hadamard=transform, values=True)
+        alone = quantize(on_device(x), fmt, dim=-2, **options, hadamard=transform, values=True)
         check(alone, columns, fmt, True)
     else:
-        alone = quantize(here(x), fmt, **options, values=True)
+        alone = quantize(on_device(x), fmt, **options, values=True)
         check(alone, rows, fmt, True, inside)
     for wanted in ((-1, -2), (-1,), (-2,))[: 2 + (format == "mxfp8")]:
-        both = quantize_both(here(x), fmt, **options, hadamard=transform, values=wanted)
+        both = quantize_both(on_device(x), fmt, **options, hadamard=transform, values=wanted)
         check(both[0], rows, fmt, -1 in wanted, inside)
         check(both[1], columns, fmt, -2 in wanted)
 
 
 def check(got, expected, fmt, as_values, rows=None):
-    expected = reference_grouped.values_of(expected, fmt) if as_values else expected
-    for name, one, other in zip(("data", "scales", "outer"), got, expected, strict=True):
-        assert (one is None) == (other is None)
-        if one is not None:
-            each_row = name != "outer" or one.shape[:1] == got[0].shape[:1]
-            assert_same(one, other, rows if each_row else None)
+    assert_same_bits(got, reference_grouped.values_of(expected, fmt) if as_values else expected, rows)
 
 
 @gpu
@@ -114,7 +82,7 @@ def test_matrices(format):
     if fmt.scale == "e4m3":
         sources += [(x.float() * 1.001, -1, None), (x.float() * 1.001, -2, None)]
     for source, dim, outer in sources:
-        got = quantize(here(source), fmt, here(outer), dim=dim, each_matrix=True, values=True)
+        got = quantize(on_device(source), fmt, on_device(outer), dim=dim, each_matrix=True, values=True)
         check(got, reference_grouped.quantize_matrices(source, fmt, dim, outer, "linear", None, False), fmt, True)
 
 
@@ -148,14 +116,14 @@ def test_products(format, along_k):
     for a in every_a:
         for b in every_b:
             assert torch.equal(reference_grouped.scaled_grouped_mm(a, b, OFFS, 170, torch.float32), expected)
-            on_device = [Operand(*map(here, (z.data, z.scales, z.outer)), z.format) for z in (a, b)]
-            call = call_of(of_groups(*on_device, here(OFFS), 170, torch.float32))
+            there = on_device(a), on_device(b)
+            call = call_of(of_groups(*there, on_device(OFFS), 170, torch.float32))
             assert dequant_operand.computes_groups(call.problem)
             got = dequant_operand.run(call, grouped_dot_config(call.problem)).cpu()
             bits = got if bits is None else bits
             assert torch.equal(got, bits)
             if a is not every_a[0] or b is not every_b[0]:
-                got = scaled_grouped_mm(*on_device, here(OFFS), 170, torch.float32).cpu()
+                got = scaled_grouped_mm(*there, on_device(OFFS), 170, torch.float32).cpu()
             for one in (got, bits):
                 assert ((one - expected).abs() <= 2.0**-18 * expected.abs().amax()).all()
 
@@ -171,9 +139,9 @@ def test_products_are_computed_again_for_rows_of_groups_alone(offs, row, again, 
     offs, fmt = torch.tensor(offs, dtype=torch.int32), formats.get("mxfp8")
     tokens = reference_grouped.quantize_rows(torch.randn(170, 40), Groups.of(offs, 170), fmt, None, "linear", None)
     weights = reference_grouped.quantize_matrices(torch.randn(3, 17, 40), fmt, -1, None, "linear", None, False)
-    a, b = (Operand(*map(here, parts), fmt) for parts in (tokens, weights))
+    a, b = (on_device(Operand(*parts, fmt)) for parts in (tokens, weights))
     a.data.view(torch.uint8)[row, 35], a.scales.view(torch.uint8)[row, 1] = 1, 0
-    call = call_of(of_groups(a, b, here(offs), 170, torch.float32))
+    call = call_of(of_groups(a, b, on_device(offs), 170, torch.float32))
     dequant_operand.run(call, grouped_dot_config(call.problem))
     assert found == [again]
 
@@ -206,8 +174,10 @@ def test_units_of_any_width(format, dtype, isa):
         dtype = torch.uint8 if fmt.packed else torch.uint16
     units, byte = data.view(torch.uint8).view(dtype), scales.view(torch.uint8).int()
     out = torch.empty(4, 256, dtype=fmt.values_dtype, device=DEVICE)
-    store_values[(1,)](here(units), here(byte), out, units.shape[1], byte.shape[1], fmt.element, fmt.scale, isa)
-    assert_same(out, reference.values_of(data, scales, fmt))
+    store_values[(1,)](
+        on_device(units), on_device(byte), out, units.shape[1], byte.shape[1], fmt.element, fmt.scale, isa
+    )
+    assert_same_bits([out], [reference.values_of(data, scales, fmt)])
 
 
 @pytest.mark.skipif(INTERPRETING, reason="plays PTX")
@@ -224,7 +194,7 @@ def test_every_e2m1_code_with_every_e4m3_scale():
         for ptx, count in ((values._E2M1, 1), (values._E2M1_BYTES, 4)):
             words = play(ptx.value, 4, [units, *[np.broadcast_to(twice, (2, 128))] * count])
             got = torch.from_numpy(np.stack(words, -1).reshape(-1, 4).view(np.float16))
-            assert_same(got, expected.half())
+            assert_same_bits([got], [expected.half()])
 
 
 @pytest.mark.skipif(INTERPRETING, reason="plays PTX")
@@ -241,7 +211,7 @@ def test_every_e4m3_code_with_every_e8m0_scale():
         for ptx, count in ((values._E4M3, 1), (values._E4M3_PAIRS, 2)):
             words = np.stack(play(ptx.value, 2, [unit, *[twice] * count]), -1)
             got = torch.from_numpy(words.view(np.uint16).reshape(256, 4).view(np.int16)).view(torch.bfloat16)
-            assert_same(got[held], expected.bfloat16()[held])
+            assert_same_bits([got[held]], [expected.bfloat16()[held]])
 
 
 @pytest.mark.skipif(INTERPRETING, reason="is about formats")

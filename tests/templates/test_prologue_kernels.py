@@ -3,13 +3,9 @@
 As in test_quantize_kernels.py: on a GPU, and in Triton's interpreter in a process of its own.
 """
 
-import importlib.util
-
 import pytest
 import torch
 import torch.nn.functional as F
-from torch._inductor.codegen.triton import TritonKernel
-from torch._inductor.codegen.wrapper import user_defined_triton_kernel_transitive_closure_source_code
 
 from fp4compile import _compat
 from fp4compile.formats import formats
@@ -20,7 +16,7 @@ from fp4compile.templates.device.prologue import text
 from fp4compile.templates.launch import dry_run
 from fp4compile.templates.quantize import row
 from tests.helpers.hard_inputs import NAMES, NON_FINITE, hard_input
-from tests.helpers.kernels import DEVICE, INTERPRETING, gpu, spilled_bytes
+from tests.helpers.kernels import DEVICE, INTERPRETING, assert_same_bits, gpu, spilled_bytes, written_alone
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 ROWS, BOTH, VALUES = (-1,), (-1, -2), (-1,)  # dim, and values
@@ -55,16 +51,7 @@ def compare(operands, steps, dtype, format, dim=ROWS, **options):
     moved = {name: value.to(DEVICE) if isinstance(value, torch.Tensor) else value for name, value in options.items()}
     first, *others = map(on_device, operands)
     got = quantize_kernels(first, format, dim, operands=others, prologue=steps, dtype=dtype, **moved)
-    same(got, expected)
-
-
-def same(got, expected):
-    for one, other in zip(got, expected, strict=True):
-        assert (one.shape, one.dtype) == (other.shape, other.dtype)
-        one, other = one.reshape(-1).cpu(), other.reshape(-1)
-        if one.dtype in (F32, F16, BF16):  # NaNs are equal whatever their payload
-            one, other = one.nan_to_num(nan=7.0), other.nan_to_num(nan=7.0)
-        assert torch.equal(one.view(torch.uint8), other.view(torch.uint8))
+    assert_same_bits(got, expected)
 
 
 @gpu
@@ -328,24 +315,11 @@ def test_the_first_kernel_stores_and_the_second_reads_it():
     assert len(stored) == 1 and second.constants["PROLOGUE"].split(" | ")[2] == result
 
 
-@pytest.mark.skipif(INTERPRETING, reason="launches nothing")
-def test_what_is_stored_is_read_after_it_is_written():
-    """The second kernel of a small tensor starts while the first one runs, but for what that one stores."""
-    for stored, early in ((None, True), (["s0 bfloat16"], False)):
-        _, second = launches(100, RESIDUAL, "nvfp4", shape=(128, 128), stored=stored)
-        assert second.constants["PDL"] is early
-
-
 @pytest.mark.skipif(INTERPRETING, reason="compiles")
 def test_inductor_writes_the_prologue_into_its_wrapper(tmp_path):
     """The text that Inductor writes for a kernel stands alone, and nothing spills."""
     (launch,) = launches(90, WEIGHT, "mxfp8", BOTH)
-    path = tmp_path / "written.py"
-    text = user_defined_triton_kernel_transitive_closure_source_code(launch.kernel)
-    path.write_text(TritonKernel.gen_common_triton_imports() + "\n@triton.jit\n" + text)
-    spec = importlib.util.spec_from_file_location("written", path)
-    written = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(written)
+    written = written_alone(launch.kernel, tmp_path)
     compiled = _compat.compile_ahead(written.quantize_both, launch.args, launch.constants, launch.num_warps, 90)
     assert spilled_bytes(compiled.asm["cubin"]) == 0
 

@@ -7,7 +7,6 @@ every program.
 """
 
 import dataclasses
-import os
 from pathlib import Path
 
 import pytest
@@ -18,13 +17,13 @@ from fp4compile.formats.formats import BlockFormat
 from fp4compile.formats.quantize_spec import holds_values
 from fp4compile.ops.quantize import QUANTIZE, quantize_kernels
 from fp4compile.templates.quantize import dequantize, row
+from fp4compile.templates.quantize.amax import AmaxConfig
 from tests.helpers import guarded, in_interpreter
 from tests.helpers.hard_inputs import DTYPES, NAMES, TINY_AMAXES, TINY_OUTERS, hard_input, of_amax
-from tests.helpers.kernels import OLD_TRITON
+from tests.helpers.kernels import DEVICE, INTERPRETING, OLD_TRITON, assert_same_bits, gpu
 from tests.helpers.quantisers import quantize, quantize_both
 
-INTERPRETING = os.environ.get("TRITON_INTERPRET") == "1"
-DEVICE = "cpu" if INTERPRETING else "cuda"
+pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
 ROWWISE = [name for name, fmt in formats.NAMED.items() if fmt.outer != "tensor" and not fmt.square]
 TENSORWISE = [name for name, fmt in formats.NAMED.items() if fmt.outer == "tensor" or fmt.square]
@@ -38,19 +37,6 @@ DTYPE_IDS = [str(dtype).removeprefix("torch.") for dtype in DTYPES]
 
 # Rows of every hard input, and their length.
 SHAPE = (4, 96) if INTERPRETING else (33, 1040)
-
-
-def gpu(function):
-    """Runs on a GPU, or in the interpreter where that has been chosen."""
-    return function if INTERPRETING else pytest.mark.gpu(function)
-
-
-@pytest.fixture(autouse=True)
-def poisoned_memory():
-    """What is allocated holds ones in every bit, so that a byte that no kernel wrote shows."""
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    yield
-    torch.use_deterministic_algorithms(False)
 
 
 @pytest.fixture
@@ -68,19 +54,6 @@ def make_tiles_tall(monkeypatch):
     scaled_row_config, dequantize_config = row.scaled_row_config, dequantize.dequantize_config
     monkeypatch.setattr(row, "scaled_row_config", lambda *args: tall(scaled_row_config(*args)))
     monkeypatch.setattr(dequantize, "dequantize_config", lambda block: tall(dequantize_config(block)))
-
-
-def assert_same_bits(got, expected):
-    for one, other in zip(got, expected, strict=True):
-        if other is None:
-            assert one is None
-            continue
-        assert (one.shape, one.dtype) == (other.shape, other.dtype)
-        assert one.is_contiguous()
-        one, other = one.reshape(-1).cpu(), other.reshape(-1).cpu()
-        if one.dtype.itemsize > 1:  # a float: its NaNs are equal whatever their payload
-            one, other = one.nan_to_num(nan=torch.pi), other.nan_to_num(nan=torch.pi)
-        assert torch.equal(one.view(torch.uint8), other.view(torch.uint8))
 
 
 def check(x, fmt, outer=None, layout="linear"):
@@ -486,17 +459,27 @@ def test_rows_and_matrices_whose_offsets_take_more_than_32_bits(format, far_apar
 
 
 @gpu
-def test_long_rows():
-    """Rows that do not fit on the chip are walked twice."""
+def test_long_rows(monkeypatch):
+    """Rows that do not fit on the chip are walked twice; their amax takes several tiles."""
+    cols = 40000
+    if INTERPRETING:
+        cols = 1250
+        monkeypatch.setattr(row, "MAX_ROW_ON_CHIP", 1024)
+        config = AmaxConfig(num_warps=4, rows=1, blocks=16, block=32)
+        monkeypatch.setattr("fp4compile.templates.quantize.amax.amax_config", lambda elements: config)
     for fmt in map(formats.get, ("nvfp4_rowwise", "float8_rowwise")):
-        check(hard_input("outliers", (2, 40000), torch.bfloat16), fmt)
+        check(hard_input("outliers", (2, cols), torch.bfloat16), fmt)
+
+
+# On a GPU, more parts and more rows as well.
+PARTS = [(1, 8192), (2, 8200), (1, 4112)] if INTERPRETING else [(1, 8192), (3, 8200), (1, 16400), (5, 4112)]
 
 
 @gpu
-@pytest.mark.parametrize("shape", [(1, 8192), (3, 8200), (1, 16400), (5, 4112)], ids=str)
+@pytest.mark.parametrize("shape", PARTS, ids=str)
 def test_rows_in_parts(shape):
     """Of few long rows, several programs write a row; the last of them may have little or nothing of it."""
-    for layout in ("linear", "swizzled") if shape[1] < 8200 or not INTERPRETING else ("linear",):
+    for layout in ("linear", "swizzled") if shape[1] < 8192 or not INTERPRETING else ("linear",):
         check(hard_input("outliers", shape, torch.bfloat16), formats.get("nvfp4_rowwise"), layout=layout)
 
 

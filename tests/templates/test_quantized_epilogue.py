@@ -22,56 +22,60 @@ from fp4compile.templates import choose
 from fp4compile.templates.gemm import cost
 from fp4compile.templates.multiply import multiply, results
 from fp4compile.templates.problem import problem_of
-from tests.helpers.codes import as_bytes
 from tests.helpers.hard_inputs import stacked
-from tests.helpers.kernels import INTERPRETING, quantized
+from tests.helpers.kernels import INTERPRETING, assert_same_bits, quantized
 
 BF16 = torch.bfloat16
 RESULTS = ("nvfp4_one_level", "nvfp4", "mxfp8", "mxfp4", "mxfp8_e5m2", "nvfp4_te")
+interpreted = pytest.mark.skipif(not INTERPRETING, reason="the interpreter stands in for an SM100 GPU")
 
 
-@pytest.mark.skipif(not INTERPRETING, reason="the interpreter stands in for an SM100 GPU")
+@pytest.fixture
+def served(monkeypatch):
+    """The kernel alone, on the GPU that the interpreter stands for."""
+    always = dict.fromkeys(("serves", "quantizes", "finds_amax"), lambda p: True)
+    monkeypatch.setattr(choose, "REGISTRY", (replace(choose.named("block_scaled_sm100"), **always),))
+
+
+def check(value, *arguments):
+    """Codes and scales of the kernel are those of the value."""
+    x = Arguments.of(*arguments)
+    expected = reference.quantize(value, x.spec.result, x.result_outer, "swizzled")
+    assert_same_bits([*results(x), None], [*expected[:2], None])
+
+
+@interpreted
 @pytest.mark.parametrize("columns", [96, 152])
 @pytest.mark.parametrize("name", RESULTS)
-def test_codes_of_hard_inputs(name, columns, monkeypatch):
+def test_codes_of_hard_inputs(name, columns, served):
     """Whole and partly filled blocks, tiles of scales and tiles; the result is a matrix of hard inputs.
 
     It is read as float32, because the interpreter casts subnormal numbers of bfloat16 wrongly.
     """
-    found = replace(choose.named("block_scaled_sm100"), serves=lambda p: True, quantizes=lambda p: True)
-    monkeypatch.setattr(choose, "REGISTRY", (found,))
     fmt = formats.get(name)
     value = stacked((3, columns), BF16, fmt.block_cols)
     a, b = (quantized(torch.randn(rows, 64), formats.get("mxfp8"), "swizzled") for rows in value.shape)
     steps = ["mul product 0.0", "add s0 1.0", "mul s1 aux0", f"quantize {name}"]
     outer = torch.tensor(0.01) if fmt.outer else None
     epilogue = Epilogue.parse(steps, BF16, BF16)
-    data, scales = results(Arguments.of(a, b, None, BF16, epilogue, [value.float()], outer))
-    expected = reference.quantize(value, fmt, outer, "swizzled")
-    assert torch.equal(as_bytes(data), as_bytes(expected[0])) and torch.equal(as_bytes(scales), as_bytes(expected[1]))
+    check(value, a, b, None, BF16, epilogue, [value.float()], outer)
 
 
-@pytest.mark.skipif(not INTERPRETING, reason="the interpreter stands in for an SM100 GPU")
-def test_codes_of_batches(monkeypatch):
+@interpreted
+def test_codes_of_batches(served):
     """Each matrix has its own swizzled scales. Beyond the last column, where blocks end, the steps do not give 0."""
-    found = replace(choose.named("block_scaled_sm100"), serves=lambda p: True, quantizes=lambda p: True)
-    monkeypatch.setattr(choose, "REGISTRY", (found,))
     fmt = formats.get("mxfp8")
     a, b = quantized(torch.randn(2, 5, 64), fmt, "swizzled"), quantized(torch.randn(2, 40, 64), fmt, "swizzled")
     steps, bias = ["relu product", "add s0 30.0"], torch.randn(40)
     value = multiply(Arguments.of(a, b, bias, BF16, Epilogue.parse(steps, BF16, BF16)))
     epilogue = Epilogue.parse([*steps, "quantize mxfp8"], BF16, BF16)
-    data, scales = results(Arguments.of(a, b, bias, BF16, epilogue))
-    expected = reference.quantize(value, fmt, None, "swizzled")
-    assert torch.equal(as_bytes(data), as_bytes(expected[0])) and torch.equal(as_bytes(scales), as_bytes(expected[1]))
+    check(value, a, b, bias, BF16, epilogue)
 
 
-@pytest.mark.skipif(not INTERPRETING, reason="the interpreter stands in for an SM100 GPU")
+@interpreted
 @pytest.mark.parametrize("name", ["nvfp4", "mxfp8"])
-def test_codes_of_a_pair(name, monkeypatch):
+def test_codes_of_a_pair(name, served):
     """Each product has rows of B, outer scales and a bias of its own; there are two tiles of columns."""
-    found = replace(choose.named("block_scaled_sm100"), serves=lambda p: True, quantizes=lambda p: True)
-    monkeypatch.setattr(choose, "REGISTRY", (found,))
     fmt, x, w, bias = formats.get(name), torch.randn(5, 64), torch.randn(512, 64), torch.randn(512)
     a, b = quantized(x, fmt, "swizzled"), quantized(w, fmt, "swizzled")
     if fmt.outer:
@@ -79,19 +83,15 @@ def test_codes_of_a_pair(name, monkeypatch):
     product, pair = multiply(Arguments.of(a, b, bias, BF16)).chunk(2, -1)
     value = (product.float().relu() * pair.float()).bfloat16()
     epilogue = Epilogue.parse(["relu product", "mul s0 pair", "quantize mxfp8"], BF16, BF16)
-    data, scales = results(Arguments.of(a, b, bias, BF16, epilogue))
-    expected = reference.quantize(value, formats.get("mxfp8"), None, "swizzled")
-    assert torch.equal(as_bytes(data), as_bytes(expected[0])) and torch.equal(as_bytes(scales), as_bytes(expected[1]))
+    check(value, a, b, bias, BF16, epilogue)
 
 
-@pytest.mark.skipif(not INTERPRETING, reason="the interpreter stands in for an SM100 GPU")
-def test_an_amax(monkeypatch):
+@interpreted
+def test_an_amax(served):
     """Of a pair whose matrices have an outer scale each, 16 bytes apart. Rows that do not exist have larger values.
 
     The quantiser's kernels take the maxima, and find no amax of their own.
     """
-    found = replace(choose.named("block_scaled_sm100"), serves=lambda p: True, finds_amax=lambda p: True)
-    monkeypatch.setattr(choose, "REGISTRY", (found,))
     fmt, outers = formats.get("nvfp4"), torch.zeros(8)[::4]
     a, b = quantized(-torch.rand(131, 64), fmt, "swizzled"), quantized(torch.rand(512, 64), fmt, "swizzled")
     outers.copy_(b.outer * torch.tensor([0.5, 3.0]))
@@ -103,16 +103,12 @@ def test_an_amax(monkeypatch):
     got, maxima = results(Arguments.of(a, replace(b, outer=outers), bias, BF16, epilogue))
     assert torch.equal(got, value) and maxima.max() == value.abs().max()
     *codes, outer = quantize_kernels(got, "nvfp4", layout="swizzled", amax=maxima)
-    *expected, expected_outer = reference.quantize(value, fmt, None, "swizzled")
-    assert all(torch.equal(as_bytes(one), as_bytes(other)) for one, other in zip(codes, expected, strict=True))
-    assert torch.equal(outer, expected_outer)
+    assert_same_bits([*codes, outer], reference.quantize(value, fmt, None, "swizzled"))
 
 
-@pytest.mark.skipif(not INTERPRETING, reason="the interpreter stands in for an SM100 GPU")
-def test_an_amax_of_tiles_partly_filled(monkeypatch):
+@interpreted
+def test_an_amax_of_tiles_partly_filled(served, monkeypatch):
     """Columns that do not exist have larger values, in parts of their own; several tiles have one program."""
-    found = replace(choose.named("block_scaled_sm100"), serves=lambda p: True, finds_amax=lambda p: True)
-    monkeypatch.setattr(choose, "REGISTRY", (found,))
     monkeypatch.setattr(hardware, "_MULTIPROCESSORS", hardware._MULTIPROCESSORS | {90: 1})
     fmt = formats.get("mxfp8")
     a, b = (quantized(torch.rand(rows, 64), fmt, "swizzled") for rows in (5, 416))
@@ -123,34 +119,31 @@ def test_an_amax_of_tiles_partly_filled(monkeypatch):
 
 
 def compiled(product):
+    """A product's kernel, compiled, and its instructions for 16 elements of a thread."""
     _, (launched,) = product.launches(100)
-    return compile_launch(launched, 100)
+    code = compile_launch(launched, 100)
+    elements = launched.constants["BM"] * launched.constants["BN"] / (32 * launched.num_warps)
+    return code, len(re.findall(r"^\s+/\*[0-9a-f]{4,}\*/", code.sass.text, re.M)) * 16 / elements
 
 
 @pytest.mark.skipif(INTERPRETING, reason="compiles")
 def test_machine_code():
     """No spills, whole words of scales, codes by TMA, four stages, and the instructions that the cost model counts."""
     name = "nvfp4_one_level"
-    plain, code = compiled(MatmulCase(name, name)), compiled(MatmulCase(name, name, result=name))
+    (_, before), (code, after) = compiled(MatmulCase(name, name)), compiled(MatmulCase(name, name, result=name))
     assert code.resources.problems == [] and code.resources.registers <= 168 and set(code.sass.widths("STG")) == {8}
     assert code.launched.num_stages == 4 and code.launched.constants["TMA_STORE"]
-    before, after = (len(re.findall(r"^\s+/\*[0-9a-f]{4,}\*/", each.sass.text, re.M)) for each in (plain, code))
-    elements = code.launched.constants["BM"] * code.launched.constants["BN"]
-    more = (after - before) / (elements / 16 / (32 * code.launched.num_warps))
-    assert 0.85 < more / cost.QUANTIZE_INSTRUCTIONS["e4m3"] < 1.05
+    assert 0.85 < (after - before) / cost.QUANTIZE_INSTRUCTIONS["e4m3"] < 1.05
 
 
 @pytest.mark.skipif(INTERPRETING, reason="compiles")
 def test_machine_code_of_an_amax():
     """No spills, results by TMA, maxima by words, and the instructions that the cost model counts."""
     gated = MatmulCase("nvfp4", "nvfp4", epilogue="gated")
-    plain, code = compiled(gated), compiled(replace(gated, result="amax"))
+    (_, before), (code, after) = compiled(gated), compiled(replace(gated, result="amax"))
     assert code.resources.problems == [] and code.resources.registers <= 168 and set(code.sass.widths("STG")) == {4}
     assert code.launched.constants["TMA_STORE"]
-    before, after = (len(re.findall(r"^\s+/\*[0-9a-f]{4,}\*/", each.sass.text, re.M)) for each in (plain, code))
-    elements = code.launched.constants["BM"] * code.launched.constants["BN"]
-    more = (after - before) / (elements / 16 / (32 * code.launched.num_warps))
-    assert 0.85 < more / cost.AMAX_INSTRUCTIONS < 1.05
+    assert 0.85 < (after - before) / cost.AMAX_INSTRUCTIONS < 1.05
 
 
 @pytest.mark.skipif(INTERPRETING, reason="chooses for GPUs")

@@ -1,34 +1,14 @@
 """The kernel of the scale sweep against the reference, bit for bit; on a GPU, or in Triton's interpreter."""
 
-import os
-
 import pytest
 import torch
 
 from fp4compile.formats import formats, reference, reference_scales
+from fp4compile.templates import scale_sweep as kernels
 from tests.helpers.hard_inputs import DTYPES, NAMES, TINY_AMAXES, hard_input, of_amax
+from tests.helpers.kernels import DEVICE, INTERPRETING, assert_same_bits, gpu
 
-INTERPRETING = os.environ.get("TRITON_INTERPRET") == "1"
-DEVICE = "cpu" if INTERPRETING else "cuda"
 RULES = ("mse", "four_over_six")
-
-if INTERPRETING or torch.cuda.is_available():
-    from fp4compile.templates import scale_sweep as kernels
-
-
-def gpu(function):
-    """Runs on a GPU, or in the interpreter where that has been chosen."""
-    return function if INTERPRETING else pytest.mark.gpu(function)
-
-
-def assert_same_bits(got, expected):
-    for one, other in zip(got, expected, strict=True):
-        assert (one is None) == (other is None)
-        if one is not None:
-            assert (one.shape, one.dtype) == (other.shape, other.dtype)
-            one, other = (t.cpu().reshape(-1).nan_to_num(7.0) if t.dtype.itemsize == 4 else t.cpu().view(torch.uint8)
-                          for t in (one, other))  # fmt: skip
-            assert torch.equal(one, other)
 
 
 def check(x, name, rule, layout="linear", outer=None):

@@ -62,7 +62,7 @@ def test_formats(a, b, monkeypatch):
 
 
 @interpreted
-@pytest.mark.parametrize("m", [1, 2, 8, 15, 16, 31, 32, 48, 63, 64])
+@pytest.mark.parametrize("m", [1, 16, 17, 32, 33, 64])
 def test_rows(m, monkeypatch):
     whole(monkeypatch)
     x, w, fmt = torch.randn(m, 528), torch.randn(129, 528), formats.get("nvfp4")

@@ -165,13 +165,24 @@ def test_scales_without_divisions(contract, error):
         np.testing.assert_array_equal(factors, expected.numpy())
 
 
-def quotient(dividend, divisor):
-    (found,) = play(
-        ".reg .b32 r;" + quick_scales.quotient_ptx("$0", "$1", "$2", "$3"),
-        1,
-        [dividend, divisor, (1 / divisor).astype(np.float32)],
-    )
+def quotient(dividend, divisor, reciprocal):
+    """`quotient_ptx`. (Played exactly but for its very last sum, which is rounded twice.)"""
+    ptx = ".reg .b32 r;" + quick_scales.quotient_ptx("$0", "$1", "$2", "$3")
+    (found,) = play(ptx, 1, [dividend, divisor, reciprocal])
     return found.view(np.float32)
+
+
+def test_quotients_by_the_mantissas_of_e4m3():
+    """Of many mantissas, by an approximate reciprocal that is off by one place."""
+    some = np.random.default_rng(0).integers(2**23, 2**24, 2**16)
+    # 32 / (2^24 - 1) is so close to the middle of two numbers that rounding twice misses it.
+    numbers = np.concatenate([some, np.arange(2**23, 2**23 + 999), np.arange(2**24 - 999, 2**24 - 1)])
+    mantissas = (numbers * 2.0**-23).astype(np.float32)
+    for divisor in np.arange(8, 16, dtype=np.float32):
+        divisors, exact = np.full_like(mantissas, divisor), (mantissas.astype(np.float64) / divisor).astype(np.float32)
+        for places in (-1, 0, 1):
+            reciprocals = ((1 / divisors).view(np.int32) + np.int32(places)).view(np.float32)
+            np.testing.assert_array_equal(quotient(mantissas, divisors, reciprocals), exact)
 
 
 def test_quotients_of_any_numbers():
@@ -192,7 +203,8 @@ def test_quotients_of_any_numbers():
     assert len(hard) > 10_000
     dividends, divisors = np.array(hard, dtype=np.float64).T
     exact = (dividends / divisors).astype(np.float32)  # no quotient lies so near that float64 would miss it
-    np.testing.assert_array_equal(quotient(dividends.astype(np.float32), divisors.astype(np.float32)), exact)
+    dividends, divisors = dividends.astype(np.float32), divisors.astype(np.float32)
+    np.testing.assert_array_equal(quotient(dividends, divisors, (1 / divisors).astype(np.float32)), exact)
 
 
 def test_a_sixth_of_any_number():

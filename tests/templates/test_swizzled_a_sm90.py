@@ -65,13 +65,6 @@ def check(a, rows: int, steps: int, place: str):
     assert torch.equal(got.view(torch.int16)[~nans], expected.view(torch.int16)[~nans])
 
 
-@pytest.fixture
-def poisoned_memory():
-    torch.use_deterministic_algorithms(True, warn_only=True)  # what is allocated has every bit set
-    yield
-    torch.use_deterministic_algorithms(False)
-
-
 SHAPES = [(16, 16, 256, 2), (9, 16, 320, 2), (17, 32, 64, 2), (64, 64, 192, 1), (50, 64, 576, 2), (80, 72, 320, 1),
           (200, 96, 128, 1)]  # fmt: skip
 
@@ -152,9 +145,7 @@ def test_launches(a, m, rows):
     assert swizzle.grid * 16 == -(-shape[0] // 4) * shape[1]
 
 
-@pytest.mark.parametrize(("n", "m"), [
-    (1024, 9), (1024, 32), (1024, 64), (8192, 9), (8192, 32), (8192, 64), (32768, 64), (8192, 512),
-])  # fmt: skip
+@pytest.mark.parametrize(("n", "m"), [(1024, 9), (8192, 32), (32768, 64), (8192, 512)])
 def test_b_is_on_its_way_before_swizzled_a_is_awaited(n, m):
     """Only B is read before, and nothing is written; afterwards two copies a step bring each stage of A."""
     from fp4compile import _compat

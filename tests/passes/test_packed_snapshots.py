@@ -1,4 +1,5 @@
-"""Snapshots: graphs before and after `fake_quantize`.
+"""Snapshots: products of quantised activations and packed weights, before and after `fake_quantize` and
+`fuse_horizontal`.
 
 Regenerate with EXPECTTEST_ACCEPT=1 and read the difference.
 """
@@ -13,14 +14,17 @@ from fp4compile.passes.fake_quantize import fake_quantize
 from fp4compile.templates.launch import dry_run
 from tests.helpers.arguments import times
 from tests.helpers.graphs import summary
-from tests.helpers.products import packed, quantised_each, replaced, traced
+from tests.helpers.products import made_late, merged, packed, quantised_each, replaced, traced
 
 
-def before_and_after(function, *columns):
-    graph_module = traced(function, [packed(n) for n in columns])
-    before = summary(graph_module.graph)
-    replaced(graph_module)
-    return f"{before}\n---\n{summary(graph_module.graph)}"
+def stages(function, *passes):
+    """The graph of products of 64, 24 and 24 columns, and what each pass makes of it."""
+    graph_module = traced(function, [packed(n) for n in (64, 24, 24)])
+    texts = [summary(graph_module.graph)]
+    for one in passes:
+        one(graph_module)
+        texts.append(summary(graph_module.graph))
+    return "\n---\n".join(texts)
 
 
 def experts(x, w, offs):
@@ -34,9 +38,9 @@ def experts(x, w, offs):
 class Snapshots(TestCase):
     maxDiff = None
 
-    def test_shared_activations(self):
+    def test_packed_layers(self):
         self.assertExpectedInline(
-            before_and_after(quantised_each, 64, 24, 24),
+            stages(quantised_each, replaced, merged),
             """\
 quantize = fp4compile.quantize(view_1, nvfp4)
 scaled_mm: bfloat16[1, 64] = fp4compile.scaled_mm(getitem, getitem_1, getitem_2, arg1_1, arg2_1, arg3_1, nvfp4 @ nvfp4 -> bfloat16)
@@ -50,24 +54,34 @@ quantize_default = fp4compile.quantize(view_1, nvfp4, [-1], values=[-1])
 scaled_mm: bfloat16[1, 64] = fp4compile.scaled_mm(getitem_9, getitem_11, arg1_1, arg2_1, arg3_1, plain @ nvfp4 -> bfloat16)
 scaled_mm_1: bfloat16[1, 24] = fp4compile.scaled_mm(getitem_9, getitem_11, arg4_1, arg5_1, arg6_1, plain @ nvfp4 -> bfloat16)
 scaled_mm_2: bfloat16[1, 24] = fp4compile.scaled_mm(getitem_9, getitem_11, arg7_1, arg8_1, arg9_1, plain @ nvfp4 -> bfloat16)
-return scaled_mm: bfloat16[1, 64], scaled_mm_1: bfloat16[1, 24], scaled_mm_2: bfloat16[1, 24]""",
+return scaled_mm: bfloat16[1, 64], scaled_mm_1: bfloat16[1, 24], scaled_mm_2: bfloat16[1, 24]
+---
+quantize_default = fp4compile.quantize(view_1, nvfp4, [-1], values=[-1])
+scaled_mm_results_default = fp4compile.scaled_mm_results(getitem_9, getitem_11, [arg1_1, arg4_1, arg7_1], [arg2_1, arg5_1, arg8_1], [arg3_1, arg6_1, arg9_1], plain @ nvfp4 -> bfloat16)
+return getitem_12: bfloat16[1, 64], getitem_13: bfloat16[1, 24], getitem_14: bfloat16[1, 24]""",
+        )
+
+    def test_operands_that_are_made_late(self):
+        self.assertExpectedInline(
+            stages(made_late, merged),
+            """\
+scaled_mm: bfloat16[1, 64] = fp4compile.scaled_mm(arg0_1, arg1_1, arg2_1, arg3_1, plain @ nvfp4 -> bfloat16)
+scaled_mm_1: bfloat16[1, 24] = fp4compile.scaled_mm(arg0_1, arg4_1, arg5_1, mul, plain @ nvfp4 -> bfloat16)
+scaled_mm_2: bfloat16[1, 24] = fp4compile.scaled_mm(arg0_1, arg7_1, arg8_1, exp, plain @ nvfp4 -> bfloat16)
+return scaled_mm: bfloat16[1, 64], scaled_mm_1: bfloat16[1, 24], scaled_mm_2: bfloat16[1, 24]
+---
+scaled_mm_results_default = fp4compile.scaled_mm_results(arg0_1, [arg1_1, arg4_1, arg7_1], [arg2_1, arg5_1, arg8_1], [arg3_1, mul, exp], plain @ nvfp4 -> bfloat16)
+return getitem: bfloat16[1, 64], getitem_1: bfloat16[1, 24], getitem_2: bfloat16[1, 24]""",
         )
 
     def test_experts(self):
         with FakeTensorMode(), dry_run(Target(90)):
             x, w = (torch.empty(shape, dtype=torch.bfloat16, device="cuda") for shape in ((600, 64), (2, 48, 64)))
-            graph_module = make_fx(experts)(x, w, torch.empty(2, dtype=torch.int32, device="cuda"))
-        before = summary(graph_module.graph)
-        with dry_run(Target(90)):
-            fake_quantize(graph_module.graph)
+            graph = make_fx(experts)(x, w, torch.empty(2, dtype=torch.int32, device="cuda")).graph
+            assert fake_quantize(graph) == 1
         self.assertExpectedInline(
-            f"{before}\n---\n{summary(graph_module.graph)}",
+            summary(graph),
             """\
-quantize = fp4compile.quantize(x_1, nvfp4_te, [-1, -2], offs=offs_1, hadamard=True)
-quantize_1 = fp4compile.quantize(w_1, nvfp4_16x16, each_matrix=True)
-scaled_mm: bfloat16[600, 48] = fp4compile.scaled_mm(getitem, getitem_1, getitem_2, getitem_6, getitem_7, getitem_8, nvfp4_te @ nvfp4_16x16, ragged rows -> bfloat16, offs=offs_1, rows=600)
-return scaled_mm: bfloat16[600, 48], getitem_3: uint8[64, 384], getitem_4: float8_e4m3fn[64, 48], getitem_5: float32[2]
----
 quantize_default = fp4compile.quantize(x_1, nvfp4_te, [-1, -2], offs=offs_1, hadamard=True, values=[-1])
 quantize_1 = fp4compile.quantize(w_1, nvfp4_16x16, each_matrix=True)
 scaled_mm: bfloat16[600, 48] = fp4compile.scaled_mm(getitem_9, getitem_11, getitem_6, getitem_7, getitem_8, plain @ nvfp4_16x16, ragged rows -> bfloat16, offs=offs_1, rows=600)
