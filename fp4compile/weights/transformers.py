@@ -392,7 +392,7 @@ def register() -> None:
         AUTO_QUANTIZER_MAPPING["modelopt"] = Fp4CompileQuantizer
     merge = AutoHfQuantizer.merge_quantization_configs
     if not hasattr(merge, "of_fp4compile"):
-        AutoHfQuantizer.merge_quantization_configs = staticmethod(_merging(merge))
+        AutoHfQuantizer.merge_quantization_configs = staticmethod(_merging(merge))  # type: ignore[method-assign]
 
 
 def _merging(merge: Any) -> Any:

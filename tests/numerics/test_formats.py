@@ -110,7 +110,8 @@ CONTRADICTIONS = [
     (ROWWISE, dict(element="e2m1"), "element"), (ROWWISE, dict(block=32), "block"),
     (ROWWISE, dict(outer=None), "outer"), (ROWWISE, dict(contract="rceil"), "contract"),
     (FLOAT8, dict(element="e2m1"), "element"), (FLOAT8, dict(block=(1, 16)), "block"),
-    (FLOAT8, dict(block=None), "block"), (FLOAT8, dict(outer="tensor"), "outer"), (FLOAT8, dict(contract="rceil"), "contract"),
+    (FLOAT8, dict(block=None), "block"), (FLOAT8, dict(outer="tensor"), "outer"),
+    (FLOAT8, dict(contract="rceil"), "contract"),
 ]  # fmt: skip
 
 
