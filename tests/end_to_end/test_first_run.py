@@ -24,7 +24,7 @@ from fp4compile.check.products import MatmulCase  # noqa: E402
 from fp4compile.check.quantisers import BOTH, COLUMNS, ROWS, Configuration  # noqa: E402
 from fp4compile.formats import formats, reference  # noqa: E402
 from fp4compile.hardware import Target  # noqa: E402
-from fp4compile.ops.quantize import QUANTIZE  # noqa: E402
+from fp4compile.ops.quantize import DEQUANTIZE, QUANTIZE  # noqa: E402
 from fp4compile.templates import choose  # noqa: E402
 from fp4compile.templates.gemm import dequant_tiles  # noqa: E402
 from tests.helpers import in_interpreter  # noqa: E402
@@ -187,6 +187,7 @@ def test_every_kernel_has_a_case():
 def test_the_cases_beyond_the_table_can_run(one, sm, few_rows_of_groups, monkeypatch):
     """With the reference in the place of the kernels: nothing but a GPU runs all of them."""
     monkeypatch.setattr(quantisers, "quantize_kernels", QUANTIZE)
+    monkeypatch.setattr(quantisers, "dequantize_kernels", DEQUANTIZE)
     checks = dict(quantisers.checks((19, 48), more=[one]))
     (check,) = checks[f"quantise {one.label}, {one.format}"]
     assert check(SimpleNamespace(device="cpu", target=Target(sm), running=nullcontext)) == []
