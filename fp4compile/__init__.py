@@ -1,7 +1,7 @@
-"""fp4compile: block-scaled FP4 and FP8 matrix products for torch.compile.
+"""fp4compile: block-scaled FP4 and FP8 matmuls for torch.compile.
 
-Names of `_LATER` are imported when they are first used: what compiles takes seconds to import, which a process that
-compiles nothing should not spend. The ops are declared at once, so that exported programs find them.
+Names of `_LATER` are imported at their first use, because the compiler takes seconds to import. The ops are declared at
+import, so that exported programs find them.
 """
 
 import importlib
@@ -81,7 +81,7 @@ _LATER = {
 fp4compile_autoload.watch()  # `import torch` has done so, unless TORCH_DEVICE_BACKEND_AUTOLOAD=0 forbade it
 
 
-if not TYPE_CHECKING:  # else a type checker would take every name for one of this package's
+if not TYPE_CHECKING:  # else a type checker would accept every name
 
     def __getattr__(name: str) -> Any:
         """A name of `_LATER`, or a subpackage such as `fp4compile.roofline`."""

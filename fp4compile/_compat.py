@@ -1,4 +1,4 @@
-"""Differences between versions of torch and Triton, and every private part of them that this package uses."""
+"""Differences between versions of torch and Triton, and all uses of their private interfaces."""
 
 import functools
 import inspect
@@ -29,8 +29,8 @@ def triton_version() -> tuple[int, ...]:
 def first_axis_fastest() -> bool:
     """Whether Triton gives the lanes of a warp to the first axis first where no axis of a load has adjacent addresses.
 
-    Triton 3.6 does, and Triton 3.9 begins with the last axis. The version between them where that changed was not
-    looked up: only speed depends on it.
+    Triton 3.6 does, and Triton 3.9 begins with the last axis. The version of the change between them was not looked up:
+    only speed depends on it.
     """
     return triton_version() < (3, 8)
 
@@ -38,7 +38,7 @@ def first_axis_fastest() -> bool:
 def packed_conversions() -> bool:
     """Whether ptxas converts two bf16 numbers to codes (PTX 9.1).
 
-    Triton 3.9 ships a ptxas that does, Triton 3.6 one that does not. The versions between them were not checked.
+    The ptxas of Triton 3.9 does, that of Triton 3.6 does not. The versions between them were not checked.
     """
     return triton_version() >= (3, 9)
 
@@ -61,7 +61,7 @@ def random_seeds() -> Any:
 
 
 def handed_to_dynamo() -> list[Any]:
-    """The backends that `torch.compile` was given since the last `torch.compiler.reset()`, called or not.
+    """The backends passed to `torch.compile` since the last `torch.compiler.reset()`, called or not.
 
     Empty where torch no longer has the private dictionary that holds them.
     """
@@ -70,7 +70,7 @@ def handed_to_dynamo() -> list[Any]:
 
 
 def compiled_with(model: Any) -> dict[str, Any]:
-    """What the mode and options of a compiled module change of Inductor's configuration; unknown modes: nothing."""
+    """The changes of Inductor's configuration by a compiled module's mode and options; none for unknown modes."""
     from torch._inductor import list_mode_options
 
     given = getattr(getattr(model, "dynamo_ctx", None), "callback", None)
@@ -85,14 +85,14 @@ def compiled_with(model: Any) -> dict[str, Any]:
 
 
 def cuda_graphs(settings: dict[str, Any]) -> bool:
-    """Whether Inductor makes CUDA graphs. settings: what a compilation changes of its configuration."""
+    """Whether Inductor makes CUDA graphs. settings: a compilation's changes of its configuration."""
     from torch._inductor import config
 
     return bool(settings.get("triton.cudagraphs", config.triton.cudagraphs))
 
 
 def without_fake_tensors() -> Any:
-    """A context in which new tensors are no fake ones, although the caller runs under a fake tensor mode."""
+    """A context in which new tensors are real, although the caller runs under a fake tensor mode."""
     return unset_fake_temporarily()
 
 
@@ -111,12 +111,12 @@ def interpreting() -> bool:
 
 
 def store_of(group: Any) -> Any:
-    """The key-value store by which the ranks of a process group met; None where its backend has none."""
+    """The key-value store of a process group's rendezvous; None where its backend has none."""
     return torch.distributed.distributed_c10d._get_process_group_store(group)
 
 
 def process_group(name: str) -> Any:
-    """The process group of a name; None where there is none now."""
+    """The process group of a name; None where there is none at present."""
     groups = torch.distributed.distributed_c10d._world.pg_map
     return next((group for group in groups if group.group_name == name), None)
 
@@ -159,10 +159,10 @@ def walks_rows(cols: Any) -> bool:
 
 
 def times_products() -> bool:
-    """Whether Inductor times its own templates for a product beside the library's (`max_autotune`).
+    """Whether Inductor times its own templates for a matmul besides the library (`max_autotune`).
 
     Codes are views of bytes. torch 2.11 times every choice on bytes, refuses all of them, and does not compile. In
-    torch 2.13 its templates still read bytes, and only the library's product is left.
+    torch 2.13 its templates still read bytes, and only the library remains.
     """
     from torch._inductor import config
 
@@ -198,7 +198,7 @@ def compile_ahead(
     num_stages: int = 3,
     num_ctas: int = 1,
 ) -> Any:
-    """Compile a kernel of Triton or Gluon for a GPU that need not be present, specialised as for a launch with `args`.
+    """Compile a kernel of Triton or Gluon for a GPU, local or not, specialised as for a launch with `args`.
 
     args: tensors (meta tensors too), ints and None, by name; tensors count as aligned to 16 bytes. constants: the
     constexpr arguments by name. sm: the compute capability, 90 for 9.0. num_warps, num_stages, num_ctas: launch
@@ -258,7 +258,7 @@ def _source_type(kernel: Any) -> Any:
 
 @functools.cache
 def two_cta_products() -> bool:
-    """Whether Gluon has what `templates.gemm.two_cta_kernel_sm100` needs: block-scaled products of pairs of CTAs.
+    """Whether Gluon supports `templates.gemm.two_cta_kernel_sm100`: block-scaled 2-CTA matmuls.
 
     Triton 3.8.0 and 3.9.0 have it, 3.6.0 and 3.7.0 do not. Versions are not compared: 3.8.0 was built from several
     states of the source.

@@ -1,8 +1,8 @@
-"""Every change that this package makes to classes and functions of other libraries, one named function a change.
+"""Every change that this package makes to classes and functions of other libraries, one function per change.
 
-Each function says what it replaces, why, and for which versions. Calling one again with the same arguments changes
-nothing. A function does nothing where the library's version lacks what it replaces. Only `watch_process_groups` matters
-for right results; it returns whether it could replace its property.
+Each docstring names the replaced object, the reason and the versions. Calling a function again with the same arguments
+has no effect, nor has a function whose object the library's version lacks. Only `watch_process_groups` matters for
+right results; it returns whether it replaced its property.
 """
 
 import copy
@@ -32,13 +32,13 @@ from torch.nn.parallel import DistributedDataParallel
 
 @functools.cache
 def share_kernel_analysis() -> None:
-    """Make torch analyse what a kernel of this package writes once for each signature, and not for each launch.
+    """Make torch analyse the writes of this package's kernels once per signature, not for each launch.
 
     Replaces `identify_mutated_tensors` (torch 2.11) or `identify_accessed_tensors` (torch 2.13), whichever there is, in
     `torch._higher_order_ops.triton_kernel_wrap`. Whenever torch traces or lowers the launch of a user-defined kernel,
-    it compiles the kernel to Triton's intermediate code and walks through that, some tenths of a second each time. A
-    model has hundreds of launches and few signatures: which arguments a kernel of this package writes depends on its
-    constexpr arguments and on types, and on no number that is passed when it is launched.
+    it compiles the kernel to Triton's intermediate code and analyses that, some tenths of a second each time. A model
+    has hundreds of launches and few signatures: the arguments that a kernel of this package writes depend on its
+    constexpr arguments and on types, and on no number that a launch passes.
     """
     wrap = torch._higher_order_ops.triton_kernel_wrap
     for name in ("identify_mutated_tensors", "identify_accessed_tensors"):
@@ -69,7 +69,7 @@ def _shared(identify: Callable) -> Callable:
 
 
 def _signature(value: Any, constant: bool) -> tuple:
-    """What an argument's part in the analysis depends on: its type, a constant's value, a tensor's dtype."""
+    """An argument's part of the key: its type, a constant's value, a tensor's dtype."""
     if constant or value is None:
         return type(value).__name__, value
     return "number" if isinstance(value, int | torch.SymInt) else "tensor", getattr(value, "dtype", None)
@@ -80,8 +80,8 @@ def launch_as_dependents() -> None:
     """Make Inductor use programmatic dependent launch for this package's kernels that have the constant PDL set.
 
     Replaces `PythonWrapperCodegen.define_user_defined_triton_kernel`; seen working with torch 2.11 and 2.13. Inductor
-    uses dependent launch for a kernel whose metadata has `launch_pdl`, which it sets only for its own kernels. Where
-    the metadata has another form, it stays as it is: the kernel is launched as usual, with the same result. See
+    uses dependent launch for a kernel whose metadata has `launch_pdl`, which it sets only for its own kernels. Metadata
+    of another form is not changed: the kernel is launched as usual, with the same result. See
     `templates.device.dependent_launch`.
     """
     define = PythonWrapperCodegen.define_user_defined_triton_kernel
@@ -113,7 +113,7 @@ def decompose_launches_directly() -> None:
     and 2.13. The original turns a functional launch into clones of the tensors that must not be overwritten and a
     mutating launch. It traces a function for each launch, which takes 17 ms: 7.5 of the 50 seconds in which Llama-3-8B
     with packed weights compiled on an H200. The package's kernels write only to fresh memory, so nothing has to be
-    cloned and each launch becomes a mutating one directly. All other launches are left to the original function.
+    cloned and each launch becomes a mutating one directly. The original function decomposes all other launches.
     """
     decompose = getattr(post_grad, "decompose_triton_kernel_wrapper_functional", None)
     if decompose is None:
@@ -153,7 +153,7 @@ _DATA = torch._C.TensorBase.data
 
 
 def set_data(tensor: torch.Tensor, data: torch.Tensor) -> None:
-    """`tensor.data = data` as torch has it, without what `watch_data` adds."""
+    """torch's own `tensor.data = data`, without the call that `watch_data` adds."""
     _DATA.__set__(tensor, data)
 
 
@@ -162,11 +162,11 @@ def watch_data(
     read: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
     assigned: Callable[[torch.Tensor, torch.Tensor, int], object],
 ) -> None:
-    """Make `tensor.data` return what `read` makes of it, and call `assigned` after `tensor.data = value`.
+    """Make `tensor.data` return the result of `read`, and call `assigned` after `tensor.data = value`.
 
     Adds a property `data` to `torch.Tensor`, above that of its base class in C++; seen in torch 2.11 to 2.15. Dynamo
-    knows the attribute by its name. read: takes the tensor and what torch returns. assigned: takes both tensors, and
-    the address of the storage object that the first one had before, 0 where it had none.
+    supports the attribute by its name. read: takes the tensor and torch's result. assigned: takes both tensors, and the
+    address of the storage object that the first one had before, 0 where it had none.
     """
 
     def get(tensor: torch.Tensor) -> torch.Tensor:
@@ -185,9 +185,9 @@ def watch_data(
 def watch_process_groups(told: Callable[[], object]) -> bool:
     """Make torch.distributed call `told` whenever its default process group is set or destroyed.
 
-    Replaces the property `default_pg` of `torch.distributed.distributed_c10d._World`; seen in torch 2.11 to 2.15.
-    After `destroy_process_group`, torch.distributed has no record that there was a group. Returns False where the
-    property is missing, so that `told` is never called.
+    Replaces the property `default_pg` of `torch.distributed.distributed_c10d._World`; seen in torch 2.11 to 2.15. After
+    `destroy_process_group`, torch.distributed has no record of the group. Returns False where the property is missing,
+    so that `told` is never called.
     """
     if not torch.distributed.is_available():
         return True
@@ -208,12 +208,12 @@ def watch_process_groups(told: Callable[[], object]) -> bool:
 
 @functools.cache
 def watch_recompile_limits(told: Callable[[Any, CodeType, str, str | None], object]) -> None:
-    """Make Dynamo call `told` where a limit of recompilations makes it leave a function uncompiled.
+    """Make Dynamo call `told` where a limit of recompilations leaves a function uncompiled.
 
-    Replaces `_compile` in `torch._dynamo.convert_frame`; seen in torch 2.11 to 2.15. Dynamo itself calls no
-    backend then, and only writes a line to its log. `told` takes the backend, the function's code, the name of the
-    limit in `torch._dynamo.config`, and what Dynamo says differs from the last compilation, if it says that. An
-    exception of `told` reaches the caller of the compiled function.
+    Replaces `_compile` in `torch._dynamo.convert_frame`; seen in torch 2.11 to 2.15. Dynamo itself calls no backend
+    then, and only writes a line to its log. `told` takes the backend, the function's code, the name of the limit in
+    `torch._dynamo.config`, and the failed guard, or None. An exception of `told` reaches the caller of the compiled
+    function.
     """
     compile_frame = getattr(convert_frame, "_compile", None)
     if compile_frame is None:
@@ -238,7 +238,7 @@ def watch_recompile_limits(told: Callable[[Any, CodeType, str, str | None], obje
 
 
 def _reason_of(error: Exception) -> str | None:
-    """The guard that failed, from Dynamo's variable `recompile_reason`, which it gives to its log alone."""
+    """The guard that failed, from Dynamo's variable `recompile_reason`, which it only logs."""
     trace = error.__traceback__
     while trace is not None:
         found = trace.tb_frame.f_locals.get("recompile_reason")
@@ -269,7 +269,7 @@ def forget_parameters_after_compiling(ours: Callable[[Any], bool]) -> None:
 
 
 def _innermost(compiler_fn: Any) -> Any:
-    """The backend that `torch.compile` was given, inside Dynamo's wrappers."""
+    """The backend passed to `torch.compile`, inside Dynamo's wrappers."""
     backend = torch._dynamo.eval_frame.innermost_backend(compiler_fn)
     return getattr(backend, "compiler_fn", backend)
 
@@ -278,7 +278,7 @@ def _innermost(compiler_fn: Any) -> Any:
 def leave_buffers_out_of_ddp(constant: type[torch.nn.Module]) -> None:
     """Make DistributedDataParallel not broadcast the buffers of modules of a class, which never change.
 
-    It broadcasts all buffers before every forward pass, here whole weights. It leaves out the names in the attribute
+    It broadcasts all buffers before every forward pass, here whole weights, except the names in the attribute
     `_ddp_params_and_buffers_to_ignore` of the module that it wraps (torch 2.11 to 2.13).
     """
     wrapped = DistributedDataParallel.__init__
@@ -303,9 +303,9 @@ def leave_buffers_out_of_ddp(constant: type[torch.nn.Module]) -> None:
 def compile_in_place(ours: Callable[[Any], bool], inner: Callable[[torch.nn.Module], torch.nn.Module]) -> None:
     """Make `torch.compile(module, backend=...)` compile and return the module itself, for backends that are ours.
 
-    So whoever calls the module itself runs the compiled one, as `Trainer` does in evaluation. inner: the module inside
-    of wrappers, which is compiled. Modules of torch's own are compiled as ever, because Dynamo passes over their code
-    where they are compiled in place. Replaces `torch.compile` (torch 2.11 to 2.13).
+    So calls of the module itself run the compiled one, for example in `Trainer`'s evaluation. inner: the module inside
+    of wrappers, which is compiled. torch's own modules are compiled unchanged, because Dynamo skips their code where
+    they are compiled in place. Replaces `torch.compile` (torch 2.11 to 2.13).
     """
     compiling = torch.compile
 

@@ -1,7 +1,7 @@
 """Capture a model's graphs without compiling them.
 
-`run_captured` captures the backend's graphs: with Dynamo and AOTAutograd under Inductor's decompositions. It runs each
-graph as the caller's `runner` says.
+`run_captured` captures the backend's graphs: with Dynamo and AOTAutograd under Inductor's decompositions. The caller's
+`runner` returns the function that runs in place of each graph.
 """
 
 import sys
@@ -35,16 +35,16 @@ def run_captured(
     *,
     joint: bool = True,
 ) -> Callable:
-    """The model, as a function that captures its graphs and runs each as `runner` says.
+    """The model, as a function that captures its graphs and runs the functions that `runner` returns for them.
 
     runner: called once with each graph. The function that it returns runs instead of an inference graph.
     enter: called at each run of a graph, with the names of its inputs at capture and the names in this run.
-    joint: whether `runner` is called with the joint graph in training, which is then partitioned and run as it is;
-        otherwise it is called with the forward graph, and the function that it returns runs instead.
+    joint: whether `runner` is called with the joint graph in training, which is then partitioned and run unchanged;
+    otherwise it is called with the forward graph, and the function that it returns runs instead.
 
     Where the model or a part of it is compiled already, the uncompiled original is captured. If the model is a module's
-    method `generate`, the calls of the module are captured, and the loop around them runs eagerly, because Dynamo is
-    slow on it.
+    method `generate`, the calls of the module are captured, and the loop around them runs eagerly, because Dynamo
+    compiles that loop slowly.
 
     Raises TypeError for a model that cannot be called.
     """
@@ -145,10 +145,10 @@ def _boxed(function: Callable) -> Callable:
 
 
 def _fuse_attention(gm: GraphModule) -> None:
-    """Make the attention of a Dynamo graph on meta tensors the operators of a GPU.
+    """Replace attention in a Dynamo graph on meta tensors by the operators of a GPU.
 
-    torch would decompose it into products and a softmax. A GPU runs one kernel, which keeps what lies between its
-    products on the chip: flash attention, or memory-efficient attention under a mask.
+    torch would decompose it into matmuls and a softmax. A GPU runs one kernel, which keeps intermediate results on the
+    chip: flash attention, or memory-efficient attention under a mask.
     """
     for node in gm.graph.find_nodes(op="call_function", target=F.scaled_dot_product_attention):
         query = node.args[0] if node.args else node.kwargs["query"]

@@ -1,4 +1,4 @@
-"""Settings of this process for debugging. They change which passes run, never what a recipe means.
+"""Settings of this process for debugging. They select the passes that run, and never change a recipe.
 
 To bisect a wrong result, switch passes off one by one until the result is right:
 
@@ -11,9 +11,8 @@ or, without a change to the program,
 The names are `rewrite` (without it nothing is quantised), `recompute`, `hoist`, `merge_quantize`,
 `quantize_before_gather`, `fake_quantize`, `quantize_before_index`, `fuse_quantize`, `fuse_epilogue`, `scale_results`,
 `fuse_prologue`, `fuse_horizontal`, `inplace` and `lower`. A pass that is named in either place is off. With every pass
-but `rewrite` off, the graph runs the plain ops, one after another. `report.passes` tells which passes ran, how often
-each matched and how long it took.
-FP4COMPILE_DUMP=directory writes the graph before and after each pass.
+but `rewrite` off, the graph runs the plain ops, one after another. `report.passes` lists the passes that ran, how often
+each matched and how long it took. FP4COMPILE_DUMP=directory writes the graph before and after each pass.
 
 On several ranks, a compilation compares the recipe and these settings with the other ranks of each process group whose
 collectives the graph may call, and raises RuntimeError where they differ. `agreement_seconds` is how long a rank waits
@@ -31,7 +30,7 @@ DISABLE = "FP4COMPILE_DISABLE_PASSES"
 
 # Names of the passes that are switched off.
 disabled_passes: Collection[str] = ()
-# How long a compilation waits until the other ranks of a process group have told their recipe.
+# Seconds that a compilation waits for the recipes of the other ranks of a process group.
 agreement_seconds: float = 60.0
 
 

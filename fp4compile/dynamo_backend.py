@@ -1,9 +1,9 @@
 """The Dynamo backend: `torch.compile(model, backend=fp4compile.backend(recipe))`.
 
-The backend records which inputs of a graph are parameters, and their names, which only Dynamo has. It puts one pass
+The backend records the graph inputs that are parameters, and their names, which only Dynamo has. It puts one pass
 manager into each of two pass slots of Inductor (joint graph and post-grad graph), and calls `compile_fx` on the graph.
 
-`registration` gives the backends their names.
+`registration` registers the backends by name.
 """
 
 import functools
@@ -41,8 +41,8 @@ _JOINT_SLOT, _LOWER_SLOT = "joint_custom_pre_pass", "post_grad_custom_post_pass"
 class _Shared:
     """State of all equal backends. They share it because Dynamo lets one backend run the graphs of an equal one.
 
-    quantised: the models of which a product was quantised. warned: the models that the user was warned about because
-    no product was quantised. A compiled function has no model; its backend's `_Identity` stands for it in both.
+    quantised: the models of which a matmul was quantised. warned: the models for which the backend warned that no
+    matmul was quantised. For a compiled function without a model, both hold its backend's `_Identity`.
     rules_checked: the models whose layers' names were compared with the recipe's rules.
     """
 
@@ -61,7 +61,7 @@ class _Compilation:
 
     rows: None until the joint passes have run. They do not run where the compiled graph comes from a cache.
     saved: packed activations that forward graphs save for their wgrads. fused: the prologues of quantisers, by the
-    names of their products. runs: the matches and times of each pass so far.
+    names of their matmuls. runs: the matches and times of each pass so far.
     lowered: whether the post-grad passes have run. They do not run where Inductor's cache has the graph after the
     joint passes.
     late: called with `fused` and `runs` of a backward graph that is compiled later, when it first runs; None before.
@@ -96,7 +96,7 @@ class _Compilation:
 
     @property
     def outcome(self) -> Outcome:
-        """What the passes told of the graph so far."""
+        """The results of the passes on the graph so far."""
         return Outcome(_completed(self.rows or [], self.saved, self.fused), _matches(self.runs))
 
 
@@ -119,8 +119,9 @@ class Backend:
     Backends of equal fields are equal, so that Dynamo reuses their graphs. Until `torch.compiler.reset()`, equal
     backends have one report in common.
 
-    recipe: what is quantised, and how. strict: raise RuntimeError where nothing was quantised, where a rule matches no
-    layer of the model, or where Dynamo's limit of recompilations leaves a function uncompiled, instead of a warning.
+    recipe: the formats and the quantised layers. strict: raise RuntimeError where nothing was quantised, where a rule
+    matches no layer of the model, or where Dynamo's limit of recompilations leaves a function uncompiled, instead of a
+    warning.
     disabled_passes: the passes that `fp4compile.config` switches off when the backend is made.
     """
 
@@ -163,7 +164,7 @@ class Backend:
         mode, options: arguments of `torch.compile`, as for Inductor.
 
         Raises RuntimeError where another rank of a process group compiles with other settings; under strict=True also
-        if no product was quantised, in this graph or an earlier one of the model, and if a rule matches no layer of the
+        if no matmul was quantised, in this graph or an earlier one of the model, and if a rule matches no layer of the
         model.
         """
         known = names.record(gm, example_inputs)
@@ -218,7 +219,7 @@ class Backend:
             "switched off passes": sorted(self.disabled_passes),
             "source of fp4compile": source_digest(),
         }
-        if "quantize_before_gather" not in self.disabled_passes:  # which gathers codes over a slow link
+        if "quantize_before_gather" not in self.disabled_passes:  # it gathers codes over a slow link
             others["gathers go through the host's memory"] = hardware.gathers_through_host()
         return agreement.settings_of(self.recipe, {**others, "nothing is quantised because": prevented})
 
@@ -228,7 +229,7 @@ class Backend:
     def reset(self) -> None:
         """Free the CUDA graphs, as Inductor's own backend does; `torch.compiler.reset()` calls this.
 
-        Dynamo then has no graph of this backend any more, so equal backends made from now on have another report.
+        Dynamo then has no graphs of this backend, so equal backends made from now on have another report.
         """
         from torch._inductor.cudagraph_trees import reset_cudagraph_trees
 
@@ -245,7 +246,7 @@ class Backend:
     ) -> None:
         """Add one graph to the report, and warn (or raise) if nothing of its model is quantised yet.
 
-        outcome: None where the rows are lost. why: what kept the passes from running. seconds: how long each pass took.
+        outcome: None where the rows are lost. why: the reason that no pass ran. seconds: of each pass.
         """
         model = self._identity if known.root is None else known.root
         rows = [] if outcome is None else outcome.rows
@@ -257,7 +258,7 @@ class Backend:
                 shared.report.add(known.in_full(rows), outcome.counts, trace, seconds=seconds)
             if outcome is None or any(row.quantised for row in rows):
                 shared.quantised[model] = True
-        # Rules may skip all of a block that has its own recipe.
+        # Rules may skip a whole block that has its own recipe.
         as_told = known.prefix and rows and all((row.reason or "").startswith("rule ") for row in rows)
         if why is not None or (model not in self._own.quantised and not as_told):
             self._nothing_matched(model, why or _reasons(rows))
@@ -284,7 +285,7 @@ class Backend:
     def _check_rules(self, known: names.Names) -> None:
         """Warn or raise, once for each model, if rules match no layer of the whole model.
 
-        The report names rules that match a layer and still decide about no product: only all graphs together show them.
+        The report lists rules that match a layer and still decide about no matmul, because only all graphs show these.
         """
         if not self.recipe.rules or known.root is None or known.root in self._own.rules_checked:
             return
@@ -302,7 +303,7 @@ class Backend:
             self._own.rules_checked[known.root] = True
 
     def _idle(self, rules: tuple[Rule, ...], text: str) -> None:
-        """Warn, or raise, of rules that decide about nothing. text: with {} for their patterns."""
+        """Warn of unused rules, or raise. text: with {} for their patterns."""
         patterns = ", ".join(repr(rule.pattern) for rule in rules)
         message = f"fp4compile recipe {self.recipe.name!r}: {text.format(patterns)}"
         if self.strict:
@@ -319,7 +320,7 @@ class Backend:
 
 
 def _way_out(differs: str | None) -> str:
-    """What helps against a limit of recompilations. differs: the guard that failed, if it is known."""
+    """Advice against a limit of recompilations. differs: the guard that failed, if it is known."""
     if differs is None:
         return "Raise the limit, or, where only sizes differ, compile with dynamic=True"
     if "BACKEND_MATCH" in differs:
@@ -334,7 +335,7 @@ def backend(recipe: str | dict | Recipe | Path | None = None, *, strict: bool = 
 
     recipe: a name (see `recipes()`), a dict of fields, a `Recipe`, or the path of a TOML file. None takes the recipe
         that the environment variable FP4COMPILE_RECIPE names, or "nvfp4" where it is not set; the log of "fp4compile"
-        says which, at level INFO.
+        names it, at level INFO.
     strict: raise RuntimeError, instead of giving one warning, where nothing of a model was quantised, where a rule of
         the recipe matches no layer of a model, and where a limit of Dynamo's leaves a function uncompiled.
     overrides: fields of the recipe to replace.
@@ -387,7 +388,7 @@ def as_passes(slot: Any) -> tuple:
 
 
 def _backend_of(given: Any) -> Backend | None:
-    """The backend that `torch.compile` was given, as an object or by its name; None where it is not this package's."""
+    """The backend passed to `torch.compile`, as an object or by name; None where it is not this package's."""
     chosen = getattr(given, "chosen", given)
     return chosen if isinstance(chosen, Backend) else None
 

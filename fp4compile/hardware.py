@@ -1,8 +1,8 @@
-"""GPUs: what kernels and launches depend on (`Target`), and published figures (`Gpu`, for predicted times).
+"""GPUs: the properties that kernels and launches depend on (`Target`), and published rates (`Gpu`, for predictions).
 
 The `heuristics` of each family of templates decide how kernels are launched on a GPU. Each published figure has its
-source. A share of a published rate was measured on an H200, in the file that is named. Shares of other GPUs were not
-measured: they are assumptions, and `GPUS[name].share_source` says so.
+source. Shares of published rates were measured on an H200, in the named file. Shares of other GPUs are assumptions, as
+`GPUS[name].share_source` notes.
 """
 
 import functools
@@ -22,7 +22,7 @@ _MULTIPROCESSORS = {90: 132, 100: 148, 103: 160, 120: 188}
 
 @dataclass(frozen=True)
 class Target:
-    """A GPU, as far as kernels and their launches depend on it.
+    """The properties of a GPU that kernels and their launches depend on.
 
     sm: its compute capability, 90 for 9.0; 0 stands for Triton's interpreter.
     multiprocessors: how many it has. GPUs of one capability differ: an H100 PCIe has 114, a MIG slice of an H200 fewer.
@@ -61,7 +61,7 @@ class Target:
 
     @property
     def isa(self) -> int:
-        """Which form of the device functions in `templates.device.elements` the GPU runs: 0, 90, 100 or 120."""
+        """The variant of the device functions in `templates.device.elements` that the GPU runs: 0, 90, 100 or 120."""
         if self.sm >= 100:
             return 120 if self.sm >= 120 else 100
         return 90 if self.sm >= 89 else 0
@@ -79,19 +79,19 @@ _SHARES = ("bf16_share", "fp8_share", "fp4_share", "memory_share")
 
 @dataclass(frozen=True)
 class Gpu:
-    """A GPU, as far as predicted times depend on it.
+    """The properties of a GPU that predicted times depend on.
 
-    name: what users call it. sm: its compute capability, 90 for 9.0. multiprocessors: how many it has.
+    name: its common name. sm: its compute capability, 90 for 9.0. multiprocessors: how many it has.
     bf16, fp8, fp4: dense FLOP/s of the matrix units with float32 sums; None where they have no such operands.
     fp32: FLOP/s in float32 outside of the matrix units, where torch multiplies float32 unless TF32 is allowed; None
         counts them at TF32's rate, half of bf16's.
     bandwidth: bytes/s of device memory.
     source: where these figures are published.
-    bf16_share, fp8_share, fp4_share: the share of the FLOP/s that a large product of the library reaches.
+    bf16_share, fp8_share, fp4_share: the share of the FLOP/s that a large matmul of the library reaches.
     memory_share: the share of the bandwidth that a large copy reaches.
     launch: seconds that one more kernel adds to a CUDA graph, without its work. product_launch: seconds that one more
-        product adds without its work; its pipeline has to fill and to drain.
-    share_source: where the shares and the seconds come from.
+        matmul adds without its work; its pipeline has to fill and to drain.
+    share_source: the source of the shares and the seconds.
     devices: the names that torch gives to this GPU, by which `present` finds it.
 
     Raises ValueError for a figure that is not positive and finite, and for a share above 1; TypeError for one that is
@@ -138,11 +138,11 @@ class Gpu:
 
     @property
     def target(self) -> Target:
-        """What kernels and their launches depend on."""
+        """The properties that kernels and their launches depend on."""
         return Target(self.sm, self.multiprocessors)
 
     def matrix_rate(self, dtype: torch.dtype) -> float:
-        """FLOP/s of operands of a dtype, as torch multiplies them now: float32 in TF32 only where that is allowed."""
+        """FLOP/s of torch's matmul of a dtype under its current settings: float32 in TF32 only if allowed."""
         if dtype.itemsize == 1:
             return self.fp8 or self.bf16
         if dtype.itemsize == 2:
@@ -198,7 +198,7 @@ GPUS: dict[str, Gpu] = {
 
 
 def named(gpu: str | Gpu) -> Gpu:
-    """The GPU of a name of `GPUS`, in capitals or not; a `Gpu` as it is.
+    """The GPU of a name of `GPUS`, case-insensitively; a `Gpu` is returned unchanged.
 
     Raises ValueError, which lists the known names, for an unknown name; TypeError for anything else.
     """
@@ -221,10 +221,10 @@ def present() -> Gpu | None:
 
 
 def gathers_through_host() -> bool:
-    """Whether what processes gather from each other's GPUs is known to go through the host's memory, at about 20 GB/s.
+    """Whether collectives between the GPUs are known to go through the host's memory, at about 20 GB/s.
 
-    True under NCCL_P2P_DISABLE=1, and where none of the GPUs that this process has reads another one's memory. False
-    where the link is fast, and where it is not known: a process that has one GPU, and GPUs of several hosts.
+    True under NCCL_P2P_DISABLE=1, and if no GPU of this process has peer access to another one. False where the link is
+    fast or unknown: a process with one GPU, and GPUs of several hosts.
     """
     if os.environ.get("NCCL_P2P_DISABLE") == "1":
         return True
@@ -233,6 +233,6 @@ def gathers_through_host() -> bool:
 
 @functools.cache
 def _reads_other_memory(count: int) -> bool:
-    """Whether one of the first `count` GPUs may read another one's memory; True for a single GPU."""
+    """Whether one of the first `count` GPUs has peer access to another one; True for a single GPU."""
     pairs = itertools.permutations(range(count), 2)
     return count < 2 or any(torch.cuda.can_device_access_peer(*pair) for pair in pairs)

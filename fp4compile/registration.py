@@ -24,7 +24,7 @@ from fp4compile.weights.integration import check_version
 
 log = logging.getLogger("fp4compile")
 
-# The functions that stand for backends in Dynamo's registry.
+# The functions that represent backends in Dynamo's registry.
 _named: dict[Backend, Callable] = {}
 
 
@@ -66,7 +66,7 @@ def register_with_transformers() -> None:
 
 def warn_at_exit() -> None:
     """Warn of backends that compiled nothing, and of rules that decided about no matmul: only the end shows both."""
-    if hasattr(sys, "last_value"):  # the program ends with an exception, which says more
+    if hasattr(sys, "last_value"):  # the program ends with an exception, which is more informative
         return
     for report in named_reports():
         if report.graphs == 0 or report.unmatched_rules():
@@ -79,7 +79,7 @@ atexit.register(warn_at_exit)
 def _by_name(name: str | Recipe) -> Any:
     """A function that calls the backend, and has its `report` and `reset`.
 
-    Dynamo's registry sets attributes on what it registers, which a frozen `Backend` forbids.
+    Dynamo's registry sets attributes on its entries, which a frozen `Backend` forbids.
     """
     chosen = backend(name)
     if chosen in _named:
@@ -106,8 +106,8 @@ def _by_name(name: str | Recipe) -> Any:
 class _FromEnvironment:
     """`backend="fp4compile"`: the recipe that FP4COMPILE_RECIPE names when the backend's name is first used.
 
-    Dynamo keeps what it once loaded for a name, so this name means one recipe in a process. If the variable has changed
-    since, compiling raises RuntimeError, and no graph of the first recipe serves another `torch.compile` call.
+    Dynamo caches the backend of a name, so this name means one recipe in a process. If the variable has changed since,
+    compiling raises RuntimeError, and no graph of the first recipe is reused by another `torch.compile` call.
     """
 
     def __init__(self) -> None:

@@ -1,1 +1,1 @@
-"""Reading a joint graph: which products it has, which role each has, and what the recipe makes of it."""
+"""Reading a joint graph: its matmuls, the role of each, and the recipe's decision about each."""

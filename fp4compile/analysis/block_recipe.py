@@ -1,7 +1,7 @@
-"""The recipe for a block that is compiled by itself, where the recipe of its model goes by full names.
+"""The recipe for a block that is compiled by itself, made from a recipe that uses full names of the model.
 
-Dynamo lets equal blocks share a graph, whose names begin below the block; blocks of different recipes have graphs of
-their own.
+Dynamo lets equal blocks share a graph, whose names begin below the block; blocks with different recipes have separate
+graphs.
 """
 
 from glob import escape
@@ -15,15 +15,15 @@ from fp4compile.recipe import Recipe, Rule, resolve
 
 
 def block_recipe(recipe: str | dict | Recipe | Path | None, model: nn.Module, block: nn.Module) -> Recipe:
-    """The recipe for a block that is compiled by itself: it decides as `recipe` does about the block in the model.
+    """The recipe for a block that is compiled by itself, with the decisions of `recipe` for the block in the model.
 
-    recipe: as for `fp4compile.backend`; its rules, skipped blocks and static scales go by names in `model`.
+    recipe: as for `fp4compile.backend`; its rules, skipped blocks and static scales use names in `model`.
     block: a module of `model`.
 
     for block in model.layers:
         block.compile(backend=fp4compile.backend(fp4compile.block_recipe(recipe, model, block)))
 
-    Raises TypeError for a `model` or `block` that is no module, ValueError for a block that is no part of the model.
+    Raises TypeError if `model` or `block` is not a module, ValueError if the model does not contain the block.
     """
     for name, module in (("model", model), ("block", block)):
         if not isinstance(module, nn.Module):
@@ -49,7 +49,7 @@ def block_recipe(recipe: str | dict | Recipe | Path | None, model: nn.Module, bl
 
 
 def _is_skipped(recipe: Recipe, model: nn.Module, path: str) -> bool:
-    """Whether the recipe leaves a block alone because of its number."""
+    """Whether the recipe skips a block by its number."""
     place = block_of(path)
     if place is None:
         return False
@@ -59,7 +59,7 @@ def _is_skipped(recipe: Recipe, model: nn.Module, path: str) -> bool:
 
 
 def _layers(block: nn.Module) -> list[str]:
-    """The names of what may be layers below a block, packed ones too, in the order of the modules."""
+    """The names of possible layers below a block, packed ones too, in the order of the modules."""
     found = [module_name(named.name) for named, tensor in named_tensors(block) if tensor.dim() in (2, 3)]
     packed = [parameter_name(named.name) for named, module in walk(block) if "weight_data" in module._buffers]
     return list(dict.fromkeys([*found, *packed]))

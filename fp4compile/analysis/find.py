@@ -1,4 +1,4 @@
-"""Find the matmuls of a joint (or inference) graph and what each is for. Never changes the graph.
+"""Find the matmuls of a joint (or inference) graph and the role of each. Never changes the graph.
 
 Entry: `find(graph, inputs)`. A role is proven from the operands, never from positions, equal shapes or sequence
     numbers:
@@ -70,7 +70,7 @@ def find(graph: Graph, inputs: tuple[Input, ...]) -> list[Gemm]:
 
 
 def _whole(layer: "_Layer", cuts: tuple[Shard, ...]) -> tuple:
-    """(tokens, out features, in features) of the whole layer, of which this rank has a shard."""
+    """(tokens, out features, in features) of the unsharded layer, of which this rank has a shard."""
     sizes, shape = list(layer.gemm.layer), layer.root.meta["val"].shape
     for cut in cuts:
         for place, dim in ((1, -2), (2, -1)):
@@ -91,7 +91,7 @@ def parameters_of(graph: Graph, inputs: tuple[Input, ...]) -> dict[Node, str]:
 
 
 def sharded_parameters_of(graph: Graph, inputs: tuple[Input, ...]) -> dict[Node, tuple[Shard, ...]]:
-    """The placeholders of shards of parameters, and how the parameters are cut."""
+    """The placeholders of shards of parameters, with each parameter's shards."""
     cuts = {node: inputs[input_index(node)].shards for node in parameters_of(graph, inputs)}
     return {node: cut for node, cut in cuts.items() if cut and isinstance(node.meta["val"], torch.Tensor)}
 
@@ -154,7 +154,7 @@ class _Scan:
     # ------------------------------------------------------------ other operators
 
     def _others(self, node: Node) -> Iterator[Gemm]:
-        """The products of a node whose operator multiplies matrices and is not read by `matmul_of`."""
+        """The matmuls of a node that multiplies matrices and that `matmul_of` does not read."""
         if node.op != "call_function":
             return
         if is_grouped(node.target):
@@ -171,7 +171,7 @@ class _Scan:
             yield from self._nested(node)
 
     def _nested(self, node: Node) -> Iterator[Gemm]:
-        """The products in the branches and bodies of `cond`, `while_loop` and the like. All are left alone."""
+        """The matmuls in the branches and bodies of `cond`, `while_loop` and the like. None is quantised."""
         operands = [arg for arg in torch.utils._pytree.tree_leaves(node.args) if isinstance(arg, Node)]
         regions = [arg for arg in operands if arg.op == "get_attr"]
         operands = [arg for arg in operands if arg.op != "get_attr"]
@@ -232,7 +232,7 @@ class _Scan:
         return gemm
 
     def _in_both_orientations(self) -> dict[Node, Gemm]:
-        """Gemms that leave layers unquantised whose weight has both orientations: one may be a gradient."""
+        """Unsupported Gemms for layers whose weight has both orientations: one may be a gradient."""
         keys = {layer.weight.key for layer in self.layers}
         return {
             layer.gemm.node: replace(layer.gemm, product="other", unsupported=_BOTH_ORIENTATIONS)
@@ -338,7 +338,7 @@ def _left_alone(product: Matmul, why: str) -> Gemm:
 
 
 def _same_autograd_node(forward: Node, backward: Node) -> bool:
-    """Whether both have one sequence number. A hint, used only to choose among layers that are proven otherwise."""
+    """Whether both have one sequence number. A hint, used only to choose among layers that are otherwise proven."""
     number = backward.meta.get("seq_nr")
     return number is not None and forward.meta.get("seq_nr") == number
 
@@ -355,7 +355,7 @@ def _untransposed(side: Side, role: str, parameter: str | None = None) -> GemmOp
 
 
 def _of_weight(side: Side, weight: NodeView, role: str, parameter: str) -> GemmOperand:
-    """A weight, read from the node nearest to the parameter that holds it or its transpose."""
+    """A weight, read from the node nearest to the parameter that has the weight or its transpose."""
     found = None
     node: Node | None = side.node
     while node is not None:
@@ -373,7 +373,7 @@ def _feeds_embedding(root: Node) -> bool:
 
 
 def _packed(node: Node) -> Gemm:
-    """The product of a `scaled_mm` that the captured graph already had."""
+    """The matmul of a `scaled_mm` that the captured graph already had."""
     x = scaled_mm_of(node).values()
     *_, m, n = node.meta["val"].shape
     names = tuple(None if each.format is None else each.format.name for each in (x.a, x.b))
@@ -381,7 +381,7 @@ def _packed(node: Node) -> Gemm:
 
 
 def _unsupported(target: Callable) -> str | None:
-    """Why an operator that multiplies matrices is left alone; None for one that does not."""
+    """Why an operator that multiplies matrices is not quantised; None for one that does not."""
     if target in _LEFT_ALONE:
         return _LEFT_ALONE[target]
     if target in _FAST_PATHS:

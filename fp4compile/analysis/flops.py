@@ -45,18 +45,18 @@ def count(node: Node) -> int | None:
 
 
 def others(graph: Graph, listed: set[Node]) -> list[Node]:
-    """The nodes that torch has a FLOP formula for and that are not in `listed`."""
+    """The nodes that have a FLOP formula in torch and are not in `listed`."""
     return [node for node in graph.nodes
             if node.op == "call_function" and node not in listed and _packet(node.target) in flop_registry]  # fmt: skip
 
 
 class Categories:
-    """The kind of layer that each product of one graph belongs to: one of `report.CATEGORIES`."""
+    """The kind of layer that each matmul of one graph belongs to: one of `report.CATEGORIES`."""
 
     def __init__(self, graph: Graph, inputs: tuple[Input, ...], gemms: list[Gemm]):
         self.parameters = weights_of(graph, inputs)
-        # The categories of the batched products, by the root of each operand. A backward product whose own category is
-        # unclear reads an operand of its forward product, and so gets the forward product's category.
+        # The categories of the batched matmuls, by the root of each operand. A backward matmul whose own category is
+        # unclear reads an operand of its forward matmul, and so gets the forward matmul's category.
         self.operands: dict[Node, set[str]] = {}
         for gemm in gemms:
             category = self._forward(gemm)
@@ -65,7 +65,7 @@ class Categories:
                     self.operands.setdefault(root_of(operand), set()).add(category)
 
     def of(self, gemm: Gemm) -> str:
-        """The category of a product."""
+        """The category of a matmul."""
         category = self._forward(gemm)
         if category != "other" or gemm.node.target not in _BATCHED:
             return category
@@ -73,7 +73,7 @@ class Categories:
         return found.pop() if len(found) == 1 else "other"
 
     def _forward(self, gemm: Gemm) -> str:
-        """The category that follows from the product alone; "other" where none does."""
+        """The category that follows from the matmul alone; "other" where none does."""
         name = _operator_name(computed_by(gemm.node).target)
         operands = ((operand, root_of(operand)) for operand in _tensors(gemm.node))
         weights = [(operand, root) for operand, root in operands if root in self.parameters]
@@ -83,7 +83,7 @@ class Categories:
             return "convolution"
         if ATTENTION.search(name):
             return "attention"
-        # A layer may hold its one matrix in three dimensions: the heads of one projection, say.
+        # A layer's single matrix may have three dimensions, such as the heads of a projection.
         whole = gemm.product in ("fprop", "dgrad", "wgrad")
         for operand, root in weights:
             all_of_it = statically_true(operand.meta["val"].numel() == root.meta["val"].numel())
@@ -132,7 +132,7 @@ def _product(a: torch.Tensor, b: torch.Tensor, *args, **kwargs) -> int:
 
 
 def _grouped(a: torch.Tensor, b: torch.Tensor, *args, **kwargs) -> int | None:
-    """A grouped product. Operands of three dimensions have one matrix a group; others are cut into one part a group."""
+    """A grouped matmul. Operands of three dimensions have one matrix per group; others have one part per group."""
     if a.shape[-1] != b.shape[-2]:
         return None  # an operator of another library with other arguments
     groups = a.shape[0] if a.dim() == b.dim() == 3 else 1
@@ -171,11 +171,11 @@ _CORRECTED = {aten.convolution_backward: _convolution_backward}
 
 
 class _UnknownSize(Exception):
-    """A size that depends on the data, so that it is unknown in the captured call."""
+    """Raised for a size that depends on the data, and is unknown in the captured call."""
 
 
 def _sized(value: Any) -> Any:
-    """An argument of a node with numbers for symbolic sizes; a tensor becomes a meta tensor."""
+    """An argument of a node, with numbers for symbolic sizes and meta tensors for tensors."""
     if isinstance(value, Node):
         value = value.meta.get("val")
     if isinstance(value, torch.Tensor):

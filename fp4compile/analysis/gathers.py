@@ -1,4 +1,4 @@
-"""Weights that the graph gathers itself from the ranks' rows, as in torchtitan's SimpleFSDP."""
+"""Find weights that the graph itself gathers from the ranks' rows, as in torchtitan's SimpleFSDP."""
 
 from torch.fx import Graph, Node
 
@@ -24,7 +24,7 @@ def is_gather(node: Node) -> bool:
 
 
 def parameter_of(node: Node) -> Node | None:
-    """The placeholder that each rank sends to a gather, in its order and possibly cast; None for another tensor."""
+    """The placeholder of a rank's rows that a gather sends, in order and possibly cast; None for another tensor."""
     view = view_of(node.args[0].args[0])
     whole = view_of(view.root)
     same = view.root.op == "placeholder" and (view.stride, view.offset) == (whole.stride, whole.offset)

@@ -1,6 +1,7 @@
 """A matmul of a captured graph as data: what `find` returns, and what `plan` and `rewrite` read.
 
-In out = A @ B the operand A is [..., m, k] and B is [..., k, n]. `GemmOperand.role` tells activation from weight.
+In out = A @ B the operand A is [..., m, k] and B is [..., k, n]. `GemmOperand.role` distinguishes activation and
+weight.
 """
 
 from dataclasses import dataclass
@@ -24,7 +25,7 @@ class Input:
 
     parameter: the fully qualified name of a parameter, below the block where a block is compiled by itself; else None.
     in_block: whether the parameter lies in a numbered block of the model. frozen: whether it needs no gradient.
-    adapter: whether a library of adapters added it to a layer.
+    adapter: whether a library of adapters, such as peft, added it to a layer.
     """
 
     parameter: str | None = None
@@ -68,8 +69,8 @@ class Gemm:
     tied_to_embedding: whether the weight is also an embedding's. selects: whether a router's choice reads the outputs.
     groups: how experts form one node: "rows" or "contraction" where `offs` cuts that dimension; "batch" where both
         operands are batches; "gather" where `index` says which matrix each one multiplies; None for one matmul.
-    swapped: whether the node's value is the transpose of the product.
-    packed: the formats of A and B of a product that `fp4compile.pack_` quantised before.
+    swapped: whether the node's value is the transpose of the result.
+    packed: the formats of A and B of a matmul that `fp4compile.pack_` quantised before.
     """
 
     node: Node
@@ -94,5 +95,5 @@ class Gemm:
 
     @property
     def packed_weight(self) -> GemmOperand | None:
-        """The operand whose codes are there, see `GemmOperand.packed`; None where none is."""
+        """The operand with packed codes, see `GemmOperand.packed`; None if neither has them."""
         return next((side for side in (self.a, self.b) if side is not None and side.packed), None)

@@ -1,7 +1,7 @@
-"""Which nodes of a graph are gradients, and of which inputs, by AOTAutograd's descriptors in `meta["desc"]`.
+"""Find the gradients in a graph, and the inputs that they belong to, by AOTAutograd's descriptors in `meta["desc"]`.
 
-A node is a part of a gradient if its elements reach the output only by being moved, cast, added, reduced over the
-ranks, or multiplied by one number.
+A node is a part of a gradient if only moves, casts, additions, reductions over the ranks and multiplications by a
+number lie between its elements and the output.
 """
 
 from typing import Any
@@ -14,8 +14,8 @@ from fp4compile.analysis.views import source_of
 
 aten = torch.ops.aten
 
-# The operators, besides views and casts, that put contributions to one gradient together. The gradient of a slice, a
-# chunk or a broadcast parameter is padded, concatenated or summed.
+# The operators, besides views and casts, that combine contributions to one gradient. The gradient of a slice, a chunk
+# or a broadcast parameter is padded, concatenated or summed.
 _GATHERS = {
     aten.add.Tensor, aten.cat.default, aten.sum.dim_IntList, aten.slice_scatter.default, aten.select_scatter.default,
     aten.constant_pad_nd.default, aten.as_strided_scatter.default, aten.slice_backward.default,
@@ -38,7 +38,7 @@ def _index(desc: object) -> int | None:
 
 
 def _with(desc: Any, attribute: str) -> Any:
-    """The outermost descriptor among one and its bases that has an attribute; None where none has it."""
+    """The outermost of a descriptor and its bases that has an attribute; None where none has it."""
     while desc is not None and not hasattr(desc, attribute):
         desc = getattr(desc, "base", None)
     return desc
@@ -66,7 +66,7 @@ def tangent_dependent(graph: Graph) -> set[Node]:
 
 
 def is_inner_gradient(node: Node) -> bool:
-    """Whether a node was traced while `torch.func.grad` or the like took a gradient: its call is in `from_node`."""
+    """Whether a node was traced inside of `torch.func.grad` or a similar function: that call is in `from_node`."""
     waiting = list(node.meta.get("from_node") or ())
     while waiting:
         source = waiting.pop()
@@ -100,7 +100,7 @@ def parts_of_gradients(graph: Graph) -> dict[Node, set[Part]]:
 
 
 def _walk(node: Node, index: int, parts: dict[Node, set[Part]]) -> None:
-    """Add to `parts` the node and all nodes that it is put together from, as parts of the gradient of input `index`."""
+    """Add to `parts` the node and all nodes that it combines, as parts of the gradient of input `index`."""
     waiting = [(node, 1.0)]
     while waiting:
         node, factor = waiting.pop()

@@ -1,12 +1,12 @@
-"""Read the matmuls of a graph: their operands, the tensors behind these views, and along which dimension groups lie.
+"""Read the matmuls of a graph: their operands, the tensors that these view, and the dimension of groups.
 
 Entry: `matmul_of(node, parameters, gradients)`. `find` decides each matmul's role. Two grouped operators are supported;
-the library that defines the second one is not imported:
+the library that defines the second one need not be installed:
 
-    aten._grouped_mm(a, b, offs, bias) -> product
+    aten._grouped_mm(a, b, offs, bias) -> matmul
     transformers::grouped_mm_fallback(input, weight, offs) -> input x weight, groups of rows, in any dtype
     transformers::grouped_mm_fallback_backward(input, weight, offs, grad_output)
-        -> (grad_output x weight^T, input^T x grad_output): two products, each of them a result of one node
+        -> (grad_output x weight^T, input^T x grad_output): two matmuls, each of them a result of one node
 """
 
 import operator
@@ -32,7 +32,7 @@ _FALLBACKS = {
 
 @dataclass(frozen=True)
 class Side:
-    """An operand as the graph has it: `node`, with the last two dimensions exchanged where `swapped`.
+    """An operand in the graph: `node`, with the last two dimensions exchanged where `swapped`.
 
     root: the placeholder of the parameter that all elements come from, or the node of packed experts; else None.
     index: the node of the indices where the operand gathers matrices from a batch; `node` and `view` are the whole
@@ -49,7 +49,7 @@ class Side:
 
 @dataclass(frozen=True)
 class Matmul:
-    """A matmul as the graph has it; see `Gemm`. dims: of one matrix of the batch. terms: bias, beta and alpha."""
+    """A matmul in the graph; see `Gemm`. dims: of one matrix of the batch. terms: bias, beta and alpha."""
 
     node: Node
     a: Side
@@ -94,7 +94,7 @@ class Matmul:
 
     @property
     def grouping(self) -> tuple:
-        """Equal for the products of one layer, forward and backward; () where the layer has one matrix."""
+        """A key that is equal for the matmuls of one layer, forward and backward; () where the layer has one matrix."""
         if self.offs is not None:
             return ("offs", value_key(self.offs))
         if self.index is not None:
@@ -115,7 +115,7 @@ class Matmul:
 
 
 def matmul_of(node: Node, parameters: Collection[Node], gradients: Collection[Node]) -> Matmul | None:
-    """The matmul of a node; None for a node that is none, or a grouped one that cannot be read."""
+    """The matmul of a node; None for any other node, and for an unsupported grouped matmul."""
     if node.op != "call_function":
         return None
     found = _grouped_operands(node)
@@ -170,7 +170,7 @@ def _gathered(view: NodeView, parameters: Collection[Node]) -> Side | None:
 
 
 def why_not_packed(product: Matmul) -> str | None:
-    """Why a matmul cannot read its packed weights' codes; None where it can, or where its weight is a parameter."""
+    """Why a matmul cannot read the codes of its packed weights; None if it can, or if its weight is a parameter."""
     gathered = product.weight.root.target is GATHERED_WEIGHT
     if not gathered and product.weight.root.target is not EXPERT_WEIGHTS:
         return None
@@ -189,13 +189,13 @@ def why_not_packed(product: Matmul) -> str | None:
 
 
 def packed_expert(product: Matmul) -> int | None:
-    """Which matrix of packed experts a product multiplies; None for all. `why_not_packed` must return None for it."""
+    """Which matrix of packed experts a matmul multiplies; None for all. `why_not_packed` must return None for it."""
     view = _as_stored(product)
     return view.offset // _elements(view) if len(view.size) == 2 else None
 
 
 def _as_stored(product: Matmul) -> NodeView:
-    """The weight of a product as [..., N, K]."""
+    """The weight of a matmul as [..., N, K]."""
     return product.weight_view.swapped() if product.weight is product.b else product.weight_view
 
 
@@ -234,7 +234,7 @@ def computed_by(node: Node) -> Node:
 
 
 def why_unread(node: Node) -> str | None:
-    """Why the products of a grouped operator are not read; None where they are."""
+    """Why the matmuls of a grouped operator are not read; None where they are."""
     if node.target is not aten._grouped_mm.default:
         return _why_fallback_unread(node)
     _, _, offs, bias = _arguments(node)
@@ -244,7 +244,7 @@ def why_unread(node: Node) -> str | None:
 
 
 def _grouped_operands(node: Node) -> tuple | None:
-    """(A, B, offsets, where groups lie, whether the graph has the product's transpose) of a grouped product's node.
+    """(A, B, offsets, dimension of groups, whether the node is the result's transpose) of a grouped matmul's node.
 
     A and B are (node, whether the last two dimensions are exchanged). None for any other node, and where `why_unread`
     returns a reason. Where groups are columns, W @ x is read as (x^T @ W^T)^T.
@@ -262,7 +262,7 @@ def _grouped_operands(node: Node) -> tuple | None:
     if not gradient:
         return (x, False), (weight, False), offs, "rows", False
     if made is node:
-        return None  # both gradients; each is a product of its own
+        return None  # both gradients; each is a matmul of its own
     if node.args[1] == 0:
         return (gradient[0], False), (weight, True), offs, "rows", False
     return (x, True), (gradient[0], False), offs, "contraction", False

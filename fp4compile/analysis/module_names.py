@@ -1,6 +1,7 @@
-"""Names of modules and parameters without the segments of wrappers, packed submodules, blocks by their numbers.
+"""Names of modules and parameters without the segments of wrappers; names of packed submodules; numbers of blocks.
 
-Most segments show in the text. One that models use too, such as `module`, is left out only below a class that wraps.
+Most segments are recognised by their text. One that models use too, such as `module`, is removed only below a wrapper
+class.
 """
 
 import functools
@@ -13,7 +14,7 @@ from torch import nn
 
 _BLOCK = re.compile(r"(?:^|\.)(\d+)(?:\.|$)")
 
-# What wrappers call the module that they wrap. docs/adapters.md has the libraries and versions.
+# Attributes in which wrappers hold the wrapped module. docs/adapters.md has the libraries and versions.
 _SEGMENTS = {
     "_orig_mod",  # torch.compile
     "_checkpoint_wrapped_module",  # torch's checkpoint_wrapper and apply_activation_checkpointing
@@ -22,8 +23,8 @@ _SEGMENTS = {
     "base_layer", "original_module", "token_adapter",  # peft
     "parametrizations",  # torch.nn.utils.parametrize
 }  # fmt: skip
-# The same for names that are no sign by themselves: the class (module, name) that wraps, and its attribute. By name,
-# so that the library need not be installed.
+# Attributes that models use too: the wrapper class (module, name), and its attribute. By name, so that the library need
+# not be installed.
 _ATTRIBUTES = {
     ("torch.nn.parallel.distributed", "DistributedDataParallel"): "module",
     ("torch.nn.parallel.data_parallel", "DataParallel"): "module",
@@ -36,7 +37,7 @@ _ATTRIBUTES = {
 _TUNER_LAYER = ("peft.tuners.tuners_utils", "BaseTunerLayer")
 _ORIGINAL = re.compile(r"original\d*")
 
-# What a module is to peft, see `Named.part`.
+# The roles of modules in peft, see `Named.part`.
 ADAPTER, TRAINED_COPY = "adapter", "a copy that peft trains (modules_to_save)"
 
 
@@ -44,8 +45,8 @@ ADAPTER, TRAINED_COPY = "adapter", "a copy that peft trains (modules_to_save)"
 class Named:
     """A module or parameter by its path.
 
-    path: the real name. kept: for each segment of the path, whether it is in the own name. part: ADAPTER for what a
-    tuner of peft added to a layer, TRAINED_COPY for a copy under `modules_to_save`; else None.
+    path: the full name. kept: for each segment of the path, whether it is in the own name. part: ADAPTER for a module
+    that peft added to a layer, TRAINED_COPY for a copy under `modules_to_save`; else None.
     """
 
     path: str = ""
@@ -58,7 +59,7 @@ class Named:
         return self._own(0)
 
     def below(self, path: str) -> str:
-        """The own name of the last part of the path, which `path` is."""
+        """The own name of `path`, the last part of this path."""
         return self._own(len(self.kept) - path.count(".") - 1) if path else ""
 
     def _own(self, first: int) -> str:
@@ -66,7 +67,7 @@ class Named:
         return ".".join(part for part, kept in parts if kept)
 
     def child(self, segment: str, holder: nn.Module | None = None) -> "Named":
-        """What this module, `holder`, holds under a segment; without a holder the text alone decides."""
+        """The child under a segment of this module, `holder`; without a holder the text alone decides."""
         kept = segment not in _SEGMENTS and (holder is None or segment not in _wrapped_by(type(holder)))
         part = self.part
         above = self.path.rpartition(".")[2] if self.kept and not self.kept[-1] else None
@@ -132,7 +133,7 @@ def block_of(module: str) -> tuple[str, int] | None:
 
 
 def clean_name(path: str) -> str:
-    """The own name in a text, without the root variable. `Named` knows more, where the real module is at hand."""
+    """The own name in a text, without the root variable. `Named` is more precise where the module is available."""
     _, bracket, rest = path.rpartition("']")
     path = rest.lstrip(".") if bracket else path
     return functools.reduce(Named.child, path.split("."), Named()).name if path else ""

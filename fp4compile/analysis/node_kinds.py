@@ -1,4 +1,4 @@
-"""What Inductor makes of a node of a graph (a view, a part of a kernel, a call), and the bytes of its tensors."""
+"""How Inductor lowers a node (a view, a part of a kernel, a call), and the bytes of the node's tensors."""
 
 import operator
 
@@ -15,7 +15,7 @@ _REDUCTIONS = {
     "sum", "mean", "amax", "amin", "var", "var_mean", "any", "all", "argmax", "argmin", "prod", "max", "min",
     "logsumexp", "_softmax", "_log_softmax",
 }  # fmt: skip
-# Operators that Inductor computes with those around them, and that torch does not tag as pointwise.
+# Operators that Inductor fuses with their neighbours, and that torch does not tag as pointwise.
 _FUSED = {
     "convert_element_type", "_to_copy", "clone", "copy", "copy_", "where", "cat", "embedding", "index", "gather",
     "index_select", "constant_pad_nd", "slice_scatter", "select_scatter", "full", "full_like", "iota", "scalar_tensor",
@@ -26,7 +26,7 @@ _FREE = {"empty", "empty_strided", "new_empty", "sym_size", "sym_stride", "sym_n
 
 
 def kind_of(node: Node) -> str:
-    """What a node is to Inductor: "view", "fused", "reduction", "memory" (nothing runs), or "other"."""
+    """The kind of a node in Inductor: "view", "fused", "reduction", "memory" (nothing runs), or "other"."""
     if node.op != "call_function":
         return "memory"
     name = name_of(node)
@@ -39,7 +39,7 @@ def kind_of(node: Node) -> str:
     if name == "clone" and _same_layout(node):
         return "view"
     if name == "copy_" and name_of(base_of(node.args[1])) in _WRITING_IN_PLACE:
-        return "memory"  # what is copied back was written in place
+        return "memory"  # the copied result was written in place
     if name in _REDUCTIONS:
         return "reduction"
     if name in _FUSED or torch.Tag.pointwise in getattr(node.target, "tags", ()):
@@ -54,7 +54,7 @@ def name_of(node: Node) -> str:
 
 
 def base_of(node: Node) -> Node:
-    """The node whose memory a view shows; the node itself if it is none."""
+    """The node whose memory a view reads; the node itself if it is not a view."""
     while kind_of(node) == "view":
         node = node.args[0]
     return node
@@ -94,8 +94,8 @@ def nbytes(node: Node) -> int:
 def moved_bytes(node: Node) -> int:
     """Bytes that an operator of kind "other" reads and writes.
 
-    A view that repeats elements counts as what it shows. An operator that writes a few elements of its first argument
-    reads and writes the other arguments alone.
+    A view that repeats elements counts with the repeated elements. An operator that writes a few elements of its first
+    argument is counted by its other arguments alone.
     """
     if name_of(node) in _WRITING_IN_PLACE:
         return 2 * sum(nbytes(each) for each in node.all_input_nodes[1:])

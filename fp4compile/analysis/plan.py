@@ -1,4 +1,4 @@
-"""Decide by recipe what each product becomes, and give a reason for each product that stays as it is.
+"""Decide by recipe how each matmul is quantised, and give a reason for each matmul that is not quantised.
 
 Entry: `plan(gemms, recipe, inputs)`. Reads the graph through the `Gemm`s and never changes it.
 """
@@ -31,11 +31,11 @@ from fp4compile.templates.problem import Problem
 NOT_CALIBRATED = "dynamic activation scale: fp4compile.calibrate recorded none"
 BEFORE_CAST = "weight quantised before its cast: FSDP2 gathered codes of the parameter's dtype"
 
-# Names that models give to the layer that yields their outputs.
+# Names of output heads in models.
 _HEADS = (
     "lm_head", "embed_out", "unembed", "output_projection", "proj_out", "classifier", "score", "head", "decoder"
 )  # fmt: skip
-# What activation checkpointing computes again in the backward pass.
+# Checkpoint policies under which the backward pass recomputes a node.
 _RECOMPUTED = (CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.PREFER_RECOMPUTE)
 _ROUTERS = ("router", "gating", "shared_expert_gate")
 _DEVICES = ("cpu", "cuda")
@@ -59,16 +59,16 @@ class Treatment:
 
     @property
     def per_group(self) -> bool:
-        """Whether each expert has its own outer scale: a dynamic scale, of a format with one scale for each tensor."""
+        """Whether each expert has its own global scale: a dynamic scale, of a format with a global scale."""
         return self.outer is None and formats.get(self.format).outer == "tensor"
 
 
 @dataclass(frozen=True)
 class Decision:
-    """What happens to a matmul: `reason` says why it is not quantised, or `a` and `b` say how its operands are.
+    """The decision about a matmul: `reason` why it is not quantised, or `a` and `b`, how its operands are quantised.
 
-    tier: "reference", "emulated" or "native". note: how it differs from what the recipe says.
-    weight_scales: how the weight's block scales are chosen, where not by "amax".
+    tier: "reference", "emulated" or "native". note: how the decision differs from the recipe.
+    weight_scales: how the weight's block scales are chosen, if not by "amax".
     fast_accumulation: whether FP8 matrix units may keep the sums in fewer bits than float32 has.
     """
 
@@ -82,7 +82,7 @@ class Decision:
     fast_accumulation: bool = False
 
 
-# What a report says of weights whose block scales are not chosen as the recipe says.
+# The report's text for weights whose block scales are not chosen by the recipe's rule.
 TRAINED = "amax (training)"
 
 
@@ -91,8 +91,8 @@ def plan(
 ) -> list[Decision]:  # fmt: skip
     """One decision for each matmul, in the same order.
 
-    meta: the GPU that tensors on the meta device stand for; None leaves their matmuls unquantised.
-    Warns where the recipe skips blocks by number and the graph's parameters have no numbers in their names.
+    meta: the GPU that tensors on the meta device represent; None leaves their matmuls unquantised. Warns where the
+    recipe skips blocks by number and the graph's parameters have no numbers in their names.
     """
     names = [entry.parameter for entry in inputs if entry.parameter]
     in_blocks = frozenset(module_name(entry.parameter) for entry in inputs if entry.parameter and entry.in_block)
@@ -115,7 +115,7 @@ def plan(
 
 
 def _with_layers_reasons(decisions: list[Decision]) -> list[Decision]:
-    """The decisions, with the layer's reason for gradients of unproven role in a layer that the recipe excludes."""
+    """The decisions, with the layer's reason for gradients of unproven role whose layer the recipe excludes."""
     forward: dict[str, set[str | None]] = {}
     for one in decisions:
         if one.gemm.product == "fprop" and one.gemm.module:
@@ -153,7 +153,7 @@ def _decide(gemm: Gemm, recipe: Recipe, model: "Model", meta: Target | None, tra
 
 @dataclass(frozen=True)
 class Layer:
-    """What the recipe's rules, limits and defaults depend on in a layer; see `Gemm`.
+    """The properties of a layer that the recipe's rules, limits and defaults depend on; see `Gemm`.
 
     dims: (tokens, out features, in features). experts: whether the weight is one matrix for each expert.
     """
@@ -167,11 +167,11 @@ class Layer:
 
 @dataclass(frozen=True)
 class Model:
-    """What the recipe's defaults depend on in the model around a layer.
+    """The properties of a model that the recipe's defaults depend on.
 
     blocks: the number of blocks of each numbered list. with_experts: the modules that have experts. widest_last: the
-    last layer, if it is also the widest. in_blocks: layers of a block whose names here begin below it. adapters: layers
-    that a library of adapters added.
+    last layer, if it is also the widest. in_blocks: layers of a block whose names in the graph begin below it.
+    adapters: layers that a library of adapters added.
     """
 
     blocks: dict[str, int] = field(default_factory=dict)
@@ -184,7 +184,7 @@ class Model:
     def of(
         cls, recipe: Recipe, names: Iterable[str], layers: Sequence[Layer], in_blocks: frozenset[str] = frozenset()
     ) -> "Model":  # fmt: skip
-        """names: all parameters' or modules' names. layers: in execution order, as far as that is known."""
+        """A model's properties. names: of all parameters or modules. layers: in execution order, if known."""
         names = list(names)
         experts = (match for match in map(_EXPERTS.search, names) if match is not None)
         return cls(
@@ -244,7 +244,7 @@ def _quantised(gemm: Gemm, layer_recipe: Recipe, recipe: Recipe, meta: Target | 
 def _misfit(gemm: Gemm, weight: GemmOperand, recipe: Recipe) -> str | None:
     """Why a matmul cannot read a gathered weight's codes; None where it can.
 
-    Raises RuntimeError for a forward matmul that the backward pass computes again without the codes.
+    Raises RuntimeError for a forward matmul that the backward pass recomputes without the codes.
     """
     gathered = gathered_weight_of(weight.source)
     fmt = getattr(recipe, str(weight.role))
@@ -259,7 +259,7 @@ def _misfit(gemm: Gemm, weight: GemmOperand, recipe: Recipe) -> str | None:
 
 
 def _of_packed_experts(gemm: Gemm, weight: GemmOperand, meta: Target | None) -> Decision:
-    """The decision for packed weights; the recipe that packed them also decided about the activation."""
+    """The decision for packed weights; the recipe that packed them also chose the activation's format."""
     packed = expert_weights_of(weight.source)
     of_weight = Treatment(packed.weights.format.name, layout=packed.layout)
     of_activation = None
@@ -282,7 +282,7 @@ def _swizzled(*treatments: Treatment | None) -> list[Treatment | None]:
 
 
 def _tier(gemm: Gemm, a: Treatment | None, b: Treatment | None, meta: Target | None) -> str:
-    """Which tier computes the product: the reference on a CPU, else the tier of the kernel that `choose` names."""
+    """The tier that computes the matmul: "reference" on a CPU, else the tier of the kernel that `choose` names."""
     out = gemm.node.meta["val"]
     if out.device.type == "cpu" and not on_gpu(out):
         return "reference"
@@ -312,7 +312,7 @@ def _operand_spec(operand: GemmOperand, treatment: Treatment | None, grouped: bo
 
 
 def _unfit(gemm: Gemm, meta: Target | None) -> str | None:
-    """Why dtype or device rule the product out under every recipe; None if they do not."""
+    """Why dtype or device exclude the matmul under every recipe; None if they do not."""
     devices = _DEVICES if meta is None else (*_DEVICES, "meta")
     for operand in (gemm.a, gemm.b):
         value = operand.source.meta["val"]
@@ -331,7 +331,7 @@ def _left_by_recipe(gemm: Gemm, recipe: Recipe) -> str:
 
 
 def _excluded_place(layer: Layer, recipe: Recipe, model: Model) -> str | None:
-    """Why the recipe's defaults leave a layer alone because of its position in the model; None if they do not."""
+    """Why the recipe's defaults skip a layer for its position in the model; None if they do not."""
     if recipe.skip_lm_head and _is_head(layer, model):
         return "output head"
     if "lora_" in layer.name:
@@ -355,7 +355,7 @@ def _is_head(layer: Layer, model: Model) -> bool:
     if layer.tied_to_embedding:
         return True
     if layer.name in model.in_blocks or block_of(layer.name) is not None:
-        return False  # such as Flux' single_transformer_blocks.0.proj_out: blocks follow, and then the head
+        return False  # such as single_transformer_blocks.0.proj_out of Flux: further blocks and the head follow
     named_so = layer.name == "output" or layer.name.split(".")[-1] in _HEADS
     return named_so or (layer.name == model.widest_last and layer.name != "")
 
@@ -367,7 +367,7 @@ def _is_router(name: str, model: Model) -> bool:
 
 
 def _widest_last(layers: Sequence[Layer]) -> str | None:
-    """The last layer's name if the layer is the widest, of no experts, and has one product."""
+    """The last layer's name if that layer is the widest, has no experts and one matmul; else None."""
     if len(layers) < 2 or layers[-1].experts:
         return None
     *others, last = layers
@@ -389,7 +389,7 @@ def _count_blocks(recipe: Recipe, names: Iterable[str]) -> dict[str, int]:
 
 
 def _too_small(layer: Layer, recipe: Recipe) -> str | None:
-    """Which of the recipe's lower limits the layer's dimensions miss, as a reason; None if they miss none."""
+    """The reason that names the recipe's lower limit that a dimension of the layer misses; None if it misses none."""
     names = (("M", "min_m"), ("N", "min_n"), ("K", "min_k"))
     for size, (letter, limit) in zip(layer.dims, names, strict=True):
         # A symbolic size that may be large enough counts as large enough, so that no guard is needed.

@@ -1,4 +1,4 @@
-"""Which layers choose among alternatives, as a router does: a top-k, sort, softmax or argmax reads all outputs."""
+"""Find layers that choose among alternatives, like routers: a top-k, sort, softmax or argmax reads all outputs."""
 
 import operator
 
@@ -13,12 +13,12 @@ aten = torch.ops.aten
 
 _SELECTIONS = {aten.topk.default, aten.sort.default, aten.sort.stable, aten._softmax.default, aten._log_softmax.default,
                aten.argmax.default, aten.argmin.default, aten.max.dim, aten.min.dim}  # fmt: skip
-# A layer with more outputs yields features or a vocabulary. Published models have at most a few hundred experts.
+# A layer with more outputs computes features or logits. Published models have at most a few hundred experts.
 _MOST_CHOICES = 1024
 
 
 def feeds_selection(product: Node, dim: int) -> bool:
-    """Whether one of `_SELECTIONS` goes over all outputs (`dim`) of a layer, after elementwise operations at most."""
+    """Whether one of `_SELECTIONS` reduces all outputs (`dim`) of a layer, after elementwise operations at most."""
     value = product.meta["val"]
     choices = value.shape[dim]
     if not isinstance(choices, int) or choices > _MOST_CHOICES:
@@ -37,7 +37,7 @@ def _selects(node: Node, choices: int) -> bool:
     if node.target not in _SELECTIONS:
         return False
     if node.target in (aten.max.dim, aten.min.dim) and not any(_is_index(user) for user in node.users):
-        return False  # the largest value is no choice
+        return False  # the largest value alone selects nothing
     value = node.args[0].meta["val"]
     # topk takes (x, k, dim=-1), the others (x, dim); sort.stable takes dim by name.
     at = 2 if node.target is aten.topk.default else 1
@@ -47,7 +47,7 @@ def _selects(node: Node, choices: int) -> bool:
 
 
 def _is_index(node: Node) -> bool:
-    """Whether a node takes the indices of a maximum, and more than the maximum's own backward reads them."""
+    """Whether a node is the indices of a maximum, which not only the maximum's own backward reads."""
     indices = node.target is operator.getitem and node.args[1] == 1
     return indices and any(user.meta.get("partitioner_tag") != "is_backward" for user in node.users)
 

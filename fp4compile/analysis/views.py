@@ -1,8 +1,8 @@
-"""What a node is a view of: which elements of which tensor it holds, in which order, and through which casts.
+"""Resolve views: the tensor whose elements a node has, their order, and the casts on the way.
 
 A chain of views, slices, expansions and copies is one strided map into the elements of its root, numbered as if that
-were contiguous. Nodes with the same root, casts and map hold the same value; equal shapes prove nothing. A reshape that
-no strides express is a root itself. Symbolic sizes are compared by what is statically true, without guards.
+were contiguous. Nodes with the same root, casts and map have the same value; equal shapes prove nothing. A reshape that
+no strides express is a root itself. Symbolic sizes are equal only where that is statically true, without guards.
 """
 
 import math
@@ -61,7 +61,7 @@ class NodeView:
         return self._permuted([*range(len(self.size) - 2), -1, -2])
 
     def matrix(self) -> "NodeView | None":
-        """The matrix that repeats along the leading dimensions; None where these hold different matrices, or may."""
+        """The matrix that repeats along the leading dimensions; None if these have, or may have, different matrices."""
         lead = zip(self.size[:-2], self.stride[:-2], strict=True)
         if len(self.size) < 2 or not all(_equal(size, 1) or _equal(stride, 0) for size, stride in lead):
             return None
@@ -84,7 +84,7 @@ def value_key(node: Node) -> tuple:
 
 
 def source_of(node: Node) -> Node | None:
-    """The node that a view or a cast takes its elements from; None if the node is neither."""
+    """The node whose elements a view or a cast reads; None if the node is neither."""
     if node.op != "call_function" or node.target not in _STEPS:
         return None
     source = node.args[0]
@@ -118,7 +118,7 @@ def swaps_last_two(node: Node) -> bool:
     return False
 
 
-# ---------------------------------------------------------------- one function for each operator: the view it makes
+# ---------------------------------------------------------------- the view of each operator
 
 
 def _whole(node: Node) -> NodeView:
@@ -302,7 +302,7 @@ def _reshaped(size: Sequence[Size], stride: Sequence[Size], new: Sequence[Size])
 
 
 def _from_front(index: Size | Node, size: Size) -> Size | None:
-    """An index counted from the front, at least 0 as in a slice; None where it is no known number."""
+    """An index counted from the front, at least 0 as in a slice; None where it is not a known number."""
     if not isinstance(index, int):
         return None
     if index >= 0:

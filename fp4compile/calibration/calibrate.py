@@ -1,4 +1,4 @@
-"""Static activation scales: run a model over sample batches, and record what each layer's scale must represent."""
+"""Static activation scales: run a model over sample batches, and record each layer's amax."""
 
 import warnings
 from collections.abc import Callable, Iterable
@@ -31,11 +31,11 @@ def calibrate(
 
     A scale is the decode factor amax / 2688 of all activations of a layer, including all its experts; larger values
     saturate. A layer gets none if its activations were all zero or, with a warning, if it also ran outside of the
-    captured graphs; it computes the scale when it runs, and the report says so.
+    captured graphs; it computes the scale at run time, and the report notes it.
 
     model: a module, its method `generate` or another callable; it runs uncompiled and without gradients.
     batches: an iterable of batches: tensors, tuples or lists of arguments, or mappings of keyword arguments.
-    recipe: a recipe whose activations (fprop_x) are NVFP4 with one global scale for each tensor, static or dynamic.
+    recipe: a recipe whose activations (fprop_x) are NVFP4 with a global scale, static or dynamic.
     method: how amax is chosen. "max": the largest magnitude. "percentile": the magnitude that `percentile` percent of
         the non-zero elements do not exceed, within 1/64 of its value. "mse": of 64 candidates between the largest
         magnitude and a sixteenth of it, the one with the least squared error of the quantised activations, by

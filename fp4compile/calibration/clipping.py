@@ -1,7 +1,7 @@
-"""The statistics that calibration keeps of a layer's activations, and the amax that they give a static scale.
+"""The statistics of a layer's activations in calibration, and the amax that they give a static scale.
 
-`see(x)` takes an activation, `amax()` returns the result, float32 []. Histograms take their bins from the bits of a
-float32: each power of two is cut into 2^n equal parts, so two histograms add up without a common range.
+`see(x)` counts an activation, `amax()` returns the result, float32 []. Bins of histograms come from the bits of a
+float32: each power of two has 2^n equal bins, so two histograms can be added without a common range.
 """
 
 import math
@@ -26,7 +26,7 @@ class Largest:
         self.largest: torch.Tensor | None = None
 
     def see(self, x: torch.Tensor) -> None:
-        """Take an activation [..., K]."""
+        """Count an activation [..., K]."""
         found = x.abs().amax().float() if x.numel() else x.new_zeros((), dtype=torch.float32)
         self.largest = found if self.largest is None else torch.maximum(self.largest, found.to(self.largest.device))
 
@@ -55,7 +55,7 @@ class Percentile:
         largest = self.largest.amax()
         if self.counts is None or not largest.isfinite():
             return largest
-        up_to = self.counts[1:].cumsum(0)  # the first bin has the zeros, and what is below 2^-132
+        up_to = self.counts[1:].cumsum(0)  # the first bin counts zeros and magnitudes below 2^-132
         if up_to[-1] == 0:
             return largest
         # The smallest count that is at least the percentage, as an exact ceiling would be: 100 % is all elements.

@@ -1,6 +1,6 @@
-"""`Observation`: run a model uncompiled in the backend's graphs, and read the activations of quantised layers.
+"""`Observation`: run a model in the backend's captured graphs, and collect the activations of quantised layers.
 
-A layer may also run outside of these graphs, where Dynamo leaves a function to Python; then its name is recorded.
+A layer may also run outside of these graphs, in functions that Dynamo does not capture; then its name is recorded.
 """
 
 from collections.abc import Callable, Iterator
@@ -26,9 +26,9 @@ See = Callable[[set[str], str, torch.Tensor], None]
 
 
 class Observation:
-    """A model that passes the activations of layers with a static scale to `see`; call it as the model.
+    """A model that passes the activations of layers with a static scale to `see`; called like the model.
 
-    see: called with both names of a layer (that which rules match, and the full one), the format and the activation.
+    see: called with both names of a layer (the one that rules match, and the full one), the format and the activation.
     """
 
     def __init__(self, model: Callable, recipe: Recipe, see: See):
@@ -47,7 +47,7 @@ class Observation:
         return set().union(*(self.layers.get(address, ()) for address in self.outside.addresses))
 
     def _watched(self, module: GraphModule, known: names.Names, _: int | None) -> Callable:
-        """The graph with a call of `_saw` behind each product."""
+        """The graph with a call of `_saw` behind each matmul."""
         placeholders: dict[str | None, Node] = {
             name: node for node, name in parameters_of(module.graph, known.inputs).items()
         }
@@ -69,31 +69,31 @@ class Observation:
         return run
 
     def _saw(self, decision: Decision, weight: torch.Tensor, x: torch.Tensor, offs: torch.Tensor | None) -> None:
-        """Tell `see` of a product that ran. weight: the parameter. x: the activation as the product reads it."""
+        """Pass a matmul's activation to `see`. weight: the parameter. x: the activation as the matmul reads it."""
         gemm = decision.gemm
         both = {gemm.module, gemm.module if self.now is None else self.now.full(gemm.module)}
         self.layers.setdefault(_address(weight), set()).update(both)
         operand, _ = _operands(gemm)
         if operand.transposed == (operand is gemm.a):  # x @ W has the contraction last, and W @ x has it before
             x = x.mT
-        if offs is not None:  # rows of no group may hold anything
+        if offs is not None:  # rows of no group are arbitrary
             groups = Groups.of(offs, x.shape[-2])
             x = x[groups.of_rows < groups.count]
-        # The activation alone reads a static scale.
+        # Only the activation has a static scale.
         format = next(t.format for t in (decision.a, decision.b) if t is not None and t.outer is not None)
         self.see(both, format, x.detach())
 
 
 def _with_static_scale(graph: torch.fx.Graph, recipe: Recipe, inputs: tuple[Input, ...]) -> list[Decision]:
     gemms = find(graph, inputs)
-    # Every layer gets a scale here, so a layer that is still quantised without one does not read a static scale.
+    # Every layer has a scale here, so a layer that is quantised without one reads no static scale.
     scales = {gemm.module: 1.0 for gemm in gemms if gemm.product == "fprop"}
     decisions = plan(gemms, recipe.replace(static_scales=scales), inputs)
     return [d for d in decisions if any(t is not None and t.outer is not None for t in (d.a, d.b))]
 
 
 def _operands(gemm: Gemm) -> tuple[GemmOperand, GemmOperand]:
-    """(activation, weight) of a forward product."""
+    """(activation, weight) of a forward matmul."""
     first, second = (operand for operand in (gemm.a, gemm.b) if operand is not None)
     return (first, second) if first.role == "fprop_x" else (second, first)
 
@@ -103,12 +103,12 @@ def _operands(gemm: Gemm) -> tuple[GemmOperand, GemmOperand]:
 _MULTIPLIES = {
     aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default, aten.mv.default, aten.addmv.default,
     aten.linear.default, aten.matmul.default, aten._grouped_mm.default,
-    aten._to_copy.default,  # as autocast does before it multiplies
+    aten._to_copy.default,  # autocast's cast before a matmul
 }  # fmt: skip
 
 
 class _Outside(TorchDispatchMode):
-    """Records the addresses of multiplied tensors while it is entered, except inside `ignored`."""
+    """Records the addresses of multiplied tensors while it is active, except inside `ignored`."""
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:

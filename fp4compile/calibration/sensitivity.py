@@ -1,7 +1,7 @@
 """`sensitivity`: how much each layer's quantisation changes the layer's output and the model's output.
 
-Each captured graph gets the quantised products of every layer beside the original ones. An interpreter runs those of
-one layer at a time: a batch takes one pass over the model, and one more for each layer.
+Each captured graph has the quantised matmuls of every layer beside the original ones. An interpreter runs those of one
+layer at a time: a batch takes one pass over the model, and one more per layer.
 """
 
 import math
@@ -56,7 +56,7 @@ class LayerSensitivity:
 class Sensitivity:
     """The layers that a recipe quantises, ordered by their effect on the model's output, largest first.
 
-    `print(sensitivity)` shows a table, and so does a notebook. `Recipe.with_budget` makes rules of it.
+    `print(sensitivity)` shows a table, and so does a notebook. `Recipe.with_budget` makes rules from it.
     """
 
     recipe: str
@@ -88,7 +88,7 @@ class Sensitivity:
         return tuple(chosen)
 
     def _beyond(self, sqnr_db: float, fallback: "Sensitivity | None") -> tuple[str, ...]:
-        """The fewest layers to leave out or to give the fallback, so that the output keeps `sqnr_db` decibels."""
+        """The fewest layers to skip or to give the fallback, so that the output keeps `sqnr_db` decibels."""
         if math.isnan(sqnr_db):
             raise ValueError(f"sqnr_db={sqnr_db}: expected a number")
         own = {one.layer: one.power for one in self.layers}
@@ -97,7 +97,7 @@ class Sensitivity:
         )
         if fallback is not None and (absent := own.keys() - {one.layer for one in fallback.layers}):
             raise ValueError(f"fallback: recipe {fallback.recipe!r} was not measured on layer {min(absent)!r}")
-        # The largest gains first. Where nothing is left of a layer's error, that is the order of `layers`.
+        # The largest gains first. Where no error of a layer is left, that is the order of `layers`.
         chosen = sorted((name for name in own if own[name] > others[name]), key=lambda name: others[name] - own[name])
         for count in range(len(chosen) + 1):
             taken = chosen[:count]
@@ -135,9 +135,9 @@ class Sensitivity:
             raise ValueError(f"content: expected what Sensitivity.to_dict gives: {error!r}") from error
 
     def plot(self, path: str | Path) -> None:
-        """Write a picture with two bars for each layer. The path's ending sets the format (.png, .svg, .pdf).
+        """Write a bar chart with two bars per layer. The path's ending sets the format (.png, .svg, .pdf).
 
-        Raises ImportError without matplotlib, which `pip install fp4compile[plot]` brings.
+        Raises ImportError without matplotlib, which `pip install fp4compile[plot]` installs.
         """
         try:
             from matplotlib.figure import Figure
@@ -260,7 +260,7 @@ class _Error:
             self.compared += int(finite.sum().item())
 
     def check(self, what: str) -> None:
-        """Raise ValueError where nothing could be compared. what: whose tensors these are."""
+        """Raise ValueError where nothing could be compared. what: the tensors' owner, for the message."""
         if self.seen and not self.compared:
             raise ValueError(f"batches: {what} has no finite element, so nothing can be said of its error")
 
@@ -315,9 +315,9 @@ class _Trials:
 
 
 class _BothWays(Interpreter):
-    """Runs a graph that has the quantised products of all layers beside the original products.
+    """Runs a graph that has the quantised matmuls of all layers beside the original matmuls.
 
-    inserted: node of a quantised product -> its layer. quantised: original product -> its layer, its quantised product,
+    inserted: node of a quantised matmul -> its layer. quantised: original matmul -> its layer, its quantised matmul,
     and its `Gemm`. holders: input -> the layers whose weight the input is.
     """
 
@@ -358,7 +358,7 @@ class _BothWays(Interpreter):
 
 
 def _grouped_rows(value: torch.Tensor, offs: torch.Tensor, dim: int) -> torch.Tensor:
-    """The result of a grouped product, with zeros in the rows along `dim` that belong to no group."""
+    """The result of a grouped matmul, with zeros in the rows along `dim` that belong to no group."""
     groups = Groups.of(offs, value.shape[dim])
     grouped = groups.of_rows < groups.count
     return torch.where(grouped if dim == -1 else grouped[:, None], value, 0)

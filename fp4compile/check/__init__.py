@@ -1,1 +1,1 @@
-"""Checks of kernels: machine code for GPUs that need not be present, and values and times on this machine's GPU."""
+"""Checks of kernels: machine code for GPUs, local or not, and results and times on the local GPU."""

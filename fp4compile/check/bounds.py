@@ -1,11 +1,11 @@
 """The bounds of machine code, as data. A kernel that misses a bound fails the check.
 
 Every kernel must have no access of local memory (spilled registers), and at least one program must fit a
-multiprocessor. From SM100 on, the bounds in this file also apply. Hopper's kernels were measured instead.
+multiprocessor. From SM100 on, the bounds in this file also apply. On Hopper, times were measured instead.
 
-Which instructions a kernel has, and whether its loops overlap, must hold under every version of the compiler. Bounds on
-the number of instructions come from the code of the compiler version `COMPILER`. Other versions generate a few
-instructions more or fewer, so under them these bounds are only shown, and no kernel fails by them.
+Bounds on required instructions and on overlap apply under every version of the compiler. Bounds on the number of
+instructions come from the code of the compiler version `COMPILER`. Other versions generate slightly more or fewer
+instructions, so under them these bounds are only shown, and no kernel fails by them.
 """
 
 from dataclasses import dataclass
@@ -20,12 +20,12 @@ COMPILER = "3.9.0"  # the version of Triton, with its ptxas, from whose code INS
 
 @dataclass(frozen=True)
 class ProductLine:
-    """The bounds of a product's code. Numbers of instructions are the fewest allowed.
+    """The bounds of a matmul's code. Numbers of instructions are the fewest allowed.
 
     instruction: the matrix instruction, a regular expression of PTX; {kind} stands for the formats' instruction kind.
     scale_copies: `tcgen05.cp`, which copies scales to tensor memory without registers. tma_loads: loads of whole tiles
     by the TMA unit. asynchronous_loads: TMA loads and `cp.async`. matrix_loads: `ldmatrix`, from shared memory to the
-    registers of `mma.sync`. overlapped: whether loads and products of the main loop must run at the same time
+    registers of `mma.sync`. overlapped: whether loads and matmuls of the main loop must run at the same time
     (`ptx.Ptx.overlap`). store_bytes: the fewest bytes of a store of the result, if its rows are multiples of so many
     bytes (Triton uses no smaller divisor); a TMA store meets every bound.
     """
@@ -43,8 +43,8 @@ _TCGEN05 = r"tcgen05\.mma\S*kind::{kind}\.block_scale"
 PRODUCT_LINES = {
     # Many tokens; rows of codes are multiples of 16 bytes.
     "block-scaled": ProductLine(_TCGEN05, 1, tma_loads=1, asynchronous_loads=1, overlapped=True, store_bytes=16),
-    # The same, with a result that is quantised, or whose amax is found. Four scales of a row are a word, and so is a
-    # maximum; codes and results are stored by TMA.
+    # The same, with an epilogue that quantises the result or finds its amax. Four scales of a row are a word, and so is
+    # a maximum; TMA stores codes and results.
     "block-scaled, quantised": ProductLine(
         _TCGEN05, 1, tma_loads=1, asynchronous_loads=1, overlapped=True, store_bytes=4
     ),
@@ -64,7 +64,7 @@ PRODUCT_LINES = {
         overlapped=True,
         store_bytes=16,
     ),  # fmt: skip
-    # Weights are dequantised for 16-bit products: kernels for decoding, and the emulated tier.
+    # Weights are dequantised for 16-bit matmuls: kernels for decoding, and the emulated tier.
     "dequantised": ProductLine(r"(mma\.sync\.aligned\.m16n8k16|wgmma\.mma_async|tcgen05\.mma)\S*"),
     # Launches that add partial sums, or dequantise an operand for a library.
     "beside a product": ProductLine(r""),
@@ -83,7 +83,7 @@ def product_line(
     """The name of a launch's entry in `PRODUCT_LINES`.
 
     tier: the kernel's tier. rows: the rows of A. aligned: whether rows of codes are multiples of 16 bytes. multiplies:
-    whether the launch computes the product itself, and not a step before or after it. grouped: whether the product has
+    whether the launch computes the matmul itself, and not a step before or after it. grouped: whether the matmul has
     groups. quantised: whether the kernel quantises the result or finds its amax.
     """
     if not multiplies:
@@ -111,10 +111,10 @@ def instruction_kind(a: str | None, b: str, sm: int) -> str:
     return "mxf4nvf4" if first.scale == "e4m3" or sm >= 120 else "mxf4"
 
 
-# The most thread instructions for 16 elements on SM100, by kernel, configuration and format. Without an entry, and on
+# The most thread instructions per 16 elements on SM100, by kernel, configuration and format. Without an entry, and on
 # other GPUs, the bound is the budget of the kernel's bytes (`resources.instruction_budget`).
 INSTRUCTION_LINES: dict[tuple[str, str, str], float] = {
-    # Below the budget, so that latency has room. These kernels must not get worse.
+    # Below the budget, which leaves room for latency. These kernels must not get worse.
     ("quantize_rows", "rows", "nvfp4"): 102,
     ("quantize_columns", "scaled columns", "nvfp4_rowwise"): 172,
     ("quantize_columns", "transformed columns", "nvfp4_te"): 177,

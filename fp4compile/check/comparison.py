@@ -1,4 +1,4 @@
-"""Inputs of kernels on which wrong ones show, comparisons of results bit for bit, and what kernels run on."""
+"""Inputs that reveal wrong kernels, bitwise comparisons of results, and the machines that run kernels."""
 
 import contextlib
 from collections.abc import Sequence
@@ -17,7 +17,7 @@ GROUP_ROWS = 160
 
 
 def finite(shape: tuple[int, ...], seed: int = SEED) -> torch.Tensor:
-    """Values on which quantisers disagree: rows of very different sizes, outliers, runs of zeros, negative zeros."""
+    """Hard values for quantisers: rows of very different magnitudes, outliers, runs of zeros, negative zeros."""
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(shape, generator=generator)
     x *= torch.exp2(-12 * torch.rand((*shape[:-1], 1), generator=generator))
@@ -71,7 +71,7 @@ def paired(got: Results, expected: Results) -> list[tuple[str, torch.Tensor, tor
 
 
 class Runner(Protocol):
-    """What runs kernels: `Here` or `LaunchSimulator`. device: of their tensors. running: lasts while they run."""
+    """A machine for kernels: `Here` or `LaunchSimulator`. device: of their tensors. running: a context for runs."""
 
     @property
     def target(self) -> Target: ...

@@ -1,10 +1,9 @@
-"""`check-sm100 --run`: the values of every kernel on this machine's GPU against the reference, then their times.
+"""`check-sm100 --run`: compare the results of every kernel on the local GPU with the reference, then time the kernels.
 
-Made for the first machine with an SM100 GPU, and useful on any CUDA GPU: it runs the kernels for that GPU. Values are
-checked as in the simulator, and more: every kernel that may be chosen for a product computes it, also of hard operands
-and in larger sizes. The cases run in a separate process. A case that raises is recorded. A case that leaves the GPU
-unusable (an illegal address or instruction), or that does not end, is recorded too, and a new process continues with
-the next case.
+Written for the first machine with an SM100 GPU, but runs on any CUDA GPU, with the kernels for that GPU. In addition to
+the simulator's checks, every kernel that may be chosen for a matmul computes it, also with hard operands and in larger
+sizes. The cases run in a separate process. A case that raises is recorded. A case that leaves the GPU unusable (an
+illegal address or instruction), or that does not end, is recorded too, and a new process continues with the next case.
 """
 
 import argparse
@@ -95,7 +94,7 @@ def value_cases() -> list[Case]:
         hard += [MatmulCase(a, b, *shape, epilogue=kind) for shape in EPILOGUE_SHAPES for kind in ("bias", "gated")]
         found += [_product("product", one, finite) for one in hard]
         found.append(_product("not finite, product", hard[0], not_finite))
-    exact = [replace(reduced(one), kernel="") for one in PRODUCTS]  # by every kernel, so without one of its own
+    exact = [replace(reduced(one), kernel="") for one in PRODUCTS]  # by every kernel, so without a fixed one
     for name in OF_EXPERTS:
         exact.append(MatmulCase(name, name, GROUP_ROWS, 520, 1040, groups=len(ENDS)))
         exact.append(MatmulCase(name, name, 520, 1040, GROUP_ROWS, groups=len(ENDS), along_k=True))

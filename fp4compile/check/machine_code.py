@@ -1,4 +1,4 @@
-"""Compile the launches of `quantisers` and `products`, measure their code, and compare it with `bounds`."""
+"""Compile the launches of `quantisers` and `products`, and compare their machine code with `bounds`."""
 
 import re
 from collections.abc import Iterator
@@ -47,7 +47,7 @@ class Resources:
 
 @dataclass(frozen=True)
 class CodeRow:
-    """One launch. kernel: its name. configuration, format: from the products. sm: the compute capability.
+    """One launch. kernel: its name. configuration, format: from the matmuls. sm: the compute capability.
 
     problems: the bounds that it misses. resources: None where it did not compile. unjudged: numbers beyond bounds that
     another version of the compiler set (`bounds.COMPILER`); they are no problems.
@@ -72,7 +72,7 @@ class CodeRow:
 class QuantizeRow(CodeRow):
     """A launch of a quantiser.
 
-    instructions: thread instructions for 16 elements. budget: the instructions for which the bandwidth leaves time.
+    instructions: thread instructions per 16 elements. budget: the instructions for which the bandwidth leaves time.
     line: the bound of `instructions`. conversions: the element and scale types to which instructions convert. loads,
     stores: bytes of the widest load and store.
     """
@@ -87,11 +87,11 @@ class QuantizeRow(CodeRow):
 
 @dataclass(frozen=True)
 class ProductRow(CodeRow):
-    """A launch of a product.
+    """A launch of a matmul.
 
     line: the name of its bounds. instruction: the matrix instructions. scale_copies, tma_loads, asynchronous_loads,
     matrix_loads: numbers of instructions. waits: mbarrier waits in the main loop. overlapped: whether loads and
-    products of the main loop run at the same time; why: the reason. stores: bytes of the narrowest store of the result,
+    matmuls of the main loop run at the same time; why: the reason. stores: bytes of the narrowest store of the result,
     or "TMA".
     """
 
@@ -138,7 +138,7 @@ class CompiledLaunch:
 
 
 def compile_launch(launched: Launch, sm: int) -> CompiledLaunch:
-    """Compile a launch for a GPU that need not be present. Raises the errors of Triton and ptxas."""
+    """Compile a launch for a GPU, local or not. Raises the errors of Triton and ptxas."""
     compiled = _compat.compile_ahead(
         launched.kernel, launched.args, launched.constants, launched.num_warps, sm, launched.num_stages,
         launched.num_ctas,
@@ -241,11 +241,11 @@ def _with_figures(found: QuantizeRow) -> QuantizeRow:
     return replace(found, unjudged=(beyond,))
 
 
-# ---------------------------------------------------------------- products
+# ---------------------------------------------------------------- matmuls
 
 
 def check_products(sm: int, chosen: tuple[MatmulCase, ...] | None = None) -> Iterator[ProductRow]:
-    """A row for every launch of every product, equal launches of a product once. None: `products.PRODUCTS`."""
+    """A row for every launch of every matmul, equal launches of a matmul once. None: `products.PRODUCTS`."""
     for product in products.PRODUCTS if chosen is None else chosen:
         tier, launched = product.launches(sm)
         for each in {_signature(each): each for each in launched}.values():
@@ -253,8 +253,8 @@ def check_products(sm: int, chosen: tuple[MatmulCase, ...] | None = None) -> Ite
 
 
 def product_row(product: MatmulCase, tier: str, launched: Launch, sm: int) -> ProductRow:
-    """The row of one launch of a product."""
-    table = bool(product.groups) and launched.num_ctas == 1  # pairs of CTAs store nothing but the result
+    """The row of one launch of a matmul."""
+    table = bool(product.groups) and launched.num_ctas == 1  # the 2-CTA kernel stores only the result
     line = product_line(tier, product.m, _aligned(product), sm, multiplies(launched), table, bool(product.result))
     where = (launched.kernel.__name__, product.label, product.formats, sm)
     try:

@@ -1,10 +1,10 @@
-"""The products that `check-sm100` compiles and runs: their table, and the checks of their values.
+"""The matmuls that `check-sm100` compiles and runs: their table, and the checks of their results.
 
-Every kernel serves at least one product of the table. A product of operands for which every sum is exact in float32
-must equal the reference in every bit. A product of hard operands is compared with float64, within the error of a
-float32 sum, and so is a product whose epilogue has an approximate function. A result that the kernel quantises must
-equal the reference's for the result of the same kernel without that step; of groups, for the results of the dense
-kernel for each group alone.
+Every kernel serves at least one matmul of the table. A matmul of operands for which every sum is exact in float32 must
+equal the reference in every bit. A matmul of hard operands is compared with float64, within the error of a float32 sum,
+and so is a matmul whose epilogue has an approximate function. A quantised result must equal the reference's codes for
+the result of the same kernel without that step; for groups, for the results of the dense kernel for each separate
+group.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -44,10 +44,10 @@ from fp4compile.templates.problem import problem_of
 
 @dataclass(frozen=True)
 class MatmulCase:
-    """A product of activations [batches, m, k] and weights [n, k], or of activations [m, k] and groups' weights; bf16.
+    """A matmul of activations [batches, m, k] and weights [n, k], or of activations [m, k] and groups' weights; bf16.
 
     a: format of the activations; None keeps them in bf16. b: format of the weights. epilogue: "" for none, "bias",
-    "gated": silu(product) * another matrix, or "pair": silu(product) * the product of n more rows of weights. weights:
+    "gated": silu(matmul) * another matrix, or "pair": silu(matmul) * the matmul of n more rows of weights. weights:
     how many weights multiply the same activations, in one launch; with groups, 2 where gate and up are two weights.
     groups: the number of groups, 0 for none. Groups cut the m rows, and each has its own weights; or, with along_k,
     groups cut k, and [m, k] x [n, k] is multiplied for each part. result: the format to which the epilogue quantises
@@ -84,7 +84,7 @@ class MatmulCase:
     def launches(self, sm: int) -> tuple[str, list[Launch]]:
         """(tier, launches) of the chosen kernel or, where a library is chosen, of this package's best kernel.
 
-        There are no launches where only a library computes the product, where no kernel takes the epilogue or quantises
+        There are no launches where only a library computes the matmul, where no kernel takes the epilogue or quantises
         the result, and where only emulated kernels multiply the quantised groups.
         """
         choice, launches = self.served(Target(sm))
@@ -155,8 +155,8 @@ class MatmulCase:
     ) -> Operand:
         """An operand on the meta device.
 
-        shape: [*batch, rows], without the length of a row. k: elements of a quantised row. of_rows: the shape of
-        rowwise outer scales. scale_rows: rows of the block scales; None takes the operand's rows.
+        shape: [*batch, rows], without the length of a row. k: elements of a quantised row. of_rows: the shape of row
+        scales. scale_rows: rows of the block scales; None takes the operand's rows.
         """
         if name is None:
             return Operand(_empty((*shape, self.k)))
@@ -174,7 +174,7 @@ def _empty(shape: tuple[int, ...], dtype: torch.dtype = BF16) -> torch.Tensor:
 
 
 def multiplies(launched: Launch) -> bool:
-    """Whether a launch multiplies; a product's other launches dequantise operands or add partial sums."""
+    """Whether a launch multiplies; a matmul's other launches dequantise operands or add partial sums."""
     return launched.kernel.__name__.startswith("gem")
 
 
@@ -184,8 +184,8 @@ GATED = ["neg product", "exp s0", "add s1 1.0", "div product s2", "mul s3 aux0"]
 
 _experts = partial(MatmulCase, groups=GROUPS)
 TWO_CTAS = "block_scaled_two_ctas_sm100"
-# Pairs of CTAs: each element and scale, each granularity of outer scales, and epilogues; results that are quantised, or
-# whose amax is found; then experts. No other kernel may take their place, and an older Triton cannot compile them.
+# The 2-CTA kernel: each element and block scale, global and row scales, and epilogues, also those that quantise the
+# result or find its amax; then experts. No other kernel may replace it, and an older Triton cannot compile it.
 _BY_TWO_CTAS = (
     MatmulCase("nvfp4", "nvfp4", epilogue="gated", kernel=TWO_CTAS),
     MatmulCase("mxfp8", "mxfp8", epilogue="bias", kernel=TWO_CTAS),
@@ -215,13 +215,13 @@ PRODUCTS = (
     *(MatmulCase(name, name, n=SIZE - 8) for name in ("nvfp4", "mxfp8", "mxfp4")),
     MatmulCase("mxfp8", "mxfp8", n=SIZE - 2), MatmulCase("nvfp4", "nvfp4", n=SIZE - 1),
     MatmulCase("nvfp4", "nvfp4", k=SIZE - 16),
-    # Results that are the next product's operands. Rows of codes that are multiples of 8 bytes.
+    # Results that are the next matmul's operands. Rows of codes that are multiples of 8 bytes.
     *(MatmulCase(name, name, epilogue="gated", result=name) for name in ("nvfp4", "nvfp4_one_level", "mxfp8", "mxfp4")),
     *(MatmulCase(name, name, epilogue="pair", result=name) for name in ("nvfp4", "nvfp4_one_level", "mxfp8", "mxfp4")),
     *(MatmulCase("nvfp4", "nvfp4", n=n, result="nvfp4_one_level") for n in (SIZE, SIZE - 16, SIZE - 8)),
     *(MatmulCase("mxfp8", "mxfp8", n=n, result="mxfp8") for n in (SIZE, SIZE - 16)),
     *(_BY_TWO_CTAS if _compat.two_cta_products() else ()),
-    # Results that the next product's quantiser reads.
+    # Results that the next matmul's quantiser reads.
     *(MatmulCase("nvfp4", "nvfp4", epilogue=epilogue, result=AMAX) for epilogue in ("pair", "gated", "")),
     # Few tokens.
     *(MatmulCase("nvfp4", "nvfp4", m) for m in (1, 8, 16, 64)), MatmulCase("nvfp4", "nvfp4", 32, 4 * SIZE),
@@ -239,8 +239,8 @@ PRODUCTS = (
     _experts("nvfp4_rowwise", "nvfp4_rowwise", 2048, 4095, SIZE, along_k=True),
     *(_experts(name, name, 2048, 4096, SIZE, along_k=True) for name in ("nvfp4_te", "mxfp8", "mxfp4")),
     _experts("nvfp4", "nvfp4", 256, 512, SIZE, along_k=True),
-    # Experts whose results are the next experts' operands: of gate and up as one weight, two weights and two products,
-    # and of one product.
+    # Experts whose results are the next experts' operands: of gate and up as one weight, two weights and two matmuls,
+    # and of one matmul.
     *(_experts(name, name, SIZE, 2048, 4096, epilogue="pair", result=name)
       for name in ("nvfp4", "nvfp4_one_level", "mxfp8", "mxfp4")),
     _experts("nvfp4", "nvfp4", SIZE, 2048, 4096, epilogue="pair", weights=2, result="nvfp4"),
@@ -261,7 +261,7 @@ Made = Callable[[tuple[int, ...]], torch.Tensor]
 
 
 def by_every_kernel(product: MatmulCase, machine: Runner, made: Made | None = None) -> dict[str, Any]:
-    """The kernels that may compute a product, and what is wrong with their values.
+    """The kernels that may compute a matmul, and the errors of their results.
 
     made: makes the activations; None takes operands of which every sum is exact.
     """
@@ -281,7 +281,7 @@ def by_every_kernel(product: MatmulCase, machine: Runner, made: Made | None = No
 
 
 def differences(product: MatmulCase, x: Arguments, choice: Choice, machine: Runner, exact: bool = True) -> list[str]:
-    """What is wrong with a product. exact: whether every sum is exact.
+    """The errors of a matmul's result, as texts. exact: whether every sum is exact.
 
     choice: the kernel; not of several weights.
     """
@@ -305,8 +305,8 @@ def _from_reference(got: torch.Tensor, x: Arguments, exact: bool) -> list[str]:
     args, options = x.call
     if x.offs is not None:
         expected = SCALED_MM(*args, **options)
-        expected += 0.0  # a kernel's sums begin with +0, the reference's of a group of one row with its product
-        if got.dim() == 2:  # rows of no group mean nothing
+        expected += 0.0  # a kernel's sums begin with +0, the reference's for a group of one row with the first product
+        if got.dim() == 2:  # rows of no group are arbitrary
             got, expected = got[: x.offs[-1]], expected[: x.offs[-1]]
         return same_bits(got, expected)
     if exact and x.spec.epilogue is None:
@@ -315,9 +315,9 @@ def _from_reference(got: torch.Tensor, x: Arguments, exact: bool) -> list[str]:
 
 
 def product_differences(got: torch.Tensor, x: Arguments) -> list[str]:
-    """Differences of a product from float64 beyond the rounding of its sums and of its result, as texts.
+    """Differences of a matmul from float64 beyond the rounding of its sums and of its result, as texts.
 
-    An epilogue is silu(product) times another matrix.
+    An epilogue is silu(matmul) times another matrix.
     """
     k = min(x.a.k, x.b.k)  # without the zeros that fill blocks
     left, right = (_values(one, k) for one in (x.a, x.b))
@@ -345,14 +345,14 @@ def product_differences(got: torch.Tensor, x: Arguments) -> list[str]:
 
 
 def _values(x: Operand, k: int) -> torch.Tensor:
-    """An operand without its outer scale, in float64."""
+    """An operand without its global or row scale, in float64."""
     if x.format is None:
         return x.data.double()
     return DEQUANTIZE(x.data, x.scales, None, x.format.name, k, F32).double()
 
 
 def _outer_product(a: Operand, b: Operand) -> torch.Tensor:
-    """The product of both outer scales, computed in float32 as in the kernels: [], [M, 1], [1, N] or [M, N]."""
+    """The product of both global or row scales, computed in float32 as in the kernels: [], [M, 1], [1, N] or [M, N]."""
     left, right = (torch.ones(()) if x.outer is None else x.outer for x in (a, b))
     return (left * (right.mT if right.dim() else right)).double()
 
@@ -361,12 +361,12 @@ def _outer_product(a: Operand, b: Operand) -> torch.Tensor:
 
 
 def reduced(product: MatmulCase) -> MatmulCase:
-    """A product with partly filled tiles in each direction where the table's has whole ones, and few of them.
+    """A smaller matmul, with partly filled tiles in each direction in which the table's has whole ones.
 
-    The remainders by 16, which decide how rows are loaded and stored, stay.
+    The remainders by 16, which decide how rows are loaded and stored, are kept.
     """
     n = 288 if product.result == AMAX else 272 - (-product.n % 16)
-    if product.result and product.kernel == TWO_CTAS:  # whole parts, rows of codes of whole 16 bytes, and whole blocks
+    if product.result and product.kernel == TWO_CTAS:  # multiples of a part, of 16 bytes of codes, and of a block
         n = 320 if product.result == AMAX else 288 - (-product.n % 32)
     if product.epilogue == "pair":  # whole tiles of both matrices
         n = 384
@@ -379,7 +379,7 @@ def reduced(product: MatmulCase) -> MatmulCase:
 
 
 def exact_arguments(product: MatmulCase) -> Arguments:
-    """Arguments of a product for which every sum is exact in float32."""
+    """Arguments of a matmul for which every sum is exact in float32."""
     x = product.arguments()
     ends = torch.tensor(ENDS, dtype=torch.int32)
     if not product.along_k:
@@ -406,7 +406,7 @@ _MAGNITUDES = {"e2m1": (0, 1, 2, 3, 4, 5), "e4m3": (0x00, 0x30, 0x38, 0x40, 0x44
 
 
 def exact_operand(x: Operand, seed: int) -> Operand:
-    """An operand like one on the meta device: small elements, block scales 1/2, 1 and 2, outer scales alike."""
+    """An operand like one on the meta device: small elements; scales of 1/2, 1 and 2."""
     generator = torch.Generator().manual_seed(SEED + seed)
 
     def chosen(values: Sequence[float], shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
@@ -442,7 +442,7 @@ def _without_padding(x: Operand, rows: int) -> Operand:
 
 
 def _hard_arguments(product: MatmulCase, machine: Runner, made: Made) -> Arguments:
-    """Arguments of a product of hard operands, quantised, with scales in the layout that the GPU's products read."""
+    """Arguments of a matmul of quantised hard operands, with scales in the layout that the GPU's kernels read."""
     x, native = exact_arguments(product), machine.target.block_scaled_matrix_units
     a = made((*x.a.data.shape[:-1], product.k))
     b = finite((*x.b.data.shape[:-1], product.k), SEED + 1)
@@ -478,17 +478,17 @@ def _multiplied_plainly(x: Arguments) -> torch.Tensor:
 
 
 def _halves(x: Operand) -> list[Operand]:
-    """The two operands whose rows lie one below the other."""
+    """The two operands whose rows are stacked."""
     if x.outer is None or x.outer.dim() != 1:
         return halves(x)
     return [replace(half, outer=x.outer[i]) for i, half in enumerate(halves(x))]
 
 
 def _stored_plainly(x: Arguments) -> torch.Tensor:
-    """What a kernel with the epilogue's steps alone stores; zeros in rows of no group.
+    """The result of a kernel with only the epilogue's steps; zeros in rows of no group.
 
-    The second product of a pair is then another tensor that the first one's epilogue reads. Each group is a product by
-    itself.
+    The second matmul of a pair is then another tensor that the first one's epilogue reads. Each group is a separate
+    matmul.
     """
     if x.offs is not None:
         stored = [_stored_plainly(one) for one in _of_each_group(x, Groups.of(x.offs.cpu(), x.a.data.shape[0]))]
@@ -505,7 +505,7 @@ def _stored_plainly(x: Arguments) -> torch.Tensor:
 
 
 def _of_each_group(x: Arguments, groups: Groups) -> Iterator[Arguments]:
-    """The product of each group that has rows, by itself."""
+    """A separate matmul for each group that has rows."""
     a = with_linear_scales(x.a, groups)
     for g, (start, end) in enumerate(zip(groups.starts.tolist(), groups.ends.tolist(), strict=True)):
         if start < end:
@@ -516,7 +516,7 @@ def _of_each_group(x: Arguments, groups: Groups) -> Iterator[Arguments]:
 
 
 def _weights_of_group(x: Arguments, g: int) -> Operand:
-    """The matrix of a group; of two weights, the first one's above the second one's."""
+    """The matrix of a group; for two weights, both matrices stacked."""
     if not x.two_weights:
         return matrix_of_group(x.b, g)
     one, other = (matrix_of_group(half, g) for half in halves(x.b))
@@ -527,10 +527,10 @@ def _weights_of_group(x: Arguments, g: int) -> Operand:
 
 
 def quantised_differences(x: Arguments, choice: Choice | None = None) -> list[str]:
-    """Differences between a kernel that quantises its result, and the reference for what it stores without that step.
+    """Differences between a kernel's quantised result, and the reference's codes for its result without that step.
 
-    Both kernels compute the same steps, so codes and scales must be equal in every bit. Codes of rows of no group mean
-    nothing. For `x` on a GPU or in a simulator. choice: the kernel; None takes the one that `choose` names.
+    Both kernels compute the same steps, so codes and scales must be equal in every bit. Codes of rows of no group are
+    arbitrary. For `x` on a GPU or in a simulator. choice: the kernel; None takes the one that `choose` names.
     """
     spec = cast(QuantizeSpec, x.result_spec)
     data, scales = results(x, choice)

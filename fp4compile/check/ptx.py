@@ -1,7 +1,7 @@
-"""PTX as Triton passes it to ptxas: the loop around a product, and whether loads and products overlap in it.
+"""PTX as Triton passes it to ptxas: the loop around matrix instructions, and whether loads and matmuls overlap in it.
 
-ptxas keeps the order of barriers, asynchronous copies and products. In PTX, unlike SASS, an address has one name in all
-instructions, which shows that two instructions use one barrier.
+ptxas keeps the order of barriers, asynchronous copies and matrix instructions. In PTX, unlike SASS, an address has one
+name in all instructions, which shows that two instructions use one barrier.
 """
 
 import re
@@ -24,7 +24,7 @@ _RANK_IN_PAIR = 1 << 24
 
 @dataclass(frozen=True)
 class Overlap:
-    """Whether loads, products and other work of a loop run at the same time. why: the reason, in words."""
+    """Whether loads, matmuls and other work of a loop run at the same time. why: the reason, in words."""
 
     overlapped: bool
     why: str
@@ -64,7 +64,7 @@ class Ptx:
 
     @cached_property
     def main_loop(self) -> Loop | None:
-        """The innermost loop around a product."""
+        """The innermost loop around a matrix instruction."""
         return self.flow.loop_around(lambda one: bool(_PRODUCT.match(one.opcode)))
 
     @property
@@ -80,16 +80,16 @@ class Ptx:
 
     @cached_property
     def overlap(self) -> Overlap:
-        """Whether the main loop overlaps: no step waits for a load or product that this step has started.
+        """Whether the main loop overlaps: no step waits for a load or matmul that this step has started.
 
-        1. The step waits for no mbarrier to which it commits its product, so that the product continues while the warps
+        1. The step waits for no mbarrier to which it commits its matmul, so that the matmul continues while the warps
            begin the next step. (`mma.sync` and `wgmma` commit to no mbarrier.)
         2. The loop's loads are asynchronous, and the step does not wait for its own loads: it waits for no mbarrier
            that its TMA loads signal, and each wait for `cp.async` leaves at least one group pending.
         3. Another partition of warps feeds a loop without loads: its TMA loads are in a separate loop, and fill a ring
            of at least two buffers.
-        4. The step does not meet the other CTA of a cluster. Triton lets the warps of both CTAs arrive at each other's
-           mbarriers where it finds that accesses to the shared memory of both may race.
+        4. The step does not synchronise with the other CTA of a cluster. Triton lets the warps of both CTAs arrive at
+           each other's mbarriers where accesses to the shared memory of both may race.
         """
         if self.main_loop is None:
             return Overlap(False, "no loop around the product")
@@ -181,7 +181,7 @@ def _signed(constant: Immediate) -> int:
 
 
 def _clears_rank(one: Instruction) -> bool:
-    """Whether an instruction clears the rank in an address, and at most low bits, which the compiler knows to be 0."""
+    """Whether an instruction clears the rank in an address, and at most low bits, which are known to be 0."""
     if one.opcode != "and.b32" or not isinstance(one.operands[2], Immediate) or _signed(one.operands[2]) >= 0:
         return False
     cleared = ~_signed(one.operands[2])

@@ -1,10 +1,10 @@
-"""The quantisers that `check-sm100` compiles and runs: their table, and the checks of their values.
+"""The quantisers that `check-sm100` compiles and runs: their table, and the checks of their results.
 
 A kernel must return the reference's codes and scales bit for bit. SM100 rounds stochastically by an instruction with
 its own random bits: on a GPU, its codes are compared with the two neighbours of a value, and their mean with the value.
 After a norm or a gate, the order of a row's sum and the last bit of `exp` depend on the kernel. So one launch stores
-the value that it quantises: it must equal float64 within the rounding to bfloat16, and the reference quantises it. A
-launch that stores nothing must return the reference's codes, scales and outer scales of that value.
+the tensor that it quantises, which must equal float64 within the rounding to bfloat16, and the reference quantises it.
+A launch that stores nothing must return the reference's codes and scales of that tensor.
 """
 
 import contextlib
@@ -59,8 +59,8 @@ class Configuration:
     """One call of the op `quantize`, or of another op on its rowwise results: `dequantizes`, `lays_out`.
 
     format, dim, hadamard, scale_rule, values: arguments of the op. layout: layout of the block scales; None takes the
-    layout that products on the GPU read. seeded, static: whether there is a seed, and a static outer scale.
-    groups: "rows" where offsets cut the tensor, "matrices" for matrices with separate outer scales, or "". ends: the
+    layout that matmuls on the GPU read. seeded, static: whether there is a seed, and a static global or row scale.
+    groups: "rows" where offsets cut the tensor, "matrices" for matrices with separate global scales, or "". ends: the
     offsets, or the rows of the matrices stacked; () for GROUPS equal parts.
     steps, stored: arguments of the prologue. halves: whether its first two operands are halves of one tensor's columns.
     shape, dtype: the tensor's shape and dtype.
@@ -86,15 +86,15 @@ class Configuration:
     lays_out: bool = False
 
     def call(self, x: torch.Tensor, layout: str) -> Any:
-        """What the op returns of a tensor: by the kernels on a GPU, by the reference on a CPU."""
+        """The op's results for a tensor: by the kernels on a GPU, by the reference on a CPU."""
         return self._computed(x, layout, QUANTIZE, DEQUANTIZE, LAY_OUT_SCALES)
 
     def call_kernels(self, x: torch.Tensor, layout: str) -> Any:
-        """What the kernels return of a tensor, also of one on the CPU where Triton interprets."""
+        """The kernels' results for a tensor, also for one on the CPU where Triton interprets."""
         return self._computed(x, layout, quantize_kernels, dequantize_kernels, lay_out)
 
     def launches(self, sm: int) -> list[Launch]:
-        """The launches on a GPU of that compute capability, which need not be there."""
+        """The launches on a GPU, local or not, of compute capability `sm`."""
         with dry_run(Target(sm)) as launches:
             self.call_kernels(torch.empty(self.shape, dtype=self.dtype, device="meta"), self.layout_on(sm))
         return launches
@@ -102,7 +102,7 @@ class Configuration:
     def _computed(
         self, x: torch.Tensor, layout: str, quantises: Callable, dequantises: Callable, lays_out: Callable
     ) -> Any:
-        """What one of three functions returns, which take the arguments of the ops that they are named after."""
+        """The result of one of three functions, which take the arguments of the ops that they are named after."""
         if self.dequantizes:
             found = quantize(x, self.format)
             return dequantises(found.data, found.scales, found.outer, self.format, x.shape[-1], x.dtype)
@@ -146,7 +146,7 @@ class Configuration:
         return formats.get(self.format)
 
     def layout_on(self, sm: int) -> str:
-        """The layout of the block scales on a GPU of compute capability `sm`: linear where there are values."""
+        """The layout of the block scales on a GPU of compute capability `sm`: linear for dequantised values."""
         if self.layout is not None:
             return self.layout
         if self.values:
@@ -231,7 +231,7 @@ PROLOGUE_CONFIGURATIONS = (
     *_table("a norm of 5120", "nvfp4_one_level", steps=RMS_NORM, shape=(SIZE, 5120)),
 )  # fmt: skip
 
-# What else runs on a GPU: other formats, whose launches need no place in the table.
+# Further checks on a GPU: other formats, whose launches need not be in the table.
 MORE_CONFIGURATIONS = (
     *_table("rows", "float8_1x128 float8_128x128 float8_tensor"),
     *_table("columns", "float8_1x128 float8_tensor", dim=(COLUMNS,)),
@@ -258,7 +258,7 @@ ALL_CONFIGURATIONS = (*CONFIGURATIONS, *GROUPED_CONFIGURATIONS, *PROLOGUE_CONFIG
 # ---------------------------------------------------------------- values
 
 LONG_ROWS = 2**16  # elements, that do not fit a program's registers
-# Each kernel that finds an amax: threads, lanes and words that it leaves out show where only one element is large.
+# Each kernel that finds an amax: one large element reveals threads, lanes and words that it omits.
 FEW_ROWS = (("rows", "nvfp4"), ("both, transform, seed", "nvfp4_te"))
 FEW_COLUMNS = 400
 Check = Callable[[Runner], list[str]]  # returns what is wrong
@@ -291,7 +291,7 @@ def quantized(configuration: Configuration, shape: tuple[int, int], machine: Run
 
 
 def quantized_few_rows(configuration: Configuration, machine: Runner) -> list[str]:
-    """Like `quantized`, for 2 to 15 rows, each with one large element in another place; and extreme outer scales."""
+    """Like `quantized`, for 2 to 15 rows, each with one large element in another place; and extreme scales."""
     x = finite((130, FEW_COLUMNS))
     inputs = {"zeros": 0 * x, "tiny": x * 2.0**-90, "huge": x * 2.0**90}
     for rows in range(2, 16):
@@ -320,7 +320,7 @@ def _of_inputs(configuration: Configuration, inputs: dict[str, torch.Tensor], ma
 
 
 def _of_groups(found: Results, configuration: Configuration) -> Results:
-    """Results without the rows of no group, which mean nothing."""
+    """Results without the rows of no group, which are arbitrary."""
     if configuration.groups != "rows" or isinstance(found, torch.Tensor):
         return found
     ends = [ENDS[-1] if dim == ROWS else None for dim in configuration.dim]
@@ -328,7 +328,7 @@ def _of_groups(found: Results, configuration: Configuration) -> Results:
 
 
 def _rounding(configuration: Configuration, machine: Runner) -> tuple[Callable, Callable]:
-    """(a context in which the reference takes as many random bits an element as the machine, the comparison)."""
+    """(a context in which the reference uses the machine's number of random bits per element, the comparison)."""
     if not (configuration.seeded and machine.target.isa == 100):
         return contextlib.nullcontext, same_bits
     return reference.eight_random_bits, rounded_alike if machine.device == "cuda" else same_bits
@@ -425,5 +425,5 @@ def _position(packed: torch.Tensor) -> torch.Tensor:
 
 
 def up_to(found: Sequence[torch.Tensor], end: int | None) -> Sequence[torch.Tensor]:
-    """Codes, linear scales and row outer scales, cut to `end` rows; swizzled scales and groups' scales are not cut."""
+    """Codes, linear scales and row scales, cut to `end` rows; swizzled scales and groups' scales are not cut."""
     return found if end is None else [t if t.dim() < 2 else t[:end] for t in found]

@@ -1,16 +1,16 @@
 """The resources of a multiprocessor, how many programs of a kernel fit on it, and the instruction budget of bandwidth.
 
-**The budget of a kernel that reads and writes memory once.** Let it move B bytes for 16 elements. At the GPU's
+**The budget of a kernel that reads and writes memory once.** Let it move B bytes per 16 elements. At the GPU's
 bandwidth W (bytes a second) that takes B / W seconds. In a second each of the GPU's P multiprocessors issues, with its
 four schedulers at the clock C, 4 * C instructions for warps of 32 threads: 128 * C * P thread instructions in all. So
 the kernel keeps up with memory only if it executes at most
 
     budget = B / W * 128 * C * P
 
-thread instructions for 16 elements. On a B200 (P = 148, C = 1.9 GHz, W = 8 TB/s) that is 4.4992 * B: NVFP4 rows of
-bf16 read 32 bytes and write 8 of codes and 1 of scales, B = 41 and the budget 184; along both directions they write
-twice that, B = 50 and the budget 225. It is a bound and no prediction: dependent instructions, and instructions that
-take the scheduler several clocks, leave less.
+thread instructions per 16 elements. On a B200 (P = 148, C = 1.9 GHz, W = 8 TB/s) that is 4.4992 * B: NVFP4 rows of bf16
+read 32 bytes and write 8 of codes and 1 of scales, B = 41 and the budget 184; along both directions they write twice
+that, B = 50 and the budget 225. It is an upper bound, not a prediction: dependent instructions, and instructions of
+several scheduler clocks, leave less.
 """
 
 from dataclasses import dataclass

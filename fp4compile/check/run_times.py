@@ -1,7 +1,7 @@
-"""The times of `check-sm100 --run`: quantise kernels beside a copy of the same bytes, products beside the libraries.
+"""The times of `check-sm100 --run`: quantise kernels and a copy of the same bytes, matmuls and the libraries.
 
 Every time is the median of replays of a CUDA graph. Several copies of the weights are multiplied in turn, so that they
-come from memory, as a model's weights do, and not from the L2 cache.
+are read from memory, like a model's weights, and not from the L2 cache.
 """
 
 import statistics
@@ -33,7 +33,7 @@ PAIRS = (("nvfp4", "nvfp4"), ("nvfp4_one_level", "nvfp4_one_level"), ("nvfp4_row
          ("mxfp4", "mxfp4"), (None, "nvfp4"))  # fmt: skip
 SHAPES = ((8192, 8192, 8192), (1024, 14336, 4096), (64, 8192, 8192), (16, 8192, 8192), (1, 8192, 8192))
 QUANTISED = ("nvfp4", "nvfp4_one_level", "mxfp8", "mxfp4")  # of operands and result
-# Dense and of experts; then results that are quantised, of experts those of gate and up.
+# Dense and of experts; then with quantised results, for experts those of gate and up.
 PRODUCTS = (
     *(MatmulCase(a, b, *shape) for shape in SHAPES for a, b in PAIRS),
     *(MatmulCase(name, name, 16384, 4096, 14336, groups=8) for name in QUANTISED),
@@ -99,10 +99,10 @@ def _bytes(outputs: Any) -> int:
 
 
 def multiplied(product: MatmulCase) -> dict[str, Any]:
-    """The time of a product by each kernel that may compute it.
+    """The time of a matmul by each kernel that may compute it.
 
-    Of a result in bf16: TFLOP/s of the chosen kernel; of a dense one, the time of the library's bf16 product, too. Of a
-    result that is quantised: the time of a product and a quantiser; empty on GPUs without a kernel that quantises it. A
+    For a result in bf16: TFLOP/s of the chosen kernel, and for a dense matmul the time of the library in bf16. For a
+    quantised result: the time of a matmul and a separate quantiser; empty on GPUs without a kernel that quantises it. A
     kernel that fails is listed with its error under "wrong"; all other kernels are still timed.
     """
     x, wrong = _arguments(product), []
@@ -135,7 +135,7 @@ def multiplied(product: MatmulCase) -> dict[str, Any]:
 
 
 def _arguments(product: MatmulCase) -> Arguments:
-    """Random operands of a product on the GPU; of experts, equally many tokens each."""
+    """Random operands of a matmul on the GPU; of experts, equally many tokens each."""
     x = product.arguments()
     outer = None if x.result_outer is None else torch.ones((), device="cuda")
     (m, k), weights = (product.m, product.k), (*x.b.data.shape[:-1], product.k)
@@ -151,7 +151,7 @@ def _arguments(product: MatmulCase) -> Arguments:
 
 
 def _separately(product: MatmulCase, x: Arguments) -> None:
-    """A product, and a quantiser of its result, which computes the gate of a pair."""
+    """A matmul, and a quantiser of its result, which computes the gate of a pair."""
     options: dict[str, Any] = {"offs": x.offs}
     parts: Sequence[torch.Tensor] = [multiply(x.but(epilogue=None, result_outer=None))]
     if product.epilogue == "pair":

@@ -49,8 +49,9 @@ class Sass:
     def lost_values(self) -> list[str]:
         """Instructions that compute with R1, the stack pointer, in a kernel that has no stack.
 
-        ptxas 12.8, which comes with Triton 3.6, lost 16-bit values of a kernel and read R1 instead, so that all block
-        scales were equal. Instructions that pack a value with an unused one may read any register, so they are skipped.
+        ptxas 12.8, which comes with Triton 3.6, dropped 16-bit values of a kernel and read R1 instead, so that all
+        block scales were equal. Instructions that pack a value with an unused one may read any register, so they are
+        skipped.
         """
         if "STACK:0" not in self.usage:
             return []
@@ -91,7 +92,7 @@ def disassemble(cubin: bytes) -> Sass:
 
 
 def _run(cubin: bytes, tool: str, *arguments: str) -> str:
-    """What a tool prints of a cubin. Raises RuntimeError with the output if it fails, as on an unknown architecture."""
+    """A tool's output for a cubin. Raises RuntimeError with the output if it fails, as on an unknown architecture."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
@@ -143,12 +144,12 @@ def _successors(run: list[SassInstruction], index: int, count: int, labels: dict
 
 # ---------------------------------------------------------------- waiting for tensor memory
 
-# Scoreboards in the control bits of instructions say whether code waits for what it loads from tensor memory. Triton
-# places `tcgen05.wait::ld` after the first uses of the loaded registers and leaves these to ptxas. An `LDTM` names a
+# Scoreboards in the control bits of instructions show whether code waits for loads from tensor memory. Triton places
+# `tcgen05.wait::ld` after the first uses of the loaded registers and leaves the waits to ptxas. An `LDTM` names a
 # scoreboard that it holds until its registers are written, and an instruction waits for the scoreboards in its mask.
-# Loads that follow each other complete in order, and only the last one of them names a scoreboard.
-# (The layout of the control bits: Jia et al., "Dissecting the NVIDIA Volta GPU Architecture via Microbenchmarking",
-# 2018, section 2.1; the code of the kernels here agrees with it.)
+# Loads that follow each other complete in order, and only the last one of them names a scoreboard. (The layout of the
+# control bits: Jia et al., "Dissecting the NVIDIA Volta GPU Architecture via Microbenchmarking", 2018, section 2.1; the
+# code of the kernels here agrees with it.)
 _NO_SCOREBOARD = 7
 
 

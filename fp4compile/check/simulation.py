@@ -1,12 +1,12 @@
-"""`check-sm100 --simulate`: the launches of the gate's table at small shapes, executed in the simulator of their PTX.
+"""`check-sm100 --simulate`: execute the PTX of the launches of `check-sm100` at small shapes in the simulator.
 
-The simulator shows wrong values, accesses outside of tensors, missing waits and fences, deadlocks and results that
-depend on the schedule (`ptxsim`). It shows neither faults of ptxas nor times.
+The simulator finds wrong values, accesses outside of tensors, missing waits and fences, deadlocks and results that
+depend on the schedule (`ptxsim`). It finds no faults of ptxas and no times.
 
 Quantisers must return the reference's codes and scales bit for bit; stochastic rounding is compared with the reference
-that rounds by eight random bits an element, as SM100 does. Products get operands for which every sum is exact in
-float32, so they must equal the reference in every bit, too; where an epilogue has an approximate function, the result
-must lie within its error. Every case runs under several schedules of warps, copies and matrix units.
+that rounds by eight random bits an element, as SM100 does. Matmuls have operands for which every sum is exact in
+float32, so they must equal the reference in every bit, too; with an approximate function in the epilogue, the result
+must be within its error. Every case runs under several schedules of warps, copies and matrix units.
 """
 
 import json
@@ -96,14 +96,14 @@ class Variant:
 def cases(sm: int, schedules: int) -> list[Case]:
     """Every case on a GPU of compute capability `sm`: so many schedules, which take turns with the case's variants."""
     found = [(name, [Variant(check) for check in each]) for name, each in checks(WHOLE, RAGGED)]
-    # A kernel that must compute a product may not serve this GPU.
+    # A kernel that must compute a matmul may not serve this GPU.
     products = [one for one in PRODUCTS if not one.kernel or one.launches(sm)[1]]
     found += [(f"product {one.label} {one.formats}", product_variants(one)) for one in products]
     return [Case(name, partial(_on_schedules, sm, range(schedules), variants)) for name, variants in found]
 
 
 def _on_schedules(sm: int, seeds: Sequence[int], variants: Sequence[Variant]) -> dict[str, Any]:
-    """What is wrong under each schedule, and what the launches took."""
+    """The errors under each schedule, and the instructions that the launches executed."""
     wrong: list[str] = []
     kernels: dict[str, None] = {}
     launches: set[str] = set()
@@ -129,14 +129,14 @@ def _on_schedules(sm: int, seeds: Sequence[int], variants: Sequence[Variant]) ->
 
 
 def launch_key(launch: Launch) -> str:
-    """What the code of a launch depends on, but for the divisibility of sizes and the number of groups, if any."""
+    """A key of a launch's code, without the divisibility of sizes and the number of groups."""
     groups = {"GROUPS": bool(launch.constants.get("GROUPS"))}
     constants = sorted((name, str(value)) for name, value in (launch.constants | groups).items())
     return f"{launch.kernel.__name__} {launch.num_warps} {launch.num_stages} {constants}"
 
 
 def table_keys(sm: int) -> dict[str, str]:
-    """For the key of each launch of the gate's table: the kernel and the first entry that has it."""
+    """By key of each launch of the table: the kernel and the first entry that has it."""
     found: dict[str, str] = {}
     entries = [(one.launches(sm), f"{one.label} {one.format}") for one in ALL_CONFIGURATIONS]
     entries += [(one.launches(sm)[1], f"{one.label} {one.formats}") for one in PRODUCTS]
@@ -147,10 +147,10 @@ def table_keys(sm: int) -> dict[str, str]:
 
 
 def product_variants(product: MatmulCase) -> list[Variant]:
-    """Two ways to run a product.
+    """Two ways to run a matmul.
 
-    On two multiprocessors, a launch has the tiles of the table, and programs walk over several of them. On all, it has
-    tiles for few rows and columns. The kernel that cuts K for few rows takes its tiles from the rows alone.
+    On two multiprocessors, a launch has the tiles of the table, and programs compute several of them. On all, it has
+    tiles for few rows and columns. The tiles of the split-K kernel for few rows depend on the rows alone.
     """
     small = reduced(product)
     if product.a is not None and product.m <= 64 and product.n <= SIZE:
@@ -160,9 +160,9 @@ def product_variants(product: MatmulCase) -> list[Variant]:
 
 
 def multiplied(product: MatmulCase, small: MatmulCase, simulator: LaunchSimulator) -> list[str]:
-    """Differences between the kernel that the gate's table names for a product and the reference.
+    """Differences between the kernel that the table names for a matmul and the reference.
 
-    small: the same product in the sizes that are multiplied here.
+    small: the same matmul in the sizes that are multiplied here.
     """
     served, _ = product.served(Target(simulator.target.sm))
     if served is None:

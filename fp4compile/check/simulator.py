@@ -53,7 +53,7 @@ _known: dict[Any, Compiled] = {}
 
 
 def _specialised(value: Any) -> Any:
-    """What the code of a kernel depends on, of a number or None; see `_compat.compile_ahead`."""
+    """The property of a number or None that a kernel's code depends on; see `_compat.compile_ahead`."""
     if not isinstance(value, int) or value == 1:
         return value
     return (value % 16 == 0, abs(value) < 2**31)

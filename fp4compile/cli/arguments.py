@@ -7,7 +7,7 @@ from fp4compile.recipe import Recipe, resolve
 
 
 def recipe(name: str | Path | None) -> Recipe:
-    """The recipe of a name or a path, as `resolve` takes them. Raises ArgumentTypeError where there is none."""
+    """The recipe of a name or a path, as `resolve` takes them. Raises ArgumentTypeError for an unknown one."""
     try:
         return resolve(name)
     except (ValueError, TypeError, OSError) as error:

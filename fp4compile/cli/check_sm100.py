@@ -1,15 +1,15 @@
-"""Check the kernels against the bounds for SM100: their machine code without the GPU, their values and times with it.
+"""Check the kernels for SM100: their machine code against bounds without the GPU, their results and times on it.
 
     python -m fp4compile check-sm100 [--sm 100 103 120] [--json FILE]
     python -m fp4compile check-sm100 --simulate [--sm 100 103] [--only TEXT] [--schedules N] [--json FILE]
     python -m fp4compile check-sm100 --run [--only TEXT] [--json FILE]
 
-The first command compiles the kernels' launches for GPUs that need not be present, and prints figures of their machine
-code beside the bounds (`fp4compile.check.bounds`). The figures do not measure speed. The command fails on spills,
-missing instructions, loops that do not overlap and values that ptxas lost. It also fails on numbers of instructions
-under the version of Triton that set their bounds; under other versions it only prints them. The second command executes
-the launches' PTX in a simulator, at small shapes: `fp4compile.check.simulation`. The third command is for a machine
-with a GPU: `fp4compile.check.first_run`.
+The first command compiles the kernels' launches for GPUs that may be absent, and prints figures of their machine code
+beside the bounds (`fp4compile.check.bounds`). The figures do not measure speed. The command fails on spills, missing
+instructions, loops that do not overlap and values that ptxas dropped. It also fails on numbers of instructions under
+the version of Triton that set their bounds; under other versions it only prints them. The second command executes the
+launches' PTX in a simulator, at small shapes: `fp4compile.check.simulation`. The third command needs a GPU:
+`fp4compile.check.first_run`.
 """
 
 import argparse
@@ -49,7 +49,7 @@ def add_command(commands: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run the command; returns 1 where a kernel misses a bound or has wrong values.
+    """Run the command; returns 1 if a kernel misses a bound or has wrong results.
 
     Raises argparse.ArgumentTypeError where the command cannot run.
     """

@@ -2,7 +2,7 @@
 
     python -m fp4compile demo [--recipe R] [--device D] [--steps N]
 
-It prints what was quantised, the losses of both runs, and how far the quantised model's logits are from bf16.
+It prints the report, the losses of both runs, and the SQNR of the quantised model's logits relative to bf16.
 """
 
 import argparse
@@ -35,7 +35,7 @@ WARMUP = 10
 
 @dataclass(frozen=True)
 class ModelSizes:
-    """Sizes of the model. Every dimension that a product contracts is a multiple of 32, the longest block."""
+    """Sizes of the model. Every dimension that a matmul contracts is a multiple of 32, the longest block."""
 
     hidden: int = 128
     heads: int = 4

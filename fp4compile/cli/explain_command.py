@@ -1,4 +1,4 @@
-"""`python -m fp4compile explain CONFIG`: what a recipe would do to a model, from its configuration alone."""
+"""`python -m fp4compile explain CONFIG`: a recipe's report on a model, from its configuration alone."""
 
 import argparse
 import contextlib
@@ -19,7 +19,7 @@ from fp4compile.roofline.explain import explain
 from fp4compile.weights.published.conventions import CONFIG, HF_QUANT_CONFIG, declared_formats
 from fp4compile.weights.published.shards import read_json
 
-_GPU = "B200"  # where no GPU of the list is there
+_GPU = "B200"  # if the local GPU is not in the list
 # A model, and the positional and named arguments of its call.
 Call = tuple[Callable, tuple, dict[str, Any]]
 
@@ -95,7 +95,7 @@ def model_of(source: str, tokens: int) -> Call:
 
     tokens: the length of the sequence, for models that take tokens.
 
-    Raises ArgumentTypeError where there is no such file or function, and for a model whose arguments are unknown.
+    Raises ArgumentTypeError if there is no such file or function, and for a model with unknown arguments.
     """
     module, colon, function = source.partition(":")
     if colon and not Path(source).exists():
@@ -138,7 +138,7 @@ def _of_config(path: Path, tokens: int) -> Call:
 
 
 def _class_of(transformers: Any, config: Any) -> Callable[[Any], torch.nn.Module]:
-    """What makes the model: the first architecture that the configuration names, else a decoder or the base model."""
+    """The model's constructor: the first architecture of the configuration, else a decoder or the base model."""
     for name in config.architectures or ():
         if hasattr(transformers, name):
             return getattr(transformers, name)
@@ -147,7 +147,7 @@ def _class_of(transformers: Any, config: Any) -> Callable[[Any], torch.nn.Module
 
 
 def _arguments(model: Any, config: Any, tokens: int) -> dict[str, torch.Tensor]:
-    """Arguments for one call: tokens, or one picture."""
+    """Arguments for one call: tokens, or one image."""
     if model.main_input_name == "input_ids":
         sequence = torch.zeros(1, tokens, dtype=torch.long)
         names = ("input_ids", *(("decoder_input_ids",) if config.is_encoder_decoder else ()))

@@ -35,7 +35,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _names() -> list[str]:
-    """The names of the commands, from those of their modules: `run_command` and `check_sm100`, say."""
+    """The names of the commands, from those of their modules, such as `run_command` and `check_sm100`."""
     names = (command.__name__.rpartition(".")[2] for command in _COMMANDS)
     return [name.removesuffix("_command").replace("_", "-") for name in names]
 

@@ -29,7 +29,7 @@ def run(args: argparse.Namespace) -> None:
 
 
 def recipe_table() -> str:
-    """A line for each named recipe: the formats of each product's operands, "-" for high precision, and switches."""
+    """A line for each named recipe: the formats of each matmul's operands, "-" for high precision, and switches."""
     products = [product for product in PRODUCTS if any(named(name).quantizes(product) for name in recipes())]
     rows = [("recipe", *products, "activation scale", "stochastic rounding", "Hadamard")]
     for name in recipes():

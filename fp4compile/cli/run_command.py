@@ -1,7 +1,7 @@
 """Run an unchanged script: `python -m fp4compile run train.py --torch_compile_backend fp4compile_mxfp8`.
 
-It prints what was quantised. The names of backends need no such run: `torch.compile`, and accelerate's and the
-`Trainer`'s flags take them wherever this package is installed.
+It prints the reports. Backend names do not need it: `torch.compile`, and accelerate's and the `Trainer`'s flags accept
+them wherever this package is installed.
 
 `--in-place` is for scripts that train the compiled model and evaluate the original one, as the `Trainer` does.
 
@@ -59,13 +59,13 @@ def _run(args: argparse.Namespace) -> None:
 
 
 def run(script: Path, arguments: list[str]) -> None:
-    """Run a script as `python script arguments` would, then print to stderr what was quantised."""
+    """Run a script as `python script arguments` would, then print the reports to stderr."""
     sys.path.insert(0, str(script.parent))
     _reporting(lambda: runpy.run_path(str(script), run_name="__main__"), [str(script), *arguments])
 
 
 def run_module(name: str, arguments: list[str]) -> None:
-    """Run a module or package as `python -m name arguments` would, then print to stderr what was quantised.
+    """Run a module or package as `python -m name arguments` would, then print the reports to stderr.
 
     Raises ArgumentTypeError where there is no module of this name.
     """
@@ -79,7 +79,7 @@ def run_module(name: str, arguments: list[str]) -> None:
 
 
 def _reporting(program: Callable[[], object], argv: list[str]) -> None:
-    """Run a program under its own `sys.argv`, then print what was quantised; with its rank where there are several."""
+    """Run a program under its own `sys.argv`, then print the reports; with its rank if there are several."""
     sys.argv = argv
     rank = f"rank {os.environ.get('RANK', '?')}: " if int(os.environ.get("WORLD_SIZE", "1")) > 1 else ""
     try:

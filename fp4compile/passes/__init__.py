@@ -1,1 +1,1 @@
-"""Graph passes: rewrite the joint graph, then hoist, merge, fuse and lower. None depends on a kernel's inside."""
+"""Graph passes: rewrite the joint graph, then hoist, merge, fuse and lower. They choose kernels by `choose` alone."""

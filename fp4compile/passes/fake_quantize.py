@@ -1,18 +1,18 @@
-"""Quantise and dequantise in one kernel, where only products read it: `quantize` returns values, and no codes.
+"""Quantise and dequantise in one kernel, for matmuls that would dequantise: `quantize` returns values, not codes.
 
 Entry: `fake_quantize(graph)`, on a forward, backward or inference graph after the partitioner. It runs after equal
-quantises became one, and before epilogue and horizontal fusion, which depend on the operands that this pass leaves.
+quantises are merged, and before epilogue and horizontal fusion, which depend on the operands that this pass creates.
 
-A GPU without FP4 matrix units multiplies 16-bit numbers. Most of its products first dequantise A in memory, each
-product separately (`Choice.dequantizes_a`). The codes and block scales need not be written unless the backward pass or
-another reader uses them. The products then get a plain A, with the outer scale that A had: equal numbers and equal
-kernels. Products that dequantise codes in registers are left alone, because codes are fewer bytes than 16-bit numbers.
+A GPU without FP4 matrix units multiplies 16-bit numbers. Most of its matmuls first dequantise A in memory, each matmul
+separately (`Choice.dequantizes_a`). Codes and block scales need not be stored unless the backward pass or another
+reader uses them. The matmuls then read a plain A, with A's global or row scale: equal numbers and equal kernels.
+Matmuls that dequantise codes in registers are not changed, because codes are fewer bytes than 16-bit numbers.
 
-Products of experts dequantise A in memory, or A and B, and so does the library's product of MX operands. Each may be
-dequantised values: activations and gradients along either dimension, and weights that are quantised in the graph. A
+Matmuls of experts dequantise A in memory, or A and B, and so does the library's matmul of MX operands. Each operand may
+be dequantised values: activations and gradients along either dimension, and weights that are quantised in the graph. A
 quantise along both dimensions may keep its codes along one of them: an activation's codes that are saved for the weight
-gradient. MX values that bfloat16 cannot hold need a second product (`dequant_operand`); no value of a 16-bit number is
-such a value, so a product of two operands of values needs none.
+gradient. MX values that bfloat16 cannot hold need a second matmul (`dequant_operand`); no value of a 16-bit number is
+such a value, so a matmul of two operands of values needs none.
 """
 
 import operator
@@ -34,7 +34,7 @@ from fp4compile.templates.launch import on_gpu
 def fake_quantize(graph: Graph) -> int:
     """Let quantises on CUDA tensors return dequantised values where all readers would dequantise the codes.
 
-    Returns the number of quantises changed. All decisions are made before any product is changed.
+    Returns the number of quantises changed. All decisions are made before any matmul is changed.
     """
     found = []
     for node in graph.find_nodes(op="call_function", target=QUANTIZE):
@@ -63,12 +63,12 @@ def _expands(quantise: Quantise, dim: int) -> bool:
 
 
 def _is_dense(node: Node) -> bool:
-    """Whether a node is a product without groups."""
+    """Whether a node is a matmul without groups."""
     return node.target is SCALED_MM and scaled_mm_of(node).spec.grouping in (Grouping.DENSE, Grouping.BATCHED)
 
 
 def _reads_as_it_lies(quantise: Quantise) -> bool:
-    """Whether the kernel for dequantised values can read the tensor in rows."""
+    """Whether the kernel that writes dequantised values can read the tensor in rows."""
     plain = quantise.seed is None and not quantise.hadamard and not quantise.grouped
     unit_stride = statically_true(quantise.x.meta["val"].stride(-1) == 1)
     return plain and quantise.dims == (-1,) and unit_stride and not formats.get(quantise.format).square
@@ -82,12 +82,12 @@ def _readers(quantise: Quantise, dim: int) -> list[Node]:
 
 
 def _data(quantise: Quantise, dim: int) -> int:
-    """The index of the codes among the op's results; the block scales and the outer scale follow."""
+    """The index of the codes among the op's results; the block scales and the global or row scale follow."""
     return 3 * quantise.dims.index(dim)
 
 
 def _dequantizes_a(reader: Node, quantise: Quantise) -> bool:
-    """Whether a product reads the codes only as its A, and first dequantises A in memory."""
+    """Whether a matmul reads the codes only as its A, and first dequantises A in memory."""
     places = [(place, arg.args[1]) for place, arg in enumerate(reader.args) if _comes_from(arg, quantise)]
     if places not in ([(0, 0), (1, 1)], [(0, 0), (1, 1), (2, 2)]):
         return False
@@ -96,9 +96,9 @@ def _dequantizes_a(reader: Node, quantise: Quantise) -> bool:
 
 
 def _dequantizes_in_memory(reader: Node, quantise: Quantise, dim: int) -> bool:
-    """Whether a reader is a product that first dequantises the codes, its A or its B, in memory.
+    """Whether a reader is a matmul that first dequantises the codes, its A or its B, in memory.
 
-    A product without groups also has to dequantise the other operand, for the library's product.
+    A matmul without groups also has to dequantise the other operand, for the library's matmul.
     """
     place = _place(reader, quantise, dim) if reader.target is SCALED_MM else None
     if place is None:
@@ -111,7 +111,7 @@ def _dequantizes_in_memory(reader: Node, quantise: Quantise, dim: int) -> bool:
 
 
 def _place(product: Node, quantise: Quantise, dim: int) -> int | None:
-    """The argument position of the codes, if codes and block scales are the data and scales of one operand; or None."""
+    """The argument position of the codes, if codes and block scales are data and scales of one operand; else None."""
     data = _data(quantise, dim)
     places = [(place, arg.args[1] - data) for place, arg in enumerate(product.args)
               if _comes_from(arg, quantise) and arg.args[1] in (data, data + 1)]  # fmt: skip
@@ -123,7 +123,7 @@ def _comes_from(arg, quantise: Quantise) -> bool:
 
 
 def _replace(quantise: Quantise, dims: tuple[int, ...]) -> None:
-    """Let products read dequantised values instead of codes and block scales along `dims`; other readers stay."""
+    """Let matmuls read dequantised values instead of codes and block scales along `dims`; other readers stay."""
     node, graph = quantise.node, quantise.node.graph
     with graph.inserting_before(node):
         new = replace(quantise, values=dims).new(graph, node.meta)

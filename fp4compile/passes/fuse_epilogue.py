@@ -1,17 +1,17 @@
-"""Fuse the pointwise operations after a product into its kernel, as the epilogue of `scaled_mm`.
+"""Fuse the pointwise operations after a matmul into its kernel, as the epilogue of `scaled_mm`.
 
 Entry: `fuse_epilogue(graph)`, on a forward, backward or inference graph after the partitioner, before it is lowered.
 
-From a product on, the pass follows its users through reshapes, casts and the operations of `lib.operations`, as long
-as an epilogue can read every other tensor among the arguments (`Region._operand_kind`). It takes the longest part of
-these that ends in one value. Nothing else may use the product or a value in between; a value that is saved for the
-backward pass, for example, ends the part.
+From a matmul on, the pass follows its users through reshapes, casts and the operations of `lib.operations`, as long as
+an epilogue can read every other tensor among the arguments (`Region._operand_kind`). It fuses the longest part of these
+that ends in one value. Nothing else may use the matmul or a value in between; a value that is saved for the backward
+pass, for example, ends the part.
 
-The pass fuses where that saves a pass over memory. The kernel that will serve the product must have an epilogue, the
-result must not be wider than the product would have been, and every operand must be in memory anyhow. Inductor keeps
-all other operations, and all operations where Inductor's rounding options differ from their defaults. It also keeps
-those whose result it writes in the order in which the next product reads it (`lib.arranged_operands`): an epilogue
-writes the order of a matrix, and another launch would have to copy that.
+The pass fuses where that saves a pass over memory. The kernel that will serve the matmul must have an epilogue, the
+result must not be wider than the matmul would have been, and every operand must be in memory anyhow. Inductor keeps all
+other operations, and all operations where Inductor's rounding options differ from their defaults. It also keeps those
+whose result it stores swizzled for the next matmul (`lib.arranged_operands`): an epilogue stores plain rows, which
+another launch would have to copy.
 """
 
 import heapq
@@ -35,7 +35,7 @@ aten = torch.ops.aten
 
 
 def fuse_epilogue(graph: Graph) -> int:
-    """Fuse what follows the products of CUDA tensors into their kernels; returns how many got an epilogue."""
+    """Fuse the operations that follow matmuls of CUDA tensors into their kernels; returns how many got an epilogue."""
     if not _compat.pointwise_by_default():
         return 0
     fused = 0
@@ -54,7 +54,7 @@ def fuse_epilogue(graph: Graph) -> int:
 
 @dataclass
 class Region:
-    """The operations that follow a product, in graph order. renamed: reshapes and casts, which change no value."""
+    """The operations that follow a matmul, in graph order. renamed: reshapes and casts, which change no value."""
 
     product: Node
     operations: dict[Node, tuple[str, tuple]] = field(default_factory=dict)  # name, arguments: nodes and numbers
@@ -71,17 +71,17 @@ class Region:
 
     @property
     def roots(self) -> tuple[Node, ...]:
-        """The products, from whose users on the operations follow."""
+        """The matmuls whose users begin the region."""
         return (self.product,)
 
     @property
     def products(self) -> dict[Node, str]:
-        """The nodes that hold products, and the names of these in an epilogue."""
+        """The nodes of the matmuls, with their names in an epilogue."""
         return {self.product: PRODUCT}
 
     @property
     def shape(self) -> torch.Size:
-        """The shape of a product."""
+        """The shape of a matmul."""
         return self.value.shape
 
     def __contains__(self, node: Node) -> bool:
@@ -127,14 +127,14 @@ class Region:
         return "row" if 0 < value.dim() <= len(shape) and same_shape(value.shape, row) else None
 
     def end(self) -> Node | None:
-        """The last node that alone is used outside the part leading to it; None if there is nothing to fuse."""
+        """The last node that is the only value used outside of its part of the region; None without any."""
         for last in sorted([*self.operations, *self.renamed], reverse=True):
             if last.target not in RESHAPES and self.ends_at(last):
                 return last
         return None
 
     def ends_at(self, last: Node) -> bool:
-        """Whether an epilogue can end at a node of the region or at the product, and saves memory that way."""
+        """Whether an epilogue can end at a node of the region or at the matmul, and saves memory that way."""
         inside = self.leading_to(last)
         if any(user not in inside for node in inside if node is not last for user in node.users):
             return False
@@ -144,7 +144,7 @@ class Region:
         return len(operands) <= AUXILIARIES and all(_in_memory(node, inside) for node in operands)
 
     def leading_to(self, last: Node) -> set[Node]:
-        """The part of the region that `last` depends on, with the product."""
+        """The part of the region that `last` depends on, with the matmul."""
         return set(reached(last, lambda node: [each for each in self._arguments(node) if each in self]))
 
     def _arguments(self, node: Node) -> list[Node]:
@@ -194,7 +194,7 @@ def _in_memory(node: Node, inside: set[Node]) -> bool:
 
 
 def _fuse(graph: Graph, region: Region, last: Node) -> None:
-    """Replace `last` by a product with an epilogue, and erase the nodes that led to `last`."""
+    """Replace `last` by a matmul with an epilogue, and erase the nodes that led to `last`."""
     operands, epilogue = list(region.operands(last)), region.epilogue(last)
     inside, product, value = region.leading_to(last), region.product, last.meta["val"]
     with graph.inserting_before(last):

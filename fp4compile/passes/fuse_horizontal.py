@@ -1,13 +1,13 @@
-"""Horizontal fusion: products of one A become one launch, and their nodes one `scaled_mm_results`.
+"""Horizontal fusion: matmuls of one A become one launch, and their nodes one `scaled_mm_results`.
 
 Entry: `fuse_horizontal(graph)`, on a forward, backward or inference graph after the partitioner. It runs after epilogue
-fusion, because a product in a horizontal group has no epilogue, and before `inplace`: a node can be moved only as long
+fusion, because a matmul in a horizontal group has no epilogue, and before `inplace`: a node can be moved only as long
 as nothing overwrites memory.
 
-The pass is for the few rows of a decode step, where launching Q, K and V one after the other takes longer than reading
-their weights. `Choice.group` says which products can be launched together. The fused node replaces the first product.
-The other products' operands besides A (weights, scales, bias) are moved before it if they are computed later. They must
-not depend on a product of the horizontal group.
+The pass is for the few rows of a decode step, where separate launches of Q, K and V take longer than reading their
+weights. `Choice.group` says which matmuls can share a launch. The fused node replaces the first matmul. The other
+matmuls' operands besides A (weights, scales, bias) are moved before it if they are computed later. They must not depend
+on a matmul of the horizontal group.
 """
 
 import operator
@@ -22,7 +22,7 @@ from fp4compile.templates.gemm.candidate import MOST_IN_GROUP
 
 
 def fuse_horizontal(graph: Graph) -> int:
-    """Replace products of one A by one node; returns the number of horizontal groups."""
+    """Replace matmuls of one A by one node; returns the number of horizontal groups."""
     alike: dict[tuple, list[Node]] = {}
     changes = 0  # no node is moved past a node that changes a tensor or draws random numbers
     for node in graph.nodes:
@@ -35,7 +35,7 @@ def fuse_horizontal(graph: Graph) -> int:
 
 
 def _key(node: Node) -> tuple | None:
-    """A key that is equal for products that can share a launch; None for a product that cannot share one."""
+    """A key that is equal for matmuls that can share a launch; None for a matmul that cannot share one."""
     product = scaled_mm_of(node)
     dense = product.spec.grouping in (Grouping.DENSE, Grouping.BATCHED)
     if not (dense and product.alone) or not product.on_gpu or product.b.format is None:
@@ -49,7 +49,7 @@ def _key(node: Node) -> tuple | None:
 
 
 def _fuse_alike(products: list[Node]) -> int:
-    """Replace products of one `_key`, as many as a launch takes at a time; returns the number of horizontal groups."""
+    """Replace matmuls of one `_key`, as many as a launch takes; returns the number of horizontal groups."""
     groups = 0
     while products:
         first, *others = sorted(products)  # moves for earlier horizontal groups may have changed the order
@@ -65,7 +65,7 @@ def _fuse_alike(products: list[Node]) -> int:
 
 
 def _gather(product: Node, group: list[Node]) -> bool:
-    """Move a product's operands besides A before the horizontal group's first product; returns whether it can."""
+    """Move a matmul's operands besides A before the horizontal group's first matmul; returns whether it can."""
     first = group[0]
     late: set[Node] = set()
     own = scaled_mm_of(product)

@@ -1,17 +1,17 @@
 """Fuse the pointwise operations before a quantiser into its kernel, as the prologue of `quantize`.
 
 Entry: `fuse_prologue(graph)`, on a forward, backward or inference graph after the partitioner. It runs after
-`merge_quantize` and `fake_quantize`, which give the quantisers their final form, and after `fuse_epilogue`: a product
-that writes an activation's result in its epilogue saves more than a quantiser that computes the activation.
+`merge_quantize` and `fake_quantize`, which give the quantisers their final form, and after `fuse_epilogue`: an
+activation in a matmul's epilogue saves more than in a quantiser's prologue.
 
-From the tensor that is quantised, the pass goes back through reshapes that keep the rows, casts, and the operations of
-`lib.operations`, up to tensors that are in memory (`_given`), to columns ([M, 1]: statistics of a norm), and to rows
-([K]: weights, biases). Either Inductor's reduction writes the statistics, or the chain goes back through them and the
-reductions of `lib.operations`, and the fused kernel computes the statistics itself.
+From the quantised tensor, the pass follows inputs through reshapes that keep the rows, casts, and the operations of
+`lib.operations`, to tensors that are in memory (`_given`), to columns ([M, 1]: statistics of a norm), and to rows ([K]:
+weights, biases). Either Inductor's reduction writes the statistics, or the chain includes the reductions of
+`lib.operations`, and the fused kernel computes the statistics itself.
 
 The tensor and the values in between may have other readers. A reader that Inductor compiles into its own kernel
-computes such a value again. Other readers need the value materialised (`_Chain._needed`): the fused kernel stores it
-for them, or the chain ends at the value, which Inductor writes and the fused kernel reads. The best chain is taken.
+recomputes such a value. Other readers need the value materialised (`_Chain._needed`): the fused kernel stores it for
+them, or the chain ends at the value, which Inductor writes and the fused kernel reads. The best chain is taken.
 
 The pass fuses where the model of `templates.quantize.prologue_cost` says that it pays. Inductor keeps all other
 operations, and all operations where Inductor's rounding options differ from their defaults.
@@ -64,7 +64,7 @@ MOST_STEPS = 32
 
 
 def fuse_prologue(graph: Graph) -> int:
-    """Fuse what precedes the quantisers of CUDA tensors into their kernels; returns how many got a prologue."""
+    """Fuse operations before quantisers of CUDA tensors into their kernels; returns how many got a prologue."""
     if not _compat.pointwise_by_default():
         return 0
     read_sizes_of_operands(graph)
@@ -101,8 +101,8 @@ def _writes(node: Node) -> bool:
 class _Chain:
     """The operations that compute the tensor that a node quantises.
 
-    inward: whether the chain goes on beyond values that other nodes need materialised, which the kernel then stores.
-    reduces: whether the chain goes on beyond statistics of rows.
+    inward: whether the chain continues beyond values that other nodes need materialised, which the kernel then stores.
+    reduces: whether the chain continues beyond statistics of rows.
     keeps: whether the amax kernel stores the result for the quantising kernel, though no other node needs it.
     operations: name and arguments (nodes and numbers) of each operation, inputs before users. operands: the tensors
     that operations read, and how: "aux", "row" or "col". Reshapes and casts are skipped. entered: operations visited.
@@ -186,7 +186,7 @@ class _Chain:
         return _given(node) or self._needed(node)
 
     def _needed(self, node: Node) -> bool:
-        """Whether another node needs the value materialised, in any shape and dtype."""
+        """Whether another node needs the value in memory, in any shape and dtype."""
         return any(self._needs_memory(user) for _, user in _readers(node))
 
     def _needs_memory(self, user: Node) -> bool:
@@ -318,7 +318,7 @@ class _Chain:
 
     @cached_property
     def inside(self) -> set[Node]:
-        """The quantiser and what leads to it, without the operands."""
+        """The quantiser and the operations that lead to it, without the operands."""
 
         def needed(node: Node) -> list[Node]:
             inputs = [self.source] if node is self.quantise else node.all_input_nodes
@@ -364,7 +364,7 @@ def _readers(node: Node) -> Iterator[tuple[Node, Node]]:
 
 
 def _by_inductor(node: Node) -> bool:
-    """Whether Inductor writes a kernel for a node, into which it can fuse what the node reads."""
+    """Whether Inductor generates a kernel for a node, into which it can fuse the node's inputs."""
     return node.target in _REDUCTIONS or torch.Tag.pointwise in getattr(node.target, "tags", ())
 
 

@@ -1,23 +1,24 @@
-"""Let a product's kernel quantise its result, which then is the operand of the next product.
+"""Fuse the quantiser of a matmul's result into the GEMM kernel; the codes are the next matmul's operand.
 
 Entry: `fuse_quantize(graph)`, on a forward, backward or inference graph after the partitioner, before `fuse_epilogue`.
 
-`linear -> activation -> linear` writes the activation in 16 bits, and a quantiser reads it again. On SM100 the kernel
-of the first product has the rows of its tiles in registers: its epilogue computes the activation, and stores codes and
-block scales (`scaled_mm_results`). The bits are the same: the product is rounded to its dtype, then the result.
+In `linear -> activation -> linear` a kernel writes the activation in 16 bits, and a quantiser reads it. On SM100 the
+kernel of the first matmul has the rows of its tiles in registers: its epilogue computes the activation, and stores
+codes and block scales (`scaled_mm_results`). The bits are the same: the matmul is rounded to its dtype, then the
+result.
 
-The product may be two that share their activations, gate and up. Their weights are one matrix, and the result is cut in
-two halves of columns; or they are two, whose packed codes `hoist` has put one below the other. The operations make one
-value of both products, and each tile of the kernel has columns of both. Products of groups (experts) are fused alike,
-with a quantiser that has the same groups.
+Two matmuls of the same activations, gate and up, can share the kernel. Their weights are one matrix, and the result is
+two halves of columns; or they are two, whose packed codes `hoist` has stacked. The operations compute one value from
+both matmuls, and each tile of the kernel has columns of both. Matmuls of groups (experts) are fused alike, with a
+quantiser that has the same groups.
 
 The pass fuses where a quantiser of rows is the only reader of a value that an epilogue can compute
-(`fuse_epilogue.Region`), where the format's block scales depend on a block alone or on a static outer scale, and where
-`choose.quantized` expects a gain. Elsewhere the log says why not.
+(`fuse_epilogue.Region`), where the format's block scales depend on a block alone or on a static global scale, and where
+`choose.quantized` expects a gain. Elsewhere the log has the reason.
 
-A dynamic outer scale of the tensor depends on the whole result. So the kernel stores the result in 16 bits, and finds
-its amax: the quantiser reads the result once, and no other launch reads it before. Then other nodes may read the result
-as well; but not where groups have an outer scale each, because the kernel clears the rows of no group.
+A dynamic global scale depends on the whole result. So the kernel stores the result in 16 bits, and finds its amax: the
+quantiser reads the result once, and no launch reads it before. Then other nodes may read the result as well, except
+where each group has a global scale, because the kernel clears the rows of no group.
 """
 
 import logging
@@ -63,11 +64,11 @@ log = logging.getLogger("fp4compile")
 
 
 def fuse_quantize(graph: Graph) -> int:
-    """Fuse quantisers into the products of CUDA tensors that they follow; returns how many."""
+    """Fuse quantisers into the matmuls of CUDA tensors that they follow; returns how many."""
     if not _compat.pointwise_by_default():
         return 0
     read_sizes_of_operands(graph)
-    fused: set[Node] = set()  # products, which are no nodes of the graph any more
+    fused: set[Node] = set()  # matmuls, which are no nodes of the graph any more
     count = 0
     for node in graph.find_nodes(op="call_function", target=SCALED_MM):
         if node not in fused and _may_quantize(scaled_mm_of(node)):
@@ -78,7 +79,7 @@ def fuse_quantize(graph: Graph) -> int:
 
 
 def _fuse_product(graph: Graph, node: Node) -> tuple[Node, ...]:
-    """Fuse the quantiser that follows a product; returns the products that became part of its kernel."""
+    """Fuse the quantiser that follows a matmul; returns the matmuls that became part of its kernel."""
     reasons = []
     for region, last in _parts(node):
         quantisers = _amax_readers(last, region)
@@ -102,7 +103,7 @@ def _fuse_product(graph: Graph, node: Node) -> tuple[Node, ...]:
 
 
 def partner_of(product: Node) -> Node | None:
-    """The product of the same activations and of as many columns whose result an operation joins with this one's."""
+    """The matmul of the same activations and number of columns whose result an operation combines with this one's."""
     own = scaled_mm_of(product)
     for _, arguments in Region(product).operations.values():
         for argument in arguments:
@@ -125,7 +126,7 @@ def _same_operand(one: Operand, other: Operand) -> bool:
 
 
 def _may_quantize(product: ScaledMM) -> bool:
-    """Whether the GPU may have a kernel that quantises the product's result."""
+    """Whether the GPU may have a kernel that quantises the matmul's result."""
     groups = product.spec.grouping in (Grouping.RAGGED_CONTRACTION, Grouping.GATHERED)
     known = product.alone and product.on_gpu and not product.spec.plain and not groups
     return known and product.problem.target.block_scaled_matrix_units
@@ -133,26 +134,26 @@ def _may_quantize(product: ScaledMM) -> bool:
 
 @dataclass
 class OneProduct(Region):
-    """The operations that follow a product by itself. pair: whether they make one value of two products."""
+    """The operations that follow one matmul. pair: whether they compute one value from two matmuls."""
 
     pair: ClassVar[bool] = False
 
     @property
     def problem(self) -> Problem:
-        """The problem of each product."""
+        """The problem of each matmul."""
         return scaled_mm_of(self.product).problem
 
     @property
     def operand(self) -> tuple[Node | None, ...]:
-        """Data, scales and outer scale of B."""
+        """Data, scales and global or row scale of B."""
         return scaled_mm_of(self.product).b.tensors
 
 
 @dataclass
 class TwoProducts(OneProduct):
-    """The operations that follow two products of the same activations.
+    """The operations that follow two matmuls of the same activations.
 
-    partner: the second product. joined: data, scales and outer scales of both weights, one below the other.
+    partner: the second matmul. joined: data, scales and global scales of both weights, stacked.
     """
 
     pair: ClassVar[bool] = True
@@ -174,7 +175,7 @@ class TwoProducts(OneProduct):
 
 @dataclass
 class PairRegion(OneProduct):
-    """The operations that follow the two halves of a product's columns. halves: slices, and the halves' names."""
+    """The operations that follow the two halves of a matmul's columns. halves: slices, and the halves' names."""
 
     pair: ClassVar[bool] = True
     halves: dict[Node, str] = field(default_factory=dict)
@@ -202,7 +203,7 @@ class PairRegion(OneProduct):
 
 
 def _parts(product: Node) -> Iterator[tuple[OneProduct, Node]]:
-    """What a kernel can compute and quantise: a region and its last node; what saves most comes first."""
+    """(region, last node) of the operations that a kernel can compute and quantise, largest saving first."""
     regions: list[OneProduct] = [PairRegion(product), OneProduct(product)]
     partner = partner_of(product)
     joined = None if partner is None else joined_weights(product.args[B], partner.args[B])
@@ -217,7 +218,7 @@ def _parts(product: Node) -> Iterator[tuple[OneProduct, Node]]:
 def _ends(region: Region) -> list[Node]:
     """The values of a region, the last one first, at which an epilogue can end.
 
-    Nothing but one quantiser reads it, which the epilogue replaces; or there are quantisers that need its amax.
+    Only one quantiser reads it, which the epilogue replaces; or there are quantisers that need its amax.
     """
     nodes = sorted([*region.roots, *region.operations, *region.renamed], reverse=True)
     nodes = [node for node in nodes if node.target not in RESHAPES]
@@ -240,10 +241,10 @@ def _shape_of(last: Node, region: Region) -> list | None:
 
 
 def _amax_readers(last: Node, region: Region) -> list[Node]:
-    """The quantisers that read a value, through reshapes, and make the outer scale of the tensor from its amax.
+    """The quantisers that read a value, through reshapes, and compute a global scale from its amax.
 
-    After a product of groups, they make an outer scale for each of these groups. The list is then empty where anything
-    else reads the value.
+    After a matmul of groups, they compute a global scale for each group. The list is then empty where any other node
+    reads the value.
     """
     groups = _groups(scaled_mm_of(region.product).offs)
     reshaped = list(reached(last, lambda node: [user for user in node.users if user.target in RESHAPES]))
@@ -288,7 +289,7 @@ def _only_quantiser(last: Node) -> Node | None:
 
 
 def _fused_product(graph: Graph, region: OneProduct, last: Node, epilogue: Epilogue, outer: Node | None = None) -> Node:
-    """A new product with the epilogue that leads to `last`. outer: the static outer scale of its codes."""
+    """A new matmul with the epilogue that leads to `last`. outer: the static global scale of its codes."""
     node, product = region.product, scaled_mm_of(region.product)
     weight = Operand(*region.operand, product.b.format)
     fused = replace(
@@ -301,7 +302,7 @@ def _fused_product(graph: Graph, region: OneProduct, last: Node, epilogue: Epilo
 
 
 def _fuse_amax(graph: Graph, region: OneProduct, last: Node, epilogue: Epilogue, quantisers: list[Node]) -> None:
-    """Replace `last` by a product that finds the amax, which the quantisers take; erase what led to `last`."""
+    """Replace `last` by a matmul that finds the amax, which the quantisers read; erase the nodes that led to `last`."""
     inside, shape = region.leading_to(last), _shape_of(last, region)
     with graph.inserting_before(last):
         fused = _fused_product(graph, region, last, epilogue)
@@ -319,7 +320,7 @@ def _fuse_amax(graph: Graph, region: OneProduct, last: Node, epilogue: Epilogue,
 
 
 def _fuse(graph: Graph, region: OneProduct, last: Node, epilogue: Epilogue, quantise: Quantise) -> None:
-    """Replace a quantiser by a product with an epilogue, and erase the nodes between the two."""
+    """Replace a quantiser by a matmul with an epilogue, and erase the nodes between the two."""
     with graph.inserting_before(quantise.node):
         fused = _fused_product(graph, region, last, epilogue, quantise.outer)
     inside = region.leading_to(last)

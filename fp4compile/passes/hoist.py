@@ -1,13 +1,13 @@
-"""Take the quantising of weights out of inference graphs, and of frozen weights out of training graphs.
+"""Move quantisers of weights out of inference graphs, and of frozen weights out of training graphs.
 
 A graph would quantise its parameters again at each call, although most of them rarely change. `hoisting` wraps
-Inductor's `inner_compile`. Every quantise that depends on one such parameter and nothing else leaves the graph, and its
+Inductor's `inner_compile`. Every quantise that depends on such a parameter alone is removed from the graph, and its
 results become additional static inputs. The compiled function is called with the packed weights from `weights.cache`.
 
-Two weights whose products a kernel makes one result of, gate and up, are wanted one below the other. That holds for
-packed layers as well, whose tensors are inputs of the graph already.
+Two weights from whose matmuls a kernel computes one result, gate and up, are stacked. That holds for packed layers as
+well, whose tensors are already inputs of the graph.
 
-Graphs that are compiled under torch.distributed stay as they are, but for inference under the recipe's
+Graphs that are compiled under torch.distributed are not changed, except in inference under the recipe's
 `weight_cache="always"`: FSDP refills a parameter's storage without a change of its version counter.
 """
 
@@ -43,7 +43,7 @@ log = logging.getLogger("fp4compile")
 
 @dataclass(frozen=True)
 class Recipient:
-    """The replacement of a quantise that left the graph.
+    """The replacement of a quantise that was removed from the graph.
 
     index: position of the parameter among the graph's inputs. form: its packed form.
     """
@@ -54,14 +54,13 @@ class Recipient:
 
 @dataclass(frozen=True)
 class Hoisted:
-    """What `hoist` takes out of one graph.
+    """The quantises that `hoist` removes from one graph.
 
-    recipients: one for each quantise. pairs: two recipients whose codes are wanted one below the other as well.
-    packed: two packed weights that are wanted so: for data, scales and, if there are any, outer scales, the places of
-    both weights' tensors among the graph's inputs, and the dtype in which the graph views them.
-    examples: fake values of the new inputs, in order: data, scales and outer scale of each recipient, then data, scales
-    and, if there are any, outer scales of each pair and of each two packed weights.
-    promised: whether the user promises that no write to a weight is unseen, see `Form`.
+    recipients: one for each quantise. pairs: two recipients whose codes are also stacked. packed: two packed weights
+    that are stacked: for data, scales and any global scales, the positions of both weights' tensors among the graph's
+    inputs, and the dtype in which the graph views them. examples: fake values of the new inputs, in order: data, scales
+    and global or row scale of each recipient, then data, scales and any global scales of each pair and of each two
+    packed weights. promised: whether the user promises to call `refresh` after undetected writes, see `Form`.
     """
 
     recipients: list[Recipient] = field(default_factory=list)
@@ -79,11 +78,11 @@ def hoisting(
     sink: Callable[[dict[str, PassRun]], None] = lambda runs: None,
     disabled: Collection[str] = (),
 ) -> Callable:
-    """An `inner_compile` that takes the quantising of lasting weights out of graphs, see above.
+    """An `inner_compile` that moves quantisers of unchanging weights out of graphs, see above.
 
-    inputs: one entry for each argument of the compiled function. cache: the recipe's `weight_cache`; "off" leaves all
-    graphs as they are, "always" is the user's promise of `Form`. sink: takes the pass's run for each graph with such
-    weights. disabled: names of the passes that are switched off.
+    inputs: one entry for each argument of the compiled function. cache: the recipe's `weight_cache`; "off" changes no
+    graph, "always" is the user's promise of `Form`. sink: takes the pass's run for each graph with such weights.
+    disabled: names of the passes that are switched off.
     """
     if cache == "off" or HOIST.name in disabled:
         return inner_compile
@@ -120,8 +119,8 @@ def hoisting(
 def hoist(graph: Graph, inputs: tuple[Input, ...], hoisted: Hoisted, static: Collection[int] = frozenset()) -> int:
     """Replace every quantise of a parameter, or of a view or a cast of one, by new placeholders after the inputs.
 
-    hoisted: filled with the quantises that leave the graph. static: places of inputs that are the same tensors at every
-    call. Returns the number of quantises.
+    hoisted: filled with the removed quantises. static: positions of inputs that are the same tensors at every call.
+    Returns the number of quantises.
     """
     partners = _partners(graph)
     recipients: dict[Node, Recipient] = {}
@@ -136,7 +135,7 @@ def hoist(graph: Graph, inputs: tuple[Input, ...], hoisted: Hoisted, static: Col
         recipients[results[0]] = hoisted.recipients[-1]
         replace_results(node, results)
     places = {placeholders[place]: place for place in static}
-    # Hoisted weights come first, as their values do.
+    # Hoisted weights come first, as in `Hoisted.examples`.
     for product, other in sorted(partners, key=lambda two: _input_of(scaled_mm_of(two[0]).b.data) in places):
         last = _join(graph, product, other, recipients, places, last, hoisted)
     return len(hoisted.recipients)
@@ -167,7 +166,7 @@ def _forms(graph: Graph, inputs: tuple[Input, ...], promised: bool) -> Iterator[
 
 @functools.cache
 def _tell_of_groups() -> None:
-    """Tell, once in a process, that weights are quantised at every call."""
+    """Log, once in a process, that weights are quantised at every call."""
     log.warning(
         "torch.distributed has a process group: inference quantises weights at every call, because collectives write "
         "to them unseen. Under a recipe with weight_cache='always' it quantises them once; then call "
@@ -176,10 +175,10 @@ def _tell_of_groups() -> None:
 
 
 def _partners(graph: Graph) -> list[tuple[Node, Node]]:
-    """Two products each of which a kernel can make one result, see `fuse_quantize`."""
+    """Pairs of matmuls from which a kernel can compute one result, see `fuse_quantize`."""
     products = list(filter(_may_have_partner, graph.find_nodes(op="call_function", target=SCALED_MM)))
     if products:
-        share(graph)  # packed layers quantise their input each by itself
+        share(graph)  # each packed layer quantises its input separately
     found = []
     for product in products:
         own, other = scaled_mm_of(product), partner_of(product)
@@ -195,7 +194,7 @@ def _may_have_partner(product: Node) -> bool:
 
 
 def _pays(product: ScaledMM) -> bool:
-    """Whether a kernel of two such products is a gain that quantises to the format of A, or finds the amax for it."""
+    """Whether a kernel of two such matmuls pays that quantises its result to A's format, or finds the amax for that."""
     fmt = product.a.format
     dtype = product.spec.out_dtype
     end = AMAX if fmt.outer == "tensor" and not _is_static(product) else f"quantize {fmt.name}"
@@ -203,14 +202,14 @@ def _pays(product: ScaledMM) -> bool:
 
 
 def _is_static(product: ScaledMM) -> bool:
-    """Whether the outer scale of A is static: no result of the quantiser."""
+    """Whether the global scale of A is static, not a result of the quantiser."""
     return product.a.outer is not None and product.a.outer.target is not operator.getitem
 
 
 def _joinable(product: ScaledMM) -> bool:
-    """Whether B is quantised in the graph or packed, without outer scales of rows, to swizzled scales.
+    """Whether B is quantised in the graph or packed, without row scales, with swizzled block scales.
 
-    Outer scales of groups must be whole 16 bytes: the other weight's begin behind them (`cache.joined_parts`).
+    Global scales of groups must be a multiple of 16 bytes: those of the other weight follow (`cache.joined_parts`).
     """
     p = product.problem
     known = product.b.data.target is operator.getitem or _input_of(product.b.data).op == "placeholder"
@@ -219,7 +218,7 @@ def _joinable(product: ScaledMM) -> bool:
 
 
 def _input_of(node: Node) -> Node:
-    """The graph's input of which a node is the numbers, as packed layers view their bytes; another node itself."""
+    """The graph's input that a node views in another dtype, as packed layers view their bytes; another node itself."""
     return node.args[0] if node.target is torch.ops.aten.view.dtype else node
 
 
@@ -232,10 +231,10 @@ def _join(
     last: Node | None,
     hoisted: Hoisted,
 ) -> Node | None:
-    """Add inputs for data, scales and outer scales of two weights, one below the other; returns the last input.
+    """Add inputs for data, scales and global scales of two stacked weights; returns the last input.
 
-    product, other: the products of the weights. recipients: of the inputs that have the data of hoisted weights.
-    places: of the inputs that are tensors of packed layers. last: the last input before.
+    product, other: the matmuls of the weights. recipients: of the inputs that have the data of hoisted weights.
+    places: of the inputs that are tensors of packed layers. last: the last input so far.
     """
     parts = [(one.data, one.scales, one.outer) for one in (scaled_mm_of(product).b, scaled_mm_of(other).b)]
     first, second = ([part for part in each if part is not None] for each in parts)

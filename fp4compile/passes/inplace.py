@@ -1,12 +1,12 @@
-"""Write one of the results that are computed from a product into the product's own memory.
+"""Reuse the buffer of a matmul's output for the last elementwise result computed from it.
 
 Entry: `inplace(graph)`, on a forward or backward graph after the partitioner, before it is lowered.
 
-In the backward of a gated MLP one pointwise kernel computes two gradients from one product. Inductor writes a result
-over an operand only if nothing else reads that operand, not even the same kernel. So it would allocate memory for one
-of the two gradients while all operands are still alive, at the memory peak of a training step. This pass copies that
-gradient into the product's memory. Inductor fuses the copy into the kernel, which reads every element before it writes
-it.
+In the backward of a gated MLP one pointwise kernel computes two gradients from one matmul. Inductor reuses an operand's
+buffer for a result only if nothing else reads that operand, not even the same kernel. So it would allocate memory for
+one of the two gradients while all operands are still alive, at the memory peak of a training step. This pass copies
+that gradient into the matmul's buffer. Inductor fuses the copy into the kernel, which reads each element before it
+overwrites it.
 """
 
 from dataclasses import dataclass
@@ -24,7 +24,7 @@ _PRODUCTS = (SCALED_MM, aten.mm.default, aten.addmm.default)
 
 
 def inplace(graph: Graph) -> int:
-    """Write a result over each product from which several results are computed; returns the number of products."""
+    """Reuse the buffer of each matmul from which several results are computed; returns the number of matmuls."""
     count = 0
     for product in [node for node in graph.nodes if node.target in _PRODUCTS]:
         consumers = _Consumers(_reshaped(product))
@@ -36,14 +36,14 @@ def inplace(graph: Graph) -> int:
 
 
 def _reshaped(product: Node) -> Node:
-    """The product in the shape in which all its users read it."""
+    """The matmul in the shape in which all its users read it."""
     while len(product.users) == 1 and next(iter(product.users)).target in RESHAPES:
         product = next(iter(product.users))
     return product
 
 
 def _contiguous_on_gpu(product: Node) -> bool:
-    """Whether the product is a contiguous CUDA tensor without symbolic sizes."""
+    """Whether the matmul is a contiguous CUDA tensor without symbolic sizes."""
     value = product.meta["val"]
     known = all(isinstance(size, int) for size in value.shape)
     return on_gpu(value) and known and value.is_contiguous()
@@ -51,13 +51,13 @@ def _contiguous_on_gpu(product: Node) -> bool:
 
 @dataclass(frozen=True)
 class _Consumers:
-    """The pointwise operations that depend on a product and have its shape. Inductor computes them in one kernel."""
+    """The pointwise operations that depend on a matmul and have its shape. Inductor computes them in one kernel."""
 
     product: Node
 
     @cached_property
     def operations(self) -> dict[Node, None]:
-        """The operations in graph order; none if anything other than a pointwise operation reads the product."""
+        """The operations in graph order; none if anything other than a pointwise operation reads the matmul."""
         if not all(self._pointwise(user) for user in self.product.users):
             return {}
         found: dict[Node, None] = {}
@@ -80,10 +80,10 @@ class _Consumers:
         return set().union(*self.results.values())
 
     def last(self) -> Node | None:
-        """The result to write over the product; None if no result qualifies, or if there is only one.
+        """The result that takes the matmul's buffer; None if no result qualifies, or if there is only one.
 
-        It must have the product's dtype, and must not be written over another product already. It must not be the only
-        reader of another operand, because Inductor would write it over that operand.
+        It must have the matmul's dtype, and must not already have another matmul's buffer. It must not be the only
+        reader of another operand, because Inductor would give it that operand's buffer.
         """
         dtype = self.product.meta["val"].dtype
         for node in self.results if len(self.results) > 1 else ():
@@ -109,7 +109,7 @@ class _Consumers:
         return True
 
     def write_over(self, last: Node) -> None:
-        """Copy `last` into the product's memory, and let its other users read it there."""
+        """Copy `last` into the matmul's memory, and let its other users read it there."""
         place = {node: number for number, node in enumerate(last.graph.nodes)}
         value = self.product.meta["val"]
         with last.graph.inserting_after(max(self.computed, key=place.__getitem__)):
@@ -137,7 +137,7 @@ class _Consumers:
         return set(reached(node, lambda each: each.all_input_nodes if self._computed(each) else ()))
 
     def _ends_here(self, operand: Node) -> bool:
-        """Whether an operand is as large as the product, is in memory, and only this kernel reads it."""
+        """Whether an operand is as large as the matmul, is in memory, and only this kernel reads it."""
         value, whole = operand.meta.get("val"), self.product.meta["val"]
         alike = isinstance(value, torch.Tensor) and (value.numel(), value.dtype) == (whole.numel(), whole.dtype)
         return alike and not self._computed(operand) and all(user in self.computed for user in operand.users)

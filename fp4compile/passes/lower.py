@@ -7,17 +7,17 @@ calls the reference.
 
 A model has hundreds of such nodes, and few that differ. Nodes of one signature share one trace, which is copied.
 
-What a launch writes, torch finds in the kernel's intermediate code, and it errs on the side of writing: an address that
-is computed from a loaded operand makes that operand count as written. Inductor would copy the operand, and take results
-from tensors that the kernel does not write. Where torch counts anything but a launch's own memory as written, the op
-stays, with a warning.
+torch infers from a kernel's intermediate code which arguments the kernel writes, and includes too many: an operand
+counts as written if an address is computed from its elements. Inductor would copy the operand, and take results from
+tensors that the kernel does not write. If torch counts other memory than a launch's own as written, the op stays, with
+a warning.
 
-A product stays an op, too, where its `Choice` is not settled or not traceable. No single kernel serves a symbolic
-number of rows that may be small or large: the op chooses at run time. Two guarded launches would cost more on the GPU
-than the op. A product that is computed in many parts would fill the graph with launches. A product that first gathers
-experts' matrices by index stays as well: it gathers codes and block scales, and Inductor has no code for the scales.
+A matmul stays an op, too, if its `Choice` is not settled or not traceable. No single kernel serves a symbolic number of
+rows that may be small or large: the op chooses at run time. Two guarded launches would cost more on the GPU than the
+op. A matmul that is computed in many parts would fill the graph with launches. A matmul that first gathers experts'
+matrices by index stays as well: it gathers codes and block scales, and Inductor has no code for the scales.
 
-Operands that a kernel reads in an order of its own are arranged first, once for all products (`arranged_operands`).
+Operands that a kernel reads swizzled are arranged first, once for all matmuls (`arranged_operands`).
 """
 
 import warnings
@@ -48,7 +48,7 @@ def lower(graph: Graph) -> int:
     lowered = 0
     traces: dict[Hashable, GraphModule] = {}
     arranged = arranged_operands(graph)
-    # A PatternMatcherPass would pass over nodes with E8M0 tensors, for which Inductor has no code of its own.
+    # A PatternMatcherPass would skip nodes with E8M0 tensors, for which Inductor has no code of its own.
     patterns = {op: CallFunctionVarArgs(op) for op in KERNELS}
     for node in [node for node in graph.nodes if node.op == "call_function" and node.target in KERNELS]:
         if on_gpu(node.all_input_nodes[0].meta["val"]):
@@ -62,7 +62,7 @@ def _replace(
 ) -> bool:
     """Replace a node by the graph of its implementation, traced with the node's strings and numbers as constants.
 
-    arranged: the arranged A that a product reads. traces: the traces made in this graph, by signature. Returns whether
+    arranged: the arranged A that a matmul reads. traces: the traces made in this graph, by signature. Returns whether
     the node was replaced.
     """
     node, options = match.output_node(), {}
@@ -80,8 +80,8 @@ def _replace(
     places = [i for i, value in enumerate(flat) if isinstance(value, Node)]
     unread = node.args[0] if arranged is not None and arranged.replaces_a else None
     for place in places:
-        # Kernels read views of their inputs. Inductor would compute every view of a tensor that is not materialised
-        # anew, after allocating the kernel's outputs; so the tensor is materialised here.
+        # Kernels read views of their inputs. Inductor would recompute every view of a tensor that is not materialised,
+        # after allocating the kernel's outputs; so the tensor is materialised here.
         if flat[place] is not unread:
             flat[place].meta["inductor_realize_to_strides"] = True
 
@@ -113,7 +113,7 @@ def _replace(
 
 
 class InputWrittenError(Exception):
-    """Torch counts an input of an implementation as written."""
+    """Raised if torch counts an input of an implementation as written."""
 
 
 def check_writes(trace: GraphModule) -> None:
@@ -127,7 +127,7 @@ def check_writes(trace: GraphModule) -> None:
 
 
 def _viewed(node: Node) -> Node:
-    """What a node is a view of, through all views; the node itself if it is none."""
+    """The node that a node views, through all views; the node itself if it is not a view."""
     while isinstance(node.target, OpOverload) and node.target.is_view:
         node = node.args[0]
     return node
@@ -141,7 +141,7 @@ def _signature(flat: list) -> tuple:
 
 
 def _seen(value: torch.Tensor | torch.SymInt) -> tuple:
-    """What an implementation can read of an argument while it is traced. Symbolic numbers are their expressions."""
+    """A key of what an implementation can read of an argument during tracing; expressions for symbolic numbers."""
     if not isinstance(value, torch.Tensor):
         return (str(value),)
     numbers = (*value.shape, *value.stride(), value.storage_offset())

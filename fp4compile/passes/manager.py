@@ -1,7 +1,7 @@
 """The passes in their order, one manager object for each pass slot of Inductor, and their cache keys.
 
-`JointPasses` goes into `joint_custom_pre_pass`. It sees forward and backward of a training graph together, and
-inference graphs too. `LowerPasses` goes into `post_grad_custom_post_pass` and sees each graph after the partitioner:
+`JointPasses` goes into `joint_custom_pre_pass`. It runs on the joint graph, forward and backward, in training, and on
+inference graphs. `LowerPasses` goes into `post_grad_custom_post_pass` and runs on each graph after the partitioner:
 forward, backward or inference. Both first run the passes that the user had put into the slot. `hoist`, the pass on
 inference graphs between the two, has no slot: `hoist.hoisting` runs it around Inductor's `inner_compile`.
 
@@ -60,7 +60,7 @@ FUSING = (
     Pass("fuse_quantize", fuse_quantize),  # before fuse_epilogue: it takes the same operations
     Pass("fuse_epilogue", fuse_epilogue),
     Pass("scale_results", scale_results),
-    Pass("fuse_prologue", fuse_prologue),  # after fuse_epilogue: a quantiser need not compute a product's epilogue
+    Pass("fuse_prologue", fuse_prologue),  # after fuse_epilogue: a quantiser need not compute a matmul's epilogue
 )
 # `fuse_horizontal` runs after the names of fused operations are read. It runs before `inplace`, because it moves nodes,
 # which is only allowed while no memory is overwritten.
@@ -84,7 +84,7 @@ class JointPasses(CustomGraphPass):
     """find -> plan -> `JOINT` on a joint or inference graph.
 
     inputs: one entry for each argument of the compiled function. sink: takes the report's rows and the passes' runs.
-    user_passes: the passes that the slot held before; they run first, on the graph that they expect there. disabled:
+    user_passes: the passes that were in the slot before; they run first, on the graph that they expect. disabled:
     names of the passes that do not run.
     """
 
@@ -97,7 +97,7 @@ class JointPasses(CustomGraphPass):
     def __call__(self, graph: Graph) -> None:
         for user_pass in self.user_passes:
             user_pass(graph)
-        if is_nested(graph):  # Inductor also runs its passes on bodies; the graph around a body lists its products
+        if is_nested(graph):  # Inductor also runs its passes on bodies; the graph around a body lists its matmuls
             return
         start = time.perf_counter()
         decisions = analyse(graph, self.recipe, self.inputs)
@@ -126,7 +126,7 @@ class JointPasses(CustomGraphPass):
 class LowerPasses(CustomGraphPass):
     """`POST_GRAD` on a forward, backward or inference graph after the partitioner.
 
-    sink: takes the packed activations that a forward graph saves, the operations fused into quantisers by product name,
+    sink: takes the packed activations that a forward graph saves, the operations fused into quantisers by matmul name,
     and the passes' runs. It is called once for each graph. A backward graph may be compiled only when it first runs,
     long after the compilation of the forward.
     user_passes, disabled: as in `JointPasses`.
@@ -166,24 +166,24 @@ def _uuid(user_passes: tuple, disabled: frozenset[str], *own: str) -> tuple | No
 
 
 def _left_alone(decision: Decision) -> Decision:
-    """The decision about a product when `rewrite` is off; a product of packed weights is quantised already."""
+    """The decision about a matmul when `rewrite` is off; a matmul of packed weights is quantised already."""
     if decision.reason is not None or decision.gemm.packed is not None:
         return decision
     return replace(decision, reason=SWITCHED_OFF, a=None, b=None, tier=None, weight_scales=None, note=None)
 
 
 def analyse(graph: Graph, recipe: Recipe, inputs: tuple[Input, ...], meta: Gpu | None = None) -> list[Decision]:
-    """find and plan: the recipe's decision about each product of the graph. Never changes the graph.
+    """find and plan: the recipe's decision about each matmul of the graph. Never changes the graph.
 
-    meta: the GPU that tensors on the meta device stand for; None leaves their products alone.
+    meta: the GPU that tensors on the meta device represent; None leaves their matmuls unquantised.
     """
     return plan(find(graph, inputs), recipe, inputs, meta)
 
 
 def describe(graph: Graph, inputs: tuple[Input, ...], decisions: list[Decision]) -> list[Row]:
-    """The report's rows, one for each product, including products that only torch's FLOP counter finds.
+    """The report's rows, one for each matmul, including matmuls that only torch's FLOP counter finds.
 
-    Reads the products' nodes, so call it before the rewrite.
+    Reads the matmuls' nodes, so call it before the rewrite.
     """
     listed = {decision.gemm.node for decision in decisions}
     uncounted = [Gemm(node, "other", "", unsupported=f"operator {node.target}") for node in flops.others(graph, listed)]

@@ -2,9 +2,9 @@
 
 Entry: `merge_quantize(graph)`, on a forward or backward graph after the partitioner. A forward graph has such a pair
 for an activation: fprop reads one quantise, the other is saved for wgrad. A backward graph has a pair for a gradient,
-read by dgrad and wgrad. A pair must have the same format, layout, outer scale, seed and groups. Only the columnwise
-quantise may be Hadamard-transformed. No kernel quantises both ways where each matrix has its own outer scale, unless
-blocks are square.
+read by dgrad and wgrad. A pair must have the same format, layout, global or row scale, seed and groups. Only the
+columnwise quantise may be Hadamard-transformed. No kernel quantises both ways where each matrix has its own global
+scale, unless blocks are square.
 
 Before that, equal quantises become one, because each packed layer (`fp4compile.pack_`) quantises its input separately.
 """
@@ -41,7 +41,7 @@ def merge_quantize(graph: Graph) -> int:
 
 def _may_be_of_a_pair(found: Quantise) -> bool:
     fmt = formats.get(found.format)
-    # Where a static outer scale belongs to each row, the two quantises do not share it.
+    # A static row scale is not shared by the two quantises.
     given_each = (found.outer is not None or found.amax is not None) and fmt.outer == "row"
     return not given_each and found.scale_rule == "amax" and not (found.each_matrix and not fmt.square)
 

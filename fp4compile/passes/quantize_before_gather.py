@@ -1,12 +1,12 @@
-"""Quantise rows before processes gather them, so that codes and scales are gathered instead of 16-bit numbers.
+"""Quantise rows before a collective gathers them, so that codes and scales are gathered instead of 16-bit numbers.
 
 Entry: `quantize_before_gather(graph)`, on a forward, backward or inference graph after the partitioner, before
-`fake_quantize`, which would make 16-bit numbers of the codes. It changes gathers of activations under sequence
-parallelism, and of other tensors whose rows are quantised one by one (`lib.row_moves`).
+`fake_quantize`, which would replace the codes by 16-bit numbers. It changes gathers of activations under sequence
+parallelism, and of other tensors whose rows are quantised separately (`lib.row_moves`).
 
 A gather of codes has a second collective for the scales, so it has to save bytes on a link that is known to be slow.
-What is decided depends on nothing that may differ between the processes, such as numbers of rows, because all have to
-call the same collectives.
+The decision depends on nothing that may differ between ranks, such as numbers of rows, because all ranks have to call
+the same collectives.
 """
 
 from torch.fx import Graph, Node

@@ -1,9 +1,9 @@
-"""Quantise rows before an index takes them, so that a row that is taken several times is quantised once.
+"""Quantise rows before an index gathers them, so that a row that is gathered several times is quantised once.
 
 Entry: `quantize_before_index(graph)`, on a forward, backward or inference graph after the partitioner, after
-`fake_quantize`, whose 16-bit values of tokens are moved too. Tokens are put in the order of their experts, each token
-once for each of its experts, and then quantised; instead their codes and scales are put in that order
-(`lib.row_moves`), where that saves more bytes than the launches cost.
+`fake_quantize`, whose 16-bit dequantised values are indexed too. A model sorts tokens by expert, each token once for
+each of its experts, and then quantises them; instead their codes and scales are sorted (`lib.row_moves`), where that
+saves more bytes than the launches cost.
 """
 
 import math
@@ -35,7 +35,7 @@ def quantize_before_index(graph: Graph) -> int:
 
 
 def _index_of(node: Node) -> Move | None:
-    """A node that takes whole rows of a tensor by their numbers; None for any other node."""
+    """A node that gathers whole rows of a tensor by index; None for any other node."""
     if node.target is not torch.ops.aten.index.Tensor or not has_rows(node.args[0]):
         return None
     return Move(node, node) if len(node.args[1]) < node.args[0].meta["val"].dim() else None
@@ -63,9 +63,9 @@ def _unpaid(move: Move, quantisers: list[Quantise]) -> str | None:
 
 
 def _saved(quantise: Quantise, before: int, after: int, row: int) -> float:
-    """Bytes that are not read and written for a quantiser before a move. The rows are not moved at all, besides.
+    """Bytes that a quantiser before a move need not read and write, and bytes of the rows, which are not moved.
 
-    before, after: the rows that it reads now and then. row: bytes of a row.
+    before, after: the rows that the quantiser reads before and after the move. row: bytes of a row.
     """
     codes = moved_bytes(quantise)
     laid_out = 2 * before * bytes_of(quantise, 1) if quantise.spec.swizzled else 0
@@ -87,7 +87,7 @@ def _rows(node: Node) -> int | torch.SymInt:
 
 
 def _in_memory(node: Node) -> bool:
-    """Whether a tensor is in memory anyway, and is not computed by the kernel of Inductor's that moves it."""
+    """Whether a tensor is in memory anyway, not computed by Inductor's kernel that moves it."""
     while node.target in RESHAPES:
         node = node.args[0]
     return torch.Tag.pointwise not in getattr(node.target, "tags", ()) or len(set(readers_of(node))) > 1

@@ -1,8 +1,8 @@
 """Dequantise packed weights where they are read, in the backward graph too.
 
 A layer's input gradient multiplies the dequantised weight. The partitioner would compute that weight in the forward
-graph and save it until the backward pass, because it recomputes no custom operator unless it is told to. All layers'
-weights in high precision would then be in memory at once.
+graph and save it until the backward pass, because by default it recomputes no custom operator. All layers' weights in
+high precision would then be in memory at once.
 """
 
 from torch.fx import Graph, Node
@@ -13,9 +13,9 @@ from fp4compile.ops.quantize import DEQUANTIZE, EXPERT_WEIGHTS
 
 
 def recompute(graph: Graph, decisions: object) -> int:
-    """Tell the partitioner to compute dequantised weights again. Returns how many weights a gradient reads.
+    """Mark dequantised weights for the partitioner to recompute. Returns how many weights a gradient reads.
 
-    graph: a joint graph; other graphs stay as they are. decisions: unused; every pass on joint graphs takes them.
+    graph: a joint graph; other graphs are not changed. decisions: unused; every pass on joint graphs takes them.
     """
     gradients = tangent_dependent(graph)
     if not gradients:

@@ -1,11 +1,11 @@
-"""Rewrite the planned products of a joint graph into quantise -> scaled_mm.
+"""Rewrite the planned matmuls of a joint graph into quantise -> scaled_mm.
 
-Entry: `rewrite(graph, decisions)`. A product A @ B contracts A's last dimension with B's second-to-last, and
+Entry: `rewrite(graph, decisions)`. A matmul A @ B contracts A's last dimension with B's second-to-last, and
 `scaled_mm` takes both operands with the contraction last. So A is quantised along its last dimension and B along its
 second-to-last. A transposition in the graph only changes the dimension along which the operand's source is quantised;
 it never costs a copy.
 
-New nodes take their metadata from the product they serve (activation checkpointing, partitioner tags, module stacks)
+New nodes take their metadata from the matmul they serve (activation checkpointing, partitioner tags, module stacks)
 and their value from the op's fake implementation.
 """
 
@@ -40,15 +40,15 @@ aten = torch.ops.aten
 
 
 def rewrite(graph: Graph, decisions: list[Decision]) -> int:
-    """Rewrite the product of every decision to quantise; returns the number of rewritten products.
+    """Rewrite every matmul that is to be quantised; returns the number of rewritten matmuls.
 
-    Products of packed layers are quantised already, and get a name alone.
+    Matmuls of packed layers are already quantised, and only get a name.
     """
     for decision in decisions:
         if decision.gemm.packed is not None:
             name_product(decision.gemm.node)
     chosen = [d for d in decisions if d.reason is None and d.gemm.packed is None]
-    # Products are replaced only when all replacements are built: until then, decisions name nodes of the old graph.
+    # Matmuls are replaced only when all replacements are built: until then, decisions name nodes of the old graph.
     for decision, replacement in zip(chosen, insert(graph, chosen), strict=True):
         decision.gemm.node.replace_all_uses_with(replacement)
         graph.erase_node(decision.gemm.node)
@@ -58,25 +58,25 @@ def rewrite(graph: Graph, decisions: list[Decision]) -> int:
 
 
 def _never_dequantised_again(graph: Graph) -> None:
-    """Make activation checkpointing save gathered weights that are dequantised, where it lacks the codes later."""
+    """Make activation checkpointing save dequantised gathered weights, because it lacks the codes later."""
     for node in graph.find_nodes(op="call_function", target=GATHERED_WEIGHT):
         if "recompute" in node.meta and not gathered_weight_of(node).recompute:
             node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
 
 
 def insert(graph: Graph, decisions: list[Decision]) -> list[Node]:
-    """Insert the quantised product of each decision before the product, which stays; returns the new products.
+    """Insert the quantised matmul of each decision before the matmul, which stays; returns the new matmuls.
 
-    decisions: about products that are to be quantised. Equal quantises of several products are inserted once.
+    decisions: about matmuls that are to be quantised. A quantise that several matmuls share is inserted once.
     """
     builder = _Builder(graph)
     return [builder.build(decision) for decision in decisions]
 
 
 class _Builder:
-    """Builds the quantised products of one graph.
+    """Builds the quantised matmuls of one graph.
 
-    quantised: (data, scales, outer) of every quantised value, so that a value is quantised once for all its products.
+    quantised: (data, scales, global or row scale) of every quantised value, so that matmuls share a quantise.
     seeds: the seed node of each stochastically rounded value. drawn: the node that draws all seeds of a device.
     """
 
@@ -87,7 +87,7 @@ class _Builder:
         self.drawn: dict[torch.device, Node] = {}
 
     def build(self, decision: Decision) -> Node:
-        """Insert the quantised product before the product that it will replace; returns its node."""
+        """Insert the quantised matmul before the matmul that it will replace; returns its node."""
         gemm, node = decision.gemm, decision.gemm.node
         name_product(node)
         dtype = node.meta["val"].dtype
@@ -106,7 +106,7 @@ class _Builder:
             return self._general_addmm(decision, dtype)
 
     def _grouped(self, decision: Decision, dtype: torch.dtype) -> Node:
-        """The grouped product. Groups of the contraction are rows of both operands, quantised along these rows."""
+        """The grouped matmul. Groups of the contraction are rows of both operands, quantised along these rows."""
         gemm, meta = decision.gemm, decision.gemm.node.meta
         by_rows = gemm.groups == "rows"
         source = gemm.a.source
@@ -118,7 +118,7 @@ class _Builder:
         return self._transposed(product, meta) if gemm.swapped else product
 
     def _gathered(self, decision: Decision, dtype: torch.dtype) -> Node:
-        """The product with matrices gathered from the weight; W @ x as the transpose of x^T @ W^T."""
+        """The matmul with matrices gathered from the weight; W @ x as the transpose of x^T @ W^T."""
         gemm = decision.gemm
         weight_is_a = gemm.a.parameter is not None
         product = self._product(decision, dtype, swapped=weight_is_a, index=gemm.index)
@@ -137,7 +137,7 @@ class _Builder:
         return self._call(aten.sym_size.int, (node, dim % node.meta["val"].dim()), meta)
 
     def _general_addmm(self, decision: Decision, dtype: torch.dtype) -> Node:
-        """beta * bias + alpha * product, computed in float32 and then cast.
+        """beta * bias + alpha * matmul, computed in float32 and then cast.
 
         For a bias that `scaled_mm` does not take: a scaled bias, or a bias that is not one element for each column.
         """
@@ -152,7 +152,7 @@ class _Builder:
         return product
 
     def _product(self, decision: Decision, dtype: torch.dtype, swapped: bool = False, **fields: Any) -> Node:
-        """The product node of a decision. swapped: computed as B @ A. fields: further arguments of `product_of`."""
+        """The matmul node of a decision. swapped: computed as B @ A. fields: further arguments of `product_of`."""
         gemm = decision.gemm
         a, b = self._operand(gemm, gemm.a, decision.a, -1), self._operand(gemm, gemm.b, decision.b, -2)
         left, right = (b, a) if swapped else (a, b)
@@ -191,7 +191,7 @@ class _Builder:
         return self._for_batch(gemm, treatment, self.quantised[key], meta)
 
     def _packed(self, operand: GemmOperand, meta: dict) -> tuple:
-        """(data, scales, outer) of a gathered weight, of all packed experts, or of one expert."""
+        """(data, scales, global or row scale) of a gathered weight, of all packed experts, or of one expert."""
         if is_gathered(operand.source):
             codes = gathered_weight_of(operand.source).operand_for(str(operand.role))
             return codes.data, codes.scales, codes.outer
@@ -202,7 +202,7 @@ class _Builder:
         return tuple(part and self._call(aten.select.int, (part, 0, operand.expert), meta) for part in parts)
 
     def _for_batch(self, gemm: Gemm, treatment: Treatment, quantised: tuple, meta: dict) -> Operand:
-        """The operand of a quantised value; in a batch, each matrix's outer scale is repeated for its rows."""
+        """The operand of a quantised value; in a batch, each matrix's global scale is repeated for its rows."""
         data, scales, outer = quantised
         if gemm.groups in ("batch", "gather") and treatment.per_group:
             shape = [*data.meta["val"].shape[:2], 1]
@@ -218,9 +218,9 @@ class _Builder:
         return self._call(aten.permute.default, (source, [*batch, columns, rows]), meta)
 
     def _quantize(self, source: Node, treatment: Treatment, dim: int, meta: dict, groups: tuple = ()) -> tuple:
-        """(data, scales, outer) of a new quantise of `source` along `dim`; None for scales that the format lacks.
+        """(data, scales, global or row scale) of a new quantise of `source` along `dim`; None for absent scales.
 
-        groups: (offsets,) for groups, (None,) for a batch of matrices, each with its own outer scale; otherwise ().
+        groups: (offsets,) for groups, (None,) for a batch of matrices, each with its own global scale; otherwise ().
         """
         kwargs: dict[str, Any] = {}
         if isinstance(treatment.outer, Node):
@@ -268,13 +268,13 @@ class _Builder:
     def _meta_for(self, gemm: Gemm, operand: GemmOperand) -> dict:
         """Metadata of a quantise, from which the partitioner and activation checkpointing place and recompute it."""
         if operand.role == "dgrad_w" and not is_gather(view_of(operand.source).root):
-            # The packed weight is a copy of a parameter. Saving it would cost memory; the backward makes it again. What
-            # the graph gathers would be saved itself, unless the backward gathers it again.
+            # The packed weight is a copy of a parameter. Saving it would cost memory; the backward recomputes it. A
+            # weight that the graph gathers would be saved itself, unless the backward gathers it again.
             return gemm.node.meta | {"partitioner_tag": "must_be_in_backward"}
         # The activation of wgrad belongs to the forward, and is recomputed where the layer's forward is recomputed.
         meta = gemm.forward.meta if operand.role in ("wgrad_x", "dgrad_w") else gemm.node.meta
         if "recompute" in meta:
-            # A checkpointing policy may save the product. Its operands are then recomputed all the same.
+            # A checkpointing policy may save the matmul. Its operands are then still recomputed.
             return meta | {"recompute": CheckpointPolicy.PREFER_RECOMPUTE}
         return meta
 

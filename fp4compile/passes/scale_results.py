@@ -1,11 +1,11 @@
-"""Multiply the result of a product by a power of two, where the graph multiplies an operand that is larger.
+"""Move a multiplication by a power of two from an operand of a matmul to its result, where the result is smaller.
 
 Entry: `scale_results(graph)`, on a forward or backward graph after the partitioner.
 
-An adapter multiplies what its two matrices compute by a number, such as 2. So its backward pass multiplies the gradient
-of the layer's output by that number, and writes as much as the gradient has to memory, for two products whose results
-are thin: the gradients of the adapter's second matrix and of what it reads. For a Llama-3-8B with adapters on all
-linear layers that is 336 MiB a block and 4096 tokens, of which 224 MiB are in memory at the peak of a training step.
+An adapter multiplies its output by a number, such as 2. So its backward pass multiplies the gradient of the layer's
+output by that number, and stores a tensor of the gradient's size, for two matmuls with small results: the gradients of
+the adapter's second matrix and of that matrix's input. For a Llama-3-8B with adapters on all linear layers that is 336
+MiB a block and 4096 tokens, of which 224 MiB are in memory at the peak of a training step.
 
 A power of two only changes exponents. The bits of the results are the same, unless a number overflows or is too small
 to be normal: below 2^-126 in magnitude.
@@ -24,11 +24,11 @@ from fp4compile.passes.lib.operations import same_shape
 aten = torch.ops.aten
 _VIEWS = (*RESHAPES, aten.permute.default, aten.t.default, aten.transpose.int)
 _DTYPES = (torch.bfloat16, torch.float32)  # with exponents of eight bits
-_MOST_BITS = 32  # by which an exponent changes
+_MOST_BITS = 32  # the largest change of an exponent
 
 
 def scale_results(graph: Graph) -> int:
-    """Move multiplications behind products; returns the number of multiplications."""
+    """Move multiplications behind matmuls; returns the number of multiplications."""
     count = 0
     for scaled in graph.find_nodes(op="call_function", target=aten.mul.Tensor):
         readers = list(_readers(scaled)) if _by_power_of_two(scaled) else []
@@ -49,7 +49,7 @@ def _by_power_of_two(node: Node) -> bool:
 
 
 def _readers(node: Node) -> Iterator[Node]:
-    """The nodes that read a node or a view of it; a product of a node with itself, twice."""
+    """The nodes that read a node or a view of it; a matmul of a node with itself, twice."""
     for user in node.users:
         if user.target in _VIEWS:
             yield from _readers(user)
@@ -63,7 +63,7 @@ def _is_smaller_product(reader: Node, scaled: Node) -> bool:
 
 
 def _scale(products: list[Node], scaled: Node) -> None:
-    """Let the products read the node that is multiplied, and multiply their results."""
+    """Let the matmuls read the node that is multiplied, and multiply their results."""
     x, factor = scaled.args
     scaled.replace_all_uses_with(x)
     scaled.graph.erase_node(scaled)

@@ -1,4 +1,4 @@
-"""Recipes: which operand of which matrix product takes which format, and which layers are left alone."""
+"""Recipes: the format of each operand of each matmul, and the layers that are not quantised."""
 
 from fp4compile.recipe.named_recipes import PRODUCTS
 from fp4compile.recipe.recipe import Recipe, named, recipes, resolve, unmatched_rules

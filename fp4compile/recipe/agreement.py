@@ -1,18 +1,18 @@
-"""All ranks of a process group compile with the same settings, or all of them raise.
+"""Check that all ranks of a process group compile with the same settings; otherwise all of them raise.
 
-The collectives of a compiled graph depend on the recipe and the passes. Ranks that differ in these would call different
-collectives, and wait for each other until the group's time limit.
+The collectives of a compiled graph depend on the recipe and the passes. Ranks with different ones would call different
+collectives, and wait for each other until the group times out.
 
-Entry: `tell(gm, example_inputs, settings)` before a graph is compiled, and `compare()` of what it returns afterwards.
+Entry: `tell(gm, example_inputs, settings)` before a graph is compiled, and `compare()` of its result afterwards.
 
 **What is compared.** For each process group a rank has a list of the different settings with which it compiled graphs
 that may call its collectives, in the order of first use. Ranks that agree have equal lists, whatever comes from caches
 or is compiled again.
 
-**Why it cannot hang.** Entries lie in the key-value store by which the group's ranks met. A rank writes its entry, then
-waits for one key, for `fp4compile.config.agreement_seconds` at most. The rank that completes the entries writes it, and
-so does a rank that finds another entry than its own: whoever writes the later of two different entries sees both. A
-rank that waits in vain logs it and goes on: another rank may run the model uncompiled.
+**Why it cannot hang.** Entries are in the key-value store of the group's rendezvous. A rank writes its entry, then
+waits for one key, for `fp4compile.config.agreement_seconds` at most. The rank that completes the entries writes this
+key, and so does a rank that finds an entry different from its own: the rank that writes the later of two entries reads
+both. A rank that times out logs it and continues: another rank may run the model uncompiled.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ from fp4compile.recipe.recipe import Recipe
 log = logging.getLogger("fp4compile")
 
 _AGREED, _DIFFER = b"agreed", b"differ"
-_LONGEST_PAUSE = 0.5  # seconds between two looks for the verdict
+_LONGEST_PAUSE = 0.5  # seconds between two polls for the verdict
 _SHOWN = 200  # characters of a setting; a longer one is shown by its hash
 
 
 def settings_of(recipe: Recipe, others: Mapping[str, object]) -> dict[str, str]:
-    """Everything in which ranks must agree, as texts, with the recipe's name, which is shown and not compared."""
+    """The settings in which ranks must agree, as texts, and the recipe's name, which is shown and not compared."""
     given = {**recipe.to_dict(), **others}
     return {"recipe": given.pop("name"), **{name: _text(value) for name, value in given.items()}}
 
@@ -54,12 +54,12 @@ def _text(value: object) -> str:
 
 
 def tell(gm: GraphModule, example_inputs: Sequence[Any], settings: Mapping[str, str]) -> Told:
-    """Tell the other ranks of the process groups of a Dynamo graph with which settings this rank compiles it."""
+    """Publish this rank's settings to the other ranks of a Dynamo graph's process groups."""
     return tell_groups(_groups_of(gm, example_inputs), settings)
 
 
 def tell_groups(groups: Iterable[dist.ProcessGroup], settings: Mapping[str, str]) -> Told:
-    """Tell the other ranks of process groups this rank's settings, where the group has other ranks and a store."""
+    """Publish this rank's settings to the other ranks of process groups that have other ranks and a store."""
     there = [group for group in groups if group.size() > 1 and dist.get_backend(group) != "fake"]
     stores = [(group, _compat.store_of(group)) for group in there]
     told = [_told(group, store, settings) for group, store in stores if store is not None]
@@ -68,7 +68,7 @@ def tell_groups(groups: Iterable[dist.ProcessGroup], settings: Mapping[str, str]
 
 @dataclass(frozen=True)
 class Told:
-    """What this rank told: an entry for each process group whose ranks have not all been compared."""
+    """This rank's published entries, one for each process group whose ranks have not all been compared."""
 
     entries: list[_Entry]
 
@@ -83,7 +83,7 @@ class Told:
 
 @dataclass(frozen=True)
 class _Entry:
-    """Settings that this rank told a group, under keys with `prefix`. waits: whether it waits for the other ranks."""
+    """Settings that this rank published to a group, under keys with `prefix`. waits: whether it waits for others."""
 
     group: dist.ProcessGroup
     store: dist.Store
@@ -92,7 +92,7 @@ class _Entry:
     waits: bool = True
 
     def write(self) -> None:
-        """Write the entry, and the verdict where this rank knows it."""
+        """Write the entry, and the verdict if this rank can decide it."""
         mine, rank = json.dumps(self.settings), self.group.rank()
         self.store.set(f"{self.prefix}/{rank}", mine)
         first = json.loads(self.store.compare_set(f"{self.prefix}/first", "", mine))
@@ -115,9 +115,9 @@ class _Entry:
         _lists[self.group].agreed.add(self.prefix)
 
     def _decided(self, seconds: float) -> bool:
-        """Whether there is a verdict after at most some seconds.
+        """Whether a verdict arrives within some seconds.
 
-        The store is asked again and again, because its own `wait` would keep other threads, such as NCCL's, from it.
+        The store is polled, because its own `wait` would block other threads, such as NCCL's.
         """
         end, pause = time.monotonic() + seconds, 0.005
         while not self.store.check([f"{self.prefix}/verdict"]):
@@ -129,7 +129,7 @@ class _Entry:
         return True
 
     def _everyone(self) -> dict[int, dict[str, str]]:
-        """The settings of each rank that has told them, by its rank in the group."""
+        """The settings of each rank that has published them, by its rank in the group."""
         ranks = [rank for rank in range(self.group.size()) if self.store.check([f"{self.prefix}/{rank}"])]
         return {rank: json.loads(self.store.get(f"{self.prefix}/{rank}")) for rank in ranks}
 
@@ -138,7 +138,7 @@ class _Entry:
 class _List:
     """The entries of one group: prefixes of their keys by what is compared, in the order of first use.
 
-    joined: how often this rank has had a group in the store, which may outlive its group. agreed: by all ranks.
+    joined: how many groups this rank has had in the store, which may outlive its group. agreed: by all ranks.
     """
 
     joined: int
@@ -151,7 +151,7 @@ _lock = threading.Lock()
 
 
 def _told(group: dist.ProcessGroup, store: dist.Store, settings: Mapping[str, str]) -> _Entry | None:
-    """The entry of settings in a group's store, written at their first use; None where all ranks have it."""
+    """The entry of settings in a group's store, written at their first use; None if all ranks have already agreed."""
     key = _compared(settings)
     with _lock:
         if group not in _lists:
@@ -175,7 +175,7 @@ def _ranks(ranks: Sequence[int]) -> str:
 
 
 def _difference(group: str, everyone: Mapping[int, Mapping[str, str]]) -> str:
-    """What the error says. everyone: settings by rank."""
+    """The error's message. everyone: settings by rank."""
     alike: dict[tuple, list[int]] = {}
     for rank, settings in everyone.items():
         alike.setdefault((settings["recipe"], *_compared(settings)), []).append(rank)
@@ -196,7 +196,7 @@ def _difference(group: str, everyone: Mapping[int, Mapping[str, str]]) -> str:
 
 
 def _groups_of(gm: GraphModule, example_inputs: Sequence[Any]) -> list[dist.ProcessGroup]:
-    """The process groups, with this rank in them, of which a Dynamo graph or its backward may call collectives.
+    """The process groups of this rank whose collectives a Dynamo graph or its backward may call.
 
     These are the groups that its collectives name, and the groups of the meshes of its DTensors, whose gradients may be
     reduced.
@@ -204,7 +204,7 @@ def _groups_of(gm: GraphModule, example_inputs: Sequence[Any]) -> list[dist.Proc
     if not (dist.is_available() and dist.is_initialized()):
         return []
     names = {group.group_name for mesh in _meshes(gm, example_inputs) for group in mesh.get_all_groups()}
-    # By its name, because DTensor's caches may hold a mesh of groups that were destroyed, equal to the mesh of today.
+    # By its name, because DTensor's caches may hold an equal mesh of destroyed groups.
     groups = (_compat.process_group(name) for name in sorted(names.union(_named_groups(gm))))
     return [group for group in groups if group is not None and dist.get_rank(group) >= 0]
 

@@ -20,8 +20,9 @@ _ENDING = ".unfinished"
 def write_atomically(path: str | os.PathLike, write: Callable[[Path], object]) -> None:
     """Call `write` with the path of a new file, then rename that file to `path`.
 
-    An existing file stays until the new one is complete, which gets its permissions; of a link, the target is replaced.
-    Raises the errors of `write`, and OSError, which names `path`, where it cannot be written or is no file.
+    An existing file is kept until the new one is complete, which gets its permissions; for a link, the target is
+    replaced. Raises the errors of `write`, and OSError, which names `path`, where it cannot be written or is not a
+    file.
     """
     target = Path(os.path.realpath(path))
     if target.exists() and not target.is_file():
@@ -38,7 +39,7 @@ def write_atomically(path: str | os.PathLike, write: Callable[[Path], object]) -
 
 @contextmanager
 def scratch_folder(target: Path, undo: Callable[[Path], object] | None = None) -> Iterator[Path]:
-    """A new folder beside a target, removed at the end; before, abandoned ones of the target are, after `undo`."""
+    """A new folder beside a target, removed at the end. Abandoned ones are removed first, after `undo`."""
     _remove_abandoned(target, undo)
     folder, lock = _made(target)
     try:

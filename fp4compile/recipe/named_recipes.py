@@ -2,7 +2,7 @@
 
 from typing import Any
 
-# The matrix products of a layer, and the recipe fields that hold the formats of the two operands.
+# The matmuls of a layer, and the recipe fields that hold the formats of the two operands.
 OPERANDS = {
     "fprop": ("fprop_x", "fprop_w"),
     "dgrad": ("dgrad_dy", "dgrad_w"),

@@ -1,4 +1,4 @@
-"""`Recipe`: the user's decisions about precision, frozen and hashable; contradictions raise when one is built."""
+"""`Recipe`: the user's decisions about precision, frozen and hashable; contradictory ones raise."""
 
 import dataclasses
 import functools
@@ -25,7 +25,7 @@ log = logging.getLogger("fp4compile")
 _SCALE_RANGE = (2.0**-126, (2 - 2.0**-23) * 2.0**127)
 _SHOWN = 8  # entries of a tuple that are shown; longer ones, such as the static scales of a model, are counted
 _WEIGHT_CACHES = ("on", "off", "always")
-# The fields that name products, and the products that each may name.
+# The fields that name matmuls, and the matmuls that each may name.
 _SWITCHES = {
     "hadamard": ("wgrad",), "stochastic_rounding": ("dgrad", "wgrad"), "fast_accumulation": ("fprop", "dgrad", "wgrad")
 }  # fmt: skip
@@ -38,13 +38,13 @@ _PLAIN_FIELDS = (
 class Recipe:
     """The user's decisions about precision.
 
-    name: shown in reports and messages; it changes no number.
-    fprop_x, fprop_w: formats of the activation and the weight in the forward product.
-    dgrad_dy, dgrad_w: formats of the output gradient and the weight in the product for the input gradient.
-    wgrad_dy, wgrad_x: formats of the output gradient and the activation in the product for the weight gradient.
-    attention_a, attention_b: formats of the operands of products without a parameter, in the order of the product.
+    name: shown in reports and messages; it has no effect on results.
+    fprop_x, fprop_w: formats of the activation and the weight in the forward matmul.
+    dgrad_dy, dgrad_w: formats of the output gradient and the weight in the matmul for the input gradient.
+    wgrad_dy, wgrad_x: formats of the output gradient and the activation in the matmul for the weight gradient.
+    attention_a, attention_b: formats of the operands of matmuls without a parameter, in the order of the matmul.
         A format is a name of `formats.NAMED`, a spec string or a `BlockFormat`. None keeps the operand in high
-        precision; files write it "none". A product without any format is not quantised.
+        precision; files write it "none". A matmul without any format is not quantised.
     rules: the first rule whose glob matches a layer's name decides about the layer. Each is a `Rule`, a (pattern,
         action) pair or a dict of the two.
     min_m, min_n, min_k: a layer with fewer tokens, out features or in features than these is not quantised.
@@ -57,18 +57,17 @@ class Recipe:
     static_scales: (module name, decode factor) pairs or a dict, as `fp4compile.calibrate` measures them: positive
         normal float32 numbers. Allowed only where activation_scale, or the recipe that a rule names, is "static".
     hadamard: ("wgrad",) applies the random Hadamard transform to both operands of wgrad, along the tokens.
-    stochastic_rounding: the products among "dgrad" and "wgrad" whose gradient operand is rounded stochastically.
-    fast_accumulation: the products, in float8_rowwise, whose sums FP8 matrix units may keep in fewer bits than float32
+    stochastic_rounding: the matmuls among "dgrad" and "wgrad" whose gradient operand is rounded stochastically.
+    fast_accumulation: the matmuls, in float8_rowwise, whose sums FP8 matrix units may keep in fewer bits than float32
         has. On Hopper that is faster and less exact; elsewhere, and in packed layers, it changes nothing.
     weight_cache: for inference. "on" keeps packed weights until a change of the parameter is detected; in a process
         group of torch.distributed, whose writes cannot be detected, it quantises weights at every call. "always" keeps
-        them there
-        too: a promise to call `fp4compile.refresh` after such a write. "off" quantises weights at every call.
+        them there too, if you call `fp4compile.refresh` after such writes. "off" quantises weights at every call.
     weight_scales: how the NVFP4 block scales of fprop_w are chosen in inference. "amax": from each block's largest
         element; "mse": of least squared error; "four_over_six": the better of two. Graphs that compute gradients take
         "amax".
 
-    Raises ValueError for an unknown format, product or choice, for a number out of range, and for fields that
+    Raises ValueError for an unknown format, matmul or choice, for a number out of range, and for fields that
     contradict each other; TypeError for a field of another type.
     """
 
@@ -191,12 +190,12 @@ class Recipe:
         return self.weight_scales if chosen else "amax"
 
     def operands(self, product: str) -> tuple[str | None, str | None]:
-        """The format names of a product's operands, in the order of the recipe's fields; None: high precision."""
+        """The format names of a matmul's operands, in the order of the recipe's fields; None: high precision."""
         first, second = OPERANDS[product]
         return getattr(self, first), getattr(self, second)
 
     def quantizes(self, product: str) -> bool:
-        """Whether any operand of the product has a format."""
+        """Whether any operand of the matmul has a format."""
         return any(fmt is not None for fmt in self.operands(product))
 
     def rule_for(self, module: str) -> Rule | None:
@@ -231,7 +230,7 @@ class Recipe:
         return hashlib.sha256(json.dumps(self.to_dict(), sort_keys=True).encode()).hexdigest()
 
     def to_dict(self) -> dict[str, Any]:
-        """The fields as a dictionary for JSON; `from_dict` makes an equal recipe of it."""
+        """The fields as a dictionary for JSON; `from_dict` returns an equal recipe."""
         plain = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         plain["rules"] = [dataclasses.asdict(rule) for rule in self.rules]
         plain["static_scales"] = dict(self.static_scales)
@@ -253,9 +252,9 @@ class Recipe:
     def from_toml(cls, path: str | Path) -> "Recipe":
         """The recipe of a TOML file: its table [fp4compile], or the whole file; fields as in `from_dict`.
 
-        Raises ValueError for a file that is not TOML, that has no recipe in it, that has recipe fields beside the table
-        (but `name`), or that `save` wrote and that lacks its last line; the errors of `from_dict`, with the path in
-        front; OSError.
+        Raises ValueError for a file that is not TOML, that has no recipe in it, that has recipe fields outside of the
+        table (except `name`), or that `save` wrote and that is truncated; the errors of `from_dict`, prefixed by the
+        path; OSError.
         """
         fields = sources.read_toml(path, _field_names())
         with sources.errors_name(f"{path}: "):
@@ -274,8 +273,8 @@ class Recipe:
     def save(self, path: str | Path) -> None:
         """Write all fields to a .toml or .json file that every function that takes a recipe reads.
 
-        Readers refuse a cut file; a failed write leaves an existing file unchanged. Raises ValueError for another
-        ending, OSError.
+        Readers refuse a truncated file; a failed write leaves an existing file unchanged. Raises ValueError for another
+        file ending, OSError.
         """
         sources.write(path, self.to_dict())
 
@@ -283,7 +282,7 @@ class Recipe:
     def from_env(cls) -> "Recipe | None":
         """The recipe of FP4COMPILE_RECIPE, a name or the path of a .toml or .json file; None if it is unset or empty.
 
-        Raises the errors of `resolve`, with the variable and its value in front.
+        Raises the errors of `resolve`, prefixed by the variable and its value.
         """
         value = os.environ.get(sources.ENVIRONMENT)
         if not value:
@@ -336,7 +335,7 @@ class Recipe:
             sqnr_db, the result of `fp4compile.sensitivity` under that recipe, whose errors count too.
 
         Raises ValueError unless exactly one budget is set, for a share out of range, for an unknown fallback or its
-        name beside sqnr_db, and where it cannot keep so many decibels; TypeError for another report.
+        name beside sqnr_db, and where so many decibels cannot be kept; TypeError for another report.
         """
         if not isinstance(report, Ranking):
             raise TypeError(f"report: expected a fp4compile.Sensitivity, got {type(report).__name__}")
@@ -368,7 +367,7 @@ def _sequence(field: str, value: Any) -> list | tuple:
 
 
 def _products(field: str, value: Any) -> tuple[str, ...]:
-    """The products of a training switch, each once, in alphabetical order."""
+    """The matmuls of a training switch, each once, in alphabetical order."""
     products = _sequence(field, value)
     for product in products:
         if not isinstance(product, str):
@@ -398,7 +397,7 @@ def _scales(value: Any) -> tuple[tuple[str, float], ...]:
 
 
 def unmatched_rules(recipe: Recipe, names: Iterable[str]) -> tuple[Rule, ...]:
-    """The rules of a recipe that decide about no layer: earlier rules match all names that they match.
+    """The unused rules of a recipe: they match no name, or only names that earlier rules match.
 
     names: the names of all layers of a model, as in reports, from all of its graphs.
     """
@@ -423,7 +422,7 @@ def resolve(recipe: str | dict | Recipe | Path | None = None, **overrides: Any) 
     """The recipe that the user means.
 
     recipe: a `Recipe`, a dict (see `Recipe.from_dict`), a name, or the path of a .toml or .json file. None takes the
-        environment variable FP4COMPILE_RECIPE (a name or a path), or "nvfp4", and logs which at level INFO.
+        environment variable FP4COMPILE_RECIPE (a name or a path), or "nvfp4", and logs it at level INFO.
     overrides: fields to replace.
 
     Raises ValueError for an unknown name or field, TypeError for anything else, OSError for a file that does not exist.

@@ -65,7 +65,7 @@ def fallback_rules(layers: Iterable[str], fallback: str | None) -> tuple[Rule, .
 
 
 def unmatched(rules: Iterable[Rule], names: Iterable[str]) -> tuple[Rule, ...]:
-    """The rules that decide about none of the named layers: earlier rules match all names that they match."""
+    """The unused rules: they match none of the names, or only names that earlier rules match."""
     left = dict.fromkeys(names)
     idle = []
     for rule in rules:

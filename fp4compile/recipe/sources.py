@@ -25,7 +25,7 @@ _BARE_WORD = re.compile(r"[\w.:+-]+")
 
 @contextmanager
 def errors_name(source: str) -> Iterator[None]:
-    """Put the name of a source in front of the message of an error."""
+    """Prefix the message of an error by the name of a source."""
     try:
         yield
     except (ValueError, TypeError, OSError) as error:
@@ -33,7 +33,7 @@ def errors_name(source: str) -> Iterator[None]:
 
 
 def read_toml(path: str | Path, field_names: Sequence[str]) -> dict[str, Any]:
-    """The recipe fields of a TOML file, see `Recipe.from_toml`. field_names: must not be beside the table."""
+    """The recipe fields of a TOML file, see `Recipe.from_toml`. field_names: not allowed outside of the table."""
     try:
         content = tomllib.loads(Path(path).read_text(encoding="utf-8"))
     except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
@@ -49,7 +49,7 @@ def read_toml(path: str | Path, field_names: Sequence[str]) -> dict[str, Any]:
 
 
 def _uncut(path: str | Path, fields: Any) -> Any:
-    """The fields without the keys that `write` adds around them. Raises ValueError where the last one lacks."""
+    """The fields without the keys that `write` adds around them. Raises ValueError if the last key is missing."""
     if not isinstance(fields, dict):
         return fields
     whole = fields.get(_CLOSING) is True

@@ -1,1 +1,1 @@
-"""What a user reads: the report, its rows and pages, the names of modules, and `explain`."""
+"""The report: its rows, texts and pages, and the names of modules."""

@@ -1,11 +1,11 @@
-"""Names of the tensors that enter a Dynamo graph: a name for the recipe's rules, and a full name for the report.
+"""Names of a Dynamo graph's inputs: one for the recipe's rules, and a full name for the report.
 
 Entry: `record(gm, example_inputs, root)`.
 
-A rule matches the name of a parameter below the module whose `forward` was captured, which comes from Dynamo's source
-of the parameter. It cannot be the full name, because Dynamo lets equal modules of a model share one graph.
+Rules match the name below the module whose `forward` was captured, which comes from Dynamo's source of the parameter.
+It cannot be the full name, because Dynamo lets equal modules of a model share one graph.
 
-The full name is found by identity: a module on the call stack holds the tensor that enters the graph under that name.
+The full name is found by identity: a module on the call stack holds the input tensor under that name.
 """
 
 import re
@@ -24,10 +24,10 @@ from fp4compile.analysis.module_names import ADAPTER, Named, block_of, clean_nam
 from fp4compile.report.report import Row, is_below
 
 _ROOT = re.compile(r"([LG])\['([^']+)'\]")
-# How Dynamo spells the same step in a module whose forward sets attributes of the module.
+# Dynamo's spelling of the same step in a module whose forward sets attributes of the module.
 _DICT_STEP = re.compile(r"\.__dict__\['(_modules|_parameters|_buffers)'\]")
 _STEP = re.compile(r"\.(_modules|_parameters|_buffers)\['([^']+)'\]|\.(\w+)|\['([^']+)'\]|\[(\d+)\]")
-# Attributes that Python and functools.partial put between a function and the objects that it carries.
+# Attributes through which Python and functools.partial hold the objects of a function.
 _CARRIERS = re.compile(r"__\w+__|cell_contents|args|keywords|func")
 
 
@@ -49,9 +49,9 @@ class Names:
     root: torch.nn.Module | None = None
 
     def entered_by(self, values: Sequence[Any], root: torch.nn.Module | None = None) -> "Names":
-        """These names, with full names for the part of the model for which Dynamo runs the graph now.
+        """These names, with full names for the part of the model that runs the graph now.
 
-        values: the graph's inputs in this run. root: the model; None looks for it on the call stack.
+        values: the graph's inputs in this run. root: the model; None searches the call stack.
         """
         inside = [(name, value) for name, value in zip(self.names, values, strict=True)
                   if name is not None and isinstance(value, torch.Tensor)]  # fmt: skip
@@ -101,8 +101,8 @@ class Names:
 class _Origin:
     """Where Dynamo found an input.
 
-    root: the expression of an object. path: the own name of the input below that object, along a chain of modules;
-    real: this name with the segments of wrappers.
+    root: the expression of an object. path: the own name of the input below that object, through modules; real: this
+    name with the segments of wrappers.
     label: the name of the variable that holds the object. always: whether the input's name has the label even if there
     is only one root. parameter: whether the input is a parameter.
     """
@@ -118,8 +118,8 @@ class _Origin:
 def record(gm: GraphModule, example_inputs: Sequence[Any], root: torch.nn.Module | None = None) -> Names:
     """Which inputs of a Dynamo graph are parameters, and their names.
 
-    root: the model; None looks for it on the call stack, so this must be called while Dynamo calls the backend: then
-        the user's call of the model is on the stack.
+    root: the model; None searches the call stack, which has the user's call of the model while Dynamo calls the
+    backend.
     """
     nodes = gm.graph.find_nodes(op="placeholder")
     values = [_example(node, value) for node, value in zip(nodes, example_inputs, strict=True)]
@@ -137,7 +137,7 @@ def record(gm: GraphModule, example_inputs: Sequence[Any], root: torch.nn.Module
 
 
 def _shards(value: Any) -> tuple[Shard, ...]:
-    """How a DTensor is cut. Placements of other kinds than `Shard` are no cuts that this package knows."""
+    """The shards of a DTensor. Placements of other kinds than `Shard` are ignored."""
     placements, mesh = getattr(value, "placements", ()), getattr(value, "device_mesh", None)
     if (
         mesh is None
@@ -154,7 +154,7 @@ def _shards(value: Any) -> tuple[Shard, ...]:
 def _by_real_modules(
     places: Sequence[_Origin | None], values: Sequence[Any], stack: list[torch.nn.Module]
 ) -> list[_Origin | None]:
-    """The places, with own names that the classes of the real modules decide and not the text alone."""
+    """The places, with own names by the classes of the real modules, not by the text alone."""
     found = list(places)
     left = {i for i, place in enumerate(found) if place is not None and place.real}
     for module in stack:
@@ -285,7 +285,7 @@ def _parsed(text: str, free: bool, is_parameter: bool) -> _Origin | None:
     real = ".".join(_name(step) for step in steps[first:])
     below = clean_name(real)
     root = text[: steps[first].start()] if first < len(steps) else text
-    attribute = bool(inner) and steps[0].group(3) is not None and not free and not passed  # of `self`, say
+    attribute = bool(inner) and steps[0].group(3) is not None and not free and not passed  # such as of `self`
     label = ".".join(inner if attribute else ["args" if passed else variable, *inner])
     if not below:
         return _Origin(root, label, "", False, True)
@@ -301,7 +301,7 @@ def _name(step: re.Match) -> str:
 
 
 def _names(places: Sequence[_Origin | None]) -> list[str | None]:
-    """The names that rules match. Inputs of one name below two roots also get the names of the roots' variables."""
+    """The names that rules match. Inputs with one name below two roots are prefixed by the roots' variables."""
     paths = [None if place is None else place.path for place in places]
     ambiguous = {root for roots in _roots(paths, places).values() if len(roots) > 1 for root in roots}
     names = [None if place is None else _prefixed(place, ambiguous) for place in places]

@@ -1,4 +1,4 @@
-"""A report as a file: CSV of its rows, and one self-contained HTML page; the page's content for notebooks."""
+"""A report as CSV of its rows, as a self-contained HTML page, and as HTML for notebooks."""
 
 import csv
 import html
@@ -64,7 +64,7 @@ _STYLE = """
 .fp4compile .number { text-align: left; }
 }
 """
-# Makes the columns' names buttons that sort, and fills the choice that stands for them on a phone.
+# Makes the columns' names buttons that sort, and fills the selector that replaces them on a phone.
 _SCRIPT = """
 for (const root of document.querySelectorAll(".fp4compile")) {
   const body = root.querySelector("tbody"), heads = [...root.querySelectorAll("th:not(.bars)")];
@@ -102,7 +102,7 @@ _FORMULA = re.compile("[\\s=+@\uff1d\uff0b\uff0d\uff20-]")
 def to_csv(rows: Sequence[Row]) -> str:
     """One line for each row, under a line with the names of the fields; an empty cell for None.
 
-    A text that a spreadsheet would take for a formula has an apostrophe in front, as spreadsheets mark text.
+    Text that a spreadsheet would read as a formula begins with an apostrophe, which marks it as text.
     """
     out = io.StringIO()
     # All texts are quoted: the writer would leave a carriage return unquoted, and readers would begin a line there.
@@ -127,7 +127,7 @@ def to_html(view: ReportView) -> str:
 
 
 def fragment(view: ReportView) -> str:
-    """The view as HTML, which a page or a notebook shows. Where times are predicted, with bars in the table."""
+    """The view as HTML for a page or a notebook; with bars in the table where times are predicted."""
     facts = "".join(map(_fact, view.facts))
     notes = "".join(f"<div>{html.escape(note)}</div>" for note in view.notes)
     return (

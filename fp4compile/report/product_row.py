@@ -13,32 +13,32 @@ class Row:
 
     module: fully qualified name of the layer; "" for a matmul outside of every layer.
     product: one of PRODUCTS.
-    m, n, k: the dimensions of the product; text where they are symbolic, None where they are not known.
+    m, n, k: the dimensions of the matmul; text where they are symbolic, None where they are not known.
     left, right: the format of each operand, or its dtype (such as "bfloat16") where it is not quantised; None where
         the operand is unknown.
-    tier: what computes the product: "native" (the GPU's block-scaled matrix units), "emulated" (other GPU kernels) or
-        "reference" (PyTorch operations, on a CPU); None where the product is not quantised.
-    reason: why the product is not quantised; None where it is quantised.
+    tier: what computes the matmul: "native" (the GPU's block-scaled matrix units), "emulated" (other GPU kernels) or
+        "reference" (PyTorch operations, on a CPU); None where the matmul is not quantised.
+    reason: why the matmul is not quantised; None where it is quantised.
     flops: floating-point operations of one run. Where a size is symbolic, they are counted at the sizes of the call
         that was captured; None where they are not known.
     saved, saved_plain: for a wgrad, the bytes of packed activation that the forward pass saves for it, and the bytes of
-        this activation unquantised. None where nothing is saved for this product: the activation is recomputed, or
+        this activation unquantised. None where nothing is saved for this matmul: the activation is recomputed, or
         saved for another layer that has the same input.
-    category: one of CATEGORIES. "experts" are grouped products, and batched products with a parameter.
+    category: one of CATEGORIES. "experts" are grouped matmuls, and batched matmuls with a parameter.
     name: the layer's name that the recipe's rules match, where it differs from `module`: where a submodule was
         compiled by itself, rules match the name below it.
-    note: how a quantised product differs from what the recipe says, and why; None where it does not.
+    note: how a quantised matmul differs from the recipe, and why; None where it does not.
     weight_scales: how the block scales of the weight are chosen, where the recipe's `weight_scales` is not "amax": that
         setting, or "amax (training)" in a graph that computes gradients; None elsewhere.
-    fused: the operations that the quantisers of its operands compute in a prologue, such as "silu, mul" (";" separates
-        two operands), and the operations of its own epilogue where that quantises its result, or finds its amax for
-        the next product: "silu, mul, quantize". None without any, and before the graph is compiled.
-    node: the product's node in the captured graph, as graph dumps show it.
-    plain_seconds, seconds: the product's predicted time in bf16, and as it is planned, with its part of launches that
-        several products need (`roofline.compiled_graph`). None where no GPU is named, and for products of unknown size.
-    shared_seconds: its part of the launches that products of other layers need too; it is in `seconds`.
-    launches: what is launched for the product, such as "quantise, rows / 3; wgmma_sm90": a third of a quantiser that
-        two other products read too, and a kernel of its own.
+    fused: the operations in the prologues of its operands' quantisers, such as "silu, mul" (";" separates two
+        operands), and the operations of its own epilogue where that quantises its result, or finds its amax for the
+        next matmul: "silu, mul, quantize". None without any, and before the graph is compiled.
+    node: the matmul's node in the captured graph, as graph dumps show it.
+    plain_seconds, seconds: the matmul's predicted time in bf16, and as planned, with its part of launches that several
+        matmuls need (`roofline.compiled_graph`). None where no GPU is named, and for matmuls of unknown size.
+    shared_seconds: its part of the launches that matmuls of other layers need too; included in `seconds`.
+    launches: the launches for the matmul, such as "quantise, rows / 3; wgmma_sm90": a third of a quantiser whose result
+        two other matmuls read too, and a kernel of its own.
     weight, weight_plain: for an fprop whose weight is a parameter, the bytes of this weight packed by `pack_` in the
         linear layout (None where it is not quantised), and unquantised. None where the size is unknown.
     again: whether an earlier compilation of the same function has this matmul in other sizes.
@@ -74,12 +74,12 @@ class Row:
 
     @property
     def quantised(self) -> bool:
-        """Whether the product is quantised."""
+        """Whether the matmul is quantised."""
         return self.reason is None
 
 
 def sizeless(row: Row) -> Row:
-    """The row without what depends on sizes that vary: equal for one matmul in compilations of other sizes."""
+    """The row without fields that depend on varying sizes: equal for one matmul in compilations of other sizes."""
     return replace(row, m=None, n=None, k=None, flops=None, saved=None, saved_plain=None, fused=None)
 
 

@@ -1,4 +1,4 @@
-"""Progress bars of what takes long, for people at a terminal."""
+"""Progress bars for a terminal."""
 
 from collections.abc import Iterable
 from importlib.util import find_spec

@@ -18,7 +18,7 @@ __all__ = ["CATEGORIES", "PassRun", "Report", "Row", "is_below"]
 
 
 class Seconds(NamedTuple):
-    """Predicted seconds of what a graph launches for no matmul, unquantised and as it is planned."""
+    """Predicted seconds of a graph's launches that no matmul needs, unquantised and as planned."""
 
     plain_seconds: float
     seconds: float
@@ -26,7 +26,7 @@ class Seconds(NamedTuple):
 
 @dataclass(frozen=True)
 class GraphLaunches:
-    """What a graph launches, forward and backward together, without CUDA graphs.
+    """The launches of a graph, forward and backward together, without CUDA graphs.
 
     count: the number of launches. seconds, host_seconds: predicted seconds of the GPU to run them, and of the host to
     issue them.
@@ -66,8 +66,8 @@ NOTHING_COMPILED = (
 class Frame:
     """A function that Dynamo compiles, maybe several times.
 
-    number: the current compilation's number. rows: how often each row occurs in the current compilation, and how often
-    it does in any sizes. earlier: the largest such counts among the earlier compilations.
+    number: of the current compilation. rows: how often each row occurs in the current compilation, and how often it
+    does in any size. earlier: the largest such counts of the earlier compilations.
     """
 
     number: tuple[int, ...] | None = None
@@ -81,7 +81,7 @@ class Frame:
         self.number = number
 
     def new(self, row: Row) -> Row | None:
-        """Count a row; None where an earlier compilation has it as often as the current one so far.
+        """Count a row, and return it; None where an earlier compilation has it as often as the current one so far.
 
         A row that earlier compilations have in other sizes is marked as `again`.
         """
@@ -109,12 +109,12 @@ class Report:
     lost: how many of these graphs came from Inductor's cache when their rows no longer existed.
     seconds: how long each pass took in this process, summed over the graphs. A graph from Inductor's cache adds none.
     gpu: the name of the GPU for which the rows' times are predicted; None where no times are predicted.
-    rest: the predicted times of all else in these graphs: norms, activations, embeddings and the like.
+    rest: the predicted times of all other operations in these graphs, such as norms, activations and embeddings.
     uncompiled: for each function that Dynamo no longer compiles for new inputs, the limit in `torch._dynamo.config`
         that was reached.
     rules: the recipe's rules, where the report is a backend's or of `explain`; see `unmatched_rules`.
     packed_before: how many weights of the model were packed already when `fp4compile.pack_` was called.
-    launches: what is launched for each graph with matmuls on the GPU `gpu`; see `host_bound`.
+    launches: the launches of each graph with matmuls on the GPU `gpu`; see `host_bound`.
     """
 
     recipe: str
@@ -146,7 +146,7 @@ class Report:
         trace: Dynamo's identity of the compilation. A recompilation of a function adds only rows that the earlier
             compilations of this function did not have. None adds all rows.
         rest: the graph's `Report.rest`; added where rows are, or where the graph has none.
-        launches: what is launched for the graph; None where that is not known, or is issued as a CUDA graph.
+        launches: the graph's launches; None where they are unknown, or issued as a CUDA graph.
         """
         added = rows if trace is None else self._unseen(rows, trace)
         self.rows.extend(added)
@@ -200,8 +200,8 @@ class Report:
     def unmatched_rules(self) -> tuple[Rule, ...]:
         """The rules that decided about no matmul of all graphs so far.
 
-        Empty while the report cannot know: before the first graph, and where it lacks the rows of a graph or functions
-        run uncompiled.
+        Empty while that is undecided: before the first graph, and where rows of a graph are missing or functions run
+        uncompiled.
         """
         if not self.graphs or self.lost or self.uncompiled:
             return ()
@@ -251,7 +251,7 @@ class Report:
         return self._limit_line() or NOTHING_COMPILED
 
     def caveats(self) -> list[str]:
-        """What the figures do not count, and rules without effect, a text each."""
+        """A text for each kind of matmul that the figures do not count, and for rules without effect."""
         found = []
         unknown = sum(row.flops is None for row in self.matmuls)
         if unknown and self.graphs is not None:  # rows that do not come from graphs never have FLOPs
@@ -310,19 +310,19 @@ class Report:
 
         At most 120 columns wide. Unprintable characters of names are escaped.
 
-        all: one line for each row instead, in the order of compilation, with what is launched for it.
+        all: one line for each row instead, in the order of compilation, with its launches.
         """
         return to_text(view_of(self, all))
 
     def to_csv(self) -> str:
         """All rows as CSV, with the names of the fields of `Row` in the first line.
 
-        A text that a spreadsheet would take for a formula has an apostrophe in front.
+        Text that a spreadsheet would read as a formula begins with an apostrophe.
         """
         return page.to_csv(self.rows)
 
     def to_html(self, *, all: bool = False) -> str:
-        """What `table` shows as one HTML page that needs no other file, with bars where times are predicted."""
+        """The content of `table` as one self-contained HTML page, with bars where times are predicted."""
         return page.to_html(view_of(self, all))
 
     def gains(self) -> dict[str, float]:
@@ -338,7 +338,7 @@ class Report:
         return found
 
     def losing(self) -> dict[str, float]:
-        """The predicted speed-up of each layer that would be faster unquantised, even where others stay as they are.
+        """The predicted speed-up of each layer that would be faster unquantised while the others stay quantised.
 
         A launch that another layer needs too runs anyway, so it is not counted here.
         """
@@ -352,7 +352,7 @@ class Report:
         return found
 
     def host_bound(self) -> list[GraphLaunches]:
-        """The launches of each graph that the host is predicted to issue more slowly than the GPU runs them.
+        """The launches of each graph that, by prediction, take the host longer to issue than the GPU to run.
 
         CUDA graphs (`torch.compile(..., mode="reduce-overhead")`) issue them at once. Empty where graphs use these, and
         in reports without predicted times.

@@ -1,4 +1,4 @@
-"""What a report says, before it becomes text (`report.text`) or a page (`report.page`): a summary, a table, and notes.
+"""The content of a report, which `report.text` and `report.page` render: a summary, a table, and notes.
 
 Entry: `view_of(report, all)`. All its texts are printable and without line breaks.
 """
@@ -20,7 +20,7 @@ _UNITS = ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"))
 class Fact:
     """A part of the summary.
 
-    label: its name. figure: the number that says most. details: lines beside it.
+    label: its name. figure: the main number. details: lines beside it.
     """
 
     label: str
@@ -46,7 +46,7 @@ class Line:
 
 @dataclass(frozen=True)
 class ReportView:
-    """A title, the summary, the table, and notes on what is in it."""
+    """A title, the summary, the table, and notes on the table."""
 
     title: str
     columns: tuple[Column, ...]
@@ -140,7 +140,7 @@ def _predicted(report: Report) -> list[Fact]:
 
 
 def _memory(report: Report) -> list[Fact]:
-    """Bytes of packed weights, and of what is saved for the backward pass."""
+    """Bytes of packed weights, and of activations saved for the backward pass."""
     packed, plain = report.saved()
     of = "activations saved for backward"
     if not packed and all(row.product not in ("dgrad", "wgrad") for row in report.rows):

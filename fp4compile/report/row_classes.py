@@ -15,7 +15,7 @@ _NUMBER = re.compile(r"(?<![^.\[])\d+(?=[.\]]|$)")
 
 @dataclass(frozen=True)
 class Group:
-    """Rows that differ in nothing but numbers in the layers' names.
+    """Rows that differ only in numbers in the layers' names.
 
     again: the rows of the same matmuls in other sizes.
     """
@@ -54,7 +54,7 @@ class Group:
 def groups(rows: Sequence[Row]) -> list[Group]:
     """The groups, with the largest layers first, by predicted time unquantised or else by FLOPs."""
     timed = any(row.plain_seconds for row in rows)
-    others: dict[Row, list[Row]] = {}  # the rows in other sizes, by what they have in common
+    others: dict[Row, list[Row]] = {}  # the rows in other sizes, by `sizeless`
     for row in rows:
         if row.again:
             others.setdefault(sizeless(row), []).append(row)

@@ -1,7 +1,7 @@
-"""Finds a recipe's rules that match the name of no layer, when the first graph of a model is compiled.
+"""Find a recipe's rules that match no layer's name, when the first graph of a model is compiled.
 
-One graph may be a part of the model, so its products do not show that a rule is idle. The model does: a rule that
-matches none of its layers' names will decide about no product of any graph.
+One graph may be a part of the model, so its matmuls do not show that a rule is unused. A rule that matches no layer's
+name of the whole model is unused in every graph.
 """
 
 import re
@@ -17,7 +17,7 @@ from fp4compile.report.names import Names
 def without_layer(rules: tuple[Rule, ...], known: Names) -> tuple[Rule, ...] | None:
     """The rules that match no name which a graph may have for a layer of the model.
 
-    known: the names of a graph of the model. None where they do not show what names graphs of the model have: without
+    known: the names of a graph of the model. Returns None where they do not show how graphs name layers: without
     parameters, and where a parameter is named after a variable.
     """
     if known.root is None:
@@ -32,7 +32,7 @@ def without_layer(rules: tuple[Rule, ...], known: Names) -> tuple[Rule, ...] | N
 def out_of_reach(rules: tuple[Rule, ...], known: Names) -> tuple[Rule, ...]:
     """The rules that match layers of numbered blocks by their full names alone, in graphs whose names begin below them.
 
-    known: the names of a graph of the model. Such a rule decides about no product of the graph, nor of the graphs of
+    known: the names of a graph of the model. Such a rule decides about no matmul of the graph, nor of the graphs of
     other blocks of the same list.
     """
     place = block_of(known.prefix.rstrip("."))
@@ -58,6 +58,6 @@ def _layers(model: nn.Module) -> Iterator[str]:
 
 
 def _starts(name: str) -> Iterator[int]:
-    """Where the names below each module on a layer's path start: a module compiled by itself has names below it."""
+    """Where the names below each module on a layer's path start: a module compiled by itself uses names below it."""
     yield 0
     yield from (place + 1 for place, letter in enumerate(name) if letter == ".")

@@ -1,8 +1,8 @@
 """Report rows, stored beside Inductor's compile caches.
 
-Where a graph comes from a cache, the passes do not run and make no rows. So the process that fills the cache also
-stores the rows, in Inductor's cache directory, under a key of the graph that Dynamo captured. A process that hits the
-cache reads them.
+For a graph from a cache, the passes do not run and create no rows. So the process that fills the cache also stores the
+rows, in Inductor's cache directory, under a key of the graph that Dynamo captured. A process that hits the cache reads
+them.
 """
 
 import contextlib
@@ -27,14 +27,14 @@ log = logging.getLogger("fp4compile")
 
 
 class Outcome(NamedTuple):
-    """What the passes tell of one graph: its rows, and each pass's matches."""
+    """The results of the passes on one graph: its rows, and each pass's matches."""
 
     rows: list[Row]
     counts: dict[str, int]
 
 
 def key(gm: GraphModule, example_inputs: Sequence[Any], uuid: object, config_patches: dict[str, Any]) -> str:
-    """sha256 of everything on which the rows of a Dynamo graph depend.
+    """sha256 of all inputs on which the rows of a Dynamo graph depend.
 
     It covers the graph and the graphs inside it, the metadata of its inputs, the uuid of the passes, the configurations
     of Inductor and AOTAutograd, and the autocast and gradient modes.
@@ -64,13 +64,13 @@ def _stable(value: Any) -> str:
 def _describe(value: Any) -> str:
     if not isinstance(value, torch.Tensor):
         return f"{type(value).__name__} {value}"
-    subclass = getattr(value, "_stable_hash_for_caching", None)  # what torch's own caches know of a subclass
+    subclass = getattr(value, "_stable_hash_for_caching", None)  # a subclass's key in torch's own caches
     own = "" if subclass is None else subclass()
     return f"{value.dtype} {tuple(value.shape)} {value.stride()} {value.device} {value.requires_grad} {own}"
 
 
 def store(key: str, outcome: Outcome) -> None:
-    """Write the rows of a compilation. Logs a cache that cannot be written, and does not raise."""
+    """Write the rows of a compilation. Logs an unwritable cache, and does not raise."""
     path = _path(key)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -110,12 +110,12 @@ def _path(key: str) -> Path:
 
 
 def rows_to_json(outcome: Outcome) -> str:
-    """JSON with what the passes tell of a graph."""
+    """The results of the passes on a graph as JSON."""
     return json.dumps({"rows": [asdict(row) for row in outcome.rows], "counts": outcome.counts})
 
 
 def rows_from_json(text: str) -> Outcome:
-    """What `rows_to_json` wrote. Raises ValueError for any other text."""
+    """The inverse of `rows_to_json`. Raises ValueError for any other text."""
     stored = json.loads(text)
     match stored:
         case {"rows": list(rows), "counts": dict(counts), **others} if not others:

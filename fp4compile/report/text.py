@@ -7,13 +7,13 @@ from fp4compile.report.report_view import Fact, ReportView
 
 WIDTH = 120
 _GAP = "  "
-_REASONS = 20  # columns that reasons keep, if others can give way
-_PREFERRED = 14  # how much wider than others the columns of names, and of reasons, stay
+_REASONS = 20  # fewest columns of reasons, if others can shrink
+_PREFERRED = 14  # by how much the columns of names and of reasons are wider than others
 _WORDS, _NAME_PARTS = re.compile(r"(?<= )"), re.compile(r"(?<=[ .])")
 
 
 def to_text(view: ReportView) -> str:
-    """The title and the summary, the table, and the notes. What is too wide is wrapped; nothing is shortened."""
+    """The title, the summary, the table, and the notes. Wide text is wrapped, not shortened."""
     indent = max((len(fact.label) for fact in view.facts), default=0) + len(_GAP)
     summary = [line for fact in view.facts for line in _fact_lines(fact, indent)]
     notes = [line for note in view.notes for line in wrapped(note, WIDTH)]
@@ -41,7 +41,7 @@ def _table(view: ReportView) -> list[str]:
 
 
 def _widths(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[int]:
-    """The columns' widths. Where they do not fit, headers break at spaces, and the widest columns give way."""
+    """The columns' widths. Where they do not fit, headers break at spaces, and the widest columns shrink."""
     room = WIDTH - len(_GAP) * (len(header) - 1)
     cells = [max(map(len, column)) for column in zip(*rows, strict=True)]
     widths = [max(len(name), cell) for name, cell in zip(header, cells, strict=True)]
@@ -68,7 +68,7 @@ def _row(cells: Sequence[str], widths: Sequence[int], numeric: Sequence[bool]) -
 
 
 def wrapped(text: str, width: int, ends: re.Pattern = _WORDS) -> list[str]:
-    """The text in lines of at most this width, cut where `ends` matches, and within what is longer than a line."""
+    """The text in lines of at most this width, broken where `ends` matches, or inside of longer words."""
     lines = [""]
     for piece in ends.split(text):
         if len(lines[-1]) + len(piece.rstrip()) > width and lines[-1]:

@@ -1,4 +1,4 @@
-"""Predicted times of a model's compiled graph on a GPU: `explain`, and the GPUs that it knows."""
+"""Predicted times of a model's compiled graph on a GPU: `explain`, and the GPUs with published rates."""
 
 from fp4compile.hardware import GPUS, Gpu
 

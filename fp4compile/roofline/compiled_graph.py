@@ -1,10 +1,10 @@
-"""Predicted times of a captured graph on a GPU that need not be there: what the backend would make of it, summed up.
+"""Predicted times of a captured graph on a GPU, local or not: the sum over the launches of the compiled graph.
 
 Entry: `predict_graph(module, inputs, rows, recipe, gpu)`; only `explain` calls it, never a compilation. The graph is
-compiled twice as far as Inductor's scheduler: as it is, and with this package's passes, which decide as for that GPU.
-In training, Inductor's partitioner first splits it into a forward and a backward graph. `roofline.graph_steps` then
-lists what is launched. A launch that several products need, such as the quantiser of the input of Q, K and V, is
-charged to them in equal parts. Time that no product needs, of norms, activations and the like, is the `rest`.
+compiled twice up to Inductor's scheduler: unchanged, and with this package's passes, which decide for that GPU. In
+training, Inductor's partitioner first splits it into a forward and a backward graph. `roofline.graph_steps` then lists
+the launches. A launch that several matmuls need, such as the quantiser of the input of Q, K and V, is charged to them
+in equal parts. Launches that no matmul needs, such as norms and activations, are the `rest`.
 """
 
 import copy
@@ -32,7 +32,7 @@ from fp4compile.roofline.matmul_nodes import is_matmul, is_quantiser, lays_out_s
 from fp4compile.roofline.time_terms import LAUNCH, TimedStep
 from fp4compile.templates.launch import dry_run
 
-# The launches of a graph: of each its step, and the names of the products that need it, by the captured graph's nodes.
+# The launches of a graph: each with its step, and the matmuls that need it, by node names of the captured graph.
 _Launches = list[tuple[TimedStep, tuple[str, ...]]]
 
 
@@ -40,9 +40,9 @@ def predict_graph(
     module: GraphModule, inputs: tuple[Input, ...], rows: list[Row], recipe: Recipe, gpu: Gpu,
     forward_outputs: int | None = None,
 ) -> tuple[list[Row], Seconds, GraphLaunches]:  # fmt: skip
-    """(the rows of a captured graph with predicted times, the predicted times of all else, all planned launches).
+    """(the rows of a captured graph with predicted times, the predicted times of the rest, all planned launches).
 
-    The graph stays as it is.
+    The graph is not changed.
 
     forward_outputs: how many outputs of a joint graph the forward pass returns; None for an inference graph.
     """
@@ -69,9 +69,9 @@ def predict_graph(
 
 
 def _timed(row: Row, plain: _Launches, planned: _Launches, modules: dict[str, str]) -> Row:
-    """A row with the predicted times of its product; unchanged for a product of unknown size.
+    """A row with the predicted times of its matmul; unchanged for a matmul of unknown size.
 
-    Nothing is launched for a product that is computed once for two equal ones.
+    Of two equal matmuls, one is computed; the other has no launches.
     """
     if row.flops is None:
         return row
@@ -120,12 +120,12 @@ def _outputs(graph: Graph) -> list:
 def _planned(
     module: GraphModule, inputs: tuple[Input, ...], recipe: Recipe, gpu: Gpu, forward_outputs: int | None
 ) -> _Parts:  # fmt: skip
-    """The graphs after all passes before those that lower, as the backend makes them."""
+    """The graphs after all passes except lowering, as in the backend."""
     disabled = switched_off_passes()
     run_passes(JOINT, module.graph, analyse(module.graph, recipe, inputs, gpu), disabled=disabled)
     parts = _split(module, forward_outputs)
     if forward_outputs is None and recipe.weight_cache != "off":
-        static = range(len(inputs))  # of the inputs, only the tensors of packed layers count
+        static = range(len(inputs))  # of the inputs, only tensors of packed layers matter
         run_passes([HOIST], parts.graphs[0], inputs, Hoisted(), static, disabled=disabled)
     return parts
 
@@ -136,7 +136,7 @@ def _launches(parts: _Parts, gpu: Gpu) -> _Launches:
 
 
 def _by_product(launches: _Launches) -> dict[str | None, _Launches]:
-    """The launches that each product needs."""
+    """The launches that each matmul needs."""
     found: dict[str | None, _Launches] = {}
     for step, by in launches:
         for name in by:
@@ -145,7 +145,7 @@ def _by_product(launches: _Launches) -> dict[str | None, _Launches]:
 
 
 def _products(node: Node, parts: _Parts) -> list[str]:
-    """The names of the products that a node is launched for; none for Inductor's kernels and other operators."""
+    """The names of the matmuls that a node is launched for; none for Inductor's kernels and other operators."""
     if kind_of(node) != "other":
         return []
     if is_quantiser(node) or lays_out_scales(node):
@@ -156,7 +156,7 @@ def _products(node: Node, parts: _Parts) -> list[str]:
 
 
 def _readers(quantise: Node, parts: _Parts) -> Iterator[str]:
-    """The products that read a quantiser's results, in its graph or in the next one."""
+    """The matmuls that read a quantiser's results, in its graph or in the next one."""
 
     def following(node: Node) -> Iterator[Node]:
         for user in node.users:
@@ -166,7 +166,7 @@ def _readers(quantise: Node, parts: _Parts) -> Iterator[str]:
             elif not is_quantiser(user):
                 yield user
 
-    def within(node: Node) -> Iterator[Node]:  # through views, and copies of outer scales
+    def within(node: Node) -> Iterator[Node]:  # through views, and copies of global scales
         return following(node) if node is quantise or kind_of(node) != "other" else iter(())
 
     for node in reached(quantise, within):

@@ -1,4 +1,4 @@
-"""`explain`: a report on a model that is captured and not compiled, with predicted times where a GPU is named."""
+"""`explain`: a report on a captured, uncompiled model, with predicted times if a GPU is named."""
 
 import warnings
 from collections.abc import Callable, Iterator
@@ -25,17 +25,17 @@ def explain(
     model: Callable, *args: Any, recipe: str | dict | Recipe | Path | None = None, gpu: str | Gpu | None = None,
     all: bool = False, **kwargs: Any,
 ) -> Report:  # fmt: skip
-    """Run model(*args, **kwargs) once, uncompiled; print and return what a recipe would do to its matrix products.
+    """Run model(*args, **kwargs) once, uncompiled; print and return the report of a recipe on its matmuls.
 
-    Where gradients are enabled and a tensor requires them, the report has the products of the backward pass too.
-    Gives a warning for each rule of the recipe that decides for no layer.
+    Where gradients are enabled and a tensor requires them, the report has the matmuls of the backward pass too. Warns
+    of each rule of the recipe that decides about no layer.
 
-    A model on the meta device takes no memory and computes nothing: its tensors stand for tensors on the GPU `gpu`. The
-    key-value cache of a model of transformers is off there, unless the call passes `use_cache=True`.
+    A model on the meta device takes no memory and computes nothing: its tensors represent tensors on the GPU `gpu`. The
+    key-value cache of a transformers model is off there, unless the call passes `use_cache=True`.
 
     model: a module or another callable, compiled or not. recipe: as for `fp4compile.backend`.
     gpu: the GPU for which times are predicted, a name of `roofline.GPUS` or a `roofline.Gpu`; by default the GPU of
-        this machine, if it is in `roofline.GPUS`. all: whether to print one line for each product instead of equal
+        this machine, if it is in `roofline.GPUS`. all: whether to print one line for each matmul instead of equal
         layers together.
 
     Raises the errors of `backend` for a bad recipe, ValueError for an unknown GPU and if Dynamo captures no graph of
@@ -81,9 +81,9 @@ def explain(
 
 @contextmanager
 def _without_cache_on_meta(model: Any) -> Iterator[None]:
-    """A context in which configurations of transformers inside a model on the meta device say `use_cache=False`.
+    """A context in which `use_cache` is False in transformers' configurations of a model on the meta device.
 
-    Their cache begins as an empty tensor that is made inside the graph, which Dynamo cannot do on the meta device.
+    Their cache starts as an empty tensor that the graph creates, which Dynamo does not support on the meta device.
     """
     parts = list(model.modules()) if isinstance(model, torch.nn.Module) else []
     on_meta = any(

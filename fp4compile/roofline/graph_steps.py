@@ -1,9 +1,8 @@
-"""The steps of a whole graph: what a GPU launches for it, after all passes, each launch once.
+"""The steps of a whole graph: its launches on a GPU after all passes, each once.
 
 Entry: `steps_of(graph, gpu)`, of tensors on the GPU, or inside `templates.launch.dry_run` of it. A matmul of this
-package's is the kernel that `choose` names; a quantiser is the launches of `templates.quantize.plan`; what is left to
-Inductor is counted by its bytes (`roofline.inductor_kernels`), and attention and torch's matmuls by their FLOPs and
-bytes.
+package counts as the kernel that `choose` names, a quantiser as the launches of `templates.quantize.plan`, Inductor's
+kernels by their bytes (`roofline.inductor_kernels`), and attention and torch's matmuls by their FLOPs and bytes.
 """
 
 from dataclasses import dataclass
@@ -35,7 +34,7 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True)
 class Launched:
-    """A step, and the node that it is made for; for a kernel of Inductor's, a node whose result it stores."""
+    """A step and its node; for a kernel of Inductor, a node whose result the kernel stores."""
 
     node: Node
     step: TimedStep
@@ -52,7 +51,7 @@ def steps_of(graph: Graph, gpu: Gpu) -> list[Launched]:
 
 
 def _steps(node: Node, gpu: Gpu) -> list[TimedStep]:
-    """The steps of a node that is not Inductor's."""
+    """The steps of a node that Inductor does not compute."""
     if is_matmul(node):
         return _matmul(node, gpu)
     if is_quantiser(node):
@@ -74,7 +73,7 @@ def _steps(node: Node, gpu: Gpu) -> list[TimedStep]:
 
 
 def _matmul(node: Node, gpu: Gpu) -> list[TimedStep]:
-    """The steps of a matmul of this package's."""
+    """The steps of a matmul of this package."""
     found = matmul_of(node)
     if found.problem is None:
         return [plain_step(found.sizes, gpu)]
@@ -100,7 +99,7 @@ def _is_causal(node: Node) -> bool:
 
 
 def _grouped_sizes(node: Node) -> Sizes:
-    """The sizes of torch's grouped product."""
+    """The sizes of torch's grouped matmul."""
     (a, b), offs = (each.meta["val"] for each in node.args[:2]), node.args[2] if len(node.args) > 2 else None
     rows, columns, contraction = size(a.shape[-2]), size(b.shape[-1]), size(a.shape[-1])
     if offs is None:
@@ -113,7 +112,7 @@ def _grouped_sizes(node: Node) -> Sizes:
 
 
 class _Fills(TorchDispatchMode):
-    """Counts the tensors of zeros that are made while it is on: in a graph, each is a kernel of Inductor's."""
+    """Counts tensors of zeros that are created while it is active: in a graph, each is a kernel of Inductor."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -147,7 +146,7 @@ def launch_bytes(launch: Launch) -> int:
 
 
 def _meta(value: Any) -> Any:
-    """An argument with meta tensors of known sizes in the place of nodes."""
+    """An argument with meta tensors of known sizes in place of nodes."""
     if isinstance(value, list | tuple):
         return type(value)(_meta(each) for each in value)
     if isinstance(value, Node):

@@ -1,10 +1,9 @@
-"""Inductor's kernels of a graph: pointwise operations and reductions, with the bytes that each kernel moves.
+"""Inductor's kernels of a graph: pointwise operations and reductions, with each kernel's bytes.
 
-A rule in the place of Inductor's scheduler, which needs a GPU. A result is stored where anything but Inductor's kernels
-reads it (a matmul, a quantiser, the graph's caller), and where it is a reduction's. Anything else is computed by each
-of its readers. Stored results of equally many elements that wait for the same matmuls, and read or write the same
-memory, are one kernel, but for a sum over columns. A kernel reads each tensor once, and writes what is read outside of
-it.
+A rule replaces Inductor's scheduler, which needs a GPU. A result is stored if a matmul, a quantiser or the graph's
+caller reads it, or if a reduction computes it. Every reader recomputes other results. One kernel computes stored
+results of equally many elements that depend on the same matmuls and read or write the same memory; a sum over columns
+is a kernel of its own. A kernel reads each tensor once, and writes the results that are read outside of it.
 """
 
 from collections.abc import Iterator
@@ -19,16 +18,16 @@ from fp4compile.analysis.node_kinds import INDUCTORS, base_of, kind_of, nbytes, 
 
 aten = torch.ops.aten
 
-# The operators that take some rows of their first argument.
+# The operators that read some rows of their first argument.
 _GATHERING = {"embedding", "index", "gather", "index_select"}
 
 
 @dataclass
 class Fused:
-    """A kernel of Inductor's.
+    """A kernel of Inductor.
 
     stores: the nodes whose results it computes. moved: bytes that it reads and writes. launches: 2 for a sum over
-    columns, of which several programs compute parts, and another kernel adds these up.
+    columns, whose partial sums another kernel adds.
     """
 
     stores: list[Node]
@@ -38,11 +37,11 @@ class Fused:
 
 @dataclass
 class _Expressions:
-    """What is known of a graph's nodes so far.
+    """Properties of the graph's nodes read so far.
 
     loads: of each expression, the bytes by the memory that it reads. stored: the expressions whose results are stored.
-    sums: those of them that are sums over columns. level: how many matmuls or sums have to end before a node.
-    elements: over how many elements the kernel of an expression runs.
+    sums: those of them that are sums over columns. level: number of matmuls or sums before a node. elements: number of
+    elements of an expression's kernel.
     """
 
     loads: dict[Node, dict[Node, int]] = field(default_factory=dict)
@@ -79,7 +78,7 @@ class _Expressions:
             self.sums[node] = None
 
     def _level_after(self, memory: Iterator[Node] | dict[Node, int]) -> int:
-        """The level of what reads some memory."""
+        """The level of an expression that reads some memory."""
         return max((self.level.get(each, 0) + (each in self.sums) for each in memory), default=0)
 
 
@@ -103,7 +102,7 @@ def kernels(graph: Graph) -> list[Fused]:
 
 
 def _places(node: Node, known: _Expressions) -> list[tuple[Node, int, int]]:
-    """The memory that a stored expression reads and writes, each with what else the expressions of a kernel share."""
+    """The memory that a stored expression reads and writes, each with the level and elements that a kernel shares."""
     return [(memory, known.level[node], known.elements[node]) for memory in (*known.loads[node], node)]
 
 
@@ -118,12 +117,12 @@ def _fused(nodes: list[Node], known: _Expressions, loaded_by: dict[Node, set[Nod
 
 
 def _leaves(node: Node) -> bool:
-    """Whether anything but Inductor's kernels reads a result, or it is written to the caller's memory."""
+    """Whether a reader of a result is not Inductor's kernel, or the result is written to the caller's memory."""
     return node.target is aten.copy_.default or any(kind_of(each) not in INDUCTORS for each in kinds.readers(node))
 
 
 def _read_of(memory: Node, bytes_together: int, largest: int) -> int:
-    """Bytes that several loads read of one memory: at most all of it, or the largest load of one that repeats it."""
+    """Bytes that several loads read of one memory: at most all of it, or the largest repeating load."""
     return min(bytes_together, max(nbytes(memory), largest))
 
 
@@ -138,7 +137,7 @@ def _along(node: Node) -> bool:
 
 
 def _arguments(node: Node) -> Iterator[tuple[Node, int]]:
-    """What a node reads, and how many bytes of it."""
+    """The nodes that a node reads, with the bytes of each."""
     result = max(map(numel, kinds.tensors_of(node)))
     overwritten = node.args[0] if node.target is aten.copy_.default else None
     for place, argument in enumerate(each for each in node.all_input_nodes if each is not overwritten):

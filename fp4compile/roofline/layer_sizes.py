@@ -1,4 +1,4 @@
-"""Sizes of matmuls, of experts too: lines of operands, elements of the result, FLOPs of whole tiles."""
+"""Sizes of matmuls, also of experts: lines of operands, elements of the result, FLOPs of whole tiles."""
 
 from dataclasses import dataclass
 
@@ -10,8 +10,8 @@ class ExpertGroups:
     """The number of a layer's matrices, and how rows are assigned to them.
 
     count: matrices of the weight; for "gather" the number of indices, whose matrices are each read separately.
-    grouping: "rows" where offsets cut the rows in groups of unknown sizes; "batch" where all matrices have equally many
-        rows; "gather" where an index says which matrix each of a batch multiplies (`analysis.gemm.Gemm.groups`).
+    grouping: "rows" where offsets cut the rows into groups of unknown sizes; "batch" where all matrices have equally
+    many rows; "gather" where an index selects each batch entry's matrix (`analysis.gemm.Gemm.groups`).
     """
 
     count: int
@@ -20,7 +20,7 @@ class ExpertGroups:
 
 @dataclass(frozen=True)
 class Sizes:
-    """A product [rows, contraction] x [columns, contraction], or the products of all experts.
+    """A matmul [rows, contraction] x [columns, contraction], or the matmuls of all experts.
 
     In fprop and dgrad, `rows` counts the rows of all experts together, and each expert has its own matrix of `columns`
     rows. along_k: the experts share the contraction, as in wgrad, and each has a result of [rows, columns].
@@ -44,7 +44,7 @@ class Sizes:
 
     @property
     def lines_read(self) -> tuple[int, int]:
-        """Lines of A and of B that the product reads: with fewer rows than experts, each row has another expert."""
+        """Lines of A and of B that the matmul reads; with fewer rows than experts, each row counts as one expert."""
         if self.along_k or self.experts is None:
             return self.lines
         return self.rows, min(self.count, self.rows) * self.columns
@@ -55,7 +55,7 @@ class Sizes:
         return self.rows * self.columns * (self.count if self.along_k else 1)
 
     def flops(self, tile: tuple[int, int] | None, at_once: int) -> float:
-        """FLOPs of whole tiles, `at_once` of them in each turn; without a tile, FLOPs of the product."""
+        """FLOPs of whole tiles, `at_once` of them in each turn; without a tile, FLOPs of the matmul."""
         if tile is None:
             return 2 * self.rows * self.columns * self.contraction
         contraction = self.contraction / self.count if self.along_k else self.contraction

@@ -1,4 +1,4 @@
-"""How nodes of this package's matmuls are read for predictions: no other file of this room depends on these ops."""
+"""Read nodes of this package's matmuls for predictions; no other file of `roofline` depends on these ops."""
 
 import operator
 from collections.abc import Iterator
@@ -37,7 +37,7 @@ class TimedMatmul:
 
 
 def is_matmul(node: Node) -> bool:
-    """Whether a node is a matmul of this package's."""
+    """Whether a node is a matmul of this package."""
     return node.target in PRODUCTS
 
 
@@ -47,7 +47,7 @@ def is_quantiser(node: Node) -> bool:
 
 
 def lays_out_scales(node: Node) -> bool:
-    """Whether a node takes the block scales of a quantiser to another layout."""
+    """Whether a node converts a quantiser's block scales to another layout."""
     return node.target is LAY_OUT_SCALES
 
 
@@ -57,14 +57,14 @@ def named_results(node: Node) -> Iterator[Node]:
     The results of a matmul that quantises are noted as operands of the next one.
     """
     alone = is_product(node)
-    if alone or not is_matmul(node):  # a matmul of torch's too
+    if alone or not is_matmul(node):  # torch's matmuls too
         yield node
     if not alone or scaled_mm_of(node).spec.results == 1:
         yield from (user for user in node.users if user.target is operator.getitem)
 
 
 def matmul_of(node: Node) -> TimedMatmul:
-    """What a matmul node multiplies."""
+    """The sizes, formats and problem of a matmul node."""
     if not is_product(node):
         return _horizontal(node)
     product = scaled_mm_of(node)
@@ -105,7 +105,7 @@ def _shape(x: Operand) -> tuple[int, ...]:
 
 
 def _gathered(product: ScaledMM) -> TimedMatmul:
-    """Few tokens, each with a matrix of its own, which a kernel reads through the index or takes from a copy."""
+    """Few tokens, each with its own matrix, which a kernel reads through the index or from a copy."""
     x, target = product.values(), product.problem.target
     count, rows, length = _shape(x.a)
     columns, formats = _shape(x.b)[-2], (x.a.format, x.b.format)
@@ -119,7 +119,7 @@ def _gathered(product: ScaledMM) -> TimedMatmul:
 
 
 def _horizontal(node: Node) -> TimedMatmul:
-    """Products of one A in one launch: as one product of all their columns."""
+    """Matmuls of one A in one launch, as one matmul of all their columns."""
     products = products_of(node)
     a, columns = products[0].values().a, sum(_shape(each.values().b)[-2] for each in products)
     sizes = Sizes(prod(_shape(a)[:-1]), columns, _shape(a)[-1])

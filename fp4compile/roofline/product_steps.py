@@ -1,4 +1,4 @@
-"""The steps of one matmul: operands dequantised in memory, the kernel that multiplies, the rescale after it."""
+"""The steps of one matmul: dequantising operands in memory, the GEMM kernel, and the rescale."""
 
 from dataclasses import replace
 
@@ -29,7 +29,7 @@ def gemm_name(dtype: torch.dtype) -> str:
 
 
 def plain_step(sizes: Sizes, gpu: Gpu) -> TimedStep:
-    """The product of two 16-bit operands by torch."""
+    """The matmul of two 16-bit operands by torch."""
     by_offsets = sizes.experts is not None and sizes.experts.grouping == "rows"
     read = BF16 * sum(sizes.lines_read) * sizes.contraction
     kernel = LIBRARY["grouped" if by_offsets else "dense"]
@@ -40,10 +40,10 @@ def product_steps(
     sizes: Sizes, formats: tuple[BlockFormat | None, BlockFormat | None], choice: Choice, problem: Problem, gpu: Gpu,
     more: float = 0,
 ) -> list[TimedStep]:  # fmt: skip
-    """The steps of a product of which an operand is quantised, from codes to the result.
+    """The steps of a matmul with a quantised operand, from codes to the result.
 
-    formats: of both operands as they lie in memory, None for 16 bits. more: bytes that the last kernel moves besides
-    its operands and a result of 16 bits, such as an epilogue's operands.
+    formats: of both operands in memory, None for 16 bits. more: bytes that the last kernel moves besides its operands
+    and a result of 16 bits, such as an epilogue's operands.
     """
     choice = replace(choice, kernel=kernel_of(choice, problem))
     native, found = choice.tier == "native", []
@@ -74,7 +74,7 @@ def memory_pass(name: str, moved: float, gpu: Gpu, launches: int = 1) -> TimedSt
 
 
 def kernel_of(choice: Choice, problem: Problem) -> str:
-    """The kernel's name in `time_terms.KERNELS`, which has those of groups by themselves."""
+    """The kernel's name in `time_terms.KERNELS`, which has separate entries for groups."""
     name = choice.kernel
     if name == "streaming":
         name = "gemv" if statically_true(problem.m <= 2) else "skinny"
@@ -97,18 +97,18 @@ def _tiles_of(choice: Choice, gpu: Gpu) -> tuple[tuple[int, int], int] | None:
 
 
 def _shares(choice: Choice) -> KernelShares:
-    """The shares that a kernel reaches."""
+    """A kernel's shares of the rates."""
     return KERNELS.get(choice.kernel, LIBRARY["dense"])
 
 
 def _dequantised(place: int, choice: Choice) -> bool:
-    """Whether a pass before the product dequantises an operand: any operand, or A where experts stay packed."""
+    """Whether a pass before the matmul dequantises an operand: any operand, or only A where experts stay packed."""
     packed = choice.kernel in ("grouped_skinny", "grouped_wgmma_sm90") and place == 0
     return packed or choice.kernel in ("dequant_operand", "grouped_dequant_operand")
 
 
 def _rescaled_apart(sizes: Sizes, choice: Choice, problem: Problem) -> bool:
-    """Whether a separate pass applies the outer scales, because a library product has no argument for them."""
+    """Whether a separate pass applies the global or row scales, because a library matmul has no argument for them."""
     scaled = (problem.a.outer, problem.b.outer) != ("none", "none")
     by_library = choice.kernel == "dequant_operand" and sizes.experts is None
     return choice.kernel == "library_rescaled" or (by_library and scaled)
@@ -128,7 +128,7 @@ def _multiply(
 
 
 def _rate(formats: tuple[BlockFormat | None, BlockFormat | None], choice: Choice, gpu: Gpu) -> float:
-    """FLOP/s of the product: the codes' matrix units' rate in the native tier, bf16's in the emulated tier."""
+    """FLOP/s of the matmul: the codes' matrix units' rate in the native tier, bf16's in the emulated tier."""
     peak, share = gpu.bf16, gpu.bf16_share
     if choice.tier == "native" and None not in formats:
         fp4 = all(fmt is not None and fmt.packed for fmt in formats)

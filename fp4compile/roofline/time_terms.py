@@ -8,7 +8,7 @@ for a GPU's shares and launches. A step takes
 
 Bytes are counted once for each kernel that moves them; the L2 cache between kernels is not modelled.
 
-Predicted times are the GPU's, as under CUDA graphs. Without CUDA graphs the host issues each launch from the
+Predicted times are those of the GPU, as under CUDA graphs. Without CUDA graphs the host issues each launch from the
 code that Inductor generates, and the GPU waits for the host where that takes longer than the kernels.
 """
 
@@ -24,10 +24,10 @@ BF16, FLOAT32 = 2, 4  # bytes
 
 @dataclass(frozen=True)
 class KernelShares:
-    """The shares and times of a product's kernel.
+    """The shares and times of a GEMM kernel.
 
     memory: share of a copy's bytes/s. matrix: share of the peak FLOP/s; None takes the library's share on the GPU.
-    launch: seconds of its launch and pipeline, as a multiple of a library product's seconds.
+    launch: seconds of its launch and pipeline, as a multiple of a library matmul's seconds.
     tile: rows and columns of the result that a multiprocessor, or a cluster of them, computes at once. Such a kernel
         multiplies whole tiles, and as many in each turn as fit on the GPU. None: tiles follow the shape, and nothing is
         rounded up.
@@ -64,7 +64,7 @@ KERNELS = {
     "library_row_scaled": KernelShares(memory=0.66, launch=0.75, tile=(128, 128)),
     # Kernels of experts: fitted to DeepSeek-V3 and Llama-4 in benchmarks/results/grouped_mm_h200.json, with the
     # kernels' own tiles. "grouped_dequant_operand" is assumed to reach the shares of torch's bf16 kernel (`LIBRARY`).
-    # "grouped_library_row_scaled" multiplies at the FP8 share of the dense product, in clusters of 2 x 2
+    # "grouped_library_row_scaled" multiplies at the FP8 share of the dense matmul, in clusters of 2 x 2
     # multiprocessors (ScaledGroupMM.cu), with tiles of 128 x 128 each; tiles for few rows, 64 x 128, are assumed to
     # last as long. Many small groups have many turns for their FLOPs: between two turns, the epilogue waits for the
     # sums, and descriptors are made for the next group. "grouped_skinny" and "grouped_dequant_tiles" have the tiles of
@@ -78,13 +78,13 @@ KERNELS = {
     "grouped_dequant_operand": KernelShares(memory=0.66, tile=(128, 256)),
     "grouped_block_scaled_sm100": KernelShares(matrix=TRITON_SM100, tile=(128, 128)),
 }
-# torch's bf16 products. The grouped product (GroupMM.cu), streaming the weights of a decode step, reaches a smaller
-# share of the memory's rate than the dense product. A launch before it writes the arguments of each group.
+# torch's bf16 matmuls. The grouped matmul (GroupMM.cu), streaming the weights of a decode step, reaches a smaller
+# share of the memory's rate than the dense matmul. A launch before it writes the arguments of each group.
 LIBRARY = {"dense": KernelShares(), "grouped": KernelShares(memory=0.66, tile=(128, 128), launches=1)}
 # The share of the bf16 FLOP/s that fused attention reaches, forward and backward: fitted to one time, the prefill of a
 # Llama-3-8B block under `float8_rowwise` in benchmarks/results/producers_h200.json, and assumed for other GPUs.
 ATTENTION = 0.42
-# Kernels by which torch multiplies the outer scales of the library's two-level product; see templates/gemm/cost.py.
+# Kernels by which torch multiplies the global scales of the library's two-level matmul; see templates/gemm/cost.py.
 OUTER_SCALES = 2
 # Seconds of the host for one launch without CUDA graphs. Measured on an H200 (torch 2.11): the host's time to issue a
 # step of four Llama-3-8B layers of 8192 tokens, forward and backward. With CUDA graphs it was 3.6 ms in bf16 and 3.7 ms
@@ -102,7 +102,7 @@ class Quantisers:
 
     columns, both, square: shares along columns, in both directions, in square blocks. hadamard, stochastic: shares with
     the Hadamard transform and with stochastic rounding. row_amax: seconds, in launches, of the pass over a row inside
-    the kernel that computes its outer scale.
+    the kernel that computes the row scale.
     """
 
     columns: float = 0.93
@@ -152,7 +152,7 @@ class TimedStep:
 
 
 def quantiser(spec: QuantizeSpec, moved: float, launches: int, gpu: Gpu) -> TimedStep:
-    """The step of a quantiser that moves so many bytes in so many launches."""
+    """The step of a quantiser that moves `moved` bytes in `launches` launches."""
     fmt, reached = spec.format, QUANTISERS
     along, share = ("both", reached.both) if spec.both else ("columns", reached.columns)
     if spec.dims == (ROWS,):

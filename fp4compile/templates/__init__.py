@@ -1,1 +1,1 @@
-"""Triton kernels, one family a file. Nothing here depends on FX."""
+"""Triton kernels, one family per file. Nothing here depends on FX."""

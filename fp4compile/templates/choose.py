@@ -1,4 +1,4 @@
-"""Chooses the kernel of a product. No other file decides it.
+"""Choose the kernel of a matmul. No other file does.
 
 `choose(problem)` returns the first candidate of `REGISTRY` that serves the problem. The passes that plan, fuse and
 lower, `autotune` and `multiply` all read the `Choice`. A new kernel is a `Candidate` in a file of its own, and a line
@@ -41,21 +41,21 @@ REGISTRY: tuple[Candidate, ...] = (
     dequant_operand.CANDIDATE,
     dequant_tiles.CANDIDATE,
 )
-_ROWS = (1, LIBRARY_ROWS - 1, LIBRARY_ROWS)  # numbers of rows of A that stand for a symbolic number
+_ROWS = (1, LIBRARY_ROWS - 1, LIBRARY_ROWS)  # numbers of rows of A that represent a symbolic number
 
 
 @dataclass(frozen=True)
 class Choice:
-    """The kernel that serves a problem.
+    """The kernel for a problem, and its properties.
 
-    kernel: the candidate's name; "by rows" where the number of rows is symbolic and decides it when the graph runs.
-    tier: "native" or "emulated". config: the launch configuration, None where there is nothing to configure.
-    takes_epilogue: whether a kernel would apply an epilogue of this problem: this kernel, or another one that is
-    expected to be faster than this kernel and a pointwise kernel after it (see `cost`).
+    kernel: the candidate's name; "by rows" where a symbolic number of rows decides it at run time. tier: "native" or
+    "emulated". config: the launch configuration, None where there is nothing to configure. takes_epilogue: whether a
+    kernel would apply an epilogue of this problem: this kernel, or another one that is expected to be faster than this
+    kernel and a separate pointwise kernel (see `cost`).
     dequantizes_a, dequantizes_b: whether the operand, if it is quantised, is written to memory in 16 bits first; for
     "by rows": whether that is so for every number of rows.
-    stores: whether the kernel writes the result; False where the graph rescales the library's product.
-    group: what products of one A must have in common to share a launch; None where the kernel computes one product.
+    stores: whether the kernel writes the result; False where the graph rescales the library's result. group: a key that
+    matmuls of one A must share to be one launch; None where the kernel computes one matmul.
     settled: whether this kernel serves every number of rows that the problem allows.
     traceable: whether a graph can hold the launches. If not, or if not settled, the op stays in the graph.
     """
@@ -110,10 +110,10 @@ _decided = lru_cache(maxsize=4096)(_decide)
 
 
 def quantized(problem: Problem, epilogue: Epilogue, products: int = 1) -> Choice | str:
-    """The choice for a product whose epilogue quantises its result or finds its amax, or the reason why none should.
+    """The choice for a matmul whose epilogue quantises its result or finds its amax, or the reason why none should.
 
-    problem: the product without an epilogue. products: 2 where the epilogue makes one result of two such problems; an
-    epilogue that reads a pair otherwise reads the halves of the problem's columns.
+    problem: the matmul without an epilogue. products: 2 where the epilogue computes one result from two such problems;
+    an epilogue that reads a pair otherwise reads the halves of the problem's columns.
     """
     columns = problem.n // 2 if epilogue.pair and products == 1 else problem.n
     fused = replace(problem.with_epilogue(epilogue), n=columns)
@@ -129,7 +129,7 @@ def quantized(problem: Problem, epilogue: Epilogue, products: int = 1) -> Choice
 def candidates(problem: Problem) -> tuple[str, ...]:
     """Names of the candidates that compute a problem on the matrix units without dequantising, best rank first.
 
-    If there are several, only timing tells which one is fastest; see `passes.lib.autotune`.
+    If there are several, timing decides; see `passes.lib.autotune`.
     """
     return tuple(each.name for each in REGISTRY if each.tier == "native" and each.takes(problem))
 
@@ -161,7 +161,7 @@ def _first(problem: Problem, registry: tuple[Candidate, ...]) -> Candidate:
 
 
 def _by_rows(problem: Problem, registry: tuple[Candidate, ...]) -> list[Candidate]:
-    """The kernels for representative numbers of rows; empty if one kernel serves all that the problem allows.
+    """The kernels for representative numbers of rows; empty if one kernel serves all allowed numbers.
 
     With groups, these are few and many rows. Without groups, a number that is known to be below LIBRARY_ROWS leaves one
     kernel, and so does one that is not below it.

@@ -1,4 +1,4 @@
-"""Launches of kernels as data: run at once, as nodes of a graph that is being traced, or handed to a function."""
+"""Launches of kernels as data: run eagerly, traced into a graph, or passed to a function."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -19,8 +19,8 @@ DEFAULT_STAGES = 3  # Triton's own
 class Launch:
     """A launch of a Triton kernel, as data.
 
-    kernel: the Triton function. grid: how many programs run, an int or a SymInt. For 0 one program runs, because a grid
-        cannot be empty; it lies beyond the tensors and writes nothing.
+    kernel: the Triton function. grid: the number of programs, an int or a SymInt. For 0 one program runs, because a
+        grid cannot be empty; it is out of bounds and writes nothing.
     arguments: the kernel's first arguments, by position: a `View` or a tensor for a pointer, numbers, None.
     constants: its constexpr arguments by name. num_warps: warps of a program. num_stages: stages of Triton's software
         pipeline, for kernels whose loops do not set it. num_ctas: CTAs of a program, which form a cluster.
@@ -39,7 +39,7 @@ class Launch:
 
     @property
     def args(self) -> dict[str, Any]:
-        """The arguments by name, with tensors in the place of views."""
+        """The arguments by name, with tensors in place of views."""
         return dict(zip(self.kernel.arg_names, self._values, strict=False))
 
     @property
@@ -47,7 +47,7 @@ class Launch:
         return [each.tensor if isinstance(each, View) else each for each in self.arguments]
 
     def run(self) -> None:
-        """Launch the kernel, eagerly or as a node of a graph that is being traced; within `taken_by`, hand it over."""
+        """Launch the kernel, eagerly or as a node of the traced graph; within `taken_by`, pass it on."""
         taking = _taking.get()
         if taking is not None:
             taking[1](self)
@@ -60,7 +60,7 @@ class Launch:
         if self.num_ctas != 1:
             options["num_ctas"] = self.num_ctas
         if _compat.tracing():
-            kernel = torch.library.wrap_triton(kernel)  # its launch becomes a node that Inductor understands
+            kernel = torch.library.wrap_triton(kernel)  # traces the launch as a node that Inductor supports
             kernel[(grid,)](*values, **self.constants, **options)
             return
         if self.constants.get("PDL"):
@@ -72,9 +72,9 @@ class Launch:
 
 @dataclass(frozen=True)
 class LaunchConfig:
-    """How a kernel is launched. Fields have the names of its constexpr arguments in lower case.
+    """A launch configuration. Fields have the names of the kernel's constexpr arguments in lower case.
 
-    host: names of the other fields, which the kernel does not know.
+    host: names of the fields that are not arguments of the kernel.
     """
 
     host: ClassVar[tuple[str, ...]] = ("num_warps",)
@@ -86,13 +86,13 @@ class LaunchConfig:
 
 
 _known_targets: dict[int, Target] = {}  # by the GPU's index
-# The target of all tensors, and what takes launches in place of a GPU.
+# The target of all tensors, and the function that takes launches in place of a GPU.
 _taking: ContextVar[tuple[Target, Callable[[Launch], None]] | None] = ContextVar("taking", default=None)
 
 
 @contextmanager
 def taken_by(target: Target, take: Callable[[Launch], None]) -> Iterator[None]:
-    """While this lasts, `take` gets each launch instead of a GPU, as if every tensor were on `target`."""
+    """A context in which `take` gets each launch instead of a GPU, as if every tensor were on `target`."""
     token = _taking.set((target, take))
     try:
         yield
@@ -102,7 +102,7 @@ def taken_by(target: Target, take: Callable[[Launch], None]) -> Iterator[None]:
 
 @contextmanager
 def dry_run(target: Target) -> Iterator[list[Launch]]:
-    """While this lasts, collect launches instead of running them, as if every tensor were on `target`.
+    """A context that collects launches instead of running them, as if every tensor were on `target`.
 
     Tensors may be meta tensors. Yields the list that the launches are appended to.
     """

@@ -28,7 +28,7 @@ from fp4compile.templates.problem import problem_of
 
 
 def multiply(x: Arguments, choice: Choice | None = None, arranged_a: torch.Tensor | None = None) -> torch.Tensor:
-    """The product of the arguments on the GPU: [..., M, N] or, with groups along the contraction, [G, M, N].
+    """The matmul of the arguments on the GPU: [..., M, N] or, with groups along the contraction, [G, M, N].
 
     choice: the kernel; None calls `choose`. arranged_a: see `Call`.
     Raises ValueError or TypeError, naming the argument, for arguments that do not fit, and for an epilogue that the
@@ -47,7 +47,7 @@ def multiply(x: Arguments, choice: Choice | None = None, arranged_a: torch.Tenso
 
 
 def results(x: Arguments, choice: Choice | None = None) -> list[torch.Tensor]:
-    """The results of the product, by the end of its epilogue: one; codes and block scales; or a result and magnitudes.
+    """The results of the matmul, depending on its epilogue: one; codes and block scales; or a result and magnitudes.
 
     Codes and swizzled block scales are of the rows of the result. Of the float32 magnitudes, the largest (with groups,
     that of each group) is the amax of the result.
@@ -71,7 +71,7 @@ def results(x: Arguments, choice: Choice | None = None) -> list[torch.Tensor]:
 
 
 def _gathered(x: Arguments, index: torch.Tensor) -> torch.Tensor:
-    """The product of A and b[index], by a kernel that reads B through the index, or of a copy of these matrices."""
+    """The matmul of A and b[index], by a kernel that reads B through the index, or of a copy of these matrices."""
     check(x)
     if indexed.serves(x.a, x.b, index, x.spec.out_dtype, target_of(x.a.data.device)):
         return indexed.multiply_indexed(x.a, x.b, index, x.spec.out_dtype)
@@ -95,7 +95,7 @@ def _run(call: Call, choice: Choice | None) -> Any:
 
 
 def call_of(x: Arguments, target: Target | None = None) -> Call:
-    """The call for these arguments. target: None stands for the GPU of A. Raises what `checks.check` raises."""
+    """The call for these arguments. target: None takes the GPU of A. Raises what `checks.check` raises."""
     check(x)
     problem = problem_of(x, target_of(x.a.data.device) if target is None else target)
     return Call(
@@ -107,12 +107,12 @@ def call_of(x: Arguments, target: Target | None = None) -> Call:
 
 
 def multiply_together(members: Sequence[Arguments]) -> list[torch.Tensor]:
-    """`multiply` for products of one A, in one launch where `Choice.group` allows it.
+    """`multiply` for matmuls of one A, in one launch where `Choice.group` allows it.
 
     A decode step multiplies a few tokens by the weights of Q, K and V, or of gate and up. A separate launch takes about
-    as long to start, and to get its loads under way, as to read its weights.
+    as long to start, and to issue its first loads, as to read its weights.
 
-    A product has the same bits as in a launch of its own, unless that launch, with several tokens, would add its sums
+    A matmul has the same bits as in a launch of its own, unless that launch, with several tokens, would add its sums
     in another order (see `skinny.skinny_config`). Raises what `multiply` raises.
     """
     calls = list(map(call_of, members))
@@ -126,7 +126,7 @@ def multiply_together(members: Sequence[Arguments]) -> list[torch.Tensor]:
 
 
 def opaque(x: Arguments, kernel: str) -> list[torch.Tensor]:
-    """The results of a product by a kernel that a graph holds as an op: "library", or "2-CTA" for a kernel in Gluon.
+    """The results of a matmul by a kernel that is an op in graphs: "library", or "2-CTA" for a kernel in Gluon.
 
     With groups, the library leaves rows of no group uninitialised, and its offsets are bounded (`grouped_library`).
     Raises ValueError for another name.

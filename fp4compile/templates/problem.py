@@ -1,4 +1,4 @@
-"""A product without its tensors: its spec, sizes and GPU, which is all that `choose` reads.
+"""A matmul without its tensors: its spec, sizes and GPU, the only input of `choose`.
 
 A `Problem` is frozen. Its sizes may be symbolic; with concrete sizes it can be a key of a dictionary. `formats.checks`
 has checked the arguments before.
@@ -23,15 +23,15 @@ _COMPUTE = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"
 
 @dataclass(frozen=True)
 class Problem:
-    """A product [batches, m, k] x [batches or 1, n, k] -> [batches, m, n], or the products of groups.
+    """A matmul [batches, m, k] x [batches or 1, n, k] -> [batches, m, n], or the matmuls of groups.
 
-    spec: everything but sizes. b_batched: whether each matrix of A has its own B.
+    spec: all but the sizes. b_batched: whether each matrix of A has its own B.
     With ragged groups, `groups` of them share the rows, [m, k] x [groups, n, k] -> [m, n], or the contraction,
     [m, k] x [n, k] -> [groups, m, n].
-    two_weights: with groups and an epilogue of two products, whether B is [2 groups, n, k]: all groups' matrices of the
-    first product, then all of the second product. Without it, the rows of B are two matrices [n, k].
-    operand_bytes: for each element of a result that is quantised or whose amax is found, bytes that the epilogue reads
-    of other tensors of the result's size.
+    two_weights: with groups and an epilogue of two matmuls, whether B is [2 groups, n, k]: all groups' matrices of the
+    first matmul, then all of the second matmul. Without it, the rows of B are two matrices [n, k].
+    operand_bytes: for an epilogue that quantises or finds the amax, bytes that it reads of other tensors of the
+    result's size, for each element.
     *_padded: with groups along the contraction, whether the operand's groups are padded: in quantised operands and in
     plain operands of dequantised values they are.
     """
@@ -59,7 +59,7 @@ class Problem:
 
     @property
     def ragged(self) -> bool:
-        """Whether groups of any sizes share a dimension."""
+        """Whether groups of arbitrary sizes share a dimension."""
         return self.by_rows or self.along_k
 
     @property
@@ -68,7 +68,7 @@ class Problem:
         return self.spec.grouping is Grouping.RAGGED_ROWS
 
     def with_epilogue(self, epilogue: Epilogue | None = None) -> "Problem":
-        """The problem with an epilogue; None stands for one that stores the product as it is."""
+        """The problem with an epilogue; None for one that stores the matmul's result unchanged."""
         stored = Epilogue((), self.spec.out_dtype, self.spec.out_dtype) if epilogue is None else epilogue
         return replace(self, spec=replace(self.spec, epilogue=stored))
 
@@ -100,7 +100,7 @@ class Problem:
 
     @property
     def outer_of_each_matrix(self) -> bool:
-        """Whether the two matrices of B, one below the other, have an outer scale each."""
+        """Whether the two stacked matrices of B have separate global scales."""
         return self.spec.pair and not self.ragged and self.b.outer == "group"
 
     @property
@@ -159,7 +159,7 @@ class Problem:
 
 
 def problem_of(x: Arguments, target: Target) -> Problem:
-    """The problem of a product's arguments, which may be fake tensors. It reads no data and makes no tensor."""
+    """The problem of a matmul's arguments, which may be fake tensors. It reads no data and makes no tensor."""
     spec = x.spec
     *a_batch, m, _ = x.a.data.shape
     n = x.b.data.shape[-2]
@@ -179,7 +179,7 @@ def problem_of(x: Arguments, target: Target) -> Problem:
         batches = batches * size
     shared = bool(a_batch) and spec.grouping is Grouping.DENSE
     linear_rows = not (x.a.swizzled or (x.a.format is not None and x.a.format.square))
-    if shared and (linear_rows or statically_true(batches == 1)):  # one product of all rows
+    if shared and (linear_rows or statically_true(batches == 1)):  # one matmul of all rows
         batches, m = 1, batches * m
     return Problem(spec, m, n, _k(x), target, batches, not shared, operand_bytes=_operand_bytes(x))
 

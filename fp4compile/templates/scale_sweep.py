@@ -1,9 +1,8 @@
-"""Block scales of weights by least error, and the codes that they give: `reference_scales` on the GPU, bit for bit.
+"""Block scales of weights by least error, and their codes: `reference_scales` on the GPU, bit for bit.
 
 A program is one warp. Each thread reads one row of 16 elements once and holds it in registers: a whole block, or a
 sixteenth of a square block. All threads try one scale at a time, each the next scale of its own block, until no block
-has a scale left that can win (see `reference_scales`). A block of 16 takes a dozen steps of eight instructions an
-element.
+has a candidate left (see `reference_scales`). A block of 16 takes a dozen steps of eight instructions an element.
 """
 
 import torch
@@ -38,8 +37,8 @@ def quantize(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """`reference_scales.quantize` on the GPU, bit for bit.
 
-    x: any strides; copied where its last dimension is not contiguous. each_matrix: x is [B, R, C], and a computed outer
-    scale has one element for each matrix, [B].
+    x: any strides; copied where its last dimension is not contiguous. each_matrix: x is [B, R, C], and a computed
+    global scale has one element per matrix, [B].
     """
     if x.dim() == 1:
         row = quantize(x.unsqueeze(0), fmt, outer, layout, rule)
@@ -65,7 +64,7 @@ def _sweep(
     source: Source, output: Output, outer: torch.Tensor | None, layout: str, rule: str, each_matrix: bool,
     codes: bool = True,
 ) -> torch.Tensor | None:  # fmt: skip
-    """Fill the scales, and the codes if `codes`; return the outer scale."""
+    """Fill the scales, and the codes if `codes`; return the global scale."""
     fmt = output.format
     if outer is None and fmt.outer is not None:
         amax, launches = amax_of_each(source, "matrix") if each_matrix else amax_of_tensor(source)
@@ -196,7 +195,7 @@ def sweep_scales(
 ):  # fmt: skip
     """Store the scales of BLOCKS neighbouring blocks that are ROWS high. x: [batch, rows, cols], as in `quantize_rows`.
 
-    CODES: store the codes too. outer_ptr: the outer scale or (EACH_MATRIX) one outer scale for each matrix.
+    CODES: store the codes too. outer_ptr: the global scale or (EACH_MATRIX) one global scale for each matrix.
     """
     dtype: tl.constexpr = x_ptr.dtype.element_ty
     padded_rows = tl.cdiv(rows, 128) * 128 if SWIZZLED else rows

@@ -15,7 +15,7 @@ Size = int | torch.SymInt
 
 @dataclass(frozen=True, eq=False)
 class View:
-    """Elements of a tensor: element (i, j, ...) lies i * strides[0] + j * strides[1] + ... elements after the first.
+    """Elements of a tensor: element (i, j, ...) is i * strides[0] + j * strides[1] + ... elements after the first.
 
     Raises RuntimeError if the last element lies outside of the tensor's storage.
     """
@@ -34,7 +34,7 @@ class View:
 
 
 def span(sizes: Sequence[Size], strides: Sequence[Size]) -> Size:
-    """How many elements lie from the first to the last element of a view, both included.
+    """The number of elements from the first to the last element of a view, both included.
 
     0 where the view is empty, or where a size or a stride is symbolic.
     """

@@ -1,1 +1,1 @@
-"""What passes share: what a pass is, notes for the report, and how they read and make nodes. No pass is here."""
+"""Shared by passes: the interface of a pass, notes for the report, reading and building nodes. No pass is here."""

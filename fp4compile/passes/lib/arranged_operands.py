@@ -1,20 +1,20 @@
-"""A in the order in which a product's kernel reads it, written once for all products of one A.
+"""Write A once, in the order in which a GEMM kernel reads it, for all matmuls of one A.
 
-`gemm_wgmma_sm90` reads A from memory in an order of its own (`Candidate.arrangement`). Alone, each product launches a
-kernel that copies A to that order. In a graph, products of the same A share the copy: q, k and v of packed weights, or
-gate and up. Where A is gathered for products alone, as the tokens of experts are, the copy gathers. And where Inductor
-computes A for products alone, for example silu(gate) * up or the end of a norm, PyTorch operations in the graph put A
-into the order (`SwizzledA.by_operations`). Inductor computes them in its kernel of A, so that A is written once and not
-copied at all. Where that kernel gathers rows, nothing would be gained: on an H100, 32768 gathered tokens of 2048
-elements took Inductor 187 us in this order, 66 us in their own.
+`gemm_wgmma_sm90` reads a swizzled A (`Candidate.arrangement`). Without this pass, each matmul launches a kernel that
+copies A to that order. In a graph, matmuls of the same A share the copy: q, k and v of packed weights, or gate and up.
+Where only matmuls read a gathered A, such as the tokens of experts, the copy gathers. And where Inductor computes A and
+only matmuls read it, for example silu(gate) * up or the end of a norm, PyTorch operations in the graph swizzle A
+(`SwizzledA.by_operations`). Inductor computes them in its kernel of A, so that A is written once and not copied. Where
+that kernel gathers rows, nothing would be gained: on an H100, 32768 gathered tokens of 2048 elements took Inductor 187
+us in this order, 66 us in their own.
 
 `gemm_wgmma_sm90` starts before the kernel ahead of it has ended, and reads B and the offsets of groups meanwhile
-(`device.dependent_launch`). Behind its own copy of A that is safe, because these are arguments of both kernels. Without
-it another kernel may come between that writes them. So this is done only where B is an input of the graph, which no
+(`device.dependent_launch`). After its own copy of A that is safe, because these are arguments of both kernels. Without
+the copy, a kernel that writes them may run in between. So this is done only where B is an input of the graph, which no
 kernel of the graph writes, and where the offsets are one too, or A depends on them: then they are in memory before
 Inductor's kernel of A starts, which waits for all kernels ahead of it.
 
-Entries: `arranged_operands(graph)`, before a graph's products are lowered, and `written_arranged(node)`.
+Entries: `arranged_operands(graph)`, before a graph's matmuls are lowered, and `written_arranged(node)`.
 """
 
 from collections.abc import Hashable, Iterator
@@ -43,14 +43,14 @@ _GATHERS = (torch.ops.aten.index.Tensor, torch.ops.aten.index_select.default, to
 
 @dataclass(frozen=True)
 class Arranged:
-    """The arranged A of a product. node: its value. replaces_a: whether nothing else reads A, so A is not in memory."""
+    """The arranged A of a matmul. node: its value. replaces_a: whether nothing else reads A, so A is not in memory."""
 
     node: Node
     replaces_a: bool
 
 
 def arranged_operands(graph: Graph) -> dict[Node, Arranged]:
-    """Put arranged operands into the graph; returns the one of each product that is to read one."""
+    """Add arranged operands to the graph; returns the arranged operand of each matmul that reads one."""
     readers: dict[Hashable, list[ScaledMM]] = {}
     for node in graph.nodes:
         product = scaled_mm_of(node) if node.target is SCALED_MM else None
@@ -68,7 +68,7 @@ def arranged_operands(graph: Graph) -> dict[Node, Arranged]:
 
 
 def written_arranged(node: Node) -> bool:
-    """Whether Inductor computes a node's value, and all that reads it are products that can read it arranged."""
+    """Whether Inductor computes a node's value, and all its readers are matmuls that can read it arranged."""
     source = _source(node)
     if not _pointwise(source) or _gathers(source):
         return False
@@ -116,7 +116,7 @@ def _readers(node: Node) -> Iterator[tuple[Node, Node]]:
 
 
 def _reads_arranged(user: Node, value: Node) -> ScaledMM | None:
-    """The product that can read a plain value as its arranged A, and reads it only there; otherwise None."""
+    """The matmul that can read a plain value as its arranged A, and reads it only there; otherwise None."""
     if user.target is not SCALED_MM:
         return None
     product = scaled_mm_of(user)
@@ -127,7 +127,7 @@ def _reads_arranged(user: Node, value: Node) -> ScaledMM | None:
 
 
 def _reads_written(user: Node, value: Node) -> bool:
-    """Whether a node is a product of many rows that may read what Inductor writes arranged."""
+    """Whether a node is a matmul of many rows that may read what Inductor writes arranged."""
     product = _reads_arranged(user, value)
     if product is None:
         return False
@@ -152,8 +152,7 @@ def _written_before(offs: Node, node: Node) -> bool:
 
 
 def _key(product: ScaledMM) -> Hashable | None:
-    """What the product's arranged A depends on; None for a product whose kernel reads A as it is, or whose B may be
-    written by the graph."""
+    """A key of the matmul's arranged A; None if its kernel reads plain A, or the graph may write its B."""
     arrangement = _arrangement(product)
     if arrangement is None or any(_source(each).op not in _INPUTS for each in (product.b.data, product.b.scales)):
         return None
@@ -185,14 +184,14 @@ def _source(node: Node) -> Node:
 
 
 def _by_operations(graph: Graph, product: ScaledMM) -> Node:
-    """Operations that arrange a product's plain A, before the product."""
+    """Operations that arrange a matmul's plain A, before the matmul."""
     arrangement = _arrangement(product)
     with graph.inserting_before(product.node):
         return traced(graph, lambda a: arrangement.by_operations(a), [product.a.data])
 
 
 def _by_launch(graph: Graph, product: ScaledMM, gathered: tuple[Node, Node] | None) -> Node:
-    """The launch that arranges a product's A, before the product. gathered: see `_gathered`; then A is not read."""
+    """The launch that arranges a matmul's A, before the matmul. gathered: see `_gathered`; then A is not read."""
     arrangement, a, b = _arrangement(product), product.a, product.b
     first = (a.data, None) if gathered is None else gathered
     tensors = [*first, a.scales, a.outer, *b.tensors, product.offs]

@@ -1,9 +1,9 @@
-"""Under `mode="max-autotune"`, let time decide which kernel computes a product, and in which configuration.
+"""Under `mode="max-autotune"`, choose the kernel of a matmul and its configuration by timing.
 
-Entry: `fastest(product)`, for a product node that is about to be lowered. Every candidate that computes all of the
-product on the matrix units as it is runs in each of its configurations, on tensors like the product's own, and the
-fastest is taken. Equal problems are timed once in a process. Without that mode, or where no candidate could be timed,
-rank decides. Group sizes are unknown at compile time, so groups are timed with equal sizes.
+Entry: `fastest(product)`, for a matmul node that is about to be lowered. Every candidate that multiplies on the matrix
+units without dequantising runs in each of its configurations, on tensors like the matmul's own, and the fastest is
+taken. Equal problems are timed once in a process. Without that mode, or where no candidate could be timed, rank
+decides. Group sizes are unknown at compile time, so groups are timed with equal sizes.
 
 The candidates are timed in turns, because the GPU's clock falls under load. Each time is the replay of a CUDA graph: it
 excludes the host's time, and a call of cuBLASLt counts with all its kernels. The calls of a graph use copies of the
@@ -11,7 +11,7 @@ operands that together exceed the L2 cache, since a model's weights come from me
 
 A graph that was compiled with this mode goes into Inductor's cache on disk like any other. Its key has the mode, the
 name of the GPU and the versions of torch and Triton (`FxGraphHashDetails`), and the source of this package
-(`LowerPasses.uuid`), so that the choice is used again only under the conditions of its timing.
+(`LowerPasses.uuid`), so that the choice is reused only under the conditions of its timing.
 """
 
 import logging
@@ -40,7 +40,7 @@ Call = Callable[[], Any]
 
 
 def fastest(product: ScaledMM) -> Choice | None:
-    """The choice for a product: the fastest where there are several to time; None where no kernel is chosen."""
+    """The choice for a matmul: the fastest where there are several to time; None where no kernel is chosen."""
     timed = _compat.times_products() and torch.cuda.is_available()
     if product.spec.plain or not timed or not product.problem.static or product.problem.empty:
         return product.choice

@@ -1,4 +1,4 @@
-"""What a pass is, and how passes are run: switched, timed, counted and dumped."""
+"""The interface of a pass, and the runner of passes: it switches, times, counts and dumps them."""
 
 import itertools
 import os

@@ -1,4 +1,4 @@
-"""Quantises of the same value in the same way, of which a graph needs one."""
+"""Equal quantises of one value, of which a graph needs one."""
 
 from dataclasses import fields
 
@@ -10,7 +10,7 @@ from fp4compile.ops.quantize import QUANTIZE
 
 
 def share(graph: Graph) -> None:
-    """Replace quantises of the same value in the same way by the first of them."""
+    """Replace equal quantises of one value by the first of them."""
     first: dict[tuple, Node] = {}
     for found in quantises_of(graph):
         node = found.node

@@ -1,12 +1,12 @@
-"""Notes on nodes from which the report learns what became of a product after the joint graph.
+"""Notes on nodes, from which the report collects the fusions of a matmul after the joint graph.
 
-`rewrite` notes a product's name on every node that replaces the product (`name_product`), and on every quantise whose
+`rewrite` notes a matmul's name on every node that replaces the matmul (`name_product`), and on every quantise whose
 result a wgrad reads (`mark`). `fuse_prologue` notes the operations' names on the quantiser, `fuse_quantize` on the
-product that quantises its result (`name_operations`). `row_moves` notes moves of a quantiser's rows on the
-products that read them (`name_move`). `hoist` notes which weights it has put one below the other (`note_joined`).
-`fused(graph)` says which operations are fused into the quantisers of a product or, with "quantize" at the end, into the
-product itself, and which moves they precede or follow. `saved(graph)` reads off a forward graph what the partitioner
-saves for the backward: the saved activations are the marked quantises among its outputs.
+matmul that quantises its result (`name_operations`). `row_moves` notes moves of a quantiser's rows on the matmuls that
+read them (`name_move`). `hoist` notes the weights that it has stacked (`note_joined`). `fused(graph)` lists the
+operations that are fused into the quantisers of a matmul or, with "quantize" at the end, into the GEMM kernel, and the
+moves that they precede or follow. `saved(graph)` lists the packed activations that the partitioner saves for the
+backward: the marked quantises among a forward graph's outputs.
 """
 
 import math
@@ -29,27 +29,27 @@ _MOVES = "fp4compile_moves"
 
 
 def name_product(product: Node) -> None:
-    """Note a product's name in the joint graph in its metadata, which its replacements inherit."""
+    """Note a matmul's name in the joint graph in its metadata, which its replacements inherit."""
     product.meta[_PRODUCT] = product.name
 
 
 def product_of(node: Node) -> str | None:
-    """The name in the joint graph of the product that a node computes, or helps to compute; None for other nodes."""
+    """The name in the joint graph of the matmul that a node computes, or helps to compute; None for other nodes."""
     return node.meta.get(_PRODUCT)
 
 
 def note_joined(first: Node, second: Node, joined: tuple[Node, ...]) -> None:
-    """Note on the codes of a weight that inputs of the graph have them above the codes of a second weight.
+    """Note on the codes of a weight the graph inputs that have these codes stacked on those of a second weight.
 
-    joined: data and scales of both and, in a format with an outer scale, the outer scales of both.
+    joined: data and scales of both and, in a format with a global scale, the global scales of both.
     """
     first.meta[_JOINED] = (second.name, *(node.name for node in joined))
 
 
 def joined_weights(first: Node, second: Node) -> tuple[Node | None, ...] | None:
-    """Data, scales and outer scales of two weights, one below the other, by the nodes of their codes.
+    """Data, scales and global scales of two stacked weights, by the nodes of their codes.
 
-    None where there are none; None in the place of outer scales in a format without them.
+    None where they are not stacked; None in place of global scales in a format without them.
     """
     noted = first.meta.get(_JOINED)
     if noted is None or noted[0] != second.name:
@@ -60,7 +60,7 @@ def joined_weights(first: Node, second: Node) -> tuple[Node | None, ...] | None:
 
 
 def name_operations(node: Node, operations: Iterable[Node], *more: str) -> None:
-    """Note the user's operations that a quantiser or a product computes, each once, then `more` names."""
+    """Note the user's operations that a quantiser or a matmul computes, each once, then `more` names."""
     node.meta[_OPERATIONS] = ", ".join([*dict.fromkeys(map(_name, operations)), *more])
 
 
@@ -72,9 +72,9 @@ def _name(operation: Node) -> str:
 
 
 def name_move(quantise: Node, moved: Node, text: str) -> None:
-    """Note what becomes of a move of a quantiser's rows, on the products that read its results.
+    """Note on the matmuls that read a quantiser's results whether its rows are quantised before or after a move.
 
-    moved: the moved rows. A later text about them takes the place of an earlier one.
+    moved: the moved rows. A later text about them replaces an earlier one.
     """
 
     def readers(node: Node) -> list[Node]:
@@ -85,15 +85,15 @@ def name_move(quantise: Node, moved: Node, text: str) -> None:
 
 
 def _is_product(node: Node) -> bool:
-    """Whether a node computes a product that has a name."""
+    """Whether a node computes a matmul that has a name."""
     ours = getattr(node.target, "namespace", "") == "fp4compile"
     return ours and _PRODUCT in node.meta and node.target not in (QUANTIZE, LAY_OUT_SCALES)
 
 
 def fused(graph: Graph) -> dict[str, str]:
-    """The fused operations, such as "silu, mul", by the names of the products that read the quantiser's results.
+    """The fused operations, such as "silu, mul", by the names of the matmuls that read the quantiser's results.
 
-    "silu, mul, quantize" for a product that computes them itself, "silu, mul, amax" for one that finds the largest
+    "silu, mul, quantize" for a matmul that computes them itself, "silu, mul, amax" for one that finds the largest
     magnitude for the next quantiser. Moves of the quantiser's rows follow, such as
     "quantised before index".
     """

@@ -1,13 +1,13 @@
-"""Quantisers of moved rows: which of them may quantise the rows before the move, and how nodes are put there.
+"""Quantise rows before a gather or an index moves them: which quantisers may, and the new nodes.
 
-A row whose scales belong to it alone has the same codes wherever it is. So `quantize(move(x))` is `move(quantize(x))`,
-bit for bit, applied to codes, block scales and outer scales of rows one by one. Nodes between the move and the
-quantiser that keep rows are applied to the moved results. Offsets of groups are dropped: a row has the same codes in
-every group, and the codes of rows of no group are arbitrary. Scales are moved in the linear layout; `lay_out_scales`
-swizzles them behind the move.
+A row whose scales depend on it alone has the same codes at every index. So quantising and moving commute:
+`quantize(move(x))` is `move(quantize(x))`, bit for bit, for codes, block scales and row scales. Nodes between the move
+and the quantiser that keep rows are applied to the moved results. Offsets of groups are dropped: a row has the same
+codes in every group, and the codes of rows of no group are arbitrary. Scales are moved in the linear layout;
+`lay_out_scales` swizzles them behind the move.
 
 A quantiser stays behind the move where its results depend on more than one row, and where anything other than
-quantisers reads the moved rows, because then both would be moved.
+quantisers reads the moved rows, because then rows and codes would be moved.
 """
 
 import operator
@@ -63,7 +63,7 @@ def quantize_before(
 ) -> int:
     """Quantise before the moves that `move_of` finds, from the last to the first; returns the number of moves.
 
-    unpaid: returns why codes are not worth moving; None where they are.
+    unpaid: returns why moving codes does not pay; None where it does.
     """
     count = 0
     for node in reversed(list(graph.nodes)):
@@ -80,7 +80,7 @@ def quantize_before(
             _replace(graph, move, quantisers)
             count += 1
     if count:
-        share(graph)  # the tensor may be quantised already, for those that read it where it was
+        share(graph)  # the tensor may already be quantised, for readers before the move
     return count
 
 
@@ -88,7 +88,7 @@ def quantize_before(
 
 
 def _unmoved(move: Move, quantisers: list[Quantise], users: list[Node]) -> str | None:
-    """Why quantisers, which are among the users of the moved rows, have to stay behind the move; None where not."""
+    """Why quantisers among the users of the moved rows must stay behind the move; None if they need not."""
     sizes = [each for each in users if each.target is aten.sym_size.int]
     if len(quantisers) + len(sizes) < len(users):
         return "its rows are read elsewhere, too"
@@ -98,7 +98,7 @@ def _unmoved(move: Move, quantisers: list[Quantise], users: list[Node]) -> str |
 
 
 def _of_more_than_a_row(quantise: Quantise, move: Move) -> str | None:
-    """What a row of codes and scales depends on besides the row itself; None where on nothing else."""
+    """The input, as text, on which a row of codes and scales depends besides the row itself; None if there is none."""
     fmt, outer = formats.get(quantise.format), quantise.outer
     if quantise.dims != (-1,):
         return "columns are quantised"
@@ -116,7 +116,7 @@ def _of_more_than_a_row(quantise: Quantise, move: Move) -> str | None:
 
 
 def _holds_before(outer: Node, move: Move) -> bool:
-    """Whether an outer scale is one number, and is there before the move, or can be."""
+    """Whether a global scale is one number, and exists before the move, or can be moved before it."""
     is_constant = outer.op != "placeholder" and not outer.all_input_nodes
     return outer.meta["val"].dim() == 0 and (outer < move.start or is_constant)
 
@@ -127,7 +127,7 @@ def row_bytes(node: Node) -> int:
 
 
 def parts_of(quantise: Quantise) -> list[int]:
-    """The places of the results that are moved: codes, block scales, and outer scales of rows."""
+    """The indices of the results that are moved: codes, block scales, and row scales."""
     fmt = formats.get(quantise.format)
     there = (True, fmt.scale is not None and not quantise.values, fmt.outer == "row" and quantise.outer is None)
     return [place for place, is_there in enumerate(there) if is_there]
@@ -139,7 +139,7 @@ def moved_bytes(quantise: Quantise) -> int:
 
 
 def bytes_of(quantise: Quantise, place: int) -> int:
-    """Bytes of a row of one result of a quantiser; block scales (place 1) count as they are in the linear layout."""
+    """Bytes of a row of one result of a quantiser; block scales (place 1) count in the linear layout."""
     value = quantise.node.meta["val"][place]
     if place == 1:
         elements = quantise.x.meta["val"].shape[-1]
@@ -160,8 +160,7 @@ def readers_of(node: Node) -> list[Node]:
 
 
 def _kept_by(node: Node) -> Node | None:
-    """The node that has all rows of a node's argument, each of them whole: the node itself, or for pieces of a tensor
-    the node that joins them in another order. None if there is none."""
+    """The node with all whole rows of a node's argument: itself, or a concatenation of pieces; None without one."""
     if node.target in (*RESHAPES, aten.clone.default):
         before, after = (each.meta["val"].shape for each in (node.args[0], node))
         return node if len(after) > 1 and statically_true(before[-1] == after[-1]) else None
@@ -174,7 +173,7 @@ def _kept_by(node: Node) -> Node | None:
 def _cut_by(node: Node) -> Node | None:
     """The split of which a concatenation joins all pieces, in order, along other rows; None for any other node.
 
-    So what ranks gather becomes a sequence, where each rank has a part of every sequence.
+    So gathered ranks' parts become sequences, where each rank has a part of every sequence.
     """
     if node.target is not aten.cat.default or not all(piece.target is operator.getitem for piece in node.args[0]):
         return None
@@ -210,8 +209,8 @@ def _replayed(graph: Graph, node: Node, rows: Node, other: Node) -> Node:
 def _replace(graph: Graph, move: Move, quantisers: list[Quantise]) -> None:
     """Quantise the source, move the results, and let the quantisers' users read these; erase the move.
 
-    All collectives start where the one did, and are waited for where that was, so that they overlap with what lies in
-    between. The sizes of a reshape may be computed as late as the reader.
+    All collectives start, and are waited for, where the replaced one was, so they overlap with the nodes in between.
+    The sizes of a reshape may be computed as late as the reader.
     """
     for reader in quantisers:
         if reader.outer is not None and not reader.outer < move.start:
@@ -228,7 +227,7 @@ def _replace(graph: Graph, move: Move, quantisers: list[Quantise]) -> None:
             read = {user.args[1] for user in reader.node.users}
             found = [
                 _result(graph, reader, move, moved[place], place) if place in moved and place in read
-                # An empty tensor, or the outer scale, which holds for the source too.
+                # An empty tensor, or the global scale, which is the source's too.
                 else new_node(graph, operator.getitem, (quantised, place), reader.node.meta) if place in read else None
                 for place in range(3)
             ]  # fmt: skip
@@ -239,7 +238,7 @@ def _replace(graph: Graph, move: Move, quantisers: list[Quantise]) -> None:
 
 
 def _as_bytes(graph: Graph, quantised: Node, place: int) -> Node:
-    """A result of a quantiser, as bytes if its elements are: neither torch nor collectives move all such dtypes."""
+    """A result of a quantiser, viewed as bytes if its elements are: torch and collectives lack some of these dtypes."""
     node = new_node(graph, operator.getitem, (quantised, place), quantised.meta)
     dtype = node.meta["val"].dtype
     are_bytes = dtype.itemsize == 1 and dtype != torch.uint8

@@ -1,4 +1,4 @@
-"""Slices of a tensor's columns, from `chunk`, `split` and slicing: gate and up of one product, for example.
+"""Slices of a tensor's columns, from `chunk`, `split` and slicing: gate and up of one matmul, for example.
 
 A kernel reads such a slice in place, if the tensor is materialised.
 """
@@ -27,7 +27,7 @@ class Slice:
 
 
 def slice_of(node: Node) -> Slice | None:
-    """A node as a slice of a tensor's columns; None if it is none."""
+    """The slice of a tensor's columns that a node is; None if it is not one."""
     cut = _cut(node)
     if cut is None:
         return None
@@ -69,7 +69,7 @@ def in_shape(graph: Graph, node: Node, like: torch.Tensor, shape: list | None, s
 
 
 def erase_unread(node: Node) -> None:
-    """Erase a slice that nothing reads, and the slices, splits and reshapes that only this slice has read."""
+    """Erase an unread slice, and the slices, splits and reshapes that only this slice has read."""
     while not node.users and node.op == "call_function":
         if not (cuts_columns(node) or node.target in _SPLITS or node.target in RESHAPES):
             break

@@ -1,4 +1,4 @@
-"""Symbolic sizes that a graph reads: from tensors that come early, so that no pass has to keep a later one for them."""
+"""Read symbolic sizes from the earliest tensors of a graph, so that no pass has to keep a later one for its size."""
 
 from collections.abc import Iterator
 
@@ -11,7 +11,7 @@ aten = torch.ops.aten
 
 
 def read_sizes_of_operands(graph: Graph) -> None:
-    """Let each `sym_size` of a result read an operand that has this size, too, so that it does not need the result."""
+    """Let each `sym_size` of a result read an operand of the same size instead, so that it does not need the result."""
     for size in graph.find_nodes(op="call_function", target=aten.sym_size.int):
         source, dim = size.args
         length, found = source.meta["val"].shape[dim], source
@@ -22,7 +22,7 @@ def read_sizes_of_operands(graph: Graph) -> None:
 
 
 def _tensors_before(node: Node) -> Iterator[Node]:
-    """The tensors that a node is computed of, behind nodes with several results."""
+    """The tensors from which a node is computed, through nodes with several results."""
     for each in node.all_input_nodes:
         if isinstance(each.meta.get("val"), list | tuple):
             yield from _tensors_before(each)

@@ -1,1 +1,1 @@
-"""Products of quantised operands."""
+"""GEMM kernels for quantised operands."""

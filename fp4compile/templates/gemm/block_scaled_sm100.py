@@ -1,50 +1,50 @@
 """Block-scaled GEMM: two block-scaled operands on matrix units that read codes and scales themselves (SM100 and up).
 
 The matrix units read the codes as they are stored, and block scales in the swizzled layout, one for each row and block.
-The quantise kernels store scales in this layout, also for square blocks. Outer scales, bias and epilogue are applied to
-the float32 sums, as in all kernels of products.
+The quantise kernels store scales in this layout, also for square blocks. Global or row scales, bias and epilogue are
+applied to the float32 sums, as in all GEMM kernels.
 
 How the operands reach the matrix units of SM100:
 - The Tensor Memory Accelerator (TMA) copies tiles of codes and of scales to shared memory, by descriptors that each
   program makes once. Outside of a matrix it fills in zeros.
-- Warps are specialised: some issue the copies, some the products, and some apply the epilogue. So copies run ahead by
+- Warps are specialised: some issue the copies, some the matmuls, and some apply the epilogue. So copies run ahead by
   as many steps as there are stages, also across tiles.
 - `tcgen05.cp` copies scales from shared to tensor memory (see `device.block_scaled_tile`).
-- The epilogue takes a part of the columns at a time, so that the sums need few registers. TMA stores the parts from one
-  buffer, so each part waits until the one before has left it.
+- The epilogue processes a part of the columns at a time, so that the sums need few registers. TMA stores the parts from
+  one buffer, so each part waits until the previous one has left it.
 - An epilogue may quantise its result (`device.quantized_epilogue`): TMA stores the parts' codes, and threads store the
-  scales of a whole tile. Or it finds the amax of its result, from which the next product's quantiser makes an outer
+  scales of a whole tile. Or it finds the amax of its result, from which the next matmul's quantiser computes a global
   scale.
 
-Programs make their descriptors one after the other, before anything else: five take 386 instructions of one warp, and
-five writes to memory, each of which the warp waits for. They are no arguments of the kernel: the CPU would take about
-10 microseconds to make five at every launch outside of a CUDA graph (docs/sm100_proof.md has the figures). And the
-kernel is not launched early (`device.dependent_launch`): descriptors lie in memory that torch may have taken from a
-tensor that the kernel before still reads.
+Programs first make their descriptors in sequence: five take 386 instructions of one warp, and five writes to memory,
+each of which the warp waits for. They are not arguments of the kernel: the CPU would take about 10 microseconds to make
+five at every launch outside of a CUDA graph (docs/sm100_proof.md has the figures). And the kernel does not use
+dependent launch (`device.dependent_launch`): descriptors are in memory that may belong to a tensor that the previous
+kernel still reads.
 
-TMA needs rows of whole 16 bytes. Rows of NVFP4 with an odd number of blocks are loaded by pointers instead, without
-specialised warps; groups have no such kernel.
+TMA needs rows whose bytes are a multiple of 16. Rows of NVFP4 with an odd number of blocks are loaded by pointers
+instead, without specialised warps; groups have no such kernel.
 
-Groups are rows of A and of the result, or lie along the contraction (see `reference_grouped.scaled_grouped_mm`). Either
-way operands are whole matrices to TMA: a tile of codes begins at any row, and swizzled scales of a group begin at a
-whole tile of 128 rows, or of 128 columns. Every program finds the groups of its tiles from the offsets before its first
-tile (`device.group_tiles`). Nothing is stored by TMA: a TMA store for whole tiles beside a masked store for the others
-would take the shared memory of a stage.
+Groups are rows of A and of the result, or parts of the contraction (see `reference_grouped.scaled_grouped_mm`). In both
+cases the TMA descriptors cover whole matrices: a tile of codes begins at any row, and swizzled scales of a group begin
+at a whole tile of 128 rows, or of 128 columns. Every program finds the groups of its tiles from the offsets before its
+first tile (`device.group_tiles`). Nothing is stored by TMA: a TMA store for whole tiles beside a masked store for the
+others would take the shared memory of a stage.
 
-Groups of rows: a tile takes 128 rows of A from a row of its group on. Rows beyond the group's end belong to other
-groups; they are multiplied as well and not stored. Rows that belong to no group follow the last group. The kernel
-clears them, because they are few or none: zeros in the whole result would be as many bytes as the product stores.
-Swizzled scales of groups are padded to 128 rows. So a tile whose result is quantised stores its scales whole: zeros
-where the group has ended. Tiles of scales behind the last group are cleared; codes of rows of no group are not written.
-Where each group has a dynamic outer scale, a tile raises the amax of its group.
+Groups of rows: a tile reads 128 rows of A from a row of its group on. Rows beyond the group's end belong to other
+groups; they are multiplied and not stored. Rows that belong to no group follow the last group. The kernel clears them,
+because they are few or none: zeros in the whole result would be as many bytes as the kernel stores. Swizzled scales of
+groups are padded to 128 rows. So a tile whose result is quantised stores its scales whole: zeros where the group has
+ended. Tiles of scales behind the last group are cleared; codes of rows of no group are not written. Where each group
+has a dynamic global scale, a tile raises the amax of its group.
 
 Groups along the contraction: a step has 128 columns, which belong to one group, because groups are padded to 128. So a
 tile has as many steps as its group needs. A tile of an empty group has a single step, of arbitrary columns, and is
-cleared. A program walks the steps of all its tiles in one loop, so that copies run ahead across tiles and groups.
-Triton's `flatten` makes such a loop only of inner loops of one length. For Triton to specialise its warps, the loop
-must look like Triton's own:
+cleared. A program iterates over the steps of all its tiles in one loop, so that copies run ahead across tiles and
+groups. Triton's `flatten` makes such a loop only from inner loops of one length. For Triton to specialise its warps,
+the loop must have the form of Triton's own:
 - The first branch computes all values that change from tile to tile, the second one only the result. The partitions
-  that issue copies and products run the first branch alone.
+  that issue copies and matmuls run the first branch alone.
 - Neither branch has a reduction, and the second one clears the sums, or Triton 3.6 fails.
 """
 
@@ -113,7 +113,7 @@ from fp4compile.templates.launch import launch
 from fp4compile.templates.problem import Problem
 from fp4compile.templates.quantize.source import power_of_two
 
-_ANY_SIZE = 2**14  # stands for a symbolic size in the choice of a configuration
+_ANY_SIZE = 2**14  # represents a symbolic size in the choice of a configuration
 
 
 @triton.jit
@@ -135,23 +135,24 @@ def gemm_block_scaled_sm100(
     [batches, m, n] of a [m, K] and b [n, K].
 
     An epilogue that quantises stores codes of its result to out, and swizzled block scales to out_scales. out_outer:
-    its static outer scale. An epilogue that finds the amax of its result stores partial maxima to out_scales; with
+    its static global scale. An epilogue that finds the amax of its result stores partial maxima to out_scales; with
     groups, it raises the int32 [batches] there, which are 0, to the bits of the groups' largest magnitudes. PAIR: there
-    are two products, and a tile has BN / 2 columns of both, of which the epilogue makes one result. 1: each matrix of b
-    has two matrices [n, K], one below the other. 2: b [2 batches, n, K], the groups' matrices of the second product
-    come last. pair_outer: from an outer scale of the first product to that of the second one.
+    are two matmuls, and a tile has BN / 2 columns of both, from which the epilogue computes one result. 1: each matrix
+    of b is two stacked matrices [n, K]. 2: b [2 batches, n, K], the groups' matrices of the second matmul come last.
+    pair_outer: stride from a global scale of the first matmul to that of the second one.
 
     The grid is persistent: program p takes the tiles p, p + grid, p + 2 * grid, and so on.
 
     offs: int32 [batches]. rows: how many rows the offsets cut. out_cols: units of two codes, or results, in a row of
     out; ALIGN divides it. *_per_row: bytes of codes in a row. steps: of BK elements along K. row_tiles_*, col_tiles:
     tiles of 128 x 4 of the swizzled scales of one matrix; with groups of rows, row_tiles_a of all of a. *_outer_each:
-    how many outer scales each group has of its own; 0 where all groups share them. table: memory for int32 [tiles, 4],
+    the number of global or row scales of each group; 0 where all groups share them. table: memory for int32 [tiles, 4],
     where tiles is the largest possible number of tiles.
-    GROUPS: 0, or the number of groups, rounded up to a power of two. GROUP_M: row tiles that are walked together, for
-    the L2 cache. PARTS: parts of a tile's columns that the epilogue takes one by one. TMA: rows of codes are whole 16
-    bytes. TMA_STORE: there is a single matrix, and rows of out are whole 16 bytes. TWO_SUMS: tensor memory holds the
-    sums of two tiles, so that the epilogue of one runs beside the products of the next. EVEN_K: K is whole steps.
+    GROUPS: 0, or the number of groups, rounded up to a power of two. GROUP_M: row tiles that are scheduled together,
+    for the L2 cache. PARTS: parts of a tile's columns that the epilogue processes one by one. TMA: rows of codes are
+    multiples of 16 bytes. TMA_STORE: there is a single matrix, and rows of out are multiples of 16 bytes. TWO_SUMS:
+    tensor memory holds the sums of two tiles, so that the epilogue of one runs beside the matmuls of the next. EVEN_K:
+    K is whole steps.
     EVEN_BLOCKS: n is whole blocks of the codes that are stored. MAXIMA: how many partial maxima there are.
     """
     a_bytes: tl.constexpr = codes_in(BK, A_ELEMENT)
@@ -160,7 +161,7 @@ def gemm_block_scaled_sm100(
     part_cols: tl.constexpr = BN // PARTS
     matrices: tl.constexpr = 2 if PAIR else 1
     tile_cols: tl.constexpr = BN // matrices
-    # The matrices of a's and b's sources, each of *_rows rows: TMA reads two at a time of matrices below each other.
+    # The matrices of a's and b's sources, each of *_rows rows: TMA reads two stacked matrices at a time.
     below: tl.constexpr = PAIR == 1 and GROUPS > 0
     count = 2 * batches if below else matrices
     a_batches = 1 if GROUPS > 0 else batches
@@ -233,7 +234,7 @@ def gemm_block_scaled_sm100(
                 matrix = 0
             b_row = b_batch * n + tile_n * tile_cols
             b_row_tile = b_batch * row_tiles_b + tile_n * (tile_cols // 128)
-            # Loaded before the steps: they hide the latency, and all parts share the factor.
+            # Loaded before the steps, which hide the latency; all parts share the factor.
             row = (a_row + tl.arange(0, BM))[:, None]
             factor = factor_of_rows(row, end, 0, a_outer, b_outer, rescale_mode(A_OUTER), rescale_mode(B_OUTER))
             pair_factor = factor
@@ -348,7 +349,7 @@ def gemm_block_scaled_sm100(
 
 
 def _serves(p: Problem) -> bool:
-    """Two block-scaled operands with swizzled scales. Triton has no block-scaled product of mixed widths on SM120.
+    """Two block-scaled operands with swizzled scales. Triton has no block-scaled matmul of mixed widths on SM120.
 
     Offsets within a tile of 128 rows are 32-bit numbers.
     """
@@ -363,7 +364,7 @@ def _serves(p: Problem) -> bool:
 def _quantizes(p: Problem) -> bool:
     """Only where rows of a tile lie in one thread, on SM100 and SM103.
 
-    TMA reads tiles of two products. With more than 4 bytes of operands for an element beside them, registers spill.
+    TMA reads tiles of two matmuls. With more than 4 bytes of operands for an element beside them, registers spill.
     """
     whole = p.batches == 1 and statically_true(p.n % 128 == 0) and p.operand_bytes <= 4
     pairs = not p.spec.pair or (whole and block_scaled_config(p).tma)
@@ -389,7 +390,7 @@ def _quantizes_groups(p: Problem) -> bool:
 
 
 def _finds_amax(p: Problem) -> bool:
-    """Only where columns are whole parts, of 32: no part has columns that do not count."""
+    """Only where n is a multiple of a part's columns, 32, so that no part has columns out of bounds."""
     quantizes_result = _quantizes(p) if not p.ragged else _quantizes_groups(p)
     return quantizes_result and statically_true(p.n % 32 == 0)
 
@@ -410,8 +411,8 @@ def sm100_configs(p: Problem) -> tuple[BlockScaledConfig, ...]:
     """Every configuration that is worth timing.
 
     A step is 128 bytes of the wider operand's codes, and 128 columns where groups lie along K: no step has columns of
-    two groups. Results whose rows are not whole 16 bytes are stored one by one, which takes more registers. An epilogue
-    that quantises has the configurations that it has without groups.
+    two groups. Results whose rows are not multiples of 16 bytes are stored one by one, which takes more registers. An
+    epilogue that quantises has the configurations that it has without groups.
     """
     if p.spec.result is not None or p.spec.amax:
         return block_scaled_configs(p)
@@ -450,7 +451,7 @@ def _run(call: Call, config: BlockScaledConfig) -> torch.Tensor | tuple[torch.Te
     to_pair = p.n if p.b.outer == "row" else 0
     if groups:
         most, table = p.target.multiprocessors, call.offs.new_empty((tiles, 4))
-        # Outer scales of a group of a, and of a matrix of b, where each row has one.
+        # Row scales of a group of a, and of a matrix of b.
         a_each = {"group": 1, "row": p.m if p.along_k else 0}.get(p.a.outer, 0)
         b_each = {"group": 1, "row": p.b_rows}.get(p.b.outer, 0)
         to_pair = groups * b_each if p.two_weights else to_pair
@@ -477,7 +478,7 @@ CANDIDATE = Candidate(
     "block_scaled_sm100", "native", _serves, block_scaled_config, _run, block_scaled_configs,
     takes_epilogue=lambda p: True, quantizes=_quantizes, finds_amax=_finds_amax, any_rows=True,
 )  # fmt: skip
-# The same kernel at another rank: no library comes before it.
+# The same kernel at another rank: no library ranks before it.
 GROUPED = Candidate(
     "grouped_block_scaled_sm100", "native", _serves_groups, sm100_config, _run, sm100_configs,
     takes_epilogue=lambda p: p.spec.results > 1, quantizes=_quantizes_groups, finds_amax=_finds_amax,

@@ -1,19 +1,19 @@
-"""Block-scaled GEMM on pairs of CTAs: the products of `gemm.block_scaled_sm100` with half of B loaded by each (SM100).
+"""2-CTA block-scaled GEMM: the matmuls of `gemm.block_scaled_sm100`, where each CTA loads half of B (SM100).
 
-Two CTAs of a cluster compute a tile of 256x256, and each stores half of its rows. A product of their matrix units reads
-the two halves of B from the shared memory of both. So a CTA loads 256 rows of operands for 128x256 results, where the
-kernel of one CTA loads 384 (`heuristics.TwoCtaConfig`).
+Two CTAs of a cluster compute a tile of 256x256, and each stores half of its rows. A 2-CTA matrix instruction reads the
+two halves of B from the shared memory of both. So a CTA loads 256 rows of operands for 128x256 results, where the 1-CTA
+kernel loads 384 (`heuristics.TwoCtaConfig`).
 
-An epilogue may quantise its result, or find its amax, as the kernel of one CTA does (`device.quantized_epilogue`). TMA
-stores the block scales of a tile as well, from shared memory. Of gate and up (`Problem.pair`), each CTA loads one.
+An epilogue may quantise its result, or find its amax, as in the 1-CTA kernel (`device.quantized_epilogue`). TMA stores
+the block scales of a tile as well, from shared memory. Of gate and up (`Problem.pair`), each CTA loads one.
 
-With groups of rows, a pair's tile begins at a row of its group. Rows beyond the
-group's end are multiplied as well and not stored.
+With groups of rows, the tile of a CTA pair begins at a row of its group. Rows beyond the group's end are multiplied and
+not stored.
 
 The kernel is in `two_cta_kernel_sm100`. It is written in Gluon: `tl.dot_scaled` does not compile for clusters. An
-Inductor wrapper cannot hold its launch, so a graph has the op `scaled_mm_opaque`.
+Inductor wrapper cannot call it, so a graph has the op `scaled_mm_opaque`.
 
-It did not run on a GPU yet. So it is no default: only `max-autotune` chooses it, by time.
+It has not run on a GPU yet. So only `max-autotune` chooses it, by timing.
 """
 
 import torch
@@ -37,7 +37,7 @@ MOST_GROUPS = 512  # whose offsets fit the registers of the warp that loads
 
 
 def _serves(p: Problem) -> bool:
-    """One product, or groups of rows, that the kernel of one CTA takes, by TMA, and whose result this kernel stores."""
+    """One matmul, or groups of rows, that the 1-CTA kernel serves by TMA, and whose result this kernel stores."""
     if not p.ragged:
         fits = statically_true(p.batches == 1)
     else:
@@ -50,10 +50,10 @@ def _one_cta(p: Problem) -> Candidate:
 
 
 def _stores(p: Problem) -> bool:
-    """Whether rows of the result are whole 16 bytes, on a GPU whose code was simulated.
+    """Whether rows of the result are multiples of 16 bytes, on a GPU whose code was simulated.
 
-    Offsets within a tile of 256 rows are 32-bit numbers. Where the simulator cannot run the code, the kernel is not
-    offered: on compute capability 10.3, Gluon multiplies two FP4 operands by an instruction of 96 elements along K.
+    Offsets within a tile of 256 rows are 32-bit numbers. Code that the simulator cannot run is excluded: on compute
+    capability 10.3, Gluon multiplies two FP4 operands by an instruction of 96 elements along K.
     """
     if not (p.target.sm in (100, 103) and _compat.two_cta_products()):
         return False
@@ -74,12 +74,12 @@ def _quantizes(p: Problem) -> bool:
 
 
 def _finds_amax(p: Problem) -> bool:
-    """Only where columns are whole parts: no part has columns that do not count."""
+    """Only where n is a multiple of a part's columns, so that no part has columns out of bounds."""
     return _quantizes(p) and statically_true(p.n % PART_COLS == 0)
 
 
 def _to_time(p: Problem) -> tuple[TwoCtaConfig, ...]:
-    """Nothing where larger tiles are not expected to pay: they may be half empty, or fill fewer multiprocessors."""
+    """Empty where larger tiles are not expected to pay: they may be half empty, or fill fewer multiprocessors."""
     config = two_cta_config(p)
     return (config,) if cost.two_ctas_pay(p, config, _one_cta(p).configure(p)) else ()
 
@@ -94,7 +94,7 @@ def _run(call: Call, config: TwoCtaConfig) -> torch.Tensor | tuple[torch.Tensor,
                          auxiliaries, call.result_outer, call.offs)  # fmt: skip
         first, *more = opaque(x, TWO_CTAS)
         return (first, *more) if more else first
-    # Gluon of an old Triton lacks what the kernel's file imports.
+    # Gluon of an old Triton lacks imports of the kernel's file.
     from fp4compile.templates.gemm.two_cta_kernel_sm100 import gemm_block_scaled_two_ctas_sm100
 
     out, scales = call.empty_results()

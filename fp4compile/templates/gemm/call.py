@@ -1,4 +1,4 @@
-"""A product with its tensors, as kernels take them: contiguous, in bytes, at addresses of whole 16 bytes."""
+"""A matmul with its tensors in the form of kernel arguments: contiguous bytes, aligned to 16 bytes."""
 
 from dataclasses import dataclass, replace
 
@@ -59,8 +59,8 @@ class KernelOperand:
             within(self.outer, span((lanes,), (1,)))
 
     def align(self, step: int) -> int:
-        """ALIGN of `device.dequantize.load_units`: for codes, -1 where rows are whole steps of `step` units, else 0;
-        for a plain operand, the number of words that divides a row and may be read at once."""
+        """ALIGN of `device.dequantize.load_units`: of codes, -1 if `step` units divide rows, else 0; else words of a
+        read."""
         if self.type.format is not None:
             return -1 if statically_true(self.units_per_row % step == 0) else 0
         return power_of_two(self.data.shape[-1], 16 // self.data.element_size()) // 2
@@ -71,7 +71,7 @@ class KernelOperand:
         return {f"{name}_{field}": value for field, value in fields.items()}
 
     def reading(self, step: int) -> dict:
-        """The constexpr arguments of a kernel that reads this operand alone, without its outer scale."""
+        """The constexpr arguments of a kernel that reads this operand alone, without its global or row scale."""
         square = self.type.format is not None and self.type.format.square
         return {"ELEMENT": self.type.element, "SCALE": self.type.scale, "SWIZZLED": int(self.type.swizzled),
                 "SQUARE": int(square), "ALIGN": self.align(step)}  # fmt: skip
@@ -80,7 +80,7 @@ class KernelOperand:
 def kernel_operand(x: Operand, type: OperandSpec, pair: bool = False) -> KernelOperand:
     """The operand's tensors in the layout that kernels read; copied only if their layout differs.
 
-    pair: outer scales of two matrices, whose kernel takes their stride.
+    pair: global scales of two matrices, whose kernel takes their stride.
     """
     data, scales, fmt = x.data, x.scales, x.format
     *_, rows, width = data.shape
@@ -100,12 +100,12 @@ def aligned(x: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True, eq=False)
 class Call:
-    """A product as it is launched: the problem, its operands, and the tensors that its epilogue reads.
+    """The arguments of a matmul's launch: the problem, its operands, and the tensors that its epilogue reads.
 
-    auxiliaries: the tensors that the steps of the epilogue read, of the product's size or of n elements.
-    result_outer: the static outer scale of a quantised result; None without one.
+    auxiliaries: the tensors that the steps of the epilogue read, of the matmul's size or of n elements.
+    result_outer: the static global scale of a quantised result; None without one.
     offs: int32 [groups], contiguous; None without groups.
-    arranged_a: A in the order in which `Candidate.arrangement` says that the kernel reads it, if it is there already.
+    arranged_a: A in the order of `Candidate.arrangement`, if it exists already; else None.
     Raises RuntimeError where a kernel of the problem's sizes would leave the storage of a tensor.
     """
 
@@ -167,7 +167,7 @@ class Call:
 
     @property
     def even_blocks(self) -> bool:
-        """Whether columns of the result are whole blocks of the codes that are stored; True without codes."""
+        """Whether the columns of stored codes are a multiple of a block; True without codes."""
         p = self.problem
         return p.spec.result is None or statically_true(p.n % p.spec.result.block_cols == 0)
 
@@ -184,7 +184,7 @@ class Call:
                 "B_BATCHED": int(p.b_batched)}  # fmt: skip
 
     def rescale_pointers(self, unused: torch.Tensor) -> list:
-        """Outer scale of A, outer scale of B, and bias; `unused` for each that is absent."""
+        """Global or row scales of A and of B, and bias; `unused` for each that is absent."""
         return [unused if t is None else t for t in (self.a.outer, self.b.outer, self.bias)]
 
     def epilogue_pointers(self, unused: torch.Tensor) -> list:

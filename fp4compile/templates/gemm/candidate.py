@@ -12,7 +12,7 @@ from fp4compile.templates.gemm.swizzled_a_sm90 import SwizzledA
 from fp4compile.templates.problem import Problem
 
 LIBRARY, TWO_CTAS = "library", "2-CTA"  # kernels of the op `scaled_mm_opaque`
-MOST_IN_GROUP = 3  # products of one A in a launch, at most: the kernels have pointers for three
+MOST_IN_GROUP = 3  # matmuls of one A in a launch, at most: the kernels have pointers for three
 
 
 def opaque(x: Arguments, kernel: str) -> list[torch.Tensor]:
@@ -31,25 +31,25 @@ def _always(problem: Problem, config: Any) -> bool:
 
 @dataclass(frozen=True, eq=False)  # compared and hashed by identity
 class Candidate:
-    """A kernel, or a library call, that computes products.
+    """A kernel, or a library call, that computes matmuls.
 
     name: its name in the report, the log and `Choice`.
     tier: "native" where the matrix units read the operands as they are quantised, else "emulated".
-    serves: whether it can compute a problem, and should if no candidate of a better rank does.
+    serves: whether it computes a problem, if no candidate of a better rank does.
     configure: the launch configuration for a problem, a `LaunchConfig`; None where there is nothing to
         configure. run: launches a call with that configuration and returns the result, of the problem's shape.
     configurations: the configurations that `max-autotune` times: the result of `configure` and others, or none where
         the kernel is not expected to pay; None where there is no other. takes_epilogue: whether it can apply an
         epilogue before it stores. quantizes: whether that epilogue can end in codes; `run` then returns codes and block
-        scales. finds_amax: whether it can find the amax of what the epilogue stores; `run` then returns the result and
-        partial maxima.
+        scales. finds_amax: whether it can find the amax of the stored result; `run` then returns the result and partial
+        maxima.
     traceable: whether a graph can hold the launches of a problem and its configuration.
-    any_rows: whether it serves the problem for every number of rows of A, if it does for one.
+    any_rows: whether it serves the problem for every number of rows of A, if it serves it for one.
     dequantizes_a, dequantizes_b: whether it writes the operand, if it is quantised, to memory in 16 bits first.
     arrangement: for a kernel that first writes A to memory in another order: this order, as `swizzled_a_sm90.SwizzledA`
         describes it, for a problem and its configuration. None for other kernels.
-    group_with, run_group: for a kernel that computes several products of one A in one launch: what these products must
-        have in common beside A, and the launch of all of them. None for other kernels.
+    group_with, run_group: for a kernel that computes several matmuls of one A in one launch: a key that these matmuls
+    must share besides A, and the launch of all of them. None for other kernels.
     """
 
     name: str
@@ -70,7 +70,7 @@ class Candidate:
     run_group: Callable[[Sequence[Call], Any], list[torch.Tensor]] | None = None
 
     def takes(self, problem: Problem) -> bool:
-        """Whether it serves a problem, stores the result in its format, and finds its amax if that is wanted."""
+        """Whether it serves a problem, stores the result in its format, and finds its amax if that is requested."""
         amax = not problem.spec.amax or self.finds_amax(problem)
         return amax and (problem.spec.result is None or self.quantizes(problem)) and self.serves(problem)
 

@@ -1,8 +1,8 @@
-"""A cost model of a product and its epilogue on SM100, by the library and by a kernel of this package.
+"""A cost model of a matmul and its epilogue on SM100, by the library and by a kernel of this package.
 
 Nothing here was timed on SM100. The model is arithmetic on published rates and on the assumptions below, each with its
-source. It decides where an epilogue runs: in a Triton kernel, whose product is slower than the library's, or in a
-pointwise kernel after the library's product, which is then written to memory and read again. Replace the numbers by
+source. It decides where an epilogue runs: in a Triton kernel, which multiplies more slowly than the library, or in a
+pointwise kernel after the library's matmul, whose result is then stored and read again. Replace the numbers by
 measurements of `benchmarks` on a B200.
 """
 
@@ -43,13 +43,14 @@ RATES = {
     103: Rates(fp4=13.5e15, fp8=4.5e15, fp4_triton=9e15, l2=160 * 64 * 1.85e9),
 }
 
-# The share of the peak rate that a tile of 128x256 can reach at most, and the rows of A and B that are loaded for each
-# 128x128 results of it. A step has to come from the L2 cache at 64 bytes a clock, and go through shared memory at 128
-# bytes a clock, in the clocks of its matrix instructions. The share of other tiles is scaled by the rows they load.
-# A model of the clocks gives 45 %, 64 % and 93 % for 128x128, 128x256 and 256x256 over two multiprocessors; this rule
-# gives 48 %, 64 % and 96 %.
+# The largest share of the peak rate that a tile of 128x256 can reach, and the rows of A and B that are loaded for each
+# 128x128 of its results. A step is loaded from the L2 cache at 64 bytes per clock, and passes through shared memory at
+# 128 bytes per clock, in the clocks of its matrix instructions. The share of other tiles is scaled by the rows they
+# load. A model of the clocks gives 45 %, 64 % and 93 % for 128x128, 128x256 and 256x256 over two multiprocessors; this
+# rule gives 48 %, 64 % and 96 %.
 TILE_SHARE, TILE_ROWS = 0.64, 192
-# Tiles of the library, by the rows and columns of one multiprocessor. Two share a tile, and each loads half of B.
+# Tiles of the library, by the rows and columns of one multiprocessor. Two multiprocessors share a tile; each loads half
+# of B.
 LIBRARY_TILES = ((128, 256), (128, 128), (128, 64))
 # The fraction of its tile's share that any kernel is assumed to reach: the fraction of cuBLAS with 256x256 over two
 # multiprocessors, published at 5.4 PFLOP/s for NVFP4 with M = N = K = 8192 on a B200. For 128x256 that gives 3.6
@@ -64,7 +65,7 @@ LAUNCH = 1.5e-6  # seconds of one more kernel in a CUDA graph, half the time of 
 # not known.
 DESCRIPTORS = 1e-6
 OUTER_SCALES = (
-    2  # launches before a two-level product: torch multiplies the outer scales and, in torch 2.11, copies them
+    2  # launches before a two-level matmul: torch multiplies the global scales and, in torch 2.11, copies them
 )
 # Instructions of a thread for 16 elements that a quantising epilogue has more than one that stores bf16, by the type of
 # block scales: counted in the machine code of Triton 3.9 for sm_100a (`check-sm100`). A multiprocessor issues four
@@ -75,11 +76,11 @@ ISSUED = 0.7
 # groups, and with groups of rows, whose amaxes each tile raises.
 AMAX_INSTRUCTIONS, GROUP_AMAX_INSTRUCTIONS = 32, 50
 CLOCK = 1.85e9
-ANY_ROWS = (128, 1024, 8192)  # rows of A that stand for a symbolic number of rows
+ANY_ROWS = (128, 1024, 8192)  # rows of A that represent a symbolic number of rows
 
 
 def fusing_pays(p: Problem, config: BlockScaledConfig | SkinnyBlockScaledConfig) -> bool:
-    """Whether the Triton kernel with an epilogue beats the library's product and a pointwise kernel.
+    """Whether the Triton kernel with an epilogue beats the library's matmul and a pointwise kernel.
 
     p: a problem that the library serves. config: configuration of the kernel with the epilogue. Tensors that the
     epilogue reads, and the result, are not counted: both ways read and write them. For a symbolic number of rows, the
@@ -98,11 +99,11 @@ def quantizing_pays(
     alone_config: BlockScaledConfig | SkinnyBlockScaledConfig | None,
     products: int = 1,
 ) -> bool:
-    """Whether a kernel that quantises its result in the epilogue, or finds its amax, beats products and a quantiser.
+    """Whether a kernel that quantises its result in the epilogue, or finds its amax, beats matmuls and a quantiser.
 
-    p, config: the problem with the epilogue, and its kernel's configuration. alone, alone_config: a product without
-    an epilogue, and its kernel's configuration, None where the library serves it. products: how many such products the
-    kernel replaces. Codes, which both ways write, and what an epilogue or a prologue reads are not counted. Symbolic
+    p, config: the problem with the epilogue, and its kernel's configuration. alone, alone_config: a matmul without
+    an epilogue, and its kernel's configuration, None where the library serves it. products: how many such matmuls the
+    kernel replaces. Codes, which both ways write, and operands of an epilogue or a prologue are not counted. Symbolic
     sizes: as in `fusing_pays`.
     """
     if not all(isinstance(size, int) for size in (p.n, p.k, p.batches)):
@@ -122,7 +123,7 @@ def quantizing_pays(
 def separate_seconds(
     p: Problem, config: BlockScaledConfig | SkinnyBlockScaledConfig | None, products: int, amax: bool = False
 ) -> float:
-    """Seconds of products of one problem, each by itself, and of the quantiser that reads their results.
+    """Seconds of matmuls of one problem, each by itself, and of the quantiser that reads their results.
 
     config: None where the library serves them. amax: whether another launch reads the results before, for their amax.
     """
@@ -139,10 +140,10 @@ def separate_seconds(
 
 
 def skinny_seconds(p: Problem, config: SkinnyBlockScaledConfig) -> float:
-    """Seconds of the kernel for few rows, and of the kernel that adds the parts of K.
+    """Seconds of the kernel for few rows, and of the split-K reduction.
 
-    Operands arrive as fast as memory gives them, or as the multiprocessors that have a program take them from the L2
-    cache, where the float32 sums of the parts stay.
+    Operands arrive at the rate of memory, or at the L2 rate of the multiprocessors that have a program. The float32
+    partial sums stay in the L2 cache.
     """
     rates = _rates(p)
     programs = ceil_div(p.n, config.bn) * p.batches * config.split_k
@@ -156,9 +157,9 @@ def skinny_seconds(p: Problem, config: SkinnyBlockScaledConfig) -> float:
 def quantizing_seconds(p: Problem, config: BlockScaledConfig | TwoCtaConfig) -> float:
     """Seconds of the kernel that quantises its result, or finds its amax, without the codes or results that it writes.
 
-    Where tensor memory holds the sums of two tiles, a tile's epilogue runs beside the products of the next one. On
-    pairs of CTAs it does so, too, because registers hold all sums of a tile; the last tile's epilogue has no products
-    beside it, and the tile is large enough for that to count.
+    Where tensor memory holds the sums of two tiles, a tile's epilogue overlaps with the main loop of the next one. In
+    the 2-CTA kernel it does so, too, because registers hold all sums of a tile; the last tile's epilogue overlaps with
+    nothing, which matters because the tile is large.
     """
     columns, ctas = 2 * p.n if p.spec.pair else p.n, _ctas(config)
     product, rates, own = replace(p, n=columns), _rates(p), config.bm // ctas  # rows of a multiprocessor
@@ -178,11 +179,11 @@ def quantizing_seconds(p: Problem, config: BlockScaledConfig | TwoCtaConfig) -> 
 
 
 def two_ctas_pay(p: Problem, config: TwoCtaConfig, one: BlockScaledConfig) -> bool:
-    """Whether pairs of CTAs multiply faster than the kernel of one CTA, with configuration `one`.
+    """Whether the 2-CTA kernel is faster than the 1-CTA kernel with configuration `one`.
 
     Both have the same epilogue. Where it quantises the result, or finds its amax, its time counts: a kernel may have to
-    wait for it. A symbolic number of rows, and symbolic sizes: as in `fusing_pays`. False where groups
-    fill less than half of a pair's tile on average: the other CTA would have nothing to do.
+    wait for it. A symbolic number of rows, and symbolic sizes: as in `fusing_pays`. False where groups fill less than
+    half of the tile of a CTA pair on average: the other CTA would be idle.
     """
     if not all(isinstance(size, int) for size in (p.n, p.k, p.batches)):
         return False
@@ -193,7 +194,7 @@ def two_ctas_pay(p: Problem, config: TwoCtaConfig, one: BlockScaledConfig) -> bo
 
 
 def library_seconds(p: Problem) -> float:
-    """Seconds of the library's product, with the best of its tiles."""
+    """Seconds of the library's matmul, with the best of its tiles."""
     rates = _rates(p)
     peak = rates.fp4 if _fp4(p) else rates.fp8
     launches = OUTER_SCALES if "tensor" in (p.a.outer, p.b.outer) else 0
@@ -202,7 +203,7 @@ def library_seconds(p: Problem) -> float:
 
 
 def kernel_seconds(p: Problem, config: BlockScaledConfig | SkinnyBlockScaledConfig | TwoCtaConfig) -> float:
-    """Seconds of the product by a kernel of this package. Each of two CTAs loads half of B."""
+    """Seconds of the matmul by a kernel of this package. Each of two CTAs loads half of B."""
     rates, ctas = _rates(p), _ctas(config)
     peak = rates.fp4_triton if _fp4(p) else rates.fp8
     return max(_tiled_seconds(p, config.bm, config.bn, config.bn // ctas, peak, ctas), _memory_seconds(p))
@@ -226,13 +227,12 @@ def _tiled_seconds(p: Problem, rows: int, columns: int, loaded: int, peak: float
 
 
 def pointwise_seconds(p: Problem) -> float:
-    """Seconds of the pointwise kernel: a launch, a write and a read of the product, in the L2 cache if it fits in half
-    of it."""
+    """Seconds of the pointwise kernel: a launch, a write and a read of the result, in L2 if it fits in half of that."""
     return LAUNCH + 2 * _pass_seconds(p)
 
 
 def _pass_seconds(p: Problem) -> float:
-    """Seconds of one read or write of the product."""
+    """Seconds of one read or write of the result."""
     rates, size = _rates(p), _result_bytes(p)
     in_cache = 2 * size <= rates.l2_bytes
     return size / (rates.l2 if in_cache else rates.memory * MEMORY_SHARE)

@@ -1,17 +1,17 @@
-"""Dequantise operands to 16 bits in memory, without their outer scales, and multiply them: for many rows.
+"""Dequantise operands to 16 bits in memory, without global or row scales, and multiply them: for many rows.
 
-Without groups the library multiplies. Groups share a Triton kernel: torch's `_grouped_mm` rounds its sums before outer
-scales could be applied, takes bfloat16 alone, and before compute capability 9.0 its host reads the offsets.
+Without groups the library multiplies. Groups share a Triton kernel: torch's `_grouped_mm` rounds its sums before global
+or row scales could be applied, takes only bfloat16, and before compute capability 9.0 reads the offsets on the host.
 
-A tile of an operand is multiplied as often as the result has tiles beside it. `dequant_tiles` dequantises it each time;
-here it is read in 16 bits. If a single row tile, or hardly more, reads the matrix of a group, that does not pay. An
-operand of dequantised values with an outer scale (`passes.fake_quantize`) is read as it is. Outer scales are applied to
-the sums in float32, before they are rounded.
+Each tile of an operand is read by a whole row or column of result tiles. `dequant_tiles` dequantises it each time; here
+it is read in 16 bits. That does not pay where only one or two row tiles read the matrix of a group. An operand of
+dequantised values with a global or row scale (`passes.fake_quantize`) is read directly. The scales are applied to the
+sums in float32, before rounding.
 
-The grid of groups is persistent. Groups are found on the device, as in `dequant_tiles`. Operands are whole matrices to
-the Tensor Memory Accelerator, so that two descriptors serve all groups:
-- Groups of rows: a tile of A has 128 rows from a row of its group on. Rows beyond the group's end are multiplied as
-  well and not stored. Rows of no group form tiles, too, which are filled with zeros.
+The grid of groups is persistent. Groups are found on the device, as in `dequant_tiles`. Descriptors of the Tensor
+Memory Accelerator cover whole matrices, so two serve all groups:
+- Groups of rows: a tile of A has 128 rows from a row of its group on. Rows beyond the group's end are multiplied and
+  not stored. Rows of no group form tiles, too, which are filled with zeros.
 - Groups along K: quantised groups are padded to 128 columns with zeros, so that no step has columns of two groups.
 
 If an MX block has values that bfloat16 does not hold (a flag on the device), `dequant_tiles` computes again.
@@ -45,24 +45,24 @@ from fp4compile.templates.quantize.source import power_of_two
 LIBRARY_ROWS = 65
 # The ends of groups stay in registers beside the sums; the ends of 1024 groups would not fit.
 MOST_GROUPS = 512
-# Row tiles of 128 of a group, on average, up to which every tile dequantises the matrix of its group for itself. Groups
-# of unlike sizes have half a tile more each. Microseconds on an H200 for dequantisation in the main loop and in memory,
+# Average number of row tiles of 128 per group up to which each tile dequantises the matrix of its group. Groups of
+# unequal sizes have half a tile more each. Microseconds on an H200 for dequantisation in the main loop and in memory,
 # for DeepSeek-V3, Llama-4 and Qwen3-30B-A3B: with 64 tokens an expert 137 and 178, 530 and 900, 202 and 353; with 128
 # tokens 246 and 185, 968 and 943, 373 and 405; with 256 tokens 358 and 266, 1587 and 1120, 623 and 499
 # (benchmarks/results/grouped_mm_h200.json).
 TILES_IN_REGISTERS = 1
-# Rows of a group along K, on average, from which on operands are dequantised in memory (`LIBRARY_ROWS`): as many tiles
-# read an operand as the result has tiles beside each other, however few rows a group has.
+# Rows of a group along K, on average, from which on operands are dequantised in memory (`LIBRARY_ROWS`): a whole row or
+# column of result tiles reads an operand, however few rows a group has.
 MANY_ROWS = 65
 
 
 @dataclass(frozen=True)
 class GroupedDotConfig(LaunchConfig):
-    """How `gemm_grouped` is launched.
+    """The launch configuration of `gemm_grouped`.
 
     bm, bn: the tile of the result. bk: elements of a step along K, which divide 128. stages: pipeline stages. parts:
     parts of a tile's columns that are stored one by one. num_warps: warps of a program. group_m: row tiles that are
-    walked together, so that the L2 cache serves them.
+    scheduled together, so that they share the L2 cache.
     """
 
     bm: int
@@ -82,8 +82,8 @@ def least_rows_in_memory(p: Problem) -> int:
 def grouped_dot_config(p: Problem) -> GroupedDotConfig:
     """128 x 256 tiles where shared memory holds their stages, else 128 x 128.
 
-    A multiprocessor of Hopper multiplies 16-bit numbers at 2048 products a clock. A step of a 128 x 256 tile takes
-    1024 clocks and reads 48 KB, 48 bytes a clock; a step of a 128 x 128 tile takes 512 clocks and reads 32 KB.
+    A multiprocessor of Hopper computes 2048 products of 16-bit numbers per clock. A step of a 128 x 256 tile takes 1024
+    clocks and reads 48 KB, 48 bytes a clock; a step of a 128 x 128 tile takes 512 clocks and reads 32 KB.
     """
     if p.target.shared_memory < 200 * 1024:
         return GroupedDotConfig(128, 128, 32, stages=3, parts=4, num_warps=8)
@@ -144,7 +144,7 @@ def gemm_grouped(
         for step in tl.range(0, steps, num_stages=STAGES):
             a = a_source.load([row0, k0 + step * BK])
             b = b_source.load([b_row0, k0 + step * BK])
-            if INTERPRETING:  # the interpreter has no bf16 product, and float32 holds the same values
+            if INTERPRETING:  # the interpreter has no bf16 matmul, and float32 represents the same values
                 a = a.to(tl.float32)
                 b = b.to(tl.float32)
             acc = tl.dot(a, tl.trans(b), acc)
@@ -180,7 +180,7 @@ def _serves(p: Problem) -> bool:
 
 
 def computes_groups(p: Problem) -> bool:
-    """Whether 16 bits hold the operands' values, and TMA copies their rows, which must be whole 16 bytes.
+    """Whether 16 bits represent the operands' values, and rows are multiples of 16 bytes, which TMA copies.
 
     Groups along K must be padded, as groups of quantised operands are.
     """
@@ -190,7 +190,7 @@ def computes_groups(p: Problem) -> bool:
 
 
 def _linear(x: OperandSpec, rows) -> bool:
-    """Whether the block scales of an operand's matrices, each of `rows` rows, lie like the scales of one matrix."""
+    """Whether the block scales of an operand's matrices, each of `rows` rows, have the layout of one matrix."""
     square = x.format is not None and x.format.square
     return not x.swizzled and (not square or statically_true(rows % x.format.block[0] == 0))
 
@@ -211,7 +211,7 @@ def _configure(p: Problem) -> GroupedDotConfig | None:
 
 
 def run(call: Call, config: GroupedDotConfig | None) -> torch.Tensor:
-    """Dequantise both operands and multiply them; once more where a flag on the device says that bits were lost."""
+    """Dequantise both operands and multiply them; again by `dequant_tiles` if a flag on the device shows lost bits."""
     p = call.problem
     checked, b_rows = _checked(p), p.groups * p.n if p.by_rows else p.n
     inexact = call.a.data.new_zeros((), dtype=torch.int32) if checked else call.a.data  # or never read
@@ -223,7 +223,7 @@ def run(call: Call, config: GroupedDotConfig | None) -> torch.Tensor:
 
 
 def _by_library(call: Call, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    with torch.autocast("cuda", enabled=False):  # it would cast fp16 operands to bf16
+    with torch.autocast("cuda", enabled=False):  # autocast would cast fp16 operands to bf16
         if not _direct(call.problem):
             return reduce_split_k(call, torch.mm(a, b.t(), out_dtype=torch.float32), 1)
         return torch.mm(a, b.t()) if call.bias is None else torch.addmm(call.bias, a, b.t())

@@ -1,15 +1,14 @@
-"""Dequant GEMM: the product of any two operands, dequantised in registers, on 16-bit matrix units, summed in float32.
+"""Dequant GEMM: the matmul of any two operands, dequantised in registers, on 16-bit matrix units, summed in float32.
 
-It serves what no other kernel does: few rows of A and of groups, batches, plain float32 operands, and MX blocks whose
-values bfloat16 does not hold. A program computes a tile of the transposed product [BN, BM]: B is the first operand of
-the matrix instruction, A the second. So few rows of A fill the narrow side of the instruction, and B goes from its
-codes straight to registers, in which the first operand may lie.
-WARPS > 1 cuts K among the warps of a program, as a batch of products whose sums are added at the end. SPLIT > 1 cuts K
-among programs (`split_k`).
+It serves all remaining problems: few rows of A and of groups, batches, plain float32 operands, and MX blocks whose
+values bfloat16 does not represent. A program computes a tile of the transposed result [BN, BM]: B is the first operand
+of the matrix instruction, A the second. So few rows of A fill the narrow side of the instruction, and codes of B are
+dequantised directly to registers, which may hold the first operand. WARPS > 1 splits K among the warps of a program, as
+a batch of matmuls whose sums are added at the end. SPLIT > 1 splits K among programs (`split_k`).
 
-Groups of rows: the grid has as many programs as any offsets need; a program finds the group of its tile from the
-offsets, and does nothing beyond the last tile. Rows of no group form tiles, too, which are filled with zeros.
-Groups along K: a program computes a tile of the product of one group, from its run of K.
+Groups of rows: the grid is large enough for all offsets; a program finds the group of its tile from the offsets, and
+exits beyond the last tile. Rows of no group form tiles, too, which are filled with zeros. Groups along K: a program
+computes a tile of the matmul of one group, from its run of K.
 """
 
 from dataclasses import dataclass, replace
@@ -45,11 +44,11 @@ from fp4compile.templates.problem import Problem
 
 @dataclass(frozen=True)
 class DequantTilesConfig(LaunchConfig):
-    """How `dequant_tiles` is launched.
+    """The launch configuration of `dequant_tiles`.
 
     bm, bn: the tile of the result. units, warps: a step along K has `warps` shares of `units` units (element pairs).
-    stages: pipeline stages. num_warps: warps of a program. split_k: parts of K, whose sums another kernel adds.
-    group_m: row tiles that are walked together, so that the L2 cache serves them.
+    stages: pipeline stages. num_warps: warps of a program. split_k: parts of K, whose partial sums another kernel adds.
+    group_m: row tiles that are scheduled together, so that they share the L2 cache.
     """
 
     host = ("num_warps", "split_k")
@@ -85,8 +84,8 @@ _FEW_ROWS = {
 def _full(target: Target) -> int:
     """Programs that count as filling the GPU once.
 
-    The number of rows of weights is a power of two, so on an H200 128 programs count as filling 132 multiprocessors. On
-    a B200 that would leave 20 of 148 idle.
+    Weights mostly have a power of two rows, so on an H200 128 programs count as filling 132 multiprocessors. On a B200
+    that would leave 20 of 148 idle.
     """
     return target.multiprocessors if target.sm >= 100 else target.multiprocessors * 32 // 33
 
@@ -113,7 +112,7 @@ def _few_rows(p: Problem, budget: int) -> DequantTilesConfig:
     full = _full(p.target)
     while bn > 16 and bm < 64 and not statically_true(ceil_div(p.n, bn) >= full):
         bn //= 2
-    if b_bytes > 1:  # more registers an element
+    if b_bytes > 1:  # more registers per element
         units //= 2
     while units > 32 and (stages - 1) * warps * units * (bm * a_bytes + bn * b_bytes) > budget:
         units //= 2
@@ -128,7 +127,7 @@ def _few_rows(p: Problem, budget: int) -> DequantTilesConfig:
 
 
 def dequant_tiles_config(p: Problem) -> DequantTilesConfig:
-    """The configuration; for groups, that of a dense product of their average number of rows and of all their tiles.
+    """The configuration; for groups, that of a dense matmul with their average number of rows and all their tiles.
 
     A symbolic number of rows counts as large.
     """
@@ -145,7 +144,7 @@ def _config_of_groups(p: Problem) -> DequantTilesConfig:
     dense = Problem(ProductSpec(p.a, p.b, p.spec.out_dtype), m, p.n * p.groups, k, p.target)
     config = replace(_dense_config(dense), split_k=1)
     if config.warps > 1 and "e8m0" in (p.a.scale, p.b.scale):
-        # The second loop, for blocks with small scales, takes registers too, which then suffice for fewer shares of K.
+        # The second loop, for blocks with small scales, also takes registers, which leaves room for fewer shares of K.
         shares = config.warps // 2 if config.bm <= 16 else 1
         config = replace(config, warps=shares, units=min(config.units, 64) if config.bm == 8 else 32)
     return config
@@ -226,7 +225,7 @@ def _multiply(
     BLOCK: tl.constexpr, COMPUTE: tl.constexpr, UNITS: tl.constexpr, WARPS: tl.constexpr, STAGES: tl.constexpr,
     RAGGED: tl.constexpr, ISA: tl.constexpr,
 ):  # fmt: skip
-    """The product of the rows row_m [BM] of A [m, K] and row_n [BN] of B [n, K] in float32, [BM, BN], not rescaled.
+    """The matmul of the rows row_m [BM] of A [m, K] and row_n [BN] of B [n, K] in float32, [BM, BN], not rescaled.
 
     It covers the steps `start` to `stop` of K, each of WARPS shares of UNITS units (see `device.dequantize`).
     a_cols, b_cols: units of K (plain: elements); block_cols: blocks of K. a_per_row, b_per_row: stride of rows of
@@ -252,8 +251,8 @@ def _multiply(
     step_units: tl.constexpr = UNITS * WARPS
     step_blocks: tl.constexpr = UNITS * WARPS // half
 
-    # The main loop treats blocks with scales below 2^(TINY - 127) as zeros, and keeps the smallest scales that it has
-    # read. If there are such blocks, a second loop adds their products.
+    # The main loop treats blocks with scales below 2^(TINY - 127) as zeros, and tracks the smallest scales. If there
+    # are such blocks, a second loop adds their products.
     a_watch: tl.constexpr = COMPUTE != "fp32" and A_SCALE == "e8m0"
     b_watch: tl.constexpr = COMPUTE != "fp32" and B_SCALE == "e8m0"
     smallest_a = tl.full(((1,) if not a_watch else _block_shape(WARPS, BM, UNITS // half)), 255, tl.int32)
@@ -292,7 +291,7 @@ def _multiply(
                 if _any_tiny(b_units, b_byte, B_SCALE, BLOCK):
                     tiny = _add(tiny, a_units, a_byte, a_type, b_units, b_byte, b_type, A_ELEMENT, A_SCALE, B_ELEMENT,
                                 B_SCALE, BLOCK, COMPUTE, False, True, ISA)  # fmt: skip
-            # Products of two such blocks are left out: they lie below the smallest float32.
+            # Products of two such blocks are omitted: they are below the smallest float32.
             acc = acc + tiny * 2.0**-TINY.value
 
     if WARPS > 1:
@@ -342,10 +341,10 @@ def gemm_dequant_tiles(
     GROUPS 0: out [batch, m, n] of a [batch, m, K] and b [batch or 1, n, K]. Else out [rows, n] of a [rows, K] and
     b [GROUPS, n, K], or (ALONG_K) out [GROUPS, m, n] of a [m, K] and b [n, K]; offs: int32 [GROUPS].
     K has `units` units (see `device.dequantize`) and `blocks` blocks of BLOCK elements. a_per_row, b_per_row: row
-    strides in units (plain: elements). *_scales_batch: bytes of scales of one matrix. *_OUTER "tensor": one outer
+    strides in units (plain: elements). *_scales_batch: bytes of scales of one matrix. *_OUTER "tensor": one global
     scale; "group": [GROUPS]; "row": one for each row of a or b, or (ALONG_K) for each group's. *_ALIGN: see
     `load_units`. *_PADDED: see `Problem`.
-    UNITS: units along K of a warp's step. GROUP_M: row tiles that are walked together, for the L2 cache.
+    UNITS: units along K of a warp's step. GROUP_M: row tiles that are scheduled together, for the L2 cache.
     GUARD: do nothing unless the int32 at wanted_ptr is set.
     """
     if GUARD:  # noqa: SIM102 (the pointer is read only then)
@@ -428,7 +427,7 @@ def gemm_dequant_tiles(
         matrices = tl.num_programs(0) // (SPLIT * tl.cdiv(m, BM) * tiles_n)
         tl.store(out_ptr + split.to(tl.int64) * matrices * m * n + at, acc, mask=mask)
     else:
-        # The outer scales of the tile's matrices: each group has its own, or rows of its own.
+        # The global or row scales of the tile's matrices, per group.
         if A_OUTER == "group":
             a_outer_ptr += matrix
         elif A_OUTER == "row":
@@ -440,7 +439,7 @@ def gemm_dequant_tiles(
         acc = rescale(acc, row, col, m, n, 0, a_outer_ptr, b_outer_ptr, bias_ptr, rescale_mode(A_OUTER),
                       rescale_mode(B_OUTER), BIAS, 0)  # fmt: skip
         if GROUPS > 0 and not ALONG_K:
-            acc = tl.where(exists, acc, 0.0)  # an outer scale that is not finite would give NaN
+            acc = tl.where(exists, acc, 0.0)  # a global or row scale that is not finite would give NaN
         acc = epilogue(acc, at, col, mask, n, epilogue_0_ptr, epilogue_1_ptr, EPILOGUE, ISA)
         store_rounded(out_ptr, at, acc, mask, ISA)
 
@@ -448,7 +447,7 @@ def gemm_dequant_tiles(
 def run(
     call: Call, config: DequantTilesConfig, out: torch.Tensor | None = None, wanted: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """The product in one kernel, in two if K is split; written to `out`, and only if the int32 at `wanted` is set."""
+    """The matmul in one kernel, in two if K is split; written to `out`, and only if the int32 at `wanted` is set."""
     p, groups = call.problem, 0 if not call.problem.ragged else call.problem.groups
     if out is None:
         out = call.empty() if config.split_k == 1 else call.empty_sums(config.split_k)
@@ -457,7 +456,7 @@ def run(
     first = call if config.split_k == 1 else call.without_epilogue()
     tiles_m = p.rows // config.bm + groups + 1 if p.by_rows else ceil_div(p.m, config.bm)
     constants = {**call.a.constants("A", config.step), **call.b.constants("B", config.step), **call.rescale_constants}
-    if groups:  # where a group of columns begins and ends is not known
+    if groups:  # the bounds of a group of columns are unknown
         constants |= {"A_ALIGN": 0, "B_ALIGN": 0} if p.along_k else {"B_BATCHED": 1}
     launch(
         gemm_dequant_tiles,

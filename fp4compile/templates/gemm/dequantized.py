@@ -1,4 +1,4 @@
-"""Dequantise an operand to 16-bit floating point without its outer scale: a pass over memory, before a product."""
+"""Dequantise an operand to 16 bits in memory, without its global or row scale, before a matmul."""
 
 import torch
 import triton
@@ -39,7 +39,7 @@ def dequant_operand(
         first = first * scale
         second = second * scale
         if SCALE == "e8m0":
-            # Values below 2^-100 may lose their last bits. A test for the values that do would not pay.
+            # Values below 2^-100 may lose their last bits. A more exact test would not pay.
             smallest = tl.minimum(_nonzero(first), _nonzero(second))
             if tl.min(tl.reshape(smallest, (UNITS,)), 0) < 2.0**-100:
                 last = rows
@@ -65,7 +65,7 @@ def dequantized(
     x: KernelOperand, rows, k, dtype: torch.dtype, target: Target, inexact: torch.Tensor,
     offs: torch.Tensor | None = None,
 ) -> torch.Tensor:  # fmt: skip
-    """An operand [rows, k] in dtype, without its outer scale; a plain operand is returned unchanged.
+    """An operand [rows, k] in dtype, without its global or row scale; a plain operand is returned unchanged.
 
     inexact: int32 [] that is set if dtype cannot hold a value; only MX formats write it. offs: int32, where groups of
     rows end; then only rows of groups are tested.

@@ -1,24 +1,24 @@
-"""GEMV: one or two rows of 16-bit A times NVFP4 weights B, at the speed at which B can be read.
+"""GEMV: one or two rows of 16-bit A times NVFP4 weights B, bound by reading B.
 
-A decode step of one token consists of such products. As in `gemm_skinny`, asynchronous copies bring the operands of
+A decode step of one token consists of such matmuls. As in `gemm_skinny`, asynchronous copies bring the operands of
 each warp's next step to shared memory, and the grid is persistent (`persistent_grid`). Two things differ:
 
 - All of A stays in shared memory. A warp has the same parts of K in every tile. So it stores its parts of A there once,
-  in the order in which they are multiplied, and waits for no other warp until the sums of several tiles are added up.
+  in the order of multiplication, and waits for no other warp until the sums of several tiles are added.
 - Block scales are applied to sums, of which there are fewer than codes. `mma.sync` has 16 rows (of B here), 8 columns
   (of A) and four lanes that share the elements of a row. These four lanes read four different quarters of a row's step,
-  so at any time each lane multiplies a block of its own. Two of the eight columns belong to each lane: only in these
-  columns it passes its elements of A, and zeros in all others. So a column's sum covers one block, in float32.
+  so at any time each lane multiplies a block of its own. Two of the eight columns belong to each lane: it passes its
+  elements of A in these columns, and zeros in the others. So a column's sum covers one block, in float32.
 
 With two rows of A, the two columns of a lane have one row each. With one row, they have the same row, for two blocks
-that are multiplied one after the other. Both blocks use the same registers of A. The first block's sums are read in the
-even columns, the second block's in the odd ones.
+that are multiplied in sequence. Both blocks use the same registers of A. The first block's sums are read in the even
+columns, the second block's in the odd ones.
 
 The instruction assigns other elements of K to a lane than the lane reads. That changes only the order of the sum,
-because A and B are assigned in the same way.
+because A and B are permuted in the same way.
 
-Each warp has one buffer, which is filled again as soon as it has been read. Two buffers, or longer steps, were slower:
-all copies then arrive later, and the warp has nothing to multiply meanwhile.
+Each warp has one buffer, which is refilled as soon as it has been read. Two buffers, or longer steps, were slower: all
+copies then arrive later, and the warp idles meanwhile.
 
 The kernel is written one lane at a time, in inline PTX ordered by tokens: see `async_copy`. `gemv_pipeline` has the
 copies and the layout of A; this file has the arithmetic and the kernel.
@@ -56,7 +56,7 @@ from fp4compile.templates.problem import Problem
 
 @triton.constexpr_function
 def tiles_at_once(warps, rows):
-    """Tiles of a program whose sums are added up together: as many as there are lanes for the results, at most 16."""
+    """Tiles of a program whose sums are added together: as many as there are lanes for the results, at most 16."""
     return min(2 * warps, 16) // rows
 
 
@@ -68,7 +68,7 @@ def needed_bytes(warps: int, steps: int, rows: int) -> int:
 
 @dataclass(frozen=True)
 class GemvConfig(LaunchConfig):
-    """How `gemv` is launched.
+    """The launch configuration of `gemv`.
 
     warps: warps of a program. steps: steps of a warp along K. rows: rows of A that the kernel computes, 1 or 2.
     shared: bytes of shared memory to reserve for a program. grid: the most programs; fewer tiles need fewer.
@@ -197,10 +197,10 @@ def gemv(
     BIAS: tl.constexpr, COMPUTE: tl.constexpr, WARPS: tl.constexpr, STEPS: tl.constexpr, ROWS: tl.constexpr,
     WIDE: tl.constexpr, EVEN: tl.constexpr, ISA: tl.constexpr, GROUP_SIZE: tl.constexpr, SHARED: tl.constexpr,
 ):  # fmt: skip
-    """out [m, n] = a [m, K] x b [n, K]^T, rescaled, plus a bias; for a group, also the products with b_1 and b_2.
+    """out [m, n] = a [m, K] x b [n, K]^T, rescaled, plus a bias; for a group, also the matmuls with b_1 and b_2.
 
     a: bf16 or fp16, m <= ROWS. b: K / 2 bytes of codes a row. k_vectors: K / 32, even. out: any floating-point type.
-    GROUP_SIZE: products of the launch, 1 to 3; out_1 is [m, n_1], out_2 [m, n_2]. Pointers of absent products are
+    GROUP_SIZE: matmuls of the launch, 1 to 3; out_1 is [m, n_1], out_2 [m, n_2]. Pointers of absent matmuls are
     never read.
     WARPS: of a program; the launch must have as many. They share a tile (16 rows of b) along K, in STEPS steps of WIDTH
     elements each. ROWS: 1 or 2. WIDE: rows of scales are multiples of 16 bytes, and not swizzled. EVEN: no tile has a
@@ -258,7 +258,7 @@ def _store_results(
 ):  # fmt: skip
     """Add up the warps' sums of the program's `count` tiles from `first` on, rescale and store them. Returns a token.
 
-    One lane computes one result. Selects find the product that its tile belongs to. Branches fail: while torch analyses
+    One lane computes one result. Selects find the matmul that its tile belongs to. Branches fail: while torch analyses
     what a kernel writes, sizes are constants, and Triton forbids to change constants in a branch. A function that
     returns the pointers fails too: torch counts a pointer that a function returns as written.
     """
@@ -297,7 +297,7 @@ def _store_results(
 
 
 def multiply_group(calls: Sequence[Call], config: GemvConfig) -> list[torch.Tensor]:
-    """[1, m, n] of each of up to three products of one A, in one launch."""
+    """[1, m, n] of each of up to three matmuls of one A, in one launch."""
     p = calls[0].problem
     wide = statically_true(p.k % 256 == 0) and not p.b.swizzled
     return launch_group(gemv, calls, config, 16, WIDTH.value, WIDE=int(wide))

@@ -1,4 +1,4 @@
-"""The pipeline of `gemv`: copies of B to shared memory, and A in shared memory in the order in which it is read.
+"""The pipeline of `gemv`: copies of B to shared memory, and A in shared memory in the order of reading.
 
 A warp's step is WIDTH elements along K of 16 rows of B. Its buffer has the codes as they lie in global memory, 16 lines
 of 128 bytes, then 16 lines of scales, 16 bytes each. Lane 4 * g + q multiplies rows g and g + 8, and reads the q-th
@@ -108,7 +108,7 @@ def copy_b(
     Past the last tile nothing is copied. tiles, tiles_1, total: see `group_tiles`.
     """
     wanted = (tile < total) & (lane >= 0)
-    # The product that the tile belongs to, by selects: see `gemv._store_results`.
+    # The matmul that the tile belongs to, by selects: see `gemv._store_results`.
     if GROUP_SIZE > 2:
         in_third = tile >= tiles_1
         tiles = tl.where(in_third, tiles_1, tiles)
@@ -171,8 +171,8 @@ _LARGEST = tl.constexpr(
     )
     + " }"
 )
-# Outputs: a power of two that brings the warp's largest magnitude to about 2^125, in both halves of a bf16x2; a float32
-# factor of the sums that undoes it, and reduces the 2^-126 of `dequantize_word`'s codes to 2^-7. Input: each lane's
+# Outputs: a power of two that scales the warp's largest magnitude to about 2^125, in both halves of a bf16x2; a float32
+# factor for the sums that inverts it, and turns the 2^-126 of `dequantize_word`'s codes into 2^-7. Input: each lane's
 # result of `_LARGEST`.
 _POWER_OF_TWO = tl.constexpr(
     "{ .reg .b32 x, y; and.b32 x, $2, 0x7F80; shr.u32 y, $2, 16; and.b32 y, y, 0x7F80; max.u32 x, x, y;"
@@ -205,8 +205,9 @@ def store_a(
 ):  # fmt: skip
     """Store A for all of a warp's steps to shared memory at `at`: zeros, then [STEPS, ROWS, WIDTH] elements.
 
-    Codes in bf16 carry 2^-126, so A in bf16 is multiplied by a power of two that keeps the products in range. Returns
-    a float32 factor for the sums of each row of A, after which they carry 2^-14 (fp16) or 2^-7 (bf16); and a token.
+    Codes in bf16 have the factor 2^-126, so A in bf16 is multiplied by a power of two that keeps the products in range.
+    Returns a float32 factor for the sums of each row of A, after which they have the factor 2^-14 (fp16) or 2^-7
+    (bf16); and a token.
     """
     text: tl.constexpr = _store_a_ptx(COMPUTE)
     start = token  # for every row's loads: they need not wait until the row before is stored
@@ -248,8 +249,8 @@ def store_a(
 def a_address(at, lane, ROWS: tl.constexpr):
     """(address of a lane's elements of A of the first step, bytes from a step's elements to the next step's).
 
-    Lane 4 * g + q has elements of A for column g of the product only if the column belongs to quarter q: columns 2 * q
-    and 2 * q + 1 do. Otherwise it reads the zeros, at each step. With two rows of A the even columns have the first
+    Lane 4 * g + q has elements of A for column g of the instruction only if the column belongs to quarter q: columns 2
+    * q and 2 * q + 1 do. Otherwise it reads the zeros, at each step. With two rows of A the even columns have the first
     row, the odd columns the second. With one row all columns have it, even and odd ones for one block each: see `gemv`.
     """
     g = lane % 32 // 4

@@ -1,12 +1,12 @@
-"""Grouped products of quantised operands by a library: CUTLASS, through torch's `_scaled_grouped_mm`.
+"""Grouped matmuls of quantised operands by a library: CUTLASS, through torch's `_scaled_grouped_mm`.
 
-It takes row scales on Hopper (GroupedBlas.cpp, ScaledGroupMM.cu, GroupMMCommon.cuh): E4M3, A [M, K] by rows and
-B [G, K, N] by columns, rows of whole 16 bytes, one float32 scale a row of A and a column of B, results in bfloat16,
+It takes row scales on Hopper (GroupedBlas.cpp, ScaledGroupMM.cu, GroupMMCommon.cuh): E4M3, A [M, K] by rows and B [G,
+K, N] by columns, rows of a multiple of 16 bytes, one float32 scale per row of A and column of B, results in bfloat16,
 fewer than 1024 groups. Its meta implementation checks the rest.
 
-It takes offsets without a bound and leaves rows of no group uninitialised. So it gets the bounded offsets of
-`group_ends`, and rows of no group are cleared afterwards. Groups along the contraction stay with the kernels of this
-package: the library stops the GPU with an assertion at an empty group.
+It does not check offsets and leaves rows of no group uninitialised. So it gets the bounded offsets of `group_ends`, and
+rows of no group are cleared afterwards. The kernels of this package compute groups along the contraction: an empty
+group triggers a device assertion in the library.
 """
 
 import torch
@@ -64,10 +64,10 @@ def serves_row_scaled(p: Problem) -> bool:
 
 
 def run_row_scaled(call: Call, config: None) -> torch.Tensor:
-    """The products of all groups, by the library, between two launches."""
+    """The matmuls of all groups, by the library, between two launches."""
     spec, ends = call.problem.spec, _launch_group_ends(call)
     a, b = _operand(call.a), _operand(call.b)
-    if _compat.times_products():  # Inductor would time templates of its own for an op that it can lower
+    if _compat.times_products():  # Inductor would time its own templates for an op that it can lower
         x = Arguments.of(a, b, None, spec.out_dtype, offs=ends, fast_accumulation=spec.fast_accumulation)
         return _clear(opaque(x, LIBRARY)[0], ends, call.problem)
     return _clear(row_scaled(a, b, ends, spec.out_dtype, spec.fast_accumulation), ends, call.problem)
@@ -76,7 +76,7 @@ def run_row_scaled(call: Call, config: None) -> torch.Tensor:
 def row_scaled(
     a: Operand, b: Operand, ends: torch.Tensor, out_dtype: torch.dtype, fast_accumulation: bool = False
 ) -> torch.Tensor:
-    """The products of all groups of `float8_rowwise` operands, A [M, K] by rows in groups and B [G, N, K] -> [M, N].
+    """The matmuls of all groups of `float8_rowwise` operands, A [M, K] by rows in groups and B [G, N, K] -> [M, N].
 
     fast_accumulation: whether the sums may have fewer bits than float32.
     """

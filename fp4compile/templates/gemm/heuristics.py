@@ -1,6 +1,6 @@
-"""Launches of the block-scaled kernels of SM100, which share rules and which `cost` compares; nothing was timed there.
+"""Launch configurations of the block-scaled kernels of SM100, which `cost` compares; none was timed.
 
-Other kernels have their launch tables beside them.
+Launch tables of other kernels are beside the kernels.
 """
 
 from dataclasses import dataclass, replace
@@ -17,13 +17,14 @@ SKINNY_BLOCK_SCALED_ROWS = 64  # rows of A up to which `skinny_block_scaled_sm10
 
 @dataclass(frozen=True)
 class BlockScaledConfig(LaunchConfig):
-    """How `block_scaled_sm100` is launched.
+    """The launch configuration of `block_scaled_sm100`.
 
     bm, bn: the tile of the result. bk: elements of a step along K. stages: pipeline stages. parts: parts of a tile's
-    columns that the epilogue takes one by one. tma: whether TMA copies operands; else threads load them by pointers.
-    warp_specialize: whether some warps issue copies, some products, and some apply the epilogue. two_sums: whether
+    columns that the epilogue processes one by one. tma: whether TMA copies operands; else threads load them by
+    pointers.
+    warp_specialize: whether some warps issue copies, some matmuls, and some apply the epilogue. two_sums: whether
     tensor memory holds the sums of two tiles. num_warps: warps of a program; with specialised warps, warps of the
-    epilogue alone. group_m: row tiles that are walked together, so that the L2 cache serves them.
+    epilogue alone. group_m: row tiles that are scheduled together, so that they share the L2 cache.
     """
 
     host = ("num_warps", "stages")
@@ -42,9 +43,9 @@ class BlockScaledConfig(LaunchConfig):
 def block_scaled_config(p: Problem) -> BlockScaledConfig:
     """The configuration with the least traffic from the L2 cache, which bounds the kernel; nothing was timed.
 
-    A multiprocessor reads 64 bytes a clock from the L2 cache and multiplies NVFP4 at 16,384 products a clock. So a step
-    of a 128 x 256 tile takes 864 clocks to read and 512 to multiply. A product takes about as long as reading bm + bn
-    rows for each tile that one multiprocessor computes.
+    A multiprocessor reads 64 bytes per clock from the L2 cache and computes 16,384 products of NVFP4 per clock. So a
+    step of a 128 x 256 tile takes 864 clocks to read and 512 to multiply. A matmul takes about as long as reading bm +
+    bn rows for each tile that one multiprocessor computes.
     """
     return min(block_scaled_configs(p), key=lambda config: _rows_read(p, config))
 
@@ -59,15 +60,15 @@ def row_tile_count(p: Problem, m: Any, bm: int) -> Any:
 def tma_copies(*operands: tuple[BlockFormat, int]) -> bool:
     """Whether TMA copies the rows of codes of both operands, each (format, bytes of a row).
 
-    Rows must be whole 16 bytes. TMA spreads FP4 codes beside FP8 codes to a byte each (16U4_ALIGN16B); rows of such FP4
-    codes must be whole 128 codes (CUDA driver API, cuTensorMapEncodeTiled).
+    Rows must be multiples of 16 bytes. For FP4 with FP8 operands, TMA expands each FP4 code to a byte (16U4_ALIGN16B);
+    rows of such FP4 codes must be multiples of 128 codes (CUDA driver API, cuTensorMapEncodeTiled).
     """
     spread = len({fmt.packed for fmt, _ in operands}) > 1
     return all(statically_true(size % (64 if spread and fmt.packed else 16) == 0) for fmt, size in operands)
 
 
 def _rows_read(p: Problem, config: BlockScaledConfig) -> int:
-    """Rows of operands that the busiest multiprocessor reads. Many rows of A stand for a symbolic number."""
+    """Rows of operands that the busiest multiprocessor reads. A large number represents symbolic rows of A."""
     m, n, batches = (size if isinstance(size, int) else 2**14 for size in (p.m, p.n, p.batches))
     tiles = ceil_div(m, config.bm) * ceil_div(n, config.bn) * batches
     return ceil_div(tiles, p.target.multiprocessors) * (config.bm + config.bn)
@@ -92,7 +93,7 @@ def block_scaled_configs(p: Problem) -> tuple[BlockScaledConfig, ...]:
     narrow = BlockScaledConfig(128, 128, step, stages=5, parts=4, two_sums=True)
     if p.spec.result is not None:  # half of a part's columns lie in one thread: whole blocks of 16 or 32
         wide, narrow = replace(wide, parts=4), replace(narrow, parts=2)
-    if p.spec.pair:  # 128 columns of both products
+    if p.spec.pair:  # 128 columns of both matmuls
         return (replace(wide, stages=_stages(p, wide)),)
     return _with_parts(p, replace(wide, stages=_stages(p, wide))), _with_parts(p, narrow)
 
@@ -120,8 +121,9 @@ def _stage_bytes(p: Problem, config: BlockScaledConfig) -> int:
 def _with_parts(p: Problem, config: BlockScaledConfig) -> BlockScaledConfig:
     """The configuration with as few parts as shared memory holds beside the stages, if TMA stores the result.
 
-    TMA stores all parts from one buffer, so each part waits until the one before has left it. Parts that threads store
-    need no buffer, and parts of an epilogue keep their width: their operands pass through shared memory too.
+    TMA stores all parts from one buffer, so each part waits until the previous one has left it. Parts that threads
+    store need no buffer, and parts of an epilogue keep their width, because their operands pass through shared memory
+    too.
     """
     stored_by_tma = statically_true(p.batches == 1) and statically_true(p.n * p.spec.out_dtype.itemsize % 16 == 0)
     if p.spec.epilogue or not stored_by_tma:
@@ -134,11 +136,11 @@ def _with_parts(p: Problem, config: BlockScaledConfig) -> BlockScaledConfig:
 
 @dataclass(frozen=True)
 class TwoCtaConfig(LaunchConfig):
-    """How `block_scaled_two_ctas_sm100` is launched.
+    """The launch configuration of `block_scaled_two_ctas_sm100`.
 
     bm, bn: the tile of the result that a pair of CTAs computes. bk: elements of a step along K. stages: steps whose
-    operands shared memory holds. num_warps: warps of a CTA's epilogue. group_m: row tiles that are walked together, so
-    that the L2 cache serves them.
+    operands shared memory holds. num_warps: warps of a CTA's epilogue. group_m: row tiles that are scheduled together,
+    so that they share the L2 cache.
     """
 
     host = ("num_warps",)
@@ -151,7 +153,7 @@ class TwoCtaConfig(LaunchConfig):
 
 
 def two_cta_config(p: Problem) -> TwoCtaConfig:
-    """The one configuration: 256x256 is the largest product of a pair's matrix units.
+    """The only configuration: 256x256 is the largest tile of a 2-CTA matrix instruction.
 
     Five stages and two buffers of 16 KB for the result take up to 222 KB of shared memory; six stages do not fit. Codes
     and their scales take less.
@@ -163,7 +165,7 @@ def two_cta_config(p: Problem) -> TwoCtaConfig:
 
 @dataclass(frozen=True)
 class SkinnyBlockScaledConfig(LaunchConfig):
-    """How `skinny_block_scaled_sm100` is launched.
+    """The launch configuration of `skinny_block_scaled_sm100`.
 
     rows: rows of A, padded to 16, 32 or 64. bk: elements of a step along K. stages: pipeline stages. num_warps: warps
     of a program. split_k: parts of K, whose sums another kernel adds.
@@ -190,13 +192,13 @@ class SkinnyBlockScaledConfig(LaunchConfig):
 def skinny_block_scaled_config(p: Problem) -> SkinnyBlockScaledConfig:
     """The configuration, by arithmetic: nothing was timed on SM100.
 
-    K is cut until there is a program for each multiprocessor, or one for each step: only weights as small as the K or V
-    projection alone have fewer programs. Two programs share a multiprocessor, each with two steps on their way: for
+    K is split until there is a program for each multiprocessor, or one for each step: only weights as small as the K or
+    V projection alone have fewer programs. Two programs share a multiprocessor, each with two steps in flight: for
     NVFP4 that is 72 KB of B, or 10 MB on a B200. At 8 TB/s, 10 MB arrive in 1.3 us, which is longer than a load takes.
 
     The padding of A to 128 rows costs shared memory. At 8 TB/s a step's 18 KB of NVFP4 take a multiprocessor 630 clocks
-    of 1.85 GHz. Meanwhile it writes 36 KB and the matrix unit reads 36 KB: 576 clocks at 128 bytes each. The products
-    take 256 clocks.
+    of 1.85 GHz. Meanwhile it writes 36 KB and the matrix unit reads 36 KB: 576 clocks at 128 bytes each. The matrix
+    instructions take 256 clocks.
 
     A thread copies at least 4 bytes at once, and a step of MXFP8 has 512 bytes of scales, which four warps copy.
     """

@@ -1,4 +1,4 @@
-"""Products of one A in one launch, by the kernels for few rows of A."""
+"""Matmuls of one A in one launch, by the kernels for few rows of A."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -16,19 +16,19 @@ from fp4compile.templates.problem import Problem
 
 
 def in_common(p: Problem) -> tuple:
-    """What products of one A must have in common, beside A, to be one launch."""
+    """A key that matmuls of one A must share, besides A, to be one launch."""
     return p.b, p.spec.bias, p.spec.out_dtype
 
 
 def of_all(calls: Sequence[Call]) -> Problem:
-    """The problem of a launch that computes all of the calls: one B with the rows of all B together."""
+    """The problem of a launch that computes all of the calls: one B with the rows of all B."""
     return replace(calls[0].problem, n=sum(call.problem.n for call in calls))
 
 
 def launch_group(
     kernel, calls: Sequence[Call], config: Any, tile_rows: int, step: int, *more: Any, **constants: Any
 ) -> list[torch.Tensor]:
-    """Launch a kernel on up to MOST_IN_GROUP products of one A, which is dequantised first where it is quantised.
+    """Launch a kernel on up to MOST_IN_GROUP matmuls of one A, which is dequantised first where it is quantised.
 
     tile_rows: rows of B in a tile. step: elements of a warp's step along K. more: the kernel's further arguments.
     Returns [1, m, n] of each call.
@@ -52,7 +52,7 @@ def launch_group(
 
 
 def pointers_of(call: Call, out: torch.Tensor) -> tuple:
-    """The arguments of one product; codes, never read as such, stand for an absent outer scale or bias."""
+    """The arguments of one matmul; an absent global or row scale or bias is a pointer to codes, never read."""
     unused = call.b.data
     outer, bias = (unused if x is None else x for x in (call.b.outer, call.bias))
     return call.b.data, call.b.scales, outer, bias, out

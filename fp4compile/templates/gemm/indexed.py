@@ -1,4 +1,4 @@
-"""Products of rows and matrices by index: few tokens, with an expert for each.
+"""Matmuls with B by index: few tokens, with an expert for each.
 
 [S, M, K] x [E, N, K][index] -> [S, M, N]. The kernel of `skinny` reads the matrices through the index, without a
 gathered copy. If two tokens have one expert, the L2 cache serves the second.
@@ -21,7 +21,7 @@ _MOST = 1024  # indices that a program reads
 
 
 def serves(a: Operand, b: Operand, index: torch.Tensor, out_dtype: torch.dtype, target: Target) -> bool:
-    """Whether `multiply_indexed` computes this product."""
+    """Whether `multiply_indexed` computes this matmul."""
     few = statically_true(index.shape[0] <= _MOST) and statically_true(a.data.shape[1] <= SKINNY_ROWS)
     linear = a.scales is None or a.scales.dim() == 3
     filled = statically_true(a.data.numel() > 0) and statically_true(b.data.shape[1] > 0)
@@ -32,11 +32,10 @@ def serves(a: Operand, b: Operand, index: torch.Tensor, out_dtype: torch.dtype, 
 
 
 def multiply_indexed(a: Operand, b: Operand, index: torch.Tensor, out_dtype: torch.dtype) -> torch.Tensor:
-    """The product of A [S, M, K] and B[index], where B is [E, N, K] and index an int [S].
+    """The matmul of A [S, M, K] and B[index], where B is [E, N, K] and index an int [S].
 
-    Negative indices count from the last matrix. An index out of range counts as the nearest valid one: the host does
-    not read indices.
-    `formats.checks.check` has checked the arguments.
+    Negative indices count from the last matrix. An index out of range is clamped, because the host does not read
+    indices. `formats.checks.check` has checked the arguments.
     """
     flat = _flat(a)
     p = _problem(flat, b, out_dtype, target_of(a.data.device))
@@ -47,7 +46,7 @@ def multiply_indexed(a: Operand, b: Operand, index: torch.Tensor, out_dtype: tor
 
 
 def _flat(a: Operand) -> Operand:
-    """A as one matrix, with its scales and an outer scale of rows flattened too."""
+    """A as one matrix, with its block scales and row scales flattened too."""
     outer = a.outer.flatten(0, 1) if a.outer is not None and a.outer.dim() == 3 else a.outer
     return Operand(a.data.flatten(0, 1), None if a.scales is None else a.scales.flatten(0, 1), outer, a.format)
 

@@ -1,9 +1,9 @@
-"""Products of quantised operands by a library: cuBLASLt, through torch's `_scaled_mm`.
+"""Matmuls of quantised operands by a library: cuBLASLt, through torch's `_scaled_mm`.
 
-`tests/helpers/library_checks.py` has torch's requirements on the arguments (ScaledBlas.cpp); every product that these
+`tests/helpers/library_checks.py` has torch's requirements on the arguments (ScaledBlas.cpp); every matmul that these
 candidates serve meets them. cuBLASLt computes D = alpha * (A B) + bias, with float32 sums, alpha and bias applied in
 float32, and one rounding to the type of D. That is the contract of `reference.scaled_mm`, where alpha is the product of
-the two outer scales. None of this was run on SM100.
+the two global scales. None of this was run on SM100.
 """
 
 from collections.abc import Callable
@@ -25,11 +25,11 @@ from fp4compile.templates.problem import Problem
 
 
 def _serves_block_scaled(p: Problem) -> bool:
-    """Two NVFP4 or two MXFP8 (E4M3) operands with swizzled scales on SM100, in rows of whole 16 bytes.
+    """Two NVFP4 or two MXFP8 (E4M3) operands with swizzled scales on SM100, in rows of multiples of 16 bytes.
 
-    An outer scale must be one for the whole tensor; either operand or both may have one. The library reads square
-    blocks as rows of blocks, because swizzled scales are written for each row. A bias must be of the result's type,
-    which then has 16 bits. The library applies no epilogue.
+    Either operand or both may have a global scale; row scales are not supported. The library reads square blocks as
+    rows of blocks, because swizzled scales are written for each row. A bias must be of the result's type, which then
+    has 16 bits. The library applies no epilogue.
 
     `block_scaled_sm100` serves MXFP4 and operands of mixed widths, which cuBLASLt lacks, and compute capability 12.0.
     On 12.0 torch's users report that the library takes operands in this layout (pytorch/pytorch#198126), but there is
@@ -88,16 +88,17 @@ def product(
 
 
 def two_level(a: Operand, b: Operand, bias: torch.Tensor | None, out_dtype: torch.dtype) -> torch.Tensor:
-    """The product of two NVFP4 matrices [M, K] x [N, K] with swizzled scales; one or both have an outer scale.
+    """The matmul of two NVFP4 matrices [M, K] x [N, K] with swizzled scales; one or both have a global scale.
 
-    torch multiplies the outer scales on the device, and cuBLASLt reads their product as its alpha. So the host does not
-    wait, and a CUDA graph can hold the call. torch takes two outer scales or none: an operand without one gets a 1.
+    torch multiplies the global scales on the device, and cuBLASLt reads their product as its alpha. So the host does
+    not wait, and a CUDA graph can hold the call. torch takes two global scales or none: an operand without one gets a
+    1.
     """
     one = None if a.outer is not None and b.outer is not None else a.data.new_ones((), dtype=torch.float32)
     a_outer, b_outer = (one if x.outer is None else x.outer for x in (a, b))
     a_codes, b_codes = (x.data.view(torch.float4_e2m1fn_x2) for x in (a, b))
     recipe = [ScalingType.BlockWise1x16, ScalingType.TensorWise]
-    swizzle = [SwizzleType.SWIZZLE_32_4_4, SwizzleType.NO_SWIZZLE]  # one entry a scale, as newer torch requires
+    swizzle = [SwizzleType.SWIZZLE_32_4_4, SwizzleType.NO_SWIZZLE]  # one entry per scale, as newer torch requires
     return F.scaled_mm(
         a_codes, b_codes.t(), [a.scales, a_outer], recipe, [b.scales, b_outer], recipe, swizzle, swizzle, bias,
         out_dtype,
@@ -180,10 +181,10 @@ def _rowwise_float8(p: Problem) -> bool:
 def _serves_row_scaled(p: Problem) -> bool:
     """`float8_rowwise` to bfloat16, up to compute capability 10.0.
 
-    From 10.0 on, torch computes this product by a CUTLASS kernel. On 10.3 torch's grouped kernel of this kind was
+    From 10.0 on, torch computes this matmul by a CUTLASS kernel. On 10.3 torch's grouped kernel of this kind was
     reported to trap, with "Arch conditional MMA instruction used without targeting appropriate compute capability"
-    (pytorch/pytorch#187095); on 12.0 the product was reported to fail with CUBLAS_STATUS_NOT_SUPPORTED, while the
-    product with tensor-wise scales works (pytorch/pytorch#192707). A trap ends the process's use of the GPU, so 10.3
+    (pytorch/pytorch#187095); on 12.0 the matmul was reported to fail with CUBLAS_STATUS_NOT_SUPPORTED, while the
+    matmul with tensor-wise scales works (pytorch/pytorch#192707). A trap ends the process's use of the GPU, so 10.3
     and 12.0 take `_run_rescaled` until the kernel is shown to run there. On 10.0 it is reported to run
     (pytorch/ao#2904).
     """
@@ -229,7 +230,7 @@ def _serves_rescaled(p: Problem) -> bool:
 
 
 def _run_rescaled(call: Call, config: None) -> torch.Tensor:
-    """Multiply by cuBLASLt with scales of 1, to float32; outer scales and bias are PyTorch operations, for Inductor."""
+    """Multiply by cuBLASLt with scales of 1, to float32; PyTorch operations apply row scales and bias."""
     a, b = _rowwise_operands(call)
     fast = call.problem.spec.fast_accumulation
     sums = _float8_product(replace(a, outer=None), replace(b, outer=None), None, torch.float32, fast)

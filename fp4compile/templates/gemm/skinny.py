@@ -1,24 +1,24 @@
-"""Skinny GEMM: up to eight rows of 16-bit A times NVFP4 weights B, at the speed at which B can be read.
+"""Skinny GEMM: up to eight rows of 16-bit A times NVFP4 weights B, bound by reading B.
 
 Without groups it serves problems that `gemv` does not: three to eight rows, or rows of A too long for shared memory.
 
-A decode step reads every weight once and does little else, so memory bounds its speed as long as enough bytes are on
-their way. Loads into registers keep too few bytes on their way: ptxas waits for the newest load wherever one is used,
-so only one step is prefetched. Here each warp has STAGES buffers of its own in shared memory, and asynchronous copies
-fill them with the operands of its next steps. No warp waits for another one before the sums are added. The grid is
-persistent (`persistent_grid`): a program that is done with a tile goes on with its next tile, also of the next product
-of the group, and the pipeline does not run dry in between.
+A decode step mostly reads every weight once, so memory bounds its speed if enough bytes are in flight. Loads into
+registers keep too few bytes in flight: ptxas waits for the newest load wherever one is used, so only one step is
+prefetched. Here each warp has STAGES buffers of its own in shared memory, and asynchronous copies fill them with the
+operands of its next steps. No warp waits for another one before the sums are added. The grid is persistent
+(`persistent_grid`): a program continues with its next tile, also of the next matmul of the group, without draining the
+pipeline.
 
 A step of a warp is 128 elements along K of 16 or 32 rows of B, and of the rows of A. With 32 rows of B, A is read from
-shared memory once for all of them, and more of B is on its way. With 16 rows there are twice as many tiles, which a
+shared memory once for all of them, and more of B is in flight. With 16 rows there are twice as many tiles, which a
 small B needs. `skinny_pipeline` has the copies and the reads, `device.skinny_product` the arithmetic; this file has the
 kernel.
 
 Experts: each matrix of B has a few rows of A, by offsets, or by an index that assigns a matrix to each few rows. A
 decode step reads the weights of the experts that have tokens, once. Every program first writes a table of the row
-tiles, each of up to ROWS rows of one matrix: all programs write the same values, so that each may read its own. Then it
-walks tiles of 16 or 32 rows of B for all row tiles, in one pipeline. Experts without tokens have no entry, and their
-weights are not read.
+tiles, each of up to ROWS rows of one matrix: all programs write the same values, so each may read the table that it
+wrote. Then it iterates over tiles of 16 or 32 rows of B for all row tiles, in one pipeline. Experts without tokens have
+no entry, and their weights are not read.
 
 The kernel is written one lane at a time, in inline PTX ordered by tokens: see `async_copy`.
 """
@@ -52,9 +52,9 @@ SKINNY_ROWS = 8  # rows of A up to which `skinny` serves
 
 @dataclass(frozen=True)
 class SkinnyConfig(LaunchConfig):
-    """How `skinny` is launched.
+    """The launch configuration of `skinny`.
 
-    rows: rows of A that the kernel computes. tiles: tiles of 16 rows of B that a program computes at a time. warps:
+    rows: rows of A that the kernel computes. tiles: tiles of 16 rows of B that a program computes at once. warps:
     warps of a program. stages: pipeline stages. chains: independent accumulators of a warp. grid: the most programs.
     """
 
@@ -70,8 +70,8 @@ class SkinnyConfig(LaunchConfig):
 def skinny_config(p: Problem) -> SkinnyConfig:
     """The configuration, tuned for the shapes of Llama-3. Every one fits into 48 KB of shared memory.
 
-    With six programs for each multiprocessor some programs take two tiles, and no last few programs run alone. Two
-    chains pay where few warps share a multiprocessor.
+    With six programs per multiprocessor some programs compute two tiles, so no last few programs run alone. Two chains
+    pay where few warps share a multiprocessor.
     """
     rows = next((rows for rows in (2, 4) if statically_true(p.m <= rows)), 8)
     tiles, warps, stages = 2, 4, 2
@@ -90,8 +90,8 @@ def skinny_config(p: Problem) -> SkinnyConfig:
 def experts_config(p: Problem, most: Any = SKINNY_ROWS) -> SkinnyConfig:
     """The configuration. most: rows of A for one matrix, at most; a group with more rows is several tiles.
 
-    A step of a warp has 1152 bytes of B for each 16 rows, and 256 bytes for each row of A that exists. With 16 rows of
-    B and up to two of A, A is less than half of B, and there are twice as many tiles; with more rows of A, 32 rows of B
+    A step of a warp has 1152 bytes of B for each 16 rows, and 256 bytes for each existing row of A. With 16 rows of B
+    and up to two of A, A is less than half of B, and there are twice as many tiles; with more rows of A, 32 rows of B
     share them. Registers leave room for four programs a multiprocessor. A single stage each was the fastest on an H200
     (configurations of benchmarks/grouped_mm.py, four tokens an expert, against two stages): DeepSeek-V3 29.3 us and
     33.1, Qwen3-30B-A3B 52.1 us and 61.1. Up to four rows of A were not timed.
@@ -116,19 +116,19 @@ def gemm_skinny(
     ROWS: tl.constexpr, CHAINS: tl.constexpr, EVEN: tl.constexpr, ISA: tl.constexpr, GROUP_SIZE: tl.constexpr,
     COUNT: tl.constexpr, INDEXED: tl.constexpr,
 ):  # fmt: skip
-    """out [m, n] = a [m, K] x b [n, K]^T, rescaled, plus a bias; for a group, also the products with b_1 and b_2.
+    """out [m, n] = a [m, K] x b [n, K]^T, rescaled, plus a bias; for a group, also the matmuls with b_1 and b_2.
 
     a: bf16 or fp16, m <= ROWS. b: K / 2 bytes of codes a row. k_vectors: K / 32, even. out: any floating-point type.
-    GROUP_SIZE: products of the launch, 1 to 3; out_1 is [m, n_1], out_2 [m, n_2]. Pointers of absent products are
+    GROUP_SIZE: matmuls of the launch, 1 to 3; out_1 is [m, n_1], out_2 [m, n_2]. Pointers of absent matmuls are
     never read.
     WARPS: of a program; the launch must have as many. They share a tile's steps along K. TILES: 1 or 2, a tile has
-    16 * TILES rows of b. ROWS: 2, 4 or 8. STAGES: steps of a warp that are on their way. CHAINS: see
-    `skinny_product`. EVEN: no tile has a row, and no step an element, past the end.
+    16 * TILES rows of b. ROWS: 2, 4 or 8. STAGES: steps of a warp that are in flight. CHAINS: see `skinny_product`.
+    EVEN: no tile has a row, and no step an element, past the end.
 
     COUNT: 0; or, for experts, count rounded up to a power of two. Then b is [matrices, n, K], each with b_scales_batch
     bytes of scales, and m any number. offs: int32 [count], the offsets of groups, one a matrix; or (INDEXED) the
     numbers of the matrices for m // count rows each, at most ROWS; negative numbers count from the end. *_outer_each:
-    how many outer scales each group has of its own; 0 where all groups share them. table: memory for int32 [tiles, 4],
+    the number of global or row scales of each group; 0 where all groups share them. table: memory for int32 [tiles, 4],
     where tiles is the largest possible number of row tiles.
     """
     if COUNT > 0:
@@ -170,7 +170,7 @@ def gemm_skinny(
     token = lane
     next_tile = tl.program_id(0)
     step_of_next = 0
-    # Without experts no function gets the table: torch would count it as written.
+    # Without experts the table is passed to no function: torch would count it as written.
     next_n, next_group, next_row0, next_m = next_tile, 0, 0, m
     if COUNT > 0:
         next_n, next_group, next_row0, next_m = _part_of(next_tile, table_ptr, tiles, total, ROWS)
@@ -269,7 +269,7 @@ def _store_results(
 ):  # fmt: skip
     """Add up the warps' sums of a tile of m rows from row0 on, rescale and store them. Returns a token.
 
-    Selects find the product that the tile belongs to. Branches fail: while torch analyses what a kernel writes, sizes
+    Selects find the matmul that the tile belongs to. Branches fail: while torch analyses what a kernel writes, sizes
     are constants, and Triton forbids to change constants in a branch. A function that returns the pointers fails too:
     torch counts a pointer that a function returns as written.
     """
@@ -306,8 +306,8 @@ def _store_results(
 
 
 def multiply_group(calls: Sequence[Call], config: SkinnyConfig) -> list[torch.Tensor]:
-    """[1, m, n] of each of up to three products of one A, in one launch."""
-    # No offsets and no table: torch would count a tensor in the table's place as written, and Inductor would copy it.
+    """[1, m, n] of each of up to three matmuls of one A, in one launch."""
+    # No offsets and no table: torch would count a dummy tensor as written, and Inductor would copy it.
     return launch_group(gemm_skinny, calls, config, 16 * config.tiles, 128, None, None, 0, 0, 0, 0, 0, COUNT=0,
                         INDEXED=0)  # fmt: skip
 
@@ -337,5 +337,5 @@ def multiply_experts(
 
 
 def _outers_each(x: OperandSpec, rows) -> int:
-    """How many outer scales a group has of its own. rows: the number if each row has an outer scale."""
+    """The number of global or row scales of a group. rows: the number of row scales."""
     return {"group": 1, "row": rows}.get(x.outer, 0)

@@ -1,16 +1,16 @@
 """Skinny block-scaled GEMM: up to 64 rows of A times block-scaled weights B, on the matrix units of SM100.
 
-With few rows of A, reading B takes all the time, so every multiprocessor must read a part of it. `block_scaled_sm100`
-has a program for each 128 x 256 of the result: 16 programs for a weight of 4096 rows. This kernel differs:
+With few rows of A, reading B bounds the time, so every multiprocessor must read a part of it. `block_scaled_sm100` has
+a program for each 128 x 256 of the result: 16 programs for a weight of 4096 rows. This kernel differs:
 
 - The operands are swapped: B is the first operand of the instruction, the one with 128 rows, and A the second.
-- K is cut into enough parts for a program on each multiprocessor. `split_k_reduction` adds their float32 sums, then
-  applies outer scales, bias and epilogue. It may start early (`device.dependent_launch`).
-- Products of one A are one launch (Q, K and V; gate and up), so that small weights do not run alone.
+- K is split into enough parts for a program on each multiprocessor. `split_k_reduction` adds their float32 sums, then
+  applies global or row scales, bias and epilogue. It may start early (`device.dependent_launch`).
+- Matmuls of one A are one launch (Q, K and V; gate and up), so that small weights do not run alone.
 
 A is padded to 128 rows; the padding is never read. The instruction could take 16, 32 or 64 rows, and Triton compiles
 that. But Triton copies scales straight to tensor memory (`tcgen05.cp`) only in tiles of 128 rows, as they are stored;
-scales of fewer rows go through registers, and every step then waits for its product. The padding of A costs shared
+scales of fewer rows go through registers, and every step then waits for its matmul. The padding of A costs shared
 memory and its bandwidth (see `heuristics.skinny_block_scaled_config`), and no reads.
 """
 
@@ -72,8 +72,8 @@ def gemm_skinny_block_scaled_sm100(
     """128 columns of out [batches, m, n] = a [batches, m, K] x b [batches or 1, n, K]^T, rescaled, plus a bias.
 
     PARTIAL: instead the float32 sums of one part of K, in out [split_k, batches, m, n].
-    GROUP_SIZE: products of one a, 1 to 3; out_1 has n_1 columns, out_2 has n_2. Pointers of absent products are never
-    read. Only a single product has batches or an epilogue.
+    GROUP_SIZE: matmuls of one a, 1 to 3; out_1 has n_1 columns, out_2 has n_2. Pointers of absent matmuls are never
+    read. Only a single matmul has batches or an epilogue.
     *_per_row: bytes of codes in a row. steps: of BK elements along K. col_tiles: tiles of 128 x 4 in a row of scales.
     ROWS: 16, 32 or 64, at least m. EVEN_K: K is whole steps. LAUNCH_DEPENDENTS: the kernel that adds the parts may
     start.
@@ -151,12 +151,12 @@ def _serves(p: Problem) -> bool:
     """Whether A has at most 64 rows, statically, and both operands are block-scaled with swizzled scales.
 
     A model compares the alternatives; none was timed on SM100 (B200: 8 TB/s, 148 multiprocessors, 1.85 GHz). Almost all
-    bytes are of B, 0.56 an element of NVFP4, so the rate at which B can be requested decides.
+    bytes are of B, 0.56 per element of NVFP4, so the rate of requests for B decides.
 
     - The library, which ranks next. A multiprocessor takes at most 64 bytes a clock from the L2 cache, 118 GB/s: 68
       multiprocessors are needed to read at 8 TB/s. A weight of 4096 rows has 32 tiles of 128, which read at less than
-      half of that rate unless K is cut. Whether the library cuts K is not documented. So the library computes products
-      that need no cut: the columns alone give each multiprocessor a tile, or K is a single step.
+      half of that rate unless K is split. Whether the library splits K is not documented. So the library computes
+      matmuls that need no split: the columns alone give each multiprocessor a tile, or K is a single step.
     - `gemv` and `skinny`, which dequantise B in registers. At 8 TB/s each scheduler of a multiprocessor has 315 clocks
       for 2304 bytes of B, and issues at most one instruction a clock. By the machine code `gemv` takes 257 to 310
       instructions of a warp for them and `skinny` 455; this kernel takes 170.
@@ -169,7 +169,7 @@ def _serves(p: Problem) -> bool:
 
 
 def _run_group(calls: Sequence[Call], config: SkinnyBlockScaledConfig) -> list[torch.Tensor]:
-    """[batches, m, n] of each call: in one launch, and one more launch for each call if K is cut."""
+    """[batches, m, n] of each call: in one launch, and one more launch for each call if K is split."""
     p, split_k, first = calls[0].problem, config.split_k, calls[0]
     outs = [call.empty() if split_k == 1 else call.empty_sums(split_k) for call in calls]
     made = first if split_k == 1 else first.without_epilogue()

@@ -97,7 +97,7 @@ def copy_step(
     tiles_1, total: see `group_tiles`.
     """
     wanted = tile < total
-    # The product that the tile belongs to, by selects: see `skinny._store_results`.
+    # The matmul that the tile belongs to, by selects: see `skinny._store_results`.
     if GROUP_SIZE > 2:
         in_third = tile >= tiles_1
         tiles = tl.where(in_third, tiles_1, tiles)

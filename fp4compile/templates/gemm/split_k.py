@@ -1,4 +1,4 @@
-"""The second kernel of a product whose K is cut among programs (split-K): it adds their sums, in a fixed order."""
+"""The second kernel of a split-K matmul: it adds the programs' partial sums, in a fixed order."""
 
 import torch
 import triton

@@ -1,4 +1,4 @@
-"""Few rows of 16-bit A times NVFP4 weights, which are streamed: by `gemv` or `skinny`, of experts too.
+"""Few rows of 16-bit A times streamed NVFP4 weights, by `gemv` or `skinny`, also for experts.
 
 `gemv` has one or two rows. One row of 4096 elements and more takes it 8 to 18 % less time than the best launch of
 `skinny` with two rows, of which one is empty (H200: 4096 x 4096 5.2 and 5.7 us, 14336 x 4096 12.7 and 14.9 us).
@@ -17,7 +17,7 @@ from fp4compile.templates.problem import Problem
 
 
 def streams(p: Problem) -> bool:
-    """Whether B is NVFP4 weights that `device.nvfp4_weights` can read, 16 bits hold A, and groups are rows."""
+    """Whether `device.nvfp4_weights` can read B, 16 bits represent A, and groups are rows."""
     weights = p.b.element == "e2m1" and p.b.scale == "e4m3" and p.compute != "fp32"
     whole = statically_true(p.k % 64 == 0) and statically_true(p.k > 0) and p.batches == 1
     return weights and whole and (not p.ragged or (p.by_rows and not p.a.swizzled))

@@ -1,14 +1,14 @@
-"""Write A to global memory in the layout that `gemm_wgmma_sm90` reads in shared memory, so that bulk copies suffice.
+"""Write A to global memory in the layout of `gemm_wgmma_sm90`'s shared memory, so that bulk copies suffice.
 
 Swizzled A is a sequence of matrices [rows, 64]: 64 elements along K of every row of A, each row a line of 128 bytes.
 Each of the eight 16-byte units of a line has eight elements: unit 4 * p + j has elements j and j + 4 of half p (eight
-elements) of each of the line's four blocks of 16. In that order a lane of the product dequantises its elements of B. In
-line r unit u lies at u ^ (r % 8): the 128-byte swizzle in which `wgmma` reads shared memory. Rows and elements beyond A
-are zeros.
+elements) of each of the line's four blocks of 16. In that order a lane of the GEMM kernel dequantises its elements of
+B. In line r unit u lies at u ^ (r % 8): the 128-byte swizzle in which `wgmma` reads shared memory. Rows and elements
+beyond A are zeros.
 
-A tile of the product may begin at any row that is a multiple of 8: its lines of a matrix follow each other in memory.
-So the layout does not depend on the product's tile, nor on groups of rows. A tile that ends beyond the rows copies
-lines of the next matrix, whose products are not stored; behind the last matrix that is multiplied lie others for that.
+A tile may begin at any row that is a multiple of 8: its lines of a matrix are contiguous in memory. So the layout does
+not depend on the tile, nor on groups of rows. A tile that ends beyond the rows copies lines of the next matrix, whose
+results are not stored; further matrices follow the last multiplied one for that.
 """
 
 from collections.abc import Callable
@@ -68,8 +68,7 @@ def _exchanged(by: int) -> str:
 
 
 def _copy_ptx() -> str:
-    """`_ptx` of a plain A. Inputs $7, $8: the address of the lane's elements in the first matrix; what fills a row that
-    is not read."""
+    """`_ptx` of a plain A. Inputs $7, $8: the lane's address in the first matrix; the filler of unread rows."""
 
     def load(i: int) -> str:
         words = ", ".join(f"a{4 * i + j}" for j in range(4))
@@ -86,8 +85,8 @@ def _copy_ptx() -> str:
 def _codes_ptx(scales_step: int) -> str:
     """`_ptx` of E2M1 codes with E4M3 scales, as fp16. Inputs $7, $8: the addresses of the lane's codes and scale byte.
 
-    scales_step: bytes from a scale to the next matrix's scale. A code times 2^-14, as `dequantize_word` makes it, times
-    a scale is a multiple of 2^-24 with at most six significant bits: fp16 holds it.
+    scales_step: bytes from a scale to the next matrix's scale. A code times 2^-14 (from `dequantize_word`) times a
+    scale is a multiple of 2^-24 with at most six significant bits, which fp16 represents.
     """
 
     def load(i: int) -> str:
@@ -108,7 +107,7 @@ _CODES = tl.constexpr({(0,): _codes_ptx(4), (1,): _codes_ptx(512)})  # by SWIZZL
 
 @triton.constexpr_function
 def _power_of_2(number):
-    """The least power of 2 that is not less."""
+    """Round up to a power of two."""
     return 1 << (number - 1).bit_length()
 
 
@@ -135,12 +134,13 @@ def swizzle_a_sm90(
     """Lines of swizzled A [matrices, rows, 64] from a [a_rows, 64 * a_matrices], bf16 or fp16; see `_ptx`.
 
     LINES divides rows. m: rows of A.
-    INDEXED: A is rows of a, by their numbers in index [m], int32 or int64; negative ones count from the end of a. A row
-    whose number is out of range is NaN, and reads nothing. Otherwise A is a.
+    INDEXED: A is a[index], index [m] int32 or int64; negative indices count from the end of a. A row with an index out
+    of range is NaN, and reads nothing. Otherwise A is a.
     GROUPS: 0, or the number of groups of rows of a, which end at offs, int32. Rows of no group may be unwritten memory,
     and are not read.
-    LAUNCH_DEPENDENTS: the product may start early, and then reads B and offs at once (see `device.dependent_launch`).
-    This kernel never reads B, which is an argument so that Inductor moves no kernel that writes it between the two.
+    LAUNCH_DEPENDENTS: the GEMM kernel may start early, and then reads B and offs at once (see
+        `device.dependent_launch`). This kernel never reads B, which is an argument so that Inductor moves no writer of
+        B between the two.
     """
     if LAUNCH_DEPENDENTS:
         swizzled_a_ptr = launch_dependents(swizzled_a_ptr)
@@ -168,7 +168,8 @@ def swizzle_codes_sm90(
 ):  # fmt: skip
     """Lines of swizzled A [matrices, rows, 64], fp16, from E2M1 codes a [m, K] with E4M3 scales; see `_ptx`.
 
-    The codes are dequantised, without the outer scale. per_row: bytes of a row; blocks: blocks of 16 elements in a row.
+    The codes are dequantised, without the global or row scale. per_row: bytes of a row; blocks: blocks of 16 elements
+    in a row.
     SQUARE, SWIZZLED: layout of the scales. The other arguments: see `swizzle_a_sm90`.
     """
     if LAUNCH_DEPENDENTS:
@@ -183,7 +184,7 @@ def swizzle_codes_sm90(
         scale = (row // (16 if SQUARE else 1)).to(tl.int64) * blocks + block
     codes = a_ptr + row.to(tl.int64) * per_row + block * 8 + half * 4
     scales = a_scales_ptr + scale
-    # Triton up to 3.7 takes pointers of one type alone.
+    # Triton up to 3.7 supports only pointers of one type.
     same: tl.constexpr = swizzled_a_ptr.dtype
     addresses = codes.to(same, bitcast=True), scales.to(same, bitcast=True)
     token = do_ptx(select_ptx(_CODES, SWIZZLED), "l,l,r,r,r,r,l,l", stores + addresses)
@@ -192,14 +193,14 @@ def swizzle_codes_sm90(
 
 @dataclass(frozen=True)
 class SwizzledA:
-    """The shape of swizzled A, [matrices, rows, 64], for a product by `gemm_wgmma_sm90`."""
+    """The shape of swizzled A, [matrices, rows, 64], for a matmul by `gemm_wgmma_sm90`."""
 
     matrices: int
     rows: int
 
     @classmethod
     def of(cls, p: Problem, config: WgmmaConfig) -> "SwizzledA":
-        """The matrices of whole pipeline stages, and those that the lines of the last tile reach."""
+        """The matrices of whole pipeline stages, and those into which the lines of the last tile extend."""
         lines = _lines(p.m)
         rows = ceil_div(p.m, lines) * lines
         end = p.m + config.rows if p.ragged else ceil_div(p.m, config.rows) * config.rows
@@ -211,7 +212,7 @@ class SwizzledA:
         return self.matrices, self.rows, 64
 
     def of_call(self, call: Call, gathered: tuple[torch.Tensor, torch.Tensor] | None = None) -> torch.Tensor:
-        """Swizzled A of a call: the one that the call has, or else by `swizzle_a_sm90`.
+        """Swizzled A of a call: `Call.arranged_a`, or else computed by `swizzle_a_sm90`.
 
         gathered: x [rows, K] and index [m], int32 or int64, where the call's plain A is x[index]. Then A is not read.
         Raises RuntimeError where the call has a swizzled A of another shape.
@@ -243,7 +244,7 @@ class SwizzledA:
     def by_operations(self, a: torch.Tensor) -> torch.Tensor:
         """Swizzled A of a plain A [..., K], by PyTorch operations.
 
-        Inductor computes them in the kernel that computes A, and A itself is never in memory.
+        Inductor fuses them into the kernel that computes A, and plain A is never in memory.
         """
         a = a.reshape(-1, a.shape[-1])
         rows, columns = self.rows - a.shape[0], self.matrices * 64 - a.shape[1]
@@ -258,5 +259,5 @@ class SwizzledA:
 
 
 def _lines(m) -> int:
-    """What divides the rows of swizzled A: `LINES` or twice as many."""
+    """The divisor of the rows of swizzled A: `LINES` or twice as many."""
     return 16 if statically_true(m <= 16) else 32

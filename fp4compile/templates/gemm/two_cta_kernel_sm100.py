@@ -1,13 +1,15 @@
 """The Gluon kernel of `gemm.block_scaled_two_ctas_sm100`. Import it only where `_compat.two_cta_products()` holds.
 
-Functions of Gluon name the layout of each tensor. `cga_layout` says how a tensor is divided between the two CTAs of a
-pair: [1, 0] gives each CTA half of the rows, [0, 0] gives both CTAs everything.
+Functions of Gluon name the layout of each tensor. `cga_layout` divides a tensor between the two CTAs of a pair: [1, 0]
+gives each CTA half of the rows, [0, 0] gives both CTAs the whole tensor.
 
 Three partitions of warps wait for each other at mbarriers:
-- `ready` of a stage: the copies of both CTAs have arrived. It lies in the first CTA, which issues the products of both.
-- `empty` of a stage: the products that read it are done. Each CTA has its own, and the tensor pipe arrives at both.
-- `sums_ready`: the last product of a tile is done. Each CTA has its own, as above.
-- `sums_empty`: the epilogues of both CTAs have read the sums. It lies in the first CTA.
+- `ready` of a stage: the copies of both CTAs have arrived. It is in the first CTA, which issues the matrix instructions
+  of both.
+- `empty` of a stage: the matrix instructions that read it are done. Each CTA has its own, and the tensor pipe arrives
+  at both.
+- `sums_ready`: the last matrix instruction of a tile is done. Each CTA has its own, as above.
+- `sums_empty`: the epilogues of both CTAs have read the sums. It is in the first CTA.
 """
 
 from triton.experimental import gluon
@@ -60,7 +62,7 @@ class Tile:
 
 @gluon.aggregate
 class Walk:
-    """The result [m, n], the tiles [BM, BN] of it that pairs take in turn, and how many steps along K each tile has."""
+    """The result [m, n], its tiles [BM, BN], which CTA pairs take in turn, and the steps along K of each tile."""
 
     m: gl.tensor
     n: gl.tensor
@@ -83,7 +85,7 @@ class Walk:
 
 @gluon.aggregate
 class TileOfGroup:
-    """A tile of a group from (row, col) on; rows from `end` on are another group's.
+    """A tile of a group from (row, col) on; rows from `end` on belong to another group.
 
     scales: its first 128 rows of the scales of A, counted in 128 rows: each group's begin at whole 128 rows.
     """
@@ -109,8 +111,8 @@ class TileOfGroup:
 class WalkOverGroups:
     """A `Walk` over the rows of groups, each of which begins a new tile and has a matrix [n, K] of B.
 
-    offs_ptr: where the groups end, int32 [GROUPS]. Every warp finds the group of a tile for itself, as it comes to it
-    (`device.groups`): so partitions need no barrier, and no registers for what the others know.
+    offs_ptr: where the groups end, int32 [GROUPS]. Every warp finds the group of its next tile by itself
+    (`device.groups`): so partitions need no barrier, and no registers for other warps' tiles.
     """
 
     offs_ptr: gl.tensor
@@ -179,7 +181,7 @@ class Sources:
 
 @gluon.aggregate
 class Output:
-    """Where the epilogue stores: tensors in global memory, and shared memory from which TMA stores to them.
+    """The outputs of the epilogue: tensors in global memory, and shared memory from which TMA stores to them.
 
     target, buffers: for parts of the result, or of its codes, from two buffers. scales, scale_buffer: for the swizzled
     block scales of a tile of codes, as in `Sources`; for other results, `target` and `buffers` again.
@@ -249,7 +251,7 @@ def multiply_steps(walk, ring, sums, sums_ready, sums_empty, a_scales, b_scales,
                    B_ELEMENT: gl.constexpr):  # fmt: skip
     """Multiply the operands of all steps, as they arrive. a_scales, b_scales: tensor memory for the scales of a step.
 
-    Copies to tensor memory and products are executed in order, so one place for scales is enough.
+    Copies to tensor memory and matrix instructions are executed in order, so one buffer of scales is enough.
     """
     stage = gl.to_tensor(0)
     phase = gl.to_tensor(0)
@@ -330,9 +332,9 @@ def store_tiles(
 ):  # fmt: skip
     """Rescale the sums of all tiles, apply the epilogue, and store the result.
 
-    Registers hold all sums of a tile, so that the products of the next tile need not wait for the epilogue. It takes a
-    part of the columns at a time. TMA stores the parts from two buffers in turn: it stores one while the epilogue
-    computes the next one.
+    Registers hold all sums of a tile, so that the main loop of the next tile need not wait for the epilogue. It
+    processes a part of the columns at a time. TMA stores the parts from two buffers in turn: it stores one while the
+    epilogue computes the next one.
     """
     parts: gl.constexpr = walk.BN // PART_COLS  # of the result
     layout: gl.constexpr = sums.slice(0, PART_COLS).get_reg_layout()
@@ -418,14 +420,14 @@ def operand_sources(
 ):  # fmt: skip
     """The operands, in steps of BK elements along K.
 
-    MATRICES: of B. TILE_MATRICES: of a tile, which has BN rows of B. The CTAs of a pair load half of the rows of B
-    each: with two matrices, a matrix each.
+    MATRICES: of B. TILE_MATRICES: of a tile, which has BN rows of B. Each CTA of a pair loads half of the rows of B:
+    with two matrices, one of them.
     """
     a_bytes: gl.constexpr = codes_in(BK, A_ELEMENT)
     b_bytes: gl.constexpr = codes_in(BK, B_ELEMENT)
     tiles_k: gl.constexpr = BK // BLOCK // 4
     b_rows: gl.constexpr = BN // TILE_MATRICES
-    # TMA spreads FP4 codes beside FP8 codes to a byte each.
+    # For FP4 with FP8 operands, TMA expands each FP4 code to a byte.
     a_layout: gl.constexpr = gl.NVMMASharedLayout(128, 8, 2, fp4_padded=a_bytes < b_bytes, cga_layout=[[1, 0]])
     b_halves: gl.constexpr = [[0, 1, 0]] if TILE_MATRICES == 1 else [[1, 0, 0]]
     b_layout: gl.constexpr = gl.NVMMASharedLayout(128, 8, 3, fp4_padded=b_bytes < a_bytes, cga_layout=b_halves)
@@ -452,7 +454,7 @@ def operand_sources(
 @gluon.jit
 def outputs(out_ptr, out_scales_ptr, m, n, EPILOGUE: gl.constexpr, BM: gl.constexpr, TILE_COLS: gl.constexpr,
             PART_COLS: gl.constexpr):  # fmt: skip
-    """Where an epilogue stores its results: TILE_COLS columns of a tile, PART_COLS columns at a time."""
+    """The outputs of an epilogue: TILE_COLS columns of a tile, PART_COLS columns at a time."""
     if quantizes(EPILOGUE):
         block: gl.constexpr = result_of(EPILOGUE, "block")
         blocks = gl.cdiv(n, block)
@@ -508,13 +510,13 @@ def gemm_block_scaled_two_ctas_sm100(
     PART_COLS: gl.constexpr, EVEN_BLOCKS: gl.constexpr, MAXIMA: gl.constexpr, ISA: gl.constexpr,
     GROUPS: gl.constexpr,
 ):  # fmt: skip
-    """Tiles [BM, BN] of out [m, n] = a [m, K] x b [n, K]^T, rescaled, plus a bias; pairs of CTAs compute a tile each.
+    """Tiles [BM, BN] of out [m, n] = a [m, K] x b [n, K]^T, rescaled, plus a bias; each CTA pair computes a tile.
 
-    The grid counts pairs and is persistent: pair p takes the tiles p, p + grid, p + 2 * grid, and so on.
+    The grid counts CTA pairs and is persistent: pair p takes the tiles p, p + grid, p + 2 * grid, and so on.
 
-    out_scales, out_outer, b_outer_step, PAIR, EVEN_BLOCKS, MAXIMA: as `block_scaled_sm100.gemm_block_scaled_sm100` has
-    them. *_per_row: bytes of codes in a row. steps: of BK elements along K. row_tiles_*, col_tiles: tiles of 128 x 4 of
-    the swizzled scales of one matrix. GROUP_M: row tiles that are walked together, for the L2 cache. PART_COLS: columns
+    out_scales, out_outer, b_outer_step, PAIR, EVEN_BLOCKS, MAXIMA: as in `block_scaled_sm100.gemm_block_scaled_sm100`.
+    *_per_row: bytes of codes in a row. steps: of BK elements along K. row_tiles_*, col_tiles: tiles of 128 x 4 of the
+    swizzled scales of one matrix. GROUP_M: row tiles that are scheduled together, for the L2 cache. PART_COLS: columns
     of a tile that the epilogue takes at a time.
     """
     tile_matrices: gl.constexpr = 2 if PAIR else 1
@@ -536,8 +538,8 @@ def gemm_block_scaled_two_ctas_sm100(
     sums_empty = mbarrier.allocate_mbarrier(two_ctas=True)
     mbarrier.init(sums_ready, 1)
     mbarrier.init(sums_empty, 1)
-    # The descriptors were made in shared memory that the ring takes over. Without the barrier, Triton would make each
-    # product wait for both CTAs.
+    # The ring reuses the shared memory in which the descriptors were made. Without the barrier, Triton would make each
+    # matrix instruction wait for both CTAs.
     fence_async_shared(cluster=True)
     gl.barrier(cluster=True)
 

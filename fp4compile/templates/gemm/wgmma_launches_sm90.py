@@ -1,4 +1,4 @@
-"""Launches of `wgmma_sm90`: the tiles and grids that were best on an H100 and an H200, by sizes."""
+"""Launch configurations of `wgmma_sm90`: the fastest tiles and grids on an H100 and an H200, by sizes."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -12,12 +12,12 @@ from fp4compile.templates.problem import Problem
 
 @dataclass(frozen=True)
 class WgmmaConfig(LaunchConfig):
-    """How `wgmma_sm90` is launched.
+    """The launch configuration of `wgmma_sm90`.
 
     rows: rows of A in a tile of the result, padded to 16, 32, 64, 72, 80, 96, 128, 160, 192, 224 or 256. warps: warps
-    of a program. parts: how often a warp has 16 rows of B, 1 or 2. stages: pipeline stages of a warp's weights.
+    of a program. parts: 1 or 2, for 16 or 32 rows of B per warp. stages: pipeline stages of a warp's weights.
     steps_per_stage: steps of a pipeline stage of A. split_k: parts of K, whose sums another kernel adds. group_m: tiles
-    of A that are walked together, so that the L2 cache serves them. buffers: stages of A in shared memory. narrow,
+    of A that are scheduled together, so that they share the L2 cache. buffers: stages of A in shared memory. narrow,
     narrowest: rows of a tile whose group ends within so many, which takes less time; 0 for no such tile. shared: bytes
     of shared memory to reserve for a program; 0 until `with_shared_memory` has set it.
     """
@@ -36,7 +36,7 @@ class WgmmaConfig(LaunchConfig):
     shared: int = 0
 
     def grid(self, m, n, groups=0):
-        """Programs. groups: of rows of A; as many programs as any sizes of these groups, and rows of no group, need."""
+        """The number of programs. groups: of rows of A; enough for all sizes, and for rows of no group."""
         return tiles_of_rows(m, self.rows, groups) * ceil_div(n, 16 * self.parts * self.warps) * self.split_k
 
 
@@ -72,9 +72,9 @@ def with_shared_memory(config: WgmmaConfig, p: Problem, needed_bytes: Callable[.
 def _tile(p: Problem) -> WgmmaConfig:
     """The tile up to 64 rows of A: a program of eight warps for each multiprocessor, or one program of 16 warps.
 
-    16 warps read A less often, which pays where A has many rows and B is large. Small weights need many small
-    programs, and so do large weights with few rows of A. Partial sums cost another launch, so one program for each
-    multiprocessor is enough, unless K is very long. An epilogue takes registers, which 16 warps do not have.
+    16 warps read A less often, which pays where A has many rows and B is large. Small weights, and large weights with
+    few rows of A, need many small programs. Partial sums cost another launch, so one program per multiprocessor is
+    enough, unless K is very long. An epilogue takes registers, which 16 warps do not have.
     """
     rows = 16 if statically_true(p.m <= 16) else 32 if statically_true(p.m <= 32) else 64
     few = WgmmaConfig(rows, warps=8, parts=1, stages=3, steps_per_stage=2)
@@ -95,9 +95,9 @@ def _tile(p: Problem) -> WgmmaConfig:
 
 # Tiles of more than 64 rows of A, by eight warps: rows, parts, stages, buffers, and the microseconds of a step of 128
 # elements along K on an H100. The times were fitted to 484 timed launches (80 to 8192 rows, the shapes 8192x8192,
-# 28672x8192 and 4096x14336), together with the next two lines, to 5 %; 72, 160 and 224 rows lie between. By them the
-# fastest of the timed tiles is chosen in all cases but three, which lose up to 3 %. The more rows of A, the fewer bytes
-# go through shared memory for a product: with 256 rows the matrix units are busy for 95 % of a program's time. Two
+# 28672x8192 and 4096x14336), together with the next two lines, to 5 %; 72, 160 and 224 rows lie between. They choose
+# the fastest of the timed tiles in all cases except three, which lose up to 3 %. More rows of A need fewer bytes from
+# shared memory for each matrix instruction: with 256 rows the matrix units are busy for 95 % of a program's time. Two
 # parts make tiles of twice the size, which pays where one part would leave half of the last round of programs empty.
 # Against bf16, 8192x8192, microseconds on an H200 (benchmarks/results/many_rows_h200.json): 65 rows 38.5 and 27.8, 128
 # rows 41.8 and 34.8, 256 rows 54.7 and 56.8, 512 rows 93.7 and 91.5, 1024 rows 178.6 and 179.0, 2048 rows 360.0 and
@@ -106,7 +106,7 @@ _LARGE_TILES = (
     (72, 1, 3, 4, 0.61), (80, 1, 3, 4, 0.66), (96, 1, 4, 4, 0.72), (128, 1, 4, 4, 0.83), (160, 1, 4, 4, 0.95),
     (192, 1, 2, 4, 1.09), (224, 1, 3, 3, 1.26), (256, 1, 2, 3, 1.44), (96, 2, 3, 4, 1.33), (128, 2, 3, 4, 1.565),
 )  # fmt: skip
-_ROUND = 2.0  # microseconds of a round of programs beside its steps
+_ROUND = 2.0  # microseconds of a round of programs without its steps
 _SUMS, _SUMS_PER_MILLION = 4.3, 2.1  # microseconds of the launch that adds partial sums, and of a million of them
 
 
@@ -134,11 +134,11 @@ def _large_tile(p: Problem) -> WgmmaConfig:
 
 # Tiles of groups of rows: rows, parts, stages, steps a stage, buffers; the microseconds of a round of programs without
 # its steps, and of a step of 128 elements along K; rows of narrower tiles, and the microseconds of their steps. Of
-# packed experts on an H100: least squares of 30 to 58 timed cases each (9 to 1024 rows a group, of three
-# shapes), without `swizzle_a_sm90`, off by 4 to 8 % on average. Up to 96 rows, two programs or more share a
-# multiprocessor, and one computes while another one starts or ends. Tiles of 72, 128, 160 and 224 rows of one part were
-# timed, too: without them the chosen tile is no slower in any case. Narrower tiles were not timed: their steps count as
-# steps of whole tiles with as many rows, here or in `_LARGE_TILES`, and of two parts as two of them.
+# packed experts on an H100: least squares of 30 to 58 timed cases each (9 to 1024 rows a group, of three shapes),
+# without `swizzle_a_sm90`, off by 4 to 8 % on average. Up to 96 rows, two or more programs share a multiprocessor, and
+# one computes while another starts or ends. Tiles of 72, 128, 160 and 224 rows of one part were timed, too: without
+# them the chosen tile is no slower in any case. Narrower tiles were not timed: a step counts as that of a whole tile
+# with as many rows, here or in `_LARGE_TILES`, and with two parts as two steps.
 GROUPED_TILES = tuple(
     (WgmmaConfig(rows, 8, parts, stages, steps, 1, 8, buffers, *sorted(narrow, reverse=True)), turn, step, narrow)
     for rows, parts, stages, steps, buffers, turn, step, narrow in (
@@ -155,9 +155,9 @@ _NORMAL = (-1.53, -0.89, -0.49, -0.16, 0.16, 0.49, 0.89, 1.53)  # numbers of a n
 def _tile_of_groups(p: Problem) -> WgmmaConfig:
     """The tile that takes the least time by `GROUPED_TILES`.
 
-    Sizes of groups are not known. A third of the estimate is for equal sizes, a third for tokens that choose their
-    groups by chance, and a third for sizes between 0 and twice the average. A tile of more than twice the average rows
-    was not timed against narrower ones.
+    Sizes of groups are unknown. A third of the estimate is for equal sizes, a third for tokens that choose their groups
+    at random, and a third for sizes between 0 and twice the average. A tile of more than twice the average rows was not
+    timed against narrower ones.
     """
     each = p.m / p.groups  # rows of a group
     steps = ceil_div(p.k, 128)

@@ -1,15 +1,14 @@
 """GEMM of nine and more rows of 16-bit A times NVFP4 weights B, on the warpgroup matrix units (`wgmma`) of SM90.
 
 B arrives as in `gemm_skinny`: each warp copies the codes and scales of its own 16 or 32 rows, 128 elements along K a
-step, into STAGES buffers in shared memory, and dequantises them in registers. B is the first operand of `wgmma`, the
-one that may lie in registers, and the kernel computes the transposed product.
+step, into STAGES buffers in shared memory, and dequantises them in registers. B is the first operand of `wgmma`, which
+registers may hold, and the kernel computes the transposed result.
 
-A program has a tile of up to 256 rows of A. A would be read from the cache too often if each warp had a copy of its
-own. So the warps of a program share A, the second operand of `wgmma`, which it reads from shared memory. A has a
-pipeline of its own: one stage is STEPS_PER_STAGE steps of all rows of the tile, in the order in which `swizzle_a_sm90`
-has written them to global memory, so that one lane starts two bulk copies a step. The stage goes to a buffer that all
-warps have released; warps wait for each other only there. While the matrix units multiply some of a step's
-elements of B, the warps dequantise the next elements.
+A program has a tile of up to 256 rows of A. Separate copies for each warp would read A from the cache too often. So the
+warps of a program share A, the second operand of `wgmma`, in shared memory. A has its own pipeline: one stage is
+STEPS_PER_STAGE steps of all rows of the tile, in the order of `swizzle_a_sm90` in global memory, so that one lane
+starts two bulk copies per step. A stage is copied to a buffer that all warps have released; warps wait for each other
+only there. While the matrix units multiply some of a step's elements of B, the warps dequantise the next elements.
 
 With many rows of A the matrix units are the bound. A multiprocessor multiplies 64 rows of B, 256 rows of A and 16
 elements of K in 128 clocks, and two warpgroups take turns: each has 256 clocks in which to dequantise the next 16
@@ -18,11 +17,11 @@ elements of its 64 rows, for which its four warps, on four schedulers, have abou
 The kernel starts before `swizzle_a_sm90` is done (`device.dependent_launch`), and starts its copies of B meanwhile.
 
 Groups of rows: a program finds the group of its tile from the offsets on the device, and multiplies rows of A of this
-group with rows of the group's matrix, which is read as it is packed. The launches have as many programs as any sizes of
-groups need. A program without a tile ends at once.
+group with rows of the group's packed matrix. The grid is large enough for all sizes of groups. A program without a tile
+exits at once.
 
 The kernel is written one lane at a time, in inline PTX ordered by tokens: see `async_copy`. It needs more shared memory
-than inline PTX may declare, and has Triton reserve it: see `shared_memory`.
+than inline PTX may declare, so Triton reserves it: see `shared_memory`.
 """
 
 import itertools
@@ -104,9 +103,9 @@ def _multiply_ptx(compute: str, rows: int, group: int) -> str:
 
     Outputs: a lane's sums; a token. Inputs: codes of row g (two words of 64 bits), codes of row g + 8; the scale bytes
     of both rows; the low half of A's descriptor; a token; the sums so far.
-    group: words of codes that one group of `wgmma` multiplies, 2 or 4. The last group still runs at the end of this
-    text, and its registers must not be written meanwhile. With four words it uses all registers, so the next step must
-    be another copy of this text, to which ptxas gives other registers.
+    group: words of codes that one group of `wgmma` multiplies, 2 or 4. The last group is still running at the end of
+    this PTX, and its registers must not be written meanwhile. With four words it uses all registers, so the next step
+    must be another copy of this PTX, to which ptxas assigns other registers.
     """
     kind, sums = _KIND[compute], rows // 2
     text = ["{ .reg .b32 u, v, z, e, hi, w<8>, s<2>, t<2>; .reg .b16 h, k; .reg .f32 f, g; .reg .b64 d; .reg .pred p;"]
@@ -256,7 +255,7 @@ def _multiply(w, c, a_at, token, COMPUTE: tl.constexpr, ROWS: tl.constexpr, STEP
 
 @triton.jit
 def _wait_wgmma(c, COUNT: tl.constexpr):
-    """The sums, once all products have been added."""
+    """The sums, once all matrix instructions are complete."""
     return tl.inline_asm_elementwise(
         "wgmma.wait_group.sync.aligned 0;", _wait_wgmma_operands(COUNT), c, dtype=(tl.float32,) * COUNT, is_pure=True,
         pack=1,
@@ -287,9 +286,9 @@ def _load_operands(
     row, col, end, n, token, a_outer_ptr, epilogue_0_ptr, epilogue_1_ptr,
     A_OUTER: tl.constexpr, EPILOGUE: tl.constexpr, WORDS: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
-    """(Outer scales of A's rows, the epilogue's operands, a token) for WORDS words of a lane from (row, col) on.
+    """(Row scales of A, the epilogue's operands, a token) for WORDS words of a lane from (row, col) on.
 
-    The outer scales are bits of float32, of each word's row. An operand of the product's size is a tuple of words, one
+    The row scales are bits of float32, of each word's row. An operand of the result's size is a tuple of words, one
     that all rows share a tuple of its values at the two columns.
     """
     a_outer = ()
@@ -326,7 +325,7 @@ def _operands_of_word(operands, j: tl.constexpr, epilogue_0_ptr, epilogue_1_ptr,
 
 @triton.jit
 def _of_row(factor, a_outer, j: tl.constexpr, A_OUTER: tl.constexpr, B_OUTER: tl.constexpr):
-    """The factor of word j: the one that all rows share, times the outer scale of the row of A, if it has any."""
+    """The factor of word j: the one that all rows share, times the row scale of A, if it has any."""
     if A_OUTER != "row":
         return factor
     else:
@@ -399,7 +398,7 @@ def _store_results(
 
 @triton.jit
 def _tile_of(program, tiles_m, tiles, GROUP_M: tl.constexpr):
-    """(Tile of A, tile of B) of a program: GROUP_M tiles of A with all tiles of B, then the next ones."""
+    """(Tile of A, tile of B) of a program: GROUP_M tiles of A with all tiles of B, then the next GROUP_M."""
     tiles_n = tiles // tiles_m
     group = program // (GROUP_M * tiles_n)
     in_group = tl.minimum(tiles_m - group * GROUP_M, GROUP_M)
@@ -411,8 +410,7 @@ def _tile_of(program, tiles_m, tiles, GROUP_M: tl.constexpr):
 def _tile_of_group(
     before, offs, m, program, tiles_n, ROWS: tl.constexpr, GROUPS: tl.constexpr, GROUP_M: tl.constexpr
 ):  # fmt: skip
-    """(group, its first row, the row after its last, first row of A, tile of B) of a program. before, offs: see
-    `device.groups`.
+    """(group, its first row, its end, first row of A, tile of B) of a program. before, offs: see `device.groups`.
 
     All tiles of a group come before the next group's tiles, in the order of `_tile_of`. The first one begins at a
     multiple of 8 rows. Group GROUPS has the rows of no group. A program past the last tile gets a first row that is not
@@ -433,7 +431,7 @@ def _multiply_tile(
     EPILOGUE: tl.constexpr, COMPUTE: tl.constexpr, WARPS: tl.constexpr, PARTS: tl.constexpr, STAGES: tl.constexpr,
     ROWS: tl.constexpr, STEPS_PER_STAGE: tl.constexpr, BUFFERS: tl.constexpr, EVEN: tl.constexpr, ISA: tl.constexpr,
 ):  # fmt: skip
-    """Multiply a tile of ROWS rows of a, and store the result. The first steps of B are on their way.
+    """Multiply a tile of ROWS rows of a, and store the result. The first steps of B are in flight.
 
     swizzled_a: the tile's first line. kept: see `_store_results`. place: the tile's first row, the first row of its
     group and the row after the group's last; the number of the tile of B, and a warp's first row of b. steps: the first
@@ -477,7 +475,7 @@ def _multiply_tile(
                                          token, COMPUTE, ROWS, STEPS_PER_STAGE)  # fmt: skip
                 sums = sums + added
             c = sums
-            if i == 0:  # `_multiply` has waited for all earlier products, which read the stage before
+            if i == 0:  # `_multiply` has waited for all earlier matrix instructions, which read the previous stage
                 token = _release_a_stage(stage - 1, barriers, token, lane, BUFFERS)
                 token = _copy_a_stage(swizzled_a_ptr, lines, stage + _A_AHEAD, stages, a_buffers, barriers, token, lane,
                                       ROWS, STEPS_PER_STAGE, BUFFERS)  # fmt: skip
@@ -505,16 +503,16 @@ def gemm_wgmma_sm90(
 
     swizzled_a: [matrices, lines, 64] from `swizzle_a_sm90`, in whole stages. b: K / 2 bytes of codes a row. k_vectors:
     K / 32, even.
-    splits: into how many parts K is cut (split-K). PARTIAL: out is [splits, m, n], the raw float32 sums of each part;
+    splits: the number of parts of K (split-K). PARTIAL: out is [splits, m, n], the raw float32 sums of each part;
     the kernel that adds them may start early. PDL: this kernel itself starts early (see `device.dependent_launch`).
     WARPS: of a program, a multiple of 4; the launch must have as many. Each has PARTS times 16 rows of b. ROWS: rows of
-    a of a program, a key of `_MULTIPLY_WGMMA`. STAGES: steps of B of a warp that are on their way. STEPS_PER_STAGE:
+    a of a program, a key of `_MULTIPLY_WGMMA`. STAGES: steps of B of a warp that are in flight. STEPS_PER_STAGE:
     steps of a stage of A. BUFFERS: stages of A in shared memory, at least three. With more than three, a copy goes to
     the buffer of the stage two before the one that is multiplied, which other warps have most likely released.
-    GROUP_M: tiles of A that are walked together, for the L2 cache. EVEN: no program has a row of b, and no stage of A a
-    step, past the end. SHARED: bytes of shared memory to reserve (`reserved`), at least for `needed_bytes`.
+    GROUP_M: tiles of A that are scheduled together, for the L2 cache. EVEN: no program has a row of b, and no stage of
+    A a step, past the end. SHARED: bytes of shared memory to reserve (`reserved`), at least for `needed_bytes`.
     GROUPS: 0, or the number of groups of rows of a, which end at offs, int32. Then b is [GROUPS, n, K]: each group has
-    a matrix of its own, with b_scales_each bytes of scales. There is no split-K, no bias and no epilogue. An outer
+    a matrix of its own, with b_scales_each bytes of scales. There is no split-K, no bias and no epilogue. A global
     scale may be the group's. Rows of no group become zeros.
     NARROW, NARROWEST: 0, or the rows of a tile whose group ends within so many, which takes less time; they descend
     from ROWS.
@@ -527,7 +525,7 @@ def gemm_wgmma_sm90(
     all_stages = tl.cdiv(k_vectors, 4 * STEPS_PER_STAGE)
     group = 0
     first_of_group = 0
-    end = m  # the row of a after the last one of the product, or of the group
+    end = m  # the row of a after the last one of the result, or of the group
     if GROUPS == 0:
         tile_m, tile_n = _tile_of(tl.program_id(0) // splits, tl.cdiv(m, ROWS), tl.num_programs(0) // splits, GROUP_M)
         first_m = tile_m * ROWS
@@ -544,7 +542,7 @@ def gemm_wgmma_sm90(
         )  # fmt: skip
         if first_m >= end:  # there are fewer tiles than programs
             return
-        all_stages = tl.where(group < GROUPS, all_stages, 0)  # rows of no group have no product
+        all_stages = tl.where(group < GROUPS, all_stages, 0)  # rows of no group are not multiplied
         matrix = tl.minimum(group, GROUPS - 1).to(tl.int64)
         b_ptr += matrix * n * k_vectors * 16
         b_scales_ptr += matrix * b_scales_each
@@ -612,7 +610,7 @@ def gemm_wgmma_sm90(
 
 
 def _serves(p: Problem) -> bool:
-    """Also of groups of rows, whose ends lie in registers (`dequant_operand.MOST_GROUPS`)."""
+    """Also for groups of rows, whose ends are kept in registers (`dequant_operand.MOST_GROUPS`)."""
     return 90 <= p.target.sm < 100 and streams(p) and (not p.ragged or p.groups <= MOST_GROUPS)
 
 
