@@ -7,12 +7,12 @@ import sys
 import time
 import warnings
 
-if "--launches" in sys.argv:  # before Triton is imported
+if {"--launches", "--prologues"} & {*sys.argv}:  # before Triton is imported
     os.environ["TRITON_INTERPRET"] = "1"
 
 import torch
 
-from tests.fuzz import layers, models, weights, writes  # noqa: F401 (some register the kinds of steps)
+from tests.fuzz import every_prologue, layers, models, weights, writes  # noqa: F401 (some register the kinds of steps)
 from tests.fuzz.compare import Finding, Fuzzer
 from tests.fuzz.kinds import KINDS
 from tests.fuzz.launches import LaunchFuzzer
@@ -29,6 +29,9 @@ def main() -> int:
         arguments = ["--count", str(options.count), "--seed", str(options.seed)]
         plants = LAUNCH_PLANTS if options.launches else PLANTS
         return min(1, plant_all(plants, [*arguments, *["--launches"] * options.launches]))
+    if options.prologues:
+        in_interpreter.be_quick()
+        return min(1, every_prologue.search(*options.prologues))
     if options.writes:
         return min(1, writes.search(options.seed, options.count))
     fuzzer = fuzzer_of(options)
@@ -83,6 +86,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--inductor", action="store_true", help="compile with code generation")
     parser.add_argument("--large", action="store_true", help="sizes for a GPU, in bfloat16")
     parser.add_argument("--launches", action="store_true", help="launch every op in Triton's interpreter")
+    parser.add_argument("--prologues", nargs=2, type=int, metavar=("PART", "OF"),
+                        help="launch a part of all quantisers with a prologue: 0 1 for all of them")  # fmt: skip
     parser.add_argument("--writes", action="store_true", help="sequences of writes to weights, whose packed forms must "
                         "never be older")  # fmt: skip
     parser.add_argument("--only", nargs="*", default=[], choices=[*KINDS], help="kinds of steps to draw from (all)")

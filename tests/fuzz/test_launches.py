@@ -15,14 +15,20 @@ SEEDS = (
 )  # fmt: skip
 
 
-@pytest.mark.skipif(OLD_TRITON, reason="its interpreter has no tl.dot_scaled, nor mixed tuples")
+interpreted = pytest.mark.skipif(OLD_TRITON, reason="its interpreter has no tl.dot_scaled, nor mixed tuples")
+
+
+def printed(folder, *arguments):
+    run = Program(["-m", "tests.fuzz", *arguments], folder, environment={"TRITON_INTERPRET": "1"}).ended(timeout=1800)
+    assert run.status == 0, run.printed + run.said[-2000:]
+    return run.printed
+
+
+@interpreted
 @pytest.mark.slow
 def test_random_launches(tmp_path):
     """More programs: `python -m tests.fuzz --launches --seed 100 --count 500`."""
-    command = ["-m", "tests.fuzz", "--launches", "--seeds", *map(str, SEEDS)]
-    run = Program(command, tmp_path, environment={"TRITON_INTERPRET": "1"}).ended(timeout=1800)
-    told = run.printed
-    assert run.status == 0, told + run.said[-2000:]
+    told = printed(tmp_path, "--launches", "--seeds", *map(str, SEEDS))
     assert told.startswith(f"{len(SEEDS)} runs") and " 3 with rows quantised before a move, 0 findings" in told
     # Every kind of op that the interpreter can run is met.
     for name in ("quantize prologue", "quantize both", "quantize columns", "quantize values", "quantize offs",
@@ -30,6 +36,13 @@ def test_random_launches(tmp_path):
                  "scaled_mm_results quantize", "scaled_mm_results offs quantize", "amax epilogue", "block_scaled_sm100",
                  "dequant_tiles", "lay_out_scales"):  # fmt: skip
         assert name in told
+
+
+@interpreted
+@pytest.mark.slow
+def test_prologues_of_slices(tmp_path):
+    """One of 120 of all combinations of steps, slices, stored results, formats, ops, layouts and shapes."""
+    assert "launches with a prologue, 0 differ" in printed(tmp_path, "--prologues", "6", "120")
 
 
 # ---------------------------------------------------------------- the memory that launches are given
