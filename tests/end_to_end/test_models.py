@@ -87,7 +87,8 @@ def test_llama_generates_through_a_kv_cache(device, monkeypatch):
 
 def bert(device="cpu"):
     torch.manual_seed(0)
-    config = transformers.BertConfig(**SIZES, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
+    sizes = SIZES | {"num_hidden_layers": 2}
+    config = transformers.BertConfig(**sizes, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
     return transformers.BertModel(config).to(device)
 
 
