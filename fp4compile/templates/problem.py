@@ -128,15 +128,18 @@ class Problem:
 
     @cached_property
     def compute(self) -> str:
-        """The type of the operands' values: a 16-bit one where it holds them all, else "fp32" (`device.dequantize`)."""
+        """The type that holds every value of both operands: "bf16", "fp16" or "fp32"; see `device.dequantize`."""
         plain = [x.dtype for x in (self.a, self.b) if x.format is None]
-        if any(x.format is not None and not x.format.exact for x in (self.a, self.b)):
-            return "fp32"
         if "e8m0" in (self.a.scale, self.b.scale):
             return "fp32" if any(dtype != torch.bfloat16 for dtype in plain) else "bf16"
         if len(set(plain)) > 1:
             return "fp32"
         return _COMPUTE[plain[0]] if plain else "fp16"
+
+    @property
+    def scales_sums(self) -> bool:
+        """Whether block scales are applied to the sums of blocks, because no 16 bits hold an element times a scale."""
+        return any(x.format is not None and not x.format.exact for x in (self.a, self.b))
 
     @property
     def compute_dtype(self) -> torch.dtype:

@@ -5,8 +5,9 @@ of a plain operand. The result is two tensors, one with the first and one with t
 product multiplies first with first and second with second elements, so nothing needs to be interleaved. Index tensors
 have two axes (row, K), or three where K is cut among warps.
 
-COMPUTE is the type that the matrix units read: "fp16" (NVFP4, float8_rowwise, plain fp16), "bf16" (MX, plain bf16), or
-"fp32". It holds every value times 2^-`shift_of` exactly, except in MX blocks with scales below 2^(TINY - 127). Such a
+COMPUTE is the type that the matrix units read: "fp16" (NVFP4, FP8, plain fp16), "bf16" (MX, plain bf16), or "fp32".
+No 16 bits hold an element times a float32 scale; such scales are left to the caller, for the sums of a block.
+COMPUTE holds every value times 2^-`shift_of` exactly, except in MX blocks with scales below 2^(TINY - 127). Such a
 block becomes zeros; with TINY_ONLY, `dequantize` returns these blocks alone, times 2^TINY.
 """
 
@@ -15,7 +16,7 @@ import triton.language as tl
 
 from fp4compile import _compat
 from fp4compile.templates.device.block_scales import decode_scale, scale_bits
-from fp4compile.templates.device.elements import decode_pair, e2m1_value, fp8_pair, unpack
+from fp4compile.templates.device.elements import e2m1_value, fp8_pair, unpack
 from fp4compile.templates.device.memory import load_words, swizzle
 
 TINY = tl.constexpr(32)
@@ -166,13 +167,9 @@ def dequantize(
             first = tl.zeros_like(first)
             second = tl.zeros_like(second)
         return first.to(out), second.to(out)
-    elif SCALE == "none":
+    elif SCALE == "none" or scale_bits(SCALE) == 32:
         first, second = fp8_pair(units, ELEMENT, ISA)
         return first.to(out), second.to(out)
-    elif scale_bits(SCALE) == 32:  # 16 bits do not hold the values: COMPUTE is "fp32"
-        scale = repeat_scales(decode_scale(byte, SCALE, ISA), BLOCK // 2)
-        first, second = decode_pair(units, ELEMENT, ISA)
-        return first * scale, second * scale
     elif SCALE == "e4m3":
         shift: tl.constexpr = shift_of(ELEMENT, SCALE, COMPUTE)
         if ISA == 0 or COMPUTE == "fp32":

@@ -19,9 +19,11 @@ import triton
 import triton.language as tl
 
 from fp4compile._compat import statically_true
+from fp4compile.formats.formats import BlockFormat
 from fp4compile.formats.layouts import ceil_div
-from fp4compile.formats.product_spec import ProductSpec
+from fp4compile.formats.product_spec import OperandSpec, ProductSpec
 from fp4compile.hardware import Target
+from fp4compile.templates.device.block_scales import decode_scale, scale_bits
 from fp4compile.templates.device.dequantize import (
     TINY,
     bytes_per_unit,
@@ -91,13 +93,12 @@ def _full(target: Target) -> int:
 
 def _dense_config(p: Problem) -> DequantTilesConfig:
     """The configuration, by the number of rows of A, the compute type, and the GPU's shared memory."""
-    of_block = p.block // 2  # units: a step has whole blocks
     if p.target.sm == 0:
         if statically_true(p.m <= 8):  # so that the interpreter runs a split K as well
-            return DequantTilesConfig(8, 16, max(16, of_block), 2, 2, 4, split_k=2)
-        return DequantTilesConfig(16, 16, max(32, of_block), 1, 2, 4)
+            return DequantTilesConfig(8, 16, 16, 2, 2, 4, split_k=2)
+        return DequantTilesConfig(16, 16, 32, 1, 2, 4)
     if p.compute == "fp32":
-        return DequantTilesConfig(32, 32, max(16, of_block), 1, 2, 4)
+        return DequantTilesConfig(32, 32, 16, 1, 2, 4)
     small = p.target.sm < 80 or p.target.sm in (86, 89, 120, 121)  # about 100 KB of shared memory
     if statically_true(p.m <= 64):
         return _few_rows(p, budget=90_000 if small else 216_000)
@@ -131,6 +132,9 @@ def dequant_tiles_config(p: Problem) -> DequantTilesConfig:
 
     A symbolic number of rows counts as large.
     """
+    if p.scales_sums:  # a share of a step is one block
+        config = dequant_tiles_config(replace(p, spec=replace(p.spec, a=_unscaled(p.a), b=_unscaled(p.b))))
+        return replace(config, units=p.block // 2, stages=2)
     if not p.ragged:
         return _dense_config(p)
     m, k = (p.m, p.k // p.groups) if p.along_k else (p.m // p.groups, p.k)
@@ -143,6 +147,13 @@ def dequant_tiles_config(p: Problem) -> DequantTilesConfig:
     return config
 
 
+def _unscaled(x: OperandSpec) -> OperandSpec:
+    """The operand with FP8 elements and without block scales."""
+    if x.format is None:
+        return x
+    return replace(x, format=BlockFormat(x.format.element, None, None, "row", x.format.contract))
+
+
 @triton.jit
 def _add(
     acc, a_units, a_byte, a_type: tl.constexpr, b_units, b_byte, b_type: tl.constexpr,
@@ -152,13 +163,24 @@ def _add(
     """acc + b @ a^T over the last axis of both; the first axis is a batch if there are three.
 
     A_TINY, B_TINY: take only the operand's blocks that `dequantize` otherwise replaces by zeros, times 2^TINY.
+    Scales of 32 bits, of the one block that the last axis is, are applied to the products.
     """
+    sums = acc
+    if scale_bits(A_SCALE) == 32 or scale_bits(B_SCALE) == 32:
+        sums = tl.zeros_like(acc)
     b_parts = dequantize(b_units, b_byte, b_type, B_ELEMENT, B_SCALE, BLOCK, COMPUTE, B_TINY, ISA)
     a_parts = dequantize(a_units, a_byte, a_type, A_ELEMENT, A_SCALE, BLOCK, COMPUTE, A_TINY, ISA)
     for i in tl.static_range(2):
         a = tl.trans(a_parts[i]) if len(b_units.shape) == 2 else tl.permute(a_parts[i], (0, 2, 1))
-        acc = tl.dot(b_parts[i], a, acc, input_precision="ieee")
-    return acc
+        sums = tl.dot(b_parts[i], a, sums, input_precision="ieee")
+    if scale_bits(B_SCALE) == 32:
+        sums = sums * decode_scale(b_byte, B_SCALE, ISA)
+    if scale_bits(A_SCALE) == 32:
+        scale = decode_scale(a_byte, A_SCALE, ISA)
+        sums = sums * (tl.trans(scale) if len(scale.shape) == 2 else tl.permute(scale, (0, 2, 1)))
+    if scale_bits(A_SCALE) == 32 or scale_bits(B_SCALE) == 32:
+        sums = acc + sums
+    return sums
 
 
 @triton.jit
