@@ -128,10 +128,7 @@ class Problem:
 
     @cached_property
     def compute(self) -> str:
-        """The type of the operands' values: a 16-bit one where it holds them all, else "fp32" (`device.dequantize`).
-
-        Elements count, where the block scales have more bits (`dequant_tiles` multiplies sums by these).
-        """
+        """The type that holds every value of both operands: "bf16", "fp16" or "fp32"; see `device.dequantize`."""
         plain = [x.dtype for x in (self.a, self.b) if x.format is None]
         if "e8m0" in (self.a.scale, self.b.scale):
             return "fp32" if any(dtype != torch.bfloat16 for dtype in plain) else "bf16"
@@ -140,10 +137,9 @@ class Problem:
         return _COMPUTE[plain[0]] if plain else "fp16"
 
     @property
-    def fits_16_bits(self) -> bool:
-        """Whether `compute_dtype` holds every value of both operands, block scales included."""
-        exact = all(x.format is None or x.format.exact for x in (self.a, self.b))
-        return exact and self.compute != "fp32"
+    def scales_sums(self) -> bool:
+        """Whether block scales are applied to the sums of blocks, because no 16 bits hold an element times a scale."""
+        return any(x.format is not None and not x.format.exact for x in (self.a, self.b))
 
     @property
     def compute_dtype(self) -> torch.dtype:

@@ -34,8 +34,8 @@ def emax(element):
 
 @triton.constexpr_function
 def scale_bits(scale):
-    """Bits of a block scale."""
-    return {"e8m0": 8, "e4m3": 8, "float32": 32}[scale]
+    """Bits of a block scale; 0 without one."""
+    return {"none": 0, "e8m0": 8, "e4m3": 8, "float32": 32}[scale]
 
 
 @triton.jit

@@ -5,17 +5,17 @@ of a plain operand. The result is two tensors, one with the first and one with t
 product multiplies first with first and second with second elements, so nothing needs to be interleaved. Index tensors
 have two axes (row, K), or three where K is cut among warps.
 
-COMPUTE is the type that the matrix units read: "fp16" (NVFP4, float8_rowwise, plain fp16), "bf16" (MX, plain bf16), or
-"fp32". It holds every value times 2^-`shift_of` exactly, except in MX blocks with scales below 2^(TINY - 127). Such a
-block becomes zeros; with TINY_ONLY, `dequantize` returns these blocks alone, times 2^TINY. Where scales are float32, it
-holds the elements alone.
+COMPUTE is the type that the matrix units read: "fp16" (NVFP4, FP8, plain fp16), "bf16" (MX, plain bf16), or "fp32".
+No 16 bits hold an element times a float32 scale; such scales are left to the caller, for the sums of a block.
+COMPUTE holds every value times 2^-`shift_of` exactly, except in MX blocks with scales below 2^(TINY - 127). Such a
+block becomes zeros; with TINY_ONLY, `dequantize` returns these blocks alone, times 2^TINY.
 """
 
 import triton
 import triton.language as tl
 
 from fp4compile import _compat
-from fp4compile.templates.device.block_scales import decode_scale
+from fp4compile.templates.device.block_scales import decode_scale, scale_bits
 from fp4compile.templates.device.elements import e2m1_value, fp8_pair, unpack
 from fp4compile.templates.device.memory import load_words, swizzle
 
@@ -28,12 +28,6 @@ def shift_of(ELEMENT, SCALE, COMPUTE):
     if ELEMENT != "e2m1" or SCALE != "e4m3" or COMPUTE == "fp32":
         return 0
     return 14 if COMPUTE == "fp16" else 7
-
-
-@triton.constexpr_function
-def in_float32(SCALE):
-    """Whether block scales are float32: a kernel multiplies sums of a block's products by them."""
-    return SCALE == "float32"
 
 
 INTERPRETING = tl.constexpr(_compat.interpreting())
@@ -173,7 +167,7 @@ def dequantize(
             first = tl.zeros_like(first)
             second = tl.zeros_like(second)
         return first.to(out), second.to(out)
-    elif SCALE == "none" or in_float32(SCALE):
+    elif SCALE == "none" or scale_bits(SCALE) == 32:
         first, second = fp8_pair(units, ELEMENT, ISA)
         return first.to(out), second.to(out)
     elif SCALE == "e4m3":

@@ -176,7 +176,7 @@ def _serves(p: Problem) -> bool:
         few = p.groups <= MOST_GROUPS and statically_true(p.rows >= least_rows_in_memory(p))
         return 80 <= p.target.sm < 100 and few and computes_groups(p)
     large = statically_true(p.m >= LIBRARY_ROWS) and statically_true(p.n >= 512)
-    return p.target.sm > 0 and p.batches == 1 and large and p.fits_16_bits
+    return p.target.sm > 0 and p.batches == 1 and large and p.compute != "fp32" and not p.scales_sums
 
 
 def computes_groups(p: Problem) -> bool:
@@ -186,7 +186,7 @@ def computes_groups(p: Problem) -> bool:
     """
     linear = _linear(p.a, p.m) and _linear(p.b, p.n)
     whole = statically_true(p.padded_k % 8 == 0) and statically_true(p.padded_k > 0)
-    return p.fits_16_bits and linear and whole and p.a_padded and p.b_padded
+    return p.compute != "fp32" and not p.scales_sums and linear and whole and p.a_padded and p.b_padded
 
 
 def _linear(x: OperandSpec, rows) -> bool:

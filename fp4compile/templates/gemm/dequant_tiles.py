@@ -21,12 +21,11 @@ from fp4compile._compat import statically_true
 from fp4compile.formats.layouts import ceil_div
 from fp4compile.formats.product_spec import ProductSpec
 from fp4compile.hardware import Target
-from fp4compile.templates.device.block_scales import decode_scale
+from fp4compile.templates.device.block_scales import decode_scale, scale_bits
 from fp4compile.templates.device.dequantize import (
     TINY,
     bytes_per_unit,
     dequantize,
-    in_float32,
     load_scales,
     load_units,
     repeat_scales,
@@ -132,7 +131,7 @@ def dequant_tiles_config(p: Problem) -> DequantTilesConfig:
     A symbolic number of rows counts as large.
     """
     config = _config_of_groups(p) if p.ragged else _dense_config(p)
-    if "float32" in (p.a.scale, p.b.scale):  # a share of K has one scale a row
+    if p.scales_sums:  # a share of a step is one block
         config = replace(config, units=p.block // 2)
         if 0 < p.target.sm < 90:  # where larger tiles spill registers
             config = replace(config, bm=min(config.bm, 64), bn=min(config.bn, 64), num_warps=min(config.num_warps, 4))
@@ -159,21 +158,22 @@ def _add(
     """acc + b @ a^T over the last axis of both; the first axis is a batch if there are three.
 
     A_TINY, B_TINY: take only the operand's blocks that `dequantize` otherwise replaces by zeros, times 2^TINY.
-    Float32 block scales, one a row and share of K, multiply the float32 sums of the codes' products.
+    Scales of 32 bits, of the one block that the last axis is, are applied to the products.
     """
-    wide: tl.constexpr = in_float32(A_SCALE) or in_float32(B_SCALE)
+    sums = acc
+    if scale_bits(A_SCALE) == 32 or scale_bits(B_SCALE) == 32:
+        sums = tl.zeros_like(acc)
     b_parts = dequantize(b_units, b_byte, b_type, B_ELEMENT, B_SCALE, BLOCK, COMPUTE, B_TINY, ISA)
     a_parts = dequantize(a_units, a_byte, a_type, A_ELEMENT, A_SCALE, BLOCK, COMPUTE, A_TINY, ISA)
-    sums = tl.zeros_like(acc) if wide else acc
     for i in tl.static_range(2):
         a = tl.trans(a_parts[i]) if len(b_units.shape) == 2 else tl.permute(a_parts[i], (0, 2, 1))
         sums = tl.dot(b_parts[i], a, sums, input_precision="ieee")
-    if wide:
-        if in_float32(B_SCALE):
-            sums = sums * decode_scale(b_byte, B_SCALE, ISA)
-        if in_float32(A_SCALE):
-            scale = decode_scale(a_byte, A_SCALE, ISA)
-            sums = sums * (tl.trans(scale) if len(b_units.shape) == 2 else tl.permute(scale, (0, 2, 1)))
+    if scale_bits(B_SCALE) == 32:
+        sums = sums * decode_scale(b_byte, B_SCALE, ISA)
+    if scale_bits(A_SCALE) == 32:
+        scale = decode_scale(a_byte, A_SCALE, ISA)
+        sums = sums * (tl.trans(scale) if len(scale.shape) == 2 else tl.permute(scale, (0, 2, 1)))
+    if scale_bits(A_SCALE) == 32 or scale_bits(B_SCALE) == 32:
         sums = acc + sums
     return sums
 

@@ -113,7 +113,11 @@ def interleave_columns(first, second):
 @triton.jit
 def join_runs(runs):
     """n int32 tensors [a, b], n a power of two -> one int64 tensor [a, b, n / 2], two neighbours in each number."""
-    return stack_tensors(join_to_int64(runs))
+    pairs = join_to_int64(runs)
+    if len(pairs) == 1:
+        return pairs[0][:, :, None]
+    else:
+        return stack_tensors(pairs)
 
 
 @triton.jit
