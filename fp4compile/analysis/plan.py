@@ -252,7 +252,7 @@ def _misfit(gemm: Gemm, weight: GemmOperand, recipe: Recipe) -> str | None:
         return f"recipe {recipe.name} says {fmt or 'high precision'}"
     if gemm.product == "fprop" and not gathered.recompute and gemm.node.meta.get("recompute") in _RECOMPUTED:
         raise RuntimeError(
-            f"{weight.parameter}: activation checkpointing computes the forward product again in the backward pass, "
+            f"{weight.parameter}: activation checkpointing recomputes the forward matmul in the backward pass, "
             "for which the weight's codes are not gathered; call gather_quantized_(..., recompute=True)"
         )
     return None

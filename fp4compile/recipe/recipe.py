@@ -154,7 +154,7 @@ class Recipe:
             fmt = None if self.fprop_x is None else formats.get(self.fprop_x)
             if fmt is None or fmt.outer != "tensor":
                 raise ValueError(
-                    f"activation_scale='static' needs an fprop_x whose outer scale is one a tensor, got {self.fprop_x}"
+                    f"activation_scale='static' needs an fprop_x with a global scale of the tensor, got {self.fprop_x}"
                 )
         elif self.static_scales and not any(rule.takes_static_scale for rule in self.rules):
             raise ValueError(

@@ -65,7 +65,7 @@ def _fastest(product: Arguments, choices: list[Choice]) -> Choice | None:
         log.info("not timed: %s", error)
         return None
     for choice, time in zip(choices, times, strict=True):
-        log.info("product %s x %s: %s, %s: %s us", tuple(product.a.data.shape), tuple(product.b.data.shape),
+        log.info("matmul %s x %s: %s, %s: %s us", tuple(product.a.data.shape), tuple(product.b.data.shape),
                  choice.kernel, choice.config, time)  # fmt: skip
     best = min(range(len(choices)), key=times.__getitem__)
     return choices[best] if times[best] < float("inf") else None

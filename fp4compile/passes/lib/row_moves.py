@@ -111,7 +111,7 @@ def _of_more_than_a_row(quantise: Quantise, move: Move) -> str | None:
     if fmt.outer == "tensor" and outer is None:
         return "its outer scale is made of all moved rows"
     if quantise.amax is not None or (outer is not None and not _holds_before(outer, move)):
-        return "its outer scale is computed behind the move, or given for each row"
+        return "its global scale is computed behind the move, or each row has one"
     return None
 
 
