@@ -106,5 +106,5 @@ def _product(what: str, product: MatmulCase, made: Made | None = None) -> Case:
 
 
 def checked(check: Check) -> dict[str, Any]:
-    """What a check finds on this GPU."""
+    """The findings of a check on this GPU."""
     return {"wrong": check(Here())}

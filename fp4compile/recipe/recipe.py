@@ -188,7 +188,7 @@ class Recipe:
         formats.check_scale_rule("weight_scales", self.weight_scales, next(fitting, known[0]))
 
     def scale_rule(self, weight: str | None) -> str:
-        """How the block scales of a weight in this format are chosen: `weight_scales`, or "amax" if it cannot apply."""
+        """The rule for block scales of a weight in this format: `weight_scales`, or "amax" if that cannot apply."""
         chosen = weight is not None and formats.takes_scale_rules(formats.get(weight))
         return self.weight_scales if chosen else "amax"
 

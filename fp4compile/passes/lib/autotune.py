@@ -93,7 +93,7 @@ def _copy(x: Arguments) -> Arguments:
 
 
 def _calls(a: Operand, b: Operand) -> int:
-    """How many calls a CUDA graph has."""
+    """The number of calls in a CUDA graph."""
     size = sum(x.numel() * x.element_size() for x in (a.data, a.scales, b.data, b.scales) if x is not None)
     cache = torch.cuda.get_device_properties(a.data.device).L2_cache_size
     return min(max(2 * cache // size, FEWEST_CALLS), MOST_CALLS)

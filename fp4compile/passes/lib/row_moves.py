@@ -88,7 +88,7 @@ def quantize_before(
 
 
 def _unmoved(move: Move, quantisers: list[Quantise], users: list[Node]) -> str | None:
-    """Why quantisers among the users of the moved rows must stay behind the move; None if they need not."""
+    """The reason that quantisers among the users of the moved rows must stay behind the move; or None."""
     sizes = [each for each in users if each.target is aten.sym_size.int]
     if len(quantisers) + len(sizes) < len(users):
         return "its rows are read elsewhere, too"
