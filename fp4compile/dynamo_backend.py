@@ -350,7 +350,7 @@ def backend(recipe: str | dict | Recipe | Path | None = None, *, strict: bool = 
 
 
 def _prevented(gm: GraphModule, mode: str | None, config_patches: dict[str, Any]) -> str | None:
-    """Why nothing of a graph can be quantised under the settings of Inductor; None where something can."""
+    """The reason that Inductor's settings prevent quantising a graph; None if they do not."""
     if not config_patches.get("use_joint_graph_passes", getattr(inductor_config, "use_joint_graph_passes", True)):
         switch = f"mode={mode!r}" if mode == "lite" else "use_joint_graph_passes=False"
         return f"{switch} switches off those passes of Inductor that quantise"

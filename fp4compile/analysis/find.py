@@ -381,7 +381,7 @@ def _packed(node: Node) -> Gemm:
 
 
 def _unsupported(target: Callable) -> str | None:
-    """Why an operator that multiplies matrices is not quantised; None for one that does not."""
+    """The reason that an operator that multiplies matrices is not quantised; None for any other operator."""
     if target in _LEFT_ALONE:
         return _LEFT_ALONE[target]
     if target in _FAST_PATHS:

@@ -170,7 +170,7 @@ def _gathered(view: NodeView, parameters: Collection[Node]) -> Side | None:
 
 
 def why_not_packed(product: Matmul) -> str | None:
-    """Why a matmul cannot read the codes of its packed weights; None if it can, or if its weight is a parameter."""
+    """The reason that a matmul cannot read its packed weights' codes; None if it can, or for a parameter."""
     gathered = product.weight.root.target is GATHERED_WEIGHT
     if not gathered and product.weight.root.target is not EXPERT_WEIGHTS:
         return None
@@ -189,7 +189,7 @@ def why_not_packed(product: Matmul) -> str | None:
 
 
 def packed_expert(product: Matmul) -> int | None:
-    """Which matrix of packed experts a matmul multiplies; None for all. `why_not_packed` must return None for it."""
+    """The index of the packed expert that a matmul multiplies; None for all. Requires that `why_not_packed` is None."""
     view = _as_stored(product)
     return view.offset // _elements(view) if len(view.size) == 2 else None
 
@@ -234,7 +234,7 @@ def computed_by(node: Node) -> Node:
 
 
 def why_unread(node: Node) -> str | None:
-    """Why the matmuls of a grouped operator are not read; None where they are."""
+    """The reason that the matmuls of a grouped operator are not supported; None if they are."""
     if node.target is not aten._grouped_mm.default:
         return _why_fallback_unread(node)
     _, _, offs, bias = _arguments(node)

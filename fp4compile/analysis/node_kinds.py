@@ -1,4 +1,4 @@
-"""How Inductor lowers a node (a view, a part of a kernel, a call), and the bytes of the node's tensors."""
+"""Kinds of nodes in Inductor (a view, a part of a kernel, a call), and the bytes of a node's tensors."""
 
 import operator
 

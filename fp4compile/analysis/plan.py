@@ -44,7 +44,7 @@ _EXPERTS = re.compile(r"(?:^|(.*)\.)experts(?:\.|$)")
 
 @dataclass(frozen=True)
 class Treatment:
-    """How an operand is quantised; see `QuantizeSpec`.
+    """The quantisation of an operand; see `QuantizeSpec`.
 
     outer: the static global scale, a number or a node; None computes it where the format has one.
     stochastic: whether elements are rounded stochastically. layout: of the block scales.
@@ -242,7 +242,7 @@ def _quantised(gemm: Gemm, layer_recipe: Recipe, recipe: Recipe, meta: Target | 
 
 
 def _misfit(gemm: Gemm, weight: GemmOperand, recipe: Recipe) -> str | None:
-    """Why a matmul cannot read a gathered weight's codes; None where it can.
+    """The reason that a matmul cannot read a gathered weight's codes; None if it can.
 
     Raises RuntimeError for a forward matmul that the backward pass recomputes without the codes.
     """
@@ -252,7 +252,7 @@ def _misfit(gemm: Gemm, weight: GemmOperand, recipe: Recipe) -> str | None:
         return f"recipe {recipe.name} says {fmt or 'high precision'}"
     if gemm.product == "fprop" and not gathered.recompute and gemm.node.meta.get("recompute") in _RECOMPUTED:
         raise RuntimeError(
-            f"{weight.parameter}: activation checkpointing computes the forward product again in the backward pass, "
+            f"{weight.parameter}: activation checkpointing recomputes the forward matmul in the backward pass, "
             "for which the weight's codes are not gathered; call gather_quantized_(..., recompute=True)"
         )
     return None
@@ -312,7 +312,7 @@ def _operand_spec(operand: GemmOperand, treatment: Treatment | None, grouped: bo
 
 
 def _unfit(gemm: Gemm, meta: Target | None) -> str | None:
-    """Why dtype or device exclude the matmul under every recipe; None if they do not."""
+    """The reason that dtype or device exclude the matmul under every recipe; None if they do not."""
     devices = _DEVICES if meta is None else (*_DEVICES, "meta")
     for operand in (gemm.a, gemm.b):
         value = operand.source.meta["val"]
@@ -331,7 +331,7 @@ def _left_by_recipe(gemm: Gemm, recipe: Recipe) -> str:
 
 
 def _excluded_place(layer: Layer, recipe: Recipe, model: Model) -> str | None:
-    """Why the recipe's defaults skip a layer for its position in the model; None if they do not."""
+    """The reason that the recipe's defaults skip a layer for its position in the model; None if they do not."""
     if recipe.skip_lm_head and _is_head(layer, model):
         return "output head"
     if "lora_" in layer.name:
@@ -376,7 +376,7 @@ def _widest_last(layers: Sequence[Layer]) -> str | None:
 
 
 def _count_blocks(recipe: Recipe, names: Iterable[str]) -> dict[str, int]:
-    """How many blocks each numbered list has; the recipe's number overrides the count."""
+    """The number of blocks of each numbered list; the recipe's number overrides the count."""
     counts: dict[str, int] = {}
     for name in names:
         place = block_of(name)

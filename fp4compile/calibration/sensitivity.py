@@ -197,7 +197,7 @@ def sensitivity(
     *,
     progress: bool = True,
 ) -> Sensitivity:
-    """How much the quantisation of each layer changes the layer's output and the model's output, worst layers first.
+    """The effect of quantising each layer on the layer's and the model's output, worst layers first.
 
     For L layers, each batch takes L + 1 passes over the model. Nothing is compiled.
 

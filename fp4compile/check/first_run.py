@@ -48,7 +48,7 @@ def run(file: Path | None, only: str = "") -> int:
     """
     if not torch.cuda.is_available():
         raise argparse.ArgumentTypeError("--run: torch sees no CUDA GPU here. Without --run, kernels are compiled for "
-                                         "GPUs that need not be there")  # fmt: skip
+                                         "GPUs, local or not")  # fmt: skip
     content: dict[str, Any] = {"environment": environment.of_gpu()}
     print(", ".join(f"{name} {value}" for name, value in content["environment"].items()))
     failed = 0
@@ -106,5 +106,5 @@ def _product(what: str, product: MatmulCase, made: Made | None = None) -> Case:
 
 
 def checked(check: Check) -> dict[str, Any]:
-    """What a check finds on this GPU."""
+    """The findings of a check on this GPU."""
     return {"wrong": check(Here())}

@@ -46,7 +46,7 @@ class Ptx:
         return tuple(sorted({one.opcode for one in self.all if _PRODUCT.match(one.opcode)}))
 
     def count(self, pattern: str) -> int:
-        """How many instructions have an opcode whose beginning matches a regular expression."""
+        """The number of instructions whose opcode begins with a match of a regular expression."""
         return sum(bool(re.match(pattern, one.opcode)) for one in self.all)
 
     @property
@@ -124,7 +124,7 @@ class Ptx:
         return Overlap(True, "another partition loads, into several buffers")
 
     def _ring(self, barrier: Address) -> int:
-        """How many mbarriers follow each other in memory from a ring's first mbarrier on; 0 if none is found.
+        """The number of contiguous mbarriers in memory from a ring's first mbarrier on; 0 if none is found.
 
         Triton begins every ring at a multiple of 16 bytes, so that a single mbarrier never counts as two.
         """

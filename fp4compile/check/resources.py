@@ -61,7 +61,7 @@ def multiprocessor(sm: int) -> Multiprocessor:
 
 
 def programs(sm: int, warps: int, registers: int, shared: int, tensor_columns: int = 0) -> int:
-    """How many programs of a kernel a multiprocessor holds; 0 where not even one fits.
+    """The number of programs of a kernel that a multiprocessor holds; 0 if none fits.
 
     registers: registers of a thread. shared: a program's bytes of shared memory. tensor_columns: a program's columns of
     tensor memory.

@@ -32,7 +32,7 @@ def add_command(commands: Any) -> None:
         "returns a model, or a model and its arguments"
     )  # fmt: skip
     parser.add_argument("--recipe", help="a named recipe, or a .toml or .json file (FP4COMPILE_RECIPE, or nvfp4)")
-    parser.add_argument("--gpu", help=f"one of {', '.join(GPUS)} (the one that is there, or {_GPU})")
+    parser.add_argument("--gpu", help=f"one of {', '.join(GPUS)} (the local GPU, or {_GPU})")
     parser.add_argument("--tokens", type=arguments.positive, default=4096, help="length of the sequence (4096)")
     parser.add_argument("--train", action="store_true", help="a training step, without the loss and the optimiser")
     parser.add_argument("--all", action="store_true", help="a line for each matmul, with what is launched for it")

@@ -42,7 +42,7 @@ def _names() -> list[str]:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="fp4compile", description="Block-scaled FP4 and FP8 matrix products for torch.compile."
+        prog="fp4compile", description="Block-scaled FP4 and FP8 matmuls for torch.compile."
     )
     parser.add_argument("--version", action="version", version=f"fp4compile {__version__}")
     commands = parser.add_subparsers(title="commands", metavar="command [options]", dest="command")

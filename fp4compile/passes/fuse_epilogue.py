@@ -115,7 +115,7 @@ class Region:
         return self._operand_kind(argument, shape) is not None
 
     def _operand_kind(self, node: Node, shape: torch.Size) -> str | None:
-        """How an epilogue reads a tensor outside of the region; None if it cannot."""
+        """The kind of operand of an epilogue that a tensor outside of the region is; None if it cannot be one."""
         value = node.meta.get("val")
         if not isinstance(value, torch.Tensor) or value.dtype not in FLOAT_DTYPES:
             return None

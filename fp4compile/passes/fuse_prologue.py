@@ -379,7 +379,7 @@ def _operation(node: Node, kind: str) -> tuple[str, tuple] | None:
 
 
 def _kind(argument: Node, shape: torch.Size, kind: str, reduced: object | None = None) -> str | None:
-    """How an operation's argument is read, "aux", "row" or "col"; None if it cannot be.
+    """The kind of an operation's argument, "aux", "row" or "col"; None if a prologue cannot read it.
 
     shape: the shape of the operation's result. kind: how the result is read. reduced: the length of the rows if the
     operation reduces them.

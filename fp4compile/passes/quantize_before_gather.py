@@ -30,7 +30,7 @@ def _gather_of(node: Node) -> Move | None:
 
 
 def _unpaid(move: Move, quantisers: list[Quantise]) -> str | None:
-    """Why a gather of codes costs more than it saves; None where it saves.
+    """The reason that a gather of codes costs more than it saves; None if it saves.
 
     Two GPUs that gathered activations through the host's memory, at about 20 GB/s, gained 14 % (MXFP8) and 22 %
     (one-level NVFP4) of a forward pass. Over NVLink, MXFP8 lost 40 %.

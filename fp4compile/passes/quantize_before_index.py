@@ -42,7 +42,7 @@ def _index_of(node: Node) -> Move | None:
 
 
 def _unpaid(move: Move, quantisers: list[Quantise]) -> str | None:
-    """Why a move inside a device costs more than it saves; None where it saves.
+    """The reason that an index of codes costs more than it saves; None if it saves.
 
     No more rows may be quantised than before, so a few rows of a large tensor are not worth quantising all of it. Sizes
     have to be known. Nothing is saved where Inductor computes the rows while it moves them.

@@ -151,7 +151,7 @@ class Recipe:
             fmt = None if self.fprop_x is None else formats.get(self.fprop_x)
             if fmt is None or fmt.outer != "tensor":
                 raise ValueError(
-                    f"activation_scale='static' needs an fprop_x whose outer scale is one a tensor, got {self.fprop_x}"
+                    f"activation_scale='static' needs an fprop_x with a global scale of the tensor, got {self.fprop_x}"
                 )
         elif self.static_scales and not any(rule.takes_static_scale for rule in self.rules):
             raise ValueError(
@@ -185,7 +185,7 @@ class Recipe:
         formats.check_scale_rule("weight_scales", self.weight_scales, next(fitting, known[0]))
 
     def scale_rule(self, weight: str | None) -> str:
-        """How the block scales of a weight in this format are chosen: `weight_scales`, or "amax" if it cannot apply."""
+        """The rule for block scales of a weight in this format: `weight_scales`, or "amax" if that cannot apply."""
         chosen = weight is not None and formats.takes_scale_rules(formats.get(weight))
         return self.weight_scales if chosen else "amax"
 

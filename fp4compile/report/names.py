@@ -99,7 +99,7 @@ class Names:
 
 @dataclass(frozen=True)
 class _Origin:
-    """Where Dynamo found an input.
+    """Dynamo's source of an input.
 
     root: the expression of an object. path: the own name of the input below that object, through modules; real: this
     name with the segments of wrappers.
@@ -116,7 +116,7 @@ class _Origin:
 
 
 def record(gm: GraphModule, example_inputs: Sequence[Any], root: torch.nn.Module | None = None) -> Names:
-    """Which inputs of a Dynamo graph are parameters, and their names.
+    """The parameters among the inputs of a Dynamo graph, and the inputs' names.
 
     root: the model; None searches the call stack, which has the user's call of the model while Dynamo calls the
     backend.
@@ -241,7 +241,7 @@ def _example(node: Node, value: Any) -> Any:
 
 
 def _place(node: Node, value: Any) -> _Origin | None:
-    """Where Dynamo found an input; None for an input that is no parameter and that no module holds."""
+    """Dynamo's source of an input; None for an input that is not a parameter and that no module holds."""
     source = getattr(node.meta.get("grapharg"), "source", None)
     text = getattr(source, "name", None)
     text = text() if callable(text) else text

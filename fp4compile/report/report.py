@@ -1,4 +1,4 @@
-"""What was quantised, what was not, and why: one `Row` for each matmul, gathered in a `Report`."""
+"""The report: one `Row` for each matmul, quantised or with the reason why not, collected in a `Report`."""
 
 from collections import Counter
 from collections.abc import Mapping
@@ -194,7 +194,7 @@ class Report:
         return [row for row in self.matmuls if row.quantised]
 
     def reasons(self) -> dict[str, int]:
-        """How many matmuls are not quantised for each reason."""
+        """The number of matmuls that are not quantised for each reason."""
         return dict(Counter(row.reason for row in self.matmuls if row.reason is not None))
 
     def unmatched_rules(self) -> tuple[Rule, ...]:

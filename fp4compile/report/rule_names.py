@@ -58,6 +58,6 @@ def _layers(model: nn.Module) -> Iterator[str]:
 
 
 def _starts(name: str) -> Iterator[int]:
-    """Where the names below each module on a layer's path start: a module compiled by itself uses names below it."""
+    """The positions in a layer's path at which names start in graphs of each enclosing module compiled by itself."""
     yield 0
     yield from (place + 1 for place, letter in enumerate(name) if letter == ".")

@@ -62,7 +62,7 @@ class Sizes:
         return 2 * tile[0] * tile[1] * contraction * self.turns(tile, at_once) * at_once
 
     def turns(self, tile: tuple[int, int], at_once: int) -> int:
-        """How many turns compute all tiles, with `at_once` tiles in parallel.
+        """The number of turns for all tiles, with `at_once` tiles in parallel.
 
         Groups have unknown sizes: as many groups as possible count as non-empty, each with at least one tile, and each
         ends on average in the middle of a tile.

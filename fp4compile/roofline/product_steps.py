@@ -62,7 +62,7 @@ def product_steps(
     operands += (FLOAT32 - BF16) * sizes.result if rescaled else more  # the library writes float32 sums
     found.append(_multiply(choice.kernel, sizes, _shares(choice), operands, rate, gpu, _tiles_of(choice, gpu)))
     if choice.kernel == "library_block_scaled" and "tensor" in (problem.a.outer, problem.b.outer):
-        found.append(memory_pass("multiply outer scales", 0, gpu, launches=OUTER_SCALES))
+        found.append(memory_pass("multiply global scales", 0, gpu, launches=OUTER_SCALES))
     if rescaled:
         found.append(memory_pass("rescale", (FLOAT32 + BF16) * sizes.result + more, gpu))
     return found

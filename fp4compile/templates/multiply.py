@@ -90,7 +90,7 @@ def _launched(call: Call, choice: Choice | None) -> torch.Tensor:
 def _run(call: Call, choice: Choice | None) -> Any:
     choice = choice or choose(call.problem)
     if call.epilogue is not None and not choice.takes_epilogue:
-        raise ValueError("epilogue: the kernel that serves this product takes none")
+        raise ValueError("epilogue: the kernel that serves this matmul takes none")
     return named(choice.kernel).run(call, choice.config)
 
 

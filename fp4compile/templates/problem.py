@@ -84,7 +84,7 @@ class Problem:
 
     @property
     def rows(self) -> int:
-        """With groups: how many rows the offsets cut, rows of no group included."""
+        """With groups: the number of rows that the offsets cut, rows of no group included."""
         return self.k if self.along_k else self.m
 
     @property

@@ -65,7 +65,7 @@ def _fastest(product: Arguments, choices: list[Choice]) -> Choice | None:
         log.info("not timed: %s", error)
         return None
     for choice, time in zip(choices, times, strict=True):
-        log.info("product %s x %s: %s, %s: %s us", tuple(product.a.data.shape), tuple(product.b.data.shape),
+        log.info("matmul %s x %s: %s, %s: %s us", tuple(product.a.data.shape), tuple(product.b.data.shape),
                  choice.kernel, choice.config, time)  # fmt: skip
     best = min(range(len(choices)), key=times.__getitem__)
     return choices[best] if times[best] < float("inf") else None
@@ -93,7 +93,7 @@ def _copy(x: Arguments) -> Arguments:
 
 
 def _calls(a: Operand, b: Operand) -> int:
-    """How many calls a CUDA graph has."""
+    """The number of calls in a CUDA graph."""
     size = sum(x.numel() * x.element_size() for x in (a.data, a.scales, b.data, b.scales) if x is not None)
     cache = torch.cuda.get_device_properties(a.data.device).L2_cache_size
     return min(max(2 * cache // size, FEWEST_CALLS), MOST_CALLS)

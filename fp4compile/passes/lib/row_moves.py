@@ -88,7 +88,7 @@ def quantize_before(
 
 
 def _unmoved(move: Move, quantisers: list[Quantise], users: list[Node]) -> str | None:
-    """Why quantisers among the users of the moved rows must stay behind the move; None if they need not."""
+    """The reason that quantisers among the users of the moved rows must stay behind the move; or None."""
     sizes = [each for each in users if each.target is aten.sym_size.int]
     if len(quantisers) + len(sizes) < len(users):
         return "its rows are read elsewhere, too"
@@ -111,7 +111,7 @@ def _of_more_than_a_row(quantise: Quantise, move: Move) -> str | None:
     if fmt.outer == "tensor" and outer is None:
         return "its outer scale is made of all moved rows"
     if quantise.amax is not None or (outer is not None and not _holds_before(outer, move)):
-        return "its outer scale is computed behind the move, or given for each row"
+        return "its global scale is computed behind the move, or each row has one"
     return None
 
 

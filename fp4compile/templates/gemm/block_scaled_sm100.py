@@ -349,7 +349,7 @@ def gemm_block_scaled_sm100(
 
 
 def _serves(p: Problem) -> bool:
-    """Two block-scaled operands with swizzled scales. Triton has no block-scaled matmul of mixed widths on SM120.
+    """Whether both operands are block-scaled with swizzled scales; on SM120 Triton multiplies only equal widths.
 
     Offsets within a tile of 128 rows are 32-bit numbers.
     """
@@ -362,7 +362,7 @@ def _serves(p: Problem) -> bool:
 
 
 def _quantizes(p: Problem) -> bool:
-    """Only where rows of a tile lie in one thread, on SM100 and SM103.
+    """Whether the epilogue can quantise: on SM100 and SM103, where a thread holds whole rows of a tile.
 
     TMA reads tiles of two matmuls. With more than 4 bytes of operands for an element beside them, registers spill.
     """
@@ -372,7 +372,7 @@ def _quantizes(p: Problem) -> bool:
 
 
 def _serves_groups(p: Problem) -> bool:
-    """Two block-scaled operands with swizzled scales, on SM100, whose rows TMA copies."""
+    """Whether both operands are block-scaled with swizzled scales, on SM100, and TMA copies their rows."""
     if not p.ragged or p.target.isa != 100 or not (p.a.swizzled and p.b.swizzled):
         return False
     # A descriptor of a matrix without columns would not be valid.
@@ -384,13 +384,13 @@ def _serves_groups(p: Problem) -> bool:
 
 
 def _quantizes_groups(p: Problem) -> bool:
-    """Where groups are rows, as without groups."""
+    """Whether the epilogue can quantise: for groups of rows, under the conditions without groups."""
     few = p.operand_bytes <= 4 and not statically_true(p.n >= 2**24)
     return p.by_rows and few and (not p.spec.pair or statically_true(p.n % 128 == 0))
 
 
 def _finds_amax(p: Problem) -> bool:
-    """Only where n is a multiple of a part's columns, 32, so that no part has columns out of bounds."""
+    """Whether the epilogue can find the amax: n is a multiple of 32, so no part has columns out of bounds."""
     quantizes_result = _quantizes(p) if not p.ragged else _quantizes_groups(p)
     return quantizes_result and statically_true(p.n % 32 == 0)
 

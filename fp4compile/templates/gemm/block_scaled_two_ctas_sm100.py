@@ -37,7 +37,7 @@ MOST_GROUPS = 512  # whose offsets fit the registers of the warp that loads
 
 
 def _serves(p: Problem) -> bool:
-    """One matmul, or groups of rows, that the 1-CTA kernel serves by TMA, and whose result this kernel stores."""
+    """Whether the 1-CTA kernel serves the matmul, dense or of groups, by TMA, and this one stores the result."""
     if not p.ragged:
         fits = statically_true(p.batches == 1)
     else:
@@ -69,12 +69,12 @@ def _stores(p: Problem) -> bool:
 
 
 def _quantizes(p: Problem) -> bool:
-    """Without groups. With more than 4 bytes of operands for an element of the result, registers may spill."""
+    """Whether the epilogue can quantise: without groups, and with up to 4 bytes of operands per element: no spills."""
     return not p.ragged and p.operand_bytes <= 4
 
 
 def _finds_amax(p: Problem) -> bool:
-    """Only where n is a multiple of a part's columns, so that no part has columns out of bounds."""
+    """Whether the epilogue can find the amax: n is a multiple of a part's columns, so none are out of bounds."""
     return _quantizes(p) and statically_true(p.n % PART_COLS == 0)
 
 

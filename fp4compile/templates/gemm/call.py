@@ -59,8 +59,7 @@ class KernelOperand:
             within(self.outer, span((lanes,), (1,)))
 
     def align(self, step: int) -> int:
-        """ALIGN of `device.dequantize.load_units`: of codes, -1 if `step` units divide rows, else 0; else words of a
-        read."""
+        """The constexpr ALIGN of `device.dequantize.load_units` for this operand. step: units of a step along K."""
         if self.type.format is not None:
             return -1 if statically_true(self.units_per_row % step == 0) else 0
         return power_of_two(self.data.shape[-1], 16 // self.data.element_size()) // 2

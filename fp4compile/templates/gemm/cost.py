@@ -210,7 +210,7 @@ def kernel_seconds(p: Problem, config: BlockScaledConfig | SkinnyBlockScaledConf
 
 
 def _ctas(config: BlockScaledConfig | SkinnyBlockScaledConfig | TwoCtaConfig) -> int:
-    """How many CTAs, each on a multiprocessor, share a tile."""
+    """The number of CTAs, each on a multiprocessor, that share a tile."""
     return 2 if isinstance(config, TwoCtaConfig) else 1
 
 

@@ -55,7 +55,7 @@ def _clear(out: torch.Tensor, ends: torch.Tensor, p: Problem) -> torch.Tensor:
 
 
 def serves_row_scaled(p: Problem) -> bool:
-    """`float8_rowwise` on Hopper, rows in groups, to bfloat16."""
+    """Whether the problem is `float8_rowwise` on Hopper, with groups of rows, to bfloat16."""
     formats = all(x.element == "e4m3" and x.scale == "none" and x.outer == "row" for x in (p.a, p.b))
     aligned = statically_true(p.n % 16 == 0) and statically_true(p.k % 16 == 0)
     filled = all(statically_true(size > 0) for size in (p.rows, p.n, p.k))

@@ -51,7 +51,7 @@ def block_scaled_config(p: Problem) -> BlockScaledConfig:
 
 
 def row_tile_count(p: Problem, m: Any, bm: int) -> Any:
-    """How many tiles of bm rows m rows of A have; with groups of rows, if the last tile of a group is half full."""
+    """The number of tiles of bm rows for m rows of A; with groups, if each group's last tile is half full."""
     if p.by_rows:
         return m // bm + ceil_div(p.groups, 2)
     return ceil_div(m, bm) * (p.groups if p.along_k else p.batches)
@@ -99,7 +99,7 @@ def block_scaled_configs(p: Problem) -> tuple[BlockScaledConfig, ...]:
 
 
 def _stages(p: Problem, config: BlockScaledConfig) -> int:
-    """As many stages, up to `config.stages`, as shared memory holds beside the epilogue's buffers.
+    """The number of stages, up to `config.stages`, that shared memory holds besides the epilogue's buffers.
 
     The buffers hold a part of the result and, with pointwise operations, a part of their operand. Where the result is
     quantised, 4 KB are enough for 16-bit operands and the scales, and 8 KB for float32 operands.

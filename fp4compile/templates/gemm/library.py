@@ -25,7 +25,7 @@ from fp4compile.templates.problem import Problem
 
 
 def _serves_block_scaled(p: Problem) -> bool:
-    """Two NVFP4 or two MXFP8 (E4M3) operands with swizzled scales on SM100, in rows of multiples of 16 bytes.
+    """Whether cuBLASLt serves two NVFP4 or MXFP8 (E4M3) operands: SM100, swizzled scales, rows of whole 16 bytes.
 
     Either operand or both may have a global scale; row scales are not supported. The library reads square blocks as
     rows of blocks, because swizzled scales are written for each row. A bias must be of the result's type, which then
@@ -179,7 +179,7 @@ def _rowwise_float8(p: Problem) -> bool:
 
 
 def _serves_row_scaled(p: Problem) -> bool:
-    """`float8_rowwise` to bfloat16, up to compute capability 10.0.
+    """Whether torch's row-scaled matmul serves: `float8_rowwise` to bfloat16, up to compute capability 10.0.
 
     From 10.0 on, torch computes this matmul by a CUTLASS kernel. On 10.3 torch's grouped kernel of this kind was
     reported to trap, with "Arch conditional MMA instruction used without targeting appropriate compute capability"
@@ -225,7 +225,7 @@ def _float8_product(
 
 
 def _serves_rescaled(p: Problem) -> bool:
-    """`float8_rowwise` on GPUs where `library_row_scaled` may trap or fail."""
+    """Whether the problem is `float8_rowwise` on a GPU where `library_row_scaled` may trap or fail."""
     return _rowwise_float8(p) and p.target.sm > 100
 
 

@@ -73,7 +73,7 @@ class Walk:
 
     @gluon.jit
     def tiles(self):
-        """How many tiles there are."""
+        """The number of tiles."""
         return gl.cdiv(self.m, self.BM) * gl.cdiv(self.n, self.BN)
 
     @gluon.jit
@@ -145,7 +145,7 @@ class WalkOverGroups:
 
     @gluon.jit
     def tiles(self):
-        """How many tiles all groups have."""
+        """The number of tiles of all groups."""
         _, tiles_m = self.end()
         return tiles_m * gl.cdiv(self.n, self.BN)
 

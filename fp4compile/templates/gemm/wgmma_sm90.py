@@ -264,7 +264,7 @@ def _wait_wgmma(c, COUNT: tl.constexpr):
 
 @triton.constexpr_function
 def _words_together(rows, whole, EPILOGUE):
-    """How many words of two of a lane's sums are stored together: as many as its registers allow."""
+    """The number of words, each two of a lane's sums, that are stored together: as many as registers allow."""
     if rows < 256:
         return 8
     operands = max(1, tensor_count(EPILOGUE) - 1) if EPILOGUE else 1
@@ -610,7 +610,7 @@ def gemm_wgmma_sm90(
 
 
 def _serves(p: Problem) -> bool:
-    """Also for groups of rows, whose ends are kept in registers (`dequant_operand.MOST_GROUPS`)."""
+    """Whether the kernel serves the problem; ends of groups must fit in registers (`dequant_operand.MOST_GROUPS`)."""
     return 90 <= p.target.sm < 100 and streams(p) and (not p.ragged or p.groups <= MOST_GROUPS)
 
 
