@@ -26,12 +26,13 @@ import torch
 from benchmarks import roofline, tables
 
 # The copies and products that the others are read beside come first, those that compile models last.
-BENCHMARKS = ("ceilings", "quantize", "linear", "grouped_mm", "packing", "producers", "mlp_block",
+BENCHMARKS = ("ceilings", "quantize", "linear", "float8_linear", "grouped_mm", "packing", "producers", "mlp_block",
               "minilm", "llama_decode", "compile_time")  # fmt: skip
 QUICK: dict[str, tuple[str, ...]] = {
     "ceilings": ("--replays", "3"),
     "quantize": ("--only", "rows", "both"),
     "linear": ("--rows", "1", "16", "--replays", "3"),
+    "float8_linear": ("--rows", "8", "--shapes", "6144x4096", "--replays", "3"),
     "grouped_mm": ("--parts", "decode", "tokens", "--models", "DeepSeek-V3", "--recipes", "nvfp4", "float8_rowwise",
                    "--replays", "3"),
     "packing": ("--layers", "2"),

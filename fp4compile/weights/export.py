@@ -29,7 +29,7 @@ from fp4compile.weights.published.conventions import (
 )
 from fp4compile.weights.published.expert_modules import parts_of
 from fp4compile.weights.published.expert_names import PublishedNames
-from fp4compile.weights.published.quantization_config import MODELOPT_SCHEMES, Scheme
+from fp4compile.weights.published.quantization_config import MODELOPT_SCHEMES, POWERS_OF_TWO, Scheme
 from fp4compile.weights.published.shards import Checkpoint, write_checkpoint
 from fp4compile.weights.scale_checks import check_model
 from fp4compile.weights.sharing import arrange
@@ -151,7 +151,7 @@ def _scheme(name: str, layer: PackedWeight, layout: str) -> Scheme:
 def _allowed(layout: str) -> list[Scheme]:
     """The schemes that a layout holds."""
     if layout == "fp8":
-        return [Scheme("float8_128x128", "float8_1x128"), Scheme("float8_tensor", "float8_tensor"),
+        return [Scheme("float8_128x128", "float8_1x128"), POWERS_OF_TWO, Scheme("float8_tensor", "float8_tensor"),
                 Scheme("float8_tensor", "float8_tensor", static=True)]  # fmt: skip
     allowed = list(MODELOPT_SCHEMES.values())
     if layout == "compressed-tensors":
@@ -291,7 +291,7 @@ def _float8(schemes: dict[str, Scheme], left: list[str]) -> dict[str, dict[str, 
         "quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "static" if first.static else "dynamic",
         "weight_block_size": [128, 128] if first.weight == "float8_128x128" else None, "modules_to_not_convert": left,
     }  # fmt: skip
-    return {CONFIG: config}
+    return {CONFIG: config | ({"scale_fmt": "ue8m0"} if first == POWERS_OF_TWO else {})}
 
 
 _CONFIGURATIONS = {"modelopt": _modelopt, "compressed-tensors": _compressed_tensors, "fp8": _float8}

@@ -97,6 +97,13 @@ class Block:
         return {"weight": codes, "weight_scale_inv" if kind == "fp8" else "weight_scale": scales}, meaning
 
 
+class PowersOfTwo(Block):
+    """The same, with scales of the activations rounded up to powers of two."""
+
+    formats = ("e4m3:1x128:float32:-:te_pow2", "float8_128x128")
+    fp8 = Block.fp8 | {"scale_fmt": "ue8m0"}
+
+
 class NVFP4:
     """FP4 weights without quantised activations."""
 
@@ -169,8 +176,8 @@ def logits(model):
 
 
 ONE = [("modelopt", Tensor), ("modelopt", Row), ("compressed-tensors", Tensor), ("compressed-tensors", Dynamic),
-       ("compressed-tensors", Row), ("compressed-tensors", Block), ("fp8", Block), ("fp8", Tensor),
-       ("fp8", Dynamic)]  # fmt: skip
+       ("compressed-tensors", Row), ("compressed-tensors", Block), ("fp8", Block), ("fp8", PowersOfTwo),
+       ("fp8", Tensor), ("fp8", Dynamic)]  # fmt: skip
 MIXED = [("modelopt", NVFP4, Tensor), ("compressed-tensors", NVFP4, Block)]
 
 

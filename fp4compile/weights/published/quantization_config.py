@@ -191,6 +191,10 @@ def _compressed_format(arguments: dict[str, Any] | None) -> str | None:
 # ---------------------------------------------------------------- DeepSeek's, Qwen's and transformers' FP8
 
 
+# DeepSeek-V3.1's: scales of the activations are rounded up to powers of two.
+POWERS_OF_TWO = Scheme("float8_128x128", "e4m3:1x128:float32:-:te_pow2")
+
+
 def float8_schemes(config: dict[str, Any]) -> Schemes:
     """The one scheme of quant_method "fp8". Raises ValueError for other values."""
     block = member(config, "weight_block_size", list)
@@ -208,7 +212,7 @@ def float8_schemes(config: dict[str, Any]) -> Schemes:
     if block is None:
         found = Scheme("float8_tensor", "float8_tensor", static=scheme == "static")
     else:
-        found = Scheme("float8_128x128", "float8_1x128")
+        found = POWERS_OF_TWO if config.get("scale_fmt") == "ue8m0" else Scheme("float8_128x128", "float8_1x128")
     return lambda layer: found
 
 
