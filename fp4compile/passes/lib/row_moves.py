@@ -246,7 +246,7 @@ def _as_bytes(graph: Graph, quantised: Node, place: int) -> Node:
 
 
 def _result(graph: Graph, reader: Quantise, move: Move, moved: Node, place: int) -> Node:
-    """A moved result in the order of rows, the layout and the dtype that the reader's has."""
+    """A moved result with the row order, layout and dtype of the reader's own result."""
     node = _replayed(graph, reader.x, move.rows, moved)
     if place == 1 and reader.spec.swizzled:
         node = new_node(graph, LAY_OUT_SCALES, (node, reader.offs), reader.node.meta)

@@ -187,7 +187,7 @@ class Call:
         return [unused if t is None else t for t in (self.a.outer, self.b.outer, self.bias)]
 
     def epilogue_pointers(self, unused: torch.Tensor) -> list:
-        """The epilogue's tensors, filled up with `unused`."""
+        """The kernel's pointers to the tensors that the epilogue reads; `unused` for the rest."""
         return [*self.auxiliaries, *[unused] * (AUXILIARIES - len(self.auxiliaries))]
 
     @property
