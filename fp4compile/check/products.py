@@ -163,8 +163,10 @@ class MatmulCase:
         fmt, (*batch, rows) = formats.get(name), shape
         blocks = ceil_div(k, fmt.block_cols)
         data = _empty((*shape, blocks * fmt.block_cols // (2 if fmt.packed else 1)), fmt.data_dtype)
-        swizzled = (*batch, swizzled_numel(rows if scale_rows is None else scale_rows, blocks))
-        scales = None if fmt.scale is None else _empty(swizzled, fmt.scale_dtype)
+        of_scales = (*batch, swizzled_numel(rows if scale_rows is None else scale_rows, blocks))
+        if fmt.block is not None and not fmt.swizzles:
+            of_scales = (*batch, ceil_div(rows, fmt.block[0]), blocks)
+        scales = None if fmt.scale is None else _empty(of_scales, fmt.scale_dtype)
         outer = {"tensor": (self.groups,) * bool(self.groups), "row": of_rows}.get(fmt.outer or "")
         return Operand(data, scales, None if outer is None else _empty(outer, torch.float32), fmt)
 
@@ -401,7 +403,8 @@ def exact_arguments(product: MatmulCase) -> Arguments:
     )  # fmt: skip
 
 
-_SCALES = {"e4m3": (0x30, 0x38, 0x40), "e8m0": (126, 127, 128)}  # 1/2, 1, 2
+# The bits of 1/2, 1 and 2.
+_SCALES = {"e4m3": (0x30, 0x38, 0x40), "e8m0": (126, 127, 128), "float32": (0x3F000000, 0x3F800000, 0x40000000)}
 _MAGNITUDES = {"e2m1": (0, 1, 2, 3, 4, 5), "e4m3": (0x00, 0x30, 0x38, 0x40, 0x44), "e5m2": (0x00, 0x38, 0x3C, 0x40)}
 
 
@@ -425,7 +428,8 @@ def exact_operand(x: Operand, seed: int) -> Operand:
     data = (codes(8) | codes(8) << 4 if fmt.packed else codes(128)).view(fmt.data_dtype)
     scales = None
     if x.scales is not None and fmt.scale is not None:
-        scales = chosen(_SCALES[fmt.scale], x.scales.shape, torch.uint8).view(fmt.scale_dtype)
+        bits = chosen(_SCALES[fmt.scale], x.scales.shape, formats.integer_dtype(fmt.scale_dtype))
+        scales = bits.view(fmt.scale_dtype)
     outer = None if x.outer is None else chosen((0.5, 1.0, 2.0), x.outer.shape, torch.float32)
     return Operand(data, scales, outer, fmt)
 

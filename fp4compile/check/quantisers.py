@@ -237,7 +237,6 @@ MORE_CONFIGURATIONS = (
     *_table("columns", "float8_1x128 float8_tensor", dim=(COLUMNS,)),
     *_table("both", "float8_1x128 float8_128x128 float8_tensor", dim=BOTH),
     *_table("both, float32", "float8_1x128", dim=BOTH, dtype=torch.float32),
-    *_table("dequantize", "float8_1x128 float8_128x128", dequantizes=True),
     *_table("grouped columns", "float8_1x128", groups="rows", dim=(COLUMNS,)),
     *_table("grouped both", "nvfp4_one_level mxfp8_e5m2", groups="rows", dim=BOTH),
     *_table("rows of a gate", "nvfp4 nvfp4_te nvfp4_rowwise mxfp8 mxfp4 float8_rowwise", steps=GATE),

@@ -113,7 +113,7 @@ def _check_scales(name: str, x: Operand, fmt: BlockFormat, swizzled_rows: Any) -
     blocks = ceil_div(x.k, block_cols)
     linear = (*batch, ceil_div(rows, block_rows), blocks)
     flat = (*batch, swizzled_numel(swizzled_rows, blocks))
-    if scales.dtype != fmt.scale_dtype or tuple(scales.shape) != (flat if x.swizzled else linear):
+    if scales.dtype != fmt.scale_dtype or tuple(scales.shape) != (flat if x.swizzled and fmt.swizzles else linear):
         raise ValueError(f"{name}_scales: expected {fmt.scale_dtype} of shape {linear} (linear) or {flat} (swizzled), "
                          f"got {scales.dtype} of shape {tuple(scales.shape)}")  # fmt: skip
 

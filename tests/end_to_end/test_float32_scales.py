@@ -5,6 +5,7 @@ kernels.
 """
 
 import copy
+import dataclasses
 import io
 
 import pytest
@@ -49,6 +50,9 @@ def test_values_are_as_near_as_elements_are():
     down = fp4compile.quantize(x, FORMAT, dim=0)
     assert torch.equal(down.dequantize(), fp4compile.quantize(x.t(), FORMAT).dequantize())
     assert fp4compile.quantize(x, FORMAT, layout="swizzled").layout == "linear"
+    flat = dataclasses.replace(found, scales=torch.ones(512))
+    with pytest.raises(ValueError, match=r"a_scales: expected torch.float32 of shape \(5, 4\)"):
+        fp4compile.scaled_mm(flat, found)
 
 
 def test_a_compiled_model_multiplies_it():
