@@ -136,7 +136,7 @@ def load_packed(
     """
     check_module(model)
     model, target = unwrapped(model), _device(device)
-    states, stored, sharing = contents_of(model, path, recipe)
+    states, stored, sharing = _contents(model, path, recipe)
     with naming(path):
         packed = weights_of(model, *states)
     replaced = {name for weight in packed for name in weight.parameters}
@@ -162,7 +162,7 @@ def load_packed(
     save_as_packed(model)
 
 
-def contents_of(
+def _contents(
     model: nn.Module, path: str | PathLike, recipe: str | dict | Recipe | Path | None
 ) -> tuple[States, dict[str, torch.Tensor], Sharing | None]:
     """(states, tensors, sharing), as from `_read`, of a file of `save_packed` or of another library's checkpoint."""

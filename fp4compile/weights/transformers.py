@@ -25,12 +25,17 @@ from transformers.quantizers.auto import (
 )
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
+from fp4compile._inductor_patches import merge_other_quantisation
 from fp4compile.analysis.module_names import packed_name
+from fp4compile.recipe import resolve
 from fp4compile.weights.buffers import PackedWeight, buffer_shapes, dtypes_of, is_extra_state, packed_modules
 from fp4compile.weights.decide import decisions
 from fp4compile.weights.experts import states_of
-from fp4compile.weights.files import contents_of
 from fp4compile.weights.linear import leave_fast_paths, obstacle
+from fp4compile.weights.published.conventions import CONFIG, HF_QUANT_CONFIG, read_published
+from fp4compile.weights.published.expert_modules import in_model
+from fp4compile.weights.published.expert_names import names_of_transformers
+from fp4compile.weights.published.shards import read_checkpoint
 from fp4compile.weights.replacements import METHOD, Weight, check_states, weights_of
 from fp4compile.weights.scale_checks import check_buffers
 from fp4compile.weights.sharing import storable
@@ -127,10 +132,13 @@ class Fp4CompileQuantizer(HfQuantizer):
 
     def _read_published(self, model: Any, folder: Path, device_map: Any) -> None:
         """Replace weights by shells with the packed tensors of a checkpoint; transformers reads the rest."""
-        states, tensors, _ = contents_of(model, folder, self.quantization_config.recipe)
+        chosen = None if self.quantization_config.recipe is None else resolve(self.quantization_config.recipe)
+        published = read_published(read_checkpoint(folder, (CONFIG, HF_QUANT_CONFIG)), chosen)
+        contents = in_model(model, published, names_of_transformers(model))
+        tensors = contents.tensors
         self.expected = model._keys_to_ignore_on_load_unexpected
         ignored = set(self.expected or ())
-        for weight in weights_of(model, *states):
+        for weight in weights_of(model, contents.layers, contents.experts):
             packed = weight.empty(model)
             found = {name: tensors.pop(f"{weight.packed_names[0]}.{name}") for name in buffer_shapes(packed)}
             device = _device_of(weight.names[0], device_map)
@@ -390,24 +398,4 @@ def register() -> None:
     # transformers has no reader of ModelOpt's checkpoints: it would warn, and give codes without their scales.
     if AUTO_QUANTIZATION_CONFIG_MAPPING.setdefault("modelopt", PublishedConfig) is PublishedConfig:
         AUTO_QUANTIZER_MAPPING["modelopt"] = Fp4CompileQuantizer
-    merge = AutoHfQuantizer.merge_quantization_configs
-    if not hasattr(merge, "of_fp4compile"):
-        AutoHfQuantizer.merge_quantization_configs = staticmethod(_merging(merge))  # type: ignore[method-assign]
-
-
-def _merging(merge: Any) -> Any:
-    """transformers' merge of a checkpoint's and an argument's quantization_config, which refuses two methods.
-
-    Where the argument's method is "fp4compile", and the checkpoint's is another one, this package reads the checkpoint.
-    """
-
-    def merged(checkpoint: Any, argument: Any) -> Any:
-        methods = [one.get("quant_method") if isinstance(one, dict) else getattr(one, "quant_method", None)
-                   for one in (checkpoint, argument)]  # fmt: skip
-        if methods[1] != METHOD or methods[0] == METHOD:
-            return merge(checkpoint, argument)
-        recipe = argument.get("recipe") if isinstance(argument, dict) else argument.recipe
-        return PublishedConfig(recipe=recipe)
-
-    merged.of_fp4compile = True  # type: ignore[attr-defined]
-    return merged
+    merge_other_quantisation(AutoHfQuantizer, METHOD, PublishedConfig)

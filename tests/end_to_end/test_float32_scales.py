@@ -19,7 +19,7 @@ from fp4compile import _compat
 from fp4compile.distributed.codes import Direction
 from fp4compile.formats import formats, reference
 from fp4compile.weights.buffers import buffer_shapes
-from tests.distributed.test_codes import K, N, gathered, weight
+from tests.helpers.gathered_codes import K, N, gathered, weight
 
 FORMAT = "e4m3:1x64:float32:-:torchao"
 FMT = formats.get(FORMAT)

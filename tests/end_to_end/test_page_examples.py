@@ -133,9 +133,10 @@ BROUGHT: dict[str, dict[str, Callable[[], Names]]] = {
     "docs/index.md": {"": network},
     "docs/inference.md": {
         "": layers, "Better scales for the weights": layers, "Files": lambda: {"fresh_model": layers()["model"]},
-        "Checkpoints of ModelOpt and compressed-tensors":
+        "Checkpoints of other libraries":
             lambda: checkpoint_in("published-checkpoint", "modelopt_nvfp4"),
-        "transformers": lambda: llama_in("plain"), "Calibration": llama,
+        "transformers": lambda: checkpoint_in("published-fp8", "modelopt_nvfp4") | llama_in("plain"),
+        "Calibration": llama,
     },
     "docs/ptxsim.md": {"": dict},
     "docs/recipes.md": {"": dict},

@@ -70,7 +70,7 @@ def test_whole_tiles_in_whole_turns():
 def test_the_page_has_the_tiles_and_turns():
     page = (Path(__file__).parents[2] / "docs" / "roofline.md").read_text(encoding="utf-8")
     rows = re.findall(
-        r"^\| (?:`(\w+)`|torch's bf16 product) \| [^|\d]*(\d+) x (\d+).*\| ([\d.]+) \|$", page, re.MULTILINE
+        r"^\| (?:`(\w+)`|torch's bf16 matmul) \| [^|\d]*(\d+) x (\d+).*\| ([\d.]+) \|$", page, re.MULTILINE
     )
     found = {name or "plain": ((int(height), int(width)), float(us)) for name, height, width, us in rows}
     by_launch = {"grouped_skinny": (8, 16), "grouped_wgmma_sm90": (16, 128),

@@ -2,11 +2,13 @@
 
 import torch
 
+from fp4compile.formats import reference
 from fp4compile.formats.formats import BlockFormat
 from fp4compile.formats.grouping import grouping_of
 from fp4compile.formats.prologue import Prologue
-from fp4compile.formats.quantize_spec import QuantizeSpec
-from fp4compile.templates.quantize import plan
+from fp4compile.formats.quantize_spec import QuantizeSpec, holds_values
+from fp4compile.templates.quantize import dequantize, plan
+from tests.helpers.kernels import DEVICE, assert_same_bits
 
 Quantized = plan.Quantized
 
@@ -38,3 +40,23 @@ def quantize_both(
     )  # fmt: skip
     (rows, columns), _ = plan.quantize(spec, x, operands, offs, outer, seed)
     return rows, columns
+
+
+def check_rows(x, fmt, outer=None, layout="linear"):
+    """Quantise x, on the CPU, by the reference and by the kernels; dequantise as well, and do both at once."""
+    expected = reference.quantize(x, fmt, outer, layout)
+    on_device = x.to(DEVICE) if x.is_contiguous() else _move_view(x)
+    given = None if outer is None else outer.to(DEVICE)
+    got = quantize(on_device, fmt, given, layout)
+    assert_same_bits(got, expected)
+    if holds_values(fmt, x.dtype) and layout == "linear":
+        at_once = quantize(on_device, fmt, given, values=True)
+        assert_same_bits(at_once, [reference.values_of(*expected[:2], fmt), None, expected[2]])
+    values = dequantize.dequantize(*got, fmt, x.shape[-1], x.dtype)
+    assert_same_bits([values], [reference.dequantize(*expected, fmt, x.shape[-1], x.dtype)])
+
+
+def _move_view(x):
+    """x on the device with its strides."""
+    base = torch.as_strided(x, (x.untyped_storage().size() // x.element_size(),), (1,), 0).to(DEVICE)
+    return torch.as_strided(base, x.shape, x.stride(), x.storage_offset())

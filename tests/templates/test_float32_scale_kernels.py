@@ -10,10 +10,9 @@ import torch
 from fp4compile.formats import formats, reference
 from tests.helpers import in_interpreter
 from tests.helpers.hard_inputs import DTYPES, stacked
-from tests.helpers.kernels import DEVICE, INTERPRETING, gpu, on_device, quantized
+from tests.helpers.kernels import DEVICE, INTERPRETING, assert_same_bits, gpu, on_device, quantized
 from tests.helpers.multiplied import scaled_mm
-from tests.helpers.quantisers import quantize, quantize_both
-from tests.templates.test_quantize_kernels import assert_same_bits, check
+from tests.helpers.quantisers import check_rows, quantize, quantize_both
 
 ROWS = [f"{element}:1x{block}:float32:-:{contract}" for element, block, contract in (
     ("e4m3", 64, "torchao"), ("e4m3", 128, "te"), ("e5m2", 128, "te_pow2"), ("e4m3", 32, "te_pow2")
@@ -41,8 +40,8 @@ def test_hard_inputs(format, dtype):
 
 
 def check_everywhere(x, fmt):
-    check(x, fmt)
-    check(x.t(), fmt)
+    check_rows(x, fmt)
+    check_rows(x.t(), fmt)
     along_rows, along_columns = quantize_both(x.to(DEVICE), fmt)
     assert_same_bits(along_rows, reference.quantize(x, fmt))
     assert_same_bits(along_columns, reference.quantize(x.mT, fmt))
@@ -53,7 +52,7 @@ def check_everywhere(x, fmt):
 @pytest.mark.parametrize("format", [ROWS[0], ROWS[1], SQUARES[1]])
 def test_shapes(format, shape):
     fmt, x = formats.get(format), torch.randn(shape).bfloat16()
-    check(x, fmt)
+    check_rows(x, fmt)
     for found, along in zip(quantize_both(x.to(DEVICE), fmt), (x, x.mT), strict=True):
         assert_same_bits(found, reference.quantize(along, fmt))
 

@@ -21,7 +21,7 @@ from fp4compile.templates.quantize.amax import AmaxConfig
 from tests.helpers import guarded, in_interpreter
 from tests.helpers.hard_inputs import DTYPES, NAMES, TINY_AMAXES, TINY_OUTERS, hard_input, of_amax
 from tests.helpers.kernels import DEVICE, INTERPRETING, OLD_TRITON, assert_same_bits, gpu
-from tests.helpers.quantisers import quantize, quantize_both
+from tests.helpers.quantisers import check_rows, quantize, quantize_both
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
@@ -56,26 +56,6 @@ def make_tiles_tall(monkeypatch):
     monkeypatch.setattr(dequantize, "dequantize_config", lambda block: tall(dequantize_config(block)))
 
 
-def check(x, fmt, outer=None, layout="linear"):
-    """Quantise x, on the CPU, by the reference and by the kernels; dequantise as well, and do both at once."""
-    expected = reference.quantize(x, fmt, outer, layout)
-    on_device = x.to(DEVICE) if x.is_contiguous() else _move_view(x)
-    given = None if outer is None else outer.to(DEVICE)
-    got = quantize(on_device, fmt, given, layout)
-    assert_same_bits(got, expected)
-    if holds_values(fmt, x.dtype) and layout == "linear":
-        at_once = quantize(on_device, fmt, given, values=True)
-        assert_same_bits(at_once, [reference.values_of(*expected[:2], fmt), None, expected[2]])
-    values = dequantize.dequantize(*got, fmt, x.shape[-1], x.dtype)
-    assert_same_bits([values], [reference.dequantize(*expected, fmt, x.shape[-1], x.dtype)])
-
-
-def _move_view(x):
-    """x on the device with its strides."""
-    base = torch.as_strided(x, (x.untyped_storage().size() // x.element_size(),), (1,), 0).to(DEVICE)
-    return torch.as_strided(base, x.shape, x.stride(), x.storage_offset())
-
-
 @gpu
 @pytest.mark.usefixtures("tall_tiles")
 @pytest.mark.parametrize("dtype", DTYPES, ids=DTYPE_IDS)
@@ -84,7 +64,7 @@ def test_hard_inputs_at_once(fmt, dtype):
     """Rows, or tiles of them, are independent: all hard inputs in one tensor."""
     block = fmt.block_cols if fmt.block else 16
     rows, cols = (32 if fmt.square else SHAPE[0]), 32 if fmt.square and INTERPRETING else SHAPE[1]
-    check(torch.cat([hard_input(name, (rows, cols), dtype, block) for name in NAMES]), fmt)
+    check_rows(torch.cat([hard_input(name, (rows, cols), dtype, block) for name in NAMES]), fmt)
 
 
 @gpu
@@ -102,7 +82,7 @@ def test_no_amax_is_raised_of_what_is_not_there(transform, monkeypatch):
 @gpu
 @pytest.mark.parametrize("name", ["nvfp4_rowwise", "float8_rowwise"])
 def test_given_outer_scales_of_the_rows_of_matrices(name):
-    check(torch.randn(2, 3, 64).bfloat16(), formats.get(name), torch.rand(2, 3, 1) + 0.5)
+    check_rows(torch.randn(2, 3, 64).bfloat16(), formats.get(name), torch.rand(2, 3, 1) + 0.5)
 
 
 @gpu
@@ -111,7 +91,7 @@ def test_given_outer_scales_of_the_rows_of_matrices(name):
 def test_hard_inputs_one_by_one(format, name):
     fmt = formats.get(format)
     for dtype in DTYPES[:1] if INTERPRETING else DTYPES:
-        check(hard_input(name, SHAPE, dtype, fmt.block_cols), fmt)
+        check_rows(hard_input(name, SHAPE, dtype, fmt.block_cols), fmt)
 
 
 # Formats whose columns are quantised by tiles of 64 columns or less, one of each kind: two tiles in the interpreter.
@@ -130,9 +110,9 @@ def test_columns_and_both(format, name):
     block = fmt.block_cols if fmt.block else 16
     x = hard_input(name, (cols, rows), torch.bfloat16, block).mT  # structure down the columns
     if not INTERPRETING:
-        check(x, fmt, layout=layout)  # as below, in another shape and without structure
+        check_rows(x, fmt, layout=layout)  # as below, in another shape and without structure
     x = x.contiguous()
-    check(x.mT, fmt, layout=layout)
+    check_rows(x.mT, fmt, layout=layout)
     along_rows, along_columns = quantize_both(x.to(DEVICE), fmt, None, layout)
     assert_same_bits(along_rows, reference.quantize(x, fmt, None, layout))
     assert_same_bits(along_columns, reference.quantize(x.mT, fmt, None, layout))
@@ -235,7 +215,7 @@ def test_scaled_columns(format, shape):
         names = ("scaled_rows", "one_nan", "one_neg_inf", "zeros")
         inputs = [hard_input(name, (*batch, -(-cols // len(names)), rows), dtype) for name in names]
         x = torch.cat(inputs, -2)[..., :cols, :].mT.contiguous()
-        check(x.mT, formats.get(format))
+        check_rows(x.mT, formats.get(format))
 
 
 @gpu
@@ -272,7 +252,7 @@ def test_shapes(shape, layout, monkeypatch):
         x, fmt = torch.randn(shape, generator=gen).bfloat16(), formats.get(format)
         if fmt.block is None and layout == "swizzled":
             continue
-        check(x, fmt, layout=layout)
+        check_rows(x, fmt, layout=layout)
         rows, columns = quantize_both(x.to(DEVICE), fmt, None, layout)
         assert_same_bits(rows, reference.quantize(x, fmt, None, layout))
         assert_same_bits(columns, reference.quantize(x.mT, fmt, None, layout))
@@ -286,16 +266,16 @@ def test_given_outer_scale(format):
     x[7, 3] = torch.inf
     outer = torch.rand(40, 1) + 0.1 if fmt.outer == "row" else torch.tensor(0.37)
     for layout in ("linear", "swizzled") if fmt.block else ("linear",):
-        check(x, fmt, outer, layout)
+        check_rows(x, fmt, outer, layout)
     if fmt.block:
-        check(x.t().contiguous().mT, fmt, outer)
+        check_rows(x.t().contiguous().mT, fmt, outer)
     if outer.dim() == 0:
         for scale in (outer, torch.full_like(outer, 1e-42)):
             both = quantize_both(x.to(DEVICE), fmt, scale.to(DEVICE))
             for got, one in zip(both, (x, x.mT), strict=True):
                 assert_same_bits(got, reference.quantize(one, fmt, scale))
-    check(x, fmt, torch.full_like(outer, 3.4e38))
-    check(x, fmt, torch.full_like(outer, 1e-42))
+    check_rows(x, fmt, torch.full_like(outer, 3.4e38))
+    check_rows(x, fmt, torch.full_like(outer, 1e-42))
 
 
 @gpu
@@ -364,7 +344,7 @@ def test_tiny_tensors(format, dtype):
     some = (1e-40, 1e-30) if fmt.contract == "te" else (1e-45, 1e-40, 7.9e-36, 4e-34)
     for amax in some if INTERPRETING else TINY_AMAXES:
         x = of_amax(amax, (18 if fmt.square else 4, 40), dtype)
-        check(x, fmt)
+        check_rows(x, fmt)
         both = quantize_both(x.to(DEVICE), fmt)
         assert_same_bits(both[0], reference.quantize(x, fmt))
         assert_same_bits(both[1], reference.quantize(x.mT, fmt))
@@ -385,8 +365,8 @@ def test_tiny_outer_scales(format):
     else:
         scales = [torch.tensor(outer) for outer in TINY_OUTERS]
     for outer in scales:
-        check(x, fmt, outer)
-        check(x.t().contiguous().mT, fmt, outer)
+        check_rows(x, fmt, outer)
+        check_rows(x.t().contiguous().mT, fmt, outer)
         if fmt.outer == "tensor":
             for dtype in (torch.bfloat16, torch.float32):
                 one = x.to(dtype)
@@ -422,9 +402,9 @@ def test_strides():
     views = (x[:, 0], x[:, :, :64], x[:, :, 1:65], x[:, 1, 2:66], x[:, :, ::2], x.permute(1, 2, 0), x[0, 0])
     for fmt in map(formats.get, ("nvfp4_one_level", "mxfp8")):
         for view in views:
-            check(view, fmt)
+            check_rows(view, fmt)
     for view in views[1:3]:
-        check(view, formats.get("nvfp4_rowwise"))
+        check_rows(view, formats.get("nvfp4_rowwise"))
 
 
 @pytest.fixture(scope="module")
@@ -447,7 +427,7 @@ def test_rows_and_matrices_whose_offsets_take_more_than_32_bits(format, far_apar
         x = far_apart(*sizes)
         x.copy_(torch.randn(x.shape, generator=torch.Generator().manual_seed(0)))
         x[2] *= 8  # it has the amax
-        check(x, fmt)
+        check_rows(x, fmt)
         for transform in (False, True)[: 1 + (format == "nvfp4_te")]:
             rows, columns = reference.quantize(x, fmt), reference.quantize(x.mT, fmt, transform=transform)
             assert_same_bits(quantize(x, fmt, dim=-2, hadamard=transform), columns)
@@ -468,7 +448,7 @@ def test_long_rows(monkeypatch):
         config = AmaxConfig(num_warps=4, rows=1, blocks=16, block=32)
         monkeypatch.setattr("fp4compile.templates.quantize.amax.amax_config", lambda elements: config)
     for fmt in map(formats.get, ("nvfp4_rowwise", "float8_rowwise")):
-        check(hard_input("outliers", (2, cols), torch.bfloat16), fmt)
+        check_rows(hard_input("outliers", (2, cols), torch.bfloat16), fmt)
 
 
 # On a GPU, more parts and more rows as well.
@@ -480,7 +460,7 @@ PARTS = [(1, 8192), (2, 8200), (1, 4112)] if INTERPRETING else [(1, 8192), (3, 8
 def test_rows_in_parts(shape):
     """Of few long rows, several programs write a row; the last of them may have little or nothing of it."""
     for layout in ("linear", "swizzled") if shape[1] < 8192 or not INTERPRETING else ("linear",):
-        check(hard_input("outliers", shape, torch.bfloat16), formats.get("nvfp4_rowwise"), layout=layout)
+        check_rows(hard_input("outliers", shape, torch.bfloat16), formats.get("nvfp4_rowwise"), layout=layout)
 
 
 @gpu
@@ -566,9 +546,11 @@ def test_every_element_rounding_and_every_scale():
         maxima = torch.zeros(every.numel(), n, dtype=torch.bfloat16)
         maxima[:, 0] = every
         maxima[:, 1:] = every[:, None] * torch.linspace(-1, 1, n - 1).bfloat16()
-        check(maxima, fmt)
+        check_rows(maxima, fmt)
         small = every[every.abs() <= 6].view(-1)
-        check(torch.cat([torch.full((small.numel(), 1), 6.0).bfloat16(), small[:, None].expand(-1, n - 1)], 1), fmt)
+        check_rows(
+            torch.cat([torch.full((small.numel(), 1), 6.0).bfloat16(), small[:, None].expand(-1, n - 1)], 1), fmt
+        )
 
 
 @pytest.mark.skipif(INTERPRETING, reason="is the interpreter")
