@@ -1,10 +1,10 @@
 """Kernel tests run twice: on a GPU where there is one, and in Triton's interpreter in a process of their own."""
 
 import dataclasses
-import inspect
 import tempfile
 from pathlib import Path
 
+from tests.helpers import kept_shapes, quick_interpreter
 from tests.helpers.programs import Program
 
 
@@ -26,7 +26,11 @@ def assert_passes(test_file: str, *beside: str, variable: str = "TRITON_INTERPRE
 def be_quick() -> None:
     """Let Triton's interpreter do what a process needs that does nothing else with it, in a fraction of the time."""
     patch_triton_once()
-    call_directly()
+    kept_shapes.keep_shapes()
+    quick_interpreter.reduce_whole_arrays()
+    quick_interpreter.keep_type_checks()
+    quick_interpreter.call_directly()
+    quick_interpreter.keep_types()
 
 
 def patch_triton_once() -> None:
@@ -79,31 +83,3 @@ def patch_triton_once() -> None:
     tl.core.tensor.__init__ = make_tensor_of_known_type
 
     torch.set_num_threads(1)
-
-
-def call_directly() -> None:
-    """Let a kernel call Triton's functions without the layer that asks for what the interpreter has just passed."""
-    from triton.language import core
-    from triton.runtime import interpreter
-
-    from tests.helpers import interpreter_plans  # imports Triton's interpreter
-
-    semantic = interpreter.interpreter_semantic
-
-    def patch(owner, name, member, builder, scope):
-        function = inspect.unwrap(member)
-
-        def call(*args, **kwargs):
-            kwargs["_semantic"] = semantic
-            return function(*args, **kwargs)
-
-        scope.set_attr(owner, name, interpreter_plans.planned(name, function) or call)
-
-    unwrap, tensor, constexpr = core._unwrap_if_constexpr, core.tensor, core.constexpr
-    as_they_are = (tensor, int, bool, float, str, type(None), core.dtype, core.block_type)
-
-    def unwrap_quickly(value):
-        kind = type(value)
-        return value if kind in as_they_are else value.value if kind is constexpr else unwrap(value)
-
-    interpreter._patch_attr, core._unwrap_if_constexpr = patch, unwrap_quickly
