@@ -20,8 +20,8 @@ TORCH := 2.13.0
 TRITON := 3.9.0
 CONSTRAINTS := constraints.txt
 TORCHAO := 0.18.0
-# A file's tests run in one process, which keeps what they compile. Files with slow tests start first: tests/conftest.py.
-WORKERS := -n 2 --dist loadfile --no-loadscope-reorder --max-worker-restart=0
+# Each process takes half of the tests, files together, and what the other one has left when it has nothing to do.
+WORKERS := -n 2 --dist worksteal --max-worker-restart=0
 # Stamps: set-up runs once, and again when one of these files changes.
 INSTALLED := $(VENV)/installed
 TESTABLE := $(VENV)/testable
