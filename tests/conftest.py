@@ -35,8 +35,8 @@ def pytest_configure():
 def pytest_collection_modifyitems(items):
     """Mark slow kernel tests, skip GPU tests where there is no GPU, and put the files with slow tests first.
 
-    With `--dist worksteal` the process that has the slow tests gives the other one what it has not begun, short tests at
-    the end. So none is left with long ones while the other has nothing to do.
+    With `--dist worksteal` the process that has the slow tests gives the other one what it has not begun. So none is
+    left with long tests while the other has nothing to do.
     """
     quiet_compiler.leave_out_diagnostics()  # here because the process that hands out the tests collects none
     for item in items:
