@@ -74,7 +74,7 @@ class GatheredWeight(torch.Tensor):
         """The codes along the rows. Raises RuntimeError if they were not gathered."""
         if self.without_rows:
             raise RuntimeError(
-                "a forward product is computed again in the backward pass, as by activation checkpointing, for which "
+                "a forward matmul is computed again in the backward pass, as by activation checkpointing, for which "
                 "the weight's codes are not gathered; call gather_quantized_(..., recompute=True)"
             )
         return self._rows

@@ -153,7 +153,7 @@ def check_groups(x: Arguments, offs: torch.Tensor) -> None:
     matrices = b.shape[0] // 2 if x.two_weights else b.shape[0]
     check_offs(offs, None if along_k else matrices)
     if along_k and x.rows is None:
-        raise ValueError("rows: a product of groups along the contraction needs the number of rows")
+        raise ValueError("rows: a matmul of groups along the contraction needs the number of rows")
     if not along_k and x.rows is not None:
         torch._check_value(a.shape[0] == x.rows, lambda: f"rows: expected the {a.shape[0]} rows of a, got {x.rows}")
 

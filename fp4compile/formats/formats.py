@@ -101,7 +101,7 @@ class BlockFormat:
         if self.block not in ((1, 32), (32, 32)):
             raise ValueError(f"block={self.block}: E8M0 block scales serve blocks (1, 32) and (32, 32)")
         if self.outer is not None:
-            raise ValueError(f"outer={self.outer!r}: MX formats have no outer scale")
+            raise ValueError(f"outer={self.outer!r}: MX formats have no global or row scale")
         if self.contract not in MX_CONTRACTS:
             raise ValueError(unknown_name("contract for E8M0 scales", self.contract, MX_CONTRACTS))
 
@@ -249,7 +249,7 @@ def check_scale_rule(name: str, rule: object, fmt: BlockFormat | None) -> None:
         raise ValueError(f"{name}: {unknown_name('rule', rule, SCALE_RULES)}")
     if rule != "amax" and (fmt is None or not takes_scale_rules(fmt)):
         raise ValueError(
-            f"{name}={rule!r}: needs an NVFP4 format without an outer scale of each row, "
+            f"{name}={rule!r}: needs an NVFP4 format without row scales, "
             f"got {None if fmt is None else fmt.name}"
         )
 

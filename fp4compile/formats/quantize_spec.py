@@ -66,7 +66,7 @@ class QuantizeSpec:
         if self.both and self.static and self.columns_separate:
             which = "with hadamard" if self.hadamard else f"in format {fmt.name}"
             raise ValueError(
-                f"outer: {which}, rows and columns have outer scales of their own; quantise them separately"
+                f"outer: {which}, rows and columns have separate global or row scales; quantise them separately"
             )
         self._check_scale_rule()
         self._check_groups()

@@ -55,7 +55,7 @@ class LayerFormat:
         if self.activation_outer is not None:
             check_static(self.activation_outer)
             if self.activation is None or formats.get(self.activation).outer != "tensor":
-                raise ValueError(f"activation_outer: activations in {self.activation} have no outer scale of a tensor")
+                raise ValueError(f"activation_outer: activations in {self.activation} have no global scale")
 
 
 class PackedWeight(nn.Module):
