@@ -4,7 +4,7 @@ Floats of 16 bits are passed as uint16 bits, narrower ones as uint8 codes. NaN r
 one NaN that the PTX ISA calls canonical (0x7FFFFFFF, 0x7FFF); the ISA leaves the bits of a float32 NaN open, and
 GPUs write these. Functions that return new numbers from float32 or float64 expect NumPy's warnings to be off.
 
-Sources: PTX ISA, "Floating point instructions", "cvt", "prmt", "lop3"; confidence high unless a docstring has another.
+Sources: PTX ISA, "Floating point instructions", "cvt", "prmt", "lop3"; confidence high unless a docstring says less.
 """
 
 from functools import cache

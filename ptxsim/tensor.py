@@ -1,6 +1,6 @@
 """`tcgen05`: allocation of tensor memory, loads and stores of warps, copies, commits and fences.
 
-Sources: PTX ISA, the instructions of `tcgen05`; confidence high, unless a line below or `tensor_memory.py` has another.
+Sources: PTX ISA, the instructions of `tcgen05`; confidence high, unless a line below or `tensor_memory.py` says less.
 
 - `tcgen05.alloc` writes the address into shared memory as a generic write of its warp: the PTX ISA calls it a weak
   memory operation.

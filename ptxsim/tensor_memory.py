@@ -1,7 +1,7 @@
 """Tensor memory: its allocation, and the accesses of warps and of the tensor pipe to it and to shared memory.
 
 Sources: PTX ISA, "Tensor memory", `tcgen05.alloc`, `tcgen05.ld`, and "Memory consistency model for 5th generation of
-TensorCore operations"; confidence high, unless a line below has another.
+TensorCore operations"; confidence high, unless a line below says less.
 
 - A program that allocates gets its highest free columns, so that a kernel that assumes column 0 is found. An allocation
   that would wait for columns is a fault.

@@ -1,7 +1,7 @@
 """`tcgen05.mma`: products of matrices in shared memory, with sums in tensor memory.
 
 Sources: PTX ISA, `tcgen05.mma`, "Data path layout organization" and "Block scaling for tcgen05.mma"; Triton,
-`MMAv5.cpp`. Confidence high, unless a line below has another.
+`MMAv5.cpp`. Confidence high, unless a line below says less.
 
 - Row m of D is lane m, column n is column n from the address on (layout D of the PTX ISA: M of 128 for each program).
 - A in tensor memory: row m is lane m, two 16-bit elements to a word, the one of lower K in the lower half.

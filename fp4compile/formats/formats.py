@@ -249,8 +249,7 @@ def check_scale_rule(name: str, rule: object, fmt: BlockFormat | None) -> None:
         raise ValueError(f"{name}: {unknown_name('rule', rule, SCALE_RULES)}")
     if rule != "amax" and (fmt is None or not takes_scale_rules(fmt)):
         raise ValueError(
-            f"{name}={rule!r}: needs an NVFP4 format without row scales, "
-            f"got {None if fmt is None else fmt.name}"
+            f"{name}={rule!r}: needs an NVFP4 format without row scales, got {None if fmt is None else fmt.name}"
         )
 
 

@@ -27,9 +27,10 @@ class Grouping(StrEnum):
     """The parts that a matmul or a quantiser computes separately.
 
     DENSE: one matrix; A may have batch dimensions that share one B.
-    BATCHED: matrices of equal sizes; a matmul has one A and one B for each. RAGGED_ROWS: groups of the rows of one
-    matrix; a matmul multiplies each group by a B of its own. RAGGED_CONTRACTION: groups of rows along the contraction
-    of a matmul, which has one result for each group. GATHERED: as BATCHED, where an index names the B of each A.
+    BATCHED: matrices of equal sizes; a matmul has one A and one B for each.
+    RAGGED_ROWS: groups of the rows of one matrix; a matmul multiplies each group by its own B.
+    RAGGED_CONTRACTION: groups of rows along the contraction of a matmul, which has one result for each group.
+    GATHERED: as BATCHED, where an index names the B of each A.
     """
 
     DENSE = "dense"

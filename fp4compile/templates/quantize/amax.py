@@ -220,10 +220,10 @@ def tensor_amax(
 ):  # fmt: skip
     """Raise the int32s at amax_ptr, initially 0, to the bits of amaxes. x: [batch, rows, cols].
 
-    OF: the parts with an amax: "tensor"; "matrix", each matrix [batch] or each of the GROUPS groups of rows; "row",
-    each row. PARTIAL: instead, each program stores the amax of its own tile, [grid]. Programs beyond the tensor store
-    0. FLAT: x is one row. GROUPS, offs_ptr: as in `quantize_rows`. LAUNCH_DEPENDENTS: the next kernel may start early,
-    see `device.dependent_launch`.
+    OF: the parts with an amax: "tensor"; "matrix", each matrix [batch] or each of GROUPS groups of rows; "row", each
+    row. PARTIAL: instead, each program stores the amax of its own tile, [grid]; programs beyond the tensor store 0.
+    FLAT: x is one row. GROUPS, offs_ptr: as in `quantize_rows`. LAUNCH_DEPENDENTS: the next kernel may start early, see
+    `device.dependent_launch`.
     """
     if LAUNCH_DEPENDENTS:
         x_ptr = launch_dependents(x_ptr)

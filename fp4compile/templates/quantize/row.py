@@ -332,8 +332,9 @@ def quantize_rows(
     each row; or OUTER "matrix amax" or "row amax": amax_ptr has the amax of each matrix (or group) or of each row,
     whose decode factor is stored at outer_ptr.
     GROUPS: the number of groups of rows that the int32 at offs_ptr define, of one matrix; 0 for none. With swizzled
-    scales, ROWS is then 128, and tiles beyond the last group fill their scales with zeros. PDL: the kernel of the amax
-    may still run when this one starts, see `device.dependent_launch`. WHOLE, BATCHED: as in `quantize_columns`.
+    scales, ROWS is then 128, and tiles beyond the last group fill their scales with zeros.
+    PDL: the kernel of the amax may still run when this one starts, see `device.dependent_launch`. WHOLE,
+    BATCHED: as in `quantize_columns`.
     """
     before = ()
     offs = ()

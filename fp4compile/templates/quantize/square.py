@@ -170,9 +170,10 @@ def quantize_squares(
     """One tile of ROW_TILES * BLOCK rows by 2 * WORDS columns. x: [batch, rows, cols], strides x_batch, x_row, 1.
 
     SQUARE: blocks are BLOCK x BLOCK; else they are BLOCK x 1, with linear scales and no global or row scale, only in
-    the direction ALONG_COLUMNS. ALONG_ROWS: write codes and scales of x to data_ptr and scales_ptr. ALONG_COLUMNS:
-    write codes and scales of x transposed to columns_ptr and column_scales_ptr. OUTER, PARTIAL_MAXIMA: as in
-    `outer_scales`; or OUTER "matrix amax", as in `quantize_rows`.
+    the direction ALONG_COLUMNS.
+    ALONG_ROWS: write codes and scales of x to data_ptr and scales_ptr. ALONG_COLUMNS: write codes and scales of x
+    transposed to columns_ptr and column_scales_ptr. OUTER, PARTIAL_MAXIMA: as in `outer_scales`; or OUTER "matrix
+    amax", as in `quantize_rows`.
     """
     dtype: tl.constexpr = x_ptr.dtype.element_ty
     half: tl.constexpr = BLOCK // 2
