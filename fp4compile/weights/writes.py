@@ -2,10 +2,9 @@
 
 Views and `detach()` share a tensor's counter. Four kinds of write do not raise it, and are recorded here, by storage:
 
-- Writes through `.data`, which has a counter of its own. `watch` makes the tensors that `.data` hands out of one
-storage
-  share one counter, which the record keeps, as it keeps that of a tensor assigned to `.data`. Where `.data` of a
-  parameter is assigned memory that further tensors share, weights are quantised at every call.
+- Writes through `.data`, which has its own counter. `watch` makes all tensors that `.data` returns for one storage
+  share one counter, which the record keeps, as it keeps that of a tensor assigned to `.data`. If `.data` of a parameter
+  is assigned memory that further tensors share, weights are quantised at every call.
 - Steps of optimisers mark the storages of their parameters: the fused ones raise no counter.
 - Each forward and backward run of a training graph marks those that it trains: any code may update them.
 - Collectives and FSDP: the beginning and the end of the default process group mark all storages, as every mark does
