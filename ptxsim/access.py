@@ -36,7 +36,7 @@ def _opcodes(base: str, spaces: tuple[str, ...] = _SPACES) -> list[str]:
 
 
 def _shape(opcode: str) -> tuple[bool, str, int, int]:
-    """(whether in shared memory, type of an element, its bytes, number of elements)."""
+    """(whether in shared memory, type of an element, bytes of an element, number of elements) of an opcode."""
     found = re.fullmatch(r"\w+\.(\S+?)(?:\.v(\d))?\.([bfsu])(\d+)", opcode)
     assert found is not None
     nbytes = int(found[4]) // 8
@@ -61,7 +61,7 @@ def _load_parameter(instruction: Instruction, program: Program) -> Step:
 
 @form(*[f"createpolicy.fractional.L2::{eviction}.b64" for eviction in _EVICTIONS])
 def _create_policy(instruction: Instruction, program: Program) -> Step:
-    """A policy is opaque, and changes no value; the fraction is not read."""
+    """The step that creates a cache policy, which is opaque and changes no value; the fraction is not read."""
     expect(instruction, 2)
     write = writer(instruction.operands[0], "b64")
     return lambda fragment: write(fragment, np.full(fragment.shape, _POLICY))
@@ -72,7 +72,7 @@ _POLICY = np.uint64(0xCACE)
 
 @form(*_opcodes("ld"), *_opcodes("ld", ("global.nc", *_HINTED)))
 def _load(instruction: Instruction, program: Program) -> Step:
-    """Memory that is read by `.nc` must not be written during the launch, which is not checked within a program."""
+    """The step of a load. Not checked: that the own program writes memory that `.nc` loads read."""
     expect(instruction, 3 if "cache_hint" in instruction.opcode else 2)
     shared, kind, nbytes, count = _shape(instruction.opcode)
     into = registers_of(instruction.operands[0])
@@ -146,7 +146,7 @@ _ATOMIC: dict[str, Callable[[int, int], int]] = {"max": max, "min": min, "add": 
 @form(*[f"{name}.global.gpu.relaxed.{kind}"
         for name in ("red", "atom") for kind in ("max.s32", "max.u32", "min.s32", "add.s32", "add.u32")])  # fmt: skip
 def _reduce(instruction: Instruction, program: Program) -> Step:
-    """`atom` returns what was there before, `red` returns nothing."""
+    """The step of an atomic operation: `atom` returns the previous value, `red` returns nothing."""
     returns = instruction.opcode.startswith("atom")
     expect(instruction, 3 if returns else 2)
     *returned, place, operand = instruction.operands
@@ -173,7 +173,7 @@ def _reduce(instruction: Instruction, program: Program) -> Step:
 
 @form("cp.async.bulk.prefetch.L2.global")
 def _prefetch(instruction: Instruction, program: Program) -> Step:
-    """A prefetch of a range changes nothing; a range outside of all tensors is a fault."""
+    """The step of a prefetch of a range: it only checks that the range lies in a tensor."""
     expect(instruction, 2)
     address, count = address_reader(instruction.operands[0], 64), reader(instruction.operands[1], "u32")
 
@@ -190,7 +190,7 @@ def _prefetch(instruction: Instruction, program: Program) -> Step:
 
 @form("prefetch.global.L2")
 def _prefetch_line(instruction: Instruction, program: Program) -> Step:
-    """A prefetch of a line changes nothing; an address outside of all tensors is a fault."""
+    """The step of a prefetch of a line: it only checks that the address lies in a tensor."""
     expect(instruction, 1)
     address = address_reader(instruction.operands[0], 64)
 

@@ -12,16 +12,16 @@ from ptxsim.fault import Fault
 from ptxsim.state import State
 
 _NBYTES = 8
-_OPAQUE = 0xBD  # bytes that no kernel means
+_OPAQUE = 0xBD  # contents of a barrier's bytes, which no kernel may use
 
 
 @dataclass
 class Mbarrier:
-    """An mbarrier object. count: arrivals of a phase; pending: those that are missing; tx: bytes that are missing.
+    """An mbarrier object. count: arrivals of a phase; pending: missing arrivals; tx: missing bytes.
 
-    agent: the clock agent of the copies that complete here. rows: clocks of everything that arrived. done: clocks of
-    the completed phases. created: (warp, epoch) of the initialisation. used: the last epoch of each clock agent that
-    arrived or waited. commits: how many `tcgen05.commit` will still arrive.
+    agent: the clock agent of the copies that complete here. rows: clocks of all arrivals. done: clocks of the completed
+    phases. created: (warp, epoch) of the initialisation. used: the last epoch of each clock agent that arrived or
+    waited. commits: the number of `tcgen05.commit` that will still arrive.
     """
 
     where: str
@@ -67,7 +67,7 @@ class Mbarriers:
                                   created)  # fmt: skip
 
     def remove(self, at: int, rows: np.ndarray) -> None:
-        """Invalidate an mbarrier. rows: the clocks of the warp that does, which must know of the end of all uses."""
+        """Invalidate an mbarrier. rows: the clocks of the invalidating warp, which must contain the end of all uses."""
         barrier = self.seen(at, rows)
         if barrier.tx:
             raise Fault(f"the mbarrier at {barrier.where} ends with {barrier.tx} bytes missing")
@@ -80,15 +80,15 @@ class Mbarriers:
         return self.machine.shared.cells(at + np.arange(_NBYTES))
 
     def waited(self, barrier: Mbarrier, cluster: int, warp: int) -> None:
-        """A warp waits at an mbarrier, or has found a phase complete."""
+        """Record that a warp waits at an mbarrier, or has found a phase complete."""
         barrier.used[warp] = int(self.machine.clocks.rows[KNOWN, cluster, warp, warp])
 
     def will_commit(self, at: int) -> None:
-        """A `tcgen05.commit` was issued that arrives at an mbarrier."""
+        """Record that a `tcgen05.commit` was issued that will arrive at an mbarrier."""
         self._at(at).commits += 1
 
     def committed(self, at: int, rows: np.ndarray, agent: int, epoch: int) -> None:
-        """The tensor pipe's `tcgen05.commit` of an epoch arrives; rows: the clocks with all operations before it."""
+        """Let the tensor pipe's `tcgen05.commit` of an epoch arrive; rows: the clocks with all operations before it."""
         barrier = self.seen(at, rows)
         barrier.commits -= 1
         rows = rows.copy()
@@ -109,7 +109,7 @@ class Mbarriers:
         return self.found[at]
 
     def arrive(self, barrier: Mbarrier, rows: np.ndarray, agent: int, count: int = 1, expected: int = 0) -> None:
-        """Arrivals of an agent that bring clocks; `expected` bytes are to come in this phase."""
+        """Add arrivals of an agent with its clocks, and `expected` bytes to those of this phase."""
         barrier.used[agent] = int(rows[KNOWN][agent])
         np.maximum(barrier.rows, rows, out=barrier.rows)
         barrier.pending -= count
@@ -119,7 +119,7 @@ class Mbarriers:
         self._complete(barrier)
 
     def bytes_arrived(self, at: int, nbytes: int, rows: np.ndarray) -> None:
-        """A copy that completes on an mbarrier has written its bytes."""
+        """Count the written bytes of a copy that completes on an mbarrier."""
         barrier = self._at(at)
         np.maximum(barrier.rows, rows, out=barrier.rows)
         barrier.tx -= nbytes
@@ -134,16 +134,16 @@ class Mbarriers:
 
 
 class ProgramBarriers:
-    """`bar.sync` and its kin: for each program and name, the warps that have arrived."""
+    """The barriers of `bar.sync` and similar instructions: for each program and name, the warps that have arrived."""
 
     def __init__(self, machine: State) -> None:
         self.machine = machine
         self.arrived: dict[tuple[int, int], list[int]] = {}
 
     def arrive(self, program: int, name: int, warp: int, threads: int) -> bool:
-        """A warp of the machine arrives and waits for the others; True where it is the last one.
+        """Let a warp of the machine arrive and wait for the others; returns whether it is the last one.
 
-        threads: how many threads the barrier waits for.
+        threads: the number of threads for which the barrier waits.
         """
         waiting = self.arrived.setdefault((program, name), [])
         if warp in waiting:
@@ -174,7 +174,7 @@ class ClusterBarrier:
         self.done: list[np.ndarray | None] = [None] * clusters
 
     def arrive(self, cluster: int, warp: int) -> int:
-        """A warp arrives; returns the phase that it is to wait for."""
+        """Let a warp arrive; returns the phase for which it waits."""
         machine, phase = self.machine, self.phase[cluster]
         if warp in self.arrived[cluster]:
             raise Fault("a warp arrives twice at the cluster's barrier")

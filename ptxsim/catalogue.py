@@ -1,4 +1,4 @@
-"""Every instruction form that the simulator knows: importing this module registers the forms of all subjects."""
+"""All supported instruction forms: importing this module registers them."""
 
 from ptxsim import (  # noqa: F401
     access,

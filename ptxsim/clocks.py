@@ -1,13 +1,12 @@
-"""Which accesses happen before which: vector clocks of warps and of asynchronous agents, and races by them.
+"""The happens-before order of accesses, by vector clocks of warps and of asynchronous agents, and its races.
 
-Each warp counts epochs; an epoch ends where the warp lets others know what it did (a barrier, an arrival, a fence). A
-warp's clock holds, for every agent, the last epoch that the warp knows to be complete. An access to a byte races with
-an earlier one by an agent whose epoch the clock does not hold. So one schedule finds a missing wait, whatever the order
-in which it happened to run the warps.
+Each warp counts epochs; an epoch ends where the warp releases its accesses to others (a barrier, an arrival, a fence).
+A warp's clock holds, for every agent, the last epoch that happened before. An access to a byte races with an earlier
+one by an agent whose epoch the clock does not hold. So one schedule, with any order of the warps, finds a missing wait.
 
 Every warp has two clocks. `KNOWN` orders all accesses. `FENCED` orders the warp's generic writes for the asynchronous
-proxy: only `fence.proxy.async` moves knowledge of generic writes there (PTX ISA, "async proxy"; confidence high for the
-need of a fence on the path from writer to copy, medium that it may stand on either side of a barrier).
+proxy: only `fence.proxy.async` copies epochs of generic writes to it (PTX ISA, "async proxy"; confidence high for the
+need of a fence on the path from writer to copy, medium that it may be on either side of a barrier).
 """
 
 from typing import TypeVar
@@ -21,7 +20,7 @@ AnyInt = TypeVar("AnyInt", int, np.ndarray)
 Index = np.ndarray | tuple[int | slice, ...]  # of cells of a memory
 _BARRIERS = 96  # agents for mbarriers: the copies that complete on one
 NOBODY = -1
-MBARRIER = -2  # the writer of cells that are an mbarrier: no clock knows of its end
+MBARRIER = -2  # the writer of cells that are an mbarrier: no clock holds its end
 
 
 class Clocks:
@@ -74,23 +73,23 @@ class Clocks:
         return self.rows[:, cluster, warp].copy()
 
     def release(self, cluster: int, warp: int) -> np.ndarray:
-        """The warp's clocks, for whoever waits for it; a new epoch of the warp begins."""
+        """The warp's clocks, to be acquired by those that wait for it; begins a new epoch of the warp."""
         rows = self.of(cluster, warp)
         self.rows[KNOWN, cluster, warp, warp] += 1
         return rows
 
     def acquire(self, cluster: int, warp: int, rows: np.ndarray) -> None:
-        """Let a warp know what clocks hold."""
+        """Raise a warp's clocks to other clocks."""
         np.maximum(self.rows[:, cluster, warp], rows, out=self.rows[:, cluster, warp])
 
     def meet(self, cluster: int, warps: list[int]) -> None:
-        """Let warps know what any of them knows, as at a barrier; new epochs begin."""
+        """Raise the clocks of warps to their common maximum, as at a barrier; new epochs begin."""
         met = self.rows[:, cluster, warps].max(1)
         self.rows[:, cluster, warps] = met[:, None]
         self.rows[KNOWN, cluster, warps, warps] += 1
 
     def fence(self, cluster: int, warp: int) -> None:
-        """Order all generic writes that a warp knows of before later asynchronous accesses."""
+        """Order all generic writes in a warp's clock before later asynchronous accesses."""
         self.rows[FENCED, cluster, warp] = self.rows[KNOWN, cluster, warp]
         self.rows[KNOWN, cluster, warp, warp] += 1
 
@@ -113,7 +112,7 @@ class Shadow:
     # ------------------------------------------------------------ warps
 
     def reads_of_warps(self, cells: np.ndarray, clusters: np.ndarray, warps: np.ndarray) -> None:
-        """Threads read cells [threads, n]. clusters, warps: [threads], of the threads."""
+        """Record that threads read cells [threads, n]. clusters, warps: [threads], of the threads."""
         clusters, warps = clusters[:, None], warps[:, None]
         writer = self.writer[cells]
         if (writer == NOBODY).any():
@@ -125,10 +124,10 @@ class Shadow:
         self.read[warps, cells] = known[clusters, warps, warps]
 
     def writes_of_warps(self, cells: np.ndarray, clusters: np.ndarray, warps: np.ndarray, changes: np.ndarray) -> None:
-        """Threads write cells [threads, n]; arguments as of `reads_of_warps`.
+        """Record that threads write cells [threads, n]; arguments as of `reads_of_warps`.
 
-        changes: bool [threads, n], whether a cell gets another value. Several warps may write one value without a wait:
-        Triton's layouts hold some elements several times.
+        changes: bool [threads, n], whether a cell's value changes. Several warps may write the same value without a
+        wait: Triton's layouts hold some elements several times.
         """
         known = self.clocks.rows[KNOWN, clusters, warps]
         self.generic_writes(cells, known, warps, known[np.arange(len(warps)), warps], changes)
@@ -136,10 +135,10 @@ class Shadow:
     def generic_writes(
         self, cells: np.ndarray, rows: np.ndarray, agents: np.ndarray, epochs: np.ndarray, changes: np.ndarray
     ) -> None:
-        """Agents write cells [accesses, n] as the generic proxy does.
+        """Record that agents write cells [accesses, n] by the generic proxy.
 
-        rows: the clocks `KNOWN` of each access, [accesses, agents]. agents, epochs: [accesses], who writes. changes: as
-        of `writes_of_warps`.
+        rows: the clocks `KNOWN` of each access, [accesses, agents]. agents, epochs: [accesses], of the writers.
+        changes: as of `writes_of_warps`.
         """
         writer = self.writer[cells]
         late = self.written[cells] > rows[np.arange(len(cells))[:, None], writer]
@@ -152,7 +151,7 @@ class Shadow:
         for agent, read in self.read_by_agent.items():
             if (read[cells] > rows[:, agent, None]).any():
                 raise Fault(f"overwrites {self.what} that {self._agent(agent)} may be reading")
-        if late.any():  # the record of the first writer stays: who knows of it sees the value
+        if late.any():  # the first writer's record stays: waiting for it suffices to read the value
             again = np.nonzero(~late)
             self.writer[cells[again]] = agents[again[0]]
             self.written[cells[again]] = epochs[again[0]]
@@ -163,7 +162,7 @@ class Shadow:
     # ------------------------------------------------------------ asynchronous agents
 
     def reads_of_agent(self, cells: Index, rows: np.ndarray, agent: int, epoch: int) -> None:
-        """An asynchronous operation reads cells. rows: the clocks [2, agents] that it was issued with."""
+        """Record that an asynchronous operation reads cells. rows: the clocks [2, agents] of its issue."""
         writer = self.writer[cells]
         if (writer == NOBODY).any():
             raise Fault(f"{self._agent(agent)} reads {self.what} that nothing wrote")
@@ -178,9 +177,9 @@ class Shadow:
         self.read_by_agent[agent][cells] = epoch
 
     def reads_of_agents(self, cells: np.ndarray, rows: np.ndarray, agents: np.ndarray, epochs: np.ndarray) -> None:
-        """Asynchronous operations read cells [operations, n].
+        """Record that asynchronous operations read cells [operations, n].
 
-        rows: the clocks [2, operations, agents] that they were issued with. agents, epochs: [operations], who reads.
+        rows: the clocks [2, operations, agents] of their issue. agents, epochs: [operations], of the readers.
         """
         writer, written = self.writer[cells], self.written[cells]
         each = np.arange(len(cells))[:, None]
@@ -195,7 +194,7 @@ class Shadow:
             self.read_by_agent[agent][cells[its]] = epochs[its, None]
 
     def writes_of_agent(self, cells: Index, rows: np.ndarray, agent: int, epoch: int) -> None:
-        """An asynchronous operation writes cells; arguments as of `reads_of_agent`."""
+        """Record that an asynchronous operation writes cells; arguments as of `reads_of_agent`."""
         writer = self.writer[cells]
         late = self.written[cells] > rows[FENCED][writer]
         if late.any():
@@ -211,13 +210,13 @@ class Shadow:
         self.written[cells] = epoch
 
     def begin_mbarrier(self, cells: np.ndarray, cluster: int, warp: int) -> None:
-        """A warp makes an mbarrier of cells [n], as a generic write."""
+        """Record that a warp makes an mbarrier of cells [n], as a generic write."""
         row = cells[None, :]
         self.writes_of_warps(row, np.array([cluster]), np.array([warp]), np.ones(row.shape, bool))
         self.writer[cells], self.written[cells] = MBARRIER, 1
 
     def end_mbarrier(self, cells: np.ndarray) -> None:
-        """Cells are no mbarrier any more, and hold nothing."""
+        """Record that cells are no longer an mbarrier, and unwritten."""
         self.writer[cells], self.written[cells] = NOBODY, 0
 
     def _agent(self, agent: int) -> str:

@@ -1,7 +1,7 @@
 """Branches, barriers, mbarriers and fences.
 
 Sources: PTX ISA, "Control flow instructions", "Parallel synchronization and communication instructions"; confidence
-high. A warp whose threads stand at different instructions executes those that come first in `order` first, until they
+high. A warp whose threads are at different instructions executes first those that come first in `order`, until they
 meet.
 """
 
@@ -24,7 +24,7 @@ from ptxsim.fragment import LANES, Fragment
 from ptxsim.parse import Instruction, Label, Program, Register
 from ptxsim.state import DONE
 
-# What a fragment executes although no thread's predicate holds.
+# The instructions that a fragment executes even if no thread's predicate holds.
 BRANCHES = frozenset({"bra", "bra.uni", "brx.idx", "ret", "exit"})
 
 
@@ -94,7 +94,7 @@ def _registers(instruction: Instruction, program: Program) -> Step:
 
 @form("griddepcontrol.wait", "griddepcontrol.launch_dependents")
 def _dependent_launch(instruction: Instruction, program: Program) -> Step:
-    """Launches run one after the other here, so there is nothing to wait for."""
+    """The step of dependent launches, without effect: launches are executed in order here."""
     expect(instruction, 0)
     return lambda fragment: None
 
@@ -103,7 +103,7 @@ def _dependent_launch(instruction: Instruction, program: Program) -> Step:
 
 
 def _arrive(fragment: Fragment, name: int, threads: int) -> Fragment:
-    """Let all warps of a fragment arrive at a barrier, after which they stand at the next instruction."""
+    """Let all warps of a fragment arrive at a barrier, and move them to the next instruction."""
     machine = fragment.machine
     fragment.jump(fragment.active, fragment.at + 1)
     for warp, active in zip(fragment.warps, fragment.by_warp(fragment.running), strict=True):
@@ -128,7 +128,7 @@ def _bar(instruction: Instruction, program: Program) -> Step:
 
 @form("bar.red.or.pred", "bar.red.and.pred")
 def _bar_reduce(instruction: Instruction, program: Program) -> Step:
-    """All warps of the program stand here at once or wait; the result is known when the last one arrives."""
+    """The step of a barrier with a reduction: the last warp that arrives writes the result for all warps."""
     expect(instruction, 3)
     write, name = writer(instruction.operands[0], "pred"), immediate(instruction.operands[1])
     read = reader(instruction.operands[2], "pred")
@@ -257,7 +257,7 @@ def _mbarrier_arrive(instruction: Instruction, program: Program) -> Step:
     "mbarrier.try_wait.parity.acquire.cta.shared::cta.b64",
 )  # fmt: skip
 def _try_wait(instruction: Instruction, program: Program) -> Step:
-    """Returns true once the phase is complete; a warp waits here until then, and would otherwise only try again."""
+    """The step of a wait for a phase. It returns only true: the warp is blocked until the phase is complete."""
     expect(instruction, 3)
     write = writer(instruction.operands[0], "pred")
     address, parity = address_reader(instruction.operands[1], 32), reader(instruction.operands[2], "u32")
@@ -317,14 +317,14 @@ def _fence_async(instruction: Instruction, program: Program) -> Step:
 
 @form("fence.mbarrier_init.release.cluster", "fence.acq_rel.cta", "fence.acq_rel.gpu", "fence.acq_rel.cluster")
 def _fence(instruction: Instruction, program: Program) -> Step:
-    """Orders nothing that a barrier of this simulator does not order already."""
+    """The step of a fence without effect: this simulator's barriers already order the same accesses."""
     expect(instruction, 0)
     return lambda fragment: None
 
 
 @form("mapa.shared::cluster.u32")
 def _mapa(instruction: Instruction, program: Program) -> Step:
-    """The address that an address of this program has in the program of another rank."""
+    """The step that maps an address of this program to the same offset in the program of another rank."""
     expect(instruction, 3)
     write = writer(instruction.operands[0], "u32")
     address, rank = (reader(each, "u32") for each in instruction.operands[1:])

@@ -19,7 +19,7 @@ _INTEGERS = tuple(f"{sign}{bits}" for bits in (8, 16, 32, 64) for sign in "su")
 
 
 def _same(values: np.ndarray) -> np.ndarray:
-    """NumPy's conversion of integers does what is needed, where the result is written."""
+    """The values unchanged: the write of the result converts integers as required."""
     return values
 
 
@@ -69,7 +69,7 @@ for _name, _round in (("rni", np.rint), ("rzi", np.trunc)):
 
         @elementwise("s32 f32", f"cvt.{_name}{_flush}.s32.f32")
         def _s32_of_f32(values: np.ndarray, rounded: np.ufunc = _round) -> np.ndarray:
-            """Saturated; NaN gives 0."""
+            """float32 -> int32, saturated; NaN gives 0."""
             return np.nan_to_num(np.clip(rounded(values.astype(F64)), -(2.0**31), 2.0**31 - 1)).astype(np.int32)
 
 
@@ -150,9 +150,9 @@ _E2M1_AS_F16 = numbers.to_f16(numbers.E2M1)
 
 @form("cvt.rs.satfinite.e2m1x4.f32")
 def _stochastic(instruction: Instruction, program: Program) -> Step:
-    """The last of four numbers is the lowest, and is rounded by the lowest byte of the random word.
+    """The step of a stochastic conversion. The last of four numbers is the lowest, and uses the lowest random byte.
 
-    Confidence in which byte is whose: medium. (PTX ISA, figure of the random bits of .e2m1x4.)
+    Confidence in the assignment of bytes: medium. (PTX ISA, figure of the random bits of .e2m1x4.)
     """
     expect(instruction, 3)
     into, vector, random = instruction.operands

@@ -1,22 +1,22 @@
 """Asynchronous copies between global and shared memory: `cp.async`, `cp.async.bulk` and `cp.async.bulk.tensor`.
 
 Sources and confidence:
-- `cp.async`: PTX ISA, "Non-bulk copy". Copies of 4, 8 or 16 bytes a thread, of which the last ones may be zeros. It
+- `cp.async`: PTX ISA, "Non-bulk copy". Copies of 4, 8 or 16 bytes per thread, of which the last ones may be zeros. It
   is no operation of the asynchronous proxy: "The cp{.reduce}.async.bulk operations are performed in the asynchronous
-  proxy" is said of bulk copies alone, and CUTLASS puts `fence.proxy.async` between `cp.async` and the matrix units.
+  proxy" holds only for bulk copies, and CUTLASS puts `fence.proxy.async` between `cp.async` and the matrix units.
   So it needs no fence after threads' writes, and matrix units and bulk copies need a fence after it. Medium-high.
 - Bulk copies to shared memory: PTX ISA, `cp.async.bulk` and `cp.async.bulk.tensor`. They write by the asynchronous
-  proxy and then complete as many bytes on an mbarrier as were written, zeros outside of the tensor included. Whoever
-  waits there sees them: "The completion ... is followed by an implicit generic-async proxy fence". They order nothing
-  else that the issuing thread did. High.
+  proxy and then complete as many bytes on an mbarrier as were written, zeros outside of the tensor included. Waiting
+  there suffices to read them: "The completion ... is followed by an implicit generic-async proxy fence". They order no
+  other accesses of the issuing thread. High.
 - Bulk copies from shared memory: threads wait for them by groups. `wait_group.read` waits until shared memory was
-  read. High. The simulator does not tell `wait_group` from `wait_group.read`: nothing checks that a program reads
-  global memory that it stored by a bulk copy only after the former.
+  read. High. The simulator does not distinguish `wait_group` from `wait_group.read`: it does not check that a program
+  reads global memory that it stored by a bulk copy only after the former.
 - Addresses in shared memory are multiples of 16, or of 128 for tensors (PTX ISA, table of `cp.async.bulk.tensor`).
   High.
 - `.multicast::cluster`: each program in the mask gets the data, and completes the bytes, at the same offsets. High.
   `.cta_group::2`: the mbarrier may be the other program's of a pair. Medium-high. With both, the mbarrier's address
-  says whether the even or the odd program of each pair is signalled (PTX ISA, `cp.async.bulk.tensor`). Medium-high.
+  selects the even or the odd program of each pair to be signalled (PTX ISA, `cp.async.bulk.tensor`). Medium-high.
   Triton writes `.cta_group::2` in front of the state spaces.
 - A program must not end while a bulk copy reads its shared memory (CUDA programming guide, "Asynchronous data copies
   using TMA": shared memory must not be deallocated before). High.
@@ -45,7 +45,7 @@ from ptxsim.tensor_maps import Published, TensorMap
 @form(*[f"cp.async.{cache}.{space}.global{prefetch}" for cache in ("ca", "cg") for space in ("shared", "shared::cta")
         for prefetch in ("", ".L2::128B")])  # fmt: skip
 def _copy(instruction: Instruction, program: Program) -> Step:
-    """The copies of all threads of a fragment are one operation."""
+    """The step of `cp.async`: the copies of all threads of a fragment are one operation."""
     expect(instruction, 3, 4)
     into, source = address_reader(instruction.operands[0], 32), address_reader(instruction.operands[1], 64)
     size = immediate(instruction.operands[2])
@@ -90,7 +90,7 @@ def _copy(instruction: Instruction, program: Program) -> Step:
 def _sources(
     memory: GlobalMemory, addresses: np.ndarray, counts: np.ndarray, size: int, clusters: np.ndarray
 ) -> np.ndarray:
-    """The bytes that threads copy, uint8 [threads, size]: the first `counts` from global memory, and zeros."""
+    """The bytes that threads copy, uint8 [threads, size]: the first `counts` from global memory, then zeros."""
     values = np.zeros((len(addresses), size), np.uint8)
     whole = counts == size
     if whole.any():
@@ -117,7 +117,7 @@ def _wait(instruction: Instruction, program: Program) -> Step:
 
 @form("cp.async.wait_all")
 def _wait_all(instruction: Instruction, program: Program) -> Step:
-    """The open group is committed and all groups are waited for."""
+    """The step that commits the open group and waits for all groups."""
     expect(instruction, 0)
 
     def step(fragment: Fragment) -> None:
@@ -134,10 +134,10 @@ def _load(
     fragment: Fragment, cluster: int, rows: np.ndarray, targets: list[tuple[np.ndarray, int]],
     read: Callable[[], np.ndarray], note: Callable[[int, int], None] = lambda agent, epoch: None,
 ) -> None:  # fmt: skip
-    """Let a copy write bytes to shared memory at some time, and complete them on mbarriers.
+    """Issue a copy that writes bytes to shared memory at some time, and completes them on mbarriers.
 
-    rows: the clocks that it is issued with. targets: of each program that gets the data, the places of the bytes and
-    the mbarrier, as indices into shared memory. read: returns the bytes. note: gets the copy's agent and epoch.
+    rows: the clocks of its issue. targets: for each program that gets the data, the places of the bytes and the
+    mbarrier, as indices into shared memory. read: returns the bytes. note: called with the copy's agent and epoch.
     """
     machine = fragment.machine
     barriers = [machine.mbarriers.seen(at, rows) for _, at in targets]
@@ -179,7 +179,7 @@ def _targets(
 
 
 def _own(machine: Machine, warp: int, address: int) -> None:
-    """Raise Fault unless an address is of the program that a warp belongs to."""
+    """Raise Fault unless an address is in the program of a warp."""
     if address >> 24 != machine.program_of(warp) % machine.program.cluster:
         raise Fault("an address of another program as shared::cta")
 
@@ -222,7 +222,7 @@ _LOADS = (("shared::cta", ""), ("shared::cluster", ""), ("shared::cluster", ".mu
 
 
 def _box(operand: Operand, opcode: str) -> tuple[Read, list[Read]]:
-    """What reads the address of the map and the coordinates of `[map, {x, y}]`."""
+    """The readers of the map's address and of the coordinates of `[map, {x, y}]`."""
     if not isinstance(operand, Address) or operand.coordinates is None or operand.offset:
         raise UnknownForm(f"not a box of a tensor: {operand}")
     coordinates = [reader(each, "s32") for each in operand.coordinates.parts]
@@ -310,7 +310,7 @@ def _tensor_store(instruction: Instruction, program: Program) -> Step:
 
 @dataclass(frozen=True)
 class _Store:
-    """A copy of a box to global memory, as it is issued.
+    """An issued copy of a box to global memory.
 
     places: of the box's bytes, as indices into shared memory. rows: the clocks of the warp.
     """
@@ -325,7 +325,7 @@ class _Store:
     epoch: int
 
     def __call__(self) -> None:
-        """Copy what lies inside of the tensor."""
+        """Copy the bytes inside of the tensor."""
         machine, memory, shared = self.machine, self.machine.memory, self.machine.shared
         self.published.under_way -= 1
         addresses, inside = (each.ravel() for each in self.published.map.bytes_of_box(self.corner))

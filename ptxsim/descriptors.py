@@ -4,9 +4,9 @@ Sources: PTX ISA, "Shared memory descriptor", "Instruction descriptor" and "Matr
 `cute/arch/mma_sm100_desc.hpp`; Triton, `MMAv5.cpp` and `MMAHelpers.cpp`. Confidence high, except:
 
 - Base offset of a matrix without swizzling. The PTX ISA defines the base offset by the pattern of a swizzling mode, so
-  that an unswizzled matrix has none. Triton computes one all the same, and sets it to 4 for every odd copy of scales.
-  It is ignored here, as Triton's results on hardware are right. Confidence medium.
-- Steps of N. The PTX ISA allows multiples of 8 for `kind::f16` with M = 128, and of 16 for a pair; CUTLASS asks for
+  that an unswizzled matrix has none. Triton still computes one, and sets it to 4 for every odd copy of scales. It is
+  ignored here, as Triton's results on hardware are right. Confidence medium.
+- Steps of N. The PTX ISA allows multiples of 8 for `kind::f16` with M = 128, and of 16 for a pair; CUTLASS requires
   twice as much. The larger steps are required here.
 - M of block-scaled products. The PTX ISA has M / 128 in bits 27-28 over reserved bits, CUTLASS M / 16 in bits 24-28,
   and Triton M / 32 in bits 25-28: they agree on 128 and 256.
@@ -32,7 +32,7 @@ def _fields(text: str) -> tuple[tuple[str, int], ...]:
 
 
 def unpack(bits: int, fields: tuple[tuple[str, int], ...], what: str) -> dict[str, int]:
-    """The fields of a descriptor by name. Raises Fault where reserved bits are set."""
+    """The fields of a descriptor by name. Raises Fault if reserved bits are set."""
     found, at = {}, 0
     for name, width in fields:
         value = bits >> at & (1 << width) - 1
@@ -67,7 +67,7 @@ class Matrix:
 
     @classmethod
     def of(cls, bits: int) -> "Matrix":
-        """Unpack a shared memory descriptor. Raises Fault for a descriptor that the simulator does not know."""
+        """Unpack a shared memory descriptor. Raises Fault for an unsupported descriptor."""
         what = "the shared memory descriptor"
         found = unpack(bits, _MATRIX, what)
         if found["version"] != 1:
@@ -115,7 +115,7 @@ def _padded_nibbles(codes: np.ndarray) -> np.ndarray:
 class Element:
     """A format of elements.
 
-    decode: bytes uint8 [rows, n] -> values [rows, K]. used: how many bytes of each chunk of 16 hold elements.
+    decode: bytes uint8 [rows, n] -> numbers [rows, K]. used: the number of bytes with elements in each chunk of 16.
     """
 
     decode: Decode
@@ -152,7 +152,7 @@ ROW_BYTES = 32  # of an operand, in every instruction
 
 @dataclass(frozen=True)
 class Kind:
-    """A kind of products. scales: how many a row has in an instruction. steps: of N, for one program and for a pair.
+    """A kind of products. scales: of a row in an instruction. steps: of N, for one program and for a pair.
 
     formats, scale_formats: by their code in the instruction descriptor.
     """
@@ -171,7 +171,7 @@ MXF8F6F4 = Kind(_MXF8, _EIGHT_BITS, (8, 16), 1, {1: _UE8M0})
 MXF4 = Kind(_MXF4, _FP4, (8, 16), 2, {1: _UE8M0})
 MXF4NVF4_16 = Kind(_MXF4, _FP4, (8, 16), 4, {0: _UE4M3, 1: _UE8M0})
 
-# The kind of each opcode, behind "tcgen05.mma.cta_group::1.kind::".
+# The kind of each opcode, after "tcgen05.mma.cta_group::1.kind::".
 KINDS = {
     "f16": F16,
     **{f"mxf8f6f4.block_scale{size}": MXF8F6F4 for size in ("", ".block32", ".scale_vec::1X")},
@@ -183,9 +183,9 @@ KINDS = {
 
 @dataclass(frozen=True)
 class Shape:
-    """What an instruction descriptor says. rows: of D in each program. columns: N.
+    """The contents of an instruction descriptor. rows: of D in each program. columns: N.
 
-    scale: the format of scales. a_byte, b_byte: where the first scale is in a word of tensor memory.
+    scale: the format of scales. a_byte, b_byte: the byte of the first scale in a word of tensor memory.
     """
 
     a: Element
@@ -198,7 +198,7 @@ class Shape:
 
     @classmethod
     def of(cls, bits: int, kind: Kind, programs: int) -> "Shape":
-        """Unpack an instruction descriptor. programs: 1, or 2 for a pair. Raises Fault for what is not supported."""
+        """Unpack an instruction descriptor. programs: 1, or 2 for a pair. Raises Fault for unsupported fields."""
         what = "the instruction descriptor"
         found = unpack(bits, kind.fields, what)
         for name, value in _MUST_BE.items():

@@ -2,4 +2,4 @@
 
 
 class Fault(Exception):
-    """A kernel did what it must not do: the message says what, and where in the PTX."""
+    """A defect of a kernel: the message names it, and its place in the PTX."""

@@ -1,8 +1,8 @@
 """Instructions on floats.
 
 Source: PTX ISA, "Floating point instructions" and "Half precision floating point instructions"; confidence high,
-except for what an approximation gives on a GPU: here it is rounded from the exact result. `add`, `sub` and `mul`
-without a rounding are not contracted: ptxas contracts no more than Triton asks for, and Triton wrote the fma then.
+except for the results of approximations on a GPU: here the exact result is rounded. `add`, `sub` and `mul` without a
+rounding are not contracted: ptxas contracts no more than Triton allows, and Triton writes the fma itself.
 """
 
 import functools
@@ -19,7 +19,7 @@ _Function = Callable[..., np.ndarray]
 
 
 def _pairs(function: _Function) -> _Function:
-    """A function of float32, for pairs in 64 bits."""
+    """Convert a function of float32 to one of pairs in 64 bits."""
 
     def of_pairs(*words: np.ndarray) -> np.ndarray:
         return joined(function(*[halves(each).view(F32) for each in words]))
@@ -28,7 +28,7 @@ def _pairs(function: _Function) -> _Function:
 
 
 def _flushed(function: _Function) -> _Function:
-    """A function of float32 with .ftz: subnormal operands and results are zeros."""
+    """Convert a function of float32 to one with .ftz: subnormal operands and results are zeros."""
 
     def flushing(*values: np.ndarray) -> np.ndarray:
         return flush(function(*map(flush, values)))
@@ -109,7 +109,7 @@ elementwise("f64 f64 f64", "div.rn.f64")(np.divide)
 
 
 def _multiply_f16(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    """The product of halves, as uint16 bits. float32 has the product exactly."""
+    """The product of halves, as uint16 bits. float32 holds the product exactly."""
     return numbers.to_f16(numbers.f16_values(a) * numbers.f16_values(b))
 
 
@@ -118,7 +118,7 @@ def _fma_f16(a: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarray:
 
 
 def _halves(function: _Function) -> _Function:
-    """A function of uint16 bits, for pairs in 32 bits."""
+    """Convert a function of uint16 bits to one of pairs in 32 bits."""
 
     def of_pairs(*words: np.ndarray) -> np.ndarray:
         return joined(function(*map(halves, words)))
@@ -167,8 +167,8 @@ def _flushed_magnitude(bits: np.ndarray) -> np.ndarray:
 def _extreme(select: np.ufunc, join: np.ufunc, unsigned: type, canonical_nan: np.ndarray, nan: bool) -> _Function:
     """The minimum or maximum of floats, where -0 < +0.
 
-    select: np.minimum or np.maximum. Of two zeros it may give either, so it is asked in both orders. join: of their
-    bits, "or" has the minus. nan: whether one NaN gives NaN. (NumPy's fmin and fmax take a signalling NaN either way.)
+    select: np.minimum or np.maximum. Of two zeros it may return either, so it is called in both orders. join: of their
+    bits, "or" keeps the minus. nan: whether one NaN gives NaN. (For a signalling NaN, fmin and fmax return either.)
     """
 
     def extreme(a: np.ndarray, b: np.ndarray) -> np.ndarray:

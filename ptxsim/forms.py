@@ -1,4 +1,4 @@
-"""The table of instruction forms, and the operands as an instruction reads and writes them.
+"""The table of instruction forms, and functions that read and write their operands.
 
 Every form is registered by its full opcode. `decode` raises `UnknownForm` for an opcode that is not in the table and
 for operands of another kind than the form has, so nothing is guessed.
@@ -25,8 +25,8 @@ from ptxsim.parse import (
 )  # fmt: skip
 from ptxsim.state import register_dtype
 
-# What executes an instruction for a fragment. It returns None where the fragment goes on with the next instruction,
-# and the fragment that goes on where some warps do not: they branched, ended or wait.
+# Executes an instruction for a fragment. Returns None if the whole fragment continues with the next instruction, else
+# the fragment that continues, without warps that branched, ended or wait.
 Step = Callable[[Fragment], Fragment | None]
 Builder = Callable[[Instruction, Program], Step]
 Read = Callable[[Fragment], Any]
@@ -34,7 +34,7 @@ Write = Callable[[Fragment, Any], None]
 
 
 class UnknownForm(ValueError):
-    """An instruction that the simulator does not know; the message names its line."""
+    """An instruction that the simulator does not support; the message names its line."""
 
 
 _FORMS: dict[str, Builder] = {}
@@ -54,7 +54,7 @@ def form(*opcodes: str) -> Callable[[Builder], Builder]:
 
 
 def known_forms() -> frozenset[str]:
-    """The opcodes that the simulator knows."""
+    """The opcodes that the simulator supports."""
     return frozenset(_FORMS)
 
 
@@ -96,7 +96,7 @@ def constant(value: int, kind: str) -> Any:
 
 
 def reader(operand: Operand, kind: str) -> Read:
-    """What reads an operand as values of a type: an array with an entry for each thread, or without dimensions.
+    """A reader of an operand as values of a type: an array with an entry for each thread, or without dimensions.
 
     A register that is wider than the type gives its low bits. Raises UnknownForm for other operands.
     """
@@ -128,9 +128,9 @@ def _register_reader(operand: Register, bits: int, dtype: np.dtype) -> Read:
 
 
 def writer(operand: Operand, kind: str) -> Write:
-    """What writes values of a type to an operand, for the running threads.
+    """A writer of values of a type to an operand, for the running threads.
 
-    A register that is wider than the type is filled up with the sign of a signed type, and with zeros otherwise.
+    A register that is wider than the type is extended by the sign of a signed type, and by zeros otherwise.
     Raises UnknownForm for other operands.
     """
     bits, dtype = _TYPES[kind]
@@ -148,7 +148,7 @@ def writer(operand: Operand, kind: str) -> Write:
 
 
 def elementwise(signature: str, *opcodes: str) -> Callable[[Callable], Callable]:
-    """Register a function of arrays as forms that compute each thread's result from its operands alone.
+    """Register a function of arrays as forms that compute each thread's result only from its operands.
 
     signature: the types of the result and of the operands, "s32 s32 s32". The function gets an array for each operand
     (with an entry for each thread, or without dimensions), in the dtype of `_TYPES`, and returns the results. Integers
@@ -187,7 +187,7 @@ def immediate(operand: Operand) -> int:
 
 
 def address_reader(operand: Operand, bits: int) -> Read:
-    """What reads an address `[base + offset]`, as int64 with an entry for each thread of the fragment."""
+    """A reader of an address `[base + offset]`, as int64 with an entry for each thread of the fragment."""
     if not isinstance(operand, Address) or operand.coordinates is not None:
         raise UnknownForm(f"not an address: {operand}")
     base, offset = operand.base, operand.offset
@@ -198,7 +198,7 @@ def address_reader(operand: Operand, bits: int) -> Read:
 
 
 def registers_of(operand: Operand) -> tuple[Operand, ...]:
-    """The parts of a vector, or the one operand itself."""
+    """The parts of a vector; a tuple of the operand if it is no vector."""
     return operand.parts if isinstance(operand, Vector) else (operand,)
 
 

@@ -9,10 +9,10 @@ from ptxsim.state import LANES
 
 
 class Fragment:
-    """Some warps that stand at the same instruction, and which of their threads do.
+    """Some warps at the same instruction, and those of their threads that are at it.
 
     warps: their indices in the machine, in order. threads: the threads of these warps, as an index into registers.
-    active: bool [threads], which of them stand at the instruction. running: which of the active ones execute it; the
+    active: bool [threads], whether they are at the instruction. running: whether they are active and execute it; the
     machine sets `running` from the instruction's predicate. whole: whether all threads are running.
     """
 
@@ -40,7 +40,7 @@ class Fragment:
         return self.machine.program.instructions[self.at]
 
     def get(self, name: str) -> np.ndarray:
-        """A register's values, with an entry for each thread of the fragment. Not to be written to."""
+        """A register's values, with an entry for each thread of the fragment; read-only."""
         return self.machine.registers[name][self.threads]
 
     def put(self, name: str, values: np.ndarray) -> None:
@@ -69,7 +69,7 @@ class Fragment:
         return (self.warps[:, None] * LANES + np.arange(LANES)).ravel()[self.running]
 
     def whole_warps(self) -> np.ndarray:
-        """Which of the warps run, as bool [warps]. Raises Fault where only a part of a warp does."""
+        """Whether each warp runs, bool [warps]. Raises Fault if only a part of a warp does."""
         running = self.by_warp(self.running)
         if (running.any(1) != running.all(1)).any():
             raise Fault("executed by a part of a warp, and all of its threads have to")

@@ -1,7 +1,7 @@
-"""Groups of asynchronous operations: what `commit_group` closes and `wait_group` waits for.
+"""Groups of asynchronous operations, which `commit_group` closes and for which `wait_group` waits.
 
 Sources: PTX ISA, "async-group mechanism", `cp.async.commit_group`, `cp.async.wait_group`,
-`cp.async.bulk.commit_group`, `cp.async.bulk.wait_group`; confidence high. Each thread has groups of its own.
+`cp.async.bulk.commit_group`, `cp.async.bulk.wait_group`; confidence high. Each thread has its own groups.
 `wait_group N` waits for all groups of the executing thread but the latest N, empty ones counted.
 """
 
@@ -16,7 +16,7 @@ from ptxsim.state import LANES, State
 
 
 class Operation:
-    """An asynchronous operation: it happens at some time, at the latest when somebody has waited for it."""
+    """An asynchronous operation, which happens at some time, at the latest at a wait for it."""
 
     def __init__(self, machine: State, instruction: Instruction, cluster: int, action: Callable[[], None]) -> None:
         self.machine, self.instruction, self.cluster, self.action = machine, instruction, cluster, action
@@ -28,7 +28,7 @@ class Operation:
         self.action()
 
     def finish(self) -> None:
-        """Let the operation happen now if it has not happened."""
+        """Execute the operation now, unless it has happened."""
         if not self.done:
             self.machine.copies[self.cluster].remove(self._entry)
             self._entry()
@@ -40,9 +40,9 @@ class Groups:
     agent: the clock agent of a warp's operations; their epoch is the number of the group, from 1 on. fences: whether a
     wait also orders the operations before later accesses of the asynchronous proxy.
 
-    A wait lets the operations happen that have not happened, so that it never blocks: the clocks find a missing wait,
-    whenever an operation happens. Waits count for warps: that one thread of a warp waits for another one's operations,
-    which takes a `bar.warp.sync`, is not checked.
+    A wait executes the operations that have not happened, so that it never blocks: the clocks find a missing wait at
+    any time of an operation. Waits count for warps: it is not checked that a thread that waits for another thread's
+    operations executes a `bar.warp.sync`.
     """
 
     def __init__(self, machine: State, agent: Callable[[np.ndarray], np.ndarray], *, fences: bool) -> None:
@@ -73,7 +73,7 @@ class Groups:
         self.committed[threads] += 1
 
     def wait(self, threads: np.ndarray, left: int) -> None:
-        """Let some threads wait for all groups but the latest `left`."""
+        """Let some threads wait for all groups except the latest `left`."""
         self.waited[threads] = np.maximum(self.waited[threads], self.committed[threads] - left)
         warps = np.unique(threads // LANES)
         issued, waited = self.issued.reshape(-1, LANES)[warps], self.waited.reshape(-1, LANES)[warps]
@@ -88,7 +88,7 @@ class Groups:
             clocks[clusters, local, self.agent(local)] = np.maximum(clocks[clusters, local, self.agent(local)], known)
 
     def unfinished(self) -> Operation | None:
-        """An operation that its thread has not waited for."""
+        """An operation for which its thread has not waited; None if there is none."""
         late = np.flatnonzero(self.issued > self.waited)
         return self.latest[int(late[0]) // LANES] if len(late) else None
 

@@ -1,7 +1,7 @@
 """Instructions on integers.
 
-Source: PTX ISA, "Integer arithmetic instructions" and "Logic and shift instructions"; confidence high. What a division
-by zero gives is open there; here it is a quotient with all bits set, and the dividend as the remainder.
+Source: PTX ISA, "Integer arithmetic instructions" and "Logic and shift instructions"; confidence high. It leaves the
+result of a division by zero open; here the quotient has all bits set, and the remainder is the dividend.
 """
 
 from typing import Any
@@ -19,7 +19,7 @@ _INTEGERS = tuple(f"{sign}{bits}" for bits in _WIDTHS for sign in "su")
 
 
 def _quotient(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    """a / b towards zero. fmod has the sign of a, so that what is left is divided exactly."""
+    """a / b towards zero. fmod has the sign of a, so that a - fmod(a, b) is divided exactly."""
     return np.where(b == 0, ~np.zeros_like(a), np.floor_divide(a - np.fmod(a, b), b))
 
 
@@ -71,7 +71,7 @@ for _kind, _wide in (("s16", "s32"), ("u16", "u32"), ("s32", "s64"), ("u32", "u6
 
 @form("mad.lo.cc.u32")
 def _multiply_add_carry_out(instruction: Instruction, program: Program) -> Step:
-    """The low halves of the products, plus c; the carry of the sum is kept."""
+    """The step that adds c to the low halves of the products, and keeps the carry of the sum."""
     expect(instruction, 4)
     into, *operands = instruction.operands
     write, reads = writer(into, "u32"), [reader(each, "u32") for each in operands]
@@ -87,7 +87,7 @@ def _multiply_add_carry_out(instruction: Instruction, program: Program) -> Step:
 
 @form("madc.hi.u32")
 def _multiply_add_carry_in(instruction: Instruction, program: Program) -> Step:
-    """The high halves of the products, plus c and the carry."""
+    """The step that adds c and the carry to the high halves of the products."""
     expect(instruction, 4)
     into, *operands = instruction.operands
     write, reads = writer(into, "u32"), [reader(each, "u32") for each in operands]
@@ -114,8 +114,8 @@ for _kind in ("pred", "b16", "b32", "b64"):
     elementwise(_two, f"xor.{_kind}")(np.bitwise_xor)
     elementwise(f"{_kind} {_kind}", f"not.{_kind}")(np.invert)
 
-# A count beyond the width gives zeros, or signs: as NumPy's shifts do. Counts have 32 bits. They are read with the
-# signedness of the number that is shifted, so that NumPy does not widen both; a negative one counts as a large one.
+# A count beyond the width gives zeros, or signs, as NumPy's shifts do. Counts have 32 bits. They are read with the
+# signedness of the shifted number, so that NumPy does not widen both; a negative one counts as a large one.
 for _bits in _WIDTHS:
     elementwise(f"b{_bits} b{_bits} u32", f"shl.b{_bits}")(np.left_shift)
     elementwise(f"u{_bits} u{_bits} u32", f"shr.u{_bits}", f"shr.b{_bits}")(np.right_shift)

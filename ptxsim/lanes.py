@@ -1,8 +1,8 @@
-"""The order of accesses to shared memory by the threads of one warp, which need not run in step.
+"""The order of accesses to shared memory by the threads of one warp, which need not run in lockstep.
 
-Source: PTX ISA, "bar.warp.sync": it "guarantees memory ordering among participating threads"; `shfl.sync` and its kin
-do not. So what one thread writes, or copies by `cp.async` and waits for, another thread of its warp may read after both
-have met: at `bar.warp.sync`, at a barrier of the program or the cluster, or at an mbarrier. Confidence high.
+Source: PTX ISA, "bar.warp.sync": it "guarantees memory ordering among participating threads"; `shfl.sync` and similar
+instructions do not. So bytes that one thread writes, or copies by `cp.async` and waits for, may be read by others of
+its warp after a meeting: at `bar.warp.sync`, a barrier of the program or the cluster, or an mbarrier. Confidence high.
 
 Not checked: accesses that another thread of the warp releases by an arrival, or orders before an asynchronous
 operation. A meeting of a part of a warp counts for all of it.
@@ -12,18 +12,18 @@ import numpy as np
 
 from ptxsim.fault import Fault
 
-COLLECTIVE = 32  # the lane of an access that a warp makes as one
+COLLECTIVE = 32  # the lane of a collective access of a warp
 _SEVERAL = 33  # and of reads of one cell by several threads
 _ANY = 34  # and of writes of one value to a cell by several threads
 _BITS = 6
 
 
 class Lanes:
-    """The last write to each cell and the last reads by each warp: by which lane, and between which meetings.
+    """The lane and the last meeting before it of the last write to each cell and of the last reads by each warp.
 
-    A record is the number of the warp's last meeting, times 64, plus the lane; of a cell that `cp.async` wrote, -1 less
-    the lane. meetings: of each warp so far. waited: of each warp, the group of `cp.async` whose end all of its threads
-    know.
+    A record is the number of the warp's last meeting, times 64, plus the lane; for a cell that `cp.async` wrote, -1
+    less the lane. meetings: of each warp so far. waited: for each warp, the group of `cp.async` for which all of its
+    threads have waited.
     """
 
     def __init__(self, cells: int, clusters: int, warps: int) -> None:
@@ -33,7 +33,7 @@ class Lanes:
         self._read = np.zeros((warps, cells), np.int32)
 
     def meet(self, clusters: np.ndarray | int, warps: np.ndarray | list[int], waited: np.ndarray) -> None:
-        """The threads of each of some warps meet. waited: the groups of `cp.async` that they have waited for."""
+        """Record a meeting of the threads of each warp. waited: the groups of `cp.async` for which they have waited."""
         self.meetings[clusters, warps] += 1
         self.waited[clusters, warps] = waited
 
@@ -41,9 +41,9 @@ class Lanes:
         self, cells: np.ndarray, clusters: np.ndarray, warps: np.ndarray, lanes: np.ndarray,
         is_own: np.ndarray, groups: np.ndarray,
     ) -> None:  # fmt: skip
-        """Threads read cells [threads, n]. clusters, warps, lanes: [threads], of the threads.
+        """Record that threads read cells [threads, n]. clusters, warps, lanes: [threads], of the threads.
 
-        is_own: bool [threads, n], whether the thread's warp or its copies wrote a cell. groups: of the copies that did.
+        is_own: bool [threads, n], whether the thread's warp or its copies wrote a cell. groups: of these copies.
         """
         now, mine = self.meetings[clusters, warps][:, None], lanes[:, None]
         wrote = self._wrote[cells]
@@ -66,7 +66,7 @@ class Lanes:
         self, cells: np.ndarray, clusters: np.ndarray, warps: np.ndarray, lanes: np.ndarray,
         is_own: np.ndarray, changes: np.ndarray,
     ) -> None:  # fmt: skip
-        """Threads write cells; arguments as of `reads`. changes: whether a cell gets another value."""
+        """Record that threads write cells; arguments as of `reads`. changes: whether a cell's value changes."""
         now, mine = self.meetings[clusters, warps][:, None], lanes[:, None]
         self._check_readers(cells, warps, now, mine)
         wrote = self._wrote[cells]
@@ -80,7 +80,7 @@ class Lanes:
     def copies(
         self, cells: np.ndarray, warps: np.ndarray, lanes: np.ndarray, issued: np.ndarray
     ) -> None:  # fmt: skip
-        """`cp.async` of threads write cells. issued: [threads], the number of the warp's last meeting at the issue."""
+        """Record writes by `cp.async` to cells. issued: [threads], the number of the last meeting before the issue."""
         self._check_readers(cells, warps, issued[:, None], lanes[:, None])
         self._wrote[cells] = -1 - lanes[:, None]
 
@@ -92,6 +92,6 @@ class Lanes:
 
 
 def _others(records: np.ndarray, mine: np.ndarray) -> np.ndarray:
-    """Whether the access of a record was another thread's than mine."""
+    """Whether the access of each record was by another thread than `mine`."""
     lanes = records & (1 << _BITS) - 1
     return ((lanes != mine) | (lanes == COLLECTIVE)) & (lanes != _ANY)

@@ -3,7 +3,7 @@
     simulator = Simulator()
     simulator.launch(triton.compile(...), [x, y, 1000], grid=8)  # x, y: tensors of the CPU
 
-A launch is executed at once, so later operations of the host see its results.
+A launch is executed synchronously, so later operations of the host read its results.
 """
 
 import time
@@ -28,8 +28,8 @@ class Simulator:
     """A GPU that executes PTX on the CPU, and totals of its launches.
 
     schedule: of all launches. executed: for the PTX of each kernel, the indices of the instructions that a thread
-    executed. unwritten: for tensors' storages (by their address) that nothing wrote whole, which of their bytes hold a
-    value; filled within `watching`.
+    executed. unwritten: for tensors' storages (by address) that were not written completely, whether each byte was;
+    filled within `watching`.
     """
 
     device: ClassVar[str] = "cpu"  # of the launches' tensors
@@ -41,7 +41,7 @@ class Simulator:
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """While this lasts, contents of new `torch.empty` count as unwritten: a kernel that reads them is a fault."""
+        """A context in which contents of new `torch.empty` count as unwritten: a kernel that reads them is a fault."""
         with _Unwritten(self):
             yield
 
@@ -56,7 +56,7 @@ class Simulator:
         self.execute(Compiled.of(kernel), values, grid)
 
     def execute(self, compiled: "Compiled", values: Sequence[Any], grid: Grid) -> None:
-        """`launch` of a kernel that `Compiled.of` has parsed, once for all its launches."""
+        """`launch` of a kernel that `Compiled.of` has parsed; several launches share the parsed kernel."""
         started = time.perf_counter()
         memory = GlobalMemory()
         placed: dict[int, tuple[int, np.ndarray]] = {}
@@ -75,7 +75,7 @@ class Simulator:
         self.seconds += time.perf_counter() - started
 
     def _argument(self, value: Any, memory: GlobalMemory, placed: dict[int, tuple[int, np.ndarray]]) -> int:
-        """A parameter. A tensor's storage is copied to global memory at the first use."""
+        """The parameter for an argument. A tensor's storage is copied to global memory at the first use."""
         if not isinstance(value, torch.Tensor):
             return int(value)
         content = _bytes(value)
@@ -98,7 +98,7 @@ UNWRITTEN = 0xEE  # every byte of new memory
 
 
 class _Unwritten(TorchDispatchMode):
-    """Notes which tensors `torch.empty` and its kin make, and which of them PyTorch writes afterwards."""
+    """Records the tensors that `torch.empty` and similar functions create, and PyTorch's later writes to them."""
 
     def __init__(self, simulator: Simulator) -> None:
         super().__init__()
@@ -111,7 +111,7 @@ class _Unwritten(TorchDispatchMode):
             storage = result.untyped_storage()
             if storage.nbytes():
                 unwritten[storage.data_ptr()] = np.zeros(storage.nbytes(), bool)
-                _bytes(result)[:] = UNWRITTEN  # an earlier tensor may have left the right values there
+                _bytes(result)[:] = UNWRITTEN  # the memory may still contain the right values of an earlier tensor
             return result
         if func._schema.is_mutable:
             given = dict(zip((one.name for one in func._schema.arguments), args, strict=False)) | (kwargs or {})
@@ -135,8 +135,8 @@ _EMPTIES = {torch.ops.aten.empty, torch.ops.aten.empty_strided, torch.ops.aten.n
 class Compiled:
     """A compiled kernel.
 
-    ptx: the text that `kernel` was parsed from. shared: bytes of dynamic shared memory of a program. scratch_bytes,
-    scratch_align: a program's global memory, and what its address is a multiple of.
+    ptx: the text of `kernel`. shared: bytes of dynamic shared memory of a program. scratch_bytes, scratch_align: size
+    and alignment of a program's global memory.
     """
 
     ptx: str = field(repr=False)
@@ -147,7 +147,7 @@ class Compiled:
 
     @classmethod
     def of(cls, kernel: Any) -> "Compiled":
-        """The parsed code and the resources of what `triton.compile` returned."""
+        """The parsed code and the resources of a kernel that `triton.compile` returned."""
         ptx, metadata = kernel.asm["ptx"], kernel.metadata
         return cls(ptx, Kernel.of(parse(ptx)), metadata.shared, metadata.global_scratch_size or 0,
                    metadata.global_scratch_align or 1)  # fmt: skip

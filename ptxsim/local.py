@@ -1,4 +1,4 @@
-"""Local memory: arrays of each thread's own.
+"""Local memory: arrays that belong to one thread.
 
 Source: PTX ISA, "Local state space"; confidence high. Compilers put arrays there that are indexed at run time, as the
 reduction of large arguments of sine and cosine does.
@@ -14,7 +14,7 @@ _START = 1024  # the address of the first array: no array begins at 0
 class LocalMemory:
     """The arrays of all threads. addresses: of each array, by its name; the same for every thread.
 
-    data: uint8 [threads, bytes]. written: which bytes hold a value.
+    data: uint8 [threads, bytes]. written: whether each byte was written.
     """
 
     def __init__(self, threads: int, arrays: dict[str, int]) -> None:

@@ -1,4 +1,4 @@
-"""The machine that executes instructions: the state of its programs, and all parts that work on it."""
+"""The machine that executes instructions: the state of its programs, with barriers, memories and pipes."""
 
 from ptxsim.barriers import ClusterBarrier, Mbarriers, ProgramBarriers
 from ptxsim.groups import Groups
@@ -11,7 +11,7 @@ from ptxsim.warpgroup_products import Products
 
 
 class Machine(State):
-    """Some clusters of a launch that run at the same time, and what their instructions work on."""
+    """Some clusters of a launch that run at the same time, with all state that their instructions use."""
 
     def __init__(
         self, program: Program, memory: GlobalMemory, arguments: list[int], grid: tuple[int, int, int],
@@ -21,7 +21,7 @@ class Machine(State):
         self.mbarriers = Mbarriers(self)
         self.barriers = ProgramBarriers(self)
         self.cluster_barrier = ClusterBarrier(self)
-        self.cluster_tickets: dict[int, int] = {}  # the phase of the cluster's barrier that a warp is to wait for
+        self.cluster_tickets: dict[int, int] = {}  # the phase of the cluster's barrier for which a warp waits
         self.tensor_memory = TensorMemory(self)
         self.tensor_maps = TensorMaps(self)
         self.copy_groups = Groups(self, self.clocks.copies, fences=False)

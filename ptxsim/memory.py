@@ -1,8 +1,8 @@
-"""Global memory: tensors between guards, what of them was written, and races.
+"""Global memory: tensors between guards, a record of the written bytes, and races.
 
-What another program of a launch wrote must not be accessed. What another warp of the same program wrote may be accessed
-after a wait for it. Not checked: that a warp overwrites what another one of its program may be reading, the order of
-threads within a warp, and accesses by copies within a program.
+Bytes that another program of a launch wrote must not be accessed. Bytes that another warp of the same program wrote may
+be accessed after a wait for it. Not checked: that a warp overwrites bytes that another one of its program may be
+reading, the order of threads within a warp, and accesses by copies within a program.
 """
 
 from dataclasses import dataclass
@@ -19,14 +19,14 @@ ATOMIC = -1
 
 @dataclass(frozen=True)
 class Threads:
-    """Who accesses memory: the clusters of threads in their machine, their warps in the cluster, and the clocks."""
+    """The threads of an access: their clusters in the machine, their warps in the cluster, and the clocks."""
 
     clocks: Clocks
     clusters: np.ndarray
     warps: np.ndarray
 
     def known(self, warps: np.ndarray) -> np.ndarray:
-        """The epochs of warps [threads, n] that each thread knows to be complete."""
+        """The epochs of warps [threads, n] in each thread's clock."""
         return self.clocks.rows[KNOWN][self.clusters[:, None], self.warps[:, None], warps]
 
     @property
@@ -38,9 +38,9 @@ class Threads:
 class GlobalMemory:
     """Bytes of global memory. Addresses are int64.
 
-    data: uint8. allocated, written: which bytes belong to a tensor, and which of those hold a value. writer: the
-    cluster that wrote a byte in the launch that runs, from 1 on; `ATOMIC` for atomic operations; 0 for none. warp,
-    epoch: which warp of the cluster did, and in which of its epochs.
+    data: uint8. allocated, written: whether a byte belongs to a tensor, and whether it was written. writer: the cluster
+    that wrote a byte in the running launch, from 1 on; `ATOMIC` for atomic operations; 0 for none. warp, epoch: the
+    cluster's warp that did, and its epoch then.
     """
 
     def __init__(self, size: int = 1 << 22) -> None:
@@ -69,7 +69,7 @@ class GlobalMemory:
         return BASE + start
 
     def constant(self, content: bytes) -> int:
-        """The address of bytes that a kernel brings along."""
+        """The address of a new copy of bytes that a kernel contains."""
         if content not in self._constants:
             self._constants[content] = self.allocate(len(content), np.frombuffer(content, np.uint8))
         return self._constants[content]
@@ -80,15 +80,15 @@ class GlobalMemory:
         return self.data[start : start + nbytes].copy()
 
     def written_at(self, address: int, nbytes: int) -> np.ndarray:
-        """Which of some bytes hold a value, as bool."""
+        """Whether each of some bytes was written, as bool."""
         return self.written[address - BASE : address - BASE + nbytes].copy()
 
     def set_written(self, address: int, written: np.ndarray) -> None:
-        """Say which of some bytes hold a value."""
+        """Set whether each of some bytes counts as written."""
         self.written[address - BASE : address - BASE + len(written)] = written
 
     def begin_launch(self) -> None:
-        """Forget which programs wrote what: launches of a stream are in order."""
+        """Forget the writers of all bytes: launches of a stream are in order."""
         self.writer[:] = 0
 
     # ------------------------------------------------------------ accesses of threads
@@ -98,7 +98,7 @@ class GlobalMemory:
     ) -> np.ndarray:  # fmt: skip
         """The bytes at aligned addresses [threads]: uint8 [threads, size]. clusters: [threads], from 0 on.
 
-        threads: who accesses them; None for copies.
+        threads: of the access; None for copies.
         """
         rows = self._rows(addresses, size)
         if not self.written.reshape(-1, size)[rows].all():
@@ -133,7 +133,7 @@ class GlobalMemory:
         self.epoch.reshape(-1, size)[rows] = 0 if threads is None else threads.epochs
 
     def _late(self, rows: np.ndarray, size: int, threads: Threads) -> np.ndarray:
-        """Whether threads do not know of the end of the last write by a warp of their cluster: bool [threads, size]."""
+        """Whether the last write, by a warp of their cluster, is not in the threads' clocks: bool [threads, size]."""
         return self.epoch.reshape(-1, size)[rows] > threads.known(self.warp.reshape(-1, size)[rows])
 
     def _warp_at(self, rows: np.ndarray, size: int, which: np.ndarray) -> int:

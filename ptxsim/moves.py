@@ -25,7 +25,7 @@ elementwise("u64 u64", "cvta.global.u64")(_same)
 
 @form("mov.b16", "mov.b32", "mov.b64")
 def _move(instruction: Instruction, program: Program) -> Step:
-    """Also packs the parts of a vector into one register, the first one lowest, and unpacks them."""
+    """The step of `mov`, which also packs parts of a vector into a register, the first one lowest, or unpacks them."""
     expect(instruction, 2)
     kind = instruction.opcode.split(".")[1]
     into, source = instruction.operands
@@ -86,7 +86,7 @@ _Comparison = Callable[[np.ndarray, np.ndarray], np.ndarray]
 _COMPARISONS: dict[str, _Comparison] = {
     "eq": np.equal, "ne": np.not_equal, "lt": np.less, "le": np.less_equal, "gt": np.greater, "ge": np.greater_equal,
 }  # fmt: skip
-# Floats: "ne" is false where an operand is NaN, and what ends in "u" is true there.
+# Floats: if an operand is NaN, "ne" is false, and comparisons that end in "u" are true.
 _COMPARISONS_OF_FLOATS: dict[str, _Comparison] = {
     **_COMPARISONS,
     "ne": lambda a, b: (a < b) | (a > b),

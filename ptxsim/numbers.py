@@ -1,4 +1,4 @@
-"""Numbers as the instructions of a GPU round them, for NumPy arrays of any shape.
+"""The rounding of numbers by a GPU's instructions, for NumPy arrays of any shape.
 
 Floats of 16 bits are passed as uint16 bits, narrower ones as uint8 codes. NaN results of float32 and narrower are the
 one NaN that the PTX ISA calls canonical (0x7FFFFFFF, 0x7FFF); the ISA leaves the bits of a float32 NaN open, and
@@ -22,7 +22,7 @@ _SMALLEST = F32(2**-126)  # the smallest normal float32
 
 
 def _values(exponent_bits: int, mantissa_bits: int) -> np.ndarray:
-    """float32 values of all codes of a float whose largest exponent is an ordinary one."""
+    """The float32 numbers of all codes of a float format, as if its largest exponent had no infinity and no NaN."""
     code = np.arange(2 ** (1 + exponent_bits + mantissa_bits))
     exponent = code >> mantissa_bits & 2**exponent_bits - 1
     mantissa = code & 2**mantissa_bits - 1
@@ -54,10 +54,10 @@ def bf16_values(bits: np.ndarray) -> np.ndarray:
 
 
 def _rounding_index(values: np.ndarray) -> np.ndarray:
-    """float32 -> 14 bits that decide how a number is rounded to an 8-bit float or a narrower one.
+    """float32 -> 14 bits that determine the rounding to an 8-bit float or a narrower one.
 
-    They are the sign, the exponent, four bits of the mantissa, and whether any lower bit is set: enough to see a tie
-    of a format that has three bits of mantissa or fewer.
+    They are the sign, the exponent, four bits of the mantissa, and whether any lower bit is set: enough to detect a
+    tie of a format that has three bits of mantissa or fewer.
     """
     bits = values.view(U32)
     return bits >> 18 | ((bits & 0x3FFFF) != 0)
@@ -98,8 +98,8 @@ def e5m2(values: np.ndarray) -> np.ndarray:
 def e2m1_stochastic(values: np.ndarray, noise: np.ndarray) -> np.ndarray:
     """E2M1 codes of float32 as cvt.rs.satfinite makes them of eight bits of noise for each.
 
-    A magnitude is rounded up where its fraction of a step, cut to eight bits, and the noise reach a step. NaN gives 7.
-    Confidence: medium; the ISA says that the noise is added to the mantissa, and not how many bits are kept.
+    A magnitude is rounded up if its fraction of a step, cut to eight bits, plus the noise reach a step. NaN gives 7.
+    Confidence: medium; by the ISA, the noise is added to the mantissa, but it leaves open how many bits are kept.
     """
     bits = values.view(U32)
     magnitude = np.minimum(bits & 0x7FFFFFFF, 0x40C00000)  # 6.0
@@ -134,14 +134,14 @@ def to_bf16(values: np.ndarray) -> np.ndarray:
 
 
 def _with_nan(bits: Any, values: np.ndarray) -> np.ndarray:
-    """Bits of 16-bit floats that the caller does not need any longer, with the canonical NaN where `values` are NaN."""
+    """Bits of 16-bit floats, changed in place to the canonical NaN where `values` are NaN."""
     bits = np.asarray(bits)
     np.copyto(bits, U16(0x7FFF), where=values != values)
     return bits
 
 
 def round_to_odd(values: np.ndarray) -> np.ndarray:
-    """float64 -> float32: where it is inexact, the neighbour with an odd last bit, so that rounding again is right."""
+    """float64 -> float32: if inexact, the neighbour with an odd last bit, so that rounding again is right."""
     near = values.astype(F32)
     bits = near.view(np.int32)
     error = values - near
@@ -154,7 +154,7 @@ def round_to_odd(values: np.ndarray) -> np.ndarray:
 
 
 def canonical(values: Any) -> np.ndarray:
-    """float32 that the caller does not need any longer, with the canonical NaN for every NaN."""
+    """float32, changed in place to the canonical NaN for every NaN."""
     values = np.asarray(values)
     np.copyto(values, NAN, where=values != values)
     return values
@@ -172,9 +172,9 @@ def saturate(values: np.ndarray) -> np.ndarray:
 
 def fused(a: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarray:
     """a * b + c of float32, as float64 rounded to odd, so that rounding to float32 or narrower is right."""
-    product = np.multiply(a, b, dtype=F64)  # exact: float64 has the product of any two float32
+    product = np.multiply(a, b, dtype=F64)  # exact: float64 holds the product of any two float32
     total = product + c
-    # The part of the sum that float64 lost (Knuth). Where there is one, the last bit is made odd.
+    # The rounding error of the sum in float64 (Knuth). If it is not 0, the last bit is made odd.
     back = total - product
     lost = (product - (total - back)) + (c - back)
     bits = total.view(np.int64)
@@ -185,7 +185,7 @@ def fused(a: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarray:
 
 def multiply_bf16(a: np.ndarray, b: np.ndarray) -> np.ndarray:
     """a * b of uint16 bits of bf16, rounded once."""
-    # The product has 16 bits. float32 has it exactly, or it is subnormal and too small to be near a half of bf16.
+    # The product has 16 bits. float32 holds it exactly, or it is subnormal and too small to be near a half of bf16.
     return to_bf16(bf16_values(a) * bf16_values(b))
 
 
@@ -240,8 +240,8 @@ def rsqrt(values: np.ndarray) -> np.ndarray:
 def div_approx(a: np.ndarray, b: np.ndarray) -> np.ndarray:
     """div.approx.f32, here rounded to float32. A GPU may be off by 2 units of the last place.
 
-    As the ISA says, divisors between 2^126 and 2^128 give zero for finite numbers and NaN for infinite ones; the sign
-    of this zero is not said there, and is the sign of a quotient here.
+    By the ISA, divisors between 2^126 and 2^128 give zero for finite numbers and NaN for infinite ones; the ISA leaves
+    the sign of this zero open; here it is the sign of a quotient.
     """
     large = (np.abs(b) > F32(2**126)) & np.isfinite(b)
     return canonical(np.where(large, a * np.copysign(F32(0), b), a / b))
@@ -270,7 +270,7 @@ def joined(parts: np.ndarray) -> np.ndarray:
 
 @cache
 def _byte_moves(selector: int) -> tuple[tuple[int, bool, int, int], ...]:
-    """(operand, whether a sign is spread, shift to the right, mask of the result) of what prmt does."""
+    """(operand, whether a sign is spread, shift to the right, mask of the result) of each byte that prmt selects."""
     masks: dict[tuple[int, bool, int], int] = {}
     for i in range(4):
         nibble = selector >> 4 * i & 15
@@ -281,7 +281,7 @@ def _byte_moves(selector: int) -> tuple[tuple[int, bool, int, int], ...]:
 
 
 def prmt(a: np.ndarray, b: np.ndarray, selector: int) -> np.ndarray:
-    """prmt.b32: bytes of the uint32 a and b; the top bit of a nibble asks for the byte's sign in all its bits."""
+    """prmt.b32: bytes of the uint32 a and b; the top bit of a nibble selects the byte's sign for all its bits."""
     result: Any = None
     for operand, spread, shift, mask in _byte_moves(selector & 0xFFFF):
         source = (a, b)[operand]
@@ -310,7 +310,7 @@ def lop3(a: np.ndarray, b: np.ndarray, c: np.ndarray, table: int) -> Any:
 
 
 def _logic(table: int, operands: tuple[np.ndarray, ...]) -> Any:
-    """f(x, ...) as f(0, ...) ^ (x & (f(0, ...) ^ f(1, ...))), where the tables of the parts are half as long."""
+    """Compute f(x, ...) as f(0, ...) ^ (x & (f(0, ...) ^ f(1, ...))), whose parts have tables half as long."""
     if not operands:
         return U32(0xFFFFFFFF if table else 0)
     first, *others = operands

@@ -1,12 +1,12 @@
 """The order of a program's basic blocks in which the threads of a warp that diverged execute them.
 
-A compiler may lay out the block at which the ways of a branch meet before that branch, so the layout does not say which
-threads have to wait for others: the control flow does. ptxas lets threads meet at the immediate post-dominator of a
-branch (`BSSY`, `BSYNC` in SASS). Here they meet there, too, or before; only where some would come there in a later
-iteration of a loop than others, they meet at the loop's one way back. A block comes behind those from which threads
-reach it in an iteration, and the exits of a loop behind all of it: a weak topological order (F. Bourdoncle, "Efficient
-chaotic iteration strategies with widenings", 1993), but for the heads of some loops. Confidence high, except for a loop
-that is entered at several blocks, of which the first one laid out counts as its head.
+A compiler may lay out the block at which the paths of a branch meet before that branch, so the threads that have to
+wait for others follow from the control flow, not from the layout. ptxas lets threads meet at the immediate
+post-dominator of a branch (`BSSY`, `BSYNC` in SASS). Here they also meet there, or before; only if some would reach it
+in a later iteration of a loop than others, they meet at the loop's single back edge. A block comes after those from
+which threads reach it in an iteration, and the exits of a loop after all of it: a weak topological order (F.
+Bourdoncle, "Efficient chaotic iteration strategies with widenings", 1993), except for the heads of some loops.
+Confidence high, except for a loop with several entries, of which the first one in the layout counts as its head.
 """
 
 import heapq
@@ -20,19 +20,19 @@ from ptxsim.control import BRANCHES
 from ptxsim.parse import Instruction, Label, Program
 from ptxsim.state import DONE
 
-_Edges = Mapping[int, Sequence[int]]  # the blocks that may follow each block, which is named by where it begins
+_Edges = Mapping[int, Sequence[int]]  # each block -> those that may follow, all by the first instruction's index
 
 
 @dataclass(frozen=True)
 class Order:
-    """starts: where the blocks begin, in order, and DONE. places: the place in `starts` of each block, by its begin."""
+    """An order of blocks. starts: their first indices in this order, and DONE. places: in `starts`, by first index."""
 
     starts: np.ndarray
     places: np.ndarray
 
     @classmethod
     def of(cls, program: Program) -> "Order | None":
-        """None where the blocks are laid out in order, so that the program counters themselves tell which comes first.
+        """The order of a program's blocks; None if it is the layout's, so that the smallest program counter is first.
 
         Of the orders that a control flow allows, this is the one that is closest to the layout.
         """
@@ -50,7 +50,7 @@ class Order:
 
 
 def edges_of(program: Program) -> dict[int, list[int]]:
-    """Where the blocks that may follow each basic block begin, by where it begins itself, in the order of the code."""
+    """Each basic block -> the blocks that may follow it, all by their first index, in the order of the code."""
     end = len(program.instructions)
     starts = sorted(program.leaders - {end})
     edges = {}
@@ -63,7 +63,7 @@ def edges_of(program: Program) -> dict[int, list[int]]:
 
 
 def _targets(program: Program, one: Instruction) -> list[int]:
-    """Where an instruction may branch to."""
+    """The indices to which an instruction may branch."""
     if one.opcode not in BRANCHES or not one.operands:
         return []
     label = one.operands[-1]
@@ -82,9 +82,9 @@ class _Flow:
                 self.before[each].append(block)
 
     def ordered(self, blocks: Set[int], together: bool = True) -> list[int]:
-        """Some blocks in order. Of several blocks or loops that may be next, the one that is laid out first is.
+        """Some blocks in order. Of several blocks or loops that may be next, the first one in the layout is.
 
-        together: whether no thread comes to them in a later iteration of a loop than others.
+        together: whether no thread reaches them in a later iteration of a loop than others.
         """
         loops: dict[int, set[int]] = {}
         sorter: TopologicalSorter[int] = TopologicalSorter()
@@ -106,9 +106,9 @@ class _Flow:
     def _ordered_loop(self, loop: set[int], together: bool) -> list[int]:
         """The blocks of a loop in order, or one block.
 
-        The head comes behind the blocks that it post-dominates, so that threads that are to begin another iteration
-        wait for the others. Where all of them meet before, in the one block that leads back, the head comes first, as
-        in the usual layout.
+        The head comes after the blocks that it post-dominates, so that threads that begin another iteration wait for
+        the others. If all of them meet before, in the only block that leads back, the head comes first, as in the usual
+        layout.
         """
         if len(loop) == 1:
             return list(loop)

@@ -1,7 +1,7 @@
 """Parse the PTX of one kernel into instructions with typed operands.
 
 The grammar is the part of the PTX ISA (https://docs.nvidia.com/cuda/parallel-thread-execution) that Triton emits.
-Registers and labels that inline assembly declares within braces are renamed, so that every name means one thing.
+Registers and labels that inline assembly declares within braces are renamed, so that every name is unique.
 """
 
 import re
@@ -72,7 +72,7 @@ class Pair:
 
 @dataclass(frozen=True)
 class Unused:
-    """`_`: a result that is not wanted."""
+    """`_`: a discarded result."""
 
 
 Operand = Register | Immediate | Special | Symbol | Label | Vector | Address | Pair | Unused
@@ -80,7 +80,7 @@ Operand = Register | Immediate | Special | Symbol | Label | Vector | Address | P
 
 @dataclass(frozen=True)
 class Instruction:
-    """One instruction. line: its line in the PTX, from 1 on. guard: the predicate it depends on."""
+    """One instruction. line: its line in the PTX, from 1 on. guard: its predicate."""
 
     line: int
     text: str
@@ -97,8 +97,8 @@ class Program:
     """A kernel.
 
     parameters: (name, bytes) in order. threads: threads of a program. cluster: programs of a cluster. static_shared,
-    local: the arrays in shared memory, and in every thread's own memory, that the code declares: by name, in bytes.
-    constants: the contents of arrays in global memory that the module brings along, by name. labels: indices into
+    local: the declared arrays in shared memory, and in every thread's local memory, as bytes by name.
+    constants: the contents of the module's arrays in global memory, by name. labels: indices into
     `instructions`. tables: the labels of each branch table. leaders: the indices at which basic blocks begin.
     """
 
@@ -115,12 +115,12 @@ class Program:
     leaders: frozenset[int]
 
 
-# Instructions after which a warp may be elsewhere, or has to wait.
+# Instructions after which a warp may be at another instruction, or has to wait.
 _ENDS_BLOCK = ("bra", "brx", "ret", "exit", "bar", "barrier", "mbarrier")
 
 
 def operand_registers(one: Instruction) -> list[Register]:
-    """The registers that an instruction names, also in addresses, vectors and its guard."""
+    """The registers of an instruction, including those in addresses, vectors and its guard."""
     found: list[Register] = []
     waiting: list[Operand] = [*one.operands, *([one.guard] if one.guard else [])]
     while waiting:
@@ -137,7 +137,7 @@ def operand_registers(one: Instruction) -> list[Register]:
 
 
 def parse(text: str) -> Program:
-    """Parse PTX with one entry function. Raises ValueError, naming the line, for what the grammar does not have."""
+    """Parse PTX with one entry function. Raises ValueError, naming the line, for anything else."""
     found = re.search(r"\.entry (\w+)\(([^)]*)\)([^{]*)\{", text)
     if found is None:
         raise ValueError("the PTX has no .entry function")
@@ -181,7 +181,7 @@ def _bits(kind: str) -> int:
 
 
 class _Body:
-    """The statements of the function whose text begins at `start`, behind its opening brace."""
+    """The statements of the function whose text begins at `start`, after its opening brace."""
 
     def __init__(self, text: str, start: int, symbols: set[str]) -> None:
         self.instructions: list[Instruction] = []
@@ -193,7 +193,7 @@ class _Body:
         # An entry for each open brace: the registers and the labels that it declares, by the name in the text.
         self.scopes: list[dict[str, Register]] = [{}]
         self.local_labels: list[dict[str, str]] = [{}]
-        self.opened = 0  # how many scopes were opened so far
+        self.opened = 0  # the number of scopes opened so far
         for line, statement in self._statements(text, start):
             try:
                 self._statement(line, statement)
@@ -238,7 +238,7 @@ class _Body:
                 at = end + 1
 
     def _labels_of_scope(self, text: str, start: int) -> dict[str, str]:
-        """The labels that a nested scope declares itself, with names that no other scope has."""
+        """The labels that a nested scope declares -> unique names."""
         depth, found = 0, {}
         for token in _SCOPE_TOKEN.finditer(text, start):
             if token[1]:

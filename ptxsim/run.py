@@ -1,4 +1,4 @@
-"""Run the programs of a launch: the order in which warps and asynchronous agents take turns."""
+"""Run the programs of a launch, in an order of turns of warps and asynchronous agents."""
 
 import math
 import random
@@ -19,8 +19,8 @@ from ptxsim.order import Order
 from ptxsim.parse import Program, operand_registers
 from ptxsim.state import DONE, LANES
 
-_THREADS = 8192  # how many threads run at the same time, in whole clusters
-_SHARED = 1 << 22  # and how many bytes of shared memory they have, at least one cluster's
+_THREADS = 8192  # the most threads that run at the same time, in whole clusters
+_SHARED = 1 << 22  # and the most bytes of their shared memory, at least one cluster's
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class Kernel:
 
     @classmethod
     def of(cls, program: Program) -> "Kernel":
-        """Raises UnknownForm for an instruction that the simulator does not know."""
+        """Decode a program. Raises UnknownForm for an instruction that the simulator does not support."""
         sizes = [int(one.opcode[-2:].lstrip("bfsu")) // 8 for one in program.instructions
                  if one.opcode.startswith(("ld.shared", "st.shared"))]  # fmt: skip
         reads = [frozenset(each.name for each in operand_registers(one)) for one in program.instructions]
@@ -46,10 +46,10 @@ class Kernel:
 class Schedule:
     """The order in which warps and asynchronous agents take turns.
 
-    seed: of the random choices. Under seed 0, all warps that stand at the same instruction execute it together, which
-    is the quickest; under other seeds sometimes only one of them does. strict_loads: whether a use of what `tcgen05.ld`
-    loads is a fault before `tcgen05.wait::ld`. most: a launch that executes more warp instructions is a fault; it will
-    hardly ever end.
+    seed: of the random choices. With seed 0, all warps at the same instruction execute it together, which is the
+    fastest; with other seeds sometimes only one of them does. strict_loads: whether the use of registers that
+    `tcgen05.ld` loads is a fault before `tcgen05.wait::ld`. most: a launch that executes more warp instructions is a
+    fault, because it probably does not end.
     """
 
     seed: int = 0
@@ -62,10 +62,10 @@ LOCKSTEP = Schedule()
 
 @dataclass
 class Tally:
-    """What a run took. instructions: executed by warps. opcodes: the number of executions of each.
+    """The counts of a run. instructions: executed by warps. opcodes: the number of executions of each.
 
-    executed: the indices of the instructions that at least one thread executed. notes: what is no fault, but worth
-    knowing, and how often it happened.
+    executed: the indices of the instructions that at least one thread executed. notes: remarks that are no faults, and
+    the number of times that each occurred.
     """
 
     instructions: int = 0
@@ -82,9 +82,9 @@ def run(
     shared_bytes: int,
     schedule: Schedule = LOCKSTEP,
 ) -> Tally:
-    """Run all programs of a launch. Raises Fault where the kernel does what it must not do.
+    """Run all programs of a launch. Raises Fault for a defect of the kernel.
 
-    arguments: the parameters in order, as unsigned numbers. grid: how many programs run, or their numbers in x, y and
+    arguments: the parameters in order, as unsigned numbers. grid: the number of programs, or their numbers in x, y and
     z. shared_bytes: dynamic shared memory of a program.
     """
     program = kernel.program
@@ -107,7 +107,7 @@ def run(
 
 @contextmanager
 def _one_thread() -> Iterator[None]:
-    """Let torch multiply small matrices in this thread: others would take longer to wake."""
+    """A context in which torch multiplies in this thread only: for small matrices, waking others takes longer."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -119,8 +119,8 @@ def _one_thread() -> Iterator[None]:
 class _Turns:
     """The turns that the warps and the asynchronous agents of a machine take.
 
-    warp_pc: of the program counters of each warp's threads, the one that comes first in the order of blocks; there the
-    warp goes on.
+    warp_pc: of the program counters of each warp's threads, the first one in the order of blocks, where the warp
+    continues.
     """
 
     def __init__(
@@ -131,7 +131,7 @@ class _Turns:
         self.warp_pc = np.zeros(len(machine.blocked), np.int32)
 
     def run(self) -> None:
-        """Run until all threads have ended and nothing is left to do."""
+        """Run until all threads have ended and no asynchronous operations are left."""
         machine = self.machine
         while True:
             if machine.conditions and machine.changed:
@@ -151,7 +151,7 @@ class _Turns:
         self._end()
 
     def _agents(self) -> list[tuple[int, bool]]:
-        """(cluster, whether it is the tensor pipe) of what has something to do."""
+        """(cluster, whether it is the tensor pipe) of each agent with pending operations."""
         found = [(cluster, False) for cluster, waiting in enumerate(self.machine.copies) if waiting]
         return found + [(cluster, True) for cluster, waiting in enumerate(self.machine.tensor_pipe) if waiting]
 
@@ -164,7 +164,7 @@ class _Turns:
             waiting.pop(self.random.randrange(len(waiting)))()
 
     def _run_warps(self, ready: np.ndarray) -> None:
-        """Run one warp, or all that stand where it stands, to the end of a basic block."""
+        """Run one warp, or all at the same instruction, to the end of a basic block."""
         first = int(ready[self.random.randrange(len(ready))])
         index = int(self.warp_pc[first])
         together = ready[self.warp_pc[ready] == index]
@@ -244,7 +244,7 @@ class _Turns:
         return f"{self.program.name}: nothing can go on: {at}"
 
     def _end(self) -> None:
-        """Check what programs left behind."""
+        """Raise Fault for bytes missing at mbarriers, tensor memory not freed, and copies and products not awaited."""
         machine = self.machine
         for barrier in machine.mbarriers.found.values():
             if barrier.tx:

@@ -11,11 +11,11 @@ _RANK = 24  # addresses of programs in a cluster differ in the bits from here on
 
 
 def swizzled(addresses: np.ndarray, span: int) -> np.ndarray:
-    """Where the bytes of a swizzled tile are: chunks of 16 bytes change places within `span` bytes.
+    """The addresses of the bytes of a swizzled tile: chunks of 16 bytes are permuted within `span` bytes.
 
     span: 32, 64 or 128; 0 for no swizzle. The number of the 128-byte line is added, bit by bit, to the number of the
     chunk. Sources: CUDA driver API, `CUtensorMapSwizzle`; CUTLASS, `cute/swizzle.hpp` (`Swizzle<B, 4, 3>` with B of 1,
-    2 or 3); confidence high, and high that the address counts and not the place in the tile.
+    2 or 3); confidence high, also that it depends on the address and not on the place in the tile.
     """
     return addresses ^ ((addresses >> 7 & (span // 16 - 1)) << 4) if span else addresses
 
@@ -23,7 +23,7 @@ def swizzled(addresses: np.ndarray, span: int) -> np.ndarray:
 class SharedMemory:
     """Bytes of shared memory of `programs` programs, one after the other, each in clusters of `cluster`.
 
-    An address, as kernels compute it, is an offset from `START` on, and the program's rank in its cluster times 2**24.
+    An address of a kernel is an offset from `START` on, plus the program's rank in its cluster times 2**24.
     granule: the bytes of a cell of the shadow; accesses are multiples of it.
     """
 

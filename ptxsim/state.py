@@ -1,4 +1,4 @@
-"""What the parts of a machine know of it: its programs, their memory and registers, who waits, what is under way."""
+"""The state that the parts of a machine share: programs, memory, registers, waiting warps, pending operations."""
 
 from collections import deque
 from collections.abc import Callable
@@ -26,9 +26,8 @@ def register_dtype(bits: int) -> np.dtype:
 class State:
     """Some clusters of a launch that run at the same time, without barriers and other parts that work on them.
 
-    registers: by name, an array with an entry for each thread. pc: the index of the instruction that each thread is to
-    execute next. parameters: the bytes of the kernel's parameters. granule: the smallest access to shared memory, in
-    bytes.
+    registers: by name, an array with an entry for each thread. pc: the index of the next instruction of each thread.
+    parameters: the bytes of the kernel's parameters. granule: the smallest access to shared memory, in bytes.
     """
 
     def __init__(
@@ -44,7 +43,7 @@ class State:
         self.registers = self._new_registers(threads)
         self.pc = np.zeros(threads, np.int32)
         self.blocked = np.zeros(warps, bool)
-        self.conditions: dict[int, Ready] = {}  # of blocked warps that nobody wakes
+        self.conditions: dict[int, Ready] = {}  # of blocked warps that `wake` does not unblock
         self.changed = False  # whether a phase of a barrier, for which conditions wait, has been completed
         self.clocks = Clocks(clusters, self.warps_of_cluster)
         self.shared = SharedMemory(clusters * program.cluster, shared_bytes, program.cluster, self.clocks, granule)
@@ -59,7 +58,7 @@ class State:
         self._specials = self._special_registers(arguments, grid, threads)
 
     def _new_registers(self, threads: int) -> dict[str, np.ndarray]:
-        """Registers with contents that no kernel means."""
+        """Registers with contents that no kernel may use."""
         made: dict[str, np.ndarray] = {CARRY: np.zeros(threads, bool)}
         widths = {r.name: r.bits for one in self.program.instructions for r in operand_registers(one)}
         for name, bits in widths.items():
@@ -131,33 +130,33 @@ class State:
         return warp // self.warps_of_cluster
 
     def meet(self, cluster: np.ndarray | int, warps: np.ndarray | list[int]) -> None:
-        """Let the threads of each of some warps know what the others of their warp did. warps: within the cluster."""
+        """Order the accesses of the threads of each warp, as at `bar.warp.sync`. warps: within the cluster."""
         own = self.clocks.rows[KNOWN, cluster, warps, self.clocks.copies(np.asarray(warps))]
         self.shared.lanes.meet(cluster, warps, own)
 
     # ------------------------------------------------------------ waiting
 
     def block(self, warp: int, ready: Ready | None = None) -> None:
-        """Let a warp wait until a condition holds or, without one, until `wake`."""
+        """Block a warp until a condition holds or, without one, until `wake`."""
         self.blocked[warp] = True
         if ready is not None:
             self.conditions[warp] = ready
 
     def wake(self, warp: int) -> None:
-        """Let a warp go on."""
+        """Unblock a warp."""
         self.blocked[warp] = False
         self.conditions.pop(warp, None)
 
     # ------------------------------------------------------------ asynchronous operations
 
     def later(self, one: Instruction, cluster: int, action: Callable[[], None]) -> Callable[[], None]:
-        """Let a cluster's copy engine do something for an instruction at some time; returns the entry of `copies`."""
+        """Add an instruction's action to a cluster's copies, to run at some time; returns the entry of `copies`."""
         located = self._located(one, action)
         self.copies[cluster].append(located)
         return located
 
     def in_pipe(self, one: Instruction, cluster: int, action: Callable[[], None]) -> None:
-        """Let a cluster's tensor pipe do something for an instruction, after all that it was told before."""
+        """Add an instruction's action to a cluster's tensor pipe, after all actions before it."""
         self.tensor_pipe[cluster].append(self._located(one, action))
 
     def _located(self, one: Instruction, action: Callable[[], None]) -> Callable[[], None]:

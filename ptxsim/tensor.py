@@ -1,15 +1,14 @@
 """`tcgen05`: allocation of tensor memory, loads and stores of warps, copies, commits and fences.
 
-Sources: PTX ISA, the instructions of `tcgen05`; confidence high, except where a line below or `tensor_memory.py` says
-less.
+Sources: PTX ISA, the instructions of `tcgen05`; confidence high, unless a line below or `tensor_memory.py` says less.
 
 - `tcgen05.alloc` writes the address into shared memory as a generic write of its warp: the PTX ISA calls it a weak
   memory operation.
 - `32x32b.xN`: thread l of a warp accesses lane 32 * (warp % 4) + l, register i is column i from the address on.
 - `cp.32x128b.warpx4` copies 32 rows of 16 bytes: row r goes to lane r of each quarter, into four columns. Triton writes
   the two qualifiers in the other order. Confidence medium to high for the order of the bytes.
-- `tcgen05.commit` lets an mbarrier know of the end of all earlier operations of the tensor pipe. Triton 3.6 names no
-  state space and gives 64 bits, a shared address with zeros above: ptxas takes the lower 32 (`UTCBAR [UR5]`).
+- `tcgen05.commit` arrives at an mbarrier at the end of all earlier operations of the tensor pipe. Triton 3.6 has no
+  state space and 64 bits, a shared address with zeros above: ptxas uses the lower 32 (`UTCBAR [UR5]`).
 """
 
 from collections.abc import Iterator
@@ -38,7 +37,7 @@ from ptxsim.tensor_products import column_of
 
 
 def _warps(fragment: Fragment) -> Iterator[tuple[int, int]]:
-    """(first lane in the fragment, warp of the machine) of the warps that execute an instruction of whole warps."""
+    """(first lane in the fragment, warp of the machine) of each warp that executes an instruction of whole warps."""
     for i, running in enumerate(fragment.by_warp(fragment.running)):
         if running.any():
             if not running.all():
@@ -47,7 +46,7 @@ def _warps(fragment: Fragment) -> Iterator[tuple[int, int]]:
 
 
 def _same(values: np.ndarray, first: int) -> int:
-    """The one value of a warp whose lanes begin at `first`."""
+    """The value that all lanes of a warp, from `first` on, have. Raises Fault if they differ."""
     mine = values[first : first + LANES]
     if (mine != mine[0]).any():
         raise Fault("the threads of a warp name several addresses")

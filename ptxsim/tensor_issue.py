@@ -1,4 +1,4 @@
-"""How instructions put operations into the tensor pipe of their cluster."""
+"""Issue operations of instructions to the tensor pipe of their cluster."""
 
 from collections.abc import Callable, Iterator
 
@@ -13,12 +13,12 @@ Operation = Callable[[TensorPipe], None]
 
 
 def group_of(instruction: Instruction) -> int:
-    """How many programs take part in a `tcgen05` instruction: its `cta_group`."""
+    """The number of programs that take part in a `tcgen05` instruction: its `cta_group`."""
     return int(instruction.opcode.split(".cta_group::")[1][0])
 
 
 def issue(fragment: Fragment, pair: bool) -> Iterator[tuple[int, tuple[int, ...], Callable[[Operation], None]]]:
-    """(lane, ranks of the programs that take part, what puts an operation into the pipe) of every running thread.
+    """(lane, ranks of the programs that take part, function that issues an operation) of every running thread.
 
     pair: whether two programs take part.
     """

@@ -1,4 +1,4 @@
-"""How kernels build and publish tensor maps: `tensormap.replace`, `tensormap.cp_fenceproxy` and their fence.
+"""Instructions that build and publish tensor maps: `tensormap.replace`, `tensormap.cp_fenceproxy` and their fence.
 
 Sources and confidence:
 - `tensormap.replace` reads and writes the whole object by the generic proxy (PTX ISA: "a weak memory operation, on
@@ -7,8 +7,8 @@ Sources and confidence:
   `fence.proxy.tensormap` first (PTX ISA, "membar / fence"). High for the need of both; medium that a barrier may
   stand between a warp that acquires and another one that uses the map, which is how Triton compiles kernels.
 - The copy begins with a meeting of the warp, whose first thread has made the map: `.sync.aligned` lets threads wait for
-  each other, and ptxas puts a WARPSYNC, which `bar.warp.sync` becomes, before the lanes load the map. Triton has a
-  `bar.warp.sync` there from 3.9 on. Medium: the PTX ISA does not say that `.sync` orders memory.
+  each other, and ptxas puts a WARPSYNC, to which it compiles `bar.warp.sync`, before the lanes load the map. Triton has
+  a `bar.warp.sync` there from 3.9 on. Medium: by the PTX ISA, `.sync` need not order memory.
 """
 
 import numpy as np
@@ -55,7 +55,7 @@ def _replace(instruction: Instruction, program: Program) -> Step:
 
 @form("tensormap.cp_fenceproxy.global.shared::cta.tensormap::generic.release.gpu.sync.aligned")
 def _publish(instruction: Instruction, program: Program) -> Step:
-    """The threads of a warp copy the map together."""
+    """The step of `tensormap.cp_fenceproxy`: the threads of a warp copy the map together."""
     expect(instruction, 3)
     into, source = address_reader(instruction.operands[0], 64), address_reader(instruction.operands[1], 32)
     if immediate(instruction.operands[2]) != NBYTES:

@@ -1,7 +1,7 @@
-"""Tensor maps: what their bytes mean, where the bytes of a box are, and who may use which map.
+"""Tensor maps: the meaning of their bytes, the places of a box's bytes, and the order of publication and use.
 
 A tensor map is an opaque object of 128 bytes, which kernels fill by `tensormap.replace` in shared memory and publish
-in global memory. Nobody else reads it, so its layout is this simulator's own:
+in global memory. Only instructions read it, so its layout is this simulator's own:
 
     bytes  0-7   address          bytes 16-35  box, 5 x 4 bytes
     byte   8     rank - 1         bytes 36-55  dimensions, 5 x 4 bytes
@@ -16,7 +16,7 @@ A kernel has to clear the object first, as the fields that it does not replace a
 Sources and confidence:
 - Fields and their values: PTX ISA, `tensormap.replace` (rank less one; element types, swizzle modes and fill modes by
   number; strides in bytes). High.
-- What a map must be: CUDA driver API, `cuTensorMapEncodeTiled` (address and strides multiples of 16 bytes, at most
+- Constraints of a map: CUDA driver API, `cuTensorMapEncodeTiled` (address and strides multiples of 16 bytes, at most
   256 elements along a dimension of the box, its inner rows multiples of 16 bytes and no longer than the swizzle's
   span). High. 4-bit elements with gaps (b4x16_p64): multiples of 32 bytes and of 128 elements; high. Other element
   types, interleaved layouts, element strides, fill modes, and inner rows shorter than the swizzle's span are Faults,
@@ -36,7 +36,7 @@ from ptxsim.shared import swizzled
 from ptxsim.state import State
 
 NBYTES = 128
-# For each field: its first byte, its bytes, and how many there are.
+# For each field: its first byte, the bytes of an element, and the number of elements.
 FIELDS = {
     "global_address": (0, 8, 1), "rank": (8, 1, 1), "elemtype": (9, 1, 1), "swizzle_mode": (10, 1, 1),
     "interleave_layout": (11, 1, 1), "fill_mode": (12, 1, 1), "box_dim": (16, 4, 5), "global_dim": (36, 4, 5),
@@ -51,7 +51,7 @@ _SPANS = {0: 0, 1: 32, 2: 64, 3: 128}  # of swizzle modes by number
 
 @dataclass(frozen=True)
 class TensorMap:
-    """A tensor in global memory and the box of it that a copy moves; the innermost dimension is first.
+    """A tensor in global memory and the shape of the box that a copy moves; the innermost dimension is first.
 
     element: bytes of an element in shared memory. gaps: whether 16 elements of 4 bits, 8 bytes of global memory, lie in
     every 16 bytes of shared memory, at their beginning. span: of the swizzle, 0 for none. strides: of the outer
@@ -68,7 +68,7 @@ class TensorMap:
 
     @classmethod
     def of(cls, raw: np.ndarray) -> "TensorMap":
-        """The map that 128 bytes hold. Raises Fault, naming the field, for what hardware does not take."""
+        """The map in 128 bytes. Raises Fault, naming the field, for a value that hardware does not support."""
         values = {
             name: [int(one) for one in raw[first : first + size * count].view(f"u{size}")]
             for name, (first, size, count) in FIELDS.items()
@@ -141,7 +141,7 @@ class TensorMap:
         return np.indices(outer[::-1]).reshape(len(outer), -1)[::-1].astype(np.int64)
 
     def bytes_of_box(self, coordinates: list[int]) -> tuple[np.ndarray, np.ndarray]:
-        """(addresses, which of them lie in the tensor) of the bytes of the box at coordinates: [rows, bytes]."""
+        """(addresses, whether they lie in the tensor) of the bytes of the box at coordinates: [rows, bytes] each."""
         if self.gaps and coordinates[0] % 128:
             raise Fault(f"coordinate {coordinates[0]} of 4-bit elements, no multiple of 128")
         if len(coordinates) != len(self.box):
@@ -161,8 +161,8 @@ class TensorMap:
 class Published:
     """A map in global memory.
 
-    raw: its bytes. cluster, warp, epoch: who released it. acquired: the epoch in which each warp acquired it. read: the
-    epochs of each clock agent whose copies read the map. under_way: how many copies have not read it yet.
+    raw: its bytes. cluster, warp, epoch: of its release. acquired: the epoch in which each warp acquired it. read: the
+    epochs of each clock agent whose copies read the map. under_way: the number of copies that have not read it yet.
     """
 
     raw: np.ndarray
@@ -178,7 +178,7 @@ class Published:
         return TensorMap.of(self.raw)
 
     def was_read(self, agent: int, epoch: int) -> None:
-        """Note that a copy, which completes as an agent's epoch, has read the map."""
+        """Record that a copy, which completes as an agent's epoch, has read the map."""
         self.read[agent] = max(self.read.get(agent, 0), epoch)
 
 
@@ -190,7 +190,7 @@ class TensorMaps:
         self.found: dict[int, Published] = {}
 
     def publish(self, address: int, raw: np.ndarray, cluster: int, warp: int) -> None:
-        """A warp releases a map at an address in global memory."""
+        """Record that a warp releases a map at an address in global memory."""
         rows = self.machine.clocks.release(cluster, warp)
         before = self.found.get(address)
         if before is not None:
@@ -201,7 +201,7 @@ class TensorMaps:
         self.found[address] = Published(raw, cluster, warp, int(rows[KNOWN][warp]))
 
     def acquire(self, address: int, cluster: int, warp: int) -> None:
-        """A warp acquires the map at an address."""
+        """Record that a warp acquires the map at an address."""
         rows = self.machine.clocks.release(cluster, warp)
         found = self._at(address, cluster)
         if rows[KNOWN][found.warp] < found.epoch:
@@ -209,7 +209,7 @@ class TensorMaps:
         found.acquired[warp] = int(rows[KNOWN][warp])
 
     def used(self, address: int, cluster: int, rows: np.ndarray) -> Published:
-        """The map at an address, for a copy that is issued with these clocks."""
+        """The map at an address, for a copy with these clocks at its issue."""
         found = self._at(address, cluster)
         if not any(rows[KNOWN][warp] >= epoch for warp, epoch in found.acquired.items()):
             raise Fault("uses a tensor map that no fence.proxy.tensormap acquired")

@@ -1,17 +1,17 @@
 """Tensor memory: its allocation, and the accesses of warps and of the tensor pipe to it and to shared memory.
 
 Sources: PTX ISA, "Tensor memory", `tcgen05.alloc`, `tcgen05.ld`, and "Memory consistency model for 5th generation of
-TensorCore operations"; confidence high, except where a line below says less.
+TensorCore operations"; confidence high, unless a line below says less.
 
-- A program that allocates gets its highest free columns, so that a kernel that takes column 0 for granted is found. An
-  allocation that would wait for columns is a fault.
+- A program that allocates gets its highest free columns, so that a kernel that assumes column 0 is found. An allocation
+  that would wait for columns is a fault.
 - An allocation for a pair is one for each of its programs, by a warp of that program.
-- Operations of the tensor pipe are in order. The PTX ISA promises it for copies before products, and for products of
-  the same sums and shape. That a copy does not overtake a product whose scales it overwrites is written in newer
-  versions only (9.7.18.6.2); kernels of Triton and CUTLASS depend on it. Confidence medium.
-- All programs of a cluster share one pipe here. A commit stands for all operations before it, also of other
-  threads, for which the PTX ISA does not promise it.
-- `tcgen05.fence` changes nothing. The PTX ISA asks for one on each side of a barrier between an asynchronous operation
+- Operations of the tensor pipe are in order. The PTX ISA guarantees it for copies before products, and for products of
+  the same sums and shape. Only newer versions (9.7.18.6.2) guarantee that a copy does not overtake a product whose
+  scales it overwrites; kernels of Triton and CUTLASS depend on it. Confidence medium.
+- All programs of a cluster share one pipe here. A commit includes all operations before it, also of other threads, for
+  which the PTX ISA does not guarantee it.
+- `tcgen05.fence` changes nothing. The PTX ISA requires one on each side of a barrier between an asynchronous operation
   and a dependent one; Triton emits none. Confidence medium.
 """
 
@@ -31,8 +31,8 @@ Region = tuple[int, slice, slice]  # a program, lanes and columns
 class TensorMemory:
     """The tensor memory of all programs: words uint32 [programs, 128 lanes, 512 columns].
 
-    loads, stores: how many `tcgen05.ld` and `tcgen05.st` each warp of the machine has executed; they number the epochs
-    of the clock agents of these operations.
+    loads, stores: the numbers of `tcgen05.ld` and `tcgen05.st` that each warp of the machine has executed; they are the
+    epochs of the clock agents of these operations.
     """
 
     def __init__(self, machine: State) -> None:
@@ -69,7 +69,7 @@ class TensorMemory:
         raise Fault(f"allocates {columns} columns, and {COLUMNS - sum(mine.values())} are free")
 
     def free(self, program: int, address: int, columns: int, rows: np.ndarray) -> None:
-        """Free an allocation. rows: the clocks of the warp that does, which must know of the end of all accesses."""
+        """Free an allocation. rows: the clocks of the freeing warp, which must contain the end of all accesses."""
         if self.allocated[program].get(address) != columns:
             raise Fault(f"frees {columns} columns from {address:#x} on, which are no allocation")
         region, shadow = self.region(program, slice(0, LANES), address, columns), self._shadow
@@ -96,7 +96,7 @@ class TensorMemory:
         return program, lanes, slice(column, column + columns)
 
     def read(self, region: Region, rows: np.ndarray, agent: int, epoch: int) -> np.ndarray:
-        """Words [lanes, columns], for an operation of a clock agent that was issued with these clocks."""
+        """Words [lanes, columns], for an operation of a clock agent. rows: the clocks of its issue."""
         assert self._shadow is not None and self._words is not None
         self._shadow.reads_of_agent(region, rows, agent, epoch)
         return self._words[region]
@@ -118,25 +118,25 @@ class TensorMemory:
         return self.region(machine.program_of(warp), slice(lane, lane + QUARTER), address & 0xFFFF, columns)
 
     def load(self, warp: int, region: Region) -> np.ndarray:
-        """Words that a warp loads, [32, columns]. The warp's clock knows of the load after `wait_loads`."""
+        """Words that a warp loads, [32, columns]. The warp's clock holds the load after `wait_loads`."""
         machine, local = self.machine, self.machine.local_warp(warp)
         self.loads[warp] += 1
         rows = machine.clocks.of(machine.cluster_of_warp(warp), local)
         return self.read(region, rows, machine.clocks.tensor_loads(local), int(self.loads[warp]))
 
     def store(self, warp: int, region: Region, words: np.ndarray) -> None:
-        """Store a warp's words [32, columns]. The warp's clock knows of the store after `wait_stores`."""
+        """Store a warp's words [32, columns]. The warp's clock holds the store after `wait_stores`."""
         machine, local = self.machine, self.machine.local_warp(warp)
         self.stores[warp] += 1
         rows = machine.clocks.of(machine.cluster_of_warp(warp), local)
         self.write(region, words, rows, machine.clocks.tensor_stores(local), int(self.stores[warp]))
 
     def wait_loads(self, warp: int) -> None:
-        """Let a warp know that its loads are complete."""
+        """Record in a warp's clock that its loads are complete."""
         self._know(warp, self.machine.clocks.tensor_loads(self.machine.local_warp(warp)), int(self.loads[warp]))
 
     def wait_stores(self, warp: int) -> None:
-        """Let a warp know that its stores are complete."""
+        """Record in a warp's clock that its stores are complete."""
         self._know(warp, self.machine.clocks.tensor_stores(self.machine.local_warp(warp)), int(self.stores[warp]))
 
     def _know(self, warp: int, agent: int, epoch: int) -> None:
@@ -145,9 +145,9 @@ class TensorMemory:
 
 
 class TensorPipe:
-    """What executes the asynchronous `tcgen05` operations of a cluster, one after the other.
+    """The unit that executes the asynchronous `tcgen05` operations of a cluster, in order.
 
-    rows: the clocks of all that issued an operation so far. epoch: the number of the operation that is executed.
+    rows: the maximum of the clocks of all issues so far. epoch: the number of the operation that is executed.
     """
 
     def __init__(self, machine: State, memory: TensorMemory, cluster: int) -> None:
@@ -157,7 +157,7 @@ class TensorPipe:
         self.epoch = 0
 
     def begin(self, rows: np.ndarray) -> None:
-        """Begin an operation that was issued with these clocks, after all operations before it."""
+        """Begin an operation, after all operations before it. rows: the clocks of its issue."""
         np.maximum(self.rows, rows, out=self.rows)
         self.rows[:, self.agent] = self.epoch
         self.epoch += 1
@@ -169,7 +169,7 @@ class TensorPipe:
     def read_matrix(self, rank: int, matrix: Matrix, rows: int, nbytes: int, used: int = CHUNK) -> np.ndarray:
         """The first bytes of each row of a matrix in shared memory, uint8 [rows, nbytes].
 
-        used: how many bytes of each chunk the operation needs.
+        used: the number of bytes of each chunk that the operation reads.
         """
         shared = self.machine.shared
         chunks = matrix.chunks(rows, nbytes)

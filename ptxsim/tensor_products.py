@@ -1,7 +1,7 @@
 """`tcgen05.mma`: products of matrices in shared memory, with sums in tensor memory.
 
 Sources: PTX ISA, `tcgen05.mma`, "Data path layout organization" and "Block scaling for tcgen05.mma"; Triton,
-`MMAv5.cpp`. Confidence high, except where a line below says less.
+`MMAv5.cpp`. Confidence high, unless a line below says less.
 
 - Row m of D is lane m, column n is column n from the address on (layout D of the PTX ISA: M of 128 for each program).
 - A in tensor memory: row m is lane m, two 16-bit elements to a word, the one of lower K in the lower half.
@@ -11,8 +11,8 @@ Sources: PTX ISA, `tcgen05.mma`, "Data path layout organization" and "Block scal
 - A pair of programs (`cta_group::2`): each holds half the rows of A and of D, and half the rows of B. Both hold the
   scales of their rows of A, and all scales of B. The addresses and descriptors are the same in both, and the program
   of even rank issues. Confidence high for the halves, medium for the scales of B.
-- Sums: in float64 for one instruction, then rounded to float32 once. Hardware sums in an order and with a width that
-  the PTX ISA does not give, so tests choose operands whose sums are exact.
+- Sums: in float64 for one instruction, then rounded to float32 once. The PTX ISA leaves the order and the width of
+  hardware's sums open, so tests choose operands whose sums are exact.
 """
 
 from dataclasses import dataclass
@@ -31,7 +31,7 @@ from ptxsim.tensor_memory import LANES, QUARTER, TensorPipe
 
 @dataclass(frozen=True)
 class Product:
-    """An instruction as a thread issued it.
+    """An issued instruction.
 
     ranks: the programs of the cluster that take part. sums: the column of D. a: a column of tensor memory, or a shared
     memory descriptor, of which b is one. scales: the columns of the scales of A and of B. adds: whether D is added.
@@ -83,7 +83,7 @@ def _scaled(values: np.ndarray, scales: np.ndarray) -> np.ndarray:
 def _scales(
     pipe: TensorPipe, rank: int, column: int, rows: int, first: int, count: int, decode: Decode
 ) -> np.ndarray:  # fmt: skip
-    """The scales of rows: [rows, count]. column: of tensor memory. first: the byte of a word that has the first one."""
+    """The scales of rows, [rows, count]. column: of tensor memory. first: the byte of the first one in a word."""
     words = pipe.read(rank, LANES, column, -(-rows // QUARTER))
     quarters = words.reshape(LANES // QUARTER, QUARTER, -1)
     if (quarters != quarters[0]).any():

@@ -1,8 +1,8 @@
 """Instructions by which the threads of a warp exchange values.
 
-Source: PTX ISA, "shfl.sync", "redux.sync", "elect.sync", "bar.warp.sync"; confidence high, but for the thread that is
-elected: the ISA leaves it open, and here it is the lowest one. A warp's threads must execute one of these together:
-anything else than exactly the threads that the mask names is a fault.
+Source: PTX ISA, "shfl.sync", "redux.sync", "elect.sync", "bar.warp.sync"; confidence high, except for the elected
+thread: the ISA leaves it open, and here it is the lowest one. A warp's threads must execute one of these together: it
+is a fault if others than exactly the threads of the mask do.
 """
 
 from collections.abc import Callable
@@ -19,7 +19,7 @@ _BIT = np.uint32(1) << _LANE.astype(np.uint32)
 
 
 def _participants(operand: Operand) -> Callable[[Fragment], None]:
-    """What raises Fault unless exactly the threads that a mask names are running, in each warp that has any."""
+    """A function that raises Fault unless exactly the threads of a mask are running, in each warp that has any."""
     read = reader(operand, "b32")
     everyone = isinstance(operand, Immediate) and operand.bits % 2**32 == 2**32 - 1
 
@@ -145,7 +145,7 @@ def _shuffle(instruction: Instruction, program: Program) -> Step:
 
 
 def _lanes(mode: str, b: Operand, c: Operand) -> Callable[[Fragment], tuple[np.ndarray, np.ndarray]]:
-    """What gives `_source` of the operands, as arrays [32] or [warps, 32]."""
+    """A function that returns `_source` of the operands, as arrays [32] or [warps, 32]."""
     read_b, read_c = reader(b, "u32"), reader(c, "u32")
     if isinstance(b, Immediate) and isinstance(c, Immediate):
         constant = _source(mode, np.array(b.bits & 31), np.array(c.bits & 0x1FFF))

@@ -67,13 +67,13 @@ def registers_of_sums(sums: np.ndarray) -> np.ndarray:
 
 
 def floats(bits: np.ndarray, kind: str) -> np.ndarray:
-    """The values, as float64, of bf16 or f16 numbers given as uint16."""
+    """uint16 bits of bf16 or f16 numbers -> float64."""
     values = numbers.f16_values(bits) if kind == "f16" else numbers.bf16_values(bits)
     return values.astype(np.float64)
 
 
 def readers_of(operand: Operand, kind: str, count: int) -> list[Read]:
-    """What reads each of `count` registers of a vector."""
+    """The readers of the `count` registers of a vector."""
     parts = registers_of(operand)
     if len(parts) != count:
         raise UnknownForm(f"{len(parts)} registers, and not {count}")
@@ -141,7 +141,7 @@ def _store_matrices(instruction: Instruction, program: Program) -> Step:
 
 
 def _matrices(instruction: Instruction) -> tuple[int, bool]:
-    """(how many matrices, whether transposed)."""
+    """(number of matrices, whether they are transposed) of an instruction."""
     found = re.search(r"\.x(\d)(\.trans)?\.", instruction.opcode)
     assert found is not None
     return int(found[1]), found[2] is not None

@@ -12,11 +12,11 @@ Sources and confidence:
 - Shared memory is read by the asynchronous proxy: "Accessing the same memory location across multiple proxies needs a
   cross-proxy fence". High.
 - Registers: none that a product reads or writes may be used before `wgmma.wait_group`; other products may add to the
-  same registers. `wgmma.fence` has to stand between other writes of these registers and a product. High. The
+  same registers. A `wgmma.fence` is required between other writes of these registers and a product. High. The
   simulator looks for that fence in the product's own basic block, where compilers put it.
 
-A product is computed when it is issued. That no kernel can tell: the clocks find every access to shared memory that
-does not wait for the product, and `Products.check` every use of its registers. Sums are made as in `warp_matrix`.
+A product is computed when it is issued, which changes no kernel's results: the clocks find every access to shared
+memory that does not wait for it, and `Products.check` every use of its registers. Sums are as in `warp_matrix`.
 """
 
 import numpy as np
@@ -53,7 +53,7 @@ _ROW = 32  # bytes of the contraction of an instruction
 
 
 def end(machine: Machine) -> None:
-    """Raise Fault for products that nobody waited for."""
+    """Raise Fault for products without a wait."""
     if machine.products.registers:
         raise Fault(f"{machine.program.name}: a program ends without wgmma.wait_group for its last products")
 
@@ -78,9 +78,9 @@ def _matrix_places(descriptor: int, rows: np.ndarray) -> np.ndarray:
 def _matrices(
     fragment: Fragment, warps: np.ndarray, descriptors: np.ndarray, rows: np.ndarray, kind: str
 ) -> np.ndarray:
-    """Matrices in shared memory as the warps read them, float64 [warps, rows, 16].
+    """The matrices in shared memory that warps read, float64 [warps, rows, 16].
 
-    descriptors: [warps]. rows: [warps, rows], which rows each of them reads.
+    descriptors: [warps]. rows: [warps, rows], the rows that each of them reads.
     """
     machine = fragment.machine
     clusters, local = np.divmod(warps, machine.warps_of_cluster)
@@ -155,7 +155,7 @@ def _names(operand: Operand) -> tuple[str, ...]:
 
 
 def _unfenced(instruction: Instruction, program: Program, touched: Touched) -> str:
-    """What is wrong with the `wgmma.fence` before a product; empty if nothing is."""
+    """The defect of the `wgmma.fence` before a product; empty without one."""
     index = program.instructions.index(instruction)
     while index not in program.leaders:
         index -= 1
@@ -178,7 +178,7 @@ def _written(instruction: Instruction) -> list[str]:
 
 @form("wgmma.fence.sync.aligned")
 def _fence(instruction: Instruction, program: Program) -> Step:
-    """What it orders, `_unfenced` checks."""
+    """The step of `wgmma.fence`, without effect: `_unfenced` checks its place."""
     expect(instruction, 0)
     return lambda fragment: None
 

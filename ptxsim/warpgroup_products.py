@@ -1,6 +1,6 @@
-"""The products of warpgroups that are under way: which registers they use, and who waits for them.
+"""The pending products of warpgroups: the registers that they use, and the waits for them.
 
-Sources: `warpgroup`, which says how `wgmma` is simulated.
+Sources: those of `warpgroup`, which simulates `wgmma`.
 """
 
 from collections import Counter, deque
@@ -29,17 +29,17 @@ class Touched:
         return self.operands.union(self.sums)
 
     def follows(self, other: "Touched") -> bool:
-        """Whether this product may be issued while another one is under way."""
+        """Whether this product may be issued while another one is pending."""
         if self.operands & set(other.sums) or other.operands & set(self.sums):
             return False
         return self.sums == other.sums or not set(self.sums) & set(other.sums)
 
 
 class Products:
-    """The products under way of all warps of a machine.
+    """The pending products of all warps of a machine.
 
     committed: the groups that each warp has committed; a product's epoch is the number of its group, from 1 on.
-    registers: of all products under way.
+    registers: of all pending products.
     """
 
     def __init__(self, machine: State) -> None:
@@ -50,7 +50,7 @@ class Products:
         self._count: Counter[Touched] = Counter()
 
     def issue(self, warps: np.ndarray, touched: Touched) -> None:
-        """Some warps issue a product."""
+        """Record that some warps issue a product."""
         for warp, group in zip(warps.tolist(), (self.committed[warps] + 1).tolist(), strict=True):
             waiting = self.under_way.setdefault(warp, deque())
             for _, other in waiting:
@@ -61,7 +61,7 @@ class Products:
         self.registers |= touched.every
 
     def wait(self, warps: np.ndarray, left: int) -> None:
-        """Some warps wait for all groups but the latest `left`."""
+        """Let some warps wait for all groups except the latest `left`."""
         machine, waited = self.machine, self.committed[warps] - left
         for warp, group in zip(warps.tolist(), waited.tolist(), strict=True):
             waiting = self.under_way.get(warp)
@@ -76,7 +76,7 @@ class Products:
             clocks[clusters, local, agents] = np.maximum(clocks[clusters, local, agents], waited)
 
     def check(self, warps: np.ndarray, instruction: Instruction, names: frozenset[str]) -> None:
-        """Raise Fault where an instruction of some warps names registers of a product under way, and is no product."""
+        """Raise Fault if an instruction of some warps, other than a product, has registers of a pending product."""
         if self.registers.isdisjoint(names) or instruction.opcode.startswith(OPCODE):
             return
         for warp in warps.tolist():

@@ -1,4 +1,4 @@
-"""Training on several ranks: what FSDP2 gathers. `docs/distributed.md` is for users."""
+"""Training on several ranks: FSDP2 gathers the codes of weights. `docs/distributed.md` is for users."""
 
 from fp4compile.distributed.gather import gather_quantized_
 

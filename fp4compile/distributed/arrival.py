@@ -1,7 +1,7 @@
-"""The memory into which a weight's codes are gathered, and what makes a whole weight of the bytes that arrived.
+"""The memory into which a weight's codes are gathered, and the calls that make the whole weight of it.
 
-FSDP2 asks at each gather, in the thread that issues the products: what does not change from gather to gather is
-prepared once, and the weights that are gathered together are finished by a few calls for all.
+FSDP2 calls the hooks at each gather, in the thread that issues the matmuls. So everything that does not change between
+gathers is prepared once, and a few calls finish all weights that are gathered together.
 """
 
 import itertools
@@ -17,13 +17,13 @@ from fp4compile.distributed.whole import NAMES, Form, GatheredWeight
 
 @dataclass(frozen=True)
 class Swizzling:
-    """Writes the block scales of whole weights in the swizzled layout. directions: of each weight's codes."""
+    """Write the block scales of whole weights in the swizzled layout. directions: of each weight's codes."""
 
     directions: tuple[Direction, ...]
     ranks: int
 
     def __call__(self, *tensors: torch.Tensor) -> list[torch.Tensor]:
-        """tensors: for each direction the scales, which are written, and the bytes that arrived."""
+        """tensors: for each direction the scales to write, and the gathered bytes."""
         for direction, whole, arriving in zip(self.directions, tensors[::2], tensors[1::2], strict=True):
             direction.swizzle(whole, arriving, self.ranks)
         return []
@@ -31,12 +31,12 @@ class Swizzling:
 
 @dataclass(frozen=True)
 class Transposing:
-    """Writes codes of square blocks along the columns, which are the codes along the rows. forms: of each weight."""
+    """Write codes of square blocks along the columns, which are those along the rows. forms: of each weight."""
 
     forms: tuple[Form, ...]
 
     def __call__(self, *tensors: torch.Tensor) -> list[torch.Tensor]:
-        """tensors: for each form the parts along the rows, and the parts along the columns, which are written."""
+        """tensors: for each form the parts along the rows, and the parts along the columns to write."""
         left = iter(tensors)
         for form in self.forms:
             rows, columns = form.rows.next_parts(left), form.columns.next_parts(left)
@@ -46,10 +46,10 @@ class Transposing:
 
 @dataclass(frozen=True, eq=False)
 class Gathering:
-    """What a gather brings of one weight, for products that read codes in some directions.
+    """A gather of one weight, for matmuls that read codes in some directions.
 
-    wanted: these directions. sent: the directions whose codes ranks send. arriving: where the bytes of
-    `Direction.encode` arrive. beside: the weight's other memory, which FSDP2 allocates and frees with what arrives.
+    wanted: these directions. sent: the directions whose codes ranks send. arriving: the memory for the gathered bytes
+    of `Direction.encode`. beside: the weight's other memory, which FSDP2 allocates and frees with `arriving`.
     """
 
     arrival: "Arrival"
@@ -59,21 +59,21 @@ class Gathering:
     beside: list[torch.Tensor]
 
     def allocate(self) -> None:
-        """Allocate the memory beside what arrives, as FSDP2 does from the second gather on."""
+        """Allocate the memory `beside`, as FSDP2 does from the second gather on."""
         for tensor in self.beside:
             tensor.untyped_storage().resize_(tensor.nbytes)
 
     def write(self, sent: list[torch.Tensor]) -> None:
-        """Write what one rank alone sends. Of several tensors of one rank, FSDP2 copies the first (torch 2.13)."""
+        """Copy `sent` of a group of one rank, for which FSDP2 copies only the first tensor (torch 2.13)."""
         for memory, tensor in zip(self.arriving, sent, strict=True):
             memory.untyped_storage().resize_(memory.nbytes)
             memory.copy_(tensor)
 
 
 class Arrival:
-    """The memory into which a weight's codes are gathered, again and again. ranks: how many send shards.
+    """The memory into which all gathers of a weight write its codes. ranks: the number that send shards.
 
-    FSDP2 allocates the memory before a gather's bytes are written, and frees it after the products.
+    FSDP2 allocates the memory before a gather's bytes are written, and frees it after the matmuls.
     """
 
     def __init__(self, form: Form, device: torch.device, ranks: int):
@@ -82,12 +82,12 @@ class Arrival:
         self._gatherings: dict[tuple[bool, bool], Gathering] = {}
 
     def weight(self) -> GatheredWeight:
-        """The weight, whose codes are still to be written."""
+        """The weight in this memory, without codes before the first gather."""
         named = zip(NAMES, (*self.places[self.form.rows], *self.places[self.form.columns]), strict=True)
         return GatheredWeight(self.form, {name: place.part for name, place in named if place is not None})
 
     def gathering(self, *, rows: bool, columns: bool) -> Gathering:
-        """What a gather brings for products that read the codes along the rows, along the columns, or both."""
+        """The gather for matmuls that read the codes along the rows, along the columns, or both."""
         found = self._gatherings.get((rows, columns))
         if found is None:
             found = self._gatherings[rows, columns] = self._gathering(rows, columns)
@@ -102,7 +102,7 @@ class Arrival:
         return Gathering(self, wanted, sent, arriving, [one for one in memory if id(one) not in known])
 
     def there(self, direction: Direction) -> list[Place]:
-        """The places of a direction's codes, block scales and outer scale, as far as there are any."""
+        """The places of a direction's codes, block scales and global or row scale, without missing ones."""
         return [place for place in self.places[direction] if place is not None]
 
     def parts(self, direction: Direction) -> list[torch.Tensor]:
@@ -110,7 +110,7 @@ class Arrival:
         return [place.part for place in self.there(direction)]
 
     def scaling(self, direction: Direction) -> torch.Tensor:
-        """The outer scale of a direction's codes, or their block scales where they have no outer scale."""
+        """The global or row scale of a direction's codes; their block scales if they have none."""
         _, scales, outer = self.places[direction]
         place = outer or scales
         assert place is not None  # every format has one of them
@@ -118,9 +118,9 @@ class Arrival:
 
 
 class Finish:
-    """Makes whole weights of the bytes that have arrived. gatherings: of the weights that are gathered together.
+    """Make whole weights of the gathered bytes. gatherings: of the weights that are gathered together.
 
-    Codes that a gather does not bring are made invalid: products of them are NaN, so that none takes old codes.
+    Codes that are not gathered become invalid: matmuls of them are NaN, so that no matmul uses old codes.
     """
 
     def __init__(self, gatherings: Sequence[Gathering]):
@@ -137,13 +137,13 @@ class Finish:
                        if not place.lies_there]  # fmt: skip
 
     def __call__(self) -> None:
-        # Autograd saved the tensors for the backward pass, which reads what is new.
+        # Autograd saved the tensors for the backward pass, which reads the new contents.
         with torch.autograd._unsafe_preserve_version_counter(self._parts):
             if self._to:
                 torch._foreach_copy_(self._to, self._pieces)
             for function, tensors in self._rearranged:
                 compiled.run(function, tensors)
-            if self._stale:  # in all formats of scales, bytes of ones are NaN
+            if self._stale:  # a scale of bits that are all 1 is NaN in every format
                 torch._foreach_clamp_min_(self._stale, 255)
         for tensor in self._spent:
             tensor.untyped_storage().resize_(0)

@@ -1,12 +1,12 @@
-"""The codes of a sharded weight as bytes that ranks exchange: what a rank sends, and where it arrives.
+"""The codes of a sharded weight as bytes that ranks exchange: the sent bytes, and the memory for the gathered ones.
 
-A weight [N, K] is sharded along N. `Direction` is one direction of its codes: along the rows for the forward product,
-along the columns for the product of the input gradient. A rank quantises its rows alone; in both directions the codes
-are the bits that the whole weight would have, because no block reaches into another rank's rows. A scale that depends
-on all rows is made of the largest magnitudes over the group, which the quantiser is given.
+A weight [N, K] is sharded along N. `Direction` is one direction of its codes: along the rows for the forward matmul,
+along the columns for the matmul of the input gradient. A rank quantises only its rows; in both directions the codes
+have the bits of the whole weight's, because no block reaches into another rank's rows. A scale that depends on all rows
+is made of the largest magnitudes over the group, the argument `amax` of the quantiser.
 
 Shards of weights of one size are quantised together, [weights, rows, K]: before a gather, the number of launches counts
-more than their work, because each has to wait for a place among the products that run meanwhile.
+more than their work, because each waits for multiprocessors among the matmuls that run meanwhile.
 """
 
 import functools
@@ -25,16 +25,16 @@ from fp4compile.ops.quantize import QUANTIZE
 from fp4compile.weights.scale_layout import laid_out
 
 Parts = tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]
-Part = tuple[tuple[int, ...], torch.dtype]  # shape and dtype of one of them
-_ALIGNMENT = 16  # bytes: FSDP2 lays all parameters of a module into one buffer, one after the other
+Part = tuple[tuple[int, ...], torch.dtype]  # shape and dtype of a part
+_ALIGNMENT = 16  # bytes: FSDP2 concatenates all parameters of a module in one buffer
 
 
 @dataclass(frozen=True, eq=False)
 class Place:
-    """Where one part of a weight arrives: the codes, block scales or outer scales of one direction.
+    """The memory of a gathered part of a weight: the codes, block scales, or global or row scales of one direction.
 
-    part: the whole weight's. arriving: uint8, the bytes of all ranks one after the other. lies_there: whether `part` is
-    this memory, so that nothing has to be copied.
+    part: of the whole weight. arriving: uint8, the gathered bytes, rank by rank. lies_there: whether `part` is this
+    memory, so that nothing has to be copied.
     """
 
     part: torch.Tensor
@@ -43,7 +43,7 @@ class Place:
 
     @property
     def memory(self) -> torch.Tensor:
-        """The tensor that has all of the part's memory."""
+        """The tensor with all memory of the part."""
         return self.arriving if self.lies_there else self.part
 
 
@@ -66,18 +66,18 @@ class Direction:
 
     @property
     def scale_over_ranks(self) -> str | None:
-        """The outer scale that is made of elements of several ranks: one for a "tensor", or for each "row" of codes."""
+        """The kind of scale that depends on all ranks: "tensor" (a global scale), "row" (row scales) or None."""
         outer = self.block_format.outer
         return None if outer == "row" and self.dim == ROWS else outer
 
     def next_parts(self, tensors: Iterator[torch.Tensor]) -> Parts:
-        """The next codes, block scales and outer scale from tensors; None for a missing part."""
+        """Take codes, block scales and global or row scale from an iterator; None for parts that the format lacks."""
         data, scales, outer = (None if one is None else next(tensors) for one in self.shapes(self.size[0]))
         assert data is not None
         return data, scales, outer
 
     def misfit(self, ranks: int) -> str | None:
-        """Why ranks cannot quantise their rows alone; None where they can."""
+        """The reason that ranks cannot quantise their rows separately; None if they can."""
         n = self.size[0]
         if n % ranks:
             return f"its {n} rows do not divide evenly among {ranks} ranks"
@@ -86,30 +86,30 @@ class Direction:
         return f"the {rows} rows of a rank cut blocks of {block} rows ({self.format})" if rows % block else None
 
     def shapes(self, rows: int) -> list[Part | None]:
-        """Shape and dtype of the codes, linear block scales and outer scale of some rows; None for a missing part."""
+        """Shape and dtype of codes, linear block scales, global or row scales of some rows; None for missing ones."""
         return _shapes(self, rows)
 
-    # ------------------------------------------------------------ what a rank sends
+    # ------------------------------------------------------------ sending
 
     def encode(self, shards: torch.Tensor, magnitudes: torch.Tensor | None) -> list[torch.Tensor]:
-        """The codes, block scales and outer scales of weights, as far as there are any: each is uint8 [weights, bytes].
+        """Quantise weights to codes, block scales and global or row scales, each uint8 [weights, bytes].
 
         shards: a rank's rows of weights of one size, [weights, rows, K]. magnitudes: the largest ones over all ranks,
-        see `magnitudes_of`; None where no scale depends on them.
+        see `magnitudes_of`; None if no scale depends on them.
         """
         fmt = self.block_format
         each = fmt.outer == "tensor"
         amax = magnitudes if magnitudes is None else magnitudes.view(-1) if each else magnitudes.unsqueeze(-1)
         data, scales, outer = QUANTIZE(shards, self.format, [self.dim], each_matrix=each, amax=amax)
-        if each:  # filled up, so that what follows is aligned
+        if each:  # padded, to align the next part
             outer = outer.view(-1, 1).repeat(1, _ALIGNMENT // outer.element_size())
         parts = [data, *([scales] if fmt.scale else []), *([outer] if fmt.outer else [])]
         return [part.contiguous().view(torch.uint8).view(len(shards), -1) for part in parts]
 
-    # ------------------------------------------------------------ what arrives
+    # ------------------------------------------------------------ receiving
 
     def places(self, device: torch.device, ranks: int) -> list[Place | None]:
-        """Places for the codes, block scales and outer scale of the whole weight, without memory."""
+        """Places for the codes, block scales and global or row scale of the whole weight, without memory."""
         sent, whole = self.shapes(self.size[0] // ranks), self.shapes(self.size[0])
         return [
             None if one is None or all_of_it is None else self._place(i, one, all_of_it[0], device, ranks)
@@ -128,7 +128,7 @@ class Direction:
         if swizzled:
             lanes = self.size[0] if self.dim == ROWS else self.size[1]
             shape = (swizzled_numel(lanes, shape[-1]),)
-        # An outer scale that depends on all rows is sent by each rank; the first rank's is the whole weight's.
+        # A global or row scale that depends on all rows is sent by each rank; the first rank's is the whole weight's.
         lies_there = (self.dim == ROWS and not swizzled) or (i == 2 and self.scale_over_ranks is not None)
         part = torch.empty(0 if lies_there else shape, dtype=dtype, device=device)
         if lies_there:
@@ -139,7 +139,7 @@ class Direction:
         return Place(part, arriving, lies_there)
 
     def copies(self, places: list[Place | None], ranks: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """The parts of the whole weight that are what arrives in another order: (where to copy, what to copy)."""
+        """(destination, source) of each copy for parts of the whole weight that are the gathered bytes reordered."""
         found = []
         for i, (place, sent) in enumerate(zip(places, self.shapes(self.size[0] // ranks), strict=True)):
             swizzled = i == 1 and self.layout == "swizzled"
@@ -151,12 +151,12 @@ class Direction:
         return found
 
     def swizzled(self, places: list[Place | None]) -> list[torch.Tensor]:
-        """The block scales that `swizzle` writes, and what arrives of them; nothing for scales in a linear layout."""
+        """The block scales that `swizzle` writes, and their gathered bytes; an empty list for linear scales."""
         scales = places[1]
         return [] if scales is None or self.layout != "swizzled" else [scales.part, scales.arriving]
 
     def swizzle(self, whole: torch.Tensor, arriving: torch.Tensor, ranks: int) -> None:
-        """Write the whole weight's swizzled block scales. arriving: the bytes of all ranks one after the other."""
+        """Write the whole weight's swizzled block scales. arriving: the gathered bytes, rank by rank."""
         _, sent, _ = self.shapes(self.size[0] // ranks)
         assert sent is not None
         pieces = arriving.view(ranks, sent[0][0], -1)
@@ -166,7 +166,7 @@ class Direction:
         whole.copy_(laid_out(linear, self.block_format, lanes, tuple(linear.shape), "swizzled"))
 
     def transpose(self, codes: Parts, into: Parts) -> None:
-        """Write this direction's codes, made of the other direction's: in square blocks, they are the same numbers.
+        """Write the codes of this direction from those of the other one: in square blocks, they are the same numbers.
 
         codes: along the rows. into: along the columns.
         """
@@ -182,10 +182,10 @@ class Direction:
 
 
 def magnitudes_of(stacks: Sequence[tuple[Direction, torch.Tensor]]) -> list[torch.Tensor]:
-    """The largest magnitudes that scales over all ranks depend on, of each weight's rows on this rank.
+    """The largest magnitudes of each weight's rows on this rank, of which scales over all ranks are made.
 
-    stacks: directions whose scales depend on them, each with its weights' shards [weights, rows, K]. Returns for each
-    float32 [weights, 1], or one for each column. The weights of all stacks share the launches of one.
+    stacks: directions with such scales, each with its weights' shards [weights, rows, K]. Returns for each of them
+    float32 [weights, 1], or one for each column. One set of launches computes them for all stacks.
     """
     of_weights = [stack for one, stack in stacks if one.block_format.outer == "tensor"]
     shards = [shard for stack in of_weights for shard in stack.unbind()]
@@ -199,7 +199,7 @@ def magnitudes_of(stacks: Sequence[tuple[Direction, torch.Tensor]]) -> list[torc
     ]
 
 
-@functools.cache  # for FSDP2's host thread, which asks at every gather
+@functools.cache  # for FSDP2's host thread, which calls it at every gather
 def _shapes(direction: Direction, rows: int) -> list[Part | None]:
     fmt = direction.block_format
     spec = QuantizeSpec(fmt, (direction.dim,))
@@ -212,5 +212,5 @@ def _shapes(direction: Direction, rows: int) -> list[Part | None]:
 
 
 def _word(size: int) -> torch.dtype:
-    """The integer in which to copy pieces of so many bytes: one byte at a time is slow."""
+    """The widest integer dtype for copies of pieces of `size` bytes: one byte at a time is slow."""
     return next((word for word in (torch.int64, torch.int32, torch.int16) if size % word.itemsize == 0), torch.uint8)

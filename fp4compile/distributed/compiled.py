@@ -1,8 +1,8 @@
 """Functions of tensors that run at every gather of FSDP2, compiled where the tensors lie on a GPU.
 
-FSDP2 issues the gather of a block's weights right before the block, and a GPU that has nothing else to do waits for the
-host. Called op by op, the quantisers of a block take the host several times as long as what FSDP2 does for a gather.
-Inductor's wrapper launches the same kernels one after the other.
+FSDP2 issues the gather of a block's weights right before the block, and an idle GPU waits for the host. Called op by
+op, the quantisers of a block take the host several times as long as FSDP2's own work for a gather. Inductor's wrapper
+launches the same kernels with less work between them.
 """
 
 from collections.abc import Callable, Hashable
@@ -18,9 +18,9 @@ _compiled: dict[Hashable, Callable] = {}
 
 
 def run(function: Function, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-    """`function` of tensors. On a GPU it is compiled at the first call with tensors of these shapes.
+    """Call `function` with tensors; on a GPU, compile it at the first call with tensors of these shapes.
 
-    function: depends on the tensors alone, and may write to them; hashes and compares equal to other functions that
+    function: depends only on the tensors, and may write to them; hashes and compares equal to other functions that
         compute the same.
     """
     if tensors[0].device.type != "cuda":

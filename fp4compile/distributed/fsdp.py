@@ -1,7 +1,7 @@
-"""Everything private of FSDP2 that this room reads or sets: which parameters are gathered together, and what for.
+"""All uses of FSDP2's private attributes: groups of parameters, the pass that a gather is for, and its buffers.
 
-FSDP2 gives the hooks of a sharded parameter no sign of what a gather is for, and gathers into buffers that it makes
-itself at the first gather. Both are attributes of its `FSDPParam` and `FSDPParamGroup`.
+FSDP2 does not pass to the hooks of a sharded parameter whether a gather is for a forward or a backward pass, and
+allocates buffers itself at the first gather. Both are attributes of its `FSDPParam` and `FSDPParamGroup`.
 """
 
 import weakref
@@ -15,10 +15,10 @@ from torch.distributed.fsdp import FSDPModule
 
 
 class Sharded:
-    """A parameter that FSDP2 shards. group: what is gathered with it.
+    """A parameter that FSDP2 shards. group: FSDP2's group of parameters that are gathered together.
 
-    Both are referred to weakly. The parameter's shard refers to this object, and torch has a view of the shard, for
-    which it keeps the shard alive, whatever Python's garbage collector finds: so the whole model would never be freed.
+    Both are weak references. The parameter's shard refers to this object, and torch has a view of the shard, which
+    keeps the shard alive beyond the reach of Python's garbage collector: the whole model would never be freed.
     """
 
     def __init__(self, param: Any, group: Any):
@@ -33,11 +33,11 @@ class Sharded:
         return self._group()
 
     def __deepcopy__(self, memo: dict) -> "Sharded":
-        return self  # Dynamo copies what a shard refers to
+        return self  # Dynamo copies the objects to which a shard refers
 
     @property
     def modules(self) -> list[tuple[nn.Module, str]]:
-        """The modules that have the parameter, and its name there."""
+        """The modules that have the parameter, each with the parameter's name in it."""
         info = self.param._module_info
         shared = zip(info.shared_modules, info.shared_param_names, strict=True)
         return [(info.module, info.param_name), *shared]
@@ -68,7 +68,7 @@ class Sharded:
 
     @property
     def process_group(self) -> ProcessGroup:
-        """The ranks that have the shards."""
+        """The process group of the ranks that have the shards."""
         return self.param.shard_mesh.get_group()
 
     @property
@@ -82,7 +82,7 @@ class Sharded:
         return hasattr(self.param, "_unsharded_param")
 
     def obstacle(self) -> str | None:
-        """Why the parameter's shards are no whole rows of it on one mesh; None where they are."""
+        """The reason that the shards are not whole rows on a mesh of one dimension; None if they are."""
         param, group = self.param, self.group
         if param.is_dtensor:
             return "it is sharded by tensor parallelism too"
@@ -95,32 +95,32 @@ class Sharded:
         return None
 
     def replace_local(self, local: torch.Tensor) -> None:
-        """Make another tensor the rank's shard, with hooks for FSDP2's gathers."""
+        """Replace the rank's shard by a tensor with hooks for FSDP2's gathers."""
         self.param.sharded_param._local_tensor = local
         self.param._sharded_param_data = local.view(-1)
         if not hasattr(self.param, "_extensions_data"):
             self.param._init_extensions()
 
     def gather_into(self, arriving: list[torch.Tensor], beside: list[torch.Tensor]) -> None:
-        """Let FSDP2 gather into tensors, a tensor for each that is sent, and allocate and free others with them."""
+        """Make FSDP2 gather into `arriving`, one for each sent tensor, and allocate and free `beside` with them."""
         self.param.all_gather_outputs = arriving
         self.param._unsharded_inner_tensors = beside
 
-    # ------------------------------------------------------------ what a gather is for
+    # ------------------------------------------------------------ the pass that a gather is for
 
     @property
     def in_backward(self) -> bool:
-        """Whether a gather now serves a backward pass, behind a gather for its forward pass."""
+        """Whether a gather now is for a backward pass, after a gather for its forward pass."""
         return self.group._training_state.name == "PRE_BACKWARD"
 
     @property
     def for_forward(self) -> bool:
-        """Whether a gather now may serve a forward pass."""
+        """Whether a gather now may be for a forward pass."""
         return not self.in_backward or not self.group.reshard_after_backward
 
     @property
     def for_backward(self) -> bool:
-        """Whether a gather now may serve a backward pass."""
+        """Whether a gather now may be for a backward pass."""
         state = self.group._training_state.name
         return state != "FORWARD" or not self.group._reshard_after_forward
 
@@ -138,6 +138,6 @@ def sharded_parameters(model: nn.Module) -> Iterator[Sharded]:
 
 
 def _groups(state: Any) -> list[Any]:
-    """The groups of a module's parameters: several from torch 2.13 on, before that one or none."""
+    """FSDP2's groups of a module's parameters: several from torch 2.13 on, before that one or none."""
     groups = getattr(state, "_fsdp_param_groups", None)
     return groups if groups is not None else [one for one in [state._fsdp_param_group] if one is not None]

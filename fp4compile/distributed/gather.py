@@ -1,4 +1,4 @@
-"""`gather_quantized_`: which of a model's sharded weights FSDP2 gathers as codes."""
+"""`gather_quantized_`: make FSDP2 gather a model's sharded weights as codes."""
 
 from pathlib import Path
 
@@ -20,23 +20,23 @@ from fp4compile.weights.scale_layout import layout_on
 def gather_quantized_(
     model: nn.Module, recipe: str | dict | Recipe | Path | None = None, *, recompute: bool = False
 ) -> Report:
-    """Let FSDP2 gather the codes of the weights that a recipe quantises, in place of their values.
+    """Make FSDP2 gather the codes of the weights that a recipe quantises, instead of 16-bit or 32-bit numbers.
 
     Call it after `torch.distributed.fsdp.fully_shard`, before the first forward pass, and compile the blocks with a
     backend of the same recipe. Each rank quantises its rows; a forward pass gathers codes along the rows, a backward
-    pass codes along the columns. Gradients, optimisers and checkpoints are as without it.
+    pass codes along the columns. Gradients, optimisers and checkpoints do not change.
 
     recipe: as for `fp4compile.backend`. Its rules match the full names of layers in `model`.
-    recompute: whether the backward pass computes forward products again, as activation checkpointing does. Then its
-        gathers bring the codes in both directions.
+    recompute: whether the backward pass computes forward matmuls again, as activation checkpointing does. Its gathers
+        then contain the codes in both directions.
 
-    Weights of linear layers (`nn.Linear`) whose forward product and input gradient the recipe quantises are gathered as
-    codes. All others keep their gather, for a reason in the report.
+    Weights of linear layers (`nn.Linear`) whose forward matmul and input gradient the recipe quantises are gathered as
+    codes. All others are gathered unquantised, for a reason in the report.
 
-    Returns a report of the weights: the forward product and the input gradient of each layer.
+    Returns a report of the weights: the forward matmul and the input gradient of each layer.
 
     Raises TypeError if `model` is no module or `recompute` no bool, ValueError for a model without parameters that
-    FSDP2 shards and for a second call, RuntimeError after the first forward pass and where another rank gives another
+    FSDP2 shards and for a second call, RuntimeError after the first forward pass and if another rank passes another
     recipe or `recompute`, and the errors of `backend` for a bad recipe.
     """
     if not isinstance(model, nn.Module):
@@ -62,13 +62,13 @@ def gather_quantized_(
         found = _form(layer, one, chosen, around, recompute)
         report.add(_rows(layer, one, found, chosen), {})
         if isinstance(found[0], Form):
-            # FSDP2 brings the shards that lie in the host's memory to the device one at a time.
+            # FSDP2 copies offloaded shards from the host to the device one at a time.
             together = groups.setdefault(id(one if one.offloaded else one.group), Together())
             _attach(Member(one, found[0], together))
     return report
 
 
-# (what is gathered, or why the weight keeps its gather; the layer's recipe, None where a rule skips the layer)
+# The form of the gathered codes, or the reason against codes; the layer's recipe, None if a rule skips the layer.
 _Found = tuple[Form | str, Recipe | None]
 
 
@@ -82,14 +82,14 @@ def _layers(model: nn.Module, parameters: list[Sharded], recipe: Recipe) -> list
         if experts or (isinstance(module, nn.Linear) and child == "weight"):
             name = f"{names[module]}.{child}".removeprefix(".")
             n, k = one.size[-2:]
-            # The number of tokens is unknown here, and counts as large enough.
+            # The unknown number of tokens counts as large enough.
             tied = any(isinstance(other, nn.Embedding) for other, _ in others)
             found.append((Layer(module_name(name), (recipe.min_m, n, k), tied, experts=experts), one))
     return found
 
 
 def _form(layer: Layer, one: Sharded, recipe: Recipe, around: Model, recompute: bool) -> _Found:
-    """What is gathered of a weight, or why it keeps its gather."""
+    """The form of a weight's gathered codes, or the reason that it is gathered unquantised; and its recipe."""
     chosen, reason = of_layer(layer, recipe, around)
     reason = reason or (None if chosen is None else _left_by_recipe(chosen)) or _obstacle(layer, one)
     if chosen is None or reason is not None:
@@ -107,7 +107,7 @@ def _left_by_recipe(recipe: Recipe) -> str | None:
 
 
 def _obstacle(layer: Layer, one: Sharded) -> str | None:
-    """Why a weight keeps its gather under every recipe; None where the recipe decides."""
+    """The reason that no recipe can gather a weight as codes; None if the recipe decides."""
     if layer.experts:
         return "weights of experts are gathered in high precision"
     if len(one.modules) > 1:
@@ -121,7 +121,7 @@ def _obstacle(layer: Layer, one: Sharded) -> str | None:
 
 def _form_by(recipe: Recipe, one: Sharded, recompute: bool) -> Form:
     n, k = one.size
-    # The other operand's format decides with the weight's whether a GPU's matrix units read swizzled scales.
+    # Whether a GPU's matrix units read swizzled scales depends on the formats of both operands.
     by_rows = layout_on(one.device, recipe.fprop_x, str(recipe.fprop_w), n, k)
     by_columns = layout_on(one.device, recipe.dgrad_dy, str(recipe.dgrad_w), k, n)
     rows = Direction(str(recipe.fprop_w), ROWS, (n, k), by_rows)
@@ -130,7 +130,7 @@ def _form_by(recipe: Recipe, one: Sharded, recompute: bool) -> Form:
 
 
 def _attach(member: Member) -> None:
-    """Give a parameter's shard FSDP2's hooks, and do it again where `load_state_dict(assign=True)` brings another."""
+    """Replace a parameter's shard by one with FSDP2's hooks, also after each `load_state_dict(assign=True)`."""
     one = member.sharded
 
     def wrap(*_: object) -> None:

@@ -1,7 +1,7 @@
 """`QuantizedShard`: a rank's shard of a weight, of which FSDP2 gathers codes.
 
-It holds the shard in high precision, and computes as the shard does: an optimiser, a checkpoint or a norm of gradients
-sees no difference. Only FSDP2's hooks know of codes.
+It holds the shard in high precision, and computes as a plain tensor does: optimisers, checkpoints and norms of
+gradients work unchanged. Only FSDP2's hooks return codes.
 """
 
 import copy
@@ -20,7 +20,7 @@ from fp4compile.distributed.fsdp import Sharded
 from fp4compile.distributed.whole import Form
 
 aten = torch.ops.aten
-# Operators by which FSDP2, DTensor and `nn.Module.to` make another shard of a shard. Results of others are plain.
+# Operators by which FSDP2, DTensor and `nn.Module.to` derive a shard from a shard. Results of others are plain.
 _STILL_SHARDS = frozenset((
     aten.detach.default, aten.alias.default, aten.view.default, aten.as_strided.default, aten.slice.Tensor,
     aten.split.Tensor, aten._to_copy.default, aten._pin_memory.default, aten.clone.default, aten.empty_like.default,
@@ -29,7 +29,7 @@ _STILL_SHARDS = frozenset((
 
 
 class Member:
-    """A weight that is gathered as codes, with `others`. arrival: where it is gathered, from the first gather on."""
+    """A weight that is gathered as codes, with `others`. arrival: its memory, from the first gather on."""
 
     def __init__(self, sharded: Sharded, form: Form, others: "Together"):
         self.sharded, self.form, self.others = sharded, form, others
@@ -37,34 +37,34 @@ class Member:
         others.members.append(self)
 
     def __deepcopy__(self, memo: dict) -> "Member":
-        return self  # Dynamo copies what a shard refers to
+        return self  # Dynamo copies the objects to which a shard refers
 
     @property
     def gathering(self) -> Gathering:
-        """What a gather now brings: the codes that products will read before the weight is gathered again."""
+        """The gather at this time: of the codes that matmuls will read before the weight is gathered again."""
         sharded = self.sharded
         if self.arrival is None:  # a cast of the model may have changed the dtype
             form = replace(self.form, dtype=sharded.dtype)
-            with torch.inference_mode(False):  # the first gather may serve an evaluation, and later ones training
+            with torch.inference_mode(False):  # the first gather may be for evaluation, later ones for training
                 self.arrival = Arrival(form, sharded.device, sharded.ranks)
         return self.arrival.gathering(rows=sharded.for_forward or self.form.recompute, columns=sharded.for_backward)
 
 
-# Shards of weights of one form, one below the other: [weights, rows, K], and the gathering of the first weight.
+# Shards of weights of one form, stacked: [weights, rows, K], and the gathering of the first weight.
 _Stacks = list[tuple[list["Member"], torch.Tensor, Gathering]]
-# Largest magnitudes over all ranks, by the first weight of a stack and by the kind of outer scale.
+# Largest magnitudes over all ranks, by the first weight of a stack and by the kind of scale, "tensor" or "row".
 _Magnitudes = dict[tuple["Member", str | None], torch.Tensor]
 
 
 class Together:
     """The weights that are gathered together, quantised together, and finished together.
 
-    FSDP2 asks the weights of a module for their codes one after the other. The first one that asks quantises all: one
-    launch casts all shards, one collective reduces the magnitudes of which scales are made, and one call quantises all
-    weights of one size. Each weight takes its own codes once, so that none meets codes of another step. When all have
-    arrived, FSDP2 tells one after the other, and the last one finishes all.
+    FSDP2 calls the hook of each weight of a module in turn. The first call quantises all weights: one launch casts all
+    shards, one collective reduces the magnitudes of which scales are made, and one call quantises all weights of one
+    size. Each weight's codes are taken once, so that no codes of another step are used. After the gather, FSDP2 calls
+    another hook of each weight in turn, and the last call finishes all.
 
-    A gather for a backward pass takes the magnitudes that the forward pass before it has reduced: of the same weights.
+    A gather for a backward pass uses the magnitudes that its forward pass has reduced: the weights are the same.
     """
 
     def __init__(self) -> None:
@@ -76,14 +76,14 @@ class Together:
         self._arrived: dict[Member, Gathering] = {}
 
     def take(self, member: Member, shard: torch.Tensor) -> list[torch.Tensor]:
-        """The bytes that a rank sends of a weight. shard: its rows, on the device of the whole weight."""
+        """The bytes of a weight that this rank sends. shard: its rows, on the device of the whole weight."""
         if member not in self._waiting:
             shards = {one: shard if one is member else plain(one.sharded.local) for one in self.members}
             self._waiting = self._encoded(self._stacked(shards), member.sharded)
         return self._waiting.pop(member)
 
     def arrived(self, member: Member, gathering: Gathering) -> None:
-        """Finish all weights once the last of them has arrived. gathering: what has arrived of the member."""
+        """Finish all weights once the last of them has been gathered. gathering: the member's."""
         self._arrived[member] = gathering
         if member is self.members[-1]:
             key = tuple(self._arrived.values())
@@ -133,9 +133,9 @@ class Encoding:
     directions: tuple[tuple[Direction, ...], ...]
 
     def __call__(self, *tensors: torch.Tensor) -> list[torch.Tensor]:
-        """The parts of all directions one after the other, see `Direction.encode`.
+        """The parts of all directions in order, see `Direction.encode`.
 
-        tensors: of each stack its shards, and then the magnitudes of the directions whose scales depend on all ranks.
+        tensors: for each stack its shards, then the magnitudes of the directions whose scales depend on all ranks.
         """
         left, found = iter(tensors), []
         for directions in self.directions:
@@ -146,10 +146,10 @@ class Encoding:
 
 
 def _reduced(stacks: _Stacks, known: _Magnitudes, group: dist.ProcessGroup) -> _Magnitudes:
-    """The magnitudes that scales need and that are not known.
+    """Reduce the magnitudes over all ranks of which scales are made, except for those in `known`.
 
-    As integers magnitudes have their order, with NaN above all, which has no sign there. Libraries of collectives may
-    pass over NaN among floats.
+    They are reduced as integers, which have the order of magnitudes, with NaN (without its sign) above all: libraries
+    of collectives may ignore NaN among floats.
     """
     needed: dict[tuple[Member, str | None], tuple[Direction, torch.Tensor]] = {}
     for members, stack, gathering in stacks:
@@ -174,7 +174,7 @@ class QuantizedShard(torch.Tensor):
 
     @staticmethod
     def __new__(cls, values: torch.Tensor, member: Member) -> "QuantizedShard":
-        with torch.inference_mode(values.is_inference()):  # a view is for training where its base is
+        with torch.inference_mode(values.is_inference()):  # a view is an inference tensor if its base is
             made = torch.Tensor._make_wrapper_subclass(
                 cls, values.size(), strides=values.stride(), storage_offset=values.storage_offset(),
                 dtype=values.dtype, device=values.device,
@@ -210,15 +210,15 @@ class QuantizedShard(torch.Tensor):
         return QuantizedShard(inner["values"], *context)
 
     def _stable_hash_for_caching(self) -> str:
-        """What AOTAutograd's cache distinguishes: a graph that computes with shards depends on no hook."""
+        """The key of AOTAutograd's cache: a graph that computes with shards depends on no hook."""
         return repr((self.shape, self.stride(), self.dtype, self.device, self.requires_grad))
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """In a file, the shard is a plain tensor: checkpoints are read without this package."""
+        """Pickle the shard as a plain tensor, so that checkpoints can be read without this package."""
         return self.values.__reduce_ex__(protocol)
 
     def __deepcopy__(self, memo: dict) -> torch.Tensor:
-        """A copy, such as one of a state dict, is a plain tensor: FSDP2 gathers no copies."""
+        """A plain tensor: copies, such as those in state dicts, are not gathered."""
         return copy.deepcopy(self.values, memo)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:
@@ -229,7 +229,7 @@ class QuantizedShard(torch.Tensor):
     def fsdp_pre_all_gather(
         self, mesh: Any, outer_size: Any, outer_stride: Any, module: Any, mp_policy: Any
     ) -> tuple[list[torch.Tensor], Gathering]:  # fmt: skip
-        """The bytes that this rank sends, and what the gather brings."""
+        """The bytes that this rank sends, and the gather."""
         member = self.member
         gathering = member.gathering
         member.sharded.gather_into(gathering.arriving, gathering.beside)
@@ -241,7 +241,7 @@ class QuantizedShard(torch.Tensor):
     def fsdp_post_all_gather(
         self, all_gather_outputs: tuple[torch.Tensor, ...], metadata: Any, param_dtype: torch.dtype, *, out: Any = None
     ) -> Any:  # fmt: skip
-        """The whole weight and its memory at the first gather, later None: `out` is filled then."""
+        """The whole weight and its memory at the first gather; later None, and `out` is filled."""
         gathering, weight = metadata, out
         if weight is None:
             weight = gathering.arrival.weight()
@@ -251,10 +251,10 @@ class QuantizedShard(torch.Tensor):
         return None if out is not None else (weight, tuple(gathering.beside))
 
 
-# FSDP2 asks for the signature at every gather of every weight, which takes as long as the rest of its own work.
+# FSDP2 reads the signature at every gather of every weight, which takes as long as the rest of its own work.
 QuantizedShard.fsdp_pre_all_gather.__signature__ = inspect.signature(QuantizedShard.fsdp_pre_all_gather)  # type: ignore
 
 
 def plain(tensor: torch.Tensor) -> torch.Tensor:
-    """The values of a shard as a plain tensor."""
+    """A shard as a plain tensor with the same memory."""
     return tensor.values if isinstance(tensor, QuantizedShard) else tensor

@@ -1,7 +1,7 @@
-"""`GatheredWeight`: the whole weight that a module has between FSDP2's gather and its reshard, as codes.
+"""`GatheredWeight`: a module's whole weight, as codes, between FSDP2's gather and its reshard.
 
-In a graph it is one op, `gathered_weight`, whose products the backend recognises. Where anything else reads it, it is
-the dequantised weight. Its gradient is a plain tensor of its dtype.
+In a graph it is one op, `gathered_weight`, whose matmuls the backend recognises. For any other reader, it is the
+dequantised weight. Its gradient is a plain tensor of its dtype.
 """
 
 from dataclasses import dataclass
@@ -14,16 +14,16 @@ from fp4compile.distributed.codes import Direction, Parts
 from fp4compile.ops.quantize import GATHERED_WEIGHT
 
 aten = torch.ops.aten
-# Operators by which FSDP2 and autograd make another tensor object of a parameter: it has the same codes.
+# Operators by which FSDP2 and autograd derive another tensor object from a parameter, with the same codes.
 _SAME = (aten.detach.default, aten.alias.default, aten.as_strided.default, aten.view.default)
 NAMES = ("rows", "row_scales", "row_outer", "columns", "column_scales", "column_outer")
 
 
 @dataclass(frozen=True)
 class Form:
-    """What a gathered weight is: the directions of its codes and its dtype.
+    """The directions of a gathered weight's codes, and its dtype.
 
-    recompute: whether the codes along the rows are gathered for the backward pass too.
+    recompute: whether the codes along the rows are also gathered for the backward pass.
     """
 
     rows: Direction
@@ -33,18 +33,18 @@ class Form:
 
     @property
     def transposable(self) -> bool:
-        """Whether the codes of one direction are the other's: in square blocks of one format."""
+        """Whether the codes of one direction can be made of the other's: those of square blocks of one format."""
         return self.rows.format == self.columns.format and self.rows.block_format.square
 
     def sent(self, wanted: tuple[Direction, ...]) -> tuple[Direction, ...]:
-        """The directions that ranks send where the products want some."""
+        """The directions that ranks send if matmuls read those in `wanted`."""
         return wanted[:1] if self.transposable else wanted
 
 
 class GatheredWeight(torch.Tensor):
     """A weight [N, K] as codes along its rows and along its columns; see `Form`.
 
-    without_rows: whether the last gather brought the codes along the columns alone.
+    without_rows: whether the last gather was only of the codes along the columns.
     """
 
     form: Form
@@ -59,7 +59,7 @@ class GatheredWeight(torch.Tensor):
     @staticmethod
     def __new__(cls, form: Form, parts: dict[str, torch.Tensor], without_rows: bool = False) -> "GatheredWeight":
         rows = parts["rows"]
-        with torch.inference_mode(rows.is_inference()):  # a view is for training where its base is
+        with torch.inference_mode(rows.is_inference()):  # a view is an inference tensor if its base is
             made = torch.Tensor._make_wrapper_subclass(
                 cls, form.rows.size, dtype=form.dtype, device=rows.device, requires_grad=False
             )  # fmt: skip
@@ -71,16 +71,16 @@ class GatheredWeight(torch.Tensor):
 
     @property
     def rows(self) -> torch.Tensor:
-        """The codes along the rows. Raises RuntimeError where they were not gathered."""
+        """The codes along the rows. Raises RuntimeError if they were not gathered."""
         if self.without_rows:
             raise RuntimeError(
-                "a forward product is computed again in the backward pass, as by activation checkpointing, for which "
+                "a forward matmul is computed again in the backward pass, as by activation checkpointing, for which "
                 "the weight's codes are not gathered; call gather_quantized_(..., recompute=True)"
             )
         return self._rows
 
     def along(self, direction: Direction) -> Parts:
-        """The codes, block scales and outer scale of one of the form's directions."""
+        """The codes, block scales and global or row scale of one of the form's directions."""
         if direction == self.form.rows:
             return self._rows, self.row_scales, self.row_outer
         return self.columns, self.column_scales, self.column_outer
@@ -91,7 +91,7 @@ class GatheredWeight(torch.Tensor):
         return {name: part for name, part in found.items() if part is not None}
 
     def dequantised(self) -> torch.Tensor:
-        """The values of the codes along the rows."""
+        """The dequantised values of the codes along the rows."""
         form = self.form
         return GATHERED_WEIGHT(
             self.rows, self.row_scales, self.row_outer, form.rows.format,
@@ -109,7 +109,7 @@ class GatheredWeight(torch.Tensor):
         return GatheredWeight(form, inner)
 
     def _stable_hash_for_caching(self) -> str:
-        """What AOTAutograd's cache distinguishes besides the tensors."""
+        """The part of AOTAutograd's cache key besides the tensors."""
         return repr((self.form, self.device, self.requires_grad))
 
     @classmethod

@@ -1,1 +1,1 @@
-"""What the numbers mean: formats, layouts of scales, groups of rows, steps, and the reference of every operation."""
+"""The meaning of the numbers: formats, scale layouts, groups of rows, steps, and the reference of every operation."""

@@ -1,6 +1,6 @@
-"""Checks of a product's tensors. Each rule is written here, once.
+"""Checks of a matmul's tensors. Each rule is written once, in this file.
 
-`check` runs where an op's tensors enter its reference or its kernels. Code behind the op does not check again. All
+`check` runs where an op's tensors enter its reference or its kernels; code behind the op does not check again. All
 functions raise ValueError or TypeError that name the argument.
 """
 
@@ -18,7 +18,7 @@ from fp4compile.formats.quantize_spec import FLOAT_DTYPES
 
 
 def check(x: Arguments) -> None:
-    """Check the tensors of a product, on any device. Its `ProductSpec` has checked what needs no tensor."""
+    """Check the tensors of a matmul, on any device. Its `ProductSpec` has checked its own fields."""
     if x.offs is not None:
         _check_groups(x, x.offs)
     elif x.index is not None:
@@ -38,12 +38,12 @@ def check(x: Arguments) -> None:
 
 
 def _of_each_matrix(x: Arguments) -> tuple[tuple, ...]:
-    """The shapes of outer scales of B that has two matrices: one, one for each matrix, or one for each row."""
+    """The allowed shapes of B's scales, where B has two matrices: one global scale, one per matrix, or row scales."""
     return (), (2,), (*x.b.data.shape[:-1], 1)
 
 
 def _check_gathered(x: Arguments, index: torch.Tensor) -> None:
-    """Check A [S, M, K], B [E, N, K] and the index [S] that gives each matrix of A its matrix of B."""
+    """Check A [S, M, K], B [E, N, K] and the index [S] of each A's matrix of B."""
     check_index(x.a.data, x.b.data, index)
     check_operand("a", x.a)
     check_operand("b", x.b)
@@ -69,7 +69,7 @@ def check_bias(bias: torch.Tensor | None, n: Any) -> None:
 
 
 def check_epilogue(x: Arguments) -> None:
-    """Check that there is a static outer scale exactly where the epilogue quantises to a format that needs one."""
+    """Check that a static global scale is given if, and only if, the epilogue quantises to a format that needs one."""
     spec, outer = x.result_spec, x.result_outer
     if (outer is not None) != (spec is not None and spec.static):
         name = "a result that is not quantised" if spec is None else f"format {spec.format.name}"
@@ -81,8 +81,8 @@ def check_epilogue(x: Arguments) -> None:
 def check_operand(name: str, x: Operand, outers: tuple[tuple, ...] | None = None, swizzled_rows: Any = None) -> None:
     """Check that the tensors of one operand fit each other.
 
-    outers: the shapes that its outer scale may have; None stands for () and [*batch, rows, 1]. swizzled_rows: how many
-    rows swizzled scales have; None stands for the number of the operand's rows.
+    outers: the allowed shapes of its global or row scale; None stands for () and [*batch, rows, 1]. swizzled_rows: the
+    number of rows of swizzled scales; None stands for the number of the operand's rows.
     """
     fmt = x.format
     if x.data.dim() < 2:
@@ -119,13 +119,13 @@ def _check_scales(name: str, x: Operand, fmt: BlockFormat, swizzled_rows: Any) -
 
 
 def check_float(name: str, dtype: torch.dtype) -> None:
-    """Check that a dtype is one of plain operands and results."""
+    """Check that a dtype is allowed for plain operands and results."""
     if dtype not in FLOAT_DTYPES:
         raise ValueError(f"{name}={dtype}: allowed are bfloat16, float16, float32")
 
 
 def _check_contraction(a: Operand, b: Operand) -> None:
-    """Check that both operands have one contraction length, up to the padding of a quantised operand's last block."""
+    """Check that both operands have the same K, except for the padding of a quantised operand's last block."""
     k = min(a.k, b.k)
     for x in (a, b):
         whole = k if x.format is None else ceil_div(k, x.format.block_cols) * x.format.block_cols
@@ -153,7 +153,7 @@ def check_groups(x: Arguments, offs: torch.Tensor) -> None:
     matrices = b.shape[0] // 2 if x.two_weights else b.shape[0]
     check_offs(offs, None if along_k else matrices)
     if along_k and x.rows is None:
-        raise ValueError("rows: a product of groups along the contraction needs the number of rows")
+        raise ValueError("rows: a matmul of groups along the contraction needs the number of rows")
     if not along_k and x.rows is not None:
         torch._check_value(a.shape[0] == x.rows, lambda: f"rows: expected the {a.shape[0]} rows of a, got {x.rows}")
 
@@ -193,7 +193,7 @@ def _check_no_square(name: str, x: Operand) -> None:
 
 
 def _check_auxiliaries(x: Arguments, epilogue: Epilogue) -> None:
-    """Check the tensors that an epilogue reads, each of the product's size or of N elements."""
+    """Check the tensors that an epilogue reads, each of the matmul's size or of N elements."""
     *batch, m, _ = x.a.data.shape
     n, device = x.b.data.shape[-2], x.a.data.device
     if epilogue.pair:

@@ -1,12 +1,12 @@
-"""The epilogue of a product as data: the pointwise operations between the product and what is stored.
+"""The epilogue of a matmul as data: the pointwise operations between the float32 sums and the store.
 
-An `Epilogue` is a list of steps (`formats.steps`). Their tensors are the product and auxiliary tensors (`aux0`: an
-element for each element of the product; `row1`: an element for each column). A `ProductSpec` carries the steps as
-strings. "quantize" and the name of a format may follow them: what is stored are codes and block scales of the rows of
-the result, as the next product reads them. Or "amax" follows them: the result is stored, and its largest magnitude is
-found, for a next product whose operand has a dynamic outer scale, which the whole result decides. With either end,
-steps may read `pair` as well: then B has the rows of two matrices, one below the other, `product` is A times the first
-of them, and `pair` A times the second.
+An `Epilogue` is a list of steps (`formats.steps`). Their tensors are `product`, the matmul's result, and auxiliary
+tensors (`aux0`: an element for each element of the result; `row1`: an element for each column). A `ProductSpec` carries
+the steps as strings. "quantize" and the name of a format may follow them: the kernel then stores codes and block scales
+of the rows of the result, as the next matmul reads them. Or "amax" follows them: the kernel stores the result and finds
+its largest magnitude, of which the dynamic global scale of the next matmul's operand is made. With either end, steps
+may read `pair` as well: then B has two matrices, stacked; `product` is A times the first one, and `pair` A times the
+second one.
 
 `apply` is the reference. `templates.device.epilogue` computes the same steps in kernels.
 """
@@ -26,18 +26,18 @@ from fp4compile.formats.steps import Step, evaluate, operand_kinds, parse
 AUXILIARIES = 2
 PRODUCT, PAIR = "product", "pair"
 QUANTIZE, AMAX = "quantize", "amax"
-# Magnitudes whose largest is a result's amax: one for each program, of which there are as many as multiprocessors.
+# The number of partial maxima of an amax, at most: one for each program, and there is a program for a multiprocessor.
 PARTIAL_MAXIMA = 256
 
 
 @dataclass(frozen=True)
 class Epilogue:
-    """The steps after a product, in order; the result of the last one is stored.
+    """The steps after a matmul, in order; the result of the last one is stored.
 
-    product_dtype: what the product is rounded to before the first step, as if it had been stored.
+    product_dtype: the dtype to which the float32 sums are rounded before the first step, as if they had been stored.
     dtype: the dtype of the result.
-    quantize: how the result is quantised, after it is rounded to `dtype`; None stores the rounded result.
-    amax: whether the largest magnitude of the rounded result is found as well.
+    quantize: the spec by which the result, rounded to `dtype`, is quantised; None stores the rounded result.
+    amax: whether the kernel also finds the largest magnitude of the rounded result.
     """
 
     steps: tuple[Step, ...]
@@ -74,7 +74,7 @@ class Epilogue:
 
     @property
     def end(self) -> str | None:
-        """What follows the steps: "amax", "quantize mxfp8" or None."""
+        """The string that follows the steps: "amax", "quantize mxfp8" or None."""
         if self.quantize is not None:
             return f"{QUANTIZE} {self.quantize.format.name}"
         return AMAX if self.amax else None
@@ -85,22 +85,22 @@ class Epilogue:
 
     @cached_property
     def pair(self) -> bool:
-        """Whether the epilogue reads two products."""
+        """Whether the epilogue reads two matmuls."""
         return any(PAIR in step.arguments for step in self.steps)
 
     @cached_property
     def kinds(self) -> dict[int, str]:
-        """How each auxiliary tensor is read, by its number: "aux" or "row"."""
+        """The kind of each auxiliary tensor, by its number: "aux" or "row"."""
         return operand_kinds(self.steps, "aux|row")
 
 
 def serves_quantize(fmt: BlockFormat) -> bool:
-    """Whether an epilogue can quantise to a format: scales of one byte, of blocks of a row; a static outer scale."""
+    """Whether an epilogue can quantise to a format: one-byte scales of blocks of a row, and no row scales."""
     return fmt.swizzles and not fmt.square and fmt.outer != "row"
 
 
 def _spec(text: str) -> QuantizeSpec:
-    """The spec of a last step: "quantize mxfp8". The outer scale of a format that has one is static."""
+    """The spec of a last step such as "quantize mxfp8". A global scale, where the format has one, is static."""
     word, _, name = text.partition(" ")
     fmt = formats.get(name) if word == QUANTIZE else None
     if fmt is None or not serves_quantize(fmt):
@@ -110,12 +110,11 @@ def _spec(text: str) -> QuantizeSpec:
 
 
 def apply(product: torch.Tensor, epilogue: Epilogue, operands: Sequence[torch.Tensor]) -> torch.Tensor:
-    """The reference: the steps on a product [..., M, N] in float32, rounded to `epilogue.dtype` at the end.
+    """The reference: compute the steps in float32 and round the last result to `epilogue.dtype`, [..., M, N].
 
-    product: [..., M, 2 N] for an epilogue that reads `pair`.
-
-    operands: the auxiliary tensors, of the product's size ("aux") or of N elements ("row"). `quantize` and `amax` are
-    left to the caller.
+    product: the result of the matmul, [..., M, N]; [..., M, 2 N] for an epilogue that reads `pair`.
+    operands: the auxiliary tensors, of the result's size ("aux") or of N elements ("row"). The caller does what
+    `quantize` and `amax` require.
     """
     values: dict[str, torch.Tensor] = {PRODUCT: product.to(epilogue.product_dtype).float()}
     if epilogue.pair:

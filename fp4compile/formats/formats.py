@@ -1,10 +1,10 @@
 """Block formats: the meaning of the stored numbers of a quantised tensor.
 
 A format is an element type, the block of elements that shares one scale, the type of that
-scale, an optional outer (second-level) float32 scale, and the published contract whose bits
-it follows. It holds no tensors; `reference.py` gives the arithmetic.
+scale, an optional float32 scale of the tensor (global scale) or of each row (row scale), and
+the published contract whose bits it follows. `reference.py` has the arithmetic.
 
-    value = element * block scale * outer scale
+    value = element * block scale * global or row scale
 """
 
 import difflib
@@ -24,14 +24,14 @@ MX_CONTRACTS = ("floor", "ceil", "even", "rceil")
 FLOAT8_CONTRACTS = ("torchao", "te", "te_pow2")
 _FLOAT8_BLOCKS = tuple((rows, n) for n in (32, 64, 128) for rows in (1, n))
 
-# How the block scales of a weight are chosen; see `reference_scales`.
+# The rules for the block scales of a weight; see `reference_scales`.
 SCALE_RULES = ("amax", "mse", "four_over_six")
 
 
 def unknown_name(what: str, name: object, allowed: Iterable[str]) -> str:
-    """The message for a name that is not in `allowed`: the name, the nearest match, and the allowed names.
+    """The error message for a name that is not in `allowed`: the name, the nearest match, and the allowed names.
 
-    Names that differ in nothing but upper and lower case match.
+    The nearest match is found without regard to upper and lower case.
     """
     allowed = sorted(allowed)
     lower = {one.casefold(): one for one in allowed}
@@ -46,7 +46,7 @@ def integer_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def as_integers(x: torch.Tensor) -> torch.Tensor:
-    """The bits of x, viewed as integers, which torch pads, repeats and indexes; not all floats of one byte."""
+    """x viewed as integers of the same size: torch cannot pad, repeat and index all one-byte floats."""
     dtype = integer_dtype(x.dtype)
     return x if x.dtype == dtype else x.view(dtype)
 
@@ -58,9 +58,9 @@ class BlockFormat:
     element: "e2m1" (FP4, two codes a byte), "e4m3" or "e5m2" (FP8).
     block: (rows, columns) that share one block scale; None where a format has no block scales.
     scale: type of the block scale, "e4m3" (NVFP4), "e8m0" (MX) or "float32" (FP8); None without block scales (FP8).
-    outer: granularity of the float32 outer scale: None, "tensor" or "row".
-    contract: whose bits: NVFP4 "torchao" or "te"; MX "floor", "ceil", "even" or "rceil"; FP8 "torchao", "te" or
-        "te_pow2", whose scales are powers of two.
+    outer: None, "tensor" for a float32 global scale, or "row" for float32 row scales.
+    contract: the implementation or rounding mode whose bits it has: NVFP4 "torchao" or "te"; MX "floor", "ceil", "even"
+        or "rceil"; FP8 "torchao", "te" or "te_pow2", whose scales are powers of two.
 
     Raises ValueError for a combination that no contract defines.
     """
@@ -101,7 +101,7 @@ class BlockFormat:
         if self.block not in ((1, 32), (32, 32)):
             raise ValueError(f"block={self.block}: E8M0 block scales serve blocks (1, 32) and (32, 32)")
         if self.outer is not None:
-            raise ValueError(f"outer={self.outer!r}: MX formats have no outer scale")
+            raise ValueError(f"outer={self.outer!r}: MX formats have no global or row scale")
         if self.contract not in MX_CONTRACTS:
             raise ValueError(unknown_name("contract for E8M0 scales", self.contract, MX_CONTRACTS))
 
@@ -122,19 +122,19 @@ class BlockFormat:
         """The 16-bit dtype that holds element * block scale exactly, for elements quantised from 16-bit numbers.
 
         A rounded element has at most four significant bits, and no bit below the last bit of the number it was rounded
-        from. E4M3 scales reach from 2^-9 to 448, so float16 holds all NVFP4 values, even those made from float32.
+        from. E4M3 scales reach from 2^-9 to 448, so float16 holds all dequantised NVFP4 values, even of a float32 x.
         """
         return torch.bfloat16 if self.scale == "e8m0" else torch.float16
 
     @property
     def spec(self) -> str:
-        """The format spelled out, e.g. "e2m1:1x16:e4m3:tensor:torchao"; `get` reads it back."""
+        """The format as a spec string, e.g. "e2m1:1x16:e4m3:tensor:torchao"; `get` parses it."""
         block = "-" if self.block is None else f"{self.block[0]}x{self.block[1]}"
         return ":".join((self.element, block, self.scale or "-", self.outer or "-", self.contract))
 
     @property
     def name(self) -> str:
-        """The string that ops carry: the registered name, or the spec of a format without a name."""
+        """The format's string among the arguments of ops: its registered name, or its spec if it has no name."""
         return _NAME_OF.get(self, self.spec)
 
     @property
@@ -144,7 +144,7 @@ class BlockFormat:
 
     @property
     def square(self) -> bool:
-        """Whether one scale serves a tile of rows, so that a matrix and its transpose carry the same codes."""
+        """Whether blocks are square tiles, so that a matrix and its transpose have the same codes."""
         return self.block is not None and self.block[0] > 1
 
     @property
@@ -154,12 +154,12 @@ class BlockFormat:
 
     @property
     def swizzles(self) -> bool:
-        """Whether its block scales have the layout "swizzled": matrix units read scales of one byte."""
+        """Whether its block scales can have the layout "swizzled", which matrix units read: scales of one byte can."""
         return self.scale is not None and self.scale_dtype.itemsize == 1
 
     @property
     def exact(self) -> bool:
-        """Whether 16 bits hold every element * block scale (`values_dtype`): not with scales of more bits."""
+        """Whether `values_dtype` holds every element * block scale exactly: not with float32 block scales."""
         return self.scale is None or self.swizzles
 
     def nbytes(self, rows: int, cols: int, matrices: int = 1) -> int:
@@ -217,7 +217,7 @@ _SPEC = re.compile(r"(\w+):(?:(\d+)x(\d+)|-):(\w+|-):(\w+|-):(\w+)")
 
 
 def get(format: "str | BlockFormat") -> BlockFormat:
-    """The format that a name or a spec string names; a `BlockFormat` is returned as it is.
+    """The format of a name or a spec string; a `BlockFormat` is returned unchanged.
 
     Raises ValueError for an unknown name, TypeError for anything but a string or a BlockFormat.
     """
@@ -236,7 +236,7 @@ def get(format: "str | BlockFormat") -> BlockFormat:
 
 
 def takes_scale_rules(fmt: BlockFormat) -> bool:
-    """Whether rules other than "amax" can choose the block scales: NVFP4 formats without an outer scale of each row."""
+    """Whether rules other than "amax" can choose the block scales: NVFP4 formats without row scales."""
     return fmt.scale == "e4m3" and fmt.outer != "row"
 
 
@@ -249,8 +249,7 @@ def check_scale_rule(name: str, rule: object, fmt: BlockFormat | None) -> None:
         raise ValueError(f"{name}: {unknown_name('rule', rule, SCALE_RULES)}")
     if rule != "amax" and (fmt is None or not takes_scale_rules(fmt)):
         raise ValueError(
-            f"{name}={rule!r}: needs an NVFP4 format without an outer scale of each row, "
-            f"got {None if fmt is None else fmt.name}"
+            f"{name}={rule!r}: needs an NVFP4 format without row scales, got {None if fmt is None else fmt.name}"
         )
 
 

@@ -1,12 +1,12 @@
-"""How matrices are grouped: `Grouping`, the kinds; `Groups`, which rows of a tensor belong to which group.
+"""Grouped matrices: `Grouping`, the kinds of grouping; `Groups`, the rows of each group of a tensor.
 
 offs: int32 [G], on the device of the rows; group g is the rows offs[g-1] to offs[g] (group 0: from row 0). Rows from
 offs[-1] on belong to no group. An offset that decreases counts as equal to the largest before it, and an offset beyond
 the last row counts as the number of rows. The host never reads the offsets' values.
 
-Where groups lie along the contraction (wgrad), each is padded to whole tiles of 128 rows, so that neither a block of
-codes nor a tile of swizzled scales has rows of two groups. Padded rows are numbered group by group, from group 0 on.
-Enough of them are allocated for any sizes of the groups.
+Where groups lie along the contraction (wgrad), each is padded to whole tiles of 128 rows, so that no block of codes and
+no tile of swizzled scales has rows of two groups. Padded rows are numbered group by group, from group 0 on. Their
+number suffices for any sizes of the groups.
 """
 
 from dataclasses import dataclass
@@ -19,18 +19,18 @@ from fp4compile.formats.layouts import TILE_ROWS, ceil_div
 
 
 def padded_rows(rows: Any, groups: int) -> Any:
-    """Padded rows that suffice for any cut of `rows` rows into `groups` groups; rows may be symbolic."""
+    """The number of padded rows that suffices for any cut of `rows` rows into groups; rows may be symbolic."""
     return TILE_ROWS * (rows // TILE_ROWS + groups)
 
 
 class Grouping(StrEnum):
-    """What a product, an operand or a quantiser computes apart.
+    """The parts that a matmul or a quantiser computes separately.
 
     DENSE: one matrix; A may have batch dimensions that share one B.
-    BATCHED: matrices of equal sizes; a product has one A and one B for each.
-    RAGGED_ROWS: groups of the rows of one matrix; a product multiplies each group by a B of its own.
-    RAGGED_CONTRACTION: groups of rows that are the contraction of a product, which has one result for each group.
-    GATHERED: as BATCHED, where an index says which B each A is multiplied by.
+    BATCHED: matrices of equal sizes; a matmul has one A and one B for each.
+    RAGGED_ROWS: groups of the rows of one matrix; a matmul multiplies each group by its own B.
+    RAGGED_CONTRACTION: groups of rows along the contraction of a matmul, which has one result for each group.
+    GATHERED: as BATCHED, where an index names the B of each A.
     """
 
     DENSE = "dense"
@@ -41,7 +41,7 @@ class Grouping(StrEnum):
 
 
 def grouping_of(offs: Any, each_matrix: bool) -> Grouping:
-    """How a quantiser groups what it quantises. offs: None without groups of rows.
+    """The grouping of a quantiser. offs: None without groups of rows.
 
     Raises ValueError for both, because offsets cut the rows of one matrix.
     """
@@ -80,7 +80,7 @@ class Groups:
         return torch.searchsorted(self.ends, row, right=True)
 
     def of_padded(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """(group, row) of each padded row, int64 [padded_rows]; the row is `rows` where it is padding."""
+        """The group and the row of x of each padded row, int64 [padded_rows] each; the row is `rows` for padding."""
         slot = torch.arange(padded_rows(self.rows, self.count), device=self.ends.device)
         group = torch.searchsorted(self.padded_starts, slot, right=True) - 1  # of groups with one start, the last
         row = self.starts[group] + slot - self.padded_starts[group]

@@ -1,4 +1,4 @@
-"""Scale layouts: where the byte of a block scale lies in memory.
+"""Scale layouts: the places of block scales in memory.
 
 `linear`: [..., rows, blocks], in the order of the blocks in the matrix.
 `swizzled`: the order in which the block-scaled matrix instructions read (cuBLAS calls it "1D block scaling factors
@@ -19,15 +19,15 @@ TILE_ROWS, TILE_COLS = 128, 4
 
 
 def scale_layout(format: BlockFormat, *, native: bool) -> str:
-    """The layout of an operand's block scales: "swizzled" for a native product, "linear" for every other.
+    """The layout of an operand's block scales: "swizzled" for a native matmul, otherwise "linear".
 
-    native: whether block-scaled matrix units compute the product; they read the scales themselves. A format without
+    native: whether block-scaled matrix units compute the matmul; they read the scales themselves. A format without
     block scales of one byte is "linear".
 
-    All code that stores scales follows this rule. An operand in a graph is native if its product is native
+    All code that stores scales follows this rule. An operand in a graph is native if its matmul is native
     (`analysis.plan`). A weight in `weights.cache` has the layout that its graph requests. The weight of a packed layer
-    is native if the layer's products are native on the weight's device (`weights.scale_layout`); in files, which serve
-    every device, its scales are linear.
+    is native if the layer's matmuls are native on the weight's device (`weights.scale_layout`). In files its scales are
+    linear, because files are for every device.
     """
     return "swizzled" if native and format.swizzles else "linear"
 

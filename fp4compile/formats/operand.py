@@ -1,4 +1,4 @@
-"""A product's operands and its other arguments, as the ops pass them to the reference and the kernels."""
+"""A matmul's operands and other arguments, as ops pass them to the reference and the kernels."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -19,8 +19,8 @@ class Operand:
 
     data: codes of `format`; bfloat16, float16 or float32 values where the format is None (a plain operand).
     scales: block scales, linear or swizzled (see `layouts`); None where the format has none.
-    outer: float32 decode factor, [] or [..., rows, 1]; None means 1. A plain operand can have one as well. B of two
-        matrices, one below the other, may have one for each, [2].
+    outer: float32 global scale [] or row scales [..., rows, 1], which decode; None means 1. A plain operand can have
+        them as well. B of two stacked matrices may have a global scale for each, [2].
     """
 
     data: torch.Tensor
@@ -30,13 +30,13 @@ class Operand:
 
     @property
     def k(self) -> Any:
-        """Elements of a row, with the padding of its last block; may be symbolic."""
+        """The number of elements of a row, including the padding of its last block; may be symbolic."""
         width = self.data.shape[-1]
         return 2 * width if self.format is not None and self.format.packed else width
 
     @property
     def tensors(self) -> tuple:
-        """The three arguments by which ops take the operand."""
+        """The operand's three arguments of an op: data, scales and outer."""
         return self.data, self.scales, self.outer
 
     @property
@@ -51,12 +51,12 @@ class Operand:
 
     @property
     def swizzled(self) -> bool:
-        """Whether the block scales are swizzled: then they are one flat run for each matrix."""
+        """Whether the block scales are swizzled, as one flat run of bytes for each matrix."""
         return self.scaled and self.scales is not None and self.scales.dim() == self.data.dim() - 1
 
 
 def _kind(data: torch.Tensor, scales: torch.Tensor | None, outer: torch.Tensor | None) -> tuple:
-    """(dtype, whether the block scales are swizzled, granularity of the outer scale), as `OperandSpec` has them."""
+    """The fields dtype, swizzled and outer of an `OperandSpec`."""
     swizzled = scales is not None and scales.dim() == data.dim() - 1
     return data.dtype, swizzled, "none" if outer is None else {0: "tensor", 1: "group"}.get(outer.dim(), "row")
 
@@ -73,13 +73,13 @@ def taken(b: Operand, index: torch.Tensor) -> Operand:
 
 @dataclass(frozen=True, eq=False)
 class Arguments:
-    """A product with its tensors.
+    """A matmul with its tensors.
 
     bias: [N]. auxiliaries: the tensors that the steps of the epilogue read.
-    result_outer: the static outer scale of a result that the epilogue quantises, float32 []; None where the result's
-        format has no outer scale.
-    offs, rows: with ragged groups, where the groups end and how many rows there are (`formats.grouping`); rows None
-        stands for the rows of A, which the groups are then.
+    result_outer: the static global scale of a result that the epilogue quantises, float32 []; None where the result's
+        format has no global scale.
+    offs, rows: with ragged groups, the ends of the groups and the number of rows (`formats.grouping`); rows None stands
+        for the number of rows of A.
     index: int [S], with gathered matrices: A [S, M, K] is multiplied by b[index], where B is [E, N, K].
     """
 
@@ -100,7 +100,7 @@ class Arguments:
         result_outer: torch.Tensor | None = None, offs: torch.Tensor | None = None, rows: Any = None, *,
         index: torch.Tensor | None = None, fast_accumulation: bool = False,
     ) -> "Arguments":  # fmt: skip
-        """The product of two operands; the tensors decide its grouping. Raises what `ProductSpec` raises."""
+        """The matmul of two operands; its grouping follows from the tensors. Raises the errors of `ProductSpec`."""
         if offs is not None:
             grouping = Grouping.RAGGED_ROWS if b.data.dim() == 3 else Grouping.RAGGED_CONTRACTION
         elif index is not None:
@@ -119,9 +119,9 @@ class Arguments:
         outer: torch.Tensor | None = None, offs: torch.Tensor | None = None, rows: Any = None,
         index: torch.Tensor | None = None,
     ) -> "Arguments":  # fmt: skip
-        """The product that an op is called with: its tensors, and `str(spec)`.
+        """The matmul of an op's arguments: its tensors, and `str(spec)`.
 
-        Raises ValueError for a text that is no spec, and where offsets or an index are missing or not wanted.
+        Raises ValueError for a text that is no spec, and if offsets or an index are missing or superfluous.
         """
         left, right = formats_of(spec)
         found = parse(spec, _kind(a, a_scales, a_outer), _kind(b, b_scales, b_outer), b.dim() > 2,
@@ -135,14 +135,14 @@ class Arguments:
 
     @property
     def call(self) -> tuple[tuple, dict[str, Any]]:
-        """The arguments of an op that computes the product: those by position, and those by name that are given."""
+        """The positional arguments and the given keyword arguments of an op that computes the matmul."""
         named = {"bias": self.bias, "operands": list(self.auxiliaries) or None, "outer": self.result_outer,
                  "offs": self.offs, "rows": self.rows, "index": self.index}  # fmt: skip
         given = {name: value for name, value in named.items() if value is not None}
         return (*self.a.tensors, *self.b.tensors, str(self.spec)), given
 
     def but(self, **changes: Any) -> "Arguments":
-        """The product with other arguments of `of`: tensors, dtype or epilogue; the others stay."""
+        """The matmul with some arguments of `of` replaced: tensors, dtype or epilogue."""
         spec = self.spec
         fields = {"a": self.a, "b": self.b, "bias": self.bias, "out_dtype": spec.out_dtype, "epilogue": spec.epilogue,
                   "auxiliaries": self.auxiliaries, "result_outer": self.result_outer, "offs": self.offs,
@@ -151,9 +151,9 @@ class Arguments:
 
     @property
     def two_weights(self) -> bool:
-        """Whether an epilogue of two products has a matrix of B for each product and group: [2 G, N, K].
+        """Whether B of an epilogue of two matmuls has a matrix for each matmul and group, [2 G, N, K].
 
-        The matrices of the first product come first. Else B has the rows of both, [G, 2 N, K] or [2 N, K].
+        The matrices of the first matmul come first. Else B has the rows of both, [G, 2 N, K] or [2 N, K].
         """
         if not self.spec.pair or self.offs is None:
             return False
@@ -161,6 +161,6 @@ class Arguments:
 
     @property
     def result_spec(self) -> QuantizeSpec | None:
-        """How the result is quantised, group by group where there are groups; None where it is not."""
+        """The spec by which the result is quantised, group by group with ragged groups; None for a stored result."""
         spec = None if self.spec.epilogue is None else self.spec.epilogue.quantize
         return spec if spec is None or self.offs is None else replace(spec, grouping=Grouping.RAGGED_ROWS)

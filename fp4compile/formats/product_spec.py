@@ -1,8 +1,8 @@
-"""The specification of a matrix product, without its tensors and sizes.
+"""The specification of a matmul, without its tensors and sizes.
 
 A `ProductSpec` is made and checked once, where arguments enter an op. The reference, the shape functions, the choice of
-a kernel and the kernels all read it. An op carries it as one string, `str(spec)`, which names what the tensors do not
-tell:
+a kernel and the kernels all read it. An op carries it as one string, `str(spec)`, without the properties that the
+tensors have themselves:
 
     mxfp8 @ mxfp8 -> bfloat16
     plain @ nvfp4, ragged rows -> bfloat16
@@ -26,11 +26,11 @@ _PLAIN, _FAST, _TO = "plain", "fast accumulation", "to "
 
 @dataclass(frozen=True)
 class OperandSpec:
-    """The properties of an operand, apart from sizes, that a kernel is specialised for.
+    """The properties of an operand, without its sizes, for which a kernel is specialised.
 
     format: None for a plain operand. dtype: dtype of the data. swizzled: whether the block scales are swizzled. outer:
-    the granularity of the outer scale: "none", "tensor", "row" or, with ragged groups and for B of two matrices,
-    "group".
+    "none", "tensor" (a global scale), "row" (row scales) or, with ragged groups and for B of two matrices, "group" (a
+    global scale for each).
     """
 
     format: BlockFormat | None
@@ -51,7 +51,7 @@ class OperandSpec:
 
     @property
     def unit_bytes(self) -> int:
-        """Bytes of a unit, which is two elements."""
+        """The number of bytes of a unit, which is two elements."""
         if self.format is None:
             return 2 * self.dtype.itemsize
         return 1 if self.format.packed else 2
@@ -59,15 +59,14 @@ class OperandSpec:
 
 @dataclass(frozen=True)
 class ProductSpec:
-    """One product of two operands, or of groups of them.
+    """A matmul of two operands, or of groups of them.
 
-    a, b: the operands. out_dtype: what the float32 product is rounded to, before an epilogue.
-    grouping: which rows of A meet which matrix of B.
+    a, b: the operands. out_dtype: the dtype to which the float32 product is rounded, before an epilogue.
+    grouping: the assignment of rows of A to matrices of B.
     epilogue: the steps that follow in the same kernel, and whether it quantises the result or finds its amax; None
-        stores the product.
+        stores the rounded product.
     bias: its dtype; None without one.
-    fast_accumulation: whether FP8 matrix units may keep the sums in fewer bits than float32 has; the reference never
-        does.
+    fast_accumulation: whether FP8 matrix units may keep sums in fewer bits than float32; the reference never does.
     """
 
     a: OperandSpec
@@ -95,11 +94,11 @@ class ProductSpec:
         key = (self.a, self.b, self.out_dtype, self.grouping, self.epilogue, self.bias, self.fast_accumulation)
         object.__setattr__(self, "_hash", hash(key))
 
-    def __hash__(self) -> int:  # computed once: eager calls look their kernel up by it
+    def __hash__(self) -> int:  # computed once, because eager calls look up their kernel by it
         return self._hash
 
     def __str__(self) -> str:
-        """The text that an op carries; `parse` reads it."""
+        """The string among an op's arguments; `parse` reads it."""
         how = [str(self.grouping)] * (self.grouping not in (Grouping.DENSE, Grouping.BATCHED))
         head = ", ".join([f"{self.a} @ {self.b}", *how, *[_FAST] * self.fast_accumulation])
         head = f"{head} -> {_name(self.out_dtype)}"
@@ -110,18 +109,18 @@ class ProductSpec:
 
     @property
     def plain(self) -> bool:
-        """Whether neither operand is quantised, and there are no groups: torch computes such a product."""
+        """Whether neither operand is quantised and there are no groups, so that torch computes the matmul."""
         whole = self.grouping in (Grouping.DENSE, Grouping.BATCHED)
         return whole and self.a.format is None and self.b.format is None
 
     @property
     def pair(self) -> bool:
-        """Whether B has two matrices, and the epilogue makes one result of both products."""
+        """Whether B has two matrices, and the epilogue makes one result of both matmuls."""
         return self.epilogue is not None and self.epilogue.pair
 
     @property
     def amax(self) -> bool:
-        """Whether the amax of the stored result is found as well."""
+        """Whether the kernel also finds the amax of the stored result."""
         return self.epilogue is not None and self.epilogue.amax
 
     @property
@@ -131,7 +130,7 @@ class ProductSpec:
 
     @property
     def results(self) -> int:
-        """The number of tensors: codes and scales, or a result and magnitudes, are two."""
+        """The number of result tensors: 2 for codes and scales or for a result and magnitudes, otherwise 1."""
         return 2 if self.amax or self.result is not None else 1
 
     @property
@@ -142,7 +141,7 @@ class ProductSpec:
 
 @dataclass(frozen=True)
 class _Text:
-    """What the text of a spec says: formats by their names, and the other fields of a `ProductSpec`."""
+    """The parsed text of a spec: names of formats, and the other fields of a `ProductSpec`."""
 
     formats: tuple[BlockFormat | None, BlockFormat | None]
     fields: dict[str, Any]
@@ -179,21 +178,21 @@ def _parsed(text: str) -> _Text:
 
 
 def text_of(a: str | None, b: str | None, out_dtype: torch.dtype) -> str:
-    """The text of the spec of a product without an epilogue. a, b: names of formats; None for a plain operand."""
+    """The spec, as text, of a matmul without an epilogue. a, b: names of formats; None for a plain operand."""
     return f"{a or _PLAIN} @ {b or _PLAIN} -> {_name(out_dtype)}"
 
 
 def formats_of(text: str) -> tuple[BlockFormat | None, BlockFormat | None]:
-    """The formats of both operands that the text of a spec names; None for a plain operand."""
+    """The formats of both operands in the text of a spec; None for a plain operand."""
     return _parsed(text).formats
 
 
 @cache
 def parse(text: str, a: tuple, b: tuple, batched: bool, bias: torch.dtype | None) -> ProductSpec:
-    """The spec of a text and of tensors.
+    """The spec of a text and of properties of the tensors.
 
-    a, b: dtype of the data, whether the scales are swizzled, and granularity of the outer scale. batched: whether B has
-    batch dimensions. bias: its dtype. Raises ValueError for a text that `str(spec)` does not write.
+    a, b: the fields dtype, swizzled and outer of an `OperandSpec`. batched: whether B has batch dimensions. bias: its
+    dtype. Raises ValueError for a text that `str(spec)` does not write.
     """
     found = _parsed(text)
     fields = dict(found.fields)

@@ -7,8 +7,8 @@ the result has its shape. The op `quantize` carries the steps as strings.
 A step may reduce rows ("mean s0"): its result, and the result of a step that reads only such results, has one element
 for each row. `Prologue.after_statistics` separates these statistics from the steps that follow.
 
-The kernel also stores results of steps that other nodes of the graph read, each rounded to a dtype of its own. Later
-steps compute with the unrounded result, as they do where Inductor computes them in one kernel.
+The kernel also stores results of steps that other nodes of the graph read, each rounded to its own dtype. Later steps
+use the unrounded result, as in a kernel of Inductor that computes all of them.
 
 `apply` is the reference. `templates.device.prologue` computes the same steps in kernels.
 """
@@ -25,7 +25,7 @@ from fp4compile.formats.steps import REDUCTIONS, Step, evaluate, operand_kinds, 
 # Tensors that a prologue reads, at most: each is an argument of every launch of the kernels, and takes registers if it
 # has the result's size.
 OPERANDS = 6
-# Results of steps that a prologue stores, at most: each is an argument of every launch too.
+# Results of steps that a prologue stores, at most: each is also an argument of every launch.
 STORED = 3
 KINDS = "aux|row|col"
 
@@ -34,9 +34,9 @@ KINDS = "aux|row|col"
 class Prologue:
     """The steps before a quantiser, in order; the result of the last one is quantised.
 
-    dtype: what that result is rounded to first, as if it had been stored.
-    stored: (number of a step, dtype) of each result that is stored, rounded to the dtype. It has the shape of the whole
-        result, or one element for each row.
+    dtype: the dtype to which that result is rounded first, as if it had been stored.
+    stored: (number of a step, dtype) of each result that is stored, rounded to the dtype. Such a result has the shape
+        of the last one, or one element for each row.
     """
 
     steps: tuple[Step, ...]
@@ -45,7 +45,7 @@ class Prologue:
 
     @classmethod
     def parse(cls, steps: Sequence[str], dtype: torch.dtype, stored: Sequence[str] = ()) -> "Prologue":
-        """Read a prologue from the strings that the op carries. Raises ValueError for strings that are none."""
+        """Read a prologue from the strings that the op carries. Raises ValueError for invalid strings."""
         parsed = parse(steps, "prologue", rf"(?:{KINDS})\d+", reducing=True)
         found = cls(parsed, dtype, tuple(map(_stored, stored)))
         if not found.steps or found.kinds.get(0) != "aux" or sorted(found.kinds) != list(range(len(found.kinds))):
@@ -73,12 +73,12 @@ class Prologue:
 
     @property
     def result(self) -> tuple[int, torch.dtype]:
-        """The result that is quantised, as an entry of `stored`."""
+        """The quantised result in the form of an entry of `stored`: its step's number, and its dtype."""
         return len(self.steps) - 1, self.dtype
 
     @property
     def stores_result(self) -> bool:
-        """Whether the result that is quantised is stored too, so that a later kernel can read it."""
+        """Whether the kernel also stores the result before quantisation, so that a later kernel can read it."""
         return self.result in self.stored
 
     @cached_property
@@ -107,7 +107,7 @@ class Prologue:
 
     @cached_property
     def levels(self) -> list[int]:
-        """Length of the longest chain of reductions that the result of each step depends on, itself included."""
+        """For each step, the length of the longest chain of reductions up to its result, itself included."""
         found: list[int] = []
         for step in self.steps:
             below = max((found[int(x[1:])] for x in step.arguments if isinstance(x, str) and x[0] == "s"), default=0)
@@ -133,7 +133,7 @@ class Prologue:
 
     @cached_property
     def statistics(self) -> tuple[int, ...]:
-        """Numbers of the steps with one result a row that steps of `_after` read."""
+        """Numbers of the steps with one result per row that steps of `_after` read."""
         names = {x for i in self._after for x in self.steps[i].arguments if isinstance(x, str) and x[0] == "s"}
         return tuple(sorted(i for i in map(int, (name[1:] for name in names)) if self.step_kinds[i] == "col"))
 
@@ -153,12 +153,12 @@ class Prologue:
         return self.needed((len(self.steps) - 1, *(number for number, _ in self.stored)))
 
     def after_statistics(self, stored: bool = False) -> tuple["Prologue", tuple[int, ...]]:
-        """(the prologue that follows the statistics, numbers of the operands that it still reads).
+        """The prologue that follows the statistics, and the numbers of the operands that it still reads.
 
         The operands of the new prologue are the operands of these numbers, in order, then the statistics. It stores the
-        results that have the shape of the whole.
+        results that have the shape of the last one.
         stored: whether those results are in memory already. A step that rounds a result as it was stored then becomes
-        an operand, ahead of the others. Its number is the count of this prologue's operands plus its position in
+        an operand, before the others. Its number is the count of this prologue's operands plus its position in
         `stored`.
         """
         again = self._stored_roundings() if stored else {}
@@ -179,7 +179,7 @@ class Prologue:
         return Prologue(steps, self.dtype, whole), read
 
     def _stored_roundings(self) -> dict[int, int]:
-        """Number of each step that rounds a result as it is stored -> the result's position in `stored`."""
+        """The number of each step that rounds a result as it is stored -> the result's position in `stored`."""
         places = {f"{str(dtype).removeprefix('torch.')} s{i}": place for place, (i, dtype) in enumerate(self.stored)}
         return {i: places[str(step)] for i, step in enumerate(self.steps) if str(step) in places}
 

@@ -29,14 +29,14 @@ class QuantizeSpec:
 
     format: the format of the codes and scales. dims: the dimensions to quantise along: (-1,), the rows; (-2,), the
         columns; or (-1, -2), both from one read. Each dimension is the last one of its own results.
-    layout: where the block scales lie, "linear" or "swizzled"; "linear" in any format without block scales of one byte.
+    layout: layout of the block scales, "linear" or "swizzled"; "linear" in any format without one-byte block scales.
     hadamard: quantise the Hadamard transform of the columns (of the rows, where dims is (-1,)).
-    scale_rule: how block scales are chosen, see `reference_scales`.
-    values: the dims whose results are 16-bit dequantised values without the outer scale, instead of codes.
-    grouping: what is quantised as if it were alone: the tensor (DENSE), each matrix of a tensor of three dimensions
-        (BATCHED), or each group of rows that offsets cut a matrix in (RAGGED_ROWS). Along the columns, the results of
-        groups of rows are operands of a product whose groups lie along the contraction.
-    static: whether the outer scale is static, an argument. seeded: whether elements are rounded stochastically.
+    scale_rule: the rule for block scales, see `reference_scales`.
+    values: the dims whose results are 16-bit dequantised values without the global or row scale, instead of codes.
+    grouping: the parts that are quantised separately: none (DENSE), each matrix of a tensor of three dimensions
+        (BATCHED), or each group of rows of a matrix that offsets cut (RAGGED_ROWS). Along the columns, the results of
+        groups of rows are operands of a matmul whose groups lie along the contraction.
+    static: whether the global or row scale is an argument. seeded: whether elements are rounded stochastically.
     prologue: the steps whose result is quantised; None quantises the tensor itself.
     """
 
@@ -66,7 +66,7 @@ class QuantizeSpec:
         if self.both and self.static and self.columns_separate:
             which = "with hadamard" if self.hadamard else f"in format {fmt.name}"
             raise ValueError(
-                f"outer: {which}, rows and columns have outer scales of their own; quantise them separately"
+                f"outer: {which}, rows and columns have separate global or row scales; quantise them separately"
             )
         self._check_scale_rule()
         self._check_groups()
@@ -119,12 +119,12 @@ class QuantizeSpec:
 
     @property
     def ragged(self) -> bool:
-        """Whether groups of rows are quantised, each as if it were alone."""
+        """Whether groups of rows are quantised separately."""
         return self.grouping is Grouping.RAGGED_ROWS
 
     @property
     def each_matrix(self) -> bool:
-        """Whether each matrix is quantised as if it were alone."""
+        """Whether each matrix is quantised separately."""
         return self.grouping is Grouping.BATCHED
 
     @property
@@ -139,7 +139,7 @@ class QuantizeSpec:
 
     @cached_property
     def columns_separate(self) -> bool:
-        """Whether columns have outer scales of their own, not the rows' outer scale."""
+        """Whether the results along the columns have their own global or row scales instead of those along the rows."""
         return self.hadamard or self.format.outer == "row"
 
     def transforms(self, dim: int) -> bool:
@@ -147,7 +147,7 @@ class QuantizeSpec:
         return self.hadamard and (dim == COLUMNS or not self.both)
 
     def computes_outer(self, dim: int) -> bool:
-        """Whether the results along a dimension include a computed outer scale of their own."""
+        """Whether the results along a dimension include their own computed global or row scale."""
         shared = self.both and dim == COLUMNS and not self.columns_separate
         return self.format.outer is not None and not self.static and not shared
 
@@ -179,10 +179,10 @@ class QuantizeSpec:
             )
 
     def check_amax(self, amax: torch.Tensor, x: torch.Tensor, groups: Any) -> None:
-        """Raise ValueError where outer scales of x cannot be made of given magnitudes. groups: their number, or 0."""
+        """Raise ValueError if `amax` does not fit the global or row scales of x. groups: their number, or 0."""
         outer = self.format.outer
         plain = not (self.hadamard or self.both) if outer == "row" else outer == "tensor"
-        two = self.hadamard and self.both  # outer scales of their own: one is of transformed elements
+        two = self.hadamard and self.both  # separate scales: one is of transformed elements
         apart = self.ragged and (outer == "row" or self.dims != (ROWS,))
         if not plain or two or self.static or apart or self.scale_rule != "amax":
             raise ValueError(
@@ -198,7 +198,7 @@ class QuantizeSpec:
             statically_true(a != b) for a, b in zip(amax.shape, shape, strict=True)
         )
         of_tensor = outer == "tensor" and not (self.each_matrix or self.ragged)
-        if of_tensor and amax.dim() == 1:  # kernels read as many as a constant says, a power of two
+        if of_tensor and amax.dim() == 1:  # kernels read a constant number of them, a power of two
             count = amax.shape[0]
             unlike = not isinstance(count, int) or count.bit_count() != 1
         if amax.dtype != torch.float32 or unlike:
@@ -229,9 +229,9 @@ class QuantizeSpec:
                 )
 
     def shapes(self, x: torch.Tensor, groups: int, dim: int) -> tuple[tuple, tuple, tuple]:
-        """The shapes of the codes (or values), block scales and outer scale of x along a dimension; (0,) for none.
+        """The shapes of the codes (or values), block scales and global or row scale along a dimension; (0,) for none.
 
-        groups: how many groups offsets cut the rows in; unused where the spec is not ragged.
+        groups: the number of groups of rows; unused where the spec is not ragged.
         """
         fmt, lead = self.format, list(x.shape)
         k = lead.pop(dim)
@@ -263,5 +263,5 @@ class QuantizeSpec:
 
 
 def holds_values(fmt: BlockFormat, dtype: torch.dtype) -> bool:
-    """Whether 16 bits hold dequantised values of the format, quantised from the dtype (`BlockFormat.values_dtype`)."""
+    """Whether `fmt.values_dtype` holds the dequantised values of elements that were quantised from `dtype` exactly."""
     return fmt.scale == "e4m3" or (fmt.scale == "e8m0" and dtype.itemsize == 2)

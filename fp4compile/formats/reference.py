@@ -1,13 +1,13 @@
 """The numeric contract in plain PyTorch: the CPU implementation, and the oracle of every kernel.
 
-All arithmetic is float32 after upcasting, with one rounding for each written operation. The functions make no tensors
-of constants, so that they run while a CUDA graph is captured. The quantised dimension is always the last one.
+All arithmetic is float32 after upcasting, with one rounding for each written operation. The functions create no
+constant tensors, so that they can run during the capture of a CUDA graph. The quantised dimension is the last one.
 
 Sources of the formulas: torchao 0.18 `nvfp4_quantize`, `to_mx` and float8 rowwise; Transformer Engine's NVFP4
 reference; OCP Microscaling Formats v1.0; cuBLAS block quantisation (rceil); Philox: Salmon et al., "Parallel Random
 Numbers: As Easy as 1, 2, 3", SC 2011.
 
-One file, because it is the contract: it is read from top to bottom beside docs/numerics.md.
+One file, because it is the contract: it is read from top to bottom, together with docs/numerics.md.
 """
 
 import math
@@ -26,7 +26,7 @@ FLT_MAX = torch.finfo(torch.float32).max
 E4M3_MAX = 448.0
 NVFP4_MAX = 6.0 * E4M3_MAX  # 2688: the largest element times the largest block scale
 E4M3_MIN_NORMAL = 2.0**-6
-FLOAT8_AMAX_EPS = 1e-12  # torchao float8: the smallest amax that a scale is made from
+FLOAT8_AMAX_EPS = 1e-12  # torchao float8: the smallest amax of which a scale is made
 
 HADAMARD_SIZE = 16
 # Signs before the Hadamard transform: bit i is set where the i-th of 16 elements is negated.
@@ -34,7 +34,7 @@ HADAMARD_SIGNS = sum(1 << i for i in (3, 5, 6, 7, 8, 9, 10, 12, 14, 15))
 
 PHILOX_ROUNDS = 7  # the fewest that pass BigCrush
 
-# How many random bits round an element stochastically; see `eight_random_bits`.
+# The number of random bits that round an element stochastically; see `eight_random_bits`.
 _random_bits: ContextVar[int] = ContextVar("random_bits", default=16)
 
 MX_EMAX = {"e4m3": 8, "e5m2": 15, "e2m1": 2}
@@ -60,7 +60,7 @@ def e2m1_encode(y: torch.Tensor, negative: torch.Tensor) -> torch.Tensor:
 def e2m1_encode_stochastic(y: torch.Tensor, negative: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
     """`e2m1_encode`, but rounded up with probability (|y| - lo) / (hi - lo) between neighbouring values lo and hi.
 
-    noise: int32 in [0, 2^16), of y's shape, in units of 2^-16 of a step. Half a unit is added, which centres it.
+    noise: int32 in [0, 2^16), of y's shape, in units of 2^-16 of a step. Half a unit is added, to centre it.
 
     The exponent of a float32 and the first bit of its mantissa are the code. The noise is added below that bit, and may
     carry into it. Below 1, where codes are subnormal, adding 1 to y gives the step 1/2.
@@ -77,11 +77,11 @@ def e2m1_encode_stochastic(y: torch.Tensor, negative: torch.Tensor, noise: torch
 
 @contextmanager
 def eight_random_bits() -> Iterator[None]:
-    """While this lasts, the reference rounds stochastically as SM100's conversion to E2M1 does, not as other kernels.
+    """A context in which the reference rounds stochastically as SM100's conversion to E2M1 does, not as other kernels.
 
     `cvt.rs.satfinite.e2m1x4` takes a word for four elements: byte i of word j is for element 4 j + i. The fraction of a
     step is cut to eight bits, and the element is rounded up where fraction and random bits together reach a step.
-    (PTX ISA, "cvt"; which byte serves which element, and the cut, are taken from its diagram, and no GPU confirmed it.)
+    (PTX ISA, "cvt"; the byte of each element and the cut are taken from its diagram, and no GPU confirmed them.)
     """
     token = _random_bits.set(8)
     try:
@@ -131,7 +131,7 @@ def saturate(y: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def _nan_where_not_finite(scale: torch.Tensor, amax: torch.Tensor) -> torch.Tensor:
-    """E4M3 scales, with 0x7F (NaN) wherever the amax of the block is not finite."""
+    """E4M3 scales, replaced by 0x7F (NaN) wherever the amax of the block is not finite."""
     return torch.where(amax.isfinite(), scale.view(torch.uint8), 0x7F).view(torch.float8_e4m3fn)
 
 
@@ -214,7 +214,7 @@ def hadamard(x: torch.Tensor) -> torch.Tensor:
     """The random Hadamard transform along the last dimension, zero-padded to whole groups of 16, in float32.
 
     Each group times diag(signs) H16 / 4 (Sylvester's H16), by four stages of sums and differences at the distances
-    1, 2, 4, 8. The transform is orthogonal: where both operands of a product have it, it cancels.
+    1, 2, 4, 8. The transform is orthogonal: applied to both operands of a matmul, it cancels.
     The factor 1/4 is applied first, so that no sum overflows where the results are finite: each sum is the mean of two
     sums of the next stage. The factor is exact, except for the last bits of float32 numbers below 2^-123.
     """
@@ -247,17 +247,17 @@ def quantize(
     """Quantise along the last dimension.
 
     x: [..., R, K] (or [K]) bf16, fp16 or fp32.
-    outer: float32 decode factor, [] or [..., R, 1]; None computes it from x if the format has one.
+    outer: float32 global scale [] or row scales [..., R, 1]; None computes them from x if the format has them.
     layout: layout of the block scales, "linear" or "swizzled".
     seed: int64 [], to round stochastically (E2M1 only) with the random bits of `stream`; None rounds to nearest.
     transform: quantise the Hadamard transform of x, along the last dimension.
-    amax: float32, of the outer scale's shape, from which that scale is made if `outer` is None; None computes it.
+    amax: float32, of the global or row scale's shape, of which it is made if `outer` is None; None computes it from x.
     noise: random bits as `rounding_noise` makes them, instead of a seed.
 
     Returns three tensors.
     data: [..., R, ceil(K / block) * block] codes; E2M1 codes are packed, two in a byte, so the last size is halved.
     block scales: [..., ceil(R / block rows), blocks] linear or [..., swizzled_numel] swizzled; None if there are none.
-    outer scale: float32; None if `outer` is None and the format has none.
+    global scale or row scales: float32; None if `outer` is None and the format has none.
     """
     if x.dim() == 1:
         row = quantize(x.unsqueeze(0), fmt, outer, layout, seed=seed, stream=stream, transform=transform, amax=amax)
@@ -287,7 +287,7 @@ def quantize(
 
 
 def drop_row(result):
-    """The result of quantising a vector, given the result of quantising it as the one row of a matrix."""
+    """Remove the rows' dimension of the result of quantising a vector as a matrix of one row."""
     data, scales, outer = result
     if scales is not None and scales.dim() == data.dim():  # not swizzled
         scales = scales.squeeze(0)
@@ -299,7 +299,7 @@ def _blocks(x: torch.Tensor, fmt: BlockFormat) -> torch.Tensor:
     rows, cols = fmt.block
     r, k = ceil_div(x.shape[-2], rows), ceil_div(x.shape[-1], cols)
     pad = (0, k * cols - x.shape[-1], 0, r * rows - x.shape[-2])
-    padded = F.pad(x, pad) if any(pad) else x  # F.pad copies even where there is nothing to pad
+    padded = F.pad(x, pad) if any(pad) else x  # F.pad copies even without padding
     return padded.reshape(*x.shape[:-2], r, rows, k, cols)
 
 
@@ -318,7 +318,7 @@ def _matrix(blocks: torch.Tensor, rows: int) -> torch.Tensor:
 
 
 def _lay_out(scales: torch.Tensor, fmt: BlockFormat, rows: int, layout: str) -> torch.Tensor:
-    """Linear scales -> scales in `layout`; unchanged where the format has no other."""
+    """Convert linear scales to `layout`, unless the format has only linear scales."""
     if layout == "linear" or not fmt.swizzles:
         return scales.contiguous()
     if fmt.square:  # the matrix units read a scale for each row
@@ -340,14 +340,14 @@ def largest(x: torch.Tensor, per_row: bool) -> torch.Tensor:
 
 
 def outer_of(amax: torch.Tensor, fmt: BlockFormat) -> torch.Tensor:
-    """The dynamic decode factor of a format for amaxes, each taken over the elements that share one factor."""
+    """The global or row scales of a format. amax: the largest magnitude of the elements that share each scale."""
     if fmt.scale is None:
         return float8_scale(amax, fmt)[1]
     return _torchao_outer(amax) if fmt.contract == "torchao" else 1.0 / _te_encode(amax)
 
 
 def _torchao_outer(amax: torch.Tensor) -> torch.Tensor:
-    """The decode factor of contract torchao from the largest magnitude."""
+    """The global scale of contract torchao. amax: the largest magnitude."""
     p = _divide(amax, NVFP4_MAX)
     return torch.where(p == 0, 1.0, p)  # all zero, or so small that p underflows: 0 / 0 would be NaN
 
@@ -363,12 +363,12 @@ def _torchao_scales(amax: torch.Tensor, outer: torch.Tensor | None) -> tuple[tor
 
 
 def _encode_scale(outer: torch.Tensor) -> torch.Tensor:
-    """Decode factor -> encode factor: the reciprocal, but finite. (Infinity times 0 is NaN, which has the code 7.)"""
+    """The reciprocal of a global or row scale, at most FLT_MAX: infinity times 0 is NaN, which has the code 7."""
     return (1.0 / outer).clamp(max=FLT_MAX)
 
 
 def _te_outer(x, fmt: BlockFormat, outer, amax) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """(encode scale, decode scale) of contract te; the encode scale is 1 and the decode scale None at one level."""
+    """The encode scale of contract te, and the global or row scale; 1 and None for a format with block scales only."""
     if outer is not None:
         return _encode_scale(outer), outer
     if fmt.outer is None:
@@ -391,7 +391,7 @@ def _te_scales(amax: torch.Tensor, senc: torch.Tensor, outer: torch.Tensor | Non
 
 
 def _quantize_unblocked(x: torch.Tensor, fmt: BlockFormat, outer, amax):
-    """FP8 without block scales: codes, None, and the outer scale of the tensor or of each row."""
+    """Quantise to FP8 without block scales: codes, None, and the global or row scale."""
     encode, outer = float8_scale(amax, fmt) if outer is None else (_encode_scale(outer), outer)
     # Saturation would hide an infinite element, which a static scale does not show either.
     y = (x * encode).masked_fill_(x.isinf(), torch.nan)
@@ -399,11 +399,11 @@ def _quantize_unblocked(x: torch.Tensor, fmt: BlockFormat, outer, amax):
 
 
 def float8_scale(amax: torch.Tensor, fmt: BlockFormat) -> tuple[torch.Tensor, torch.Tensor]:
-    """(encode, decode) factors of FP8 elements, float32, from the amaxes of those that share one.
+    """The encode and decode factors of FP8 elements, float32, of the shape of `amax`.
 
-    Decode is 1 / encode, and encode the largest element / the amax. Contract torchao: divided in float64, the amax at
-    least 1e-12. Contract te: at most FLT_MAX, and 1 for an amax of 0. Contract te_pow2: that, rounded down to a power
-    of two.
+    Decode is 1 / encode, and encode is the format's largest element / the amax. Contract torchao: divided in float64,
+    the amax at least 1e-12. Contract te: at most FLT_MAX, and 1 for an amax of 0. Contract te_pow2: as te, rounded down
+    to a power of two.
     """
     if fmt.contract == "torchao":
         encode = (fmt.element_max / amax.double().clamp(min=FLOAT8_AMAX_EPS)).float()
@@ -420,7 +420,7 @@ def float8_scale(amax: torch.Tensor, fmt: BlockFormat) -> tuple[torch.Tensor, to
 
 
 def dequantize_blocks(data: torch.Tensor, scales: torch.Tensor | None, fmt: BlockFormat) -> torch.Tensor:
-    """Codes times block scales in float32, without the outer scale: [..., R, padded K]. Exact where `fmt.exact`.
+    """Codes times block scales in float32, [..., R, padded K]: no global or row scale. Exact if `fmt.exact`.
 
     scales: linear (as many dimensions as data) or swizzled (one fewer).
     """
@@ -437,17 +437,17 @@ def dequantize_blocks(data: torch.Tensor, scales: torch.Tensor | None, fmt: Bloc
 
 
 def values_of(data: torch.Tensor, scales: torch.Tensor | None, fmt: BlockFormat) -> torch.Tensor:
-    """`dequantize_blocks` in 16 bits, `fmt.values_dtype`."""
+    """`dequantize_blocks`, stored in the 16-bit dtype `fmt.values_dtype`."""
     return dequantize_blocks(data, scales, fmt).to(fmt.values_dtype)
 
 
 def fake_quantize(
     x: torch.Tensor, fmt: BlockFormat, outer: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """`quantize` along the last dimension, then `dequantize_blocks`: (float16 values [..., padded K], outer scale).
+    """`quantize`, then `dequantize_blocks`: float16 dequantised values [..., padded K], and the global or row scale.
 
-    x, outer, and the outer scale that is returned are as in `quantize`. fmt must have E4M3 block scales of rows:
-    float16 holds every value of such a format.
+    x, outer, and the returned global or row scale are as in `quantize`. fmt must have E4M3 block scales of rows, whose
+    dequantised values float16 holds exactly.
     """
     data, scales, outer = quantize(x, fmt, outer)
     return values_of(data, scales, fmt), outer
@@ -466,14 +466,14 @@ def dequantize(data, scales, outer, fmt: BlockFormat, cols: int, dtype: torch.dt
 def scaled_mm(a: Operand, b: Operand, bias: torch.Tensor | None, out_dtype: torch.dtype) -> torch.Tensor:
     """A @ B^T with both operands' contraction dimension last: [..., M, K] x [..., N, K] -> [..., M, N].
 
-    A B of two dimensions serves every matrix of A. A format of None marks a plain floating-point operand, which may
-    have an outer scale too. The float32 product is multiplied once by outer_a * outer_b (a missing scale is 1), then
+    All matrices of A share a B of two dimensions. A format of None marks a plain floating-point operand, which may also
+    have a global or row scale. The float32 product is multiplied once by outer_a * outer_b (a missing scale is 1), then
     the bias [N] is added, then the result is cast to out_dtype.
     `checks.check` has checked the arguments.
     """
     k = min(a.k, b.k)  # the rest of the longer operand is padding, which is zero
     left, right = _values(a), _values(b)
-    with torch.autocast(left.device.type, enabled=False):  # the product is float32, whatever the caller's context
+    with torch.autocast(left.device.type, enabled=False):  # float32 under any autocast of the caller
         out = left[..., :k] @ right[..., :k].transpose(-2, -1)
     outer = _outer_product(a.outer, b.outer)
     if outer is not None:
@@ -484,7 +484,7 @@ def scaled_mm(a: Operand, b: Operand, bias: torch.Tensor | None, out_dtype: torc
 
 
 def _values(x: Operand) -> torch.Tensor:
-    """An operand in float32, without its outer scale."""
+    """The dequantised values of an operand in float32, without its global or row scale."""
     return x.data.float() if x.format is None else dequantize_blocks(x.data, x.scales, x.format)
 
 

@@ -1,7 +1,7 @@
-"""Grouped products in plain PyTorch: the CPU implementation, and the oracle of the grouped kernels.
+"""Grouped matmuls in plain PyTorch: the CPU implementation, and the oracle of the grouped kernels.
 
-All is defined group by group: `reference.quantize` of a group's rows alone gives its codes, scales and outer scale, and
-`reference.scaled_mm` gives its product. See `groups` for what a group is.
+A group's codes and scales are those of `reference.quantize` of its rows alone, and its matmul is that of
+`reference.scaled_mm`. See `formats.grouping` for groups.
 """
 
 from dataclasses import replace
@@ -22,9 +22,9 @@ def quantize_along(
     spec: QuantizeSpec, x: torch.Tensor, dim: int, offs: torch.Tensor | None, outer: torch.Tensor | None,
     seed: torch.Tensor | None, amax: torch.Tensor | None = None,
 ) -> Quantised:  # fmt: skip
-    """Quantise x along one dimension of a spec, without its prologue: codes or values, block scales, outer scale.
+    """Quantise x along one dimension by a spec without its prologue: codes or values, block scales, outer.
 
-    amax: as the op `quantize` takes it.
+    outer: the global or row scale. amax: as in the op `quantize`.
     """
     if amax is not None and amax.dim() == 1 and spec.format.outer == "tensor" and not (spec.each_matrix or spec.ragged):
         amax = amax.amax()
@@ -50,12 +50,12 @@ def quantize_matrices(
     x: torch.Tensor, fmt: BlockFormat, dim: int, outer: torch.Tensor | None, layout: str,
     seed: torch.Tensor | None, transform: bool, amax: torch.Tensor | None = None,
 ) -> Quantised:  # fmt: skip
-    """Quantise each matrix of x [G, R, C] alone along `dim` (-1 or -2), which is the last dimension of the results.
+    """Quantise each matrix of x [G, R, C] separately along `dim` (-1 or -2), the last dimension of the results.
 
-    amax: float32, of the outer scales' shape, of which they are made; None takes each matrix's, or each row's, largest.
+    amax: float32, of the global or row scales' shape, of which they are made; None computes it from x.
 
-    Returns data, block scales and outer scale as `reference.quantize` does; an outer scale of format kind "tensor" has
-    one element a matrix, [G].
+    Returns data, block scales and global or row scales as `reference.quantize` does; global scales are [G], one for
+    each matrix.
     """
     options = {"outer": outer, "layout": layout, "seed": seed, "stream": 0 if dim == -1 else 1, "transform": transform}
     x = x.movedim(dim, -1)
@@ -89,14 +89,13 @@ def quantize_rows(
     x: torch.Tensor, groups: Groups, fmt: BlockFormat, outer: torch.Tensor | None, layout: str,
     seed: torch.Tensor | None, amax: torch.Tensor | None = None,
 ) -> Quantised:  # fmt: skip
-    """Quantise grouped rows along K: an operand of a product whose groups are rows of the result.
+    """Quantise grouped rows along K: an operand of a matmul whose groups are rows of the result.
 
-    x: [M, K]. outer: float32 [], for all groups; None computes one for each group, or each row, if the format has one.
-    amax: float32 [G], of which the groups' outer scales are made; None takes each group's largest magnitude.
+    x: [M, K]. outer: float32 [], a static global scale of all groups; None computes global or row scales if the format
+    has them. amax: float32 [G], of which the groups' global scales are made; None takes each group's amax.
 
     Returns data [M, padded K], where rows outside all groups are arbitrary; block scales, linear [M, blocks], or
-    swizzled with each group's rows padded to 128; the outer scale: [] (static), [G] (one a group) or [M, 1] (one a
-    row).
+    swizzled with each group's rows padded to 128; global scales [] (static) or [G], or row scales [M, 1].
     """
     computed = None
     options = {"outer": outer, "seed": seed}
@@ -113,14 +112,14 @@ def quantize_rows(
 
 
 def with_maxima(x: torch.Tensor, offs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """(x [M, K] with zeros in the rows of no group, the largest magnitude of each group, float32 [G])."""
+    """x [M, K] with zeros in the rows of no group, and the amax of each group, float32 [G]."""
     groups = Groups.of(offs, x.shape[0])
     maxima = _largest_of_groups(reference.largest(x.float(), per_row=True).flatten(), groups.of_rows, groups.count)
     return torch.where((groups.of_rows < groups.count).unsqueeze(-1), x, 0), maxima
 
 
 def lay_out_rows(scales: torch.Tensor, offs: torch.Tensor | None) -> torch.Tensor:
-    """Linear scales of rows -> the swizzled layout that quantising the rows would have given.
+    """Convert linear scales of rows to the swizzled layout in which quantising the rows would have stored them.
 
     scales: [..., M, blocks]. offs: None, or the groups of the M rows of one matrix; each is padded to 128 rows.
     """
@@ -131,13 +130,13 @@ def quantize_columns(
     x: torch.Tensor, groups: Groups, fmt: BlockFormat, outer: torch.Tensor | None, layout: str,
     seed: torch.Tensor | None, transform: bool,
 ) -> Quantised:  # fmt: skip
-    """Quantise grouped rows along M: an operand of a product that contracts the rows of each group.
+    """Quantise grouped rows along M: an operand of a matmul that contracts the rows of each group.
 
-    x: [M, K]. outer: float32 [], for all groups; None computes outer scales if the format has them.
+    x: [M, K]. outer: float32 [], a static global scale of all groups; None computes scales if the format has them.
 
     Returns data [K, padded rows], the groups one after the other, each padded to whole tiles of 128 rows with zeros;
-    block scales [K, padded rows / block], linear or swizzled as a whole, zero where there is no group; the outer scale:
-    [] (static), [G] (one a group) or [G, K, 1] (one for each column of each group).
+    block scales [K, padded rows / block], linear or swizzled as a whole, zero where there is no group; global scales []
+    (static) or [G], or a scale for each column of each group, [G, K, 1].
     """
     rows, group, filled = _padded(x, groups)
     of_tiles = group[::TILE_ROWS]
@@ -163,22 +162,22 @@ def quantize_columns(
 
 
 def values_of(quantised: Quantised, fmt: BlockFormat) -> tuple[torch.Tensor, None, torch.Tensor | None]:
-    """Replace codes and linear scales by their dequantised values (`reference.values_of`); the outer scale stays.
+    """Replace codes and linear scales by dequantised values (`reference.values_of`); keep the global or row scale.
 
-    A plain operand of these values and this outer scale gives the same product as the codes and scales.
+    A plain operand of these values and this global or row scale gives the same result of a matmul as the codes.
     """
     data, scales, outer = quantised
     return reference.values_of(data, scales, fmt), None, outer
 
 
 def scaled_grouped_mm(a: Operand, b: Operand, offs: torch.Tensor, rows: int, out_dtype: torch.dtype) -> torch.Tensor:
-    """The products of all groups, each computed by `reference.scaled_mm`.
+    """The matmuls of all groups, each computed by `reference.scaled_mm`.
 
-    With a B of three dimensions the groups are rows: A [M, K] x B [G, N, K] -> [M, N]; row m is multiplied by the
-    matrix of its group, and zero if it has no group. With a B of two dimensions, the groups lie along the contraction:
-    A [P, W] x B [Q, W] -> [G, P, Q]. W is the number of padded rows for an operand from `quantize_columns` or its
-    dequantised values, and the number of rows for a plain operand.
-    rows: M, the number of rows in groups and beyond.
+    If B has three dimensions, the groups are rows: A [M, K] x B [G, N, K] -> [M, N]; row m is multiplied by the matrix
+    of its group, and the result is zero if it has no group. If B has two dimensions, the groups lie along the
+    contraction: A [P, W] x B [Q, W] -> [G, P, Q]. W is the number of padded rows for an operand from `quantize_columns`
+    or its dequantised values, and the number of rows for a plain operand.
+    rows: M, the number of rows, including those of no group.
     """
     groups = Groups.of(offs, rows)
     bounds = list(zip(groups.starts.tolist(), groups.ends.tolist(), groups.padded_starts.tolist(), strict=True))
@@ -202,7 +201,7 @@ def scaled_grouped_mm(a: Operand, b: Operand, offs: torch.Tensor, rows: int, out
 
 
 def _padded(x: torch.Tensor, groups: Groups) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(x [M, ...] with its groups padded, the group of each padded row, whether that row is a row of x)."""
+    """x [M, ...] with its groups padded, the group of each padded row, and whether that row is a row of x."""
     group, row = groups.of_padded()
     filled = row < groups.rows
     if not groups.rows:
@@ -214,7 +213,7 @@ def _padded(x: torch.Tensor, groups: Groups) -> tuple[torch.Tensor, torch.Tensor
 
 def _largest_of_groups(values: torch.Tensor, group: torch.Tensor, count: int) -> torch.Tensor:
     """The maximum over each group of the values [R, ...], [G, ...]; 0 for an empty group. NaN propagates."""
-    found = values.new_zeros((count + 1, *values.shape[1:]))  # the last element is for rows of no group
+    found = values.new_zeros((count + 1, *values.shape[1:]))  # the last element: rows of no group
     index = group.view(-1, *[1] * (values.dim() - 1)).expand_as(values)
     return found.scatter_reduce_(0, index, values, "amax")[:count]
 
@@ -226,7 +225,7 @@ def _cleared(x: torch.Tensor, filled: torch.Tensor) -> torch.Tensor:
 
 
 def with_linear_scales(x: Operand, groups: Groups | None = None) -> Operand:
-    """The operand with linear scales. groups: given if swizzled scales are padded group by group; drops the padding."""
+    """The operand with linear scales. groups: those by which swizzled scales are padded; None without such padding."""
     if x.format is None or x.scales is None or x.scales.dim() > 1:
         return x
     elements = x.data.shape[-1] * (2 if x.format.packed else 1)
@@ -249,7 +248,7 @@ def rows_of_group(x: Operand, g: int, start: int, end: int) -> Operand:
 
 
 def halves(x: Operand) -> list[Operand]:
-    """The first half of an operand's matrices, and the second."""
+    """The first half of an operand's matrices, and the second half, as two operands."""
 
     def half(part: torch.Tensor | None, which: int) -> torch.Tensor | None:
         return part if part is None or not part.dim() else part.chunk(2)[which]
@@ -258,7 +257,7 @@ def halves(x: Operand) -> list[Operand]:
 
 
 def matrix_of_group(x: Operand, g: int) -> Operand:
-    """The matrix of group g, with its scales and its outer scale."""
+    """The matrix of group g, with its block scales and its global or row scale."""
     outer = x.outer if x.outer is None or not x.outer.dim() else x.outer[g]
     return Operand(x.data[g], None if x.scales is None else x.scales[g], outer, x.format)
 

@@ -1,15 +1,15 @@
 """Block scales of weights by least error, in plain PyTorch: the CPU implementation, and the oracle of the kernel.
 
-A weight is quantised once, so its NVFP4 block scales may cost more than a maximum. Two rules choose them by the squared
-error of the block:
+A weight is quantised once, so the choice of its NVFP4 block scales may take more time than a maximum does. Two rules
+choose them by the squared error of the block:
 
 "mse": the scale of least error among all 126 positive finite E4M3 numbers, ties to the smallest scale (the FP8 scale
     sweep of ModelOpt 0.47).
 "four_over_six": the better of two scales, which make the largest element 6 or 4, ties to 6 (Cook et al., "Four Over
-    Six", arXiv:2512.02010). The scale for 4 is 3/2 of the scale for 6. To keep it below E4M3's 448, outer scales are
+    Six", arXiv:2512.02010). The scale for 4 is 3/2 of the scale for 6. To keep it below E4M3's 448, global scales are
     made as if E4M3 ended at 256: amax / (6 * 256).
 
-The outer scale is g / 2688 ("mse") or g / 1536 ("four_over_six"), where g is the amax of the tensor; 1 if g is 0. An
+The global scale is g / 2688 ("mse") or g / 1536 ("four_over_six"), where g is the amax of the tensor; 1 if g is 0. An
 element is E2M1 of x / (scale * outer), divided with one rounding. For "mse" these are the bits that ModelOpt writes.
 
 **The error.** Let u = min(|x| * (1 / outer), 2^20). The error of a scale e is the sum of (u - q e)^2 over the block,
@@ -44,14 +44,14 @@ from fp4compile.formats.reference import E4M3_MAX
 
 CANDIDATES = 126  # positive finite E4M3 numbers: the bytes 1 to 126
 E4M3_MIN = 2.0**-9
-FOUR_OVER_SIX_MAX = 256.0  # the largest block scale by which outer scales are made: 3/2 of it is a block scale too
+FOUR_OVER_SIX_MAX = 256.0  # the block scale of the amax's block: 3/2 of it is a block scale, too
 U_MAX = 2.0**20
-# Elements of a block -> ratio of largest element to scale from which on the double scale has less error.
+# Number of elements of a block -> the ratio of largest element to scale from which the double scale has less error.
 DOUBLE_WINS = {16: 8.0, 256: 15.0}
 LAST_WITH_DOUBLE = 224.0
 MOST_SCALES = 20  # tried for a block, at most
 SUBNORMALS = 15  # bytes up to this one are all multiples of 2^-9, and the odd ones have no half
-_CHUNK = 2**14  # blocks that are searched at a time: intermediate results stay in the CPU's cache
+_CHUNK = 2**14  # blocks of one search, whose intermediate results stay in the CPU's cache
 
 
 def quantize(
@@ -60,7 +60,7 @@ def quantize(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:  # fmt: skip
     """`reference.quantize` with the block scales of a rule, "mse" or "four_over_six".
 
-    amax: float32 [] or [..., 1, 1], from which the outer scale is made if `outer` is None; None computes it from x.
+    amax: float32 [] or [..., 1, 1], of which the global scale is made if `outer` is None; None computes it from x.
     """
     if x.dim() == 1:
         return reference.drop_row(quantize(x.unsqueeze(0), fmt, outer, layout, rule, amax))
@@ -77,7 +77,7 @@ def quantize(
 
 
 def outer_of(amax: torch.Tensor, rule: str) -> torch.Tensor:
-    """The outer scale for an amax by a rule, float32 of the amax's shape."""
+    """The global scale for an amax by a rule, float32 of the amax's shape."""
     largest = E4M3_MAX if rule == "mse" else FOUR_OVER_SIX_MAX
     outer = reference._divide(amax, 6.0 * largest)
     return torch.where(outer == 0, 1.0, outer)
@@ -138,7 +138,7 @@ def _first(top: torch.Tensor) -> torch.Tensor:
     """The largest scale byte that can win: the seventh above the first scale that is larger than top / 6.
 
     The upper 12 bits of a float32 are an E4M3 byte plus 8 * (127 - 7), where both are normal numbers. The product with
-    1/6 may be too small by less than one in its last digit; the scale above the product makes up for it.
+    1/6 may be too small by less than one in its last digit; taking the next larger scale makes up for it.
     """
     above = ((top * reference._f32(1.0 / 6.0)).view(torch.int32) >> 20) - 8 * 120 + 1
     return (above + 7).clamp(SUBNORMALS, CANDIDATES)
@@ -150,7 +150,7 @@ def value(byte: torch.Tensor) -> torch.Tensor:
 
 
 def _nearest(scale: torch.Tensor) -> torch.Tensor:
-    """float32 -> the byte of the nearest positive E4M3 number, int32."""
+    """The byte of the nearest positive E4M3 number of a float32, int32."""
     code = reference.saturate(scale.clamp(min=E4M3_MIN), torch.float8_e4m3fn)
     return code.view(torch.uint8).to(torch.int32)
 

@@ -1,4 +1,4 @@
-"""Square blocks: the same numbers along the rows and along the columns, so results of one direction give the other's.
+"""Square blocks: codes and scales along the rows hold the same numbers as those along the columns.
 
 The functions take linear block scales, and codes or scales as bytes too: collectives move bytes.
 """
@@ -10,7 +10,7 @@ from fp4compile.formats.formats import BlockFormat, as_integers
 
 
 def transposed_codes(data: torch.Tensor, fmt: BlockFormat, cols: int) -> torch.Tensor:
-    """The codes along the columns of a matrix of `cols` columns, made of the codes along its rows.
+    """Rearrange the codes along the rows of a matrix of `cols` columns to its codes along the columns.
 
     The matrix has whole blocks of rows. 4-bit codes lie two a byte, along the rows and along the columns. The result is
     not contiguous.
@@ -21,5 +21,5 @@ def transposed_codes(data: torch.Tensor, fmt: BlockFormat, cols: int) -> torch.T
 
 
 def transposed_scales(scales: torch.Tensor) -> torch.Tensor:
-    """The block scales along the columns of a matrix, made of the block scales along its rows."""
+    """Rearrange the block scales along the rows of a matrix to its block scales along the columns."""
     return as_integers(scales).t().contiguous().view(scales.dtype)

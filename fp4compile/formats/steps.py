@@ -40,7 +40,7 @@ _ARITY = {"add": 2, "sub": 2, "mul": 2, "div": 2, "variance": 2}  # all others t
 
 @dataclass(frozen=True)
 class Step:
-    """One operation; see the module's docstring for its arguments."""
+    """An operation on earlier results ("s0"), named tensors ("aux0") and numbers."""
 
     operation: str
     arguments: tuple[Argument, ...]
@@ -53,8 +53,7 @@ class Step:
         return Step(self.operation, tuple(names.get(x, x) if isinstance(x, str) else x for x in self.arguments))
 
 
-# Reductions of rows of float32 tensors, with one result a row, [..., 1]. The second argument of "variance" is the mean,
-# which has one element a row.
+# Reductions of rows of float32 tensors, [..., 1]. The second argument of "variance" is the mean of each row.
 REDUCTIONS: dict[str, Callable] = {
     "sum": lambda x: x.sum(-1, keepdim=True),
     "mean": lambda x: x.mean(-1, keepdim=True),
@@ -98,14 +97,14 @@ def _number(which: str, word: str) -> float:
 
 
 def operand_kinds(steps: Sequence[Step], kinds: str) -> dict[int, str]:
-    """The kind of each tensor, by its number: `row1` makes the entry 1: "row". kinds: "aux|row", for example."""
+    """The kind of each tensor, by its number: `row1` adds the entry 1: "row". kinds: "aux|row", for example."""
     names = (name for step in steps for name in step.arguments if isinstance(name, str))
     found = (re.fullmatch(rf"({kinds})(\d+)", name) for name in names)
     return {int(match[2]): match[1] for match in found if match is not None}
 
 
 def with_silu(steps: Sequence[Step]) -> tuple[Step, ...]:
-    """Replace each division in x / (1 + exp(-x)) by the step "silu x"; numbers of steps stay, some are then unused.
+    """Replace each division in x / (1 + exp(-x)) by the step "silu x"; steps keep their numbers, and some are unused.
 
     For printing and counting steps only: no op carries "silu", and `evaluate` has no such operation.
     """

@@ -1,7 +1,7 @@
-"""Ops of the namespace `fp4compile`, each declared once: schema, reference, shapes of the results, kernels.
+"""Declare ops of the namespace `fp4compile`: schema, reference, shapes of the results, and kernels of each.
 
-Ops carry tensors, strings and ints, have no state, and never alias or mutate. So graph passes may merge, move and
-recompute them. Random bits come from a seed, which is an input: a recomputed op has the same bits.
+Arguments are tensors, strings and ints. Ops have no state, and never alias or mutate, so graph passes may merge, move
+and recompute them. Random bits come from a seed, which is an input: a recomputed op has the same bits.
 """
 
 from collections.abc import Callable
@@ -10,7 +10,7 @@ import torch
 from torch._ops import OpOverload
 
 LIBRARY = torch.library.Library("fp4compile", "DEF")
-# The ops that `passes.lower` replaces by the launches of their kernels.
+# The ops that `passes.lower` replaces with the launches of their kernels.
 KERNELS: dict[OpOverload, Callable] = {}
 
 
@@ -20,7 +20,7 @@ def define(
     """Declare an op; all functions take the arguments of its schema.
 
     reference: computes the op with PyTorch operations, on any device. shapes: returns empty tensors like the results.
-    kernels: computes the op on a GPU. lowered: whether `passes.lower` replaces the op by the launches of `kernels`.
+    kernels: computes the op on a GPU. lowered: whether `passes.lower` replaces the op with the launches of `kernels`.
     """
     name = LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
     LIBRARY.impl(name, reference, "CompositeExplicitAutograd")

@@ -1,4 +1,4 @@
-"""The eager interface: quantise, multiply and dequantise tensors outside of any compiled graph."""
+"""The eager interface: quantise, multiply and dequantise tensors outside of compiled graphs."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -26,14 +26,14 @@ class BlockScaled:
     scales: the block scales, of the format's `scale_dtype`; None for a format without block scales. In the layout
         "linear": [..., rows, blocks] (square blocks: [..., rows / block, blocks]); "swizzled": one flat run for each
         matrix.
-    outer: the float32 factor that decodes, [] or [..., rows, 1]; None means 1. With groups, one factor a group, [G],
-        or one a column of a group, [G, columns, 1], where the groups lie along the quantised dimension.
+    outer: the float32 global scale [] or row scales [..., rows, 1], which decode; None means 1. With groups, one scale
+        per group, [G], or per column of a group, [G, columns, 1], where the groups lie along the quantised dimension.
     format: the `BlockFormat`, see `formats`.
     shape: the shape of the represented values, with the quantised dimension last and without padding.
-    layout: where the block scales lie, "linear" or "swizzled", see `layouts`.
-    grouping: `Grouping.BATCHED` if each matrix was quantised as if it were alone; RAGGED_ROWS, or RAGGED_CONTRACTION
-        (with each group padded to a multiple of 128), if offsets cut groups of rows; otherwise DENSE.
-    offs, rows: with ragged groups, their offsets and how many rows the tensor had; see `grouping`.
+    layout: the layout of the block scales, "linear" or "swizzled", see `layouts`.
+    grouping: `Grouping.BATCHED` if each matrix was quantised separately; RAGGED_ROWS, or RAGGED_CONTRACTION (with each
+        group padded to a multiple of 128), if groups of rows were; otherwise DENSE.
+    offs, rows: with ragged groups, their offsets and the tensor's number of rows; see `formats.grouping`.
     """
 
     data: torch.Tensor
@@ -60,7 +60,7 @@ class BlockScaled:
         return (values * self._outer_of_values(self.outer)).to(dtype)
 
     def _linear_scales(self) -> torch.Tensor | None:
-        """The block scales as `dequantize` takes them: without padding between groups of rows."""
+        """The block scales without the padding between groups of rows, for `reference.dequantize`."""
         if self.grouping is not Grouping.RAGGED_ROWS or self.layout != "swizzled" or self.scales is None:
             return self.scales
         return with_linear_scales(Operand(self.data, self.scales, None, self.format), self._cut()).scales
@@ -71,7 +71,7 @@ class BlockScaled:
         return Groups.of(self.offs, self.rows)
 
     def _outer_of_values(self, outer: torch.Tensor) -> torch.Tensor:
-        """The outer scale of each element, in a shape that broadcasts to `shape`."""
+        """The global or row scale of each element, in a shape that broadcasts to `shape`."""
         if self.grouping is Grouping.BATCHED:
             return outer.view(-1, 1, 1) if outer.dim() == 1 else outer
         by_rows = self.grouping is Grouping.RAGGED_ROWS
@@ -103,23 +103,23 @@ def quantize(
     format: a name of `formats.NAMED`, a spec string or a `BlockFormat`.
     dim: the dimension to quantise along. It is the last dimension of the result: dim=0 of a matrix gives the codes of
         the transposed matrix, whose blocks are columns of x (32x1).
-    outer: a static factor that decodes, float32, [] (or [..., rows, 1] where the format scales rows); None computes it.
-    layout: "linear" or "swizzled": where the block scales of the result lie; "linear" where they are no bytes.
+    outer: a static global scale, float32 [] (row scales [..., rows, 1] if the format has them); None computes it.
+    layout: "linear" or "swizzled", the layout of the result's block scales; "linear" if they are no bytes.
     seed: int64 [], to round E2M1 elements stochastically; the same seed gives the same codes. None rounds to nearest.
     hadamard: quantise the random Hadamard transform of x along dim, in groups of 16 (NVFP4 blocks of 1x16). The
         result represents the transformed values, and its shape has whole groups.
-    offs: int32 [G], to quantise each group of the rows of a matrix x as if it were alone, see `formats.grouping`. With
-        dim=0, the result has each group padded to a multiple of 128. per_matrix: quantise each matrix of x [G, R, C] as
-        if it were alone. The results are operands of `scaled_grouped_mm`.
-    scales: how block scales are chosen. "amax" makes them of each block's largest element. For weights in NVFP4 formats
-        that do not scale rows, "mse" takes the E4M3 scale of least squared error, and "four_over_six" the better one of
+    offs: int32 [G], to quantise each group of the rows of a matrix x separately, see `formats.grouping`. With dim=0,
+        the result has each group padded to a multiple of 128. per_matrix: quantise each matrix of x [G, R, C]
+        separately. The results are operands of `scaled_grouped_mm`.
+    scales: the rule for block scales. "amax" makes them of each block's largest element. For weights in NVFP4 formats
+        without row scales, "mse" takes the E4M3 scale of least squared error, and "four_over_six" the better one of
         two, with the bits of `reference_scales`. Not with a seed, hadamard or offs.
 
     Returns a `BlockScaled`, which is not differentiable.
 
     Raises TypeError for an argument of the wrong type, and for an x that is not bf16, fp16 or fp32; ValueError for an
-    unknown format or layout, a dim out of range, an outer scale or a seed of wrong shape, dtype or device, and for a
-    seed, a transform or scales that the format does not support.
+    unknown format or layout, a dim out of range, an outer or a seed of wrong shape, dtype or device, and for a seed, a
+    transform or scales that the format does not support.
     """
     fmt = formats.get(format)
     if not isinstance(x, torch.Tensor):
@@ -177,8 +177,8 @@ def scaled_mm(
 
     The float32 product is multiplied once by a.outer * b.outer, bias is added, and the result is cast.
 
-    a, b: both quantised along K. Operands of different formats can be multiplied if their scale types and block lengths
-        are equal (such as MXFP8 with MXFP4, or NVFP4 blocks of 1x16 with blocks of 16x16).
+    a, b: both quantised along K. Their formats may differ if their scale types and block lengths are equal (such as
+        MXFP8 with MXFP4, or NVFP4 blocks of 1x16 with blocks of 16x16).
     bias: [N], bf16, fp16 or fp32; None adds nothing.
     out_dtype: bf16, fp16 or fp32.
 
@@ -196,11 +196,11 @@ def scaled_mm(
 def scaled_grouped_mm(
     a: BlockScaled, b: BlockScaled, offs: torch.Tensor, out_dtype: torch.dtype = torch.bfloat16
 ) -> torch.Tensor:
-    """The products of groups, such as experts with their tokens sorted; each is computed as by `scaled_mm`.
+    """The matmuls of groups, such as experts with their tokens sorted; each is computed as by `scaled_mm`.
 
-    a, b: A [M, K], whose rows `offs` cuts in groups, and B [G, N, K], one matrix a group: out [M, N], zero in rows of
-        no group. Or both quantised with offs along the rows (dim=0), [P, rows] and [Q, rows]: out [G, P, Q]. See
-        `quantize` for how they are made. The formats must fit as in `scaled_mm`.
+    a, b: A [M, K], whose rows `offs` cuts in groups, and B [G, N, K], one matrix per group: out [M, N], zero in rows of
+        no group. Or both quantised with offs along the rows (dim=0), [P, rows] and [Q, rows]: out [G, P, Q]. See the
+        arguments `offs` and `per_matrix` of `quantize`. The formats must fit as in `scaled_mm`.
     offs: int32 [G], the end of each group, on the operands' device. The host never reads its values: an offset that
         decreases makes an empty group, and an offset beyond M counts as M.
     out_dtype: bf16, fp16 or fp32.

@@ -1,29 +1,29 @@
 """The ops that multiply quantised operands.
 
     fp4compile::scaled_mm(a, a_scales, a_outer, b, b_scales, b_outer, spec, *, bias, operands, outer, offs, rows, index)
-        -> product
+        -> result
     fp4compile::scaled_mm_results(a, a_scales, a_outer, [b], [b_scales], [b_outer], spec, *, [bias], ...) -> results
     fp4compile::scaled_mm_opaque(a, ..., spec, kernel, *, bias, ...) -> results
 
 A [..., M, K] and B [..., N, K] are both stored with the contraction last; an operand without a format is plain. spec:
-what the op computes, as one string (`formats.product_spec`). operands: the tensors that the steps of an epilogue read.
-outer: the static outer scale of a result that the epilogue quantises. offs, rows: with ragged groups, where the groups
-end, and how many rows there are (`formats.reference_grouped` has the shapes). index: with gathered matrices, int [S]:
+the computation as one string (`formats.product_spec`). operands: the tensors that the steps of an epilogue read.
+outer: the static global scale of a result that the epilogue quantises. offs, rows: with ragged groups, the ends of the
+groups and the number of rows (`formats.reference_grouped` has the shapes). index: with gathered matrices, int [S]:
 A [S, M, K] is multiplied by b[index], where B is [E, N, K].
 
-`scaled_mm` has one result: the product [..., M, N], or [G, M, N] of groups along the contraction.
+`scaled_mm` has one result, [..., M, N], or [G, M, N] of groups along the contraction.
 
 `scaled_mm_results` has several. An epilogue that ends in "quantize" gives codes and swizzled block scales of the rows
 of its result, as `quantize` does, with offs as well. One that ends in "amax" gives its result and float32 magnitudes
-[P], the largest of which is the result's amax: `quantize` takes them. Which of them is the largest depends on the
-device. With offs the magnitudes are [G], the amax of each group, and rows of no group are zeros. B of two products is
-[2 N, K], or [G, 2 N, K], or [2 G, N, K]: all matrices of the first product, and behind them all of the second. Several
-B give the product of A with each; see `passes.fuse_horizontal`.
+[P], the argument `amax` of `quantize`: the largest is the result's amax, at a position that depends on the device. With
+offs the magnitudes are [G], the amax of each group, and rows of no group are zeros. B of two matmuls is [2 N, K], or
+[G, 2 N, K], or [2 G, N, K]: all matrices of the first matmul, then all of the second. Several B give a result for
+each; see `passes.fuse_horizontal`.
 
-`passes.lower` puts `scaled_mm_opaque` into a graph for a kernel whose call Inductor cannot hold: Inductor cannot lower
+`passes.lower` puts `scaled_mm_opaque` into a graph for a kernel that Inductor cannot call: Inductor cannot lower
 `aten._scaled_mm_v2` with swizzled scales; torch up to 2.13 has no fake implementation of the block-scaled grouped
-product; Inductor cannot time products of views (`_compat.times_products`); and it compiles kernels as Triton, not as
-Gluon. It leaves ops without a lowering as they are. kernel: "library", or "2-CTA"; then the results are those of
+matmul; Inductor cannot time matmuls of views (`_compat.times_products`); and it compiles kernels as Triton, not as
+Gluon. It does not change ops without a lowering. kernel: "library" or "2-CTA"; the results are those of
 `scaled_mm` or `scaled_mm_results`.
 """
 
@@ -50,9 +50,9 @@ arguments = Arguments.of_call
 def arguments_of_each(
     a, a_scales, a_outer, b, b_scales, b_outer, spec, *, bias=None, **options: Any
 ) -> list[Arguments]:
-    """The product of each B of `scaled_mm_results`. b_scales, b_outer, bias: an empty list stands for None of each B.
+    """The matmul of each B of `scaled_mm_results`. b_scales, b_outer, bias: an empty list stands for None for all B.
 
-    Raises ValueError for a list that is neither empty nor of one element a product.
+    Raises ValueError for a list that is neither empty nor of one element per B.
     """
     for name, given in (("b_scales", b_scales), ("b_outer", b_outer), ("bias", bias)):
         if given and len(given) != len(b):
@@ -68,7 +68,7 @@ def arguments_of_each(
 
 
 def _results(x: Arguments) -> list[torch.Tensor]:
-    """The results of a product by PyTorch operations."""
+    """Compute the results of a matmul with PyTorch operations."""
     check(x)
     result, spec = _stored(x), x.result_spec
     if spec is not None:
@@ -84,7 +84,7 @@ def _results(x: Arguments) -> list[torch.Tensor]:
 
 
 def _stored(x: Arguments) -> torch.Tensor:
-    """The product with the pointwise steps of its epilogue."""
+    """Compute a matmul and the pointwise steps of its epilogue."""
     spec, b = x.spec, x.b
     if x.offs is not None:
         rows = x.a.data.shape[0] if x.rows is None else x.rows
@@ -93,14 +93,14 @@ def _stored(x: Arguments) -> torch.Tensor:
         product = products[0] if len(products) == 1 else torch.cat(products, -1)
     else:
         b = b if x.index is None else taken(b, x.index)
-        if b.outer is not None and b.outer.dim() == 1:  # of two matrices, one below the other
+        if b.outer is not None and b.outer.dim() == 1:  # two stacked matrices
             b = replace(b, outer=b.outer.repeat_interleave(b.data.shape[-2] // 2).unsqueeze(-1))
         product = reference.scaled_mm(x.a, b, x.bias, spec.out_dtype)
     return product if spec.epilogue is None else apply(product, spec.epilogue, x.auxiliaries)
 
 
 def _only(x: Arguments) -> Arguments:
-    """x. Raises ValueError for a product that has several results."""
+    """Return x; raises ValueError for a matmul that has several results."""
     if x.spec.results > 1:
         raise ValueError(f"spec: {str(x.spec)!r} has two results, which the op scaled_mm_results returns")
     return x
@@ -110,7 +110,7 @@ def _only(x: Arguments) -> Arguments:
 
 
 def _shapes(x: Arguments) -> list[torch.Tensor]:
-    """Empty tensors like the results of a product. Sizes may be symbolic: few of them are checked."""
+    """Empty tensors like the results of a matmul. Sizes may be symbolic: few of them are checked."""
     a, b, spec = x.a.data, x.b.data, x.spec
     if x.offs is not None:
         check_groups(x, x.offs)
@@ -138,7 +138,7 @@ def _shapes(x: Arguments) -> list[torch.Tensor]:
 
 
 def _kernels() -> Any:
-    """The functions of `templates.multiply`, imported at the first launch: declaring the ops needs no Triton."""
+    """The module `templates.multiply`, imported at the first launch: declaring the ops needs no Triton."""
     from fp4compile.templates import multiply
 
     return multiply
@@ -151,7 +151,7 @@ _ONE_B = "Tensor a, Tensor? a_scales, Tensor? a_outer, Tensor b, Tensor? b_scale
 def scaled_mm_kernels(
     *args: Any, choice: "Choice | None" = None, arranged_a: torch.Tensor | None = None, **options: Any
 ) -> torch.Tensor:
-    """`scaled_mm` by the kernel of a `Choice`; None chooses one. arranged_a: see `templates.gemm.call.Call`."""
+    """`scaled_mm` by the kernel of a `Choice`; None calls `choose`. arranged_a: see `templates.gemm.call.Call`."""
     return _kernels().multiply(_only(arguments(*args, **options)), choice, arranged_a)
 
 
@@ -164,7 +164,7 @@ SCALED_MM = define(
 
 
 def scaled_mm_results_kernels(*args: Any, choice: "Choice | None" = None, **options: Any) -> list[torch.Tensor]:
-    """`scaled_mm_results` by the kernel of a `Choice`; None chooses one."""
+    """`scaled_mm_results` by the kernel of a `Choice`; None calls `choose`."""
     members = arguments_of_each(*args, **options)
     return _kernels().results(members[0], choice) if len(members) == 1 else _kernels().multiply_together(members)
 
@@ -179,7 +179,7 @@ SCALED_MM_RESULTS = define(
 
 
 def _opaque(compute):
-    """A function of the arguments of `scaled_mm_opaque` that computes the product, whichever kernel they name."""
+    """A function of the arguments of `scaled_mm_opaque`, which calls `compute` without the argument `kernel`."""
     return lambda *args, **options: compute(arguments(*args[:-1], **options))
 
 

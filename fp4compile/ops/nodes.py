@@ -1,4 +1,4 @@
-"""How graph nodes of the ops are read as their specs, and new nodes of them; what passes share of graphs."""
+"""Graph nodes of the ops, read as specs with nodes for tensors, and new nodes; functions of graphs for passes."""
 
 import operator
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -23,12 +23,12 @@ from fp4compile.templates.problem import Problem, problem_of
 
 aten = torch.ops.aten
 RESHAPES = (aten.view.default, aten._unsafe_view.default, aten.reshape.default)
-A, B = 0, 3  # places of the operands among the arguments of a product node
+A, B = 0, 3  # places of the operands among the arguments of a matmul node
 CAST = torch.ops.prims.convert_element_type.default
 
 
 def new_node(graph: Graph, target: Callable, args: tuple, meta: dict, **kwargs: Any) -> Node:
-    """A call node at the graph's insertion point, with the metadata of the node that it serves and its own value."""
+    """A new call node at the graph's insertion point. meta: the metadata to copy, except for the value."""
     node = graph.call_function(target, args, kwargs)
     node.meta = {k: v for k, v in meta.items() if k not in ("val", "tensor_meta", "eager_input_vals")}
     node.meta["val"] = fake_value(node)
@@ -36,7 +36,7 @@ def new_node(graph: Graph, target: Callable, args: tuple, meta: dict, **kwargs: 
 
 
 def replace_results(node: Node, results: Sequence[Node]) -> None:
-    """Let the readers of a node with several results read other nodes, one for each result; erases the node."""
+    """Replace the results of a node that has several by other nodes, one for each result, and erase the node."""
     for user in list(node.users):
         user.replace_all_uses_with(results[user.args[1]])
         user.graph.erase_node(user)
@@ -44,7 +44,7 @@ def replace_results(node: Node, results: Sequence[Node]) -> None:
 
 
 def reached(start: Node, following: Callable[[Node], Iterable[Node]]) -> Iterator[Node]:
-    """A node and all nodes that are reached from it, each once. following: the nodes that one leads to."""
+    """A node and all nodes reachable from it, each once. following: returns the successors of a node."""
     waiting, seen = [start], {start}
     while waiting:
         node = waiting.pop()
@@ -93,7 +93,7 @@ class Quantise:
 
     @property
     def spec(self) -> QuantizeSpec:
-        """What the quantiser does, without its tensors."""
+        """The spec of the quantiser, which has no tensors."""
         steps = Prologue.parse(self.prologue, self.dtype, self.stored) if self.prologue else None
         return QuantizeSpec(
             formats.get(self.format), self.dims, self.layout, self.hadamard, self.scale_rule, self.values,
@@ -102,11 +102,11 @@ class Quantise:
 
     @property
     def grouped(self) -> bool:
-        """Whether the quantiser is for experts: for groups of rows, or for matrices with separate outer scales."""
+        """Whether the quantiser is for experts: for groups of rows, or for matrices with separate global scales."""
         return self.offs is not None or self.each_matrix
 
     def new(self, graph: Graph, meta: dict) -> Node:
-        """A new node with these arguments at the graph's insertion point; see `new_node`."""
+        """A new node with these arguments at the graph's insertion point. meta: as in `new_node`."""
         given = {name: getattr(self, name) for name in _QUANTISE_OPTIONS}
         options = {
             name: list(value) if isinstance(value, tuple) else value
@@ -130,9 +130,9 @@ def quantise_of(node: Node) -> Quantise:
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class ScaledMM(Arguments):
-    """A product node: its spec, with nodes instead of tensors and instead of a symbolic `rows`.
+    """The arguments of a matmul node, with nodes instead of tensors and instead of a symbolic `rows`.
 
-    Its problem and its choice are computed at the first call and then kept.
+    Its problem and its choice are computed at the first call and then cached.
     """
 
     node: Node | None = None
@@ -143,7 +143,7 @@ class ScaledMM(Arguments):
 
     @property
     def alone(self) -> bool:
-        """Whether the node computes nothing after the product, so that something can be fused into it."""
+        """Whether the matmul has no epilogue, so that one can be fused into it."""
         return self.node.target is SCALED_MM and self.spec.epilogue is None
 
     def values(self) -> Arguments:
@@ -159,23 +159,23 @@ class ScaledMM(Arguments):
 
     @cached_property
     def choice(self) -> Choice | None:
-        """The kernel that will serve the node, as far as that is known now; None where no kernel does (`plain`)."""
+        """The kernel chosen for the node's problem; None where torch computes the matmul (`plain`)."""
         return None if self.spec.plain else choose(self.problem)
 
     @property
     def reads_by_index(self) -> bool:
-        """Whether a kernel that reads the gathered matrices through the index serves the node."""
+        """Whether the chosen kernel reads gathered matrices through the index."""
         x = self.values()
         return indexed.serves(x.a, x.b, x.index, x.spec.out_dtype, target_of(x.a.data.device))
 
     def but(self, **changes: Any) -> "ScaledMM":
-        """The product with another operand, whose tensors are nodes, or with another epilogue."""
+        """The matmul with another operand, whose tensors are nodes, or with another epilogue."""
         operands = {name: x for name, x in changes.items() if isinstance(x, Operand)}
         spec = self.values().but(**changes | {name: _known(x) for name, x in operands.items()}).spec
         return replace(self, spec=spec, **operands)
 
     def new(self, graph: Graph, meta: dict, **changes: Any) -> Node:
-        """A new node of the product with changed fields at the graph's insertion point; see `new_node`."""
+        """A new node of the matmul with changed fields at the graph's insertion point. meta: as in `new_node`."""
         product = replace(self, **changes)
         args, options = product.call
         if product.spec.results == 1:
@@ -184,7 +184,7 @@ class ScaledMM(Arguments):
 
 
 def new_several(graph: Graph, products: Sequence[ScaledMM], meta: dict) -> Node:
-    """A new node of the op with several results: of one product, or of several of one A."""
+    """A new node of `scaled_mm_results` for one matmul, or for several of the same A."""
     (a, a_scales, a_outer, *_, spec), options = products[0].call
     several = [[getattr(x.b, name) for x in products] for name in ("data", "scales", "outer")]
     biases = _present([x.bias for x in products])
@@ -194,12 +194,12 @@ def new_several(graph: Graph, products: Sequence[ScaledMM], meta: dict) -> Node:
 
 
 def _present(nodes: list) -> list:
-    """The nodes, or an empty list where the op takes it for None of each product."""
+    """The nodes; an empty list, which the op reads as None for each matmul, if all are None."""
     return [] if all(node is None for node in nodes) else nodes
 
 
 def product_of(source: Operand, weight: Operand, out_dtype: torch.dtype, **fields: Any) -> ScaledMM:
-    """A product of operands whose tensors are nodes. fields: as of `Arguments.of`, nodes instead of tensors."""
+    """A matmul of operands whose tensors are nodes. fields: as of `Arguments.of`, nodes instead of tensors."""
     values = {name: value_of(each) for name, each in fields.items()}
     spec = Arguments.of(_known(source), _known(weight), out_dtype=out_dtype, **values).spec
     fields.pop("fast_accumulation", None)
@@ -207,7 +207,7 @@ def product_of(source: Operand, weight: Operand, out_dtype: torch.dtype, **field
 
 
 def _known(x: Operand) -> Operand:
-    """An operand with the (fake) tensors of its nodes."""
+    """The operand with the (fake) tensors of its nodes instead of the nodes."""
     return Operand(*map(value_of, x.tensors), x.format)
 
 
@@ -215,12 +215,12 @@ PRODUCTS = (SCALED_MM, SCALED_MM_RESULTS)
 
 
 def is_product(node: Node) -> bool:
-    """Whether a node is a product of one A and one B, whatever follows it."""
+    """Whether a node is a matmul of one A and one B, with any epilogue."""
     return node.target is SCALED_MM or (node.target is SCALED_MM_RESULTS and len(node.args[3]) == 1)
 
 
 def scaled_mm_of(node: Node) -> ScaledMM:
-    """The product of a node for which `is_product` holds. The same object is returned while the arguments stay."""
+    """The matmul of a node for which `is_product` holds; the same object until the node's arguments change."""
     known = getattr(node, "_fp4compile_product", None)
     if known is None or known[0] is not node.args or known[1] is not node.kwargs:
         known = node.args, node.kwargs, _read(node)
@@ -229,7 +229,7 @@ def scaled_mm_of(node: Node) -> ScaledMM:
 
 
 def products_of(node: Node) -> list[ScaledMM]:
-    """The products that a node of `PRODUCTS` computes of one A; more than one after horizontal fusion."""
+    """The matmuls of a node whose target is in `PRODUCTS`; several of one A after horizontal fusion."""
     if is_product(node):
         return [scaled_mm_of(node)]
     a, a_scales, a_outer, *several, spec = node.args
@@ -249,7 +249,7 @@ def _read(node: Node) -> ScaledMM:
 
 
 def _product(node: Node, args: Sequence, options: dict[str, Any]) -> ScaledMM:
-    """The product of arguments whose tensors are nodes; `Arguments.of_call` reads it of their values."""
+    """The matmul of an op's arguments whose tensors are nodes, parsed by `Arguments.of_call`."""
     values = {name: value_of(each) for name, each in options.items() if name != "operands"}
     read = Arguments.of_call(*map(value_of, args), **values)
     a, b = (Operand(*args[i : i + 3], fmt) for i, fmt in ((0, read.a.format), (3, read.b.format)))
@@ -259,7 +259,7 @@ def _product(node: Node, args: Sequence, options: dict[str, Any]) -> ScaledMM:
 
 
 def value_of(arg: Any) -> Any:
-    """The (fake) value of a node; any other argument as it is."""
+    """The (fake) value of a node; any other argument is returned unchanged."""
     return arg.meta["val"] if isinstance(arg, Node) else arg
 
 
@@ -269,7 +269,7 @@ def _operand(data: Any, scales: Any, outer: Any, fmt: str) -> Operand:
 
 @dataclass(frozen=True)
 class ExpertWeights:
-    """The arguments of an `expert_weights` node. weights: nodes instead of tensors. activation: its format."""
+    """The arguments of an `expert_weights` node. weights: of nodes. activation: the activations' format."""
 
     weights: Operand
     activation: str | None
@@ -290,9 +290,9 @@ def expert_weights_of(node: Node) -> ExpertWeights:
 
 @dataclass(frozen=True)
 class GatheredWeight:
-    """The arguments of a `gathered_weight` node. rows, columns: the codes of each direction, nodes instead of tensors.
+    """The arguments of a `gathered_weight` node. rows, columns: operands of nodes, quantised along each.
 
-    recompute: whether the codes along the rows are there in the backward pass too.
+    recompute: whether the codes along the rows also exist in the backward pass.
     """
 
     rows: Operand
@@ -300,7 +300,7 @@ class GatheredWeight:
     recompute: bool
 
     def operand_for(self, role: str) -> Operand:
-        """The codes that the operand of a product is: along the columns for the role "dgrad_w", else along the rows."""
+        """The weight as an operand of a matmul: quantised along the columns for "dgrad_w", else along the rows."""
         return self.columns if role == "dgrad_w" else self.rows
 
 
@@ -316,5 +316,5 @@ def gathered_weight_of(node: Node) -> GatheredWeight:
 
 
 def is_swizzled(weight: Operand) -> bool:
-    """Whether the block scales of a matrix have the layout that matrix units read: one flat run."""
+    """Whether the block scales of a matrix are swizzled: one flat run of bytes."""
     return weight.scales is not None and weight.scales.meta["val"].dim() == 1

@@ -10,26 +10,26 @@
                                 dtype, recompute) -> weight
 
 `quantize`. `QuantizeSpec` explains the options. A result that a call does not have is an empty tensor [0]: block scales
-of dequantised values or of a format without block scales; an outer scale that is static, that the format lacks, or that
-the columns share with the rows. offs: int32 [G], which cut the rows of a matrix x in groups (`formats.grouping`).
-prologue: steps that are computed first, in float32 (`formats.prologue`); x is their first operand, and `operands` are
-the others. dtype: what the steps' result is rounded to before it is quantised. stored: results of steps that are
-returned as well, each rounded to a dtype ("s3 bfloat16"). amax: float32, of the outer scale's shape, the magnitudes of
-which the outer scale of the tensor, of each matrix, of each group along its rows, or of each row of codes is made, for
-x that is a part of a larger tensor, or whose largest magnitudes are known. For the outer scale of the tensor it may be
-[P], P a power of two: the largest of these magnitudes counts. None takes the largest of x.
+of dequantised values or of a format without block scales; a global or row scale that is static, that the format lacks,
+or that the columns share with the rows. offs: int32 [G], which cut the rows of a matrix x in groups
+(`formats.grouping`). prologue: steps that are computed first, in float32 (`formats.prologue`); x is their first
+operand, and `operands` are the others. dtype: the dtype to which the steps' result is rounded before it is quantised.
+stored: results of steps that are also returned, each rounded to a dtype ("s3 bfloat16"). amax: float32, of the shape of
+the global scale (of the tensor, each matrix, or each group of rows) or the row scales, which are made of it; for an x
+that is a part of a larger tensor, or whose amax is known. For the global scale of a tensor it may be [P], P a power of
+two: the largest of these magnitudes counts. None computes the amax of x.
 
-`lay_out_scales` takes linear block scales of rows to the swizzled layout, for rows that were moved after they were
-quantised. offs: as in `quantize`, where each group is padded.
+`lay_out_scales` converts linear block scales of rows to the swizzled layout, for rows that were moved after they were
+quantised. offs: as in `quantize`; the rows of each group are padded.
 
-`expert_weights` puts packed experts (`weights.experts`) into a graph: it dequantises matrices [E, N, K]. A product of
+`expert_weights` puts packed experts (`weights.experts`) into a graph: it dequantises matrices [E, N, K]. A matmul of
 its result can read the codes instead, and quantise its tokens to the format `activation` (None: not at all) with the
-static outer scale `activation_outer`, float32 [] (None: computed). Neither argument changes the result of this op.
+static global scale `activation_outer`, float32 [] (None: computed). Neither argument changes the result of this op.
 
 `gathered_weight` puts a weight [N, K] that FSDP2 gathered as codes (`distributed`) into a graph: it dequantises the
-codes along the rows. A forward product can read these codes instead, in the format `fprop`, and the product for the
+codes along the rows. A forward matmul can read these codes instead, in the format `fprop`, and the matmul for the
 input gradient the codes along the columns, [K, N] in the format `dgrad`. recompute: whether the codes along the rows
-are there in the backward pass too.
+also exist in the backward pass.
 """
 
 from collections.abc import Sequence
@@ -52,7 +52,7 @@ Tensors = list[torch.Tensor]
 
 @dataclass(frozen=True, eq=False)
 class QuantizeCall:
-    """A call of `quantize`: its spec, and its tensors. x: with the dimension last or last but one."""
+    """A call of `quantize`: its spec and its tensors. x: with the quantised dimension last or last but one."""
 
     spec: QuantizeSpec
     x: torch.Tensor
@@ -67,7 +67,7 @@ def call_of(
     x, format, dim=(ROWS,), *, offs=None, outer=None, seed=None, layout="linear", hadamard=False, scale_rule="amax",
     each_matrix=False, values=None, operands=None, prologue=None, dtype=None, stored=None, amax=None,
 ) -> QuantizeCall:  # fmt: skip
-    """The call with these arguments of the op. Raises what `QuantizeSpec` raises."""
+    """The call of `quantize` with these arguments. Raises the errors of `QuantizeSpec`."""
     dims, rank = tuple(dim) if isinstance(dim, Sequence) else (dim,), x.dim()
     if any(not -rank <= d < rank for d in dims):
         raise ValueError(f"dim={list(dims)}: x has {rank} dimensions")
@@ -108,7 +108,7 @@ def _by_reference(*args: Any, **options: Any) -> Tensors:
 
 
 def quantize_kernels(*args: Any, **options: Any) -> Tensors:
-    """`quantize` by the Triton kernels: one read of x, and a second one where an outer scale needs the amax first."""
+    """`quantize` by the Triton kernels: one read of x, and a second one where a global scale needs the amax first."""
     from fp4compile.templates.quantize import plan  # here and below: declaring the ops needs no Triton
 
     call = call_of(*args, **options)
@@ -117,9 +117,9 @@ def quantize_kernels(*args: Any, **options: Any) -> Tensors:
 
 
 def _results(spec: QuantizeSpec, x: torch.Tensor, found: Sequence[tuple], written: Sequence[torch.Tensor]) -> Tensors:
-    """The list that the op returns. Results that a call does not have, or that are its inputs, become empty tensors.
+    """The op's list of results. Those that a call does not have, or that are its inputs, become empty tensors.
 
-    found: (data, scales, outer) along each dimension. written: the tensors that the prologue stores.
+    found: data, scales and outer along each dimension. written: the tensors that the prologue stores.
     """
     returned: Tensors = []
     for dim, (data, scales, outer) in zip(spec.dims, found, strict=True):
@@ -210,7 +210,7 @@ DEQUANTIZE = define(
 
 def expert_weights(data, scales, outer, format, cols, dtype, activation=None, activation_outer=None):
     """`expert_weights` by `dequantize`."""
-    if outer is not None and outer.dim() == 1:  # one a matrix; `dequantize` takes one a row
+    if outer is not None and outer.dim() == 1:  # one per matrix; `dequantize` takes one per row
         outer = outer.view(-1, 1, 1).expand(-1, data.shape[1], 1).contiguous()
     return DEQUANTIZE(data, scales, outer, format, cols, dtype)
 
@@ -230,7 +230,7 @@ EXPERT_WEIGHTS = define(
 
 def gathered_weight(rows, row_scales, row_outer, fprop, *others):
     """`gathered_weight` by `dequantize`."""
-    *_, cols, dtype, _ = others  # behind the codes along the columns
+    *_, cols, dtype, _ = others  # after the codes along the columns
     return DEQUANTIZE(rows, row_scales, row_outer, fprop, cols, dtype)
 
 

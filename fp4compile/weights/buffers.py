@@ -1,4 +1,4 @@
-"""A block-scaled weight as the buffers of a module: the base class of packed layers and packed experts."""
+"""`PackedWeight`, the base class of packed layers and packed experts: a block-scaled weight in buffers of a module."""
 
 import functools
 import json
@@ -28,18 +28,18 @@ STATE_HOOKS = (
 )  # fmt: skip
 BUFFERS = ("weight_data", "weight_scales", "weight_outer")
 _DESCRIPTION = "_extra_state"  # the description's name in state dicts
-SHARDED = ("weight_data", "weight_scales")  # outer scales are few, and a scale of the tensor has no rows
+SHARDED = ("weight_data", "weight_scales")  # row scales are few, and a global scale has no rows
 
 
 @dataclass(frozen=True)
 class LayerFormat:
-    """How a packed layer multiplies.
+    """The formats of a packed layer's matmul.
 
     weight, activation: names of formats; activation None leaves it unquantised. activation_outer: the static global
-    scale of the activation; None computes it. scale_rule: how the weight's block scales are chosen, see
+    scale of the activation; None computes it. scale_rule: the rule for the weight's block scales, see
     `reference_scales`.
 
-    Raises ValueError for formats that cannot be multiplied, and for a scale or a rule that the formats do not take.
+    Raises ValueError for formats that cannot be multiplied, and for a scale or a rule that the formats do not support.
     """
 
     weight: str
@@ -55,32 +55,31 @@ class LayerFormat:
         if self.activation_outer is not None:
             check_static(self.activation_outer)
             if self.activation is None or formats.get(self.activation).outer != "tensor":
-                raise ValueError(f"activation_outer: activations in {self.activation} have no outer scale of a tensor")
+                raise ValueError(f"activation_outer: activations in {self.activation} have no global scale")
 
 
 class PackedWeight(nn.Module):
     """A module with a block-scaled weight in buffers: a matrix [out_features, in_features], or one for each expert.
 
-    weight_data, weight_scales, weight_outer: buffers as in `BlockScaled`; None where the format has no such part.
-        Codes and block scales are integers here, in state dicts and in files, because loaders cast floats to the
-        model's dtype and never cast integers; `part` views them. They move between devices and are never cast. Block
-        scales have the layout of the device, see `weights.scale_layout`, and are linear in state dicts.
-        `make_shardable` turns codes and scales into parameters.
+    weight_data, weight_scales, weight_outer: buffers as the fields of `BlockScaled`; None if the format has none. Codes
+        and block scales are integers here, in state dicts and in files, because loaders cast floats to the model's
+        dtype and never cast integers; `part` views them. Block scales have the layout of the device, see
+        `weights.scale_layout`, and are linear in state dicts. `make_shardable` turns codes and scales into parameters.
     experts: the number of matrices; None for a single one. in_first: whether the original weight is [..., in, out].
-    weight_dtype: the dtype of the dequantised weight: the original weight's, until casts such as `.half()` set it.
+    weight_dtype: the dtype of the dequantised weight: the original weight's, until a cast such as `.half()` sets it.
     """
 
     weight_data: Any
     weight_scales: Any
     weight_outer: Any
     experts: int | None = None  # older pickles, without packed experts, lack it
-    _static: torch.Tensor | None = None  # the static outer scale of the activation, on the device of the weight
+    _static: torch.Tensor | None = None  # the static global scale of the activation, on the device of the weight
 
     def __init__(
         self, experts: int | None, in_features: int, out_features: int, layer_format: LayerFormat,
         weight_dtype: torch.dtype, in_first: bool,
     ):  # fmt: skip
-        nn.Module.__init__(self)  # the next class may be `nn.Linear`, which would make a weight
+        nn.Module.__init__(self)  # the next class may be `nn.Linear`, which would create a weight
         self.experts, self.in_features, self.out_features = experts, in_features, out_features
         self.layer_format, self.weight_dtype, self.in_first = layer_format, weight_dtype, in_first
         for name in BUFFERS:
@@ -106,9 +105,9 @@ class PackedWeight(nn.Module):
     def store(self, weight: torch.Tensor, amax: torch.Tensor | None = None) -> None:
         """Quantise a weight along the in features, each expert separately, after autocast's cast.
 
-        amax: float32 [], from which the global scale is made; None takes the weight's own.
+        amax: float32 [], of which the global scale is made; None computes the weight's.
 
-        Raises RuntimeError for a shardable layer, because FSDP2 would lose what is written to a gathered weight.
+        Raises RuntimeError for a shardable layer, because FSDP2 would lose a write to a gathered weight.
         """
         if self.shardable:
             raise RuntimeError("weight: a layer that is sharded takes no other weight; merge adapters before it is")
@@ -128,15 +127,15 @@ class PackedWeight(nn.Module):
         self.keep_static_scale()
 
     def keep_static_scale(self) -> None:
-        """Put the static outer scale of the activation on the device of the weight."""
+        """Put the static global scale of the activation on the device of the weight."""
         value = self.layer_format.activation_outer
         if value is not None:
-            # No buffer: what fills a module's buffers, from a file or by a broadcast, cannot know a scale's value.
+            # No buffer, because loaders and broadcasts that fill a module's buffers do not have the scale's value.
             device = torch.device("cpu") if self.weight_data is None else self.weight_data.device
             self._static = static_scale(value, device)
 
     def activation_outer_on(self, device: torch.device) -> torch.Tensor | None:
-        """The static outer scale of the activation on a device, float32 []; None where the scale is computed."""
+        """The static global scale of the activation on a device, float32 []; None where the scale is computed."""
         if torch.compiler.is_compiling():  # an input of the graph; the number would be a constant in it
             kept = self._static
             return kept if kept is None or kept.device == device else kept.to(device)
@@ -144,7 +143,7 @@ class PackedWeight(nn.Module):
         return None if value is None else static_scale(value, device)  # of the mode that may be active
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Set an attribute. Codes and block scales may come in the format's dtype."""
+        """Set an attribute. Codes and block scales may have the format's dtype or the integers of a buffer."""
         bits = name in SHARDED and isinstance(value, torch.Tensor)
         super().__setattr__(name, as_integers(value) if bits else value)
 
@@ -154,7 +153,7 @@ class PackedWeight(nn.Module):
         return "weight_data" in self._parameters
 
     def make_shardable(self) -> None:
-        """Turn codes and block scales into frozen parameters: FSDP2 shards parameters alone, and casts no bytes."""
+        """Turn codes and block scales into frozen parameters: FSDP2 shards only parameters, and casts no integers."""
         for name in SHARDED:
             tensor = self._buffers.pop(name, None)
             if tensor is not None:
@@ -165,7 +164,7 @@ class PackedWeight(nn.Module):
     def part(self, name: str) -> torch.Tensor | None:
         """One of the tensors `BUFFERS` in the dtype of the format.
 
-        Raises RuntimeError where a rank has rows of it, TypeError where a loader has cast it.
+        Raises RuntimeError if the tensor is a rank's shard, TypeError if a loader has cast it.
         """
         tensor = getattr(self, name)
         if tensor is None:
@@ -203,11 +202,11 @@ class PackedWeight(nn.Module):
             return DequantizedWeight.of(self, self.dequantised())
 
     def store_again(self, values: torch.Tensor) -> None:
-        """Quantise other values of `dequantised`'s shape by the layer's own format and rule, and warn of its cost."""
+        """Quantise new values, of `dequantised`'s shape, by the layer's format and rule, and warn of the error."""
         self.store(values)
         wanted, got = values.detach().float(), self.dequantised().detach().float()
         sqnr = decibels(float(wanted.square().sum()), float((wanted - got).square().sum()))
-        # Whole decibels, because Python gives a warning of one text once: a merged model has hundreds of layers.
+        # Whole decibels, because Python prints warnings of equal text once, and a merged model has hundreds of layers.
         warnings.warn(
             "a packed layer was given other weights, as by the merging of an adapter, and packed them again in "
             f"{self.layer_format.weight}: SQNR {sqnr:.0f} dB",
@@ -221,7 +220,7 @@ class PackedWeight(nn.Module):
         return "swizzled" if self.weight_scales is not None and self.weight_scales.dim() == flat else "linear"
 
     def _apply(self, fn: Callable, recurse: bool = True) -> "PackedWeight":
-        """Move and cast as every module does, except codes and scales, which only move."""
+        """Move and cast the module like any other, except that codes and scales are not cast."""
         device = None if self.weight_data is None else self.weight_data.device
         with torch.no_grad():
             probe = fn(torch.empty(0, dtype=self.weight_dtype, device=device))
@@ -229,7 +228,7 @@ class PackedWeight(nn.Module):
         if "weight_scales" in moved and self.scale_layout_on(probe.device) == "linear":
             # The scales are converted before the move, because a copy to the CPU may still be in progress after it.
             moved["weight_scales"] = self.scales_as("linear", self.weight_scales)
-        # A cast of a module casts its floating-point tensors only. As integers, codes and scales are not cast.
+        # A cast of a module casts only floating-point tensors, so codes and scales are passed as integers.
         hidden = {name: as_integers(tensor) for name, tensor in moved.items()}
         self._buffers.update(hidden)
         try:
@@ -259,7 +258,7 @@ class PackedWeight(nn.Module):
         self.keep_static_scale()
 
     def __getstate__(self) -> dict[str, Any]:
-        return vars(self) | {"_static": None}  # it is made of the layer's format
+        return vars(self) | {"_static": None}  # recomputed from the layer's format
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
@@ -274,7 +273,7 @@ class PackedWeight(nn.Module):
         destination[prefix + _DESCRIPTION] = self._extra_state
         # A rank's rows keep their layout: linear scales cannot be made of a part. `_as_stored` takes both layouts.
         if self.scale_layout == "swizzled" and not _is_shard(self.weight_scales):
-            # A write to the linear scales would not change the layer; a write to an inference tensor raises.
+            # Inference tensors, because a write to the linear scales would not change the layer, and now raises.
             with torch.inference_mode():
                 destination[f"{prefix}weight_scales"] = self.scales_as("linear", self.weight_scales)
 
@@ -303,7 +302,7 @@ class PackedWeight(nn.Module):
         return kept | {prefix + name: tensor for name, tensor in found.items()}
 
     def _misfit(self, state_dict: dict[str, Any], prefix: str) -> str | None:
-        """Why a state does not fit this layer; None where it does. `nn.Module` itself checks shapes."""
+        """The reason that a state does not fit this layer; None if it does. `nn.Module` itself checks shapes."""
         if f"{prefix}weight" in state_dict:
             return "the state has its weight unpacked; load the state before fp4compile.pack_"
         state, mine = described(state_dict.get(prefix + _DESCRIPTION)), self.description
@@ -311,7 +310,7 @@ class PackedWeight(nn.Module):
             return f"the state is of {state}, the layer is {mine}"
         for name, dtypes in dtypes_of(self.layer_format.weight).items():
             given = state_dict.get(prefix + name)
-            # States of earlier versions have numbers in the format's dtype.
+            # States of earlier versions have floats in the format's dtype.
             if given is not None and given.dtype not in dtypes:
                 return f"{name} is {given.dtype} in the state, the layer has {dtypes[0]}"
         return None
@@ -332,12 +331,12 @@ _inductor_patches.leave_buffers_out_of_ddp(PackedWeight)
 
 
 class DequantizedWeight(torch.Tensor):
-    """A packed weight's dequantised values, which are a copy; or a view of them.
+    """A copy of a packed weight's dequantised values, or a view of the copy.
 
-    Eager writes of every kind (`data`, in place, `out=`, through views) are packed; the tensor keeps the written
-    values. Results of operations, copies and pickles are plain tensors. An array of NumPy over the memory is read-only.
+    Every eager write (`data`, in place, `out=`, through views) quantises the written values and stores them in the
+    layer. Results of operations, copies and pickles are plain tensors. An array of NumPy over the memory is read-only.
 
-    _codes: the layer's codes of these values. _viewed: for a view, the weight whose memory it is.
+    _codes: the layer's codes of these values. _viewed: for a view, the weight whose memory it shares.
     """
 
     _layer: PackedWeight
@@ -352,7 +351,7 @@ class DequantizedWeight(torch.Tensor):
         return weight
 
     def packed_in(self, layer: PackedWeight) -> bool:
-        """Whether the layer has these values: its own weight, which is packed again where it has other values now."""
+        """Whether this is the layer's own weight; packs it again if its values have changed."""
         if self._layer is layer and self._viewed is None and self._codes is not layer.weight_data:
             self._pack()
         return self._layer is layer and self._viewed is None
@@ -367,7 +366,7 @@ class DequantizedWeight(torch.Tensor):
 
     @property
     def data(self) -> torch.Tensor:
-        """The values; `weight.data += x` and `weight.data = x` pack the sum, or x."""
+        """The dequantised values; `weight.data += x` and `weight.data = x` pack the sum, or x."""
         return self
 
     @data.setter
@@ -388,7 +387,7 @@ class DequantizedWeight(torch.Tensor):
 
     @_is_param.setter
     def _is_param(self, value: bool) -> None:
-        """Called by `nn.Parameter(weight)`, which would share a copy's memory and not the packed layer's."""
+        """Raise in `nn.Parameter(weight)`, which would share the memory of the copy and not of the packed layer."""
         raise RuntimeError("weight: a packed layer's weight is no parameter; nn.Parameter(weight.clone()) is one")
 
     def __deepcopy__(self, memo: dict) -> torch.Tensor:
@@ -445,13 +444,13 @@ def make_shardable_(model: nn.Module) -> None:
 
 
 def check_module(model: object) -> None:
-    """Raise TypeError where the argument `model` is no module."""
+    """Raise TypeError if the argument `model` is no module."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"model: expected a torch.nn.Module, got {type(model).__name__}")
 
 
 def packed_in(model: nn.Module) -> dict[str, PackedWeight]:
-    """`packed_modules`. Raises TypeError if `model` is no module, ValueError if it has no packed weight."""
+    """The packed weights of a model by every name. Raises TypeError if it is no module, ValueError if it has none."""
     check_module(model)
     found = packed_modules(model)
     if not found:
@@ -460,7 +459,7 @@ def packed_in(model: nn.Module) -> dict[str, PackedWeight]:
 
 
 def packed_modules(model: nn.Module) -> dict[str, PackedWeight]:
-    """The packed weights of a model, if it has any, by every name."""
+    """The packed weights of a model by every name; empty if it has none."""
     named = model.named_modules(remove_duplicate=False)
     return {name: module for name, module in named if isinstance(module, PackedWeight)}
 
@@ -501,17 +500,17 @@ def described(state: Any) -> dict[str, Any] | None:
 
 
 def autocast_dtype(device: torch.device) -> torch.dtype | None:
-    """The dtype that autocast casts operands to on a device; None where autocast is off, and on the meta device."""
+    """The dtype to which autocast casts operands on a device; None if autocast is off, and for the meta device."""
     if device.type == "meta" or not torch.is_autocast_enabled(device.type):
         return None
     return torch.get_autocast_dtype(device.type)
 
 
-# The integer type of each item size among the buffers.
+# The integer dtypes of buffers by item size.
 
 
 def _uncast(before: torch.Tensor, hidden: torch.Tensor, after: torch.Tensor) -> torch.Tensor:
-    """A buffer with its own dtype again. hidden: its memory as integers. after: `hidden` after a module's `_apply`."""
+    """View a buffer in its own dtype again. hidden: it as integers. after: `hidden` after a module's `_apply`."""
     if after is hidden:
         return before
     if after.dtype != hidden.dtype:  # `Module.type` casts integers too
@@ -521,14 +520,14 @@ def _uncast(before: torch.Tensor, hidden: torch.Tensor, after: torch.Tensor) -> 
 
 @functools.cache
 def dtypes_of(format: str) -> dict[str, tuple[torch.dtype, torch.dtype]]:
-    """The dtype of the numbers in each buffer, and the dtype in which the buffer and a file hold them."""
+    """By buffer: the dtype in the format, and the dtype in which the buffer and a file store the tensor."""
     fmt = formats.get(format)
     found = zip(BUFFERS, (fmt.data_dtype, fmt.scale_dtype, torch.float32), strict=True)
     return {name: (dtype, integer_dtype(dtype) if name in SHARDED else dtype) for name, dtype in found}
 
 
 def buffer_shapes(layer: PackedWeight) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-    """Shape of each buffer that a layer's format has, with its numbers' dtype, see `dtypes_of`."""
+    """The shape and the format's dtype of each buffer of a layer; buffers that its format lacks are missing."""
     fmt = formats.get(layer.layer_format.weight)
     lead = () if layer.experts is None else (layer.experts,)
     blocks = ceil_div(layer.in_features, fmt.block_cols)

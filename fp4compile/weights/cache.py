@@ -1,9 +1,9 @@
 """Packed weights beside the parameters of compiled graphs: quantised once, and again when the weight changes.
 
-`passes/hoist.py` takes the quantising of lasting weights out of graphs; `packed_weight` quantises them instead. The
+`passes/hoist.py` removes the quantising of constant weights from graphs; `packed_weight` quantises them instead. The
 packed tensors are an attribute of the parameter, freed with it: a weak reference would forbid `swap_tensors`. They are
-used while the weight's storage, address, shape, strides, dtype and version counter are unchanged, and else filled anew
-in the same memory, because CUDA graphs hold its address. `weights.writes` sees writes that raise no version counter.
+used while the weight's storage, address, shape, strides, dtype and version counter are unchanged, otherwise filled anew
+in the same memory, because CUDA graphs hold its address. `weights.writes` detects writes that raise no version counter.
 While torch.distributed has its default process group, weights are quantised at every call, unless `Form.promised`.
 """
 
@@ -49,7 +49,7 @@ class Form:
 
     grouped: whether each matrix is quantised separately. promised: whether the user promises to call `refresh` after a
     write of a collective or of FSDP (`weight_cache="always"`). Forms are compared by identity, which is cheap: `form`
-    makes one object for each combination.
+    creates one object for each combination.
     """
 
     format: str
@@ -65,7 +65,7 @@ def form(
     format: str, dim: int = -1, layout: str = "linear", piece: Piece | None = None, grouped: bool = False,
     scale_rule: str = "amax", promised: bool = False,
 ) -> Form:  # fmt: skip
-    """The one form of these arguments; see `Form`."""
+    """The only `Form` of these arguments."""
     return _form(format, dim, layout, piece, grouped, scale_rule, promised)
 
 
@@ -75,9 +75,9 @@ _lock = threading.Lock()
 
 @dataclass(frozen=True, slots=True)
 class _Packed:
-    """Packed tensors (data, scales, global scale), and the weight's observable state when they were made.
+    """Packed tensors (data, scales, global scale), and the weight's observable state when they were written.
 
-    Storage and address imply the offset and the device. mark: NEVER where the tensors must not be used again.
+    Storage and address imply the offset and the device. mark: NEVER if the tensors must not be used again.
     """
 
     tensors: tuple[torch.Tensor, ...]
@@ -95,7 +95,7 @@ class _Packed:
         storage = self.storage
         return (
             self.mark == storage.mark
-            and (not storage.counters or self.writes == storage.writes)  # no counter goes, so there was none either
+            and (not storage.counters or self.writes == storage.writes)  # none now: none before
             and self.version == weight._version
             and self.address == weight.data_ptr()
             and storage.address == weight.untyped_storage()._cdata
@@ -108,7 +108,7 @@ class _Packed:
 
 @dataclass(slots=True)
 class _Forms:
-    """The attribute of a weight: its packed tensors, by form. owner: another id where the attribute was copied."""
+    """The attribute of a weight: its packed tensors, by form. owner: the weight's id; a copy's differs."""
 
     owner: int
     packed: dict[Form, _Packed] = field(default_factory=dict)
@@ -119,7 +119,7 @@ class _Forms:
 
 
 def packed_weight(weight: torch.Tensor, form: Form) -> tuple[torch.Tensor, ...]:
-    """(data, scales, outer scale) of a weight, kept until the weight changes or its storage is marked."""
+    """Data, scales and global or row scale of a weight, cached until it changes or its storage is marked."""
     forms = getattr(weight, _ATTRIBUTE, None)
     if type(forms) is _Forms and forms.owner == id(weight):
         kept = forms.packed.get(form)
@@ -128,33 +128,33 @@ def packed_weight(weight: torch.Tensor, form: Form) -> tuple[torch.Tensor, ...]:
     if weight.is_inference():  # it has no version counter, so a change could not be detected
         return _quantize(weight, form)
     if weight.is_cuda and torch.cuda.is_current_stream_capturing():
-        # Nothing runs during capture, so nothing can be kept. Each replay of the user's CUDA graph quantises anew.
+        # Nothing runs during capture, so nothing can be cached. Each replay of the user's CUDA graph quantises anew.
         return _quantize(weight, form)
-    # Tensors that inference mode makes could be neither refilled nor saved for a backward pass outside of it.
+    # Tensors created in inference mode could be neither refilled nor saved for a backward pass outside of it.
     with _lock, torch.inference_mode(False), torch.no_grad():
         return _pack(weight, form)
 
 
 def packed_pair(first: torch.Tensor, second: torch.Tensor, form: Form) -> tuple[torch.Tensor, ...]:
-    """(data, scales) of two weights of one shape, the second below the first; with outer scales, if there are any."""
+    """Data, scales and any global or row scales of two weights of one shape, stacked."""
     return joined_parts(*([one for one in packed_weight(weight, form) if one.numel()] for weight in (first, second)))
 
 
 def joined_parts(first: Sequence[torch.Tensor], second: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-    """The tensors of two packed weights, each of the second weight below the first weight's.
+    """The tensors of two packed weights, stacked: each of the second weight after that of the first.
 
-    The tensors become parts of common memory, and stay the same objects, which layers or the cache hold. While a CUDA
-    graph is captured, whose memory is not theirs, they are copied instead.
+    The tensors are moved to common memory, and stay the same objects, which layers or the cache hold. During the
+    capture of a CUDA graph, whose memory is not theirs, they are copied instead.
     """
     if not all(map(_follows, first, second)):
         with _lock:
-            if not all(map(_follows, first, second)):  # another thread may have moved them meanwhile
+            if not all(map(_follows, first, second)):  # another thread may have moved them
                 first = [_moved_together(*both)[0] for both in zip(first, second, strict=True)]
     return tuple(map(_above, first))
 
 
 def _moved_together(one: torch.Tensor, other: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    # Data of a tensor of inference mode can be replaced by such a tensor alone.
+    # Only an inference tensor can replace the data of an inference tensor.
     with torch.inference_mode(one.is_inference()), torch.no_grad():
         parts = _in_common_memory((one, other))
         if not (one.is_cuda and torch.cuda.is_current_stream_capturing()):
@@ -171,19 +171,19 @@ def _follows(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def _places(x: torch.Tensor) -> int:
-    """The elements from a tensor to the tensor behind it: a tensor begins at a multiple of 16 bytes."""
+    """The distance, in elements, from a tensor to the next one, which begins at a multiple of 16 bytes."""
     return max(x.numel(), 16 // x.element_size())
 
 
 def _above(x: torch.Tensor) -> torch.Tensor:
-    """A tensor and the tensor of its shape behind it, joined along the first dimension; two numbers become [2]."""
+    """A view of a tensor and the next one, of its shape, joined along the first dimension; [2] for two numbers."""
     if not x.dim():
         return x.as_strided((2,), (_places(x),))
     return x.as_strided((2 * x.shape[0], *x.shape[1:]), x.stride())
 
 
 def _in_common_memory(both: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
-    """Copies of two tensors of one shape, the second behind the first."""
+    """Copies of two tensors of one shape in one storage, the second after the first."""
     one, places = both[0], _places(both[0])
     common = one.new_zeros(2 * places, dtype=one.dtype)
     parts = tuple(common.narrow(0, i * places, one.numel()).view(one.shape) for i in range(2))
@@ -211,7 +211,7 @@ def _pack(weight: torch.Tensor, form: Form) -> tuple[torch.Tensor, ...]:
             old.copy_(new)
         fresh = kept.tensors
     if weight.is_cuda:
-        # As soon as another thread finds the packed tensors, it may read them on another stream.
+        # Another thread may read the packed tensors on another stream as soon as they are in the attribute.
         torch.cuda.current_stream(weight.device).synchronize()
     forms.packed[form] = _Packed(fresh, *seen)
     return fresh

@@ -23,14 +23,14 @@ TRAINED = "it is trained: it requires a gradient, and others do not; requires_gr
 UNKNOWN_DIMENSION = "nothing says which dimension is contracted: name it in pack_(contracted=...)"
 
 
-# What `pack_` does with a weight: None where it is not packed; and its row in the report, if it has one.
+# The weight that `pack_` packs, or None; and its row in the report, if it has one.
 Decision = tuple[Weight | None, Row | None]
 
 
 def decisions(
     model: nn.Module, recipe: str | dict | Recipe | Path | None, contracted: Mapping[str, int] | None = None
 ) -> list[Decision]:
-    """What `pack_` does with each weight of a model, which may be on the meta device. Warns and raises as `pack_`."""
+    """The decision about each weight of a model, which may be on the meta device. Warns and raises as `pack_`."""
     chosen = resolve(recipe)
     places = _places(model)
     experts = places_of(model, is_linear, check_contracted({} if contracted is None else contracted))
@@ -41,12 +41,12 @@ def decisions(
     return [*linears, *_of_attentions(model), *(_of_experts(choice, place) for place in experts)]
 
 
-# (the format, or the reason why a weight is left alone; how a packed weight differs from what the recipe says).
+# The format, or the reason that a weight is not packed; and a note on a packed weight's difference from the recipe.
 _Found = tuple[LayerFormat | str, str | None]
 
 
 def _places(model: nn.Module) -> list[list[str]]:
-    """The names of each linear layer: one name for every attribute of a module that holds the layer."""
+    """The names of each linear layer: one for each attribute that holds the layer."""
     found: dict[int, list[str]] = {id(module): [] for module in model.modules() if is_linear(module)}
     if is_linear(model):
         found[id(model)].append("")
@@ -85,25 +85,25 @@ class _Choice:
         weights = [weight for weight in weights if id(weight) not in self.elsewhere]  # an embedding's may be frozen
         weights += [one.parameter for one in experts if one.in_first is not None]
         frozen = (weight is not None and weight.is_floating_point() and not weight.requires_grad for weight in weights)
-        # Whether a part of the model is trained, and what requires a gradient does so on purpose.
+        # Whether a part of the model is trained, so that requires_grad is set on purpose.
         self.adapted = any(named.part for named in self.named.values())
         self.in_part = self.adapted or any(frozen)
 
     def layer(self, name: str, sizes: tuple[int, int], tied: bool = False, *, experts: bool = False) -> Layer:
-        """A linear layer or a parameter of experts, as rules and defaults see it. name: its path in the model."""
+        """The properties of a linear layer or a parameter of experts that rules and defaults read. name: its path."""
         inner, outer = sizes
-        # The number of tokens is unknown here, and counts as large enough.
+        # The unknown number of tokens counts as large enough.
         own = self.named[name].name
         return Layer(module_name(own) if experts else own, (self.recipe.min_m, outer, inner), tied, experts=experts)
 
     def trained(self, name: str, weight: torch.Tensor | None) -> str | None:
-        """Why a weight is left alone because it is trained or an adapter's; None where it is neither."""
+        """The reason that a weight is not packed: it is trained, or an adapter's; None if it is neither."""
         if self.named[name].part is not None:
             return self.named[name].part
         return TRAINED if self.in_part and weight is not None and weight.requires_grad else None
 
     def layer_format(self, names: list[str], linear: nn.Module) -> _Found:
-        """The format that a layer is packed in, or the reason why it is left alone; and a note for the report."""
+        """The format of a packed layer, or the reason that a layer is not packed; and a note for the report."""
         reason = self.trained(names[0], linear._parameters.get("weight")) or obstacle(linear)
         if reason is not None:
             return reason, None
@@ -114,7 +114,7 @@ class _Choice:
         return self._format([self.layer(name, sizes(linear), tied_elsewhere) for name in names], names)
 
     def experts_format(self, one: Place) -> _Found:
-        """The format for weights of experts, or the reason why they are left alone; and a note for the report."""
+        """The format of packed experts, or the reason that they are not packed; and a note for the report."""
         if one.in_first is None:
             return UNKNOWN_DIMENSION, None
         reason = self.trained(one.names[0], one.parameter) or experts_obstacle(one)
@@ -130,7 +130,7 @@ class _Choice:
         return found, note
 
     def _format(self, layers: list[Layer], names: Sequence[str]) -> _Found:
-        """The recipe's format or reason for a layer, and a note. layers: one entry for each of its names."""
+        """The recipe's format or reason for one layer, and a note. layers: an entry for each of the layer's names."""
         layer_recipe, reason = self._decide(layers, names)
         if layer_recipe is None or reason is not None:
             return str(reason), None  # without a recipe there is always a reason
@@ -144,7 +144,7 @@ class _Choice:
         return LayerFormat(layer_recipe.fprop_w, layer_recipe.fprop_x, outer, rule), note
 
     def _decide(self, layers: list[Layer], names: Sequence[str]) -> tuple[Recipe | None, str | None]:
-        """(the layer's recipe or None, why it is left alone or None), decided as the backend decides."""
+        """The layer's recipe, or None, and the reason that it is not packed, or None, as the backend decides."""
         decisions = [of_layer(layer, self.recipe, self.around) for layer in layers]
         if any(decision != decisions[0] for decision in decisions):
             return None, f"the recipe treats it differently under its names {', '.join(names)}"
@@ -168,7 +168,7 @@ def _of_linear(choice: _Choice, names: list[str]) -> Decision:
 
 
 def _of_attentions(model: nn.Module) -> Iterator[Decision]:
-    """The input projections of `nn.MultiheadAttention`: parameters that it multiplies itself."""
+    """Rows for the input projections of `nn.MultiheadAttention`: parameters that it multiplies itself."""
     seen: set[int] = set()
     for named, module in walk(model):
         if not isinstance(module, nn.MultiheadAttention) or id(module) in seen:
@@ -183,7 +183,7 @@ def _of_attentions(model: nn.Module) -> Iterator[Decision]:
 def _of_experts(choice: _Choice, place: Place) -> Decision:
     found, note = choice.experts_format(place)
     matrices = place.parameter.shape[0]
-    if place.in_first is None and matrices == 1:  # a table of positions or the like, no experts
+    if place.in_first is None and matrices == 1:  # a table of positions, for example, and no experts
         return None, None
     row = _row_of(choice.named[place.names[0]], place.sizes, place.parameter.dtype, found, note, matrices)
     return Weight(place.names, found, place) if isinstance(found, LayerFormat) else None, row
@@ -193,7 +193,7 @@ def _row_of(
     named: Named, sizes: tuple[int, int], dtype: torch.dtype | None, packed: LayerFormat | str, note: str | None,
     matrices: int = 1,
 ) -> Row:  # fmt: skip
-    """The row of a linear layer or of a parameter of experts."""
+    """The report's row of a linear layer or of a parameter of experts."""
     inner, outer = sizes
     path, own = module_name(named.path), module_name(named.name)
     rule = None
@@ -211,7 +211,7 @@ def _row_of(
 
 
 def _warn_of_rules(choice: _Choice, places: list[list[str]]) -> None:
-    # For the backend, parameters of other modules (such as experts) are layers too, and one recipe may serve both.
+    # For the backend, parameters of other modules (such as experts) are layers, too, and both may use one recipe.
     matrices = (named.name for named, parameter in named_tensors(choice.model) if parameter.dim() > 1)
     names = [*(choice.named[name].name for group in places for name in group), *map(module_name, matrices)]
     for rule in unmatched_rules(choice.recipe, names):

@@ -1,7 +1,7 @@
 """Packed experts: a parameter of three dimensions, one matrix for each expert, stored quantised in its module.
 
 `insert` gives the module a subclass with a property, which returns the dequantised weights, instead of the parameter:
-the module's code runs unchanged. In a graph that is one op, `expert_weights`, whose matmuls read the codes.
+the module's code runs unchanged. In a graph, the property is one op, `expert_weights`, whose matmuls read the codes.
 """
 
 import functools
@@ -20,26 +20,26 @@ from fp4compile.analysis.module_names import packed_name, parameter_name
 from fp4compile.formats.quantize_spec import FLOAT_DTYPES
 from fp4compile.weights.buffers import STATE_HOOKS, LayerFormat, PackedWeight
 
-# The parameters of experts that the functions of transformers read, depending on `is_transposed`.
+# The parameters of experts whose order of dimensions transformers reads from `is_transposed`.
 _DECLARED = ("gate_up_proj", "up_proj", "down_proj")
-# Whether in comes first, for classes that do not declare it. By name, so that transformers need not be installed.
+# Whether they are [experts, in, out], for classes that do not declare it; by name, so transformers may be missing.
 _KNOWN = {("transformers.models.llama4.modeling_llama4", "Llama4TextExperts"): True}
-# The attribute of a class made here that holds its origin: the class without packed parameters, their names, and the
-# names of all parameters that its first module had, in order.
+# The attribute of a class created here that holds its origin: the class without packed parameters, their names, and
+# the names of all parameters of its first module, in order.
 _MADE_OF = "_fp4compile_made_of"
 
 
 class PackedExperts(PackedWeight):
     """Block-scaled, frozen weights of experts; see `PackedWeight` for the buffers.
 
-    Calling it returns the dequantised weights in the original parameter's shape, in `weight_dtype`. adapted: the
-    weights with what an adapter adds to them, while its layer runs; else None.
+    A call returns the dequantised weights in the original parameter's shape, in `weight_dtype`. adapted: the sum of the
+    weights and an adapter's update while the adapter's layer runs; otherwise None.
     """
 
     adapted: torch.Tensor | None = None
 
     def forward(self) -> torch.Tensor:
-        """The contiguous weights, dequantised anew at each call; see `DequantizedWeight` for writes to them."""
+        """The contiguous weights, dequantised at each call; `DequantizedWeight` describes writes to them."""
         return self.read() if self.adapted is None else self.adapted
 
 
@@ -71,12 +71,12 @@ class Place:
 
     @property
     def sizes(self) -> tuple[int, int]:
-        """(in features, out features); in is taken to come last where `in_first` is None."""
+        """(in features, out features); in is assumed to come last if `in_first` is None."""
         _, rows, columns = self.parameter.shape
         return (rows, columns) if self.in_first else (columns, rows)
 
     def empty(self, layer_format: LayerFormat) -> "PackedExperts":
-        """Packed experts that still lack their weight."""
+        """Packed experts without weights yet."""
         experts, dtype = self.parameter.shape[0], self.parameter.dtype
         return PackedExperts(experts, *self.sizes, layer_format, dtype, bool(self.in_first))
 
@@ -124,7 +124,7 @@ _LISTED = ContextVar("_LISTED", default=False)
 
 @contextmanager
 def listed() -> Iterator[None]:
-    """A context in which a module of packed experts lists them among its parameters, where peft looks for them."""
+    """A context in which a module with packed experts lists them among its parameters, so that peft finds them."""
     token = _LISTED.set(True)
     try:
         yield
@@ -140,12 +140,12 @@ def _named_parameters(module: Any, *args: Any, **kwargs: Any) -> Iterator[tuple[
 
 
 def _reduce(module: Any, protocol: Any) -> tuple:
-    """`__reduce_ex__` for copies and pickles, which make the class anew."""
+    """`__reduce_ex__` for copies and pickles, which create the class again."""
     return _without_state, getattr(type(module), _MADE_OF), module.__getstate__()
 
 
 def _without_state(base: Any, children: tuple[str, ...], order: tuple[str, ...] = ()) -> nn.Module:
-    # Older pickles have no order. Children that are packed later follow those that are packed.
+    # Older pickles have no order. Children that are packed later follow the packed ones.
     kind = _class_of(base, children, order or children)
     return kind.__new__(kind)
 
@@ -188,7 +188,7 @@ def _in_first(module: nn.Module, child: str, names: tuple[str, ...], contracted:
 
 
 def check_contracted(contracted: Any) -> dict[str, int]:
-    """The argument `contracted` of `pack_`. Raises TypeError or ValueError for anything else."""
+    """A valid argument `contracted` of `pack_` as a dict. Raises TypeError or ValueError for anything else."""
     if not isinstance(contracted, Mapping):
         raise TypeError(
             f"contracted: expected a dict of patterns of parameters' names, got {type(contracted).__name__}"
@@ -200,7 +200,7 @@ def check_contracted(contracted: Any) -> dict[str, int]:
 
 
 def obstacle(place: Place) -> str | None:
-    """Why packed weights could not replace the parameter; None where they could."""
+    """The reason that packed weights cannot replace the parameter; None if they can."""
     module, parameter = place.module, place.parameter
     if isinstance(module, torch.jit.ScriptModule):
         return "its module is scripted"

@@ -1,4 +1,4 @@
-"""`export_packed`: write a packed model as ModelOpt or compressed-tensors would, for programs that read their files."""
+"""`export_packed`: write a packed model in the file layout of ModelOpt, compressed-tensors or DeepSeek."""
 
 import warnings
 from collections.abc import Iterable
@@ -41,14 +41,14 @@ def export_packed(
     """Write a model with packed layers or experts to a directory, in the checkpoint layout of another library.
 
     layout: "modelopt" or "compressed-tensors", which take NVFP4 with static activation scales or weights only, MXFP8,
-        MXFP4 and FP8 with scales of the tensor or the rows, mixed as the layers are; compressed-tensors takes FP8 in
-        blocks of 128, too. "fp8": DeepSeek's and transformers', which takes FP8 in blocks of 128 or with scales of the
-        tensor, one of them in all layers.
-    path: a directory; it is made where there is none.
+        MXFP4 and FP8 with global or row scales, different ones in different layers; compressed-tensors also takes FP8
+        in blocks of 128. "fp8": DeepSeek's and transformers', which takes FP8 in blocks of 128 or with global scales,
+        the same in all layers.
+    path: a directory; it is created if there is none.
     max_shard_size: in bytes. A larger model is written in several files with an index.
 
     The directory gets the tensors, hf_quant_config.json (ModelOpt), and config.json with a quantization_config. Codes
-    and scales are written as they are; compressed-tensors' divisors are exact for bf16 and fp16 weights. Packed experts
+    and scales are written unchanged; compressed-tensors' divisors are exact for bf16 and fp16 weights. Packed experts
     are written one by one. All tensors have the names of published checkpoints where transformers has a mapping for the
     model.
 
@@ -79,7 +79,7 @@ def export_packed(
 
 @dataclass(frozen=True)
 class _Layer:
-    """A linear layer to write. scheme: how it is quantised. tensors: its tensors by the last part of their names."""
+    """A linear layer to write. scheme: its formats. tensors: its tensors by the last part of their names."""
 
     scheme: Scheme
     tensors: dict[str, torch.Tensor]
@@ -88,7 +88,7 @@ class _Layer:
 def _layers(
     packed: dict[str, PackedWeight], layout: Layout, names: PublishedNames, state: dict[str, torch.Tensor]
 ) -> dict[str, _Layer]:
-    """The layers to write, by name: each packed layer, and each expert's layers."""
+    """The layers to write, by name: packed layers, and the layers of each expert."""
     check_model(packed, state)
     found: dict[str, _Layer] = {}
     for name, module in packed.items():
@@ -123,7 +123,7 @@ def _warn_of_groups(layers: dict[str, _Layer], layout: Layout) -> None:
 def _parts(
     module: PackedWeight, name: str, names: PublishedNames, tensor: torch.Tensor
 ) -> Iterable[tuple[str, torch.Tensor]]:
-    """The checkpoint's layers for a packed weight, each with its part of one of the weight's tensors."""
+    """The names of a packed weight's layers in the checkpoint, each with its part of one of the weight's tensors."""
     if not isinstance(module, PackedExperts):
         return [(str(names.source(f"{name}.weight")).removesuffix(".weight"), tensor)]
     experts = names.source(parameter_name(name))
@@ -163,7 +163,7 @@ def _allowed(layout: str) -> list[Scheme]:
 def _plain(
     packed: dict[str, PackedWeight], names: PublishedNames, state: dict[str, torch.Tensor]
 ) -> dict[str, torch.Tensor]:
-    """The unpacked tensors to write. The first of several tensors with the same memory is written."""
+    """The unpacked tensors to write; only the first of several tensors with the same memory."""
     buffers = {f"{name}.{buffer}" for name, layer in packed.items() for buffer in layer._buffers}
     plain = {name: tensor for name, tensor in state.items() if name not in buffers}
     kept, _ = arrange(plain)
@@ -178,7 +178,7 @@ def _plain(
 
 
 def _buffer(layer: PackedWeight, name: str, buffer: str, state: dict[str, torch.Tensor]) -> torch.Tensor:
-    """A buffer of a packed weight, or its activation's outer scale, repeated for each expert."""
+    """A buffer of a packed weight, or the static global scale of its activation, repeated for each expert."""
     if buffer != "activation_outer":
         return state[f"{name}.{buffer}"].detach().cpu().contiguous()
     outer = torch.tensor(layer.layer_format.activation_outer, dtype=torch.float32)
@@ -186,7 +186,7 @@ def _buffer(layer: PackedWeight, name: str, buffer: str, state: dict[str, torch.
 
 
 def _stored(layout: Layout, scheme: Scheme, buffer: str, tensor: torch.Tensor, in_features: int) -> torch.Tensor:
-    """A buffer of a packed layer, in the form in which a checkpoint of this layout stores it: codes without padding."""
+    """A buffer of a packed layer as a checkpoint of this layout stores it: codes without padding."""
     fmt = formats.get(scheme.weight)
     if buffer.endswith("_outer"):
         divides = layout.divides and is_nvfp4(fmt)
@@ -254,7 +254,7 @@ def _compressed_tensors(schemes: dict[str, Scheme], left: list[str]) -> dict[str
 
 
 def _dynamic(scheme: Scheme) -> bool | str:
-    """compressed-tensors' word for how the activations are scaled."""
+    """The value of `dynamic` by which compressed-tensors describes the scales of activations."""
     if not scheme.static:
         return True
     return "local" if is_nvfp4(formats.get(scheme.weight)) else False

@@ -1,7 +1,7 @@
 """Packed models in safetensors files: `save_packed` and `load_packed`.
 
-A file holds the state of a model, equal tensors of one memory once. Its metadata hold the states of packed layers and
-the fields of `sharing.Sharing`. Files of version 0.1 have only `aliases`, which were found by address and shape.
+A file holds the state of a model, equal tensors of one memory once. Its metadata are the descriptions of packed layers
+and the fields of `sharing.Sharing`. Files of version 0.1 have only `aliases`, which were found by address and shape.
 """
 
 import json
@@ -66,8 +66,8 @@ _METADATA = "fp4compile"  # the key of `save_packed`'s entry in a file's metadat
 def save_packed(model: nn.Module, path: str | PathLike) -> None:
     """Write the state of a model with packed layers to a safetensors file: parameters and persistent buffers.
 
-    Equal tensors of one memory are written once; a module's other extra state is not, with a warning. A file that
-    exists stays until the new one is complete. Temporary files of an earlier, killed process are removed.
+    Equal tensors of one memory are written once; a module's other extra state is not written, with a warning. An
+    existing file stays until the new one is complete. Temporary files of an earlier, killed process are removed.
 
     Raises TypeError if `model` is no module; ValueError if it has no packed layer, tensors on the meta device, or a
     packed weight that was not finite; OSError where the file cannot be written.
@@ -83,13 +83,13 @@ def save_packed(model: nn.Module, path: str | PathLike) -> None:
     check_model(packed, state)
     tensors, sharing = arrange(state)
     metadata = {_METADATA: json.dumps({"layers": layers, "experts": experts, **vars(sharing)})}
-    if sharing.aliases.keys() == set(sharing.tied):  # other loaders tie tensors where the model does, and share none
-        metadata["format"] = "pt"  # which they ask for
+    if sharing.aliases.keys() == set(sharing.tied):  # other loaders restore only the model's tied tensors
+        metadata["format"] = "pt"  # which they require
     write_atomically(path, lambda file: write_tensors(tensors, file, metadata))
 
 
 def _shared_scales(packed: dict[str, PackedWeight], state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The linear scales in `state` of layers with swizzled buffers; one tensor where layers share a buffer."""
+    """The linear scales in `state` of layers with swizzled buffers; layers that share a buffer share one tensor."""
     made: dict[tuple, torch.Tensor] = {}
     swizzled = (
         (f"{name}.weight_scales".removeprefix("."), one)
@@ -123,16 +123,15 @@ def load_packed(
         MXFP8, MXFP4 or FP8, of quant_method "fp8" (DeepSeek, Qwen), or with experts in MXFP4 as gpt-oss was published.
         See `docs/experts.md` for experts.
     device: the device for parameters and buffers on the meta device; None: the CPU. All other tensors stay in place.
-    recipe: only for gpt-oss' files, which do not say how activations are quantised: the recipe's fprop_x, an MX format,
-        quantises them in the layers that its rules do not skip. None leaves activations unquantised.
+    recipe: only for gpt-oss' files, which have no format of activations: the recipe's fprop_x, an MX format, quantises
+        them in the layers that its rules do not skip. None leaves activations unquantised.
 
     Tensors that shared memory when the file was written share it again. Everything is checked before the model is
     changed.
 
     Raises TypeError if `model` is no module or `device` no device; OSError for a file that cannot be read; ValueError
     for a file that is broken or of no known kind, for scales that no finite weight has, for layers, experts or tensors
-    that do not fit the model, for buffers on the meta device that the file does not have, and for a recipe that does
-    not fit.
+    that do not fit the model, for buffers on the meta device that the file lacks, and for a recipe that does not fit.
     """
     check_module(model)
     model, target = unwrapped(model), _device(device)
@@ -165,7 +164,7 @@ def load_packed(
 def _contents(
     model: nn.Module, path: str | PathLike, recipe: str | dict | Recipe | Path | None
 ) -> tuple[States, dict[str, torch.Tensor], Sharing | None]:
-    """(states, tensors, sharing), as from `_read`, of a file of `save_packed` or of another library's checkpoint."""
+    """States, tensors by name and sharing of a file of `save_packed` or of another library's checkpoint."""
     place = Path(path)
     if place.is_dir() or _METADATA not in read_metadata(place):
         checkpoint = read_checkpoint(place, (CONFIG, HF_QUANT_CONFIG))
@@ -209,7 +208,7 @@ def _device(device: str | torch.device | None) -> torch.device:
 
 
 def _read(path: Path) -> tuple[States, dict[str, torch.Tensor], Sharing | None]:
-    """(states, tensors by name, which tensors share memory) of a file; no sharing for a file of version 0.1."""
+    """States, tensors by name and sharing of a file of `save_packed`; sharing is None for a file of version 0.1."""
     metadata, tensors = read_metadata(path)[_METADATA], read_tensors(path)
     with naming(path):
         try:
@@ -237,7 +236,7 @@ def _expected(model: nn.Module, kept: dict[str, torch.Tensor], packed: list[Weig
 
 
 def _add_tied(stored: dict[str, torch.Tensor], kept: dict[str, torch.Tensor]) -> None:
-    """Add tied tensors (such as embeddings) that the file holds only under another name of the model's tensor."""
+    """Add tied tensors (such as embeddings) that the file holds only under another of their names."""
     first: dict[int, str] = {}
     for name, tensor in kept.items():
         if name in stored:
@@ -246,9 +245,9 @@ def _add_tied(stored: dict[str, torch.Tensor], kept: dict[str, torch.Tensor]) ->
 
 
 def _check_tensors(stored: dict[str, torch.Tensor], expected: dict[str, tuple]) -> None:
-    """Raise where tensors of a file are missing, unknown, or of another shape or dtype than expected.
+    """Raise ValueError if tensors of a file are missing, unknown, or of another shape or dtype than expected.
 
-    Bytes, and the integers of block scales, are viewed as the expected dtype where that has their size.
+    Bytes, and the integers of block scales, are viewed as the expected dtype if the sizes are equal.
     """
     for name, (shape, dtype) in expected.items():
         if name not in stored:
@@ -267,7 +266,7 @@ def _check_tensors(stored: dict[str, torch.Tensor], expected: dict[str, tuple]) 
 
 
 def _check_sharing(sharing: Sharing | None, expected: dict[str, tuple]) -> None:
-    """Raise where a tensor that shares memory in a file is no tensor of the model."""
+    """Raise ValueError if a tensor that shares memory in a file is no tensor of the model."""
     aliases = {} if sharing is None else sharing.aliases
     named = {*aliases, *aliases.values()}
     if named - expected.keys():
@@ -281,7 +280,7 @@ def _buffers(packed: list[Weight], stored: dict[str, torch.Tensor]) -> dict[str,
 
 
 def _check_twins(stored: dict[str, torch.Tensor], packed: list[Weight]) -> None:
-    """Raise where the file has different packed weights under several names of one layer of the model."""
+    """Raise ValueError if the file has different packed weights under the names of one layer of the model."""
     for weight in packed:
         for buffer in BUFFERS:
             found = [stored[key] for name in weight.packed_names if (key := f"{name}.{buffer}") in stored]
@@ -291,7 +290,7 @@ def _check_twins(stored: dict[str, torch.Tensor], packed: list[Weight]) -> None:
 
 
 def _check_meta(model: nn.Module, restored: set[str]) -> None:
-    """Raise where a tensor of the model is on the meta device, and loading does not fill it."""
+    """Raise ValueError if a tensor of the model is on the meta device, and loading does not fill it."""
     tensors = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
     for name, tensor in tensors:
         if tensor.is_meta and name not in restored:
@@ -307,7 +306,7 @@ def _insert(model: nn.Module, packed: list[Weight], stored: dict[str, torch.Tens
     made: dict[tuple, PackedWeight] = {}
     for weight in packed:
         name = weight.packed_names[0]
-        # A layer with several names in the model stays one layer if the file has one weight for all names.
+        # A layer with several names in the model remains one layer if the file has one weight for all names.
         holder, child = weight.slot(model)
         key = (id(holder), child, stored[f"{name}.weight_data"].data_ptr())
         del holder
@@ -322,7 +321,7 @@ def _insert(model: nn.Module, packed: list[Weight], stored: dict[str, torch.Tens
 
 
 def _lay_out_scales(model: nn.Module) -> None:
-    """Convert the scales of the packed layers to their devices' layouts. Layers that share scales still share them."""
+    """Convert the scales of packed layers to their devices' layouts. Layers that share scales still share them."""
     sharing: dict[tuple, list[PackedWeight]] = {}
     for layer in model.modules():
         if isinstance(layer, PackedWeight):
@@ -338,7 +337,7 @@ def _lay_out_scales(model: nn.Module) -> None:
 
 
 def _materialise(model: nn.Module, stored: dict[str, torch.Tensor], target: torch.device) -> None:
-    """Replace the tensors on the meta device by stored ones; an object with several names stays one object."""
+    """Replace the tensors on the meta device by stored ones; an object with several names remains one object."""
     made: dict[int, torch.Tensor] = {}
     for path, module in model.named_modules(remove_duplicate=False):
         for tensors in (module._parameters, module._buffers):

@@ -15,7 +15,7 @@ _MEMBERS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("w1", "w3
 
 
 def fused_groups(names: Iterable[str]) -> Iterator[tuple[str, ...]]:
-    """The groups among layers, by the layers' full names, where all members of a group are there."""
+    """The groups of which all members are among the layers, as tuples of full names."""
     known = dict.fromkeys(names)
     for parent in dict.fromkeys(name.rpartition(".")[0] for name in known):
         for leaves in _MEMBERS:
@@ -26,7 +26,7 @@ def fused_groups(names: Iterable[str]) -> Iterator[tuple[str, ...]]:
 
 @dataclass(frozen=True, eq=False)
 class Shared:
-    """A weight to pack, and the amax of its group, from which its global scale is made; None without a group."""
+    """A weight to pack, and the amax of its group, of which its global scale is made; None without a group."""
 
     weight: Weight
     amax: torch.Tensor | None
@@ -35,8 +35,8 @@ class Shared:
 def with_shared_scales(model: nn.Module, weights: Iterable[Weight]) -> dict[tuple[str, ...], Shared]:
     """The weights of linear layers by their names, each with its group's amax, float32 [], and static scale.
 
-    The largest scale of the activations is the group's. A group shares scales where its members have one format, which
-    has a global scale.
+    The group's static scale is the largest of its members. A group shares scales if its members have the same format,
+    and that has a global scale.
     """
     linear = {weight.names[0]: weight for weight in weights if weight.experts is None}
     found = {weight.names: Shared(weight, None) for weight in linear.values()}
@@ -62,10 +62,10 @@ def _amax(weight: torch.Tensor) -> torch.Tensor:
 
 
 def lost_by_one_scale(scales: dict[str, float]) -> tuple[str, float] | None:
-    """(layer, SQNR in dB) of the layer that a reader with one global scale for a group distorts most; None for none.
+    """The layer that a reader with one global scale for a group distorts most, and its SQNR in dB; None for none.
 
-    scales: the global scales of a group's weights by layer. Such a reader takes the largest, and multiplies all other
-    weights by the ratio r of the two: their SQNR falls to at most -20 log10(r - 1).
+    scales: the global scales of a group's weights by layer. Such a reader takes the largest one, and so multiplies
+    every other weight by a ratio r of two scales: its SQNR falls to at most -20 log10(r - 1).
     """
     ratios = {name: max(scales.values()) / scale for name, scale in scales.items()}
     name = max(ratios, key=lambda one: ratios[one])

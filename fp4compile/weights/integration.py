@@ -1,4 +1,4 @@
-"""Hooks into transformers for packed models. This package never imports transformers before the user has."""
+"""Hooks into transformers for packed models. This package does not import transformers before the user does."""
 
 import sys
 
@@ -8,7 +8,7 @@ from fp4compile.weights.published.expert_names import PublishedNames, names_of_t
 
 
 def save_as_packed(model: nn.Module) -> None:
-    """Let `save_pretrained` write the packed form of every transformers model in a packed one."""
+    """Make `save_pretrained` of every transformers model in a packed model write its packed form."""
     if _is_imported():  # models of older versions can be packed; `save_packed` writes them
         from fp4compile.weights.transformers import attach
 
@@ -30,7 +30,7 @@ def _is_imported() -> bool:
 
 
 def check_version() -> None:
-    """Raises ImportError where transformers 5 or later is not installed."""
+    """Raise ImportError if transformers 5 or later is not installed."""
     import transformers
 
     if not _is_imported():

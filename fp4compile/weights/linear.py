@@ -1,6 +1,6 @@
 """The modules by which `fp4compile.pack_` replaces linear layers, and which layers they can replace.
 
-A packed layer is an instance of the class that it replaces, so that libraries of adapters wrap it as that one.
+A packed layer is an instance of the class that it replaces, so that libraries of adapters can wrap it.
 """
 
 import functools
@@ -37,9 +37,9 @@ class PackedLayer(PackedWeight):
     """A linear layer whose weight W [out, in] is block-scaled and frozen: y = x @ W^T + bias.
 
     The input has a gradient, dX = dY @ W with the dequantised W, and so has the bias; the weight has none. The
-    quantising of the input counts as the identity in the backward pass.
+    derivative of quantising the input is taken as 1.
 
-    bias: a parameter [out_features], or None, cast as in every module. See `PackedWeight` for the rest.
+    bias: a parameter [out_features], or None, cast as in every module. See `PackedWeight` for the buffers.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class PackedLayer(PackedWeight):
 
     @staticmethod
     def in_place_of(linear: nn.Module, layer_format: LayerFormat) -> "PackedLayer":
-        """A packed layer without its weight yet, with a linear layer's sizes, bias, hooks, attributes and mode."""
+        """A packed layer with a linear layer's sizes, bias, hooks, attributes and mode, but without its weight yet."""
         kind: Any = PackedLinear if isinstance(linear, nn.Linear) else _packed_conv1d()
         packed = kind(*sizes(linear), layer_format, linear.bias, weight_dtype=linear.weight.dtype)
         # The packed layer takes over the dictionaries of hooks, because the handles that remove hooks refer to them.
@@ -88,7 +88,7 @@ class PackedLayer(PackedWeight):
         rows, static = input.reshape(-1, self.in_features), self.activation_outer_on(input.device)
         product = rows, bias, *map(self.part, BUFFERS), static, self.layer_format, self.scale_layout
         trained = torch.is_grad_enabled() and (input.requires_grad or (bias is not None and bias.requires_grad))
-        # A view after the function, because the result of one may not be a view where it is written to.
+        # `view` follows the function, because a result of it that is a view may not be written to.
         return (_Product.apply if trained else _product)(*product).view(*input.shape[:-1], self.out_features)
 
     def _check(self, input: torch.Tensor) -> None:
@@ -109,13 +109,13 @@ class PackedLinear(PackedLayer, nn.Linear):
     """A packed `nn.Linear`; see `PackedLayer`."""
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        # In older pickles a packed Conv1D is of this class too. Its codes are those of [out, in], as `weight` shows it.
+        # In older pickles a packed Conv1D also has this class. Its codes are those of [out, in], the shape of `weight`.
         super().__setstate__(state | {"in_first": False})
 
 
 @functools.cache
 def _packed_conv1d() -> type:
-    """The class `PackedConv1D`. It is made when it is needed, because transformers need not be installed."""
+    """The class `PackedConv1D`, created at the first use, because transformers need not be installed."""
     from transformers.pytorch_utils import Conv1D
 
     members = {"__module__": __name__, "__doc__": "A packed Conv1D of transformers; see `PackedLayer`."}
@@ -123,7 +123,7 @@ def _packed_conv1d() -> type:
 
 
 def __getattr__(name: str) -> type:
-    """`PackedConv1D`, which pickle looks up here."""
+    """`PackedConv1D`, which pickle looks up as an attribute of this module."""
     if name == "PackedConv1D":
         return _packed_conv1d()
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
@@ -135,8 +135,8 @@ def _product(
 ) -> torch.Tensor:  # fmt: skip
     """x [rows, in] times a packed weight [out, in], plus bias [out]: [rows, out] in the dtype of x.
 
-    static: the global scale of x, []; None computes it. scale_layout: both operands': matrix units read swizzled scales
-    of both.
+    static: the global scale of x, float32 []; None computes it. scale_layout: of both operands: matrix units read
+    swizzled scales.
     """
     a: tuple = x, None, None
     if layer_format.activation is not None:
@@ -149,7 +149,7 @@ def _product(
 
 
 class _Product(torch.autograd.Function):
-    """`_product` with gradients in x and bias. It saves only the buffers of the layer, no activation."""
+    """`_product` with gradients of x and bias. It saves only the buffers of the layer, no activation."""
 
     forward = staticmethod(_product)
 
@@ -172,7 +172,7 @@ class _Product(torch.autograd.Function):
 
 
 def unpacked_layer(packed: PackedLayer, requires_grad: bool) -> nn.Module:
-    """The layer that a packed one replaced, dequantised. Raises ValueError where a library replaced its `forward`."""
+    """The dequantised layer that a packed one replaced. Raises ValueError if a library replaced its `forward`."""
     if "forward" in vars(packed):
         raise ValueError(
             "a packed layer with another forward (a hook of accelerate?) cannot be unpacked: unpack before"
@@ -191,12 +191,12 @@ def unpacked_layer(packed: PackedLayer, requires_grad: bool) -> nn.Module:
 # ---------------------------------------------------------------- what can be packed
 
 
-# Why weights of `nn.MultiheadAttention` are left alone: it reads them and calls no linear layer, not even `out_proj`.
+# The reason that weights of `nn.MultiheadAttention` are not packed: it reads them without calling a linear layer.
 IN_ATTENTION = "nn.MultiheadAttention multiplies it without calling a layer"
 
 
 def is_linear(module: nn.Module) -> bool:
-    """Whether the module is an `nn.Linear` with a weight of its own, one of a subclass, or transformers' Conv1D."""
+    """Whether a module is an `nn.Linear` or of a subclass, with its own weight, or transformers' Conv1D."""
     return (isinstance(module, nn.Linear) and not isinstance(module, PackedLayer)) or _is_conv1d(module)
 
 
@@ -211,7 +211,7 @@ def sizes(linear: nn.Module) -> tuple[int, int]:
 
 
 def obstacle(linear: nn.Module) -> str | None:
-    """Why a packed layer could not replace this linear layer with equal behaviour; None where it could."""
+    """The reason that a packed layer cannot replace this linear layer with equal behaviour; None if it can."""
     if parametrize.is_parametrized(linear):
         return f"parametrised: {', '.join(linear.parametrizations)}"
     if isinstance(linear, NonDynamicallyQuantizableLinear):
@@ -247,12 +247,12 @@ def _odd_tensors(linear: nn.Module) -> str | None:
 
 
 def _attributes(linear: nn.Module) -> dict[str, Any]:
-    """The attributes that were set on a layer, without the attributes of every linear layer."""
+    """The attributes that were set on a layer, except for those of every linear layer."""
     standard = vars(nn.Module()).keys() | (set() if _is_conv1d(linear) else {"in_features", "out_features"})
     return {name: value for name, value in vars(linear).items() if name not in standard}
 
 
-# The attributes of a packed layer itself.
+# The attributes of every packed layer.
 _OWN = vars(PackedLinear(1, 1, LayerFormat("mxfp8", None), None)).keys() | set(BUFFERS)
 
 

@@ -1,6 +1,6 @@
 """`pack_`: replace the parameters of a model by packed weights, so that it needs less memory.
 
-A packed layer computes the compiled layer's results, with equal bits, eagerly and compiled.
+The results of a packed layer, eager or compiled, have the bits of the compiled original layer.
 """
 
 from collections.abc import Mapping
@@ -28,27 +28,27 @@ def pack_(
 ) -> Report:
     """Replace the linear layers and the weights of experts that a recipe quantises by packed ones, in place.
 
-    recipe: as for `fp4compile.backend`; its settings for the forward product decide.
+    recipe: as for `fp4compile.backend`; its settings for the forward matmul are used.
     contracted: for parameters of experts, by pattern of their full names, the dimension along which they are
         contracted: -1 where they are [experts, out, in], -2 where they are [experts, in, out]. Most experts of
         transformers declare it themselves (`is_transposed`).
     shared_scales: whether q, k and v, and gate and up, get one global scale of their weights and one of their
-        activations, as engines need that multiply them as one weight (`export_packed`). It costs some accuracy.
+        activations, which engines need that multiply them as one weight (`export_packed`). It costs some accuracy.
     progress: whether a terminal shows a progress bar, if the package tqdm is installed.
 
     Linear layers are modules of type `nn.Linear`, and the Conv1D of transformers. Not packed, with a reason in the
     report: subclasses, parametrised layers, layers with other hooks than forward hooks or with a shared weight, and
-    what is trained, such as adapters. Rules match the own names of layers, without what wrappers insert.
+    trained weights, such as adapters. Rules match layers' own names, without parts that wrappers insert.
 
-    Weights of experts are parameters [experts, ..., ...] of other modules than torch's own. Their module stays, and
-    reads them dequantised; a module compiled by `fp4compile.backend` multiplies the codes.
+    Weights of experts are parameters [experts, ..., ...] of modules that are not torch's own. Their module stays, and
+    reads dequantised weights; a module compiled by `fp4compile.backend` multiplies the codes.
 
     Each weight is freed as it is packed. Packed layers are for inference, and keep forward hooks and attributes. For a
     model that runs under autocast, call `pack_` under autocast, so that weights are cast before they are quantised.
 
     Returns a report of the packed weights, and the reasons for all others. Warns of rules that decide about no layer,
-    and of trained weights in a model without adapters. Raises TypeError if `model` is no module, ValueError if it is
-    itself a linear layer, TypeError or ValueError for a bad `contracted`, and the errors of `backend` for a bad recipe.
+    and of trained weights in a model without adapters. Raises TypeError if `model` is no module, ValueError if it is a
+    linear layer itself, TypeError or ValueError for a bad `contracted`, and the errors of `backend` for a bad recipe.
     """
     check_module(model)
     report = Report(

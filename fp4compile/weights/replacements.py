@@ -1,4 +1,4 @@
-"""Replace weights of a model by packed ones, from the model or from a file, and packed ones by weights again."""
+"""Replace weights of a model by packed ones, made of them or read from a file, and packed ones by weights again."""
 
 from dataclasses import dataclass, fields, replace
 from reprlib import repr as short  # a value may be nested so deeply that `repr` fails
@@ -14,12 +14,12 @@ from fp4compile.weights.experts import PackedExperts, Place, insert, places_of, 
 from fp4compile.weights.experts import obstacle as experts_obstacle
 from fp4compile.weights.linear import PackedLayer, is_linear, obstacle, sizes, unpacked_layer
 
-METHOD = "fp4compile"  # the quant_method in the config.json of a packed transformers model, which has the states
+METHOD = "fp4compile"  # the quant_method in the config.json of a packed transformers model
 
 
 @dataclass(frozen=True)
 class Weight:
-    """A weight that is packed, or that packed tensors of a file replace. It holds no linear layer, which can be freed.
+    """The names of a weight that is packed, or that packed tensors of a file replace: no reference, so it can be freed.
 
     names: of a linear layer in the model, or of a parameter of experts, whose place is `experts`.
     """
@@ -45,7 +45,7 @@ class Weight:
         return model.get_submodule(self.names[0]), "weight"
 
     def parameter(self, model: nn.Module) -> nn.Parameter:
-        """The weight in high precision, as the model has it."""
+        """The model's weight in high precision."""
         module, child = self.slot(model)
         return module._parameters[child]
 
@@ -69,7 +69,7 @@ class Weight:
     def pack(self, model: nn.Module, amax: torch.Tensor | None = None) -> None:
         """Replace the weight in `model` by its packed form. Each expert's weights are quantised separately.
 
-        amax: float32 [], from which the global scale is made; None takes the weight's own.
+        amax: float32 [], of which the global scale is made; None computes the weight's.
         """
         packed = self.empty(model)
         packed.store(self.parameter(model), amax)
@@ -77,7 +77,7 @@ class Weight:
 
 
 def weights_of(model: nn.Module, layers: dict[str, dict], weights: dict[str, dict]) -> list[Weight]:
-    """The weights of `model` that a file's packed layers and experts replace. Raises ValueError for unfit states."""
+    """The weights of `model` that a file's packed layers and experts replace. Raises ValueError if they do not fit."""
     return [*_linear_places(model, layers), *_expert_places(model, weights)]
 
 
@@ -88,7 +88,7 @@ def unpacked(module: nn.Module, requires_grad: bool) -> nn.Module:
     """
     if isinstance(module, PackedWeight):
         return unpacked_layer(module, requires_grad)
-    made: dict[int, nn.Module] = {}  # a layer with several names stays one
+    made: dict[int, nn.Module] = {}  # a layer with several names remains one layer
     for holder in list(module.modules()):
         for child, packed in list(holder._modules.items()):
             if isinstance(packed, PackedExperts):
@@ -106,7 +106,7 @@ _EXPERTS_STATE = _LAYER_STATE | {"experts", "in_first"}
 
 
 def check_states(layers: Any, weights: Any) -> None:
-    """Raise ValueError where values from a file are no dictionaries of states of packed layers and packed experts."""
+    """Raise ValueError if values from a file are no dictionaries of states of packed layers and packed experts."""
     for states, keys in ((layers, _LAYER_STATE), (weights, _EXPERTS_STATE)):
         if not isinstance(states, dict):
             raise ValueError(f"expected the states of layers by name, got {type(states).__name__}")
@@ -120,7 +120,7 @@ def check_states(layers: Any, weights: Any) -> None:
 
 
 def _format_of(name: str, state: dict[str, Any]) -> LayerFormat:
-    """The format in a packed layer's state. Raises ValueError, which has the layer's name, where it is none."""
+    """The format in a packed layer's state. Raises ValueError, which has the layer's name, for an invalid state."""
     try:
         # Files of version 0.1 and other libraries' checkpoints have no rule.
         rule = state.get("scale_rule", "amax")

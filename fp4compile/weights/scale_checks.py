@@ -17,7 +17,7 @@ _LARGEST = torch.finfo(torch.float32).max
 
 
 def check_buffers(buffers: dict[str, torch.Tensor]) -> None:
-    """Raise ValueError where no finite weight can have these scales, buffers by full name."""
+    """Raise ValueError for scales that no finite weight can have. buffers: by full name."""
     for name, tensor in buffers.items():
         buffer = name.rpartition(".")[2]
         if buffer == "weight_scales":
@@ -27,7 +27,7 @@ def check_buffers(buffers: dict[str, torch.Tensor]) -> None:
 
 
 def check_model(packed: Mapping[str, Any], state: dict[str, torch.Tensor]) -> None:
-    """Raise ValueError where a packed weight of a model was not finite. state: the model's."""
+    """Raise ValueError if a packed weight of a model was not finite. state: the model's state dict."""
     found = {}
     for name, module in sorted(packed.items()):
         for buffer in ("weight_scales", "weight_outer"):
@@ -43,7 +43,7 @@ def check_model(packed: Mapping[str, Any], state: dict[str, torch.Tensor]) -> No
 
 
 def check_block_scales(name: str, scales: torch.Tensor) -> None:
-    """Raise ValueError where block scales are NaN, negative or infinite. name: the tensor's, for the message."""
+    """Raise ValueError if block scales are NaN, negative or infinite. name: the tensor's, for the message."""
     e8m0 = scales.dtype == torch.float8_e8m0fnu  # which has no sign
     as_bytes = scales.view(torch.uint8) if scales.dtype.itemsize == 1 else None
     # The largest valid byte. E8M0 has NaN at 255; E4M3 has NaN at 127 and negative numbers above.
@@ -54,7 +54,7 @@ def check_block_scales(name: str, scales: torch.Tensor) -> None:
 
 
 def check_outer(name: str, outer: torch.Tensor, smallest: float = 0.0) -> None:
-    """Raise ValueError where float32 outer scales are not finite, not positive or below `smallest`."""
+    """Raise ValueError if float32 global or row scales are not finite, not positive or below `smallest`."""
     wrong = outer[~(torch.isfinite(outer) & (outer > 0) & (outer >= smallest))]
     if wrong.numel():
         kind = "positive normal" if smallest >= TINY else "positive finite"
@@ -62,7 +62,7 @@ def check_outer(name: str, outer: torch.Tensor, smallest: float = 0.0) -> None:
 
 
 def check_static(outer: Any) -> None:
-    """Raise ValueError if `outer` is no valid static outer scale of an activation."""
+    """Raise ValueError if `outer` is no valid static global scale of an activation."""
     if isinstance(outer, bool) or not isinstance(outer, int | float) or not TINY <= outer <= _LARGEST:
         raise ValueError(f"activation_outer: expected a positive normal float32 number, from {TINY:.6g} to "
                          f"{_LARGEST:.6g}, got {short(outer)}")  # fmt: skip

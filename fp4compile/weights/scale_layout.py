@@ -1,8 +1,8 @@
 """The layout of a packed layer's block scales: the device's layout in the buffer, linear in states and files.
 
-Where matrix units multiply the layer's formats, the buffer itself is swizzled, when a layer is made, moved or loaded; a
-copy would take memory and could be out of date. The number of a buffer's dimensions tells its layout, so scales of any
-layout that are assigned to a layer are multiplied correctly.
+Where matrix units multiply the layer's formats, the buffer itself is swizzled when a layer is packed, moved or loaded;
+a copy would take memory and could be out of date. A buffer's layout follows from its number of dimensions, so scales of
+either layout can be assigned to a layer.
 """
 
 import torch
@@ -16,7 +16,7 @@ from fp4compile.formats.reference import scales_of_rows
 from fp4compile.hardware import Target
 from fp4compile.templates.launch import target_of
 
-_TOKENS = 4096  # stands for every number of tokens: the layout of a weight's scales does not depend on it
+_TOKENS = 4096  # any number of tokens: the layout of a weight's scales does not depend on it
 
 
 def layout_on(
@@ -30,7 +30,7 @@ def layout_on(
     from fp4compile.templates.choose import choose
     from fp4compile.templates.problem import Problem
 
-    # Native is what the matrix units would compute if the scales of both operands were swizzled.
+    # A matmul is native if the matrix units compute it with swizzled scales of both operands.
     grouping, of_tensor = (Grouping.DENSE, "tensor") if experts is None else (Grouping.RAGGED_ROWS, "group")
     outers = {"tensor": of_tensor, "row": "row", None: "none"}
     a, b = (OperandSpec(one, one.data_dtype, True, outers[one.outer]) for one in (formats.get(activation), fmt))
@@ -47,7 +47,7 @@ def target_on(device: torch.device) -> Target | None:
 def laid_out(
     scales: torch.Tensor, fmt: BlockFormat, rows: int, linear_shape: tuple[int, ...], layout: str
 ) -> torch.Tensor:
-    """The block scales of matrices of so many rows in a layout; unchanged where their shape fits none."""
+    """Convert the block scales of matrices of `rows` rows to a layout; unchanged if their shape fits neither."""
     step = 1 if fmt.block is None else fmt.block[0]
     *batch, _, blocks = linear_shape
     if layout == "swizzled" and tuple(scales.shape) == linear_shape:

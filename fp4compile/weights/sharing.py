@@ -9,7 +9,7 @@ from torch import nn
 
 @dataclass(frozen=True)
 class Sharing:
-    """Which tensors of a state share memory: names to names of equal tensors, and those of them that are one object."""
+    """The tensors of a state that share memory: names to names of equal tensors, and those that are one object."""
 
     aliases: dict[str, str] = field(default_factory=dict)
     tied: list[str] = field(default_factory=list)
@@ -19,7 +19,7 @@ class Sharing:
 
 
 def arrange(state: dict[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor], Sharing]:
-    """(the tensors of a state to write, by name; how the state's other tensors share memory with them)."""
+    """The tensors of a state to write, by name, and the sharing of memory by the state's other tensors."""
     tensors: dict[str, torch.Tensor] = {}
     sharing = Sharing()
     first: dict[tuple, str] = {}
@@ -42,7 +42,7 @@ def arrange(state: dict[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor], Sh
 
 
 def storable(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor as a file holds it: scales and FP8 codes as bytes, because not every reader supports their dtypes."""
+    """The tensor in a file's dtype: scales and FP8 codes as bytes, because not every reader supports their dtypes."""
     return tensor.view(torch.uint8) if is_byte_float(tensor.dtype) else tensor
 
 
@@ -65,7 +65,7 @@ def sharing_of(content: dict[str, Any]) -> Sharing:
 
 
 def restored(tensors: dict[str, torch.Tensor], sharing: Sharing) -> dict[str, torch.Tensor]:
-    """All tensors of a state by name. Raises ValueError where a tensor shares memory with a missing tensor."""
+    """All tensors of a state by name. Raises ValueError if a tensor shares memory with a missing tensor."""
     for name, source in sharing.aliases.items():
         if source not in tensors:
             raise ValueError(f"tensor {source!r}, which {name!r} shares, is missing")
@@ -73,7 +73,7 @@ def restored(tensors: dict[str, torch.Tensor], sharing: Sharing) -> dict[str, to
 
 
 def check_shared(stored: dict[str, torch.Tensor], kept: dict[str, torch.Tensor]) -> None:
-    """Raise ValueError where tensors `kept` by the model share memory, and the file has different values for it."""
+    """Raise ValueError if tensors `kept` by the model share memory, and the file has different values for them."""
     groups: dict[int, list[str]] = {}
     for name, tensor in kept.items():
         if tensor.numel() and not repeats(tensor):
@@ -110,7 +110,7 @@ def repeats(tensor: torch.Tensor) -> bool:
 
 
 def share(model: nn.Module, sharing: Sharing) -> None:
-    """Let tensors share memory again as they did when the file was written, where their dtypes and devices agree."""
+    """Make tensors share memory as they did when the file was written, if their dtypes and devices agree."""
     for name, source in sharing.aliases.items():
         holder, child = _holder(model, name)
         place, at = _holder(model, source)
@@ -124,7 +124,7 @@ def share(model: nn.Module, sharing: Sharing) -> None:
 
 
 def _holder(model: nn.Module, name: str) -> tuple[dict[str, torch.Tensor], str]:
-    """(the dictionary of a module that holds a parameter or buffer, its name in that dictionary)."""
+    """The dictionary of a module that holds a parameter or buffer, and its name in that dictionary."""
     path, _, child = name.rpartition(".")
     module = model.get_submodule(path)
     return (module._parameters if child in module._parameters else module._buffers), child

@@ -1,7 +1,7 @@
 """Static global scales of activations as tensors, one object for all layers that have the same scale.
 
-A graph takes such a tensor as an input, where Dynamo would guard a number by its value: blocks whose scales differ
-share a graph, and Q, K and V have one input, by which the passes recognise that they quantise their input alike.
+Such a tensor is an input of a graph, where Dynamo would guard a number by its value. So blocks whose scales differ
+share a graph, and Q, K and V have one input, by which passes recognise that they quantise their input equally.
 """
 
 from typing import Any
@@ -15,7 +15,7 @@ _KEPT: WeakValueDictionary[tuple[float, torch.device, Any], torch.Tensor] = Weak
 
 
 def static_scale(value: float, device: torch.device) -> torch.Tensor:
-    """The number as a float32 tensor [] on a device: the same tensor at each call, not to be written to."""
+    """A number as a float32 tensor [] on a device: the same read-only tensor at each call."""
     mode = _get_current_dispatch_mode()
     if not (mode is None or isinstance(mode, FakeTensorMode)):
         return torch.full((), value, dtype=torch.float32, device=device)

@@ -1,9 +1,9 @@
 """Packed models in transformers' `save_pretrained` and `from_pretrained`: the quantiser for quant_method "fp4compile".
 
-config.json holds the state of every packed layer, so the skeleton on the meta device gets its packed layers before any
-weight is read. A checkpoint in high precision is packed by a recipe, each weight as soon as it has been read, so that
-beside the packed model there is one weight in high precision at a time. Of a checkpoint that another library packed,
-`load_packed`'s reader takes the packed layers, and transformers reads all other tensors.
+config.json holds the description of every packed layer, so the model on the meta device gets its packed layers before
+any weight is read. A checkpoint in high precision is packed by a recipe, each weight as soon as it has been read, so
+that there is only one weight in high precision at a time. Of a checkpoint that another library packed, the reader of
+`load_packed` reads the packed layers, and transformers all other tensors.
 """
 
 import copy
@@ -42,7 +42,7 @@ from fp4compile.weights.sharing import storable
 
 
 class Fp4CompileConfig(QuantizationConfigMixin):
-    """The quantization_config of a packed model, or the order to pack a model while it is loaded.
+    """The quantization_config of a packed model, or of a model to pack while it is loaded.
 
     layers, experts: the descriptions of the packed layers and experts, by name. recipe: as for `fp4compile.pack_`, for
     checkpoints that are not packed: `quantization_config={"quant_method": "fp4compile", "recipe": "nvfp4"}`.
@@ -78,8 +78,8 @@ class PublishedConfig(Fp4CompileConfig):
 class Fp4CompileQuantizer(HfQuantizer):
     """Loads and saves packed models, and packs a model by its configuration's recipe while it is loaded.
 
-    waiting: the packed weights of the checkpoint, and the shells that stand for them. unread: the weights to pack as
-    they are read, by the names of their parameters. late: the weights to pack when the model has been loaded.
+    waiting: the packed weights of the checkpoint, and the shells in their places. unread: the weights to pack as they
+    are read, by the names of their parameters. late: the weights to pack when the model has been loaded.
     """
 
     quantization_config: Fp4CompileConfig
@@ -89,13 +89,13 @@ class Fp4CompileQuantizer(HfQuantizer):
         self.waiting: list[tuple[Weight, PackedWeight, _Shell]] = []
         self.unread: dict[str, Weight] = {}
         self.late: list[Weight] = []
-        self.expected: Any = None  # the tensors that a checkpoint may have beside the model's, by patterns
-        self.dtype: torch.dtype | None = None  # which transformers loads weights in
+        self.expected: Any = None  # patterns of tensors that a checkpoint may have besides the model's
+        self.dtype: torch.dtype | None = None  # of the loaded weights
 
     # ------------------------------------------------------------ loading
 
     def validate_environment(self, *args: Any, device_map: Any = None, **kwargs: Any) -> None:
-        """Raises ValueError for a missing or superfluous recipe, and for weights on disk, which cannot be packed."""
+        """Raise ValueError for a missing or superfluous recipe, and for weights on disk, which cannot be packed."""
         if not self.pre_quantized and self.quantization_config.recipe is None:
             raise ValueError(
                 "quantization_config: the checkpoint is not packed; name a recipe to pack it by, as in "
@@ -150,7 +150,7 @@ class Fp4CompileQuantizer(HfQuantizer):
         model._keys_to_ignore_on_load_unexpected = ignored
 
     def _await_weights(self, model: Any) -> None:
-        """List the weights that the recipe packs in `unread`, or in `late` where they cannot be packed as they come."""
+        """List the weights that the recipe packs in `unread`; in `late` if they cannot be packed as they are read."""
         if getattr(model.config, "distributed_config", None) is not None:
             raise ValueError(
                 "distributed_config: weights that are sharded while they are loaded cannot be packed; pack the model "
@@ -160,8 +160,8 @@ class Fp4CompileQuantizer(HfQuantizer):
         for weight, _ in decisions(model, self.quantization_config.recipe):
             if weight is None:
                 continue
-            # A tied weight is known when all have been read. A weight of another dtype than the model would be cast
-            # to the model's before it could be packed.
+            # A tied weight is complete when all have been read. A weight of another dtype than the model would be cast
+            # to the model's dtype before it could be packed.
             is_tied = bool({*tied, *tied.values()}.intersection(weight.parameters))
             if is_tied or weight.parameter(model).dtype != self.dtype:
                 self.late.append(weight)
@@ -178,7 +178,7 @@ class Fp4CompileQuantizer(HfQuantizer):
         self.waiting.clear()
         if self.quantization_config.published:
             model._keys_to_ignore_on_load_unexpected = self.expected
-        # Those that the checkpoint lacks are still waiting. transformers has initialised them, and warned.
+        # The weights that the checkpoint lacks remain. transformers has initialised them, and warned.
         for weight in [*self.late, *dict.fromkeys(self.unread.values())]:
             reason = None if weight.experts else obstacle(model.get_submodule(weight.names[0]))
             if reason is None:
@@ -190,13 +190,13 @@ class Fp4CompileQuantizer(HfQuantizer):
         leave_fast_paths(model)
         if (
             self.quantization_config.recipe is not None and not self.quantization_config.published
-        ):  # the configuration has none from here: the model is packed
+        ):  # the configuration of the packed model has no recipe
             self.quantization_config.__dict__.update(vars(config_of(model)))
         attach(model)
         return model
 
     def _fill(self, model: nn.Module, weight: Weight, packed: PackedWeight, shell: "_Shell") -> None:
-        """Give a packed weight its tensors, and put it in the place of its shell."""
+        """Assign a packed weight's tensors, and replace its shell by it."""
         buffers = {name: getattr(shell, name).view(dtype) for name, (_, dtype) in buffer_shapes(packed).items()}
         check_buffers({f"{weight.packed_names[0]}.{name}": tensor for name, tensor in buffers.items()})
         for name, tensor in buffers.items():
@@ -210,13 +210,13 @@ class Fp4CompileQuantizer(HfQuantizer):
         packed.lay_out_scales()
 
     def _kept_dtype(self, model: Any, weight: Weight) -> torch.dtype | None:
-        """The dtype in which transformers keeps a weight, where that is not the model's; None where it is."""
+        """The dtype in which transformers keeps a weight, if it differs from the model's; otherwise None."""
         plan = model._get_dtype_plan(self.dtype) if hasattr(model, "_get_dtype_plan") else {}
         names = sorted(weight.parameters)
         return next((dtype for part, dtype in plan.items() if re.search(part.replace("*", ".*"), names[0])), None)
 
     def get_new_dtype(self, converter: Any, param: Any, dtype: torch.dtype | None) -> torch.dtype | None:
-        """Integers stay integers: they are codes and scales, also in modules that transformers keeps in float32."""
+        """The dtype to which a loaded tensor is cast; None for integers, which are codes and scales."""
         stored = param.get_dtype() if hasattr(param, "get_dtype") else param.dtype
         return None if stored in ("U8", "I32", torch.uint8, torch.int32) else dtype
 
@@ -229,7 +229,7 @@ class Fp4CompileQuantizer(HfQuantizer):
         return _Pack(self)
 
     def param_element_size(self, model: nn.Module, param_name: str, param: torch.Tensor) -> float:
-        """Bytes of an element, from which transformers computes device maps and how much memory it reserves."""
+        """Bytes of an element, from which transformers computes device maps and the memory that it reserves."""
         if param_name not in self.unread:
             return param.element_size()
         parts = buffer_shapes(self.unread[param_name].empty(model)).values()
@@ -238,7 +238,7 @@ class Fp4CompileQuantizer(HfQuantizer):
     # ------------------------------------------------------------ saving
 
     def get_state_dict_and_metadata(self, model: nn.Module) -> tuple[dict[str, torch.Tensor], dict]:
-        """The tensors as files hold them. Also updates the configuration, which a model inside may share."""
+        """The tensors in the form of files. Also updates the configuration, which an inner model may share."""
         self.quantization_config.__dict__.update(vars(config_of(model)))
         model.config.quantization_config = self.quantization_config
         state = {name: tensor for name, tensor in model.state_dict().items() if not is_extra_state(name)}
@@ -266,7 +266,7 @@ class _Shell(nn.Module):
     def __init__(self, weight: nn.Parameter, bias: nn.Parameter | None):
         super().__init__()
         self.bias = bias
-        self.weight = weight.detach()  # so that it is no parameter
+        self.weight = weight.detach()  # not a parameter
         self.weight._is_hf_initialized = True
         self.missing: set[str] = set()
 
@@ -276,7 +276,7 @@ class _Shell(nn.Module):
 
 
 class _Awaited(_Shell):
-    """A shell with the buffers as files hold them. transformers marks the tensors that it has loaded."""
+    """A shell with buffers in the form of files. transformers marks the tensors that it has loaded."""
 
     def __init__(self, packed: PackedWeight, weight: nn.Parameter, bias: nn.Parameter | None):
         super().__init__(weight, bias)
@@ -292,7 +292,7 @@ class _Awaited(_Shell):
 
 
 class _Read(_Shell):
-    """A shell with the tensors of a published checkpoint, which are no buffers for transformers to load."""
+    """A shell with the tensors of a published checkpoint, which transformers does not load."""
 
     def __init__(self, weight: nn.Parameter, bias: nn.Parameter | None, tensors: dict[str, torch.Tensor]):
         super().__init__(weight, bias)
@@ -300,21 +300,21 @@ class _Read(_Shell):
 
 
 def _published_as(name: str, experts: bool) -> list[str]:
-    """Patterns of the names of a weight's tensors in checkpoints. Experts are in one tensor, or one by one."""
+    """Patterns of the names of a weight's tensors in checkpoints, where experts are in one tensor or separate."""
     if not experts:
         return [rf"^{re.escape(name)}\.(?!bias$)"]
     return [rf"^{re.escape(name)}(_|$)", rf"^{re.escape(name.rpartition('.')[0])}\.\d+\."]
 
 
 def _device_of(name: str, device_map: Any) -> Any:
-    """The device of a module by a device map, which has the longest of the names that hold the module."""
+    """The device of a module by a device map: that of the longest name in the map that contains the module."""
     holders = [name.rsplit(".", cut)[0] for cut in range(name.count(".") + 1)]
     placed = device_map if isinstance(device_map, dict) else {}
     return next((placed[holder] for holder in holders if holder in placed), placed.get("", "cpu"))
 
 
 class _Pack(ConversionOps):
-    """What transformers does with a tensor that it has read: packs it into the model, and returns what it did not."""
+    """The operation on tensors that transformers has read: pack them into the model, and return the others."""
 
     def __init__(self, quantizer: Fp4CompileQuantizer):
         self.quantizer = quantizer
@@ -323,12 +323,12 @@ class _Pack(ConversionOps):
         model, missing_keys = kwargs["model"], kwargs["missing_keys"]
         left = {}
         for name in list(input_dict):
-            value = input_dict.pop(name)  # so that nothing else holds it
+            value = input_dict.pop(name)  # removes the dictionary's reference
             value = value[0] if isinstance(value, list) else value
             weight = self.quantizer.unread.get(name)
             if weight is None:
                 left[name] = value
-            elif value.shape != weight.parameter(model).shape:  # transformers says so, or initialises another
+            elif value.shape != weight.parameter(model).shape:  # transformers raises, or initialises another one
                 self._forget(weight)
                 self.quantizer.late.append(weight)
                 left[name] = value
@@ -348,7 +348,7 @@ class _Pack(ConversionOps):
 
 
 def _mark_initialised(model: nn.Module, weight: Weight, missing: set[str]) -> None:
-    """Tell transformers that a packed weight's module needs no initial values, for which it would read the weight."""
+    """Mark a packed weight's module as initialised: otherwise transformers would read the weight to initialise it."""
     module, _ = weight.slot(model)
     path = weight.names[0].rpartition(".")[0] if weight.experts else weight.names[0]
     if missing.isdisjoint(f"{path}.{name}" for name in module._parameters):
@@ -364,9 +364,9 @@ def config_of(model: nn.Module) -> Fp4CompileConfig:
 
 
 def attach(model: nn.Module) -> None:
-    """Let `save_pretrained` of every transformers model in a module save its packed form.
+    """Make `save_pretrained` of every transformers model in a module save its packed form.
 
-    The outermost ones get configurations of their own: models that were made from one share it, and may stay unpacked.
+    The outermost ones get copies of their configurations, which unpacked models may share.
     """
     inside: set[nn.Module] = set()
     for one in model.modules():
@@ -382,7 +382,7 @@ def attach(model: nn.Module) -> None:
 
 
 def _own_config(model: nn.Module, config: PreTrainedConfig) -> None:
-    """Put a copy of a configuration, and of those inside it, in its place in all modules of a model."""
+    """Replace a configuration, and those inside it, by a copy in all modules of a model."""
     copies: dict[int, Any] = {}
     copy.deepcopy(config, copies)
     for module in model.modules():
@@ -395,7 +395,7 @@ def register() -> None:
     """Make `from_pretrained` use this quantiser. Does nothing the second time."""
     AUTO_QUANTIZATION_CONFIG_MAPPING[METHOD] = Fp4CompileConfig
     AUTO_QUANTIZER_MAPPING[METHOD] = Fp4CompileQuantizer
-    # transformers has no reader of ModelOpt's checkpoints: it would warn, and give codes without their scales.
+    # transformers has no reader of ModelOpt's checkpoints: it would warn, and load codes without their scales.
     if AUTO_QUANTIZATION_CONFIG_MAPPING.setdefault("modelopt", PublishedConfig) is PublishedConfig:
         AUTO_QUANTIZER_MAPPING["modelopt"] = Fp4CompileQuantizer
     merge_other_quantisation(AutoHfQuantizer, METHOD, PublishedConfig)

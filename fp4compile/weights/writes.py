@@ -1,15 +1,14 @@
-"""Which memory of weights was written to, where a weight's own version counter does not show it.
+"""Detect writes to weights that do not raise the weight's version counter.
 
-Views and `detach()` share a tensor's counter. Four kinds of write leave it as it is, and are seen here, by storage:
+Views and `detach()` share a tensor's counter. Four kinds of write do not raise it, and are recorded here, by storage:
 
-- Writes through `.data`, which has a counter of its own. `watch` makes the tensors that `.data` hands out of one
-storage
-  share one counter, which the record keeps, as it keeps that of a tensor assigned to `.data`. Where `.data` of a
-  parameter is assigned memory that further tensors share, weights are quantised at every call.
+- Writes through `.data`, which has its own counter. `watch` makes all tensors that `.data` returns for one storage
+  share one counter, which the record keeps, as it keeps that of a tensor assigned to `.data`. If `.data` of a parameter
+  is assigned memory that further tensors share, weights are quantised at every call.
 - Steps of optimisers mark the storages of their parameters: the fused ones raise no counter.
 - Each forward and backward run of a training graph marks those that it trains: any code may update them.
 - Collectives and FSDP: the beginning and the end of the default process group mark all storages, as every mark does
-  while there is one, and then `changes_are_seen` is false.
+  while there is one, and `changes_are_seen` is false meanwhile.
 
 `refresh` marks storages by hand, after any other write.
 """
@@ -36,7 +35,7 @@ class Storage:
     """The record of writes to one storage.
 
     mark: the number of its last mark. counters: empty tensors with the version counters of other tensors on it. shared:
-    whether tensors with unknown counters may be on it. The weak reference keeps the address from other storages.
+    whether tensors with unknown counters may be on it. While the weak reference exists, no storage reuses the address.
     """
 
     def __init__(self, storage: torch.UntypedStorage):
@@ -51,12 +50,12 @@ class Storage:
     def writes(self) -> int:
         """The sum of the version counters: it grows with each write, and may grow where a counter is added."""
         total = 0
-        for counter in self.counters:  # every call of a compiled model comes here: `sum` takes three times as long
+        for counter in self.counters:  # runs at every call of a compiled model: `sum` takes three times as long
             total += counter._version
         return total
 
     def hand_out(self, data: torch.Tensor) -> torch.Tensor:
-        """A tensor equal to `data`, which `.data` returned, whose version counter this record keeps."""
+        """A tensor equal to `data`, the result of `.data`, whose version counter this record keeps."""
         if self._of_data is None:
             self._of_data = _counter_of(data)
             self.counters.append(self._of_data)
@@ -78,7 +77,7 @@ def _counter_of(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _same_counter(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether two tensors have one version counter: a change of the first one's is one of the other's."""
+    """Whether two tensors share a version counter: raising the first one's raises the other's."""
     before = one._version, other._version
     torch._C._autograd._unsafe_set_version_counter((one,), (before[0] + 1,))
     same = other._version == before[1] + 1
@@ -94,7 +93,7 @@ _marks = itertools.count(1)
 
 
 def tracked(storage: torch.UntypedStorage) -> Storage:
-    """The record of a storage, from now on."""
+    """The record of a storage, which is created at the first call."""
     global _limit
     known = _storages.get(storage._cdata)
     if known is None:
@@ -111,7 +110,7 @@ def tracked(storage: torch.UntypedStorage) -> Storage:
 
 
 def _read(tensor: torch.Tensor, data: torch.Tensor) -> torch.Tensor:
-    """What `.data` of a tensor returns: `data`, or a tensor equal to it whose writes are seen."""
+    """The result of `.data` of a tensor: `data`, or a tensor equal to it whose writes are detected."""
     if type(data) is not torch.Tensor or not torch._C._has_storage(data):
         return data
     known = _storages.get(data.untyped_storage()._cdata)
@@ -119,7 +118,7 @@ def _read(tensor: torch.Tensor, data: torch.Tensor) -> torch.Tensor:
         if not issubclass(type(tensor), torch.nn.Parameter) or data.is_meta:
             return data  # no parameter is on this storage, or none whose `.data` was read
         known = tracked(data.untyped_storage())
-    # A trace follows `data` itself, and transforms of torch.func forbid to assign it.
+    # A trace records `data` itself, and transforms of torch.func forbid to assign it.
     if torch._C._get_tracing_state() is not None or torch._C._functorch.peek_interpreter_stack() is not None:
         known.mark = next(_marks)
         return data
@@ -128,14 +127,14 @@ def _read(tensor: torch.Tensor, data: torch.Tensor) -> torch.Tensor:
 
 
 def _assigned(tensor: torch.Tensor, data: torch.Tensor, before: int) -> None:
-    """Note that `tensor.data = data` was executed. before: the address of the tensor's storage object before it."""
+    """Record that `tensor.data = data` was executed. before: the address of the tensor's previous storage object."""
     if is_traceable_wrapper_subclass(tensor) or is_traceable_wrapper_subclass(data) or tensor.is_meta:
         return
     storage = tensor.untyped_storage()
     if storage._cdata == before or not (issubclass(type(tensor), torch.nn.Parameter) or storage._cdata in _storages):
         return
     known = tracked(storage)
-    # Three users are known: the two tensors, and the Python object of the storage.
+    # Three references are expected: the two tensors, and the Python object of the storage.
     if data.is_inference() or torch._C._storage_Use_Count(storage._cdata) > 3:
         known.shared, known.mark = True, next(_marks)
     else:
@@ -149,7 +148,7 @@ def _assigned(tensor: torch.Tensor, data: torch.Tensor, before: int) -> None:
 def refresh(model: torch.nn.Module | torch.Tensor | Iterable[torch.Tensor] | None = None) -> None:
     """Make the next inference call quantise weights again, after a write that fp4compile cannot detect.
 
-    Such a write goes through numpy, DLPack or the storage, or is made by a fused update, a kernel outside PyTorch, the
+    Such a write goes through numpy, DLPack or the storage, or is done by a fused update, a kernel outside PyTorch, the
     replay of a CUDA graph or a collective.
 
     model: a module, a tensor, or an iterable of tensors, whose storages are marked as changed. None marks the storage
@@ -174,7 +173,7 @@ def refresh(model: torch.nn.Module | torch.Tensor | Iterable[torch.Tensor] | Non
 
 
 def _mark(tensors: Iterable[Any] | None) -> None:
-    """Mark the storages of tensors; of all packed weights for None, and while FSDP may gather them from the tensors."""
+    """Mark the storages of tensors; of all packed weights for None, and while FSDP may gather weights from them."""
     if _storages:
         for address in list(_storages) if tensors is None or in_group() else _addresses(tensors):
             storage = _storages.get(address)
@@ -194,14 +193,14 @@ def _addresses(tensors: Iterable[Any]) -> Iterator[int]:
 
 @functools.cache
 def watch() -> bool:
-    """Begin to see writes, once. Returns False where process groups cannot be watched in this torch."""
+    """Start to detect writes, once. Returns False if this torch does not allow to watch process groups."""
     _inductor_patches.watch_data(_read, _assigned)
     register_optimizer_step_post_hook(_stepped)
     return _inductor_patches.watch_process_groups(refresh)
 
 
 def changes_are_seen() -> bool:
-    """Whether packed weights may be kept now: collectives and FSDP of a default group raise no counter."""
+    """Whether packed weights may be cached now: collectives and FSDP of a default group raise no counter."""
     return watch() and not in_group()
 
 
@@ -216,7 +215,7 @@ def _stepped(optimizer: Optimizer, args: tuple, kwargs: dict) -> None:
 
 
 def marking(compiled: Callable, parameters: Sequence[int]) -> Callable:
-    """A compiled training graph whose every run marks the storages of the arguments at these positions."""
+    """Wrap a compiled training graph, so that each run marks the storages of the arguments at these positions."""
 
     @functools.wraps(compiled)
     def call(*args: Any) -> Any:

@@ -1,13 +1,13 @@
 """Inline PTX for kernels that are written one lane at a time: asynchronous copies to shared memory, and barriers.
 
-The kernels that stream NVFP4 weights (`gemv`, `gemm_skinny`, `gemm_wgmma_sm90`) say what each lane does. Their tensors
-have one axis with one element for each lane of the program. Triton has only one layout for such a tensor, so inline PTX
-may rely on which lane has which element.
+The kernels that stream NVFP4 weights (`gemv`, `gemm_skinny`, `gemm_wgmma_sm90`) specify the work of each lane. Their
+tensors have one axis with one element for each lane of the program. Triton has only one layout for such a tensor, so
+the lane of each element is fixed, and inline PTX may rely on it.
 
-Every piece of this PTX is declared pure: Inductor takes a kernel with side effects to write all of its arguments. The
-compiler may reorder or drop pure code, so the order is made a data dependency. Every piece takes the token that the
-piece before it returned, and returns a token itself. A token is an int32 in each lane; its value means nothing. Where
-nothing but the token depends on a piece, `keep` ends the order.
+Every piece of this PTX is declared pure: Inductor assumes that a kernel with side effects writes all of its arguments.
+The compiler may reorder or drop pure code, so the order is made a data dependency. Every piece takes the token of the
+previous piece, and returns a token itself. A token is an int32 in each lane; its value means nothing. If only the token
+depends on a piece, `keep` ends the order.
 """
 
 import triton
@@ -17,13 +17,13 @@ import triton.language as tl
 COMMIT = tl.constexpr("cp.async.commit_group; mov.b32 $0, 0;")
 BARRIER = tl.constexpr("bar.sync 0; mov.b32 $0, 0;")
 WARP_BARRIER = tl.constexpr("bar.warp.sync 0xffffffff; mov.b32 $0, 0;")
-# Input: a float32. Its value exists before anything that takes the token happens.
+# Input: a float32. Its value is computed before every piece that takes the token.
 AWAIT_VALUE = tl.constexpr("mov.b32 $0, 0;")
 
 
 @triton.constexpr_function
 def wait_ptx(groups):
-    """PTX that waits until at most the newest `groups` groups of the warp's copies are under way."""
+    """PTX that waits until at most the newest `groups` groups of the warp's copies are pending."""
     return f"cp.async.wait_group {groups}; bar.warp.sync 0xffffffff; mov.b32 $0, 0;"
 
 
@@ -44,9 +44,9 @@ def do_ptx(text: tl.constexpr, operands: tl.constexpr, values):
 
 @triton.jit
 def keep(token, out_ptr, count):
-    """Keep what was done up to this token. out_ptr: what was written, for those who ask Triton what a kernel writes.
+    """Keep the pieces up to this token. out_ptr: the memory that they write, for analyses of a kernel's writes.
 
-    count: an integer argument that is never negative, and not a constant. So nothing is stored here.
+    count: an integer argument that is never negative, and not a constant, so that nothing is stored here.
     """
-    zeros = tl.zeros(token.shape, tl.int32)  # `tl.zeros_like` would make torch think that the token is written
+    zeros = tl.zeros(token.shape, tl.int32)  # after `tl.zeros_like`, torch would count the token as written
     tl.store(out_ptr.to(tl.pointer_type(tl.int32), bitcast=True) + zeros, token, mask=zeros + count < 0)

@@ -1,4 +1,4 @@
-"""Blocks of a tile of words -> scale bytes and codes: what quantisers of rows and epilogues that quantise share."""
+"""Blocks of a tile of words -> scale bytes and codes, for quantisers of rows and epilogues that quantise."""
 
 import triton
 import triton.language as tl
@@ -15,7 +15,7 @@ def scale_and_encode(
 ):  # fmt: skip
     """(scale bytes of blocks, a pair of codes or dequantised values for each word [ROWS, BLOCKS * BLOCK / 2]).
 
-    VALUES: for elements with E4M3 scales, return dequantised values. The others as in `encode_and_store_codes`.
+    VALUES: for elements with E4M3 scales, return dequantised values. All others: as in `encode_and_store_codes`.
     """
     byte, factor = block_scale(amax, encode, decode, HAS_OUTER, ELEMENT, SCALE, CONTRACT, ISA)
     factor = tl.broadcast_to(factor[:, :, None], words.shape)
@@ -23,7 +23,7 @@ def scale_and_encode(
         units = encode_exact_words(words, factor, ELEMENT)
     else:
         first, second = unpack(words, dtype)
-        if SCALE == "none" and STATIC:  # saturation would hide an infinity, which no scale shows either
+        if SCALE == "none" and STATIC:  # saturation would hide an infinity, and no scale is infinite
             first = infinity_to_nan(first)
             second = infinity_to_nan(second)
         if VALUES and SCALE == "e4m3":

@@ -1,12 +1,12 @@
 """Tiles of block-scaled operands for matrix units that read codes and scales themselves.
 
-Triton copies scales from shared to tensor memory (`tcgen05.cp`), and issues a product while the next operands arrive,
+Triton copies scales from shared to tensor memory (`tcgen05.cp`), and issues a matmul while the next operands arrive,
 only for scales that are loaded in whole tiles of 512 bytes and permuted afterwards, through a pointer to the scales'
-own type. A cast after the load would take scales (and FP8 codes) through registers, and the loop would wait for each
-product.
+own type. A cast after the load would move scales (and FP8 codes) through registers, and the loop would wait for each
+matmul.
 
-A tile is loaded by TMA, from a descriptor, or by each thread, from a pointer. TMA needs rows of whole 16 bytes; outside
-of a matrix it fills in zeros.
+A tile is loaded by TMA, from a descriptor, or by each thread, from a pointer. TMA needs rows of whole 16 bytes; it
+fills elements outside of a matrix with zeros.
 """
 
 import triton
@@ -17,15 +17,15 @@ from fp4compile.templates.device.dequantize import INTERPRETING, dequantize
 
 @triton.constexpr_function
 def codes_in(elements, ELEMENT):
-    """Bytes of the codes of `elements` elements."""
+    """The number of bytes of the codes of `elements` elements."""
     return elements // 2 if ELEMENT == "e2m1" else elements
 
 
 @triton.constexpr_function
 def loaded_type(name):
-    """The type by which codes or scales are loaded, so that no cast follows.
+    """The Triton type in which codes or scales are loaded, so that no cast follows.
 
-    The interpreter loads bytes: its products read them as the format, whatever the type.
+    The interpreter loads bytes: its matmuls read bytes of any type as the format.
     """
     types = {"e4m3": tl.float8e4nv, "e5m2": tl.float8e5}
     return tl.uint8 if INTERPRETING else types.get(name, tl.uint8)
@@ -36,7 +36,7 @@ def code_source(ptr, rows, per_row, ELEMENT: tl.constexpr, ROWS: tl.constexpr, B
                 MATRICES: tl.constexpr = 1, matrices=None):  # fmt: skip
     """The source of `load_codes` for tiles [ROWS, BYTES] of a matrix [rows, per_row]: a descriptor or a pointer.
 
-    MATRICES: matrices of a tile. matrices: how many there are; None for a tile's.
+    MATRICES: matrices of a tile. matrices: their total number; None for MATRICES.
     """
     ptr = ptr.to(tl.pointer_type(loaded_type(ELEMENT)), bitcast=True)
     if TMA and MATRICES > 1:
@@ -65,7 +65,7 @@ def load_codes(
     else:
         row = (row0 + tl.arange(0, ROWS))[:, None]
         col = (col0 + tl.arange(0, BYTES))[None, :]
-        per_row = per_row // 8 * 8  # changes nothing, but shows the compiler how wide it may load
+        per_row = per_row // 8 * 8  # unchanged, but the compiler derives the width of loads from it
         mask = row < end
         if not EVEN_K:
             mask = mask & (col < per_row)
@@ -79,8 +79,8 @@ def scale_source(
 ):  # fmt: skip
     """The source of `load_scales` for [ROWS, COLS] swizzled scales: a descriptor or a pointer.
 
-    row_tiles, col_tiles: how many tiles of 512 bytes there are. A row of TMA has at most 256 elements. MATRICES,
-    matrices: as in `code_source`.
+    row_tiles, col_tiles: numbers of tiles of 512 bytes. A row of TMA has at most 256 elements. MATRICES, matrices: as
+    in `code_source`.
     """
     ptr = ptr.to(tl.pointer_type(loaded_type(SCALE)), bitcast=True)
     if TMA and MATRICES > 1:
@@ -125,8 +125,8 @@ def _values(units, byte, BLOCK: tl.constexpr):
 @triton.jit
 def multiply(a, a_scale, b, b_scale, acc, A_ELEMENT: tl.constexpr, B_ELEMENT: tl.constexpr, SCALE: tl.constexpr,
              BLOCK: tl.constexpr):  # fmt: skip
-    """acc [BM, BN] plus a step of the product; a [BM, bytes], b [BN, bytes] and their scales."""
-    if SCALE == "e4m3" and INTERPRETING:  # the interpreter's dot_scaled takes every scale for E8M0
+    """acc [BM, BN] plus a step of the matmul; a [BM, bytes], b [BN, bytes] and their scales."""
+    if SCALE == "e4m3" and INTERPRETING:  # the interpreter's dot_scaled reads every scale as E8M0
         return tl.dot(_values(a, a_scale, BLOCK), tl.trans(_values(b, b_scale, BLOCK)), acc)
     else:
         return tl.dot_scaled(a, a_scale, A_ELEMENT, tl.trans(b), b_scale, B_ELEMENT, acc)

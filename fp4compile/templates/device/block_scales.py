@@ -1,6 +1,6 @@
-"""Device functions for block scales, outer scales and the factors that encode elements.
+"""Device functions for block scales, global or row scales and the factors that encode elements.
 
-Amaxes come in as bits of float32 magnitudes (int32). Scales go out as their bits in an int32: a byte, or all 32.
+Inputs are amaxes as bits of float32 magnitudes (int32). Results are scales as bits in an int32: a byte, or all 32.
 `ISA`: see `elements`.
 """
 
@@ -16,25 +16,25 @@ NVFP4_MAX = tl.constexpr(2688.0)  # 6 * 448
 
 @triton.constexpr_function
 def reciprocal_max(element):
-    """1 / (the largest element), rounded to float32."""
+    """1 / `largest_element`, rounded to float32."""
     return {"e2m1": 0.1666666716337204, "e4m3": 0.002232142956927419, "e5m2": 1.743861685099546e-05}[element]
 
 
 @triton.constexpr_function
 def largest_element(element):
-    """The largest element."""
+    """The largest number of an element type, such as 6 for "e2m1"."""
     return {"e2m1": 6.0, "e4m3": 448.0, "e5m2": 57344.0}[element]
 
 
 @triton.constexpr_function
 def emax(element):
-    """Exponent of the largest power of two among the elements."""
+    """The exponent of the largest power of two among the numbers of an element type."""
     return {"e2m1": 2, "e4m3": 8, "e5m2": 15}[element]
 
 
 @triton.constexpr_function
 def scale_bits(scale):
-    """Bits of a block scale; 0 without one."""
+    """The number of bits of a block scale; 0 without one."""
     return {"none": 0, "e8m0": 8, "e4m3": 8, "float32": 32}[scale]
 
 
@@ -100,7 +100,7 @@ def e4m3_round(value, ISA: tl.constexpr):
 
 @triton.jit
 def decode_scale(byte, SCALE: tl.constexpr, ISA: tl.constexpr):
-    """The bits of scales, as they are loaded -> float32."""
+    """The loaded bits of block scales -> float32."""
     code = byte.to(tl.int32)
     if SCALE == "float32":
         return code.to(tl.float32, bitcast=True)
@@ -113,7 +113,7 @@ def decode_scale(byte, SCALE: tl.constexpr, ISA: tl.constexpr):
 
 @triton.jit
 def outer_from_amax(amax_bits, contract: tl.constexpr, ISA: tl.constexpr):
-    """Bits of the amax of a tensor or a row -> (encode, decode) outer scales in float32."""
+    """Bits of the amax of a tensor or a row -> its global or row scale, as (encode, decode) factors in float32."""
     amax = amax_bits.to(tl.float32, bitcast=True)
     if contract == "torchao":
         decode = tl.div_rn(amax, NVFP4_MAX)
@@ -137,7 +137,7 @@ def float8_scale(amax_bits, element: tl.constexpr, contract: tl.constexpr, ISA: 
         encode = tl.where(amax == 0.0, 1.0, encode)
     if contract == "te_pow2":
         encode = (encode.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
-    encode = tl.where(amax_bits > INFINITY_BITS, float("nan"), encode)  # the operations above drop a NaN
+    encode = tl.where(amax_bits > INFINITY_BITS, float("nan"), encode)  # the operations above lose a NaN
     return encode, reciprocal(encode, ISA)
 
 
@@ -145,7 +145,7 @@ def float8_scale(amax_bits, element: tl.constexpr, contract: tl.constexpr, ISA: 
 def e4m3_scale(amax_bits, encode, decode, contract: tl.constexpr, has_outer: tl.constexpr, ISA: tl.constexpr):
     """Bits of block amaxes -> (E4M3 bytes as int32, factors that encode the block's elements).
 
-    On SM100, with a scalar outer scale that is `in_quick_range`, `quick_e4m3_scale` makes them.
+    On SM100, with a scalar global or row scale that is `in_quick_range`, `quick_e4m3_scale` makes them.
     """
     if ISA < 100 or not has_outer or decode.type.is_block():
         return plain_e4m3_scale(amax_bits, encode, decode, contract, has_outer, ISA)
@@ -179,8 +179,8 @@ def plain_e4m3_scale(amax_bits, encode, decode, contract: tl.constexpr, has_oute
     else:
         factor = _at_most(reciprocal(s * decode if has_outer else s, ISA), FLT_MAX)
     if has_outer:
-        # An infinite outer scale makes the factor 0, and a product with 0 would lose its sign in `encode_pair`. The
-        # smallest float32 as a factor gives the same codes, and keeps the sign.
+        # An infinite global or row scale makes the factor 0, and a product with 0 would lose its sign in `encode_pair`.
+        # The smallest float32 as a factor gives the same codes, and keeps the sign.
         factor = tl.where(factor == 0.0, 1.401298464324817e-45, factor)
     return byte, factor
 
@@ -230,7 +230,7 @@ def block_scale(
 ):  # fmt: skip
     """Bits of block amaxes -> (bits of scales as int32, factors that encode the block's elements).
 
-    encode, decode: outer scales, which broadcast to the amaxes; not used unless has_outer.
+    encode, decode: global or row scales, which broadcast to the amaxes; not used unless has_outer.
     """
     if SCALE == "e8m0":
         return e8m0_scale(amax_bits, ELEMENT, CONTRACT, ISA)
@@ -240,16 +240,16 @@ def block_scale(
         encode, decode = float8_scale(amax_bits, ELEMENT, CONTRACT, ISA)
         finite = amax_bits < INFINITY_BITS
         return tl.where(finite, decode.to(tl.int32, bitcast=True), 0x7FC00000), tl.where(finite, encode, float("nan"))
-    else:  # no block scales: elements are encoded by the outer scale alone
+    else:  # no block scales: only the global or row scale encodes elements
         return amax_bits, tl.broadcast_to(encode, amax_bits.shape)
 
 
 @triton.jit
 def outer_scales(OUTER: tl.constexpr, outer_ptr, amax_ptr, PARTIAL_MAXIMA: tl.constexpr, ELEMENT: tl.constexpr,
                  SCALE: tl.constexpr, CONTRACT: tl.constexpr, ISA: tl.constexpr):  # fmt: skip
-    """(encode, decode) outer scales of a tensor, scalars in float32.
+    """The global scale of a tensor, as (encode, decode) factors, scalars in float32.
 
-    OUTER "none": both are 1. "tensor": the decode factor is read at outer_ptr. "amax": it is made from the amax of the
+    OUTER "none": both are 1. "tensor": the decode factor is read at outer_ptr. "amax": it is made of the amax of the
     tensor, and the first program stores it at outer_ptr. amax_ptr points to the bits of PARTIAL_MAXIMA partial maxima
     (int32). Any other OUTER: both are 1, and the caller makes its own scales.
     """
@@ -271,7 +271,7 @@ def outer_scales(OUTER: tl.constexpr, outer_ptr, amax_ptr, PARTIAL_MAXIMA: tl.co
 
 @triton.jit
 def outers_of_amax(amax_bits, ELEMENT: tl.constexpr, SCALE: tl.constexpr, CONTRACT: tl.constexpr, ISA: tl.constexpr):
-    """Bits of amaxes -> (encode, decode) outer scales in float32, of a format that may have no block scales."""
+    """Bits of amaxes -> (encode, decode) factors in float32 of formats with or without block scales."""
     if SCALE == "none":
         return float8_scale(amax_bits, ELEMENT, CONTRACT, ISA)
     else:
@@ -283,7 +283,7 @@ def make_outer_scales(
     amax_ptr, outer_ptr, at, mask, first,
     ELEMENT: tl.constexpr, SCALE: tl.constexpr, CONTRACT: tl.constexpr, ISA: tl.constexpr,
 ):  # fmt: skip
-    """(encode, decode) outer scales of some rows or columns, from their amax bits at the pointers amax_ptr.
+    """The (encode, decode) factors of some rows or columns, made of their amax bits at the pointers amax_ptr.
 
     Several programs compute equal scales. The program with `first` stores the decode factors, at outer_ptr + at.
     """

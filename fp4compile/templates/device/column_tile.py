@@ -1,4 +1,4 @@
-"""Column tiles: a program's tile for work down the columns, where each thread holds whole blocks of its columns.
+"""Column tiles: tiles for operations down the columns, in which each thread holds whole blocks of its columns.
 
 The tile has ROW_TILES blocks of BLOCK rows. It is a tuple of BLOCK tensors [ROW_TILES, WORDS]: tensor i has row i of
 every block, as words (a word is a pair of columns). So operations down a block of a column (maxima, the Hadamard
@@ -27,10 +27,10 @@ def load_column_tile(
     """
     row = row0 + tl.arange(0, ROW_TILES)[:, None] * BLOCK
     word = tl.arange(0, WORDS)[None, :]
-    x_row = tl.full((), 0, tl.int64) + x_row  # Triton makes a constant of a stride of 1
+    x_row = tl.full((), 0, tl.int64) + x_row  # Triton passes a stride of 1 as a constant
     tile = ()
     if ALIGN > 0:
-        # `load_words` with a pointer that walks down the rows.
+        # `load_words` with a pointer that advances row by row.
         word_type: tl.constexpr = tl.int32 if dtype.primitive_bitwidth == 16 else tl.int64
         stride = x_row // (2 * ALIGN) * ALIGN
         word_ptr = ptr.to(tl.pointer_type(word_type), bitcast=True) + row * stride + word
@@ -61,7 +61,7 @@ def unpack_column_tile(tile, dtype: tl.constexpr):
 
 @triton.jit
 def transform_column_tile(tile, dtype: tl.constexpr, ISA: tl.constexpr):
-    """Unpack and Hadamard-transform a tile: (even columns, odd columns, amax bits of their blocks, even and odd)."""
+    """Unpack and Hadamard-transform a tile: (even columns, odd columns, amax bits of even blocks, of odd blocks)."""
     first, second = unpack_column_tile(tile, dtype)
     if ISA >= 100:
         return hadamard_pairs(first, second)
@@ -86,7 +86,7 @@ def hadamard(values):
 
 @triton.jit
 def _butterflies(values, DISTANCE: tl.constexpr):
-    """Sums and differences of the pairs, among 16 values, that lie DISTANCE apart: one stage of the transform."""
+    """Sums and differences of the pairs at a distance DISTANCE among 16 values: one stage of the transform."""
     out = ()
     for i in tl.static_range(16):
         if i & DISTANCE:

@@ -2,13 +2,13 @@
 
 A tile is loaded as units. A unit is two neighbours along K: a byte of E2M1 codes, two bytes of FP8 codes, or one word
 of a plain operand. The result is two tensors, one with the first and one with the second element of each unit. The
-product multiplies first with first and second with second elements, so nothing needs to be interleaved. Index tensors
-have two axes (row, K), or three where K is cut among warps.
+matmul multiplies first with first and second with second elements, so nothing needs to be interleaved. Index tensors
+have two axes (row, K), or three if K is cut among warps.
 
 COMPUTE is the type that the matrix units read: "fp16" (NVFP4, FP8, plain fp16), "bf16" (MX, plain bf16), or "fp32".
-No 16 bits hold an element times a float32 scale; such scales are left to the caller, for the sums of a block.
-COMPUTE holds every value times 2^-`shift_of` exactly, except in MX blocks with scales below 2^(TINY - 127). Such a
-block becomes zeros; with TINY_ONLY, `dequantize` returns these blocks alone, times 2^TINY.
+16 bits cannot hold an element times a float32 scale; the caller multiplies the sums of a block by such scales.
+COMPUTE holds every dequantised value times 2^-`shift_of` exactly, except in MX blocks with scales below
+2^(TINY - 127). Such a block becomes zeros; with TINY_ONLY, `dequantize` returns only these blocks, times 2^TINY.
 """
 
 import triton
@@ -24,7 +24,7 @@ TINY = tl.constexpr(32)
 
 @triton.constexpr_function
 def shift_of(ELEMENT, SCALE, COMPUTE):
-    """Log2 of the divisor in `dequantize`: E2M1 codes become 16-bit floats by shifts alone, with another bias."""
+    """Log2 of the divisor in `dequantize`: E2M1 codes become 16-bit floats just by shifts, with another bias."""
     if ELEMENT != "e2m1" or SCALE != "e4m3" or COMPUTE == "fp32":
         return 0
     return 14 if COMPUTE == "fp16" else 7
@@ -35,7 +35,7 @@ INTERPRETING = tl.constexpr(_compat.interpreting())
 
 @triton.constexpr_function
 def compute_dtype(COMPUTE, interpreting):
-    """The Triton type of COMPUTE. Triton's interpreter has no bf16 product and takes float32 instead."""
+    """The Triton type of COMPUTE. Triton's interpreter has no bf16 matmul and takes float32 instead."""
     if COMPUTE == "fp16":
         return tl.float16
     return tl.float32 if COMPUTE == "fp32" or interpreting else tl.bfloat16
@@ -43,7 +43,7 @@ def compute_dtype(COMPUTE, interpreting):
 
 # PTX for four bytes of two codes each. Outputs: the first elements ($0, $1) and the second ones ($2, $3), two in a
 # register. Inputs: the codes ($4), 16-bit scales of both registers ($5, $6). With its magnitude at bit 9 and its sign
-# at bit 15 of an fp16, a code is its value times 2^-14; with its magnitude at bit 6 of a bf16, its value times 2^-126.
+# at bit 15 of an fp16, a code is its number times 2^-14; with its magnitude at bit 6 of a bf16, it is times 2^-126.
 # One select joins the signs and the shifted magnitudes of the second codes of four bytes (fp16) or of both codes of two
 # bytes (bf16).
 _SELECT = "0xE4"  # lop3: bits of the first operand where the third is set, else bits of the second
@@ -88,7 +88,7 @@ def dequantize_e2m1(units, scale, COMPUTE: tl.constexpr):
 
 @triton.jit
 def repeat_scales(scale, TIMES: tl.constexpr):
-    """[..., blocks] -> [..., blocks * TIMES], every scale TIMES times."""
+    """[..., blocks] -> [..., blocks * TIMES], each scale repeated TIMES times."""
     if len(scale.shape) == 2:
         wide: tl.constexpr = (scale.shape[0], scale.shape[1], TIMES)
         return tl.reshape(tl.broadcast_to(scale[:, :, None], wide), (wide[0], wide[1] * TIMES))
@@ -99,7 +99,7 @@ def repeat_scales(scale, TIMES: tl.constexpr):
 
 @triton.constexpr_function
 def bytes_per_unit(ELEMENT):
-    """Pointer elements in one unit of `per_row`: bytes of a unit of codes, or 1 for a plain operand (elements)."""
+    """Pointer elements in a unit of `per_row`: the bytes of a unit of codes; 1 for a plain operand (elements)."""
     return 2 if ELEMENT in ("e4m3", "e5m2") else 1
 
 
@@ -107,7 +107,7 @@ def bytes_per_unit(ELEMENT):
 def load_units(ptr, row, unit, rows, cols, per_row, ELEMENT: tl.constexpr, ALIGN: tl.constexpr):
     """The units of a tile; zeros outside of the matrix [rows, cols] with row stride per_row (units; plain: elements).
 
-    ALIGN: for a plain operand, as in `load_words`; for codes, -1 where rows are whole tiles, so that only rows are
+    ALIGN: for a plain operand, as in `load_words`; for codes, -1 if rows are whole tiles, so that only rows are
     checked.
     """
     if ELEMENT == "plain":

@@ -1,7 +1,7 @@
 """Device functions for elements: reading, rounding, packing into codes, and decoding.
 
-Elements are handled in pairs of neighbours of a row. A pair is loaded as one word (int32 of two 16-bit elements, int64
-of two float32), computed with as two float32 tensors, and encoded to one unit (uint8 of two E2M1 codes, uint16 of two
+Elements are processed in pairs of neighbours of a row. A pair is loaded as one word (int32 of two 16-bit elements,
+int64 of two float32), unpacked to two float32 tensors, and encoded to one unit (uint8 of two E2M1 codes, uint16 of two
 FP8 codes). So packing codes needs neither a split nor a reshape.
 
 `ISA` selects the form of an operation. All forms give the same bits, except where stated:
@@ -11,10 +11,10 @@ FP8 codes). So packing codes needs neither a split nor a reshape.
     100  instructions that convert to E2M1 and E8M0; stochastic rounding to E2M1 is equal in distribution, not in bits
     120  the instructions of 100 without the stochastic conversion
 
-Inductor always launches kernels with fused multiply-adds allowed. They change no bit here: products that feed a sum are
+Inductor always launches kernels with fused multiply-adds allowed. They change no bit here: products that are added are
 exact, or the fused form is written out.
 
-One file, because rounding and decoding of an element are inverse to each other and read side by side.
+One file, because rounding and decoding of an element are inverse to each other, and are read together.
 """
 
 import triton
@@ -127,8 +127,8 @@ def word_amax(word, axis: tl.constexpr, ISA: tl.constexpr, dtype: tl.constexpr):
 def column_amax(even, odd, ISA: tl.constexpr, dtype: tl.constexpr):
     """(amax bits of the words' first elements, amax bits of their second elements), over both tensors, axes 0 and 2.
 
-    The axes are reduced one after the other. Triton 3.6 reduces wrongly along an axis whose lanes or warps are not
-    neighbours, and reshaping several axes into one would make such an axis.
+    The axes are reduced one by one. Triton 3.6 reduces wrongly along an axis whose lanes or warps are not neighbours,
+    and reshaping several axes into one would make such an axis.
     """
     if ISA == 0 or dtype == tl.float32:
         even_first, even_second = unpack(even, dtype)
@@ -306,7 +306,7 @@ def encode_pair(first, second, factor, element: tl.constexpr, ISA: tl.constexpr)
             b = _e2m1_code(second * factor, (second < 0) & (factor == factor))
             return (a | (b << 4)).to(tl.uint8)
         else:
-            # x * factor + 0 has the sign that the contract wants: -0.0 gives +0.0, and a negative product that
+            # x * factor + 0 has the sign of the contract: -0.0 gives +0.0, and a negative product that
             # underflows keeps its sign. (The factor is never 0.)
             a = tl.fma(first, factor, 0.0)
             b = tl.fma(second, factor, 0.0)
@@ -338,7 +338,7 @@ def rounding_scale(byte, ISA: tl.constexpr):
 
 @triton.jit
 def round_pair(first, second, factor, scale, ISA: tl.constexpr):
-    """`encode_pair` to E2M1, decoded again and times the block's scale (`rounding_scale`): words of two fp16."""
+    """`encode_pair` to E2M1, decoded and multiplied by the block's scale (`rounding_scale`): words of two fp16."""
     if ISA == 0:
         a = e2m1_value(_e2m1_code(first * factor, (first < 0) & (factor == factor))) * scale
         b = e2m1_value(_e2m1_code(second * factor, (second < 0) & (factor == factor))) * scale
@@ -469,5 +469,5 @@ def decode_pair(units, element: tl.constexpr, ISA: tl.constexpr):
 
 @triton.jit
 def infinity_to_nan(value):
-    """float32, with NaN in place of both infinities."""
+    """float32, with infinities replaced by NaN."""
     return tl.where(magnitude_bits(value) == INFINITY_BITS, float("nan"), value)

@@ -1,11 +1,11 @@
-"""The end of a product's kernel: the sums in parts, outer scales, bias, the pointwise epilogue, the store.
+"""The end of a GEMM kernel: the sums in parts, global or row scales, bias, the pointwise epilogue, the store.
 
 A kernel takes an `epilogue.Epilogue` as a constexpr string, EPILOGUE (`text`), whose steps `device.pointwise`
 interprets; "" is no epilogue.
 
-The arithmetic is Inductor's: the product is rounded to its own dtype, as if it had been stored. All that follows is
-float32, in the operations that Inductor generates, until the result is stored; casts in between round nothing. So an
-epilogue has the bits of one kernel that Inductor would generate for these operations with the other operands read from
+The arithmetic is Inductor's: the result of the matmul is rounded to its dtype, as if it had been stored. All further
+steps are float32, in the operations that Inductor generates, until the result is stored; casts in between round
+nothing. So an epilogue has the bits of one kernel of Inductor for these operations that reads the other operands from
 memory. Two cases can differ in a last bit: an operand that Inductor would have kept in float32 in a register, and a
 float32 product, whose rescale ptxas may contract with a sum that follows.
 """
@@ -28,8 +28,8 @@ from fp4compile.templates.device.register_tile import log2
 def text(epilogue: Epilogue) -> str:
     """The constexpr EPILOGUE of kernels: "product aux0 row1 | mul 0 1; add 3 2 | bfloat16".
 
-    The third part is the dtype that the product is rounded to. A fourth part says how the result is quantised
-    (`device.quantized_epilogue`): "e4m3 e8m0 rceil 32 none bfloat16"; or that its amax is found: "amax bfloat16".
+    The third part is the dtype to which the float32 product is rounded. A fourth part has the format of a quantised
+    result (`device.quantized_epilogue`), "e4m3 e8m0 rceil 32 none bfloat16", or, to find its amax, "amax bfloat16".
     """
     steps, dtype = with_silu(epilogue.steps), epilogue.product_dtype
     products = [PRODUCT, PAIR] if epilogue.pair else [PRODUCT]
@@ -61,10 +61,10 @@ def epilogue(
     acc, at, col, inside, n, epilogue_0_ptr, epilogue_1_ptr, EPILOGUE: tl.constexpr, ISA: tl.constexpr, pair=None,
     first=None,
 ):  # fmt: skip
-    """The epilogue's result for float32 values acc at offsets `at`, columns `col` of n. inside: mask of the loads.
+    """The epilogue's result for float32 sums acc at offsets `at`, columns `col` of n. inside: mask of the loads.
 
-    pair: the values of the second product, for an epilogue of two. first: a number to add to all offsets, which may
-    then be 32-bit numbers; None for 0.
+    pair: the float32 results of the second matmul, for an epilogue of two. first: a number to add to all offsets, which
+    may then be 32-bit numbers; None for 0.
     """
     if EPILOGUE == "":
         return acc
@@ -85,7 +85,7 @@ def epilogue(
         return values[len(values) - 1]
 
 
-# Inputs: an address, whether to fetch, a token. The line of 128 bytes with the address comes to the L2 cache.
+# Inputs: an address, whether to fetch, a token. Fetches the line of 128 bytes with the address to the L2 cache.
 _PREFETCH_LINE = tl.constexpr("{ .reg .pred p; setp.ne.b32 p, $2, 0; @p prefetch.global.L2 [$1]; mov.b32 $0, 0; }")
 
 
@@ -109,7 +109,7 @@ def prefetch_operands(
     token, lane, row, col, m, n, epilogue_0_ptr, epilogue_1_ptr,
     EPILOGUE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
-    """Bring a tile of the epilogue's operands of the product's size to the L2 cache. Returns a token.
+    """Fetch a tile of the epilogue's operands of the result's size to the L2 cache. Returns a token.
 
     The tile: [ROWS, COLUMNS] from (row, col) of [m, n] on. lane: of the program, which has LANES lanes.
     """
@@ -138,13 +138,13 @@ def column_parts(acc, PARTS: tl.constexpr):
 
 @triton.constexpr_function
 def rescale_mode(OUTER):
-    """The OUTER that `rescale` takes: "group" becomes "tensor", with a pointer to the group's own outer scale."""
+    """The OUTER that `rescale` takes: "group" becomes "tensor", with a pointer to the group's global scale."""
     return "tensor" if OUTER == "group" else OUTER
 
 
 @triton.jit
 def factor_of_rows(row, m, batch, a_outer_ptr, b_outer_ptr, A_OUTER: tl.constexpr, B_OUTER: tl.constexpr):
-    """The factor that `rescale_columns` takes: the product of those outer scales that all columns share; 1.0 for none.
+    """The factor of `rescale_columns`: the product of the global or row scales that all columns share; 1.0 for none.
 
     With A_OUTER == "row" it is float32 of the shape of `row`, else a scalar.
     """
@@ -164,7 +164,7 @@ def rescale_columns(
     acc, factor, col, n, batch, b_outer_ptr, bias_ptr,
     A_OUTER: tl.constexpr, B_OUTER: tl.constexpr, BIAS: tl.constexpr, B_BATCHED: tl.constexpr,
 ):  # fmt: skip
-    """The float32 sums at columns `col`, multiplied once by the product of the outer scales, plus the column's bias.
+    """The float32 sums at columns `col`, times (once) the product of the global or row scales, plus the column's bias.
 
     factor: from `factor_of_rows`.
     """
@@ -180,9 +180,9 @@ def rescale_columns(
 
 @triton.jit
 def rescale_values(acc, factor, b_outer, bias, A_OUTER: tl.constexpr, B_OUTER: tl.constexpr, BIAS: tl.constexpr):
-    """The float32 sums, multiplied once by the product of the outer scales, plus the bias.
+    """The float32 sums, multiplied once by the product of the global or row scales, plus the bias.
 
-    factor: from `factor_of_rows`. b_outer: outer scales of the sums' columns, for B_OUTER == "row". bias: theirs.
+    factor: from `factor_of_rows`. b_outer: row scales of B, for the sums' columns, if B_OUTER == "row". bias: theirs.
     """
     if B_OUTER == "row":
         factor = factor * b_outer if A_OUTER != "none" else b_outer
@@ -198,7 +198,7 @@ def rescale(
     acc, row, col, m, n, batch, a_outer_ptr, b_outer_ptr, bias_ptr,
     A_OUTER: tl.constexpr, B_OUTER: tl.constexpr, BIAS: tl.constexpr, B_BATCHED: tl.constexpr,
 ):  # fmt: skip
-    """The float32 sums at (row, col), multiplied once by the product of the outer scales, plus the column's bias."""
+    """The float32 sums at (row, col), multiplied once by the product of the global or row scales, plus the bias."""
     factor = factor_of_rows(row, m, batch, a_outer_ptr, b_outer_ptr, A_OUTER, B_OUTER)
     return rescale_columns(acc, factor, col, n, batch, b_outer_ptr, bias_ptr, A_OUTER, B_OUTER, BIAS, B_BATCHED)
 
@@ -214,7 +214,7 @@ def stored_ptr(ptr, ISA: tl.constexpr):
 
 @triton.jit
 def stored(value, ptr, ISA: tl.constexpr):
-    """float32 values, rounded to the type at a pointer of `stored_ptr`; bfloat16 as its bits in the portable form."""
+    """float32, rounded to the type at a pointer of `stored_ptr`; bfloat16 as its bits in the portable form."""
     dtype: tl.constexpr = ptr.dtype.element_ty
     if dtype == tl.int16:
         return float_bits(value, tl.bfloat16, ISA).to(tl.int16)
@@ -224,6 +224,6 @@ def stored(value, ptr, ISA: tl.constexpr):
 
 @triton.jit
 def store_rounded(out_ptr, at, value, mask, ISA: tl.constexpr):
-    """Store float32 values, rounded to the type of out."""
+    """Store float32 numbers, rounded to the type of out."""
     out_ptr = stored_ptr(out_ptr, ISA)
     tl.store(out_ptr + at, stored(value, out_ptr, ISA), mask=mask)

@@ -1,9 +1,9 @@
-"""Which tile of a grouped product belongs to which group, from the offsets in memory (`formats.grouping` defines them).
+"""The group of each tile of a grouped matmul, found from the offsets in memory (`formats.grouping` defines them).
 
-A program loads the offsets once, as vectors with one element a group, and finds the group of a tile by comparing the
+A program loads the offsets once, as vectors with one element per group, and finds the group of a tile by comparing the
 tile's number with all elements. It does so for all of its tiles before the first one, and writes a table to memory. In
-a loop with specialised warps, each partition then reads the next tile by three loads. (A search there would be a
-reduction, which partitions of Triton 3.6 cannot have.)
+a loop with specialised warps, each partition then reads the next tile by three loads. (A search would be a reduction,
+which Triton 3.6 does not support in partitions.)
 """
 
 import triton
@@ -37,7 +37,7 @@ def last_of(ends):
 
 @triton.jit
 def tiles_of_program(tiles):
-    """How many of the first `tiles` tiles a program of a persistent grid takes."""
+    """The number of tiles among the first `tiles` that a program of a persistent grid computes."""
     return (tiles - tl.program_id(0) + tl.num_programs(0) - 1) // tl.num_programs(0)
 
 

@@ -1,11 +1,11 @@
-"""Which rows belong to which group, found on the device from the offsets: see `fp4compile.formats.grouping`.
+"""The rows of each group, found on the device from the offsets: see `fp4compile.formats.grouping`.
 
 A program loads all offsets at once, and works on one group: tiles of rows are counted group by group, so that no tile
 has rows of two groups. The rows beyond the last group are numbered as a further group, number GROUPS.
 
-Each warp finds the group for itself, so that no program waits at a barrier: vectors have 32 elements, one a lane, and a
-lane has `per_lane` neighbouring groups, each in a vector of its own. So a warp scans and reduces each quantity once,
-whatever the number of groups.
+Each warp finds the group separately, so that no program waits at a barrier: vectors have 32 elements, one per lane, and
+a lane has `per_lane` neighbouring groups, each in its own vector. So a warp scans and reduces each quantity once for
+any number of groups.
 
 Kernels load the offsets in their own bodies (`of_lanes`) and pass them to these functions: a tuple `offs` with the
 offsets of each lane's groups, and a tuple `before` with the offsets of the preceding lane's groups. If a called
@@ -19,7 +19,7 @@ import triton.language as tl
 
 @triton.constexpr_function
 def per_lane(groups):
-    """How many groups a lane of a warp has."""
+    """The number of groups of each lane of a warp."""
     return (groups + 31) // 32
 
 
@@ -37,7 +37,7 @@ def larger(a, b):
 
 @triton.jit
 def _zeros(numbers):
-    """Zeros like integers, in Gluon too: its tensors have layouts, which `tl.zeros_like` does not know."""
+    """Zeros like `numbers`, also in Gluon, whose tensors have layouts, which `tl.zeros_like` does not support."""
     return numbers * 0
 
 
@@ -74,7 +74,7 @@ def ends_of_lanes(before, offs, rows, TILE: tl.constexpr, ALIGN: tl.constexpr = 
 
 @triton.jit
 def total_tiles(before, offs, rows, TILE: tl.constexpr):
-    """How many tiles of TILE rows there are, including the tiles of rows of no group."""
+    """The number of tiles of TILE rows, including the tiles of rows of no group."""
     ends, after = ends_of_lanes(before, offs, rows, TILE)
     return tl.max(after[len(after) - 1], 0) + tl.cdiv(rows - tl.max(ends[len(ends) - 1], 0), TILE)
 
@@ -83,13 +83,13 @@ def total_tiles(before, offs, rows, TILE: tl.constexpr):
 def group_of_tile(before, offs, rows, tile, TILE: tl.constexpr, GROUPS: tl.constexpr, ALIGN: tl.constexpr = 1):
     """(group, the group's first row, the row after its last, the tile's first row) of a tile of TILE rows.
 
-    Each group begins a new tile, at a multiple of ALIGN: see `ends_of_lanes`. A tile past all rows belongs to group
-    GROUPS too, and begins at its end or later.
+    Each group begins a new tile, at a multiple of ALIGN: see `ends_of_lanes`. A tile past all rows also belongs to
+    group GROUPS, and begins at its end or later.
     """
     ends, after = ends_of_lanes(before, offs, rows, TILE, ALIGN)
     group = _zeros(ends[0])
     start = _zeros(ends[0])
-    # Rows of padding that the groups before would need to be whole tiles. It only grows with the group.
+    # Rows that would pad the groups before to whole tiles. The number grows with the group.
     padding = _zeros(ends[0])
     end = _zeros(ends[0]) + rows
     for i in tl.static_range(len(ends)):
@@ -106,7 +106,7 @@ def group_of_tile(before, offs, rows, tile, TILE: tl.constexpr, GROUPS: tl.const
 def tile_of_group(before, offs, rows, col_tiles, TILE: tl.constexpr, GROUPS: tl.constexpr):
     """(group, the row after its last, tile, the tile's first row, column tile) of a program, the column tile fastest.
 
-    See `group_of_tile`. col_tiles: how many column tiles there are.
+    See `group_of_tile`. col_tiles: the number of column tiles.
     """
     col_tiles = tl.maximum(col_tiles, 1)
     tile = tl.program_id(0) // col_tiles

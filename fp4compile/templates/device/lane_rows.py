@@ -1,11 +1,11 @@
-"""Words in many rows of a matrix in global memory, which one piece of inline PTX loads or stores for each lane.
+"""Load or store words in many rows of a matrix in global memory by one piece of inline PTX for each lane.
 
 A word is two neighbouring elements (`device.elements.pack`). Word j of a lane lies in the j-th of the rows 0, 1, 8, 9,
-16, 17 and so on, counted from a first row of the lane: the rows of a lane's sums after a product by `wgmma`.
+16, 17 and so on, counted from a first row of the lane: the rows of a lane's sums after a matmul by `wgmma`.
 
-Triton's compiler walks through all of a kernel for each load and each store: a product of 256 rows with an operand in
-its epilogue, which has 192 of them, took 11 seconds to compile. It does not look into inline PTX, which is ordered by
-tokens here as in `device.async_copy`.
+Triton's compiler traverses the whole kernel for each load and each store: a matmul of 256 rows with an operand in its
+epilogue, which has 192 of them, took 11 seconds to compile. It does not analyse inline PTX, which is ordered by tokens
+here as in `device.async_copy`.
 """
 
 import triton
@@ -68,7 +68,7 @@ def _word_types(words, size):
 
 @triton.constexpr_function
 def bytes_of(ptr):
-    """Bytes of an element that a pointer points to."""
+    """The number of bytes of a pointer's element type."""
     return ptr.dtype.element_ty.primitive_bitwidth // 8
 
 
@@ -76,8 +76,8 @@ def bytes_of(ptr):
 def load_rows(ptr, stride, rows, columns, token, SIZE: tl.constexpr, WORDS: tl.constexpr, WHOLE: tl.constexpr):
     """(A lane's WORDS words of SIZE bytes from ptr on, 0 where there is no element; a token).
 
-    stride: bytes from one row to the next, int64. rows, columns: how many there are from ptr on. WHOLE: columns is
-    never odd, and every word has an address that is a multiple of SIZE.
+    stride: bytes from one row to the next, int64. rows, columns: their numbers from ptr on. WHOLE: columns is never
+    odd, and every word has an address that is a multiple of SIZE.
     """
     first = tl.zeros(token.shape, tl.int32)
     found = tl.inline_asm_elementwise(

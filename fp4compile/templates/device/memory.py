@@ -35,7 +35,7 @@ def restore_axes(words):
 
 @triton.jit
 def swizzle(row, col, tiles_per_row):
-    """Offset of the scale byte (row, col) in the swizzled layout (see `layouts`). tiles_per_row: tiles side by side."""
+    """The offset of scale byte (row, col) in the swizzled layout (see `layouts`). tiles_per_row: tiles in a row."""
     tile = (row // 128) * tiles_per_row + col // 4
     return tile * 512 + (row % 32) * 16 + (row % 128) // 32 * 4 + col % 4
 
@@ -50,7 +50,7 @@ def load_words(ptr, word, cols, row_mask, dtype: tl.constexpr, ALIGN: tl.constex
     bits: tl.constexpr = dtype.primitive_bitwidth
     word_type: tl.constexpr = tl.int32 if bits == 16 else tl.int64
     if ALIGN > 0:
-        # Whole vectors are compared, so that the compiler sees one mask for each of them.
+        # Whole vectors are compared, so that the compiler finds one mask for each of them.
         mask = row_mask & (word // ALIGN < cols // 2 // ALIGN)
         return tl.load(ptr.to(tl.pointer_type(word_type), bitcast=True) + word, mask=mask, other=0)
     else:
@@ -69,7 +69,7 @@ def load_tile(
 ):  # fmt: skip
     """The words of a tile, [ROWS, BLOCKS, BLOCK / 2], whose rows begin at the pointers `ptr` [ROWS].
 
-    VECTORS: how many neighbouring runs of 16 bytes one thread loads. ALIGN: as in `load_words`. WHOLE: the whole tile
+    VECTORS: the number of neighbouring runs of 16 bytes per thread. ALIGN: as in `load_words`. WHOLE: the whole tile
     exists, so nothing needs a mask.
     """
     vector: tl.constexpr = 128 // (2 * dtype.primitive_bitwidth)  # words in 16 bytes
@@ -129,9 +129,9 @@ def tiles_along(size, TILE: tl.constexpr, UNSIGNED: tl.constexpr):
 
 @triton.jit
 def multiple(size, FACTOR: tl.constexpr, UNSIGNED: tl.constexpr):
-    """`size` (never negative), a multiple of FACTOR, in a form that shows the compiler how wide it may store.
+    """`size` (never negative), a multiple of FACTOR, in a form from which the compiler derives the width of stores.
 
-    UNSIGNED: take instructions for unsigned numbers of 32 bits, which are fewer, unless the size has 64.
+    UNSIGNED: use instructions for unsigned numbers of 32 bits, which are fewer, unless the size has 64.
     """
     if UNSIGNED and not is_wide(size):
         return (tl.cast(size, tl.uint32) // FACTOR * FACTOR).to(tl.int32)
@@ -186,7 +186,7 @@ def store_scales(scales_ptr, byte, batch, row, block0, rows, blocks, SWIZZLED: t
     """Store the bits of scales [ROWS, n] of one matrix of a batch: at its rows `row` [ROWS], from block0 on.
 
     scales_ptr: to bytes or, for float32 scales, to int32. rows, blocks: the shape of the matrix of scales. SWIZZLED:
-    they are bytes, and their padding is filled with zeros, as far as this tile covers it. ALIGN: blocks that divide a
+    they are bytes, and their padding within this tile is filled with zeros. ALIGN: blocks that divide a
     row of scales, at most 16. WHOLE: all of the tile's scales exist, so no mask is needed. UNSIGNED: as in `multiple`.
     """
     count: tl.constexpr = byte.shape[1]
@@ -215,7 +215,7 @@ def tile_of(program, rows, col_tiles, ROWS: tl.constexpr, FLAT: tl.constexpr, UN
             BATCHED: tl.constexpr = True):  # fmt: skip
     """Program number -> (matrix of the batch, row tile, column tile), the column tile fastest.
 
-    FLAT: there is one row, so all tiles are column tiles. UNSIGNED: take two unsigned divisions, half the instructions
+    FLAT: there is one row, so all tiles are column tiles. UNSIGNED: use two unsigned divisions, half the instructions
     of three signed ones in most kernels for SM100. BATCHED: there may be several matrices. With a single one, one
     division is enough, and the compiler drops the matrix number from addresses.
     """
@@ -234,6 +234,6 @@ def tile_of(program, rows, col_tiles, ROWS: tl.constexpr, FLAT: tl.constexpr, UN
             row_tile = row_of_tiles - batch * row_tiles
             return batch.to(tl.int32), row_tile.to(tl.int32), col_tile
     else:
-        row_tiles = tl.maximum(tl.cdiv(rows, ROWS), 1)  # an empty tensor has one program too, which divides by this
+        row_tiles = tl.maximum(tl.cdiv(rows, ROWS), 1)  # an empty tensor also has a program, which divides by this
         col_tiles = tl.maximum(col_tiles, 1)
         return program // (row_tiles * col_tiles), program // col_tiles % row_tiles, program % col_tiles

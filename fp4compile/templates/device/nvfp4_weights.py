@@ -1,10 +1,10 @@
-"""NVFP4 weights of `gemm_skinny` and `gemm_wgmma_sm90`: from global to shared memory, and on to 16-bit registers.
+"""NVFP4 weights of `gemm_skinny` and `gemm_wgmma_sm90`: from global to shared memory and to 16-bit registers.
 
 A warp's step is 16 rows of B (8 upper and 8 lower ones) times 128 elements along K. It has a buffer of `STEP_BYTES` in
 shared memory: the codes of the upper rows, the codes of the lower rows, then the scales of both in the same order.
 
 Lane 4 * g + q of a warp multiplies upper row g and lower row g, as `mma.sync` and `wgmma` define it. The lower rows are
-the eight rows behind the upper ones, or (PAIRED) every second row, so that a lane has neighbouring rows of B, which are
+the eight rows after the upper ones, or (PAIRED) every second row, so that a lane has neighbouring rows of B, which are
 neighbouring columns of the result. A lane takes blocks q and q + 4 of the eight blocks of 16 elements. The instructions
 assign other elements of K to a lane; that changes only the order of the sum over K, because A is assigned to the lanes
 in the same order.
@@ -20,10 +20,10 @@ from fp4compile.templates.device.memory import swizzle
 def dequantize_word(kind: str, word: str, out: str) -> str:
     """PTX that turns eight E2M1 codes into four registers, {out}0 to {out}3; register j has codes j and j + 4.
 
-    kind: f16x2 or bf16x2. Needs registers u and v; leaves `word` unchanged. The results are the codes' values times a
-    power of two: with its magnitude at bit 9 and its sign at bit 15 of an fp16, a code is its value times 2^-14; with
-    its magnitude at bit 6 of a bf16, its value times 2^-126. One shift moves the magnitudes of several codes, and one
-    select joins them with the signs, which are at their bits already. One mask a register drops all other bits.
+    kind: f16x2 or bf16x2. Needs registers u and v; leaves `word` unchanged. The results are the codes' numbers times a
+    power of two: with its magnitude at bit 9 and its sign at bit 15 of an fp16, a code is its number times 2^-14; with
+    its magnitude at bit 6 of a bf16, it is times 2^-126. One shift moves the magnitudes of several codes, and one
+    select joins them with the signs, which are at their bits already. One mask per register drops all other bits.
     """
     if kind == "f16x2":
         right, select, up, keep = 3, "0x0E0E0E0E", 8, "0x8E008E00"
@@ -63,7 +63,7 @@ _SCALES = tl.constexpr(1024)
 _SCALES_ROW = tl.constexpr(8)
 _SCALES_LOWER = 64
 # Inputs: a lane's destinations (codes, scales) and sources (codes of an upper row, codes of the lower row, scales of
-# one row); whether to copy, or how many bytes of each source exist (the rest becomes zeros); a token.
+# one row); whether to copy, or the number of bytes of each source (the rest becomes zeros); a token.
 _COPY_WHOLE_STEP = tl.constexpr(
     "{ .reg .pred p; setp.ne.b32 p, $6, 0; mov.b32 $0, 0;"
     " @p cp.async.cg.shared.global.L2::128B [$1], [$3], 16;"
@@ -93,7 +93,7 @@ def copy_weights(
 ):  # fmt: skip
     """Start to copy the codes and scales of a warp's step into a buffer. Returns a token.
 
-    step: which 128 elements of K. wanted: whether to copy at all. row: first row of the warp's 16 rows of B [n, K].
+    step: number of the 128 elements of K. wanted: whether to copy. row: first row of the warp's 16 rows of B [n, K].
     k_vectors: 16-byte vectors of codes in a row, K / 32. EVEN: all rows and elements of the step exist. PAIRED: each
     upper row is followed by its lower row.
     """
@@ -110,7 +110,7 @@ def copy_weights(
         scales = (scales_row // 16 * (k_vectors // 2) + scales_word) * 4
     else:
         scales = (scales_row * (k_vectors // 2) + scales_word) * 4
-    # In every second pair of rows the halves are exchanged, so that lanes that read at once read different banks.
+    # In every second pair of rows the halves are exchanged, so that simultaneous reads of lanes are of different banks.
     to_codes = buffer + g * _CODES_ROW + (q ^ (g // 2 % 2 * 2)) * 16
     to_scales = buffer + _SCALES + (g + q // 2 * 8) * _SCALES_ROW + q % 2 * 4
     codes = codes_ptr + (upper * k_vectors + codes_vector).to(tl.int64) * 16
@@ -131,9 +131,9 @@ def copy_weights(
 
 @triton.jit
 def read_weights(buffer, part: tl.constexpr, token, lane):
-    """A lane's codes and scales of a step that has arrived: (the six outputs of `_READ_STEP` without its token, token).
+    """A lane's codes and scales of a copied step: (the six outputs of `_READ_STEP` without its token, token).
 
-    part: which 16 rows of the buffer.
+    part: number of the 16 rows in the buffer.
     """
     g = lane % 32 // 4
     q = lane % 4

@@ -18,7 +18,7 @@ PACKED_CONVERSIONS = tl.constexpr(_compat.packed_conversions())
 def _products_ptx(pairs: list[tuple[str, str]], factors: list[tuple[str, str]]) -> str:
     """PTX: pairs of float32 values times pairs of factors, plus 0 -> y0, y1 of the first pair, y2, y3 of the next, ...
 
-    The sum has the sign that the contract wants: see `elements.encode_pair`.
+    The sum has the sign of the contract: see `elements.encode_pair`.
     """
     return "{ .reg .b64 p, f, zero; .reg .f32 y<16>; mov.b64 zero, 0;" + "".join(
         f" mov.b64 p, {{{a}, {b}}}; mov.b64 f, {{{f}, {g}}}; fma.rn.f32x2 p, p, f, zero;"
@@ -30,7 +30,7 @@ def _products_ptx(pairs: list[tuple[str, str]], factors: list[tuple[str, str]]) 
 def _convert_ptx(into: str, numbers: list[int], noise: tuple[str, ...] = ()) -> str:
     """PTX: the float32 registers y with these eight numbers -> their E2M1 codes, in a 32-bit register.
 
-    noise: for stochastic rounding, two random words. The instruction takes one word for four elements; how it uses the
+    noise: for stochastic rounding, two random words. The instruction takes one word for four elements; its use of the
     bits is not documented.
     """
     a, b, c, d, e, f, g, h = (f"y{number}" for number in numbers)

@@ -1,8 +1,8 @@
-"""How a persistent grid walks the tiles of one product, or of a group of products with the same A.
+"""The order of a persistent grid's tiles, of one matmul or of a group of matmuls with the same A.
 
-The tiles of a group are numbered through: the first product's tiles, then the second's, then the third's.
-Program p takes the tiles p, p + grid, p + 2 * grid, and so on. It loads the next tile's operands while it multiplies
-the present ones, also across products, so that its copies never run dry.
+The tiles of a group are numbered consecutively: the first matmul's tiles, then the second's, then the third's.
+Program p computes the tiles p, p + grid, p + 2 * grid, and so on. It loads the next tile's operands while it multiplies
+the present ones, also across matmuls, so that copies are always pending.
 """
 
 import triton
@@ -11,9 +11,9 @@ import triton.language as tl
 
 @triton.jit
 def group_tiles(n, n_1, n_2, TILE_ROWS: tl.constexpr, GROUP_SIZE: tl.constexpr):
-    """Number of tiles up to the end of the first, the second and the last product: (tiles, tiles_1, total).
+    """Number of tiles up to the end of the first, the second and the last matmul: (tiles, tiles_1, total).
 
-    n, n_1, n_2: rows of each B. TILE_ROWS: rows of B in a tile. GROUP_SIZE: number of products, at most 3.
+    n, n_1, n_2: rows of each B. TILE_ROWS: rows of B in a tile. GROUP_SIZE: number of matmuls, at most 3.
     """
     tiles = tl.cdiv(n, TILE_ROWS)
     tiles_1 = tiles
@@ -36,7 +36,7 @@ def next_step(tile, step, steps):
 def grouped_tile(tile, tiles_m, tiles_n, GROUP_M: tl.constexpr):
     """Tile number -> (row tile, column tile).
 
-    GROUP_M row tiles are walked together, so that the L2 cache serves them.
+    GROUP_M row tiles follow each other, so that the L2 cache holds their operands.
     """
     group = tile // (GROUP_M * tiles_n)
     in_group = tl.minimum(tiles_m - group * GROUP_M, GROUP_M)

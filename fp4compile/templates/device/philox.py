@@ -1,10 +1,10 @@
 """The random bits of stochastic rounding: `reference.philox` on the GPU.
 
-One call of Philox gives four words, and a word rounds two elements. So one call serves a run of eight elements; the
-run's number in the tensor is the counter, and the thread that holds the run makes its words.
+One call of Philox gives four words, and a word rounds two elements. So one call is for a run of eight elements; the
+run's number in the tensor is the counter, and the thread that holds the run computes its words.
 
-The stochastic conversion of SM100 takes a word for four elements, eight bits for each. So on SM100 one call serves two
-neighbouring runs, and the number of the pair of runs is the counter: no bit serves two elements.
+The stochastic conversion of SM100 takes a word for four elements, eight bits for each. So on SM100 one call is for two
+neighbouring runs, and the number of the pair of runs is the counter: no bit is used for two elements.
 """
 
 import triton
@@ -69,7 +69,7 @@ def _portable_philox(index, seed, STREAM: tl.constexpr):
 
 @triton.constexpr_function
 def runs_of_a_call(isa):
-    """How many neighbouring runs of eight elements one call of Philox serves."""
+    """The number of neighbouring runs of eight elements for which one call of Philox gives words."""
     return 2 if isa == 100 else 1
 
 
@@ -84,9 +84,9 @@ def words_of_run(words, RUN: tl.constexpr, ISA: tl.constexpr):
 
 @triton.jit
 def match_layout(index, words):
-    """index in the layout of `words`, so that the thread that uses a random word makes it.
+    """index in the layout of `words`, so that the thread that uses a random word computes it.
 
-    Triton gives a tensor the layout of the tensors that it is computed from. So `words` takes part in the computation:
-    the summand is always 0, because `words | 1` is never 0, but only LLVM finds that out.
+    Triton gives a tensor the layout of the tensors of which it is computed. So `words` takes part in the computation:
+    the summand is always 0, because `words | 1` is never 0, but only LLVM can derive that.
     """
     return index + ((words | 1) == 0)

@@ -6,8 +6,8 @@ A kernel takes the steps of a prologue or of an epilogue as a text of parts:
 
 The first part has the names of the tensors, the second the steps (`written`); `device.prologue` or `device.epilogue`
 adds the third. A step refers to a value by its position: the tensors come first, the result of each step follows. An
-argument with another character than digits is a number. `compute` computes one step after the other; the text leaves
-no trace in machine code.
+argument with another character than digits is a number. `compute` computes the steps in order; machine code does not
+contain the text.
 
 Inductor writes the constexpr arguments of a kernel, and the source of all functions that it calls, into its wrapper. So
 the functions that read a text use only builtins and each other.
@@ -38,7 +38,7 @@ def written(
     *,
     pairs: bool = True,
 ) -> tuple[str, dict[str, int]]:
-    """(the part of a text with the steps of these numbers, the position of each value by its name).
+    """The part of a text with the steps of these numbers, and the position of each value by its name.
 
     steps: may be a result of `with_silu`. names: names of the tensors, in order. narrow: names of tensors that hold
     16-bit numbers. pairs: whether one instruction may compute two elements.
@@ -61,7 +61,7 @@ def needed(steps: Sequence[Step], root: int) -> list[int]:
 
 
 def form_of(steps: Sequence[Step], number: int, narrow: Container[str], pairs: bool = True) -> str:
-    """The operation of a step, or the name of a form of it with the same bits in fewer instructions."""
+    """The operation of a step, or the name of its variant with the same bits in fewer instructions."""
     operation, argument = steps[number].operation, steps[number].arguments[0]
     if operation == "silu":
         rounded = isinstance(argument, str) and argument[0] == "s" and steps[int(argument[1:])].operation in ROUNDINGS
@@ -125,7 +125,7 @@ def step_count(TEXT):
 
 @triton.constexpr_function
 def operation_of(TEXT, step):
-    """The operation of a step, or the name of its form (`form_of`)."""
+    """The operation of a step, or the name of its variant (`form_of`)."""
     return part_of(TEXT, 1).split("; ")[step].split()[0]
 
 
@@ -251,7 +251,7 @@ def bfloat16(x, ISA: tl.constexpr):
         return (float_bits(x, tl.bfloat16, 0) << 16).to(tl.float32, bitcast=True)
     elif ISA >= 80:
         # Two numbers are converted faster than one, which the unit of `ex2` and `rcp` converts. The upper half of the
-        # result is what a float32 has.
+        # result is that of the float32.
         return tl.inline_asm_elementwise(
             "cvt.rn.bf16x2.f32 $0, $1, 0f00000000;", "=r,f", [x], dtype=tl.int32, is_pure=True, pack=1
         ).to(tl.float32, bitcast=True)

@@ -3,16 +3,16 @@
 A kernel takes a `prologue.Prologue` as a constexpr string, PROLOGUE (`text`), whose steps `device.pointwise`
 interprets; "" is no prologue. It reads its tiles by `read_tile` or `read_register_tile`. With a prologue, these load
 the tile of each operand as a pair of float32 tuples (even columns, odd columns), compute the steps, and return the
-results, rounded to the tensor's dtype, as words. So a kernel treats words alike with and without a prologue.
+results, rounded to the tensor's dtype, as words. So a kernel uses the same words with and without a prologue.
 
-Outside of the tensor the words are 0, whatever the steps compute from zeros. A read with STORES writes the stored
-results of the prologue: a kernel that reads a tile twice sets STORES once.
+Outside of the tensor the words are 0, even if the steps compute other numbers from zeros. A read with STORES writes the
+stored results of the prologue: a kernel that reads a tile twice sets STORES once.
 
 The functions for tiles have these arguments in common. batch: the matrix of the batch. rows, cols: the size of each
-matrix. row (a vector) or row0, col0: where the tile lies in its matrix. cols_left: columns from col0 on. All others are
-arguments of the load. ptr: where the load begins in the first operand. operands: pointers to the other operands, then
-to the stored results. The other operands are contiguous, or the text has the stride of their rows (slices of the
-columns of wider tensors).
+matrix. row (a vector) or row0, col0: the tile's place in its matrix. cols_left: columns from col0 on. All others are
+arguments of the load. ptr: the tile's address in the first operand. operands: pointers to the other operands, then to
+the stored results. The other operands are contiguous, or the text has the stride of their rows (slices of the columns
+of wider tensors).
 """
 
 from functools import cache
@@ -51,7 +51,7 @@ STORED_FROM = tl.constexpr(OPERANDS - 1)
 def text(prologue: Prologue, dtypes: tuple[torch.dtype, ...], row_strides: tuple[tuple[int, int], ...] = ()) -> str:
     """The constexpr PROLOGUE of kernels: "aux0 aux1/2048 row2 | add 0 1; mul.pairs 3 2 | 4 3".
 
-    Behind the slash is a row stride. The last part has the positions of the result and of the stored results.
+    After the slash is a row stride. The last part has the positions of the result and of the stored results.
 
     dtypes: dtypes of the operands. row_strides: (number of an operand, elements from one of its rows to the next), for
     operands whose rows are not contiguous.
@@ -174,8 +174,8 @@ def compute_rows(values, dtype: tl.constexpr, PROLOGUE: tl.constexpr, ISA: tl.co
     """Operands of register tiles -> for each row, the words of the result.
 
     values: for each operand, a tuple of rows in float32, with an axis of two columns last. A thread has one element of
-    each column, so both columns are computed at once, by instructions that compute two elements. Row after row, and not
-    the whole tile at once: that would take 40 registers more.
+    each column, so both columns are computed at once, by instructions that compute two elements. Row by row, because
+    the whole tile at once would take 40 registers more.
     """
     words = ()
     for i in tl.static_range(DEPTH):
@@ -196,13 +196,13 @@ def compute_rows(values, dtype: tl.constexpr, PROLOGUE: tl.constexpr, ISA: tl.co
 
 @triton.constexpr_function
 def vectors_of(vectors, dtype, own):
-    """How many 16-byte runs of an operand of dtype `own` hold the elements of `vectors` runs of the first operand."""
+    """The number of 16-byte runs of an operand of dtype `own` with the elements of `vectors` runs of the first one."""
     return max(1, vectors * own.primitive_bitwidth // dtype.primitive_bitwidth)
 
 
 @triton.jit
 def operand_ptr(ptr, batch, rows, col0, cols):
-    """Pointer to column col0 of a matrix of a batch whose rows all lie `cols` elements apart."""
+    """Pointer to column col0 of a matrix of a batch with a row stride of `cols` elements."""
     return ptr + (batch.to(tl.int64) * rows * cols + col0)
 
 

@@ -1,14 +1,14 @@
-"""The last step of an epilogue: the result of a product becomes the operand of the next one.
+"""The last step of an epilogue: the result of a matmul becomes the operand of the next one.
 
 A kernel takes a part of its tile's columns at a time, in float32 (`device.epilogue`). `quantized_part` rounds it to the
 result's dtype, as if it had been stored, and quantises it as the quantisers of rows do, by the same functions. A row of
 a tile of the matrix unit lies in one thread, so an amax needs no other thread.
 
-Codes leave part by part. Scale bytes are few: one for 16 or 32 elements. `store_scale_tiles` stores the bytes of all
-parts at once, because each 128 rows of 4 scales are 512 bytes in a row of the swizzled layout (`formats.layouts`).
+Codes are stored part by part. Scale bytes are few: one for 16 or 32 elements. `store_scale_tiles` stores the bytes of
+all parts at once, because each 128 rows of 4 scales are 512 contiguous bytes of the swizzled layout.
 
-Where the operand has a dynamic outer scale, the whole result decides it. Then the epilogue stores the rounded result,
-and finds its amax: each program the amax of its tiles (`store_maximum`), or each tile raises its group's amax
+A dynamic global scale of the operand depends on the whole result. Then the epilogue stores the rounded result, and
+finds its amax: each program the amax of its tiles (`store_maximum`), or each tile raises its group's amax
 (`raise_maximum`).
 """
 
@@ -23,19 +23,19 @@ from fp4compile.templates.device.register_tile import log2
 
 @triton.constexpr_function
 def quantizes(EPILOGUE):
-    """Whether an epilogue ends in codes."""
+    """Whether an epilogue quantises its result."""
     return EPILOGUE.count(" | ") == 3 and not finds_amax(EPILOGUE)
 
 
 @triton.constexpr_function
 def finds_amax(EPILOGUE):
-    """Whether the amax of an epilogue's result is found."""
+    """Whether an epilogue finds the amax of its result."""
     return " | amax " in EPILOGUE
 
 
 @triton.constexpr_function
 def result_of(EPILOGUE, field):
-    """A field of the last part of a text (`device.epilogue.text`): what an epilogue stores."""
+    """A field of the last part of a text (`device.epilogue.text`), which describes the stored result."""
     fields = ("element", "scale", "contract", "block", "outer", "dtype")
     value = part_of(EPILOGUE, 3).split()[fields.index(field)]
     return int(value) if value.isdigit() else value
@@ -43,7 +43,7 @@ def result_of(EPILOGUE, field):
 
 @triton.constexpr_function
 def dtype_of(EPILOGUE):
-    """The type that an epilogue's result is rounded to before it is quantised, or before its amax is found."""
+    """The type to which an epilogue's result is rounded before it is quantised, or before its amax is found."""
     name = EPILOGUE.split()[-1]
     return tl.bfloat16 if name == "bfloat16" else tl.float16 if name == "float16" else tl.float32
 
@@ -58,7 +58,7 @@ def unit_type(EPILOGUE):
 def quantized_part(part, encode, decode, EPILOGUE: tl.constexpr, ISA: tl.constexpr):
     """float32 [ROWS, COLS] -> (units of two codes [ROWS, COLS / 2], scale bytes as int32 [ROWS, COLS / block]).
 
-    encode, decode: the static outer scale and its inverse; not used without one.
+    encode, decode: the static global scale and its inverse; not used without one.
     """
     block: tl.constexpr = result_of(EPILOGUE, "block")
     dtype: tl.constexpr = dtype_of(EPILOGUE)
@@ -89,7 +89,7 @@ def store_scale_tiles(scales_ptr, byte, batch, tile_m, tile_n, m, blocks):
     """Store the scale bytes [128, COLS] (int32) of tile (tile_m, tile_n) as whole tiles of the swizzled layout.
 
     COLS: a multiple of 4. m, blocks: rows of a matrix, and blocks in a row. The matrix has rows of the tile. Four bytes
-    of a row are a word, so that also a tile with few scales is stored by words.
+    of a row are a word, so that even a tile with few scales is stored by words.
     """
     cols: tl.constexpr = byte.shape[1] // 4
     shift = 8 * tl.arange(0, 4)[None, None, :]
@@ -131,9 +131,9 @@ def store_maximum(maxima_ptr, amax, COUNT: tl.constexpr):
 def raise_maximum(maximum_ptr, amax):
     """Raise an int32 to the largest of amax, bits of magnitudes, int32 [128, 2].
 
-    A warp has 32 rows, and raises the number by itself: in a partition of warps, Triton 3.6 cannot compile a reduction
-    for which warps wait for each other. The addresses are made without amax, or torch would count what amax is made of
-    as written.
+    A warp has 32 rows, and raises the number separately: in a partition of warps, Triton 3.6 cannot compile a reduction
+    for which warps wait for each other. The addresses do not depend on amax, or torch would count the tensors of which
+    amax is made as written.
     """
     of_warps = tl.max(tl.reshape(amax, (4, 32, 2)), 1)
     tl.atomic_max(maximum_ptr + tl.zeros((4, 2), tl.int32), of_warps, sem="relaxed")

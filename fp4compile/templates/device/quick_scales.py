@@ -1,8 +1,8 @@
-"""E4M3 block scales with an outer scale, without divisions: for SM100.
+"""E4M3 block scales with a global or row scale, without divisions: for SM100.
 
 An IEEE division takes a dozen instructions and a test for over- and underflow. Here a quotient is a product with the
 reciprocal, corrected by its exact remainder. It has the same bits if nothing over- or underflows, which
-`in_quick_range` tests on the outer scale. The plain forms are in `block_scales`.
+`in_quick_range` tests on the global or row scale. The plain forms are in `block_scales`.
 """
 
 import struct
@@ -43,7 +43,7 @@ def sixth_ptx(into: str, value: str, times: float = 1.0) -> str:
 
 
 def _scales_ptx(scale: str, factor: str) -> str:
-    """PTX: two block amaxes $4, $5 -> their E4M3 bytes in $0, $1, factors in $2, $3. $6, $8: outer scales.
+    """PTX: two block amaxes $4, $5 -> their E4M3 bytes in $0, $1, factors in $2, $3. $6, $8: global or row scales.
 
     scale: PTX that makes the scale s of the amax @a. factor: PTX that makes the factor @f of the rounded scale s.
     """
@@ -76,13 +76,13 @@ _TE_SCALES = tl.constexpr(
 
 @triton.jit
 def in_quick_range(decode):
-    """Whether this outer scale (float32) needs no divisions: no relevant product over- or underflows."""
+    """Whether a global or row scale (float32) needs no divisions: no relevant product over- or underflows."""
     return (decode > 2.0**-60) & (decode < 2.0**60)
 
 
 @triton.jit
 def quick_e4m3_scale(amax, encode, decode, contract: tl.constexpr):
-    """`block_scales.e4m3_scale` for outer scales that are `in_quick_range`. amax: float32."""
+    """`block_scales.e4m3_scale` for global or row scales that are `in_quick_range`. amax: float32."""
     if contract == "torchao":
         return tl.inline_asm_elementwise(
             _TORCHAO_SCALES, "=&r,=&r,=&f,=&f,f,f,f,f,f,f", [amax, encode, decode], dtype=(tl.int32, tl.float32),

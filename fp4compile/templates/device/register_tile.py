@@ -6,7 +6,7 @@ with an element for each thread. So operations on words of one register tile sta
 down columns.
 
 Compile time: for each load and store, Triton's coalescing pass follows all operations of the kernel from all
-operations of the kernel. So all rows of a tile are one load, where their alignment allows it.
+operations of the kernel. So all rows of a tile are one load, if their alignment allows it.
 """
 
 import triton
@@ -27,7 +27,7 @@ DEPTH = tl.constexpr(16)
 def tile_index(index, AXIS: tl.constexpr):
     """An index vector over row tiles (AXIS 0) or column tiles (1), for a load whose lanes go to column tiles first.
 
-    Which axis of a load gets the lanes first depends on the version of Triton.
+    The axis of a load to which lanes go first depends on the version of Triton.
     """
     axis: tl.constexpr = 1 - AXIS if FIRST_AXIS_FASTEST else AXIS
     return index[:, None, None] if axis == 0 else index[None, :, None]
@@ -43,7 +43,7 @@ def split_last(tensor):
         for i in tl.static_range(len(parts)):
             halves = halves + tl.split(parts[i])
         parts = halves
-    ordered = ()  # splitting leaves part i where i has its bits reversed
+    ordered = ()  # after the splits, part i is at i with its bits reversed
     for i in tl.static_range(count):
         ordered = ordered + (parts[reversed_bits(i, count)],)
     return ordered
@@ -94,12 +94,12 @@ def load_register_tile(
     Returns a tensor [ROW_TILES, COL_TILES, DEPTH * WORDS]: number i * WORDS + j of the last axis is word j of row i of
     register tiles. WHOLE: the whole tile exists, so nothing needs a mask. ALIGN: as in `load_words`.
     """
-    x_row = tl.full((), 0, tl.int64) + x_row  # Triton makes a constant of a stride of 1
+    x_row = tl.full((), 0, tl.int64) + x_row  # Triton passes a stride of 1 as a constant
     if ALIGN > 0:
         row = load_index(row0 + tl.arange(0, ROW_TILES) * DEPTH, 1)
         step = load_index(tl.arange(0, DEPTH), 0)
         word = load_index(tl.arange(0, COL_TILES) * WORDS, 2) + tl.arange(0, WORDS)[None, None, None, :]
-        # The stride in words, written so that the compiler sees how wide it may load.
+        # The stride in words, in a form from which the compiler derives the width of loads.
         stride = x_row // (2 * ALIGN) * ALIGN
         word_ptr = ptr.to(tl.pointer_type(tl.int32), bitcast=True) + row * stride + word + step * stride
         if WHOLE:
@@ -108,7 +108,7 @@ def load_register_tile(
             words = tl.load(word_ptr, mask=(row < rows - step) & (word // ALIGN < cols // 2 // ALIGN), other=0)
         words = tl.permute(restore_axes(words), (1, 2, 0, 3))
     else:
-        # Row after row: all rows at once would take 40 registers more.
+        # Row by row: all rows at once would take 40 registers more.
         row = tile_index(row0 + tl.arange(0, ROW_TILES) * DEPTH, 0)
         word = tile_index(tl.arange(0, COL_TILES) * WORDS, 1) + tl.arange(0, WORDS)[None, None, :]
         loads = ()
@@ -121,11 +121,11 @@ def load_register_tile(
 
 @triton.jit
 def zero_after_barrier(word, ISA: tl.constexpr):
-    """Zeros (int32) in the shape of `word`, from a barrier of the program: arithmetic on them stays behind the barrier.
+    """Zeros (int32) in the shape of `word`, from a barrier of the program: arithmetic on them follows the barrier.
 
     Without the barrier ptxas begins with the arithmetic, and issues the last loads when the arithmetic is half done. It
-    never moves loads behind a barrier; arithmetic stays behind one only if it reads a result of the barrier. (The PTX
-    is declared pure, because Inductor assumes that PTX with side effects writes all arguments of the kernel.)
+    never moves loads past a barrier; arithmetic follows one only if it reads a result of the barrier. (The PTX is
+    declared pure, because Inductor assumes that PTX with side effects writes all arguments of the kernel.)
     """
     if ISA == 0:
         return tl.full(word.shape, 0, tl.int32)
@@ -139,7 +139,7 @@ def zero_after_barrier(word, ISA: tl.constexpr):
 @triton.jit
 def word_amaxes(tile, initial, START: tl.constexpr, COUNT: tl.constexpr, STEP: tl.constexpr, ISA: tl.constexpr,
            dtype: tl.constexpr):  # fmt: skip
-    """A pair of amaxes, one for each half of COUNT words from number START on, STEP apart, and of the word `initial`.
+    """A pair of amaxes, one for each half of COUNT words START, START + STEP, ... and of the word `initial`.
 
     A pair is a tuple of one word with arbitrary signs or, in the portable form, of two tensors of float32 bits. The
     portable form ignores `initial`.
@@ -200,14 +200,14 @@ def block_amaxes_down_column(amaxes, ROW_TILES_PER_BLOCK: tl.constexpr, dtype: t
 
 @triton.jit
 def repeat_along_row(values, TIMES: tl.constexpr):
-    """[a, b] -> [a, b * TIMES]: every value TIMES times in succession."""
+    """[a, b] -> [a, b * TIMES]: each value repeated TIMES times."""
     shape: tl.constexpr = (values.shape[0], values.shape[1], TIMES)
     return tl.reshape(tl.broadcast_to(values[:, :, None], shape), (values.shape[0], values.shape[1] * TIMES))
 
 
 @triton.jit
 def repeat_down_column(values, TIMES: tl.constexpr):
-    """[a, b] -> [a * TIMES, b]: every row TIMES times in succession."""
+    """[a, b] -> [a * TIMES, b]: each row repeated TIMES times."""
     if TIMES == 1:
         return values
     else:

@@ -1,12 +1,12 @@
-"""Prologues with reductions: whole rows stay on the chip, which computes their statistics.
+"""Prologues with reductions: a program keeps whole rows on the chip and computes their statistics.
 
 `read_row` loads a row of each operand once, computes all steps, stores the stored results, and returns the words of the
 result. It takes the same PROLOGUE as `device.prologue`, with reductions among its steps.
 
 A value of the whole shape is a tuple of float32 tensors [ROWS, BLOCKS, BLOCK / 2]: for each tile of the row the even
 columns, then the odd columns. A value of rows is a tuple of one tensor [ROWS, 1, 1]. The arithmetic follows Inductor's
-persistent reductions: float32, a variance by its mean. A sum adds even and odd columns, then inside of a block, then
-over blocks, so it may differ from Inductor's sum in its last bits. Given equal sums, all later steps have Inductor's
+persistent reductions: float32, a variance by its mean. A sum adds even and odd columns, then the elements of a block,
+then blocks, so it may differ from Inductor's sum in its last bits. Given equal sums, all later steps have Inductor's
 bits.
 """
 
@@ -45,7 +45,7 @@ def read_row(
     ROWS: tl.constexpr, BLOCKS: tl.constexpr, BLOCK: tl.constexpr, VECTORS: tl.constexpr, ALIGN: tl.constexpr,
     WHOLE: tl.constexpr, PIECES: tl.constexpr, PROLOGUE: tl.constexpr, ISA: tl.constexpr,
 ):  # fmt: skip
-    """The words of whole rows of the result, as a tuple of PIECES tiles side by side.
+    """The words of whole rows of the result, as a tuple of PIECES tiles in order.
 
     x_row: elements from one row of the first operand to the next. WHOLE: rows fill the tiles, so nothing needs a mask.
     """
@@ -158,7 +158,7 @@ def operate_on_rows(
         found = row_amax(found) if OPERATION == "amax" else row_sum(found)
         return (found / length if divides(OPERATION) else found,)
     elif (OPERATION == "bfloat16" or OPERATION == "float16") and len(a) > 1:
-        # Two elements at a time, into the words that may be stored as well.
+        # Two elements at a time, into the words that may also be stored.
         value = ()
         for i in tl.static_range(len(lefts)):
             if OPERATION == "bfloat16":
@@ -244,5 +244,5 @@ def row_amax(terms):
 
 @triton.jit
 def store_statistic(ptr, value, batch, row, rows, ROWS: tl.constexpr, ISA: tl.constexpr):
-    """Store one result a row, [ROWS, 1, 1], rounded to the type at ptr."""
+    """Store one result per row, [ROWS, 1, 1], rounded to the type at ptr."""
     store_rounded(ptr, batch.to(tl.int64) * rows + row, tl.reshape(value, (ROWS,)), row < rows, ISA)

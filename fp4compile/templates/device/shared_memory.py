@@ -1,7 +1,7 @@
-"""Shared memory that a kernel addresses by itself: more than the 48 KB that inline PTX may declare.
+"""Shared memory that inline PTX of a kernel addresses: more than the 48 KB that inline PTX may declare.
 
 `reserve` makes Triton allocate the memory. `MEMORY` is PTX for its first address that is a multiple of 1024. Such a
-kernel must use no Triton operation that needs shared memory: Triton would allocate that at the same address.
+kernel must not use Triton operations that need shared memory: Triton would allocate that at the same address.
 """
 
 import triton
@@ -16,7 +16,7 @@ MEMORY = tl.constexpr("{ .reg .b32 m; mov.u32 m, global_smem; add.u32 m, m, 1023
 def reserved(size: int, programs: int, target: Target) -> int | None:
     """Bytes to reserve so that `programs` programs share a multiprocessor and each can align `size` bytes to 1024.
 
-    The result is so large that not one more program fits: otherwise a kernel that starts while another one still runs
+    The result is so large that no further program fits: otherwise a kernel that starts while another one still runs
     would spread unevenly over the multiprocessors. None if `programs` programs do not fit.
     """
     needed = -(-(size + 1023) // _RESERVED_TILE.value) * _RESERVED_TILE.value
@@ -29,9 +29,9 @@ def reserve(ptr, out_ptr, count, BYTES: tl.constexpr):
     """Make Triton allocate BYTES bytes of shared memory to the program.
 
     Triton allocates the buffers of a pipelined loop's loads. The loop here never runs.
-    ptr: pointer to 16-bit floats. out_ptr: pointer to a type that a float can be cast to.
+    ptr: pointer to 16-bit floats. out_ptr: pointer to a type to which a float can be cast.
     count: an integer argument that is never negative, and not a constant: the compiler would drop the loop. (Triton
-    makes a constant of an integer argument of value 1.)
+    passes an integer argument of value 1 as a constant.)
     """
     if count < 0:
         at = tl.arange(0, 16)[:, None] * 128 + tl.arange(0, 128)[None, :]
@@ -44,6 +44,6 @@ def reserve(ptr, out_ptr, count, BYTES: tl.constexpr):
 
 @triton.constexpr_function
 def sum_of_warps_ptx(warps, size):
-    """PTX that adds one float32 of each warp. Input: the first warp's address; each next warp's is `size` bytes on."""
+    """PTX that adds one float32 of each warp, `size` bytes apart. Input: the address of the first warp's."""
     adds = " ".join(f"ld.shared.f32 f, [$1 + {warp * size}]; add.f32 $0, $0, f;" for warp in range(1, warps))
     return f"{{ .reg .f32 f; ld.shared.f32 $0, [$1]; {adds} }}"

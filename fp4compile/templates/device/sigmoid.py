@@ -5,9 +5,9 @@ Inductor writes SiLU as x / (1 + exp(-x)), with the `exp` of libdevice, and the 
 changes:
 
 - One fused operation multiplies by the power of two at the end of `exp` and adds 1. The product was exact, or
-  negligible beside 1. For the same reason the exponential function may flush subnormal results.
-- A division (`div.full`) multiplies by an approximate reciprocal. It scales both numbers by 1/4 where the divisor is
-  above 2^126, because the reciprocal would be flushed there. The PTX here always scales both: the reciprocal of d / 4
+  negligible against 1. For the same reason the exponential function may flush subnormal results.
+- A division (`div.full`) multiplies by an approximate reciprocal. It scales both numbers by 1/4 if the divisor is
+  above 2^126, because the reciprocal would be flushed. The PTX here always scales both: the reciprocal of d / 4
   is 4 times the reciprocal of d. A quarter of the dividend must be exact, which holds for 1 and for any 16-bit number,
   but not for subnormal float32 numbers.
 - On SM100 one instruction computes two elements where such an instruction exists.

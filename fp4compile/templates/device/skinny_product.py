@@ -1,4 +1,4 @@
-"""The arithmetic of products with few rows of A, written one lane at a time: a warp's step, and its sums."""
+"""The arithmetic of matmuls with few rows of A, written one lane at a time: a warp's step, and its sums."""
 
 import triton
 import triton.language as tl
@@ -12,7 +12,7 @@ def _multiply_step_ptx(compute: str, chains: int) -> str:
 
     Outputs: four sums. Inputs: codes of row g (two words of 64 bits), codes of row g + 8; the scale bytes of both rows;
     eight words of 64 bits of A (see `interleave_a`); the four sums so far.
-    chains: 1 or 2 independent accumulators. `mma.sync` waits for the one before it on the same accumulator.
+    chains: 1 or 2 independent accumulators. `mma.sync` waits for the previous one on the same accumulator.
     """
     kind = "f16x2" if compute == "fp16" else "bf16x2"
     dtype = kind[:-2]

@@ -1,8 +1,8 @@
-"""Dequantised values that a quantiser stores instead of codes: 16 bits, without the outer scale.
+"""Dequantised values that a quantiser stores instead of codes: 16 bits, without the global or row scale.
 
 `formats.BlockFormat.values_dtype` explains why 16 bits hold them. Instructions, not bandwidth, bound the quantisers. So
 E2M1 elements with E4M3 scales, and E4M3 elements with E8M0 scales, become floats by moving bits, and are multiplied two
-at a time: three instructions an element.
+at a time: three instructions per element.
 """
 
 import triton
@@ -15,7 +15,7 @@ from fp4compile.templates.device.elements import decode_pair, pack, rounding_sca
 
 @triton.constexpr_function
 def takes_values(ptr_dtype):
-    """Whether a quantiser's data pointer is to 16-bit floats instead of codes."""
+    """Whether a quantiser stores dequantised values: its data pointer is to 16-bit floats instead of bytes."""
     return ptr_dtype.element_ty.primitive_bitwidth == 16
 
 
@@ -144,7 +144,7 @@ def values_of_run(codes, scale, ELEMENT: tl.constexpr, SCALE: tl.constexpr, dtyp
 def halves(units):
     """int64 units [rows, n] -> int32 units [rows, 2 * n]; other units are returned unchanged.
 
-    A broadcast does it, before which Triton moves units to the lanes that store their values.
+    It is a broadcast, before which Triton moves units to the lanes that store their dequantised values.
     """
     if units.dtype == tl.int64:
         low = units.to(tl.int32)[:, :, None]

@@ -1,7 +1,7 @@
 """The amax (largest magnitude) of a tensor, of its rows or of its columns, as the bits of a float32.
 
-A dynamic outer scale takes two reads of the tensor; this file has the first one. Bits of magnitudes are ordered as the
-magnitudes are, with NaN above infinity, so that integer maxima (and integer atomics) find the amax.
+A dynamic global scale takes two reads of the tensor; this file has the first one. Bits of magnitudes have the order of
+the magnitudes, with NaN above infinity, so that integer maxima (and integer atomics) find the amax.
 """
 
 from dataclasses import dataclass, replace
@@ -25,7 +25,7 @@ from fp4compile.templates.quantize.outputs import Outer, row_tiles, whole_tiles
 from fp4compile.templates.quantize.source import Source
 from fp4compile.templates.view import View
 
-# A flat tensor of up to this many elements has its amax in partial maxima, one a program. A program stores its maximum
+# The most elements of a flat tensor whose amax is left as partial maxima, one per program. A program stores its maximum
 # without an atomic, so that nothing has to be set to 0 first.
 PARTIAL_MAXIMA_ELEMENTS = 2**21
 # The most partial maxima of one tensor. Every program of the quantise kernel reads all of them.
@@ -58,7 +58,7 @@ COLUMN_AMAX = ColumnAmaxConfig(num_warps=4, block=16, row_tiles=8, words=64)
 
 
 def amax_config(elements: int | None) -> AmaxConfig:
-    """The configuration for a flat tensor of `elements` elements with partial maxima; None: with one maximum."""
+    """The configuration for a flat tensor with partial maxima. elements: its size; None: with a single maximum."""
     if elements is None:
         return AmaxConfig(num_warps=8, rows=1, blocks=512, block=32)
     width = max(2048, 1 << (-(-elements // MAX_PARTIAL_MAXIMA) - 1).bit_length())
@@ -66,7 +66,7 @@ def amax_config(elements: int | None) -> AmaxConfig:
 
 
 def amax_of_rows_config(cols: int) -> AmaxConfig:
-    """The configuration for separate rows of `cols` elements (may be symbolic), with little of a tile beyond a row."""
+    """The configuration for separate rows of `cols` elements (may be symbolic), whose tiles exceed a row little."""
     config = amax_config(None)
     whole = 1 << (-(-cols // config.block) - 1).bit_length() if isinstance(cols, int) and cols else config.blocks
     blocks = min(whole, config.blocks)
@@ -74,10 +74,10 @@ def amax_of_rows_config(cols: int) -> AmaxConfig:
 
 
 def outer_of(source: Source, fmt: BlockFormat, static: torch.Tensor | None, each_matrix: bool = False) -> Outer:
-    """The outer scales along rows or square blocks: static, none, or made from amaxes of the tensor, of each matrix or
-    group, or of each row, which launches find where they are not given (`source.amax_bits`).
+    """The global or row scales along rows or square blocks: static, none, or made of amaxes of the tensor, of each
+    matrix or group, or of each row, which launches find if `source.amax_bits` has none.
 
-    static: float32 [] or [..., R, 1]; None: not static. each_matrix: make one outer scale for each matrix of the batch.
+    static: float32 [] or [..., R, 1]; None: not static. each_matrix: make a global scale for each matrix of the batch.
     """
     if static is not None:
         return static_outer(source.batch * source.rows, static)
@@ -92,7 +92,7 @@ def outer_of(source: Source, fmt: BlockFormat, static: torch.Tensor | None, each
 
 
 def static_outer(lanes, static: torch.Tensor) -> Outer:
-    """A static outer scale: one for the tensor, [], or one for each row of codes, [..., 1]."""
+    """A static global scale, [], or static row scales, [..., 1]."""
     if static.dim() == 0:
         return Outer("tensor", View.flat(static, 1))
     return Outer("row", View.flat(static.contiguous(), lanes))
@@ -102,11 +102,10 @@ def outers_of(
     source: Source, fmt: BlockFormat, static: torch.Tensor | None, *, with_rows: bool, transform: bool,
     each_matrix: bool = False,
 ) -> tuple[Outer, Outer]:  # fmt: skip
-    """The outer scales along the rows and down the columns; dynamic ones may depend on the direction.
+    """The global or row scales along the rows and down the columns; dynamic ones may depend on the direction.
 
-    The second Outer has the launches that find all amaxes. The first one is the second one unless with_rows. static,
-    each_matrix: see `outer_of`. Each row, or each column of a matrix or group, has an outer scale of its own in formats
-    that say so.
+    The second Outer has the launches that find all amaxes. Without with_rows, both are the same object. static,
+    each_matrix: see `outer_of`. In formats with row scales, each row, or each column of a matrix or group, has one.
     """
     if static is not None and static.dim():
         both = static_outer(source.batch * source.cols, static)
@@ -132,7 +131,7 @@ def outers_of(
 
 
 def _made(source: Source, mode: str, count, amax: View, launches: tuple[Launch, ...] = ()) -> Outer:
-    """`count` outer scales to be made from amax bits."""
+    """`count` global or row scales that the quantise kernel makes of amax bits."""
     return Outer(mode, View.flat(source.tensor.new_empty(count, dtype=torch.float32), count), amax, launches)
 
 
@@ -141,8 +140,8 @@ def _zeros(source: Source, count) -> View:
 
 
 def amax_of_tensor(source: Source) -> tuple[View, tuple[Launch, ...]]:
-    """(float32 bits of the tensor's amax, 0 if it is empty: int32 [1], or [n] partial maxima for a small tensor; the
-    launch that finds them)."""
+    """The float32 bits of the tensor's amax, 0 if it is empty: int32 [1], or [n] partial maxima for a small tensor; and
+    the launch that finds them."""
     flat = source.flat()
     source = flat or source
     # The kernel that reads partial maxima has their number as a constant, so the size must not be symbolic.
@@ -160,8 +159,8 @@ def amax_of_tensor(source: Source) -> tuple[View, tuple[Launch, ...]]:
 
 
 def amax_of_each(source: Source, of: str) -> tuple[View, tuple[Launch, ...]]:
-    """(float32 bits of the amax of each matrix or group (`of` "matrix"), int32 [batch] or [G], 0 for an empty one, or
-    of each row ("row"), [batch * rows]; the launch that finds them)."""
+    """The float32 bits of the amax of each matrix or group (`of` "matrix"), int32 [batch] or [G], 0 for an empty one,
+    or of each row ("row"), [batch * rows]; and the launch that finds them."""
     found = _zeros(source, source.batch * source.rows if of == "row" else source.groups or source.batch)
     if of == "matrix" and not source.groups and statically_true(source.row_stride == source.cols):
         source = source.each_as_row()
@@ -186,13 +185,13 @@ def _amax_grid(source: Source, config: AmaxConfig):
 def amax_of_columns(
     source: Source, *, rows: bool, transform: bool, each: bool, each_matrix: bool = False
 ) -> tuple[View, tuple[Launch, ...]]:
-    """(float32 bits of amaxes of the columns, int32, with the Hadamard transform down the columns if `transform`; the
-    launch that finds them).
+    """The float32 bits of amaxes of the columns, int32, after the Hadamard transform down the columns if `transform`;
+    and the launch that finds them.
 
     each: an amax for each column, [batch * cols]; otherwise one amax of all columns, [1], or (each_matrix) one for the
     columns of each matrix, [batch]. With groups there is one for each column of a group, [G * cols], or for each group,
     [G].
-    rows: amaxes of the tensor without the transform as well. With `each`, every matrix has its rows' amaxes before its
+    rows: also amaxes of the tensor without the transform. With `each`, every matrix has its rows' amaxes before its
     columns', [batch * rows + ...]; otherwise the amax of the tensor or of each group comes first, [1 + 1] or [G + G].
     """
     groups = source.groups or source.batch
@@ -221,8 +220,8 @@ def tensor_amax(
 ):  # fmt: skip
     """Raise the int32s at amax_ptr, initially 0, to the bits of amaxes. x: [batch, rows, cols].
 
-    OF: what has an amax: "tensor"; "matrix", each matrix [batch] or each of the GROUPS groups of rows; "row", each row.
-    PARTIAL: instead, each program stores the amax of its own tile, [grid]. Programs beyond the tensor store 0.
+    OF: the parts with an amax: "tensor"; "matrix", each matrix [batch] or each of GROUPS groups of rows; "row", each
+    row. PARTIAL: instead, each program stores the amax of its own tile, [grid]; programs beyond the tensor store 0.
     FLAT: x is one row. GROUPS, offs_ptr: as in `quantize_rows`. LAUNCH_DEPENDENTS: the next kernel may start early, see
     `device.dependent_launch`.
     """
@@ -277,12 +276,11 @@ def columns_amax(
     """Raise the int32s at amax_ptr, initially 0, to the bits of the amaxes of x's columns.
 
     TRANSFORM: apply the Hadamard transform to the columns first. EACH: an amax for each column, [batch, cols];
-    otherwise one amax of all columns or (MATRICES) of the columns of each matrix, [batch]. ALONG_ROWS (with EACH): each
-    row's amax as well, without the transform, [batch, rows + cols]. PLAIN: the amax of x without the transform comes
+    otherwise one amax of all columns or (MATRICES) of the columns of each matrix, [batch]. ALONG_ROWS (with EACH): also
+    each row's amax, without the transform, [batch, rows + cols]. PLAIN: the amax of x without the transform comes
     first. GROUPS, offs_ptr: as in `quantize_rows`; each group has an amax, or two amaxes, or one for each column: [G],
-    [G + G] or [G, cols], the last behind the amaxes of all rows.
-    (All results have one pointer, because Inductor does not order the writes of a kernel to one tensor through two
-    pointers.) WHOLE: as in `quantize_columns`.
+    [G + G] or [G, cols], the last after the amaxes of all rows. (All results have one pointer, because Inductor does
+    not order the writes of a kernel to one tensor through two pointers.) WHOLE: as in `quantize_columns`.
     """
     before = ()
     offs = ()
@@ -338,13 +336,13 @@ def columns_amax(
 
 @triton.jit
 def raise_to_largest(amax_ptr, first, second):
-    """Raise one int32 to the largest of two matrices of amax bits."""
+    """Raise the int32 at amax_ptr to the largest of two matrices of amax bits."""
     tl.atomic_max(amax_ptr, tl.max(tl.max(tl.maximum(first, second), 1), 0), sem="relaxed")
 
 
 @triton.jit
 def raise_row_amaxes(amax_ptr, tile, row0, rows, dtype: tl.constexpr, ISA: tl.constexpr):
-    """Raise the int32s at amax_ptr, one a row of the tensor, to the bits of the rows' amaxes in a column tile."""
+    """Raise the int32s at amax_ptr, one per row of the tensor, to the bits of the rows' amaxes in a column tile."""
     bits = ()
     for i in tl.static_range(0, len(tile), 2):
         if ISA == 0 or dtype == tl.float32:

@@ -1,8 +1,8 @@
-"""Quantise along the rows and down the columns from one read: 16-bit inputs, rounded to nearest, without outer scales.
+"""Quantise along rows and columns from one read: 16-bit inputs, rounded to nearest, with block scales only.
 
 A thread holds a register tile of 16 rows (`device.register_tile`). Rows and columns are encoded in turns of a few rows,
-so that values unpacked for the rows serve the columns too. The registers suffice for four programs a multiprocessor.
-Each direction may have dequantised values instead of codes (`device.values`).
+so that elements are unpacked once for both. The registers suffice for four programs per multiprocessor. Each direction
+may have dequantised values instead of codes (`device.values`).
 """
 
 from dataclasses import dataclass
@@ -57,7 +57,8 @@ class BothConfig(LaunchConfig):
 def both_config(element: str, more: bool) -> BothConfig:
     """The configuration of `quantize_both`.
 
-    more: whether elements are computed, or rows of values stored. That takes more registers: small programs fit better.
+    more: whether elements are computed, or rows of dequantised values stored: both take more registers, and small
+    programs fit better.
     """
     if element == "e2m1" or more:
         return BothConfig(num_warps=4, row_tiles=8, col_tiles=16, words=4)
@@ -71,7 +72,7 @@ def serves(source: Source, fmt: BlockFormat, outer: Outer, *, seeded: bool, tran
 
 
 def both_launch(source: Source, fmt: BlockFormat, layout: str, rows: Output, columns: Output) -> Launch:
-    """The launch of the kernel. rows, columns: the outputs to fill for x and for x transposed."""
+    """The launch of `quantize_both`. rows, columns: the outputs to fill for x and for x transposed."""
     config = both_config(fmt.element, source.prologue is not None or rows.data.tensor.is_floating_point())
     height, width = config.row_tiles * DEPTH.value, 2 * config.col_tiles * config.words
     constants = {
@@ -89,7 +90,7 @@ def both_launch(source: Source, fmt: BlockFormat, layout: str, rows: Output, col
 def scales_of_pairs(
     pairs, ELEMENT: tl.constexpr, SCALE: tl.constexpr, CONTRACT: tl.constexpr, dtype: tl.constexpr, ISA: tl.constexpr
 ):
-    """A tuple of pairs of amaxes -> (integers with the bits of both scales of each pair, twice as many factors)."""
+    """Tuple of pairs of amaxes -> (integers with the bits of both scales of each pair, factors, twice as many)."""
     all_bits = ()
     factors = ()
     for i in tl.static_range(len(pairs)):
@@ -135,7 +136,7 @@ def encode_row(tile, START: tl.constexpr, COUNT: tl.constexpr, factor, dtype: tl
 @triton.jit
 def encode_columns(tile, ROW: tl.constexpr, WORD: tl.constexpr, WORDS: tl.constexpr, COUNT: tl.constexpr, factors,
                    dtype: tl.constexpr, ELEMENT: tl.constexpr, EXACT: tl.constexpr, ISA: tl.constexpr):  # fmt: skip
-    """Codes of COUNT rows in both columns of a word: an int32 tensor for each column."""
+    """Codes of COUNT rows in both columns of a word, as an int32 tensor for each column."""
     words = ()
     for i in tl.static_range(ROW, ROW + COUNT):
         words = words + (tile[i * WORDS + WORD],)
@@ -154,23 +155,23 @@ def store_rows(
 ):  # fmt: skip
     """Store the codes (or values) of rows ROW to ROW + COUNT of each register tile, by one store.
 
-    destination: (pointer to units, number of the matrix's first row, row and unit where the tile begins, rows of the
-    matrix, units in a row). A unit is the int32 of a row that a thread has, or an int64 of two. runs: the int32 tensors
-    of the rows, [ROW_TILES, COL_TILES], a row's side by side. WHOLE: nothing needs a mask.
+    destination: (pointer to units, number of the matrix's first row, first row and unit of the tile, rows of the
+    matrix, units in a row). A unit is a thread's int32 of a row, or an int64 of two. runs: the int32 tensors of the
+    rows, [ROW_TILES, COL_TILES], those of a row in order. WHOLE: nothing needs a mask.
     """
     ptr, first, row0, unit0, rows, per_row = destination
     if len(runs) == COUNT:
         units = runs
     else:
         units = join_to_int64(runs)
-    own: tl.constexpr = len(units) // COUNT  # units of a row that a thread has
+    own: tl.constexpr = len(units) // COUNT  # a thread's units of a row
     units = tl.reshape(stack_tensors(units), (ROW_TILES, COL_TILES, COUNT, own))
     units = restore_axes(tl.permute(units, (2, 0, 1, 3)))
     row = load_index(row0 + tl.arange(0, ROW_TILES) * DEPTH, 1)
     step = load_index(tl.arange(0, COUNT), 0)
     unit = load_index(unit0 + tl.arange(0, COL_TILES) * own, 2) + tl.arange(0, own)[None, None, None, :]
     ptr += (first + row + ROW) * per_row + unit + step.to(tl.int64) * per_row
-    # Threads store what they hold: without this, neighbouring columns would be brought to one thread first.
+    # Threads store their own registers: without this, neighbouring columns would be moved to one thread first.
     ptr = tl.max_contiguous(ptr, [1, 1, 1, own])
     if WHOLE:
         tl.store(ptr, units)
@@ -182,9 +183,8 @@ def store_rows(
 def store_pairs(scales_ptr, pairs, batch, row0, block0, rows, blocks, SWIZZLED: tl.constexpr, ALIGN: tl.constexpr):
     """`store_scales` from row0 on for a `pair_of_scales` [pairs, n] of each two neighbouring rows.
 
-    Swizzled scales go in one store: on SM100, whose products read them, the kernel then has 3 to 10 % fewer
-    instructions. Linear scales go in two stores: one would take registers that four programs of an SM90 multiprocessor
-    do not have.
+    Swizzled scales take one store: on SM100, whose matmuls read them, the kernel then has 3 to 10 % fewer instructions.
+    Linear scales take two stores: with one, the registers of an SM90 multiprocessor do not suffice for four programs.
     """
     if SWIZZLED:
         row = row0 + tl.arange(0, 2 * pairs.shape[0])
@@ -203,11 +203,10 @@ def encode_turn(
     COL_TILES_PER_BLOCK: tl.constexpr, WHOLE: tl.constexpr, WORDS: tl.constexpr, stored: tl.constexpr,
     ISA: tl.constexpr,
 ):  # fmt: skip
-    """Encode a turn: each thread's rows from ROW on, two for each pair of `row_amaxes`. Stores the rows.
+    """Encode a turn, each thread's rows from ROW on, two for each pair of `row_amaxes`, and store the rows.
 
-    destination: as in `store_rows`. stored: the dtype of what is stored there, uint8 for codes or 16-bit floats for
-    values.
-    Returns (scales of the pairs of rows, codes of the columns from `encode_columns`).
+    destination: as in `store_rows`. stored: the dtype at the destination, uint8 for codes or 16-bit floats for
+    dequantised values. Returns (scales of the pairs of rows, codes of the columns from `encode_columns`).
     """
     turn: tl.constexpr = 2 * len(row_amaxes)
     exact: tl.constexpr = exact_in_bf16(SCALE, dtype, ISA)
@@ -245,7 +244,7 @@ def quantize_both(
     """One tile of ROW_TILES * DEPTH rows by 2 * COL_TILES * WORDS columns.
 
     x: [batch, rows, cols], strides x_batch, x_row, 1. Codes and scales of x go to data_ptr and scales_ptr, codes and
-    scales of x.T to columns_ptr and column_scales_ptr; values instead, where data_ptr or columns_ptr points to 16-bit
+    scales of x.T to columns_ptr and column_scales_ptr; dequantised values, if data_ptr or columns_ptr points to 16-bit
     floats. WHOLE: tiles divide each matrix, so no mask is needed.
     """
     dtype: tl.constexpr = x_ptr.dtype.element_ty

@@ -54,10 +54,10 @@ class ColumnConfig(LaunchConfig):
 
 
 def column_config(element: str, block: int, both: bool) -> ColumnConfig:
-    """The configuration of `quantize_columns`. both: whether it quantises along the rows as well, or tiles have 128
+    """The configuration of `quantize_columns`. both: whether it also quantises along the rows, or tiles have 128
     rows, to which groups are padded.
 
-    A thread holds whole blocks of its columns. With more words a thread, loads would be 16 bytes wide, but registers
+    A thread holds whole blocks of its columns. With more words per thread, loads would be 16 bytes wide, but registers
     would suffice for fewer programs: that was slower.
     """
     if element == "e2m1":
@@ -79,7 +79,7 @@ def columns_launch(
     stream: int,
     transform: bool,
 ) -> Launch:
-    """The launch of the kernel for columns and, if `rows` is given, rows. outers: see `amax.outers_of`."""
+    """The launch of `quantize_columns` for columns and, if `rows` is given, rows. outers: see `amax.outers_of`."""
     along, down = outers
     constants = format_constants(fmt)
     config = column_config(fmt.element, constants["BLOCK"], rows is not None or source.groups > 0)
@@ -122,7 +122,7 @@ def join_runs(runs):
 
 @triton.jit
 def take_run(values, START: tl.constexpr, COUNT: tl.constexpr, MASK_INFINITY: tl.constexpr):
-    """COUNT of the float32 tensors, from number START on. MASK_INFINITY: replace infinities by NaN."""
+    """Elements START to START + COUNT of a tuple of float32 tensors. MASK_INFINITY: replace infinities by NaN."""
     run = ()
     for i in tl.static_range(START, START + COUNT):
         if MASK_INFINITY:
@@ -202,7 +202,7 @@ def encode_columns(
 
 @triton.jit
 def read_columns(tile, TRANSFORM: tl.constexpr, dtype: tl.constexpr, ISA: tl.constexpr):
-    """A column tile -> (even columns, odd columns, amax bits of their blocks, for even and for odd columns)."""
+    """A column tile -> (even columns, odd columns, amax bits of the even columns' blocks, of the odd columns')."""
     if TRANSFORM:
         return transform_column_tile(tile, dtype, ISA)
     else:
@@ -226,9 +226,9 @@ def scale_and_encode_columns(
 ):  # fmt: skip
     """(codes as int64 units [columns, n], scale bytes of the even columns' and of the odd columns' blocks) of a tile.
 
-    first, second, *_amax: results of `read_columns`. encode, decode: outer scales, each a pair for the even and the odd
-    columns. even_column: the number in the output (int64) of each even column, [1, WORDS]. block0: the number of the
-    tile's first block in its columns. blocks: blocks of a column.
+    first, second, *_amax: results of `read_columns`. encode, decode: global or row scales, each a pair for the even and
+    the odd columns. even_column: the number in the output (int64) of each even column, [1, WORDS]. block0: the number
+    of the tile's first block in its columns. blocks: blocks of a column.
     """
     first_byte, first_factor = block_scale(first_amax, encode[0], decode[0], HAS_OUTER, ELEMENT, SCALE, CONTRACT, ISA)
     second_byte, second_factor = block_scale(
@@ -248,7 +248,7 @@ def store_column_values(
 ):  # fmt: skip
     """Store results of `scale_and_encode_columns` as 16-bit dequantised values: at columns `column`, from block0 on.
 
-    Lanes exchange codes, not values: codes are a quarter or half of the bytes.
+    Lanes exchange codes, not dequantised values: codes are a quarter or half of the bytes.
     """
     words = values_of_units(units, bytes, ELEMENT, SCALE, columns_ptr.dtype.element_ty, ISA)
     store_units(columns_ptr, words, column, block0 * (BLOCK // 2), blocks * (BLOCK // 2), mask, 8)
@@ -260,7 +260,7 @@ def store_columns(
     ELEMENT: tl.constexpr, SCALE: tl.constexpr, BLOCK: tl.constexpr, SWIZZLED: tl.constexpr, UNIT_ALIGN: tl.constexpr,
     SCALE_ALIGN: tl.constexpr, WHOLE: tl.constexpr, ISA: tl.constexpr,
 ):  # fmt: skip
-    """Store a tile's codes and scales, or values, at the columns `column` of a matrix, from block0 on.
+    """Store a tile's codes and scales, or dequantised values, at columns `column` of a matrix, from block0 on.
 
     units, bytes: codes as int64 units [columns, n], and scale bytes [columns, blocks of the tile]. column_row: the
     numbers of the columns among those of all matrices (int64). per_column: units of a column.
@@ -281,7 +281,7 @@ def store_columns(
 def clear_codes(units, rows, bits: tl.constexpr):
     """Clear the codes from number `rows` of each column on, in units [columns, n]. bits: bits of a code.
 
-    With an outer scale that is not finite, the zeros beyond a group have nonzero codes.
+    If a global or row scale is not finite, the zeros beyond a group have nonzero codes.
     """
     kept = tl.maximum(rows * bits - 64 * tl.arange(0, units.shape[1]), 0)
     mask = tl.where(kept >= 64, -1, (tl.full(kept.shape, 1, tl.int64) << tl.minimum(kept, 63).to(tl.int64)) - 1)
@@ -306,15 +306,15 @@ def quantize_columns(
     columns_ptr points to 16-bit floats. ALONG_ROWS: codes and scales of x go to data_ptr and scales_ptr; their random
     bits are stream 0. STREAM: stream of the columns' random bits.
     OUTER, PARTIAL_MAXIMA: as in `outer_scales`, or one of three further modes. OUTER "row": a decode factor for each
-    column is read at column_outer_ptr. OUTER "row amax": each column's decode factor is made from the bits at
+    column is read at column_outer_ptr. OUTER "row amax": each column's decode factor is made of the bits at
     column_amax_ptr, [batch, cols], and stored at column_outer_ptr; with ALONG_ROWS the bits of rows and columns are
     [batch, rows + cols], and the decode factors of the rows are stored at outer_ptr. OUTER "matrix amax": each matrix
     (or group) has an amax at column_amax_ptr, and its decode factor is stored at column_outer_ptr; with ALONG_ROWS (for
     groups) amax_ptr and outer_ptr are those of the rows.
-    GROUPS, offs_ptr: as in `quantize_rows`; ROW_TILES * BLOCK is then 128, and results are of padded rows. Each column
-    of each group has a scale of its own with "row amax".
-    WHOLE: tiles divide each matrix (the columns of groups), so that nothing (nothing but the rows) needs a mask.
-    BATCHED: there may be several matrices. Only on SM100 is WHOLE ever True or BATCHED ever False: there, masks are a
+    GROUPS, offs_ptr: as in `quantize_rows`; ROW_TILES * BLOCK is then 128, and results are of padded rows. With "row
+    amax", each column of each group has its own scale.
+    WHOLE: tiles divide each matrix, so that nothing needs a mask; for groups, they divide the columns, and only rows
+    need one. BATCHED: there may be several matrices. WHOLE is True, or BATCHED False, only on SM100: there, masks are a
     tenth of the instructions, and the number of the matrix is a twentieth.
     """
     before = ()
@@ -343,7 +343,7 @@ def quantize_columns(
         group, end, row_tile, row0, col_tile = tile_of_group(before, offs, rows, col_tiles, row_count, GROUPS)
         batch = row_tile * 0
         blocks = (rows // 128 + GROUPS) * (128 // BLOCK)
-        first_tile: tl.constexpr = False  # `store_group_outers` stores what the tile with `first` would
+        first_tile: tl.constexpr = False  # `store_group_outers` stores the scales instead
     else:
         batch, row_tile, col_tile = tile_of(tl.program_id(0), padded_rows, col_tiles, row_count, False, unsigned,
                                             BATCHED)  # fmt: skip
@@ -356,7 +356,7 @@ def quantize_columns(
         block0 = row_tile * ROW_TILES
         column = col0 + tl.arange(0, col_count)
         per_column = blocks * per_block
-        if TRANSFORM or not ALONG_ROWS:  # else rows and columns share outer scales
+        if TRANSFORM or not ALONG_ROWS:  # else rows and columns share global or row scales
             store_group_outers(column_amax_ptr, column_outer_ptr, row_tile, col_tile, OUTER, GROUPS, ELEMENT, SCALE,
                                CONTRACT, ISA)  # fmt: skip
         if ALONG_ROWS:
@@ -364,13 +364,13 @@ def quantize_columns(
         if OUTER == "row amax":
             if ALONG_ROWS:  # amaxes of all rows come before those of the columns
                 column_amax_ptr += rows
-            if row_tile < GROUPS:  # tile t stores the outer scales of the columns of group t
+            if row_tile < GROUPS:  # tile t stores the global or row scales of the columns of group t
                 at = row_tile.to(tl.int64) * cols + column
                 make_outer_scales(
                     column_amax_ptr + at, column_outer_ptr, at, column < cols, True, ELEMENT, SCALE, CONTRACT, ISA
                 )
         if group >= GROUPS:
-            # Half of the programs have no group where groups are equal. Their zeros need no exchange of lanes.
+            # If groups are equal, half of the programs have no group. Their zeros need no exchange of lanes.
             store_columns(
                 columns_ptr, column_scales_ptr, tl.zeros((col_count, ROW_TILES * per_block), tl.int64),
                 tl.zeros((col_count, ROW_TILES), tl.int32), batch, column, batch.to(tl.int64) * cols + column, block0,
@@ -439,7 +439,7 @@ def quantize_columns(
         if OUTER == "matrix amax":
             encode, decode = make_outer_scales(column_amax_ptr + group, column_outer_ptr, group, True, first_tile,
                                                ELEMENT, SCALE, CONTRACT, ISA)  # fmt: skip
-        elif ISA < 100 or not ALONG_ROWS or TRANSFORM:  # else rows and columns share one outer scale
+        elif ISA < 100 or not ALONG_ROWS or TRANSFORM:  # else rows and columns share one global or row scale
             encode, decode = outer_scales(
                 OUTER, column_outer_ptr, column_amax_ptr, PARTIAL_MAXIMA, ELEMENT, SCALE, CONTRACT, ISA
             )
@@ -463,6 +463,6 @@ def quantize_columns(
         columns_ptr, column_scales_ptr, units, bytes, batch, column, column_row, block0, cols, blocks, per_column,
         ELEMENT, SCALE, BLOCK, SWIZZLED, COLUMN_UNIT_ALIGN, COLUMN_SCALE_ALIGN, WHOLE, ISA,
     )  # fmt: skip
-    if row_scales and GROUPS > 0:  # as late as this, because they then take fewer registers
+    if row_scales and GROUPS > 0:  # so late, because they then take fewer registers
         store_row_scales(scales_ptr, row_bytes, batch, row_tile, row, col0 // BLOCK, end, cols, BLOCK, SWIZZLED,
                          SCALE_ALIGN, WHOLE, True, ISA)  # fmt: skip

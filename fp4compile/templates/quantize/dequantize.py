@@ -1,4 +1,4 @@
-"""Dequantise: codes times block scales times outer scale, for both scale layouts and every format."""
+"""Dequantise: codes times block scales times global or row scales, for both scale layouts and every format."""
 
 import math
 from dataclasses import dataclass
@@ -79,8 +79,8 @@ def dequantize_rows(
 ):  # fmt: skip
     """One tile of ROWS x BLOCKS blocks of a batch of [rows, cols] matrices. out: contiguous [batch, rows, cols].
 
-    SQUARE: linear scales of square blocks, one for BLOCK rows. OUTER: granularity of outer scales, "none", "tensor" or
-    "row". ALIGN: pairs of elements that divide a row of out; 0 where the length of a row is odd. UNIT_ALIGN: pairs of
+    SQUARE: linear scales of square blocks, one for BLOCK rows. OUTER: "none", "tensor" (a global scale) or "row" (row
+    scales). ALIGN: pairs of elements that divide a row of out; 0 if the length of a row is odd. UNIT_ALIGN: pairs of
     codes that divide a row of codes. BATCHED: there may be several matrices; False only on SM100.
     """
     dtype: tl.constexpr = out_ptr.dtype.element_ty
@@ -99,7 +99,7 @@ def dequantize_rows(
     unit = tl.arange(0, count)[None, :]
 
     per_row = tl.cdiv(cols, 2) if SCALE == "none" else blocks * half
-    per_row = per_row // UNIT_ALIGN * UNIT_ALIGN  # changes nothing, but shows the compiler how wide it may load
+    per_row = per_row // UNIT_ALIGN * UNIT_ALIGN  # unchanged, but the compiler derives the width of loads from it
     cols_left = tl.minimum(per_row - block0 * half, count).to(tl.int32)
     data_row_ptr = data_ptr.to(tl.pointer_type(unit_type), bitcast=True) + flat_row * per_row + block0 * half
     units = tl.load(data_row_ptr + unit, mask=row_mask & (unit // UNIT_ALIGN < cols_left // UNIT_ALIGN), other=0)

@@ -1,4 +1,4 @@
-"""Lay linear block scales out as the matrix units read them: for rows that were moved after they were quantised."""
+"""Convert linear block scales to the swizzled layout, for rows that were moved after they were quantised."""
 
 import math
 
@@ -15,7 +15,7 @@ from fp4compile.templates.device.memory import store_scales, tile_of, tiles_alon
 from fp4compile.templates.launch import launch, target_of
 from fp4compile.templates.quantize.source import power_of_two
 
-# Block columns of a program. A program of groups first finds its group, for which few columns would not be worth it.
+# Block columns of a program. A program of groups first finds its group, which takes longer than few columns.
 _BLOCKS = 32
 
 
@@ -46,9 +46,9 @@ def lay_out_scales(
 ):  # fmt: skip
     """One tile of ROWS (128) x BLOCKS block columns of a batch of matrices [rows, blocks] of scale bytes.
 
-    GROUPS: how many groups the int32 at offs_ptr cut the rows in; 0 for none. Groups go with one matrix: each begins a
-    new tile of the result, and tiles beyond the last group are zero. ALIGN: as in `store_scales`. BATCHED: there may be
-    several matrices; False only on SM100.
+    GROUPS: the number of groups of rows that the int32 at offs_ptr define, of a single matrix; 0 for none. Each begins
+    a new tile of the result, and tiles beyond the last group are zero. ALIGN: as in `store_scales`. BATCHED: there may
+    be several matrices; False only on SM100.
     """
     unsigned: tl.constexpr = ISA >= 100
     col_tiles = tl.maximum(tiles_along(tiles_along(blocks, 4, unsigned) * 4, BLOCKS, unsigned), 1)

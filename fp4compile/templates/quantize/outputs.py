@@ -1,4 +1,4 @@
-"""The outputs of a quantise kernel (codes or dequantised values, block scales, outer scales) and its constants."""
+"""The outputs of a quantise kernel (codes or dequantised values, and scales) and its constexpr arguments."""
 
 import math
 from collections.abc import Sequence
@@ -19,8 +19,8 @@ class Output:
     """The tensors that a kernel fills along one dimension of a tensor.
 
     data: uint8 for codes, or 16-bit floats for dequantised values (codes times block scales). scales: the bits of the
-        block scales, integers; None for dequantised values, and where the format has none. length: elements of a row
-        of codes, without padding.
+        block scales, integers; None for dequantised values, and if the format has none. length: elements of a row of
+        codes, without padding.
     """
 
     data: View
@@ -30,11 +30,11 @@ class Output:
 
     @property
     def pointers(self) -> tuple[View, View]:
-        """The kernel's pointers. Unused pointers need a tensor too."""
+        """The kernel's pointers to data and scales; an unused pointer is that to data."""
         return self.data, self.scales or self.data
 
     def typed(self) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Codes (or values) and scales in their dtypes; without blocks, rows lose their padding."""
+        """Codes (or dequantised values) and scales in their dtypes; without block scales, rows have no padding."""
         data, fmt = self.data.tensor, self.format
         if data.is_floating_point():
             return data, None
@@ -49,9 +49,9 @@ def empty_output(
 ) -> Output:
     """Uninitialised memory for the results along one dimension.
 
-    shape: shape [..., lanes, length] of the tensor that is quantised along its last dimension. columns: whether it is
-    the source transposed; the kernel for columns stores 16 bytes at a time, so rows of codes are padded to 16 bytes.
-    Raises RuntimeError if the kernel, which takes its sizes from the source, would write beyond this memory.
+    shape: [..., lanes, length] of the tensor that is quantised along its last dimension. columns: whether that is the
+    source transposed; the kernel for columns stores 16 bytes at a time, so rows of codes are padded to 16 bytes.
+    Raises RuntimeError if the kernel, whose sizes are those of the source, would write beyond this memory.
     """
     *batch, lanes, length = shape
     read_lanes, read_length = (source.cols, source.padded_rows) if columns else (source.rows, source.cols)
@@ -72,12 +72,12 @@ def empty_output(
 
 
 def code_pairs(cols, fmt: BlockFormat):
-    """Pairs of codes in a row of `cols` elements, padding included."""
+    """The number of pairs of codes in a row of `cols` elements, padding included."""
     return ceil_div(cols, 2) if fmt.block is None else ceil_div(cols, fmt.block_cols) * (fmt.block_cols // 2)
 
 
 def _row_bytes(length, fmt: BlockFormat, columns: bool):
-    """Bytes of a row of codes."""
+    """The number of bytes of a row of codes."""
     if fmt.block is None:
         return ceil_div(length, 16 if columns else 2) * (16 if columns else 2)
     return code_pairs(length, fmt) * (1 if fmt.packed else 2)
@@ -91,10 +91,10 @@ def _scales_of_matrix(lanes, length, fmt: BlockFormat, layout: str) -> tuple:
 
 @dataclass(frozen=True, eq=False)
 class Outer:
-    """The outer scales of a launch, as the kernels take them (`device.block_scales.outer_scales`).
+    """The global or row scales of a launch, in the arguments of kernels (`device.block_scales.outer_scales`).
 
-    mode: the kernels' constexpr OUTER. scale: float32 decode factors, static or to be written; None without outer
-    scales. amax: the float32 bits (int32) from which the scales are made; None where no amax is read.
+    mode: the kernels' constexpr OUTER. scale: float32 decode factors, static or to be written; None without scales.
+    amax: the float32 bits (int32) of which the scales are made; None if no amax is read.
     launches: the launches that find the amax.
     """
 
@@ -105,12 +105,12 @@ class Outer:
 
     @property
     def computed(self) -> bool:
-        """Whether an earlier kernel has read the tensor to find the amax."""
+        """Whether an earlier kernel reads the tensor to find the amax."""
         return self.mode in ("amax", "row amax", "matrix amax")
 
     @property
     def constants(self) -> dict:
-        """OUTER, and how many partial maxima the amax consists of."""
+        """The constants OUTER and PARTIAL_MAXIMA, the number of partial maxima of the amax."""
         return {"OUTER": self.mode, "PARTIAL_MAXIMA": self.amax.tensor.numel() if self.mode == "amax" else 1}
 
     def pointers(self, unused: View) -> tuple[View, View]:
@@ -121,8 +121,8 @@ class Outer:
     def result(self) -> torch.Tensor | None:
         """The scale in the shape that callers expect.
 
-        A computed scale of the tensor has the shape [1] in kernels: Inductor would fill an empty tensor without
-        dimensions by a launch of its own.
+        A computed global scale has the shape [1] in kernels: Inductor would use another launch to fill an empty tensor
+        without dimensions.
         """
         if self.scale is None:
             return None
@@ -130,21 +130,21 @@ class Outer:
 
 
 def padded_scale_shape(rows, blocks, layout: str):
-    """Rows and block columns whose scale bytes a kernel writes, the padding of swizzled scales included."""
+    """The numbers of rows and block columns whose scales a kernel writes, including padding of swizzled scales."""
     if layout == "swizzled":
         return ceil_div(rows, TILE_ROWS) * TILE_ROWS, ceil_div(blocks, TILE_COLS) * TILE_COLS
     return rows, blocks
 
 
 def row_tiles(source: Source, rows, height: int):
-    """Number of tiles of `height` rows that cover `rows` rows of each matrix, or any groups of the source's rows."""
+    """The number of tiles of `height` rows that cover the rows of each matrix, or any groups of the source's rows."""
     return source.rows // height + source.groups if source.groups else source.batch * ceil_div(rows, height)
 
 
 def tile_grid(source: Source, height: int, width: int, layout: str):
-    """Number of programs whose height x width tiles cover each matrix and the padding of its swizzled scales."""
+    """The number of programs whose height x width tiles cover each matrix and its swizzled scales' padding."""
     rows, cols = [ceil_div(n, 128) * 128 if layout == "swizzled" else n for n in (source.rows, source.cols)]
-    # Without rows there are still outer scales of the columns to write.
+    # Even without rows, scales of the columns are written.
     return row_tiles(source, torch.sym_max(rows, 1), height) * ceil_div(cols, width)
 
 
@@ -175,7 +175,7 @@ def store_aligns(cols, fmt: BlockFormat, prefix: str = "") -> dict:
 
 
 def column_aligns(source: Source, fmt: BlockFormat) -> dict:
-    """`store_aligns` for the columns, in kernels that store 8 bytes of codes at a time."""
+    """`store_aligns` of x transposed, for kernels that store 8 bytes of codes at a time."""
     if source.groups:
         return {"COLUMN_UNIT_ALIGN": 2, "COLUMN_SCALE_ALIGN": TILE_ROWS // format_constants(fmt)["BLOCK"]}
     aligns = store_aligns(source.rows, fmt, "COLUMN_")

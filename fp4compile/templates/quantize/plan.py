@@ -1,10 +1,10 @@
-"""The launches of a quantiser: which kernels, on which views of the tensors.
+"""The launches of a quantiser: its kernels, and the views of tensors that are their arguments.
 
 `plan` is pure: it allocates the results, returns the launches that fill them, and launches nothing. It takes concrete
 and symbolic sizes, real, fake and meta tensors, so that one plan is run eagerly, traced into a graph, compiled ahead of
 time, interpreted and simulated. Results have the bits of `formats.reference`.
 
-Each kernel is in a file of its own, with its tile sizes and the function that makes its launch.
+Each kernel has its own file, with its tile sizes and the function that makes its launch.
 """
 
 from collections.abc import Sequence
@@ -35,13 +35,13 @@ from fp4compile.templates.quantize.row_on_chip import (
 from fp4compile.templates.quantize.source import Source, lies_transposed, source_of
 from fp4compile.templates.view import View
 
-# Codes (or values), block scales and outer scale along one dimension, as `reference.quantize` returns them.
+# Codes (or dequantised values), block scales, and global or row scales, as `reference.quantize` returns them.
 Quantized = tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]
 
 
 @dataclass(frozen=True, eq=False)
 class Plan:
-    """Launches, in order, and their results: an output and an outer scale for each dimension of a spec, in order."""
+    """Launches and their results: an output, and global or row scales, for each dimension of a spec; in order."""
 
     launches: tuple[Launch, ...]
     outputs: tuple[Output, ...]
@@ -61,9 +61,9 @@ def quantize(
     seed: torch.Tensor | None = None,
     amax: torch.Tensor | None = None,
 ) -> tuple[tuple[Quantized, ...], tuple[torch.Tensor, ...]]:
-    """(the results along each dimension, the stored results of the prologue) for arguments of the op `quantize`.
+    """The results along each dimension, and the stored results of the prologue, for arguments of the op `quantize`.
 
-    On SM100 the hardware rounds stochastically: equal to the reference in distribution only.
+    On SM100 the hardware rounds stochastically: results equal the reference's only in distribution.
     """
     written: tuple[torch.Tensor, ...] = ()
     if spec.prologue is not None:
@@ -85,13 +85,13 @@ def quantize(
 
 
 def _by_reference(spec: QuantizeSpec, x: torch.Tensor) -> bool:
-    """Whether no kernel serves: for stochastically rounded square blocks, which no recipe uses, and for empty tensors
+    """Whether there is no kernel: for stochastically rounded square blocks, which no recipe uses, and for empty tensors
     (a grid cannot be empty, and its program would read and write)."""
     return (spec.format.square and spec.seeded) or (not spec.ragged and statically_true(x.numel() == 0))
 
 
 def _without_plan(spec: QuantizeSpec, x, dim: int, offs, outer, seed, amax) -> Quantized:
-    """The results along a dimension by PyTorch operations, or by the kernels of the scale sweep."""
+    """The results along a dimension, computed by PyTorch operations or by the kernels of the scale sweep."""
     fmt = spec.format
     if spec.scale_rule != "amax" and not statically_true(x.numel() == 0):
         each = spec.each_matrix and outer is None and fmt.outer == "tensor"
@@ -127,8 +127,8 @@ def plan(
     source = source_of(along.transpose(-2, -1) if down else along, target, spec.prologue, operands, stored)
     if amax is not None:
         source = replace(source, amax_bits=View.flat(amax.reshape(-1).view(torch.int32), amax.numel()))
-    # Rows with linear scales, and with outer scales of their own or static ones, do not depend on their groups. The
-    # host never reads the offsets: grids are as large as any offsets need.
+    # Rows with linear scales and row scales, or static scales, do not depend on their groups. The host never reads the
+    # offsets: grids are as large as any offsets need.
     if spec.ragged and (spec.dims != (ROWS,) or spec.swizzled or (outer is None and spec.format.outer == "tensor")):
         source = replace(source, offs=View.flat(offs.contiguous(), offs.shape[0]))
     if spec.both:
@@ -141,8 +141,8 @@ def plan(
 def _reads_down(spec: QuantizeSpec, x: torch.Tensor, given: bool) -> bool:
     """Whether the last dimension of x, which is quantised, is read as columns of x transposed.
 
-    A transposed view is read in its memory layout. The Hadamard transform, groups along their rows and given magnitudes
-    of columns need such a view, and copy any other x. Square blocks of any other x are read by rows.
+    A transposed view is read in its memory layout. The Hadamard transform, groups along their rows and given amaxes of
+    columns need such a view, and copy any other x. Square blocks of any other x are read by rows.
     """
     if spec.both or (spec.ragged and spec.dims == (ROWS,)):
         return False
@@ -200,10 +200,10 @@ def _both(spec: QuantizeSpec, x: torch.Tensor, source: Source, static, seed) -> 
 
 
 def _separately(source: Source, fmt: BlockFormat, outer: Outer) -> bool:
-    """Whether rows and columns are quantised by two launches: in long blocks, and from float32 to one-level NVFP4.
+    """Whether rows and columns take two launches: for long blocks, and from float32 to NVFP4 without global scale.
 
-    For the latter, ptxas 12.8, which Triton 3.6 has, loses the factors of the rows in the kernel for both directions on
-    SM90. Its code without optimisation is right, as is the PTX in the simulator.
+    For the latter, ptxas 12.8 (of Triton 3.6) loses the factors of the rows in the kernel for both directions on SM90.
+    Its code without optimisation is right, as is the PTX in the simulator.
     """
     if source.prologue is not None or source.groups:
         return False
@@ -212,7 +212,7 @@ def _separately(source: Source, fmt: BlockFormat, outer: Outer) -> bool:
 
 
 def _rows(spec: QuantizeSpec, shape: Sequence, source: Source, static, seed) -> Plan:
-    """The plan of kernels for rows. shape: shape of the tensor that is quantised along its last dimension."""
+    """The plan of kernels for rows. shape: of the tensor that is quantised along its last dimension."""
     fmt, layout, stream = spec.format, spec.layout, _stream(spec.dims[0])
     output = empty_output(source, shape, fmt, layout, values=bool(spec.values))
     launches: tuple[Launch, ...] = ()
@@ -235,7 +235,7 @@ def _rows(spec: QuantizeSpec, shape: Sequence, source: Source, static, seed) -> 
 
 
 def _found(outer: Outer, static, spec: QuantizeSpec, shape: Sequence) -> torch.Tensor | None:
-    """The outer scale that a kernel of whole rows uses, in the shape of results."""
+    """The global or row scales of a kernel of whole rows, in the shape of results."""
     if static is not None or outer.scale is None:
         return outer.result
     scale = outer.scale.tensor
@@ -243,18 +243,18 @@ def _found(outer: Outer, static, spec: QuantizeSpec, shape: Sequence) -> torch.T
 
 
 def _each_matrix(spec: QuantizeSpec) -> bool:
-    """Whether each matrix has an outer scale of its own."""
+    """Whether each matrix has its own global scale."""
     return spec.each_matrix and spec.format.outer == "tensor"
 
 
 def _stream(dim: int) -> int:
-    """The stream of random bits of a dimension: the two directions of one gradient must not round alike."""
+    """The stream of random bits of a dimension: the directions of one gradient must be rounded independently."""
     return 0 if dim == ROWS else 1
 
 
 def _shaped(outer: Outer, shape: Sequence, groups: int = 0) -> torch.Tensor | None:
-    """Outer scales of rows as [..., R, 1], or of the rows of each group's result as [G, R, 1]; None, or an outer scale
-    of the tensor, of matrices or groups, unchanged."""
+    """Row scales as [..., R, 1], or those of each group's result as [G, R, 1]; None, or global scales of the tensor, of
+    matrices or groups, unchanged."""
     found = outer.result
     if found is None or found.dim() == 0 or outer.mode == "matrix amax":
         return found

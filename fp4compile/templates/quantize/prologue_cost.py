@@ -1,8 +1,8 @@
-"""Whether a prologue pays: a cost model of a quantiser with the prologue, and without it after a kernel of Inductor's.
+"""A cost model of fusing a prologue: a quantiser with it, against Inductor's kernel and a quantiser without it.
 
-A kernel takes the longer of the time for its bytes and the time for its instructions. Times are given as bytes moved
-for each element of the tensor. The numbers below are assumptions with their sources. The fused kernels were timed by
-themselves on an H200 (benchmarks/results/producers_h200.json), and on no other GPU.
+A kernel takes the longer of the time for its bytes and the time for its instructions. The unit of time is that of a
+byte moved for each element of the tensor. The numbers below are assumptions with their sources. The fused kernels were
+timed separately on an H200 (benchmarks/results/producers_h200.json), and on no other GPU.
 """
 
 from collections.abc import Sequence
@@ -18,23 +18,23 @@ from fp4compile.templates.quantize.row import MAX_ROW_ON_CHIP
 INSTRUCTIONS_PER_BYTE = {90: 6.9, 100: 4.4}
 # Instructions of an operation on one element; 1 for operations that are missing here. Together with ROUNDING (masks,
 # rounding and packing) they overestimate ptxas's instructions in `quantize_rows` for SM100 by about six, for a norm, a
-# gate, and a norm with its statistics. So an untimed prologue is fused only where it pays anyway.
+# gate, and a norm with its statistics. So an untimed prologue is fused only if it clearly saves time.
 INSTRUCTIONS = {
     "variance": 2, "rsqrt": 3, "div": 9, "silu": 9, "sigmoid": 5, "exp": 9, "erf": 20, "tanh": 18, "cube": 2,
 }  # fmt: skip
 ROUNDING = 4
 # Instructions of the kernels without a prologue: for the amax of an element, and its quantisation in one direction.
 AMAX, QUANTIZE = 1, 9
-# The compute capability from which on prologues are fused into kernels that quantise rows alone, and into all others.
-# On an H200 the other kernels gain nothing visible in training, where emulated products take the time, and each takes
-# up to 10 s to compile (benchmarks/results/producers_h200.json). Kernels for experts were not timed there.
+# The compute capability from which prologues are fused into kernels that quantise only rows, and into all others.
+# On an H200 the others gain nothing measurable in training, where emulated matmuls take the time, and each takes up to
+# 10 s to compile (benchmarks/results/producers_h200.json). Kernels for experts were not timed there.
 SINCE = {"rows": 90, "others": 100}
 # A fused kernel must cost less than this share of the unfused ones: a margin for errors of the model.
 WORTH = 0.95
 
 
 def reads_amax(spec: QuantizeSpec, cols) -> bool:
-    """Whether the tensor is read twice, first for its amax. cols: elements of a row, which may be symbolic."""
+    """Whether the tensor is read twice, first for its amax. cols: elements of a row; may be symbolic."""
     if spec.static or spec.format.outer is None:
         return False
     on_chip = isinstance(cols, int) and cols <= MAX_ROW_ON_CHIP
@@ -46,9 +46,9 @@ def gain(spec: QuantizeSpec, dtypes: Sequence[torch.dtype], cols, sm: int, share
     """The expected saving of fusing `spec.prologue` into the quantiser, over a separate kernel before it.
 
     0 if the saving is within the model's error, and on GPUs below the compute capability in `SINCE`. dtypes: dtypes of
-    the operands. cols: elements of a row. sm: the GPU's compute capability. shared: whether a kernel of Inductor's
-    reads the operands of the tensor's size anyway, for statistics of rows or for other results: then fusing saves only
-    that kernel's stores.
+    the operands. cols: elements of a row. sm: the GPU's compute capability. shared: whether Inductor's kernel remains
+    and reads the operands of the tensor's size, for statistics of rows or for other results: then fusing saves only its
+    stores.
     """
     prologue = spec.prologue
     if sm < SINCE["others" if spec.both or (spec.ragged and spec.swizzled) else "rows"]:
@@ -80,7 +80,7 @@ def _fused_time(spec: QuantizeSpec, dtypes: Sequence[torch.dtype], cols, sm: int
 
 
 def _time(sm: int, moved: float, instructions: float) -> float:
-    """The longer of the time for `moved` bytes and the time for instructions, in bytes."""
+    """The longer of the time for `moved` bytes and the time for instructions, in units of bytes."""
     return max(moved, instructions / INSTRUCTIONS_PER_BYTE.get(sm, INSTRUCTIONS_PER_BYTE[100]))
 
 

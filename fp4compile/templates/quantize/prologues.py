@@ -1,4 +1,4 @@
-"""Which prologues the quantise kernels compute; PyTorch computes any other before them."""
+"""The prologues that quantise kernels can compute; PyTorch computes any other one before them."""
 
 from collections.abc import Sequence
 
@@ -12,12 +12,12 @@ from fp4compile.templates.quantize.row_on_chip import fits_on_chip
 def takes_prologue(spec: QuantizeSpec, dtypes: Sequence[torch.dtype], cols) -> bool:
     """Whether a kernel quantises the result of `spec.prologue`.
 
-    dtypes: dtypes of its operands. cols: elements of a row of the result, which may be symbolic.
+    dtypes: dtypes of its operands. cols: elements of a row of the result; may be symbolic.
 
     Kernels of rows compute pairs of elements of any width. Kernels that find statistics take 16-bit elements, in rows
-    that fit on the chip. The kernel of both directions takes formats without an outer scale. The kernels of groups take
-    those formats along the rows, any format with a static outer scale, and rows with their own outer scale. Kernels for
-    square blocks, and for columns alone, take no prologue; the latter also quantise rows behind a Hadamard transform.
+    that fit on the chip. The kernel of both directions takes formats with block scales only. The kernels of groups take
+    those formats along the rows, any format with a static global scale, and formats with row scales. Kernels for square
+    blocks, and for columns only, take no prologue; the latter also quantise rows after a Hadamard transform.
     """
     prologue, fmt = spec.prologue, spec.format
     if spec.hadamard and not spec.both:
@@ -34,7 +34,7 @@ def takes_prologue(spec: QuantizeSpec, dtypes: Sequence[torch.dtype], cols) -> b
         found = not spec.both and not spec.ragged and fits_on_chip(cols)
         return found and spec.dims == (ROWS,) and _finds_statistics(prologue, dtypes)
     if spec.ragged:
-        # Rows with their own outer scale and linear block scales do not depend on their groups.
+        # Rows with row scales and linear block scales do not depend on their groups.
         needs_no_amax = fmt.outer is None or spec.static or (fmt.outer == "row" and not spec.swizzled)
         return spec.dims == (ROWS,) and needs_no_amax and dtypes[0] == prologue.dtype
     if not spec.both:

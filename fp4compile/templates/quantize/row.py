@@ -1,12 +1,12 @@
-"""Quantise along the contiguous dimension: blocks of a row, and rows with their own outer scale.
+"""Quantise along the contiguous dimension: blocks of a row, and rows with row scales.
 
 A program quantises a tile of ROWS x BLOCKS blocks. It writes codes and block scales or, to fake-quantise, their
 dequantised values (`encode_and_store`).
 
-Groups of rows: a tile has rows of one group. Swizzled scales have each group's rows padded to tiles of 128 rows of
+Groups of rows: a tile has rows of one group. In swizzled scales, each group's rows are padded to tiles of 128 rows of
 scales: tile t of 128 padded rows has the scales of tile row t, and the padding is zero.
 
-The load of a tile has an axis of its own for VECTORS neighbouring runs of 16 bytes. Triton spreads this axis over lanes
+The load of a tile has a separate axis for VECTORS neighbouring runs of 16 bytes. Triton spreads this axis over lanes
 last, so one thread loads all of them. It then owns whole blocks where that saves work (the arithmetic of an E4M3 scale
 is expensive), and as many bytes of codes as one wide store takes.
 """
@@ -72,7 +72,7 @@ class ScaledRowConfig(RowConfig):
 
 
 def row_config(element: str, block: int, elements: int | None, isa: int = 0, prologue: bool = False) -> RowConfig:
-    """The configuration of `quantize_rows`. elements: length of a tensor that is one row (may be symbolic), else None.
+    """The configuration of `quantize_rows`. elements: length of a tensor of one row (may be symbolic), else None.
 
     A thread writes 16 bytes of codes at a time. In a small tensor it writes fewer, so that there are more threads. If
     Hopper computes the elements (`prologue`), it writes 8 bytes: a gate takes 85 us with 8 bytes, and 95 us with 16.
@@ -103,11 +103,11 @@ def row_config_of_groups(element: str, block: int, rows, groups: int, padded: bo
 def scaled_row_config(
     element: str, block: int, rows: int, cols: int, isa: int = 0, prologue: bool = False
 ) -> ScaledRowConfig:  # fmt: skip
-    """The configuration for rows with an outer scale each, of up to MAX_ROW_ON_CHIP elements.
+    """The configuration for rows of up to MAX_ROW_ON_CHIP elements with row scales.
 
     isa: see `Target`. If Hopper computes the elements (`prologue`), a thread loads two runs of 16 bytes at a time: a
     gate before E2M1 codes took 87 us with two runs and 91 us with four; before dequantised values 103 and 109 us.
-    Before E4M3 codes a gate took 85 us with 16 elements a thread, and 89 us with 32.
+    Before E4M3 codes a gate took 85 us with 16 elements per thread, and 89 us with 32.
     """
     vectors = 4 if element == "e2m1" else 2
     width = max(2048, 1 << (max(cols, 1) - 1).bit_length())
@@ -157,8 +157,8 @@ def rows_launch(
     rows, blocks = padded_scale_shape(source.rows, ceil_div(source.cols, block), layout)
     isa = source.target.isa
     # Without masks, a kernel with random words would need more than 64 registers, and ptxas would spill some. And for
-    # compute capability 12.0, ptxas 12.8 would lose block scales of float32. Where each row of groups has an outer
-    # scale of its own, scales without masks would take half as many registers again.
+    # compute capability 12.0, ptxas 12.8 would lose block scales of float32. If rows of groups have row scales, block
+    # scales without masks would take half as many registers again.
     if source.groups:
         width = max(config.blocks * block, TILE_ROWS)
         whole = layout == "swizzled" and outer.mode != "row amax" and statically_true(source.cols % width == 0)
@@ -181,7 +181,7 @@ def rows_launch(
 def scaled_rows_launch(
     source: Source, fmt: BlockFormat, output: Output, layout: str, seed: torch.Tensor | None, stream: int
 ) -> tuple[View, Launch]:
-    """(computed decode factors, float32 [batch * rows]; the launch of `quantize_scaled_rows`)."""
+    """The row scales to be computed, float32 [batch * rows], and the launch of `quantize_scaled_rows`."""
     constants = format_constants(fmt)
     lanes = source.batch * source.rows
     config = scaled_row_config(
@@ -255,8 +255,8 @@ def store_row_scales(
     scales_ptr, byte, batch, row_tile, row, block0, rows, cols, BLOCK: tl.constexpr, SWIZZLED: tl.constexpr,
     ALIGN: tl.constexpr, WHOLE: tl.constexpr, GROUPED: tl.constexpr, ISA: tl.constexpr,
 ):  # fmt: skip
-    """Store the scale bytes of a tile's rows (int32). With GROUPED, swizzled scales lie in their tile's padded rows,
-    zeros from row `rows` on; WHOLE: then, tiles divide the columns, so that only rows need masks."""
+    """Store the scale bytes of a tile's rows (int32). GROUPED: swizzled scales are stored in their tile's padded rows,
+    zeros from row `rows` on, and WHOLE means that tiles divide the columns, so that only rows need masks."""
     unsigned: tl.constexpr = ISA >= 100
     blocks = tiles_along(cols, BLOCK, unsigned)
     if GROUPED and SWIZZLED:
@@ -274,7 +274,7 @@ def store_row_scales(
 def store_group_outers(amax_ptr, outer_ptr, tile, col_tile, OUTER: tl.constexpr, GROUPS: tl.constexpr,
                        ELEMENT: tl.constexpr, SCALE: tl.constexpr, CONTRACT: tl.constexpr,
                        ISA: tl.constexpr):  # fmt: skip
-    """OUTER "matrix amax": tile t stores the outer scale of group t, even if it is empty. There are enough tiles."""
+    """OUTER "matrix amax": tile t stores the global scale of group t, even if it is empty. There are enough tiles."""
     if OUTER == "matrix amax":  # noqa: SIM102 (the constexpr condition stays alone)
         if (tile < GROUPS) & (col_tile == 0):
             make_outer_scales(amax_ptr + tile, outer_ptr, tile, True, True, ELEMENT, SCALE, CONTRACT, ISA)
@@ -289,10 +289,10 @@ def encode_and_store_codes(
 ):  # fmt: skip
     """Write the codes of a tile's words [ROWS, BLOCKS, BLOCK / 2]; return the bytes of its scales.
 
-    amax: bits of the block amaxes. encode, decode: outer scales. row, block0: where the tile lies in its matrix.
+    amax: bits of the block amaxes. encode, decode: global or row scales. row, block0: the tile's place in its matrix.
     If data_ptr points to 16-bit floats, dequantised values are written instead of codes (`device.values`).
-    STATIC: the outer scale is static, so it does not show an infinite element. WHOLE: the whole tile exists, so nothing
-    needs a mask.
+    STATIC: the global or row scale is static, so an infinite element does not make it infinite. WHOLE: the whole tile
+    exists, so nothing needs a mask.
     """
     half: tl.constexpr = BLOCK // 2
     fake: tl.constexpr = takes_values(data_ptr.dtype)
@@ -331,8 +331,8 @@ def quantize_rows(
     than 2^31 elements. OUTER, PARTIAL_MAXIMA: as in `outer_scales`; or OUTER "row": outer_ptr has a decode factor for
     each row; or OUTER "matrix amax" or "row amax": amax_ptr has the amax of each matrix (or group) or of each row,
     whose decode factor is stored at outer_ptr.
-    GROUPS: how many groups the int32 at offs_ptr cut the rows of one matrix in; 0 for none. With swizzled scales, ROWS
-    is then 128, and tiles beyond the last group fill their scales with zeros.
+    GROUPS: the number of groups of rows that the int32 at offs_ptr define, of one matrix; 0 for none. With swizzled
+    scales, ROWS is then 128, and tiles beyond the last group fill their scales with zeros.
     PDL: the kernel of the amax may still run when this one starts, see `device.dependent_launch`. WHOLE,
     BATCHED: as in `quantize_columns`.
     """
@@ -359,11 +359,11 @@ def quantize_rows(
                                  row0, cols, BLOCK, True, SCALE_ALIGN, WHOLE, True, ISA)  # fmt: skip
             return
         batch = row_tile * 0
-        first_tile: tl.constexpr = False  # `store_group_outers` has stored the outer scale
+        first_tile: tl.constexpr = False  # `store_group_outers` has stored the global or row scale
     else:
         program = tl.program_id(0)
         if OUTER == "amax" or OUTER == "matrix amax":
-            # The amax kernel has left the end of the tensor in the cache, so the last tile comes first.
+            # The amax kernel leaves the end of the tensor in the cache, so the last tile comes first.
             program = tl.num_programs(0) - 1 - program
         batch, row_tile, col_tile = tile_of(program, padded_rows, col_tiles, ROWS, FLAT, ISA >= 100, BATCHED)
         group = batch
@@ -401,7 +401,7 @@ def quantize_rows(
 
 @triton.jit
 def of_rows(outer, ISA: tl.constexpr):
-    """Outer scales of rows [ROWS], as they are for blocks: of a single row on SM100 a scalar, see `e4m3_scale`."""
+    """Row scales [ROWS] in the shape for blocks, [ROWS, 1]; on SM100 a scalar for one row, see `e4m3_scale`."""
     return tl.max(outer, 0) if ISA >= 100 and outer.shape[0] == 1 else outer[:, None]
 
 
@@ -415,7 +415,7 @@ def quantize_scaled_rows(
     ROWS: tl.constexpr, BLOCKS: tl.constexpr, VECTORS: tl.constexpr, PARTS: tl.constexpr,
     PROLOGUE: tl.constexpr, ISA: tl.constexpr,
 ):  # fmt: skip
-    """Whole rows, each with its own dynamic outer scale, whose decode factor is stored at outer_ptr.
+    """Quantise whole rows with dynamic row scales, which are stored at outer_ptr.
 
     data_ptr: bytes for codes, or 16-bit floats (see `encode_and_store_codes`).
     The tile holds whole rows and reads them once. PARTS > 1: PARTS programs share a row. Each finds the amax of the

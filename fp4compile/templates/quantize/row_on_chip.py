@@ -1,7 +1,7 @@
 """Quantise the result of a prologue with reductions, such as a norm, along rows.
 
 A program reads a row once, keeps it on the chip, finds the statistics, and quantises the result; so a norm and its
-quantiser are one launch and one read. A dynamic outer scale of the whole tensor needs the amax of all rows first, and
+quantiser are one launch and one read. A dynamic global scale of the whole tensor needs the amax of all rows first, and
 rows that are too long for the chip are read twice. In these cases `row_statistics` finds the statistics (and the amax).
 The remaining prologue reads the statistics as operands and has no reductions. `quantize_reduced_rows` quantises its
 result if rows fill a tile; otherwise the kernels of other prologues do.
@@ -27,14 +27,14 @@ from fp4compile.templates.quantize.row import RowConfig, encode_and_store, of_ro
 from fp4compile.templates.quantize.source import Source, matrices_view, one_matrix
 from fp4compile.templates.view import View
 
-# The longest row, in elements, that one program holds as float32 values while it finds statistics: for longer rows
-# ptxas spills registers.
+# The longest row, in elements, that one program holds in float32 while it finds statistics: for longer rows ptxas
+# spills registers.
 MAX_REDUCED_ROW_ON_CHIP = 16384
 
 
 @dataclass(frozen=True)
 class ReducedRowConfig(RowConfig):
-    """`quantize_reduced_rows` and `row_statistics`: a program has a row of pieces * blocks blocks, or walks it."""
+    """`quantize_reduced_rows` and `row_statistics`: a program holds a row of pieces * blocks blocks, or loops."""
 
     pieces: int
 
@@ -45,10 +45,10 @@ def reduced_row_config(
 ) -> ReducedRowConfig:  # fmt: skip
     """The configuration for rows whose statistics a kernel finds itself.
 
-    A row of up to MAX_REDUCED_ROW_ON_CHIP elements is read once; a program walks longer rows.
+    A row of up to MAX_REDUCED_ROW_ON_CHIP elements is read once; a program loops over longer rows.
     rows, cols: rows of all matrices, and columns; both may be symbolic. isa: see `Target`.
-    A thread has 32 elements or, where there are fewer rows than multiprocessors and latency decides, 16. outer: whether
-    a kernel of E2M1 codes makes an outer scale. Each thread repeats that work, so a thread then has 64 elements.
+    A thread has 32 elements or, if there are fewer rows than multiprocessors and latency decides, 16. outer: whether a
+    kernel of E2M1 codes makes a global or row scale. Each thread repeats that work, so a thread then has 64 elements.
     several: whether a row may be cut into several tiles; a thread then has 16 elements of each.
     work: "statistics" and "codes" for two kernels of which the second one quantises, or "all" for one kernel. Rows of
     8192 elements before E2M1 codes were timed on an H200 (benchmarks/producers.py), with (tiles of a row, warps). A
@@ -90,10 +90,10 @@ def reduced_rows_launch(
     seed: torch.Tensor | None,
     stream: int,
 ) -> tuple[Outer, Launch]:
-    """(outer scale, launch that quantises whole rows). Requires `in_one_launch` or `after_first_launch`.
+    """The global or row scales, and the launch for whole rows. Requires `in_one_launch` or `after_first_launch`.
 
-    static: a static outer scale of the tensor or of each row. If it is None and the format has outer scales, the kernel
-    makes the tensor's outer scale from `source.amax_bits`, or else finds the decode factor of each row.
+    static: a static global scale, or static row scales. If it is None and the format has either, the kernel makes the
+    global scale of `source.amax_bits`, or else the row scales.
     """
     work = "all" if source.prologue.reductions else "codes"
     config = _config(source, fmt, work, outer=fmt.outer is not None)
@@ -117,7 +117,7 @@ def reduced_rows_launch(
 
 
 def after_first_launch(source: Source, fmt: BlockFormat) -> bool:
-    """Whether `reduced_rows_launch` takes the source of `with_statistics`: an amax was found, and rows fill a tile."""
+    """Whether `reduced_rows_launch` can follow `with_statistics`: an amax was found, and rows fill a tile."""
     if source.prologue is None or source.amax_bits is None:
         return False
     config = _config(source, fmt, "codes", outer=True)
@@ -125,12 +125,12 @@ def after_first_launch(source: Source, fmt: BlockFormat) -> bool:
 
 
 def in_one_launch(source: Source, fmt: BlockFormat, static: torch.Tensor | None) -> bool:
-    """Whether `reduced_rows_launch` alone suffices: no scale needs the amax of several rows."""
+    """Whether `reduced_rows_launch` suffices by itself: no scale needs the amax of several rows."""
     return static is not None or fmt.outer != "tensor" or statically_true(source.batch * source.rows == 1)
 
 
 def with_statistics(source: Source, fmt: BlockFormat, static: torch.Tensor | None) -> tuple[Source, Launch]:
-    """(the source without its reductions; the launch that finds the statistics, and the amax for an outer scale).
+    """The source without its reductions, and the launch that finds the statistics, and the amax for a global scale.
 
     The launch also stores the stored results of the prologue, and the new source may read them.
     """
@@ -152,8 +152,8 @@ def with_statistics(source: Source, fmt: BlockFormat, static: torch.Tensor | Non
 
 
 def _finding(source: Source) -> tuple[Source, tuple[View, ...]]:
-    """(the source as one matrix, for a kernel that stores the statistics too; views of the statistics, float32
-    [batch * rows] each)."""
+    """The source as one matrix, for a kernel that also stores the statistics, and views of the statistics, float32
+    [batch * rows] each."""
     prologue, lanes = source.prologue, source.batch * source.rows
     stored = dict(zip(prologue.stored, source.stored, strict=True))
     statistics = [(i, torch.float32) for i in prologue.statistics]
@@ -168,7 +168,7 @@ def _finding(source: Source) -> tuple[Source, tuple[View, ...]]:
 
 
 def _empty_amax(source: Source) -> tuple[View, bool]:
-    """(int32 memory for the bits of the tensor's amax, whether it is for partial maxima, one a row)."""
+    """Int32 memory for the bits of the tensor's amax, and whether it is for partial maxima, one per row."""
     rows, device = source.batch * source.rows, source.tensor.device
     if isinstance(rows, int) and 0 < rows <= MAX_PARTIAL_MAXIMA:
         count = 1 << (rows - 1).bit_length()
@@ -194,7 +194,7 @@ def _config(source: Source, fmt: BlockFormat, work: str, outer: bool = False) ->
 
 
 def _common(source: Source, fmt: BlockFormat, config: ReducedRowConfig) -> dict:
-    """The constants that both kernels of this file take."""
+    """The constexpr arguments that both kernels of this file have."""
     width = config.pieces * config.blocks * format_constants(fmt)["BLOCK"]
     # Programs past the last row read the last row: there must be one.
     whole = source.align > 0 and statically_true(source.cols == width) and statically_true(source.rows > 0)
@@ -212,7 +212,7 @@ def quantize_reduced_rows(
     ROWS: tl.constexpr, BLOCKS: tl.constexpr, VECTORS: tl.constexpr, PIECES: tl.constexpr,
     PROLOGUE: tl.constexpr, ISA: tl.constexpr,
 ):  # fmt: skip
-    """Whole rows of the result of a prologue with reductions, or of the prologue that remains after `row_statistics`.
+    """Quantise whole rows of the result of a prologue with reductions, or of the one left after `row_statistics`.
 
     data_ptr: bytes for codes, or fp16 (see `row.encode_and_store`). OUTER, PARTIAL_MAXIMA: as in `outer_scales`; or
     OUTER "row": outer_ptr has a decode factor for each row; or "find": each row's decode factor is stored at outer_ptr.
@@ -223,7 +223,7 @@ def quantize_reduced_rows(
                 stored_1_ptr, stored_2_ptr, stored_3_ptr)  # fmt: skip
     padded_rows = tl.cdiv(rows, 128) * 128 if SWIZZLED else rows
     program = tl.program_id(0)
-    if OUTER == "amax":  # the first kernel has left the last rows in the cache
+    if OUTER == "amax":  # the first kernel leaves the last rows in the cache
         program = tl.num_programs(0) - 1 - program
     if BATCHED:
         batch, row_tile, _ = tile_of(program, padded_rows, 1, ROWS, False, ISA >= 100)

@@ -16,15 +16,15 @@ from fp4compile.templates.view import View
 
 @dataclass(frozen=True, eq=False)
 class Source:
-    """A batch of matrices [batch, rows, cols], as the kernels of quantisers read it.
+    """The matrices [batch, rows, cols] that a quantise kernel reads.
 
     view: the tensor with its sizes [batch, rows, cols] and strides (the last one is 1).
-    target: the GPU that the kernels run on.
+    target: the GPU for which the kernels are compiled.
     prologue: None, or the steps whose result is quantised; `view` is then their first operand. operands: views of the
         other operands: [batch * rows, cols] for kind "aux", [cols] for "row", [batch * rows] for "col".
     stored: contiguous views that the first kernel to read the tensor fills with the results of `prologue.stored`.
-    amax_bits: the bits of the largest magnitudes, if the kernel of the prologue's statistics found them, or the caller
-        gives them.
+    amax_bits: the bits of the largest magnitudes, if the kernel of the prologue's statistics finds them, or the caller
+        passes them.
     offs: int32 [G], which cut the rows of one matrix in groups (`formats.grouping`); None: there are no groups.
     """
 
@@ -54,12 +54,12 @@ class Source:
 
     @property
     def groups(self) -> int:
-        """How many groups the offsets cut the rows in; 0 without offsets."""
+        """The number of groups of rows; 0 without offsets."""
         return 0 if self.offs is None else self.offs.sizes[0]
 
     @property
     def padded_rows(self):
-        """Rows of the results down the columns, and of swizzled scales: each group is padded to tiles of 128 rows."""
+        """The rows of results down the columns and of swizzled scales, with each group padded to tiles of 128 rows."""
         return padded_rows(self.rows, self.groups) if self.groups else self.rows
 
     @property
@@ -68,12 +68,12 @@ class Source:
 
     @property
     def row_stride(self):
-        """Elements from one row to the next."""
+        """The distance, in elements, from one row to the next."""
         return self.view.strides[1]
 
     @property
     def args(self) -> tuple:
-        """The arguments that every quantise kernel takes after its pointers: rows, cols, batch stride, row stride."""
+        """The arguments of every quantise kernel after its pointers: rows, cols, batch stride, row stride."""
         return self.rows, self.cols, *self.view.strides[:2]
 
     @property
@@ -102,9 +102,9 @@ class Source:
         return text(self.prologue, dtypes, tuple(separate.items()))
 
     def once_read(self) -> "Source":
-        """The source for the next kernel, after one has read the tensor for outer scales: nothing is stored twice.
+        """The source for the kernel after one that reads the tensor for its amax: nothing is stored twice.
 
-        If that kernel has stored the result, the next one reads it instead of computing it again.
+        If the first kernel stores the result, the next one reads it instead of computing it again.
         """
         if not self.stored:
             return self
@@ -114,7 +114,7 @@ class Source:
 
     @property
     def stored_result(self) -> View:
-        """The view of the stored result that is quantised, if `prologue.stores_result`."""
+        """The view of the stored result that is quantised; requires `prologue.stores_result`."""
         return self.stored[self.prologue.stored.index(self.prologue.result)]
 
     def flat(self) -> "Source | None":
@@ -139,7 +139,7 @@ class Source:
 
     @property
     def align(self) -> int:
-        """Number of words (pairs of elements) that divides a row's length and every row's address, at most 16 bytes.
+        """The number of words (pairs of elements), at most 16 bytes, that divides rows' lengths and addresses.
 
         0 if one word does not: an odd length or an odd address.
         """
@@ -161,7 +161,7 @@ def source_of(
     operands: Sequence[torch.Tensor] = (),
     stored: Sequence[torch.Tensor] = (),
 ) -> Source:
-    """x as matrices whose rows run along its last dimension; copied only where its strides leave no other way.
+    """x as matrices whose rows run along its last dimension; copied only if its strides require it.
 
     prologue, operands, stored: see `Source`. Operands in another layout than kernels read are copied.
     """
@@ -188,9 +188,9 @@ def source_of(
 
 
 def matrices_view(x: torch.Tensor) -> View:
-    """x as [batch, rows, cols] whose rows run along its last dimension; copied only where strides leave no other way.
+    """x as [batch, rows, cols] whose rows run along its last dimension; copied only if its strides require it.
 
-    The stride of the batch is 0 where there is one matrix.
+    The stride of the batch is 0 if there is one matrix.
     """
     if not (statically_true(x.stride(-1) == 1) or statically_true(x.shape[-1] == 1)):
         x = x.contiguous()
@@ -202,13 +202,13 @@ def matrices_view(x: torch.Tensor) -> View:
 
 
 def one_matrix(x: torch.Tensor) -> View:
-    """x as one matrix [1, rows, cols]. All rows must lie equally far apart."""
+    """x as one matrix [1, rows, cols]. The distances between rows must be equal."""
     *lead, cols = x.shape
     return View(x, (1, math.prod(lead), cols), (0, row_stride(x), 1))
 
 
 def row_stride(x: torch.Tensor):
-    """Elements from one row of x to the next, if all distances are equal and rows are contiguous; else None.
+    """The number of elements from one row of x to the next, if all are equal and rows are contiguous; else None.
 
     For a tensor with one row, the length of the row.
     """

@@ -6,8 +6,8 @@ In square blocks, both directions have equal codes, transposed. A long block has
 A tile of x is read as words (two neighbours of a row), even rows and odd rows by separate loads. Each load has the axes
 [DEPTH, ROW_TILES, LANES, WORDS]: a row tile is one block high, and each of the LANES threads that share its rows holds
 DEPTH pairs of neighbouring rows. So a thread holds squares of 2x2 neighbours. A pair along the row is the two halves of
-a word; a pair down the column is the same half of two words. The amax of a block runs over registers of a thread,
-lanes and warps; only finished codes are transposed.
+a word; a pair down the column is the same half of two words. The amax of a block is reduced over registers, lanes and
+warps; only finished codes are transposed.
 """
 
 from dataclasses import dataclass
@@ -45,7 +45,7 @@ class SquareConfig(LaunchConfig):
 
 
 def square_config(element: str, block: int) -> SquareConfig:
-    """Lanes that share a block repeat the arithmetic of its scale."""
+    """The configuration for an element and a block. Lanes that share a block repeat the arithmetic of its scale."""
     if block >= LONG:
         return SquareConfig(num_warps=4, row_tiles=128 // block, lanes=4, words=64)
     if element == "e2m1":
@@ -91,21 +91,21 @@ def interleave_columns(first, second):
 def transpose_e2m1(even, odd):
     """Code pairs (uint8) of the even and the odd rows -> code pairs of the even and the odd columns.
 
-    The second code of the even row and the first code of the odd row change places.
+    The second code of the even row and the first code of the odd row are exchanged.
     """
     return (even & 15) | (odd << 4), (even >> 4) | (odd & 0xF0)
 
 
 @triton.jit
 def repeat_rows(values, TIMES: tl.constexpr):
-    """[a, b] -> [a * TIMES, b]: every row TIMES times in succession."""
+    """[a, b] -> [a * TIMES, b]: each row repeated TIMES times."""
     shape: tl.constexpr = (values.shape[0], TIMES, values.shape[1])
     return tl.reshape(tl.broadcast_to(values[:, None, :], shape), (values.shape[0] * TIMES, values.shape[1]))
 
 
 @triton.jit
 def repeat_last(values, TIMES: tl.constexpr):
-    """[a, b, c, d] -> [a, b, c, d * TIMES]: every value TIMES times in succession."""
+    """[a, b, c, d] -> [a, b, c, d * TIMES]: each value repeated TIMES times."""
     a: tl.constexpr = values.shape[0]
     b: tl.constexpr = values.shape[1]
     c: tl.constexpr = values.shape[2]
@@ -118,7 +118,7 @@ def store_square_scales(
     scales_ptr, byte, batch, row_block0, block0, rows, cols,
     BLOCK: tl.constexpr, SWIZZLED: tl.constexpr, ALIGN: tl.constexpr,
 ):  # fmt: skip
-    """Store the scales of n x m square blocks: one a block in the linear layout, one a row in the swizzled layout.
+    """Store the scales of n x m square blocks: one per block in the linear layout, one per row in the swizzled layout.
 
     The matrix units read the swizzled layout, and need a scale for every row.
     """
@@ -169,8 +169,8 @@ def quantize_squares(
 ):  # fmt: skip
     """One tile of ROW_TILES * BLOCK rows by 2 * WORDS columns. x: [batch, rows, cols], strides x_batch, x_row, 1.
 
-    SQUARE: blocks are BLOCK x BLOCK; else they are BLOCK x 1, with linear scales and no outer scale, and ALONG_COLUMNS
-    is the only direction.
+    SQUARE: blocks are BLOCK x BLOCK; else they are BLOCK x 1, with linear scales and no global or row scale, only in
+    the direction ALONG_COLUMNS.
     ALONG_ROWS: write codes and scales of x to data_ptr and scales_ptr. ALONG_COLUMNS: write codes and scales of x
     transposed to columns_ptr and column_scales_ptr. OUTER, PARTIAL_MAXIMA: as in `outer_scales`; or OUTER "matrix
     amax", as in `quantize_rows`.
@@ -241,7 +241,7 @@ def quantize_squares(
             first, second = join_halves(even, odd)
             first_units = encode_exact_words(first, factor, ELEMENT)
             second_units = encode_exact_words(second, factor, ELEMENT)
-        else:  # encoding again is cheap, and ptxas 12.8 crashes on bytes that change places
+        else:  # encoding again is cheap, and ptxas 12.8 crashes on exchanged bytes
             first_units = encode_pair(even_first, odd_first, factor, ELEMENT, ISA)
             second_units = encode_pair(even_second, odd_second, factor, ELEMENT, ISA)
         column = col0 + tl.arange(0, col_count)

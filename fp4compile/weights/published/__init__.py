@@ -1,1 +1,1 @@
-"""Checkpoints of other tools."""
+"""Checkpoints of other libraries."""

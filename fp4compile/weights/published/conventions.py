@@ -1,7 +1,7 @@
-"""The layouts of FP4 and FP8 checkpoints of other libraries, as packed layers.
+"""The layouts of FP4 and FP8 checkpoints of other libraries, and their conversion to packed layers.
 
-They differ in names, in the configuration, and in the direction of NVFP4's global scale (0.47 of nvidia-modelopt, 0.20
-of compressed-tensors):
+They differ in names, in the configuration, and in the direction of NVFP4's global scale (nvidia-modelopt 0.47,
+compressed-tensors 0.20):
 
     ModelOpt             multiplies: weight_scale_2 = amax / 2688. value = code * block scale * weight_scale_2
     compressed-tensors   divides: weight_global_scale = 2688 / amax. value = code * block scale / weight_global_scale
@@ -40,8 +40,8 @@ from fp4compile.weights.published.shards import Checkpoint, Contents, naming
 from fp4compile.weights.scale_checks import TINY, check_block_scales, check_outer
 from fp4compile.weights.sharing import is_byte_float
 
-# A global scale whose amax reaches these values is taken for the reciprocal. No weight is as large as 2688, where the
-# global scale is 1. An activation is below the largest fp16.
+# A global scale whose amax reaches these values is assumed to be the reciprocal. No weight is as large as 2688, where
+# the global scale is 1. An activation is below the largest fp16.
 _LARGEST = {"weight": NVFP4_MAX, "activation": 65504.0}
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float8_e8m0fnu)  # of float32 scales in files
 _FUSED_SCALES = "_scale_inv"  # of experts in one tensor, as transformers writes them
@@ -50,12 +50,12 @@ HF_QUANT_CONFIG, CONFIG = "hf_quant_config.json", "config.json"
 
 @dataclass(frozen=True)
 class Layout:
-    """How a library stores a packed layer.
+    """The names and conventions by which a library stores a packed layer.
 
-    scales: name of the block scales, or of an FP8 weight's scales of the tensor or the rows. codes: of FP4 weights.
+    scales: name of the block scales, or of an FP8 weight's global or row scales. codes: of FP4 weights.
     outer, activation_outer: of NVFP4's global scales, which are divisors if `divides`. float8_activation: of the static
     scale of FP8 activations. schemes: maps a configuration to the layers' schemes; it raises ValueError for unknown
-    settings. declared: maps it to all schemes that it names.
+    settings. declared: maps a configuration to all schemes in it.
     """
 
     name: str
@@ -69,7 +69,7 @@ class Layout:
     declared: Callable[[dict[str, Any]], list[Scheme]]
 
     def tensor_names(self, scheme: Scheme) -> dict[str, str]:
-        """Buffer of a packed layer -> name of the tensor; "activation_outer" -> name of the activation's scale."""
+        """The names of the tensors of a packed layer's buffers and, as "activation_outer", of the static scale."""
         fmt = formats.get(scheme.weight)
         named = {"weight_data": self.codes if fmt.packed else "weight"}
         named["weight_scales" if fmt.scale else "weight_outer"] = self.scales
@@ -81,7 +81,7 @@ class Layout:
 
 
 def is_nvfp4(fmt: BlockFormat) -> bool:
-    """Whether a format has NVFP4's E4M3 block scales, below a global scale."""
+    """Whether a format has NVFP4's E4M3 block scales and a global scale."""
     return fmt.scale == "e4m3"
 
 
@@ -101,7 +101,7 @@ LAYOUTS = {layout.name: layout for layout in (MODELOPT, COMPRESSED_TENSORS, FP8)
 
 
 def read_published(checkpoint: Checkpoint, recipe: Recipe | None = None) -> Contents:
-    """A checkpoint in one of the layouts, or gpt-oss'. recipe: only for gpt-oss, see `load_packed`.
+    """The contents of a checkpoint in one of the layouts, or gpt-oss'. recipe: only for gpt-oss, see `load_packed`.
 
     Raises ValueError, naming the tensor or the configuration, for an unknown layout or algorithm, for tensors that do
     not fit, for scales that no finite weight has or that look like reciprocals, and for a recipe that does not fit.
@@ -131,9 +131,9 @@ def read_published(checkpoint: Checkpoint, recipe: Recipe | None = None) -> Cont
 
 
 def declared_formats(folder: Path, configs: dict[str, dict[str, Any]]) -> list[str]:
-    """Texts that say in which formats a checkpoint is, by its configurations alone; none where it is not quantised.
+    """Texts with the formats of a checkpoint, by its configurations alone; none if it is not quantised.
 
-    folder: for messages. A text may be the reason why `load_packed` refuses the checkpoint.
+    folder: for messages. A text may be the reason that `load_packed` refuses the checkpoint.
     """
     described = configs.get(CONFIG, {}).get("quantization_config")
     if described is None and HF_QUANT_CONFIG not in configs:
@@ -149,7 +149,7 @@ def declared_formats(folder: Path, configs: dict[str, dict[str, Any]]) -> list[s
 
 
 def _recognised(checkpoint: Checkpoint) -> tuple[Layout, str, dict[str, Any]]:
-    """The layout, the configuration's file name, and the part of the configuration that says what is quantised."""
+    """The layout, the configuration's file name, and the part of the configuration about quantisation."""
     modelopt = _part(checkpoint, HF_QUANT_CONFIG, "quantization")
     if modelopt:
         return MODELOPT, HF_QUANT_CONFIG, modelopt
@@ -165,7 +165,7 @@ def _recognised(checkpoint: Checkpoint) -> tuple[Layout, str, dict[str, Any]]:
 
 
 def _part(checkpoint: Checkpoint, file: str, key: str) -> dict[str, Any]:
-    """An object in a configuration; an empty one where there is none."""
+    """An object in a configuration; an empty one if it is absent."""
     with naming(checkpoint.folder / file):
         return member(checkpoint.configs.get(file, {}), key, dict, {})
 
@@ -215,7 +215,7 @@ def _take_fused(scheme: Scheme, name: str, tensors: dict[str, torch.Tensor]) -> 
 
 
 def _check_matrix(fmt: BlockFormat, named: dict[str, str], found: dict[str, torch.Tensor]) -> tuple[int, int]:
-    """(rows, columns) of a weight. Checks its codes and block scales, and views them in the format's dtypes."""
+    """Check a weight's codes and block scales, and view them in the format's dtypes; returns (rows, columns)."""
     data = found["weight_data"] = _viewed(fmt.data_dtype, named["weight_data"], found["weight_data"])
     rows, columns = data.shape[0], data.shape[1] * (2 if fmt.packed else 1)
     if fmt.block is None:
@@ -234,7 +234,7 @@ def _check_matrix(fmt: BlockFormat, named: dict[str, str], found: dict[str, torc
 
 
 def _viewed(dtype: torch.dtype, name: str, tensor: torch.Tensor) -> torch.Tensor:
-    """A matrix of a dtype, which files may hold as bytes. Raises ValueError for another dtype or shape."""
+    """View a matrix, which files may hold as bytes, in a dtype. Raises ValueError for another dtype or shape."""
     if tensor.dtype == torch.uint8 and is_byte_float(dtype):
         tensor = tensor.view(dtype)
     if tensor.dtype != dtype or tensor.dim() != 2:
@@ -252,7 +252,7 @@ def _float32(name: str, stored: torch.Tensor, shape: tuple[int, ...]) -> torch.T
 
 
 def _in_whole_blocks(scheme: Scheme, data: torch.Tensor) -> torch.Tensor:
-    """Codes [rows, columns] with zeros behind them, so that the last block of a row is a whole one, as in buffers."""
+    """Codes [rows, columns], padded with zeros to whole blocks, as in buffers."""
     fmt = formats.get(scheme.weight)
     block = fmt.block_cols // (2 if fmt.packed else 1)
     missing = -data.shape[1] % block
@@ -260,7 +260,7 @@ def _in_whole_blocks(scheme: Scheme, data: torch.Tensor) -> torch.Tensor:
 
 
 def _decoding(layout: Layout, name: str, stored: torch.Tensor) -> torch.Tensor:
-    """The outer scale by which values are decoded, float32 []."""
+    """The global scale as the factor that decodes, float32 []."""
     if stored.dtype != torch.float32 or stored.numel() != 1:
         raise ValueError(f"tensor {name!r}: expected one float32, got {stored.dtype} of shape {tuple(stored.shape)}")
     stored = stored.reshape(())
@@ -269,7 +269,7 @@ def _decoding(layout: Layout, name: str, stored: torch.Tensor) -> torch.Tensor:
 
 
 def _reciprocal(layout: Layout, name: str, outer: torch.Tensor) -> str:
-    """The error message for an outer scale that looks like the reciprocal of a decode factor."""
+    """The error message for a global scale that looks like the reciprocal of the factor that decodes."""
     kinds = ("multiplier amax / 2688", "divisor 2688 / amax")
     stored = 1 / outer if layout.divides else outer
     return (f"tensor {name!r}: {stored.item():g}, as the {kinds[layout.divides]} of {layout.name}, would be of an amax "

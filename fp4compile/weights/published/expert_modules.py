@@ -1,9 +1,9 @@
-"""Experts that a checkpoint holds one by one, combined into the parameters [experts, out, in] of a model.
+"""Combine a checkpoint's separate experts into the parameters [experts, out, in] of a model.
 
-Experts are stacked, and each expert's layers (gate and up) follow one another along the out features. Each expert has
-one NVFP4 global scale, equal in its layers, as ModelOpt exports them; FP8 scales of a tensor that differ in an expert's
-layers become scales of its rows. All experts have one static scale of the activations, the largest of theirs, so that
-no further value saturates.
+Experts are stacked, and each expert's layers (gate and up) are concatenated along the out features. Each expert has
+one NVFP4 global scale, equal in its layers, as ModelOpt exports them; FP8 global scales that differ in an expert's
+layers become row scales. All experts have one static scale of the activations, the largest of theirs, so that no
+further value saturates.
 """
 
 import re
@@ -56,14 +56,14 @@ def in_model(model: nn.Module, contents: Contents, names: PublishedNames) -> Con
 
 
 def parts_of(experts: Experts, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
-    """(layer, copy of its part) for each layer of experts and a tensor [experts, out, ...] or [experts]."""
+    """The name of each layer of experts, and a copy of its part of a tensor [experts, out, ...] or [experts]."""
     for expert, one in enumerate(tensor):
         layers = experts.layers(expert)
         rows = one.chunk(len(layers)) if one.dim() else [one] * len(layers)
         yield from ((layer, part.clone()) for layer, part in zip(layers, rows, strict=True))
 
 
-# How libraries name scales by which attention quantises queries, keys, values, probabilities or their cache.
+# Names of the scales by which attention quantises queries, keys, values, probabilities or their cache.
 _ATTENTION_SCALES = re.compile(
     r"""
     (.*[._])? ( (q|k|v|p|kv|qkv|prob|softmax|attn|k_cache|v_cache|kv_cache)_(scale|scale_2|scaling_factor|zero_point|zp)
@@ -73,7 +73,7 @@ _ATTENTION_SCALES = re.compile(
 
 
 def _leave_unused(model: nn.Module, contents: Contents, names: PublishedNames) -> None:
-    """Leave out, with warnings, what a model may lack: layers that predict further tokens, scales of a KV cache."""
+    """Skip, with warnings, tensors that a model may lack: layers that predict further tokens, scales of a KV cache."""
     present = set(model.state_dict())
     layers = {f"{layer}.{buffer}": layer for layer in contents.layers for buffer in BUFFERS}
     left, scales = [], []
@@ -98,7 +98,7 @@ def _leave_unused(model: nn.Module, contents: Contents, names: PublishedNames) -
 
 
 def _target(name: str, contents: Contents, names: PublishedNames) -> Target:
-    """Where a tensor belongs; a packed layer's buffers belong where its weight does."""
+    """The place of a tensor in the model; a packed layer's buffers have the place of its weight."""
     layer, _, buffer = name.rpartition(".")
     if layer not in contents.layers or buffer not in BUFFERS:
         return names.target(name)
@@ -164,7 +164,7 @@ def _shape(model: nn.Module, experts: Experts) -> tuple[int, int, int]:
 
 
 def _check(experts: Experts, layers: list[str], shape: tuple[int, int], contents: Contents) -> None:
-    """Raise where a layer of experts is missing, has another shape, or has another format than the first layer."""
+    """Raise ValueError if a layer of experts is missing, or has another shape or format than the first layer."""
     for layer in layers:
         if layer not in contents.layers and f"{layer}.weight" not in contents.tensors:
             raise ValueError(f"tensor '{layer}.weight' is missing")
@@ -183,7 +183,7 @@ def _check(experts: Experts, layers: list[str], shape: tuple[int, int], contents
 
 
 def _by_rows(layers: list[list[str]], contents: Contents) -> None:
-    """Give FP8 weights scales of their rows, the same numbers, where the layers of an expert have different scales."""
+    """Replace FP8 global scales by equal row scales if the layers of an expert have different ones."""
     flat = [layer for one in layers for layer in one if layer in contents.layers]
     if not flat or contents.layers[flat[0]]["weight"] != "float8_tensor":
         return
@@ -197,9 +197,9 @@ def _by_rows(layers: list[list[str]], contents: Contents) -> None:
 
 
 def _fitted(contents: Contents, layer: str, inner: int) -> dict:
-    """A packed layer's state with the model's in features, where the file has zeros behind them.
+    """A packed layer's state with the model's in features, if the file pads them with zeros.
 
-    A row in FP4 is whole bytes; other libraries, and earlier versions of this one, write whole blocks.
+    A row in FP4 has whole bytes; other libraries, and earlier versions of this one, write whole blocks.
     """
     state = contents.layers[layer]
     fmt, stored = formats.get(state["weight"]), state["in_features"]
@@ -220,7 +220,7 @@ def _sizes(contents: Contents, layer: str) -> tuple[int, ...]:
 
 
 def _format(contents: Contents, layer: str) -> str:
-    """A text that says how a layer is quantised, for comparisons and messages."""
+    """The formats of a layer as a text, for comparisons and messages."""
     state = contents.layers.get(layer)
     if state is None:
         return f"{contents.tensors[f'{layer}.weight'].dtype}"
@@ -229,7 +229,7 @@ def _format(contents: Contents, layer: str) -> str:
 
 
 def _stacked(contents: Contents, layers: list[list[str]], tensor: str) -> torch.Tensor:
-    """One tensor of each expert's layers, stacked: [experts, out, ...]."""
+    """A tensor of all experts' layers, concatenated for each expert and stacked: [experts, out, ...]."""
     parts = [contents.tensors.pop(f"{layer}.{tensor}") for one in layers for layer in one]
     dtype = parts[0].dtype
     # As bytes, because not every operator takes one-byte floating-point dtypes.

@@ -1,7 +1,7 @@
-"""Map tensors of a published checkpoint to tensors of a model, where transformers names or stores them otherwise.
+"""Map tensors of a published checkpoint to tensors of a model that transformers names or stores differently.
 
-Checkpoints hold experts one by one (`experts.3.gate_proj.weight`), models of transformers 5 as one parameter
-(`experts.gate_up_proj`). `transformers.conversion_mapping` maps weights; a layer's scales go where its weight goes.
+Checkpoints hold separate experts (`experts.3.gate_proj.weight`), models of transformers 5 one parameter
+(`experts.gate_up_proj`). `transformers.conversion_mapping` maps weights; a layer's scales are mapped like its weight.
 """
 
 import re
@@ -13,9 +13,9 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Target:
-    """Where a tensor of a checkpoint belongs: its name in the model.
+    """The place of a checkpoint's tensor: its name in the model.
 
-    leaves: the last names of the layers of an expert that form the parameter together, in order; else empty.
+    leaves: the last names of an expert's layers that form the parameter together, in order; otherwise empty.
     """
 
     name: str
@@ -49,7 +49,7 @@ class PublishedNames:
     unused: Sequence[str] = ()
 
     def target(self, name: str) -> Target:
-        """Where the checkpoint's tensor `name` belongs in the model."""
+        """The place in the model of the checkpoint's tensor `name`."""
         name = _renamed(self.renamings, name)
         for converter in self.converters:
             found, pattern = converter.rename_source_key(name)
@@ -58,12 +58,12 @@ class PublishedNames:
         return Target(name)
 
     def layer(self, name: str) -> Target:
-        """Where a linear layer's weight belongs; if the layer is no part of experts, the layer's name in the model."""
+        """The place of a linear layer's weight, by the layer's name in the model if it is no part of experts."""
         found = self.target(f"{name}.weight")
         return found if found.leaves else Target(found.name.removesuffix(".weight"))
 
     def is_unused(self, name: str) -> bool:
-        """Whether a tensor of a checkpoint is left out if the model does not have it."""
+        """Whether a checkpoint's tensor is skipped if the model does not have it."""
         return any(re.search(pattern, name) for pattern in self.unused)
 
     def source(self, name: str) -> str | Experts:
@@ -114,7 +114,7 @@ def names_of_transformers(model: Any) -> PublishedNames:
     conversions = get_model_conversion_mapping(model, add_legacy=False)
     renamings = [one for one in conversions if isinstance(one, WeightRenaming)]
     converters = [one for one in conversions if isinstance(one, WeightConverter) and _stacks_experts(one)]
-    # The model does not record whether its checkpoint had a prefix that is left out. transformers also writes none.
+    # The model does not record whether its checkpoint had a prefix that is dropped. transformers also writes none.
     written = [one for one in renamings if not isinstance(one, PrefixChange)]
     unused = sorted(model._keys_to_ignore_on_load_unexpected or ())
     return PublishedNames(renamings, converters, written, unused)

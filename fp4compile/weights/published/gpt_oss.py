@@ -1,6 +1,6 @@
 """gpt-oss' checkpoints: experts in MXFP4, all other tensors in 16 bits.
 
-The checkpoints do not say how activations are quantised; a recipe may.
+The checkpoints have no format of activations; a recipe may set one.
 """
 
 import torch
@@ -20,9 +20,9 @@ def has_mxfp4_experts(tensors: dict[str, torch.Tensor]) -> bool:
 
 
 def read_mxfp4_experts(tensors: dict[str, torch.Tensor], recipe: Recipe | None) -> Contents:
-    """Experts as `*_blocks`, uint8 [E, N, K / 32, 16], two codes a byte, and `*_scales`, the E8M0 bytes [E, N, K / 32].
+    """Read experts: `*_blocks`, uint8 [E, N, K / 32, 16], two codes a byte, and `*_scales`, E8M0 bytes [E, N, K / 32].
 
-    The model's parameter is [E, K, N]. All other tensors are as they are.
+    The model's parameter is [E, K, N]. All other tensors are unchanged.
     """
     contents = Contents(tensors=dict(tensors))
     for name in tensors:

@@ -1,4 +1,4 @@
-"""Regular expressions that come with a checkpoint, matched by `re` where its backtracking is known to end soon."""
+"""Regular expressions of a checkpoint, matched by `re` if the number of its backtracking steps is bounded."""
 
 import math
 import re
@@ -40,9 +40,9 @@ def name_pattern(pattern: str) -> Callable[[str], bool]:
 
 
 def _ways(tree: Any) -> tuple[float, float]:
-    """(decimal logarithm of the number of alternatives in a pattern's tree, number of its unbounded repeats).
+    """The decimal logarithm of the number of alternatives in a pattern's tree, and the number of unbounded repeats.
 
-    k repeats without an end cut n characters in at most (n + k over k) ways.
+    k unbounded repeats cut n characters in at most (n + k over k) ways.
     """
     alternatives, repeats = 0.0, 0.0
     for op, argument in tree:

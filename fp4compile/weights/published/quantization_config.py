@@ -14,7 +14,7 @@ from fp4compile.weights.published.name_patterns import name_pattern
 
 @dataclass(frozen=True)
 class Scheme:
-    """How a layer of a checkpoint is quantised: its formats, and whether the activation's outer scale is stored."""
+    """The formats of a checkpoint's layer, and whether the checkpoint has a static scale of the activation."""
 
     weight: str
     activation: str | None
@@ -26,7 +26,7 @@ class Scheme:
         return f"{self.weight} weights, {self.activation} activations" + " with a static scale" * self.static
 
 
-Schemes = Callable[[str], Scheme]  # by a layer's name; raises ValueError where a configuration has no scheme for it
+Schemes = Callable[[str], Scheme]  # by a layer's name; raises ValueError if a configuration has no scheme for it
 
 _JSON_NAMES: dict[type, str] = {dict: "an object", list: "a list", str: "a string"}
 
@@ -73,7 +73,7 @@ def modelopt_schemes(config: dict[str, Any]) -> Schemes:
 
 
 def modelopt_declared(config: dict[str, Any]) -> list[Scheme]:
-    """The schemes that ModelOpt's configuration names, whatever the checkpoint holds. Raises as `modelopt_schemes`."""
+    """All schemes in ModelOpt's configuration, without regard to tensors. Raises as `modelopt_schemes`."""
     layers = member(config, "quantized_layers", dict, {})
     return [*map(modelopt_schemes(config), layers or [""])]
 
@@ -95,7 +95,7 @@ def _modelopt_scheme(layer: str, entry: dict[str, Any]) -> Scheme:
 
 # ---------------------------------------------------------------- compressed-tensors
 
-# (bits, strategy, elements of a group) -> format; "group" stands for "tensor_group" too.
+# (bits, strategy, elements of a group) -> format; "group" also stands for "tensor_group".
 _COMPRESSED_FORMATS = {
     (4, "group", 16): "nvfp4", (4, "group", 32): "mxfp4", (8, "group", 32): "mxfp8",
     (8, "group", 128): "float8_1x128", (8, "block", None): "float8_128x128",
@@ -116,7 +116,7 @@ class _Target:
 
 
 def compressed_schemes(config: dict[str, Any]) -> Schemes:
-    """The schemes by compressed-tensors' configuration. Raises ValueError for other values and refused patterns."""
+    """The schemes of compressed-tensors' configuration. Raises ValueError for other values and refused patterns."""
     targets: list[_Target] = []
     groups = member(config, "config_groups", dict, {})
     for name in groups:
@@ -165,7 +165,7 @@ def _compressed_scheme(group: dict[str, Any]) -> Scheme:
 
 
 def _is_static(fmt: formats.BlockFormat, arguments: dict[str, Any]) -> bool:
-    """Whether a file holds a scale of the activations: NVFP4's global scale always, FP8's where it is not dynamic."""
+    """Whether a file holds a scale of the activations: NVFP4's global scale always, FP8's if it is not dynamic."""
     return fmt.outer == "tensor" and (fmt.scale is not None or not arguments.get("dynamic"))
 
 

@@ -1,4 +1,4 @@
-"""Checkpoints as directories of safetensors files: one file, or shards that an index lists, beside configurations."""
+"""Checkpoints: directories of configurations and one safetensors file, or shards that an index lists."""
 
 import errno
 import json
@@ -42,7 +42,7 @@ class Contents:
 
 
 def read_checkpoint(path: Path, configs: tuple[str, ...]) -> Checkpoint:
-    """The checkpoint at a directory or a safetensors file. configs: names of the configuration files that it may have.
+    """The checkpoint at a directory or a safetensors file. configs: names of its possible configuration files.
 
     Raises OSError for a path that cannot be read, ValueError for broken files, and for missing shards and tensors.
     """
@@ -82,13 +82,13 @@ def _opened(file: Path) -> Iterator[Any]:
             yield opened
     except OSError:
         raise
-    except (SafetensorError, RuntimeError, TypeError, ValueError) as error:  # torch raises too, for bad sizes
+    except (SafetensorError, RuntimeError, TypeError, ValueError) as error:  # torch also raises, for bad sizes
         raise ValueError(f"{file}: not a whole safetensors file: {error}") from error
 
 
 @contextmanager
 def naming(path: str | os.PathLike) -> Iterator[None]:
-    """Let the messages of ValueErrors begin with the path of a file or directory."""
+    """A context in which messages of ValueErrors begin with the path of a file or directory."""
     try:
         yield
     except ValueError as error:
@@ -146,7 +146,7 @@ def read_json(file: Path) -> dict[str, Any]:
 
 
 def write_tensors(tensors: dict[str, torch.Tensor], file: Path, metadata: dict[str, str]) -> None:
-    """Write a safetensors file. Raises OSError where it cannot be written."""
+    """Write a safetensors file. Raises OSError if it cannot be written."""
     from safetensors import SafetensorError
     from safetensors.torch import save_file
 
@@ -160,7 +160,7 @@ def write_tensors(tensors: dict[str, torch.Tensor], file: Path, metadata: dict[s
 
 
 def _sort_metadata(file: Path) -> None:
-    """Order a safetensors file's metadata, which safetensors writes in any order: equal models have equal files."""
+    """Sort a safetensors file's metadata, so that equal models have equal files: safetensors writes any order."""
     with file.open("r+b") as opened:
         size = int.from_bytes(opened.read(8), "little")
         header = json.loads(opened.read(size))
@@ -174,8 +174,8 @@ def _sort_metadata(file: Path) -> None:
 def write_checkpoint(folder: Path, checkpoint: Checkpoint, shard_bytes: int) -> None:
     """Write the configs, and the tensors in files of at most `shard_bytes` bytes, or of one larger tensor.
 
-    All files are written in a scratch folder and then moved; an aborted attempt's are removed. Raises ValueError where
-    the directory has safetensors files already, OSError where it cannot be written.
+    All files are written in a scratch folder and then moved; an aborted attempt's are removed. Raises ValueError if the
+    directory has safetensors files already, OSError if it cannot be written.
     """
     folder.mkdir(parents=True, exist_ok=True)
     with errors_naming(folder), scratch_folder(folder / "checkpoint", undo=_take_back) as scratch:
@@ -208,13 +208,13 @@ def _write_all(folder: Path, checkpoint: Checkpoint, shard_bytes: int) -> list[s
     return [*names, *texts]
 
 
-# ---------------------------------------------------------------- publishing the written files, or taking them back
+# ---------------------------------------------------------------- publishing the written files, or removing them
 
-_MOVED = "moved"  # the file in a scratch folder that says which files are moved out of it, and when they were written
+_MOVED = "moved"  # the file in a scratch folder with names and times of the files that are moved out of it
 
 
 def _publish(scratch: Path, names: list[str]) -> None:
-    """Move files from a scratch folder to the folder around it: all of them, or none where that fails."""
+    """Move files from a scratch folder to its parent: all of them, or none if that fails."""
     new = scratch / "new file"  # with the permissions of a new file, which files of safetensors lack
     new.touch()
     mode = new.stat().st_mode
