@@ -8,7 +8,7 @@ its largest magnitude, of which the dynamic global scale of the next matmul's op
 may read `pair` as well: then B has two matrices, stacked; `product` is A times the first one, and `pair` A times the
 second one.
 
-`apply` is the reference. `templates.device.epilogue` computes the same steps in kernels.
+`apply` is the reference. `templates.device.apply_epilogue` computes the same steps in kernels.
 """
 
 from collections.abc import Sequence

@@ -10,7 +10,7 @@ for each row. `Prologue.after_statistics` separates these statistics from the st
 The kernel also stores results of steps that other nodes of the graph read, each rounded to its own dtype. Later steps
 use the unrounded result, as in a kernel of Inductor that computes all of them.
 
-`apply` is the reference. `templates.device.prologue` computes the same steps in kernels.
+`apply` is the reference. `templates.device.apply_prologue` computes the same steps in kernels.
 """
 
 import re

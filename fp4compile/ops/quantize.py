@@ -109,10 +109,10 @@ def _by_reference(*args: Any, **options: Any) -> Tensors:
 
 def quantize_kernels(*args: Any, **options: Any) -> Tensors:
     """`quantize` by the Triton kernels: one read of x, and a second one where a global scale needs the amax first."""
-    from fp4compile.templates.quantize import plan  # here and below: declaring the ops needs no Triton
+    from fp4compile.templates.quantize import launches  # here and below: declaring the ops needs no Triton
 
     call = call_of(*args, **options)
-    found, written = plan.quantize(call.spec, call.x, call.operands, call.offs, call.outer, call.seed, call.amax)
+    found, written = launches.quantize(call.spec, call.x, call.operands, call.offs, call.outer, call.seed, call.amax)
     return _results(call.spec, call.x, found, written)
 
 

@@ -1,8 +1,8 @@
 """The steps of a whole graph: its launches on a GPU after all passes, each once.
 
 Entry: `steps_of(graph, gpu)`, of tensors on the GPU, or inside `templates.launch.dry_run` of it. A matmul of this
-package counts as the kernel that `choose` names, a quantiser as the launches of `templates.quantize.plan`, Inductor's
-kernels by their bytes (`roofline.inductor_kernels`), and attention and torch's matmuls by their FLOPs and bytes.
+package counts as the kernel that `choose` names, a quantiser as its launches (`templates.quantize`), Inductor's kernels
+by their bytes (`roofline.inductor_kernels`), and attention and torch's matmuls by their FLOPs and bytes.
 """
 
 from dataclasses import dataclass

@@ -128,7 +128,7 @@ class Problem:
 
     @cached_property
     def compute(self) -> str:
-        """The type that holds every value of both operands: "bf16", "fp16" or "fp32"; see `device.dequantize`."""
+        """The type that holds every value of both operands: "bf16", "fp16" or "fp32"; see `device.dequantized_tile`."""
         plain = [x.dtype for x in (self.a, self.b) if x.format is None]
         if "e8m0" in (self.a.scale, self.b.scale):
             return "fp32" if any(dtype != torch.bfloat16 for dtype in plain) else "bf16"

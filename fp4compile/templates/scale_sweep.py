@@ -20,7 +20,7 @@ from fp4compile.templates.launch import Launch, target_of
 from fp4compile.templates.quantize.amax import amax_of_each, amax_of_tensor
 from fp4compile.templates.quantize.outputs import Output, empty_output, padded_scale_shape, store_aligns
 from fp4compile.templates.quantize.source import Source, source_of
-from fp4compile.templates.quantize.square import store_square_scales
+from fp4compile.templates.quantize.squares import store_square_scales
 from fp4compile.templates.view import View
 
 U_MAX = tl.constexpr(reference_scales.U_MAX)

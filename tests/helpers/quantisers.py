@@ -7,10 +7,10 @@ from fp4compile.formats.formats import BlockFormat
 from fp4compile.formats.grouping import grouping_of
 from fp4compile.formats.prologue import Prologue
 from fp4compile.formats.quantize_spec import QuantizeSpec, holds_values
-from fp4compile.templates.quantize import dequantize, plan
+from fp4compile.templates.quantize import dequantize, launches
 from tests.helpers.kernels import DEVICE, assert_same_bits
 
-Quantized = plan.Quantized
+Quantized = launches.Quantized
 
 
 def quantize(
@@ -23,7 +23,7 @@ def quantize(
         fmt, (dim,), layout, hadamard, scale_rule, (dim,) if values else (), grouping_of(offs, each_matrix),
         outer is not None, seed is not None, prologue,
     )  # fmt: skip
-    (found,), _ = plan.quantize(spec, x, operands, offs, outer, seed)
+    (found,), _ = launches.quantize(spec, x, operands, offs, outer, seed)
     return found
 
 
@@ -38,7 +38,7 @@ def quantize_both(
         fmt, (-1, -2), layout, hadamard, "amax", values, grouping_of(offs, each_matrix), outer is not None,
         seed is not None, prologue,
     )  # fmt: skip
-    (rows, columns), _ = plan.quantize(spec, x, operands, offs, outer, seed)
+    (rows, columns), _ = launches.quantize(spec, x, operands, offs, outer, seed)
     return rows, columns
 
 

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from fp4compile.formats import formats
 from fp4compile.formats.epilogue import Epilogue, apply
 from fp4compile.formats.steps import OPERATIONS, Step
-from fp4compile.templates.device.epilogue import text
+from fp4compile.templates.device.apply_epilogue import text
 from fp4compile.templates.device.pointwise import operate
 from tests.helpers.arguments import of_one
 from tests.helpers.codes import same_bits

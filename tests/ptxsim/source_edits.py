@@ -111,7 +111,7 @@ SOURCE_EDITS = (
     _edit(_DENSE, "a group of row tiles taken for full", "device/persistent_grid",
           "return group * GROUP_M + tile % in_group, tile // in_group",
           "return group * GROUP_M + tile % in_group, tile // GROUP_M"),
-    _edit(_DENSE, "the outer scale of A twice", "device/epilogue",
+    _edit(_DENSE, "the outer scale of A twice", "device/apply_epilogue",
           "        factor = factor * other if A_OUTER != \"none\" else other\n    return factor",
           "        factor = factor * factor if A_OUTER != \"none\" else other\n    return factor"),
     _edit(_POINTERS, "codes of the next row behind a row's end", "device/block_scaled_tile",

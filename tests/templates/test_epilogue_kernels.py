@@ -17,7 +17,7 @@ from fp4compile.formats import formats
 from fp4compile.formats.epilogue import AUXILIARIES, Epilogue
 from fp4compile.formats.operand import Operand
 from fp4compile.ops.matmul import SCALED_MM, scaled_mm_kernels
-from fp4compile.templates.device.epilogue import text
+from fp4compile.templates.device.apply_epilogue import text
 from tests.helpers.absent_gpu import fused_graph
 from tests.helpers.choices import only
 from tests.helpers.hard_inputs import FINITE, NON_FINITE, hard_input

@@ -12,7 +12,7 @@ from fp4compile.formats import formats
 from fp4compile.formats.grouping import Groups
 from fp4compile.formats.prologue import Prologue
 from fp4compile.ops.quantize import QUANTIZE, quantize_kernels
-from fp4compile.templates.quantize import plan
+from fp4compile.templates.quantize import launches
 from tests.helpers.hard_inputs import hard_input
 from tests.helpers.kernels import DEVICE, assert_same_bits, gpu
 
@@ -55,7 +55,7 @@ def check(steps, format, cols=40, sliced=True, **options):
     operands = operands_of(steps, cols, sliced, fmt.block_cols if fmt.block else 16)
     first, *others = operands
     expected = QUANTIZE(first, format, offs=offs, operands=others, prologue=steps, **options)
-    with mock.patch.object(plan, "apply", None):  # by kernels
+    with mock.patch.object(launches, "apply", None):  # by kernels
         got = by_kernels(operands, steps, offs, format, **options)
     in_groups = Groups.of(offs, ROWS).of_rows < len(SIZES)
     assert_same_bits(got, expected, in_groups)
@@ -105,7 +105,7 @@ def test_what_no_kernel_reads():
         operands = [x.to(dtype) for x in operands_of(steps, 40, False)]
         first, *others = operands
         expected = QUANTIZE(first, format, offs=offs, operands=others, prologue=steps, dtype=BF16, layout=layout)
-        with mock.patch.object(plan, "apply", wraps=plan.apply) as applied:
+        with mock.patch.object(launches, "apply", wraps=launches.apply) as applied:
             got = by_kernels(operands, steps, offs, format, layout=layout)
         assert applied.called
         for one, other in zip(got[:2], expected[:2], strict=True):

@@ -12,7 +12,7 @@ from fp4compile.formats import formats
 from fp4compile.formats.prologue import Prologue
 from fp4compile.hardware import Target
 from fp4compile.ops.quantize import QUANTIZE, quantize_kernels
-from fp4compile.templates.device.prologue import text
+from fp4compile.templates.device.apply_prologue import text
 from fp4compile.templates.launch import dry_run
 from fp4compile.templates.quantize import row
 from tests.helpers.hard_inputs import NAMES, NON_FINITE, hard_input

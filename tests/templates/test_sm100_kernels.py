@@ -23,7 +23,7 @@ if INTERPRETING:
     from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
     from fp4compile.templates.device import block_scales
-    from fp4compile.templates.quantize import plan
+    from fp4compile.templates.quantize import launches
 
     _portable_round = block_scales.e4m3_round
 
@@ -74,7 +74,7 @@ def on_sm100(monkeypatch):
         yield
         return
     target = SimpleNamespace(isa=100, dependent_launch=False)
-    monkeypatch.setattr(plan, "target_of", lambda device: target)
+    monkeypatch.setattr(launches, "target_of", lambda device: target)
     monkeypatch.setattr(block_scales, "e4m3_round", _e4m3_round)
     monkeypatch.setattr(InterpreterBuilder, "create_inline_asm", create_inline_asm)
     # Several outputs come as Triton's own tuple, which kernels add to tuples.

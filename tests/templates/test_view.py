@@ -9,7 +9,7 @@ from fp4compile.formats import formats
 from fp4compile.formats.prologue import Prologue
 from fp4compile.formats.quantize_spec import QuantizeSpec
 from fp4compile.hardware import Target
-from fp4compile.templates.quantize.plan import plan
+from fp4compile.templates.quantize.launches import plan
 from fp4compile.templates.quantize.source import source_of
 from fp4compile.templates.view import View, span, within
 

@@ -12,7 +12,7 @@ fills elements outside of a matrix with zeros.
 import triton
 import triton.language as tl
 
-from fp4compile.templates.device.dequantize import INTERPRETING, dequantize
+from fp4compile.templates.device.dequantized_tile import INTERPRETING, dequantize
 
 
 @triton.constexpr_function

@@ -4,8 +4,8 @@ A kernel takes the steps of a prologue or of an epilogue as a text of parts:
 
     aux0 aux1 row2 | silu.narrow 0; mul.pairs 3 1; mul.pairs 4 2 | 5
 
-The first part has the names of the tensors, the second the steps (`written`); `device.prologue` or `device.epilogue`
-adds the third. A step refers to a value by its position: the tensors come first, the result of each step follows. An
+The first part has the names of the tensors, the second the steps (`written`); `apply_prologue` or `apply_epilogue` adds
+the third. A step refers to a value by its position: the tensors come first, the result of each step follows. An
 argument with another character than digits is a number. `compute` computes the steps in order; machine code does not
 contain the text.
 
@@ -23,7 +23,7 @@ import triton.language as tl
 from triton.language.extra import libdevice
 
 from fp4compile.formats.steps import ROUNDINGS, Argument, Step
-from fp4compile.templates.device.dequantize import INTERPRETING
+from fp4compile.templates.device.dequantized_tile import INTERPRETING
 from fp4compile.templates.device.elements import float_bits
 from fp4compile.templates.device.sigmoid import exp, sigmoid, silu
 

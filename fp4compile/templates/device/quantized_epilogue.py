@@ -1,6 +1,6 @@
 """The last step of an epilogue: the result of a matmul becomes the operand of the next one.
 
-A kernel takes a part of its tile's columns at a time, in float32 (`device.epilogue`). `quantized_part` rounds it to the
+A kernel takes a part of its tile's columns at a time, in float32 (`apply_epilogue`). `quantized_part` rounds it to the
 result's dtype, as if it had been stored, and quantises it as the quantisers of rows do, by the same functions. A row of
 a tile of the matrix unit lies in one thread, so an amax needs no other thread.
 
@@ -35,7 +35,7 @@ def finds_amax(EPILOGUE):
 
 @triton.constexpr_function
 def result_of(EPILOGUE, field):
-    """A field of the last part of a text (`device.epilogue.text`), which describes the stored result."""
+    """A field of the last part of a text (`device.apply_epilogue.text`), which describes the stored result."""
     fields = ("element", "scale", "contract", "block", "outer", "dtype")
     value = part_of(EPILOGUE, 3).split()[fields.index(field)]
     return int(value) if value.isdigit() else value
@@ -74,7 +74,7 @@ def quantized_part(part, encode, decode, EPILOGUE: tl.constexpr, ISA: tl.constex
 
 @triton.jit
 def joined_columns(parts):
-    """The inverse of `device.epilogue.column_parts`: tensors [M, N] of neighbouring columns -> [M, len(parts) * N]."""
+    """The inverse of `column_parts`: tensors [M, N] of neighbouring columns -> [M, len(parts) * N]."""
     for _ in tl.static_range(log2(len(parts))):
         pairs = ()
         for i in tl.static_range(0, len(parts), 2):

@@ -1,7 +1,7 @@
 """Prologues with reductions: a program keeps whole rows on the chip and computes their statistics.
 
 `read_row` loads a row of each operand once, computes all steps, stores the stored results, and returns the words of the
-result. It takes the same PROLOGUE as `device.prologue`, with reductions among its steps.
+result. It takes the same PROLOGUE as `device.apply_prologue`, with reductions among its steps.
 
 A value of the whole shape is a tuple of float32 tensors [ROWS, BLOCKS, BLOCK / 2]: for each tile of the row the even
 columns, then the odd columns. A value of rows is a tuple of one tensor [ROWS, 1, 1]. The arithmetic follows Inductor's
@@ -13,8 +13,17 @@ bits.
 import triton
 import triton.language as tl
 
+from fp4compile.templates.device.apply_epilogue import store_rounded
+from fp4compile.templates.device.apply_prologue import (
+    STORED_FROM,
+    inside_tile,
+    operand_tile,
+    result_of,
+    stored_count,
+    stored_of,
+    to_tile,
+)
 from fp4compile.templates.device.elements import pack, unpack
-from fp4compile.templates.device.epilogue import store_rounded
 from fp4compile.templates.device.memory import load_tile
 from fp4compile.templates.device.pointwise import (
     kind_of,
@@ -25,15 +34,6 @@ from fp4compile.templates.device.pointwise import (
     step_count,
     takes_value,
     tensor_count,
-)
-from fp4compile.templates.device.prologue import (
-    STORED_FROM,
-    inside_tile,
-    operand_tile,
-    result_of,
-    stored_count,
-    stored_of,
-    to_tile,
 )
 
 # ---------------------------------------------------------------- rows

@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from triton.language.extra import libdevice
 
-from fp4compile.templates.device.dequantize import INTERPRETING
+from fp4compile.templates.device.dequantized_tile import INTERPRETING
 
 _QUARTER, _ONE = "0f3E800000", "0f3F800000"
 _LOG2_E, _LOG2_E_REST = "0fBFB8AA3B", "0fB2A57060"  # of the argument -x: both negative

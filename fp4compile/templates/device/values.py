@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from fp4compile.templates.device.block_scales import decode_scale
-from fp4compile.templates.device.dequantize import repeat_scales
+from fp4compile.templates.device.dequantized_tile import repeat_scales
 from fp4compile.templates.device.elements import decode_pair, pack, rounding_scale
 
 

@@ -57,16 +57,7 @@ from fp4compile.formats.epilogue import PARTIAL_MAXIMA
 from fp4compile.formats.formats import compatible
 from fp4compile.formats.grouping import padded_rows
 from fp4compile.formats.layouts import TILE_ROWS, ceil_div
-from fp4compile.templates.device.block_scaled_tile import (
-    code_source,
-    codes_in,
-    load_codes,
-    load_scales,
-    multiply,
-    scale_source,
-)
-from fp4compile.templates.device.block_scales import outer_scales
-from fp4compile.templates.device.epilogue import (
+from fp4compile.templates.device.apply_epilogue import (
     column_parts,
     epilogue,
     factor_of_rows,
@@ -76,6 +67,15 @@ from fp4compile.templates.device.epilogue import (
     stored,
     stored_ptr,
 )
+from fp4compile.templates.device.block_scaled_tile import (
+    code_source,
+    codes_in,
+    load_codes,
+    load_scales,
+    multiply,
+    scale_source,
+)
+from fp4compile.templates.device.block_scales import outer_scales
 from fp4compile.templates.device.group_tiles import (
     clear_rows,
     clear_scale_tiles,

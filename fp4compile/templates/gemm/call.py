@@ -12,7 +12,7 @@ from fp4compile.formats.grouping import padded_rows
 from fp4compile.formats.layouts import ceil_div, swizzled_numel
 from fp4compile.formats.operand import Operand
 from fp4compile.formats.product_spec import OperandSpec
-from fp4compile.templates.device.epilogue import text
+from fp4compile.templates.device.apply_epilogue import text
 from fp4compile.templates.problem import Problem
 from fp4compile.templates.quantize.source import power_of_two
 from fp4compile.templates.view import span, within
@@ -59,7 +59,7 @@ class KernelOperand:
             within(self.outer, span((lanes,), (1,)))
 
     def align(self, step: int) -> int:
-        """The constexpr ALIGN of `device.dequantize.load_units` for this operand. step: units of a step along K."""
+        """The constexpr ALIGN of `dequantized_tile.load_units` for this operand. step: units of a step along K."""
         if self.type.format is not None:
             return -1 if statically_true(self.units_per_row % step == 0) else 0
         return power_of_two(self.data.shape[-1], 16 // self.data.element_size()) // 2
@@ -177,7 +177,7 @@ class Call:
 
     @property
     def rescale_constants(self) -> dict:
-        """The constexpr arguments of `device.epilogue.rescale`."""
+        """The constexpr arguments of `device.apply_epilogue.rescale`."""
         p = self.problem
         return {"A_OUTER": p.a.outer, "B_OUTER": p.b.outer, "BIAS": int(self.bias is not None),
                 "B_BATCHED": int(p.b_batched)}  # fmt: skip

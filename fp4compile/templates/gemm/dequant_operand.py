@@ -26,8 +26,8 @@ import triton.language as tl
 from fp4compile._compat import statically_true
 from fp4compile.formats.layouts import TILE_ROWS, ceil_div
 from fp4compile.formats.product_spec import OperandSpec
-from fp4compile.templates.device.dequantize import INTERPRETING
-from fp4compile.templates.device.epilogue import column_parts, rescale, rescale_mode, store_rounded
+from fp4compile.templates.device.apply_epilogue import column_parts, rescale, rescale_mode, store_rounded
+from fp4compile.templates.device.dequantized_tile import INTERPRETING
 from fp4compile.templates.device.groups import group_of_tile, of_lanes, per_lane, rows_of_group, total_tiles
 from fp4compile.templates.device.persistent_grid import grouped_tile
 from fp4compile.templates.gemm import dequant_tiles

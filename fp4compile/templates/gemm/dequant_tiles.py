@@ -21,8 +21,9 @@ from fp4compile._compat import statically_true
 from fp4compile.formats.layouts import ceil_div
 from fp4compile.formats.product_spec import ProductSpec
 from fp4compile.hardware import Target
+from fp4compile.templates.device.apply_epilogue import epilogue, rescale, rescale_mode, store_rounded
 from fp4compile.templates.device.block_scales import decode_scale, scale_bits
-from fp4compile.templates.device.dequantize import (
+from fp4compile.templates.device.dequantized_tile import (
     TINY,
     bytes_per_unit,
     dequantize,
@@ -31,7 +32,6 @@ from fp4compile.templates.device.dequantize import (
     repeat_scales,
     shift_of,
 )
-from fp4compile.templates.device.epilogue import epilogue, rescale, rescale_mode, store_rounded
 from fp4compile.templates.device.groups import group_of_tile, of_lanes, per_lane, rows_of_group
 from fp4compile.templates.device.persistent_grid import grouped_tile
 from fp4compile.templates.gemm.call import Call
@@ -227,7 +227,7 @@ def _multiply(
 ):  # fmt: skip
     """The matmul of the rows row_m [BM] of A [m, K] and row_n [BN] of B [n, K] in float32, [BM, BN], not rescaled.
 
-    It covers the steps `start` to `stop` of K, each of WARPS shares of UNITS units (see `device.dequantize`).
+    It covers the steps `start` to `stop` of K, each of WARPS shares of UNITS units (see `device.dequantized_tile`).
     a_cols, b_cols: units of K (plain: elements); block_cols: blocks of K. a_per_row, b_per_row: stride of rows of
     units (plain: elements). blocks: stride of rows of scales. *_ALIGN: see `load_units`.
     RAGGED: block scales from number used_blocks on belong to no element, and may be zero.
@@ -340,7 +340,7 @@ def gemm_dequant_tiles(
 
     GROUPS 0: out [batch, m, n] of a [batch, m, K] and b [batch or 1, n, K]. Else out [rows, n] of a [rows, K] and
     b [GROUPS, n, K], or (ALONG_K) out [GROUPS, m, n] of a [m, K] and b [n, K]; offs: int32 [GROUPS].
-    K has `units` units (see `device.dequantize`) and `blocks` blocks of BLOCK elements. a_per_row, b_per_row: row
+    K has `units` units (see `device.dequantized_tile`) and `blocks` blocks of BLOCK elements. a_per_row, b_per_row: row
     strides in units (plain: elements). *_scales_batch: bytes of scales of one matrix. *_OUTER "tensor": one global
     scale; "group": [GROUPS]; "row": one for each row of a or b, or (ALONG_K) for each group's. *_ALIGN: see
     `load_units`. *_PADDED: see `Problem`.

@@ -7,7 +7,7 @@ import triton.language as tl
 from fp4compile.formats.layouts import ceil_div
 from fp4compile.hardware import Target
 from fp4compile.templates.device.block_scales import decode_scale
-from fp4compile.templates.device.dequantize import load_scales, load_units, repeat_scales
+from fp4compile.templates.device.dequantized_tile import load_scales, load_units, repeat_scales
 from fp4compile.templates.device.elements import decode_pair, float_bits
 from fp4compile.templates.gemm.call import KernelOperand
 from fp4compile.templates.launch import launch
@@ -21,7 +21,7 @@ def dequant_operand(
 ):  # fmt: skip
     """UNITS units of a row of out [rows, 2 * per_row], bf16 or fp16; a row has `tiles` tiles of UNITS units.
 
-    data: codes [rows, per_row units]; `device.dequantize` defines units. blocks: blocks of BLOCK elements in a row.
+    data: codes [rows, per_row units]; `dequantized_tile` defines units. blocks: blocks of BLOCK elements in a row.
     If a value may be inexact in bf16 (MX blocks with scales near 2^-127), the kernel sets the int32 at inexact_ptr.
     GROUPS: 0, or the number of groups of rows, which end at offs, int32. Rows of no group are not tested for inexact
     values, because their codes are uninitialised.

@@ -33,8 +33,8 @@ import triton.language as tl
 
 from fp4compile._compat import statically_true
 from fp4compile.formats.layouts import ceil_div
+from fp4compile.templates.device.apply_epilogue import rescale, store_rounded
 from fp4compile.templates.device.async_copy import AWAIT_VALUE, BARRIER, WARP_BARRIER, do_ptx, select_ptx, wait_ptx
-from fp4compile.templates.device.epilogue import rescale, store_rounded
 from fp4compile.templates.device.nvfp4_weights import dequantize_word
 from fp4compile.templates.device.persistent_grid import group_tiles, next_step
 from fp4compile.templates.device.shared_memory import MEMORY, reserve, reserved, sum_of_warps_ptx

@@ -33,8 +33,8 @@ import triton.language as tl
 
 from fp4compile._compat import statically_true
 from fp4compile.formats.layouts import ceil_div
+from fp4compile.templates.device.apply_epilogue import rescale, rescale_mode, store_rounded
 from fp4compile.templates.device.async_copy import AWAIT_VALUE, WARP_BARRIER, do_ptx, wait_ptx
-from fp4compile.templates.device.epilogue import rescale, rescale_mode, store_rounded
 from fp4compile.templates.device.group_tiles import clear_rows, ends_of, last_of, load_entry, store_entry
 from fp4compile.templates.device.nvfp4_weights import STEP_BYTES, read_weights
 from fp4compile.templates.device.persistent_grid import group_tiles, next_step

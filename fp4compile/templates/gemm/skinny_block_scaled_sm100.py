@@ -22,6 +22,7 @@ import triton.language as tl
 
 from fp4compile._compat import statically_true
 from fp4compile.formats.layouts import ceil_div
+from fp4compile.templates.device.apply_epilogue import epilogue, rescale, store_rounded
 from fp4compile.templates.device.block_scaled_tile import (
     code_source,
     codes_in,
@@ -31,7 +32,6 @@ from fp4compile.templates.device.block_scaled_tile import (
     scale_source,
 )
 from fp4compile.templates.device.dependent_launch import launch_dependents
-from fp4compile.templates.device.epilogue import epilogue, rescale, store_rounded
 from fp4compile.templates.device.persistent_grid import group_tiles
 from fp4compile.templates.gemm import library
 from fp4compile.templates.gemm.call import Call

@@ -5,8 +5,8 @@ import triton
 import triton.language as tl
 
 from fp4compile.formats.layouts import ceil_div
+from fp4compile.templates.device.apply_epilogue import epilogue, rescale, store_rounded
 from fp4compile.templates.device.dependent_launch import wait
-from fp4compile.templates.device.epilogue import epilogue, rescale, store_rounded
 from fp4compile.templates.gemm.call import Call
 from fp4compile.templates.launch import launch
 

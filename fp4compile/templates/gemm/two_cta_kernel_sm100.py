@@ -26,9 +26,9 @@ from triton.experimental.gluon.language.nvidia.blackwell import (
     tma,
 )
 
+from fp4compile.templates.device.apply_epilogue import epilogue, factor_of_rows, rescale_columns, rescale_mode, stored
 from fp4compile.templates.device.block_scaled_tile import codes_in, loaded_type
 from fp4compile.templates.device.block_scales import outer_scales
-from fp4compile.templates.device.epilogue import epilogue, factor_of_rows, rescale_columns, rescale_mode, stored
 from fp4compile.templates.device.groups import ends_of_lanes, group_of_tile, per_lane
 from fp4compile.templates.device.persistent_grid import grouped_tile
 from fp4compile.templates.device.quantized_epilogue import (

@@ -31,6 +31,13 @@ import triton
 import triton.language as tl
 
 from fp4compile._compat import statically_true
+from fp4compile.templates.device.apply_epilogue import (
+    auxiliary_of,
+    factor_of_rows,
+    prefetch_operands,
+    rescale_mode,
+    rescale_values,
+)
 from fp4compile.templates.device.async_copy import (
     AWAIT_VALUE,
     BARRIER,
@@ -43,13 +50,6 @@ from fp4compile.templates.device.async_copy import (
 )
 from fp4compile.templates.device.dependent_launch import launch_dependents, wait
 from fp4compile.templates.device.elements import pack, unpack
-from fp4compile.templates.device.epilogue import (
-    auxiliary_of,
-    factor_of_rows,
-    prefetch_operands,
-    rescale_mode,
-    rescale_values,
-)
 from fp4compile.templates.device.groups import group_of_tile, of_lanes, per_lane
 from fp4compile.templates.device.lane_rows import bytes_of, load_rows, store_rows
 from fp4compile.templates.device.nvfp4_weights import (

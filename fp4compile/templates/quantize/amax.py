@@ -13,12 +13,12 @@ import triton.language as tl
 from fp4compile._compat import statically_true
 from fp4compile.formats.formats import BlockFormat
 from fp4compile.formats.layouts import ceil_div
+from fp4compile.templates.device.apply_prologue import read_tile
 from fp4compile.templates.device.column_tile import column_tile_amax, load_column_tile, transform_column_tile
 from fp4compile.templates.device.dependent_launch import launch_dependents
 from fp4compile.templates.device.elements import magnitude_bits, reduce_words, unpack, word_amax
 from fp4compile.templates.device.groups import of_lanes, per_lane, tile_of_group
 from fp4compile.templates.device.memory import tile_of, tiles_along
-from fp4compile.templates.device.prologue import read_tile
 from fp4compile.templates.device.register_tile import amaxes_of_two_rows, stack_tensors
 from fp4compile.templates.launch import Launch, LaunchConfig
 from fp4compile.templates.quantize.outputs import Outer, row_tiles, whole_tiles

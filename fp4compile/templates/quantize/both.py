@@ -11,12 +11,12 @@ import triton
 import triton.language as tl
 
 from fp4compile.formats.formats import BlockFormat
+from fp4compile.templates.device.apply_prologue import read_register_tile
 from fp4compile.templates.device.block_scales import block_scale, scale_bits
 from fp4compile.templates.device.column_tile import unpack_column_tile
 from fp4compile.templates.device.elements import encode_run, magnitude_bits, unpack
 from fp4compile.templates.device.memory import load_index, restore_axes, store_scales, store_units, tile_of
 from fp4compile.templates.device.packed_encoding import encode_exact_run, encode_exact_runs, exact_in_bf16
-from fp4compile.templates.device.prologue import read_register_tile
 from fp4compile.templates.device.register_tile import (
     DEPTH,
     amaxes_of_two_rows,

@@ -20,6 +20,7 @@ import triton.language as tl
 from fp4compile._compat import statically_true
 from fp4compile.formats.formats import BlockFormat
 from fp4compile.formats.layouts import TILE_ROWS, ceil_div
+from fp4compile.templates.device.apply_prologue import read_tile
 from fp4compile.templates.device.block_codes import scale_and_encode
 from fp4compile.templates.device.block_scales import (
     block_scale,
@@ -33,7 +34,6 @@ from fp4compile.templates.device.elements import encode_run, unpack, word_amax
 from fp4compile.templates.device.groups import of_lanes, per_lane, tile_of_group
 from fp4compile.templates.device.memory import store_scales, store_units, tile_of, tiles_along
 from fp4compile.templates.device.philox import match_layout, philox, runs_of_a_call
-from fp4compile.templates.device.prologue import read_tile
 from fp4compile.templates.device.values import takes_values, values_of_units
 from fp4compile.templates.launch import Launch, LaunchConfig
 from fp4compile.templates.quantize.outputs import (

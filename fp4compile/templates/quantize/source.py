@@ -10,7 +10,7 @@ from fp4compile._compat import statically_true, tracing
 from fp4compile.formats.grouping import padded_rows
 from fp4compile.formats.prologue import OPERANDS, STORED, Prologue
 from fp4compile.hardware import Target
-from fp4compile.templates.device.prologue import text
+from fp4compile.templates.device.apply_prologue import text
 from fp4compile.templates.view import View
 
 
@@ -83,7 +83,7 @@ class Source:
 
     @property
     def read_args(self) -> tuple:
-        """`args`, `operand_args` and `stored`: the arguments of kernels that read by `device.prologue`."""
+        """`args`, `operand_args` and `stored`: the arguments of kernels that read by `device.apply_prologue`."""
         return *self.args, *self.operand_args, *self.stored, *[None] * (STORED - len(self.stored))
 
     @property
@@ -94,7 +94,7 @@ class Source:
 
     @property
     def prologue_text(self) -> str:
-        """The constexpr PROLOGUE of kernels that read by `device.prologue`."""
+        """The constexpr PROLOGUE of kernels that read by `device.apply_prologue`."""
         if self.prologue is None:
             return ""
         separate = {i: stride for i, stride in self._row_strides.items() if not statically_true(stride == self.cols)}

@@ -20,7 +20,7 @@ from fp4compile.formats.quantize_spec import COLUMNS, ROWS, QuantizeSpec
 from fp4compile.hardware import Target
 from fp4compile.templates import scale_sweep
 from fp4compile.templates.launch import Launch, target_of
-from fp4compile.templates.quantize import both, row, square
+from fp4compile.templates.quantize import both, row, squares
 from fp4compile.templates.quantize.amax import outer_of, outers_of
 from fp4compile.templates.quantize.column import columns_launch
 from fp4compile.templates.quantize.outputs import Outer, Output, empty_output
@@ -161,9 +161,9 @@ def _columns(spec: QuantizeSpec, x: torch.Tensor, source: Source, down: bool, st
     fmt, layout, each_matrix = spec.format, spec.layout, _each_matrix(spec)
     shape = (source.cols, source.padded_rows) if source.groups else x.shape
     output = empty_output(source, shape, fmt, layout, columns=down, values=bool(spec.values))
-    if square.serves(source, fmt):
+    if squares.serves(source, fmt):
         outer = outer_of(source, fmt, static, each_matrix)
-        launch = square.squares_launch(source, fmt, outer, layout, None if down else output, output if down else None)
+        launch = squares.squares_launch(source, fmt, outer, layout, None if down else output, output if down else None)
         return Plan((*outer.launches, launch), (output,), (outer.result,))
     outers = outers_of(source, fmt, static, with_rows=False, transform=spec.hadamard, each_matrix=each_matrix)
     launch = columns_launch(
@@ -179,15 +179,15 @@ def _both(spec: QuantizeSpec, x: torch.Tensor, source: Source, static, seed) -> 
     columns = empty_output(source, transposed, fmt, layout, columns=True, values=COLUMNS in spec.values)
     if fmt.square:
         outer = outer_of(source, fmt, static, _each_matrix(spec))
-        launch = square.squares_launch(source, fmt, outer, layout, rows, columns)
+        launch = squares.squares_launch(source, fmt, outer, layout, rows, columns)
         return Plan((*outer.launches, launch), (rows, columns), (outer.result, outer.result))
     outers = outers_of(source, fmt, static, with_rows=True, transform=spec.hadamard)
     if both.serves(source, fmt, outers[0], seeded=spec.seeded, transform=spec.hadamard):
         launches = (both.both_launch(source, fmt, layout, rows, columns),)
     elif _separately(source, fmt, outers[0]):
         along = rows_launch(source, fmt, rows, outers[0], layout, seed, _stream(ROWS))
-        if square.serves(source, fmt):
-            down = square.squares_launch(source, fmt, outers[1], layout, None, columns)
+        if squares.serves(source, fmt):
+            down = squares.squares_launch(source, fmt, outers[1], layout, None, columns)
         else:
             down = columns_launch(source, fmt, outers, layout, columns, seed=seed, stream=1, transform=spec.hadamard)
         launches = (along, down)
@@ -208,7 +208,7 @@ def _separately(source: Source, fmt: BlockFormat, outer: Outer) -> bool:
     if source.prologue is not None or source.groups:
         return False
     wide = source.tensor.dtype.itemsize == 4 and fmt.scale == "e4m3" and outer.mode == "none"
-    return square.serves(source, fmt) or (wide and source.target.isa == 90)
+    return squares.serves(source, fmt) or (wide and source.target.isa == 90)
 
 
 def _rows(spec: QuantizeSpec, shape: Sequence, source: Source, static, seed) -> Plan:
