@@ -45,9 +45,7 @@ def pytest_collection_modifyitems(items):
         if getattr(item, "originalname", None) in SLOW_TESTS or item.path.stem.endswith("machine_code"):
             item.add_marker(pytest.mark.slow)
     slow = {item.path for item in items if item.get_closest_marker("slow")}
-    longest = ("ptxsim", "templates")
-    rank = {path: next((i for i, room in enumerate(longest) if room in path.parts), len(longest)) for path in slow}
-    items.sort(key=lambda item: rank.get(item.path, len(longest) + 1))
+    items.sort(key=lambda item: (item.path not in slow, item.path in slow and "templates" not in item.path.parts))
 
 
 _caches = itertools.count()
