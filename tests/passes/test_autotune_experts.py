@@ -27,6 +27,7 @@ from fp4compile.templates.choose import named
 from fp4compile.templates.gemm.block_scaled_sm100 import sm100_configs
 from fp4compile.templates.launch import dry_run
 from tests.helpers.arguments import of_groups, times
+from tests.helpers.clock import Clock
 
 BF16 = torch.bfloat16
 KERNEL = "grouped_block_scaled_sm100"
@@ -50,22 +51,6 @@ def operands(rows, groups, n, k, a="nvfp4", b=None, outers=(None, None)):
     a_outer, b_outer = shapes
     left = empty_operand(names[0], rows, k, padded_rows(rows, groups), (), a_outer)
     return left, empty_operand(names[1], n, k, n, (groups,), b_outer), torch.empty(groups, dtype=torch.int32)
-
-
-class Clock:
-    """In the place of the GPU: what was timed, and how long it is said to take, by kernel or configuration."""
-
-    def __init__(self, monkeypatch, times):
-        self.timed, self.times = [], times
-        monkeypatch.setattr(autotune, "_winners", {})
-        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-        monkeypatch.setattr(autotune, "_copies", lambda product: [None])
-        monkeypatch.setattr(autotune, "_times", self._times)
-
-    def _times(self, sequences):
-        choices = [call.keywords["choice"] for (call,) in sequences]
-        self.timed.append([choice.kernel for choice in choices])
-        return [self.times.get(choice.config, self.times.get(choice.kernel, 9.0)) for choice in choices]
 
 
 def experts(name, along_k=False):
@@ -108,9 +93,9 @@ def test_equal_products_are_timed_once(name, monkeypatch):
         for _ in range(2):
             launches, left = lowered(experts(name), FORWARD)
             assert (launches[-1], left) == (NATIVE, [])
-    assert clock.timed == [[KERNEL, KERNEL]]
+    assert clock.kernels == [[KERNEL, KERNEL]]
     launches, left = lowered(experts(name), FORWARD)
-    assert (launches[-1], left) == (NATIVE, []) and len(clock.timed) == 1
+    assert (launches[-1], left) == (NATIVE, []) and len(clock.kernels) == 1
 
 
 def test_the_kernel_where_nothing_could_be_timed(monkeypatch):
@@ -141,7 +126,7 @@ def test_the_fastest_configuration_is_launched(along_k, index, monkeypatch):
     monkeypatch.setattr(registry, "REGISTRY", kernels)
     with config.patch(max_autotune=True):
         lowered(function, shapes)
-    assert clock.timed == [[KERNEL, KERNEL]] and ran == [configs[index]]
+    assert clock.kernels == [[KERNEL, KERNEL]] and ran == [configs[index]]
 
 
 @pytest.mark.parametrize("options", [{"dynamic": True}, {"shapes": ((0, 512), (4, 1024, 512))}],
@@ -150,7 +135,7 @@ def test_what_is_not_timed(options, monkeypatch):
     clock = Clock(monkeypatch, {KERNEL: 1.0})
     with config.patch(max_autotune=True):
         _, left = lowered(experts("nvfp4"), **{"shapes": FORWARD, **options})
-    assert not clock.timed and not left
+    assert not clock.kernels and not left
 
 
 def test_what_is_timed_is_the_product(monkeypatch):

@@ -6,6 +6,7 @@ import torch
 import fp4compile
 from fp4compile.formats import formats
 from fp4compile.formats.operand import Operand
+from tests.helpers.by_hand import FP8_UNITS_ERROR, assert_rounds_to
 from tests.helpers.library_checks import V2, calls_of, check
 
 BF16 = torch.bfloat16
@@ -50,4 +51,4 @@ def test_hopper_multiplies_what_the_codes_mean(pair, m, n, k):
     spec = f"{pair[0]} @ {pair[1]} -> bfloat16"
     on_gpu = [t if t is None else t.cuda() for x in (a, b) for t in (x.data, x.scales, x.outer)]
     got = torch.ops.fp4compile.scaled_mm(*on_gpu, spec).cpu().double()
-    assert ((got - expected).abs() <= 2.0**-8 * expected.abs() + 2.0**-12 * size).all()
+    assert_rounds_to(got, expected, BF16, FP8_UNITS_ERROR * size)
