@@ -245,9 +245,14 @@ _TYPES = {
 }
 
 
+def in_gluon(kernel: Any) -> bool:
+    """Whether a kernel is written in Gluon, not in Triton."""
+    return getattr(kernel, "is_gluon", lambda: False)()
+
+
 def _source_type(kernel: Any) -> Any:
     """The class of sources of Triton, or of Gluon, that compile a kernel."""
-    if not getattr(kernel, "is_gluon", lambda: False)():
+    if not in_gluon(kernel):
         from triton.compiler import ASTSource
 
         return ASTSource

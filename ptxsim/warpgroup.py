@@ -15,6 +15,8 @@ Sources and confidence:
   same registers. A `wgmma.fence` is required between other writes of these registers and a product. High. The
   simulator looks for that fence in the product's own basic block, where compilers put it.
 
+Sums of FP8 products have float32's precision here; the units of Hopper keep fewer bits.
+
 A product is computed when it is issued, which changes no kernel's results: the clocks find every access to shared
 memory that does not wait for it, and `Products.check` every use of its registers. Sums are as in `warp_matrix`.
 """
@@ -35,7 +37,7 @@ from ptxsim.forms import (
 )
 from ptxsim.fragment import Fragment
 from ptxsim.machine import Machine
-from ptxsim.numbers import matrix_product
+from ptxsim.numbers import E4M3, E5M2, matrix_product
 from ptxsim.parse import Instruction, Operand, Pair, Program, Register, Vector
 from ptxsim.shared import START, swizzled
 from ptxsim.warp_matrix import (
@@ -48,6 +50,7 @@ from ptxsim.warp_matrix import (
 )  # fmt: skip
 from ptxsim.warpgroup_products import OPCODE, Touched
 
+_BY_CODE = {"e4m3": E4M3, "e5m2": E5M2}
 _SPANS = (0, 128, 64, 32)  # of swizzles by number
 _ROW = 32  # bytes of the contraction of an instruction
 
@@ -78,7 +81,7 @@ def _matrix_places(descriptor: int, rows: np.ndarray) -> np.ndarray:
 def _matrices(
     fragment: Fragment, warps: np.ndarray, descriptors: np.ndarray, rows: np.ndarray, kind: str
 ) -> np.ndarray:
-    """The matrices in shared memory that warps read, float64 [warps, rows, 16].
+    """The matrices in shared memory that warps read, float64 [warps, rows, elements of 32 bytes].
 
     descriptors: [warps]. rows: [warps, rows], the rows that each of them reads.
     """
@@ -97,7 +100,8 @@ def _matrices(
     cells = machine.shared.cells(flat).reshape(len(warps), -1)
     machine.shared.shadow.reads_of_agents(cells, machine.clocks.rows[:, clusters, local],
                                           machine.clocks.products(local), groups)  # fmt: skip
-    return floats(machine.shared.data[flat].view(np.uint16), kind)
+    codes = machine.shared.data[flat]
+    return _BY_CODE[kind][codes].astype(np.float64) if kind in _BY_CODE else floats(codes.view(np.uint16), kind)
 
 
 # ---------------------------------------------------------------- instructions
@@ -111,12 +115,20 @@ def _one_for_each_warp(fragment: Fragment, read: Read, which: np.ndarray) -> np.
     return values[:, 0]
 
 
-@form(*[f"{OPCODE}.sync.aligned.m64n{n}k16.f32.{kind}.{kind}" for n in range(8, 257, 8) for kind in ("bf16", "f16")])
+_SHAPES = [f"k16.f32.{kind}.{kind}" for kind in ("bf16", "f16")]
+_SHAPES += [f"k32.f32.{a}.{b}" for a in _BY_CODE for b in _BY_CODE]
+
+
+@form(*[f"{OPCODE}.sync.aligned.m64n{n}{shape}" for n in range(8, 257, 8) for shape in _SHAPES])
 def _product(instruction: Instruction, program: Program) -> Step:
     in_registers = isinstance(instruction.operands[1], Vector)
-    expect(instruction, 7 if in_registers else 8)
+    a_kind, b_kind = instruction.opcode.split(".")[-2:]
+    if in_registers and a_kind in _BY_CODE:
+        raise UnknownForm("a product of FP8 codes in registers")
+    # Operands of FP8 cannot be transposed: there are no flags that say so.
+    expect(instruction, 6 if a_kind in _BY_CODE else 7 if in_registers else 8)
     into, a, b, adds, *flags = instruction.operands
-    kind, n = instruction.opcode.split(".")[-1], int(instruction.opcode.split(".")[4][4:-3])
+    n = int(instruction.opcode.split(".")[4][4:-3])
     if [immediate(one) for one in flags] != [1, 1, *[0] * (len(flags) - 2)]:
         raise UnknownForm("a product of negated or transposed operands")
     sums, writes = readers_of(into, "f32", n // 2), [writer(each, "f32") for each in registers_of(into)]
@@ -131,12 +143,12 @@ def _product(instruction: Instruction, program: Program) -> Step:
         machine, which = fragment.machine, fragment.whole_warps()
         warps = fragment.warps[which]
         if in_registers:
-            a_matrices = a_values(stacked(fragment, left)[:, which], kind)
+            a_matrices = a_values(stacked(fragment, left)[:, which], a_kind)
         else:
             rows = (machine.local_warp(warps) % 4 * 16)[:, None] + np.arange(16)
-            a_matrices = _matrices(fragment, warps, _one_for_each_warp(fragment, left[0], which), rows, kind)
+            a_matrices = _matrices(fragment, warps, _one_for_each_warp(fragment, left[0], which), rows, a_kind)
         rows = np.broadcast_to(np.arange(n), (len(warps), n))
-        b_matrices = _matrices(fragment, warps, _one_for_each_warp(fragment, right, which), rows, kind)
+        b_matrices = _matrices(fragment, warps, _one_for_each_warp(fragment, right, which), rows, b_kind)
         found = matrix_product(a_matrices, b_matrices)
         addend = sums_of(stacked(fragment, sums)[:, which])
         found += np.where(_one_for_each_warp(fragment, adding, which)[:, None, None], addend, 0)

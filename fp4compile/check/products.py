@@ -37,6 +37,7 @@ from fp4compile.ops.functional import quantize
 from fp4compile.ops.matmul import SCALED_MM
 from fp4compile.ops.quantize import DEQUANTIZE, QUANTIZE
 from fp4compile.templates.choose import Choice, candidates, choose, to_time
+from fp4compile.templates.gemm import float8_blocks_sm90
 from fp4compile.templates.launch import Launch, dry_run, target_of
 from fp4compile.templates.multiply import multiply, multiply_together, results
 from fp4compile.templates.problem import problem_of
@@ -252,6 +253,10 @@ PRODUCTS = (
     # Experts whose results the next experts' quantiser reads.
     _experts("nvfp4", "nvfp4", SIZE, 2048, 4096, epilogue="pair", weights=2, result=AMAX),
     *(_experts("nvfp4", "nvfp4", SIZE, 2048, 4096, epilogue=each, result=AMAX) for each in ("pair", "gated", "")),
+    # FP8 blocks on Hopper: groups of many rows and of few, along K; dense with a bias, which the library does not add.
+    *(_experts("float8_1x128", "float8_128x128", m, 2048, 4096) for m in (SIZE, 512)),
+    _experts("float8_1x128", "float8_1x128", 2048, 4096, SIZE, along_k=True),
+    MatmulCase("float8_1x128", "float8_128x128", epilogue="bias", kernel=float8_blocks_sm90.NAME),
     # Experts, dequantised.
     _experts(None, "nvfp4", SIZE, 2048, 4096), _experts(None, "mxfp8", 2048, 4096, SIZE, along_k=True),
 )  # fmt: skip

@@ -17,6 +17,7 @@ from fp4compile.templates.gemm import (
     cost,
     dequant_operand,
     dequant_tiles,
+    float8_blocks_sm90,
     library,
     skinny_block_scaled_sm100,
     streaming,
@@ -34,6 +35,7 @@ REGISTRY: tuple[Candidate, ...] = (
     block_scaled_sm100.CANDIDATE,
     block_scaled_two_ctas_sm100.CANDIDATE,  # serves a subset of the kernels of one CTA: chosen only by timing
     library.FLOAT8_BLOCKS,
+    float8_blocks_sm90.CANDIDATE,
     library.ROW_SCALED,
     library.RESCALED,
     streaming.CANDIDATE,

@@ -26,7 +26,7 @@ class Launch:
         pipeline, for kernels whose loops do not set it. num_ctas: CTAs of a program, which form a cluster.
 
     A kernel whose constant PDL is set starts early (`device.dependent_launch`). A kernel whose constant TMA is set,
-    or that has several CTAs, makes descriptors in memory that Triton allocates at the launch.
+    or that is written in Gluon, makes descriptors in memory that Triton allocates at the launch.
     """
 
     kernel: Any
@@ -65,7 +65,7 @@ class Launch:
             return
         if self.constants.get("PDL"):
             options["launch_pdl"] = True
-        descriptors = self.constants.get("TMA") or self.num_ctas > 1
+        descriptors = self.constants.get("TMA") or _compat.in_gluon(kernel)
         with _compat.scratch_memory(values[0].device) if descriptors else nullcontext():
             kernel[(grid,)](*values, **self.constants, **options)
 

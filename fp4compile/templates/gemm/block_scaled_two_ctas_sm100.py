@@ -23,9 +23,9 @@ from fp4compile._compat import statically_true
 from fp4compile.formats.epilogue import PARTIAL_MAXIMA
 from fp4compile.formats.grouping import padded_rows
 from fp4compile.formats.layouts import TILE_ROWS, ceil_div
-from fp4compile.formats.operand import Arguments, Operand
+from fp4compile.formats.operand import Arguments
 from fp4compile.templates.gemm import block_scaled_sm100, cost
-from fp4compile.templates.gemm.call import Call, KernelOperand
+from fp4compile.templates.gemm.call import Call
 from fp4compile.templates.gemm.candidate import TWO_CTAS, Candidate, opaque
 from fp4compile.templates.gemm.heuristics import TwoCtaConfig, tma_copies, two_cta_config
 from fp4compile.templates.launch import Launch
@@ -90,7 +90,7 @@ def _run(call: Call, config: TwoCtaConfig) -> torch.Tensor | tuple[torch.Tensor,
         b_rows = (p.b_rows,) if not p.ragged else (p.groups, p.n)
         auxiliaries = [each.view(-1) if statically_true(each.numel() == p.n) else each.view(p.m, p.n)
                        for each in call.auxiliaries]  # fmt: skip
-        x = Arguments.of(_operand(call.a, p.m), _operand(call.b, *b_rows), call.bias, p.spec.out_dtype, call.epilogue,
+        x = Arguments.of(call.a.operand(p.m), call.b.operand(*b_rows), call.bias, p.spec.out_dtype, call.epilogue,
                          auxiliaries, call.result_outer, call.offs)  # fmt: skip
         first, *more = opaque(x, TWO_CTAS)
         return (first, *more) if more else first
@@ -121,13 +121,6 @@ def _run(call: Call, config: TwoCtaConfig) -> torch.Tensor | tuple[torch.Tensor,
         config.num_warps, num_ctas=2,
     ).run()  # fmt: skip
     return out if out is scales else (out, scales)
-
-
-def _operand(x: KernelOperand, *rows) -> Operand:
-    """The operand of these rows: a matrix, or the matrices of groups."""
-    outer = x.outer.view(*rows, 1) if x.type.outer == "row" else x.outer
-    data = x.data.view(*rows, x.data.shape[-1]).view(x.type.format.data_dtype)
-    return Operand(data, x.scales.view(x.type.format.scale_dtype), outer, x.type.format)
 
 
 CANDIDATE = Candidate(NAME, "native", _serves, two_cta_config, _run, _to_time,

@@ -49,6 +49,15 @@ class KernelOperand:
             return swizzled_numel(self.rows, blocks)
         return ceil_div(self.rows, fmt.block[0]) * blocks
 
+    def operand(self, *rows) -> Operand:
+        """The operand as ops take it, of these rows: of a matrix, or of the matrices of groups."""
+        fmt, outer = self.type.format, self.outer
+        data = self.data.view(*rows, self.data.shape[-1]).view(fmt.data_dtype)
+        scales = None if self.scales is None else self.scales.view(fmt.scale_dtype)
+        if scales is not None and not self.type.swizzled:
+            scales = scales.view(*rows[:-1], ceil_div(rows[-1], fmt.block[0]), ceil_div(self.k, fmt.block_cols))
+        return Operand(data, scales, outer.view(*rows, 1) if self.type.outer == "row" else outer, fmt)
+
     def check(self, matrices, rows) -> None:
         """Raise RuntimeError if the operand's tensors hold less than `matrices` matrices of `rows` rows."""
         lanes, of_each = matrices * rows, max(self.rows, 1) if isinstance(self.rows, int) else self.rows

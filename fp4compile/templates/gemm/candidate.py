@@ -11,7 +11,8 @@ from fp4compile.templates.gemm.call import Call
 from fp4compile.templates.gemm.swizzled_a_sm90 import SwizzledA
 from fp4compile.templates.problem import Problem
 
-LIBRARY, TWO_CTAS = "library", "2-CTA"  # kernels of the op `scaled_mm_opaque`
+# Kernels of the op `scaled_mm_opaque`.
+LIBRARY, TWO_CTAS, FLOAT8_BLOCKS = "library", "2-CTA", "FP8 blocks"
 MOST_IN_GROUP = 3  # matmuls of one A in a launch, at most: the kernels have pointers for three
 
 

@@ -16,7 +16,6 @@ from torch.nn.functional import ScalingType, SwizzleType
 from fp4compile import _compat
 from fp4compile._compat import statically_true
 from fp4compile.formats.formats import as_integers
-from fp4compile.formats.layouts import ceil_div
 from fp4compile.formats.operand import Arguments, Operand
 from fp4compile.templates.gemm import grouped_library
 from fp4compile.templates.gemm.call import Call, KernelOperand, aligned
@@ -125,17 +124,7 @@ def _serves_float8_blocks(p: Problem) -> bool:
 
 def _run_float8_blocks(call: Call, config: None) -> torch.Tensor:
     p = call.problem
-    a, b = (
-        Operand(_matrix(x, rows).view(x.type.dtype), _linear_scales(x, rows), None, x.type.format)
-        for x, rows in ((call.a, p.m), (call.b, p.n))
-    )
-    return opaque(Arguments.of(a, b, None, p.spec.out_dtype), LIBRARY)[0]
-
-
-def _linear_scales(x: KernelOperand, rows) -> torch.Tensor:
-    """Float32 scales [rows of blocks, blocks]."""
-    fmt = x.type.format
-    return x.scales.view(torch.float32).view(ceil_div(rows, fmt.block[0]), ceil_div(x.k, fmt.block_cols))
+    return opaque(Arguments.of(call.a.operand(p.m), call.b.operand(p.n), None, p.spec.out_dtype), LIBRARY)[0]
 
 
 _SCALING = {1: ScalingType.BlockWise1x128, 128: ScalingType.BlockWise128x128}  # by rows of a block

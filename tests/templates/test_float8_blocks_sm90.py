@@ -1,0 +1,184 @@
+"""The FP8 block GEMM of Hopper: what it serves, and, on that GPU, what it computes."""
+
+import pytest
+import torch
+
+from fp4compile.formats import formats, reference
+from fp4compile.formats.operand import Arguments, Operand
+from fp4compile.hardware import Target
+from fp4compile.templates.choose import choose
+from fp4compile.templates.gemm import float8_blocks_sm90
+from fp4compile.templates.multiply import multiply
+from fp4compile.templates.problem import problem_of
+from tests.helpers.by_hand import assert_rounds_to
+
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+HOPPER = Target(90)
+# Of A and B: codes by E4M3 or E5M2 (as a gradient's), and one square for a block of weights.
+ROWS, GRADIENT, SQUARES = "float8_1x128", "e5m2:1x128:float32:-:torchao", "float8_128x128"
+
+
+def uneven(*shape):
+    """Rows, and runs of 128 elements, of very different sizes."""
+    torch.manual_seed(sum(shape))
+    x = torch.randn(shape) * torch.exp2(torch.randint(-9, 9, (*shape[:-1], 1)))
+    return x * torch.exp2(torch.arange(shape[-1]) // 128 % 5 * 3 - 6)
+
+
+def quantised(x, name, dim=-1, offs=None, each_matrix=False):
+    data, scales, _ = torch.ops.fp4compile.quantize(x, name, [dim], offs=offs, each_matrix=each_matrix)
+    return Operand(data, scales, None, formats.get(name))
+
+
+def on_gpu(x):
+    return Operand(x.data.cuda(), x.scales.cuda(), None, x.format)
+
+
+def dequantised(x):
+    rows, columns = x.format.block
+    scales = x.scales.repeat_interleave(rows, -2)[..., : x.data.shape[-2], :].repeat_interleave(columns, -1)
+    return x.data.double() * scales[..., : x.data.shape[-1]].double()
+
+
+def units_error(left, right):
+    """What the FP8 matrix units may be off by: each cuts 32 products and a sum 13 bits below the largest.
+
+    The largest is a product or the sum of the block so far, which is at most the sum of magnitudes.
+    """
+    found, size = 0.0, 0.0
+    for step in range(0, left.shape[1], 32):
+        a, b = left[:, step : step + 32].abs(), right[step : step + 32].abs()
+        largest = torch.cat([a.new_zeros(0, b.shape[1]),
+                             *((a[i : i + 64, :, None] * b).amax(1) for i in range(0, len(a), 64))])  # fmt: skip
+        size = (0.0 if step % 128 == 0 else size) + a @ b
+        found = found + 2.0**-13 * (32 * largest + size)
+    return found
+
+
+def check(got, a, b, dtype, bias=None):
+    """got is the product of a and b, whose sums of a block have fewer bits than float32, rounded once."""
+    left, right = dequantised(a).cuda(), dequantised(b).transpose(-2, -1).cuda()
+    exact = left @ right
+    if bias is not None:
+        exact = exact + bias.cuda().double()
+    assert_rounds_to(got.double(), exact, dtype, units_error(left, right))
+
+
+def problem(m, n, k, a=ROWS, b=SQUARES, sm=90, offs=None, rows=None):
+    with torch.device("meta"):
+        groups = () if offs is None or rows is not None else (offs,)
+        left, right = (Operand(torch.empty(*lead, size, k, dtype=formats.get(name).data_dtype),
+                               torch.empty(*lead, -(-size // formats.get(name).block[0]), -(-k // 128)), None,
+                               formats.get(name)) for lead, size, name in (((), m, a), (groups, n, b)))  # fmt: skip
+        ends = None if offs is None else torch.empty(offs, dtype=torch.int32)
+        return problem_of(Arguments.of(left, right, None, BF16, offs=ends, rows=rows), Target(sm))
+
+
+@pytest.mark.parametrize(
+    ("given", "kernel"),
+    [
+        (problem(192, 16, 128), "library_float8_blocks"),
+        (problem(192, 24, 128), "float8_blocks_sm90"),
+        (problem(63, 24, 128), "dequant_tiles"),
+        (problem(8192, 16, 128, b=ROWS), "library_float8_blocks"),
+        (problem(8192, 24, 128, b=ROWS), "dequant_tiles"),
+        (problem(8192, 4096, 128, a=GRADIENT), "library_float8_blocks"),
+        (problem(3, 24, 128, offs=4), "float8_blocks_sm90"),
+        (problem(8192, 4096, 128, sm=100), "dequant_tiles"),
+        (problem(8192, 4096, 128, sm=89), "dequant_tiles"),
+        (problem(40, 24, 8 * 128, a=GRADIENT, b=ROWS, offs=4, rows=512), "float8_blocks_sm90"),
+    ],
+    ids=str,
+)
+def test_what_it_serves(given, kernel):
+    assert choose(given).kernel == kernel
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("names", [(ROWS, SQUARES), (GRADIENT, SQUARES)], ids="·".join)
+@pytest.mark.parametrize(
+    ("m", "n", "k", "dtype", "biased"),
+    [(192, 8, 128, BF16, False), (1000, 1001, 392, BF16, True), (256, 384, 256, FP32, True),
+     (777, 264, 1000, FP16, True), (2048, 1536, 2176, BF16, False)],
+)  # fmt: skip
+def test_dense(names, m, n, k, dtype, biased):
+    a, b = quantised(uneven(m, k), names[0]), quantised(uneven(n, k), names[1])
+    bias = torch.randn(n) if biased else None
+    x = Arguments.of(on_gpu(a), on_gpu(b), None if bias is None else bias.cuda(), dtype)
+    check(multiply(x, choose(problem_of(x, HOPPER), preferred=float8_blocks_sm90.NAME)), a, b, dtype, bias)
+
+
+OFFSETS = {
+    "even": (4096, (512, 1024, 1536, 2048, 2560, 3072, 3584, 4096)),
+    "empty groups, and rows of no group": (1000, (0, 3, 3, 700, 700)),
+    "decreasing and out of range": (300, (-4, 250, 9, 900, 17)),
+    "more groups than rows": (5, tuple(min(i // 9, 4) for i in range(40))),
+    "no rows": (256, (0, 0)),
+}
+
+
+def ends_of(offs, rows):
+    found, last = [], 0
+    for each in offs:
+        last = max(last, min(each, rows))
+        found.append(last)
+    return found
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", OFFSETS)
+@pytest.mark.parametrize(("n", "k"), [(264, 392), (1001, 128), (1024, 1024)])
+def test_groups_of_rows(case, n, k):
+    rows, offs = OFFSETS[case]
+    a = quantised(uneven(rows, k), ROWS)
+    b = quantised(uneven(len(offs), n, k), SQUARES, each_matrix=True)
+    ends = torch.tensor(offs, dtype=torch.int32)
+    x = Arguments.of(on_gpu(a), on_gpu(b), None, BF16, offs=ends.cuda())
+    assert choose(problem_of(x, HOPPER)).kernel == float8_blocks_sm90.NAME
+    got, start = multiply(x), 0
+    for i, end in enumerate(ends_of(offs, rows)):
+        each = [Operand(a.data[start:end], a.scales[start:end], None, a.format),
+                Operand(b.data[i], b.scales[i], None, b.format)]  # fmt: skip
+        check(got[start:end], *each, BF16)
+        start = end
+    assert not got[start:].any()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", OFFSETS)
+@pytest.mark.parametrize("names", [(ROWS, ROWS), (GRADIENT, ROWS)], ids="·".join)
+@pytest.mark.parametrize(("m", "n"), [(264, 392), (100, 1001), (1024, 512)])
+def test_groups_along_the_contraction(case, names, m, n):
+    rows, offs = OFFSETS[case]
+    ends = torch.tensor(offs, dtype=torch.int32)
+    a, b = (quantised(uneven(rows, size), name, -2, ends) for size, name in zip((m, n), names, strict=True))
+    x = Arguments.of(on_gpu(a), on_gpu(b), None, BF16, offs=ends.cuda(), rows=rows)
+    assert choose(problem_of(x, HOPPER)).kernel == float8_blocks_sm90.NAME
+    got, start, block = multiply(x), 0, 0
+    for i, end in enumerate(ends_of(offs, rows)):
+        following = block + -(-(end - start) // 128)
+        each = [Operand(y.data[:, 128 * block : 128 * following], y.scales[:, block:following], None, y.format)
+                for y in (a, b)]  # fmt: skip
+        check(got[i], *each, BF16)
+        start, block = end, following
+
+
+@pytest.mark.gpu
+def test_a_group_does_not_read_another_ones_not_a_number():
+    """Tiles of 192 rows and stages of two blocks reach into other groups, whose elements may be NaN."""
+    rows, k, offs = 300, 384, torch.tensor((100, 300), dtype=torch.int32)
+    x, w = torch.randn(rows, k), torch.randn(2, 128, k)
+    x[100:] = float("nan")
+    a, b = quantised(x, ROWS), quantised(w, SQUARES, each_matrix=True)
+    got = multiply(Arguments.of(on_gpu(a), on_gpu(b), None, BF16, offs=offs.cuda()))
+    assert got[:100].isfinite().all() and got[100:].isnan().all()
+    a, b = (quantised(y, ROWS, -2, offs) for y in (x, torch.randn(rows, 128)))
+    got = multiply(Arguments.of(on_gpu(a), on_gpu(b), None, BF16, offs=offs.cuda(), rows=rows))
+    assert got[0].isfinite().all() and got[1].isnan().all()
+
+
+def test_the_reference_is_the_same():
+    """`dequantised` above is what the codes mean."""
+    a, b = quantised(uneven(40, 392), ROWS), quantised(uneven(24, 392), SQUARES)
+    exact = (dequantised(a) @ dequantised(b).T).float()
+    torch.testing.assert_close(reference.scaled_mm(a, b, None, FP32), exact, rtol=1e-4, atol=1e-4 * exact.abs().max())
