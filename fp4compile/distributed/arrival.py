@@ -11,8 +11,8 @@ from dataclasses import dataclass
 import torch
 
 from fp4compile.distributed import compiled
-from fp4compile.distributed.codes import Direction, Place
-from fp4compile.distributed.whole import NAMES, Form, GatheredWeight
+from fp4compile.distributed.codes import Direction, GatheredPart
+from fp4compile.distributed.whole import NAMES, GatheredFormat, GatheredWeight
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class Swizzling:
 class Transposing:
     """Write codes of square blocks along the columns, which are those along the rows. forms: of each weight."""
 
-    forms: tuple[Form, ...]
+    forms: tuple[GatheredFormat, ...]
 
     def __call__(self, *tensors: torch.Tensor) -> list[torch.Tensor]:
         """tensors: for each form the parts along the rows, and the parts along the columns to write."""
@@ -76,7 +76,7 @@ class Arrival:
     FSDP2 allocates the memory before a gather's bytes are written, and frees it after the matmuls.
     """
 
-    def __init__(self, form: Form, device: torch.device, ranks: int):
+    def __init__(self, form: GatheredFormat, device: torch.device, ranks: int):
         self.form, self.ranks = form, ranks
         self.places = {direction: direction.places(device, ranks) for direction in (form.rows, form.columns)}
         self._gatherings: dict[tuple[bool, bool], Gathering] = {}
@@ -101,7 +101,7 @@ class Arrival:
         memory = [place.memory for direction in self.places for place in self.there(direction)]
         return Gathering(self, wanted, sent, arriving, [one for one in memory if id(one) not in known])
 
-    def there(self, direction: Direction) -> list[Place]:
+    def there(self, direction: Direction) -> list[GatheredPart]:
         """The places of a direction's codes, block scales and global or row scale, without missing ones."""
         return [place for place in self.places[direction] if place is not None]
 

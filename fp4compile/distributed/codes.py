@@ -30,7 +30,7 @@ _ALIGNMENT = 16  # bytes: FSDP2 concatenates all parameters of a module in one b
 
 
 @dataclass(frozen=True, eq=False)
-class Place:
+class GatheredPart:
     """The memory of a gathered part of a weight: the codes, block scales, or global or row scales of one direction.
 
     part: of the whole weight. arriving: uint8, the gathered bytes, rank by rank. lies_there: whether `part` is this
@@ -108,7 +108,7 @@ class Direction:
 
     # ------------------------------------------------------------ receiving
 
-    def places(self, device: torch.device, ranks: int) -> list[Place | None]:
+    def places(self, device: torch.device, ranks: int) -> list[GatheredPart | None]:
         """Places for the codes, block scales and global or row scale of the whole weight, without memory."""
         sent, whole = self.shapes(self.size[0] // ranks), self.shapes(self.size[0])
         return [
@@ -118,7 +118,7 @@ class Direction:
 
     def _place(
         self, i: int, sent: Part, shape: tuple[int, ...], device: torch.device, ranks: int
-    ) -> Place:  # fmt: skip
+    ) -> GatheredPart:  # fmt: skip
         dtype = sent[1]
         size = torch.Size(sent[0]).numel() * dtype.itemsize
         if i == 2 and not shape:
@@ -136,9 +136,9 @@ class Direction:
             part.set_(arriving.untyped_storage(), 0, shape, strides)
         for tensor in (part, arriving):
             tensor.untyped_storage().resize_(0)
-        return Place(part, arriving, lies_there)
+        return GatheredPart(part, arriving, lies_there)
 
-    def copies(self, places: list[Place | None], ranks: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    def copies(self, places: list[GatheredPart | None], ranks: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """(destination, source) of each copy for parts of the whole weight that are the gathered bytes reordered."""
         found = []
         for i, (place, sent) in enumerate(zip(places, self.shapes(self.size[0] // ranks), strict=True)):
@@ -150,7 +150,7 @@ class Direction:
                 found.append((place.part.view(word).view(lanes, ranks, -1), pieces.transpose(0, 1)))
         return found
 
-    def swizzled(self, places: list[Place | None]) -> list[torch.Tensor]:
+    def swizzled(self, places: list[GatheredPart | None]) -> list[torch.Tensor]:
         """The block scales that `swizzle` writes, and their gathered bytes; an empty list for linear scales."""
         scales = places[1]
         return [] if scales is None or self.layout != "swizzled" else [scales.part, scales.arriving]

@@ -10,7 +10,7 @@ from fp4compile.analysis.plan import Layer, Model, of_layer
 from fp4compile.distributed.codes import Direction
 from fp4compile.distributed.fsdp import Sharded, sharded_parameters
 from fp4compile.distributed.shard import Member, QuantizedShard, Together
-from fp4compile.distributed.whole import Form
+from fp4compile.distributed.whole import GatheredFormat
 from fp4compile.formats.quantize_spec import COLUMNS, FLOAT_DTYPES, ROWS
 from fp4compile.recipe import Recipe, agreement, resolve
 from fp4compile.report.report import Report, Row
@@ -61,7 +61,7 @@ def gather_quantized_(
     for layer, one in layers:
         found = _form(layer, one, chosen, around, recompute)
         report.add(_rows(layer, one, found, chosen), {})
-        if isinstance(found[0], Form):
+        if isinstance(found[0], GatheredFormat):
             # FSDP2 copies offloaded shards from the host to the device one at a time.
             together = groups.setdefault(id(one if one.offloaded else one.group), Together())
             _attach(Member(one, found[0], together))
@@ -69,7 +69,7 @@ def gather_quantized_(
 
 
 # The form of the gathered codes, or the reason against codes; the layer's recipe, None if a rule skips the layer.
-_Found = tuple[Form | str, Recipe | None]
+_Found = tuple[GatheredFormat | str, Recipe | None]
 
 
 def _layers(model: nn.Module, parameters: list[Sharded], recipe: Recipe) -> list[tuple[Layer, Sharded]]:
@@ -119,14 +119,14 @@ def _obstacle(layer: Layer, one: Sharded) -> str | None:
     return one.obstacle()
 
 
-def _form_by(recipe: Recipe, one: Sharded, recompute: bool) -> Form:
+def _form_by(recipe: Recipe, one: Sharded, recompute: bool) -> GatheredFormat:
     n, k = one.size
     # Whether a GPU's matrix units read swizzled scales depends on the formats of both operands.
     by_rows = layout_on(one.device, recipe.fprop_x, str(recipe.fprop_w), n, k)
     by_columns = layout_on(one.device, recipe.dgrad_dy, str(recipe.dgrad_w), k, n)
     rows = Direction(str(recipe.fprop_w), ROWS, (n, k), by_rows)
     columns = Direction(str(recipe.dgrad_w), COLUMNS, (n, k), by_columns)
-    return Form(rows, columns, one.dtype, recompute)
+    return GatheredFormat(rows, columns, one.dtype, recompute)
 
 
 def _attach(member: Member) -> None:

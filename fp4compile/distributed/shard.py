@@ -17,7 +17,7 @@ from fp4compile.distributed import compiled
 from fp4compile.distributed.arrival import Arrival, Finish, Gathering
 from fp4compile.distributed.codes import Direction, magnitudes_of
 from fp4compile.distributed.fsdp import Sharded
-from fp4compile.distributed.whole import Form
+from fp4compile.distributed.whole import GatheredFormat
 
 aten = torch.ops.aten
 # Operators by which FSDP2, DTensor and `nn.Module.to` derive a shard from a shard. Results of others are plain.
@@ -31,7 +31,7 @@ _STILL_SHARDS = frozenset((
 class Member:
     """A weight that is gathered as codes, with `others`. arrival: its memory, from the first gather on."""
 
-    def __init__(self, sharded: Sharded, form: Form, others: "Together"):
+    def __init__(self, sharded: Sharded, form: GatheredFormat, others: "Together"):
         self.sharded, self.form, self.others = sharded, form, others
         self.arrival: Arrival | None = None
         others.members.append(self)
@@ -94,7 +94,7 @@ class Together:
     def _stacked(self, shards: dict[Member, torch.Tensor]) -> _Stacks:
         """The shards by form, in the dtype of the whole weights."""
         if not self._alike:
-            alike: dict[Form, list[Member]] = {}
+            alike: dict[GatheredFormat, list[Member]] = {}
             for member in self.members:
                 alike.setdefault(member.gathering.arrival.form, []).append(member)
             self._alike = list(alike.values())

@@ -20,7 +20,7 @@ NAMES = ("rows", "row_scales", "row_outer", "columns", "column_scales", "column_
 
 
 @dataclass(frozen=True)
-class Form:
+class GatheredFormat:
     """The directions of a gathered weight's codes, and its dtype.
 
     recompute: whether the codes along the rows are also gathered for the backward pass.
@@ -42,12 +42,12 @@ class Form:
 
 
 class GatheredWeight(torch.Tensor):
-    """A weight [N, K] as codes along its rows and along its columns; see `Form`.
+    """A weight [N, K] as codes along its rows and along its columns; see `GatheredFormat`.
 
     without_rows: whether the last gather was only of the codes along the columns.
     """
 
-    form: Form
+    form: GatheredFormat
     without_rows: bool
     _rows: torch.Tensor
     row_scales: torch.Tensor | None
@@ -57,7 +57,9 @@ class GatheredWeight(torch.Tensor):
     column_outer: torch.Tensor | None
 
     @staticmethod
-    def __new__(cls, form: Form, parts: dict[str, torch.Tensor], without_rows: bool = False) -> "GatheredWeight":
+    def __new__(
+        cls, form: GatheredFormat, parts: dict[str, torch.Tensor], without_rows: bool = False
+    ) -> "GatheredWeight":
         rows = parts["rows"]
         with torch.inference_mode(rows.is_inference()):  # a view is an inference tensor if its base is
             made = torch.Tensor._make_wrapper_subclass(
@@ -99,12 +101,12 @@ class GatheredWeight(torch.Tensor):
             form.rows.size[1], form.dtype, form.recompute,
         )  # fmt: skip
 
-    def __tensor_flatten__(self) -> tuple[list[str], Form]:
+    def __tensor_flatten__(self) -> tuple[list[str], GatheredFormat]:
         return list(self.parts()), self.form
 
     @staticmethod
     def __tensor_unflatten__(
-        inner: dict[str, torch.Tensor], form: Form, outer_size: Any, outer_stride: Any
+        inner: dict[str, torch.Tensor], form: GatheredFormat, outer_size: Any, outer_stride: Any
     ) -> "GatheredWeight":
         return GatheredWeight(form, inner)
 

@@ -24,12 +24,12 @@ UNKNOWN_DIMENSION = "nothing says which dimension is contracted: name it in pack
 
 
 # The weight that `pack_` packs, or None; and its row in the report, if it has one.
-Decision = tuple[Weight | None, Row | None]
+Decided = tuple[Weight | None, Row | None]
 
 
 def decisions(
     model: nn.Module, recipe: str | dict | Recipe | Path | None, contracted: Mapping[str, int] | None = None
-) -> list[Decision]:
+) -> list[Decided]:
     """The decision about each weight of a model, which may be on the meta device. Warns and raises as `pack_`."""
     chosen = resolve(recipe)
     places = _places(model)
@@ -158,7 +158,7 @@ def _in_order(model: nn.Module) -> Iterator[str]:
         yield from (f"{path}.{child}".removeprefix(".") for child in module._parameters)
 
 
-def _of_linear(choice: _Choice, names: list[str]) -> Decision:
+def _of_linear(choice: _Choice, names: list[str]) -> Decided:
     linear = choice.model.get_submodule(names[0])
     found, note = choice.layer_format(names, linear)
     weight = linear._parameters.get("weight")  # `linear.weight` would compute a parametrised weight
@@ -167,7 +167,7 @@ def _of_linear(choice: _Choice, names: list[str]) -> Decision:
     return Weight(tuple(names), found) if isinstance(found, LayerFormat) else None, row
 
 
-def _of_attentions(model: nn.Module) -> Iterator[Decision]:
+def _of_attentions(model: nn.Module) -> Iterator[Decided]:
     """Rows for the input projections of `nn.MultiheadAttention`: parameters that it multiplies itself."""
     seen: set[int] = set()
     for named, module in walk(model):
@@ -180,7 +180,7 @@ def _of_attentions(model: nn.Module) -> Iterator[Decision]:
                 yield None, _row_of(named.child(child), (inner, outer), weight.dtype, IN_ATTENTION, None)
 
 
-def _of_experts(choice: _Choice, place: Place) -> Decision:
+def _of_experts(choice: _Choice, place: Place) -> Decided:
     found, note = choice.experts_format(place)
     matrices = place.parameter.shape[0]
     if place.in_first is None and matrices == 1:  # a table of positions, for example, and no experts

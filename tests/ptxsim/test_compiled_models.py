@@ -21,14 +21,14 @@ from fp4compile.distributed import compiled
 from fp4compile.distributed.arrival import Swizzling, Transposing
 from fp4compile.distributed.codes import Direction, magnitudes_of
 from fp4compile.distributed.shard import Encoding
-from fp4compile.distributed.whole import Form
+from fp4compile.distributed.whole import GatheredFormat
 from fp4compile.hardware import Target
 from fp4compile.ops.quantize import QUANTIZE
 from fp4compile.passes import lower, quantize_before_index
 from fp4compile.passes.lib import arranged_operands
 from fp4compile.templates.choose import choose
 from ptxsim.fault import Fault
-from ptxsim.launch import Compiled
+from ptxsim.kernel_launch import Compiled
 from tests.helpers import in_interpreter
 from tests.helpers.compiled_models import RUNS, Case, compared, difference, expected_of
 from tests.helpers.simulated_gpu import Gpu, simulated
@@ -150,7 +150,7 @@ def test_codes_of_shards_are_made_by_the_quantisers_alone(monkeypatch):
 def test_weights_of_square_blocks_are_finished_by_compiled_functions(monkeypatch):
     """Scales are swizzled, codes and scales are transposed: what is compiled writes where the weight's tensors lie."""
     rows, columns = (Direction("nvfp4_16x16", dim, (96, 80), "swizzled") for dim in (-1, -2))
-    form, ranks = Form(rows, columns, torch.bfloat16, recompute=True), 2
+    form, ranks = GatheredFormat(rows, columns, torch.bfloat16, recompute=True), 2
     weight = torch.randn(96, 80)
     codes, whole = ([*QUANTIZE(weight, "nvfp4_16x16", dim, layout="swizzled")] for dim in (-1, -2))
     arriving = [part for shard in weight.chunk(ranks) for part in rows.encode(shard[None], weight.abs().amax())[1]]
