@@ -30,7 +30,7 @@ from fp4compile.ops.matmul import SCALED_MM
 from fp4compile.ops.nodes import ScaledMM, quantise_of, replace_results, scaled_mm_of
 from fp4compile.ops.quantize import QUANTIZE
 from fp4compile.passes.fuse_quantize import partner_of
-from fp4compile.passes.lib.base import Pass, run_passes, summary
+from fp4compile.passes.lib.base import run_passes, summary
 from fp4compile.passes.lib.equal_quantises import share
 from fp4compile.passes.lib.notes import note_joined
 from fp4compile.report.report import PassRun
@@ -84,7 +84,7 @@ def hoisting(
     graph, "always" is the user's promise of `Form`. sink: takes the pass's run for each graph with such weights.
     disabled: names of the passes that are switched off.
     """
-    if cache == "off" or HOIST.name in disabled:
+    if cache == "off" or "hoist" in disabled:
         return inner_compile
 
     def compile_hoisted(gm: GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Callable:
@@ -100,7 +100,7 @@ def hoisting(
             if inference and in_group() and any(_forms(gm.graph, lasting, promised=False)):
                 _tell_of_groups()
             return inner_compile(gm, example_inputs, **kwargs)
-        runs = run_passes([HOIST], gm.graph, lasting, hoisted, static)
+        runs = run_passes([hoist], gm.graph, lasting, hoisted, static)
         gm.recompile()
         log.info("graph with lasting weights: %s", summary(runs))
         sink(runs)
@@ -139,9 +139,6 @@ def hoist(graph: Graph, inputs: tuple[Input, ...], hoisted: Hoisted, static: Col
     for product, other in sorted(partners, key=lambda two: _input_of(scaled_mm_of(two[0]).b.data) in places):
         last = _join(graph, product, other, recipients, places, last, hoisted)
     return len(hoisted.recipients)
-
-
-HOIST = Pass("hoist", hoist)
 
 
 def _forms(graph: Graph, inputs: tuple[Input, ...], promised: bool) -> Iterator[tuple[Node, Node, Form]]:
