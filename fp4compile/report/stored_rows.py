@@ -21,7 +21,7 @@ from torch._inductor.runtime.cache_dir_utils import cache_dir
 from torch.fx import GraphModule
 
 from fp4compile.recipe.atomic_file import write_atomically
-from fp4compile.report.product_row import Row, row_of
+from fp4compile.report.product_row import Row
 
 log = logging.getLogger("fp4compile")
 
@@ -115,13 +115,12 @@ def rows_to_json(outcome: Outcome) -> str:
 
 
 def rows_from_json(text: str) -> Outcome:
-    """The inverse of `rows_to_json`. Raises ValueError for any other text."""
-    stored = json.loads(text)
-    match stored:
+    """The inverse of `rows_to_json`. Raises ValueError for a text without rows and counts, and for other fields."""
+    match json.loads(text):
         case {"rows": list(rows), "counts": dict(counts), **others} if not others:
-            pass
-        case _:
+            try:
+                return Outcome([Row(**row) for row in rows], counts)
+            except TypeError as error:
+                raise ValueError(f"a row has other fields: {error}") from error
+        case stored:
             raise ValueError(f"expected rows and counts, got a {type(stored).__name__} {text[:40]!r}")
-    if wrong := [count for count in counts.values() if type(count) is not int]:
-        raise ValueError(f"a count is {wrong[0]!r}")
-    return Outcome([row_of(row) for row in rows], counts)
