@@ -30,9 +30,10 @@ from fp4compile.analysis.matmuls import Matmul, Side, is_grouped, matmul_of, pac
 from fp4compile.analysis.module_names import clean_name, module_name, parameter_name
 from fp4compile.analysis.selection import feeds_selection
 from fp4compile.analysis.views import NodeView, is_cast, root_of, source_of, swaps_last_two, view_of
+from fp4compile.formats.grouping import Grouping
 from fp4compile.formats.quantize_spec import FLOAT_DTYPES
-from fp4compile.ops.nodes import is_gathered, scaled_mm_of
-from fp4compile.ops.quantize import DEQUANTIZE, EXPERT_WEIGHTS, GATHERED_WEIGHT
+from fp4compile.ops.nodes import is_expert_weights, is_gathered, scaled_mm_of
+from fp4compile.ops.quantize import DEQUANTIZE, GATHERED_WEIGHT
 
 aten = torch.ops.aten
 
@@ -99,7 +100,7 @@ def sharded_parameters_of(graph: Graph, inputs: tuple[Input, ...]) -> dict[Node,
 def weights_of(graph: Graph, inputs: tuple[Input, ...]) -> dict[Node, str]:
     """The parameters, packed experts and gathered weights of a graph, with the names of the parameters."""
     parameters = parameters_of(graph, inputs)
-    packed = graph.find_nodes(op="call_function", target=EXPERT_WEIGHTS)
+    packed = filter(is_expert_weights, graph.find_nodes(op="call_function", target=DEQUANTIZE))
     gathered = graph.find_nodes(op="call_function", target=GATHERED_WEIGHT)
     known = {node: parameters[_input_of(node)] for node in gathered if _input_of(node) in parameters}
     rows = gathered_parameters(graph, sharded_parameters_of(graph, inputs))
@@ -197,7 +198,7 @@ class _Scan:
         if a.root is None and b.root is None:
             if a.node in self.computed or b.node in self.computed:
                 return _left_alone(product, _COMPUTED_WEIGHT)
-            if product.groups is not None:
+            if product.offs is not None:
                 return _left_alone(product, _GROUPED)
             return self._gemm(product, "attention", _module_of(product.node), ("attention_a", "attention_b"))
         weight = product.weight_view
@@ -275,7 +276,7 @@ class _Scan:
     def _dgrad(self, product: Matmul) -> Gemm:
         """Gradient x weight."""
         weight, gradient = product.weight_view, product.other.view
-        if product.weight.root.target is EXPERT_WEIGHTS:
+        if is_expert_weights(product.weight.root):
             return _left_alone(product, _PACKED_GRADIENT)
         if weight is None:
             return _left_alone(product, _BATCHED_WEIGHT)
@@ -302,9 +303,9 @@ class _Scan:
         a, b = (self._operand(side, role, product) for side, role in zip((product.a, product.b), roles, strict=True))
         more = {"layer": product.dims, "forward": product.node, **more}
         groups, dims = product.groups, product.sizes
-        if groups is None and product.grouping and kind != "attention":
-            groups = "batch" if product.index is None else "gather"
-        if groups == "gather" and product.weight is product.a:  # computed as x @ W^T
+        if product.offs is None and product.grouping and kind != "attention":
+            groups = Grouping.BATCHED if product.index is None else Grouping.GATHERED
+        if groups is Grouping.GATHERED and product.weight is product.a:  # computed as x @ W^T
             m, n, k = product.dims
             dims = (product.batch * n, m, k)
         return Gemm(product.node, kind, module, a, b, dims=dims, groups=groups, offs=product.offs, index=product.index,
@@ -316,7 +317,7 @@ class _Scan:
         name = self.parameters[side.root]
         if side is product.weight and is_gathered(side.root):
             return GemmOperand(side.root, side is product.b, role, name, packed=True)
-        if side is product.weight and side.root.target is EXPERT_WEIGHTS:
+        if side is product.weight and is_expert_weights(side.root):
             return GemmOperand(side.root, side is product.b, role, name, packed=True, expert=packed_expert(product))
         if side is product.a and side.view.is_batched and product.matrices is None:
             return _untransposed(side, role, name)  # scaled_mm repeats B along a batch, not A

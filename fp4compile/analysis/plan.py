@@ -204,7 +204,7 @@ def of_layer(layer: Layer, recipe: Recipe, model: Model) -> tuple[Recipe | None,
 
 
 def _layer(gemm: Gemm) -> Layer:
-    return Layer(gemm.module, gemm.layer, gemm.tied_to_embedding, gemm.selects, gemm.groups is not None)
+    return Layer(gemm.module, gemm.layer, gemm.tied_to_embedding, gemm.selects, gemm.groups is not Grouping.DENSE)
 
 
 def _quantised(gemm: Gemm, layer_recipe: Recipe, recipe: Recipe, meta: Target | None, training: bool) -> Decision:
@@ -288,19 +288,14 @@ def _tier(gemm: Gemm, a: Treatment | None, b: Treatment | None, meta: Target | N
         return "reference"
     target = target_of(out.device) if meta is None or on_gpu(out) else meta
     left, right = (_operand_spec(*pair, gemm.offs is not None) for pair in ((gemm.a, a), (gemm.b, b)))
-    m, n, k = gemm.dims
-    if gemm.offs is not None:
-        groups = gemm.offs.meta["val"].shape[0]
-        grouping = Grouping.RAGGED_ROWS if gemm.groups == "rows" else Grouping.RAGGED_CONTRACTION
-        return choose(Problem(ProductSpec(left, right, out.dtype, grouping), m, n, k, target, groups=groups)).tier
-    if gemm.groups is not None:  # a batch in which each matrix of A has its own B
-        batches, m, n = out.shape
+    (m, n, k), grouping = gemm.dims, gemm.groups
+    batches, groups = 1, 1 if gemm.offs is None else gemm.offs.meta["val"].shape[0]
+    if grouping in (Grouping.BATCHED, Grouping.GATHERED):  # each matrix of A has its own B
+        (batches, m, n), grouping = out.shape, Grouping.BATCHED
         if gemm.index is not None and gemm.a.parameter is not None:  # computed as x @ W^T
             left, right, m, n = right, left, n, m
-        return choose(
-            Problem(ProductSpec(left, right, out.dtype, Grouping.BATCHED), m, n, k, target, batches, True)
-        ).tier
-    return choose(Problem(ProductSpec(left, right, out.dtype), m, n, k, target)).tier
+    spec = ProductSpec(left, right, out.dtype, grouping)
+    return choose(Problem(spec, m, n, k, target, batches, grouping is Grouping.BATCHED, groups)).tier
 
 
 def _operand_spec(operand: GemmOperand, treatment: Treatment | None, grouped: bool = False) -> OperandSpec:

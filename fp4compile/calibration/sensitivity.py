@@ -18,7 +18,7 @@ from fp4compile.analysis.gemm import Gemm
 from fp4compile.analysis.plan import Decision
 from fp4compile.calibration import batches as sample
 from fp4compile.capture import run_captured
-from fp4compile.formats.grouping import Groups
+from fp4compile.formats.grouping import Grouping, Groups
 from fp4compile.passes.manager import analyse
 from fp4compile.passes.rewrite import insert
 from fp4compile.recipe import Recipe, resolve
@@ -349,7 +349,7 @@ class _BothWays(Interpreter):
         if node in self.quantised:
             layer, product, gemm = self.quantised[node]
             other = self.env.pop(product)
-            if gemm.groups == "rows" and gemm.offs is not None:
+            if gemm.groups is Grouping.RAGGED_ROWS:
                 value = _grouped_rows(value, self.env[gemm.offs], -1 if gemm.swapped else -2)
             if layer == self.trials.now:
                 self.trials.of_layer[layer].add([value], [other])

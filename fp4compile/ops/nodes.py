@@ -15,7 +15,7 @@ from fp4compile.formats.operand import Arguments, Operand
 from fp4compile.formats.prologue import Prologue
 from fp4compile.formats.quantize_spec import QuantizeSpec
 from fp4compile.ops.matmul import SCALED_MM, SCALED_MM_RESULTS
-from fp4compile.ops.quantize import GATHERED_WEIGHT, QUANTIZE
+from fp4compile.ops.quantize import DEQUANTIZE, GATHERED_WEIGHT, QUANTIZE
 from fp4compile.templates.choose import Choice, choose
 from fp4compile.templates.gemm import indexed
 from fp4compile.templates.launch import on_gpu, target_of
@@ -269,7 +269,7 @@ def _operand(data: Any, scales: Any, outer: Any, fmt: str) -> Operand:
 
 @dataclass(frozen=True)
 class ExpertWeights:
-    """The arguments of an `expert_weights` node. weights: of nodes. activation: the activations' format."""
+    """The arguments of a `dequantize` node of packed experts. weights: of nodes. activation: its format, or None."""
 
     weights: Operand
     activation: str | None
@@ -282,14 +282,19 @@ class ExpertWeights:
         return "swizzled" if scales is not None and scales.meta["val"].dim() == 2 else "linear"
 
 
+def is_expert_weights(node: Node) -> bool:
+    """Whether a node is the dequantised weights of packed experts, whose codes a matmul may read."""
+    return node.target is DEQUANTIZE and len(node.args) > 6
+
+
 def expert_weights_of(node: Node) -> ExpertWeights:
-    """The arguments of an `expert_weights` node, from which default values may be missing."""
-    data, scales, outer, fmt, _, _, *how = node.args
-    return ExpertWeights(_operand(data, scales, outer, fmt), *(*how, None, None)[:2])
+    """The arguments of a node for which `is_expert_weights` holds."""
+    *codes, _, _, activation, outer = (*node.args, None)[:8]
+    return ExpertWeights(_operand(*codes), None if activation == "plain" else activation, outer)
 
 
 @dataclass(frozen=True)
-class GatheredWeight:
+class GatheredCodes:
     """The arguments of a `gathered_weight` node. rows, columns: operands of nodes, quantised along each.
 
     recompute: whether the codes along the rows also exist in the backward pass.
@@ -309,10 +314,10 @@ def is_gathered(node: Node) -> bool:
     return node.target is GATHERED_WEIGHT
 
 
-def gathered_weight_of(node: Node) -> GatheredWeight:
+def gathered_weight_of(node: Node) -> GatheredCodes:
     """The arguments of a `gathered_weight` node."""
     *codes, _, _, recompute = node.args
-    return GatheredWeight(_operand(*codes[:4]), _operand(*codes[4:]), recompute)
+    return GatheredCodes(_operand(*codes[:4]), _operand(*codes[4:]), recompute)
 
 
 def is_swizzled(weight: Operand) -> bool:

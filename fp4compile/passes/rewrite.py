@@ -23,6 +23,7 @@ from fp4compile.analysis.gemm import Gemm, GemmOperand
 from fp4compile.analysis.plan import Decision, Treatment
 from fp4compile.analysis.views import is_cast, source_of, value_key, view_of
 from fp4compile.formats import formats
+from fp4compile.formats.grouping import Grouping
 from fp4compile.formats.operand import Operand
 from fp4compile.ops.nodes import (
     expert_weights_of,
@@ -108,7 +109,7 @@ class _Builder:
     def _grouped(self, decision: Decision, dtype: torch.dtype) -> Node:
         """The grouped matmul. Groups of the contraction are rows of both operands, quantised along these rows."""
         gemm, meta = decision.gemm, decision.gemm.node.meta
-        by_rows = gemm.groups == "rows"
+        by_rows = gemm.groups is Grouping.RAGGED_ROWS
         source = gemm.a.source
         rows = self._size(source, -1 if gemm.a.transposed == by_rows else -2, meta)
         transposed = not by_rows and lies_transposed(gemm.node.meta["val"])  # a gradient has its weight's memory layout
@@ -180,9 +181,9 @@ class _Builder:
             return Operand(self._swapped(source, meta))
         # A weight is one matrix for each group. In every other operand, groups are rows of the quantised tensor.
         offs = None if source.meta["val"].dim() == 3 else gemm.offs
-        if offs is not None and (dim == -2) != (gemm.groups == "contraction"):
+        if offs is not None and (dim == -2) != (gemm.groups is Grouping.RAGGED_CONTRACTION):
             source, dim = self._swapped(source, meta), -3 - dim
-        alone = offs is not None or (gemm.groups is not None and treatment.per_group)
+        alone = offs is not None or (gemm.groups is not Grouping.DENSE and treatment.per_group)
         key = (value_key(source), treatment, dim, alone, None if offs is None else value_key(offs))
         if key not in self.quantised:
             self.quantised[key] = self._quantize(source, treatment, dim, meta, (offs,) if alone else ())
@@ -204,7 +205,7 @@ class _Builder:
     def _for_batch(self, gemm: Gemm, treatment: Treatment, quantised: tuple, meta: dict) -> Operand:
         """The operand of a quantised value; in a batch, each matrix's global scale is repeated for its rows."""
         data, scales, outer = quantised
-        if gemm.groups in ("batch", "gather") and treatment.per_group:
+        if gemm.groups in (Grouping.BATCHED, Grouping.GATHERED) and treatment.per_group:
             shape = [*data.meta["val"].shape[:2], 1]
             outer = self._call(aten.view.default, (outer, [-1, 1, 1]), meta)
             outer = self._call(aten.expand.default, (outer, shape), meta)

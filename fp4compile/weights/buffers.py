@@ -186,12 +186,10 @@ class PackedWeight(nn.Module):
         """The contiguous weight in the original parameter's shape, in weight_dtype."""
         dtype = self.weight_dtype if self.weight_dtype in FLOAT_DTYPES else torch.float32
         given = *map(self.part, BUFFERS), self.layer_format.weight, self.in_features, dtype
-        if self.experts is None:
-            weight = torch.ops.fp4compile.dequantize(*given)
-        else:
-            outer = self.activation_outer_on(self.weight_data.device)
-            weight = torch.ops.fp4compile.expert_weights(*given, self.layer_format.activation, outer)
-        weight = weight.to(self.weight_dtype)
+        tokens: tuple = ()
+        if self.experts is not None:
+            tokens = self.layer_format.activation or "plain", self.activation_outer_on(self.weight_data.device)
+        weight = torch.ops.fp4compile.dequantize(*given, *tokens).to(self.weight_dtype)
         return weight.mT.contiguous() if self.in_first else weight
 
     def read(self) -> torch.Tensor:
