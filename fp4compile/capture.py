@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch._dynamo import OptimizedModule
 from torch._dynamo import config as dynamo_config
 from torch._dynamo.backends.common import aot_autograd
+from torch._functorch.aot_autograd import make_boxed_func
 from torch._functorch.partitioners import default_partition
 from torch._inductor.decomposition import select_decomp_table
 from torch.fx import GraphModule
@@ -59,7 +60,7 @@ def run_captured(
         _fuse_attention(gm)
 
         def run_forward(module: GraphModule, _: Any) -> Callable:
-            return _boxed(module.forward if joint else runner(module, known, None))
+            return make_boxed_func(module.forward if joint else runner(module, known, None))
 
         def partition(graph: GraphModule, joint_inputs: Any, **kwargs: Any) -> tuple[GraphModule, GraphModule]:
             if joint and not is_nested(graph.graph):
@@ -69,8 +70,8 @@ def run_captured(
 
         compiler = aot_autograd(
             fw_compiler=run_forward,
-            bw_compiler=lambda module, _: _boxed(module.forward),
-            inference_compiler=lambda module, _: _boxed(runner(module, known, None)),
+            bw_compiler=lambda module, _: make_boxed_func(module.forward),
+            inference_compiler=lambda module, _: make_boxed_func(runner(module, known, None)),
             partition_fn=partition,
             decompositions=select_decomp_table(),
         )
@@ -127,18 +128,6 @@ def _compiled_by(captured: Callable, module: torch.nn.Module | None) -> Iterator
         yield
     finally:
         module._compiled_call_impl = before
-
-
-def _boxed(function: Callable) -> Callable:
-    """A function under AOTAutograd's calling convention: it takes one list of arguments, and empties the list."""
-
-    def call(args: list) -> Any:
-        values = list(args)
-        args.clear()
-        return function(*values)
-
-    call._boxed_call = True  # type: ignore[attr-defined]
-    return call
 
 
 # ---------------------------------------------------------------- attention on the meta device

@@ -4,8 +4,8 @@ Entry: `find(graph, inputs)`. A role is proven from the operands, never from pos
     numbers:
 
     fprop   activation x weight. A weight is a parameter, possibly cast or viewed, and nothing else.
-    wgrad   gradient x activation. The result is a part of the gradient of a layer's parameter (times the layer's
-            alpha), and this layer multiplies the activation.
+    wgrad   gradient x activation. The result is a part of the gradient of a layer's parameter, and this layer
+            multiplies the activation.
     dgrad   gradient x weight. The weight belongs to a layer and is contracted along its other dimension. That layer's
             wgrad multiplies the same gradient; a frozen layer's weight and autograd node must match.
     attention   activation x activation, batched or not
@@ -25,7 +25,7 @@ from torch.fx import Graph, GraphModule, Node
 from fp4compile._compat import statically_true
 from fp4compile.analysis.gathers import gathered_parameters, is_gather, parameter_of
 from fp4compile.analysis.gemm import Gemm, GemmOperand, Input, Shard
-from fp4compile.analysis.gradients import Part, input_index, is_inner_gradient, parts_of_gradients, tangent_dependent
+from fp4compile.analysis.gradients import input_index, is_inner_gradient, parts_of_gradients, tangent_dependent
 from fp4compile.analysis.matmuls import Matmul, Side, is_grouped, matmul_of, packed_expert, why_not_packed, why_unread
 from fp4compile.analysis.module_names import clean_name, module_name, parameter_name
 from fp4compile.analysis.selection import feeds_selection
@@ -39,6 +39,7 @@ aten = torch.ops.aten
 
 # Operators that multiply matrices and are never rewritten, with the reason that the report gives.
 _LEFT_ALONE = {
+    aten.addmm.default: "matmul with an added term that is no bias (addmm)",
     aten.addbmm.default: "batched matmul with an added term (addbmm)",
     aten.baddbmm.default: "batched matmul with an added term (baddbmm)",
     aten._int_mm.default: "integer matmul",
@@ -135,7 +136,7 @@ class _Layer:
 class _Scan:
     """One search of a graph. computed: the nodes that are computed from parameters and constants alone."""
 
-    def __init__(self, parameters: dict[Node, str], gradients: set[Node], parts: dict[Node, set[Part]]):
+    def __init__(self, parameters: dict[Node, str], gradients: set[Node], parts: dict[Node, set[int]]):
         self.parameters, self.gradients, self.parts = parameters, gradients, parts
         self.layers: list[_Layer] = []
         self.computed: set[Node] = set()
@@ -257,7 +258,7 @@ class _Scan:
         sizes = (tokens, m, n) if a.is_gradient else (tokens, n, m)
         layers = [
             layer for layer in self.layers
-            if (input_index(_input_of(layer.root)), layer.gemm.alpha) in self.parts.get(product.node, ())
+            if input_index(_input_of(layer.root)) in self.parts.get(product.node, ())
             and layer.activation == activation.elements
             and layer.grouping == product.grouping
             and _same_sizes(layer.gemm.layer, sizes)
@@ -309,7 +310,7 @@ class _Scan:
             m, n, k = product.dims
             dims = (product.batch * n, m, k)
         return Gemm(product.node, kind, module, a, b, dims=dims, groups=groups, offs=product.offs, index=product.index,
-                    swapped=product.swapped, **product.terms, **more)  # fmt: skip
+                    swapped=product.swapped, bias=product.bias, **more)  # fmt: skip
 
     def _operand(self, side: Side, role: str, product: Matmul) -> GemmOperand:
         if side.root is None:
@@ -319,7 +320,7 @@ class _Scan:
             return GemmOperand(side.root, side is product.b, role, name, packed=True)
         if side is product.weight and is_expert_weights(side.root):
             return GemmOperand(side.root, side is product.b, role, name, packed=True, expert=packed_expert(product))
-        if side is product.a and side.view.is_batched and product.matrices is None:
+        if side is product.a and len(side.view.size) > 2 and product.matrices is None:
             return _untransposed(side, role, name)  # scaled_mm repeats B along a batch, not A
         return _of_weight(side, product.weight_view, role, name)
 

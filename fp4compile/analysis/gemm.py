@@ -60,7 +60,7 @@ class GemmOperand:
 
 @dataclass(frozen=True)
 class Gemm:
-    """A matmul out = alpha * (A @ B) + beta * bias, with A [..., m, k] and B [..., k, n].
+    """A matmul out = A @ B + bias, with A [..., m, k], B [..., k, n] and bias [n].
 
     product: "fprop", "dgrad", "wgrad", "attention", or "other" where `unsupported` says why it is not quantised.
     module: fully qualified name of the layer, or of its parameter where that is not called `weight`.
@@ -81,8 +81,6 @@ class Gemm:
     a: GemmOperand | None = None
     b: GemmOperand | None = None
     bias: Node | None = None
-    beta: float = 1
-    alpha: float = 1
     dims: tuple = ()
     layer: tuple = ()
     forward: Node | None = None

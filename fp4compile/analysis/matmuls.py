@@ -11,7 +11,7 @@ the library that defines the second one need not be installed:
 
 import operator
 from collections.abc import Callable, Collection
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch.fx import Node
@@ -51,14 +51,14 @@ class Side:
 
 @dataclass(frozen=True)
 class Matmul:
-    """A matmul in the graph; see `Gemm`. dims: of one matrix of the batch. terms: bias, beta and alpha."""
+    """A matmul in the graph; see `Gemm`. dims: of one matrix of the batch."""
 
     node: Node
     a: Side
     b: Side
     batch: int | torch.SymInt
     dims: tuple
-    terms: dict = field(default_factory=dict)
+    bias: Node | None = None
     groups: Grouping = Grouping.DENSE
     offs: Node | None = None
     swapped: bool = False
@@ -117,7 +117,7 @@ class Matmul:
 
 
 def matmul_of(node: Node, parameters: Collection[Node], gradients: Collection[Node]) -> Matmul | None:
-    """The matmul of a node; None for any other node, and for an unsupported grouped matmul."""
+    """The matmul of a node; None for any other node, for an unsupported grouped matmul and an addmm without a bias."""
     if node.op != "call_function":
         return None
     found = _grouped_operands(node)
@@ -127,12 +127,19 @@ def matmul_of(node: Node, parameters: Collection[Node], gradients: Collection[No
         (node.args[-2], False), (node.args[-1], False), None, Grouping.DENSE, False
     )  # fmt: skip
     *batch, m, k = _shape(left, swap_a)
-    terms = {}
-    if node.target is aten.addmm.default:
-        terms = {"bias": node.args[0], **{name: node.kwargs.get(name, 1) for name in ("beta", "alpha")}}
+    bias = node.args[0] if node.target is aten.addmm.default else None
+    if bias is not None and not _is_bias(bias, node):
+        return None
     a, b = (_side(*one, parameters, gradients) for one in ((left, swap_a), (right, swap_b)))
     dims = (m, _shape(right, swap_b)[-1], k)
-    return Matmul(node, a, b, batch[0] if batch else 1, dims, terms, groups, offs, swapped)
+    return Matmul(node, a, b, batch[0] if batch else 1, dims, bias, groups, offs, swapped)
+
+
+def _is_bias(term: Node, addmm: Node) -> bool:
+    """Whether an addmm adds one element to each column of its product, neither of them multiplied by a number."""
+    value, columns = term.meta["val"], addmm.meta["val"].shape[-1]
+    scaled = any(addmm.kwargs.get(name, 1) != 1 for name in ("beta", "alpha"))
+    return not scaled and value.dim() == 1 and statically_true(value.shape[0] == columns)
 
 
 def _shape(node: Node, swapped: bool) -> tuple:

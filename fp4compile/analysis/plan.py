@@ -22,7 +22,7 @@ from fp4compile.formats.layouts import scale_layout
 from fp4compile.formats.product_spec import OperandSpec, ProductSpec
 from fp4compile.formats.quantize_spec import FLOAT_DTYPES
 from fp4compile.hardware import Gpu, Target
-from fp4compile.ops.nodes import expert_weights_of, gathered_weight_of, is_gathered, is_swizzled, scaled_mm_of
+from fp4compile.ops.nodes import expert_weights_of, gathered_weight_of, is_gathered, scaled_mm_of
 from fp4compile.recipe import Recipe, named
 from fp4compile.templates.choose import choose
 from fp4compile.templates.launch import on_gpu, target_of
@@ -102,7 +102,7 @@ def plan(
     model = replace(Model.of(recipe, names, layers, in_blocks), adapters=adapters)
     if names and not model.blocks and (recipe.skip_first_blocks or recipe.skip_last_blocks):
         warnings.warn(
-            f"recipe {recipe.name!r} leaves blocks alone by their number, and no name in this graph has one "
+            f"recipe {recipe.name!r} skips blocks by their number, and no name in this graph has one "
             f"(such as {names[0]!r}): where blocks are compiled one by one, compile each with the recipe "
             "fp4compile.block_recipe(recipe, model, block)",
             stacklevel=2,
@@ -232,7 +232,8 @@ def _quantised(gemm: Gemm, layer_recipe: Recipe, recipe: Recipe, meta: Target | 
             chosen[side] = Treatment(fmt, outer, stochastic, hadamard, scale_rule=rule)
     a, b = chosen.get("a"), chosen.get("b")
     if gemm.packed_weight is not None:  # a gathered weight has its layout already
-        swizzled = is_swizzled(gathered_weight_of(gemm.packed_weight.source).operand_for(str(gemm.packed_weight.role)))
+        scales = gathered_weight_of(gemm.packed_weight.source).operand_for(str(gemm.packed_weight.role)).scales
+        swizzled = scales is not None and scales.meta["val"].dim() == 1  # one flat run of bytes
     else:
         swizzled = _tier(gemm, *_swizzled(a, b), meta) == "native"
     if swizzled:

@@ -5,7 +5,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from fp4compile.analysis.module_names import module_name, named_tensors, walk
+from fp4compile.analysis.module_names import check_module, module_name, named_tensors, walk
 from fp4compile.analysis.plan import Layer, Model, of_layer
 from fp4compile.distributed.codes import Direction
 from fp4compile.distributed.fsdp import Sharded, sharded_parameters
@@ -39,8 +39,7 @@ def gather_quantized_(
     FSDP2 shards and for a second call, RuntimeError after the first forward pass and if another rank passes another
     recipe or `recompute`, and the errors of `backend` for a bad recipe.
     """
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"model: expected a torch.nn.Module, got {type(model).__name__}")
+    check_module(model)
     if not isinstance(recompute, bool):
         raise TypeError(f"recompute: expected a bool, got {type(recompute).__name__}")
     chosen, parameters = resolve(recipe), list(sharded_parameters(model))
@@ -52,7 +51,7 @@ def gather_quantized_(
         raise RuntimeError("model: its parameters were gathered; call gather_quantized_ before the first forward pass")
     groups_of_ranks = {one.process_group.group_name: one.process_group for one in parameters}
     settings = agreement.settings_of(chosen, {"gather_quantized_(recompute)": recompute})
-    agreement.tell_groups(groups_of_ranks.values(), settings).compare()
+    agreement.publish_to(groups_of_ranks.values(), settings).compare()
     layers = _layers(model, parameters, chosen)
     names = [named.name for named, _ in named_tensors(model)]
     around = Model.of(chosen, names, [layer for layer, _ in layers])

@@ -31,14 +31,13 @@ class GatheredFormat:
     dtype: torch.dtype
     recompute: bool
 
-    @property
-    def transposable(self) -> bool:
-        """Whether the codes of one direction can be made of the other's: those of square blocks of one format."""
-        return self.rows.format == self.columns.format and self.rows.block_format.square
-
     def sent(self, wanted: tuple[Direction, ...]) -> tuple[Direction, ...]:
-        """The directions that ranks send if matmuls read those in `wanted`."""
-        return wanted[:1] if self.transposable else wanted
+        """The directions that ranks send if matmuls read those in `wanted`.
+
+        Codes of square blocks in one direction are made of those in the other one.
+        """
+        square = self.rows.format == self.columns.format and self.rows.block_format.square
+        return wanted[:1] if square else wanted
 
 
 class GatheredWeight(torch.Tensor):

@@ -43,6 +43,11 @@ def replace_results(node: Node, results: Sequence[Node]) -> None:
     node.graph.erase_node(node)
 
 
+def is_pointwise(node: Node) -> bool:
+    """Whether torch tags a node's operator as pointwise, which Inductor fuses with its neighbours."""
+    return torch.Tag.pointwise in getattr(node.target, "tags", ())
+
+
 def reached(start: Node, following: Callable[[Node], Iterable[Node]]) -> Iterator[Node]:
     """A node and all nodes reachable from it, each once. following: returns the successors of a node."""
     waiting, seen = [start], {start}
@@ -70,10 +75,11 @@ def fake_value(node: Node) -> Any:
 class Quantise:
     """The arguments of a `quantize` node, by the names of the op's arguments, with nodes instead of tensors.
 
-    dims: counted from the end, so negative. dtype: dtype of the prologue's result; None without a prologue.
+    node: None for a quantiser that is no node yet. dims: counted from the end, so negative. dtype: dtype of the
+    prologue's result; None without a prologue.
     """
 
-    node: Node
+    node: Node | None
     x: Node
     format: str
     dims: tuple[int, ...] = (-1,)
@@ -318,8 +324,3 @@ def gathered_weight_of(node: Node) -> GatheredCodes:
     """The arguments of a `gathered_weight` node."""
     *codes, _, _, recompute = node.args
     return GatheredCodes(_operand(*codes[:4]), _operand(*codes[4:]), recompute)
-
-
-def is_swizzled(weight: Operand) -> bool:
-    """Whether the block scales of a matrix are swizzled: one flat run of bytes."""
-    return weight.scales is not None and weight.scales.meta["val"].dim() == 1

@@ -41,15 +41,9 @@ from fp4compile.weights.writes import changes_are_seen, in_group
 log = logging.getLogger("fp4compile")
 
 
-@dataclass(frozen=True)
-class Recipient:
-    """The replacement of a quantise that was removed from the graph.
-
-    index: position of the parameter among the graph's inputs. form: its packed form.
-    """
-
-    index: int
-    form: Form
+# The replacement of a quantise that was removed from the graph: the parameter's position among the graph's inputs, and
+# its packed form.
+Recipient = tuple[int, Form]
 
 
 @dataclass(frozen=True)
@@ -127,7 +121,7 @@ def hoist(graph: Graph, inputs: tuple[Input, ...], hoisted: Hoisted, static: Col
     placeholders = graph.find_nodes(op="placeholder")
     last = placeholders[-1] if placeholders else None
     for node, root, packed_as in list(_forms(graph, inputs, hoisted.promised)):
-        hoisted.recipients.append(Recipient(placeholders.index(root), packed_as))
+        hoisted.recipients.append((placeholders.index(root), packed_as))
         results = []
         for value in node.meta["val"]:
             last = _new_input(graph, last, value, hoisted)
@@ -239,7 +233,7 @@ def _join(
         return last
     if first[0] in recipients and second[0] in recipients:
         one, two = recipients[first[0]], recipients[second[0]]
-        if one.form is not two.form:
+        if one[1] is not two[1]:
             return last
         hoisted.pairs.append((one, two))
     elif all(_input_of(part) in places for part in (*first, *second)):
@@ -272,8 +266,7 @@ def _new_input(graph: Graph, last: Node, value: torch.Tensor, hoisted: Hoisted) 
 
 def _with_packed(compiled: Callable, hoisted: Hoisted) -> Callable:
     """The compiled function, called with the packed weights after its own arguments."""
-    wanted = [(one.index, one.form) for one in hoisted.recipients]
-    pairs = [(one.index, other.index, one.form) for one, other in hoisted.pairs]
+    pairs = [(one, other, form) for (one, form), (other, _) in hoisted.pairs]
 
     def call(args: list) -> Any:
         values = [*args]
@@ -284,7 +277,7 @@ def _with_packed(compiled: Callable, hoisted: Hoisted) -> Callable:
             joined += [
                 part if part.dtype == dtype else part.view(dtype) for part, dtype in zip(both, dtypes, strict=True)
             ]
-        for index, packed_as in wanted:
+        for index, packed_as in hoisted.recipients:
             values += packed_weight(args[index], packed_as)
         values += joined
         args.clear()

@@ -74,7 +74,8 @@ def store(key: str, outcome: Outcome) -> None:
     path = _path(key)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_atomically(path, lambda file: file.write_text(rows_to_json(outcome), encoding="utf-8"))
+        text = json.dumps({"rows": [asdict(row) for row in outcome.rows], "counts": outcome.counts})
+        write_atomically(path, lambda file: file.write_text(text, encoding="utf-8"))
     except OSError as error:
         log.warning("report rows not stored: %s", error)
 
@@ -109,13 +110,8 @@ def _path(key: str) -> Path:
     return Path(cache_dir()) / "fp4compile" / f"{key}.json"
 
 
-def rows_to_json(outcome: Outcome) -> str:
-    """The results of the passes on a graph as JSON."""
-    return json.dumps({"rows": [asdict(row) for row in outcome.rows], "counts": outcome.counts})
-
-
 def rows_from_json(text: str) -> Outcome:
-    """The inverse of `rows_to_json`. Raises ValueError for a text without rows and counts, and for other fields."""
+    """The rows and counts in JSON. Raises ValueError for a text without them, and for other fields."""
     match json.loads(text):
         case {"rows": list(rows), "counts": dict(counts), **others} if not others:
             try:

@@ -132,8 +132,7 @@ def _planned(
 
 
 def _launches(parts: _Parts, gpu: Gpu) -> _Launches:
-    launched = (each for graph in parts.graphs for each in steps_of(graph, gpu))
-    return [(each.step, tuple(_products(each.node, parts))) for each in launched]
+    return [(step, tuple(_products(node, parts))) for graph in parts.graphs for node, step in steps_of(graph, gpu)]
 
 
 def _by_product(launches: _Launches) -> dict[str | None, _Launches]:

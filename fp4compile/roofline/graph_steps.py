@@ -5,7 +5,6 @@ package counts as the kernel that `choose` names, a quantiser as its launches (`
 by their bytes (`roofline.inductor_kernels`), and attention and torch's matmuls by their FLOPs and bytes.
 """
 
-from dataclasses import dataclass
 from math import prod
 from typing import Any
 
@@ -33,21 +32,15 @@ from fp4compile.templates.view import View
 aten = torch.ops.aten
 
 
-@dataclass(frozen=True)
-class Launched:
-    """A step and its node; for a kernel of Inductor, a node whose result the kernel stores."""
+def steps_of(graph: Graph, gpu: Gpu) -> list[tuple[Node, TimedStep]]:
+    """The steps of a graph with their nodes; for a kernel of Inductor, a node whose result the kernel stores.
 
-    node: Node
-    step: TimedStep
-
-
-def steps_of(graph: Graph, gpu: Gpu) -> list[Launched]:
-    """The steps of a graph. Sizes that vary count as in the captured call."""
-    found = [Launched(node, step) for node in graph.nodes if kind_of(node) == "other" for step in _steps(node, gpu)]
+    Sizes that vary count as in the captured call.
+    """
+    found = [(node, step) for node in graph.nodes if kind_of(node) == "other" for step in _steps(node, gpu)]
     for kernel in inductor_kernels.kernels(graph):
         name = "reduction" if "reduction" in map(kind_of, kernel.stores) else "pointwise"
-        step = memory_pass(name, kernel.moved, gpu, kernel.launches)
-        found.append(Launched(kernel.stores[0], step))
+        found.append((kernel.stores[0], memory_pass(name, kernel.moved, gpu, kernel.launches)))
     return found
 
 

@@ -12,6 +12,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from fp4compile import _compat, _inductor_patches
+from fp4compile.analysis.module_names import check_module
 from fp4compile.formats import formats
 from fp4compile.formats.formats import as_integers, integer_dtype
 from fp4compile.formats.layouts import ceil_div
@@ -109,7 +110,7 @@ class PackedWeight(nn.Module):
 
         Raises RuntimeError for a shardable layer, because FSDP2 would lose a write to a gathered weight.
         """
-        if self.shardable:
+        if "weight_data" in self._parameters:  # `make_shardable` was called
             raise RuntimeError("weight: a layer that is sharded takes no other weight; merge adapters before it is")
         fmt, dim = formats.get(self.layer_format.weight), -2 if self.in_first else -1
         weight = weight.detach()
@@ -146,11 +147,6 @@ class PackedWeight(nn.Module):
         """Set an attribute. Codes and block scales may have the format's dtype or the integers of a buffer."""
         bits = name in SHARDED and isinstance(value, torch.Tensor)
         super().__setattr__(name, as_integers(value) if bits else value)
-
-    @property
-    def shardable(self) -> bool:
-        """Whether `make_shardable` was called."""
-        return "weight_data" in self._parameters
 
     def make_shardable(self) -> None:
         """Turn codes and block scales into frozen parameters: FSDP2 shards only parameters, and casts no integers."""
@@ -441,12 +437,6 @@ def make_shardable_(model: nn.Module) -> None:
         layer.make_shardable()
 
 
-def check_module(model: object) -> None:
-    """Raise TypeError if the argument `model` is no module."""
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"model: expected a torch.nn.Module, got {type(model).__name__}")
-
-
 def packed_in(model: nn.Module) -> dict[str, PackedWeight]:
     """The packed weights of a model by every name. Raises TypeError if it is no module, ValueError if it has none."""
     check_module(model)
@@ -502,9 +492,6 @@ def autocast_dtype(device: torch.device) -> torch.dtype | None:
     if device.type == "meta" or not torch.is_autocast_enabled(device.type):
         return None
     return torch.get_autocast_dtype(device.type)
-
-
-# The integer dtypes of buffers by item size.
 
 
 def _uncast(before: torch.Tensor, hidden: torch.Tensor, after: torch.Tensor) -> torch.Tensor:

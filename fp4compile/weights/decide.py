@@ -11,7 +11,8 @@ from torch import nn
 from fp4compile.analysis.module_names import Named, module_name, named_tensors, walk
 from fp4compile.analysis.plan import NOT_CALIBRATED, Layer, Model, of_layer
 from fp4compile.formats import formats
-from fp4compile.recipe import Recipe, resolve, unmatched_rules
+from fp4compile.recipe import Recipe, resolve
+from fp4compile.recipe.rules import unmatched
 from fp4compile.report.report import Row
 from fp4compile.weights.buffers import LayerFormat
 from fp4compile.weights.experts import PackedExperts, Place, check_contracted, places_of
@@ -214,7 +215,7 @@ def _warn_of_rules(choice: _Choice, places: list[list[str]]) -> None:
     # For the backend, parameters of other modules (such as experts) are layers, too, and both may use one recipe.
     matrices = (named.name for named, parameter in named_tensors(choice.model) if parameter.dim() > 1)
     names = [*(choice.named[name].name for group in places for name in group), *map(module_name, matrices)]
-    for rule in unmatched_rules(choice.recipe, names):
+    for rule in unmatched(choice.recipe.rules, names):
         known = f"decides for no layer of the model (such as {names[0]!r})" if names else "and the model has no layer"
         warnings.warn(f"recipe {choice.recipe.name!r}: rule {rule.pattern!r} {known}", stacklevel=4)
 

@@ -280,7 +280,7 @@ def test_gate_and_up_of_experts_write_the_operand_of_down(experts, recipe, monke
         launches.append(gpu.counted()["package"])
         fused = {row.module: row.fused for row in backend.report.rows}
         last, apart = ("amax", None) if recipe == "nvfp4" else ("quantize", "silu, mul")
-        reasons = {"nvfp4": "its outer scale is made of all moved rows", "mxfp8": "the numbers of rows are not known"}
+        reasons = {"nvfp4": "its global scale is made of all moved rows", "mxfp8": "the numbers of rows are not known"}
         moved = f"quantised after index: {reasons[recipe]}"
         assert (fused["gate_up"], fused["down"]) == ((moved, apart) if off else (f"silu, mul, {last}; {moved}", None))
         assert fused.get("up") == (moved if off and recipe == "nvfp4" else None)

@@ -302,7 +302,7 @@ BROKEN = [
     (changed("2.w3.weight_scale_2", lambda t: t.double()), rf"'{FILE}.2.w3.weight_scale_2': expected one float32"),
     (lambda t: t.update({f"{FILE}.1.w1.weight_shift": torch.ones(1)}), rf"the model has no '{FILE}.1.w1.weight_shift'"),
     (changed("1.w3.weight_scale", with_nan), rf"tensor '{FILE}.1.w3.weight_scale': has scales that are NaN"),
-    (changed("1.w3.weight_scale_2", lambda t: 2 * t), rf"layers '{FILE}.1.w1' and '{FILE}.1.w3' have outer scales"),
+    (changed("1.w3.weight_scale_2", lambda t: 2 * t), rf"layers '{FILE}.1.w1' and '{FILE}.1.w3' have global scales"),
     (changed("1.w3.weight_scale_2", lambda t: 1 / t), rf"'{FILE}.1.w3.weight_scale_2': .*looks like a divisor"),
     (unquantised, rf"layers '{FILE}.0.w1' and '{FILE}.1.w3' are nvfp4 with static .* and torch.float32"),
     (one_more, rf"the model has no '{FILE}.3.w"),

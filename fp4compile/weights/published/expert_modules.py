@@ -243,6 +243,6 @@ def _one_each(contents: Contents, layers: list[list[str]], tensor: str) -> torch
     for one, names in zip(scales, layers, strict=True):
         for scale, layer in zip(one, names, strict=True):
             if not torch.equal(scale, one[0]):
-                raise ValueError(f"layers {names[0]!r} and {layer!r} have outer scales {one[0].item():g} and "
+                raise ValueError(f"layers {names[0]!r} and {layer!r} have global scales {one[0].item():g} and "
                                  f"{scale.item():g}; as parts of one weight they must have the same")  # fmt: skip
     return torch.stack([one[0] for one in scales])
