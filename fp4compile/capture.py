@@ -91,43 +91,36 @@ def run_captured(
     def run(*args: Any, **kwargs: Any) -> Any:
         # Beyond Dynamo's limit of recompilations (8), calls run without being captured.
         no_limit = dynamo_config.patch(recompile_limit=sys.maxsize, accumulated_recompile_limit=sys.maxsize)
-        with _as_written(root), _compiled_by(captured, called), no_limit:
+        calls: list[_Change] = [] if called is None else [(vars(called), "_compiled_call_impl", captured)]
+        with _changed([*_as_written(root), *calls]), no_limit:
             return captured(*args, **kwargs) if called is None else model(*args, **kwargs)
 
     return run
 
 
+# A change of an attribute: the attributes of an object, the name, and the value for a time.
+_Change = tuple[dict[str, Any], str, Any]
+
+
+def _as_written(model: torch.nn.Module | None) -> list[_Change]:
+    """The changes by which the compiled modules inside the model run uncompiled."""
+    parts = [] if model is None else list(model.modules())
+    compiled = [(vars(part), "forward", part._orig_mod.__call__) for part in parts if isinstance(part, OptimizedModule)]
+    return compiled + [(vars(part), "_compiled_call_impl", None) for part in parts
+                       if not isinstance(part, OptimizedModule) and part._compiled_call_impl is not None]  # fmt: skip
+
+
 @contextmanager
-def _as_written(model: torch.nn.Module | None) -> Iterator[None]:
-    """A context in which the compiled modules inside the model run uncompiled."""
-    changed: list[tuple[dict, str, Any]] = []
-    for part in () if model is None else model.modules():
-        attributes = vars(part)
-        if isinstance(part, OptimizedModule):
-            changed.append((attributes, "forward", attributes["forward"]))
-            attributes["forward"] = part._orig_mod.__call__
-        elif part._compiled_call_impl is not None:
-            changed.append((attributes, "_compiled_call_impl", part._compiled_call_impl))
-            attributes["_compiled_call_impl"] = None
+def _changed(changes: list[_Change]) -> Iterator[None]:
+    """A context in which attributes have other values."""
+    before = [(attributes, name, attributes.get(name)) for attributes, name, _ in changes]
+    for attributes, name, value in changes:
+        attributes[name] = value
     try:
         yield
     finally:
-        for attributes, name, value in changed:
+        for attributes, name, value in before:
             attributes[name] = value
-
-
-@contextmanager
-def _compiled_by(captured: Callable, module: torch.nn.Module | None) -> Iterator[None]:
-    """A context in which calls of the module run `captured`."""
-    if module is None:
-        yield
-        return
-    before = module._compiled_call_impl
-    module._compiled_call_impl = captured
-    try:
-        yield
-    finally:
-        module._compiled_call_impl = before
 
 
 # ---------------------------------------------------------------- attention on the meta device

@@ -1,7 +1,7 @@
 """Graph nodes of the ops, read as specs with nodes for tensors, and new nodes; functions of graphs for passes."""
 
 import operator
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -58,6 +58,12 @@ def reached(start: Node, following: Callable[[Node], Iterable[Node]]) -> Iterato
             if each not in seen:
                 seen.add(each)
                 waiting.append(each)
+
+
+def readers(node: Node, views: Collection[Callable]) -> Iterator[tuple[Node, Node]]:
+    """(a node that reads the value and is no view, the view or node that it reads). views: operators of views."""
+    for value in reached(node, lambda each: [user for user in each.users if user.target in views]):
+        yield from ((user, value) for user in value.users if user.target not in views)
 
 
 def fake_value(node: Node) -> Any:

@@ -47,7 +47,7 @@ from fp4compile.ops.nodes import (
     ScaledMM,
     new_node,
     quantise_of,
-    reached,
+    readers,
     scaled_mm_of,
 )
 from fp4compile.ops.quantize import QUANTIZE
@@ -245,10 +245,10 @@ def _amax_readers(last: Node, region: Region) -> list[Node]:
     reads the value.
     """
     groups = value_key(scaled_mm_of(region.product).offs)
-    reshaped = list(reached(last, lambda node: [user for user in node.users if user.target in RESHAPES]))
-    readers = dict.fromkeys(user for node in reshaped for user in node.users if user not in reshaped)
-    found = [node for node in readers if node.target is QUANTIZE and _takes_amax(quantise_of(node), groups)]
-    alone = len(found) == len(readers) and all(same_shape(node.meta["val"].shape, region.shape) for node in reshaped)
+    reading = list(readers(last, RESHAPES))
+    users = dict.fromkeys(user for user, _ in reading)
+    found = [node for node in users if node.target is QUANTIZE and _takes_amax(quantise_of(node), groups)]
+    alone = len(found) == len(users) and all(same_shape(each.meta["val"].shape, region.shape) for _, each in reading)
     return found if groups is None or alone else []
 
 
@@ -275,9 +275,7 @@ def _replaceable(last: Node, region: Region) -> bool:
 
 def _only_quantiser(last: Node) -> Node | None:
     """The quantiser that alone reads a value, through reshapes; None where there is none, or another reader."""
-    reshaped = reached(last, lambda node: [user for user in node.users if user.target in RESHAPES])
-    found = {user for node in reshaped for user in node.users if user.target not in RESHAPES}
-    (node, *others) = found or (None,)
+    node, *others = {user for user, _ in readers(last, RESHAPES)} or (None,)
     return node if not others and node is not None and node.target is QUANTIZE else None
 
 

@@ -188,13 +188,9 @@ def _pays(product: ScaledMM) -> bool:
     """Whether a kernel of two such matmuls pays that quantises its result to A's format, or finds the amax for that."""
     fmt = product.a.format
     dtype = product.spec.out_dtype
-    end = AMAX if fmt.outer == "tensor" and not _is_static(product) else f"quantize {fmt.name}"
+    computed = product.a.outer is not None and product.a.outer.target is operator.getitem  # a result of the quantiser
+    end = AMAX if fmt.outer == "tensor" and computed else f"quantize {fmt.name}"
     return isinstance(quantized(product.problem, Epilogue.parse(["mul product pair", end], dtype, dtype), 2), Choice)
-
-
-def _is_static(product: ScaledMM) -> bool:
-    """Whether the global scale of A is static, not a result of the quantiser."""
-    return product.a.outer is not None and product.a.outer.target is not operator.getitem
 
 
 def _joinable(product: ScaledMM) -> bool:

@@ -26,7 +26,7 @@ from torch.fx import Graph, Node
 
 from fp4compile.formats.operand import Arguments, Operand
 from fp4compile.ops.matmul import SCALED_MM
-from fp4compile.ops.nodes import RESHAPES, ScaledMM, is_pointwise, reached, scaled_mm_of
+from fp4compile.ops.nodes import RESHAPES, ScaledMM, is_pointwise, reached, readers, scaled_mm_of
 from fp4compile.passes.lib.autotune import fastest
 from fp4compile.passes.lib.operations import contiguous
 from fp4compile.templates.choose import named
@@ -51,13 +51,13 @@ class Arranged:
 
 def arranged_operands(graph: Graph) -> dict[Node, Arranged]:
     """Add arranged operands to the graph; returns the arranged operand of each matmul that reads one."""
-    readers: dict[Hashable, list[ScaledMM]] = {}
+    alike: dict[Hashable, list[ScaledMM]] = {}
     for node in graph.nodes:
         product = scaled_mm_of(node) if node.target is SCALED_MM else None
         if product is not None and (key := _key(product)) is not None:
-            readers.setdefault(key, []).append(product)
+            alike.setdefault(key, []).append(product)
     found = {}
-    for products in readers.values():
+    for products in alike.values():
         written = written_arranged(products[0].a.data)
         gathered = None if written else _gathered(products[0].a.data)
         if written or gathered or len(products) > 1:
@@ -72,7 +72,7 @@ def written_arranged(node: Node) -> bool:
     source = _source(node)
     if not is_pointwise(source) or _gathers(source):
         return False
-    return all(_reads_written(user, value) for user, value in _readers(source))
+    return all(_reads_written(user, value) for user, value in readers(source, _VIEWS))
 
 
 def _gathered(node: Node) -> tuple[Node, Node] | None:
@@ -85,7 +85,7 @@ def _gathered(node: Node) -> tuple[Node, Node] | None:
     rows = index.meta["val"]
     if rows.dim() != 1 or rows.dtype not in (torch.int32, torch.int64) or not on_gpu(rows):
         return None
-    return (x, index) if all(_reads_arranged(user, value) for user, value in _readers(node)) else None
+    return (x, index) if all(_reads_arranged(user, value) for user, value in readers(node, _VIEWS)) else None
 
 
 def _gathers(node: Node) -> bool:
@@ -95,15 +95,6 @@ def _gathers(node: Node) -> bool:
         return map(_source, each.all_input_nodes if is_pointwise(each) else ())
 
     return any(each.target in _GATHERS for each in reached(node, sources))
-
-
-def _readers(node: Node) -> Iterator[tuple[Node, Node]]:
-    """(a node that reads the value and is no view, the view or node that it reads)."""
-    for user in node.users:
-        if user.target in _VIEWS:
-            yield from _readers(user)
-        else:
-            yield user, node
 
 
 def _reads_arranged(user: Node, value: Node) -> ScaledMM | None:
