@@ -14,8 +14,6 @@ from fp4compile.check.products import MatmulCase, multiplies
 from fp4compile.check.ptx import Ptx
 from fp4compile.check.quantisers import Configuration
 from fp4compile.check.sass import Sass, disassemble, encoded_instructions, hazards
-from fp4compile.formats import formats
-from fp4compile.formats.layouts import ceil_div
 from fp4compile.hardware import Target
 from fp4compile.templates.launch import Launch
 
@@ -273,12 +271,8 @@ def product_row(product: MatmulCase, tier: str, launched: Launch, sm: int) -> Pr
 
 def _aligned(product: MatmulCase) -> bool:
     """Whether the rows of codes of both operands are multiples of 16 bytes, as TMA and the libraries need them."""
-    for name in (product.a, product.b):
-        fmt = None if name is None else formats.get(name)
-        codes = ceil_div(product.k, fmt.block_cols) * fmt.block_cols if fmt is not None else product.k
-        if codes * (2 if fmt is None else 1) // (2 if fmt is not None and fmt.packed else 1) % 16:
-            return False
-    return True
+    x = product.arguments()
+    return all(each.data.shape[-1] * each.data.element_size() % 16 == 0 for each in (x.a, x.b))
 
 
 def _stores(sass: Sass, ptx: Ptx) -> int | str:
