@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_map_only
 
-from fp4compile.distributed.codes import Direction, Parts
+from fp4compile.distributed.codes import Direction
 from fp4compile.ops.quantize import GATHERED_WEIGHT
 
 aten = torch.ops.aten
@@ -79,12 +79,6 @@ class GatheredWeight(torch.Tensor):
                 "the weight's codes are not gathered; call gather_quantized_(..., recompute=True)"
             )
         return self._rows
-
-    def along(self, direction: Direction) -> Parts:
-        """The codes, block scales and global or row scale of one of the form's directions."""
-        if direction == self.form.rows:
-            return self._rows, self.row_scales, self.row_outer
-        return self.columns, self.column_scales, self.column_outer
 
     def parts(self) -> dict[str, torch.Tensor]:
         """All tensors that hold codes and scales, by name."""

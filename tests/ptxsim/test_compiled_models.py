@@ -6,6 +6,7 @@ combinations of model, recipe, run and dtype, which takes ten minutes.
 
 import os
 from collections import Counter
+from functools import partial
 
 import pytest
 import torch
@@ -18,9 +19,9 @@ from fp4compile import _compat, config
 from fp4compile.check.products import TWO_CTAS
 from fp4compile.check.simulator import LaunchSimulator
 from fp4compile.distributed import compiled
-from fp4compile.distributed.arrival import Swizzling, Transposing
+from fp4compile.distributed.arrival import swizzle, transpose
 from fp4compile.distributed.codes import Direction, magnitudes_of
-from fp4compile.distributed.shard import Encoding
+from fp4compile.distributed.shard import encode
 from fp4compile.distributed.whole import GatheredFormat
 from fp4compile.hardware import Target
 from fp4compile.ops.quantize import QUANTIZE
@@ -132,15 +133,15 @@ def test_inductor_writes_the_operand_of_packed_experts(monkeypatch):
 def test_codes_of_shards_are_made_by_the_quantisers_alone(monkeypatch):
     """What FSDP2's host thread runs at a gather. One launch more for each direction fills up the outer scales."""
     both = tuple(Direction("nvfp4_16x16", dim, (96, 80)) for dim in (-1, -2))
-    encode = Encoding((both, both[:1]))
+    sent = both, both[:1]
     stacks = torch.randn(2, 48, 80).bfloat16(), torch.randn(1, 48, 80).bfloat16()
     tensors = []
-    for stack, directions in zip(stacks, encode.directions, strict=True):
+    for stack, directions in zip(stacks, sent, strict=True):
         tensors += [stack, *(magnitudes_of([(one, stack)])[0] for one in directions)]
     with simulated(monkeypatch, 90) as gpu, torch.no_grad():
         monkeypatch.setattr(compiled, "compile_fx_inner", gpu.compile_inner)
-        found = compiled.compiled(encode, tensors)(*tensors)
-    assert len(found) == 9 and all(map(torch.equal, found, encode(*tensors)))
+        found = compiled.compiled(partial(encode, sent), tensors)(*tensors)
+    assert len(found) == 9 and all(map(torch.equal, found, encode(sent, *tensors)))
     counted = gpu.counted()
     assert counted["package"] == {"quantize_squares": 3} and counted["Inductor"].total() == 3
     assert not counted["PyTorch"]
@@ -154,8 +155,8 @@ def test_weights_of_square_blocks_are_finished_by_compiled_functions(monkeypatch
     weight = torch.randn(96, 80)
     codes, whole = ([*QUANTIZE(weight, "nvfp4_16x16", dim, layout="swizzled")] for dim in (-1, -2))
     arriving = [part for shard in weight.chunk(ranks) for part in rows.encode(shard[None], weight.abs().amax())[1]]
-    swizzling = Swizzling((rows,), ranks), [torch.empty_like(codes[1]), torch.cat(arriving)]
-    transposing = Transposing((form,)), [*codes, *map(torch.empty_like, whole)]
+    swizzling = partial(swizzle, [(rows, ranks)]), [torch.empty_like(codes[1]), torch.cat(arriving)]
+    transposing = partial(transpose, [form]), [*codes, *map(torch.empty_like, whole)]
     with simulated(monkeypatch, 100) as gpu, torch.no_grad():
         monkeypatch.setattr(compiled, "compile_fx_inner", gpu.compile_inner)
         for function, tensors in (swizzling, transposing):
