@@ -252,8 +252,9 @@ def check_products(sm: int, chosen: tuple[MatmulCase, ...] | None = None) -> Ite
 
 def product_row(product: MatmulCase, tier: str, launched: Launch, sm: int) -> ProductRow:
     """The row of one launch of a matmul."""
-    table = bool(product.groups) and launched.num_ctas == 1  # the 2-CTA kernel stores only the result
-    line = product_line(tier, product.m, _aligned(product), sm, multiplies(launched), table, bool(product.result))
+    positions = bool(product.groups) and launched.num_ctas == 1  # the 2-CTA kernel stores only the result
+    tiles = product.m > 64 and _aligned(product)
+    line = product_line(tier, tiles, sm, multiplies(launched), positions or bool(product.result))
     where = (launched.kernel.__name__, product.label, product.formats, sm)
     try:
         one = compile_launch(launched, sm)
