@@ -9,7 +9,6 @@ Shards of weights of one size are quantised together, [weights, rows, K]: before
 more than their work, because each waits for multiprocessors among the matmuls that run meanwhile.
 """
 
-import functools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -19,13 +18,13 @@ import torch
 from fp4compile.formats import formats
 from fp4compile.formats.formats import BlockFormat
 from fp4compile.formats.layouts import ceil_div, swizzled_numel
-from fp4compile.formats.quantize_spec import COLUMNS, ROWS, QuantizeSpec
+from fp4compile.formats.quantize_spec import COLUMNS, ROWS
 from fp4compile.formats.square import transposed_codes, transposed_scales
 from fp4compile.ops.quantize import QUANTIZE
+from fp4compile.weights.buffers import Part, parts_of
 from fp4compile.weights.scale_layout import laid_out
 
 Parts = tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]
-Part = tuple[tuple[int, ...], torch.dtype]  # shape and dtype of a part
 _ALIGNMENT = 16  # bytes: FSDP2 concatenates all parameters of a module in one buffer
 
 
@@ -85,9 +84,9 @@ class Direction:
         block = fmt.block_cols if self.dim == COLUMNS else fmt.block[0] if fmt.block else 1
         return f"the {rows} rows of a rank cut blocks of {block} rows ({self.format})" if rows % block else None
 
-    def shapes(self, rows: int) -> list[Part | None]:
+    def shapes(self, rows: int) -> tuple[Part | None, ...]:
         """Shape and dtype of codes, linear block scales, global or row scales of some rows; None for missing ones."""
-        return _shapes(self, rows)
+        return parts_of(self.format, (rows, self.size[1]), self.dim)
 
     # ------------------------------------------------------------ sending
 
@@ -196,18 +195,6 @@ def magnitudes_of(stacks: Sequence[tuple[Direction, torch.Tensor]]) -> list[torc
         if one.block_format.outer == "tensor"
         else torch.linalg.vector_norm(stack, torch.inf, dim=1, dtype=torch.float32)
         for one, stack in stacks
-    ]
-
-
-@functools.cache  # for FSDP2's host thread, which calls it at every gather
-def _shapes(direction: Direction, rows: int) -> list[Part | None]:
-    fmt = direction.block_format
-    spec = QuantizeSpec(fmt, (direction.dim,))
-    data, scales, outer = spec.shapes(torch.empty(rows, direction.size[1], device="meta"), 0, direction.dim)
-    return [
-        (data, fmt.data_dtype),
-        (scales, fmt.scale_dtype) if fmt.scale else None,
-        (outer, torch.float32) if fmt.outer else None,
     ]
 
 

@@ -15,8 +15,8 @@ from fp4compile import _compat, _inductor_patches
 from fp4compile.analysis.module_names import check_module
 from fp4compile.formats import formats
 from fp4compile.formats.formats import as_integers, integer_dtype
-from fp4compile.formats.layouts import ceil_div
-from fp4compile.formats.quantize_spec import FLOAT_DTYPES
+from fp4compile.formats.grouping import grouping_of
+from fp4compile.formats.quantize_spec import FLOAT_DTYPES, ROWS, QuantizeSpec
 from fp4compile.ops.quantize import QUANTIZE
 from fp4compile.report.decibels import decibels
 from fp4compile.weights.scale_checks import check_static
@@ -28,6 +28,7 @@ STATE_HOOKS = (
     "_state_dict_hooks", "_state_dict_pre_hooks", "_load_state_dict_pre_hooks", "_load_state_dict_post_hooks",
 )  # fmt: skip
 BUFFERS = ("weight_data", "weight_scales", "weight_outer")
+Part = tuple[tuple[int, ...], torch.dtype]  # shape and dtype of a buffer
 _DESCRIPTION = "_extra_state"  # the description's name in state dicts
 SHARDED = ("weight_data", "weight_scales")  # row scales are few, and a global scale has no rows
 
@@ -511,17 +512,24 @@ def dtypes_of(format: str) -> dict[str, tuple[torch.dtype, torch.dtype]]:
     return {name: (dtype, integer_dtype(dtype) if name in SHARDED else dtype) for name, dtype in found}
 
 
-def buffer_shapes(layer: PackedWeight) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+def buffer_shapes(layer: PackedWeight) -> dict[str, Part]:
     """The shape and the format's dtype of each buffer of a layer; buffers that its format lacks are missing."""
-    fmt = formats.get(layer.layer_format.weight)
-    lead = () if layer.experts is None else (layer.experts,)
-    blocks = ceil_div(layer.in_features, fmt.block_cols)
-    cols = blocks * fmt.block_cols // (2 if fmt.packed else 1)
-    shapes: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
-        "weight_data": ((*lead, layer.out_features, cols), fmt.data_dtype)
-    }
-    if fmt.block is not None:
-        shapes["weight_scales"] = ((*lead, ceil_div(layer.out_features, fmt.block[0]), blocks), fmt.scale_dtype)
-    if fmt.outer:
-        shapes["weight_outer"] = ((*lead, layer.out_features, 1) if fmt.outer == "row" else lead, torch.float32)
-    return shapes
+    each = layer.experts is not None
+    shape = (*([layer.experts] if each else []), layer.out_features, layer.in_features)
+    parts = zip(BUFFERS, parts_of(layer.layer_format.weight, shape, each_matrix=each), strict=True)
+    return {name: part for name, part in parts if part is not None}
+
+
+@functools.cache  # FSDP2's host thread calls it at every gather
+def parts_of(
+    format: str, shape: tuple[int, ...], dim: int = ROWS, each_matrix: bool = False
+) -> tuple[Part | None, ...]:
+    """Shape and dtype of codes, linear block scales, and global or row scales of a tensor; None for missing ones."""
+    fmt = formats.get(format)
+    spec = QuantizeSpec(fmt, (dim,), grouping=grouping_of(None, each_matrix))
+    data, scales, outer = spec.shapes(torch.empty(shape, device="meta"), 0, dim)
+    return (
+        (data, fmt.data_dtype),
+        (scales, fmt.scale_dtype) if fmt.scale else None,
+        (outer, torch.float32) if fmt.outer else None,
+    )
