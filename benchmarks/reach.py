@@ -147,10 +147,9 @@ def note(graph: Graph, gpu: Gpu, seen: Seen) -> None:
             seen.prologues[kind] += 1
             bytes_saved = seen.gains.get(key_of(quantise_of(node).spec), 0.0) * value.numel()
             seen.saved[kind] += bytes_saved / gpu.copy_rate + gpu.launch
-    for launched in steps_of(graph, gpu):
-        name = launched.step.name
-        kind = "pointwise" if name in ("pointwise", "reduction") else name if name == "attention" else "products"
-        seen.seconds[kind] += launched.step.seconds
+    for _, step in steps_of(graph, gpu):
+        kind = "pointwise" if step.name in ("pointwise", "reduction") else step.name
+        seen.seconds[kind if kind in ("pointwise", "attention") else "products"] += step.seconds
 
 
 def kind_of(quantise: Quantise) -> str:

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 # Whether FSDP2 takes frozen parameters of integers. torch 2.5 lets its shards require gradients, which raises for
 # integers; 2.13 does not, and casts integers by no mixed precision. The versions between were not checked.
@@ -89,11 +88,6 @@ def cuda_graphs(settings: dict[str, Any]) -> bool:
     from torch._inductor import config
 
     return bool(settings.get("triton.cudagraphs", config.triton.cudagraphs))
-
-
-def without_fake_tensors() -> Any:
-    """A context in which new tensors are real, although the caller runs under a fake tensor mode."""
-    return unset_fake_temporarily()
 
 
 def lazy_graph_modules() -> Any:

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch._dynamo import OptimizedModule
 from torch._dynamo import config as dynamo_config
 from torch._dynamo.backends.common import aot_autograd
+from torch._functorch.aot_autograd import make_boxed_func
 from torch._functorch.partitioners import default_partition
 from torch._inductor.decomposition import select_decomp_table
 from torch.fx import GraphModule
@@ -59,7 +60,7 @@ def run_captured(
         _fuse_attention(gm)
 
         def run_forward(module: GraphModule, _: Any) -> Callable:
-            return _boxed(module.forward if joint else runner(module, known, None))
+            return make_boxed_func(module.forward if joint else runner(module, known, None))
 
         def partition(graph: GraphModule, joint_inputs: Any, **kwargs: Any) -> tuple[GraphModule, GraphModule]:
             if joint and not is_nested(graph.graph):
@@ -69,8 +70,8 @@ def run_captured(
 
         compiler = aot_autograd(
             fw_compiler=run_forward,
-            bw_compiler=lambda module, _: _boxed(module.forward),
-            inference_compiler=lambda module, _: _boxed(runner(module, known, None)),
+            bw_compiler=lambda module, _: make_boxed_func(module.forward),
+            inference_compiler=lambda module, _: make_boxed_func(runner(module, known, None)),
             partition_fn=partition,
             decompositions=select_decomp_table(),
         )
@@ -90,55 +91,36 @@ def run_captured(
     def run(*args: Any, **kwargs: Any) -> Any:
         # Beyond Dynamo's limit of recompilations (8), calls run without being captured.
         no_limit = dynamo_config.patch(recompile_limit=sys.maxsize, accumulated_recompile_limit=sys.maxsize)
-        with _as_written(root), _compiled_by(captured, called), no_limit:
+        calls: list[_Change] = [] if called is None else [(vars(called), "_compiled_call_impl", captured)]
+        with _changed([*_as_written(root), *calls]), no_limit:
             return captured(*args, **kwargs) if called is None else model(*args, **kwargs)
 
     return run
 
 
+# A change of an attribute: the attributes of an object, the name, and the value for a time.
+_Change = tuple[dict[str, Any], str, Any]
+
+
+def _as_written(model: torch.nn.Module | None) -> list[_Change]:
+    """The changes by which the compiled modules inside the model run uncompiled."""
+    parts = [] if model is None else list(model.modules())
+    compiled = [(vars(part), "forward", part._orig_mod.__call__) for part in parts if isinstance(part, OptimizedModule)]
+    return compiled + [(vars(part), "_compiled_call_impl", None) for part in parts
+                       if not isinstance(part, OptimizedModule) and part._compiled_call_impl is not None]  # fmt: skip
+
+
 @contextmanager
-def _as_written(model: torch.nn.Module | None) -> Iterator[None]:
-    """A context in which the compiled modules inside the model run uncompiled."""
-    changed: list[tuple[dict, str, Any]] = []
-    for part in () if model is None else model.modules():
-        attributes = vars(part)
-        if isinstance(part, OptimizedModule):
-            changed.append((attributes, "forward", attributes["forward"]))
-            attributes["forward"] = part._orig_mod.__call__
-        elif part._compiled_call_impl is not None:
-            changed.append((attributes, "_compiled_call_impl", part._compiled_call_impl))
-            attributes["_compiled_call_impl"] = None
+def _changed(changes: list[_Change]) -> Iterator[None]:
+    """A context in which attributes have other values."""
+    before = [(attributes, name, attributes.get(name)) for attributes, name, _ in changes]
+    for attributes, name, value in changes:
+        attributes[name] = value
     try:
         yield
     finally:
-        for attributes, name, value in changed:
+        for attributes, name, value in before:
             attributes[name] = value
-
-
-@contextmanager
-def _compiled_by(captured: Callable, module: torch.nn.Module | None) -> Iterator[None]:
-    """A context in which calls of the module run `captured`."""
-    if module is None:
-        yield
-        return
-    before = module._compiled_call_impl
-    module._compiled_call_impl = captured
-    try:
-        yield
-    finally:
-        module._compiled_call_impl = before
-
-
-def _boxed(function: Callable) -> Callable:
-    """A function under AOTAutograd's calling convention: it takes one list of arguments, and empties the list."""
-
-    def call(args: list) -> Any:
-        values = list(args)
-        args.clear()
-        return function(*values)
-
-    call._boxed_call = True  # type: ignore[attr-defined]
-    return call
 
 
 # ---------------------------------------------------------------- attention on the meta device

@@ -174,7 +174,7 @@ class Backend:
             as_passes(config_patches.get(slot, getattr(inductor_config, slot))) for slot in (_JOINT_SLOT, _LOWER_SLOT)
         )
         prevented = _prevented(gm, mode, config_patches)
-        ranks = agreement.tell(gm, example_inputs, self._settings(prevented))
+        ranks = agreement.publish(gm, example_inputs, self._settings(prevented))
         if prevented is not None:
             self._record(known, Outcome([], {}), prevented)
             compiled = compile_fx(gm, example_inputs, config_patches=config_patches)
@@ -261,7 +261,8 @@ class Backend:
         # Rules may skip a whole block that has its own recipe.
         as_told = known.prefix and rows and all((row.reason or "").startswith("rule ") for row in rows)
         if why is not None or (model not in self._own.quantised and not as_told):
-            self._nothing_matched(model, why or _reasons(rows))
+            self._complain(f" quantised nothing: {why or _reasons(rows)}", model in self._own.warned)
+            self._own.warned[model] = True
 
     def _left_uncompiled(self, function: str, limit: str, differs: str | None) -> None:
         """Record, and warn or raise, that one of Dynamo's limits leaves a function uncompiled from now on.
@@ -271,16 +272,12 @@ class Backend:
         told = function in self._own.report.uncompiled
         for shared in {self._own, self._join(self._own)}:
             shared.report.uncompiled[function] = limit
-        message = (
-            f"fp4compile recipe {self.recipe.name!r}: Dynamo has compiled {function} as often as "
+        self._complain(
+            f": Dynamo has compiled {function} as often as "
             f"torch._dynamo.config.{limit}={getattr(torch._dynamo.config, limit, None)} allows; inputs that fit none "
             "of these compilations run uncompiled from now on: packed layers stay quantised, nothing else is. "
-            f"{_way_out(differs)}"
-        )
-        if self.strict:
-            raise RuntimeError(message)
-        if not told:
-            warnings.warn(message, stacklevel=3)
+            f"{_way_out(differs)}", told,
+        )  # fmt: skip
 
     def _check_rules(self, known: names.Names) -> None:
         """Warn or raise, once for each model, if rules match no layer of the whole model.
@@ -290,33 +287,29 @@ class Backend:
         if not self.recipe.rules or known.root is None or known.root in self._own.rules_checked:
             return
         idle = without_layer(self.recipe.rules, known)
+        if idle is None:
+            return
         if idle:
-            self._idle(idle, f"no layer of the model ({type(known.root).__name__}) matches the rule {{}}")
-        if idle is not None and (above := out_of_reach(self.recipe.rules, known)):
-            self._idle(
-                above,
-                f"{known.prefix.rstrip('.')!r} is compiled by itself, names in its graph begin below it, and the rule "
-                "{} matches full names alone: compile each block with the recipe "
-                "fp4compile.block_recipe(recipe, model, block)",
+            self._complain(f": no layer of the model ({type(known.root).__name__}) matches the rule {_patterns(idle)}")
+        if above := out_of_reach(self.recipe.rules, known):
+            self._complain(
+                f": {known.prefix.rstrip('.')!r} is compiled by itself, names in its graph begin below it, and the "
+                f"rule {_patterns(above)} matches full names alone: compile each block with the recipe "
+                "fp4compile.block_recipe(recipe, model, block)"
             )
-        if idle is not None:
-            self._own.rules_checked[known.root] = True
+        self._own.rules_checked[known.root] = True
 
-    def _idle(self, rules: tuple[Rule, ...], text: str) -> None:
-        """Warn of unused rules, or raise. text: with {} for their patterns."""
-        patterns = ", ".join(repr(rule.pattern) for rule in rules)
-        message = f"fp4compile recipe {self.recipe.name!r}: {text.format(patterns)}"
+    def _complain(self, message: str, known: bool = False) -> None:
+        """Raise RuntimeError if the backend is strict; else warn, unless the user knows. message: after the recipe."""
+        message = f"fp4compile recipe {self.recipe.name!r}{message}"
         if self.strict:
             raise RuntimeError(message)
-        warnings.warn(message, stacklevel=4)
+        if not known:
+            warnings.warn(message, stacklevel=4)
 
-    def _nothing_matched(self, model: Any, why: str) -> None:
-        message = f"fp4compile recipe {self.recipe.name!r} quantised nothing: {why}"
-        if self.strict:
-            raise RuntimeError(message)
-        if model not in self._own.warned:
-            self._own.warned[model] = True
-            warnings.warn(message, stacklevel=3)
+
+def _patterns(rules: tuple[Rule, ...]) -> str:
+    return ", ".join(repr(rule.pattern) for rule in rules)
 
 
 def _way_out(differs: str | None) -> str:

@@ -73,6 +73,7 @@ _ASSUMED = f"not measured; the shares of the H200 ({_MEASURED})"
 _ASSUMED_FP4 = f"{_ASSUMED}; FP4 as published for cuBLAS on a B200"
 
 
+_WHOLE = ("sm", "multiprocessors")
 _RATES = ("bf16", "fp8", "fp4", "fp32", "bandwidth", "launch", "product_launch")
 _SHARES = ("bf16_share", "fp8_share", "fp4_share", "memory_share")
 
@@ -117,24 +118,17 @@ class Gpu:
     devices: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        for name in ("sm", "multiprocessors"):
-            value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool):
-                raise TypeError(f"{name}={value!r}: expected a whole number")
-        for name in (*_RATES, *_SHARES):
-            value = getattr(self, name)
-            if (not isinstance(value, int | float) or isinstance(value, bool)) and value is not None:
-                raise TypeError(f"{name}={value!r}: expected a number")
-        for name in ("sm", "multiprocessors", *_RATES):
+        for name in (*_WHOLE, *_RATES, *_SHARES):
             value = getattr(self, name)
             if value is None and name in ("fp8", "fp4", "fp32"):
                 continue
-            if value is None or not (value > 0 and math.isfinite(value)):
-                raise ValueError(f"{name}={value}: must be positive and finite")
-        for name in _SHARES:
-            value = getattr(self, name)
-            if value is None or not 0 < value <= 1:
+            kind, wanted = (int, "a whole number") if name in _WHOLE else (int | float, "a number")
+            if value is not None and (not isinstance(value, kind) or isinstance(value, bool)):
+                raise TypeError(f"{name}={value!r}: expected {wanted}")
+            if name in _SHARES and not 0 < (value or 0) <= 1:
                 raise ValueError(f"{name}={value}: must be above 0 and at most 1")
+            if not 0 < (value or 0) < math.inf:
+                raise ValueError(f"{name}={value}: must be positive and finite")
 
     @property
     def target(self) -> Target:

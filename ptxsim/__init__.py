@@ -2,7 +2,7 @@
 
 from ptxsim.fault import Fault
 from ptxsim.forms import UnknownForm
-from ptxsim.launch import Compiled, Simulator
+from ptxsim.kernel_launch import Compiled, Simulator
 from ptxsim.run import LOCKSTEP, Schedule
 
 __all__ = ["LOCKSTEP", "Compiled", "Fault", "Schedule", "Simulator", "UnknownForm"]

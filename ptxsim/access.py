@@ -21,7 +21,7 @@ from ptxsim.forms import (
     writer,
 )
 from ptxsim.fragment import Fragment
-from ptxsim.memory import Threads
+from ptxsim.global_memory import Threads
 from ptxsim.parse import Instruction, Program
 
 _WIDTHS = ("b8", "u8", "s8", "b16", "u16", "b32", "u32", "s32", "f32", "b64", "u64", "f64")

@@ -28,14 +28,14 @@ from functools import partial
 
 import numpy as np
 
+from ptxsim.async_groups import Operation
 from ptxsim.clocks import KNOWN
 from ptxsim.control import one_lane
 from ptxsim.fault import Fault
 from ptxsim.forms import Read, Step, UnknownForm, address_reader, expect, form, immediate, reader
 from ptxsim.fragment import LANES, Fragment
-from ptxsim.groups import Operation
+from ptxsim.global_memory import GlobalMemory
 from ptxsim.machine import Machine
-from ptxsim.memory import GlobalMemory
 from ptxsim.parse import Address, Instruction, Operand, Program
 from ptxsim.tensor_maps import Published, TensorMap
 

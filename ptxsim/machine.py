@@ -1,8 +1,8 @@
 """The machine that executes instructions: the state of its programs, with barriers, memories and pipes."""
 
+from ptxsim.async_groups import AsyncGroups
 from ptxsim.barriers import ClusterBarrier, Mbarriers, ProgramBarriers
-from ptxsim.groups import Groups
-from ptxsim.memory import GlobalMemory
+from ptxsim.global_memory import GlobalMemory
 from ptxsim.parse import Program
 from ptxsim.state import State
 from ptxsim.tensor_maps import TensorMaps
@@ -24,8 +24,8 @@ class Machine(State):
         self.cluster_tickets: dict[int, int] = {}  # the phase of the cluster's barrier for which a warp waits
         self.tensor_memory = TensorMemory(self)
         self.tensor_maps = TensorMaps(self)
-        self.copy_groups = Groups(self, self.clocks.copies, fences=False)
-        self.bulk_groups = Groups(self, self.clocks.bulk_stores, fences=True)
+        self.copy_groups = AsyncGroups(self, self.clocks.copies, fences=False)
+        self.bulk_groups = AsyncGroups(self, self.clocks.bulk_stores, fences=True)
         self.products = Products(self)
         # Registers of each warp that `tcgen05.ld` writes until the warp waits for it.
         self.unready: dict[int, set[str]] = {}

@@ -13,8 +13,8 @@ import torch
 from ptxsim import catalogue, control, copies, forms, warpgroup
 from ptxsim.fault import Fault
 from ptxsim.fragment import Fragment
+from ptxsim.global_memory import GlobalMemory
 from ptxsim.machine import Machine
-from ptxsim.memory import GlobalMemory
 from ptxsim.order import Order
 from ptxsim.parse import Program, operand_registers
 from ptxsim.state import DONE, LANES

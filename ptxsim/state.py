@@ -7,8 +7,8 @@ import numpy as np
 
 from ptxsim.clocks import KNOWN, AnyInt, Clocks
 from ptxsim.fault import Fault
+from ptxsim.global_memory import GlobalMemory
 from ptxsim.local import LocalMemory
-from ptxsim.memory import GlobalMemory
 from ptxsim.parse import Instruction, Program, operand_registers
 from ptxsim.shared import START, SharedMemory
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from torch import nn
 
-from fp4compile.analysis.module_names import block_of, module_name, named_tensors, parameter_name, walk
+from fp4compile.analysis.module_names import block_of, check_module, module_name, named_tensors, parameter_name, walk
 from fp4compile.analysis.plan import Model
 from fp4compile.recipe import Recipe, Rule, resolve
 
@@ -25,9 +25,8 @@ def block_recipe(recipe: str | dict | Recipe | Path | None, model: nn.Module, bl
 
     Raises TypeError if `model` or `block` is not a module, ValueError if the model does not contain the block.
     """
-    for name, module in (("model", model), ("block", block)):
-        if not isinstance(module, nn.Module):
-            raise TypeError(f"{name}: expected a torch.nn.Module, got {type(module).__name__}")
+    check_module(model)
+    check_module(block, "block")
     chosen = resolve(recipe)
     path = next((named.name for named, module in walk(model) if module is block), None)
     if path is None:

@@ -4,8 +4,8 @@ Entry: `find(graph, inputs)`. A role is proven from the operands, never from pos
     numbers:
 
     fprop   activation x weight. A weight is a parameter, possibly cast or viewed, and nothing else.
-    wgrad   gradient x activation. The result is a part of the gradient of a layer's parameter (times the layer's
-            alpha), and this layer multiplies the activation.
+    wgrad   gradient x activation. The result is a part of the gradient of a layer's parameter, and this layer
+            multiplies the activation.
     dgrad   gradient x weight. The weight belongs to a layer and is contracted along its other dimension. That layer's
             wgrad multiplies the same gradient; a frozen layer's weight and autograd node must match.
     attention   activation x activation, batched or not
@@ -25,19 +25,21 @@ from torch.fx import Graph, GraphModule, Node
 from fp4compile._compat import statically_true
 from fp4compile.analysis.gathers import gathered_parameters, is_gather, parameter_of
 from fp4compile.analysis.gemm import Gemm, GemmOperand, Input, Shard
-from fp4compile.analysis.gradients import Part, input_index, is_inner_gradient, parts_of_gradients, tangent_dependent
+from fp4compile.analysis.gradients import input_index, is_inner_gradient, parts_of_gradients, tangent_dependent
 from fp4compile.analysis.matmuls import Matmul, Side, is_grouped, matmul_of, packed_expert, why_not_packed, why_unread
 from fp4compile.analysis.module_names import clean_name, module_name, parameter_name
 from fp4compile.analysis.selection import feeds_selection
 from fp4compile.analysis.views import NodeView, is_cast, root_of, source_of, swaps_last_two, view_of
+from fp4compile.formats.grouping import Grouping
 from fp4compile.formats.quantize_spec import FLOAT_DTYPES
-from fp4compile.ops.nodes import is_gathered, scaled_mm_of
-from fp4compile.ops.quantize import DEQUANTIZE, EXPERT_WEIGHTS, GATHERED_WEIGHT
+from fp4compile.ops.nodes import is_expert_weights, is_gathered, scaled_mm_of
+from fp4compile.ops.quantize import DEQUANTIZE, GATHERED_WEIGHT
 
 aten = torch.ops.aten
 
 # Operators that multiply matrices and are never rewritten, with the reason that the report gives.
 _LEFT_ALONE = {
+    aten.addmm.default: "matmul with an added term that is no bias (addmm)",
     aten.addbmm.default: "batched matmul with an added term (addbmm)",
     aten.baddbmm.default: "batched matmul with an added term (baddbmm)",
     aten._int_mm.default: "integer matmul",
@@ -99,7 +101,7 @@ def sharded_parameters_of(graph: Graph, inputs: tuple[Input, ...]) -> dict[Node,
 def weights_of(graph: Graph, inputs: tuple[Input, ...]) -> dict[Node, str]:
     """The parameters, packed experts and gathered weights of a graph, with the names of the parameters."""
     parameters = parameters_of(graph, inputs)
-    packed = graph.find_nodes(op="call_function", target=EXPERT_WEIGHTS)
+    packed = filter(is_expert_weights, graph.find_nodes(op="call_function", target=DEQUANTIZE))
     gathered = graph.find_nodes(op="call_function", target=GATHERED_WEIGHT)
     known = {node: parameters[_input_of(node)] for node in gathered if _input_of(node) in parameters}
     rows = gathered_parameters(graph, sharded_parameters_of(graph, inputs))
@@ -134,7 +136,7 @@ class _Layer:
 class _Scan:
     """One search of a graph. computed: the nodes that are computed from parameters and constants alone."""
 
-    def __init__(self, parameters: dict[Node, str], gradients: set[Node], parts: dict[Node, set[Part]]):
+    def __init__(self, parameters: dict[Node, str], gradients: set[Node], parts: dict[Node, set[int]]):
         self.parameters, self.gradients, self.parts = parameters, gradients, parts
         self.layers: list[_Layer] = []
         self.computed: set[Node] = set()
@@ -197,7 +199,7 @@ class _Scan:
         if a.root is None and b.root is None:
             if a.node in self.computed or b.node in self.computed:
                 return _left_alone(product, _COMPUTED_WEIGHT)
-            if product.groups is not None:
+            if product.offs is not None:
                 return _left_alone(product, _GROUPED)
             return self._gemm(product, "attention", _module_of(product.node), ("attention_a", "attention_b"))
         weight = product.weight_view
@@ -256,7 +258,7 @@ class _Scan:
         sizes = (tokens, m, n) if a.is_gradient else (tokens, n, m)
         layers = [
             layer for layer in self.layers
-            if (input_index(_input_of(layer.root)), layer.gemm.alpha) in self.parts.get(product.node, ())
+            if input_index(_input_of(layer.root)) in self.parts.get(product.node, ())
             and layer.activation == activation.elements
             and layer.grouping == product.grouping
             and _same_sizes(layer.gemm.layer, sizes)
@@ -275,7 +277,7 @@ class _Scan:
     def _dgrad(self, product: Matmul) -> Gemm:
         """Gradient x weight."""
         weight, gradient = product.weight_view, product.other.view
-        if product.weight.root.target is EXPERT_WEIGHTS:
+        if is_expert_weights(product.weight.root):
             return _left_alone(product, _PACKED_GRADIENT)
         if weight is None:
             return _left_alone(product, _BATCHED_WEIGHT)
@@ -302,13 +304,13 @@ class _Scan:
         a, b = (self._operand(side, role, product) for side, role in zip((product.a, product.b), roles, strict=True))
         more = {"layer": product.dims, "forward": product.node, **more}
         groups, dims = product.groups, product.sizes
-        if groups is None and product.grouping and kind != "attention":
-            groups = "batch" if product.index is None else "gather"
-        if groups == "gather" and product.weight is product.a:  # computed as x @ W^T
+        if product.offs is None and product.grouping and kind != "attention":
+            groups = Grouping.BATCHED if product.index is None else Grouping.GATHERED
+        if groups is Grouping.GATHERED and product.weight is product.a:  # computed as x @ W^T
             m, n, k = product.dims
             dims = (product.batch * n, m, k)
         return Gemm(product.node, kind, module, a, b, dims=dims, groups=groups, offs=product.offs, index=product.index,
-                    swapped=product.swapped, **product.terms, **more)  # fmt: skip
+                    swapped=product.swapped, bias=product.bias, **more)  # fmt: skip
 
     def _operand(self, side: Side, role: str, product: Matmul) -> GemmOperand:
         if side.root is None:
@@ -316,9 +318,9 @@ class _Scan:
         name = self.parameters[side.root]
         if side is product.weight and is_gathered(side.root):
             return GemmOperand(side.root, side is product.b, role, name, packed=True)
-        if side is product.weight and side.root.target is EXPERT_WEIGHTS:
+        if side is product.weight and is_expert_weights(side.root):
             return GemmOperand(side.root, side is product.b, role, name, packed=True, expert=packed_expert(product))
-        if side is product.a and side.view.is_batched and product.matrices is None:
+        if side is product.a and len(side.view.size) > 2 and product.matrices is None:
             return _untransposed(side, role, name)  # scaled_mm repeats B along a batch, not A
         return _of_weight(side, product.weight_view, role, name)
 

@@ -17,6 +17,7 @@ from fp4compile.analysis.find import weights_of
 from fp4compile.analysis.gemm import Gemm, Input
 from fp4compile.analysis.matmuls import computed_by
 from fp4compile.analysis.views import root_of
+from fp4compile.formats.grouping import Grouping
 from fp4compile.formats.product_spec import formats_of
 
 aten = torch.ops.aten
@@ -77,7 +78,7 @@ class Categories:
         name = _operator_name(computed_by(gemm.node).target)
         operands = ((operand, root_of(operand)) for operand in _tensors(gemm.node))
         weights = [(operand, root) for operand, root in operands if root in self.parameters]
-        if gemm.groups is not None or _GROUPED.search(name) or _EXPERTS.search(gemm.module):
+        if gemm.groups is not Grouping.DENSE or _GROUPED.search(name) or _EXPERTS.search(gemm.module):
             return "experts"
         if _CONVOLUTION.search(name):
             return "convolution"

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 
 from torch.fx import Node
 
+from fp4compile.formats.grouping import Grouping
+
 
 @dataclass(frozen=True)
 class Shard:
@@ -43,7 +45,7 @@ class GemmOperand:
     transposed: whether the operand is `source` with its last two dimensions swapped.
     role: the recipe's field of the operand's format, e.g. "fprop_x". parameter: the name of a weight's parameter.
     repeated: whether one matrix repeats along `source`'s leading dimension, and the operand is that matrix.
-    packed: whether `source` is a node of `expert_weights` or `gathered_weight`. expert: which of its matrices; None:
+    packed: whether `source` is dequantised packed experts or a `gathered_weight`. expert: which of its matrices; None:
     all.
     """
 
@@ -58,7 +60,7 @@ class GemmOperand:
 
 @dataclass(frozen=True)
 class Gemm:
-    """A matmul out = alpha * (A @ B) + beta * bias, with A [..., m, k] and B [..., k, n].
+    """A matmul out = A @ B + bias, with A [..., m, k], B [..., k, n] and bias [n].
 
     product: "fprop", "dgrad", "wgrad", "attention", or "other" where `unsupported` says why it is not quantised.
     module: fully qualified name of the layer, or of its parameter where that is not called `weight`.
@@ -67,8 +69,8 @@ class Gemm:
     layer: (tokens, out features, in features) of the whole layer; (m, n, k) where there is no layer.
     forward: the fprop node that a dgrad or a wgrad belongs to; the own node otherwise.
     tied_to_embedding: whether the weight is also an embedding's. selects: whether a router's choice reads the outputs.
-    groups: how experts form one node: "rows" or "contraction" where `offs` cuts that dimension; "batch" where both
-        operands are batches; "gather" where `index` says which matrix each one multiplies; None for one matmul.
+    groups: how experts form one node: ragged where `offs` cuts a dimension; batched where both operands are batches;
+        gathered where `index` says which matrix each one multiplies.
     swapped: whether the node's value is the transpose of the result.
     packed: the formats of A and B of a matmul that `fp4compile.pack_` quantised before.
     """
@@ -79,14 +81,12 @@ class Gemm:
     a: GemmOperand | None = None
     b: GemmOperand | None = None
     bias: Node | None = None
-    beta: float = 1
-    alpha: float = 1
     dims: tuple = ()
     layer: tuple = ()
     forward: Node | None = None
     tied_to_embedding: bool = False
     selects: bool = False
-    groups: str | None = None
+    groups: Grouping = Grouping.DENSE
     offs: Node | None = None
     index: Node | None = None
     swapped: bool = False

@@ -1,7 +1,7 @@
 """Find the gradients in a graph, and the inputs that they belong to, by AOTAutograd's descriptors in `meta["desc"]`.
 
-A node is a part of a gradient if only moves, casts, additions, reductions over the ranks and multiplications by a
-number lie between its elements and the output.
+A node is a part of a gradient if only moves, casts, additions and reductions over the ranks lie between its elements
+and the output.
 """
 
 from typing import Any
@@ -11,6 +11,7 @@ from torch.fx import Graph, Node
 
 from fp4compile.analysis.gathers import REDUCE_SCATTER, WAIT
 from fp4compile.analysis.views import source_of
+from fp4compile.ops.nodes import reached
 
 aten = torch.ops.aten
 
@@ -24,7 +25,6 @@ _GATHERS = {
 # The functions by which Dynamo takes a gradient inside of a graph: torch.func's, and `torch.autograd.grad`, which it
 # captures where `torch._dynamo.config.trace_autograd_ops` is set.
 _INNER_BACKWARD = frozenset({"_autograd_grad", "grad"})
-_PRODUCTS = (aten.mul.Tensor, aten.mul.Scalar)
 
 
 def input_index(placeholder: Node) -> int | None:
@@ -77,40 +77,23 @@ def is_inner_gradient(node: Node) -> bool:
     return False
 
 
-# A part of a gradient: (position of the gradient's input, number that the part is multiplied by).
-Part = tuple[int, float]
-
-
-def parts_of_gradients(graph: Graph) -> dict[Node, set[Part]]:
-    """The gradients that each node is a part of, for nodes that are a part of any."""
+def parts_of_gradients(graph: Graph) -> dict[Node, set[int]]:
+    """The positions of the inputs whose gradients each node is a part of, for nodes that are a part of any."""
     output = graph.output_node()
     values = torch.utils._pytree.tree_leaves(output.args, is_leaf=lambda leaf: leaf is None)
     descriptors = torch.utils._pytree.tree_leaves(
         output.meta.get("desc"), is_leaf=lambda leaf: not isinstance(leaf, list | tuple)
     )
-    parts: dict[Node, set[Part]] = {}
+    parts: dict[Node, set[int]] = {}
     if len(values) != len(descriptors):
         return parts
     for value, desc in zip(values, descriptors, strict=True):
         gradient = _with(desc, "grad_of")
         index = None if gradient is None else _index(gradient.grad_of)
         if isinstance(value, Node) and index is not None:
-            _walk(value, index, parts)
+            for part in reached(value, _put_together_from):
+                parts.setdefault(part, set()).add(index)
     return parts
-
-
-def _walk(node: Node, index: int, parts: dict[Node, set[Part]]) -> None:
-    """Add to `parts` the node and all nodes that it combines, as parts of the gradient of input `index`."""
-    waiting = [(node, 1.0)]
-    while waiting:
-        node, factor = waiting.pop()
-        if (index, factor) in parts.setdefault(node, set()):
-            continue
-        parts[node].add((index, factor))
-        if node.target in _PRODUCTS and len(node.args) == 2 and isinstance(node.args[1], int | float):
-            waiting.append((node.args[0], factor * node.args[1]))  # the alpha of an addmm
-        else:
-            waiting.extend((source, factor) for source in _put_together_from(node))
 
 
 def _put_together_from(node: Node) -> list[Node]:

@@ -11,18 +11,20 @@ the library that defines the second one need not be installed:
 
 import operator
 from collections.abc import Callable, Collection
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch.fx import Node
 
 from fp4compile._compat import statically_true
 from fp4compile.analysis.views import NodeView, source_of, value_key, view_of
+from fp4compile.formats.grouping import Grouping
 from fp4compile.formats.quantize_spec import FLOAT_DTYPES
-from fp4compile.ops.quantize import EXPERT_WEIGHTS, GATHERED_WEIGHT
+from fp4compile.ops.nodes import is_expert_weights, is_gathered
 
 aten = torch.ops.aten
-_GROUPS = {(2, 3): "rows", (2, 2): "contraction", (3, 3): None}  # by the operands' dimensions
+# By the operands' dimensions.
+_GROUPS = {(2, 3): Grouping.RAGGED_ROWS, (2, 2): Grouping.RAGGED_CONTRACTION, (3, 3): Grouping.DENSE}
 # The arguments, which are all tensors, and the number of results, by operator name.
 _FALLBACKS = {
     "transformers::grouped_mm_fallback": (("input", "weight", "offs"), 1),
@@ -49,15 +51,15 @@ class Side:
 
 @dataclass(frozen=True)
 class Matmul:
-    """A matmul in the graph; see `Gemm`. dims: of one matrix of the batch. terms: bias, beta and alpha."""
+    """A matmul in the graph; see `Gemm`. dims: of one matrix of the batch."""
 
     node: Node
     a: Side
     b: Side
     batch: int | torch.SymInt
     dims: tuple
-    terms: dict = field(default_factory=dict)
-    groups: str | None = None
+    bias: Node | None = None
+    groups: Grouping = Grouping.DENSE
     offs: Node | None = None
     swapped: bool = False
 
@@ -73,17 +75,17 @@ class Matmul:
     @property
     def matrix(self) -> NodeView | None:
         """The weight, where one matrix serves the whole batch: `scaled_mm` repeats B along a batch, never A."""
-        one = self.weight is not None and self.groups is None and self.index is None
+        one = self.weight is not None and self.offs is None and self.index is None
         found = self.weight.view.matrix() if one else None
         return found if self.weight is self.b or statically_true(self.batch == 1) else None
 
     @property
     def matrices(self) -> NodeView | None:
         """The weight, where each group or each matrix of the batch has its own; None where it does not."""
-        if self.weight is None or self.groups == "contraction" or self.matrix is not None:
+        if self.weight is None or self.groups is Grouping.RAGGED_CONTRACTION or self.matrix is not None:
             return None
         view = self.weight.view
-        if self.groups is not None and self.weight is self.a:
+        if self.offs is not None and self.weight is self.a:
             return None
         return view if len(view.size) == 3 and not view.repeats else None
 
@@ -115,22 +117,29 @@ class Matmul:
 
 
 def matmul_of(node: Node, parameters: Collection[Node], gradients: Collection[Node]) -> Matmul | None:
-    """The matmul of a node; None for any other node, and for an unsupported grouped matmul."""
+    """The matmul of a node; None for any other node, for an unsupported grouped matmul and an addmm without a bias."""
     if node.op != "call_function":
         return None
     found = _grouped_operands(node)
     if found is None and node.target not in (aten.mm.default, aten.addmm.default, aten.bmm.default):
         return None
     (left, swap_a), (right, swap_b), offs, groups, swapped = found or (
-        (node.args[-2], False), (node.args[-1], False), None, None, False
+        (node.args[-2], False), (node.args[-1], False), None, Grouping.DENSE, False
     )  # fmt: skip
     *batch, m, k = _shape(left, swap_a)
-    terms = {}
-    if node.target is aten.addmm.default:
-        terms = {"bias": node.args[0], **{name: node.kwargs.get(name, 1) for name in ("beta", "alpha")}}
+    bias = node.args[0] if node.target is aten.addmm.default else None
+    if bias is not None and not _is_bias(bias, node):
+        return None
     a, b = (_side(*one, parameters, gradients) for one in ((left, swap_a), (right, swap_b)))
     dims = (m, _shape(right, swap_b)[-1], k)
-    return Matmul(node, a, b, batch[0] if batch else 1, dims, terms, groups, offs, swapped)
+    return Matmul(node, a, b, batch[0] if batch else 1, dims, bias, groups, offs, swapped)
+
+
+def _is_bias(term: Node, addmm: Node) -> bool:
+    """Whether an addmm adds one element to each column of its product, neither of them multiplied by a number."""
+    value, columns = term.meta["val"], addmm.meta["val"].shape[-1]
+    scaled = any(addmm.kwargs.get(name, 1) != 1 for name in ("beta", "alpha"))
+    return not scaled and value.dim() == 1 and statically_true(value.shape[0] == columns)
 
 
 def _shape(node: Node, swapped: bool) -> tuple:
@@ -171,8 +180,8 @@ def _gathered(view: NodeView, parameters: Collection[Node]) -> Side | None:
 
 def why_not_packed(product: Matmul) -> str | None:
     """The reason that a matmul cannot read its packed weights' codes; None if it can, or for a parameter."""
-    gathered = product.weight.root.target is GATHERED_WEIGHT
-    if not gathered and product.weight.root.target is not EXPERT_WEIGHTS:
+    gathered = is_gathered(product.weight.root)
+    if not gathered and not is_expert_weights(product.weight.root):
         return None
     view = _as_stored(product)
     if gathered:
@@ -244,7 +253,7 @@ def why_unread(node: Node) -> str | None:
 
 
 def _grouped_operands(node: Node) -> tuple | None:
-    """(A, B, offsets, dimension of groups, whether the node is the result's transpose) of a grouped matmul's node.
+    """(A, B, offsets, grouping, whether the node is the result's transpose) of a grouped matmul's node.
 
     A and B are (node, whether the last two dimensions are exchanged). None for any other node, and where `why_unread`
     returns a reason. Where groups are columns, W @ x is read as (x^T @ W^T)^T.
@@ -256,16 +265,16 @@ def _grouped_operands(node: Node) -> tuple | None:
         a, b, offs, _ = _arguments(made)
         ranks = (a.meta["val"].dim(), b.meta["val"].dim())
         if ranks == (3, 2):  # groups are columns of b, which are rows of its transpose
-            return (b, True), (a, True), offs, "rows", True
+            return (b, True), (a, True), offs, Grouping.RAGGED_ROWS, True
         return (a, False), (b, False), offs, _GROUPS[ranks], False
     x, weight, offs, *gradient = made.args
     if not gradient:
-        return (x, False), (weight, False), offs, "rows", False
+        return (x, False), (weight, False), offs, Grouping.RAGGED_ROWS, False
     if made is node:
         return None  # both gradients; each is a matmul of its own
     if node.args[1] == 0:
-        return (gradient[0], False), (weight, True), offs, "rows", False
-    return (x, True), (gradient[0], False), offs, "contraction", False
+        return (gradient[0], False), (weight, True), offs, Grouping.RAGGED_ROWS, False
+    return (x, True), (gradient[0], False), offs, Grouping.RAGGED_CONTRACTION, False
 
 
 def _why_fallback_unread(node: Node) -> str | None:

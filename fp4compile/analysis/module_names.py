@@ -111,6 +111,12 @@ def named_tensors(model: nn.Module, *, buffers: bool = False) -> Iterator[tuple[
                 yield named.child(child, module), tensor
 
 
+def check_module(module: object, argument: str = "model") -> None:
+    """Raise TypeError if an argument is no module."""
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"{argument}: expected a torch.nn.Module, got {type(module).__name__}")
+
+
 def packed_name(parameter: str) -> str:
     """Name of the submodule that holds a packed parameter of experts."""
     return f"{parameter}_packed"

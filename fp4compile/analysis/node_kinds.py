@@ -1,5 +1,6 @@
 """Kinds of nodes in Inductor (a view, a part of a kernel, a call), and the bytes of a node's tensors."""
 
+import math
 import operator
 
 import torch
@@ -7,6 +8,7 @@ from torch.fx import Node
 from torch.utils import _pytree as pytree
 
 from fp4compile.analysis import flops
+from fp4compile.ops.nodes import is_pointwise, reached
 
 aten = torch.ops.aten
 INDUCTORS = ("fused", "reduction")  # the kinds of nodes that are parts of Inductor's own kernels
@@ -42,7 +44,7 @@ def kind_of(node: Node) -> str:
         return "memory"  # the copied result was written in place
     if name in _REDUCTIONS:
         return "reduction"
-    if name in _FUSED or torch.Tag.pointwise in getattr(node.target, "tags", ()):
+    if name in _FUSED or is_pointwise(node):
         return "fused"
     return "other"
 
@@ -62,14 +64,8 @@ def base_of(node: Node) -> Node:
 
 def readers(node: Node) -> list[Node]:
     """The nodes that read a node's value, through views too."""
-    found, waiting = [], list(node.users)
-    while waiting:
-        user = waiting.pop()
-        if kind_of(user) == "view":
-            waiting += user.users
-        else:
-            found.append(user)
-    return found
+    views = list(reached(node, lambda each: [user for user in each.users if kind_of(user) == "view"]))
+    return [user for view in views for user in view.users if kind_of(user) != "view"]
 
 
 def tensors_of(node: Node) -> list[torch.Tensor]:
@@ -80,10 +76,7 @@ def tensors_of(node: Node) -> list[torch.Tensor]:
 
 def numel(value: torch.Tensor) -> int:
     """Elements of a tensor in the captured call; 0 where a size depends on the data."""
-    count = 1
-    for size in value.shape:
-        count *= flops.hint(size) or 0
-    return count
+    return math.prod(flops.hint(size) or 0 for size in value.shape)
 
 
 def nbytes(node: Node) -> int:

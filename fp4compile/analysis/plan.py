@@ -22,7 +22,7 @@ from fp4compile.formats.layouts import scale_layout
 from fp4compile.formats.product_spec import OperandSpec, ProductSpec
 from fp4compile.formats.quantize_spec import FLOAT_DTYPES
 from fp4compile.hardware import Gpu, Target
-from fp4compile.ops.nodes import expert_weights_of, gathered_weight_of, is_gathered, is_swizzled, scaled_mm_of
+from fp4compile.ops.nodes import expert_weights_of, gathered_weight_of, is_gathered, scaled_mm_of
 from fp4compile.recipe import Recipe, named
 from fp4compile.templates.choose import choose
 from fp4compile.templates.launch import on_gpu, target_of
@@ -102,7 +102,7 @@ def plan(
     model = replace(Model.of(recipe, names, layers, in_blocks), adapters=adapters)
     if names and not model.blocks and (recipe.skip_first_blocks or recipe.skip_last_blocks):
         warnings.warn(
-            f"recipe {recipe.name!r} leaves blocks alone by their number, and no name in this graph has one "
+            f"recipe {recipe.name!r} skips blocks by their number, and no name in this graph has one "
             f"(such as {names[0]!r}): where blocks are compiled one by one, compile each with the recipe "
             "fp4compile.block_recipe(recipe, model, block)",
             stacklevel=2,
@@ -204,7 +204,7 @@ def of_layer(layer: Layer, recipe: Recipe, model: Model) -> tuple[Recipe | None,
 
 
 def _layer(gemm: Gemm) -> Layer:
-    return Layer(gemm.module, gemm.layer, gemm.tied_to_embedding, gemm.selects, gemm.groups is not None)
+    return Layer(gemm.module, gemm.layer, gemm.tied_to_embedding, gemm.selects, gemm.groups is not Grouping.DENSE)
 
 
 def _quantised(gemm: Gemm, layer_recipe: Recipe, recipe: Recipe, meta: Target | None, training: bool) -> Decision:
@@ -232,7 +232,8 @@ def _quantised(gemm: Gemm, layer_recipe: Recipe, recipe: Recipe, meta: Target | 
             chosen[side] = Treatment(fmt, outer, stochastic, hadamard, scale_rule=rule)
     a, b = chosen.get("a"), chosen.get("b")
     if gemm.packed_weight is not None:  # a gathered weight has its layout already
-        swizzled = is_swizzled(gathered_weight_of(gemm.packed_weight.source).operand_for(str(gemm.packed_weight.role)))
+        scales = gathered_weight_of(gemm.packed_weight.source).operand_for(str(gemm.packed_weight.role)).scales
+        swizzled = scales is not None and scales.meta["val"].dim() == 1  # one flat run of bytes
     else:
         swizzled = _tier(gemm, *_swizzled(a, b), meta) == "native"
     if swizzled:
@@ -288,19 +289,14 @@ def _tier(gemm: Gemm, a: Treatment | None, b: Treatment | None, meta: Target | N
         return "reference"
     target = target_of(out.device) if meta is None or on_gpu(out) else meta
     left, right = (_operand_spec(*pair, gemm.offs is not None) for pair in ((gemm.a, a), (gemm.b, b)))
-    m, n, k = gemm.dims
-    if gemm.offs is not None:
-        groups = gemm.offs.meta["val"].shape[0]
-        grouping = Grouping.RAGGED_ROWS if gemm.groups == "rows" else Grouping.RAGGED_CONTRACTION
-        return choose(Problem(ProductSpec(left, right, out.dtype, grouping), m, n, k, target, groups=groups)).tier
-    if gemm.groups is not None:  # a batch in which each matrix of A has its own B
-        batches, m, n = out.shape
+    (m, n, k), grouping = gemm.dims, gemm.groups
+    batches, groups = 1, 1 if gemm.offs is None else gemm.offs.meta["val"].shape[0]
+    if grouping in (Grouping.BATCHED, Grouping.GATHERED):  # each matrix of A has its own B
+        (batches, m, n), grouping = out.shape, Grouping.BATCHED
         if gemm.index is not None and gemm.a.parameter is not None:  # computed as x @ W^T
             left, right, m, n = right, left, n, m
-        return choose(
-            Problem(ProductSpec(left, right, out.dtype, Grouping.BATCHED), m, n, k, target, batches, True)
-        ).tier
-    return choose(Problem(ProductSpec(left, right, out.dtype), m, n, k, target)).tier
+    spec = ProductSpec(left, right, out.dtype, grouping)
+    return choose(Problem(spec, m, n, k, target, batches, grouping is Grouping.BATCHED, groups)).tier
 
 
 def _operand_spec(operand: GemmOperand, treatment: Treatment | None, grouped: bool = False) -> OperandSpec:

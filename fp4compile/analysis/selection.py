@@ -7,7 +7,7 @@ from torch.fx import Node
 
 from fp4compile._compat import statically_true
 from fp4compile.analysis.views import is_cast, source_of
-from fp4compile.ops.nodes import reached
+from fp4compile.ops.nodes import is_pointwise, reached
 
 aten = torch.ops.aten
 
@@ -56,5 +56,4 @@ def _elementwise(node: Node, count: int | torch.SymInt) -> bool:
     value = node.meta.get("val")
     if node.op != "call_function" or not isinstance(value, torch.Tensor) or not statically_true(value.numel() == count):
         return False
-    pointwise = torch.Tag.pointwise in getattr(node.target, "tags", ())
-    return pointwise or is_cast(node) or source_of(node) is not None
+    return is_pointwise(node) or is_cast(node) or source_of(node) is not None

@@ -48,10 +48,6 @@ class NodeView:
         return (*self.elements, tuple(map(_text, self.size)))
 
     @property
-    def is_batched(self) -> bool:
-        return len(self.size) > 2
-
-    @property
     def repeats(self) -> bool:
         """Whether an element may occur more than once, along a dimension of stride 0."""
         return any(_equal(step, 0) and not _equal(size, 1) for size, step in zip(self.size, self.stride, strict=True))
@@ -78,8 +74,10 @@ def view_of(node: Node) -> NodeView:
     return _whole(node) if found is None else found
 
 
-def value_key(node: Node) -> tuple:
+def value_key(node: Node | None) -> tuple | None:
     """A key that is equal only for nodes of the same value, shape and dtype, such as several views of one input."""
+    if node is None:
+        return None
     return (*view_of(node).key, node.meta["val"].dtype) if _plain(node) else _root_key(node)
 
 
@@ -106,16 +104,8 @@ def is_cast(node: Node) -> bool:
 
 def swaps_last_two(node: Node) -> bool:
     """Whether a node is its argument with the last two dimensions exchanged."""
-    if node.target is aten.t.default:
-        return node.meta["val"].dim() == 2
-    if node.target is aten.transpose.int:
-        rank = node.meta["val"].dim()
-        return {d % rank for d in node.args[1:3]} == {rank - 2, rank - 1}
-    if node.target is aten.permute.default:
-        dims = [d % len(node.args[1]) for d in node.args[1]]
-        last = len(dims) - 1
-        return last > 0 and dims == [*range(last - 1), last, last - 1]
-    return False
+    moves = node.target in (aten.t.default, aten.transpose.int, aten.permute.default)
+    return moves and node.meta["val"].dim() > 1 and view_of(node).key == view_of(node.args[0]).swapped().key
 
 
 # ---------------------------------------------------------------- the view of each operator

@@ -18,7 +18,7 @@ from fp4compile.analysis.gemm import Gemm
 from fp4compile.analysis.plan import Decision
 from fp4compile.calibration import batches as sample
 from fp4compile.capture import run_captured
-from fp4compile.formats.grouping import Groups
+from fp4compile.formats.grouping import Grouping, Groups
 from fp4compile.passes.manager import analyse
 from fp4compile.passes.rewrite import insert
 from fp4compile.recipe import Recipe, resolve
@@ -27,6 +27,7 @@ from fp4compile.report.decibels import decibels
 from fp4compile.report.product_row import one_line
 from fp4compile.report.progress import with_bar
 from fp4compile.report.report_view import Column, Line, ReportView
+from fp4compile.report.text import to_text
 
 _HEADER = ("layer", "weights", "its output, dB", "model's output, dB")
 
@@ -109,10 +110,6 @@ class Sensitivity:
             f"most about {kept:.1f} dB; ask for less, or leave the layers unquantised (fallback=None)"
         )
 
-    def _together(self) -> float:
-        """SQNR of the model's output with all layers quantised, if errors are independent."""
-        return decibels(1.0, math.fsum(one.power for one in self.layers))
-
     def to_dict(self) -> dict[str, Any]:
         """The fields as a dictionary for JSON, with infinite decibels as text. `from_dict` makes an equal object."""
         return {"recipe": self.recipe, "layers": [
@@ -165,29 +162,22 @@ class Sensitivity:
         )
 
     def __str__(self) -> str:
-        rows = self._rows()
-        widths = [max(map(len, column)) for column in zip(_HEADER, *rows, strict=True)]
-        lines = [
-            "  ".join((line[0].ljust(widths[0]), *map(str.rjust, line[1:], widths[1:]))) for line in (_HEADER, *rows)
-        ]
-        rule = "-" * len(lines[0])
-        return "\n".join((lines[0], rule, *lines[1:], rule, self._summary()))
+        return to_text(self._view)
 
     def _repr_html_(self) -> str:
-        title = f"fp4compile, sensitivity to recipe {one_line(self.recipe)}"
-        columns = tuple(Column(name, numeric=place > 0) for place, name in enumerate(_HEADER))
-        return page.fragment(ReportView(title, columns, tuple(map(Line, self._rows())), notes=(self._summary(),)))
+        return page.fragment(self._view)
 
-    def _rows(self) -> list[tuple[str, ...]]:
-        """The cells of the table, a line for each layer."""
-        return [(one_line(one.layer) or "(top)", str(one.weights), f"{one.output_db:.1f}", f"{one.model_db:.1f}")
-                for one in self.layers]  # fmt: skip
-
-    def _summary(self) -> str:
-        """The line below the table."""
-        return (
-            f"recipe {one_line(self.recipe)}: all together about {self._together():.1f} dB, if errors are independent"
-        )
+    @property
+    def _view(self) -> ReportView:
+        """A table with a line for each layer."""
+        together = decibels(1.0, math.fsum(one.power for one in self.layers))  # errors of all layers at once
+        cells = ((one_line(one.layer) or "(top)", str(one.weights), f"{one.output_db:.1f}", f"{one.model_db:.1f}")
+                 for one in self.layers)  # fmt: skip
+        return ReportView(
+            f"fp4compile, sensitivity to recipe {one_line(self.recipe)}",
+            tuple(Column(name, numeric=place > 0) for place, name in enumerate(_HEADER)), tuple(map(Line, cells)),
+            notes=(f"all together about {together:.1f} dB, if errors are independent",),
+        )  # fmt: skip
 
 
 def sensitivity(
@@ -349,7 +339,7 @@ class _BothWays(Interpreter):
         if node in self.quantised:
             layer, product, gemm = self.quantised[node]
             other = self.env.pop(product)
-            if gemm.groups == "rows" and gemm.offs is not None:
+            if gemm.groups is Grouping.RAGGED_ROWS:
                 value = _grouped_rows(value, self.env[gemm.offs], -1 if gemm.swapped else -2)
             if layer == self.trials.now:
                 self.trials.of_layer[layer].add([value], [other])

@@ -43,19 +43,11 @@ _TCGEN05 = r"tcgen05\.mma\S*kind::{kind}\.block_scale"
 PRODUCT_LINES = {
     # Many tokens; rows of codes are multiples of 16 bytes.
     "block-scaled": ProductLine(_TCGEN05, 1, tma_loads=1, asynchronous_loads=1, overlapped=True, store_bytes=16),
-    # The same, with an epilogue that quantises the result or finds its amax. Four scales of a row are a word, and so is
-    # a maximum; TMA stores codes and results.
-    "block-scaled, quantised": ProductLine(
-        _TCGEN05, 1, tma_loads=1, asynchronous_loads=1, overlapped=True, store_bytes=4
-    ),
-    # TMA reads only rows that are multiples of 16 bytes.
-    "block-scaled, ragged": ProductLine(_TCGEN05, 1, asynchronous_loads=1, overlapped=True, store_bytes=16),
-    # Up to 64 tokens, by pointers: the loads are weights, each read at most once.
-    "block-scaled, few": ProductLine(_TCGEN05, 1, asynchronous_loads=1, overlapped=True, store_bytes=16),
-    # Groups of rows, or along K. Besides the result, the kernel stores its tiles' positions, 4 bytes at a time.
-    "block-scaled, grouped": ProductLine(
-        _TCGEN05, 1, tma_loads=1, asynchronous_loads=1, overlapped=True, store_bytes=4
-    ),
+    # The same, with stores of words besides the result: the positions of tiles of groups, four scales of a row where
+    # the result is quantised, or a maximum. TMA stores codes and results.
+    "block-scaled, words": ProductLine(_TCGEN05, 1, tma_loads=1, asynchronous_loads=1, overlapped=True, store_bytes=4),
+    # TMA reads only rows that are multiples of 16 bytes. Up to 64 tokens, each weight is read at most once.
+    "block-scaled, by pointers": ProductLine(_TCGEN05, 1, asynchronous_loads=1, overlapped=True, store_bytes=16),
     # SM120 has neither tensor memory nor tcgen05: operands and scales pass through registers.
     "block-scaled, sm_120": ProductLine(
         r"mma\.sync\S*kind::{kind}\.block_scale",
@@ -71,34 +63,21 @@ PRODUCT_LINES = {
 }
 
 
-def product_line(
-    tier: str,
-    rows: int,
-    aligned: bool,
-    sm: int,
-    multiplies: bool = True,
-    grouped: bool = False,
-    quantised: bool = False,
-) -> str:
+def product_line(tier: str, tiles: bool, sm: int, multiplies: bool = True, words: bool = False) -> str:
     """The name of a launch's entry in `PRODUCT_LINES`.
 
-    tier: the kernel's tier. rows: the rows of A. aligned: whether rows of codes are multiples of 16 bytes. multiplies:
-    whether the launch computes the matmul itself, and not a step before or after it. grouped: whether the matmul has
-    groups. quantised: whether the kernel quantises the result or finds its amax.
+    tier: the kernel's tier. tiles: whether TMA can load the operands. multiplies: whether the launch computes the
+    matmul itself, and not a step before or after it. words: whether the kernel stores words besides the result.
     """
     if not multiplies:
         return "beside a product"
-    if grouped and tier == "native":
-        return "block-scaled, grouped"
     if tier != "native":
         return "dequantised"
     if sm >= 120:
         return "block-scaled, sm_120"
-    if quantised:
-        return "block-scaled, quantised"
-    if rows <= 64:
-        return "block-scaled, few"
-    return "block-scaled" if aligned else "block-scaled, ragged"
+    if words:
+        return "block-scaled, words"
+    return "block-scaled" if tiles else "block-scaled, by pointers"
 
 
 def instruction_kind(a: str | None, b: str, sm: int) -> str:

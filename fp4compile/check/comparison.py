@@ -2,13 +2,16 @@
 
 import contextlib
 from collections.abc import Sequence
-from typing import Protocol, TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 
 from fp4compile import _compat
 from fp4compile.hardware import Target
 from fp4compile.templates.launch import target_of
+
+if TYPE_CHECKING:
+    from fp4compile.check.simulator import LaunchSimulator
 
 BF16, F32 = torch.bfloat16, torch.float32
 SEED = 20251122
@@ -61,7 +64,7 @@ def paired(got: Results, expected: Results) -> list[tuple[str, torch.Tensor, tor
     """(name, tensor, tensor) for the results of `quantize` along one dimension or both, or for dequantised values."""
     if isinstance(got, torch.Tensor) or isinstance(expected, torch.Tensor):
         return [("values", got, expected)]
-    names = ("codes", "scales", "outer scale")
+    names = ("codes", "scales", "global or row scale")
     if len(expected) > 3:
         names = tuple(f"{which} {name}" for which in ("rows'", "columns'") for name in names)  # type: ignore[assignment]
     return list(zip(names, got, expected, strict=True))
@@ -70,28 +73,19 @@ def paired(got: Results, expected: Results) -> list[tuple[str, torch.Tensor, tor
 # ---------------------------------------------------------------- machines
 
 
-class Runner(Protocol):
-    """A machine for kernels: `Here` or `LaunchSimulator`. device: of their tensors. running: a context for runs."""
-
-    @property
-    def target(self) -> Target: ...
-
-    @property
-    def device(self) -> str: ...
-
-    def running(self) -> contextlib.AbstractContextManager[None]: ...
-
-
 class Here:
-    """The GPU of this machine, or Triton's interpreter."""
+    """The local GPU, or Triton's interpreter. device: of the tensors of its kernels."""
+
+    def __init__(self) -> None:
+        self.device = "cpu" if _compat.interpreting() else "cuda"
 
     @property
     def target(self) -> Target:
         return target_of(torch.device(self.device))
 
-    @property
-    def device(self) -> str:
-        return "cpu" if _compat.interpreting() else "cuda"
-
     def running(self) -> contextlib.AbstractContextManager[None]:
+        """A context in which kernels run on this machine."""
         return contextlib.nullcontext()
+
+
+Runner: TypeAlias = "Here | LaunchSimulator"  # the machines for kernels

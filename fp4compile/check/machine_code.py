@@ -14,8 +14,6 @@ from fp4compile.check.products import MatmulCase, multiplies
 from fp4compile.check.ptx import Ptx
 from fp4compile.check.quantisers import Configuration
 from fp4compile.check.sass import Sass, disassemble, encoded_instructions, hazards
-from fp4compile.formats import formats
-from fp4compile.formats.layouts import ceil_div
 from fp4compile.hardware import Target
 from fp4compile.templates.launch import Launch
 
@@ -254,8 +252,9 @@ def check_products(sm: int, chosen: tuple[MatmulCase, ...] | None = None) -> Ite
 
 def product_row(product: MatmulCase, tier: str, launched: Launch, sm: int) -> ProductRow:
     """The row of one launch of a matmul."""
-    table = bool(product.groups) and launched.num_ctas == 1  # the 2-CTA kernel stores only the result
-    line = product_line(tier, product.m, _aligned(product), sm, multiplies(launched), table, bool(product.result))
+    positions = bool(product.groups) and launched.num_ctas == 1  # the 2-CTA kernel stores only the result
+    tiles = product.m > 64 and _aligned(product)
+    line = product_line(tier, tiles, sm, multiplies(launched), positions or bool(product.result))
     where = (launched.kernel.__name__, product.label, product.formats, sm)
     try:
         one = compile_launch(launched, sm)
@@ -273,12 +272,8 @@ def product_row(product: MatmulCase, tier: str, launched: Launch, sm: int) -> Pr
 
 def _aligned(product: MatmulCase) -> bool:
     """Whether the rows of codes of both operands are multiples of 16 bytes, as TMA and the libraries need them."""
-    for name in (product.a, product.b):
-        fmt = None if name is None else formats.get(name)
-        codes = ceil_div(product.k, fmt.block_cols) * fmt.block_cols if fmt is not None else product.k
-        if codes * (2 if fmt is None else 1) // (2 if fmt is not None and fmt.packed else 1) % 16:
-            return False
-    return True
+    x = product.arguments()
+    return all(each.data.shape[-1] * each.data.element_size() % 16 == 0 for each in (x.a, x.b))
 
 
 def _stores(sass: Sass, ptx: Ptx) -> int | str:

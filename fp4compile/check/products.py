@@ -21,8 +21,8 @@ from fp4compile.check.quantisers import GROUPS, SIZE
 from fp4compile.formats import epilogue as epilogues
 from fp4compile.formats import formats
 from fp4compile.formats.epilogue import AMAX, Epilogue
-from fp4compile.formats.grouping import Groups, padded_rows
-from fp4compile.formats.layouts import ceil_div, swizzled_numel, to_swizzled
+from fp4compile.formats.grouping import Groups
+from fp4compile.formats.layouts import to_swizzled
 from fp4compile.formats.operand import Arguments, Operand
 from fp4compile.formats.quantize_spec import QuantizeSpec
 from fp4compile.formats.reference_grouped import (
@@ -114,32 +114,20 @@ class MatmulCase:
 
     def arguments(self) -> Arguments:
         """The arguments as meta tensors, with swizzled scales; see `reference_grouped` for the shapes of groups."""
-        if self.groups:
-            return self._of_groups()
+        offs = _empty((self.groups,), torch.int32) if self.groups else None
+        if self.along_k:
+            a, b = (operand(name, _empty((rows, self.k)), offs=offs, along_k=True)
+                    for name, rows in ((self.a, self.m), (self.b, self.n)))  # fmt: skip
+            return Arguments.of(a, b, None, BF16, offs=offs, rows=self.k)
         batch = () if self.batches == 1 else (self.batches,)
-        a = self._operand(self.a, (*batch, self.m), self.k, (*batch, self.m, 1))
-        rows = 2 * self.n if self.epilogue == "pair" else self.n
-        b = self._operand(self.b, (*batch, rows), self.k, (*batch, rows, 1))
-        if self.epilogue == "pair" and b.outer is not None and not b.outer.dim():
+        a = operand(self.a, _empty((*batch, self.m, self.k)), offs=offs)
+        matrices = (self.weights * self.groups,) if self.groups else batch
+        stacked = self.epilogue == "pair" and not (self.groups and self.weights > 1)
+        b = operand(self.b, _empty((*matrices, self.n * (1 + stacked), self.k)), per_matrix=bool(self.groups))
+        if stacked and not self.groups and b.outer is not None and not b.outer.dim():
             b = replace(b, outer=_empty((2,), torch.float32))
         bias = _empty((self.n,)) if self.epilogue == "bias" else None
-        return self._with_epilogue(Arguments.of(a, b, bias, BF16))
-
-    def _of_groups(self) -> Arguments:
-        each = (self.groups,)
-        offs = _empty(each, torch.int32)
-        if self.along_k:
-            padded = padded_rows(self.k, self.groups)
-            a = self._operand(self.a, (self.m,), padded, (*each, self.m, 1))
-            b = self._operand(self.b, (self.n,), padded, (*each, self.n, 1))
-            return Arguments.of(a, b, None, BF16, offs=offs, rows=self.k)
-        a = self._operand(self.a, (self.m,), self.k, (self.m, 1), padded_rows(self.m, self.groups))
-        rows = 2 * self.n if self.epilogue == "pair" and self.weights == 1 else self.n
-        matrices = self.weights * self.groups
-        b = self._operand(self.b, (matrices, rows), self.k, (matrices, rows, 1))
-        if b.outer is not None and b.outer.dim() == 1:
-            b = replace(b, outer=_empty((matrices,), torch.float32))
-        return self._with_epilogue(Arguments.of(a, b, None, BF16, offs=offs, rows=self.m))
+        return self._with_epilogue(Arguments.of(a, b, bias, BF16, offs=offs, rows=self.m if self.groups else None))
 
     def _with_epilogue(self, x: Arguments) -> Arguments:
         last = [AMAX] if self.result == AMAX else [f"quantize {self.result}"]
@@ -150,26 +138,6 @@ class MatmulCase:
         epilogue = Epilogue.parse(steps, BF16, BF16)
         outer = _empty((), torch.float32) if epilogue.quantize is not None and epilogue.quantize.static else None
         return x.but(epilogue=epilogue, auxiliaries=gates, result_outer=outer)
-
-    def _operand(
-        self, name: str | None, shape: tuple[int, ...], k: int, of_rows: tuple[int, ...], scale_rows: int | None = None
-    ) -> Operand:
-        """An operand on the meta device.
-
-        shape: [*batch, rows], without the length of a row. k: elements of a quantised row. of_rows: the shape of row
-        scales. scale_rows: rows of the block scales; None takes the operand's rows.
-        """
-        if name is None:
-            return Operand(_empty((*shape, self.k)))
-        fmt, (*batch, rows) = formats.get(name), shape
-        blocks = ceil_div(k, fmt.block_cols)
-        data = _empty((*shape, blocks * fmt.block_cols // (2 if fmt.packed else 1)), fmt.data_dtype)
-        of_scales = (*batch, swizzled_numel(rows if scale_rows is None else scale_rows, blocks))
-        if fmt.block is not None and not fmt.swizzles:
-            of_scales = (*batch, ceil_div(rows, fmt.block[0]), blocks)
-        scales = None if fmt.scale is None else _empty(of_scales, fmt.scale_dtype)
-        outer = {"tensor": (self.groups,) * bool(self.groups), "row": of_rows}.get(fmt.outer or "")
-        return Operand(data, scales, None if outer is None else _empty(outer, torch.float32), fmt)
 
 
 def _empty(shape: tuple[int, ...], dtype: torch.dtype = BF16) -> torch.Tensor:
@@ -458,11 +426,16 @@ def _hard_arguments(product: MatmulCase, machine: Runner, made: Made) -> Argumen
     return x.but(a=operand(product.a, a, native), b=operand(product.b, b, native))
 
 
-def operand(name: str | None, x: torch.Tensor, native: bool) -> Operand:
-    """An operand of a format, or a plain one. native: whether matrix units read its scales."""
+def operand(name: str | None, x: torch.Tensor, native: bool = True, along_k: bool = False, **options: Any) -> Operand:
+    """An operand of a format, or a plain one, of values [..., rows, K].
+
+    native: whether matrix units read its scales. along_k: whether groups cut K. options: see `quantize`.
+    """
+    x = x.to(BF16)
     if name is None:
-        return Operand(x.to(BF16))
-    found = quantize(x.to(BF16), name, layout="swizzled" if native else "linear")
+        return Operand(x)
+    x, dim = (x.mT, -2) if along_k else (x, -1)
+    found = quantize(x, name, dim=dim, layout="swizzled" if native else "linear", **options)
     return Operand(found.data, found.scales, found.outer, found.format)
 
 

@@ -7,7 +7,7 @@ are read from memory, like a model's weights, and not from the L2 cache.
 import statistics
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import torch
 
@@ -15,8 +15,7 @@ from fp4compile.check.cases import Case
 from fp4compile.check.products import MatmulCase, operand
 from fp4compile.check.quantisers import CONFIGURATIONS, GATE, Configuration
 from fp4compile.formats.layouts import ceil_div
-from fp4compile.formats.operand import Arguments, Operand
-from fp4compile.ops.functional import quantize
+from fp4compile.formats.operand import Arguments
 from fp4compile.ops.quantize import QUANTIZE
 from fp4compile.passes.lib.autotune import replay_time
 from fp4compile.templates.choose import candidates, choose
@@ -139,14 +138,12 @@ def _arguments(product: MatmulCase) -> Arguments:
     x = product.arguments()
     outer = None if x.result_outer is None else torch.ones((), device="cuda")
     (m, k), weights = (product.m, product.k), (*x.b.data.shape[:-1], product.k)
-    if not product.groups:
-        native = target_of(torch.device("cuda")).block_scaled_matrix_units
-        a, b = (operand(name, _random(*shape), native) for name, shape in ((product.a, (m, k)), (product.b, weights)))
-        return x.but(a=a, b=b, result_outer=outer)
-    offs = torch.arange(1, product.groups + 1, device="cuda", dtype=torch.int32) * (m // product.groups)
-    left = quantize(_random(m, k), cast(str, product.a), offs=offs, layout="swizzled")
-    right = quantize(_random(*weights), product.b, per_matrix=True, layout="swizzled")
-    a, b = (Operand(each.data, each.scales, each.outer, each.format) for each in (left, right))
+    offs, grouped = None, bool(product.groups)
+    if grouped:
+        offs = torch.arange(1, product.groups + 1, device="cuda", dtype=torch.int32) * (m // product.groups)
+    native = grouped or target_of(torch.device("cuda")).block_scaled_matrix_units
+    a = operand(product.a, _random(m, k), native, offs=offs)
+    b = operand(product.b, _random(*weights), native, per_matrix=grouped)
     return x.but(a=a, b=b, offs=offs, result_outer=outer)
 
 

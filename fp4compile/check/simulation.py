@@ -15,10 +15,10 @@ import os
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 from fp4compile.check import environment
 from fp4compile.check.cases import Case, Finding, find
@@ -85,17 +85,13 @@ def _run(task: tuple[int, int, int]) -> tuple[int, Finding]:
 # ---------------------------------------------------------------- the cases
 
 
-@dataclass(frozen=True)
-class Variant:
-    """One way to run a case. multiprocessors: of the GPU, 0 for as many as it has."""
-
-    check: Check
-    multiprocessors: int = 0
+# A way to run a case: its check, and the number of multiprocessors, 0 for as many as the GPU has.
+Variant: TypeAlias = tuple[Check, int]
 
 
 def cases(sm: int, schedules: int) -> list[Case]:
     """Every case on a GPU of compute capability `sm`: so many schedules, which take turns with the case's variants."""
-    found = [(name, [Variant(check) for check in each]) for name, each in checks(WHOLE, RAGGED)]
+    found = [(name, [(check, 0) for check in each]) for name, each in checks(WHOLE, RAGGED)]
     # A kernel that must compute a matmul may not serve this GPU.
     products = [one for one in PRODUCTS if not one.kernel or one.launches(sm)[1]]
     found += [(f"product {one.label} {one.formats}", product_variants(one)) for one in products]
@@ -109,9 +105,9 @@ def _on_schedules(sm: int, seeds: Sequence[int], variants: Sequence[Variant]) ->
     launches: set[str] = set()
     instructions, seconds, notes = 0, 0.0, Counter[str]()
     for seed in seeds:
-        variant = variants[seed % len(variants)]
-        simulator = LaunchSimulator(Target(sm, variant.multiprocessors), Schedule(seed))
-        wrong += [f"schedule {seed}: {what}" for what in variant.check(simulator)]
+        check, multiprocessors = variants[seed % len(variants)]
+        simulator = LaunchSimulator(Target(sm, multiprocessors), Schedule(seed))
+        wrong += [f"schedule {seed}: {what}" for what in check(simulator)]
         kernels |= dict.fromkeys(launch.kernel.__name__ for launch in simulator.launches)
         launches |= set(map(launch_key, simulator.launches))
         instructions += simulator.tally.instructions
@@ -154,9 +150,9 @@ def product_variants(product: MatmulCase) -> list[Variant]:
     """
     small = reduced(product)
     if product.a is not None and product.m <= 64 and product.n <= SIZE:
-        return [Variant(partial(multiplied, product, small))]
+        return [(partial(multiplied, product, small), 0)]
     as_in_table = replace(small, n=256, k=product.k) if product.a is None and product.m <= 8 else small
-    return [Variant(partial(multiplied, product, as_in_table), 2), Variant(partial(multiplied, product, small))]
+    return [(partial(multiplied, product, as_in_table), 2), (partial(multiplied, product, small), 0)]
 
 
 def multiplied(product: MatmulCase, small: MatmulCase, simulator: LaunchSimulator) -> list[str]:

@@ -21,7 +21,7 @@ from fp4compile.weights.published.shards import read_json
 
 _GPU = "B200"  # if the local GPU is not in the list
 # A model, and the positional and named arguments of its call.
-Call = tuple[Callable, tuple, dict[str, Any]]
+ModelCall = tuple[Callable, tuple, dict[str, Any]]
 
 
 def add_command(commands: Any) -> None:
@@ -90,7 +90,7 @@ def _gpu(name: str | None) -> Gpu:
 # ---------------------------------------------------------------- models on the meta device
 
 
-def model_of(source: str, tokens: int) -> Call:
+def model_of(source: str, tokens: int) -> ModelCall:
     """The model of a path of a configuration or of `package.module:function`.
 
     tokens: the length of the sequence, for models that take tokens.
@@ -103,7 +103,7 @@ def model_of(source: str, tokens: int) -> Call:
     return _of_config(Path(source), tokens)
 
 
-def _of_function(source: str, module: str, name: str, tokens: int) -> Call:
+def _of_function(source: str, module: str, name: str, tokens: int) -> ModelCall:
     """The model that a function returns, or the model and its arguments: a dict, a tuple, or a single one."""
     try:
         function = getattr(importlib.import_module(module), name)
@@ -120,7 +120,7 @@ def _of_function(source: str, module: str, name: str, tokens: int) -> Call:
     return model, given if isinstance(given, tuple) else (given,), {}
 
 
-def _of_config(path: Path, tokens: int) -> Call:
+def _of_config(path: Path, tokens: int) -> ModelCall:
     """The model of a configuration of transformers, in bf16."""
     try:
         import transformers

@@ -7,41 +7,36 @@ gathers is prepared once, and a few calls finish all weights that are gathered t
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from fp4compile.distributed import compiled
-from fp4compile.distributed.codes import Direction, Place
-from fp4compile.distributed.whole import NAMES, Form, GatheredWeight
+from fp4compile.distributed.codes import Direction, GatheredPart
+from fp4compile.distributed.whole import NAMES, GatheredFormat, GatheredWeight
 
 
-@dataclass(frozen=True)
-class Swizzling:
-    """Write the block scales of whole weights in the swizzled layout. directions: of each weight's codes."""
+def swizzle(directions: Sequence[tuple[Direction, int]], *tensors: torch.Tensor) -> list[torch.Tensor]:
+    """Write the block scales of whole weights in the swizzled layout.
 
-    directions: tuple[Direction, ...]
-    ranks: int
-
-    def __call__(self, *tensors: torch.Tensor) -> list[torch.Tensor]:
-        """tensors: for each direction the scales to write, and the gathered bytes."""
-        for direction, whole, arriving in zip(self.directions, tensors[::2], tensors[1::2], strict=True):
-            direction.swizzle(whole, arriving, self.ranks)
-        return []
+    directions: of each weight's codes, with the number of ranks. tensors: for each of them the scales to write, and the
+    gathered bytes.
+    """
+    for (direction, ranks), whole, arriving in zip(directions, tensors[::2], tensors[1::2], strict=True):
+        direction.swizzle(whole, arriving, ranks)
+    return []
 
 
-@dataclass(frozen=True)
-class Transposing:
-    """Write codes of square blocks along the columns, which are those along the rows. forms: of each weight."""
+def transpose(forms: Sequence[GatheredFormat], *tensors: torch.Tensor) -> list[torch.Tensor]:
+    """Write codes of square blocks along the columns, which are those along the rows.
 
-    forms: tuple[Form, ...]
-
-    def __call__(self, *tensors: torch.Tensor) -> list[torch.Tensor]:
-        """tensors: for each form the parts along the rows, and the parts along the columns to write."""
-        left = iter(tensors)
-        for form in self.forms:
-            rows, columns = form.rows.next_parts(left), form.columns.next_parts(left)
-            form.columns.transpose(rows, columns)
-        return []
+    tensors: for each weight's form the parts along the rows, and the parts along the columns to write.
+    """
+    left = iter(tensors)
+    for form in forms:
+        rows, columns = form.rows.next_parts(left), form.columns.next_parts(left)
+        form.columns.transpose(rows, columns)
+    return []
 
 
 @dataclass(frozen=True, eq=False)
@@ -76,7 +71,7 @@ class Arrival:
     FSDP2 allocates the memory before a gather's bytes are written, and frees it after the matmuls.
     """
 
-    def __init__(self, form: Form, device: torch.device, ranks: int):
+    def __init__(self, form: GatheredFormat, device: torch.device, ranks: int):
         self.form, self.ranks = form, ranks
         self.places = {direction: direction.places(device, ranks) for direction in (form.rows, form.columns)}
         self._gatherings: dict[tuple[bool, bool], Gathering] = {}
@@ -101,7 +96,7 @@ class Arrival:
         memory = [place.memory for direction in self.places for place in self.there(direction)]
         return Gathering(self, wanted, sent, arriving, [one for one in memory if id(one) not in known])
 
-    def there(self, direction: Direction) -> list[Place]:
+    def there(self, direction: Direction) -> list[GatheredPart]:
         """The places of a direction's codes, block scales and global or row scale, without missing ones."""
         return [place for place in self.places[direction] if place is not None]
 
@@ -129,7 +124,7 @@ class Finish:
         sent = [(one.arrival, direction) for one in gatherings for direction in one.sent]
         pairs = [pair for one, direction in sent for pair in direction.copies(one.places[direction], one.ranks)]
         self._to, self._pieces = [to for to, _ in pairs], [piece for _, piece in pairs]
-        self._rearranged = [each for each in (_swizzling(sent), _transposing(gatherings)) if each[1]]
+        self._rearranged = [each for each in (_swizzling(sent), _transposing(gatherings)) if each[2]]
         stale = [one.arrival.scaling(direction) for one in gatherings for direction in one.arrival.places
                  if direction not in one.wanted]  # fmt: skip
         self._stale = [scale.view(-1).view(torch.uint8) for scale in stale]
@@ -141,22 +136,21 @@ class Finish:
         with torch.autograd._unsafe_preserve_version_counter(self._parts):
             if self._to:
                 torch._foreach_copy_(self._to, self._pieces)
-            for function, tensors in self._rearranged:
-                compiled.run(function, tensors)
+            for rearranged in self._rearranged:
+                compiled.run(*rearranged)
             if self._stale:  # a scale of bits that are all 1 is NaN in every format
                 torch._foreach_clamp_min_(self._stale, 255)
         for tensor in self._spent:
             tensor.untyped_storage().resize_(0)
 
 
-_Rearranged = tuple[Callable[..., list[torch.Tensor]], list[torch.Tensor]]
+_Rearranged = tuple[Callable[..., list[torch.Tensor]], Any, list[torch.Tensor]]  # arguments of `compiled.run`
 
 
 def _swizzling(sent: list[tuple[Arrival, Direction]]) -> _Rearranged:
-    found = [(direction, one.ranks, direction.swizzled(one.places[direction])) for one, direction in sent]
-    found = [each for each in found if each[2]]
-    ranks = found[0][1] if found else 1
-    return Swizzling(tuple(one for one, *_ in found), ranks), [tensor for *_, pair in found for tensor in pair]
+    found = [((direction, one.ranks), pair) for one, direction in sent
+             if (pair := direction.swizzled(one.places[direction]))]  # fmt: skip
+    return swizzle, tuple(each for each, _ in found), [tensor for _, pair in found for tensor in pair]
 
 
 def _transposing(gatherings: Sequence[Gathering]) -> _Rearranged:
@@ -164,4 +158,4 @@ def _transposing(gatherings: Sequence[Gathering]) -> _Rearranged:
     tensors = [
         part for one in found for direction in (one.form.rows, one.form.columns) for part in one.parts(direction)
     ]
-    return Transposing(tuple(one.form for one in found)), tensors
+    return transpose, tuple(one.form for one in found), tensors

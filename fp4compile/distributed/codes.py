@@ -9,7 +9,6 @@ Shards of weights of one size are quantised together, [weights, rows, K]: before
 more than their work, because each waits for multiprocessors among the matmuls that run meanwhile.
 """
 
-import functools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -19,18 +18,18 @@ import torch
 from fp4compile.formats import formats
 from fp4compile.formats.formats import BlockFormat
 from fp4compile.formats.layouts import ceil_div, swizzled_numel
-from fp4compile.formats.quantize_spec import COLUMNS, ROWS, QuantizeSpec
+from fp4compile.formats.quantize_spec import COLUMNS, ROWS
 from fp4compile.formats.square import transposed_codes, transposed_scales
 from fp4compile.ops.quantize import QUANTIZE
+from fp4compile.weights.buffers import Part, parts_of
 from fp4compile.weights.scale_layout import laid_out
 
 Parts = tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]
-Part = tuple[tuple[int, ...], torch.dtype]  # shape and dtype of a part
 _ALIGNMENT = 16  # bytes: FSDP2 concatenates all parameters of a module in one buffer
 
 
 @dataclass(frozen=True, eq=False)
-class Place:
+class GatheredPart:
     """The memory of a gathered part of a weight: the codes, block scales, or global or row scales of one direction.
 
     part: of the whole weight. arriving: uint8, the gathered bytes, rank by rank. lies_there: whether `part` is this
@@ -85,9 +84,9 @@ class Direction:
         block = fmt.block_cols if self.dim == COLUMNS else fmt.block[0] if fmt.block else 1
         return f"the {rows} rows of a rank cut blocks of {block} rows ({self.format})" if rows % block else None
 
-    def shapes(self, rows: int) -> list[Part | None]:
+    def shapes(self, rows: int) -> tuple[Part | None, ...]:
         """Shape and dtype of codes, linear block scales, global or row scales of some rows; None for missing ones."""
-        return _shapes(self, rows)
+        return parts_of(self.format, (rows, self.size[1]), self.dim)
 
     # ------------------------------------------------------------ sending
 
@@ -108,7 +107,7 @@ class Direction:
 
     # ------------------------------------------------------------ receiving
 
-    def places(self, device: torch.device, ranks: int) -> list[Place | None]:
+    def places(self, device: torch.device, ranks: int) -> list[GatheredPart | None]:
         """Places for the codes, block scales and global or row scale of the whole weight, without memory."""
         sent, whole = self.shapes(self.size[0] // ranks), self.shapes(self.size[0])
         return [
@@ -118,7 +117,7 @@ class Direction:
 
     def _place(
         self, i: int, sent: Part, shape: tuple[int, ...], device: torch.device, ranks: int
-    ) -> Place:  # fmt: skip
+    ) -> GatheredPart:  # fmt: skip
         dtype = sent[1]
         size = torch.Size(sent[0]).numel() * dtype.itemsize
         if i == 2 and not shape:
@@ -136,9 +135,9 @@ class Direction:
             part.set_(arriving.untyped_storage(), 0, shape, strides)
         for tensor in (part, arriving):
             tensor.untyped_storage().resize_(0)
-        return Place(part, arriving, lies_there)
+        return GatheredPart(part, arriving, lies_there)
 
-    def copies(self, places: list[Place | None], ranks: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    def copies(self, places: list[GatheredPart | None], ranks: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """(destination, source) of each copy for parts of the whole weight that are the gathered bytes reordered."""
         found = []
         for i, (place, sent) in enumerate(zip(places, self.shapes(self.size[0] // ranks), strict=True)):
@@ -150,7 +149,7 @@ class Direction:
                 found.append((place.part.view(word).view(lanes, ranks, -1), pieces.transpose(0, 1)))
         return found
 
-    def swizzled(self, places: list[Place | None]) -> list[torch.Tensor]:
+    def swizzled(self, places: list[GatheredPart | None]) -> list[torch.Tensor]:
         """The block scales that `swizzle` writes, and their gathered bytes; an empty list for linear scales."""
         scales = places[1]
         return [] if scales is None or self.layout != "swizzled" else [scales.part, scales.arriving]
@@ -196,18 +195,6 @@ def magnitudes_of(stacks: Sequence[tuple[Direction, torch.Tensor]]) -> list[torc
         if one.block_format.outer == "tensor"
         else torch.linalg.vector_norm(stack, torch.inf, dim=1, dtype=torch.float32)
         for one, stack in stacks
-    ]
-
-
-@functools.cache  # for FSDP2's host thread, which calls it at every gather
-def _shapes(direction: Direction, rows: int) -> list[Part | None]:
-    fmt = direction.block_format
-    spec = QuantizeSpec(fmt, (direction.dim,))
-    data, scales, outer = spec.shapes(torch.empty(rows, direction.size[1], device="meta"), 0, direction.dim)
-    return [
-        (data, fmt.data_dtype),
-        (scales, fmt.scale_dtype) if fmt.scale else None,
-        (outer, torch.float32) if fmt.outer else None,
     ]
 
 

@@ -6,6 +6,8 @@ launches the same kernels with less work between them.
 """
 
 from collections.abc import Callable, Hashable
+from functools import partial
+from typing import Any
 
 import torch
 from torch._inductor.compile_fx import compile_fx, compile_fx_inner
@@ -17,17 +19,16 @@ Function = Callable[..., list[torch.Tensor]]
 _compiled: dict[Hashable, Callable] = {}
 
 
-def run(function: Function, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-    """Call `function` with tensors; on a GPU, compile it at the first call with tensors of these shapes.
+def run(function: Function, fixed: Any, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+    """`function(fixed, *tensors)`; on a GPU, compiled at the first call with this argument and tensors of these shapes.
 
-    function: depends only on the tensors, and may write to them; hashes and compares equal to other functions that
-        compute the same.
+    function: depends only on its arguments, and may write to the tensors. fixed: hashable.
     """
     if tensors[0].device.type != "cuda":
-        return function(*tensors)
-    key = (function, *((each.shape, each.stride(), each.dtype, each.device) for each in tensors))
+        return function(fixed, *tensors)
+    key = (function, fixed, *((each.shape, each.stride(), each.dtype, each.device) for each in tensors))
     if key not in _compiled:
-        _compiled[key] = compiled(function, tensors)
+        _compiled[key] = compiled(partial(function, fixed), tensors)
     return _compiled[key](*tensors)
 
 

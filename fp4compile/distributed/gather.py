@@ -5,12 +5,12 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from fp4compile.analysis.module_names import module_name, named_tensors, walk
+from fp4compile.analysis.module_names import check_module, module_name, named_tensors, walk
 from fp4compile.analysis.plan import Layer, Model, of_layer
 from fp4compile.distributed.codes import Direction
 from fp4compile.distributed.fsdp import Sharded, sharded_parameters
 from fp4compile.distributed.shard import Member, QuantizedShard, Together
-from fp4compile.distributed.whole import Form
+from fp4compile.distributed.whole import GatheredFormat
 from fp4compile.formats.quantize_spec import COLUMNS, FLOAT_DTYPES, ROWS
 from fp4compile.recipe import Recipe, agreement, resolve
 from fp4compile.report.report import Report, Row
@@ -39,8 +39,7 @@ def gather_quantized_(
     FSDP2 shards and for a second call, RuntimeError after the first forward pass and if another rank passes another
     recipe or `recompute`, and the errors of `backend` for a bad recipe.
     """
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"model: expected a torch.nn.Module, got {type(model).__name__}")
+    check_module(model)
     if not isinstance(recompute, bool):
         raise TypeError(f"recompute: expected a bool, got {type(recompute).__name__}")
     chosen, parameters = resolve(recipe), list(sharded_parameters(model))
@@ -52,7 +51,7 @@ def gather_quantized_(
         raise RuntimeError("model: its parameters were gathered; call gather_quantized_ before the first forward pass")
     groups_of_ranks = {one.process_group.group_name: one.process_group for one in parameters}
     settings = agreement.settings_of(chosen, {"gather_quantized_(recompute)": recompute})
-    agreement.tell_groups(groups_of_ranks.values(), settings).compare()
+    agreement.publish_to(groups_of_ranks.values(), settings).compare()
     layers = _layers(model, parameters, chosen)
     names = [named.name for named, _ in named_tensors(model)]
     around = Model.of(chosen, names, [layer for layer, _ in layers])
@@ -61,7 +60,7 @@ def gather_quantized_(
     for layer, one in layers:
         found = _form(layer, one, chosen, around, recompute)
         report.add(_rows(layer, one, found, chosen), {})
-        if isinstance(found[0], Form):
+        if isinstance(found[0], GatheredFormat):
             # FSDP2 copies offloaded shards from the host to the device one at a time.
             together = groups.setdefault(id(one if one.offloaded else one.group), Together())
             _attach(Member(one, found[0], together))
@@ -69,7 +68,7 @@ def gather_quantized_(
 
 
 # The form of the gathered codes, or the reason against codes; the layer's recipe, None if a rule skips the layer.
-_Found = tuple[Form | str, Recipe | None]
+_Found = tuple[GatheredFormat | str, Recipe | None]
 
 
 def _layers(model: nn.Module, parameters: list[Sharded], recipe: Recipe) -> list[tuple[Layer, Sharded]]:
@@ -119,14 +118,14 @@ def _obstacle(layer: Layer, one: Sharded) -> str | None:
     return one.obstacle()
 
 
-def _form_by(recipe: Recipe, one: Sharded, recompute: bool) -> Form:
+def _form_by(recipe: Recipe, one: Sharded, recompute: bool) -> GatheredFormat:
     n, k = one.size
     # Whether a GPU's matrix units read swizzled scales depends on the formats of both operands.
     by_rows = layout_on(one.device, recipe.fprop_x, str(recipe.fprop_w), n, k)
     by_columns = layout_on(one.device, recipe.dgrad_dy, str(recipe.dgrad_w), k, n)
     rows = Direction(str(recipe.fprop_w), ROWS, (n, k), by_rows)
     columns = Direction(str(recipe.dgrad_w), COLUMNS, (n, k), by_columns)
-    return Form(rows, columns, one.dtype, recompute)
+    return GatheredFormat(rows, columns, one.dtype, recompute)
 
 
 def _attach(member: Member) -> None:

@@ -6,7 +6,8 @@ gradients work unchanged. Only FSDP2's hooks return codes.
 
 import copy
 import inspect
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from fp4compile.distributed import compiled
 from fp4compile.distributed.arrival import Arrival, Finish, Gathering
 from fp4compile.distributed.codes import Direction, magnitudes_of
 from fp4compile.distributed.fsdp import Sharded
-from fp4compile.distributed.whole import Form
+from fp4compile.distributed.whole import GatheredFormat
 
 aten = torch.ops.aten
 # Operators by which FSDP2, DTensor and `nn.Module.to` derive a shard from a shard. Results of others are plain.
@@ -31,7 +32,7 @@ _STILL_SHARDS = frozenset((
 class Member:
     """A weight that is gathered as codes, with `others`. arrival: its memory, from the first gather on."""
 
-    def __init__(self, sharded: Sharded, form: Form, others: "Together"):
+    def __init__(self, sharded: Sharded, form: GatheredFormat, others: "Together"):
         self.sharded, self.form, self.others = sharded, form, others
         self.arrival: Arrival | None = None
         others.members.append(self)
@@ -94,7 +95,7 @@ class Together:
     def _stacked(self, shards: dict[Member, torch.Tensor]) -> _Stacks:
         """The shards by form, in the dtype of the whole weights."""
         if not self._alike:
-            alike: dict[Form, list[Member]] = {}
+            alike: dict[GatheredFormat, list[Member]] = {}
             for member in self.members:
                 alike.setdefault(member.gathering.arrival.form, []).append(member)
             self._alike = list(alike.values())
@@ -113,12 +114,11 @@ class Together:
         """The bytes of each weight's codes and scales. asking: one of the weights."""
         known = self._known if asking.in_backward else {}
         self._known = known | _reduced(stacks, known, asking.process_group)
-        encode = Encoding(tuple(gathering.sent for *_, gathering in stacks))
         tensors = []
         for members, stack, gathering in stacks:
             kinds = [direction.scale_over_ranks for direction in gathering.sent]
             tensors += [stack, *(self._known[members[0], kind] for kind in kinds if kind)]
-        parts = iter(compiled.run(encode, tensors))
+        parts = iter(compiled.run(encode, tuple(gathering.sent for *_, gathering in stacks), tensors))
         found: dict[Member, list[torch.Tensor]] = {}
         for members, _, gathering in stacks:
             of_members = zip(*(next(parts).unbind() for _ in gathering.arriving), strict=True)
@@ -126,23 +126,18 @@ class Together:
         return found
 
 
-@dataclass(frozen=True)
-class Encoding:
-    """The codes that ranks send of several stacks of shards. directions: of each stack."""
+def encode(sent: Sequence[tuple[Direction, ...]], *tensors: torch.Tensor) -> list[torch.Tensor]:
+    """The codes that ranks send of several stacks of shards: the parts of all directions, see `Direction.encode`.
 
-    directions: tuple[tuple[Direction, ...], ...]
-
-    def __call__(self, *tensors: torch.Tensor) -> list[torch.Tensor]:
-        """The parts of all directions in order, see `Direction.encode`.
-
-        tensors: for each stack its shards, then the magnitudes of the directions whose scales depend on all ranks.
-        """
-        left, found = iter(tensors), []
-        for directions in self.directions:
-            stack = next(left)
-            for direction in directions:
-                found += direction.encode(stack, next(left) if direction.scale_over_ranks else None)
-        return found
+    sent: the directions of each stack. tensors: for each stack its shards, then the magnitudes of the directions whose
+    scales depend on all ranks.
+    """
+    left, found = iter(tensors), []
+    for directions in sent:
+        stack = next(left)
+        for direction in directions:
+            found += direction.encode(stack, next(left) if direction.scale_over_ranks else None)
+    return found
 
 
 def _reduced(stacks: _Stacks, known: _Magnitudes, group: dist.ProcessGroup) -> _Magnitudes:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_map_only
 
-from fp4compile.distributed.codes import Direction, Parts
+from fp4compile.distributed.codes import Direction
 from fp4compile.ops.quantize import GATHERED_WEIGHT
 
 aten = torch.ops.aten
@@ -20,7 +20,7 @@ NAMES = ("rows", "row_scales", "row_outer", "columns", "column_scales", "column_
 
 
 @dataclass(frozen=True)
-class Form:
+class GatheredFormat:
     """The directions of a gathered weight's codes, and its dtype.
 
     recompute: whether the codes along the rows are also gathered for the backward pass.
@@ -31,23 +31,22 @@ class Form:
     dtype: torch.dtype
     recompute: bool
 
-    @property
-    def transposable(self) -> bool:
-        """Whether the codes of one direction can be made of the other's: those of square blocks of one format."""
-        return self.rows.format == self.columns.format and self.rows.block_format.square
-
     def sent(self, wanted: tuple[Direction, ...]) -> tuple[Direction, ...]:
-        """The directions that ranks send if matmuls read those in `wanted`."""
-        return wanted[:1] if self.transposable else wanted
+        """The directions that ranks send if matmuls read those in `wanted`.
+
+        Codes of square blocks in one direction are made of those in the other one.
+        """
+        square = self.rows.format == self.columns.format and self.rows.block_format.square
+        return wanted[:1] if square else wanted
 
 
 class GatheredWeight(torch.Tensor):
-    """A weight [N, K] as codes along its rows and along its columns; see `Form`.
+    """A weight [N, K] as codes along its rows and along its columns; see `GatheredFormat`.
 
     without_rows: whether the last gather was only of the codes along the columns.
     """
 
-    form: Form
+    form: GatheredFormat
     without_rows: bool
     _rows: torch.Tensor
     row_scales: torch.Tensor | None
@@ -57,7 +56,9 @@ class GatheredWeight(torch.Tensor):
     column_outer: torch.Tensor | None
 
     @staticmethod
-    def __new__(cls, form: Form, parts: dict[str, torch.Tensor], without_rows: bool = False) -> "GatheredWeight":
+    def __new__(
+        cls, form: GatheredFormat, parts: dict[str, torch.Tensor], without_rows: bool = False
+    ) -> "GatheredWeight":
         rows = parts["rows"]
         with torch.inference_mode(rows.is_inference()):  # a view is an inference tensor if its base is
             made = torch.Tensor._make_wrapper_subclass(
@@ -79,12 +80,6 @@ class GatheredWeight(torch.Tensor):
             )
         return self._rows
 
-    def along(self, direction: Direction) -> Parts:
-        """The codes, block scales and global or row scale of one of the form's directions."""
-        if direction == self.form.rows:
-            return self._rows, self.row_scales, self.row_outer
-        return self.columns, self.column_scales, self.column_outer
-
     def parts(self) -> dict[str, torch.Tensor]:
         """All tensors that hold codes and scales, by name."""
         found = {"rows": self._rows} | {name: getattr(self, name) for name in NAMES[1:]}
@@ -99,12 +94,12 @@ class GatheredWeight(torch.Tensor):
             form.rows.size[1], form.dtype, form.recompute,
         )  # fmt: skip
 
-    def __tensor_flatten__(self) -> tuple[list[str], Form]:
+    def __tensor_flatten__(self) -> tuple[list[str], GatheredFormat]:
         return list(self.parts()), self.form
 
     @staticmethod
     def __tensor_unflatten__(
-        inner: dict[str, torch.Tensor], form: Form, outer_size: Any, outer_stride: Any
+        inner: dict[str, torch.Tensor], form: GatheredFormat, outer_size: Any, outer_stride: Any
     ) -> "GatheredWeight":
         return GatheredWeight(form, inner)
 

@@ -242,7 +242,7 @@ def _check_outer(outer: torch.Tensor, fmt: BlockFormat, lead: list[int], device:
     if not isinstance(outer, torch.Tensor):
         raise TypeError(f"outer: expected a float32 torch.Tensor, got {type(outer).__name__}")
     if fmt.outer is None:
-        raise ValueError(f"outer: format {fmt.name} has no outer scale")
+        raise ValueError(f"outer: format {fmt.name} has no global or row scale")
     allowed = (*lead, 1) if fmt.outer == "row" else ()
     if outer.dtype != torch.float32 or outer.device != device or tuple(outer.shape) != allowed:
         raise ValueError(

@@ -1,7 +1,7 @@
 """Graph nodes of the ops, read as specs with nodes for tensors, and new nodes; functions of graphs for passes."""
 
 import operator
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -15,7 +15,7 @@ from fp4compile.formats.operand import Arguments, Operand
 from fp4compile.formats.prologue import Prologue
 from fp4compile.formats.quantize_spec import QuantizeSpec
 from fp4compile.ops.matmul import SCALED_MM, SCALED_MM_RESULTS
-from fp4compile.ops.quantize import GATHERED_WEIGHT, QUANTIZE
+from fp4compile.ops.quantize import DEQUANTIZE, GATHERED_WEIGHT, QUANTIZE
 from fp4compile.templates.choose import Choice, choose
 from fp4compile.templates.gemm import indexed
 from fp4compile.templates.launch import on_gpu, target_of
@@ -43,6 +43,11 @@ def replace_results(node: Node, results: Sequence[Node]) -> None:
     node.graph.erase_node(node)
 
 
+def is_pointwise(node: Node) -> bool:
+    """Whether torch tags a node's operator as pointwise, which Inductor fuses with its neighbours."""
+    return torch.Tag.pointwise in getattr(node.target, "tags", ())
+
+
 def reached(start: Node, following: Callable[[Node], Iterable[Node]]) -> Iterator[Node]:
     """A node and all nodes reachable from it, each once. following: returns the successors of a node."""
     waiting, seen = [start], {start}
@@ -53,6 +58,12 @@ def reached(start: Node, following: Callable[[Node], Iterable[Node]]) -> Iterato
             if each not in seen:
                 seen.add(each)
                 waiting.append(each)
+
+
+def readers(node: Node, views: Collection[Callable]) -> Iterator[tuple[Node, Node]]:
+    """(a node that reads the value and is no view, the view or node that it reads). views: operators of views."""
+    for value in reached(node, lambda each: [user for user in each.users if user.target in views]):
+        yield from ((user, value) for user in value.users if user.target not in views)
 
 
 def fake_value(node: Node) -> Any:
@@ -70,10 +81,11 @@ def fake_value(node: Node) -> Any:
 class Quantise:
     """The arguments of a `quantize` node, by the names of the op's arguments, with nodes instead of tensors.
 
-    dims: counted from the end, so negative. dtype: dtype of the prologue's result; None without a prologue.
+    node: None for a quantiser that is no node yet. dims: counted from the end, so negative. dtype: dtype of the
+    prologue's result; None without a prologue.
     """
 
-    node: Node
+    node: Node | None
     x: Node
     format: str
     dims: tuple[int, ...] = (-1,)
@@ -269,7 +281,7 @@ def _operand(data: Any, scales: Any, outer: Any, fmt: str) -> Operand:
 
 @dataclass(frozen=True)
 class ExpertWeights:
-    """The arguments of an `expert_weights` node. weights: of nodes. activation: the activations' format."""
+    """The arguments of a `dequantize` node of packed experts. weights: of nodes. activation: its format, or None."""
 
     weights: Operand
     activation: str | None
@@ -282,14 +294,19 @@ class ExpertWeights:
         return "swizzled" if scales is not None and scales.meta["val"].dim() == 2 else "linear"
 
 
+def is_expert_weights(node: Node) -> bool:
+    """Whether a node is the dequantised weights of packed experts, whose codes a matmul may read."""
+    return node.target is DEQUANTIZE and len(node.args) > 6
+
+
 def expert_weights_of(node: Node) -> ExpertWeights:
-    """The arguments of an `expert_weights` node, from which default values may be missing."""
-    data, scales, outer, fmt, _, _, *how = node.args
-    return ExpertWeights(_operand(data, scales, outer, fmt), *(*how, None, None)[:2])
+    """The arguments of a node for which `is_expert_weights` holds."""
+    *codes, _, _, activation, outer = (*node.args, None)[:8]
+    return ExpertWeights(_operand(*codes), None if activation == "plain" else activation, outer)
 
 
 @dataclass(frozen=True)
-class GatheredWeight:
+class GatheredCodes:
     """The arguments of a `gathered_weight` node. rows, columns: operands of nodes, quantised along each.
 
     recompute: whether the codes along the rows also exist in the backward pass.
@@ -309,12 +326,7 @@ def is_gathered(node: Node) -> bool:
     return node.target is GATHERED_WEIGHT
 
 
-def gathered_weight_of(node: Node) -> GatheredWeight:
+def gathered_weight_of(node: Node) -> GatheredCodes:
     """The arguments of a `gathered_weight` node."""
     *codes, _, _, recompute = node.args
-    return GatheredWeight(_operand(*codes[:4]), _operand(*codes[4:]), recompute)
-
-
-def is_swizzled(weight: Operand) -> bool:
-    """Whether the block scales of a matrix are swizzled: one flat run of bytes."""
-    return weight.scales is not None and weight.scales.meta["val"].dim() == 1
+    return GatheredCodes(_operand(*codes[:4]), _operand(*codes[4:]), recompute)

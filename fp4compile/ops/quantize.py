@@ -4,8 +4,7 @@
                          operands, prologue, dtype, stored, amax)
         -> (data, scales, outer) along each dimension of `dim` in turn, then each of `stored`
     fp4compile::lay_out_scales(scales, offs) -> scales
-    fp4compile::dequantize(data, scales, outer, format, cols, dtype) -> values
-    fp4compile::expert_weights(data, scales, outer, format, cols, dtype, activation, activation_outer) -> weights
+    fp4compile::dequantize(data, scales, outer, format, cols, dtype, activation, activation_outer) -> values
     fp4compile::gathered_weight(rows, row_scales, row_outer, fprop, columns, column_scales, column_outer, dgrad, cols,
                                 dtype, recompute) -> weight
 
@@ -22,9 +21,10 @@ two: the largest of these magnitudes counts. None computes the amax of x.
 `lay_out_scales` converts linear block scales of rows to the swizzled layout, for rows that were moved after they were
 quantised. offs: as in `quantize`; the rows of each group are padded.
 
-`expert_weights` puts packed experts (`weights.experts`) into a graph: it dequantises matrices [E, N, K]. A matmul of
-its result can read the codes instead, and quantise its tokens to the format `activation` (None: not at all) with the
-static global scale `activation_outer`, float32 [] (None: computed). Neither argument changes the result of this op.
+`dequantize` with `activation` puts packed experts (`weights.experts`) into a graph: matrices [E, N, K], with a global
+scale for each, [E]. A matmul of its result can read the codes instead, and quantise its tokens to the format
+`activation` ("plain": not at all) with the static global scale `activation_outer`, float32 [] (None: computed). Neither
+argument changes the result of this op.
 
 `gathered_weight` puts a weight [N, K] that FSDP2 gathered as codes (`distributed`) into a graph: it dequantises the
 codes along the rows. A forward matmul can read these codes instead, in the format `fprop`, and the matmul for the
@@ -183,45 +183,28 @@ LAY_OUT_SCALES = define(
 # ---------------------------------------------------------------- dequantize
 
 
-def dequantize_kernels(data, scales, outer, format, cols, dtype):
+def dequantize_kernels(data, scales, outer, format, cols, dtype, *_):
     """`dequantize` by the Triton kernel."""
     from fp4compile.templates.quantize import dequantize as kernels
 
-    return kernels.dequantize(data, scales, outer, formats.get(format), cols, dtype)
+    return kernels.dequantize(data, scales, _of_rows(outer, data), formats.get(format), cols, dtype)
 
 
-def _like_values(data, scales, outer, format, cols, dtype, *how):
-    """An empty tensor like the result of `dequantize` or `expert_weights`."""
-    return data.new_empty((*data.shape[:-1], cols), dtype=dtype)
+def _of_rows(outer, data):
+    """Global or row scales; those of each matrix are repeated for its rows."""
+    if outer is None or outer.dim() != 1 or data.dim() != 3:
+        return outer
+    return outer.view(-1, 1, 1).expand(-1, data.shape[1], 1).contiguous()
 
 
 DEQUANTIZE = define(
-    "dequantize(Tensor data, Tensor? scales, Tensor? outer, str format, SymInt cols, ScalarType dtype) -> Tensor",
-    reference=lambda data, scales, outer, format, *how: reference.dequantize(
-        data, scales, outer, formats.get(format), *how
-    ),
-    shapes=_like_values,
-    kernels=dequantize_kernels,
-)
-
-
-# ---------------------------------------------------------------- expert_weights
-
-
-def expert_weights(data, scales, outer, format, cols, dtype, activation=None, activation_outer=None):
-    """`expert_weights` by `dequantize`."""
-    if outer is not None and outer.dim() == 1:  # one per matrix; `dequantize` takes one per row
-        outer = outer.view(-1, 1, 1).expand(-1, data.shape[1], 1).contiguous()
-    return DEQUANTIZE(data, scales, outer, format, cols, dtype)
-
-
-EXPERT_WEIGHTS = define(
-    "expert_weights(Tensor data, Tensor? scales, Tensor? outer, str format, SymInt cols, ScalarType dtype,"
+    "dequantize(Tensor data, Tensor? scales, Tensor? outer, str format, SymInt cols, ScalarType dtype,"
     " str? activation=None, Tensor? activation_outer=None) -> Tensor",
-    reference=expert_weights,
-    shapes=_like_values,
-    kernels=expert_weights,
-    lowered=False,
+    reference=lambda data, scales, outer, format, cols, dtype, *_: reference.dequantize(
+        data, scales, _of_rows(outer, data), formats.get(format), cols, dtype
+    ),
+    shapes=lambda data, scales, outer, format, cols, dtype, *_: data.new_empty((*data.shape[:-1], cols), dtype=dtype),
+    kernels=dequantize_kernels,
 )
 
 

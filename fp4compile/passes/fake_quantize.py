@@ -56,15 +56,12 @@ def _expands(quantise: Quantise, dim: int) -> bool:
     readers = _readers(quantise, dim)
     if not readers:
         return False
-    if fmt.scale == "e4m3" and all(_is_dense(reader) for reader in readers):
-        return _reads_as_it_lies(quantise) and all(_dequantizes_a(reader, quantise) for reader in readers)
+    products = [scaled_mm_of(reader) for reader in readers if reader.target is SCALED_MM]
+    dense = [each for each in products if each.spec.grouping in (Grouping.DENSE, Grouping.BATCHED)]
+    if fmt.scale == "e4m3" and len(dense) == len(readers):
+        return _reads_as_it_lies(quantise) and all(_dequantizes(reader, quantise, dim, True) for reader in readers)
     fits = not (fmt.square and quantise.seed is not None)  # or no kernel writes values
-    return fits and all(_dequantizes_in_memory(reader, quantise, dim) for reader in readers)
-
-
-def _is_dense(node: Node) -> bool:
-    """Whether a node is a matmul without groups."""
-    return node.target is SCALED_MM and scaled_mm_of(node).spec.grouping in (Grouping.DENSE, Grouping.BATCHED)
+    return fits and all(_dequantizes(reader, quantise, dim) for reader in readers)
 
 
 def _reads_as_it_lies(quantise: Quantise) -> bool:
@@ -86,40 +83,29 @@ def _data(quantise: Quantise, dim: int) -> int:
     return 3 * quantise.dims.index(dim)
 
 
-def _dequantizes_a(reader: Node, quantise: Quantise) -> bool:
-    """Whether a matmul reads the codes only as its A, and first dequantises A in memory."""
-    places = [(place, arg.args[1]) for place, arg in enumerate(reader.args) if _comes_from(arg, quantise)]
-    if places not in ([(0, 0), (1, 1)], [(0, 0), (1, 1), (2, 2)]):
-        return False
-    product = scaled_mm_of(reader)
-    return None not in (product.a.format, product.b.format) and product.choice.dequantizes_a
-
-
-def _dequantizes_in_memory(reader: Node, quantise: Quantise, dim: int) -> bool:
+def _dequantizes(reader: Node, quantise: Quantise, dim: int, a_alone: bool = False) -> bool:
     """Whether a reader is a matmul that first dequantises the codes, its A or its B, in memory.
 
-    A matmul without groups also has to dequantise the other operand, for the library's matmul.
+    a_alone: whether the codes must be its A. Else a matmul without groups also has to dequantise the other operand, for
+    the library's matmul.
     """
     place = _place(reader, quantise, dim) if reader.target is SCALED_MM else None
-    if place is None:
+    if place is None or (a_alone and place != A):
         return False
     product = scaled_mm_of(reader)
     if product.index is not None or None in (product.a.format, product.b.format):
         return False
     expands = product.choice.dequantizes_a, product.choice.dequantizes_b
-    return expands[place == B] if product.offs is not None else all(expands)
+    return expands[place == B] if a_alone or product.offs is not None else all(expands)
 
 
 def _place(product: Node, quantise: Quantise, dim: int) -> int | None:
     """The argument position of the codes, if codes and block scales are data and scales of one operand; else None."""
     data = _data(quantise, dim)
     places = [(place, arg.args[1] - data) for place, arg in enumerate(product.args)
-              if _comes_from(arg, quantise) and arg.args[1] in (data, data + 1)]  # fmt: skip
+              if isinstance(arg, Node) and arg.target is operator.getitem and arg.args[0] is quantise.node
+              and arg.args[1] in (data, data + 1)]  # fmt: skip
     return next((place for place in (A, B) if places == [(place, 0), (place + 1, 1)]), None)
-
-
-def _comes_from(arg, quantise: Quantise) -> bool:
-    return isinstance(arg, Node) and arg.target is operator.getitem and arg.args[0] is quantise.node
 
 
 def _replace(quantise: Quantise, dims: tuple[int, ...]) -> None:

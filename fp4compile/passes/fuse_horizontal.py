@@ -43,9 +43,8 @@ def _key(node: Node) -> tuple | None:
     choice = product.choice
     if choice.group is None:
         return None
-    a = product.a
-    of_a = [None if part is None else value_key(part) for part in (a.data, a.scales, a.outer)]
-    return *of_a, a.format, product.spec.out_dtype, choice.kernel, choice.group
+    of_a = map(value_key, product.a.tensors)
+    return *of_a, product.a.format, product.spec.out_dtype, choice.kernel, choice.group
 
 
 def _fuse_alike(products: list[Node]) -> int:

@@ -33,7 +33,7 @@ from fp4compile.formats.prologue import OPERANDS, Prologue
 from fp4compile.formats.quantize_spec import QuantizeSpec
 from fp4compile.formats.steps import REDUCTIONS, Step
 from fp4compile.ops.matmul import SCALED_MM
-from fp4compile.ops.nodes import CAST, RESHAPES, Quantise, new_node, quantise_of, reached, scaled_mm_of
+from fp4compile.ops.nodes import CAST, RESHAPES, Quantise, is_pointwise, new_node, quantise_of, reached, scaled_mm_of
 from fp4compile.ops.quantize import QUANTIZE
 from fp4compile.passes.lib.notes import name_operations
 from fp4compile.passes.lib.operations import (
@@ -69,7 +69,8 @@ def fuse_prologue(graph: Graph) -> int:
         return 0
     read_sizes_of_operands(graph)
     fused = 0
-    for node in _before_writes(graph):
+    # Not behind a node that overwrites memory: a fused quantiser reads the operations' inputs later.
+    for node in list(itertools.takewhile(lambda node: not _writes(node), graph.nodes)):
         if node.target is QUANTIZE and _may_have_prologue(quantise_of(node)):
             variants = itertools.product((False, True), repeat=3)
             chain = max((_Chain(node, *variant) for variant in variants), key=lambda chain: chain.gain)
@@ -84,11 +85,6 @@ def _may_have_prologue(quantise: Quantise) -> bool:
     weight = quantise.each_matrix or quantise.scale_rule != "amax"
     given = quantise.amax is not None  # something else has read the tensor
     return not (weight or given or quantise.prologue) and on_gpu(quantise.x.meta["val"])
-
-
-def _before_writes(graph: Graph) -> list[Node]:
-    """The nodes before the first one that overwrites memory: a fused quantiser reads the operations' inputs later."""
-    return list(itertools.takewhile(lambda node: not _writes(node), graph.nodes))
 
 
 def _writes(node: Node) -> bool:
@@ -190,7 +186,7 @@ class _Chain:
         return any(self._needs_memory(user) for _, user in _readers(node))
 
     def _needs_memory(self, user: Node) -> bool:
-        """Whether a reader is outside Inductor's kernels or needs the quantiser's results.
+        """Whether a reader is outside Inductor's kernels, of pointwise operators and reductions, or needs the results.
 
         Inductor materialises the values of such a reader, or computes them twice from other tensors.
         """
@@ -198,7 +194,7 @@ class _Chain:
             return user is not self.quantise
         if cuts_columns(user):
             return any(map(self._needs_memory, user.users))
-        return not _by_inductor(user)
+        return not (is_pointwise(user) or user.target in _REDUCTIONS)
 
     @cached_property
     def _later(self) -> set[Node]:
@@ -361,11 +357,6 @@ def _readers(node: Node) -> Iterator[tuple[Node, Node]]:
     for each in aliases:
         aliases += [user for user in each.users if user.target in (CAST, *RESHAPES) and _renamed(user) is node]
     return ((alias, user) for alias in aliases for user in alias.users if user not in aliases)
-
-
-def _by_inductor(node: Node) -> bool:
-    """Whether Inductor generates a kernel for a node, into which it can fuse the node's inputs."""
-    return node.target in _REDUCTIONS or torch.Tag.pointwise in getattr(node.target, "tags", ())
 
 
 def _operation(node: Node, kind: str) -> tuple[str, tuple] | None:

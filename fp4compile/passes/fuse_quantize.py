@@ -47,7 +47,7 @@ from fp4compile.ops.nodes import (
     ScaledMM,
     new_node,
     quantise_of,
-    reached,
+    readers,
     scaled_mm_of,
 )
 from fp4compile.ops.quantize import QUANTIZE
@@ -111,18 +111,16 @@ def partner_of(product: Node) -> Node | None:
                 argument = argument.args[0]
             if isinstance(argument, Node) and argument is not product and argument.target is product.target:
                 other = scaled_mm_of(argument)
-                alike = _same_operand(other.a, own.a) and other.alone and (other.bias, own.bias) == (None, None)
-                groups = [(each.spec.grouping, _groups(each.offs)) for each in (other, own)]
-                alike = alike and groups[0] == groups[1]
-                same = (own.b.format, own.spec.out_dtype) == (other.b.format, other.spec.out_dtype)
-                if alike and same and same_shape(argument.meta["val"].shape, product.meta["val"].shape):
+                alike = _alike(other) == _alike(own) and other.alone and (other.bias, own.bias) == (None, None)
+                if alike and same_shape(argument.meta["val"].shape, product.meta["val"].shape):
                     return argument
     return None
 
 
-def _same_operand(one: Operand, other: Operand) -> bool:
-    keys = [[None if part is None else value_key(part) for part in (x.data, x.scales, x.outer)] for x in (one, other)]
-    return keys[0] == keys[1] and one.format == other.format
+def _alike(x: ScaledMM) -> tuple:
+    """A key that is equal for matmuls of the same activations and groups, in the same formats."""
+    spec = x.spec
+    return (*map(value_key, x.a.tensors), value_key(x.offs), x.a.format, x.b.format, spec.grouping, spec.out_dtype)
 
 
 def _may_quantize(product: ScaledMM) -> bool:
@@ -246,11 +244,11 @@ def _amax_readers(last: Node, region: Region) -> list[Node]:
     After a matmul of groups, they compute a global scale for each group. The list is then empty where any other node
     reads the value.
     """
-    groups = _groups(scaled_mm_of(region.product).offs)
-    reshaped = list(reached(last, lambda node: [user for user in node.users if user.target in RESHAPES]))
-    readers = dict.fromkeys(user for node in reshaped for user in node.users if user not in reshaped)
-    found = [node for node in readers if node.target is QUANTIZE and _takes_amax(quantise_of(node), groups)]
-    alone = len(found) == len(readers) and all(same_shape(node.meta["val"].shape, region.shape) for node in reshaped)
+    groups = value_key(scaled_mm_of(region.product).offs)
+    reading = list(readers(last, RESHAPES))
+    users = dict.fromkeys(user for user, _ in reading)
+    found = [node for node in users if node.target is QUANTIZE and _takes_amax(quantise_of(node), groups)]
+    alone = len(found) == len(users) and all(same_shape(each.meta["val"].shape, region.shape) for _, each in reading)
     return found if groups is None or alone else []
 
 
@@ -258,7 +256,7 @@ def _takes_amax(quantise: Quantise, groups: tuple | None) -> bool:
     spec = quantise.spec
     known = spec.static or quantise.amax is not None or spec.prologue is not None
     apart = spec.each_matrix or spec.hadamard or spec.scale_rule != "amax" or (spec.ragged and spec.dims != (ROWS,))
-    return spec.format.outer == "tensor" and not known and not apart and _groups(quantise.offs) == groups
+    return spec.format.outer == "tensor" and not known and not apart and value_key(quantise.offs) == groups
 
 
 def _replaceable(last: Node, region: Region) -> bool:
@@ -269,22 +267,15 @@ def _replaceable(last: Node, region: Region) -> bool:
     spec = quantise.spec
     plain = spec.dims == (ROWS,) and spec.swizzled and spec.scale_rule == "amax" and spec.prologue is None
     apart = spec.values or spec.each_matrix or spec.hadamard or spec.seeded
-    apart = apart or _groups(quantise.offs) != _groups(scaled_mm_of(region.product).offs)
+    apart = apart or value_key(quantise.offs) != value_key(scaled_mm_of(region.product).offs)
     scaled = serves_quantize(spec.format) and spec.static == (spec.format.outer is not None)
     computed_outer = any(user.args[1] == 2 and user.users for user in node.users if user.target is operator.getitem)
     return plain and not apart and scaled and not computed_outer
 
 
-def _groups(offs: Node | None) -> tuple | None:
-    """A key that is equal for equal offsets; None without groups."""
-    return None if offs is None else value_key(offs)
-
-
 def _only_quantiser(last: Node) -> Node | None:
     """The quantiser that alone reads a value, through reshapes; None where there is none, or another reader."""
-    reshaped = reached(last, lambda node: [user for user in node.users if user.target in RESHAPES])
-    found = {user for node in reshaped for user in node.users if user.target not in RESHAPES}
-    (node, *others) = found or (None,)
+    node, *others = {user for user, _ in readers(last, RESHAPES)} or (None,)
     return node if not others and node is not None and node.target is QUANTIZE else None
 
 

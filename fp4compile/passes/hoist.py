@@ -30,7 +30,7 @@ from fp4compile.ops.matmul import SCALED_MM
 from fp4compile.ops.nodes import ScaledMM, quantise_of, replace_results, scaled_mm_of
 from fp4compile.ops.quantize import QUANTIZE
 from fp4compile.passes.fuse_quantize import partner_of
-from fp4compile.passes.lib.base import Pass, run_passes, summary
+from fp4compile.passes.lib.base import run_passes, summary
 from fp4compile.passes.lib.equal_quantises import share
 from fp4compile.passes.lib.notes import note_joined
 from fp4compile.report.report import PassRun
@@ -41,15 +41,9 @@ from fp4compile.weights.writes import changes_are_seen, in_group
 log = logging.getLogger("fp4compile")
 
 
-@dataclass(frozen=True)
-class Recipient:
-    """The replacement of a quantise that was removed from the graph.
-
-    index: position of the parameter among the graph's inputs. form: its packed form.
-    """
-
-    index: int
-    form: Form
+# The replacement of a quantise that was removed from the graph: the parameter's position among the graph's inputs, and
+# its packed form.
+Recipient = tuple[int, Form]
 
 
 @dataclass(frozen=True)
@@ -84,7 +78,7 @@ def hoisting(
     graph, "always" is the user's promise of `Form`. sink: takes the pass's run for each graph with such weights.
     disabled: names of the passes that are switched off.
     """
-    if cache == "off" or HOIST.name in disabled:
+    if cache == "off" or "hoist" in disabled:
         return inner_compile
 
     def compile_hoisted(gm: GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Callable:
@@ -100,7 +94,7 @@ def hoisting(
             if inference and in_group() and any(_forms(gm.graph, lasting, promised=False)):
                 _tell_of_groups()
             return inner_compile(gm, example_inputs, **kwargs)
-        runs = run_passes([HOIST], gm.graph, lasting, hoisted, static)
+        runs = run_passes([hoist], gm.graph, lasting, hoisted, static)
         gm.recompile()
         log.info("graph with lasting weights: %s", summary(runs))
         sink(runs)
@@ -127,7 +121,7 @@ def hoist(graph: Graph, inputs: tuple[Input, ...], hoisted: Hoisted, static: Col
     placeholders = graph.find_nodes(op="placeholder")
     last = placeholders[-1] if placeholders else None
     for node, root, packed_as in list(_forms(graph, inputs, hoisted.promised)):
-        hoisted.recipients.append(Recipient(placeholders.index(root), packed_as))
+        hoisted.recipients.append((placeholders.index(root), packed_as))
         results = []
         for value in node.meta["val"]:
             last = _new_input(graph, last, value, hoisted)
@@ -139,9 +133,6 @@ def hoist(graph: Graph, inputs: tuple[Input, ...], hoisted: Hoisted, static: Col
     for product, other in sorted(partners, key=lambda two: _input_of(scaled_mm_of(two[0]).b.data) in places):
         last = _join(graph, product, other, recipients, places, last, hoisted)
     return len(hoisted.recipients)
-
-
-HOIST = Pass("hoist", hoist)
 
 
 def _forms(graph: Graph, inputs: tuple[Input, ...], promised: bool) -> Iterator[tuple[Node, Node, Form]]:
@@ -197,13 +188,9 @@ def _pays(product: ScaledMM) -> bool:
     """Whether a kernel of two such matmuls pays that quantises its result to A's format, or finds the amax for that."""
     fmt = product.a.format
     dtype = product.spec.out_dtype
-    end = AMAX if fmt.outer == "tensor" and not _is_static(product) else f"quantize {fmt.name}"
+    computed = product.a.outer is not None and product.a.outer.target is operator.getitem  # a result of the quantiser
+    end = AMAX if fmt.outer == "tensor" and computed else f"quantize {fmt.name}"
     return isinstance(quantized(product.problem, Epilogue.parse(["mul product pair", end], dtype, dtype), 2), Choice)
-
-
-def _is_static(product: ScaledMM) -> bool:
-    """Whether the global scale of A is static, not a result of the quantiser."""
-    return product.a.outer is not None and product.a.outer.target is not operator.getitem
 
 
 def _joinable(product: ScaledMM) -> bool:
@@ -242,7 +229,7 @@ def _join(
         return last
     if first[0] in recipients and second[0] in recipients:
         one, two = recipients[first[0]], recipients[second[0]]
-        if one.form is not two.form:
+        if one[1] is not two[1]:
             return last
         hoisted.pairs.append((one, two))
     elif all(_input_of(part) in places for part in (*first, *second)):
@@ -275,8 +262,7 @@ def _new_input(graph: Graph, last: Node, value: torch.Tensor, hoisted: Hoisted) 
 
 def _with_packed(compiled: Callable, hoisted: Hoisted) -> Callable:
     """The compiled function, called with the packed weights after its own arguments."""
-    wanted = [(one.index, one.form) for one in hoisted.recipients]
-    pairs = [(one.index, other.index, one.form) for one, other in hoisted.pairs]
+    pairs = [(one, other, form) for (one, form), (other, _) in hoisted.pairs]
 
     def call(args: list) -> Any:
         values = [*args]
@@ -287,7 +273,7 @@ def _with_packed(compiled: Callable, hoisted: Hoisted) -> Callable:
             joined += [
                 part if part.dtype == dtype else part.view(dtype) for part, dtype in zip(both, dtypes, strict=True)
             ]
-        for index, packed_as in wanted:
+        for index, packed_as in hoisted.recipients:
             values += packed_weight(args[index], packed_as)
         values += joined
         args.clear()

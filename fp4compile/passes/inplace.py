@@ -16,7 +16,7 @@ import torch
 from torch.fx import Graph, Node
 
 from fp4compile.ops.matmul import SCALED_MM
-from fp4compile.ops.nodes import CAST, RESHAPES, new_node, reached
+from fp4compile.ops.nodes import CAST, RESHAPES, is_pointwise, new_node, reached
 from fp4compile.templates.launch import on_gpu
 
 aten = torch.ops.aten
@@ -72,7 +72,7 @@ class _Consumers:
     def results(self) -> dict[Node, set[Node]]:
         """The materialised operations, which other nodes read, with the ancestors of each."""
         read = [node for node in self.operations if any(user not in self.operations for user in node.users)]
-        return {node: self._ancestors(node) for node in read}
+        return {node: set(reached(node, self._read_by)) for node in read}
 
     @cached_property
     def computed(self) -> set[Node]:
@@ -126,15 +126,15 @@ class _Consumers:
         value = node.meta.get("val")
         if node.op != "call_function" or node.target is aten.copy_.default or not isinstance(value, torch.Tensor):
             return False
-        operation = node.target is CAST or torch.Tag.pointwise in getattr(node.target, "tags", ())
+        operation = node.target is CAST or is_pointwise(node)
         return operation and value.shape == self.product.meta["val"].shape
 
     def _computed(self, node: Node) -> bool:
         return self._pointwise(node) or node.target in RESHAPES
 
-    def _ancestors(self, node: Node) -> set[Node]:
-        """A node, the nodes that it is computed from by pointwise operations and reshapes, and their operands."""
-        return set(reached(node, lambda each: each.all_input_nodes if self._computed(each) else ()))
+    def _read_by(self, node: Node) -> list[Node]:
+        """The operands of a pointwise operation or a reshape; none for other nodes."""
+        return node.all_input_nodes if self._computed(node) else []
 
     def _ends_here(self, operand: Node) -> bool:
         """Whether an operand is as large as the matmul, is in memory, and only this kernel reads it."""

@@ -34,9 +34,9 @@ from fp4compile.passes.fuse_epilogue import fuse_epilogue
 from fp4compile.passes.fuse_horizontal import fuse_horizontal
 from fp4compile.passes.fuse_prologue import fuse_prologue
 from fp4compile.passes.fuse_quantize import fuse_quantize
-from fp4compile.passes.hoist import HOIST
+from fp4compile.passes.hoist import hoist
 from fp4compile.passes.inplace import inplace
-from fp4compile.passes.lib.base import Pass, run_passes, summary
+from fp4compile.passes.lib.base import run_passes, summary
 from fp4compile.passes.lib.notes import Saved, fused, saved
 from fp4compile.passes.lower import lower
 from fp4compile.passes.merge_quantize import merge_quantize
@@ -51,23 +51,21 @@ from fp4compile.templates.launch import cuda_target
 
 log = logging.getLogger("fp4compile")
 
-JOINT = (Pass("rewrite", rewrite), Pass("recompute", recompute))
+JOINT = (rewrite, recompute)
 FUSING = (
-    Pass("merge_quantize", merge_quantize),
-    Pass("quantize_before_gather", quantize_before_gather),  # before `fake_quantize` makes 16-bit numbers of codes
-    Pass("fake_quantize", fake_quantize),  # before the fusing passes, which depend on the operands that it leaves
-    Pass("quantize_before_index", quantize_before_index),
-    Pass("fuse_quantize", fuse_quantize),  # before fuse_epilogue: it takes the same operations
-    Pass("fuse_epilogue", fuse_epilogue),
-    Pass("scale_results", scale_results),
-    Pass("fuse_prologue", fuse_prologue),  # after fuse_epilogue: a quantiser need not compute a matmul's epilogue
+    merge_quantize,
+    quantize_before_gather,  # before `fake_quantize` makes 16-bit numbers of codes
+    fake_quantize,  # before the fusing passes, which depend on the operands that it leaves
+    quantize_before_index,
+    fuse_quantize,  # before fuse_epilogue: it takes the same operations
+    fuse_epilogue,
+    scale_results,
+    fuse_prologue,  # after fuse_epilogue: a quantiser need not compute a matmul's epilogue
 )
 # `fuse_horizontal` runs after the names of fused operations are read. It runs before `inplace`, because it moves nodes,
 # which is only allowed while no memory is overwritten.
-HORIZONTAL = Pass("fuse_horizontal", fuse_horizontal)
-LOWERING = (Pass("inplace", inplace), Pass("lower", lower))
-POST_GRAD = (*FUSING, HORIZONTAL, *LOWERING)
-ALL = (*JOINT, HOIST, *POST_GRAD)
+POST_GRAD = (*FUSING, fuse_horizontal, inplace, lower)
+ALL = (*JOINT, hoist, *POST_GRAD)
 SWITCHED_OFF = "the pass rewrite is switched off (fp4compile.config.disabled_passes)"
 
 
@@ -76,7 +74,7 @@ def switched_off_passes() -> frozenset[str]:
 
     Raises ValueError for an unknown name, TypeError if the setting is no collection of names.
     """
-    return config.switched_off(list(dict.fromkeys(one.name for one in ALL)))
+    return config.switched_off([one.__name__ for one in ALL])
 
 
 @dataclass(frozen=True, eq=False)
@@ -141,7 +139,7 @@ class LowerPasses(CustomGraphPass):
             user_pass(graph)
         kept = saved(graph)
         runs, prologues = fuse(graph, self.disabled)
-        runs |= run_passes(LOWERING, graph, disabled=self.disabled)
+        runs |= run_passes((inplace, lower), graph, disabled=self.disabled)
         log.info("post-grad graph: %s", summary(runs))
         self.sink(kept, prologues, runs)
 
@@ -154,7 +152,7 @@ def fuse(graph: Graph, disabled: frozenset[str]) -> tuple[dict[str, PassRun], di
     """Run the fusing passes on a graph. Returns their runs, and the operations that quantisers compute (`fused`)."""
     runs = run_passes(FUSING, graph, disabled=disabled)
     operations = fused(graph)
-    return runs | run_passes([HORIZONTAL], graph, disabled=disabled), operations
+    return runs | run_passes([fuse_horizontal], graph, disabled=disabled), operations
 
 
 def _uuid(user_passes: tuple, disabled: frozenset[str], *own: str) -> tuple | None:

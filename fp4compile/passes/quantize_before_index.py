@@ -12,7 +12,7 @@ import torch
 from torch.fx import Graph, Node
 
 from fp4compile.formats import formats
-from fp4compile.ops.nodes import RESHAPES, Quantise
+from fp4compile.ops.nodes import RESHAPES, Quantise, is_pointwise
 from fp4compile.passes.lib.row_moves import (
     Move,
     bytes_of,
@@ -90,4 +90,4 @@ def _in_memory(node: Node) -> bool:
     """Whether a tensor is in memory anyway, not computed by Inductor's kernel that moves it."""
     while node.target in RESHAPES:
         node = node.args[0]
-    return torch.Tag.pointwise not in getattr(node.target, "tags", ()) or len(set(readers_of(node))) > 1
+    return not is_pointwise(node) or len(set(readers_of(node))) > 1

@@ -9,7 +9,7 @@ from torch.fx import Graph, Node
 from torch.utils.checkpoint import CheckpointPolicy
 
 from fp4compile.analysis.gradients import tangent_dependent
-from fp4compile.ops.quantize import DEQUANTIZE, EXPERT_WEIGHTS
+from fp4compile.ops.quantize import DEQUANTIZE
 
 
 def recompute(graph: Graph, decisions: object) -> int:
@@ -23,7 +23,7 @@ def recompute(graph: Graph, decisions: object) -> int:
     found: set[Node] = set()
     for node in graph.nodes:
         values = node.all_input_nodes
-        if node.target in (DEQUANTIZE, EXPERT_WEIGHTS) or (values and all(value in found for value in values)):
+        if node.target is DEQUANTIZE or (values and all(value in found for value in values)):
             found.add(node)
     weights = [node for node in found if gradients & node.users.keys()]
     if weights:

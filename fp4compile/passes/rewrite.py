@@ -23,8 +23,10 @@ from fp4compile.analysis.gemm import Gemm, GemmOperand
 from fp4compile.analysis.plan import Decision, Treatment
 from fp4compile.analysis.views import is_cast, source_of, value_key, view_of
 from fp4compile.formats import formats
+from fp4compile.formats.grouping import Grouping
 from fp4compile.formats.operand import Operand
 from fp4compile.ops.nodes import (
+    Quantise,
     expert_weights_of,
     fake_value,
     gathered_weight_of,
@@ -32,7 +34,7 @@ from fp4compile.ops.nodes import (
     new_node,
     product_of,
 )
-from fp4compile.ops.quantize import GATHERED_WEIGHT, QUANTIZE
+from fp4compile.ops.quantize import GATHERED_WEIGHT
 from fp4compile.passes.lib.notes import mark, name_product
 from fp4compile.templates.quantize.source import lies_transposed
 
@@ -96,19 +98,12 @@ class _Builder:
                 return self._grouped(decision, dtype)
             if gemm.index is not None:
                 return self._gathered(decision, dtype)
-            if gemm.bias is None:
-                return self._product(decision, dtype)
-            bias = gemm.bias.meta["val"]
-            # A one-dimensional bias may also have a single element, which is broadcast.
-            one_a_column = bias.dim() == 1 and _compat.statically_true(bias.shape[0] == node.meta["val"].shape[-1])
-            if (gemm.beta, gemm.alpha) == (1, 1) and one_a_column:
-                return self._product(decision, dtype, bias=gemm.bias)
-            return self._general_addmm(decision, dtype)
+            return self._product(decision, dtype, bias=gemm.bias)
 
     def _grouped(self, decision: Decision, dtype: torch.dtype) -> Node:
         """The grouped matmul. Groups of the contraction are rows of both operands, quantised along these rows."""
         gemm, meta = decision.gemm, decision.gemm.node.meta
-        by_rows = gemm.groups == "rows"
+        by_rows = gemm.groups is Grouping.RAGGED_ROWS
         source = gemm.a.source
         rows = self._size(source, -1 if gemm.a.transposed == by_rows else -2, meta)
         transposed = not by_rows and lies_transposed(gemm.node.meta["val"])  # a gradient has its weight's memory layout
@@ -135,21 +130,6 @@ class _Builder:
         if isinstance(size, int):
             return size
         return self._call(aten.sym_size.int, (node, dim % node.meta["val"].dim()), meta)
-
-    def _general_addmm(self, decision: Decision, dtype: torch.dtype) -> Node:
-        """beta * bias + alpha * matmul, computed in float32 and then cast.
-
-        For a bias that `scaled_mm` does not take: a scaled bias, or a bias that is not one element for each column.
-        """
-        gemm, meta = decision.gemm, decision.gemm.node.meta
-        product = self._product(decision, torch.float32)
-        if gemm.alpha != 1:
-            product = self._call(aten.mul.Tensor, (product, gemm.alpha), meta)
-        if gemm.beta != 0:
-            product = self._call(aten.add.Tensor, (product, gemm.bias), meta, alpha=gemm.beta)
-        if dtype != torch.float32:
-            product = self._call(torch.ops.prims.convert_element_type.default, (product, dtype), meta)
-        return product
 
     def _product(self, decision: Decision, dtype: torch.dtype, swapped: bool = False, **fields: Any) -> Node:
         """The matmul node of a decision. swapped: computed as B @ A. fields: further arguments of `product_of`."""
@@ -180,10 +160,10 @@ class _Builder:
             return Operand(self._swapped(source, meta))
         # A weight is one matrix for each group. In every other operand, groups are rows of the quantised tensor.
         offs = None if source.meta["val"].dim() == 3 else gemm.offs
-        if offs is not None and (dim == -2) != (gemm.groups == "contraction"):
+        if offs is not None and (dim == -2) != (gemm.groups is Grouping.RAGGED_CONTRACTION):
             source, dim = self._swapped(source, meta), -3 - dim
-        alone = offs is not None or (gemm.groups is not None and treatment.per_group)
-        key = (value_key(source), treatment, dim, alone, None if offs is None else value_key(offs))
+        alone = offs is not None or (gemm.groups is not Grouping.DENSE and treatment.per_group)
+        key = (value_key(source), treatment, dim, alone, value_key(offs))
         if key not in self.quantised:
             self.quantised[key] = self._quantize(source, treatment, dim, meta, (offs,) if alone else ())
             if operand.role == "wgrad_x":
@@ -204,7 +184,7 @@ class _Builder:
     def _for_batch(self, gemm: Gemm, treatment: Treatment, quantised: tuple, meta: dict) -> Operand:
         """The operand of a quantised value; in a batch, each matrix's global scale is repeated for its rows."""
         data, scales, outer = quantised
-        if gemm.groups in ("batch", "gather") and treatment.per_group:
+        if gemm.groups in (Grouping.BATCHED, Grouping.GATHERED) and treatment.per_group:
             shape = [*data.meta["val"].shape[:2], 1]
             outer = self._call(aten.view.default, (outer, [-1, 1, 1]), meta)
             outer = self._call(aten.expand.default, (outer, shape), meta)
@@ -222,30 +202,18 @@ class _Builder:
 
         groups: (offsets,) for groups, (None,) for a batch of matrices, each with its own global scale; otherwise ().
         """
-        kwargs: dict[str, Any] = {}
-        if isinstance(treatment.outer, Node):
-            kwargs["outer"] = treatment.outer
-        elif treatment.outer is not None:
-            device = source.meta["val"].device
-            kwargs["outer"] = self._call(
-                aten.full.default, ([], treatment.outer), meta, dtype=torch.float32, device=device
-            )
-        if treatment.layout != "linear":
-            kwargs["layout"] = treatment.layout
-        if treatment.stochastic:
-            kwargs["seed"] = self._seed(source, meta)
-        if treatment.hadamard:
-            kwargs["hadamard"] = True
-        if treatment.scale_rule != "amax":
-            kwargs["scale_rule"] = treatment.scale_rule
-        if groups:
-            kwargs |= {"each_matrix": True} if groups[0] is None else {"offs": groups[0]}
-        node = self._call(QUANTIZE, (source, treatment.format, [dim]), meta, **kwargs)
+        outer, device = treatment.outer, source.meta["val"].device
+        if outer is not None and not isinstance(outer, Node):
+            outer = self._call(aten.full.default, ([], outer), meta, dtype=torch.float32, device=device)
+        node = Quantise(
+            None, source, treatment.format, (dim,), next(iter(groups), None), outer,
+            self._seed(source, meta) if treatment.stochastic else None, treatment.layout,
+            hadamard=treatment.hadamard, scale_rule=treatment.scale_rule, each_matrix=groups == (None,),
+        ).new(self.graph, meta)  # fmt: skip
         data, scales, computed = (self._call(operator.getitem, (node, i), meta) for i in range(3))
         fmt = formats.get(treatment.format)
-        if fmt.outer is None:
-            computed = None
-        return data, scales if fmt.scale else None, kwargs.get("outer", computed)
+        computed = None if fmt.outer is None else computed
+        return data, scales if fmt.scale else None, computed if outer is None else outer
 
     def _seed(self, source: Node, meta: dict) -> Node:
         """The seed for rounding a gradient, equal along both dimensions.

@@ -12,13 +12,12 @@ to be normal: below 2^-126 in magnitude.
 """
 
 import math
-from collections.abc import Iterator
 
 import torch
 from torch.fx import Graph, Node
 
 from fp4compile._compat import statically_true
-from fp4compile.ops.nodes import RESHAPES, new_node
+from fp4compile.ops.nodes import RESHAPES, new_node, readers
 from fp4compile.passes.lib.operations import same_shape
 
 aten = torch.ops.aten
@@ -31,9 +30,9 @@ def scale_results(graph: Graph) -> int:
     """Move multiplications behind matmuls; returns the number of multiplications."""
     count = 0
     for scaled in graph.find_nodes(op="call_function", target=aten.mul.Tensor):
-        readers = list(_readers(scaled)) if _by_power_of_two(scaled) else []
-        if readers and all(_is_smaller_product(reader, scaled) for reader in readers):
-            _scale(readers, scaled)
+        products = _readers(scaled) if _by_power_of_two(scaled) else []
+        if products and all(_is_smaller_product(product, scaled) for product in products):
+            _scale(products, scaled)
             count += 1
     return count
 
@@ -48,13 +47,10 @@ def _by_power_of_two(node: Node) -> bool:
     return exact and same_shape(value.shape, source.shape) and same_shape(value.stride(), source.stride())
 
 
-def _readers(node: Node) -> Iterator[Node]:
+def _readers(node: Node) -> list[Node]:
     """The nodes that read a node or a view of it; a matmul of a node with itself, twice."""
-    for user in node.users:
-        if user.target in _VIEWS:
-            yield from _readers(user)
-        else:
-            yield from [user] * max(sum(arg is node for arg in user.args), 1)
+    found = readers(node, _VIEWS)
+    return [user for user, value in found for _ in range(max(sum(arg is value for arg in user.args), 1))]
 
 
 def _is_smaller_product(reader: Node, scaled: Node) -> bool:

@@ -1,7 +1,7 @@
 """Recipes: the format of each operand of each matmul, and the layers that are not quantised."""
 
 from fp4compile.recipe.named_recipes import PRODUCTS
-from fp4compile.recipe.recipe import Recipe, named, recipes, resolve, unmatched_rules
+from fp4compile.recipe.recipe import Recipe, named, recipes, resolve
 from fp4compile.recipe.rules import Rule
 from fp4compile.recipe.sources import DEFAULT, ENVIRONMENT, add_arguments
 
@@ -15,5 +15,4 @@ __all__ = [
     "named",
     "recipes",
     "resolve",
-    "unmatched_rules",
 ]

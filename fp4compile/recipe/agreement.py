@@ -3,7 +3,7 @@
 The collectives of a compiled graph depend on the recipe and the passes. Ranks with different ones would call different
 collectives, and wait for each other until the group times out.
 
-Entry: `tell(gm, example_inputs, settings)` before a graph is compiled, and `compare()` of its result afterwards.
+Entry: `publish(gm, example_inputs, settings)` before a graph is compiled, and `compare()` of its result afterwards.
 
 **What is compared.** For each process group a rank has a list of the different settings with which it compiled graphs
 that may call its collectives, in the order of first use. Ranks that agree have equal lists, whatever comes from caches
@@ -53,21 +53,21 @@ def _text(value: object) -> str:
     return text if len(text) <= _SHOWN else f"<sha256 {hashlib.sha256(text.encode()).hexdigest()[:12]}>"
 
 
-def tell(gm: GraphModule, example_inputs: Sequence[Any], settings: Mapping[str, str]) -> Told:
+def publish(gm: GraphModule, example_inputs: Sequence[Any], settings: Mapping[str, str]) -> Published:
     """Publish this rank's settings to the other ranks of a Dynamo graph's process groups."""
-    return tell_groups(_groups_of(gm, example_inputs), settings)
+    return publish_to(_groups_of(gm, example_inputs), settings)
 
 
-def tell_groups(groups: Iterable[dist.ProcessGroup], settings: Mapping[str, str]) -> Told:
+def publish_to(groups: Iterable[dist.ProcessGroup], settings: Mapping[str, str]) -> Published:
     """Publish this rank's settings to the other ranks of process groups that have other ranks and a store."""
     there = [group for group in groups if group.size() > 1 and dist.get_backend(group) != "fake"]
     stores = [(group, _compat.store_of(group)) for group in there]
-    told = [_told(group, store, settings) for group, store in stores if store is not None]
-    return Told([each for each in told if each is not None])
+    published = [_published(group, store, settings) for group, store in stores if store is not None]
+    return Published([each for each in published if each is not None])
 
 
 @dataclass(frozen=True)
-class Told:
+class Published:
     """This rank's published entries, one for each process group whose ranks have not all been compared."""
 
     entries: list[_Entry]
@@ -107,7 +107,7 @@ class _Entry:
             if self.waits:
                 silent = _ranks(sorted({*range(self.group.size())} - self._everyone().keys()))
                 log.warning(
-                    "%s of process group %r told no recipe in time, and is not compared", silent, _name(self.group)
+                    "%s of process group %r published no recipe in time, and is not compared", silent, _name(self.group)
                 )
             return
         if self.store.get(f"{self.prefix}/verdict") == _DIFFER:
@@ -150,7 +150,7 @@ _lists: WeakKeyDictionary[dist.ProcessGroup, _List] = WeakKeyDictionary()
 _lock = threading.Lock()
 
 
-def _told(group: dist.ProcessGroup, store: dist.Store, settings: Mapping[str, str]) -> _Entry | None:
+def _published(group: dist.ProcessGroup, store: dist.Store, settings: Mapping[str, str]) -> _Entry | None:
     """The entry of settings in a group's store, written at their first use; None if all ranks have already agreed."""
     key = _compared(settings)
     with _lock:

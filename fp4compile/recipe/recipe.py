@@ -8,7 +8,6 @@ import json
 import logging
 import os
 from argparse import Namespace
-from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,7 @@ from fp4compile.formats import formats
 from fp4compile.formats.formats import unknown_name
 from fp4compile.recipe import sources
 from fp4compile.recipe.named_recipes import FIELDS, OPERANDS, PRODUCTS, ROLES
-from fp4compile.recipe.rules import Ranking, Rule, fallback_rules, rule_of, unmatched
+from fp4compile.recipe.rules import Ranking, Rule, fallback_rules, rule_of
 
 log = logging.getLogger("fp4compile")
 
@@ -394,14 +393,6 @@ def _scales(value: Any) -> tuple[tuple[str, float], ...]:
             )
         scales[module] = float(scale)
     return tuple(sorted(scales.items()))
-
-
-def unmatched_rules(recipe: Recipe, names: Iterable[str]) -> tuple[Rule, ...]:
-    """The unused rules of a recipe: they match no name, or only names that earlier rules match.
-
-    names: the names of all layers of a model, as in reports, from all of its graphs.
-    """
-    return unmatched(recipe.rules, names)
 
 
 def recipes() -> tuple[str, ...]:

@@ -1,7 +1,6 @@
 """`Row`: how one matmul of a compiled graph is computed, and the name that reports show."""
 
-from dataclasses import MISSING, dataclass, field, fields, replace
-from typing import Any
+from dataclasses import dataclass, field, replace
 
 PRODUCTS = ("fprop", "dgrad", "wgrad", "attention", "other")
 CATEGORIES = ("dense", "experts", "attention", "convolution", "other")
@@ -81,28 +80,6 @@ class Row:
 def sizeless(row: Row) -> Row:
     """The row without fields that depend on varying sizes: equal for one matmul in compilations of other sizes."""
     return replace(row, m=None, n=None, k=None, flops=None, saved=None, saved_plain=None, fused=None)
-
-
-def row_of(stored: Any) -> Row:
-    """The row with the fields in `stored`: a dictionary from `dataclasses.asdict`, read back from JSON.
-
-    Raises ValueError where `stored` has no valid fields of a row.
-    """
-    if not isinstance(stored, dict):
-        raise ValueError(f"a row is a {type(stored).__name__}")
-    known = {one.name: one for one in fields(Row)}
-    if unknown := stored.keys() - known.keys():
-        raise ValueError(f"a row has a field {min(unknown)!r}")
-    for name, one in known.items():
-        kinds: Any = int | one.type if one.type == (float | None) else one.type
-        if name not in stored and one.default is MISSING:
-            raise ValueError(f"a row has no {name}")
-        if not isinstance(stored.get(name, one.default), kinds):
-            raise ValueError(f"{name} of a row is {stored[name]!r}")
-    row = Row(**stored)
-    if row.product not in PRODUCTS or row.category not in CATEGORIES:
-        raise ValueError(f"a row is of {row.product!r}, {row.category!r}")
-    return row
 
 
 def shown_name(row: Row) -> str:

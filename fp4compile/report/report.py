@@ -1,7 +1,7 @@
 """The report: one `Row` for each matmul, quantised or with the reason why not, collected in a `Report`."""
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import NamedTuple
 
@@ -330,26 +330,24 @@ class Report:
 
         Equal layers are one entry, as in the table. Layers without a prediction are left out.
         """
-        found = {}
-        for rows in by_layer(self.matmuls):
-            expected = gain(rows) if any(row.quantised for row in rows) else None
-            if expected is not None:
-                found[layer_name(rows)] = expected
-        return found
+        return self._gains(lambda row: row)
 
     def losing(self) -> dict[str, float]:
         """The predicted speed-up of each layer that would be faster unquantised while the others stay quantised.
 
         A launch that another layer needs too runs anyway, so it is not counted here.
         """
-        found = {}
-        for rows in by_layer(self.matmuls):
-            alone = [replace(row, seconds=None if row.seconds is None else row.seconds - (row.shared_seconds or 0))
-                     for row in rows]  # fmt: skip
-            expected = gain(alone) if any(row.quantised for row in rows) else None
-            if expected is not None and expected < 1:
-                found[layer_name(rows)] = expected
-        return found
+
+        def alone(row: Row) -> Row:
+            return replace(row, seconds=None if row.seconds is None else row.seconds - (row.shared_seconds or 0))
+
+        return {name: value for name, value in self._gains(alone).items() if value < 1}
+
+    def _gains(self, counted: Callable[[Row], Row]) -> dict[str, float]:
+        """The speed-up of each quantised layer with a prediction. counted: gives a row the times that count."""
+        layers = [rows for rows in by_layer(self.matmuls) if any(row.quantised for row in rows)]
+        found = {layer_name(rows): gain(map(counted, rows)) for rows in layers}
+        return {name: value for name, value in found.items() if value is not None}
 
     def host_bound(self) -> list[GraphLaunches]:
         """The launches of each graph that, by prediction, take the host longer to issue than the GPU to run.

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from fp4compile.report.product_row import one_line, shown_name
-from fp4compile.report.row_classes import Group, groups
+from fp4compile.report.row_classes import Group, gain, groups, layer_name, times
 
 Report = Any  # `report.report.Report`, which imports this file
 _SHOWN_REASONS = 3
@@ -188,8 +188,8 @@ def _advice_lines(report: Report) -> list[str]:
 
 def _table(shown: Sequence[Group], all: bool) -> tuple[tuple[Column, ...], tuple[Line, ...]]:
     """Columns and lines, without the optional columns that are empty everywhere. One unit for all times and bytes."""
-    pairs = [(group.plain_seconds, group.seconds) for group in shown]
-    time_unit = unit_of(value for pair in pairs for value in pair)
+    pairs = [times(group.rows) for group in shown]
+    time_unit = unit_of(value for pair in pairs for value in pair or ())
     byte_unit = _byte_unit(row.saved_plain for group in shown for row in group.rows)
     cells = [_cells(group, time_unit, byte_unit, all) for group in shown]
     kept = [place for place, column in enumerate(_COLUMNS)
@@ -200,24 +200,22 @@ def _table(shown: Sequence[Group], all: bool) -> tuple[tuple[Column, ...], tuple
         for column in (_COLUMNS[place] for place in kept)
     )
     lines = tuple(
-        Line(tuple(one_line(line[place]) for place in kept), None if None in pair else pair)  # type: ignore[arg-type]
-        for line, pair in zip(cells, pairs, strict=True)
+        Line(tuple(one_line(line[place]) for place in kept), pair) for line, pair in zip(cells, pairs, strict=True)
     )
     return columns, lines
 
 
 def _cells(group: Group, time_unit: str, byte_unit: tuple[int, str], all: bool) -> tuple[str, ...]:
-    row = group.first
+    row, pair, gained = group.rows[0], times(group.rows), gain(group.rows)
     scale, _ = byte_unit
     saved = "" if row.saved is None else f"{row.saved / scale:.1f} of {(row.saved_plain or 0) / scale:.1f}"
-    times = ("" if value is None else in_unit(value, time_unit) for value in (group.plain_seconds, group.seconds))
-    gained = "" if group.gain is None else f"{group.gain:.2f}"
+    seconds = ("", "") if pair is None else (in_unit(value, time_unit) for value in pair)
     sizes = (_sizes([getattr(each, name) for each in (*group.rows, *group.again)]) for name in "mnk")
     how = [row.reason or row.tier or "", row.weight_scales and f"weight scales {row.weight_scales}"]
     how += [row.fused and f"fused: {row.fused}", f"launches: {row.launches}" if all and row.launches else None]
     return (
-        group.name, row.product, *sizes, _formats(row.left, row.right), saved, *times, gained,
-        "; ".join(part for part in how if part),
+        layer_name(group.rows, len(group.rows)), row.product, *sizes, _formats(row.left, row.right), saved, *seconds,
+        "" if gained is None else f"{gained:.2f}", "; ".join(part for part in how if part),
     )  # fmt: skip
 
 

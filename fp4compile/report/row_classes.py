@@ -6,7 +6,6 @@ Only the numbers in the layers' names may differ inside a group: `layers.*.mlp.u
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 from fp4compile.report.product_row import PRODUCTS, Row, shown_name, sizeless
 
@@ -23,33 +22,6 @@ class Group:
     rows: tuple[Row, ...]
     again: tuple[Row, ...] = ()
 
-    @property
-    def first(self) -> Row:
-        """The row that represents the group."""
-        return self.rows[0]
-
-    @property
-    def name(self) -> str:
-        """The layers' name, with `*` for numbers that differ, and how many rows there are."""
-        names = {shown_name(row) for row in self.rows}
-        name = names.pop() if len(names) == 1 else _pattern(self.first)
-        return name if len(self.rows) == 1 else f"{name} x{len(self.rows)}"
-
-    @property
-    def plain_seconds(self) -> float | None:
-        """The predicted seconds of all rows unquantised; None where a row has no prediction."""
-        return _sum(row.plain_seconds for row in self.rows)
-
-    @property
-    def seconds(self) -> float | None:
-        """The predicted seconds of all rows as planned; None where a row has no prediction."""
-        return _sum(row.seconds for row in self.rows)
-
-    @property
-    def gain(self) -> float | None:
-        """The predicted speed-up; None where a row has no prediction."""
-        return gain(self.rows)
-
 
 def groups(rows: Sequence[Row]) -> list[Group]:
     """The groups, with the largest layers first, by predicted time unquantised or else by FLOPs."""
@@ -65,7 +37,7 @@ def groups(rows: Sequence[Row]) -> list[Group]:
         for row in members:
             equal.setdefault(_anywhere(row), []).append(row)
         parts = [Group(tuple(same), tuple(others.get(sizeless(same[0]), ()))) for same in equal.values()]
-        found.append((size, sorted(parts, key=lambda group: PRODUCTS.index(group.first.product))))
+        found.append((size, sorted(parts, key=lambda group: PRODUCTS.index(group.rows[0].product))))
     found.sort(key=lambda layer: -layer[0])  # the sort is stable: layers of one size keep their order
     return [group for _, parts in found for group in parts]
 
@@ -81,17 +53,25 @@ def by_layer(rows: Iterable[Row]) -> list[list[Row]]:
     return list(found.values())
 
 
-def layer_name(rows: Sequence[Row]) -> str:
-    """The name of the rows of equal layers, with `*` for numbers that differ, and how many layers there are."""
+def layer_name(rows: Sequence[Row], count: int | None = None) -> str:
+    """The name of the rows of equal layers, with `*` for numbers that differ, and `count`: by default, of layers."""
     names = {shown_name(row) for row in rows}
-    return names.pop() if len(names) == 1 else f"{_pattern(rows[0])} x{len(names)}"
+    count = len(names) if count is None else count
+    name = names.pop() if len(names) == 1 else _pattern(rows[0])
+    return name if count == 1 else f"{name} x{count}"
+
+
+def times(rows: Iterable[Row]) -> tuple[float, float] | None:
+    """The predicted seconds of the rows together, unquantised and as planned; None where a row has no prediction."""
+    pairs = [(row.plain_seconds, row.seconds) for row in rows]
+    known = [(plain, planned) for plain, planned in pairs if plain is not None and planned is not None]
+    return (sum(plain for plain, _ in known), sum(planned for _, planned in known)) if known == pairs else None
 
 
 def gain(rows: Iterable[Row]) -> float | None:
     """The predicted speed-up of the rows together; None where a row has no prediction."""
-    rows = list(rows)
-    plain, planned = _sum(row.plain_seconds for row in rows), _sum(row.seconds for row in rows)
-    return None if plain is None or not planned else plain / planned
+    plain, planned = times(rows) or (0.0, 0.0)
+    return plain / planned if planned else None
 
 
 def _anywhere(row: Row) -> Row:
@@ -101,8 +81,3 @@ def _anywhere(row: Row) -> Row:
 
 def _pattern(row: Row) -> str:
     return _NUMBER.sub("*", shown_name(row))
-
-
-def _sum(values: Iterable[Any]) -> Any:
-    values = list(values)
-    return None if None in values else sum(values)

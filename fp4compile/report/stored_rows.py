@@ -21,7 +21,7 @@ from torch._inductor.runtime.cache_dir_utils import cache_dir
 from torch.fx import GraphModule
 
 from fp4compile.recipe.atomic_file import write_atomically
-from fp4compile.report.product_row import Row, row_of
+from fp4compile.report.product_row import Row
 
 log = logging.getLogger("fp4compile")
 
@@ -74,7 +74,8 @@ def store(key: str, outcome: Outcome) -> None:
     path = _path(key)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_atomically(path, lambda file: file.write_text(rows_to_json(outcome), encoding="utf-8"))
+        text = json.dumps({"rows": [asdict(row) for row in outcome.rows], "counts": outcome.counts})
+        write_atomically(path, lambda file: file.write_text(text, encoding="utf-8"))
     except OSError as error:
         log.warning("report rows not stored: %s", error)
 
@@ -109,19 +110,13 @@ def _path(key: str) -> Path:
     return Path(cache_dir()) / "fp4compile" / f"{key}.json"
 
 
-def rows_to_json(outcome: Outcome) -> str:
-    """The results of the passes on a graph as JSON."""
-    return json.dumps({"rows": [asdict(row) for row in outcome.rows], "counts": outcome.counts})
-
-
 def rows_from_json(text: str) -> Outcome:
-    """The inverse of `rows_to_json`. Raises ValueError for any other text."""
-    stored = json.loads(text)
-    match stored:
+    """The rows and counts in JSON. Raises ValueError for a text without them, and for other fields."""
+    match json.loads(text):
         case {"rows": list(rows), "counts": dict(counts), **others} if not others:
-            pass
-        case _:
+            try:
+                return Outcome([Row(**row) for row in rows], counts)
+            except TypeError as error:
+                raise ValueError(f"a row has other fields: {error}") from error
+        case stored:
             raise ValueError(f"expected rows and counts, got a {type(stored).__name__} {text[:40]!r}")
-    if wrong := [count for count in counts.values() if type(count) is not int]:
-        raise ValueError(f"a count is {wrong[0]!r}")
-    return Outcome([row_of(row) for row in rows], counts)

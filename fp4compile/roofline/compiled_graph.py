@@ -20,15 +20,16 @@ from fp4compile.analysis import flops
 from fp4compile.analysis.gemm import Input
 from fp4compile.analysis.node_kinds import kind_of
 from fp4compile.hardware import Gpu
-from fp4compile.ops.nodes import reached
-from fp4compile.passes.hoist import HOIST, Hoisted
+from fp4compile.ops.nodes import PRODUCTS, reached
+from fp4compile.ops.quantize import LAY_OUT_SCALES, QUANTIZE
+from fp4compile.passes.hoist import Hoisted, hoist
 from fp4compile.passes.lib.base import run_passes
 from fp4compile.passes.lib.notes import name_product, product_of
 from fp4compile.passes.manager import JOINT, analyse, fuse, switched_off_passes
 from fp4compile.recipe import Recipe
 from fp4compile.report.report import GraphLaunches, Row, Seconds
 from fp4compile.roofline.graph_steps import steps_of
-from fp4compile.roofline.matmul_nodes import is_matmul, is_quantiser, lays_out_scales, named_results
+from fp4compile.roofline.matmul_nodes import named_results
 from fp4compile.roofline.time_terms import LAUNCH, TimedStep
 from fp4compile.templates.launch import dry_run
 
@@ -126,13 +127,12 @@ def _planned(
     parts = _split(module, forward_outputs)
     if forward_outputs is None and recipe.weight_cache != "off":
         static = range(len(inputs))  # of the inputs, only tensors of packed layers matter
-        run_passes([HOIST], parts.graphs[0], inputs, Hoisted(), static, disabled=disabled)
+        run_passes([hoist], parts.graphs[0], inputs, Hoisted(), static, disabled=disabled)
     return parts
 
 
 def _launches(parts: _Parts, gpu: Gpu) -> _Launches:
-    launched = (each for graph in parts.graphs for each in steps_of(graph, gpu))
-    return [(each.step, tuple(_products(each.node, parts))) for each in launched]
+    return [(step, tuple(_products(node, parts))) for graph in parts.graphs for node, step in steps_of(graph, gpu)]
 
 
 def _by_product(launches: _Launches) -> dict[str | None, _Launches]:
@@ -148,9 +148,9 @@ def _products(node: Node, parts: _Parts) -> list[str]:
     """The names of the matmuls that a node is launched for; none for Inductor's kernels and other operators."""
     if kind_of(node) != "other":
         return []
-    if is_quantiser(node) or lays_out_scales(node):
+    if node.target in (QUANTIZE, LAY_OUT_SCALES):
         return sorted(set(_readers(node, parts)))
-    if not is_matmul(node) and not flops.count(node):
+    if node.target not in PRODUCTS and not flops.count(node):
         return []
     return list(dict.fromkeys(name for name in map(product_of, named_results(node)) if name is not None))
 
@@ -163,7 +163,7 @@ def _readers(quantise: Node, parts: _Parts) -> Iterator[str]:
             if user.op == "output":
                 places = (place for place, value in enumerate(_outputs(user.graph)) if value is node)
                 yield from (parts.saved[place] for place in places if place in parts.saved)
-            elif not is_quantiser(user):
+            elif user.target is not QUANTIZE:
                 yield user
 
     def within(node: Node) -> Iterator[Node]:  # through views, and copies of global scales

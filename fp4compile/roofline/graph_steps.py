@@ -5,24 +5,24 @@ package counts as the kernel that `choose` names, a quantiser as its launches (`
 by their bytes (`roofline.inductor_kernels`), and attention and torch's matmuls by their FLOPs and bytes.
 """
 
-from dataclasses import dataclass
 from math import prod
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.fx import Graph, Node
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fp4compile import _compat
 from fp4compile.analysis import flops
 from fp4compile.analysis.node_kinds import kind_of, moved_bytes
+from fp4compile.formats.grouping import Grouping
 from fp4compile.hardware import Gpu
 from fp4compile.ops.define import KERNELS
-from fp4compile.ops.nodes import quantise_of
-from fp4compile.ops.quantize import QUANTIZE
+from fp4compile.ops.nodes import PRODUCTS, quantise_of
+from fp4compile.ops.quantize import LAY_OUT_SCALES, QUANTIZE
 from fp4compile.roofline import inductor_kernels
-from fp4compile.roofline.layer_sizes import ExpertGroups, Sizes
-from fp4compile.roofline.matmul_nodes import is_matmul, is_quantiser, lays_out_scales, matmul_of, size
+from fp4compile.roofline.layer_sizes import Sizes
+from fp4compile.roofline.matmul_nodes import matmul_of, size
 from fp4compile.roofline.product_steps import gemm_name, memory_pass, plain_step, product_steps
 from fp4compile.roofline.time_terms import ATTENTION, TimedStep, quantiser
 from fp4compile.templates.choose import choose
@@ -32,32 +32,26 @@ from fp4compile.templates.view import View
 aten = torch.ops.aten
 
 
-@dataclass(frozen=True)
-class Launched:
-    """A step and its node; for a kernel of Inductor, a node whose result the kernel stores."""
+def steps_of(graph: Graph, gpu: Gpu) -> list[tuple[Node, TimedStep]]:
+    """The steps of a graph with their nodes; for a kernel of Inductor, a node whose result the kernel stores.
 
-    node: Node
-    step: TimedStep
-
-
-def steps_of(graph: Graph, gpu: Gpu) -> list[Launched]:
-    """The steps of a graph. Sizes that vary count as in the captured call."""
-    found = [Launched(node, step) for node in graph.nodes if kind_of(node) == "other" for step in _steps(node, gpu)]
+    Sizes that vary count as in the captured call.
+    """
+    found = [(node, step) for node in graph.nodes if kind_of(node) == "other" for step in _steps(node, gpu)]
     for kernel in inductor_kernels.kernels(graph):
         name = "reduction" if "reduction" in map(kind_of, kernel.stores) else "pointwise"
-        step = memory_pass(name, kernel.moved, gpu, kernel.launches)
-        found.append(Launched(kernel.stores[0], step))
+        found.append((kernel.stores[0], memory_pass(name, kernel.moved, gpu, kernel.launches)))
     return found
 
 
 def _steps(node: Node, gpu: Gpu) -> list[TimedStep]:
     """The steps of a node that Inductor does not compute."""
-    if is_matmul(node):
+    if node.target in PRODUCTS:
         return _matmul(node, gpu)
-    if is_quantiser(node):
+    if node.target is QUANTIZE:
         return [_quantiser(node, gpu)]
     if node.target in KERNELS:
-        name = "lay out scales" if lays_out_scales(node) else "dequantise"
+        name = "lay out scales" if node.target is LAY_OUT_SCALES else "dequantise"
         return [memory_pass(name, moved_bytes(node), gpu)]
     count: Any = flops.count(node)
     if not count:
@@ -78,7 +72,7 @@ def _matmul(node: Node, gpu: Gpu) -> list[TimedStep]:
     if found.problem is None:
         return [plain_step(found.sizes, gpu)]
     choice = choose(found.problem)
-    steps = product_steps(found.sizes, found.formats, choice, found.problem, gpu, more=found.more)
+    steps = product_steps(found.sizes, choice, found.problem, gpu, found.more)
     extra = {"copy matrices": found.copied, "clear amaxes": found.cleared}  # the kernel then raises the amaxes
     return [*(memory_pass(name, moved, gpu) for name, moved in extra.items() if moved), *steps]
 
@@ -104,8 +98,9 @@ def _grouped_sizes(node: Node) -> Sizes:
     rows, columns, contraction = size(a.shape[-2]), size(b.shape[-1]), size(a.shape[-1])
     if offs is None:
         count = size(a.shape[0])
-        return Sizes(count * rows, columns, contraction, ExpertGroups(count, "batch"))
-    return Sizes(rows, columns, contraction, ExpertGroups(size(offs.meta["val"].shape[0])), along_k=b.dim() == 2)
+        return Sizes(count * rows, columns, contraction, Grouping.BATCHED, count)
+    grouping = Grouping.RAGGED_CONTRACTION if b.dim() == 2 else Grouping.RAGGED_ROWS
+    return Sizes(rows, columns, contraction, grouping, size(offs.meta["val"].shape[0]))
 
 
 # ---------------------------------------------------------------- quantisers
@@ -126,7 +121,7 @@ class _Fills(TorchDispatchMode):
 def _quantiser(node: Node, gpu: Gpu) -> TimedStep:
     """All launches of a quantise node."""
     spec = quantise_of(node).spec
-    with _compat.without_fake_tensors(), dry_run(gpu.target) as launches, _Fills() as fills:
+    with unset_fake_temporarily(), dry_run(gpu.target) as launches, _Fills() as fills:
         KERNELS[QUANTIZE](*_meta(node.args), **{name: _meta(value) for name, value in node.kwargs.items()})
     moved = sum(map(launch_bytes, launches))
     return quantiser(spec, moved, len(launches) + fills.count, gpu)

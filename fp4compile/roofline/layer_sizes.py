@@ -2,40 +2,30 @@
 
 from dataclasses import dataclass
 
+from fp4compile.formats.grouping import Grouping
 from fp4compile.formats.layouts import ceil_div
-
-
-@dataclass(frozen=True)
-class ExpertGroups:
-    """The number of a layer's matrices, and how rows are assigned to them.
-
-    count: matrices of the weight; for "gather" the number of indices, whose matrices are each read separately.
-    grouping: "rows" where offsets cut the rows into groups of unknown sizes; "batch" where all matrices have equally
-    many rows; "gather" where an index selects each batch entry's matrix (`analysis.gemm.Gemm.groups`).
-    """
-
-    count: int
-    grouping: str = "rows"
 
 
 @dataclass(frozen=True)
 class Sizes:
     """A matmul [rows, contraction] x [columns, contraction], or the matmuls of all experts.
 
-    In fprop and dgrad, `rows` counts the rows of all experts together, and each expert has its own matrix of `columns`
-    rows. along_k: the experts share the contraction, as in wgrad, and each has a result of [rows, columns].
+    `rows` counts the rows of all experts together, and each expert has its own matrix of `columns` rows; with ragged
+    contraction, as in wgrad, each has a result of [rows, columns].
+    count: matrices of B, or of the result; with gathered matrices, the number of indices, whose matrices are each read
+    separately.
     """
 
     rows: int
     columns: int
     contraction: int
-    experts: ExpertGroups | None = None
-    along_k: bool = False
+    grouping: Grouping = Grouping.DENSE
+    count: int = 1
 
     @property
-    def count(self) -> int:
-        """The number of matrices of B, or of the result."""
-        return 1 if self.experts is None else self.experts.count
+    def along_k(self) -> bool:
+        """Whether the experts share the contraction."""
+        return self.grouping is Grouping.RAGGED_CONTRACTION
 
     @property
     def lines(self) -> tuple[int, int]:
@@ -45,7 +35,7 @@ class Sizes:
     @property
     def lines_read(self) -> tuple[int, int]:
         """Lines of A and of B that the matmul reads; with fewer rows than experts, each row counts as one expert."""
-        if self.along_k or self.experts is None:
+        if self.along_k:
             return self.lines
         return self.rows, min(self.count, self.rows) * self.columns
 
@@ -71,9 +61,7 @@ class Sizes:
         across = ceil_div(self.columns, width)
         if self.along_k:
             tiles = self.count * ceil_div(self.rows, height) * across
-        elif self.experts is None:
-            tiles = ceil_div(self.rows, height) * across
-        elif self.experts.grouping == "rows":
+        elif self.grouping is Grouping.RAGGED_ROWS:
             groups = min(self.count, self.rows)
             tiles = max(groups, ceil_div(2 * self.rows + groups * height, 2 * height)) * across
         else:

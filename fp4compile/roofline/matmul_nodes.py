@@ -1,4 +1,4 @@
-"""Read nodes of this package's matmuls for predictions; no other file of `roofline` depends on these ops."""
+"""Read nodes of this package's matmuls for predictions."""
 
 import operator
 from collections.abc import Iterator
@@ -10,12 +10,10 @@ from torch.fx import Node
 
 from fp4compile.analysis import flops
 from fp4compile.analysis.node_kinds import nbytes, numel
-from fp4compile.formats.formats import BlockFormat
 from fp4compile.formats.grouping import Grouping
 from fp4compile.formats.operand import Arguments, Operand
 from fp4compile.ops.nodes import PRODUCTS, ScaledMM, is_product, products_of, scaled_mm_of
-from fp4compile.ops.quantize import LAY_OUT_SCALES, QUANTIZE
-from fp4compile.roofline.layer_sizes import ExpertGroups, Sizes
+from fp4compile.roofline.layer_sizes import Sizes
 from fp4compile.roofline.time_terms import BF16, stored
 from fp4compile.templates.problem import Problem
 
@@ -24,31 +22,15 @@ from fp4compile.templates.problem import Problem
 class TimedMatmul:
     """A matmul node at the sizes of the captured call.
 
-    problem: None where torch multiplies. formats: of A and B; None for 16 bits. more: bytes moved besides the operands
-    and a result of 16 bits. copied: bytes of matrices that are copied before. cleared: bytes that are zeroed before.
+    problem: None where torch multiplies. more: bytes moved besides the operands and a result of 16 bits. copied: bytes
+    of matrices that are copied before. cleared: bytes that are zeroed before.
     """
 
     sizes: Sizes
     problem: Problem | None
-    formats: tuple[BlockFormat | None, BlockFormat | None] = (None, None)
     more: int = 0
     copied: float = 0
     cleared: int = 0
-
-
-def is_matmul(node: Node) -> bool:
-    """Whether a node is a matmul of this package."""
-    return node.target in PRODUCTS
-
-
-def is_quantiser(node: Node) -> bool:
-    """Whether a node quantises."""
-    return node.target is QUANTIZE
-
-
-def lays_out_scales(node: Node) -> bool:
-    """Whether a node converts a quantiser's block scales to another layout."""
-    return node.target is LAY_OUT_SCALES
 
 
 def named_results(node: Node) -> Iterator[Node]:
@@ -57,7 +39,7 @@ def named_results(node: Node) -> Iterator[Node]:
     The results of a matmul that quantises are noted as operands of the next one.
     """
     alone = is_product(node)
-    if alone or not is_matmul(node):  # torch's matmuls too
+    if alone or node.target not in PRODUCTS:  # torch's matmuls too
         yield node
     if not alone or scaled_mm_of(node).spec.results == 1:
         yield from (user for user in node.users if user.target is operator.getitem)
@@ -77,7 +59,7 @@ def matmul_of(node: Node) -> TimedMatmul:
     more = nbytes(node) - BF16 * (sizes.result if product.spec.results > 1 else numel(node.meta["val"]))
     more += sum(map(nbytes, product.auxiliaries))
     cleared = 4 * size(problem.groups) if product.spec.amax and product.offs is not None else 0
-    return TimedMatmul(sizes, _at_captured_sizes(problem), (product.a.format, product.b.format), more, cleared=cleared)
+    return TimedMatmul(sizes, _at_captured_sizes(problem), more, cleared=cleared)
 
 
 def size(value: Any) -> int:
@@ -93,10 +75,9 @@ def _at_captured_sizes(problem: Problem) -> Problem:
 def _sizes(x: Arguments) -> Sizes:
     a, b = _shape(x.a), _shape(x.b)
     if x.offs is not None:
-        count, along_k = ExpertGroups(size(x.offs.shape[0])), len(b) == 2
-        columns = 2 * b[-2] if x.two_weights else b[-2]
-        return Sizes(a[-2], columns, size(x.rows) if along_k else a[-1], count, along_k=along_k)
-    return Sizes(prod(a[:-1]), b[-2], a[-1], ExpertGroups(prod(b[:-2]), "batch") if len(b) > 2 else None)
+        columns, contraction = 2 * b[-2] if x.two_weights else b[-2], size(x.rows) if len(b) == 2 else a[-1]
+        return Sizes(a[-2], columns, contraction, x.spec.grouping, size(x.offs.shape[0]))
+    return Sizes(prod(a[:-1]), b[-2], a[-1], x.spec.grouping, prod(b[:-2]))
 
 
 def _shape(x: Operand) -> tuple[int, ...]:
@@ -108,14 +89,14 @@ def _gathered(product: ScaledMM) -> TimedMatmul:
     """Few tokens, each with its own matrix, which a kernel reads through the index or from a copy."""
     x, target = product.values(), product.problem.target
     count, rows, length = _shape(x.a)
-    columns, formats = _shape(x.b)[-2], (x.a.format, x.b.format)
-    sizes = Sizes(count * rows, columns, length, ExpertGroups(count, "gather"))
+    columns = _shape(x.b)[-2]
+    sizes = Sizes(count * rows, columns, length, Grouping.GATHERED, count)
     if product.reads_by_index:
         spec = replace(x.spec, grouping=Grouping.RAGGED_ROWS)
-        return TimedMatmul(sizes, Problem(spec, sizes.rows, columns, length, target, groups=count), formats)
+        return TimedMatmul(sizes, Problem(spec, sizes.rows, columns, length, target, groups=count))
     problem = Problem(replace(x.spec, grouping=Grouping.BATCHED), rows, columns, length, target, count, True)
     copied = 2 * stored(x.b.format, count * columns, length, x.b.swizzled) if x.b.format else 0
-    return TimedMatmul(sizes, problem, formats, copied=copied)
+    return TimedMatmul(sizes, problem, copied=copied)
 
 
 def _horizontal(node: Node) -> TimedMatmul:
@@ -123,4 +104,4 @@ def _horizontal(node: Node) -> TimedMatmul:
     products = products_of(node)
     a, columns = products[0].values().a, sum(_shape(each.values().b)[-2] for each in products)
     sizes = Sizes(prod(_shape(a)[:-1]), columns, _shape(a)[-1])
-    return TimedMatmul(sizes, _at_captured_sizes(products[0].problem), (a.format, products[0].b.format))
+    return TimedMatmul(sizes, _at_captured_sizes(products[0].problem))

@@ -6,6 +6,7 @@ import torch
 
 from fp4compile._compat import statically_true
 from fp4compile.formats.formats import BlockFormat
+from fp4compile.formats.grouping import Grouping
 from fp4compile.hardware import Gpu
 from fp4compile.roofline.layer_sizes import Sizes
 from fp4compile.roofline.time_terms import (
@@ -30,22 +31,18 @@ def gemm_name(dtype: torch.dtype) -> str:
 
 def plain_step(sizes: Sizes, gpu: Gpu) -> TimedStep:
     """The matmul of two 16-bit operands by torch."""
-    by_offsets = sizes.experts is not None and sizes.experts.grouping == "rows"
+    by_offsets = sizes.grouping in (Grouping.RAGGED_ROWS, Grouping.RAGGED_CONTRACTION)
     read = BF16 * sum(sizes.lines_read) * sizes.contraction
     kernel = LIBRARY["grouped" if by_offsets else "dense"]
-    return _multiply(gemm_name(torch.bfloat16), sizes, kernel, read, gpu.bf16 * gpu.bf16_share, gpu, None)
+    return _multiply(gemm_name(torch.bfloat16), sizes, kernel, read, gpu.bf16 * gpu.bf16_share, gpu)
 
 
-def product_steps(
-    sizes: Sizes, formats: tuple[BlockFormat | None, BlockFormat | None], choice: Choice, problem: Problem, gpu: Gpu,
-    more: float = 0,
-) -> list[TimedStep]:  # fmt: skip
+def product_steps(sizes: Sizes, choice: Choice, problem: Problem, gpu: Gpu, more: float = 0) -> list[TimedStep]:
     """The steps of a matmul with a quantised operand, from codes to the result.
 
-    formats: of both operands in memory, None for 16 bits. more: bytes that the last kernel moves besides its operands
-    and a result of 16 bits, such as an epilogue's operands.
+    more: bytes that the last kernel moves besides its operands and a result of 16 bits, such as an epilogue's operands.
     """
-    choice = replace(choice, kernel=kernel_of(choice, problem))
+    choice, formats = replace(choice, kernel=kernel_of(choice, problem)), (problem.a.format, problem.b.format)
     native, found = choice.tier == "native", []
     operands: float = 0
     for place, (fmt, lines, read) in enumerate(zip(formats, sizes.lines, sizes.lines_read, strict=True)):
@@ -58,9 +55,10 @@ def product_steps(
             operands += plain
         else:
             operands += stored(fmt, read, sizes.contraction, native)
-    rate, rescaled = _rate(formats, choice, gpu), _rescaled_apart(sizes, choice, problem)
+    shares = KERNELS.get(choice.kernel, LIBRARY["dense"])
+    rate, rescaled = _rate(formats, choice, gpu, shares.matrix), _rescaled_apart(sizes, choice, problem)
     operands += (FLOAT32 - BF16) * sizes.result if rescaled else more  # the library writes float32 sums
-    found.append(_multiply(choice.kernel, sizes, _shares(choice), operands, rate, gpu, _tiles_of(choice, gpu)))
+    found.append(_multiply(choice.kernel, sizes, shares, operands, rate, gpu, _tiles_of(choice, gpu)))
     if choice.kernel == "library_block_scaled" and "tensor" in (problem.a.outer, problem.b.outer):
         found.append(memory_pass("multiply global scales", 0, gpu, launches=OUTER_SCALES))
     if rescaled:
@@ -96,11 +94,6 @@ def _tiles_of(choice: Choice, gpu: Gpu) -> tuple[tuple[int, int], int] | None:
     return None
 
 
-def _shares(choice: Choice) -> KernelShares:
-    """A kernel's shares of the rates."""
-    return KERNELS.get(choice.kernel, LIBRARY["dense"])
-
-
 def _dequantised(place: int, choice: Choice) -> bool:
     """Whether a pass before the matmul dequantises an operand: any operand, or only A where experts stay packed."""
     packed = choice.kernel in ("grouped_skinny", "grouped_wgmma_sm90") and place == 0
@@ -110,25 +103,26 @@ def _dequantised(place: int, choice: Choice) -> bool:
 def _rescaled_apart(sizes: Sizes, choice: Choice, problem: Problem) -> bool:
     """Whether a separate pass applies the global or row scales, because a library matmul has no argument for them."""
     scaled = (problem.a.outer, problem.b.outer) != ("none", "none")
-    by_library = choice.kernel == "dequant_operand" and sizes.experts is None
+    by_library = choice.kernel == "dequant_operand" and sizes.grouping is Grouping.DENSE
     return choice.kernel == "library_rescaled" or (by_library and scaled)
 
 
 def _multiply(
-    name: str, sizes: Sizes, kernel: KernelShares, operands: float, rate: float, gpu: Gpu, tiles: tuple | None
+    name: str, sizes: Sizes, kernel: KernelShares, operands: float, rate: float, gpu: Gpu, tiles: tuple | None = None
 ) -> TimedStep:  # fmt: skip
     """The step that multiplies. tiles: see `_tiles_of`; by default the kernel's tile, and as many as the GPU runs."""
     tile, at_once = tiles or (kernel.tile, gpu.multiprocessors // kernel.cluster)
     overhead = gpu.product_launch * kernel.launch + kernel.launches * gpu.launch
-    between = 0.0
-    if kernel.turn and tile:
-        between = kernel.turn * sizes.turns(tile, at_once)
+    between = kernel.turn * sizes.turns(tile, at_once) if kernel.turn and tile else 0.0
     return TimedStep(name, sizes.flops(tile, at_once), operands + BF16 * sizes.result, rate,
                 gpu.copy_rate * kernel.memory, overhead, between, 1 + kernel.launches)  # fmt: skip
 
 
-def _rate(formats: tuple[BlockFormat | None, BlockFormat | None], choice: Choice, gpu: Gpu) -> float:
-    """FLOP/s of the matmul: the codes' matrix units' rate in the native tier, bf16's in the emulated tier."""
+def _rate(formats: tuple[BlockFormat | None, ...], choice: Choice, gpu: Gpu, own: float | None) -> float:
+    """FLOP/s of the matmul: the codes' matrix units' rate in the native tier, bf16's in the emulated tier.
+
+    own: the kernel's share of it, if it is known.
+    """
     peak, share = gpu.bf16, gpu.bf16_share
     if choice.tier == "native" and None not in formats:
         fp4 = all(fmt is not None and fmt.packed for fmt in formats)
@@ -137,5 +131,4 @@ def _rate(formats: tuple[BlockFormat | None, BlockFormat | None], choice: Choice
             raise ValueError(f"gpu: {gpu.name} has no rate of {'FP4' if fp4 else 'FP8'} products, and "
                              f"{choice.kernel} multiplies such operands there")  # fmt: skip
         peak, share = native, reached
-    own = _shares(choice).matrix
     return peak * (share if own is None else min(own, share))

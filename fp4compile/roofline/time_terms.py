@@ -96,24 +96,11 @@ OUTER_SCALES = 2
 LAUNCH = 15e-6
 
 
-@dataclass(frozen=True)
-class Quantisers:
-    """Shares of a copy's bytes/s that quantise kernels reach; all shares that apply to an operand are multiplied.
-
-    columns, both, square: shares along columns, in both directions, in square blocks. hadamard, stochastic: shares with
-    the Hadamard transform and with stochastic rounding. row_amax: seconds, in launches, of the pass over a row inside
-    the kernel that computes the row scale.
-    """
-
-    columns: float = 0.93
-    both: float = 0.82
-    square: float = 0.87
-    hadamard: float = 0.74
-    stochastic: float = 0.92
-    row_amax: float = 0.6
-
-
-QUANTISERS = Quantisers()  # fitted to half of benchmarks/results/quantize_h200.json
+# The share of a copy's bytes/s that quantise kernels reach: along rows, along columns, in both directions, in square
+# blocks; multiplied by those of the Hadamard transform and of stochastic rounding. Fitted to half of
+# benchmarks/results/quantize_h200.json.
+QUANTISERS = {"rows": 1.0, "columns": 0.93, "both": 0.82, "square": 0.87, "hadamard": 0.74, "stochastic": 0.92}
+ROW_AMAX = 0.6  # the pass over a row inside the kernel that computes the row scale, in launches
 
 
 @dataclass(frozen=True)
@@ -136,31 +123,18 @@ class TimedStep:
     launches: int = 1
 
     @property
-    def matrix(self) -> float:
-        """Seconds of the matrix units."""
-        return self.flops / self.rate
-
-    @property
-    def memory(self) -> float:
-        """Seconds of the memory."""
-        return self.bytes / self.bandwidth
-
-    @property
     def seconds(self) -> float:
         """Seconds of the whole step."""
-        return self.overhead + self.between + max(self.matrix, self.memory)
+        return self.overhead + self.between + max(self.flops / self.rate, self.bytes / self.bandwidth)
 
 
 def quantiser(spec: QuantizeSpec, moved: float, launches: int, gpu: Gpu) -> TimedStep:
     """The step of a quantiser that moves `moved` bytes in `launches` launches."""
-    fmt, reached = spec.format, QUANTISERS
-    along, share = ("both", reached.both) if spec.both else ("columns", reached.columns)
-    if spec.dims == (ROWS,):
-        along, share = "rows", 1.0
-    share = reached.square if fmt.square else share
-    share *= (reached.hadamard if spec.hadamard else 1.0) * (reached.stochastic if spec.seeded else 1.0)
+    fmt, along = spec.format, "both" if spec.both else "rows" if spec.dims == (ROWS,) else "columns"
+    share = QUANTISERS["square" if fmt.square else along]
+    share *= (QUANTISERS["hadamard"] if spec.hadamard else 1.0) * (QUANTISERS["stochastic"] if spec.seeded else 1.0)
     in_kernel = fmt.outer == "row" and along == "rows" and not spec.static
-    overhead = (launches + (reached.row_amax if in_kernel else 0)) * gpu.launch
+    overhead = (launches + (ROW_AMAX if in_kernel else 0)) * gpu.launch
     name = f"quantise {along}" + ("" if spec.prologue is None else ", fused")
     return TimedStep(name, 0, moved, gpu.bf16, gpu.copy_rate * share, overhead, launches=launches)
 

@@ -12,10 +12,11 @@ from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from fp4compile import _compat, _inductor_patches
+from fp4compile.analysis.module_names import check_module
 from fp4compile.formats import formats
 from fp4compile.formats.formats import as_integers, integer_dtype
-from fp4compile.formats.layouts import ceil_div
-from fp4compile.formats.quantize_spec import FLOAT_DTYPES
+from fp4compile.formats.grouping import grouping_of
+from fp4compile.formats.quantize_spec import FLOAT_DTYPES, ROWS, QuantizeSpec
 from fp4compile.ops.quantize import QUANTIZE
 from fp4compile.report.decibels import decibels
 from fp4compile.weights.scale_checks import check_static
@@ -27,6 +28,7 @@ STATE_HOOKS = (
     "_state_dict_hooks", "_state_dict_pre_hooks", "_load_state_dict_pre_hooks", "_load_state_dict_post_hooks",
 )  # fmt: skip
 BUFFERS = ("weight_data", "weight_scales", "weight_outer")
+Part = tuple[tuple[int, ...], torch.dtype]  # shape and dtype of a buffer
 _DESCRIPTION = "_extra_state"  # the description's name in state dicts
 SHARDED = ("weight_data", "weight_scales")  # row scales are few, and a global scale has no rows
 
@@ -109,7 +111,7 @@ class PackedWeight(nn.Module):
 
         Raises RuntimeError for a shardable layer, because FSDP2 would lose a write to a gathered weight.
         """
-        if self.shardable:
+        if "weight_data" in self._parameters:  # `make_shardable` was called
             raise RuntimeError("weight: a layer that is sharded takes no other weight; merge adapters before it is")
         fmt, dim = formats.get(self.layer_format.weight), -2 if self.in_first else -1
         weight = weight.detach()
@@ -147,11 +149,6 @@ class PackedWeight(nn.Module):
         bits = name in SHARDED and isinstance(value, torch.Tensor)
         super().__setattr__(name, as_integers(value) if bits else value)
 
-    @property
-    def shardable(self) -> bool:
-        """Whether `make_shardable` was called."""
-        return "weight_data" in self._parameters
-
     def make_shardable(self) -> None:
         """Turn codes and block scales into frozen parameters: FSDP2 shards only parameters, and casts no integers."""
         for name in SHARDED:
@@ -186,12 +183,10 @@ class PackedWeight(nn.Module):
         """The contiguous weight in the original parameter's shape, in weight_dtype."""
         dtype = self.weight_dtype if self.weight_dtype in FLOAT_DTYPES else torch.float32
         given = *map(self.part, BUFFERS), self.layer_format.weight, self.in_features, dtype
-        if self.experts is None:
-            weight = torch.ops.fp4compile.dequantize(*given)
-        else:
-            outer = self.activation_outer_on(self.weight_data.device)
-            weight = torch.ops.fp4compile.expert_weights(*given, self.layer_format.activation, outer)
-        weight = weight.to(self.weight_dtype)
+        tokens: tuple = ()
+        if self.experts is not None:
+            tokens = self.layer_format.activation or "plain", self.activation_outer_on(self.weight_data.device)
+        weight = torch.ops.fp4compile.dequantize(*given, *tokens).to(self.weight_dtype)
         return weight.mT.contiguous() if self.in_first else weight
 
     def read(self) -> torch.Tensor:
@@ -443,12 +438,6 @@ def make_shardable_(model: nn.Module) -> None:
         layer.make_shardable()
 
 
-def check_module(model: object) -> None:
-    """Raise TypeError if the argument `model` is no module."""
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"model: expected a torch.nn.Module, got {type(model).__name__}")
-
-
 def packed_in(model: nn.Module) -> dict[str, PackedWeight]:
     """The packed weights of a model by every name. Raises TypeError if it is no module, ValueError if it has none."""
     check_module(model)
@@ -506,9 +495,6 @@ def autocast_dtype(device: torch.device) -> torch.dtype | None:
     return torch.get_autocast_dtype(device.type)
 
 
-# The integer dtypes of buffers by item size.
-
-
 def _uncast(before: torch.Tensor, hidden: torch.Tensor, after: torch.Tensor) -> torch.Tensor:
     """View a buffer in its own dtype again. hidden: it as integers. after: `hidden` after a module's `_apply`."""
     if after is hidden:
@@ -526,17 +512,24 @@ def dtypes_of(format: str) -> dict[str, tuple[torch.dtype, torch.dtype]]:
     return {name: (dtype, integer_dtype(dtype) if name in SHARDED else dtype) for name, dtype in found}
 
 
-def buffer_shapes(layer: PackedWeight) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+def buffer_shapes(layer: PackedWeight) -> dict[str, Part]:
     """The shape and the format's dtype of each buffer of a layer; buffers that its format lacks are missing."""
-    fmt = formats.get(layer.layer_format.weight)
-    lead = () if layer.experts is None else (layer.experts,)
-    blocks = ceil_div(layer.in_features, fmt.block_cols)
-    cols = blocks * fmt.block_cols // (2 if fmt.packed else 1)
-    shapes: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
-        "weight_data": ((*lead, layer.out_features, cols), fmt.data_dtype)
-    }
-    if fmt.block is not None:
-        shapes["weight_scales"] = ((*lead, ceil_div(layer.out_features, fmt.block[0]), blocks), fmt.scale_dtype)
-    if fmt.outer:
-        shapes["weight_outer"] = ((*lead, layer.out_features, 1) if fmt.outer == "row" else lead, torch.float32)
-    return shapes
+    each = layer.experts is not None
+    shape = (*([layer.experts] if each else []), layer.out_features, layer.in_features)
+    parts = zip(BUFFERS, parts_of(layer.layer_format.weight, shape, each_matrix=each), strict=True)
+    return {name: part for name, part in parts if part is not None}
+
+
+@functools.cache  # FSDP2's host thread calls it at every gather
+def parts_of(
+    format: str, shape: tuple[int, ...], dim: int = ROWS, each_matrix: bool = False
+) -> tuple[Part | None, ...]:
+    """Shape and dtype of codes, linear block scales, and global or row scales of a tensor; None for missing ones."""
+    fmt = formats.get(format)
+    spec = QuantizeSpec(fmt, (dim,), grouping=grouping_of(None, each_matrix))
+    data, scales, outer = spec.shapes(torch.empty(shape, device="meta"), 0, dim)
+    return (
+        (data, fmt.data_dtype),
+        (scales, fmt.scale_dtype) if fmt.scale else None,
+        (outer, torch.float32) if fmt.outer else None,
+    )

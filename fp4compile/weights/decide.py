@@ -11,7 +11,8 @@ from torch import nn
 from fp4compile.analysis.module_names import Named, module_name, named_tensors, walk
 from fp4compile.analysis.plan import NOT_CALIBRATED, Layer, Model, of_layer
 from fp4compile.formats import formats
-from fp4compile.recipe import Recipe, resolve, unmatched_rules
+from fp4compile.recipe import Recipe, resolve
+from fp4compile.recipe.rules import unmatched
 from fp4compile.report.report import Row
 from fp4compile.weights.buffers import LayerFormat
 from fp4compile.weights.experts import PackedExperts, Place, check_contracted, places_of
@@ -24,12 +25,12 @@ UNKNOWN_DIMENSION = "nothing says which dimension is contracted: name it in pack
 
 
 # The weight that `pack_` packs, or None; and its row in the report, if it has one.
-Decision = tuple[Weight | None, Row | None]
+Decided = tuple[Weight | None, Row | None]
 
 
 def decisions(
     model: nn.Module, recipe: str | dict | Recipe | Path | None, contracted: Mapping[str, int] | None = None
-) -> list[Decision]:
+) -> list[Decided]:
     """The decision about each weight of a model, which may be on the meta device. Warns and raises as `pack_`."""
     chosen = resolve(recipe)
     places = _places(model)
@@ -158,7 +159,7 @@ def _in_order(model: nn.Module) -> Iterator[str]:
         yield from (f"{path}.{child}".removeprefix(".") for child in module._parameters)
 
 
-def _of_linear(choice: _Choice, names: list[str]) -> Decision:
+def _of_linear(choice: _Choice, names: list[str]) -> Decided:
     linear = choice.model.get_submodule(names[0])
     found, note = choice.layer_format(names, linear)
     weight = linear._parameters.get("weight")  # `linear.weight` would compute a parametrised weight
@@ -167,7 +168,7 @@ def _of_linear(choice: _Choice, names: list[str]) -> Decision:
     return Weight(tuple(names), found) if isinstance(found, LayerFormat) else None, row
 
 
-def _of_attentions(model: nn.Module) -> Iterator[Decision]:
+def _of_attentions(model: nn.Module) -> Iterator[Decided]:
     """Rows for the input projections of `nn.MultiheadAttention`: parameters that it multiplies itself."""
     seen: set[int] = set()
     for named, module in walk(model):
@@ -180,7 +181,7 @@ def _of_attentions(model: nn.Module) -> Iterator[Decision]:
                 yield None, _row_of(named.child(child), (inner, outer), weight.dtype, IN_ATTENTION, None)
 
 
-def _of_experts(choice: _Choice, place: Place) -> Decision:
+def _of_experts(choice: _Choice, place: Place) -> Decided:
     found, note = choice.experts_format(place)
     matrices = place.parameter.shape[0]
     if place.in_first is None and matrices == 1:  # a table of positions, for example, and no experts
@@ -214,7 +215,7 @@ def _warn_of_rules(choice: _Choice, places: list[list[str]]) -> None:
     # For the backend, parameters of other modules (such as experts) are layers, too, and both may use one recipe.
     matrices = (named.name for named, parameter in named_tensors(choice.model) if parameter.dim() > 1)
     names = [*(choice.named[name].name for group in places for name in group), *map(module_name, matrices)]
-    for rule in unmatched_rules(choice.recipe, names):
+    for rule in unmatched(choice.recipe.rules, names):
         known = f"decides for no layer of the model (such as {names[0]!r})" if names else "and the model has no layer"
         warnings.warn(f"recipe {choice.recipe.name!r}: rule {rule.pattern!r} {known}", stacklevel=4)
 

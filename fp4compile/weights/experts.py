@@ -1,7 +1,7 @@
 """Packed experts: a parameter of three dimensions, one matrix for each expert, stored quantised in its module.
 
 `insert` gives the module a subclass with a property, which returns the dequantised weights, instead of the parameter:
-the module's code runs unchanged. In a graph, the property is one op, `expert_weights`, whose matmuls read the codes.
+the module's code runs unchanged. In a graph, the property is one op, `dequantize`, and matmuls of it read the codes.
 """
 
 import functools

@@ -78,7 +78,7 @@ def export_packed(
 
 
 @dataclass(frozen=True)
-class _Layer:
+class _ExportedLayer:
     """A linear layer to write. scheme: its formats. tensors: its tensors by the last part of their names."""
 
     scheme: Scheme
@@ -87,10 +87,10 @@ class _Layer:
 
 def _layers(
     packed: dict[str, PackedWeight], layout: Layout, names: PublishedNames, state: dict[str, torch.Tensor]
-) -> dict[str, _Layer]:
+) -> dict[str, _ExportedLayer]:
     """The layers to write, by name: packed layers, and the layers of each expert."""
     check_model(packed, state)
-    found: dict[str, _Layer] = {}
+    found: dict[str, _ExportedLayer] = {}
     for name, module in packed.items():
         if module.in_first:
             raise ValueError(f"model: {name!r} has its weight as [in, out], which these layouts do not hold")
@@ -98,11 +98,11 @@ def _layers(
         for buffer, suffix in layout.tensor_names(scheme).items():
             for layer, part in _parts(module, name, names, _buffer(module, name, buffer, state)):
                 stored = _stored(layout, scheme, buffer, part, module.in_features)
-                found.setdefault(layer, _Layer(scheme, {})).tensors[suffix] = stored
+                found.setdefault(layer, _ExportedLayer(scheme, {})).tensors[suffix] = stored
     return found
 
 
-def _warn_of_groups(layers: dict[str, _Layer], layout: Layout) -> None:
+def _warn_of_groups(layers: dict[str, _ExportedLayer], layout: Layout) -> None:
     """Warn where NVFP4 layers that engines multiply as one weight have different global scales."""
     nvfp4 = {name: layer for name, layer in layers.items() if layout.outer in layer.tensors}
     lost = []

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from fp4compile.analysis.module_names import check_module
 from fp4compile.formats.formats import integer_dtype
 from fp4compile.recipe import Recipe, resolve
 from fp4compile.recipe.atomic_file import write_atomically
@@ -21,7 +22,6 @@ from fp4compile.weights.buffers import (
     BUFFERS,
     PackedWeight,
     buffer_shapes,
-    check_module,
     is_extra_state,
     packed_in,
     tensors_of,

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 from torch import nn
@@ -24,22 +24,16 @@ def fused_groups(names: Iterable[str]) -> Iterator[tuple[str, ...]]:
                 yield members
 
 
-@dataclass(frozen=True, eq=False)
-class Shared:
-    """A weight to pack, and the amax of its group, of which its global scale is made; None without a group."""
-
-    weight: Weight
-    amax: torch.Tensor | None
-
-
-def with_shared_scales(model: nn.Module, weights: Iterable[Weight]) -> dict[tuple[str, ...], Shared]:
-    """The weights of linear layers by their names, each with its group's amax, float32 [], and static scale.
+def with_shared_scales(
+    model: nn.Module, weights: Iterable[Weight]
+) -> dict[tuple[str, ...], tuple[Weight, torch.Tensor]]:
+    """(weight with its group's static scale, amax of its group, float32 []) by the weight's names, for linear layers.
 
     The group's static scale is the largest of its members. A group shares scales if its members have the same format,
     and that has a global scale.
     """
     linear = {weight.names[0]: weight for weight in weights if weight.experts is None}
-    found = {weight.names: Shared(weight, None) for weight in linear.values()}
+    found = {}
     for names in fused_groups(linear):
         members = [linear[name] for name in names]
         if len({replace(one.layer_format, activation_outer=None) for one in members}) > 1:
@@ -50,8 +44,7 @@ def with_shared_scales(model: nn.Module, weights: Iterable[Weight]) -> dict[tupl
         static = [one.layer_format.activation_outer for one in members]
         outer = None if any(scale is None for scale in static) else max(scale for scale in static if scale is not None)
         for one in members:
-            shared = replace(one, layer_format=replace(one.layer_format, activation_outer=outer))
-            found[one.names] = Shared(shared, amax)
+            found[one.names] = replace(one, layer_format=replace(one.layer_format, activation_outer=outer)), amax
     return found
 
 

@@ -8,12 +8,13 @@ from pathlib import Path
 
 from torch import nn
 
+from fp4compile.analysis.module_names import check_module
 from fp4compile.recipe import Recipe, resolve
 from fp4compile.report.progress import with_bar
 from fp4compile.report.report import Report
-from fp4compile.weights.buffers import PackedWeight, check_module
+from fp4compile.weights.buffers import PackedWeight
 from fp4compile.weights.decide import decisions
-from fp4compile.weights.fused_groups import Shared, with_shared_scales
+from fp4compile.weights.fused_groups import with_shared_scales
 from fp4compile.weights.integration import save_as_packed
 from fp4compile.weights.linear import leave_fast_paths
 
@@ -59,8 +60,8 @@ def pack_(
     shared = with_shared_scales(model, weights) if shared_scales else {}
     for weight, row in with_bar(decided, "pack" if progress else None):
         if weight is not None:
-            one = shared.get(weight.names, Shared(weight, None))
-            one.weight.pack(model, one.amax)
+            shared_weight, amax = shared.get(weight.names, (weight, None))
+            shared_weight.pack(model, amax)
         report.add([] if row is None else [row], {})
     leave_fast_paths(model)
     save_as_packed(model)

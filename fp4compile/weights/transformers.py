@@ -142,8 +142,8 @@ class Fp4CompileQuantizer(HfQuantizer):
             packed = weight.empty(model)
             found = {name: tensors.pop(f"{weight.packed_names[0]}.{name}") for name in buffer_shapes(packed)}
             device = _device_of(weight.names[0], device_map)
-            shell = _Read(weight.parameter(model), getattr(packed, "bias", None),
-                          {name: storable(tensor).to(device) for name, tensor in found.items()})  # fmt: skip
+            shell = _Shell(weight.parameter(model), getattr(packed, "bias", None))
+            shell.__dict__.update({name: storable(tensor).to(device) for name, tensor in found.items()})
             self.waiting.append((weight, packed, shell))
             weight.put(model, shell)
             ignored |= {pattern for name in weight.names for pattern in _published_as(name, weight.experts is not None)}
@@ -258,7 +258,7 @@ class Fp4CompileQuantizer(HfQuantizer):
 
 
 class _Shell(nn.Module):
-    """The stand-in for a packed layer while weights are loaded.
+    """The stand-in for a packed layer while weights are loaded; it has the tensors of a published checkpoint itself.
 
     weight: on the meta device, because code of transformers reads it. missing: the buffers that were not loaded.
     """
@@ -289,14 +289,6 @@ class _Awaited(_Shell):
         if getattr(value, "_is_hf_initialized", False) and name in self.__dict__.get("missing", ()):
             self.missing.discard(name)
         super().__setattr__(name, value)
-
-
-class _Read(_Shell):
-    """A shell with the tensors of a published checkpoint, which transformers does not load."""
-
-    def __init__(self, weight: nn.Parameter, bias: nn.Parameter | None, tensors: dict[str, torch.Tensor]):
-        super().__init__(weight, bias)
-        self.__dict__.update(tensors)
 
 
 def _published_as(name: str, experts: bool) -> list[str]:

@@ -456,16 +456,6 @@ def test_a_weight_on_the_left_has_its_own_roles():
     assert sorted(entry[1:] for entry in found) == [("dgrad", DGRAD), ("fprop", FPROP), ("wgrad", WGRAD)]
 
 
-def test_a_scaled_product_has_scaled_gradients():
-    """The wgrad has the same alpha as its layer."""
-    w, bias = weight(64, 96), torch.randn(96)
-    found = both(
-        lambda x: torch.addmm(bias, x, w, alpha=0.25, beta=2), lambda x: linear(x, w.t()) * 0.25 + bias * 2, tokens(),
-        parameters=[w],
-    )  # fmt: skip
-    assert sorted(entry[2] for entry in found) == sorted([FPROP, DGRAD, WGRAD])
-
-
 def test_a_layer_applied_twice():
     layer = Linear(64, 64, bias=False)
 

@@ -34,7 +34,7 @@ class Rank:
         self.tell(recipe, **options).compare()
 
     def tell(self, recipe, **options):
-        return agreement.tell_groups([self], agreement.settings_of(resolve(recipe, **options), {"passes": []}))
+        return agreement.publish_to([self], agreement.settings_of(resolve(recipe, **options), {"passes": []}))
 
 
 @pytest.fixture(autouse=True)
@@ -87,7 +87,7 @@ def test_long_settings_are_compared_to_their_ends():
 def test_settings_beside_the_recipe_are_compared():
     first, second, _ = group()
     told = [
-        agreement.tell_groups([rank], agreement.settings_of(resolve("mxfp8"), {"passes": passes}))
+        agreement.publish_to([rank], agreement.settings_of(resolve("mxfp8"), {"passes": passes}))
         for rank, passes in ((first, []), (second, ["hoist"]))
     ]
     for each in told:
@@ -109,7 +109,7 @@ def test_silent_ranks_are_named_and_waited_for_once(caplog):
     first, second, third = group()
     with caplog.at_level(logging.WARNING, "fp4compile"):
         first.compare("mxfp8")
-    assert "ranks 1, 2 of process group 'three ranks' told no recipe in time" in caplog.text
+    assert "ranks 1, 2 of process group 'three ranks' published no recipe in time" in caplog.text
     fp4compile.config.agreement_seconds = 100
     begin = time.monotonic()
     first.compare("mxfp8")

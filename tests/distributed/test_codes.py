@@ -1,11 +1,13 @@
 """Codes of shards, put together, are the codes of the whole weight, bit for bit."""
 
+from functools import partial
+
 import pytest
 import torch
 
 from fp4compile.distributed import compiled
 from fp4compile.distributed.codes import Direction, magnitudes_of
-from fp4compile.distributed.shard import Encoding
+from fp4compile.distributed.shard import encode
 from fp4compile.formats import formats
 from fp4compile.formats.layouts import scale_layout
 from fp4compile.ops.quantize import QUANTIZE
@@ -91,11 +93,11 @@ def test_magnitudes_have_no_sign_and_keep_nan(device):
 def test_compiled_codes_have_the_same_bits(name):
     """As in tests/ptxsim/test_compiled_models.py."""
     both = tuple(Direction(name, dim, (N, K)) for dim in (-1, -2))
-    encode = Encoding((both, both[:1]))
+    sent = both, both[:1]
     whole = weight("cuda")
     stacks = torch.stack([whole, whole.flip(0)]), whole[: N // RANKS].unsqueeze(0)
     tensors = []
-    for stack, directions in zip(stacks, encode.directions, strict=True):
+    for stack, directions in zip(stacks, sent, strict=True):
         tensors += [stack, *(magnitudes_of([(one, stack)])[0] for one in directions if one.scale_over_ranks)]
-    found, expected = compiled.compiled(encode, tensors)(*tensors), encode(*tensors)
+    found, expected = compiled.compiled(partial(encode, sent), tensors)(*tensors), encode(sent, *tensors)
     assert len(found) == len(expected) and all(map(torch.equal, found, expected))

@@ -37,7 +37,7 @@ def test_experts_have_the_bits_of_one_process(kind, found):
 
 
 @pytest.mark.parametrize(("kind", "told"), [
-    ("nvfp4", "quantised after index: its outer scale is made of all moved rows"),
+    ("nvfp4", "quantised after index: its global scale is made of all moved rows"),
     ("nvfp4_one_level", "quantised after index: the numbers of rows are not known"),
     # transformers masks rows behind the index, which belong to no expert of the rank.
     *(pytest.param(kind, None, marks=BY_TRANSFORMERS) for kind in worker.BY_TRANSFORMERS),

@@ -10,7 +10,7 @@ from fp4compile.analysis.plan import BEFORE_CAST
 from fp4compile.capture import run_captured
 from fp4compile.distributed.arrival import Arrival, Finish
 from fp4compile.distributed.codes import Direction, magnitudes_of
-from fp4compile.distributed.whole import Form
+from fp4compile.distributed.whole import GatheredFormat
 from fp4compile.hardware import Target
 from fp4compile.passes.manager import analyse
 from fp4compile.recipe import resolve
@@ -22,7 +22,7 @@ from tests.helpers import without_codegen
 def gathered(weight: torch.Tensor, format: str, recompute=False, directions=2, layout="linear") -> nn.Parameter:
     """A weight as it is on one rank after a gather. directions: 1 gathers the codes along the columns alone."""
     both = tuple(Direction(format, dim, tuple(weight.shape), layout) for dim in (-1, -2))
-    arrival = Arrival(Form(*both, weight.dtype, recompute), weight.device, 1)
+    arrival = Arrival(GatheredFormat(*both, weight.dtype, recompute), weight.device, 1)
     gathering, shards = arrival.gathering(rows=directions == 2, columns=True), weight.unsqueeze(0)
     encoded = []
     for one in gathering.sent:

@@ -316,7 +316,7 @@ def test_reasons_are_found():
 @pytest.mark.parametrize("message", [
     "convolution", "no matmul found", "switches off those passes of Inductor that quantise",
     "freezing makes parameters constants", "compiled nothing", "no graph of it was captured", "decides for no layer",
-    "from Inductor's cache are gone", "leaves blocks alone by their number, and no name in this graph has one",
+    "from Inductor's cache are gone", "skips blocks by their number, and no name in this graph has one",
     "is compiled by itself, names in its graph begin below it",
 ])  # fmt: skip
 def test_messages_are_explained_and_are_in_the_code(message):
@@ -365,7 +365,7 @@ def test_formats_are_described_as_they_are():
 
 
 def test_every_switch_of_a_pass_is_described():
-    names = {one.name for one in getattr(manager, "ALL", ())}
+    names = {one.__name__ for one in getattr(manager, "ALL", ())}
     assert names <= set(first_cells("report.md"))
 
 

@@ -10,6 +10,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 import fp4compile
 from fp4compile.analysis.find import find
 from fp4compile.analysis.flops import count
+from fp4compile.formats.grouping import Grouping
 from fp4compile.hardware import Target
 from fp4compile.ops.nodes import PRODUCTS, quantise_of
 from fp4compile.ops.quantize import LAY_OUT_SCALES, QUANTIZE
@@ -76,7 +77,7 @@ def assert_trains_as_by_hand(name, dtype=torch.bfloat16, autocast=False):
     assert logits.dtype == expected_logits.dtype
     assert sqnr(expected_logits, logits) > SAME and found.keys() == expected.keys()
     assert min(sqnr(expected[each], found[each]) for each in expected) > SAME
-    experts = [d for d in decisions if d.gemm.groups is not None]
+    experts = [d for d in decisions if d.gemm.groups is not Grouping.DENSE]
     assert not any(d.reason for d in experts)
     products = {(d.gemm.module.rpartition(".")[2], d.gemm.product) for d in experts}
     assert products == {(w, p) for w in ("gate_up_proj", "down_proj") for p in ("fprop", "dgrad", "wgrad")}
@@ -173,7 +174,7 @@ def test_packed_models_compute_the_same():
         run, decisions = rewritten(lambda model=model, **inputs: model(**inputs), recipe)
         with torch.no_grad():
             found.append(run(input_ids=tokens(), use_cache=False).logits)
-        experts = [d for d in decisions if d.gemm.groups is not None]
+        experts = [d for d in decisions if d.gemm.groups is not Grouping.DENSE]
         assert len(experts) == 2 and not any(d.reason for d in experts)
     assert torch.equal(*found)
     assert not [p for p in model.parameters() if p.dim() == 3]

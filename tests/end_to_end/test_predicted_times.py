@@ -8,10 +8,11 @@ from torch._inductor import config as inductor
 
 import fp4compile
 from fp4compile import config, hardware
+from fp4compile.formats.grouping import Grouping
 from fp4compile.hardware import GPUS, Target
 from fp4compile.recipe import named
 from fp4compile.roofline import compiled_graph, graph_steps, time_terms
-from fp4compile.roofline.layer_sizes import ExpertGroups, Sizes
+from fp4compile.roofline.layer_sizes import Sizes
 from fp4compile.roofline.product_steps import plain_step
 from fp4compile.templates.launch import dry_run
 from tests.helpers import without_codegen
@@ -113,7 +114,7 @@ def test_other_products():
         x = torch.empty(4, 64, 64, device="meta", dtype=torch.bfloat16)
         report = fp4compile.explain(Attention(), x, recipe="nvfp4", gpu="B200")
     seconds = {row.product: row.seconds for row in report.rows}
-    products = plain_step(Sizes(256, 64, 64, ExpertGroups(4, "batch")), GPUS["B200"])
+    products = plain_step(Sizes(256, 64, 64, Grouping.BATCHED, 4), GPUS["B200"])
     assert seconds["attention"] == pytest.approx(products.seconds)
     assert "not predicted" not in str(report)
 
@@ -143,11 +144,12 @@ def of_experts(recipe, gpu, grad=False, tokens=8192, **sizes):
 def test_experts_are_predicted(gpu, recipe, grad):
     report = of_experts(recipe, gpu, grad)
     assert [row.category for row in report.rows] == ["experts"] * (3 if grad else 1)
-    plain, found, groups = {row.product: row.plain_seconds for row in report.rows}, GPUS[gpu], ExpertGroups(16)
-    assert plain["fprop"] == pytest.approx(plain_step(Sizes(8192, 2048, 1024, groups), found).seconds)
+    plain, found, rows = {row.product: row.plain_seconds for row in report.rows}, GPUS[gpu], (Grouping.RAGGED_ROWS, 16)
+    assert plain["fprop"] == pytest.approx(plain_step(Sizes(8192, 2048, 1024, *rows), found).seconds)
     if grad:
-        assert plain["dgrad"] == pytest.approx(plain_step(Sizes(8192, 1024, 2048, groups), found).seconds)
-        assert plain["wgrad"] == pytest.approx(plain_step(Sizes(2048, 1024, 8192, groups, True), found).seconds)
+        assert plain["dgrad"] == pytest.approx(plain_step(Sizes(8192, 1024, 2048, *rows), found).seconds)
+        wgrad = Sizes(2048, 1024, 8192, Grouping.RAGGED_CONTRACTION, 16)
+        assert plain["wgrad"] == pytest.approx(plain_step(wgrad, found).seconds)
     assert report.predicted().seconds == pytest.approx(sum(row.seconds for row in report.rows) + report.rest.seconds)
     assert all(row.seconds != row.plain_seconds for row in report.rows)
 

@@ -7,7 +7,8 @@ import torch
 
 import fp4compile
 from fp4compile.formats import formats
-from fp4compile.recipe import PRODUCTS, Recipe, Rule, named, recipes, resolve, unmatched_rules
+from fp4compile.recipe import PRODUCTS, Recipe, Rule, named, recipes, resolve
+from fp4compile.recipe import rules as layer_rules
 
 BACKWARD = ("dgrad", "wgrad")
 FORWARD_ONLY = ("nvfp4_one_level", "nvfp4_static", "nvfp4_weight_only")
@@ -152,8 +153,9 @@ RULES = [("*.q", "skip"), ("layers.9.*", "mxfp8"), ("layers.0.q", "mxfp8"), ("*.
 )
 def test_rules_that_decide_for_no_layer(names, unmatched):
     recipe = Recipe(rules=RULES)
-    assert unmatched_rules(recipe, (name for name in names)) == tuple(recipe.rules[index] for index in unmatched)
-    assert unmatched_rules(Recipe(), names) == ()
+    found = layer_rules.unmatched(recipe.rules, (name for name in names))
+    assert found == tuple(recipe.rules[index] for index in unmatched)
+    assert layer_rules.unmatched((), names) == ()
 
 
 def test_static_scale_by_module_name():

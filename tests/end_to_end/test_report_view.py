@@ -249,5 +249,5 @@ def test_a_module_with_such_a_name_is_explained_on_one_line(capsys):
 def test_the_table_of_sensitivities_escapes_too():
     layers = tuple(LayerSensitivity(name, 4096, 20.0, 30.0) for name in (ESCAPE, "a\nb", ""))
     lines = str(Sensitivity(ESCAPE, layers)).split("\n")
-    assert len(lines) == 7 and all(line.isprintable() for line in lines)
-    assert lines[3].startswith(r"a\nb ") and lines[4].startswith("(top) ")
+    assert len(lines) == 9 and all(line.isprintable() for line in lines)
+    assert lines[5].startswith(r"a\nb ") and lines[6].startswith("(top) ")

@@ -12,10 +12,11 @@ from benchmarks import llama_block
 from benchmarks import roofline as comparison
 from fp4compile import hardware
 from fp4compile.formats import formats, reference
+from fp4compile.formats.grouping import Grouping
 from fp4compile.formats.layouts import to_swizzled
 from fp4compile.hardware import GPUS, Gpu
 from fp4compile.roofline import time_terms
-from fp4compile.roofline.layer_sizes import ExpertGroups, Sizes
+from fp4compile.roofline.layer_sizes import Sizes
 from fp4compile.templates import choose
 from fp4compile.templates.gemm import cost
 
@@ -46,24 +47,32 @@ def test_whole_tiles_in_whole_turns():
     """Dense, groups that end in the middle of a tile, batches, results of each expert; by hand, 132 multiprocessors."""
     tile = 2 * 128 * 128
 
-    def of(product, m, n, k, experts):
+    def of(product, m, n, k, grouping, experts):
         rows, columns, contraction = {"fprop": (m, n, k), "dgrad": (m, k, n), "wgrad": (n, k, m)}[product]
-        return Sizes(rows, columns, contraction, experts, product == "wgrad")
+        return Sizes(rows, columns, contraction, grouping, experts)
 
-    def flops(product, *sizes, experts=None):
-        return of(product, *sizes, experts).flops((128, 128), 132)
+    def flops(product, *sizes, experts=(Grouping.DENSE, 1)):
+        return of(product, *sizes, *experts).flops((128, 128), 132)
 
     assert flops("fprop", 16, 1024, 4096) == flops("fprop", 128, 132 * 128, 4096) == tile * 4096 * 132
     assert flops("fprop", 129, 67 * 128, 64) == tile * 64 * 2 * 132  # 134 tiles
-    assert flops("fprop", 1000, 128, 64, experts=ExpertGroups(8)) == tile * 64 * 132  # 12 tiles
-    assert flops("fprop", 128 * 100, 128, 64, experts=ExpertGroups(64)) == tile * 64 * 132  # 100 + 32, no turn more
-    assert flops("fprop", 128 * 100, 128, 64, experts=ExpertGroups(66)) == tile * 64 * 2 * 132
-    assert flops("fprop", 200, 128, 64, experts=ExpertGroups(200)) == tile * 64 * 2 * 132  # one tile each at least
-    assert flops("dgrad", 100, 64, 133 * 128, experts=ExpertGroups(1, "batch")) == tile * 64 * 2 * 132
-    assert flops("wgrad", 8000, 128, 17 * 128, experts=ExpertGroups(8)) == tile * 1000 * 2 * 132  # 8 * 17 tiles
-    assert flops("fprop", 8, 128, 64, experts=ExpertGroups(256)) == tile * 64 * 132  # 8 experts at most have rows
-    assert of("wgrad", 8000, 128, 64, None).flops(None, 132) == 2 * 8000 * 128 * 64
-    sizes = of("fprop", 16384, 768, 2048, ExpertGroups(128))
+    assert flops("fprop", 1000, 128, 64, experts=(Grouping.RAGGED_ROWS, 8)) == tile * 64 * 132  # 12 tiles
+    assert (
+        flops("fprop", 128 * 100, 128, 64, experts=(Grouping.RAGGED_ROWS, 64)) == tile * 64 * 132
+    )  # 100 + 32, no turn more
+    assert flops("fprop", 128 * 100, 128, 64, experts=(Grouping.RAGGED_ROWS, 66)) == tile * 64 * 2 * 132
+    assert (
+        flops("fprop", 200, 128, 64, experts=(Grouping.RAGGED_ROWS, 200)) == tile * 64 * 2 * 132
+    )  # one tile each at least
+    assert flops("dgrad", 100, 64, 133 * 128, experts=(Grouping.BATCHED, 1)) == tile * 64 * 2 * 132
+    assert (
+        flops("wgrad", 8000, 128, 17 * 128, experts=(Grouping.RAGGED_CONTRACTION, 8)) == tile * 1000 * 2 * 132
+    )  # 8 * 17 tiles
+    assert (
+        flops("fprop", 8, 128, 64, experts=(Grouping.RAGGED_ROWS, 256)) == tile * 64 * 132
+    )  # 8 experts at most have rows
+    assert of("wgrad", 8000, 128, 64, Grouping.DENSE, 1).flops(None, 132) == 2 * 8000 * 128 * 64
+    sizes = of("fprop", 16384, 768, 2048, Grouping.RAGGED_ROWS, 128)
     assert sizes.turns((256, 256), 33) == 12 and sizes.flops((256, 256), 33) == 4 * tile * 2048 * 12 * 33
 
 

@@ -316,8 +316,8 @@ def test_budget_of_experts(monkeypatch):
 
 def test_table_and_json():
     lines = str(RANKED).splitlines()
-    assert lines[2].split() == ["blocks.0.a[1]", "600", "9.0", "10.0"] and "inf" in lines[5]
-    assert lines[-1] == "recipe nvfp4: all together about 9.5 dB, if errors are independent"
+    assert lines[4].split() == ["blocks.0.a[1]", "600", "9.0", "10.0"] and "inf" in lines[7]
+    assert lines[-1] == "all together about 9.5 dB, if errors are independent"
     worse = Sensitivity("x", (LayerSensitivity("", 1, -math.inf, -math.inf), *RANKED.layers))
     for one in (RANKED, worse):
         text = json.dumps(one.to_dict(), allow_nan=False)

@@ -71,18 +71,22 @@ def bare(d: Draft) -> None:
 
 @kind(1.5)
 def addmm(d: Draft) -> None:
-    """torch.addmm as Conv1D has it, with biases of all shapes that broadcast, scaled or not."""
+    """torch.addmm as Conv1D has it, and with terms that are no bias."""
     x = d.pick(rank=2)
     if x is None:
         return
     into, width, rows = d.shape(x)[-1], d.width(), d.shape(x)[0]
     shapes = [(width,), (width,), (1, width), (1,)] + ([] if d.dynamic else [(rows, width), (rows, 1)])
-    w, b = d.parameter(into, width), d.parameter(*d.rng.choice(shapes), letter="b")
-    d.layers.append(Layer(w, f"self.{w}", width, into, crosswise=True))
-    scaled = d.rng.choice(("", ", alpha=2", ", beta=2", ", beta=0.5, alpha=0.25"))
+    w, term = d.parameter(into, width), d.rng.choice(shapes)
+    b = d.parameter(*term, letter="b")
+    scaled = d.rng.choice(("", "", ", alpha=2", ", beta=2"))
+    is_bias = term == (width,) and not scaled
     h, shape = result(d, x, width)
-    d.step("addmm", [x], shape, [f"{h} = torch.addmm(self.{b}, {x}, self.{w}{scaled})"],
-           [f"{h} = q.linear('{w}', {x}, self.{w}.t(), self.{b}{scaled})"])  # fmt: skip
+    added = f"{h} = torch.addmm(self.{b}, {x}, self.{w}{scaled})"
+    if is_bias:
+        d.layers.append(Layer(w, f"self.{w}", width, into, crosswise=True))
+    d.step("addmm", [x], shape, [added],
+           [f"{h} = q.linear('{w}', {x}, self.{w}.t(), self.{b})" if is_bias else added])  # fmt: skip
 
 
 @kind(0.7)

@@ -64,18 +64,14 @@ class Oracle:
 
     # ------------------------------------------------------------ what program texts call
 
-    def linear(self, name, x, w, bias=None, *, fprop=MUST, back=MUST, alpha=1, beta=1, wgrad_scale=1):
+    def linear(self, name, x, w, bias=None, *, fprop=MUST, back=MUST, wgrad_scale=1):
         """x @ w.T + bias as a layer; `fprop` and `back` say whether its products MUST be quantised or MAY.
 
         wgrad_scale: what the gradient is multiplied by before the weight's is computed of it.
         """
-        layer = _Layer(self, name, (x.numel() // x.shape[-1], *w.shape), fprop, back, wgrad_scale, alpha)
-        row = bias is not None and bias.shape == w.shape[:1] and (alpha, beta) == (1, 1)
-        y = _Linear.apply(layer, x.reshape(-1, x.shape[-1]), w, bias if row else None)
-        y = y.reshape(*x.shape[:-1], w.shape[0])
-        if bias is None or row:
-            return y
-        return y + (bias if beta == 1 else bias * beta)
+        layer = _Layer(self, name, (x.numel() // x.shape[-1], *w.shape), fprop, back, wgrad_scale)
+        y = _Linear.apply(layer, x.reshape(-1, x.shape[-1]), w, bias)
+        return y.reshape(*x.shape[:-1], w.shape[0])
 
     def experts(self, name, x, w, ends):
         """x[rows of expert e] @ w[e].T for each e, as one layer; x [tokens, in], w [experts, out, in]."""
@@ -215,7 +211,7 @@ class _Lenient:
 
 @dataclass(frozen=True)
 class _Layer:
-    """dims: (tokens, out features, in features). alpha: of an addmm, which multiplies products, not their operands.
+    """dims: (tokens, out features, in features).
 
     never_square: roles of rows of several groups or matrices, which square blocks would mix. rows: that a product for
     the weight's gradient contracts, where these are not all tokens.
@@ -227,7 +223,6 @@ class _Layer:
     fprop: str
     back: str
     wgrad_scale: float
-    alpha: float = 1
     never_square: tuple[str, ...] = ()
     rows: int | None = None
 
@@ -240,17 +235,17 @@ class _Linear(torch.autograd.Function):
     def forward(ctx, layer: _Layer, x, w, bias):
         ctx.layer = layer
         ctx.save_for_backward(x, w)
-        return _scaled(layer.multiply("fprop", x, w.t(), ("fprop_x", "fprop_w"), bias), layer.alpha)
+        return layer.multiply("fprop", x, w.t(), ("fprop_x", "fprop_w"), bias)
 
     @staticmethod
     def backward(ctx, dy):
         (x, w), layer = ctx.saved_tensors, ctx.layer
         dx = dw = db = None
         if ctx.needs_input_grad[1]:
-            dx = _scaled(layer.multiply("dgrad", dy, w, ("dgrad_dy", "dgrad_w")), layer.alpha)
+            dx = layer.multiply("dgrad", dy, w, ("dgrad_dy", "dgrad_w"))
         if ctx.needs_input_grad[2]:
             scaled = _scaled(dy, layer.wgrad_scale).t()
-            dw = _scaled(layer.multiply("wgrad", scaled, x, ("wgrad_dy", "wgrad_x")), layer.alpha)
+            dw = layer.multiply("wgrad", scaled, x, ("wgrad_dy", "wgrad_x"))
         if ctx.needs_input_grad[3]:
             db = dy.sum(0)
         return None, dx, dw, db

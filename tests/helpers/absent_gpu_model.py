@@ -6,13 +6,13 @@ from dataclasses import dataclass
 
 import torch
 from torch._dispatch.python import enable_python_dispatcher
+from torch._functorch.aot_autograd import make_boxed_func
 from torch._inductor import config
 from torch._inductor.fx_passes import joint_graph
 from torch._subclasses import FakeTensorMode
 from triton.runtime import driver
 
 import fp4compile
-from fp4compile.capture import _boxed
 from fp4compile.hardware import Target
 from fp4compile.passes import hoist
 from fp4compile.report.report import Report
@@ -49,7 +49,7 @@ def compiled_for(monkeypatch, model, x, recipe, launches):
         config.post_grad_custom_post_pass(gm.graph)
         graphs.append(gm)
         outputs = [node.meta["val"] for node in gm.graph.find_nodes(op="output")[0].args[0]]
-        return _boxed(lambda *args: outputs)
+        return make_boxed_func(lambda *args: outputs)
 
     monkeypatch.setattr(importlib.import_module("fp4compile.dynamo_backend"), "compile_fx_inner", inner_compile)
     # Inductor would trace patterns of its own on the GPU.

@@ -7,11 +7,10 @@ import importlib
 from contextlib import nullcontext
 
 from torch._dynamo.backends.common import aot_autograd
+from torch._functorch.aot_autograd import make_boxed_func
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._inductor import config
 from torch._inductor.decomposition import select_decomp_table
-
-from fp4compile.capture import _boxed
 
 
 def install(monkeypatch, running=nullcontext, deciding=nullcontext) -> list[dict]:
@@ -50,7 +49,7 @@ def _compile(gm, example_inputs, patches, running, deciding):
             with running():
                 return module.forward(*args)
 
-        return _boxed(run)
+        return make_boxed_func(run)
 
     def infer(module, inputs):
         with deciding():

@@ -127,12 +127,12 @@ def test_weights_of_experts_are_dequantised_each_as_if_alone(name):
         data, scales, outer = ops.quantize(x, name, each_matrix=True, layout=layout)
         scales, outer = scales if fmt.scale else None, outer if fmt.outer else None
         args = (data, scales, outer, name, 77, torch.bfloat16)
-        found = ops.expert_weights(*args, "mxfp8", torch.tensor(0.5))
+        found = ops.dequantize(*args, "mxfp8", torch.tensor(0.5))
         for g, matrix in enumerate(x):
             alone = reference.quantize(matrix, fmt, None, layout)
             assert same(found[g], reference.dequantize(*alone, fmt, 77, torch.bfloat16))
     with FakeTensorMode(allow_non_fake_inputs=True):
-        fake = ops.expert_weights(*args)
+        fake = ops.dequantize(*args)
     assert (fake.shape, fake.dtype, fake.stride()) == (found.shape, found.dtype, found.stride())
 
 

@@ -63,7 +63,7 @@ BAD_CALLS = [
     (ValueError, "amax: expected float32 of shape () or (P,)", lambda: QUANTIZE(X, "nvfp4", amax=AMAX.expand(3))),
     (ValueError, "amax: expected float32 of shape (64, 1)", lambda: QUANTIZE(X, "float8_rowwise", -2, amax=AMAX)),
     (ValueError, "amax: goes without a prologue", lambda: QUANTIZE(X, "nvfp4", prologue=["neg aux0"], amax=AMAX)),
-    (ValueError, "outer: format mxfp8 has no outer scale", lambda: quantize(X, "mxfp8", outer=ONE)),
+    (ValueError, "outer: format mxfp8 has no global or row scale", lambda: quantize(X, "mxfp8", outer=ONE)),
     (ValueError, "outer: format nvfp4_one_level", lambda: quantize(X, "nvfp4_one_level", outer=ONE)),
     (ValueError, "outer: expected float32 of shape () ", lambda: quantize(X, "nvfp4", outer=torch.ones(1))),
     (ValueError, "outer: expected float32 of shape () ", lambda: quantize(X, "nvfp4", outer=torch.ones(4, 1))),

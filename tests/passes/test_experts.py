@@ -183,7 +183,7 @@ def test_batched_products_equal_hand_composition(name, weight_first):
     y = run(x)
     dy = torch.randn_like(y)
     y.backward(dy)
-    assert [d.reason for d in decisions] == [None] * 3 and {d.gemm.groups for d in decisions} == {"batch"}
+    assert [d.reason for d in decisions] == [None] * 3 and {d.gemm.groups for d in decisions} == {"batched"}
     for g in range(3):
         expected = by_hand(recipe, x.detach()[g], w.detach()[g], None, dy[g], torch.bfloat16)
         for ours, exact in zip((y.detach()[g], x.grad[g], w.grad[g]), expected, strict=True):
@@ -206,7 +206,7 @@ def test_gathered_products_equal_hand_composition(name, weight_first, experts):
     run, decisions = rewritten(gathered, recipe)
     y = run(x, index)
     product, *others = decisions
-    assert (product.reason, product.gemm.groups, product.gemm.dims) == (None, "gather", (5, N, K))
+    assert (product.reason, product.gemm.groups, product.gemm.dims) == (None, "gathered", (5, N, K))
     # The gradient of the weight, which torch 2.13 multiplies by elements and torch 2.11 as matrices.
     assert {other.reason for other in others} <= {"batched matmul of a gradient"}
     for s, expert in enumerate(index):

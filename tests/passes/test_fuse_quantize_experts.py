@@ -286,7 +286,7 @@ def test_predicted_steps(weights):
         return torch.ops.fp4compile.scaled_mm_results(a, a_scales, None, [b], [b_scales], [], spec, offs=offs)
 
     def read(graph):
-        found.extend(each.step for each in steps_of(graph, GPUS["B200"]))
+        found.extend(step for _, step in steps_of(graph, GPUS["B200"]))
 
     m, n, k, groups, found = 4096, 1024, 512, 8, []
     b = weights * groups, 2 * n // weights, k

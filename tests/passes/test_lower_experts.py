@@ -152,10 +152,10 @@ def test_experts_of_a_batch_and_by_index():
 
     for sm, tier in ((90, "emulated"), (100, "native")):
         (decision,), launches, left = lowered(sm, batched, (4, 64, 512), (4, 1024, 512), 4, recipe="nvfp4")
-        assert (decision.tier, decision.gemm.groups) == (tier, "batch") and not left
+        assert (decision.tier, decision.gemm.groups) == (tier, "batched") and not left
         assert launches.count("quantize_rows") == 2 and launches.count("tensor_amax") == 2
         (decision,), launches, left = lowered(sm, gathered, (6, 512), (4, 1024, 512), (6,), recipe="nvfp4")
-        assert (decision.tier, decision.gemm.groups) == (tier, "gather")
+        assert (decision.tier, decision.gemm.groups) == (tier, "gathered")
         if sm == 90:
             assert launches[-1] == "gemm_skinny" and not left  # reads weights through the index
         else:

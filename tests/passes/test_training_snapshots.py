@@ -264,10 +264,10 @@ quantize_default = fp4compile.quantize(primals_2, nvfp4_te, [-1], offs=primals_3
 quantize_default_1 = fp4compile.quantize(primals_1, nvfp4_16x16, [-1], each_matrix=True)
 scaled_mm_default: bfloat16[64, 64] = fp4compile.scaled_mm(getitem, getitem_1, getitem_2, getitem_3, getitem_4, getitem_5, nvfp4_te @ nvfp4_16x16, ragged rows -> bfloat16, offs=primals_3, rows=64)
 inductor_seeds_default: int64[1] = prims.inductor_seeds(1, cpu)
-quantize_default_2 = fp4compile.quantize(tangents_1, nvfp4_te, [-2], seed=select_int, hadamard=True, offs=primals_3)
-quantize_default_3 = fp4compile.quantize(primals_2, nvfp4_te, [-2], hadamard=True, offs=primals_3)
+quantize_default_2 = fp4compile.quantize(tangents_1, nvfp4_te, [-2], offs=primals_3, seed=select_int, hadamard=True)
+quantize_default_3 = fp4compile.quantize(primals_2, nvfp4_te, [-2], offs=primals_3, hadamard=True)
 scaled_mm_default_1: bfloat16[3, 64, 32] = fp4compile.scaled_mm(getitem_6, getitem_7, getitem_8, getitem_9, getitem_10, getitem_11, nvfp4_te @ nvfp4_te, ragged contraction -> bfloat16, offs=primals_3, rows=64)
-quantize_default_4 = fp4compile.quantize(tangents_1, nvfp4_te, [-1], seed=select_int, offs=primals_3)
+quantize_default_4 = fp4compile.quantize(tangents_1, nvfp4_te, [-1], offs=primals_3, seed=select_int)
 quantize_default_5 = fp4compile.quantize(primals_1, nvfp4_16x16, [-2], each_matrix=True)
 scaled_mm_default_2: bfloat16[64, 32] = fp4compile.scaled_mm(getitem_12, getitem_13, getitem_14, getitem_15, getitem_16, getitem_17, nvfp4_te @ nvfp4_16x16, ragged rows -> bfloat16, offs=primals_3, rows=64)
 return scaled_mm_default: bfloat16[64, 64], scaled_mm_default_1: bfloat16[3, 64, 32], scaled_mm_default_2: bfloat16[64, 32]
@@ -279,7 +279,7 @@ return scaled_mm_default: bfloat16[64, 64], primals_1: bfloat16[3, 64, 32], prim
 backward
 inductor_seeds_default: int64[1] = prims.inductor_seeds(1, cpu)
 quantize_default = fp4compile.quantize(tangents_1, nvfp4_te, [-1, -2], offs=primals_3, seed=select_int, hadamard=True)
-quantize_default_3 = fp4compile.quantize(primals_2, nvfp4_te, [-2], hadamard=True, offs=primals_3)
+quantize_default_3 = fp4compile.quantize(primals_2, nvfp4_te, [-2], offs=primals_3, hadamard=True)
 scaled_mm_default_1: bfloat16[3, 64, 32] = fp4compile.scaled_mm(getitem_20, getitem_21, getitem_22, getitem_9, getitem_10, getitem_11, nvfp4_te @ nvfp4_te, ragged contraction -> bfloat16, offs=primals_3, rows=64)
 quantize_default_5 = fp4compile.quantize(primals_1, nvfp4_16x16, [-2], each_matrix=True)
 scaled_mm_default_2: bfloat16[64, 32] = fp4compile.scaled_mm(getitem, getitem_18, getitem_19, getitem_15, getitem_16, getitem_17, nvfp4_te @ nvfp4_16x16, ragged rows -> bfloat16, offs=primals_3, rows=64)

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from ptxsim.memory import GlobalMemory
+from ptxsim.global_memory import GlobalMemory
 from ptxsim.parse import parse
 from ptxsim.run import LOCKSTEP, Kernel, Schedule, run
 

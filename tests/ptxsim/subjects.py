@@ -25,7 +25,7 @@ from fp4compile.check.simulator import LaunchSimulator
 from fp4compile.formats.epilogue import AMAX
 from fp4compile.hardware import Target
 from fp4compile.templates.launch import Launch
-from ptxsim.launch import Compiled
+from ptxsim.kernel_launch import Compiled
 from ptxsim.parse import parse
 from ptxsim.run import Kernel, Schedule
 from tests.ptxsim.quantised_results import differences

@@ -6,6 +6,7 @@ combinations of model, recipe, run and dtype, which takes ten minutes.
 
 import os
 from collections import Counter
+from functools import partial
 
 import pytest
 import torch
@@ -18,17 +19,17 @@ from fp4compile import _compat, config
 from fp4compile.check.products import TWO_CTAS
 from fp4compile.check.simulator import LaunchSimulator
 from fp4compile.distributed import compiled
-from fp4compile.distributed.arrival import Swizzling, Transposing
+from fp4compile.distributed.arrival import swizzle, transpose
 from fp4compile.distributed.codes import Direction, magnitudes_of
-from fp4compile.distributed.shard import Encoding
-from fp4compile.distributed.whole import Form
+from fp4compile.distributed.shard import encode
+from fp4compile.distributed.whole import GatheredFormat
 from fp4compile.hardware import Target
 from fp4compile.ops.quantize import QUANTIZE
 from fp4compile.passes import lower, quantize_before_index
 from fp4compile.passes.lib import arranged_operands
 from fp4compile.templates.choose import choose
 from ptxsim.fault import Fault
-from ptxsim.launch import Compiled
+from ptxsim.kernel_launch import Compiled
 from tests.helpers import in_interpreter
 from tests.helpers.compiled_models import RUNS, Case, compared, difference, expected_of
 from tests.helpers.simulated_gpu import Gpu, simulated
@@ -132,15 +133,15 @@ def test_inductor_writes_the_operand_of_packed_experts(monkeypatch):
 def test_codes_of_shards_are_made_by_the_quantisers_alone(monkeypatch):
     """What FSDP2's host thread runs at a gather. One launch more for each direction fills up the outer scales."""
     both = tuple(Direction("nvfp4_16x16", dim, (96, 80)) for dim in (-1, -2))
-    encode = Encoding((both, both[:1]))
+    sent = both, both[:1]
     stacks = torch.randn(2, 48, 80).bfloat16(), torch.randn(1, 48, 80).bfloat16()
     tensors = []
-    for stack, directions in zip(stacks, encode.directions, strict=True):
+    for stack, directions in zip(stacks, sent, strict=True):
         tensors += [stack, *(magnitudes_of([(one, stack)])[0] for one in directions)]
     with simulated(monkeypatch, 90) as gpu, torch.no_grad():
         monkeypatch.setattr(compiled, "compile_fx_inner", gpu.compile_inner)
-        found = compiled.compiled(encode, tensors)(*tensors)
-    assert len(found) == 9 and all(map(torch.equal, found, encode(*tensors)))
+        found = compiled.compiled(partial(encode, sent), tensors)(*tensors)
+    assert len(found) == 9 and all(map(torch.equal, found, encode(sent, *tensors)))
     counted = gpu.counted()
     assert counted["package"] == {"quantize_squares": 3} and counted["Inductor"].total() == 3
     assert not counted["PyTorch"]
@@ -150,12 +151,12 @@ def test_codes_of_shards_are_made_by_the_quantisers_alone(monkeypatch):
 def test_weights_of_square_blocks_are_finished_by_compiled_functions(monkeypatch):
     """Scales are swizzled, codes and scales are transposed: what is compiled writes where the weight's tensors lie."""
     rows, columns = (Direction("nvfp4_16x16", dim, (96, 80), "swizzled") for dim in (-1, -2))
-    form, ranks = Form(rows, columns, torch.bfloat16, recompute=True), 2
+    form, ranks = GatheredFormat(rows, columns, torch.bfloat16, recompute=True), 2
     weight = torch.randn(96, 80)
     codes, whole = ([*QUANTIZE(weight, "nvfp4_16x16", dim, layout="swizzled")] for dim in (-1, -2))
     arriving = [part for shard in weight.chunk(ranks) for part in rows.encode(shard[None], weight.abs().amax())[1]]
-    swizzling = Swizzling((rows,), ranks), [torch.empty_like(codes[1]), torch.cat(arriving)]
-    transposing = Transposing((form,)), [*codes, *map(torch.empty_like, whole)]
+    swizzling = partial(swizzle, [(rows, ranks)]), [torch.empty_like(codes[1]), torch.cat(arriving)]
+    transposing = partial(transpose, [form]), [*codes, *map(torch.empty_like, whole)]
     with simulated(monkeypatch, 100) as gpu, torch.no_grad():
         monkeypatch.setattr(compiled, "compile_fx_inner", gpu.compile_inner)
         for function, tensors in (swizzling, transposing):
@@ -280,7 +281,7 @@ def test_gate_and_up_of_experts_write_the_operand_of_down(experts, recipe, monke
         launches.append(gpu.counted()["package"])
         fused = {row.module: row.fused for row in backend.report.rows}
         last, apart = ("amax", None) if recipe == "nvfp4" else ("quantize", "silu, mul")
-        reasons = {"nvfp4": "its outer scale is made of all moved rows", "mxfp8": "the numbers of rows are not known"}
+        reasons = {"nvfp4": "its global scale is made of all moved rows", "mxfp8": "the numbers of rows are not known"}
         moved = f"quantised after index: {reasons[recipe]}"
         assert (fused["gate_up"], fused["down"]) == ((moved, apart) if off else (f"silu, mul, {last}; {moved}", None))
         assert fused.get("up") == (moved if off and recipe == "nvfp4" else None)

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from ptxsim.fault import Fault
-from ptxsim.memory import GlobalMemory
+from ptxsim.global_memory import GlobalMemory
 from ptxsim.parse import parse
 from ptxsim.run import Kernel, Schedule, run
 from tests.ptxsim.ptx_text import module, run_body

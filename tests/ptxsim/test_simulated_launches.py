@@ -25,7 +25,7 @@ from fp4compile.cli.main import main
 from fp4compile.hardware import Target
 from fp4compile.ops.quantize import QUANTIZE, quantize_kernels
 from ptxsim.fault import Fault
-from ptxsim.launch import UNWRITTEN
+from ptxsim.kernel_launch import UNWRITTEN
 from ptxsim.run import Schedule
 
 

@@ -97,13 +97,12 @@ FORMAT = MatmulCase("nvfp4", "nvfp4")
      [r"no tcgen05\.mma\S*kind::mxf4nvf4\.block_scale"]),
     ({"resources": replace(FITS, spills=3)}, ["3 local-memory accesses"]),
     ({"resources": replace(FITS, programs=0)}, ["no program fits a multiprocessor"]),
-    ({"line": "block-scaled, ragged", "tma_loads": 0}, []),
-    ({"line": "block-scaled, ragged", "asynchronous_loads": 0}, ["0 asynchronous loads"]),
-    ({"line": "block-scaled, few", "tma_loads": 0, "stores": 16}, []),
-    ({"line": "block-scaled, few", "overlapped": False}, ["the main loop does not overlap"]),
-    ({"line": "block-scaled, grouped", "stores": 4}, []),
-    ({"line": "block-scaled, grouped", "stores": 2}, ["stores of 2 bytes, of 4"]),
-    ({"line": "block-scaled, grouped", "tma_loads": 0}, ["0 TMA loads"]),
+    ({"line": "block-scaled, by pointers", "tma_loads": 0, "stores": 16}, []),
+    ({"line": "block-scaled, by pointers", "asynchronous_loads": 0}, ["0 asynchronous loads"]),
+    ({"line": "block-scaled, by pointers", "overlapped": False}, ["the main loop does not overlap"]),
+    ({"line": "block-scaled, words", "stores": 4}, []),
+    ({"line": "block-scaled, words", "stores": 2}, ["stores of 2 bytes, of 4"]),
+    ({"line": "block-scaled, words", "tma_loads": 0}, ["0 TMA loads"]),
     ({"sm": 90, "scale_copies": 0, "stores": 2}, []),
 ])  # fmt: skip
 def test_what_keeps_a_product_below_its_line(changes, expected):
@@ -130,13 +129,12 @@ def test_sm120_has_lines_of_its_own(sm, instruction, changes, expected):
 
 
 def test_every_product_has_a_line():
-    assert lines.product_line("native", 512, True, 100) == "block-scaled"
-    assert lines.product_line("native", 512, False, 103) == "block-scaled, ragged"
-    assert lines.product_line("native", 64, True, 100) == "block-scaled, few"
-    assert lines.product_line("native", 8, True, 120) == "block-scaled, sm_120"
-    assert lines.product_line("emulated", 8, True, 100) == "dequantised"
-    assert lines.product_line("native", 8, True, 100, multiplies=False) == "beside a product"
-    assert lines.product_line("native", 8, True, 100, grouped=True) == "block-scaled, grouped"
+    assert lines.product_line("native", True, 100) == "block-scaled"
+    assert lines.product_line("native", False, 103) == "block-scaled, by pointers"
+    assert lines.product_line("native", True, 120) == "block-scaled, sm_120"
+    assert lines.product_line("emulated", True, 100) == "dequantised"
+    assert lines.product_line("native", True, 100, multiplies=False) == "beside a product"
+    assert lines.product_line("native", True, 100, words=True) == "block-scaled, words"
     assert [lines.instruction_kind(a, b, sm) for a, b, sm in (
         ("nvfp4", "nvfp4", 100), ("mxfp4", "mxfp4", 100), ("mxfp4", "mxfp4", 120), ("mxfp8", "mxfp4", 100),
         (None, "nvfp4", 100))] == ["mxf4nvf4", "mxf4", "mxf4nvf4", "mxf8f6f4", ""]  # fmt: skip

@@ -186,7 +186,7 @@ def test_machine_code():
     per_16, code = instructions(EXPERTS)
     launched = code.launched
     row = product_row(EXPERTS, "native", launched, 100)
-    assert row.line == "block-scaled, grouped" and not row.problems and row.resources.registers <= 168
+    assert row.line == "block-scaled, words" and not row.problems and row.resources.registers <= 168
     assert (row.tma_loads, row.waits, launched.num_stages) == (4, 2, 4)
     stores = code.sass.widths("STG")
     assert set(stores) == {4, 8, 16}  # entries of the table; scales; codes and, before them, zeros

@@ -227,7 +227,7 @@ def test_machine_code():
     product = MatmulCase("nvfp4_rowwise", "nvfp4", 256, 512, 8192, groups=128, along_k=True)
     _, (launched,) = product.launches(100)
     row = check_machine_code.product_row(product, "native", launched, 100)
-    assert row.line == "block-scaled, grouped" and not row.problems
+    assert row.line == "block-scaled, words" and not row.problems
     assert (row.tma_loads, row.waits) == (4, 2)
     scale_columns = launched.constants["BK"] // launched.constants["BLOCK"]
     assert row.scale_copies == (128 + launched.constants["BN"]) // 128 * scale_columns // 4

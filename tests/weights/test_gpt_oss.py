@@ -7,6 +7,7 @@ import torch
 from safetensors.torch import save_file
 
 import fp4compile
+from fp4compile.formats.grouping import Grouping
 from fp4compile.weights.experts import PackedExperts
 from tests.helpers.rewritten import rewritten
 
@@ -67,7 +68,8 @@ def logits(model, recipe=None):
     torch._dynamo.reset()
     run, decisions = (model, []) if recipe is None else rewritten(lambda **inputs: model(**inputs), recipe)
     with torch.no_grad():
-        return run(input_ids=TOKENS, use_cache=False).logits, [d for d in decisions if d.gemm.groups is not None]
+        found = run(input_ids=TOKENS, use_cache=False).logits
+    return found, [d for d in decisions if d.gemm.groups is not Grouping.DENSE]
 
 
 @pytest.mark.parametrize("activation", ["mxfp8", None])

@@ -35,7 +35,7 @@ def captured(model, recipe, *args):
 def dequantised(decisions):
     """The nodes of the graph that hold dequantised weights."""
     (graph,) = {d.gemm.node.graph for d in decisions}
-    return graph.find_nodes(op="call_function", target=torch.ops.fp4compile.expert_weights.default)
+    return graph.find_nodes(op="call_function", target=torch.ops.fp4compile.dequantize.default)
 
 
 # ---------------------------------------------------------------- products

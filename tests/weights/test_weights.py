@@ -10,7 +10,7 @@ import torch.nn.functional as F
 
 import fp4compile
 from fp4compile.analysis.find import Input
-from fp4compile.passes.hoist import Hoisted, Recipient, hoist
+from fp4compile.passes.hoist import Hoisted, hoist
 from fp4compile.weights.cache import form, packed_weight
 from tests.helpers.cached_weights import RECIPE, assert_current, two_layers, uncached, write_unseen
 from tests.helpers.graphs import compile_recorded
@@ -47,7 +47,7 @@ def test_dimension_and_layout_leave_the_graph_too():
     hoisted = Hoisted()
     assert hoist(graph, (Input(), Input("layer.weight")), hoisted) == 1
     module.recompile()
-    assert hoisted.recipients == [Recipient(1, form("nvfp4", -2, "swizzled"))]
+    assert hoisted.recipients == [(1, form("nvfp4", -2, "swizzled"))]
     assert module(None, None, *hoisted.examples) is packed.meta["val"][1]
 
 

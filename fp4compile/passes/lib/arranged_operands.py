@@ -17,18 +17,18 @@ Inductor's kernel of A starts, which waits for all kernels ahead of it.
 Entries: `arranged_operands(graph)`, before a graph's matmuls are lowered, and `written_arranged(node)`.
 """
 
-from collections.abc import Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
+from torch._inductor.pattern_matcher import fwd_only
 from torch.fx import Graph, Node
 
 from fp4compile.formats.operand import Arguments, Operand
 from fp4compile.ops.matmul import SCALED_MM
-from fp4compile.ops.nodes import RESHAPES, ScaledMM, scaled_mm_of
+from fp4compile.ops.nodes import RESHAPES, ScaledMM, is_pointwise, reached, readers, scaled_mm_of
 from fp4compile.passes.lib.autotune import fastest
 from fp4compile.passes.lib.operations import contiguous
-from fp4compile.passes.lib.traced import traced
 from fp4compile.templates.choose import named
 from fp4compile.templates.gemm.call import aligned
 from fp4compile.templates.gemm.swizzled_a_sm90 import SwizzledA
@@ -51,13 +51,13 @@ class Arranged:
 
 def arranged_operands(graph: Graph) -> dict[Node, Arranged]:
     """Add arranged operands to the graph; returns the arranged operand of each matmul that reads one."""
-    readers: dict[Hashable, list[ScaledMM]] = {}
+    alike: dict[Hashable, list[ScaledMM]] = {}
     for node in graph.nodes:
         product = scaled_mm_of(node) if node.target is SCALED_MM else None
         if product is not None and (key := _key(product)) is not None:
-            readers.setdefault(key, []).append(product)
+            alike.setdefault(key, []).append(product)
     found = {}
-    for products in readers.values():
+    for products in alike.values():
         written = written_arranged(products[0].a.data)
         gathered = None if written else _gathered(products[0].a.data)
         if written or gathered or len(products) > 1:
@@ -70,9 +70,9 @@ def arranged_operands(graph: Graph) -> dict[Node, Arranged]:
 def written_arranged(node: Node) -> bool:
     """Whether Inductor computes a node's value, and all its readers are matmuls that can read it arranged."""
     source = _source(node)
-    if not _pointwise(source) or _gathers(source):
+    if not is_pointwise(source) or _gathers(source):
         return False
-    return all(_reads_written(user, value) for user, value in _readers(source))
+    return all(_reads_written(user, value) for user, value in readers(source, _VIEWS))
 
 
 def _gathered(node: Node) -> tuple[Node, Node] | None:
@@ -80,39 +80,21 @@ def _gathered(node: Node) -> tuple[Node, Node] | None:
     if node.target is not torch.ops.aten.index.Tensor:
         return None
     x, (index, *others) = node.args
-    if index is None or others or x.meta["val"].dim() != 2 or not _numbers_rows(index.meta["val"]):
+    if index is None or others or x.meta["val"].dim() != 2:
         return None
-    return (x, index) if all(_reads_arranged(user, value) for user, value in _readers(node)) else None
-
-
-def _numbers_rows(index: torch.Tensor) -> bool:
-    return index.dim() == 1 and index.dtype in (torch.int32, torch.int64) and on_gpu(index)
-
-
-def _pointwise(node: Node) -> bool:
-    return torch.Tag.pointwise in getattr(node.target, "tags", ())
+    rows = index.meta["val"]
+    if rows.dim() != 1 or rows.dtype not in (torch.int32, torch.int64) or not on_gpu(rows):
+        return None
+    return (x, index) if all(_reads_arranged(user, value) for user, value in readers(node, _VIEWS)) else None
 
 
 def _gathers(node: Node) -> bool:
     """Whether Inductor gathers rows in the kernel that computes a pointwise operation."""
-    found, left = set(), [node]
-    while left:
-        for source in map(_source, left.pop().all_input_nodes):
-            if source.target in _GATHERS:
-                return True
-            if _pointwise(source) and source not in found:
-                found.add(source)
-                left.append(source)
-    return False
 
+    def sources(each: Node) -> Iterator[Node]:
+        return map(_source, each.all_input_nodes if is_pointwise(each) else ())
 
-def _readers(node: Node) -> Iterator[tuple[Node, Node]]:
-    """(a node that reads the value and is no view, the view or node that it reads)."""
-    for user in node.users:
-        if user.target in _VIEWS:
-            yield from _readers(user)
-        else:
-            yield user, node
+    return any(each.target in _GATHERS for each in reached(node, sources))
 
 
 def _reads_arranged(user: Node, value: Node) -> ScaledMM | None:
@@ -138,17 +120,7 @@ def _reads_written(user: Node, value: Node) -> bool:
 
 def _written_before(offs: Node, node: Node) -> bool:
     """Whether offsets are an input of the graph, or a node depends on them."""
-    if offs.op in _INPUTS:
-        return True
-    found, left = {node}, [node]
-    while left:
-        sources = left.pop().all_input_nodes
-        if offs in sources:
-            return True
-        new = [each for each in sources if each not in found]
-        found.update(new)
-        left += new
-    return False
+    return offs.op in _INPUTS or offs in reached(node, lambda each: each.all_input_nodes)
 
 
 def _key(product: ScaledMM) -> Hashable | None:
@@ -187,7 +159,7 @@ def _by_operations(graph: Graph, product: ScaledMM) -> Node:
     """Operations that arrange a matmul's plain A, before the matmul."""
     arrangement = _arrangement(product)
     with graph.inserting_before(product.node):
-        return traced(graph, lambda a: arrangement.by_operations(a), [product.a.data])
+        return _traced(graph, lambda a: arrangement.by_operations(a), [product.a.data])
 
 
 def _by_launch(graph: Graph, product: ScaledMM, gathered: tuple[Node, Node] | None) -> Node:
@@ -210,4 +182,20 @@ def _by_launch(graph: Graph, product: ScaledMM, gathered: tuple[Node, Node] | No
         return arrangement.of_call(call, None if index is None else (aligned(x.contiguous()), index.contiguous()))
 
     with graph.inserting_before(product.node):
-        return traced(graph, torch.func.functionalize(launch), nodes)
+        return _traced(graph, torch.func.functionalize(launch), nodes)
+
+
+def _traced(graph: Graph, function: Callable, nodes: Sequence[Node]) -> Node:
+    """The result of a function of nodes' values, traced into the graph at its insertion point.
+
+    Inductor stores the result in the traced layout. Views of it in another dtype are no part of Inductor's kernels, of
+    which there are none with some dtypes of scales.
+    """
+    values = [node.meta["val"] for node in nodes]
+    mode = next(value.fake_mode for value in values if isinstance(value, torch.Tensor))
+    with mode:
+        module = fwd_only(function, values)
+    inputs = dict(zip(module.graph.find_nodes(op="placeholder"), nodes, strict=True))
+    result = graph.graph_copy(module.graph, inputs)
+    result.meta["inductor_realize_to_strides"] = True
+    return result

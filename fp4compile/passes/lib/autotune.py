@@ -36,8 +36,6 @@ REPLAYS = 20  # of each CUDA graph; the median counts
 FEWEST_CALLS, MOST_CALLS = 4, 16  # of a CUDA graph
 _winners: dict[tuple, Choice | None] = {}
 
-Call = Callable[[], Any]
-
 
 def fastest(product: ScaledMM) -> Choice | None:
     """The choice for a matmul: the fastest where there are several to time; None where no kernel is chosen."""
@@ -123,14 +121,14 @@ def _empty_like(value: torch.Tensor) -> torch.Tensor:
     return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
 
 
-def _times(sequences: list[list[Call]]) -> list[float]:
+def _times(sequences: list[list[Callable[[], Any]]]) -> list[float]:
     """Microseconds a call, for each sequence of calls; infinite for a sequence that fails on this machine."""
     graphs = [_captured(calls) for calls in sequences]
     rounds = [[replay_time(graph) for graph in graphs] for _ in range(REPLAYS)]
     return [statistics.median(times) / len(calls) for *times, calls in zip(*rounds, sequences, strict=True)]
 
 
-def _captured(calls: list[Call]) -> Any:
+def _captured(calls: list[Callable[[], Any]]) -> Any:
     """A CUDA graph of the calls; None where one fails.
 
     A kernel can need more registers or shared memory than the GPU has, or not compile in this version of Triton; the

@@ -5,7 +5,6 @@ import os
 import time
 from collections.abc import Callable, Collection, Iterable
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -13,36 +12,27 @@ from torch.fx import Graph
 
 from fp4compile.report.report import PassRun
 
+# A function of the graph and the pass's other arguments, which changes the graph in place and returns the number of
+# matches. Its name is the pass's name in the report, in dumps and in `fp4compile.config.disabled_passes`.
+Pass = Callable[..., int]
+
 _dump_number = itertools.count()
-
-
-@dataclass(frozen=True)
-class Pass:
-    """A pass over a graph.
-
-    name: the pass's name in the report, in dumps and in `fp4compile.config.disabled_passes`. function: takes the graph
-    and the pass's other arguments, changes the graph in place, and returns the number of matches.
-    """
-
-    name: str
-    function: Callable[..., int]
 
 
 def run_passes(
     passes: Iterable[Pass], graph: Graph, *arguments: object, disabled: Collection[str] = ()
 ) -> dict[str, PassRun]:
-    """Run the passes in order on one graph; returns the matches and the time of each pass that ran, of all its runs.
+    """Run the passes in order on one graph; returns the matches and the time of each pass that ran.
 
     arguments: passed to every pass after the graph. disabled: names of the passes to leave out.
     """
     runs: dict[str, PassRun] = {}
     for one in passes:
-        if one.name not in disabled:
-            with _dumped(graph, one.name):
+        if one.__name__ not in disabled:
+            with _dumped(graph, one.__name__):
                 start = time.perf_counter()
-                matches = one.function(graph, *arguments)
-                before = runs.get(one.name, PassRun(0, 0.0))
-                runs[one.name] = PassRun(before.matches + matches, before.seconds + time.perf_counter() - start)
+                matches = one(graph, *arguments)
+                runs[one.__name__] = PassRun(matches, time.perf_counter() - start)
     return runs
 
 

@@ -22,7 +22,7 @@ def share(graph: Graph) -> None:
 
 def key_of(found: Quantise, *apart: str) -> tuple:
     """A key that is equal for quantises of one value that differ at most in the arguments named by `apart`."""
-    values = {"x": value_key(found.x), "offs": None if found.offs is None else value_key(found.offs)}
+    values = {"x": value_key(found.x), "offs": value_key(found.offs)}
     names = [each.name for each in fields(found) if each.name not in ("node", *apart)]
     return tuple(values.get(name, getattr(found, name)) for name in names)
 

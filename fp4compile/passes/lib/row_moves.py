@@ -109,7 +109,7 @@ def _of_more_than_a_row(quantise: Quantise, move: Move) -> str | None:
     if quantise.scale_rule != "amax" or quantise.prologue or quantise.each_matrix:
         return "it is no quantiser of activations alone"
     if fmt.outer == "tensor" and outer is None:
-        return "its outer scale is made of all moved rows"
+        return "its global scale is made of all moved rows"
     if quantise.amax is not None or (outer is not None and not _holds_before(outer, move)):
         return "its global scale is computed behind the move, or each row has one"
     return None

@@ -180,7 +180,7 @@ class Sources:
 
 
 @gluon.aggregate
-class Output:
+class ResultStores:
     """The outputs of the epilogue: tensors in global memory, and shared memory from which TMA stores to them.
 
     target, buffers: for parts of the result, or of its codes, from two buffers. scales, scale_buffer: for the swizzled
@@ -465,10 +465,10 @@ def outputs(out_ptr, out_scales_ptr, m, n, EPILOGUE: gl.constexpr, BM: gl.conste
         col_tiles = gl.cdiv(blocks, 4)
         scales = tma.make_tensor_descriptor(out_scales_ptr, [gl.cdiv(m, 128), col_tiles, 2, 256],
                                             [col_tiles * 512, 512, 256, 1], tile, layout)  # fmt: skip
-        return Output(target, buffers, scales, gl.allocate_shared_memory(gl.uint8, tile, layout))
+        return ResultStores(target, buffers, scales, gl.allocate_shared_memory(gl.uint8, tile, layout))
     else:
         target, buffers = stored_parts(out_ptr, m, n, BM, PART_COLS)
-        return Output(target, buffers, target, buffers)
+        return ResultStores(target, buffers, target, buffers)
 
 
 @gluon.jit

@@ -28,12 +28,9 @@ from fp4compile.weights.published.gpt_oss import has_mxfp4_experts, read_mxfp4_e
 from fp4compile.weights.published.quantization_config import (
     Scheme,
     Schemes,
-    compressed_declared,
     compressed_schemes,
-    float8_declared,
     float8_schemes,
     member,
-    modelopt_declared,
     modelopt_schemes,
 )
 from fp4compile.weights.published.shards import Checkpoint, Contents, naming
@@ -54,8 +51,7 @@ class Layout:
 
     scales: name of the block scales, or of an FP8 weight's global or row scales. codes: of FP4 weights.
     outer, activation_outer: of NVFP4's global scales, which are divisors if `divides`. float8_activation: of the static
-    scale of FP8 activations. schemes: maps a configuration to the layers' schemes; it raises ValueError for unknown
-    settings. declared: maps a configuration to all schemes in it.
+    scale of FP8 activations. schemes: maps a configuration to its schemes; it raises ValueError for unknown settings.
     """
 
     name: str
@@ -66,7 +62,6 @@ class Layout:
     divides: bool
     float8_activation: str
     schemes: Callable[[dict[str, Any]], Schemes]
-    declared: Callable[[dict[str, Any]], list[Scheme]]
 
     def tensor_names(self, scheme: Scheme) -> dict[str, str]:
         """The names of the tensors of a packed layer's buffers and, as "activation_outer", of the static scale."""
@@ -87,13 +82,12 @@ def is_nvfp4(fmt: BlockFormat) -> bool:
 
 MODELOPT = Layout(
     "modelopt", "weight_scale", "weight", "weight_scale_2", "input_scale", False, "input_scale", modelopt_schemes,
-    modelopt_declared,
 )  # fmt: skip
 COMPRESSED_TENSORS = Layout(
     "compressed-tensors", "weight_scale", "weight_packed", "weight_global_scale", "input_global_scale", True,
-    "input_scale", compressed_schemes, compressed_declared,
+    "input_scale", compressed_schemes,
 )  # fmt: skip
-FP8 = Layout("fp8", "weight_scale_inv", "", "", "", False, "activation_scale", float8_schemes, float8_declared)
+FP8 = Layout("fp8", "weight_scale_inv", "", "", "", False, "activation_scale", float8_schemes)
 LAYOUTS = {layout.name: layout for layout in (MODELOPT, COMPRESSED_TENSORS, FP8)}  # by quant_method
 
 
@@ -120,7 +114,7 @@ def read_published(checkpoint: Checkpoint, recipe: Recipe | None = None) -> Cont
         or (name.endswith(".weight") and (tensor.dtype == torch.uint8 or is_byte_float(tensor.dtype)))
     }
     with naming(checkpoint.folder / file):
-        scheme_of = layout.schemes(config)
+        scheme_of = layout.schemes(config).of
         schemes = {layer: scheme_of(layer) for layer in sorted(packed)}
         fused = {name: scheme_of(name) for name in sorted(tensors)
                  if f"{name}{_FUSED_SCALES}" in tensors and not name.endswith(".weight")}  # fmt: skip
@@ -143,7 +137,7 @@ def declared_formats(folder: Path, configs: dict[str, dict[str, Any]]) -> list[s
     try:
         layout, file, config = _recognised(Checkpoint(folder, {}, configs))
         with naming(folder / file):
-            return [str(scheme) for scheme in dict.fromkeys(layout.declared(config))]
+            return [str(scheme) for scheme in dict.fromkeys(layout.schemes(config).declared())]
     except ValueError as error:
         return [f"not known to load_packed: {error}"]
 

@@ -18,7 +18,7 @@ from fp4compile.formats import formats
 from fp4compile.formats.layouts import ceil_div
 from fp4compile.weights.buffers import BUFFERS
 from fp4compile.weights.linear import is_linear, sizes
-from fp4compile.weights.published.expert_names import Experts, PublishedNames, Target, expert_of
+from fp4compile.weights.published.expert_names import Experts, ModelTensor, PublishedNames, expert_of
 from fp4compile.weights.published.shards import Contents
 from fp4compile.weights.sharing import is_byte_float
 
@@ -97,13 +97,13 @@ def _leave_unused(model: nn.Module, contents: Contents, names: PublishedNames) -
                       "leaves them out", stacklevel=5)  # fmt: skip
 
 
-def _target(name: str, contents: Contents, names: PublishedNames) -> Target:
+def _target(name: str, contents: Contents, names: PublishedNames) -> ModelTensor:
     """The place of a tensor in the model; a packed layer's buffers have the place of its weight."""
     layer, _, buffer = name.rpartition(".")
     if layer not in contents.layers or buffer not in BUFFERS:
         return names.target(name)
     target = names.layer(layer)
-    return target if target.leaves else Target(f"{target.name}.{buffer}")
+    return target if target.leaves else ModelTensor(f"{target.name}.{buffer}")
 
 
 def _rename(contents: Contents, renamed: dict[str, str], found: Contents) -> None:
@@ -115,7 +115,7 @@ def _rename(contents: Contents, renamed: dict[str, str], found: Contents) -> Non
         found.tensors[target] = contents.tensors.pop(name)
 
 
-def _experts(targets: dict[str, Target]) -> list[Experts]:
+def _experts(targets: dict[str, ModelTensor]) -> list[Experts]:
     """The parameters of experts of which a checkpoint has parts, each once."""
     found: dict[Experts, None] = {}
     for name, target in targets.items():
@@ -243,6 +243,6 @@ def _one_each(contents: Contents, layers: list[list[str]], tensor: str) -> torch
     for one, names in zip(scales, layers, strict=True):
         for scale, layer in zip(one, names, strict=True):
             if not torch.equal(scale, one[0]):
-                raise ValueError(f"layers {names[0]!r} and {layer!r} have outer scales {one[0].item():g} and "
+                raise ValueError(f"layers {names[0]!r} and {layer!r} have global scales {one[0].item():g} and "
                                  f"{scale.item():g}; as parts of one weight they must have the same")  # fmt: skip
     return torch.stack([one[0] for one in scales])

@@ -12,7 +12,7 @@ from typing import Any
 
 
 @dataclass(frozen=True)
-class Target:
+class ModelTensor:
     """The place of a checkpoint's tensor: its name in the model.
 
     leaves: the last names of an expert's layers that form the parameter together, in order; otherwise empty.
@@ -24,7 +24,7 @@ class Target:
 
 @dataclass(frozen=True)
 class Experts:
-    """The linear layers of a checkpoint that form one parameter of experts, `name`, of a model; see `Target`."""
+    """The linear layers of a checkpoint that form one parameter of experts, `name`, of a model; see `ModelTensor`."""
 
     name: str
     prefix: str
@@ -48,19 +48,19 @@ class PublishedNames:
     written: Sequence[Any] = ()
     unused: Sequence[str] = ()
 
-    def target(self, name: str) -> Target:
+    def target(self, name: str) -> ModelTensor:
         """The place in the model of the checkpoint's tensor `name`."""
         name = _renamed(self.renamings, name)
         for converter in self.converters:
             found, pattern = converter.rename_source_key(name)
             if pattern is not None and expert_of(name.removesuffix(".weight")) is not None:
-                return Target(found, _leaves(converter))
-        return Target(name)
+                return ModelTensor(found, _leaves(converter))
+        return ModelTensor(name)
 
-    def layer(self, name: str) -> Target:
+    def layer(self, name: str) -> ModelTensor:
         """The place of a linear layer's weight, by the layer's name in the model if it is no part of experts."""
         found = self.target(f"{name}.weight")
-        return found if found.leaves else Target(found.name.removesuffix(".weight"))
+        return found if found.leaves else ModelTensor(found.name.removesuffix(".weight"))
 
     def is_unused(self, name: str) -> bool:
         """Whether a checkpoint's tensor is skipped if the model does not have it."""
@@ -71,11 +71,11 @@ class PublishedNames:
         for converter, backwards in self._converters_back:
             found, pattern = backwards.rename_source_key(name)
             experts = Experts(name, _renamed(self._renamings_back, found).partition(".*.")[0], _leaves(converter))
-            whole = Target(name, experts.leaves)
+            whole = ModelTensor(name, experts.leaves)
             if pattern is not None and all(self.layer(layer) == whole for layer in experts.layers(0)):
                 return experts
         for found in (_renamed(self._renamings_back, name), name):
-            if self.target(found) == Target(name):
+            if self.target(found) == ModelTensor(name):
                 return found
         raise ValueError(f"model: no name in a checkpoint is known for {name!r}")
 

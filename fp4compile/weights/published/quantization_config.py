@@ -26,7 +26,13 @@ class Scheme:
         return f"{self.weight} weights, {self.activation} activations" + " with a static scale" * self.static
 
 
-Schemes = Callable[[str], Scheme]  # by a layer's name; raises ValueError if a configuration has no scheme for it
+@dataclass(frozen=True)
+class Schemes:
+    """The schemes of a configuration. of: by a layer's name; ValueError without one. declared: all that it names."""
+
+    of: Callable[[str], Scheme]
+    declared: Callable[[], list[Scheme]]
+
 
 _JSON_NAMES: dict[type, str] = {dict: "an object", list: "a list", str: "a string"}
 
@@ -69,13 +75,7 @@ def modelopt_schemes(config: dict[str, Any]) -> Schemes:
             raise ValueError(f"layer {layer!r} is quantised, and quantized_layers does not tell how")
         return _modelopt_scheme(layer, entry)
 
-    return scheme_of
-
-
-def modelopt_declared(config: dict[str, Any]) -> list[Scheme]:
-    """All schemes in ModelOpt's configuration, without regard to tensors. Raises as `modelopt_schemes`."""
-    layers = member(config, "quantized_layers", dict, {})
-    return [*map(modelopt_schemes(config), layers or [""])]
+    return Schemes(scheme_of, lambda: [*map(scheme_of, layers or [""])])
 
 
 def _modelopt_scheme(layer: str, entry: dict[str, Any]) -> Scheme:
@@ -137,13 +137,7 @@ def compressed_schemes(config: dict[str, Any]) -> Schemes:
             raise ValueError(f"layer {layer!r} is a target of several groups of config_groups, which differ")
         return schemes.pop()
 
-    return scheme_of
-
-
-def compressed_declared(config: dict[str, Any]) -> list[Scheme]:
-    """The schemes of all groups of compressed-tensors' configuration. Raises as `compressed_schemes`."""
-    groups = member(config, "config_groups", dict, {})
-    return [_compressed_scheme(member(groups, name, dict, {})) for name in groups]
+    return Schemes(scheme_of, lambda: [_compressed_scheme(member(groups, name, dict, {})) for name in groups])
 
 
 def _target(target: Any, scheme: Callable[[], Scheme]) -> _Target:
@@ -213,9 +207,4 @@ def float8_schemes(config: dict[str, Any]) -> Schemes:
         found = Scheme("float8_tensor", "float8_tensor", static=scheme == "static")
     else:
         found = POWERS_OF_TWO if config.get("scale_fmt") == "ue8m0" else Scheme("float8_128x128", "float8_1x128")
-    return lambda layer: found
-
-
-def float8_declared(config: dict[str, Any]) -> list[Scheme]:
-    """The one scheme of quant_method "fp8". Raises as `float8_schemes`."""
-    return [float8_schemes(config)("")]
+    return Schemes(lambda layer: found, lambda: [found])

@@ -1,4 +1,4 @@
-"""Groups of asynchronous operations, which `commit_group` closes and for which `wait_group` waits.
+"""AsyncGroups of asynchronous operations, which `commit_group` closes and for which `wait_group` waits.
 
 Sources: PTX ISA, "async-group mechanism", `cp.async.commit_group`, `cp.async.wait_group`,
 `cp.async.bulk.commit_group`, `cp.async.bulk.wait_group`; confidence high. Each thread has its own groups.
@@ -34,7 +34,7 @@ class Operation:
             self._entry()
 
 
-class Groups:
+class AsyncGroups:
     """The groups of one kind of operation, of all threads of a machine.
 
     agent: the clock agent of a warp's operations; their epoch is the number of the group, from 1 on. fences: whether a

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from ptxsim.memory import GlobalMemory
+from ptxsim.global_memory import GlobalMemory
 from ptxsim.parse import parse
 from ptxsim.run import LOCKSTEP, Kernel, Schedule, Tally, run
 
