@@ -183,14 +183,13 @@ SOURCE_EDITS = (
           "    matrix_row = batch.to(tl.int64) * rows + row\n",
           "    matrix_row = batch.to(tl.int64) * rows + row\n    block0 += 1\n"),
     _edit(_BOTH, "the signs of the Hadamard transform shifted", "device/column_tile",
-          "'minus' if HADAMARD_SIGNS.value >> i & 1 else 'plus'",
-          "'minus' if HADAMARD_SIGNS.value >> i + 1 & 1 else 'plus'"),
+          "(HADAMARD_SIGNS >> i) & 1", "(HADAMARD_SIGNS >> i + 1) & 1"),
     _edit(_BOTH, "random words used twice", "quantize/column",
           "second, second_factor, seed_ptr, call0 + blocks * calls,", "second, second_factor, seed_ptr, call0,"),
     _edit(_BOTH, "rows behind the last one read down the columns", "device/column_tile",
           "mask=(row < rows - i) & inside", "mask=(row < rows) & inside"),
     _edit("a norm", "a mean over the columns of whole tiles", "device/row_prologue",
-          "    length = PIECES * width if WHOLE else cols\n", "    length = PIECES * width\n"),
+          "            length, ALIGN, WHOLE, ISA,\n", "            BLOCKS * BLOCK, ALIGN, WHOLE, ISA,\n"),
 )  # fmt: skip
 
 

@@ -270,7 +270,7 @@ def test_text():
     assert rounded == "aux0 | add 0 1.0; bfloat16 1 | 2 1"
     sums = ["square aux0", "mean s0", "exp aux0", "sum s2", "mul s1 s3", "mul aux0 s4"]
     assert text(Prologue.parse(sums, BF16), (BF16,)).split(" | ")[1] == (
-        "square 0; mean.zeros 1; exp 0; sum 3; mul.pairs 2 4; mul.pairs 0 5"
+        "square 0; mean 1; exp 0; sum 3; mul.pairs 2 4; mul.pairs 0 5"
     )
 
 

@@ -316,7 +316,7 @@ def columns_amax(
         raise_to_largest(amax_ptr, plain_first, plain_second)
         amax_ptr += max(GROUPS, 1)
     if TRANSFORM:
-        _, _, first_amax, second_amax = transform_column_tile(tile, dtype, ISA)
+        _, _, first_amax, second_amax = transform_column_tile(tile, dtype)
     else:
         first_amax = plain_first
         second_amax = plain_second

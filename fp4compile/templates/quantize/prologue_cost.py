@@ -20,7 +20,7 @@ INSTRUCTIONS_PER_BYTE = {90: 6.9, 100: 4.4}
 # rounding and packing) they overestimate ptxas's instructions in `quantize_rows` for SM100 by about six, for a norm, a
 # gate, and a norm with its statistics. So an untimed prologue is fused only if it clearly saves time.
 INSTRUCTIONS = {
-    "variance": 2, "rsqrt": 3, "div": 9, "silu": 9, "sigmoid": 5, "exp": 9, "erf": 20, "tanh": 18, "cube": 2,
+    "variance": 2, "rsqrt": 3, "div": 9, "silu": 9, "sigmoid": 9, "exp": 9, "erf": 20, "tanh": 18, "cube": 2,
 }  # fmt: skip
 ROUNDING = 4
 # Instructions of the kernels without a prologue: for the amax of an element, and its quantisation in one direction.

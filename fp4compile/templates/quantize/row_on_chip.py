@@ -7,7 +7,7 @@ The remaining prologue reads the statistics as operands and has no reductions. `
 result if rows fill a tile; otherwise the kernels of other prologues do.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 import triton
@@ -32,48 +32,19 @@ from fp4compile.templates.view import View
 MAX_REDUCED_ROW_ON_CHIP = 16384
 
 
-@dataclass(frozen=True)
-class ReducedRowConfig(RowConfig):
-    """`quantize_reduced_rows` and `row_statistics`: a program holds a row of pieces * blocks blocks, or loops."""
-
-    pieces: int
-
-
-def reduced_row_config(
-    element: str, block: int, rows: int, cols: int, isa: int, outer: bool = False, several: bool = True,
-    work: str = "all",
-) -> ReducedRowConfig:  # fmt: skip
+def reduced_row_config(element: str, block: int, rows: int, cols: int, outer: bool = False) -> RowConfig:
     """The configuration for rows whose statistics a kernel finds itself.
 
-    A row of up to MAX_REDUCED_ROW_ON_CHIP elements is read once; a program loops over longer rows.
-    rows, cols: rows of all matrices, and columns; both may be symbolic. isa: see `Target`.
-    A thread has 32 elements or, if there are fewer rows than multiprocessors and latency decides, 16. outer: whether a
-    kernel of E2M1 codes makes a global or row scale. Each thread repeats that work, so a thread then has 64 elements.
-    several: whether a row may be cut into several tiles; a thread then has 16 elements of each.
-    work: "statistics" and "codes" for two kernels of which the second one quantises, or "all" for one kernel. Rows of
-    8192 elements before E2M1 codes were timed on an H200 (benchmarks/producers.py), with (tiles of a row, warps). A
-    norm took 57 us with (4, 4), and 60 to 63 us in one tile. The statistics of a norm, and of a norm of a sum, took 38
-    and 92 us with (4, 8), 39 and 100 us with (4, 4); the codes took 48 us with (2, 4), 51 us with (4, 4).
+    rows, cols: rows of all matrices, and columns; rows may be symbolic, and columns fit on the chip. A thread has 32
+    elements or, if there are fewer rows than multiprocessors and latency decides, 16. outer: whether a kernel of E2M1
+    codes makes a global or row scale. Each thread repeats that work, so a thread then has 64 elements.
     """
-    width = max(512, 1 << (max(cols, 1) - 1).bit_length()) if fits_on_chip(cols) else 4096
+    width = max(512, 1 << (max(cols, 1) - 1).bit_length())
     few = isinstance(rows, int) and rows <= 128
-    in_tiles = several and not few and fits_on_chip(cols)
-    if in_tiles and element == "e2m1" and 90 <= isa < 100 and width >= 4096 and cols > width // 4 * 3:
-        pieces, elements = {"all": (4, 16), "statistics": (4, 8), "codes": (2, 32)}[work]
-        part = width // pieces
-        return ReducedRowConfig(num_warps=part // (32 * elements), rows=1, blocks=part // block,
-                                vectors=min(elements // 8, 2), pieces=pieces)  # fmt: skip
-    if in_tiles and width >= 4096 and cols <= width // 4 * 3:
-        # A tile's width is a power of two. Three or five smaller tiles have fewer elements beyond the row. (Seven tiles
-        # would take nearly all registers.)
-        part = width // 8 if cols <= width // 8 * 5 else width // 4
-        pieces = -(-cols // part)
-        return ReducedRowConfig(num_warps=part // 512, rows=1, blocks=part // block, vectors=2, pieces=pieces)
     elements = 16 if few or width < 1024 else 64 if outer and element == "e2m1" and width >= 2048 else 32
     elements = max(elements, width // 512)  # at most 16 warps
     vectors = 4 if element == "e2m1" and elements >= 32 else 2
-    num_warps = width // (32 * elements)
-    return ReducedRowConfig(num_warps=num_warps, rows=1, blocks=width // block, vectors=vectors, pieces=1)
+    return RowConfig(num_warps=width // (32 * elements), rows=1, blocks=width // block, vectors=vectors)
 
 
 def fits_on_chip(cols: int) -> bool:
@@ -95,8 +66,7 @@ def reduced_rows_launch(
     static: a static global scale, or static row scales. If it is None and the format has either, the kernel makes the
     global scale of `source.amax_bits`, or else the row scales.
     """
-    work = "all" if source.prologue.reductions else "codes"
-    config = _config(source, fmt, work, outer=fmt.outer is not None)
+    config = _config(source, fmt, outer=fmt.outer is not None)
     rows, _ = padded_scale_shape(source.rows, 0, layout)
     if static is None and fmt.outer is not None and source.amax_bits is None:
         lanes = source.batch * source.rows
@@ -120,8 +90,7 @@ def after_first_launch(source: Source, fmt: BlockFormat) -> bool:
     """Whether `reduced_rows_launch` can follow `with_statistics`: an amax was found, and rows fill a tile."""
     if source.prologue is None or source.amax_bits is None:
         return False
-    config = _config(source, fmt, "codes", outer=True)
-    return source.cols == config.pieces * config.blocks * format_constants(fmt)["BLOCK"]
+    return _fills(source, fmt, _config(source, fmt, outer=True))
 
 
 def in_one_launch(source: Source, fmt: BlockFormat, static: torch.Tensor | None) -> bool:
@@ -178,27 +147,28 @@ def _empty_amax(source: Source) -> tuple[View, bool]:
 
 def _statistics_launch(source: Source, fmt: BlockFormat, amax: View, **constants: bool) -> Launch:
     """The launch of `row_statistics`. source: one matrix. amax: memory for the bits of the amax; unused unless AMAX."""
-    config, block = _config(source, fmt, "statistics"), format_constants(fmt)["BLOCK"]
+    config, block = _config(source, fmt), format_constants(fmt)["BLOCK"]
     programs = amax.tensor.numel() if constants["PARTIAL"] else ceil_div(source.rows, config.rows)
     constants = {"BLOCK": block, **constants, "ALIGN": source.align, **_common(source, fmt, config)}
     return Launch(row_statistics, programs, (source.view, amax, *source.read_args), constants, config.num_warps)
 
 
-def _config(source: Source, fmt: BlockFormat, work: str, outer: bool = False) -> ReducedRowConfig:
-    """The configuration for a source. work, outer: see `reduced_row_config`."""
+def _config(source: Source, fmt: BlockFormat, outer: bool = False) -> RowConfig:
+    """The configuration for a source. outer: see `reduced_row_config`."""
     block = format_constants(fmt)["BLOCK"]
-    # A variance keeps all elements for a second sum, and registers do not suffice for many of them.
-    several = not any(step.operation == "variance" for step in source.prologue.steps)
-    isa = source.target.isa
-    return reduced_row_config(fmt.element, block, source.batch * source.rows, source.cols, isa, outer, several, work)
+    return reduced_row_config(fmt.element, block, source.batch * source.rows, source.cols, outer)
 
 
-def _common(source: Source, fmt: BlockFormat, config: ReducedRowConfig) -> dict:
+def _common(source: Source, fmt: BlockFormat, config: RowConfig) -> dict:
     """The constexpr arguments that both kernels of this file have."""
-    width = config.pieces * config.blocks * format_constants(fmt)["BLOCK"]
     # Programs past the last row read the last row: there must be one.
-    whole = source.align > 0 and statically_true(source.cols == width) and statically_true(source.rows > 0)
+    whole = source.align > 0 and _fills(source, fmt, config) and statically_true(source.rows > 0)
     return {"WHOLE": whole, **config.constants, "PROLOGUE": source.prologue_text, "ISA": source.target.isa}
+
+
+def _fills(source: Source, fmt: BlockFormat, config: RowConfig) -> bool:
+    """Whether a row is as long as a tile is wide."""
+    return source.cols == config.blocks * format_constants(fmt)["BLOCK"]
 
 
 @triton.jit
@@ -209,8 +179,7 @@ def quantize_reduced_rows(
     SEEDED: tl.constexpr, STREAM: tl.constexpr, OUTER: tl.constexpr, PARTIAL_MAXIMA: tl.constexpr,
     BATCHED: tl.constexpr, SWIZZLED: tl.constexpr,
     ALIGN: tl.constexpr, UNIT_ALIGN: tl.constexpr, SCALE_ALIGN: tl.constexpr, WHOLE: tl.constexpr,
-    ROWS: tl.constexpr, BLOCKS: tl.constexpr, VECTORS: tl.constexpr, PIECES: tl.constexpr,
-    PROLOGUE: tl.constexpr, ISA: tl.constexpr,
+    ROWS: tl.constexpr, BLOCKS: tl.constexpr, VECTORS: tl.constexpr, PROLOGUE: tl.constexpr, ISA: tl.constexpr,
 ):  # fmt: skip
     """Quantise whole rows of the result of a prologue with reductions, or of the one left after `row_statistics`.
 
@@ -233,10 +202,8 @@ def quantize_reduced_rows(
     row = row_tile * ROWS + tl.arange(0, ROWS)
     x_batch_ptr = x_ptr + batch.to(tl.int64) * x_batch
     words = read_row(x_batch_ptr, x_row, operands, batch, row, rows, cols, dtype, ROWS, BLOCKS, BLOCK, VECTORS,
-                     ALIGN, WHOLE, PIECES, PROLOGUE, ISA)  # fmt: skip
-    amaxes = ()
-    for i in tl.static_range(PIECES):
-        amaxes = amaxes + (word_amax(words[i], 2, ISA, dtype),)
+                     ALIGN, WHOLE, PROLOGUE, ISA)  # fmt: skip
+    amax = word_amax(words, 2, ISA, dtype)
     encode, decode = outer_scales(OUTER, outer_ptr, amax_ptr, PARTIAL_MAXIMA, ELEMENT, SCALE, CONTRACT, ISA)
     if OUTER == "find" or OUTER == "row":
         outer_row_ptr = outer_ptr + batch.to(tl.int64) * rows + row
@@ -244,18 +211,13 @@ def quantize_reduced_rows(
             decode = tl.load(outer_row_ptr, mask=row < rows, other=1.0)
             encode = encode_scale(decode, ISA)
         else:
-            amax = amaxes[0]
-            for i in tl.static_range(1, PIECES):
-                amax = tl.maximum(amax, amaxes[i])
             encode, decode = outers_of_amax(tl.max(amax, 1), ELEMENT, SCALE, CONTRACT, ISA)
             tl.store(outer_row_ptr, decode, mask=row < rows)
         encode = of_rows(encode, ISA)
         decode = of_rows(decode, ISA)
-    for i in tl.static_range(PIECES):
-        encode_and_store(words[i], amaxes[i], encode, decode, data_ptr, scales_ptr, seed_ptr, batch, row, i * BLOCKS,
-                         rows, cols, dtype, ELEMENT, SCALE, CONTRACT, BLOCK, OUTER != "none",
-                         OUTER == "tensor" or OUTER == "row", SEEDED, STREAM, SWIZZLED, UNIT_ALIGN, SCALE_ALIGN,
-                         ISA)  # fmt: skip
+    encode_and_store(words, amax, encode, decode, data_ptr, scales_ptr, seed_ptr, batch, row, 0, rows, cols, dtype,
+                     ELEMENT, SCALE, CONTRACT, BLOCK, OUTER != "none", OUTER == "tensor" or OUTER == "row", SEEDED,
+                     STREAM, SWIZZLED, UNIT_ALIGN, SCALE_ALIGN, ISA)  # fmt: skip
 
 
 @triton.jit
@@ -263,8 +225,8 @@ def row_statistics(
     x_ptr, amax_ptr, rows, cols, x_batch, x_row,
     operand_1_ptr, operand_2_ptr, operand_3_ptr, operand_4_ptr, operand_5_ptr, stored_1_ptr, stored_2_ptr, stored_3_ptr,
     AMAX: tl.constexpr, PARTIAL: tl.constexpr, ALIGN: tl.constexpr, WHOLE: tl.constexpr,
-    ROWS: tl.constexpr, BLOCKS: tl.constexpr, BLOCK: tl.constexpr, VECTORS: tl.constexpr, PIECES: tl.constexpr,
-    PROLOGUE: tl.constexpr, ISA: tl.constexpr,
+    ROWS: tl.constexpr, BLOCKS: tl.constexpr, BLOCK: tl.constexpr, VECTORS: tl.constexpr, PROLOGUE: tl.constexpr,
+    ISA: tl.constexpr,
 ):  # fmt: skip
     """Store the stored results of a prologue with reductions for whole rows, each read once.
 
@@ -276,12 +238,9 @@ def row_statistics(
                 stored_1_ptr, stored_2_ptr, stored_3_ptr)  # fmt: skip
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     words = read_row(x_ptr, x_row, operands, tl.program_id(0) * 0, row, rows, cols, dtype, ROWS,
-                     BLOCKS, BLOCK, VECTORS, ALIGN, WHOLE, PIECES, PROLOGUE, ISA)  # fmt: skip
+                     BLOCKS, BLOCK, VECTORS, ALIGN, WHOLE, PROLOGUE, ISA)  # fmt: skip
     if AMAX:
-        amax = word_amax(words[0], 2, ISA, dtype)
-        for i in tl.static_range(1, PIECES):
-            amax = tl.maximum(amax, word_amax(words[i], 2, ISA, dtype))
-        bits = tl.max(tl.where(row < rows, tl.max(amax, 1), 0), 0)
+        bits = tl.max(tl.where(row < rows, tl.max(word_amax(words, 2, ISA, dtype), 1), 0), 0)
         if PARTIAL:
             tl.store(amax_ptr + tl.program_id(0), bits)
         else:
