@@ -137,10 +137,10 @@ INSTRUCTION_LINES: dict[tuple[str, str, str], float] = {
     ("quantize_rows", "rows of a norm", "nvfp4"): 157,
     # Norms with their statistics, which add float32 squares, sums, products and weights. All but the last are within
     # the budget.
-    ("quantize_reduced_rows", "a norm", "nvfp4_rowwise"): 171,
-    ("quantize_reduced_rows", "a norm", "nvfp4"): 163,
+    ("quantize_whole_rows", "a norm", "nvfp4_rowwise"): 171,
+    ("quantize_whole_rows", "a norm", "nvfp4"): 163,
     ("row_statistics", "a norm", "nvfp4"): 116,
-    ("quantize_reduced_rows", "a layer norm", "nvfp4_rowwise"): 254,
+    ("quantize_whole_rows", "a layer norm", "nvfp4_rowwise"): 254,
     # Experts: 64 groups of 128 rows ("few": of 8). A program finds its group first, in about 100 instructions, and
     # loads with masks. The launch has enough programs for any group sizes: half of them have no row, and clear the
     # padding.

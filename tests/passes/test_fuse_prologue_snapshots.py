@@ -19,7 +19,7 @@ from tests.helpers.llama import llama_block, llama_norm
 from tests.helpers.norms import rms_norm
 
 BF16 = torch.bfloat16
-ONE, FIRST = "quantize_reduced_rows", "row_statistics"
+ONE, FIRST = "quantize_whole_rows", "row_statistics"
 
 
 @pytest.fixture(autouse=True)

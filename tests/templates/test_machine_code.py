@@ -32,7 +32,7 @@ TARGETS = [90, 100, *([103, 120] if NEW_PTXAS else [])]
 
 
 KERNELS = {
-    "quantize_rows", "quantize_scaled_rows", "quantize_both", "quantize_columns", "quantize_squares",
+    "quantize_rows", "quantize_whole_rows", "quantize_both", "quantize_columns", "quantize_squares",
     "dequantize_rows", "tensor_amax", "columns_amax", "sweep_scales", "lay_out_scales",
 }  # fmt: skip
 

@@ -136,7 +136,7 @@ def test_few_rows_and_many():
 def test_rows_that_do_not_fit_on_the_chip(monkeypatch):
     """PyTorch computes the norm, and kernels quantise it. Means of 256 integers are exact on every device."""
     monkeypatch.setattr(row_on_chip, "MAX_REDUCED_ROW_ON_CHIP", 128)
-    for cols, kernel in ((128, "quantize_reduced_rows"), (256, "quantize_rows")):
+    for cols, kernel in ((128, "quantize_whole_rows"), (256, "quantize_rows")):
         first, stored = torch.randint(-8, 9, (5, cols)).bfloat16(), ["s3 bfloat16", "s0 float32"]
         with dry_run(Target(90)) as found:
             run([first], CENTRED, "mxfp8", stored)

@@ -14,7 +14,7 @@ from fp4compile.hardware import Target
 from fp4compile.ops.quantize import QUANTIZE, quantize_kernels
 from fp4compile.templates.device.apply_prologue import text
 from fp4compile.templates.launch import dry_run
-from fp4compile.templates.quantize import row
+from fp4compile.templates.quantize import row_on_chip
 from tests.helpers.hard_inputs import NAMES, NON_FINITE, hard_input
 from tests.helpers.kernels import DEVICE, INTERPRETING, assert_same_bits, gpu, spilled_bytes, written_alone
 
@@ -213,7 +213,7 @@ def test_what_is_stored_of_batches():
 def test_rows_that_do_not_fit_on_the_chip(monkeypatch):
     """Two kernels read them, and compute the steps each time; few rows that do fit are shared by programs."""
     check(NORM, torch.randn(1, 8200).bfloat16(), "nvfp4_rowwise", stored=[BETWEEN])
-    monkeypatch.setattr(row, "MAX_ROW_ON_CHIP", 1024)
+    monkeypatch.setattr(row_on_chip, "MAX_ROW_ON_CHIP", 1024)
     check(NORM, torch.randn(2, 16400).bfloat16(), "nvfp4_rowwise", stored=[RESULT])
 
 

@@ -87,6 +87,11 @@ def reduces(OPERATION):
 
 
 @triton.constexpr_function
+def has_reductions(PROLOGUE):
+    return PROLOGUE != "" and any(reduces(operation_of(PROLOGUE, i)) for i in range(step_count(PROLOGUE)))
+
+
+@triton.constexpr_function
 def divides(OPERATION):
     """Whether a sum is divided by the number of columns at the end."""
     return OPERATION in ("mean", "variance")

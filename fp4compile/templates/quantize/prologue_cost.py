@@ -11,7 +11,7 @@ import torch
 
 from fp4compile.formats.prologue import Prologue
 from fp4compile.formats.quantize_spec import ROWS, QuantizeSpec
-from fp4compile.templates.quantize.row import MAX_ROW_ON_CHIP
+from fp4compile.templates.quantize.row_on_chip import MAX_ROW_ON_CHIP
 
 # Instructions that a GPU issues in the time of a byte from memory: 132 multiprocessors * 128 * 1.75 GHz over 4.3 TB/s
 # on an H200 (reached by copies), 148 * 128 * 1.85 GHz over 8 TB/s on a B200 (published), used for all other GPUs.
