@@ -123,7 +123,7 @@ SOURCE_EDITS = (
     _edit(_FEW, "parts of K that overlap", "gemm/skinny_block_scaled_sm100",
           "steps * (split + 1) // split_k, num_stages", "steps * (split + 1) // split_k + 1, num_stages"),
     _edit(_FEW, "sums of parts over each other", "gemm/skinny_block_scaled_sm100",
-          "at = ((split * batches + batch) * m + row) * n + col", "at = ((split + batch) * (m - 1) + row) * n + col"),
+          "((split * batches + batch) * m + row) * n + col", "((split + batch) * (m - 1) + row) * n + col"),
     _edit(_FEW, "the last part of K not added", "gemm/split_k",
           "for split in tl.static_range(SPLIT):", "for split in tl.static_range(SPLIT - 1):"),
     # experts
