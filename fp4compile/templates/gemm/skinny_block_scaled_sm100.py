@@ -32,7 +32,7 @@ from fp4compile.templates.device.block_scaled_tile import (
     scale_source,
 )
 from fp4compile.templates.device.dependent_launch import launch_dependents
-from fp4compile.templates.device.persistent_grid import group_tiles
+from fp4compile.templates.device.persistent_grid import group_tiles, of_matmul
 from fp4compile.templates.gemm import library
 from fp4compile.templates.gemm.call import Call
 from fp4compile.templates.gemm.candidate import MOST_IN_GROUP, Candidate
@@ -80,20 +80,14 @@ def gemm_skinny_block_scaled_sm100(
     split = program % split_k
     tile = program // split_k % total
     batch = (program // split_k // total).to(tl.int64)
-    if GROUP_SIZE > 2:  # selects: see `gemv`
-        in_third = tile >= tiles_1
-        tiles = tl.where(in_third, tiles_1, tiles)
-        b_1_ptr = tl.where(in_third, b_2_ptr, b_1_ptr)
-        b_scales_1_ptr = tl.where(in_third, b_scales_2_ptr, b_scales_1_ptr)
-        out_1_ptr = tl.where(in_third, out_2_ptr, out_1_ptr)
-        n_1 = tl.where(in_third, n_2, n_1)
+    b_ptr, b_scales_ptr = of_matmul(tile, tiles, tiles_1, (b_ptr, b_scales_ptr), (b_1_ptr, b_scales_1_ptr),
+                                    (b_2_ptr, b_scales_2_ptr), GROUP_SIZE)  # fmt: skip
+    if GROUP_SIZE > 2:
+        out_1_ptr = tl.where(tile >= tiles_1, out_2_ptr, out_1_ptr)
     if GROUP_SIZE > 1:
-        not_in_first = tile >= tiles
-        tile = tl.where(not_in_first, tile - tiles, tile)
-        b_ptr = tl.where(not_in_first, b_1_ptr, b_ptr)
-        b_scales_ptr = tl.where(not_in_first, b_scales_1_ptr, b_scales_ptr)
-        out_ptr = tl.where(not_in_first, out_1_ptr, out_ptr)
-        n = tl.where(not_in_first, n_1, n)
+        out_ptr = tl.where(tile >= tiles, out_1_ptr, out_ptr)
+    before, n = of_matmul(tile, tiles, tiles_1, (0, n), (tiles, n_1), (tiles_1, n_2), GROUP_SIZE)
+    tile -= before
     a_per_row = a_per_row // 8 * 8  # changes nothing, but shows the compiler how wide it may load
     b_per_row = b_per_row // 8 * 8
     a_ptr += batch * m * a_per_row
