@@ -318,7 +318,7 @@ def test_the_first_kernel_stores_and_the_second_reads_it():
 @pytest.mark.skipif(INTERPRETING, reason="compiles")
 def test_inductor_writes_the_prologue_into_its_wrapper(tmp_path):
     """The text that Inductor writes for a kernel stands alone, and nothing spills."""
-    (launch,) = launches(90, WEIGHT, "mxfp8", BOTH)
+    (launch,) = launches(90, ["mul aux0 aux1"], "mxfp8", BOTH)
     written = written_alone(launch.kernel, tmp_path)
     compiled = _compat.compile_ahead(written.quantize_both, launch.args, launch.constants, launch.num_warps, 90)
     assert spilled_bytes(compiled.asm["cubin"]) == 0
