@@ -295,12 +295,9 @@ def quantize_columns(
     need one. BATCHED: there may be several matrices. WHOLE is True, or BATCHED False, only on SM100: there, masks are a
     tenth of the instructions, and the number of the matrix is a twentieth.
     """
-    before = ()
     offs = ()
-    for i in tl.static_range(per_lane(GROUPS)):
+    for i in tl.static_range(2 * per_lane(GROUPS)):
         number, exists = of_lanes(i - per_lane(GROUPS), GROUPS)
-        before = before + (tl.load(offs_ptr + number, mask=exists, other=0),)
-        number, exists = of_lanes(i, GROUPS)
         offs = offs + (tl.load(offs_ptr + number, mask=exists, other=0),)
     dtype: tl.constexpr = x_ptr.dtype.element_ty
     row_count: tl.constexpr = ROW_TILES * BLOCK
@@ -318,7 +315,7 @@ def quantize_columns(
     padded_cols = tiles_along(cols, 128, unsigned) * 128 if SWIZZLED else cols
     col_tiles = tiles_along(padded_cols, col_count, unsigned)
     if GROUPS > 0:
-        group, end, row_tile, row0, col_tile = tile_of_group(before, offs, rows, col_tiles, row_count, GROUPS)
+        group, end, row_tile, row0, col_tile = tile_of_group(offs, rows, col_tiles, row_count, GROUPS)
         batch = row_tile * 0
         blocks = (rows // 128 + GROUPS) * (128 // BLOCK)
         first_tile: tl.constexpr = False  # `store_group_outers` stores the scales instead

@@ -276,12 +276,9 @@ def quantize_rows(
     PDL: the kernel of the amax may still run when this one starts, see `device.dependent_launch`. WHOLE,
     BATCHED: as in `quantize_columns`.
     """
-    before = ()
     offs = ()
-    for i in tl.static_range(per_lane(GROUPS)):
+    for i in tl.static_range(2 * per_lane(GROUPS)):
         number, exists = of_lanes(i - per_lane(GROUPS), GROUPS)
-        before = before + (tl.load(offs_ptr + number, mask=exists, other=0),)
-        number, exists = of_lanes(i, GROUPS)
         offs = offs + (tl.load(offs_ptr + number, mask=exists, other=0),)
     dtype: tl.constexpr = x_ptr.dtype.element_ty
     operands = (operand_1_ptr, operand_2_ptr, operand_3_ptr, operand_4_ptr, operand_5_ptr,
@@ -290,7 +287,7 @@ def quantize_rows(
     padded_cols = tiles_along(cols, 4 * BLOCK, ISA >= 100) * 4 * BLOCK if SWIZZLED else cols
     col_tiles = tiles_along(padded_cols, BLOCKS * BLOCK, ISA >= 100)
     if GROUPS > 0:
-        group, end, row_tile, row0, col_tile = tile_of_group(before, offs, rows, col_tiles, ROWS, GROUPS)
+        group, end, row_tile, row0, col_tile = tile_of_group(offs, rows, col_tiles, ROWS, GROUPS)
         store_group_outers(amax_ptr, outer_ptr, row_tile, col_tile, OUTER, GROUPS, ELEMENT, SCALE, CONTRACT, ISA)
         if group >= GROUPS:
             if SWIZZLED:
