@@ -125,10 +125,9 @@ def read_tile(
             for i in tl.static_range(stored_count(PROLOGUE)):
                 ptr = operands[STORED_FROM + i]
                 stored = pack(evens[stored_of(PROLOGUE, i)], odds[stored_of(PROLOGUE, i)], ptr.dtype.element_ty, ISA)
-                to_tile(ptr, (stored,), batch, row, rows, col0, cols, cols_left, dtype, ROWS, BLOCKS, BLOCK, VECTORS,
-                        ALIGN, WHOLE)  # fmt: skip
-        return inside_tile((words,), batch, row, rows, col0, cols, cols_left, dtype, ROWS, BLOCKS, BLOCK, VECTORS,
-                           ALIGN, WHOLE)  # fmt: skip
+                to_tile(ptr, stored, batch, row, rows, col0, cols, cols_left, dtype, ROWS, BLOCKS, BLOCK, VECTORS,
+                        ALIGN)  # fmt: skip
+        return inside_tile(words, row < rows, cols_left, ALIGN, WHOLE)
 
 
 @triton.jit
@@ -228,24 +227,19 @@ def operand_tile(
 def to_tile(
     ptr, words, batch, row, rows, col0, cols, cols_left, dtype: tl.constexpr,
     ROWS: tl.constexpr, BLOCKS: tl.constexpr, BLOCK: tl.constexpr, VECTORS: tl.constexpr, ALIGN: tl.constexpr,
-    WHOLE: tl.constexpr,
 ):  # fmt: skip
     own: tl.constexpr = ptr.dtype.element_ty
     row_ptr = operand_ptr(ptr, batch, rows, col0, cols) + row.to(tl.int64) * cols
     vectors: tl.constexpr = vectors_of(VECTORS, dtype, own)
-    store_tile(row_ptr, words[0], cols_left, row < rows, own, ROWS, BLOCKS, BLOCK, vectors, ALIGN, WHOLE)
+    store_tile(row_ptr, words, cols_left, row < rows, own, ROWS, BLOCKS, BLOCK, vectors, ALIGN)
 
 
 @triton.jit
-def inside_tile(
-    words, batch, row, rows, col0, cols, cols_left, dtype: tl.constexpr,
-    ROWS: tl.constexpr, BLOCKS: tl.constexpr, BLOCK: tl.constexpr, VECTORS: tl.constexpr, ALIGN: tl.constexpr,
-    WHOLE: tl.constexpr,
-):  # fmt: skip
-    """The words of a tile; words outside of the tensor become 0."""
-    half: tl.constexpr = BLOCK // 2
-    word = tl.arange(0, BLOCKS)[None, :, None] * half + tl.arange(0, half)[None, None, :]
-    return words_inside(words[0], word, cols_left, (row < rows)[:, None, None], ALIGN, WHOLE)
+def inside_tile(words, row_mask, cols_left, ALIGN: tl.constexpr, WHOLE: tl.constexpr):
+    """The words of a tile [ROWS, BLOCKS, BLOCK / 2]; words outside of the tensor become 0. row_mask: [ROWS]."""
+    half: tl.constexpr = words.shape[2]
+    word = tl.arange(0, words.shape[1])[None, :, None] * half + tl.arange(0, half)[None, None, :]
+    return words_inside(words, word, cols_left, row_mask[:, None, None], ALIGN, WHOLE)
 
 
 @triton.jit

@@ -72,13 +72,12 @@ def read_row(
         value = values[stored_of(PROLOGUE, j)]
         if len(value) > 1:
             tile = pack(value[0], value[1], ptr.dtype.element_ty, ISA)
-            to_tile(ptr, (tile,), batch, row, rows, 0, cols, length, dtype, ROWS, BLOCKS, BLOCK, VECTORS, ALIGN,
-                    False)  # fmt: skip
+            to_tile(ptr, tile, batch, row, rows, 0, cols, length, dtype, ROWS, BLOCKS, BLOCK, VECTORS, ALIGN)
         else:
             store_statistic(ptr, value[0], batch, row, rows, ROWS, ISA)
     result = values[result_of(PROLOGUE)]
     words = pack(result[0], result[1], dtype, ISA)
-    return inside_tile((words,), batch, row, rows, 0, cols, length, dtype, ROWS, BLOCKS, BLOCK, VECTORS, ALIGN, WHOLE)
+    return inside_tile(words, row < rows, length, ALIGN, WHOLE)
 
 
 @triton.constexpr_function
