@@ -227,7 +227,7 @@ PROLOGUE_CONFIGURATIONS = (
         steps=SUM_NORM, stored=KEPT, **_LLAMA,
     ),
     *_table("a layer norm", "nvfp4_rowwise", steps=LAYER_NORM),
-    # In five tiles.
+    # A row that fills five eighths of its tile.
     *_table("a norm of 5120", "nvfp4_one_level", steps=RMS_NORM, shape=(SIZE, 5120)),
 )  # fmt: skip
 
