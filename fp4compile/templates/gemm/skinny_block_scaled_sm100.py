@@ -160,7 +160,7 @@ def _run_group(calls: Sequence[Call], config: SkinnyBlockScaledConfig) -> list[t
         ceil_div(blocks, 4), split_k, num_warps=config.num_warps,
         A_ELEMENT=p.a.element, B_ELEMENT=p.b.element, SCALE=p.a.scale, BLOCK=p.a.format.block_cols,
         B_BATCHED=int(p.b_batched), GROUP_SIZE=len(calls), EVEN_K=int(even),
-        LAUNCH_DEPENDENTS=p.target.dependent_launch, **config.constants,
+        LAUNCH_DEPENDENTS=int(p.target.dependent_launch), **config.constants,
     )  # fmt: skip
     return [reduce_split_k(call, sums, split_k, pdl=p.target.dependent_launch)
             for call, sums in zip(calls, each, strict=True)]  # fmt: skip
