@@ -34,14 +34,6 @@ def first_axis_fastest() -> bool:
     return triton_version() < (3, 8)
 
 
-def packed_conversions() -> bool:
-    """Whether ptxas converts two bf16 numbers to codes (PTX 9.1).
-
-    The ptxas of Triton 3.9 does, that of Triton 3.6 does not. The versions between them were not checked.
-    """
-    return triton_version() >= (3, 9)
-
-
 def launch_errors() -> tuple[type[Exception], ...]:
     """The errors of a failed launch of a kernel or a library, out-of-memory errors included.
 

@@ -220,8 +220,8 @@ def _quantize_problems(found: QuantizeRow, launched: Launch) -> tuple[str, ...]:
         problems.append(f"no conversion to {', '.join(sorted(missing))}")
     # The kernels of columns load 4 or 8 bytes for each thread, whole lines for each warp: wider loads cost registers.
     narrow_loads = found.loads < 16 and not found.kernel.endswith("_columns")
-    # A thread of the scale sweep, or of rows in several tiles, holds one block at a time: eight bytes of codes.
-    one_block = found.kernel == "sweep_scales" or launched.constants.get("PIECES", 1) > 1
+    # A thread of the scale sweep holds one block: eight bytes of codes.
+    one_block = found.kernel == "sweep_scales"
     # A row of a tile of swizzled scales is four bytes.
     narrow_stores = found.stores < (4 if found.kernel == "lay_out_scales" else 8 if one_block else 16)
     if narrow_loads or (narrow_stores and not found.kernel.endswith(("_amax", "_statistics"))):

@@ -32,7 +32,7 @@ from fp4compile.templates import choose
 from fp4compile.templates.gemm import cost, dequant_operand
 from fp4compile.templates.launch import dry_run
 from fp4compile.templates.problem import Problem
-from fp4compile.templates.quantize import amax, prologue_cost, row
+from fp4compile.templates.quantize import amax, prologue_cost, row_on_chip
 from tests.fuzz.check_launches import Launched, difference, kernels_of
 from tests.fuzz.compare import Finding, captured, fill, results_of, row_counts
 from tests.fuzz.programs import Program
@@ -69,7 +69,7 @@ class Setting:
             fuse_all=rng.random() < 0.6,
             multiprocessors=rng.choice((3, 132)),
             partial_maxima=rng.choice((0, amax.PARTIAL_MAXIMA_ELEMENTS)),
-            on_chip=rng.choice((32, row.MAX_ROW_ON_CHIP)),
+            on_chip=rng.choice((32, row_on_chip.MAX_ROW_ON_CHIP)),
             quantize_results=rng.random() < 0.5,
             in_memory=rng.choice((None, 1, 48)) if sm == 90 else None,
         )
@@ -108,7 +108,7 @@ class Setting:
         with (
             mock.patch.object(amax, "PARTIAL_MAXIMA_ELEMENTS", self.partial_maxima),
             mock.patch.object(fuse_prologue, "PARTIAL_MAXIMA_ELEMENTS", self.partial_maxima),
-            mock.patch.object(row, "MAX_ROW_ON_CHIP", self.on_chip),
+            mock.patch.object(row_on_chip, "MAX_ROW_ON_CHIP", self.on_chip),
             mock.patch.object(prologue_cost, "MAX_ROW_ON_CHIP", self.on_chip),
         ):
             yield

@@ -262,7 +262,7 @@ def launched(recipe, m, n, k, sm=90):
 
 
 AMAX, CODES = ("tensor_amax", None), ("quantize_rows", torch.uint8)
-VALUES, ROW_VALUES = ("quantize_rows", torch.float16), ("quantize_scaled_rows", torch.float16)
+VALUES, ROW_VALUES = ("quantize_rows", torch.float16), ("quantize_whole_rows", torch.float16)
 
 
 @pytest.mark.parametrize(("recipe", "activations", "weights"), [

@@ -93,7 +93,7 @@ EACH = {
     "rows": (rows, (96, 64), ("quantize_rows", 3), "mxfp8"),
     "rows as they are": (routed, (96, 1), ("quantize_rows", 0), "nvfp4_one_level"),
     "an outer scale that is given": (given, (96, 64), ("quantize_rows", 3), "nvfp4"),
-    "an outer scale of each row": (own, (96, 64), ("quantize_scaled_rows", 0), "float8_rowwise"),
+    "an outer scale of each row": (own, (96, 64), ("quantize_whole_rows", 0), "float8_rowwise"),
 }
 
 

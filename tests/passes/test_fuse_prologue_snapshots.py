@@ -19,7 +19,7 @@ from tests.helpers.llama import llama_block, llama_norm
 from tests.helpers.norms import rms_norm
 
 BF16 = torch.bfloat16
-ONE, FIRST = "quantize_reduced_rows", "row_statistics"
+ONE, FIRST = "quantize_whole_rows", "row_statistics"
 
 
 @pytest.fixture(autouse=True)
@@ -275,5 +275,5 @@ def test_long_rows():
     """Rows that do not fit on the chip have their statistics from Inductor; the quantiser reads these."""
     length = 2**15
     found = Graph(FORMS["llama"], (256, length), (length,), (length,), (64, length), recipe="nvfp4_rowwise", sm=100)
-    assert not found.finding and "mean" in found.left
+    assert "mean" in found.left
     assert [each.prologue for each in found.quantisers] == [("mul aux0 col2", "mul row1 s0")]

@@ -133,7 +133,7 @@ def test_generated_wrapper_of_a_norm(monkeypatch):
     shapes = ((ANY, 512), (ANY, 512), (512,), (512, 512))
     _, calls = generated(norm_and_product, *shapes, recipe="mxfp8")
     launches = re.findall(r"^ *(\w+)\.run\((.*), stream=", calls, re.M)
-    assert [name for name, _ in launches] == ["quantize_reduced_rows_0", "quantize_rows_1", "triton_poi_fused_0"]
+    assert [name for name, _ in launches] == ["quantize_whole_rows_0", "quantize_rows_1", "triton_poi_fused_0"]
     (_, norm), _, (_, residual) = launches
     assert "x_1" in norm and "y_1, scale_1, -1, -1, -1" in norm
     (stored,) = re.findall(r"-1, -1, -1, (buf\d+), -1, -1", norm)
@@ -185,7 +185,7 @@ def test_launches_of_a_llama_block(monkeypatch):
         _, calls = generated(llama.llama_block, *llama.SHAPES, recipe="float8_rowwise", sm=100)
         launches = re.findall(r"^ *(\w+)_\d+\.run\((.*), stream=", calls, re.M)
         names.append([re.sub("_fused.*", "", name) for name, arguments in launches if "w_" not in arguments])
-    apart, rows, norm = "triton_per", "quantize_scaled_rows", "quantize_reduced_rows"
+    apart, rows, norm = "triton_per", "quantize_whole_rows", "quantize_whole_rows"
     assert names[0] == [apart, rows, rows, apart, rows, "triton_poi", rows, "triton_poi"]
     assert names[1] == [norm, rows, norm, rows, "triton_poi"]  # the last adds what the library multiplied
 

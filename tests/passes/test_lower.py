@@ -154,7 +154,7 @@ def test_every_kernel_gives_the_bits_of_the_op(dynamic):
             assert (one.shape, one.dtype) == (other.shape, other.dtype)
             assert torch.equal(one.reshape(-1).view(torch.uint8), other.reshape(-1).view(torch.uint8))
     assert counts == [5]
-    on_chip = ["quantize_scaled_rows"] * (not dynamic)  # rows of any length are read twice
+    on_chip = ["quantize_whole_rows"] * (not dynamic)  # rows of any length are read twice
     for kernel in ("quantize_rows", "tensor_amax", *on_chip, "quantize_columns", "dequantize_rows"):
         assert f"def {kernel}(" in code
 

@@ -60,7 +60,7 @@ def backward(name, hadamard):
 FORWARD = {
     "nvfp4": ["tensor_amax", "quantize_rows", "tensor_amax", "quantize_rows"],
     "mxfp8": ["quantize_rows", "quantize_rows"],
-    "float8_rowwise": ["quantize_scaled_rows", "quantize_scaled_rows"],
+    "float8_rowwise": ["quantize_whole_rows", "quantize_whole_rows"],
     "nvfp4_weight_only": ["tensor_amax", "quantize_rows"],
 }
 

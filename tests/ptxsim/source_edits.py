@@ -65,8 +65,8 @@ _OF_PAIRS = (
     _edit(_EXPERTS, "the first group's outer scale for all groups", "gemm/two_cta_kernel_sm100",
           "a_outer = a_outer_ptr + at.group", "a_outer = a_outer_ptr"),
     _edit(_EXPERTS, "tiles of groups counted in 128 rows", "gemm/two_cta_kernel_sm100",
-          "_, after = ends_of_lanes(before, offs, self.m, self.BM)",
-          "_, after = ends_of_lanes(before, offs, self.m, 128)"),
+          "_, after = ends_of_lanes(offs, self.m, self.BM)",
+          "_, after = ends_of_lanes(offs, self.m, 128)"),
     _edit(_EXPERTS, "scales of the groups up to the next one", "gemm/two_cta_kernel_sm100",
           "gl.where(after[i] <= tile_m, scales[i], 0)", "gl.where(after[i] <= tile_m + 1, scales[i], 0)"),
     _edit(_EXPERTS, "offsets of a lane's own groups for those before", "gemm/two_cta_kernel_sm100",
@@ -123,7 +123,7 @@ SOURCE_EDITS = (
     _edit(_FEW, "parts of K that overlap", "gemm/skinny_block_scaled_sm100",
           "steps * (split + 1) // split_k, num_stages", "steps * (split + 1) // split_k + 1, num_stages"),
     _edit(_FEW, "sums of parts over each other", "gemm/skinny_block_scaled_sm100",
-          "at = ((split * batches + batch) * m + row) * n + col", "at = ((split + batch) * (m - 1) + row) * n + col"),
+          "((split * batches + batch) * m + row) * n + col", "((split + batch) * (m - 1) + row) * n + col"),
     _edit(_FEW, "the last part of K not added", "gemm/split_k",
           "for split in tl.static_range(SPLIT):", "for split in tl.static_range(SPLIT - 1):"),
     # experts
@@ -183,14 +183,13 @@ SOURCE_EDITS = (
           "    matrix_row = batch.to(tl.int64) * rows + row\n",
           "    matrix_row = batch.to(tl.int64) * rows + row\n    block0 += 1\n"),
     _edit(_BOTH, "the signs of the Hadamard transform shifted", "device/column_tile",
-          "'minus' if HADAMARD_SIGNS.value >> i & 1 else 'plus'",
-          "'minus' if HADAMARD_SIGNS.value >> i + 1 & 1 else 'plus'"),
+          "(HADAMARD_SIGNS >> i) & 1", "(HADAMARD_SIGNS >> i + 1) & 1"),
     _edit(_BOTH, "random words used twice", "quantize/column",
           "second, second_factor, seed_ptr, call0 + blocks * calls,", "second, second_factor, seed_ptr, call0,"),
     _edit(_BOTH, "rows behind the last one read down the columns", "device/column_tile",
           "mask=(row < rows - i) & inside", "mask=(row < rows) & inside"),
     _edit("a norm", "a mean over the columns of whole tiles", "device/row_prologue",
-          "    length = PIECES * width if WHOLE else cols\n", "    length = PIECES * width\n"),
+          "            length, ALIGN, WHOLE, ISA,\n", "            BLOCKS * BLOCK, ALIGN, WHOLE, ISA,\n"),
 )  # fmt: skip
 
 

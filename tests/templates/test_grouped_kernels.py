@@ -184,25 +184,22 @@ def test_stochastic_rounding_and_the_transform(format):
 
 @triton.jit
 def find_groups(offs_ptr, tiles_ptr, found_ptr, rows, TILE: tl.constexpr, GROUPS: tl.constexpr):
-    before = ()
     offs = ()
-    for i in tl.static_range(per_lane(GROUPS)):
+    for i in tl.static_range(2 * per_lane(GROUPS)):
         number, exists = of_lanes(i - per_lane(GROUPS), GROUPS)
-        before = before + (tl.load(offs_ptr + number, mask=exists, other=0),)
-        number, exists = of_lanes(i, GROUPS)
         offs = offs + (tl.load(offs_ptr + number, mask=exists, other=0),)
     at = found_ptr + tl.program_id(0) * 8
     tile = tl.load(tiles_ptr + tl.program_id(0))
-    group, start, end, row0 = group_of_tile(before, offs, rows, tile, TILE, GROUPS)
+    group, start, end, row0 = group_of_tile(offs, rows, tile, TILE, GROUPS)
     tl.store(at, group)
     tl.store(at + 1, start)
     tl.store(at + 2, end)
     tl.store(at + 3, row0)
-    start, end, first_tile = rows_of_group(before, offs, rows, tile % GROUPS, TILE, GROUPS)
+    start, end, first_tile = rows_of_group(offs, rows, tile % GROUPS, TILE, GROUPS)
     tl.store(at + 4, start)
     tl.store(at + 5, end)
     tl.store(at + 6, first_tile)
-    tl.store(at + 7, total_tiles(before, offs, rows, TILE))
+    tl.store(at + 7, total_tiles(offs, rows, TILE))
 
 
 @gpu

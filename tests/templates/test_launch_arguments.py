@@ -23,7 +23,7 @@ from fp4compile.templates.launch import dry_run
 from fp4compile.templates.quantize.dequantize import dequantize
 from fp4compile.templates.quantize.prologue_cost import reads_amax
 from fp4compile.templates.quantize.prologues import takes_prologue
-from fp4compile.templates.quantize.row import MAX_ROW_ON_CHIP
+from fp4compile.templates.quantize.row_on_chip import MAX_ROW_ON_CHIP
 from tests.helpers.multiplied import scaled_grouped_mm, scaled_mm
 from tests.helpers.quantisers import quantize, quantize_both
 

@@ -18,7 +18,6 @@ from fp4compile.check.quantisers import (  # noqa: E402
     CONFIGURATIONS,
     GATE,
     NORM,
-    ROWS,
     Configuration,
 )
 from fp4compile.check.sass import disassemble  # noqa: E402
@@ -33,7 +32,7 @@ TARGETS = [90, 100, *([103, 120] if NEW_PTXAS else [])]
 
 
 KERNELS = {
-    "quantize_rows", "quantize_scaled_rows", "quantize_both", "quantize_columns", "quantize_squares",
+    "quantize_rows", "quantize_whole_rows", "quantize_both", "quantize_columns", "quantize_squares",
     "dequantize_rows", "tensor_amax", "columns_amax", "sweep_scales", "lay_out_scales",
 }  # fmt: skip
 
@@ -104,24 +103,9 @@ def test_a_call_of_philox_rounds_sixteen_elements(options):
 
 @pytest.mark.parametrize("sm", [90, 100])
 def test_two_products_an_instruction_on_sm100(sm):
-    """Of the elements of NVFP4; of the transform they are half of the sums as well."""
+    """Of the elements of NVFP4."""
     _, sass, elements = compiled("nvfp4", sm)
     assert len(re.findall(r"\bFFMA2\b", sass)) == (elements // 2 if sm == 100 else 0)
-    _, sass, elements = compiled("nvfp4_te", sm, "columns_amax", **TRANSFORMED)
-    assert len(re.findall(r"\bFADD2\b", sass)) == (2 * elements if sm == 100 else 0)
-
-
-@pytest.mark.skipif(not _compat.packed_conversions(), reason="ptxas lacks the conversions")
-@pytest.mark.parametrize(("dim", "format"), [
-    (ROWS, "mxfp8"), (ROWS, "mxfp8_e5m2"), (ROWS, "mxfp4"), (COLUMNS, "mxfp8"), (COLUMNS, "mxfp4"),
-])  # fmt: skip
-def test_pairs_of_bf16_are_converted_as_they_are(dim, format):
-    """With E8M0 scales an element is neither unpacked nor multiplied in float32."""
-    _, sass, elements = compiled(format, 100, dim=(dim,))
-    assert len(re.findall(r"F2FP\.SATFINITE\.E\dM\d\.BF16", sass)) == elements // 2
-    assert not re.search(r"F2FP\.SATFINITE\.E\dM\d\.F32", sass)
-    _, sass, _ = compiled(format, 100, dim=(dim,), dtype=torch.float16)
-    assert not re.search(r"F2FP\.SATFINITE\.E\dM\d\.BF16", sass)
 
 
 @triton.jit

@@ -7,8 +7,6 @@ very statistics, to the last bit. Where every sum is exact, no statistic is take
 As in test_quantize_kernels.py: on a GPU, and in Triton's interpreter in a process of its own.
 """
 
-from dataclasses import replace
-
 import pytest
 import torch
 
@@ -135,42 +133,10 @@ def test_few_rows_and_many():
 
 
 @gpu
-@pytest.mark.parametrize("name", STEPS)
-def test_rows_in_several_tiles(name, monkeypatch):
-    """As rows are whose length is far from a power of two: the last tile whole or not, with words that end inside."""
-    # Each thread has whole runs of 16 bytes: Triton 3.6 reduces wrongly along lanes that are no neighbours.
-    three = row_on_chip.ReducedRowConfig(num_warps=1, rows=1, blocks=32, vectors=2, pieces=3)
-    monkeypatch.setattr(row_on_chip, "reduced_row_config", lambda element, block, *sizes: replace(
-        three, blocks=512 // block))  # fmt: skip
-    stored = ["s0 bfloat16"] if name in ("residual", "sum") else []
-    for cols, format in ((1536, "nvfp4"), (1064, "nvfp4_rowwise"), (1069, "mxfp8"), (1088, "nvfp4")):
-        check(STEPS[name], torch.randn(3, cols).bfloat16(), format, stored=stored)
-
-
-def test_lengths_that_take_several_tiles():
-    """As few elements beyond the row as three or five tiles leave; few rows have one tile."""
-    lengths = 3072, 5120, 6144, 11008, 12288, 2880
-    widths = [3072, 5120, 6144, 12288, 12288, 3072]
-    for length, width in zip(lengths, widths, strict=True):
-        for isa in (90, 100):
-            config = row_on_chip.reduced_row_config("e2m1", 16, 8192, length, isa)
-            assert config.pieces in (3, 5) and config.pieces * config.blocks * 16 == width
-            assert row_on_chip.reduced_row_config("e2m1", 16, 64, length, isa).pieces == 1
-    for length in (512, 4096, 4000, 7168, 8192, 15000, 16384, 2**16):
-        assert row_on_chip.reduced_row_config("e2m1", 16, 8192, length, 100).pieces == 1
-        for element, pieces in (("e2m1", 4 if 4000 <= length <= 16384 else 1), ("e4m3", 1)):
-            assert row_on_chip.reduced_row_config(element, 16, 8192, length, 90).pieces == pieces
-    for work, shape in (("all", (4, 4, 2)), ("statistics", (4, 8, 1)), ("codes", (2, 4, 2))):
-        config = row_on_chip.reduced_row_config("e2m1", 16, 8192, 8192, 90, outer=True, work=work)
-        assert (config.pieces, config.num_warps, config.vectors) == shape
-        assert config.pieces * config.blocks * 16 == 8192
-
-
-@gpu
 def test_rows_that_do_not_fit_on_the_chip(monkeypatch):
     """PyTorch computes the norm, and kernels quantise it. Means of 256 integers are exact on every device."""
     monkeypatch.setattr(row_on_chip, "MAX_REDUCED_ROW_ON_CHIP", 128)
-    for cols, kernel in ((128, "quantize_reduced_rows"), (256, "quantize_rows")):
+    for cols, kernel in ((128, "quantize_whole_rows"), (256, "quantize_rows")):
         first, stored = torch.randint(-8, 9, (5, cols)).bfloat16(), ["s3 bfloat16", "s0 float32"]
         with dry_run(Target(90)) as found:
             run([first], CENTRED, "mxfp8", stored)

@@ -16,7 +16,7 @@ from fp4compile.formats import formats, reference
 from fp4compile.formats.formats import BlockFormat
 from fp4compile.formats.quantize_spec import holds_values
 from fp4compile.ops.quantize import QUANTIZE, quantize_kernels
-from fp4compile.templates.quantize import dequantize, row
+from fp4compile.templates.quantize import dequantize, row_on_chip
 from fp4compile.templates.quantize.amax import AmaxConfig
 from tests.helpers import guarded, in_interpreter
 from tests.helpers.hard_inputs import DTYPES, NAMES, TINY_AMAXES, TINY_OUTERS, hard_input, of_amax
@@ -51,8 +51,8 @@ def make_tiles_tall(monkeypatch):
         # Rows that several programs share stay as they are.
         return dataclasses.replace(config, rows=16) if getattr(config, "parts", 1) == 1 else config
 
-    scaled_row_config, dequantize_config = row.scaled_row_config, dequantize.dequantize_config
-    monkeypatch.setattr(row, "scaled_row_config", lambda *args: tall(scaled_row_config(*args)))
+    scaled_row_config, dequantize_config = row_on_chip.scaled_row_config, dequantize.dequantize_config
+    monkeypatch.setattr(row_on_chip, "scaled_row_config", lambda *args: tall(scaled_row_config(*args)))
     monkeypatch.setattr(dequantize, "dequantize_config", lambda block: tall(dequantize_config(block)))
 
 
@@ -444,7 +444,7 @@ def test_long_rows(monkeypatch):
     cols = 40000
     if INTERPRETING:
         cols = 1250
-        monkeypatch.setattr(row, "MAX_ROW_ON_CHIP", 1024)
+        monkeypatch.setattr(row_on_chip, "MAX_ROW_ON_CHIP", 1024)
         config = AmaxConfig(num_warps=4, rows=1, blocks=16, block=32)
         monkeypatch.setattr("fp4compile.templates.quantize.amax.amax_config", lambda elements: config)
     for fmt in map(formats.get, ("nvfp4_rowwise", "float8_rowwise")):

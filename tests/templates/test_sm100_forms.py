@@ -10,28 +10,23 @@ import triton
 import triton.language as tl
 
 from fp4compile.formats import reference
-from fp4compile.templates.device import column_tile, elements, packed_encoding, philox, pointwise, quick_scales
+from fp4compile.templates.device import elements, packed_encoding, philox, pointwise, quick_scales
 from ptxsim.numbers import e2m1_stochastic
 from tests.helpers.inline_ptx import play
 
 EVERY = np.arange(2**16, dtype=np.uint32) << 16  # the bits of every bfloat16 number, as float32
-FP8 = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
 
-def unpacked(codes, bits=4):
-    """uint32 [n] -> the codes of each, [n, 32 / bits]."""
-    return codes[:, None] >> np.arange(0, 32, bits, dtype=np.uint32) & np.uint32(2**bits - 1)
+def unpacked(codes):
+    """uint32 [n] -> the codes of each, [n, 8]."""
+    return codes[:, None] >> np.arange(0, 32, 4, dtype=np.uint32) & np.uint32(15)
 
 
 def e2m1_codes(x, factor):
     negative = torch.from_numpy((x < 0) & ~np.isnan(factor))
     return reference.e2m1_encode(torch.from_numpy(x * factor), negative).numpy()
-
-
-def fp8_codes(x, factor, element):
-    return reference.saturate(torch.from_numpy(x * factor), FP8[element]).view(torch.uint8).numpy()
 
 
 def some_floats():
@@ -86,46 +81,12 @@ def test_a_word_rounds_four_elements():
     np.testing.assert_array_equal(unpacked(row), e2m1_stochastic(values * factors[:, None], noise))
 
 
-def test_arithmetic_of_pairs():
+def test_products_of_pairs():
     """Of any numbers, two of each operand at a time."""
     x = some_floats()
     y = np.random.default_rng(2).permutation(x)
-    for ptx, operation in ((pointwise._SUB, np.subtract), (pointwise._MUL, np.multiply)):
-        first, second = play(ptx.value, 2, [x[::2], x[1::2], y[::2], y[1::2]])
-        np.testing.assert_array_equal(np.stack([first, second], 1).ravel().view(np.float32), operation(x, y))
-
-
-def scale_factor(byte):
-    """The encode factor of an E8M0 scale: 2^(127 - byte); that of a NaN is 2^-128."""
-    return np.ldexp(np.float32(1), 127 - byte)
-
-
-@pytest.mark.parametrize("element", ["e2m1", "e4m3", "e5m2"])
-def test_exact_products(element):
-    """Every bfloat16 times the factor of every E8M0 scale; the products are not rounded but in bf16."""
-    bits, count = (4, 8) if element == "e2m1" else (8, 4)
-    name = element.upper()
-    ptx = {form: getattr(packed_encoding, f"_EXACT_{form}_{name}").value for form in ("WORDS", "RUN", "RUNS")}
-    values = EVERY.reshape(-1, count) >> 16
-    x = EVERY.view(np.float32).reshape(-1, count)
-    words = [values[:, i] | values[:, i + 1] << 16 for i in range(0, count, 2)]
-    rows = [values[:, i] | values[::-1][:, i] << 16 for i in range(count)]  # of two columns
-
-    def expected(x, factor):
-        return e2m1_codes(x, factor) if element == "e2m1" else fp8_codes(x, factor, element)
-
-    for byte in range(256):
-        factor = np.full(len(values), scale_factor(byte), np.float32)
-        right = expected(x, factor[:, None])
-        (found,) = play(ptx["WORDS"], 1, [*words, *[factor] * len(words)])
-        np.testing.assert_array_equal(unpacked(found, bits), right)
-        if byte in (0, 1, 100, 127, 253, 254, 255):
-            (found,) = play(ptx["RUN"], 1, [*words, factor])
-            np.testing.assert_array_equal(unpacked(found, bits), right)
-            other = np.full(len(values), scale_factor(byte ^ 1), np.float32)
-            first, second = play(ptx["RUNS"], 2, [*rows, factor, other])
-            np.testing.assert_array_equal(unpacked(first, bits), right)
-            np.testing.assert_array_equal(unpacked(second, bits), expected(x[::-1], other[:, None]))
+    first, second = play(pointwise._MUL_PAIRS.value, 2, [x[::2], x[1::2], y[::2], y[1::2]])
+    np.testing.assert_array_equal(np.stack([first, second], 1).ravel().view(np.float32), x * y)
 
 
 DECODES = np.float32([1, 0.37, 3.3e-5, 2688, 1e4, 2.0**-59, 1.99 * 2.0**-60, 1.99 * 2.0**59, 1 / 3, 1 - 2.0**-24])
@@ -214,22 +175,6 @@ def test_a_sixth_of_any_number():
     np.testing.assert_array_equal(found.view(np.float32), mantissas / np.float32(6))
     (found,) = play(quick_scales.sixth_ptx("$0", "$1"), 1, [np.float32([np.inf])])
     assert np.isnan(found.view(np.float32)).all()
-
-
-def test_the_transform_of_two_columns():
-    """Sums that round, numbers without a quarter, both ends of the range, values that are not finite; the amaxes."""
-    rng = np.random.default_rng(0)
-    ordinary = rng.standard_normal((512, 32)).astype(np.float32)
-    least = rng.integers(0, 40, (64, 32)).astype(np.uint32).view(np.float32)
-    most = (rng.choice([-1, 1], (64, 32)) * 8e37).astype(np.float32)
-    values = np.concatenate([ordinary, least, most, ordinary[:2]])
-    values[-2, 3], values[-1, 20] = np.inf, np.nan
-    found = play(column_tile._HADAMARD_PAIRS.value, 34, list(values.T))
-    for column in range(2):
-        expected = reference.hadamard(torch.from_numpy(values[:, 16 * column : 16 * column + 16]))
-        got = np.stack(found[16 * column : 16 * column + 16], 1).view(np.float32)
-        np.testing.assert_array_equal(got, expected.numpy())
-        np.testing.assert_array_equal(found[32 + column].view(np.float32), expected.abs().amax(-1).numpy())
 
 
 @pytest.mark.parametrize("seed", [0, -1, 0x123456789ABCDEF0])

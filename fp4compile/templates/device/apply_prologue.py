@@ -26,11 +26,7 @@ from fp4compile.formats.steps import Step
 from fp4compile.templates.device.column_tile import unpack_column_tile
 from fp4compile.templates.device.elements import pack, unpack
 from fp4compile.templates.device.memory import (
-    FIRST_AXIS_FASTEST,
-    load_index,
     load_tile,
-    load_words,
-    restore_axes,
     store_tile,
 )
 from fp4compile.templates.device.pointwise import compute, kind_of, part_of, tensor_count, written
@@ -38,7 +34,6 @@ from fp4compile.templates.device.register_tile import (
     DEPTH,
     load_register_tile,
     split_last,
-    tile_index,
 )
 
 # Index in `operands` of the first pointer to a stored result.
@@ -130,10 +125,9 @@ def read_tile(
             for i in tl.static_range(stored_count(PROLOGUE)):
                 ptr = operands[STORED_FROM + i]
                 stored = pack(evens[stored_of(PROLOGUE, i)], odds[stored_of(PROLOGUE, i)], ptr.dtype.element_ty, ISA)
-                to_tile(ptr, (stored,), batch, row, rows, col0, cols, cols_left, dtype, ROWS, BLOCKS, BLOCK, VECTORS,
-                        ALIGN, WHOLE)  # fmt: skip
-        return inside_tile((words,), batch, row, rows, col0, cols, cols_left, dtype, ROWS, BLOCKS, BLOCK, VECTORS,
-                           ALIGN, WHOLE)  # fmt: skip
+                to_tile(ptr, stored, batch, row, rows, col0, cols, cols_left, dtype, ROWS, BLOCKS, BLOCK, VECTORS,
+                        ALIGN)  # fmt: skip
+        return inside_tile(words, row < rows, cols_left, ALIGN, WHOLE)
 
 
 @triton.jit
@@ -144,6 +138,7 @@ def read_register_tile(
 ):  # fmt: skip
     """The words of register tiles, through the prologue: DEPTH * WORDS tensors [ROW_TILES, COL_TILES].
 
+    All operands are of the tensor's size (`quantize.prologues`).
     Tensor i * WORDS + j has word j of row i of register tiles.
     """
     words = load_register_tile(ptr, row0, rows, cols_left, x_row, dtype, ROW_TILES, COL_TILES, WORDS, ALIGN, WHOLE)
@@ -152,11 +147,11 @@ def read_register_tile(
     else:
         values = (unpacked_rows(words, dtype),)
         for i in tl.static_range(1, tensor_count(PROLOGUE)):
-            values = values + (operand_register_tile(
-                kind_of(PROLOGUE, i), operands[i - 1], batch, row0, rows, col0,
-                row_stride_of(PROLOGUE, i) if has_row_stride(PROLOGUE, i) else cols,
-                cols_left, dtype, ROW_TILES, COL_TILES, WORDS, ALIGN, WHOLE,
-            ),)  # fmt: skip
+            own: tl.constexpr = operands[i - 1].dtype.element_ty
+            stride = row_stride_of(PROLOGUE, i) if has_row_stride(PROLOGUE, i) else cols
+            other = load_register_tile(operand_ptr(operands[i - 1], batch, rows, col0, stride), row0, rows, cols_left,
+                                       stride, own, ROW_TILES, COL_TILES, WORDS, ALIGN, WHOLE)  # fmt: skip
+            values = values + (unpacked_rows(other, own),)
         words = compute_rows(values, dtype, PROLOGUE, ISA)
         return inside_register_tile(words, row0, rows, cols_left, COL_TILES, WORDS, ALIGN, WHOLE)
 
@@ -190,8 +185,7 @@ def compute_rows(values, dtype: tl.constexpr, PROLOGUE: tl.constexpr, ISA: tl.co
 
 # ---------------------------------------------------------------- operands
 #
-# A value of a tile is (even columns, odd columns), tuples in float32; a value of register tiles is DEPTH rows in
-# float32, with an axis of two columns last.
+# A value of a tile is (even columns, odd columns), tuples in float32.
 
 
 @triton.constexpr_function
@@ -226,56 +220,6 @@ def operand_tile(
         return unpack_column_tile((words,), own)
 
 
-@triton.jit
-def operand_register_tile(
-    KIND: tl.constexpr, ptr, batch, row0, rows, col0, cols, cols_left, dtype: tl.constexpr,
-    ROW_TILES: tl.constexpr, COL_TILES: tl.constexpr, WORDS: tl.constexpr, ALIGN: tl.constexpr, WHOLE: tl.constexpr,
-):  # fmt: skip
-    own: tl.constexpr = ptr.dtype.element_ty
-    if KIND == "aux":
-        ptr = operand_ptr(ptr, batch, rows, col0, cols)
-        words = load_register_tile(ptr, row0, rows, cols_left, cols, own, ROW_TILES, COL_TILES, WORDS, ALIGN, WHOLE)
-        return unpacked_rows(words, own)
-    elif KIND == "row":
-        return row_register_tile(ptr, col0, cols_left, COL_TILES, WORDS, ALIGN)
-    else:
-        return col_register_tile(ptr, batch, row0, rows, ROW_TILES, COL_TILES, WHOLE)
-
-
-@triton.jit
-def row_register_tile(ptr, col0, cols_left, COL_TILES: tl.constexpr, WORDS: tl.constexpr, ALIGN: tl.constexpr):
-    own: tl.constexpr = ptr.dtype.element_ty
-    word = tile_index(tl.arange(0, COL_TILES) * WORDS, 1) + tl.arange(0, WORDS)[None, None, :]
-    words = load_words(ptr + col0, word, cols_left, True, own, ALIGN)
-    even, odd = unpack(tl.permute(words, (1, 0, 2)) if FIRST_AXIS_FASTEST else words, own)
-    row = tl.join(even, odd)
-    rows = ()
-    for _ in tl.static_range(DEPTH):
-        rows = rows + (row,)
-    return rows
-
-
-@triton.jit
-def col_register_tile(
-    ptr, batch, row0, rows, ROW_TILES: tl.constexpr, COL_TILES: tl.constexpr, WHOLE: tl.constexpr
-):  # fmt: skip
-    """DEPTH values, each [ROW_TILES, COL_TILES, 1, 1], from one load: see "Compile time" in `register_tile`."""
-    run: tl.constexpr = 4
-    row = load_index(row0 + tl.arange(0, ROW_TILES) * DEPTH, 1) + load_index(tl.arange(0, DEPTH // run) * run, 0)
-    row = row + load_index(tl.arange(0, COL_TILES) * 0, 2) + tl.arange(0, run)[None, None, None, :]
-    ptr += batch.to(tl.int64) * rows
-    if WHOLE:
-        loaded = tl.load(ptr + row)
-    else:
-        loaded = tl.load(ptr + row, mask=row < rows, other=0.0)
-    loaded = tl.permute(restore_axes(loaded.to(tl.float32)), (1, 2, 0, 3))
-    parts = split_last(tl.reshape(loaded, (ROW_TILES, COL_TILES, DEPTH)))
-    values = ()
-    for i in tl.static_range(DEPTH):
-        values = values + (parts[i][:, :, None, None],)
-    return values
-
-
 # ---------------------------------------------------------------- results
 
 
@@ -283,24 +227,19 @@ def col_register_tile(
 def to_tile(
     ptr, words, batch, row, rows, col0, cols, cols_left, dtype: tl.constexpr,
     ROWS: tl.constexpr, BLOCKS: tl.constexpr, BLOCK: tl.constexpr, VECTORS: tl.constexpr, ALIGN: tl.constexpr,
-    WHOLE: tl.constexpr,
 ):  # fmt: skip
     own: tl.constexpr = ptr.dtype.element_ty
     row_ptr = operand_ptr(ptr, batch, rows, col0, cols) + row.to(tl.int64) * cols
     vectors: tl.constexpr = vectors_of(VECTORS, dtype, own)
-    store_tile(row_ptr, words[0], cols_left, row < rows, own, ROWS, BLOCKS, BLOCK, vectors, ALIGN, WHOLE)
+    store_tile(row_ptr, words, cols_left, row < rows, own, ROWS, BLOCKS, BLOCK, vectors, ALIGN)
 
 
 @triton.jit
-def inside_tile(
-    words, batch, row, rows, col0, cols, cols_left, dtype: tl.constexpr,
-    ROWS: tl.constexpr, BLOCKS: tl.constexpr, BLOCK: tl.constexpr, VECTORS: tl.constexpr, ALIGN: tl.constexpr,
-    WHOLE: tl.constexpr,
-):  # fmt: skip
-    """The words of a tile; words outside of the tensor become 0."""
-    half: tl.constexpr = BLOCK // 2
-    word = tl.arange(0, BLOCKS)[None, :, None] * half + tl.arange(0, half)[None, None, :]
-    return words_inside(words[0], word, cols_left, (row < rows)[:, None, None], ALIGN, WHOLE)
+def inside_tile(words, row_mask, cols_left, ALIGN: tl.constexpr, WHOLE: tl.constexpr):
+    """The words of a tile [ROWS, BLOCKS, BLOCK / 2]; words outside of the tensor become 0. row_mask: [ROWS]."""
+    half: tl.constexpr = words.shape[2]
+    word = tl.arange(0, words.shape[1])[None, :, None] * half + tl.arange(0, half)[None, None, :]
+    return words_inside(words, word, cols_left, row_mask[:, None, None], ALIGN, WHOLE)
 
 
 @triton.jit

@@ -5,7 +5,6 @@ import triton.language as tl
 
 from fp4compile.templates.device.block_scales import block_scale
 from fp4compile.templates.device.elements import encode_pair, infinity_to_nan, round_pair, rounding_scale, unpack
-from fp4compile.templates.device.packed_encoding import encode_exact_words, exact_in_bf16
 
 
 @triton.jit
@@ -19,16 +18,13 @@ def scale_and_encode(
     """
     byte, factor = block_scale(amax, encode, decode, HAS_OUTER, ELEMENT, SCALE, CONTRACT, ISA)
     factor = tl.broadcast_to(factor[:, :, None], words.shape)
-    if exact_in_bf16(SCALE, dtype, ISA):
-        units = encode_exact_words(words, factor, ELEMENT)
+    first, second = unpack(words, dtype)
+    if SCALE == "none" and STATIC:  # saturation would hide an infinity, and no scale is infinite
+        first = infinity_to_nan(first)
+        second = infinity_to_nan(second)
+    if VALUES and SCALE == "e4m3":
+        scale = rounding_scale(byte, ISA)
+        units = round_pair(first, second, factor, tl.broadcast_to(scale[:, :, None], words.shape), ISA)
     else:
-        first, second = unpack(words, dtype)
-        if SCALE == "none" and STATIC:  # saturation would hide an infinity, and no scale is infinite
-            first = infinity_to_nan(first)
-            second = infinity_to_nan(second)
-        if VALUES and SCALE == "e4m3":
-            scale = rounding_scale(byte, ISA)
-            units = round_pair(first, second, factor, tl.broadcast_to(scale[:, :, None], words.shape), ISA)
-        else:
-            units = encode_pair(first, second, factor, ELEMENT, ISA)
+        units = encode_pair(first, second, factor, ELEMENT, ISA)
     return byte, tl.reshape(units, (words.shape[0], words.shape[1] * words.shape[2]))

@@ -60,15 +60,12 @@ def unpack_column_tile(tile, dtype: tl.constexpr):
 
 
 @triton.jit
-def transform_column_tile(tile, dtype: tl.constexpr, ISA: tl.constexpr):
+def transform_column_tile(tile, dtype: tl.constexpr):
     """Unpack and Hadamard-transform a tile: (even columns, odd columns, amax bits of even blocks, of odd blocks)."""
     first, second = unpack_column_tile(tile, dtype)
-    if ISA >= 100:
-        return hadamard_pairs(first, second)
-    else:
-        first = hadamard(first)
-        second = hadamard(second)
-        return first, second, values_amax(first), values_amax(second)
+    first = hadamard(first)
+    second = hadamard(second)
+    return first, second, values_amax(first), values_amax(second)
 
 
 @triton.jit
@@ -94,53 +91,6 @@ def _butterflies(values, DISTANCE: tl.constexpr):
         else:
             out = out + (values[i] + values[i | DISTANCE],)
     return out
-
-
-def _hadamard_ptx() -> str:
-    """PTX: 16 rows of two columns, $34-$49 and $50-$65 -> their transforms $0-$15 and $16-$31, the amaxes $32, $33."""
-    quarters = "".join(
-        f" mov.b64 v{i}, {{${34 + i}, ${50 + i}}};"
-        f" fma.rn.f32x2 v{i}, v{i}, {'minus' if HADAMARD_SIGNS.value >> i & 1 else 'plus'}, zero;"
-        for i in range(16)
-    )
-    butterflies = "".join(
-        f" add.rn.f32x2 sum, v{i}, v{i + distance}; sub.rn.f32x2 v{i + distance}, v{i}, v{i + distance};"
-        f" mov.b64 v{i}, sum;"
-        for distance in (1, 2, 4, 8)
-        for i in range(16)
-        if not i & distance
-    )
-    amaxes = "".join(
-        f" mov.b64 {{${i}, ${16 + i}}}, v{i}; abs.f32 x, ${i}; abs.f32 y, ${16 + i};"
-        + (" max.NaN.f32 a, a, x; max.NaN.f32 b, b, y;" if i else " mov.f32 a, x; mov.f32 b, y;")
-        for i in range(16)
-    )
-    return (
-        "{ .reg .b64 v<16>, plus, minus, zero, sum; .reg .f32 a, b, x, y; mov.b64 zero, 0;"
-        " mov.b64 plus, 0x3E8000003E800000; mov.b64 minus, 0xBE800000BE800000;"
-        f"{quarters}{butterflies}{amaxes} mov.b32 $32, a; mov.b32 $33, b; }}"
-    )
-
-
-_HADAMARD_PAIRS = tl.constexpr(_hadamard_ptx())
-_HADAMARD_OPERANDS = tl.constexpr(",".join(["=&f"] * 32 + ["=&r"] * 2 + ["f"] * 32))
-
-
-@triton.jit
-def hadamard_pairs(first, second):
-    """`transform_column_tile` for unpacked columns on SM100, where an instruction adds two pairs of float32 numbers."""
-    out = tl.inline_asm_elementwise(
-        _HADAMARD_PAIRS, _HADAMARD_OPERANDS, first + second,
-        dtype=(
-            tl.float32, tl.float32, tl.float32, tl.float32, tl.float32, tl.float32, tl.float32, tl.float32,
-            tl.float32, tl.float32, tl.float32, tl.float32, tl.float32, tl.float32, tl.float32, tl.float32,
-            tl.float32, tl.float32, tl.float32, tl.float32, tl.float32, tl.float32, tl.float32, tl.float32,
-            tl.float32, tl.float32, tl.float32, tl.float32, tl.float32, tl.float32, tl.float32, tl.float32,
-            tl.int32, tl.int32,
-        ),
-        is_pure=True, pack=1,
-    )  # fmt: skip
-    return out[:16], out[16:32], out[32], out[33]
 
 
 @triton.jit

@@ -8,9 +8,8 @@ a lane has `per_lane` neighbouring groups, each in its own vector. So a warp sca
 any number of groups.
 
 Kernels load the offsets in their own bodies (`of_lanes`) and pass them to these functions: a tuple `offs` with the
-offsets of each lane's groups, and a tuple `before` with the offsets of the preceding lane's groups. If a called
-function loaded them, torch would count the pointer as written, because addresses depend on the loaded offsets, and a
-graph would copy the offsets.
+offsets of the preceding lane's groups, then those of each lane's own groups. If a called function loaded them, torch
+would count the pointer as written, because addresses depend on the loaded offsets, and a graph would copy the offsets.
 """
 
 import triton
@@ -42,25 +41,26 @@ def _zeros(numbers):
 
 
 @triton.jit
-def ends_of_lanes(before, offs, rows, TILE: tl.constexpr, ALIGN: tl.constexpr = 1):
-    """(row after the last, tile after the last) of each group, in tuples like `offs`; each group begins a new tile.
+def ends_of_lanes(offs, rows, TILE: tl.constexpr, ALIGN: tl.constexpr = 1):
+    """(row after the last, tile after the last) of each group of a lane, in tuples; each group begins a new tile.
 
-    offs, before: tuples of int32 [32], 0 where there is no group. rows: number of rows, in groups and beyond. TILE:
+    offs: int32 [32] each, 0 where there is no group. rows: number of rows, in groups and beyond. TILE:
     rows of a tile. ALIGN: a group's first tile begins at a multiple of ALIGN, at the group's first row or before it.
     Lanes beyond the last group repeat the last group's numbers.
     """
     rows = tl.cast(rows, tl.int32)
     # An offset that decreases counts as equal to the largest before it, or to 0 for the first.
-    end = before[0]
-    for i in tl.static_range(1, len(before)):
-        end = tl.maximum(end, before[i])
+    count: tl.constexpr = len(offs) // 2  # groups of a lane
+    end = offs[0]
+    for i in tl.static_range(1, count):
+        end = tl.maximum(end, offs[i])
     end = tl.associative_scan(tl.minimum(end, rows), 0, larger)
     tile = _zeros(end)
     ends = ()
     tiles = ()
-    for i in tl.static_range(len(offs)):
+    for i in tl.static_range(count):
         start = end
-        end = tl.maximum(start, tl.minimum(offs[i], rows))
+        end = tl.maximum(start, tl.minimum(offs[count + i], rows))
         before_start = tl.where(end > start, start % ALIGN, 0)
         tile += tl.cdiv((end - start + before_start).to(tl.uint32), TILE).to(tl.int32)
         ends = ends + (end,)
@@ -73,20 +73,20 @@ def ends_of_lanes(before, offs, rows, TILE: tl.constexpr, ALIGN: tl.constexpr = 
 
 
 @triton.jit
-def total_tiles(before, offs, rows, TILE: tl.constexpr):
+def total_tiles(offs, rows, TILE: tl.constexpr):
     """The number of tiles of TILE rows, including the tiles of rows of no group."""
-    ends, after = ends_of_lanes(before, offs, rows, TILE)
+    ends, after = ends_of_lanes(offs, rows, TILE)
     return tl.max(after[len(after) - 1], 0) + tl.cdiv(rows - tl.max(ends[len(ends) - 1], 0), TILE)
 
 
 @triton.jit
-def group_of_tile(before, offs, rows, tile, TILE: tl.constexpr, GROUPS: tl.constexpr, ALIGN: tl.constexpr = 1):
+def group_of_tile(offs, rows, tile, TILE: tl.constexpr, GROUPS: tl.constexpr, ALIGN: tl.constexpr = 1):
     """(group, the group's first row, the row after its last, the tile's first row) of a tile of TILE rows.
 
     Each group begins a new tile, at a multiple of ALIGN: see `ends_of_lanes`. A tile past all rows also belongs to
     group GROUPS, and begins at its end or later.
     """
-    ends, after = ends_of_lanes(before, offs, rows, TILE, ALIGN)
+    ends, after = ends_of_lanes(offs, rows, TILE, ALIGN)
     group = _zeros(ends[0])
     start = _zeros(ends[0])
     # Rows that would pad the groups before to whole tiles. The number grows with the group.
@@ -103,21 +103,21 @@ def group_of_tile(before, offs, rows, tile, TILE: tl.constexpr, GROUPS: tl.const
 
 
 @triton.jit
-def tile_of_group(before, offs, rows, col_tiles, TILE: tl.constexpr, GROUPS: tl.constexpr):
+def tile_of_group(offs, rows, col_tiles, TILE: tl.constexpr, GROUPS: tl.constexpr):
     """(group, the row after its last, tile, the tile's first row, column tile) of a program, the column tile fastest.
 
     See `group_of_tile`. col_tiles: the number of column tiles.
     """
     col_tiles = tl.maximum(col_tiles, 1)
     tile = tl.program_id(0) // col_tiles
-    group, _, end, row0 = group_of_tile(before, offs, rows, tile, TILE, GROUPS)
+    group, _, end, row0 = group_of_tile(offs, rows, tile, TILE, GROUPS)
     return group, end, tile, row0, tl.program_id(0) % col_tiles
 
 
 @triton.jit
-def rows_of_group(before, offs, rows, group, TILE: tl.constexpr, GROUPS: tl.constexpr):
+def rows_of_group(offs, rows, group, TILE: tl.constexpr, GROUPS: tl.constexpr):
     """(first row, row after the last, first tile) of a group, where each group is padded to tiles of TILE rows."""
-    ends, after = ends_of_lanes(before, offs, rows, TILE)
+    ends, after = ends_of_lanes(offs, rows, TILE)
     start = _zeros(ends[0])
     end = _zeros(ends[0]) + rows
     tile = _zeros(ends[0])

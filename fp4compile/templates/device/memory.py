@@ -90,7 +90,6 @@ def load_tile(
 def store_tile(
     ptr, words, cols, row_mask, dtype: tl.constexpr,
     ROWS: tl.constexpr, BLOCKS: tl.constexpr, BLOCK: tl.constexpr, VECTORS: tl.constexpr, ALIGN: tl.constexpr,
-    WHOLE: tl.constexpr,
 ):  # fmt: skip
     """Store words where `load_tile` would load them, by the same threads; words outside of the tensor are dropped."""
     vector: tl.constexpr = 128 // (2 * dtype.primitive_bitwidth)
@@ -99,15 +98,13 @@ def store_tile(
     group = load_index(tl.arange(0, groups), 2)
     word = (group * VECTORS + vector_index) * vector + tl.arange(0, vector)[None, None, None, :]
     words = tl.permute(tl.reshape(words, (ROWS, groups, VECTORS, vector)), (2, 0, 1, 3))
-    store_words(load_index(ptr, 1), restore_axes(words), word, cols, load_index(row_mask, 1), dtype, ALIGN, WHOLE)
+    store_words(load_index(ptr, 1), restore_axes(words), word, cols, load_index(row_mask, 1), dtype, ALIGN)
 
 
 @triton.jit
-def store_words(ptr, words, word, cols, row_mask, dtype: tl.constexpr, ALIGN: tl.constexpr, WHOLE: tl.constexpr):
-    """Store words number `word` of the row at `ptr`, where `load_words` would load them. WHOLE: no mask is needed."""
-    if WHOLE:
-        tl.store(ptr.to(tl.pointer_type(words.dtype), bitcast=True) + word, words)
-    elif ALIGN > 0:
+def store_words(ptr, words, word, cols, row_mask, dtype: tl.constexpr, ALIGN: tl.constexpr):
+    """Store words number `word` of the row at `ptr`, where `load_words` would load them."""
+    if ALIGN > 0:
         mask = row_mask & (word // ALIGN < cols // 2 // ALIGN)
         tl.store(ptr.to(tl.pointer_type(words.dtype), bitcast=True) + word, words, mask=mask)
     else:

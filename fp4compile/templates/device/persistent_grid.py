@@ -26,6 +26,24 @@ def group_tiles(n, n_1, n_2, TILE_ROWS: tl.constexpr, GROUP_SIZE: tl.constexpr):
 
 
 @triton.jit
+def of_matmul(tile, tiles, tiles_1, first, second, third, GROUP_SIZE: tl.constexpr):
+    """`first`, `second` or `third`, tuples of equal length: those of the matmul that a tile belongs to, by selects.
+
+    tiles, tiles_1: see `group_tiles`. Branches fail: while torch analyses what a kernel writes, sizes are constants,
+    and Triton forbids to change constants in a branch. A pointer for stores must not be among the tuples, nor a number
+    that such a pointer depends on beside a pointer: torch counts all arguments of this call as written then.
+    """
+    if GROUP_SIZE == 1:
+        return first
+    else:
+        found = ()
+        for i in tl.static_range(len(first)):
+            other = second[i] if GROUP_SIZE == 2 else tl.where(tile >= tiles_1, third[i], second[i])
+            found = found + (tl.where(tile >= tiles, other, first[i]),)
+        return found
+
+
+@triton.jit
 def next_step(tile, step, steps):
     """(tile, step) that follow step `step` of a tile with `steps` steps: in this tile or the program's next one."""
     last = step + 1 == steps

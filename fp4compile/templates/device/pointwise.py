@@ -22,10 +22,10 @@ import triton
 import triton.language as tl
 from triton.language.extra import libdevice
 
-from fp4compile.formats.steps import ROUNDINGS, Argument, Step
+from fp4compile.formats.steps import ROUNDINGS, Step
 from fp4compile.templates.device.dequantized_tile import INTERPRETING
 from fp4compile.templates.device.elements import float_bits
-from fp4compile.templates.device.sigmoid import exp, sigmoid, silu
+from fp4compile.templates.device.silu import exp, silu
 
 # ---------------------------------------------------------------- writing a text
 
@@ -41,7 +41,7 @@ def written(
     """The part of a text with the steps of these numbers, and the position of each value by its name.
 
     steps: may be a result of `with_silu`. names: names of the tensors, in order. narrow: names of tensors that hold
-    16-bit numbers. pairs: whether one instruction may compute two elements.
+    16-bit numbers. pairs: whether one instruction may compute two products.
     """
     places, text = {name: place for place, name in enumerate(names)}, []
     for number in numbers:
@@ -66,36 +66,13 @@ def form_of(steps: Sequence[Step], number: int, narrow: Container[str], pairs: b
     if operation == "silu":
         rounded = isinstance(argument, str) and argument[0] == "s" and steps[int(argument[1:])].operation in ROUNDINGS
         return "silu.narrow" if rounded or argument in narrow else "silu"
-    if pairs and operation in ("sub", "mul") and not _contracted(steps, number):
-        return f"{operation}.pairs"
-    if operation in ("sum", "mean") and _vanishes(steps, argument):
-        return f"{operation}.zeros"
-    return operation
+    return "mul.pairs" if pairs and operation == "mul" and not _contracted(steps, number) else operation
 
 
 def _contracted(steps: Sequence[Step], number: int) -> bool:
-    """Whether the compiler may contract this step with another one, a product and its sum, to one rounded operation."""
-    products, sums = ("mul", "square", "cube"), ("add", "sub", "sum", "mean", "variance")
-    if steps[number].operation in products:
-        return any(step.operation in sums and f"s{number}" in step.arguments for step in steps)
-    before = (steps[int(x[1:])] for x in steps[number].arguments if isinstance(x, str) and x[0] == "s")
-    return any(step.operation in products for step in before)
-
-
-# Operations whose result is 0 if all arguments are 0.
-_VANISHING = ("add", "sub", "neg", "relu", "square", "cube", "mul", "erf", "tanh")
-
-
-def _vanishes(steps: Sequence[Step], name: Argument) -> bool:
-    """Whether a value is 0 beyond the columns of its rows, where operands are 0, except operands of kind "col"."""
-    if not isinstance(name, str):
-        return False
-    if name[0] != "s":
-        return not name.startswith("col")
-    step = steps[int(name[1:])]
-    names = [x for x in step.arguments if isinstance(x, str)]
-    vanishing = _VANISHING if len(names) == len(step.arguments) else ("mul",)
-    return step.operation in vanishing and all(_vanishes(steps, x) for x in names)
+    """Whether the compiler may contract a product and a later sum to one operation that is rounded once."""
+    sums = ("add", "sub", "sum", "mean", "variance")
+    return any(step.operation in sums and f"s{number}" in step.arguments for step in steps)
 
 
 # ---------------------------------------------------------------- reading a text
@@ -181,12 +158,10 @@ def operate(OPERATION: tl.constexpr, a, b, ISA: tl.constexpr):
         return a + b
     elif OPERATION == "sub":
         return a - b
-    elif OPERATION == "sub.pairs":
-        return sub(a, b, ISA)
     elif OPERATION == "mul":
         return a * b
     elif OPERATION == "mul.pairs":
-        return mul(a, b, ISA)
+        return mul_pairs(a, b, ISA)
     elif OPERATION == "div":
         return a / b
     elif OPERATION == "neg":
@@ -198,7 +173,7 @@ def operate(OPERATION: tl.constexpr, a, b, ISA: tl.constexpr):
     elif OPERATION == "cube":
         return a * a * a
     elif OPERATION == "sigmoid":
-        return sigmoid(a, ISA)
+        return tl.sigmoid(a)
     elif OPERATION == "silu":
         return silu(a, False, ISA)
     elif OPERATION == "silu.narrow":
@@ -264,36 +239,15 @@ def float16(x):
     return x.to(tl.float16).to(tl.float32)
 
 
-def _pair_ptx(operation: str) -> tl.constexpr:
-    """PTX: $2 op $4 and $3 op $5 -> $0 and $1, by one instruction."""
-    return tl.constexpr(
-        "{ .reg .b64 p, q; mov.b64 p, {$2, $3}; mov.b64 q, {$4, $5};"
-        f" {operation}.rn.f32x2 p, p, q; mov.b64 {{$0, $1}}, p; }}"
-    )
-
-
-_SUB, _MUL = _pair_ptx("sub"), _pair_ptx("mul")
+_MUL_PAIRS = tl.constexpr(
+    "{ .reg .b64 p, q; mov.b64 p, {$2, $3}; mov.b64 q, {$4, $5}; mul.rn.f32x2 p, p, q; mov.b64 {$0, $1}, p; }"
+)
 
 
 @triton.jit
-def of_pairs(PTX: tl.constexpr, a, b):
-    """An operation on float32 numbers, two elements of a thread at a time."""
-    return tl.inline_asm_elementwise(PTX, "=f,=f,f,f,f,f", [a, b], dtype=tl.float32, is_pure=True, pack=2)
-
-
-@triton.jit
-def sub(a, b, ISA: tl.constexpr):
-    """a - b. On SM100 one instruction computes two differences, with the same bits."""
+def mul_pairs(a, b, ISA: tl.constexpr):
+    """a * b. On SM100 one instruction computes two products of a thread, with the same bits."""
     if ISA >= 100:
-        return of_pairs(_SUB, a, b)
-    else:
-        return a - b
-
-
-@triton.jit
-def mul(a, b, ISA: tl.constexpr):
-    """a * b. On SM100 one instruction computes two products, with the same bits."""
-    if ISA >= 100:
-        return of_pairs(_MUL, a, b)
+        return tl.inline_asm_elementwise(_MUL_PAIRS, "=f,=f,f,f,f,f", [a, b], dtype=tl.float32, is_pure=True, pack=2)
     else:
         return a * b

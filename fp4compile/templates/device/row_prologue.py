@@ -3,8 +3,8 @@
 `read_row` loads a row of each operand once, computes all steps, stores the stored results, and returns the words of the
 result. It takes the same PROLOGUE as `device.apply_prologue`, with reductions among its steps.
 
-A value of the whole shape is a tuple of float32 tensors [ROWS, BLOCKS, BLOCK / 2]: for each tile of the row the even
-columns, then the odd columns. A value of rows is a tuple of one tensor [ROWS, 1, 1]. The arithmetic follows Inductor's
+A value of the whole shape is a tuple of two float32 tensors [ROWS, BLOCKS, BLOCK / 2]: the even columns and the odd
+columns. A value of rows is a tuple of one tensor [ROWS, 1, 1]. The arithmetic follows Inductor's
 persistent reductions: float32, a variance by its mean. A sum adds even and odd columns, then the elements of a block,
 then blocks, so it may differ from Inductor's sum in its last bits. Given equal sums, all later steps have Inductor's
 bits.
@@ -43,98 +43,57 @@ from fp4compile.templates.device.pointwise import (
 def read_row(
     ptr, x_row, operands, batch, row, rows, cols, dtype: tl.constexpr,
     ROWS: tl.constexpr, BLOCKS: tl.constexpr, BLOCK: tl.constexpr, VECTORS: tl.constexpr, ALIGN: tl.constexpr,
-    WHOLE: tl.constexpr, PIECES: tl.constexpr, PROLOGUE: tl.constexpr, ISA: tl.constexpr,
+    WHOLE: tl.constexpr, PROLOGUE: tl.constexpr, ISA: tl.constexpr,
 ):  # fmt: skip
-    """The words of whole rows of the result, as a tuple of PIECES tiles in order.
+    """The words of whole rows of the result.
 
-    x_row: elements from one row of the first operand to the next. WHOLE: rows fill the tiles, so nothing needs a mask.
+    x_row: elements from one row of the first operand to the next. WHOLE: rows fill the tile, so nothing needs a mask.
     """
-    width: tl.constexpr = BLOCKS * BLOCK
-    lefts = ()
-    for i in tl.static_range(PIECES):
-        left = width if WHOLE else tl.minimum(cols - i * width, width)
-        lefts = lefts + (left,)
+    length = BLOCKS * BLOCK if WHOLE else cols
     # Past the last row a program reads the last row, so that whole rows need no masks.
     read = tl.minimum(row, rows - 1) if WHOLE else row
-    values = load_rows(ptr, x_row, operands, batch, read, rows, cols, lefts, dtype, ROWS, BLOCKS, BLOCK, VECTORS, ALIGN,
-                       WHOLE, PROLOGUE)  # fmt: skip
-    length = PIECES * width if WHOLE else cols
+    words = load_tile(ptr + read.to(tl.int64) * x_row, length, read < rows, dtype, ROWS, BLOCKS, BLOCK, VECTORS, ALIGN,
+                      WHOLE)  # fmt: skip
+    values = (unpack(words, dtype),)
+    for i in tl.static_range(1, tensor_count(PROLOGUE)):
+        even, odd = operand_tile(kind_of(PROLOGUE, i), operands[i - 1], batch, read, rows, 0, cols, length, dtype, ROWS,
+                                 BLOCKS, BLOCK, VECTORS, ALIGN, WHOLE)  # fmt: skip
+        values = values + ((even if kind_of(PROLOGUE, i) == "col" else even + odd),)
     for i in tl.static_range(step_count(PROLOGUE)):
         value = operate_on_rows(
             operation_of(PROLOGUE, i),
             values[place_of(PROLOGUE, i, 0)] if takes_value(PROLOGUE, i, 0) else (number_of(PROLOGUE, i, 0),),
             values[place_of(PROLOGUE, i, 1)] if takes_value(PROLOGUE, i, 1) else (number_of(PROLOGUE, i, 1),),
-            lefts, length, ALIGN, WHOLE, ISA,
+            length, ALIGN, WHOLE, ISA,
         )  # fmt: skip
         values = values + (value,)
-    words = ()
-    for i in tl.static_range(PIECES):
-        for j in tl.static_range(stored_count(PROLOGUE)):
-            ptr = operands[STORED_FROM + j]
-            value = values[stored_of(PROLOGUE, j)]
-            if len(value) > 1:
-                tile = pack(value[2 * i], value[2 * i + 1], ptr.dtype.element_ty, ISA)
-                to_tile(ptr, (tile,), batch, row, rows, i * width, cols, lefts[i], dtype, ROWS, BLOCKS, BLOCK, VECTORS,
-                        ALIGN, False)  # fmt: skip
-            elif i == 0:
-                store_statistic(ptr, value[0], batch, row, rows, ROWS, ISA)
-        result = values[result_of(PROLOGUE)]
-        tile = pack(result[2 * i], result[2 * i + 1], dtype, ISA)
-        if not WHOLE:
-            tile = inside_tile((tile,), batch, row, rows, i * width, cols, lefts[i], dtype, ROWS, BLOCKS, BLOCK,
-                               VECTORS, ALIGN, False)  # fmt: skip
-        words = words + (tile,)
-    return words
-
-
-@triton.jit
-def load_rows(
-    ptr, x_row, operands, batch, row, rows, cols, lefts, dtype: tl.constexpr,
-    ROWS: tl.constexpr, BLOCKS: tl.constexpr, BLOCK: tl.constexpr, VECTORS: tl.constexpr, ALIGN: tl.constexpr,
-    WHOLE: tl.constexpr, PROLOGUE: tl.constexpr,
-):  # fmt: skip
-    """The values of the operands, tile by tile. lefts: number of columns from the beginning of each tile on."""
-    count: tl.constexpr = tensor_count(PROLOGUE)
-    columns = ()
-    for i in tl.static_range(count):
-        if kind_of(PROLOGUE, i) == "col":
-            value, _ = operand_tile("col", operands[i - 1], batch, row, rows, 0, cols, cols, dtype, ROWS, BLOCKS, BLOCK,
-                                    VECTORS, ALIGN, WHOLE)  # fmt: skip
-            columns = columns + (value,)
+    for j in tl.static_range(stored_count(PROLOGUE)):
+        ptr = operands[STORED_FROM + j]
+        value = values[stored_of(PROLOGUE, j)]
+        if len(value) > 1:
+            tile = pack(value[0], value[1], ptr.dtype.element_ty, ISA)
+            to_tile(ptr, tile, batch, row, rows, 0, cols, length, dtype, ROWS, BLOCKS, BLOCK, VECTORS, ALIGN)
         else:
-            columns = columns + ((),)
-    tiles = ()
-    for piece in tl.static_range(len(lefts)):
-        for i in tl.static_range(count):
-            if i == 0:
-                words = load_tile(ptr + (row.to(tl.int64) * x_row + piece * BLOCKS * BLOCK), lefts[piece], row < rows,
-                                  dtype, ROWS, BLOCKS, BLOCK, VECTORS, ALIGN, WHOLE)  # fmt: skip
-                tiles = tiles + (unpack(words, dtype),)
-            elif kind_of(PROLOGUE, i) == "col":
-                tiles = tiles + ((),)
-            else:
-                even, odd = operand_tile(kind_of(PROLOGUE, i), operands[i - 1], batch, row, rows,
-                                         piece * BLOCKS * BLOCK, cols, lefts[piece], dtype, ROWS, BLOCKS, BLOCK,
-                                         VECTORS, ALIGN, WHOLE)  # fmt: skip
-                tiles = tiles + (even + odd,)
-    values = ()
-    for i in tl.static_range(count):
-        value = columns[i]
-        for piece in tl.static_range(len(lefts)):
-            value = value + tiles[piece * count + i]
-        values = values + (value,)
-    return values
+            store_statistic(ptr, value[0], batch, row, rows, ROWS, ISA)
+    result = values[result_of(PROLOGUE)]
+    words = pack(result[0], result[1], dtype, ISA)
+    return inside_tile(words, row < rows, length, ALIGN, WHOLE)
 
 
 @triton.constexpr_function
 def reduces(OPERATION):
-    return OPERATION.split(".")[0] in ("sum", "mean", "variance", "amax")
+    return OPERATION in ("sum", "mean", "variance", "amax")
+
+
+@triton.constexpr_function
+def has_reductions(PROLOGUE):
+    return PROLOGUE != "" and any(reduces(operation_of(PROLOGUE, i)) for i in range(step_count(PROLOGUE)))
 
 
 @triton.constexpr_function
 def divides(OPERATION):
     """Whether a sum is divided by the number of columns at the end."""
-    return OPERATION.split(".")[0] in ("mean", "variance")
+    return OPERATION in ("mean", "variance")
 
 
 @triton.constexpr_function
@@ -143,29 +102,21 @@ def longer(a, b):
 
 
 @triton.jit
-def operate_on_rows(
-    OPERATION: tl.constexpr, a, b, lefts, length, ALIGN: tl.constexpr, WHOLE: tl.constexpr, ISA: tl.constexpr
-):
+def operate_on_rows(OPERATION: tl.constexpr, a, b, length, ALIGN: tl.constexpr, WHOLE: tl.constexpr, ISA: tl.constexpr):
     """The value of a step on values a and b; b is unused if the operation takes one argument.
 
-    lefts: as in `load_rows`. length: elements of a row.
+    length: elements of a row.
     """
     if reduces(OPERATION):
-        found = terms(OPERATION, a[0], a[1], b[0], lefts[0], ALIGN, WHOLE)
-        for i in tl.static_range(1, len(lefts)):
-            more = terms(OPERATION, a[2 * i], a[2 * i + 1], b[0], lefts[i], ALIGN, WHOLE)
-            found = larger(found, more) if OPERATION == "amax" else found + more
+        found = terms(OPERATION, a[0], a[1], b[0], length, ALIGN, WHOLE)
         found = row_amax(found) if OPERATION == "amax" else row_sum(found)
         return (found / length if divides(OPERATION) else found,)
     elif (OPERATION == "bfloat16" or OPERATION == "float16") and len(a) > 1:
         # Two elements at a time, into the words that may also be stored.
-        value = ()
-        for i in tl.static_range(len(lefts)):
-            if OPERATION == "bfloat16":
-                value = value + unpack(pack(a[2 * i], a[2 * i + 1], tl.bfloat16, ISA), tl.bfloat16)
-            else:
-                value = value + unpack(pack(a[2 * i], a[2 * i + 1], tl.float16, ISA), tl.float16)
-        return value
+        if OPERATION == "bfloat16":
+            return unpack(pack(a[0], a[1], tl.bfloat16, ISA), tl.bfloat16)
+        else:
+            return unpack(pack(a[0], a[1], tl.float16, ISA), tl.float16)
     else:
         value = ()
         for i in tl.static_range(longer(len(a), len(b))):
@@ -196,13 +147,12 @@ def terms(OPERATION: tl.constexpr, even, odd, mean, cols, ALIGN: tl.constexpr, W
     elif OPERATION == "amax":
         return amax_terms(even, odd, cols, ALIGN, WHOLE)
     else:
-        inside: tl.constexpr = WHOLE or OPERATION == "sum.zeros" or OPERATION == "mean.zeros"
-        return sum_terms(even, odd, cols, ALIGN, inside)
+        return sum_terms(even, odd, cols, ALIGN, WHOLE)
 
 
 @triton.jit
 def sum_terms(even, odd, cols, ALIGN: tl.constexpr, INSIDE: tl.constexpr):
-    """even + odd, 0 beyond `cols` columns. INSIDE: the inputs are 0 there, or there are no such columns."""
+    """even + odd, 0 beyond `cols` columns. INSIDE: there are no such columns."""
     if not INSIDE:
         even, odd = replaced_outside(even, odd, cols, ALIGN, 0.0)
     return even + odd

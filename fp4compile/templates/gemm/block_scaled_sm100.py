@@ -106,14 +106,12 @@ from fp4compile.templates.gemm.heuristics import (
     BlockScaledConfig,
     block_scaled_config,
     block_scaled_configs,
-    row_tile_count,
     tma_copies,
+    with_least_traffic,
 )
 from fp4compile.templates.launch import launch
 from fp4compile.templates.problem import Problem
 from fp4compile.templates.quantize.source import power_of_two
-
-_ANY_SIZE = 2**14  # represents a symbolic size in the choice of a configuration
 
 
 @triton.jit
@@ -396,15 +394,8 @@ def _finds_amax(p: Problem) -> bool:
 
 
 def sm100_config(p: Problem) -> BlockScaledConfig:
-    """The configuration with the least traffic from the L2 cache; see `heuristics.block_scaled_config`."""
-    m, n = (size if isinstance(size, int) else _ANY_SIZE for size in (p.m, p.n))
-
-    def rows_read(config: BlockScaledConfig) -> int:
-        """Rows of operands that the busiest multiprocessor reads, if the last tile of a group is half full."""
-        tiles = row_tile_count(p, m, config.bm) * ceil_div(n, config.bn)
-        return ceil_div(tiles, p.target.multiprocessors) * (config.bm + config.bn)
-
-    return min(sm100_configs(p), key=rows_read)
+    """The configuration of `sm100_configs` with the least traffic."""
+    return with_least_traffic(p, sm100_configs(p))
 
 
 def sm100_configs(p: Problem) -> tuple[BlockScaledConfig, ...]:

@@ -149,8 +149,6 @@ def skinny_seconds(p: Problem, config: SkinnyBlockScaledConfig) -> float:
     programs = ceil_div(p.n, config.bn) * p.batches * config.split_k
     taken = rates.l2 * min(programs, p.target.multiprocessors) / p.target.multiprocessors
     seconds = _operand_seconds(p) * max(rates.memory * MEMORY_SHARE / taken, 1.0)
-    if config.split_k == 1:
-        return seconds
     return seconds + LAUNCH + 2 * 4 * config.split_k * p.batches * p.m * p.n / rates.l2
 
 

@@ -103,12 +103,9 @@ def gemm_grouped(
     offs: int32 [GROUPS]. *_OUTER: as in `gemm_dequant_tiles`. PARTS: parts of a tile's columns that are stored
     one by one. ALIGN: divides n. TMA: 1; the launch allocates memory for descriptors.
     """
-    before = ()
     offs = ()
-    for i in tl.static_range(per_lane(GROUPS)):
+    for i in tl.static_range(2 * per_lane(GROUPS)):
         number, exists = of_lanes(i - per_lane(GROUPS), GROUPS)
-        before = before + (tl.load(offs_ptr + number, mask=exists, other=0),)
-        number, exists = of_lanes(i, GROUPS)
         offs = offs + (tl.load(offs_ptr + number, mask=exists, other=0),)
     n = n // ALIGN * ALIGN  # changes nothing, but shows the compiler how wide it may store
     b_rows = n if ALONG_K else GROUPS * n
@@ -119,14 +116,14 @@ def gemm_grouped(
         tiles_m = tl.cdiv(m, BM)
         tiles = GROUPS * tiles_m * tiles_n
     else:
-        tiles_m = total_tiles(before, offs, rows, BM)
+        tiles_m = total_tiles(offs, rows, BM)
         tiles = tiles_m * tiles_n
 
     for tile in tl.range(tl.program_id(0), tiles, tl.num_programs(0), flatten=not ALONG_K):
         if ALONG_K:
             group = tile // (tiles_m * tiles_n)
             tile_m, tile_n = grouped_tile(tile % (tiles_m * tiles_n), tiles_m, tiles_n, GROUP_M)
-            first, end, padded_tile = rows_of_group(before, offs, rows, group, 128, GROUPS)
+            first, end, padded_tile = rows_of_group(offs, rows, group, 128, GROUPS)
             steps = tl.cdiv(end - first, 128) * (128 // BK)
             k0 = padded_tile * 128
             row0 = tile_m * BM
@@ -135,7 +132,7 @@ def gemm_grouped(
             b_row0 = tile_n * BN
         else:
             tile_m, tile_n = grouped_tile(tile, tiles_m, tiles_n, GROUP_M)
-            group, _, end, row0 = group_of_tile(before, offs, rows, tile_m, BM, GROUPS)
+            group, _, end, row0 = group_of_tile(offs, rows, tile_m, BM, GROUPS)
             steps = tl.cdiv(k, BK)
             k0 = 0
             matrix = tl.minimum(group, GROUPS - 1)

@@ -350,12 +350,9 @@ def gemm_dequant_tiles(
     if GUARD:  # noqa: SIM102 (the pointer is read only then)
         if tl.load(wanted_ptr) == 0:
             return
-    before = ()
     offs = ()
-    for i in tl.static_range(per_lane(GROUPS)):
+    for i in tl.static_range(2 * per_lane(GROUPS)):
         number, exists = of_lanes(i - per_lane(GROUPS), GROUPS)
-        before = before + (tl.load(offs_ptr + number, mask=exists, other=0),)
-        number, exists = of_lanes(i, GROUPS)
         offs = offs + (tl.load(offs_ptr + number, mask=exists, other=0),)
     tiles_n = tl.cdiv(n, BN)
     split = tl.program_id(0) % SPLIT
@@ -367,7 +364,7 @@ def gemm_dequant_tiles(
     steps = tl.cdiv(units, UNITS * WARPS)
     if GROUPS > 0 and not ALONG_K:
         tile_m, tile_n = grouped_tile(program, rows // BM + GROUPS + 1, tiles_n, GROUP_M)
-        matrix, first, end, row0 = group_of_tile(before, offs, rows, tile_m, BM, GROUPS)
+        matrix, first, end, row0 = group_of_tile(offs, rows, tile_m, BM, GROUPS)
         if row0 >= end:
             return
         row0 = row0 - first
@@ -376,7 +373,7 @@ def gemm_dequant_tiles(
         exists = matrix < GROUPS
         steps = tl.where(exists, steps, 0)
         if A_SWIZZLED:
-            _, _, padded_tile = rows_of_group(before, offs, rows, matrix, 128, GROUPS)
+            _, _, padded_tile = rows_of_group(offs, rows, matrix, 128, GROUPS)
             a_scales_ptr += padded_tile.to(tl.int64) * tl.cdiv(blocks, 4) * 512
         else:
             a_scales_ptr += out_row * blocks
@@ -388,7 +385,7 @@ def gemm_dequant_tiles(
         row0 = tile_m * BM
         out_row = matrix.to(tl.int64) * m
     if ALONG_K:
-        first, end, padded_tile = rows_of_group(before, offs, rows, matrix, 128, GROUPS)
+        first, end, padded_tile = rows_of_group(offs, rows, matrix, 128, GROUPS)
         # Codes and scales are zero up to whole tiles of 128 rows, so that these bounds are known to be multiples.
         length = end - first
         units = tl.cdiv(length, 128) * 64

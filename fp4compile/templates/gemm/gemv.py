@@ -36,7 +36,7 @@ from fp4compile.formats.layouts import ceil_div
 from fp4compile.templates.device.apply_epilogue import rescale, store_rounded
 from fp4compile.templates.device.async_copy import AWAIT_VALUE, BARRIER, WARP_BARRIER, do_ptx, select_ptx, wait_ptx
 from fp4compile.templates.device.nvfp4_weights import dequantize_word
-from fp4compile.templates.device.persistent_grid import group_tiles, next_step
+from fp4compile.templates.device.persistent_grid import group_tiles, next_step, of_matmul
 from fp4compile.templates.device.shared_memory import MEMORY, reserve, reserved, sum_of_warps_ptx
 from fp4compile.templates.gemm.call import Call
 from fp4compile.templates.gemm.gemv_pipeline import (
@@ -258,9 +258,7 @@ def _store_results(
 ):  # fmt: skip
     """Add up the warps' sums of the program's `count` tiles from `first` on, rescale and store them. Returns a token.
 
-    One lane computes one result. Selects find the matmul that its tile belongs to. Branches fail: while torch analyses
-    what a kernel writes, sizes are constants, and Triton forbids to change constants in a branch. A function that
-    returns the pointers fails too: torch counts a pointer that a function returns as written.
+    One lane computes one result.
     """
     place = lane // (16 * ROWS)
     of_tile = lane % (16 * ROWS)
@@ -273,20 +271,14 @@ def _store_results(
     )  # fmt: skip
     token = do_ptx(AWAIT_VALUE, "f,r", (acc, token))  # the sums are read before the next barrier
     tile = first + place * tl.num_programs(0)
+    b_outer_ptr, bias_ptr = of_matmul(tile, tiles, tiles_1, (b_outer_ptr, bias_ptr), (b_outer_1_ptr, bias_1_ptr),
+                                      (b_outer_2_ptr, bias_2_ptr), GROUP_SIZE)  # fmt: skip
     if GROUP_SIZE > 2:
-        in_third = tile >= tiles_1
-        tiles = tl.where(in_third, tiles_1, tiles)
-        b_outer_1_ptr = tl.where(in_third, b_outer_2_ptr, b_outer_1_ptr)
-        bias_1_ptr = tl.where(in_third, bias_2_ptr, bias_1_ptr)
-        out_1_ptr = tl.where(in_third, out_2_ptr, out_1_ptr)
-        n_1 = tl.where(in_third, n_2, n_1)
+        out_1_ptr = tl.where(tile >= tiles_1, out_2_ptr, out_1_ptr)
     if GROUP_SIZE > 1:
-        not_in_first = tile >= tiles
-        tile = tl.where(not_in_first, tile - tiles, tile)
-        b_outer_ptr = tl.where(not_in_first, b_outer_1_ptr, b_outer_ptr)
-        bias_ptr = tl.where(not_in_first, bias_1_ptr, bias_ptr)
-        out_ptr = tl.where(not_in_first, out_1_ptr, out_ptr)
-        n = tl.where(not_in_first, n_1, n)
+        out_ptr = tl.where(tile >= tiles, out_1_ptr, out_ptr)
+    before, n = of_matmul(tile, tiles, tiles_1, (0, n), (tiles, n_1), (tiles_1, n_2), GROUP_SIZE)
+    tile -= before
     col = tile * 16 + of_tile // ROWS
     ok = ok & (at_m < m) & (col < n)
     acc = acc * (2.0**14 if COMPUTE == "fp16" else 2.0**7)  # see `dequantize_word`, `_POWER_OF_TWO`

@@ -10,6 +10,7 @@ import triton.language as tl
 
 from fp4compile.templates.device.async_copy import COMMIT, WARP_BARRIER, do_ptx
 from fp4compile.templates.device.memory import swizzle
+from fp4compile.templates.device.persistent_grid import of_matmul
 
 WIDTH = tl.constexpr(256)  # elements along K of a warp's step
 CODES_BYTES = tl.constexpr(2048)  # of a warp's buffer; the scales follow
@@ -108,19 +109,11 @@ def copy_b(
     Past the last tile nothing is copied. tiles, tiles_1, total: see `group_tiles`.
     """
     wanted = (tile < total) & (lane >= 0)
-    # The matmul that the tile belongs to, by selects: see `gemv._store_results`.
-    if GROUP_SIZE > 2:
-        in_third = tile >= tiles_1
-        tiles = tl.where(in_third, tiles_1, tiles)
-        b_1_ptr = tl.where(in_third, b_2_ptr, b_1_ptr)
-        b_scales_1_ptr = tl.where(in_third, b_scales_2_ptr, b_scales_1_ptr)
-        n_1 = tl.where(in_third, n_2, n_1)
-    if GROUP_SIZE > 1:
-        not_in_first = tile >= tiles
-        tile = tl.where(not_in_first, tile - tiles, tile)
-        b_ptr = tl.where(not_in_first, b_1_ptr, b_ptr)
-        b_scales_ptr = tl.where(not_in_first, b_scales_1_ptr, b_scales_ptr)
-        n = tl.where(not_in_first, n_1, n)
+    b_ptr, b_scales_ptr, before, n = of_matmul(
+        tile, tiles, tiles_1, (b_ptr, b_scales_ptr, 0, n), (b_1_ptr, b_scales_1_ptr, tiles, n_1),
+        (b_2_ptr, b_scales_2_ptr, tiles_1, n_2), GROUP_SIZE,
+    )  # fmt: skip
+    tile -= before
     k_step = step * WARPS + lane // 32
     token = _copy_codes(buffer, tile, k_step, wanted, token, lane, b_ptr, n, k_vectors, EVEN)
     token = _copy_scales(buffer + CODES_BYTES, tile, k_step, wanted, token, lane, b_scales_ptr, n, k_vectors,

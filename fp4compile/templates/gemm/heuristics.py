@@ -41,13 +41,26 @@ class BlockScaledConfig(LaunchConfig):
 
 
 def block_scaled_config(p: Problem) -> BlockScaledConfig:
+    """The configuration of `block_scaled_configs` with the least traffic; see `with_least_traffic`."""
+    return with_least_traffic(p, block_scaled_configs(p))
+
+
+def with_least_traffic(p: Problem, configs: tuple[BlockScaledConfig, ...]) -> BlockScaledConfig:
     """The configuration with the least traffic from the L2 cache, which bounds the kernel; nothing was timed.
 
     A multiprocessor reads 64 bytes per clock from the L2 cache and computes 16,384 products of NVFP4 per clock. So a
     step of a 128 x 256 tile takes 864 clocks to read and 512 to multiply. A matmul takes about as long as reading bm +
-    bn rows for each tile that one multiprocessor computes.
+    bn rows for each tile that one multiprocessor computes. A large number represents a symbolic size.
     """
-    return min(block_scaled_configs(p), key=lambda config: _rows_read(p, config))
+    m, n, batches = (size if isinstance(size, int) else 2**14 for size in (p.m, p.n, p.batches))
+    sized = replace(p, batches=batches)
+
+    def rows_read(config: BlockScaledConfig) -> int:
+        """Rows of operands that the busiest multiprocessor reads."""
+        tiles = row_tile_count(sized, m, config.bm) * ceil_div(n, config.bn)
+        return ceil_div(tiles, p.target.multiprocessors) * (config.bm + config.bn)
+
+    return min(configs, key=rows_read)
 
 
 def row_tile_count(p: Problem, m: Any, bm: int) -> Any:
@@ -65,13 +78,6 @@ def tma_copies(*operands: tuple[BlockFormat, int]) -> bool:
     """
     spread = len({fmt.packed for fmt, _ in operands}) > 1
     return all(statically_true(size % (64 if spread and fmt.packed else 16) == 0) for fmt, size in operands)
-
-
-def _rows_read(p: Problem, config: BlockScaledConfig) -> int:
-    """Rows of operands that the busiest multiprocessor reads. A large number represents symbolic rows of A."""
-    m, n, batches = (size if isinstance(size, int) else 2**14 for size in (p.m, p.n, p.batches))
-    tiles = ceil_div(m, config.bm) * ceil_div(n, config.bn) * batches
-    return ceil_div(tiles, p.target.multiprocessors) * (config.bm + config.bn)
 
 
 def block_scaled_configs(p: Problem) -> tuple[BlockScaledConfig, ...]:

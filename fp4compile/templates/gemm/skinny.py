@@ -37,7 +37,7 @@ from fp4compile.templates.device.apply_epilogue import rescale, rescale_mode, st
 from fp4compile.templates.device.async_copy import AWAIT_VALUE, WARP_BARRIER, do_ptx, wait_ptx
 from fp4compile.templates.device.group_tiles import clear_rows, ends_of, last_of, load_entry, store_entry
 from fp4compile.templates.device.nvfp4_weights import STEP_BYTES, read_weights
-from fp4compile.templates.device.persistent_grid import group_tiles, next_step
+from fp4compile.templates.device.persistent_grid import group_tiles, next_step, of_matmul
 from fp4compile.templates.device.shared_memory import sum_of_warps_ptx
 from fp4compile.templates.device.skinny_product import multiply_step, store_sums
 from fp4compile.templates.gemm.call import Call, KernelOperand
@@ -267,26 +267,15 @@ def _store_results(
     A_OUTER: tl.constexpr, B_OUTER: tl.constexpr, BIAS: tl.constexpr, COMPUTE: tl.constexpr, WARPS: tl.constexpr,
     TILES: tl.constexpr, ROWS: tl.constexpr, ISA: tl.constexpr, GROUP_SIZE: tl.constexpr,
 ):  # fmt: skip
-    """Add up the warps' sums of a tile of m rows from row0 on, rescale and store them. Returns a token.
-
-    Selects find the matmul that the tile belongs to. Branches fail: while torch analyses what a kernel writes, sizes
-    are constants, and Triton forbids to change constants in a branch. A function that returns the pointers fails too:
-    torch counts a pointer that a function returns as written.
-    """
+    """Add up the warps' sums of a tile of m rows from row0 on, rescale and store them. Returns a token."""
+    b_outer_ptr, bias_ptr = of_matmul(tile, tiles, tiles_1, (b_outer_ptr, bias_ptr), (b_outer_1_ptr, bias_1_ptr),
+                                      (b_outer_2_ptr, bias_2_ptr), GROUP_SIZE)  # fmt: skip
     if GROUP_SIZE > 2:
-        in_third = tile >= tiles_1
-        tiles = tl.where(in_third, tiles_1, tiles)
-        b_outer_1_ptr = tl.where(in_third, b_outer_2_ptr, b_outer_1_ptr)
-        bias_1_ptr = tl.where(in_third, bias_2_ptr, bias_1_ptr)
-        out_1_ptr = tl.where(in_third, out_2_ptr, out_1_ptr)
-        n_1 = tl.where(in_third, n_2, n_1)
+        out_1_ptr = tl.where(tile >= tiles_1, out_2_ptr, out_1_ptr)
     if GROUP_SIZE > 1:
-        not_in_first = tile >= tiles
-        tile = tl.where(not_in_first, tile - tiles, tile)
-        b_outer_ptr = tl.where(not_in_first, b_outer_1_ptr, b_outer_ptr)
-        bias_ptr = tl.where(not_in_first, bias_1_ptr, bias_ptr)
-        out_ptr = tl.where(not_in_first, out_1_ptr, out_ptr)
-        n = tl.where(not_in_first, n_1, n)
+        out_ptr = tl.where(tile >= tiles, out_1_ptr, out_ptr)
+    before, n = of_matmul(tile, tiles, tiles_1, (0, n), (tiles, n_1), (tiles_1, n_2), GROUP_SIZE)
+    tile -= before
     count: tl.constexpr = 16 * TILES * ROWS
     for first in tl.static_range(0, count, 32 * WARPS):
         place = first + lane

@@ -5,7 +5,8 @@ a program for each 128 x 256 of the result: 16 programs for a weight of 4096 row
 
 - The operands are swapped: B is the first operand of the instruction, the one with 128 rows, and A the second.
 - K is split into enough parts for a program on each multiprocessor. `split_k_reduction` adds their float32 sums, then
-  applies global or row scales, bias and epilogue. It may start early (`device.dependent_launch`).
+  applies global or row scales, bias and epilogue, also of a single part: every matmul of docs/models.md has several. It
+  may start early (`device.dependent_launch`).
 - Matmuls of one A are one launch (Q, K and V; gate and up), so that small weights do not run alone.
 
 A is padded to 128 rows; the padding is never read. The instruction could take 16, 32 or 64 rows, and Triton compiles
@@ -22,7 +23,6 @@ import triton.language as tl
 
 from fp4compile._compat import statically_true
 from fp4compile.formats.layouts import ceil_div
-from fp4compile.templates.device.apply_epilogue import epilogue, rescale, store_rounded
 from fp4compile.templates.device.block_scaled_tile import (
     code_source,
     codes_in,
@@ -32,7 +32,7 @@ from fp4compile.templates.device.block_scaled_tile import (
     scale_source,
 )
 from fp4compile.templates.device.dependent_launch import launch_dependents
-from fp4compile.templates.device.persistent_grid import group_tiles
+from fp4compile.templates.device.persistent_grid import group_tiles, of_matmul
 from fp4compile.templates.gemm import library
 from fp4compile.templates.gemm.call import Call
 from fp4compile.templates.gemm.candidate import MOST_IN_GROUP, Candidate
@@ -41,7 +41,7 @@ from fp4compile.templates.gemm.heuristics import (
     SkinnyBlockScaledConfig,
     skinny_block_scaled_config,
 )
-from fp4compile.templates.gemm.horizontal import in_common, pointers_of
+from fp4compile.templates.gemm.horizontal import in_common
 from fp4compile.templates.gemm.split_k import reduce_split_k
 from fp4compile.templates.launch import launch
 from fp4compile.templates.problem import Problem
@@ -58,22 +58,17 @@ def first_half(x):
 
 @triton.jit
 def gemm_skinny_block_scaled_sm100(
-    a_ptr, a_scales_ptr, a_outer_ptr, b_ptr, b_scales_ptr, b_outer_ptr, bias_ptr, out_ptr,
-    b_1_ptr, b_scales_1_ptr, b_outer_1_ptr, bias_1_ptr, out_1_ptr,
-    b_2_ptr, b_scales_2_ptr, b_outer_2_ptr, bias_2_ptr, out_2_ptr,
-    epilogue_0_ptr, epilogue_1_ptr,
+    a_ptr, a_scales_ptr, b_ptr, b_scales_ptr, out_ptr,
+    b_1_ptr, b_scales_1_ptr, out_1_ptr, b_2_ptr, b_scales_2_ptr, out_2_ptr,
     batches, m, n, n_1, n_2, a_per_row, b_per_row, steps, col_tiles, split_k,
     A_ELEMENT: tl.constexpr, B_ELEMENT: tl.constexpr, SCALE: tl.constexpr, BLOCK: tl.constexpr,
-    A_OUTER: tl.constexpr, B_OUTER: tl.constexpr, BIAS: tl.constexpr, B_BATCHED: tl.constexpr,
-    EPILOGUE: tl.constexpr,
-    ROWS: tl.constexpr, BK: tl.constexpr, STAGES: tl.constexpr, PARTIAL: tl.constexpr, GROUP_SIZE: tl.constexpr,
-    EVEN_K: tl.constexpr, LAUNCH_DEPENDENTS: tl.constexpr, ISA: tl.constexpr,
+    B_BATCHED: tl.constexpr, ROWS: tl.constexpr, BK: tl.constexpr, STAGES: tl.constexpr, GROUP_SIZE: tl.constexpr,
+    EVEN_K: tl.constexpr, LAUNCH_DEPENDENTS: tl.constexpr,
 ):  # fmt: skip
-    """128 columns of out [batches, m, n] = a [batches, m, K] x b [batches or 1, n, K]^T, rescaled, plus a bias.
+    """128 columns of one part of K of a [batches, m, K] x b [batches or 1, n, K]^T: sums [split_k, batches, m, n].
 
-    PARTIAL: instead the float32 sums of one part of K, in out [split_k, batches, m, n].
     GROUP_SIZE: matmuls of one a, 1 to 3; out_1 has n_1 columns, out_2 has n_2. Pointers of absent matmuls are never
-    read. Only a single matmul has batches or an epilogue.
+    read. Only a single matmul has batches.
     *_per_row: bytes of codes in a row. steps: of BK elements along K. col_tiles: tiles of 128 x 4 in a row of scales.
     ROWS: 16, 32 or 64, at least m. EVEN_K: K is whole steps. LAUNCH_DEPENDENTS: the kernel that adds the parts may
     start.
@@ -85,24 +80,14 @@ def gemm_skinny_block_scaled_sm100(
     split = program % split_k
     tile = program // split_k % total
     batch = (program // split_k // total).to(tl.int64)
-    if GROUP_SIZE > 2:  # selects: see `gemv`
-        in_third = tile >= tiles_1
-        tiles = tl.where(in_third, tiles_1, tiles)
-        b_1_ptr = tl.where(in_third, b_2_ptr, b_1_ptr)
-        b_scales_1_ptr = tl.where(in_third, b_scales_2_ptr, b_scales_1_ptr)
-        b_outer_1_ptr = tl.where(in_third, b_outer_2_ptr, b_outer_1_ptr)
-        bias_1_ptr = tl.where(in_third, bias_2_ptr, bias_1_ptr)
-        out_1_ptr = tl.where(in_third, out_2_ptr, out_1_ptr)
-        n_1 = tl.where(in_third, n_2, n_1)
+    b_ptr, b_scales_ptr = of_matmul(tile, tiles, tiles_1, (b_ptr, b_scales_ptr), (b_1_ptr, b_scales_1_ptr),
+                                    (b_2_ptr, b_scales_2_ptr), GROUP_SIZE)  # fmt: skip
+    if GROUP_SIZE > 2:
+        out_1_ptr = tl.where(tile >= tiles_1, out_2_ptr, out_1_ptr)
     if GROUP_SIZE > 1:
-        not_in_first = tile >= tiles
-        tile = tl.where(not_in_first, tile - tiles, tile)
-        b_ptr = tl.where(not_in_first, b_1_ptr, b_ptr)
-        b_scales_ptr = tl.where(not_in_first, b_scales_1_ptr, b_scales_ptr)
-        b_outer_ptr = tl.where(not_in_first, b_outer_1_ptr, b_outer_ptr)
-        bias_ptr = tl.where(not_in_first, bias_1_ptr, bias_ptr)
-        out_ptr = tl.where(not_in_first, out_1_ptr, out_ptr)
-        n = tl.where(not_in_first, n_1, n)
+        out_ptr = tl.where(tile >= tiles, out_1_ptr, out_ptr)
+    before, n = of_matmul(tile, tiles, tiles_1, (0, n), (tiles, n_1), (tiles_1, n_2), GROUP_SIZE)
+    tile -= before
     a_per_row = a_per_row // 8 * 8  # changes nothing, but shows the compiler how wide it may load
     b_per_row = b_per_row // 8 * 8
     a_ptr += batch * m * a_per_row
@@ -135,16 +120,7 @@ def gemm_skinny_block_scaled_sm100(
     acc = tl.trans(acc)
     row = tl.arange(0, ROWS)[:, None]
     col = tile * _TILE + tl.arange(0, _TILE)[None, :]
-    mask = (row < m) & (col < n)
-    if PARTIAL:
-        at = ((split * batches + batch) * m + row) * n + col
-        tl.store(out_ptr + at, acc, mask=mask)
-    else:
-        at = (batch * m + row) * n + col
-        acc = rescale(acc, row, col, m, n, batch, a_outer_ptr, b_outer_ptr, bias_ptr,
-                      A_OUTER, B_OUTER, BIAS, B_BATCHED)  # fmt: skip
-        acc = epilogue(acc, at, col, mask, n, epilogue_0_ptr, epilogue_1_ptr, EPILOGUE, ISA)
-        store_rounded(out_ptr, at, acc, mask, ISA)
+    tl.store(out_ptr + ((split * batches + batch) * m + row) * n + col, acc, mask=(row < m) & (col < n))
 
 
 def _serves(p: Problem) -> bool:
@@ -169,30 +145,25 @@ def _serves(p: Problem) -> bool:
 
 
 def _run_group(calls: Sequence[Call], config: SkinnyBlockScaledConfig) -> list[torch.Tensor]:
-    """[batches, m, n] of each call: in one launch, and one more launch for each call if K is split."""
+    """[batches, m, n] of each call: in one launch, and one more launch for each call that adds its sums."""
     p, split_k, first = calls[0].problem, config.split_k, calls[0]
-    outs = [call.empty() if split_k == 1 else call.empty_sums(split_k) for call in calls]
-    made = first if split_k == 1 else first.without_epilogue()
-    pointers = [pointer for call, out in zip(calls, outs, strict=True) for pointer in pointers_of(call, out)]
+    each = [call.empty_sums(split_k) for call in calls]
+    pointers = [x for call, sums in zip(calls, each, strict=True) for x in (call.b.data, call.b.scales, sums)]
     unused = MOST_IN_GROUP - len(calls)
     sizes = [call.problem.n for call in calls]
     blocks = ceil_div(p.k, p.a.format.block_cols)
     even = statically_true(blocks * p.a.format.block_cols % config.bk == 0)
     launch(
         gemm_skinny_block_scaled_sm100, sum(ceil_div(n, 128) for n in sizes) * p.batches * split_k,
-        first.a.data, first.a.scales, outs[0] if first.a.outer is None else first.a.outer, *pointers,
-        *[outs[0]] * 5 * unused, *made.epilogue_pointers(outs[0]),
+        first.a.data, first.a.scales, *pointers, *[each[0]] * 3 * unused,
         p.batches, p.m, *sizes, *[1] * unused, p.row_bytes(p.a), p.row_bytes(p.b), ceil_div(p.k, config.bk),
         ceil_div(blocks, 4), split_k, num_warps=config.num_warps,
         A_ELEMENT=p.a.element, B_ELEMENT=p.b.element, SCALE=p.a.scale, BLOCK=p.a.format.block_cols,
-        GROUP_SIZE=len(calls), EVEN_K=int(even), PARTIAL=int(split_k > 1),
-        LAUNCH_DEPENDENTS=int(split_k > 1 and p.target.dependent_launch), ISA=p.target.isa,
-        **config.constants, **first.rescale_constants, EPILOGUE=made.epilogue_text,
+        B_BATCHED=int(p.b_batched), GROUP_SIZE=len(calls), EVEN_K=int(even),
+        LAUNCH_DEPENDENTS=int(p.target.dependent_launch), **config.constants,
     )  # fmt: skip
-    if split_k == 1:
-        return outs
     return [reduce_split_k(call, sums, split_k, pdl=p.target.dependent_launch)
-            for call, sums in zip(calls, outs, strict=True)]  # fmt: skip
+            for call, sums in zip(calls, each, strict=True)]  # fmt: skip
 
 
 def _group_with(p: Problem) -> tuple | None:

@@ -10,6 +10,7 @@ import triton.language as tl
 
 from fp4compile.templates.device.async_copy import COMMIT, do_ptx
 from fp4compile.templates.device.nvfp4_weights import STEP_BYTES, copy_weights
+from fp4compile.templates.device.persistent_grid import of_matmul
 
 
 def _interleave_ptx() -> str:
@@ -97,19 +98,11 @@ def copy_step(
     tiles_1, total: see `group_tiles`.
     """
     wanted = tile < total
-    # The matmul that the tile belongs to, by selects: see `skinny._store_results`.
-    if GROUP_SIZE > 2:
-        in_third = tile >= tiles_1
-        tiles = tl.where(in_third, tiles_1, tiles)
-        b_1_ptr = tl.where(in_third, b_2_ptr, b_1_ptr)
-        b_scales_1_ptr = tl.where(in_third, b_scales_2_ptr, b_scales_1_ptr)
-        n_1 = tl.where(in_third, n_2, n_1)
-    if GROUP_SIZE > 1:
-        not_in_first = tile >= tiles
-        tile = tl.where(not_in_first, tile - tiles, tile)
-        b_ptr = tl.where(not_in_first, b_1_ptr, b_ptr)
-        b_scales_ptr = tl.where(not_in_first, b_scales_1_ptr, b_scales_ptr)
-        n = tl.where(not_in_first, n_1, n)
+    b_ptr, b_scales_ptr, before, n = of_matmul(
+        tile, tiles, tiles_1, (b_ptr, b_scales_ptr, 0, n), (b_1_ptr, b_scales_1_ptr, tiles, n_1),
+        (b_2_ptr, b_scales_2_ptr, tiles_1, n_2), GROUP_SIZE,
+    )  # fmt: skip
+    tile -= before
     for part in tl.static_range(TILES):
         token = copy_weights(buffer + part * STEP_BYTES, step * WARPS + lane // 32, wanted, token, lane,
                              tile * (16 * TILES) + part * 16, b_ptr, b_scales_ptr, n, k_vectors,

@@ -126,7 +126,7 @@ class WalkOverGroups:
 
     @gluon.jit
     def offsets(self):
-        """(before, offs), as the functions of `device.groups` take them."""
+        """The offsets, as the functions of `device.groups` take them."""
         each: gl.constexpr = per_lane(self.GROUPS)
         lane = gl.arange(0, 32, gl.BlockedLayout([1], [32], [gl.num_warps()], [0], [[0]]))
         loaded = ()
@@ -134,13 +134,13 @@ class WalkOverGroups:
             group = (lane - 1) * each + i
             mask = (group >= 0) & (group < self.GROUPS)
             loaded = loaded + (gl.load(self.offs_ptr + group, mask=mask, other=0),)
-        return loaded[:each], loaded[each:]
+        return loaded
 
     @gluon.jit
     def end(self):
         """(the row behind the last group, how many tiles of BM rows all groups have)."""
-        before, offs = self.offsets()
-        ends, after = ends_of_lanes(before, offs, self.m, self.BM)
+        offs = self.offsets()
+        ends, after = ends_of_lanes(offs, self.m, self.BM)
         return gl.max(ends[len(ends) - 1], 0), gl.max(after[len(after) - 1], 0)
 
     @gluon.jit
@@ -152,12 +152,12 @@ class WalkOverGroups:
     @gluon.jit
     def tile(self, number):
         """A tile by its number."""
-        before, offs = self.offsets()
-        _, after = ends_of_lanes(before, offs, self.m, self.BM)
-        _, scales = ends_of_lanes(before, offs, self.m, 128)
+        offs = self.offsets()
+        _, after = ends_of_lanes(offs, self.m, self.BM)
+        _, scales = ends_of_lanes(offs, self.m, 128)
         tiles_m = gl.max(after[len(after) - 1], 0)
         tile_m, tile_n = grouped_tile(number, tiles_m, gl.cdiv(self.n, self.BN), self.GROUP_M)
-        group, start, end, row = group_of_tile(before, offs, self.m, tile_m, self.BM, self.GROUPS)
+        group, start, end, row = group_of_tile(offs, self.m, tile_m, self.BM, self.GROUPS)
         passed = scales[0] * 0
         for i in gl.static_range(len(after)):
             passed = gl.maximum(passed, gl.where(after[i] <= tile_m, scales[i], 0))

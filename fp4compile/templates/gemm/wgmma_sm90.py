@@ -408,15 +408,15 @@ def _tile_of(program, tiles_m, tiles, GROUP_M: tl.constexpr):
 
 @triton.jit
 def _tile_of_group(
-    before, offs, m, program, tiles_n, ROWS: tl.constexpr, GROUPS: tl.constexpr, GROUP_M: tl.constexpr
+    offs, m, program, tiles_n, ROWS: tl.constexpr, GROUPS: tl.constexpr, GROUP_M: tl.constexpr
 ):  # fmt: skip
-    """(group, its first row, its end, first row of A, tile of B) of a program. before, offs: see `device.groups`.
+    """(group, its first row, its end, first row of A, tile of B) of a program. offs: see `device.groups`.
 
     All tiles of a group come before the next group's tiles, in the order of `_tile_of`. The first one begins at a
     multiple of 8 rows. Group GROUPS has the rows of no group. A program past the last tile gets a first row that is not
     before the group's end.
     """
-    group, start, end, first = group_of_tile(before, offs, m, program // tiles_n, ROWS, GROUPS, 8)
+    group, start, end, first = group_of_tile(offs, m, program // tiles_n, ROWS, GROUPS, 8)
     aligned = start // 8 * 8
     tiles_m = tl.maximum(tl.cdiv(end - aligned, ROWS), 1)
     place = (first - aligned) // ROWS * tiles_n + program % tiles_n
@@ -530,15 +530,12 @@ def gemm_wgmma_sm90(
         tile_m, tile_n = _tile_of(tl.program_id(0) // splits, tl.cdiv(m, ROWS), tl.num_programs(0) // splits, GROUP_M)
         first_m = tile_m * ROWS
     else:
-        before = ()
         offs = ()
-        for i in tl.static_range(per_lane(GROUPS)):
+        for i in tl.static_range(2 * per_lane(GROUPS)):
             number, exists = of_lanes(i - per_lane(GROUPS), GROUPS)
-            before = before + (tl.load(offs_ptr + number, mask=exists, other=0),)
-            number, exists = of_lanes(i, GROUPS)
             offs = offs + (tl.load(offs_ptr + number, mask=exists, other=0),)
         group, first_of_group, end, first_m, tile_n = _tile_of_group(
-            before, offs, m, tl.program_id(0), tl.cdiv(n, 16 * PARTS * WARPS), ROWS, GROUPS, GROUP_M
+            offs, m, tl.program_id(0), tl.cdiv(n, 16 * PARTS * WARPS), ROWS, GROUPS, GROUP_M
         )  # fmt: skip
         if first_m >= end:  # there are fewer tiles than programs
             return

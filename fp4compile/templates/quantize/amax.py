@@ -227,19 +227,16 @@ def tensor_amax(
     """
     if LAUNCH_DEPENDENTS:
         x_ptr = launch_dependents(x_ptr)
-    before = ()
     offs = ()
-    for i in tl.static_range(per_lane(GROUPS)):
+    for i in tl.static_range(2 * per_lane(GROUPS)):
         number, exists = of_lanes(i - per_lane(GROUPS), GROUPS)
-        before = before + (tl.load(offs_ptr + number, mask=exists, other=0),)
-        number, exists = of_lanes(i, GROUPS)
         offs = offs + (tl.load(offs_ptr + number, mask=exists, other=0),)
     dtype: tl.constexpr = x_ptr.dtype.element_ty
     operands = (operand_1_ptr, operand_2_ptr, operand_3_ptr, operand_4_ptr, operand_5_ptr,
                 stored_1_ptr, stored_2_ptr, stored_3_ptr)  # fmt: skip
     if GROUPS > 0:
         col_tiles = tiles_along(cols, BLOCKS * BLOCK, ISA >= 100)
-        group, end, row_tile, row0, col_tile = tile_of_group(before, offs, rows, col_tiles, ROWS, GROUPS)
+        group, end, row_tile, row0, col_tile = tile_of_group(offs, rows, col_tiles, ROWS, GROUPS)
         if group >= GROUPS:
             return
         batch = row_tile * 0
@@ -282,19 +279,16 @@ def columns_amax(
     [G + G] or [G, cols], the last after the amaxes of all rows. (All results have one pointer, because Inductor does
     not order the writes of a kernel to one tensor through two pointers.) WHOLE: as in `quantize_columns`.
     """
-    before = ()
     offs = ()
-    for i in tl.static_range(per_lane(GROUPS)):
+    for i in tl.static_range(2 * per_lane(GROUPS)):
         number, exists = of_lanes(i - per_lane(GROUPS), GROUPS)
-        before = before + (tl.load(offs_ptr + number, mask=exists, other=0),)
-        number, exists = of_lanes(i, GROUPS)
         offs = offs + (tl.load(offs_ptr + number, mask=exists, other=0),)
     dtype: tl.constexpr = x_ptr.dtype.element_ty
     row_count: tl.constexpr = ROW_TILES * BLOCK
     col_count: tl.constexpr = 2 * WORDS
     if GROUPS > 0:
         col_tiles = tiles_along(cols, col_count, ISA >= 100)
-        group, end, row_tile, row0, col_tile = tile_of_group(before, offs, rows, col_tiles, row_count, GROUPS)
+        group, end, row_tile, row0, col_tile = tile_of_group(offs, rows, col_tiles, row_count, GROUPS)
         if group >= GROUPS:
             return
         batch = row_tile * 0
@@ -316,7 +310,7 @@ def columns_amax(
         raise_to_largest(amax_ptr, plain_first, plain_second)
         amax_ptr += max(GROUPS, 1)
     if TRANSFORM:
-        _, _, first_amax, second_amax = transform_column_tile(tile, dtype, ISA)
+        _, _, first_amax, second_amax = transform_column_tile(tile, dtype)
     else:
         first_amax = plain_first
         second_amax = plain_second

@@ -16,7 +16,6 @@ from fp4compile.templates.device.block_scales import block_scale, scale_bits
 from fp4compile.templates.device.column_tile import unpack_column_tile
 from fp4compile.templates.device.elements import encode_run, magnitude_bits, unpack
 from fp4compile.templates.device.memory import load_index, restore_axes, store_scales, store_units, tile_of
-from fp4compile.templates.device.packed_encoding import encode_exact_run, encode_exact_runs, exact_in_bf16
 from fp4compile.templates.device.register_tile import (
     DEPTH,
     amaxes_of_two_rows,
@@ -118,34 +117,28 @@ def pair_of_scales(first, second, SCALE: tl.constexpr):
 
 @triton.jit
 def encode_row(tile, START: tl.constexpr, COUNT: tl.constexpr, factor, dtype: tl.constexpr, ELEMENT: tl.constexpr,
-               EXACT: tl.constexpr, ISA: tl.constexpr):  # fmt: skip
+               ISA: tl.constexpr):  # fmt: skip
     """Codes of COUNT neighbouring words of a row, as a tuple of int32 tensors."""
     words: tl.constexpr = 4 if ELEMENT == "e2m1" else 2
     runs = ()
     for i in tl.static_range(START, START + COUNT, words):
         run = ()
         for j in tl.static_range(words):
-            run = run + ((tile[i + j],) if EXACT else unpack(tile[i + j], dtype))
-        if EXACT:
-            runs = runs + (encode_exact_run(run, factor, ELEMENT),)
-        else:
-            runs = runs + (encode_run(run, factor, (), ELEMENT, ISA),)
+            run = run + unpack(tile[i + j], dtype)
+        runs = runs + (encode_run(run, factor, (), ELEMENT, ISA),)
     return runs
 
 
 @triton.jit
 def encode_columns(tile, ROW: tl.constexpr, WORD: tl.constexpr, WORDS: tl.constexpr, COUNT: tl.constexpr, factors,
-                   dtype: tl.constexpr, ELEMENT: tl.constexpr, EXACT: tl.constexpr, ISA: tl.constexpr):  # fmt: skip
+                   dtype: tl.constexpr, ELEMENT: tl.constexpr, ISA: tl.constexpr):  # fmt: skip
     """Codes of COUNT rows in both columns of a word, as an int32 tensor for each column."""
     words = ()
     for i in tl.static_range(ROW, ROW + COUNT):
         words = words + (tile[i * WORDS + WORD],)
-    if EXACT:
-        return encode_exact_runs(words, factors[2 * WORD], factors[2 * WORD + 1], ELEMENT)
-    else:
-        first, second = unpack_column_tile(words, dtype)
-        one = encode_run(first, factors[2 * WORD], (), ELEMENT, ISA)
-        return one, encode_run(second, factors[2 * WORD + 1], (), ELEMENT, ISA)
+    first, second = unpack_column_tile(words, dtype)
+    one = encode_run(first, factors[2 * WORD], (), ELEMENT, ISA)
+    return one, encode_run(second, factors[2 * WORD + 1], (), ELEMENT, ISA)
 
 
 @triton.jit
@@ -209,16 +202,15 @@ def encode_turn(
     dequantised values. Returns (scales of the pairs of rows, codes of the columns from `encode_columns`).
     """
     turn: tl.constexpr = 2 * len(row_amaxes)
-    exact: tl.constexpr = exact_in_bf16(SCALE, dtype, ISA)
     scale_pairs, factors = scales_of_pairs(row_amaxes, ELEMENT, SCALE, CONTRACT, dtype, ISA)
     column_runs = ()
     for j in tl.static_range(WORDS):
-        column_runs = column_runs + encode_columns(tile, ROW, j, WORDS, turn, column_factors, dtype, ELEMENT, exact,
+        column_runs = column_runs + encode_columns(tile, ROW, j, WORDS, turn, column_factors, dtype, ELEMENT,
                                                    ISA)  # fmt: skip
     stored_runs = ()
     for k in tl.static_range(turn):
         factor = repeat_along_row(factors[k], COL_TILES_PER_BLOCK)
-        runs = encode_row(tile, (ROW + k) * WORDS, WORDS, factor, dtype, ELEMENT, exact, ISA)
+        runs = encode_row(tile, (ROW + k) * WORDS, WORDS, factor, dtype, ELEMENT, ISA)
         if stored.primitive_bitwidth == 16:
             byte = (scale_pairs[k // 2].to(tl.int32) >> (8 * (k % 2))) & 255
             scale = repeat_along_row(scale_of_run(byte, ELEMENT, SCALE, ISA), COL_TILES_PER_BLOCK)

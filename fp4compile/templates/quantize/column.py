@@ -25,7 +25,6 @@ from fp4compile.templates.device.column_tile import (
 from fp4compile.templates.device.elements import encode_run, infinity_to_nan, word_amax
 from fp4compile.templates.device.groups import of_lanes, per_lane, tile_of_group
 from fp4compile.templates.device.memory import load_tile, store_scales, store_units, tile_of, tiles_along
-from fp4compile.templates.device.packed_encoding import encode_exact_runs, exact_in_bf16
 from fp4compile.templates.device.philox import match_layout, philox, runs_of_a_call, words_of_run
 from fp4compile.templates.device.register_tile import join_to_int64, stack_tensors
 from fp4compile.templates.device.values import takes_values, values_of_units
@@ -158,22 +157,6 @@ def encode_column_tile(
 
 
 @triton.jit
-def encode_exact_column_tile(tile, first_factor, second_factor, ELEMENT: tl.constexpr):
-    """`encode_column_tile` for both columns of a tile of bf16 words whose products are `exact_in_bf16`."""
-    count: tl.constexpr = 8 if ELEMENT == "e2m1" else 4
-    first_units = ()
-    second_units = ()
-    for i in tl.static_range(0, len(tile), count):
-        words = ()
-        for j in tl.static_range(i, i + count):
-            words = words + (tile[j],)
-        one, other = encode_exact_runs(words, first_factor, second_factor, ELEMENT)
-        first_units = first_units + (one,)
-        second_units = second_units + (other,)
-    return join_runs(first_units), join_runs(second_units)
-
-
-@triton.jit
 def encode_columns(
     tile, first, second, first_factor, second_factor, seed_ptr, even_block, blocks,
     dtype: tl.constexpr, ELEMENT: tl.constexpr, SCALE: tl.constexpr, BLOCK: tl.constexpr,
@@ -188,15 +171,10 @@ def encode_columns(
     # The numbers of the columns' first calls of Philox (for a run of 8 codes, or two): counters of the random words.
     calls: tl.constexpr = BLOCK // (8 * runs_of_a_call(ISA))  # of Philox, for a block
     call0 = match_layout((even_block + tl.arange(0, tile[0].shape[0])[:, None]) * calls, tile[0])
-    if not SEEDED and exact_in_bf16(SCALE, dtype, ISA):
-        first_units, second_units = encode_exact_column_tile(tile, first_factor, second_factor, ELEMENT)
-    else:
-        first_units = encode_column_tile(
-            first, first_factor, seed_ptr, call0, ELEMENT, MASK_INFINITY, SEEDED, STREAM, ISA
-        )
-        second_units = encode_column_tile(
-            second, second_factor, seed_ptr, call0 + blocks * calls, ELEMENT, MASK_INFINITY, SEEDED, STREAM, ISA
-        )
+    first_units = encode_column_tile(first, first_factor, seed_ptr, call0, ELEMENT, MASK_INFINITY, SEEDED, STREAM, ISA)
+    second_units = encode_column_tile(
+        second, second_factor, seed_ptr, call0 + blocks * calls, ELEMENT, MASK_INFINITY, SEEDED, STREAM, ISA
+    )
     return first_units, second_units
 
 
@@ -204,7 +182,7 @@ def encode_columns(
 def read_columns(tile, TRANSFORM: tl.constexpr, dtype: tl.constexpr, ISA: tl.constexpr):
     """A column tile -> (even columns, odd columns, amax bits of the even columns' blocks, of the odd columns')."""
     if TRANSFORM:
-        return transform_column_tile(tile, dtype, ISA)
+        return transform_column_tile(tile, dtype)
     else:
         first, second = unpack_column_tile(tile, dtype)
         first_amax, second_amax = column_tile_amax(tile, ISA, dtype)
@@ -317,12 +295,9 @@ def quantize_columns(
     need one. BATCHED: there may be several matrices. WHOLE is True, or BATCHED False, only on SM100: there, masks are a
     tenth of the instructions, and the number of the matrix is a twentieth.
     """
-    before = ()
     offs = ()
-    for i in tl.static_range(per_lane(GROUPS)):
+    for i in tl.static_range(2 * per_lane(GROUPS)):
         number, exists = of_lanes(i - per_lane(GROUPS), GROUPS)
-        before = before + (tl.load(offs_ptr + number, mask=exists, other=0),)
-        number, exists = of_lanes(i, GROUPS)
         offs = offs + (tl.load(offs_ptr + number, mask=exists, other=0),)
     dtype: tl.constexpr = x_ptr.dtype.element_ty
     row_count: tl.constexpr = ROW_TILES * BLOCK
@@ -340,7 +315,7 @@ def quantize_columns(
     padded_cols = tiles_along(cols, 128, unsigned) * 128 if SWIZZLED else cols
     col_tiles = tiles_along(padded_cols, col_count, unsigned)
     if GROUPS > 0:
-        group, end, row_tile, row0, col_tile = tile_of_group(before, offs, rows, col_tiles, row_count, GROUPS)
+        group, end, row_tile, row0, col_tile = tile_of_group(offs, rows, col_tiles, row_count, GROUPS)
         batch = row_tile * 0
         blocks = (rows // 128 + GROUPS) * (128 // BLOCK)
         first_tile: tl.constexpr = False  # `store_group_outers` stores the scales instead

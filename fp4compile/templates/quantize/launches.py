@@ -20,16 +20,17 @@ from fp4compile.formats.quantize_spec import COLUMNS, ROWS, QuantizeSpec
 from fp4compile.hardware import Target
 from fp4compile.templates import scale_sweep
 from fp4compile.templates.launch import Launch, target_of
-from fp4compile.templates.quantize import both, row, squares
+from fp4compile.templates.quantize import both, squares
 from fp4compile.templates.quantize.amax import outer_of, outers_of
 from fp4compile.templates.quantize.column import columns_launch
 from fp4compile.templates.quantize.outputs import Outer, Output, empty_output
 from fp4compile.templates.quantize.prologues import takes_prologue
-from fp4compile.templates.quantize.row import rows_launch, scaled_rows_launch
+from fp4compile.templates.quantize.row import rows_launch
 from fp4compile.templates.quantize.row_on_chip import (
     after_first_launch,
+    finds_row_scales,
     in_one_launch,
-    reduced_rows_launch,
+    whole_rows_launch,
     with_statistics,
 )
 from fp4compile.templates.quantize.source import Source, lies_transposed, source_of
@@ -222,13 +223,12 @@ def _rows(spec: QuantizeSpec, shape: Sequence, source: Source, static, seed) -> 
             source, launch = with_statistics(source, fmt, static)
             launches = (launch,)
         if in_one or after_first_launch(source, fmt):
-            outer, launch = reduced_rows_launch(source, fmt, output, static, layout, seed, stream)
+            outer, launch = whole_rows_launch(source, fmt, output, static, layout, seed, stream)
             launches = (*launches, *outer.launches, launch)
             return Plan(launches, (output,), (_found(outer, static, spec, shape),))
-    computed = fmt.outer == "row" and static is None and source.amax_bits is None
-    if computed and not source.groups and isinstance(source.cols, int) and source.cols <= row.MAX_ROW_ON_CHIP:
-        found, launch = scaled_rows_launch(source, fmt, output, layout, seed, stream)
-        return Plan((*launches, launch), (output,), (found.tensor.view(*shape[:-1], 1),))
+    if finds_row_scales(source, fmt, static):
+        outer, launch = whole_rows_launch(source, fmt, output, None, layout, seed, stream)
+        return Plan((*launches, launch), (output,), (_found(outer, None, spec, shape),))
     outer = outer_of(source, fmt, static, _each_matrix(spec))
     launch = rows_launch(source, fmt, output, outer, layout, seed, stream)
     return Plan((*launches, *outer.launches, launch), (output,), (_shaped(outer, shape),))

@@ -53,14 +53,11 @@ def lay_out_scales(
     unsigned: tl.constexpr = ISA >= 100
     col_tiles = tl.maximum(tiles_along(tiles_along(blocks, 4, unsigned) * 4, BLOCKS, unsigned), 1)
     if GROUPS > 0:
-        before = ()
         offs = ()
-        for i in tl.static_range(per_lane(GROUPS)):
+        for i in tl.static_range(2 * per_lane(GROUPS)):
             number, exists = of_lanes(i - per_lane(GROUPS), GROUPS)
-            before = before + (tl.load(offs_ptr + number, mask=exists, other=0),)
-            number, exists = of_lanes(i, GROUPS)
             offs = offs + (tl.load(offs_ptr + number, mask=exists, other=0),)
-        group, end, tile, row0, col_tile = tile_of_group(before, offs, rows, col_tiles, ROWS, GROUPS)
+        group, end, tile, row0, col_tile = tile_of_group(offs, rows, col_tiles, ROWS, GROUPS)
         end = tl.where(group < GROUPS, end, row0)
         batch = tile * 0
         padded = (tile + 1) * ROWS

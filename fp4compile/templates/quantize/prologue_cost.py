@@ -11,7 +11,7 @@ import torch
 
 from fp4compile.formats.prologue import Prologue
 from fp4compile.formats.quantize_spec import ROWS, QuantizeSpec
-from fp4compile.templates.quantize.row import MAX_ROW_ON_CHIP
+from fp4compile.templates.quantize.row_on_chip import MAX_ROW_ON_CHIP
 
 # Instructions that a GPU issues in the time of a byte from memory: 132 multiprocessors * 128 * 1.75 GHz over 4.3 TB/s
 # on an H200 (reached by copies), 148 * 128 * 1.85 GHz over 8 TB/s on a B200 (published), used for all other GPUs.
@@ -20,7 +20,7 @@ INSTRUCTIONS_PER_BYTE = {90: 6.9, 100: 4.4}
 # rounding and packing) they overestimate ptxas's instructions in `quantize_rows` for SM100 by about six, for a norm, a
 # gate, and a norm with its statistics. So an untimed prologue is fused only if it clearly saves time.
 INSTRUCTIONS = {
-    "variance": 2, "rsqrt": 3, "div": 9, "silu": 9, "sigmoid": 5, "exp": 9, "erf": 20, "tanh": 18, "cube": 2,
+    "variance": 2, "rsqrt": 3, "div": 9, "silu": 9, "sigmoid": 9, "exp": 9, "erf": 20, "tanh": 18, "cube": 2,
 }  # fmt: skip
 ROUNDING = 4
 # Instructions of the kernels without a prologue: for the amax of an element, and its quantisation in one direction.

@@ -1,4 +1,4 @@
-"""Quantise along the contiguous dimension: blocks of a row, and rows with row scales.
+"""Quantise along the contiguous dimension: blocks of a row.
 
 A program quantises a tile of ROWS x BLOCKS blocks. It writes codes and block scales or, to fake-quantise, their
 dequantised values (`encode_and_store`).
@@ -27,7 +27,6 @@ from fp4compile.templates.device.block_scales import (
     encode_scale,
     make_outer_scales,
     outer_scales,
-    outers_of_amax,
 )
 from fp4compile.templates.device.dependent_launch import wait
 from fp4compile.templates.device.elements import encode_run, unpack, word_amax
@@ -50,9 +49,6 @@ from fp4compile.templates.view import View
 
 # The launch configurations were measured on an H200 at 8192 x 8192 bf16 (benchmarks/quantize.py).
 
-# The longest row, in elements, that one program holds in its registers.
-MAX_ROW_ON_CHIP = 32768
-
 
 @dataclass(frozen=True)
 class RowConfig(LaunchConfig):
@@ -62,13 +58,6 @@ class RowConfig(LaunchConfig):
     rows: int
     blocks: int
     vectors: int
-
-
-@dataclass(frozen=True)
-class ScaledRowConfig(RowConfig):
-    """`quantize_scaled_rows`. parts: programs of a row."""
-
-    parts: int
 
 
 def row_config(element: str, block: int, elements: int | None, isa: int = 0, prologue: bool = False) -> RowConfig:
@@ -98,34 +87,6 @@ def row_config_of_groups(element: str, block: int, rows, groups: int, padded: bo
     if padded or not statically_true(rows <= 32 * groups):
         return config
     return replace(config, rows=config.rows // 8, blocks=config.blocks * 8)
-
-
-def scaled_row_config(
-    element: str, block: int, rows: int, cols: int, isa: int = 0, prologue: bool = False
-) -> ScaledRowConfig:  # fmt: skip
-    """The configuration for rows of up to MAX_ROW_ON_CHIP elements with row scales.
-
-    isa: see `Target`. If Hopper computes the elements (`prologue`), a thread loads two runs of 16 bytes at a time: a
-    gate before E2M1 codes took 87 us with two runs and 91 us with four; before dequantised values 103 and 109 us.
-    Before E4M3 codes a gate took 85 us with 16 elements per thread, and 89 us with 32.
-    """
-    vectors = 4 if element == "e2m1" else 2
-    width = max(2048, 1 << (max(cols, 1) - 1).bit_length())
-    elements_per_thread = 64 if element == "e2m1" or width > 8192 else 32
-    if prologue and 90 <= isa < 100:
-        vectors = 2
-        elements_per_thread = 16 if element != "e2m1" and width <= 8192 else 64
-    parts = 1
-    if element == "e2m1" and isinstance(rows, int) and rows <= 128:
-        # There are fewer rows than multiprocessors, so latency decides: several programs quantise one row.
-        vectors, elements_per_thread = 2, 16
-        while parts * rows <= 64 and width // parts > 4096:
-            parts *= 2
-        elements_per_thread = max(elements_per_thread, width // parts // 512)
-    return ScaledRowConfig(
-        num_warps=width // parts // (32 * elements_per_thread), rows=1, blocks=width // block, vectors=vectors,
-        parts=parts,
-    )  # fmt: skip
 
 
 def rows_launch(
@@ -176,27 +137,6 @@ def rows_launch(
     )  # fmt: skip
     grid = row_tiles(source, rows, config.rows) * ceil_div(blocks, config.blocks)
     return Launch(quantize_rows, grid, arguments, constants, config.num_warps)
-
-
-def scaled_rows_launch(
-    source: Source, fmt: BlockFormat, output: Output, layout: str, seed: torch.Tensor | None, stream: int
-) -> tuple[View, Launch]:
-    """The row scales to be computed, float32 [batch * rows], and the launch of `quantize_scaled_rows`."""
-    constants = format_constants(fmt)
-    lanes = source.batch * source.rows
-    config = scaled_row_config(
-        fmt.element, constants["BLOCK"], lanes, source.cols, source.target.isa, source.prologue is not None
-    )
-    found = View.flat(source.tensor.new_empty(lanes, dtype=torch.float32), lanes)
-    rows, _ = padded_scale_shape(source.rows, 0, layout)
-    constants |= {
-        "SEEDED": seed is not None, "STREAM": stream, "SWIZZLED": layout == "swizzled", "ALIGN": source.align,
-        **store_aligns(source.cols, fmt), "PROLOGUE": source.prologue_text,
-        "ISA": source.target.isa, **config.constants,
-    }  # fmt: skip
-    arguments = source.view, *output.pointers, found, seed_pointer(seed, output.data), *source.read_args
-    grid = source.batch * ceil_div(rows, config.rows) * config.parts
-    return found, Launch(quantize_scaled_rows, grid, arguments, constants, config.num_warps)
 
 
 def seed_pointer(seed: torch.Tensor | None, unused: View) -> View:
@@ -336,12 +276,9 @@ def quantize_rows(
     PDL: the kernel of the amax may still run when this one starts, see `device.dependent_launch`. WHOLE,
     BATCHED: as in `quantize_columns`.
     """
-    before = ()
     offs = ()
-    for i in tl.static_range(per_lane(GROUPS)):
+    for i in tl.static_range(2 * per_lane(GROUPS)):
         number, exists = of_lanes(i - per_lane(GROUPS), GROUPS)
-        before = before + (tl.load(offs_ptr + number, mask=exists, other=0),)
-        number, exists = of_lanes(i, GROUPS)
         offs = offs + (tl.load(offs_ptr + number, mask=exists, other=0),)
     dtype: tl.constexpr = x_ptr.dtype.element_ty
     operands = (operand_1_ptr, operand_2_ptr, operand_3_ptr, operand_4_ptr, operand_5_ptr,
@@ -350,7 +287,7 @@ def quantize_rows(
     padded_cols = tiles_along(cols, 4 * BLOCK, ISA >= 100) * 4 * BLOCK if SWIZZLED else cols
     col_tiles = tiles_along(padded_cols, BLOCKS * BLOCK, ISA >= 100)
     if GROUPS > 0:
-        group, end, row_tile, row0, col_tile = tile_of_group(before, offs, rows, col_tiles, ROWS, GROUPS)
+        group, end, row_tile, row0, col_tile = tile_of_group(offs, rows, col_tiles, ROWS, GROUPS)
         store_group_outers(amax_ptr, outer_ptr, row_tile, col_tile, OUTER, GROUPS, ELEMENT, SCALE, CONTRACT, ISA)
         if group >= GROUPS:
             if SWIZZLED:
@@ -397,56 +334,3 @@ def quantize_rows(
                      seed_ptr, batch, row, block0, end, cols, dtype, ELEMENT, SCALE, CONTRACT, BLOCK,
                      OUTER != "none", OUTER == "tensor" or OUTER == "row", SEEDED, STREAM, SWIZZLED, UNIT_ALIGN,
                      SCALE_ALIGN, ISA, WHOLE, row_tile, GROUPS > 0)  # fmt: skip
-
-
-@triton.jit
-def of_rows(outer, ISA: tl.constexpr):
-    """Row scales [ROWS] in the shape for blocks, [ROWS, 1]; on SM100 a scalar for one row, see `e4m3_scale`."""
-    return tl.max(outer, 0) if ISA >= 100 and outer.shape[0] == 1 else outer[:, None]
-
-
-@triton.jit
-def quantize_scaled_rows(
-    x_ptr, data_ptr, scales_ptr, outer_ptr, seed_ptr, rows, cols, x_batch, x_row,
-    operand_1_ptr, operand_2_ptr, operand_3_ptr, operand_4_ptr, operand_5_ptr, stored_1_ptr, stored_2_ptr, stored_3_ptr,
-    ELEMENT: tl.constexpr, SCALE: tl.constexpr, CONTRACT: tl.constexpr, BLOCK: tl.constexpr,
-    SEEDED: tl.constexpr, STREAM: tl.constexpr, SWIZZLED: tl.constexpr,
-    ALIGN: tl.constexpr, UNIT_ALIGN: tl.constexpr, SCALE_ALIGN: tl.constexpr,
-    ROWS: tl.constexpr, BLOCKS: tl.constexpr, VECTORS: tl.constexpr, PARTS: tl.constexpr,
-    PROLOGUE: tl.constexpr, ISA: tl.constexpr,
-):  # fmt: skip
-    """Quantise whole rows with dynamic row scales, which are stored at outer_ptr.
-
-    data_ptr: bytes for codes, or 16-bit floats (see `encode_and_store_codes`).
-    The tile holds whole rows and reads them once. PARTS > 1: PARTS programs share a row. Each finds the amax of the
-    whole row and writes one part of it.
-    SCALE "none": float8_rowwise, which has no block scales; BLOCK is then only a unit of work.
-    """
-    dtype: tl.constexpr = x_ptr.dtype.element_ty
-    operands = (operand_1_ptr, operand_2_ptr, operand_3_ptr, operand_4_ptr, operand_5_ptr,
-                stored_1_ptr, stored_2_ptr, stored_3_ptr)  # fmt: skip
-    padded_rows = tl.cdiv(rows, 128) * 128 if SWIZZLED else rows
-    batch, row_tile, part = tile_of(tl.program_id(0), padded_rows, PARTS, ROWS, False, ISA >= 100)
-    row = row_tile * ROWS + tl.arange(0, ROWS)
-    x_row_ptr = x_ptr + batch.to(tl.int64) * x_batch + row.to(tl.int64) * x_row
-
-    words = read_tile(x_row_ptr, operands, batch, row, rows, 0, cols, cols, dtype, ROWS, BLOCKS, BLOCK,
-                      VECTORS, ALIGN, False, ISA, PARTS == 1, PROLOGUE)  # fmt: skip
-    amax = word_amax(words, 2, ISA, dtype)
-    rows_amax = tl.max(amax, 1)
-    part_blocks: tl.constexpr = BLOCKS // PARTS
-    block0 = part * part_blocks
-    if PARTS > 1:
-        cols_left = tl.minimum(cols - block0 * BLOCK, part_blocks * BLOCK)
-        words = read_tile(x_row_ptr + block0 * BLOCK, operands, batch, row, rows, block0 * BLOCK, cols, cols_left,
-                          dtype, ROWS, part_blocks, BLOCK, VECTORS, ALIGN, False, ISA, True, PROLOGUE)  # fmt: skip
-        amax = word_amax(words, 2, ISA, dtype)
-
-    encode, decode = outers_of_amax(rows_amax, ELEMENT, SCALE, CONTRACT, ISA)
-    tl.store(outer_ptr + batch.to(tl.int64) * rows + row, decode, mask=row < rows)
-
-    encode = of_rows(encode, ISA)
-    decode = of_rows(decode, ISA)
-    encode_and_store(words, amax, encode, decode, data_ptr, scales_ptr, seed_ptr, batch, row, block0, rows, cols,
-                     dtype, ELEMENT, SCALE, CONTRACT, BLOCK, True, False, SEEDED, STREAM,
-                     SWIZZLED, UNIT_ALIGN, SCALE_ALIGN, ISA)  # fmt: skip

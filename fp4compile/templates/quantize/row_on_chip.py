@@ -1,9 +1,9 @@
-"""Quantise the result of a prologue with reductions, such as a norm, along rows.
+"""Quantise whole rows that a program holds: with row scales, or the result of a prologue with reductions (a norm).
 
 A program reads a row once, keeps it on the chip, finds the statistics, and quantises the result; so a norm and its
 quantiser are one launch and one read. A dynamic global scale of the whole tensor needs the amax of all rows first, and
 rows that are too long for the chip are read twice. In these cases `row_statistics` finds the statistics (and the amax).
-The remaining prologue reads the statistics as operands and has no reductions. `quantize_reduced_rows` quantises its
+The remaining prologue reads the statistics as operands and has no reductions. `quantize_whole_rows` quantises its
 result if rows fill a tile; otherwise the kernels of other prologues do.
 """
 
@@ -16,64 +16,74 @@ import triton.language as tl
 from fp4compile._compat import statically_true
 from fp4compile.formats.formats import BlockFormat
 from fp4compile.formats.layouts import ceil_div
+from fp4compile.templates.device.apply_prologue import read_tile
 from fp4compile.templates.device.block_scales import encode_scale, outer_scales, outers_of_amax
 from fp4compile.templates.device.elements import word_amax
 from fp4compile.templates.device.memory import tile_of
-from fp4compile.templates.device.row_prologue import read_row
+from fp4compile.templates.device.row_prologue import has_reductions, read_row
 from fp4compile.templates.launch import Launch
 from fp4compile.templates.quantize.amax import MAX_PARTIAL_MAXIMA, outer_of
 from fp4compile.templates.quantize.outputs import Outer, Output, format_constants, padded_scale_shape, store_aligns
-from fp4compile.templates.quantize.row import RowConfig, encode_and_store, of_rows, seed_pointer
+from fp4compile.templates.quantize.row import RowConfig, encode_and_store, seed_pointer
 from fp4compile.templates.quantize.source import Source, matrices_view, one_matrix
 from fp4compile.templates.view import View
 
+# The longest row, in elements, that one program holds in its registers.
+MAX_ROW_ON_CHIP = 32768
 # The longest row, in elements, that one program holds in float32 while it finds statistics: for longer rows ptxas
 # spills registers.
 MAX_REDUCED_ROW_ON_CHIP = 16384
 
 
 @dataclass(frozen=True)
-class ReducedRowConfig(RowConfig):
-    """`quantize_reduced_rows` and `row_statistics`: a program holds a row of pieces * blocks blocks, or loops."""
+class WholeRowConfig(RowConfig):
+    """`quantize_whole_rows` and `row_statistics`: a program holds a row. parts: programs of a row."""
 
-    pieces: int
+    host = ("num_warps", "parts")
+    parts: int = 1
 
 
-def reduced_row_config(
-    element: str, block: int, rows: int, cols: int, isa: int, outer: bool = False, several: bool = True,
-    work: str = "all",
-) -> ReducedRowConfig:  # fmt: skip
+def scaled_row_config(
+    element: str, block: int, rows: int, cols: int, isa: int = 0, prologue: bool = False
+) -> WholeRowConfig:  # fmt: skip
+    """The configuration for rows of up to MAX_ROW_ON_CHIP elements with row scales.
+
+    isa: see `Target`. If Hopper computes the elements (`prologue`), a thread loads two runs of 16 bytes at a time: a
+    gate before E2M1 codes took 87 us with two runs and 91 us with four; before dequantised values 103 and 109 us.
+    Before E4M3 codes a gate took 85 us with 16 elements per thread, and 89 us with 32.
+    """
+    vectors = 4 if element == "e2m1" else 2
+    width = max(2048, 1 << (max(cols, 1) - 1).bit_length())
+    elements_per_thread = 64 if element == "e2m1" or width > 8192 else 32
+    if prologue and 90 <= isa < 100:
+        vectors = 2
+        elements_per_thread = 16 if element != "e2m1" and width <= 8192 else 64
+    parts = 1
+    if element == "e2m1" and isinstance(rows, int) and rows <= 128:
+        # There are fewer rows than multiprocessors, so latency decides: several programs quantise one row.
+        vectors, elements_per_thread = 2, 16
+        while parts * rows <= 64 and width // parts > 4096:
+            parts *= 2
+        elements_per_thread = max(elements_per_thread, width // parts // 512)
+    return WholeRowConfig(
+        num_warps=width // parts // (32 * elements_per_thread), rows=1, blocks=width // block, vectors=vectors,
+        parts=parts,
+    )  # fmt: skip
+
+
+def reduced_row_config(element: str, block: int, rows: int, cols: int, outer: bool = False) -> WholeRowConfig:
     """The configuration for rows whose statistics a kernel finds itself.
 
-    A row of up to MAX_REDUCED_ROW_ON_CHIP elements is read once; a program loops over longer rows.
-    rows, cols: rows of all matrices, and columns; both may be symbolic. isa: see `Target`.
-    A thread has 32 elements or, if there are fewer rows than multiprocessors and latency decides, 16. outer: whether a
-    kernel of E2M1 codes makes a global or row scale. Each thread repeats that work, so a thread then has 64 elements.
-    several: whether a row may be cut into several tiles; a thread then has 16 elements of each.
-    work: "statistics" and "codes" for two kernels of which the second one quantises, or "all" for one kernel. Rows of
-    8192 elements before E2M1 codes were timed on an H200 (benchmarks/producers.py), with (tiles of a row, warps). A
-    norm took 57 us with (4, 4), and 60 to 63 us in one tile. The statistics of a norm, and of a norm of a sum, took 38
-    and 92 us with (4, 8), 39 and 100 us with (4, 4); the codes took 48 us with (2, 4), 51 us with (4, 4).
+    rows, cols: rows of all matrices, and columns; rows may be symbolic, and columns fit on the chip. A thread has 32
+    elements or, if there are fewer rows than multiprocessors and latency decides, 16. outer: whether a kernel of E2M1
+    codes makes a global or row scale. Each thread repeats that work, so a thread then has 64 elements.
     """
-    width = max(512, 1 << (max(cols, 1) - 1).bit_length()) if fits_on_chip(cols) else 4096
+    width = max(512, 1 << (max(cols, 1) - 1).bit_length())
     few = isinstance(rows, int) and rows <= 128
-    in_tiles = several and not few and fits_on_chip(cols)
-    if in_tiles and element == "e2m1" and 90 <= isa < 100 and width >= 4096 and cols > width // 4 * 3:
-        pieces, elements = {"all": (4, 16), "statistics": (4, 8), "codes": (2, 32)}[work]
-        part = width // pieces
-        return ReducedRowConfig(num_warps=part // (32 * elements), rows=1, blocks=part // block,
-                                vectors=min(elements // 8, 2), pieces=pieces)  # fmt: skip
-    if in_tiles and width >= 4096 and cols <= width // 4 * 3:
-        # A tile's width is a power of two. Three or five smaller tiles have fewer elements beyond the row. (Seven tiles
-        # would take nearly all registers.)
-        part = width // 8 if cols <= width // 8 * 5 else width // 4
-        pieces = -(-cols // part)
-        return ReducedRowConfig(num_warps=part // 512, rows=1, blocks=part // block, vectors=2, pieces=pieces)
     elements = 16 if few or width < 1024 else 64 if outer and element == "e2m1" and width >= 2048 else 32
     elements = max(elements, width // 512)  # at most 16 warps
     vectors = 4 if element == "e2m1" and elements >= 32 else 2
-    num_warps = width // (32 * elements)
-    return ReducedRowConfig(num_warps=num_warps, rows=1, blocks=width // block, vectors=vectors, pieces=1)
+    return WholeRowConfig(num_warps=width // (32 * elements), rows=1, blocks=width // block, vectors=vectors)
 
 
 def fits_on_chip(cols: int) -> bool:
@@ -81,7 +91,7 @@ def fits_on_chip(cols: int) -> bool:
     return isinstance(cols, int) and cols <= MAX_REDUCED_ROW_ON_CHIP
 
 
-def reduced_rows_launch(
+def whole_rows_launch(
     source: Source,
     fmt: BlockFormat,
     output: Output,
@@ -90,38 +100,52 @@ def reduced_rows_launch(
     seed: torch.Tensor | None,
     stream: int,
 ) -> tuple[Outer, Launch]:
-    """The global or row scales, and the launch for whole rows. Requires `in_one_launch` or `after_first_launch`.
+    """The global or row scales, and the launch for whole rows: of a norm, or with row scales to be computed.
 
-    static: a static global scale, or static row scales. If it is None and the format has either, the kernel makes the
-    global scale of `source.amax_bits`, or else the row scales.
+    Of a norm it requires `in_one_launch` or `after_first_launch`. static: a static global scale, or static row scales.
+    If it is None and the format has either, the kernel makes the global scale of `source.amax_bits`, or else the row
+    scales.
     """
-    work = "all" if source.prologue.reductions else "codes"
-    config = _config(source, fmt, work, outer=fmt.outer is not None)
+    norm = source.amax_bits is not None or (source.prologue is not None and bool(source.prologue.reductions))
+    lanes = source.batch * source.rows
+    if norm:
+        config = _config(source, fmt, outer=fmt.outer is not None)
+    else:
+        config = scaled_row_config(
+            fmt.element, format_constants(fmt)["BLOCK"], lanes, source.cols, source.target.isa,
+            source.prologue is not None,
+        )  # fmt: skip
     rows, _ = padded_scale_shape(source.rows, 0, layout)
     if static is None and fmt.outer is not None and source.amax_bits is None:
-        lanes = source.batch * source.rows
         outer = Outer("find", View.flat(source.tensor.new_empty(lanes, dtype=torch.float32), lanes))
     else:
         outer = outer_of(source, fmt, static)
     constants = {
         **format_constants(fmt), "SEEDED": seed is not None, "STREAM": stream, **outer.constants,
-        "BATCHED": not statically_true(source.batch == 1), "SWIZZLED": layout == "swizzled", "ALIGN": source.align,
-        **store_aligns(source.cols, fmt), **_common(source, fmt, config),
+        "BATCHED": not norm or not statically_true(source.batch == 1), "PARTS": config.parts,
+        "SWIZZLED": layout == "swizzled", "ALIGN": source.align, **store_aligns(source.cols, fmt),
+        **_common(source, fmt, config, norm),
     }  # fmt: skip
     arguments = (
         source.view, *output.pointers, *outer.pointers(output.data), seed_pointer(seed, output.data),
         *source.read_args,
     )  # fmt: skip
-    grid = source.batch * ceil_div(rows, config.rows)
-    return outer, Launch(quantize_reduced_rows, grid, arguments, constants, config.num_warps)
+    grid = source.batch * ceil_div(rows, config.rows) * config.parts
+    return outer, Launch(quantize_whole_rows, grid, arguments, constants, config.num_warps)
+
+
+def finds_row_scales(source: Source, fmt: BlockFormat, static: torch.Tensor | None) -> bool:
+    """Whether `whole_rows_launch` computes row scales: there are no groups, and rows fit on the chip."""
+    if fmt.outer != "row" or static is not None or source.amax_bits is not None or source.groups:
+        return False
+    return isinstance(source.cols, int) and source.cols <= MAX_ROW_ON_CHIP
 
 
 def after_first_launch(source: Source, fmt: BlockFormat) -> bool:
     """Whether `reduced_rows_launch` can follow `with_statistics`: an amax was found, and rows fill a tile."""
     if source.prologue is None or source.amax_bits is None:
         return False
-    config = _config(source, fmt, "codes", outer=True)
-    return source.cols == config.pieces * config.blocks * format_constants(fmt)["BLOCK"]
+    return _fills(source, fmt, _config(source, fmt, outer=True))
 
 
 def in_one_launch(source: Source, fmt: BlockFormat, static: torch.Tensor | None) -> bool:
@@ -178,45 +202,55 @@ def _empty_amax(source: Source) -> tuple[View, bool]:
 
 def _statistics_launch(source: Source, fmt: BlockFormat, amax: View, **constants: bool) -> Launch:
     """The launch of `row_statistics`. source: one matrix. amax: memory for the bits of the amax; unused unless AMAX."""
-    config, block = _config(source, fmt, "statistics"), format_constants(fmt)["BLOCK"]
+    config, block = _config(source, fmt), format_constants(fmt)["BLOCK"]
     programs = amax.tensor.numel() if constants["PARTIAL"] else ceil_div(source.rows, config.rows)
-    constants = {"BLOCK": block, **constants, "ALIGN": source.align, **_common(source, fmt, config)}
+    constants = {"BLOCK": block, **constants, "ALIGN": source.align, **_common(source, fmt, config, True)}
     return Launch(row_statistics, programs, (source.view, amax, *source.read_args), constants, config.num_warps)
 
 
-def _config(source: Source, fmt: BlockFormat, work: str, outer: bool = False) -> ReducedRowConfig:
-    """The configuration for a source. work, outer: see `reduced_row_config`."""
+def _config(source: Source, fmt: BlockFormat, outer: bool = False) -> WholeRowConfig:
+    """The configuration for a source. outer: see `reduced_row_config`."""
     block = format_constants(fmt)["BLOCK"]
-    # A variance keeps all elements for a second sum, and registers do not suffice for many of them.
-    several = not any(step.operation == "variance" for step in source.prologue.steps)
-    isa = source.target.isa
-    return reduced_row_config(fmt.element, block, source.batch * source.rows, source.cols, isa, outer, several, work)
+    return reduced_row_config(fmt.element, block, source.batch * source.rows, source.cols, outer)
 
 
-def _common(source: Source, fmt: BlockFormat, config: ReducedRowConfig) -> dict:
-    """The constexpr arguments that both kernels of this file have."""
-    width = config.pieces * config.blocks * format_constants(fmt)["BLOCK"]
+def _common(source: Source, fmt: BlockFormat, config: WholeRowConfig, norm: bool) -> dict:
+    """The constexpr arguments that both kernels of this file have. norm: whether rows are of a norm."""
     # Programs past the last row read the last row: there must be one.
-    whole = source.align > 0 and statically_true(source.cols == width) and statically_true(source.rows > 0)
+    whole = norm and source.align > 0 and _fills(source, fmt, config) and statically_true(source.rows > 0)
     return {"WHOLE": whole, **config.constants, "PROLOGUE": source.prologue_text, "ISA": source.target.isa}
 
 
+def _fills(source: Source, fmt: BlockFormat, config: RowConfig) -> bool:
+    """Whether a row is as long as a tile is wide."""
+    return source.cols == config.blocks * format_constants(fmt)["BLOCK"]
+
+
 @triton.jit
-def quantize_reduced_rows(
+def of_rows(outer, ISA: tl.constexpr):
+    """Row scales [ROWS] in the shape for blocks, [ROWS, 1]; on SM100 a scalar for one row, see `e4m3_scale`."""
+    return tl.max(outer, 0) if ISA >= 100 and outer.shape[0] == 1 else outer[:, None]
+
+
+@triton.jit
+def quantize_whole_rows(
     x_ptr, data_ptr, scales_ptr, outer_ptr, amax_ptr, seed_ptr, rows, cols, x_batch, x_row,
     operand_1_ptr, operand_2_ptr, operand_3_ptr, operand_4_ptr, operand_5_ptr, stored_1_ptr, stored_2_ptr, stored_3_ptr,
     ELEMENT: tl.constexpr, SCALE: tl.constexpr, CONTRACT: tl.constexpr, BLOCK: tl.constexpr,
     SEEDED: tl.constexpr, STREAM: tl.constexpr, OUTER: tl.constexpr, PARTIAL_MAXIMA: tl.constexpr,
     BATCHED: tl.constexpr, SWIZZLED: tl.constexpr,
     ALIGN: tl.constexpr, UNIT_ALIGN: tl.constexpr, SCALE_ALIGN: tl.constexpr, WHOLE: tl.constexpr,
-    ROWS: tl.constexpr, BLOCKS: tl.constexpr, VECTORS: tl.constexpr, PIECES: tl.constexpr,
+    ROWS: tl.constexpr, BLOCKS: tl.constexpr, VECTORS: tl.constexpr, PARTS: tl.constexpr,
     PROLOGUE: tl.constexpr, ISA: tl.constexpr,
 ):  # fmt: skip
-    """Quantise whole rows of the result of a prologue with reductions, or of the one left after `row_statistics`.
+    """Quantise whole rows, each read once: of the result of a prologue with reductions, or of the one left after
+    `row_statistics`, or with row scales that the kernel computes.
 
     data_ptr: bytes for codes, or fp16 (see `row.encode_and_store`). OUTER, PARTIAL_MAXIMA: as in `outer_scales`; or
     OUTER "row": outer_ptr has a decode factor for each row; or "find": each row's decode factor is stored at outer_ptr.
-    BATCHED: there may be several matrices. WHOLE: rows are as long as the tile is wide.
+    BATCHED: there may be several matrices. WHOLE: rows are as long as the tile is wide, and `read_row` reads them.
+    PARTS > 1: PARTS programs share a row. Each finds the amax of the whole row and writes one part of it.
+    SCALE "none": float8_rowwise, which has no block scales; BLOCK is then only a unit of work.
     """
     dtype: tl.constexpr = x_ptr.dtype.element_ty
     operands = (operand_1_ptr, operand_2_ptr, operand_3_ptr, operand_4_ptr, operand_5_ptr,
@@ -226,17 +260,29 @@ def quantize_reduced_rows(
     if OUTER == "amax":  # the first kernel leaves the last rows in the cache
         program = tl.num_programs(0) - 1 - program
     if BATCHED:
-        batch, row_tile, _ = tile_of(program, padded_rows, 1, ROWS, False, ISA >= 100)
+        batch, row_tile, part = tile_of(program, padded_rows, PARTS, ROWS, False, ISA >= 100)
     else:
         batch = program * 0
         row_tile = program
+        part = program * 0
     row = row_tile * ROWS + tl.arange(0, ROWS)
     x_batch_ptr = x_ptr + batch.to(tl.int64) * x_batch
-    words = read_row(x_batch_ptr, x_row, operands, batch, row, rows, cols, dtype, ROWS, BLOCKS, BLOCK, VECTORS,
-                     ALIGN, WHOLE, PIECES, PROLOGUE, ISA)  # fmt: skip
-    amaxes = ()
-    for i in tl.static_range(PIECES):
-        amaxes = amaxes + (word_amax(words[i], 2, ISA, dtype),)
+    x_row_ptr = x_batch_ptr + row.to(tl.int64) * x_row
+    if WHOLE or has_reductions(PROLOGUE):
+        words = read_row(x_batch_ptr, x_row, operands, batch, row, rows, cols, dtype, ROWS, BLOCKS, BLOCK, VECTORS,
+                         ALIGN, WHOLE, PROLOGUE, ISA)  # fmt: skip
+    else:
+        words = read_tile(x_row_ptr, operands, batch, row, rows, 0, cols, cols, dtype, ROWS, BLOCKS, BLOCK, VECTORS,
+                          ALIGN, False, ISA, PARTS == 1, PROLOGUE)  # fmt: skip
+    amax = word_amax(words, 2, ISA, dtype)
+    rows_amax = tl.max(amax, 1)
+    part_blocks: tl.constexpr = BLOCKS // PARTS
+    block0 = part * part_blocks
+    if PARTS > 1:
+        cols_left = tl.minimum(cols - block0 * BLOCK, part_blocks * BLOCK)
+        words = read_tile(x_row_ptr + block0 * BLOCK, operands, batch, row, rows, block0 * BLOCK, cols, cols_left,
+                          dtype, ROWS, part_blocks, BLOCK, VECTORS, ALIGN, False, ISA, True, PROLOGUE)  # fmt: skip
+        amax = word_amax(words, 2, ISA, dtype)
     encode, decode = outer_scales(OUTER, outer_ptr, amax_ptr, PARTIAL_MAXIMA, ELEMENT, SCALE, CONTRACT, ISA)
     if OUTER == "find" or OUTER == "row":
         outer_row_ptr = outer_ptr + batch.to(tl.int64) * rows + row
@@ -244,18 +290,13 @@ def quantize_reduced_rows(
             decode = tl.load(outer_row_ptr, mask=row < rows, other=1.0)
             encode = encode_scale(decode, ISA)
         else:
-            amax = amaxes[0]
-            for i in tl.static_range(1, PIECES):
-                amax = tl.maximum(amax, amaxes[i])
-            encode, decode = outers_of_amax(tl.max(amax, 1), ELEMENT, SCALE, CONTRACT, ISA)
+            encode, decode = outers_of_amax(rows_amax, ELEMENT, SCALE, CONTRACT, ISA)
             tl.store(outer_row_ptr, decode, mask=row < rows)
         encode = of_rows(encode, ISA)
         decode = of_rows(decode, ISA)
-    for i in tl.static_range(PIECES):
-        encode_and_store(words[i], amaxes[i], encode, decode, data_ptr, scales_ptr, seed_ptr, batch, row, i * BLOCKS,
-                         rows, cols, dtype, ELEMENT, SCALE, CONTRACT, BLOCK, OUTER != "none",
-                         OUTER == "tensor" or OUTER == "row", SEEDED, STREAM, SWIZZLED, UNIT_ALIGN, SCALE_ALIGN,
-                         ISA)  # fmt: skip
+    encode_and_store(words, amax, encode, decode, data_ptr, scales_ptr, seed_ptr, batch, row, block0, rows, cols, dtype,
+                     ELEMENT, SCALE, CONTRACT, BLOCK, OUTER != "none", OUTER == "tensor" or OUTER == "row", SEEDED,
+                     STREAM, SWIZZLED, UNIT_ALIGN, SCALE_ALIGN, ISA)  # fmt: skip
 
 
 @triton.jit
@@ -263,25 +304,22 @@ def row_statistics(
     x_ptr, amax_ptr, rows, cols, x_batch, x_row,
     operand_1_ptr, operand_2_ptr, operand_3_ptr, operand_4_ptr, operand_5_ptr, stored_1_ptr, stored_2_ptr, stored_3_ptr,
     AMAX: tl.constexpr, PARTIAL: tl.constexpr, ALIGN: tl.constexpr, WHOLE: tl.constexpr,
-    ROWS: tl.constexpr, BLOCKS: tl.constexpr, BLOCK: tl.constexpr, VECTORS: tl.constexpr, PIECES: tl.constexpr,
-    PROLOGUE: tl.constexpr, ISA: tl.constexpr,
+    ROWS: tl.constexpr, BLOCKS: tl.constexpr, BLOCK: tl.constexpr, VECTORS: tl.constexpr, PROLOGUE: tl.constexpr,
+    ISA: tl.constexpr,
 ):  # fmt: skip
     """Store the stored results of a prologue with reductions for whole rows, each read once.
 
     AMAX: raise the int32 at amax_ptr, initially 0, to the bits of the result's amax or (PARTIAL) store the amax bits of
-    each program's own rows, [grid]; programs without rows store 0. WHOLE: as in `quantize_reduced_rows`.
+    each program's own rows, [grid]; programs without rows store 0. WHOLE: as in `quantize_whole_rows`.
     """
     dtype: tl.constexpr = x_ptr.dtype.element_ty
     operands = (operand_1_ptr, operand_2_ptr, operand_3_ptr, operand_4_ptr, operand_5_ptr,
                 stored_1_ptr, stored_2_ptr, stored_3_ptr)  # fmt: skip
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     words = read_row(x_ptr, x_row, operands, tl.program_id(0) * 0, row, rows, cols, dtype, ROWS,
-                     BLOCKS, BLOCK, VECTORS, ALIGN, WHOLE, PIECES, PROLOGUE, ISA)  # fmt: skip
+                     BLOCKS, BLOCK, VECTORS, ALIGN, WHOLE, PROLOGUE, ISA)  # fmt: skip
     if AMAX:
-        amax = word_amax(words[0], 2, ISA, dtype)
-        for i in tl.static_range(1, PIECES):
-            amax = tl.maximum(amax, word_amax(words[i], 2, ISA, dtype))
-        bits = tl.max(tl.where(row < rows, tl.max(amax, 1), 0), 0)
+        bits = tl.max(tl.where(row < rows, tl.max(word_amax(words, 2, ISA, dtype), 1), 0), 0)
         if PARTIAL:
             tl.store(amax_ptr + tl.program_id(0), bits)
         else:

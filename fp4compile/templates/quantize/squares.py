@@ -19,8 +19,6 @@ from fp4compile.formats.formats import BlockFormat
 from fp4compile.templates.device.block_scales import block_scale, make_outer_scales, outer_scales
 from fp4compile.templates.device.elements import column_amax, encode_pair, unpack
 from fp4compile.templates.device.memory import load_index, load_words, restore_axes, store_scales, store_units, tile_of
-from fp4compile.templates.device.packed_encoding import encode_exact_words, exact_in_bf16
-from fp4compile.templates.device.register_tile import join_halves
 from fp4compile.templates.device.values import takes_values, values_of_units
 from fp4compile.templates.launch import Launch, LaunchConfig
 from fp4compile.templates.quantize.outputs import Outer, Output, format_constants, store_aligns, tile_grid
@@ -216,13 +214,8 @@ def quantize_squares(
     amax = tl.max(tl.reshape(tl.maximum(first_amax, second_amax), (ROW_TILES, WORDS // half, half)), 2)
     byte, factor = block_scale(amax, encode, decode, OUTER != "none", ELEMENT, SCALE, CONTRACT, ISA)
     factor = tl.broadcast_to(repeat_last(factor[None, :, None, :], half), even.shape)
-    exact: tl.constexpr = exact_in_bf16(SCALE, dtype, ISA)
-    if exact:
-        even_units = encode_exact_words(even, factor, ELEMENT)
-        odd_units = encode_exact_words(odd, factor, ELEMENT)
-    else:
-        even_units = encode_pair(even_first, even_second, factor, ELEMENT, ISA)
-        odd_units = encode_pair(odd_first, odd_second, factor, ELEMENT, ISA)
+    even_units = encode_pair(even_first, even_second, factor, ELEMENT, ISA)
+    odd_units = encode_pair(odd_first, odd_second, factor, ELEMENT, ISA)
 
     if ALONG_ROWS:
         row = row0 + tl.arange(0, row_count)
@@ -237,10 +230,6 @@ def quantize_squares(
     if ALONG_COLUMNS:
         if ELEMENT == "e2m1":
             first_units, second_units = transpose_e2m1(even_units, odd_units)
-        elif exact:
-            first, second = join_halves(even, odd)
-            first_units = encode_exact_words(first, factor, ELEMENT)
-            second_units = encode_exact_words(second, factor, ELEMENT)
         else:  # encoding again is cheap, and ptxas 12.8 crashes on exchanged bytes
             first_units = encode_pair(even_first, odd_first, factor, ELEMENT, ISA)
             second_units = encode_pair(even_second, odd_second, factor, ELEMENT, ISA)
