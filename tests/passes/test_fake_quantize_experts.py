@@ -110,11 +110,6 @@ def weight_only(x, w, dy, offs):
     return product((x, None, None, None), scaled(ops.quantize(w, "nvfp4", each_matrix=True), "nvfp4"), offs, x)
 
 
-def one_outer_scale(x, w, dy, offs):
-    """Of all matrices together; the tokens are values all the same."""
-    return forward(quantize=lambda w, fmt: ops.quantize(w, fmt))(x, w, dy, offs)
-
-
 def swept(w, fmt):
     return ops.quantize(w, fmt, each_matrix=True, scale_rule="mse")
 

@@ -303,6 +303,9 @@ LEFT = {
     "a norm of a slice and of another": (lambda x: quantize(rms_norm(*x.chunk(2, -1)), "mxfp8"), (FLAT,)),
     "one dimension": (lambda x: quantize(x * 2.0, "nvfp4"), ((128,),)),
     "erf for columns": (lambda x: quantize_both(F.gelu(x), "mxfp8"), (FLAT,)),
+    "tanh for columns": (lambda x: quantize_both(F.gelu(x, approximate="tanh"), "mxfp8"), (FLAT,)),
+    "a layer norm for columns":
+        (lambda x, w, b: quantize_both(F.layer_norm(x, (128,), w, b), "mxfp8"), (FLAT, ROW, ROW)),
     "three tensors for columns, and kept":
         (lambda x, y, z: (quantize_both(v := x * y + z, "mxfp8"), v), (FLAT, FLAT, FLAT)),
     "a norm of a sum, for columns": (lambda x, y, w: quantize_both(rms_norm(x + y, w), "mxfp8"), (FLAT, FLAT, ROW)),
