@@ -189,7 +189,7 @@ def test_activation_checkpointing_saves_inputs_only_and_gives_the_same_bits(devi
     assert backward_graph.count("fp4compile.scaled_mm") == 8 + 2
 
 
-@pytest.mark.usefixtures("without_kernels")
+@pytest.mark.usefixtures("graphs_as_captured")
 def test_tied_weights():
     class Tied(torch.nn.Module):
         def __init__(self):

@@ -181,7 +181,7 @@ def test_rows_and_columns_at_once_compile_from_few_operations(format, steps, ope
     assert len(re.findall(r"\btt\.(?:load|store)\b", code)) <= accesses
 
 
-@pytest.mark.parametrize("sm", TARGETS)
+@pytest.mark.parametrize("sm", [90, 100])
 def test_a_small_tensor_is_read_before_its_amax_is_awaited(sm):
     """The kernel of the amax lets the next one start at once; that one waits only when it has begun to read."""
     small = Configuration("rows", "nvfp4", shape=(16, 4096), layout="linear")
