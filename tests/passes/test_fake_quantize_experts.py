@@ -187,12 +187,6 @@ def test_where(rows, sm, dtype, mx, nvfp4):
     assert replaced(traced(forward("nvfp4"), rows, dtype), sm) == (nvfp4, 0)
 
 
-def test_the_cpu_is_left_alone():
-    tensors = [torch.randn(shape).to(BF16) for shape in SHAPES.values()]
-    graph = make_fx(forward(), tracing_mode="fake")(*tensors, torch.tensor([170, 590], dtype=torch.int32)).graph
-    assert fake_quantize(graph) == 0
-
-
 def launches_of(function):
     """The launches that a graph is lowered to."""
     module = traced(function)
