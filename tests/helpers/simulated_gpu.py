@@ -229,22 +229,16 @@ def _compiled_kernels():
     return tempfile.TemporaryDirectory()
 
 
-@functools.cache
-def _compiled(name, source):
-    """(Inductor's tuner, its first configuration, the code) of a kernel's source, which has the GPU in it."""
-    tuner = getattr(PyCodeCache.load(source), name)
-    with mock.patch.dict(os.environ, TRITON_CACHE_DIR=_compiled_kernels().name):
-        result = tuner._precompile_config(tuner.configs[0])
-    return tuner, result, Compiled.of(result.kernel)
-
-
 class Kernel:
     """A kernel of a wrapper, compiled for the GPU that is not there."""
 
     def __init__(self, gpu, name, source):
         self.gpu, self.name = gpu, name
         self.kind = "Inductor" if name.startswith("triton_") else "package"
-        tuner, result, self.compiled = _compiled(name, source)
+        tuner = getattr(PyCodeCache.load(source), name)
+        with mock.patch.dict(os.environ, TRITON_CACHE_DIR=_compiled_kernels().name):
+            result = tuner._precompile_config(tuner.configs[0])
+        self.compiled = Compiled.of(result.kernel)
         function, signature = tuner.fn, result.compile_meta["signature"]
         passed, parameters, _ = result._get_arg_lists(function.arg_names, get_constexprs(function))
         values = [each for name, each in zip(function.arg_names, passed, strict=True)
