@@ -141,7 +141,8 @@ def test_a_graph_has_an_op():
 
 @pytest.mark.parametrize(("operands", "result", "columns", "epilogue", "multiprocessors"), [
     (("nvfp4_rowwise", "nvfp4_te"), "nvfp4", 544, "gated", 2), (("mxfp8_e5m2", "mxfp8"), "mxfp8", 290, "", 4),
-    (("nvfp4", "nvfp4"), "nvfp4_one_level", 384, "pair", 4),
+    (("nvfp4", "nvfp4"), "nvfp4_one_level", 384, "pair", 4), (("mxfp4", "mxfp4"), "mxfp4", 128, "pair", 2),
+    (("nvfp4", "nvfp4"), "amax", 384, "pair", 4),
 ])  # fmt: skip
 def test_results_that_are_quantised(operands, result, columns, epilogue, multiprocessors):
     """Two rows of tiles, of which pairs take several; columns end in the middle of a tile, a part and a block."""
