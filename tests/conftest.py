@@ -68,7 +68,15 @@ def fresh_compiler(tmp_path_factory, monkeypatch):
 
 
 @pytest.fixture
+def graphs_as_captured(fresh_compiler, monkeypatch):
+    """For tests of decisions and reports: graphs run op by op, and Inductor generates nothing."""
+    from tests.helpers import without_codegen  # imports this package
+
+    without_codegen.install(monkeypatch)
+
+
+@pytest.fixture
 def without_kernels(fresh_compiler):
-    """For tests of graphs: no C++ is compiled."""
+    """For tests of Inductor's graphs: no C++ is compiled."""
     with idle_kernels.compute_nothing():
         yield

@@ -84,7 +84,7 @@ def assert_trains_as_by_hand(name, dtype=torch.bfloat16, autocast=False):
     return decisions
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", ["GptOss", "DeepseekV3"])  # Mixtral, whose experts Qwen3 has, is below
 def test_models_train_as_by_hand(name):
     assert_trains_as_by_hand(name)
 

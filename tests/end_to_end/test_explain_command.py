@@ -11,21 +11,20 @@ from fp4compile.cli.main import main
 
 transformers = pytest.importorskip("transformers")
 
-SMALL = {"vocab_size": 512, "num_hidden_layers": 2, "num_attention_heads": 4}
+SMALL = {"vocab_size": 512, "num_hidden_layers": 1, "num_attention_heads": 4}
 
 
-def llama():
-    return transformers.LlamaConfig(
-        hidden_size=128, intermediate_size=256, num_key_value_heads=2, architectures=["LlamaForCausalLM"], **SMALL
-    )
+def llama(**sizes):
+    sizes = SMALL | {"hidden_size": 128, "intermediate_size": 256, "num_key_value_heads": 2} | sizes
+    return transformers.LlamaConfig(architectures=["LlamaForCausalLM"], **sizes)
 
 
 CONFIGS = {
-    "llama": (llama, 14),
-    "without an architecture": (lambda: transformers.GPT2Config(n_embd=64, n_layer=2, n_head=2, vocab_size=512), 8),
+    "llama": (llama, 7),
+    "without an architecture": (lambda: transformers.GPT2Config(n_embd=64, n_layer=1, n_head=2, vocab_size=512), 4),
     "experts": (lambda: transformers.Qwen3MoeConfig(
         hidden_size=64, moe_intermediate_size=64, num_experts=4, num_experts_per_tok=2, num_key_value_heads=2,
-        head_dim=32, architectures=["Qwen3MoeForCausalLM"], **SMALL), 12),
+        head_dim=32, architectures=["Qwen3MoeForCausalLM"], **SMALL), 6),
     "encoder-decoder": (lambda: transformers.T5Config(
         vocab_size=512, d_model=64, d_ff=128, d_kv=32, num_layers=1, num_heads=2,
         architectures=["T5ForConditionalGeneration"]), 16),
@@ -54,7 +53,7 @@ def test_a_configuration_is_enough(name, tmp_path, capsys):
 
 
 def test_a_file_is_reported_as_text_and_as_a_page(tmp_path, capsys):
-    llama().save_pretrained(tmp_path)
+    llama(num_hidden_layers=2).save_pretrained(tmp_path)
     page = tmp_path / "report.html"
     out = printed(capsys, tmp_path / "config.json", "--html", page)
     assert (
@@ -108,7 +107,7 @@ def test_the_cache_of_transformers_is_off_on_the_meta_device():
         model, tokens = transformers.LlamaForCausalLM(llama()), torch.zeros(1, 48, dtype=torch.long)
     with torch.no_grad():
         report = fp4compile.explain(model, tokens, recipe="mxfp8", gpu="B200")
-    assert len(report.quantised) == 14 and model.config.use_cache is True
+    assert len(report.quantised) == 7 and model.config.use_cache is True
 
 
 def test_a_training_step(tmp_path, capsys):
@@ -116,7 +115,7 @@ def test_a_training_step(tmp_path, capsys):
     command = (tmp_path, "--recipe", "mxfp8", "--tokens", 48, "--gpu", "B200", "--json", "--train")
     found = json.loads(printed(capsys, *command))
     products = [row["product"] for row in found["rows"] if row["category"] == "dense"]
-    assert [products.count(name) for name in ("fprop", "dgrad", "wgrad")] == [15, 15, 15] and found["quantised"] == 42
+    assert [products.count(name) for name in ("fprop", "dgrad", "wgrad")] == [8, 8, 8] and found["quantised"] == 21
     assert all(row["seconds"] > 0 for row in found["rows"]) and found["rest"]["seconds"] > 0
 
 

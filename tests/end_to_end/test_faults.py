@@ -11,7 +11,7 @@ from torch import nn
 import fp4compile
 from fp4compile.formats import formats
 from fp4compile.recipe import named
-from tests.helpers import resume_worker
+from tests.helpers import resume_worker, without_codegen
 from tests.helpers.programs import Program
 
 pytestmark = pytest.mark.slow
@@ -37,13 +37,15 @@ def gradients(spoil, first, second, x):
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("name", RECIPES)
-def test_a_spoilt_gradient_shows_and_stays_where_it_is(name, device):
+def test_a_spoilt_gradient_shows_and_stays_where_it_is(name, device, monkeypatch):
     """In the gradients of the layer that it reaches and of those before it; not behind, and not in the next step.
 
     Where blocks or rows have scales of their own, it spoils its token and its feature alone. A scale of the whole
     tensor is spoilt with it, and all that is scaled by it; but contract `te` leaves that scale out where it would be
     infinite, and the rest is quantised without it.
     """
+    if device == "cpu" and not named(name).stochastic_rounding:
+        without_codegen.install(monkeypatch)  # Inductor's code draws the seeds
     backend = fp4compile.backend(name, strict=True)
     layers = nn.Linear(64, 96).to(device), nn.Linear(96, 64).to(device)
     compiled = [torch.compile(layer, backend=backend) for layer in layers]
@@ -134,7 +136,7 @@ def spoilt(gradient):
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("name", ["mxfp8", "nvfp4", "nvfp4_train"])
+@pytest.mark.parametrize("name", ["nvfp4_train"])  # of the states that a step has, this recipe has all
 def test_a_skipped_step_leaves_no_trace(name, device):
     backend = fp4compile.backend(name, strict=True)
     losses, evaluated, scale = scaled_training(backend, device, overflow=3)
@@ -171,7 +173,7 @@ def test_killed_and_resumed_gives_the_same_losses(name, device, tmp_path):
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("name", ["mxfp8", "nvfp4"])
+@pytest.mark.parametrize("name", ["nvfp4"])
 def test_two_threads_train_and_infer_with_one_model(name, device):
     """Each with an input of its own, of another shape, both shapes compiled before.
 

@@ -8,7 +8,7 @@ import torch
 import fp4compile
 from tests.helpers.report_text import flat
 
-pytestmark = pytest.mark.usefixtures("without_kernels")
+pytestmark = pytest.mark.usefixtures("graphs_as_captured")
 
 
 class Block(torch.nn.Module):

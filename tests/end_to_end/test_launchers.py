@@ -37,7 +37,7 @@ print([report.summary() for report in named_reports()])
 """
 
 PREPARED = """
-import json, os, torch, accelerate
+import json, os, sys, torch, accelerate
 from pathlib import Path
 
 class Net(torch.nn.Module):
@@ -53,7 +53,7 @@ model = accelerator.prepare(Net())
 with torch.no_grad():
     model(torch.randn(4, 64))
 from fp4compile.registration import named_reports
-found = {"rank": accelerator.process_index, "ranks": accelerator.num_processes,
+found = {"rank": accelerator.process_index, "ranks": accelerator.num_processes, "argv": sys.argv[1:],
          "said": [report.summary() for report in named_reports()]}
 (Path(__file__).parent / f"rank{found['rank']}.json").write_text(json.dumps(found))
 """
@@ -110,8 +110,8 @@ def test_accelerates_variable(monkeypatch):
     assert TorchDynamoPlugin().to_kwargs()["backend"].lower() == "fp4compile_mxfp8"
 
 
-def test_accelerates_file_and_two_ranks(tmp_path, monkeypatch):
-    """The launcher runs in this process.
+def test_accelerates_file_and_two_ranks(tmp_path, monkeypatch, capfd):
+    """The launcher, which is torchrun's, runs in this process, and `python -m fp4compile run` on each rank.
 
     Port 0 is any free one: without it, two launches at one moment may both find 29500 free, and one fails.
     """
@@ -123,11 +123,14 @@ def test_accelerates_file_and_two_ranks(tmp_path, monkeypatch):
         "dynamo_config:\n  dynamo_backend: FP4COMPILE_NVFP4\n"
     )
     (tmp_path / "prepared.py").write_text(PREPARED)
-    flags = ["--config_file", str(tmp_path / "config.yaml"), "-m", "fp4compile", "run", str(tmp_path / "prepared.py")]
+    flags = ["--config_file", str(tmp_path / "config.yaml"), "-m", "fp4compile", "run", str(tmp_path / "prepared.py"),
+             "--flag", "a b"]  # fmt: skip
     monkeypatch.setattr(os, "environ", os.environ | {"PYTHONPATH": str(ROOT)})
     launch.launch_command(launch.launch_command_parser().parse_args(flags))
     found = [json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in range(2)]
-    assert [(one["rank"], one["ranks"]) for one in found] == [(0, 2), (1, 2)]
+    assert [(one["rank"], one["ranks"], one["argv"]) for one in found] == [(r, 2, ["--flag", "a b"]) for r in range(2)]
+    printed = capfd.readouterr().err
+    assert all(f"rank {rank}: recipe nvfp4: 1 of 1 matmuls quantised" in printed for rank in range(2))
     assert all(one["said"][0].startswith("recipe nvfp4: 1 of 1 matmuls quantised") for one in found)
 
 
@@ -150,16 +153,25 @@ def test_importing_torch_imports_no_more_of_this_package():
     assert printed(["-c", code]).strip() == "['fp4compile_autoload']"
 
 
+class Regression(torch.nn.Module):
+    """A model as the Trainer takes it: it returns its loss."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.ReLU(), torch.nn.Linear(64, 64))
+
+    def forward(self, x, labels):
+        y = self.layers(x)
+        return {"loss": (y - labels).square().mean(), "logits": y}
+
+
 @pytest.mark.parametrize("how", ("flags", "compiled in place", "run --in-place"))
 def test_what_the_trainer_evaluates(how, tmp_path, monkeypatch):
     """With the flags alone, the unquantised model."""
     without_codegen.install(monkeypatch)
     monkeypatch.setattr(torch, "compile", torch.compile)  # is put back after the test
-    config = transformers.LlamaConfig(
-        hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2, vocab_size=50
-    )
-    model = transformers.LlamaForCausalLM(config)
-    tokens = [{"input_ids": torch.arange(8) + i, "labels": torch.arange(8) + i} for i in range(4)]
+    model = Regression()
+    samples = [{"x": torch.randn(64), "labels": torch.randn(64)} for _ in range(4)]
     flags = {"torch_compile_backend": "fp4compile_nvfp4"} if how != "compiled in place" else {}
     if how == "compiled in place":
         model.compile(backend="fp4compile_nvfp4")
@@ -168,14 +180,14 @@ def test_what_the_trainer_evaluates(how, tmp_path, monkeypatch):
     arguments = transformers.TrainingArguments(
         tmp_path, max_steps=1, report_to=[], use_cpu=True, disable_tqdm=True, save_strategy="no", **flags
     )
-    trainer = transformers.Trainer(model, arguments, train_dataset=tokens, eval_dataset=tokens)
+    trainer = transformers.Trainer(model, arguments, train_dataset=samples, eval_dataset=samples)
     trainer.train()
     with torch.no_grad():
-        batch = {name: torch.stack([sample[name] for sample in tokens]) for name in tokens[0]}
+        batch = {name: torch.stack([sample[name] for sample in samples]) for name in samples[0]}
         model.eval()
         with torch.compiler.set_stance("force_eager"):
-            plain = model(**batch).loss.item()
-        quantised = torch.compile(copy.deepcopy(model), backend="fp4compile_nvfp4")(**batch).loss.item()
+            plain = model(**batch)["loss"].item()
+        quantised = torch.compile(copy.deepcopy(model), backend="fp4compile_nvfp4")(**batch)["loss"].item()
     assert abs(plain - quantised) > 1e-4
     expected = plain if how == "flags" else quantised
     assert trainer.evaluate()["eval_loss"] == pytest.approx(expected, abs=1e-5)

@@ -10,7 +10,7 @@ from torch._dynamo.backends import registry
 import fp4compile
 from tests.helpers.report_text import flat
 
-pytestmark = pytest.mark.usefixtures("without_kernels")
+pytestmark = pytest.mark.usefixtures("graphs_as_captured")
 
 
 class Net(torch.nn.Module):

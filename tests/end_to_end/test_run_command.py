@@ -1,4 +1,4 @@
-"""`python -m fp4compile run`, under launchers too, and what is said at the end of any program.
+"""`python -m fp4compile run`, and what is said at the end of any program; test_launchers.py has it on two ranks.
 
 Programs get the arguments that they would have alone.
 """
@@ -8,22 +8,18 @@ import textwrap
 from pathlib import Path
 
 import pytest
-from torch.distributed import run as torchrun
 
-from tests.helpers.programs import ROOT, Program
+from tests.helpers.programs import Program
 
 pytestmark = pytest.mark.slow
 PROGRAM = """
     import json, sys
     from pathlib import Path
     if __name__ == "__main__":
-        import os, torch
-        found = {"argv": sys.argv[1:], "file": Path(sys.argv[0]).name, "main": sys.modules["__main__"].__file__,
-                 "rank": os.environ.get("RANK")}
-        compiled = torch.compile(torch.nn.Linear(64, 64, bias=False), backend="fp4compile_mxfp8")
-        if found["rank"]:  # else it is never called
-            compiled(torch.randn(4, 64))
-        Path(f"found_{found['file']}{found['rank'] or ''}.json").write_text(json.dumps(found))
+        import torch
+        found = {"argv": sys.argv[1:], "file": Path(sys.argv[0]).name, "main": sys.modules["__main__"].__file__}
+        torch.compile(torch.nn.Linear(64, 64, bias=False), backend="fp4compile_mxfp8")  # it is never called
+        Path(f"found_{found['file']}.json").write_text(json.dumps(found))
 """
 NEVER_CALLED = """
     import torch, fp4compile
@@ -87,19 +83,6 @@ def test_a_script_imports_what_lies_beside_it(programs):
     """As it does alone, whatever the working directory has under that name."""
     found = programs[1]["a script elsewhere"]
     assert (found.status, found.printed) == (0, "beside the script\n"), found.said
-
-
-def test_a_launcher_runs_it_on_each_rank(tmp_path, monkeypatch, capfd):
-    """As `torchrun -m fp4compile run -m training.tune` does."""
-    (tmp_path / "training").mkdir()
-    write(tmp_path / "training", __init__="", tune=PROGRAM)
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("PYTHONPATH", str(ROOT))
-    torchrun.main(["--standalone", "--nproc-per-node", "2", *RUN, "-m", "training.tune", *ARGUMENTS])
-    said = capfd.readouterr().err
-    for rank in "01":
-        assert json.loads((tmp_path / f"found_tune.py{rank}.json").read_text())["argv"] == ARGUMENTS
-        assert f"rank {rank}: recipe mxfp8: 2 of 2 matmuls quantised" in said
 
 
 # ---------------------------------------------------------------- what is said at the end

@@ -1,4 +1,4 @@
-"""The benchmark `zoo` on three families with one layer each, and how it goes on where a run ended."""
+"""The benchmark `zoo` on two families with one layer each, and how it goes on where a run ended."""
 
 import dataclasses
 import json
@@ -17,7 +17,6 @@ PROBE = "its weight is computed from parameters and is none itself"
 # By family: the reasons for which products are left alone, and how many weights are packed.
 FAMILIES = {
     "GPT-2": ({ATTENTION, HEAD}, 4),
-    "T5": ({ATTENTION, HEAD}, 7 + 11),
     "SigLIP": ({ATTENTION, HEAD, ACTIVATIONS, PROBE, "convolution"}, 14),
 }
 
@@ -41,10 +40,9 @@ def test_a_family(name, monkeypatch):
     else:
         assert inferred["packed SQNR"] is None, "the graph and the packed layers have the same bits"
     assert inferred["left alone"].keys() == reasons and inferred["share"] > 0.6
-    if name != "T5":  # takes longest to capture; its training graph has no product that the others' have not
-        trained = zoo.training(family)
-        assert trained["without gradient"] == [] and trained["cosine"] > 0.8 and trained["share"] > 0.6
-        assert trained["loss"] == pytest.approx(trained["exact loss"], rel=0.1)
+    trained = zoo.training(family)
+    assert trained["without gradient"] == [] and trained["cosine"] > 0.8 and trained["share"] > 0.6
+    assert trained["loss"] == pytest.approx(trained["exact loss"], rel=0.1)
     packed = zoo.packing(family)
     assert packed["equal"] and packed["layers"] == layers
     if name == "GPT-2":

@@ -8,9 +8,8 @@ from tests.fuzz.compare import Fuzzer
 from tests.fuzz.plant import LAUNCH_PLANTS, PLANTS, ROOT
 from tests.fuzz.programs import build
 
-SEEDS = range(300)
-# Those that together have nearly every line of code that steps can have, every format and every action of a rule; 97
-# and 226 have a weight on the left in another format than the activation.
+# Those of the first 300 that together have nearly every line of code that steps can have, every format and every action
+# of a rule; 97 and 226 have a weight on the left in another format than the activation.
 CHOSEN = (
     3, 14, 17, 18, 21, 24, 26, 35, 37, 38, 51, 52, 55, 59, 64, 68, 70, 74, 82, 86, 97, 98, 101, 111, 117, 120, 122,
     129, 139, 140, 151, 158, 159, 161, 164, 165, 186, 188, 195, 198, 200, 202, 204, 213, 224, 226, 228, 229, 238, 262,
@@ -23,7 +22,7 @@ PARTS = 2
 def test_the_oracle_computes_what_the_programs_do():
     """Without formats, and uncompiled: so that a finding is one about what was compiled."""
     fuzzer = Fuzzer()
-    for seed in SEEDS:
+    for seed in CHOSEN:
         finding = fuzzer.check_oracle(build(seed))
         assert finding is None, str(finding)
 

@@ -106,6 +106,8 @@ _MAKERS = {
 NAMES = tuple(_MAKERS)
 NON_FINITE = ("one_nan", "one_pos_inf", "one_neg_inf")
 FINITE = tuple(name for name in NAMES if name not in NON_FINITE)
+# Each input in one dtype, and each dtype with every format: what reads numbers as float32 needs no other pair.
+IN_ONE_DTYPE = tuple((name, DTYPES[i % len(DTYPES)]) for i, name in enumerate(NAMES))
 
 # Largest magnitudes of a tensor, and outer scales, whose reciprocals or what is made of them leave float32's range.
 TINY_AMAXES = (1e-45, 1e-40, 1.2e-38, 7.8e-36, 7.9e-36, 8e-36, 4e-34, 6e-34, 1e-30)

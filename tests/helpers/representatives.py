@@ -16,7 +16,7 @@ def representatives(sm: int) -> tuple[tuple[Configuration, ...], tuple[MatmulCas
     On SM100, for which the kernels are written, traits are a combination of number formats and epilogue, a way to load
     and store, warps or stages, a dtype and, for quantise kernels, any value of any constant. Other GPUs run the same
     sources: there the traits are each kernel, each kind of element, and each combination of formats in a product; on
-    SM103, which has the launches of SM100, each quantise kernel, and each kind of element and scale in a product.
+    SM103, which has the launches of SM100, each kernel.
     """
     configurations = _with_something_new(CONFIGURATIONS, sm, lambda one: one.launches(sm))
     return configurations, _with_something_new(PRODUCTS, sm, lambda one: one.launches(sm)[1])
@@ -58,8 +58,7 @@ def _traits(launched: Launch, epilogue: str, sm: int) -> set[tuple]:
     name, constants = launched.kernel.__name__, launched.constants
     formats = tuple(str(constants.get(key)) for key in ("ELEMENT", "A_ELEMENT", "B_ELEMENT", "SCALE"))
     if sm == 103:
-        kind = (constants.get("A_ELEMENT"), constants.get("SCALE"))
-        return {kind if multiplies(launched) else (name,)}
+        return {(name,)}
     if sm != 100:
         return {(name,), formats if multiplies(launched) else (constants.get("ELEMENT"),)}
     keys = _BRANCHES if multiplies(launched) else constants

@@ -13,7 +13,7 @@ from fp4compile.formats import reference
 from fp4compile.formats.formats import get
 from fp4compile.ops.functional import quantize
 from tests.helpers.codes import as_bytes, bits, codes_of
-from tests.helpers.hard_inputs import DTYPES, FINITE, NAMES, hard_input
+from tests.helpers.hard_inputs import DTYPES, FINITE, IN_ONE_DTYPE, NAMES, hard_input
 from tests.helpers.number_formats import E2M1, E4M3, EVERY_FORMAT, TE_GRANULARITIES
 
 
@@ -51,8 +51,7 @@ def spoilt_region(fmt, shape, row, col):
     return slice(row // rows * rows, (row // rows + 1) * rows), slice(col // cols * cols, (col // cols + 1) * cols)
 
 
-@pytest.mark.parametrize("layout", ["linear", "swizzled"])
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("layout", "dtype"), list(zip(("linear", "swizzled", "linear"), DTYPES, strict=True)), ids=str)
 @pytest.mark.parametrize("fmt", EVERY_FORMAT, ids=lambda f: f.name)
 def test_non_finite_blocks_are_visible(fmt, dtype, layout):
     for value in (math.nan, -math.nan, math.inf, -math.inf):
@@ -87,8 +86,7 @@ def test_the_nan_scale_of_nvfp4_is_0x7f_with_codes_7(fmt):
         assert (codes_of(q.data)[3] == 7).all()
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(("name", "dtype"), IN_ONE_DTYPE, ids=str)
 @pytest.mark.parametrize("fmt", [f for f in EVERY_FORMAT if f.square], ids=lambda f: f.name)
 def test_square_blocks_quantise_the_transpose_alike(fmt, name, dtype):
     x = hard_input(name, (37, 70), dtype)

@@ -14,7 +14,7 @@ import torch
 from fp4compile.formats.formats import BlockFormat
 from fp4compile.ops.functional import quantize
 from tests.helpers.codes import as_bytes
-from tests.helpers.hard_inputs import DTYPES, NAMES, NON_FINITE, hard_input
+from tests.helpers.hard_inputs import IN_ONE_DTYPE, NAMES, NON_FINITE, hard_input
 
 SHAPE = (256, 384)
 
@@ -31,8 +31,7 @@ def finite_blocks(x, rows, cols):
     return x.unflatten(1, (-1, cols)).unflatten(0, (-1, rows)).isfinite().all(3).all(1)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(("name", "dtype"), IN_ONE_DTYPE, ids=str)
 def test_blocks_equal_torchao(name, dtype):
     kernels = pytest.importorskip("torchao.prototype.blockwise_fp8_training.kernels")
     x = hard_input(name, SHAPE, dtype, 128)

@@ -9,7 +9,7 @@ import torch
 from fp4compile.formats.formats import get
 from fp4compile.ops.functional import quantize
 from tests.helpers.codes import as_bytes, codes_of
-from tests.helpers.hard_inputs import DTYPES, NAMES, TINY_AMAXES, TINY_OUTERS, hard_input, of_amax
+from tests.helpers.hard_inputs import IN_ONE_DTYPE, TINY_AMAXES, TINY_OUTERS, hard_input, of_amax
 from tests.helpers.number_formats import (
     E2M1,
     E2M1_THRESHOLDS,
@@ -70,8 +70,7 @@ def te_by_the_contract(x: np.ndarray, outer: str | None, block: tuple[int, int],
     return codes, scales, values
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(("name", "dtype"), IN_ONE_DTYPE, ids=str)
 @pytest.mark.parametrize("granularity", TE_GRANULARITIES)
 def test_te_follows_the_contract(granularity, name, dtype):
     fmt = TE_GRANULARITIES[granularity]

@@ -82,27 +82,6 @@ def lowered(function, shapes, groups=4, sm=100, dynamic=False, then=lower):
 
 
 FORWARD = (256, 512), (4, 1024, 512)
-NATIVE = "gemm_block_scaled_sm100"
-
-
-@pytest.mark.parametrize("name", ["mxfp8", "nvfp4", "nvfp4_one_level"])
-def test_equal_products_are_timed_once(name, monkeypatch):
-    """In both configurations; without the mode nothing is timed."""
-    clock = Clock(monkeypatch, {KERNEL: 2.0})
-    with config.patch(max_autotune=True):
-        for _ in range(2):
-            launches, left = lowered(experts(name), FORWARD)
-            assert (launches[-1], left) == (NATIVE, [])
-    assert clock.kernels == [[KERNEL, KERNEL]]
-    launches, left = lowered(experts(name), FORWARD)
-    assert (launches[-1], left) == (NATIVE, []) and len(clock.kernels) == 1
-
-
-def test_the_kernel_where_nothing_could_be_timed(monkeypatch):
-    Clock(monkeypatch, {KERNEL: float("inf")})
-    with config.patch(max_autotune=True):
-        launches, left = lowered(experts("nvfp4"), FORWARD)
-    assert (launches[-1], left) == (NATIVE, [])
 
 
 @pytest.mark.parametrize("index", [0, 1])

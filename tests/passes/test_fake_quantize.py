@@ -302,16 +302,15 @@ def test_a_prologue_of_float32_is_fused_into_what_writes_values():
     assert [one.args["data_ptr"].dtype for one in found.launches] == [BF16, BF16]
 
 
-@pytest.mark.parametrize("sm", [90, 100])
 @pytest.mark.parametrize(("name", "shape", "dtype"), [
     ("nvfp4", (8192, 8192), BF16), ("nvfp4_one_level", (8192, 8192), torch.float32), ("nvfp4_te", (1, 8192), BF16),
     ("nvfp4_rowwise", (8192, 8192), BF16), ("nvfp4_rowwise", (1, 8192), BF16), ("nvfp4_rowwise", (4, 2**16), BF16),
     ("nvfp4", (128, 1000), torch.float16),
 ])  # fmt: skip
-def test_compiles_ahead(name, shape, dtype, sm):
-    """Nothing spills, and large tensors are read and written 16 bytes at a time."""
+def test_compiles_ahead(name, shape, dtype):
+    """On Hopper. Nothing spills, and large tensors are read and written 16 bytes at a time."""
     one = Configuration("rows, fake", name, shape=shape, dtype=dtype, values=(-1,), layout="linear")
-    found = quantize_row(one, one.launches(sm)[-1], sm)
+    found = quantize_row(one, one.launches(90)[-1], 90)
     assert found.resources.spills == 0
     assert shape[0] < 8192 or (found.loads, found.stores) == (16, 16)
 

@@ -110,11 +110,6 @@ def weight_only(x, w, dy, offs):
     return product((x, None, None, None), scaled(ops.quantize(w, "nvfp4", each_matrix=True), "nvfp4"), offs, x)
 
 
-def one_outer_scale(x, w, dy, offs):
-    """Of all matrices together; the tokens are values all the same."""
-    return forward(quantize=lambda w, fmt: ops.quantize(w, fmt))(x, w, dy, offs)
-
-
 def swept(w, fmt):
     return ops.quantize(w, fmt, each_matrix=True, scale_rule="mse")
 
@@ -190,12 +185,6 @@ def test_where(rows, sm, dtype, mx, nvfp4):
     """What kernels dequantise in memory, for every number of rows; 16 bits hold no MX values of float32."""
     assert replaced(traced(forward("mxfp8", ops.quantize), rows, dtype), sm) == (mx, 0)
     assert replaced(traced(forward("nvfp4"), rows, dtype), sm) == (nvfp4, 0)
-
-
-def test_the_cpu_is_left_alone():
-    tensors = [torch.randn(shape).to(BF16) for shape in SHAPES.values()]
-    graph = make_fx(forward(), tracing_mode="fake")(*tensors, torch.tensor([170, 590], dtype=torch.int32)).graph
-    assert fake_quantize(graph) == 0
 
 
 def launches_of(function):

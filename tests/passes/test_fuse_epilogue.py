@@ -66,15 +66,19 @@ FUSED = {
 ])  # fmt: skip
 def test_fused(name, recipe):
     """Nothing is left for Inductor to compute, the result has its shape and dtype, and the kernel can be launched."""
-    function = FUSED[name]
+    function, found = FUSED[name], []
     shapes = (X, W, SAME, ROW)[: function.__code__.co_argcount]
-    graph, fused = graph_of(function, *shapes, recipe=recipe)
-    assert fused == 1 and not pointwise_left(graph)
-    (result,) = torch.utils._pytree.tree_leaves(graph.output_node().args)
+
+    def then(graph):
+        (result,) = torch.utils._pytree.tree_leaves(graph.output_node().args)
+        found.append((result.meta["val"].shape, result.meta["val"].dtype, pointwise_left(graph)))
+        lower(graph)
+
+    fused = fused_graph(function, *shapes, recipe=recipe, then=then)
     with FakeTensorMode():
         expected = function(*(torch.empty(shape, dtype=BF16) for shape in shapes))
-    assert (result.meta["val"].shape, result.meta["val"].dtype) == (expected.shape, expected.dtype)
-    launched = fused_graph(function, *shapes, recipe=recipe, then=lower).launches[-1]
+    assert fused.fused == 1 and found == [(expected.shape, expected.dtype, [])]
+    launched = fused.launches[-1]
     assert launched.kernel.__name__ == "gemm_block_scaled_sm100" and launched.constants["EPILOGUE"]
 
 

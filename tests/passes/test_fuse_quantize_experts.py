@@ -164,20 +164,6 @@ def test_a_static_outer_scale():
     fused_graph(function, (2048, 512), W, (), OFFS, recipe="mxfp8", dtypes=dtypes, fuse=False, then=both)
 
 
-FUSED = {
-    "activation": lambda x, w, v, offs: grouped(F.relu(grouped(x, w, offs)), v, offs),
-    "no activation": lambda x, w, v, offs: grouped(grouped(x, w, offs), v, offs),
-    "gelu": lambda x, w, v, offs: grouped(F.gelu(grouped(x, w, offs)), v, offs),
-}
-
-
-@pytest.mark.parametrize("name", FUSED)
-def test_fused(name):
-    found, _, count, launches = fused(FUSED[name], (2048, 512), (8, 1024, 512), V, OFFS)
-    assert count == 1 and found.count("fp4compile.quantize(") == 3
-    assert [launch for launch in launches if "gemm" in launch] == KERNELS
-
-
 def test_a_gathered_product_is_no_partner():
     """Of an expert for all tokens and those of each token: their weights cannot be one matrix."""
 

@@ -40,11 +40,12 @@ def pair(x, offs, format, columns=None, **options):
     lambda x, offs, *_: pair(x, offs, "nvfp4"),
     lambda x, offs, *_: pair(x, offs, "nvfp4_te", {"hadamard": True}),
     lambda x, offs, *_: pair(x, offs, "nvfp4_rowwise"),
+    lambda x, offs, *_: pair(x, offs, "float8_rowwise"),
     lambda x, offs, *_: pair(x, offs, "mxfp8", layout="swizzled"),
     lambda x, offs, others, seed, *_: pair(x, offs, "mxfp4", seed=seed),
     lambda x, offs, others, seed, outer: pair(x, offs, "nvfp4", outer=outer),
     lambda x, offs, *_: (*quantize(x, offs, "mxfp8", -2), *quantize(x, offs, "mxfp8")),  # the columns first
-], ids=["outer", "hadamard", "row", "swizzled", "seed", "static", "columns first"])  # fmt: skip
+], ids=["outer", "hadamard", "row", "row alone", "swizzled", "seed", "static", "columns first"])  # fmt: skip
 def test_rows_and_columns_of_one_tensor(function):
     assert merged(function, X, OFFS, OTHERS, SEED, OUTER) == (1, 0)
 

@@ -81,26 +81,6 @@ def test_packed_experts(monkeypatch):
     assert torch.equal(got, expected) and got[:62].abs().amin(-1).gt(0).all() and not got[62:].any()
 
 
-@pretending
-@pytest.mark.skipif(not _compat.two_cta_products_of_groups(), reason="Gluon cannot compile groups on pairs of CTAs")
-def test_experts_on_pairs_of_ctas(monkeypatch):
-    """As if timing had chosen them, for any number of tokens: the op of a graph runs the kernel, with equal bits.
-
-    Every row belongs to an expert: kernels read codes of the others, which nothing wrote.
-    """
-    torch.manual_seed(0)
-    model, x = Experts().bfloat16(), torch.randn(310, 128).bfloat16()
-    offs, results = torch.tensor([3, 3, 290, 310], dtype=torch.int32), []
-    for name, kernel in ((None, BY_GROUPS), (TWO_CTAS, "gemm_block_scaled_two_ctas_sm100")):
-        torch._dynamo.reset()
-        monkeypatch.setattr(lower, "fastest", lambda product, name=name: choose(product.problem, name))
-        with torch.no_grad(), simulated(monkeypatch, 100) as gpu:
-            backend = fp4compile.backend("mxfp8", strict=True)
-            results.append(torch.compile(model, backend=backend, dynamic=True)(x, offs))
-        assert gpu.counted()["package"][kernel] == 1
-    assert torch.equal(*results) and results[0].abs().amin(-1).gt(0).all()
-
-
 class GatedExperts(torch.nn.Module):
     def __init__(self, inner=64):
         super().__init__()
@@ -201,35 +181,23 @@ def test_inductor_writes_the_operands_of_packed_weights(monkeypatch):
 
 
 @pretending
-@pytest.mark.parametrize(("recipe", "packed"), [("mxfp4", False), ("nvfp4", True)])
-def test_gate_and_up_write_the_operand_of_down(recipe, packed, monkeypatch):
-    """One launch for both, whose weights are joined; the bits are those of separate kernels.
-
-    The weights of packed layers are the same tensors before and after, and no quantiser runs for them.
-    """
+def test_gate_and_up_write_the_operand_of_down(monkeypatch):
+    """One launch for both, whose weights are joined; the bits are those of separate kernels."""
     torch.manual_seed(0)
     model, x, results, launches = GatedMlp().bfloat16(), torch.randn(2, 45, 128).bfloat16(), [], []
-    if packed:
-        fp4compile.pack_(model, recipe)
-        for layer in model.children():  # as on SM100
-            layer.weight_scales = layer.scales_as("swizzled", layer.weight_scales)
     for off in ((), ("fuse_quantize",)):
         monkeypatch.setattr(config, "disabled_passes", off)
-        backend = fp4compile.backend(recipe, strict=True)
+        backend = fp4compile.backend("mxfp4", strict=True)
         with torch.no_grad(), simulated(monkeypatch, 100) as gpu:
             torch._dynamo.reset()
             results.append(torch.compile(model, backend=backend)(x))
         launches.append(gpu.counted()["package"])
         fused = {row.module: row.fused for row in backend.report.rows}
-        last = "amax" if packed else "quantize"
-        assert fused["gate"] == (None if off else f"silu, mul, {last}") and fused["up"] is None
+        assert fused["gate"] == (None if off else "silu, mul, quantize") and fused["up"] is None
     assert torch.equal(*results) and results[0].isfinite().all() and results[0].any()
-    if packed:  # the library computes the products without an epilogue
-        assert launches == [{"tensor_amax": 1, "quantize_rows": 2, "gemm_block_scaled_sm100": 1},
-                            {"tensor_amax": 2, "quantize_rows": 2, "gemm_block_scaled_sm100": 1}]  # fmt: skip
-    else:  # the quantisers of weights run once
-        assert launches == [{"quantize_rows": 3 + 1, "gemm_block_scaled_sm100": 2},
-                            {"quantize_rows": 2, "gemm_block_scaled_sm100": 3}]  # fmt: skip
+    # The quantisers of weights run once.
+    assert launches == [{"quantize_rows": 3 + 1, "gemm_block_scaled_sm100": 2},
+                        {"quantize_rows": 2, "gemm_block_scaled_sm100": 3}]  # fmt: skip
 
 
 @pretending
@@ -262,34 +230,28 @@ class ExpertsOfTwoWeights(GatedExperts):
 
 
 @pretending
-@pytest.mark.parametrize(("experts", "recipe"), [(GatedExperts, "mxfp8"), (ExpertsOfTwoWeights, "nvfp4")])
-def test_gate_and_up_of_experts_write_the_operand_of_down(experts, recipe, monkeypatch):
-    """Codes and scales of each expert's tokens, from the product's own kernel, with the bits of two kernels.
-
-    Where each expert's tokens have an outer scale, the kernel finds the amaxes of which a quantiser makes them.
-    """
+def test_gate_and_up_of_experts_write_the_operand_of_down(monkeypatch):
+    """Of two weights of each expert, in one launch, with the bits of separate kernels: the product's kernel finds the
+    amaxes of which a quantiser makes each expert's outer scale."""
     torch.manual_seed(0)
-    model, x, results, launches = experts(128).bfloat16(), torch.randn(40, 128).bfloat16(), [], []
+    model, x, results, launches = ExpertsOfTwoWeights(128).bfloat16(), torch.randn(40, 128).bfloat16(), [], []
     inputs = x, torch.arange(160) * 7 % 40, torch.tensor([0, 33, 34, 160], dtype=torch.int32)
     for off in ((), ("fuse_quantize",)):
         monkeypatch.setattr(config, "disabled_passes", off)
-        backend = fp4compile.backend(recipe, strict=True, min_m=1)
+        backend = fp4compile.backend("nvfp4", strict=True, min_m=1)
         no_assertions = torch._inductor.config.patch(assert_indirect_indexing=False)  # the simulator has none
         with no_assertions, torch.no_grad(), simulated(monkeypatch, 100) as gpu:
             torch._dynamo.reset()
             results.append(torch.compile(model, backend=backend, dynamic=True)(*inputs))
         launches.append(gpu.counted()["package"])
         fused = {row.module: row.fused for row in backend.report.rows}
-        last, apart = ("amax", None) if recipe == "nvfp4" else ("quantize", "silu, mul")
-        reasons = {"nvfp4": "its global scale is made of all moved rows", "mxfp8": "the numbers of rows are not known"}
-        moved = f"quantised after index: {reasons[recipe]}"
-        assert (fused["gate_up"], fused["down"]) == ((moved, apart) if off else (f"silu, mul, {last}; {moved}", None))
-        assert fused.get("up") == (moved if off and recipe == "nvfp4" else None)
+        moved = "quantised after index: its global scale is made of all moved rows"
+        assert (fused["gate_up"], fused["down"]) == (moved if off else f"silu, mul, amax; {moved}", None)
+        assert fused.get("up") == (moved if off else None)
     assert torch.equal(*results) and results[0].isfinite().all() and results[0].abs().amin(-1).gt(0).all()
-    weights = len(list(model.parameters()))  # their quantisers run once
-    amaxes = ({"tensor_amax": 4}, {"tensor_amax": 2}) if recipe == "nvfp4" else ({}, {})
-    assert launches == [amaxes[0] | {"quantize_rows": weights + 1 + len(amaxes[0]), BY_GROUPS: 2},
-                        amaxes[1] | {"quantize_rows": 2, BY_GROUPS: weights}]  # fmt: skip
+    # The quantisers of the three weights run once.
+    assert launches == [{"tensor_amax": 4, "quantize_rows": 3 + 2, BY_GROUPS: 2},
+                        {"tensor_amax": 2, "quantize_rows": 2, BY_GROUPS: 3}]  # fmt: skip
 
 
 @pretending

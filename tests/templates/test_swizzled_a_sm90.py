@@ -145,7 +145,7 @@ def test_launches(a, m, rows):
     assert swizzle.grid * 16 == -(-shape[0] // 4) * shape[1]
 
 
-@pytest.mark.parametrize(("n", "m"), [(1024, 9), (8192, 32), (32768, 64), (8192, 512)])
+@pytest.mark.parametrize(("n", "m"), [(1024, 9), (8192, 512)])
 def test_b_is_on_its_way_before_swizzled_a_is_awaited(n, m):
     """Only B is read before, and nothing is written; afterwards two copies a step bring each stage of A."""
     from fp4compile import _compat
