@@ -46,6 +46,7 @@ BOTH = (ROWS, COLUMNS)
 
 # Steps of prologues: silu(x) * y, the end of a norm with stored statistics, and norms.
 GATE = ("neg aux0", "exp s0", "add s1 1.0", "div aux0 s2", "mul s3 aux1")
+OF_THREE = ("mul aux0 aux1", "relu s0", "sub 1.0 aux2", "mul s1 s2")
 NORM = ("mul aux0 col1", "mul s0 row2")
 RMS_NORM = ("square aux0", "mean s0", "add s1 1e-05", "rsqrt s2", "mul aux0 s3", "mul row1 s4")
 SUM_NORM = ("add aux0 aux1", "square s0", "mean s1", "add s2 1e-05", "rsqrt s3", "mul s0 s4", "mul row2 s5")
@@ -244,6 +245,7 @@ MORE_CONFIGURATIONS = (
     *_table("a norm of the row", "nvfp4_te mxfp4", steps=RMS_NORM),
     *_table("a layer norm", "nvfp4_one_level nvfp4 mxfp8 float8_rowwise", steps=LAYER_NORM),
     *_table("both of a gate", "nvfp4_one_level mxfp8 mxfp4", dim=BOTH, steps=GATE),
+    *_table("both of three", "mxfp8", dim=BOTH, steps=OF_THREE),
     *_table("both as values", "nvfp4_one_level mxfp8 mxfp4", dim=BOTH, values=BOTH),
     *_table("both, rows as values", "nvfp4_one_level mxfp8", dim=BOTH, values=(ROWS,)),
     *_table("values of a gate", "nvfp4_one_level nvfp4 mxfp8", steps=GATE, values=(ROWS,)),

@@ -147,13 +147,22 @@ def read_register_tile(
     else:
         values = (unpacked_rows(words, dtype),)
         for i in tl.static_range(1, tensor_count(PROLOGUE)):
-            own: tl.constexpr = operands[i - 1].dtype.element_ty
             stride = row_stride_of(PROLOGUE, i) if has_row_stride(PROLOGUE, i) else cols
-            other = load_register_tile(operand_ptr(operands[i - 1], batch, rows, col0, stride), row0, rows, cols_left,
-                                       stride, own, ROW_TILES, COL_TILES, WORDS, ALIGN, WHOLE)  # fmt: skip
-            values = values + (unpacked_rows(other, own),)
+            values = values + (_operand_rows(operand_ptr(operands[i - 1], batch, rows, col0, stride), row0, rows,
+                                             cols_left, stride, operands[i - 1].dtype.element_ty, ROW_TILES,
+                                             COL_TILES, WORDS, ALIGN, WHOLE),)  # fmt: skip
         words = compute_rows(values, dtype, PROLOGUE, ISA)
         return inside_register_tile(words, row0, rows, cols_left, COL_TILES, WORDS, ALIGN, WHOLE)
+
+
+@triton.jit
+def _operand_rows(
+    ptr, row0, rows, cols_left, row_stride, dtype: tl.constexpr, ROW_TILES: tl.constexpr, COL_TILES: tl.constexpr,
+    WORDS: tl.constexpr, ALIGN: tl.constexpr, WHOLE: tl.constexpr,
+):  # fmt: skip
+    """`unpacked_rows` of an operand's register tiles."""
+    words = load_register_tile(ptr, row0, rows, cols_left, row_stride, dtype, ROW_TILES, COL_TILES, WORDS, ALIGN, WHOLE)
+    return unpacked_rows(words, dtype)
 
 
 @triton.jit

@@ -1,8 +1,8 @@
 """The Gluon kernel of `gemm.float8_blocks_sm90`.
 
-Two or three warpgroups of a program multiply 64 rows of A each, by the same 128 rows of B; a further warp
-loads. They wait for each other at two mbarriers for each stage of the ring in shared memory: `ready` when the copies of
-the stage have arrived, `empty` when every warpgroup has multiplied it.
+Two or three warpgroups of a program multiply 64 rows of A each, by the same 128 rows of B; a further warp loads. They
+wait for each other at two mbarriers for each stage of the ring in shared memory: `ready` when the copies of the stage
+have arrived, `empty` when every warpgroup has multiplied it.
 
 `wgmma` adds the products of one block, 128 elements along K. The warpgroup then scales these sums and adds them to its
 own in float32, while the matrix units multiply for another warpgroup. The sums of all blocks must be in the same
@@ -38,7 +38,7 @@ _SCALES = gl.constexpr(gl.NVMMASharedLayout(0, 32, 1))
 @gluon.jit
 def tile_at(number, table_ptr, m, n, blocks, BM: gl.constexpr, GROUP_M: gl.constexpr, GROUPS: gl.constexpr,
             ALONG_K: gl.constexpr):  # fmt: skip
-    """(matrix, row, end, row of the result, column, first block, blocks) of a tile, by its number.
+    """(matrix, row, end, column, first block, number of blocks) of a tile, by its number.
 
     matrix: of B, or of the result with groups along K. row: the first of A; rows from `end` on are another tile's.
     table: see `float8_blocks_sm90.write_table`. Rows of no group have no blocks, so that their results are zeros.
