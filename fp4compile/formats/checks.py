@@ -73,7 +73,7 @@ def check_epilogue(x: Arguments) -> None:
     spec, outer = x.result_spec, x.result_outer
     if (outer is not None) != (spec is not None and spec.static):
         name = "a result that is not quantised" if spec is None else f"format {spec.format.name}"
-        raise ValueError(f"outer: {name} {'needs a' if outer is None else 'has no'} static outer scale")
+        raise ValueError(f"outer: {name} {'needs a' if outer is None else 'has no'} static global scale")
     if outer is not None and (outer.dtype != torch.float32 or outer.dim()):
         raise ValueError(f"outer: expected float32 of shape (), got {outer.dtype} of shape {tuple(outer.shape)}")
 

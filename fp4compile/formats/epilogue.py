@@ -105,7 +105,7 @@ def _spec(text: str) -> QuantizeSpec:
     fmt = formats.get(name) if word == QUANTIZE else None
     if fmt is None or not serves_quantize(fmt):
         raise ValueError(f"epilogue step {text!r}: expected {QUANTIZE!r} and a format with scales of blocks in a row, "
-                         "and without an outer scale of rows")  # fmt: skip
+                         "and without row scales")  # fmt: skip
     return QuantizeSpec(fmt, layout="swizzled", static=fmt.outer is not None)
 
 

@@ -186,10 +186,10 @@ class QuantizeSpec:
         apart = self.ragged and (outer == "row" or self.dims != (ROWS,))
         if not plain or two or self.static or apart or self.scale_rule != "amax":
             raise ValueError(
-                "amax: goes with a format whose outer scale is computed for the tensor, for each group along its rows, "
-                "or for each row where one dimension is quantised without hadamard. Scale rules, columns of groups, "
-                "and hadamard along two dimensions go "
-                f"without it; got {self.format.name} along {list(self.dims)}"
+                "amax: goes with a format whose global scale is computed for the tensor, for each group along its "
+                "rows, or for each row where one dimension is quantised without hadamard. Scale rules, columns of "
+                "groups, and hadamard along two dimensions go without it; "
+                f"got {self.format.name} along {list(self.dims)}"
             )
         if self.prologue is not None:
             raise ValueError("amax: goes without a prologue, which computes what is quantised")

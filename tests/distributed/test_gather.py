@@ -105,7 +105,7 @@ def test_compiled_optimisers_take_shards():
     ("nvfp4_train", [2], []), ("nvfp4", [2], []), ("float8_rowwise", [], [64 + 128]), ("mxfp8", [], []),
 ])  # fmt: skip
 def test_the_scales_of_a_module_take_one_collective(recipe, forward, backward, monkeypatch):
-    """An outer scale is made of one number of a weight; scales of columns, which a forward pass lacks, of many.
+    """A global scale is made of one number of a weight; scales of columns, which a forward pass lacks, of many.
 
     A backward pass has the numbers of its forward pass, and the next forward pass has new ones.
     """

@@ -102,7 +102,7 @@ def test_codes_are_gathered_by_inductors_kernels(device, place, found, alone):
 def test_moved_codes_have_the_bits_of_one_process(device, place, recipe, found):
     """Codes and scales are gathered, and results have the bits of one process with all the tokens.
 
-    Tokens stay bf16 where an outer scale is made of all of them.
+    Tokens stay bf16 where a global scale is made of all of them.
     """
     (gathered, sequences), count, moved = found(device)[0][place]["moved"][recipe]
     everything = [tokens(rank) for rank in range(len(MEMBERS))]

@@ -125,7 +125,7 @@ def test_gathers_of_codes_change_no_bits(device, rank, together):
 
 @devices
 def test_gathers_carry_the_codes_that_are_needed(device, together):
-    """A rank has 4096 elements of either weight: codes of 4 bits, 16 block scales and an outer scale."""
+    """A rank has 4096 elements of either weight: codes of 4 bits, 16 block scales and a global scale."""
     found, bias, codes = together(device)["gathers"][0], 2 * 64, 16 * math.ceil((2048 + 16 + 4) / 16)
     # Forward and backward; then two parts of a batch, whose weights stay whole from the first part's backward on.
     assert found["train"][True]["sent"] == 5 * [2 * codes + bias]

@@ -326,7 +326,7 @@ def test_products_are_right(a, b, kind):
 
 @interpreted
 def test_a_wrong_quantise_kernel_is_found(monkeypatch):
-    """One bit of one code, one of a scale, an outer scale by one step; and in codes of which a step is allowed, two."""
+    """One bit of one code, one of a scale, a global scale by one step; and in codes of which a step is allowed, two."""
     right = quantisers.quantize_kernels
 
     def planted(change):
@@ -356,7 +356,7 @@ def test_a_wrong_product_is_found(factor, kind, monkeypatch):
         return torch.cat((out[:-1], (out[-1:].float() * factor).to(out.dtype)))
 
     monkeypatch.setattr(products, "multiply", planted)
-    format = "mxfp8" if kind == "not finite" else "nvfp4"  # whose outer scale would make every value a NaN
+    format = "mxfp8" if kind == "not finite" else "nvfp4"  # whose global scale would make every value a NaN
     (what,) = multiplied(format, format, kind)["wrong"]
     assert what.startswith("dequant_tiles: ") and "times the bound" in what
 

@@ -27,7 +27,7 @@ def test_bytes_are_those_of_the_tensors(name):
     for rows, columns in ((1, 32), (100, 1000), (256, 256)):
         data, scales, outer = reference.quantize(torch.ones(rows, columns), fmt)
         sizes = [data.nbytes, 0 if scales is None else scales.nbytes, outer.nbytes if fmt.outer == "row" else 0]
-        if fmt.scale is not None:  # a row's outer scales are 4 bytes a row, and not in `stored`
+        if fmt.scale is not None:  # a row's global scales are 4 bytes a row, and not in `stored`
             sizes[2] = 0
         assert time_terms.stored(fmt, rows, columns, native=False) == sum(sizes)
         if fmt.swizzles:

@@ -221,7 +221,7 @@ def _rounding(launched: Launched, i: int, expected: torch.Tensor) -> torch.Tenso
 
 
 def _values(x: Operand) -> torch.Tensor:
-    """An operand's values in float64, outer scale included."""
+    """An operand's values in float64, global scale included."""
     if x.format is None:
         return x.data.double() * (1.0 if x.outer is None else x.outer.double())
     k = x.data.shape[-1] * (2 if x.format.packed else 1)

@@ -169,7 +169,7 @@ class Oracle:
         return {"fprop": (n, k), "dgrad": (n, k), "wgrad": (m, n), "attention": ()}[product]
 
     def _treatments(self, layer: "_Layer", product: str, roles: tuple[str, str]):
-        """(format, static outer scale, hadamard) or None for both operands; None where the product is left alone."""
+        """(format, static global scale, hadamard) or None for both operands; None where the product is left alone."""
         if product == "attention":  # which of its sizes are symbols, and so no limit's matter, the report knows
             if layer.fprop == NEVER or not self.attention_is_quantised(layer.dims):
                 return None

@@ -39,9 +39,9 @@ PLANTS = (
           "return view if _exact(before.dtype, after.dtype) else", "return view if True else"),
     Plant("the strides of a reshape lost", "analysis/views.py",
           "strides.append(step * covered)", "strides.append(covered)"),
-    Plant("an outer scale of the rows before", "passes/lib/row_moves.py",
+    Plant("a global scale of the rows before", "passes/lib/row_moves.py",
           'if fmt.outer == "tensor" and outer is None:', "if False:"),
-    Plant("one outer scale for all experts", "formats/reference_grouped.py",
+    Plant("one global scale for all experts", "formats/reference_grouped.py",
           "amax = _largest_of_groups(amax, of_tiles, groups.count)",
           "amax = amax.amax(0).expand(groups.count, -1, -1)"),
     Plant("a rule's recipe replaced by the model's", "analysis/plan.py",
@@ -60,9 +60,9 @@ PLANTS = (
     Plant("Hadamard transform dropped", "passes/rewrite.py", "hadamard=treatment.hadamard", "hadamard=False"),
     Plant("quantised once for both directions", "passes/rewrite.py",
           "key = (value_key(source), treatment, dim,", "key = (value_key(source), treatment,"),
-    Plant("pairs of different outer scales merged", "passes/lib/equal_quantises.py",
+    Plant("pairs of different global scales merged", "passes/lib/equal_quantises.py",
           'not in ("node", *apart)', 'not in ("node", "outer", *apart)'),
-    Plant("columns' own outer scale dropped", "passes/merge_quantize.py",
+    Plant("columns' own global scale dropped", "passes/merge_quantize.py",
           "column_outer if both.spec.columns_separate else outer", "outer"),
 )  # fmt: skip
 # Found by their launches.

@@ -13,7 +13,7 @@ def name(value):
 
 
 def values(x, k):
-    """An operand without its outer scale, in float64."""
+    """An operand without its global scale, in float64."""
     if x.format is None:
         return x.data.double()
     return reference.dequantize_blocks(x.data, x.scales, x.format)[..., :k].double()

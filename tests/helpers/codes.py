@@ -41,7 +41,7 @@ def same(a: BlockScaled, b: BlockScaled) -> bool:
 
 
 def static_outer(fmt, lead, value=0.01):
-    """An outer scale for a format that has one, so that parts of a tensor quantise like the whole."""
+    """A global scale for a format that has one, so that parts of a tensor quantise like the whole."""
     if fmt.outer is None:
         return None
     return torch.full((*lead, 1) if fmt.outer == "row" else (), value)

@@ -35,7 +35,7 @@ def _zero_blocks(shape, block, gen):
 def _ties_fp4(shape, block, gen):
     """Multiples of 0.25 up to 6, 6 in every block: its scale is 1, and many values lie half way between two codes.
 
-    The first of several blocks in a row has 2688, so that outer scales are 1 as well.
+    The first of several blocks in a row has 2688, so that global scales are 1 as well.
     """
     x = torch.randint(-24, 25, shape, generator=gen) * 0.25
     top = torch.full(_block_shape(shape, block), 6.0)
@@ -109,7 +109,7 @@ FINITE = tuple(name for name in NAMES if name not in NON_FINITE)
 # Each input in one dtype, and each dtype with every format: what reads numbers as float32 needs no other pair.
 IN_ONE_DTYPE = tuple((name, DTYPES[i % len(DTYPES)]) for i, name in enumerate(NAMES))
 
-# Largest magnitudes of a tensor, and outer scales, whose reciprocals or what is made of them leave float32's range.
+# Largest magnitudes of a tensor, and global scales, whose reciprocals or what is made of them leave float32's range.
 TINY_AMAXES = (1e-45, 1e-40, 1.2e-38, 7.8e-36, 7.9e-36, 8e-36, 4e-34, 6e-34, 1e-30)
 TINY_OUTERS = (1e-45, 1e-40, 1.1e-38, 1.2e-38, 1.8e-37, 1.9e-37)
 

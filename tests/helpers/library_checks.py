@@ -136,8 +136,8 @@ def _v2_recipe(a, b, arguments):
         require(
             _fits(BLOCK_1X16, x, scales[0], side == "b"), f"scales of {side}: {scales[0].dtype} {scales[0].numel()}"
         )
-        require(scales[1].dtype == torch.float32 and scales[1].numel() == 1, f"outer scale of {side}")
-        require(scales[1].device == a.device, f"outer scale of {side} on {scales[1].device}")
+        require(scales[1].dtype == torch.float32 and scales[1].numel() == 1, f"global scale of {side}")
+        require(scales[1].device == a.device, f"global scale of {side} on {scales[1].device}")
     require(not arguments["contraction_dim"], "contraction_dim")
     return BLOCK_1X16
 

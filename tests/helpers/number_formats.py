@@ -19,7 +19,7 @@ UNNAMED = [
     *(BlockFormat(e, (1, 32), "e8m0", None, mode) for e in ("e5m2", "e2m1") for mode in ("floor", "ceil", "even")),
     *(BlockFormat(e, (32, 32), "e8m0", None, "floor") for e in MX_ELEMENTS),
 ]
-# Formats of the contract "te", by what an outer scale or a block covers.
+# Formats of the contract "te", by what a global scale or a block covers.
 TE_GRANULARITIES = {
     "none": BlockFormat("e2m1", (1, 16), "e4m3", None, "te"),
     "tensor": get("nvfp4_te"),

@@ -108,7 +108,7 @@ def multiplied(*args, **options):
 
 
 def outer_kept(x, w):
-    """The outer scale is there as before, for whoever wants it."""
+    """The global scale is there as before, for whoever wants it."""
     data, a = operand(x)
     return product(data, w, a=a), a[1] * 2
 

@@ -18,7 +18,7 @@ def quantize(
     seed: torch.Tensor | None = None, hadamard: bool = False, values: bool = False, offs: torch.Tensor | None = None,
     each_matrix: bool = False, scale_rule: str = "amax", prologue: Prologue | None = None, operands: tuple = (),
 ) -> Quantized:  # fmt: skip
-    """(codes or values, block scales, outer scale) along one dimension, by the kernels."""
+    """(codes or values, block scales, global scale) along one dimension, by the kernels."""
     spec = QuantizeSpec(
         fmt, (dim,), layout, hadamard, scale_rule, (dim,) if values else (), grouping_of(offs, each_matrix),
         outer is not None, seed is not None, prologue,

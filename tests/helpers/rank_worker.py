@@ -34,7 +34,7 @@ from tests.helpers import moving_worker, process_groups, without_codegen
 
 MEMBERS, TOKENS, WIDTH, HIDDEN = (1, 2), 16, 64, 96
 KINDS = ("sequences", "tokens", "frozen")  # steps by tensor parallelism, over parts of sequences or whole ones
-# Without outer scales, a shard's codes are those of the whole tensor.
+# Without global scales, a shard's codes are those of the whole tensor.
 ONE_LEVEL = {"recipe": "nvfp4_one_level", **dict.fromkeys(("dgrad_dy", "dgrad_w", "wgrad_dy", "wgrad_x"),
                                                           "nvfp4_one_level")}  # fmt: skip
 MOVED = ("mxfp8", "nvfp4_one_level", "nvfp4_rowwise", "nvfp4")

@@ -289,7 +289,7 @@ def library_product(op, given):
             Operand(data, None, outer.reshape(-1, 1), fmt) for data, outer in zip((a, b.t()), scales, strict=True)
         )
         return reference.scaled_mm(left, right, given["bias"], given["out_dtype"])
-    if op is V1:  # no outer scales
+    if op is V1:  # no global scales
         scales = [(each, None) for each in scales]
     fmt = formats.get("nvfp4" if a.dtype == FLOAT4 else "mxfp8")
     left, right = (

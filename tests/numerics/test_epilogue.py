@@ -117,7 +117,7 @@ def test_a_result_of_two_products_on_the_cpu():
 
 
 def test_an_amax_on_the_cpu():
-    """Two matrices with an outer scale each; a quantiser that takes the maxima finds no amax of its own."""
+    """Two matrices with a global scale each; a quantiser that takes the maxima finds no amax of its own."""
     a = torch.ops.fp4compile.quantize(torch.randn(6, 64), "nvfp4", layout="swizzled")
     each = [torch.ops.fp4compile.quantize(torch.randn(128, 64) * (i + 1), "nvfp4", layout="swizzled") for i in (0, 1)]
     data, scales = (torch.cat([one[i].view(torch.uint8) for one in each]).view(each[0][i].dtype) for i in (0, 1))
@@ -146,12 +146,12 @@ def test_bad_quantised_results():
 
     one = torch.ones(())
     assert "expected 'quantize' and a format with scales of blocks in a row" in message("quantize mxfp8_32x32")
-    assert "without an outer scale of rows" in message("quantize nvfp4_rowwise")
+    assert "without row scales" in message("quantize nvfp4_rowwise")
     assert "unknown format 'mxfp9'" in message("quantize mxfp9")
     assert "'mxfp8' is neither a name nor a number" in message("quantize mxfp8", "relu product")
-    assert message("quantize nvfp4") == "outer: format nvfp4 needs a static outer scale"
-    assert message("quantize mxfp8", outer=one) == "outer: format mxfp8 has no static outer scale"
-    assert message("amax", outer=one) == "outer: a result that is not quantised has no static outer scale"
+    assert message("quantize nvfp4") == "outer: format nvfp4 needs a static global scale"
+    assert message("quantize mxfp8", outer=one) == "outer: format mxfp8 has no static global scale"
+    assert message("amax", outer=one) == "outer: a result that is not quantised has no static global scale"
     for other, said in ((one.double(), "torch.float64 of shape ()"), (one.expand(4), "torch.float32 of shape (4,)")):
         assert message("quantize nvfp4", outer=other) == f"outer: expected float32 of shape (), got {said}"
     with pytest.raises(ValueError, match="'pair' goes with a last step 'quantize' or 'amax', got \\['relu pair'\\]"):

@@ -15,7 +15,7 @@ from tests.helpers.hard_inputs import hard_input
 ops = torch.ops.fp4compile
 ROWS, COLS = 190, 80
 ENDS = [0, 3, 133, 133, 134, 170]  # empty ones, one of a row, one over several tiles, and rows of none
-KINDS = ("scaled_rows", "zero_blocks", "one_nan")  # blocks are the reference's own; here it is the outer scales
+KINDS = ("scaled_rows", "zero_blocks", "one_nan")  # blocks are the reference's own; here it is the global scales
 BLOCKS_OF_ROWS = [name for name, fmt in formats.NAMED.items() if not fmt.square]
 
 

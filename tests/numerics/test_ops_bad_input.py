@@ -36,7 +36,7 @@ def mm_of(**changed):
 
 
 BIAS = "bias: expected floating point of shape (6,), got "
-GIVEN_AMAX = "amax: goes with a format whose outer scale is computed for the tensor"
+GIVEN_AMAX = "amax: goes with a format whose global scale is computed for the tensor"
 BAD_CALLS = [
     # what is raised, what the message says, call
     (TypeError, "x: expected a torch.Tensor, got list", lambda: quantize([1.0], "nvfp4")),

@@ -1,4 +1,4 @@
-"""The op of the scaled product against float64: outer scales, formats, batches, bias, plain operands."""
+"""The op of the scaled product against float64: global scales, formats, batches, bias, plain operands."""
 
 import math
 
@@ -63,7 +63,7 @@ def test_scaled_mm_of_every_compatible_pair(a_name, b_name):
 def test_scaled_mm_on_hard_inputs(name):
     for fmt in ("nvfp4", "nvfp4_rowwise", "mxfp8", "mxfp4"):
         a, b = quantize(hard_input(name, (20, 64)), fmt), quantize(hard_input("randn", (12, 64)), fmt)
-        if name not in ("huge", "tiny"):  # out of float32's range before the outer scales, or the product of them
+        if name not in ("huge", "tiny"):  # out of float32's range before the global scales, or the product of them
             assert_product(scaled_mm(a, b, out_dtype=torch.float32), a, b)
 
 
@@ -117,7 +117,7 @@ def test_outer_scales_are_multiplied_first_then_applied_once():
 def test_outer_scales_come_before_the_bias_and_the_cast():
     total = ones(1, "nvfp4", None).dequantize().square().sum()
     big, small = torch.tensor(2.0**18), torch.tensor(2.0**-18)
-    # float16 ends at 65504: the product is finite only if both outer scales are in before the cast.
+    # float16 ends at 65504: the product is finite only if both global scales are in before the cast.
     out = scaled_mm(ones(2, "nvfp4", big), ones(2, "nvfp4", big * small * small), out_dtype=torch.float16)
     assert torch.equal(out, total.expand(2, 2).half())
     # The bias is not scaled.

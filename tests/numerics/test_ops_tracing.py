@@ -30,7 +30,7 @@ def meta(tensors):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_fake_quantize_and_dequantize_agree_with_the_real_ones(name):
-    """Of each shape both layouts, one of them with an outer scale that is given."""
+    """Of each shape both layouts, one of them with a global scale that is given."""
     fmt = get(name)
     for shape, dim in SHAPES_AND_DIMS:
         lead = list(shape)
@@ -123,7 +123,7 @@ def test_no_op_changes_or_returns_its_arguments(op, args, kwargs):
     ("nvfp4_one_level", False),
     *itertools.product(["nvfp4", "nvfp4_te", "nvfp4_rowwise", "nvfp4_16x16"], [False, True])])  # fmt: skip
 def test_expanded_values_are_a_plain_operand(name, outer, shape):
-    """Of the codes and of their values, each with the outer scale, `scaled_mm` makes the same bits."""
+    """Of the codes and of their values, each with the global scale, `scaled_mm` makes the same bits."""
     ops, fmt = torch.ops.fp4compile, formats.get(name)
     x, w, bias = torch.randn(shape), torch.randn(9, shape[-1]), torch.randn(9)
     given = torch.rand((*shape[:-1], 1) if fmt.outer == "row" else ()) + 0.01 if outer else None

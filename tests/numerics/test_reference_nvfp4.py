@@ -94,7 +94,7 @@ def test_te_literals():
         q = quantize(x, fmt)
         return as_bytes(q.scales).tolist(), q.data[:, :2].tolist(), q.data[0, 8:10].tolist(), q.outer
 
-    # No outer scale: s = amax / 6 = 1, 0.125, 0.5 (0x38, 0x20, 0x30), nothing left to scale in an empty block.
+    # No global scale: s = amax / 6 = 1, 0.125, 0.5 (0x38, 0x20, 0x30), nothing left to scale in an empty block.
     scales, first, second, outer = bytes_of(TE_GRANULARITIES["none"])
     assert scales == [[0x38, 0x20], [0x30, 0x00]]
     assert first == [[0x47, 0xE8], [0x87, 0x00]]  # 6 2.5 -.25 -5; 6 -.25
@@ -142,7 +142,7 @@ def test_te_static_outer(granularity, static):
 
 @np.errstate(all="ignore")
 def torchao_by_the_contract(x: np.ndarray, static: float | None):
-    """As `te_by_the_contract`, for contract torchao with a finite outer scale of the tensor."""
+    """As `te_by_the_contract`, for contract torchao with a finite global scale of the tensor."""
     p = abs(x).max() / F32(2688) if static is None else F32(static)
     p = F32(1) if p == 0 else p
     encode = min(F32(1) / p, FLT_MAX)

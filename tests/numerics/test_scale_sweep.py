@@ -40,7 +40,7 @@ def adversaries(rows, cols):
 
 
 def with_top(x):
-    """x in a tensor whose outer scale is 1, so that its numbers are in units of it; scales may then be subnormal."""
+    """x in a tensor whose global scale is 1, so that its numbers are in units of it; scales may then be subnormal."""
     x = x.clone()
     x[0, 0] = reference.NVFP4_MAX
     return x

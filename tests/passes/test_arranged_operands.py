@@ -78,7 +78,7 @@ def test_products_that_keep_their_copy(function, shapes):
 @pytest.mark.parametrize(("others", "shared"), [
     (lambda w: w, True), (lambda w: (w[0], w[1], 2 * w[2]), True),
     (lambda w: (w[0], (2 * w[1].float()).to(w[1].dtype), w[2]), False),
-], ids=["the same", "another outer scale", "computed scales"])  # fmt: skip
+], ids=["the same", "another global scale", "computed scales"])  # fmt: skip
 def test_products_of_one_input_share_a_copy(others, shared):
     """As long as the graph computes neither the codes nor the block scales of the weights."""
 

@@ -34,7 +34,7 @@ KERNEL = "grouped_block_scaled_sm100"
 
 
 def empty_operand(name, rows, k, scale_rows, batch=(), outer=None):
-    """An operand as SM100 quantises it, without values. outer: of which shape its outer scale is; None: a group's."""
+    """An operand as SM100 quantises it, without values. outer: of which shape its global scale is; None: a group's."""
     fmt = formats.get(name)
     blocks = ceil_div(k, fmt.block_cols)
     width = blocks * fmt.block_cols // (2 if fmt.packed else 1)
@@ -44,7 +44,7 @@ def empty_operand(name, rows, k, scale_rows, batch=(), outer=None):
 
 
 def operands(rows, groups, n, k, a="nvfp4", b=None, outers=(None, None)):
-    """(A, B, offsets). outers: shapes of the outer scales; None stands for one a group, where the format has one."""
+    """(A, B, offsets). outers: shapes of the global scales; None stands for one a group, where the format has one."""
     names = a, b or a
     shapes = ((groups,) if outer is None and formats.get(name).outer else outer
               for name, outer in zip(names, outers, strict=True))  # fmt: skip

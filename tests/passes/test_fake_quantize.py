@@ -178,7 +178,7 @@ def mx_step(x, format, kept):
 
 
 def of_operands(left, right):
-    """The arguments of `product` for two operands without outer scales."""
+    """The arguments of `product` for two operands without global scales."""
     (a, (a_scales, _, name)), (b, (b_scales, _, _)) = left, right
     return a, (b, b_scales, None, name), None, BF16, (a_scales, None, name)
 
@@ -213,7 +213,7 @@ def test_the_cpu_is_left_alone():
 
 @pytest.mark.parametrize("function", [quantised, quantised_each], ids=lambda function: function.__name__)
 def test_horizontal_fusion_comes_after(function):
-    """Of plain activations with an outer scale, as of codes."""
+    """Of plain activations with a global scale, as of codes."""
     weights = [packed(64)] * 3
     graph_module = traced(function, weights)
     x = torch.randn(1, K).bfloat16()

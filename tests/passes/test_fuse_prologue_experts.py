@@ -92,8 +92,8 @@ def own(x, y, offs):
 EACH = {
     "rows": (rows, (96, 64), ("quantize_rows", 3), "mxfp8"),
     "rows as they are": (routed, (96, 1), ("quantize_rows", 0), "nvfp4_one_level"),
-    "an outer scale that is given": (given, (96, 64), ("quantize_rows", 3), "nvfp4"),
-    "an outer scale of each row": (own, (96, 64), ("quantize_whole_rows", 0), "float8_rowwise"),
+    "a global scale that is given": (given, (96, 64), ("quantize_rows", 3), "nvfp4"),
+    "row scales": (own, (96, 64), ("quantize_whole_rows", 0), "float8_rowwise"),
 }
 
 
@@ -156,7 +156,7 @@ def norm(x, y, offs):
 @pytest.mark.parametrize("function", [matrices, columns, pair, two_levels, values, kept, swept, norm],
                          ids=lambda function: function.__name__)  # fmt: skip
 def test_left_to_inductor(function, monkeypatch):
-    """Weights; columns; computed outer scales; statistics; what others read: rows of no group are not written."""
+    """Weights; columns; computed global scales; statistics; what others read: rows of no group are not written."""
     monkeypatch.setattr(fuse_prologue, "gain", lambda *_: 1)
     found = Fused(function, (96, 64), (96, 64), (3,), dtypes=(BF16, BF16, torch.int32))
     assert [each.prologue for each in found.quantisers] == ([("mul aux0 col1",)] if function is norm else [])

@@ -255,7 +255,7 @@ def test_the_residual_stream_is_read_as_inductor_reads_it(length, rounded):
     ("mxfp8", 64, [ONE]), ("nvfp4_rowwise", 8, [ONE]), ("nvfp4", 8, [FIRST, ONE]), ("nvfp4", 1, [ONE]),
 ])  # fmt: skip
 def test_decoding(recipe, rows, kernels):
-    """One launch, but for an amax of several rows; a single one has the outer scale of the tensor."""
+    """One launch, but for an amax of several rows; a single one has the global scale of the tensor."""
     found = Graph(FORMS["llama"], (rows, 512), *SHAPES[1:], recipe=recipe, sm=100)
     assert found.left == [] and found.finding == kernels
 

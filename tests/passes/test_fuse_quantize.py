@@ -110,7 +110,7 @@ def kept_and_viewed(x, w, v):
 
 
 def test_snapshot_of_a_dynamic_outer_scale():
-    """The product's kernel stores the activation and finds its amax, from which quantisers make the outer scale."""
+    """The product's kernel stores the activation and finds its amax, from which quantisers make the global scale."""
     found, names, count, launches = graph_of(kept_and_viewed, (2, 128, 512), W, V, recipe="nvfp4")
     assert count == 1
     of_result = [line.split(" = ")[1] for line in found.splitlines() if "amax" in line]
@@ -211,8 +211,8 @@ LEFT = {
     "half of a product": (lambda x, w, v: F.linear(F.linear(x, w).chunk(2, -1)[1], v), (X, (2048, 512), V), MX4),
     "used elsewhere": (kept, (X, W, V), {}),
     "quantised twice": (both_directions, (X, W, V), {}),
-    "outer scale of a large tensor": (mlp, LARGE, {"recipe": "nvfp4"}),
-    "outer scales of rows": (mlp, (X, W, V), {"recipe": "nvfp4_rowwise"}),
+    "global scale of a large tensor": (mlp, LARGE, {"recipe": "nvfp4"}),
+    "row scales": (mlp, (X, W, V), {"recipe": "nvfp4_rowwise"}),
     "other rows": (lambda x, w, v: F.linear(F.relu(F.linear(x, w)).view(512, 512), v), (X, W, (256, 512)), {}),
     "unknown operation": (lambda x, w, v: F.linear(F.linear(x, w).sin(), v), (X, W, V), {}),
     "few rows of a weight with few columns": (mlp, LONG, {}),

@@ -130,7 +130,7 @@ def test_a_compiled_model_with_dynamic_outer_scales(monkeypatch):
 
 
 def test_snapshot_of_dynamic_outer_scales():
-    """The first product's kernel stores the activation and finds each group's amax, of which outer scales are made."""
+    """The first product's kernel stores the activation and finds each group's amax, of which global scales are made."""
     found, names, count, launches = fused(mixtral, (2048, 512), W, V, OFFS, recipe="nvfp4")
     first, second = of_products(found)
     assert first == (
@@ -206,10 +206,10 @@ LEFT = {
     "materialised": (kept, (N, V, OFFS), {}),
     "the product is kept": (product_kept, (W, V, OFFS), {}),
     "halves of partly filled tiles": (mixtral, ((8, 2080, 512), (8, 512, 1040), OFFS), {}),
-    "dynamic outer scales, other groups": (other_groups, (N, V, OFFS, OFFS), {"recipe": "nvfp4"}),
-    "dynamic outer scales, materialised": (kept, (N, V, OFFS), {"recipe": "nvfp4"}),
-    "a dynamic outer scale of the tensor": (as_one_matrix, (N, (512, 1024), OFFS), {"recipe": "nvfp4"}),
-    "outer scales of rows": (mixtral, (W, V, OFFS), {"recipe": "nvfp4_rowwise"}),
+    "dynamic global scales, other groups": (other_groups, (N, V, OFFS, OFFS), {"recipe": "nvfp4"}),
+    "dynamic global scales, materialised": (kept, (N, V, OFFS), {"recipe": "nvfp4"}),
+    "a dynamic global scale of the tensor": (as_one_matrix, (N, (512, 1024), OFFS), {"recipe": "nvfp4"}),
+    "row scales": (mixtral, (W, V, OFFS), {"recipe": "nvfp4_rowwise"}),
     "Hopper": (mixtral, (W, V, OFFS), {"sm": 90}),
     "SM120": (mixtral, (W, V, OFFS), {"sm": 120}),
 }

@@ -29,7 +29,7 @@ BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 def empty_operand(name, rows, k, outer=None):
     """An operand as SM100 quantises it, without values, on `torch.get_default_device()`.
 
-    outer: of which shape the outer scale is, where not the format's own.
+    outer: of which shape the global scale is, where not the format's own.
     """
     fmt = formats.get(name)
     blocks = ceil_div(k, fmt.block_cols)
@@ -93,7 +93,7 @@ NOT_SENT = {
     "a float32 bias": {"bias": F32}, "a bias of another type": {"bias": F16},
     "a float32 result with a bias": {"bias": F32, "out_dtype": F32},
     "N of no whole 16 columns": {"n": 520}, "rows of no whole 16 bytes": {"k": 1040},
-    "row outer scales of A": {"outers": ("row", None)}, "row outer scales of B": {"outers": (None, "row")},
+    "row scales of A": {"outers": ("row", None)}, "row scales of B": {"outers": (None, "row")},
     "no rows": {"m": 0}, "consumer GPUs": {"sm": 120},
 }  # fmt: skip
 
@@ -129,7 +129,7 @@ BREAKS = {
     "N": ({"n": 520}, "% 16"), "K": ({"k": 1040}, "% 16"), "bias": ({"bias": F32}, "a bias of torch.float32"),
     "result": ({"bias": F32, "out_dtype": F32}, "a bias with a float32 result"),
     "formats": ({"a": "mxfp4"}, "no recipe"),
-    "mixed": ({"a": "mxfp8", "b": "mxfp4"}, "shapes"), "outer": ({"outers": ("row", None)}, "outer scale of a"),
+    "mixed": ({"a": "mxfp8", "b": "mxfp4"}, "shapes"), "outer": ({"outers": ("row", None)}, "global scale of a"),
 }  # fmt: skip
 
 
@@ -235,7 +235,7 @@ def test_torch_takes_the_arguments_and_cublaslt_refuses_the_gpu():
 @pytest.mark.parametrize("bias", [None, BF16])
 @pytest.mark.parametrize("rows", [1, 40, 300])
 def test_two_level_on_sm100(rows, bias):
-    """Against the reference, and in a CUDA graph that is replayed with other outer scales."""
+    """Against the reference, and in a CUDA graph that is replayed with other global scales."""
     fmt = formats.get("nvfp4")
     cpu = [Operand(*reference.quantize(torch.randn(size, 256), fmt, None, "swizzled"), fmt) for size in (rows, 64)]
     a, b = (Operand(*(t.cuda() for t in (x.data, x.scales, x.outer)), fmt) for x in cpu)

@@ -42,7 +42,7 @@ BY_GROUPS = "gemm_block_scaled_sm100"
 
 @pretending
 @pytest.mark.parametrize(("case", "kernels"), [
-    (Case("MLP", "nvfp4", TRAINING, torch.float32),  # Inductor copies an outer scale that nothing wrote
+    (Case("MLP", "nvfp4", TRAINING, torch.float32),  # Inductor copies a global scale that nothing wrote
      {"quantize_columns", "quantize_rows", "gemm_skinny_block_scaled_sm100", "gemm_block_scaled_sm100"}),
     (Case("Llama block", "nvfp4", ROWS, torch.bfloat16), {"row_statistics", "quantize_rows", "_scaled_mm_v2"}),
 ], ids=lambda value: str(value) if isinstance(value, Case) else "kernels")  # fmt: skip
@@ -111,7 +111,7 @@ def test_inductor_writes_the_operand_of_packed_experts(monkeypatch):
 
 @pretending
 def test_codes_of_shards_are_made_by_the_quantisers_alone(monkeypatch):
-    """What FSDP2's host thread runs at a gather. One launch more for each direction fills up the outer scales."""
+    """What FSDP2's host thread runs at a gather. One launch more for each direction fills up the global scales."""
     both = tuple(Direction("nvfp4_16x16", dim, (96, 80)) for dim in (-1, -2))
     sent = both, both[:1]
     stacks = torch.randn(2, 48, 80).bfloat16(), torch.randn(1, 48, 80).bfloat16()
@@ -232,7 +232,7 @@ class ExpertsOfTwoWeights(GatedExperts):
 @pretending
 def test_gate_and_up_of_experts_write_the_operand_of_down(monkeypatch):
     """Of two weights of each expert, in one launch, with the bits of separate kernels: the product's kernel finds the
-    amaxes of which a quantiser makes each expert's outer scale."""
+    amaxes of which a quantiser makes each expert's global scale."""
     torch.manual_seed(0)
     model, x, results, launches = ExpertsOfTwoWeights(128).bfloat16(), torch.randn(40, 128).bfloat16(), [], []
     inputs = x, torch.arange(160) * 7 % 40, torch.tensor([0, 33, 34, 160], dtype=torch.int32)

@@ -33,7 +33,7 @@ def test_a_result_of_two_products():
     (("nvfp4_rowwise", "nvfp4_te"), AMAX, 288, "gated", 1, (0, 0, 130), 5),
 ], ids=["ragged", "whole", "empty", "one", "ragged amax", "empty amax"])  # fmt: skip
 def test_results_of_groups(operands, result, columns, epilogue, weights, sizes, left):
-    """On two multiprocessors programs take several tiles. Static outer scales; partly filled blocks and words."""
+    """On two multiprocessors programs take several tiles. Static global scales; partly filled blocks and words."""
     product = MatmulCase(
         *operands, sum(sizes) + left, columns, 384, epilogue, weights, groups=len(sizes), result=result
     )
@@ -43,7 +43,7 @@ def test_results_of_groups(operands, result, columns, epilogue, weights, sizes, 
 
 
 def test_an_amax():
-    """Of two products whose outer scales lie apart; then of NaN in the last row of a tile that is partly filled."""
+    """Of two products whose global scales lie apart; then of NaN in the last row of a tile that is partly filled."""
     x = exact_arguments(MatmulCase("nvfp4", "nvfp4", 144, 256, 256, epilogue="pair", result="amax"))
     outers = torch.zeros(8)[::4]
     outers.copy_(torch.tensor([0.5, 4.0]))

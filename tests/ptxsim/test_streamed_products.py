@@ -45,7 +45,7 @@ def test_tiles_of_wgmma(a, shape, epilogue, form, monkeypatch):
     assert _from_reference(got, x, exact=True) == []
 
 
-# Format of the tokens; sizes of groups, and rows of no group; layout of the scales of the weights, how outer scales of
+# Format of the tokens; sizes of groups, and rows of no group; layout of the scales of the weights, how global scales of
 # tokens and of weights are shared; columns and K; rows of a tile, warps, parts of a warp, stages, steps a stage, split,
 # tiles walked together, buffers of A, rows of a narrow tile.
 @pytest.mark.parametrize(("tokens", "sizes", "left", "layout", "outer", "shape", "form"), [

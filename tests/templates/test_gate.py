@@ -199,7 +199,7 @@ def test_long_rows_are_read_by_two_kernels():
     long, sweep = by_label["scaled rows, long"], by_label["scale sweep"]
     amaxes, codes = long.launches(100)
     assert (amaxes.kernel.__name__, codes.kernel.__name__) == ("tensor_amax", "quantize_rows")
-    numbers = 4 * 8192  # the rows' amaxes, and their outer scales
+    numbers = 4 * 8192  # the rows' amaxes, and their global scales
     elements = 8192 * 2**16
     assert check.bytes_moved(amaxes) == 2 * elements + numbers
     assert check.bytes_moved(codes) == 41 * elements // 16 + 2 * numbers

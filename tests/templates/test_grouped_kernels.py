@@ -42,7 +42,7 @@ pytestmark = pytest.mark.usefixtures("poisoned_memory")
 ROWS = 170
 # Empty groups, small ones, one of two tiles of 128 rows; 7 rows of no group.
 SIZES = (0, 3, 130, 0, 1, 29)
-# What each group holds: a group's outer scale may depend on nothing outside of it.
+# What each group holds: a group's global scale may depend on nothing outside of it.
 CONTENTS = ("randn", "one_nan", "scaled_rows", "randn", "outliers", "ties_fp4")
 # Offsets that decrease, begin below 0 and end beyond the rows; one group with everything; none with anything.
 UNEVEN = ((-4, 9, 3, 300, 20, 170), (ROWS,), (0, 0))
@@ -362,7 +362,7 @@ def layout_of(format, layout):
 @gpu
 @pytest.mark.parametrize(("a", "b", "layout"), PAIRS, ids=str)
 def test_products_of_rows(a, b, layout):
-    """A NaN in the last group, whose outer scale is one then, does not show in the rows after it."""
+    """A NaN in the last group, whose global scale is one then, does not show in the rows after it."""
     x, w, offs = torch.randn(ROWS, 80), torch.randn(len(SIZES), 16, 80), offsets()
     x[150, 3] = torch.nan
     a, b = of_rows(x, offs, a, layout_of(a, layout)), of_matrices(w, b, layout_of(b, layout))

@@ -102,7 +102,7 @@ def test_codes_of_hard_inputs(name, columns, ends, served):
 def test_codes_of_a_pair(name, outer, weights, served, monkeypatch):
     """Gate and up, each in two tiles of columns: in one matrix for each group, or in two. Programs take several tiles.
 
-    Two weights have an outer scale for each matrix.
+    Two weights have a global scale for each matrix.
     """
     monkeypatch.setitem(hardware._MULTIPROCESSORS, 90, 3)  # which the interpreter counts as having
     offs = torch.tensor([0, 3, 133, 133, 140], dtype=torch.int32)
@@ -134,7 +134,7 @@ def test_offsets(offs, served):
 @pytest.mark.parametrize("layout", ["swizzled", "linear"])
 @pytest.mark.parametrize("ends", ENDS)
 def test_amaxes(ends, layout, served):
-    """The amax of each group, from which the quantiser's kernel makes its outer scale; one group has NaN.
+    """The amax of each group, from which the quantiser's kernel makes its global scale; one group has NaN.
 
     Rows of no group have larger values, but are stored as zeros.
     """

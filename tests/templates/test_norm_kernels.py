@@ -112,7 +112,7 @@ def test_rows_that_lie_apart(name):
 
 @gpu
 def test_other_ways_to_quantise():
-    """A given outer scale, random bits, values in the place of codes."""
+    """A given global scale, random bits, values in the place of codes."""
     batch = torch.randn(2, 3, 64).bfloat16()
     for format in ("nvfp4", "nvfp4_rowwise"):
         check(RMS, batch, format, values=[-1])

@@ -92,7 +92,7 @@ def test_both_directions(steps, columns, format):
 @gpu
 @of_forms
 def test_batches(steps):
-    """Swizzled scales, values, and an outer scale that is given."""
+    """Swizzled scales, values, and a global scale that is given."""
     batch = torch.randn(2, 3, 48).bfloat16()
     check(steps, batch, "mxfp8", layout="swizzled")
     check(steps, batch.half(), "mxfp8", BOTH, layout="swizzled")
@@ -228,7 +228,7 @@ def test_one_column_and_one_row_and_none():
 
 @gpu
 def test_what_no_kernel_reads():
-    """By PyTorch, then quantised: square blocks and columns; float32, outer scales, the transform, random bits and too
+    """By PyTorch, then quantised: square blocks and columns; float32, global scales, the transform, random bits and too
     many tensors in both directions."""
     wide, first = torch.randn(32, 64), torch.randn(32, 64).bfloat16()
     check(RESIDUAL, first, "nvfp4_16x16")

@@ -75,7 +75,7 @@ def test_codes_of_batches(served):
 @interpreted
 @pytest.mark.parametrize("name", ["nvfp4", "mxfp8"])
 def test_codes_of_a_pair(name, served):
-    """Each product has rows of B, outer scales and a bias of its own; there are two tiles of columns."""
+    """Each product has rows of B, global scales and a bias of its own; there are two tiles of columns."""
     fmt, x, w, bias = formats.get(name), torch.randn(5, 64), torch.randn(512, 64), torch.randn(512)
     a, b = quantized(x, fmt, "swizzled"), quantized(w, fmt, "swizzled")
     if fmt.outer:
@@ -88,7 +88,7 @@ def test_codes_of_a_pair(name, served):
 
 @interpreted
 def test_an_amax(served):
-    """Of a pair whose matrices have an outer scale each, 16 bytes apart. Rows that do not exist have larger values.
+    """Of a pair whose matrices have a global scale each, 16 bytes apart. Rows that do not exist have larger values.
 
     The quantiser's kernels take the maxima, and find no amax of their own.
     """

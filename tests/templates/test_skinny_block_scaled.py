@@ -49,7 +49,7 @@ def whole(monkeypatch, *parts):
 @interpreted
 @pytest.mark.parametrize(("a", "b"), PAIRS)
 def test_formats(a, b, monkeypatch):
-    """Formats and outer scales: K in parts and whole, ragged in every size, with and without a bias."""
+    """Formats and global scales: K in parts and whole, ragged in every size, with and without a bias."""
     a, b = formats.get(a), formats.get(b)
     whole(monkeypatch)
     for m, n, k in ((5, 130, 600), (64, 60, 288)):
@@ -141,7 +141,7 @@ def test_epilogue(parts, monkeypatch):
 @pytest.mark.parametrize("parts", [1, 2])
 @pytest.mark.parametrize("sizes", [(200, 60), (128, 7, 300)])
 def test_groups(sizes, parts, monkeypatch):
-    """Products of one A in one launch have the bits that each has alone, with outer scales and biases of their own."""
+    """Products of one A in one launch have the bits that each has alone, with global scales and biases of their own."""
     whole(monkeypatch, parts)
     a = quantized(torch.randn(5, 500), formats.get("nvfp4"), "swizzled")
     members = [(quantized(torch.randn(n, 500) * n, formats.get("nvfp4_rowwise"), "swizzled"), torch.randn(n) * 100)

@@ -222,8 +222,8 @@ def _scales(amax_ptr, encode_ptr, decode_ptr, byte_ptr, factor_ptr, CONTRACT: tl
 @pytest.mark.gpu
 @pytest.mark.parametrize("contract", ["torchao", "te"])
 def test_scales_without_divisions_on_a_gpu(contract):
-    """With the GPU's own estimates (Hopper has all these instructions): of every mantissa of an outer scale, of every
-    bfloat16 amax. A thread makes two scales at a time, both with the first one's outer scale: it is equal for both."""
+    """With the GPU's own estimates (Hopper has all these instructions): of every mantissa of a global scale, of every
+    bfloat16 amax. A thread makes two scales at a time, both with the first one's global scale: it is equal for both."""
     gen = torch.Generator().manual_seed(0)
     decode = torch.arange(2**23, 2**24, dtype=torch.int32).float() * 2.0**-23
     decode = torch.cat([decode.repeat_interleave(2), torch.tensor(DECODES).repeat_interleave(2**15), torch.ones(2**15)])

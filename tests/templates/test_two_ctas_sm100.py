@@ -166,7 +166,7 @@ def test_an_amax_of_nan():
 
 @pytest.mark.parametrize(("epilogue", "result"), [("gated", "nvfp4"), ("pair", "mxfp8"), ("pair", "amax")])
 def test_a_graph_has_an_op_of_quantised_results(epilogue, result):
-    """It returns both results, from all arguments, static outer scales and those of both matrices among them."""
+    """It returns both results, from all arguments, static global scales and those of both matrices among them."""
     name = "mxfp8" if result == "mxfp8" else "nvfp4"
     product = MatmulCase(name, name, 144, 128, 288, epilogue, result=result)
     steps = ["relu product", "mul s0 pair" if epilogue == "pair" else "mul s0 aux0"]
@@ -191,7 +191,7 @@ def test_a_graph_has_an_op_of_quantised_results(epilogue, result):
 
 
 def test_registers_hold_most_operands_of_an_epilogue():
-    """Two 16-bit operands beside gate, up, and all outer scales and biases: no spills. It serves no more bytes."""
+    """Two 16-bit operands beside gate, up, and all global scales and biases: no spills. It serves no more bytes."""
     two = [torch.empty(512, 8192, dtype=torch.bfloat16, device="meta")] * 2
     x = MatmulCase("nvfp4_rowwise", "nvfp4_te", epilogue="pair", result="nvfp4").arguments()
     steps = [*OF_A_PAIR, "add s4 aux0", "mul s5 aux1", "quantize nvfp4"]
@@ -252,7 +252,7 @@ OFFS = [-3, 256, 200, 256, 515, 770, 779]
 
 
 def of_experts(m, offs):
-    """Arguments with one outer scale for all of A, and one for each row of B."""
+    """Arguments with one global scale for all of A, and one for each row of B."""
     x = exact_arguments(MatmulCase("nvfp4", "nvfp4_rowwise", m, 264, 288, groups=len(offs)))
     outer = torch.tensor(0.5)
     return x.but(a=replace(x.a, outer=outer), out_dtype=torch.float32, offs=torch.tensor(offs, dtype=torch.int32))

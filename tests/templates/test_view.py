@@ -62,7 +62,7 @@ def test_operands_of_a_prologue_end_where_their_storage_does(which):
 @pytest.mark.parametrize("format", ["nvfp4_one_level", "mxfp8", "nvfp4_rowwise"])
 @pytest.mark.parametrize("layout", ["linear", "swizzled"])
 def test_a_launch_writes_within_its_outputs(format, layout, monkeypatch):
-    """A byte fewer for codes or scales, or an outer scale fewer, and no launch is made."""
+    """A byte fewer for codes or scales, or a global scale fewer, and no launch is made."""
     fmt, x, new_empty = formats.get(format), torch.empty(5, 80, dtype=BF16), torch.Tensor.new_empty
     for short in (None, 0, 1, *([2] if fmt.outer else [])):
         made = []

@@ -135,7 +135,7 @@ def test_a_layer_of_another_dtype_than_the_models_is_packed_from_the_values_that
 
 
 def test_device_maps_are_made_for_packed_weights(tmp_path, monkeypatch):
-    """By the bytes of their codes and scales, outer scales of rows among them."""
+    """By the bytes of their codes and scales, row scales among them."""
     from fp4compile.weights.transformers import Fp4CompileQuantizer  # imports transformers
 
     llama().save_pretrained(tmp_path)

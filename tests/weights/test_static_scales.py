@@ -1,4 +1,4 @@
-"""Static outer scales of packed layers: inputs of graphs, which blocks share, and the same object for equal scales."""
+"""Static global scales of packed layers: inputs of graphs, which blocks share, and the same object for equal scales."""
 
 import copy
 import io

@@ -195,7 +195,7 @@ def test_weights_that_were_not_finite_are_not_written(write, recipe, value, tmp_
 @pytest.mark.parametrize("recipe", ["nvfp4", "mxfp8", "mxfp4", "float8_rowwise", {"fprop_w": "nvfp4_rowwise"}])
 @pytest.mark.parametrize("amax", [0.0, 1e-45, 1e-40, 1e-37, 3e38])
 def test_weights_of_any_size_are_written_and_read(recipe, amax, tmp_path):
-    """The outer scale of a tiny weight is denormal, and a weight of zeros has 1."""
+    """The global scale of a tiny weight is denormal, and a weight of zeros has 1."""
     model, fresh = Net(), Net()
     model.layers[1].weight.data.clamp_(-1 / 16, 1 / 16).mul_(16).mul_(amax)
     write_packed(model, tmp_path / "packed", recipe)

@@ -72,8 +72,8 @@ def product(
 ) -> torch.Tensor:
     """The product of two matrices [M, K] x [N, K] in NVFP4 or FP8.
 
-    FP8 operands without block scales may lack outer scales. fast_accumulation: whether their sums may have fewer bits
-    than float32.
+    FP8 operands without block scales may lack global and row scales. fast_accumulation: whether their sums may have
+    fewer bits than float32.
     """
     if a.format.scale == "float32":
         return _blocks_product(a, b, bias, out_dtype)
@@ -158,7 +158,7 @@ def _transposed_scales(x: Operand) -> torch.Tensor:
 
 
 def _rowwise_float8(p: Problem) -> bool:
-    """Two FP8 operands with one outer scale a row or a tensor, of sizes that FP8 matrix units take."""
+    """Two FP8 operands with one float32 scale a row or a tensor, of sizes that FP8 matrix units take."""
     if any((x.element, x.scale) != ("e4m3", "none") or x.outer not in ("row", "tensor") for x in (p.a, p.b)):
         return False
     aligned = statically_true(p.n % 16 == 0) and statically_true(p.k % 16 == 0)
@@ -187,7 +187,7 @@ def _run_row_scaled(call: Call, config: None) -> torch.Tensor:
 
 
 def _rowwise_operands(call: Call) -> tuple[Operand, Operand]:
-    """A [m, k] and B [n, k], and their outer scales: [m, 1] and [n, 1], or two []."""
+    """A [m, k] and B [n, k], and their row or global scales: [m, 1] and [n, 1], or two []."""
     p = call.problem
     one = (p.a.outer, p.b.outer) == ("tensor", "tensor")
     a, b = (
@@ -198,7 +198,7 @@ def _rowwise_operands(call: Call) -> tuple[Operand, Operand]:
 
 
 def _outer(x: KernelOperand, rows, one: bool) -> torch.Tensor:
-    """An operand's outer scales, [rows, 1]; [] if `one`, where both operands have one of the tensor."""
+    """An operand's row scales, [rows, 1]; [] if `one`, where both operands have one of the tensor."""
     if one or x.type.outer == "row":
         return x.outer if one else x.outer.view(rows, 1)
     return x.outer.expand(rows, 1).contiguous()
