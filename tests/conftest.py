@@ -11,6 +11,7 @@ from tests.helpers import idle_kernels, in_interpreter, quiet_compiler
 
 # Tests that run their whole file again in a process of its own, and those that compile a kernel for every GPU.
 SLOW_TESTS = ("test_in_the_interpreter", "test_in_a_process_of_its_own", "test_compiles_ahead")
+LONGEST_TESTS = ("test_in_a_process_of_its_own", "test_random_launches")  # of two minutes and more
 
 # Without a GPU Inductor writes C++. The two processes of `make test` keep two cores busy by themselves, so a pool of
 # compiling processes in each of them (and in each script that a test starts) only costs their start. Scalar code
@@ -36,7 +37,7 @@ def pytest_collection_modifyitems(items):
     """Mark slow kernel tests, skip GPU tests where there is no GPU, and put the files with slow tests first.
 
     With `--dist worksteal` the process that has the slow tests gives the other one what it has not begun. So none is
-    left with long tests while the other has nothing to do.
+    left with long tests while the other has nothing to do. A single test of minutes cannot be divided: it starts first.
     """
     quiet_compiler.leave_out_diagnostics()  # here because the process that hands out the tests collects none
     for item in items:
@@ -45,7 +46,8 @@ def pytest_collection_modifyitems(items):
         if getattr(item, "originalname", None) in SLOW_TESTS or item.path.stem.endswith("machine_code"):
             item.add_marker(pytest.mark.slow)
     slow = {item.path for item in items if item.get_closest_marker("slow")}
-    items.sort(key=lambda item: (item.path not in slow, item.path in slow and "templates" not in item.path.parts))
+    items.sort(key=lambda item: (getattr(item, "originalname", None) not in LONGEST_TESTS, item.path not in slow,
+                                 item.path in slow and "templates" not in item.path.parts))  # fmt: skip
 
 
 _caches = itertools.count()
