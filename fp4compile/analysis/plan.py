@@ -29,6 +29,9 @@ from fp4compile.templates.launch import on_gpu, target_of
 from fp4compile.templates.problem import Problem
 
 NOT_CALIBRATED = "dynamic activation scale: fp4compile.calibrate recorded none"
+NO_POWERS_OF_TWO = (
+    "emulated: matrix units of this GPU multiply FP8 blocks whose scales are powers of two; contract te_pow2 makes them"
+)
 BEFORE_CAST = "weight quantised before its cast: FSDP2 gathered codes of the parameter's dtype"
 
 # Names of output heads in models.
@@ -110,7 +113,7 @@ def plan(
     graphs = {gemm.node.graph for gemm in gemms}  # the captured graph, or the bodies of regions in it
     training = recipe.weight_scales != "amax" and any(map(tangent_dependent, graphs))
     target = None if meta is None else meta.target
-    decisions = [_decide(gemm, recipe, model, target, training) for gemm in gemms]
+    decisions = [_explained(_decide(gemm, recipe, model, target, training), target) for gemm in gemms]
     return _with_layers_reasons(decisions)
 
 
@@ -127,6 +130,17 @@ def _with_layers_reasons(decisions: list[Decision]) -> list[Decision]:
         else one
         for one in decisions
     ]
+
+
+def _explained(decision: Decision, meta: Target | None) -> Decision:
+    """The decision, with the reason why FP8 blocks are emulated on matrix units that take other scales."""
+    if decision.tier != "emulated" or decision.a is None or decision.b is None:
+        return decision
+    both = [formats.get(each.format) for each in (decision.a, decision.b)]
+    float32 = all(fmt.scale == "float32" for fmt in both) and any(fmt.as_mx is None for fmt in both)
+    if not float32 or not _target(decision.gemm, meta).block_scaled_matrix_units:
+        return decision
+    return replace(decision, note="; ".join(filter(None, (decision.note, NO_POWERS_OF_TWO))))
 
 
 def _decide(gemm: Gemm, recipe: Recipe, model: "Model", meta: Target | None, training: bool) -> Decision:
@@ -287,7 +301,7 @@ def _tier(gemm: Gemm, a: Treatment | None, b: Treatment | None, meta: Target | N
     out = gemm.node.meta["val"]
     if out.device.type == "cpu" and not on_gpu(out):
         return "reference"
-    target = target_of(out.device) if meta is None or on_gpu(out) else meta
+    target = _target(gemm, meta)
     left, right = (_operand_spec(*pair, gemm.offs is not None) for pair in ((gemm.a, a), (gemm.b, b)))
     (m, n, k), grouping = gemm.dims, gemm.groups
     batches, groups = 1, 1 if gemm.offs is None else gemm.offs.meta["val"].shape[0]
@@ -297,6 +311,12 @@ def _tier(gemm: Gemm, a: Treatment | None, b: Treatment | None, meta: Target | N
             left, right, m, n = right, left, n, m
     spec = ProductSpec(left, right, out.dtype, grouping)
     return choose(Problem(spec, m, n, k, target, batches, grouping is Grouping.BATCHED, groups)).tier
+
+
+def _target(gemm: Gemm, meta: Target | None) -> Target:
+    """The GPU of a matmul that is not on a CPU. meta: see `plan`."""
+    out = gemm.node.meta["val"]
+    return target_of(out.device) if meta is None or on_gpu(out) else meta
 
 
 def _operand_spec(operand: GemmOperand, treatment: Treatment | None, grouped: bool = False) -> OperandSpec:

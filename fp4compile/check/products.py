@@ -155,6 +155,7 @@ GATED = ["neg product", "exp s0", "add s1 1.0", "div product s2", "mul s3 aux0"]
 
 _experts = partial(MatmulCase, groups=GROUPS)
 TWO_CTAS = "block_scaled_two_ctas_sm100"
+POWERS_OF_TWO, POWERS_OF_TWO_SQUARE = "e4m3:1x128:float32:-:te_pow2", "e4m3:128x128:float32:-:te_pow2"
 # The 2-CTA kernel: each element and block scale, global and row scales, and epilogues, also those that quantise the
 # result or find its amax; then experts. No other kernel may replace it, and an older Triton cannot compile it.
 _BY_TWO_CTAS = (
@@ -225,6 +226,10 @@ PRODUCTS = (
     *(_experts("float8_1x128", "float8_128x128", m, 2048, 4096) for m in (SIZE, 512)),
     _experts("float8_1x128", "float8_1x128", 2048, 4096, SIZE, along_k=True),
     MatmulCase("float8_1x128", "float8_128x128", epilogue="bias", kernel=float8_blocks_sm90.NAME),
+    # FP8 blocks whose scales are powers of two, as MX: dense, groups of rows, along K.
+    MatmulCase(POWERS_OF_TWO, POWERS_OF_TWO_SQUARE, kernel="block_scaled_sm100_of_float8_blocks"),
+    _experts(POWERS_OF_TWO, POWERS_OF_TWO_SQUARE, SIZE, 2048, 4096),
+    _experts(POWERS_OF_TWO, POWERS_OF_TWO, 2048, 4096, SIZE, along_k=True),
     # Experts, dequantised.
     _experts(None, "nvfp4", SIZE, 2048, 4096), _experts(None, "mxfp8", 2048, 4096, SIZE, along_k=True),
 )  # fmt: skip

@@ -162,6 +162,16 @@ class BlockFormat:
         """Whether `values_dtype` holds every element * block scale exactly: not with float32 block scales."""
         return self.scale is None or self.swizzles
 
+    @property
+    def as_mx(self) -> "BlockFormat | None":
+        """The MX format whose block scales can hold these: of FP8 elements, with powers of two; None for others.
+
+        A float32 scale becomes one E8M0 scale for each 32 elements and each row of its block. E8M0 has the powers from
+        2^-127 to 2^127, and contract te_pow2 makes those from 2^-127 to 2^120.
+        """
+        powers_of_two = self.scale == "float32" and self.contract == "te_pow2"
+        return BlockFormat(self.element, (1, 32), "e8m0", None, "rceil") if powers_of_two else None
+
     def nbytes(self, rows: int, cols: int, matrices: int = 1) -> int:
         """Bytes of codes and linear scales of matrices [rows, cols] that are quantised along cols."""
         block_rows, blocks = (1, 0) if self.block is None else (self.block[0], -(-cols // self.block_cols))

@@ -20,6 +20,7 @@ from fp4compile.roofline.time_terms import (
     stored,
 )
 from fp4compile.templates.choose import Choice
+from fp4compile.templates.gemm.candidate import OF_FLOAT8_BLOCKS
 from fp4compile.templates.problem import Problem
 
 
@@ -42,8 +43,11 @@ def product_steps(sizes: Sizes, choice: Choice, problem: Problem, gpu: Gpu, more
 
     more: bytes that the last kernel moves besides its operands and a result of 16 bits, such as an epilogue's operands.
     """
+    converts = choice.kernel.endswith(OF_FLOAT8_BLOCKS)
     choice, formats = replace(choice, kernel=kernel_of(choice, problem)), (problem.a.format, problem.b.format)
     native, found = choice.tier == "native", []
+    if converts:
+        found.append(memory_pass("convert block scales", 0, gpu, launches=2))
     operands: float = 0
     for place, (fmt, lines, read) in enumerate(zip(formats, sizes.lines, sizes.lines_read, strict=True)):
         plain = BF16 * read * sizes.contraction
@@ -73,7 +77,7 @@ def memory_pass(name: str, moved: float, gpu: Gpu, launches: int = 1) -> TimedSt
 
 def kernel_of(choice: Choice, problem: Problem) -> str:
     """The kernel's name in `time_terms.KERNELS`, which has separate entries for groups."""
-    name = choice.kernel
+    name = choice.kernel.removesuffix(OF_FLOAT8_BLOCKS)
     if name == "streaming":
         name = "gemv" if statically_true(problem.m <= 2) else "skinny"
     return name if not problem.ragged or name.startswith("grouped_") else f"grouped_{name}"

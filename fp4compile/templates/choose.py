@@ -17,6 +17,7 @@ from fp4compile.templates.gemm import (
     cost,
     dequant_operand,
     dequant_tiles,
+    float8_blocks_as_mx,
     float8_blocks_sm90,
     library,
     skinny_block_scaled_sm100,
@@ -28,12 +29,16 @@ from fp4compile.templates.gemm.dequant_operand import LIBRARY_ROWS, least_rows_i
 from fp4compile.templates.problem import Problem
 
 # In order of rank: a library before a kernel for its problems, a kernel for few rows before a kernel for many.
-REGISTRY: tuple[Candidate, ...] = (
+_BLOCK_SCALED = (
     skinny_block_scaled_sm100.CANDIDATE,
     block_scaled_sm100.GROUPED,
     library.BLOCK_SCALED,
     block_scaled_sm100.CANDIDATE,
     block_scaled_two_ctas_sm100.CANDIDATE,  # serves a subset of the kernels of one CTA: chosen only by timing
+)
+REGISTRY: tuple[Candidate, ...] = (
+    *_BLOCK_SCALED,
+    *map(float8_blocks_as_mx.as_mx, _BLOCK_SCALED),
     library.FLOAT8_BLOCKS,
     float8_blocks_sm90.CANDIDATE,
     library.ROW_SCALED,

@@ -289,7 +289,7 @@ def _float8(schemes: dict[str, Scheme], left: list[str]) -> dict[str, dict[str, 
         raise ValueError(f"model: layout 'fp8' holds layers of one scheme; got {first} and {others[0]}")
     config = {
         "quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "static" if first.static else "dynamic",
-        "weight_block_size": [128, 128] if first.weight == "float8_128x128" else None, "modules_to_not_convert": left,
+        "weight_block_size": [128, 128] if formats.get(first.weight).square else None, "modules_to_not_convert": left,
     }  # fmt: skip
     return {CONFIG: config | ({"scale_fmt": "ue8m0"} if first == POWERS_OF_TWO else {})}
 

@@ -53,6 +53,14 @@ def check_block_scales(name: str, scales: torch.Tensor) -> None:
         raise ValueError(f"tensor {name!r}: has scales that are {kinds}")
 
 
+def check_powers_of_two(name: str, scales: torch.Tensor) -> None:
+    """Raise ValueError if float32 block scales, which `check_block_scales` has checked, have no E8M0 byte."""
+    wrong = scales[(scales.frexp().mantissa != 0.5) | (scales < 2.0**-127)]
+    if wrong.numel():
+        raise ValueError(f"tensor {name!r}: expected powers of two, as the configuration says by scale_fmt 'ue8m0'; "
+                         f"got {wrong[0].item():g}")  # fmt: skip
+
+
 def check_outer(name: str, outer: torch.Tensor, smallest: float = 0.0) -> None:
     """Raise ValueError if float32 global or row scales are not finite, not positive or below `smallest`."""
     wrong = outer[~(torch.isfinite(outer) & (outer > 0) & (outer >= smallest))]

@@ -36,7 +36,7 @@ def operand_spec(name, swizzled=False):
     if name is None:
         return OperandSpec(None, BF16)
     fmt = formats.get(name)
-    return OperandSpec(fmt, fmt.data_dtype, swizzled and fmt.scale is not None, fmt.outer or "none")
+    return OperandSpec(fmt, fmt.data_dtype, swizzled and fmt.swizzles, fmt.outer or "none")
 
 
 def problem(a, b, m, sm, n=8192, k=4096, out_dtype=BF16, **options):
@@ -69,6 +69,33 @@ def test_kernel_and_tier(a, b, m, sm, kernel, tier):
     choice = choose(problem(a, b, m, sm))
     assert (choice.kernel, choice.tier, choice.settled) == (kernel, tier, True)
     assert choice.config == named(kernel).configure(problem(a, b, m, sm))
+
+
+POWERS, SQUARES = "e4m3:1x128:float32:-:te_pow2", "e4m3:128x128:float32:-:te_pow2"
+
+
+@pytest.mark.parametrize(("a", "b", "m", "sm", "kernel"), [
+    (POWERS, SQUARES, 512, 100, "library_block_scaled_of_float8_blocks"),
+    (POWERS, SQUARES, 16, 103, "skinny_block_scaled_sm100_of_float8_blocks"),
+    (POWERS, POWERS, 512, 120, "block_scaled_sm100_of_float8_blocks"),
+    ("e5m2:1x128:float32:-:te_pow2", SQUARES, 512, 100, "block_scaled_sm100_of_float8_blocks"),
+    (POWERS, SQUARES, 512, 90, "library_float8_blocks"), (POWERS, SQUARES, 512, 86, "dequant_tiles"),
+    ("float8_1x128", "float8_128x128", 512, 100, "dequant_tiles"),
+    (POWERS, "float8_128x128", 512, 100, "dequant_tiles"), (None, SQUARES, 512, 100, "dequant_tiles"),
+])  # fmt: skip
+def test_blocks_whose_scales_are_powers_of_two_are_mx(a, b, m, sm, kernel):
+    """On matrix units that read MX operands, by the kernel and the configuration of the same codes as MXFP8."""
+    found = choose(problem(a, b, m, sm))
+    assert found.kernel == kernel
+    if sm < 100 or not kernel.endswith("_of_float8_blocks"):
+        assert not any(name.endswith("_of_float8_blocks") for name in candidates(problem(a, b, m, sm)))
+        return
+    mx = problem("mxfp8_e5m2" if a.startswith("e5m2") else "mxfp8", "mxfp8", m, sm)
+    same = choose(mx)
+    assert found == dataclasses.replace(same, kernel=f"{same.kernel}_of_float8_blocks", group=found.group)
+    assert candidates(problem(a, b, m, sm)) == tuple(f"{name}_of_float8_blocks" for name in candidates(mx))
+    fused = choose(problem(a, b, m, sm, n=1024, k=512).with_epilogue())
+    assert fused.takes_epilogue and not fused.kernel.startswith("library")
 
 
 def test_an_epilogue_is_not_the_librarys():

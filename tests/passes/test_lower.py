@@ -14,6 +14,8 @@ from triton.runtime import driver
 
 import fp4compile
 from fp4compile import _inductor_patches
+from fp4compile.analysis.find import Input
+from fp4compile.analysis.plan import NO_POWERS_OF_TWO
 from fp4compile.check.products import PRODUCTS as PRODUCTS_OF_GATE
 from fp4compile.check.quantisers import GATE, RMS_NORM, Configuration
 from fp4compile.formats import formats
@@ -25,7 +27,7 @@ from fp4compile.recipe import named
 from fp4compile.templates import scale_sweep
 from fp4compile.templates.launch import dry_run
 from fp4compile.templates.multiply import multiply_together
-from tests.helpers.absent_gpu import NoGpu, launched_on
+from tests.helpers.absent_gpu import NoGpu, launched_on, rewritten_by
 from tests.helpers.by_hand import assert_product
 from tests.helpers.multiplied import scaled_grouped_mm, scaled_mm
 from tests.helpers.quantisers import quantize, quantize_both
@@ -77,6 +79,24 @@ def test_block_scaled_matrix_units_get_swizzled_scales(recipe):
     assert launches[-1][0] in ("gemm_block_scaled_sm100", "_scaled_mm", "library")
     quantised = [swizzled for kernel, swizzled in launches if kernel.startswith("quantize")]
     assert len(quantised) == 2 and all(quantised)
+
+
+POWERS, SQUARES = "e4m3:1x128:float32:-:te_pow2", "e4m3:128x128:float32:-:te_pow2"
+
+
+def test_blocks_whose_scales_are_powers_of_two():
+    """Two launches convert their scales before the library's matmul; others are emulated, and a note says why."""
+    recipe = named("float8_block").replace(fprop_x=POWERS, fprop_w=SQUARES)
+    tier, launches = launched_on(100, recipe)
+    assert tier == "native" and [name for name, _ in launches if not name.startswith("quantize")] == [
+        "lay_out_scales", "lay_out_scales", "_scaled_mm"
+    ]  # fmt: skip
+    for sm, other, note in ((100, "float8_block", True), (100, "mxfp8", False), (90, "float8_block", False)):
+        with FakeTensorMode(), dry_run(Target(sm)):
+            x, w = (torch.empty(256, 256, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+            graph = make_fx(lambda x, w: x @ w.t())(x, w).graph
+            (decision,) = rewritten_by(other, graph, (Input(), Input("weight")))
+        assert decision.note == (NO_POWERS_OF_TWO if note else None)
 
 
 def with_bias(dtype, bias_dtype=None):

@@ -309,6 +309,37 @@ def test_a_copy_of_what_nothing_wrote():
     assert all((gpu.simulator.unwritten[each.data_ptr()] == written).all() for each in (x, y))
 
 
+POWERS, SQUARES = "e4m3:1x128:float32:-:te_pow2", "e4m3:128x128:float32:-:te_pow2"
+AS_MX = {"fprop_x": POWERS, "fprop_w": SQUARES, "dgrad_dy": POWERS, "dgrad_w": SQUARES, "wgrad_dy": POWERS,
+         "wgrad_x": POWERS}  # fmt: skip
+
+
+@pretending
+def test_training_with_blocks_whose_scales_are_powers_of_two(monkeypatch):
+    """All matmuls are native: the library's with whole 16 columns, else a kernel; two launches convert the scales."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(200, 144, bias=False), torch.nn.ReLU(), torch.nn.Linear(144, 72))
+    x = torch.randn(90, 200)
+
+    def step(tier):
+        backend = fp4compile.backend("float8_block", strict=True, **AS_MX)
+        torch._dynamo.reset()
+        model.zero_grad()
+        torch.compile(model, backend=backend)(x).square().sum().backward()
+        assert [row.tier for row in backend.report.rows[-5:]] == 5 * [tier]
+        return [each.grad.clone() for each in model.parameters()]
+
+    expected = step("reference")
+    with simulated(monkeypatch, 100) as gpu:
+        got = step("native")
+    counted = gpu.counted()
+    assert counted["package"]["lay_out_scales"] == 2 * 5
+    assert counted["package"]["gemm_block_scaled_sm100"] + counted["library"].total() == 5
+    assert counted["library"].total() and counted["package"]["gemm_block_scaled_sm100"], counted
+    for one, other in zip(got, expected, strict=True):
+        assert (one - other).abs().max() <= 2.0**-6 * other.abs().max()
+
+
 @pytest.mark.skipif(PRETENDING, reason="is that process")
 @pytest.mark.slow
 def test_in_a_process_of_its_own():

@@ -33,10 +33,11 @@ def blocks_of(scales, shape, block):
     return scales.repeat_interleave(block[0], 0)[: shape[0]].repeat_interleave(block[1], 1)[:, : shape[1]]
 
 
-def float8(weight, block):
+def float8(weight, block, powers_of_two=False):
     """(codes, scales [blocks, blocks], meaning) of a weight."""
     grid = [math.ceil(size / step) for size, step in zip(weight.shape, block, strict=True)]
     scales = torch.rand(grid) / 448 + 1e-4
+    scales = scales.log2().ceil().exp2() if powers_of_two else scales
     codes = (weight / blocks_of(scales, weight.shape, block)).clamp(-448, 448).to(torch.float8_e4m3fn)
     return codes, scales, codes.float() * blocks_of(scales, weight.shape, block)
 
@@ -90,17 +91,18 @@ class Block:
     weights = {"strategy": "block", "block_structure": [128, 128]}
     activations = {"strategy": "group", "group_size": 128, "dynamic": True}
     fp8 = {"weight_block_size": [128, 128], "activation_scheme": "dynamic"}
+    powers_of_two = False
 
-    @staticmethod
-    def tensors(weight, kind):
-        codes, scales, meaning = float8(weight, (128, 128))
+    @classmethod
+    def tensors(cls, weight, kind):
+        codes, scales, meaning = float8(weight, (128, 128), cls.powers_of_two)
         return {"weight": codes, "weight_scale_inv" if kind == "fp8" else "weight_scale": scales}, meaning
 
 
 class PowersOfTwo(Block):
-    """The same, with scales of the activations rounded up to powers of two."""
+    """The same, with scales that are rounded up to powers of two."""
 
-    formats = ("e4m3:1x128:float32:-:te_pow2", "float8_128x128")
+    formats, powers_of_two = ("e4m3:1x128:float32:-:te_pow2", "e4m3:128x128:float32:-:te_pow2"), True
     fp8 = Block.fp8 | {"scale_fmt": "ue8m0"}
 
 
@@ -228,6 +230,14 @@ def test_broken_tensors_are_refused(tmp_path, change, message):
     change(tensors)
     save_file(tensors, tmp_path / "made" / "model.safetensors")
     with pytest.raises(ValueError, match=message):
+        loaded(tmp_path / "made")
+
+
+def test_scales_that_are_no_powers_of_two_are_refused_where_they_should_be(tmp_path):
+    tensors, _ = written(tmp_path / "made", fresh_model(), "fp8", {Q: PowersOfTwo})
+    tensors[f"{Q}.weight_scale_inv"][1, 0] = 0.75
+    save_file(tensors, tmp_path / "made" / "model.safetensors")
+    with pytest.raises(ValueError, match=rf"{Q}.weight_scale_inv': expected powers of two, .*'ue8m0'; got 0.75"):
         loaded(tmp_path / "made")
 
 

@@ -25,6 +25,7 @@ import torch
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from fp4compile import _compat
+from fp4compile.formats.formats import as_integers
 from fp4compile.formats.operand import Arguments, Operand
 from fp4compile.ops.nodes import ScaledMM
 from fp4compile.templates.choose import Choice, to_time
@@ -101,7 +102,8 @@ def _operand_like(x: Operand) -> Operand:
     """An operand with the shapes and dtypes of `x`: any codes or random numbers, block scales of 1."""
     scales = None if x.scales is None else _empty_like(x.scales)
     if scales is not None:
-        scales.view(torch.uint8).fill_(0x38 if scales.dtype == torch.float8_e4m3fn else 127)
+        bits_of_one = {torch.float8_e4m3fn: 0x38, torch.float8_e8m0fnu: 127, torch.float32: 0x3F800000}
+        as_integers(scales).fill_(bits_of_one[scales.dtype])
     return Operand(_like(x.data), scales, _like(x.outer), x.format)
 
 

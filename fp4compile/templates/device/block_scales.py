@@ -142,6 +142,16 @@ def float8_scale(amax_bits, element: tl.constexpr, contract: tl.constexpr, ISA: 
 
 
 @triton.jit
+def e8m0_of_float32(bits):
+    """Bits of float32 powers of two -> E8M0 bytes, int32; 255 (NaN) for NaN, and for all that E8M0 cannot represent.
+
+    Exponents are biased alike; 2^-127, a subnormal number, is byte 0. So is 0, the scale of padding, whose codes are 0.
+    """
+    power = ((bits & 0x7FFFFF) == 0) & (bits >= 0) | (bits == 0x400000)
+    return tl.where(power, bits >> 23, 255)
+
+
+@triton.jit
 def e4m3_scale(amax_bits, encode, decode, contract: tl.constexpr, has_outer: tl.constexpr, ISA: tl.constexpr):
     """Bits of block amaxes -> (E4M3 bytes as int32, factors that encode the block's elements).
 

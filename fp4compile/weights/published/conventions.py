@@ -34,7 +34,7 @@ from fp4compile.weights.published.quantization_config import (
     modelopt_schemes,
 )
 from fp4compile.weights.published.shards import Checkpoint, Contents, naming
-from fp4compile.weights.scale_checks import TINY, check_block_scales, check_outer
+from fp4compile.weights.scale_checks import TINY, check_block_scales, check_outer, check_powers_of_two
 from fp4compile.weights.sharing import is_byte_float
 
 # A global scale whose amax reaches these values is assumed to be the reciprocal. No weight is as large as 2688, where
@@ -224,6 +224,8 @@ def _check_matrix(fmt: BlockFormat, named: dict[str, str], found: dict[str, torc
         raise ValueError(f"tensor {name!r}: expected shape {expected}, one scale for {block} of "
                          f"{named['weight_data']!r} {(rows, columns)}; got {tuple(scales.shape)}")  # fmt: skip
     check_block_scales(name, scales)
+    if fmt.contract == "te_pow2":
+        check_powers_of_two(name, scales)
     return rows, columns
 
 

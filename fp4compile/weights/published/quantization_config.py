@@ -185,8 +185,8 @@ def _compressed_format(arguments: dict[str, Any] | None) -> str | None:
 # ---------------------------------------------------------------- DeepSeek's, Qwen's and transformers' FP8
 
 
-# DeepSeek-V3.1's: scales of the activations are rounded up to powers of two.
-POWERS_OF_TWO = Scheme("float8_128x128", "e4m3:1x128:float32:-:te_pow2")
+# DeepSeek-V3.1's: scales of weights and activations are rounded up to powers of two.
+POWERS_OF_TWO = Scheme("e4m3:128x128:float32:-:te_pow2", "e4m3:1x128:float32:-:te_pow2")
 
 
 def float8_schemes(config: dict[str, Any]) -> Schemes:
