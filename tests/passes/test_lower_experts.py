@@ -65,6 +65,17 @@ FORWARD = {
 }
 
 
+def test_float8_blocks_on_hopper():
+    """The kernel is in Gluon, so an op stands for it: for any number of rows, and in a weight gradient."""
+    opaque = ["fp4compile.scaled_mm_opaque.default"]
+    for dynamic in (False, True):
+        (decision,), launches, left = lowered(90, grouped, (256, 512), (8, 1024, 512), 8, recipe="float8_block",
+                                              dynamic=dynamic)  # fmt: skip
+        assert (decision.tier, left) == ("native", opaque) and "gemm" not in str(launches)
+    assert lowered(90, backward("float8_1x128", False), (256, 512), (256, 1024), 8)[2] == opaque
+    assert lowered(89, backward("float8_1x128", False), (256, 512), (256, 1024), 8)[1][-1] == TILES
+
+
 @pytest.mark.parametrize("recipe", FORWARD)
 def test_launches_of_a_forward_product(recipe):
     """On Hopper; as many for any number of groups that the same kernel serves."""
