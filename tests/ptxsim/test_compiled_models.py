@@ -263,8 +263,8 @@ def test_tokens_that_are_quantised_before_an_index(monkeypatch):
     monkeypatch.setattr(quantize_before_index, "LAUNCH_BYTES", 0)
     backend = fp4compile.backend("mxfp8", strict=True, min_m=1, min_n=1)
     routed = lambda x, index, offs: model(x[index], offs)  # noqa: E731
-    monkeypatch.setattr(torch._inductor.config, "assert_indirect_indexing", False)  # the simulator has no assertions
-    with torch.no_grad(), simulated(monkeypatch, 100) as gpu:
+    no_assertions = torch._inductor.config.patch(assert_indirect_indexing=False)  # the simulator has none
+    with no_assertions, torch.no_grad(), simulated(monkeypatch, 100) as gpu:
         torch._dynamo.reset()
         got = torch.compile(routed, backend=backend)(x, index, offs)
     package = gpu.counted()["package"]
