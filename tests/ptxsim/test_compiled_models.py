@@ -31,7 +31,7 @@ from fp4compile.templates.choose import choose
 from ptxsim.fault import Fault
 from ptxsim.kernel_launch import Compiled
 from tests.helpers import in_interpreter
-from tests.helpers.compiled_models import RUNS, Case, compared, difference, expected_of
+from tests.helpers.compiled_models import BOUND, RUNS, Case, compared, difference, expected_of
 from tests.helpers.simulated_gpu import Gpu, simulated
 
 PRETENDING = os.environ.get("FP4COMPILE_PRETENDING") == "1"
@@ -337,7 +337,7 @@ def test_training_with_blocks_whose_scales_are_powers_of_two(monkeypatch):
     assert counted["package"]["gemm_block_scaled_sm100"] + counted["library"].total() == 5
     assert counted["library"].total() and counted["package"]["gemm_block_scaled_sm100"], counted
     for one, other in zip(got, expected, strict=True):
-        assert (one - other).abs().max() <= 2.0**-6 * other.abs().max()
+        assert (one - other).norm() <= BOUND * other.norm()
 
 
 @pytest.mark.skipif(PRETENDING, reason="is that process")

@@ -36,13 +36,16 @@ _SCALES = gl.constexpr(gl.NVMMASharedLayout(0, 32, 1))
 
 
 @gluon.jit
-def tile_at(number, table_ptr, m, n, blocks, BM: gl.constexpr, GROUP_M: gl.constexpr, GROUPS: gl.constexpr,
-            ALONG_K: gl.constexpr):  # fmt: skip
+def tile_at(number, table_ptr, m, n, blocks, CONFIG: gl.constexpr):
     """(matrix, row, end, column, first block, number of blocks) of a tile, by its number.
 
     matrix: of B, or of the result with groups along K. row: the first of A; rows from `end` on are another tile's.
     table: see `float8_blocks_sm90.write_table`. Rows of no group have no blocks, so that their results are zeros.
     """
+    BM: gl.constexpr = CONFIG[0] * ROWS
+    GROUP_M: gl.constexpr = CONFIG[3]
+    GROUPS: gl.constexpr = CONFIG[4]
+    ALONG_K: gl.constexpr = CONFIG[5]
     tiles_n = gl.cdiv(n, BLOCK)
     matrix = gl.to_tensor(0)
     first = gl.to_tensor(0)
@@ -68,8 +71,11 @@ def tile_at(number, table_ptr, m, n, blocks, BM: gl.constexpr, GROUP_M: gl.const
 
 
 @gluon.jit
-def tile_count(table_ptr, m, n, BM: gl.constexpr, GROUPS: gl.constexpr, ALONG_K: gl.constexpr):
+def tile_count(table_ptr, m, n, CONFIG: gl.constexpr):
     """The number of tiles of all matrices."""
+    BM: gl.constexpr = CONFIG[0] * ROWS
+    GROUPS: gl.constexpr = CONFIG[4]
+    ALONG_K: gl.constexpr = CONFIG[5]
     if ALONG_K:
         return GROUPS * gl.cdiv(m, BM) * gl.cdiv(n, BLOCK)
     elif GROUPS:
@@ -94,19 +100,16 @@ def load_tiles(sources, ring, sizes, CONFIG: gl.constexpr):
     PARTS: gl.constexpr = CONFIG[0]
     STEPS: gl.constexpr = CONFIG[1]
     STAGES: gl.constexpr = CONFIG[2]
-    GROUP_M: gl.constexpr = CONFIG[3]
-    GROUPS: gl.constexpr = CONFIG[4]
     ALONG_K: gl.constexpr = CONFIG[5]
-    BM: gl.constexpr = PARTS * ROWS
     stage = gl.to_tensor(0)
     phase = gl.to_tensor(1)
-    for number in range(gl.program_id(0), tile_count(table_ptr, m, n, BM, GROUPS, ALONG_K), gl.num_programs(0)):
-        matrix, row, _, col, first, count = tile_at(number, table_ptr, m, n, blocks, BM, GROUP_M, GROUPS, ALONG_K)
+    for number in range(gl.program_id(0), tile_count(table_ptr, m, n, CONFIG), gl.num_programs(0)):
+        matrix, row, _, col, first, count = tile_at(number, table_ptr, m, n, blocks, CONFIG)
         b_row = col if ALONG_K else matrix * n + col
         for step in range(first, first + count, STEPS):
             mbarrier.wait(empty.index(stage), phase)
             arrived = ready.index(stage)
-            mbarrier.expect(arrived, STEPS * ((BM + BLOCK) * BLOCK + (4 * BLOCK if ALONG_K else 0)))
+            mbarrier.expect(arrived, STEPS * ((PARTS * ROWS + BLOCK) * BLOCK + (4 * BLOCK if ALONG_K else 0)))
             for i in gl.static_range(STEPS):
                 at = stage * STEPS + i
                 # Beyond the last block, codes are zeros, from outside the matrices, and scales those of the last block.
@@ -159,17 +162,14 @@ def multiply_tiles(PART: gl.constexpr, tensors, ring, sizes, CONFIG: gl.constexp
     PARTS: gl.constexpr = CONFIG[0]
     STEPS: gl.constexpr = CONFIG[1]
     STAGES: gl.constexpr = CONFIG[2]
-    GROUP_M: gl.constexpr = CONFIG[3]
-    GROUPS: gl.constexpr = CONFIG[4]
     ALONG_K: gl.constexpr = CONFIG[5]
-    BM: gl.constexpr = PARTS * ROWS
     stage = gl.to_tensor(0)
     phase = gl.to_tensor(0)
     never = m < 0  # not a constant: `wgmma` would get no accumulator
     rows = gl.arange(0, ROWS, gl.SliceLayout(1, _SUMS))
     columns = gl.arange(0, BLOCK, gl.SliceLayout(0, _SUMS))
-    for number in range(gl.program_id(0), tile_count(table_ptr, m, n, BM, GROUPS, ALONG_K), gl.num_programs(0)):
-        matrix, row, end, col, first, count = tile_at(number, table_ptr, m, n, blocks, BM, GROUP_M, GROUPS, ALONG_K)
+    for number in range(gl.program_id(0), tile_count(table_ptr, m, n, CONFIG), gl.num_programs(0)):
+        matrix, row, end, col, first, count = tile_at(number, table_ptr, m, n, blocks, CONFIG)
         row += PART * ROWS
         sums = gl.zeros([ROWS, BLOCK], gl.float32, _SUMS)
         products = sums
@@ -265,6 +265,7 @@ def gemm_float8_blocks_sm90(
     n = gl.to_tensor(n)
     blocks = gl.to_tensor(blocks)
     b_blocks = gl.to_tensor(b_blocks)
+    # The functions above read these by position: Gluon's partitions take one constant, and no names in it.
     config: gl.constexpr = (PARTS, STEPS, STAGES, GROUP_M, GROUPS, ALONG_K, BIAS, TMA)
     ring = (a_ring, b_ring, scale_ring, ready, empty)
     tensors = (out, staging, a_scales_ptr, b_scales_ptr, bias_ptr, out_ptr, b_blocks)
