@@ -1,7 +1,8 @@
 """Dequantised values that a quantiser stores instead of codes: 16 bits, without the global or row scale.
 
-`formats.BlockFormat.values_dtype` explains why 16 bits hold them. Instructions bound the quantisers to NVFP4. So E2M1
-elements with E4M3 scales become floats by moving bits, and are multiplied two at a time: three instructions for each.
+`formats.BlockFormat.values_dtype` explains why 16 bits hold them. Instructions, not bandwidth, bound the quantisers. So
+E2M1 elements with E4M3 scales, and E4M3 elements with E8M0 scales, become floats by moving bits, and are multiplied two
+at a time: three instructions per element.
 """
 
 import triton
@@ -21,7 +22,7 @@ def takes_values(ptr_dtype):
 @triton.constexpr_function
 def quick(element, scale, isa):
     """Whether this file has PTX for the codes of a format."""
-    return isa > 0 and (element, scale) == ("e2m1", "e4m3")
+    return isa > 0 and (element, scale) in (("e2m1", "e4m3"), ("e4m3", "e8m0"))
 
 
 def _e2m1_ptx(scales: int) -> str:
@@ -40,7 +41,22 @@ def _e2m1_ptx(scales: int) -> str:
     return "{ .reg .b32 t, u, v, m; mov.b32 m, 0x74007400; " + spread + words + " }"
 
 
+def _e4m3_ptx(scales: int) -> str:
+    """PTX: four E4M3 codes in $2, scales from $3 on -> two words of two bfloat16 values in $0 and $1.
+
+    With its magnitude at bit 4 and its sign at bit 15, a code is a bfloat16 2^120 times too small. (A NaN code does not
+    become NaN, but its block has the scale NaN.)
+    """
+    words = "".join(
+        f" prmt.b32 t, $2, 0, 0x{2 * i + 1}4{2 * i}4; shr.b32 u, t, 4; and.b32 u, u, 0x07F007F0;"
+        f" lop3.b32 t, t, 0x80008000, u, 0xEA; fma.rn.bf16x2 t, t, m, z; fma.rn.bf16x2 ${i}, t, ${3 + i % scales}, z;"
+        for i in range(2)
+    )
+    return "{ .reg .b32 t, u, m, z; mov.b32 m, 0x7B807B80; mov.b32 z, 0x80008000;" + words + " }"
+
+
 _E2M1, _E2M1_BYTES = tl.constexpr(_e2m1_ptx(1)), tl.constexpr(_e2m1_ptx(4))
+_E4M3, _E4M3_PAIRS = tl.constexpr(_e4m3_ptx(1)), tl.constexpr(_e4m3_ptx(2))
 
 
 @triton.jit
@@ -48,8 +64,9 @@ def values_of_units(units, byte, ELEMENT: tl.constexpr, SCALE: tl.constexpr, dty
     """Units [rows, n] of two or more codes and scale bytes [rows, blocks] -> words [rows, m] of two 16-bit values."""
     if quick(ELEMENT, SCALE, ISA):
         units = halves(units)
-        scale = repeat_scales(rounding_scale(byte, ISA), units.shape[1] // byte.shape[1])
-        return _quick_values(units, scale)
+        scale = rounding_scale(byte, ISA) if SCALE == "e4m3" else _bf16_scale(byte)
+        scale = repeat_scales(scale, units.shape[1] // byte.shape[1])
+        return _quick_values(units, scale, ELEMENT)
     else:
         pairs = split_units(units, 8 if ELEMENT == "e2m1" else 16)
         first, second = decode_pair(pairs, ELEMENT, ISA)
@@ -58,32 +75,52 @@ def values_of_units(units, byte, ELEMENT: tl.constexpr, SCALE: tl.constexpr, dty
 
 
 @triton.jit
-def _quick_values(units, scale):
+def _bf16_scale(byte):
+    """E8M0 scale bytes (int32) -> words with the scale twice as bf16."""
+    bits = tl.where(byte == 0, 0x40, tl.where(byte == 255, 0x7FC0, byte << 7))
+    return bits | (bits << 16)
+
+
+@triton.jit
+def _quick_values(units, scale, ELEMENT: tl.constexpr):
     """int32 units, or units of two codes, times the scale of each unit -> words."""
     if units.dtype != tl.int32:
-        return tl.inline_asm_elementwise(
-            _E2M1_BYTES, "=&r,=&r,=&r,=&r,r,r,r,r,r", [units, scale], dtype=tl.int32, is_pure=True, pack=4
-        )
+        if ELEMENT == "e2m1":
+            return tl.inline_asm_elementwise(
+                _E2M1_BYTES, "=&r,=&r,=&r,=&r,r,r,r,r,r", [units, scale], dtype=tl.int32, is_pure=True, pack=4
+            )
+        else:
+            return tl.inline_asm_elementwise(
+                _E4M3_PAIRS, "=&r,=&r,r,r,r", [units, scale], dtype=tl.int32, is_pure=True, pack=2
+            )
     else:
-        words = _quick_words(units, scale)
-        pairs = tl.join(tl.join(words[0], words[2]), tl.join(words[1], words[3]))
+        words = _quick_words(units, scale, ELEMENT)
+        if ELEMENT == "e2m1":
+            pairs = tl.join(tl.join(words[0], words[2]), tl.join(words[1], words[3]))
+        else:
+            pairs = tl.join(words[0], words[1])
         return tl.reshape(pairs, (units.shape[0], units.shape[1] * len(words)))
 
 
 @triton.jit
-def _quick_words(codes, scale):
+def _quick_words(codes, scale, ELEMENT: tl.constexpr):
     """int32 codes times the scale of each int32 -> a tuple of words of two 16-bit values, in order."""
-    return tl.inline_asm_elementwise(
-        _E2M1, "=&r,=&r,=&r,=&r,r,r", [codes, scale], dtype=(tl.int32, tl.int32, tl.int32, tl.int32), is_pure=True,
-        pack=1,
-    )  # fmt: skip
+    if ELEMENT == "e2m1":
+        return tl.inline_asm_elementwise(
+            _E2M1, "=&r,=&r,=&r,=&r,r,r", [codes, scale], dtype=(tl.int32, tl.int32, tl.int32, tl.int32), is_pure=True,
+            pack=1,
+        )  # fmt: skip
+    else:
+        return tl.inline_asm_elementwise(
+            _E4M3, "=&r,=&r,r,r", [codes, scale], dtype=(tl.int32, tl.int32), is_pure=True, pack=1
+        )
 
 
 @triton.jit
 def scale_of_run(byte, ELEMENT: tl.constexpr, SCALE: tl.constexpr, ISA: tl.constexpr):
     """Scale bytes (int32) -> the scale that `values_of_run` takes."""
     if quick(ELEMENT, SCALE, ISA):
-        return rounding_scale(byte, ISA)
+        return rounding_scale(byte, ISA) if SCALE == "e4m3" else _bf16_scale(byte)
     else:
         return decode_scale(byte, SCALE, ISA)
 
@@ -92,7 +129,7 @@ def scale_of_run(byte, ELEMENT: tl.constexpr, SCALE: tl.constexpr, ISA: tl.const
 def values_of_run(codes, scale, ELEMENT: tl.constexpr, SCALE: tl.constexpr, dtype: tl.constexpr, ISA: tl.constexpr):
     """int32 codes of neighbours, and their `scale_of_run` -> a tuple of words of two 16-bit values, in order."""
     if quick(ELEMENT, SCALE, ISA):
-        return _quick_words(codes, scale)
+        return _quick_words(codes, scale, ELEMENT)
     else:
         bits: tl.constexpr = 8 if ELEMENT == "e2m1" else 16  # of a pair
         unit: tl.constexpr = tl.uint8 if ELEMENT == "e2m1" else tl.uint16
