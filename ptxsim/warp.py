@@ -1,8 +1,8 @@
 """Instructions by which the threads of a warp exchange values.
 
-Source: PTX ISA, "shfl.sync", "redux.sync", "elect.sync", "bar.warp.sync"; confidence high, except for the elected
-thread: the ISA leaves it open, and here it is the lowest one. A warp's threads must execute one of these together: it
-is a fault if others than exactly the threads of the mask do.
+Source: PTX ISA, "shfl.sync", "redux.sync", "vote.sync", "elect.sync", "bar.warp.sync"; confidence high, except for the
+elected thread: the ISA leaves it open, and here it is the lowest one. A warp's threads must execute one of these
+together: it is a fault if others than exactly the threads of the mask do.
 """
 
 from collections.abc import Callable
@@ -66,6 +66,20 @@ def _elect(instruction: Instruction, program: Program) -> Step:
         lowest = fragment.running.reshape(-1, LANES).argmax(1)
         write_leader(fragment, np.repeat(lowest.astype(np.uint32), LANES))
         write_elected(fragment, (lowest[:, None] == _LANE).ravel())
+
+    return step
+
+
+@form("vote.sync.any.pred")
+def _vote(instruction: Instruction, program: Program) -> Step:
+    expect(instruction, 3)
+    into, source, mask = instruction.operands
+    write, read, check = writer(into, "pred"), reader(source, "pred"), _participants(mask)
+
+    def step(fragment: Fragment) -> None:
+        check(fragment)
+        found = fragment.by_warp(read(fragment) & fragment.running).any(1)
+        write(fragment, np.repeat(found, LANES))
 
     return step
 

@@ -50,6 +50,13 @@ class OperandSpec:
         return "none" if self.format is None or self.format.scale is None else self.format.scale
 
     @property
+    def scales_text(self) -> str:
+        """The type of the block scales, then " swizzled" or " square" where they are not linear."""
+        if self.swizzled:
+            return f"{self.scale} swizzled"
+        return f"{self.scale} square" if self.format is not None and self.format.square else self.scale
+
+    @property
     def unit_bytes(self) -> int:
         """The number of bytes of a unit, which is two elements."""
         if self.format is None:

@@ -1,4 +1,4 @@
-"""Products of NVFP4 weights on SM90 in the simulator of their PTX: `gemm_wgmma_sm90`, whose inline PTX needs a GPU."""
+"""Products of FP4 weights on SM90 in the simulator of their PTX, which is inline and needs a GPU otherwise."""
 
 import math
 from dataclasses import replace
@@ -8,8 +8,8 @@ import torch
 
 from fp4compile.check.products import MatmulCase, _from_reference, exact_arguments, exact_operand
 from fp4compile.check.simulator import LaunchSimulator
-from fp4compile.formats import formats, reference_grouped
-from fp4compile.formats.layouts import ceil_div, swizzled_numel
+from fp4compile.formats import formats, reference, reference_grouped
+from fp4compile.formats.layouts import ceil_div, swizzled_numel, to_swizzled
 from fp4compile.formats.operand import Arguments, Operand
 from fp4compile.hardware import Target
 from fp4compile.templates.choose import choose
@@ -43,6 +43,41 @@ def test_tiles_of_wgmma(a, shape, epilogue, form, monkeypatch):
     swizzle = "swizzle_a_sm90" if a is None else "swizzle_codes_sm90"
     assert {swizzle, "gemm_wgmma_sm90"} <= {launch.kernel.__name__ for launch in simulator.launches}
     assert _from_reference(got, x, exact=True) == []
+
+
+SCALES = (0, 1, 126, 127, 128, 200, 252, 255)  # bytes of E8M0: up to 1 (127) a weight's scale takes no detour
+
+
+@pytest.mark.parametrize("layout", ["linear", "swizzled"])
+@pytest.mark.parametrize("rows", [1, 2, 8, 20])
+def test_every_scale_of_mxfp4(rows, layout):
+    """gemv, skinny and wgmma: the smallest and the largest scales, and NaN, which stays in its row of the weights.
+
+    Each row of B has one scale. Large activations meet small scales and the other way round, so sums stay in range.
+    """
+    n, k = 136, 448 if rows > 2 else 512  # 14 scales in a row: every second row begins in the middle of a word
+    generator = torch.Generator().manual_seed(rows)
+    bytes_of = torch.tensor(SCALES).repeat(n // len(SCALES)).view(n, 1).expand(n, k // 32).to(torch.uint8)
+    bytes_of = torch.where((torch.arange(n) == 8)[:, None] & (torch.arange(k // 32) > 3), 255, bytes_of)
+    scales = bytes_of.contiguous().view(torch.float8_e8m0fnu)
+    scales = to_swizzled(scales) if layout == "swizzled" else scales
+    codes = torch.randint(0, 256, (n, k // 2), dtype=torch.uint8, generator=generator)
+    fmt = formats.get("mxfp4")
+    b = Operand(codes.view(fmt.data_dtype), scales, None, fmt)
+    simulator = LaunchSimulator(Target(90), Schedule(1))
+    of_row = bytes_of[:, -1]  # row 8 is NaN in some blocks
+    for power, rows_of_b in ((20, (of_row < 129) | (of_row == 255)), (-30, of_row > 125)):
+        x = torch.randint(-3, 4, (rows, k), generator=generator).to(torch.bfloat16) * 2.0**power
+        arguments = Arguments.of(Operand(x), b, None, torch.float32)
+        with simulator.running():
+            got = multiply(arguments, choose(problem_of(arguments, simulator.target)))
+        weights = reference.dequantize(codes, bytes_of.view(torch.float8_e8m0fnu), None, fmt, k, torch.float64)
+        wanted = (x.double() @ weights.t()).float()
+        assert wanted.isnan().any() and not wanted[:, rows_of_b].isinf().any()
+        torch.testing.assert_close(got[:, rows_of_b], wanted[:, rows_of_b], rtol=0, atol=0, equal_nan=True)
+    assert {launch.kernel.__name__ for launch in simulator.launches} - {"swizzle_a_sm90"} == {
+        1: {"gemv"}, 2: {"gemv"}, 8: {"gemm_skinny"}, 20: {"gemm_wgmma_sm90"}
+    }[rows]  # fmt: skip
 
 
 # Format of the tokens; sizes of groups, and rows of no group; layout of the scales of the weights, how global scales of

@@ -4,10 +4,10 @@ import triton
 import triton.language as tl
 
 from fp4compile.templates.device.async_copy import BARRIER, do_ptx, select_ptx
-from fp4compile.templates.device.nvfp4_weights import dequantize_word, scale_registers
+from fp4compile.templates.device.fp4_weights import SCALE_REGISTERS, scale_registers, scaled_word, type_of_scales
 
 
-def _multiply_step_ptx(compute: str, chains: int) -> str:
+def _multiply_step_ptx(compute: str, chains: int, scale: str) -> str:
     """PTX that adds the product of 16 rows of B and 8 rows of A over 128 elements to a lane's sums.
 
     Outputs: four sums. Inputs: codes of row g (two words of 64 bits), codes of row g + 8; the scale bytes of both rows;
@@ -16,18 +16,13 @@ def _multiply_step_ptx(compute: str, chains: int) -> str:
     """
     kind = "f16x2" if compute == "fp16" else "bf16x2"
     dtype = kind[:-2]
-    text = ["{ .reg .b32 u, v, z, w<8>, a<4>, b<4>, s<2>, t<2>, y<2>; .reg .b16 h, k; .reg .f32 f, g, o<4>;"]
-    text.append("mov.b32 z, 0x80008000;")
+    text = ["{ .reg .b32 w<8>, a<4>, b<4>, y<2>; .reg .f32 o<4>;", SCALE_REGISTERS]
     text += [f"mov.f32 ${i}, ${18 + i};" for i in range(4)]
     text += [f"mov.f32 o{i}, 0f00000000;" for i in range(4 if chains == 2 else 0)]
     text += [f"mov.b64 {{w{2 * i}, w{2 * i + 1}}}, ${4 + i};" for i in range(4)]
-    text += [scale_registers(kind, "$8", "s"), scale_registers(kind, "$9", "t")]
+    text.append(scale_registers(kind, scale, "$8", "$9"))
     for word in (0, 2, 1, 3) if chains == 2 else range(4):  # of 8 codes in each row
-        text += [dequantize_word(kind, f"w{word}", "a"), dequantize_word(kind, f"w{4 + word}", "b")]
-        for j in range(4):
-            for register, scale in (("a", "s"), ("b", "t")):
-                product = f"{register}{j}, {register}{j}, {scale}{word // 2}"
-                text.append(f"mul.rn.f16x2 {product};" if kind == "f16x2" else f"fma.rn.bf16x2 {product}, z;")
+        text.append(scaled_word(kind, scale, word, "a", "b"))
         sums = "{o0, o1, o2, o3}" if chains == 2 and word > 1 else "{$0, $1, $2, $3}"
         for j in (0, 2):
             text.append(
@@ -40,15 +35,16 @@ def _multiply_step_ptx(compute: str, chains: int) -> str:
 
 
 _MULTIPLY_STEP = tl.constexpr({
-    (compute, chains): _multiply_step_ptx(compute, chains) for compute in ("fp16", "bf16") for chains in (1, 2)
+    (compute, scale, chains): _multiply_step_ptx(compute, chains, scale)
+    for compute, scale in (("fp16", "e4m3"), ("bf16", "e4m3"), ("bf16", "e8m0")) for chains in (1, 2)
 })  # fmt: skip
 _MULTIPLY_STEP_OPERANDS = tl.constexpr(",".join(["=&f"] * 4 + ["l"] * 4 + ["r"] * 2 + ["l"] * 8 + ["f"] * 4))
 
 
 @triton.jit
-def multiply_step(w, x, c, COMPUTE: tl.constexpr, CHAINS: tl.constexpr):
+def multiply_step(w, x, c, COMPUTE: tl.constexpr, SCALES: tl.constexpr, CHAINS: tl.constexpr):
     """A lane's four sums c plus the products of a step's B (w) and A (x)."""
-    ptx: tl.constexpr = select_ptx(_MULTIPLY_STEP, COMPUTE, CHAINS)
+    ptx: tl.constexpr = select_ptx(_MULTIPLY_STEP, COMPUTE, type_of_scales(SCALES), CHAINS)
     return tl.inline_asm_elementwise(
         ptx, _MULTIPLY_STEP_OPERANDS, w + x + c,
         dtype=(tl.float32, tl.float32, tl.float32, tl.float32), is_pure=True, pack=1,

@@ -1,11 +1,12 @@
-"""GEMV: one or two rows of 16-bit A times NVFP4 weights B, bound by reading B.
+"""GEMV: one or two rows of 16-bit A times NVFP4 or MXFP4 weights B, bound by reading B.
 
 A decode step of one token consists of such matmuls. As in `gemm_skinny`, asynchronous copies bring the operands of
 each warp's next step to shared memory, and the grid is persistent (`persistent_grid`). Two things differ:
 
 - All of A stays in shared memory. A warp has the same parts of K in every tile. So it stores its parts of A there once,
   in the order of multiplication, and waits for no other warp until the sums of several tiles are added.
-- Block scales are applied to sums, of which there are fewer than codes. `mma.sync` has 16 rows (of B here), 8 columns
+- Block scales are applied to sums, of which there are fewer than codes. (Sums are of 16 elements; two of them have one
+  scale of MXFP4.) `mma.sync` has 16 rows (of B here), 8 columns
   (of A) and four lanes that share the elements of a row. These four lanes read four different quarters of a row's step,
   so at any time each lane multiplies a block of its own. Two of the eight columns belong to each lane: it passes its
   elements of A in these columns, and zeros in the others. So a column's sum covers one block, in float32.
@@ -35,7 +36,7 @@ from fp4compile._compat import statically_true
 from fp4compile.formats.layouts import ceil_div
 from fp4compile.templates.device.apply_epilogue import rescale, store_rounded
 from fp4compile.templates.device.async_copy import AWAIT_VALUE, BARRIER, WARP_BARRIER, do_ptx, select_ptx, wait_ptx
-from fp4compile.templates.device.nvfp4_weights import dequantize_word
+from fp4compile.templates.device.fp4_weights import dequantize_word, type_of_scales
 from fp4compile.templates.device.persistent_grid import group_tiles, next_step, of_matmul
 from fp4compile.templates.device.shared_memory import MEMORY, reserve, reserved, sum_of_warps_ptx
 from fp4compile.templates.gemm.call import Call
@@ -91,6 +92,8 @@ def gemv_config(p: Problem) -> GemvConfig | None:
     # A lane holds its warp's whole part of a row in registers before shared memory, which bounds the steps.
     if not statically_true(p.m <= 2) or not statically_true(steps <= 16):
         return None
+    if p.b.scales_text == "e8m0" and not statically_true(p.k % 128 == 0):  # a row's scales begin at no word
+        return None
     size = needed_bytes(warps, steps, rows)
     fit = [each for each in (2, 3) if each * warps <= 24 and reserved(size, each, p.target)]
     if not fit and not reserved(size, 1, p.target):
@@ -102,20 +105,27 @@ def gemv_config(p: Problem) -> GemvConfig | None:
     return GemvConfig(warps, steps, rows, reserved(size, each, p.target), each * p.target.multiprocessors)
 
 
-def _multiply_ptx(compute: str, half: int, rows: int) -> str:
+def _multiply_ptx(compute: str, scale: str, half: int, rows: int) -> str:
     """PTX that adds the products of 128 elements (one half of a step) of 16 rows of B to a lane's sums.
 
     Outputs: four sums. With two rows of A: sums of the upper row of B with both rows of A, then of the lower row of B
     with both. With one row of A: sums of both rows of B over even blocks, then over odd blocks. Inputs: four words of
     codes of the upper row, four words of the lower row; a word with the upper row's scales of these two blocks, a word
-    with the lower row's scales; the address of the lane's elements of A; the four sums so far.
+    with the lower row's scales, four bytes of E4M3 or two of E8M0; the address of the lane's elements of A; the four
+    sums so far.
     """
     kind, dtype = ("f16x2", "f16") if compute == "fp16" else ("bf16x2", "bf16")
     text = ["{ .reg .b32 u, v, x, a<4>, b<4>, y<8>; .reg .b16 h, k; .reg .f32 z, l<4>, c<4>;"]
     text.append("mov.f32 z, 0f00000000;")
     for row in range(2):
-        text.append(f"mov.b32 {{h, k}}, ${12 + row}; cvt.rn.f16x2.e4m3x2 u, {'k' if half else 'h'};")
-        text.append(f"mov.b32 {{h, k}}, u; cvt.f32.f16 l{row}, h; cvt.f32.f16 l{2 + row}, k;")
+        if scale == "e8m0":
+            text.append(
+                f"bfe.u32 u, ${12 + row}, {8 * half}, 8; shl.b32 u, u, 23; max.u32 u, u, 0x00400000; mov.b32 l{row}, u;"
+            )
+            text.append(f"fma.rn.f32 l{row}, l{row}, z, l{row}; mov.f32 l{2 + row}, l{row};")
+        else:
+            text.append(f"mov.b32 {{h, k}}, ${12 + row}; cvt.rn.f16x2.e4m3x2 u, {'k' if half else 'h'};")
+            text.append(f"mov.b32 {{h, k}}, u; cvt.f32.f16 l{row}, h; cvt.f32.f16 l{2 + row}, k;")
     for block in range(2):
         if rows == 2 or block == 0:
             for word in range(2):  # eight elements of the block
@@ -141,18 +151,18 @@ def _multiply_ptx(compute: str, half: int, rows: int) -> str:
 
 
 _MULTIPLY = tl.constexpr({
-    (compute, half, rows): _multiply_ptx(compute, half, rows)
-    for compute in ("fp16", "bf16") for half in (0, 1) for rows in (1, 2)
+    (compute, scale, half, rows): _multiply_ptx(compute, scale, half, rows)
+    for compute, scale in (("fp16", "e4m3"), ("bf16", "e4m3"), ("bf16", "e8m0")) for half in (0, 1) for rows in (1, 2)
 })  # fmt: skip
 _MULTIPLY_OPERANDS = tl.constexpr(",".join(["=&f"] * 4 + ["r"] * 11 + ["f"] * 4))
 
 
 @triton.jit
-def _multiply(b, a_at, c, COMPUTE: tl.constexpr, ROWS: tl.constexpr):
+def _multiply(b, a_at, c, COMPUTE: tl.constexpr, B_SCALES: tl.constexpr, ROWS: tl.constexpr):
     """A lane's four sums c plus the products of a step. b: from `read_b`. a_at: see `a_address`."""
     for half in tl.static_range(2):
         c = tl.inline_asm_elementwise(
-            select_ptx(_MULTIPLY, COMPUTE, half, ROWS), _MULTIPLY_OPERANDS,
+            select_ptx(_MULTIPLY, COMPUTE, type_of_scales(B_SCALES), half, ROWS), _MULTIPLY_OPERANDS,
             b[8 * half : 8 * half + 8] + b[16:18] + (a_at,) + c,
             dtype=(tl.float32, tl.float32, tl.float32, tl.float32), is_pure=True, pack=1,
         )  # fmt: skip
@@ -193,7 +203,7 @@ def gemv(
     b_1_ptr, b_scales_1_ptr, b_outer_1_ptr, bias_1_ptr, out_1_ptr,
     b_2_ptr, b_scales_2_ptr, b_outer_2_ptr, bias_2_ptr, out_2_ptr,
     m, n, n_1, n_2, k_vectors,
-    A_OUTER: tl.constexpr, B_OUTER: tl.constexpr, B_SQUARE: tl.constexpr, B_SWIZZLED: tl.constexpr,
+    A_OUTER: tl.constexpr, B_OUTER: tl.constexpr, B_SCALES: tl.constexpr,
     BIAS: tl.constexpr, COMPUTE: tl.constexpr, WARPS: tl.constexpr, STEPS: tl.constexpr, ROWS: tl.constexpr,
     WIDE: tl.constexpr, EVEN: tl.constexpr, ISA: tl.constexpr, GROUP_SIZE: tl.constexpr, SHARED: tl.constexpr,
 ):  # fmt: skip
@@ -203,7 +213,7 @@ def gemv(
     GROUP_SIZE: matmuls of the launch, 1 to 3; out_1 is [m, n_1], out_2 [m, n_2]. Pointers of absent matmuls are
     never read.
     WARPS: of a program; the launch must have as many. They share a tile (16 rows of b) along K, in STEPS steps of WIDTH
-    elements each. ROWS: 1 or 2. WIDE: rows of scales are multiples of 16 bytes, and not swizzled. EVEN: no tile has a
+    elements each. ROWS: 1 or 2. WIDE: rows of scales are whole lines of a step, and not swizzled. EVEN: no tile has a
     row, and no step an element, past the end. SHARED: bytes of shared memory to reserve (`reserved`), at least for
     `needed_bytes`.
     """
@@ -220,7 +230,7 @@ def gemv(
     buffer = sums + WARPS * (at_once * sums_size) + lane // 32 * BUFFER_BYTES
     token = copy_b(buffer, tl.program_id(0), 0, lane, lane, b_ptr, b_scales_ptr, b_1_ptr, b_scales_1_ptr, b_2_ptr,
                    b_scales_2_ptr, n, n_1, n_2, k_vectors, tiles, tiles_1, total,
-                   B_SQUARE, B_SWIZZLED, WARPS, WIDE, EVEN, GROUP_SIZE)  # fmt: skip
+                   B_SCALES, WARPS, WIDE, EVEN, GROUP_SIZE)  # fmt: skip
     factors, token = store_a(own_a, token, lane, a_ptr, m, k_vectors, COMPUTE, WARPS, STEPS, ROWS, EVEN)
     a_at, a_stride = a_address(own_a, lane, ROWS)
 
@@ -233,13 +243,13 @@ def gemv(
                 c = c + (tl.zeros((32 * WARPS,), tl.float32),)
             for step in tl.range(steps):
                 token = do_ptx(wait_ptx(0), "r", (token,))
-                b, token = read_b(buffer, token, lane)
+                b, token = read_b(buffer, token, lane, B_SCALES)
                 token = do_ptx(WARP_BARRIER, "r", (token,))  # every lane has read its part: the buffer may be filled
                 next_tile, step_of_next = next_step(tile, step, steps)
                 token = copy_b(buffer, next_tile, step_of_next, token, lane, b_ptr, b_scales_ptr, b_1_ptr,
                                b_scales_1_ptr, b_2_ptr, b_scales_2_ptr, n, n_1, n_2, k_vectors, tiles, tiles_1, total,
-                               B_SQUARE, B_SWIZZLED, WARPS, WIDE, EVEN, GROUP_SIZE)  # fmt: skip
-                c = _multiply(b, a_at + step * a_stride, c, COMPUTE, ROWS)
+                               B_SCALES, WARPS, WIDE, EVEN, GROUP_SIZE)  # fmt: skip
+                c = _multiply(b, a_at + step * a_stride, c, COMPUTE, B_SCALES, ROWS)
             token = _store_sums(sums + (i * WARPS + lane // 32) * sums_size, c, factors, token, lane, ROWS)
         token = do_ptx(BARRIER, "r", (token,))
         token = _store_results(sums, first, count, token, lane, m, n, n_1, n_2, tiles, tiles_1,

@@ -1,14 +1,15 @@
 """The pipeline of `gemv`: copies of B to shared memory, and A in shared memory in the order of reading.
 
 A warp's step is WIDTH elements along K of 16 rows of B. Its buffer has the codes as they lie in global memory, 16 lines
-of 128 bytes, then 16 lines of scales, 16 bytes each. Lane 4 * g + q multiplies rows g and g + 8, and reads the q-th
-quarter of their lines: four blocks of 16 elements.
+of 128 bytes, then 16 lines of scales, 16 bytes each (NVFP4) or 8 (MXFP4). Lane 4 * g + q multiplies rows g and g + 8,
+and reads the q-th quarter of their lines: four blocks of 16 elements.
 """
 
 import triton
 import triton.language as tl
 
 from fp4compile.templates.device.async_copy import COMMIT, WARP_BARRIER, do_ptx
+from fp4compile.templates.device.fp4_weights import is_scales
 from fp4compile.templates.device.memory import swizzle
 from fp4compile.templates.device.persistent_grid import of_matmul
 
@@ -71,28 +72,36 @@ def _copy_codes(to, tile, k_step, wanted, token, lane, b_ptr, n, k_vectors, EVEN
     return _copy_rows(to, source, stride, row, n, at < k_vectors, wanted, token, 16, 8, EVEN)
 
 
+@triton.constexpr_function
+def line_of_scales(scales):
+    """Bytes of the block scales of a row of a step."""
+    return WIDTH.value // (32 if scales.startswith("e8m0") else 16)
+
+
 @triton.jit
 def _copy_scales(
     to, tile, k_step, wanted, token, lane, b_scales_ptr, n, k_vectors,
-    SQUARE: tl.constexpr, SWIZZLED: tl.constexpr, WIDE: tl.constexpr, EVEN: tl.constexpr,
+    SCALES: tl.constexpr, WIDE: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
-    """Start to copy the scales of a step, 16 bytes at a time if WIDE, else four. Returns a token."""
-    size: tl.constexpr = 16 if WIDE else 4
-    pieces: tl.constexpr = 1 if WIDE else 4  # of a line
+    """Start to copy the scales of a step, a line at a time if WIDE, else four bytes. Returns a token."""
+    line: tl.constexpr = line_of_scales(SCALES)
+    size: tl.constexpr = line if WIDE else 4
+    pieces: tl.constexpr = line // size
+    row_bytes = k_vectors * line // 8  # of scales
     place = lane % (16 * pieces) % 32
     row = tile * 16 + place // pieces
     at = k_step * pieces + place % pieces
-    if SWIZZLED:  # rows of the same 16 lie 16 bytes apart
-        source = swizzle(row, 0, tl.cdiv(k_vectors, 2)) + at * 512
+    if is_scales(SCALES, "swizzled"):  # rows of the same 16 lie 16 bytes apart
+        source = swizzle(row, 0, tl.cdiv(row_bytes, 4)) + at * 512
         step = 16
-    elif SQUARE:
-        source = row // 16 * (k_vectors * 2) + at * size
+    elif is_scales(SCALES, "square"):
+        source = row // 16 * row_bytes + at * size
         step = 0
     else:
-        source = row * (k_vectors * 2) + at * size
-        step = k_vectors * 2
+        source = row * row_bytes + at * size
+        step = row_bytes
     stride = (tl.zeros_like(lane) + step * (32 // pieces)).to(tl.int64)
-    inside = at * size < k_vectors * 2
+    inside = at * size < row_bytes
     to = to + place * size
     return _copy_rows(to, b_scales_ptr + source, stride, row, n, inside, wanted, token, size, pieces, EVEN)
 
@@ -101,7 +110,7 @@ def _copy_scales(
 def copy_b(
     buffer, tile, step, token, lane, b_ptr, b_scales_ptr, b_1_ptr, b_scales_1_ptr, b_2_ptr, b_scales_2_ptr,
     n, n_1, n_2, k_vectors, tiles, tiles_1, total,
-    B_SQUARE: tl.constexpr, B_SWIZZLED: tl.constexpr, WARPS: tl.constexpr, WIDE: tl.constexpr, EVEN: tl.constexpr,
+    B_SCALES: tl.constexpr, WARPS: tl.constexpr, WIDE: tl.constexpr, EVEN: tl.constexpr,
     GROUP_SIZE: tl.constexpr,
 ):  # fmt: skip
     """Start to copy a warp's step of a tile into its buffer, and commit the copies as one group. Returns a token.
@@ -117,33 +126,44 @@ def copy_b(
     k_step = step * WARPS + lane // 32
     token = _copy_codes(buffer, tile, k_step, wanted, token, lane, b_ptr, n, k_vectors, EVEN)
     token = _copy_scales(buffer + CODES_BYTES, tile, k_step, wanted, token, lane, b_scales_ptr, n, k_vectors,
-                         B_SQUARE, B_SWIZZLED, WIDE, EVEN)  # fmt: skip
+                         B_SCALES, WIDE, EVEN)  # fmt: skip
     return do_ptx(COMMIT, "r", (token,))
 
 
 _LOWER = 8 * 128  # bytes from the codes of the upper eight rows to the codes of the lower eight rows
-# Outputs: for each half of the lane's quarter (32 elements), four words of codes of the upper row, then four words of
-# the lower row; the four scales of the upper row, the four scales of the lower row; a token. Inputs: addresses of the
-# lane's codes and scales; a token.
-_READ_B = tl.constexpr(
-    "{ .reg .b32 a; mov.b32 $18, 0; xor.b32 a, $19, 16;"
-    f" ld.shared.v4.b32 {{$0, $1, $2, $3}}, [$19]; ld.shared.v4.b32 {{$4, $5, $6, $7}}, [$19 + {_LOWER}];"
-    f" ld.shared.v4.b32 {{$8, $9, $10, $11}}, [a]; ld.shared.v4.b32 {{$12, $13, $14, $15}}, [a + {_LOWER}];"
-    " ld.shared.b32 $16, [$20]; ld.shared.b32 $17, [$20 + 128]; }"
-)
+
+
+@triton.constexpr_function
+def _read_b_ptx(line):
+    """PTX that reads a lane's codes and scales. line: see `line_of_scales`.
+
+    Outputs: for each half of the lane's quarter (32 elements), four words of codes of the upper row, then four words of
+    the lower row; the scales of the upper row, the scales of the lower row; a token. Inputs: addresses of the lane's
+    codes and scales; a token.
+    """
+    load = "ld.shared.b32" if line == 16 else "ld.shared.u16"
+    return (
+        "{ .reg .b32 a; mov.b32 $18, 0; xor.b32 a, $19, 16;"
+        f" ld.shared.v4.b32 {{$0, $1, $2, $3}}, [$19]; ld.shared.v4.b32 {{$4, $5, $6, $7}}, [$19 + {_LOWER}];"
+        f" ld.shared.v4.b32 {{$8, $9, $10, $11}}, [a]; ld.shared.v4.b32 {{$12, $13, $14, $15}}, [a + {_LOWER}];"
+        f" {load} $16, [$20]; {load} $17, [$20 + {8 * line}]; }}"
+    )
+
+
 _READ_B_OPERANDS = tl.constexpr(",".join(["=&r"] * 19 + ["r"] * 3))
 
 
 @triton.jit
-def read_b(buffer, token, lane):
-    """A lane's codes and scales of a step that has arrived: (the outputs of `_READ_B` without its token, token)."""
+def read_b(buffer, token, lane, B_SCALES: tl.constexpr):
+    """A lane's codes and scales of a step that has arrived: (the outputs of `_read_b_ptx` without its token, token)."""
     g = lane % 32 // 4
     q = lane % 4
+    line: tl.constexpr = line_of_scales(B_SCALES)
     codes = buffer + g * 128 + q * 32 + g % 2 * 16
+    scales = buffer + CODES_BYTES + g * line + q * (line // 4)
     found = tl.inline_asm_elementwise(
-        _READ_B, _READ_B_OPERANDS, (codes, buffer + CODES_BYTES + g * 16 + q * 4, token), dtype=(tl.int32,) * 19,
-        is_pure=True, pack=1,
-    )  # fmt: skip
+        _read_b_ptx(line), _READ_B_OPERANDS, (codes, scales, token), dtype=(tl.int32,) * 19, is_pure=True, pack=1
+    )
     return found[:18], found[18]
 
 

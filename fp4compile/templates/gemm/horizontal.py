@@ -45,7 +45,7 @@ def launch_group(
         a, a if call.a.outer is None else call.a.outer, *pointers, *[call.b.data] * 5 * unused,
         p.m, *sizes, *[1] * unused, p.k // 32, *more, num_warps=config.warps, GROUP_SIZE=len(calls),
         A_OUTER=p.a.outer, B_OUTER=p.b.outer, BIAS=int(call.bias is not None),
-        B_SQUARE=int(p.b.format.square), B_SWIZZLED=int(p.b.swizzled), EVEN=int(even),
+        B_SCALES=p.b.scales_text, EVEN=int(even),
         COMPUTE=p.compute, ISA=p.target.isa, **config.constants, **constants,
     )  # fmt: skip
     return outs

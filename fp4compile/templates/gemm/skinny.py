@@ -1,4 +1,4 @@
-"""Skinny GEMM: up to eight rows of 16-bit A times NVFP4 weights B, bound by reading B.
+"""Skinny GEMM: up to eight rows of 16-bit A times NVFP4 or MXFP4 weights B, bound by reading B.
 
 Without groups it serves problems that `gemv` does not: three to eight rows, or rows of A too long for shared memory.
 
@@ -35,8 +35,8 @@ from fp4compile._compat import statically_true
 from fp4compile.formats.layouts import ceil_div
 from fp4compile.templates.device.apply_epilogue import rescale, rescale_mode, store_rounded
 from fp4compile.templates.device.async_copy import AWAIT_VALUE, WARP_BARRIER, do_ptx, wait_ptx
+from fp4compile.templates.device.fp4_weights import STEP_BYTES, read_weights, sums_factor
 from fp4compile.templates.device.group_tiles import clear_rows, ends_of, last_of, load_entry, store_entry
-from fp4compile.templates.device.nvfp4_weights import STEP_BYTES, read_weights
 from fp4compile.templates.device.persistent_grid import group_tiles, next_step, of_matmul
 from fp4compile.templates.device.shared_memory import sum_of_warps_ptx
 from fp4compile.templates.device.skinny_product import multiply_step, store_sums
@@ -111,7 +111,7 @@ def gemm_skinny(
     b_1_ptr, b_scales_1_ptr, b_outer_1_ptr, bias_1_ptr, out_1_ptr,
     b_2_ptr, b_scales_2_ptr, b_outer_2_ptr, bias_2_ptr, out_2_ptr,
     m, n, n_1, n_2, k_vectors, offs_ptr, table_ptr, count, matrices, b_scales_batch, a_outer_each, b_outer_each,
-    A_OUTER: tl.constexpr, B_OUTER: tl.constexpr, B_SQUARE: tl.constexpr, B_SWIZZLED: tl.constexpr,
+    A_OUTER: tl.constexpr, B_OUTER: tl.constexpr, B_SCALES: tl.constexpr,
     BIAS: tl.constexpr, COMPUTE: tl.constexpr, WARPS: tl.constexpr, STAGES: tl.constexpr, TILES: tl.constexpr,
     ROWS: tl.constexpr, CHAINS: tl.constexpr, EVEN: tl.constexpr, ISA: tl.constexpr, GROUP_SIZE: tl.constexpr,
     COUNT: tl.constexpr, INDEXED: tl.constexpr,
@@ -176,7 +176,7 @@ def gemm_skinny(
         next_n, next_group, next_row0, next_m = _part_of(next_tile, table_ptr, tiles, total, ROWS)
     for early in tl.static_range(STAGES):
         token = _copy(first_buffer + early * stage, next_tile, (next_n, next_group, next_row0, next_m), step_of_next,
-                      token, lane, sources, sizes, B_SQUARE, B_SWIZZLED, WARPS, TILES, ROWS, EVEN, GROUP_SIZE,
+                      token, lane, sources, sizes, B_SCALES, WARPS, TILES, ROWS, EVEN, GROUP_SIZE,
                       COUNT)  # fmt: skip
         next_tile, step_of_next = next_step(next_tile, step_of_next, steps)
         if COUNT > 0:
@@ -201,11 +201,11 @@ def gemm_skinny(
             x, token = read_a(buffer + TILES * STEP_BYTES, token, lane, rows)
             sums = ()
             for part in tl.static_range(TILES):
-                w, token = read_weights(buffer, part, token, lane)
+                w, token = read_weights(buffer, part, token, lane, k_vectors, B_SCALES, EVEN)
                 if part == TILES - 1:  # every lane has read its operands, so the buffer can be filled again
                     token = do_ptx(WARP_BARRIER, "r", (token,))
                     token = _copy(buffer, next_tile, (next_n, next_group, next_row0, next_m), step_of_next, token, lane,
-                                  sources, sizes, B_SQUARE, B_SWIZZLED, WARPS, TILES, ROWS, EVEN, GROUP_SIZE,
+                                  sources, sizes, B_SCALES, WARPS, TILES, ROWS, EVEN, GROUP_SIZE,
                                   COUNT)  # fmt: skip
                     next_tile, step_of_next = next_step(next_tile, step_of_next, steps)
                     if COUNT > 0:
@@ -216,7 +216,7 @@ def gemm_skinny(
                         next_n = next_tile
                 if part == 0:
                     x = interleave_a(x)
-                sums = sums + multiply_step(w, x, c[4 * part : 4 * part + 4], COMPUTE, CHAINS)
+                sums = sums + multiply_step(w, x, c[4 * part : 4 * part + 4], COMPUTE, B_SCALES, CHAINS)
             c = sums
             buffer = tl.where(buffer == first_buffer + (STAGES - 1) * stage, first_buffer, buffer + stage)
         token = store_sums(sums_at + lane // 32 * sums_size, c, token, lane, TILES, ROWS)
@@ -227,7 +227,7 @@ def gemm_skinny(
             b_outer += group.to(tl.int64) * b_outer_each
         token = _store_results(sums_at, tile_n, row0, rows, token, lane, n, n_1, n_2, tiles, tiles_1, a_outer, b_outer,
                                bias_ptr, out_ptr, b_outer_1_ptr, bias_1_ptr, out_1_ptr, b_outer_2_ptr, bias_2_ptr,
-                               out_2_ptr, A_OUTER, B_OUTER, BIAS, COMPUTE, WARPS, TILES, ROWS, ISA,
+                               out_2_ptr, A_OUTER, B_OUTER, B_SCALES, BIAS, COMPUTE, WARPS, TILES, ROWS, ISA,
                                GROUP_SIZE)  # fmt: skip
         sums_at = tl.where(sums_at == first_sums, first_sums + WARPS * sums_size, first_sums)
 
@@ -243,7 +243,7 @@ def _part_of(tile, table_ptr, tiles_n, total, ROWS: tl.constexpr):
 @triton.jit
 def _copy(
     buffer, tile, part, step, token, lane, sources, sizes,
-    B_SQUARE: tl.constexpr, B_SWIZZLED: tl.constexpr, WARPS: tl.constexpr, TILES: tl.constexpr, ROWS: tl.constexpr,
+    B_SCALES: tl.constexpr, WARPS: tl.constexpr, TILES: tl.constexpr, ROWS: tl.constexpr,
     EVEN: tl.constexpr, GROUP_SIZE: tl.constexpr, COUNT: tl.constexpr,
 ):  # fmt: skip
     """`copy_step` for a tile and the results of `_part_of`; past the last tile nothing is copied."""
@@ -257,14 +257,15 @@ def _copy(
         total = tl.where(tile < total, tiles, 0)
     return copy_step(buffer, tile_n, step, token, lane, a_ptr, b_ptr, b_scales_ptr, b_1_ptr, b_scales_1_ptr, b_2_ptr,
                      b_scales_2_ptr, rows, n, n_1, n_2, k_vectors, tiles, tiles_1, total,
-                     B_SQUARE, B_SWIZZLED, WARPS, TILES, ROWS, EVEN, GROUP_SIZE)  # fmt: skip
+                     B_SCALES, WARPS, TILES, ROWS, EVEN, GROUP_SIZE)  # fmt: skip
 
 
 @triton.jit
 def _store_results(
     sums_at, tile, row0, m, token, lane, n, n_1, n_2, tiles, tiles_1, a_outer_ptr, b_outer_ptr, bias_ptr, out_ptr,
     b_outer_1_ptr, bias_1_ptr, out_1_ptr, b_outer_2_ptr, bias_2_ptr, out_2_ptr,
-    A_OUTER: tl.constexpr, B_OUTER: tl.constexpr, BIAS: tl.constexpr, COMPUTE: tl.constexpr, WARPS: tl.constexpr,
+    A_OUTER: tl.constexpr, B_OUTER: tl.constexpr, B_SCALES: tl.constexpr, BIAS: tl.constexpr,
+    COMPUTE: tl.constexpr, WARPS: tl.constexpr,
     TILES: tl.constexpr, ROWS: tl.constexpr, ISA: tl.constexpr, GROUP_SIZE: tl.constexpr,
 ):  # fmt: skip
     """Add up the warps' sums of a tile of m rows from row0 on, rescale and store them. Returns a token."""
@@ -286,7 +287,7 @@ def _store_results(
             is_pure=True, pack=1,
         )  # fmt: skip
         token = do_ptx(AWAIT_VALUE, "f,r", (acc, token))  # the sums are read before the next barrier
-        acc = acc * (2.0**14 if COMPUTE == "fp16" else 2.0**7)  # see `dequantize_word`, `scale_registers`
+        acc = acc * sums_factor(COMPUTE, B_SCALES)
         acc = rescale(acc, at_m, at_n, m, n, 0, a_outer_ptr, b_outer_ptr, bias_ptr, rescale_mode(A_OUTER),
                       rescale_mode(B_OUTER), BIAS, 0)  # fmt: skip
         inside = (at_m < m) & (at_n < n) & (place < count)
@@ -318,7 +319,7 @@ def multiply_experts(
         x, a_outer, b.data, b.scales, b_outer, b.data, out, *[b.data] * 10,
         p.rows, p.n, 1, 1, p.k // 32, numbers, table, count, p.groups, b.scale_count, _outers_each(p.a, 0),
         _outers_each(p.b, p.n), num_warps=config.warps, A_OUTER=p.a.outer, B_OUTER=p.b.outer, BIAS=0,
-        B_SQUARE=int(p.b.format.square), B_SWIZZLED=int(p.b.swizzled), COMPUTE=p.compute, GROUP_SIZE=1,
+        B_SCALES=p.b.scales_text, COMPUTE=p.compute, GROUP_SIZE=1,
         COUNT=triton.next_power_of_2(count), INDEXED=int(indexed), EVEN=int(even), ISA=p.target.isa,
         **config.constants,
     )  # fmt: skip

@@ -1,7 +1,7 @@
 """The pipeline of `gemm_skinny`: copies of a step's operands to shared memory, and a lane's reads from there.
 
 A step of a warp is 128 elements along K of TILES times 16 rows of B and of ROWS rows of A. Its buffer has the codes and
-scales of B first (`nvfp4_weights`), then the rows of A. Lane 4 * g + q multiplies rows g and g + 8 of 16 rows of B with
+scales of B first (`fp4_weights`), then the rows of A. Lane 4 * g + q multiplies rows g and g + 8 of 16 rows of B with
 row g of A, and takes blocks q and q + 4 of each.
 """
 
@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from fp4compile.templates.device.async_copy import COMMIT, do_ptx
-from fp4compile.templates.device.nvfp4_weights import STEP_BYTES, copy_weights
+from fp4compile.templates.device.fp4_weights import STEP_BYTES, copy_weights
 from fp4compile.templates.device.persistent_grid import of_matmul
 
 
@@ -89,7 +89,7 @@ def _copy_a(
 def copy_step(
     buffer, tile, step, token, lane, a_ptr, b_ptr, b_scales_ptr, b_1_ptr, b_scales_1_ptr, b_2_ptr, b_scales_2_ptr,
     m, n, n_1, n_2, k_vectors, tiles, tiles_1, total,
-    B_SQUARE: tl.constexpr, B_SWIZZLED: tl.constexpr, WARPS: tl.constexpr, TILES: tl.constexpr,
+    B_SCALES: tl.constexpr, WARPS: tl.constexpr, TILES: tl.constexpr,
     ROWS: tl.constexpr, EVEN: tl.constexpr, GROUP_SIZE: tl.constexpr,
 ):  # fmt: skip
     """Start the copies of a warp's step of a tile into a buffer, and commit them as one group. Returns a token.
@@ -106,7 +106,7 @@ def copy_step(
     for part in tl.static_range(TILES):
         token = copy_weights(buffer + part * STEP_BYTES, step * WARPS + lane // 32, wanted, token, lane,
                              tile * (16 * TILES) + part * 16, b_ptr, b_scales_ptr, n, k_vectors,
-                             B_SQUARE, B_SWIZZLED, EVEN)  # fmt: skip
+                             B_SCALES, EVEN)  # fmt: skip
     token = _copy_a(buffer + TILES * STEP_BYTES, step, wanted, token, lane, a_ptr, m, k_vectors, WARPS, ROWS, EVEN)
     return do_ptx(COMMIT, "r", (token,))
 

@@ -1,4 +1,4 @@
-"""Few rows of 16-bit A times streamed NVFP4 weights, by `gemv` or `skinny`, also for experts.
+"""Few rows of 16-bit A times streamed NVFP4 or MXFP4 weights, by `gemv` or `skinny`, also for experts.
 
 `gemv` has one or two rows. One row of 4096 elements and more takes it 8 to 18 % less time than the best launch of
 `skinny` with two rows, of which one is empty (H200: 4096 x 4096 5.2 and 5.7 us, 14336 x 4096 12.7 and 14.9 us).
@@ -17,10 +17,16 @@ from fp4compile.templates.problem import Problem
 
 
 def streams(p: Problem) -> bool:
-    """Whether `device.nvfp4_weights` can read B, 16 bits represent A, and groups are rows."""
-    weights = p.b.element == "e2m1" and p.b.scale == "e4m3" and p.compute != "fp32"
+    """Whether `device.fp4_weights` can read B, 16 bits represent A, and groups are rows."""
+    weights = p.b.element == "e2m1" and p.compute != "fp32" and (p.b.scale == "e4m3" or _reads_mxfp4(p))
     whole = statically_true(p.k % 64 == 0) and statically_true(p.k > 0) and p.batches == 1
     return weights and whole and (not p.ragged or (p.by_rows and not p.a.swizzled))
+
+
+def _reads_mxfp4(p: Problem) -> bool:
+    """Whether A is plain, and the scales of each matrix of B begin at a word, in rows of their own."""
+    words = p.b.swizzled or not p.ragged or statically_true(p.n * (p.k // 32) % 4 == 0)
+    return p.b.scale == "e8m0" and p.a.format is None and p.b.scales_text != "e8m0 square" and words
 
 
 def _serves(p: Problem) -> bool:

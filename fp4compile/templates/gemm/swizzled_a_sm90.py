@@ -22,8 +22,8 @@ from fp4compile._compat import statically_true
 from fp4compile.formats.layouts import ceil_div
 from fp4compile.templates.device.async_copy import do_ptx, keep, select_ptx
 from fp4compile.templates.device.dependent_launch import launch_dependents
+from fp4compile.templates.device.fp4_weights import dequantize_word
 from fp4compile.templates.device.memory import swizzle
-from fp4compile.templates.device.nvfp4_weights import dequantize_word
 from fp4compile.templates.gemm.call import Call
 from fp4compile.templates.gemm.wgmma_launches_sm90 import WgmmaConfig
 from fp4compile.templates.launch import launch

@@ -1,4 +1,4 @@
-"""GEMM of nine and more rows of 16-bit A times NVFP4 weights B, on the warpgroup matrix units (`wgmma`) of SM90.
+"""GEMM of nine and more rows of 16-bit A times FP4 weights B, on the warpgroup matrix units (`wgmma`) of SM90.
 
 B arrives as in `gemm_skinny`: each warp copies the codes and scales of its own 16 or 32 rows, 128 elements along K a
 step, into STAGES buffers in shared memory, and dequantises them in registers. B is the first operand of `wgmma`, which
@@ -50,15 +50,18 @@ from fp4compile.templates.device.async_copy import (
 )
 from fp4compile.templates.device.dependent_launch import launch_dependents, wait
 from fp4compile.templates.device.elements import pack, unpack
-from fp4compile.templates.device.groups import group_of_tile, of_lanes, per_lane
-from fp4compile.templates.device.lane_rows import bytes_of, load_rows, store_rows
-from fp4compile.templates.device.nvfp4_weights import (
+from fp4compile.templates.device.fp4_weights import (
+    SCALE_REGISTERS,
     STEP_BYTES,
     copy_weights,
-    dequantize_word,
     read_weights,
     scale_registers,
+    scaled_word,
+    sums_factor,
+    type_of_scales,
 )
+from fp4compile.templates.device.groups import group_of_tile, of_lanes, per_lane
+from fp4compile.templates.device.lane_rows import bytes_of, load_rows, store_rows
 from fp4compile.templates.device.pointwise import compute, kind_of, operate, part_of, tensor_count
 from fp4compile.templates.device.shared_memory import MEMORY, reserve
 from fp4compile.templates.gemm.call import Call
@@ -80,25 +83,7 @@ _A_AHEAD = tl.constexpr(2)
 _DESCRIPTOR = 1 << 62 | (1024 >> 4) << 32 | 1 << 16
 
 
-def _words_ptx(compute: str, words: range) -> list[str]:
-    """PTX that dequantises words of eight codes to a{word}_0 to 3 (upper row) and b{word}_0 to 3 (lower row)."""
-    kind = _KIND[compute]
-    text = []
-    for word in words:
-        a, b = f"a{word}_", f"b{word}_"
-        text += [
-            f".reg .b32 {a}<4>, {b}<4>;",
-            dequantize_word(kind, f"w{word}", a),
-            dequantize_word(kind, f"w{4 + word}", b),
-        ]
-        for j in range(4):
-            for register, scale in ((a, "s"), (b, "t")):
-                product = f"{register}{j}, {register}{j}, {scale}{word // 2}"
-                text.append(f"mul.rn.f16x2 {product};" if kind == "f16x2" else f"fma.rn.bf16x2 {product}, z;")
-    return text
-
-
-def _multiply_ptx(compute: str, rows: int, group: int) -> str:
+def _multiply_ptx(compute: str, scale: str, rows: int, group: int) -> str:
     """PTX that adds the product of 64 rows of B (of a warpgroup) and `rows` rows of A over 128 elements to the sums.
 
     Outputs: a lane's sums; a token. Inputs: codes of row g (two words of 64 bits), codes of row g + 8; the scale bytes
@@ -108,14 +93,18 @@ def _multiply_ptx(compute: str, rows: int, group: int) -> str:
     must be another copy of this PTX, to which ptxas assigns other registers.
     """
     kind, sums = _KIND[compute], rows // 2
-    text = ["{ .reg .b32 u, v, z, e, hi, w<8>, s<2>, t<2>; .reg .b16 h, k; .reg .f32 f, g; .reg .b64 d; .reg .pred p;"]
-    text.append(f"mov.b32 z, 0x80008000; mov.b32 hi, {_DESCRIPTOR >> 32}; mov.b32 ${sums}, 0; setp.eq.b32 p, 0, 0;")
+    text = ["{ .reg .b32 e, hi, w<8>; .reg .b64 d; .reg .pred p;", SCALE_REGISTERS]
+    text.append(f"mov.b32 hi, {_DESCRIPTOR >> 32}; mov.b32 ${sums}, 0; setp.eq.b32 p, 0, 0;")
     text += [f"mov.b64 {{w{2 * i}, w{2 * i + 1}}}, ${sums + 1 + i};" for i in range(4)]
-    text += [scale_registers(kind, f"${sums + 5}", "s"), scale_registers(kind, f"${sums + 6}", "t")]
+    text.append(scale_registers(kind, scale, f"${sums + 5}", f"${sums + 6}"))
     held = "{" + ", ".join(f"${i}" for i in range(sums)) + "}"
     for first in range(0, 4, group):
         words = range(first, first + group)
-        text += [*_words_ptx(compute, words), "wgmma.fence.sync.aligned;"]
+        for word in words:
+            text.append(
+                f".reg .b32 a{word}_<4>, b{word}_<4>;" + scaled_word(kind, scale, word, f"a{word}_", f"b{word}_")
+            )
+        text.append("wgmma.fence.sync.aligned;")
         for word, j in itertools.product(words, (0, 2)):
             # One `wgmma` takes 16 elements of a line. A line (128 bytes) has 64; the next 64 are in the next matrix.
             at = word // 2 * (rows * 128 // 16) + (word % 2 * 2 + j // 2) * (32 // 16)
@@ -129,8 +118,9 @@ def _multiply_ptx(compute: str, rows: int, group: int) -> str:
 
 
 _MULTIPLY_WGMMA = tl.constexpr({
-    (compute, rows, group): _multiply_ptx(compute, rows, group)
-    for compute in _KIND for rows in (16, 32, 64, 72, 80, 96, 128, 160, 192, 224, 256) for group in (2, 4)
+    (compute, scale, rows, group): _multiply_ptx(compute, scale, rows, group)
+    for compute, scale in (("fp16", "e4m3"), ("bf16", "e4m3"), ("bf16", "e8m0"))
+    for rows in (16, 32, 64, 72, 80, 96, 128, 160, 192, 224, 256) for group in (2, 4)
 })  # fmt: skip
 
 
@@ -229,7 +219,7 @@ def _release_a_stage(stage, barriers, token, lane, BUFFERS: tl.constexpr):
 @triton.jit
 def _copy_b_step(
     buffer, step, stop, token, lane, row, b_ptr, b_scales_ptr, n, k_vectors,
-    B_SQUARE: tl.constexpr, B_SWIZZLED: tl.constexpr, PARTS: tl.constexpr, EVEN: tl.constexpr,
+    B_SCALES: tl.constexpr, PARTS: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
     """Start to copy a warp's step of B into a buffer, and commit the copies as one group. Returns a token.
 
@@ -237,15 +227,17 @@ def _copy_b_step(
     """
     for part in tl.static_range(PARTS):
         token = copy_weights(buffer + part * STEP_BYTES, step, step < stop, token, lane, row + part * 16, b_ptr,
-                             b_scales_ptr, n, k_vectors, B_SQUARE, B_SWIZZLED, EVEN, True)  # fmt: skip
+                             b_scales_ptr, n, k_vectors, B_SCALES, EVEN, True)  # fmt: skip
     return do_ptx(COMMIT, "r", (token,))
 
 
 @triton.jit
-def _multiply(w, c, a_at, token, COMPUTE: tl.constexpr, ROWS: tl.constexpr, STEPS_PER_STAGE: tl.constexpr):
+def _multiply(
+    w, c, a_at, token, COMPUTE: tl.constexpr, B_SCALES: tl.constexpr, ROWS: tl.constexpr, STEPS_PER_STAGE: tl.constexpr
+):
     """(A lane's sums c plus the products of a step, token). w: B, from `read_weights`. a_at: A in shared memory."""
     group: tl.constexpr = 4 if ROWS == 16 and STEPS_PER_STAGE > 1 else 2  # as many as registers allow
-    text: tl.constexpr = select_ptx(_MULTIPLY_WGMMA, COMPUTE, ROWS, group)
+    text: tl.constexpr = select_ptx(_MULTIPLY_WGMMA, COMPUTE, type_of_scales(B_SCALES), ROWS, group)
     found = tl.inline_asm_elementwise(
         text, _multiply_operands(ROWS // 2), w + ((a_at & 0x3FFFF) >> 4 | 1 << 16, token) + c,
         dtype=(tl.float32,) * (ROWS // 2) + (tl.int32,), is_pure=True, pack=1,
@@ -349,8 +341,9 @@ def _through_epilogue(acc, operands, side: tl.constexpr, EPILOGUE: tl.constexpr,
 @triton.jit
 def _store_results(
     c, token, kept, row, first, col, end, n, k_vectors, a_outer_ptr, b_outer_ptr, bias_ptr, out_ptr, epilogue_0_ptr,
-    epilogue_1_ptr, A_OUTER: tl.constexpr, B_OUTER: tl.constexpr, BIAS: tl.constexpr, EPILOGUE: tl.constexpr,
-    COMPUTE: tl.constexpr, PARTS: tl.constexpr, ROWS: tl.constexpr, WHOLE: tl.constexpr, ISA: tl.constexpr,
+    epilogue_1_ptr, A_OUTER: tl.constexpr, B_OUTER: tl.constexpr, B_SCALES: tl.constexpr, BIAS: tl.constexpr,
+    EPILOGUE: tl.constexpr, COMPUTE: tl.constexpr, PARTS: tl.constexpr, ROWS: tl.constexpr, WHOLE: tl.constexpr,
+    ISA: tl.constexpr,
 ):  # fmt: skip
     """Rescale a lane's sums c, take them through the epilogue, and store them. Where not `kept`, the sums count as 0.
 
@@ -381,7 +374,7 @@ def _store_results(
                 results = ()
                 for side in tl.static_range(2):
                     acc = c[2 * (i // pieces * count + i % pieces * together + j // 2 * 2) + j % 2 + 2 * side]
-                    acc = acc * (2.0**14 if COMPUTE == "fp16" else 2.0**7)  # see `dequantize_word`, `scale_registers`
+                    acc = acc * sums_factor(COMPUTE, B_SCALES)
                     acc = rescale_values(acc, _of_row(factor, a_outer, j, A_OUTER, B_OUTER), b_outer[side], bias[side],
                                          A_OUTER, B_OUTER, BIAS)  # fmt: skip
                     results = results + (_through_epilogue(tl.where(kept, acc, 0.0), of_word, side, EPILOGUE, ISA),)
@@ -427,7 +420,7 @@ def _tile_of_group(
 @triton.jit
 def _multiply_tile(
     swizzled_a_ptr, lines, token, lane, kept, place, steps, memory, n, k_vectors, pointers,
-    A_OUTER: tl.constexpr, B_OUTER: tl.constexpr, B_SQUARE: tl.constexpr, B_SWIZZLED: tl.constexpr, BIAS: tl.constexpr,
+    A_OUTER: tl.constexpr, B_OUTER: tl.constexpr, B_SCALES: tl.constexpr, BIAS: tl.constexpr,
     EPILOGUE: tl.constexpr, COMPUTE: tl.constexpr, WARPS: tl.constexpr, PARTS: tl.constexpr, STAGES: tl.constexpr,
     ROWS: tl.constexpr, STEPS_PER_STAGE: tl.constexpr, BUFFERS: tl.constexpr, EVEN: tl.constexpr, ISA: tl.constexpr,
 ):  # fmt: skip
@@ -462,17 +455,17 @@ def _multiply_tile(
             token = do_ptx(wait_ptx(STAGES - 1), "r", (token,))
             w = ()
             for part in tl.static_range(PARTS):
-                of_part, token = read_weights(buffer, part, token, lane)
+                of_part, token = read_weights(buffer, part, token, lane, k_vectors, B_SCALES, EVEN, True)
                 w = w + of_part
             # Every lane has read its operands, so the buffer can be filled again.
             token = do_ptx(WARP_BARRIER, "r", (token,))
             token = _copy_b_step(buffer, step + STAGES, stop, token, lane, row, b_ptr, b_scales_ptr, n, k_vectors,
-                                 B_SQUARE, B_SWIZZLED, PARTS, EVEN)  # fmt: skip
+                                 B_SCALES, PARTS, EVEN)  # fmt: skip
             a_at = a_buffers + (a_buffer * a_stage_bytes + i * (ROWS * 256))
             sums = ()
             for part in tl.static_range(PARTS):
                 added, token = _multiply(w[6 * part : 6 * part + 6], c[part * count : part * count + count], a_at,
-                                         token, COMPUTE, ROWS, STEPS_PER_STAGE)  # fmt: skip
+                                         token, COMPUTE, B_SCALES, ROWS, STEPS_PER_STAGE)  # fmt: skip
                 sums = sums + added
             c = sums
             if i == 0:  # `_multiply` has waited for all earlier matrix instructions, which read the previous stage
@@ -485,15 +478,15 @@ def _multiply_tile(
     c = _wait_wgmma(c, PARTS * count)
 
     _store_results(c, token, kept, first_m + lane % 4 * 2, first_of_group, row + lane % 32 // 4 * 2, end, n, k_vectors,
-                   a_outer_ptr, b_outer_ptr, bias_ptr, out_ptr, epilogue_0_ptr, epilogue_1_ptr, A_OUTER, B_OUTER, BIAS,
-                   EPILOGUE, COMPUTE, PARTS, ROWS, EVEN, ISA)  # fmt: skip
+                   a_outer_ptr, b_outer_ptr, bias_ptr, out_ptr, epilogue_0_ptr, epilogue_1_ptr, A_OUTER, B_OUTER,
+                   B_SCALES, BIAS, EPILOGUE, COMPUTE, PARTS, ROWS, EVEN, ISA)  # fmt: skip
 
 
 @triton.jit
 def gemm_wgmma_sm90(
     swizzled_a_ptr, a_outer_ptr, b_ptr, b_scales_ptr, b_outer_ptr, bias_ptr, out_ptr, epilogue_0_ptr, epilogue_1_ptr,
     offs_ptr, m, lines, n, k_vectors, splits, b_scales_each,
-    A_OUTER: tl.constexpr, B_OUTER: tl.constexpr, B_SQUARE: tl.constexpr, B_SWIZZLED: tl.constexpr,
+    A_OUTER: tl.constexpr, B_OUTER: tl.constexpr, B_SCALES: tl.constexpr,
     BIAS: tl.constexpr, EPILOGUE: tl.constexpr, COMPUTE: tl.constexpr, WARPS: tl.constexpr, PARTS: tl.constexpr,
     STAGES: tl.constexpr, ROWS: tl.constexpr, STEPS_PER_STAGE: tl.constexpr, BUFFERS: tl.constexpr,
     GROUP_M: tl.constexpr, PARTIAL: tl.constexpr, EVEN: tl.constexpr, PDL: tl.constexpr, ISA: tl.constexpr,
@@ -560,7 +553,7 @@ def gemm_wgmma_sm90(
     token = do_ptx(_barriers_ptx(WARPS, BUFFERS), "r,r,r", (barriers, (lane == 0).to(tl.int32), lane))
     for early in tl.static_range(STAGES):
         token = _copy_b_step(first_buffer + early * b_step_bytes, step + early, stop, token, lane, row, b_ptr,
-                             b_scales_ptr, n, k_vectors, B_SQUARE, B_SWIZZLED, PARTS, EVEN)  # fmt: skip
+                             b_scales_ptr, n, k_vectors, B_SCALES, PARTS, EVEN)  # fmt: skip
     token = do_ptx(BARRIER, "r", (token,))
     if PDL:  # up to here only B is read, and nothing is written
         swizzled_a_ptr = wait(swizzled_a_ptr)
@@ -587,7 +580,7 @@ def gemm_wgmma_sm90(
         if end - first_m <= NARROWEST:
             _multiply_tile(
                 swizzled_a_ptr, lines, token, lane, kept, place, steps, memory, n, k_vectors, pointers,
-                a_outer, b_outer, B_SQUARE, B_SWIZZLED, bias, operations, COMPUTE, WARPS, PARTS, STAGES, NARROWEST,
+                a_outer, b_outer, B_SCALES, bias, operations, COMPUTE, WARPS, PARTS, STAGES, NARROWEST,
                 STEPS_PER_STAGE, BUFFERS, EVEN, ISA,
             )  # fmt: skip
             return
@@ -595,13 +588,13 @@ def gemm_wgmma_sm90(
         if end - first_m <= NARROW:
             _multiply_tile(
                 swizzled_a_ptr, lines, token, lane, kept, place, steps, memory, n, k_vectors, pointers,
-                a_outer, b_outer, B_SQUARE, B_SWIZZLED, bias, operations, COMPUTE, WARPS, PARTS, STAGES, NARROW,
+                a_outer, b_outer, B_SCALES, bias, operations, COMPUTE, WARPS, PARTS, STAGES, NARROW,
                 STEPS_PER_STAGE, BUFFERS, EVEN, ISA,
             )  # fmt: skip
             return
     _multiply_tile(
         swizzled_a_ptr, lines, token, lane, kept, place, steps, memory, n, k_vectors, pointers,
-        a_outer, b_outer, B_SQUARE, B_SWIZZLED, bias, operations, COMPUTE, WARPS, PARTS, STAGES, ROWS,
+        a_outer, b_outer, B_SCALES, bias, operations, COMPUTE, WARPS, PARTS, STAGES, ROWS,
         STEPS_PER_STAGE, BUFFERS, EVEN, ISA,
     )  # fmt: skip
 
@@ -626,7 +619,7 @@ def _run(call: Call, config: WgmmaConfig) -> torch.Tensor:
         p.m, arrangement.rows, p.n, p.k // 32, split_k, call.b.scale_count if groups else 0,
         A_OUTER=p.a.outer, B_OUTER=p.b.outer,
         BIAS=int(call.bias is not None), EPILOGUE=first.epilogue_text, PARTIAL=int(split_k > 1),
-        B_SQUARE=int(p.b.format.square), B_SWIZZLED=int(p.b.swizzled), COMPUTE=p.compute, EVEN=int(even),
+        B_SCALES=p.b.scales_text, COMPUTE=p.compute, EVEN=int(even),
         PDL=p.target.dependent_launch, ISA=p.target.isa, GROUPS=groups, num_warps=config.warps, **config.constants,
     )  # fmt: skip
     return out if split_k == 1 else reduce_split_k(call, out, split_k, pdl=True)

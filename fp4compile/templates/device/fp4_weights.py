@@ -1,4 +1,4 @@
-"""NVFP4 weights of `gemm_skinny` and `gemm_wgmma_sm90`: from global to shared memory and to 16-bit registers.
+"""NVFP4 and MXFP4 weights of `gemm_skinny` and `gemm_wgmma_sm90`: from global to shared memory and to 16-bit registers.
 
 A warp's step is 16 rows of B (8 upper and 8 lower ones) times 128 elements along K. It has a buffer of `STEP_BYTES` in
 shared memory: the codes of the upper rows, the codes of the lower rows, then the scales of both in the same order.
@@ -8,6 +8,11 @@ the eight rows after the upper ones, or (PAIRED) every second row, so that a lan
 neighbouring columns of the result. A lane takes blocks q and q + 4 of the eight blocks of 16 elements. The instructions
 assign other elements of K to a lane; that changes only the order of the sum over K, because A is assigned to the lanes
 in the same order.
+
+SCALES is `OperandSpec.scales_text`: "e4m3" (NVFP4, a scale for 16 elements) or "e8m0" (MXFP4, for 32), then " swizzled"
+or " square" where the scales are not linear. With MXFP4, two blocks of 16 have one scale, and a row's four scales of a
+step are one aligned word of memory; or, where linear rows have an odd number of pairs of scales, they are the halves of
+two words in each odd row. Then both words are copied.
 """
 
 import triton
@@ -42,11 +47,71 @@ def dequantize_word(kind: str, word: str, out: str) -> str:
     return " ".join(lines)
 
 
-def scale_registers(kind: str, pair: str, out: str) -> str:
+SCALE_REGISTERS = ".reg .b32 s<2>, t<2>, u, v, c, z; .reg .b16 h, k; .reg .f32 f, g; .reg .pred q, large;"
+
+
+def scale_registers(kind: str, scale: str, upper: str, lower: str) -> str:
+    """PTX that turns two scale bytes of each of two rows into s0 and s1, t0 and t1, each with a scale in both halves.
+
+    kind: f16x2 or bf16x2. scale: "e4m3" or "e8m0"; the latter needs bf16x2. Needs `SCALE_REGISTERS`, for `scaled_word`,
+    too. Sums of products have `sums_factor`'s inverse as a factor.
+    """
+    text = "mov.b32 z, 0x80008000;"  # -0 twice, which changes no sum
+    if scale == "e8m0":
+        return text + _powers_of_two(upper, lower)
+    return text + _e4m3_registers(kind, upper, "s") + _e4m3_registers(kind, lower, "t")
+
+
+def _powers_of_two(upper: str, lower: str) -> str:
+    """PTX of `scale_registers` for E8M0: 2^126 times the scale, which makes the code's 2^-126 exact for every scale.
+
+    Where a scale of the warp is above 1, bf16 has not room for all of them: then `large` is true, the codes are
+    multiplied by 2^126 first (`scaled_word`), and the registers are the scales, of which 255 is NaN.
+    """
+    bytes_of = [
+        (out, pair, 8 * i)
+        for pair, name in ((upper, "s"), (lower, "t"))
+        for i, out in enumerate((f"{name}0", f"{name}1"))
+    ]
+    text = [f"mov.b32 c, 0x7E807E80; lop3.b32 u, {upper}, {lower}, 0x8080, 0xA8; setp.ne.b32 q, u, 0;"]
+    text.append("vote.sync.any.pred large, q, 0xffffffff;")
+    text += [f"bfe.u32 u, {pair}, {at}, 8; mad.lo.u32 {out}, u, 0x800080, 0x3F003F00;" for out, pair, at in bytes_of]
+    text.append("@!large bra.uni SMALL;")
+    for out, pair, at in bytes_of:
+        text.append(f"bfe.u32 u, {pair}, {at}, 8; mul.lo.u32 {out}, u, 0x800080; setp.eq.u32 q, u, 0;")
+        text.append(f"selp.b32 {out}, 0x400040, {out}, q; setp.eq.u32 q, u, 255; selp.b32 {out}, 0x7FC07FC0, {out}, q;")
+    return " ".join([*text, "SMALL:"])
+
+
+def scaled_word(kind: str, scale: str, word: int, upper: str, lower: str) -> str:
+    """PTX: w{word} to the registers {upper}0 to 3, and w{4 + word} to {lower}0 to 3, dequantised, times their scales.
+
+    word: eight codes, 0 and 1 of a row's first block, 2 and 3 of its second. Needs `scale_registers`.
+    """
+    text = [dequantize_word(kind, f"w{word}", upper), dequantize_word(kind, f"w{4 + word}", lower)]
+    registers = [
+        (f"{row}{j}", f"{of_row}{word // 2}") for j in range(4) for row, of_row in ((upper, "s"), (lower, "t"))
+    ]
+    if scale == "e8m0":
+        text.append(f"@!large bra.uni SMALL{word};")
+        text += [f"fma.rn.bf16x2 {register}, {register}, c, z;" for register, _ in registers]
+        text.append(f"SMALL{word}:")
+    times = "mul.rn.f16x2 {0}, {0}, {1};" if kind == "f16x2" else "fma.rn.bf16x2 {0}, {0}, {1}, z;"
+    return " ".join([*text, *(times.format(*each) for each in registers)])
+
+
+@triton.constexpr_function
+def sums_factor(compute, scales):
+    """The factor of sums of products of weights from `scaled_word`."""
+    if scales.startswith("e8m0"):
+        return 1.0
+    return 2.0**14 if compute == "fp16" else 2.0**7
+
+
+def _e4m3_registers(kind: str, pair: str, out: str) -> str:
     """PTX that turns two E4M3 bytes into two registers, {out}0 and {out}1, each with one scale in both halves.
 
     kind: f16x2, or bf16x2, which multiplies the scales by 2^119; products with `dequantize_word` then carry 2^-7.
-    Needs the registers u, h, k, f and g.
     """
     lines = f"cvt.u16.u32 h, {pair}; cvt.rn.f16x2.e4m3x2 u, h;"
     if kind == "f16x2":
@@ -75,21 +140,62 @@ _COPY_PART_OF_STEP = tl.constexpr(
     f" cp.async.cg.shared.global [$1 + {_CODES_LOWER}], [$4], 16, $7; cp.async.ca.shared.global [$2], [$5], 4, $8; }}"
 )
 # Outputs: codes of the upper row (two words of 64 bits), codes of the lower row; two scale bytes of each; a token.
-# Inputs: addresses of the upper row's two words and of its scales; a `prmt` selector of two of eight scale bytes; a
-# token.
+# Inputs: addresses of the upper row's two words and of its scales; a `prmt` selector of two of eight scale bytes of the
+# upper row, and of the lower row; a token.
 _READ_STEP = tl.constexpr(
     "{ .reg .b32 e, f; mov.b32 $6, 0;"
     f" ld.shared.b64 $0, [$7]; ld.shared.b64 $1, [$8]; ld.shared.b64 $2, [$7 + {_CODES_LOWER}];"
     f" ld.shared.b64 $3, [$8 + {_CODES_LOWER}];"
     " ld.shared.v2.b32 {e, f}, [$9]; prmt.b32 $4, e, f, $10;"
-    f" ld.shared.v2.b32 {{e, f}}, [$9 + {_SCALES_LOWER}]; prmt.b32 $5, e, f, $10; }}"
+    f" ld.shared.v2.b32 {{e, f}}, [$9 + {_SCALES_LOWER}]; prmt.b32 $5, e, f, $11; }}"
 )
+
+
+@triton.constexpr_function
+def type_of_scales(scales):
+    """The type of SCALES: "e4m3" or "e8m0"."""
+    return scales.split()[0]
+
+
+@triton.constexpr_function
+def is_scales(scales, name):
+    """Whether SCALES names this type or layout."""
+    return name in scales.split()
+
+
+@triton.jit
+def _scales_of_row(
+    row, step, half, n, k_vectors, SCALES: tl.constexpr, EVEN: tl.constexpr
+):  # fmt: skip
+    """(Offset of one of two words of a row's scales of a step, how many of its bytes exist). half: which word, 0 or 1.
+
+    A row's scales may be one word; then both words are that one, or (not EVEN) the second one is not needed.
+    """
+    SWIZZLED: tl.constexpr = is_scales(SCALES, "swizzled")
+    if is_scales(SCALES, "e4m3"):
+        word = step * 2 + half
+        if SWIZZLED:
+            at = swizzle(row, 0, tl.cdiv(k_vectors, 2)) + word * 512
+        elif is_scales(SCALES, "square"):
+            at = (row // 16 * (k_vectors // 2) + word) * 4
+        else:
+            at = (row * (k_vectors // 2) + word) * 4
+        left = (k_vectors - word * 2) * 2
+    elif SWIZZLED:
+        at = swizzle(row, 0, tl.cdiv(k_vectors, 4)) + step * 512
+        left = k_vectors - step * 4
+    else:
+        at = row * k_vectors + step * 4
+        if not EVEN:
+            at = at // 4 * 4 + half * 4
+        left = (row + 1) * k_vectors - at
+    return at, tl.where(row < n, tl.minimum(left, 4), 0)
 
 
 @triton.jit
 def copy_weights(
     buffer, step, wanted, token, lane, row, codes_ptr, scales_ptr, n, k_vectors,
-    SQUARE: tl.constexpr, SWIZZLED: tl.constexpr, EVEN: tl.constexpr, PAIRED: tl.constexpr = False,
+    SCALES: tl.constexpr, EVEN: tl.constexpr, PAIRED: tl.constexpr = False,
 ):  # fmt: skip
     """Start to copy the codes and scales of a warp's step into a buffer. Returns a token.
 
@@ -101,15 +207,9 @@ def copy_weights(
     g = lane % 32 // 4
     q = lane % 4
     codes_vector = step * 4 + q  # of 16 bytes
-    scales_word = step * 2 + q % 2  # of 4 bytes
     upper = row + (2 * g if PAIRED else g)
     scales_row = upper + q // 2 * apart  # half of the lanes copy the upper rows' scales, half the lower rows'
-    if SWIZZLED:
-        scales = swizzle(scales_row, 0, tl.cdiv(k_vectors, 2)) + scales_word * 512
-    elif SQUARE:
-        scales = (scales_row // 16 * (k_vectors // 2) + scales_word) * 4
-    else:
-        scales = (scales_row * (k_vectors // 2) + scales_word) * 4
+    scales, scale_bytes = _scales_of_row(scales_row, step, q % 2, n, k_vectors, SCALES, EVEN)
     # In every second pair of rows the halves are exchanged, so that simultaneous reads of lanes are of different banks.
     to_codes = buffer + g * _CODES_ROW + (q ^ (g // 2 % 2 * 2)) * 16
     to_scales = buffer + _SCALES + (g + q // 2 * 8) * _SCALES_ROW + q % 2 * 4
@@ -121,29 +221,45 @@ def copy_weights(
         token = do_ptx(_COPY_WHOLE_STEP, "r,r,l,l,l,r,r", places + (ok.to(tl.int32), token))
     else:
         in_row = wanted & (codes_vector < k_vectors)
-        scales_ok = wanted & (scales_word * 2 < k_vectors) & (scales_row < n)
+        scale_bytes = tl.where(wanted, tl.maximum(scale_bytes, 0), 0)
         upper_bytes = (in_row & (upper < n)).to(tl.int32) * 16
         lower_bytes = (in_row & (upper + apart < n)).to(tl.int32) * 16
-        sizes = (upper_bytes, lower_bytes, scales_ok.to(tl.int32) * 4)
+        sizes = (upper_bytes, lower_bytes, scale_bytes)
         token = do_ptx(_COPY_PART_OF_STEP, "r,r,l,l,l,r,r,r,r", places + sizes + (token,))
     return token
 
 
 @triton.jit
-def read_weights(buffer, part: tl.constexpr, token, lane):
+def _scale_bytes(q, odd_row, k_vectors, SCALES: tl.constexpr, EVEN: tl.constexpr):
+    """The `prmt` selector of a lane's two scale bytes of a row among the eight bytes of two copied words."""
+    if is_scales(SCALES, "e4m3"):
+        return q | (q + 4) << 4
+    else:
+        first = q // 2
+        if not EVEN and not is_scales(SCALES, "swizzled"):
+            first += odd_row * (k_vectors % 4)
+        return first | (first + 2) << 4
+
+
+@triton.jit
+def read_weights(
+    buffer, part: tl.constexpr, token, lane, k_vectors, SCALES: tl.constexpr, EVEN: tl.constexpr,
+    PAIRED: tl.constexpr = False,
+):  # fmt: skip
     """A lane's codes and scales of a copied step: (the six outputs of `_READ_STEP` without its token, token).
 
-    part: number of the 16 rows in the buffer.
+    part: number of the 16 rows in the buffer. The other arguments: as for `copy_weights`.
     """
     g = lane % 32 // 4
     q = lane % 4
     buffer = buffer + part * STEP_BYTES
     first = buffer + g * _CODES_ROW + (q // 2 ^ (g // 2 % 2 * 2)) * 16 + q % 2 * 8
-    scale_bytes = q | (q + 4) << 4
+    of_upper = _scale_bytes(q, 0 if PAIRED else g % 2, k_vectors, SCALES, EVEN)
+    of_lower = _scale_bytes(q, 1 if PAIRED else g % 2, k_vectors, SCALES, EVEN)
     second = buffer + g * _CODES_ROW + (q // 2 ^ 2 ^ (g // 2 % 2 * 2)) * 16 + q % 2 * 8
     found = tl.inline_asm_elementwise(
-        _READ_STEP, "=&l,=&l,=&l,=&l,=&r,=&r,=&r,r,r,r,r,r",
-        (first, second, buffer + _SCALES + g * _SCALES_ROW, scale_bytes, token),
+        _READ_STEP, "=&l,=&l,=&l,=&l,=&r,=&r,=&r,r,r,r,r,r,r",
+        (first, second, buffer + _SCALES + g * _SCALES_ROW, of_upper, of_lower, token),
         dtype=(tl.int64, tl.int64, tl.int64, tl.int64, tl.int32, tl.int32, tl.int32), is_pure=True, pack=1,
     )  # fmt: skip
     return found[0:6], found[6]
