@@ -46,9 +46,8 @@ for _kind in ("s16", "s32", "s64"):
     elementwise(f"{_kind} {_kind}", f"neg.{_kind}")(np.negative)
 
 
-@elementwise("s32 s32 s32", "max.relu.s32")
-def _positive_maximum(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    return np.maximum(np.maximum(a, b), 0)
+for _name, _select in (("min", np.minimum), ("max", np.maximum)):
+    elementwise("s32 s32 s32", f"{_name}.relu.s32")(lambda a, b, select=_select: np.maximum(select(a, b), 0))
 
 
 for _kind, _wide in (("s16", "s32"), ("u16", "u32"), ("s32", "s64"), ("u32", "u64")):

@@ -13,6 +13,7 @@ from fp4compile.formats.layouts import ceil_div, swizzled_numel, to_swizzled
 from fp4compile.formats.operand import Arguments, Operand
 from fp4compile.hardware import Target
 from fp4compile.templates.choose import choose
+from fp4compile.templates.gemm.skinny import SkinnyConfig
 from fp4compile.templates.gemm.wgmma_launches_sm90 import WgmmaConfig, with_shared_memory
 from fp4compile.templates.gemm.wgmma_sm90 import needed_bytes
 from fp4compile.templates.multiply import multiply
@@ -80,9 +81,9 @@ def test_every_scale_of_mxfp4(rows, layout):
     }[rows]  # fmt: skip
 
 
-# Format of the tokens; sizes of groups, and rows of no group; layout of the scales of the weights, how global scales of
+# Format of the tokens; sizes of groups, and rows of no group; format or layout of the scales of the weights, how global scales of
 # tokens and of weights are shared; columns and K; rows of a tile, warps, parts of a warp, stages, steps a stage, split,
-# tiles walked together, buffers of A, rows of a narrow tile.
+# tiles walked together, buffers of A, rows of a narrow tile; None for groups that skinny serves.
 @pytest.mark.parametrize(("tokens", "sizes", "left", "layout", "outer", "shape", "form"), [
     # Two tiles of rows of B, tiles of A that are walked two together, more stages of A than buffers.
     (None, (0, 1, 65, 3, 0), 2, "swizzled", ("row", "group"), (128, 1408), (16, 4, 1, 2, 1, 1, 2)),
@@ -90,30 +91,37 @@ def test_every_scale_of_mxfp4(rows, layout):
     # tiles of a whole group, of a group's end, and of rows of no group.
     (None, (3, *[0] * 31, 238, 0, 0), 33, "square", ("group", "row"), (136, 448), (72, 4, 1, 3, 1, 1, 8, 3, 32)),
     ("nvfp4", (3, 0, 33, 1), 1, "swizzled", ("row", "group"), (64, 192), (16, 4, 1, 2, 2)),
-], ids=["walked", "ragged", "codes"])  # fmt: skip
+    (None, (0, 40, 3), 2, "mxfp4", (None, None), (72, 448), (16, 4, 1, 2, 1)),
+    (None, (0, 9, 1), 2, "mxfp4", (None, None), (72, 448), None),
+], ids=["walked", "ragged", "codes", "mxfp4", "few rows of mxfp4"])  # fmt: skip
 def test_groups_of_wgmma(tokens, sizes, left, layout, outer, shape, form, monkeypatch):
     """Bits of the reference. NaN of tokens or weights of one group reach no other; rows of no group are zeros."""
     a, b = operands_of_groups(tokens, len(sizes), sum(sizes) + left, *shape, layout, outer)
     for values, nan in ((a.data, torch.nan),) if tokens is None else ((a.scales.view(torch.uint8), 0x7F),):
         values[: sizes[0]] = values[-left:] = nan
-    b.scales.view(torch.uint8)[-2:] = 0x7F  # NaN
-    b.outer[-1] = torch.nan
+    b.scales.view(torch.uint8)[-1:] = 0xFF  # NaN
+    if b.outer is not None:
+        b.outer[-1] = torch.nan
     offs = torch.tensor(sizes).cumsum(0).to(torch.int32)
     x = Arguments.of(a, b, None, torch.bfloat16, offs=offs, rows=len(a.data))
-    choices.configured(monkeypatch, "wgmma_sm90",
-                       lambda problem: with_shared_memory(WgmmaConfig(*form), problem, needed_bytes))  # fmt: skip
+    if form is None:  # one program: several write one table, the same values, which the simulator calls a race
+        choices.configured(monkeypatch, "streaming", SkinnyConfig(8, 1, 4, 2, 1, 1))
+    else:
+        choices.configured(monkeypatch, "wgmma_sm90",
+                           lambda problem: with_shared_memory(WgmmaConfig(*form), problem, needed_bytes))  # fmt: skip
     simulator = LaunchSimulator(Target(90), Schedule(1))
     with simulator.running():
-        got = multiply(x, choose(problem_of(x, simulator.target), "wgmma_sm90"))
-    assert [launch.constants["GROUPS"] for launch in simulator.launches] == [len(sizes)] * 2
+        got = multiply(x, choose(problem_of(x, simulator.target), "streaming" if form is None else "wgmma_sm90"))
+    groups = [launch.constants.get("GROUPS") for launch in simulator.launches]
+    assert groups == ([None] if form is None else [len(sizes)] * 2)
     expected = reference_grouped.scaled_grouped_mm(a, b, offs, len(a.data), torch.bfloat16)
     torch.testing.assert_close(got, expected, rtol=0, atol=0, equal_nan=True)
 
 
 def operands_of_groups(tokens, groups, rows, n, k, layout, outer):
     """Tokens and weights of which every sum is exact in float32."""
-    fmt = formats.get("nvfp4_16x16" if layout == "square" else "nvfp4")
-    of_each = (swizzled_numel(n, k // 16),) if layout == "swizzled" else (ceil_div(n, 16), k // 16)
+    fmt = formats.get({"square": "nvfp4_16x16", "mxfp4": "mxfp4"}.get(layout, "nvfp4"))
+    of_each = {"swizzled": (swizzled_numel(n, k // 16),), "mxfp4": (n, k // 32)}.get(layout, (ceil_div(n, 16), k // 16))
     codes = torch.empty(groups, n, k // 2, dtype=fmt.data_dtype, device="meta")
     a = exact_operand(Operand(torch.empty(rows, k, dtype=torch.bfloat16, device="meta")), 100)
     if tokens is not None:

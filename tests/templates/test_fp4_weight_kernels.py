@@ -1,4 +1,4 @@
-"""The kernels that stream NVFP4 weights (gemv, skinny, wgmma): written in inline PTX, so they run on a GPU alone."""
+"""The kernels that stream FP4 weights (gemv, skinny, wgmma): written in inline PTX, so they run on a GPU alone."""
 
 import pytest
 import torch
@@ -20,6 +20,15 @@ from tests.helpers.multiplied import scaled_grouped_mm
 pytestmark = pytest.mark.skipif(INTERPRETING, reason="inline PTX")
 
 
+# Activations, weights, layout of the weights' scales.
+OPERANDS = [
+    (torch.bfloat16, "nvfp4", "linear"), (torch.float16, "nvfp4_16x16", "swizzled"),
+    ("nvfp4_rowwise", "nvfp4", "swizzled"), (torch.bfloat16, "nvfp4_16x16", "linear"),
+    (torch.bfloat16, "mxfp4", "linear"), (torch.bfloat16, "mxfp4", "swizzled"),
+]  # fmt: skip
+operands = pytest.mark.parametrize(("a", "b", "layout"), OPERANDS, ids=str)
+
+
 def check_shapes(shapes, a, b, layout, *out_dtype):
     """Products with a bias, of m x n x k."""
     a = a if isinstance(a, torch.dtype) else formats.get(a)
@@ -29,9 +38,7 @@ def check_shapes(shapes, a, b, layout, *out_dtype):
 
 
 @gpu
-@pytest.mark.parametrize("layout", ["linear", "swizzled"])
-@pytest.mark.parametrize("b", ["nvfp4", "nvfp4_16x16"])
-@pytest.mark.parametrize("a", [torch.bfloat16, torch.float16, "nvfp4_rowwise"], ids=str)
+@operands
 def test_gemv_and_skinny(a, b, layout):
     """Up to eight rows: whole steps of every warp and ragged ends, rows of B that no tile divides."""
     shapes = [(1, 256, 2048), (5, 200, 1088), (8, 96, 8192), (7, 40, 64), (3, 2064, 4096), (2, 2072, 8768),
@@ -47,9 +54,7 @@ SKINNY_CONFIGURATIONS = [
 
 
 @gpu
-@pytest.mark.parametrize("layout", ["linear", "swizzled"])
-@pytest.mark.parametrize("b", ["nvfp4", "nvfp4_16x16"])
-@pytest.mark.parametrize("a", [torch.bfloat16, torch.float16, "nvfp4_rowwise"], ids=str)
+@operands
 @pytest.mark.parametrize("form", SKINNY_CONFIGURATIONS, ids=str)
 def test_configurations_of_skinny(form, a, b, layout, monkeypatch):
     """Each configuration, with whole steps and ragged ends, also where `skinny_config` gives another one."""
@@ -64,9 +69,7 @@ GEMV_CONFIGURATIONS = [(1, 4, 99), (2, 8, 1), (1, 8, 2), (2, 4, 2), (1, 16, 1), 
 
 
 @gpu
-@pytest.mark.parametrize("layout", ["linear", "swizzled"])
-@pytest.mark.parametrize("b", ["nvfp4", "nvfp4_16x16"])
-@pytest.mark.parametrize("a", [torch.bfloat16, "nvfp4_rowwise"], ids=str)
+@operands
 @pytest.mark.parametrize("form", GEMV_CONFIGURATIONS, ids=str)
 def test_configurations_of_gemv(form, a, b, layout, monkeypatch):
     """Each configuration, with whole steps and ragged ends, and more tiles of a program than are added at once."""
@@ -81,9 +84,7 @@ def test_configurations_of_gemv(form, a, b, layout, monkeypatch):
 
 
 @gpu
-@pytest.mark.parametrize("layout", ["linear", "swizzled"])
-@pytest.mark.parametrize("b", ["nvfp4", "nvfp4_16x16"])
-@pytest.mark.parametrize("a", [torch.bfloat16, torch.float16, "nvfp4_rowwise"], ids=str)
+@operands
 def test_wgmma(a, b, layout):
     """Nine to 64 rows: one part of K and several, the last of them short or empty, ragged stages and programs."""
     shapes = [(16, 512, 4096), (16, 1024, 16384), (9, 205, 1088), (17, 784, 2112), (32, 40, 64), (48, 200, 8768),
@@ -93,10 +94,7 @@ def test_wgmma(a, b, layout):
 
 
 @gpu
-@pytest.mark.parametrize(("a", "b", "layout"), [
-    (torch.bfloat16, "nvfp4", "linear"), (torch.float16, "nvfp4_16x16", "swizzled"),
-    ("nvfp4_rowwise", "nvfp4", "swizzled"),
-], ids=str)  # fmt: skip
+@operands
 def test_wgmma_with_many_rows(a, b, layout):
     """One tile of A and several, the last of them short; K in one part and in several; ragged columns and stages."""
     shapes = [(65, 512, 2048), (130, 1544, 1088), (300, 1024, 4096), (1100, 2056, 192)]
@@ -111,9 +109,10 @@ WGMMA_CONFIGURATIONS = [
 
 
 @gpu
-@pytest.mark.parametrize("a", [torch.bfloat16, "nvfp4_rowwise"], ids=str)
+@pytest.mark.parametrize(("a", "b"), [(torch.bfloat16, "nvfp4"), ("nvfp4_rowwise", "nvfp4"), (torch.bfloat16, "mxfp4")],
+                         ids=str)  # fmt: skip
 @pytest.mark.parametrize("form", WGMMA_CONFIGURATIONS, ids=str)
-def test_configurations_of_wgmma(form, a, monkeypatch):
+def test_configurations_of_wgmma(form, a, b, monkeypatch):
     """Each configuration, with fewer stages of A than buffers, and with so many that every buffer is used again."""
     rows, steps = form[0], form[4]
 
@@ -122,14 +121,11 @@ def test_configurations_of_wgmma(form, a, monkeypatch):
 
     choices.configured(monkeypatch, "wgmma_sm90", config)
     shapes = [(rows, 512, 16384), (rows - 3, 1288, 8768), *((rows, 264, 128 * steps * count) for count in range(1, 10))]
-    check_shapes(shapes, a, "nvfp4", "linear")
+    check_shapes(shapes, a, b, "linear")
 
 
 @gpu
-@pytest.mark.parametrize(("a", "b", "layout"), [
-    (torch.bfloat16, "nvfp4", "linear"), (torch.float16, "nvfp4_16x16", "swizzled"),
-    ("nvfp4_rowwise", "nvfp4", "swizzled"),
-], ids=str)  # fmt: skip
+@operands
 @pytest.mark.parametrize("form", [None, (16, 8, 1, 3, 2), (72, 8, 1, 3, 1), (128, 8, 1, 4, 1, 1, 2), (192, 8, 1, 2, 1),
                                   (256, 8, 1, 2, 1, 1, 8, 3)], ids=str)  # fmt: skip
 def test_groups_of_wgmma(form, a, b, layout, monkeypatch):
@@ -164,3 +160,4 @@ def test_hard_inputs(hard):
             check(quantized(x[:m], fmt), quantized(torch.randn(64, 192), fmt), 192)
             check(quantized(torch.randn(m, 192), torch.bfloat16), quantized(x, fmt), 192)
             check(quantized(x[:m], fmt), quantized(w, fmt), 192)
+        check(quantized(torch.randn(m, 192), torch.bfloat16), quantized(x, formats.get("mxfp4")), 192)
