@@ -10,9 +10,10 @@ or, without a change to the program,
 
 The names are `rewrite` (without it nothing is quantised), `recompute`, `hoist`, `merge_quantize`,
 `quantize_before_gather`, `fake_quantize`, `quantize_before_index`, `fuse_quantize`, `fuse_epilogue`, `scale_results`,
-`fuse_prologue`, `fuse_horizontal`, `inplace` and `lower`. A pass that is named in either place is off. With every pass
-but `rewrite` off, the graph runs the plain ops, one after another. `report.passes` lists the passes that ran, how often
-each matched and how long it took. FP4COMPILE_DUMP=directory writes the graph before and after each pass.
+`fuse_prologue`, `rank_tokens`, `fuse_horizontal`, `inplace` and `lower`. A pass that is named in either place is off.
+With every pass but `rewrite` off, the graph runs the plain ops, one after another. `report.passes` lists the passes
+that ran, how often each matched and how long it took. FP4COMPILE_DUMP=directory writes the graph before and after each
+pass.
 
 On several ranks, a compilation compares the recipe and these settings with the other ranks of each process group whose
 collectives the graph may call, and raises RuntimeError where they differ. `agreement_seconds` is how long a rank waits

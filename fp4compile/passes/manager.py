@@ -42,6 +42,7 @@ from fp4compile.passes.lower import lower
 from fp4compile.passes.merge_quantize import merge_quantize
 from fp4compile.passes.quantize_before_gather import quantize_before_gather
 from fp4compile.passes.quantize_before_index import quantize_before_index
+from fp4compile.passes.rank_tokens import rank_tokens
 from fp4compile.passes.recompute import recompute
 from fp4compile.passes.rewrite import rewrite
 from fp4compile.passes.scale_results import scale_results
@@ -61,6 +62,7 @@ FUSING = (
     fuse_epilogue,
     scale_results,
     fuse_prologue,  # after fuse_epilogue: a quantiser need not compute a matmul's epilogue
+    rank_tokens,
 )
 # `fuse_horizontal` runs after the names of fused operations are read. It runs before `inplace`, because it moves nodes,
 # which is only allowed while no memory is overwritten.

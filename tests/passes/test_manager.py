@@ -20,7 +20,8 @@ from tests.helpers.graphs import compile_recorded
 SWITCHABLE = [
     "rewrite", "recompute", "hoist", "merge_quantize", "quantize_before_gather", "fake_quantize",
     "quantize_before_index",
-    "fuse_quantize", "fuse_epilogue", "scale_results", "fuse_prologue", "fuse_horizontal", "inplace", "lower",
+    "fuse_quantize", "fuse_epilogue", "scale_results", "fuse_prologue", "rank_tokens", "fuse_horizontal", "inplace",
+    "lower",
 ]  # fmt: skip
 POST_GRAD = SWITCHABLE[3:]
 VARIABLE = "FP4COMPILE_DISABLE_PASSES"

@@ -81,9 +81,9 @@ def test_every_scale_of_mxfp4(rows, layout):
     }[rows]  # fmt: skip
 
 
-# Format of the tokens; sizes of groups, and rows of no group; format or layout of the scales of the weights, how global scales of
-# tokens and of weights are shared; columns and K; rows of a tile, warps, parts of a warp, stages, steps a stage, split,
-# tiles walked together, buffers of A, rows of a narrow tile; None for groups that skinny serves.
+# Format of the tokens; sizes of groups, and rows of no group; layout of the scales of the weights, or their format, how
+# global scales of tokens and of weights are shared; columns and K; rows of a tile, warps, parts of a warp, stages,
+# steps a stage, split, tiles walked together, buffers of A, rows of a narrow tile; None for groups that skinny serves.
 @pytest.mark.parametrize(("tokens", "sizes", "left", "layout", "outer", "shape", "form"), [
     # Two tiles of rows of B, tiles of A that are walked two together, more stages of A than buffers.
     (None, (0, 1, 65, 3, 0), 2, "swizzled", ("row", "group"), (128, 1408), (16, 4, 1, 2, 1, 1, 2)),

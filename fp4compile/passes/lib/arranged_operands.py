@@ -21,7 +21,6 @@ from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
-from torch._inductor.pattern_matcher import fwd_only
 from torch.fx import Graph, Node
 
 from fp4compile.formats.operand import Arguments, Operand
@@ -29,6 +28,7 @@ from fp4compile.ops.matmul import SCALED_MM
 from fp4compile.ops.nodes import RESHAPES, ScaledMM, is_pointwise, reached, readers, scaled_mm_of
 from fp4compile.passes.lib.autotune import fastest
 from fp4compile.passes.lib.operations import contiguous
+from fp4compile.passes.lib.traced import traced
 from fp4compile.templates.choose import named
 from fp4compile.templates.gemm.call import aligned
 from fp4compile.templates.gemm.swizzled_a_sm90 import SwizzledA
@@ -38,6 +38,7 @@ from fp4compile.templates.multiply import call_of
 FEW_ROWS = 64  # rows of A up to which copying it costs less than a launch
 _VIEWS = {*RESHAPES, torch.ops.aten.view.dtype}
 _INPUTS = ("placeholder", "get_attr")
+_PARTS = (torch.ops.aten.slice.Tensor, torch.ops.aten.select.int)
 _GATHERS = (torch.ops.aten.index.Tensor, torch.ops.aten.index_select.default, torch.ops.aten.embedding.default)
 
 
@@ -92,7 +93,7 @@ def _gathers(node: Node) -> bool:
     """Whether Inductor gathers rows in the kernel that computes a pointwise operation."""
 
     def sources(each: Node) -> Iterator[Node]:
-        return map(_source, each.all_input_nodes if is_pointwise(each) else ())
+        return map(_source, each.all_input_nodes if is_pointwise(each) or each.target in _PARTS else ())
 
     return any(each.target in _GATHERS for each in reached(node, sources))
 
@@ -159,7 +160,7 @@ def _by_operations(graph: Graph, product: ScaledMM) -> Node:
     """Operations that arrange a matmul's plain A, before the matmul."""
     arrangement = _arrangement(product)
     with graph.inserting_before(product.node):
-        return _traced(graph, lambda a: arrangement.by_operations(a), [product.a.data])
+        return _stored(graph, lambda a: arrangement.by_operations(a), [product.a.data])
 
 
 def _by_launch(graph: Graph, product: ScaledMM, gathered: tuple[Node, Node] | None) -> Node:
@@ -182,20 +183,14 @@ def _by_launch(graph: Graph, product: ScaledMM, gathered: tuple[Node, Node] | No
         return arrangement.of_call(call, None if index is None else (aligned(x.contiguous()), index.contiguous()))
 
     with graph.inserting_before(product.node):
-        return _traced(graph, torch.func.functionalize(launch), nodes)
+        return _stored(graph, torch.func.functionalize(launch), nodes)
 
 
-def _traced(graph: Graph, function: Callable, nodes: Sequence[Node]) -> Node:
-    """The result of a function of nodes' values, traced into the graph at its insertion point.
+def _stored(graph: Graph, function: Callable, nodes: Sequence[Node]) -> Node:
+    """The result of `traced`, which Inductor stores in the traced layout.
 
-    Inductor stores the result in the traced layout. Views of it in another dtype are no part of Inductor's kernels, of
-    which there are none with some dtypes of scales.
+    Views of it in another dtype are no part of Inductor's kernels, of which there are none with some dtypes of scales.
     """
-    values = [node.meta["val"] for node in nodes]
-    mode = next(value.fake_mode for value in values if isinstance(value, torch.Tensor))
-    with mode:
-        module = fwd_only(function, values)
-    inputs = dict(zip(module.graph.find_nodes(op="placeholder"), nodes, strict=True))
-    result = graph.graph_copy(module.graph, inputs)
+    result = traced(graph, function, nodes)
     result.meta["inductor_realize_to_strides"] = True
     return result

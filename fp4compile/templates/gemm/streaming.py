@@ -2,6 +2,10 @@
 
 `gemv` has one or two rows. One row of 4096 elements and more takes it 8 to 18 % less time than the best launch of
 `skinny` with two rows, of which one is empty (H200: 4096 x 4096 5.2 and 5.7 us, 14336 x 4096 12.7 and 14.9 us).
+
+On SM90 `wgmma_sm90` takes experts with more than four tokens on average, since `skinny` computes a second tile of a
+matrix from nine tokens on. gpt-oss' 5760 x 2880 on an H200, `skinny` and `wgmma_sm90`: two tokens 98 and 100 us, four
+119 and 121, eight 169 and 125; Qwen3-30B's 1536 x 2048: two 74 and 79, four 88 and 87, eight 121 and 97.
 """
 
 from collections.abc import Sequence
@@ -29,9 +33,12 @@ def _reads_mxfp4(p: Problem) -> bool:
     return p.b.scale == "e8m0" and p.a.format is None and p.b.scales_text != "e8m0 square" and words
 
 
+EXPERT_ROWS = 4  # rows of A, on average, of a group up to which `skinny` serves groups where `wgmma_sm90` does
+
+
 def _serves(p: Problem) -> bool:
-    rows = skinny.SKINNY_ROWS * (p.groups if p.ragged else 1)
-    return p.target.isa > 0 and streams(p) and statically_true(p.m <= rows)
+    rows = skinny.SKINNY_ROWS if not p.ragged or not 90 <= p.target.sm < 100 else EXPERT_ROWS
+    return p.target.isa > 0 and streams(p) and statically_true(p.m <= rows * (p.groups if p.ragged else 1))
 
 
 def _configure(p: Problem) -> gemv.GemvConfig | skinny.SkinnyConfig:

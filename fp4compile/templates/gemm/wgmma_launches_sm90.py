@@ -14,8 +14,8 @@ from fp4compile.templates.problem import Problem
 class WgmmaConfig(LaunchConfig):
     """The launch configuration of `wgmma_sm90`.
 
-    rows: rows of A in a tile of the result, padded to 16, 32, 64, 72, 80, 96, 128, 160, 192, 224 or 256. warps: warps
-    of a program. parts: 1 or 2, for 16 or 32 rows of B per warp. stages: pipeline stages of a warp's weights.
+    rows: rows of A in a tile of the result, padded to 16, 32, 48, 64, 72, 80, 96, 128, 160, 192, 224 or 256. warps: of
+    a program. parts: 1 or 2, for 16 or 32 rows of B per warp. stages: pipeline stages of a warp's weights.
     steps_per_stage: steps of a pipeline stage of A. split_k: parts of K, whose sums another kernel adds. group_m: tiles
     of A that are scheduled together, so that they share the L2 cache. buffers: stages of A in shared memory. narrow,
     narrowest: rows of a tile whose group ends within so many, which takes less time; 0 for no such tile. shared: bytes
@@ -132,21 +132,24 @@ def _large_tile(p: Problem) -> WgmmaConfig:
     return min(each, key=lambda config: microseconds(*config))[0]
 
 
-# Tiles of groups of rows: rows, parts, stages, steps a stage, buffers; the microseconds of a round of programs without
+# Tiles of groups of rows: rows, warps, stages, steps a stage, buffers; the microseconds of a round of programs without
 # its steps, and of a step of 128 elements along K; rows of narrower tiles, and the microseconds of their steps. Of
 # packed experts on an H100: least squares of 30 to 58 timed cases each (9 to 1024 rows a group, of three shapes),
 # without `swizzle_a_sm90`, off by 4 to 8 % on average. Up to 96 rows, two or more programs share a multiprocessor, and
-# one computes while another starts or ends. Tiles of 72, 128, 160 and 224 rows of one part were timed, too: without
-# them the chosen tile is no slower in any case. Narrower tiles were not timed: a step counts as that of a whole tile
-# with as many rows, here or in `_LARGE_TILES`, and with two parts as two steps.
+# one computes while another starts or ends. 160 rows, 48 as the narrower tile of 64, four warps of 16 rows, and the
+# step of 96 rows are from an H200 (experts of gpt-oss, Qwen3-30B and Llama-4). There gpt-oss' 5760 x 2880 takes 148 us
+# instead of 160 for 32 rows an expert, 197 instead of 206 for 64 rows, 288 instead of 371 for 128 rows; two parts were
+# never the fastest. Other narrower tiles were not timed: a step counts as that of a whole tile of as many rows, here or
+# in `_LARGE_TILES`.
 GROUPED_TILES = tuple(
-    (WgmmaConfig(rows, 8, parts, stages, steps, 1, 8, buffers, *sorted(narrow, reverse=True)), turn, step, narrow)
-    for rows, parts, stages, steps, buffers, turn, step, narrow in (
-        (16, 1, 3, 2, 4, 0.78, 0.374, {}), (32, 1, 3, 2, 4, 0.94, 0.430, {}),
-        (64, 1, 3, 1, 4, 1.33, 0.563, {16: 0.374}),
-        (80, 1, 3, 1, 4, 1.49, 0.642, {32: 0.430}), (96, 1, 3, 1, 3, 1.57, 0.660, {32: 0.430}),
-        (128, 2, 3, 1, 4, 4.39, 1.699, {64: 1.13}), (192, 1, 2, 1, 4, 4.09, 1.067, {96: 0.72, 32: 0.43}),
-        (256, 1, 2, 1, 3, 4.89, 1.389, {128: 0.83, 64: 0.563}),
+    (WgmmaConfig(rows, warps, 1, stages, steps, 1, 8, buffers, *sorted(narrow, reverse=True)), turn, step, narrow)
+    for rows, warps, stages, steps, buffers, turn, step, narrow in (
+        (16, 4, 2, 2, 4, 0.39, 0.187, {}), (32, 8, 3, 2, 4, 0.94, 0.430, {}),
+        (64, 8, 3, 1, 4, 1.33, 0.563, {48: 0.515, 16: 0.374}),
+        (80, 8, 3, 1, 4, 1.49, 0.642, {32: 0.430}), (96, 8, 3, 1, 3, 1.57, 0.690, {32: 0.430}),
+        (160, 8, 4, 1, 4, 3.6, 0.955, {96: 0.72, 32: 0.43}),
+        (192, 8, 2, 1, 4, 4.09, 1.067, {96: 0.72, 32: 0.43}),
+        (256, 8, 2, 1, 3, 4.89, 1.389, {128: 0.83, 64: 0.563}),
     )
 )  # fmt: skip
 _NORMAL = (-1.53, -0.89, -0.49, -0.16, 0.16, 0.49, 0.89, 1.53)  # numbers of a normal distribution, equally likely

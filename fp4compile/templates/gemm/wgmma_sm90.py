@@ -120,7 +120,7 @@ def _multiply_ptx(compute: str, scale: str, rows: int, group: int) -> str:
 _MULTIPLY_WGMMA = tl.constexpr({
     (compute, scale, rows, group): _multiply_ptx(compute, scale, rows, group)
     for compute, scale in (("fp16", "e4m3"), ("bf16", "e4m3"), ("bf16", "e8m0"))
-    for rows in (16, 32, 64, 72, 80, 96, 128, 160, 192, 224, 256) for group in (2, 4)
+    for rows in (16, 32, 48, 64, 72, 80, 96, 128, 160, 192, 224, 256) for group in (2, 4)
 })  # fmt: skip
 
 
