@@ -26,8 +26,8 @@ import torch
 from benchmarks import roofline, tables
 
 # The copies and products that the others are read beside come first, those that compile models last.
-BENCHMARKS = ("ceilings", "quantize", "linear", "float8_linear", "grouped_mm", "packing", "producers", "mlp_block",
-              "minilm", "llama_decode", "compile_time")  # fmt: skip
+BENCHMARKS = ("ceilings", "quantize", "linear", "float8_linear", "grouped_mm", "gpt_oss_layer", "packing",
+              "producers", "mlp_block", "minilm", "llama_decode", "compile_time")  # fmt: skip
 QUICK: dict[str, tuple[str, ...]] = {
     "ceilings": ("--replays", "3"),
     "quantize": ("--only", "rows", "both"),
@@ -35,6 +35,7 @@ QUICK: dict[str, tuple[str, ...]] = {
     "float8_linear": ("--rows", "8", "--shapes", "6144x4096", "--replays", "3"),
     "grouped_mm": ("--parts", "decode", "tokens", "--models", "DeepSeek-V3", "--recipes", "nvfp4", "float8_rowwise",
                    "--replays", "3"),
+    "gpt_oss_layer": ("--tokens", "1", "64", "--replays", "3"),
     "packing": ("--layers", "2"),
     "producers": ("--parts", "both"),
     "mlp_block": ("--recipes", "nvfp4", "--repeats", "3"),

@@ -199,7 +199,8 @@ PRODUCTS = (
     *(MatmulCase("nvfp4", "nvfp4", m) for m in (1, 8, 16, 64)), MatmulCase("nvfp4", "nvfp4", 32, 4 * SIZE),
     *(MatmulCase(name, name, 16) for name in ("nvfp4_one_level", "mxfp8", "mxfp4")),
     MatmulCase("nvfp4_rowwise", "nvfp4_te", 16), MatmulCase("nvfp4", "nvfp4", 16, epilogue="gated"),
-    *(MatmulCase(None, "nvfp4", m) for m in (1, 16, 64)),
+    *(MatmulCase(None, weights, m) for weights in ("nvfp4", "mxfp4") for m in (1, 16, 64)),
+    MatmulCase(None, "mxfp4", 8),
     MatmulCase(None, "nvfp4", 1, 1024), MatmulCase(None, "nvfp4", 1, 4096), MatmulCase(None, "nvfp4", 1, k=28672),
     MatmulCase("nvfp4", "nvfp4", 1, 2560, weights=3), MatmulCase(None, "nvfp4", 1, 14336, 4096, weights=2),
     MatmulCase(None, "nvfp4", 1, weights=2), MatmulCase(None, "nvfp4", 2, 14336, 28672, weights=2),
@@ -231,7 +232,8 @@ PRODUCTS = (
     _experts(POWERS_OF_TWO, POWERS_OF_TWO_SQUARE, SIZE, 2048, 4096),
     _experts(POWERS_OF_TWO, POWERS_OF_TWO, 2048, 4096, SIZE, along_k=True),
     # Experts, dequantised.
-    _experts(None, "nvfp4", SIZE, 2048, 4096), _experts(None, "mxfp8", 2048, 4096, SIZE, along_k=True),
+    _experts(None, "nvfp4", SIZE, 2048, 4096), _experts(None, "mxfp4", 16, 5760, 2880),
+    _experts(None, "mxfp8", 2048, 4096, SIZE, along_k=True),
 )  # fmt: skip
 
 
