@@ -130,9 +130,6 @@ def copy_b(
     return do_ptx(COMMIT, "r", (token,))
 
 
-_LOWER = 8 * 128  # bytes from the codes of the upper eight rows to the codes of the lower eight rows
-
-
 @triton.constexpr_function
 def _read_b_ptx(line):
     """PTX that reads a lane's codes and scales. line: see `line_of_scales`.
@@ -142,10 +139,11 @@ def _read_b_ptx(line):
     codes and scales; a token.
     """
     load = "ld.shared.b32" if line == 16 else "ld.shared.u16"
+    lower = 8 * 128  # bytes from the codes of the upper eight rows to the codes of the lower eight rows
     return (
         "{ .reg .b32 a; mov.b32 $18, 0; xor.b32 a, $19, 16;"
-        f" ld.shared.v4.b32 {{$0, $1, $2, $3}}, [$19]; ld.shared.v4.b32 {{$4, $5, $6, $7}}, [$19 + {_LOWER}];"
-        f" ld.shared.v4.b32 {{$8, $9, $10, $11}}, [a]; ld.shared.v4.b32 {{$12, $13, $14, $15}}, [a + {_LOWER}];"
+        f" ld.shared.v4.b32 {{$0, $1, $2, $3}}, [$19]; ld.shared.v4.b32 {{$4, $5, $6, $7}}, [$19 + {lower}];"
+        f" ld.shared.v4.b32 {{$8, $9, $10, $11}}, [a]; ld.shared.v4.b32 {{$12, $13, $14, $15}}, [a + {lower}];"
         f" {load} $16, [$20]; {load} $17, [$20 + {8 * line}]; }}"
     )
 
