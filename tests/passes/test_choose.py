@@ -49,7 +49,7 @@ def problem(a, b, m, sm, n=8192, k=4096, out_dtype=BF16, **options):
     (None, "nvfp4", 40, 90, "wgmma_sm90", "emulated"), (None, "nvfp4", 40, 80, "dequant_tiles", "emulated"),
     (None, "nvfp4", 65, 90, "wgmma_sm90", "emulated"), ("nvfp4", "nvfp4", 8192, 90, "wgmma_sm90", "emulated"),
     (None, "nvfp4", 2**16, 90, "wgmma_sm90", "emulated"), (None, "mxfp4", 512, 90, "wgmma_sm90", "emulated"),
-        (None, "mxfp4", 8, 89, "streaming", "emulated"),
+        (None, "mxfp4", 8, 80, "streaming", "emulated"), (None, "nvfp4", 8, 86, "dequant_tiles", "emulated"),
     ("mxfp8", "mxfp8", 8, 90, "dequant_tiles", "emulated"),
     ("float8_rowwise", "float8_rowwise", 7, 90, "library_row_scaled", "native"),
     ("float8_rowwise", "float8_rowwise", 7, 86, "dequant_tiles", "emulated"),

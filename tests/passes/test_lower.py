@@ -331,7 +331,8 @@ def test_inductor_knows_what_products_of_sm100_write(monkeypatch, caplog):
         for launch in product.launches(100)[1]:
             name, text = launch.kernel.__name__, launch.constants.get("EPILOGUE", "")
             of_groups = launch.constants.get("GROUPS", 0) > 0
-            key = name, of_groups, launch.constants.get("PAIR"), "amax" in text, text.count(" | ")
+            of_skinny = launch.constants.get("GROUP_SIZE", 1), launch.constants.get("COUNT", 0) > 0
+            key = name, of_groups, of_skinny, launch.constants.get("PAIR"), "amax" in text, text.count(" | ")
             if key not in found and launch.num_ctas == 1:
                 kernel = kernel_side_table.add_kernel(launch.kernel)
                 constants, arguments = kernel_side_table.add_constant_args(launch.constants), dict(launch.args)
@@ -339,10 +340,11 @@ def test_inductor_knows_what_products_of_sm100_write(monkeypatch, caplog):
     native = {("gemm_block_scaled_sm100", False), ("gemm_block_scaled_sm100", True)}
     assert {key[:2] for key in found} >= native | {("gemm_skinny_block_scaled_sm100", False)}
     for key, written in found.items():
-        name, of_groups, _, amax, parts = key
-        two = {"out_ptr", "out_scales_ptr"} if amax or parts == 3 else {"out_ptr"}
-        table = {"table_ptr"} if of_groups and name.endswith("_sm100") else set()
-        assert written == (two | table if name != "gemm_skinny" else {"out_ptr", "out_1_ptr"}), key
+        name, of_groups, (products, of_experts), _, amax, parts = key
+        results = {*("out_ptr", "out_1_ptr", "out_2_ptr")[:products]}
+        results |= {"out_scales_ptr"} if amax or parts == 3 else set()
+        table = {"table_ptr"} if of_experts or (of_groups and name.endswith("_sm100")) else set()
+        assert written == results | table, key
     assert "assuming every input is mutated" not in caplog.text
 
 

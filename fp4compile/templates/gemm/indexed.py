@@ -26,7 +26,7 @@ def serves(a: Operand, b: Operand, index: torch.Tensor, out_dtype: torch.dtype, 
     linear = a.scales is None or a.scales.dim() == 3
     filled = statically_true(a.data.numel() > 0) and statically_true(b.data.shape[1] > 0)
     integers = index.dtype in (torch.int32, torch.int64) and isinstance(index.shape[0], int)
-    if not (target.isa > 0 and few and linear and filled and integers):
+    if not (few and linear and filled and integers):
         return False
     return streams(_problem(_flat(a), b, out_dtype, target))
 
