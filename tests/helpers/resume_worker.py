@@ -12,12 +12,14 @@ from pathlib import Path
 
 import torch
 from torch import nn
+from torch._inductor import config
 
 import fp4compile
 
 STEPS, EVERY = 6, 2  # steps in all; steps from checkpoint to checkpoint
 
 
+@config.patch(deterministic=True)  # as docs/training.md says: else each process may choose its reductions by time
 def train(recipe: str, device: str, checkpoint: Path, losses: Path, kill: int | None = None) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Dropout(0.1), nn.Linear(128, 64)).to(device)
