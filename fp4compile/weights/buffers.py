@@ -51,7 +51,7 @@ class LayerFormat:
 
     def __post_init__(self) -> None:
         weight = formats.get(self.weight)
-        formats.check_scale_rule("scale_rule", self.scale_rule, weight)
+        formats.check_scale_rule("scale_rule", self.scale_rule, [weight])
         if self.activation is not None and not formats.compatible(formats.get(self.activation), weight):
             raise ValueError(f"formats {self.activation} and {self.weight} cannot be multiplied")
         if self.activation_outer is not None:
