@@ -87,6 +87,7 @@ class Decision:
 
 # The report's text for weights whose block scales are not chosen by the recipe's rule.
 TRAINED = "amax (training)"
+NO_BATCHES = "no batches"
 
 
 def plan(
@@ -111,7 +112,7 @@ def plan(
             stacklevel=2,
         )
     graphs = {gemm.node.graph for gemm in gemms}  # the captured graph, or the bodies of regions in it
-    training = recipe.weight_scales != "amax" and any(map(tangent_dependent, graphs))
+    training = (recipe.weight_scales != "amax" or recipe.needs_batches) and any(map(tangent_dependent, graphs))
     target = None if meta is None else meta.target
     decisions = [_explained(_decide(gemm, recipe, model, target, training), target) for gemm in gemms]
     return _with_layers_reasons(decisions)
@@ -242,6 +243,8 @@ def _quantised(gemm: Gemm, layer_recipe: Recipe, recipe: Recipe, meta: Target | 
             rule = recipe.scale_rule(fmt) if operand.role == "fprop_w" else "amax"
             if rule != "amax":
                 rule, weight_scales = ("amax", TRAINED) if training or operand.packed else (rule, rule)
+            if operand.role == "fprop_w" and recipe.needs_batches and weight_scales != TRAINED:
+                weight_scales = f"{rule} ({NO_BATCHES})"
             hadamard = gemm.product in layer_recipe.hadamard
             chosen[side] = Treatment(fmt, outer, stochastic, hadamard, scale_rule=rule)
     a, b = chosen.get("a"), chosen.get("b")
