@@ -112,7 +112,7 @@ def plan(
             stacklevel=2,
         )
     graphs = {gemm.node.graph for gemm in gemms}  # the captured graph, or the bodies of regions in it
-    training = (recipe.weight_scales != "amax" or recipe.needs_batches) and any(map(tangent_dependent, graphs))
+    training = recipe.weight_scales != "amax" and any(map(tangent_dependent, graphs))
     target = None if meta is None else meta.target
     decisions = [_explained(_decide(gemm, recipe, model, target, training), target) for gemm in gemms]
     return _with_layers_reasons(decisions)

@@ -125,7 +125,8 @@ def _fitted(
     compensate = recipe.weight_method == "gptq"
     wanted = [one for one in weights if compensate or one.layer_format.scale_rule != "amax"]
     found, lacking = {}, []
-    for weight, moments in moments_of(model, wanted, batches, progress):
+    bar = "codes by batches" if progress else None
+    for weight, moments in with_bar(moments_of(model, wanted, batches, progress), bar):
         own, amax = shared.get(weight.names, (weight, None))
         packed, rule = own.empty(model), own.layer_format.scale_rule
         rule = HESSIAN if recipe.weight_scales == HESSIAN and rule != "amax" else rule

@@ -18,8 +18,8 @@ fewer tokens than 1.3 times the in features; with this sum it had less error fro
 tokens than that gets the identity, which means rounding to nearest. A column whose inputs are all zero gets the mean:
 it is rounded to nearest, and no other column corrects it.
 
-Tensors have a leading dimension of matrices [E], which are computed at once: the experts of a layer, or one matrix. All
-is float32, except for the factors of H, which are float64.
+Tensors have a leading dimension of matrices [E], many of which are computed at once: the experts of a layer, or one
+matrix. All is float32, except for the factors of H, which are float64.
 """
 
 from dataclasses import dataclass
@@ -34,6 +34,7 @@ from fp4compile.ops.quantize import QUANTIZE, best_scales
 DAMPENING, SHRINKAGE = 0.01, 0.3
 FEWEST_TOKENS = 16
 COLUMNS = 128  # a multiple of every format's block length
+AT_ONCE = 1 << 27  # elements of the H of matrices that are quantised at once: 1 GiB in float64
 # The scales that "hessian" tries, as distances of bytes from that of the block's largest element.
 _TRIED = {"e4m3": range(-16, 9), "e8m0": range(-2, 2)}
 _BYTES = {"e4m3": (1, reference_scales.CANDIDATES), "e8m0": (0, 254)}
@@ -66,11 +67,24 @@ def quantize(
 
     Returns the codes, block scales and global or row scales as the op `quantize` does with `each_matrix`.
     """
-    weight = weight.float()
-    rows, k = weight.shape[1:]
-    amax, outer = _outer(weight, fmt, rule, amax)
-    columns = F.pad(weight, (0, -k % fmt.block_cols)).mT.contiguous()  # [E, K, N]
-    matrix = _regular(moments, columns.shape[1])
+    found = []
+    at_once = max(1, AT_ONCE // weight.shape[-1] ** 2)
+    with torch.autocast(weight.device.type, enabled=False):
+        for i in range(0, weight.shape[0], at_once):
+            some = weight[i : i + at_once].float()
+            scaling = _Scaling.of(some, fmt, rule, amax)
+            matrix = _regular(Moments(moments.second[i : i + at_once], moments.tokens[i : i + at_once]), fmt)
+            found.append(_quantize(some, matrix, scaling, compensate, layout))
+        data, scales, outer = zip(*found, strict=True)
+        return torch.cat(data), *(None if parts[0] is None else torch.cat(parts) for parts in (scales, outer))
+
+
+def _quantize(
+    weight: torch.Tensor, matrix: torch.Tensor, scaling: "_Scaling", compensate: bool, layout: str
+) -> Quantised:  # fmt: skip
+    """`quantize` of float32 weights. matrix: H of each, float64 [E, padded K, padded K]."""
+    fmt, (rows, k) = scaling.fmt, weight.shape[1:]
+    columns = F.pad(weight, (0, matrix.shape[-1] - k)).mT.contiguous()  # [E, padded K, N]
     follow = _corrections(matrix) if compensate else None
     scaled, scales = torch.empty_like(columns), []
     length = COLUMNS if fmt.scale is None else fmt.block_cols
@@ -80,9 +94,9 @@ def quantize(
         for first in range(start, end, length):
             last = min(first + length, end)
             block = columns[:, first:last]
-            found = _block_scales(block.mT.contiguous(), matrix[:, first:last, first:last], fmt, rule, amax, outer)
-            steps = _steps(found, outer, fmt, rows)
+            found = scaling.scales_of(block.mT.contiguous(), matrix[:, first:last, first:last])
             scales += [] if found is None else [found]
+            steps = scaling.steps(found, rows)
             if follow is None:
                 scaled[:, first:last] = _divided(block, steps)
                 continue
@@ -96,34 +110,17 @@ def quantize(
     y = scaled.mT.contiguous()
     data = reference.pack(reference.e2m1_encode(_clamped(y, fmt), y < 0)) if fmt.packed else _cast(y, fmt)
     laid_out = reference._lay_out(torch.cat(scales, -1), fmt, rows, layout) if scales else None
-    return data.contiguous(), laid_out, outer
-
-
-def _outer(
-    weight: torch.Tensor, fmt: BlockFormat, rule: str, amax: torch.Tensor | None
-) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """The amax of each matrix [E] or row [E, N, 1], and the global or row scales made of it; None without them."""
-    if fmt.outer is None:
-        return None, None
-    if fmt.outer == "row":
-        amax = reference.largest(weight, per_row=True)
-    elif amax is None:
-        amax = weight.abs().amax((1, 2))
-    else:
-        amax = amax.to(weight.device).expand(weight.shape[0]).contiguous()
-    by_amax = rule == "amax" or fmt.scale is None
-    by_error = "mse" if rule == HESSIAN else rule  # the rule of a quantiser with the same global scale
-    return amax, reference.outer_of(amax, fmt) if by_amax else reference_scales.outer_of(amax, by_error)
+    return data.contiguous(), laid_out, scaling.outer
 
 
 # ---------------------------------------------------------------- second moments
 
 
-def _regular(moments: Moments, k: int) -> torch.Tensor:
-    """H with the addition to its diagonal, float64 [E, k, k]; columns that pad the weight have only a diagonal."""
-    pad = k - moments.second.shape[-1]
+def _regular(moments: Moments, fmt: BlockFormat) -> torch.Tensor:
+    """H with the addition to its diagonal, float64; columns that pad the weight have only a diagonal."""
+    pad = -moments.second.shape[-1] % fmt.block_cols
     matrix = F.pad(moments.second.double(), (0, pad, 0, pad))
-    matrix[list(moments.few)] = torch.eye(k, dtype=matrix.dtype, device=matrix.device)
+    matrix[list(moments.few)] = torch.eye(matrix.shape[-1], dtype=matrix.dtype, device=matrix.device)
     diagonal = matrix.diagonal(dim1=-2, dim2=-1)  # a view
     live = (diagonal > 0).sum(-1, keepdim=True)
     mean = torch.where(live > 0, diagonal.sum(-1, keepdim=True) / live.clamp(min=1), 1.0)
@@ -147,21 +144,60 @@ def _corrections(matrix: torch.Tensor) -> torch.Tensor:
 # ---------------------------------------------------------------- scales and elements
 
 
-def _block_scales(
-    x: torch.Tensor, matrix: torch.Tensor, fmt: BlockFormat, rule: str, amax: torch.Tensor | None,
-    outer: torch.Tensor | None,
-) -> torch.Tensor | None:  # fmt: skip
-    """The scales [E, R, 1] of blocks x [E, N, block length]; None for formats without block scales."""
-    if fmt.scale is None:
-        return None
-    if rule == "amax":
-        return QUANTIZE(x, fmt.name, -1, each_matrix=True, amax=amax)[1]
-    factor = x.new_ones(x.shape[0]) if outer is None else outer
-    return _weighted(x, matrix.float(), fmt, factor) if rule == HESSIAN else best_scales(x, fmt, factor, rule)
+@dataclass(frozen=True)
+class _Scaling:
+    """How blocks of weights [E, N, K] are scaled.
+
+    outer: the global scales [E] or row scales [E, N, 1], of the original weights, and amax: of what they are made; None
+    for a format without them.
+    """
+
+    fmt: BlockFormat
+    rule: str
+    amax: torch.Tensor | None
+    outer: torch.Tensor | None
+
+    @classmethod
+    def of(cls, weight: torch.Tensor, fmt: BlockFormat, rule: str, amax: torch.Tensor | None) -> "_Scaling":
+        """The scaling of float32 weights; arguments as in `quantize`."""
+        if fmt.outer is None:
+            return cls(fmt, rule, None, None)
+        if fmt.outer == "row":
+            amax = reference.largest(weight, per_row=True)
+        elif amax is None:
+            amax = weight.abs().amax((1, 2))
+        else:
+            amax = amax.to(weight.device).expand(weight.shape[0]).contiguous()
+        if rule == "amax":
+            return cls(fmt, rule, amax, reference.outer_of(amax, fmt))
+        return cls(fmt, rule, amax, reference_scales.outer_of(amax, "mse" if rule == HESSIAN else rule))
+
+    def scales_of(self, x: torch.Tensor, matrix: torch.Tensor) -> torch.Tensor | None:
+        """The scales [E, R, 1] of blocks x [E, N, block length]; None for formats without block scales.
+
+        matrix: H of the block's columns, float64 [E, block length, block length].
+        """
+        if self.fmt.scale is None:
+            return None
+        if self.rule == "amax":
+            return QUANTIZE(x, self.fmt.name, -1, each_matrix=True, amax=self.amax)[1]
+        outer = x.new_ones(x.shape[0]) if self.outer is None else self.outer
+        if self.rule == HESSIAN:
+            return _weighted(x, matrix.float(), self.fmt, outer)
+        return best_scales(x, self.fmt, outer, self.rule)
+
+    def steps(self, scales: torch.Tensor | None, rows: int) -> torch.Tensor:
+        """Block scales [E, R, 1] times global or row scales, for each of N rows: [E, 1, N]."""
+        outer = None if self.outer is None else self.outer.view(self.outer.shape[0], -1, 1)
+        if scales is None:
+            return outer.expand(-1, rows, 1).mT  # type: ignore[union-attr]  # formats without block scales have one
+        scales = reference.scales_of_rows(scales, self.fmt, rows) if self.fmt.square else scales
+        steps = reference.decoded(scales, self.fmt)
+        return (steps if outer is None else steps * outer).mT
 
 
 def _weighted(x: torch.Tensor, matrix: torch.Tensor, fmt: BlockFormat, outer: torch.Tensor) -> torch.Tensor:
-    """The scales by "hessian" of x [E, N, block length]. matrix: H_b, float32 [E, block length, block length]."""
+    """The scales by "hessian" of x [E, N, block length]. matrix: H of its columns, float32. outer: [E]."""
     blocks = reference._blocks(x, fmt)[..., 0, :]  # [E, R, block rows, block length]
     largest, factor = blocks.abs().amax((-2, -1)), outer[:, None]
     if fmt.scale == "e8m0":
@@ -177,16 +213,6 @@ def _weighted(x: torch.Tensor, matrix: torch.Tensor, fmt: BlockFormat, outer: to
         better = error < best
         best, winner = torch.where(better, error, best), torch.where(better, byte, winner)
     return winner[..., None].view(fmt.scale_dtype)
-
-
-def _steps(scales: torch.Tensor | None, outer: torch.Tensor | None, fmt: BlockFormat, rows: int) -> torch.Tensor:
-    """Block scales [E, R, 1] times global or row scales, for each row: [E, 1, N]."""
-    factor = None if outer is None else outer.view(outer.shape[0], -1, 1)
-    if scales is None:
-        return factor.expand(-1, rows, 1).mT  # type: ignore[union-attr]  # formats without block scales have one
-    scales = reference.scales_of_rows(scales, fmt, rows) if fmt.square else scales
-    steps = reference.decoded(scales, fmt)
-    return (steps if factor is None else steps * factor).mT
 
 
 def _divided(x: torch.Tensor, steps: torch.Tensor) -> torch.Tensor:

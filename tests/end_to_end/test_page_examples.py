@@ -133,7 +133,8 @@ BROUGHT: dict[str, dict[str, Callable[[], Names]]] = {
     "docs/index.md": {"": network},
     "docs/inference.md": {
         "": layers, "Better scales for the weights": layers,
-        "Codes by sample inputs": lambda: layers() | {"batches": [torch.randn(64, 64)]}, "Files": lambda: {"fresh_model": layers()["model"]},
+        "Codes by sample inputs": lambda: layers() | {"batches": [torch.randn(64, 64)]},
+        "Files": lambda: {"fresh_model": layers()["model"]},
         "Checkpoints of other libraries":
             lambda: checkpoint_in("published-checkpoint", "modelopt_nvfp4"),
         "transformers": lambda: checkpoint_in("published-fp8", "modelopt_nvfp4") | llama_in("plain"),

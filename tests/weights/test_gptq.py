@@ -138,7 +138,7 @@ def test_hessian_takes_the_scale_of_least_error_of_the_outputs(name):
     fmt, x, w = formats.get(name), inputs_of("all", 2000, 64), weights(32, 64)
     known = moments(x)
     data, scales, outer = gptq.quantize(w[None], known, fmt, "hessian", compensate=False)
-    h = gptq._regular(known, 64)[0]
+    h = gptq._regular(known, fmt)[0]
     step, (high, wide) = outer.double() if outer is not None else 1.0, fmt.block
     tried = {"e4m3": E4M3, "e8m0": POWERS}[fmt.scale]
     for r in range(0, 32, high):
@@ -156,13 +156,20 @@ def test_hessian_takes_the_scale_of_least_error_of_the_outputs(name):
             assert error(chosen) <= min(map(error, tried)) * (1 + 1e-5)
 
 
-def test_swizzled_scales_are_the_linear_ones():
+def test_layouts_parts_and_autocast_change_no_bit():
     w, known, fmt = weights(2, 130, 96), moments(*[inputs_of("all", 300, 96)] * 2), formats.get("nvfp4")
     linear, swizzled = (
         gptq.quantize(w, known, fmt, "mse", compensate=True, layout=layout) for layout in ("linear", "swizzled")
     )
     assert torch.equal(swizzled[1].view(torch.uint8), to_swizzled(linear[1]).view(torch.uint8))
     assert torch.equal(swizzled[0], linear[0])
+    with pytest.MonkeyPatch.context() as patch:  # one matrix at a time
+        patch.setattr(gptq, "AT_ONCE", 96 * 96)
+        apart = gptq.quantize(w, known, fmt, "mse", compensate=True)
+    with torch.autocast("cpu"):
+        under_autocast = gptq.quantize(w, known, fmt, "hessian", compensate=True)
+    for one, other in ((apart, linear), (under_autocast, gptq.quantize(w, known, fmt, "hessian", compensate=True))):
+        assert all(torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for a, b in zip(one, other, strict=True))
 
 
 # ---------------------------------------------------------------- packing
