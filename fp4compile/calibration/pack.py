@@ -68,9 +68,12 @@ def pack_(
     """
     check_module(model)
     chosen = resolve(recipe)
-    if chosen.needs_batches != (batches is not None):
-        kind = "needs batches" if batches is None else "uses no batches: they serve weight_method 'gptq' and 'hessian'"
-        raise ValueError(f"batches: recipe {chosen.name!r} {kind}")
+    if chosen.needs_batches and batches is None:
+        raise ValueError(f"batches: recipe {chosen.name!r} needs batches")
+    if batches is not None and not chosen.needs_batches:
+        raise ValueError(
+            f"batches: recipe {chosen.name!r} uses no batches; weight_method 'gptq' and weight_scales 'hessian' do"
+        )
     report = Report(
         chosen.name, packed_before=sum(isinstance(module, PackedWeight) for module in model.modules())
     )  # fmt: skip
@@ -125,8 +128,8 @@ def _fitted(
     compensate = recipe.weight_method == "gptq"
     wanted = [one for one in weights if compensate or one.layer_format.scale_rule != "amax"]
     found, lacking = {}, []
-    bar = "codes by batches" if progress else None
-    for weight, moments in with_bar(moments_of(model, wanted, batches, progress), bar):
+    collected = moments_of(model, wanted, batches, progress)
+    for weight, moments in with_bar(collected, "fit" if progress else None):
         own, amax = shared.get(weight.names, (weight, None))
         packed, rule = own.empty(model), own.layer_format.scale_rule
         rule = HESSIAN if recipe.weight_scales == HESSIAN and rule != "amax" else rule
