@@ -15,6 +15,7 @@ from torch import nn
 
 from fp4compile.analysis.module_names import check_module
 from fp4compile.calibration.batches import over
+from fp4compile.calibration.resume import Kept
 from fp4compile.formats.formats import HESSIAN
 from fp4compile.recipe import Recipe, resolve
 from fp4compile.report.progress import with_bar
@@ -33,6 +34,7 @@ def pack_(
     recipe: str | dict | Recipe | Path | None = None,
     *,
     batches: Iterable[Any] | None = None,
+    resume: str | Path | None = None,
     contracted: Mapping[str, int] | None = None,
     shared_scales: bool = False,
     progress: bool = True,
@@ -42,6 +44,8 @@ def pack_(
     recipe: as for `fp4compile.backend`; its settings for the forward matmul are used.
     batches: for `weight_method` "gptq" and `weight_scales` "hessian", and only for these: an iterable of sample
         batches, as for `calibrate`. The model runs over them uncompiled and without gradients.
+    resume: with batches, a folder where the codes of each weight are kept as soon as they are made. A call with the
+        same model, recipe, batches and folder goes on from there.
     contracted: for parameters of experts, by pattern of their full names, the dimension along which they are
         contracted: -1 where they are [experts, out, in], -2 where they are [experts, in, out]. Most experts of
         transformers declare it themselves (`is_transposed`).
@@ -74,13 +78,19 @@ def pack_(
         raise ValueError(
             f"batches: recipe {chosen.name!r} uses no batches; weight_method 'gptq' and weight_scales 'hessian' do"
         )
+    if resume is not None and batches is None:
+        raise ValueError(f"resume={str(resume)!r}: goes with batches; packing without them is quick")
     report = Report(
         chosen.name, packed_before=sum(isinstance(module, PackedWeight) for module in model.modules())
     )  # fmt: skip
     decided = decisions(model, chosen, contracted)
     weights = [weight for weight, _ in decided if weight is not None]
     shared = with_shared_scales(model, weights) if shared_scales else {}
-    fitted = {} if batches is None else _fitted(model, weights, shared, chosen, list(over(batches)), progress)
+    fitted: dict[tuple[str, ...], _Fitted] = {}
+    if batches is not None:
+        samples = list(over(batches))
+        kept = None if resume is None else Kept(resume, model, chosen, samples, shared_scales)
+        fitted = _fitted(model, weights, shared, chosen, samples, kept, progress)
     for weight, row in with_bar(decided, "pack" if progress else None):
         found = None if weight is None else fitted.get(weight.names)
         if weight is not None and found is not None:
@@ -120,27 +130,48 @@ class _Fitted:
 
 def _fitted(
     model: nn.Module, weights: list[Weight], shared: dict[tuple[str, ...], tuple[Weight, torch.Tensor]],
-    recipe: Recipe, batches: list[Any], progress: bool,
+    recipe: Recipe, batches: list[Any], kept: Kept | None, progress: bool,
 ) -> dict[tuple[str, ...], _Fitted]:  # fmt: skip
     """The packed weights by their names; those are missing that the recipe rounds without batches."""
     from fp4compile.calibration.hessians import moments_of  # imports Dynamo
 
     compensate = recipe.weight_method == "gptq"
-    wanted = [one for one in weights if compensate or one.layer_format.scale_rule != "amax"]
-    found, lacking = {}, []
-    collected = moments_of(model, wanted, batches, progress)
-    for weight, moments in with_bar(collected, "fit" if progress else None):
-        own, amax = shared.get(weight.names, (weight, None))
-        packed, rule = own.empty(model), own.layer_format.scale_rule
-        rule = HESSIAN if recipe.weight_scales == HESSIAN and rule != "amax" else rule
-        packed.fit(own.parameter(model), moments, rule, compensate, amax)
-        found[weight.names] = _Fitted(packed, moments.few, f"{rule}, gptq" if compensate else rule)
-        name = weight.names[0]
-        lacking += [name if packed.experts is None else f"{name}[{i}]" for i in moments.few]
+    wanted = [shared.get(one.names, (one, None)) for one in weights
+              if compensate or one.layer_format.scale_rule != "amax"]  # fmt: skip
+    found, amaxes = {}, {}
+    for weight, amax in wanted:
+        amaxes[weight.names] = amax
+        if kept is not None and kept.has(weight):
+            packed = weight.empty(model)
+            few = kept.read(weight, packed, weight.parameter(model).device)
+            found[weight.names] = _Fitted(packed, few, _text(weight, recipe))
+    left = [weight for weight, _ in wanted if weight.names not in found]
+    for weight, moments in with_bar(moments_of(model, left, batches, progress), "fit" if progress else None):
+        packed = weight.empty(model)
+        packed.fit(weight.parameter(model), moments, _rule(weight, recipe), compensate, amaxes[weight.names])
+        found[weight.names] = _Fitted(packed, moments.few, _text(weight, recipe))
+        if kept is not None:
+            kept.write(weight, packed, moments.few)
+    _warn_of_few(found)
+    return found
+
+
+def _rule(weight: Weight, recipe: Recipe) -> str:
+    """The rule for the block scales of a weight that batches decide about."""
+    rule = weight.layer_format.scale_rule
+    return HESSIAN if recipe.weight_scales == HESSIAN and rule != "amax" else rule
+
+
+def _text(weight: Weight, recipe: Recipe) -> str:
+    """How scales and codes were chosen, for the report."""
+    return f"{_rule(weight, recipe)}{', gptq' if recipe.weight_method == 'gptq' else ''}"
+
+
+def _warn_of_few(found: Mapping[tuple[str, ...], _Fitted]) -> None:
+    lacking = [f"{names[0]}[{i}]" if one.packed.experts else names[0] for names, one in found.items() for i in one.few]
     if lacking:
         warnings.warn(
             f"batches: fewer than {FEWEST_TOKENS} tokens reached {len(lacking)} weights, such as {lacking[0]!r}; "
             "they are rounded to nearest",
-            stacklevel=3,
+            stacklevel=4,
         )
-    return found

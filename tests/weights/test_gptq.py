@@ -300,6 +300,38 @@ def test_each_expert_has_the_moments_of_its_own_tokens(in_first):
         torch.testing.assert_close(seen["known"].second[expert], own.T @ own, rtol=1e-4, atol=1e-2)
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("shared_scales", [False, True])
+def test_an_interrupted_run_goes_on_from_what_it_kept(shared_scales, tmp_path, monkeypatch):
+    model, batches, _ = attention()
+    expected, report = packed(model, GPTQ, batches, shared_scales=shared_scales)
+    made, real = [], gptq.quantize
+
+    def quantize(*args, **options):
+        if len(made) == 3:
+            raise KeyboardInterrupt
+        made.append(1)
+        return real(*args, **options)
+
+    monkeypatch.setattr(gptq, "quantize", quantize)
+    options = {"shared_scales": shared_scales, "resume": tmp_path / "codes"}
+    with pytest.raises(KeyboardInterrupt):
+        packed(model, GPTQ, batches, **options)
+    assert len(list((tmp_path / "codes").iterdir())) == 3
+    made.clear()
+    found, again = packed(model, GPTQ, batches, **options)
+    assert len(made) == 2 and same(found, expected) and str(again) == str(report)
+    made.clear()
+    assert same(packed(model, GPTQ, batches, **options)[0], expected) and not made
+    # Other batches, or another weight anywhere in the model: nothing that was kept fits.
+    with pytest.raises(KeyboardInterrupt):
+        packed(model, GPTQ, batches[1:], **options)
+    made.clear()
+    model.q_proj.weight[0, 0] += 1
+    with pytest.raises(KeyboardInterrupt):
+        packed(model, GPTQ, batches, **options)
+
+
 class Routed(torch.nn.Module):
     """Tokens in groups, of which one is small and one is empty."""
 
@@ -343,6 +375,8 @@ def test_bad_batches_and_recipes():
         with pytest.raises(error, match=message):
             fp4compile.pack_(model, recipe, batches=given, progress=False)
     assert isinstance(model.q_proj, torch.nn.Linear) and not hasattr(model.q_proj, "weight_data")
+    with pytest.raises(ValueError, match="resume='codes': goes with batches"):
+        fp4compile.pack_(model, "nvfp4", resume="codes")
     with pytest.raises(ValueError, match="weight_method: unknown method 'gtpq'. Did you mean 'gptq'"):
         Recipe(fprop_w="nvfp4", weight_method="gtpq")
     with pytest.raises(ValueError, match="weight_method='gptq': needs an fprop_w"):
