@@ -97,11 +97,12 @@ def _quantize(
             found = scaling.scales_of(block.mT.contiguous(), matrix[:, first:last, first:last])
             scales += [] if found is None else [found]
             steps = scaling.steps(found, rows)
+            divisors = _divisors(steps)
             if follow is None:
-                scaled[:, first:last] = _divided(block, steps)
+                scaled[:, first:last] = block / divisors
                 continue
             for i in range(first, last):
-                scaled[:, i] = y = _divided(columns[:, i], steps[:, 0])
+                scaled[:, i] = y = columns[:, i] / divisors[:, 0]
                 error = columns[:, i] - _rounded(y, fmt) * steps[:, 0]
                 columns[:, i + 1 : end].baddbmm_(follow[:, i, i + 1 : end, None], error[:, None], alpha=-1)
                 errors[:, i - start] = error
@@ -208,16 +209,16 @@ def _weighted(x: torch.Tensor, matrix: torch.Tensor, fmt: BlockFormat, outer: to
     for distance in _TRIED[str(fmt.scale)]:
         byte = (start.to(torch.int32) + distance).clamp(*_BYTES[str(fmt.scale)]).to(torch.uint8)
         steps = (reference.decoded(byte.view(fmt.scale_dtype), fmt) * factor)[..., None, None]
-        rest = blocks - _rounded(_divided(blocks, steps), fmt) * steps
+        rest = blocks - _rounded(blocks / _divisors(steps), fmt) * steps
         error = ((rest @ matrix[:, None]) * rest).sum((-2, -1))
         better = error < best
         best, winner = torch.where(better, error, best), torch.where(better, byte, winner)
     return winner[..., None].view(fmt.scale_dtype)
 
 
-def _divided(x: torch.Tensor, steps: torch.Tensor) -> torch.Tensor:
-    """x / steps; 0 where a step has underflowed to 0."""
-    return torch.where(steps == 0, 0.0, x / steps)
+def _divisors(steps: torch.Tensor) -> torch.Tensor:
+    """Steps to divide by: infinity where a step has underflowed to 0, so that the quotient is 0."""
+    return torch.where(steps == 0, torch.inf, steps)
 
 
 def _rounded(y: torch.Tensor, fmt: BlockFormat) -> torch.Tensor:
