@@ -22,13 +22,14 @@ Tensors have a leading dimension of matrices [E], many of which are computed at 
 matrix. All is float32, except for the factors of H, which are float64.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 
 from fp4compile.formats import reference, reference_scales
-from fp4compile.formats.formats import HESSIAN, BlockFormat
+from fp4compile.formats.formats import HESSIAN, BlockFormat, as_integers
 from fp4compile.ops.quantize import QUANTIZE, best_scales
 
 DAMPENING, SHRINKAGE = 0.01, 0.3
@@ -76,7 +77,7 @@ def quantize(
             matrix = _regular(Moments(moments.second[i : i + at_once], moments.tokens[i : i + at_once]), fmt)
             found.append(_quantize(some, matrix, scaling, compensate, layout))
         data, scales, outer = zip(*found, strict=True)
-        return torch.cat(data), *(None if parts[0] is None else torch.cat(parts) for parts in (scales, outer))
+        return _joined(data, 0), *(None if parts[0] is None else _joined(parts, 0) for parts in (scales, outer))
 
 
 def _quantize(
@@ -110,7 +111,7 @@ def _quantize(
             columns[:, end:].baddbmm_(follow[:, start:end, end:].mT, errors, alpha=-1)
     y = scaled.mT.contiguous()
     data = reference.pack(reference.e2m1_encode(_clamped(y, fmt), y < 0)) if fmt.packed else _cast(y, fmt)
-    laid_out = reference._lay_out(torch.cat(scales, -1), fmt, rows, layout) if scales else None
+    laid_out = reference._lay_out(_joined(scales, -1), fmt, rows, layout) if scales else None
     return data.contiguous(), laid_out, scaling.outer
 
 
@@ -229,6 +230,11 @@ def _rounded(y: torch.Tensor, fmt: BlockFormat) -> torch.Tensor:
     magnitude = y.abs()
     unit = torch.where(magnitude < 2, 0.5, torch.where(magnitude < 4, 1.0, 2.0))
     return (y / unit).round() * unit
+
+
+def _joined(parts: Sequence[torch.Tensor], dim: int) -> torch.Tensor:
+    """Tensors of one dtype, joined along a dimension as integers: torch cannot join all one-byte floats."""
+    return torch.cat([as_integers(part) for part in parts], dim).view(parts[0].dtype)
 
 
 def _clamped(y: torch.Tensor, fmt: BlockFormat) -> torch.Tensor:
