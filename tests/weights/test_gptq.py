@@ -385,6 +385,13 @@ def test_bad_batches_and_recipes():
         Recipe(fprop_w="mxfp8", weight_scales="hessian")
 
 
+def test_from_pretrained_has_no_batches():
+    transformers = pytest.importorskip("fp4compile.weights.transformers")
+    quantizer = transformers.Fp4CompileQuantizer(transformers.Fp4CompileConfig(recipe=GPTQ), pre_quantized=False)
+    with pytest.raises(ValueError, match="its recipe needs batches; load the model without it, and call"):
+        quantizer.validate_environment()
+
+
 @torch.no_grad()
 def test_a_weight_that_is_not_finite_shows():
     model, batches, test = attention()
