@@ -10,7 +10,7 @@ docstrings. The row "bf16" is the model without quantisation. Static scales are 
 import ast
 import re
 import sysconfig
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 import torch
@@ -36,8 +36,9 @@ def sentences(count: int) -> list[str]:
     raise ValueError(f"count={count}: only {len(found)} sentences found")
 
 
-def docstrings() -> Iterator[str]:
-    for file in sorted(Path(sysconfig.get_path("stdlib")).glob("*.py")):
+def docstrings(files: Iterable[Path] | None = None) -> Iterator[str]:
+    """The docstrings of Python files; None takes those of the standard library's top level."""
+    for file in sorted(Path(sysconfig.get_path("stdlib")).glob("*.py")) if files is None else files:
         for node in ast.walk(ast.parse(file.read_bytes())):
             if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef):
                 yield ast.get_docstring(node) or ""

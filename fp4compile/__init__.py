@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from fp4compile.analysis.block_recipe import block_recipe
     from fp4compile.calibration.block_maxima import scale_sweep
     from fp4compile.calibration.calibrate import calibrate
+    from fp4compile.calibration.pack import pack_
     from fp4compile.calibration.sensitivity import Sensitivity, sensitivity
     from fp4compile.registration import backend, register_with_accelerate, register_with_transformers
     from fp4compile.report.report import Report
@@ -25,7 +26,6 @@ if TYPE_CHECKING:
     from fp4compile.weights.buffers import make_shardable_
     from fp4compile.weights.export import export_packed
     from fp4compile.weights.files import load_packed, save_packed
-    from fp4compile.weights.pack import pack_
     from fp4compile.weights.writes import refresh
 
 __version__ = "0.1.0"  # pyproject.toml reads it here
@@ -69,7 +69,7 @@ _LATER = {
     "export_packed": "weights.export",
     "load_packed": "weights.files",
     "make_shardable_": "weights.buffers",
-    "pack_": "weights.pack",
+    "pack_": "calibration.pack",
     "refresh": "weights.writes",
     "register_with_accelerate": "registration",
     "register_with_transformers": "registration",

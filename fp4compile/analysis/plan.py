@@ -87,6 +87,7 @@ class Decision:
 
 # The report's text for weights whose block scales are not chosen by the recipe's rule.
 TRAINED = "amax (training)"
+NO_BATCHES = "no batches"
 
 
 def plan(
@@ -242,6 +243,8 @@ def _quantised(gemm: Gemm, layer_recipe: Recipe, recipe: Recipe, meta: Target | 
             rule = recipe.scale_rule(fmt) if operand.role == "fprop_w" else "amax"
             if rule != "amax":
                 rule, weight_scales = ("amax", TRAINED) if training or operand.packed else (rule, rule)
+            if operand.role == "fprop_w" and recipe.needs_batches and weight_scales != TRAINED:
+                weight_scales = f"{rule} ({NO_BATCHES})"
             hadamard = gemm.product in layer_recipe.hadamard
             chosen[side] = Treatment(fmt, outer, stochastic, hadamard, scale_rule=rule)
     a, b = chosen.get("a"), chosen.get("b")

@@ -1,1 +1,1 @@
-"""Measurements on a user's batches: static scales, the sensitivity of layers, and block scales of least error."""
+"""Packing, and measurements on a user's batches: static scales, sensitivity of layers, second moments of inputs."""

@@ -3,10 +3,9 @@
 import torch
 
 from fp4compile.formats import formats, reference, reference_scales
-from fp4compile.formats.formats import BlockFormat
 from fp4compile.formats.quantize_spec import FLOAT_DTYPES
 from fp4compile.formats.reference_grouped import largest_of_matrices
-from fp4compile.templates import scale_sweep as kernels
+from fp4compile.ops.quantize import best_scales
 
 _FORMATS = {(1, 16): "nvfp4", (16, 16): "nvfp4_16x16"}
 
@@ -35,21 +34,13 @@ def scale_sweep(
     if global_amax is None:
         amax = largest_of_matrices(w if w.dim() == 3 else w[None]).flatten().float()
         global_amax = amax if w.dim() == 3 else amax[0]
-    scales = _scales(w, fmt, global_amax)
+    scales = best_scales(w, fmt, reference_scales.outer_of(global_amax, "mse"), "mse")
     return reference._divide(scales.float(), reference.E4M3_MAX) * _each(global_amax)
 
 
 def _each(global_amax: torch.Tensor) -> torch.Tensor:
     """The amax of each matrix, in a shape that broadcasts to blocks."""
     return global_amax.view(-1, 1, 1) if global_amax.dim() else global_amax
-
-
-def _scales(w: torch.Tensor, fmt: BlockFormat, amax: torch.Tensor) -> torch.Tensor:
-    """The E4M3 scales of the blocks; on a GPU a kernel computes them."""
-    outer = reference_scales.outer_of(_each(amax), "mse")
-    if w.is_cuda and w.numel():
-        return kernels.best_scales(w, fmt, outer.flatten() if outer.dim() else outer, "mse")
-    return reference_scales.best_scales(reference._blocks(w.float(), fmt), outer, "mse")
 
 
 def _check(w: object, global_amax: object, block: tuple[int, int]) -> None:

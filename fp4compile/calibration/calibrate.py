@@ -6,10 +6,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.fx import Graph, Node
 
+from fp4compile.analysis.find import find
+from fp4compile.analysis.gemm import Gemm, Input
+from fp4compile.analysis.plan import plan
 from fp4compile.calibration import batches as sample
 from fp4compile.calibration.clipping import Clipping, Largest, LeastSquares, Percentile
-from fp4compile.calibration.observers import Observation
+from fp4compile.calibration.observers import Observation, in_groups
 from fp4compile.formats import formats
 from fp4compile.formats.formats import unknown_name
 from fp4compile.formats.reference import outer_of
@@ -58,12 +62,20 @@ def calibrate(
         "max": lambda format: Largest(), "percentile": lambda format: Percentile(percentile), "mse": LeastSquares
     }  # fmt: skip
 
-    def see(names: set[str], format: str, activation: torch.Tensor) -> None:
+    formats_of: dict[Node, str] = {}
+
+    def choose(graph: Graph, inputs: tuple[Input, ...]) -> list[Gemm]:
+        found = _with_static_scale(graph, chosen, inputs)
+        formats_of.update({gemm.node: format for gemm, format in found})
+        return [gemm for gemm, _ in found]
+
+    def see(gemm: Gemm, names: set[str], _: Any, x: torch.Tensor, groups: torch.Tensor | None) -> None:
+        format = formats_of[gemm.node]
         for name in names:
             clipping, _ = kept.setdefault(name, (clippings[method](format), format))
-            clipping.see(activation)
+            clipping.see(x if gemm.offs is None or groups is None else in_groups(x, groups))
 
-    watched = Observation(model, chosen, see)
+    watched = Observation(model, choose, see)
     with torch.no_grad():
         for batch in sample.over(batches, "calibrate" if progress else None):
             sample.call(watched, batch)
@@ -80,6 +92,18 @@ def calibrate(
         )
     factors = {name: _decode_factor(name, *of_layer) for name, of_layer in kept.items() if name not in unseen}
     return chosen.replace(static_scales={name: factor for name, factor in factors.items() if factor is not None})
+
+
+def _with_static_scale(graph: Graph, recipe: Recipe, inputs: tuple[Input, ...]) -> list[tuple[Gemm, str]]:
+    """The matmuls whose activation has a static scale, and the activation's format."""
+    gemms = find(graph, inputs)
+    # Every layer has a scale here, so a layer that is quantised without one reads no static scale.
+    scales = {gemm.module: 1.0 for gemm in gemms if gemm.product == "fprop"}
+    decisions = plan(gemms, recipe.replace(static_scales=scales), inputs)
+    return [
+        (one.gemm, treatment.format)
+        for one in decisions for treatment in (one.a, one.b) if treatment is not None and treatment.outer is not None
+    ]  # fmt: skip
 
 
 def _decode_factor(name: str, clipping: Clipping, format: str) -> float | None:

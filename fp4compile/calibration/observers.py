@@ -1,38 +1,36 @@
-"""`Observation`: run a model in the backend's captured graphs, and collect the activations of quantised layers.
+"""`Observation`: run a model in the backend's captured graphs, and collect the activations of layers.
 
 A layer may also run outside of these graphs, in functions that Dynamo does not capture; then its name is recorded.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch.fx import GraphModule, Interpreter, Node
+from torch.fx import Graph, GraphModule, Interpreter, Node
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fp4compile.analysis.find import find, parameters_of
+from fp4compile.analysis.find import parameters_of
 from fp4compile.analysis.gemm import Gemm, GemmOperand, Input
-from fp4compile.analysis.plan import Decision, plan
 from fp4compile.capture import run_captured
 from fp4compile.formats.grouping import Groups
-from fp4compile.recipe import Recipe
 from fp4compile.report import names
 
 aten = torch.ops.aten
 
-# Called with the names of a layer, the name of its activation's format, and an activation [..., K].
-See = Callable[[set[str], str, torch.Tensor], None]
+# Takes a graph and its inputs; returns the forward matmuls to watch.
+Choose = Callable[[Graph, tuple[Input, ...]], Iterable[Gemm]]
+# Called with a watched matmul, both names of its layer (the one that rules match, and the full one), the parameter, the
+# activation [..., K] as the matmul reads it, and the offsets of groups of its rows or the matrices' indices, or None.
+See = Callable[[Gemm, set[str], torch.Tensor, torch.Tensor, torch.Tensor | None], None]
 
 
 class Observation:
-    """A model that passes the activations of layers with a static scale to `see`; called like the model.
+    """A model that passes the activations of layers to `see`; called like the model. choose: the layers."""
 
-    see: called with both names of a layer (the one that rules match, and the full one), the format and the activation.
-    """
-
-    def __init__(self, model: Callable, recipe: Recipe, see: See):
-        self.recipe, self.see = recipe, see
+    def __init__(self, model: Callable, choose: Choose, see: See):
+        self.choose, self.see = choose, see
         self.now: names.Names | None = None
         self.layers: dict[int, set[str]] = {}  # the names of the layers of each weight, by the weight's address
         self.outside = _Outside()
@@ -51,15 +49,15 @@ class Observation:
         placeholders: dict[str | None, Node] = {
             name: node for node, name in parameters_of(module.graph, known.inputs).items()
         }
-        for decision in _with_static_scale(module.graph, self.recipe, known.inputs):
-            gemm = decision.gemm
-            activation, weight = _operands(gemm)
+        for gemm in self.choose(module.graph, known.inputs):
+            activation, weight = operands(gemm)
 
-            def saw(*values: Any, decision: Decision = decision) -> None:
-                self._saw(decision, *values)
+            def saw(*values: Any, gemm: Gemm = gemm) -> None:
+                self._saw(gemm, *values)
 
+            groups = gemm.index if gemm.offs is None else gemm.offs
             with module.graph.inserting_after(gemm.node):
-                module.graph.call_function(saw, (placeholders[weight.parameter], activation.source, gemm.offs))
+                module.graph.call_function(saw, (placeholders[weight.parameter], activation.source, groups))
         graph = Interpreter(module)
 
         def run(*values: Any) -> Any:
@@ -68,34 +66,26 @@ class Observation:
 
         return run
 
-    def _saw(self, decision: Decision, weight: torch.Tensor, x: torch.Tensor, offs: torch.Tensor | None) -> None:
+    def _saw(self, gemm: Gemm, weight: torch.Tensor, x: torch.Tensor, groups: torch.Tensor | None) -> None:
         """Pass a matmul's activation to `see`. weight: the parameter. x: the activation as the matmul reads it."""
-        gemm = decision.gemm
         both = {gemm.module, gemm.module if self.now is None else self.now.full(gemm.module)}
         self.layers.setdefault(_address(weight), set()).update(both)
-        operand, _ = _operands(gemm)
+        operand, _ = operands(gemm)
         if operand.transposed == (operand is gemm.a):  # x @ W has the contraction last, and W @ x has it before
             x = x.mT
-        if offs is not None:  # rows of no group are arbitrary
-            groups = Groups.of(offs, x.shape[-2])
-            x = x[groups.of_rows < groups.count]
-        # Only the activation has a static scale.
-        format = next(t.format for t in (decision.a, decision.b) if t is not None and t.outer is not None)
-        self.see(both, format, x.detach())
+        self.see(gemm, both, weight, x.detach(), groups)
 
 
-def _with_static_scale(graph: torch.fx.Graph, recipe: Recipe, inputs: tuple[Input, ...]) -> list[Decision]:
-    gemms = find(graph, inputs)
-    # Every layer has a scale here, so a layer that is quantised without one reads no static scale.
-    scales = {gemm.module: 1.0 for gemm in gemms if gemm.product == "fprop"}
-    decisions = plan(gemms, recipe.replace(static_scales=scales), inputs)
-    return [d for d in decisions if any(t is not None and t.outer is not None for t in (d.a, d.b))]
-
-
-def _operands(gemm: Gemm) -> tuple[GemmOperand, GemmOperand]:
+def operands(gemm: Gemm) -> tuple[GemmOperand, GemmOperand]:
     """(activation, weight) of a forward matmul."""
     first, second = (operand for operand in (gemm.a, gemm.b) if operand is not None)
     return (first, second) if first.role == "fprop_x" else (second, first)
+
+
+def in_groups(x: torch.Tensor, offs: torch.Tensor) -> torch.Tensor:
+    """The rows of x that belong to a group; the others are arbitrary."""
+    groups = Groups.of(offs, x.shape[-2])
+    return x[groups.of_rows < groups.count]
 
 
 # ---------------------------------------------------------------- outside of the captured graphs

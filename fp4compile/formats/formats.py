@@ -9,7 +9,7 @@ the published contract whose bits it follows. `reference.py` has the arithmetic.
 
 import difflib
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -25,7 +25,8 @@ FLOAT8_CONTRACTS = ("torchao", "te", "te_pow2")
 _FLOAT8_BLOCKS = tuple((rows, n) for n in (32, 64, 128) for rows in (1, n))
 
 # The rules for the block scales of a weight; see `reference_scales`.
-SCALE_RULES = ("amax", "mse", "four_over_six")
+SCALE_RULES = ("amax", "mse", "four_over_six", "four_over_six_mae", "four_over_six_448")
+HESSIAN = "hessian"  # a rule that needs a layer's inputs, besides those of quantisers; see `weights.gptq`
 
 
 def unknown_name(what: str, name: object, allowed: Iterable[str]) -> str:
@@ -217,6 +218,7 @@ NAMED: dict[str, BlockFormat] = {
     "mxfp8_e5m2": _mx("e5m2", "rceil"),
     "mxfp8_32x32": _mx("e4m3", "rceil", (32, 32)),
     "mxfp4": _mx("e2m1", "rceil"),
+    "mxfp4_even": _mx("e2m1", "even"),
     "float8_1x128": _float8((1, 128)),
     "float8_128x128": _float8((128, 128)),
     "float8_rowwise": _float8(None, "row"),
@@ -245,21 +247,26 @@ def get(format: "str | BlockFormat") -> BlockFormat:
     return BlockFormat(element, block, None if scale == "-" else scale, None if outer == "-" else outer, contract)
 
 
-def takes_scale_rules(fmt: BlockFormat) -> bool:
-    """Whether rules other than "amax" can choose the block scales: NVFP4 formats without row scales."""
-    return fmt.scale == "e4m3" and fmt.outer != "row"
+def takes_scale_rule(fmt: BlockFormat, rule: str) -> bool:
+    """Whether a rule can choose the block scales: "amax" always, others in NVFP4 without row scales, two in MXFP4."""
+    mxfp4 = fmt.packed and fmt.scale == "e8m0" and not fmt.square
+    return rule == "amax" or (fmt.scale == "e4m3" and fmt.outer != "row") or (mxfp4 and rule in ("mse", HESSIAN))
 
 
-def check_scale_rule(name: str, rule: object, fmt: BlockFormat | None) -> None:
-    """Raise ValueError for a rule that is not in SCALE_RULES or that does not go with the format (None: no format).
+def check_scale_rule(
+    name: str, rule: object, fmts: Sequence["BlockFormat | None"], allowed: Sequence[str] = SCALE_RULES
+) -> None:
+    """Raise ValueError for a rule that is not `allowed`, or that goes with none of the formats (None: no format).
 
     name: the name of the argument or field, for the message.
     """
-    if rule not in SCALE_RULES:
-        raise ValueError(f"{name}: {unknown_name('rule', rule, SCALE_RULES)}")
-    if rule != "amax" and (fmt is None or not takes_scale_rules(fmt)):
+    if rule not in allowed:
+        raise ValueError(f"{name}: {unknown_name('rule', rule, allowed)}")
+    known = [fmt for fmt in fmts if fmt is not None]
+    if rule != "amax" and not any(takes_scale_rule(fmt, str(rule)) for fmt in known):
+        other = " or MXFP4" if rule in ("mse", HESSIAN) else ""
         raise ValueError(
-            f"{name}={rule!r}: needs an NVFP4 format without row scales, got {None if fmt is None else fmt.name}"
+            f"{name}={rule!r}: needs an NVFP4 format without row scales{other}, got {known[0].name if known else None}"
         )
 
 

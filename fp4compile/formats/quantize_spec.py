@@ -74,7 +74,7 @@ class QuantizeSpec:
         self._check_prologue()
 
     def _check_scale_rule(self) -> None:
-        formats.check_scale_rule("scale_rule", self.scale_rule, self.format)
+        formats.check_scale_rule("scale_rule", self.scale_rule, [self.format])
         if self.scale_rule == "amax":
             return
         if self.seeded or self.hadamard:

@@ -431,9 +431,13 @@ def dequantize_blocks(data: torch.Tensor, scales: torch.Tensor | None, fmt: Bloc
         scales = from_swizzled(scales, data.shape[-2], values.shape[-1] // fmt.block_cols)
     elif fmt.square:
         scales = scales_of_rows(scales, fmt, data.shape[-2])
-    decoded = e8m0_decode(scales.view(torch.uint8)) if fmt.scale == "e8m0" else scales.float()
     blocks = values.unflatten(-1, (scales.shape[-1], fmt.block_cols))
-    return (blocks * decoded.unsqueeze(-1)).flatten(-2)
+    return (blocks * decoded(scales, fmt).unsqueeze(-1)).flatten(-2)
+
+
+def decoded(scales: torch.Tensor, fmt: BlockFormat) -> torch.Tensor:
+    """Block scales in float32, of the same shape."""
+    return e8m0_decode(scales.view(torch.uint8)) if fmt.scale == "e8m0" else scales.float()
 
 
 def values_of(data: torch.Tensor, scales: torch.Tensor | None, fmt: BlockFormat) -> torch.Tensor:

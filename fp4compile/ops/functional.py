@@ -133,7 +133,7 @@ def quantize(
     if layout not in LAYOUTS:
         raise ValueError(formats.unknown_name("layout", layout, LAYOUTS))
     layout = scale_layout(fmt, native=layout == "swizzled")
-    formats.check_scale_rule("scales", scales, fmt)
+    formats.check_scale_rule("scales", scales, [fmt])
     if scales != "amax" and (seed is not None or hadamard or offs is not None):
         raise ValueError(f"scales={scales!r}: is for weights, and goes without seed, hadamard and offs")
     lead = list(x.shape)

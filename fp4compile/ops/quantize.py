@@ -39,7 +39,8 @@ from typing import Any
 
 import torch
 
-from fp4compile.formats import formats, reference
+from fp4compile.formats import formats, reference, reference_scales
+from fp4compile.formats.formats import BlockFormat
 from fp4compile.formats.grouping import grouping_of, padded_rows
 from fp4compile.formats.layouts import swizzled_numel
 from fp4compile.formats.prologue import Prologue, apply
@@ -154,6 +155,21 @@ QUANTIZE = define(
     shapes=_shapes,
     kernels=quantize_kernels,
 )
+
+
+def best_scales(x: torch.Tensor, fmt: BlockFormat, outer: torch.Tensor, rule: str) -> torch.Tensor:
+    """The linear block scales of x [..., R, K] by a rule other than "amax", without codes.
+
+    outer: float32 [], or [B] for each matrix of x [B, R, K].
+    """
+    if fmt.scale == "e4m3" and x.is_cuda and x.numel():
+        from fp4compile.templates import scale_sweep
+
+        return scale_sweep.best_scales(x, fmt, outer, rule)
+    blocks = reference._blocks(x.float(), fmt)
+    if fmt.scale == "e8m0":
+        return reference_scales.best_powers(blocks)
+    return reference_scales.best_scales(blocks, outer.view(-1, 1, 1) if outer.dim() else outer, rule)
 
 
 # ---------------------------------------------------------------- lay_out_scales

@@ -24,12 +24,14 @@ log = logging.getLogger("fp4compile")
 _SCALE_RANGE = (2.0**-126, (2 - 2.0**-23) * 2.0**127)
 _SHOWN = 8  # entries of a tuple that are shown; longer ones, such as the static scales of a model, are counted
 _WEIGHT_CACHES = ("on", "off", "always")
+_WEIGHT_METHODS = ("nearest", "gptq")
 # The fields that name matmuls, and the matmuls that each may name.
 _SWITCHES = {
     "hadamard": ("wgrad",), "stochastic_rounding": ("dgrad", "wgrad"), "fast_accumulation": ("fprop", "dgrad", "wgrad")
 }  # fmt: skip
 _PLAIN_FIELDS = (
-    ("name", str), ("activation_scale", str), ("weight_cache", str), ("weight_scales", str), ("skip_lm_head", bool)
+    ("name", str), ("activation_scale", str), ("weight_cache", str), ("weight_scales", str),
+    ("weight_method", str), ("skip_lm_head", bool),
 )  # fmt: skip
 
 
@@ -63,8 +65,12 @@ class Recipe:
         group of torch.distributed, whose writes cannot be detected, it quantises weights at every call. "always" keeps
         them there too, if you call `fp4compile.refresh` after such writes. "off" quantises weights at every call.
     weight_scales: how the NVFP4 block scales of fprop_w are chosen in inference. "amax": from each block's largest
-        element; "mse": of least squared error; "four_over_six": the better of two. Graphs that compute gradients take
-        "amax".
+        element; "mse": of least squared error, for MXFP4 weights too; "four_over_six": the better of two, also by
+        absolute errors ("four_over_six_mae") or with scales up to 448 ("four_over_six_448"); "hessian": of least error
+        of the layer's outputs, by the batches of `pack_`. Graphs that compute gradients take "amax", and weights that
+        `pack_` does not pack take "mse" for "hessian".
+    weight_method: how weights become codes in `pack_`. "nearest": each element is rounded; "gptq": each column makes up
+        for the rounding errors of those before it, by the batches of `pack_`. Others are rounded to nearest.
 
     Raises ValueError for an unknown format, matmul or choice, for a number out of range, and for fields that
     contradict each other; TypeError for a field of another type.
@@ -94,6 +100,7 @@ class Recipe:
     fast_accumulation: tuple[str, ...] = ()
     weight_cache: str = "on"
     weight_scales: str = "amax"
+    weight_method: str = "nearest"
 
     def __post_init__(self) -> None:
         self._normalise()
@@ -106,6 +113,8 @@ class Recipe:
         if self.weight_cache not in _WEIGHT_CACHES:
             allowed = ", ".join(map(repr, _WEIGHT_CACHES))
             raise ValueError(f"weight_cache={self.weight_cache!r}: allowed are {allowed}")
+        if self.weight_method not in _WEIGHT_METHODS:
+            raise ValueError(f"weight_method: {unknown_name('method', self.weight_method, _WEIGHT_METHODS)}")
 
     def _normalise(self) -> None:
         """Replace each field's value by its canonical form, which is compared, hashed and written to JSON."""
@@ -180,13 +189,23 @@ class Recipe:
     def _check_weight_scales(self) -> None:
         weights = [self.fprop_w, *(FIELDS.get(rule.action, {}).get("fprop_w") for rule in self.rules)]
         known = [None if weight is None else formats.get(weight) for weight in weights]
-        fitting = (fmt for fmt in known if fmt is not None and formats.takes_scale_rules(fmt))
-        formats.check_scale_rule("weight_scales", self.weight_scales, next(fitting, known[0]))
+        rules = (*formats.SCALE_RULES, formats.HESSIAN)
+        formats.check_scale_rule("weight_scales", self.weight_scales, known, rules)
+        if self.weight_method == "gptq" and not any(known):
+            raise ValueError("weight_method='gptq': needs an fprop_w, or a rule whose recipe has one")
 
     def scale_rule(self, weight: str | None) -> str:
-        """The rule for block scales of a weight in this format: `weight_scales`, or "amax" if that cannot apply."""
-        chosen = weight is not None and formats.takes_scale_rules(formats.get(weight))
-        return self.weight_scales if chosen else "amax"
+        """The rule for block scales of a weight in this format: `weight_scales`, or "amax" if that cannot apply.
+
+        For "hessian" it is "mse", by which weights without batches, and later writes to packed ones, are quantised.
+        """
+        rule = "mse" if self.weight_scales == formats.HESSIAN else self.weight_scales
+        return rule if weight is not None and formats.takes_scale_rule(formats.get(weight), rule) else "amax"
+
+    @property
+    def needs_batches(self) -> bool:
+        """Whether packing weights needs batches: for "gptq" and for scales by "hessian"."""
+        return self.weight_method == "gptq" or self.weight_scales == formats.HESSIAN
 
     def operands(self, product: str) -> tuple[str | None, str | None]:
         """The format names of a matmul's operands, in the order of the recipe's fields; None: high precision."""

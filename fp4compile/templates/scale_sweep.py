@@ -78,9 +78,10 @@ def _sweep(
     rows, blocks = padded_scale_shape(source.rows, ceil_div(source.cols, 16), layout)
     tile_blocks = LANES // block_rows
     constants = {
-        "RULE": rule, "CODES": codes, "EACH_MATRIX": each, "SWIZZLED": layout == "swizzled", "ALIGN": source.align,
-        **store_aligns(source.cols, fmt), "DOUBLE_WINS": reference_scales.DOUBLE_WINS[16 * block_rows],
-        "ROWS": block_rows, "BLOCKS": tile_blocks, "VECTORS": source.tensor.element_size(), "ISA": source.target.isa,
+        "MSE": rule == "mse", "ABSOLUTE": rule == reference_scales.ABSOLUTE, "CODES": codes, "EACH_MATRIX": each,
+        "SWIZZLED": layout == "swizzled", "ALIGN": source.align, **store_aligns(source.cols, fmt),
+        "DOUBLE_WINS": reference_scales.DOUBLE_WINS[16 * block_rows], "ROWS": block_rows, "BLOCKS": tile_blocks,
+        "VECTORS": source.tensor.element_size(), "ISA": source.target.isa,
     }  # fmt: skip
     arguments = source.view, *output.pointers, View.flat(factor, source.batch if each else 1), *source.args
     grid = source.batch * ceil_div(rows, block_rows) * ceil_div(blocks, tile_blocks)
@@ -102,10 +103,13 @@ def rounded_e2m1(y, ISA: tl.constexpr):
 
 
 @triton.jit
-def squared_rest(u, scale, inverse, ISA: tl.constexpr):
-    """(u - q * scale)^2 of elements, where q is u * inverse rounded to E2M1."""
+def rest_of(u, scale, inverse, ABSOLUTE: tl.constexpr, ISA: tl.constexpr):
+    """(u - q * scale)^2 of elements, or its absolute value, where q is u * inverse rounded to E2M1."""
     rest = u - rounded_e2m1(tl.minimum(u * inverse, 6.0), ISA) * scale
-    return tl.fma(rest, rest, 0.0)  # no compiler can fuse this square into a sum: it is a fused operation already
+    if ABSOLUTE:
+        return tl.abs(rest)
+    else:
+        return tl.fma(rest, rest, 0.0)  # no compiler can fuse this square into a sum: it is a fused operation already
 
 
 @triton.jit
@@ -122,15 +126,15 @@ def sum_neighbours(x):
 
 
 @triton.jit
-def block_error(first, second, scale, ISA: tl.constexpr):
-    """`reference_scales.block_error`: the squared errors [1, BLOCKS] of blocks with scales [1, BLOCKS].
+def block_error(first, second, scale, ABSOLUTE: tl.constexpr, ISA: tl.constexpr):
+    """`reference_scales.block_error`: the errors [1, BLOCKS] of blocks with scales [1, BLOCKS].
 
     first, second: the even and the odd elements of each row, [ROWS, BLOCKS, 8], of blocks that are ROWS high.
     """
     inverse = reciprocal_e4m3(scale, ISA)[:, :, None]
     scale = scale[:, :, None]
-    squares = squared_rest(first, scale, inverse, ISA) + squared_rest(second, scale, inverse, ISA)
-    of_rows = sum_neighbours(squares)
+    errors = rest_of(first, scale, inverse, ABSOLUTE, ISA) + rest_of(second, scale, inverse, ABSOLUTE, ISA)
+    of_rows = sum_neighbours(errors)
     if of_rows.shape[0] == 1:
         return of_rows
     else:
@@ -151,12 +155,12 @@ def nearest_scale(scale, ISA: tl.constexpr):
 
 
 @triton.jit
-def four_or_six(first, second, top, ISA: tl.constexpr):
-    """`reference_scales._four_or_six`; arguments as in `least_error`."""
-    six, six_scale = nearest_scale(tl.div_rn(top, 6.0), ISA)
-    four, four_scale = nearest_scale(top * 0.25, ISA)
-    smaller = block_error(first, second, four_scale, ISA) < block_error(first, second, six_scale, ISA)
-    return tl.where(smaller, four, six)
+def four_or_six(first, second, largest, outer, ABSOLUTE: tl.constexpr, ISA: tl.constexpr):
+    """`reference_scales._four_or_six`. first, second: as in `block_error`. largest: of each block, [1, BLOCKS]."""
+    six, six_scale = nearest_scale(tl.div_rn(tl.div_rn(largest, 6.0), outer), ISA)
+    four, four_scale = nearest_scale(tl.div_rn(largest * 0.25, outer), ISA)
+    by_four = block_error(first, second, four_scale, ABSOLUTE, ISA)
+    return tl.where(by_four < block_error(first, second, six_scale, ABSOLUTE, ISA), four, six)
 
 
 @triton.jit
@@ -174,7 +178,7 @@ def least_error(first, second, top, DOUBLE_WINS: tl.constexpr, ISA: tl.constexpr
     # Not a `while`: Triton 3.6 fails on one whose values are tensors.
     for _ in range(MOST_SCALES):
         if tl.max(tl.max(active.to(tl.int32), 1), 0) > 0:
-            error = block_error(first, second, scale, ISA)
+            error = block_error(first, second, scale, False, ISA)
             better = active & (error <= best)
             best = tl.where(better, error, best)
             winner = tl.where(better, byte, winner)
@@ -189,13 +193,14 @@ def least_error(first, second, top, DOUBLE_WINS: tl.constexpr, ISA: tl.constexpr
 @triton.jit
 def sweep_scales(
     x_ptr, data_ptr, scales_ptr, outer_ptr, rows, cols, x_batch, x_row,
-    RULE: tl.constexpr, CODES: tl.constexpr, EACH_MATRIX: tl.constexpr, SWIZZLED: tl.constexpr,
+    MSE: tl.constexpr, ABSOLUTE: tl.constexpr, CODES: tl.constexpr, EACH_MATRIX: tl.constexpr, SWIZZLED: tl.constexpr,
     ALIGN: tl.constexpr, UNIT_ALIGN: tl.constexpr, SCALE_ALIGN: tl.constexpr, DOUBLE_WINS: tl.constexpr,
     ROWS: tl.constexpr, BLOCKS: tl.constexpr, VECTORS: tl.constexpr, ISA: tl.constexpr,
 ):  # fmt: skip
     """Store the scales of BLOCKS neighbouring blocks that are ROWS high. x: [batch, rows, cols], as in `quantize_rows`.
 
-    CODES: store the codes too. outer_ptr: the global scale or (EACH_MATRIX) one global scale for each matrix.
+    MSE: by the rule "mse"; ABSOLUTE: by absolute errors. CODES: store the codes too. outer_ptr: the global scale or
+    (EACH_MATRIX) one global scale for each matrix.
     """
     dtype: tl.constexpr = x_ptr.dtype.element_ty
     padded_rows = tl.cdiv(rows, 128) * 128 if SWIZZLED else rows
@@ -217,10 +222,10 @@ def sweep_scales(
     first, second = unpack(words, dtype)
     u_first = tl.minimum(tl.abs(first) * factor, U_MAX)
     u_second = tl.minimum(tl.abs(second) * factor, U_MAX)
-    if RULE == "mse":
+    if MSE:
         byte = least_error(u_first, u_second, top, DOUBLE_WINS, ISA)
     else:
-        byte = four_or_six(u_first, u_second, top, ISA)
+        byte = four_or_six(u_first, u_second, largest.to(tl.float32, bitcast=True), outer, ABSOLUTE, ISA)
     byte = tl.where(finite, byte, 0x7F)
 
     if CODES:

@@ -13,13 +13,14 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from fp4compile import _compat, _inductor_patches
 from fp4compile.analysis.module_names import check_module
-from fp4compile.formats import formats
+from fp4compile.formats import formats, reference_scales
 from fp4compile.formats.formats import as_integers, integer_dtype
 from fp4compile.formats.grouping import grouping_of
 from fp4compile.formats.quantize_spec import FLOAT_DTYPES, ROWS, QuantizeSpec
 from fp4compile.ops.quantize import QUANTIZE
 from fp4compile.report.decibels import decibels
-from fp4compile.weights.scale_checks import check_static
+from fp4compile.weights import gptq
+from fp4compile.weights.scale_checks import check_static, warn_below_range
 from fp4compile.weights.scale_layout import laid_out, layout_on
 from fp4compile.weights.static_scale import static_scale
 
@@ -51,7 +52,7 @@ class LayerFormat:
 
     def __post_init__(self) -> None:
         weight = formats.get(self.weight)
-        formats.check_scale_rule("scale_rule", self.scale_rule, weight)
+        formats.check_scale_rule("scale_rule", self.scale_rule, [weight])
         if self.activation is not None and not formats.compatible(formats.get(self.activation), weight):
             raise ValueError(f"formats {self.activation} and {self.weight} cannot be multiplied")
         if self.activation_outer is not None:
@@ -111,18 +112,51 @@ class PackedWeight(nn.Module):
 
         Raises RuntimeError for a shardable layer, because FSDP2 would lose a write to a gathered weight.
         """
+        weight = self._taken(weight)
+        dim, rule = -2 if self.in_first else -1, self.layer_format.scale_rule
+        given: dict[str, torch.Tensor] = {}
+        if amax is not None:
+            amax = amax.to(weight.device)
+            given = {"amax": amax} if rule == "amax" else {"outer": reference_scales.outer_of(amax, rule)}
+        layout, each = self.scale_layout_on(weight.device), self.experts is not None
+        data, scales, outer = QUANTIZE(
+            weight, self.layer_format.weight, dim, layout=layout, scale_rule=rule, each_matrix=each, **given
+        )  # fmt: skip
+        self._keep(weight.movedim(dim, -1), data, scales, given.get("outer", outer))
+
+    def fit(
+        self, weight: torch.Tensor, moments: gptq.Moments, rule: str, compensate: bool, amax: torch.Tensor | None
+    ) -> None:
+        """`store`, with codes that keep the outputs on sample inputs.
+
+        moments, rule, compensate: see `gptq.quantize`. A weight that is not finite is stored by `store`.
+        """
+        taken = self._taken(weight)
+        if not taken.isfinite().all():
+            self.store(weight, amax)
+            return
+        fmt, layout = formats.get(self.layer_format.weight), self.scale_layout_on(taken.device)
+        matrices = taken.mT if self.in_first else taken
+        each = matrices if self.experts is not None else matrices[None]
+        found = gptq.quantize(each, moments, fmt, rule, compensate=compensate, layout=layout, amax=amax)
+        if self.experts is None:
+            found = tuple(None if part is None else part[0] for part in found)  # type: ignore[assignment]
+        self._keep(matrices, *found)
+
+    def _taken(self, weight: torch.Tensor) -> torch.Tensor:
+        """A weight as it is quantised, after autocast's cast. Raises RuntimeError for a shardable layer."""
         if "weight_data" in self._parameters:  # `make_shardable` was called
             raise RuntimeError("weight: a layer that is sharded takes no other weight; merge adapters before it is")
-        fmt, dim = formats.get(self.layer_format.weight), -2 if self.in_first else -1
         weight = weight.detach()
         dtype = autocast_dtype(weight.device)
-        weight = weight if dtype is None else weight.to(dtype)
-        layout = self.scale_layout_on(weight.device)
-        each = self.experts is not None
-        data, scales, outer = QUANTIZE(
-            weight, fmt.name, dim, layout=layout, scale_rule=self.layer_format.scale_rule, each_matrix=each,
-            amax=None if amax is None else amax.to(weight.device),
-        )  # fmt: skip
+        return weight if dtype is None else weight.to(dtype)
+
+    def _keep(
+        self, weight: torch.Tensor, data: torch.Tensor, scales: torch.Tensor | None, outer: torch.Tensor | None
+    ) -> None:
+        """Set the buffers to the codes of a weight [..., N, K]."""
+        fmt = formats.get(self.layer_format.weight)
+        warn_below_range(weight, data, scales, fmt)
         self.weight_data = data
         self.weight_scales = scales if fmt.scale else None
         self.weight_outer = outer if fmt.outer else None

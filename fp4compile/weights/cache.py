@@ -15,7 +15,9 @@ from dataclasses import dataclass, field
 
 import torch
 
+from fp4compile.formats import formats
 from fp4compile.ops.quantize import QUANTIZE
+from fp4compile.weights.scale_checks import warn_below_range
 from fp4compile.weights.writes import NEVER, Storage, changes_are_seen, tracked
 
 _ATTRIBUTE = "_fp4compile_packed"
@@ -223,8 +225,8 @@ def _alike(old: torch.Tensor, new: torch.Tensor) -> bool:
 
 def _quantize(weight: torch.Tensor, form: Form) -> tuple[torch.Tensor, ...]:
     source = weight.detach() if form.piece is None else form.piece.of(weight.detach())
-    return tuple(
-        QUANTIZE(
-            source, form.format, form.dim, layout=form.layout, scale_rule=form.scale_rule, each_matrix=form.grouped
-        )
+    data, scales, outer = QUANTIZE(
+        source, form.format, form.dim, layout=form.layout, scale_rule=form.scale_rule, each_matrix=form.grouped
     )
+    warn_below_range(source.movedim(form.dim, -1), data, scales, formats.get(form.format))
+    return data, scales, outer

@@ -4,6 +4,7 @@ A block scale is never negative, and NaN only in a weight that was not finite. N
 scale 1. It may be denormal for a weight, not for an activation: kernels multiply by its inverse.
 """
 
+import warnings
 from collections.abc import Mapping
 from reprlib import repr as short  # a value may be nested so deeply that `repr` fails
 from typing import Any
@@ -11,9 +12,14 @@ from typing import Any
 import torch
 
 from fp4compile.formats import formats
+from fp4compile.formats.formats import BlockFormat
+from fp4compile.ops.quantize import DEQUANTIZE
+from fp4compile.report.decibels import decibels
 
 TINY = torch.finfo(torch.float32).tiny
 _LARGEST = torch.finfo(torch.float32).max
+# NVFP4 weights of normal numbers have 20 dB.
+_IN_RANGE = 15.0
 
 
 def check_buffers(buffers: dict[str, torch.Tensor]) -> None:
@@ -74,3 +80,21 @@ def check_static(outer: Any) -> None:
     if isinstance(outer, bool) or not isinstance(outer, int | float) or not TINY <= outer <= _LARGEST:
         raise ValueError(f"activation_outer: expected a positive normal float32 number, from {TINY:.6g} to "
                          f"{_LARGEST:.6g}, got {short(outer)}")  # fmt: skip
+
+
+def warn_below_range(weight: torch.Tensor, data: torch.Tensor, scales: torch.Tensor | None, fmt: BlockFormat) -> None:
+    """Warn where one-level NVFP4, whose smallest block scale is fixed, loses a weight of small numbers.
+
+    weight: [..., N, K], of which data and scales are the codes and block scales.
+    """
+    if fmt.scale != "e4m3" or fmt.outer is not None or not weight.numel():
+        return
+    exact, values = weight.float(), DEQUANTIZE(data, scales, None, fmt.name, weight.shape[-1], torch.float32)
+    found = decibels(float(exact.square().sum()), float((exact - values).square().sum()))
+    if found < _IN_RANGE:
+        # Whole decibels, because Python prints warnings of equal text once, and a model has hundreds of layers.
+        warnings.warn(
+            f"weight of shape {tuple(weight.shape)}: SQNR {found:.0f} dB in {fmt.name}, which has no global scale for "
+            "small numbers; use a format that has one, such as nvfp4",
+            stacklevel=3,
+        )

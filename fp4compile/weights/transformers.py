@@ -102,6 +102,11 @@ class Fp4CompileQuantizer(HfQuantizer):
                 '{"quant_method": "fp4compile", "recipe": "nvfp4"}'
             )
         config = self.quantization_config
+        if not self.pre_quantized and resolve(config.recipe).needs_batches:
+            raise ValueError(
+                "quantization_config: its recipe needs batches; load the model without it, and call "
+                "fp4compile.pack_(model, recipe, batches=...)"
+            )
         if self.pre_quantized and config.recipe is not None and not config.published:
             raise ValueError("quantization_config: the checkpoint is packed already; expected no recipe")
         if not self.pre_quantized and isinstance(device_map, dict) and "disk" in device_map.values():

@@ -278,7 +278,7 @@ def _ids(node: ast.AST) -> set[int]:
 GIVING_REASONS = (*sorted(Path("fp4compile/analysis").glob("*.py")), *sorted(Path("fp4compile/passes").rglob("*.py")),
                   Path("fp4compile/distributed/codes.py"), Path("fp4compile/distributed/fsdp.py"),
                   Path("fp4compile/distributed/gather.py"), Path("fp4compile/weights/linear.py"),
-                  Path("fp4compile/weights/pack.py"), Path("fp4compile/weights/experts.py"))  # fmt: skip
+                  Path("fp4compile/calibration/pack.py"), Path("fp4compile/weights/experts.py"))  # fmt: skip
 NO_REASONS = (
     r".+\ .+\ in\ .+\ ms", r".+,\ .+,\ weight=.+,\ activation=.+",
     r".+\ experts,\ .+,\ .+,\ weight=.+,\ activation=.+", "as\\ it\\ comes",

@@ -132,7 +132,9 @@ BROUGHT: dict[str, dict[str, Callable[[], Names]]] = {
     "docs/distributed.md": {"Quantise once, then move": blocks_to_shard},
     "docs/index.md": {"": network},
     "docs/inference.md": {
-        "": layers, "Better scales for the weights": layers, "Files": lambda: {"fresh_model": layers()["model"]},
+        "": layers, "Better scales for the weights": layers,
+        "Codes by sample inputs": lambda: layers() | {"batches": [torch.randn(64, 64)]},
+        "Files": lambda: {"fresh_model": layers()["model"]},
         "Checkpoints of other libraries":
             lambda: checkpoint_in("published-checkpoint", "modelopt_nvfp4"),
         "transformers": lambda: checkpoint_in("published-fp8", "modelopt_nvfp4") | llama_in("plain"),

@@ -25,6 +25,7 @@ EXPECTED = {
     "mxfp8_e5m2": ("e5m2:1x32:e8m0:-:rceil", False, False),
     "mxfp8_32x32": ("e4m3:32x32:e8m0:-:rceil", False, True),
     "mxfp4": ("e2m1:1x32:e8m0:-:rceil", True, False),
+    "mxfp4_even": ("e2m1:1x32:e8m0:-:even", True, False),
     "float8_1x128": ("e4m3:1x128:float32:-:torchao", False, False),
     "float8_128x128": ("e4m3:128x128:float32:-:torchao", False, True),
     "float8_rowwise": ("e4m3:-:-:row:torchao", False, False),

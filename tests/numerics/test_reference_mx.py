@@ -126,3 +126,13 @@ def test_mx_non_finite_literals():
         assert as_bytes(q.scales).tolist() == [[255]] * 3
         assert codes_of(q.data)[:, 3].tolist() == codes
         assert (codes_of(q.data)[:, 4:] == 0).all()  # 2^-128
+
+
+@pytest.mark.parametrize(("name", "first"), [("mxfp8", 63488), ("mxfp8_e5m2", 61440), ("mxfp4", 57344)])
+def test_the_largest_float16_numbers_are_infinite_when_they_are_dequantised_to_float16(name, first):
+    """From `first` on the nearest element times its scale is 65536, which float16 lacks; bf16 and float32 have it."""
+    for value in (first, 65504):
+        q = quantize(torch.tensor([[value]]).half(), name)
+        assert q.dequantize(torch.float16).item() == math.inf
+        assert q.dequantize(torch.float32).item() == q.dequantize(torch.bfloat16).item() == 65536
+    assert quantize(torch.tensor([[first - 32.0]]).half(), name).dequantize(torch.float16).isfinite()

@@ -166,6 +166,76 @@ def test_four_over_six_takes_the_better_of_two():
     assert tie.scales.float().tolist() == [[256.0, 16.0]]
 
 
+@pytest.mark.parametrize("seed", range(3))
+def test_the_order_of_divisions_in_four_over_six_has_the_least_error(seed):
+    """Uniform bf16 weights have blocks whose scale is a tie of two E4M3 numbers; the order of divisions decides there.
+
+    The oracle is the package fouroversix, which multiplies by 1536 / amax where this package divides by amax / 1536.
+    """
+    gen = torch.Generator().manual_seed(seed)
+    x = (2 * torch.rand(4096, 64, generator=gen) - 1).bfloat16()
+    found = fp4compile.quantize(x, "nvfp4", scales="four_over_six")
+    blocks, p = x.float().view(4096, 4, 16), x.abs().amax().float() / 1536
+    top = blocks.abs().amax(-1)
+
+    def chosen(six, four):
+        both = [scale.clamp(2.0**-9, 448).to(torch.float8_e4m3fn).float() for scale in (six, four)]
+        rest = torch.stack([scales.rest(blocks.abs(), (one * p).unsqueeze(-1)).square().sum(-1) for one in both])
+        return torch.where(rest[1] < rest[0], both[1], both[0]), rest.amin(0)
+
+    own, error = chosen(top / 6 / p, top / 4 / p)
+    assert torch.equal(found.scales.float(), own)
+    encode = 1536 / x.abs().amax().float()
+    other, more = chosen(top / 6 * encode, top / 6 * encode * 1.5)
+    apart = own != other
+    assert 330 <= apart.sum() <= 365  # of 16,384 blocks
+    assert 1.1 < more[apart].sum() / error[apart].sum() < 1.4
+
+
+def test_four_over_six_by_absolute_errors_and_with_scales_up_to_448():
+    x = torch.randn(64, 256, generator=torch.Generator().manual_seed(0))
+    blocks, amax = x.view(64, 16, 16), x.abs().amax()
+    for rule, largest, power in (("four_over_six_mae", 256, 1), ("four_over_six_448", 448, 2)):
+        found, outer = fp4compile.quantize(x, "nvfp4", scales=rule), amax / (6 * largest)
+        assert torch.equal(found.outer, outer)
+        top = blocks.abs().amax(-1)
+        both = [(top / n / outer).clamp(max=448).to(torch.float8_e4m3fn).double() for n in (6.0, 4.0)]
+        steps = [(s * outer)[..., None] for s in both]
+        rest = [((blocks / s).abs()[..., None] - GRID).abs().amin(-1) * s for s in steps]
+        six, four = (one.pow(power).sum(-1) for one in rest)
+        clear = (six - four).abs() > 1e-5 * six
+        assert torch.equal(found.scales.double()[clear], torch.where(four < six, both[1], both[0])[clear])
+        assert (found.scales.double() == both[1]).any() and (found.scales.double() == both[0]).any()
+
+
+def test_mxfp4_takes_the_power_of_two_of_least_error():
+    gen = torch.Generator().manual_seed(0)
+    on_the_grid = GRID[torch.randint(8, (64, 256), generator=gen)] * 2.0 ** torch.randint(-3, 3, (64, 1), generator=gen)
+    one_large = torch.full((32, 256), 0.24).index_fill_(1, torch.arange(0, 256, 32), 3.01)  # fine steps clip it
+    normal = torch.randn(64, 256, generator=gen)
+    x = torch.cat([normal, normal**3, on_the_grid, one_large, torch.zeros(2, 256)])
+    for factor in (1.0, 2.0**-140, 2.0**120):
+        found = fp4compile.quantize(x * factor, "mxfp4", scales="mse")
+        blocks = (x * factor).double().unflatten(-1, (-1, 32))
+        top = blocks.abs().amax(-1)
+        best = torch.full_like(top, torch.inf)
+        nearby = torch.log2(top[top > 0]).round().int()
+        for exponent in range(max(int(nearby.min()) - 5, -127), min(int(nearby.max()) + 2, 127) + 1):
+            power = 2.0**exponent
+            rest = ((blocks / power).abs().unsqueeze(-1) - GRID).abs().amin(-1) * power
+            best = torch.minimum(best, rest.square().sum(-1))
+        error = (blocks - found.dequantize(torch.float32).double().unflatten(-1, (-1, 32))).square().sum(-1)
+        assert (error <= best * (1 + 1e-9) + (1e-12 * top) ** 2).all()
+    rounded_up = fp4compile.quantize(x, "mxfp4")
+    assert (as_bytes(rounded_up) - as_bytes(fp4compile.quantize(x, "mxfp4", scales="mse"))).unique().tolist() == [0, 1]
+    x[3, 20] = torch.nan
+    assert fp4compile.quantize(x, "mxfp4", scales="mse").dequantize()[3, :32].isnan().all()
+
+
+def as_bytes(quantised):
+    return quantised.scales.view(torch.uint8).int()
+
+
 @pytest.mark.parametrize("rule", ["mse", "four_over_six"])
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
 def test_what_is_not_finite_shows(rule, value):
@@ -206,7 +276,8 @@ def test_shapes_strides_and_matrices():
     (lambda w: fp4compile.quantize(w, "nvfp4", scales="msee"), "scales: unknown rule 'msee'. Did you mean 'mse'"),
     (lambda w: fp4compile.quantize(w, "nvfp4", scales="mse", hadamard=True), "scales='mse': is for weights"),
     (lambda w: fp4compile.quantize(w, "nvfp4", scales="mse", offs=torch.tensor([1]).int()), "scales='mse': is for "),
-    (lambda w: torch.ops.fp4compile.quantize(w, "mxfp4", scale_rule="mse"), "scale_rule='mse': needs an NVFP4"),
+    (lambda w: torch.ops.fp4compile.quantize(w, "mxfp4", scale_rule="four_over_six"),
+     "scale_rule='four_over_six': needs an NVFP4"),
     (lambda w: torch.ops.fp4compile.quantize(w, "nvfp4", offs=torch.tensor([1]).int(), scale_rule="mse"),
      "scale_rule='mse': is for weights, which have no groups"),
     (lambda w: fp4compile.scale_sweep(w, block=(1, 32)), r"block=\(1, 32\): allowed are \(1, 16\) and \(16, 16\)"),

@@ -9,6 +9,7 @@ from tests.helpers.hard_inputs import DTYPES, NAMES, TINY_AMAXES, hard_input, of
 from tests.helpers.kernels import DEVICE, INTERPRETING, assert_same_bits, gpu
 
 RULES = ("mse", "four_over_six")
+OTHERS = ("four_over_six_mae", "four_over_six_448")
 
 
 def check(x, name, rule, layout="linear", outer=None):
@@ -34,6 +35,11 @@ def test_layouts_shapes_and_strides():
     check(x[:3, :33], "nvfp4", "mse", "swizzled" if not INTERPRETING else "linear")
     check(x[:, 1:34], "nvfp4_16x16", "mse", "swizzled")
     check(x[:3].t()[:, :2], "nvfp4", "four_over_six")
+    for rule in OTHERS:
+        check(x[:3], "nvfp4", rule)
+        check(x[:18, :40].bfloat16(), "nvfp4_16x16", rule)
+    # Uniform numbers, whose blocks are ties of two scales: the order of the divisions decides.
+    check((2 * torch.rand(4, 256) - 1).bfloat16(), "nvfp4", "four_over_six", outer=torch.tensor(1 / 1536))
     check(x[0], "nvfp4", "mse")
     check(x[:2, :48].bfloat16(), "nvfp4_one_level", "mse")
     check(x[:2, :48], "nvfp4_te", "mse", outer=torch.tensor(1e-5))

@@ -2,6 +2,7 @@
 
 import argparse
 import copy
+import warnings
 
 import pytest
 import torch
@@ -248,3 +249,24 @@ def test_a_choice_that_no_weight_could_take_is_refused():
     with pytest.raises(TypeError, match="weight_scales: expected a str, got bool"):
         fp4compile.backend("nvfp4", weight_scales=True)
     Recipe(fprop_w="mxfp8", rules=[("0", "nvfp4")], weight_scales="mse")  # the layer of a rule can take it
+
+
+@torch.no_grad()
+def test_small_weights_in_one_level_nvfp4_are_warned_of():
+    """The smallest block scale of torchao's one-level contract is 2^-6, whatever the weight's magnitude."""
+    x = torch.randn(8, 128)
+    for std, decibels in ((0.005, 7), (0.001, 0)):
+        layer = torch.nn.Linear(128, 128)
+        layer.weight.normal_(std=std, generator=torch.Generator().manual_seed(0))
+        message = rf"weight of shape \(128, 128\): SQNR {decibels} dB in nvfp4_one_level, which has no global scale"
+        torch._dynamo.reset()
+        with pytest.warns(UserWarning, match=message):
+            torch.compile(layer, backend=fp4compile.backend("nvfp4_one_level"))(x)
+        with pytest.warns(UserWarning, match=message):
+            fp4compile.pack_(torch.nn.Sequential(layer), "nvfp4_one_level")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        for recipe, std in (("nvfp4_one_level", 0.03), ("nvfp4", 0.001)):
+            layer = torch.nn.Linear(128, 128)
+            layer.weight.normal_(std=std)
+            fp4compile.pack_(torch.nn.Sequential(layer), recipe)

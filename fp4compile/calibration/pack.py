@@ -1,0 +1,177 @@
+"""`pack_`: replace the parameters of a model by packed weights, so that it needs less memory.
+
+The results of a packed layer, eager or compiled, have the bits of the compiled original layer, unless batches decide
+about its codes.
+"""
+
+import warnings
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from fp4compile.analysis.module_names import check_module
+from fp4compile.calibration.batches import over
+from fp4compile.calibration.resume import Kept
+from fp4compile.formats.formats import HESSIAN
+from fp4compile.recipe import Recipe, resolve
+from fp4compile.report.progress import with_bar
+from fp4compile.report.report import Report, Row
+from fp4compile.weights.buffers import PackedWeight
+from fp4compile.weights.decide import decisions
+from fp4compile.weights.fused_groups import with_shared_scales
+from fp4compile.weights.gptq import FEWEST_TOKENS
+from fp4compile.weights.integration import save_as_packed
+from fp4compile.weights.linear import leave_fast_paths
+from fp4compile.weights.replacements import Weight
+
+
+def pack_(
+    model: nn.Module,
+    recipe: str | dict | Recipe | Path | None = None,
+    *,
+    batches: Iterable[Any] | None = None,
+    resume: str | Path | None = None,
+    contracted: Mapping[str, int] | None = None,
+    shared_scales: bool = False,
+    progress: bool = True,
+) -> Report:
+    """Replace the linear layers and the weights of experts that a recipe quantises by packed ones, in place.
+
+    recipe: as for `fp4compile.backend`; its settings for the forward matmul are used.
+    batches: for `weight_method` "gptq" and `weight_scales` "hessian", and only for these: an iterable of sample
+        batches, as for `calibrate`. The model runs over them uncompiled and without gradients.
+    resume: with batches, a folder where the codes of each weight are kept as soon as they are made. A call with the
+        same model, recipe, batches and folder goes on from there.
+    contracted: for parameters of experts, by pattern of their full names, the dimension along which they are
+        contracted: -1 where they are [experts, out, in], -2 where they are [experts, in, out]. Most experts of
+        transformers declare it themselves (`is_transposed`).
+    shared_scales: whether q, k and v, and gate and up, get one global scale of their weights and one of their
+        activations, which engines need that multiply them as one weight (`export_packed`). It costs some accuracy.
+    progress: whether a terminal shows a progress bar, if the package tqdm is installed.
+
+    Linear layers are modules of type `nn.Linear`, and the Conv1D of transformers. Not packed, with a reason in the
+    report: subclasses, parametrised layers, layers with other hooks than forward hooks or with a shared weight, and
+    trained weights, such as adapters. Rules match layers' own names, without parts that wrappers insert.
+
+    Weights of experts are parameters [experts, ..., ...] of modules that are not torch's own. Their module stays, and
+    reads dequantised weights; a module compiled by `fp4compile.backend` multiplies the codes.
+
+    Each weight is freed as it is packed; with batches, all are freed at the end. Packed layers are for inference, and
+    keep forward hooks and attributes. For a model that runs under autocast, call `pack_` under autocast, so that
+    weights are cast before they are quantised.
+
+    Returns a report of the packed weights, and the reasons for all others. Warns of rules that decide about no layer,
+    of trained weights in a model without adapters, and of weights and experts that fewer than 16 tokens of the batches
+    reach, which are rounded to nearest. Raises TypeError if `model` is no module, ValueError if it is a linear layer
+    itself, TypeError or ValueError for a bad `contracted` and for `batches` that are missing, superfluous, empty or not
+    finite, and the errors of `backend` for a bad recipe.
+    """
+    check_module(model)
+    chosen = resolve(recipe)
+    if chosen.needs_batches and batches is None:
+        raise ValueError(f"batches: recipe {chosen.name!r} needs batches")
+    if batches is not None and not chosen.needs_batches:
+        raise ValueError(
+            f"batches: recipe {chosen.name!r} uses no batches; weight_method 'gptq' and weight_scales 'hessian' do"
+        )
+    if resume is not None and batches is None:
+        raise ValueError(f"resume={str(resume)!r}: goes with batches; packing without them is quick")
+    report = Report(
+        chosen.name, packed_before=sum(isinstance(module, PackedWeight) for module in model.modules())
+    )  # fmt: skip
+    decided = decisions(model, chosen, contracted)
+    weights = [weight for weight, _ in decided if weight is not None]
+    shared = with_shared_scales(model, weights) if shared_scales else {}
+    fitted: dict[tuple[str, ...], _Fitted] = {}
+    if batches is not None:
+        samples = list(over(batches))
+        kept = None if resume is None else Kept(resume, model, chosen, samples, shared_scales)
+        fitted = _fitted(model, weights, shared, chosen, samples, kept, progress)
+    for weight, row in with_bar(decided, "pack" if progress else None):
+        found = None if weight is None else fitted.get(weight.names)
+        if weight is not None and found is not None:
+            weight.put(model, found.packed)
+            row = None if row is None else found.described(row)
+        elif weight is not None:
+            shared_weight, amax = shared.get(weight.names, (weight, None))
+            shared_weight.pack(model, amax)
+        report.add([] if row is None else [row], {})
+    leave_fast_paths(model)
+    save_as_packed(model)
+    return report
+
+
+# ---------------------------------------------------------------- with batches
+
+
+@dataclass(frozen=True)
+class _Fitted:
+    """A packed weight whose codes batches decide. few: the matrices with too few tokens, which were rounded to nearest.
+
+    text: how block scales and codes were chosen, for the report.
+    """
+
+    packed: PackedWeight
+    few: tuple[int, ...]
+    text: str
+
+    def described(self, row: Row) -> Row:
+        """The weight's row in the report."""
+        if not self.few:
+            return replace(row, weight_scales=self.text)
+        which = f"experts {', '.join(map(str, self.few))}" if self.packed.experts else "the layer"
+        note = f"rounded to nearest, for lack of tokens: {which}"
+        return replace(row, weight_scales=self.text, note="; ".join(filter(None, (row.note, note))))
+
+
+def _fitted(
+    model: nn.Module, weights: list[Weight], shared: dict[tuple[str, ...], tuple[Weight, torch.Tensor]],
+    recipe: Recipe, batches: list[Any], kept: Kept | None, progress: bool,
+) -> dict[tuple[str, ...], _Fitted]:  # fmt: skip
+    """The packed weights by their names; those are missing that the recipe rounds without batches."""
+    from fp4compile.calibration.hessians import moments_of  # imports Dynamo
+
+    compensate = recipe.weight_method == "gptq"
+    wanted = [shared.get(one.names, (one, None)) for one in weights
+              if compensate or one.layer_format.scale_rule != "amax"]  # fmt: skip
+    found, amaxes = {}, {}
+    for weight, amax in wanted:
+        amaxes[weight.names] = amax
+        if kept is not None and kept.has(weight):
+            packed = weight.empty(model)
+            few = kept.read(weight, packed, weight.parameter(model).device)
+            found[weight.names] = _Fitted(packed, few, _text(weight, recipe))
+    left = [weight for weight, _ in wanted if weight.names not in found]
+    for weight, moments in with_bar(moments_of(model, left, batches, progress), "fit" if progress else None):
+        packed = weight.empty(model)
+        packed.fit(weight.parameter(model), moments, _rule(weight, recipe), compensate, amaxes[weight.names])
+        found[weight.names] = _Fitted(packed, moments.few, _text(weight, recipe))
+        if kept is not None:
+            kept.write(weight, packed, moments.few)
+    _warn_of_few(found)
+    return found
+
+
+def _rule(weight: Weight, recipe: Recipe) -> str:
+    """The rule for the block scales of a weight that batches decide about."""
+    rule = weight.layer_format.scale_rule
+    return HESSIAN if recipe.weight_scales == HESSIAN and rule != "amax" else rule
+
+
+def _text(weight: Weight, recipe: Recipe) -> str:
+    """How scales and codes were chosen, for the report."""
+    return f"{_rule(weight, recipe)}{', gptq' if recipe.weight_method == 'gptq' else ''}"
+
+
+def _warn_of_few(found: Mapping[tuple[str, ...], _Fitted]) -> None:
+    lacking = [f"{names[0]}[{i}]" if one.packed.experts else names[0] for names, one in found.items() for i in one.few]
+    if lacking:
+        warnings.warn(
+            f"batches: fewer than {FEWEST_TOKENS} tokens reached {len(lacking)} weights, such as {lacking[0]!r}; "
+            "they are rounded to nearest",
+            stacklevel=4,
+        )

@@ -1,0 +1,410 @@
+"""GPTQ and scales by "hessian": codes against the algorithm in float64, and packing by batches end to end."""
+
+import copy
+import warnings
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import fp4compile
+from fp4compile import Recipe
+from fp4compile.calibration import hessians
+from fp4compile.formats import formats, reference
+from fp4compile.formats.layouts import to_swizzled
+from fp4compile.weights import gptq
+from fp4compile.weights.buffers import BUFFERS, packed_in
+from tests.helpers.expert_models import EXPERTS, IDS, OFFS, Forms, K, N, tokens
+from tests.helpers.packed_models import TOKENS, Net, run
+
+E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6], dtype=torch.float64)
+E4M3 = torch.arange(1, 127, dtype=torch.uint8).view(torch.float8_e4m3fn).double()
+POWERS = 2.0 ** torch.arange(-40, 20, dtype=torch.float64)
+
+
+# ---------------------------------------------------------------- the algorithm in float64, one row at a time
+
+
+def nearest(y, fmt):
+    """The value nearest to y that an element can hold, ties to the even code."""
+    if fmt.element == "e2m1":
+        distance = (y.abs() - E2M1).abs()
+        even = torch.arange(8) % 2
+        return y.sign() * E2M1[(distance + even * 1e-15).argmin()]
+    return y.clamp(-fmt.element_max, fmt.element_max).to(fmt.data_dtype).double()
+
+
+def rest(block, step, fmt):
+    values = torch.stack([nearest(x / step, fmt) for x in block])
+    return block - values * step
+
+
+def scale_of(block, outer, fmt, rule):
+    """The block scale of a row's block, by the definition of each rule."""
+    largest = block.abs().max()
+    if fmt.scale == "e8m0":
+        power = 2.0 ** torch.ceil(torch.log2(largest / fmt.element_max))
+        return power if rule == "amax" else min(POWERS, key=lambda s: (rest(block, s, fmt).square().sum(), s))
+    if rule == "amax":
+        return (largest / 6 / outer).clamp(2.0**-6, 448).to(torch.float8_e4m3fn).double()
+    tried = E4M3
+    if rule == "four_over_six":
+        tried = [(largest / n / outer).clamp(2.0**-9, 448).to(torch.float8_e4m3fn).double() for n in (6, 4)]
+    return min(tried, key=lambda s: rest(block, s * outer, fmt).square().sum())
+
+
+def by_the_algorithm(w, h, tokens, fmt, rule):
+    """(values, scales) of rows w [N, K]: after each column, the remaining ones take the least-squares correction.
+
+    That correction is read from the inverse of the part of H that remains, which is computed anew for each column.
+    """
+    rows, k = w.shape
+    live = h.diagonal() > 0
+    mean = h.diagonal()[live].mean() if live.any() else torch.ones((), dtype=torch.float64)
+    h = h + torch.diag(torch.where(live, 0, mean)) + torch.eye(k) * mean * (0.01 + 0.3 * k / max(tokens, 1))
+    inverses = [torch.linalg.inv(h[i:, i:]) for i in range(k)]
+    top = w.abs().max()
+    outer = {"amax": top / 2688, "mse": top / 2688, "four_over_six": top / 1536}[rule] if fmt.outer else 1.0
+    values, scales = torch.zeros_like(w), []
+    for n in range(rows):
+        row, step = w[n].clone(), None
+        if fmt.scale is None:
+            step = (w[n].abs().max() if fmt.outer == "row" else top) / fmt.element_max
+        for i in range(k):
+            if fmt.scale is not None and i % fmt.block_cols == 0:
+                scales.append(scale_of(row[i : i + fmt.block_cols], outer, fmt, rule))
+                step = scales[-1] * outer
+            values[n, i] = nearest(row[i] / step, fmt) * step
+            row[i:] -= (row[i] - values[n, i]) * inverses[i][0] / inverses[i][0, 0]
+    return values, torch.tensor(scales).view(rows, -1) if scales else None
+
+
+def inputs_of(kind, count=400, k=150):
+    """Correlated inputs [tokens, k], float32."""
+    gen = torch.Generator().manual_seed(7)
+    x = torch.randn(count, k, generator=gen) @ (torch.randn(k, k, generator=gen) / 6 + torch.eye(k))
+    if kind == "zero":
+        x = x * 0
+    elif kind == "dead columns":
+        x[:, [3, 17, 149]] = 0
+    return x[:60] if kind == "fewer than columns" else x
+
+
+def moments(*inputs):
+    return gptq.Moments(torch.stack([x.T @ x for x in inputs]), [len(x) for x in inputs])
+
+
+def weights(*shape, seed=3):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)) * 0.05
+
+
+CASES = [
+    ("nvfp4", "amax", "all"), ("nvfp4", "mse", "all"), ("nvfp4", "four_over_six", "all"), ("mxfp4", "amax", "all"),
+    ("mxfp4", "mse", "all"), ("mxfp8", "amax", "all"), ("float8_rowwise", "amax", "all"),
+    ("float8_tensor", "amax", "all"), ("nvfp4", "amax", "zero"), ("nvfp4", "amax", "dead columns"),
+    ("nvfp4", "amax", "fewer than columns"), ("mxfp4", "mse", "dead columns"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "rule", "kind"), CASES, ids=str)
+def test_codes_are_those_of_the_algorithm(name, rule, kind):
+    fmt, x, w = formats.get(name), inputs_of(kind), weights(3, 150)
+    data, scales, outer = gptq.quantize(w[None], moments(x), fmt, rule, compensate=True)
+    expected, of_blocks = by_the_algorithm(w.double(), x.double().T @ x.double(), len(x), fmt, rule)
+    if of_blocks is not None:
+        assert torch.equal(reference.decoded(scales[0], fmt).double(), of_blocks)
+    outer = None if outer is None else outer.view(1, -1, 1)
+    found = reference.dequantize(data, scales, outer, fmt, 150, torch.float32)[0]
+    torch.testing.assert_close(found, expected.float(), rtol=1e-5, atol=1e-9)  # steps are rounded to float32
+
+
+def test_without_correlations_nothing_is_corrected():
+    w = weights(2, 20, 96)
+    plain = gptq.Moments(torch.eye(96).expand(2, -1, -1) * torch.tensor([3.0, 1e-20]).view(2, 1, 1), [999, 999])
+    few = gptq.Moments(torch.randn(2, 96, 96), [0, gptq.FEWEST_TOKENS - 1])
+    assert few.few == (0, 1)
+    for name, rule in (("nvfp4", "mse"), ("nvfp4_16x16", "four_over_six"), ("mxfp4", "mse"), ("mxfp8", "amax"),
+                       ("mxfp8_32x32", "amax"), ("nvfp4_one_level", "four_over_six_mae")):  # fmt: skip
+        expected = fp4compile.quantize(w, name, scales=rule, per_matrix=True)
+        for known in (plain, few):
+            data, scales, outer = gptq.quantize(w, known, formats.get(name), rule, compensate=True)
+            assert torch.equal(data.view(torch.uint8), expected.data.view(torch.uint8)), (name, rule)
+            assert torch.equal(scales.view(torch.uint8), expected.scales.view(torch.uint8))
+            assert outer is expected.outer is None or torch.equal(outer, expected.outer)
+
+
+@pytest.mark.parametrize("name", ["nvfp4", "nvfp4_one_level", "nvfp4_16x16", "mxfp4"])
+def test_hessian_takes_the_scale_of_least_error_of_the_outputs(name):
+    fmt, x, w = formats.get(name), inputs_of("all", 2000, 64), weights(32, 64)
+    known = moments(x)
+    data, scales, outer = gptq.quantize(w[None], known, fmt, "hessian", compensate=False)
+    h = gptq._regular(known, fmt)[0]
+    step, (high, wide) = outer.double() if outer is not None else 1.0, fmt.block
+    tried = {"e4m3": E4M3, "e8m0": POWERS}[fmt.scale]
+    for r in range(0, 32, high):
+        for b in range(0, 64, wide):
+            block, part = w[r : r + high, b : b + wide].double(), h[b : b + wide, b : b + wide]
+
+            def error(s, block=block, part=part):
+                y = block / (s * step)
+                magnitude = y.abs().clamp(max=6)
+                unit = torch.where(magnitude < 2, 0.5, torch.where(magnitude < 4, 1.0, 2.0))
+                e = block - y.sign() * (magnitude / unit).round() * unit * s * step
+                return ((e @ part) * e).sum().item()
+
+            chosen = reference.decoded(scales, fmt)[0, r // high, b // wide].double()
+            assert error(chosen) <= min(map(error, tried)) * (1 + 1e-5)
+
+
+def test_layouts_parts_and_autocast_change_no_bit():
+    w, known, fmt = weights(2, 130, 96), moments(*[inputs_of("all", 300, 96)] * 2), formats.get("nvfp4")
+    linear, swizzled = (
+        gptq.quantize(w, known, fmt, "mse", compensate=True, layout=layout) for layout in ("linear", "swizzled")
+    )
+    assert torch.equal(swizzled[1].view(torch.uint8), to_swizzled(linear[1]).view(torch.uint8))
+    assert torch.equal(swizzled[0], linear[0])
+    with pytest.MonkeyPatch.context() as patch:  # one matrix at a time
+        patch.setattr(gptq, "AT_ONCE", 96 * 96)
+        apart = gptq.quantize(w, known, fmt, "mse", compensate=True)
+    with torch.autocast("cpu"):
+        under_autocast = gptq.quantize(w, known, fmt, "hessian", compensate=True)
+    for one, other in ((apart, linear), (under_autocast, gptq.quantize(w, known, fmt, "hessian", compensate=True))):
+        assert all(torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for a, b in zip(one, other, strict=True))
+
+
+# ---------------------------------------------------------------- packing
+
+
+class Attention(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.q_proj, self.k_proj, self.v_proj = (torch.nn.Linear(96, 64, bias=i == 0) for i in range(3))
+        self.o_proj, self.never = torch.nn.Linear(64, 40), torch.nn.Linear(64, 64)
+
+    def forward(self, x):
+        return self.o_proj(torch.relu(self.q_proj(x)) + self.k_proj(x) * self.v_proj(x))
+
+
+def attention():
+    torch.manual_seed(1)
+    model, mix = Attention(), torch.randn(96, 96)
+    return model, [torch.randn(4, 10, 96) @ mix for _ in range(12)], torch.randn(500, 96) @ mix
+
+
+GPTQ = {"recipe": "nvfp4_weight_only", "weight_scales": "mse", "weight_method": "gptq"}
+
+
+def packed(model, recipe, batches, **options):
+    model = copy.deepcopy(model)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "batches: fewer than 16 tokens reached 1 weights, such as 'never'")
+        return model, fp4compile.pack_(model, recipe, batches=batches, progress=False, **options)
+
+
+def buffers(model):
+    return {(name, part): getattr(layer, part) for name, layer in packed_in(model).items() for part in BUFFERS}
+
+
+def same(one, other):
+    a, b = buffers(one), buffers(other)
+    return a.keys() == b.keys() and all(a[k] is b[k] is None or torch.equal(a[k], b[k]) for k in a)
+
+
+@torch.no_grad()
+def test_packing_by_batches(monkeypatch):
+    model, batches, test = attention()
+    exact = model(test)
+
+    def error(candidate):
+        return (candidate(test) - exact).square().sum()
+
+    plain = copy.deepcopy(model)
+    fp4compile.pack_(plain, GPTQ | {"weight_method": "nearest"})
+    with pytest.warns(UserWarning, match="fewer than 16 tokens reached 1 weights, such as 'never'; they are rounded"):
+        report = fp4compile.pack_(found := copy.deepcopy(model), GPTQ, batches=iter(batches))
+    weighted, by_hessian = packed(model, {"recipe": "nvfp4_weight_only", "weight_scales": "hessian"}, batches)
+    assert error(found) < 0.85 * error(plain) and error(weighted) < error(plain)
+    assert {row.weight_scales for row in report.rows} == {"mse, gptq"}
+    assert {row.weight_scales for row in by_hessian.rows} == {"hessian"}
+    assert {row.module: row.note for row in report.rows} == dict.fromkeys(["q_proj", "k_proj", "v_proj", "o_proj"]) | {
+        "never": "rounded to nearest, for lack of tokens: the layer"
+    }
+    assert torch.equal(found.never.weight_data, plain.never.weight_data)
+    # By hand, for one layer.
+    x = torch.cat(batches).flatten(0, 1)
+    codes, scales, _ = gptq.quantize(model.k_proj.weight[None], moments(x), formats.get("nvfp4"), "mse",
+                                     compensate=True)  # fmt: skip
+    assert torch.equal(found.k_proj.weight_data, codes[0])
+    # Again, in several passes over the batches: the same bits.
+    monkeypatch.setattr(hessians, "AT_ONCE", 4 * 96 * 96 * 2)
+    again, _ = packed(model, GPTQ, batches)
+    assert same(found, again)
+    compiled = torch.compile(found, backend=fp4compile.backend(GPTQ))
+    torch.testing.assert_close(compiled(test), found(test), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("rule", ["amax", "mse", "four_over_six"])
+@pytest.mark.parametrize("method", ["nearest", "gptq"])
+def test_fused_layers_share_a_global_scale(rule, method):
+    model, batches, _ = attention()
+    recipe = GPTQ | {"weight_scales": rule, "weight_method": method}
+    found, _ = packed(model, recipe, batches if method == "gptq" else None, shared_scales=True)
+    largest = max(layer.weight.abs().max() for layer in (model.q_proj, model.k_proj, model.v_proj))
+    for layer in (found.q_proj, found.k_proj, found.v_proj):
+        assert layer.weight_outer == largest / (1536 if rule == "four_over_six" else 2688)
+
+
+@torch.no_grad()
+def test_files_hold_what_was_packed(tmp_path):
+    model = Net()
+    before = copy.deepcopy(model)
+    fp4compile.pack_(model, GPTQ, batches=[TOKENS], progress=False)
+    plain = copy.deepcopy(before)
+    fp4compile.pack_(plain, GPTQ | {"weight_method": "nearest"}, progress=False)
+    assert not same(model, plain)
+    fp4compile.save_packed(model, tmp_path / "model.safetensors")
+    loaded, again = copy.deepcopy(before), copy.deepcopy(before)
+    fp4compile.load_packed(loaded, tmp_path / "model.safetensors")
+    assert same(loaded, model) and torch.equal(run(loaded), run(model))
+    fp4compile.export_packed(model, tmp_path / "published")
+    fp4compile.load_packed(again, tmp_path / "published")
+    torch.testing.assert_close(run(again), run(model))
+    plain.load_state_dict(model.state_dict())
+    assert same(plain, model)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("in_first", [False, True])
+def test_each_expert_has_the_moments_of_its_own_tokens(in_first):
+    """In every form in which experts are multiplied; see `expert_models.Forms`."""
+    model, x = Forms(in_first), tokens()
+    recipe = Recipe(fprop_w="nvfp4", weight_method="gptq", min_m=1, min_n=1, min_k=1)
+    seen = {}
+    real = gptq.quantize
+
+    def quantize(weight, known, *args, **options):
+        seen["known"] = known
+        return real(weight, known, *args, **options)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(gptq, "quantize", quantize)
+        fp4compile.pack_(model, recipe, batches=[x], progress=False)
+    x, bounds = x.float(), [0, *OFFS.tolist()]
+    rows, few = x.view(EXPERTS, -1, K), x[: len(IDS)]
+    for expert in range(EXPERTS):
+        own = [x[bounds[expert] : bounds[expert + 1]], rows[expert], rows[expert], x]  # grouped, two batched, a loop
+        own += [rows.flatten(0, 1)] if expert == 1 else []  # one expert for a batch
+        own += [few[expert == IDS]] * 2  # by index
+        own = torch.cat(own)
+        assert seen["known"].tokens[expert] == len(own)
+        torch.testing.assert_close(seen["known"].second[expert], own.T @ own, rtol=1e-4, atol=1e-2)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("shared_scales", [False, True])
+def test_an_interrupted_run_goes_on_from_what_it_kept(shared_scales, tmp_path, monkeypatch):
+    model, batches, _ = attention()
+    expected, report = packed(model, GPTQ, batches, shared_scales=shared_scales)
+    made, real = [], gptq.quantize
+
+    def quantize(*args, **options):
+        if len(made) == 3:
+            raise KeyboardInterrupt
+        made.append(1)
+        return real(*args, **options)
+
+    monkeypatch.setattr(gptq, "quantize", quantize)
+    options = {"shared_scales": shared_scales, "resume": tmp_path / "codes"}
+    with pytest.raises(KeyboardInterrupt):
+        packed(model, GPTQ, batches, **options)
+    assert len(list((tmp_path / "codes").iterdir())) == 3
+    made.clear()
+    found, again = packed(model, GPTQ, batches, **options)
+    assert len(made) == 2 and same(found, expected) and str(again) == str(report)
+    made.clear()
+    assert same(packed(model, GPTQ, batches, **options)[0], expected) and not made
+    # Other batches, or another weight anywhere in the model: nothing that was kept fits.
+    with pytest.raises(KeyboardInterrupt):
+        packed(model, GPTQ, batches[1:], **options)
+    made.clear()
+    model.q_proj.weight[0, 0] += 1
+    with pytest.raises(KeyboardInterrupt):
+        packed(model, GPTQ, batches, **options)
+
+
+class Routed(torch.nn.Module):
+    """Tokens in groups, of which one is small and one is empty."""
+
+    def __init__(self):
+        super().__init__()
+        self.up_proj = torch.nn.Parameter(weights(4, N, K).bfloat16())
+        self.is_transposed = False
+
+    def forward(self, x, offs):
+        return F.grouped_mm(x, self.up_proj.transpose(1, 2), offs=offs)
+
+
+@torch.no_grad()
+def test_experts_with_too_few_tokens_are_rounded_to_nearest():
+    model = Routed()
+    recipe = Recipe(fprop_w="nvfp4", weight_scales="mse", weight_method="gptq", min_m=1, min_n=1)
+    x = (inputs_of("all", 200, K)).bfloat16()
+    offs = torch.tensor([90, 90, 100, 190], dtype=torch.int32)  # the last 10 rows belong to no expert
+    nearest_codes = fp4compile.quantize(model.up_proj, "nvfp4", per_matrix=True, scales="mse")
+    known = moments(*(x.float()[a:b] for a, b in ((0, 90), (0, 0), (90, 100), (100, 190))))
+    expected = gptq.quantize(model.up_proj, known, formats.get("nvfp4"), "mse", compensate=True)
+    with pytest.warns(UserWarning, match=r"reached 2 weights, such as 'up_proj\[1\]'; they are rounded"):
+        report = fp4compile.pack_(model, recipe, batches=[(x, offs)], progress=False)
+    (row,) = report.rows
+    assert row.note == "rounded to nearest, for lack of tokens: experts 1, 2" and row.weight_scales == "mse, gptq"
+    (layer,) = packed_in(model).values()
+    assert torch.equal(layer.weight_data, expected[0]) and torch.equal(layer.weight_outer, nearest_codes.outer)
+    for expert in range(4):
+        assert torch.equal(layer.weight_data[expert], nearest_codes.data[expert]) == (expert in (1, 2))
+
+
+def test_bad_batches_and_recipes():
+    model, batches, _ = attention()
+    for recipe, given, error, message in (
+        (GPTQ, None, ValueError, "batches: recipe 'nvfp4_weight_only' needs batches"),
+        ("nvfp4", batches, ValueError, "batches: recipe 'nvfp4' uses no batches"),
+        (GPTQ, [], ValueError, "batches: got none"),
+        (GPTQ, batches[0], TypeError, "batches: expected an iterable of batches"),
+        (GPTQ, [batches[0] / 0], ValueError, "batches: an input of 'q_proj' is not finite"),
+    ):
+        with pytest.raises(error, match=message):
+            fp4compile.pack_(model, recipe, batches=given, progress=False)
+    assert isinstance(model.q_proj, torch.nn.Linear) and not hasattr(model.q_proj, "weight_data")
+    with pytest.raises(ValueError, match="resume='codes': goes with batches"):
+        fp4compile.pack_(model, "nvfp4", resume="codes")
+    with pytest.raises(ValueError, match="weight_method: unknown method 'gtpq'. Did you mean 'gptq'"):
+        Recipe(fprop_w="nvfp4", weight_method="gtpq")
+    with pytest.raises(ValueError, match="weight_method='gptq': needs an fprop_w"):
+        Recipe(fprop_x="nvfp4", weight_method="gptq")
+    with pytest.raises(ValueError, match="weight_scales='hessian': needs an NVFP4 format .* or MXFP4, got mxfp8"):
+        Recipe(fprop_w="mxfp8", weight_scales="hessian")
+
+
+def test_from_pretrained_has_no_batches():
+    transformers = pytest.importorskip("fp4compile.weights.transformers")
+    quantizer = transformers.Fp4CompileQuantizer(transformers.Fp4CompileConfig(recipe=GPTQ), pre_quantized=False)
+    with pytest.raises(ValueError, match="its recipe needs batches; load the model without it, and call"):
+        quantizer.validate_environment()
+
+
+@torch.no_grad()
+def test_a_weight_that_is_not_finite_shows():
+    model, batches, test = attention()
+    model.o_proj.weight[3, 5] = torch.nan
+    found, _ = packed(model, GPTQ | {"fprop_w": "nvfp4_one_level"}, batches)
+    assert found(test)[:, 3].isnan().all() and found(test)[:, :3].isfinite().all()
+    assert not found.o_proj.weight.isfinite().all()
+
+
+@torch.no_grad()
+def test_the_backend_says_that_it_has_no_batches():
+    model, batches, test = attention()
+    for scales, text in (("amax", "amax (no batches)"), ("hessian", "mse (no batches)")):
+        torch._dynamo.reset()
+        report = fp4compile.explain(model, test, recipe=GPTQ | {"weight_scales": scales})
+        assert {row.weight_scales for row in report.rows} == {text}
