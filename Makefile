@@ -22,6 +22,8 @@ CONSTRAINTS := constraints.txt
 TORCHAO := 0.18.0
 # Each process takes half of the tests, files together, and what the other one has left when it has nothing to do.
 WORKERS := -n 2 --dist worksteal --max-worker-restart=0
+# pytest rewrites assertions, and each process of a test imports the package: once for all of them.
+unexport PYTHONDONTWRITEBYTECODE
 # Stamps: set-up runs once, and again when one of these files changes.
 INSTALLED := $(VENV)/installed
 TESTABLE := $(VENV)/testable

@@ -18,10 +18,10 @@ def recipe_of(name):
 
 
 # Whatever the recipe: what lies around a product, and what is cast before it is quantised. Inductor's code for that is
-# the same under all recipes but those that draw seeds.
+# the same under all recipes but those that draw seeds, and the graph around a product under all recipes.
 GENERATED = ("nvfp4_train", "mxfp8")
 LINEAR = [(name, case) for name in recipes() for case in ("2d", "3d", "4d_bias", "bf16", "autocast", "no_bias_autocast")
-          if case in ("3d", "bf16") or name in GENERATED]  # fmt: skip
+          if case in ("3d", "bf16") or name == "nvfp4_train"]  # fmt: skip
 
 
 @pytest.mark.parametrize("device", DEVICES)

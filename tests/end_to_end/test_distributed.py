@@ -16,10 +16,7 @@ from tests.helpers import distributed_worker, process_groups, without_codegen
 from tests.helpers.distributed_worker import RANKS, STEPS, Case, train_alone
 
 pytestmark = pytest.mark.slow
-CASES = {
-    "cpu": ["fsdp/float32/mxfp8", "ddp/float32/mxfp8", "fsdp/bfloat16/nvfp4_train"],
-    "cuda": ["fsdp/float32/mxfp8", "ddp/float32/mxfp8", "fsdp/bfloat16/nvfp4_train"],
-}  # fmt: skip
+CASES = ["fsdp/float32/mxfp8", "ddp/float32/mxfp8", "fsdp/bfloat16/nvfp4_train"]
 MARKS = {
     "cpu": [],
     "cuda": [pytest.mark.gpu, pytest.mark.skipif(torch.cuda.device_count() < RANKS, reason="fewer than two GPUs")],
@@ -29,7 +26,7 @@ CLOSE = 1e-5  # relative: float32 sums in another order, and what they move to t
 
 
 def cases(wanted=lambda case: True):
-    pairs = [(device, case) for device, known in CASES.items() for case in known if wanted(case)]
+    pairs = [(device, case) for device in MARKS for case in CASES if wanted(case)]
     return pytest.mark.parametrize("device, case", [pytest.param(*pair, marks=MARKS[pair[0]]) for pair in pairs])
 
 
@@ -53,7 +50,7 @@ def together(tmp_path_factory):
         folder = tmp_path_factory.mktemp("distributed")
         output = str(folder / "runs.pt")
         method = "forkserver" if device == "cpu" else "spawn"
-        arguments = [device, output, CASES[device]]
+        arguments = [device, output, CASES]
         return process_groups.run_ranks(distributed_worker.worker, arguments, folder, method=method), output
 
     @functools.cache

@@ -1,7 +1,7 @@
 """Experts of two ranks, which exchange tokens: by transformers, and by the operations that torchtitan issues.
 
 `main` is what each rank runs, and tests/distributed/test_expert_parallel.py compares what it finds. The ranks meet at
-the file FOLDER/store, and each writes what it finds to FOLDER/RANK.pt.
+the file FOLDER/store, and each writes what it finds to FOLDER/RANK.pt. Rank 0 computes the whole model, too.
 """
 
 import importlib.util
@@ -64,15 +64,15 @@ def of_transformers() -> nn.Module:
 
 
 def run_of_transformers(mine: torch.Tensor, everyone: torch.Tensor) -> dict:
-    """By kind of parallelism, what `run` returns of this rank's part of the experts, and of the whole model."""
+    """By kind of parallelism, what `run` returns of this rank's part of the experts."""
     from transformers.distributed.expert_parallel import apply_expert_parallelism
 
     every = DeviceMesh("cpu", list(range(RANKS)))
     alone = DeviceMesh("cpu", [[0], [1]], mesh_dim_names=("data", "tensor"))["tensor"]
-    whole, found = run(of_transformers(), everyone, "nvfp4_one_level"), {}
+    found = {}
     for name, x, tensor in zip(BY_TRANSFORMERS, (mine, everyone), (alone, every), strict=True):
         model = apply_expert_parallelism(of_transformers(), every, tensor, PLAN, name)
-        found[name] = run(model, x, "nvfp4_one_level"), whole
+        found[name] = run(model, x, "nvfp4_one_level")
     return found
 
 
@@ -173,6 +173,16 @@ def run(model: nn.Module, x: torch.Tensor, recipe: str, trained=False) -> dict:
     return {"found": found, "fused": fused, "products": products}
 
 
+def of_one_process(everyone: torch.Tensor) -> dict:
+    """What `run` returns of the whole models, by kind."""
+    found = (
+        dict.fromkeys(BY_TRANSFORMERS, run(of_transformers(), everyone, "nvfp4_one_level"))
+        if has_transformers()
+        else {}
+    )
+    return found | {recipe: run(with_values(Moe()), everyone, recipe, trained) for recipe, trained in RECIPES.items()}
+
+
 def main(rank: int, folder: Path) -> None:
     torch.set_num_threads(1)
     process_groups.begin(folder / "store", rank)
@@ -185,7 +195,9 @@ def main(rank: int, folder: Path) -> None:
         for recipe, trained in RECIPES.items():
             model = with_values(Moe())
             model.experts = ParallelExperts(model.experts, every)
-            found[recipe] = run(model, mine, recipe, trained), run(with_values(Moe()), everyone, recipe, trained)
+            found[recipe] = run(model, mine, recipe, trained)
+        if rank == 0:
+            torch.save(of_one_process(everyone), folder / "alone.pt")
     torch.save(found, folder / f"{rank}.pt")
     dist.barrier()
     dist.destroy_process_group()

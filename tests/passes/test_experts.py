@@ -62,7 +62,7 @@ def sizes_of(experts, seed):
 
 
 @pytest.mark.parametrize(("experts", "stored", "name"), [
-    *((5, "enk", name) for name in recipes()), (1, "enk", "nvfp4"), (128, "ekn", "nvfp4"), (5, "ekn", "mxfp8"),
+    *((5, "enk", name) for name in recipes()), (1, "enk", "nvfp4"), (33, "ekn", "nvfp4"),
 ])  # fmt: skip
 def test_grouped_products_equal_hand_composition(experts, stored, name):
     recipe, model = recipe_of(name), Experts(experts, stored)
@@ -169,8 +169,8 @@ def test_groups_of_another_product_are_no_wgrad():
     assert roles(decisions)[-1][1:] == ("other", "gradient x activation that is not the weight gradient of a layer")
 
 
-@pytest.mark.parametrize("weight_first", [False, True])
-@pytest.mark.parametrize("name", ["nvfp4", "mxfp8", "nvfp4_train", "float8_rowwise"])
+@pytest.mark.parametrize(("name", "weight_first"), [
+    ("nvfp4", False), ("nvfp4_train", True), ("mxfp8", False), ("float8_rowwise", True)])  # fmt: skip
 def test_batched_products_equal_hand_composition(name, weight_first):
     """As Llama 4 writes its experts; and with the weight from the left."""
     recipe, w = recipe_of(name), weight(3, N, K)
@@ -190,9 +190,9 @@ def test_batched_products_equal_hand_composition(name, weight_first):
             assert_rounds_to(ours.double(), exact, torch.bfloat16)
 
 
-@pytest.mark.parametrize("experts", [1, 3])
-@pytest.mark.parametrize("weight_first", [False, True])
-@pytest.mark.parametrize("name", ["nvfp4", "mxfp8", "nvfp4_weight_only", "float8_rowwise"])
+@pytest.mark.parametrize(("name", "weight_first", "experts"), [
+    ("nvfp4", False, 1), ("nvfp4", False, 3), ("nvfp4", True, 1), ("nvfp4", True, 3), ("mxfp8", True, 3),
+    ("nvfp4_weight_only", False, 3), ("float8_rowwise", True, 3)])  # fmt: skip
 def test_gathered_products_equal_hand_composition(name, weight_first, experts):
     """As transformers' batched_mm writes experts: a copy of its expert's weight for each token."""
     recipe, w = recipe_of(name), weight(experts, N, K)

@@ -63,10 +63,14 @@ def mlp(x, w, v, w_down):
 
 
 def mlp_wrapper(monkeypatch, sm, recipe, rows):
-    """Of what Inductor generates for the MLP: the kernels by name, and the lines of the calls."""
+    """`kernels_and_calls` of the MLP."""
     pretend(monkeypatch, sm)
     shapes = ((rows, 512), (1056, 512), (1056, 512), (512, 1056))
-    definitions, calls = generated(mlp, *shapes, recipe=recipe)
+    return kernels_and_calls(*generated(mlp, *shapes, recipe=recipe))
+
+
+def kernels_and_calls(definitions, calls):
+    """Of a wrapper: the kernels by name, and the lines of the calls."""
     kernels = dict(
         re.findall(r"^(\w+) = async_compile.triton\((.*?)^\'\'\', device_str", definitions, re.DOTALL | re.M)
     )
@@ -104,12 +108,14 @@ def norm_and_product(x, y, scale, w):
     return x + F.linear(normed, w)
 
 
+NORM_AND_PRODUCT = (300, 512), (300, 512), (512,), (512, 512)
+
+
 @pretending
 def test_generated_wrapper_of_a_prologue(monkeypatch):
     """The quantiser computes the end of the norm: Inductor's kernel writes the sum and the statistics alone."""
     pretend(monkeypatch, 90)
-    shapes = ((300, 512), (300, 512), (512,), (512, 512))
-    definitions, calls = generated(norm_and_product, *shapes, recipe="nvfp4")
+    definitions, calls = generated(norm_and_product, *NORM_AND_PRODUCT, recipe="nvfp4")
     assert len(re.findall(r"'PROLOGUE': 'aux0 col1 row2 \| ", definitions)) == 2
     (sums,) = re.findall(r"^ *triton_per\w+\.run\((.*)\)", calls, re.M)
     quantisers = re.findall(r"^ *(\w+_amax\w*|quantize_rows\w*)\.run\((.*)\)", calls, re.M)
@@ -198,13 +204,12 @@ def test_what_starts_early(monkeypatch):
 
 
 @pretending
-@pytest.mark.parametrize(("recipe", "op"), [("mxfp8", "extern_kernels._scaled_mm"), ("nvfp4", "scaled_mm_opaque")])
-def test_generated_wrapper_on_sm100(recipe, op, monkeypatch):
+def test_generated_wrapper_on_sm100(monkeypatch):
     """The up product is the library's, the other two have epilogues, which pay for products as small as these."""
-    kernels, calls = mlp_wrapper(monkeypatch, 100, recipe, 300)
+    kernels, calls = mlp_wrapper(monkeypatch, 100, "mxfp8", 300)
     assert sorted(epilogues_in(kernels).values()) == EPILOGUES
     (library,) = [call for call in calls if LIBRARY.search(call)]
-    assert op in library
+    assert "extern_kernels._scaled_mm" in library  # of two levels it is an op: `test_large_products_are_the_librarys`
     products = [call for call in calls if call.startswith("gemm_block_scaled_sm100")]
     assert len(products) == 2
 
@@ -248,7 +253,8 @@ def experts(x, w, offs):
 def test_experts_by_the_library(monkeypatch):
     """What the quantisers wrote, where they wrote it, goes to the library; its result is cleared where it lies."""
     pretend(monkeypatch, 90)
-    monkeypatch.setattr(_compat, "times_products", lambda: True)  # the library's product is an op of this package
+    # Under max-autotune: the library's product is an op of this package, so that Inductor has no templates to time.
+    monkeypatch.setattr(_compat, "times_products", lambda: True)
     shapes, dtypes = ((256, 512), (4, 1024, 512), (4,)), (torch.bfloat16, torch.bfloat16, torch.int32)
     _, text = generated(experts, *shapes, recipe="float8_rowwise", dtypes=dtypes)
     assert not re.search(r"copy_\(|clone|gemm_", text)
@@ -262,10 +268,9 @@ def test_experts_by_the_library(monkeypatch):
 
 
 @pretending
-@pytest.mark.parametrize(("recipe", "rows"), [("nvfp4_rowwise", 64), ("mxfp8", 1)])
-def test_few_rows_on_sm100(recipe, rows, monkeypatch):
+def test_few_rows_on_sm100(monkeypatch):
     """Each product is block-scaled and cut along K; its sums are added by a kernel that starts early and ends it."""
-    kernels, calls = mlp_wrapper(monkeypatch, 100, recipe, rows)
+    kernels, calls = mlp_wrapper(monkeypatch, 100, "nvfp4_rowwise", 64)
     products = [index for index, call in enumerate(calls) if call.startswith("gemm_")]
     assert len(products) == 3 and all(calls[i].startswith("gemm_skinny_block_scaled_sm100") for i in products)
     assert all(calls[i + 1].startswith("split_k_reduction") for i in products)
@@ -345,6 +350,7 @@ def test_horizontal_fusion_is_one_launch(recipe, kernel, function, shapes, sizes
 @pretending
 def test_launches_are_decomposed_without_a_trace(monkeypatch):
     """The wrapper is the one of Inductor's own decomposition, which traces every launch."""
+    pretend(monkeypatch, 90)
     traced = []
     dense = triton_kernel_wrap.triton_kernel_wrapper_functional_dense
     monkeypatch.setattr(
@@ -352,30 +358,29 @@ def test_launches_are_decomposed_without_a_trace(monkeypatch):
         "triton_kernel_wrapper_functional_dense",
         lambda **kwargs: traced.append(kwargs) or dense(**kwargs),
     )
-    direct = mlp_wrapper(monkeypatch, 90, "nvfp4", 300)
-    assert not traced
+    direct = kernels_and_calls(*generated(norm_and_product, *NORM_AND_PRODUCT, recipe="nvfp4"))
+    assert direct[0] and not traced
     monkeypatch.setattr(_inductor_patches, "decompose_launches_directly", lambda: None)
     decompose = post_grad.decompose_triton_kernel_wrapper_functional
     monkeypatch.setattr(post_grad, "decompose_triton_kernel_wrapper_functional", decompose.__wrapped__)
-    by_tracing = mlp_wrapper(monkeypatch, 90, "nvfp4", 300)
+    by_tracing = kernels_and_calls(*generated(norm_and_product, *NORM_AND_PRODUCT, recipe="nvfp4"))
     assert traced and direct == by_tracing
 
 
 @pretending
-@pytest.mark.parametrize(("recipe", "rows", "expected", "timed"), [
-    ("mxfp8", 1024, ["gemm_grouped"], False),  # of values, which the quantisers wrote
-    ("mxfp8", 512, ["gemm_dequant_tiles"], False),
-    ("mxfp8", ANY, ["scaled_mm"], False), ("nvfp4_weight_only", 32, ["tensor_amax", "gemm_skinny"], False),
-    ("nvfp4_weight_only", 512, ["tensor_amax", "gemm_wgmma_sm90"], False),
-    ("nvfp4", ANY, ["tensor_amax", "tensor_amax", "scaled_mm"], False),
-    ("float8_rowwise", 512, ["group_ends", "_scaled_grouped_mm", "clear_ungrouped_rows"], False),
-    ("float8_rowwise", 512, ["group_ends", "scaled_mm_opaque", "clear_ungrouped_rows"], True),
-], ids=["many", "tile", "any", "few", "packed", "any, packed", "library", "library, timed"])  # fmt: skip
-def test_experts_on_hopper(recipe, rows, expected, timed, monkeypatch):
+@pytest.mark.parametrize(("recipe", "rows", "expected"), [
+    ("mxfp8", 1024, ["gemm_grouped"]),  # of values, which the quantisers wrote
+    ("mxfp8", 512, ["gemm_dequant_tiles"]),
+    ("mxfp8", ANY, ["scaled_mm"]), ("nvfp4_weight_only", 32, ["tensor_amax", "gemm_skinny"]),
+    ("nvfp4_weight_only", 512, ["tensor_amax", "gemm_wgmma_sm90"]),
+    ("nvfp4", ANY, ["tensor_amax", "tensor_amax", "scaled_mm"]),
+    ("float8_rowwise", 512, ["group_ends", "_scaled_grouped_mm", "clear_ungrouped_rows"]),
+], ids=["many", "tile", "any", "few", "packed", "any, packed", "library"])  # fmt: skip
+def test_experts_on_hopper(recipe, rows, expected, monkeypatch):
     """The kernels of many tokens, of one tile an expert, of any number, of few, of NVFP4 weights, and the library's, as
-    the wrapper calls them. timed: under max-autotune, where Inductor must have no templates to time."""
+    the wrapper calls them."""
     pretend(monkeypatch, 90)
-    monkeypatch.setattr(_compat, "times_products", lambda: timed)
+    monkeypatch.setattr(_compat, "times_products", lambda: False)
     shapes, dtypes = ((rows, 512), (4, 256, 512), (4,)), (torch.bfloat16, torch.bfloat16, torch.int32)
     _, text = generated(experts, *shapes, recipe=recipe, dtypes=dtypes, sm=90)
     kernels = (r"\w*grouped\w*|tensor_amax|scaled_mm\w*|gemm_skinny|gemm_wgmma_sm90|gemm_dequant_tiles|group_ends"

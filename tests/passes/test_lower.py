@@ -184,7 +184,8 @@ def test_every_kernel_gives_the_bits_of_the_op(dynamic):
 
 
 def launches():
-    """One of every kernel, in each of the ways that change what it writes."""
+    """One of every kernel, in each of the ways that change what it writes: which tensors of which dtypes it has, and
+    which of its constants are zero, none or empty."""
     x = torch.empty(256, 512, dtype=torch.bfloat16, device="meta")
     seed = torch.empty((), dtype=torch.int64, device="meta")
     with dry_run(Target(90)) as found:
@@ -234,7 +235,8 @@ def launches():
             multiply_together([one] * weights)
         for fmt in (te, formats.get("nvfp4_16x16")):
             scale_sweep.quantize(x, fmt, None, "swizzled", "mse")
-    return {(one.kernel.__name__, str(one.constants), str(dtypes_of(one))): one for one in found}.values()
+    ways = [tuple(bool(value) for value in one.constants.values()) for one in found]
+    return {(one.kernel.__name__, way, str(dtypes_of(one))): one for one, way in zip(found, ways, strict=True)}.values()
 
 
 def dtypes_of(launch):

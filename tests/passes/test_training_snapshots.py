@@ -41,8 +41,12 @@ def graphs(model, recipe, *more, shape=(64, 32), dtype=torch.bfloat16):
 
 def all_of(*args, **options):
     """The three as one text."""
-    joint, forward, backward = graphs(*args, **options)
-    return "\n".join(("joint", joint, "forward", forward, "backward", backward))
+    return "\n---\n".join(graphs(*args, **options))
+
+
+def forward_and_backward(*args, **options):
+    """As one text: these have all of the joint graph."""
+    return "\n---\n".join(graphs(*args, **options)[1:])
 
 
 class MLP(torch.nn.Module):
@@ -83,7 +87,6 @@ class Snapshots(TestCase):
         self.assertExpectedInline(
             all_of(layer, "nvfp4_rowwise", shape=(2, 32, 32)),
             """\
-joint
 quantize_default = fp4compile.quantize(view, nvfp4_rowwise, [-1])
 quantize_default_1 = fp4compile.quantize(primals_1, nvfp4_te, [-1])
 scaled_mm_default: bfloat16[64, 64] = fp4compile.scaled_mm(getitem, getitem_1, getitem_2, getitem_3, getitem_4, getitem_5, nvfp4_rowwise @ nvfp4_te -> bfloat16, bias=primals_2)
@@ -94,13 +97,13 @@ quantize_default_4 = fp4compile.quantize(view_2, nvfp4_te, [-2])
 quantize_default_5 = fp4compile.quantize(view, nvfp4_te, [-2])
 scaled_mm_default_2: bfloat16[64, 32] = fp4compile.scaled_mm(getitem_12, getitem_13, getitem_14, getitem_15, getitem_16, getitem_17, nvfp4_te @ nvfp4_te -> bfloat16)
 return view_1: bfloat16[2, 32, 64], scaled_mm_default_2: bfloat16[64, 32], view_3: bfloat16[64], view_4: bfloat16[2, 32, 32]
-forward
+---
 quantize_default = fp4compile.quantize(view, nvfp4_rowwise, [-1])
 quantize_default_1 = fp4compile.quantize(primals_1, nvfp4_te, [-1])
 scaled_mm_default: bfloat16[64, 64] = fp4compile.scaled_mm(getitem, getitem_1, getitem_2, getitem_3, getitem_4, getitem_5, nvfp4_rowwise @ nvfp4_te -> bfloat16, bias=primals_2)
 quantize_default_5 = fp4compile.quantize(view, nvfp4_te, [-2])
 return view_1: bfloat16[2, 32, 64], primals_1: bfloat16[64, 32], getitem_15: uint8[32, 32], getitem_16: float8_e4m3fn[32, 4], getitem_17: float32[]
-backward
+---
 quantize_default = fp4compile.quantize(view_2, nvfp4_te, [-1, -2])
 quantize_default_3 = fp4compile.quantize(primals_1, nvfp4_te, [-2])
 scaled_mm_default_1: bfloat16[64, 32] = fp4compile.scaled_mm(getitem, getitem_18, getitem_19, getitem_9, getitem_10, getitem_11, nvfp4_te @ nvfp4_te -> bfloat16)
@@ -110,9 +113,8 @@ return scaled_mm_default_2: bfloat16[64, 32], view_3: bfloat16[64], view_4: bflo
 
     def test_mxfp8_layers_of_one_input(self):
         """One quantiser of the input, in both directions."""
-        _, forward, backward = graphs(QKV(), "mxfp8", dtype=torch.float32)
         self.assertExpectedInline(
-            f"{forward}\nbackward\n{backward}",
+            forward_and_backward(QKV(), "mxfp8", dtype=torch.float32),
             """\
 quantize_default_6 = fp4compile.quantize(primals_2, mxfp8, [-1, -2])
 quantize_default_1 = fp4compile.quantize(primals_1, mxfp8, [-1])
@@ -122,7 +124,7 @@ scaled_mm_default_1: float32[64, 32] = fp4compile.scaled_mm(getitem_17, getitem_
 quantize_default_3 = fp4compile.quantize(primals_4, mxfp8, [-1])
 scaled_mm_default_2: float32[64, 32] = fp4compile.scaled_mm(getitem_17, getitem_18, getitem_9, getitem_10, mxfp8 @ mxfp8 -> float32)
 return add_1: float32[64, 32], primals_1: float32[32, 32], primals_3: float32[32, 32], primals_4: float32[32, 32], scaled_mm_default: float32[64, 32], scaled_mm_default_1: float32[64, 32], scaled_mm_default_2: float32[64, 32], getitem_20: float8_e4m3fn[32, 64], getitem_21: float8_e8m0fnu[32, 2]
-backward
+---
 quantize_default = fp4compile.quantize(mul_1, mxfp8, [-1, -2])
 scaled_mm_default_3: float32[32, 32] = fp4compile.scaled_mm(getitem_43, getitem_44, getitem_15, getitem_16, mxfp8 @ mxfp8 -> float32)
 quantize_default_7 = fp4compile.quantize(primals_4, mxfp8, [-2])
@@ -140,30 +142,8 @@ return scaled_mm_default_7: float32[32, 32], add_3: float32[64, 32], scaled_mm_d
 
     def test_nvfp4_train_mlp(self):
         self.assertExpectedInline(
-            all_of(MLP(), "nvfp4_train"),
+            forward_and_backward(MLP(), "nvfp4_train"),
             """\
-joint
-quantize_default = fp4compile.quantize(primals_2, nvfp4_te, [-1])
-quantize_default_1 = fp4compile.quantize(primals_1, nvfp4_16x16, [-1])
-scaled_mm_default: bfloat16[64, 64] = fp4compile.scaled_mm(getitem, getitem_1, getitem_2, getitem_3, getitem_4, getitem_5, nvfp4_te @ nvfp4_16x16 -> bfloat16)
-quantize_default_2 = fp4compile.quantize(convert_element_type_3, nvfp4_te, [-1])
-quantize_default_3 = fp4compile.quantize(primals_3, nvfp4_16x16, [-1])
-scaled_mm_default_1: bfloat16[64, 32] = fp4compile.scaled_mm(getitem_6, getitem_7, getitem_8, getitem_9, getitem_10, getitem_11, nvfp4_te @ nvfp4_16x16 -> bfloat16)
-inductor_seeds_default: int64[2] = prims.inductor_seeds(2, cpu)
-quantize_default_4 = fp4compile.quantize(tangents_1, nvfp4_te, [-2], seed=select_int, hadamard=True)
-quantize_default_5 = fp4compile.quantize(convert_element_type_3, nvfp4_te, [-2], hadamard=True)
-scaled_mm_default_2: bfloat16[32, 64] = fp4compile.scaled_mm(getitem_12, getitem_13, getitem_14, getitem_15, getitem_16, getitem_17, nvfp4_te @ nvfp4_te -> bfloat16)
-quantize_default_6 = fp4compile.quantize(tangents_1, nvfp4_te, [-1], seed=select_int)
-quantize_default_7 = fp4compile.quantize(primals_3, nvfp4_16x16, [-2])
-scaled_mm_default_3: bfloat16[64, 64] = fp4compile.scaled_mm(getitem_18, getitem_19, getitem_20, getitem_21, getitem_22, getitem_23, nvfp4_te @ nvfp4_16x16 -> bfloat16)
-quantize_default_8 = fp4compile.quantize(convert_element_type_12, nvfp4_te, [-2], seed=select_int_1, hadamard=True)
-quantize_default_9 = fp4compile.quantize(primals_2, nvfp4_te, [-2], hadamard=True)
-scaled_mm_default_4: bfloat16[64, 32] = fp4compile.scaled_mm(getitem_24, getitem_25, getitem_26, getitem_27, getitem_28, getitem_29, nvfp4_te @ nvfp4_te -> bfloat16)
-quantize_default_10 = fp4compile.quantize(convert_element_type_12, nvfp4_te, [-1], seed=select_int_1)
-quantize_default_11 = fp4compile.quantize(primals_1, nvfp4_16x16, [-2])
-scaled_mm_default_5: bfloat16[64, 32] = fp4compile.scaled_mm(getitem_30, getitem_31, getitem_32, getitem_33, getitem_34, getitem_35, nvfp4_te @ nvfp4_16x16 -> bfloat16)
-return scaled_mm_default_1: bfloat16[64, 32], scaled_mm_default_4: bfloat16[64, 32], scaled_mm_default_5: bfloat16[64, 32], scaled_mm_default_2: bfloat16[32, 64]
-forward
 quantize_default_10 = fp4compile.quantize(primals_2, nvfp4_te, [-1, -2], hadamard=True)
 quantize_default_1 = fp4compile.quantize(primals_1, nvfp4_16x16, [-1])
 scaled_mm_default: bfloat16[64, 64] = fp4compile.scaled_mm(getitem_30, getitem_31, getitem_32, getitem_3, getitem_4, getitem_5, nvfp4_te @ nvfp4_16x16 -> bfloat16)
@@ -171,7 +151,7 @@ quantize_default_11 = fp4compile.quantize(convert_element_type_3, nvfp4_te, [-1,
 quantize_default_3 = fp4compile.quantize(primals_3, nvfp4_16x16, [-1])
 scaled_mm_default_1: bfloat16[64, 32] = fp4compile.scaled_mm(getitem_36, getitem_37, getitem_38, getitem_9, getitem_10, getitem_11, nvfp4_te @ nvfp4_16x16 -> bfloat16)
 return scaled_mm_default_1: bfloat16[64, 32], primals_1: bfloat16[64, 32], primals_3: bfloat16[32, 64], scaled_mm_default: bfloat16[64, 64], getitem_39: uint8[64, 32], getitem_40: float8_e4m3fn[64, 4], getitem_41: float32[], getitem_33: uint8[32, 32], getitem_34: float8_e4m3fn[32, 4], getitem_35: float32[]
-backward
+---
 inductor_seeds_default: int64[2] = prims.inductor_seeds(2, cpu)
 quantize_default = fp4compile.quantize(tangents_1, nvfp4_te, [-1, -2], seed=select_int, hadamard=True)
 scaled_mm_default_2: bfloat16[32, 64] = fp4compile.scaled_mm(getitem_38, getitem_39, getitem_40, getitem_15, getitem_16, getitem_17, nvfp4_te @ nvfp4_te -> bfloat16)
@@ -187,26 +167,13 @@ return scaled_mm_default_4: bfloat16[64, 32], scaled_mm_default_5: bfloat16[64, 
     def test_nvfp4_train_experts(self):
         offs = torch.tensor([3, 3, 60], dtype=torch.int32)
         self.assertExpectedInline(
-            all_of(Experts(), "nvfp4_train", offs),
+            forward_and_backward(Experts(), "nvfp4_train", offs),
             """\
-joint
-quantize_default = fp4compile.quantize(primals_2, nvfp4_te, [-1], offs=primals_3)
-quantize_default_1 = fp4compile.quantize(primals_1, nvfp4_16x16, [-1], each_matrix=True)
-scaled_mm_default: bfloat16[64, 64] = fp4compile.scaled_mm(getitem, getitem_1, getitem_2, getitem_3, getitem_4, getitem_5, nvfp4_te @ nvfp4_16x16, ragged rows -> bfloat16, offs=primals_3, rows=64)
-inductor_seeds_default: int64[1] = prims.inductor_seeds(1, cpu)
-quantize_default_2 = fp4compile.quantize(tangents_1, nvfp4_te, [-2], offs=primals_3, seed=select_int, hadamard=True)
-quantize_default_3 = fp4compile.quantize(primals_2, nvfp4_te, [-2], offs=primals_3, hadamard=True)
-scaled_mm_default_1: bfloat16[3, 64, 32] = fp4compile.scaled_mm(getitem_6, getitem_7, getitem_8, getitem_9, getitem_10, getitem_11, nvfp4_te @ nvfp4_te, ragged contraction -> bfloat16, offs=primals_3, rows=64)
-quantize_default_4 = fp4compile.quantize(tangents_1, nvfp4_te, [-1], offs=primals_3, seed=select_int)
-quantize_default_5 = fp4compile.quantize(primals_1, nvfp4_16x16, [-2], each_matrix=True)
-scaled_mm_default_2: bfloat16[64, 32] = fp4compile.scaled_mm(getitem_12, getitem_13, getitem_14, getitem_15, getitem_16, getitem_17, nvfp4_te @ nvfp4_16x16, ragged rows -> bfloat16, offs=primals_3, rows=64)
-return scaled_mm_default: bfloat16[64, 64], scaled_mm_default_1: bfloat16[3, 64, 32], scaled_mm_default_2: bfloat16[64, 32]
-forward
 quantize_default = fp4compile.quantize(primals_2, nvfp4_te, [-1], offs=primals_3)
 quantize_default_1 = fp4compile.quantize(primals_1, nvfp4_16x16, [-1], each_matrix=True)
 scaled_mm_default: bfloat16[64, 64] = fp4compile.scaled_mm(getitem, getitem_1, getitem_2, getitem_3, getitem_4, getitem_5, nvfp4_te @ nvfp4_16x16, ragged rows -> bfloat16, offs=primals_3, rows=64)
 return scaled_mm_default: bfloat16[64, 64], primals_1: bfloat16[3, 64, 32], primals_2: bfloat16[64, 32], primals_3: int32[3]
-backward
+---
 inductor_seeds_default: int64[1] = prims.inductor_seeds(1, cpu)
 quantize_default = fp4compile.quantize(tangents_1, nvfp4_te, [-1, -2], offs=primals_3, seed=select_int, hadamard=True)
 quantize_default_3 = fp4compile.quantize(primals_2, nvfp4_te, [-2], offs=primals_3, hadamard=True)

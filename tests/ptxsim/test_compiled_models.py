@@ -182,10 +182,16 @@ def test_inductor_writes_the_operands_of_packed_weights(monkeypatch):
 
 @pretending
 def test_gate_and_up_write_the_operand_of_down(monkeypatch):
-    """One launch for both, whose weights are joined; the bits are those of separate kernels."""
+    """One launch for both, whose weights are joined, by each kernel that timing may choose; the bits are those of
+    separate kernels."""
     torch.manual_seed(0)
-    model, x, results, launches = GatedMlp().bfloat16(), torch.randn(2, 45, 128).bfloat16(), [], []
-    for off in ((), ("fuse_quantize",)):
+    model, x, results, launches = GatedMlp().bfloat16(), torch.randn(260, 128).bfloat16(), [], []
+    by_pairs = [
+        TWO_CTAS
+    ] * _compat.two_cta_products()  # an op of the graph returns the codes and scales that down reads
+    for off, kernel in ((("fuse_quantize",), None), *(((), name) for name in (None, *by_pairs))):
+        of_gate = lambda product, name=kernel: choose(product.problem, name if product.problem.spec.pair else None)  # noqa: E731
+        monkeypatch.setattr(lower, "fastest", of_gate)
         monkeypatch.setattr(config, "disabled_passes", off)
         backend = fp4compile.backend("mxfp4", strict=True)
         with torch.no_grad(), simulated(monkeypatch, 100) as gpu:
@@ -194,28 +200,12 @@ def test_gate_and_up_write_the_operand_of_down(monkeypatch):
         launches.append(gpu.counted()["package"])
         fused = {row.module: row.fused for row in backend.report.rows}
         assert fused["gate"] == (None if off else "silu, mul, quantize") and fused["up"] is None
-    assert torch.equal(*results) and results[0].isfinite().all() and results[0].any()
+    assert all(torch.equal(results[0], each) for each in results) and results[0].isfinite().all() and results[0].any()
     # The quantisers of weights run once.
-    assert launches == [{"quantize_rows": 3 + 1, "gemm_block_scaled_sm100": 2},
-                        {"quantize_rows": 2, "gemm_block_scaled_sm100": 3}]  # fmt: skip
-
-
-@pretending
-@pytest.mark.skipif(not _compat.two_cta_products(), reason="Gluon has no products of pairs of CTAs")
-def test_gate_and_up_on_pairs_of_ctas(monkeypatch):
-    """As if timing had chosen them: the op of a graph returns the codes and scales that down reads, with equal bits."""
-    torch.manual_seed(0)
-    model, x, results = GatedMlp().bfloat16(), torch.randn(300, 128).bfloat16(), []
-    for name, kernel in ((None, "gemm_block_scaled_sm100"), (TWO_CTAS, "gemm_block_scaled_two_ctas_sm100")):
-        of_gate = lambda product, name=name: choose(product.problem, name if product.problem.spec.pair else None)  # noqa: E731
-        monkeypatch.setattr(lower, "fastest", of_gate)
-        backend = fp4compile.backend("mxfp8", strict=True)
-        with torch.no_grad(), simulated(monkeypatch, 100) as gpu:
-            torch._dynamo.reset()
-            results.append(torch.compile(model, backend=backend)(x))
-        assert {row.module: row.fused for row in backend.report.rows}["gate"] == "silu, mul, quantize"
-        assert gpu.counted()["package"][kernel] == 1
-    assert torch.equal(*results) and results[0].isfinite().all() and results[0].any()
+    separate, together, *pairs = launches
+    assert separate == {"quantize_rows": 3 + 2, "gemm_block_scaled_sm100": 3}
+    assert together == {"quantize_rows": 1, "gemm_block_scaled_sm100": 2}
+    assert all(each["gemm_block_scaled_two_ctas_sm100"] == each["gemm_block_scaled_sm100"] == 1 for each in pairs)
 
 
 class ExpertsOfTwoWeights(GatedExperts):

@@ -282,13 +282,18 @@ def test_block_scaled_gemm_through_inductor(recipe, mode, monkeypatch):
     assert (got - expected).abs().max() <= 2**-6 * expected.abs().max()
 
 
+# NVFP4 weights have kernels of their own for few rows, and each pair of formats one for all.
+LARGE = [(*pair, m) for pair in (("nvfp4", "nvfp4_16x16"), (torch.bfloat16, "nvfp4")) for m in (1, 7, 16, 64, 100)]
+LARGE += [(a, b, m) for a, b in (
+    ("nvfp4", "nvfp4_16x16"), ("nvfp4_rowwise", "nvfp4"), ("mxfp8", "mxfp4"), ("mxfp8_e5m2", "mxfp8_32x32"),
+    ("float8_rowwise", "float8_rowwise"), (torch.bfloat16, "nvfp4"), (torch.float16, "nvfp4"),
+    (torch.bfloat16, "mxfp8"), (torch.float16, "mxfp4"), (torch.float32, "nvfp4"),
+) for m in (3, 31, 600)]  # fmt: skip
+
+
 @gpu
 @for_gpus
-@pytest.mark.parametrize("m", [1, 7, 16, 31, 64, 100, 600])
-@pytest.mark.parametrize(("a", "b"), [("nvfp4", "nvfp4_16x16"), ("nvfp4_rowwise", "nvfp4"), ("mxfp8", "mxfp4"),
-                                      ("mxfp8_e5m2", "mxfp8_32x32"), ("float8_rowwise", "float8_rowwise"),
-                                      (torch.bfloat16, "nvfp4"), (torch.float16, "nvfp4"), (torch.bfloat16, "mxfp8"),
-                                      (torch.float16, "mxfp4"), (torch.float32, "nvfp4")], ids=str)  # fmt: skip
+@pytest.mark.parametrize(("a", "b", "m"), LARGE, ids=str)
 def test_large(a, b, m):
     """Every kernel: gemv, skinny, wgmma, split-K, dequant tiles, the library's; also shapes that no tile divides."""
     a = a if isinstance(a, torch.dtype) else formats.get(a)

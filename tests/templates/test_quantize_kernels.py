@@ -94,13 +94,16 @@ def test_hard_inputs_one_by_one(format, name):
         check_rows(hard_input(name, SHAPE, dtype, fmt.block_cols), fmt)
 
 
+# Rows meet every input. Columns compute with the same functions: of elements that are half way between two codes, of
+# scales that underflow or lie at a step, and what is not finite.
+OF_COLUMNS = ("ties_fp4", "one_neg_inf", "one_nan", "scaled_rows", "tiny", "scale_boundary")[: 2 if INTERPRETING else 6]
 # Formats whose columns are quantised by tiles of 64 columns or less, one of each kind: two tiles in the interpreter.
 TWO_TILES = ("nvfp4_one_level", "nvfp4_te", "nvfp4_rowwise")
 
 
 @gpu
 @pytest.mark.usefixtures("tall_tiles")
-@pytest.mark.parametrize("name", ["ties_fp4", "one_neg_inf"] if INTERPRETING else NAMES)
+@pytest.mark.parametrize("name", OF_COLUMNS)
 @pytest.mark.parametrize("format", list(formats.NAMED))
 def test_columns_and_both(format, name):
     """A transposed view is read as it lies; rows and columns from one read."""
@@ -169,7 +172,7 @@ SEED = 0x123456789ABCDEF0
 @gpu
 @pytest.mark.usefixtures("tall_tiles")
 @pytest.mark.parametrize("dtype", DTYPES, ids=DTYPE_IDS)
-@pytest.mark.parametrize("name", ["ties_fp4", "one_neg_inf"] if INTERPRETING else NAMES)
+@pytest.mark.parametrize("name", OF_COLUMNS)
 @pytest.mark.parametrize("format", ["nvfp4_te", "nvfp4_one_level", "nvfp4_rowwise", "mxfp4"])
 def test_training(format, name, dtype):
     """Stochastic rounding, the Hadamard transform, both; the tokens end within a block."""
@@ -496,10 +499,15 @@ def test_the_amax_is_awaited(shape):
                 assert_same_bits(values, (expected, None, outer))
 
 
+# Every format in an odd shape; one of each way to find a global scale in others, such as rows that do not fit.
+LARGE = [(format, (8191, 4080)) for format in formats.NAMED]
+LARGE += [(format, shape) for format in ("nvfp4", "nvfp4_rowwise", "nvfp4_16x16", "mxfp8")
+          for shape in ((16384, 16384), (1, 32768), (64, 65536))]  # fmt: skip
+
+
 @gpu
 @pytest.mark.skipif(INTERPRETING, reason="sizes for a GPU")
-@pytest.mark.parametrize("shape", [(16384, 16384), (8191, 4080), (1, 32768), (64, 65536)], ids=str)
-@pytest.mark.parametrize("format", list(formats.NAMED))
+@pytest.mark.parametrize(("format", "shape"), LARGE, ids=str)
 def test_large(format, shape):
     """Against the reference on the GPU."""
     fmt = formats.get(format)
