@@ -2,14 +2,18 @@
 
 import pytest
 import torch
+import torch.nn.functional as F
+from torch import nn
 from torch._dispatch.python import enable_python_dispatcher
 from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
+import fp4compile
 from fp4compile.hardware import Target
 from fp4compile.passes.rank_tokens import rank_tokens, sort_by_counting
 from fp4compile.templates.launch import dry_run
 from tests.helpers.arguments import times
+from tests.helpers.kernels import gpu
 
 aten = torch.ops.aten
 
@@ -79,3 +83,35 @@ def test_deterministic_algorithms_keep_atens_sort():
         assert graph_of(torch.sort)[0] == 0
     finally:
         torch.use_deterministic_algorithms(False)
+
+
+class Experts(nn.Module):
+    """Experts as in transformers, with the tokens put back in order."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(8, 128, 256))
+
+    def forward(self, x, ids):
+        numbers, order = torch.sort(ids)
+        offs = torch.cumsum(torch.histc(numbers.int(), bins=8, min=0, max=7), 0, dtype=torch.int32)
+        y = F.grouped_mm(x[order // 4], self.weight.mT, offs=offs)
+        back = torch.empty_like(order)
+        back[order] = torch.arange(len(order), device=order.device)
+        return y[back]
+
+
+@gpu
+@pytest.mark.parametrize("tokens", [1024, 8192])
+def test_bits_on_a_gpu(tokens, monkeypatch):
+    """Each token has the bits that it has with ATen's sort."""
+    model = Experts().to("cuda", torch.bfloat16).requires_grad_(False)
+    x, ids = torch.randn(tokens // 4, 256, device="cuda").bfloat16(), torch.randint(0, 8, (tokens,), device="cuda")
+    results = []
+    for disabled in ((), ("rank_tokens",)):
+        monkeypatch.setattr(fp4compile.config, "disabled_passes", disabled)
+        torch._dynamo.reset()
+        backend = fp4compile.backend("nvfp4_weight_only", strict=True)
+        results.append(torch.compile(model, backend=backend)(x, ids))
+        assert backend.report.counts.get("rank_tokens") == (None if disabled else 1)
+    assert torch.equal(*results)
