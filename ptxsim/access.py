@@ -119,7 +119,7 @@ def _store(instruction: Instruction, program: Program) -> Step:
         machine, running = fragment.machine, fragment.running
         clusters = machine.cluster_of[fragment.threads]
         addresses = address(fragment)
-        columns = np.stack([np.broadcast_to(read(fragment), fragment.shape) for read in reads], 1)
+        columns = np.stack([fragment.every(read(fragment)) for read in reads], 1)
         if not fragment.whole:
             addresses, clusters, columns = addresses[running], clusters[running], columns[running]
         rows = np.ascontiguousarray(columns).view(np.uint8)
@@ -158,7 +158,7 @@ def _reduce(instruction: Instruction, program: Program) -> Step:
 
     def step(fragment: Fragment) -> None:
         memory, addresses = fragment.machine.memory, address(fragment)
-        values = np.broadcast_to(read(fragment), fragment.shape)
+        values = fragment.every(read(fragment))
         before = np.zeros(fragment.shape, dtype)
         for lane in fragment.lanes():
             there = memory.data[memory.update(int(addresses[lane]), 4)]
@@ -179,11 +179,11 @@ def _prefetch(instruction: Instruction, program: Program) -> Step:
 
     def step(fragment: Fragment) -> None:
         memory, addresses = fragment.machine.memory, address(fragment)
-        counts = np.broadcast_to(count(fragment), fragment.shape)
+        counts = fragment.every(count(fragment))
         for lane in fragment.lanes():
             if int(addresses[lane]) % 16 or int(counts[lane]) % 16:
                 raise Fault("a prefetch that is not aligned to 16 bytes")
-            memory.bytes_at(addresses[lane] + np.arange(int(counts[lane])), False, fragment.machine.first_cluster)
+            memory.copied(addresses[lane] + np.arange(int(counts[lane])), 1, fragment.machine.first_cluster)
 
     return step
 
@@ -197,7 +197,7 @@ def _prefetch_line(instruction: Instruction, program: Program) -> Step:
     def step(fragment: Fragment) -> None:
         memory, addresses = fragment.machine.memory, address(fragment)
         for lane in fragment.lanes():
-            memory.bytes_at(addresses[lane] + np.arange(1), False, fragment.machine.first_cluster)
+            memory.copied(addresses[lane : lane + 1], 1, fragment.machine.first_cluster)
 
     return step
 
@@ -231,7 +231,7 @@ def _store_local(instruction: Instruction, program: Program) -> Step:
     read, address = reader(value, kind), address_reader(instruction.operands[0], 32)
 
     def step(fragment: Fragment) -> None:
-        values = np.ascontiguousarray(np.broadcast_to(read(fragment), fragment.shape)[fragment.running])
+        values = np.ascontiguousarray(fragment.every(read(fragment))[fragment.running])
         rows = values.reshape(-1, 1).view(np.uint8)
         fragment.machine.local.store(fragment.running_threads(), address(fragment)[fragment.running], rows)
 

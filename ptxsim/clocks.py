@@ -17,7 +17,7 @@ from ptxsim.fault import Fault
 
 KNOWN, FENCED = 0, 1
 AnyInt = TypeVar("AnyInt", int, np.ndarray)
-Index = np.ndarray | tuple[int | slice, ...]  # of cells of a memory
+Index = np.ndarray | slice | tuple[int | slice, ...]  # of cells of a memory
 _BARRIERS = 96  # agents for mbarriers: the copies that complete on one
 NOBODY = -1
 MBARRIER = -2  # the writer of cells that are an mbarrier: no clock holds its end
@@ -98,7 +98,8 @@ class Shadow:
     """The last write and the reads of each cell of a memory.
 
     Accesses are whole cells. cells: the number of cells, or the shape of an array of them; accesses of asynchronous
-    agents name cells by any index into it. Readers that are no warps get an array each when they first read.
+    agents name cells by any index into it. read: the last epochs in which warps read a cell, [cells, warps]. Readers
+    that are no warps get an array each when they first read.
     """
 
     def __init__(self, cells: int | tuple[int, ...], clocks: Clocks, what: str) -> None:
@@ -106,22 +107,30 @@ class Shadow:
         shape = cells if isinstance(cells, tuple) else (cells,)
         self.writer = np.full(shape, NOBODY, np.int16)
         self.written = np.zeros(shape, np.int32)
-        self.read = np.zeros((clocks.warps, *shape), np.int32)
+        self.read = np.zeros((*shape, clocks.warps), np.int32)
         self.read_by_agent: dict[int, np.ndarray] = {}
 
     # ------------------------------------------------------------ warps
 
-    def reads_of_warps(self, cells: np.ndarray, clusters: np.ndarray, warps: np.ndarray) -> None:
-        """Record that threads read cells [threads, n]. clusters, warps: [threads], of the threads."""
-        clusters, warps = clusters[:, None], warps[:, None]
-        writer = self.writer[cells]
-        if (writer == NOBODY).any():
-            raise Fault(f"reads {self.what} that nothing wrote")
-        known = self.clocks.rows[KNOWN]
-        late = self.written[cells] > known[clusters, warps, writer]
+    def reads_of_warps(self, cells: np.ndarray, clusters: np.ndarray, warps: np.ndarray) -> np.ndarray:
+        """Record that threads read cells [threads, n]; returns their writers.
+
+        clusters, warps: [threads], of the threads.
+        """
+        writer, written, known = self.writer.take(cells), self.written.take(cells), self.clocks.rows[KNOWN]
+        one = _only(writer)
+        if one is None:
+            if (writer == NOBODY).any():
+                raise Fault(f"reads {self.what} that nothing wrote")
+            late = written > known[clusters[:, None], warps[:, None], writer]
+        else:
+            if one == NOBODY:
+                raise Fault(f"reads {self.what} that nothing wrote")
+            late = written > known[clusters, warps, one][:, None]
         if late.any():
             raise Fault(f"reads {self.what} that {self._agent(writer[late][0])} wrote, without a wait for it")
-        self.read[warps, cells] = known[clusters, warps, warps]
+        self.read.reshape(-1)[cells * self.clocks.warps + warps[:, None]] = known[clusters, warps, warps][:, None]
+        return writer
 
     def writes_of_warps(self, cells: np.ndarray, clusters: np.ndarray, warps: np.ndarray, changes: np.ndarray) -> None:
         """Record that threads write cells [threads, n]; arguments as of `reads_of_warps`.
@@ -140,16 +149,18 @@ class Shadow:
         rows: the clocks `KNOWN` of each access, [accesses, agents]. agents, epochs: [accesses], of the writers.
         changes: as of `writes_of_warps`.
         """
-        writer = self.writer[cells]
-        late = self.written[cells] > rows[np.arange(len(cells))[:, None], writer]
+        writer, written = self.writer.take(cells), self.written.take(cells)
+        one = _only(writer)
+        late = written > (rows[np.arange(len(cells))[:, None], writer] if one is None else rows[:, one, None])
         if (late & changes).any():
             late &= changes
             raise Fault(f"overwrites {self.what} that {self._agent(writer[late][0])} wrote, without a wait")
-        unseen = self.read[:, cells] > rows[:, : self.clocks.warps].T[:, :, None]
+        warps = self.clocks.warps
+        unseen = self._reads_at(cells) > rows[:, None, :warps]
         if unseen.any():
-            raise Fault(f"overwrites {self.what} that warp {np.nonzero(unseen)[0][0]} may be reading")
+            raise Fault(f"overwrites {self.what} that warp {np.nonzero(unseen)[2].min()} may be reading")
         for agent, read in self.read_by_agent.items():
-            if (read[cells] > rows[:, agent, None]).any():
+            if (read.take(cells) > rows[:, agent, None]).any():
                 raise Fault(f"overwrites {self.what} that {self._agent(agent)} may be reading")
         if late.any():  # the first writer's record stays: waiting for it suffices to read the value
             again = np.nonzero(~late)
@@ -159,52 +170,62 @@ class Shadow:
             self.writer[cells] = agents[:, None]
             self.written[cells] = epochs[:, None]
 
+    def _reads_at(self, cells: np.ndarray) -> np.ndarray:
+        """The last epochs in which warps read cells [..., n]: [..., n, warps]."""
+        nbytes = 4 * self.clocks.warps
+        return self.read.reshape(-1).view(f"V{nbytes}").take(cells).view(np.int32).reshape(*cells.shape, -1)
+
     # ------------------------------------------------------------ asynchronous agents
 
     def reads_of_agent(self, cells: Index, rows: np.ndarray, agent: int, epoch: int) -> None:
         """Record that an asynchronous operation reads cells. rows: the clocks [2, agents] of its issue."""
-        writer = self.writer[cells]
-        if (writer == NOBODY).any():
+        writer, written = self.writer[cells], self.written[cells]
+        if not writer.size:
+            return
+        one = _only(writer)
+        late = written > (rows[FENCED][writer] if one is None else rows[FENCED, one])
+        if one == NOBODY or one is None and (writer == NOBODY).any():
             raise Fault(f"{self._agent(agent)} reads {self.what} that nothing wrote")
-        late = self.written[cells] > rows[FENCED][writer]
         if late.any():
             first = writer[late][0]
-            fence = (self.written[cells] <= rows[KNOWN][writer]).all()
+            fence = (written <= rows[KNOWN][writer]).all()
             raise Fault(f"{self._agent(agent)} reads {self.what} that {self._agent(first)} wrote, without a "
                         + ("fence.proxy.async" if fence else "wait"))  # fmt: skip
         if agent not in self.read_by_agent:
             self.read_by_agent[agent] = np.zeros(self.writer.shape, np.int32)
         self.read_by_agent[agent][cells] = epoch
 
-    def reads_of_agents(self, cells: np.ndarray, rows: np.ndarray, agents: np.ndarray, epochs: np.ndarray) -> None:
-        """Record that asynchronous operations read cells [operations, n].
+    def reads_of_agents(self, cells: np.ndarray, rows: np.ndarray, agents: list[int], epochs: list[int]) -> None:
+        """Record that asynchronous operations read the same cells.
 
-        rows: the clocks [2, operations, agents] of their issue. agents, epochs: [operations], of the readers.
+        rows: the clocks [2, operations, agents] of their issue. agents, epochs: of the readers.
         """
-        writer, written = self.writer[cells], self.written[cells]
-        each = np.arange(len(cells))[:, None]
-        bad = ((writer == NOBODY) | (written > rows[FENCED][each, writer])).any(1)
-        if bad.any():
-            first = int(np.argmax(bad))
-            self.reads_of_agent(cells[first], rows[:, first], int(agents[first]), int(epochs[first]))  # raises Fault
-        for agent in np.unique(agents).tolist():
-            if agent not in self.read_by_agent:
-                self.read_by_agent[agent] = np.zeros(self.writer.shape, np.int32)
-            its = agents == agent
-            self.read_by_agent[agent][cells[its]] = epochs[its, None]
+        one = _only(self.writer.take(cells))
+        fast = (
+            one is not None and one != NOBODY and bool((rows[FENCED, :, one] >= self.written.take(cells).max()).all())
+        )
+        for i, (agent, epoch) in enumerate(zip(agents, epochs, strict=True)):
+            if fast and agent in self.read_by_agent:
+                self.read_by_agent[agent][cells] = epoch
+            else:
+                self.reads_of_agent(cells, rows[:, i], agent, epoch)
 
     def writes_of_agent(self, cells: Index, rows: np.ndarray, agent: int, epoch: int) -> None:
         """Record that an asynchronous operation writes cells; arguments as of `reads_of_agent`."""
-        writer = self.writer[cells]
-        late = self.written[cells] > rows[FENCED][writer]
+        writer, written = self.writer[cells], self.written[cells]
+        if not writer.size:
+            return
+        one = _only(writer)
+        late = written > (rows[FENCED][writer] if one is None else rows[FENCED, one])
         if late.any():
             raise Fault(f"{self._agent(agent)} overwrites {self.what} that {self._agent(writer[late][0])} wrote, "
                         "without a wait or a fence.proxy.async")  # fmt: skip
-        for warp in range(self.clocks.warps):
-            if (self.read[warp][cells] > rows[KNOWN][warp]).any():
-                raise Fault(f"{self._agent(agent)} overwrites {self.what} that warp {warp} may be reading")
+        read = self._reads_at(cells) if isinstance(cells, np.ndarray) else self.read[cells]
+        unseen = read.reshape(-1, self.clocks.warps).max(0) > rows[KNOWN, : self.clocks.warps]
+        if unseen.any():
+            raise Fault(f"{self._agent(agent)} overwrites {self.what} that warp {np.argmax(unseen)} may be reading")
         for other, read in self.read_by_agent.items():
-            if other != agent and (read[cells] > rows[KNOWN][other]).any():
+            if other != agent and read[cells].max() > rows[KNOWN, other]:
                 raise Fault(f"{self._agent(agent)} overwrites {self.what} that {self._agent(other)} may be reading")
         self.writer[cells] = agent
         self.written[cells] = epoch
@@ -229,3 +250,9 @@ class Shadow:
         if agent < self.clocks.tensor_pipe:
             return f"{kinds[agent // warps - 1]} of warp {agent % warps}"
         return "the tensor pipe" if agent == self.clocks.tensor_pipe else "a copy"
+
+
+def _only(writers: np.ndarray) -> int | None:
+    """The writer of all cells; None for several."""
+    one = int(writers.flat[0])
+    return one if (writers == one).all() else None

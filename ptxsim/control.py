@@ -60,7 +60,7 @@ def _brx(instruction: Instruction, program: Program) -> Step:
     index = reader(instruction.operands[0], "u32")
 
     def step(fragment: Fragment) -> Fragment:
-        chosen = np.broadcast_to(index(fragment), fragment.shape)
+        chosen = fragment.every(index(fragment))
         if (chosen[fragment.running] >= len(targets)).any():
             raise Fault(f"an index beyond the {len(targets)} labels of the table")
         for i, target in enumerate(targets):
@@ -206,7 +206,7 @@ def _init(instruction: Instruction, program: Program) -> Step:
 
     def step(fragment: Fragment) -> None:
         machine = fragment.machine
-        addresses, counts = address(fragment), np.broadcast_to(count(fragment), fragment.shape)
+        addresses, counts = address(fragment), fragment.every(count(fragment))
         for lane, warp, cluster in one_lane(fragment):
             at = machine.shared.index(int(addresses[lane]), cluster, 8)
             machine.mbarriers.create(at, int(counts[lane]), cluster, machine.local_warp(warp))
@@ -264,7 +264,7 @@ def _try_wait(instruction: Instruction, program: Program) -> Step:
 
     def step(fragment: Fragment) -> Fragment | None:
         machine = fragment.machine
-        addresses, parities = address(fragment), np.broadcast_to(parity(fragment), fragment.shape)
+        addresses, parities = address(fragment), fragment.every(parity(fragment))
         waiting = np.zeros(len(fragment.warps), bool)
         for i, warp in enumerate(map(int, fragment.warps)):
             running = fragment.running[LANES * i : LANES * (i + 1)]

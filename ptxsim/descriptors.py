@@ -17,6 +17,7 @@ atoms, and K = 96.
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 
@@ -66,6 +67,7 @@ class Matrix:
     row: int
 
     @classmethod
+    @lru_cache(4096)
     def of(cls, bits: int) -> "Matrix":
         """Unpack a shared memory descriptor. Raises Fault for an unsupported descriptor."""
         what = "the shared memory descriptor"
@@ -86,15 +88,20 @@ class Matrix:
 
     def chunks(self, rows: int, nbytes: int) -> np.ndarray:
         """Offsets of the chunks of 16 bytes of the first bytes of each row: int64 [rows, nbytes / 16]."""
-        row, column = np.arange(rows)[:, None], np.arange(nbytes // CHUNK)[None, :]
-        inner = row // 8 * self.stride + row % 8 * self.row
-        if self.row == CHUNK:
-            return self.start + inner + column * self.leading
-        if self.start % self.row + nbytes > self.row:
-            raise Fault(f"{nbytes} bytes of a row from {self.start % self.row} on, in a pattern of {self.row} bytes")
-        # Bits 4 and up of an address are XORed with bits 7 and up: the place of the row in its pattern.
-        linear = self.start + inner + column * CHUNK
-        return linear ^ (linear >> 7 & self.row // CHUNK - 1) << 4
+        return _chunks(self, rows, nbytes)
+
+
+@lru_cache(4096)
+def _chunks(matrix: Matrix, rows: int, nbytes: int) -> np.ndarray:
+    row, column = np.arange(rows)[:, None], np.arange(nbytes // CHUNK)[None, :]
+    inner = row // 8 * matrix.stride + row % 8 * matrix.row
+    if matrix.row == CHUNK:
+        return matrix.start + inner + column * matrix.leading
+    if matrix.start % matrix.row + nbytes > matrix.row:
+        raise Fault(f"{nbytes} bytes of a row from {matrix.start % matrix.row} on, in a pattern of {matrix.row} bytes")
+    # Bits 4 and up of an address are XORed with bits 7 and up: the place of the row in its pattern.
+    linear = matrix.start + inner + column * CHUNK
+    return linear ^ (linear >> 7 & matrix.row // CHUNK - 1) << 4
 
 
 # ---------------------------------------------------------------- formats of elements and scales
@@ -102,8 +109,11 @@ class Matrix:
 Decode = Callable[[np.ndarray], np.ndarray]
 
 
+_PAIRS = numbers.E2M1[np.arange(256)[:, None] >> [0, 4] & 15].view(np.uint64)[:, 0]  # of each byte, both numbers
+
+
 def _nibbles(codes: np.ndarray) -> np.ndarray:
-    return numbers.E2M1[np.stack([codes & 15, codes >> 4], -1).reshape(len(codes), -1)]
+    return _PAIRS.take(codes).view(np.float32)
 
 
 def _padded_nibbles(codes: np.ndarray) -> np.ndarray:
@@ -124,8 +134,8 @@ class Element:
 
 _F16 = Element(lambda raw: numbers.f16_values(raw.view(np.uint16)))
 _BF16 = Element(lambda raw: numbers.bf16_values(raw.view(np.uint16)))
-_E4M3 = Element(lambda raw: numbers.E4M3[raw])
-_E5M2 = Element(lambda raw: numbers.E5M2[raw])
+_E4M3 = Element(numbers.E4M3.take)
+_E5M2 = Element(numbers.E5M2.take)
 _E2M1 = Element(_nibbles)
 _E2M1_PADDED = Element(_padded_nibbles, CHUNK // 2)
 
@@ -150,7 +160,7 @@ _MUST_BE = {name: 0 for name in ("selector", "sparse", "saturate", "shift", "k",
 ROW_BYTES = 32  # of an operand, in every instruction
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Kind:
     """A kind of products. scales: of a row in an instruction. steps: of N, for one program and for a pair.
 
@@ -197,6 +207,7 @@ class Shape:
     b_byte: int
 
     @classmethod
+    @lru_cache(1024)
     def of(cls, bits: int, kind: Kind, programs: int) -> "Shape":
         """Unpack an instruction descriptor. programs: 1, or 2 for a pair. Raises Fault for unsupported fields."""
         what = "the instruction descriptor"

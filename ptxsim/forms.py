@@ -4,7 +4,7 @@ Every form is registered by its full opcode. `decode` raises `UnknownForm` for a
 for operands of another kind than the form has, so nothing is guessed.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy as np
@@ -29,6 +29,7 @@ from ptxsim.state import register_dtype
 # the fragment that continues, without warps that branched, ended or wait.
 Step = Callable[[Fragment], Fragment | None]
 Builder = Callable[[Instruction, Program], Step]
+Typed = tuple[Operand, str]  # an operand and its type
 Read = Callable[[Fragment], Any]
 Write = Callable[[Fragment, Any], None]
 
@@ -85,6 +86,11 @@ _TYPES = {
     "f16x2": (32, np.dtype("u4")), "bf16x2": (32, np.dtype("u4")), "s16x2": (32, np.dtype("u4")),
     "f32x2": (64, np.dtype("u8")),
 }  # fmt: skip
+
+
+def type_of(kind: str) -> tuple[int, np.dtype]:
+    """(bits of a value, the dtype in which functions get it) of a type."""
+    return _TYPES[kind]
 
 
 def constant(value: int, kind: str) -> Any:
@@ -159,18 +165,36 @@ def elementwise(signature: str, *opcodes: str) -> Callable[[Callable], Callable]
     def register(function: Callable) -> Callable:
         def build(instruction: Instruction, program: Program) -> Step:
             expect(instruction, 1 + len(types))
-            write = writer(instruction.operands[0], into)
-            reads = [reader(each, kind) for each, kind in zip(instruction.operands[1:], types, strict=True)]
-
-            def step(fragment: Fragment) -> None:
-                write(fragment, function(*[read(fragment) for read in reads]))
-
-            return step
+            result, *operands = instruction.operands
+            return Elementwise([(result, into)], zip(operands, types, strict=True), function)
 
         form(*opcodes)(build)
         return function
 
     return register
+
+
+class Elementwise:
+    """The step of an instruction whose results of each thread depend only on its operands.
+
+    into, operands: (operand, type) of the results and of the operands. function: of arrays, as of `elementwise`;
+    returns a tuple for several results. A run of such steps is compiled (`segments`).
+    """
+
+    def __init__(self, into: Iterable[Typed], operands: Iterable[Typed], function: Callable) -> None:
+        self.into, self.operands, self.function = tuple(into), tuple(operands), function
+        self._writes = [writer(*each) for each in self.into]
+        self._reads = [reader(*each) for each in self.operands]
+
+    def __call__(self, fragment: Fragment) -> None:
+        found = self.function(*[read(fragment) for read in self._reads])
+        for write, values in zip(self._writes, found if len(self._writes) > 1 else (found,), strict=True):
+            write(fragment, values)
+
+
+def same(values: np.ndarray) -> np.ndarray:
+    """The values unchanged: the write of the result converts integers as required."""
+    return values
 
 
 def expect(instruction: Instruction, *counts: int) -> None:

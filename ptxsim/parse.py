@@ -7,6 +7,7 @@ Registers and labels that inline assembly declares within braces are renamed, so
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 
 
 @dataclass(frozen=True)
@@ -113,6 +114,11 @@ class Program:
     labels: dict[str, int]
     tables: dict[str, tuple[str, ...]]
     leaders: frozenset[int]
+
+    @cached_property
+    def widths(self) -> dict[str, int]:
+        """The bits of each register, by name."""
+        return {each.name: each.bits for one in self.instructions for each in operand_registers(one)}
 
 
 # Instructions after which a warp may be at another instruction, or has to wait.

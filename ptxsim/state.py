@@ -9,7 +9,7 @@ from ptxsim.clocks import KNOWN, AnyInt, Clocks
 from ptxsim.fault import Fault
 from ptxsim.global_memory import GlobalMemory
 from ptxsim.local import LocalMemory
-from ptxsim.parse import Instruction, Program, operand_registers
+from ptxsim.parse import Instruction, Program
 from ptxsim.shared import START, SharedMemory
 
 LANES = 32
@@ -21,6 +21,23 @@ Ready = Callable[[], bool]
 def register_dtype(bits: int) -> np.dtype:
     """The dtype of a register's values in the register file."""
     return np.dtype(bool) if bits == 1 else np.dtype(f"u{bits // 8}")
+
+
+class Registers(dict[str, np.ndarray]):
+    """The register file: an array for each register, with an entry for each thread, made at the first use.
+
+    widths: bits by name. Contents that nothing wrote are numbers that no kernel may use.
+    """
+
+    def __init__(self, widths: dict[str, int], threads: int) -> None:
+        super().__init__()
+        self._widths, self._threads = widths | {CARRY: 1}, threads
+
+    def __missing__(self, name: str) -> np.ndarray:
+        bits = self._widths[name]
+        unwritten = 0xBADBADBADBADBAD % 2**bits if bits > 1 else 0
+        made = self[name] = np.full(self._threads, unwritten, register_dtype(bits))
+        return made
 
 
 class State:
@@ -40,7 +57,7 @@ class State:
         self.warps_of_cluster = self.warps_of_program * program.cluster
         warps = clusters * self.warps_of_cluster
         threads = warps * LANES
-        self.registers = self._new_registers(threads)
+        self.registers = Registers(program.widths, threads)
         self.pc = np.zeros(threads, np.int32)
         self.blocked = np.zeros(warps, bool)
         self.conditions: dict[int, Ready] = {}  # of blocked warps that `wake` does not unblock
@@ -56,15 +73,6 @@ class State:
         self.lane_of = np.arange(threads) % LANES
         self.parameters = np.zeros(8 * len(program.parameters), np.uint8)  # a parameter has at most 8 bytes
         self._specials = self._special_registers(arguments, grid, threads)
-
-    def _new_registers(self, threads: int) -> dict[str, np.ndarray]:
-        """Registers with contents that no kernel may use."""
-        made: dict[str, np.ndarray] = {CARRY: np.zeros(threads, bool)}
-        widths = {r.name: r.bits for one in self.program.instructions for r in operand_registers(one)}
-        for name, bits in widths.items():
-            dtype = register_dtype(bits)
-            made[name] = np.zeros(threads, bool) if bits == 1 else np.full(threads, 0xBADBADBADBADBAD % 2**bits, dtype)
-        return made
 
     def _special_registers(
         self, arguments: list[int], grid: tuple[int, int, int], threads: int

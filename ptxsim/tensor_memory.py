@@ -17,9 +17,10 @@ TensorCore operations"; confidence high, unless a line below says less.
 
 import numpy as np
 
-from ptxsim.clocks import NOBODY, Shadow
+from ptxsim.clocks import NOBODY, Index, Shadow
 from ptxsim.descriptors import CHUNK, Matrix
 from ptxsim.fault import Fault
+from ptxsim.global_memory import in_units
 from ptxsim.state import State
 
 LANES, COLUMNS = 128, 512
@@ -57,9 +58,9 @@ class TensorMemory:
         if columns > self.smallest[program]:
             raise Fault(f"allocates {columns} columns after an allocation of {self.smallest[program]}")
         if self._shadow is None:
-            shape = (len(self.allocated), LANES, COLUMNS)
-            self._words = np.zeros(shape, np.uint32)
-            self._shadow = Shadow(shape, self.machine.clocks, "tensor memory")
+            self._words = np.zeros((len(self.allocated), LANES, COLUMNS), np.uint32)
+            quarters = (len(self.allocated), LANES // QUARTER, COLUMNS)  # every access has whole ones
+            self._shadow = Shadow(quarters, self.machine.clocks, "tensor memory")
         mine = self.allocated[program]
         for first in range(COLUMNS - columns, -1, -_UNIT):
             if all(first + columns <= other or other + count <= first for other, count in mine.items()):
@@ -75,7 +76,7 @@ class TensorMemory:
         region, shadow = self.region(program, slice(0, LANES), address, columns), self._shadow
         assert shadow is not None
         try:
-            shadow.writes_of_agent(region, rows, NOBODY, 0)  # then nobody has written it
+            shadow.writes_of_agent(_cells(region), rows, NOBODY, 0)  # then nobody has written it
         except Fault as fault:
             raise Fault(f"frees tensor memory in use: {fault}") from None
         del self.allocated[program][address]
@@ -98,13 +99,13 @@ class TensorMemory:
     def read(self, region: Region, rows: np.ndarray, agent: int, epoch: int) -> np.ndarray:
         """Words [lanes, columns], for an operation of a clock agent. rows: the clocks of its issue."""
         assert self._shadow is not None and self._words is not None
-        self._shadow.reads_of_agent(region, rows, agent, epoch)
+        self._shadow.reads_of_agent(_cells(region), rows, agent, epoch)
         return self._words[region]
 
     def write(self, region: Region, words: np.ndarray, rows: np.ndarray, agent: int, epoch: int) -> None:
         """Write words [lanes, columns]; the other arguments as of `read`."""
         assert self._shadow is not None and self._words is not None
-        self._shadow.writes_of_agent(region, rows, agent, epoch)
+        self._shadow.writes_of_agent(_cells(region), rows, agent, epoch)
         self._words[region] = words
 
     # ------------------------------------------------------------ warps
@@ -144,6 +145,12 @@ class TensorMemory:
         machine.clocks.rows[:, machine.cluster_of_warp(warp), machine.local_warp(warp), agent] = epoch
 
 
+def _cells(region: Region) -> Index:
+    """The cells of the shadow: a column of a quarter of the lanes each."""
+    program, lanes, columns = region
+    return program, slice(lanes.start // QUARTER, lanes.stop // QUARTER), columns
+
+
 class TensorPipe:
     """The unit that executes the asynchronous `tcgen05` operations of a cluster, in order.
 
@@ -172,12 +179,11 @@ class TensorPipe:
         used: the number of bytes of each chunk that the operation reads.
         """
         shared = self.machine.shared
-        chunks = matrix.chunks(rows, nbytes)
-        addresses = shared.address(np.array(rank), 0) + chunks
-        flat = shared.flat(addresses, np.full(addresses.shape, self.cluster), CHUNK)
+        addresses = shared.address(np.array(rank), 0) + matrix.chunks(rows, nbytes)
+        flat = shared.flat(addresses, np.array(self.cluster), CHUNK)
         cells = flat[..., None] // shared.granule + np.arange(used // shared.granule)
         shared.shadow.reads_of_agent(cells, self.rows, self.agent, self.epoch)
-        return shared.data.reshape(-1, CHUNK)[flat // CHUNK].reshape(rows, nbytes)
+        return in_units(shared.data, CHUNK).take(flat // CHUNK).view(np.uint8).reshape(rows, nbytes)
 
     def read(self, rank: int, lanes: int, column: int, columns: int) -> np.ndarray:
         """The words of the first lanes of some columns of tensor memory, uint32 [lanes, columns]."""

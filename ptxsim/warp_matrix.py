@@ -60,10 +60,9 @@ def sums_of(registers: np.ndarray) -> np.ndarray:
 def registers_of_sums(sums: np.ndarray) -> np.ndarray:
     """The registers float32 [n / 2, warps * 32] that hold matrices float64 [warps, 16, n]."""
     rounded = sums.astype(np.float32)
-    bits = np.where(np.isnan(rounded), np.uint32(0x7FFFFFFF), rounded.view(np.uint32))
-    warps, _, n = bits.shape
-    parts = bits.reshape(warps, 2, 8, n // 8, 4, 2)  # warps, row half, g, column block, t, parity
-    return parts.transpose(3, 1, 5, 0, 2, 4).reshape(n // 2, warps * LANES).view(np.float32)
+    warps, _, n = rounded.shape
+    parts = numbers.canonical(rounded).reshape(warps, 2, 8, n // 8, 4, 2)  # row half, g, column block, t, parity
+    return parts.transpose(3, 1, 5, 0, 2, 4).reshape(n // 2, warps * LANES)
 
 
 def floats(bits: np.ndarray, kind: str) -> np.ndarray:
@@ -82,7 +81,7 @@ def readers_of(operand: Operand, kind: str, count: int) -> list[Read]:
 
 def stacked(fragment: Fragment, reads: list[Read]) -> np.ndarray:
     """The values of registers, [registers, warps, 32]."""
-    return np.stack([fragment.by_warp(read(fragment)) for read in reads])
+    return np.concatenate([fragment.every(read(fragment)) for read in reads]).reshape(len(reads), -1, LANES)
 
 
 # ---------------------------------------------------------------- loads and stores of matrices

@@ -21,8 +21,11 @@ A product is computed when it is issued, which changes no kernel's results: the 
 memory that does not wait for it, and `Products.check` every use of its registers. Sums are as in `warp_matrix`.
 """
 
+from functools import lru_cache
+
 import numpy as np
 
+from ptxsim.descriptors import CHUNK
 from ptxsim.fault import Fault
 from ptxsim.forms import (
     Read,
@@ -36,6 +39,7 @@ from ptxsim.forms import (
     writer,
 )
 from ptxsim.fragment import Fragment
+from ptxsim.global_memory import in_units
 from ptxsim.machine import Machine
 from ptxsim.numbers import E4M3, E5M2, matrix_product
 from ptxsim.parse import Instruction, Operand, Pair, Program, Register, Vector
@@ -50,7 +54,7 @@ from ptxsim.warp_matrix import (
 )  # fmt: skip
 from ptxsim.warpgroup_products import OPCODE, Touched
 
-_BY_CODE = {"e4m3": E4M3, "e5m2": E5M2}
+_BY_CODE = {"e4m3": E4M3.astype(np.float64), "e5m2": E5M2.astype(np.float64)}
 _SPANS = (0, 128, 64, 32)  # of swizzles by number
 _ROW = 32  # bytes of the contraction of an instruction
 
@@ -64,44 +68,61 @@ def end(machine: Machine) -> None:
 # ---------------------------------------------------------------- operands in shared memory
 
 
-def _matrix_places(descriptor: int, rows: np.ndarray) -> np.ndarray:
-    """The addresses of rows of a matrix in shared memory, int64 [rows, 32 bytes]."""
+@lru_cache(4096)
+def _chunks(descriptor: int, first: int, count: int) -> np.ndarray:
+    """The addresses of the chunks of 16 bytes of rows of a matrix in shared memory, int64 [rows, 2]."""
     start, leading, stride = ((descriptor >> bit & 0x3FFF) << 4 for bit in (0, 16, 32))
     span = _SPANS[descriptor >> 62 & 3]
     if descriptor >> 49 & 7:
         raise Fault("a descriptor with a base offset, which is not simulated")
-    at = np.arange(_ROW)
+    rows, at = np.arange(first, first + count)[:, None], np.arange(_ROW // CHUNK)
     if not span:
-        return start + (rows // 8 * stride + rows % 8 * 16)[:, None] + at // 16 * leading + at % 16
-    if start % (8 * span) + _ROW > span:
+        found = start + rows // 8 * stride + rows % 8 * CHUNK + at * leading
+    elif start % (8 * span) + _ROW > span:
         raise Fault(f"a descriptor of a matrix at {start}, which is not in the first row of a tile swizzled by {span}")
-    return swizzled(start + (rows // 8 * stride + rows % 8 * span)[:, None] + at, span)
+    else:
+        found = swizzled(start + rows // 8 * stride + rows % 8 * span + at * CHUNK, span)
+    if (found < START).any():
+        raise Fault("a descriptor of a matrix outside of shared memory")
+    return found
 
 
 def _matrices(
-    fragment: Fragment, warps: np.ndarray, descriptors: np.ndarray, rows: np.ndarray, kind: str
-) -> np.ndarray:
-    """The matrices in shared memory that warps read, float64 [warps, rows, elements of 32 bytes].
+    fragment: Fragment, warps: np.ndarray, descriptors: np.ndarray, first: np.ndarray, count: int, kind: str
+) -> tuple[np.ndarray, np.ndarray]:
+    """(The matrices in shared memory that warps read, float64 [matrices, rows, elements of 32 bytes]; the matrix of
+    each warp.)
 
-    descriptors: [warps]. rows: [warps, rows], the rows that each of them reads.
-    """
-    machine = fragment.machine
+    descriptors: [warps]. first: [warps], the first row that each of them reads. count: of rows.
+    """  # fmt: skip
+    machine, shared = fragment.machine, fragment.machine.shared
     clusters, local = np.divmod(warps, machine.warps_of_cluster)
-    ranks = machine.program_of(warps) % machine.program.cluster
-    every, index = np.unique(np.stack([descriptors.view(np.int64), rows[:, 0]]), axis=1, return_inverse=True)
-    places = np.stack(
-        [_matrix_places(int(one) % 2**64, int(first) + np.arange(rows.shape[1])) for one, first in every.T]
-    )
-    if (places < START).any():
-        raise Fault("a descriptor of a matrix outside of shared memory")
-    addresses = machine.shared.address(ranks[:, None, None], places[index.ravel()])
-    flat = machine.shared.flat(addresses, clusters[:, None, None], 1)
-    groups = machine.products.committed[warps] + 1
-    cells = machine.shared.cells(flat).reshape(len(warps), -1)
-    machine.shared.shadow.reads_of_agents(cells, machine.clocks.rows[:, clusters, local],
-                                          machine.clocks.products(local), groups)  # fmt: skip
-    codes = machine.shared.data[flat]
-    return _BY_CODE[kind][codes].astype(np.float64) if kind in _BY_CODE else floats(codes.view(np.uint16), kind)
+    agents, groups = machine.clocks.products(local), machine.products.committed[warps] + 1
+    readers: dict[tuple[int, int, int], list[int]] = {}  # of each matrix
+    programs = machine.program_of(warps).tolist()
+    for i, key in enumerate(zip(programs, descriptors.tolist(), first.tolist(), strict=True)):
+        readers.setdefault(key, []).append(i)
+    matrices, index = np.empty((len(readers), count, _ROW), np.uint8), np.empty(len(warps), np.int64)
+    for at, ((program, descriptor, row), of) in enumerate(readers.items()):
+        cluster, rank = divmod(program, machine.program.cluster)
+        addresses = shared.address(np.array(rank), 0) + _chunks(descriptor, row, count)
+        units = shared.flat(addresses, np.array(cluster), CHUNK).ravel() // CHUNK
+        shared.shadow.reads_of_agents(shared.cells_of(units, CHUNK), machine.clocks.rows[:, cluster, local[of]],
+                                      agents[of].tolist(), groups[of].tolist())  # fmt: skip
+        matrices[at] = in_units(shared.data, CHUNK).take(units).view(np.uint8).reshape(count, _ROW)
+        index[of] = at
+    if kind in _BY_CODE:
+        return _BY_CODE[kind].take(matrices), index
+    return floats(matrices.view(np.uint16), kind), index
+
+
+def _multiplied(a: np.ndarray, b: np.ndarray, of: np.ndarray) -> np.ndarray:
+    """The products of warps' matrices a [warps, 16, k] and matrices b [n, k] of the numbers `of` [warps]."""
+    by_group = of.reshape(-1, 4) if len(of) % 4 == 0 else of[:, None]
+    if (by_group == by_group[:, :1]).all():  # all warps of a warpgroup have the same one
+        rows = a.reshape(len(by_group), -1, a.shape[2])
+        return matrix_product(rows, b[by_group[:, 0]]).reshape(len(a), 16, -1)
+    return matrix_product(a, b[of])
 
 
 # ---------------------------------------------------------------- instructions
@@ -109,7 +130,7 @@ def _matrices(
 
 def _one_for_each_warp(fragment: Fragment, read: Read, which: np.ndarray) -> np.ndarray:
     """The values of an operand that all threads of a warp must agree on: [warps]."""
-    values = fragment.by_warp(np.broadcast_to(read(fragment), fragment.shape))[which]
+    values = fragment.by_warp(read(fragment))[which]
     if (values != values[:, :1]).any():
         raise Fault("the threads of a warp pass different operands")
     return values[:, 0]
@@ -145,19 +166,24 @@ def _product(instruction: Instruction, program: Program) -> Step:
         if in_registers:
             a_matrices = a_values(stacked(fragment, left)[:, which], a_kind)
         else:
-            rows = (machine.local_warp(warps) % 4 * 16)[:, None] + np.arange(16)
-            a_matrices = _matrices(fragment, warps, _one_for_each_warp(fragment, left[0], which), rows, a_kind)
-        rows = np.broadcast_to(np.arange(n), (len(warps), n))
-        b_matrices = _matrices(fragment, warps, _one_for_each_warp(fragment, right, which), rows, b_kind)
-        found = matrix_product(a_matrices, b_matrices)
-        addend = sums_of(stacked(fragment, sums)[:, which])
-        found += np.where(_one_for_each_warp(fragment, adding, which)[:, None, None], addend, 0)
+            rows = machine.local_warp(warps) % 4 * 16
+            of_a = _one_for_each_warp(fragment, left[0], which)
+            matrices, of = _matrices(fragment, warps, of_a, rows, 16, a_kind)
+            a_matrices = matrices[of]
+        of_b = _one_for_each_warp(fragment, right, which)
+        found = _multiplied(a_matrices, *_matrices(fragment, warps, of_b, np.zeros_like(warps), n, b_kind))
+        adds = _one_for_each_warp(fragment, adding, which)
+        if adds.any():
+            addend = sums_of(stacked(fragment, sums)[:, which])
+            found += addend if adds.all() else np.where(adds[:, None, None], addend, 0)
         machine.products.issue(warps, touched)
         results = registers_of_sums(found)
+        if not which.all():
+            every = np.zeros((len(results), len(which), 32), np.float32)
+            every[:, which] = results.reshape(len(results), -1, 32)
+            results = every.reshape(len(results), -1)
         for write, values in zip(writes, results, strict=True):
-            every = np.zeros((len(which), 32), np.float32)
-            every[which] = values.reshape(-1, 32)
-            write(fragment, every.ravel())
+            write(fragment, values)
 
     return step
 
