@@ -109,6 +109,9 @@ class Shadow:
         self.written = np.zeros(shape, np.int32)
         self.read = np.zeros((*shape, clocks.warps), np.int32)
         self.read_by_agent: dict[int, np.ndarray] = {}
+        # The last epochs in which warps and agents read any cell: who knows these, knows all reads.
+        self.latest = np.zeros(clocks.warps, np.int32)
+        self.latest_by_agent: dict[int, int] = {}
 
     # ------------------------------------------------------------ warps
 
@@ -129,7 +132,9 @@ class Shadow:
             late = written > known[clusters, warps, one][:, None]
         if late.any():
             raise Fault(f"reads {self.what} that {self._agent(writer[late][0])} wrote, without a wait for it")
-        self.read.reshape(-1)[cells * self.clocks.warps + warps[:, None]] = known[clusters, warps, warps][:, None]
+        epochs = known[clusters, warps, warps]
+        np.maximum.at(self.latest, warps, epochs)
+        self.read.reshape(-1)[cells * self.clocks.warps + warps[:, None]] = epochs[:, None]
         return writer
 
     def writes_of_warps(self, cells: np.ndarray, clusters: np.ndarray, warps: np.ndarray, changes: np.ndarray) -> None:
@@ -156,11 +161,13 @@ class Shadow:
             late &= changes
             raise Fault(f"overwrites {self.what} that {self._agent(writer[late][0])} wrote, without a wait")
         warps = self.clocks.warps
-        unseen = self._reads_at(cells) > rows[:, None, :warps]
-        if unseen.any():
-            raise Fault(f"overwrites {self.what} that warp {np.nonzero(unseen)[2].min()} may be reading")
+        known = rows.min(0)
+        if (self.latest > known[:warps]).any():
+            unseen = self._reads_at(cells) > rows[:, None, :warps]
+            if unseen.any():
+                raise Fault(f"overwrites {self.what} that warp {np.nonzero(unseen)[2].min()} may be reading")
         for agent, read in self.read_by_agent.items():
-            if (read.take(cells) > rows[:, agent, None]).any():
+            if self.latest_by_agent[agent] > known[agent] and (read.take(cells) > rows[:, agent, None]).any():
                 raise Fault(f"overwrites {self.what} that {self._agent(agent)} may be reading")
         if late.any():  # the first writer's record stays: waiting for it suffices to read the value
             again = np.nonzero(~late)
@@ -191,24 +198,24 @@ class Shadow:
             fence = (written <= rows[KNOWN][writer]).all()
             raise Fault(f"{self._agent(agent)} reads {self.what} that {self._agent(first)} wrote, without a "
                         + ("fence.proxy.async" if fence else "wait"))  # fmt: skip
+        self._record(cells, rows, agent, epoch)
+
+    def _record(self, cells: Index, rows: np.ndarray, agent: int, epoch: int) -> None:
         if agent not in self.read_by_agent:
             self.read_by_agent[agent] = np.zeros(self.writer.shape, np.int32)
         self.read_by_agent[agent][cells] = epoch
+        self.latest_by_agent[agent] = max(self.latest_by_agent.get(agent, 0), epoch)
 
     def reads_of_agents(self, cells: np.ndarray, rows: np.ndarray, agents: list[int], epochs: list[int]) -> None:
-        """Record that asynchronous operations read the same cells.
+        """Record that asynchronous operations read cells [operations, n], or the same cells [1, n].
 
         rows: the clocks [2, operations, agents] of their issue. agents, epochs: of the readers.
         """
         one = _only(self.writer.take(cells))
-        fast = (
-            one is not None and one != NOBODY and bool((rows[FENCED, :, one] >= self.written.take(cells).max()).all())
-        )
+        known = one is not None and one != NOBODY and rows[FENCED, :, one] >= self.written.take(cells).max(1)
+        record = self._record if np.all(known) else self.reads_of_agent
         for i, (agent, epoch) in enumerate(zip(agents, epochs, strict=True)):
-            if fast and agent in self.read_by_agent:
-                self.read_by_agent[agent][cells] = epoch
-            else:
-                self.reads_of_agent(cells, rows[:, i], agent, epoch)
+            record(cells[i % len(cells)], rows[:, i], agent, epoch)
 
     def writes_of_agent(self, cells: Index, rows: np.ndarray, agent: int, epoch: int) -> None:
         """Record that an asynchronous operation writes cells; arguments as of `reads_of_agent`."""
@@ -220,12 +227,14 @@ class Shadow:
         if late.any():
             raise Fault(f"{self._agent(agent)} overwrites {self.what} that {self._agent(writer[late][0])} wrote, "
                         "without a wait or a fence.proxy.async")  # fmt: skip
-        read = self._reads_at(cells) if isinstance(cells, np.ndarray) else self.read[cells]
-        unseen = read.reshape(-1, self.clocks.warps).max(0) > rows[KNOWN, : self.clocks.warps]
-        if unseen.any():
-            raise Fault(f"{self._agent(agent)} overwrites {self.what} that warp {np.argmax(unseen)} may be reading")
+        known = rows[KNOWN]
+        if (self.latest > known[: self.clocks.warps]).any():
+            read = self._reads_at(cells) if isinstance(cells, np.ndarray) else self.read[cells]
+            unseen = read.reshape(-1, self.clocks.warps).max(0) > known[: self.clocks.warps]
+            if unseen.any():
+                raise Fault(f"{self._agent(agent)} overwrites {self.what} that warp {np.argmax(unseen)} may be reading")
         for other, read in self.read_by_agent.items():
-            if other != agent and read[cells].max() > rows[KNOWN, other]:
+            if other != agent and self.latest_by_agent[other] > known[other] and read[cells].max() > known[other]:
                 raise Fault(f"{self._agent(agent)} overwrites {self.what} that {self._agent(other)} may be reading")
         self.writer[cells] = agent
         self.written[cells] = epoch

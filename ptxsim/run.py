@@ -132,7 +132,7 @@ class _Turns:
         self.machine, self.kernel, self.program = machine, kernel, kernel.program
         self.schedule, self.random, self.tally = schedule, chosen, tally
         self.warp_pc = np.zeros(len(machine.blocked), np.int32)
-        self.counts = np.zeros(len(self.program.instructions), np.int64)  # executions of each instruction by warps
+        self.counts: dict[tuple[int, int], int] = {}  # executions by warps of instructions from one to another
 
     def run(self) -> None:
         """Run until all threads have ended and no asynchronous operations are left, and count."""
@@ -153,8 +153,8 @@ class _Turns:
             else:
                 break
         self._end()
-        for one, count in zip(self.program.instructions, self.counts.tolist(), strict=True):
-            if count:
+        for (first, end), count in self.counts.items():
+            for one in self.program.instructions[first:end]:
                 self.tally.opcodes[one.opcode] += count
 
     def _agents(self) -> list[tuple[int, bool]]:
@@ -192,7 +192,7 @@ class _Turns:
         leaders, segments = self.program.leaders, self.kernel.segments
         while True:
             segment = segments[index]
-            if segment is not None and self._is_free(segment):
+            if segment is not None and self._is_free(segment, fragment):
                 fragment.running, fragment.whole = fragment.active, fragment.all_active
                 segment.run(fragment, self.tally.executed)
                 self._count(index, segment.end, len(fragment.warps))
@@ -210,14 +210,16 @@ class _Turns:
                 return
 
     def _count(self, first: int, end: int, warps: int) -> None:
-        self.counts[first:end] += warps
+        self.counts[first, end] = self.counts.get((first, end), 0) + warps
         self.tally.instructions += warps * (end - first)
 
-    def _is_free(self, segment: Segment) -> bool:
+    def _is_free(self, segment: Segment, fragment: Fragment) -> bool:
         """Whether a run may be executed as one: it has been before, and no operation under way has its registers."""
         segment.executions += 1
         machine = self.machine
-        return segment.is_worthwhile and not machine.unready and machine.products.registers.isdisjoint(segment.names)
+        if not segment.is_worthwhile or machine.unready:
+            return False
+        return not machine.products.used_by(fragment.warps, segment.names)
 
     def _run_step(self, fragment: Fragment, index: int) -> Fragment | None:
         """Execute an instruction; returns what its step does."""

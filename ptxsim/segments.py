@@ -18,7 +18,7 @@ from ptxsim.fragment import Fragment
 from ptxsim.parse import Immediate, Instruction, Operand, Program, Register, Special, Symbol, operand_registers
 from ptxsim.state import register_dtype
 
-_INTERPRETED = 12  # executions of a run before it is compiled
+_INTERPRETED = 8  # executions of a run before it is compiled
 _JOINED = 1024  # the most threads of a fragment whose calls are joined
 _LONGEST = 1 << 14  # entries of joined arrays
 _BOOL = np.dtype(bool)

@@ -21,8 +21,6 @@ A product is computed when it is issued, which changes no kernel's results: the 
 memory that does not wait for it, and `Products.check` every use of its registers. Sums are as in `warp_matrix`.
 """
 
-from functools import lru_cache
-
 import numpy as np
 
 from ptxsim.descriptors import CHUNK
@@ -36,23 +34,20 @@ from ptxsim.forms import (
     immediate,
     reader,
     registers_of,
-    writer,
 )
 from ptxsim.fragment import Fragment
 from ptxsim.global_memory import in_units
 from ptxsim.machine import Machine
 from ptxsim.numbers import E4M3, E5M2, matrix_product
-from ptxsim.parse import Instruction, Operand, Pair, Program, Register, Vector
+from ptxsim.parse import Instruction, Pair, Program, Register, Vector
 from ptxsim.shared import START, swizzled
 from ptxsim.warp_matrix import (
     a_values,
     floats,
-    readers_of,
-    registers_of_sums,
+    names_of,
     stacked,
-    sums_of,
 )  # fmt: skip
-from ptxsim.warpgroup_products import OPCODE, Touched
+from ptxsim.warpgroup_products import OPCODE, Places, Touched
 
 _BY_CODE = {"e4m3": E4M3.astype(np.float64), "e5m2": E5M2.astype(np.float64)}
 _SPANS = (0, 128, 64, 32)  # of swizzles by number
@@ -68,14 +63,13 @@ def end(machine: Machine) -> None:
 # ---------------------------------------------------------------- operands in shared memory
 
 
-@lru_cache(4096)
-def _chunks(descriptor: int, first: int, count: int) -> np.ndarray:
+def _chunks(descriptor: int, rows: np.ndarray) -> np.ndarray:
     """The addresses of the chunks of 16 bytes of rows of a matrix in shared memory, int64 [rows, 2]."""
     start, leading, stride = ((descriptor >> bit & 0x3FFF) << 4 for bit in (0, 16, 32))
     span = _SPANS[descriptor >> 62 & 3]
     if descriptor >> 49 & 7:
         raise Fault("a descriptor with a base offset, which is not simulated")
-    rows, at = np.arange(first, first + count)[:, None], np.arange(_ROW // CHUNK)
+    rows, at = rows[:, None], np.arange(_ROW // CHUNK)
     if not span:
         found = start + rows // 8 * stride + rows % 8 * CHUNK + at * leading
     elif start % (8 * span) + _ROW > span:
@@ -87,30 +81,42 @@ def _chunks(descriptor: int, first: int, count: int) -> np.ndarray:
     return found
 
 
-def _matrices(
-    fragment: Fragment, warps: np.ndarray, descriptors: np.ndarray, first: np.ndarray, count: int, kind: str
-) -> tuple[np.ndarray, np.ndarray]:
-    """(The matrices in shared memory that warps read, float64 [matrices, rows, elements of 32 bytes]; the matrix of
-    each warp.)
+def _places(machine: Machine, program: int, descriptor: int, parts: tuple[int, ...], count: int) -> Places:
+    """Where parts of a matrix of a program are, of `count` rows each. parts: the first row of each."""
+    known, key = machine.products.places, (program, descriptor, parts, count)
+    if key not in known:
+        shared = machine.shared
+        cluster, rank = divmod(program, machine.program.cluster)
+        rows = (np.array(parts)[:, None] + np.arange(count)).ravel()
+        addresses = shared.address(np.array(rank), 0) + _chunks(descriptor, rows)
+        units = shared.flat(addresses, np.array(cluster), CHUNK).ravel() // CHUNK
+        known[key] = units, shared.cells_of(units, CHUNK).reshape(len(parts), -1)
+    return known[key]
 
-    descriptors: [warps]. first: [warps], the first row that each of them reads. count: of rows.
-    """  # fmt: skip
-    machine, shared = fragment.machine, fragment.machine.shared
+
+def _matrices(
+    fragment: Fragment, warps: np.ndarray, descriptors: np.ndarray, count: int, kind: str, by_warp: bool
+) -> tuple[np.ndarray, np.ndarray]:
+    """(matrices in shared memory that warps read, float64 [matrices, rows, elements of 32 bytes]; each warp's).
+
+    descriptors: [warps]. count: the rows of a matrix. by_warp: whether each warp of a warpgroup reads rows of its own.
+    """
+    machine = fragment.machine
     clusters, local = np.divmod(warps, machine.warps_of_cluster)
     agents, groups = machine.clocks.products(local), machine.products.committed[warps] + 1
-    readers: dict[tuple[int, int, int], list[int]] = {}  # of each matrix
-    programs = machine.program_of(warps).tolist()
-    for i, key in enumerate(zip(programs, descriptors.tolist(), first.tolist(), strict=True)):
+    readers: dict[tuple[int, int], list[int]] = {}  # the warps of each program and descriptor
+    for i, key in enumerate(zip(machine.program_of(warps).tolist(), descriptors.tolist(), strict=True)):
         readers.setdefault(key, []).append(i)
-    matrices, index = np.empty((len(readers), count, _ROW), np.uint8), np.empty(len(warps), np.int64)
-    for at, ((program, descriptor, row), of) in enumerate(readers.items()):
-        cluster, rank = divmod(program, machine.program.cluster)
-        addresses = shared.address(np.array(rank), 0) + _chunks(descriptor, row, count)
-        units = shared.flat(addresses, np.array(cluster), CHUNK).ravel() // CHUNK
-        shared.shadow.reads_of_agents(shared.cells_of(units, CHUNK), machine.clocks.rows[:, cluster, local[of]],
-                                      agents[of].tolist(), groups[of].tolist())  # fmt: skip
-        matrices[at] = in_units(shared.data, CHUNK).take(units).view(np.uint8).reshape(count, _ROW)
-        index[of] = at
+    found, index, at = [], np.empty(len(warps), np.int64), 0
+    for (program, descriptor), of in readers.items():
+        parts = tuple((local[of] % 4 * count).tolist()) if by_warp else (0,)
+        units, cells = _places(machine, program, descriptor, parts, count)
+        rows = machine.clocks.rows[:, clusters[of[0]], local[of]]
+        machine.shared.shadow.reads_of_agents(cells, rows, agents[of].tolist(), groups[of].tolist())
+        found.append(in_units(machine.shared.data, CHUNK).take(units).view(np.uint8).reshape(-1, count, _ROW))
+        index[of] = np.arange(at, at + len(of)) if by_warp else at
+        at += len(parts)
+    matrices = np.concatenate(found)
     if kind in _BY_CODE:
         return _BY_CODE[kind].take(matrices), index
     return floats(matrices.view(np.uint16), kind), index
@@ -152,10 +158,10 @@ def _product(instruction: Instruction, program: Program) -> Step:
     n = int(instruction.opcode.split(".")[4][4:-3])
     if [immediate(one) for one in flags] != [1, 1, *[0] * (len(flags) - 2)]:
         raise UnknownForm("a product of negated or transposed operands")
-    sums, writes = readers_of(into, "f32", n // 2), [writer(each, "f32") for each in registers_of(into)]
-    left = readers_of(a, "b32", 4) if in_registers else [reader(a, "u64")]
+    left = names_of(a, 4) if in_registers else []
     right, adding = reader(b, "u64"), reader(adds, "pred")
-    touched = Touched(_names(into), frozenset(_names(a) if in_registers else ()))
+    left_descriptor = None if in_registers else reader(a, "u64")
+    touched = Touched(tuple(names_of(into, n // 2)), frozenset(left))
     unfenced = _unfenced(instruction, program, touched)
 
     def step(fragment: Fragment) -> None:
@@ -163,33 +169,21 @@ def _product(instruction: Instruction, program: Program) -> Step:
             raise Fault(unfenced)
         machine, which = fragment.machine, fragment.whole_warps()
         warps = fragment.warps[which]
-        if in_registers:
+        if left_descriptor is None:
             a_matrices = a_values(stacked(fragment, left)[:, which], a_kind)
         else:
-            rows = machine.local_warp(warps) % 4 * 16
-            of_a = _one_for_each_warp(fragment, left[0], which)
-            matrices, of = _matrices(fragment, warps, of_a, rows, 16, a_kind)
+            of_a = _one_for_each_warp(fragment, left_descriptor, which)
+            matrices, of = _matrices(fragment, warps, of_a, 16, a_kind, by_warp=True)
             a_matrices = matrices[of]
         of_b = _one_for_each_warp(fragment, right, which)
-        found = _multiplied(a_matrices, *_matrices(fragment, warps, of_b, np.zeros_like(warps), n, b_kind))
+        found = _multiplied(a_matrices, *_matrices(fragment, warps, of_b, n, b_kind, by_warp=False))
         adds = _one_for_each_warp(fragment, adding, which)
         if adds.any():
-            addend = sums_of(stacked(fragment, sums)[:, which])
+            addend = machine.products.sums(warps, touched)
             found += addend if adds.all() else np.where(adds[:, None, None], addend, 0)
-        machine.products.issue(warps, touched)
-        results = registers_of_sums(found)
-        if not which.all():
-            every = np.zeros((len(results), len(which), 32), np.float32)
-            every[:, which] = results.reshape(len(results), -1, 32)
-            results = every.reshape(len(results), -1)
-        for write, values in zip(writes, results, strict=True):
-            write(fragment, values)
+        machine.products.issue(warps, touched, found.astype(np.float32))
 
     return step
-
-
-def _names(operand: Operand) -> tuple[str, ...]:
-    return tuple(one.name for one in registers_of(operand) if isinstance(one, Register))
 
 
 def _unfenced(instruction: Instruction, program: Program, touched: Touched) -> str:
