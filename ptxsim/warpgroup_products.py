@@ -58,9 +58,9 @@ class Products:
 
     def sums(self, warps: np.ndarray, touched: Touched) -> np.ndarray:
         """The present sums of some warps in a product's registers, float32 [warps, 16, n]."""
-        others, sums = self._unwritten.get(touched.sums, (None, None))
-        if sums is not None and np.array_equal(others, warps):
-            return sums
+        latest = self._unwritten.get(touched.sums)
+        if latest is not None and np.array_equal(latest[0], warps):
+            return latest[1]
         self._write()
         registers = [self.machine.registers[name].reshape(-1, LANES)[warps] for name in touched.sums]
         return sums_of(np.stack(registers))
