@@ -4,9 +4,10 @@ Each warp counts epochs; an epoch ends where the warp releases its accesses to o
 A warp's clock holds, for every agent, the last epoch that happened before. An access to a byte races with an earlier
 one by an agent whose epoch the clock does not hold. So one schedule, with any order of the warps, finds a missing wait.
 
-Every warp has two clocks. `KNOWN` orders all accesses. `FENCED` orders the warp's generic writes for the asynchronous
-proxy: only `fence.proxy.async` copies epochs of generic writes to it (PTX ISA, "async proxy"; confidence high for the
-need of a fence on the path from writer to copy, medium that it may be on either side of a barrier).
+Every warp has three clocks. `KNOWN` orders all accesses. `FENCED` orders the warp's generic writes to shared memory for
+the asynchronous proxy, and `GLOBAL` those to global memory: only `fence.proxy.async` of the space, or of all spaces,
+copies epochs of generic writes to them (PTX ISA, "async proxy"; confidence high for the need of a fence on the path
+from writer to copy, medium that it may be on either side of a barrier).
 """
 
 from typing import TypeVar
@@ -15,9 +16,10 @@ import numpy as np
 
 from ptxsim.fault import Fault
 
-KNOWN, FENCED = 0, 1
+KNOWN, FENCED, GLOBAL = 0, 1, 2
 AnyInt = TypeVar("AnyInt", int, np.ndarray)
 Index = np.ndarray | slice | tuple[int | slice, ...]  # of cells of a memory
+_KINDS = 8  # of agents that every warp has
 _BARRIERS = 96  # agents for mbarriers: the copies that complete on one
 NOBODY = -1
 MBARRIER = -2  # the writer of cells that are an mbarrier: no clock holds its end
@@ -27,18 +29,17 @@ class Clocks:
     """The clocks of the warps of all clusters; agents are numbered within a cluster.
 
     The agents of a cluster: its warps; for each warp its loads from tensor memory, its `cp.async` copies, its bulk
-    stores, its stores to tensor memory, and its `wgmma` products; the tensor pipe; and the copies that complete on each
-    mbarrier.
+    stores' reads, its stores to tensor memory, its `wgmma` products, its bulk stores' writes, and its operations of the
+    tensor pipe; and the copies that complete on each mbarrier.
     """
 
     def __init__(self, clusters: int, warps: int) -> None:
         self.clusters, self.warps = clusters, warps
-        self.tensor_pipe = 6 * warps
-        self.rows = np.zeros((2, clusters, warps, self.tensor_pipe + 1 + _BARRIERS + 2), np.int32)
+        self.rows = np.zeros((3, clusters, warps, _KINDS * warps + _BARRIERS + 2), np.int32)
         own = np.arange(warps)
         self.rows[KNOWN, :, own, own] = 1
         self.rows[..., NOBODY] = np.iinfo(np.int32).max
-        self._barriers = np.full(clusters, self.tensor_pipe + 1)
+        self._barriers = np.full(clusters, _KINDS * warps)
 
     def tensor_loads(self, warp: int) -> int:
         """The agent of a warp's accesses by `tcgen05.ld`."""
@@ -60,6 +61,14 @@ class Clocks:
         """The agent of a warp's `wgmma`; of an array of warps, theirs."""
         return 5 * self.warps + warp
 
+    def bulk_writes(self, warp: AnyInt) -> AnyInt:
+        """The agent of a warp's bulk copies to global memory; of an array of warps, theirs."""
+        return 6 * self.warps + warp
+
+    def tensor_pipe(self, warp: int) -> int:
+        """The agent of the operations of the tensor pipe that a warp issues."""
+        return 7 * self.warps + warp
+
     def new_barrier(self, cluster: int) -> int:
         """The agent of the copies that complete on an mbarrier that was just initialised."""
         agent = int(self._barriers[cluster])
@@ -69,7 +78,7 @@ class Clocks:
         return agent
 
     def of(self, cluster: int, warp: int) -> np.ndarray:
-        """A copy of a warp's clocks, int32 [2, agents]."""
+        """A copy of a warp's clocks, int32 [3, agents]."""
         return self.rows[:, cluster, warp].copy()
 
     def release(self, cluster: int, warp: int) -> np.ndarray:
@@ -88,9 +97,10 @@ class Clocks:
         self.rows[:, cluster, warps] = met[:, None]
         self.rows[KNOWN, cluster, warps, warps] += 1
 
-    def fence(self, cluster: int, warp: int) -> None:
-        """Order all generic writes in a warp's clock before later asynchronous accesses."""
-        self.rows[FENCED, cluster, warp] = self.rows[KNOWN, cluster, warp]
+    def fence(self, cluster: int, warp: int, spaces: tuple[int, ...]) -> None:
+        """Order all generic writes in a warp's clock before later asynchronous accesses to `FENCED` or `GLOBAL`."""
+        for space in spaces:
+            self.rows[space, cluster, warp] = self.rows[KNOWN, cluster, warp]
         self.rows[KNOWN, cluster, warp, warp] += 1
 
 
@@ -185,7 +195,7 @@ class Shadow:
     # ------------------------------------------------------------ asynchronous agents
 
     def reads_of_agent(self, cells: Index, rows: np.ndarray, agent: int, epoch: int) -> None:
-        """Record that an asynchronous operation reads cells. rows: the clocks [2, agents] of its issue."""
+        """Record that an asynchronous operation reads cells. rows: the clocks [3, agents] of its issue."""
         writer, written = self.writer[cells], self.written[cells]
         if not writer.size:
             return
@@ -209,7 +219,7 @@ class Shadow:
     def reads_of_agents(self, cells: np.ndarray, rows: np.ndarray, agents: list[int], epochs: list[int]) -> None:
         """Record that asynchronous operations read cells [operations, n], or the same cells [1, n].
 
-        rows: the clocks [2, operations, agents] of their issue. agents, epochs: of the readers.
+        rows: the clocks [3, operations, agents] of their issue. agents, epochs: of the readers.
         """
         one = _only(self.writer.take(cells))
         known = one is not None and one != NOBODY and rows[FENCED, :, one] >= self.written.take(cells).max(1)
@@ -255,10 +265,10 @@ class Shadow:
         warps = self.clocks.warps
         if agent < warps:
             return f"warp {agent}"
-        kinds = ("tcgen05.ld", "cp.async", "a bulk store", "tcgen05.st", "wgmma")
-        if agent < self.clocks.tensor_pipe:
-            return f"{kinds[agent // warps - 1]} of warp {agent % warps}"
-        return "the tensor pipe" if agent == self.clocks.tensor_pipe else "a copy"
+        kinds = ("tcgen05.ld", "cp.async", "a bulk store", "tcgen05.st", "wgmma", "a bulk store")
+        if self.clocks.tensor_pipe(0) <= agent < _KINDS * warps:
+            return "the tensor pipe"
+        return f"{kinds[agent // warps - 1]} of warp {agent % warps}" if agent < _KINDS * warps else "a copy"
 
 
 def _only(writers: np.ndarray) -> int | None:

@@ -10,8 +10,7 @@ Sources and confidence:
   there suffices to read them: "The completion ... is followed by an implicit generic-async proxy fence". They order no
   other accesses of the issuing thread. High.
 - Bulk copies from shared memory: threads wait for them by groups. `wait_group.read` waits until shared memory was
-  read. High. The simulator does not distinguish `wait_group` from `wait_group.read`: it does not check that a program
-  reads global memory that it stored by a bulk copy only after the former.
+  read, `wait_group` also until global memory was written. High.
 - Addresses in shared memory are multiples of 16, or of 128 for tensors (PTX ISA, table of `cp.async.bulk.tensor`).
   High.
 - `.multicast::cluster`: each program in the mask gets the data, and completes the bytes, at the same offsets. High.
@@ -34,7 +33,7 @@ from ptxsim.control import one_lane
 from ptxsim.fault import Fault
 from ptxsim.forms import Read, Step, UnknownForm, address_reader, expect, form, immediate, reader
 from ptxsim.fragment import LANES, Fragment
-from ptxsim.global_memory import GlobalMemory, in_units
+from ptxsim.global_memory import GlobalMemory, in_units, stamp_of
 from ptxsim.machine import Machine
 from ptxsim.parse import Address, Instruction, Operand, Program
 from ptxsim.tensor_maps import Published, TensorMap
@@ -219,7 +218,7 @@ def _bulk_load(instruction: Instruction, program: Program) -> Step:
             ((place, bar),) = _targets(machine, cluster, at, bar, nbytes, None, False)
             rows = machine.clocks.release(cluster, machine.local_warp(warp))
             addresses = np.arange(first, first + nbytes, 16)
-            read = partial(machine.memory.copied, addresses, 16, cluster + machine.first_cluster)
+            read = partial(machine.memory.copied, addresses, 16, cluster + machine.first_cluster, rows)
             units = np.arange(place // 16, (place + nbytes) // 16)
             _load(fragment, cluster, rows, [_Place(units, 16, machine.shared.span(place, nbytes), bar)], read)
 
@@ -285,20 +284,22 @@ def _tensor_load(instruction: Instruction, program: Program) -> Step:
             corner = corners[lane].tolist()
             unit = box.unit(corner[0])
             targets = [_place(machine, first, int(at[lane]), box, unit, bar) for first, bar in found]
-            read = partial(_bytes_of_box, machine, cluster, published, corner, unit)
+            read = partial(_bytes_of_box, machine, cluster, published, corner, unit, rows)
             _load(fragment, cluster, rows, targets, read, published.was_read)
 
     return step
 
 
-def _bytes_of_box(machine: Machine, cluster: int, published: Published, corner: list[int], unit: int) -> np.ndarray:
+def _bytes_of_box(
+    machine: Machine, cluster: int, published: Published, corner: list[int], unit: int, rows: np.ndarray
+) -> np.ndarray:
     """The bytes of a box of global memory, with zeros outside of the tensor: uint8 [units, bytes of a unit]."""
     published.under_way -= 1
     addresses, inside = published.map.units_of_box(corner, unit)
     if inside.all():
-        return machine.memory.copied(addresses, unit, cluster + machine.first_cluster)
+        return machine.memory.copied(addresses, unit, cluster + machine.first_cluster, rows)
     values = np.zeros((len(addresses), unit), np.uint8)
-    values[inside] = machine.memory.copied(addresses[inside], unit, cluster + machine.first_cluster)
+    values[inside] = machine.memory.copied(addresses[inside], unit, cluster + machine.first_cluster, rows)
     return values
 
 
@@ -322,9 +323,8 @@ def _tensor_store(instruction: Instruction, program: Program) -> Step:
             first = machine.shared.index(address, cluster, published.map.footprint)
             corner = corners[lane].tolist()
             place = _place(machine, first, address, published.map, published.map.unit(corner[0]))
-            agent = machine.clocks.bulk_stores(machine.local_warp(warp))
             epoch = int(machine.bulk_groups.open(threads)[0])
-            store = _Store(machine, cluster, published, corner, place, rows, agent, epoch)
+            store = _Store(machine, cluster, published, corner, place, rows, machine.local_warp(warp), epoch)
             machine.bulk_groups.issue(threads, Operation(machine, fragment.instruction, cluster, store))
 
     return step
@@ -332,7 +332,7 @@ def _tensor_store(instruction: Instruction, program: Program) -> Step:
 
 @dataclass(frozen=True)
 class _Store:
-    """An issued copy of a box to global memory. place: of the box. rows: the clocks of the warp."""
+    """An issued copy of a box to global memory. place: of the box. rows: the clocks of the warp of a cluster."""
 
     machine: Machine
     cluster: int
@@ -340,23 +340,25 @@ class _Store:
     corner: list[int]
     place: _Place
     rows: np.ndarray
-    agent: int
+    warp: int
     epoch: int
 
     def __call__(self) -> None:
         """Copy the bytes inside of the tensor."""
         machine, memory, shared = self.machine, self.machine.memory, self.machine.shared
+        reads = machine.clocks.bulk_stores(self.warp)
         self.published.under_way -= 1
         place = self.place
         addresses, inside = self.published.map.units_of_box(self.corner, place.size)
         cells = place.cells
         if not inside.all():
             cells = np.unique(shared.cells_of(place.units[inside], place.size))
-        shared.shadow.reads_of_agent(cells, self.rows, self.agent, self.epoch)
-        self.published.was_read(self.agent, self.epoch)
+        shared.shadow.reads_of_agent(cells, self.rows, reads, self.epoch)
+        self.published.was_read(reads, self.epoch)
         values = in_units(shared.data, place.size).take(place.units[inside])
-        memory.copy(addresses[inside], values.view(np.uint8).reshape(-1, place.size),
-                    self.cluster + machine.first_cluster)  # fmt: skip
+        writer, writes = self.cluster + machine.first_cluster, machine.clocks.bulk_writes(self.warp)
+        memory.copy(addresses[inside], values.view(np.uint8).reshape(-1, place.size), writer, self.rows,
+                    stamp_of(writer + 1, writes, self.epoch))  # fmt: skip
 
 
 @form("cp.async.bulk.commit_group")
@@ -368,8 +370,8 @@ def _bulk_commit(instruction: Instruction, program: Program) -> Step:
 @form("cp.async.bulk.wait_group", "cp.async.bulk.wait_group.read")
 def _bulk_wait(instruction: Instruction, program: Program) -> Step:
     expect(instruction, 1)
-    left = immediate(instruction.operands[0])
-    return lambda fragment: fragment.machine.bulk_groups.wait(fragment.running_threads(), left)
+    left, reads = immediate(instruction.operands[0]), instruction.opcode.endswith(".read")
+    return lambda fragment: fragment.machine.bulk_groups.wait(fragment.running_threads(), left, reads=reads)
 
 
 def end(machine: Machine) -> None:

@@ -60,15 +60,18 @@ def known_forms() -> frozenset[str]:
 
 
 def decode(program: Program) -> list[Step]:
-    """The steps of a program's instructions. Raises UnknownForm, naming the line."""
-    steps = []
+    """The steps of a program's instructions. Raises UnknownForm, naming the first line of every unknown form."""
+    steps: list[Step] = []
+    unknown: dict[str, str] = {}  # of each opcode, what is unknown
     for one in program.instructions:
-        if one.opcode not in _FORMS:
-            raise UnknownForm(f"{one}: the form {one.opcode} is unknown")
         try:
+            if one.opcode not in _FORMS:
+                raise UnknownForm(f"the form {one.opcode} is unknown")
             steps.append(_FORMS[one.opcode](one, program))
         except UnknownForm as error:
-            raise UnknownForm(f"{one}: {error}") from None
+            unknown.setdefault(one.opcode, f"{one}: {error}")
+    if unknown:
+        raise UnknownForm("\n".join(unknown.values()))
     return steps
 
 

@@ -1,8 +1,9 @@
 """Global memory: tensors between guards, a record of the written bytes, and races.
 
 Bytes that another program of a launch wrote must not be accessed. Bytes that another warp of the same program wrote may
-be accessed after a wait for it. Not checked: that a warp overwrites bytes that another one of its program may be
-reading, the order of threads within a warp, and accesses by copies within a program.
+be accessed after a wait for it, and by bulk copies after a `fence.proxy.async` of global memory, too. Bytes that a bulk
+copy wrote may be accessed after a `wait_group` without `.read`. Not checked: that a warp overwrites bytes that another
+one of its program may be reading, the order of threads within a warp, and reads by `cp.async`.
 """
 
 from bisect import bisect_right
@@ -11,7 +12,7 @@ from functools import cache
 
 import numpy as np
 
-from ptxsim.clocks import KNOWN, Clocks
+from ptxsim.clocks import GLOBAL, KNOWN, NOBODY, AnyInt, Clocks
 from ptxsim.fault import Fault
 
 BASE = 1 << 33  # the first address: no 32-bit number is one
@@ -26,9 +27,9 @@ class Threads:
     clusters: np.ndarray
     warps: np.ndarray
 
-    def known(self, warps: np.ndarray) -> np.ndarray:
-        """The epochs of warps [threads, n] in each thread's clock."""
-        return self.clocks.rows[KNOWN][self.clusters[:, None], self.warps[:, None], warps]
+    def known(self, agents: np.ndarray) -> np.ndarray:
+        """The epochs of agents [threads, n] in each thread's clock."""
+        return self.clocks.rows[KNOWN][self.clusters[:, None], self.warps[:, None], agents]
 
     @property
     def epochs(self) -> np.ndarray:
@@ -53,7 +54,7 @@ class GlobalMemory:
     """Bytes of global memory. Addresses are int64.
 
     data: uint8. allocated, written: whether a byte belongs to a tensor, and whether it was written. stamps: of each
-    byte, what the running launch wrote last, as of `_stamps`; 0 for nothing.
+    byte, what the running launch wrote last, as of `stamp_of`; 0 for nothing.
     """
 
     def __init__(self, size: int = 1 << 22) -> None:
@@ -168,7 +169,8 @@ class GlobalMemory:
             each.is_stored = True
         if tensor is None or not tensor.is_complete:
             in_units(self.written, size)[rows] = _ones(size)
-        new = _stamps(mine, None, 0) if threads is None else _stamps(mine, threads.warps, threads.epochs)
+        nobody = np.full_like(mine, NOBODY), np.zeros_like(mine)
+        new = stamp_of(mine, *(nobody if threads is None else (threads.warps, threads.epochs)))
         in_units(self.stamps, 8 * size)[rows] = in_units(np.repeat(new, size), 8 * size)
 
     def _stamps_at(self, rows: np.ndarray, size: int) -> np.ndarray:
@@ -184,12 +186,14 @@ class GlobalMemory:
         """
         if threads is None or not (stamps > 0).any():
             return
-        warps = _warp_of(stamps)
-        late = (stamps > 0) & ((stamps & _EPOCHS) > threads.known(warps))
+        agents = _agent_of(stamps)
+        late = (stamps > 0) & ((stamps & _EPOCHS) > threads.known(agents))
         if changes is not None:
             late &= changes
         if late.any():
-            raise Fault(f"{what} global memory that warp {warps[late][0]} of its program wrote, without a wait for it")
+            agent = int(agents[late][0])
+            by = f"warp {agent}" if agent < threads.clocks.warps else "a bulk store"
+            raise Fault(f"{what} global memory that {by} of its program wrote, without a wait for it")
 
     def _rows(self, addresses: np.ndarray, size: int) -> tuple[_Tensor | None, np.ndarray]:
         """(the tensor of aligned accesses, as of `_tensor`; their indices in units of `size` bytes)."""
@@ -207,32 +211,48 @@ class GlobalMemory:
 
     # ------------------------------------------------------------ copies and atomic operations
 
-    def copied(self, addresses: np.ndarray, size: int, cluster: int) -> np.ndarray:
-        """The bytes that a cluster's copy reads at addresses, multiples of `size`: uint8 [addresses, size]."""
+    def copied(self, addresses: np.ndarray, size: int, cluster: int, rows: np.ndarray | None = None) -> np.ndarray:
+        """The bytes that a cluster's copy reads at addresses, multiples of `size`: uint8 [addresses, size].
+
+        rows: the clocks of the copy's issue; None for a prefetch.
+        """
         if not addresses.size:
             return np.zeros((0, size), np.uint8)
-        tensor, rows = self._rows(addresses, size)
-        if (tensor is None or not tensor.is_complete) and not self.written.reshape(-1, size)[rows].all():
+        tensor, places = self._rows(addresses, size)
+        if (tensor is None or not tensor.is_complete) and not self.written.reshape(-1, size)[places].all():
             raise Fault("a copy reads global memory that nothing wrote")
         if tensor is None or tensor.is_stored:
-            self._in_order(self._stamps_at(rows, size), cluster + 1, "a copy reads")
-        return _bytes(in_units(self.data, size).take(rows))
+            self._check_copy(self._stamps_at(places, size), cluster, rows, "a copy reads")
+        return _bytes(in_units(self.data, size).take(places))
 
-    def copy(self, addresses: np.ndarray, values: np.ndarray, cluster: int) -> None:
-        """Write bytes uint8 [addresses, size] by a cluster's copy at addresses, multiples of `size`."""
+    def copy(self, addresses: np.ndarray, values: np.ndarray, cluster: int, rows: np.ndarray, stamp: int) -> None:
+        """Write bytes uint8 [addresses, size] by a cluster's copy at addresses, multiples of `size`.
+
+        rows: the clocks of the copy's issue. stamp: of the bytes, as of `stamp_of`.
+        """
         if not addresses.size:
             return
         size = values.shape[1]
-        tensor, rows = self._rows(addresses, size)
+        tensor, places = self._rows(addresses, size)
         if tensor is None or tensor.is_stored:
-            self._in_order(self._stamps_at(rows, size), cluster + 1, "a copy overwrites")
+            self._check_copy(self._stamps_at(places, size), cluster, rows, "a copy overwrites")
         for each in [tensor] if tensor is not None else self._tensors_of(addresses - BASE):
             each.is_stored = True
-        in_units(self.written, size)[rows] = _ones(size)
-        in_units(self.stamps, 8 * size)[rows] = in_units(
-            np.full(size, _stamps(np.array(cluster + 1), None, 0)), 8 * size
-        )
-        in_units(self.data, size)[rows] = in_units(values, size)
+        in_units(self.written, size)[places] = _ones(size)
+        in_units(self.stamps, 8 * size)[places] = in_units(np.full(size, stamp), 8 * size)
+        in_units(self.data, size)[places] = in_units(values, size)
+
+    def _check_copy(self, stamps: np.ndarray, cluster: int, rows: np.ndarray | None, what: str) -> None:
+        """Raise Fault for bytes that another program wrote, or the copy's own one without a wait and a fence."""
+        self._in_order(stamps, cluster + 1, what)
+        if rows is None:
+            return
+        mine, agents = stamps > 0, _agent_of(stamps)
+        late = mine & ((stamps & _EPOCHS) > rows[GLOBAL][agents])
+        if late.any():
+            unknown = (mine & ((stamps & _EPOCHS) > rows[KNOWN][agents])).any()
+            raise Fault(f"{what} global memory that its program wrote, without a "
+                        + ("wait for it" if unknown else "fence.proxy.async"))  # fmt: skip
 
     def update(self, address: int, size: int) -> slice:
         """The bytes of an aligned atomic operation at an address."""
@@ -265,17 +285,16 @@ def _ones(size: int) -> np.ndarray:
 
 # ---------------------------------------------------------------- stamps
 
-_WRITER, _WARP = 44, 32  # the first bits of the fields of a stamp; the epoch is below
-_EPOCHS = (1 << _WARP) - 1
+_WRITER, _AGENT = 44, 32  # the first bits of the fields of a stamp; the epoch is below
+_EPOCHS = (1 << _AGENT) - 1
 ATOMIC = -1 << _WRITER
 
 
-def _stamps(writers: np.ndarray, warps: np.ndarray | None, epochs: np.ndarray | int) -> np.ndarray:
-    """The records of writes. writers: the clusters, from 1 on. warps: of the clusters; None for copies."""
-    of_warp = 0 if warps is None else warps + 1 << _WARP
-    return writers.astype(np.int64) << _WRITER | of_warp | epochs
+def stamp_of(clusters: AnyInt, agents: AnyInt, epochs: AnyInt) -> AnyInt:
+    """The record of writes. clusters: the writers', from 1 on. agents: of their clocks, or `NOBODY`."""
+    return clusters << _WRITER | agents + 1 << _AGENT | epochs
 
 
-def _warp_of(stamps: np.ndarray) -> np.ndarray:
-    """The warps of stamps; `NOBODY` for a copy."""
-    return (stamps >> _WARP & 4095) - 1
+def _agent_of(stamps: np.ndarray) -> np.ndarray:
+    """The clock agents of stamps."""
+    return (stamps >> _AGENT & 4095) - 1

@@ -51,12 +51,16 @@ class Schedule:
 
     seed: of the random choices. With seed 0, all warps at the same instruction execute it together, which is the
     fastest; with other seeds sometimes only one of them does. strict_loads: whether the use of registers that
-    `tcgen05.ld` loads is a fault before `tcgen05.wait::ld`. most: a launch that executes more warp instructions is a
-    fault, because it probably does not end.
+    `tcgen05.ld` loads is a fault before `tcgen05.wait::ld`. failing_waits: whether `mbarrier.try_wait` sometimes
+    returns false before its phase is complete, as hardware may; else it waits. strict_scopes: whether an arrival of the
+    scope `.cta` at an mbarrier of another program orders nothing; else it does, and is a note. most: a launch that
+    executes more warp instructions is a fault, because it probably does not end.
     """
 
     seed: int = 0
     strict_loads: bool = False
+    failing_waits: bool = False
+    strict_scopes: bool = False
     most: int = 10**10
 
 
@@ -103,6 +107,8 @@ def run(
     clusters = math.prod(shape) // program.cluster
     for first in range(0, clusters, most):
         machine = Machine(program, memory, arguments, shape, nbytes, kernel.granule, first, min(most, clusters - first))
+        machine.failing_waits = chosen if schedule.failing_waits else None
+        machine.strict_scopes, machine.notes = schedule.strict_scopes, tally.notes
         with np.errstate(all="ignore"), _one_thread():
             _Turns(machine, kernel, schedule, chosen, tally).run()
     return tally

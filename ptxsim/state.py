@@ -1,7 +1,8 @@
 """The state that the parts of a machine share: programs, memory, registers, waiting warps, pending operations."""
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable
+from random import Random
 
 import numpy as np
 
@@ -35,8 +36,11 @@ class Registers(dict[str, np.ndarray]):
 
     def __missing__(self, name: str) -> np.ndarray:
         bits = self._widths[name]
-        unwritten = 0xBADBADBADBADBAD % 2**bits if bits > 1 else 0
-        made = self[name] = np.full(self._threads, unwritten, register_dtype(bits))
+        if bits > 1:
+            made = np.full(self._threads, 0xBADBADBADBADBAD % 2**bits, register_dtype(bits))
+        else:
+            made = np.arange(self._threads) % 2 == 1  # neither true nor false is right for a whole warp
+        self[name] = made
         return made
 
 
@@ -61,6 +65,9 @@ class State:
         self.pc = np.zeros(threads, np.int32)
         self.blocked = np.zeros(warps, bool)
         self.conditions: dict[int, Ready] = {}  # of blocked warps that `wake` does not unblock
+        self.failing_waits: Random | None = None  # chooses the `try_wait` that return false
+        self.strict_scopes = False  # whether arrivals of too small a scope order nothing
+        self.notes: Counter[str] = Counter()
         self.changed = False  # whether a phase of a barrier, for which conditions wait, has been completed
         self.clocks = Clocks(clusters, self.warps_of_cluster)
         self.shared = SharedMemory(clusters * program.cluster, shared_bytes, program.cluster, self.clocks, granule)
@@ -111,9 +118,10 @@ class State:
     def _place_parameters(self, arguments: list[int]) -> dict[str, int]:
         """The offset of each parameter, after its bytes were written to `parameters`."""
         found, at = {}, 0
-        for (name, size), value in zip(self.program.parameters, arguments, strict=True):
+        for parameter, value in zip(self.program.parameters, arguments, strict=True):
+            size = parameter.nbytes
             at = -(-at // size) * size
-            found[name] = at
+            found[parameter.name] = at
             raw = (value % 2 ** (8 * size)).to_bytes(size, "little")
             self.parameters[at : at + size] = np.frombuffer(raw, np.uint8)
             at += size

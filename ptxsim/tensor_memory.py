@@ -6,11 +6,10 @@ TensorCore operations"; confidence high, unless a line below says less.
 - A program that allocates gets its highest free columns, so that a kernel that assumes column 0 is found. An allocation
   that would wait for columns is a fault.
 - An allocation for a pair is one for each of its programs, by a warp of that program.
-- Operations of the tensor pipe are in order. The PTX ISA guarantees it for copies before products, and for products of
-  the same sums and shape. Only newer versions (9.7.18.6.2) guarantee that a copy does not overtake a product whose
-  scales it overwrites; kernels of Triton and CUTLASS depend on it. Confidence medium.
-- All programs of a cluster share one pipe here. A commit includes all operations before it, also of other threads, for
-  which the PTX ISA does not guarantee it.
+- Operations of the tensor pipe that one thread issues are in order. The PTX ISA guarantees it for copies before
+  products, and for products of the same sums and shape. Only newer versions (9.7.18.6.2) guarantee that a copy does
+  not overtake a product whose scales it overwrites; kernels of Triton and CUTLASS depend on it. Confidence medium.
+- A commit includes all operations before it of its own thread (PTX ISA, `tcgen05.commit`), and none of others.
 - `tcgen05.fence` changes nothing. The PTX ISA requires one on each side of a barrier between an asynchronous operation
   and a dependent one; Triton emits none. Confidence medium.
 """
@@ -154,20 +153,22 @@ def _cells(region: Region) -> Index:
 class TensorPipe:
     """The unit that executes the asynchronous `tcgen05` operations of a cluster, in order.
 
-    rows: the maximum of the clocks of all issues so far. epoch: the number of the operation that is executed.
+    Only operations that one thread issues are ordered: each warp that issues is an agent of its own. (The elected
+    thread of a warp is taken for the same one at all times.) agent, rows, epoch: of the operation that is executed, the
+    warp's agent, the maximum of the clocks of the warp's issues so far, and the number of the operation.
     """
 
     def __init__(self, machine: State, memory: TensorMemory, cluster: int) -> None:
         self.machine, self.memory, self.cluster = machine, memory, cluster
-        self.agent = machine.clocks.tensor_pipe
-        self.rows = np.zeros_like(machine.clocks.of(cluster, 0))
-        self.epoch = 0
+        self._of_warp: dict[int, tuple[np.ndarray, int]] = {}  # rows and epoch
+        self.agent, self.epoch, self.rows = NOBODY, 0, machine.clocks.of(cluster, 0)
 
-    def begin(self, rows: np.ndarray) -> None:
-        """Begin an operation, after all operations before it. rows: the clocks of its issue."""
-        np.maximum(self.rows, rows, out=self.rows)
-        self.rows[:, self.agent] = self.epoch
-        self.epoch += 1
+    def begin(self, warp: int, rows: np.ndarray) -> None:
+        """Begin an operation of a warp, after all that it issued before. rows: the clocks of its issue."""
+        before, epoch = self._of_warp.get(warp, (rows, 0))
+        self.agent, self.epoch, self.rows = self.machine.clocks.tensor_pipe(warp), epoch + 1, np.maximum(before, rows)
+        self.rows[:, self.agent] = epoch
+        self._of_warp[warp] = self.rows, self.epoch
 
     def program(self, rank: int) -> int:
         """The machine's index of a program of this cluster."""

@@ -9,7 +9,6 @@ from functools import cached_property
 
 import numpy as np
 
-from ptxsim.clocks import FENCED, KNOWN
 from ptxsim.fault import Fault
 from ptxsim.parse import Instruction
 from ptxsim.state import LANES, State
@@ -99,8 +98,7 @@ class Products:
         self.registers = _NONE.union(*(touched.every for touched in self._count))
         clusters, local = np.divmod(warps, machine.warps_of_cluster)
         agents = machine.clocks.products(local)
-        for row in (KNOWN, FENCED):
-            clocks = machine.clocks.rows[row]
+        for clocks in machine.clocks.rows:
             clocks[clusters, local, agents] = np.maximum(clocks[clusters, local, agents], waited)
 
     def used_by(self, warps: np.ndarray, names: frozenset[str]) -> str:
