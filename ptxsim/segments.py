@@ -9,6 +9,7 @@ has many threads, joining costs more than it saves, and a second function withou
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -18,7 +19,7 @@ from ptxsim.fragment import Fragment
 from ptxsim.parse import Immediate, Instruction, Operand, Program, Register, Special, Symbol, operand_registers
 from ptxsim.state import register_dtype
 
-_INTERPRETED = 8  # executions of a run before it is compiled
+_INTERPRETED = 4  # executions of a run before it is compiled
 _JOINED = 1024  # the most threads of a fragment whose calls are joined
 _LONGEST = 1 << 14  # entries of joined arrays
 _BOOL = np.dtype(bool)
@@ -29,32 +30,43 @@ _COMPARISONS = frozenset((np.equal, np.not_equal, np.less, np.less_equal, np.gre
 class Segment:
     """A run of elementwise instructions of a basic block.
 
-    first, end: indices of the first one, and behind the last one. names: all of its registers. kept: the registers that
-    it has to write back, because other instructions have them. always: the indices of instructions without a guard.
-    executions: how many fragments have executed it.
+    first, end: indices of the first one, and behind the last one. executions: how many fragments have executed it.
     """
 
-    steps: Sequence[Elementwise]
-    instructions: Sequence[Instruction]
+    uses: "_Uses"
     first: int
-    kept: frozenset[str]
+    end: int
     executions: int = 0
-    names: frozenset[str] = field(init=False)
-    always: frozenset[int] = field(init=False)
     _compiled: dict[bool, Any] = field(default_factory=dict)
 
-    def __post_init__(self) -> None:
-        self.names = frozenset(each.name for one in self.instructions for each in _registers(one))
-        self.always = frozenset(self.first + i for i, one in enumerate(self.instructions) if one.guard is None)
+    @property
+    def steps(self) -> Sequence[Elementwise]:
+        return self.uses.steps[self.first : self.end]  # type: ignore[return-value]
 
     @property
-    def end(self) -> int:
-        return self.first + len(self.steps)
+    def instructions(self) -> Sequence[Instruction]:
+        return self.uses.program.instructions[self.first : self.end]
 
     @property
     def is_worthwhile(self) -> bool:
         """Whether it has been executed often enough to be compiled."""
         return self.executions > _INTERPRETED
+
+    @cached_property
+    def names(self) -> frozenset[str]:
+        """All of its registers."""
+        return frozenset().union(*self.uses.names[self.first : self.end])
+
+    @property
+    def kept(self) -> frozenset[str]:
+        """The registers that it has to write back, because other instructions have them, or itself the next time."""
+        places, before = self.uses.places
+        return frozenset(name for name in self.names if len(places[name]) > 1 or name in before)
+
+    @property
+    def always(self) -> frozenset[int]:
+        """The indices of instructions without a guard."""
+        return frozenset(self.first + i for i, one in enumerate(self.instructions) if one.guard is None)
 
     def run(self, fragment: Fragment, executed: set[int]) -> None:
         """Execute all instructions. executed: the indices of those that a thread executed, to be completed."""
@@ -65,50 +77,58 @@ class Segment:
             fragment.put(name, values)
 
 
-def _registers(one: Instruction) -> Iterator[Register]:
-    return iter(operand_registers(one))
-
-
 def segments_of(program: Program, steps: Sequence[Step]) -> list[Segment | None]:
     """For each instruction, the run of two or more that begins there, or None."""
     found: list[Segment | None] = [None] * len(steps)
-    runs, start = [], 0
+    uses, start = _Uses(program, steps, found), 0
     for index in range(len(steps) + 1):
         if index == len(steps) or not isinstance(steps[index], Elementwise) or index in program.leaders:
             if index - start > 1:
-                runs.append((start, index))
+                found[start] = Segment(uses, start, index)
             start = index if index < len(steps) and isinstance(steps[index], Elementwise) else index + 1
-    places: dict[str, set[int]] = defaultdict(set)  # of each register, the runs and the single instructions with it
-    run_at = {index: start for start, end in runs for index in range(start, end)}
-    before: set[str] = set()  # registers that a run may read before it writes them
-    for index, one in enumerate(program.instructions):
-        step = steps[index]
-        into = _results(step) if isinstance(step, Elementwise) and one.guard is None else set()
-        names = _all_names(one, step)
-        for name in names:
-            if run_at.get(index, ~index) not in places[name] and (name not in into or name in _operands(one, step)):
-                before.add(name)
-            places[name].add(run_at.get(index, ~index))
-    for start, end in runs:
-        names = {name for i in range(start, end) for name in _all_names(program.instructions[i], steps[i])}
-        kept = frozenset(name for name in names if len(places[name]) > 1 or name in before)
-        found[start] = Segment(steps[start:end], program.instructions[start:end], start, kept)  # type: ignore[arg-type]
     return found
+
+
+@dataclass(eq=False)
+class _Uses:
+    """Which instructions of a program have which registers. segments: as of `segments_of`."""
+
+    program: Program
+    steps: Sequence[Step]
+    segments: Sequence[Segment | None]
+
+    @cached_property
+    def names(self) -> list[set[str]]:
+        """The registers of each instruction, those included that its text does not name."""
+        found = []
+        for one, step in zip(self.program.instructions, self.steps, strict=True):
+            named = {each.name for each in operand_registers(one)}
+            found.append(named | _results(step) | _operands(one, step) if isinstance(step, Elementwise) else named)
+        return found
+
+    @cached_property
+    def places(self) -> tuple[dict[str, set[int]], set[str]]:
+        """(of each register, the runs and single instructions with it; registers that a run may read first)."""
+        run_at = {index: run.first for run in self.segments if run is not None for index in range(run.first, run.end)}
+        places: dict[str, set[int]] = defaultdict(set)
+        before: set[str] = set()
+        for index, (one, step) in enumerate(zip(self.program.instructions, self.steps, strict=True)):
+            place = run_at.get(index, ~index)
+            writes = isinstance(step, Elementwise) and one.guard is None
+            into = _results(step) - _operands(one, step) if writes else set()  # type: ignore[arg-type]
+            for name in self.names[index]:
+                if place not in places[name] and name not in into:
+                    before.add(name)
+                places[name].add(place)
+        return places, before
 
 
 def _results(step: Elementwise) -> set[str]:
     return {operand.name for operand, _ in step.into if isinstance(operand, Register)}
 
 
-def _operands(one: Instruction, step: Step) -> set[str]:
-    operands = [operand for operand, _ in step.operands] if isinstance(step, Elementwise) else []
-    return {each.name for each in (*operands, one.guard) if isinstance(each, Register)}
-
-
-def _all_names(one: Instruction, step: Step) -> set[str]:
-    """The registers of an instruction, those included that its text does not name."""
-    named = {each.name for each in operand_registers(one)}
-    return named | _results(step) | _operands(one, step) if isinstance(step, Elementwise) else named
+def _operands(one: Instruction, step: Elementwise) -> set[str]:
+    return {each.name for each in (*(operand for operand, _ in step.operands), one.guard) if isinstance(each, Register)}
 
 
 # ---------------------------------------------------------------- the source of a compiled run
