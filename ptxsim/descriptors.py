@@ -88,20 +88,15 @@ class Matrix:
 
     def chunks(self, rows: int, nbytes: int) -> np.ndarray:
         """Offsets of the chunks of 16 bytes of the first bytes of each row: int64 [rows, nbytes / 16]."""
-        return _chunks(self, rows, nbytes)
-
-
-@lru_cache(4096)
-def _chunks(matrix: Matrix, rows: int, nbytes: int) -> np.ndarray:
-    row, column = np.arange(rows)[:, None], np.arange(nbytes // CHUNK)[None, :]
-    inner = row // 8 * matrix.stride + row % 8 * matrix.row
-    if matrix.row == CHUNK:
-        return matrix.start + inner + column * matrix.leading
-    if matrix.start % matrix.row + nbytes > matrix.row:
-        raise Fault(f"{nbytes} bytes of a row from {matrix.start % matrix.row} on, in a pattern of {matrix.row} bytes")
-    # Bits 4 and up of an address are XORed with bits 7 and up: the place of the row in its pattern.
-    linear = matrix.start + inner + column * CHUNK
-    return linear ^ (linear >> 7 & matrix.row // CHUNK - 1) << 4
+        row, column = np.arange(rows)[:, None], np.arange(nbytes // CHUNK)[None, :]
+        inner = row // 8 * self.stride + row % 8 * self.row
+        if self.row == CHUNK:
+            return self.start + inner + column * self.leading
+        if self.start % self.row + nbytes > self.row:
+            raise Fault(f"{nbytes} bytes of a row from {self.start % self.row} on, in a pattern of {self.row} bytes")
+        # Bits 4 and up of an address are XORed with bits 7 and up: the place of the row in its pattern.
+        linear = self.start + inner + column * CHUNK
+        return linear ^ (linear >> 7 & self.row // CHUNK - 1) << 4
 
 
 # ---------------------------------------------------------------- formats of elements and scales

@@ -161,6 +161,8 @@ class TensorPipe:
     def __init__(self, machine: State, memory: TensorMemory, cluster: int) -> None:
         self.machine, self.memory, self.cluster = machine, memory, cluster
         self._of_warp: dict[int, tuple[np.ndarray, int]] = {}  # rows and epoch
+        # Of matrices in shared memory: the units of 16 bytes, and the cells.
+        self._places: dict[tuple[int, Matrix, int, int, int], tuple[np.ndarray, np.ndarray]] = {}
         self.agent, self.epoch, self.rows = NOBODY, 0, machine.clocks.of(cluster, 0)
 
     def begin(self, warp: int, rows: np.ndarray) -> None:
@@ -179,12 +181,15 @@ class TensorPipe:
 
         used: the number of bytes of each chunk that the operation reads.
         """
-        shared = self.machine.shared
-        addresses = shared.address(np.array(rank), 0) + matrix.chunks(rows, nbytes)
-        flat = shared.flat(addresses, np.array(self.cluster), CHUNK)
-        cells = flat[..., None] // shared.granule + np.arange(used // shared.granule)
+        shared, key = self.machine.shared, (rank, matrix, rows, nbytes, used)
+        if key not in self._places:
+            addresses = shared.address(np.array(rank), 0) + matrix.chunks(rows, nbytes)
+            flat = shared.flat(addresses, np.array(self.cluster), CHUNK).ravel()
+            cells = flat[:, None] // shared.granule + np.arange(used // shared.granule)
+            self._places[key] = flat // CHUNK, cells.ravel()
+        units, cells = self._places[key]
         shared.shadow.reads_of_agent(cells, self.rows, self.agent, self.epoch)
-        return in_units(shared.data, CHUNK).take(flat // CHUNK).view(np.uint8).reshape(rows, nbytes)
+        return in_units(shared.data, CHUNK).take(units).view(np.uint8).reshape(rows, nbytes)
 
     def read(self, rank: int, lanes: int, column: int, columns: int) -> np.ndarray:
         """The words of the first lanes of some columns of tensor memory, uint32 [lanes, columns]."""
