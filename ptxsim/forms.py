@@ -5,6 +5,7 @@ for operands of another kind than the form has, so nothing is guessed.
 """
 
 from collections.abc import Callable, Iterable
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -104,6 +105,7 @@ def constant(value: int, kind: str) -> Any:
     return np.array(value % 2**bits, f"u{bits // 8}").view(dtype)
 
 
+@lru_cache(1 << 15)
 def reader(operand: Operand, kind: str) -> Read:
     """A reader of an operand as values of a type: an array with an entry for each thread, or without dimensions.
 
@@ -136,6 +138,7 @@ def _register_reader(operand: Register, bits: int, dtype: np.dtype) -> Read:
     return lambda fragment: fragment.get(name).astype(narrow).view(dtype)
 
 
+@lru_cache(1 << 15)
 def writer(operand: Operand, kind: str) -> Write:
     """A writer of values of a type to an operand, for the running threads.
 
