@@ -1,15 +1,17 @@
-"""Runs of elementwise instructions, compiled to Python functions that call NumPy.
+"""Runs of elementwise instructions, planned as lists of calls of NumPy's functions.
 
-Steps read each register from the register file and write it back. A compiled run holds registers in variables, and
-writes back those that other instructions use. Its instructions depend on each other only by their values, so calls of
+Steps read each register from the register file and write it back. A plan holds registers in slots, and writes back
+those that other instructions use. Its instructions depend on each other only by their values, so calls of
 the same function that need no result of each other become one call for all of them, on joined arrays. Where a fragment
-has many threads, joining costs more than it saves, and a second function without it serves.
+has many threads, joining costs more than it saves, and a second plan without it serves. (Python code made from the plan
+would run faster, but to compile it takes as long as 80 executions save.)
 """
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from operator import getitem, itemgetter
 from typing import Any
 
 import numpy as np
@@ -17,9 +19,9 @@ import numpy as np
 from ptxsim.forms import Elementwise, Step, constant, same, type_of
 from ptxsim.fragment import Fragment
 from ptxsim.parse import Immediate, Instruction, Operand, Program, Register, Special, Symbol, operand_registers
-from ptxsim.state import register_dtype
+from ptxsim.state import Registers, register_dtype
 
-_INTERPRETED = 4  # executions of a run before it is compiled
+_INTERPRETED = 4  # executions of a run before it is planned
 _JOINED = 1024  # the most threads of a fragment whose calls are joined
 _LONGEST = 1 << 14  # entries of joined arrays
 _BOOL = np.dtype(bool)
@@ -37,7 +39,7 @@ class Segment:
     first: int
     end: int
     executions: int = 0
-    _compiled: dict[bool, Any] = field(default_factory=dict)
+    _plans: dict[bool, "_Plan"] = field(default_factory=dict)
 
     @property
     def steps(self) -> Sequence[Elementwise]:
@@ -49,7 +51,7 @@ class Segment:
 
     @property
     def is_worthwhile(self) -> bool:
-        """Whether it has been executed often enough to be compiled."""
+        """Whether it has been executed often enough to be planned."""
         return self.executions > _INTERPRETED
 
     @cached_property
@@ -71,10 +73,9 @@ class Segment:
     def run(self, fragment: Fragment, executed: set[int]) -> None:
         """Execute all instructions. executed: the indices of those that a thread executed, to be completed."""
         joins = len(fragment.active) <= _JOINED
-        if joins not in self._compiled:
-            self._compiled[joins] = _Source(self, _JOINED if joins else 0).function()
-        for name, values in self._compiled[joins](fragment, fragment.machine.registers, executed):
-            fragment.put(name, values)
+        if joins not in self._plans:
+            self._plans[joins] = _Plan(self, _JOINED if joins else 0)
+        self._plans[joins].run(fragment, executed)
 
 
 def segments_of(program: Program, steps: Sequence[Step]) -> list[Segment | None]:
@@ -131,18 +132,18 @@ def _operands(one: Instruction, step: Elementwise) -> set[str]:
     return {each.name for each in (*(operand for operand, _ in step.operands), one.guard) if isinstance(each, Register)}
 
 
-# ---------------------------------------------------------------- the source of a compiled run
+# ---------------------------------------------------------------- plans
 
 
 @dataclass(eq=False)
 class _Value:
-    """Values of all threads of a fragment. names: of the variables that hold them, by dtype."""
+    """Values of all threads of a fragment. slots: those that hold them, by dtype."""
 
-    names: dict[np.dtype, str] = field(default_factory=dict)
+    slots: dict[np.dtype, int] = field(default_factory=dict)
 
     @property
-    def first(self) -> tuple[np.dtype, str]:
-        return next(iter(self.names.items()))
+    def first(self) -> tuple[np.dtype, int]:
+        return next(iter(self.slots.items()))
 
 
 @dataclass(eq=False)
@@ -180,31 +181,59 @@ class _Call:
         return self.step.function, tuple(kind for _, kind in self.step.operands), constants, bits, into
 
 
-class _Source:
-    """The text of the function of a segment. joined: the most threads of fragments whose calls are joined."""
+def _loaded(registers: Registers, name: str, threads: slice | np.ndarray) -> np.ndarray:
+    return registers[name][threads]
+
+
+def _special(special: Callable, name: str, threads: slice | np.ndarray) -> np.ndarray:
+    return special(name, threads)
+
+
+def _copied(registers: Registers, name: str, threads: slice | np.ndarray) -> np.ndarray:
+    return registers[name][threads].copy()
+
+
+def _joined(*parts: np.ndarray) -> np.ndarray:
+    return np.concatenate(parts)
+
+
+def _note(executed: set[int], index: int, active: np.ndarray, guard: np.ndarray) -> None:
+    """Record that a thread executes an instruction with a predicate."""
+    if index not in executed and (active & guard).any():
+        executed.add(index)
+
+
+_REGISTERS, _THREADS, _COUNT, _SPECIAL, _EXECUTED, _ACTIVE = range(6)  # slots that every plan has
+
+
+class _Plan:
+    """The calls of a segment. joined: the most threads of fragments whose calls are joined; 0 for no joins."""
 
     def __init__(self, segment: Segment, joined: int) -> None:
         self.segment, self.joined = segment, joined
-        self.lines: list[str] = []
-        self.globals: dict[str, Any] = {"asarray": np.asarray, "where": np.where, "full": np.full,
-                                        "concatenate": np.concatenate}  # fmt: skip
-        self._names: dict[Any, str] = {}
-        self._count = 0
+        self.slots: list[Any] = [None] * 6  # what is in them before a run
+        # Of each call: the function, a getter of its arguments from the slots, the dtype of the result or None, a slot.
+        self.calls: list[tuple[Callable, Callable, np.dtype | None, int]] = []
         self.loaded: dict[_Value, Register | Special | Symbol] = {}  # values from before the segment
         self.current: dict[str, _Value] = {}  # of each register
         self.rewritten = segment.kept & set().union(*map(_results, segment.steps))
+        for group in self._scheduled(self._calls()):
+            self._add(group)
+        self.always = segment.always
+        self.back = [(name, self._as(self.current[name], None)) for name in sorted(self.rewritten)]
 
-    def function(self) -> Any:
-        """The compiled function: (fragment, register file, executed) -> (register, values) to be written back."""
-        calls = self._calls()
-        for group in self._scheduled(calls):
-            self._emit(group)
-        back = ", ".join(f"({name!r}, {self._as(self.current[name], None)})" for name in sorted(self.rewritten))
-        always = self.segment.always
-        body = [f"if {min(always)} not in E: E.update({self._global(always)})"] if always else []
-        body += ["T = F.threads", "n = len(F.active)", *self.lines, f"return ({back}{',' if back else ''})"]
-        exec("def run(F, R, E):\n" + "\n".join(f" {line}" for line in body), self.globals)
-        return self.globals["run"]
+    def run(self, fragment: Fragment, executed: set[int]) -> None:
+        """Execute the calls and write registers. executed: as of `Segment.run`."""
+        slots = self.slots.copy()
+        machine = fragment.machine
+        slots[:6] = (machine.registers, fragment.threads, len(fragment.active), machine.special, executed,
+                     fragment.active)  # fmt: skip
+        executed |= self.always
+        for function, arguments, dtype, slot in self.calls:
+            found = function(*arguments(slots))
+            slots[slot] = found if dtype is None else np.asarray(found, dtype)
+        for name, slot in self.back:
+            fragment.put(name, slots[slot])
 
     def _calls(self) -> list[_Call]:
         """The instructions with their values. `mov` passes its operand's value on."""
@@ -263,133 +292,129 @@ class _Source:
                         elif not missing[user]:
                             single.append(user)
 
-    # ------------------------------------------------------------ lines
+    # ------------------------------------------------------------ calls
 
-    def _emit(self, group: list[_Call]) -> None:
-        most = max(_LONGEST // max(self.joined, 1), 2)
-        if len(group) > most and self.joined:
+    def _add(self, group: list[_Call]) -> None:
+        most = _LONGEST // self.joined if self.joined else 1
+        if len(group) > most:
             for start in range(0, len(group), most):
-                self._emit(group[start : start + most])
+                self._add(group[start : start + most])
         elif len(group) == 1:
-            self._emit_call(group[0])
+            self._add_single(group[0])
         else:
-            self._emit_joined(group)
+            self._add_joined(group)
 
-    def _emit_call(self, call: _Call) -> None:
-        step = call.step
+    def _add_single(self, call: _Call) -> None:
+        step, varies = call.step, any(call.given)
         arguments = [self._argument(operand, kind, value)
                      for (operand, kind), value in zip(step.operands, call.given, strict=True)]  # fmt: skip
-        text = f"{self._global(step.function)}({', '.join(arguments)})"
-        if len(step.into) > 1:
-            found = self._variable(text)
-            texts = [f"{found}[{i}]" for i in range(len(step.into))]
-        else:
-            texts = [text]
+        found = self._results_of(step, arguments, varies)
         guard = self._guard(call)
-        for (operand, kind), each, value, before in zip(step.into, texts, call.results, call.before, strict=True):
-            self._result(operand, kind, each, value, any(call.given), _is_exact(step))
-            if guard and isinstance(operand, Register):
+        for (operand, kind), slot, value, before in zip(step.into, found, call.results, call.before, strict=True):
+            self._set(value, operand, kind, slot)
+            if guard is not None and isinstance(operand, Register):
                 assert before is not None
                 new, old = self._as(value, None), self._as(before, register_dtype(operand.bits))
-                value.names = {register_dtype(operand.bits): self._variable(f"where({guard}, {new}, {old})")}
+                value.slots = {register_dtype(operand.bits): self._call(np.where, guard, new, old)}
 
-    def _guard(self, call: _Call) -> str:
-        """The variable of a predicate; the line that records that a thread executes the instruction."""
-        guard = call.one.guard
-        if guard is None:
-            return ""
-        assert call.guard is not None
-        name = self._as(call.guard, _BOOL)
-        name = self._variable(f"~{name}") if guard.negated else name
-        self.lines.append(f"if {call.index} not in E and (F.active & {name}).any(): E.add({call.index})")
-        return name
-
-    def _emit_joined(self, group: list[_Call]) -> None:
+    def _add_joined(self, group: list[_Call]) -> None:
         step, arguments = group[0].step, []
         for i, (operand, kind) in enumerate(step.operands):
             if group[0].given[i] is None:
                 arguments.append(self._argument(operand, kind, None))
             else:
                 each = [self._argument(call.step.operands[i][0], kind, call.given[i]) for call in group]
-                arguments.append(f"concatenate(({', '.join(each)}))")
-        found = self._variable(f"{self._global(step.function)}({', '.join(arguments)})")
-        for i, (operand, kind) in enumerate(step.into):
+                arguments.append(self._call(_joined, *each))
+        for i, found in enumerate(self._results_of(step, arguments, varies=True)):
+            operand, kind = step.into[i]
             every = _Value()
-            self._result(operand, kind, f"{found}[{i}]" if len(step.into) > 1 else found, every, True, False)
-            dtype, name = every.first
-            rows = [self._new() for _ in group]
-            self.lines.append(f"{', '.join(rows)} = {name}.reshape({len(group)}, n)")
-            for call, row in zip(group, rows, strict=True):
-                call.results[i].names = {dtype: row}
+            self._set(every, operand, kind, found)
+            dtype, slot = every.first
+            rows = self._call(np.reshape, slot, self._constant((len(group), -1)))
+            for row, call in enumerate(group):
+                call.results[i].slots = {dtype: self._call(getitem, rows, self._constant(row))}
 
-    def _result(self, operand: Operand, kind: str, text: str, value: _Value, varies: bool, is_exact: bool) -> None:
-        """Assign results to a variable of a value. varies: whether they have an entry for each thread."""
+    def _results_of(self, step: Elementwise, arguments: list[int], varies: bool) -> list[int]:
+        """The slots of a function's results, in their dtypes. varies: whether they have an entry for each thread."""
+        dtypes = [type_of(kind)[1] for _, kind in step.into]
+        if len(dtypes) > 1:
+            whole = self._call(step.function, *arguments)
+            found = [self._call(getitem, whole, self._constant(i), dtype=dtype) for i, dtype in enumerate(dtypes)]
+        else:
+            found = [self._call(step.function, *arguments, dtype=None if _is_exact(step) else dtypes[0])]
+        return found if varies else [self._call(np.full, _COUNT, slot) for slot in found]
+
+    def _guard(self, call: _Call) -> int | None:
+        """The slot of a predicate."""
+        guard = call.one.guard
+        if guard is None:
+            return None
+        assert call.guard is not None
+        slot = self._as(call.guard, _BOOL)
+        slot = self._call(np.invert, slot) if guard.negated else slot
+        self._call(_note, _EXECUTED, self._constant(call.index), _ACTIVE, slot)
+        return slot
+
+    def _set(self, value: _Value, operand: Operand, kind: str, slot: int) -> None:
+        """Let a value of a type be in a slot; for a wider register, extended."""
         bits, dtype = type_of(kind)
-        if not is_exact:
-            text = f"asarray({text}, {self._global(dtype)})"
-        if not varies:
-            text = f"full(n, {text})"
-        name = self._variable(text)
-        stored = register_dtype(operand.bits) if isinstance(operand, Register) else None
+        stored = register_dtype(operand.bits) if isinstance(operand, Register) else dtype
         if isinstance(operand, Register) and operand.bits != bits:
-            wide = np.dtype(f"i{operand.bits // 8}") if dtype.kind == "i" else stored
-            name, dtype = self._variable(f"{name}.astype({self._global(wide)})"), wide  # type: ignore[assignment]
-        value.names = {dtype: name}
-        if stored is not None and dtype != stored:
+            dtype = np.dtype(f"i{operand.bits // 8}") if dtype.kind == "i" else stored
+            slot = self._call(np.ndarray.astype, slot, self._constant(dtype))
+        value.slots = {dtype: slot}
+        if dtype != stored:
             self._as(value, stored)
 
-    def _argument(self, operand: Operand, kind: str, value: _Value | None) -> str:
+    def _argument(self, operand: Operand, kind: str, value: _Value | None) -> int:
         bits, dtype = type_of(kind)
         if isinstance(operand, Immediate):
-            return self._global(constant(operand.bits, kind))
+            return self._constant(constant(operand.bits, kind))
         assert value is not None
         if isinstance(operand, Special | Symbol):
             stored = np.dtype(f"u{bits // 8}")
-            if stored not in value.names:
+            if stored not in value.slots:
                 source = self._as(value, np.dtype(np.uint64))
-                value.names[stored] = self._variable(f"{source}.astype({self._global(stored)})")
+                value.slots[stored] = self._call(np.ndarray.astype, source, self._constant(stored))
             return self._as(value, dtype)
         assert isinstance(operand, Register)
         if operand.negated:
-            return f"~{self._as(value, _BOOL)}"
+            return self._call(np.invert, self._as(value, _BOOL))
         if bits == operand.bits:
             return self._as(value, dtype)
         narrow = np.dtype(f"u{bits // 8}")
-        text = f"{self._as(value, register_dtype(operand.bits))}.astype({self._global(narrow)})"
-        return text if narrow == dtype else f"{text}.view({self._global(dtype)})"
+        slot = self._as(value, register_dtype(operand.bits))
+        slot = self._call(np.ndarray.astype, slot, self._constant(narrow))
+        return slot if narrow == dtype else self._call(np.ndarray.view, slot, self._constant(dtype))
 
-    def _as(self, value: _Value, dtype: np.dtype | None) -> str:
-        """The variable that holds values as a dtype of the same width; None for that of the register file."""
-        if not value.names:
+    def _as(self, value: _Value, dtype: np.dtype | None) -> int:
+        """The slot that holds values as a dtype of the same width; None for that of the register file."""
+        if not value.slots:
             operand = self.loaded[value]
+            name = self._constant(operand.name)
             if isinstance(operand, Register):
-                copied = ".copy()" if operand.name in self.rewritten else ""
-                value.names[register_dtype(operand.bits)] = self._variable(f"R[{operand.name!r}][T]{copied}")
+                load = _copied if operand.name in self.rewritten else _loaded
+                value.slots[register_dtype(operand.bits)] = self._call(load, _REGISTERS, name, _THREADS)
             else:
-                value.names[np.dtype(np.uint64)] = self._variable(f"F.machine.special({operand.name!r}, T)")
-        first, name = value.first
+                value.slots[np.dtype(np.uint64)] = self._call(_special, _SPECIAL, name, _THREADS)
+        first, slot = value.first
         if dtype is None:
             dtype = first if first == _BOOL else np.dtype(f"u{first.itemsize}")
-        if dtype not in value.names:
-            value.names[dtype] = self._variable(f"{name}.view({self._global(dtype)})")
-        return value.names[dtype]
+        if dtype not in value.slots:
+            value.slots[dtype] = self._call(np.ndarray.view, slot, self._constant(dtype))
+        return value.slots[dtype]
 
-    def _variable(self, text: str) -> str:
-        name = self._new()
-        self.lines.append(f"{name} = {text}")
-        return name
+    def _call(self, function: Callable, *arguments: int, dtype: np.dtype | None = None) -> int:
+        """The slot of the result of a call, after those before it. dtype: of the result; None if it is right anyway."""
+        first = arguments[0]
+        get = itemgetter(*arguments) if len(arguments) > 1 else itemgetter(slice(first, first + 1))
+        self.calls.append((function, get, dtype, self._constant(None)))
+        return len(self.slots) - 1
 
-    def _new(self) -> str:
-        self._count += 1
-        return f"v{self._count}"
-
-    def _global(self, thing: Any) -> str:
-        """The name of an object in the function's globals."""
-        key = thing if isinstance(thing, np.dtype) else id(thing)
-        if key not in self._names:
-            self._names[key] = f"g{len(self._names)}"
-            self.globals[self._names[key]] = thing
-        return self._names[key]
+    def _constant(self, thing: Any) -> int:
+        """A slot that holds an object from the start."""
+        self.slots.append(thing)
+        return len(self.slots) - 1
 
 
 def _is_move(step: Elementwise) -> bool:

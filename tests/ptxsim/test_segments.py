@@ -1,4 +1,4 @@
-"""Compiled runs of elementwise instructions give what their steps give."""
+"""Planned runs of elementwise instructions give what their steps give."""
 
 import numpy as np
 import pytest
@@ -32,7 +32,7 @@ LOOP:
 
 @pytest.mark.parametrize("seed", [0, 1])
 @pytest.mark.parametrize("threads, joined", [(64, 1024), (64, 0), (96, 1024)])
-def test_compiled_runs_equal_their_steps(monkeypatch, threads, joined, seed):
+def test_planned_runs_equal_their_steps(monkeypatch, threads, joined, seed):
     given = np.random.default_rng(0).integers(0, 2**32, (threads, 4), np.uint64).astype(np.uint32)
     monkeypatch.setattr(segments, "_JOINED", joined)
     found = []
