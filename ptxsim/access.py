@@ -43,7 +43,8 @@ def _shape(opcode: str) -> tuple[bool, str, int, int]:
     return found[1].startswith("shared"), found[3] + found[4], nbytes, int(found[2] or 1)
 
 
-@form("ld.param.b32", "ld.param.b64", "ld.param.s32", "ld.param.u32", "ld.param.u64", "ld.param.b8", "ld.param.f32")
+@form("ld.param.b32", "ld.param.b64", "ld.param.s32", "ld.param.u32", "ld.param.u64", "ld.param.b8",
+      "ld.param.b16", "ld.param.f32", "ld.param.f64")  # fmt: skip
 def _load_parameter(instruction: Instruction, program: Program) -> Step:
     expect(instruction, 2)
     kind = instruction.opcode.split(".")[-1]
@@ -119,7 +120,7 @@ def _store(instruction: Instruction, program: Program) -> Step:
         machine, running = fragment.machine, fragment.running
         clusters = machine.cluster_of[fragment.threads]
         addresses = address(fragment)
-        columns = np.stack([np.broadcast_to(read(fragment), fragment.shape) for read in reads], 1)
+        columns = np.stack([fragment.every(read(fragment)) for read in reads], 1)
         if not fragment.whole:
             addresses, clusters, columns = addresses[running], clusters[running], columns[running]
         rows = np.ascontiguousarray(columns).view(np.uint8)
@@ -158,7 +159,7 @@ def _reduce(instruction: Instruction, program: Program) -> Step:
 
     def step(fragment: Fragment) -> None:
         memory, addresses = fragment.machine.memory, address(fragment)
-        values = np.broadcast_to(read(fragment), fragment.shape)
+        values = fragment.every(read(fragment))
         before = np.zeros(fragment.shape, dtype)
         for lane in fragment.lanes():
             there = memory.data[memory.update(int(addresses[lane]), 4)]
@@ -179,11 +180,11 @@ def _prefetch(instruction: Instruction, program: Program) -> Step:
 
     def step(fragment: Fragment) -> None:
         memory, addresses = fragment.machine.memory, address(fragment)
-        counts = np.broadcast_to(count(fragment), fragment.shape)
+        counts = fragment.every(count(fragment))
         for lane in fragment.lanes():
             if int(addresses[lane]) % 16 or int(counts[lane]) % 16:
                 raise Fault("a prefetch that is not aligned to 16 bytes")
-            memory.bytes_at(addresses[lane] + np.arange(int(counts[lane])), False, fragment.machine.first_cluster)
+            memory.copied(addresses[lane] + np.arange(int(counts[lane])), 1, fragment.machine.first_cluster)
 
     return step
 
@@ -197,7 +198,7 @@ def _prefetch_line(instruction: Instruction, program: Program) -> Step:
     def step(fragment: Fragment) -> None:
         memory, addresses = fragment.machine.memory, address(fragment)
         for lane in fragment.lanes():
-            memory.bytes_at(addresses[lane] + np.arange(1), False, fragment.machine.first_cluster)
+            memory.copied(addresses[lane : lane + 1], 1, fragment.machine.first_cluster)
 
     return step
 
@@ -231,7 +232,7 @@ def _store_local(instruction: Instruction, program: Program) -> Step:
     read, address = reader(value, kind), address_reader(instruction.operands[0], 32)
 
     def step(fragment: Fragment) -> None:
-        values = np.ascontiguousarray(np.broadcast_to(read(fragment), fragment.shape)[fragment.running])
+        values = np.ascontiguousarray(fragment.every(read(fragment))[fragment.running])
         rows = values.reshape(-1, 1).view(np.uint8)
         fragment.machine.local.store(fragment.running_threads(), address(fragment)[fragment.running], rows)
 

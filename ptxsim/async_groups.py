@@ -10,9 +10,11 @@ from collections.abc import Callable
 
 import numpy as np
 
-from ptxsim.clocks import FENCED, KNOWN
+from ptxsim.clocks import KNOWN
 from ptxsim.parse import Instruction
 from ptxsim.state import LANES, State
+
+Agent = Callable[[np.ndarray], np.ndarray]  # the clock agents of warps
 
 
 class Operation:
@@ -37,21 +39,25 @@ class Operation:
 class AsyncGroups:
     """The groups of one kind of operation, of all threads of a machine.
 
-    agent: the clock agent of a warp's operations; their epoch is the number of the group, from 1 on. fences: whether a
-    wait also orders the operations before later accesses of the asynchronous proxy.
+    agent: the clock agent of a warp's operations; their epoch is the number of the group, from 1 on. writes: the agent
+    of their writes to global memory, for which not all waits wait; None if there are none. fences: whether a wait also
+    orders the operations before later accesses of the asynchronous proxy.
 
     A wait executes the operations that have not happened, so that it never blocks: the clocks find a missing wait at
     any time of an operation. Waits count for warps: it is not checked that a thread that waits for another thread's
     operations executes a `bar.warp.sync`.
     """
 
-    def __init__(self, machine: State, agent: Callable[[np.ndarray], np.ndarray], *, fences: bool) -> None:
-        self.machine, self.agent = machine, agent
-        self.rows = (KNOWN, FENCED) if fences else (KNOWN,)
+    def __init__(
+        self, machine: State, agent: Agent, writes: Agent | None = None, *, fences: bool
+    ) -> None:  # fmt: skip
+        self.machine, self.agent, self.writes = machine, agent, writes
+        self.clocks = machine.clocks.rows if fences else machine.clocks.rows[KNOWN : KNOWN + 1]
         threads = len(machine.pc)
         self.committed = np.zeros(threads, np.int32)
         self.issued = np.zeros(threads, np.int32)  # the group of a thread's latest operation; 0 for none
         self.waited = np.zeros(threads, np.int32)
+        self.written = np.zeros(threads, np.int32)  # the groups whose writes were waited for
         self.operations: dict[int, deque[tuple[int, Operation]]] = {}  # of each warp: (group, operation)
         self.latest: dict[int, Operation] = {}  # of each warp
 
@@ -72,20 +78,28 @@ class AsyncGroups:
         """Close the open groups of some threads."""
         self.committed[threads] += 1
 
-    def wait(self, threads: np.ndarray, left: int) -> None:
-        """Let some threads wait for all groups except the latest `left`."""
-        self.waited[threads] = np.maximum(self.waited[threads], self.committed[threads] - left)
+    def wait(self, threads: np.ndarray, left: int, *, reads: bool = False) -> None:
+        """Let some threads wait for all groups except the latest `left`. reads: whether only for their reads."""
+        reached = self.committed[threads] - left
+        self.waited[threads] = np.maximum(self.waited[threads], reached)
         warps = np.unique(threads // LANES)
-        issued, waited = self.issued.reshape(-1, LANES)[warps], self.waited.reshape(-1, LANES)[warps]
+        waited = self.waited.reshape(-1, LANES)[warps]
         for warp, latest in zip(warps.tolist(), waited.max(1).tolist(), strict=True):
             waiting = self.operations.get(warp, _NOTHING)
             while waiting and waiting[0][0] <= latest:
                 waiting.popleft()[1].finish()
-        warps, known = warps[issued.any(1)], np.where(issued > 0, waited, _EVER).min(1)[issued.any(1)]
-        clusters, local = np.divmod(warps, self.machine.warps_of_cluster)
-        for row in self.rows:
-            clocks = self.machine.clocks.rows[row]
-            clocks[clusters, local, self.agent(local)] = np.maximum(clocks[clusters, local, self.agent(local)], known)
+        self._know(warps, self.waited, self.agent)
+        if self.writes is not None and not reads:
+            self.written[threads] = np.maximum(self.written[threads], reached)
+            self._know(warps, self.written, self.writes)
+
+    def _know(self, warps: np.ndarray, waited: np.ndarray, agent: Agent) -> None:
+        """Raise warps' clocks of an agent to the groups for which all of their threads with operations have waited."""
+        issued = self.issued.reshape(-1, LANES)[warps]
+        known = np.where(issued > 0, waited.reshape(-1, LANES)[warps], _EVER).min(1)[issued.any(1)]
+        clusters, local = np.divmod(warps[issued.any(1)], self.machine.warps_of_cluster)
+        for clocks in self.clocks:
+            clocks[clusters, local, agent(local)] = np.maximum(clocks[clusters, local, agent(local)], known)
 
     def unfinished(self) -> Operation | None:
         """An operation for which its thread has not waited; None if there is none."""

@@ -54,6 +54,8 @@ class Mbarriers:
 
     def create(self, at: int, count: int, cluster: int, warp: int) -> None:
         """Initialise an mbarrier at an index into shared memory."""
+        if at % _NBYTES:
+            raise Fault(f"an mbarrier at an address that is no multiple of {_NBYTES}")
         if at in self.found:
             raise Fault("initialises an mbarrier that is in use")
         if count < 1:
@@ -192,3 +194,26 @@ class ClusterBarrier:
     def passed(self, cluster: int, phase: int) -> bool:
         """Whether a phase is complete."""
         return self.phase[cluster] > phase
+
+
+class RegisterPools:
+    """The registers that `setmaxnreg` moves between the warps of a program, by way of the program's pool.
+
+    Source: PTX ISA, "setmaxnreg"; confidence high. Without `.maxnreg` the PTX does not say how many a warp begins with,
+    and nothing is counted.
+    """
+
+    def __init__(self, machine: State) -> None:
+        self.machine = machine
+        self.of_thread = np.full(len(machine.blocked), machine.program.registers)  # for each warp
+        self.free = np.zeros(len(machine.blocked) // machine.warps_of_program, int)  # for the threads of one warp each
+
+    def set(self, warp: int, count: int) -> bool:
+        """Whether a warp of the machine now has `count` registers a thread: not if the pool has too few."""
+        program, more = self.machine.program_of(warp), count - int(self.of_thread[warp])
+        if more > self.free[program]:
+            return False
+        self.free[program] -= more
+        self.of_thread[warp] = count
+        self.machine.changed = True
+        return True

@@ -4,9 +4,10 @@ Each warp counts epochs; an epoch ends where the warp releases its accesses to o
 A warp's clock holds, for every agent, the last epoch that happened before. An access to a byte races with an earlier
 one by an agent whose epoch the clock does not hold. So one schedule, with any order of the warps, finds a missing wait.
 
-Every warp has two clocks. `KNOWN` orders all accesses. `FENCED` orders the warp's generic writes for the asynchronous
-proxy: only `fence.proxy.async` copies epochs of generic writes to it (PTX ISA, "async proxy"; confidence high for the
-need of a fence on the path from writer to copy, medium that it may be on either side of a barrier).
+Every warp has three clocks. `KNOWN` orders all accesses. `FENCED` orders the warp's generic writes to shared memory for
+the asynchronous proxy, and `GLOBAL` those to global memory: only `fence.proxy.async` of the space, or of all spaces,
+copies epochs of generic writes to them (PTX ISA, "async proxy"; confidence high for the need of a fence on the path
+from writer to copy, medium that it may be on either side of a barrier).
 """
 
 from typing import TypeVar
@@ -15,9 +16,10 @@ import numpy as np
 
 from ptxsim.fault import Fault
 
-KNOWN, FENCED = 0, 1
+KNOWN, FENCED, GLOBAL = 0, 1, 2
 AnyInt = TypeVar("AnyInt", int, np.ndarray)
-Index = np.ndarray | tuple[int | slice, ...]  # of cells of a memory
+Index = np.ndarray | slice | tuple[int | slice, ...]  # of cells of a memory
+_KINDS = 8  # of agents that every warp has
 _BARRIERS = 96  # agents for mbarriers: the copies that complete on one
 NOBODY = -1
 MBARRIER = -2  # the writer of cells that are an mbarrier: no clock holds its end
@@ -27,18 +29,17 @@ class Clocks:
     """The clocks of the warps of all clusters; agents are numbered within a cluster.
 
     The agents of a cluster: its warps; for each warp its loads from tensor memory, its `cp.async` copies, its bulk
-    stores, its stores to tensor memory, and its `wgmma` products; the tensor pipe; and the copies that complete on each
-    mbarrier.
+    stores' reads, its stores to tensor memory, its `wgmma` products, its bulk stores' writes, and its operations of the
+    tensor pipe; and the copies that complete on each mbarrier.
     """
 
     def __init__(self, clusters: int, warps: int) -> None:
         self.clusters, self.warps = clusters, warps
-        self.tensor_pipe = 6 * warps
-        self.rows = np.zeros((2, clusters, warps, self.tensor_pipe + 1 + _BARRIERS + 2), np.int32)
+        self.rows = np.zeros((3, clusters, warps, _KINDS * warps + _BARRIERS + 2), np.int32)
         own = np.arange(warps)
         self.rows[KNOWN, :, own, own] = 1
         self.rows[..., NOBODY] = np.iinfo(np.int32).max
-        self._barriers = np.full(clusters, self.tensor_pipe + 1)
+        self._barriers = np.full(clusters, _KINDS * warps)
 
     def tensor_loads(self, warp: int) -> int:
         """The agent of a warp's accesses by `tcgen05.ld`."""
@@ -60,6 +61,14 @@ class Clocks:
         """The agent of a warp's `wgmma`; of an array of warps, theirs."""
         return 5 * self.warps + warp
 
+    def bulk_writes(self, warp: AnyInt) -> AnyInt:
+        """The agent of a warp's bulk copies to global memory; of an array of warps, theirs."""
+        return 6 * self.warps + warp
+
+    def tensor_pipe(self, warp: int) -> int:
+        """The agent of the operations of the tensor pipe that a warp issues."""
+        return 7 * self.warps + warp
+
     def new_barrier(self, cluster: int) -> int:
         """The agent of the copies that complete on an mbarrier that was just initialised."""
         agent = int(self._barriers[cluster])
@@ -69,7 +78,7 @@ class Clocks:
         return agent
 
     def of(self, cluster: int, warp: int) -> np.ndarray:
-        """A copy of a warp's clocks, int32 [2, agents]."""
+        """A copy of a warp's clocks, int32 [3, agents]."""
         return self.rows[:, cluster, warp].copy()
 
     def release(self, cluster: int, warp: int) -> np.ndarray:
@@ -88,9 +97,10 @@ class Clocks:
         self.rows[:, cluster, warps] = met[:, None]
         self.rows[KNOWN, cluster, warps, warps] += 1
 
-    def fence(self, cluster: int, warp: int) -> None:
-        """Order all generic writes in a warp's clock before later asynchronous accesses."""
-        self.rows[FENCED, cluster, warp] = self.rows[KNOWN, cluster, warp]
+    def fence(self, cluster: int, warp: int, spaces: tuple[int, ...]) -> None:
+        """Order all generic writes in a warp's clock before later asynchronous accesses to `FENCED` or `GLOBAL`."""
+        for space in spaces:
+            self.rows[space, cluster, warp] = self.rows[KNOWN, cluster, warp]
         self.rows[KNOWN, cluster, warp, warp] += 1
 
 
@@ -98,7 +108,8 @@ class Shadow:
     """The last write and the reads of each cell of a memory.
 
     Accesses are whole cells. cells: the number of cells, or the shape of an array of them; accesses of asynchronous
-    agents name cells by any index into it. Readers that are no warps get an array each when they first read.
+    agents name cells by any index into it. read: the last epochs in which warps read a cell, [cells, warps]. Readers
+    that are no warps get an array each when they first read.
     """
 
     def __init__(self, cells: int | tuple[int, ...], clocks: Clocks, what: str) -> None:
@@ -106,22 +117,35 @@ class Shadow:
         shape = cells if isinstance(cells, tuple) else (cells,)
         self.writer = np.full(shape, NOBODY, np.int16)
         self.written = np.zeros(shape, np.int32)
-        self.read = np.zeros((clocks.warps, *shape), np.int32)
+        self.read = np.zeros((*shape, clocks.warps), np.int32)
         self.read_by_agent: dict[int, np.ndarray] = {}
+        # The last epochs in which warps and agents read any cell: who knows these, knows all reads.
+        self.latest = np.zeros(clocks.warps, np.int32)
+        self.latest_by_agent: dict[int, int] = {}
 
     # ------------------------------------------------------------ warps
 
-    def reads_of_warps(self, cells: np.ndarray, clusters: np.ndarray, warps: np.ndarray) -> None:
-        """Record that threads read cells [threads, n]. clusters, warps: [threads], of the threads."""
-        clusters, warps = clusters[:, None], warps[:, None]
-        writer = self.writer[cells]
-        if (writer == NOBODY).any():
-            raise Fault(f"reads {self.what} that nothing wrote")
-        known = self.clocks.rows[KNOWN]
-        late = self.written[cells] > known[clusters, warps, writer]
+    def reads_of_warps(self, cells: np.ndarray, clusters: np.ndarray, warps: np.ndarray) -> np.ndarray:
+        """Record that threads read cells [threads, n]; returns their writers.
+
+        clusters, warps: [threads], of the threads.
+        """
+        writer, written, known = self.writer.take(cells), self.written.take(cells), self.clocks.rows[KNOWN]
+        one = _only(writer)
+        if one is None:
+            if (writer == NOBODY).any():
+                raise Fault(f"reads {self.what} that nothing wrote")
+            late = written > known[clusters[:, None], warps[:, None], writer]
+        else:
+            if one == NOBODY:
+                raise Fault(f"reads {self.what} that nothing wrote")
+            late = written > known[clusters, warps, one][:, None]
         if late.any():
             raise Fault(f"reads {self.what} that {self._agent(writer[late][0])} wrote, without a wait for it")
-        self.read[warps, cells] = known[clusters, warps, warps]
+        epochs = known[clusters, warps, warps]
+        np.maximum.at(self.latest, warps, epochs)
+        self.read.reshape(-1)[cells * self.clocks.warps + warps[:, None]] = epochs[:, None]
+        return writer
 
     def writes_of_warps(self, cells: np.ndarray, clusters: np.ndarray, warps: np.ndarray, changes: np.ndarray) -> None:
         """Record that threads write cells [threads, n]; arguments as of `reads_of_warps`.
@@ -140,16 +164,20 @@ class Shadow:
         rows: the clocks `KNOWN` of each access, [accesses, agents]. agents, epochs: [accesses], of the writers.
         changes: as of `writes_of_warps`.
         """
-        writer = self.writer[cells]
-        late = self.written[cells] > rows[np.arange(len(cells))[:, None], writer]
+        writer, written = self.writer.take(cells), self.written.take(cells)
+        one = _only(writer)
+        late = written > (rows[np.arange(len(cells))[:, None], writer] if one is None else rows[:, one, None])
         if (late & changes).any():
             late &= changes
             raise Fault(f"overwrites {self.what} that {self._agent(writer[late][0])} wrote, without a wait")
-        unseen = self.read[:, cells] > rows[:, : self.clocks.warps].T[:, :, None]
-        if unseen.any():
-            raise Fault(f"overwrites {self.what} that warp {np.nonzero(unseen)[0][0]} may be reading")
+        warps = self.clocks.warps
+        known = rows.min(0)
+        if (self.latest > known[:warps]).any():
+            unseen = self._reads_at(cells) > rows[:, None, :warps]
+            if unseen.any():
+                raise Fault(f"overwrites {self.what} that warp {np.nonzero(unseen)[2].min()} may be reading")
         for agent, read in self.read_by_agent.items():
-            if (read[cells] > rows[:, agent, None]).any():
+            if self.latest_by_agent[agent] > known[agent] and (read.take(cells) > rows[:, agent, None]).any():
                 raise Fault(f"overwrites {self.what} that {self._agent(agent)} may be reading")
         if late.any():  # the first writer's record stays: waiting for it suffices to read the value
             again = np.nonzero(~late)
@@ -159,52 +187,64 @@ class Shadow:
             self.writer[cells] = agents[:, None]
             self.written[cells] = epochs[:, None]
 
+    def _reads_at(self, cells: np.ndarray) -> np.ndarray:
+        """The last epochs in which warps read cells [..., n]: [..., n, warps]."""
+        nbytes = 4 * self.clocks.warps
+        return self.read.reshape(-1).view(f"V{nbytes}").take(cells).view(np.int32).reshape(*cells.shape, -1)
+
     # ------------------------------------------------------------ asynchronous agents
 
     def reads_of_agent(self, cells: Index, rows: np.ndarray, agent: int, epoch: int) -> None:
-        """Record that an asynchronous operation reads cells. rows: the clocks [2, agents] of its issue."""
-        writer = self.writer[cells]
-        if (writer == NOBODY).any():
+        """Record that an asynchronous operation reads cells. rows: the clocks [3, agents] of its issue."""
+        writer, written = self.writer[cells], self.written[cells]
+        if not writer.size:
+            return
+        one = _only(writer)
+        late = written > (rows[FENCED][writer] if one is None else rows[FENCED, one])
+        if one == NOBODY or one is None and (writer == NOBODY).any():
             raise Fault(f"{self._agent(agent)} reads {self.what} that nothing wrote")
-        late = self.written[cells] > rows[FENCED][writer]
         if late.any():
             first = writer[late][0]
-            fence = (self.written[cells] <= rows[KNOWN][writer]).all()
+            fence = (written <= rows[KNOWN][writer]).all()
             raise Fault(f"{self._agent(agent)} reads {self.what} that {self._agent(first)} wrote, without a "
                         + ("fence.proxy.async" if fence else "wait"))  # fmt: skip
+        self._record(cells, rows, agent, epoch)
+
+    def _record(self, cells: Index, rows: np.ndarray, agent: int, epoch: int) -> None:
         if agent not in self.read_by_agent:
             self.read_by_agent[agent] = np.zeros(self.writer.shape, np.int32)
         self.read_by_agent[agent][cells] = epoch
+        self.latest_by_agent[agent] = max(self.latest_by_agent.get(agent, 0), epoch)
 
-    def reads_of_agents(self, cells: np.ndarray, rows: np.ndarray, agents: np.ndarray, epochs: np.ndarray) -> None:
-        """Record that asynchronous operations read cells [operations, n].
+    def reads_of_agents(self, cells: np.ndarray, rows: np.ndarray, agents: list[int], epochs: list[int]) -> None:
+        """Record that asynchronous operations read cells [operations, n], or the same cells [1, n].
 
-        rows: the clocks [2, operations, agents] of their issue. agents, epochs: [operations], of the readers.
+        rows: the clocks [3, operations, agents] of their issue. agents, epochs: of the readers.
         """
-        writer, written = self.writer[cells], self.written[cells]
-        each = np.arange(len(cells))[:, None]
-        bad = ((writer == NOBODY) | (written > rows[FENCED][each, writer])).any(1)
-        if bad.any():
-            first = int(np.argmax(bad))
-            self.reads_of_agent(cells[first], rows[:, first], int(agents[first]), int(epochs[first]))  # raises Fault
-        for agent in np.unique(agents).tolist():
-            if agent not in self.read_by_agent:
-                self.read_by_agent[agent] = np.zeros(self.writer.shape, np.int32)
-            its = agents == agent
-            self.read_by_agent[agent][cells[its]] = epochs[its, None]
+        one = _only(self.writer.take(cells))
+        known = one is not None and one != NOBODY and rows[FENCED, :, one] >= self.written.take(cells).max(1)
+        record = self._record if np.all(known) else self.reads_of_agent
+        for i, (agent, epoch) in enumerate(zip(agents, epochs, strict=True)):
+            record(cells[i % len(cells)], rows[:, i], agent, epoch)
 
     def writes_of_agent(self, cells: Index, rows: np.ndarray, agent: int, epoch: int) -> None:
         """Record that an asynchronous operation writes cells; arguments as of `reads_of_agent`."""
-        writer = self.writer[cells]
-        late = self.written[cells] > rows[FENCED][writer]
+        writer, written = self.writer[cells], self.written[cells]
+        if not writer.size:
+            return
+        one = _only(writer)
+        late = written > (rows[FENCED][writer] if one is None else rows[FENCED, one])
         if late.any():
             raise Fault(f"{self._agent(agent)} overwrites {self.what} that {self._agent(writer[late][0])} wrote, "
                         "without a wait or a fence.proxy.async")  # fmt: skip
-        for warp in range(self.clocks.warps):
-            if (self.read[warp][cells] > rows[KNOWN][warp]).any():
-                raise Fault(f"{self._agent(agent)} overwrites {self.what} that warp {warp} may be reading")
+        known = rows[KNOWN]
+        if (self.latest > known[: self.clocks.warps]).any():
+            read = self._reads_at(cells) if isinstance(cells, np.ndarray) else self.read[cells]
+            unseen = read.reshape(-1, self.clocks.warps).max(0) > known[: self.clocks.warps]
+            if unseen.any():
+                raise Fault(f"{self._agent(agent)} overwrites {self.what} that warp {np.argmax(unseen)} may be reading")
         for other, read in self.read_by_agent.items():
-            if other != agent and (read[cells] > rows[KNOWN][other]).any():
+            if other != agent and self.latest_by_agent[other] > known[other] and read[cells].max() > known[other]:
                 raise Fault(f"{self._agent(agent)} overwrites {self.what} that {self._agent(other)} may be reading")
         self.writer[cells] = agent
         self.written[cells] = epoch
@@ -225,7 +265,13 @@ class Shadow:
         warps = self.clocks.warps
         if agent < warps:
             return f"warp {agent}"
-        kinds = ("tcgen05.ld", "cp.async", "a bulk store", "tcgen05.st", "wgmma")
-        if agent < self.clocks.tensor_pipe:
-            return f"{kinds[agent // warps - 1]} of warp {agent % warps}"
-        return "the tensor pipe" if agent == self.clocks.tensor_pipe else "a copy"
+        kinds = ("tcgen05.ld", "cp.async", "a bulk store", "tcgen05.st", "wgmma", "a bulk store")
+        if self.clocks.tensor_pipe(0) <= agent < _KINDS * warps:
+            return "the tensor pipe"
+        return f"{kinds[agent // warps - 1]} of warp {agent % warps}" if agent < _KINDS * warps else "a copy"
+
+
+def _only(writers: np.ndarray) -> int | None:
+    """The writer of all cells; None for several."""
+    one = int(writers.flat[0])
+    return one if (writers == one).all() else None

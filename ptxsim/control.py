@@ -9,6 +9,7 @@ from functools import partial
 
 import numpy as np
 
+from ptxsim.clocks import FENCED, GLOBAL
 from ptxsim.fault import Fault
 from ptxsim.forms import (
     Step,
@@ -21,6 +22,7 @@ from ptxsim.forms import (
     writer,
 )  # fmt: skip
 from ptxsim.fragment import LANES, Fragment
+from ptxsim.machine import Machine
 from ptxsim.parse import Instruction, Label, Program, Register
 from ptxsim.state import DONE
 
@@ -60,7 +62,7 @@ def _brx(instruction: Instruction, program: Program) -> Step:
     index = reader(instruction.operands[0], "u32")
 
     def step(fragment: Fragment) -> Fragment:
-        chosen = np.broadcast_to(index(fragment), fragment.shape)
+        chosen = fragment.every(index(fragment))
         if (chosen[fragment.running] >= len(targets)).any():
             raise Fault(f"an index beyond the {len(targets)} labels of the table")
         for i, target in enumerate(targets):
@@ -89,7 +91,23 @@ def _registers(instruction: Instruction, program: Program) -> Step:
     count = immediate(instruction.operands[0])
     if count % 8 or not 24 <= count <= 256:
         raise UnknownForm(f"{count} registers, of a multiple of 8 from 24 to 256")
-    return lambda fragment: None
+    grows = ".inc." in instruction.opcode
+
+    def step(fragment: Fragment) -> Fragment | None:
+        machine, pools = fragment.machine, fragment.machine.register_pools
+        which = fragment.whole_warps()
+        if not program.registers:
+            return None
+        fragment.jump(fragment.active, fragment.at + 1)
+        for warp in fragment.warps[which].tolist():
+            has = int(pools.of_thread[warp])
+            if has > count if grows else has < count:
+                raise Fault(f"sets {count} registers a thread, and the warp has {has}")
+            if not pools.set(warp, count):
+                machine.block(warp, partial(pools.set, warp, count))
+        return _nobody(fragment)
+
+    return step
 
 
 @form("griddepcontrol.wait", "griddepcontrol.launch_dependents")
@@ -206,7 +224,7 @@ def _init(instruction: Instruction, program: Program) -> Step:
 
     def step(fragment: Fragment) -> None:
         machine = fragment.machine
-        addresses, counts = address(fragment), np.broadcast_to(count(fragment), fragment.shape)
+        addresses, counts = address(fragment), fragment.every(count(fragment))
         for lane, warp, cluster in one_lane(fragment):
             at = machine.shared.index(int(addresses[lane]), cluster, 8)
             machine.mbarriers.create(at, int(counts[lane]), cluster, machine.local_warp(warp))
@@ -234,7 +252,7 @@ def _inval(instruction: Instruction, program: Program) -> Step:
     "mbarrier.arrive.shared::cluster.b64", "mbarrier.arrive.expect_tx.shared::cluster.b64",
 )  # fmt: skip
 def _mbarrier_arrive(instruction: Instruction, program: Program) -> Step:
-    expects = ".expect_tx" in instruction.opcode
+    expects, of_cluster = ".expect_tx" in instruction.opcode, ".release.cluster" in instruction.opcode
     expect(instruction, *((3,) if expects else (2, 3)))
     address = address_reader(instruction.operands[1], 32)
     number = reader(instruction.operands[2], "u32") if len(instruction.operands) > 2 else None
@@ -246,10 +264,23 @@ def _mbarrier_arrive(instruction: Instruction, program: Program) -> Step:
             at = machine.shared.index(int(addresses[lane]), cluster, 8)
             rows = machine.clocks.release(cluster, machine.local_warp(warp))
             barrier = machine.mbarriers.seen(at, rows)
+            if not of_cluster and at // machine.shared.stride != machine.program_of(warp):
+                rows = _beyond_its_scope(machine, rows)
             count, expected = (1, int(numbers[lane])) if expects else (int(numbers[lane]), 0)
             machine.mbarriers.arrive(barrier, rows, machine.local_warp(warp), count, expected)
 
     return step
+
+
+def _beyond_its_scope(machine: Machine, rows: np.ndarray) -> np.ndarray:
+    """The clocks that an arrival without `.release.cluster` passes on to the threads of another program.
+
+    Its scope is `.cta`, so by the PTX ISA it orders nothing for them. Triton emits no other form.
+    """
+    if not machine.strict_scopes:
+        machine.notes["arrivals at another program's mbarrier with the scope of the own one"] += 1
+        return rows
+    return np.zeros_like(rows)
 
 
 @form(
@@ -257,15 +288,18 @@ def _mbarrier_arrive(instruction: Instruction, program: Program) -> Step:
     "mbarrier.try_wait.parity.acquire.cta.shared::cta.b64",
 )  # fmt: skip
 def _try_wait(instruction: Instruction, program: Program) -> Step:
-    """The step of a wait for a phase. It returns only true: the warp is blocked until the phase is complete."""
+    """The step of a wait for a phase: the warp is blocked until the phase is complete.
+
+    Under `Schedule.failing_waits` it returns false instead at every second time.
+    """
     expect(instruction, 3)
     write = writer(instruction.operands[0], "pred")
     address, parity = address_reader(instruction.operands[1], 32), reader(instruction.operands[2], "u32")
 
     def step(fragment: Fragment) -> Fragment | None:
         machine = fragment.machine
-        addresses, parities = address(fragment), np.broadcast_to(parity(fragment), fragment.shape)
-        waiting = np.zeros(len(fragment.warps), bool)
+        addresses, parities = address(fragment), fragment.every(parity(fragment))
+        waiting, complete = np.zeros(len(fragment.warps), bool), np.ones(len(fragment.warps), bool)
         for i, warp in enumerate(map(int, fragment.warps)):
             running = fragment.running[LANES * i : LANES * (i + 1)]
             if not running.any():
@@ -282,6 +316,8 @@ def _try_wait(instruction: Instruction, program: Program) -> Step:
             if barrier.passed(phase):
                 machine.clocks.acquire(cluster, local, barrier.done)
                 machine.meet(cluster, [local])
+            elif machine.failing_waits is not None and machine.failing_waits.random() < 0.5:
+                complete[i] = False
             else:
                 waiting[i] = True
                 machine.block(warp, partial(barrier.passed, phase))
@@ -291,9 +327,9 @@ def _try_wait(instruction: Instruction, program: Program) -> Step:
             left.at = fragment.at
             left.running = fragment.running.reshape(-1, LANES)[~waiting].ravel()
             left.whole = bool(left.running.all())
-            write(left, np.True_)
+            write(left, np.repeat(complete[~waiting], LANES))
             return left
-        write(fragment, np.True_)
+        write(fragment, np.repeat(complete, LANES))
         return None
 
     return step
@@ -306,11 +342,13 @@ def _try_wait(instruction: Instruction, program: Program) -> Step:
       "fence.proxy.async.global")  # fmt: skip
 def _fence_async(instruction: Instruction, program: Program) -> Step:
     expect(instruction, 0)
+    _, _, space = instruction.opcode.partition("async.")
+    spaces = (GLOBAL,) if space == "global" else (FENCED,) if space else (FENCED, GLOBAL)
 
     def step(fragment: Fragment) -> None:
         machine = fragment.machine
         for warp in {warp for _, warp, _ in one_lane(fragment)}:
-            machine.clocks.fence(machine.cluster_of_warp(warp), machine.local_warp(warp))
+            machine.clocks.fence(machine.cluster_of_warp(warp), machine.local_warp(warp), spaces)
 
     return step
 

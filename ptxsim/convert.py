@@ -9,8 +9,7 @@ from collections.abc import Callable
 import numpy as np
 
 from ptxsim import numbers
-from ptxsim.forms import Step, UnknownForm, elementwise, expect, form, reader, writer
-from ptxsim.fragment import Fragment
+from ptxsim.forms import Elementwise, Step, UnknownForm, elementwise, expect, form, same
 from ptxsim.numbers import F32, F64, U8, canonical, halves, interleaved, joined
 from ptxsim.parse import Instruction, Program, Vector
 
@@ -18,15 +17,10 @@ _Convert = Callable[[np.ndarray], np.ndarray]
 _INTEGERS = tuple(f"{sign}{bits}" for bits in (8, 16, 32, 64) for sign in "su")
 
 
-def _same(values: np.ndarray) -> np.ndarray:
-    """The values unchanged: the write of the result converts integers as required."""
-    return values
-
-
 for _into in _INTEGERS:
     for _from in _INTEGERS:
         if _into != _from:
-            elementwise(f"{_into} {_from}", f"cvt.{_into}.{_from}")(_same)
+            elementwise(f"{_into} {_from}", f"cvt.{_into}.{_from}")(same)
 
 
 # ---------------------------------------------------------------- between floats of 16, 32 and 64 bits
@@ -158,12 +152,11 @@ def _stochastic(instruction: Instruction, program: Program) -> Step:
     into, vector, random = instruction.operands
     if not isinstance(vector, Vector) or len(vector.parts) != 4:
         raise UnknownForm(f"not a vector of four: {vector}")
-    write, word = writer(into, "b16"), reader(random, "b32")
-    reads = [reader(each, "f32") for each in reversed(vector.parts)]
+    return Elementwise([(into, "b16")], [(random, "b32"), *((each, "f32") for each in vector.parts)], _four_e2m1)
 
-    def step(fragment: Fragment) -> None:
-        noise = word(fragment).reshape(-1, 1).view(U8)
-        codes = numbers.e2m1_stochastic(interleaved(*[read(fragment) for read in reads]), noise)
-        write(fragment, joined(_nibbles(codes.reshape(-1, 2, 2))))
 
-    return step
+def _four_e2m1(word: np.ndarray, *numbers_of_thread: np.ndarray) -> np.ndarray:
+    """The codes of four numbers, the lowest code's last, with a random byte of the word for each."""
+    noise = np.broadcast_to(word, np.shape(numbers_of_thread[0])).copy().reshape(-1, 1).view(U8)
+    codes = numbers.e2m1_stochastic(interleaved(*reversed(numbers_of_thread)), noise)
+    return joined(_nibbles(codes.reshape(-1, 2, 2)))

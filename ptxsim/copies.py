@@ -10,8 +10,7 @@ Sources and confidence:
   there suffices to read them: "The completion ... is followed by an implicit generic-async proxy fence". They order no
   other accesses of the issuing thread. High.
 - Bulk copies from shared memory: threads wait for them by groups. `wait_group.read` waits until shared memory was
-  read. High. The simulator does not distinguish `wait_group` from `wait_group.read`: it does not check that a program
-  reads global memory that it stored by a bulk copy only after the former.
+  read, `wait_group` also until global memory was written. High.
 - Addresses in shared memory are multiples of 16, or of 128 for tensors (PTX ISA, table of `cp.async.bulk.tensor`).
   High.
 - `.multicast::cluster`: each program in the mask gets the data, and completes the bytes, at the same offsets. High.
@@ -29,12 +28,12 @@ from functools import partial
 import numpy as np
 
 from ptxsim.async_groups import Operation
-from ptxsim.clocks import KNOWN
+from ptxsim.clocks import KNOWN, Index
 from ptxsim.control import one_lane
 from ptxsim.fault import Fault
 from ptxsim.forms import Read, Step, UnknownForm, address_reader, expect, form, immediate, reader
 from ptxsim.fragment import LANES, Fragment
-from ptxsim.global_memory import GlobalMemory
+from ptxsim.global_memory import GlobalMemory, in_units, stamp_of
 from ptxsim.machine import Machine
 from ptxsim.parse import Address, Instruction, Operand, Program
 from ptxsim.tensor_maps import Published, TensorMap
@@ -57,7 +56,7 @@ def _copy(instruction: Instruction, program: Program) -> Step:
         machine, running, threads = fragment.machine, fragment.running, fragment.running_threads()
         clusters, warps = machine.cluster_of[threads], machine.warp_of[threads]
         sources = source(fragment)[running]
-        counts = np.broadcast_to(count(fragment), fragment.shape)[running]
+        counts = fragment.every(count(fragment))[running]
         there = machine.shared.flat(into(fragment)[running], clusters, size)
         if (there % size).any() or (sources[counts > 0] % size).any():
             raise Fault(f"copies {size} bytes from or to an address that is no multiple of {size}")
@@ -73,13 +72,14 @@ def _copy(instruction: Instruction, program: Program) -> Step:
         def act() -> None:
             values = _sources(machine.memory, sources, counts, size, clusters + machine.first_cluster)
             shared = machine.shared
-            cells = shared.cells(there[:, None] + np.arange(size)).reshape(len(there), -1)
-            data, places = shared.data.reshape(-1, size), there // size
-            changes = (data[places] != values).reshape(len(places), -1, shared.granule).any(2)
+            data, places = in_units(shared.data, size), there // size
+            cells, granules = shared.cells_of(places, size), f"u{shared.granule}"
+            raw = values.view(granules)
+            changes = data.take(places).view(granules).reshape(raw.shape) != raw
             shared.shadow.generic_writes(cells, rows[index], machine.clocks.copies(warps), epochs, changes)
             shared.lanes.copies(cells, warps, lanes, issued)
-            data[places] = values
-            if (data[places] != values).any():
+            data[places] = in_units(values, size)
+            if (data.take(places).view(granules).reshape(raw.shape) != raw).any():
                 raise Fault("several threads copy different values to one address of shared memory")
 
         machine.copy_groups.issue(threads, Operation(machine, fragment.instruction, int(clusters[0]), act))
@@ -91,8 +91,10 @@ def _sources(
     memory: GlobalMemory, addresses: np.ndarray, counts: np.ndarray, size: int, clusters: np.ndarray
 ) -> np.ndarray:
     """The bytes that threads copy, uint8 [threads, size]: the first `counts` from global memory, then zeros."""
-    values = np.zeros((len(addresses), size), np.uint8)
     whole = counts == size
+    if whole.all():
+        return memory.load(addresses, size, clusters)
+    values = np.zeros((len(addresses), size), np.uint8)
     if whole.any():
         values[whole] = memory.load(addresses[whole], size, clusters[whole])
     for at in range(size):
@@ -130,30 +132,43 @@ def _wait_all(instruction: Instruction, program: Program) -> Step:
 # ---------------------------------------------------------------- bulk copies to shared memory
 
 
+@dataclass(frozen=True)
+class _Place:
+    """Where a copy reads or writes shared memory. units: indices, in units of `size` bytes. cells: those of all bytes.
+
+    barrier: the index of the mbarrier on which the copy completes; 0 where it reads shared memory.
+    """
+
+    units: np.ndarray
+    size: int
+    cells: Index
+    barrier: int
+
+
 def _load(
-    fragment: Fragment, cluster: int, rows: np.ndarray, targets: list[tuple[np.ndarray, int]],
+    fragment: Fragment, cluster: int, rows: np.ndarray, targets: list[_Place],
     read: Callable[[], np.ndarray], note: Callable[[int, int], None] = lambda agent, epoch: None,
 ) -> None:  # fmt: skip
     """Issue a copy that writes bytes to shared memory at some time, and completes them on mbarriers.
 
-    rows: the clocks of its issue. targets: for each program that gets the data, the places of the bytes and the
-    mbarrier, as indices into shared memory. read: returns the bytes. note: called with the copy's agent and epoch.
+    rows: the clocks of its issue. targets: of each program that gets the data. read: returns the bytes, uint8 [units,
+    size]. note: called with the copy's agent and epoch.
     """
     machine = fragment.machine
-    barriers = [machine.mbarriers.seen(at, rows) for _, at in targets]
+    barriers = [machine.mbarriers.seen(target.barrier, rows) for target in targets]
 
     def act() -> None:
         values = read()
-        for (places, at), barrier in zip(targets, barriers, strict=True):
-            if machine.mbarriers.found.get(at) is not barrier:
+        for target, barrier in zip(targets, barriers, strict=True):
+            if machine.mbarriers.found.get(target.barrier) is not barrier:
                 raise Fault(f"the mbarrier at {barrier.where} ended before the copy that completes on it")
             epoch = barrier.phase + 1
-            machine.shared.shadow.writes_of_agent(machine.shared.cells(places), rows, barrier.agent, epoch)
-            machine.shared.data[places] = values
+            machine.shared.shadow.writes_of_agent(target.cells, rows, barrier.agent, epoch)
+            in_units(machine.shared.data, target.size)[target.units] = in_units(values, target.size)
             note(barrier.agent, epoch)
             complete = np.zeros_like(rows)
             complete[:, barrier.agent] = epoch
-            machine.mbarriers.bytes_arrived(at, len(places), complete)
+            machine.mbarriers.bytes_arrived(target.barrier, values.size, complete)
 
     machine.later(fragment.instruction, cluster, act)
 
@@ -193,7 +208,7 @@ def _bulk_load(instruction: Instruction, program: Program) -> Step:
 
     def step(fragment: Fragment) -> None:
         machine = fragment.machine
-        everything = [np.broadcast_to(read(fragment), fragment.shape) for read in (into, source, count, barrier)]
+        everything = [fragment.every(read(fragment)) for read in (into, source, count, barrier)]
         for lane, warp, cluster in one_lane(fragment):
             at, first, nbytes, bar = (int(each[lane]) for each in everything)
             if nbytes < 1 or nbytes % 16 or first % 16 or at % 16:
@@ -202,15 +217,12 @@ def _bulk_load(instruction: Instruction, program: Program) -> Step:
                 _own(machine, warp, at)
             ((place, bar),) = _targets(machine, cluster, at, bar, nbytes, None, False)
             rows = machine.clocks.release(cluster, machine.local_warp(warp))
-            read = partial(_global_bytes, machine, cluster, first + np.arange(nbytes))
-            _load(fragment, cluster, rows, [(place + np.arange(nbytes), bar)], read)
+            addresses = np.arange(first, first + nbytes, 16)
+            read = partial(machine.memory.copied, addresses, 16, cluster + machine.first_cluster, rows)
+            units = np.arange(place // 16, (place + nbytes) // 16)
+            _load(fragment, cluster, rows, [_Place(units, 16, machine.shared.span(place, nbytes), bar)], read)
 
     return step
-
-
-def _global_bytes(machine: Machine, cluster: int, addresses: np.ndarray) -> np.ndarray:
-    memory = machine.memory
-    return memory.data[memory.bytes_at(addresses, False, cluster + machine.first_cluster)]
 
 
 # ---------------------------------------------------------------- tensors
@@ -233,14 +245,17 @@ def _box(operand: Operand, opcode: str) -> tuple[Read, list[Read]]:
 
 def _numbers(fragment: Fragment, reads: list[Read]) -> np.ndarray:
     """The values of operands, [threads, operands]."""
-    return np.stack([np.broadcast_to(read(fragment), fragment.shape) for read in reads], 1)
+    return np.stack([fragment.every(read(fragment)) for read in reads], 1)
 
 
-def _places(first: int, address: int, box: TensorMap) -> np.ndarray:
-    """The indices into shared memory of a box at an address. first: the index of the address."""
+def _place(machine: Machine, first: int, address: int, box: TensorMap, unit: int, barrier: int = 0) -> _Place:
+    """The place of a box at an address in shared memory. first: the index of the address."""
     if address % 128:
         raise Fault(f"a tensor in shared memory at {address & 0xFFFFFF}, no multiple of 128")
-    return box.places(address) - address + first
+    units = (box.places(address, unit) - address + first) // unit
+    # Swizzling only changes the order of the bytes of a box.
+    cells = machine.shared.cells_of(units, unit).ravel() if box.gaps else machine.shared.span(first, box.footprint)
+    return _Place(units, unit, cells, barrier)
 
 
 @form(*[f"cp.async.bulk.tensor.{rank}d.{space}.global.mbarrier::complete_tx::bytes{more}" for rank in _RANKS
@@ -266,20 +281,26 @@ def _tensor_load(instruction: Instruction, program: Program) -> Step:
             box = published.map
             ranks = None if masks is None else [rank for rank in range(16) if int(masks[lane]) >> rank & 1]
             found = _targets(machine, cluster, int(at[lane]), int(barriers[lane]), box.footprint, ranks, pairs)
-            targets = [(_places(first, int(at[lane]), box), bar) for first, bar in found]
-            read = partial(_bytes_of_box, machine, cluster, published, corners[lane].tolist())
+            corner = corners[lane].tolist()
+            unit = box.unit(corner[0])
+            targets = [_place(machine, first, int(at[lane]), box, unit, bar) for first, bar in found]
+            read = partial(_bytes_of_box, machine, cluster, published, corner, unit, rows)
             _load(fragment, cluster, rows, targets, read, published.was_read)
 
     return step
 
 
-def _bytes_of_box(machine: Machine, cluster: int, published: Published, corner: list[int]) -> np.ndarray:
-    """The bytes of a box of global memory, with zeros outside of the tensor."""
+def _bytes_of_box(
+    machine: Machine, cluster: int, published: Published, corner: list[int], unit: int, rows: np.ndarray
+) -> np.ndarray:
+    """The bytes of a box of global memory, with zeros outside of the tensor: uint8 [units, bytes of a unit]."""
     published.under_way -= 1
-    addresses, inside = published.map.bytes_of_box(corner)
-    values = np.zeros(addresses.shape, np.uint8)
-    values[inside] = _global_bytes(machine, cluster, addresses[inside])
-    return values.ravel()
+    addresses, inside = published.map.units_of_box(corner, unit)
+    if inside.all():
+        return machine.memory.copied(addresses, unit, cluster + machine.first_cluster, rows)
+    values = np.zeros((len(addresses), unit), np.uint8)
+    values[inside] = machine.memory.copied(addresses[inside], unit, cluster + machine.first_cluster, rows)
+    return values
 
 
 @form(*[f"cp.async.bulk.tensor.{rank}d.global.shared::cta.bulk_group" for rank in _RANKS])
@@ -300,9 +321,10 @@ def _tensor_store(instruction: Instruction, program: Program) -> Step:
             if published.map.gaps:
                 raise Fault("stores 4-bit elements with gaps, which is not simulated")
             first = machine.shared.index(address, cluster, published.map.footprint)
-            store = _Store(machine, cluster, published, corners[lane].tolist(), _places(first, address, published.map),
-                           rows, machine.clocks.bulk_stores(machine.local_warp(warp)),
-                           int(machine.bulk_groups.open(threads)[0]))  # fmt: skip
+            corner = corners[lane].tolist()
+            place = _place(machine, first, address, published.map, published.map.unit(corner[0]))
+            epoch = int(machine.bulk_groups.open(threads)[0])
+            store = _Store(machine, cluster, published, corner, place, rows, machine.local_warp(warp), epoch)
             machine.bulk_groups.issue(threads, Operation(machine, fragment.instruction, cluster, store))
 
     return step
@@ -310,30 +332,33 @@ def _tensor_store(instruction: Instruction, program: Program) -> Step:
 
 @dataclass(frozen=True)
 class _Store:
-    """An issued copy of a box to global memory.
-
-    places: of the box's bytes, as indices into shared memory. rows: the clocks of the warp.
-    """
+    """An issued copy of a box to global memory. place: of the box. rows: the clocks of the warp of a cluster."""
 
     machine: Machine
     cluster: int
     published: Published
     corner: list[int]
-    places: np.ndarray
+    place: _Place
     rows: np.ndarray
-    agent: int
+    warp: int
     epoch: int
 
     def __call__(self) -> None:
         """Copy the bytes inside of the tensor."""
         machine, memory, shared = self.machine, self.machine.memory, self.machine.shared
+        reads = machine.clocks.bulk_stores(self.warp)
         self.published.under_way -= 1
-        addresses, inside = (each.ravel() for each in self.published.map.bytes_of_box(self.corner))
-        read = shared.cells(self.places)[inside.reshape(-1, shared.granule).any(1)]
-        shared.shadow.reads_of_agent(read, self.rows, self.agent, self.epoch)
-        self.published.was_read(self.agent, self.epoch)
-        there = memory.bytes_at(addresses[inside], True, self.cluster + machine.first_cluster)
-        memory.data[there] = shared.data[self.places[inside]]
+        place = self.place
+        addresses, inside = self.published.map.units_of_box(self.corner, place.size)
+        cells = place.cells
+        if not inside.all():
+            cells = np.unique(shared.cells_of(place.units[inside], place.size))
+        shared.shadow.reads_of_agent(cells, self.rows, reads, self.epoch)
+        self.published.was_read(reads, self.epoch)
+        values = in_units(shared.data, place.size).take(place.units[inside])
+        writer, writes = self.cluster + machine.first_cluster, machine.clocks.bulk_writes(self.warp)
+        memory.copy(addresses[inside], values.view(np.uint8).reshape(-1, place.size), writer, self.rows,
+                    stamp_of(writer + 1, writes, self.epoch))  # fmt: skip
 
 
 @form("cp.async.bulk.commit_group")
@@ -345,8 +370,8 @@ def _bulk_commit(instruction: Instruction, program: Program) -> Step:
 @form("cp.async.bulk.wait_group", "cp.async.bulk.wait_group.read")
 def _bulk_wait(instruction: Instruction, program: Program) -> Step:
     expect(instruction, 1)
-    left = immediate(instruction.operands[0])
-    return lambda fragment: fragment.machine.bulk_groups.wait(fragment.running_threads(), left)
+    left, reads = immediate(instruction.operands[0]), instruction.opcode.endswith(".read")
+    return lambda fragment: fragment.machine.bulk_groups.wait(fragment.running_threads(), left, reads=reads)
 
 
 def end(machine: Machine) -> None:

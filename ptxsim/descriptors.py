@@ -17,6 +17,7 @@ atoms, and K = 96.
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 
@@ -66,6 +67,7 @@ class Matrix:
     row: int
 
     @classmethod
+    @lru_cache(4096)
     def of(cls, bits: int) -> "Matrix":
         """Unpack a shared memory descriptor. Raises Fault for an unsupported descriptor."""
         what = "the shared memory descriptor"
@@ -102,8 +104,11 @@ class Matrix:
 Decode = Callable[[np.ndarray], np.ndarray]
 
 
+_PAIRS = numbers.E2M1[np.arange(256)[:, None] >> [0, 4] & 15].view(np.uint64)[:, 0]  # of each byte, both numbers
+
+
 def _nibbles(codes: np.ndarray) -> np.ndarray:
-    return numbers.E2M1[np.stack([codes & 15, codes >> 4], -1).reshape(len(codes), -1)]
+    return _PAIRS.take(codes).view(np.float32)
 
 
 def _padded_nibbles(codes: np.ndarray) -> np.ndarray:
@@ -124,8 +129,8 @@ class Element:
 
 _F16 = Element(lambda raw: numbers.f16_values(raw.view(np.uint16)))
 _BF16 = Element(lambda raw: numbers.bf16_values(raw.view(np.uint16)))
-_E4M3 = Element(lambda raw: numbers.E4M3[raw])
-_E5M2 = Element(lambda raw: numbers.E5M2[raw])
+_E4M3 = Element(numbers.E4M3.take)
+_E5M2 = Element(numbers.E5M2.take)
 _E2M1 = Element(_nibbles)
 _E2M1_PADDED = Element(_padded_nibbles, CHUNK // 2)
 
@@ -150,7 +155,7 @@ _MUST_BE = {name: 0 for name in ("selector", "sparse", "saturate", "shift", "k",
 ROW_BYTES = 32  # of an operand, in every instruction
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Kind:
     """A kind of products. scales: of a row in an instruction. steps: of N, for one program and for a pair.
 
@@ -197,6 +202,7 @@ class Shape:
     b_byte: int
 
     @classmethod
+    @lru_cache(1024)
     def of(cls, bits: int, kind: Kind, programs: int) -> "Shape":
         """Unpack an instruction descriptor. programs: 1, or 2 for a pair. Raises Fault for unsupported fields."""
         what = "the instruction descriptor"

@@ -5,13 +5,12 @@ except for the results of approximations on a GPU: here the exact result is roun
 rounding are not contracted: ptxas contracts no more than Triton allows, and Triton writes the fma itself.
 """
 
-import functools
 from collections.abc import Callable
 
 import numpy as np
 
 from ptxsim import numbers
-from ptxsim.forms import Step, elementwise, expect, form, reader, writer
+from ptxsim.forms import Elementwise, Step, elementwise, expect, form
 from ptxsim.numbers import F32, U16, U32, canonical, flush, halves, joined
 from ptxsim.parse import Instruction, Program
 
@@ -191,9 +190,11 @@ def _of_two_or_three(opcode: str, function: _Function) -> None:
     @form(opcode)
     def build(instruction: Instruction, program: Program) -> Step:
         expect(instruction, 3, 4)
-        write = writer(instruction.operands[0], "f32")
-        reads = [reader(each, "f32") for each in instruction.operands[1:]]
-        return lambda fragment: write(fragment, functools.reduce(function, [read(fragment) for read in reads]))
+        into, *operands = [(each, "f32") for each in instruction.operands]
+        return Elementwise([into], operands, function if len(operands) == 2 else of_three)
+
+    def of_three(a: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarray:
+        return function(function(a, b), c)
 
 
 def _of_f16(function: _Function) -> _Function:

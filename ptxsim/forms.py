@@ -4,7 +4,8 @@ Every form is registered by its full opcode. `decode` raises `UnknownForm` for a
 for operands of another kind than the form has, so nothing is guessed.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -29,6 +30,7 @@ from ptxsim.state import register_dtype
 # the fragment that continues, without warps that branched, ended or wait.
 Step = Callable[[Fragment], Fragment | None]
 Builder = Callable[[Instruction, Program], Step]
+Typed = tuple[Operand, str]  # an operand and its type
 Read = Callable[[Fragment], Any]
 Write = Callable[[Fragment, Any], None]
 
@@ -59,15 +61,18 @@ def known_forms() -> frozenset[str]:
 
 
 def decode(program: Program) -> list[Step]:
-    """The steps of a program's instructions. Raises UnknownForm, naming the line."""
-    steps = []
+    """The steps of a program's instructions. Raises UnknownForm, naming the first line of every unknown form."""
+    steps: list[Step] = []
+    unknown: dict[str, str] = {}  # of each opcode, what is unknown
     for one in program.instructions:
-        if one.opcode not in _FORMS:
-            raise UnknownForm(f"{one}: the form {one.opcode} is unknown")
         try:
+            if one.opcode not in _FORMS:
+                raise UnknownForm(f"the form {one.opcode} is unknown")
             steps.append(_FORMS[one.opcode](one, program))
         except UnknownForm as error:
-            raise UnknownForm(f"{one}: {error}") from None
+            unknown.setdefault(one.opcode, f"{one}: {error}")
+    if unknown:
+        raise UnknownForm("\n".join(unknown.values()))
     return steps
 
 
@@ -87,6 +92,11 @@ _TYPES = {
 }  # fmt: skip
 
 
+def type_of(kind: str) -> tuple[int, np.dtype]:
+    """(bits of a value, the dtype in which functions get it) of a type."""
+    return _TYPES[kind]
+
+
 def constant(value: int, kind: str) -> Any:
     """A constant of a type, as an array without dimensions."""
     bits, dtype = _TYPES[kind]
@@ -95,6 +105,7 @@ def constant(value: int, kind: str) -> Any:
     return np.array(value % 2**bits, f"u{bits // 8}").view(dtype)
 
 
+@lru_cache(1 << 15)
 def reader(operand: Operand, kind: str) -> Read:
     """A reader of an operand as values of a type: an array with an entry for each thread, or without dimensions.
 
@@ -127,6 +138,7 @@ def _register_reader(operand: Register, bits: int, dtype: np.dtype) -> Read:
     return lambda fragment: fragment.get(name).astype(narrow).view(dtype)
 
 
+@lru_cache(1 << 15)
 def writer(operand: Operand, kind: str) -> Write:
     """A writer of values of a type to an operand, for the running threads.
 
@@ -159,18 +171,36 @@ def elementwise(signature: str, *opcodes: str) -> Callable[[Callable], Callable]
     def register(function: Callable) -> Callable:
         def build(instruction: Instruction, program: Program) -> Step:
             expect(instruction, 1 + len(types))
-            write = writer(instruction.operands[0], into)
-            reads = [reader(each, kind) for each, kind in zip(instruction.operands[1:], types, strict=True)]
-
-            def step(fragment: Fragment) -> None:
-                write(fragment, function(*[read(fragment) for read in reads]))
-
-            return step
+            result, *operands = instruction.operands
+            return Elementwise([(result, into)], zip(operands, types, strict=True), function)
 
         form(*opcodes)(build)
         return function
 
     return register
+
+
+class Elementwise:
+    """The step of an instruction whose results of each thread depend only on its operands.
+
+    into, operands: (operand, type) of the results and of the operands. function: of arrays, as of `elementwise`;
+    returns a tuple for several results. A run of such steps is compiled (`segments`).
+    """
+
+    def __init__(self, into: Iterable[Typed], operands: Iterable[Typed], function: Callable) -> None:
+        self.into, self.operands, self.function = tuple(into), tuple(operands), function
+        self._writes = [writer(*each) for each in self.into]
+        self._reads = [reader(*each) for each in self.operands]
+
+    def __call__(self, fragment: Fragment) -> None:
+        found = self.function(*[read(fragment) for read in self._reads])
+        for write, values in zip(self._writes, found if len(self._writes) > 1 else (found,), strict=True):
+            write(fragment, values)
+
+
+def same(values: np.ndarray) -> np.ndarray:
+    """The values unchanged: the write of the result converts integers as required."""
+    return values
 
 
 def expect(instruction: Instruction, *counts: int) -> None:

@@ -81,7 +81,11 @@ class Fragment:
 
     def by_warp(self, values: np.ndarray) -> np.ndarray:
         """Values of all threads as an array [warps, 32]."""
-        return np.broadcast_to(values, self.shape).reshape(-1, LANES)
+        return self.every(values).reshape(-1, LANES)
+
+    def every(self, values: np.ndarray) -> np.ndarray:
+        """Values of all threads, or one value for all of them, as an array with an entry for each thread."""
+        return values if values.shape == self.active.shape else np.broadcast_to(values, self.active.shape)
 
     def without(self, leaving: np.ndarray) -> "Fragment":
         """The fragment of the other warps. leaving: bool [warps]."""

@@ -1,20 +1,22 @@
 """Global memory: tensors between guards, a record of the written bytes, and races.
 
 Bytes that another program of a launch wrote must not be accessed. Bytes that another warp of the same program wrote may
-be accessed after a wait for it. Not checked: that a warp overwrites bytes that another one of its program may be
-reading, the order of threads within a warp, and accesses by copies within a program.
+be accessed after a wait for it, and by bulk copies after a `fence.proxy.async` of global memory, too. Bytes that a bulk
+copy wrote may be accessed after a `wait_group` without `.read`. Not checked: that a warp overwrites bytes that another
+one of its program may be reading, the order of threads within a warp, and reads by `cp.async`.
 """
 
+from bisect import bisect_right
 from dataclasses import dataclass
+from functools import cache
 
 import numpy as np
 
-from ptxsim.clocks import KNOWN, NOBODY, Clocks
+from ptxsim.clocks import GLOBAL, KNOWN, NOBODY, AnyInt, Clocks
 from ptxsim.fault import Fault
 
 BASE = 1 << 33  # the first address: no 32-bit number is one
 _GUARD = 4096  # bytes between tensors
-ATOMIC = -1
 
 
 @dataclass(frozen=True)
@@ -25,32 +27,44 @@ class Threads:
     clusters: np.ndarray
     warps: np.ndarray
 
-    def known(self, warps: np.ndarray) -> np.ndarray:
-        """The epochs of warps [threads, n] in each thread's clock."""
-        return self.clocks.rows[KNOWN][self.clusters[:, None], self.warps[:, None], warps]
+    def known(self, agents: np.ndarray) -> np.ndarray:
+        """The epochs of agents [threads, n] in each thread's clock."""
+        return self.clocks.rows[KNOWN][self.clusters[:, None], self.warps[:, None], agents]
 
     @property
     def epochs(self) -> np.ndarray:
-        """The present epoch of each thread's warp, [threads, 1]."""
-        return self.known(self.warps[:, None])
+        """The present epoch of each thread's warp, [threads]."""
+        return self.clocks.rows[KNOWN][self.clusters, self.warps, self.warps]
+
+
+@dataclass
+class _Tensor:
+    """An allocation, as indices into memory. is_complete: whether every byte was written before the launch.
+
+    is_stored: whether the running launch has written any of its bytes. Else no access to it needs a clock.
+    """
+
+    start: int
+    end: int
+    is_complete: bool
+    is_stored: bool = False
 
 
 class GlobalMemory:
     """Bytes of global memory. Addresses are int64.
 
-    data: uint8. allocated, written: whether a byte belongs to a tensor, and whether it was written. writer: the cluster
-    that wrote a byte in the running launch, from 1 on; `ATOMIC` for atomic operations; 0 for none. warp, epoch: the
-    cluster's warp that did, and its epoch then.
+    data: uint8. allocated, written: whether a byte belongs to a tensor, and whether it was written. stamps: of each
+    byte, what the running launch wrote last, as of `stamp_of`; 0 for nothing.
     """
 
     def __init__(self, size: int = 1 << 22) -> None:
         self.data = np.zeros(size, np.uint8)
         self.allocated = np.zeros(size, bool)
         self.written = np.zeros(size, bool)
-        self.writer = np.zeros(size, np.int32)
-        self.warp = np.zeros(size, np.int16)
-        self.epoch = np.zeros(size, np.int32)
+        self.stamps = np.zeros(size, np.int64)
         self._top = _GUARD
+        self._tensors: list[_Tensor] = []
+        self._starts: list[int] = []
         self._constants: dict[bytes, int] = {}
 
     def allocate(self, nbytes: int, content: np.ndarray | None = None, offset: int = 0) -> int:
@@ -58,7 +72,7 @@ class GlobalMemory:
         start = -(-self._top // 256) * 256 + offset
         self._top = start + nbytes + _GUARD
         while self._top > len(self.data):
-            for name in ("data", "allocated", "written", "writer", "warp", "epoch"):
+            for name in ("data", "allocated", "written", "stamps"):
                 old = getattr(self, name)
                 setattr(self, name, np.concatenate((old, np.zeros_like(old))))
         self.allocated[start : start + nbytes] = True
@@ -66,6 +80,8 @@ class GlobalMemory:
         if content is not None:
             self.data[start : start + nbytes] = content
             self.written[start : start + nbytes] = True
+        self._tensors.append(_Tensor(start, start + nbytes, content is not None))
+        self._starts.append(start)
         return BASE + start
 
     def constant(self, content: bytes) -> int:
@@ -85,11 +101,37 @@ class GlobalMemory:
 
     def set_written(self, address: int, written: np.ndarray) -> None:
         """Set whether each of some bytes counts as written."""
-        self.written[address - BASE : address - BASE + len(written)] = written
+        start = address - BASE
+        self.written[start : start + len(written)] = written
+        for tensor in self._tensors_of(np.array([start])):
+            tensor.is_complete = tensor.is_complete and bool(written.all())
 
     def begin_launch(self) -> None:
         """Forget the writers of all bytes: launches of a stream are in order."""
-        self.writer[:] = 0
+        for tensor in self._tensors:
+            if tensor.is_stored:
+                self.stamps[tensor.start : tensor.end] = 0
+                tensor.is_stored = False
+
+    def _tensors_of(self, starts: np.ndarray) -> list[_Tensor]:
+        """The tensors in which bytes lie."""
+        places = np.searchsorted(self._starts, starts, "right") - 1
+        return [self._tensors[place] for place in np.unique(places).tolist()]
+
+    def _tensor(self, starts: np.ndarray, size: int) -> _Tensor | None:
+        """The tensor in which all accesses of `size` bytes lie; None for several, after a check that they lie in any.
+
+        Raises Fault for an access outside of all tensors.
+        """
+        first, last = int(starts.min()), int(starts.max())
+        tensor = self._tensors[bisect_right(self._starts, first) - 1] if self._tensors else None
+        if tensor is not None and tensor.start <= first and last + size <= tensor.end:
+            return tensor
+        inside = (starts >= 0) & (starts + size <= len(self.data))
+        inside[inside] = self.allocated[starts[inside]] & self.allocated[starts[inside] + size - 1]
+        if not inside.all():
+            raise Fault(f"an access outside of all tensors, at {int(starts[~inside][0]) + BASE:#x}")
+        return None
 
     # ------------------------------------------------------------ accesses of threads
 
@@ -100,83 +142,159 @@ class GlobalMemory:
 
         threads: of the access; None for copies.
         """
-        rows = self._rows(addresses, size)
-        if not self.written.reshape(-1, size)[rows].all():
+        tensor, rows = self._rows(addresses, size)
+        if (tensor is None or not tensor.is_complete) and not self.written.reshape(-1, size)[rows].all():
             raise Fault("reads global memory that nothing wrote")
-        writer = self.writer.reshape(-1, size)[rows]
-        self._in_order(writer, clusters[:, None] + 1, "reads")
-        if threads is not None and writer.any() and (late := self._late(rows, size, threads) & (writer > 0)).any():
-            raise Fault(f"reads global memory that warp {self._warp_at(rows, size, late)} of its program wrote, "
-                        "without a wait for it")  # fmt: skip
-        return self.data.reshape(-1, size)[rows]
+        if tensor is None or tensor.is_stored:
+            stamps = self._stamps_at(rows, size)
+            self._in_order(stamps, clusters[:, None] + 1, "reads")
+            self._check_clocks(stamps, threads, "reads", None)
+        return _bytes(in_units(self.data, size).take(rows))
 
     def store(
         self, addresses: np.ndarray, values: np.ndarray, clusters: np.ndarray, threads: Threads | None = None
     ) -> None:  # fmt: skip
         """Write bytes uint8 [threads, size] at aligned addresses [threads]; the other arguments as of `load`."""
         size = values.shape[1]
-        rows = self._rows(addresses, size)
-        mine, writer = clusters[:, None] + 1, self.writer.reshape(-1, size)[rows]
-        self._in_order(writer, mine, "overwrites")
-        data = self.data.reshape(-1, size)
-        if threads is not None and writer.any():
-            late = self._late(rows, size, threads) & (writer > 0) & (data[rows] != values)
-            if late.any():
-                raise Fault(f"overwrites global memory that warp {self._warp_at(rows, size, late)} of its program "
-                            "wrote, without a wait for it")  # fmt: skip
-        data[rows] = values
-        if (data[rows] != values).any():
+        tensor, rows = self._rows(addresses, size)
+        data, mine, raw = in_units(self.data, size), clusters + 1, in_units(values, size)
+        if tensor is None or tensor.is_stored:
+            stamps = self._stamps_at(rows, size)
+            self._in_order(stamps, mine[:, None], "overwrites")
+            self._check_clocks(stamps, threads, "overwrites", _bytes(data.take(rows)) != values)
+        data[rows] = raw
+        if (_bytes(data.take(rows)) != values).any():
             raise Fault("several threads write different values to one address of global memory")
-        self.written.reshape(-1, size)[rows] = True
-        self.writer.reshape(-1, size)[rows] = mine
-        self.warp.reshape(-1, size)[rows] = NOBODY if threads is None else threads.warps[:, None]
-        self.epoch.reshape(-1, size)[rows] = 0 if threads is None else threads.epochs
+        for each in [tensor] if tensor is not None else self._tensors_of(addresses - BASE):
+            each.is_stored = True
+        if tensor is None or not tensor.is_complete:
+            in_units(self.written, size)[rows] = _ones(size)
+        nobody = np.full_like(mine, NOBODY), np.zeros_like(mine)
+        new = stamp_of(mine, *(nobody if threads is None else (threads.warps, threads.epochs)))
+        in_units(self.stamps, 8 * size)[rows] = in_units(np.repeat(new, size), 8 * size)
 
-    def _late(self, rows: np.ndarray, size: int, threads: Threads) -> np.ndarray:
-        """Whether the last write, by a warp of their cluster, is not in the threads' clocks: bool [threads, size]."""
-        return self.epoch.reshape(-1, size)[rows] > threads.known(self.warp.reshape(-1, size)[rows])
-
-    def _warp_at(self, rows: np.ndarray, size: int, which: np.ndarray) -> int:
-        return int(self.warp.reshape(-1, size)[rows][which][0])
-
-    def _rows(self, addresses: np.ndarray, size: int) -> np.ndarray:
-        start = addresses - BASE
-        if (start % size).any():
-            raise Fault(f"an access of {size} bytes at an address that is no multiple of {size}")
-        if start.min() < 0 or start.max() + size > len(self.data):
-            raise Fault(f"an access outside of all tensors, at {int(addresses[0]):#x}")
-        if not (self.allocated[start].all() and self.allocated[start + size - 1].all()):
-            bad = addresses[~(self.allocated[start] & self.allocated[start + size - 1])]
-            raise Fault(f"an access outside of all tensors, at {int(bad[0]):#x}")
-        return start // size
+    def _stamps_at(self, rows: np.ndarray, size: int) -> np.ndarray:
+        return in_units(self.stamps, 8 * size).take(rows).view(np.int64).reshape(-1, size)
 
     @staticmethod
-    def _in_order(writer: np.ndarray, mine: np.ndarray | np.int32, what: str) -> None:
+    def _check_clocks(
+        stamps: np.ndarray, threads: Threads | None, what: str, changes: np.ndarray | None
+    ) -> None:  # fmt: skip
+        """Raise Fault for bytes that another warp of the threads' cluster wrote, whose write is not in their clocks.
+
+        stamps: [threads, bytes]. changes: whether each byte changes; None for reads.
+        """
+        if threads is None or not (stamps > 0).any():
+            return
+        agents = _agent_of(stamps)
+        late = (stamps > 0) & ((stamps & _EPOCHS) > threads.known(agents))
+        if changes is not None:
+            late &= changes
+        if late.any():
+            agent = int(agents[late][0])
+            by = f"warp {agent}" if agent < threads.clocks.warps else "a bulk store"
+            raise Fault(f"{what} global memory that {by} of its program wrote, without a wait for it")
+
+    def _rows(self, addresses: np.ndarray, size: int) -> tuple[_Tensor | None, np.ndarray]:
+        """(the tensor of aligned accesses, as of `_tensor`; their indices in units of `size` bytes)."""
+        start = addresses - BASE
+        rows, left = np.divmod(start, size)
+        if left.any():
+            raise Fault(f"an access of {size} bytes at an address that is no multiple of {size}")
+        return self._tensor(start, size), rows
+
+    @staticmethod
+    def _in_order(stamps: np.ndarray, mine: np.ndarray | int, what: str) -> None:
+        writer = stamps >> _WRITER
         if ((writer != 0) & (writer != mine)).any():
             raise Fault(f"{what} global memory that another program of the launch wrote")
 
-    # ------------------------------------------------------------ single bytes, for copies and atomic operations
+    # ------------------------------------------------------------ copies and atomic operations
 
-    def bytes_at(self, addresses: np.ndarray, writes: bool, cluster: int) -> np.ndarray:
-        """Indices into `data` of bytes at addresses of any shape, after the checks of an access by a cluster."""
-        at = addresses - BASE
-        if at.size and (at.min() < 0 or at.max() >= len(self.data) or not self.allocated[at].all()):
-            raise Fault("a copy accesses memory outside of all tensors")
-        if not writes and not self.written[at].all():
+    def copied(self, addresses: np.ndarray, size: int, cluster: int, rows: np.ndarray | None = None) -> np.ndarray:
+        """The bytes that a cluster's copy reads at addresses, multiples of `size`: uint8 [addresses, size].
+
+        rows: the clocks of the copy's issue; None for a prefetch.
+        """
+        if not addresses.size:
+            return np.zeros((0, size), np.uint8)
+        tensor, places = self._rows(addresses, size)
+        if (tensor is None or not tensor.is_complete) and not self.written.reshape(-1, size)[places].all():
             raise Fault("a copy reads global memory that nothing wrote")
-        self._in_order(self.writer[at], np.int32(cluster + 1), "a copy overwrites" if writes else "a copy reads")
-        if writes:
-            self.written[at] = True
-            self.writer[at], self.warp[at], self.epoch[at] = cluster + 1, NOBODY, 0
-        return at
+        if tensor is None or tensor.is_stored:
+            self._check_copy(self._stamps_at(places, size), cluster, rows, "a copy reads")
+        return _bytes(in_units(self.data, size).take(places))
+
+    def copy(self, addresses: np.ndarray, values: np.ndarray, cluster: int, rows: np.ndarray, stamp: int) -> None:
+        """Write bytes uint8 [addresses, size] by a cluster's copy at addresses, multiples of `size`.
+
+        rows: the clocks of the copy's issue. stamp: of the bytes, as of `stamp_of`.
+        """
+        if not addresses.size:
+            return
+        size = values.shape[1]
+        tensor, places = self._rows(addresses, size)
+        if tensor is None or tensor.is_stored:
+            self._check_copy(self._stamps_at(places, size), cluster, rows, "a copy overwrites")
+        for each in [tensor] if tensor is not None else self._tensors_of(addresses - BASE):
+            each.is_stored = True
+        in_units(self.written, size)[places] = _ones(size)
+        in_units(self.stamps, 8 * size)[places] = in_units(np.full(size, stamp), 8 * size)
+        in_units(self.data, size)[places] = in_units(values, size)
+
+    def _check_copy(self, stamps: np.ndarray, cluster: int, rows: np.ndarray | None, what: str) -> None:
+        """Raise Fault for bytes that another program wrote, or the copy's own one without a wait and a fence."""
+        self._in_order(stamps, cluster + 1, what)
+        if rows is None:
+            return
+        mine, agents = stamps > 0, _agent_of(stamps)
+        late = mine & ((stamps & _EPOCHS) > rows[GLOBAL][agents])
+        if late.any():
+            unknown = (mine & ((stamps & _EPOCHS) > rows[KNOWN][agents])).any()
+            raise Fault(f"{what} global memory that its program wrote, without a "
+                        + ("wait for it" if unknown else "fence.proxy.async"))  # fmt: skip
 
     def update(self, address: int, size: int) -> slice:
         """The bytes of an aligned atomic operation at an address."""
-        start = int(self._rows(np.array([address]), size)[0]) * size
-        there = slice(start, start + size)
+        tensor, rows = self._rows(np.array([address]), size)
+        assert tensor is not None
+        there = slice(int(rows[0]) * size, int(rows[0]) * size + size)
         if not self.written[there].all():
             raise Fault("an atomic operation on global memory that nothing wrote")
-        if ((self.writer[there] != 0) & (self.writer[there] != ATOMIC)).any():
+        if ((self.stamps[there] != 0) & (self.stamps[there] != ATOMIC)).any():
             raise Fault("an atomic operation on global memory that a program of the launch wrote otherwise")
-        self.writer[there] = ATOMIC
+        tensor.is_stored = True
+        self.stamps[there] = ATOMIC
         return there
+
+
+def in_units(values: np.ndarray, size: int) -> np.ndarray:
+    """A contiguous array as units of `size` bytes: NumPy moves them ten times as fast as rows of an array."""
+    return values.reshape(-1).view(f"V{size}")
+
+
+def _bytes(units: np.ndarray) -> np.ndarray:
+    """Units [n] as uint8 [n, bytes]."""
+    return units.view(np.uint8).reshape(len(units), -1)
+
+
+@cache
+def _ones(size: int) -> np.ndarray:
+    return in_units(np.ones(size, bool), size)
+
+
+# ---------------------------------------------------------------- stamps
+
+_WRITER, _AGENT = 44, 32  # the first bits of the fields of a stamp; the epoch is below
+_EPOCHS = (1 << _AGENT) - 1
+ATOMIC = -1 << _WRITER
+
+
+def stamp_of(clusters: AnyInt, agents: AnyInt, epochs: AnyInt) -> AnyInt:
+    """The record of writes. clusters: the writers', from 1 on. agents: of their clocks, or `NOBODY`."""
+    return clusters << _WRITER | agents + 1 << _AGENT | epochs
+
+
+def _agent_of(stamps: np.ndarray) -> np.ndarray:
+    """The clock agents of stamps."""
+    return (stamps >> _AGENT & 4095) - 1

@@ -4,17 +4,19 @@ Source: PTX ISA, "Integer arithmetic instructions" and "Logic and shift instruct
 result of a division by zero open; here the quotient has all bits set, and the remainder is the dividend.
 """
 
+from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import numpy as np
 
 from ptxsim import numbers
-from ptxsim.forms import Step, elementwise, expect, form, immediate, reader, writer
-from ptxsim.fragment import Fragment
-from ptxsim.parse import Immediate, Instruction, Program
+from ptxsim.forms import Elementwise, Step, elementwise, expect, form, immediate
+from ptxsim.parse import Immediate, Instruction, Program, Register
 from ptxsim.state import CARRY
 
 _WIDTHS = (16, 32, 64)
+_CARRY = Register(CARRY, 1)
 _INTEGERS = tuple(f"{sign}{bits}" for bits in _WIDTHS for sign in "su")
 
 
@@ -73,15 +75,12 @@ def _multiply_add_carry_out(instruction: Instruction, program: Program) -> Step:
     """The step that adds c to the low halves of the products, and keeps the carry of the sum."""
     expect(instruction, 4)
     into, *operands = instruction.operands
-    write, reads = writer(into, "u32"), [reader(each, "u32") for each in operands]
 
-    def step(fragment: Fragment) -> None:
-        a, b, c = (read(fragment) for read in reads)
-        total = np.broadcast_to(a * b + c, fragment.shape)
-        write(fragment, total)
-        fragment.put(CARRY, total < c)
+    def compute(a: np.ndarray, b: np.ndarray, c: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        total = a * b + c
+        return total, total < c
 
-    return step
+    return Elementwise([(into, "u32"), (_CARRY, "pred")], [(each, "u32") for each in operands], compute)
 
 
 @form("madc.hi.u32")
@@ -89,14 +88,12 @@ def _multiply_add_carry_in(instruction: Instruction, program: Program) -> Step:
     """The step that adds c and the carry to the high halves of the products."""
     expect(instruction, 4)
     into, *operands = instruction.operands
-    write, reads = writer(into, "u32"), [reader(each, "u32") for each in operands]
 
-    def step(fragment: Fragment) -> None:
-        a, b, c = (read(fragment) for read in reads)
+    def compute(a: np.ndarray, b: np.ndarray, c: np.ndarray, carry: np.ndarray) -> np.ndarray:
         high = (np.multiply(a, b, dtype=np.uint64) >> 32).astype(np.uint32)
-        write(fragment, high + c + fragment.get(CARRY))
+        return high + c + carry
 
-    return step
+    return Elementwise([(into, "u32")], [*((each, "u32") for each in operands), (_CARRY, "pred")], compute)
 
 
 @elementwise("s16x2 s16x2 s16x2", "add.s16x2")
@@ -168,30 +165,25 @@ for _kind in ("b32", "b64"):
 def _permute(instruction: Instruction, program: Program) -> Step:
     expect(instruction, 4)
     into, *operands = instruction.operands
-    write, reads = writer(into, "b32"), [reader(each, "b32") for each in operands]
-    a, b, selector = reads
     if isinstance(operands[2], Immediate):
-        constant = immediate(operands[2])
-
-        def step(fragment: Fragment) -> None:
-            write(fragment, numbers.prmt(a(fragment), b(fragment), constant))
-
+        function, operands = _permutation(immediate(operands[2])), operands[:2]
     else:
+        function = numbers.prmt_by_thread
+    return Elementwise([(into, "b32")], [(each, "b32") for each in operands], function)
 
-        def step(fragment: Fragment) -> None:
-            write(fragment, numbers.prmt_by_thread(a(fragment), b(fragment), selector(fragment)))
 
-    return step
+@cache
+def _permutation(selector: int) -> Callable:
+    return lambda a, b: numbers.prmt(a, b, selector)
 
 
 @form("lop3.b32")
 def _logic(instruction: Instruction, program: Program) -> Step:
     expect(instruction, 5)
     into, *operands, table = instruction.operands
-    write, constant = writer(into, "b32"), immediate(table)
-    a, b, c = (reader(each, "b32") for each in operands)
+    return Elementwise([(into, "b32")], [(each, "b32") for each in operands], _logic_of(immediate(table)))
 
-    def step(fragment: Fragment) -> None:
-        write(fragment, numbers.lop3(a(fragment), b(fragment), c(fragment), constant))
 
-    return step
+@cache
+def _logic_of(table: int) -> Callable:
+    return lambda a, b, c: numbers.lop3(a, b, c, table)

@@ -6,6 +6,8 @@
 A launch is executed synchronously, so later operations of the host read its results.
 """
 
+import operator
+import struct
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -17,7 +19,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from ptxsim.global_memory import GlobalMemory
-from ptxsim.parse import parse
+from ptxsim.parse import Parameter, parse
 from ptxsim.run import LOCKSTEP, Kernel, Schedule, Tally, run
 
 Grid = int | tuple[int, int, int]  # the number of programs of a launch, or their numbers in x, y and z
@@ -60,7 +62,8 @@ class Simulator:
         started = time.perf_counter()
         memory = GlobalMemory()
         placed: dict[int, tuple[int, np.ndarray]] = {}
-        arguments = [self._argument(value, memory, placed) for value in values]
+        parameters = compiled.kernel.program.parameters
+        arguments = [self._argument(*each, memory, placed) for each in zip(values, parameters, strict=False)]
         x, y, z = (grid, 1, 1) if isinstance(grid, int) else grid
         arguments += [compiled.scratch(memory, x * y * z), 0]
         tally = run(compiled.kernel, memory, arguments, (x * compiled.kernel.program.cluster, y, z), compiled.shared,
@@ -74,10 +77,12 @@ class Simulator:
         self.executed.setdefault(compiled.ptx, set()).update(tally.executed)
         self.seconds += time.perf_counter() - started
 
-    def _argument(self, value: Any, memory: GlobalMemory, placed: dict[int, tuple[int, np.ndarray]]) -> int:
+    def _argument(
+        self, value: Any, parameter: Parameter, memory: GlobalMemory, placed: dict[int, tuple[int, np.ndarray]]
+    ) -> int:
         """The parameter for an argument. A tensor's storage is copied to global memory at the first use."""
         if not isinstance(value, torch.Tensor):
-            return int(value)
+            return _bits(value, parameter)
         content = _bytes(value)
         key = value.untyped_storage().data_ptr()
         if key not in placed:
@@ -92,6 +97,17 @@ class Simulator:
             self.unwritten.pop(key, None)
         else:
             self.unwritten[key] = written
+
+
+def _bits(value: Any, parameter: Parameter) -> int:
+    """The bits of a number as a parameter. Raises TypeError for a float that the kernel does not take as one."""
+    if parameter.is_float:
+        return int.from_bytes(struct.pack("<f" if parameter.nbytes == 4 else "<d", value), "little")
+    try:
+        return operator.index(value)
+    except TypeError:
+        raise TypeError(f"the argument for {parameter.name}: {value!r}, and the parameter is no float of 32 or 64 "
+                        "bits") from None  # fmt: skip
 
 
 UNWRITTEN = 0xEE  # every byte of new memory

@@ -1,7 +1,7 @@
 """The machine that executes instructions: the state of its programs, with barriers, memories and pipes."""
 
 from ptxsim.async_groups import AsyncGroups
-from ptxsim.barriers import ClusterBarrier, Mbarriers, ProgramBarriers
+from ptxsim.barriers import ClusterBarrier, Mbarriers, ProgramBarriers, RegisterPools
 from ptxsim.global_memory import GlobalMemory
 from ptxsim.parse import Program
 from ptxsim.state import State
@@ -21,11 +21,12 @@ class Machine(State):
         self.mbarriers = Mbarriers(self)
         self.barriers = ProgramBarriers(self)
         self.cluster_barrier = ClusterBarrier(self)
+        self.register_pools = RegisterPools(self)
         self.cluster_tickets: dict[int, int] = {}  # the phase of the cluster's barrier for which a warp waits
         self.tensor_memory = TensorMemory(self)
         self.tensor_maps = TensorMaps(self)
         self.copy_groups = AsyncGroups(self, self.clocks.copies, fences=False)
-        self.bulk_groups = AsyncGroups(self, self.clocks.bulk_stores, fences=True)
+        self.bulk_groups = AsyncGroups(self, self.clocks.bulk_stores, self.clocks.bulk_writes, fences=True)
         self.products = Products(self)
         # Registers of each warp that `tcgen05.ld` writes until the warp waits for it.
         self.unready: dict[int, set[str]] = {}

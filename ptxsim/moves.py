@@ -8,19 +8,14 @@ from collections.abc import Callable
 
 import numpy as np
 
-from ptxsim.forms import Step, UnknownForm, elementwise, expect, form, reader, writer
-from ptxsim.fragment import Fragment
+from ptxsim.forms import Elementwise, Step, UnknownForm, elementwise, expect, form, same
+from ptxsim.numbers import interleaved
 from ptxsim.parse import Instruction, Operand, Program, Vector
 
-
-def _same(values: np.ndarray) -> np.ndarray:
-    return values
-
-
 for _kind in ("pred", "u16", "u32", "u64", "f32"):
-    elementwise(f"{_kind} {_kind}", f"mov.{_kind}")(_same)
+    elementwise(f"{_kind} {_kind}", f"mov.{_kind}")(same)
 
-elementwise("u64 u64", "cvta.global.u64")(_same)
+elementwise("u64 u64", "cvta.global.u64")(same)
 
 
 @form("mov.b16", "mov.b32", "mov.b64")
@@ -33,8 +28,7 @@ def _move(instruction: Instruction, program: Program) -> Step:
         return _pack(into, source.parts, kind)
     if isinstance(into, Vector):
         return _unpack(into.parts, source, kind)
-    write, read = writer(into, kind), reader(source, kind)
-    return lambda fragment: write(fragment, read(fragment))
+    return Elementwise([(into, kind)], [(source, kind)], same)
 
 
 def _part(kind: str, count: int) -> str:
@@ -46,30 +40,16 @@ def _part(kind: str, count: int) -> str:
 
 
 def _pack(into: Operand, parts: tuple[Operand, ...], kind: str) -> Step:
-    part = _part(kind, len(parts))
-    write, reads = writer(into, kind), [reader(each, part) for each in parts]
-    whole, dtype = np.dtype(f"u{int(kind[1:]) // 8}"), np.dtype(f"u{int(part[1:]) // 8}")
-
-    def step(fragment: Fragment) -> None:
-        values = np.empty((*fragment.shape, len(reads)), dtype)
-        for i, read in enumerate(reads):
-            values[:, i] = read(fragment)
-        write(fragment, values.view(whole)[:, 0])
-
-    return step
+    part, whole = _part(kind, len(parts)), np.dtype(f"u{int(kind[1:]) // 8}")
+    return Elementwise([(into, kind)], [(each, part) for each in parts],
+                       lambda *values: interleaved(*values).view(whole)[..., 0])  # fmt: skip
 
 
 def _unpack(parts: tuple[Operand, ...], source: Operand, kind: str) -> Step:
     part = _part(kind, len(parts))
-    writes, read = [writer(each, part) for each in parts], reader(source, kind)
     dtype = np.dtype(f"u{int(part[1:]) // 8}")
-
-    def step(fragment: Fragment) -> None:
-        values = read(fragment).reshape(-1, 1).view(dtype)
-        for i, write in enumerate(writes):
-            write(fragment, values[:, i])
-
-    return step
+    return Elementwise([(each, part) for each in parts], [(source, kind)],
+                       lambda values: np.ascontiguousarray(values.reshape(-1, 1).view(dtype).T))  # fmt: skip
 
 
 def _select(a: np.ndarray, b: np.ndarray, first: np.ndarray) -> np.ndarray:

@@ -204,12 +204,15 @@ def fma_bf16(a: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarray:
 def fma32(a: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarray:
     """a * b + c of float32, rounded once to the nearest float32."""
     total = np.multiply(a, b, dtype=F64) + c
-    rounded = total.astype(F32)
+    rounded = np.asarray(total.astype(F32))
     # Rounding twice differs only where float64 has a number halfway between two float32. Subnormal numbers have
     # other halves, and are always done again.
     halfway = (total.view(np.int64) & 0x1FFFFFFF) == 0x10000000
     halfway |= (rounded.view(U32) & 0x7FFFFFFF) - U32(1) < 0x7FFFFF
-    return canonical(fused(a, b, c).astype(F32) if halfway.any() else rounded)
+    if halfway.any():
+        again = (np.broadcast_to(each, rounded.shape)[halfway] for each in (a, b, c))
+        rounded[halfway] = fused(*again).astype(F32)
+    return canonical(rounded)
 
 
 def fma32_down(a: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarray:

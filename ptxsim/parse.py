@@ -7,6 +7,7 @@ Registers and labels that inline assembly declares within braces are renamed, so
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 
 
 @dataclass(frozen=True)
@@ -93,30 +94,46 @@ class Instruction:
 
 
 @dataclass(frozen=True)
+class Parameter:
+    """A parameter of a kernel. is_float: whether it is declared as a float of 32 or 64 bits."""
+
+    name: str
+    nbytes: int
+    is_float: bool
+
+
+@dataclass(frozen=True)
 class Program:
     """A kernel.
 
-    parameters: (name, bytes) in order. threads: threads of a program. cluster: programs of a cluster. static_shared,
+    parameters: in order. threads: threads of a program. cluster: programs of a cluster. static_shared,
     local: the declared arrays in shared memory, and in every thread's local memory, as bytes by name.
-    constants: the contents of the module's arrays in global memory, by name. labels: indices into
-    `instructions`. tables: the labels of each branch table. leaders: the indices at which basic blocks begin.
+    constants: the contents of the module's arrays in global memory, by name. registers: of a thread at the start; 0 if
+    the PTX does not say. labels: indices into `instructions`. tables: the labels of each branch table. leaders: the
+    indices at which basic blocks begin.
     """
 
     name: str
-    parameters: tuple[tuple[str, int], ...]
+    parameters: tuple[Parameter, ...]
     threads: int
     cluster: int
     static_shared: dict[str, int]
     local: dict[str, int]
     constants: dict[str, bytes]
+    registers: int
     instructions: tuple[Instruction, ...]
     labels: dict[str, int]
     tables: dict[str, tuple[str, ...]]
     leaders: frozenset[int]
 
+    @cached_property
+    def widths(self) -> dict[str, int]:
+        """The bits of each register, by name."""
+        return {each.name: each.bits for one in self.instructions for each in operand_registers(one)}
+
 
 # Instructions after which a warp may be at another instruction, or has to wait.
-_ENDS_BLOCK = ("bra", "brx", "ret", "exit", "bar", "barrier", "mbarrier")
+_ENDS_BLOCK = ("bra", "brx", "ret", "exit", "bar", "barrier", "mbarrier", "setmaxnreg")
 
 
 def operand_registers(one: Instruction) -> list[Register]:
@@ -143,19 +160,20 @@ def parse(text: str) -> Program:
         raise ValueError("the PTX has no .entry function")
     sizes = {"8": 1, "16": 2, "32": 4, "64": 8}
     parameters = [
-        (name, int(count) if count else sizes[bits])
-        for bits, name, count in re.findall(r"\.param .*?\.\w(\d+)(?: [^\n]*?)? (\w+)(?:\[(\d+)\])?\s*(?:,|$)",
+        Parameter(name, int(count) if count else sizes[bits], kind == "f")
+        for kind, bits, name, count in re.findall(r"\.param .*?\.(\w)(\d+)(?: [^\n]*?)? (\w+)(?:\[(\d+)\])?\s*(?:,|$)",
                                             found[2], re.M)
     ]  # fmt: skip
     threads = re.search(r"\.(?:req|max)ntid (\d+)", found[3])
     cluster = re.search(r"\.reqnctapercluster (\d+)", found[3])
+    registers = re.search(r"\.maxnreg (\d+)", found[3])
     if threads is None:
         raise ValueError(f"{found[1]} has no .reqntid")
     constants = {
         name: bytes(map(int, values.split(","))).ljust(int(count), b"\0")
         for name, count, values in _CONSTANT.findall(text, 0, found.start())
     }
-    body = _Body(text, found.end(), {name for name, _ in parameters} | constants.keys())
+    body = _Body(text, found.end(), {each.name for each in parameters} | constants.keys())
     targets = {one.operands[0] for one in body.instructions if one.opcode in ("bra", "bra.uni")}
     named = {target.name for target in targets if isinstance(target, Label)}.union(*body.tables.values())
     leaders = {0, *(body.labels[name] for name in named)}
@@ -163,8 +181,8 @@ def parse(text: str) -> Program:
         if one.opcode.split(".")[0] in _ENDS_BLOCK:
             leaders |= {index, index + 1} if one.opcode.startswith("mbarrier.try_wait") else {index + 1}
     return Program(found[1], tuple(parameters), int(threads[1]), int(cluster[1]) if cluster else 1,
-                   body.shared, body.local, constants, tuple(body.instructions), body.labels, body.tables,
-                   frozenset(leaders))  # fmt: skip
+                   body.shared, body.local, constants, int(registers[1]) if registers else 0,
+                   tuple(body.instructions), body.labels, body.tables, frozenset(leaders))  # fmt: skip
 
 
 _WIDTH = re.compile(r"\.(?:[busf](\d+)(x2)?|bf16(x2)?|(pred))$")

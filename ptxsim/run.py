@@ -17,6 +17,7 @@ from ptxsim.global_memory import GlobalMemory
 from ptxsim.machine import Machine
 from ptxsim.order import Order
 from ptxsim.parse import Program, operand_registers
+from ptxsim.segments import Segment, segments_of
 from ptxsim.state import DONE, LANES
 
 _THREADS = 8192  # the most threads that run at the same time, in whole clusters
@@ -32,6 +33,7 @@ class Kernel:
     reads: list[frozenset[str]] = field(repr=False)  # the registers of each instruction
     granule: int  # the smallest access to shared memory, in bytes
     order: Order | None = field(repr=False)  # of the basic blocks; None for the layout's
+    segments: list[Segment | None] = field(repr=False)  # for each instruction, the compiled run that begins there
 
     @classmethod
     def of(cls, program: Program) -> "Kernel":
@@ -39,7 +41,8 @@ class Kernel:
         sizes = [int(one.opcode[-2:].lstrip("bfsu")) // 8 for one in program.instructions
                  if one.opcode.startswith(("ld.shared", "st.shared"))]  # fmt: skip
         reads = [frozenset(each.name for each in operand_registers(one)) for one in program.instructions]
-        return cls(program, catalogue.decode(program), reads, min([4, *sizes]), Order.of(program))
+        steps = catalogue.decode(program)
+        return cls(program, steps, reads, min([4, *sizes]), Order.of(program), segments_of(program, steps))
 
 
 @dataclass(frozen=True)
@@ -48,12 +51,16 @@ class Schedule:
 
     seed: of the random choices. With seed 0, all warps at the same instruction execute it together, which is the
     fastest; with other seeds sometimes only one of them does. strict_loads: whether the use of registers that
-    `tcgen05.ld` loads is a fault before `tcgen05.wait::ld`. most: a launch that executes more warp instructions is a
-    fault, because it probably does not end.
+    `tcgen05.ld` loads is a fault before `tcgen05.wait::ld`. failing_waits: whether `mbarrier.try_wait` sometimes
+    returns false before its phase is complete, as hardware may; else it waits. strict_scopes: whether an arrival of the
+    scope `.cta` at an mbarrier of another program orders nothing; else it does, and is a note. most: a launch that
+    executes more warp instructions is a fault, because it probably does not end.
     """
 
     seed: int = 0
     strict_loads: bool = False
+    failing_waits: bool = False
+    strict_scopes: bool = False
     most: int = 10**10
 
 
@@ -100,6 +107,8 @@ def run(
     clusters = math.prod(shape) // program.cluster
     for first in range(0, clusters, most):
         machine = Machine(program, memory, arguments, shape, nbytes, kernel.granule, first, min(most, clusters - first))
+        machine.failing_waits = chosen if schedule.failing_waits else None
+        machine.strict_scopes, machine.notes = schedule.strict_scopes, tally.notes
         with np.errstate(all="ignore"), _one_thread():
             _Turns(machine, kernel, schedule, chosen, tally).run()
     return tally
@@ -129,9 +138,10 @@ class _Turns:
         self.machine, self.kernel, self.program = machine, kernel, kernel.program
         self.schedule, self.random, self.tally = schedule, chosen, tally
         self.warp_pc = np.zeros(len(machine.blocked), np.int32)
+        self.counts: dict[tuple[int, int], int] = {}  # executions by warps of instructions from one to another
 
     def run(self) -> None:
-        """Run until all threads have ended and no asynchronous operations are left."""
+        """Run until all threads have ended and no asynchronous operations are left, and count."""
         machine = self.machine
         while True:
             if machine.conditions and machine.changed:
@@ -149,6 +159,9 @@ class _Turns:
             else:
                 break
         self._end()
+        for (first, end), count in self.counts.items():
+            for one in self.program.instructions[first:end]:
+                self.tally.opcodes[one.opcode] += count
 
     def _agents(self) -> list[tuple[int, bool]]:
         """(cluster, whether it is the tensor pipe) of each agent with pending operations."""
@@ -182,38 +195,60 @@ class _Turns:
         self.warp_pc[together] = left.min(1) if self.kernel.order is None else self.kernel.order.first(left)
 
     def _run_block(self, fragment: Fragment, index: int) -> None:
-        machine, kernel, program, tally = self.machine, self.kernel, self.program, self.tally
+        leaders, segments = self.program.leaders, self.kernel.segments
         while True:
-            one = program.instructions[index]
-            if machine.unready:
-                self._check_unready(fragment, index)
-            if machine.products.registers:
-                machine.products.check(fragment.warps, one, kernel.reads[index])
-            if one.guard is None:
+            segment = segments[index]
+            if segment is not None and self._is_free(segment, fragment):
                 fragment.running, fragment.whole = fragment.active, fragment.all_active
+                segment.run(fragment, self.tally.executed)
+                self._count(index, segment.end, len(fragment.warps))
+                index = segment.end
             else:
-                guard = fragment.get(one.guard.name)
-                fragment.running = fragment.active & (~guard if one.guard.negated else guard)
-                fragment.whole = fragment.all_active and bool(fragment.running.all())
-            fragment.at = index
-            tally.instructions += len(fragment.warps)
-            tally.opcodes[one.opcode] += len(fragment.warps)
-            runs = one.guard is None or fragment.whole or bool(fragment.running.any())
-            if runs:
-                tally.executed.add(index)
-            if runs or one.opcode in control.BRANCHES:
-                try:
-                    left = kernel.steps[index](fragment)
-                except Fault as fault:
-                    raise Fault(f"{program.name}, {one}: {fault} (warps {self._name(fragment)})") from None
+                self._count(index, index + 1, len(fragment.warps))
+                left = self._run_step(fragment, index)
                 if left is not None:
                     fragment = left
                     if not len(fragment.warps):
                         return
-            index += 1
-            if index in program.leaders:
+                index += 1
+            if index in leaders:
                 fragment.jump(fragment.active, index)
                 return
+
+    def _count(self, first: int, end: int, warps: int) -> None:
+        self.counts[first, end] = self.counts.get((first, end), 0) + warps
+        self.tally.instructions += warps * (end - first)
+
+    def _is_free(self, segment: Segment, fragment: Fragment) -> bool:
+        """Whether a run may be executed as one: it has been before, and no operation under way has its registers."""
+        segment.executions += 1
+        machine = self.machine
+        if not segment.is_worthwhile or machine.unready:
+            return False
+        return not machine.products.used_by(fragment.warps, segment.names)
+
+    def _run_step(self, fragment: Fragment, index: int) -> Fragment | None:
+        """Execute an instruction; returns what its step does."""
+        machine, kernel, program = self.machine, self.kernel, self.program
+        one = program.instructions[index]
+        if machine.unready:
+            self._check_unready(fragment, index)
+        if machine.products.registers:
+            machine.products.check(fragment.warps, one, kernel.reads[index])
+        fragment.at = index
+        if one.guard is None:
+            fragment.running, fragment.whole = fragment.active, fragment.all_active
+        else:
+            guard = fragment.get(one.guard.name)
+            fragment.running = fragment.active & (~guard if one.guard.negated else guard)
+            fragment.whole = fragment.all_active and bool(fragment.running.all())
+            if not fragment.whole and not fragment.running.any():
+                return kernel.steps[index](fragment) if one.opcode in control.BRANCHES else None
+        self.tally.executed.add(index)
+        try:
+            return kernel.steps[index](fragment)
+        except Fault as fault:
+            raise Fault(f"{program.name}, {one}: {fault} (warps {self._name(fragment)})") from None
 
     def _check_unready(self, fragment: Fragment, index: int) -> None:
         """Find uses of registers before the warp waited for the `tcgen05.ld` that writes them.

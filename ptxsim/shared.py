@@ -4,6 +4,7 @@ import numpy as np
 
 from ptxsim.clocks import Clocks, Shadow
 from ptxsim.fault import Fault
+from ptxsim.global_memory import in_units
 from ptxsim.lanes import Lanes
 
 START = 1024  # the first byte that a program may use; the system has those before it
@@ -42,29 +43,36 @@ class SharedMemory:
 
     def flat(self, addresses: np.ndarray, clusters: np.ndarray, size: int) -> np.ndarray:
         """Indices into `data` for accesses of `size` bytes. clusters: the cluster of each access."""
-        rank, offset = addresses >> _RANK, addresses & (1 << _RANK) - 1
-        if (rank >= self.cluster).any():
-            raise Fault("an access to shared memory of a program that the cluster does not have")
-        if (offset < START).any() or (offset + size > self.end).any():
-            raise Fault(f"an access outside of shared memory, at {int(offset.min())} to {int(offset.max()) + size} of "
-                        f"{self.end}")  # fmt: skip
-        return (clusters * self.cluster + rank) * self.stride + offset
+        first = self.cluster * self.stride * clusters
+        if self.cluster > 1:
+            rank, addresses = addresses >> _RANK, addresses & (1 << _RANK) - 1
+            if (rank >= self.cluster).any():
+                raise Fault("an access to shared memory of a program that the cluster does not have")
+            first = first + rank * self.stride
+        lowest, highest = int(addresses.min()), int(addresses.max()) + size
+        if lowest < START or highest > self.end:
+            if highest >= 1 << _RANK:
+                raise Fault("an access to shared memory of a program that the cluster does not have")
+            raise Fault(f"an access outside of shared memory, at {lowest} to {highest} of {self.end}")
+        return first + addresses
 
     def index(self, address: int, cluster: int, nbytes: int) -> int:
         """The index into `data` of the first of some bytes at an address."""
-        return int(self.flat(np.array(address), np.array(cluster), nbytes))
+        rank, offset = address >> _RANK, address & (1 << _RANK) - 1
+        if not 0 <= rank < self.cluster or offset < START or offset + nbytes > self.end:
+            self.flat(np.array(address), np.array(cluster), nbytes)  # raises Fault
+        return (cluster * self.cluster + rank) * self.stride + offset
 
     def load(
         self, addresses: np.ndarray, size: int, clusters: np.ndarray, warps: np.ndarray, lanes: np.ndarray
     ) -> np.ndarray:  # fmt: skip
         """The bytes at aligned addresses [threads] that threads read: uint8 [threads, size]."""
         rows = self._rows(addresses, clusters, size)
-        cells = self._cells(rows, size)
-        self.shadow.reads_of_warps(cells, clusters, warps)
-        writer, own = self.shadow.writer[cells], warps[:, None]
+        cells = self.cells_of(rows, size)
+        writer, own = self.shadow.reads_of_warps(cells, clusters, warps), warps[:, None]
         is_own = (writer == own) | (writer == self.clocks.copies(own))
-        self.lanes.reads(cells, clusters, warps, lanes, is_own, self.shadow.written[cells])
-        return self.data.reshape(-1, size)[rows]
+        self.lanes.reads(cells, clusters, warps, lanes, is_own, self.shadow.written)
+        return in_units(self.data, size).take(rows).view(np.uint8).reshape(-1, size)
 
     def store(
         self, addresses: np.ndarray, values: np.ndarray, clusters: np.ndarray, warps: np.ndarray, lanes: np.ndarray
@@ -72,14 +80,15 @@ class SharedMemory:
         """Write bytes uint8 [threads, size] at aligned addresses [threads]."""
         size = values.shape[1]
         rows = self._rows(addresses, clusters, size)
-        data = self.data.reshape(-1, size)
-        changes = (data[rows] != values).reshape(len(rows), -1, self.granule).any(2)
-        cells = self._cells(rows, size)
-        is_own = self.shadow.writer[cells] == warps[:, None]
+        data, cells = in_units(self.data, size), self.cells_of(rows, size)
+        granules = f"u{self.granule}"
+        raw = np.ascontiguousarray(values).view(granules)
+        changes = data.take(rows).view(granules).reshape(raw.shape) != raw
+        is_own = self.shadow.writer.take(cells) == warps[:, None]
         self.shadow.writes_of_warps(cells, clusters, warps, changes)
         self.lanes.writes(cells, clusters, warps, lanes, is_own, changes)
-        data[rows] = values
-        if (data[rows] != values).any():
+        data[rows] = in_units(raw, size)
+        if (data.take(rows).view(granules).reshape(raw.shape) != raw).any():
             raise Fault("several threads write different values to one address of shared memory")
 
     def _rows(self, addresses: np.ndarray, clusters: np.ndarray, size: int) -> np.ndarray:
@@ -88,9 +97,16 @@ class SharedMemory:
             raise Fault(f"an access of {size} bytes at an address that is no multiple of {size}")
         return flat // size
 
-    def _cells(self, rows: np.ndarray, size: int) -> np.ndarray:
+    def cells_of(self, rows: np.ndarray, size: int) -> np.ndarray:
+        """The cells of units of `size` bytes, [units, cells of a unit]; of smaller units, the cell of each."""
         each = size // self.granule
-        return rows[:, None] * each + np.arange(each)
+        if not each:
+            return rows[:, None] * size // self.granule
+        return rows[:, None] * each + np.arange(each) if each > 1 else rows[:, None]
+
+    def span(self, first: int, nbytes: int) -> slice:
+        """The cells of bytes that follow each other. first: an index into `data`."""
+        return slice(first // self.granule, (first + nbytes) // self.granule)
 
     def cells(self, flat: np.ndarray) -> np.ndarray:
         """The cells of bytes, given in runs of whole cells as indices into `data`."""

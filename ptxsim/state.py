@@ -1,7 +1,8 @@
 """The state that the parts of a machine share: programs, memory, registers, waiting warps, pending operations."""
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable
+from random import Random
 
 import numpy as np
 
@@ -9,7 +10,7 @@ from ptxsim.clocks import KNOWN, AnyInt, Clocks
 from ptxsim.fault import Fault
 from ptxsim.global_memory import GlobalMemory
 from ptxsim.local import LocalMemory
-from ptxsim.parse import Instruction, Program, operand_registers
+from ptxsim.parse import Instruction, Program
 from ptxsim.shared import START, SharedMemory
 
 LANES = 32
@@ -21,6 +22,26 @@ Ready = Callable[[], bool]
 def register_dtype(bits: int) -> np.dtype:
     """The dtype of a register's values in the register file."""
     return np.dtype(bool) if bits == 1 else np.dtype(f"u{bits // 8}")
+
+
+class Registers(dict[str, np.ndarray]):
+    """The register file: an array for each register, with an entry for each thread, made at the first use.
+
+    widths: bits by name. Contents that nothing wrote are numbers that no kernel may use.
+    """
+
+    def __init__(self, widths: dict[str, int], threads: int) -> None:
+        super().__init__()
+        self._widths, self._threads = widths | {CARRY: 1}, threads
+
+    def __missing__(self, name: str) -> np.ndarray:
+        bits = self._widths[name]
+        if bits > 1:
+            made = np.full(self._threads, 0xBADBADBADBADBAD % 2**bits, register_dtype(bits))
+        else:
+            made = np.arange(self._threads) % 2 == 1  # neither true nor false is right for a whole warp
+        self[name] = made
+        return made
 
 
 class State:
@@ -40,10 +61,13 @@ class State:
         self.warps_of_cluster = self.warps_of_program * program.cluster
         warps = clusters * self.warps_of_cluster
         threads = warps * LANES
-        self.registers = self._new_registers(threads)
+        self.registers = Registers(program.widths, threads)
         self.pc = np.zeros(threads, np.int32)
         self.blocked = np.zeros(warps, bool)
         self.conditions: dict[int, Ready] = {}  # of blocked warps that `wake` does not unblock
+        self.failing_waits: Random | None = None  # chooses the `try_wait` that return false
+        self.strict_scopes = False  # whether arrivals of too small a scope order nothing
+        self.notes: Counter[str] = Counter()
         self.changed = False  # whether a phase of a barrier, for which conditions wait, has been completed
         self.clocks = Clocks(clusters, self.warps_of_cluster)
         self.shared = SharedMemory(clusters * program.cluster, shared_bytes, program.cluster, self.clocks, granule)
@@ -56,15 +80,6 @@ class State:
         self.lane_of = np.arange(threads) % LANES
         self.parameters = np.zeros(8 * len(program.parameters), np.uint8)  # a parameter has at most 8 bytes
         self._specials = self._special_registers(arguments, grid, threads)
-
-    def _new_registers(self, threads: int) -> dict[str, np.ndarray]:
-        """Registers with contents that no kernel may use."""
-        made: dict[str, np.ndarray] = {CARRY: np.zeros(threads, bool)}
-        widths = {r.name: r.bits for one in self.program.instructions for r in operand_registers(one)}
-        for name, bits in widths.items():
-            dtype = register_dtype(bits)
-            made[name] = np.zeros(threads, bool) if bits == 1 else np.full(threads, 0xBADBADBADBADBAD % 2**bits, dtype)
-        return made
 
     def _special_registers(
         self, arguments: list[int], grid: tuple[int, int, int], threads: int
@@ -103,9 +118,10 @@ class State:
     def _place_parameters(self, arguments: list[int]) -> dict[str, int]:
         """The offset of each parameter, after its bytes were written to `parameters`."""
         found, at = {}, 0
-        for (name, size), value in zip(self.program.parameters, arguments, strict=True):
+        for parameter, value in zip(self.program.parameters, arguments, strict=True):
+            size = parameter.nbytes
             at = -(-at // size) * size
-            found[name] = at
+            found[parameter.name] = at
             raw = (value % 2 ** (8 * size)).to_bytes(size, "little")
             self.parameters[at : at + size] = np.frombuffer(raw, np.uint8)
             at += size

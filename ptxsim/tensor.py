@@ -82,7 +82,7 @@ def _dealloc(instruction: Instruction, program: Program) -> Step:
     address, count = reader(instruction.operands[0], "u32"), immediate(instruction.operands[1])
 
     def step(fragment: Fragment) -> None:
-        machine, addresses = fragment.machine, np.broadcast_to(address(fragment), fragment.shape)
+        machine, addresses = fragment.machine, fragment.every(address(fragment))
         for first, warp in _warps(fragment):
             rows = machine.clocks.of(machine.cluster_of_warp(warp), machine.local_warp(warp))
             machine.tensor_memory.free(machine.program_of(warp), _same(addresses, first), count, rows)
@@ -190,7 +190,7 @@ def _copy(instruction: Instruction, program: Program) -> Step:
     pair = group_of(instruction) == 2
 
     def step(fragment: Fragment) -> None:
-        addresses, bits = address(fragment), np.broadcast_to(descriptor(fragment), fragment.shape)
+        addresses, bits = address(fragment), fragment.every(descriptor(fragment))
         for lane, ranks, begin in issue(fragment, pair):
             column, matrix = column_of(int(addresses[lane])), Matrix.of(int(bits[lane]))
 

@@ -27,13 +27,14 @@ def issue(fragment: Fragment, pair: bool) -> Iterator[tuple[int, tuple[int, ...]
         cluster, rank = machine.cluster_of_warp(warp), machine.program_of(warp) % machine.program.cluster
         if pair and (rank % 2 or machine.program.cluster % 2):
             raise Fault("an instruction for a pair of programs, from a program that is not the first of a pair")
-        rows = machine.clocks.of(cluster, machine.local_warp(warp))
+        local = machine.local_warp(warp)
+        rows = machine.clocks.of(cluster, local)
 
-        def begin(operation: Operation, cluster: int = cluster, rows: np.ndarray = rows) -> None:
+        def begin(operation: Operation, cluster: int = cluster, local: int = local, rows: np.ndarray = rows) -> None:
             pipe = machine.tensor_memory.pipes[cluster]
 
             def run() -> None:
-                pipe.begin(rows)
+                pipe.begin(local, rows)
                 operation(pipe)
 
             machine.in_pipe(fragment.instruction, cluster, run)

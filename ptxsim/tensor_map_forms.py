@@ -43,7 +43,7 @@ def _replace(instruction: Instruction, program: Program) -> Step:
         machine, running = fragment.machine, fragment.running
         threads = fragment.running_threads()
         clusters, warps, lanes = machine.cluster_of[threads], machine.warp_of[threads], machine.lane_of[threads]
-        at, values = address(fragment)[running], np.broadcast_to(value(fragment), fragment.shape)[running]
+        at, values = address(fragment)[running], fragment.every(value(fragment))[running]
         if (values >> np.uint64(8 * size - 1) >> np.uint64(1)).any():
             raise Fault(f"a value of {int(values.max())} for {name}")
         maps = machine.shared.load(at, NBYTES, clusters, warps, lanes).copy()

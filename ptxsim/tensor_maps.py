@@ -125,9 +125,16 @@ class TensorMap:
         """The bytes of the box in shared memory."""
         return int(np.prod(self.box)) * self.element
 
-    def places(self, address: int) -> np.ndarray:
-        """The addresses in shared memory of the bytes of a box at an address, row by row."""
-        at = np.arange(self.footprint)
+    def unit(self, first: int) -> int:
+        """The bytes that a box moves at a time, where its rows begin at an element: 16, if the tensor's edge allows."""
+        if self.gaps:
+            return 8
+        edges = (first * self.element, self.row, self.dims[0] * self.element)
+        return 16 if not any(edge % 16 for edge in edges) else 1
+
+    def places(self, address: int, unit: int) -> np.ndarray:
+        """The addresses in shared memory of the units of bytes of a box at an address, row by row."""
+        at = np.arange(0, self.footprint, unit)
         if self.gaps:
             at = at[at % 16 < 8]
         return swizzled(address + at, self.span)
@@ -140,8 +147,8 @@ class TensorMap:
             return np.zeros((0, 1), np.int64)
         return np.indices(outer[::-1]).reshape(len(outer), -1)[::-1].astype(np.int64)
 
-    def bytes_of_box(self, coordinates: list[int]) -> tuple[np.ndarray, np.ndarray]:
-        """(addresses, whether they lie in the tensor) of the bytes of the box at coordinates: [rows, bytes] each."""
+    def units_of_box(self, coordinates: list[int], unit: int) -> tuple[np.ndarray, np.ndarray]:
+        """(addresses, whether they lie in the tensor) of the units of bytes of the box at coordinates: [units] each."""
         if self.gaps and coordinates[0] % 128:
             raise Fault(f"coordinate {coordinates[0]} of 4-bit elements, no multiple of 128")
         if len(coordinates) != len(self.box):
@@ -152,9 +159,9 @@ class TensorMap:
         rows_inside = np.asarray(((at >= 0) & (at < dims)).all(0))
         first, count, end = (each * self.element // (1 + self.gaps) for each in
                              (coordinates[0], self.box[0], self.dims[0]))  # fmt: skip
-        columns = first + np.arange(count)
+        columns = np.arange(first, first + count, unit)
         columns_inside = (columns >= 0) & (columns < end)
-        return rows[:, None] + columns, rows_inside[:, None] & columns_inside
+        return (rows[:, None] + columns).ravel(), (rows_inside[:, None] & columns_inside).ravel()
 
 
 @dataclass
@@ -214,8 +221,7 @@ class TensorMaps:
         if not any(rows[KNOWN][warp] >= epoch for warp, epoch in found.acquired.items()):
             raise Fault("uses a tensor map that no fence.proxy.tensormap acquired")
         memory = self.machine.memory
-        at = memory.bytes_at(address + np.arange(NBYTES), False, cluster + self.machine.first_cluster)
-        if (memory.data[at] != found.raw).any():
+        if (memory.copied(np.array([address]), NBYTES, cluster + self.machine.first_cluster) != found.raw).any():
             raise Fault("uses a tensor map that was overwritten after its release")
         found.map  # noqa: B018 (check its fields here)
         found.under_way += 1

@@ -6,20 +6,20 @@ TensorCore operations"; confidence high, unless a line below says less.
 - A program that allocates gets its highest free columns, so that a kernel that assumes column 0 is found. An allocation
   that would wait for columns is a fault.
 - An allocation for a pair is one for each of its programs, by a warp of that program.
-- Operations of the tensor pipe are in order. The PTX ISA guarantees it for copies before products, and for products of
-  the same sums and shape. Only newer versions (9.7.18.6.2) guarantee that a copy does not overtake a product whose
-  scales it overwrites; kernels of Triton and CUTLASS depend on it. Confidence medium.
-- All programs of a cluster share one pipe here. A commit includes all operations before it, also of other threads, for
-  which the PTX ISA does not guarantee it.
+- Operations of the tensor pipe that one thread issues are in order. The PTX ISA guarantees it for copies before
+  products, and for products of the same sums and shape. Only newer versions (9.7.18.6.2) guarantee that a copy does
+  not overtake a product whose scales it overwrites; kernels of Triton and CUTLASS depend on it. Confidence medium.
+- A commit includes all operations before it of its own thread (PTX ISA, `tcgen05.commit`), and none of others.
 - `tcgen05.fence` changes nothing. The PTX ISA requires one on each side of a barrier between an asynchronous operation
   and a dependent one; Triton emits none. Confidence medium.
 """
 
 import numpy as np
 
-from ptxsim.clocks import NOBODY, Shadow
+from ptxsim.clocks import NOBODY, Index, Shadow
 from ptxsim.descriptors import CHUNK, Matrix
 from ptxsim.fault import Fault
+from ptxsim.global_memory import in_units
 from ptxsim.state import State
 
 LANES, COLUMNS = 128, 512
@@ -57,9 +57,9 @@ class TensorMemory:
         if columns > self.smallest[program]:
             raise Fault(f"allocates {columns} columns after an allocation of {self.smallest[program]}")
         if self._shadow is None:
-            shape = (len(self.allocated), LANES, COLUMNS)
-            self._words = np.zeros(shape, np.uint32)
-            self._shadow = Shadow(shape, self.machine.clocks, "tensor memory")
+            self._words = np.zeros((len(self.allocated), LANES, COLUMNS), np.uint32)
+            quarters = (len(self.allocated), LANES // QUARTER, COLUMNS)  # every access has whole ones
+            self._shadow = Shadow(quarters, self.machine.clocks, "tensor memory")
         mine = self.allocated[program]
         for first in range(COLUMNS - columns, -1, -_UNIT):
             if all(first + columns <= other or other + count <= first for other, count in mine.items()):
@@ -75,7 +75,7 @@ class TensorMemory:
         region, shadow = self.region(program, slice(0, LANES), address, columns), self._shadow
         assert shadow is not None
         try:
-            shadow.writes_of_agent(region, rows, NOBODY, 0)  # then nobody has written it
+            shadow.writes_of_agent(_cells(region), rows, NOBODY, 0)  # then nobody has written it
         except Fault as fault:
             raise Fault(f"frees tensor memory in use: {fault}") from None
         del self.allocated[program][address]
@@ -98,13 +98,13 @@ class TensorMemory:
     def read(self, region: Region, rows: np.ndarray, agent: int, epoch: int) -> np.ndarray:
         """Words [lanes, columns], for an operation of a clock agent. rows: the clocks of its issue."""
         assert self._shadow is not None and self._words is not None
-        self._shadow.reads_of_agent(region, rows, agent, epoch)
+        self._shadow.reads_of_agent(_cells(region), rows, agent, epoch)
         return self._words[region]
 
     def write(self, region: Region, words: np.ndarray, rows: np.ndarray, agent: int, epoch: int) -> None:
         """Write words [lanes, columns]; the other arguments as of `read`."""
         assert self._shadow is not None and self._words is not None
-        self._shadow.writes_of_agent(region, rows, agent, epoch)
+        self._shadow.writes_of_agent(_cells(region), rows, agent, epoch)
         self._words[region] = words
 
     # ------------------------------------------------------------ warps
@@ -144,23 +144,33 @@ class TensorMemory:
         machine.clocks.rows[:, machine.cluster_of_warp(warp), machine.local_warp(warp), agent] = epoch
 
 
+def _cells(region: Region) -> Index:
+    """The cells of the shadow: a column of a quarter of the lanes each."""
+    program, lanes, columns = region
+    return program, slice(lanes.start // QUARTER, lanes.stop // QUARTER), columns
+
+
 class TensorPipe:
     """The unit that executes the asynchronous `tcgen05` operations of a cluster, in order.
 
-    rows: the maximum of the clocks of all issues so far. epoch: the number of the operation that is executed.
+    Only operations that one thread issues are ordered: each warp that issues is an agent of its own. (The elected
+    thread of a warp is taken for the same one at all times.) agent, rows, epoch: of the operation that is executed, the
+    warp's agent, the maximum of the clocks of the warp's issues so far, and the number of the operation.
     """
 
     def __init__(self, machine: State, memory: TensorMemory, cluster: int) -> None:
         self.machine, self.memory, self.cluster = machine, memory, cluster
-        self.agent = machine.clocks.tensor_pipe
-        self.rows = np.zeros_like(machine.clocks.of(cluster, 0))
-        self.epoch = 0
+        self._of_warp: dict[int, tuple[np.ndarray, int]] = {}  # rows and epoch
+        # Of matrices in shared memory: the units of 16 bytes, and the cells.
+        self._places: dict[tuple[int, Matrix, int, int, int], tuple[np.ndarray, np.ndarray]] = {}
+        self.agent, self.epoch, self.rows = NOBODY, 0, machine.clocks.of(cluster, 0)
 
-    def begin(self, rows: np.ndarray) -> None:
-        """Begin an operation, after all operations before it. rows: the clocks of its issue."""
-        np.maximum(self.rows, rows, out=self.rows)
-        self.rows[:, self.agent] = self.epoch
-        self.epoch += 1
+    def begin(self, warp: int, rows: np.ndarray) -> None:
+        """Begin an operation of a warp, after all that it issued before. rows: the clocks of its issue."""
+        before, epoch = self._of_warp.get(warp, (rows, 0))
+        self.agent, self.epoch, self.rows = self.machine.clocks.tensor_pipe(warp), epoch + 1, np.maximum(before, rows)
+        self.rows[:, self.agent] = epoch
+        self._of_warp[warp] = self.rows, self.epoch
 
     def program(self, rank: int) -> int:
         """The machine's index of a program of this cluster."""
@@ -171,13 +181,15 @@ class TensorPipe:
 
         used: the number of bytes of each chunk that the operation reads.
         """
-        shared = self.machine.shared
-        chunks = matrix.chunks(rows, nbytes)
-        addresses = shared.address(np.array(rank), 0) + chunks
-        flat = shared.flat(addresses, np.full(addresses.shape, self.cluster), CHUNK)
-        cells = flat[..., None] // shared.granule + np.arange(used // shared.granule)
+        shared, key = self.machine.shared, (rank, matrix, rows, nbytes, used)
+        if key not in self._places:
+            addresses = shared.address(np.array(rank), 0) + matrix.chunks(rows, nbytes)
+            flat = shared.flat(addresses, np.array(self.cluster), CHUNK).ravel()
+            cells = flat[:, None] // shared.granule + np.arange(used // shared.granule)
+            self._places[key] = flat // CHUNK, cells.ravel()
+        units, cells = self._places[key]
         shared.shadow.reads_of_agent(cells, self.rows, self.agent, self.epoch)
-        return shared.data.reshape(-1, CHUNK)[flat // CHUNK].reshape(rows, nbytes)
+        return in_units(shared.data, CHUNK).take(units).view(np.uint8).reshape(rows, nbytes)
 
     def read(self, rank: int, lanes: int, column: int, columns: int) -> np.ndarray:
         """The words of the first lanes of some columns of tensor memory, uint32 [lanes, columns]."""

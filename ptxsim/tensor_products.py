@@ -118,7 +118,7 @@ def _mma(instruction: Instruction, program: Program) -> Step:
 
     def step(fragment: Fragment) -> None:
         def numbers(read: object) -> np.ndarray:
-            return np.broadcast_to(read(fragment), fragment.shape)  # type: ignore[operator]
+            return fragment.every(read(fragment))  # type: ignore[operator]
 
         columns, scales = numbers(read_sums), [numbers(each) for each in read_scales]
         left, right, bits, adds = numbers(read_a), numbers(read_b), numbers(read_descriptor), numbers(read_adds)

@@ -20,21 +20,12 @@ import numpy as np
 
 from ptxsim import numbers
 from ptxsim.fault import Fault
-from ptxsim.forms import (
-    Read,
-    Step,
-    UnknownForm,
-    address_reader,
-    expect,
-    form,
-    reader,
-    registers_of,
-    writer,
-)
+from ptxsim.forms import Step, UnknownForm, address_reader, expect, form, registers_of
 from ptxsim.fragment import LANES, Fragment
 from ptxsim.lanes import COLLECTIVE
 from ptxsim.numbers import matrix_product
-from ptxsim.parse import Instruction, Operand, Program
+from ptxsim.parse import Instruction, Operand, Program, Register
+from ptxsim.sums import registers_of_sums, sums_of
 
 # ---------------------------------------------------------------- fragments
 
@@ -51,38 +42,33 @@ def _b_values(registers: np.ndarray, kind: str) -> np.ndarray:
     return floats(halves.transpose(1, 2, 0, 3, 4).reshape(-1, 8, 16), kind)
 
 
-def sums_of(registers: np.ndarray) -> np.ndarray:
-    """The matrices [warps, 16, n] of registers float32 [n / 2, warps, 32]."""
-    parts = registers.reshape(len(registers) // 4, 2, 2, -1, 8, 4)  # column block, row half, parity, warps, g, t
-    return parts.transpose(3, 1, 4, 0, 5, 2).reshape(-1, 16, 2 * len(registers))
-
-
-def registers_of_sums(sums: np.ndarray) -> np.ndarray:
-    """The registers float32 [n / 2, warps * 32] that hold matrices float64 [warps, 16, n]."""
-    rounded = sums.astype(np.float32)
-    bits = np.where(np.isnan(rounded), np.uint32(0x7FFFFFFF), rounded.view(np.uint32))
-    warps, _, n = bits.shape
-    parts = bits.reshape(warps, 2, 8, n // 8, 4, 2)  # warps, row half, g, column block, t, parity
-    return parts.transpose(3, 1, 5, 0, 2, 4).reshape(n // 2, warps * LANES).view(np.float32)
-
-
 def floats(bits: np.ndarray, kind: str) -> np.ndarray:
     """uint16 bits of bf16 or f16 numbers -> float64."""
     values = numbers.f16_values(bits) if kind == "f16" else numbers.bf16_values(bits)
     return values.astype(np.float64)
 
 
-def readers_of(operand: Operand, kind: str, count: int) -> list[Read]:
-    """The readers of the `count` registers of a vector."""
+def names_of(operand: Operand, count: int) -> list[str]:
+    """The names of the `count` registers of 32 bits of a vector."""
     parts = registers_of(operand)
     if len(parts) != count:
         raise UnknownForm(f"{len(parts)} registers, and not {count}")
-    return [reader(each, kind) for each in parts]
+    names = [each.name for each in parts if isinstance(each, Register) and each.bits == 32]
+    if len(names) != count:
+        raise UnknownForm("not registers of 32 bits")
+    return names
 
 
-def stacked(fragment: Fragment, reads: list[Read]) -> np.ndarray:
-    """The values of registers, [registers, warps, 32]."""
-    return np.stack([fragment.by_warp(read(fragment)) for read in reads])
+def stacked(fragment: Fragment, names: list[str]) -> np.ndarray:
+    """The values of registers, uint32 [registers, warps, 32]."""
+    registers, threads = fragment.machine.registers, fragment.threads
+    return np.concatenate([registers[name][threads] for name in names]).reshape(len(names), -1, LANES)
+
+
+def put_all(fragment: Fragment, names: list[str], values: np.ndarray) -> None:
+    """Write registers of the running threads. values: of 32 bits, [registers, threads]."""
+    for name, row in zip(names, values.view(np.uint32), strict=True):
+        fragment.put(name, row)
 
 
 # ---------------------------------------------------------------- loads and stores of matrices
@@ -105,10 +91,7 @@ def _rows(fragment: Fragment, addresses: np.ndarray, count: int) -> tuple[np.nda
 def _load_matrices(instruction: Instruction, program: Program) -> Step:
     expect(instruction, 2)
     count, trans = _matrices(instruction)
-    parts = registers_of(instruction.operands[0])
-    if len(parts) != count:
-        raise UnknownForm(f"{len(parts)} registers, and not {count}")
-    writes, address = [writer(each, "b32") for each in parts], address_reader(instruction.operands[1], 32)
+    names, address = names_of(instruction.operands[0], count), address_reader(instruction.operands[1], 32)
 
     def step(fragment: Fragment) -> None:
         rows = _rows(fragment, address(fragment), count)
@@ -117,8 +100,7 @@ def _load_matrices(instruction: Instruction, program: Program) -> Step:
             found = found.transpose(0, 1, 3, 2)
         words = np.zeros((len(fragment.warps), count, LANES), np.uint32)
         words[fragment.whole_warps()] = np.ascontiguousarray(found).view(np.uint32).reshape(-1, count, LANES)
-        for i, write in enumerate(writes):
-            write(fragment, words[:, i].ravel())
+        put_all(fragment, names, words.transpose(1, 0, 2).reshape(count, -1))
 
     return step
 
@@ -127,11 +109,11 @@ def _load_matrices(instruction: Instruction, program: Program) -> Step:
 def _store_matrices(instruction: Instruction, program: Program) -> Step:
     expect(instruction, 2)
     count, trans = _matrices(instruction)
-    reads, address = readers_of(instruction.operands[1], "b32", count), address_reader(instruction.operands[0], 32)
+    names, address = names_of(instruction.operands[1], count), address_reader(instruction.operands[0], 32)
 
     def step(fragment: Fragment) -> None:
         rows = _rows(fragment, address(fragment), count)
-        words = stacked(fragment, reads)[:, fragment.whole_warps()].transpose(1, 0, 2)
+        words = stacked(fragment, names)[:, fragment.whole_warps()].transpose(1, 0, 2)
         values = np.ascontiguousarray(words).view(np.uint16).reshape(-1, count, 8, 8)
         if trans:
             values = np.ascontiguousarray(values.transpose(0, 1, 3, 2))
@@ -155,17 +137,12 @@ def _product(instruction: Instruction, program: Program) -> Step:
     expect(instruction, 4)
     into, a, b, addend = instruction.operands
     kind = instruction.opcode.split(".")[-2]
-    parts = registers_of(into)
-    if len(parts) != 4:
-        raise UnknownForm(f"{len(parts)} registers, and not 4")
-    writes = [writer(each, "f32") for each in parts]
-    reads = [readers_of(a, "b32", 4), readers_of(b, "b32", 2), readers_of(addend, "f32", 4)]
+    results, operands = names_of(into, 4), [names_of(a, 4), names_of(b, 2), names_of(addend, 4)]
 
     def step(fragment: Fragment) -> None:
         fragment.whole_warps()
-        left, right, sums = (stacked(fragment, each) for each in reads)
+        left, right, sums = (stacked(fragment, each) for each in operands)
         found = matrix_product(a_values(left, kind), _b_values(right, kind)) + sums_of(sums)
-        for write, values in zip(writes, registers_of_sums(found), strict=True):
-            write(fragment, values)
+        put_all(fragment, results, registers_of_sums(found))
 
     return step

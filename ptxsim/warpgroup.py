@@ -23,6 +23,7 @@ memory that does not wait for it, and `Products.check` every use of its register
 
 import numpy as np
 
+from ptxsim.descriptors import CHUNK
 from ptxsim.fault import Fault
 from ptxsim.forms import (
     Read,
@@ -33,24 +34,22 @@ from ptxsim.forms import (
     immediate,
     reader,
     registers_of,
-    writer,
 )
 from ptxsim.fragment import Fragment
+from ptxsim.global_memory import in_units
 from ptxsim.machine import Machine
 from ptxsim.numbers import E4M3, E5M2, matrix_product
-from ptxsim.parse import Instruction, Operand, Pair, Program, Register, Vector
+from ptxsim.parse import Instruction, Pair, Program, Register, Vector
 from ptxsim.shared import START, swizzled
 from ptxsim.warp_matrix import (
     a_values,
     floats,
-    readers_of,
-    registers_of_sums,
+    names_of,
     stacked,
-    sums_of,
 )  # fmt: skip
-from ptxsim.warpgroup_products import OPCODE, Touched
+from ptxsim.warpgroup_products import OPCODE, Places, Touched
 
-_BY_CODE = {"e4m3": E4M3, "e5m2": E5M2}
+_BY_CODE = {"e4m3": E4M3.astype(np.float64), "e5m2": E5M2.astype(np.float64)}
 _SPANS = (0, 128, 64, 32)  # of swizzles by number
 _ROW = 32  # bytes of the contraction of an instruction
 
@@ -64,44 +63,72 @@ def end(machine: Machine) -> None:
 # ---------------------------------------------------------------- operands in shared memory
 
 
-def _matrix_places(descriptor: int, rows: np.ndarray) -> np.ndarray:
-    """The addresses of rows of a matrix in shared memory, int64 [rows, 32 bytes]."""
+def _chunks(descriptor: int, rows: np.ndarray) -> np.ndarray:
+    """The addresses of the chunks of 16 bytes of rows of a matrix in shared memory, int64 [rows, 2]."""
     start, leading, stride = ((descriptor >> bit & 0x3FFF) << 4 for bit in (0, 16, 32))
     span = _SPANS[descriptor >> 62 & 3]
     if descriptor >> 49 & 7:
         raise Fault("a descriptor with a base offset, which is not simulated")
-    at = np.arange(_ROW)
+    rows, at = rows[:, None], np.arange(_ROW // CHUNK)
     if not span:
-        return start + (rows // 8 * stride + rows % 8 * 16)[:, None] + at // 16 * leading + at % 16
-    if start % (8 * span) + _ROW > span:
+        found = start + rows // 8 * stride + rows % 8 * CHUNK + at * leading
+    elif start % (8 * span) + _ROW > span:
         raise Fault(f"a descriptor of a matrix at {start}, which is not in the first row of a tile swizzled by {span}")
-    return swizzled(start + (rows // 8 * stride + rows % 8 * span)[:, None] + at, span)
+    else:
+        found = swizzled(start + rows // 8 * stride + rows % 8 * span + at * CHUNK, span)
+    if (found < START).any():
+        raise Fault("a descriptor of a matrix outside of shared memory")
+    return found
+
+
+def _places(machine: Machine, program: int, descriptor: int, parts: tuple[int, ...], count: int) -> Places:
+    """Where parts of a matrix of a program are, of `count` rows each. parts: the first row of each."""
+    known, key = machine.products.places, (program, descriptor, parts, count)
+    if key not in known:
+        shared = machine.shared
+        cluster, rank = divmod(program, machine.program.cluster)
+        rows = (np.array(parts)[:, None] + np.arange(count)).ravel()
+        addresses = shared.address(np.array(rank), 0) + _chunks(descriptor, rows)
+        units = shared.flat(addresses, np.array(cluster), CHUNK).ravel() // CHUNK
+        known[key] = units, shared.cells_of(units, CHUNK).reshape(len(parts), -1)
+    return known[key]
 
 
 def _matrices(
-    fragment: Fragment, warps: np.ndarray, descriptors: np.ndarray, rows: np.ndarray, kind: str
-) -> np.ndarray:
-    """The matrices in shared memory that warps read, float64 [warps, rows, elements of 32 bytes].
+    fragment: Fragment, warps: np.ndarray, descriptors: np.ndarray, count: int, kind: str, by_warp: bool
+) -> tuple[np.ndarray, np.ndarray]:
+    """(matrices in shared memory that warps read, float64 [matrices, rows, elements of 32 bytes]; each warp's).
 
-    descriptors: [warps]. rows: [warps, rows], the rows that each of them reads.
+    descriptors: [warps]. count: the rows of a matrix. by_warp: whether each warp of a warpgroup reads rows of its own.
     """
     machine = fragment.machine
     clusters, local = np.divmod(warps, machine.warps_of_cluster)
-    ranks = machine.program_of(warps) % machine.program.cluster
-    every, index = np.unique(np.stack([descriptors.view(np.int64), rows[:, 0]]), axis=1, return_inverse=True)
-    places = np.stack(
-        [_matrix_places(int(one) % 2**64, int(first) + np.arange(rows.shape[1])) for one, first in every.T]
-    )
-    if (places < START).any():
-        raise Fault("a descriptor of a matrix outside of shared memory")
-    addresses = machine.shared.address(ranks[:, None, None], places[index.ravel()])
-    flat = machine.shared.flat(addresses, clusters[:, None, None], 1)
-    groups = machine.products.committed[warps] + 1
-    cells = machine.shared.cells(flat).reshape(len(warps), -1)
-    machine.shared.shadow.reads_of_agents(cells, machine.clocks.rows[:, clusters, local],
-                                          machine.clocks.products(local), groups)  # fmt: skip
-    codes = machine.shared.data[flat]
-    return _BY_CODE[kind][codes].astype(np.float64) if kind in _BY_CODE else floats(codes.view(np.uint16), kind)
+    agents, groups = machine.clocks.products(local), machine.products.committed[warps] + 1
+    readers: dict[tuple[int, int], list[int]] = {}  # the warps of each program and descriptor
+    for i, key in enumerate(zip(machine.program_of(warps).tolist(), descriptors.tolist(), strict=True)):
+        readers.setdefault(key, []).append(i)
+    found, index, at = [], np.empty(len(warps), np.int64), 0
+    for (program, descriptor), of in readers.items():
+        parts = tuple((local[of] % 4 * count).tolist()) if by_warp else (0,)
+        units, cells = _places(machine, program, descriptor, parts, count)
+        rows = machine.clocks.rows[:, clusters[of[0]], local[of]]
+        machine.shared.shadow.reads_of_agents(cells, rows, agents[of].tolist(), groups[of].tolist())
+        found.append(in_units(machine.shared.data, CHUNK).take(units).view(np.uint8).reshape(-1, count, _ROW))
+        index[of] = np.arange(at, at + len(of)) if by_warp else at
+        at += len(parts)
+    matrices = np.concatenate(found)
+    if kind in _BY_CODE:
+        return _BY_CODE[kind].take(matrices), index
+    return floats(matrices.view(np.uint16), kind), index
+
+
+def _multiplied(a: np.ndarray, b: np.ndarray, of: np.ndarray) -> np.ndarray:
+    """The products of warps' matrices a [warps, 16, k] and matrices b [n, k] of the numbers `of` [warps]."""
+    by_group = of.reshape(-1, 4) if len(of) % 4 == 0 else of[:, None]
+    if (by_group == by_group[:, :1]).all():  # all warps of a warpgroup have the same one
+        rows = a.reshape(len(by_group), -1, a.shape[2])
+        return matrix_product(rows, b[by_group[:, 0]]).reshape(len(a), 16, -1)
+    return matrix_product(a, b[of])
 
 
 # ---------------------------------------------------------------- instructions
@@ -109,7 +136,7 @@ def _matrices(
 
 def _one_for_each_warp(fragment: Fragment, read: Read, which: np.ndarray) -> np.ndarray:
     """The values of an operand that all threads of a warp must agree on: [warps]."""
-    values = fragment.by_warp(np.broadcast_to(read(fragment), fragment.shape))[which]
+    values = fragment.by_warp(read(fragment))[which]
     if (values != values[:, :1]).any():
         raise Fault("the threads of a warp pass different operands")
     return values[:, 0]
@@ -131,10 +158,10 @@ def _product(instruction: Instruction, program: Program) -> Step:
     n = int(instruction.opcode.split(".")[4][4:-3])
     if [immediate(one) for one in flags] != [1, 1, *[0] * (len(flags) - 2)]:
         raise UnknownForm("a product of negated or transposed operands")
-    sums, writes = readers_of(into, "f32", n // 2), [writer(each, "f32") for each in registers_of(into)]
-    left = readers_of(a, "b32", 4) if in_registers else [reader(a, "u64")]
+    left = names_of(a, 4) if in_registers else []
     right, adding = reader(b, "u64"), reader(adds, "pred")
-    touched = Touched(_names(into), frozenset(_names(a) if in_registers else ()))
+    left_descriptor = None if in_registers else reader(a, "u64")
+    touched = Touched(tuple(names_of(into, n // 2)), frozenset(left))
     unfenced = _unfenced(instruction, program, touched)
 
     def step(fragment: Fragment) -> None:
@@ -142,28 +169,21 @@ def _product(instruction: Instruction, program: Program) -> Step:
             raise Fault(unfenced)
         machine, which = fragment.machine, fragment.whole_warps()
         warps = fragment.warps[which]
-        if in_registers:
+        if left_descriptor is None:
             a_matrices = a_values(stacked(fragment, left)[:, which], a_kind)
         else:
-            rows = (machine.local_warp(warps) % 4 * 16)[:, None] + np.arange(16)
-            a_matrices = _matrices(fragment, warps, _one_for_each_warp(fragment, left[0], which), rows, a_kind)
-        rows = np.broadcast_to(np.arange(n), (len(warps), n))
-        b_matrices = _matrices(fragment, warps, _one_for_each_warp(fragment, right, which), rows, b_kind)
-        found = matrix_product(a_matrices, b_matrices)
-        addend = sums_of(stacked(fragment, sums)[:, which])
-        found += np.where(_one_for_each_warp(fragment, adding, which)[:, None, None], addend, 0)
-        machine.products.issue(warps, touched)
-        results = registers_of_sums(found)
-        for write, values in zip(writes, results, strict=True):
-            every = np.zeros((len(which), 32), np.float32)
-            every[which] = values.reshape(-1, 32)
-            write(fragment, every.ravel())
+            of_a = _one_for_each_warp(fragment, left_descriptor, which)
+            matrices, of = _matrices(fragment, warps, of_a, 16, a_kind, by_warp=True)
+            a_matrices = matrices[of]
+        of_b = _one_for_each_warp(fragment, right, which)
+        found = _multiplied(a_matrices, *_matrices(fragment, warps, of_b, n, b_kind, by_warp=False))
+        adds = _one_for_each_warp(fragment, adding, which)
+        if adds.any():
+            addend = machine.products.sums(warps, touched)
+            found += addend if adds.all() else np.where(adds[:, None, None], addend, 0)
+        machine.products.issue(warps, touched, found.astype(np.float32))
 
     return step
-
-
-def _names(operand: Operand) -> tuple[str, ...]:
-    return tuple(one.name for one in registers_of(operand) if isinstance(one, Register))
 
 
 def _unfenced(instruction: Instruction, program: Program, touched: Touched) -> str:

@@ -90,7 +90,10 @@ Variant: TypeAlias = tuple[Check, int]
 
 
 def cases(sm: int, schedules: int) -> list[Case]:
-    """Every case on a GPU of compute capability `sm`: so many schedules, which take turns with the case's variants."""
+    """Every case on a GPU of compute capability `sm`: so many schedules, which take turns with the case's variants.
+
+    Under every second schedule `mbarrier.try_wait` sometimes returns false too early, as hardware's may.
+    """
     found = [(name, [(check, 0) for check in each]) for name, each in checks(WHOLE, RAGGED)]
     # A kernel that must compute a matmul may not serve this GPU.
     products = [one for one in PRODUCTS if not one.kernel or one.launches(sm)[1]]
@@ -106,7 +109,8 @@ def _on_schedules(sm: int, seeds: Sequence[int], variants: Sequence[Variant]) ->
     instructions, seconds, notes = 0, 0.0, Counter[str]()
     for seed in seeds:
         check, multiprocessors = variants[seed % len(variants)]
-        simulator = LaunchSimulator(Target(sm, multiprocessors), Schedule(seed))
+        schedule = Schedule(seed, failing_waits=seed % 2 == 1)
+        simulator = LaunchSimulator(Target(sm, multiprocessors), schedule)
         wrong += [f"schedule {seed}: {what}" for what in check(simulator)]
         kernels |= dict.fromkeys(launch.kernel.__name__ for launch in simulator.launches)
         launches |= set(map(launch_key, simulator.launches))

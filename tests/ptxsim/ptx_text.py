@@ -37,11 +37,19 @@ def run_body(
     schedule: Schedule = LOCKSTEP,
 ) -> list[np.ndarray]:  # fmt: skip
     """What the tensors hold after a kernel has run; parameter i is the address of tensor i."""
+    text = module(body, threads, len(tensors), cluster)
+    return run_text(text, tensors, shared_bytes=shared_bytes, grid=grid, schedule=schedule)
+
+
+def run_text(
+    text: str, tensors: list[np.ndarray], *, shared_bytes: int = 0, grid: int = 1, schedule: Schedule = LOCKSTEP
+) -> list[np.ndarray]:
+    """`run_body` of a whole module."""
     memory = GlobalMemory()
     addresses = [
         memory.allocate(each.nbytes, np.ascontiguousarray(each).reshape(-1).view(np.uint8)) for each in tensors
     ]
-    kernel = Kernel.of(parse(module(body, threads, len(tensors), cluster)))
+    kernel = Kernel.of(parse(text))
     run(kernel, memory, addresses, grid, shared_bytes, schedule)
     return [memory.read(address, each.nbytes).view(each.dtype).reshape(each.shape)
             for address, each in zip(addresses, tensors, strict=True)]  # fmt: skip

@@ -1,0 +1,22 @@
+"""The sums of matrix instructions in the registers of a warp: see `warp_matrix`."""
+
+import numpy as np
+
+from ptxsim import numbers
+from ptxsim.state import LANES
+
+
+def sums_of(registers: np.ndarray) -> np.ndarray:
+    """The matrices float32 [warps, 16, n] of registers uint32 [n / 2, warps, 32]."""
+    parts = registers.view(np.float32).reshape(
+        len(registers) // 4, 2, 2, -1, 8, 4
+    )  # column block, row half, parity, warps, g, t
+    return parts.transpose(3, 1, 4, 0, 5, 2).reshape(-1, 16, 2 * len(registers))
+
+
+def registers_of_sums(sums: np.ndarray) -> np.ndarray:
+    """The registers float32 [n / 2, warps * 32] that hold matrices float64 [warps, 16, n]."""
+    rounded = sums.astype(np.float32)
+    warps, _, n = rounded.shape
+    parts = numbers.canonical(rounded).reshape(warps, 2, 8, n // 8, 4, 2)  # row half, g, column block, t, parity
+    return parts.transpose(3, 1, 5, 0, 2, 4).reshape(n // 2, warps * LANES)
