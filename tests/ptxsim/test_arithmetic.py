@@ -93,6 +93,7 @@ for _kind in ("pred", "b16", "b32", "b64"):
 
 
 check("s32 s32 s32", "max.relu.s32")(lambda a, b: max(a, b, 0))
+check("s32 s32 s32", "min.relu.s32")(lambda a, b: max(min(a, b), 0))
 
 
 @check("b32 b32 b32", "add.s16x2")
@@ -525,7 +526,7 @@ def operand(kind: str, count: int, random: np.random.Generator) -> list[int]:
 OTHERS = {  # what other test files check, by the first word: memory, control flow, barriers, copies, products, warps
     "ld", "st", "red", "atom", "bra", "brx", "ret", "exit", "bar", "barrier", "mbarrier", "fence", "griddepcontrol",
     "setmaxnreg", "cp", "tensormap", "tcgen05", "mma", "wgmma", "ldmatrix", "stmatrix", "mapa", "shfl", "redux",
-    "elect", "createpolicy", "prefetch",
+    "elect", "vote", "createpolicy", "prefetch",
 }  # fmt: skip
 OWN_TEST = {"lop3.b32", "cvt.rs.satfinite.e2m1x4.f32", "mad.lo.cc.u32", "madc.hi.u32"}
 

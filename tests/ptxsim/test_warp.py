@@ -25,7 +25,8 @@ def test_every_form_has_a_check():
     first = {"shfl", "redux", "elect", "vote", "match"}
     found = {opcode for opcode in known_forms() if opcode.split(".")[0] in first or opcode == "bar.warp.sync"}
     shuffles = {f"shfl.sync.{mode}.b32" for mode in ("up", "down", "bfly", "idx")}
-    assert found == {*shuffles, *(f"redux.sync.{name}" for name in REDUCTIONS), "elect.sync", "bar.warp.sync"}
+    others = {"elect.sync", "vote.sync.any.pred", "bar.warp.sync"}
+    assert found == {*shuffles, *(f"redux.sync.{name}" for name in REDUCTIONS), *others}
 
 
 def shuffled(mode: str, lane: int, b: int, c: int) -> tuple[int, bool]:
@@ -96,6 +97,17 @@ def test_masks_in_registers():
         execute("redux.sync.max.u32 %r0, %r1, %r2", inputs)
 
 
+def test_vote():
+    """Of any thread of the warp that the mask names; the others keep what they have."""
+    ones = np.isin(THREADS, (5, 70))  # of the first and the third warp
+    np.testing.assert_array_equal(
+        execute("vote.sync.any.pred %p0, %p1, -1", {"%p1": ones})["%p0"], np.isin(THREADS // 32, (0, 2))
+    )
+    ones = np.isin(THREADS, (5, 40, 95))  # thread 95 is beyond the half
+    found = execute("vote.sync.any.pred %p0, %p1, 0xFFFF", {"%p1": ones, "%p0": ~HALF}, HALF)["%p0"]
+    np.testing.assert_array_equal(found, np.where(HALF, np.isin(THREADS // 32, (0, 1)), True))
+
+
 def test_election():
     found = execute("elect.sync %r0|%p0, -1", {"%r0": np.full(96, 7)})
     np.testing.assert_array_equal(found["%p0"], THREADS % 32 == 0)
@@ -110,6 +122,7 @@ def test_election():
 
 @pytest.mark.parametrize("text", [
     "bar.warp.sync {mask}", "elect.sync %r0|%p0, {mask}", "redux.sync.add.s32 %r0, %r1, {mask}",
+    "vote.sync.any.pred %p0, %p1, {mask}",
     "shfl.sync.idx.b32 %r0, %r1, 0, 31, {mask}",
 ])  # fmt: skip
 def test_threads_that_the_mask_names_are_there(text):
