@@ -6,10 +6,10 @@ each warp's next step to shared memory, and the grid is persistent (`persistent_
 - All of A stays in shared memory. A warp has the same parts of K in every tile. So it stores its parts of A there once,
   in the order of multiplication, and waits for no other warp until the sums of several tiles are added.
 - Block scales are applied to sums, of which there are fewer than codes. (Sums are of 16 elements; two of them have one
-  scale of MXFP4.) `mma.sync` has 16 rows (of B here), 8 columns
-  (of A) and four lanes that share the elements of a row. These four lanes read four different quarters of a row's step,
-  so at any time each lane multiplies a block of its own. Two of the eight columns belong to each lane: it passes its
-  elements of A in these columns, and zeros in the others. So a column's sum covers one block, in float32.
+  scale of MXFP4.) `mma.sync` has 16 rows (of B here), 8 columns (of A) and four lanes that share the elements of a row.
+  These four lanes read four different quarters of a row's step, so at any time each lane multiplies a block of its own.
+  Two of the eight columns belong to each lane: it passes its elements of A in these columns, and zeros in the others.
+  So a column's sum covers one block, in float32.
 
 With two rows of A, the two columns of a lane have one row each. With one row, they have the same row, for two blocks
 that are multiplied in sequence. Both blocks use the same registers of A. The first block's sums are read in the even
