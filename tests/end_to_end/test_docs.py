@@ -185,6 +185,7 @@ def claims() -> dict[str, list[str]]:
     first = stored("compile_time_h200.json")["rows"][1]
     losses = {row["variant"]: row["over bf16 %"] for row in stored("training_loss_h200.json")["rows"]}
     check = stored("weight_check_h200.json")
+    gpt_oss = [row["fp4compile"] / row["bf16"] for row in stored("gpt_oss_layer_h200.json")["rows"][:6]]
     prefill = f"prefill takes {cells.number(packed['prefill x'], 2)} times"
     many = {row["shape"]: row["weight-only x"] for row in stored("many_rows_h200.json")["rows"]}
     faster, slower = (
@@ -206,6 +207,7 @@ def claims() -> dict[str, list[str]]:
             f"{span((first['decode x'], first['prefill x']))} times bf16's",
             f"{cells.number(mlp['bf16']['first step s'], 1)} s in bf16, {first_steps} s",
             f"{span((row['saved MiB'] for row in emulated), 0)} MiB instead of {mlp['bf16']['saved MiB']:.0f}",
+            f"{span(gpt_oss)} of bf16's time for up to 1024 tokens",
             f"{cells.percent(losses['mxfp8'])} under `mxfp8`",
             f"{cells.percent(losses['nvfp4_train'])} under `nvfp4_train`",
             f"{cells.number(check['check us']['median'], 1)} us",

@@ -5,22 +5,9 @@ import pytest
 
 from ptxsim.fault import Fault
 from ptxsim.run import Schedule
+from tests.ptxsim.copy_kernels import ONE_WAITS, WRITTEN
 from tests.ptxsim.ptx_text import edited, run_body
 
-# Warp 1 waits for thread 0, which ends the mbarrier once warp 1 has waited.
-ONE_WAITS = """
-    mov.u32 %r1, %tid.x; mov.b32 %r9, global_smem; setp.eq.b32 %p1, %r1, 0; setp.ge.u32 %p2, %r1, 32;
-    @%p1 mbarrier.init.shared::cta.b64 [%r9], 1;
-    bar.sync 0;
-    @%p1 mbarrier.arrive.shared::cta.b64 _, [%r9];
-    @%p2 bra WAIT;
-    bra.uni MEET;
-WAIT:
-    mbarrier.try_wait.parity.shared::cta.b64 %p3, [%r9], 0;
-MEET:
-    bar.sync 0; // of all
-    @%p1 mbarrier.inval.shared::cta.b64 [%r9];
-"""
 # A commit of the tensor pipe arrives at the mbarrier, and the thread that ends it has waited.
 COMMIT = """
     mov.u32 %r1, %tid.x; mov.b32 %r9, global_smem; setp.eq.b32 %p1, %r1, 0;
@@ -36,12 +23,6 @@ COMMIT_OF_64_BITS = edited(COMMIT, (
     "@%p1 tcgen05.commit.cta_group::1.mbarrier::arrive::one.shared::cluster.b64 [%r9];",
     "cvt.u64.u32 %rd9, %r9;\n    @%p1 tcgen05.commit.cta_group::1.mbarrier::arrive::one.b64 [%rd9];",
 ))  # fmt: skip
-# Thread 0 writes a word before it arrives, and warp 1 reads it after its wait.
-WRITTEN = edited(ONE_WAITS, (
-    "    bar.sync 0;\n    @%p1 mbarrier.arrive",
-    "    @%p1 st.shared.b32 [%r9+64], %r1;\n    bar.sync 0;\n"
-    "    @%p1 st.shared.b32 [%r9+64], %r9;\n    @%p1 mbarrier.arrive",
-), ("%p3, [%r9], 0;\n", "%p3, [%r9], 0;\n    ld.shared.b32 %r3, [%r9+64];\n"))  # fmt: skip
 # Words of shared memory are read, then they become an mbarrier and end as one, then they are written and read again.
 USED_TWICE = """
     mov.u32 %r1, %tid.x; mov.b32 %r9, global_smem; setp.eq.b32 %p1, %r1, 0; shl.b32 %r2, %r1, 2;

@@ -7,11 +7,10 @@ from ptxsim.fault import Fault
 from ptxsim.forms import UnknownForm
 from ptxsim.parse import parse
 from ptxsim.run import Kernel, Schedule
+from tests.ptxsim.copy_kernels import BULK, MAP, MATRIX, STORE, WRITTEN, finds, noise, run_copy
 from tests.ptxsim.product_kernels import KINDS as PRODUCTS
 from tests.ptxsim.product_kernels import SCALES_A, found, plain_case, run_product, scaled_case
 from tests.ptxsim.ptx_text import edited, module, run_body, run_text
-from tests.ptxsim.test_copies import BULK, MAP, MATRIX, STORE, finds, noise, run_copy
-from tests.ptxsim.test_mbarriers import WRITTEN
 
 OUT = [np.zeros(4, np.uint32)]
 

@@ -13,7 +13,7 @@ from fp4compile.formats.product_spec import ProductSpec
 from fp4compile.hardware import Target
 from fp4compile.templates.gemm.call import kernel_operand
 from fp4compile.templates.gemm.skinny import SKINNY_ROWS, experts_config, multiply_experts
-from fp4compile.templates.gemm.streaming import streams
+from fp4compile.templates.gemm.streaming import executes, streams
 from fp4compile.templates.launch import target_of
 from fp4compile.templates.problem import Problem
 
@@ -28,7 +28,8 @@ def serves(a: Operand, b: Operand, index: torch.Tensor, out_dtype: torch.dtype, 
     integers = index.dtype in (torch.int32, torch.int64) and isinstance(index.shape[0], int)
     if not (few and linear and filled and integers):
         return False
-    return streams(_problem(_flat(a), b, out_dtype, target))
+    p = _problem(_flat(a), b, out_dtype, target)
+    return executes(p) and streams(p)
 
 
 def multiply_indexed(a: Operand, b: Operand, index: torch.Tensor, out_dtype: torch.dtype) -> torch.Tensor:

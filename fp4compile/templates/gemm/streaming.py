@@ -21,12 +21,8 @@ from fp4compile.templates.problem import Problem
 
 
 def streams(p: Problem) -> bool:
-    """Whether `device.fp4_weights` can read B, 16 bits represent A, and groups are rows.
-
-    E4M3 scales take an instruction of compute capability 8.9, E8M0 scales only bfloat16's of 8.0.
-    """
-    reads = p.target.isa > 0 if p.b.scale == "e4m3" else _reads_mxfp4(p)
-    weights = p.b.element == "e2m1" and p.compute != "fp32" and reads
+    """Whether `device.fp4_weights` can read B, 16 bits represent A, and groups are rows."""
+    weights = p.b.element == "e2m1" and p.compute != "fp32" and (p.b.scale == "e4m3" or _reads_mxfp4(p))
     whole = statically_true(p.k % 64 == 0) and statically_true(p.k > 0) and p.batches == 1
     return weights and whole and (not p.ragged or (p.by_rows and not p.a.swizzled))
 
@@ -34,8 +30,12 @@ def streams(p: Problem) -> bool:
 def _reads_mxfp4(p: Problem) -> bool:
     """Whether A is plain, and the scales of each matrix of B begin at a word, in rows of their own."""
     words = p.b.swizzled or not p.ragged or statically_true(p.n * (p.k // 32) % 4 == 0)
-    plain = p.a.format is None and p.b.scales_text in ("e8m0", "e8m0 swizzled")
-    return p.target.sm >= 80 and plain and words
+    return p.a.format is None and p.b.scales_text in ("e8m0", "e8m0 swizzled") and words
+
+
+def executes(p: Problem) -> bool:
+    """Whether the GPU has the instructions: of compute capability 8.9 for E4M3 scales, of 8.0 for E8M0 scales."""
+    return p.target.sm >= (80 if p.b.scale == "e8m0" else 89)
 
 
 EXPERT_ROWS = 4  # rows of A, on average, of a group up to which `skinny` serves groups where `wgmma_sm90` does
@@ -43,7 +43,7 @@ EXPERT_ROWS = 4  # rows of A, on average, of a group up to which `skinny` serves
 
 def _serves(p: Problem) -> bool:
     rows = skinny.SKINNY_ROWS if not p.ragged or not 90 <= p.target.sm < 100 else EXPERT_ROWS
-    return streams(p) and statically_true(p.m <= rows * (p.groups if p.ragged else 1))
+    return executes(p) and streams(p) and statically_true(p.m <= rows * (p.groups if p.ragged else 1))
 
 
 def _configure(p: Problem) -> gemv.GemvConfig | skinny.SkinnyConfig:
