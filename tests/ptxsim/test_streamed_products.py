@@ -56,7 +56,8 @@ SCALES = (0, 1, 126, 127, 128, 200, 252, 255)  # bytes of E8M0: up to 1 (127) a 
 def test_every_scale_of_mxfp4(rows, layout, sm):
     """gemv, skinny and wgmma: the smallest and the largest scales, and NaN, which stays in its row of the weights.
 
-    Each row of B has one scale. Large activations meet small scales and the other way round, so sums stay in range.
+    Each row of B has one scale. Large activations meet small scales and the other way round, so sums stay in range. The
+    large ones are positive, and so is a row whose scale is NaN: its sum would be infinite if the scale were.
     """
     n, k = 136, 448 if rows > 2 else 512  # 14 scales in a row: every second row begins in the middle of a word
     generator = torch.Generator().manual_seed(rows)
@@ -65,12 +66,13 @@ def test_every_scale_of_mxfp4(rows, layout, sm):
     scales = bytes_of.contiguous().view(torch.float8_e8m0fnu)
     scales = to_swizzled(scales) if layout == "swizzled" else scales
     codes = torch.randint(0, 256, (n, k // 2), dtype=torch.uint8, generator=generator)
+    codes[SCALES.index(255)] = 0x22
     fmt = formats.get("mxfp4")
     b = Operand(codes.view(fmt.data_dtype), scales, None, fmt)
     simulator = LaunchSimulator(Target(sm), Schedule(1))
     of_row = bytes_of[:, -1]  # row 8 is NaN in some blocks
     for power, rows_of_b in ((20, (of_row < 129) | (of_row == 255)), (-30, of_row > 125)):
-        x = torch.randint(-3, 4, (rows, k), generator=generator).to(torch.bfloat16) * 2.0**power
+        x = torch.randint(1 if power > 0 else -3, 4, (rows, k), generator=generator).to(torch.bfloat16) * 2.0**power
         arguments = Arguments.of(Operand(x), b, None, torch.float32)
         with simulator.running():
             got = multiply(arguments, choose(problem_of(arguments, simulator.target)))
