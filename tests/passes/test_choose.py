@@ -49,7 +49,7 @@ def problem(a, b, m, sm, n=8192, k=4096, out_dtype=BF16, **options):
     (None, "nvfp4", 40, 90, "wgmma_sm90", "emulated"), (None, "nvfp4", 40, 80, "dequant_tiles", "emulated"),
     (None, "nvfp4", 65, 90, "wgmma_sm90", "emulated"), ("nvfp4", "nvfp4", 8192, 90, "wgmma_sm90", "emulated"),
     (None, "nvfp4", 2**16, 90, "wgmma_sm90", "emulated"), (None, "mxfp4", 512, 90, "wgmma_sm90", "emulated"),
-        (None, "mxfp4", 8, 80, "streaming", "emulated"), (None, "nvfp4", 8, 86, "dequant_tiles", "emulated"),
+    (None, "mxfp4", 8, 80, "streaming", "emulated"), (None, "nvfp4", 8, 86, "dequant_tiles", "emulated"),
     ("mxfp8", "mxfp8", 8, 90, "dequant_tiles", "emulated"),
     ("float8_rowwise", "float8_rowwise", 7, 90, "library_row_scaled", "native"),
     ("float8_rowwise", "float8_rowwise", 7, 86, "dequant_tiles", "emulated"),
@@ -70,6 +70,16 @@ def test_kernel_and_tier(a, b, m, sm, kernel, tier):
     choice = choose(problem(a, b, m, sm))
     assert (choice.kernel, choice.tier, choice.settled) == (kernel, tier, True)
     assert choice.config == named(kernel).configure(problem(a, b, m, sm))
+
+
+@pytest.mark.parametrize(("n", "k", "a", "kernel"), [
+    (32, 448, None, "streaming"), (17, 512, None, "streaming"), (17, 448, None, "dequant_tiles"),
+    (32, 448, "mxfp4", "dequant_tiles"),
+])  # fmt: skip
+def test_experts_of_mxfp4_are_streamed_where_their_scales_begin_at_words(n, k, a, kernel):
+    """And where A is plain: 17 rows of 14 scales are no whole words."""
+    spec = ProductSpec(operand_spec(a, False), operand_spec("mxfp4", False), BF16, Grouping.RAGGED_ROWS)
+    assert choose(Problem(spec, 8, n, k, Target(90), groups=4)).kernel == kernel
 
 
 POWERS, SQUARES = "e4m3:1x128:float32:-:te_pow2", "e4m3:128x128:float32:-:te_pow2"
