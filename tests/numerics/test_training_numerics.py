@@ -260,4 +260,5 @@ def test_where_the_bits_of_transformer_engine_end():
         exact = x.float()  # where the input is float32, so is TE's transform
         same = quantize(exact, "nvfp4_te", hadamard=True), quantize(transform, "nvfp4_te")
         assert torch.equal(same[0].data, same[1].data) and torch.equal(same[0].outer, same[1].outer)
-    assert 0.005 < apart / codes < 0.011 and abs(own / other - 1) < 1e-3
+    # 1205 of 130,560 codes, and 9e-5 of the error, as counted; sums of the transform may be in another order elsewhere.
+    assert abs(apart / codes - 0.00923) < 1e-4 and abs(own / other - 1) < 2e-4

@@ -77,9 +77,17 @@ def test_kernel_and_tier(a, b, m, sm, kernel, tier):
     (32, 448, "mxfp4", "dequant_tiles"),
 ])  # fmt: skip
 def test_experts_of_mxfp4_are_streamed_where_their_scales_begin_at_words(n, k, a, kernel):
-    """And where A is plain: 17 rows of 14 scales are no whole words."""
+    """Matrices of 17 rows with 14 scales each are no whole words. Quantised activations are not streamed."""
     spec = ProductSpec(operand_spec(a, False), operand_spec("mxfp4", False), BF16, Grouping.RAGGED_ROWS)
     assert choose(Problem(spec, 8, n, k, Target(90), groups=4)).kernel == kernel
+
+
+@pytest.mark.parametrize(("groups", "each", "kernel"), [
+    (512, 4, "streaming"), (512, 5, "wgmma_sm90"), (513, 8, "streaming"),
+])  # fmt: skip
+def test_more_groups_than_wgmma_takes_are_streamed_up_to_eight_tokens_each(groups, each, kernel):
+    spec = ProductSpec(operand_spec(None, False), operand_spec("nvfp4", False), BF16, Grouping.RAGGED_ROWS)
+    assert choose(Problem(spec, groups * each, 512, 512, Target(90), groups=groups)).kernel == kernel
 
 
 POWERS, SQUARES = "e4m3:1x128:float32:-:te_pow2", "e4m3:128x128:float32:-:te_pow2"

@@ -38,6 +38,7 @@ from fp4compile.templates.multiply import call_of
 FEW_ROWS = 64  # rows of A up to which copying it costs less than a launch
 _VIEWS = {*RESHAPES, torch.ops.aten.view.dtype}
 _INPUTS = ("placeholder", "get_attr")
+# Views in other strides, which Inductor reads in the kernel of their reader.
 _PARTS = (torch.ops.aten.slice.Tensor, torch.ops.aten.select.int)
 _GATHERS = (torch.ops.aten.index.Tensor, torch.ops.aten.index_select.default, torch.ops.aten.embedding.default)
 

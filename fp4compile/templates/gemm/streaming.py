@@ -16,6 +16,7 @@ from fp4compile._compat import statically_true
 from fp4compile.templates.gemm import gemv, skinny
 from fp4compile.templates.gemm.call import Call
 from fp4compile.templates.gemm.candidate import Candidate
+from fp4compile.templates.gemm.dequant_operand import MOST_GROUPS
 from fp4compile.templates.gemm.horizontal import in_common
 from fp4compile.templates.problem import Problem
 
@@ -38,11 +39,12 @@ def executes(p: Problem) -> bool:
     return p.target.sm >= (80 if p.b.scale == "e8m0" else 89)
 
 
-EXPERT_ROWS = 4  # rows of A, on average, of a group up to which `skinny` serves groups where `wgmma_sm90` does
+EXPERT_ROWS = 4  # average rows of a group up to which `skinny` serves groups that `wgmma_sm90` could serve
 
 
 def _serves(p: Problem) -> bool:
-    rows = skinny.SKINNY_ROWS if not p.ragged or not 90 <= p.target.sm < 100 else EXPERT_ROWS
+    by_wgmma = p.ragged and 90 <= p.target.sm < 100 and p.groups <= MOST_GROUPS
+    rows = EXPERT_ROWS if by_wgmma else skinny.SKINNY_ROWS
     return executes(p) and streams(p) and statically_true(p.m <= rows * (p.groups if p.ragged else 1))
 
 
