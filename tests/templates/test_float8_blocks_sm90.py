@@ -11,6 +11,7 @@ from fp4compile.templates.gemm import float8_blocks_sm90
 from fp4compile.templates.multiply import multiply
 from fp4compile.templates.problem import problem_of
 from tests.helpers.by_hand import assert_rounds_to
+from tests.helpers.check_products import units_error
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 HOPPER = Target(90)
@@ -38,21 +39,6 @@ def dequantised(x):
     rows, columns = x.format.block
     scales = x.scales.repeat_interleave(rows, -2)[..., : x.data.shape[-2], :].repeat_interleave(columns, -1)
     return x.data.double() * scales[..., : x.data.shape[-1]].double()
-
-
-def units_error(left, right):
-    """What the FP8 matrix units may be off by: each cuts 32 products and a sum 13 bits below the largest.
-
-    The largest is a product or the sum of the block so far, which is at most the sum of magnitudes.
-    """
-    found, size = 0.0, 0.0
-    for step in range(0, left.shape[1], 32):
-        a, b = left[:, step : step + 32].abs(), right[step : step + 32].abs()
-        largest = torch.cat([a.new_zeros(0, b.shape[1]),
-                             *((a[i : i + 64, :, None] * b).amax(1) for i in range(0, len(a), 64))])  # fmt: skip
-        size = (0.0 if step % 128 == 0 else size) + a @ b
-        found = found + 2.0**-13 * (32 * largest + size)
-    return found
 
 
 def check(got, a, b, dtype, bias=None):
