@@ -1,15 +1,18 @@
 """The example scripts, run as a user runs them, at small size."""
 
+import json
 import math
 import re
 import runpy
 import sys
+import types
 from pathlib import Path
 
 import pytest
 import torch
 
 import fp4compile
+from fp4compile.weights.buffers import packed_in
 from tests.helpers import without_codegen
 from tests.helpers.programs import Program
 
@@ -77,6 +80,55 @@ def test_precision_schedule_script(capsys, monkeypatch):
     assert summaries == ["6", "4"]  # two layers, with and without their forward products
     constant = main_of("precision_schedule.py")([*options, "--last", "0"])
     assert losses[:3] == constant[:3] and losses[4:] != constant[4:]
+
+
+@pytest.mark.parametrize("learned", [False, True], ids=["nearest", "gptq"])
+def test_evaluation_of_a_packed_model(tmp_path, monkeypatch, capsys, learned):
+    """lm-eval, which is not among the packages of the tests, gets the packed model and the tasks.
+
+    The script was run with lm-eval 0.4.13 itself, and a task of its own.
+    """
+    transformers = pytest.importorskip("transformers")
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = transformers.LlamaConfig(vocab_size=300, num_key_value_heads=2, **sizes)
+    transformers.LlamaForCausalLM(config).save_pretrained(tmp_path)
+    letters = {chr(code): code for code in range(32, 127)}
+    tokenizer = Tokenizer(models.WordLevel({**letters, "?": 0}, unk_token="?"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(tmp_path)
+    (tmp_path / "text.txt").write_text("\n".join(f"paragraph {i} of some text" for i in range(8)))
+    seen = []
+
+    def evaluate(model, tasks, limit, task_manager, log_samples):
+        seen.append((model, tasks))
+        return {"results": {"own": {"acc": float(model(torch.tensor([[65, 66]])).logits.isfinite().all())}}}
+
+    def module(name, **members):
+        monkeypatch.setitem(sys.modules, name, types.SimpleNamespace(**members))
+
+    module("lm_eval", simple_evaluate=evaluate)
+    module("lm_eval.models.huggingface", HFLM=lambda model, tokenizer, batch_size: model)
+    module("lm_eval.tasks", TaskManager=lambda include_path: None)
+    module("lm_eval.utils", make_table=lambda found: f"acc {found['results']['own']['acc']}")
+    how = ["--method", "gptq", "--scales", "mse", "--samples", str(tmp_path / "text.txt")] if learned else []
+    options = [
+        "--recipe",
+        "nvfp4_weight_only",
+        "--tasks",
+        "own",
+        "--device",
+        "cpu",
+        "--out",
+        str(tmp_path / "out.json"),
+    ]
+    main_of("evaluate_packed.py")([str(tmp_path), *options, *how])
+    ((model, tasks),) = seen
+    assert tasks == ["own"] and len(packed_in(model)) == 7
+    printed = capsys.readouterr().out
+    assert "acc 1.0" in printed and ("mse, gptq" in printed) == learned
+    assert json.loads((tmp_path / "out.json").read_text()) == {"own": {"acc": 1.0}}
 
 
 # `python -m fp4compile`, of which Inductor writes no code: what it makes of the layers, a Llama shows.
