@@ -301,7 +301,10 @@ class _Scan:
         )  # fmt: skip
 
     def _gemm(self, product: Matmul, kind: str, module: str, roles: tuple[str, str], **more) -> Gemm:
-        a, b = (self._operand(side, role, product) for side, role in zip((product.a, product.b), roles, strict=True))
+        a, b = (
+            replace(self._operand(side, role, product), argument=(side.node, side.swapped))
+            for side, role in zip((product.a, product.b), roles, strict=True)
+        )
         more = {"layer": product.dims, "forward": product.node, **more}
         groups, dims = product.groups, product.sizes
         if product.offs is None and product.grouping and kind != "attention":

@@ -47,6 +47,7 @@ class GemmOperand:
     repeated: whether one matrix repeats along `source`'s leading dimension, and the operand is that matrix.
     packed: whether `source` is dequantised packed experts or a `gathered_weight`. expert: which of its matrices; None:
     all.
+    argument: the node that the matmul reads, and whether the operand is that with its last two dimensions swapped.
     """
 
     source: Node
@@ -56,6 +57,7 @@ class GemmOperand:
     repeated: bool = False
     packed: bool = False
     expert: int | None = None
+    argument: tuple[Node, bool] | None = None
 
 
 @dataclass(frozen=True)

@@ -24,6 +24,7 @@ from fp4compile.formats.quantize_spec import FLOAT_DTYPES
 from fp4compile.hardware import Gpu, Target
 from fp4compile.ops.nodes import expert_weights_of, gathered_weight_of, is_gathered, scaled_mm_of
 from fp4compile.recipe import Recipe, named
+from fp4compile.recipe.named_recipes import OF_FORWARD
 from fp4compile.templates.choose import choose
 from fp4compile.templates.launch import on_gpu, target_of
 from fp4compile.templates.problem import Problem
@@ -72,6 +73,8 @@ class Decision:
 
     tier: "reference", "emulated" or "native". note: how the decision differs from the recipe.
     weight_scales: how the weight's block scales are chosen, if not by "amax".
+    dequantised: whether a matmul that is not quantised reads its operand as the forward matmul has it, dequantised; `a`
+        or `b` is then the forward matmul's treatment of this operand.
     fast_accumulation: whether FP8 matrix units may keep the sums in fewer bits than float32 has.
     """
 
@@ -83,6 +86,7 @@ class Decision:
     note: str | None = None
     weight_scales: str | None = None
     fast_accumulation: bool = False
+    dequantised: bool = False
 
 
 # The report's text for weights whose block scales are not chosen by the recipe's rule.
@@ -115,7 +119,30 @@ def plan(
     training = recipe.weight_scales != "amax" and any(map(tangent_dependent, graphs))
     target = None if meta is None else meta.target
     decisions = [_explained(_decide(gemm, recipe, model, target, training), target) for gemm in gemms]
+    forward = {one.gemm.node: one for one in decisions if one.gemm.product == "fprop"}
+    decisions = [_as_forward(one, forward[one.gemm.forward]) if one.dequantised else one for one in decisions]
     return _with_layers_reasons(decisions)
+
+
+def _as_forward(one: Decision, forward: Decision) -> Decision:
+    """The decision about a matmul of a gradient, with the treatment that its other operand has in the forward matmul.
+
+    Where the forward matmul is not quantised, or the operand cannot be replaced, it is unquantised for that reason.
+    """
+    gemm = one.gemm
+    reason = forward.reason or (None if gemm.index is None else "gathered matrices are not dequantised for gradients")
+    if reason is not None:
+        return replace(one, reason=reason, dequantised=False)
+    treatments = {forward.gemm.a.role: forward.a, forward.gemm.b.role: forward.b}
+    (side, operand, role), = ((side, x, OF_FORWARD[x.role]) for side, x in (("a", gemm.a), ("b", gemm.b))
+                              if x.role in OF_FORWARD)  # fmt: skip
+    treatment = treatments[role]
+    reason = f"{one.reason}, with the forward pass's operand dequantised"
+    if operand.packed:  # gathered codes, which the graph itself dequantises
+        return replace(one, reason=reason)
+    if gemm.offs is not None and role == "fprop_x":  # swizzled scales of groups are padded; no kernel dequantises them
+        treatment = replace(treatment, layout="linear")
+    return replace(one, reason=reason, **{side: treatment})
 
 
 def _with_layers_reasons(decisions: list[Decision]) -> list[Decision]:
@@ -156,10 +183,13 @@ def _decide(gemm: Gemm, recipe: Recipe, model: "Model", meta: Target | None, tra
     if weight is not None and not is_gathered(weight.source):
         return _of_packed_experts(gemm, weight, meta)
     layer_recipe, reason = of_layer(_layer(gemm), recipe, model)
+    dequantised = False
     if layer_recipe is not None and not layer_recipe.quantizes(gemm.product):
-        reason = _left_by_recipe(gemm, layer_recipe)
+        reason, dequantised = _left_by_recipe(gemm, layer_recipe), layer_recipe.reads_forward(gemm.product)
     quantised = layer_recipe is not None and reason is None
-    decision = _quantised(gemm, layer_recipe, recipe, meta, training) if quantised else Decision(gemm, reason)
+    decision = _quantised(gemm, layer_recipe, recipe, meta, training) if quantised else (
+        Decision(gemm, reason, dequantised=dequantised)
+    )
     if weight is not None and decision.reason is not None:
         found = gathered_weight_of(weight.source).operand_for(str(weight.role)).format.name
         return replace(decision, reason=f"{decision.reason}; its weight was gathered in {found}")

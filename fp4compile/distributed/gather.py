@@ -99,8 +99,8 @@ def _form(layer: Layer, one: Sharded, recipe: Recipe, around: Model, recompute: 
 
 
 def _left_by_recipe(recipe: Recipe) -> str | None:
-    for product, weight in (("fprop", recipe.fprop_w), ("dgrad", recipe.dgrad_w)):
-        if weight is None:
+    for product in ("fprop", "dgrad"):
+        if recipe.operands(product)[1] is None:
             return f"recipe {recipe.name} leaves its weight in high precision in {product}"
     return None
 

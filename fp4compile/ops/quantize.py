@@ -4,7 +4,7 @@
                          operands, prologue, dtype, stored, amax)
         -> (data, scales, outer) along each dimension of `dim` in turn, then each of `stored`
     fp4compile::lay_out_scales(scales, offs) -> scales
-    fp4compile::dequantize(data, scales, outer, format, cols, dtype, activation, activation_outer) -> values
+    fp4compile::dequantize(data, scales, outer, format, cols, dtype, activation, activation_outer, *, offs) -> values
     fp4compile::gathered_weight(rows, row_scales, row_outer, fprop, columns, column_scales, column_outer, dgrad, cols,
                                 dtype, recompute) -> weight
 
@@ -24,7 +24,7 @@ quantised. offs: as in `quantize`; the rows of each group are padded.
 `dequantize` with `activation` puts packed experts (`weights.experts`) into a graph: matrices [E, N, K], with a global
 scale for each, [E]. A matmul of its result can read the codes instead, and quantise its tokens to the format
 `activation` ("plain": not at all) with the static global scale `activation_outer`, float32 [] (None: computed). Neither
-argument changes the result of this op.
+argument changes the result of this op. offs: as in `quantize`, for rows whose groups have a global scale each, [G].
 
 `gathered_weight` puts a weight [N, K] that FSDP2 gathered as codes (`distributed`) into a graph: it dequantises the
 codes along the rows. A forward matmul can read these codes instead, in the format `fprop`, and the matmul for the
@@ -41,7 +41,7 @@ import torch
 
 from fp4compile.formats import formats, reference, reference_scales
 from fp4compile.formats.formats import BlockFormat
-from fp4compile.formats.grouping import grouping_of, padded_rows
+from fp4compile.formats.grouping import Groups, grouping_of, padded_rows
 from fp4compile.formats.layouts import swizzled_numel
 from fp4compile.formats.prologue import Prologue, apply
 from fp4compile.formats.quantize_spec import COLUMNS, ROWS, QuantizeSpec
@@ -199,27 +199,34 @@ LAY_OUT_SCALES = define(
 # ---------------------------------------------------------------- dequantize
 
 
-def dequantize_kernels(data, scales, outer, format, cols, dtype, *_):
+def dequantize_kernels(data, scales, outer, format, cols, dtype, *_, offs=None):
     """`dequantize` by the Triton kernel."""
     from fp4compile.templates.quantize import dequantize as kernels
 
-    return kernels.dequantize(data, scales, _of_rows(outer, data), formats.get(format), cols, dtype)
+    return kernels.dequantize(data, scales, _of_rows(outer, data, offs), formats.get(format), cols, dtype)
 
 
-def _of_rows(outer, data):
-    """Global or row scales; those of each matrix are repeated for its rows."""
-    if outer is None or outer.dim() != 1 or data.dim() != 3:
+def _of_rows(outer, data, offs):
+    """Global or row scales; those of each matrix, or each group of rows, are repeated for its rows."""
+    if outer is None or outer.dim() != 1:
+        return outer
+    if offs is not None:  # a row of no group takes any scale
+        groups = Groups.of(offs, data.shape[0])
+        return outer[groups.of_rows.clamp(max=groups.count - 1)].unsqueeze(-1)
+    if data.dim() != 3:
         return outer
     return outer.view(-1, 1, 1).expand(-1, data.shape[1], 1).contiguous()
 
 
 DEQUANTIZE = define(
     "dequantize(Tensor data, Tensor? scales, Tensor? outer, str format, SymInt cols, ScalarType dtype,"
-    " str? activation=None, Tensor? activation_outer=None) -> Tensor",
-    reference=lambda data, scales, outer, format, cols, dtype, *_: reference.dequantize(
-        data, scales, _of_rows(outer, data), formats.get(format), cols, dtype
+    " str? activation=None, Tensor? activation_outer=None, *, Tensor? offs=None) -> Tensor",
+    reference=lambda data, scales, outer, format, cols, dtype, *_, offs=None: reference.dequantize(
+        data, scales, _of_rows(outer, data, offs), formats.get(format), cols, dtype
     ),
-    shapes=lambda data, scales, outer, format, cols, dtype, *_: data.new_empty((*data.shape[:-1], cols), dtype=dtype),
+    shapes=lambda data, scales, outer, format, cols, dtype, *_, offs=None: data.new_empty(
+        (*data.shape[:-1], cols), dtype=dtype
+    ),
     kernels=dequantize_kernels,
 )
 

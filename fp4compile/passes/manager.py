@@ -167,9 +167,9 @@ def _uuid(user_passes: tuple, disabled: frozenset[str], *own: str) -> tuple | No
 
 def _left_alone(decision: Decision) -> Decision:
     """The decision about a matmul when `rewrite` is off; a matmul of packed weights is quantised already."""
-    if decision.reason is not None or decision.gemm.packed is not None:
+    if (decision.reason is not None and not decision.dequantised) or decision.gemm.packed is not None:
         return decision
-    return replace(decision, reason=SWITCHED_OFF, a=None, b=None, tier=None, weight_scales=None, note=None)
+    return Decision(decision.gemm, SWITCHED_OFF)
 
 
 def analyse(graph: Graph, recipe: Recipe, inputs: tuple[Input, ...], meta: Gpu | None = None) -> list[Decision]:

@@ -11,6 +11,7 @@ and their value from the op's fake implementation.
 
 import operator
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 from fp4compile import _compat
 from fp4compile.analysis.gathers import is_gather
 from fp4compile.analysis.gemm import Gemm, GemmOperand
+from fp4compile.analysis.matmuls import computed_by
 from fp4compile.analysis.plan import Decision, Treatment
 from fp4compile.analysis.views import is_cast, source_of, value_key, view_of
 from fp4compile.formats import formats
@@ -34,7 +36,7 @@ from fp4compile.ops.nodes import (
     new_node,
     product_of,
 )
-from fp4compile.ops.quantize import GATHERED_WEIGHT
+from fp4compile.ops.quantize import DEQUANTIZE, GATHERED_WEIGHT
 from fp4compile.passes.lib.notes import mark, name_product
 from fp4compile.templates.quantize.source import lies_transposed
 
@@ -42,7 +44,7 @@ aten = torch.ops.aten
 
 
 def rewrite(graph: Graph, decisions: list[Decision]) -> int:
-    """Rewrite every matmul that is to be quantised; returns the number of rewritten matmuls.
+    """Rewrite every matmul that is to be quantised or reads a dequantised operand; returns how many there are.
 
     Matmuls of packed layers are already quantised, and only get a name.
     """
@@ -50,13 +52,17 @@ def rewrite(graph: Graph, decisions: list[Decision]) -> int:
         if decision.gemm.packed is not None:
             name_product(decision.gemm.node)
     chosen = [d for d in decisions if d.reason is None and d.gemm.packed is None]
+    builder, dequantised = _Builder(graph), [d for d in decisions if d.dequantised]
     # Matmuls are replaced only when all replacements are built: until then, decisions name nodes of the old graph.
-    for decision, replacement in zip(chosen, insert(graph, chosen), strict=True):
+    replacements = [builder.build(decision) for decision in chosen]
+    for decision in dequantised:
+        builder.dequantise(decision)
+    for decision, replacement in zip(chosen, replacements, strict=True):
         decision.gemm.node.replace_all_uses_with(replacement)
         graph.erase_node(decision.gemm.node)
     graph.eliminate_dead_code()
     _never_dequantised_again(graph)
-    return len(chosen)
+    return len(chosen) + len(dequantised)
 
 
 def _never_dequantised_again(graph: Graph) -> None:
@@ -99,6 +105,43 @@ class _Builder:
             if gemm.index is not None:
                 return self._gathered(decision, dtype)
             return self._product(decision, dtype, bias=gemm.bias)
+
+    def dequantise(self, decision: Decision) -> None:
+        """Let a gradient's matmul read its other operand as the forward matmul has it, dequantised.
+
+        That is quantised along the forward matmul's contraction, by the same quantise.
+        """
+        gemm, node = decision.gemm, computed_by(decision.gemm.node)
+        name_product(decision.gemm.node)
+        if gemm.offs is not None:
+            gemm = replace(gemm, groups=Grouping.RAGGED_ROWS)
+        for operand, treatment, dim in ((gemm.a, decision.a, -2), (gemm.b, decision.b, -1)):
+            if treatment is not None and operand.argument is not None:
+                argument, swapped = operand.argument
+                with self.graph.inserting_before(node):
+                    values = self._dequantised(gemm, operand, treatment, dim, -3 - dim if swapped else dim)
+                    node.replace_input_with(argument, values)
+
+    def _dequantised(self, gemm: Gemm, operand: GemmOperand, treatment: Treatment, dim: int, place: int) -> Node:
+        """The dequantised operand in place of `operand.argument`, whose dimension `place` is the quantised one."""
+        argument, _ = operand.argument
+        value, meta = argument.meta["val"], gemm.node.meta | {"partitioner_tag": "must_be_in_backward"}
+        codes = self._operand(gemm, operand, treatment, dim)
+        quantise = codes.data.args[0]
+        if operand.role == "wgrad_x":
+            mark(quantise, gemm.node.name)
+        elif not is_gather(view_of(operand.source).root):  # a saved weight is a copy of the parameter, as in _meta_for
+            for node in (quantise, *quantise.users):
+                node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
+        offs = {} if codes.outer is None or codes.outer.meta["val"].dim() != 1 else {"offs": gemm.offs}
+        data = codes.data.meta["val"]
+        args = codes.data, codes.scales, codes.outer, treatment.format, self._size(argument, place, meta), value.dtype
+        values = self._call(DEQUANTIZE, args, meta, **(offs if data.dim() == 2 else {}))
+        values = values if place == -1 else self._swapped(values, meta)
+        if value.dim() > data.dim():  # one matrix that repeats along a batch
+            shape = [self._size(argument, d, meta) for d in range(value.dim())]
+            values = self._call(aten.expand.default, (values, shape), meta)
+        return values
 
     def _grouped(self, decision: Decision, dtype: torch.dtype) -> Node:
         """The grouped matmul. Groups of the contraction are rows of both operands, quantised along these rows."""

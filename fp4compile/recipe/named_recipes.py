@@ -12,6 +12,9 @@ OPERANDS = {
 PRODUCTS = tuple(OPERANDS)
 ROLES = tuple(role for pair in OPERANDS.values() for role in pair)
 _WEIGHTS = ("fprop_w", "dgrad_w")
+# The operand of a gradient's matmul that may be the forward pass's: what the field says, and the field of the format.
+FORWARD = "forward"
+OF_FORWARD = {"dgrad_w": "fprop_w", "wgrad_x": "fprop_x"}
 
 
 def _linear_layers(format: str, weights: str | None = None) -> dict[str, str]:

@@ -15,7 +15,7 @@ from typing import Any
 from fp4compile.formats import formats
 from fp4compile.formats.formats import unknown_name
 from fp4compile.recipe import sources
-from fp4compile.recipe.named_recipes import FIELDS, OPERANDS, PRODUCTS, ROLES
+from fp4compile.recipe.named_recipes import FIELDS, FORWARD, OF_FORWARD, OPERANDS, PRODUCTS, ROLES
 from fp4compile.recipe.rules import Ranking, Rule, fallback_rules, rule_of
 
 log = logging.getLogger("fp4compile")
@@ -46,6 +46,8 @@ class Recipe:
     attention_a, attention_b: formats of the operands of matmuls without a parameter, in the order of the matmul.
         A format is a name of `formats.NAMED`, a spec string or a `BlockFormat`. None keeps the operand in high
         precision; files write it "none". A matmul without any format is not quantised.
+        dgrad_w and wgrad_x may be "forward", beside a gradient in high precision: the operand as the forward matmul has
+        it, quantised and then dequantised.
     rules: the first rule whose glob matches a layer's name decides about the layer. Each is a `Rule`, a (pattern,
         action) pair or a dict of the two.
     min_m, min_n, min_k: a layer with fewer tokens, out features or in features than these is not quantised.
@@ -145,6 +147,12 @@ class Recipe:
             raise ValueError("num_blocks=0: must be at least 1, or None where the graph shows how many there are")
 
     def _check_product(self, product: str) -> None:
+        if self.reads_forward(product):
+            gradient, operand = OPERANDS[product]
+            if getattr(self, OF_FORWARD[operand]) is None:
+                raise ValueError(f"{operand}='forward': {OF_FORWARD[operand]} has no format; None is the same operand")
+            if getattr(self, gradient) is not None:
+                raise ValueError(f"{operand}='forward': {gradient} stays in high precision, got {getattr(self, gradient)}")
         left, right = (None if name is None else formats.get(name) for name in self.operands(product))
         if left is not None and right is not None and not formats.compatible(left, right):
             raise ValueError(
@@ -181,8 +189,7 @@ class Recipe:
             if any(fmt is None or formats.get(fmt).scale is not None for fmt in self.operands(product)):
                 raise ValueError(f"fast_accumulation of {product}: both operands must be float8_rowwise, got "
                                  f"{' and '.join(map(str, self.operands(product)))}")  # fmt: skip
-        for role in ("wgrad_dy", "wgrad_x") if self.hadamard else ():
-            fmt = getattr(self, role)
+        for role, fmt in zip(OPERANDS["wgrad"], self.operands("wgrad"), strict=True) if self.hadamard else ():
             if fmt is None or formats.get(fmt).scale != "e4m3" or formats.get(fmt).square:
                 raise ValueError(f"hadamard of wgrad: {role} must be an NVFP4 format with blocks of 1x16, got {fmt}")
 
@@ -209,8 +216,12 @@ class Recipe:
 
     def operands(self, product: str) -> tuple[str | None, str | None]:
         """The format names of a matmul's operands, in the order of the recipe's fields; None: high precision."""
-        first, second = OPERANDS[product]
-        return getattr(self, first), getattr(self, second)
+        first, second = (None if fmt == FORWARD else fmt for fmt in (getattr(self, role) for role in OPERANDS[product]))
+        return first, second
+
+    def reads_forward(self, product: str) -> bool:
+        """Whether a gradient's matmul reads the weight or the activation as the forward matmul has it, dequantised."""
+        return any(getattr(self, role) == FORWARD for role in OPERANDS[product])
 
     def quantizes(self, product: str) -> bool:
         """Whether any operand of the matmul has a format."""
@@ -368,9 +379,11 @@ class Recipe:
 
 
 def _format_name(role: str, value: Any) -> str | None:
-    """The registered name or the spec string of a format; None for high precision."""
+    """The registered name or the spec string of a format; None for high precision; "forward" where it is allowed."""
     if value is None or value == "none":
         return None
+    if value == FORWARD and role in OF_FORWARD:
+        return FORWARD
     try:
         return formats.get(value).name
     except (TypeError, ValueError) as error:

@@ -131,7 +131,7 @@ class Saved:
 
 def mark(quantise: Node, wgrad: str) -> None:
     """Note on a quantise the name of the wgrad that reads it, or of the first wgrad where layers share their input."""
-    quantise.meta[_SAVED_FOR] = wgrad
+    quantise.meta.setdefault(_SAVED_FOR, wgrad)
 
 
 def saved(graph: Graph) -> list[Saved]:
