@@ -19,7 +19,8 @@ _OPAQUE = 0xBD  # contents of a barrier's bytes, which no kernel may use
 class Mbarrier:
     """An mbarrier object. count: arrivals of a phase; pending: missing arrivals; tx: missing bytes.
 
-    agent: the clock agent of the copies that complete here. rows: clocks of all arrivals. done: clocks of the completed
+    agent: the clock agent of the copies that complete here. before: the agent's last epoch before this mbarrier.
+    copied: the epoch of the latest copy. rows: clocks of all arrivals. done: clocks of the completed
     phases. created: (warp, epoch) of the initialisation. used: the last epoch of each clock agent that arrived or
     waited. commits: the number of `tcgen05.commit` that will still arrive.
     """
@@ -27,11 +28,13 @@ class Mbarrier:
     where: str
     count: int
     agent: int
+    before: int
     rows: np.ndarray
     created: tuple[int, int]
     phase: int = 0
     pending: int = field(init=False)
     tx: int = 0
+    copied: int = 0
     commits: int = 0
     used: dict[int, int] = field(default_factory=dict)
     done: np.ndarray = field(init=False)
@@ -39,6 +42,11 @@ class Mbarrier:
     def __post_init__(self) -> None:
         self.pending = self.count
         self.done = self.rows.copy()
+
+    def copy(self) -> int:
+        """The epoch of a copy that will complete in the present phase."""
+        self.copied = self.before + self.phase + 1
+        return self.copied
 
     def passed(self, parity: int) -> bool:
         """Whether the phase of this parity is complete, as `try_wait.parity` returns it."""
@@ -65,10 +73,10 @@ class Mbarriers:
         created = (warp, int(clocks.rows[KNOWN, cluster, warp, warp]))
         self.machine.shared.shadow.begin_mbarrier(self._cells(at), cluster, warp)
         self.machine.shared.data[at : at + _NBYTES] = _OPAQUE
-        self.found[at] = Mbarrier(f"{at % self.machine.shared.stride}", count, clocks.new_barrier(cluster), rows,
+        self.found[at] = Mbarrier(f"{at % self.machine.shared.stride}", count, *clocks.new_barrier(cluster), rows,
                                   created)  # fmt: skip
 
-    def remove(self, at: int, rows: np.ndarray) -> None:
+    def remove(self, at: int, cluster: int, rows: np.ndarray) -> None:
         """Invalidate an mbarrier. rows: the clocks of the invalidating warp, which must contain the end of all uses."""
         barrier = self.seen(at, rows)
         if barrier.tx:
@@ -77,6 +85,8 @@ class Mbarriers:
             raise Fault(f"the mbarrier at {barrier.where} ends while something may arrive or wait there")
         self.machine.shared.shadow.end_mbarrier(self._cells(at))
         del self.found[at]
+        if rows[KNOWN][barrier.agent] >= barrier.copied:
+            self.machine.clocks.end_barrier(cluster, barrier.agent, max(barrier.before, barrier.copied))
 
     def _cells(self, at: int) -> np.ndarray:
         return self.machine.shared.cells(at + np.arange(_NBYTES))

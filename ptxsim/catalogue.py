@@ -12,6 +12,7 @@ from ptxsim import (  # noqa: F401
     tensor_map_forms,
     warp,
     warp_matrix,
+    warp_products,
     warpgroup,
 )
 from ptxsim.forms import decode, known_forms

@@ -40,6 +40,7 @@ class Clocks:
         self.rows[KNOWN, :, own, own] = 1
         self.rows[..., NOBODY] = np.iinfo(np.int32).max
         self._barriers = np.full(clusters, _KINDS * warps)
+        self._ended: list[list[tuple[int, int]]] = [[] for _ in range(clusters)]
 
     def tensor_loads(self, warp: int) -> int:
         """The agent of a warp's accesses by `tcgen05.ld`."""
@@ -69,13 +70,19 @@ class Clocks:
         """The agent of the operations of the tensor pipe that a warp issues."""
         return 7 * self.warps + warp
 
-    def new_barrier(self, cluster: int) -> int:
-        """The agent of the copies that complete on an mbarrier that was just initialised."""
+    def new_barrier(self, cluster: int) -> tuple[int, int]:
+        """The agent of the copies that complete on an mbarrier that was just initialised, and its last epoch so far."""
+        if self._ended[cluster]:
+            return self._ended[cluster].pop()
         agent = int(self._barriers[cluster])
         if agent >= self.rows.shape[-1] - 2:
             raise Fault(f"more than {_BARRIERS} initialisations of mbarriers, which the simulator does not tell apart")
         self._barriers[cluster] += 1
-        return agent
+        return agent, 0
+
+    def end_barrier(self, cluster: int, agent: int, epoch: int) -> None:
+        """Let the agent of an mbarrier that was invalidated after all of its copies be another one's."""
+        self._ended[cluster].append((agent, epoch))
 
     def of(self, cluster: int, warp: int) -> np.ndarray:
         """A copy of a warp's clocks, int32 [3, agents]."""

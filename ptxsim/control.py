@@ -241,7 +241,7 @@ def _inval(instruction: Instruction, program: Program) -> Step:
         machine, addresses = fragment.machine, address(fragment)
         for lane, warp, cluster in one_lane(fragment):
             rows = machine.clocks.of(cluster, machine.local_warp(warp))
-            machine.mbarriers.remove(machine.shared.index(int(addresses[lane]), cluster, 8), rows)
+            machine.mbarriers.remove(machine.shared.index(int(addresses[lane]), cluster, 8), cluster, rows)
 
     return step
 

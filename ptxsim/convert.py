@@ -127,19 +127,18 @@ def _ue8m0_pair(upper: np.ndarray, lower: np.ndarray) -> np.ndarray:
     return joined(numbers.ue8m0(interleaved(lower, upper)))
 
 
-for _format, _table in (("e4m3x2", numbers.to_f16(numbers.E4M3)), ("e5m2x2", numbers.to_f16(numbers.E5M2))):
+for _into, _encode in (("f16x2", numbers.to_f16), ("bf16x2", numbers.to_bf16)):
+    for _format, _table in (("e4m3x2", _encode(numbers.E4M3)), ("e5m2x2", _encode(numbers.E5M2))):
 
-    @elementwise("f16x2 b16", f"cvt.rn.f16x2.{_format}")
-    def _f16_of_fp8(codes: np.ndarray, table: np.ndarray = _table) -> np.ndarray:
-        return joined(table.take(halves(codes)))
+        @elementwise(f"{_into} b16", f"cvt.rn.{_into}.{_format}")
+        def _16_bits_of_fp8(codes: np.ndarray, table: np.ndarray = _table) -> np.ndarray:
+            return joined(table.take(halves(codes)))
 
+    _table = _encode(numbers.E2M1)
 
-@elementwise("f16x2 b8", "cvt.rn.f16x2.e2m1x2")
-def _f16_of_e2m1(codes: np.ndarray) -> np.ndarray:
-    return joined(_E2M1_AS_F16.take(np.stack([codes & 15, codes >> 4], -1)))
-
-
-_E2M1_AS_F16 = numbers.to_f16(numbers.E2M1)
+    @elementwise(f"{_into} b8", f"cvt.rn.{_into}.e2m1x2")
+    def _16_bits_of_e2m1(codes: np.ndarray, table: np.ndarray = _table) -> np.ndarray:
+        return joined(table.take(np.stack([codes & 15, codes >> 4], -1)))
 
 
 @form("cvt.rs.satfinite.e2m1x4.f32")

@@ -162,7 +162,7 @@ def _load(
         for target, barrier in zip(targets, barriers, strict=True):
             if machine.mbarriers.found.get(target.barrier) is not barrier:
                 raise Fault(f"the mbarrier at {barrier.where} ended before the copy that completes on it")
-            epoch = barrier.phase + 1
+            epoch = barrier.copy()
             machine.shared.shadow.writes_of_agent(target.cells, rows, barrier.agent, epoch)
             in_units(machine.shared.data, target.size)[target.units] = in_units(values, target.size)
             note(barrier.agent, epoch)

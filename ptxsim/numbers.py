@@ -32,6 +32,8 @@ def _values(exponent_bits: int, mantissa_bits: int) -> np.ndarray:
 
 
 E2M1 = _values(2, 1)
+E2M3 = _values(2, 3)
+E3M2 = _values(3, 2)
 E4M3 = _values(4, 3)
 E4M3[[0x7F, 0xFF]] = np.nan
 E5M2 = _values(5, 2)

@@ -1,4 +1,4 @@
-"""The sums of matrix instructions in the registers of a warp: see `warp_matrix`."""
+"""The sums of matrix instructions in the registers of a warp: see `warp_products`."""
 
 import numpy as np
 
@@ -16,7 +16,11 @@ def sums_of(registers: np.ndarray) -> np.ndarray:
 
 def registers_of_sums(sums: np.ndarray) -> np.ndarray:
     """The registers float32 [n / 2, warps * 32] that hold matrices float64 [warps, 16, n]."""
-    rounded = sums.astype(np.float32)
-    warps, _, n = rounded.shape
-    parts = numbers.canonical(rounded).reshape(warps, 2, 8, n // 8, 4, 2)  # row half, g, column block, t, parity
+    return in_registers(numbers.canonical(sums.astype(np.float32)))
+
+
+def in_registers(values: np.ndarray) -> np.ndarray:
+    """The registers [n / 2, warps * 32] that hold matrices [warps, 16, n] of 32-bit numbers."""
+    warps, _, n = values.shape
+    parts = values.reshape(warps, 2, 8, n // 8, 4, 2)  # row half, g, column block, t, parity
     return parts.transpose(3, 1, 5, 0, 2, 4).reshape(n // 2, warps * LANES)

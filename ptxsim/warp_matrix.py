@@ -1,17 +1,8 @@
-"""Matrices in the registers of a warp: `ldmatrix`, `stmatrix` and `mma.sync`.
+"""Matrices in the registers of a warp: `ldmatrix` and `stmatrix`.
 
-Sources: PTX ISA, "Warp-level matrix load / store instruction" and "Matrix fragments for mma.m16n8k16 with
-floating-point type"; confidence high. With lane = 4 g + t:
-
-- `ldmatrix`, `stmatrix`: lane 8 i + r holds the address of row r of matrix i. A register of lane (g, t) holds
-  elements 2 t and 2 t + 1 of row g; with `.trans`, of column g.
-- A [16, 16]: register i holds row g + 8 (i % 2), columns 2 t + 8 (i // 2) and the next. B [16, 8]: register i holds
-  rows 2 t + 8 i and the next, column g. The sum [16, 8]: registers 2 i and 2 i + 1 hold row g + 8 i, columns 2 t and
-  2 t + 1.
-
-Sums: all products of an instruction and the addend are added in float64 and rounded to float32 once. Hardware adds in
-an order, and with a number of bits, that NVIDIA does not publish; inputs whose sums are exact do not depend on it. A
-result that is no number has the bits 0x7FFFFFFF (PTX ISA, `mma`: "canonical NaN"; confidence medium).
+Sources: PTX ISA, "Warp-level matrix load / store instruction"; confidence high. With lane = 4 g + t: lane 8 i + r holds
+the address of row r of matrix i. A register of lane (g, t) holds elements 2 t and 2 t + 1 of row g; with `.trans`, of
+column g.
 """
 
 import re
@@ -23,23 +14,9 @@ from ptxsim.fault import Fault
 from ptxsim.forms import Step, UnknownForm, address_reader, expect, form, registers_of
 from ptxsim.fragment import LANES, Fragment
 from ptxsim.lanes import COLLECTIVE
-from ptxsim.numbers import matrix_product
 from ptxsim.parse import Instruction, Operand, Program, Register
-from ptxsim.sums import registers_of_sums, sums_of
 
-# ---------------------------------------------------------------- fragments
-
-
-def a_values(registers: np.ndarray, kind: str) -> np.ndarray:
-    """The matrices A, float64 [warps, 16, 16], of registers uint32 [4, warps, 32]."""
-    halves = registers.view(np.uint16).reshape(2, 2, -1, 8, 4, 2)  # column half, row half, warps, g, t, parity
-    return floats(halves.transpose(2, 1, 3, 0, 4, 5).reshape(-1, 16, 16), kind)
-
-
-def _b_values(registers: np.ndarray, kind: str) -> np.ndarray:
-    """The transposed matrices B, float64 [warps, 8, 16], of registers uint32 [2, warps, 32]."""
-    halves = registers.view(np.uint16).reshape(2, -1, 8, 4, 2)  # row half, warps, g, t, parity
-    return floats(halves.transpose(1, 2, 0, 3, 4).reshape(-1, 8, 16), kind)
+# ---------------------------------------------------------------- registers
 
 
 def floats(bits: np.ndarray, kind: str) -> np.ndarray:
@@ -127,22 +104,3 @@ def _matrices(instruction: Instruction) -> tuple[int, bool]:
     found = re.search(r"\.x(\d)(\.trans)?\.", instruction.opcode)
     assert found is not None
     return int(found[1]), found[2] is not None
-
-
-# ---------------------------------------------------------------- products
-
-
-@form(*[f"mma.sync.aligned.m16n8k16.row.col.f32.{kind}.{kind}.f32" for kind in ("bf16", "f16")])
-def _product(instruction: Instruction, program: Program) -> Step:
-    expect(instruction, 4)
-    into, a, b, addend = instruction.operands
-    kind = instruction.opcode.split(".")[-2]
-    results, operands = names_of(into, 4), [names_of(a, 4), names_of(b, 2), names_of(addend, 4)]
-
-    def step(fragment: Fragment) -> None:
-        fragment.whole_warps()
-        left, right, sums = (stacked(fragment, each) for each in operands)
-        found = matrix_product(a_values(left, kind), _b_values(right, kind)) + sums_of(sums)
-        put_all(fragment, results, registers_of_sums(found))
-
-    return step

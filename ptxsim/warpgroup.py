@@ -18,7 +18,7 @@ Sources and confidence:
 Sums of FP8 products have float32's precision here; the units of Hopper keep fewer bits.
 
 A product is computed when it is issued, which changes no kernel's results: the clocks find every access to shared
-memory that does not wait for it, and `Products.check` every use of its registers. Sums are as in `warp_matrix`.
+memory that does not wait for it, and `Products.check` every use of its registers. Sums are as in `warp_products`.
 """
 
 import numpy as np
@@ -42,11 +42,11 @@ from ptxsim.numbers import E4M3, E5M2, matrix_product
 from ptxsim.parse import Instruction, Pair, Program, Register, Vector
 from ptxsim.shared import START, swizzled
 from ptxsim.warp_matrix import (
-    a_values,
     floats,
     names_of,
     stacked,
 )  # fmt: skip
+from ptxsim.warp_products import a_values
 from ptxsim.warpgroup_products import OPCODE, Places, Touched
 
 _BY_CODE = {"e4m3": E4M3.astype(np.float64), "e5m2": E5M2.astype(np.float64)}

@@ -408,13 +408,13 @@ def narrowed(name: str, value: float) -> int:
     return code | (copysign(1, value) < 0) << bits - 1
 
 
-def widened(name: str, code: int) -> int:
-    """The bits as fp16."""
+def widened(name: str, form: Format, code: int) -> int:
+    """The bits as fp16 or bf16."""
     bits, values, _ = NARROW[name]
     sign, magnitude = divmod(code, 2 ** (bits - 1))
     if magnitude >= len(values):
-        return F16.infinity | sign << 15 if (name, magnitude) == ("e5m2x2", 124) else F16.nan
-    return F16.encode(values[magnitude]) | sign << 15
+        return form.infinity | sign << 15 if (name, magnitude) == ("e5m2x2", 124) else form.nan
+    return form.encode(values[magnitude]) | sign << 15
 
 
 for _name, (_bits, _, _) in NARROW.items():
@@ -429,8 +429,12 @@ for _name, (_bits, _, _) in NARROW.items():
             return narrowed(name, form.decode(word >> 16)) << bits | narrowed(name, form.decode(word & 0xFFFF))
 
         check(f"b{2 * _bits} {_kind}x2", f"cvt.rn.satfinite.{_name}.{_kind}x2")(of_pair)
-    check(f"f16x2 b{2 * _bits}", f"cvt.rn.f16x2.{_name}")(
-        lambda a, name=_name, bits=_bits: widened(name, a >> bits) << 16 | widened(name, a & 2**bits - 1))  # fmt: skip
+    for _kind in ("bf16", "f16"):
+
+        def both(word, name=_name, bits=_bits, form=FLOATS[_kind]):
+            return widened(name, form, word >> bits) << 16 | widened(name, form, word & 2**bits - 1)
+
+        check(f"{_kind}x2 b{2 * _bits}", f"cvt.rn.{_kind}x2.{_name}")(both)
 
 
 @check("b16 f32 f32", "cvt.rp.satfinite.ue8m0x2.f32")

@@ -39,6 +39,24 @@ USED_TWICE = """
     bar.sync 0; // after the writes
     ld.shared.b32 %r3, [%r9];
 """
+# As Triton writes it for a loop that is no specialised warps': of each tile, a copy with an mbarrier of its own.
+MANY = """
+    mov.u32 %r1, %tid.x; mov.b32 %r9, global_smem; setp.eq.b32 %p1, %r1, 0; ld.param.b64 %rd1, [p0]; mov.b32 %r3, 0;
+AGAIN:
+    @%p1 mbarrier.init.shared::cta.b64 [%r9], 1;
+    bar.sync 0;
+    @%p1 mbarrier.arrive.expect_tx.shared::cta.b64 _, [%r9], 16;
+    @%p1 cp.async.bulk.shared::cta.global.mbarrier::complete_tx::bytes [%r9+16], [%rd1], 16, [%r9];
+WAIT:
+    mbarrier.try_wait.parity.shared::cta.b64 %p3, [%r9], 0;
+    @!%p3 bra WAIT;
+    ld.shared.b32 %r4, [%r9+16];
+    bar.sync 0; // after the reads
+    @%p1 mbarrier.inval.shared::cta.b64 [%r9];
+    add.s32 %r3, %r3, 1;
+    setp.lt.s32 %p4, %r3, 100;
+    @%p4 bra AGAIN;
+"""
 
 
 def run(body: str, seed: int) -> None:
@@ -46,7 +64,7 @@ def run(body: str, seed: int) -> None:
 
 
 @pytest.mark.parametrize("seed", range(4))
-@pytest.mark.parametrize("body", [ONE_WAITS, WRITTEN, COMMIT, COMMIT_OF_64_BITS, USED_TWICE])
+@pytest.mark.parametrize("body", [ONE_WAITS, WRITTEN, COMMIT, COMMIT_OF_64_BITS, USED_TWICE, MANY])
 def test_as_it_should_be(body, seed):
     run(body, seed)
 
@@ -56,6 +74,7 @@ def test_as_it_should_be(body, seed):
     "body, old, new, what",
     [
         (ONE_WAITS, "bar.sync 0; // of all", "", "ends while something may arrive or wait there|there is no mbarrier"),
+        (MANY, "bar.sync 0; // after the reads", "", "may be reading|ends while something|there is no mbarrier"),
         (ONE_WAITS, "_, [%r9];", "_, [%r9], 2;", "more arrivals at the mbarrier at .* than its 1"),
         (COMMIT, "    mbarrier.try_wait.parity.shared::cta.b64 %p3, [%r9], 0;\n", "",
          "may arrive or wait there"),

@@ -124,7 +124,7 @@ def test_the_registers_of_matrices_are_counted():
         run_body(body, [np.zeros(512, np.uint16)] * 2, threads=THREADS, shared_bytes=1024)
 
 
-# ---------------------------------------------------------------- products of a warp
+# ---------------------------------------------------------------- fragments
 
 
 def bits_of(values: np.ndarray, kind: str) -> np.ndarray:
@@ -152,67 +152,6 @@ def registers_of_sums(sums: np.ndarray) -> np.ndarray:
         for register in range(found.shape[1]):
             found[lane, register] = sums[g + 8 * (register // 2 % 2), 8 * (register // 4) + 2 * t + register % 2]
     return found
-
-
-MMA = f"""
-    ld.param.b64 %rd1, [p0];
-    ld.param.b64 %rd2, [p1];
-    mov.u32 %r1, %tid.x;
-    mul.wide.u32 %rd3, %r1, 40;
-    add.u64 %rd1, %rd1, %rd3;
-    mul.wide.u32 %rd3, %r1, 16;
-    add.u64 %rd2, %rd2, %rd3;
-    setp.lt.u32 %p1, %r1, 20;
-{"".join(f"    ld.global.b32 %r{20 + i}, [%rd1+{4 * i}];" for i in range(10))}
-    mma.sync.aligned.m16n8k16.row.col.f32.KIND.KIND.f32 {{{names("r", 40, 4)}}}, {{{names("r", 20, 4)}}},
-        {{%r24, %r25}}, {{{names("r", 26, 4)}}};
-    st.global.v4.b32 [%rd2], {{{names("r", 40, 4)}}};
-"""
-
-
-def mma_case(kind: str) -> tuple[np.ndarray, np.ndarray]:
-    """(registers [64, 10] of operands, registers [64, 4] of sums) of a product of each of two warps."""
-    generator = np.random.default_rng(2)
-    operands, sums = [], []
-    for _ in range(2):
-        a, b, c = (generator.integers(-8, 9, shape).astype(np.float64) for shape in ((16, 16), (16, 8), (16, 8)))
-        of_b = np.zeros((32, 2, 2), np.uint16)
-        for lane, (g, t) in enumerate(LANES):
-            for register in range(2):
-                of_b[lane, register] = bits_of(b[2 * t + 8 * register : 2 * t + 8 * register + 2, g], kind)
-        operands.append(np.hstack([registers_of_a(a, kind), of_b.view(np.uint32).reshape(32, 2),
-                                   registers_of_sums(c).view(np.uint32)]))  # fmt: skip
-        sums.append(registers_of_sums(a @ b + c))
-    return np.vstack(operands), np.vstack(sums)
-
-
-@pytest.mark.parametrize("kind", ["bf16", "f16"])
-def test_products_of_warps(kind):
-    operands, expected = mma_case(kind)
-    got = run_body(MMA.replace("KIND", kind), [operands, np.zeros((64, 4), np.float32)], threads=64)[1]
-    np.testing.assert_array_equal(got, expected)
-
-
-def test_a_sum_is_rounded_once():
-    operands = np.zeros((32, 10), np.uint32)
-    operands[:4, 0] = 0x3F803F80  # row 0 of A: eight ones
-    operands[:4, 4] = 0x33803380  # column 0 of B: 2**-24
-    operands[:, 6] = 0x3F800000
-    got = run_body(MMA.replace("KIND", "bf16"), [operands, np.zeros((32, 4), np.float32)], threads=32)[1]
-    assert got[0, 0] == 1 + 8 * 2.0**-24 and got[1, 0] == 1
-
-
-def test_a_result_that_is_no_number_has_one_form():
-    operands = np.zeros((32, 10), np.uint32)
-    operands[:, 6] = 0xFFC00001
-    got = run_body(MMA.replace("KIND", "f16"), [operands, np.zeros((32, 4), np.float32)], threads=32)[1]
-    assert (got[:, 0].view(np.uint32) == 0x7FFFFFFF).all()
-
-
-def test_a_product_takes_a_whole_warp():
-    operands, _ = mma_case("f16")
-    with pytest.raises(Fault, match="a part of a warp"):
-        run_body(edited(MMA.replace("KIND", "f16"), ("    mma", "    @%p1 mma")), [operands, operands], threads=32)
 
 
 # ---------------------------------------------------------------- products of a warpgroup
