@@ -78,7 +78,7 @@ class State:
         self.cluster_of = np.arange(threads) // (self.warps_of_cluster * LANES)
         self.warp_of = np.arange(threads) // LANES % self.warps_of_cluster  # within the cluster
         self.lane_of = np.arange(threads) % LANES
-        self.parameters = np.zeros(8 * len(program.parameters), np.uint8)  # a parameter has at most 8 bytes
+        self.parameters = np.zeros(sum(2 * each.nbytes for each in program.parameters), np.uint8)  # with gaps
         self._specials = self._special_registers(arguments, grid, threads)
 
     def _special_registers(
