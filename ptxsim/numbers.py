@@ -260,7 +260,8 @@ def rounded_integer(values: np.ndarray, rounded: Callable, dtype: np.dtype, nan:
     whole, info = rounded(values.astype(F64)), np.iinfo(dtype)
     high, low = whole >= float(info.max), whole <= float(info.min)
     inside = np.where(high | low | (whole != whole), 0.0, whole).astype(dtype)
-    return np.select([high, low, whole != whole], [info.max, info.min, nan], inside).astype(dtype)
+    ends = [np.array(each, dtype) for each in (info.max, info.min, nan)]
+    return np.where(high, ends[0], np.where(low, ends[1], np.where(whole != whole, ends[2], inside)))
 
 
 def ex2(values: np.ndarray) -> np.ndarray:
