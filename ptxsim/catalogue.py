@@ -2,6 +2,7 @@
 
 from ptxsim import (  # noqa: F401
     access,
+    atomics,
     control,
     convert,
     copies,

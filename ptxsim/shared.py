@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from ptxsim.clocks import Clocks, Shadow
+from ptxsim.clocks import KNOWN, Clocks, Shadow
 from ptxsim.fault import Fault
 from ptxsim.global_memory import in_units
 from ptxsim.lanes import Lanes
@@ -35,6 +35,7 @@ class SharedMemory:
         self.data = np.full(programs * self.stride, 0xEE, np.uint8)
         self.clocks = clocks
         self.shadow = Shadow(len(self.data) // granule, clocks, "shared memory")
+        self._atomics: dict[int, tuple[int, int]] = {}  # the warp and epoch of the last atomic operation, by index
         self.lanes = Lanes(len(self.data) // granule, clocks.clusters, clocks.warps)
 
     def address(self, rank: np.ndarray, offset: int | np.ndarray) -> np.ndarray:
@@ -90,6 +91,26 @@ class SharedMemory:
         data[rows] = in_units(raw, size)
         if (data.take(rows).view(granules).reshape(raw.shape) != raw).any():
             raise Fault("several threads write different values to one address of shared memory")
+
+    def update(self, address: int, size: int, cluster: int, warp: int, lane: int) -> np.ndarray:
+        """The bytes at an address that a thread updates atomically, which share the memory.
+
+        Atomic operations need no order among each other. The first one that follows another access does.
+        """
+        at = self.index(address, cluster, size)
+        if at % size:
+            raise Fault(f"an atomic operation of {size} bytes at an address that is no multiple of {size}")
+        there, cells = self.data[at : at + size], self.span(at, size)
+        shadow, writes = self.shadow, (int(self.shadow.writer[cells][0]), int(self.shadow.written[cells][0]))
+        if self._atomics.get(at) != writes:
+            where = np.array([address]), np.array([cluster]), np.array([warp]), np.array([lane])
+            before = self.load(where[0], size, *where[1:])
+            self.store(where[0], before ^ 1, *where[1:])
+            self.store(where[0], before, *where[1:])
+        epoch = int(self.clocks.rows[KNOWN, cluster, warp, warp])
+        shadow.writer[cells], shadow.written[cells] = warp, epoch
+        self._atomics[at] = warp, epoch
+        return there
 
     def _rows(self, addresses: np.ndarray, clusters: np.ndarray, size: int) -> np.ndarray:
         flat = self.flat(addresses, clusters, size)
