@@ -3,6 +3,7 @@
 from ptxsim import (  # noqa: F401
     access,
     atomics,
+    calls,
     control,
     convert,
     copies,

@@ -11,11 +11,17 @@ import numpy as np
 from ptxsim.forms import Elementwise, Step, UnknownForm, elementwise, expect, form, same
 from ptxsim.numbers import bf16_values, f16_values, interleaved
 from ptxsim.parse import Instruction, Operand, Program, Vector
+from ptxsim.state import PARAMETERS
 
 for _kind in ("pred", "u16", "u32", "u64", "f32"):
     elementwise(f"{_kind} {_kind}", f"mov.{_kind}")(same)
 
-elementwise("u64 u64", "cvta.global.u64")(same)
+elementwise("u64 u64", "cvta.global.u64", "cvta.to.global.u64")(same)
+
+
+@elementwise("u64 u64", "cvta.param.u64")
+def _address_of_parameter(offsets: np.ndarray) -> np.ndarray:
+    return offsets + np.uint64(PARAMETERS)
 
 
 @form("mov.b16", "mov.b32", "mov.b64")

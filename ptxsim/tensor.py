@@ -2,8 +2,9 @@
 
 Sources: PTX ISA, the instructions of `tcgen05`; confidence high, unless a line below or `tensor_memory.py` says less.
 
-- `tcgen05.alloc` writes the address into shared memory as a generic write of its warp: the PTX ISA calls it a weak
-  memory operation.
+- `tcgen05.alloc` writes the address into shared memory as a write of its warp: the PTX ISA calls it a weak memory
+  operation, and leaves its proxy open. Triton loads tiles there by TMA after barriers, without a `fence.proxy.async`: so
+  it counts as fenced. Confidence medium.
 - `32x32b.xN`: thread l of a warp accesses lane 32 * (warp % 4) + l, register i is column i from the address on.
 - `16x32bx2.xN`: the first 16 threads access 16 lanes from the address on, the others the same lanes from as many columns
   further on as an operand says. Confidence medium to high: the ISA's figure, and Triton's use for 64 rows.
@@ -17,6 +18,7 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 
+from ptxsim.clocks import FENCED
 from ptxsim.descriptors import CHUNK, Matrix
 from ptxsim.fault import Fault
 from ptxsim.forms import (
@@ -73,7 +75,9 @@ def _alloc(instruction: Instruction, program: Program) -> Step:
             column = machine.tensor_memory.allocate(machine.program_of(warp), count)
             where, cluster = np.array([_same(addresses, first)]), np.array([machine.cluster_of_warp(warp)])
             content = np.array([[column]], np.uint32).view(np.uint8)
-            machine.shared.store(where, content, cluster, np.array([machine.local_warp(warp)]), np.array([COLLECTIVE]))
+            local = machine.local_warp(warp)
+            machine.shared.store(where, content, cluster, np.array([local]), np.array([COLLECTIVE]))
+            machine.clocks.fence(machine.cluster_of_warp(warp), local, (FENCED,))
 
     return step
 

@@ -36,7 +36,7 @@ import torch
 from ptxsim.clocks import KNOWN
 from ptxsim.fault import Fault
 from ptxsim.shared import swizzled
-from ptxsim.state import State
+from ptxsim.state import PARAMETERS, State
 
 NBYTES = 128
 # For each field: its first byte, the bytes of an element, and the number of elements.
@@ -254,7 +254,13 @@ class TensorMaps:
         found.acquired[warp] = int(rows[KNOWN][warp])
 
     def used(self, address: int, cluster: int, rows: np.ndarray) -> Published:
-        """The map at an address, for a copy with these clocks at its issue."""
+        """The map at an address, for a copy with these clocks at its issue. One of a parameter needs no release."""
+        if address >= PARAMETERS:
+            if address not in self.found:
+                raw = self.machine.parameters[address - PARAMETERS :][:NBYTES]
+                self.found[address] = Published(raw, cluster, 0, 0)
+            self.found[address].under_way += 1
+            return self.found[address]
         found = self._at(address, cluster)
         if not any(rows[KNOWN][warp] >= epoch for warp, epoch in found.acquired.items()):
             raise Fault("uses a tensor map that no fence.proxy.tensormap acquired")

@@ -56,10 +56,10 @@ def _tma_copy(x, out):
     bar = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     mbarrier.init(bar, count=1)
     mbarrier.expect(bar, x.block_type.nbytes)
-    tma.async_copy_global_to_shared(x, [gl.program_id(0) * x.block_shape[0], 0], bar, buffer)
+    tma.async_load(x, [gl.program_id(0) * x.block_shape[0], 0], bar, buffer)
     mbarrier.wait(bar, phase=0)
     mbarrier.invalidate(bar)
-    tma.async_copy_shared_to_global(out, [gl.program_id(0) * x.block_shape[0], 0], buffer)
+    tma.async_store(out, [gl.program_id(0) * x.block_shape[0], 0], buffer)
     tma.store_wait(0)
 
 
@@ -82,8 +82,8 @@ def _tcgen05(a, b, c, layout: gl.constexpr):
     mbarrier.init(loaded, count=1)
     mbarrier.init(done, count=1)
     mbarrier.expect(loaded, a.block_type.nbytes + b.block_type.nbytes)
-    tma.async_copy_global_to_shared(a, [0, 0], loaded, left)
-    tma.async_copy_global_to_shared(b, [0, 0], loaded, right)
+    tma.async_load(a, [0, 0], loaded, left)
+    tma.async_load(b, [0, 0], loaded, right)
     mbarrier.wait(loaded, phase=0)
     tmem_layout: gl.constexpr = TensorMemoryLayout([M, N], col_stride=1)
     sums = allocate_tensor_memory(gl.float32, [M, N], tmem_layout)
@@ -94,7 +94,7 @@ def _tcgen05(a, b, c, layout: gl.constexpr):
     result = gl.convert_layout(result, layout)
     out = gl.allocate_shared_memory(c.dtype, c.block_shape, c.layout, result.to(c.dtype))
     fence_async_shared()
-    tma.async_copy_shared_to_global(c, [0, 0], out)
+    tma.async_store(c, [0, 0], out)
     tma.store_wait(0)
 
 
