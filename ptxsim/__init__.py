@@ -4,5 +4,6 @@ from ptxsim.fault import Fault
 from ptxsim.forms import UnknownForm
 from ptxsim.kernel_launch import Compiled, Simulator
 from ptxsim.run import LOCKSTEP, Schedule
+from ptxsim.virtual_gpu import gpu
 
-__all__ = ["LOCKSTEP", "Compiled", "Fault", "Schedule", "Simulator", "UnknownForm"]
+__all__ = ["LOCKSTEP", "Compiled", "Fault", "Schedule", "Simulator", "UnknownForm", "gpu"]

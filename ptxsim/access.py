@@ -1,10 +1,9 @@
-"""Loads, stores and atomic operations of threads.
+"""Loads and stores of threads.
 
 Source: PTX ISA, "Data movement and conversion instructions"; confidence high.
 """
 
 import re
-from collections.abc import Callable
 
 import numpy as np
 
@@ -37,7 +36,7 @@ def _opcodes(base: str, spaces: tuple[str, ...] = _SPACES) -> list[str]:
 
 def _shape(opcode: str) -> tuple[bool, str, int, int]:
     """(whether in shared memory, type of an element, bytes of an element, number of elements) of an opcode."""
-    found = re.fullmatch(r"\w+\.(\S+?)(?:\.v(\d))?\.([bfsu])(\d+)", opcode)
+    found = re.fullmatch(r"\w+\.(?:volatile\.)?(\S+?)(?:\.v(\d))?\.([bfsu])(\d+)", opcode)
     assert found is not None
     nbytes = int(found[4]) // 8
     return found[1].startswith("shared"), found[3] + found[4], nbytes, int(found[2] or 1)
@@ -71,11 +70,15 @@ def _create_policy(instruction: Instruction, program: Program) -> Step:
 _POLICY = np.uint64(0xCACE)
 
 
-@form(*_opcodes("ld"), *_opcodes("ld", ("global.nc", *_HINTED)))
+@form(*_opcodes("ld"), *_opcodes("ld", ("global.nc", *_HINTED)), *_opcodes("ld.volatile"))
 def _load(instruction: Instruction, program: Program) -> Step:
-    """The step of a load. Not checked: that the own program writes memory that `.nc` loads read."""
+    """The step of a load. Not checked: that the own program writes memory that `.nc` loads read.
+
+    A volatile load is a relaxed one, which may read what atomic operations of others write.
+    """
     expect(instruction, 3 if "cache_hint" in instruction.opcode else 2)
     shared, kind, nbytes, count = _shape(instruction.opcode)
+    relaxed = ".volatile." in instruction.opcode
     into = registers_of(instruction.operands[0])
     if len(into) != count:
         raise UnknownForm(f"{len(into)} registers, and not {count}")
@@ -93,7 +96,7 @@ def _load(instruction: Instruction, program: Program) -> Step:
             found = machine.shared.load(addresses, nbytes * count, clusters, *_threads(fragment))
         else:
             threads = Threads(machine.clocks, clusters, _threads(fragment)[0])
-            found = machine.memory.load(addresses, nbytes * count, clusters + machine.first_cluster, threads)
+            found = machine.memory.load(addresses, nbytes * count, clusters + machine.first_cluster, threads, relaxed)
         values = found.view(dtype)  # [threads, count]
         for i, write in enumerate(writes):
             column = values[:, i]
@@ -105,7 +108,7 @@ def _load(instruction: Instruction, program: Program) -> Step:
     return step
 
 
-@form(*_opcodes("st"))
+@form(*_opcodes("st"), *_opcodes("st.volatile"))
 def _store(instruction: Instruction, program: Program) -> Step:
     expect(instruction, 2)
     shared, kind, nbytes, count = _shape(instruction.opcode)
@@ -139,37 +142,6 @@ def _threads(fragment: Fragment) -> tuple[np.ndarray, np.ndarray]:
     if fragment.whole:
         return machine.warp_of[threads], machine.lane_of[threads]
     return machine.warp_of[threads][fragment.running], machine.lane_of[threads][fragment.running]
-
-
-_ATOMIC: dict[str, Callable[[int, int], int]] = {"max": max, "min": min, "add": lambda a, b: a + b}
-
-
-@form(*[f"{name}.global.gpu.relaxed.{kind}"
-        for name in ("red", "atom") for kind in ("max.s32", "max.u32", "min.s32", "add.s32", "add.u32")])  # fmt: skip
-def _reduce(instruction: Instruction, program: Program) -> Step:
-    """The step of an atomic operation: `atom` returns the previous value, `red` returns nothing."""
-    returns = instruction.opcode.startswith("atom")
-    expect(instruction, 3 if returns else 2)
-    *returned, place, operand = instruction.operands
-    operation, kind = instruction.opcode.split(".")[-2:]
-    address, (operand,) = address_reader(place, 64), registers_of(operand)
-    read = reader(operand, kind)
-    write = writer(returned[0], kind) if returns else None
-    dtype = forms.constant(0, kind).dtype
-
-    def step(fragment: Fragment) -> None:
-        memory, addresses = fragment.machine.memory, address(fragment)
-        values = fragment.every(read(fragment))
-        before = np.zeros(fragment.shape, dtype)
-        for lane in fragment.lanes():
-            there = memory.data[memory.update(int(addresses[lane]), 4)]
-            before[lane] = there.view(dtype)[0]
-            result = _ATOMIC[operation](int(before[lane]), int(values[lane]))
-            there.view(np.uint32)[0] = result % 2**32
-        if write is not None:
-            write(fragment, before)
-
-    return step
 
 
 @form("cp.async.bulk.prefetch.L2.global")

@@ -2,6 +2,8 @@
 
 from ptxsim import (  # noqa: F401
     access,
+    atomics,
+    calls,
     control,
     convert,
     copies,

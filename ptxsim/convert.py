@@ -9,7 +9,7 @@ from collections.abc import Callable
 import numpy as np
 
 from ptxsim import numbers
-from ptxsim.forms import Elementwise, Step, UnknownForm, elementwise, expect, form, same
+from ptxsim.forms import Elementwise, Step, UnknownForm, elementwise, expect, form, same, type_of
 from ptxsim.numbers import F32, F64, U8, canonical, halves, interleaved, joined
 from ptxsim.parse import Instruction, Program, Vector
 
@@ -40,31 +40,57 @@ def _bf16_of_f16(bits: np.ndarray) -> np.ndarray:
     return numbers.to_bf16(numbers.f16_values(bits))
 
 
-for _from in ("s32", "u32", "s64", "u64"):
+for _from in _INTEGERS:
+    elementwise(f"f32 {_from}", f"cvt.rn.f32.{_from}")(lambda x: x.astype(F32))
+    elementwise(f"f64 {_from}", f"cvt.rn.f64.{_from}")(lambda x: x.astype(F64))
+    if _from[1:] != "64":  # else two roundings
+        elementwise(f"f16 {_from}", f"cvt.rn.f16.{_from}")(lambda x: numbers.to_f16(x.astype(F64)))
+        elementwise(f"bf16 {_from}", f"cvt.rn.bf16.{_from}")(lambda x: numbers.to_bf16(x.astype(F64)))
 
-    @elementwise(f"f32 {_from}", f"cvt.rn.f32.{_from}")
-    def _f32_of_integer(x: np.ndarray) -> np.ndarray:
-        return x.astype(np.float32)
-
-    @elementwise(f"f64 {_from}", f"cvt.rn.f64.{_from}")
-    def _f64_of_integer(x: np.ndarray) -> np.ndarray:
-        return x.astype(F64)
+_ROUNDINGS: tuple[tuple[str, np.ufunc], ...] = (("rni", np.rint), ("rzi", np.trunc), ("rmi", np.floor), ("rpi", np.ceil))
 
 
-for _name, _round in (("rni", np.rint), ("rzi", np.trunc), ("rmi", np.floor), ("rpi", np.ceil)):
+def _integers_of(source: str, decode: _Convert) -> None:
+    """Register conversions of a float type to integers; a NaN becomes 0, or 1 with zeros behind it if 64 bits are in."""
+    for name, rounded in _ROUNDINGS:
+        for flush in ("", ".ftz") if source == "f32" else ("",):
+            for into in _INTEGERS:
+                bits = int(into[1:])
+                nan = 0 if bits < 64 and source != "f64" else (-1 if into[0] == "s" else 1) << bits - 1
+
+                def convert(
+                    values: np.ndarray, rounded: np.ufunc = rounded, dtype: np.dtype = type_of(into)[1], nan: int = nan,
+                    flushed: bool = bool(flush),
+                ) -> np.ndarray:  # fmt: skip
+                    numbers_of = decode(values)
+                    return numbers.rounded_integer(numbers.flush(numbers_of) if flushed else numbers_of, rounded, dtype, nan)
+
+                elementwise(f"{into} {source}", f"cvt.{name}{flush}.{into}.{source}")(convert)
+
+
+for _source, _decode in (("f16", numbers.f16_values), ("bf16", numbers.bf16_values), ("f32", same), ("f64", same)):
+    _integers_of(_source, _decode)
+
+for _name, _round in _ROUNDINGS:
 
     @elementwise("f32 f32", f"cvt.{_name}.f32.f32")
     def _whole_number(values: np.ndarray, rounded: np.ufunc = _round) -> np.ndarray:
         return canonical(rounded(values))
 
+    @elementwise("f32 f32", f"cvt.{_name}.ftz.f32.f32")
+    def _flushed_whole_number(values: np.ndarray, rounded: np.ufunc = _round) -> np.ndarray:
+        return canonical(rounded(numbers.flush(values)))
 
-for _name, _round in (("rni", np.rint), ("rzi", np.trunc)):
-    for _flush in ("", ".ftz"):  # the flush changes nothing: a subnormal number rounds to 0 anyway
+    elementwise("f64 f64", f"cvt.{_name}.f64.f64")(_round)
 
-        @elementwise("s32 f32", f"cvt.{_name}{_flush}.s32.f32")
-        def _s32_of_f32(values: np.ndarray, rounded: np.ufunc = _round) -> np.ndarray:
-            """float32 -> int32, saturated; NaN gives 0."""
-            return np.nan_to_num(np.clip(rounded(values.astype(F64)), -(2.0**31), 2.0**31 - 1)).astype(np.int32)
+
+@elementwise("f64 f16", "cvt.f64.f16")
+def _f64_of_f16(bits: np.ndarray) -> np.ndarray:
+    return numbers.f16_values(bits).astype(F64)
+
+
+elementwise("f16 f64", "cvt.rn.f16.f64")(numbers.to_f16)
+elementwise("bf16 f64", "cvt.rn.bf16.f64")(numbers.to_bf16)
 
 
 @elementwise("f64 f32", "cvt.f64.f32")

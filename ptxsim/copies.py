@@ -22,7 +22,7 @@ Sources and confidence:
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import numpy as np
@@ -233,12 +233,15 @@ _LOADS = (("shared::cta", ""), ("shared::cluster", ""), ("shared::cluster", ".mu
           ("cta_group::2.shared::cluster", ".multicast::cluster"))  # fmt: skip
 
 
+_FOUR_ROWS = ("tile::gather4", "tile::scatter4")  # modes whose coordinates are a column and four rows
+
+
 def _box(operand: Operand, opcode: str) -> tuple[Read, list[Read]]:
     """The readers of the map's address and of the coordinates of `[map, {x, y}]`."""
     if not isinstance(operand, Address) or operand.coordinates is None or operand.offset:
         raise UnknownForm(f"not a box of a tensor: {operand}")
     coordinates = [reader(each, "s32") for each in operand.coordinates.parts]
-    if f".tensor.{len(coordinates)}d." not in opcode:
+    if len(coordinates) != (5 if opcode.split(".")[5] in _FOUR_ROWS else int(opcode.split(".tensor.")[1][0])):
         raise UnknownForm(f"{len(coordinates)} coordinates")
     return reader(operand.base, "u64"), coordinates
 
@@ -258,8 +261,26 @@ def _place(machine: Machine, first: int, address: int, box: TensorMap, unit: int
     return _Place(units, unit, cells, barrier)
 
 
-@form(*[f"cp.async.bulk.tensor.{rank}d.{space}.global.mbarrier::complete_tx::bytes{more}" for rank in _RANKS
-        for space, more in _LOADS])  # fmt: skip
+def _moved_box(published: Published, opcode: str) -> TensorMap:
+    """The map whose box a copy moves: of four rows, if it names each of them."""
+    if not any(mode in opcode for mode in _FOUR_ROWS):
+        return published.map
+    if len(published.map.box) != 2 or published.map.box[1] != 1:
+        raise Fault(f"four rows of a tensor map of box {published.map.box}, and not of one row")
+    return replace(published.map, box=(published.map.box[0], 4))
+
+
+def _units(published: Published, corner: list[int], unit: int) -> tuple[np.ndarray, np.ndarray]:
+    """(addresses, whether they lie in the tensor) of the units of bytes that a copy moves."""
+    if len(corner) == len(published.map.box):
+        return published.map.units_of_box(corner, unit)
+    rows = [published.map.units_of_box([corner[0], row], unit) for row in corner[1:]]
+    addresses, inside = zip(*rows, strict=True)
+    return np.concatenate(addresses), np.concatenate(inside)
+
+
+@form(*[f"cp.async.bulk.tensor.{mode}.{space}.global.mbarrier::complete_tx::bytes{more}"
+        for mode in [*(f"{rank}d" for rank in _RANKS), "2d.tile::gather4"] for space, more in _LOADS])  # fmt: skip
 def _tensor_load(instruction: Instruction, program: Program) -> Step:
     multicast, pairs = "multicast" in instruction.opcode, "cta_group::2" in instruction.opcode
     own = "shared::cta" in instruction.opcode
@@ -278,7 +299,7 @@ def _tensor_load(instruction: Instruction, program: Program) -> Step:
                 _own(machine, warp, int(at[lane]))
             rows = machine.clocks.release(cluster, machine.local_warp(warp))
             published = machine.tensor_maps.used(int(tensors[lane]), cluster, rows)
-            box = published.map
+            box = _moved_box(published, instruction.opcode)
             ranks = None if masks is None else [rank for rank in range(16) if int(masks[lane]) >> rank & 1]
             found = _targets(machine, cluster, int(at[lane]), int(barriers[lane]), box.footprint, ranks, pairs)
             corner = corners[lane].tolist()
@@ -295,7 +316,7 @@ def _bytes_of_box(
 ) -> np.ndarray:
     """The bytes of a box of global memory, with zeros outside of the tensor: uint8 [units, bytes of a unit]."""
     published.under_way -= 1
-    addresses, inside = published.map.units_of_box(corner, unit)
+    addresses, inside = _units(published, corner, unit)
     if inside.all():
         return machine.memory.copied(addresses, unit, cluster + machine.first_cluster, rows)
     values = np.zeros((len(addresses), unit), np.uint8)
@@ -303,7 +324,8 @@ def _bytes_of_box(
     return values
 
 
-@form(*[f"cp.async.bulk.tensor.{rank}d.global.shared::cta.bulk_group" for rank in _RANKS])
+@form(*[f"cp.async.bulk.tensor.{mode}.global.shared::cta.bulk_group"
+        for mode in [*(f"{rank}d" for rank in _RANKS), "2d.tile::scatter4"]])  # fmt: skip
 def _tensor_store(instruction: Instruction, program: Program) -> Step:
     expect(instruction, 2)
     tensor, coordinates = _box(instruction.operands[0], instruction.opcode)
@@ -320,9 +342,9 @@ def _tensor_store(instruction: Instruction, program: Program) -> Step:
             published = machine.tensor_maps.used(int(tensors[lane]), cluster, rows)
             if published.map.gaps:
                 raise Fault("stores 4-bit elements with gaps, which is not simulated")
-            first = machine.shared.index(address, cluster, published.map.footprint)
-            corner = corners[lane].tolist()
-            place = _place(machine, first, address, published.map, published.map.unit(corner[0]))
+            box, corner = _moved_box(published, instruction.opcode), corners[lane].tolist()
+            first = machine.shared.index(address, cluster, box.footprint)
+            place = _place(machine, first, address, box, box.unit(corner[0]))
             epoch = int(machine.bulk_groups.open(threads)[0])
             store = _Store(machine, cluster, published, corner, place, rows, machine.local_warp(warp), epoch)
             machine.bulk_groups.issue(threads, Operation(machine, fragment.instruction, cluster, store))
@@ -349,7 +371,7 @@ class _Store:
         reads = machine.clocks.bulk_stores(self.warp)
         self.published.under_way -= 1
         place = self.place
-        addresses, inside = self.published.map.units_of_box(self.corner, place.size)
+        addresses, inside = _units(self.published, self.corner, place.size)
         cells = place.cells
         if not inside.all():
             cells = np.unique(shared.cells_of(place.units[inside], place.size))

@@ -11,8 +11,12 @@ Sources: PTX ISA, "Shared memory descriptor", "Instruction descriptor" and "Matr
 - M of block-scaled products. The PTX ISA has M / 128 in bits 27-28 over reserved bits, CUTLASS M / 16 in bits 24-28,
   and Triton M / 32 in bits 25-28: they agree on 128 and 256.
 
-Not supported, and a fault: sparsity, negation, transposed operands, M = 64, results in fp16, swizzling of 32-byte
-atoms, and K = 96.
+- A transposed operand (PTX ISA, "Canonical layouts", MN-major): its rows lie along M or N. Swizzled, a pattern has 8
+  rows, the next one along M or N follows after the leading offset, and the next one along K after the stride. Without
+  swizzling, 8 rows of 16 bytes are together, and the two offsets have each other's place. Confidence medium to high.
+
+Not supported, and a fault: sparsity, negation of scaled products, results in fp16, swizzling of 32-byte atoms, and
+K = 96.
 """
 
 from collections.abc import Callable
@@ -99,6 +103,16 @@ class Matrix:
         return linear ^ (linear >> 7 & self.row // CHUNK - 1) << 4
 
 
+    def chunks_across(self, rows: int, nbytes: int) -> np.ndarray:
+        """Offsets of the chunks of a transposed matrix, of `rows` along K: int64 [rows, nbytes / 16]."""
+        row, column = np.arange(rows)[:, None], np.arange(nbytes // CHUNK)[None, :]
+        if self.row == CHUNK:
+            return self.start + row % 8 * CHUNK + row // 8 * self.leading + column * self.stride
+        each = self.row // CHUNK  # chunks of a row of the pattern
+        linear = self.start + row % 8 * self.row + row // 8 * self.stride + column % each * CHUNK + column // each * self.leading
+        return linear ^ (linear >> 7 & each - 1) << 4
+
+
 # ---------------------------------------------------------------- formats of elements and scales
 
 Decode = Callable[[np.ndarray], np.ndarray]
@@ -121,16 +135,20 @@ class Element:
     """A format of elements.
 
     decode: bytes uint8 [rows, n] -> numbers [rows, K]. used: the number of bytes with elements in each chunk of 16.
+    nbytes: of an element in shared memory, where it may be transposed; 0 where not.
     """
 
     decode: Decode
     used: int = CHUNK
+    nbytes: int = 0
 
 
-_F16 = Element(lambda raw: numbers.f16_values(raw.view(np.uint16)))
-_BF16 = Element(lambda raw: numbers.bf16_values(raw.view(np.uint16)))
-_E4M3 = Element(numbers.E4M3.take)
-_E5M2 = Element(numbers.E5M2.take)
+_F16 = Element(lambda raw: numbers.f16_values(raw.view(np.uint16)), nbytes=2)
+_BF16 = Element(lambda raw: numbers.bf16_values(raw.view(np.uint16)), nbytes=2)
+_TF32 = Element(lambda raw: (raw.view(np.uint32) & 0xFFFFE000).view(np.float32), nbytes=4)  # the lower bits are not read
+_S8, _U8 = Element(lambda raw: raw.view(np.int8), nbytes=1), Element(lambda raw: raw, nbytes=1)
+_E4M3 = Element(numbers.E4M3.take, nbytes=1)
+_E5M2 = Element(numbers.E5M2.take, nbytes=1)
 _E2M1 = Element(_nibbles)
 _E2M1_PADDED = Element(_padded_nibbles, CHUNK // 2)
 
@@ -150,8 +168,7 @@ _OPERANDS = "negate_a 1, negate_b 1, transpose_a 1, transpose_b 1, n 6"
 _PLAIN = _fields(f"selector 2, sparse 1, saturate 1, d 2, - 1, a 3, b 3, {_OPERANDS}, - 1, m 5, - 1, shift 2")
 _MXF8 = _fields(f"- 2, sparse 1, - 1, b_scale 2, - 1, a 3, b 3, {_OPERANDS}, scale 1, m 5, a_scale 2, - 1")
 _MXF4 = _fields(f"- 2, sparse 1, - 1, b_scale 2, - 1, a 3, b 2, - 1, {_OPERANDS}, scale 1, m 5, a_scale 2, k 1")
-_MUST_BE = {name: 0 for name in ("selector", "sparse", "saturate", "shift", "k", "negate_a", "negate_b",
-                                 "transpose_a", "transpose_b")} | {"d": 1}  # fmt: skip
+_MUST_BE = {name: 0 for name in ("selector", "sparse", "saturate", "shift", "k", "negate_a", "negate_b")}
 ROW_BYTES = 32  # of an operand, in every instruction
 
 
@@ -159,7 +176,8 @@ ROW_BYTES = 32  # of an operand, in every instruction
 class Kind:
     """A kind of products. scales: of a row in an instruction. steps: of N, for one program and for a pair.
 
-    formats, scale_formats: by their code in the instruction descriptor.
+    formats, scale_formats: by their code in the instruction descriptor. sums: the code of the format of D. integer:
+    whether D is of 32-bit integers.
     """
 
     fields: tuple[tuple[str, int], ...]
@@ -167,18 +185,23 @@ class Kind:
     steps: tuple[int, int]
     scales: int = 0
     scale_formats: dict[int, Decode] | None = None
+    sums: int = 1
+    integer: bool = False
 
 
 _EIGHT_BITS = {0: _E4M3, 1: _E5M2, 5: _E2M1_PADDED}
 _FP4 = {1: _E2M1}
 F16 = Kind(_PLAIN, {0: _F16, 1: _BF16}, (16, 32))
+TF32 = Kind(_PLAIN, {2: _TF32}, (8, 16))
+F8F6F4 = Kind(_PLAIN, _EIGHT_BITS, (8, 16))
+I8 = Kind(_PLAIN, {0: _U8, 1: _S8}, (8, 16), sums=2, integer=True)
 MXF8F6F4 = Kind(_MXF8, _EIGHT_BITS, (8, 16), 1, {1: _UE8M0})
 MXF4 = Kind(_MXF4, _FP4, (8, 16), 2, {1: _UE8M0})
 MXF4NVF4_16 = Kind(_MXF4, _FP4, (8, 16), 4, {0: _UE4M3, 1: _UE8M0})
 
 # The kind of each opcode, after "tcgen05.mma.cta_group::1.kind::".
 KINDS = {
-    "f16": F16,
+    "f16": F16, "tf32": TF32, "f8f6f4": F8F6F4, "i8": I8,
     **{f"mxf8f6f4.block_scale{size}": MXF8F6F4 for size in ("", ".block32", ".scale_vec::1X")},
     **{f"mxf4.block_scale{size}": MXF4 for size in ("", ".block32", ".scale_vec::2X")},
     **{f"mxf4nvf4.block_scale{size}": MXF4 for size in (".block32", ".scale_vec::2X")},
@@ -191,6 +214,7 @@ class Shape:
     """The contents of an instruction descriptor. rows: of D in each program. columns: N.
 
     scale: the format of scales. a_byte, b_byte: the byte of the first scale in a word of tensor memory.
+    a_across, b_across: whether an operand is transposed.
     """
 
     a: Element
@@ -200,6 +224,8 @@ class Shape:
     scale: Decode | None
     a_byte: int
     b_byte: int
+    a_across: bool
+    b_across: bool
 
     @classmethod
     @lru_cache(1024)
@@ -214,9 +240,14 @@ class Shape:
             if found[name] not in kind.formats:
                 raise Fault(f"{what} {bits:#x}: matrix {name} has format {found[name]}, which the simulator does not "
                             "know for this kind")  # fmt: skip
+            if found[f"transpose_{name}"] and not kind.formats[found[name]].nbytes:
+                raise Fault(f"{what} {bits:#x}: matrix {name} is transposed, and its format has no such layout")
+        if found.get("d", kind.sums) != kind.sums:
+            raise Fault(f"{what} {bits:#x}: D has format {found['d']}, and only {kind.sums} is supported")
         rows, columns, step = found["m"] << 4, found["n"] << 3, kind.steps[programs - 1]
-        if rows != 128 * programs:
-            raise Fault(f"{what} {bits:#x}: M is {rows}, and only {128 * programs} is supported")
+        several = (64, 128) if programs == 1 and not kind.scales else (128 * programs,)
+        if rows not in several:
+            raise Fault(f"{what} {bits:#x}: M is {rows}, and only {several} is supported")
         if columns % step or not step <= columns <= 256:
             raise Fault(f"{what} {bits:#x}: N is {columns}, and no multiple of {step} up to 256")
         scale, a_byte, b_byte = None, found.get("a_scale", 0), found.get("b_scale", 0)
@@ -227,4 +258,5 @@ class Shape:
                 raise Fault(f"{what} {bits:#x}: {kind.scales} scales from byte {a_byte} of a word for A, and {b_byte} "
                             "for B")  # fmt: skip
             scale = kind.scale_formats[found["scale"]]
-        return cls(kind.formats[found["a"]], kind.formats[found["b"]], 128, columns, scale, a_byte, b_byte)
+        return cls(kind.formats[found["a"]], kind.formats[found["b"]], rows // programs, columns, scale, a_byte, b_byte,
+                   bool(found["transpose_a"]), bool(found["transpose_b"]))  # fmt: skip

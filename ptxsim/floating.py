@@ -11,7 +11,7 @@ import numpy as np
 
 from ptxsim import numbers
 from ptxsim.forms import Elementwise, Step, elementwise, expect, form
-from ptxsim.numbers import F32, U16, U32, canonical, flush, halves, joined
+from ptxsim.numbers import F32, U16, U32, U64, canonical, flush, halves, joined
 from ptxsim.parse import Instruction, Program
 
 _Function = Callable[..., np.ndarray]
@@ -57,12 +57,22 @@ for _name, _function in (("add", _add), ("sub", _subtract), ("mul", _multiply)):
         elementwise("f32 f32 f32", f"{_opcode}.ftz.f32")(_flushed(_function))
         elementwise("f32x2 f32x2 f32x2", f"{_opcode}.f32x2")(_pairs(_function))
 
-_FMA: tuple[tuple[str, _Function], ...] = (("rn", numbers.fma32), ("rm", numbers.fma32_down))
+_FMA: tuple[tuple[str, _Function], ...] = (
+    ("rn", numbers.fma32), ("rm", numbers.fma32_down), ("rz", numbers.fma32_to_zero),
+)  # fmt: skip
 for _rounding, _function in _FMA:
     elementwise("f32 f32 f32 f32", f"fma.{_rounding}.f32")(_function)
     elementwise("f32 f32 f32 f32", f"fma.{_rounding}.ftz.f32")(_flushed(_function))
     elementwise("f32x2 f32x2 f32x2 f32x2", f"fma.{_rounding}.f32x2")(_pairs(_function))
     elementwise("f32x2 f32x2 f32x2 f32x2", f"fma.{_rounding}.ftz.f32x2")(_pairs(_flushed(_function)))
+
+
+@elementwise("f32 f32 f32", "add.rz.f32")
+def _add_to_zero(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    return numbers.fma32_to_zero(F32(1), a, b)
+
+
+elementwise("f32 f32 f32", "add.rz.ftz.f32")(_flushed(_add_to_zero))
 
 
 @elementwise("f32 f32 f32 f32", "fma.rn.ftz.sat.f32")
@@ -76,10 +86,16 @@ def _divide(a: np.ndarray, b: np.ndarray) -> np.ndarray:
 
 
 elementwise("f32 f32", "rcp.rn.f32")(numbers.rcp)
-elementwise("f32 f32", "ex2.approx.f32")(numbers.ex2)
-elementwise("f32 f32", "ex2.approx.ftz.f32")(_flushed(numbers.ex2))
+elementwise("f32 f32", "sqrt.rn.f32")(numbers.sqrt)
+elementwise("f32 f32", "sqrt.rn.ftz.f32")(_flushed(numbers.sqrt))
 elementwise("f32 f32", "rcp.approx.ftz.f32")(_flushed(numbers.rcp))
-elementwise("f32 f32", "rsqrt.approx.ftz.f32")(_flushed(numbers.rsqrt))
+for _name, _function in (
+    ("ex2", numbers.ex2), ("rsqrt", numbers.rsqrt), ("sqrt", numbers.sqrt), ("lg2", numbers.by_float64(np.log2)),
+    ("sin", numbers.by_float64(np.sin)), ("cos", numbers.by_float64(np.cos)),
+):  # fmt: skip
+    elementwise("f32 f32", f"{_name}.approx.f32")(_function)
+    elementwise("f32 f32", f"{_name}.approx.ftz.f32")(_flushed(_function))
+elementwise("f32 f32", "tanh.approx.f32")(numbers.by_float64(np.tanh))
 elementwise("f32 f32 f32", "div.approx.f32")(numbers.div_approx)
 
 
@@ -102,6 +118,8 @@ elementwise("f64 f64 f64", "add.f64", "add.rn.f64")(np.add)
 elementwise("f64 f64 f64", "sub.f64", "sub.rn.f64")(np.subtract)
 elementwise("f64 f64 f64", "mul.f64", "mul.rn.f64")(np.multiply)
 elementwise("f64 f64 f64", "div.rn.f64")(np.divide)
+elementwise("f64 f64", "sqrt.rn.f64")(np.sqrt)
+elementwise("f64 f64 f64 f64", "fma.rn.f64")(numbers.fma64)
 
 
 # ---------------------------------------------------------------- pairs of 16-bit floats, and single ones
@@ -130,8 +148,25 @@ def _add_bf16(a: np.ndarray, b: np.ndarray) -> np.ndarray:
     return numbers.to_bf16(numbers.bf16_values(a) + numbers.bf16_values(b))
 
 
-elementwise("bf16 bf16 bf16", "add.bf16", "add.rn.bf16")(_add_bf16)
-elementwise("bf16x2 bf16x2 bf16x2", "add.bf16x2", "add.rn.bf16x2")(_halves(_add_bf16))
+def _subtract_bf16(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    return _add_bf16(a, b ^ U16(0x8000))
+
+
+def _add_f16(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    """The sum of halves, as uint16 bits. float64 holds it exactly."""
+    return numbers.to_f16(numbers.f16_values(a).astype(np.float64) + numbers.f16_values(b))
+
+
+def _subtract_f16(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    return _add_f16(a, b ^ U16(0x8000))
+
+
+for _kind, _name, _function in (
+    ("bf16", "add", _add_bf16), ("bf16", "sub", _subtract_bf16), ("f16", "add", _add_f16), ("f16", "sub", _subtract_f16),
+):  # fmt: skip
+    elementwise(f"{_kind} {_kind} {_kind}", f"{_name}.{_kind}", f"{_name}.rn.{_kind}")(_function)
+    _pair = f"{_kind}x2"
+    elementwise(f"{_pair} {_pair} {_pair}", f"{_name}.{_pair}", f"{_name}.rn.{_pair}")(_halves(_function))
 
 for _kind, _product, _fma in (
     ("f16", _multiply_f16, _fma_f16), ("bf16", numbers.multiply_bf16, numbers.fma_bf16),
@@ -150,6 +185,8 @@ for _opcode, _kind, _ufunc, _mask in (
     ("abs.f16x2", "b32", np.bitwise_and, U32(0x7FFF7FFF)), ("neg.f16x2", "b32", np.bitwise_xor, U32(0x80008000)),
     ("abs.bf16x2", "b32", np.bitwise_and, U32(0x7FFF7FFF)), ("neg.bf16x2", "b32", np.bitwise_xor, U32(0x80008000)),
     ("abs.bf16", "b16", np.bitwise_and, U16(0x7FFF)), ("neg.bf16", "b16", np.bitwise_xor, U16(0x8000)),
+    ("abs.f16", "b16", np.bitwise_and, U16(0x7FFF)), ("neg.f16", "b16", np.bitwise_xor, U16(0x8000)),
+    ("abs.f64", "b64", np.bitwise_and, U64(2**63 - 1)), ("neg.f64", "b64", np.bitwise_xor, U64(2**63)),
 ):  # fmt: skip
 
     @elementwise(f"{_kind} {_kind}", _opcode)
@@ -163,7 +200,7 @@ def _flushed_magnitude(bits: np.ndarray) -> np.ndarray:
     return np.where(magnitude < 0x00800000, U32(0), magnitude)
 
 
-def _extreme(select: np.ufunc, join: np.ufunc, unsigned: type, canonical_nan: np.ndarray, nan: bool) -> _Function:
+def extreme_of(select: np.ufunc, join: np.ufunc, unsigned: type, canonical_nan: np.ndarray, nan: bool) -> _Function:
     """The minimum or maximum of floats, where -0 < +0.
 
     select: np.minimum or np.maximum. Of two zeros it may return either, so it is called in both orders. join: of their
@@ -206,12 +243,13 @@ def _of_bf16(function: _Function) -> _Function:
 
 
 for _name, _join, _select in (("min", np.bitwise_or, np.minimum), ("max", np.bitwise_and, np.maximum)):
-    elementwise("f64 f64 f64", f"{_name}.f64")(_extreme(_select, _join, np.uint64, np.array(np.nan), False))
+    elementwise("f64 f64 f64", f"{_name}.f64")(extreme_of(_select, _join, np.uint64, np.array(np.nan), False))
     for _suffix in ("", ".NaN"):
-        _opcode, _function = f"{_name}{_suffix}", _extreme(_select, _join, U32, numbers.NAN, bool(_suffix))
+        _opcode, _function = f"{_name}{_suffix}", extreme_of(_select, _join, U32, numbers.NAN, bool(_suffix))
         _of_two_or_three(f"{_opcode}.f32", _function)
-        elementwise("f16x2 f16x2 f16x2", f"{_opcode}.f16x2")(_halves(_of_f16(_function)))
-        elementwise("bf16x2 bf16x2 bf16x2", f"{_opcode}.bf16x2")(_halves(_of_bf16(_function)))
+        for _kind, _narrow in (("f16", _of_f16(_function)), ("bf16", _of_bf16(_function))):
+            elementwise(f"{_kind} {_kind} {_kind}", f"{_opcode}.{_kind}")(_narrow)
+            elementwise(f"{_kind}x2 {_kind}x2 {_kind}x2", f"{_opcode}.{_kind}x2")(_halves(_narrow))
 
 
 def _signed_extreme(select: np.ufunc, infinity: int, nan: bool) -> _Function:

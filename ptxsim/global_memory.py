@@ -1,6 +1,7 @@
 """Global memory: tensors between guards, a record of the written bytes, and races.
 
-Bytes that another program of a launch wrote must not be accessed. Bytes that another warp of the same program wrote may
+Bytes that another program of a launch wrote may be accessed after its release by an atomic operation and an acquisition
+of that by another one, else not. Bytes that another warp of the same program wrote may
 be accessed after a wait for it, and by bulk copies after a `fence.proxy.async` of global memory, too. Bytes that a bulk
 copy wrote may be accessed after a `wait_group` without `.read`. Not checked: that a warp overwrites bytes that another
 one of its program may be reading, the order of threads within a warp, and reads by `cp.async`.
@@ -37,6 +38,18 @@ class Threads:
         return self.clocks.rows[KNOWN][self.clusters, self.warps, self.warps]
 
 
+@dataclass(frozen=True)
+class Update:
+    """The thread of an atomic operation: its cluster in the machine and in the launch, from 0 on, and its warp."""
+
+    clocks: Clocks
+    machine_cluster: int
+    warp: int
+    cluster: int
+    acquires: bool
+    releases: bool
+
+
 @dataclass
 class _Tensor:
     """An allocation, as indices into memory. is_complete: whether every byte was written before the launch.
@@ -66,6 +79,9 @@ class GlobalMemory:
         self._tensors: list[_Tensor] = []
         self._starts: list[int] = []
         self._constants: dict[bytes, int] = {}
+        # Clocks of clusters, from 1 on: those released at an address, and those acquired by a cluster.
+        self._released: dict[int, dict[int, np.ndarray]] = {}
+        self._acquired: dict[int, dict[int, np.ndarray]] = {}
 
     def allocate(self, nbytes: int, content: np.ndarray | None = None, offset: int = 0) -> int:
         """The address of new memory, aligned to 256 bytes plus `offset`. content: uint8; None leaves it unwritten."""
@@ -108,6 +124,8 @@ class GlobalMemory:
 
     def begin_launch(self) -> None:
         """Forget the writers of all bytes: launches of a stream are in order."""
+        self._released.clear()
+        self._acquired.clear()
         for tensor in self._tensors:
             if tensor.is_stored:
                 self.stamps[tensor.start : tensor.end] = 0
@@ -136,18 +154,21 @@ class GlobalMemory:
     # ------------------------------------------------------------ accesses of threads
 
     def load(
-        self, addresses: np.ndarray, size: int, clusters: np.ndarray, threads: Threads | None = None
+        self, addresses: np.ndarray, size: int, clusters: np.ndarray, threads: Threads | None = None,
+        relaxed: bool = False,
     ) -> np.ndarray:  # fmt: skip
         """The bytes at aligned addresses [threads]: uint8 [threads, size]. clusters: [threads], from 0 on.
 
-        threads: of the access; None for copies.
+        threads: of the access; None for copies. relaxed: whether results of atomic operations need no order.
         """
         tensor, rows = self._rows(addresses, size)
         if (tensor is None or not tensor.is_complete) and not self.written.reshape(-1, size)[rows].all():
             raise Fault("reads global memory that nothing wrote")
         if tensor is None or tensor.is_stored:
             stamps = self._stamps_at(rows, size)
-            self._in_order(stamps, clusters[:, None] + 1, "reads")
+            if relaxed:
+                stamps = np.where(stamps & ATOMIC, 0, stamps)
+            stamps = self._in_order(stamps, clusters[:, None] + 1, "reads")
             self._check_clocks(stamps, threads, "reads", None)
         return _bytes(in_units(self.data, size).take(rows))
 
@@ -160,7 +181,7 @@ class GlobalMemory:
         data, mine, raw = in_units(self.data, size), clusters + 1, in_units(values, size)
         if tensor is None or tensor.is_stored:
             stamps = self._stamps_at(rows, size)
-            self._in_order(stamps, mine[:, None], "overwrites")
+            stamps = self._in_order(stamps, mine[:, None], "overwrites")
             self._check_clocks(stamps, threads, "overwrites", _bytes(data.take(rows)) != values)
         data[rows] = raw
         if (_bytes(data.take(rows)) != values).any():
@@ -203,11 +224,21 @@ class GlobalMemory:
             raise Fault(f"an access of {size} bytes at an address that is no multiple of {size}")
         return self._tensor(start, size), rows
 
-    @staticmethod
-    def _in_order(stamps: np.ndarray, mine: np.ndarray | int, what: str) -> None:
-        writer = stamps >> _WRITER
-        if ((writer != 0) & (writer != mine)).any():
-            raise Fault(f"{what} global memory that another program of the launch wrote")
+    def _in_order(self, stamps: np.ndarray, mine: np.ndarray | int, what: str) -> np.ndarray:
+        """The stamps of the accessing clusters themselves, others zero.
+
+        mine: the clusters, from 1 on. Raises Fault for bytes of others whose writes they have not acquired.
+        """
+        writers = (stamps >> _WRITER) & _WRITERS
+        others = (writers != 0) & (writers != mine)
+        if not others.any():
+            return stamps
+        for reader, writer in {*zip((mine + 0 * writers)[others].tolist(), writers[others].tolist(), strict=True)}:
+            known = self._acquired.get(reader, {}).get(writer)
+            there = stamps[others & (writers == writer) & (mine == reader)]
+            if known is None or ((there & _EPOCHS) > known[_agent_of(there)]).any():
+                raise Fault(f"{what} global memory that another program of the launch wrote")
+        return np.where(others, 0, stamps)
 
     # ------------------------------------------------------------ copies and atomic operations
 
@@ -244,7 +275,7 @@ class GlobalMemory:
 
     def _check_copy(self, stamps: np.ndarray, cluster: int, rows: np.ndarray | None, what: str) -> None:
         """Raise Fault for bytes that another program wrote, or the copy's own one without a wait and a fence."""
-        self._in_order(stamps, cluster + 1, what)
+        stamps = self._in_order(stamps, cluster + 1, what)
         if rows is None:
             return
         mine, agents = stamps > 0, _agent_of(stamps)
@@ -254,18 +285,36 @@ class GlobalMemory:
             raise Fault(f"{what} global memory that its program wrote, without a "
                         + ("wait for it" if unknown else "fence.proxy.async"))  # fmt: skip
 
-    def update(self, address: int, size: int) -> slice:
-        """The bytes of an aligned atomic operation at an address."""
+    def update(self, address: int, size: int, thread: Update) -> slice:
+        """The bytes of an aligned atomic operation at an address, after it acquired and released what it orders."""
         tensor, rows = self._rows(np.array([address]), size)
         assert tensor is not None
         there = slice(int(rows[0]) * size, int(rows[0]) * size + size)
         if not self.written[there].all():
             raise Fault("an atomic operation on global memory that nothing wrote")
-        if ((self.stamps[there] != 0) & (self.stamps[there] != ATOMIC)).any():
-            raise Fault("an atomic operation on global memory that a program of the launch wrote otherwise")
+        mine, clocks = thread.cluster + 1, thread.clocks
+        if thread.acquires and address in self._released:
+            _raise_to(self._acquired.setdefault(mine, {}), self._released[address])
+        stamps = self.stamps[there][None]
+        if tensor.is_stored and (plain := (stamps & ATOMIC) == 0).any():
+            stamps = self._in_order(np.where(plain, stamps, 0), mine, "an atomic operation on")
+            threads = Threads(clocks, np.array([thread.machine_cluster]), np.array([thread.warp]))
+            self._check_clocks(stamps, threads, "an atomic operation on", None)
+        epoch = int(clocks.rows[KNOWN, thread.machine_cluster, thread.warp, thread.warp])
+        if thread.releases:
+            released = clocks.release(thread.machine_cluster, thread.warp)[KNOWN]
+            found = self._released.setdefault(address, {})
+            _raise_to(found, self._acquired.get(mine, {}))
+            _raise_to(found, {mine: released})
         tensor.is_stored = True
-        self.stamps[there] = ATOMIC
+        self.stamps[there] = ATOMIC | stamp_of(mine, thread.warp, epoch)
         return there
+
+
+def _raise_to(clocks: dict[int, np.ndarray], others: dict[int, np.ndarray]) -> None:
+    """Raise the clocks of clusters to other ones."""
+    for cluster, rows in others.items():
+        clocks[cluster] = np.maximum(clocks[cluster], rows) if cluster in clocks else rows
 
 
 def in_units(values: np.ndarray, size: int) -> np.ndarray:
@@ -287,7 +336,8 @@ def _ones(size: int) -> np.ndarray:
 
 _WRITER, _AGENT = 44, 32  # the first bits of the fields of a stamp; the epoch is below
 _EPOCHS = (1 << _AGENT) - 1
-ATOMIC = -1 << _WRITER
+_WRITERS = (1 << 18) - 1  # of the field of the writer
+ATOMIC = 1 << 62  # the flag of an atomic operation
 
 
 def stamp_of(clusters: AnyInt, agents: AnyInt, epochs: AnyInt) -> AnyInt:

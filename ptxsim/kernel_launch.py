@@ -21,6 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from ptxsim.global_memory import GlobalMemory
 from ptxsim.parse import Parameter, parse
 from ptxsim.run import LOCKSTEP, Kernel, Schedule, Tally, run
+from ptxsim.tensor_maps import HostMap
 
 Grid = int | tuple[int, int, int]  # the number of programs of a launch, or their numbers in x, y and z
 
@@ -81,12 +82,14 @@ class Simulator:
         self, value: Any, parameter: Parameter, memory: GlobalMemory, placed: dict[int, tuple[int, np.ndarray]]
     ) -> int:
         """The parameter for an argument. A tensor's storage is copied to global memory at the first use."""
+        if isinstance(value, HostMap):
+            return value.bits(self._argument(value.tensor, parameter, memory, placed))
         if not isinstance(value, torch.Tensor):
             return _bits(value, parameter)
         content = _bytes(value)
         key = value.untyped_storage().data_ptr()
         if key not in placed:
-            address = memory.allocate(len(content), content)
+            address = memory.allocate(len(content), content, key % 16)  # aligned as the tensor is
             if key in self.unwritten:
                 memory.set_written(address, self.unwritten[key])
             placed[key] = address, content

@@ -9,13 +9,19 @@ from collections.abc import Callable
 import numpy as np
 
 from ptxsim.forms import Elementwise, Step, UnknownForm, elementwise, expect, form, same
-from ptxsim.numbers import interleaved
+from ptxsim.numbers import bf16_values, f16_values, interleaved
 from ptxsim.parse import Instruction, Operand, Program, Vector
+from ptxsim.state import PARAMETERS
 
 for _kind in ("pred", "u16", "u32", "u64", "f32"):
     elementwise(f"{_kind} {_kind}", f"mov.{_kind}")(same)
 
-elementwise("u64 u64", "cvta.global.u64")(same)
+elementwise("u64 u64", "cvta.global.u64", "cvta.to.global.u64")(same)
+
+
+@elementwise("u64 u64", "cvta.param.u64")
+def _address_of_parameter(offsets: np.ndarray) -> np.ndarray:
+    return offsets + np.uint64(PARAMETERS)
 
 
 @form("mov.b16", "mov.b32", "mov.b64")
@@ -94,3 +100,7 @@ for _kind in ("s32", "u32"):
 
 for _name, _compare in _COMPARISONS_OF_FLOATS.items():
     elementwise("pred f32 f32", f"setp.{_name}.f32")(_compare)
+    elementwise("pred f64 f64", f"setp.{_name}.f64")(_compare)
+    for _kind, _values in (("f16", f16_values), ("bf16", bf16_values)):
+        elementwise(f"pred {_kind} {_kind}", f"setp.{_name}.{_kind}")(
+            lambda a, b, compare=_compare, values=_values: compare(values(a), values(b)))  # fmt: skip

@@ -7,7 +7,10 @@ GPUs write these. Functions that return new numbers from float32 or float64 expe
 Sources: PTX ISA, "Floating point instructions", "cvt", "prmt", "lop3"; confidence high unless a docstring says less.
 """
 
+from collections.abc import Callable
+from fractions import Fraction
 from functools import cache
+from math import inf, isfinite
 from typing import Any
 
 import numpy as np
@@ -227,6 +230,42 @@ def fma32_down(a: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarray:
     return canonical(np.where(negative_zero, F32(-0.0), lower))
 
 
+def fma32_to_zero(a: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarray:
+    """a * b + c of float32, rounded once towards zero."""
+    exact = fused(a, b, c)
+    near = exact.astype(F32)
+    return canonical((near.view(U32) - (np.abs(near) > np.abs(exact)).astype(U32)).view(F32))
+
+
+def fma64(a: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarray:
+    """a * b + c of float64, rounded once, number by number."""
+    return np.asarray(_fma64(a, b, c), F64)
+
+
+def _fma64_of(a: float, b: float, c: float) -> float:
+    if not (isfinite(a) and isfinite(b) and isfinite(c)) or 0.0 in (a, b):
+        return a * b + c
+    exact = Fraction(a) * Fraction(b) + Fraction(c)
+    if exact == 0:
+        return a * b + c if abs(a * b) > 0 else 0.0
+    try:
+        return float(exact)
+    except OverflowError:
+        return inf if exact > 0 else -inf
+
+
+_fma64 = np.frompyfunc(_fma64_of, 3, 1)
+
+
+def rounded_integer(values: np.ndarray, rounded: Callable, dtype: np.dtype, nan: int) -> np.ndarray:
+    """Integers of floats, rounded by a function and saturated. nan: what NaN becomes."""
+    whole, info = rounded(values.astype(F64)), np.iinfo(dtype)
+    high, low = whole >= float(info.max), whole <= float(info.min)
+    inside = np.where(high | low | (whole != whole), 0.0, whole).astype(dtype)
+    ends = [np.array(each, dtype) for each in (info.max, info.min, nan)]
+    return np.where(high, ends[0], np.where(low, ends[1], np.where(whole != whole, ends[2], inside)))
+
+
 def ex2(values: np.ndarray) -> np.ndarray:
     """Powers of two of float32, rounded from float64. ex2.approx of a GPU may be off by 2 units of the last place."""
     return canonical(np.exp2(values.astype(F64)).astype(F32))
@@ -235,6 +274,16 @@ def ex2(values: np.ndarray) -> np.ndarray:
 def rcp(values: np.ndarray) -> np.ndarray:
     """Reciprocals of float32, rounded to nearest. rcp.approx of a GPU may be off by 1 unit of the last place."""
     return canonical(F32(1) / values)
+
+
+def sqrt(values: np.ndarray) -> np.ndarray:
+    """Square roots of floats, rounded to nearest. sqrt.approx of a GPU may be off by a unit of the last place."""
+    return canonical(np.sqrt(values))
+
+
+def by_float64(function: np.ufunc) -> Callable[[np.ndarray], np.ndarray]:
+    """A function of float32, rounded from float64. Approximations of a GPU have errors of up to 2^-11 of the result."""
+    return lambda values: canonical(function(values.astype(F64)).astype(F32))
 
 
 def rsqrt(values: np.ndarray) -> np.ndarray:

@@ -81,16 +81,21 @@ Operand = Register | Immediate | Special | Symbol | Label | Vector | Address | P
 
 @dataclass(frozen=True)
 class Instruction:
-    """One instruction. line: its line in the PTX, from 1 on. guard: its predicate."""
+    """One instruction.
+
+    line: its line in the PTX, from 1 on. guard: its predicate. source: "file:line" of the source that it comes from,
+    with those of the functions into which that was inlined; empty if the PTX does not say.
+    """
 
     line: int
     text: str
     opcode: str
     operands: tuple[Operand, ...]
     guard: Register | None = None
+    source: str = ""
 
     def __str__(self) -> str:
-        return f"line {self.line}: {self.text}"
+        return f"line {self.line}: {self.text}" + (f", of {self.source}" if self.source else "")
 
 
 @dataclass(frozen=True)
@@ -212,6 +217,7 @@ class _Body:
         self.scopes: list[dict[str, Register]] = [{}]
         self.local_labels: list[dict[str, str]] = [{}]
         self.opened = 0  # the number of scopes opened so far
+        self.sources = _Sources(text)
         for line, statement in self._statements(text, start):
             try:
                 self._statement(line, statement)
@@ -225,6 +231,7 @@ class _Body:
             blank = _BLANK.match(text, at)
             assert blank is not None
             line += text.count("\n", at, blank.end())
+            self.sources.pass_over(blank[0])
             at = blank.end()
             if at == len(text):
                 raise ValueError(f"line {line}: the function has no closing brace")
@@ -282,6 +289,9 @@ class _Body:
             (self.shared if array[1] == "shared" else self.local)[array[2]] = int(array[3])
             self.symbols.add(array[2])
             return
+        if declared := _PARAMETER.fullmatch(statement):
+            self.symbols.add(declared[1])
+            return
         if statement.startswith("."):
             raise ValueError("an unknown directive")
         text, guard = statement, None
@@ -291,12 +301,14 @@ class _Body:
             assert isinstance(found_guard, Register)
             guard = found_guard
         opcode, _, rest = statement.partition(" ")
+        if opcode in ("call", "call.uni"):  # of a function without results, with the names of its parameters
+            rest = rest.replace("(", "{").replace(")", "}")
         operands = tuple(self._operand(each) for each in _split(rest))
         if opcode in ("bra", "bra.uni"):
             operands = (Label(self._label(rest.strip())),)
         elif opcode == "brx.idx":
             operands = (operands[0], Label(rest.split(",")[1].strip()))
-        self.instructions.append(Instruction(line, text, opcode, operands, guard))
+        self.instructions.append(Instruction(line, text, opcode, operands, guard, self.sources.present))
 
     def _label(self, name: str) -> str:
         for scope in reversed(self.local_labels):
@@ -337,7 +349,29 @@ class _Body:
         return Label(text)
 
 
+class _Sources:
+    """The place in the source of the instructions that follow. present: as of `Instruction.source`."""
+
+    def __init__(self, text: str) -> None:
+        self.present = ""
+        self._files = {number: path.rpartition("/")[2] for number, path in _FILE.findall(text)}
+        self._of: dict[tuple[str, str], str] = {}  # the whole chain of each place, which others are inlined at
+
+    def pass_over(self, text: str) -> None:
+        """Read the last `.loc` of what lies between two statements."""
+        for found in _LOC.finditer(text):
+            file, line, outer_file, outer_line = found.groups()
+            place = f"{self._files.get(file, file)}:{line}"
+            if outer_file:
+                outer = self._of.get((outer_file, outer_line), f"{self._files.get(outer_file, outer_file)}:{outer_line}")
+                place = outer if outer.startswith(f"{place} ") else f"{place} in {outer}"
+            self._of[file, line] = self.present = place
+
+
+_FILE = re.compile(r'^\s*\.file\s+(\d+)\s+"([^"]*)"', re.M)
+_LOC = re.compile(r"\.loc\s+(\d+) (\d+) \d+(?:, function_name [^,]*, inlined_at (\d+) (\d+))?")
 _COMMENT = re.compile(r"//[^\n]*|^\s*\.loc\s[^\n]*$", re.M)
+_PARAMETER = re.compile(r"\.param (?:\.align \d+ )?\.b\d+ (\w+)")  # of a call
 _ARRAY = re.compile(r"\.(shared|local) (?:\.align \d+ )?\.b8 (\w+)\[(\d+)\]")
 _CONSTANT = re.compile(r"^\.global (?:\.align \d+ )?\.b8 ([$\w]+)\[(\d+)\] = \{([\d, ]+)\};", re.M)
 _BLANK = re.compile(r"(?:\s+|//[^\n]*|\.loc\s[^\n]*|\.pragma[^\n]*)*")

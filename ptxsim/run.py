@@ -108,7 +108,8 @@ def run(
     for first in range(0, clusters, most):
         machine = Machine(program, memory, arguments, shape, nbytes, kernel.granule, first, min(most, clusters - first))
         machine.failing_waits = chosen if schedule.failing_waits else None
-        machine.strict_scopes, machine.notes = schedule.strict_scopes, tally.notes
+        machine.strict_scopes = schedule.strict_scopes
+        machine.notes = machine.shared.notes = tally.notes
         with np.errstate(all="ignore"), _one_thread():
             _Turns(machine, kernel, schedule, chosen, tally).run()
     return tally

@@ -1,8 +1,10 @@
 """The shared memory of all programs that run at the same time."""
 
+from collections import Counter
+
 import numpy as np
 
-from ptxsim.clocks import Clocks, Shadow
+from ptxsim.clocks import KNOWN, Clocks, Shadow
 from ptxsim.fault import Fault
 from ptxsim.global_memory import in_units
 from ptxsim.lanes import Lanes
@@ -35,6 +37,8 @@ class SharedMemory:
         self.data = np.full(programs * self.stride, 0xEE, np.uint8)
         self.clocks = clocks
         self.shadow = Shadow(len(self.data) // granule, clocks, "shared memory")
+        self.notes: Counter[str] = Counter()
+        self._atomics: dict[int, tuple[int, int]] = {}  # the warp and epoch of the last atomic operation, by index
         self.lanes = Lanes(len(self.data) // granule, clocks.clusters, clocks.warps)
 
     def address(self, rank: np.ndarray, offset: int | np.ndarray) -> np.ndarray:
@@ -88,8 +92,31 @@ class SharedMemory:
         self.shadow.writes_of_warps(cells, clusters, warps, changes)
         self.lanes.writes(cells, clusters, warps, lanes, is_own, changes)
         data[rows] = in_units(raw, size)
-        if (data.take(rows).view(granules).reshape(raw.shape) != raw).any():
-            raise Fault("several threads write different values to one address of shared memory")
+        stored = data.take(rows).view(granules).reshape(raw.shape)
+        if (stored != raw).any():
+            if not _are_roundings(stored, raw):
+                raise Fault("several threads write different values to one address of shared memory")
+            self.notes["stores of several roundings of one number to one address, of which any may stay"] += 1
+
+    def update(self, address: int, size: int, cluster: int, warp: int, lane: int) -> np.ndarray:
+        """The bytes at an address that a thread updates atomically, which share the memory.
+
+        Atomic operations need no order among each other. The first one that follows another access does.
+        """
+        at = self.index(address, cluster, size)
+        if at % size:
+            raise Fault(f"an atomic operation of {size} bytes at an address that is no multiple of {size}")
+        there, cells = self.data[at : at + size], self.span(at, size)
+        shadow, writes = self.shadow, (int(self.shadow.writer[cells][0]), int(self.shadow.written[cells][0]))
+        if self._atomics.get(at) != writes:
+            where = np.array([address]), np.array([cluster]), np.array([warp]), np.array([lane])
+            before = self.load(where[0], size, *where[1:])
+            self.store(where[0], before ^ 1, *where[1:])
+            self.store(where[0], before, *where[1:])
+        epoch = int(self.clocks.rows[KNOWN, cluster, warp, warp])
+        shadow.writer[cells], shadow.written[cells] = warp, epoch
+        self._atomics[at] = warp, epoch
+        return there
 
     def _rows(self, addresses: np.ndarray, clusters: np.ndarray, size: int) -> np.ndarray:
         flat = self.flat(addresses, clusters, size)
@@ -111,3 +138,15 @@ class SharedMemory:
     def cells(self, flat: np.ndarray) -> np.ndarray:
         """The cells of bytes, given in runs of whole cells as indices into `data`."""
         return flat.reshape(-1)[:: self.granule] // self.granule
+
+
+def _are_roundings(stored: np.ndarray, raw: np.ndarray) -> bool:
+    """Whether values that several threads store to one address differ as float32 by no more than their roundings.
+
+    The CUDA programming guide leaves open which thread of a warp writes last. Triton lets all threads store what each
+    has summed: with fused products and sums, these are roundings of one number.
+    """
+    if stored.dtype.itemsize < 4:
+        return False
+    a, b = (np.ascontiguousarray(each).view(np.float32).astype(np.float64) for each in (stored, raw))
+    return bool((np.abs(a - b) <= 2.0**-14 * np.maximum(np.abs(a), np.abs(b))).all())

@@ -15,6 +15,7 @@ from ptxsim.shared import START, SharedMemory
 
 LANES = 32
 CARRY = "CC.CF"  # the register that holds the carry of extended arithmetic
+PARAMETERS = 1 << 42  # the generic address of the first parameter of the kernel
 DONE = np.iinfo(np.int32).max  # the program counter of a thread that has ended
 Ready = Callable[[], bool]
 
@@ -78,7 +79,8 @@ class State:
         self.cluster_of = np.arange(threads) // (self.warps_of_cluster * LANES)
         self.warp_of = np.arange(threads) // LANES % self.warps_of_cluster  # within the cluster
         self.lane_of = np.arange(threads) % LANES
-        self.parameters = np.zeros(8 * len(program.parameters), np.uint8)  # a parameter has at most 8 bytes
+        self.parameters = np.zeros(sum(2 * each.nbytes for each in program.parameters), np.uint8)  # with gaps
+        self.passed: dict[str, np.ndarray] = {}  # of each parameter of a call, what every thread stored there last
         self._specials = self._special_registers(arguments, grid, threads)
 
     def _special_registers(

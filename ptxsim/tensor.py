@@ -2,19 +2,23 @@
 
 Sources: PTX ISA, the instructions of `tcgen05`; confidence high, unless a line below or `tensor_memory.py` says less.
 
-- `tcgen05.alloc` writes the address into shared memory as a generic write of its warp: the PTX ISA calls it a weak
-  memory operation.
+- `tcgen05.alloc` writes the address into shared memory as a write of its warp: the PTX ISA calls it a weak memory
+  operation, and leaves its proxy open. Triton loads tiles there by TMA after barriers, without a `fence.proxy.async`: so
+  it counts as fenced. Confidence medium.
 - `32x32b.xN`: thread l of a warp accesses lane 32 * (warp % 4) + l, register i is column i from the address on.
+- `16x32bx2.xN`: the first 16 threads access 16 lanes from the address on, the others the same lanes from as many columns
+  further on as an operand says. Confidence medium to high: the ISA's figure, and Triton's use for 64 rows.
 - `cp.32x128b.warpx4` copies 32 rows of 16 bytes: row r goes to lane r of each quarter, into four columns. Triton writes
   the two qualifiers in the other order. Confidence medium to high for the order of the bytes.
 - `tcgen05.commit` arrives at an mbarrier at the end of all earlier operations of the tensor pipe. Triton 3.6 has no
   state space and 64 bits, a shared address with zeros above: ptxas uses the lower 32 (`UTCBAR [UR5]`).
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import numpy as np
 
+from ptxsim.clocks import FENCED
 from ptxsim.descriptors import CHUNK, Matrix
 from ptxsim.fault import Fault
 from ptxsim.forms import (
@@ -32,7 +36,7 @@ from ptxsim.fragment import LANES, Fragment
 from ptxsim.lanes import COLLECTIVE
 from ptxsim.parse import Instruction, Program, Register
 from ptxsim.tensor_issue import group_of, issue
-from ptxsim.tensor_memory import QUARTER, TensorPipe
+from ptxsim.tensor_memory import HALF, QUARTER, Region, TensorPipe
 from ptxsim.tensor_products import column_of
 
 
@@ -71,7 +75,9 @@ def _alloc(instruction: Instruction, program: Program) -> Step:
             column = machine.tensor_memory.allocate(machine.program_of(warp), count)
             where, cluster = np.array([_same(addresses, first)]), np.array([machine.cluster_of_warp(warp)])
             content = np.array([[column]], np.uint32).view(np.uint8)
-            machine.shared.store(where, content, cluster, np.array([machine.local_warp(warp)]), np.array([COLLECTIVE]))
+            local = machine.local_warp(warp)
+            machine.shared.store(where, content, cluster, np.array([local]), np.array([COLLECTIVE]))
+            machine.clocks.fence(machine.cluster_of_warp(warp), local, (FENCED,))
 
     return step
 
@@ -106,6 +112,9 @@ def _relinquish(instruction: Instruction, program: Program) -> Step:
 _COUNTS = [2**i for i in range(8)]
 
 
+_SHAPES_OF_WARPS = ("32x32b", "16x32bx2")
+
+
 def _registers(instruction: Instruction, index: int) -> list[Register]:
     found = [each for each in registers_of(instruction.operands[index]) if isinstance(each, Register)]
     count = int(instruction.opcode.split(".x")[1].split(".")[0])
@@ -114,18 +123,44 @@ def _registers(instruction: Instruction, index: int) -> list[Register]:
     return found
 
 
-@form(*[f"tcgen05.ld.sync.aligned.32x32b.x{count}.b32" for count in _COUNTS])
+def _regions(instruction: Instruction, split: int | None, columns: int) -> Callable[[Fragment, np.ndarray, int, int], list[Region]]:
+    """A function that returns the words of a warp's threads, of both halves of the warp for `16x32bx2`.
+
+    split: the operand with the distance of the halves in columns.
+    """
+    if "32x32b" in instruction.opcode:
+        return lambda fragment, addresses, first, warp: [
+            fragment.machine.tensor_memory.of_warp(warp, _same(addresses, first), columns)]  # fmt: skip
+    assert split is not None
+    distance = immediate(instruction.operands[split])
+
+    def halves(fragment: Fragment, addresses: np.ndarray, first: int, warp: int) -> list[Region]:
+        at, memory = _same(addresses, first), fragment.machine.tensor_memory
+        return [memory.of_warp(warp, at + offset, columns, HALF) for offset in (0, distance)]
+
+    return halves
+
+
+def _operands_of_warps(instruction: Instruction) -> bool:
+    """Whether a load or a store has the distance of the halves; checks the number of operands."""
+    split = "16x32bx2" in instruction.opcode
+    expect(instruction, 2 + split)
+    return split
+
+
+@form(*[f"tcgen05.ld.sync.aligned.{shape}.x{count}.b32" for shape in _SHAPES_OF_WARPS for count in _COUNTS])
 def _load(instruction: Instruction, program: Program) -> Step:
-    expect(instruction, 2)
+    split = _operands_of_warps(instruction)
     into, address = _registers(instruction, 0), address_reader(instruction.operands[1], 32)
     writes, names = [writer(each, "b32") for each in into], {each.name for each in into}
+    regions = _regions(instruction, 2 if split else None, len(into))
 
     def step(fragment: Fragment) -> None:
         machine, memory, addresses = fragment.machine, fragment.machine.tensor_memory, address(fragment)
         values = np.zeros((len(into), *fragment.shape), np.uint32)
         for first, warp in _warps(fragment):
-            region = memory.quarter(warp, _same(addresses, first), len(into))
-            values[:, first : first + LANES] = memory.load(warp, region).T
+            words = [memory.load(warp, region) for region in regions(fragment, addresses, first, warp)]
+            values[:, first : first + LANES] = np.concatenate(words).T
             machine.unready.setdefault(warp, set()).update(names)
         for write, value in zip(writes, values, strict=True):
             write(fragment, value)
@@ -133,18 +168,20 @@ def _load(instruction: Instruction, program: Program) -> Step:
     return step
 
 
-@form(*[f"tcgen05.st.sync.aligned.32x32b.x{count}.b32" for count in _COUNTS])
+@form(*[f"tcgen05.st.sync.aligned.{shape}.x{count}.b32" for shape in _SHAPES_OF_WARPS for count in _COUNTS])
 def _store(instruction: Instruction, program: Program) -> Step:
-    expect(instruction, 2)
-    address, source = address_reader(instruction.operands[0], 32), _registers(instruction, 1)
+    split = _operands_of_warps(instruction)
+    address, source = address_reader(instruction.operands[0], 32), _registers(instruction, 1 + split)
     reads = [reader(each, "b32") for each in source]
+    regions = _regions(instruction, 1 if split else None, len(source))
 
     def step(fragment: Fragment) -> None:
         memory, addresses = fragment.machine.tensor_memory, address(fragment)
-        values = np.stack([read(fragment) for read in reads], 1)
+        values = np.stack([fragment.every(read(fragment)) for read in reads], 1)
         for first, warp in _warps(fragment):
-            region = memory.quarter(warp, _same(addresses, first), len(source))
-            memory.store(warp, region, values[first : first + LANES])
+            found = regions(fragment, addresses, first, warp)
+            for region, words in zip(found, np.split(values[first : first + LANES], len(found)), strict=True):
+                memory.store(warp, region, words)
 
     return step
 

@@ -25,15 +25,18 @@ Sources and confidence:
   memory. Source: the bytes that Triton and DeepGEMM expect there. Medium-high.
 """
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Any
 
 import numpy as np
+import torch
 
 from ptxsim.clocks import KNOWN
 from ptxsim.fault import Fault
 from ptxsim.shared import swizzled
-from ptxsim.state import State
+from ptxsim.state import PARAMETERS, State
 
 NBYTES = 128
 # For each field: its first byte, the bytes of an element, and the number of elements.
@@ -164,6 +167,41 @@ class TensorMap:
         return (rows[:, None] + columns).ravel(), (rows_inside[:, None] & columns_inside).ravel()
 
 
+@dataclass(frozen=True)
+class HostMap:
+    """A tensor map that the host makes, as an argument of a kernel. tensor: the tensor. fields: all but its address."""
+
+    tensor: torch.Tensor
+    fields: dict[str, tuple[int, ...]]
+
+    @classmethod
+    def of(
+        cls, tensor: torch.Tensor, shape: Sequence[int], strides: Sequence[int], meta: Mapping[str, Any], nan: bool
+    ) -> "HostMap":
+        """The map of a descriptor of Triton, as `cuTensorMapEncodeTiled` makes it.
+
+        shape, strides: in elements, the innermost dimension last. meta: what the compiler says of the descriptor.
+        nan: whether elements outside of the tensor are NaN.
+        """
+        dims, gaps = list(shape[::-1]), bool(meta["fp4_padded"])
+        if gaps:
+            dims[0] *= 2
+        rank = len(dims)
+        return cls(tensor, {
+            "rank": (rank - 1,), "elemtype": (meta["elem_type"],), "swizzle_mode": (meta["swizzle"],),
+            "fill_mode": (int(nan),), "box_dim": tuple(meta["block_size"][::-1]), "global_dim": tuple(dims),
+            "global_stride": tuple(each * meta["elem_size"] for each in strides[-2::-1]), "element_stride": (1,) * rank,
+        })  # fmt: skip
+
+    def bits(self, address: int) -> int:
+        """The map's 128 bytes as a number, with the address of the tensor's first element."""
+        raw = np.zeros(NBYTES, np.uint8)
+        for name, values in (self.fields | {"global_address": (address,)}).items():
+            first, size, _ = FIELDS[name]
+            raw[first : first + size * len(values)] = np.array(values, f"u{size}").view(np.uint8)
+        return int.from_bytes(raw.tobytes(), "little")
+
+
 @dataclass
 class Published:
     """A map in global memory.
@@ -216,7 +254,13 @@ class TensorMaps:
         found.acquired[warp] = int(rows[KNOWN][warp])
 
     def used(self, address: int, cluster: int, rows: np.ndarray) -> Published:
-        """The map at an address, for a copy with these clocks at its issue."""
+        """The map at an address, for a copy with these clocks at its issue. One of a parameter needs no release."""
+        if address >= PARAMETERS:
+            if address not in self.found:
+                raw = self.machine.parameters[address - PARAMETERS :][:NBYTES]
+                self.found[address] = Published(raw, cluster, 0, 0)
+            self.found[address].under_way += 1
+            return self.found[address]
         found = self._at(address, cluster)
         if not any(rows[KNOWN][warp] >= epoch for warp, epoch in found.acquired.items()):
             raise Fault("uses a tensor map that no fence.proxy.tensormap acquired")

@@ -25,6 +25,7 @@ from ptxsim.state import State
 LANES, COLUMNS = 128, 512
 _UNIT = 32  # columns are allocated in multiples of it
 QUARTER = 32  # lanes that a warp can access
+HALF = 16  # lanes of a cell of the shadow, and of a quarter that a product with 64 rows uses
 Region = tuple[int, slice, slice]  # a program, lanes and columns
 
 
@@ -58,8 +59,8 @@ class TensorMemory:
             raise Fault(f"allocates {columns} columns after an allocation of {self.smallest[program]}")
         if self._shadow is None:
             self._words = np.zeros((len(self.allocated), LANES, COLUMNS), np.uint32)
-            quarters = (len(self.allocated), LANES // QUARTER, COLUMNS)  # every access has whole ones
-            self._shadow = Shadow(quarters, self.machine.clocks, "tensor memory")
+            cells = (len(self.allocated), LANES // HALF, COLUMNS)  # every access has whole ones
+            self._shadow = Shadow(cells, self.machine.clocks, "tensor memory")
         mine = self.allocated[program]
         for first in range(COLUMNS - columns, -1, -_UNIT):
             if all(first + columns <= other or other + count <= first for other, count in mine.items()):
@@ -109,23 +110,23 @@ class TensorMemory:
 
     # ------------------------------------------------------------ warps
 
-    def quarter(self, warp: int, address: int, columns: int) -> Region:
-        """The words of a warp of the machine at an address: 32 lanes of some columns."""
+    def of_warp(self, warp: int, address: int, columns: int, lanes: int = QUARTER) -> Region:
+        """The words of a warp of the machine at an address: 32 lanes of some columns, or 16 of them."""
         machine = self.machine
         lane, mine = address >> 16, QUARTER * (warp % machine.warps_of_program % 4)
-        if lane != mine:
+        if lane not in range(mine, mine + QUARTER, lanes):
             raise Fault(f"a warp accesses tensor memory from lane {lane} on, and its lanes begin at {mine}")
-        return self.region(machine.program_of(warp), slice(lane, lane + QUARTER), address & 0xFFFF, columns)
+        return self.region(machine.program_of(warp), slice(lane, lane + lanes), address & 0xFFFF, columns)
 
     def load(self, warp: int, region: Region) -> np.ndarray:
-        """Words that a warp loads, [32, columns]. The warp's clock holds the load after `wait_loads`."""
+        """Words that a warp loads, [lanes, columns]. The warp's clock holds the load after `wait_loads`."""
         machine, local = self.machine, self.machine.local_warp(warp)
         self.loads[warp] += 1
         rows = machine.clocks.of(machine.cluster_of_warp(warp), local)
         return self.read(region, rows, machine.clocks.tensor_loads(local), int(self.loads[warp]))
 
     def store(self, warp: int, region: Region, words: np.ndarray) -> None:
-        """Store a warp's words [32, columns]. The warp's clock holds the store after `wait_stores`."""
+        """Store a warp's words [lanes, columns]. The warp's clock holds the store after `wait_stores`."""
         machine, local = self.machine, self.machine.local_warp(warp)
         self.stores[warp] += 1
         rows = machine.clocks.of(machine.cluster_of_warp(warp), local)
@@ -145,9 +146,9 @@ class TensorMemory:
 
 
 def _cells(region: Region) -> Index:
-    """The cells of the shadow: a column of a quarter of the lanes each."""
+    """The cells of the shadow: a column of half a quarter of the lanes each."""
     program, lanes, columns = region
-    return program, slice(lanes.start // QUARTER, lanes.stop // QUARTER), columns
+    return program, slice(lanes.start // HALF, lanes.stop // HALF, (lanes.step or HALF) // HALF), columns
 
 
 class TensorPipe:
@@ -162,7 +163,7 @@ class TensorPipe:
         self.machine, self.memory, self.cluster = machine, memory, cluster
         self._of_warp: dict[int, tuple[np.ndarray, int]] = {}  # rows and epoch
         # Of matrices in shared memory: the units of 16 bytes, and the cells.
-        self._places: dict[tuple[int, Matrix, int, int, int], tuple[np.ndarray, np.ndarray]] = {}
+        self._places: dict[tuple[int, Matrix, int, int, int, bool], tuple[np.ndarray, np.ndarray]] = {}
         self.agent, self.epoch, self.rows = NOBODY, 0, machine.clocks.of(cluster, 0)
 
     def begin(self, warp: int, rows: np.ndarray) -> None:
@@ -176,14 +177,18 @@ class TensorPipe:
         """The machine's index of a program of this cluster."""
         return self.cluster * self.machine.program.cluster + rank
 
-    def read_matrix(self, rank: int, matrix: Matrix, rows: int, nbytes: int, used: int = CHUNK) -> np.ndarray:
+    def read_matrix(
+        self, rank: int, matrix: Matrix, rows: int, nbytes: int, used: int = CHUNK, across: bool = False
+    ) -> np.ndarray:  # fmt: skip
         """The first bytes of each row of a matrix in shared memory, uint8 [rows, nbytes].
 
-        used: the number of bytes of each chunk that the operation reads.
+        used: the number of bytes of each chunk that the operation reads. across: whether K runs across the rows of bytes,
+        as in a matrix that is transposed.
         """
-        shared, key = self.machine.shared, (rank, matrix, rows, nbytes, used)
+        shared, key = self.machine.shared, (rank, matrix, rows, nbytes, used, across)
         if key not in self._places:
-            addresses = shared.address(np.array(rank), 0) + matrix.chunks(rows, nbytes)
+            chunks = matrix.chunks_across(rows, nbytes) if across else matrix.chunks(rows, nbytes)
+            addresses = shared.address(np.array(rank), 0) + chunks
             flat = shared.flat(addresses, np.array(self.cluster), CHUNK).ravel()
             cells = flat[:, None] // shared.granule + np.arange(used // shared.granule)
             self._places[key] = flat // CHUNK, cells.ravel()
@@ -191,15 +196,22 @@ class TensorPipe:
         shared.shadow.reads_of_agent(cells, self.rows, self.agent, self.epoch)
         return in_units(shared.data, CHUNK).take(units).view(np.uint8).reshape(rows, nbytes)
 
-    def read(self, rank: int, lanes: int, column: int, columns: int) -> np.ndarray:
-        """The words of the first lanes of some columns of tensor memory, uint32 [lanes, columns]."""
-        memory = self.memory
-        region = memory.region(self.program(rank), slice(0, lanes), column, columns)
-        return memory.read(region, self.rows, self.agent, self.epoch)
+    def read(self, rank: int, rows: int, address: int, columns: int) -> np.ndarray:
+        """The words of the first rows of a matrix at an address in tensor memory, uint32 [rows, columns]."""
+        return np.concatenate([self.memory.read(region, self.rows, self.agent, self.epoch)
+                               for region in self._regions(rank, rows, address, columns)])  # fmt: skip
 
-    def write(self, rank: int, column: int, words: np.ndarray) -> None:
-        """Write words uint32 [lanes, columns] to the first lanes of tensor memory, from a column on."""
-        memory = self.memory
-        lanes, columns = words.shape
-        region = memory.region(self.program(rank), slice(0, lanes), column, columns)
-        memory.write(region, words, self.rows, self.agent, self.epoch)
+    def write(self, rank: int, address: int, words: np.ndarray) -> None:
+        """Write words uint32 [rows, columns] of a matrix at an address in tensor memory."""
+        regions = self._regions(rank, *words.shape[:1], address, words.shape[1])
+        for region, part in zip(regions, np.split(words, len(regions)), strict=True):
+            self.memory.write(region, part, self.rows, self.agent, self.epoch)
+
+    def _regions(self, rank: int, rows: int, address: int, columns: int) -> list[Region]:
+        """The lanes of a matrix's rows: 128 rows in all lanes, 64 rows in half of each quarter."""
+        lane, column = address >> 16, address & 0xFFFF
+        if lane not in (0, HALF) or (lane and rows != LANES // 2):
+            raise Fault(f"a product or copy of {rows} rows in tensor memory from lane {lane} on")
+        lanes = [slice(0, rows)] if rows != LANES // 2 else [
+            slice(lane + first, lane + first + HALF) for first in range(0, LANES, QUARTER)]  # fmt: skip
+        return [self.memory.region(self.program(rank), each, column, columns) for each in lanes]

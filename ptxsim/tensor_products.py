@@ -4,7 +4,9 @@ Sources: PTX ISA, `tcgen05.mma`, "Data path layout organization" and "Block scal
 `MMAv5.cpp`. Confidence high, unless a line below says less.
 
 - Row m of D is lane m, column n is column n from the address on (layout D of the PTX ISA: M of 128 for each program).
-- A in tensor memory: row m is lane m, two 16-bit elements to a word, the one of lower K in the lower half.
+  Of 64 rows, each 16 lie in half a quarter of the lanes (layout F): the lower one, or the upper one from lane 16 on.
+- Sums of `kind::i8` are exact and wrap around. `kind::tf32` reads the upper 19 bits of each number.
+- A in tensor memory: row m is the lane of row m of D, two 16-bit elements to a word, the one of lower K in the lower half.
 - Scale k of row r: lane r % 32 of each of the four quarters, column r / 32 from the address on, byte k from the
   descriptor's byte on. Scales of B are laid out in the same way over N. Confidence medium to high. All four quarters
   must hold the same.
@@ -19,7 +21,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ptxsim.descriptors import KINDS, ROW_BYTES, Decode, Kind, Matrix, Shape
+from ptxsim.descriptors import KINDS, ROW_BYTES, Decode, Element, Kind, Matrix, Shape
 from ptxsim.fault import Fault
 from ptxsim.forms import Step, UnknownForm, address_reader, expect, form, reader
 from ptxsim.fragment import Fragment
@@ -33,7 +35,7 @@ from ptxsim.tensor_memory import LANES, QUARTER, TensorPipe
 class Product:
     """An issued instruction.
 
-    ranks: the programs of the cluster that take part. sums: the column of D. a: a column of tensor memory, or a shared
+    ranks: the programs of the cluster that take part. sums: the address of D. a: an address in tensor memory, or a shared
     memory descriptor, of which b is one. scales: the columns of the scales of A and of B. adds: whether D is added.
     """
 
@@ -50,12 +52,15 @@ class Product:
     def run(self, pipe: TensorPipe) -> None:
         """Compute the product, in the tensor pipe of the cluster."""
         shape = Shape.of(self.instruction, self.kind, len(self.ranks))
-        matrix = Matrix.of(self.b)
         part = shape.columns // len(self.ranks)
-        b = np.concatenate([shape.b.decode(pipe.read_matrix(rank, matrix, part, ROW_BYTES, shape.b.used))
-                            for rank in self.ranks])  # fmt: skip
+        b = np.concatenate([_operand(pipe, rank, self.b, part, shape.b, shape.b_across) for rank in self.ranks])
+        dtype = np.int32 if self.kind.integer else np.float32
         for rank in self.ranks:
-            a = shape.a.decode(self._bytes_of_a(pipe, rank, shape))
+            if self.a_in_tensor_memory:
+                words = pipe.read(rank, shape.rows, self.a, ROW_BYTES // 4)
+                a = shape.a.decode(np.ascontiguousarray(words).view(np.uint8))
+            else:
+                a = _operand(pipe, rank, self.a, shape.rows, shape.a, shape.a_across)
             if shape.scale is not None:
                 count = self.kind.scales
                 left = _scaled(a, _scales(pipe, rank, self.scales[0], shape.rows, shape.a_byte, count, shape.scale))
@@ -64,13 +69,18 @@ class Product:
                 left, right = a.astype(np.float64), b.astype(np.float64)
             total = matrix_product(left, right)
             if self.adds:
-                total += pipe.read(rank, shape.rows, self.sums, shape.columns).view(np.float32)
-            pipe.write(rank, self.sums, total.astype(np.float32).view(np.uint32))
+                total += pipe.read(rank, shape.rows, self.sums, shape.columns).view(dtype)
+            total = total.astype(np.int64) if self.kind.integer else total
+            pipe.write(rank, self.sums, total.astype(dtype).view(np.uint32))
 
-    def _bytes_of_a(self, pipe: TensorPipe, rank: int, shape: Shape) -> np.ndarray:
-        if not self.a_in_tensor_memory:
-            return pipe.read_matrix(rank, Matrix.of(self.a), shape.rows, ROW_BYTES, shape.a.used)
-        return np.ascontiguousarray(pipe.read(rank, shape.rows, self.a, ROW_BYTES // 4)).view(np.uint8)
+
+def _operand(pipe: TensorPipe, rank: int, bits: int, rows: int, element: Element, across: bool) -> np.ndarray:
+    """The numbers of a matrix in shared memory, [rows, K]."""
+    matrix = Matrix.of(bits)
+    if not across:
+        return element.decode(pipe.read_matrix(rank, matrix, rows, ROW_BYTES, element.used))
+    raw = pipe.read_matrix(rank, matrix, ROW_BYTES // element.nbytes, rows * element.nbytes, across=True)
+    return element.decode(raw).T
 
 
 def _scaled(values: np.ndarray, scales: np.ndarray) -> np.ndarray:
@@ -93,7 +103,7 @@ def _scales(
 
 
 def column_of(address: int) -> int:
-    """The column of an address in tensor memory whose lane must be 0."""
+    """The column of an address in tensor memory whose lane must be 0, of scales or a copy."""
     if address >> 16:
         raise Fault(f"a product or copy in tensor memory from lane {address >> 16} on")
     return address
@@ -124,9 +134,7 @@ def _mma(instruction: Instruction, program: Program) -> Step:
         left, right, bits, adds = numbers(read_a), numbers(read_b), numbers(read_descriptor), numbers(read_adds)
         for lane, ranks, begin in issue(fragment, pair):
             begin(Product(
-                kind, ranks, column_of(int(columns[lane])),
-                column_of(int(left[lane])) if in_tensor_memory else int(left[lane]), in_tensor_memory,
-                int(right[lane]), int(bits[lane]), tuple(column_of(int(each[lane])) for each in scales),
+                kind, ranks, int(columns[lane]), int(left[lane]), in_tensor_memory, int(right[lane]), int(bits[lane]), tuple(column_of(int(each[lane])) for each in scales),
                 bool(adds[lane]),
             ).run)  # fmt: skip
 

@@ -10,8 +10,10 @@ from collections.abc import Callable
 import numpy as np
 
 from ptxsim.fault import Fault
+from ptxsim.floating import extreme_of
 from ptxsim.forms import Step, expect, form, pair, reader, writer
 from ptxsim.fragment import LANES, Fragment
+from ptxsim.numbers import NAN, U32
 from ptxsim.parse import Immediate, Instruction, Operand, Pair, Program, Unused
 
 _LANE = np.arange(LANES)
@@ -70,15 +72,21 @@ def _elect(instruction: Instruction, program: Program) -> Step:
     return step
 
 
-@form("vote.sync.any.pred")
+@form("vote.sync.any.pred", "vote.sync.all.pred", "vote.sync.ballot.b32")
 def _vote(instruction: Instruction, program: Program) -> Step:
     expect(instruction, 3)
     into, source, mask = instruction.operands
-    write, read, check = writer(into, "pred"), reader(source, "pred"), _participants(mask)
+    mode, kind = instruction.opcode.split(".")[2:]
+    write, read, check = writer(into, kind), reader(source, "pred"), _participants(mask)
 
     def step(fragment: Fragment) -> None:
         check(fragment)
-        found = fragment.by_warp(read(fragment) & fragment.running).any(1)
+        votes = fragment.every(read(fragment))
+        if mode == "all":
+            found = fragment.by_warp(votes | ~fragment.running).all(1)
+        else:
+            found = fragment.by_warp(votes & fragment.running)
+            found = found.any(1) if mode == "any" else np.bitwise_or.reduce(np.where(found, _BIT, 0), axis=1)
         write(fragment, np.repeat(found, LANES))
 
     return step
@@ -109,6 +117,37 @@ def _reduce(instruction: Instruction, program: Program) -> Step:
             values = np.where(fragment.running, values, values.dtype.type(neutral))
         found = ufunc.reduce(fragment.by_warp(values), axis=1, dtype=values.dtype)
         write(fragment, np.repeat(found, LANES))
+
+    return step
+
+
+_OF_FLOATS = {
+    f"{name}{magnitude}{nan}.f32": (extreme_of(select, join, U32, NAN, bool(nan)), bool(magnitude))
+    for name, select, join in (("min", np.minimum, np.bitwise_or), ("max", np.maximum, np.bitwise_and))
+    for magnitude in ("", ".abs") for nan in ("", ".NaN")
+}  # fmt: skip
+
+
+@form(*[f"redux.sync.{name}" for name in _OF_FLOATS])
+def _reduce_floats(instruction: Instruction, program: Program) -> Step:
+    """The step of a minimum or maximum of float32. A thread that does not run counts as the warp's first one that does."""
+    expect(instruction, 3)
+    extreme, magnitudes = _OF_FLOATS[instruction.opcode.removeprefix("redux.sync.")]
+    into, source, mask = instruction.operands
+    write, read, check = writer(into, "f32"), reader(source, "f32"), _participants(mask)
+
+    def step(fragment: Fragment) -> None:
+        check(fragment)
+        values = fragment.by_warp(read(fragment))
+        if not fragment.whole:
+            running = fragment.by_warp(fragment.running)
+            values = np.where(running, values, np.take_along_axis(values, running.argmax(1)[:, None], 1))
+        if magnitudes:
+            values = np.abs(values)
+        while values.shape[1] > 1:
+            half = values.shape[1] // 2
+            values = extreme(values[:, :half], values[:, half:])
+        write(fragment, np.repeat(values[:, 0], LANES))
 
     return step
 

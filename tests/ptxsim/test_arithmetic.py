@@ -8,7 +8,8 @@ from bisect import bisect_left
 from collections.abc import Callable
 from decimal import Decimal, localcontext
 from fractions import Fraction
-from math import ceil, copysign, floor, inf, isnan
+from functools import partial
+from math import ceil, copysign, cos, floor, inf, isfinite, isnan, log2, nan, sin, tanh
 
 import numpy as np
 import pytest
@@ -159,14 +160,21 @@ for _name, _holds in COMPARISONS.items():
         if _name in ("eq", "ne"):
             check(f"pred {_kind} {_kind}", f"setp.{_name}.{_kind}")(_holds)
 
-    def compare_floats(a, b, holds=_holds, unordered=False):
-        x, y = F32.decode(a), F32.decode(b)
+    def compare_floats(a, b, holds=_holds, unordered=False, form=F32):
+        x, y = form.decode(a), form.decode(b)
         return unordered if isnan(x) or isnan(y) else holds(x, y)
 
-    check("pred f32 f32", f"setp.{_name}.f32")(compare_floats)
-    check("pred f32 f32", f"setp.{_name}u.f32")(lambda a, b, f=compare_floats: f(a, b, unordered=True))
-check("pred f32 f32", "setp.num.f32")(lambda a, b: not (isnan(F32.decode(a)) or isnan(F32.decode(b))))
-check("pred f32 f32", "setp.nan.f32")(lambda a, b: isnan(F32.decode(a)) or isnan(F32.decode(b)))
+    for _kind in FLOATS:
+        check(f"pred {_kind} {_kind}", f"setp.{_name}.{_kind}")(partial(compare_floats, form=FLOATS[_kind]))
+        check(f"pred {_kind} {_kind}", f"setp.{_name}u.{_kind}")(
+            partial(compare_floats, form=FLOATS[_kind], unordered=True))  # fmt: skip
+for _kind, _form in FLOATS.items():
+
+    def is_unordered(a, b, form=_form):
+        return isnan(form.decode(a)) or isnan(form.decode(b))
+
+    check(f"pred {_kind} {_kind}", f"setp.nan.{_kind}")(is_unordered)
+    check(f"pred {_kind} {_kind}", f"setp.num.{_kind}")(lambda a, b, f=is_unordered: not f(a, b))
 
 
 # ---------------------------------------------------------------- floats
@@ -217,12 +225,22 @@ for _name, _function in (("add", add), ("sub", subtract), ("mul", multiply)):
     check("f32 f32 f32", f"{_name}.ftz.f32", f"{_name}.rn.ftz.f32")(flushing(_f32))
     check("f32x2 f32x2 f32x2", f"{_name}.f32x2", f"{_name}.rn.f32x2")(pairs(_f32, 32))
     check("f64 f64 f64", f"{_name}.f64", f"{_name}.rn.f64")(_function(F64))
-for _name, _down in (("rn", False), ("rm", True)):
-    _f32 = fma(F32, _down)
+def fma_to_zero(a, b, c):
+    """Rounded down; of a negative number, its opposite."""
+    x, y, z = map(F32.decode, (a, b, c))
+    exact = Fraction(x) * Fraction(y) + Fraction(z) if all(map(isfinite, (x, y, z))) else 0
+    if exact == 0:
+        return fma(F32)(a, b, c)
+    return fma(F32, True)(a, b, c) if exact > 0 else fma(F32, True)(a ^ 2**31, b, c ^ 2**31) ^ 2**31
+
+
+for _name, _f32 in (("rn", fma(F32)), ("rm", fma(F32, True)), ("rz", fma_to_zero)):
     check("f32 f32 f32 f32", f"fma.{_name}.f32")(_f32)
     check("f32 f32 f32 f32", f"fma.{_name}.ftz.f32")(flushing(_f32))
     check("f32x2 f32x2 f32x2 f32x2", f"fma.{_name}.f32x2")(pairs(_f32, 32))
     check("f32x2 f32x2 f32x2 f32x2", f"fma.{_name}.ftz.f32x2")(pairs(flushing(_f32), 32))
+check("f32 f32 f32", "add.rz.f32")(lambda a, b: fma_to_zero(F32.encode(1.0), a, b))
+check("f32 f32 f32", "add.rz.ftz.f32")(flushing(lambda a, b: fma_to_zero(F32.encode(1.0), a, b)))
 check("f32 f32 f32 f32", "fma.rn.ftz.sat.f32")(lambda *v: saturated(flushing(fma(F32))(*v)))
 check("f32 f32 f32", "div.rn.f32", "div.full.f32")(lambda a, b: exact_floats.divide(F32, a, b))
 check("f64 f64 f64", "div.rn.f64")(lambda a, b: exact_floats.divide(F64, a, b))
@@ -251,15 +269,65 @@ def power_of_two(a):
         return F32.encode(Fraction(Decimal(2) ** Decimal(value)))
 
 
-@check("f32 f32", "rsqrt.approx.ftz.f32")
+def root(form):
+    def of_bits(bits):
+        value = form.decode(bits)
+        if isnan(value) or value < 0:
+            return form.nan
+        with localcontext(prec=60):
+            return bits if value in (0, inf) else form.encode(Fraction(Decimal(value).sqrt()))
+
+    return of_bits
+
+
+check("f32 f32", "sqrt.rn.f32", "sqrt.approx.f32")(root(F32))
+check("f32 f32", "sqrt.rn.ftz.f32", "sqrt.approx.ftz.f32")(flushing(root(F32)))
+check("f64 f64", "sqrt.rn.f64")(root(F64))
+
+
+def by_math(function, ends):
+    """float32 of a function of Python's, rounded from float64. ends: its values at -inf, -0, 0 and inf."""
+
+    def of_bits(bits):
+        value = F32.decode(bits)
+        if isnan(value):
+            return F32.nan
+        at_end = dict(zip(("-inf", "-0.0", "0.0", "inf"), ends, strict=True)).get(str(value))
+        return F32.encode(at_end if at_end is not None else function(value))
+
+    return of_bits
+
+
+for _name, _function in (
+    ("lg2", by_math(lambda x: log2(x) if x > 0 else nan, (nan, -inf, -inf, inf))),
+    ("sin", by_math(sin, (nan, -0.0, 0.0, nan))), ("cos", by_math(cos, (nan, 1.0, 1.0, nan))),
+):  # fmt: skip
+    check("f32 f32", f"{_name}.approx.f32")(_function)
+    check("f32 f32", f"{_name}.approx.ftz.f32")(flushing(_function))
+check("f32 f32", "tanh.approx.f32")(by_math(tanh, (-1.0, -0.0, 0.0, 1.0)))
+
+
+@check("f32 f32", "rsqrt.approx.f32")
 def reciprocal_root(a):
-    value = F32.decode(flushed(a))
+    value = F32.decode(a)
     if value == 0:
         return F32.encode(copysign(inf, value))
     if isnan(value) or value < 0:
         return F32.nan
     with localcontext(prec=40):
         return 0 if value == inf else F32.encode(Fraction(1 / Decimal(value).sqrt()))
+
+
+check("f32 f32", "rsqrt.approx.ftz.f32")(flushing(reciprocal_root))
+
+
+@check("f64 f64 f64 f64", "fma.rn.f64")
+def fma_f64(a, b, c):
+    x, y, z = map(F64.decode, (a, b, c))
+    if not (isfinite(x) and isfinite(y) and isfinite(z)):
+        return F64.encode(x * y + z)
+    minus = (copysign(1, x) != copysign(1, y)) and copysign(1, z) < 0
+    return F64.encode(Fraction(x) * Fraction(y) + Fraction(z), negative_zero=minus)
 
 
 def wide(bits: int) -> int:
@@ -269,8 +337,10 @@ def wide(bits: int) -> int:
 
 check("f32 bf16 f32", "add.f32.bf16", "add.rn.f32.bf16")(lambda a, b: add(F32)(wide(a), b))
 check("f32 bf16 bf16 f32", "fma.rn.f32.bf16")(lambda a, b, c: fma(F32)(wide(a), wide(b), c))
-check("bf16 bf16 bf16", "add.bf16", "add.rn.bf16")(add(BF16))
-check("bf16x2 bf16x2 bf16x2", "add.bf16x2", "add.rn.bf16x2")(pairs(add(BF16), 16))
+for _kind, _name in ((kind, name) for kind in ("f16", "bf16") for name in ("add", "sub")):
+    _function, _pair = (add if _name == "add" else subtract)(FLOATS[_kind]), f"{_kind}x2"
+    check(f"{_kind} {_kind} {_kind}", f"{_name}.{_kind}", f"{_name}.rn.{_kind}")(_function)
+    check(f"{_pair} {_pair} {_pair}", f"{_name}.{_pair}", f"{_name}.rn.{_pair}")(pairs(_function, 16))
 
 check("f32 f32", "ex2.approx.ftz.f32")(flushing(power_of_two))
 check("f32 f32", "rcp.approx.ftz.f32")(flushing(reciprocal))
@@ -314,8 +384,10 @@ for _name in ("min", "max"):
             _opcode = f"{_name}{_nan}{_middle}"
             check("f32 f32 f32", f"{_opcode}.f32")(_function(F32, _name == "max", bool(_nan)))
             for _kind in ("f16", "bf16"):
-                check(f"{_kind}x2 {_kind}x2 {_kind}x2", f"{_opcode}.{_kind}x2")(
-                    pairs(_function(FLOATS[_kind], _name == "max", bool(_nan)), 16))  # fmt: skip
+                _narrow = _function(FLOATS[_kind], _name == "max", bool(_nan))
+                check(f"{_kind}x2 {_kind}x2 {_kind}x2", f"{_opcode}.{_kind}x2")(pairs(_narrow, 16))
+                if not _middle:
+                    check(f"{_kind} {_kind} {_kind}", f"{_opcode}.{_kind}")(_narrow)
 
 check("f32 f32", "abs.f32")(lambda a: a & 2**31 - 1)
 check("f32 f32", "abs.ftz.f32")(lambda a: flushed(a & 2**31 - 1))
@@ -323,8 +395,10 @@ check("f32 f32", "neg.f32")(lambda a: a ^ 2**31)
 for _kind in ("f16", "bf16"):
     check(f"{_kind}x2 {_kind}x2", f"abs.{_kind}x2")(pairs(lambda a: a & 2**15 - 1, 16))
     check(f"{_kind}x2 {_kind}x2", f"neg.{_kind}x2")(pairs(lambda a: a ^ 2**15, 16))
-check("bf16 bf16", "abs.bf16")(lambda a: a & 2**15 - 1)
-check("bf16 bf16", "neg.bf16")(lambda a: a ^ 2**15)
+    check(f"{_kind} {_kind}", f"abs.{_kind}")(lambda a: a & 2**15 - 1)
+    check(f"{_kind} {_kind}", f"neg.{_kind}")(lambda a: a ^ 2**15)
+check("f64 f64", "abs.f64")(lambda a: a & 2**63 - 1)
+check("f64 f64", "neg.f64")(lambda a: a ^ 2**63)
 
 
 # ---------------------------------------------------------------- conversions
@@ -339,37 +413,48 @@ def converted(into: Format, source: Format):
     return lambda a: into.encode(source.decode(a))
 
 
-for _from in ("s32", "u32", "s64", "u64"):
-    check(f"f32 {_from}", f"cvt.rn.f32.{_from}")(lambda a: F32.encode(Fraction(a)))
-    check(f"f64 {_from}", f"cvt.rn.f64.{_from}")(lambda a: F64.encode(Fraction(a)))
+ALL_INTEGERS = [f"{sign}{bits}" for bits in (8, 16, 32, 64) for sign in "su"]
+for _from in ALL_INTEGERS:
+    for _kind, _form in FLOATS.items():
+        if _kind in ("f32", "f64") or bits_of(_from) < 64:
+            check(f"{_kind} {_from}", f"cvt.rn.{_kind}.{_from}")(lambda a, form=_form: form.encode(Fraction(a)))
 
 
-def whole(rounded):
-    """An s32 from float32; saturated, and 0 for NaN."""
+def whole(rounded, into: str, source: str):
+    """An integer of a float; saturated. NaN: 0, or of 64 bits the largest power of two."""
+    bits, form = bits_of(into), FLOATS[source]
+    low, high = (-(2 ** (bits - 1)), 2 ** (bits - 1) - 1) if into[0] == "s" else (0, 2**bits - 1)
 
-    def of_bits(bits):
-        value = F32.decode(bits)
+    def of_bits(given):
+        value = form.decode(given)
         if isnan(value):
-            return 0
-        return max(min(rounded(value), 2**31 - 1), -(2**31)) if abs(value) < inf else int(copysign(2**32, value))
-
-    return lambda bits: max(min(of_bits(bits), 2**31 - 1), -(2**31))
-
-
-check("s32 f32", "cvt.rni.s32.f32", "cvt.rni.ftz.s32.f32")(whole(round))  # round and int are exact, ties to even
-check("s32 f32", "cvt.rzi.s32.f32", "cvt.rzi.ftz.s32.f32")(whole(int))
-
-
-def whole_float(rounded):
-    def of_bits(bits):
-        value = F32.decode(bits)
-        return F32.encode(copysign(rounded(value), value) if abs(value) < inf else value)
+            return 2 ** (bits - 1) if bits == 64 or source == "f64" else 0
+        return (high if value > 0 else low) if abs(value) == inf else max(min(rounded(value), high), low)
 
     return of_bits
 
 
-for _name, _rounded in (("rni", round), ("rzi", int), ("rmi", floor), ("rpi", ceil)):
-    check("f32 f32", f"cvt.{_name}.f32.f32")(whole_float(_rounded))
+def whole_float(rounded, form):
+    def of_bits(bits):
+        value = form.decode(bits)
+        return form.encode(copysign(rounded(value), value) if abs(value) < inf else value)
+
+    return of_bits
+
+
+for _name, _rounded in (("rni", round), ("rzi", int), ("rmi", floor), ("rpi", ceil)):  # all are exact, ties to even
+    for _from in FLOATS:
+        for _into in ALL_INTEGERS:
+            _function = whole(_rounded, _into, _from)
+            check(f"{_into} {_from}", f"cvt.{_name}.{_into}.{_from}")(_function)
+            if _from == "f32":
+                check(f"{_into} f32", f"cvt.{_name}.ftz.{_into}.f32")(lambda a, f=_function: f(flushed(a)))
+    check("f32 f32", f"cvt.{_name}.f32.f32")(whole_float(_rounded, F32))
+    check("f32 f32", f"cvt.{_name}.ftz.f32.f32")(lambda a, f=whole_float(_rounded, F32): f(flushed(a)))
+    check("f64 f64", f"cvt.{_name}.f64.f64")(whole_float(_rounded, F64))
+check("f64 f16", "cvt.f64.f16")(converted(F64, F16))
+check("f16 f64", "cvt.rn.f16.f64")(converted(F16, F64))
+check("bf16 f64", "cvt.rn.bf16.f64")(converted(BF16, F64))
 check("f32 bf16", "cvt.f32.bf16")(lambda a: a << 16)
 check("f32 f16", "cvt.f32.f16")(converted(F32, F16))
 check("bf16 f16", "cvt.rn.bf16.f16")(converted(BF16, F16))

@@ -1,6 +1,7 @@
 """Instructions by which the threads of a warp exchange values, against the ISA's text, thread by thread."""
 
 from functools import reduce
+from math import copysign, isnan
 from operator import and_, or_, xor
 
 import numpy as np
@@ -21,12 +22,24 @@ REDUCTIONS = {
 }  # fmt: skip
 
 
+def largest(values: list[float], nan: bool, least: bool) -> float:
+    """The maximum or minimum, -0 below +0; of NaN alone, or by `nan` of any NaN, NaN."""
+    some = [x for x in values if not isnan(x)]
+    if not some or (nan and len(some) < len(values)):
+        return float("nan")
+    return (min if least else max)(some, key=lambda x: (x, copysign(1, x)))
+
+
+OF_FLOATS = [f"{name}{magnitude}{nan}.f32" for name in ("min", "max") for magnitude in ("", ".abs") for nan in ("", ".NaN")]
+
+
 def test_every_form_has_a_check():
     first = {"shfl", "redux", "elect", "vote", "match"}
     found = {opcode for opcode in known_forms() if opcode.split(".")[0] in first or opcode == "bar.warp.sync"}
     shuffles = {f"shfl.sync.{mode}.b32" for mode in ("up", "down", "bfly", "idx")}
-    others = {"elect.sync", "vote.sync.any.pred", "bar.warp.sync"}
-    assert found == {*shuffles, *(f"redux.sync.{name}" for name in REDUCTIONS), *others}
+    votes = {"vote.sync.any.pred", "vote.sync.all.pred", "vote.sync.ballot.b32"}
+    others = {"elect.sync", "bar.warp.sync"}
+    assert found == {*shuffles, *(f"redux.sync.{name}" for name in [*REDUCTIONS, *OF_FLOATS]), *votes, *others}
 
 
 def shuffled(mode: str, lane: int, b: int, c: int) -> tuple[int, bool]:
@@ -88,6 +101,21 @@ def test_reduction(name):
             assert found[thread] == expected
 
 
+@pytest.mark.parametrize("name", OF_FLOATS)
+def test_reduction_of_floats(name):
+    random = np.random.default_rng(1)
+    for hard in ([], [np.nan], [np.nan, -0.0, 0.0, np.inf, -np.inf], [0.0, -0.0]):
+        values = random.choice(np.array([*hard, *(random.standard_normal(4) if len(hard) != 1 else [])], np.float32), 96)
+        for running, mask in ((np.ones(96, bool), -1), (HALF, 0xFFFF)):
+            found = execute(f"redux.sync.{name} %r0, %r1, {mask}", {"%r1": values.view(np.uint32)}, running)["%r0"]
+            for thread in THREADS[running]:
+                some = [float(x) for x in values[(thread // 32 == THREADS // 32) & running]]
+                some = list(map(abs, some)) if ".abs" in name else some
+                expected = np.float32(largest(some, ".NaN" in name, name.startswith("min"))).view(np.uint32)
+                expected = 0x7FFFFFFF if np.isnan(expected.view(np.float32)) else expected
+                assert found[thread] == expected
+
+
 def test_masks_in_registers():
     """Half of the threads name themselves, in a register that other threads have other values in."""
     inputs = {"%r1": VALUES, "%r2": np.where(HALF, 0xFFFF, 3)}
@@ -106,6 +134,16 @@ def test_vote():
     ones = np.isin(THREADS, (5, 40, 95))  # thread 95 is beyond the half
     found = execute("vote.sync.any.pred %p0, %p1, 0xFFFF", {"%p1": ones, "%p0": ~HALF}, HALF)["%p0"]
     np.testing.assert_array_equal(found, np.where(HALF, np.isin(THREADS // 32, (0, 1)), True))
+
+
+def test_vote_of_all_and_ballot():
+    ones = THREADS % 32 != 17
+    ones[64:] = True
+    found = execute("vote.sync.all.pred %p0, %p1, -1", {"%p1": ones})["%p0"]
+    np.testing.assert_array_equal(found, THREADS >= 64)
+    assert execute("vote.sync.all.pred %p0, %p1, 0xFFFF", {"%p1": ones}, HALF)["%p0"][HALF].all()
+    ballot = execute("vote.sync.ballot.b32 %r0, %p1, 0xFFFF", {"%p1": ~ones | (THREADS % 32 == 3)}, HALF)["%r0"]
+    np.testing.assert_array_equal(ballot[HALF], 8)
 
 
 def test_election():

@@ -1,0 +1,37 @@
+"""The table of kernels of kinds that other projects have, written anew: each case launches one on small tensors."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+Results = tuple[torch.Tensor, torch.Tensor]  # the kernel's result, and the expected one
+
+
+@dataclass(frozen=True)
+class Case:
+    """A kernel. origin: the projects whose kernels are like it. tolerance: relative and absolute; 0 for equal bits."""
+
+    name: str
+    origin: str
+    run: Callable[[], Results]
+    tolerance: float
+
+
+CASES: dict[str, Case] = {}
+
+
+def case(name: str, origin: str, tolerance: float = 0.0) -> Callable[[Callable[[], Results]], Callable[[], Results]]:
+    """Add a function to the table: it launches a kernel, and returns its result and the expected one."""
+
+    def add(run: Callable[[], Results]) -> Callable[[], Results]:
+        assert name not in CASES
+        CASES[name] = Case(name, origin, run, tolerance)
+        return run
+
+    return add
+
+
+def small_integers(*shape: int, dtype: torch.dtype = torch.float16) -> torch.Tensor:
+    """Numbers from -2 to 2, whose products and sums every format holds exactly."""
+    return torch.randint(-2, 3, shape).to(dtype)
