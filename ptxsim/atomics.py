@@ -8,16 +8,17 @@ Not checked: that the threads of the acquiring program wait for the one that acq
 """
 
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 
 from ptxsim.forms import Step, UnknownForm, address_reader, expect, form, reader, registers_of, type_of, writer
 from ptxsim.fragment import Fragment
-from ptxsim.global_memory import Update
+from ptxsim.global_memory import Threads, Update
 from ptxsim.numbers import bf16_values, f16_values, halves, joined, to_bf16, to_f16
 from ptxsim.parse import Instruction, Program
 
-_Operation = Callable[..., np.ndarray]  # of the value in memory and the operands, arrays of one element
+_Operation = Callable[..., Any]  # of the value in memory and the operands, arrays of one element
 
 
 def _of_bits(decode: Callable, encode: Callable) -> _Operation:
@@ -49,17 +50,52 @@ _ORDERS = ("relaxed", "acquire", "release", "acq_rel")
 _SCOPES = ("cta", "cluster", "gpu", "sys")
 _SPACES = ("global", "shared", "shared::cta")
 # The ISA's order of the words, and those that compilers write.
-_WORDS = ("{sem}.{scope}.{space}", "{space}.{scope}.{sem}", "{space}.{sem}.{scope}", "{sem}.{space}", "{space}")
+_WORDS = ("{sem}.{scope}.{space}", "{space}.{scope}.{sem}", "{space}.{sem}.{scope}")
+_RELAXED = ("{sem}.{space}", "{space}")  # and of an atomic operation that says less
 
 
-def _opcodes(instruction: str, operations: list[str]) -> list[str]:
+def _opcodes(instruction: str, operations: list[str], spaces: tuple[str, ...], every: tuple[str, ...]) -> list[str]:
+    """The opcodes of operations, with all orders and scopes. every: the sequences of words."""
     prefixes = {words.format(sem=sem, scope=scope, space=space)
-                for words in _WORDS for sem in _ORDERS for scope in _SCOPES for space in _SPACES}  # fmt: skip
+                for words in every for sem in _ORDERS for scope in _SCOPES for space in spaces}  # fmt: skip
     return [f"{instruction}.{prefix}.{operation}" for prefix in sorted(prefixes) for operation in operations]
 
 
-@form(*_opcodes("atom", [*_OPERATIONS, *_VECTORS]),
-      *_opcodes("red", [name for name in _OPERATIONS if not name.startswith(("exch", "cas"))] + _VECTORS))  # fmt: skip
+def _orders(words: list[str]) -> tuple[bool, bool]:
+    """Whether an operation with these words acquires and releases, for other programs."""
+    ordered = not {"cta", "cluster"} & set(words)
+    return ordered and bool({"acquire", "acq_rel"} & set(words)), ordered and bool({"release", "acq_rel"} & set(words))
+
+
+@form(*_opcodes("ld", [f"{kind}{bits}" for kind in "bus" for bits in (8, 16, 32, 64)], ("global",), _WORDS))
+def _load_in_order(instruction: Instruction, program: Program) -> Step:
+    """The step of a relaxed load, or of one that acquires: it may read what atomic operations of others write."""
+    expect(instruction, 2)
+    words = instruction.opcode.split(".")
+    address, (into,) = address_reader(instruction.operands[1], 64), registers_of(instruction.operands[0])
+    write, dtype, (acquires, _) = writer(into, words[-1]), type_of(words[-1])[1], _orders(words)
+
+    def step(fragment: Fragment) -> None:
+        machine, lanes = fragment.machine, fragment.lanes()
+        threads, addresses = fragment.running_threads(), address(fragment)[lanes]
+        clusters, warps = machine.cluster_of[threads], machine.warp_of[threads]
+        if acquires:
+            for at, cluster in zip(addresses.tolist(), clusters.tolist(), strict=True):
+                machine.memory.acquire(at, cluster + machine.first_cluster)
+        found = machine.memory.load(addresses, dtype.itemsize, clusters + machine.first_cluster,
+                                    Threads(machine.clocks, clusters, warps), relaxed=True)  # fmt: skip
+        values = np.zeros(fragment.shape, dtype)
+        values[lanes] = found.view(dtype)[:, 0]
+        write(fragment, values)
+
+    return step
+
+
+_WITHOUT_RESULT = [name for name in _OPERATIONS if not name.startswith(("exch", "cas"))]
+
+
+@form(*_opcodes("atom", [*_OPERATIONS, *_VECTORS], _SPACES, _WORDS + _RELAXED),
+      *_opcodes("red", [*_WITHOUT_RESULT, *_VECTORS], _SPACES, _WORDS + _RELAXED))  # fmt: skip
 def _atomic(instruction: Instruction, program: Program) -> Step:
     """The step of an atomic operation: `atom` returns the previous values, `red` returns nothing."""
     words = instruction.opcode.split(".")
@@ -78,9 +114,7 @@ def _atomic(instruction: Instruction, program: Program) -> Step:
         raise UnknownForm(f"not {count} registers")
     dtype, in_shared = type_of(kind)[1], any(word.startswith("shared") for word in words)
     address = address_reader(place, 32 if in_shared else 64)
-    ordered = not {"cta", "cluster"} & set(words)
-    acquires = ordered and bool({"acquire", "acq_rel"} & set(words))
-    releases = ordered and bool({"release", "acq_rel"} & set(words))
+    acquires, releases = _orders(words)
 
     def step(fragment: Fragment) -> None:
         machine, addresses = fragment.machine, address(fragment)

@@ -47,23 +47,31 @@ for _from in _INTEGERS:
         elementwise(f"f16 {_from}", f"cvt.rn.f16.{_from}")(lambda x: numbers.to_f16(x.astype(F64)))
         elementwise(f"bf16 {_from}", f"cvt.rn.bf16.{_from}")(lambda x: numbers.to_bf16(x.astype(F64)))
 
-_ROUNDINGS: tuple[tuple[str, np.ufunc], ...] = (("rni", np.rint), ("rzi", np.trunc), ("rmi", np.floor), ("rpi", np.ceil))
+_ROUNDINGS: tuple[tuple[str, np.ufunc], ...] = (
+    ("rni", np.rint),
+    ("rzi", np.trunc),
+    ("rmi", np.floor),
+    ("rpi", np.ceil),
+)
 
 
 def _integers_of(source: str, decode: _Convert) -> None:
-    """Register conversions of a float type to integers; a NaN becomes 0, or 1 with zeros behind it if 64 bits are in."""
+    """Register conversions of a float type to integers; a NaN becomes 0, or 2**63 where 64 bits are."""
     for name, rounded in _ROUNDINGS:
         for flush in ("", ".ftz") if source == "f32" else ("",):
             for into in _INTEGERS:
                 bits = int(into[1:])
+                into_dtype = type_of(into)[1]
                 nan = 0 if bits < 64 and source != "f64" else (-1 if into[0] == "s" else 1) << bits - 1
 
                 def convert(
-                    values: np.ndarray, rounded: np.ufunc = rounded, dtype: np.dtype = type_of(into)[1], nan: int = nan,
+                    values: np.ndarray, rounded: np.ufunc = rounded, dtype: np.dtype = into_dtype, nan: int = nan,
                     flushed: bool = bool(flush),
                 ) -> np.ndarray:  # fmt: skip
                     numbers_of = decode(values)
-                    return numbers.rounded_integer(numbers.flush(numbers_of) if flushed else numbers_of, rounded, dtype, nan)
+                    return numbers.rounded_integer(
+                        numbers.flush(numbers_of) if flushed else numbers_of, rounded, dtype, nan
+                    )
 
                 elementwise(f"{into} {source}", f"cvt.{name}{flush}.{into}.{source}")(convert)
 

@@ -102,14 +102,19 @@ class Matrix:
         linear = self.start + inner + column * CHUNK
         return linear ^ (linear >> 7 & self.row // CHUNK - 1) << 4
 
-
     def chunks_across(self, rows: int, nbytes: int) -> np.ndarray:
         """Offsets of the chunks of a transposed matrix, of `rows` along K: int64 [rows, nbytes / 16]."""
         row, column = np.arange(rows)[:, None], np.arange(nbytes // CHUNK)[None, :]
         if self.row == CHUNK:
             return self.start + row % 8 * CHUNK + row // 8 * self.leading + column * self.stride
         each = self.row // CHUNK  # chunks of a row of the pattern
-        linear = self.start + row % 8 * self.row + row // 8 * self.stride + column % each * CHUNK + column // each * self.leading
+        linear = (
+            self.start
+            + row % 8 * self.row
+            + row // 8 * self.stride
+            + column % each * CHUNK
+            + column // each * self.leading
+        )
         return linear ^ (linear >> 7 & each - 1) << 4
 
 
@@ -145,7 +150,9 @@ class Element:
 
 _F16 = Element(lambda raw: numbers.f16_values(raw.view(np.uint16)), nbytes=2)
 _BF16 = Element(lambda raw: numbers.bf16_values(raw.view(np.uint16)), nbytes=2)
-_TF32 = Element(lambda raw: (raw.view(np.uint32) & 0xFFFFE000).view(np.float32), nbytes=4)  # the lower bits are not read
+_TF32 = Element(
+    lambda raw: (raw.view(np.uint32) & 0xFFFFE000).view(np.float32), nbytes=4
+)  # the lower bits are not read
 _S8, _U8 = Element(lambda raw: raw.view(np.int8), nbytes=1), Element(lambda raw: raw, nbytes=1)
 _E4M3 = Element(numbers.E4M3.take, nbytes=1)
 _E5M2 = Element(numbers.E5M2.take, nbytes=1)
@@ -201,7 +208,10 @@ MXF4NVF4_16 = Kind(_MXF4, _FP4, (8, 16), 4, {0: _UE4M3, 1: _UE8M0})
 
 # The kind of each opcode, after "tcgen05.mma.cta_group::1.kind::".
 KINDS = {
-    "f16": F16, "tf32": TF32, "f8f6f4": F8F6F4, "i8": I8,
+    "f16": F16,
+    "tf32": TF32,
+    "f8f6f4": F8F6F4,
+    "i8": I8,
     **{f"mxf8f6f4.block_scale{size}": MXF8F6F4 for size in ("", ".block32", ".scale_vec::1X")},
     **{f"mxf4.block_scale{size}": MXF4 for size in ("", ".block32", ".scale_vec::2X")},
     **{f"mxf4nvf4.block_scale{size}": MXF4 for size in (".block32", ".scale_vec::2X")},

@@ -69,7 +69,7 @@ for _rounding, _function in _FMA:
 
 @elementwise("f32 f32 f32", "add.rz.f32")
 def _add_to_zero(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    return numbers.fma32_to_zero(F32(1), a, b)
+    return numbers.fma32_to_zero(np.array(1, F32), a, b)
 
 
 elementwise("f32 f32 f32", "add.rz.ftz.f32")(_flushed(_add_to_zero))
@@ -89,10 +89,11 @@ elementwise("f32 f32", "rcp.rn.f32")(numbers.rcp)
 elementwise("f32 f32", "sqrt.rn.f32")(numbers.sqrt)
 elementwise("f32 f32", "sqrt.rn.ftz.f32")(_flushed(numbers.sqrt))
 elementwise("f32 f32", "rcp.approx.ftz.f32")(_flushed(numbers.rcp))
-for _name, _function in (
+_APPROXIMATIONS: tuple[tuple[str, _Function], ...] = (
     ("ex2", numbers.ex2), ("rsqrt", numbers.rsqrt), ("sqrt", numbers.sqrt), ("lg2", numbers.by_float64(np.log2)),
     ("sin", numbers.by_float64(np.sin)), ("cos", numbers.by_float64(np.cos)),
-):  # fmt: skip
+)  # fmt: skip
+for _name, _function in _APPROXIMATIONS:
     elementwise("f32 f32", f"{_name}.approx.f32")(_function)
     elementwise("f32 f32", f"{_name}.approx.ftz.f32")(_flushed(_function))
 elementwise("f32 f32", "tanh.approx.f32")(numbers.by_float64(np.tanh))
@@ -162,7 +163,8 @@ def _subtract_f16(a: np.ndarray, b: np.ndarray) -> np.ndarray:
 
 
 for _kind, _name, _function in (
-    ("bf16", "add", _add_bf16), ("bf16", "sub", _subtract_bf16), ("f16", "add", _add_f16), ("f16", "sub", _subtract_f16),
+    ("bf16", "add", _add_bf16), ("bf16", "sub", _subtract_bf16),
+    ("f16", "add", _add_f16), ("f16", "sub", _subtract_f16),
 ):  # fmt: skip
     elementwise(f"{_kind} {_kind} {_kind}", f"{_name}.{_kind}", f"{_name}.rn.{_kind}")(_function)
     _pair = f"{_kind}x2"

@@ -293,8 +293,8 @@ class GlobalMemory:
         if not self.written[there].all():
             raise Fault("an atomic operation on global memory that nothing wrote")
         mine, clocks = thread.cluster + 1, thread.clocks
-        if thread.acquires and address in self._released:
-            _raise_to(self._acquired.setdefault(mine, {}), self._released[address])
+        if thread.acquires:
+            self.acquire(address, thread.cluster)
         stamps = self.stamps[there][None]
         if tensor.is_stored and (plain := (stamps & ATOMIC) == 0).any():
             stamps = self._in_order(np.where(plain, stamps, 0), mine, "an atomic operation on")
@@ -309,6 +309,11 @@ class GlobalMemory:
         tensor.is_stored = True
         self.stamps[there] = ATOMIC | stamp_of(mine, thread.warp, epoch)
         return there
+
+    def acquire(self, address: int, cluster: int) -> None:
+        """Order what was released at an address before the later accesses of a cluster of the launch."""
+        if address in self._released:
+            _raise_to(self._acquired.setdefault(cluster + 1, {}), self._released[address])
 
 
 def _raise_to(clocks: dict[int, np.ndarray], others: dict[int, np.ndarray]) -> None:

@@ -66,7 +66,8 @@ class Simulator:
         parameters = compiled.kernel.program.parameters
         arguments = [self._argument(*each, memory, placed) for each in zip(values, parameters, strict=False)]
         x, y, z = (grid, 1, 1) if isinstance(grid, int) else grid
-        arguments += [compiled.scratch(memory, x * y * z), 0]
+        if len(parameters) > len(arguments):  # Triton adds global scratch memory, and that of a profiler
+            arguments += [compiled.scratch(memory, x * y * z), 0]
         tally = run(compiled.kernel, memory, arguments, (x * compiled.kernel.program.cluster, y, z), compiled.shared,
                     self.schedule)  # fmt: skip
         for key, (address, content) in placed.items():

@@ -363,7 +363,9 @@ class _Sources:
             file, line, outer_file, outer_line = found.groups()
             place = f"{self._files.get(file, file)}:{line}"
             if outer_file:
-                outer = self._of.get((outer_file, outer_line), f"{self._files.get(outer_file, outer_file)}:{outer_line}")
+                outer = self._of.get(
+                    (outer_file, outer_line), f"{self._files.get(outer_file, outer_file)}:{outer_line}"
+                )
                 place = outer if outer.startswith(f"{place} ") else f"{place} in {outer}"
             self._of[file, line] = self.present = place
 

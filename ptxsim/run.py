@@ -53,14 +53,16 @@ class Schedule:
     fastest; with other seeds sometimes only one of them does. strict_loads: whether the use of registers that
     `tcgen05.ld` loads is a fault before `tcgen05.wait::ld`. failing_waits: whether `mbarrier.try_wait` sometimes
     returns false before its phase is complete, as hardware may; else it waits. strict_scopes: whether an arrival of the
-    scope `.cta` at an mbarrier of another program orders nothing; else it does, and is a note. most: a launch that
-    executes more warp instructions is a fault, because it probably does not end.
+    scope `.cta` at an mbarrier of another program orders nothing; else it does, and is a note. strict_stores: whether
+    threads that store several roundings of one number to one address of shared memory are a fault; else a note. most: a
+    launch that executes more warp instructions is a fault, because it probably does not end.
     """
 
     seed: int = 0
     strict_loads: bool = False
     failing_waits: bool = False
     strict_scopes: bool = False
+    strict_stores: bool = False
     most: int = 10**10
 
 
@@ -108,7 +110,7 @@ def run(
     for first in range(0, clusters, most):
         machine = Machine(program, memory, arguments, shape, nbytes, kernel.granule, first, min(most, clusters - first))
         machine.failing_waits = chosen if schedule.failing_waits else None
-        machine.strict_scopes = schedule.strict_scopes
+        machine.strict_scopes, machine.shared.strict = schedule.strict_scopes, schedule.strict_stores
         machine.notes = machine.shared.notes = tally.notes
         with np.errstate(all="ignore"), _one_thread():
             _Turns(machine, kernel, schedule, chosen, tally).run()

@@ -3,10 +3,10 @@
 Sources: PTX ISA, the instructions of `tcgen05`; confidence high, unless a line below or `tensor_memory.py` says less.
 
 - `tcgen05.alloc` writes the address into shared memory as a write of its warp: the PTX ISA calls it a weak memory
-  operation, and leaves its proxy open. Triton loads tiles there by TMA after barriers, without a `fence.proxy.async`: so
-  it counts as fenced. Confidence medium.
+  operation, and leaves its proxy open. Triton loads tiles there by TMA after barriers, without a `fence.proxy.async`,
+  so it counts as fenced. Confidence medium.
 - `32x32b.xN`: thread l of a warp accesses lane 32 * (warp % 4) + l, register i is column i from the address on.
-- `16x32bx2.xN`: the first 16 threads access 16 lanes from the address on, the others the same lanes from as many columns
+- `16x32bx2.xN`: the first 16 threads access 16 lanes from the address on, the others the same lanes, as many columns
   further on as an operand says. Confidence medium to high: the ISA's figure, and Triton's use for 64 rows.
 - `cp.32x128b.warpx4` copies 32 rows of 16 bytes: row r goes to lane r of each quarter, into four columns. Triton writes
   the two qualifiers in the other order. Confidence medium to high for the order of the bytes.
@@ -123,7 +123,9 @@ def _registers(instruction: Instruction, index: int) -> list[Register]:
     return found
 
 
-def _regions(instruction: Instruction, split: int | None, columns: int) -> Callable[[Fragment, np.ndarray, int, int], list[Region]]:
+def _regions(
+    instruction: Instruction, split: int | None, columns: int
+) -> Callable[[Fragment, np.ndarray, int, int], list[Region]]:
     """A function that returns the words of a warp's threads, of both halves of the warp for `16x32bx2`.
 
     split: the operand with the distance of the halves in columns.

@@ -182,8 +182,8 @@ class TensorPipe:
     ) -> np.ndarray:  # fmt: skip
         """The first bytes of each row of a matrix in shared memory, uint8 [rows, nbytes].
 
-        used: the number of bytes of each chunk that the operation reads. across: whether K runs across the rows of bytes,
-        as in a matrix that is transposed.
+        used: the number of bytes of each chunk that the operation reads. across: whether K runs across the rows of
+        bytes, as in a matrix that is transposed.
         """
         shared, key = self.machine.shared, (rank, matrix, rows, nbytes, used, across)
         if key not in self._places:
@@ -203,7 +203,7 @@ class TensorPipe:
 
     def write(self, rank: int, address: int, words: np.ndarray) -> None:
         """Write words uint32 [rows, columns] of a matrix at an address in tensor memory."""
-        regions = self._regions(rank, *words.shape[:1], address, words.shape[1])
+        regions = self._regions(rank, len(words), address, words.shape[1])
         for region, part in zip(regions, np.split(words, len(regions)), strict=True):
             self.memory.write(region, part, self.rows, self.agent, self.epoch)
 

@@ -6,7 +6,8 @@ Sources: PTX ISA, `tcgen05.mma`, "Data path layout organization" and "Block scal
 - Row m of D is lane m, column n is column n from the address on (layout D of the PTX ISA: M of 128 for each program).
   Of 64 rows, each 16 lie in half a quarter of the lanes (layout F): the lower one, or the upper one from lane 16 on.
 - Sums of `kind::i8` are exact and wrap around. `kind::tf32` reads the upper 19 bits of each number.
-- A in tensor memory: row m is the lane of row m of D, two 16-bit elements to a word, the one of lower K in the lower half.
+- A in tensor memory: row m is the lane of row m of D, two 16-bit elements to a word, the one of lower K in the lower
+  half.
 - Scale k of row r: lane r % 32 of each of the four quarters, column r / 32 from the address on, byte k from the
   descriptor's byte on. Scales of B are laid out in the same way over N. Confidence medium to high. All four quarters
   must hold the same.
@@ -35,8 +36,8 @@ from ptxsim.tensor_memory import LANES, QUARTER, TensorPipe
 class Product:
     """An issued instruction.
 
-    ranks: the programs of the cluster that take part. sums: the address of D. a: an address in tensor memory, or a shared
-    memory descriptor, of which b is one. scales: the columns of the scales of A and of B. adds: whether D is added.
+    ranks: the programs of the cluster that take part. sums: the address of D. a: an address in tensor memory, or a
+    shared memory descriptor, of which b is one. scales: the columns of the scales of A and of B. adds: whether D is added.
     """
 
     kind: Kind
@@ -134,8 +135,8 @@ def _mma(instruction: Instruction, program: Program) -> Step:
         left, right, bits, adds = numbers(read_a), numbers(read_b), numbers(read_descriptor), numbers(read_adds)
         for lane, ranks, begin in issue(fragment, pair):
             begin(Product(
-                kind, ranks, int(columns[lane]), int(left[lane]), in_tensor_memory, int(right[lane]), int(bits[lane]), tuple(column_of(int(each[lane])) for each in scales),
-                bool(adds[lane]),
+                kind, ranks, int(columns[lane]), int(left[lane]), in_tensor_memory, int(right[lane]), int(bits[lane]),
+                tuple(column_of(int(each[lane])) for each in scales), bool(adds[lane]),
             ).run)  # fmt: skip
 
     return step

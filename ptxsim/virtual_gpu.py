@@ -22,7 +22,6 @@ from triton.backends.driver import DriverBase
 from triton.backends.nvidia.compiler import CUDABackend
 from triton.runtime.autotuner import Autotuner
 from triton.runtime.jit import JITFunction
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ptxsim.kernel_launch import Compiled, Simulator
 from ptxsim.parse import parse
@@ -108,7 +107,12 @@ class _Driver(DriverBase):
 
     def get_device_properties(self, device: Any) -> Mapping[str, int]:
         _, multiprocessors, shared = ARCHITECTURES[self.arch]
-        return {"multiprocessor_count": multiprocessors, "max_shared_mem": shared, "max_num_regs": 65536, "warpSize": 32}
+        return {
+            "multiprocessor_count": multiprocessors,
+            "max_shared_mem": shared,
+            "max_num_regs": 65536,
+            "warpSize": 32,
+        }
 
     def load_binary(self, name: str, ptx: bytes, shared: int, device: str) -> tuple[None, "_Loaded", int, int, int]:
         """(no module, the function, its registers, its spilled registers, the most threads of a program)."""
@@ -133,7 +137,7 @@ class _Loaded:
 
 
 class _Launcher:
-    """Launches one compiled kernel. signature: the types of its arguments. descriptors: of its tensor maps, in order."""
+    """Launches one compiled kernel. signature: the types of its arguments. descriptors: of its tensor maps in order."""
 
     def __init__(self, source: Any, metadata: Any) -> None:
         self.signature = tuple(source.signature.values())
@@ -177,7 +181,9 @@ def _first_configuration(run: Callable, simulator: Simulator) -> Callable:
         every = tuner.configs
         tuner.configs = tuner.prune_configs(kwargs)[:1]
         if len(every) > 1:
-            simulator.tally.notes[f"launches of the first of {len(every)} configurations of {tuner.base_fn.__name__}"] += 1
+            simulator.tally.notes[
+                f"launches of the first of {len(every)} configurations of {tuner.base_fn.__name__}"
+            ] += 1
         try:
             return run(tuner, *args, **kwargs)
         finally:

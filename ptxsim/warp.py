@@ -130,7 +130,7 @@ _OF_FLOATS = {
 
 @form(*[f"redux.sync.{name}" for name in _OF_FLOATS])
 def _reduce_floats(instruction: Instruction, program: Program) -> Step:
-    """The step of a minimum or maximum of float32. A thread that does not run counts as the warp's first one that does."""
+    """The step of a minimum or maximum of float32. Threads that do not run count as the warp's first one that does."""
     expect(instruction, 3)
     extreme, magnitudes = _OF_FLOATS[instruction.opcode.removeprefix("redux.sync.")]
     into, source, mask = instruction.operands

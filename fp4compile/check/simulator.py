@@ -7,6 +7,7 @@ with simulator.running():
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -21,7 +22,7 @@ class LaunchSimulator(Simulator):
     """A simulator of one GPU. target: that GPU. launches: all launches so far, in order."""
 
     def __init__(self, target: Target, schedule: Schedule = LOCKSTEP) -> None:
-        super().__init__(schedule)
+        super().__init__(replace(schedule, strict_stores=True))  # none of this package's kernels has such stores
         self.target = target
         self.launches: list[Launch] = []
 

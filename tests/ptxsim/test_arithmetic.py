@@ -225,6 +225,8 @@ for _name, _function in (("add", add), ("sub", subtract), ("mul", multiply)):
     check("f32 f32 f32", f"{_name}.ftz.f32", f"{_name}.rn.ftz.f32")(flushing(_f32))
     check("f32x2 f32x2 f32x2", f"{_name}.f32x2", f"{_name}.rn.f32x2")(pairs(_f32, 32))
     check("f64 f64 f64", f"{_name}.f64", f"{_name}.rn.f64")(_function(F64))
+
+
 def fma_to_zero(a, b, c):
     """Rounded down; of a negative number, its opposite."""
     x, y, z = map(F32.decode, (a, b, c))
@@ -449,8 +451,9 @@ for _name, _rounded in (("rni", round), ("rzi", int), ("rmi", floor), ("rpi", ce
             check(f"{_into} {_from}", f"cvt.{_name}.{_into}.{_from}")(_function)
             if _from == "f32":
                 check(f"{_into} f32", f"cvt.{_name}.ftz.{_into}.f32")(lambda a, f=_function: f(flushed(a)))
-    check("f32 f32", f"cvt.{_name}.f32.f32")(whole_float(_rounded, F32))
-    check("f32 f32", f"cvt.{_name}.ftz.f32.f32")(lambda a, f=whole_float(_rounded, F32): f(flushed(a)))
+    _function = whole_float(_rounded, F32)
+    check("f32 f32", f"cvt.{_name}.f32.f32")(_function)
+    check("f32 f32", f"cvt.{_name}.ftz.f32.f32")(lambda a, f=_function: f(flushed(a)))
     check("f64 f64", f"cvt.{_name}.f64.f64")(whole_float(_rounded, F64))
 check("f64 f16", "cvt.f64.f16")(converted(F64, F16))
 check("f16 f64", "cvt.rn.f16.f64")(converted(F16, F64))

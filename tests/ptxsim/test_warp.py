@@ -30,7 +30,8 @@ def largest(values: list[float], nan: bool, least: bool) -> float:
     return (min if least else max)(some, key=lambda x: (x, copysign(1, x)))
 
 
-OF_FLOATS = [f"{name}{magnitude}{nan}.f32" for name in ("min", "max") for magnitude in ("", ".abs") for nan in ("", ".NaN")]
+OF_FLOATS = [f"{name}{magnitude}{nan}.f32"
+             for name in ("min", "max") for magnitude in ("", ".abs") for nan in ("", ".NaN")]  # fmt: skip
 
 
 def test_every_form_has_a_check():
@@ -105,7 +106,8 @@ def test_reduction(name):
 def test_reduction_of_floats(name):
     random = np.random.default_rng(1)
     for hard in ([], [np.nan], [np.nan, -0.0, 0.0, np.inf, -np.inf], [0.0, -0.0]):
-        values = random.choice(np.array([*hard, *(random.standard_normal(4) if len(hard) != 1 else [])], np.float32), 96)
+        some = [*hard, *(random.standard_normal(4) if len(hard) != 1 else [])]
+        values = random.choice(np.array(some, np.float32), 96)
         for running, mask in ((np.ones(96, bool), -1), (HALF, 0xFFFF)):
             found = execute(f"redux.sync.{name} %r0, %r1, {mask}", {"%r1": values.view(np.uint32)}, running)["%r0"]
             for thread in THREADS[running]:

@@ -46,7 +46,7 @@ def _multiplied(a: torch.Tensor, b: torch.Tensor, dtype: torch.dtype, leaky: boo
     c = torch.empty(rows, columns, dtype=dtype)
     kind = tl.int32 if dtype == torch.int32 else tl.float32
     _matmul[lambda meta: (triton.cdiv(rows, meta["BM"]) * triton.cdiv(columns, meta["BN"]),)](
-        a, b, c, rows, columns, inner, *a.stride(), *b.stride(), c.stride(0), LEAKY=leaky, ACCUMULATOR=kind)  # fmt: skip
+        a, b, c, rows, columns, inner, *a.stride(), *b.stride(), columns, LEAKY=leaky, ACCUMULATOR=kind)  # fmt: skip
     return c
 
 
@@ -98,7 +98,9 @@ def _persistent(
 
 def _descriptor_product(specialized: bool, warps: int = 4) -> Results:
     a, b, c = small_integers(200, 128), small_integers(128, 128), torch.empty(200, 128).half()
-    descriptors = [TensorDescriptor.from_tensor(each, block) for each, block in ((a, [128, 64]), (b, [64, 64]), (c, [128, 64]))]
+    descriptors = [
+        TensorDescriptor.from_tensor(each, block) for each, block in ((a, [128, 64]), (b, [64, 64]), (c, [128, 64]))
+    ]
     _persistent[(2,)](*descriptors, 200, 128, 128, BM=128, BN=64, BK=64, PROGRAMS=2, SPECIALIZED=specialized,
                       num_warps=warps, num_stages=2)  # fmt: skip
     return c, (a.float() @ b.float().T).half()
@@ -177,7 +179,9 @@ def scaled_nvfp4() -> Results:
 
 
 @triton.jit
-def _attention(q, k, v, out, lse, heads, T, scale, CAUSAL: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, D: tl.constexpr):
+def _attention(
+    q, k, v, out, lse, heads, T, scale, CAUSAL: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, D: tl.constexpr
+):
     base = tl.program_id(1).to(tl.int64) * T * D
     m, d = tl.program_id(0) * BM + tl.arange(0, BM), tl.arange(0, D)
     query = tl.load(q + base + m[:, None] * D + d[None, :], m[:, None] < T, other=0.0)
@@ -278,7 +282,11 @@ def _gathered(x, rows, out, N: tl.constexpr, COUNT: tl.constexpr):
 
 @case("rows gathered by TMA", "triton_kernels")
 def gathered() -> Results:
-    x, rows, out = torch.randn(32, 64).half(), torch.randint(0, 32, (16,), dtype=torch.int32), torch.empty(16, 64).half()
+    x, rows, out = (
+        torch.randn(32, 64).half(),
+        torch.randint(0, 32, (16,), dtype=torch.int32),
+        torch.empty(16, 64).half(),
+    )
     _gathered[(1,)](x, rows, out, N=64, COUNT=16)
     return out, x[rows.long()]
 

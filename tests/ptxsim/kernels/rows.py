@@ -1,4 +1,4 @@
-"""Kernels that reduce, normalise, scan and sort rows: tutorials, norms and losses, quantisers, Inductor's reductions."""
+"""Kernels that reduce, normalise, scan and sort rows: norms and losses, quantisers, Inductor's reductions."""
 
 import torch
 import torch.nn.functional as F
@@ -116,7 +116,12 @@ def _rms_norm(x, w, out, rstd, n, eps, offset, CAST: tl.constexpr, BLOCK: tl.con
 
 @case("RMS norm", "Liger", 2e-2)
 def rms_norm() -> Results:
-    x, w, out, rstd = torch.randn(5, 300).bfloat16(), torch.randn(300).bfloat16(), torch.empty(5, 300).bfloat16(), torch.empty(5)
+    x, w, out, rstd = (
+        torch.randn(5, 300).bfloat16(),
+        torch.randn(300).bfloat16(),
+        torch.empty(5, 300).bfloat16(),
+        torch.empty(5),
+    )
     _rms_norm[(5,)](x, w, out, rstd, 300, 1e-6, 0.0, CAST=True, BLOCK=512, num_warps=4)
     return out, F.rms_norm(x.float(), (300,), w.float(), 1e-6).bfloat16()
 
@@ -275,12 +280,18 @@ def _mx_cast(x, out, scales, BLOCK: tl.constexpr, GROUPS: tl.constexpr):
 
 @case("MX blocks with E8M0 scales, rounded down", "torchao")
 def mx_cast() -> Results:
-    x, out, scales = torch.randn(512).bfloat16(), torch.empty(512, dtype=torch.float8_e4m3fn), torch.empty(16, dtype=torch.uint8)
+    x, out, scales = (
+        torch.randn(512).bfloat16(),
+        torch.empty(512, dtype=torch.float8_e4m3fn),
+        torch.empty(16, dtype=torch.uint8),
+    )
     _mx_cast[(2,)](x, out, scales, BLOCK=32, GROUPS=8)
     blocks = x.float().view(16, 32)
     power = blocks.abs().amax(1).log2().floor() - 8
     wanted = (blocks / power.exp2()[:, None]).clamp(-448, 448).to(torch.float8_e4m3fn)
-    return torch.cat([out.float().view(16, 32), scales.float()[:, None]], 1), torch.cat([wanted.float(), power[:, None] + 127], 1)
+    return torch.cat([out.float().view(16, 32), scales.float()[:, None]], 1), torch.cat(
+        [wanted.float(), power[:, None] + 127], 1
+    )
 
 
 # ---------------------------------------------------------------- Inductor's reductions

@@ -144,7 +144,7 @@ def _scatter_add(in_ptr0, in_ptr1, out_ptr0, xnumel, XBLOCK: tl.constexpr):
     mask = x < xnumel
     tmp0 = tl.load(in_ptr0 + x, mask, other=0)
     index = tl.where(tmp0 < 0, tmp0 + 16, tmp0)
-    tl.device_assert(((0 <= index) & (index < 16)) | ~mask, "index out of bounds: 0 <= tmp3 < 16")
+    tl.device_assert(((index >= 0) & (index < 16)) | ~mask, "index out of bounds: 0 <= tmp3 < 16")
     tl.atomic_add(out_ptr0 + index, tl.load(in_ptr1 + x, mask), mask, sem="relaxed")
 
 

@@ -1,0 +1,32 @@
+"""Kernels of kinds that other projects have, executed for a B200: their results, the races and the page's table."""
+
+import re
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+
+import ptxsim
+from tests.ptxsim.kernels import gluon_kernels, pointwise, products, rows, scatter  # noqa: F401
+from tests.ptxsim.kernels.cases import CASES
+
+PAGE = Path(__file__).parents[2] / "docs" / "ptxsim.md"
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_results(name):
+    case = CASES[name]
+    torch.manual_seed(0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # Triton's of contractions
+        with ptxsim.gpu("sm_100a", ptxsim.Schedule(len(name) % 3, failing_waits=True)):
+            found, expected = case.run()
+    torch.testing.assert_close(found, expected, rtol=case.tolerance, atol=case.tolerance, equal_nan=True)
+
+
+def test_the_page_lists_every_kernel():
+    text = PAGE.read_text(encoding="utf-8")
+    listed = re.findall(r"^\| ([^|]+) \| ([^|]+) \| right \|", text, re.MULTILINE)
+    assert {(case.name, case.origin) for case in CASES.values()} == set(listed)
+    assert len(CASES) >= 40
