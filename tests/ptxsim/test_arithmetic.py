@@ -618,9 +618,16 @@ def operand(kind: str, count: int, random: np.random.Generator) -> list[int]:
 OTHERS = {  # what other test files check, by the first word: memory, control flow, barriers, copies, products, warps
     "ld", "st", "red", "atom", "bra", "brx", "ret", "exit", "bar", "barrier", "mbarrier", "fence", "griddepcontrol",
     "setmaxnreg", "cp", "tensormap", "tcgen05", "mma", "wgmma", "ldmatrix", "stmatrix", "mapa", "shfl", "redux",
-    "elect", "vote", "createpolicy", "prefetch", "call", "trap", "cvta",
+    "elect", "vote", "createpolicy", "prefetch", "call", "trap",
 }  # fmt: skip
-OWN_TEST = {"lop3.b32", "cvt.rs.satfinite.e2m1x4.f32", "mad.lo.cc.u32", "madc.hi.u32"}
+OWN_TEST = {
+    "cvta.param.u64",
+    "cvta.to.global.u64",
+    "lop3.b32",
+    "cvt.rs.satfinite.e2m1x4.f32",
+    "mad.lo.cc.u32",
+    "madc.hi.u32",
+}
 
 
 def test_every_form_has_a_check():
