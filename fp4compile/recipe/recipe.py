@@ -152,7 +152,9 @@ class Recipe:
             if getattr(self, OF_FORWARD[operand]) is None:
                 raise ValueError(f"{operand}='forward': {OF_FORWARD[operand]} has no format; None is the same operand")
             if getattr(self, gradient) is not None:
-                raise ValueError(f"{operand}='forward': {gradient} stays in high precision, got {getattr(self, gradient)}")
+                raise ValueError(
+                    f"{operand}='forward': {gradient} stays in high precision, got {getattr(self, gradient)}"
+                )
         left, right = (None if name is None else formats.get(name) for name in self.operands(product))
         if left is not None and right is not None and not formats.compatible(left, right):
             raise ValueError(

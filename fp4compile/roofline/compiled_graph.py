@@ -21,7 +21,7 @@ from fp4compile.analysis.gemm import Input
 from fp4compile.analysis.node_kinds import kind_of
 from fp4compile.hardware import Gpu
 from fp4compile.ops.nodes import PRODUCTS, reached
-from fp4compile.ops.quantize import LAY_OUT_SCALES, QUANTIZE
+from fp4compile.ops.quantize import DEQUANTIZE, LAY_OUT_SCALES, QUANTIZE
 from fp4compile.passes.hoist import Hoisted, hoist
 from fp4compile.passes.lib.base import run_passes
 from fp4compile.passes.lib.notes import name_product, product_of
@@ -148,7 +148,7 @@ def _products(node: Node, parts: _Parts) -> list[str]:
     """The names of the matmuls that a node is launched for; none for Inductor's kernels and other operators."""
     if kind_of(node) != "other":
         return []
-    if node.target in (QUANTIZE, LAY_OUT_SCALES):
+    if node.target in (QUANTIZE, LAY_OUT_SCALES, DEQUANTIZE):
         return sorted(set(_readers(node, parts)))
     if node.target not in PRODUCTS and not flops.count(node):
         return []

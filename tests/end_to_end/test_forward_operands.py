@@ -1,4 +1,4 @@
-"""Gradients in high precision of the operands that the forward pass multiplied: `dgrad_w="forward"`, `wgrad_x="forward"`.
+"""Gradients in high precision of the operands that the forward pass multiplied: `dgrad_w` and `wgrad_x` = "forward".
 
 The oracle quantises and dequantises each operand as the forward matmul has it, and multiplies with torch, in the
 model's dtype. Gradients equal it in every bit.
@@ -11,8 +11,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import fp4compile
+from fp4compile.formats import formats
 from fp4compile.recipe import Recipe, named, recipes
-from tests.helpers.hand_models import experts_by_hand
 from tests.helpers.rewritten import rewritten
 
 DEQUANTISED = "recipe {} leaves {} in high precision, with the forward pass's operand dequantised"
@@ -66,9 +66,8 @@ def by_hand(model, x, recipe, dtype, seed=9):
 
     def layer(module, x):
         w = module.weight.detach().to(dtype)
-        left, right = (fp4compile.quantize(t, fmt, outer=outer) if fmt else t for t, fmt, outer in (
-            (x, recipe.fprop_x, None if static == {} else torch.tensor(static[names[module]])), (w, recipe.fprop_w, None)
-        ))  # fmt: skip
+        outer = None if static == {} else torch.tensor(static[names[module]])
+        left, right = fp4compile.quantize(x, recipe.fprop_x, outer=outer), fp4compile.quantize(w, recipe.fprop_w)
         y = fp4compile.scaled_mm(left, right, out_dtype=dtype)
         return y, forwards(x, recipe.fprop_x, -1, static.get(names[module])), forwards(w, recipe.fprop_w, -1)
 
@@ -121,6 +120,156 @@ def test_weights_alone_in_a_format():
     assert {d.reason for d in decisions if d.gemm.product == "wgrad"} == {
         "recipe nvfp4_weight_only leaves wgrad in high precision"
     }
+
+
+# ---------------------------------------------------------------- compiled
+
+COMPILED = ("nvfp4", "mxfp8", "mxfp4", "float8_rowwise", "float8_block", "nvfp4_rowwise", "mxfp8_32x32")
+
+
+def compiled(model, recipe, **options):
+    torch._dynamo.reset()
+    backend = fp4compile.backend(recipe, **options)
+    return torch.compile(model, backend=backend), backend
+
+
+@pytest.mark.parametrize("name", COMPILED)
+def test_compiled(name):
+    """The gradients' matmuls stay torch's own; the activations are saved as the codes that the forward pass reads."""
+    model, recipe, x = Two(), recipe_of(name), tokens()
+    function, backend = compiled(model, recipe, strict=True)
+    assert_bits(gradients(function, model, x), by_hand(model, x, recipe, torch.bfloat16))
+    rows = {(row.module, row.product): row for row in backend.report.rows}
+    assert rows["first", "wgrad"].reason == DEQUANTISED.format(name, "wgrad")
+    assert rows["first", "dgrad"].reason == DEQUANTISED.format(name, "dgrad")
+    assert {(row.left, row.right) for row in rows.values() if row.product == "wgrad"} == {("bfloat16", recipe.fprop_x)}
+    assert {(row.left, row.right) for row in rows.values() if row.product == "dgrad"} == {("bfloat16", recipe.fprop_w)}
+    for layer, k in (("first", 80), ("last", 96)):
+        assert rows[layer, "wgrad"].saved == formats.get(recipe.fprop_x).nbytes(40, k)
+        assert rows[layer, "wgrad"].saved_plain == 2 * 40 * k
+    assert "with the forward pass's operand dequantised" in str(backend.report).replace("\n", " ").replace("  ", "")
+
+
+def saved_bytes(function, x):
+    """Bytes of the tensors that a call saves for the backward pass, by dtype, without parameters and inputs."""
+    found = {}
+
+    def pack(t):
+        if not isinstance(t, nn.Parameter) and t.data_ptr() != x.data_ptr():
+            found[t.dtype] = found.get(t.dtype, 0) + t.numel() * t.element_size()
+        return t
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        function(x)
+    return found
+
+
+@pytest.mark.parametrize("name", ["nvfp4", "mxfp8", "float8_rowwise"])
+def test_what_is_saved(name):
+    """The codes of two activations and the mask of relu; no weight, neither as codes nor dequantised."""
+    model, recipe = Two(), recipe_of(name)
+    function, _ = compiled(model, recipe)
+    found = saved_bytes(function, tokens().requires_grad_())
+    codes = sum(formats.get(recipe.fprop_x).nbytes(40, k) for k in (80, 96))
+    assert found.pop(torch.bool) == 40 * 96
+    assert codes - 16 <= sum(found.values()) <= codes + 16, found
+
+
+def test_checkpointing_and_autocast():
+    """Bits are those without; a block that is recomputed saves nothing but its input."""
+    model, recipe, x = Two(torch.float32), recipe_of("nvfp4"), tokens(dtype=torch.float32)
+    found = []
+    for run in (model, lambda x: checkpoint(model, x, use_reentrant=False)):
+        function, _ = compiled(run, recipe)
+
+        def cast(x, function=function):
+            with torch.autocast("cpu", torch.bfloat16):
+                return function(x)
+
+        found.append(gradients(cast, model, x))
+        saved = saved_bytes(cast, x.clone().requires_grad_())
+    assert not saved
+    assert all(torch.equal(found[0][name], found[1][name]) for name in found[0])
+    assert_bits(found[0], by_hand(model, x, recipe, torch.bfloat16))
+
+
+# ---------------------------------------------------------------- how operands lie
+
+
+@pytest.mark.parametrize("function", [
+    lambda x, w: x @ w.t(), lambda x, w: (w @ x.t()).t(), lambda x, w: torch.einsum("...k,nk->...n", x, w),
+    lambda x, w: torch.bmm(x.expand(3, -1, -1), w.t().expand(3, -1, -1)).sum(0),
+    lambda x, w: F.linear(x.view(5, 8, 80), w).view(40, 96), lambda x, w: F.linear(x.float(), w.float()).bfloat16(),
+])  # fmt: skip
+def test_orientations(function):
+    """Each gradient is that of the dequantised operands; of a batch with one weight, the input's alone is found."""
+    w, x = nn.Parameter(tokens(96, 80) / 4), tokens()
+    run, decisions = rewritten(lambda x: function(x, w), recipe_of("mxfp8"))
+    x = x.requires_grad_()
+    y = run(x)
+    dy = torch.randn(y.shape, generator=torch.Generator().manual_seed(9)).bfloat16()
+    y.backward(dy)
+    leaves = [forwards(t.detach(), "mxfp8", -1).requires_grad_() for t in (x, w)]
+    function(*leaves).backward(dy)
+    found = {d.gemm.product for d in decisions if d.dequantised}
+    assert found == {"dgrad", "wgrad"} or {d.reason for d in decisions} > {"batched matmul of a gradient"}
+    torch.testing.assert_close(x.grad, leaves[0].grad, rtol=2**-7, atol=1e-3)
+    if "wgrad" in found:
+        torch.testing.assert_close(w.grad, leaves[1].grad, rtol=2**-7, atol=1e-3)
+
+
+def test_where_the_forward_pass_is_not_quantised():
+    """Its gradients are those of what it multiplied, and have its reason."""
+    x, model = tokens(2, 40, 80), Two()
+    run, decisions = rewritten(model, recipe_of("mxfp8", rules=[("first", "skip")]))
+    gradients(run, model, x)
+    reasons = {d.reason for d in decisions if d.gemm.module == "first"}
+    assert reasons == {"rule 'first'"} and sum(d.dequantised for d in decisions) == 2
+
+    run, decisions = rewritten(lambda x, w: x @ w.mT, recipe_of("mxfp8_32x32", fprop_x="mxfp8_32x32"))
+    w = nn.Parameter(tokens(2, 96, 80))
+    run(x.requires_grad_(), w)
+    assert not any(d.dequantised for d in decisions) and all(d.reason for d in decisions)
+
+
+def test_switched_off(monkeypatch):
+    monkeypatch.setattr(fp4compile.config, "disabled_passes", ("rewrite",))
+    function, backend = compiled(model := Two(), recipe_of("mxfp8"))
+    gradients(function, model, tokens())
+    assert len(backend.report.reasons()) == 1 and {row.right for row in backend.report.rows} == {"bfloat16"}
+
+
+# ---------------------------------------------------------------- recipes
+
+
+def test_recipe(tmp_path):
+    recipe = recipe_of("nvfp4_train")
+    assert recipe.operands("dgrad") == recipe.operands("wgrad") == (None, None)
+    assert not recipe.quantizes("dgrad") and recipe.reads_forward("dgrad") and recipe.reads_forward("wgrad")
+    assert not recipe.reads_forward("fprop") and not named("nvfp4").reads_forward("dgrad")
+    for suffix in ("toml", "json"):
+        recipe.save(tmp_path / f"r.{suffix}")
+        assert fp4compile.recipe.resolve(str(tmp_path / f"r.{suffix}")) == recipe
+    (tmp_path / "own.toml").write_text(
+        'recipe = "mxfp8"\ndgrad_dy = "none"\ndgrad_w = "forward"\nwgrad_dy = "none"\nwgrad_x = "forward"\n'
+    )
+    assert Recipe.from_toml(tmp_path / "own.toml") == named("mxfp8").replace(
+        dgrad_dy=None, dgrad_w="forward", wgrad_dy=None, wgrad_x="forward"
+    )
+
+
+@pytest.mark.parametrize(("fields", "message"), [
+    ({"fprop_x": "forward"}, "fprop_x: unknown format 'forward'"),
+    ({"dgrad_dy": "forward"}, "dgrad_dy: unknown format 'forward'"),
+    ({"dgrad_w": "forward"}, "dgrad_w='forward': fprop_w has no format"),
+    ({"fprop_w": "nvfp4", "wgrad_x": "forward"}, "wgrad_x='forward': fprop_x has no format"),
+    ({"fprop_w": "nvfp4", "dgrad_w": "forward", "dgrad_dy": "nvfp4"}, "dgrad_dy stays in high precision, got nvfp4"),
+    ({"recipe": "nvfp4_train", "wgrad_x": "forward", "wgrad_dy": None, "stochastic_rounding": ()},
+     "hadamard of wgrad: wgrad_dy must be an NVFP4 format"),
+])  # fmt: skip
+def test_contradictory_recipes(fields, message):
+    with pytest.raises(ValueError, match=message):
+        Recipe.from_dict(fields)
 
 
 # ---------------------------------------------------------------- experts
