@@ -215,8 +215,7 @@ def test_every_shipped_product(sm):
     # FP8 blocks are MXFP8 for these kernels.
     native = {"mxfp8 x mxfp8" if "te_pow2" in row.format else row.format for row in rows
               if row.line.startswith("block-scaled")}  # fmt: skip
-    mixed = {"mxfp8 x mxfp4"} if sm < 120 else set()  # Triton has no mixed block-scaled product on SM120
-    assert native >= {"nvfp4 x nvfp4", "mxfp4 x mxfp4", "mxfp8 x mxfp8", *mixed}
+    assert native >= {"nvfp4 x nvfp4", "mxfp4 x mxfp4", "mxfp8 x mxfp8", "mxfp8 x mxfp4"}
 
 
 @pytest.mark.parametrize("sm", (90, 100))
