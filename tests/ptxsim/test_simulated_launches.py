@@ -80,6 +80,25 @@ def test_products(name):
     assert simulator.tally.instructions
 
 
+OF_SM120 = {
+    "dense": MatmulCase("nvfp4", "nvfp4"),
+    "FP4 as FP8": MatmulCase("mxfp8", "mxfp4"),
+    "groups": MatmulCase("mxfp4", "mxfp4", 8192, 2048, 4096, groups=64),
+}
+
+
+@pytest.mark.parametrize("sm", [120, 121])
+@pytest.mark.parametrize("name", OF_SM120)
+def test_products_of_warps(name, sm):
+    """Block-scaled `mma.sync`; no tensor memory."""
+    product = OF_SM120[name]
+    simulator = LaunchSimulator(Target(sm, 2), Schedule(1, failing_waits=True))
+    assert multiplied(product, replace(reduced(product), k=768), simulator) == []
+    assert simulator.launches[0].kernel.__name__ == "gemm_block_scaled_sm100"
+    assert any("block_scale" in opcode and opcode.startswith("mma.sync") for opcode in simulator.tally.opcodes)
+    assert not any(opcode.startswith("tcgen05") for opcode in simulator.tally.opcodes)
+
+
 # ---------------------------------------------------------------- what the launches are given
 
 

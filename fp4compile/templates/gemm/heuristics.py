@@ -116,7 +116,7 @@ def _sm120_configs(step: int, tma: bool) -> tuple[BlockScaledConfig, ...]:
         return (base,)
     if not tma:
         return (replace(base, stages=4),)
-    return replace(base, bk=256), replace(base, num_warps=4)
+    return replace(base, bk=256), replace(base, num_warps=4, parts=8)
 
 
 def _stages(p: Problem, config: BlockScaledConfig) -> int:
