@@ -133,13 +133,13 @@ def _widen_ptx() -> str:
 
     A byte is selected from the E4M3 magnitudes 0, 0.5, 1, 1.5 and 2, 3, 4, 6. Its sign is selected separately.
     """
-    lines = [".reg .b32 m, n, s, u, v; mov.b32 m, 0x3C383000; mov.b32 n, 0x4C484440; mov.b32 s, 0x80808080;"]
-    for half, word in (("u", "$2"), ("v", "v")):
-        lines.append(f"shr.b32 v, $2, 16;" * (half == "v"))
-        lines.append(f".reg .b32 a{half}, b{half}; and.b32 a{half}, {word}, 0x7777; prmt.b32 a{half}, m, n, a{half};"
-                     f" shr.b32 b{half}, {word}, 1; and.b32 b{half}, b{half}, 0x4444; prmt.b32 b{half}, 0, s, b{half};"
-                     f" or.b32 {half}, a{half}, b{half};")  # fmt: skip
-    return " ".join(["{", *lines, "prmt.b32 $0, u, v, 0x6420; prmt.b32 $1, u, v, 0x7531; }"])
+    numbers = ".reg .b32 m, n, s, t, u, v; mov.b32 m, 0x3C383000; mov.b32 n, 0x4C484440; mov.b32 s, 0x80808080;"
+    four = (
+        "and.b32 {0}, {1}, 0x7777; prmt.b32 {0}, m, n, {0};"
+        " shr.b32 t, {1}, 1; and.b32 t, t, 0x4444; prmt.b32 t, 0, s, t; or.b32 {0}, {0}, t;"
+    )
+    both = f"{four.format('u', '$2')} shr.b32 $1, $2, 16; {four.format('v', '$1')}"
+    return f"{{ {numbers} {both} prmt.b32 $0, u, v, 0x6420; prmt.b32 $1, u, v, 0x7531; }}"
 
 
 _WIDEN = tl.constexpr(_widen_ptx())
