@@ -56,6 +56,14 @@ PRODUCT_LINES = {
         overlapped=True,
         store_bytes=16,
     ),  # fmt: skip
+    "block-scaled, sm_120, words": ProductLine(
+        r"mma\.sync\S*kind::{kind}\.block_scale",
+        tma_loads=1,
+        asynchronous_loads=1,
+        matrix_loads=1,
+        overlapped=True,
+        store_bytes=4,
+    ),  # fmt: skip
     # Weights are dequantised for 16-bit matmuls: kernels for decoding, and the emulated tier.
     "dequantised": ProductLine(r"(mma\.sync\.aligned\.m16n8k16|wgmma\.mma_async|tcgen05\.mma)\S*"),
     # Launches that add partial sums, or dequantise an operand for a library.
@@ -74,7 +82,7 @@ def product_line(tier: str, tiles: bool, sm: int, multiplies: bool = True, words
     if tier != "native":
         return "dequantised"
     if sm >= 120:
-        return "block-scaled, sm_120"
+        return "block-scaled, sm_120, words" if words else "block-scaled, sm_120"
     if words:
         return "block-scaled, words"
     return "block-scaled" if tiles else "block-scaled, by pointers"

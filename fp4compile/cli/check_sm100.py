@@ -1,7 +1,7 @@
 """Check the kernels for SM100: their machine code against bounds without the GPU, their results and times on it.
 
     python -m fp4compile check-sm100 [--sm 100 103 120] [--json FILE]
-    python -m fp4compile check-sm100 --simulate [--sm 100 103] [--only TEXT] [--schedules N] [--json FILE]
+    python -m fp4compile check-sm100 --simulate [--sm 100 103 120 121] [--only TEXT] [--schedules N] [--json FILE]
     python -m fp4compile check-sm100 --run [--only TEXT] [--json FILE]
 
 The first command compiles the kernels' launches for GPUs that may be absent, and prints figures of their machine code

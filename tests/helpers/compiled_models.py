@@ -1,10 +1,10 @@
-"""Small models that are compiled for a B200 that is not there, run in the simulator, and compared with the reference.
+"""Small models that are compiled for a GPU that is not there, run in the simulator, and compared with the reference.
 
 `compared(case)` runs a model three times from the same weights, inputs and seeds:
 
-- *simulated*: the wrapper that Inductor generates for SM100 (`simulated_gpu`);
+- *simulated*: the wrapper that Inductor generates for the GPU (`simulated_gpu`);
 - *reference*: the graph on the CPU, op by op; every op rounds its result to the model's dtype. In float32 it is the
-  graph of the plain ops, so that the fusing passes are proven as well. In bfloat16 it is the graph that SM100 gets,
+  graph of the plain ops, so that the fusing passes are proven as well. In bfloat16 it is the graph that the GPU gets,
   with prologues and epilogues fused: a prologue and its quantiser are one op, which rounds where the kernel does;
 - *exact* (for bfloat16): the graph of the plain ops in float32.
 
@@ -24,6 +24,7 @@ How far simulated and reference may be apart:
 import copy
 import time
 from collections import Counter
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import pytest
@@ -111,12 +112,13 @@ RECIPES = ("nvfp4", "mxfp8", "nvfp4_train")
 
 @dataclass(frozen=True)
 class Case:
-    """A model, a recipe and what is run."""
+    """A model, a recipe and what is run. sm: the GPU's compute capability, 100 for 10.0."""
 
     model: str
     recipe: str
     run: str
     dtype: torch.dtype
+    sm: int = 100
 
     @property
     def trains(self) -> bool:
@@ -130,7 +132,7 @@ class Case:
         return model, torch.randn(shape, dtype=self.dtype), torch.randn(shape)
 
     def __str__(self):
-        return f"{self.model}, {self.recipe}, {self.run}, {str(self.dtype).removeprefix('torch.')}"
+        return f"{self.model}, {self.recipe}, {self.run}, {str(self.dtype).removeprefix('torch.')}, {self.sm}"
 
 
 CASES = [Case(model, recipe, run, dtype) for model in MODELS for recipe in RECIPES for run in RUNS
@@ -169,7 +171,7 @@ def compared(case: Case) -> Compared:
     """Run a case, and compare."""
     started = time.process_time()
     model, x, target = case.made()
-    with pytest.MonkeyPatch.context() as patch, simulated(patch, 100) as gpu:
+    with pytest.MonkeyPatch.context() as patch, simulated(patch, case.sm) as gpu:
         found = results(case, model, x, target)
     plain = case.dtype == torch.float32
     expected = expected_of(case, model, x, target, fused=not plain)
@@ -181,10 +183,14 @@ def compared(case: Case) -> Compared:
 
 
 def expected_of(case, model, x, target, fused=False) -> dict[str, torch.Tensor]:
-    """What the reference gives, by name. fused: of the graph with the prologues and epilogues that SM100 gets."""
-    with pytest.MonkeyPatch.context() as patch, reference.eight_random_bits():
+    """What the reference gives, by name. fused: of the graph with the prologues and epilogues that the GPU gets.
+
+    Only SM100 rounds stochastically by an instruction, of eight random bits.
+    """
+    random = reference.eight_random_bits if Target(case.sm).isa == 100 else nullcontext
+    with pytest.MonkeyPatch.context() as patch, random():
         if fused:
-            without_codegen.install(patch, _Seeds, deciding=lambda: dry_run(Target(100)))
+            without_codegen.install(patch, _Seeds, deciding=lambda: dry_run(Target(case.sm)))
             patch.setattr(config, "disabled_passes", ("inplace", "lower"))
         else:
             without_codegen.install(patch, _Seeds)

@@ -62,7 +62,7 @@ def problem(a, b, m, sm, n=8192, k=4096, out_dtype=BF16, **options):
     ("nvfp4", "nvfp4", 64, 120, "block_scaled_sm100", "native"),
     ("mxfp8", "mxfp8", 512, 103, "library_block_scaled", "native"),
     ("mxfp8", "mxfp4", 512, 100, "block_scaled_sm100", "native"),
-    ("mxfp8", "mxfp4", 512, 120, "dequant_operand", "emulated"),
+    ("mxfp8", "mxfp4", 512, 120, "block_scaled_sm100", "native"),
     ("nvfp4", "nvfp4", 512, 120, "block_scaled_sm100", "native"),
     ("nvfp4", "nvfp4", 512, 0, "dequant_tiles", "emulated"),
 ])  # fmt: skip

@@ -45,6 +45,10 @@ BY_GROUPS = "gemm_block_scaled_sm100"
     (Case("MLP", "nvfp4", TRAINING, torch.float32),  # Inductor copies a global scale that nothing wrote
      {"quantize_columns", "quantize_rows", "gemm_skinny_block_scaled_sm100", "gemm_block_scaled_sm100"}),
     (Case("Llama block", "nvfp4", ROWS, torch.bfloat16), {"row_statistics", "quantize_rows", "_scaled_mm_v2"}),
+    (Case("Llama block", "nvfp4", ROWS, torch.bfloat16, 120),  # no library
+     {"row_statistics", "quantize_rows", "gemm_block_scaled_sm100"}),
+    (Case("MLP", "mxfp8", TRAINING, torch.float32, 120),
+     {"quantize_columns", "quantize_rows", "gemm_block_scaled_sm100"}),
 ], ids=lambda value: str(value) if isinstance(value, Case) else "kernels")  # fmt: skip
 def test_model(case, kernels):
     found = compared(case)

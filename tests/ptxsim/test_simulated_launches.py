@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from fp4compile.check import quantisers, simulation
-from fp4compile.check.products import MatmulCase, reduced
+from fp4compile.check.products import MatmulCase, differences, exact_arguments, reduced
 from fp4compile.check.quantisers import (
     BF16,
     CONFIGURATIONS,
@@ -24,6 +24,9 @@ from fp4compile.check.simulator import LaunchSimulator
 from fp4compile.cli.main import main
 from fp4compile.hardware import Target
 from fp4compile.ops.quantize import QUANTIZE, quantize_kernels
+from fp4compile.templates.choose import choose
+from fp4compile.templates.gemm.heuristics import block_scaled_configs
+from fp4compile.templates.problem import problem_of
 from ptxsim.fault import Fault
 from ptxsim.kernel_launch import UNWRITTEN
 from ptxsim.run import Schedule
@@ -78,6 +81,35 @@ def test_products(name):
     simulator = LaunchSimulator(Target(100, 0 if name.startswith("few") else 2), Schedule(1))
     assert multiplied(product, small, simulator) == []
     assert simulator.tally.instructions
+
+
+OF_SM120 = {
+    "dense": MatmulCase("nvfp4", "nvfp4"),
+    "FP4 as FP8": MatmulCase("mxfp8", "mxfp4"),
+    "groups": MatmulCase("mxfp4", "mxfp4", 8192, 2048, 4096, groups=64),
+}
+
+
+@pytest.mark.parametrize("sm", [120, 121])
+@pytest.mark.parametrize("name", OF_SM120)
+def test_products_of_warps(name, sm):
+    """Block-scaled `mma.sync`; no tensor memory."""
+    product = OF_SM120[name]
+    simulator = LaunchSimulator(Target(sm, 2), Schedule(1, failing_waits=True))
+    assert multiplied(product, replace(reduced(product), k=768), simulator) == []
+    assert simulator.launches[0].kernel.__name__ == "gemm_block_scaled_sm100"
+    assert any("block_scale" in opcode and opcode.startswith("mma.sync") for opcode in simulator.tally.opcodes)
+    assert not any(opcode.startswith("tcgen05") for opcode in simulator.tally.opcodes)
+
+
+def test_four_warps_of_sm120():
+    """The configuration that only timing chooses."""
+    small = replace(reduced(MatmulCase("nvfp4", "nvfp4")), k=768)
+    x, simulator = exact_arguments(small), LaunchSimulator(Target(120, 2), Schedule(1))
+    problem = problem_of(x, simulator.target)
+    _, four = block_scaled_configs(problem)
+    assert differences(small, x, replace(choose(problem), config=four), simulator) == []
+    assert simulator.launches[0].num_warps == 4
 
 
 # ---------------------------------------------------------------- what the launches are given

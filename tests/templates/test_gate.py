@@ -132,6 +132,7 @@ def test_every_product_has_a_line():
     assert lines.product_line("native", True, 100) == "block-scaled"
     assert lines.product_line("native", False, 103) == "block-scaled, by pointers"
     assert lines.product_line("native", True, 120) == "block-scaled, sm_120"
+    assert lines.product_line("native", True, 120, words=True) == "block-scaled, sm_120, words"
     assert lines.product_line("emulated", True, 100) == "dequantised"
     assert lines.product_line("native", True, 100, multiplies=False) == "beside a product"
     assert lines.product_line("native", True, 100, words=True) == "block-scaled, words"

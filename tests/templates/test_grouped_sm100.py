@@ -170,9 +170,11 @@ def test_what_it_serves():
         return CANDIDATE.serves(problem)
 
     assert served() and served(103) and served(along_k=True) and served(k=32)
-    assert not (served(90) or served(120) or served(0) or served(k=16) or served(k=0) or served(linear=True))
+    assert served(120) and served(121) and not served(120, along_k=True)
+    assert not (served(90) or served(0) or served(k=16) or served(k=0) or served(linear=True))
     mixed = {"a": "mxfp8", "b": "mxfp4"}
-    assert served(k=128, **mixed) and served(k=96, along_k=True, **mixed) and not served(k=96, **mixed)
+    assert served(k=128, **mixed) and served(120, k=128, **mixed)
+    assert served(k=96, along_k=True, **mixed) and not served(k=96, **mixed)
 
 
 @compiled

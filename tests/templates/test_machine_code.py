@@ -1,6 +1,7 @@
 """The kernels' machine code for GPUs that are not here: a claim about code, not about speed."""
 
 import re
+from dataclasses import replace
 from functools import cache
 
 import pytest
@@ -11,7 +12,7 @@ tl = pytest.importorskip("triton.language")
 
 from fp4compile import _compat  # noqa: E402
 from fp4compile.check import machine_code as check  # noqa: E402
-from fp4compile.check.products import PRODUCTS  # noqa: E402
+from fp4compile.check.products import PRODUCTS, MatmulCase  # noqa: E402
 from fp4compile.check.quantisers import (  # noqa: E402
     BOTH,
     COLUMNS,
@@ -21,10 +22,15 @@ from fp4compile.check.quantisers import (  # noqa: E402
     Configuration,
 )
 from fp4compile.check.sass import disassemble  # noqa: E402
+from fp4compile.formats.operand import Arguments  # noqa: E402
 from fp4compile.hardware import Target  # noqa: E402
 from fp4compile.ops.quantize import quantize_kernels  # noqa: E402
+from fp4compile.templates.choose import choose  # noqa: E402
 from fp4compile.templates.device import block_scales  # noqa: E402
+from fp4compile.templates.gemm.heuristics import block_scaled_configs  # noqa: E402
 from fp4compile.templates.launch import dry_run  # noqa: E402
+from fp4compile.templates.multiply import multiply  # noqa: E402
+from fp4compile.templates.problem import problem_of  # noqa: E402
 from tests.helpers.kernels import NEW_PTXAS  # noqa: E402
 from tests.helpers.representatives import representatives  # noqa: E402
 
@@ -215,8 +221,25 @@ def test_every_shipped_product(sm):
     # FP8 blocks are MXFP8 for these kernels.
     native = {"mxfp8 x mxfp8" if "te_pow2" in row.format else row.format for row in rows
               if row.line.startswith("block-scaled")}  # fmt: skip
-    mixed = {"mxfp8 x mxfp4"} if sm < 120 else set()  # Triton has no mixed block-scaled product on SM120
-    assert native >= {"nvfp4 x nvfp4", "mxfp4 x mxfp4", "mxfp8 x mxfp8", *mixed}
+    assert native >= {"nvfp4 x nvfp4", "mxfp4 x mxfp4", "mxfp8 x mxfp8", "mxfp8 x mxfp4"}
+
+
+@pytest.mark.skipif(not NEW_PTXAS, reason="this ptxas does not know all conversions of sm_120")
+@pytest.mark.parametrize(("format", "count"), [("nvfp4", 2), ("mxfp8", 1)])
+def test_every_configuration_of_sm120_fits(format, count):
+    """Also where the result has four bytes an element: no spills, and a program in 99 KB of shared memory."""
+    product = MatmulCase(format, format)
+    x = product.arguments()
+    x = Arguments.of(x.a, x.b, None, torch.float32)
+    problem = problem_of(x, Target(120))
+    configs = block_scaled_configs(problem)
+    assert len(configs) == count
+    for config in configs:
+        with dry_run(Target(120)) as launches:
+            multiply(x, replace(choose(problem), config=config))
+        row = check.product_row(product, "native", launches[0], 120)
+        assert not row.problems and row.resources.shared <= 99 * 1024
+        assert row.resources.programs == (2 if config.num_warps == 4 else 1)
 
 
 @pytest.mark.parametrize("sm", (90, 100))

@@ -122,11 +122,47 @@ def _values(units, byte, BLOCK: tl.constexpr):
     return tl.reshape(tl.join(first, second), (units.shape[0], 2 * units.shape[1]))
 
 
+@triton.constexpr_function
+def widens(ELEMENT, OTHER, ISA):
+    """Whether E2M1 codes are multiplied as E4M3: SM120's matrix units take both, Triton only operands of one width."""
+    return ISA == 120 and ELEMENT == "e2m1" and OTHER != "e2m1"
+
+
+def _widen_ptx() -> str:
+    """PTX that turns four bytes of E2M1 codes into the E4M3 codes of their lower ($0) and upper ($1) halves.
+
+    A byte is selected from the E4M3 magnitudes 0, 0.5, 1, 1.5 and 2, 3, 4, 6. Its sign is selected separately.
+    """
+    numbers = ".reg .b32 m, n, s, t, u, v; mov.b32 m, 0x3C383000; mov.b32 n, 0x4C484440; mov.b32 s, 0x80808080;"
+    four = (
+        "and.b32 {0}, {1}, 0x7777; prmt.b32 {0}, m, n, {0};"
+        " shr.b32 t, {1}, 1; and.b32 t, t, 0x4444; prmt.b32 t, 0, s, t; or.b32 {0}, {0}, t;"
+    )
+    both = f"{four.format('u', '$2')} shr.b32 $1, $2, 16; {four.format('v', '$1')}"
+    return f"{{ {numbers} {both} prmt.b32 $0, u, v, 0x6420; prmt.b32 $1, u, v, 0x7531; }}"
+
+
+_WIDEN = tl.constexpr(_widen_ptx())
+
+
+@triton.jit
+def _widened(codes):
+    """The E4M3 codes [rows, elements] of bytes of E2M1 codes: their numbers are the same."""
+    first, second = tl.inline_asm_elementwise(_WIDEN, "=&r,=&r,r", [codes], dtype=(tl.uint8, tl.uint8), is_pure=True,
+                                              pack=4)  # fmt: skip
+    joined = tl.reshape(tl.join(first, second), (codes.shape[0], 2 * codes.shape[1]))
+    return joined.to(tl.float8e4nv, bitcast=True)
+
+
 @triton.jit
 def multiply(a, a_scale, b, b_scale, acc, A_ELEMENT: tl.constexpr, B_ELEMENT: tl.constexpr, SCALE: tl.constexpr,
-             BLOCK: tl.constexpr):  # fmt: skip
+             BLOCK: tl.constexpr, ISA: tl.constexpr):  # fmt: skip
     """acc [BM, BN] plus a step of the matmul; a [BM, bytes], b [BN, bytes] and their scales."""
     if SCALE == "e4m3" and INTERPRETING:  # the interpreter's dot_scaled reads every scale as E8M0
         return tl.dot(_values(a, a_scale, BLOCK), tl.trans(_values(b, b_scale, BLOCK)), acc)
+    elif widens(A_ELEMENT, B_ELEMENT, ISA):
+        return tl.dot_scaled(_widened(a), a_scale, "e4m3", tl.trans(b), b_scale, B_ELEMENT, acc)
+    elif widens(B_ELEMENT, A_ELEMENT, ISA):
+        return tl.dot_scaled(a, a_scale, A_ELEMENT, tl.trans(_widened(b)), b_scale, "e4m3", acc)
     else:
         return tl.dot_scaled(a, a_scale, A_ELEMENT, tl.trans(b), b_scale, B_ELEMENT, acc)

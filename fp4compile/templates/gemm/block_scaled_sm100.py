@@ -249,7 +249,7 @@ def gemm_block_scaled_sm100(
                                       scale_cols, TMA)  # fmt: skip
                 b_scale = load_scales(b_scales, b_row_tile, col_tile, (b_batch + 1) * row_tiles_b, col_tiles,
                                       tile_cols, scale_cols, TMA, matrices, matrix)  # fmt: skip
-                acc = multiply(a, a_scale, b, b_scale, acc, A_ELEMENT, B_ELEMENT, SCALE, BLOCK)
+                acc = multiply(a, a_scale, b, b_scale, acc, A_ELEMENT, B_ELEMENT, SCALE, BLOCK, ISA)
 
             parts = column_parts(acc, PARTS)
             scales = ()
@@ -329,7 +329,7 @@ def gemm_block_scaled_sm100(
             col_tile = step * (scale_cols // 4)
             a_scale = load_scales(a_scales, tile_m, col_tile, row_tiles_a, col_tiles, BM, scale_cols, TMA)
             b_scale = load_scales(b_scales, tile_n * (BN // 128), col_tile, row_tiles_b, col_tiles, BN, scale_cols, TMA)
-            acc = multiply(a, a_scale, b, b_scale, acc, A_ELEMENT, B_ELEMENT, SCALE, BLOCK)
+            acc = multiply(a, a_scale, b, b_scale, acc, A_ELEMENT, B_ELEMENT, SCALE, BLOCK, ISA)
 
             step += 1
             if step == last_step:  # a tile ends
@@ -347,7 +347,7 @@ def gemm_block_scaled_sm100(
 
 
 def _serves(p: Problem) -> bool:
-    """Whether both operands are block-scaled with swizzled scales; on SM120 Triton multiplies only equal widths.
+    """Whether both operands are block-scaled with swizzled scales.
 
     Offsets within a tile of 128 rows are 32-bit numbers.
     """
@@ -355,8 +355,7 @@ def _serves(p: Problem) -> bool:
         return False
     if statically_true(p.n >= 2**24):
         return False
-    mixed = p.a.format.packed != p.b.format.packed
-    return p.a.swizzled and p.b.swizzled and not (mixed and p.target.sm >= 120)
+    return p.a.swizzled and p.b.swizzled
 
 
 def _quantizes(p: Problem) -> bool:
@@ -370,8 +369,14 @@ def _quantizes(p: Problem) -> bool:
 
 
 def _serves_groups(p: Problem) -> bool:
-    """Whether both operands are block-scaled with swizzled scales, on SM100, and TMA copies their rows."""
-    if not p.ragged or p.target.isa != 100 or not (p.a.swizzled and p.b.swizzled):
+    """Whether both operands are block-scaled with swizzled scales, and TMA copies their rows.
+
+    On SM120 only groups of rows: without specialised warps, Triton does not overlap the loop over the steps of several
+    tiles.
+    """
+    if not p.ragged or not p.target.block_scaled_matrix_units or not (p.a.swizzled and p.b.swizzled):
+        return False
+    if p.target.isa == 120 and p.along_k:
         return False
     # A descriptor of a matrix without columns would not be valid.
     return (
@@ -383,7 +388,7 @@ def _serves_groups(p: Problem) -> bool:
 
 def _quantizes_groups(p: Problem) -> bool:
     """Whether the epilogue can quantise: for groups of rows, under the conditions without groups."""
-    few = p.operand_bytes <= 4 and not statically_true(p.n >= 2**24)
+    few = p.target.isa == 100 and p.operand_bytes <= 4 and not statically_true(p.n >= 2**24)
     return p.by_rows and few and (not p.spec.pair or statically_true(p.n % 128 == 0))
 
 
@@ -405,7 +410,7 @@ def sm100_configs(p: Problem) -> tuple[BlockScaledConfig, ...]:
     two groups. Results whose rows are not multiples of 16 bytes are stored one by one, which takes more registers. An
     epilogue that quantises has the configurations that it has without groups.
     """
-    if p.spec.result is not None or p.spec.amax:
+    if p.spec.result is not None or p.spec.amax or p.target.isa == 120:
         return block_scaled_configs(p)
     itemsize = p.spec.out_dtype.itemsize
     narrow = not statically_true(p.n * itemsize % 16 == 0)

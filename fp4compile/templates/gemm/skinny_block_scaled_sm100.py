@@ -110,7 +110,7 @@ def gemm_skinny_block_scaled_sm100(
         b_scale = load_scales(b_scales, b_batch * row_tiles + tile, col_tile, (b_batch + 1) * row_tiles, col_tiles,
                               _TILE, blocks, False)  # fmt: skip
         a_scale = load_scales(a_scales, batch, col_tile, batches, col_tiles, _TILE, blocks, False)
-        acc = multiply(b, b_scale, a, a_scale, acc, B_ELEMENT, A_ELEMENT, SCALE, BLOCK)
+        acc = multiply(b, b_scale, a, a_scale, acc, B_ELEMENT, A_ELEMENT, SCALE, BLOCK, 100)
 
     acc = first_half(acc)  # 64
     if ROWS < 64:
