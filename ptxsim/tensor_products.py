@@ -37,7 +37,8 @@ class Product:
     """An issued instruction.
 
     ranks: the programs of the cluster that take part. sums: the address of D. a: an address in tensor memory, or a
-    shared memory descriptor, of which b is one. scales: the columns of the scales of A and of B. adds: whether D is added.
+    shared memory descriptor, of which b is one. scales: the columns of the scales of A and of B. adds: whether D is
+    added.
     """
 
     kind: Kind

@@ -188,7 +188,8 @@ def test_atomic_operations_of_warps_in_shared_memory():
 def test_a_script(tmp_path, capsys):
     script = tmp_path / "script.py"
     script.write_text("import sys\nimport tests.ptxsim.test_virtual_gpu as t\nimport torch\n\n\n"
-                      "def broken():\n    t._scaled[(1,)](torch.zeros(8), torch.zeros(32), None, 32, 1.0, BLOCK=32)\n\n\n"
+                      "def broken():\n    x, y = torch.zeros(8), torch.zeros(32)\n"
+                      "    t._scaled[(1,)](x, y, None, 32, 1.0, BLOCK=32)\n\n\n"
                       "if __name__ == '__main__':\n    y = torch.empty(32)\n"
                       "    t._scaled[(1,)](torch.ones(32), y, None, 32, float(sys.argv[1]), BLOCK=32)\n"
                       "    print(y.sum().item())\n")  # fmt: skip
