@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 
 from ptxsim.forms import known_forms
+from ptxsim.state import PARAMETERS
 from tests.helpers import exact_floats
 from tests.helpers.exact_floats import BF16, F16, F32, F64, Format
 from tests.helpers.hard_operands import FLOATS, bits_of, factors_and_terms, floats, operand, operands
@@ -136,7 +137,8 @@ for _kind in ("pred", "u16", "u32", "u64", "b16", "b32", "b64", "f32"):
     check(f"{_kind} {_kind}", f"mov.{_kind}")(lambda a: a)
     if _kind[0] in "bf":
         check(f"{_kind} {_kind} {_kind} pred", f"selp.{_kind}")(lambda a, b, first: a if first else b)
-check("u64 u64", "cvta.global.u64")(lambda a: a)
+check("u64 u64", "cvta.global.u64", "cvta.to.global.u64")(lambda a: a)
+check("u64 u64", "cvta.param.u64")(lambda offset: offset + PARAMETERS)
 
 COMPARISONS = {
     "eq": lambda a, b: a == b, "ne": lambda a, b: a != b, "lt": lambda a, b: a < b,
@@ -529,7 +531,7 @@ def powers_of_two(a, b):
 OTHERS = {  # what other test files check, by the first word: memory, control flow, barriers, copies, products, warps
     "ld", "st", "red", "atom", "bra", "brx", "ret", "exit", "bar", "barrier", "mbarrier", "fence", "griddepcontrol",
     "setmaxnreg", "cp", "tensormap", "tcgen05", "mma", "wgmma", "ldmatrix", "stmatrix", "mapa", "shfl", "redux",
-    "elect", "vote", "createpolicy", "prefetch",
+    "elect", "vote", "createpolicy", "prefetch", "call", "trap",
 }  # fmt: skip
 OWN_TEST = {"lop3.b32", "cvt.rs.satfinite.e2m1x4.f32", "mad.lo.cc.u32", "madc.hi.u32"}
 
