@@ -223,6 +223,25 @@ def extreme_of(select: np.ufunc, join: np.ufunc, unsigned: type, canonical_nan: 
     return extreme
 
 
+def _reduced(extreme: _Function, magnitudes: bool) -> _Function:
+    """A function of float32 [rows, n] that returns the minimum or maximum of each row; n is a power of two."""
+
+    def reduced(values: np.ndarray) -> np.ndarray:
+        values = np.abs(values) if magnitudes else values
+        while values.shape[1] > 1:
+            values = extreme(*np.split(values, 2, 1))
+        return values[:, 0]
+
+    return reduced
+
+
+REDUCTIONS = {  # of float32, by the last words of `redux.sync` and `tcgen05.ld.red`
+    f"{name}{magnitude}{nan}.f32": _reduced(extreme_of(select, join, U32, numbers.NAN, bool(nan)), bool(magnitude))
+    for name, select, join in (("min", np.minimum, np.bitwise_or), ("max", np.maximum, np.bitwise_and))
+    for magnitude in ("", ".abs") for nan in ("", ".NaN")
+}  # fmt: skip
+
+
 def _of_two_or_three(opcode: str, function: _Function) -> None:
     """Register a minimum or maximum of two float32 numbers, or of three (PTX ISA 8.8)."""
 

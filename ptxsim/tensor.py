@@ -21,6 +21,7 @@ import numpy as np
 from ptxsim.clocks import FENCED
 from ptxsim.descriptors import CHUNK, Matrix
 from ptxsim.fault import Fault
+from ptxsim.floating import REDUCTIONS
 from ptxsim.forms import (
     Step,
     UnknownForm,
@@ -143,19 +144,22 @@ def _regions(
     return halves
 
 
-def _operands_of_warps(instruction: Instruction) -> bool:
-    """Whether a load or a store has the distance of the halves; checks the number of operands."""
-    split = "16x32bx2" in instruction.opcode
-    expect(instruction, 2 + split)
-    return split
-
-
-@form(*[f"tcgen05.ld.sync.aligned.{shape}.x{count}.b32" for shape in _SHAPES_OF_WARPS for count in _COUNTS])
+@form(*[f"tcgen05.ld.sync.aligned.{shape}.x{count}.b32" for shape in _SHAPES_OF_WARPS for count in _COUNTS],
+      *[f"tcgen05.ld.red.sync.aligned.{shape}.x{count}.{name}"
+        for shape in _SHAPES_OF_WARPS for count in _COUNTS[1:] for name in REDUCTIONS])  # fmt: skip
 def _load(instruction: Instruction, program: Program) -> Step:
-    split = _operands_of_warps(instruction)
-    into, address = _registers(instruction, 0), address_reader(instruction.operands[1], 32)
+    """The step of a load; `.red` also gives the minimum or maximum of what each thread loads."""
+    reduces = ".ld.red." in instruction.opcode
+    split = 2 + reduces if "16x32bx2" in instruction.opcode else None
+    expect(instruction, 3 + reduces if split else 2 + reduces)
+    into, address = _registers(instruction, 0), address_reader(instruction.operands[1 + reduces], 32)
     writes, names = [writer(each, "b32") for each in into], {each.name for each in into}
-    regions = _regions(instruction, 2 if split else None, len(into))
+    regions = _regions(instruction, split, len(into))
+    if reduces:
+        (result,) = registers_of(instruction.operands[1])
+        write_result = writer(result, "f32")
+        reduced = REDUCTIONS[instruction.opcode.partition(f".x{len(into)}.")[2]]
+        names |= {result.name} if isinstance(result, Register) else set()
 
     def step(fragment: Fragment) -> None:
         machine, memory, addresses = fragment.machine, fragment.machine.tensor_memory, address(fragment)
@@ -166,16 +170,19 @@ def _load(instruction: Instruction, program: Program) -> Step:
             machine.unready.setdefault(warp, set()).update(names)
         for write, value in zip(writes, values, strict=True):
             write(fragment, value)
+        if reduces:
+            write_result(fragment, reduced(np.ascontiguousarray(values.T).view(np.float32)))
 
     return step
 
 
 @form(*[f"tcgen05.st.sync.aligned.{shape}.x{count}.b32" for shape in _SHAPES_OF_WARPS for count in _COUNTS])
 def _store(instruction: Instruction, program: Program) -> Step:
-    split = _operands_of_warps(instruction)
-    address, source = address_reader(instruction.operands[0], 32), _registers(instruction, 1 + split)
+    split = 1 if "16x32bx2" in instruction.opcode else None
+    expect(instruction, 3 if split else 2)
+    address, source = address_reader(instruction.operands[0], 32), _registers(instruction, -1)
     reads = [reader(each, "b32") for each in source]
-    regions = _regions(instruction, 1 if split else None, len(source))
+    regions = _regions(instruction, split, len(source))
 
     def step(fragment: Fragment) -> None:
         memory, addresses = fragment.machine.tensor_memory, address(fragment)

@@ -10,10 +10,9 @@ from collections.abc import Callable
 import numpy as np
 
 from ptxsim.fault import Fault
-from ptxsim.floating import extreme_of
+from ptxsim.floating import REDUCTIONS
 from ptxsim.forms import Step, expect, form, pair, reader, writer
 from ptxsim.fragment import LANES, Fragment
-from ptxsim.numbers import NAN, U32
 from ptxsim.parse import Immediate, Instruction, Operand, Pair, Program, Unused
 
 _LANE = np.arange(LANES)
@@ -121,18 +120,11 @@ def _reduce(instruction: Instruction, program: Program) -> Step:
     return step
 
 
-_OF_FLOATS = {
-    f"{name}{magnitude}{nan}.f32": (extreme_of(select, join, U32, NAN, bool(nan)), bool(magnitude))
-    for name, select, join in (("min", np.minimum, np.bitwise_or), ("max", np.maximum, np.bitwise_and))
-    for magnitude in ("", ".abs") for nan in ("", ".NaN")
-}  # fmt: skip
-
-
-@form(*[f"redux.sync.{name}" for name in _OF_FLOATS])
+@form(*[f"redux.sync.{name}" for name in REDUCTIONS])
 def _reduce_floats(instruction: Instruction, program: Program) -> Step:
     """The step of a minimum or maximum of float32. Threads that do not run count as the warp's first one that does."""
     expect(instruction, 3)
-    extreme, magnitudes = _OF_FLOATS[instruction.opcode.removeprefix("redux.sync.")]
+    reduced = REDUCTIONS[instruction.opcode.removeprefix("redux.sync.")]
     into, source, mask = instruction.operands
     write, read, check = writer(into, "f32"), reader(source, "f32"), _participants(mask)
 
@@ -142,12 +134,7 @@ def _reduce_floats(instruction: Instruction, program: Program) -> Step:
         if not fragment.whole:
             running = fragment.by_warp(fragment.running)
             values = np.where(running, values, np.take_along_axis(values, running.argmax(1)[:, None], 1))
-        if magnitudes:
-            values = np.abs(values)
-        while values.shape[1] > 1:
-            half = values.shape[1] // 2
-            values = extreme(values[:, :half], values[:, half:])
-        write(fragment, np.repeat(values[:, 0], LANES))
+        write(fragment, np.repeat(reduced(values), LANES))
 
     return step
 

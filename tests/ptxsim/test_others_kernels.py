@@ -25,6 +25,14 @@ def test_results(name):
     torch.testing.assert_close(found, expected, rtol=case.tolerance, atol=case.tolerance, equal_nan=True)
 
 
+def test_loads_from_tensor_memory_that_reduce():
+    with ptxsim.gpu("sm_103a") as gpu:
+        found, expected = gluon_kernels.reduced_loads()
+    assert torch.equal(found, expected)
+    assert {opcode.rpartition(".x32.")[2] for opcode in gpu.tally.opcodes if ".ld.red." in opcode} == {
+        "max.f32", "min.abs.NaN.f32"}  # fmt: skip
+
+
 def test_the_page_lists_every_kernel():
     text = PAGE.read_text(encoding="utf-8")
     listed = re.findall(r"^\| ([^|]+) \| ([^|]+) \| right \|", text, re.MULTILINE)

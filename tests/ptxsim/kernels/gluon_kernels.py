@@ -1,6 +1,7 @@
 """Kernels in Gluon: layouts and shared memory, TMA with mbarriers, tensor memory and tcgen05 by hand."""
 
 import torch
+import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.blackwell import (
@@ -69,6 +70,27 @@ def tma_copy() -> Results:
     layout = gl.NVMMASharedLayout.get_default_for([16, 32], gl.float32)
     _tma_copy[(4,)](*(TensorDescriptor.from_tensor(each, [16, 32], layout) for each in (x, out)))
     return out, x
+
+
+@gluon.jit
+def _reduced(x, out, M: gl.constexpr, N: gl.constexpr, layout: gl.constexpr):
+    """Maxima of rows, and minima of their magnitudes, as rows are loaded: tcgen05.ld.red, from 10.3 on."""
+    rows = gl.arange(0, M, layout=gl.SliceLayout(1, layout))
+    columns = gl.arange(0, N, layout=gl.SliceLayout(0, layout))
+    memory = allocate_tensor_memory(gl.float32, [M, N], TensorMemoryLayout([M, N], col_stride=1))
+    registers: gl.constexpr = memory.get_reg_layout()
+    memory.store(gl.convert_layout(gl.load(x + rows[:, None] * N + columns[None, :]), registers))
+    _, largest = memory.load_max(registers)
+    _, smallest = memory.load_min(registers, abs=True, propagate_nan=tl.PropagateNan.ALL)
+    gl.store(out + rows, gl.convert_layout(largest, rows.type.layout))
+    gl.store(out + M + rows, gl.convert_layout(smallest, rows.type.layout))
+
+
+def reduced_loads() -> Results:
+    """Not among the cases: sm_100a has no such loads."""
+    x, out = torch.randn(128, 32), torch.empty(2, 128)
+    _reduced[(1,)](x, out, M=128, N=32, layout=gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))
+    return out, torch.stack([x.amax(1), x.abs().amin(1)])
 
 
 @gluon.jit
