@@ -232,6 +232,16 @@ def test_where_the_forward_pass_is_not_quantised():
     assert not any(d.dequantised for d in decisions) and all(d.reason for d in decisions)
 
 
+def test_gathered_matrices():
+    """Of a few tokens, each with its own matrix: the gathered matrix is not the parameter's, and stays as it is."""
+    w, x, index = nn.Parameter(tokens(3, 96, 80)), tokens(4, 1, 80), torch.tensor([0, 2, 2, 1])
+    run, decisions = rewritten(lambda x, index: torch.bmm(x, w[index].mT), recipe_of("mxfp8"))
+    run(x.requires_grad_(), index).sum().backward()
+    assert torch.equal(x.grad, torch.ones(4, 1, 96).bfloat16() @ w.detach()[index])
+    dgrad = [d.reason for d in decisions if d.gemm.product == "dgrad"]
+    assert dgrad == ["gathered matrices are not dequantised for gradients"]
+
+
 def test_switched_off(monkeypatch):
     monkeypatch.setattr(fp4compile.config, "disabled_passes", ("rewrite",))
     function, backend = compiled(model := Two(), recipe_of("mxfp8"))

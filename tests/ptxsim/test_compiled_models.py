@@ -334,6 +334,38 @@ def test_training_with_blocks_whose_scales_are_powers_of_two(monkeypatch):
         assert (one - other).norm() <= BOUND * other.norm()
 
 
+class ExpertsAndLinear(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.experts = torch.nn.Parameter(torch.randn(4, 128, 128) / 128**0.5)
+        self.linear = torch.nn.Linear(128, 64)
+
+    def forward(self, x, offs):
+        return self.linear(F.silu(F.grouped_mm(x, self.experts.mT, offs=offs)))
+
+
+@pretending
+@pytest.mark.parametrize(("sm", "name"), [(100, "nvfp4"), (100, "mxfp8"), (90, "nvfp4")])
+def test_gradients_of_dequantised_operands(monkeypatch, sm, name):
+    """Every bit of the reference, from linear and swizzled scales. Two activations and two weights are dequantised."""
+    torch.manual_seed(0)
+    model, offs = ExpertsAndLinear().bfloat16(), torch.tensor([0, 33, 34, 48], dtype=torch.int32)
+    x, dy = torch.randn(48, 128).bfloat16().requires_grad_(), torch.randn(48, 64).bfloat16()
+    fields = {"dgrad_dy": None, "dgrad_w": "forward", "wgrad_dy": None, "wgrad_x": "forward", "skip_lm_head": False}
+
+    def step():
+        torch._dynamo.reset()
+        y = torch.compile(model, backend=fp4compile.backend(name, **fields))(x, offs)
+        return y.detach(), *torch.autograd.grad(y, [x, *model.parameters()], dy)
+
+    expected = step()
+    with simulated(monkeypatch, sm) as gpu:
+        got = step()
+    assert gpu.counted()["package"]["dequantize_rows"] == 4
+    assert dict(gpu.counted()["PyTorch"]) == {"mm": 2, "_grouped_mm": 2}
+    assert all(map(torch.equal, got, expected))
+
+
 @pytest.mark.skipif(PRETENDING, reason="is that process")
 @pytest.mark.slow
 def test_in_a_process_of_its_own():
