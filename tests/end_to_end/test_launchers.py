@@ -165,7 +165,19 @@ class Regression(torch.nn.Module):
         return {"loss": (y - labels).square().mean(), "logits": y}
 
 
+@pytest.fixture
+def own_accelerator(monkeypatch):
+    """What accelerate knows of the process, and the variables that transformers sets for it, end with the test."""
+    from accelerate.state import AcceleratorState
+
+    monkeypatch.setattr(os, "environ", os.environ.copy())
+    AcceleratorState._reset_state(reset_partial_state=True)
+    yield
+    AcceleratorState._reset_state(reset_partial_state=True)
+
+
 @pytest.mark.parametrize("how", ("flags", "compiled in place", "run --in-place"))
+@pytest.mark.usefixtures("own_accelerator")
 def test_what_the_trainer_evaluates(how, tmp_path, monkeypatch):
     """With the flags alone, the unquantised model."""
     without_codegen.install(monkeypatch)
