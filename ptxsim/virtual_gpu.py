@@ -28,11 +28,12 @@ from ptxsim.parse import parse
 from ptxsim.run import LOCKSTEP, Kernel, Schedule
 from ptxsim.tensor_maps import HostMap
 
-# Of each architecture: its compute capability, multiprocessors, and the most bytes of shared memory of a program.
+# An architecture's compute capability and multiprocessors, and the most bytes of shared memory of a program.
 ARCHITECTURES = {
     "sm_90a": (90, 132, 232448),
     "sm_100a": (100, 148, 232448),
     "sm_103a": (103, 148, 232448),
+    "sm_120a": (120, 188, 101376),
 }
 
 
@@ -40,8 +41,9 @@ ARCHITECTURES = {
 def gpu(arch: str, schedule: Schedule = LOCKSTEP) -> Iterator[Simulator]:
     """A context in which `kernel[grid](...)` of Triton and Gluon is executed in the simulator, on tensors of the CPU.
 
-    arch: of `ARCHITECTURES`. schedule: of all launches. Gives the simulator, whose `tally` counts what was executed.
-    Of `triton.autotune`, the first configuration that its pruning leaves is taken. Contents of a `torch.empty` of this
+    arch: a key of `ARCHITECTURES`. schedule: the order of all launches. Gives the simulator, whose `tally` counts what
+    was executed.
+    `triton.autotune` takes the first configuration that its pruning leaves. Contents of a `torch.empty` of this
     context count as unwritten until PyTorch or a kernel writes them.
 
     Raises ValueError for an unknown architecture, or if kernels are interpreted (TRITON_INTERPRET). A launch raises

@@ -187,11 +187,9 @@ def _decide(gemm: Gemm, recipe: Recipe, model: "Model", meta: Target | None, tra
     if layer_recipe is not None and not layer_recipe.quantizes(gemm.product):
         reason, dequantised = _left_by_recipe(gemm, layer_recipe), layer_recipe.reads_forward(gemm.product)
     quantised = layer_recipe is not None and reason is None
-    decision = (
-        _quantised(gemm, layer_recipe, recipe, meta, training)
-        if quantised
-        else (Decision(gemm, reason, dequantised=dequantised))
-    )
+    decision = Decision(gemm, reason, dequantised=dequantised)
+    if quantised:
+        decision = _quantised(gemm, layer_recipe, recipe, meta, training)
     if weight is not None and decision.reason is not None:
         found = gathered_weight_of(weight.source).operand_for(str(weight.role)).format.name
         return replace(decision, reason=f"{decision.reason}; its weight was gathered in {found}")

@@ -109,7 +109,7 @@ class _Builder:
     def dequantise(self, decision: Decision) -> None:
         """Let a gradient's matmul read its other operand as the forward matmul has it, dequantised.
 
-        That is quantised along the forward matmul's contraction, by the same quantise.
+        The forward matmul's own quantise makes the codes, along the dimension that the forward matmul contracts.
         """
         gemm, node = decision.gemm, computed_by(decision.gemm.node)
         name_product(decision.gemm.node)

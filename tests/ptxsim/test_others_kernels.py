@@ -1,4 +1,4 @@
-"""Kernels of kinds that other projects have, executed for a B200: their results, the races and the page's table."""
+"""Kernels of kinds that other projects have, executed for a B200 and an RTX 50: their results, and the page's table."""
 
 import re
 import warnings
@@ -14,13 +14,19 @@ from tests.ptxsim.kernels.cases import CASES
 PAGE = Path(__file__).parents[2] / "docs" / "ptxsim.md"
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_results(name):
+PRODUCTS = [name for name, case in CASES.items() if case.run.__module__ == products.__name__]
+
+
+@pytest.mark.parametrize(
+    ("arch", "name"), [*(("sm_100a", name) for name in CASES), *(("sm_120a", name) for name in PRODUCTS)]
+)
+def test_results(arch, name):
+    """On an RTX 50 the products, whose instructions are others than a B200's."""
     case = CASES[name]
     torch.manual_seed(0)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # Triton's of contractions
-        with ptxsim.gpu("sm_100a", ptxsim.Schedule(len(name) % 3, failing_waits=True)):
+        with ptxsim.gpu(arch, ptxsim.Schedule(len(name) % 3, failing_waits=True)):
             found, expected = case.run()
     torch.testing.assert_close(found, expected, rtol=case.tolerance, atol=case.tolerance, equal_nan=True)
 

@@ -5,12 +5,18 @@ from dataclasses import dataclass
 
 import torch
 
+ROUNDING = 2.0**-24  # of a float32 number, relative
 Results = tuple[torch.Tensor, torch.Tensor]  # the kernel's result, and the expected one
 
 
 @dataclass(frozen=True)
 class Case:
-    """A kernel. origin: the projects whose kernels are like it. tolerance: relative and absolute; 0 for equal bits."""
+    """A kernel. origin: the projects whose kernels are like it.
+
+    tolerance: relative, and absolute for operands of size 1; 0 for equal bits. For float32 it counts roundings, those
+    of approximate functions and of sums in another order among them; for a 16-bit result it is one unit in its last
+    place.
+    """
 
     name: str
     origin: str

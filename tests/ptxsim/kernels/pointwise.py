@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 from triton.language.extra import libdevice
 
-from tests.ptxsim.kernels.cases import Results, case
+from tests.ptxsim.kernels.cases import ROUNDING, Results, case
 
 
 @triton.jit
@@ -46,7 +46,7 @@ def _swiglu(gate, up, out, stride, n, BLOCK: tl.constexpr):
     tl.store(out + row * stride + at, (a * tl.sigmoid(a)).cast(b.dtype) * b, at < n)
 
 
-@case("SwiGLU forward", "Liger", 1e-2)
+@case("SwiGLU forward", "Liger", 2.0**-7)
 def swiglu() -> Results:
     gate, up = torch.randn(2, 5, 200).bfloat16()
     out = torch.empty_like(gate)
@@ -67,7 +67,7 @@ def _swiglu_backward(grad, gate, up, n, BLOCK: tl.constexpr):
     tl.store(up + row + at, dc * silu, at < n)
 
 
-@case("SwiGLU backward", "Liger", 1e-5)
+@case("SwiGLU backward", "Liger", 8 * ROUNDING)
 def swiglu_backward() -> Results:
     gate, up, grad = torch.randn(3, 4, 100)
     wanted = [gate.clone().requires_grad_(), up.clone().requires_grad_()]
@@ -84,7 +84,7 @@ def _geglu(gate, up, out, n, BLOCK: tl.constexpr):
     tl.store(out + row + at, 0.5 * a * (1 + libdevice.tanh(inner)) * tl.load(up + row + at, at < n, other=0), at < n)
 
 
-@case("GeGLU by libdevice's tanh", "Liger", 1e-5)
+@case("GeGLU by libdevice's tanh", "Liger", 8 * ROUNDING)
 def geglu() -> Results:
     gate, up, out = torch.randn(3, 3, 100)
     _geglu[(3,)](gate, up, out, 100, BLOCK=128)
@@ -104,7 +104,7 @@ def _rope(q, cos, sin, heads, HALF: tl.constexpr, HEADS: tl.constexpr):
     tl.store(first + HALF, b * c + a * s, mask)
 
 
-@case("rotary embedding in place", "Liger", 1e-5)
+@case("rotary embedding in place", "Liger", 3 * ROUNDING)
 def rope() -> Results:
     q, angle = torch.randn(6, 3, 32), torch.randn(6, 16)
     a, b = q[..., :16].clone(), q[..., 16:].clone()
@@ -127,7 +127,7 @@ def _pointwise(in_ptr0, in_ptr1, out_ptr0, out_ptr1, xnumel, XBLOCK: tl.constexp
     tl.store(out_ptr1 + xindex, libdevice.rsqrt(tmp0 * tmp0 + 1.0) + tl.sqrt_rn(tmp0 * tmp0), xmask)
 
 
-@case("pointwise with erf, log1p, rsqrt and sqrt", "Inductor", 1e-5)
+@case("pointwise with erf, log1p, rsqrt and sqrt", "Inductor", 8 * ROUNDING)
 def pointwise() -> Results:
     x, bias, out, other = torch.randn(10, 24).bfloat16(), torch.randn(24), torch.empty(10, 24), torch.empty(10, 24)
     _pointwise[(2,)](x, bias, out, other, 240, XBLOCK=128)
@@ -160,7 +160,7 @@ def _sin_cos(x, out, n, BLOCK: tl.constexpr):
     tl.store(out + at, tl.sin(v) * tl.cos(v) + tl.exp2(v) - tl.log2(v * v + 1) + tl.floor(v) - tl.ceil(v), at < n)
 
 
-@case("sine, cosine, exponentials, floor and ceil", "Inductor", 1e-4)
+@case("sine, cosine, exponentials, floor and ceil", "Inductor", 8 * ROUNDING)
 def sin_cos() -> Results:
     x, out = 5 * torch.randn(200), torch.empty(200)
     _sin_cos[(1,)](x, out, 200, BLOCK=256)
@@ -174,7 +174,7 @@ def _doubles(x, y, out, n, BLOCK: tl.constexpr):
     tl.store(out + at, tl.maximum(a * b + a / b, tl.sqrt(a * a)) - a, at < n)
 
 
-@case("pointwise in float64", "Inductor", 1e-12)
+@case("pointwise in float64", "Inductor", 4 * 2.0**-53)
 def doubles() -> Results:
     x, y, out = torch.randn(3, 100, dtype=torch.float64)
     _doubles[(1,)](x, y, out, 100, BLOCK=128)

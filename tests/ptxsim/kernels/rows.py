@@ -5,7 +5,7 @@ import torch.nn.functional as F
 import triton
 import triton.language as tl
 
-from tests.ptxsim.kernels.cases import Results, case
+from tests.ptxsim.kernels.cases import ROUNDING, Results, case
 
 
 @triton.jit
@@ -17,7 +17,7 @@ def _softmax(x, out, stride, rows, n, BLOCK: tl.constexpr, num_stages: tl.conste
         tl.store(out + row * stride + at, e / tl.sum(e, 0), at < n)
 
 
-@case("softmax of rows in a loop", "Triton tutorial", 1e-5)
+@case("softmax of rows in a loop", "Triton tutorial", 4 * ROUNDING)
 def softmax() -> Results:
     x = torch.randn(9, 300)
     out = torch.empty_like(x)
@@ -55,7 +55,7 @@ def _normalised() -> tuple[torch.Tensor, ...]:
     return x, w, b, out, mean, rstd
 
 
-@case("layer norm, forward", "Triton tutorial", 1e-4)
+@case("layer norm, forward", "Triton tutorial", 16 * ROUNDING)
 def layer_norm() -> Results:
     x, w, b, out, _, _ = _normalised()
     return out, F.layer_norm(x, (200,), w, b)
@@ -90,7 +90,7 @@ def _layer_norm_dx(dx, dy, dw, db, x, w, mean, rstd, lock, n, GROUPS: tl.constex
     tl.atomic_xchg(lock + group, 0)
 
 
-@case("layer norm, backward, sums behind a lock", "Triton tutorial", 1e-4)
+@case("layer norm, backward, sums behind a lock", "Triton tutorial", 16 * ROUNDING)
 def layer_norm_backward() -> Results:
     x, w, b, _, mean, rstd = _normalised()
     dy, dx = torch.randn(6, 200), torch.empty(6, 200)
@@ -114,7 +114,7 @@ def _rms_norm(x, w, out, rstd, n, eps, offset, CAST: tl.constexpr, BLOCK: tl.con
     tl.store(out + row * n + at, y * (offset + tl.load(w + at, at < n, other=0)), at < n)
 
 
-@case("RMS norm", "Liger", 2e-2)
+@case("RMS norm", "Liger", 2.0**-7)
 def rms_norm() -> Results:
     x, w, out, rstd = (
         torch.randn(5, 300).bfloat16(),
@@ -123,7 +123,7 @@ def rms_norm() -> Results:
         torch.empty(5),
     )
     _rms_norm[(5,)](x, w, out, rstd, 300, 1e-6, 0.0, CAST=True, BLOCK=512, num_warps=4)
-    return out, F.rms_norm(x.float(), (300,), w.float(), 1e-6).bfloat16()
+    return out, F.rms_norm(x.float(), (300,), eps=1e-6).bfloat16() * w
 
 
 @triton.jit
@@ -157,7 +157,7 @@ def _cross_entropy(x, target, loss, stride, n, ignore, smoothing, BLOCK: tl.cons
     tl.store(loss + row, (lse - right) * (1 - smoothing) + smoothing * (lse - total / n))
 
 
-@case("cross-entropy with its gradient", "Liger", 1e-4)
+@case("cross-entropy with its gradient", "Liger", 8 * ROUNDING)
 def cross_entropy() -> Results:
     x, target, loss = torch.randn(6, 300), torch.randint(0, 300, (6,)), torch.empty(6)
     target[2] = -100
@@ -185,7 +185,7 @@ def _group_norm(x, out, rows, n, eps, BLOCK: tl.constexpr):
         tl.store(out + group * size + start + at, (v - mean) * rstd, mask)
 
 
-@case("group norm", "Liger", 1e-4)
+@case("group norm", "Liger", 8 * ROUNDING)
 def group_norm() -> Results:
     x, out = torch.randn(2, 6, 20), torch.empty(2, 6, 20)
     _group_norm[(6,)](x, out, 2, 20, 1e-5, BLOCK=32, num_warps=1)
@@ -204,7 +204,7 @@ def _kl(p, q, out, n, BLOCK: tl.constexpr):
     tl.store(out + row, total)
 
 
-@case("KL divergence", "Liger", 1e-4)
+@case("KL divergence", "Liger", 4 * ROUNDING)
 def kl() -> Results:
     p, q, out = torch.randn(4, 150).log_softmax(-1), torch.randn(4, 150).softmax(-1), torch.empty(4)
     _kl[(4,)](p, q, out, 150, BLOCK=64)
@@ -241,13 +241,15 @@ def _blockwise_fp8(x, out, scales, BLOCK: tl.constexpr):
     tl.store(scales + tl.program_id(0), scale)
 
 
-@case("blocks to float8_e4m3fn", "torchao, DeepSeek", 0.13)
+@case("blocks to float8_e4m3fn", "torchao, DeepSeek")
 def blockwise_fp8() -> Results:
     x, out, scales = torch.randn(4, 256).bfloat16(), torch.empty(4, 256, dtype=torch.float8_e4m3fn), torch.empty(8)
     _blockwise_fp8[(8,)](x, out, scales, BLOCK=128)
     blocks = x.float().view(8, 128)
-    amax = (blocks.abs().amax(1) / 448)[:, None]
-    return out.float().view(8, 128), (blocks / amax).to(torch.float8_e4m3fn).float()
+    exact = (blocks.double() / (blocks.double().abs().amax(1) / 448)[:, None]).view(4, 256)
+    # Both divisions of the kernel are off by two units in the last place at most: what such quotients are rounded to.
+    ends = [(exact * (1 + sign * 2.0**-21)).float().to(torch.float8_e4m3fn).float() for sign in (-1, 1)]
+    return out.float(), out.float().clamp(torch.minimum(*ends), torch.maximum(*ends))
 
 
 @triton.jit
@@ -326,7 +328,7 @@ def _welford(in_ptr0, out_ptr0, out_ptr1, xnumel, rnumel, XBLOCK: tl.constexpr, 
     tl.store(out_ptr1 + x, (m2 / rnumel)[:, None], xmask)
 
 
-@case("Welford reduction", "Inductor", 1e-4)
+@case("Welford reduction", "Inductor", 4 * ROUNDING)
 def welford() -> Results:
     x, mean, variance = torch.randn(10, 200), torch.empty(10), torch.empty(10)
     _welford[(2,)](x, mean, variance, 10, 200, XBLOCK=8, RBLOCK=64)
@@ -367,7 +369,7 @@ def _cumsum(in_ptr0, out_ptr0, n, BLOCK: tl.constexpr):
         carry += tl.sum(v)
 
 
-@case("cumulative sum in chunks", "Inductor", 1e-4)
+@case("cumulative sum in chunks", "Inductor", 32 * ROUNDING)
 def cumsum() -> Results:
     x, out = torch.randn(3, 300), torch.empty(3, 300)
     _cumsum[(3,)](x, out, 300, BLOCK=128)
