@@ -224,8 +224,8 @@ PRODUCTS = (
     _experts("nvfp4", "nvfp4", SIZE, 2048, 4096, epilogue="pair", weights=2, result=AMAX),
     *(_experts("nvfp4", "nvfp4", SIZE, 2048, 4096, epilogue=each, result=AMAX) for each in ("pair", "gated", "")),
     # FP8 blocks on Hopper: groups of many rows and of few, along K; dense with a bias, which the library does not add.
-    *(_experts("float8_1x128", "float8_128x128", m, 2048, 4096) for m in (SIZE, 512)),
-    _experts("float8_1x128", "float8_1x128", 2048, 4096, SIZE, along_k=True),
+    *(_experts("float8_1x128", "float8_128x128", m, 2048, 4096, kernel=float8_blocks_sm90.NAME) for m in (SIZE, 512)),
+    _experts("float8_1x128", "float8_1x128", 2048, 4096, SIZE, along_k=True, kernel=float8_blocks_sm90.NAME),
     MatmulCase("float8_1x128", "float8_128x128", epilogue="bias", kernel=float8_blocks_sm90.NAME),
     # FP8 blocks whose scales are powers of two, as MX: dense, groups of rows, along K.
     MatmulCase(POWERS_OF_TWO, POWERS_OF_TWO_SQUARE, kernel="block_scaled_sm100_of_float8_blocks"),
