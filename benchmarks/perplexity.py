@@ -10,9 +10,11 @@ products in bf16. "lost" compares with the model that was trained in bf16 from t
 Rows are means over seeds, which make the weights and draw the data; the last column has each seed's value. Each run has
 a process of its own.
 
-    python -m benchmarks.perplexity [--seeds 0 1 2] [--steps 1000] [--jobs 6] [--out FILE]
+    python -m benchmarks.perplexity [--seeds 0 1 2] [--steps 1000] [--jobs 6]
+        [--gpus 2] [--out FILE]
 """
 
+import itertools
 import json
 import math
 import statistics
@@ -28,21 +30,22 @@ from benchmarks.training_loss import Training, batches, compile_with, in_own_pro
 from fp4compile.cli.demo import Llama
 from fp4compile.weights.buffers import packed_in
 
-SAMPLES, HELD_OUT = 6, 40  # batches
+SAMPLES, HELD_OUT = 6, 20  # batches
 METHODS = [method for method in weight_methods.METHODS if not method[3]]
 LAST = {"the last 10 % in bf16": 0.9, "the last 20 % in bf16": 0.8}
 
 
 def main() -> None:
-    args = training_loss.parser(__doc__, ("switched", "packed")).parse_args()
+    args = training_loss.parser(__doc__, ("packed", "switched")).parse_args()
     if args.one:
         print(json.dumps({"packed": packed, "switched": switched}[args.one](args)))
         return
     with tempfile.TemporaryDirectory() as directory, ThreadPoolExecutor(args.jobs) as pool:
         provide_tokens(args, Path(directory))
         kinds = [kind for kind in args.variants for _ in args.seeds]
-        done = pool.map(lambda kind, seed: in_own_process(kind, seed, 0, args, "benchmarks.perplexity"),
-                        kinds, args.seeds * len(args.variants))  # fmt: skip
+        places = itertools.cycle(range(args.gpus))
+        done = pool.map(lambda kind, seed, place: in_own_process(kind, seed, place, args, "benchmarks.perplexity"),
+                        kinds, args.seeds * len(args.variants), places)  # fmt: skip
         found: dict[str, list[dict[str, float]]] = {}
         for kind, result in zip(kinds, done, strict=True):
             found.setdefault(kind, []).append(result)
