@@ -138,7 +138,7 @@ def test_hessian_takes_the_scale_of_least_error_of_the_outputs(name):
     fmt, x, w = formats.get(name), inputs_of("all", 2000, 64), weights(32, 64)
     known = moments(x)
     data, scales, outer = gptq.quantize(w[None], known, fmt, "hessian", compensate=False)
-    h = gptq._regular(known, fmt)[0]
+    h = gptq._regular(known, fmt.block_cols)[0]
     step, (high, wide) = outer.double() if outer is not None else 1.0, fmt.block
     tried = {"e4m3": E4M3, "e8m0": POWERS}[fmt.scale]
     for r in range(0, 32, high):
