@@ -113,13 +113,14 @@ def squares(x: torch.Tensor) -> torch.Tensor:
     """x^T x of x [tokens, K] in float32, [K, K].
 
     On a GPU, 16-bit numbers are multiplied by 16-bit matrix units, which add in float32: the product of two such
-    numbers needs 22 bits at most, so float32 holds it exactly, and only sums are rounded. Everywhere else a float32
+    numbers has 22 bits at most, so float32 holds it exactly, and only sums are rounded. Everywhere else a float32
     matmul computes it, in the precision of `torch.set_float32_matmul_precision`.
     """
     with torch.autocast(x.device.type, enabled=False):
         if x.is_cuda and (x.dtype == torch.bfloat16 or (x.dtype == torch.float16 and not _sums_in_float16())):
             return torch.mm(x.mT, x, out_dtype=torch.float32)
-        return x.float().mT @ x.float()
+        x = x.float()
+        return x.mT @ x
 
 
 def _sums_in_float16() -> bool:

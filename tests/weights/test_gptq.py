@@ -6,6 +6,8 @@ import warnings
 import pytest
 import torch
 import torch.nn.functional as F
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import fp4compile
 from fp4compile import Recipe
@@ -140,6 +142,21 @@ def test_codes_are_those_of_the_algorithm(name, rule, kind, device):
     torch.testing.assert_close(found, expected.float(), rtol=2.0**-22, atol=0)  # four roundings to float32
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize(("name", "rule"), [
+    ("nvfp4", "mse"), ("nvfp4_16x16", "hessian"), ("mxfp4", "amax"), ("mxfp8", "amax"), ("float8_128x128", "amax"),
+    ("float8_rowwise", "amax"),
+])  # fmt: skip
+def test_the_kernel_has_the_codes_of_the_loop_on_the_same_gpu(name, rule, monkeypatch):
+    w, known = weights(2, 200, 390).cuda(), moments(*[inputs_of("all", 900, 390)] * 2)
+    known, found = gptq.Moments(known.second.cuda(), known.tokens), []
+    for inner in (gptq._compensate, gptq.compensate_by_torch):
+        monkeypatch.setattr(gptq, "_compensate", inner)
+        found.append(gptq.quantize(w, known, formats.get(name), rule, compensate=True))
+    for one, other in zip(*found, strict=True):
+        assert one is other is None or torch.equal(one.view(torch.uint8), other.view(torch.uint8))
+
+
 def test_without_correlations_nothing_is_corrected():
     w = weights(2, 20, 96)
     plain = gptq.Moments(torch.eye(96).expand(2, -1, -1) * torch.tensor([3.0, 1e-20]).view(2, 1, 1), [999, 999])
@@ -206,13 +223,34 @@ def test_second_moments_are_sums_in_float32(dtype, device):
     for 16 tokens. Other units round each product and each sum to 2^-24 of it. Both lose less than 2^-22 a token.
     """
     x = inputs_of("all", 3000, 130).to(dtype)
-    with pytest.MonkeyPatch.context() as patch:  # also where a user lets float16 numbers be added in float16
-        if torch.cuda.is_available():
-            patch.setattr(torch.backends.cuda.matmul, "allow_fp16_accumulation", True)
-        found = hessians.squares(x.to(device))
-    x = x.double()
-    assert found.dtype == torch.float32
-    assert ((found.cpu() - x.T @ x).abs() <= len(x) * 2.0**-22 * (x.abs().T @ x.abs())).all()
+    exact, bound = x.double().T @ x.double(), len(x) * 2.0**-22 * (x.double().abs().T @ x.double().abs())
+    with pytest.MonkeyPatch.context() as patch:
+        for in_float16 in (False, True) if device == "cuda" else [None]:  # whether a user lets them be added in float16
+            if in_float16 is not None:
+                patch.setattr(torch.backends.cuda.matmul, "allow_fp16_accumulation", in_float16)
+            found = hessians.squares(x.to(device)).cpu()
+            assert found.dtype == torch.float32
+            assert ((found - exact).abs() <= bound).all()
+
+
+def test_second_moments_are_computed_by_matmuls_of_16_bit_numbers_on_a_gpu(monkeypatch):
+    class Ops(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            ops.append(func)
+            return func(*args, **(kwargs or {}))
+
+    for dtype, in_float16, expected in (
+        (torch.bfloat16, True, "mm.dtype"),
+        (torch.float16, False, "mm.dtype"),
+        (torch.float16, True, "mm.default"),
+        (torch.float32, False, "mm.default"),
+    ):
+        monkeypatch.setattr(hessians, "_sums_in_float16", lambda value=in_float16: value)
+        ops = []
+        with FakeTensorMode(), Ops():
+            found = hessians.squares(torch.empty(40, 24, dtype=dtype, device="cuda"))
+        assert found.dtype == torch.float32 and found.shape == (24, 24)
+        assert [str(op) for op in ops if "mm" in str(op)] == [f"aten.{expected}"]
 
 
 # ---------------------------------------------------------------- packing
