@@ -23,7 +23,7 @@ def compensate(
 ) -> None:  # fmt: skip
     """Fill `scaled` and `errors`; arguments as in `weights.gptq.compensate_by_torch`.
 
-    strip, scaled and errors are slices along the columns of contiguous tensors, follow of one along both dimensions.
+    strip, scaled and errors are slices along the columns of contiguous tensors; follow has any strides.
     The kernel has a correction for each pair of columns: it is made for strips of 16.
     """
     matrices, columns, rows = strip.shape
@@ -31,7 +31,7 @@ def compensate(
     launch(
         compensate_strip, matrices * ceil_div(rows, ROWS), *views,
         View(follow, tuple(follow.shape), follow.stride()), View.flat(steps.contiguous(), matrices * rows),
-        rows, strip.stride(0), scaled.stride(0), errors.stride(0), *follow.stride()[:2],
+        rows, strip.stride(0), scaled.stride(0), errors.stride(0), *follow.stride(),
         num_warps=1, ELEMENT=fmt.element, COLUMNS=columns, ROWS=ROWS,
     )  # fmt: skip
 
@@ -53,7 +53,7 @@ def nearest_element(y, ELEMENT: tl.constexpr):
 @triton.jit
 def compensate_strip(
     strip_ptr, scaled_ptr, errors_ptr, follow_ptr, steps_ptr, rows, strip_batch, scaled_batch, errors_batch,
-    follow_batch, follow_row, ELEMENT: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr,
+    follow_batch, follow_row, follow_column, ELEMENT: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """Round ROWS rows of a matrix. strip, scaled, errors: [batch, COLUMNS, rows]; follow: [batch, COLUMNS, COLUMNS].
 
@@ -81,7 +81,7 @@ def compensate_strip(
         corrected = ()
         for j in tl.static_range(COLUMNS):
             if j > i:
-                share = tl.load(follow_ptr + i * follow_row + j)
+                share = tl.load(follow_ptr + i * follow_row + j * follow_column)
                 corrected = corrected + (left[j] - tl.fma(share, error, 0.0),)
             else:
                 corrected = corrected + (left[j],)

@@ -19,7 +19,7 @@ def operands(columns, start=16, whole=48):
     weight = torch.randn(2, whole, ROWS, generator=gen) * 2.0 ** torch.randint(-20, 3, (2, whole, 1), generator=gen)
     weight[0, :, :4] = torch.tensor([0.0, 1e-42, 1e30, torch.nan])
     weight[1, start : start + 16, 5] = torch.arange(16) * 0.25  # ties of E2M1
-    follow = torch.randn(2, whole, whole, generator=gen).triu() * 0.3
+    follow = torch.randn(2, whole, whole, generator=gen).tril().mT * 0.3  # columns adjacent, as solvers return it
     steps = 2.0 ** torch.randint(-6, 2, (2, 1, ROWS), generator=gen) * 1.37
     steps[1, 0, 4:8] = torch.tensor([0.0, 1.0, torch.nan, 1e-44])
     strip = slice(start, start + columns)
@@ -62,13 +62,33 @@ def test_compiled_for_hopper(name):
     assert launch.grid == 4 and launch.num_warps == 1
 
 
+@pytest.mark.skipif(INTERPRETING, reason="compiles for a GPU")
+@pytest.mark.parametrize(("name", "rule"), [("nvfp4", "mse"), ("float8_rowwise", "amax")])
+def test_inside_gptq(name, rule, monkeypatch):
+    """In the simulator: every strip of two weights, the last one shorter."""
+    gen = torch.Generator().manual_seed(1)
+    x, weight = torch.randn(200, 150, generator=gen).cumsum(1), torch.randn(2, ROWS, 150, generator=gen)
+    known = gptq.Moments((x.T @ x).expand(2, -1, -1), [200, 200])
+
+    def in_the_simulator(*arguments):
+        with simulator.running():
+            compensate(*arguments)
+
+    found, simulator = [], LaunchSimulator(Target(90))
+    for inner in (gptq.compensate_by_torch, in_the_simulator):
+        monkeypatch.setattr(gptq, "_compensate", inner)
+        found.append(gptq.quantize(weight, known, formats.get(name), rule, compensate=True))
+    assert len(simulator.launches) == 10
+    assert_same_bits(found[1], found[0])
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", ["nvfp4", "mxfp4", "mxfp8", "float8_rowwise"])
 def test_a_large_strip(name):
     """The sizes of a layer, where all programs run at once."""
     gen = torch.Generator().manual_seed(3)
     strip, steps = torch.randn(1, 16, 14336, generator=gen) * 0.02, torch.rand(1, 1, 14336, generator=gen) * 0.01
-    follow, found = torch.randn(1, 16, 16, generator=gen) * 0.2, []
+    follow, found = torch.randn(1, 16, 16, generator=gen).mT * 0.2, []
     for function, device in ((gptq.compensate_by_torch, "cpu"), (compensate, "cuda")):
         given = [one.to(device) for one in (strip.clone(), follow, steps)]
         made = torch.empty_like(given[0]), torch.empty_like(given[0])
