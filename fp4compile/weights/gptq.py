@@ -6,7 +6,8 @@ by the squared error (w - q) H (w - q)^T, summed over the rows of w.
 **GPTQ** (Frantar et al., arXiv:2210.17323) rounds one column of w after the other. The columns that follow make up for
 the error of each: w_j -= (w_i - q_i) U_ij / U_ii, where U is upper triangular and U^T U is the inverse of H. The scales
 of a block are made when its first column is reached, of the block as it is then. Global and row scales are those of the
-original weight. Columns behind the current 128 are corrected once for all 128, by one matmul.
+original weight. Columns behind a strip of 16 are corrected once for all 16, and those behind 128 once for all 128, each
+time by one matmul.
 
 **"hessian"** takes, for each block, the scale of least (w - q) H_b (w - q)^T, where H_b is the part of H of the block's
 columns. It tries the E4M3 numbers from two octaves below to one octave above the scale of the block's largest element;
@@ -19,7 +20,8 @@ tokens than that gets the identity, which means rounding to nearest. A column wh
 it is rounded to nearest, and no other column corrects it.
 
 Tensors have a leading dimension of matrices [E], many of which are computed at once: the experts of a layer, or one
-matrix. All is float32, except for the factors of H, which are float64.
+matrix. All is float32, except for the factors of H, which are float64. Matmuls of float32 have the precision of
+`torch.set_float32_matmul_precision`.
 """
 
 from collections.abc import Callable, Sequence
@@ -116,14 +118,14 @@ def _quantize(
         columns += 0.0  # -0.0 becomes 0.0: the signs of zeros are not defined in a strip
     for start in range(0, columns.shape[1], COLUMNS):
         end = min(start + COLUMNS, columns.shape[1])
-        errors = None if follow is None else torch.empty_like(columns[:, start:end])
+        errors = torch.empty_like(columns[:, start:end])
         for first in range(start, end, length):
             last = min(first + length, end)
             block = columns[:, first:last]
             found = scaling.scales_of(block.mT.contiguous(), matrix[:, first:last, first:last])
             scales += [] if found is None else [found]
             steps = scaling.steps(found, rows)
-            if follow is None or errors is None:
+            if follow is None:
                 scaled[:, first:last] = block / _divisors(steps)
                 continue
             for i in range(first, last, STRIP):
@@ -131,7 +133,7 @@ def _quantize(
                 made = errors[:, i - start : strip.stop - start]
                 _compensate(columns[:, strip], follow[:, strip, strip], steps, fmt, scaled[:, strip], made)
                 columns[:, strip.stop : end].baddbmm_(follow[:, strip, strip.stop : end].mT, made, alpha=-1)
-        if follow is not None and errors is not None and end < columns.shape[1]:
+        if follow is not None and end < columns.shape[1]:
             columns[:, end:].baddbmm_(follow[:, start:end, end:].mT, errors, alpha=-1)
     y = scaled.mT.contiguous()
     data = reference.pack(reference.e2m1_encode(_clamped(y, fmt), y < 0)) if fmt.packed else _cast(y, fmt)

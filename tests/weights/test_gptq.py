@@ -316,6 +316,18 @@ def test_packing_by_batches(monkeypatch):
 
 
 @torch.no_grad()
+@pytest.mark.parametrize("device", DEVICES)
+def test_packing_in_16_bits(device):
+    model, batches, test = attention()
+    model, test = model.to(device, torch.bfloat16), test.to(device, torch.bfloat16)
+    exact, plain = model(test), copy.deepcopy(model)
+    found, _ = packed(model, GPTQ, [batch.to(device, torch.bfloat16) for batch in batches])
+    fp4compile.pack_(plain, GPTQ | {"weight_method": "nearest"})
+    errors = [(one(test) - exact).float().square().sum() for one in (found, plain)]
+    assert errors[0] < 0.85 * errors[1]
+
+
+@torch.no_grad()
 def test_layers_of_equal_inputs_are_factored_once(monkeypatch):
     model, batches, _ = attention()
     factored, cholesky = [], torch.linalg.cholesky
