@@ -29,7 +29,7 @@ def sizes(weight: Weight, model: nn.Module) -> tuple[int, int]:
 def moments_of(
     model: nn.Module, weights: Sequence[Weight], batches: Sequence[Any], progress: bool
 ) -> Iterator[tuple[Weight, Moments]]:
-    """Each weight with the moments of its inputs in the unquantised model.
+    """Each weight with the moments of its inputs in the unquantised model; neighbours of equal inputs share an object.
 
     The model runs over the batches once for each 8 GiB of moments, which are freed before the next ones are collected.
     Raises ValueError for inputs that are not finite.
@@ -43,11 +43,12 @@ def moments_of(
         with torch.no_grad():
             for batch in with_bar(batches, bar):
                 call(watched, batch)
-        collector.last = None
+        collector.last = before = None
         for weight in part:
             found = collector.sums.pop(weight.parameter(model).data_ptr())
             if not found.second.isfinite().all():
                 raise ValueError(f"batches: an input of {weight.names[0]!r} is not finite")
+            before = found = before if before is not None and before.equals(found) else found
             yield weight, found
 
 
@@ -102,12 +103,29 @@ class _Collector:
             moments.tokens[matrix] += rows.shape[0]
 
     def _squares(self, rows: torch.Tensor) -> torch.Tensor:
-        """x^T x in float32, [K, K]. rows: x [tokens, K]."""
+        """`squares`, computed once for the layers that one after the other read the same x."""
         if self.last is None or not _same(self.last[0], rows) or self.last[1] != rows._version:
-            x = rows.float()
-            with torch.autocast(x.device.type, enabled=False):
-                self.last = rows, rows._version, x.mT @ x
+            self.last = rows, rows._version, squares(rows)
         return self.last[2]
+
+
+def squares(x: torch.Tensor) -> torch.Tensor:
+    """x^T x of x [tokens, K] in float32, [K, K].
+
+    On a GPU, 16-bit numbers are multiplied by 16-bit matrix units, which add in float32: the product of two such
+    numbers has 22 bits at most, so float32 holds it exactly, and only sums are rounded. Everywhere else a float32
+    matmul computes it, in the precision of `torch.set_float32_matmul_precision`.
+    """
+    with torch.autocast(x.device.type, enabled=False):
+        if x.is_cuda and (x.dtype == torch.bfloat16 or (x.dtype == torch.float16 and not _sums_in_float16())):
+            return torch.mm(x.mT, x, out_dtype=torch.float32)
+        x = x.float()
+        return x.mT @ x
+
+
+def _sums_in_float16() -> bool:
+    """Whether a user lets matmuls of float16 numbers add in float16."""
+    return torch.backends.cuda.matmul.allow_fp16_accumulation
 
 
 def _same(a: torch.Tensor, b: torch.Tensor) -> bool:

@@ -13,7 +13,7 @@ from fp4compile.recipe.atomic_file import write_atomically
 from fp4compile.weights.buffers import BUFFERS, PackedWeight
 from fp4compile.weights.replacements import Weight
 
-_VERSION = 1  # of the files and of the algorithm whose codes they hold
+_VERSION = 2  # of the files and of the algorithm whose codes they hold
 
 
 class Kept:

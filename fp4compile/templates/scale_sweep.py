@@ -13,7 +13,14 @@ from fp4compile.formats import reference, reference_scales
 from fp4compile.formats.formats import BlockFormat
 from fp4compile.formats.layouts import ceil_div
 from fp4compile.templates.device.block_scales import e4m3_round, encode_scale, reciprocal_e4m3
-from fp4compile.templates.device.elements import INFINITY_BITS, encode_pair, fp8_value, unpack, word_amax
+from fp4compile.templates.device.elements import (
+    INFINITY_BITS,
+    encode_pair,
+    fp8_value,
+    rounded_e2m1,
+    unpack,
+    word_amax,
+)
 from fp4compile.templates.device.memory import load_tile, store_scales, store_units, tile_of
 from fp4compile.templates.device.quick_scales import SIXTH
 from fp4compile.templates.launch import Launch, target_of
@@ -87,19 +94,6 @@ def _sweep(
     grid = source.batch * ceil_div(rows, block_rows) * ceil_div(blocks, tile_blocks)
     Launch(sweep_scales, grid, arguments, constants, num_warps=1).run()
     return outer
-
-
-@triton.jit
-def rounded_e2m1(y, ISA: tl.constexpr):
-    """float32 from 0 to 6, rounded to E2M1, in float32; `elements._e2m1_gather_ptx` explains the second form."""
-    if ISA == 0:
-        fine = (y * 2.0 + 8388608.0 - 8388608.0) * 0.5
-        middle = y + 8388608.0 - 8388608.0
-        coarse = (y * 0.5 + 8388608.0 - 8388608.0) * 2.0
-        return tl.where(y < 2.0, fine, tl.where(y < 4.0, middle, coarse))
-    else:
-        p = tl.maximum(y, 1.25)
-        return tl.fma(p, 4194304.0, tl.fma(p, -4194304.0, y))
 
 
 @triton.jit

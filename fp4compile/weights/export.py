@@ -1,4 +1,4 @@
-"""`export_packed`: write a packed model in the file layout of ModelOpt, compressed-tensors or DeepSeek."""
+"""`export_packed`: write a packed model in the file layout of ModelOpt, compressed-tensors, DeepSeek or gpt-oss."""
 
 import warnings
 from collections.abc import Iterable
@@ -15,7 +15,7 @@ from fp4compile.analysis.module_names import parameter_name
 from fp4compile.formats import formats
 from fp4compile.formats.formats import unknown_name
 from fp4compile.formats.layouts import ceil_div
-from fp4compile.weights.buffers import PackedWeight, packed_in, tensors_to_write
+from fp4compile.weights.buffers import SHARDED, PackedWeight, packed_in, tensors_to_write
 from fp4compile.weights.experts import PackedExperts
 from fp4compile.weights.fused_groups import fused_groups, lost_by_one_scale
 from fp4compile.weights.integration import published_names
@@ -29,6 +29,7 @@ from fp4compile.weights.published.conventions import (
 )
 from fp4compile.weights.published.expert_modules import parts_of
 from fp4compile.weights.published.expert_names import PublishedNames
+from fp4compile.weights.published.gpt_oss import MXFP4, written_experts
 from fp4compile.weights.published.quantization_config import MODELOPT_SCHEMES, POWERS_OF_TWO, Scheme
 from fp4compile.weights.published.shards import Checkpoint, write_checkpoint
 from fp4compile.weights.scale_checks import check_model
@@ -43,34 +44,39 @@ def export_packed(
     layout: "modelopt" or "compressed-tensors", which take NVFP4 with static activation scales or weights only, MXFP8,
         MXFP4 and FP8 with global or row scales, different ones in different layers; compressed-tensors also takes FP8
         in blocks of 128. "fp8": DeepSeek's and transformers', which takes FP8 in blocks of 128 or with global scales,
-        the same in all layers.
+        the same in all layers. "mxfp4": gpt-oss', which takes experts in MXFP4 that the model stores as [experts, in,
+        out]. Its files have no format of activations.
     path: a directory; it is created if there is none.
     max_shard_size: in bytes. A larger model is written in several files with an index.
 
     The directory gets the tensors, hf_quant_config.json (ModelOpt), and config.json with a quantization_config. Codes
     and scales are written unchanged; compressed-tensors' divisors are exact for bf16 and fp16 weights. Packed experts
-    are written one by one. All tensors have the names of published checkpoints where transformers has a mapping for the
-    model.
+    are written one by one, except in "mxfp4". All tensors have the names of published checkpoints where transformers
+    has a mapping for the model.
 
     Raises TypeError if `model` is no module; ValueError for a model without packed layers, for experts without known
     names, for formats that the layout does not have, for NVFP4 activations without a static scale, for packed weights
     that were not finite, for tensors on the meta device, for a bad max_shard_size, and for a directory that has
     safetensors files; OSError where it cannot be written. The next attempt removes any files of an aborted one.
     """
-    if layout not in LAYOUTS:
-        raise ValueError(unknown_name("layout", layout, LAYOUTS))
+    if layout not in (*LAYOUTS, MXFP4):
+        raise ValueError(unknown_name("layout", layout, (*LAYOUTS, MXFP4)))
     if isinstance(max_shard_size, bool) or not isinstance(max_shard_size, int) or max_shard_size < 1:
         raise ValueError(f"max_shard_size: expected a positive number of bytes, got {max_shard_size!r}")
     packed, names, state = packed_in(model), published_names(model), tensors_to_write(model)
-    layers = _layers(packed, LAYOUTS[layout], names, state)
-    _warn_of_groups(layers, LAYOUTS[layout])
+    check_model(packed, state)
     tensors = _plain(packed, names, state)
     matrices = (name for name, tensor in tensors.items() if name.endswith(".weight") and tensor.dim() == 2)
     left = sorted(name.removesuffix(".weight") for name in matrices)
-    for name, layer in layers.items():
-        tensors |= {f"{name}.{suffix}": tensor for suffix, tensor in layer.tensors.items()}
-    schemes = {name: layer.scheme for name, layer in layers.items()}
-    configs = _CONFIGURATIONS[layout](schemes, left)
+    if layout == MXFP4:
+        tensors |= _mxfp4_experts(packed, names, state)
+        configs: dict[str, dict[str, Any]] = {CONFIG: {"quant_method": MXFP4, "modules_to_not_convert": left}}
+    else:
+        layers = _layers(packed, LAYOUTS[layout], names, state)
+        _warn_of_groups(layers, LAYOUTS[layout])
+        for name, layer in layers.items():
+            tensors |= {f"{name}.{suffix}": tensor for suffix, tensor in layer.tensors.items()}
+        configs = _CONFIGURATIONS[layout]({name: layer.scheme for name, layer in layers.items()}, left)
     own: Any = getattr(model, "config", None)
     described = own.to_dict() if hasattr(own, "to_dict") else {}
     configs[CONFIG] = described | {"quantization_config": configs[CONFIG]}
@@ -89,7 +95,6 @@ def _layers(
     packed: dict[str, PackedWeight], layout: Layout, names: PublishedNames, state: dict[str, torch.Tensor]
 ) -> dict[str, _ExportedLayer]:
     """The layers to write, by name: packed layers, and the layers of each expert."""
-    check_model(packed, state)
     found: dict[str, _ExportedLayer] = {}
     for name, module in packed.items():
         if module.in_first:
@@ -99,6 +104,20 @@ def _layers(
             for layer, part in _parts(module, name, names, _buffer(module, name, buffer, state)):
                 stored = _stored(layout, scheme, buffer, part, module.in_features)
                 found.setdefault(layer, _ExportedLayer(scheme, {})).tensors[suffix] = stored
+    return found
+
+
+def _mxfp4_experts(
+    packed: dict[str, PackedWeight], names: PublishedNames, state: dict[str, torch.Tensor]
+) -> dict[str, torch.Tensor]:
+    """The tensors of packed experts in gpt-oss' layout."""
+    found: dict[str, torch.Tensor] = {}
+    for name, module in packed.items():
+        weight = names.source(parameter_name(name)) if isinstance(module, PackedExperts) and module.in_first else None
+        if not isinstance(weight, str) or module.layer_format.weight != "mxfp4" or module.in_features % 32:
+            raise ValueError(f"model: layout 'mxfp4' holds experts [experts, in, out] with weights in mxfp4, of a "
+                             f"multiple of 32 in features; got {name!r}, {module}")  # fmt: skip
+        found |= written_experts(weight, *(_buffer(module, name, part, state) for part in SHARDED))
     return found
 
 

@@ -6,7 +6,8 @@ by the squared error (w - q) H (w - q)^T, summed over the rows of w.
 **GPTQ** (Frantar et al., arXiv:2210.17323) rounds one column of w after the other. The columns that follow make up for
 the error of each: w_j -= (w_i - q_i) U_ij / U_ii, where U is upper triangular and U^T U is the inverse of H. The scales
 of a block are made when its first column is reached, of the block as it is then. Global and row scales are those of the
-original weight. Columns behind the current 128 are corrected once for all 128, by one matmul.
+original weight. Columns behind a strip of 16 are corrected once for all 16, and those behind 128 once for all 128, each
+time by one matmul.
 
 **"hessian"** takes, for each block, the scale of least (w - q) H_b (w - q)^T, where H_b is the part of H of the block's
 columns. It tries the E4M3 numbers from two octaves below to one octave above the scale of the block's largest element;
@@ -19,11 +20,12 @@ tokens than that gets the identity, which means rounding to nearest. A column wh
 it is rounded to nearest, and no other column corrects it.
 
 Tensors have a leading dimension of matrices [E], many of which are computed at once: the experts of a layer, or one
-matrix. All is float32, except for the factors of H, which are float64.
+matrix. All is float32, except for the factors of H, which are float64. Matmuls of float32 have the precision of
+`torch.set_float32_matmul_precision`.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 
 import torch
 import torch.nn.functional as F
@@ -35,6 +37,7 @@ from fp4compile.ops.quantize import QUANTIZE, best_scales
 DAMPENING, SHRINKAGE = 0.01, 0.3
 FEWEST_TOKENS = 16
 COLUMNS = 128  # a multiple of every format's block length
+STRIP = 16  # columns that are rounded in one launch; a divisor of every format's block length
 AT_ONCE = 1 << 27  # elements of the H of matrices that are quantised at once: 1 GiB in float64
 # The scales that "hessian" tries, as distances of bytes from that of the block's largest element.
 _TRIED = {"e4m3": range(-16, 9), "e8m0": range(-2, 2)}
@@ -45,15 +48,33 @@ Quantised = tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]
 
 @dataclass(frozen=True)
 class Moments:
-    """Sums over the inputs x of a weight's matrices: second, of x^T x, float32 [E, K, K]; tokens, their numbers."""
+    """Sums over the inputs x of a weight's matrices: second, of x^T x, float32 [E, K, K]; tokens, their numbers.
+
+    Weights of equal inputs, such as q, k and v, may share an object, whose matrices are then factored once.
+    """
 
     second: torch.Tensor
     tokens: list[int]
+    _made: dict[tuple[Callable, int], torch.Tensor] = field(default_factory=dict, repr=False, compare=False)
 
     @property
     def few(self) -> tuple[int, ...]:
         """The matrices that have too few tokens, and are rounded to nearest."""
         return tuple(i for i, count in enumerate(self.tokens) if count < FEWEST_TOKENS)
+
+    def equals(self, other: "Moments") -> bool:
+        """Whether the sums are those of another weight."""
+        return self.tokens == other.tokens and torch.equal(self.second, other.second)
+
+    def part(self, start: int, end: int) -> "Moments":
+        """The moments of some of the matrices."""
+        return self if end - start >= len(self.tokens) else Moments(self.second[start:end], self.tokens[start:end])
+
+    def once(self, function: "Callable[[Moments, int], torch.Tensor]", multiple: int) -> torch.Tensor:
+        """What a function makes of these moments and of a number, computed at the first call."""
+        if (function, multiple) not in self._made:
+            self._made[function, multiple] = function(self, multiple)
+        return self._made[function, multiple]
 
 
 def quantize(
@@ -74,39 +95,44 @@ def quantize(
         for i in range(0, weight.shape[0], at_once):
             some = weight[i : i + at_once].float()
             scaling = _Scaling.of(some, fmt, rule, amax)
-            matrix = _regular(Moments(moments.second[i : i + at_once], moments.tokens[i : i + at_once]), fmt)
-            found.append(_quantize(some, matrix, scaling, compensate, layout))
+            known = moments.part(i, i + at_once)
+            matrix = known.once(_regular, fmt.block_cols)
+            follow = known.once(_corrections, fmt.block_cols) if compensate else None
+            found.append(_quantize(some, matrix, follow, scaling, layout))
         data, scales, outer = zip(*found, strict=True)
         return _joined(data, 0), *(None if parts[0] is None else _joined(parts, 0) for parts in (scales, outer))
 
 
 def _quantize(
-    weight: torch.Tensor, matrix: torch.Tensor, scaling: "_Scaling", compensate: bool, layout: str
+    weight: torch.Tensor, matrix: torch.Tensor, follow: torch.Tensor | None, scaling: "_Scaling", layout: str
 ) -> Quantised:  # fmt: skip
-    """`quantize` of float32 weights. matrix: H of each, float64 [E, padded K, padded K]."""
+    """`quantize` of float32 weights.
+
+    matrix: H of each, float64 [E, padded K, padded K]. follow: `_corrections` of H; None rounds to nearest.
+    """
     fmt, (rows, k) = scaling.fmt, weight.shape[1:]
     columns = F.pad(weight, (0, matrix.shape[-1] - k)).mT.contiguous()  # [E, padded K, N]
-    follow = _corrections(matrix) if compensate else None
     scaled, scales = torch.empty_like(columns), []
     length = COLUMNS if fmt.scale is None else fmt.block_cols
+    if follow is not None:
+        columns += 0.0  # -0.0 becomes 0.0: the signs of zeros are not defined in a strip
     for start in range(0, columns.shape[1], COLUMNS):
         end = min(start + COLUMNS, columns.shape[1])
-        errors = torch.zeros_like(columns[:, start:end])
+        errors = torch.empty_like(columns[:, start:end])
         for first in range(start, end, length):
             last = min(first + length, end)
             block = columns[:, first:last]
             found = scaling.scales_of(block.mT.contiguous(), matrix[:, first:last, first:last])
             scales += [] if found is None else [found]
             steps = scaling.steps(found, rows)
-            divisors = _divisors(steps)
             if follow is None:
-                scaled[:, first:last] = block / divisors
+                scaled[:, first:last] = block / _divisors(steps)
                 continue
-            for i in range(first, last):
-                scaled[:, i] = y = columns[:, i] / divisors[:, 0]
-                error = columns[:, i] - _rounded(y, fmt) * steps[:, 0]
-                columns[:, i + 1 : end].baddbmm_(follow[:, i, i + 1 : end, None], error[:, None], alpha=-1)
-                errors[:, i - start] = error
+            for i in range(first, last, STRIP):
+                strip = slice(i, min(i + STRIP, last))
+                made = errors[:, i - start : strip.stop - start]
+                _compensate(columns[:, strip], follow[:, strip, strip], steps, fmt, scaled[:, strip], made)
+                columns[:, strip.stop : end].baddbmm_(follow[:, strip, strip.stop : end].mT, made, alpha=-1)
         if follow is not None and end < columns.shape[1]:
             columns[:, end:].baddbmm_(follow[:, start:end, end:].mT, errors, alpha=-1)
     y = scaled.mT.contiguous()
@@ -115,12 +141,42 @@ def _quantize(
     return data.contiguous(), laid_out, scaling.outer
 
 
+def _compensate(
+    strip: torch.Tensor, follow: torch.Tensor, steps: torch.Tensor, fmt: BlockFormat, scaled: torch.Tensor,
+    errors: torch.Tensor,
+) -> None:  # fmt: skip
+    """`compensate_by_torch`, by the Triton kernel on a GPU."""
+    if strip.is_cuda and strip.numel():
+        from fp4compile.templates import compensate  # imports Triton
+
+        compensate.compensate(strip, follow, steps, fmt, scaled, errors)
+    else:
+        compensate_by_torch(strip, follow, steps, fmt, scaled, errors)
+
+
+def compensate_by_torch(
+    strip: torch.Tensor, follow: torch.Tensor, steps: torch.Tensor, fmt: BlockFormat, scaled: torch.Tensor,
+    errors: torch.Tensor,
+) -> None:  # fmt: skip
+    """Round the columns of a strip one after the other, and correct the columns of the strip that follow.
+
+    strip: [E, columns, N]; overwritten. follow: `_corrections` of its columns. steps: [E, 1, N], of each row.
+    scaled, errors: filled with the columns in units of their steps when they are rounded, and with their errors, both
+    of the strip's shape. Each product and each sum is rounded to float32.
+    """
+    divisors = _divisors(steps)[:, 0]
+    for i in range(strip.shape[1]):
+        scaled[:, i] = y = strip[:, i] / divisors
+        errors[:, i] = error = strip[:, i] - _rounded(y, fmt) * steps[:, 0]
+        strip[:, i + 1 :] -= follow[:, i, i + 1 :, None] * error[:, None]
+
+
 # ---------------------------------------------------------------- second moments
 
 
-def _regular(moments: Moments, fmt: BlockFormat) -> torch.Tensor:
-    """H with the addition to its diagonal, float64; columns that pad the weight have only a diagonal."""
-    pad = -moments.second.shape[-1] % fmt.block_cols
+def _regular(moments: Moments, multiple: int) -> torch.Tensor:
+    """H with the addition to its diagonal, float64, padded to a multiple; the padding has only a diagonal."""
+    pad = -moments.second.shape[-1] % multiple
     matrix = F.pad(moments.second.double(), (0, pad, 0, pad))
     matrix[list(moments.few)] = torch.eye(matrix.shape[-1], dtype=matrix.dtype, device=matrix.device)
     diagonal = matrix.diagonal(dim1=-2, dim2=-1)  # a view
@@ -132,11 +188,12 @@ def _regular(moments: Moments, fmt: BlockFormat) -> torch.Tensor:
     return matrix
 
 
-def _corrections(matrix: torch.Tensor) -> torch.Tensor:
-    """U_ij / U_ii of the inverse's factor U [E, K, K], float32.
+def _corrections(moments: Moments, multiple: int) -> torch.Tensor:
+    """U_ij / U_ii of the factor U [E, K, K] of the inverse of H = `_regular`, float32.
 
     H = R R^T with R upper triangular is the Cholesky factor of H in reverse order. U is the inverse of R.
     """
+    matrix = moments.once(_regular, multiple)
     factor = torch.linalg.cholesky(matrix.flip(-2, -1)).flip(-2, -1)
     identity = torch.eye(matrix.shape[-1], dtype=matrix.dtype, device=matrix.device)
     upper = torch.linalg.solve_triangular(factor, identity.expand_as(factor), upper=True)

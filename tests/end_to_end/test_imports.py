@@ -48,7 +48,12 @@ TEMPLATE_ROOMS = (
     ("fp4compile.templates.multiply",),
     ("fp4compile.templates.choose",),
     ("fp4compile.templates.gemm",),
-    ("fp4compile.templates.quantize", "fp4compile.templates.scale_sweep", "fp4compile.templates.problem"),
+    (
+        "fp4compile.templates.quantize",
+        "fp4compile.templates.scale_sweep",
+        "fp4compile.templates.compensate",
+        "fp4compile.templates.problem",
+    ),
     ("fp4compile.templates.launch",),
     ("fp4compile.templates.device",),
 )

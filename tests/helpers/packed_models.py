@@ -4,6 +4,7 @@ import torch
 
 import fp4compile
 from fp4compile.recipe import named
+from fp4compile.weights.buffers import BUFFERS, packed_in
 
 
 class Net(torch.nn.Module):
@@ -28,6 +29,16 @@ STATIC = {"layers.0": 0.002, "layers.1": 0.001}
 def run(model):
     with torch.no_grad():
         return model(TOKENS)
+
+
+def buffers(model):
+    return {(name, part): getattr(layer, part) for name, layer in packed_in(model).items() for part in BUFFERS}
+
+
+def same_codes(one, other):
+    """Whether two models have equal codes and scales in equal places."""
+    a, b = buffers(one), buffers(other)
+    return a.keys() == b.keys() and all(a[k] is b[k] is None or torch.equal(a[k], b[k]) for k in a)
 
 
 def write_packed(model, path, recipe="nvfp4"):

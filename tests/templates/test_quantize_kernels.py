@@ -564,4 +564,6 @@ def test_every_element_rounding_and_every_scale():
 @pytest.mark.skipif(INTERPRETING, reason="is the interpreter")
 def test_in_the_interpreter():
     others = () if OLD_TRITON else ("test_prologue_kernels.py", "test_norm_kernels.py")
-    in_interpreter.assert_passes(__file__, "test_sm100_kernels.py", "test_scale_sweep_kernel.py", *others)
+    in_interpreter.assert_passes(
+        __file__, "test_sm100_kernels.py", "test_scale_sweep_kernel.py", "test_compensate_kernel.py", *others
+    )

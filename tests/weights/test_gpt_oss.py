@@ -9,6 +9,7 @@ from safetensors.torch import save_file
 import fp4compile
 from fp4compile.formats.grouping import Grouping
 from fp4compile.weights.experts import PackedExperts
+from tests.helpers.checkpoints import bits, tensors_of
 from tests.helpers.rewritten import rewritten
 
 transformers = pytest.importorskip("transformers")
@@ -108,6 +109,37 @@ def test_a_single_file_ties_and_files_of_our_own(tmp_path):
     assert all(torch.equal(first, other) for other in others)
     with pytest.raises(ValueError, match="recipe: a file of save_packed says itself"):
         fp4compile.load_packed(model_of(), tmp_path / "ours.safetensors", recipe="mxfp8")
+
+
+def test_what_was_published_is_written_again_bit_for_bit(tmp_path):
+    tensors, model = published(), model_of()
+    (tmp_path / "published").mkdir()
+    fp4compile.load_packed(model, write(tensors, tmp_path / "published"))
+    fp4compile.export_packed(model, tmp_path / "again", "mxfp4")
+    assert bits(tensors_of(tmp_path / "again")) == bits(tensors)
+    config = json.loads((tmp_path / "again" / "config.json").read_text())
+    layers = [f"model.layers.0.{name}" for name in ("mlp.router", *(f"self_attn.{x}_proj" for x in "koqv"))]
+    assert config["quantization_config"] == {
+        "quant_method": "mxfp4", "modules_to_not_convert": ["lm_head", "model.embed_tokens", *layers]
+    }  # fmt: skip
+    read = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "again", dtype=torch.bfloat16)
+    for name, parameter in read.named_parameters():
+        module, _, child = name.rpartition(".")
+        assert torch.equal(parameter, getattr(model.get_submodule(module), child)), name
+
+
+def test_models_that_the_layout_does_not_hold(tmp_path):
+    experts = {"min_n": 1, "min_k": 1, "rules": [("*attn*", "skip")]}
+    for recipe, width, wrong in (
+        (experts | {"fprop_w": "mxfp4", "rules": []}, 96, "q_proj"),
+        (experts | {"fprop_w": "mxfp8"}, 96, "gate_up_proj"),
+        (experts | {"fprop_w": "mxfp4"}, 80, "down_proj"),
+    ):
+        config = transformers.GptOssConfig(**CONFIG | {"intermediate_size": width})
+        model = transformers.GptOssForCausalLM(config)
+        fp4compile.pack_(model, recipe)
+        with pytest.raises(ValueError, match=f"layout 'mxfp4' holds experts .*; got 'model.layers.0.*{wrong}"):
+            fp4compile.export_packed(model, tmp_path / "no", "mxfp4")
 
 
 def test_recipes_and_folders_that_do_not_fit(tmp_path):

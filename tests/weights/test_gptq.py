@@ -6,6 +6,8 @@ import warnings
 import pytest
 import torch
 import torch.nn.functional as F
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import fp4compile
 from fp4compile import Recipe
@@ -13,12 +15,13 @@ from fp4compile.calibration import hessians
 from fp4compile.formats import formats, reference
 from fp4compile.formats.layouts import to_swizzled
 from fp4compile.weights import gptq
-from fp4compile.weights.buffers import BUFFERS, packed_in
+from fp4compile.weights.buffers import packed_in
 from tests.helpers.expert_models import EXPERTS, IDS, OFFS, Forms, K, N, tokens
-from tests.helpers.packed_models import TOKENS, Net, run
+from tests.helpers.packed_models import TOKENS, Net, run, same_codes
 
 E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6], dtype=torch.float64)
 E4M3 = torch.arange(1, 127, dtype=torch.uint8).view(torch.float8_e4m3fn).double()
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 POWERS = 2.0 ** torch.arange(-40, 20, dtype=torch.float64)
 
 
@@ -26,31 +29,44 @@ POWERS = 2.0 ** torch.arange(-40, 20, dtype=torch.float64)
 
 
 def nearest(y, fmt):
-    """The value nearest to y that an element can hold, ties to the even code."""
+    """The values nearest to y that elements can hold, ties to the even code."""
     if fmt.element == "e2m1":
-        distance = (y.abs() - E2M1).abs()
+        distance = (y.abs().unsqueeze(-1) - E2M1).abs()
         even = torch.arange(8) % 2
-        return y.sign() * E2M1[(distance + even * 1e-15).argmin()]
+        return y.sign() * E2M1[(distance + even * 1e-15).argmin(-1)]
     return y.clamp(-fmt.element_max, fmt.element_max).to(fmt.data_dtype).double()
 
 
 def rest(block, step, fmt):
-    values = torch.stack([nearest(x / step, fmt) for x in block])
-    return block - values * step
+    return block - nearest(block / step, fmt) * step
 
 
-def scale_of(block, outer, fmt, rule):
-    """The block scale of a row's block, by the definition of each rule."""
+def scale_of(block, outer, fmt, rule, h):
+    """The block scale of a row's block, by the definition of each rule. h: the part of H of the block's columns."""
+
+    def squared(scale):
+        return rest(block, scale * outer, fmt).square().sum()
+
+    def absolute(scale):
+        return rest(block, scale * outer, fmt).abs().sum()
+
+    def weighted(scale):
+        e = rest(block, scale * outer, fmt)
+        return e @ h @ e
+
     largest = block.abs().max()
     if fmt.scale == "e8m0":
         power = 2.0 ** torch.ceil(torch.log2(largest / fmt.element_max))
-        return power if rule == "amax" else min(POWERS, key=lambda s: (rest(block, s, fmt).square().sum(), s))
+        if rule == "amax":
+            return power
+        return min(POWERS, key=lambda s: ((weighted if rule == "hessian" else squared)(s), s))
     if rule == "amax":
-        return (largest / 6 / outer).clamp(2.0**-6, 448).to(torch.float8_e4m3fn).double()
-    tried = E4M3
-    if rule == "four_over_six":
+        least = 2.0**-6 if fmt.contract == "torchao" else 0
+        return (largest / 6 / outer).clamp(least, 448).to(torch.float8_e4m3fn).double()
+    if rule.startswith("four_over_six"):
         tried = [(largest / n / outer).clamp(2.0**-9, 448).to(torch.float8_e4m3fn).double() for n in (6, 4)]
-    return min(tried, key=lambda s: rest(block, s * outer, fmt).square().sum())
+        return min(tried, key=absolute if rule.endswith("mae") else squared)
+    return min(E4M3, key=weighted if rule == "hessian" else squared)
 
 
 def by_the_algorithm(w, h, tokens, fmt, rule):
@@ -63,16 +79,17 @@ def by_the_algorithm(w, h, tokens, fmt, rule):
     mean = h.diagonal()[live].mean() if live.any() else torch.ones((), dtype=torch.float64)
     h = h + torch.diag(torch.where(live, 0, mean)) + torch.eye(k) * mean * (0.01 + 0.3 * k / max(tokens, 1))
     inverses = [torch.linalg.inv(h[i:, i:]) for i in range(k)]
-    top = w.abs().max()
-    outer = {"amax": top / 2688, "mse": top / 2688, "four_over_six": top / 1536}[rule] if fmt.outer else 1.0
     values, scales = torch.zeros_like(w), []
     for n in range(rows):
         row, step = w[n].clone(), None
+        top = (w[n] if fmt.outer == "row" else w).abs().max()
+        outer = top / {"four_over_six": 1536, "four_over_six_mae": 1536}.get(rule, 2688) if fmt.outer else 1.0
         if fmt.scale is None:
-            step = (w[n].abs().max() if fmt.outer == "row" else top) / fmt.element_max
+            step = top / fmt.element_max
         for i in range(k):
             if fmt.scale is not None and i % fmt.block_cols == 0:
-                scales.append(scale_of(row[i : i + fmt.block_cols], outer, fmt, rule))
+                own = slice(i, i + fmt.block_cols)
+                scales.append(scale_of(row[own], outer, fmt, rule, h[own, own]))
                 step = scales[-1] * outer
             values[n, i] = nearest(row[i] / step, fmt) * step
             row[i:] -= (row[i] - values[n, i]) * inverses[i][0] / inverses[i][0, 0]
@@ -86,7 +103,7 @@ def inputs_of(kind, count=400, k=150):
     if kind == "zero":
         x = x * 0
     elif kind == "dead columns":
-        x[:, [3, 17, 149]] = 0
+        x[:, [3, 17, k - 1]] = 0
     return x[:60] if kind == "fewer than columns" else x
 
 
@@ -99,23 +116,45 @@ def weights(*shape, seed=3):
 
 
 CASES = [
-    ("nvfp4", "amax", "all"), ("nvfp4", "mse", "all"), ("nvfp4", "four_over_six", "all"), ("mxfp4", "amax", "all"),
-    ("mxfp4", "mse", "all"), ("mxfp8", "amax", "all"), ("float8_rowwise", "amax", "all"),
+    ("nvfp4", "amax", "all"), ("nvfp4", "mse", "all"), ("nvfp4", "four_over_six", "all"),
+    ("nvfp4", "four_over_six_mae", "all"), ("nvfp4", "four_over_six_448", "all"), ("nvfp4", "hessian", "all"),
+    ("nvfp4_one_level", "amax", "all"), ("nvfp4_rowwise", "amax", "all"), ("mxfp4", "amax", "all"),
+    ("mxfp4", "mse", "all"), ("mxfp4", "hessian", "all"), ("mxfp8", "amax", "all"), ("float8_rowwise", "amax", "all"),
     ("float8_tensor", "amax", "all"), ("nvfp4", "amax", "zero"), ("nvfp4", "amax", "dead columns"),
-    ("nvfp4", "amax", "fewer than columns"), ("mxfp4", "mse", "dead columns"),
+    ("nvfp4", "amax", "fewer than columns"), ("mxfp4", "mse", "dead columns"), ("nvfp4", "hessian", "dead columns"),
 ]  # fmt: skip
 
 
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(("name", "rule", "kind"), CASES, ids=str)
-def test_codes_are_those_of_the_algorithm(name, rule, kind):
+def test_codes_are_those_of_the_algorithm(name, rule, kind, device):
     fmt, x, w = formats.get(name), inputs_of(kind), weights(3, 150)
-    data, scales, outer = gptq.quantize(w[None], moments(x), fmt, rule, compensate=True)
+    known = gptq.Moments(moments(x).second.to(device), [len(x)])
+    data, scales, outer = (
+        None if part is None else part.cpu()
+        for part in gptq.quantize(w[None].to(device), known, fmt, rule, compensate=True)
+    )
     expected, of_blocks = by_the_algorithm(w.double(), x.double().T @ x.double(), len(x), fmt, rule)
     if of_blocks is not None:
         assert torch.equal(reference.decoded(scales[0], fmt).double(), of_blocks)
     outer = None if outer is None else outer.view(1, -1, 1)
     found = reference.dequantize(data, scales, outer, fmt, 150, torch.float32)[0]
     torch.testing.assert_close(found, expected.float(), rtol=2.0**-22, atol=0)  # four roundings to float32
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("name", "rule"), [
+    ("nvfp4", "mse"), ("nvfp4_16x16", "hessian"), ("mxfp4", "amax"), ("mxfp8", "amax"), ("float8_128x128", "amax"),
+    ("float8_rowwise", "amax"),
+])  # fmt: skip
+def test_the_kernel_has_the_codes_of_the_loop_on_the_same_gpu(name, rule, monkeypatch):
+    w, known = weights(2, 200, 390).cuda(), moments(*[inputs_of("all", 900, 390)] * 2)
+    known, found = gptq.Moments(known.second.cuda(), known.tokens), []
+    for inner in (gptq._compensate, gptq.compensate_by_torch):
+        monkeypatch.setattr(gptq, "_compensate", inner)
+        found.append(gptq.quantize(w, known, formats.get(name), rule, compensate=True))
+    for one, other in zip(*found, strict=True):
+        assert one is other is None or torch.equal(one.view(torch.uint8), other.view(torch.uint8))
 
 
 def test_without_correlations_nothing_is_corrected():
@@ -133,12 +172,15 @@ def test_without_correlations_nothing_is_corrected():
             assert outer is expected.outer is None or torch.equal(outer, expected.outer)
 
 
-@pytest.mark.parametrize("name", ["nvfp4", "nvfp4_one_level", "nvfp4_16x16", "mxfp4"])
-def test_hessian_takes_the_scale_of_least_error_of_the_outputs(name):
-    fmt, x, w = formats.get(name), inputs_of("all", 2000, 64), weights(32, 64)
+@pytest.mark.parametrize(("name", "kind"), [
+    ("nvfp4", "all"), ("nvfp4_one_level", "all"), ("nvfp4_16x16", "all"), ("mxfp4", "all"), ("nvfp4", "zero"),
+    ("mxfp4", "dead columns"), ("nvfp4", "fewer than columns"),
+])  # fmt: skip
+def test_hessian_takes_the_scale_of_least_error_of_the_outputs(name, kind):
+    fmt, x, w = formats.get(name), inputs_of(kind, 2000, 64), weights(32, 64)
     known = moments(x)
     data, scales, outer = gptq.quantize(w[None], known, fmt, "hessian", compensate=False)
-    h = gptq._regular(known, fmt)[0]
+    h = gptq._regular(known, fmt.block_cols)[0]
     step, (high, wide) = outer.double() if outer is not None else 1.0, fmt.block
     tried = {"e4m3": E4M3, "e8m0": POWERS}[fmt.scale]
     for r in range(0, 32, high):
@@ -172,6 +214,45 @@ def test_layouts_parts_and_autocast_change_no_bit():
         assert all(torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for a, b in zip(one, other, strict=True))
 
 
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+def test_second_moments_are_sums_in_float32(dtype, device):
+    """Every product is exact or rounded to float32, and so is every sum.
+
+    Matrix units cut the terms of a sum, 16 products and what was added before, to 2^-23 of the largest one: 17 times
+    for 16 tokens. Other units round each product and each sum to 2^-24 of it. Both lose less than 2^-22 a token.
+    """
+    x = inputs_of("all", 3000, 130).to(dtype)
+    exact, bound = x.double().T @ x.double(), len(x) * 2.0**-22 * (x.double().abs().T @ x.double().abs())
+    with pytest.MonkeyPatch.context() as patch:
+        for in_float16 in (False, True) if device == "cuda" else [None]:  # whether a user lets them be added in float16
+            if in_float16 is not None:
+                patch.setattr(torch.backends.cuda.matmul, "allow_fp16_accumulation", in_float16)
+            found = hessians.squares(x.to(device)).cpu()
+            assert found.dtype == torch.float32
+            assert ((found - exact).abs() <= bound).all()
+
+
+def test_second_moments_are_computed_by_matmuls_of_16_bit_numbers_on_a_gpu(monkeypatch):
+    class Ops(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            ops.append(func)
+            return func(*args, **(kwargs or {}))
+
+    for dtype, in_float16, expected in (
+        (torch.bfloat16, True, "mm.dtype"),
+        (torch.float16, False, "mm.dtype"),
+        (torch.float16, True, "mm.default"),
+        (torch.float32, False, "mm.default"),
+    ):
+        monkeypatch.setattr(hessians, "_sums_in_float16", lambda value=in_float16: value)
+        ops = []
+        with FakeTensorMode(), Ops():
+            found = hessians.squares(torch.empty(40, 24, dtype=dtype, device="cuda"))
+        assert found.dtype == torch.float32 and found.shape == (24, 24)
+        assert [str(op) for op in ops if "mm" in str(op)] == [f"aten.{expected}"]
+
+
 # ---------------------------------------------------------------- packing
 
 
@@ -199,15 +280,6 @@ def packed(model, recipe, batches, **options):
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "batches: fewer than 16 tokens reached 1 weights, such as 'never'")
         return model, fp4compile.pack_(model, recipe, batches=batches, progress=False, **options)
-
-
-def buffers(model):
-    return {(name, part): getattr(layer, part) for name, layer in packed_in(model).items() for part in BUFFERS}
-
-
-def same(one, other):
-    a, b = buffers(one), buffers(other)
-    return a.keys() == b.keys() and all(a[k] is b[k] is None or torch.equal(a[k], b[k]) for k in a)
 
 
 @torch.no_grad()
@@ -238,9 +310,45 @@ def test_packing_by_batches(monkeypatch):
     # Again, in several passes over the batches: the same bits.
     monkeypatch.setattr(hessians, "AT_ONCE", 4 * 96 * 96 * 2)
     again, _ = packed(model, GPTQ, batches)
-    assert same(found, again)
+    assert same_codes(found, again)
     compiled = torch.compile(found, backend=fp4compile.backend(GPTQ))
     assert torch.equal(compiled(test), found(test))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("device", DEVICES)
+def test_packing_in_16_bits(device):
+    model, batches, test = attention()
+    model, test = model.to(device, torch.bfloat16), test.to(device, torch.bfloat16)
+    exact, plain = model(test), copy.deepcopy(model)
+    found, _ = packed(model, GPTQ, [batch.to(device, torch.bfloat16) for batch in batches])
+    fp4compile.pack_(plain, GPTQ | {"weight_method": "nearest"})
+    errors = [(one(test) - exact).float().square().sum() for one in (found, plain)]
+    assert errors[0] < 0.85 * errors[1]
+
+
+@torch.no_grad()
+def test_layers_of_equal_inputs_are_factored_once(monkeypatch):
+    model, batches, _ = attention()
+    factored, cholesky = [], torch.linalg.cholesky
+    monkeypatch.setattr(torch.linalg, "cholesky", lambda h: factored.append(h.shape) or cholesky(h))
+    packed(model, GPTQ, batches)
+    assert factored == [(1, 96, 96), (1, 64, 64), (1, 64, 64)]  # q, k and v; o; never
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("recipe", [GPTQ, {"recipe": "nvfp4_weight_only", "weight_scales": "hessian"}], ids=str)
+def test_a_layer_whose_inputs_are_zero_is_rounded_to_nearest(recipe):
+    torch.manual_seed(5)
+    model = torch.nn.Sequential(torch.nn.Linear(64, 48), torch.nn.ReLU(), torch.nn.Linear(48, 40))
+    model[0].bias.fill_(-1e9)
+    plain, batches = copy.deepcopy(model), [torch.randn(50, 64)]
+    report = fp4compile.pack_(model, recipe, batches=batches, progress=False)
+    fp4compile.pack_(plain, {"recipe": "nvfp4_weight_only", "weight_scales": "mse"})
+    assert {row.note for row in report.rows} == {None}
+    assert torch.equal(model[2].weight_data, plain[2].weight_data)
+    assert torch.equal(model[2].weight_scales, plain[2].weight_scales)
+    assert not torch.equal(model[0].weight_data, plain[0].weight_data)
 
 
 @pytest.mark.parametrize("rule", ["amax", "mse", "four_over_six"])
@@ -261,16 +369,16 @@ def test_files_hold_what_was_packed(tmp_path):
     fp4compile.pack_(model, GPTQ, batches=[TOKENS], progress=False)
     plain = copy.deepcopy(before)
     fp4compile.pack_(plain, GPTQ | {"weight_method": "nearest"}, progress=False)
-    assert not same(model, plain)
+    assert not same_codes(model, plain)
     fp4compile.save_packed(model, tmp_path / "model.safetensors")
     loaded, again = copy.deepcopy(before), copy.deepcopy(before)
     fp4compile.load_packed(loaded, tmp_path / "model.safetensors")
-    assert same(loaded, model) and torch.equal(run(loaded), run(model))
+    assert same_codes(loaded, model) and torch.equal(run(loaded), run(model))
     fp4compile.export_packed(model, tmp_path / "published")
     fp4compile.load_packed(again, tmp_path / "published")
     assert torch.equal(run(again), run(model))
     plain.load_state_dict(model.state_dict())
-    assert same(plain, model)
+    assert same_codes(plain, model)
 
 
 @torch.no_grad()
@@ -322,9 +430,9 @@ def test_an_interrupted_run_goes_on_from_what_it_kept(shared_scales, tmp_path, m
     assert len(list((tmp_path / "codes").iterdir())) == 3
     made.clear()
     found, again = packed(model, GPTQ, batches, **options)
-    assert len(made) == 2 and same(found, expected) and str(again) == str(report)
+    assert len(made) == 2 and same_codes(found, expected) and str(again) == str(report)
     made.clear()
-    assert same(packed(model, GPTQ, batches, **options)[0], expected) and not made
+    assert same_codes(packed(model, GPTQ, batches, **options)[0], expected) and not made
     # Other batches, or another weight anywhere in the model: nothing that was kept fits.
     with pytest.raises(KeyboardInterrupt):
         packed(model, GPTQ, batches[1:], **options)

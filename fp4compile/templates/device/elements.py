@@ -402,6 +402,19 @@ def _portable_run(values, factor, noise, ELEMENT: tl.constexpr):
 
 
 @triton.jit
+def rounded_e2m1(y, ISA: tl.constexpr):
+    """float32 from 0 to 6, rounded to E2M1, in float32; `_e2m1_gather_ptx` explains the second form."""
+    if ISA == 0:
+        fine = (y * 2.0 + 8388608.0 - 8388608.0) * 0.5
+        middle = y + 8388608.0 - 8388608.0
+        coarse = (y * 0.5 + 8388608.0 - 8388608.0) * 2.0
+        return tl.where(y < 2.0, fine, tl.where(y < 4.0, middle, coarse))
+    else:
+        p = tl.maximum(y, 1.25)
+        return tl.fma(p, 4194304.0, tl.fma(p, -4194304.0, y))
+
+
+@triton.jit
 def e2m1_value(code):
     """E2M1 code (int32, upper bits ignored) -> float32.
 

@@ -24,7 +24,7 @@ from fp4compile.formats.layouts import ceil_div
 from fp4compile.formats.reference import NVFP4_MAX
 from fp4compile.recipe import Recipe
 from fp4compile.weights.buffers import LayerFormat
-from fp4compile.weights.published.gpt_oss import has_mxfp4_experts, read_mxfp4_experts
+from fp4compile.weights.published.gpt_oss import MXFP4, has_mxfp4_experts, read_mxfp4_experts
 from fp4compile.weights.published.quantization_config import (
     Scheme,
     Schemes,
@@ -132,7 +132,7 @@ def declared_formats(folder: Path, configs: dict[str, dict[str, Any]]) -> list[s
     described = configs.get(CONFIG, {}).get("quantization_config")
     if described is None and HF_QUANT_CONFIG not in configs:
         return []
-    if isinstance(described, dict) and described.get("quant_method") == "mxfp4":
+    if isinstance(described, dict) and described.get("quant_method") == MXFP4:
         return ["mxfp4 weights of experts, others as they come"]
     try:
         layout, file, config = _recognised(Checkpoint(folder, {}, configs))

@@ -11,6 +11,7 @@ from fp4compile.recipe import Recipe, named
 from fp4compile.weights.published.shards import Contents
 from fp4compile.weights.scale_checks import check_block_scales
 
+MXFP4 = "mxfp4"  # the quant_method of these checkpoints
 _BLOCKS, _SCALES = "_blocks", "_scales"
 
 
@@ -51,6 +52,14 @@ def read_mxfp4_experts(tensors: dict[str, torch.Tensor], recipe: Recipe | None) 
             "in_features": 32 * count, "out_features": outer, "experts": experts, "in_first": True,
         }  # fmt: skip
     return contents
+
+
+def written_experts(weight: str, data: torch.Tensor, scales: torch.Tensor) -> dict[str, torch.Tensor]:
+    """The inverse of `read_mxfp4_experts` for the parameter `weight`: its tensors by name.
+
+    data: [E, N, K / 2]. scales: [E, N, K / 32].
+    """
+    return {weight + _BLOCKS: data.view(*scales.shape, 16), weight + _SCALES: scales.view(torch.uint8)}
 
 
 def _check_mxfp4(weight: str, blocks: torch.Tensor, scales: torch.Tensor) -> None:
