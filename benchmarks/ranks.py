@@ -76,11 +76,16 @@ def _of_a_rank(
 
 def median_time(step: Callable[[], object], args: argparse.Namespace) -> float:
     """The median milliseconds of a step that all ranks run."""
+    return statistics.median(times_of(step, args))
+
+
+def times_of(step: Callable[[], object], args: argparse.Namespace) -> list[float]:
+    """The milliseconds of a step that all ranks run, of each repeat."""
     times = []
     for _ in range(args.repeats):
         dist.barrier()
         times.append(common.step_time(step, args.device))
-    return statistics.median(times)
+    return times
 
 
 def collectives_of(step: Callable[[], object], device: str) -> dict[str, tuple[int, float]]:
