@@ -24,7 +24,7 @@ from torch.fx import Graph, GraphModule, Node
 from fp4compile.analysis.find import parameters_of
 from fp4compile.analysis.gemm import Input
 from fp4compile.analysis.views import view_of
-from fp4compile.formats.epilogue import AMAX, Epilogue
+from fp4compile.formats.epilogue import AMAX, Epilogue, serves_quantize
 from fp4compile.formats.grouping import Grouping
 from fp4compile.ops.matmul import SCALED_MM
 from fp4compile.ops.nodes import ScaledMM, quantise_of, replace_results, scaled_mm_of
@@ -187,6 +187,8 @@ def _may_have_partner(product: Node) -> bool:
 def _pays(product: ScaledMM) -> bool:
     """Whether a kernel of two such matmuls pays that quantises its result to A's format, or finds the amax for that."""
     fmt = product.a.format
+    if not serves_quantize(fmt):
+        return False
     dtype = product.spec.out_dtype
     computed = product.a.outer is not None and product.a.outer.target is operator.getitem  # a result of the quantiser
     end = AMAX if fmt.outer == "tensor" and computed else f"quantize {fmt.name}"

@@ -14,6 +14,7 @@ from fp4compile.ops.matmul import SCALED_MM_RESULTS
 from fp4compile.ops.quantize import QUANTIZE
 from fp4compile.passes.fuse_quantize import fuse_quantize
 from fp4compile.passes.lower import lower
+from fp4compile.recipe.named_recipes import FIELDS
 from fp4compile.templates.choose import Choice, quantized
 from fp4compile.templates.problem import problem_of
 from tests.helpers.absent_gpu import ANY, fused_graph
@@ -102,6 +103,16 @@ def test_compiled_models(recipe, inner, inputs, fused, up, monkeypatch):
     # The input's quantiser, then the quantiser of a result whose amax the product's kernel has found.
     others = [name for one in found.launches if "gemm" not in (name := one.kernel.__name__)]
     assert others == {"quantize": ["quantize_rows"], "amax": ["tensor_amax", "quantize_rows", "quantize_rows"]}[fused]
+
+
+@pytest.mark.parametrize("sm", [100, 120])
+@pytest.mark.parametrize("recipe", FIELDS)
+def test_every_recipe_compiles_an_mlp(recipe, sm, monkeypatch):
+    """Weights of gate and up are joined, or left apart, in every format of the rows that both read."""
+    with pretended(monkeypatch, sm) as launches:
+        model, x = Mlp(1024), torch.empty(256, 512, device=DEVICE, dtype=torch.bfloat16)
+        found = compiled_for(monkeypatch, model, x, recipe, launches)
+    assert {row.module: row.reason for row in found.report.rows} == dict.fromkeys(("gate", "up", "down"))
 
 
 def kept_and_viewed(x, w, v):
