@@ -60,6 +60,10 @@ def pytest_collection_finish():
     gc.set_threshold(20_000, 10, 10)
 
 
+def pytest_unconfigure():
+    gc.unfreeze()  # Triton reports what is not collected at the end
+
+
 _caches = itertools.count()
 
 
