@@ -7,6 +7,8 @@ import torch
 
 from fp4compile import _compat
 from fp4compile.check import machine_code
+from tests.helpers.kernels import INTERPRETING
+from tests.helpers.quantisers import make_tiles_tall
 
 _compile_ahead, _compiled = _compat.compile_ahead, {}
 
@@ -34,6 +36,13 @@ disassemble_once = functools.lru_cache(64)(machine_code.disassemble)  # tests of
 def kernels_compiled_once(monkeypatch):
     monkeypatch.setattr(_compat, "compile_ahead", compile_once)
     monkeypatch.setattr(machine_code, "disassemble", disassemble_once)
+
+
+@pytest.fixture
+def tall_tiles(monkeypatch):
+    """In the interpreter, 16 rows a program; `test_shapes` of each file does small shapes by one."""
+    if INTERPRETING:
+        make_tiles_tall(monkeypatch)
 
 
 @pytest.fixture
