@@ -84,9 +84,9 @@ class Sass:
 
 def disassemble(cubin: bytes) -> Sass:
     """The machine code of a cubin."""
-    encoded = _run(cubin, "nvdisasm", "-c", "-hex", "-ndf")
-    if re.search(r"\bBRX\b", encoded):  # its targets need nvdisasm's slower analysis
-        encoded = _run(cubin, "nvdisasm", "-c", "-hex")
+    instructions = memoryview(cubin)[: len(cubin) // 16 * 16].cast("Q")[::2]  # sections of code are aligned
+    jumps_by_table = any(word & 0xFFF == _BRX for word in instructions)  # its targets need nvdisasm's slower analysis
+    encoded = _run(cubin, "nvdisasm", "-c", "-hex", *() if jumps_by_table else ("-ndf",))
     text = re.sub(r"\n? +/\* 0x[0-9a-f]{16} \*/", "", encoded)
     return Sass(text, _run(cubin, "cuobjdump", "-res-usage"), encoded)
 
@@ -103,6 +103,7 @@ def _run(cubin: bytes, tool: str, *arguments: str) -> str:
     return said
 
 
+_BRX = 0x949  # the lowest 12 bits of an instruction are its opcode
 _WIDTHS = {"U8": 1, "S8": 1, "U16": 2, "S16": 2, "64": 8, "128": 16, "256": 32}
 
 

@@ -19,6 +19,7 @@ from fp4compile import _compat
 from fp4compile.distributed.codes import Direction
 from fp4compile.formats import formats, reference
 from fp4compile.weights.buffers import buffer_shapes
+from tests.helpers import without_codegen
 from tests.helpers.gathered_codes import K, N, gathered, weight
 
 FORMAT = "e4m3:1x64:float32:-:torchao"
@@ -65,7 +66,8 @@ def test_a_compiled_model_multiplies_it():
     assert [(row.left, row.right, row.reason) for row in backend.report.rows] == [(FORMAT, FORMAT, None)] * 2
 
 
-def test_training_quantises_all_three_products():
+def test_training_quantises_all_three_products(monkeypatch):
+    without_codegen.install(monkeypatch)  # `test_a_compiled_model_multiplies_it` has Inductor's code
     roles = [f"{product}_{side}" for product, sides in
              (("fprop", "xw"), ("dgrad", ("dy", "w")), ("wgrad", ("dy", "x"))) for side in sides]  # fmt: skip
     backend = fp4compile.backend(dict.fromkeys(roles, FORMAT) | ANY_SIZE)

@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 import fp4compile
 from fp4compile.formats import formats
 from fp4compile.recipe import Recipe, named, recipes
+from tests.helpers import without_codegen
 from tests.helpers.rewritten import rewritten
 
 DEQUANTISED = "recipe {} leaves {} in high precision, with the forward pass's operand dequantised"
@@ -175,8 +176,9 @@ def test_what_is_saved(name):
     assert codes - 16 <= sum(found.values()) <= codes + 16, found
 
 
-def test_checkpointing_and_autocast():
+def test_checkpointing_and_autocast(monkeypatch):
     """Bits are those without; a block that is recomputed saves nothing but its input."""
+    without_codegen.install(monkeypatch)
     model, recipe, x = Two(torch.float32), recipe_of("nvfp4"), tokens(dtype=torch.float32)
     found = []
     for run in (model, lambda x: checkpoint(model, x, use_reentrant=False)):
@@ -243,6 +245,7 @@ def test_gathered_matrices():
 
 
 def test_switched_off(monkeypatch):
+    without_codegen.install(monkeypatch)
     monkeypatch.setattr(fp4compile.config, "disabled_passes", ("rewrite",))
     function, backend = compiled(model := Two(), recipe_of("mxfp8"))
     gradients(function, model, tokens())

@@ -44,6 +44,7 @@ def test_inference_of_a_family(name, monkeypatch):
 @pytest.mark.slow
 def test_a_family(monkeypatch):
     without_codegen.install(monkeypatch)
+    monkeypatch.setattr(zoo, "NEW_TOKENS", 4)
     family = one_layer_of("GPT-2")
     trained = zoo.training(family)
     assert trained["without gradient"] == [] and trained["cosine"] > 0.8 and trained["share"] > 0.6

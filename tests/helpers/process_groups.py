@@ -63,7 +63,7 @@ def run_ranks(
     """
     context = multiprocessing.get_context(method)
     if method == "forkserver":
-        context.set_forkserver_preload([work.__module__])
+        context.set_forkserver_preload([work.__module__, "tests.helpers.hashed_sources"])
     said = [folder / f"said{rank}" for rank in range(ranks)]
     processes = [
         context.Process(target=_rank, args=(path, dict(os.environ), work, rank, *arguments))

@@ -115,7 +115,7 @@ def import_all() -> None:
     import pytest  # noqa: F401
 
     import fp4compile.cli.main  # noqa: F401
-    from tests.helpers import quiet_compiler
+    from tests.helpers import hashed_sources, quiet_compiler  # noqa: F401
 
     quiet_compiler.leave_out_keys_and_times()
 

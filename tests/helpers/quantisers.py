@@ -1,5 +1,7 @@
 """Quantising by kernels or by the reference, without the op: what tests of kernels call."""
 
+import dataclasses
+
 import torch
 
 from fp4compile.formats import reference
@@ -7,7 +9,7 @@ from fp4compile.formats.formats import BlockFormat
 from fp4compile.formats.grouping import grouping_of
 from fp4compile.formats.prologue import Prologue
 from fp4compile.formats.quantize_spec import QuantizeSpec, holds_values
-from fp4compile.templates.quantize import dequantize, launches
+from fp4compile.templates.quantize import dequantize, launches, row_on_chip
 from tests.helpers.kernels import DEVICE, assert_same_bits
 
 Quantized = launches.Quantized
@@ -60,3 +62,14 @@ def _move_view(x):
     """x on the device with its strides."""
     base = torch.as_strided(x, (x.untyped_storage().size() // x.element_size(),), (1,), 0).to(DEVICE)
     return torch.as_strided(base, x.shape, x.stride(), x.storage_offset())
+
+
+def make_tiles_tall(monkeypatch):
+    """Give a program 16 rows where the kernels have one; rows that several programs share stay as they are."""
+
+    def tall(config):
+        return dataclasses.replace(config, rows=16) if getattr(config, "parts", 1) == 1 else config
+
+    scaled_row_config, dequantize_config = row_on_chip.scaled_row_config, dequantize.dequantize_config
+    monkeypatch.setattr(row_on_chip, "scaled_row_config", lambda *args: tall(scaled_row_config(*args)))
+    monkeypatch.setattr(dequantize, "dequantize_config", lambda block: tall(dequantize_config(block)))

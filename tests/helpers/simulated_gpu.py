@@ -15,10 +15,8 @@ Inductor would time several configurations of its own kernels; the first one is 
 """
 
 import ctypes
-import functools
 import importlib
 import os
-import tempfile
 from collections import Counter
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -40,6 +38,7 @@ from torch._subclasses import FakeTensor
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._triton import has_triton
+from triton import knobs
 
 from fp4compile.check.simulator import LaunchSimulator
 from fp4compile.formats import formats, reference
@@ -56,6 +55,7 @@ from tests.helpers.library_checks import FLOAT4, V1, V2, check, named
 GPU = torch.device("cuda:0")
 # What the package's ops do on a GPU.
 ON_GPU = {**KERNELS, SCALED_MM_OPAQUE: opaque}
+CACHE = knobs.cache.dir
 LIBRARY = {V1: V1, V2: V2, torch.ops.aten._scaled_mm.out: V1, torch.ops.aten._scaled_mm_v2.out: V2}
 
 
@@ -222,13 +222,6 @@ class Gpu:
         return Kernel(self, name, source)
 
 
-@functools.cache
-def _compiled_kernels():
-    """The folder in which Triton finds again what an earlier graph of this process has compiled: Inductor gives each
-    graph an empty one, and many have the same kernels."""
-    return tempfile.TemporaryDirectory()
-
-
 class Kernel:
     """A kernel of a wrapper, compiled for the GPU that is not there."""
 
@@ -236,7 +229,8 @@ class Kernel:
         self.gpu, self.name = gpu, name
         self.kind = "Inductor" if name.startswith("triton_") else "package"
         tuner = getattr(PyCodeCache.load(source), name)
-        with mock.patch.dict(os.environ, TRITON_CACHE_DIR=_compiled_kernels().name):
+        # Triton's own folder: Inductor gives each graph an empty one, and many have the same kernels.
+        with mock.patch.dict(os.environ, TRITON_CACHE_DIR=CACHE):
             result = tuner._precompile_config(tuner.configs[0])
         self.compiled = Compiled.of(result.kernel)
         function, signature = tuner.fn, result.compile_meta["signature"]

@@ -1,9 +1,14 @@
-"""Every kernel is compiled ahead of time once in a process, however many tests look at its code."""
+"""Every kernel is compiled ahead of time, and disassembled, once in a process, however many tests look at its code."""
+
+import functools
 
 import pytest
 import torch
 
 from fp4compile import _compat
+from fp4compile.check import machine_code
+from tests.helpers.kernels import INTERPRETING
+from tests.helpers.quantisers import make_tiles_tall
 
 _compile_ahead, _compiled = _compat.compile_ahead, {}
 
@@ -24,9 +29,20 @@ def compile_once(kernel, args, constants, num_warps, sm, num_stages=3, num_ctas=
     return _compiled[key]
 
 
+disassemble_once = functools.lru_cache(64)(machine_code.disassemble)  # tests of one file follow each other
+
+
 @pytest.fixture(autouse=True)
 def kernels_compiled_once(monkeypatch):
     monkeypatch.setattr(_compat, "compile_ahead", compile_once)
+    monkeypatch.setattr(machine_code, "disassemble", disassemble_once)
+
+
+@pytest.fixture
+def tall_tiles(monkeypatch):
+    """In the interpreter, 16 rows a program; `test_shapes` of each file does small shapes by one."""
+    if INTERPRETING:
+        make_tiles_tall(monkeypatch)
 
 
 @pytest.fixture

@@ -25,6 +25,7 @@ pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
 
 @gpu
+@pytest.mark.usefixtures("tall_tiles")
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("format", [*ROWS, UNBLOCKED[2]])
 def test_hard_inputs_at_once(format, dtype):
@@ -38,6 +39,7 @@ def test_hard_inputs_at_once(format, dtype):
 
 
 @gpu
+@pytest.mark.usefixtures("tall_tiles")
 @pytest.mark.parametrize("format", [*SQUARES, *UNBLOCKED[:2]])
 def test_hard_inputs_one_by_one(format):
     """A NaN is all that is left of its square or tensor."""

@@ -6,7 +6,6 @@ shapes are the smallest that reach every branch, because the interpreter takes a
 every program.
 """
 
-import dataclasses
 from pathlib import Path
 
 import pytest
@@ -21,7 +20,7 @@ from fp4compile.templates.quantize.amax import AmaxConfig
 from tests.helpers import guarded, in_interpreter
 from tests.helpers.hard_inputs import DTYPES, NAMES, TINY_AMAXES, TINY_OUTERS, hard_input, of_amax
 from tests.helpers.kernels import DEVICE, INTERPRETING, OLD_TRITON, assert_same_bits, gpu
-from tests.helpers.quantisers import check_rows, quantize, quantize_both
+from tests.helpers.quantisers import check_rows, make_tiles_tall, quantize, quantize_both
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
@@ -37,23 +36,6 @@ DTYPE_IDS = [str(dtype).removeprefix("torch.") for dtype in DTYPES]
 
 # Rows of every hard input, and their length.
 SHAPE = (4, 96) if INTERPRETING else (33, 1040)
-
-
-@pytest.fixture
-def tall_tiles(monkeypatch):
-    """In the interpreter, 16 rows a program where the kernels have one; `test_shapes` does small shapes by one."""
-    if INTERPRETING:
-        make_tiles_tall(monkeypatch)
-
-
-def make_tiles_tall(monkeypatch):
-    def tall(config):
-        # Rows that several programs share stay as they are.
-        return dataclasses.replace(config, rows=16) if getattr(config, "parts", 1) == 1 else config
-
-    scaled_row_config, dequantize_config = row_on_chip.scaled_row_config, dequantize.dequantize_config
-    monkeypatch.setattr(row_on_chip, "scaled_row_config", lambda *args: tall(scaled_row_config(*args)))
-    monkeypatch.setattr(dequantize, "dequantize_config", lambda block: tall(dequantize_config(block)))
 
 
 @gpu
