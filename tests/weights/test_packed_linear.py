@@ -3,6 +3,7 @@
 import copy
 import io
 import pickle
+import warnings
 
 import pytest
 import torch
@@ -103,10 +104,12 @@ def test_input_that_does_not_fit():
 
 
 @pytest.mark.parametrize("dynamic", [False, True])
-def test_the_checks_break_no_graph(dynamic):
+def test_the_checks_break_no_graph_and_warn_of_nothing(dynamic, monkeypatch):
     model = packed(dtype=torch.float32)
     compiled = torch.compile(model, backend="eager", fullgraph=True, dynamic=dynamic)
-    with torch.no_grad():
+    monkeypatch.setattr(torch._dynamo.utils, "warn_once_cache", set())
+    with torch.no_grad(), warnings.catch_warnings():
+        warnings.filterwarnings("error", "Dynamo detected a call")  # of a function with a cache
         for rows in (2, 5):
             x = torch.randn(rows, 3, 48)
             assert torch.equal(compiled(x), model(x))
