@@ -103,6 +103,18 @@ def test_input_that_does_not_fit():
     assert model[0](input=torch.ones(0, 3, 48, dtype=BF16)).shape == (0, 3, 80)
 
 
+@pytest.mark.parametrize("trained", [False, True])
+def test_a_tangent_is_refused(trained):
+    """Autograd differentiates what the ops do to the codes, or nothing."""
+    model, x = packed(dtype=torch.float32).requires_grad_(trained), torch.randn(3, 48)
+    for forward in (torch.func.jvp, lambda f, x, _: torch.func.jacfwd(f)(*x)):
+        with pytest.raises(NotImplementedError, match="input: a packed layer has no derivatives in forward mode"):
+            forward(model, (x,), (x,))
+    given = dict(model.named_parameters())
+    with pytest.raises(NotImplementedError, match="bias: a packed layer"):
+        torch.func.jvp(lambda given: torch.func.functional_call(model, given, (x,)), (given,), (given,))
+
+
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_the_checks_break_no_graph_and_warn_of_nothing(dynamic, monkeypatch):
     model = packed(dtype=torch.float32)
