@@ -253,9 +253,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--modes", nargs="+", choices=MODES, default=list(MODES), metavar="MODE")
     parser.add_argument("--sm", nargs="+", type=int, choices=GPUS, default=list(GPUS))
     args = parser.parse_args(arguments)
-    warnings.filterwarnings(
-        "ignore", message="(.*quantised nothing|dynamo_pgo|Dynamo detected a call to a `functools.lru_cache)"
-    )
+    warnings.filterwarnings("ignore", message="(.*quantised nothing|dynamo_pgo)")
     rows: list[dict[str, Any]] = []
     launches: list[Launch] = []
     start = time.perf_counter()

@@ -32,7 +32,7 @@ from fp4compile.analysis.selection import feeds_selection
 from fp4compile.analysis.views import NodeView, is_cast, root_of, source_of, swaps_last_two, view_of
 from fp4compile.formats.grouping import Grouping
 from fp4compile.formats.quantize_spec import FLOAT_DTYPES
-from fp4compile.ops.nodes import is_expert_weights, is_gathered, scaled_mm_of
+from fp4compile.ops.nodes import contracted, is_expert_weights, is_gathered, scaled_mm_of
 from fp4compile.ops.quantize import DEQUANTIZE, GATHERED_WEIGHT
 
 aten = torch.ops.aten
@@ -379,10 +379,10 @@ def _feeds_embedding(root: Node) -> bool:
 
 def _packed(node: Node) -> Gemm:
     """The matmul of a `scaled_mm` that the captured graph already had."""
-    x = scaled_mm_of(node).values()
+    x = scaled_mm_of(node)
     *_, m, n = node.meta["val"].shape
     names = tuple(None if each.format is None else each.format.name for each in (x.a, x.b))
-    return Gemm(node, "fprop", _module_of(node), dims=(m, n, x.a.k), forward=node, packed=names)
+    return Gemm(node, "fprop", _module_of(node), dims=(m, n, contracted(node)), forward=node, packed=names)
 
 
 def _unsupported(target: Callable) -> str | None:

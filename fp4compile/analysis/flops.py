@@ -3,6 +3,7 @@
 The formulas are those of `torch.utils.flop_counter`, and more. A symbolic size counts as in the captured call.
 """
 
+import math
 import re
 from collections.abc import Callable
 from typing import Any
@@ -18,7 +19,8 @@ from fp4compile.analysis.gemm import Gemm, Input
 from fp4compile.analysis.matmuls import computed_by
 from fp4compile.analysis.views import root_of
 from fp4compile.formats.grouping import Grouping
-from fp4compile.formats.product_spec import formats_of
+from fp4compile.ops.matmul import SCALED_MM
+from fp4compile.ops.nodes import contracted
 
 aten = torch.ops.aten
 _EXPERTS = re.compile(r"(^|\.)experts(\.|$)")
@@ -34,6 +36,9 @@ def count(node: Node) -> int | None:
     if made is not node:
         both = count(made)
         return None if both is None else both // 2
+    if node.target is SCALED_MM:
+        sizes = [hint(size) for size in (*node.meta["val"].shape, contracted(node))]
+        return None if None in sizes else 2 * math.prod(sizes)
     packet = _packet(node.target)
     formula = _CORRECTED.get(packet) or flop_registry.get(packet) or _formula(node.target)
     if formula is None:
@@ -111,8 +116,6 @@ def _operator_name(target: Any) -> str:
 
 
 def _formula(target: Callable) -> Callable | None:
-    if target is torch.ops.fp4compile.scaled_mm.default:
-        return _packed
     if _packet(target) in _OWN:
         return _OWN[_packet(target)]
     name = _operator_name(target)
@@ -155,13 +158,6 @@ def _convolution_backward(
     """
     *settings, wanted = settings
     return sum(wanted[:2]) * flop_registry[aten.convolution](x, w, None, *settings, out_val=grad)
-
-
-def _packed(*args, out_val: torch.Tensor, **kwargs) -> int:
-    """`scaled_mm`, whose FP4 operands hold two elements a byte."""
-    fmt, _ = formats_of(args[6])
-    packed = fmt is not None and fmt.packed
-    return 2 * out_val.numel() * args[0].shape[-1] * (2 if packed else 1)
 
 
 _OWN = {aten.addbmm: lambda term, a, b, *args, **kwargs: _product(a, b), aten._int_mm: _product}

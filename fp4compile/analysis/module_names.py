@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 _BLOCK = re.compile(r"(?:^|\.)(\d+)(?:\.|$)")
+_GETATTR = re.compile(r", '([^']+)'\)")
 
 # Attributes in which wrappers hold the wrapped module. docs/adapters.md has the libraries and versions.
 _SEGMENTS = {
@@ -139,7 +140,11 @@ def block_of(module: str) -> tuple[str, int] | None:
 
 
 def clean_name(path: str) -> str:
-    """The own name in a text, without the root variable. `Named` is more precise where the module is available."""
+    """The own name in a text, without the root variable. `Named` is more precise where the module is available.
+
+    Dynamo's text for a model that a function closes over is "getattr(G['model'].layers, '0').mlp".
+    """
+    path = _GETATTR.sub(r".\1", path.replace("getattr(", ""))
     _, bracket, rest = path.rpartition("']")
     path = rest.lstrip(".") if bracket else path
     return functools.reduce(Named.child, path.split("."), Named()).name if path else ""

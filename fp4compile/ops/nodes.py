@@ -240,6 +240,14 @@ def scaled_mm_of(node: Node) -> ScaledMM:
     return known[2]
 
 
+def contracted(node: Node) -> Any:
+    """The K of a `scaled_mm` node, without the padding of A's last block where a quantiser made it; may be symbolic."""
+    codes = node.args[0]
+    if codes.target is operator.getitem and codes.args[0].target is QUANTIZE:
+        return quantise_of(codes.args[0]).x.meta["val"].shape[-1]
+    return scaled_mm_of(node).values().a.k
+
+
 def products_of(node: Node) -> list[ScaledMM]:
     """The matmuls of a node whose target is in `PRODUCTS`; several of one A after horizontal fusion."""
     if is_product(node):

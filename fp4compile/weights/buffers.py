@@ -204,7 +204,7 @@ class PackedWeight(nn.Module):
             raise RuntimeError(
                 "weight: this rank has some of its rows; call the module given to fully_shard, or its unshard()"
             )
-        dtype, stored = dtypes_of(self.layer_format.weight)[name]
+        dtype, stored = dtypes_of(self.layer_format.weight, name)
         if tensor.dtype != stored:
             raise TypeError(
                 f"{name}: expected {stored}, got {tensor.dtype}: a loader has cast it. Load without a "
@@ -337,8 +337,8 @@ class PackedWeight(nn.Module):
         state, mine = described(state_dict.get(prefix + _DESCRIPTION)), self.description
         if state is not None and {"scale_rule": mine["scale_rule"]} | state != mine:
             return f"the state is of {state}, the layer is {mine}"
-        for name, dtypes in dtypes_of(self.layer_format.weight).items():
-            given = state_dict.get(prefix + name)
+        for name in BUFFERS:
+            given, dtypes = state_dict.get(prefix + name), dtypes_of(self.layer_format.weight, name)
             # States of earlier versions have floats in the format's dtype.
             if given is not None and given.dtype not in dtypes:
                 return f"{name} is {given.dtype} in the state, the layer has {dtypes[0]}"
@@ -538,12 +538,14 @@ def _uncast(before: torch.Tensor, hidden: torch.Tensor, after: torch.Tensor) -> 
     return after.view(before.dtype)
 
 
-@functools.cache
-def dtypes_of(format: str) -> dict[str, tuple[torch.dtype, torch.dtype]]:
-    """By buffer: the dtype in the format, and the dtype in which the buffer and a file store the tensor."""
+def dtypes_of(format: str, name: str) -> tuple[torch.dtype, torch.dtype]:
+    """Of one of the tensors `BUFFERS`: the dtype in the format, and that in which the buffer and a file store it.
+
+    It has no cache, because Dynamo traces it, and warns of a function with one.
+    """
     fmt = formats.get(format)
-    found = zip(BUFFERS, (fmt.data_dtype, fmt.scale_dtype, torch.float32), strict=True)
-    return {name: (dtype, integer_dtype(dtype) if name in SHARDED else dtype) for name, dtype in found}
+    dtype = {"weight_data": fmt.data_dtype, "weight_scales": fmt.scale_dtype}.get(name, torch.float32)
+    return dtype, integer_dtype(dtype) if name in SHARDED else dtype
 
 
 def buffer_shapes(layer: PackedWeight) -> dict[str, Part]:

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.autograd import forward_ad
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from torch.nn.utils import parametrize
 
@@ -79,7 +80,8 @@ class PackedLayer(PackedWeight):
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """input: [..., in_features], bf16, fp16 or fp32. Returns [..., out_features] in its dtype, or autocast's.
 
-        Raises TypeError for another dtype or if `input` is no dense tensor, ValueError for another last dimension.
+        Raises TypeError for another dtype or if `input` is no dense tensor, ValueError for another last dimension,
+        NotImplementedError for a tangent of forward-mode differentiation.
         """
         self._check(input)
         dtype = autocast_dtype(input.device)
@@ -103,6 +105,10 @@ class PackedLayer(PackedWeight):
         if self.weight_data.is_meta and not input.is_meta:
             raise ValueError("weight: has no values, as where a loader did not find them in its file; load a packed "
                              "model's state, or call fp4compile.load_packed with an unpacked model")  # fmt: skip
+        for name, tensor in (("input", input), ("bias", self.bias)):
+            if tensor is not None and forward_ad.unpack_dual(tensor).tangent is not None:
+                raise NotImplementedError(f"{name}: a packed layer has no derivatives in forward mode (torch.func.jvp, "
+                                          "jacfwd); take them in reverse mode")  # fmt: skip
 
 
 class PackedLinear(PackedLayer, nn.Linear):

@@ -285,10 +285,11 @@ class _Awaited(_Shell):
 
     def __init__(self, packed: PackedWeight, weight: nn.Parameter, bias: nn.Parameter | None):
         super().__init__(weight, bias)
-        shapes, dtypes = buffer_shapes(packed), dtypes_of(packed.layer_format.weight)
+        shapes = buffer_shapes(packed)
         self.missing.update(shapes)
         for name, (shape, _) in shapes.items():
-            self.register_buffer(name, torch.empty(shape, dtype=dtypes[name][1], device="meta"))
+            _, stored = dtypes_of(packed.layer_format.weight, name)
+            self.register_buffer(name, torch.empty(shape, dtype=stored, device="meta"))
 
     def __setattr__(self, name: str, value: Any) -> None:
         if getattr(value, "_is_hf_initialized", False) and name in self.__dict__.get("missing", ()):

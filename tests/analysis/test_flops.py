@@ -160,15 +160,15 @@ def test_convolutions_in_groups(transposed):
     assert rows == [("convolution", once), ("convolution", 2 * once)]
 
 
-@pytest.mark.parametrize("recipe", ["nvfp4", "mxfp8"])
+@pytest.mark.parametrize("recipe", ["nvfp4", "nvfp4_weight_only", "mxfp8", "float8_block", "float8_rowwise"])
 def test_packed_and_integer_products(recipe):
-    model = torch.nn.Sequential(torch.nn.Linear(64, 96), torch.nn.Linear(96, 32))
+    model = torch.nn.Sequential(torch.nn.Linear(72, 96), torch.nn.Linear(96, 32))  # 72: codes are padded to whole blocks
     fp4compile.pack_(model, recipe)
     with torch.no_grad():
-        report = fp4compile.explain(model, torch.randn(5, 64), recipe=recipe)
-        dense = [("dense", 2 * 5 * 64 * 96), ("dense", 2 * 5 * 96 * 32)]
+        report = fp4compile.explain(model, torch.randn(5, 72), recipe=recipe)
+        dense = [("dense", 2 * 5 * 72 * 96), ("dense", 2 * 5 * 96 * 32)]
         assert [(row.category, row.flops) for row in report.rows] == dense
-        assert [(row.m, row.n, row.k) for row in report.rows] == [(5, 96, 64), (5, 32, 96)]
+        assert [(row.m, row.n, row.k) for row in report.rows] == [(5, 96, 72), (5, 32, 96)]
         codes = torch.ones(32, 64, dtype=torch.int8), torch.ones(64, 48, dtype=torch.int8)
         report = fp4compile.explain(lambda a, b: torch._int_mm(a, b), *codes, recipe=recipe)
     assert [(row.category, row.flops) for row in report.rows] == [("other", 2 * 32 * 64 * 48)]

@@ -185,6 +185,7 @@ def test_a_name_that_models_use_too_stays():
     assert [named.path for named, _ in walk(Own())] == ["", "module", "base_model", "model"]
     assert own_names(Own()) == ["module.weight", "base_model.weight", "model.weight"]
     assert clean_name("L['self'].module.base_model.model") == "module.base_model.model"
+    assert clean_name("getattr(getattr(G['model'].layers, '0').experts, '3').up") == "layers.0.experts.3.up"
 
 
 def test_names_in_texts():

@@ -3,6 +3,7 @@
 import copy
 import io
 import pickle
+import warnings
 
 import pytest
 import torch
@@ -102,11 +103,25 @@ def test_input_that_does_not_fit():
     assert model[0](input=torch.ones(0, 3, 48, dtype=BF16)).shape == (0, 3, 80)
 
 
+@pytest.mark.parametrize("trained", [False, True])
+def test_a_tangent_is_refused(trained):
+    """Autograd differentiates what the ops do to the codes, or nothing."""
+    model, x = packed(dtype=torch.float32).requires_grad_(trained), torch.randn(3, 48)
+    for forward in (torch.func.jvp, lambda f, x, _: torch.func.jacfwd(f)(*x)):
+        with pytest.raises(NotImplementedError, match="input: a packed layer has no derivatives in forward mode"):
+            forward(model, (x,), (x,))
+    given = dict(model.named_parameters())
+    with pytest.raises(NotImplementedError, match="bias: a packed layer"):
+        torch.func.jvp(lambda given: torch.func.functional_call(model, given, (x,)), (given,), (given,))
+
+
 @pytest.mark.parametrize("dynamic", [False, True])
-def test_the_checks_break_no_graph(dynamic):
+def test_the_checks_break_no_graph_and_warn_of_nothing(dynamic, monkeypatch):
     model = packed(dtype=torch.float32)
     compiled = torch.compile(model, backend="eager", fullgraph=True, dynamic=dynamic)
-    with torch.no_grad():
+    monkeypatch.setattr(torch._dynamo.utils, "warn_once_cache", set())
+    with torch.no_grad(), warnings.catch_warnings():
+        warnings.filterwarnings("error", "Dynamo detected a call")  # of a function with a cache
         for rows in (2, 5):
             x = torch.randn(rows, 3, 48)
             assert torch.equal(compiled(x), model(x))
