@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from ptxsim.fault import Fault
 from ptxsim.forms import Step, UnknownForm, address_reader, expect, form, reader, registers_of, type_of, writer
 from ptxsim.fragment import Fragment
 from ptxsim.global_memory import Threads, Update
@@ -82,8 +83,10 @@ def _load_in_order(instruction: Instruction, program: Program) -> Step:
         if acquires:
             for at, cluster in zip(addresses.tolist(), clusters.tolist(), strict=True):
                 machine.memory.acquire(at, cluster + machine.first_cluster)
-        found = machine.memory.load(addresses, dtype.itemsize, clusters + machine.first_cluster,
-                                    Threads(machine.clocks, clusters, warps), relaxed=True)  # fmt: skip
+        found, undefined = machine.memory.load(addresses, dtype.itemsize, clusters + machine.first_cluster,
+                                               Threads(machine.clocks, clusters, warps), relaxed=True)  # fmt: skip
+        if undefined is not None:
+            raise Fault("reads global memory that nothing wrote")
         values = np.zeros(fragment.shape, dtype)
         values[lanes] = found.view(dtype)[:, 0]
         write(fragment, values)

@@ -72,6 +72,7 @@ class Mbarriers:
         rows = np.zeros_like(clocks.of(cluster, warp))
         created = (warp, int(clocks.rows[KNOWN, cluster, warp, warp]))
         self.machine.shared.shadow.begin_mbarrier(self._cells(at), cluster, warp)
+        self.machine.shared.define(self._cells(at), None)
         self.machine.shared.data[at : at + _NBYTES] = _OPAQUE
         self.found[at] = Mbarrier(f"{at % self.machine.shared.stride}", count, *clocks.new_barrier(cluster), rows,
                                   created)  # fmt: skip

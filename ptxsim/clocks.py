@@ -10,6 +10,7 @@ copies epochs of generic writes to them (PTX ISA, "async proxy"; confidence high
 from writer to copy, medium that it may be on either side of a barrier).
 """
 
+from collections.abc import Callable
 from typing import TypeVar
 
 import numpy as np
@@ -116,11 +117,14 @@ class Shadow:
 
     Accesses are whole cells. cells: the number of cells, or the shape of an array of them; accesses of asynchronous
     agents name cells by any index into it. read: the last epochs in which warps read a cell, [cells, warps]. Readers
-    that are no warps get an array each when they first read.
+    that are no warps get an array each when they first read. unwritten: called when cells are read, of which some were
+    not written: with the cells, and which of them.
     """
 
-    def __init__(self, cells: int | tuple[int, ...], clocks: Clocks, what: str) -> None:
-        self.clocks, self.what = clocks, what
+    def __init__(
+        self, cells: int | tuple[int, ...], clocks: Clocks, what: str, unwritten: Callable[[Index, np.ndarray], None]
+    ) -> None:
+        self.clocks, self.what, self.unwritten = clocks, what, unwritten
         shape = cells if isinstance(cells, tuple) else (cells,)
         self.writer = np.full(shape, NOBODY, np.int16)
         self.written = np.zeros(shape, np.int32)
@@ -140,12 +144,12 @@ class Shadow:
         writer, written, known = self.writer.take(cells), self.written.take(cells), self.clocks.rows[KNOWN]
         one = _only(writer)
         if one is None:
-            if (writer == NOBODY).any():
-                raise Fault(f"reads {self.what} that nothing wrote")
+            if (nobody := writer == NOBODY).any():
+                self.unwritten(cells, nobody)
             late = written > known[clusters[:, None], warps[:, None], writer]
         else:
             if one == NOBODY:
-                raise Fault(f"reads {self.what} that nothing wrote")
+                self.unwritten(cells, np.ones(cells.shape, bool))
             late = written > known[clusters, warps, one][:, None]
         if late.any():
             raise Fault(f"reads {self.what} that {self._agent(writer[late][0])} wrote, without a wait for it")
@@ -209,7 +213,7 @@ class Shadow:
         one = _only(writer)
         late = written > (rows[FENCED][writer] if one is None else rows[FENCED, one])
         if one == NOBODY or one is None and (writer == NOBODY).any():
-            raise Fault(f"{self._agent(agent)} reads {self.what} that nothing wrote")
+            self.unwritten(cells, writer == NOBODY)
         if late.any():
             first = writer[late][0]
             fence = (written <= rows[KNOWN][writer]).all()

@@ -17,6 +17,7 @@ from ptxsim.clocks import GLOBAL, KNOWN, NOBODY, AnyInt, Clocks
 from ptxsim.fault import Fault
 
 BASE = 1 << 33  # the first address: no 32-bit number is one
+Loaded = tuple[np.ndarray, np.ndarray | None]  # bytes, and which of them nothing wrote; None for none
 _GUARD = 4096  # bytes between tensors
 
 
@@ -156,21 +157,30 @@ class GlobalMemory:
     def load(
         self, addresses: np.ndarray, size: int, clusters: np.ndarray, threads: Threads | None = None,
         relaxed: bool = False,
-    ) -> np.ndarray:  # fmt: skip
-        """The bytes at aligned addresses [threads]: uint8 [threads, size]. clusters: [threads], from 0 on.
+    ) -> Loaded:  # fmt: skip
+        """The bytes at aligned addresses [threads], uint8 [threads, size]. clusters: [threads], from 0 on.
 
         threads: of the access; None for copies. relaxed: whether results of atomic operations need no order.
         """
         tensor, rows = self._rows(addresses, size)
-        if (tensor is None or not tensor.is_complete) and not self.written.reshape(-1, size)[rows].all():
-            raise Fault("reads global memory that nothing wrote")
         if tensor is None or tensor.is_stored:
             stamps = self._stamps_at(rows, size)
             if relaxed:
                 stamps = np.where(stamps & ATOMIC, 0, stamps)
             stamps = self._in_order(stamps, clusters[:, None] + 1, "reads")
             self._check_clocks(stamps, threads, "reads", None)
-        return _bytes(in_units(self.data, size).take(rows))
+        return self._taken(tensor, rows, size)
+
+    def _taken(self, tensor: _Tensor | None, rows: np.ndarray, size: int) -> Loaded:
+        """The bytes of accesses, which are zero where nothing wrote them. Arguments as of `_rows`."""
+        values = _bytes(in_units(self.data, size).take(rows))
+        if tensor is not None and tensor.is_complete:
+            return values, None
+        undefined = ~self.written.reshape(-1, size)[rows]
+        if not undefined.any():
+            return values, None
+        values[undefined] = 0  # matrix units read scales of it, which must be valid codes
+        return values, undefined
 
     def store(
         self, addresses: np.ndarray, values: np.ndarray, clusters: np.ndarray, threads: Threads | None = None
@@ -242,19 +252,17 @@ class GlobalMemory:
 
     # ------------------------------------------------------------ copies and atomic operations
 
-    def copied(self, addresses: np.ndarray, size: int, cluster: int, rows: np.ndarray | None = None) -> np.ndarray:
+    def copied(self, addresses: np.ndarray, size: int, cluster: int, rows: np.ndarray | None = None) -> Loaded:
         """The bytes that a cluster's copy reads at addresses, multiples of `size`: uint8 [addresses, size].
 
         rows: the clocks of the copy's issue; None for a prefetch.
         """
         if not addresses.size:
-            return np.zeros((0, size), np.uint8)
+            return np.zeros((0, size), np.uint8), None
         tensor, places = self._rows(addresses, size)
-        if (tensor is None or not tensor.is_complete) and not self.written.reshape(-1, size)[places].all():
-            raise Fault("a copy reads global memory that nothing wrote")
         if tensor is None or tensor.is_stored:
             self._check_copy(self._stamps_at(places, size), cluster, rows, "a copy reads")
-        return _bytes(in_units(self.data, size).take(places))
+        return self._taken(tensor, places, size)
 
     def copy(self, addresses: np.ndarray, values: np.ndarray, cluster: int, rows: np.ndarray, stamp: int) -> None:
         """Write bytes uint8 [addresses, size] by a cluster's copy at addresses, multiples of `size`.

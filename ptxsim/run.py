@@ -31,6 +31,7 @@ class Kernel:
     program: Program
     steps: list[forms.Step]
     reads: list[frozenset[str]] = field(repr=False)  # the registers of each instruction
+    uses: list[frozenset[str]] = field(repr=False)  # those whose values must not be undefined, as of `registers_used`
     granule: int  # the smallest access to shared memory, in bytes
     order: Order | None = field(repr=False)  # of the basic blocks; None for the layout's
     segments: list[Segment | None] = field(repr=False)  # for each instruction, the compiled run that begins there
@@ -42,7 +43,8 @@ class Kernel:
                  if one.opcode.startswith(("ld.shared", "st.shared"))]  # fmt: skip
         reads = [frozenset(each.name for each in operand_registers(one)) for one in program.instructions]
         steps = catalogue.decode(program)
-        return cls(program, steps, reads, min([4, *sizes]), Order.of(program), segments_of(program, steps))
+        uses = [forms.registers_used(*each) for each in zip(program.instructions, steps, strict=True)]
+        return cls(program, steps, reads, uses, min([4, *sizes]), Order.of(program), segments_of(program, steps))
 
 
 @dataclass(frozen=True)
@@ -226,7 +228,7 @@ class _Turns:
         """Whether a run may be executed as one: it has been before, and no operation under way has its registers."""
         segment.executions += 1
         machine = self.machine
-        if not segment.is_worthwhile or machine.unready:
+        if not segment.is_worthwhile or machine.unready or not machine.undefined.keys().isdisjoint(segment.names):
             return False
         return not machine.products.used_by(fragment.warps, segment.names)
 
@@ -239,16 +241,20 @@ class _Turns:
         if machine.products.registers:
             machine.products.check(fragment.warps, one, kernel.reads[index])
         fragment.at = index
-        if one.guard is None:
-            fragment.running, fragment.whole = fragment.active, fragment.all_active
-        else:
-            guard = fragment.get(one.guard.name)
-            fragment.running = fragment.active & (~guard if one.guard.negated else guard)
-            fragment.whole = fragment.all_active and bool(fragment.running.all())
-            if not fragment.whole and not fragment.running.any():
-                return kernel.steps[index](fragment) if one.opcode in control.BRANCHES else None
-        self.tally.executed.add(index)
+        fragment.running, fragment.whole = fragment.active, fragment.all_active
+        machine.undefined.executing = one
         try:
+            if one.guard is not None:
+                if machine.undefined:
+                    fragment.check_defined([one.guard.name])
+                guard = fragment.get(one.guard.name)
+                fragment.running = fragment.active & (~guard if one.guard.negated else guard)
+                fragment.whole = fragment.all_active and bool(fragment.running.all())
+                if not fragment.whole and not fragment.running.any():
+                    return kernel.steps[index](fragment) if one.opcode in control.BRANCHES else None
+            self.tally.executed.add(index)
+            if machine.undefined:
+                fragment.check_defined(kernel.uses[index])
             return kernel.steps[index](fragment)
         except Fault as fault:
             raise Fault(f"{program.name}, {one}: {fault} (warps {self._name(fragment)})") from None

@@ -12,6 +12,7 @@ from ptxsim.global_memory import GlobalMemory
 from ptxsim.local import LocalMemory
 from ptxsim.parse import Instruction, Program
 from ptxsim.shared import START, SharedMemory
+from ptxsim.undefined import Undefined
 
 LANES = 32
 CARRY = "CC.CF"  # the register that holds the carry of extended arithmetic
@@ -63,6 +64,7 @@ class State:
         warps = clusters * self.warps_of_cluster
         threads = warps * LANES
         self.registers = Registers(program.widths, threads)
+        self.undefined = Undefined(threads)
         self.pc = np.zeros(threads, np.int32)
         self.blocked = np.zeros(warps, bool)
         self.conditions: dict[int, Ready] = {}  # of blocked warps that `wake` does not unblock
@@ -71,7 +73,8 @@ class State:
         self.notes: Counter[str] = Counter()
         self.changed = False  # whether a phase of a barrier, for which conditions wait, has been completed
         self.clocks = Clocks(clusters, self.warps_of_cluster)
-        self.shared = SharedMemory(clusters * program.cluster, shared_bytes, program.cluster, self.clocks, granule)
+        programs = clusters * program.cluster
+        self.shared = SharedMemory(programs, shared_bytes, program.cluster, self.clocks, granule, self.undefined)
         self.local = LocalMemory(threads, program.local)
         # For each cluster: its copies, in any order, and its operations of the tensor pipe, which are in order.
         self.copies: list[list[Callable[[], None]]] = [[] for _ in range(clusters)]
@@ -179,6 +182,7 @@ class State:
 
     def _located(self, one: Instruction, action: Callable[[], None]) -> Callable[[], None]:
         def run() -> None:
+            self.undefined.executing = one
             try:
                 action()
             except Fault as fault:

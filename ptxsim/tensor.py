@@ -37,7 +37,7 @@ from ptxsim.fragment import LANES, Fragment
 from ptxsim.lanes import COLLECTIVE
 from ptxsim.parse import Instruction, Program, Register
 from ptxsim.tensor_issue import group_of, issue
-from ptxsim.tensor_memory import HALF, QUARTER, Region, TensorPipe
+from ptxsim.tensor_memory import HALF, QUARTER, Region, TensorPipe, split_undefined
 from ptxsim.tensor_products import column_of
 
 
@@ -164,19 +164,25 @@ def _load(instruction: Instruction, program: Program) -> Step:
     def step(fragment: Fragment) -> None:
         machine, memory, addresses = fragment.machine, fragment.machine.tensor_memory, address(fragment)
         values = np.zeros((len(into), *fragment.shape), np.uint32)
+        undefined = np.zeros(values.shape, bool)
         for first, warp in _warps(fragment):
-            words = [memory.load(warp, region) for region in regions(fragment, addresses, first, warp)]
-            values[:, first : first + LANES] = np.concatenate(words).T
+            found = regions(fragment, addresses, first, warp)
+            values[:, first : first + LANES] = np.concatenate([memory.load(warp, region) for region in found]).T
             machine.unready.setdefault(warp, set()).update(names)
-        for write, value in zip(writes, values, strict=True):
+            if memory.undefined is not None:
+                undefined[:, first : first + LANES] = np.concatenate([memory.undefined_at(each) for each in found]).T
+        for register, write, value, which in zip(into, writes, values, undefined, strict=True):
             write(fragment, value)
+            fragment.mark(register, which)
         if reduces:
             write_result(fragment, reduced(np.ascontiguousarray(values.T).view(np.float32)))
+            fragment.mark(result, np.any(undefined, 0))
 
     return step
 
 
-@form(*[f"tcgen05.st.sync.aligned.{shape}.x{count}.b32" for shape in _SHAPES_OF_WARPS for count in _COUNTS])
+@form(*[f"tcgen05.st.sync.aligned.32x32b.x{count}.b32" for count in _COUNTS], moved=(1,))
+@form(*[f"tcgen05.st.sync.aligned.16x32bx2.x{count}.b32" for count in _COUNTS], moved=(2,))
 def _store(instruction: Instruction, program: Program) -> Step:
     split = 1 if "16x32bx2" in instruction.opcode else None
     expect(instruction, 3 if split else 2)
@@ -186,11 +192,13 @@ def _store(instruction: Instruction, program: Program) -> Step:
 
     def step(fragment: Fragment) -> None:
         memory, addresses = fragment.machine.tensor_memory, address(fragment)
-        values = np.stack([fragment.every(read(fragment)) for read in reads], 1)
+        values, undefined = np.stack([fragment.every(read(fragment)) for read in reads], 1), fragment.undefined(source)
         for first, warp in _warps(fragment):
             found = regions(fragment, addresses, first, warp)
-            for region, words in zip(found, np.split(values[first : first + LANES], len(found)), strict=True):
-                memory.store(warp, region, words)
+            words = np.split(values[first : first + LANES], len(found))
+            which = split_undefined(None if undefined is None else undefined.T[first : first + LANES], len(found))
+            for each in zip(found, words, which, strict=True):
+                memory.store(warp, *each)
 
     return step
 
@@ -244,8 +252,11 @@ def _copy(instruction: Instruction, program: Program) -> Step:
                 pipe: TensorPipe, column: int = column, matrix: Matrix = matrix, ranks: tuple[int, ...] = ranks
             ) -> None:  # fmt: skip
                 for rank in ranks:
-                    words = pipe.read_matrix(rank, matrix, QUARTER, CHUNK).view(np.uint32)
-                    pipe.write(rank, column, np.tile(words, (4, 1)))
+                    words, undefined = pipe.read_matrix(rank, matrix, QUARTER, CHUNK).view(np.uint32), None
+                    if pipe.has_undefined:
+                        parts = pipe.undefined_matrix(rank, matrix, QUARTER, CHUNK)
+                        undefined = np.tile(np.any(parts.reshape(*words.shape, -1), 2), (4, 1))
+                    pipe.write(rank, column, np.tile(words, (4, 1)), undefined)
 
             begin(copy)
 

@@ -14,6 +14,8 @@ TensorCore operations"; confidence high, unless a line below says less.
   and a dependent one; Triton emits none. Confidence medium.
 """
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from ptxsim.clocks import NOBODY, Index, Shadow
@@ -33,7 +35,8 @@ class TensorMemory:
     """The tensor memory of all programs: words uint32 [programs, 128 lanes, 512 columns].
 
     loads, stores: the numbers of `tcgen05.ld` and `tcgen05.st` that each warp of the machine has executed; they are the
-    epochs of the clock agents of these operations.
+    epochs of the clock agents of these operations. undefined: bool of each word, whether it holds what nothing wrote;
+    None if no word that was read does.
     """
 
     def __init__(self, machine: State) -> None:
@@ -46,6 +49,7 @@ class TensorMemory:
         self.pipes = [TensorPipe(machine, self, cluster) for cluster in range(machine.clusters)]
         self._words: np.ndarray | None = None  # None until a program allocates
         self._shadow: Shadow | None = None
+        self.undefined: np.ndarray | None = None
 
     # ------------------------------------------------------------ allocation
 
@@ -60,7 +64,7 @@ class TensorMemory:
         if self._shadow is None:
             self._words = np.zeros((len(self.allocated), LANES, COLUMNS), np.uint32)
             cells = (len(self.allocated), LANES // HALF, COLUMNS)  # every access has whole ones
-            self._shadow = Shadow(cells, self.machine.clocks, "tensor memory")
+            self._shadow = Shadow(cells, self.machine.clocks, "tensor memory", self._lose)
         mine = self.allocated[program]
         for first in range(COLUMNS - columns, -1, -_UNIT):
             if all(first + columns <= other or other + count <= first for other, count in mine.items()):
@@ -102,11 +106,35 @@ class TensorMemory:
         self._shadow.reads_of_agent(_cells(region), rows, agent, epoch)
         return self._words[region]
 
-    def write(self, region: Region, words: np.ndarray, rows: np.ndarray, agent: int, epoch: int) -> None:
-        """Write words [lanes, columns]; the other arguments as of `read`."""
+    def write(
+        self, region: Region, words: np.ndarray, undefined: np.ndarray | None, rows: np.ndarray, agent: int, epoch: int
+    ) -> None:
+        """Write words [lanes, columns]. undefined: which of them are; None for none. The others as of `read`."""
         assert self._shadow is not None and self._words is not None
         self._shadow.writes_of_agent(_cells(region), rows, agent, epoch)
         self._words[region] = words
+        if undefined is not None:
+            self._undefined()[region] = undefined
+        elif self.undefined is not None:
+            self.undefined[region] = False
+
+    def undefined_at(self, region: Region) -> np.ndarray:
+        """Which words of a region are undefined, [lanes, columns]."""
+        return self._undefined()[region]
+
+    def _undefined(self) -> np.ndarray:
+        if self.undefined is None:
+            self.undefined = np.zeros((len(self.allocated), LANES, COLUMNS), bool)
+        return self.undefined
+
+    def _lose(self, cells: Index, which: np.ndarray) -> None:
+        """Record that cells are read, of which nothing wrote some."""
+        self.machine.undefined.found("tensor memory")
+        assert isinstance(cells, tuple)
+        program, halves, columns = cells
+        assert isinstance(halves, slice)
+        lanes = slice(halves.start * HALF, halves.stop * HALF)
+        self._undefined()[program, lanes, columns] |= np.repeat(which, HALF, axis=0)
 
     # ------------------------------------------------------------ warps
 
@@ -125,12 +153,15 @@ class TensorMemory:
         rows = machine.clocks.of(machine.cluster_of_warp(warp), local)
         return self.read(region, rows, machine.clocks.tensor_loads(local), int(self.loads[warp]))
 
-    def store(self, warp: int, region: Region, words: np.ndarray) -> None:
-        """Store a warp's words [lanes, columns]. The warp's clock holds the store after `wait_stores`."""
+    def store(self, warp: int, region: Region, words: np.ndarray, undefined: np.ndarray | None) -> None:
+        """Store a warp's words [lanes, columns], of which some are undefined, as of `write`.
+
+        The warp's clock holds the store after `wait_stores`.
+        """
         machine, local = self.machine, self.machine.local_warp(warp)
         self.stores[warp] += 1
         rows = machine.clocks.of(machine.cluster_of_warp(warp), local)
-        self.write(region, words, rows, machine.clocks.tensor_stores(local), int(self.stores[warp]))
+        self.write(region, words, undefined, rows, machine.clocks.tensor_stores(local), int(self.stores[warp]))
 
     def wait_loads(self, warp: int) -> None:
         """Record in a warp's clock that its loads are complete."""
@@ -143,6 +174,11 @@ class TensorMemory:
     def _know(self, warp: int, agent: int, epoch: int) -> None:
         machine = self.machine
         machine.clocks.rows[:, machine.cluster_of_warp(warp), machine.local_warp(warp), agent] = epoch
+
+
+def split_undefined(undefined: np.ndarray | None, parts: int) -> Sequence[np.ndarray | None]:
+    """Parts of which words are undefined, all of them None for none."""
+    return [None] * parts if undefined is None else np.split(undefined, parts)
 
 
 def _cells(region: Region) -> Index:
@@ -201,11 +237,34 @@ class TensorPipe:
         return np.concatenate([self.memory.read(region, self.rows, self.agent, self.epoch)
                                for region in self._regions(rank, rows, address, columns)])  # fmt: skip
 
-    def write(self, rank: int, address: int, words: np.ndarray) -> None:
-        """Write words uint32 [rows, columns] of a matrix at an address in tensor memory."""
+    def write(self, rank: int, address: int, words: np.ndarray, undefined: np.ndarray | None) -> None:
+        """Write words uint32 [rows, columns] of a matrix at an address in tensor memory. undefined: of each word."""
         regions = self._regions(rank, len(words), address, words.shape[1])
-        for region, part in zip(regions, np.split(words, len(regions)), strict=True):
-            self.memory.write(region, part, self.rows, self.agent, self.epoch)
+        for region, part, which in zip(
+            regions, np.split(words, len(regions)), split_undefined(undefined, len(regions)), strict=True
+        ):
+            self.memory.write(region, part, which, self.rows, self.agent, self.epoch)
+
+    # ------------------------------------------------------------ what nothing wrote
+
+    @property
+    def has_undefined(self) -> bool:
+        """Whether an operand may be undefined."""
+        return self.machine.shared.undefined is not None or self.memory.undefined is not None
+
+    def undefined_matrix(
+        self, rank: int, matrix: Matrix, rows: int, nbytes: int, used: int = CHUNK, across: bool = False
+    ) -> np.ndarray:  # fmt: skip
+        """Which parts of each row are undefined, bool [rows, parts]: after `read_matrix`, whose arguments these are."""
+        undefined = self.machine.shared.undefined
+        _, cells = self._places[rank, matrix, rows, nbytes, used, across]
+        found = np.zeros(len(cells), bool) if undefined is None else undefined[cells]
+        return found.reshape(rows, -1)
+
+    def undefined_words(self, rank: int, rows: int, address: int, columns: int) -> np.ndarray:
+        """Which words of a matrix in tensor memory are undefined, bool [rows, columns]: after `read`."""
+        regions = self._regions(rank, rows, address, columns)
+        return np.concatenate([self.memory.undefined_at(region) for region in regions])
 
     def _regions(self, rank: int, rows: int, address: int, columns: int) -> list[Region]:
         """The lanes of a matrix's rows: 128 rows in all lanes, 64 rows in half of each quarter."""

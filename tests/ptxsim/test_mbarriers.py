@@ -37,7 +37,8 @@ USED_TWICE = """
     bar.sync 0; // after the end
     st.shared.b32 [%r2], %r1;
     bar.sync 0; // after the writes
-    ld.shared.b32 %r3, [%r9];
+    ld.shared.b32 %r3, [%r9]; ld.param.b64 %rd1, [p0];
+    st.global.b32 [%rd1], %r3;
 """
 # As Triton writes it for a loop that is no specialised warps': of each tile, a copy with an mbarrier of its own.
 MANY = """
