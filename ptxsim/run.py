@@ -55,7 +55,8 @@ class Schedule:
     fastest; with other seeds sometimes only one of them does. strict_loads: whether the use of registers that
     `tcgen05.ld` loads is a fault before `tcgen05.wait::ld`. failing_waits: whether `mbarrier.try_wait` sometimes
     returns false before its phase is complete, as hardware may; else it waits. strict_scopes: whether an arrival of the
-    scope `.cta` at an mbarrier of another program orders nothing; else it does, and is a note. strict_stores: whether
+    scope `.cta` at an mbarrier of another program, and a wait of that scope for it, order nothing; else they do, and
+    are a note. strict_fences: whether `tcgen05.fence` is needed in a kernel that has none. strict_stores: whether
     threads that store several roundings of one number to one address of shared memory are a fault; else a note. most: a
     launch that executes more warp instructions is a fault, because it probably does not end.
     """
@@ -64,6 +65,7 @@ class Schedule:
     strict_loads: bool = False
     failing_waits: bool = False
     strict_scopes: bool = False
+    strict_fences: bool = False
     strict_stores: bool = False
     most: int = 10**10
 
@@ -110,7 +112,8 @@ def run(
     tally, chosen = Tally(), random.Random(schedule.seed)
     clusters = math.prod(shape) // program.cluster
     for first in range(0, clusters, most):
-        machine = Machine(program, memory, arguments, shape, nbytes, kernel.granule, first, min(most, clusters - first))
+        machine = Machine(program, memory, arguments, shape, nbytes, kernel.granule, first, min(most, clusters - first),
+                          schedule.strict_fences or program.has_tensor_fences)  # fmt: skip
         machine.failing_waits = chosen if schedule.failing_waits else None
         machine.strict_scopes, machine.shared.strict = schedule.strict_scopes, schedule.strict_stores
         machine.notes = machine.shared.notes = tally.notes
@@ -294,6 +297,8 @@ class _Turns:
             if barrier.tx:
                 raise Fault(f"{self.program.name}: {barrier.tx} bytes never came to the mbarrier at {barrier.where}")
         machine.tensor_memory.end()
+        if machine.tensor_memory.is_used and not machine.clocks.has_fences:
+            machine.notes["uses of tensor memory in a kernel without tcgen05.fence"] += 1
         copies.end(machine)
         warpgroup.end(machine)
 

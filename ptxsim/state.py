@@ -51,11 +51,12 @@ class State:
 
     registers: by name, an array with an entry for each thread. pc: the index of the next instruction of each thread.
     parameters: the bytes of the kernel's parameters. granule: the smallest access to shared memory, in bytes.
+    has_fences: whether operations on tensor memory are ordered by `tcgen05.fence`.
     """
 
     def __init__(
         self, program: Program, memory: GlobalMemory, arguments: list[int], grid: tuple[int, int, int],
-        shared_bytes: int, granule: int, first_cluster: int, clusters: int,
+        shared_bytes: int, granule: int, first_cluster: int, clusters: int, has_fences: bool,
     ) -> None:  # fmt: skip
         self.program, self.memory = program, memory
         self.clusters, self.first_cluster = clusters, first_cluster
@@ -72,7 +73,7 @@ class State:
         self.strict_scopes = False  # whether arrivals of too small a scope order nothing
         self.notes: Counter[str] = Counter()
         self.changed = False  # whether a phase of a barrier, for which conditions wait, has been completed
-        self.clocks = Clocks(clusters, self.warps_of_cluster)
+        self.clocks = Clocks(clusters, self.warps_of_cluster, has_fences)
         programs = clusters * program.cluster
         self.shared = SharedMemory(programs, shared_bytes, program.cluster, self.clocks, granule, self.undefined)
         self.local = LocalMemory(threads, program.local)

@@ -28,10 +28,11 @@ def issue(fragment: Fragment, pair: bool) -> Iterator[tuple[int, tuple[int, ...]
         if pair and (rank % 2 or machine.program.cluster % 2):
             raise Fault("an instruction for a pair of programs, from a program that is not the first of a pair")
         local = machine.local_warp(warp)
-        rows = machine.clocks.of(cluster, local)
+        rows = machine.clocks.of_tensor(cluster, local, in_pipe=True)
 
         def begin(operation: Operation, cluster: int = cluster, local: int = local, rows: np.ndarray = rows) -> None:
             pipe = machine.tensor_memory.pipes[cluster]
+            pipe.issued[local] += 1
 
             def run() -> None:
                 pipe.begin(local, rows)

@@ -5,16 +5,20 @@ TensorCore operations"; confidence high, unless a line below says less.
 
 - A program that allocates gets its highest free columns, so that a kernel that assumes column 0 is found. An allocation
   that would wait for columns is a fault.
-- An allocation for a pair is one for each of its programs, by a warp of that program.
+- An allocation for a pair is one for each of its programs, by a warp of that program. So are a deallocation and the
+  end of allocations: the first warp waits for the other one (PTX ISA, "Issue granularity"). That both name the same
+  columns, the same place in shared memory and are the same warp of their programs is inferred from "collectively".
 - Operations of the tensor pipe that one thread issues are in order. The PTX ISA guarantees it for copies before
   products, and for products of the same sums and shape. Only newer versions (9.7.18.6.2) guarantee that a copy does
   not overtake a product whose scales it overwrites; kernels of Triton and CUTLASS depend on it. Confidence medium.
 - A commit includes all operations before it of its own thread (PTX ISA, `tcgen05.commit`), and none of others.
-- `tcgen05.fence` changes nothing. The PTX ISA requires one on each side of a barrier between an asynchronous operation
-  and a dependent one; Triton emits none. Confidence medium.
+- `tcgen05.fence`: the PTX ISA requires one on each side of a synchronisation between an operation on tensor memory and
+  one that depends on it; a commit contains the first one. They also order operations of the tensor pipe of two threads,
+  which need not be complete. A kernel without any `tcgen05.fence` is not held to it, as Triton emits none.
 """
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -49,6 +53,7 @@ class TensorMemory:
         self.pipes = [TensorPipe(machine, self, cluster) for cluster in range(machine.clusters)]
         self._words: np.ndarray | None = None  # None until a program allocates
         self._shadow: Shadow | None = None
+        self._waiting: dict[tuple[int, str], tuple[int, tuple[int, ...]]] = {}  # of pairs: a warp and its operands
         self.undefined: np.ndarray | None = None
 
     # ------------------------------------------------------------ allocation
@@ -85,11 +90,32 @@ class TensorMemory:
             raise Fault(f"frees tensor memory in use: {fault}") from None
         del self.allocated[program][address]
 
+    def meet(self, warp: int, instruction: str, operands: tuple[int, ...]) -> None:
+        """Let a warp of the machine wait until a warp of the pair's other program executes the same instruction."""
+        machine, program = self.machine, self.machine.program_of(warp)
+        if machine.program.cluster % 2:
+            raise Fault("an instruction for a pair of programs, which the cluster does not have")
+        other, theirs = self._waiting.pop((program // 2, instruction), (-1, ()))
+        if other < 0:
+            self._waiting[program // 2, instruction] = warp, operands
+            machine.block(warp)
+            return
+        if machine.program_of(other) == program:
+            raise Fault("executed twice by a program before the other one of the pair")
+        if theirs != operands:
+            raise Fault(f"the programs of a pair disagree: {operands} here, and {theirs} there")
+        machine.wake(other)
+
     def end(self) -> None:
         """Check that all programs have freed their memory."""
         left = [program for program, mine in enumerate(self.allocated) if mine]
         if left:
             raise Fault(f"{self.machine.program.name}: programs {left} did not free their tensor memory")
+
+    @property
+    def is_used(self) -> bool:
+        """Whether any program has allocated."""
+        return self._words is not None
 
     # ------------------------------------------------------------ accesses
 
@@ -150,7 +176,7 @@ class TensorMemory:
         """Words that a warp loads, [lanes, columns]. The warp's clock holds the load after `wait_loads`."""
         machine, local = self.machine, self.machine.local_warp(warp)
         self.loads[warp] += 1
-        rows = machine.clocks.of(machine.cluster_of_warp(warp), local)
+        rows = machine.clocks.of_tensor(machine.cluster_of_warp(warp), local, in_pipe=False)
         return self.read(region, rows, machine.clocks.tensor_loads(local), int(self.loads[warp]))
 
     def store(self, warp: int, region: Region, words: np.ndarray, undefined: np.ndarray | None) -> None:
@@ -160,20 +186,20 @@ class TensorMemory:
         """
         machine, local = self.machine, self.machine.local_warp(warp)
         self.stores[warp] += 1
-        rows = machine.clocks.of(machine.cluster_of_warp(warp), local)
+        rows = machine.clocks.of_tensor(machine.cluster_of_warp(warp), local, in_pipe=False)
         self.write(region, words, undefined, rows, machine.clocks.tensor_stores(local), int(self.stores[warp]))
 
     def wait_loads(self, warp: int) -> None:
         """Record in a warp's clock that its loads are complete."""
-        self._know(warp, self.machine.clocks.tensor_loads(self.machine.local_warp(warp)), int(self.loads[warp]))
+        self._know(warp, self.machine.clocks.tensor_loads, self.loads)
 
     def wait_stores(self, warp: int) -> None:
         """Record in a warp's clock that its stores are complete."""
-        self._know(warp, self.machine.clocks.tensor_stores(self.machine.local_warp(warp)), int(self.stores[warp]))
+        self._know(warp, self.machine.clocks.tensor_stores, self.stores)
 
-    def _know(self, warp: int, agent: int, epoch: int) -> None:
-        machine = self.machine
-        machine.clocks.rows[:, machine.cluster_of_warp(warp), machine.local_warp(warp), agent] = epoch
+    def _know(self, warp: int, agent: Callable[[int], int], epochs: np.ndarray) -> None:
+        cluster, local = self.machine.cluster_of_warp(warp), self.machine.local_warp(warp)
+        self.machine.clocks.know_tensor(cluster, local, agent(local), int(epochs[warp]))
 
 
 def split_undefined(undefined: np.ndarray | None, parts: int) -> Sequence[np.ndarray | None]:
@@ -197,6 +223,7 @@ class TensorPipe:
 
     def __init__(self, machine: State, memory: TensorMemory, cluster: int) -> None:
         self.machine, self.memory, self.cluster = machine, memory, cluster
+        self.issued: Counter[int] = Counter()  # the number of each warp's operations
         self._of_warp: dict[int, tuple[np.ndarray, int]] = {}  # rows and epoch
         # Of matrices in shared memory: the units of 16 bytes, and the cells.
         self._places: dict[tuple[int, Matrix, int, int, int, bool], tuple[np.ndarray, np.ndarray]] = {}
