@@ -315,8 +315,8 @@ def _try_wait(instruction: Instruction, program: Program) -> Step:
                 continue
             lane = LANES * i + int(np.argmax(running))
             of_warp = slice(LANES * i, LANES * (i + 1))
-            if (addresses[of_warp][running] != addresses[lane]).any():
-                raise Fault("the threads of a warp wait for several mbarriers")
+            if (addresses[of_warp][running] != addresses[lane]).any() or np.ptp(parities[of_warp][running] & 1):
+                raise Fault("the threads of a warp wait for several mbarriers or phases")
             cluster, local = machine.cluster_of_warp(warp), machine.local_warp(warp)
             at = machine.shared.index(int(addresses[lane]), cluster, 8)
             barrier = machine.mbarriers.seen(at, machine.clocks.of(cluster, local))

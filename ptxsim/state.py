@@ -37,11 +37,11 @@ class Registers(dict[str, np.ndarray]):
         self._widths, self._threads = widths | {CARRY: 1}, threads
 
     def __missing__(self, name: str) -> np.ndarray:
-        bits = self._widths[name]
+        odd = np.arange(self._threads) % 2 == 1  # no bit is right for a whole warp
+        made, bits = odd, self._widths[name]
         if bits > 1:
             made = np.full(self._threads, 0xBADBADBADBADBAD % 2**bits, register_dtype(bits))
-        else:
-            made = np.arange(self._threads) % 2 == 1  # neither true nor false is right for a whole warp
+            made[odd] ^= made.dtype.type(2**bits - 1)
         self[name] = made
         return made
 

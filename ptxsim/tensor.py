@@ -313,7 +313,11 @@ def _commit(instruction: Instruction, program: Program) -> Step:
         masks = np.broadcast_to(0 if mask is None else mask(fragment), fragment.shape)
         for lane, _, begin in issue(fragment, pair=False):
             where = addresses[lane : lane + 1]
-            cluster = machine.cluster_of_warp(int(fragment.warp_of(np.array([lane]))[0]))
+            warp = int(fragment.warp_of(np.array([lane]))[0])
+            cluster = machine.cluster_of_warp(warp)
+            issuers = machine.tensor_memory.pipes[cluster].issuers
+            if issuers.get(machine.local_warp(warp), lane % LANES) != lane % LANES:
+                raise Fault("commits operations that another thread of its warp issued")
             if cast:
                 ranks = np.flatnonzero(int(masks[lane]) >> np.arange(16) & 1)
                 where = machine.shared.address(ranks, int(where[0]) & 0xFFFFFF)

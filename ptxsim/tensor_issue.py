@@ -7,6 +7,7 @@ import numpy as np
 from ptxsim.fault import Fault
 from ptxsim.fragment import Fragment
 from ptxsim.parse import Instruction
+from ptxsim.state import LANES
 from ptxsim.tensor_memory import TensorPipe
 
 Operation = Callable[[TensorPipe], None]
@@ -30,9 +31,12 @@ def issue(fragment: Fragment, pair: bool) -> Iterator[tuple[int, tuple[int, ...]
         local = machine.local_warp(warp)
         rows = machine.clocks.of_tensor(cluster, local, in_pipe=True)
 
-        def begin(operation: Operation, cluster: int = cluster, local: int = local, rows: np.ndarray = rows) -> None:
+        def begin(
+            operation: Operation, cluster: int = cluster, local: int = local, rows: np.ndarray = rows, lane: int = lane
+        ) -> None:
             pipe = machine.tensor_memory.pipes[cluster]
             pipe.issued[local] += 1
+            pipe.issuers[local] = lane % LANES
 
             def run() -> None:
                 pipe.begin(local, rows)

@@ -216,14 +216,15 @@ def _cells(region: Region) -> Index:
 class TensorPipe:
     """The unit that executes the asynchronous `tcgen05` operations of a cluster, in order.
 
-    Only operations that one thread issues are ordered: each warp that issues is an agent of its own. (The elected
-    thread of a warp is taken for the same one at all times.) agent, rows, epoch: of the operation that is executed, the
-    warp's agent, the maximum of the clocks of the warp's issues so far, and the number of the operation.
+    Only operations that one thread issues are ordered: each warp that issues is an agent of its own. (Of several
+    threads of a warp only commits are told apart.) agent, rows, epoch: of the operation that is executed, the warp's
+    agent, the maximum of the clocks of the warp's issues so far, and the number of the operation.
     """
 
     def __init__(self, machine: State, memory: TensorMemory, cluster: int) -> None:
         self.machine, self.memory, self.cluster = machine, memory, cluster
         self.issued: Counter[int] = Counter()  # the number of each warp's operations
+        self.issuers: dict[int, int] = {}  # and the lane of the latest one
         self._of_warp: dict[int, tuple[np.ndarray, int]] = {}  # rows and epoch
         # Of matrices in shared memory: the units of 16 bytes, and the cells.
         self._places: dict[tuple[int, Matrix, int, int, int, bool], tuple[np.ndarray, np.ndarray]] = {}
