@@ -187,19 +187,23 @@ def _load(instruction: Instruction, program: Program) -> Step:
     def step(fragment: Fragment) -> None:
         machine, memory, addresses = fragment.machine, fragment.machine.tensor_memory, address(fragment)
         values = np.zeros((len(into), *fragment.shape), np.uint32)
-        undefined = np.zeros(values.shape, bool)
         for first, warp in _warps(fragment):
-            found = regions(fragment, addresses, first, warp)
-            values[:, first : first + LANES] = np.concatenate([memory.load(warp, region) for region in found]).T
+            words = [memory.load(warp, region) for region in regions(fragment, addresses, first, warp)]
+            values[:, first : first + LANES] = np.concatenate(words).T
             machine.unready.setdefault(warp, set()).update(names)
-            if memory.undefined is not None:
-                undefined[:, first : first + LANES] = np.concatenate([memory.undefined_at(each) for each in found]).T
-        for register, write, value, which in zip(into, writes, values, undefined, strict=True):
+        for write, value in zip(writes, values, strict=True):
             write(fragment, value)
-            fragment.mark(register, which)
         if reduces:
             write_result(fragment, reduced(np.ascontiguousarray(values.T).view(np.float32)))
-            fragment.mark(result, np.any(undefined, 0))
+        if memory.undefined is not None:
+            undefined = np.zeros(values.shape, bool)
+            for first, warp in _warps(fragment):
+                found = [memory.undefined_at(each) for each in regions(fragment, addresses, first, warp)]
+                undefined[:, first : first + LANES] = np.concatenate(found).T
+            for register, which in zip(into, undefined, strict=True):
+                fragment.mark(register, which)
+            if reduces:
+                fragment.mark(result, np.any(undefined, 0))
 
     return step
 
