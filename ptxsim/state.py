@@ -35,14 +35,15 @@ class Registers(dict[str, np.ndarray]):
     def __init__(self, widths: dict[str, int], threads: int) -> None:
         super().__init__()
         self._widths, self._threads = widths | {CARRY: 1}, threads
+        self._contents: dict[int, np.ndarray] = {}  # of a register that nothing wrote, by its bits
 
     def __missing__(self, name: str) -> np.ndarray:
-        odd = np.arange(self._threads) % 2 == 1  # no bit is right for a whole warp
-        made, bits = odd, self._widths[name]
-        if bits > 1:
-            made = np.full(self._threads, 0xBADBADBADBADBAD % 2**bits, register_dtype(bits))
-            made[odd] ^= made.dtype.type(2**bits - 1)
-        self[name] = made
+        bits = self._widths[name]
+        if bits not in self._contents:  # no bit is right for a whole warp
+            number = 0xBADBADBADBADBAD % 2**bits
+            both = np.array([number, number ^ 2**bits - 1], register_dtype(bits))
+            self._contents[bits] = np.tile(both, self._threads // 2)
+        made = self[name] = self._contents[bits].copy()
         return made
 
 
