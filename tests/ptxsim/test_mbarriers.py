@@ -76,6 +76,7 @@ def test_as_it_should_be(body, seed):
     [
         (ONE_WAITS, "bar.sync 0; // of all", "", "ends while something may arrive or wait there|there is no mbarrier"),
         (MANY, "bar.sync 0; // after the reads", "", "may be reading|ends while something|there is no mbarrier"),
+        (ONE_WAITS, "[%r9], 0;", "[%r9], %r1;", "the threads of a warp wait for several mbarriers or phases"),
         (ONE_WAITS, "_, [%r9];", "_, [%r9], 2;", "more arrivals at the mbarrier at .* than its 1"),
         (COMMIT, "    mbarrier.try_wait.parity.shared::cta.b64 %p3, [%r9], 0;\n", "",
          "may arrive or wait there"),

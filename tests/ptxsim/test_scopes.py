@@ -184,6 +184,15 @@ def test_loads_behind_a_commit_take_a_fence():
     finds(edited(body, ("WAIT:\n", AFTER + "WAIT:\n")), content)  # too early
 
 
+def test_a_kernel_without_fences_is_noted():
+    body, content, _ = plain_case()
+    for text, noted in ((body, True), (edited(body, BEHIND_COMMIT), False)):
+        memory = GlobalMemory()
+        addresses = [memory.allocate(content.size, content), memory.allocate(4 * 128 * 64)]
+        notes = run(Kernel.of(parse(module(text, 128, 2))), memory, addresses, 1, 1024 + content.size).notes
+        assert ("uses of tensor memory in a kernel without tcgen05.fence" in notes) == noted
+
+
 def test_stores_before_a_barrier_take_both_fences():
     body, content, expected = in_tensor_memory_case()
     stored = "    tcgen05.wait::st.sync.aligned;\n    bar.sync 0;\n    mov.pred %p4, -1;"

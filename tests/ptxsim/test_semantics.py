@@ -74,11 +74,18 @@ def test_a_bulk_store_is_read_after_a_wait_for_its_writes():
 # ---------------------------------------------------------------- the tensor pipe
 
 
-def test_a_commit_covers_the_operations_of_its_own_thread():
+@pytest.mark.parametrize("thread, what", [
+    (32, "that the tensor pipe wrote, without a wait"),
+    (1, "commits operations that another thread of its warp issued"),
+])  # fmt: skip
+def test_a_commit_covers_the_operations_of_its_own_thread(thread, what):
     body, content, _ = plain_case()
     commit = "    tcgen05.commit.cta_group::1.mbarrier::arrive::one.shared::cluster.b64 [%r5];\nDONE:\n"
-    other = "DONE:\n    bar.sync 1;\n    setp.eq.u32 %p7, %r1, 32;\n    @%p7 " + commit.removesuffix("DONE:\n").strip()
-    found(edited(body, (commit, other + "\n")), content, "that the tensor pipe wrote, without a wait")
+    other = (
+        f"DONE:\n    bar.sync 1;\n    setp.eq.u32 %p7, %r1, {thread};\n    @%p7 "
+        + commit.removesuffix("DONE:\n").strip()
+    )
+    found(edited(body, (commit, other + "\n")), content, what)
 
 
 def test_a_copy_of_scales_by_another_thread_is_unordered():
