@@ -2,8 +2,8 @@
 
 from ptxsim.fault import Fault
 from ptxsim.forms import UnknownForm
-from ptxsim.kernel_launch import Compiled, Simulator
+from ptxsim.kernel_launch import Apart, Compiled, Simulator
 from ptxsim.run import LOCKSTEP, Schedule
 from ptxsim.virtual_gpu import gpu
 
-__all__ = ["LOCKSTEP", "Compiled", "Fault", "Schedule", "Simulator", "UnknownForm", "gpu"]
+__all__ = ["LOCKSTEP", "Apart", "Compiled", "Fault", "Schedule", "Simulator", "UnknownForm", "gpu"]

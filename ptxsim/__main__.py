@@ -39,7 +39,8 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--meta", type=Path, help="of PTX: a file with the launch")
     parser.add_argument("--list-forms", action="store_true", help="of PTX: only list its unknown forms")
     given = parser.parse_args(arguments)
-    schedule = Schedule(given.seed, given.strict, given.failing_waits, given.strict, given.strict)
+    strict = dict.fromkeys(("strict_loads", "strict_scopes", "strict_fences", "strict_stores"), given.strict)
+    schedule = Schedule(given.seed, failing_waits=given.failing_waits, **strict)
     path, _, function = given.file.partition("::")
     if not Path(path).is_file():
         parser.error(f"file: there is no {path}")

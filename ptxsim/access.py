@@ -94,9 +94,13 @@ def _load(instruction: Instruction, program: Program) -> Step:
             addresses, clusters = addresses[running], clusters[running]
         if shared:
             found = machine.shared.load(addresses, nbytes * count, clusters, *_threads(fragment))
+            undefined = machine.shared.undefined_at(addresses, clusters, nbytes * count)
         else:
             threads = Threads(machine.clocks, clusters, _threads(fragment)[0])
-            found = machine.memory.load(addresses, nbytes * count, clusters + machine.first_cluster, threads, relaxed)
+            cluster = clusters + machine.first_cluster
+            found, undefined = machine.memory.load(addresses, nbytes * count, cluster, threads, relaxed)
+            if undefined is not None:
+                machine.undefined.found("global memory")
         values = found.view(dtype)  # [threads, count]
         for i, write in enumerate(writes):
             column = values[:, i]
@@ -104,11 +108,14 @@ def _load(instruction: Instruction, program: Program) -> Step:
                 column = np.zeros(fragment.shape, dtype)
                 column[running] = values[:, i]
             write(fragment, column)
+            if undefined is not None:
+                fragment.mark_running(into[i], np.any(undefined.reshape(len(found), count, -1)[:, i], 1))
 
     return step
 
 
-@form(*_opcodes("st"), *_opcodes("st.volatile"))
+@form(*_opcodes("st", _SPACES[:1]), *_opcodes("st.volatile", _SPACES[:1]))
+@form(*_opcodes("st", _SPACES[1:]), *_opcodes("st.volatile", _SPACES[1:]), moved=(1,))
 def _store(instruction: Instruction, program: Program) -> Step:
     expect(instruction, 2)
     shared, kind, nbytes, count = _shape(instruction.opcode)
@@ -128,7 +135,10 @@ def _store(instruction: Instruction, program: Program) -> Step:
             addresses, clusters, columns = addresses[running], clusters[running], columns[running]
         rows = np.ascontiguousarray(columns).view(np.uint8)
         if shared:
-            machine.shared.store(addresses, rows, clusters, *_threads(fragment))
+            undefined = fragment.undefined(values)
+            if undefined is not None:
+                undefined = np.repeat(undefined.T[running], nbytes, axis=1)
+            machine.shared.store(addresses, rows, clusters, *_threads(fragment), undefined)
         else:
             threads = Threads(machine.clocks, clusters, _threads(fragment)[0])
             machine.memory.store(addresses, rows, clusters + machine.first_cluster, threads)
@@ -188,15 +198,18 @@ def _load_local(instruction: Instruction, program: Program) -> Step:
 
     def step(fragment: Fragment) -> None:
         local, addresses = fragment.machine.local, address(fragment)[fragment.running]
-        found = local.load(fragment.running_threads(), addresses, dtype.itemsize)
+        found, written = local.load(fragment.running_threads(), addresses, dtype.itemsize)
         values = np.zeros(fragment.shape, dtype)
         values[fragment.running] = found.view(dtype)[:, 0]
         write(fragment, values)
+        if not written.all():
+            fragment.machine.undefined.found("local memory")
+            fragment.mark_running(into, ~written)
 
     return step
 
 
-@form(*[f"st.local.{kind}" for kind in ("b32", "b64")])
+@form(*[f"st.local.{kind}" for kind in ("b32", "b64")], moved=(1,))
 def _store_local(instruction: Instruction, program: Program) -> Step:
     expect(instruction, 2)
     kind = instruction.opcode.split(".")[-1]
@@ -206,6 +219,8 @@ def _store_local(instruction: Instruction, program: Program) -> Step:
     def step(fragment: Fragment) -> None:
         values = np.ascontiguousarray(fragment.every(read(fragment))[fragment.running])
         rows = values.reshape(-1, 1).view(np.uint8)
-        fragment.machine.local.store(fragment.running_threads(), address(fragment)[fragment.running], rows)
+        undefined, threads = fragment.undefined([value]), fragment.running_threads()
+        written = np.ones(len(threads), bool) if undefined is None else ~undefined[0][fragment.running]
+        fragment.machine.local.store(threads, address(fragment)[fragment.running], rows, written)
 
     return step

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from ptxsim.fault import Fault
 from ptxsim.forms import Step, UnknownForm, address_reader, expect, form, reader, registers_of, type_of, writer
 from ptxsim.fragment import Fragment
 from ptxsim.global_memory import Threads, Update
@@ -61,10 +62,10 @@ def _opcodes(instruction: str, operations: list[str], spaces: tuple[str, ...], e
     return [f"{instruction}.{prefix}.{operation}" for prefix in sorted(prefixes) for operation in operations]
 
 
-def _orders(words: list[str]) -> tuple[bool, bool]:
-    """Whether an operation with these words acquires and releases, for other programs."""
-    ordered = not {"cta", "cluster"} & set(words)
-    return ordered and bool({"acquire", "acq_rel"} & set(words)), ordered and bool({"release", "acq_rel"} & set(words))
+def _orders(words: list[str]) -> tuple[bool, bool, bool]:
+    """Whether an operation with these words has other programs in its scope, acquires, and releases for them."""
+    wide = not {"cta", "cluster"} & set(words)
+    return wide, wide and bool({"acquire", "acq_rel"} & set(words)), wide and bool({"release", "acq_rel"} & set(words))
 
 
 @form(*_opcodes("ld", [f"{kind}{bits}" for kind in "bus" for bits in (8, 16, 32, 64)], ("global",), _WORDS))
@@ -73,17 +74,18 @@ def _load_in_order(instruction: Instruction, program: Program) -> Step:
     expect(instruction, 2)
     words = instruction.opcode.split(".")
     address, (into,) = address_reader(instruction.operands[1], 64), registers_of(instruction.operands[0])
-    write, dtype, (acquires, _) = writer(into, words[-1]), type_of(words[-1])[1], _orders(words)
+    write, dtype, (wide, acquires, _) = writer(into, words[-1]), type_of(words[-1])[1], _orders(words)
 
     def step(fragment: Fragment) -> None:
         machine, lanes = fragment.machine, fragment.lanes()
         threads, addresses = fragment.running_threads(), address(fragment)[lanes]
         clusters, warps = machine.cluster_of[threads], machine.warp_of[threads]
-        if acquires:
-            for at, cluster in zip(addresses.tolist(), clusters.tolist(), strict=True):
-                machine.memory.acquire(at, cluster + machine.first_cluster)
-        found = machine.memory.load(addresses, dtype.itemsize, clusters + machine.first_cluster,
-                                    Threads(machine.clocks, clusters, warps), relaxed=True)  # fmt: skip
+        for at, cluster in zip(addresses.tolist(), clusters.tolist(), strict=True) if wide else ():
+            machine.memory.see(at, cluster + machine.first_cluster, acquires)
+        found, undefined = machine.memory.load(addresses, dtype.itemsize, clusters + machine.first_cluster,
+                                               Threads(machine.clocks, clusters, warps), relaxed=True)  # fmt: skip
+        if undefined is not None:
+            raise Fault("reads global memory that nothing wrote")
         values = np.zeros(fragment.shape, dtype)
         values[lanes] = found.view(dtype)[:, 0]
         write(fragment, values)
@@ -114,7 +116,7 @@ def _atomic(instruction: Instruction, program: Program) -> Step:
         raise UnknownForm(f"not {count} registers")
     dtype, in_shared = type_of(kind)[1], any(word.startswith("shared") for word in words)
     address = address_reader(place, 32 if in_shared else 64)
-    acquires, releases = _orders(words)
+    orders = _orders(words)
 
     def step(fragment: Fragment) -> None:
         machine, addresses = fragment.machine, address(fragment)
@@ -126,7 +128,7 @@ def _atomic(instruction: Instruction, program: Program) -> Step:
             if in_shared:
                 there = machine.shared.update(at, size, cluster, local, lane % 32)
             else:
-                update = Update(machine.clocks, cluster, local, cluster + machine.first_cluster, acquires, releases)
+                update = Update(machine.clocks, cluster, local, cluster + machine.first_cluster, *orders)
                 there = machine.memory.data[machine.memory.update(at, size, update)]
             content = there.view(dtype)
             before[:, lane] = content

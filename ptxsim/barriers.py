@@ -20,9 +20,10 @@ class Mbarrier:
     """An mbarrier object. count: arrivals of a phase; pending: missing arrivals; tx: missing bytes.
 
     agent: the clock agent of the copies that complete here. before: the agent's last epoch before this mbarrier.
-    copied: the epoch of the latest copy. rows: clocks of all arrivals. done: clocks of the completed
-    phases. created: (warp, epoch) of the initialisation. used: the last epoch of each clock agent that arrived or
-    waited. commits: the number of `tcgen05.commit` that will still arrive.
+    copied: the epoch of the latest copy. rows, beyond: clocks of the arrivals of the own program's threads, copies and
+    commits, and of those of other programs' threads. done, done_beyond: of the completed phases. created: (warp, epoch)
+    of the initialisation. used: the last epoch of each clock agent that arrived or waited. commits: the number of
+    `tcgen05.commit` that will still arrive.
     """
 
     where: str
@@ -37,11 +38,13 @@ class Mbarrier:
     copied: int = 0
     commits: int = 0
     used: dict[int, int] = field(default_factory=dict)
+    beyond: np.ndarray = field(init=False)
     done: np.ndarray = field(init=False)
+    done_beyond: np.ndarray = field(init=False)
 
     def __post_init__(self) -> None:
         self.pending = self.count
-        self.done = self.rows.copy()
+        self.beyond, self.done, self.done_beyond = (self.rows.copy() for _ in range(3))
 
     def copy(self) -> int:
         """The epoch of a copy that will complete in the present phase."""
@@ -72,6 +75,7 @@ class Mbarriers:
         rows = np.zeros_like(clocks.of(cluster, warp))
         created = (warp, int(clocks.rows[KNOWN, cluster, warp, warp]))
         self.machine.shared.shadow.begin_mbarrier(self._cells(at), cluster, warp)
+        self.machine.shared.define(self._cells(at), None)
         self.machine.shared.data[at : at + _NBYTES] = _OPAQUE
         self.found[at] = Mbarrier(f"{at % self.machine.shared.stride}", count, *clocks.new_barrier(cluster), rows,
                                   created)  # fmt: skip
@@ -120,10 +124,17 @@ class Mbarriers:
             raise Fault(f"there is no mbarrier at {at % self.machine.shared.stride}")
         return self.found[at]
 
-    def arrive(self, barrier: Mbarrier, rows: np.ndarray, agent: int, count: int = 1, expected: int = 0) -> None:
-        """Add arrivals of an agent with its clocks, and `expected` bytes to those of this phase."""
+    def arrive(
+        self, barrier: Mbarrier, rows: np.ndarray, agent: int, count: int = 1, expected: int = 0,
+        passed_on: np.ndarray | None = None, remote: bool = False,
+    ) -> None:  # fmt: skip
+        """Add arrivals of an agent with its clocks, and `expected` bytes to those of this phase.
+
+        passed_on: the clocks for those who wait; None for `rows`. remote: whether another program's thread arrives.
+        """
         barrier.used[agent] = int(rows[KNOWN][agent])
-        np.maximum(barrier.rows, rows, out=barrier.rows)
+        into = barrier.beyond if remote else barrier.rows
+        np.maximum(into, rows if passed_on is None else passed_on, out=into)
         barrier.pending -= count
         barrier.tx += expected
         if barrier.pending < 0:
@@ -141,7 +152,7 @@ class Mbarriers:
         if barrier.pending == 0 and barrier.tx == 0:
             barrier.phase += 1
             barrier.pending = barrier.count
-            barrier.done = barrier.rows.copy()
+            barrier.done, barrier.done_beyond = barrier.rows.copy(), barrier.beyond.copy()
             self.machine.changed = True
 
 
@@ -185,12 +196,12 @@ class ClusterBarrier:
         self.rows: list[np.ndarray | None] = [None] * clusters
         self.done: list[np.ndarray | None] = [None] * clusters
 
-    def arrive(self, cluster: int, warp: int) -> int:
-        """Let a warp arrive; returns the phase for which it waits."""
+    def arrive(self, cluster: int, warp: int, passed_on: np.ndarray | None) -> int:
+        """Let a warp arrive; returns the phase for which it waits. passed_on: clocks for the others, or its own."""
         machine, phase = self.machine, self.phase[cluster]
         if warp in self.arrived[cluster]:
             raise Fault("a warp arrives twice at the cluster's barrier")
-        rows = machine.clocks.release(cluster, machine.local_warp(warp))
+        rows = machine.clocks.release(cluster, machine.local_warp(warp)) if passed_on is None else passed_on
         before = self.rows[cluster]
         self.rows[cluster] = rows if before is None else np.maximum(before, rows)
         self.arrived[cluster].add(warp)

@@ -8,15 +8,21 @@ Every warp has three clocks. `KNOWN` orders all accesses. `FENCED` orders the wa
 the asynchronous proxy, and `GLOBAL` those to global memory: only `fence.proxy.async` of the space, or of all spaces,
 copies epochs of generic writes to them (PTX ISA, "async proxy"; confidence high for the need of a fence on the path
 from writer to copy, medium that it may be on either side of a barrier).
+
+A fourth one, `SENT`, exists where a kernel is held to `tcgen05.fence`. It has the operations on tensor memory that a
+`tcgen05.fence::before_thread_sync` lies behind, and travels with every synchronisation; `::after_thread_sync` moves it
+to `usable`, the operations on tensor memory that the warp's next ones come after (PTX ISA, "tcgen05.fence" and
+"Canonical synchronization patterns"; confidence high).
 """
 
+from collections.abc import Callable
 from typing import TypeVar
 
 import numpy as np
 
 from ptxsim.fault import Fault
 
-KNOWN, FENCED, GLOBAL = 0, 1, 2
+KNOWN, FENCED, GLOBAL, SENT = range(4)
 AnyInt = TypeVar("AnyInt", int, np.ndarray)
 Index = np.ndarray | slice | tuple[int | slice, ...]  # of cells of a memory
 _KINDS = 8  # of agents that every warp has
@@ -33,9 +39,10 @@ class Clocks:
     tensor pipe; and the copies that complete on each mbarrier.
     """
 
-    def __init__(self, clusters: int, warps: int) -> None:
-        self.clusters, self.warps = clusters, warps
-        self.rows = np.zeros((3, clusters, warps, _KINDS * warps + _BARRIERS + 2), np.int32)
+    def __init__(self, clusters: int, warps: int, has_fences: bool = False) -> None:
+        self.clusters, self.warps, self.has_fences = clusters, warps, has_fences
+        self.rows = np.zeros((3 + has_fences, clusters, warps, _KINDS * warps + _BARRIERS + 2), np.int32)
+        self.usable = np.zeros_like(self.rows[KNOWN])
         own = np.arange(warps)
         self.rows[KNOWN, :, own, own] = 1
         self.rows[..., NOBODY] = np.iinfo(np.int32).max
@@ -70,6 +77,41 @@ class Clocks:
         """The agent of the operations of the tensor pipe that a warp issues."""
         return 7 * self.warps + warp
 
+    # ------------------------------------------------------------ tensor memory
+
+    def know_tensor(self, cluster: int, warp: int, agent: int, epoch: int) -> None:
+        """Record that a warp has waited for its own loads from tensor memory, or for its stores."""
+        self.rows[:SENT, cluster, warp, agent] = self.usable[cluster, warp, agent] = epoch
+
+    def send_tensor(self, cluster: int, warp: int, issued: int) -> None:
+        """Execute `tcgen05.fence::before_thread_sync`. issued: the warp's operations of the tensor pipe so far."""
+        if self.has_fences:
+            sent = self.rows[SENT, cluster, warp]
+            np.maximum(sent, self.usable[cluster, warp], out=sent)
+            sent[self.tensor_pipe(warp)] = issued
+
+    def receive_tensor(self, cluster: int, warp: int) -> None:
+        """Execute `tcgen05.fence::after_thread_sync`."""
+        if self.has_fences:
+            np.maximum(self.usable[cluster, warp], self.rows[SENT, cluster, warp], out=self.usable[cluster, warp])
+
+    def of_tensor(self, cluster: int, warp: int, in_pipe: bool) -> np.ndarray:
+        """A copy of a warp's clocks for its operation on tensor memory.
+
+        Where `tcgen05.fence` counts, only `usable` operations on tensor memory come before it. For one of the tensor
+        pipe these include others of the pipe that may not be complete.
+        """
+        rows = self.of(cluster, warp)
+        if self.has_fences:
+            usable = self.usable[cluster, warp]
+            for kind in (1, 4, 7):  # loads, stores, operations of the pipe
+                agents = slice(kind * self.warps, (kind + 1) * self.warps)
+                least = usable[agents] if kind == 7 and in_pipe else np.minimum(rows[KNOWN, agents], usable[agents])
+                rows[: FENCED + 1, agents] = least
+        return rows
+
+    # ------------------------------------------------------------ mbarriers
+
     def new_barrier(self, cluster: int) -> tuple[int, int]:
         """The agent of the copies that complete on an mbarrier that was just initialised, and its last epoch so far."""
         if self._ended[cluster]:
@@ -84,8 +126,10 @@ class Clocks:
         """Let the agent of an mbarrier that was invalidated after all of its copies be another one's."""
         self._ended[cluster].append((agent, epoch))
 
+    # ------------------------------------------------------------ orders
+
     def of(self, cluster: int, warp: int) -> np.ndarray:
-        """A copy of a warp's clocks, int32 [3, agents]."""
+        """A copy of a warp's clocks, int32 [clocks, agents]."""
         return self.rows[:, cluster, warp].copy()
 
     def release(self, cluster: int, warp: int) -> np.ndarray:
@@ -116,11 +160,14 @@ class Shadow:
 
     Accesses are whole cells. cells: the number of cells, or the shape of an array of them; accesses of asynchronous
     agents name cells by any index into it. read: the last epochs in which warps read a cell, [cells, warps]. Readers
-    that are no warps get an array each when they first read.
+    that are no warps get an array each when they first read. unwritten: called when cells are read, of which some were
+    not written: with the cells, and which of them.
     """
 
-    def __init__(self, cells: int | tuple[int, ...], clocks: Clocks, what: str) -> None:
-        self.clocks, self.what = clocks, what
+    def __init__(
+        self, cells: int | tuple[int, ...], clocks: Clocks, what: str, unwritten: Callable[[Index, np.ndarray], None]
+    ) -> None:
+        self.clocks, self.what, self.unwritten = clocks, what, unwritten
         shape = cells if isinstance(cells, tuple) else (cells,)
         self.writer = np.full(shape, NOBODY, np.int16)
         self.written = np.zeros(shape, np.int32)
@@ -140,12 +187,12 @@ class Shadow:
         writer, written, known = self.writer.take(cells), self.written.take(cells), self.clocks.rows[KNOWN]
         one = _only(writer)
         if one is None:
-            if (writer == NOBODY).any():
-                raise Fault(f"reads {self.what} that nothing wrote")
+            if (nobody := writer == NOBODY).any():
+                self.unwritten(cells, nobody)
             late = written > known[clusters[:, None], warps[:, None], writer]
         else:
             if one == NOBODY:
-                raise Fault(f"reads {self.what} that nothing wrote")
+                self.unwritten(cells, np.ones(cells.shape, bool))
             late = written > known[clusters, warps, one][:, None]
         if late.any():
             raise Fault(f"reads {self.what} that {self._agent(writer[late][0])} wrote, without a wait for it")
@@ -202,14 +249,14 @@ class Shadow:
     # ------------------------------------------------------------ asynchronous agents
 
     def reads_of_agent(self, cells: Index, rows: np.ndarray, agent: int, epoch: int) -> None:
-        """Record that an asynchronous operation reads cells. rows: the clocks [3, agents] of its issue."""
+        """Record that an asynchronous operation reads cells. rows: the clocks [clocks, agents] of its issue."""
         writer, written = self.writer[cells], self.written[cells]
         if not writer.size:
             return
         one = _only(writer)
         late = written > (rows[FENCED][writer] if one is None else rows[FENCED, one])
         if one == NOBODY or one is None and (writer == NOBODY).any():
-            raise Fault(f"{self._agent(agent)} reads {self.what} that nothing wrote")
+            self.unwritten(cells, writer == NOBODY)
         if late.any():
             first = writer[late][0]
             fence = (written <= rows[KNOWN][writer]).all()
@@ -226,7 +273,7 @@ class Shadow:
     def reads_of_agents(self, cells: np.ndarray, rows: np.ndarray, agents: list[int], epochs: list[int]) -> None:
         """Record that asynchronous operations read cells [operations, n], or the same cells [1, n].
 
-        rows: the clocks [3, operations, agents] of their issue. agents, epochs: of the readers.
+        rows: the clocks [clocks, operations, agents] of their issue. agents, epochs: of the readers.
         """
         one = _only(self.writer.take(cells))
         known = one is not None and one != NOBODY and rows[FENCED, :, one] >= self.written.take(cells).max(1)

@@ -9,8 +9,10 @@ from functools import partial
 
 import numpy as np
 
-from ptxsim.clocks import FENCED, GLOBAL
+from ptxsim.barriers import Mbarrier
+from ptxsim.clocks import FENCED, GLOBAL, KNOWN
 from ptxsim.fault import Fault
+from ptxsim.fences import SCOPES
 from ptxsim.forms import (
     Step,
     UnknownForm,
@@ -168,14 +170,18 @@ def _bar_reduce(instruction: Instruction, program: Program) -> Step:
     return step
 
 
-@form("barrier.cluster.arrive.aligned", "barrier.cluster.arrive.release.aligned", "barrier.cluster.arrive")
+@form(*[f"barrier.cluster.arrive{order}{aligned}" for order in ("", ".release", ".relaxed")
+        for aligned in ("", ".aligned")])  # fmt: skip
 def _cluster_arrive(instruction: Instruction, program: Program) -> Step:
     expect(instruction, 0)
+    relaxed = ".relaxed" in instruction.opcode
 
     def step(fragment: Fragment) -> None:
         machine = fragment.machine
         for warp in map(int, fragment.warps):
-            machine.cluster_tickets[warp] = machine.cluster_barrier.arrive(machine.cluster_of_warp(warp), warp)
+            cluster, local = machine.cluster_of_warp(warp), machine.local_warp(warp)
+            passed_on = machine.fences.released(cluster, local, SCOPES["cluster"]) if relaxed else None
+            machine.cluster_tickets[warp] = machine.cluster_barrier.arrive(cluster, warp, passed_on)
 
     return step
 
@@ -246,13 +252,14 @@ def _inval(instruction: Instruction, program: Program) -> Step:
     return step
 
 
-@form(
-    "mbarrier.arrive.shared::cta.b64", "mbarrier.arrive.expect_tx.shared::cta.b64", "mbarrier.arrive.shared.b64",
-    "mbarrier.arrive.expect_tx.shared.b64", "mbarrier.arrive.release.cluster.shared::cluster.b64",
-    "mbarrier.arrive.shared::cluster.b64", "mbarrier.arrive.expect_tx.shared::cluster.b64",
-)  # fmt: skip
+_ORDERS = ("", *(f".{order}.{scope}" for order in ("release", "relaxed") for scope in ("cta", "cluster")))
+
+
+@form(*[f"mbarrier.arrive{expects}{order}.{space}.b64" for expects in ("", ".expect_tx") for order in _ORDERS
+        for space in ("shared", "shared::cta", "shared::cluster")])  # fmt: skip
 def _mbarrier_arrive(instruction: Instruction, program: Program) -> Step:
-    expects, of_cluster = ".expect_tx" in instruction.opcode, ".release.cluster" in instruction.opcode
+    expects, of_cluster = ".expect_tx" in instruction.opcode, ".cluster." in instruction.opcode
+    relaxed = ".relaxed." in instruction.opcode
     expect(instruction, *((3,) if expects else (2, 3)))
     address = address_reader(instruction.operands[1], 32)
     number = reader(instruction.operands[2], "u32") if len(instruction.operands) > 2 else None
@@ -262,37 +269,39 @@ def _mbarrier_arrive(instruction: Instruction, program: Program) -> Step:
         numbers = np.broadcast_to(1 if number is None else number(fragment), fragment.shape)
         for lane, warp, cluster in one_lane(fragment):
             at = machine.shared.index(int(addresses[lane]), cluster, 8)
-            rows = machine.clocks.release(cluster, machine.local_warp(warp))
-            barrier = machine.mbarriers.seen(at, rows)
-            if not of_cluster and at // machine.shared.stride != machine.program_of(warp):
-                rows = _beyond_its_scope(machine, rows)
+            local, remote = machine.local_warp(warp), at // machine.shared.stride != machine.program_of(warp)
+            rows = machine.clocks.release(cluster, local)
+            barrier, passed_on = machine.mbarriers.seen(at, rows), rows
+            if remote and not of_cluster and not _is_enough(machine, "arrivals at another program's mbarrier with"):
+                passed_on = np.zeros_like(rows)
+            elif relaxed:
+                passed_on = machine.fences.released(cluster, local, SCOPES["cluster" if remote else "cta"])
             count, expected = (1, int(numbers[lane])) if expects else (int(numbers[lane]), 0)
-            machine.mbarriers.arrive(barrier, rows, machine.local_warp(warp), count, expected)
+            machine.mbarriers.arrive(barrier, rows, local, count, expected, passed_on, remote)
 
     return step
 
 
-def _beyond_its_scope(machine: Machine, rows: np.ndarray) -> np.ndarray:
-    """The clocks that an arrival without `.release.cluster` passes on to the threads of another program.
+def _is_enough(machine: Machine, what: str) -> bool:
+    """Whether the scope `.cta` counts for the threads of another program, which is noted.
 
-    Its scope is `.cta`, so by the PTX ISA it orders nothing for them. Triton emits no other form.
+    It is that of an arrival or a wait that names none. By the PTX ISA it orders nothing for them, and Triton emits no
+    other form.
     """
     if not machine.strict_scopes:
-        machine.notes["arrivals at another program's mbarrier with the scope of the own one"] += 1
-        return rows
-    return np.zeros_like(rows)
+        machine.notes[f"{what} the scope of the own one"] += 1
+    return not machine.strict_scopes
 
 
-@form(
-    "mbarrier.try_wait.parity.shared::cta.b64", "mbarrier.try_wait.parity.shared.b64",
-    "mbarrier.try_wait.parity.acquire.cta.shared::cta.b64",
-)  # fmt: skip
+@form(*[f"mbarrier.try_wait.parity{order.replace('release', 'acquire')}.{space}.b64" for order in _ORDERS
+        for space in ("shared", "shared::cta")])  # fmt: skip
 def _try_wait(instruction: Instruction, program: Program) -> Step:
     """The step of a wait for a phase: the warp is blocked until the phase is complete.
 
     Under `Schedule.failing_waits` it returns false instead at every second time.
     """
     expect(instruction, 3)
+    of_cluster, relaxed = ".cluster." in instruction.opcode, ".relaxed." in instruction.opcode
     write = writer(instruction.operands[0], "pred")
     address, parity = address_reader(instruction.operands[1], 32), reader(instruction.operands[2], "u32")
 
@@ -306,15 +315,15 @@ def _try_wait(instruction: Instruction, program: Program) -> Step:
                 continue
             lane = LANES * i + int(np.argmax(running))
             of_warp = slice(LANES * i, LANES * (i + 1))
-            if (addresses[of_warp][running] != addresses[lane]).any():
-                raise Fault("the threads of a warp wait for several mbarriers")
+            if (addresses[of_warp][running] != addresses[lane]).any() or np.ptp(parities[of_warp][running] & 1):
+                raise Fault("the threads of a warp wait for several mbarriers or phases")
             cluster, local = machine.cluster_of_warp(warp), machine.local_warp(warp)
             at = machine.shared.index(int(addresses[lane]), cluster, 8)
             barrier = machine.mbarriers.seen(at, machine.clocks.of(cluster, local))
             machine.mbarriers.waited(barrier, cluster, local)
             phase = int(parities[lane]) & 1
             if barrier.passed(phase):
-                machine.clocks.acquire(cluster, local, barrier.done)
+                acquire(machine, barrier, cluster, local)
                 machine.meet(cluster, [local])
             elif machine.failing_waits is not None and machine.failing_waits.random() < 0.5:
                 complete[i] = False
@@ -331,6 +340,18 @@ def _try_wait(instruction: Instruction, program: Program) -> Step:
             return left
         write(fragment, np.repeat(complete, LANES))
         return None
+
+    def acquire(machine: Machine, barrier: Mbarrier, cluster: int, warp: int) -> None:
+        """Let a warp of a cluster acquire what the arrivals of the completed phases released for it."""
+        seen = [(SCOPES["cta"], barrier.done)]
+        beyond = (barrier.done_beyond > barrier.done).any()
+        if beyond and (of_cluster or _is_enough(machine, "waits for arrivals of another program's threads with")):
+            seen.append((SCOPES["cluster"], barrier.done_beyond))
+        for scope, rows in seen:
+            if relaxed:
+                machine.fences.observe(cluster, warp, scope, rows)
+            else:
+                machine.clocks.acquire(cluster, warp, rows)
 
     return step
 
@@ -353,11 +374,20 @@ def _fence_async(instruction: Instruction, program: Program) -> Step:
     return step
 
 
-@form("fence.mbarrier_init.release.cluster", "fence.acq_rel.cta", "fence.acq_rel.gpu", "fence.acq_rel.cluster")
+@form("fence.mbarrier_init.release.cluster",
+      *[f"fence.{kind}.{scope}" for kind in ("acq_rel", "sc") for scope in SCOPES])  # fmt: skip
 def _fence(instruction: Instruction, program: Program) -> Step:
-    """The step of a fence without effect: this simulator's barriers already order the same accesses."""
     expect(instruction, 0)
-    return lambda fragment: None
+    scope = SCOPES[instruction.opcode.split(".")[-1]]
+
+    def step(fragment: Fragment) -> None:
+        machine = fragment.machine
+        for cluster, warp in sorted({(cluster, machine.local_warp(warp)) for _, warp, cluster in one_lane(fragment)}):
+            rows = machine.fences.fence(cluster, warp, scope)
+            if scope == SCOPES["gpu"]:
+                machine.memory.fence(cluster + machine.first_cluster, warp, rows[KNOWN])
+
+    return step
 
 
 @form("mapa.shared::cluster.u32")

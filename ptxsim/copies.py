@@ -33,7 +33,7 @@ from ptxsim.control import one_lane
 from ptxsim.fault import Fault
 from ptxsim.forms import Read, Step, UnknownForm, address_reader, expect, form, immediate, reader
 from ptxsim.fragment import LANES, Fragment
-from ptxsim.global_memory import GlobalMemory, in_units, stamp_of
+from ptxsim.global_memory import Loaded, in_units, stamp_of
 from ptxsim.machine import Machine
 from ptxsim.parse import Address, Instruction, Operand, Program
 from ptxsim.tensor_maps import Published, TensorMap
@@ -70,7 +70,7 @@ def _copy(instruction: Instruction, program: Program) -> Step:
         issued, lanes = machine.shared.lanes.meetings[clusters, warps], machine.lane_of[threads]
 
         def act() -> None:
-            values = _sources(machine.memory, sources, counts, size, clusters + machine.first_cluster)
+            values, undefined = _sources(machine, sources, counts, size, clusters + machine.first_cluster)
             shared = machine.shared
             data, places = in_units(shared.data, size), there // size
             cells, granules = shared.cells_of(places, size), f"u{shared.granule}"
@@ -81,27 +81,33 @@ def _copy(instruction: Instruction, program: Program) -> Step:
             data[places] = in_units(values, size)
             if (data.take(places).view(granules).reshape(raw.shape) != raw).any():
                 raise Fault("several threads copy different values to one address of shared memory")
+            shared.define(cells, undefined)
 
         machine.copy_groups.issue(threads, Operation(machine, fragment.instruction, int(clusters[0]), act))
 
     return step
 
 
-def _sources(
-    memory: GlobalMemory, addresses: np.ndarray, counts: np.ndarray, size: int, clusters: np.ndarray
-) -> np.ndarray:
+def _sources(machine: Machine, addresses: np.ndarray, counts: np.ndarray, size: int, clusters: np.ndarray) -> Loaded:
     """The bytes that threads copy, uint8 [threads, size]: the first `counts` from global memory, then zeros."""
-    whole = counts == size
+    memory, whole = machine.memory, counts == size
     if whole.all():
-        return memory.load(addresses, size, clusters)
-    values = np.zeros((len(addresses), size), np.uint8)
-    if whole.any():
-        values[whole] = memory.load(addresses[whole], size, clusters[whole])
-    for at in range(size):
-        some = ~whole & (counts > at)
+        return _noted(machine, memory.load(addresses, size, clusters))
+    values, undefined = np.zeros((len(addresses), size), np.uint8), np.zeros((len(addresses), size), bool)
+    parts = [(whole, slice(0, size))] + [(~whole & (counts > at), slice(at, at + 1)) for at in range(size)]
+    for some, part in parts:
         if some.any():
-            values[some, at] = memory.load(addresses[some] + at, 1, clusters[some])[:, 0]
-    return values
+            found = _noted(machine, memory.load(addresses[some] + part.start, part.stop - part.start, clusters[some]))
+            values[some, part] = found[0]
+            undefined[some, part] = False if found[1] is None else found[1]
+    return values, undefined
+
+
+def _noted(machine: Machine, loaded: Loaded) -> Loaded:
+    """What a copy has loaded, after a note of what nothing wrote."""
+    if loaded[1] is not None:
+        machine.undefined.found("global memory")
+    return loaded
 
 
 @form("cp.async.commit_group")
@@ -147,24 +153,25 @@ class _Place:
 
 def _load(
     fragment: Fragment, cluster: int, rows: np.ndarray, targets: list[_Place],
-    read: Callable[[], np.ndarray], note: Callable[[int, int], None] = lambda agent, epoch: None,
+    read: Callable[[], Loaded], note: Callable[[int, int], None] = lambda agent, epoch: None,
 ) -> None:  # fmt: skip
     """Issue a copy that writes bytes to shared memory at some time, and completes them on mbarriers.
 
-    rows: the clocks of its issue. targets: of each program that gets the data. read: returns the bytes, uint8 [units,
-    size]. note: called with the copy's agent and epoch.
+    rows: the clocks of its issue. targets: of each program that gets the data. read: returns the bytes [units, size].
+    note: called with the copy's agent and epoch.
     """
     machine = fragment.machine
     barriers = [machine.mbarriers.seen(target.barrier, rows) for target in targets]
 
     def act() -> None:
-        values = read()
+        values, undefined = _noted(machine, read())
         for target, barrier in zip(targets, barriers, strict=True):
             if machine.mbarriers.found.get(target.barrier) is not barrier:
                 raise Fault(f"the mbarrier at {barrier.where} ended before the copy that completes on it")
             epoch = barrier.copy()
             machine.shared.shadow.writes_of_agent(target.cells, rows, barrier.agent, epoch)
             in_units(machine.shared.data, target.size)[target.units] = in_units(values, target.size)
+            machine.shared.define_units(target.units, target.size, undefined)
             note(barrier.agent, epoch)
             complete = np.zeros_like(rows)
             complete[:, barrier.agent] = epoch
@@ -313,15 +320,18 @@ def _tensor_load(instruction: Instruction, program: Program) -> Step:
 
 def _bytes_of_box(
     machine: Machine, cluster: int, published: Published, corner: list[int], unit: int, rows: np.ndarray
-) -> np.ndarray:
-    """The bytes of a box of global memory, with zeros outside of the tensor: uint8 [units, bytes of a unit]."""
+) -> Loaded:
+    """The bytes of a box of global memory, with zeros outside of the tensor: [units, bytes of a unit]."""
     published.under_way -= 1
     addresses, inside = _units(published, corner, unit)
     if inside.all():
         return machine.memory.copied(addresses, unit, cluster + machine.first_cluster, rows)
-    values = np.zeros((len(addresses), unit), np.uint8)
-    values[inside] = machine.memory.copied(addresses[inside], unit, cluster + machine.first_cluster, rows)
-    return values
+    values, every = np.zeros((len(addresses), unit), np.uint8), None
+    values[inside], undefined = machine.memory.copied(addresses[inside], unit, cluster + machine.first_cluster, rows)
+    if undefined is not None:
+        every = np.zeros(values.shape, bool)
+        every[inside] = undefined
+    return values, every
 
 
 @form(*[f"cp.async.bulk.tensor.{mode}.global.shared::cta.bulk_group"
@@ -377,6 +387,8 @@ class _Store:
             cells = np.unique(shared.cells_of(place.units[inside], place.size))
         shared.shadow.reads_of_agent(cells, self.rows, reads, self.epoch)
         self.published.was_read(reads, self.epoch)
+        if shared.undefined is not None and shared.undefined[cells].any():
+            raise machine.undefined.fault("copies to global memory what nothing wrote")
         values = in_units(shared.data, place.size).take(place.units[inside])
         writer, writes = self.cluster + machine.first_cluster, machine.clocks.bulk_writes(self.warp)
         memory.copy(addresses[inside], values.view(np.uint8).reshape(-1, place.size), writer, self.rows,

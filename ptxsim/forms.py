@@ -5,6 +5,7 @@ for operands of another kind than the form has, so nothing is guessed.
 """
 
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
@@ -23,6 +24,7 @@ from ptxsim.parse import (
     Symbol,
     Unused,
     Vector,
+    operand_registers,
 )  # fmt: skip
 from ptxsim.state import register_dtype
 
@@ -40,16 +42,20 @@ class UnknownForm(ValueError):
 
 
 _FORMS: dict[str, Builder] = {}
+_MOVED: dict[str, tuple[int, ...]] = {}
 
 
-def form(*opcodes: str) -> Callable[[Builder], Builder]:
-    """Register a function that makes the step of an instruction with one of these opcodes."""
+def form(*opcodes: str, moved: tuple[int, ...] = ()) -> Callable[[Builder], Builder]:
+    """Register a function that makes the step of an instruction with one of these opcodes.
+
+    moved: the indices of the operands whose values may be undefined, because the step records where they go.
+    """
 
     def register(builder: Builder) -> Builder:
         for opcode in opcodes:
             if opcode in _FORMS:
                 raise ValueError(f"the form {opcode} is registered twice")
-            _FORMS[opcode] = builder
+            _FORMS[opcode], _MOVED[opcode] = builder, moved
         return builder
 
     return register
@@ -58,6 +64,18 @@ def form(*opcodes: str) -> Callable[[Builder], Builder]:
 def known_forms() -> frozenset[str]:
     """The opcodes that the simulator supports."""
     return frozenset(_FORMS)
+
+
+_READ_FIRST = ("brx.idx", "tcgen05.dealloc")  # the instructions whose first operand is no result
+
+
+def registers_used(one: Instruction, step: Step) -> frozenset[str]:
+    """The registers of an instruction, without its guard, whose values must not be undefined."""
+    if isinstance(step, Elementwise):
+        return frozenset()
+    used = [operand for i, operand in enumerate(one.operands) if i not in _MOVED[one.opcode]
+            and (i or isinstance(operand, Address) or one.opcode.startswith(_READ_FIRST))]  # fmt: skip
+    return frozenset(each.name for each in operand_registers(replace(one, operands=tuple(used), guard=None)))
 
 
 def decode(program: Program) -> list[Step]:
@@ -193,14 +211,36 @@ class Elementwise:
         self._reads = [reader(*each) for each in self.operands]
 
     def __call__(self, fragment: Fragment) -> None:
-        found = self.function(*[read(fragment) for read in self._reads])
+        given = [read(fragment) for read in self._reads]
+        undefined = self._undefined(fragment, given) if fragment.machine.undefined else None
+        found = self.function(*given)
         for write, values in zip(self._writes, found if len(self._writes) > 1 else (found,), strict=True):
             write(fragment, values)
+        if undefined is not None:
+            for operand, _ in self.into:
+                fragment.mark(operand, undefined)
+
+    def _undefined(self, fragment: Fragment, given: list[np.ndarray]) -> np.ndarray | None:
+        """Whether each thread's results are undefined; None if none are. given: the operands' values."""
+        found = fragment.undefined([operand for operand, _ in self.operands])
+        if found is None:
+            return None
+        if self.function is select:
+            return np.where(given[2], found[0], found[1]) | found[2]
+        if self.function is np.bitwise_and:
+            zeros = [~each & (values == 0) for each, values in zip(found, given, strict=True)]
+            return np.any(found, 0) & ~np.logical_or(*zeros)
+        return np.any(found, 0)
 
 
 def same(values: np.ndarray) -> np.ndarray:
     """The values unchanged: the write of the result converts integers as required."""
     return values
+
+
+def select(a: np.ndarray, b: np.ndarray, first: np.ndarray) -> np.ndarray:
+    """Each value of `a` where `first` is true, else that of `b`."""
+    return np.where(first, a, b)
 
 
 def expect(instruction: Instruction, *counts: int) -> None:

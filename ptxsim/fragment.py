@@ -1,10 +1,12 @@
 """The threads that execute one instruction together."""
 
+from collections.abc import Iterable, Sequence
+
 import numpy as np
 
 from ptxsim.fault import Fault
 from ptxsim.machine import Machine
-from ptxsim.parse import Instruction
+from ptxsim.parse import Instruction, Operand, Register
 from ptxsim.state import LANES
 
 
@@ -46,12 +48,52 @@ class Fragment:
     def put(self, name: str, values: np.ndarray) -> None:
         """Write a register of the running threads."""
         register = self.machine.registers[name]
+        if name in self.machine.undefined:
+            self._mark(name, np.zeros(self.shape, bool))
         if self.whole:
             register[self.threads] = values
         elif isinstance(self.threads, slice):
             np.copyto(register[self.threads], values, where=self.running)
         else:
             register[self.threads] = np.where(self.running, values, register[self.threads])
+
+    # ------------------------------------------------------------ values that nothing wrote
+
+    def undefined(self, operands: Sequence[Operand]) -> np.ndarray | None:
+        """Whether the running threads' values of operands are undefined: bool [operands, threads]; None if none are."""
+        undefined = self.machine.undefined
+        if not undefined:
+            return None
+        found = np.zeros((len(operands), *self.shape), bool)
+        for row, operand in zip(found, operands, strict=True):
+            if isinstance(operand, Register) and operand.name in undefined:
+                row[:] = undefined[operand.name][self.threads] & self.running
+        return found if found.any() else None
+
+    def mark(self, operand: Operand, undefined: np.ndarray) -> None:
+        """Record whether the running threads' values of a result are undefined: bool [threads]."""
+        if isinstance(operand, Register) and (undefined.any() or operand.name in self.machine.undefined):
+            self._mark(operand.name, undefined)
+
+    def mark_running(self, operand: Operand, undefined: np.ndarray) -> None:
+        """`mark` with entries for the running threads only."""
+        every = np.zeros(self.shape, bool)
+        every[self.running] = undefined
+        self.mark(operand, every)
+
+    def _mark(self, name: str, undefined: np.ndarray) -> None:
+        every = self.machine.undefined
+        values = every.setdefault(name, np.zeros(every.threads, bool))
+        values[self.threads] = np.where(self.running, undefined, values[self.threads])
+        if not values.any():
+            del every[name]
+
+    def check_defined(self, names: Iterable[str]) -> None:
+        """Raise Fault if a running thread's value of a register is undefined."""
+        undefined = self.machine.undefined
+        for name in sorted(undefined.keys() & names):
+            if (undefined[name][self.threads] & self.running).any():
+                raise undefined.fault(f"uses {name}, which holds what nothing wrote")
 
     def jump(self, lanes: np.ndarray, index: int) -> None:
         """Set the program counter of some threads. lanes: bool, with an entry for each thread of the fragment."""

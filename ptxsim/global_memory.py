@@ -17,7 +17,9 @@ from ptxsim.clocks import GLOBAL, KNOWN, NOBODY, AnyInt, Clocks
 from ptxsim.fault import Fault
 
 BASE = 1 << 33  # the first address: no 32-bit number is one
+Loaded = tuple[np.ndarray, np.ndarray | None]  # bytes, and which of them nothing wrote; None for none
 _GUARD = 4096  # bytes between tensors
+_FAR = 1 << 44  # the first address of what lies apart
 
 
 @dataclass(frozen=True)
@@ -40,12 +42,16 @@ class Threads:
 
 @dataclass(frozen=True)
 class Update:
-    """The thread of an atomic operation: its cluster in the machine and in the launch, from 0 on, and its warp."""
+    """The thread of an atomic operation: its cluster in the machine and in the launch, from 0 on, and its warp.
+
+    is_wide: whether the operation's scope has the threads of other programs.
+    """
 
     clocks: Clocks
     machine_cluster: int
     warp: int
     cluster: int
+    is_wide: bool
     acquires: bool
     releases: bool
 
@@ -79,9 +85,14 @@ class GlobalMemory:
         self._tensors: list[_Tensor] = []
         self._starts: list[int] = []
         self._constants: dict[bytes, int] = {}
-        # Clocks of clusters, from 1 on: those released at an address, and those acquired by a cluster.
+        # Parts that lie apart: the first address and the bytes of each, and where it is in `data`.
+        self._apart = np.zeros((3, 0), np.int64)
+        # Clocks of clusters, from 1 on: those released at an address, those acquired by a cluster, those that a fence
+        # of a cluster will acquire, and those that a fence of a cluster's warp has released.
         self._released: dict[int, dict[int, np.ndarray]] = {}
         self._acquired: dict[int, dict[int, np.ndarray]] = {}
+        self._observed: dict[int, dict[int, np.ndarray]] = {}
+        self._fenced: dict[tuple[int, int], dict[int, np.ndarray]] = {}
 
     def allocate(self, nbytes: int, content: np.ndarray | None = None, offset: int = 0) -> int:
         """The address of new memory, aligned to 256 bytes plus `offset`. content: uint8; None leaves it unwritten."""
@@ -106,6 +117,30 @@ class GlobalMemory:
             self._constants[content] = self.allocate(len(content), np.frombuffer(content, np.uint8))
         return self._constants[content]
 
+    def apart(self, addresses: list[int], nbytes: int, stride: int) -> int:
+        """The first of new addresses `stride` bytes apart, at which the `nbytes` bytes at each of some addresses lie.
+
+        They are for tensors of which a simulation has only parts: offsets between these do not fit into 32 bits.
+        """
+        first = _FAR if not self._apart.size else int(self._apart[0, -1]) + _FAR
+        parts = [(first + i * stride, nbytes, address - BASE) for i, address in enumerate(addresses)]
+        self._apart = np.hstack([self._apart, np.array(parts, np.int64).T])
+        return first
+
+    def _indices(self, addresses: np.ndarray) -> np.ndarray:
+        """The indices into `data` of addresses."""
+        far = addresses >= _FAR
+        if not self._apart.size or not far.any():
+            return addresses - BASE
+        part = np.searchsorted(self._apart[0], addresses[far], "right") - 1
+        starts, sizes, homes = self._apart[:, part]
+        offsets = addresses[far] - starts
+        if (offsets >= sizes).any():
+            raise Fault(f"an access outside of all tensors, at {int(addresses[far][offsets >= sizes][0]):#x}")
+        found = addresses - BASE
+        found[far] = homes + offsets
+        return found
+
     def read(self, address: int, nbytes: int) -> np.ndarray:
         """A copy of bytes, uint8, written or not."""
         start = address - BASE
@@ -124,8 +159,8 @@ class GlobalMemory:
 
     def begin_launch(self) -> None:
         """Forget the writers of all bytes: launches of a stream are in order."""
-        self._released.clear()
-        self._acquired.clear()
+        for clocks in (self._released, self._acquired, self._observed, self._fenced):
+            clocks.clear()
         for tensor in self._tensors:
             if tensor.is_stored:
                 self.stamps[tensor.start : tensor.end] = 0
@@ -156,21 +191,30 @@ class GlobalMemory:
     def load(
         self, addresses: np.ndarray, size: int, clusters: np.ndarray, threads: Threads | None = None,
         relaxed: bool = False,
-    ) -> np.ndarray:  # fmt: skip
-        """The bytes at aligned addresses [threads]: uint8 [threads, size]. clusters: [threads], from 0 on.
+    ) -> Loaded:  # fmt: skip
+        """The bytes at aligned addresses [threads], uint8 [threads, size]. clusters: [threads], from 0 on.
 
         threads: of the access; None for copies. relaxed: whether results of atomic operations need no order.
         """
         tensor, rows = self._rows(addresses, size)
-        if (tensor is None or not tensor.is_complete) and not self.written.reshape(-1, size)[rows].all():
-            raise Fault("reads global memory that nothing wrote")
         if tensor is None or tensor.is_stored:
             stamps = self._stamps_at(rows, size)
             if relaxed:
                 stamps = np.where(stamps & ATOMIC, 0, stamps)
             stamps = self._in_order(stamps, clusters[:, None] + 1, "reads")
             self._check_clocks(stamps, threads, "reads", None)
-        return _bytes(in_units(self.data, size).take(rows))
+        return self._taken(tensor, rows, size)
+
+    def _taken(self, tensor: _Tensor | None, rows: np.ndarray, size: int) -> Loaded:
+        """The bytes of accesses, which are zero where nothing wrote them. Arguments as of `_rows`."""
+        values = _bytes(in_units(self.data, size).take(rows))
+        if tensor is not None and tensor.is_complete:
+            return values, None
+        undefined = ~self.written.reshape(-1, size)[rows]
+        if not undefined.any():
+            return values, None
+        values[undefined] = 0  # matrix units read scales of it, which must be valid codes
+        return values, undefined
 
     def store(
         self, addresses: np.ndarray, values: np.ndarray, clusters: np.ndarray, threads: Threads | None = None
@@ -186,7 +230,7 @@ class GlobalMemory:
         data[rows] = raw
         if (_bytes(data.take(rows)) != values).any():
             raise Fault("several threads write different values to one address of global memory")
-        for each in [tensor] if tensor is not None else self._tensors_of(addresses - BASE):
+        for each in [tensor] if tensor is not None else self._tensors_of(rows * size):
             each.is_stored = True
         if tensor is None or not tensor.is_complete:
             in_units(self.written, size)[rows] = _ones(size)
@@ -218,7 +262,7 @@ class GlobalMemory:
 
     def _rows(self, addresses: np.ndarray, size: int) -> tuple[_Tensor | None, np.ndarray]:
         """(the tensor of aligned accesses, as of `_tensor`; their indices in units of `size` bytes)."""
-        start = addresses - BASE
+        start = self._indices(addresses)
         rows, left = np.divmod(start, size)
         if left.any():
             raise Fault(f"an access of {size} bytes at an address that is no multiple of {size}")
@@ -242,19 +286,17 @@ class GlobalMemory:
 
     # ------------------------------------------------------------ copies and atomic operations
 
-    def copied(self, addresses: np.ndarray, size: int, cluster: int, rows: np.ndarray | None = None) -> np.ndarray:
+    def copied(self, addresses: np.ndarray, size: int, cluster: int, rows: np.ndarray | None = None) -> Loaded:
         """The bytes that a cluster's copy reads at addresses, multiples of `size`: uint8 [addresses, size].
 
         rows: the clocks of the copy's issue; None for a prefetch.
         """
         if not addresses.size:
-            return np.zeros((0, size), np.uint8)
+            return np.zeros((0, size), np.uint8), None
         tensor, places = self._rows(addresses, size)
-        if (tensor is None or not tensor.is_complete) and not self.written.reshape(-1, size)[places].all():
-            raise Fault("a copy reads global memory that nothing wrote")
         if tensor is None or tensor.is_stored:
             self._check_copy(self._stamps_at(places, size), cluster, rows, "a copy reads")
-        return _bytes(in_units(self.data, size).take(places))
+        return self._taken(tensor, places, size)
 
     def copy(self, addresses: np.ndarray, values: np.ndarray, cluster: int, rows: np.ndarray, stamp: int) -> None:
         """Write bytes uint8 [addresses, size] by a cluster's copy at addresses, multiples of `size`.
@@ -267,7 +309,7 @@ class GlobalMemory:
         tensor, places = self._rows(addresses, size)
         if tensor is None or tensor.is_stored:
             self._check_copy(self._stamps_at(places, size), cluster, rows, "a copy overwrites")
-        for each in [tensor] if tensor is not None else self._tensors_of(addresses - BASE):
+        for each in [tensor] if tensor is not None else self._tensors_of(places * size):
             each.is_stored = True
         in_units(self.written, size)[places] = _ones(size)
         in_units(self.stamps, 8 * size)[places] = in_units(np.full(size, stamp), 8 * size)
@@ -293,8 +335,8 @@ class GlobalMemory:
         if not self.written[there].all():
             raise Fault("an atomic operation on global memory that nothing wrote")
         mine, clocks = thread.cluster + 1, thread.clocks
-        if thread.acquires:
-            self.acquire(address, thread.cluster)
+        if thread.is_wide:
+            self.see(address, thread.cluster, thread.acquires)
         stamps = self.stamps[there][None]
         if tensor.is_stored and (plain := (stamps & ATOMIC) == 0).any():
             stamps = self._in_order(np.where(plain, stamps, 0), mine, "an atomic operation on")
@@ -306,14 +348,26 @@ class GlobalMemory:
             found = self._released.setdefault(address, {})
             _raise_to(found, self._acquired.get(mine, {}))
             _raise_to(found, {mine: released})
+        elif thread.is_wide and (mine, thread.warp) in self._fenced:
+            _raise_to(self._released.setdefault(address, {}), self._fenced[mine, thread.warp])
         tensor.is_stored = True
         self.stamps[there] = ATOMIC | stamp_of(mine, thread.warp, epoch)
         return there
 
-    def acquire(self, address: int, cluster: int) -> None:
-        """Order what was released at an address before the later accesses of a cluster of the launch."""
+    def see(self, address: int, cluster: int, acquires: bool) -> None:
+        """Order what was released at an address before the later accesses of a cluster of the launch.
+
+        acquires: whether at once; else after a fence of the cluster.
+        """
         if address in self._released:
-            _raise_to(self._acquired.setdefault(cluster + 1, {}), self._released[address])
+            into = self._acquired if acquires else self._observed
+            _raise_to(into.setdefault(cluster + 1, {}), self._released[address])
+
+    def fence(self, cluster: int, warp: int, released: np.ndarray) -> None:
+        """Execute a fence of a warp, of the scope of the GPU. released: the warp's clock `KNOWN` before it."""
+        mine = cluster + 1
+        _raise_to(self._acquired.setdefault(mine, {}), self._observed.pop(mine, {}))
+        self._fenced[mine, warp] = self._acquired[mine] | {mine: released.copy()}
 
 
 def _raise_to(clocks: dict[int, np.ndarray], others: dict[int, np.ndarray]) -> None:

@@ -83,6 +83,11 @@ class Simulator:
         self, value: Any, parameter: Parameter, memory: GlobalMemory, placed: dict[int, tuple[int, np.ndarray]]
     ) -> int:
         """The parameter for an argument. A tensor's storage is copied to global memory at the first use."""
+        if isinstance(value, Apart):
+            rows = value.tensor.view(torch.uint8).numpy()
+            homes = [memory.allocate(row.nbytes, row) for row in rows]
+            placed |= {row.ctypes.data: each for row, each in zip(rows, zip(homes, rows, strict=True), strict=True)}
+            return memory.apart(homes, rows.shape[1], value.stride)
         if isinstance(value, HostMap):
             return value.bits(self._argument(value.tensor, parameter, memory, placed))
         if not isinstance(value, torch.Tensor):
@@ -112,6 +117,31 @@ def _bits(value: Any, parameter: Parameter) -> int:
     except TypeError:
         raise TypeError(f"the argument for {parameter.name}: {value!r}, and the parameter is no float of 32 or 64 "
                         "bits") from None  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Apart:
+    """A matrix as an argument of a kernel, whose rows lie `stride` bytes apart, as those of a view of a huge tensor.
+
+    It tries offsets that do not fit into 32 bits. tensor: contiguous, of the CPU. stride: a multiple of 16.
+    """
+
+    tensor: torch.Tensor
+    stride: int
+
+    def __post_init__(self) -> None:
+        if self.tensor.dim() != 2 or not self.tensor.is_contiguous():
+            raise ValueError(f"tensor: of shape {tuple(self.tensor.shape)}, and not a contiguous matrix")
+        if self.stride % 16 or self.stride < self.tensor.stride(0) * self.tensor.element_size():
+            raise ValueError(f"stride: {self.stride} bytes, no multiple of 16 or less than a row")
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.tensor.dtype
+
+    def data_ptr(self) -> int:
+        """An address that Triton takes for aligned."""
+        return 0
 
 
 UNWRITTEN = 0xEE  # every byte of new memory

@@ -30,18 +30,16 @@ class LocalMemory:
             first = self.addresses[name] - _START
             self._inside[first : first + nbytes] = True
 
-    def load(self, threads: np.ndarray, addresses: np.ndarray, size: int) -> np.ndarray:
-        """The bytes at aligned addresses [threads]: uint8 [threads, size]."""
+    def load(self, threads: np.ndarray, addresses: np.ndarray, size: int) -> tuple[np.ndarray, np.ndarray]:
+        """(the bytes at aligned addresses [threads], uint8 [threads, size]; whether each thread wrote all of them)."""
         rows, columns = self._at(threads, addresses, size)
-        if not self.written[rows, columns].all():
-            raise Fault("reads local memory that the thread has not written")
-        return self.data[rows, columns]
+        return self.data[rows, columns], self.written[rows, columns].all(1)
 
-    def store(self, threads: np.ndarray, addresses: np.ndarray, values: np.ndarray) -> None:
-        """Write bytes uint8 [threads, size] at aligned addresses [threads]."""
+    def store(self, threads: np.ndarray, addresses: np.ndarray, values: np.ndarray, written: np.ndarray) -> None:
+        """Write bytes uint8 [threads, size] at aligned addresses [threads]. written: whose bytes are defined."""
         rows, columns = self._at(threads, addresses, values.shape[1])
         self.data[rows, columns] = values
-        self.written[rows, columns] = True
+        self.written[rows, columns] = written[:, None]
 
     def _at(self, threads: np.ndarray, addresses: np.ndarray, size: int) -> tuple[np.ndarray, np.ndarray]:
         columns = (addresses - _START)[:, None] + np.arange(size)

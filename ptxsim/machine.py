@@ -2,6 +2,7 @@
 
 from ptxsim.async_groups import AsyncGroups
 from ptxsim.barriers import ClusterBarrier, Mbarriers, ProgramBarriers, RegisterPools
+from ptxsim.fences import Fences
 from ptxsim.global_memory import GlobalMemory
 from ptxsim.parse import Program
 from ptxsim.state import State
@@ -15,9 +16,10 @@ class Machine(State):
 
     def __init__(
         self, program: Program, memory: GlobalMemory, arguments: list[int], grid: tuple[int, int, int],
-        shared_bytes: int, granule: int, first_cluster: int, clusters: int,
+        shared_bytes: int, granule: int, first_cluster: int, clusters: int, has_fences: bool,
     ) -> None:  # fmt: skip
-        super().__init__(program, memory, arguments, grid, shared_bytes, granule, first_cluster, clusters)
+        super().__init__(program, memory, arguments, grid, shared_bytes, granule, first_cluster, clusters, has_fences)
+        self.fences = Fences(self.clocks)
         self.mbarriers = Mbarriers(self)
         self.barriers = ProgramBarriers(self)
         self.cluster_barrier = ClusterBarrier(self)

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from ptxsim.forms import Elementwise, Step, UnknownForm, elementwise, expect, form, same
+from ptxsim.forms import Elementwise, Step, UnknownForm, elementwise, expect, form, same, select
 from ptxsim.numbers import bf16_values, f16_values, interleaved
 from ptxsim.parse import Instruction, Operand, Program, Vector
 from ptxsim.state import PARAMETERS
@@ -58,12 +58,8 @@ def _unpack(parts: tuple[Operand, ...], source: Operand, kind: str) -> Step:
                        lambda values: np.ascontiguousarray(values.reshape(-1, 1).view(dtype).T))  # fmt: skip
 
 
-def _select(a: np.ndarray, b: np.ndarray, first: np.ndarray) -> np.ndarray:
-    return np.where(first, a, b)
-
-
 for _kind in ("b16", "b32", "b64", "f32"):
-    elementwise(f"{_kind} {_kind} {_kind} pred", f"selp.{_kind}")(_select)
+    elementwise(f"{_kind} {_kind} {_kind} pred", f"selp.{_kind}")(select)
 
 
 # ---------------------------------------------------------------- comparisons

@@ -132,6 +132,11 @@ class Program:
     leaders: frozenset[int]
 
     @cached_property
+    def has_tensor_fences(self) -> bool:
+        """Whether the kernel has any `tcgen05.fence`."""
+        return any(one.opcode.startswith("tcgen05.fence") for one in self.instructions)
+
+    @cached_property
     def widths(self) -> dict[str, int]:
         """The bits of each register, by name."""
         return {each.name: each.bits for one in self.instructions for each in operand_registers(one)}
@@ -139,6 +144,7 @@ class Program:
 
 # Instructions after which a warp may be at another instruction, or has to wait.
 _ENDS_BLOCK = ("bra", "brx", "ret", "exit", "bar", "barrier", "mbarrier", "setmaxnreg")
+_OF_PAIRS = re.compile(r"tcgen05\.(alloc|dealloc|relinquish_alloc_permit)\.cta_group::2")
 
 
 def operand_registers(one: Instruction) -> list[Register]:
@@ -183,7 +189,7 @@ def parse(text: str) -> Program:
     named = {target.name for target in targets if isinstance(target, Label)}.union(*body.tables.values())
     leaders = {0, *(body.labels[name] for name in named)}
     for index, one in enumerate(body.instructions):
-        if one.opcode.split(".")[0] in _ENDS_BLOCK:
+        if one.opcode.split(".")[0] in _ENDS_BLOCK or _OF_PAIRS.match(one.opcode):
             leaders |= {index, index + 1} if one.opcode.startswith("mbarrier.try_wait") else {index + 1}
     return Program(found[1], tuple(parameters), int(threads[1]), int(cluster[1]) if cluster else 1,
                    body.shared, body.local, constants, int(registers[1]) if registers else 0,

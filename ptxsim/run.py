@@ -31,6 +31,7 @@ class Kernel:
     program: Program
     steps: list[forms.Step]
     reads: list[frozenset[str]] = field(repr=False)  # the registers of each instruction
+    uses: list[frozenset[str]] = field(repr=False)  # those whose values must not be undefined, as of `registers_used`
     granule: int  # the smallest access to shared memory, in bytes
     order: Order | None = field(repr=False)  # of the basic blocks; None for the layout's
     segments: list[Segment | None] = field(repr=False)  # for each instruction, the compiled run that begins there
@@ -42,7 +43,8 @@ class Kernel:
                  if one.opcode.startswith(("ld.shared", "st.shared"))]  # fmt: skip
         reads = [frozenset(each.name for each in operand_registers(one)) for one in program.instructions]
         steps = catalogue.decode(program)
-        return cls(program, steps, reads, min([4, *sizes]), Order.of(program), segments_of(program, steps))
+        uses = [forms.registers_used(*each) for each in zip(program.instructions, steps, strict=True)]
+        return cls(program, steps, reads, uses, min([4, *sizes]), Order.of(program), segments_of(program, steps))
 
 
 @dataclass(frozen=True)
@@ -53,7 +55,8 @@ class Schedule:
     fastest; with other seeds sometimes only one of them does. strict_loads: whether the use of registers that
     `tcgen05.ld` loads is a fault before `tcgen05.wait::ld`. failing_waits: whether `mbarrier.try_wait` sometimes
     returns false before its phase is complete, as hardware may; else it waits. strict_scopes: whether an arrival of the
-    scope `.cta` at an mbarrier of another program orders nothing; else it does, and is a note. strict_stores: whether
+    scope `.cta` at an mbarrier of another program, and a wait of that scope for it, order nothing; else they do, and
+    are a note. strict_fences: whether `tcgen05.fence` is needed in a kernel that has none. strict_stores: whether
     threads that store several roundings of one number to one address of shared memory are a fault; else a note. most: a
     launch that executes more warp instructions is a fault, because it probably does not end.
     """
@@ -62,6 +65,7 @@ class Schedule:
     strict_loads: bool = False
     failing_waits: bool = False
     strict_scopes: bool = False
+    strict_fences: bool = False
     strict_stores: bool = False
     most: int = 10**10
 
@@ -108,7 +112,8 @@ def run(
     tally, chosen = Tally(), random.Random(schedule.seed)
     clusters = math.prod(shape) // program.cluster
     for first in range(0, clusters, most):
-        machine = Machine(program, memory, arguments, shape, nbytes, kernel.granule, first, min(most, clusters - first))
+        machine = Machine(program, memory, arguments, shape, nbytes, kernel.granule, first, min(most, clusters - first),
+                          schedule.strict_fences or program.has_tensor_fences)  # fmt: skip
         machine.failing_waits = chosen if schedule.failing_waits else None
         machine.strict_scopes, machine.shared.strict = schedule.strict_scopes, schedule.strict_stores
         machine.notes = machine.shared.notes = tally.notes
@@ -226,7 +231,7 @@ class _Turns:
         """Whether a run may be executed as one: it has been before, and no operation under way has its registers."""
         segment.executions += 1
         machine = self.machine
-        if not segment.is_worthwhile or machine.unready:
+        if not segment.is_worthwhile or machine.unready or not machine.undefined.keys().isdisjoint(segment.names):
             return False
         return not machine.products.used_by(fragment.warps, segment.names)
 
@@ -239,16 +244,20 @@ class _Turns:
         if machine.products.registers:
             machine.products.check(fragment.warps, one, kernel.reads[index])
         fragment.at = index
-        if one.guard is None:
-            fragment.running, fragment.whole = fragment.active, fragment.all_active
-        else:
-            guard = fragment.get(one.guard.name)
-            fragment.running = fragment.active & (~guard if one.guard.negated else guard)
-            fragment.whole = fragment.all_active and bool(fragment.running.all())
-            if not fragment.whole and not fragment.running.any():
-                return kernel.steps[index](fragment) if one.opcode in control.BRANCHES else None
-        self.tally.executed.add(index)
+        fragment.running, fragment.whole = fragment.active, fragment.all_active
+        machine.undefined.executing = one
         try:
+            if one.guard is not None:
+                if machine.undefined:
+                    fragment.check_defined([one.guard.name])
+                guard = fragment.get(one.guard.name)
+                fragment.running = fragment.active & (~guard if one.guard.negated else guard)
+                fragment.whole = fragment.all_active and bool(fragment.running.all())
+                if not fragment.whole and not fragment.running.any():
+                    return kernel.steps[index](fragment) if one.opcode in control.BRANCHES else None
+            self.tally.executed.add(index)
+            if machine.undefined:
+                fragment.check_defined(kernel.uses[index])
             return kernel.steps[index](fragment)
         except Fault as fault:
             raise Fault(f"{program.name}, {one}: {fault} (warps {self._name(fragment)})") from None
@@ -288,6 +297,8 @@ class _Turns:
             if barrier.tx:
                 raise Fault(f"{self.program.name}: {barrier.tx} bytes never came to the mbarrier at {barrier.where}")
         machine.tensor_memory.end()
+        if machine.tensor_memory.is_used and not machine.clocks.has_fences:
+            machine.notes["uses of tensor memory in a kernel without tcgen05.fence"] += 1
         copies.end(machine)
         warpgroup.end(machine)
 

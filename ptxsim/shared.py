@@ -4,10 +4,11 @@ from collections import Counter
 
 import numpy as np
 
-from ptxsim.clocks import KNOWN, Clocks, Shadow
+from ptxsim.clocks import KNOWN, Clocks, Index, Shadow
 from ptxsim.fault import Fault
 from ptxsim.global_memory import in_units
 from ptxsim.lanes import Lanes
+from ptxsim.undefined import Undefined
 
 START = 1024  # the first byte that a program may use; the system has those before it
 _ROUNDINGS = "stores of several roundings of one number to one address, of which any may stay"
@@ -28,16 +29,21 @@ class SharedMemory:
     """Bytes of shared memory of `programs` programs, one after the other, each in clusters of `cluster`.
 
     An address of a kernel is an offset from `START` on, plus the program's rank in its cluster times 2**24.
-    granule: the bytes of a cell of the shadow; accesses are multiples of it.
+    granule: the bytes of a cell of the shadow; accesses are multiples of it. undefined: whether each cell holds what
+    nothing wrote; None if no cell that was read does.
     """
 
-    def __init__(self, programs: int, nbytes: int, cluster: int, clocks: Clocks, granule: int) -> None:
+    def __init__(
+        self, programs: int, nbytes: int, cluster: int, clocks: Clocks, granule: int, registers: Undefined
+    ) -> None:
         self.stride = -(-(START + nbytes) // 1024) * 1024
         self.end = START + nbytes
         self.cluster, self.granule = cluster, granule
         self.data = np.full(programs * self.stride, 0xEE, np.uint8)
         self.clocks = clocks
-        self.shadow = Shadow(len(self.data) // granule, clocks, "shared memory")
+        self.shadow = Shadow(len(self.data) // granule, clocks, "shared memory", self._lose)
+        self.undefined: np.ndarray | None = None
+        self._registers = registers
         self.notes: Counter[str] = Counter()
         self.strict = False  # whether stores of several roundings of one number to one address are a fault
         self._atomics: dict[int, tuple[int, int]] = {}  # the warp and epoch of the last atomic operation, by index
@@ -81,9 +87,10 @@ class SharedMemory:
         return in_units(self.data, size).take(rows).view(np.uint8).reshape(-1, size)
 
     def store(
-        self, addresses: np.ndarray, values: np.ndarray, clusters: np.ndarray, warps: np.ndarray, lanes: np.ndarray
+        self, addresses: np.ndarray, values: np.ndarray, clusters: np.ndarray, warps: np.ndarray, lanes: np.ndarray,
+        undefined: np.ndarray | None = None,
     ) -> None:  # fmt: skip
-        """Write bytes uint8 [threads, size] at aligned addresses [threads]."""
+        """Write bytes uint8 [threads, size] at aligned addresses [threads]. undefined: of each byte; None for none."""
         size = values.shape[1]
         rows = self._rows(addresses, clusters, size)
         data, cells = in_units(self.data, size), self.cells_of(rows, size)
@@ -105,6 +112,58 @@ class SharedMemory:
             if not self._are_roundings(stored, raw).all():
                 raise Fault("several threads write different values to one address of shared memory")
             self.notes[_ROUNDINGS] += 1
+        self.define(cells, undefined)
+
+    # ------------------------------------------------------------ what nothing wrote
+
+    def _lose(self, cells: Index, which: np.ndarray) -> None:
+        """Record that cells are read, of which nothing wrote some. They become zeros, which are valid scales."""
+        self._registers.found("shared memory")
+        unwritten = np.arange(len(self.shadow.writer))[cells][which]
+        self._undefined()[unwritten] = True
+        self.data.reshape(-1, self.granule)[unwritten] = 0
+
+    def _undefined(self) -> np.ndarray:
+        if self.undefined is None:
+            self.undefined = np.zeros(len(self.shadow.writer), bool)
+        return self.undefined
+
+    def define(self, cells: Index, undefined: np.ndarray | None) -> None:
+        """Record that cells were written. undefined: of each byte of `cells` [..., n], in order; None for none."""
+        if undefined is not None and undefined.any():
+            self._undefined()[cells] = False
+            assert isinstance(cells, np.ndarray)
+            of_cells = undefined.reshape(*cells.shape, -1).any(-1)
+            self._undefined()[cells[of_cells]] = True  # also where another thread writes what is defined
+        elif self.undefined is not None:
+            self.undefined[cells] = False
+
+    def define_units(self, units: np.ndarray, size: int, undefined: np.ndarray | None) -> None:
+        """`define` of units of `size` bytes, which together are whole cells. undefined: [units, size]."""
+        if undefined is None and self.undefined is None:
+            return
+        cells = self.cells_of(units, size)
+        if undefined is None or size >= self.granule:
+            self.define(cells, undefined)
+        else:
+            self._undefined()[cells] = False
+            self._undefined()[cells[undefined.any(1)]] = True
+
+    def load_defined(
+        self, addresses: np.ndarray, size: int, clusters: np.ndarray, warps: np.ndarray, lanes: np.ndarray
+    ) -> np.ndarray:  # fmt: skip
+        """`load` of bytes that must not be undefined."""
+        found = self.load(addresses, size, clusters, warps, lanes)
+        if self.undefined_at(addresses, clusters, size) is not None:
+            raise self._registers.fault("uses what nothing wrote")
+        return found
+
+    def undefined_at(self, addresses: np.ndarray, clusters: np.ndarray, size: int) -> np.ndarray | None:
+        """Which bytes at aligned addresses [threads] are undefined: bool [threads, size]; None if none are."""
+        if self.undefined is None:
+            return None
+        found = self.undefined[self.cells_of(self._rows(addresses, clusters, size), size)]
+        return np.repeat(found, self.granule, axis=1) if found.any() else None
 
     def _are_roundings(self, stored: np.ndarray, raw: np.ndarray) -> np.ndarray:
         """Whether two values of a cell are equal, or count as float32 roundings of one number.
@@ -129,7 +188,7 @@ class SharedMemory:
         shadow, writes = self.shadow, (int(self.shadow.writer[cells][0]), int(self.shadow.written[cells][0]))
         if self._atomics.get(at) != writes:
             where = np.array([address]), np.array([cluster]), np.array([warp]), np.array([lane])
-            before = self.load(where[0], size, *where[1:])
+            before = self.load_defined(where[0], size, *where[1:])
             self.store(where[0], before ^ 1, *where[1:])
             self.store(where[0], before, *where[1:])
         epoch = int(self.clocks.rows[KNOWN, cluster, warp, warp])

@@ -12,6 +12,7 @@ from ptxsim.global_memory import GlobalMemory
 from ptxsim.local import LocalMemory
 from ptxsim.parse import Instruction, Program
 from ptxsim.shared import START, SharedMemory
+from ptxsim.undefined import Undefined
 
 LANES = 32
 CARRY = "CC.CF"  # the register that holds the carry of extended arithmetic
@@ -34,14 +35,15 @@ class Registers(dict[str, np.ndarray]):
     def __init__(self, widths: dict[str, int], threads: int) -> None:
         super().__init__()
         self._widths, self._threads = widths | {CARRY: 1}, threads
+        self._contents: dict[int, np.ndarray] = {}  # of a register that nothing wrote, by its bits
 
     def __missing__(self, name: str) -> np.ndarray:
         bits = self._widths[name]
-        if bits > 1:
-            made = np.full(self._threads, 0xBADBADBADBADBAD % 2**bits, register_dtype(bits))
-        else:
-            made = np.arange(self._threads) % 2 == 1  # neither true nor false is right for a whole warp
-        self[name] = made
+        if bits not in self._contents:  # no bit is right for a whole warp
+            number = 0xBADBADBADBADBAD % 2**bits
+            both = np.array([number, number ^ 2**bits - 1], register_dtype(bits))
+            self._contents[bits] = np.tile(both, self._threads // 2)
+        made = self[name] = self._contents[bits].copy()
         return made
 
 
@@ -50,11 +52,12 @@ class State:
 
     registers: by name, an array with an entry for each thread. pc: the index of the next instruction of each thread.
     parameters: the bytes of the kernel's parameters. granule: the smallest access to shared memory, in bytes.
+    has_fences: whether operations on tensor memory are ordered by `tcgen05.fence`.
     """
 
     def __init__(
         self, program: Program, memory: GlobalMemory, arguments: list[int], grid: tuple[int, int, int],
-        shared_bytes: int, granule: int, first_cluster: int, clusters: int,
+        shared_bytes: int, granule: int, first_cluster: int, clusters: int, has_fences: bool,
     ) -> None:  # fmt: skip
         self.program, self.memory = program, memory
         self.clusters, self.first_cluster = clusters, first_cluster
@@ -63,6 +66,7 @@ class State:
         warps = clusters * self.warps_of_cluster
         threads = warps * LANES
         self.registers = Registers(program.widths, threads)
+        self.undefined = Undefined(threads)
         self.pc = np.zeros(threads, np.int32)
         self.blocked = np.zeros(warps, bool)
         self.conditions: dict[int, Ready] = {}  # of blocked warps that `wake` does not unblock
@@ -70,8 +74,9 @@ class State:
         self.strict_scopes = False  # whether arrivals of too small a scope order nothing
         self.notes: Counter[str] = Counter()
         self.changed = False  # whether a phase of a barrier, for which conditions wait, has been completed
-        self.clocks = Clocks(clusters, self.warps_of_cluster)
-        self.shared = SharedMemory(clusters * program.cluster, shared_bytes, program.cluster, self.clocks, granule)
+        self.clocks = Clocks(clusters, self.warps_of_cluster, has_fences)
+        programs = clusters * program.cluster
+        self.shared = SharedMemory(programs, shared_bytes, program.cluster, self.clocks, granule, self.undefined)
         self.local = LocalMemory(threads, program.local)
         # For each cluster: its copies, in any order, and its operations of the tensor pipe, which are in order.
         self.copies: list[list[Callable[[], None]]] = [[] for _ in range(clusters)]
@@ -179,6 +184,7 @@ class State:
 
     def _located(self, one: Instruction, action: Callable[[], None]) -> Callable[[], None]:
         def run() -> None:
+            self.undefined.executing = one
             try:
                 action()
             except Fault as fault:

@@ -14,6 +14,16 @@ def sums_of(registers: np.ndarray) -> np.ndarray:
     return parts.transpose(3, 1, 4, 0, 5, 2).reshape(-1, 16, 2 * len(registers))
 
 
+def undefined_sums(a: np.ndarray, b: np.ndarray, sums: np.ndarray | None) -> np.ndarray:
+    """Which registers of a product are undefined, bool [n / 2, warps * 32].
+
+    a: which rows of A are, bool [warps, 16]. b: which columns of B are, bool [warps, n]. sums: the registers of what is
+    added, uint32 [n / 2, warps, 32], zero where they are defined; None for none.
+    """
+    found = a[:, :, None] | b[:, None, :]
+    return in_registers(found if sums is None else found | (sums_of(sums).view(np.uint32) != 0))
+
+
 def registers_of_sums(sums: np.ndarray) -> np.ndarray:
     """The registers float32 [n / 2, warps * 32] that hold matrices float64 [warps, 16, n]."""
     return in_registers(numbers.canonical(sums.astype(np.float32)))

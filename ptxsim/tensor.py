@@ -14,11 +14,12 @@ Sources: PTX ISA, the instructions of `tcgen05`; confidence high, unless a line 
   state space and 64 bits, a shared address with zeros above: ptxas uses the lower 32 (`UTCBAR [UR5]`).
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
 from ptxsim.clocks import FENCED
+from ptxsim.control import one_lane
 from ptxsim.descriptors import CHUNK, Matrix
 from ptxsim.fault import Fault
 from ptxsim.floating import REDUCTIONS
@@ -37,7 +38,7 @@ from ptxsim.fragment import LANES, Fragment
 from ptxsim.lanes import COLLECTIVE
 from ptxsim.parse import Instruction, Program, Register
 from ptxsim.tensor_issue import group_of, issue
-from ptxsim.tensor_memory import HALF, QUARTER, Region, TensorPipe
+from ptxsim.tensor_memory import HALF, QUARTER, Region, TensorPipe, split_undefined
 from ptxsim.tensor_products import column_of
 
 
@@ -70,17 +71,35 @@ def _alloc(instruction: Instruction, program: Program) -> Step:
     if any(opcode.startswith("tcgen05.") for opcode in others):
         raise UnknownForm("the instructions of the kernel have several values of cta_group")
 
-    def step(fragment: Fragment) -> None:
-        machine, addresses = fragment.machine, address(fragment)
+    def step(fragment: Fragment) -> Fragment | None:
+        machine, addresses, meetings = fragment.machine, address(fragment), []
         for first, warp in _warps(fragment):
             column = machine.tensor_memory.allocate(machine.program_of(warp), count)
+            offset = _same(addresses, first) & 0xFFFFFF
+            meetings.append((warp, (column, count, offset, warp % machine.warps_of_program)))
             where, cluster = np.array([_same(addresses, first)]), np.array([machine.cluster_of_warp(warp)])
             content = np.array([[column]], np.uint32).view(np.uint8)
             local = machine.local_warp(warp)
             machine.shared.store(where, content, cluster, np.array([local]), np.array([COLLECTIVE]))
             machine.clocks.fence(machine.cluster_of_warp(warp), local, (FENCED,))
+        return _together(fragment, meetings, group)
 
     return step
+
+
+def _together(
+    fragment: Fragment, meetings: Sequence[tuple[int, tuple[int, ...]]], group: int
+) -> Fragment | None:  # fmt: skip
+    """Let warps wait for those of the pairs' other programs; returns the fragment that continues, as of a `Step`.
+
+    meetings: the warps, and the operands that the other one has to have.
+    """
+    if group == 1 or not meetings:
+        return None
+    fragment.jump(fragment.active, fragment.at + 1)
+    for warp, operands in meetings:
+        fragment.machine.tensor_memory.meet(warp, fragment.instruction.opcode, operands)
+    return fragment.without(np.ones(len(fragment.warps), bool))
 
 
 @form(*[f"tcgen05.dealloc.cta_group::{group}.sync.aligned.b32" for group in (1, 2)])
@@ -88,11 +107,13 @@ def _dealloc(instruction: Instruction, program: Program) -> Step:
     expect(instruction, 2)
     address, count = reader(instruction.operands[0], "u32"), immediate(instruction.operands[1])
 
-    def step(fragment: Fragment) -> None:
-        machine, addresses = fragment.machine, fragment.every(address(fragment))
+    def step(fragment: Fragment) -> Fragment | None:
+        machine, addresses, meetings = fragment.machine, fragment.every(address(fragment)), []
         for first, warp in _warps(fragment):
             rows = machine.clocks.of(machine.cluster_of_warp(warp), machine.local_warp(warp))
             machine.tensor_memory.free(machine.program_of(warp), _same(addresses, first), count, rows)
+            meetings.append((warp, (_same(addresses, first), count)))
+        return _together(fragment, meetings, group_of(instruction))
 
     return step
 
@@ -101,9 +122,11 @@ def _dealloc(instruction: Instruction, program: Program) -> Step:
 def _relinquish(instruction: Instruction, program: Program) -> Step:
     expect(instruction, 0)
 
-    def step(fragment: Fragment) -> None:
-        for _, warp in _warps(fragment):
+    def step(fragment: Fragment) -> Fragment | None:
+        warps = [warp for _, warp in _warps(fragment)]
+        for warp in warps:
             fragment.machine.tensor_memory.relinquished[fragment.machine.program_of(warp)] = True
+        return _together(fragment, [(warp, ()) for warp in warps], group_of(instruction))
 
     return step
 
@@ -172,11 +195,21 @@ def _load(instruction: Instruction, program: Program) -> Step:
             write(fragment, value)
         if reduces:
             write_result(fragment, reduced(np.ascontiguousarray(values.T).view(np.float32)))
+        if memory.undefined is not None:
+            undefined = np.zeros(values.shape, bool)
+            for first, warp in _warps(fragment):
+                found = [memory.undefined_at(each) for each in regions(fragment, addresses, first, warp)]
+                undefined[:, first : first + LANES] = np.concatenate(found).T
+            for register, which in zip(into, undefined, strict=True):
+                fragment.mark(register, which)
+            if reduces:
+                fragment.mark(result, np.any(undefined, 0))
 
     return step
 
 
-@form(*[f"tcgen05.st.sync.aligned.{shape}.x{count}.b32" for shape in _SHAPES_OF_WARPS for count in _COUNTS])
+@form(*[f"tcgen05.st.sync.aligned.32x32b.x{count}.b32" for count in _COUNTS], moved=(1,))
+@form(*[f"tcgen05.st.sync.aligned.16x32bx2.x{count}.b32" for count in _COUNTS], moved=(2,))
 def _store(instruction: Instruction, program: Program) -> Step:
     split = 1 if "16x32bx2" in instruction.opcode else None
     expect(instruction, 3 if split else 2)
@@ -186,11 +219,13 @@ def _store(instruction: Instruction, program: Program) -> Step:
 
     def step(fragment: Fragment) -> None:
         memory, addresses = fragment.machine.tensor_memory, address(fragment)
-        values = np.stack([fragment.every(read(fragment)) for read in reads], 1)
+        values, undefined = np.stack([fragment.every(read(fragment)) for read in reads], 1), fragment.undefined(source)
         for first, warp in _warps(fragment):
             found = regions(fragment, addresses, first, warp)
-            for region, words in zip(found, np.split(values[first : first + LANES], len(found)), strict=True):
-                memory.store(warp, region, words)
+            words = np.split(values[first : first + LANES], len(found))
+            which = split_undefined(None if undefined is None else undefined.T[first : first + LANES], len(found))
+            for each in zip(found, words, which, strict=True):
+                memory.store(warp, *each)
 
     return step
 
@@ -221,7 +256,17 @@ def _wait_stores(instruction: Instruction, program: Program) -> Step:
 @form("tcgen05.fence::before_thread_sync", "tcgen05.fence::after_thread_sync")
 def _fence(instruction: Instruction, program: Program) -> Step:
     expect(instruction, 0)
-    return lambda fragment: None
+    before = "before" in instruction.opcode
+
+    def step(fragment: Fragment) -> None:
+        machine = fragment.machine
+        for cluster, warp in sorted({(cluster, machine.local_warp(warp)) for _, warp, cluster in one_lane(fragment)}):
+            if before:
+                machine.clocks.send_tensor(cluster, warp, machine.tensor_memory.pipes[cluster].issued[warp])
+            else:
+                machine.clocks.receive_tensor(cluster, warp)
+
+    return step
 
 
 # ---------------------------------------------------------------- operations of the tensor pipe
@@ -244,8 +289,11 @@ def _copy(instruction: Instruction, program: Program) -> Step:
                 pipe: TensorPipe, column: int = column, matrix: Matrix = matrix, ranks: tuple[int, ...] = ranks
             ) -> None:  # fmt: skip
                 for rank in ranks:
-                    words = pipe.read_matrix(rank, matrix, QUARTER, CHUNK).view(np.uint32)
-                    pipe.write(rank, column, np.tile(words, (4, 1)))
+                    words, undefined = pipe.read_matrix(rank, matrix, QUARTER, CHUNK).view(np.uint32), None
+                    if pipe.has_undefined:
+                        parts = pipe.undefined_matrix(rank, matrix, QUARTER, CHUNK)
+                        undefined = np.tile(np.any(parts.reshape(*words.shape, -1), 2), (4, 1))
+                    pipe.write(rank, column, np.tile(words, (4, 1)), undefined)
 
             begin(copy)
 
@@ -269,7 +317,11 @@ def _commit(instruction: Instruction, program: Program) -> Step:
         masks = np.broadcast_to(0 if mask is None else mask(fragment), fragment.shape)
         for lane, _, begin in issue(fragment, pair=False):
             where = addresses[lane : lane + 1]
-            cluster = machine.cluster_of_warp(int(fragment.warp_of(np.array([lane]))[0]))
+            warp = int(fragment.warp_of(np.array([lane]))[0])
+            cluster = machine.cluster_of_warp(warp)
+            issuers = machine.tensor_memory.pipes[cluster].issuers
+            if issuers.get(machine.local_warp(warp), lane % LANES) != lane % LANES:
+                raise Fault("commits operations that another thread of its warp issued")
             if cast:
                 ranks = np.flatnonzero(int(masks[lane]) >> np.arange(16) & 1)
                 where = machine.shared.address(ranks, int(where[0]) & 0xFFFFFF)

@@ -7,6 +7,7 @@ import numpy as np
 from ptxsim.fault import Fault
 from ptxsim.fragment import Fragment
 from ptxsim.parse import Instruction
+from ptxsim.state import LANES
 from ptxsim.tensor_memory import TensorPipe
 
 Operation = Callable[[TensorPipe], None]
@@ -28,10 +29,14 @@ def issue(fragment: Fragment, pair: bool) -> Iterator[tuple[int, tuple[int, ...]
         if pair and (rank % 2 or machine.program.cluster % 2):
             raise Fault("an instruction for a pair of programs, from a program that is not the first of a pair")
         local = machine.local_warp(warp)
-        rows = machine.clocks.of(cluster, local)
+        rows = machine.clocks.of_tensor(cluster, local, in_pipe=True)
 
-        def begin(operation: Operation, cluster: int = cluster, local: int = local, rows: np.ndarray = rows) -> None:
+        def begin(
+            operation: Operation, cluster: int = cluster, local: int = local, rows: np.ndarray = rows, lane: int = lane
+        ) -> None:
             pipe = machine.tensor_memory.pipes[cluster]
+            pipe.issued[local] += 1
+            pipe.issuers[local] = lane % LANES
 
             def run() -> None:
                 pipe.begin(local, rows)

@@ -46,7 +46,7 @@ def _replace(instruction: Instruction, program: Program) -> Step:
         at, values = address(fragment)[running], fragment.every(value(fragment))[running]
         if (values >> np.uint64(8 * size - 1) >> np.uint64(1)).any():
             raise Fault(f"a value of {int(values.max())} for {name}")
-        maps = machine.shared.load(at, NBYTES, clusters, warps, lanes).copy()
+        maps = machine.shared.load_defined(at, NBYTES, clusters, warps, lanes).copy()
         maps[:, there] = np.ascontiguousarray(values).view(np.uint8).reshape(len(values), -1)[:, :size]
         machine.shared.store(at, maps, clusters, warps, lanes)
 
@@ -70,7 +70,7 @@ def _publish(instruction: Instruction, program: Program) -> Step:
         warps = fragment.warps[which]
         clusters, local = np.divmod(warps, machine.warps_of_cluster)
         machine.meet(clusters, local)
-        maps = machine.shared.load(sources[:, 0], NBYTES, clusters, local, np.full(len(local), COLLECTIVE))
+        maps = machine.shared.load_defined(sources[:, 0], NBYTES, clusters, local, np.full(len(local), COLLECTIVE))
         machine.memory.store(targets[:, 0], maps, clusters + machine.first_cluster)
         for target, raw, cluster, warp in zip(targets[:, 0].tolist(), maps, clusters.tolist(), local.tolist(),
                                               strict=True):  # fmt: skip

@@ -265,7 +265,8 @@ class TensorMaps:
         if not any(rows[KNOWN][warp] >= epoch for warp, epoch in found.acquired.items()):
             raise Fault("uses a tensor map that no fence.proxy.tensormap acquired")
         memory = self.machine.memory
-        if (memory.copied(np.array([address]), NBYTES, cluster + self.machine.first_cluster) != found.raw).any():
+        raw, _ = memory.copied(np.array([address]), NBYTES, cluster + self.machine.first_cluster)
+        if (raw != found.raw).any():
             raise Fault("uses a tensor map that was overwritten after its release")
         found.map  # noqa: B018 (check its fields here)
         found.under_way += 1

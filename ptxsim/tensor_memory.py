@@ -5,14 +5,20 @@ TensorCore operations"; confidence high, unless a line below says less.
 
 - A program that allocates gets its highest free columns, so that a kernel that assumes column 0 is found. An allocation
   that would wait for columns is a fault.
-- An allocation for a pair is one for each of its programs, by a warp of that program.
+- An allocation for a pair is one for each of its programs, by a warp of that program. So are a deallocation and the
+  end of allocations: the first warp waits for the other one (PTX ISA, "Issue granularity"). That both name the same
+  columns, the same place in shared memory and are the same warp of their programs is inferred from "collectively".
 - Operations of the tensor pipe that one thread issues are in order. The PTX ISA guarantees it for copies before
   products, and for products of the same sums and shape. Only newer versions (9.7.18.6.2) guarantee that a copy does
   not overtake a product whose scales it overwrites; kernels of Triton and CUTLASS depend on it. Confidence medium.
 - A commit includes all operations before it of its own thread (PTX ISA, `tcgen05.commit`), and none of others.
-- `tcgen05.fence` changes nothing. The PTX ISA requires one on each side of a barrier between an asynchronous operation
-  and a dependent one; Triton emits none. Confidence medium.
+- `tcgen05.fence`: the PTX ISA requires one on each side of a synchronisation between an operation on tensor memory and
+  one that depends on it; a commit contains the first one. They also order operations of the tensor pipe of two threads,
+  which need not be complete. A kernel without any `tcgen05.fence` is not held to it, as Triton emits none.
 """
+
+from collections import Counter
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -33,7 +39,8 @@ class TensorMemory:
     """The tensor memory of all programs: words uint32 [programs, 128 lanes, 512 columns].
 
     loads, stores: the numbers of `tcgen05.ld` and `tcgen05.st` that each warp of the machine has executed; they are the
-    epochs of the clock agents of these operations.
+    epochs of the clock agents of these operations. undefined: bool of each word, whether it holds what nothing wrote;
+    None if no word that was read does.
     """
 
     def __init__(self, machine: State) -> None:
@@ -46,6 +53,8 @@ class TensorMemory:
         self.pipes = [TensorPipe(machine, self, cluster) for cluster in range(machine.clusters)]
         self._words: np.ndarray | None = None  # None until a program allocates
         self._shadow: Shadow | None = None
+        self._waiting: dict[tuple[int, str], tuple[int, tuple[int, ...]]] = {}  # of pairs: a warp and its operands
+        self.undefined: np.ndarray | None = None
 
     # ------------------------------------------------------------ allocation
 
@@ -60,7 +69,7 @@ class TensorMemory:
         if self._shadow is None:
             self._words = np.zeros((len(self.allocated), LANES, COLUMNS), np.uint32)
             cells = (len(self.allocated), LANES // HALF, COLUMNS)  # every access has whole ones
-            self._shadow = Shadow(cells, self.machine.clocks, "tensor memory")
+            self._shadow = Shadow(cells, self.machine.clocks, "tensor memory", self._lose)
         mine = self.allocated[program]
         for first in range(COLUMNS - columns, -1, -_UNIT):
             if all(first + columns <= other or other + count <= first for other, count in mine.items()):
@@ -81,11 +90,32 @@ class TensorMemory:
             raise Fault(f"frees tensor memory in use: {fault}") from None
         del self.allocated[program][address]
 
+    def meet(self, warp: int, instruction: str, operands: tuple[int, ...]) -> None:
+        """Let a warp of the machine wait until a warp of the pair's other program executes the same instruction."""
+        machine, program = self.machine, self.machine.program_of(warp)
+        if machine.program.cluster % 2:
+            raise Fault("an instruction for a pair of programs, which the cluster does not have")
+        other, theirs = self._waiting.pop((program // 2, instruction), (-1, ()))
+        if other < 0:
+            self._waiting[program // 2, instruction] = warp, operands
+            machine.block(warp)
+            return
+        if machine.program_of(other) == program:
+            raise Fault("executed twice by a program before the other one of the pair")
+        if theirs != operands:
+            raise Fault(f"the programs of a pair disagree: {operands} here, and {theirs} there")
+        machine.wake(other)
+
     def end(self) -> None:
         """Check that all programs have freed their memory."""
         left = [program for program, mine in enumerate(self.allocated) if mine]
         if left:
             raise Fault(f"{self.machine.program.name}: programs {left} did not free their tensor memory")
+
+    @property
+    def is_used(self) -> bool:
+        """Whether any program has allocated."""
+        return self._words is not None
 
     # ------------------------------------------------------------ accesses
 
@@ -102,11 +132,35 @@ class TensorMemory:
         self._shadow.reads_of_agent(_cells(region), rows, agent, epoch)
         return self._words[region]
 
-    def write(self, region: Region, words: np.ndarray, rows: np.ndarray, agent: int, epoch: int) -> None:
-        """Write words [lanes, columns]; the other arguments as of `read`."""
+    def write(
+        self, region: Region, words: np.ndarray, undefined: np.ndarray | None, rows: np.ndarray, agent: int, epoch: int
+    ) -> None:
+        """Write words [lanes, columns]. undefined: which of them are; None for none. The others as of `read`."""
         assert self._shadow is not None and self._words is not None
         self._shadow.writes_of_agent(_cells(region), rows, agent, epoch)
         self._words[region] = words
+        if undefined is not None:
+            self._undefined()[region] = undefined
+        elif self.undefined is not None:
+            self.undefined[region] = False
+
+    def undefined_at(self, region: Region) -> np.ndarray:
+        """Which words of a region are undefined, [lanes, columns]."""
+        return self._undefined()[region]
+
+    def _undefined(self) -> np.ndarray:
+        if self.undefined is None:
+            self.undefined = np.zeros((len(self.allocated), LANES, COLUMNS), bool)
+        return self.undefined
+
+    def _lose(self, cells: Index, which: np.ndarray) -> None:
+        """Record that cells are read, of which nothing wrote some."""
+        self.machine.undefined.found("tensor memory")
+        assert isinstance(cells, tuple)
+        program, halves, columns = cells
+        assert isinstance(halves, slice)
+        lanes = slice(halves.start * HALF, halves.stop * HALF)
+        self._undefined()[program, lanes, columns] |= np.repeat(which, HALF, axis=0)
 
     # ------------------------------------------------------------ warps
 
@@ -122,27 +176,35 @@ class TensorMemory:
         """Words that a warp loads, [lanes, columns]. The warp's clock holds the load after `wait_loads`."""
         machine, local = self.machine, self.machine.local_warp(warp)
         self.loads[warp] += 1
-        rows = machine.clocks.of(machine.cluster_of_warp(warp), local)
+        rows = machine.clocks.of_tensor(machine.cluster_of_warp(warp), local, in_pipe=False)
         return self.read(region, rows, machine.clocks.tensor_loads(local), int(self.loads[warp]))
 
-    def store(self, warp: int, region: Region, words: np.ndarray) -> None:
-        """Store a warp's words [lanes, columns]. The warp's clock holds the store after `wait_stores`."""
+    def store(self, warp: int, region: Region, words: np.ndarray, undefined: np.ndarray | None) -> None:
+        """Store a warp's words [lanes, columns], of which some are undefined, as of `write`.
+
+        The warp's clock holds the store after `wait_stores`.
+        """
         machine, local = self.machine, self.machine.local_warp(warp)
         self.stores[warp] += 1
-        rows = machine.clocks.of(machine.cluster_of_warp(warp), local)
-        self.write(region, words, rows, machine.clocks.tensor_stores(local), int(self.stores[warp]))
+        rows = machine.clocks.of_tensor(machine.cluster_of_warp(warp), local, in_pipe=False)
+        self.write(region, words, undefined, rows, machine.clocks.tensor_stores(local), int(self.stores[warp]))
 
     def wait_loads(self, warp: int) -> None:
         """Record in a warp's clock that its loads are complete."""
-        self._know(warp, self.machine.clocks.tensor_loads(self.machine.local_warp(warp)), int(self.loads[warp]))
+        self._know(warp, self.machine.clocks.tensor_loads, self.loads)
 
     def wait_stores(self, warp: int) -> None:
         """Record in a warp's clock that its stores are complete."""
-        self._know(warp, self.machine.clocks.tensor_stores(self.machine.local_warp(warp)), int(self.stores[warp]))
+        self._know(warp, self.machine.clocks.tensor_stores, self.stores)
 
-    def _know(self, warp: int, agent: int, epoch: int) -> None:
-        machine = self.machine
-        machine.clocks.rows[:, machine.cluster_of_warp(warp), machine.local_warp(warp), agent] = epoch
+    def _know(self, warp: int, agent: Callable[[int], int], epochs: np.ndarray) -> None:
+        cluster, local = self.machine.cluster_of_warp(warp), self.machine.local_warp(warp)
+        self.machine.clocks.know_tensor(cluster, local, agent(local), int(epochs[warp]))
+
+
+def split_undefined(undefined: np.ndarray | None, parts: int) -> Sequence[np.ndarray | None]:
+    """Parts of which words are undefined, all of them None for none."""
+    return [None] * parts if undefined is None else np.split(undefined, parts)
 
 
 def _cells(region: Region) -> Index:
@@ -154,13 +216,15 @@ def _cells(region: Region) -> Index:
 class TensorPipe:
     """The unit that executes the asynchronous `tcgen05` operations of a cluster, in order.
 
-    Only operations that one thread issues are ordered: each warp that issues is an agent of its own. (The elected
-    thread of a warp is taken for the same one at all times.) agent, rows, epoch: of the operation that is executed, the
-    warp's agent, the maximum of the clocks of the warp's issues so far, and the number of the operation.
+    Only operations that one thread issues are ordered: each warp that issues is an agent of its own. (Of several
+    threads of a warp only commits are told apart.) agent, rows, epoch: of the operation that is executed, the warp's
+    agent, the maximum of the clocks of the warp's issues so far, and the number of the operation.
     """
 
     def __init__(self, machine: State, memory: TensorMemory, cluster: int) -> None:
         self.machine, self.memory, self.cluster = machine, memory, cluster
+        self.issued: Counter[int] = Counter()  # the number of each warp's operations
+        self.issuers: dict[int, int] = {}  # and the lane of the latest one
         self._of_warp: dict[int, tuple[np.ndarray, int]] = {}  # rows and epoch
         # Of matrices in shared memory: the units of 16 bytes, and the cells.
         self._places: dict[tuple[int, Matrix, int, int, int, bool], tuple[np.ndarray, np.ndarray]] = {}
@@ -201,11 +265,34 @@ class TensorPipe:
         return np.concatenate([self.memory.read(region, self.rows, self.agent, self.epoch)
                                for region in self._regions(rank, rows, address, columns)])  # fmt: skip
 
-    def write(self, rank: int, address: int, words: np.ndarray) -> None:
-        """Write words uint32 [rows, columns] of a matrix at an address in tensor memory."""
+    def write(self, rank: int, address: int, words: np.ndarray, undefined: np.ndarray | None) -> None:
+        """Write words uint32 [rows, columns] of a matrix at an address in tensor memory. undefined: of each word."""
         regions = self._regions(rank, len(words), address, words.shape[1])
-        for region, part in zip(regions, np.split(words, len(regions)), strict=True):
-            self.memory.write(region, part, self.rows, self.agent, self.epoch)
+        for region, part, which in zip(
+            regions, np.split(words, len(regions)), split_undefined(undefined, len(regions)), strict=True
+        ):
+            self.memory.write(region, part, which, self.rows, self.agent, self.epoch)
+
+    # ------------------------------------------------------------ what nothing wrote
+
+    @property
+    def has_undefined(self) -> bool:
+        """Whether an operand may be undefined."""
+        return self.machine.shared.undefined is not None or self.memory.undefined is not None
+
+    def undefined_matrix(
+        self, rank: int, matrix: Matrix, rows: int, nbytes: int, used: int = CHUNK, across: bool = False
+    ) -> np.ndarray:  # fmt: skip
+        """Which parts of each row are undefined, bool [rows, parts]: after `read_matrix`, whose arguments these are."""
+        undefined = self.machine.shared.undefined
+        _, cells = self._places[rank, matrix, rows, nbytes, used, across]
+        found = np.zeros(len(cells), bool) if undefined is None else undefined[cells]
+        return found.reshape(rows, -1)
+
+    def undefined_words(self, rank: int, rows: int, address: int, columns: int) -> np.ndarray:
+        """Which words of a matrix in tensor memory are undefined, bool [rows, columns]: after `read`."""
+        regions = self._regions(rank, rows, address, columns)
+        return np.concatenate([self.memory.undefined_at(region) for region in regions])
 
     def _regions(self, rank: int, rows: int, address: int, columns: int) -> list[Region]:
         """The lanes of a matrix's rows: 128 rows in all lanes, 64 rows in half of each quarter."""

@@ -73,7 +73,22 @@ class Product:
             if self.adds:
                 total += pipe.read(rank, shape.rows, self.sums, shape.columns).view(dtype)
             total = total.astype(np.int64) if self.kind.integer else total
-            pipe.write(rank, self.sums, total.astype(dtype).view(np.uint32))
+            undefined = self._undefined(pipe, shape, rank) if pipe.has_undefined else None
+            pipe.write(rank, self.sums, total.astype(dtype).view(np.uint32), undefined)
+
+    def _undefined(self, pipe: TensorPipe, shape: Shape, rank: int) -> np.ndarray:
+        """Which sums of a program are undefined, bool [rows, columns], after their operands were read."""
+        part = shape.columns // len(self.ranks)
+        b = np.concatenate([_undefined_rows(pipe, each, self.b, part, shape.b, shape.b_across) for each in self.ranks])
+        if self.a_in_tensor_memory:
+            a = np.any(pipe.undefined_words(rank, shape.rows, self.a, ROW_BYTES // 4), 1)
+        else:
+            a = _undefined_rows(pipe, rank, self.a, shape.rows, shape.a, shape.a_across)
+        if shape.scale is not None:
+            a = a | _undefined_scales(pipe, rank, self.scales[0], shape.rows)
+            b = b | _undefined_scales(pipe, rank, self.scales[1], shape.columns)
+        found = a[:, None] | b
+        return found | pipe.undefined_words(rank, shape.rows, self.sums, shape.columns) if self.adds else found
 
 
 def _operand(pipe: TensorPipe, rank: int, bits: int, rows: int, element: Element, across: bool) -> np.ndarray:
@@ -83,6 +98,21 @@ def _operand(pipe: TensorPipe, rank: int, bits: int, rows: int, element: Element
         return element.decode(pipe.read_matrix(rank, matrix, rows, ROW_BYTES, element.used))
     raw = pipe.read_matrix(rank, matrix, ROW_BYTES // element.nbytes, rows * element.nbytes, across=True)
     return element.decode(raw).T
+
+
+def _undefined_rows(pipe: TensorPipe, rank: int, bits: int, rows: int, element: Element, across: bool) -> np.ndarray:
+    """Which rows of a matrix of `_operand` are undefined, bool [rows]."""
+    matrix = Matrix.of(bits)
+    if not across:
+        return np.any(pipe.undefined_matrix(rank, matrix, rows, ROW_BYTES, element.used), 1)
+    found = pipe.undefined_matrix(rank, matrix, ROW_BYTES // element.nbytes, rows * element.nbytes, across=True)
+    return np.full(rows, found.any())
+
+
+def _undefined_scales(pipe: TensorPipe, rank: int, column: int, rows: int) -> np.ndarray:
+    """Of which rows the words with the scales are undefined, bool [rows]."""
+    words = pipe.undefined_words(rank, LANES, column, -(-rows // QUARTER))
+    return np.any(words.reshape(LANES // QUARTER, QUARTER, -1), 0).T.reshape(-1)[:rows]
 
 
 def _scaled(values: np.ndarray, scales: np.ndarray) -> np.ndarray:

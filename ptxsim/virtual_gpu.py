@@ -23,7 +23,7 @@ from triton.backends.nvidia.compiler import CUDABackend
 from triton.runtime.autotuner import Autotuner
 from triton.runtime.jit import JITFunction
 
-from ptxsim.kernel_launch import Compiled, Simulator
+from ptxsim.kernel_launch import Apart, Compiled, Simulator
 from ptxsim.parse import parse
 from ptxsim.run import LOCKSTEP, Kernel, Schedule
 from ptxsim.tensor_maps import HostMap
@@ -206,7 +206,7 @@ def _checked(run: Callable) -> Callable:
     return checked
 
 
-_PLAIN: tuple[type, ...] = (bool, int, float, type(None))
+_PLAIN: tuple[type, ...] = (bool, int, float, type(None), Apart)
 
 
 def _check(name: str, value: Any) -> None:

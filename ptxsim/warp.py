@@ -163,7 +163,7 @@ def _source(mode: str, b: np.ndarray, c: np.ndarray) -> tuple[np.ndarray, np.nda
     return np.where(inside, lane, _LANE), inside
 
 
-@form(*[f"shfl.sync.{mode}.b32" for mode in ("up", "down", "bfly", "idx")])
+@form(*[f"shfl.sync.{mode}.b32" for mode in ("up", "down", "bfly", "idx")], moved=(1,))
 def _shuffle(instruction: Instruction, program: Program) -> Step:
     expect(instruction, 5)
     mode = instruction.opcode.split(".")[2]
@@ -177,7 +177,10 @@ def _shuffle(instruction: Instruction, program: Program) -> Step:
         lane, inside = lanes(fragment)
         if not fragment.whole and not (_gather(fragment.running, lane) | ~fragment.running).all():
             raise Fault("a thread reads from a thread that is not there")
+        undefined = fragment.undefined([source])
         write(fragment, _gather(fragment.by_warp(read(fragment)), lane))
+        if undefined is not None:
+            fragment.mark(result, _gather(undefined[0], lane))
         if isinstance(into, Pair):
             write_within(fragment, np.broadcast_to(inside, (len(fragment.warps), LANES)).ravel())
 

@@ -42,10 +42,19 @@ def stacked(fragment: Fragment, names: list[str]) -> np.ndarray:
     return np.concatenate([registers[name][threads] for name in names]).reshape(len(names), -1, LANES)
 
 
-def put_all(fragment: Fragment, names: list[str], values: np.ndarray) -> None:
-    """Write registers of the running threads. values: of 32 bits, [registers, threads]."""
+def put_all(fragment: Fragment, names: list[str], values: np.ndarray, undefined: np.ndarray | None) -> None:
+    """Write registers of the running threads. values: of 32 bits, [registers, threads]. undefined: which are."""
     for name, row in zip(names, values.view(np.uint32), strict=True):
         fragment.put(name, row)
+    if undefined is not None:
+        for name, which in zip(names, undefined, strict=True):
+            fragment.mark(Register(name, 32), which)
+
+
+def undefined_bits(fragment: Fragment, names: list[str]) -> np.ndarray | None:
+    """`stacked` with all bits set where a value is undefined, and none elsewhere; None if no value is."""
+    found = fragment.undefined([Register(name, 32) for name in names])
+    return None if found is None else (found.reshape(len(names), -1, LANES) * np.uint32(0xFFFFFFFF)).astype(np.uint32)
 
 
 # ---------------------------------------------------------------- loads and stores of matrices
@@ -72,29 +81,42 @@ def _load_matrices(instruction: Instruction, program: Program) -> Step:
 
     def step(fragment: Fragment) -> None:
         rows = _rows(fragment, address(fragment), count)
-        found = fragment.machine.shared.load(rows[0], 16, *rows[1:]).view(np.uint16).reshape(-1, count, 8, 8)
+        shared = fragment.machine.shared
+        found, undefined = shared.load(rows[0], 16, *rows[1:]), shared.undefined_at(rows[0], rows[1], 16)
+        words = in_threads(fragment, found)
+        put_all(fragment, names, words, None if undefined is None else in_threads(fragment, undefined) != 0)
+
+    def in_threads(fragment: Fragment, rows: np.ndarray) -> np.ndarray:
+        """The registers uint32 [matrices, threads] of rows of matrices, [rows, 16] bytes."""
+        found = rows.view(np.uint16).reshape(-1, count, 8, 8)
         if trans:
             found = found.transpose(0, 1, 3, 2)
         words = np.zeros((len(fragment.warps), count, LANES), np.uint32)
         words[fragment.whole_warps()] = np.ascontiguousarray(found).view(np.uint32).reshape(-1, count, LANES)
-        put_all(fragment, names, words.transpose(1, 0, 2).reshape(count, -1))
+        return words.transpose(1, 0, 2).reshape(count, -1)
 
     return step
 
 
-@form(*[f"stmatrix.sync.aligned.{each}" for each in _MATRICES])
+@form(*[f"stmatrix.sync.aligned.{each}" for each in _MATRICES], moved=(1,))
 def _store_matrices(instruction: Instruction, program: Program) -> Step:
     expect(instruction, 2)
     count, trans = _matrices(instruction)
     names, address = names_of(instruction.operands[1], count), address_reader(instruction.operands[0], 32)
 
     def step(fragment: Fragment) -> None:
-        rows = _rows(fragment, address(fragment), count)
-        words = stacked(fragment, names)[:, fragment.whole_warps()].transpose(1, 0, 2)
+        addresses, clusters, warps, lanes = _rows(fragment, address(fragment), count)
+        values, bits = in_rows(fragment, stacked(fragment, names)), undefined_bits(fragment, names)
+        undefined = None if bits is None else in_rows(fragment, bits) != 0
+        fragment.machine.shared.store(addresses, values, clusters, warps, lanes, undefined)
+
+    def in_rows(fragment: Fragment, registers: np.ndarray) -> np.ndarray:
+        """The rows of matrices, uint8 [rows, 16], of registers as of `stacked`."""
+        words = registers[:, fragment.whole_warps()].transpose(1, 0, 2)
         values = np.ascontiguousarray(words).view(np.uint16).reshape(-1, count, 8, 8)
         if trans:
             values = np.ascontiguousarray(values.transpose(0, 1, 3, 2))
-        fragment.machine.shared.store(rows[0], values.reshape(-1, 8).view(np.uint8), *rows[1:])
+        return values.reshape(-1, 8).view(np.uint8)
 
     return step
 

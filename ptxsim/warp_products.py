@@ -31,8 +31,8 @@ from ptxsim.forms import Read, Step, UnknownForm, expect, form, reader, register
 from ptxsim.fragment import LANES, Fragment
 from ptxsim.numbers import matrix_product
 from ptxsim.parse import Instruction, Operand, Program
-from ptxsim.sums import in_registers, registers_of_sums, sums_of
-from ptxsim.warp_matrix import floats, names_of, put_all, stacked
+from ptxsim.sums import in_registers, registers_of_sums, sums_of, undefined_sums
+from ptxsim.warp_matrix import floats, names_of, put_all, stacked, undefined_bits
 
 # ---------------------------------------------------------------- fragments
 
@@ -145,13 +145,13 @@ def _scaled_formats() -> dict[str, _Format]:
 _PLAIN, _SCALED = _plain_formats(), _scaled_formats()
 
 
-@form(*_PLAIN)
+@form(*_PLAIN, moved=(1, 2, 3))
 def _product(instruction: Instruction, program: Program) -> Step:
     expect(instruction, 4)
     return _step(instruction.operands[:4], _PLAIN[instruction.opcode], None, None)
 
 
-@form(*(f"mma.sync.aligned.m16n8k32.row.col{sat}.s32.s8.s8.s32" for sat in ("", ".satfinite")))
+@form(*(f"mma.sync.aligned.m16n8k32.row.col{sat}.s32.s8.s8.s32" for sat in ("", ".satfinite")), moved=(1, 2, 3))
 def _integer_product(instruction: Instruction, program: Program) -> Step:
     """float64 holds the sums exactly; without `.satfinite` they wrap around."""
     expect(instruction, 4)
@@ -165,26 +165,27 @@ def _integer_product(instruction: Instruction, program: Program) -> Step:
         total = matrix_product(left, right).astype(np.int64) + sums_of(sums).view(np.int32)
         if saturates:
             total = total.clip(-(2**31), 2**31 - 1)
-        put_all(fragment, names[0], in_registers(total.astype(np.int32)))
+        put_all(fragment, names[0], in_registers(total.astype(np.int32)), _undefined(fragment, names[1:], ()))
 
     return step
 
 
-@form(*_SCALED)
+@form(*_SCALED, moved=(1, 2, 3, 4, 6))
 def _scaled_product(instruction: Instruction, program: Program) -> Step:
     expect(instruction, 8)
     formats, operands = _SCALED[instruction.opcode], instruction.operands
     of_a = _scales(operands[4], operands[5], formats, 2)
     of_b = _scales(operands[6], operands[7], formats, 1)
-    return _step(operands[:4], formats, of_a, of_b)
+    return _step(operands[:4], formats, of_a, of_b, (operands[4], operands[6]))
 
 
 _ReadScales = Callable[[Fragment], np.ndarray]  # float64 [warps, rows, chunks, 1]
 
 
 def _step(
-    operands: tuple[Operand, ...], formats: _Format, scales_a: _ReadScales | None, scales_b: _ReadScales | None
-) -> Step:
+    operands: tuple[Operand, ...], formats: _Format, scales_a: _ReadScales | None, scales_b: _ReadScales | None,
+    scales: tuple[Operand, ...] = (),
+) -> Step:  # fmt: skip
     into, *others = operands
     results, counts = names_of(into, 4), (4, 2, 4)
     names = [names_of(each, count) for each, count in zip(others, counts, strict=True)]
@@ -194,9 +195,29 @@ def _step(
         a, b, sums = (stacked(fragment, each) for each in names)
         left = _scaled(formats.a(bytes_of_a(a)), scales_a, fragment)
         right = _scaled(formats.b(bytes_of_b(b)), scales_b, fragment)
-        put_all(fragment, results, registers_of_sums(matrix_product(left, right) + sums_of(sums)))
+        undefined = _undefined(fragment, names, scales)
+        put_all(fragment, results, registers_of_sums(matrix_product(left, right) + sums_of(sums)), undefined)
 
     return step
+
+
+def _undefined(fragment: Fragment, names: list[list[str]], scales: tuple[Operand, ...]) -> np.ndarray | None:
+    """Which sums are undefined, of the registers of A, B and the addend; None if none are.
+
+    scales: the operands with the scales of A and of B. One that is undefined counts for both rows of A, or the column
+    of B, of its quad.
+    """
+    if not fragment.machine.undefined:
+        return None
+    zeros = [np.zeros((len(each), len(fragment.warps), LANES), np.uint32) for each in names]
+    bits = [undefined_bits(fragment, each) for each in names]
+    a, b, sums = (zero if found is None else found for zero, found in zip(zeros, bits, strict=True))
+    rows, columns = np.any(bytes_of_a(a), 2), np.any(bytes_of_b(b), 2)
+    of_scales = fragment.undefined(scales)
+    if of_scales is not None:
+        quads = np.any(of_scales.reshape(2, len(fragment.warps), LANES // 4, 4), 3)
+        rows, columns = rows | np.tile(quads[0], 2), columns | quads[1]
+    return undefined_sums(rows, columns, sums)
 
 
 def _scaled(values: np.ndarray, read: _ReadScales | None, fragment: Fragment) -> np.ndarray:

@@ -41,12 +41,9 @@ from ptxsim.machine import Machine
 from ptxsim.numbers import E4M3, E5M2, matrix_product
 from ptxsim.parse import Instruction, Pair, Program, Register, Vector
 from ptxsim.shared import START, swizzled
-from ptxsim.warp_matrix import (
-    floats,
-    names_of,
-    stacked,
-)  # fmt: skip
-from ptxsim.warp_products import a_values
+from ptxsim.sums import undefined_sums
+from ptxsim.warp_matrix import floats, names_of, stacked, undefined_bits
+from ptxsim.warp_products import a_values, bytes_of_a
 from ptxsim.warpgroup_products import OPCODE, Places, Touched
 
 _BY_CODE = {"e4m3": E4M3.astype(np.float64), "e5m2": E5M2.astype(np.float64)}
@@ -122,6 +119,19 @@ def _matrices(
     return floats(matrices.view(np.uint16), kind), index
 
 
+def _undefined_rows(
+    machine: Machine, warps: np.ndarray, descriptors: np.ndarray, count: int, by_warp: bool
+) -> np.ndarray:
+    """Which rows of each warp's matrix in shared memory are undefined, bool [warps, count], after `_matrices`."""
+    undefined, found = machine.shared.undefined, np.zeros((len(warps), count), bool)
+    if undefined is not None:
+        for rows, warp, descriptor in zip(found, warps.tolist(), descriptors.tolist(), strict=True):
+            part = machine.local_warp(warp) % 4 * count if by_warp else 0
+            _, cells = _places(machine, machine.program_of(warp), descriptor, (part,), count)
+            rows[:] = np.any(undefined[cells].reshape(count, -1), 1)
+    return found
+
+
 def _multiplied(a: np.ndarray, b: np.ndarray, of: np.ndarray) -> np.ndarray:
     """The products of warps' matrices a [warps, 16, k] and matrices b [n, k] of the numbers `of` [warps]."""
     by_group = of.reshape(-1, 4) if len(of) % 4 == 0 else of[:, None]
@@ -146,7 +156,7 @@ _SHAPES = [f"k16.f32.{kind}.{kind}" for kind in ("bf16", "f16")]
 _SHAPES += [f"k32.f32.{a}.{b}" for a in _BY_CODE for b in _BY_CODE]
 
 
-@form(*[f"{OPCODE}.sync.aligned.m64n{n}{shape}" for n in range(8, 257, 8) for shape in _SHAPES])
+@form(*[f"{OPCODE}.sync.aligned.m64n{n}{shape}" for n in range(8, 257, 8) for shape in _SHAPES], moved=(1,))
 def _product(instruction: Instruction, program: Program) -> Step:
     in_registers = isinstance(instruction.operands[1], Vector)
     a_kind, b_kind = instruction.opcode.split(".")[-2:]
@@ -169,10 +179,10 @@ def _product(instruction: Instruction, program: Program) -> Step:
             raise Fault(unfenced)
         machine, which = fragment.machine, fragment.whole_warps()
         warps = fragment.warps[which]
-        if left_descriptor is None:
+        of_a = None if left_descriptor is None else _one_for_each_warp(fragment, left_descriptor, which)
+        if of_a is None:
             a_matrices = a_values(stacked(fragment, left)[:, which], a_kind)
         else:
-            of_a = _one_for_each_warp(fragment, left_descriptor, which)
             matrices, of = _matrices(fragment, warps, of_a, 16, a_kind, by_warp=True)
             a_matrices = matrices[of]
         of_b = _one_for_each_warp(fragment, right, which)
@@ -182,6 +192,23 @@ def _product(instruction: Instruction, program: Program) -> Step:
             addend = machine.products.sums(warps, touched)
             found += addend if adds.all() else np.where(adds[:, None, None], addend, 0)
         machine.products.issue(warps, touched, found.astype(np.float32))
+        if machine.undefined or machine.shared.undefined is not None:
+            mark(fragment, of_a, of_b, adds)
+
+    def mark(fragment: Fragment, of_a: np.ndarray | None, of_b: np.ndarray, adds: np.ndarray) -> None:
+        """Record which sums are undefined. of_a, of_b, adds: the descriptors and the flag of each warp that runs."""
+        machine, which, warps = fragment.machine, fragment.whole_warps(), fragment.warps[fragment.whole_warps()]
+        if of_a is None:
+            bits = undefined_bits(fragment, left)
+            a = np.zeros((len(warps), 16), bool) if bits is None else np.any(bytes_of_a(bits[:, which]), 2)
+        else:
+            a = _undefined_rows(machine, warps, of_a, 16, by_warp=True)
+        sums = undefined_bits(fragment, list(touched.sums))
+        if sums is not None:
+            sums = np.where(adds[:, None], sums[:, which], np.uint32(0))
+        found = undefined_sums(a, _undefined_rows(machine, warps, of_b, n, by_warp=False), sums)
+        for name, values in zip(touched.sums, found, strict=True):
+            fragment.mark_running(Register(name, 32), values)
 
     return step
 

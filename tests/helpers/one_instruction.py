@@ -41,7 +41,7 @@ def execute(text: str, inputs: dict[str, np.ndarray], running: np.ndarray | None
     def special(name: str, threads: slice | np.ndarray) -> np.ndarray:
         return {"%tid.x": np.arange(count, dtype=np.uint64), "%laneid": np.arange(count, dtype=np.uint64) % LANES}[name]
 
-    machine = SimpleNamespace(registers=registers, special=special, warps_of_cluster=count // LANES,
+    machine = SimpleNamespace(registers=registers, special=special, undefined={}, warps_of_cluster=count // LANES,
                               meet=lambda clusters, warps: None)  # fmt: skip
     fragment = Fragment(machine, np.arange(count // LANES), np.ones(count, bool))
     if running is not None:

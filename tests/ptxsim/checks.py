@@ -8,7 +8,7 @@ _PLACE = r"^fault: \w+(, line (?P<line>\d+): .*?)?: "
 _CHECKS = (
     ("unsupported", r"not simulated|does not know|only .* is supported|which this kind does not have"),
     ("deadlock", r"nothing can go on|does not end within|bytes never came"),
-    ("unwritten read", r"that nothing wrote|has not written"),
+    ("unwritten read", "that nothing wrote"),
     ("proxy fence", r"without a fence\.proxy|tensor map without a wait|no fence\.proxy\.tensormap acquired"),
     ("race", r"may be reading|without a wait|without bar\.warp\.sync|without cp\.async|several threads (write|copy)|"
              r"another program|may arrive or wait|the program ends without|was overwritten after its release|in use"),

@@ -1,6 +1,6 @@
 """Does the simulator find faults? Plant them one by one in kernels, and see which it finds.
 
-    python -m tests.ptxsim.mutate [--only TEXT] [--json FILE]
+    python -m tests.ptxsim.mutate [--only TEXT] [--sample N] [--processes N] [--json FILE]
 
 Faults are edits of compiled PTX (`ptx_edits`) and of Triton source (`source_edits`), in the kernels of `subjects`. An
 edit counts as found if a schedule of warps, copies and matrix units gives a fault or wrong values. The last line has
@@ -11,6 +11,7 @@ table of the last run (`RESULTS`: "equivalent" if it changes nothing, else "why"
 import argparse
 import json
 import multiprocessing
+import random
 import sys
 import time
 from collections.abc import Sequence
@@ -29,7 +30,6 @@ from tests.ptxsim.subjects import SUBJECTS, Subject
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results" / "simulated_mutations.json"
 SCHEDULES = range(3)
-_PROCESSES = 2
 _MOST = 10**7  # warp instructions of a launch of an unknown kernel; no subject has a tenth of it
 Entry = dict[str, Any]
 
@@ -131,6 +131,8 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument(
         "--only", default="", metavar="TEXT", help="edits whose line contains this: SUBJECT: KERNEL: ..."
     )
+    parser.add_argument("--sample", type=int, metavar="N", help="of the edits of PTX so many, always the same ones")
+    parser.add_argument("--processes", type=int, default=2, metavar="N", help="at the same time")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write what was found there")
     parser.add_argument("--subject", metavar="NAME", help="print what is wrong with a subject as it is, and end")
     chosen = parser.parse_args(arguments)
@@ -140,8 +142,11 @@ def main(arguments: list[str] | None = None) -> int:
         return 0
     started, found = time.perf_counter(), {"ptx": [], "source": []}
     sources = [edit for edit in SOURCE_EDITS if chosen.only in f"{edit.subject}: {edit.plant.path}: {edit.plant.name}"]
-    with multiprocessing.get_context("spawn").Pool(_PROCESSES) as pool:
-        for kind, entries in (("ptx", pool.imap(tried, wanted(chosen.only))),
+    tasks = wanted(chosen.only)
+    if chosen.sample is not None:
+        tasks = sorted(random.Random(0).sample(tasks, min(chosen.sample, len(tasks))))
+    with multiprocessing.get_context("spawn").Pool(chosen.processes) as pool:
+        for kind, entries in (("ptx", pool.imap(tried, tasks)),
                               ("source", pool.imap(tried_source, sources))):  # fmt: skip
             for entry in entries:
                 found[kind].append(entry)

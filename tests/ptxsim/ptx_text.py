@@ -1,10 +1,14 @@
 """Kernels written by hand in PTX, executed in the simulator."""
 
+from typing import Any
+
 import numpy as np
 
 from ptxsim.global_memory import GlobalMemory
 from ptxsim.parse import parse
 from ptxsim.run import LOCKSTEP, Kernel, Schedule, run
+
+Unwritten = dict[int, Any]
 
 
 def module(body: str, threads: int, parameters: int, cluster: int = 1) -> str:
@@ -34,21 +38,29 @@ def module(body: str, threads: int, parameters: int, cluster: int = 1) -> str:
 
 def run_body(
     body: str, tensors: list[np.ndarray], *, threads: int, shared_bytes: int = 0, grid: int = 1, cluster: int = 1,
-    schedule: Schedule = LOCKSTEP,
+    schedule: Schedule = LOCKSTEP, unwritten: Unwritten | None = None,
 ) -> list[np.ndarray]:  # fmt: skip
-    """What the tensors hold after a kernel has run; parameter i is the address of tensor i."""
+    """What the tensors hold after a kernel has run; parameter i is the address of tensor i.
+
+    unwritten: of some tensors, by index, which bytes nothing wrote: anything that indexes a flat array.
+    """
     text = module(body, threads, len(tensors), cluster)
-    return run_text(text, tensors, shared_bytes=shared_bytes, grid=grid, schedule=schedule)
+    return run_text(text, tensors, shared_bytes=shared_bytes, grid=grid, schedule=schedule, unwritten=unwritten)
 
 
 def run_text(
-    text: str, tensors: list[np.ndarray], *, shared_bytes: int = 0, grid: int = 1, schedule: Schedule = LOCKSTEP
-) -> list[np.ndarray]:
+    text: str, tensors: list[np.ndarray], *, shared_bytes: int = 0, grid: int = 1, schedule: Schedule = LOCKSTEP,
+    unwritten: Unwritten | None = None,
+) -> list[np.ndarray]:  # fmt: skip
     """`run_body` of a whole module."""
     memory = GlobalMemory()
     addresses = [
         memory.allocate(each.nbytes, np.ascontiguousarray(each).reshape(-1).view(np.uint8)) for each in tensors
     ]
+    for index, which in (unwritten or {}).items():
+        written = np.ones(tensors[index].nbytes, bool)
+        written[which] = False
+        memory.set_written(addresses[index], written)
     kernel = Kernel.of(parse(text))
     run(kernel, memory, addresses, grid, shared_bytes, schedule)
     return [memory.read(address, each.nbytes).view(each.dtype).reshape(each.shape)

@@ -6,6 +6,7 @@ combinations of model, recipe, run and dtype, which takes ten minutes.
 
 import os
 from collections import Counter
+from contextlib import nullcontext
 from functools import partial
 
 import pytest
@@ -81,6 +82,21 @@ def test_packed_experts(monkeypatch):
         torch._dynamo.reset()
         expected = torch.compile(model, backend=backend)(x, offs)
     assert torch.equal(got, expected) and got[:62].abs().amin(-1).gt(0).all() and not got[62:].any()
+
+
+@pretending
+@pytest.mark.parametrize(("sm", "name"), [(100, "nvfp4"), (120, "mxfp8")])
+def test_rows_of_no_group(monkeypatch, sm, name):
+    """The quantiser leaves their codes unwritten, and tiles of the product copy and multiply them: no fault."""
+    torch.manual_seed(0)
+    model, x = Experts().bfloat16(), torch.randn(65, 128).bfloat16()
+    offs, results = torch.tensor([0, 33, 34, 50], dtype=torch.int32), []
+    backend = fp4compile.backend(name, strict=True, min_m=1, min_n=1)
+    for context in (simulated(monkeypatch, sm), nullcontext()):
+        with torch.no_grad(), context:
+            torch._dynamo.reset()
+            results.append(torch.compile(model, backend=backend)(x, offs)[:50])
+    assert torch.equal(*results) and results[0].abs().amin(-1).gt(0).all()
 
 
 class GatedExperts(torch.nn.Module):

@@ -37,7 +37,8 @@ USED_TWICE = """
     bar.sync 0; // after the end
     st.shared.b32 [%r2], %r1;
     bar.sync 0; // after the writes
-    ld.shared.b32 %r3, [%r9];
+    ld.shared.b32 %r3, [%r9]; ld.param.b64 %rd1, [p0];
+    st.global.b32 [%rd1], %r3;
 """
 # As Triton writes it for a loop that is no specialised warps': of each tile, a copy with an mbarrier of its own.
 MANY = """
@@ -75,6 +76,7 @@ def test_as_it_should_be(body, seed):
     [
         (ONE_WAITS, "bar.sync 0; // of all", "", "ends while something may arrive or wait there|there is no mbarrier"),
         (MANY, "bar.sync 0; // after the reads", "", "may be reading|ends while something|there is no mbarrier"),
+        (ONE_WAITS, "[%r9], 0;", "[%r9], %r1;", "the threads of a warp wait for several mbarriers or phases"),
         (ONE_WAITS, "_, [%r9];", "_, [%r9], 2;", "more arrivals at the mbarrier at .* than its 1"),
         (COMMIT, "    mbarrier.try_wait.parity.shared::cta.b64 %p3, [%r9], 0;\n", "",
          "may arrive or wait there"),

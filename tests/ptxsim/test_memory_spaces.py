@@ -36,7 +36,8 @@ def test_local_memory_is_each_threads_own():
 
 
 @pytest.mark.parametrize(("edit", "says"), [
-    (("st.local.b32 [%SPL+4], %r2;", ""), "has not written"), (("[%SPL+4], %r2", "[%SPL+8], %r2"), "outside"),
+    (("st.local.b32 [%SPL+4], %r2;", ""), "reads local memory that nothing wrote"),
+    (("[%SPL+4], %r2", "[%SPL+8], %r2"), "outside"),
     (("[%SPL+4], %r2", "[%SPL+2], %r2"), "not aligned"),
 ])  # fmt: skip
 def test_faults_of_local_memory(edit, says):

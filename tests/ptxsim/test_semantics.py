@@ -34,39 +34,6 @@ def test_mbarriers_are_aligned():
         run_body(RETRIED.replace("[%r9]", "[%r9+4]"), OUT, threads=64, shared_bytes=256)
 
 
-# Thread 0 of each program writes a word of its own; the second one arrives at the first one's mbarrier, whose warp then
-# reads the second one's word.
-REMOTE = """
-    mov.u32 %r1, %tid.x; mov.u32 %r2, %cluster_ctarank; mov.b32 %r9, global_smem; mov.b32 %r3, 0; mov.b32 %r4, 1;
-    setp.eq.u32 %p1, %r1, 0; setp.eq.u32 %p2, %r2, 0; setp.eq.and.u32 %p3, %r2, 1, %p1;
-    mapa.shared::cluster.u32 %r5, %r9, %r3;
-    mapa.shared::cluster.u32 %r6, %r9, %r4;
-    @%p1 mbarrier.init.shared::cta.b64 [%r9], 1;
-    barrier.cluster.arrive.aligned;
-    barrier.cluster.wait.aligned;
-    @%p1 st.shared.b32 [%r9+64], %r9;
-    @%p3 mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%r5];
-    @!%p2 bra END;
-AGAIN:
-    mbarrier.try_wait.parity.shared::cta.b64 %p4, [%r9], 0;
-    @!%p4 bra AGAIN;
-    ld.shared.b32 %r7, [%r6+64];
-END:
-    barrier.cluster.arrive.aligned;
-    barrier.cluster.wait.aligned;
-"""
-
-
-def test_an_arrival_of_the_own_program_s_scope_orders_nothing_for_another_one():
-    pair = dict(threads=32, shared_bytes=256, grid=2, cluster=2)
-    strict = Schedule(strict_scopes=True)
-    run_body(REMOTE, OUT, **pair, schedule=strict)
-    default = edited(REMOTE, (".release.cluster.shared", ".shared"))
-    run_body(default, OUT, **pair)  # Triton's form: a note
-    with pytest.raises(Fault, match="reads shared memory that warp 1 wrote, without a wait"):
-        run_body(default, OUT, **pair, schedule=strict)
-
-
 # ---------------------------------------------------------------- proxies
 
 
@@ -107,11 +74,18 @@ def test_a_bulk_store_is_read_after_a_wait_for_its_writes():
 # ---------------------------------------------------------------- the tensor pipe
 
 
-def test_a_commit_covers_the_operations_of_its_own_thread():
+@pytest.mark.parametrize("thread, what", [
+    (32, "that the tensor pipe wrote, without a wait"),
+    (1, "commits operations that another thread of its warp issued"),
+])  # fmt: skip
+def test_a_commit_covers_the_operations_of_its_own_thread(thread, what):
     body, content, _ = plain_case()
     commit = "    tcgen05.commit.cta_group::1.mbarrier::arrive::one.shared::cluster.b64 [%r5];\nDONE:\n"
-    other = "DONE:\n    bar.sync 1;\n    setp.eq.u32 %p7, %r1, 32;\n    @%p7 " + commit.removesuffix("DONE:\n").strip()
-    found(edited(body, (commit, other + "\n")), content, "that the tensor pipe wrote, without a wait")
+    other = (
+        f"DONE:\n    bar.sync 1;\n    setp.eq.u32 %p7, %r1, {thread};\n    @%p7 "
+        + commit.removesuffix("DONE:\n").strip()
+    )
+    found(edited(body, (commit, other + "\n")), content, what)
 
 
 def test_a_copy_of_scales_by_another_thread_is_unordered():

@@ -5,7 +5,7 @@ import pytest
 
 from ptxsim.fault import Fault
 from ptxsim.run import Schedule
-from tests.ptxsim.product_kernels import SCHEDULES
+from tests.ptxsim.product_kernels import KINDS, SCHEDULES, found, run_product, scaled_case
 from tests.ptxsim.ptx_text import edited, run_body
 
 ROUND_TRIP = """
@@ -88,3 +88,26 @@ def test_every_column_is_allocated_once():
         round_trip(
             edited(ROUND_TRIP, ("@%p1 tcgen05.alloc.cta_group::1.sync.aligned.shared::cta.b32 [%r2], 64;", more))
         )
+
+
+# ---------------------------------------------------------------- pairs
+
+PAIR, PAIR_CONTENT, PAIR_SUMS = scaled_case(*KINDS[0], 64, programs=2)
+ALLOC = "@%p1 tcgen05.alloc.cta_group::2.sync.aligned.shared::cta.b32 [%r2], 512;"
+FREE = "@%p1 tcgen05.dealloc.cta_group::2.sync.aligned.b32 %r10, 512;"
+SECOND = "setp.eq.u32 %p8, %r8, 1; "
+
+
+@pytest.mark.parametrize("edits, what", [
+    ([(ALLOC, f"shl.b32 %r90, %r8, 2; add.u32 %r90, %r2, %r90; {ALLOC.replace('[%r2]', '[%r90]')}")],
+     "the programs of a pair disagree"),
+    ([(ALLOC, f"setp.eq.u32 %p9, %r3, %r8; {ALLOC.replace('%p1', '%p9')}")], "the programs of a pair disagree"),
+    ([(ALLOC, SECOND + "and.pred %p9, %p1, %p8; " + ALLOC.replace("%p1", "%p9"))], "nothing can go on"),
+    ([(FREE, SECOND + "and.pred %p9, %p1, %p8; " + FREE.replace("%p1", "%p9"))], "nothing can go on"),
+    ([(ALLOC, SECOND + "and.pred %p9, %p1, %p8; setp.ne.u32 %p7, %r8, 1; and.pred %p7, %p1, %p7;"
+       + ALLOC.replace("%p1", "%p9") + ALLOC.replace("%p1", "%p7").replace("512", "256"))],
+     "the programs of a pair disagree"),
+])  # fmt: skip
+def test_pairs_allocate_together(edits, what):
+    np.testing.assert_array_equal(run_product(PAIR, PAIR_CONTENT, 64, programs=2), PAIR_SUMS)
+    found(edited(PAIR, *edits), PAIR_CONTENT, what, programs=2)

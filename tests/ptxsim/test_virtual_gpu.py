@@ -182,6 +182,39 @@ def test_atomic_operations_of_warps_in_shared_memory():
     assert torch.equal(out, torch.bincount(x, minlength=32).int())
 
 
+# ---------------------------------------------------------------- offsets of more than 32 bits
+
+
+@triton.jit
+def _copied_rows(x, y, stride, WIDE: tl.constexpr, BLOCK: tl.constexpr):
+    row = tl.program_id(0)
+    row = row.to(tl.int64) if WIDE else row
+    at = row * stride + tl.arange(0, BLOCK)
+    tl.store(y + at, tl.load(x + at) + 1)
+
+
+def test_rows_that_lie_far_apart(gpu):
+    """The third row begins 2^31 elements behind the first one."""
+    x, y, stride = torch.randn(4, 64), torch.zeros(4, 64), 1 << 30
+    given = [ptxsim.Apart(each, 4 * stride) for each in (x, y)]
+    _copied_rows[(4,)](*given, stride, WIDE=True, BLOCK=64)
+    assert torch.equal(y, x + 1)
+    _copied_rows[(2,)](*given, stride, WIDE=False, BLOCK=64)  # the first two rows are within reach
+    with pytest.raises(ptxsim.Fault, match="outside of all tensors"):
+        _copied_rows[(4,)](*given, stride, WIDE=False, BLOCK=64)
+    with pytest.raises(ptxsim.Fault, match="outside of all tensors"):
+        _copied_rows[(4,)](*given, stride, WIDE=True, BLOCK=128)  # beyond a row
+
+
+@pytest.mark.parametrize("tensor, stride, named", [
+    (torch.zeros(8), 64, "tensor"), (torch.zeros(8, 8).T, 64, "tensor"), (torch.zeros(8, 8), 40, "stride"),
+    (torch.zeros(8, 8), 16, "stride"),
+])  # fmt: skip
+def test_what_can_lie_apart(tensor, stride, named):
+    with pytest.raises(ValueError, match=f"^{named}: "):
+        ptxsim.Apart(tensor, stride)
+
+
 # ---------------------------------------------------------------- the command
 
 
