@@ -12,6 +12,7 @@ from fp4compile.analysis.gemm import Gemm, Input
 from fp4compile.analysis.views import view_of
 from fp4compile.calibration.batches import call
 from fp4compile.calibration.observers import Observation, operands
+from fp4compile.formats import float32_sums
 from fp4compile.formats.grouping import Grouping, Groups
 from fp4compile.report.progress import with_bar
 from fp4compile.weights.gptq import Moments
@@ -116,16 +117,11 @@ def squares(x: torch.Tensor) -> torch.Tensor:
     numbers has 22 bits at most, so float32 holds it exactly, and only sums are rounded. Everywhere else a float32
     matmul computes it, in the precision of `torch.set_float32_matmul_precision`.
     """
+    if x.is_cuda and x.dtype in (torch.bfloat16, torch.float16):
+        return float32_sums.mm(x.mT, x)
     with torch.autocast(x.device.type, enabled=False):
-        if x.is_cuda and (x.dtype == torch.bfloat16 or (x.dtype == torch.float16 and not _sums_in_float16())):
-            return torch.mm(x.mT, x, out_dtype=torch.float32)
         x = x.float()
         return x.mT @ x
-
-
-def _sums_in_float16() -> bool:
-    """Whether a user lets matmuls of float16 numbers add in float16."""
-    return torch.backends.cuda.matmul.allow_fp16_accumulation
 
 
 def _same(a: torch.Tensor, b: torch.Tensor) -> bool:

@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import fp4compile
 from fp4compile import Recipe
 from fp4compile.calibration import hessians
-from fp4compile.formats import formats, reference
+from fp4compile.formats import float32_sums, formats, reference
 from fp4compile.formats.layouts import to_swizzled
 from fp4compile.weights import gptq
 from fp4compile.weights.buffers import packed_in
@@ -224,33 +224,48 @@ def test_second_moments_are_sums_in_float32(dtype, device):
     """
     x = inputs_of("all", 3000, 130).to(dtype)
     exact, bound = x.double().T @ x.double(), len(x) * 2.0**-22 * (x.double().abs().T @ x.double().abs())
-    with pytest.MonkeyPatch.context() as patch:
-        for in_float16 in (False, True) if device == "cuda" else [None]:  # whether a user lets them be added in float16
-            if in_float16 is not None:
-                patch.setattr(torch.backends.cuda.matmul, "allow_fp16_accumulation", in_float16)
-            found = hessians.squares(x.to(device)).cpu()
-            assert found.dtype == torch.float32
-            assert ((found - exact).abs() <= bound).all()
+    found = hessians.squares(x.to(device)).cpu()
+    assert found.dtype == torch.float32
+    assert ((found - exact).abs() <= bound).all()
 
 
-def test_second_moments_are_computed_by_matmuls_of_16_bit_numbers_on_a_gpu(monkeypatch):
+@pytest.mark.parametrize("in_float16", [False, True])
+def test_second_moments_are_computed_by_matmuls_of_16_bit_numbers_on_a_gpu(in_float16):
+    """Also while a user lets matmuls of float16 numbers add in float16, which PyTorch refuses for float32 results."""
+
     class Ops(TorchDispatchMode):
         def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            ops.append(func)
+            ops.append((str(func), settings.allow_fp16_accumulation))
             return func(*args, **(kwargs or {}))
 
-    for dtype, in_float16, expected in (
-        (torch.bfloat16, True, "mm.dtype"),
-        (torch.float16, False, "mm.dtype"),
-        (torch.float16, True, "mm.default"),
-        (torch.float32, False, "mm.default"),
-    ):
-        monkeypatch.setattr(hessians, "_sums_in_float16", lambda value=in_float16: value)
-        ops = []
-        with FakeTensorMode(), Ops():
-            found = hessians.squares(torch.empty(40, 24, dtype=dtype, device="cuda"))
-        assert found.dtype == torch.float32 and found.shape == (24, 24)
-        assert [str(op) for op in ops if "mm" in str(op)] == [f"aten.{expected}"]
+    settings, before = torch.backends.cuda.matmul, torch.backends.cuda.matmul.allow_fp16_accumulation
+    settings.allow_fp16_accumulation = in_float16
+    try:
+        for dtype, expected in (
+            (torch.bfloat16, ("aten.mm.dtype", False)), (torch.float16, ("aten.mm.dtype", False)),
+            (torch.float32, ("aten.mm.default", in_float16)),
+        ):  # fmt: skip
+            ops = []
+            with FakeTensorMode(), Ops():
+                found = hessians.squares(torch.empty(40, 24, dtype=dtype, device="cuda"))
+            assert found.dtype == torch.float32 and found.shape == (24, 24)
+            assert [op for op in ops if "mm" in op[0]] == [expected]
+            assert settings.allow_fp16_accumulation == in_float16
+    finally:
+        settings.allow_fp16_accumulation = before
+
+
+@pytest.mark.gpu
+def test_float16_products_of_a_library_matmul_while_sums_in_float16_are_allowed():
+    """PyTorch refuses a float32 result then."""
+    settings, before = torch.backends.cuda.matmul, torch.backends.cuda.matmul.allow_fp16_accumulation
+    a = torch.full((32, 4096), 3.0, dtype=torch.float16, device="cuda")
+    settings.allow_fp16_accumulation = True
+    try:
+        found = float32_sums.mm(a, a.t())
+    finally:
+        settings.allow_fp16_accumulation = before
+    assert found.eq(9 * 4096).all()  # exact in float32
 
 
 # ---------------------------------------------------------------- packing

@@ -24,6 +24,7 @@ import triton
 import triton.language as tl
 
 from fp4compile._compat import statically_true
+from fp4compile.formats import float32_sums
 from fp4compile.formats.layouts import TILE_ROWS, ceil_div
 from fp4compile.formats.product_spec import OperandSpec
 from fp4compile.templates.device.apply_epilogue import column_parts, rescale, rescale_mode, store_rounded
@@ -220,9 +221,9 @@ def run(call: Call, config: GroupedDotConfig | None) -> torch.Tensor:
 
 
 def _by_library(call: Call, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    if not _direct(call.problem):
+        return reduce_split_k(call, float32_sums.mm(a, b.t()), 1)
     with torch.autocast("cuda", enabled=False):  # autocast would cast fp16 operands to bf16
-        if not _direct(call.problem):
-            return reduce_split_k(call, torch.mm(a, b.t(), out_dtype=torch.float32), 1)
         return torch.mm(a, b.t()) if call.bias is None else torch.addmm(call.bias, a, b.t())
 
 
