@@ -166,17 +166,23 @@ def watch_data(
 
     Adds a property `data` to `torch.Tensor`, above that of its base class in C++; seen in torch 2.11 to 2.15. Dynamo
     supports the attribute by its name. read: takes the tensor and torch's result. assigned: takes both tensors, and the
-    address of the storage object that the first one had before, 0 where it had none.
+    address of the storage object that the first one had before, 0 where it had none. Subclasses of tensors and modes
+    with a `__torch_function__` receive torch's own calls alone.
     """
+    unseen = torch._C.DisableTorchFunction
 
     def get(tensor: torch.Tensor) -> torch.Tensor:
-        return read(tensor, _DATA.__get__(tensor))
+        data = _DATA.__get__(tensor)
+        with unseen():
+            return read(tensor, data)
 
     def set(tensor: torch.Tensor, value: torch.Tensor) -> None:
-        before = tensor.untyped_storage()._cdata if torch._C._has_storage(tensor) else 0
+        with unseen():
+            before = tensor.untyped_storage()._cdata if torch._C._has_storage(tensor) else 0
         _DATA.__set__(tensor, value)
         if torch._C._has_storage(tensor):
-            assigned(tensor, value, before)
+            with unseen():
+                assigned(tensor, value, before)
 
     torch.Tensor.data = property(get, set, doc=_DATA.__doc__)
 

@@ -47,6 +47,8 @@ class Fp4CompileConfig(QuantizationConfigMixin):
     layers, experts: the descriptions of the packed layers and experts, by name. recipe: as for `fp4compile.pack_`, for
     checkpoints that are not packed: `quantization_config={"quant_method": "fp4compile", "recipe": "nvfp4"}`.
     published: whether another library packed the checkpoint, whose files describe the layers.
+
+    Raises TypeError for another key, such as a recipe's field that is not in the dict under `recipe`.
     """
 
     published = False
@@ -57,7 +59,13 @@ class Fp4CompileConfig(QuantizationConfigMixin):
         experts: dict[str, dict] | None = None,
         quant_method: str = METHOD,
         recipe: str | dict | None = None,
+        **unknown: Any,
     ):
+        if unknown:
+            raise TypeError(
+                f"quantization_config: unknown key {min(unknown)!r}; the fields of a recipe belong into the dict under "
+                "the key 'recipe': {'recipe': 'nvfp4', 'skip_last_blocks': 2}"
+            )
         self.quant_method = quant_method  # type: ignore[assignment]  # which is no member of transformers' enum
         self.layers, self.experts = {} if layers is None else layers, {} if experts is None else experts
         self.recipe = recipe
@@ -124,6 +132,7 @@ class Fp4CompileQuantizer(HfQuantizer):
             if not checkpoint_files:
                 raise ValueError("quantization_config: a published checkpoint is read from its folder; got none")
             self._read_published(model, Path(checkpoint_files[0]).parent, device_map)
+            self._untie(model)
             return model
         check_states(config.layers, config.experts)
         for weight in weights_of(model, config.layers, config.experts):
@@ -131,9 +140,16 @@ class Fp4CompileQuantizer(HfQuantizer):
             shell = _Awaited(packed, weight.parameter(model), getattr(packed, "bias", None))
             self.waiting.append((weight, packed, shell))
             weight.put(model, shell)
+        self._untie(model)
         if config.recipe is not None:
             self._await_weights(model)
         return model
+
+    def _untie(self, model: Any) -> None:
+        """Remove the packed weights of the checkpoint from the model's ties: they are parameters no more."""
+        packed = {name for weight, *_ in self.waiting for name in weight.parameters}
+        tied: dict[str, str] = getattr(model, "all_tied_weights_keys", {})
+        model.all_tied_weights_keys = {name: to for name, to in tied.items() if packed.isdisjoint((name, to))}
 
     def _read_published(self, model: Any, folder: Path, device_map: Any) -> None:
         """Replace weights by shells with the packed tensors of a checkpoint; transformers reads the rest."""

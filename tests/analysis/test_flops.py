@@ -162,8 +162,7 @@ def test_convolutions_in_groups(transposed):
 
 @pytest.mark.parametrize("recipe", ["nvfp4", "nvfp4_weight_only", "mxfp8", "float8_block", "float8_rowwise"])
 def test_packed_and_integer_products(recipe):
-    # 72: codes are padded to whole blocks.
-    model = torch.nn.Sequential(torch.nn.Linear(72, 96), torch.nn.Linear(96, 32))
+    model = torch.nn.Sequential(torch.nn.Linear(72, 96), torch.nn.Linear(96, 32))  # codes of 72 are padded
     fp4compile.pack_(model, recipe)
     with torch.no_grad():
         report = fp4compile.explain(model, torch.randn(5, 72), recipe=recipe)

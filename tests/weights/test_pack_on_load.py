@@ -96,6 +96,27 @@ def test_tied_cast_and_missing_weights(tmp_path):
     assert sum(isinstance(module, PackedLinear) for module in loaded.modules()) == 22
 
 
+@pytest.mark.parametrize("head", ["llama", "t5"])
+def test_a_packed_head_is_tied_no_more(head, tmp_path):
+    torch.manual_seed(0)
+    options = {"d_kv": 16, "d_model": 64, "d_ff": 128, "num_layers": 1, "num_heads": 4, "vocab_size": 100}
+    t5 = transformers.T5ForConditionalGeneration
+    model = llama(tie_word_embeddings=True) if head == "llama" else t5(transformers.T5Config(**options)).eval()
+    fp4compile.pack_(model, {"recipe": "nvfp4", "skip_lm_head": False})
+    model.save_pretrained(tmp_path)
+    loaded = type(model).from_pretrained(tmp_path)
+    assert isinstance(loaded.lm_head, PackedLinear)
+    same(model, loaded)
+    if head == "t5":
+        assert loaded.encoder.embed_tokens.weight is loaded.shared.weight
+
+
+def test_a_recipes_fields_beside_its_name_are_refused(tmp_path):
+    llama().save_pretrained(tmp_path)
+    with pytest.raises(TypeError, match="unknown key 'skip_last_blocks'; .* into the dict under the key 'recipe'"):
+        transformers.AutoModelForCausalLM.from_pretrained(tmp_path, quantization_config=ORDER | {"skip_last_blocks": 1})
+
+
 def test_a_model_whose_modules_initialise_each_other_and_stay_in_float32(tmp_path):
     """T5's modules read weights of their layers while they are loaded, and `wo` has another dtype than the model."""
     sizes = {"d_model": 64, "d_ff": 128, "num_layers": 1, "num_heads": 4, "d_kv": 16, "vocab_size": 100}

@@ -7,6 +7,7 @@ import itertools
 import pytest
 import torch
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.overrides import TorchFunctionMode
 
 import fp4compile
 from fp4compile.weights import writes
@@ -61,6 +62,38 @@ def test_other_tensors_have_the_data_that_torch_gives():
     assert torch.equal(torch.func.grad(lambda w: (w * weight.data).sum())(torch.zeros(32, 32)), weight)
     assert torch.equal(torch.func.functionalize(lambda t: t.data.add(1))(x), x + 1)
     assert torch.equal(make_fx(lambda t: t @ weight.data)(x)(x), x @ weight)
+
+
+class _Strict(torch.Tensor):
+    """Supports `.data` alone."""
+
+    @classmethod
+    def __torch_function__(cls, function, types, args=(), kwargs=None):
+        if function not in (torch.Tensor.data.__get__, torch.Tensor.data.__set__):
+            return NotImplemented
+        with torch._C.DisableTorchFunctionSubclass():
+            return function(*args)
+
+
+class _Names(TorchFunctionMode):
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        self.names.append(function.__name__)
+        return function(*args, **(kwargs or {}))
+
+
+def test_subclasses_and_modes_receive_the_calls_of_torch_alone():
+    tensor, weight = torch.ones(3).as_subclass(_Strict), torch.nn.Parameter(torch.ones(3))
+    tensor.data = torch.zeros(3)
+    assert not tensor.data.as_subclass(torch.Tensor).any()
+    value = torch.zeros(3)
+    with _Names() as mode:
+        weight.data = value
+        weight.data  # noqa: B018
+    assert mode.names == ["__set__", "__get__"]
 
 
 def test_a_traced_function_reads_the_weight_of_its_module():
