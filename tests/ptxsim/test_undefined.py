@@ -7,11 +7,11 @@ import pytest
 
 from ptxsim.fault import Fault
 from ptxsim.fragment import Fragment
-from tests.ptxsim import test_warp_matrix as matrices
+from tests.ptxsim import warp_matrix_kernels as matrices
 from tests.ptxsim.copy_kernels import BULK, DENSE, LOAD, MAP, MATRIX, START, STORE, noise, run_copy
 from tests.ptxsim.product_kernels import IMAGE, KINDS, ROWS, THREADS, in_tensor_memory_case, plain_case, scaled_case
 from tests.ptxsim.ptx_text import edited, run_body
-from tests.ptxsim.test_warp_products import MXF8, PLAIN, body, operands_of, sums_in_registers
+from tests.ptxsim.warp_product_kernels import MXF8, PLAIN, body, operands_of, sums_in_registers
 
 UNWRITTEN = "which holds what nothing wrote: line .* reads global memory that nothing wrote"
 
