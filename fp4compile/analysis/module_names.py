@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 _BLOCK = re.compile(r"(?:^|\.)(\d+)(?:\.|$)")
-_GETATTR = re.compile(r", '([^']+)'\)")
+_GETATTR = re.compile(r",\s'([^']+)'\)")
 
 # Attributes in which wrappers hold the wrapped module. docs/adapters.md has the libraries and versions.
 _SEGMENTS = {

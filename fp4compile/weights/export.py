@@ -161,9 +161,9 @@ def _scheme(name: str, layer: PackedWeight, layout: str) -> Scheme:
         raise ValueError(f"layer {name!r}: {layout} stores a static scale of its {fmt.activation} activation, and it "
                          "is dynamic: pack under a recipe of fp4compile.calibrate")  # fmt: skip
     if scheme not in allowed:
-        pairs = ", ".join(f"{one.weight} with activations {one.activation or 'as they come'}" for one in allowed)
+        pairs = dict.fromkeys(f"{one.weight} with activations {one.activation or 'as they come'}" for one in allowed)
         raise ValueError(f"layer {name!r}: {layout} has no weights in {fmt.weight} with activations "
-                         f"{fmt.activation or 'as they come'}; allowed are {pairs}")  # fmt: skip
+                         f"{fmt.activation or 'as they come'}; allowed are {', '.join(pairs)}")  # fmt: skip
     return scheme
 
 
