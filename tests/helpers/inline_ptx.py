@@ -35,7 +35,9 @@ class Threads:
         for i, x in enumerate(inputs):
             flat = np.ascontiguousarray(x).ravel()
             self.registers[f"io{self.outputs + i}"][: self.count] = flat.view(f"u{flat.itemsize}")
-        machine = SimpleNamespace(registers=self.registers, special=self.special, warps_of_cluster=threads // LANES)
+        machine = SimpleNamespace(
+            registers=self.registers, special=self.special, undefined={}, warps_of_cluster=threads // LANES
+        )
         self.fragment = Fragment(machine, np.arange(threads // LANES), np.ones(threads, bool))
 
     def run(self) -> list[np.ndarray]:
