@@ -20,10 +20,10 @@ class Mbarrier:
     """An mbarrier object. count: arrivals of a phase; pending: missing arrivals; tx: missing bytes.
 
     agent: the clock agent of the copies that complete here. before: the agent's last epoch before this mbarrier.
-    copied: the epoch of the latest copy. rows, beyond: clocks of the arrivals of the own program's threads, copies and
-    commits, and of those of other programs' threads. done, done_beyond: of the completed phases. created: (warp, epoch)
-    of the initialisation. used: the last epoch of each clock agent that arrived or waited. commits: the number of
-    `tcgen05.commit` that will still arrive.
+    copied: the epoch of the latest copy. rows: the clocks of the own program's threads, copies and commits that have
+    arrived. beyond: the clocks of other programs' threads that have arrived. done, done_beyond: both clocks at the end
+    of the last completed phase. created: (warp, epoch) of the initialisation. used: the last epoch of each clock agent
+    that arrived or waited. commits: the number of `tcgen05.commit` that will still arrive.
     """
 
     where: str
@@ -128,7 +128,7 @@ class Mbarriers:
         self, barrier: Mbarrier, rows: np.ndarray, agent: int, count: int = 1, expected: int = 0,
         passed_on: np.ndarray | None = None, remote: bool = False,
     ) -> None:  # fmt: skip
-        """Add arrivals of an agent with its clocks, and `expected` bytes to those of this phase.
+        """Add arrivals of an agent with its clocks to this phase, and `expected` bytes to the missing ones.
 
         passed_on: the clocks for those who wait; None for `rows`. remote: whether another program's thread arrives.
         """

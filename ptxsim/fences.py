@@ -31,7 +31,7 @@ class Fences:
         return rows
 
     def released(self, cluster: int, warp: int, scope: int) -> np.ndarray:
-        """The clocks that a relaxed operation of a warp passes on to threads of a scope: those of its last fence.
+        """The clocks that a relaxed operation of a warp passes on to threads of a scope: its clocks at its last fence.
 
         The order of `tcgen05.fence` travels with every operation.
         """

@@ -121,7 +121,7 @@ def _bits(value: Any, parameter: Parameter) -> int:
 
 @dataclass(frozen=True)
 class Apart:
-    """A matrix as an argument of a kernel, whose rows lie `stride` bytes apart, as those of a view of a huge tensor.
+    """A matrix as an argument of a kernel, whose rows lie `stride` bytes apart, as rows of huge tensors do.
 
     It tries offsets that do not fit into 32 bits. tensor: contiguous, of the CPU. stride: a multiple of 16.
     """

@@ -90,7 +90,7 @@ def _alloc(instruction: Instruction, program: Program) -> Step:
 def _together(
     fragment: Fragment, meetings: Sequence[tuple[int, tuple[int, ...]]], group: int
 ) -> Fragment | None:  # fmt: skip
-    """Let warps wait for those of the pairs' other programs; returns the fragment that continues, as of a `Step`.
+    """Let warps wait for warps of the pairs' other programs; returns the fragment that continues, as a `Step` does.
 
     meetings: the warps, and the operands that the other one has to have.
     """

@@ -110,7 +110,7 @@ def _undefined_rows(pipe: TensorPipe, rank: int, bits: int, rows: int, element: 
 
 
 def _undefined_scales(pipe: TensorPipe, rank: int, column: int, rows: int) -> np.ndarray:
-    """Of which rows the words with the scales are undefined, bool [rows]."""
+    """Whether the words with a row's scales are undefined, bool [rows]."""
     words = pipe.undefined_words(rank, LANES, column, -(-rows // QUARTER))
     return np.any(words.reshape(LANES // QUARTER, QUARTER, -1), 0).T.reshape(-1)[:rows]
 

@@ -539,9 +539,9 @@ def _uncast(before: torch.Tensor, hidden: torch.Tensor, after: torch.Tensor) -> 
 
 
 def dtypes_of(format: str, name: str) -> tuple[torch.dtype, torch.dtype]:
-    """Of one of the tensors `BUFFERS`: the dtype in the format, and that in which the buffer and a file store it.
+    """The dtype of a packed tensor in its format, and the dtype in which the buffer and a file store it.
 
-    It has no cache, because Dynamo traces it, and warns of a function with one.
+    name: one of `BUFFERS`. This function has no cache: Dynamo traces it, and warns of cached functions.
     """
     fmt = formats.get(format)
     dtype = {"weight_data": fmt.data_dtype, "weight_scales": fmt.scale_dtype}.get(name, torch.float32)

@@ -63,7 +63,7 @@ class Moments:
         return tuple(i for i, count in enumerate(self.tokens) if count < FEWEST_TOKENS)
 
     def equals(self, other: "Moments") -> bool:
-        """Whether the sums are those of another weight."""
+        """Whether another weight has the same sums."""
         return self.tokens == other.tokens and torch.equal(self.second, other.second)
 
     def part(self, start: int, end: int) -> "Moments":

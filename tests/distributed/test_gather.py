@@ -222,7 +222,7 @@ def test_the_first_forward_pass_may_be_an_evaluation():
 
 
 class Blocks(nn.Module):
-    """Blocks that run in another order than that of their names, or only some of them."""
+    """Blocks that run in another order than they are named, or only some of them."""
 
     def __init__(self):
         super().__init__()

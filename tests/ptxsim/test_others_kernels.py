@@ -28,7 +28,7 @@ def test_results(arch, name):
         warnings.simplefilter("ignore")  # Triton's of contractions
         with ptxsim.gpu(arch, ptxsim.Schedule(len(name) % 3, failing_waits=True)):
             found, expected = case.run()
-    torch.testing.assert_close(found, expected, rtol=case.tolerance, atol=case.tolerance, equal_nan=True)
+    case.check(found, expected)
 
 
 def test_loads_from_tensor_memory_that_reduce():

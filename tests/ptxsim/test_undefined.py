@@ -139,7 +139,7 @@ def test_boxes(undefined):
 
 
 def test_stores_of_boxes():
-    """Of the box that is stored, 10 of 16 rows lie in the tensor; the others' content does not matter."""
+    """A box of 16 rows is stored, of which 10 lie in the tensor; the content of the other six does not matter."""
     tensors = [MATRIX, noise(2048), *MAP]
     run_copy(STORE, tensors, unwritten={1: slice(128 * 10, 128 * 16)})
     with pytest.raises(Fault, match="copies to global memory what nothing wrote: line .* reads global memory"):
@@ -170,13 +170,16 @@ def test_matrices_in_registers(undefined, make, trans):
     assert {name: threads for name, threads in undefined.items() if threads} == expected
 
 
-@pytest.mark.parametrize("opcode, selectors", [(PLAIN[0], ""), (MXF8, ", %r30, {0, 0}, %r31, {0, 0}")])
-@pytest.mark.parametrize("lane, word, rows, columns", [
-    (5, 0, [1], []), (5, 3, [9], []), (6, 4, [], [1]), (31, 5, [], [7]), (12, 10, [3, 11], []), (12, 11, [], [3]),
+# (lane, word of its operands; rows and columns of the sums that depend on it)
+OPERANDS = [(5, 0, [1], []), (5, 3, [9], []), (6, 4, [], [1]), (31, 5, [], [7])]
+SCALES = [(12, 10, [3, 11], []), (12, 11, [], [3])]
+
+
+@pytest.mark.parametrize("opcode, selectors, lane, word, rows, columns", [
+    *((PLAIN[0], "", *each) for each in OPERANDS),
+    *((MXF8, ", %r30, {0, 0}, %r31, {0, 0}", *each) for each in OPERANDS + SCALES),
 ])  # fmt: skip
 def test_products_of_warps(undefined, opcode, selectors, lane, word, rows, columns):
-    if word >= 10 and not selectors:
-        pytest.skip("has no scales")
     _, registers = operands_of(opcode, np.random.default_rng(1))
     scales = np.full((32, 2), 0x7F7F7F7F, np.uint32)
     given = np.hstack([*registers, np.zeros((32, 4), np.uint32), scales])

@@ -70,7 +70,7 @@ def launched_on(sm):
 
 @pytest.mark.skipif(103 not in TARGETS, reason="this ptxas does not know sm_103")
 def test_sm103_runs_the_code_of_sm100():
-    """Launches and tiers are those of 10.0, and so is the PTX, of one launch of each kernel; ptxas spills nothing."""
+    """Launches, tiers, and the PTX of a launch of each kernel equal the ones for 10.0; ptxas spills nothing."""
     assert launched_on(103) == launched_on(100)
     # A product that one kernel must compute is none of every GPU.
     tiers = [[one.launches(sm)[0] for one in PRODUCTS if not one.kernel] for sm in (100, 103)]

@@ -19,7 +19,7 @@ SMALL = {"min_m": 1, "min_n": 1, "min_k": 1}
 
 
 def unlike_rounding(model, plain, recipe):
-    """The names of the packed weights whose codes are not those of rounding to nearest."""
+    """The names of the packed weights whose codes differ from codes that are rounded to nearest."""
     fp4compile.pack_(plain, recipe.replace(weight_method="nearest", weight_scales="amax"), progress=False)
     near = packed_in(plain)
     return {name for name, one in packed_in(model).items() if not torch.equal(one.weight_data, near[name].weight_data)}

@@ -23,6 +23,10 @@ class Case:
     run: Callable[[], Results]
     tolerance: float
 
+    def check(self, found: torch.Tensor, expected: torch.Tensor) -> None:
+        """Raise AssertionError where a result differs from the expected one by more than the tolerance."""
+        torch.testing.assert_close(found, expected, rtol=self.tolerance, atol=self.tolerance, equal_nan=True)
+
 
 CASES: dict[str, Case] = {}
 
