@@ -221,6 +221,71 @@ def test_the_first_forward_pass_may_be_an_evaluation():
     assert all(one.grad is not None for one in model.parameters())
 
 
+class Blocks(nn.Module):
+    """Blocks that run in another order than they are named, or only some of them."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(128, 128), nn.Linear(128, 128)) for _ in range(4))
+        self.order = [2, 0, 1, 3]
+        for block in self.blocks:
+            fully_shard(block)
+        fully_shard(self)
+        gather_quantized_(self, "mxfp8")
+
+    def forward(self, x):
+        for index in self.order:
+            x = self.blocks[index](x)
+        return x
+
+    def ahead(self):
+        """The blocks that each block gathers ahead, by their places."""
+        places = {block._get_fsdp_state(): i for i, block in enumerate(self.blocks)}
+        return [[places[one] for one in block._get_fsdp_state()._states_to_forward_prefetch] for block in self.blocks]
+
+
+@pytest.mark.parametrize("evaluated", [False, True])
+def test_each_block_gathers_the_weights_of_the_one_after_it(evaluated):
+    model, x = Blocks(), torch.ones(4, 128)
+    model.blocks[1].set_modules_to_forward_prefetch([model.blocks[1]])  # the user's choice
+    for _ in range(2):
+        if evaluated:
+            with torch.no_grad():
+                model(x)
+        model(x).sum().backward()
+        assert model.ahead() == [[1], [1], [0], []]
+
+
+def test_weights_that_were_written_after_they_were_gathered_ahead_raise():
+    """A forward pass that ends early leaves a gather behind, of which FSDP2 knows no end without a backward pass."""
+    model, x = Blocks(), torch.ones(4, 128)
+    with torch.no_grad():
+        model(x)
+        model.order = [2]
+        model(x)
+        model.order = [0]
+        model(x)  # the weights are those that were gathered
+        model.order = [2]
+        model(x)
+        for parameter in model.parameters():
+            parameter.mul_(2)
+        model.order = [0]
+        with pytest.raises(RuntimeError, match="weights were written after a module before theirs had begun"):
+            model(x)
+
+
+def test_a_backward_pass_ends_the_gathers_that_its_forward_pass_left():
+    model, x = Blocks(), torch.ones(4, 128)
+    model(x).sum().backward()
+    model.order = [2]
+    model(x).sum().backward()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(2)
+    model.order = [0, 1]
+    model(x).sum().backward()
+
+
 def test_a_model_is_freed():
     model = sharded(nn.Sequential(nn.Linear(64, 128), nn.Linear(128, 64)))
     gather_quantized_(model, "mxfp8")
