@@ -48,11 +48,6 @@ class Sharded:
         return self.param._sharded_local_tensor
 
     @property
-    def written(self) -> int:
-        """How often the rank's shard was written, as a DTensor or as a tensor; inference tensors do not count it."""
-        return sum(0 if one.is_inference() else one._version for one in (self.param.sharded_param, self.local))
-
-    @property
     def size(self) -> torch.Size:
         """The size of the whole parameter."""
         return self.param._orig_size
@@ -99,11 +94,6 @@ class Sharded:
             return "it is resharded to a part of the ranks after the forward pass (reshard_after_forward)"
         return None
 
-    @property
-    def module(self) -> Any:
-        """The module that gathers the parameter: the one of which `fully_shard` was called."""
-        return self.group.modules[0]
-
     def replace_local(self, local: torch.Tensor) -> None:
         """Replace the rank's shard by a tensor with hooks for FSDP2's gathers."""
         self.param.sharded_param._local_tensor = local
@@ -133,33 +123,6 @@ class Sharded:
         """Whether a gather now may be for a backward pass."""
         state = self.group._training_state.name
         return state != "FORWARD" or not self.group._reshard_after_forward
-
-
-class ForwardOrder:
-    """Lets each module with codes gather, as it begins, the weights of the module after it.
-
-    FSDP2 gathers a module's weights right before the module, so a GPU that has caught up with the host waits for each
-    gather. The order is that of the model's first forward pass. Modules for which the user has called
-    `set_modules_to_forward_prefetch` keep that choice.
-    """
-
-    def __init__(self) -> None:
-        self._last: weakref.ref | None = None
-        self._seen: weakref.WeakSet = weakref.WeakSet()  # weak references, for the reason that `Sharded` has
-        self._complete = False
-
-    def gathers(self, sharded: Sharded) -> None:
-        """A module's weights are about to be gathered. sharded: one of them."""
-        module = sharded.module
-        last = None if self._last is None else self._last()
-        if self._complete or module is last:
-            return
-        self._complete = sharded.in_backward or module in self._seen
-        if not self._complete:
-            if last is not None and not last._get_fsdp_state()._states_to_forward_prefetch:
-                last.set_modules_to_forward_prefetch([module])
-            self._last = weakref.ref(module)
-            self._seen.add(module)
 
 
 def sharded_parameters(model: nn.Module) -> Iterator[Sharded]:

@@ -8,7 +8,7 @@ from torch import nn
 from fp4compile.analysis.module_names import check_module, module_name, named_tensors, walk
 from fp4compile.analysis.plan import Layer, Model, of_layer
 from fp4compile.distributed.codes import Direction
-from fp4compile.distributed.fsdp import ForwardOrder, Sharded, sharded_parameters
+from fp4compile.distributed.fsdp import Sharded, sharded_parameters
 from fp4compile.distributed.shard import Member, QuantizedShard, Together
 from fp4compile.distributed.whole import GatheredFormat
 from fp4compile.formats.quantize_spec import COLUMNS, FLOAT_DTYPES, ROWS
@@ -57,13 +57,12 @@ def gather_quantized_(
     around = Model.of(chosen, names, [layer for layer, _ in layers])
     report = Report(chosen.name)
     groups: dict[int, Together] = {}
-    order = ForwardOrder()
     for layer, one in layers:
         found = _form(layer, one, chosen, around, recompute)
         report.add(_rows(layer, one, found, chosen), {})
         if isinstance(found[0], GatheredFormat):
             # FSDP2 copies offloaded shards from the host to the device one at a time.
-            together = groups.setdefault(id(one if one.offloaded else one.group), Together(order))
+            together = groups.setdefault(id(one if one.offloaded else one.group), Together())
             _attach(Member(one, found[0], together))
     return report
 

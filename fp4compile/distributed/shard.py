@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_map_only
 from fp4compile.distributed import compiled
 from fp4compile.distributed.arrival import Arrival, Finish, Gathering
 from fp4compile.distributed.codes import Direction, magnitudes_of
-from fp4compile.distributed.fsdp import ForwardOrder, Sharded
+from fp4compile.distributed.fsdp import Sharded
 from fp4compile.distributed.whole import GatheredFormat
 
 aten = torch.ops.aten
@@ -65,47 +65,32 @@ class Together:
     size. Each weight's codes are taken once, so that no codes of another step are used. After the gather, FSDP2 calls
     another hook of each weight in turn, and the last call finishes all.
 
-    A gather for a backward pass uses the magnitudes that its forward pass has reduced: the weights are the same. order:
-    hears of each gather.
+    A gather for a backward pass uses the magnitudes that its forward pass has reduced: the weights are the same.
     """
 
-    def __init__(self, order: ForwardOrder) -> None:
+    def __init__(self) -> None:
         self.members: list[Member] = []
-        self._order = order
         self._waiting: dict[Member, list[torch.Tensor]] = {}
         self._known: _Magnitudes = {}
         self._alike: list[list[Member]] = []
         self._finish: dict[tuple[Gathering, ...], Finish] = {}
         self._arrived: dict[Member, Gathering] = {}
-        self._versions: list[int] = []
 
     def take(self, member: Member, shard: torch.Tensor) -> list[torch.Tensor]:
         """The bytes of a weight that this rank sends. shard: its rows, on the device of the whole weight."""
         if member not in self._waiting:
-            self._order.gathers(member.sharded)
             shards = {one: shard if one is member else plain(one.sharded.local) for one in self.members}
             self._waiting = self._encoded(self._stacked(shards), member.sharded)
-            self._versions = self._written()
         return self._waiting.pop(member)
 
     def arrived(self, member: Member, gathering: Gathering) -> None:
         """Finish all weights once the last of them has been gathered. gathering: the member's."""
         self._arrived[member] = gathering
         if member is self.members[-1]:
-            if self._versions != self._written():
-                raise RuntimeError(
-                    "weights were written after a module before theirs had begun to gather them, in a forward pass "
-                    "that did not reach them; let that module gather nothing ahead: "
-                    "module.set_modules_to_forward_prefetch([module])"
-                )
             key = tuple(self._arrived.values())
             if key not in self._finish:
                 self._finish[key] = Finish(key)
             self._finish[key]()
-
-    def _written(self) -> list[int]:
-        """How often each weight has been written."""
-        return [one.sharded.written for one in self.members]
 
     def _stacked(self, shards: dict[Member, torch.Tensor]) -> _Stacks:
         """The shards by form, in the dtype of the whole weights."""
