@@ -16,7 +16,7 @@ from fp4compile.formats.grouping import Grouping
 from fp4compile.formats.layouts import to_swizzled
 from fp4compile.hardware import GPUS, Gpu
 from fp4compile.roofline import time_terms
-from fp4compile.roofline.layer_sizes import Sizes
+from fp4compile.roofline.matmul_steps import Sizes
 from fp4compile.templates import choose
 from fp4compile.templates.gemm import cost
 
