@@ -19,7 +19,7 @@ import torch
 
 import fp4compile.ops.quantize  # noqa: F401
 from benchmarks import common
-from benchmarks.common import graph_times
+from benchmarks.common import graph_times, random
 
 # N, K: a square, and the projections of Llama-3-8B.
 SHAPES = ("8192x8192", "28672x4096", "4096x14336", "6144x4096")
@@ -53,8 +53,8 @@ def main() -> None:
 
 def _columns(m: int, n: int, k: int) -> dict[str, Calls]:
     """The calls of each column, one for each copy of the weights."""
-    x = _random(m, k)
-    weights = [_random(n, k) for _ in range(min(max(3, int(ROTATED_BYTES / (n * k))), 16))]
+    x = random(m, k)
+    weights = [random(n, k) for _ in range(min(max(3, int(ROTATED_BYTES / (n * k))), 16))]
     found: dict[str, Calls] = {"bf16": [partial(torch.nn.functional.linear, x, w) for w in weights]}
     for name, (a, b, how) in PAIRS.items():
         codes, spec = _quantised(x, a), f"{a} @ {b}{how} -> bfloat16"
@@ -66,10 +66,6 @@ def _columns(m: int, n: int, k: int) -> dict[str, Calls]:
     moved = torch.empty((m * n + m * k + n * k) // 2, device="cuda", dtype=torch.bfloat16)
     found["copy"] = [moved.clone] * 3
     return found
-
-
-def _random(*shape: int) -> torch.Tensor:
-    return torch.randn(shape, device="cuda", dtype=torch.bfloat16)
 
 
 def _quantised(x: torch.Tensor, name: str) -> tuple[torch.Tensor | None, ...]:
