@@ -47,8 +47,8 @@ def _row(what: str, shape: str, time: float, tflops: float | None, rate: float |
 def _pairs(m: int, n: int, k: int, itemsize: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """Operands [m, k] and [n, k]: as many pairs as are more than the L2 cache, at least CALLS."""
     copies = max(CALLS, min(ROTATED_BYTES // (itemsize * (m * k + n * k)), 64))
-    x = torch.randn(m, k, device="cuda", dtype=torch.bfloat16)
-    return [(x, torch.randn(n, k, device="cuda", dtype=torch.bfloat16)) for _ in range(copies)]
+    x = common.random(m, k)
+    return [(x, common.random(n, k)) for _ in range(copies)]
 
 
 def _bf16(m: int, n: int, k: int) -> list[Callable]:

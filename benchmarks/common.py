@@ -148,12 +148,17 @@ def device_events(call: Callable[[], object], calls: int = 1) -> list[Any]:
     return list(filter(on_device, profile.events()))
 
 
-def kernels_of(step: Callable[[], object], device: str) -> dict[str, tuple[float, int]]:
-    """Microseconds and launches of each kernel in a step; nothing on a CPU."""
+def kernels_of(step: Callable[[], object], device: str, steps: int = 1) -> dict[str, tuple[float, int]]:
+    """Microseconds and launches of each kernel in a step, the mean of so many steps; nothing on a CPU."""
     found: dict[str, list[float]] = {}
-    for event in device_events(step) if device.startswith("cuda") else ():
+    for event in device_events(step, steps) if device.startswith("cuda") else ():
         found.setdefault(event.name, []).append(event.time_range.elapsed_us())
-    return {name: (sum(times), len(times)) for name, times in found.items()}
+    return {name: (sum(times) / steps, len(times) // steps) for name, times in found.items()}
+
+
+def random(*shape: int) -> torch.Tensor:
+    """A bf16 tensor on the GPU."""
+    return torch.randn(shape, device="cuda", dtype=torch.bfloat16)
 
 
 def table(rows: list[dict[str, Any]]) -> str:

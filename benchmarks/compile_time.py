@@ -13,7 +13,6 @@ import statistics
 import subprocess
 import sys
 import tempfile
-import time
 
 import torch
 
@@ -34,21 +33,17 @@ def measure(backend_name: str, device: str) -> float:
     chosen = "inductor" if backend_name == "inductor" else fp4compile.backend(backend_name, strict=True)
     compiled = torch.compile(model, backend=chosen)
     tokens = torch.randint(256, (BATCH, LENGTH), device=device)
-    first, second = (step_seconds(compiled, tokens) for _ in range(2))
+
+    def step() -> None:
+        logits_of(compiled, tokens).float().square().mean().backward()
+
+    first, second = (common.seconds(step, device) for _ in range(2))
     return first - second
 
 
 def warm_up(device: str) -> None:
     x = torch.ones(64, device=device, requires_grad=True)
     torch.compile(torch.sin)(x).sum().backward()
-
-
-def step_seconds(compiled, tokens: torch.Tensor) -> float:
-    start = time.perf_counter()
-    logits_of(compiled, tokens).float().square().mean().backward()
-    if tokens.is_cuda:
-        torch.cuda.synchronize()
-    return time.perf_counter() - start
 
 
 def measure_in_fresh_process(backend_name: str, device: str) -> float:

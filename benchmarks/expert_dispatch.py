@@ -17,7 +17,6 @@ import gc
 import re
 import sys
 import tempfile
-from collections.abc import Callable
 from pathlib import Path
 from unittest import mock
 
@@ -91,7 +90,10 @@ def measure(case: str, args: argparse.Namespace) -> tuple[dict, list[dict]]:
             y = compiled(*inputs)
         graphs = [path.read_text() for path in sorted(Path(folder).glob("*_fuse_quantize_before.py"))]
     quantised, moved = work_of(*graphs) if recipe != "bf16" else (0, inputs[1].numel() * args.hidden * 2)
-    times = kernel_times(lambda: compiled(*inputs), args.device)
+    for _ in range(3 * args.device.startswith("cuda")):
+        compiled(*inputs)
+    kernels = common.kernels_of(lambda: compiled(*inputs), args.device, CALLS)
+    times = {name: time for name, (time, _) in kernels.items()}
     row = {
         "case": case,
         "device us": sum(times.values()),
@@ -111,17 +113,6 @@ def work_of(graph: str) -> tuple[int, int]:
         moved += torch.Size(map(int, sizes.split(","))).numel() * _BYTES[dtype]
     shapes = dict(re.findall(r'(\w+): "\w+\[(\d+)', graph))
     return sum(int(shapes[name]) for name in _QUANTISER.findall(graph)), moved
-
-
-def kernel_times(call: Callable[[], object], device: str) -> dict[str, float]:
-    """Microseconds of each kernel in a call; nothing on a CPU."""
-    found: dict[str, float] = {}
-    if device.startswith("cuda"):
-        for _ in range(3):
-            call()
-        for event in common.device_events(call, CALLS):
-            found[event.name] = found.get(event.name, 0.0) + event.time_range.elapsed_us() / CALLS
-    return found
 
 
 if __name__ == "__main__":

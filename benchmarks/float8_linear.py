@@ -19,7 +19,7 @@ import torch
 
 import fp4compile.ops.quantize  # noqa: F401
 from benchmarks import common
-from benchmarks.common import graph_times
+from benchmarks.common import graph_times, random
 
 # N, K: a square, and the projections of Llama-3-8B.
 SHAPES = ("8192x8192", "28672x4096", "4096x14336", "6144x4096")
@@ -32,6 +32,7 @@ PAIRS = {
 }
 ROTATED_BYTES = 480_000_000  # eight times the L2 cache
 Calls = list[Callable[[], object]]
+ops = torch.ops.fp4compile
 
 
 def main() -> None:
@@ -53,35 +54,27 @@ def main() -> None:
 
 def _columns(m: int, n: int, k: int) -> dict[str, Calls]:
     """The calls of each column, one for each copy of the weights."""
-    x = _random(m, k)
-    weights = [_random(n, k) for _ in range(min(max(3, int(ROTATED_BYTES / (n * k))), 16))]
+    x = random(m, k)
+    weights = [random(n, k) for _ in range(min(max(3, int(ROTATED_BYTES / (n * k))), 16))]
     found: dict[str, Calls] = {"bf16": [partial(torch.nn.functional.linear, x, w) for w in weights]}
     for name, (a, b, how) in PAIRS.items():
         codes, spec = _quantised(x, a), f"{a} @ {b}{how} -> bfloat16"
-        found[name] = [partial(_product, *codes, *_quantised(w, b), spec) for w in weights]
+        found[name] = [partial(ops.scaled_mm, *codes, *_quantised(w, b), spec) for w in weights]
     packed = [_quantised(w, "float8_128x128") for w in weights]
     found["block"] = [partial(_layer, x, *each) for each in packed]
     only = "plain @ float8_128x128 -> bfloat16"
-    found["weights only"] = [partial(_product, x, None, None, *each, only) for each in packed]
+    found["weights only"] = [partial(ops.scaled_mm, x, None, None, *each, only) for each in packed]
     moved = torch.empty((m * n + m * k + n * k) // 2, device="cuda", dtype=torch.bfloat16)
     found["copy"] = [moved.clone] * 3
     return found
 
 
-def _random(*shape: int) -> torch.Tensor:
-    return torch.randn(shape, device="cuda", dtype=torch.bfloat16)
-
-
 def _quantised(x: torch.Tensor, name: str) -> tuple[torch.Tensor | None, ...]:
-    return tuple(part if part.numel() else None for part in torch.ops.fp4compile.quantize(x, name))
-
-
-def _product(*args: object) -> torch.Tensor:
-    return torch.ops.fp4compile.scaled_mm(*args)
+    return tuple(part if part.numel() else None for part in ops.quantize(x, name))
 
 
 def _layer(x: torch.Tensor, *weight: torch.Tensor | None) -> torch.Tensor:
-    return _product(*_quantised(x, "float8_1x128"), *weight, "float8_1x128 @ float8_128x128 -> bfloat16")
+    return ops.scaled_mm(*_quantised(x, "float8_1x128"), *weight, "float8_1x128 @ float8_128x128 -> bfloat16")
 
 
 if __name__ == "__main__":

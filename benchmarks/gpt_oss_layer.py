@@ -46,7 +46,7 @@ def main() -> None:
 
 @torch.no_grad()
 def _times(args: argparse.Namespace, tokens: int, plain: Layer, packed: Layer, peer: Layer | None) -> dict[str, float]:
-    x = torch.randn(1, tokens, HIDDEN, device="cuda", dtype=torch.bfloat16)
+    x = common.random(1, tokens, HIDDEN)
     torch._dynamo.reset()
     layers: dict[str, Layer] = {
         "bf16": torch.compile(plain, dynamic=False),

@@ -17,7 +17,7 @@ import torch
 
 import fp4compile.ops.quantize  # noqa: F401
 from benchmarks import common
-from benchmarks.common import graph_times
+from benchmarks.common import graph_times, random
 
 # N, K: a square, and the projections of Llama-3-8B and -70B.
 SHAPES = [(8192, 8192), (4096, 4096), (1024, 4096), (14336, 4096), (4096, 14336), (28672, 8192), (8192, 28672)]
@@ -51,9 +51,9 @@ def main() -> None:
 def _together(name: str, m: int, replays: int) -> dict:
     """Weight-only products of the same activations: launched apart, and in one launch."""
     sizes, k = TOGETHER[name]
-    x, ops = activations(m, k), torch.ops.fp4compile
+    x, ops = random(m, k), torch.ops.fp4compile
     copies = max(3, int(ROTATED_BYTES / (0.5625 * k * sum(sizes))))
-    packed = [[ops.quantize(weight(n, k), "nvfp4") for n in sizes] for _ in range(copies)]
+    packed = [[ops.quantize(random(n, k), "nvfp4") for n in sizes] for _ in range(copies)]
 
     def apart(weights):
         return [ops.scaled_mm(x, None, None, *w, WEIGHT_ONLY) for w in weights]
@@ -68,19 +68,11 @@ def _together(name: str, m: int, replays: int) -> dict:
 
 def _weights(n: int, k: int, weight_bytes: float):
     copies = min(max(3, int(ROTATED_BYTES / weight_bytes)), 64)
-    return [weight(n, k) for _ in range(copies)]
-
-
-def weight(n: int, k: int) -> torch.Tensor:
-    return torch.randn(n, k, device="cuda", dtype=torch.bfloat16)
-
-
-def activations(m: int, k: int) -> torch.Tensor:
-    return torch.randn(m, k, device="cuda", dtype=torch.bfloat16)
+    return [random(n, k) for _ in range(copies)]
 
 
 def _bf16(m, n, k):
-    x = activations(m, k)
+    x = random(m, k)
     return [lambda w=w: torch.nn.functional.linear(x, w) for w in _weights(n, k, 2 * n * k)]
 
 
@@ -90,7 +82,7 @@ def _packed(n, k):
 
 
 def _weight_only(m, n, k):
-    x = activations(m, k)
+    x = random(m, k)
     product = torch.ops.fp4compile.scaled_mm
     return [lambda w=w: product(x, None, None, *w, WEIGHT_ONLY) for w in _packed(n, k)]
 
@@ -102,14 +94,14 @@ def _expanded(x):
 
 
 def _w4a4(m, n, k):
-    x = activations(m, k)
+    x = random(m, k)
     product = torch.ops.fp4compile.scaled_mm
     return [lambda w=w: product(*_expanded(x), *w, WEIGHT_ONLY) for w in _packed(n, k)]
 
 
 def _w4a4_product(m, n, k):
     """Without the activations' quantisation."""
-    x = _expanded(activations(m, k))
+    x = _expanded(random(m, k))
     product = torch.ops.fp4compile.scaled_mm
     return [lambda w=w: product(*x, *w, WEIGHT_ONLY) for w in _packed(n, k)]
 
@@ -123,7 +115,7 @@ def _torchao(m, n, k):
     except ImportError:
         return []
     torch._dynamo.reset()  # every shape compiled for itself
-    x = activations(m, k)
+    x = random(m, k)
     layers = []
     for w in _weights(n, k, 0.5625 * n * k)[:3]:
         layer = torch.nn.Linear(k, n, bias=False, device="cuda", dtype=torch.bfloat16)

@@ -19,6 +19,7 @@ import fp4compile
 from benchmarks import common
 from benchmarks.models import torchao_training
 from fp4compile.cli.demo import MLP, ModelSizes
+from fp4compile.report.report import Report
 
 RECIPES = ("float8_rowwise", "mxfp8", "mxfp8_32x32", "nvfp4", "nvfp4_train")
 MIB = 2**20
@@ -33,11 +34,9 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=9)
     args = parser.parse_args()
     shape = ModelSizes(hidden=args.hidden, inner=args.inner)
-    candidates = {"bf16": _plain, "torchao tensorwise": _torchao("tensorwise"), "torchao rowwise": _torchao("rowwise")}
-    candidates |= {recipe: _recipe(recipe) for recipe in args.recipes}
     rows = []
-    for name, make in candidates.items():
-        row = measure(make, shape, args)
+    for name in ("bf16", "torchao tensorwise", "torchao rowwise", *args.recipes):
+        row = measure(name, shape, args)
         if row is not None:
             rows.append({"block": name, "of bf16": None, **row})
             rows[-1]["of bf16"] = row["ms"] / rows[0]["ms"]
@@ -45,14 +44,14 @@ def main() -> None:
     common.publish(args, settings, rows)
 
 
-def measure(make: Callable, shape: ModelSizes, args) -> dict | None:
+def measure(name: str, shape: ModelSizes, args) -> dict | None:
     torch._dynamo.reset()
     torch.manual_seed(0)
     block = MLP(shape).to(args.device, torch.bfloat16)
     x = torch.randn(args.tokens, shape.hidden, device=args.device, dtype=torch.bfloat16, requires_grad=True)
     gradient = torch.randn_like(x) / args.tokens
     start = time.perf_counter()
-    made = make(block)
+    made = compiled_block(name, block)
     if made is None:
         return None
     compiled, report = made
@@ -79,24 +78,15 @@ def measure(make: Callable, shape: ModelSizes, args) -> dict | None:
     }  # fmt: skip
 
 
-def _plain(block):
-    return torch.compile(block), None
-
-
-def _recipe(name: str) -> Callable:
-    def make(block):
-        chosen = fp4compile.backend(name, strict=True)
-        return torch.compile(block, backend=chosen), chosen.report
-
-    return make
-
-
-def _torchao(name: str) -> Callable:
-    def make(block):
-        converted = torchao_training(block, name) if torch.cuda.is_available() else None
+def compiled_block(name: str, block: MLP) -> tuple[Callable, Report | None] | None:
+    """The compiled block, with the backend's report under a recipe; None for a peer that is not installed."""
+    if name == "bf16":
+        return torch.compile(block), None
+    if name.startswith("torchao"):
+        converted = torchao_training(block, name.partition(" ")[2]) if torch.cuda.is_available() else None
         return None if converted is None else (torch.compile(converted), None)
-
-    return make
+    chosen = fp4compile.backend(name, strict=True)
+    return torch.compile(block, backend=chosen), chosen.report
 
 
 def _peak(step: Callable, device: str) -> float | None:

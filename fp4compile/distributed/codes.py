@@ -15,11 +15,10 @@ from functools import cached_property
 
 import torch
 
-from fp4compile.formats import formats
-from fp4compile.formats.formats import BlockFormat
+from fp4compile.formats import formats, reference
+from fp4compile.formats.formats import BlockFormat, as_integers
 from fp4compile.formats.layouts import ceil_div, swizzled_numel
 from fp4compile.formats.quantize_spec import COLUMNS, ROWS
-from fp4compile.formats.square import transposed_codes, transposed_scales
 from fp4compile.ops.quantize import QUANTIZE
 from fp4compile.weights.buffers import Part, parts_of
 from fp4compile.weights.scale_layout import laid_out
@@ -172,10 +171,12 @@ class Direction:
         fmt, (n, k) = self.block_format, self.size
         data, scales, outer = codes
         assert data is not None and scales is not None and into[1] is not None
-        into[0].view(torch.uint8).copy_(transposed_codes(data, fmt, k).view(torch.uint8))
+        # 4-bit codes lie two a byte, along the rows and along the columns.
+        turned = reference.pack(reference.unpack(data)[:, :k].t()) if fmt.packed else as_integers(data)[:, :k].t()
+        into[0].view(torch.uint8).copy_(turned.view(torch.uint8))
         blocks = (ceil_div(n, fmt.block_cols), ceil_div(k, fmt.block_cols))
-        turned = transposed_scales(laid_out(scales, fmt, n, blocks, "linear"))
-        into[1].copy_(laid_out(turned, fmt, k, blocks[::-1], self.layout))
+        of_blocks = as_integers(laid_out(scales, fmt, n, blocks, "linear")).t().contiguous().view(scales.dtype)
+        into[1].copy_(laid_out(of_blocks, fmt, k, blocks[::-1], self.layout))
         if outer is not None and into[2] is not None:
             into[2].copy_(outer)
 

@@ -146,16 +146,12 @@ class ProductSpec:
         return self.out_dtype if self.epilogue is None else self.epilogue.dtype
 
 
-@dataclass(frozen=True)
-class _Text:
-    """The parsed text of a spec: names of formats, and the other fields of a `ProductSpec`."""
-
-    formats: tuple[BlockFormat | None, BlockFormat | None]
-    fields: dict[str, Any]
+_Formats = tuple[BlockFormat | None, BlockFormat | None]
 
 
 @cache
-def _parsed(text: str) -> _Text:
+def _parsed(text: str) -> tuple[_Formats, dict[str, Any]]:
+    """The formats in the text of a spec, and the other fields of its `ProductSpec`."""
     head, *rest = text.split(" | ")
     how, arrow, dtype = head.partition(" -> ")
     operands, *clauses = how.split(", ")
@@ -179,9 +175,8 @@ def _parsed(text: str) -> _Text:
         steps = [*rest[: places[0]], *rest[places[0] + 1 :]]
         epilogue = Epilogue.parse(steps, out_dtype, _dtype(text, rest[places[0]].removeprefix(_TO)))
     a, b = (None if name == _PLAIN else formats.get(name) for name in names)
-    return _Text(
-        (a, b), {"out_dtype": out_dtype, "grouping": grouping, "epilogue": epilogue, "fast_accumulation": fast}
-    )
+    fields = {"out_dtype": out_dtype, "grouping": grouping, "epilogue": epilogue, "fast_accumulation": fast}
+    return (a, b), fields
 
 
 def text_of(a: str | None, b: str | None, out_dtype: torch.dtype) -> str:
@@ -189,9 +184,9 @@ def text_of(a: str | None, b: str | None, out_dtype: torch.dtype) -> str:
     return f"{a or _PLAIN} @ {b or _PLAIN} -> {_name(out_dtype)}"
 
 
-def formats_of(text: str) -> tuple[BlockFormat | None, BlockFormat | None]:
+def formats_of(text: str) -> _Formats:
     """The formats of both operands in the text of a spec; None for a plain operand."""
-    return _parsed(text).formats
+    return _parsed(text)[0]
 
 
 @cache
@@ -201,11 +196,10 @@ def parse(text: str, a: tuple, b: tuple, batched: bool, bias: torch.dtype | None
     a, b: the fields dtype, swizzled and outer of an `OperandSpec`. batched: whether B has batch dimensions. bias: its
     dtype. Raises ValueError for a text that `str(spec)` does not write.
     """
-    found = _parsed(text)
-    fields = dict(found.fields)
+    formats_of_both, fields = _parsed(text)
     if batched and fields["grouping"] is Grouping.DENSE:
-        fields["grouping"] = Grouping.BATCHED
-    left, right = (OperandSpec(fmt, *each) for fmt, each in zip(found.formats, (a, b), strict=True))
+        fields = fields | {"grouping": Grouping.BATCHED}
+    left, right = (OperandSpec(fmt, *each) for fmt, each in zip(formats_of_both, (a, b), strict=True))
     return ProductSpec(left, right, bias=bias, **fields)
 
 

@@ -57,7 +57,6 @@ from fp4compile.passes.lib.operations import same_shape
 from fp4compile.passes.lib.slices import cuts_columns, slice_of
 from fp4compile.passes.lib.symbolic_sizes import read_sizes_of_operands
 from fp4compile.templates.choose import quantized
-from fp4compile.templates.problem import Problem
 
 aten = torch.ops.aten
 log = logging.getLogger("fp4compile")
@@ -86,7 +85,7 @@ def _fuse_product(graph: Graph, node: Node) -> tuple[Node, ...]:
         quantise = None if quantisers else quantise_of(_only_quantiser(last))
         kinds = region.operands(last).items()
         read = sum(node.meta["val"].dtype.itemsize for node, kind in kinds if kind == "aux")
-        problem, products = replace(region.problem, operand_bytes=read), len(region.roots)
+        problem, products = replace(scaled_mm_of(node).problem, operand_bytes=read), len(region.roots)
         end = AMAX if quantise is None else f"{QUANTIZE_STEP} {quantise.format}"
         epilogue = region.epilogue(last).ended(end)
         choice = quantized(problem, epilogue, products)
@@ -135,11 +134,6 @@ class OneProduct(Region):
     """The operations that follow one matmul. pair: whether they compute one value from two matmuls."""
 
     pair: ClassVar[bool] = False
-
-    @property
-    def problem(self) -> Problem:
-        """The problem of each matmul."""
-        return scaled_mm_of(self.product).problem
 
     @property
     def operand(self) -> tuple[Node | None, ...]:

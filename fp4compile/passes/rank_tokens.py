@@ -16,8 +16,7 @@ import torch
 from torch.fx import Graph, Node
 
 from fp4compile.ops.matmul import SCALED_MM
-from fp4compile.ops.nodes import reached, replace_results, scaled_mm_of
-from fp4compile.passes.lib.traced import traced
+from fp4compile.ops.nodes import reached, replace_results, scaled_mm_of, traced
 from fp4compile.templates.launch import on_gpu
 
 aten = torch.ops.aten

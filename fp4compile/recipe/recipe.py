@@ -9,6 +9,7 @@ import logging
 import os
 from argparse import Namespace
 from dataclasses import dataclass
+from glob import escape
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from fp4compile.formats import formats
 from fp4compile.formats.formats import unknown_name
 from fp4compile.recipe import sources
 from fp4compile.recipe.named_recipes import FIELDS, FORWARD, OF_FORWARD, OPERANDS, PRODUCTS, ROLES
-from fp4compile.recipe.rules import Ranking, Rule, fallback_rules, rule_of
+from fp4compile.recipe.rules import Ranking, Rule, rule_of
 
 log = logging.getLogger("fp4compile")
 
@@ -377,7 +378,10 @@ class Recipe:
                 f"fallback=fp4compile.sensitivity(model, batches, {fallback!r})"
             )
         layers = report.worst(sqnr_db=sqnr_db, share=bf16_share, fallback=measured)
-        return self.replace(rules=(*fallback_rules(layers, name), *self.rules))
+        if name is not None and name not in FIELDS:
+            raise ValueError(unknown_name("fallback", name, FIELDS))
+        worst = (Rule(escape(layer), name or "skip") for layer in layers)
+        return self.replace(rules=(*worst, *self.rules))
 
 
 def _format_name(role: str, value: Any) -> str | None:

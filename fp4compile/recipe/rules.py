@@ -3,7 +3,6 @@
 from collections.abc import Iterable
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from glob import escape
 from typing import Any, Protocol, runtime_checkable
 
 from fp4compile.formats.formats import unknown_name
@@ -55,13 +54,6 @@ class Ranking(Protocol):
         self, *, sqnr_db: float | None = None, share: float | None = None, fallback: "Ranking | None" = None
     ) -> tuple[str, ...]:
         """The names of the worst layers, by one of two budgets. fallback: the layers under another recipe."""
-
-
-def fallback_rules(layers: Iterable[str], fallback: str | None) -> tuple[Rule, ...]:
-    """A rule for each named layer with another recipe's formats; fallback None leaves the layers unquantised."""
-    if fallback is not None and fallback not in FIELDS:
-        raise ValueError(unknown_name("fallback", fallback, FIELDS))
-    return tuple(Rule(escape(name), fallback or "skip") for name in layers)
 
 
 def unmatched(rules: Iterable[Rule], names: Iterable[str]) -> tuple[Rule, ...]:

@@ -29,7 +29,7 @@ from fp4compile.passes.manager import JOINT, analyse, fuse, switched_off_passes
 from fp4compile.recipe import Recipe
 from fp4compile.report.report import GraphLaunches, Row, Seconds
 from fp4compile.roofline.graph_steps import steps_of
-from fp4compile.roofline.matmul_nodes import named_results
+from fp4compile.roofline.matmul_steps import named_results
 from fp4compile.roofline.time_terms import LAUNCH, TimedStep
 from fp4compile.templates.launch import dry_run
 

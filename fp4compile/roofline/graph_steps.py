@@ -21,11 +21,8 @@ from fp4compile.ops.define import KERNELS
 from fp4compile.ops.nodes import PRODUCTS, quantise_of
 from fp4compile.ops.quantize import LAY_OUT_SCALES, QUANTIZE
 from fp4compile.roofline import inductor_kernels
-from fp4compile.roofline.layer_sizes import Sizes
-from fp4compile.roofline.matmul_nodes import matmul_of, size
-from fp4compile.roofline.product_steps import gemm_name, memory_pass, plain_step, product_steps
+from fp4compile.roofline.matmul_steps import Sizes, gemm_name, matmul_steps, memory_pass, plain_step, size
 from fp4compile.roofline.time_terms import ATTENTION, TimedStep, quantiser
-from fp4compile.templates.choose import choose
 from fp4compile.templates.launch import Launch, dry_run
 from fp4compile.templates.view import View
 
@@ -47,7 +44,7 @@ def steps_of(graph: Graph, gpu: Gpu) -> list[tuple[Node, TimedStep]]:
 def _steps(node: Node, gpu: Gpu) -> list[TimedStep]:
     """The steps of a node that Inductor does not compute."""
     if node.target in PRODUCTS:
-        return _matmul(node, gpu)
+        return matmul_steps(node, gpu)
     if node.target is QUANTIZE:
         return [_quantiser(node, gpu)]
     if node.target in KERNELS:
@@ -64,17 +61,6 @@ def _steps(node: Node, gpu: Gpu) -> list[TimedStep]:
         name, share, count = "attention", ATTENTION, count * (0.5 if _is_causal(node) else 1.0)
     rate = gpu.matrix_rate(dtype) * share
     return [TimedStep(name, count, moved_bytes(node), rate, gpu.copy_rate, gpu.product_launch)]
-
-
-def _matmul(node: Node, gpu: Gpu) -> list[TimedStep]:
-    """The steps of a matmul of this package."""
-    found = matmul_of(node)
-    if found.problem is None:
-        return [plain_step(found.sizes, gpu)]
-    choice = choose(found.problem)
-    steps = product_steps(found.sizes, choice, found.problem, gpu, found.more)
-    extra = {"copy matrices": found.copied, "clear amaxes": found.cleared}  # the kernel then raises the amaxes
-    return [*(memory_pass(name, moved, gpu) for name, moved in extra.items() if moved), *steps]
 
 
 def _operand_dtype(node: Node) -> torch.dtype:

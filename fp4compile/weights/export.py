@@ -210,14 +210,9 @@ def _stored(layout: Layout, scheme: Scheme, buffer: str, tensor: torch.Tensor, i
     if buffer.endswith("_outer"):
         divides = layout.divides and is_nvfp4(fmt)
         tensor = inverted(tensor, divisor=False) if divides else tensor.clone()
-        rows = tensor.dim() == 2
-        return (
-            tensor.flatten()
-            if rows and layout.name == "modelopt"
-            else tensor
-            if rows or not layout.divides
-            else (tensor.reshape(1))
-        )
+        if tensor.dim() == 2:  # row scales
+            return tensor.flatten() if layout.name == "modelopt" else tensor
+        return tensor.reshape(1) if layout.divides else tensor
     if buffer == "weight_data":
         return tensor[:, : ceil_div(in_features, 2) if fmt.packed else in_features].contiguous().view(fmt.data_dtype)
     return tensor if fmt.scale == "e8m0" else tensor.view(fmt.scale_dtype)

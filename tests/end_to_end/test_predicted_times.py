@@ -12,8 +12,7 @@ from fp4compile.formats.grouping import Grouping
 from fp4compile.hardware import GPUS, Target
 from fp4compile.recipe import named
 from fp4compile.roofline import compiled_graph, graph_steps, time_terms
-from fp4compile.roofline.layer_sizes import Sizes
-from fp4compile.roofline.product_steps import plain_step
+from fp4compile.roofline.matmul_steps import Sizes, plain_step
 from fp4compile.templates.launch import dry_run
 from tests.helpers import without_codegen
 from tests.helpers.expert_models import Around, Forms, packed, recipe_of, tokens

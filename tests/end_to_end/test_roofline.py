@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import llama_block
 from benchmarks import roofline as comparison
 from fp4compile import hardware
 from fp4compile.formats import formats, reference
@@ -16,7 +15,7 @@ from fp4compile.formats.grouping import Grouping
 from fp4compile.formats.layouts import to_swizzled
 from fp4compile.hardware import GPUS, Gpu
 from fp4compile.roofline import time_terms
-from fp4compile.roofline.layer_sizes import Sizes
+from fp4compile.roofline.matmul_steps import Sizes
 from fp4compile.templates import choose
 from fp4compile.templates.gemm import cost
 
@@ -135,7 +134,7 @@ def test_figures_that_no_gpu_has(changed, said):
 
 def test_predictions_of_blocks_are_as_near_to_measurements():
     stored = json.loads(comparison.FILE.read_text())["foreseen"]
-    blocks = [row for row in stored if not row["what"].startswith(llama_block.FUNCTION)]
+    blocks = [row for row in stored if not row["what"].startswith(comparison.FUNCTION)]
     assert {row["what"] for row in blocks} == {"train an MLP", "prefill", "decode", "train"} and len(blocks) == 15
     assert all(abs(row["error"]) < 0.15 for row in blocks)
     functions = [row for row in stored if row not in blocks]
@@ -147,7 +146,7 @@ def test_a_file_of_measured_blocks_is_compared(tmp_path, capsys):
     row = {"what": "decode", "tokens": 1, "recipe": "nvfp4, packed", "us": 100.0, "s in all": 3.0}
     content = {"environment": {"device": "NVIDIA H200"}, "settings": {"repeats": 5}, "rows": [row]}
     file.write_text(json.dumps(content))
-    llama_block.main(["--compare", str(file)])
+    comparison.main(["--compare", str(file)])
     stored = next(row for row in json.loads(comparison.FILE.read_text())["foreseen"]
                   if (row["what"], row["recipe"]) == ("decode", "nvfp4"))  # fmt: skip
     *_, measured, predicted, error = capsys.readouterr().out.splitlines()[-1].split()
@@ -155,4 +154,4 @@ def test_a_file_of_measured_blocks_is_compared(tmp_path, capsys):
     assert float(error) == pytest.approx(stored["predicted us"] / 100 - 1, abs=1e-3)
     file.write_text(json.dumps(content | {"environment": {"device": "another"}}))
     with pytest.raises(SystemExit, match="another is none of the GPUs that predictions know: H100, H200"):
-        llama_block.main(["--compare", str(file)])
+        comparison.main(["--compare", str(file)])

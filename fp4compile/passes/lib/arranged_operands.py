@@ -25,10 +25,9 @@ from torch.fx import Graph, Node
 
 from fp4compile.formats.operand import Arguments, Operand
 from fp4compile.ops.matmul import SCALED_MM
-from fp4compile.ops.nodes import RESHAPES, ScaledMM, is_pointwise, reached, readers, scaled_mm_of
+from fp4compile.ops.nodes import RESHAPES, ScaledMM, is_pointwise, reached, readers, scaled_mm_of, traced
 from fp4compile.passes.lib.autotune import fastest
 from fp4compile.passes.lib.operations import contiguous
-from fp4compile.passes.lib.traced import traced
 from fp4compile.templates.choose import named
 from fp4compile.templates.gemm.call import aligned
 from fp4compile.templates.gemm.swizzled_a_sm90 import SwizzledA

@@ -9,7 +9,6 @@ moves that they precede or follow. `saved(graph)` lists the packed activations t
 backward: the marked quantises among a forward graph's outputs.
 """
 
-import math
 import operator
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -18,7 +17,7 @@ import torch
 from torch._ops import OpOverload
 from torch.fx import Graph, Node
 
-from fp4compile.analysis import flops
+from fp4compile.analysis.node_kinds import nbytes
 from fp4compile.ops.matmul import SCALED_MM_RESULTS
 from fp4compile.ops.nodes import RESHAPES, reached
 from fp4compile.ops.quantize import LAY_OUT_SCALES, QUANTIZE
@@ -140,12 +139,6 @@ def saved(graph: Graph) -> list[Saved]:
     for node in torch.utils._pytree.tree_leaves(graph.output_node().args):
         if isinstance(node, Node) and node.target is operator.getitem and _SAVED_FOR in node.args[0].meta:
             quantise = node.args[0]
-            sizes[quantise] = sizes.get(quantise, 0) + _bytes(node)
-    found = [Saved(node.meta[_SAVED_FOR], size, _bytes(node.args[0])) for node, size in sizes.items()]
+            sizes[quantise] = sizes.get(quantise, 0) + nbytes(node)
+    found = [Saved(node.meta[_SAVED_FOR], size, nbytes(node.args[0])) for node, size in sizes.items()]
     return [entry for entry in found if entry.packed and entry.plain]
-
-
-def _bytes(node: Node) -> int:
-    """Bytes of a node's value; 0 where they depend on the data."""
-    value = node.meta["val"]
-    return math.prod(flops.hint(size) or 0 for size in value.shape) * value.element_size()
