@@ -5,7 +5,6 @@ import warnings
 import pytest
 
 from tests.fuzz.compare import Fuzzer
-from tests.fuzz.plant import LAUNCH_PLANTS, PLANTS, ROOT
 from tests.fuzz.programs import build
 
 # Those of the first 300 that together have nearly every line of code that steps can have, every format and every action
@@ -43,9 +42,3 @@ def test_random_programs(part):
 def test_a_seed_is_a_program():
     assert build(7) == build(7)
     assert build(7) != build(8)
-
-
-@pytest.mark.parametrize("plant", PLANTS + LAUNCH_PLANTS, ids=lambda plant: plant.name)
-def test_plants_apply(plant):
-    """Bugs that the fuzzer is measured with are changes of lines that exist."""
-    assert (ROOT / "fp4compile" / plant.path).read_text().count(plant.old) == 1
