@@ -8,11 +8,8 @@ import torch
 from torch._dynamo.utils import counters
 
 import fp4compile
-from fp4compile.analysis.gemm import Input
 from fp4compile.passes import manager
 from fp4compile.passes.lib.base import run_passes
-from fp4compile.passes.manager import JointPasses, LowerPasses
-from fp4compile.recipe import named
 from fp4compile.report.report import PassRun, Report
 from tests.helpers import without_codegen
 from tests.helpers.graphs import compile_recorded
@@ -250,21 +247,6 @@ def test_dynamo_compiles_again_for_another_setting(disable, captured):
         reports.append(backend.report)
     assert reports[0] is reports[2] and reports[0].graphs == 1, "the graph of an equal backend is reused"
     assert "lower" in reports[0].counts and "lower" not in reports[1].counts
-
-
-def test_both_keys_tell_the_setting(disable):
-    def keys():
-        joint = JointPasses(named("mxfp8"), (Input("a.weight"),), lambda rows, runs: None)
-        return joint.uuid(), LowerPasses(lambda *told: None).uuid()
-
-    seen = []
-    for names in ((), *((name,) for name in SWITCHABLE), ("hoist", "lower")):
-        disable(*names)
-        seen.append(keys())
-    for of_one in zip(*seen, strict=True):
-        assert len(set(of_one)) == len(seen)
-    disable("lower", "hoist", "lower")
-    assert keys() == seen[-1], "the order does not matter"
 
 
 def test_a_cached_graph_of_another_setting_is_not_reused(disable):
