@@ -66,24 +66,6 @@ def test_order():
         assert one.__module__ == f"fp4compile.passes.{one.__name__}"
 
 
-def test_passes_run_in_order_on_one_graph():
-    seen = []
-
-    def named_pass(name):
-        def one(graph, *more):
-            seen.append((name, graph, more))
-            return len(seen)
-
-        one.__name__ = name
-        return one
-
-    graph = torch.fx.Graph()
-    runs = run_passes(map(named_pass, "abc"), graph, 1, 2, disabled={"b"})
-    assert seen == [("a", graph, (1, 2)), ("c", graph, (1, 2))]
-    assert {name: run.matches for name, run in runs.items()} == {"a": 1, "c": 2}
-    assert all(run.seconds >= 0 for run in runs.values())
-
-
 # ---------------------------------------------------------------- counts and times
 
 
