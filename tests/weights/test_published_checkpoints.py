@@ -226,20 +226,6 @@ def test_what_modelopt_wrote_is_written_again_bit_for_bit(tmp_path, name):
         assert ours["quant_algo"] == theirs["quant_algo"]
 
 
-@pytest.mark.parametrize("layout", ["modelopt", "compressed-tensors"])
-def test_layers_of_several_formats(tmp_path, layout):
-    model = fresh_model(dtype=torch.bfloat16)
-    recipe = fp4compile.Recipe.from_dict({"recipe": "nvfp4_static", "rules": [("*gate_proj", "mxfp8")]})
-    recipe = fp4compile.calibrate(model, [TOKENS], recipe)
-    fp4compile.pack_(model, recipe)
-    fp4compile.export_packed(model, tmp_path / "mixed", layout)
-    again = fresh_model(dtype=torch.bfloat16)
-    fp4compile.load_packed(again, tmp_path / "mixed")
-    formats = {m.layer_format.weight for m in again.modules() if isinstance(m, PackedLinear)}
-    assert formats == {"nvfp4", "mxfp8"}
-    assert torch.equal(logits(again), logits(model))
-
-
 def test_outer_scales_of_16_bit_weights_come_back_from_their_divisors():
     for dtype in (torch.bfloat16, torch.float16):
         amax = torch.linspace(2**-8, 4, 3000).to(dtype).float().unique()
