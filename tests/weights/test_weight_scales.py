@@ -159,7 +159,7 @@ def routed_by_hand(model, x, offs, a_format, w_format, rule):
 def test_linear_layers_and_experts_have_the_bits_of_eager_calls_on_every_way(
     formats, in_first, rule, tmp_path, monkeypatch
 ):
-    """From the weight cache, after a change of the weights, packed, and packed and loaded; square blocks too."""
+    """In the graph, after a change of the weights, packed, and packed and loaded; square blocks too."""
     without_codegen.install(monkeypatch)
     model, x, offs = Routed(in_first).eval(), torch.randn(12, 80).bfloat16(), torch.tensor([4, 4, 12]).int()
     a_format, w_format = formats
@@ -169,12 +169,12 @@ def test_linear_layers_and_experts_have_the_bits_of_eager_calls_on_every_way(
         torch._dynamo.reset()
         return torch.compile(model, backend=fp4compile.backend(recipe, strict=True))
 
-    cached = compiled(model)
-    cached(x, offs)
-    for weight in model.parameters():  # packed anew
+    quantising = compiled(model)
+    quantising(x, offs)
+    for weight in model.parameters():
         weight.mul_(1.3)
     expected = routed_by_hand(model, x, offs, *formats, rule)
-    assert torch.equal(cached(x, offs), expected)
+    assert torch.equal(quantising(x, offs), expected)
     assert not torch.equal(expected, routed_by_hand(model, x, offs, *formats, "amax"))
     packed, fresh = copy.deepcopy(model), Routed(in_first)
     report = fp4compile.pack_(packed, recipe)
