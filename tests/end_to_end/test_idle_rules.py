@@ -92,6 +92,19 @@ def test_names_below_a_block_that_is_compiled_by_itself():
         run(rules, blocks=True, strict=True)
 
 
+def test_explain_tells_the_rules_that_decide_for_no_layer():
+    rules = [("up", "skip"), ("*.gate", "skip"), ("u*", "mxfp4")]
+    with pytest.warns(UserWarning) as warned:
+        fp4compile.explain(
+            Block(), torch.randn(48, 64), recipe=fp4compile.Recipe.from_dict({"recipe": "mxfp8", "rules": rules})
+        )
+    texts = [str(warning.message) for warning in warned]
+    assert [text for text in texts if "decides for no layer" in text] == [
+        "rule '*.gate' of recipe 'mxfp8' decides for no layer",
+        "rule 'u*' of recipe 'mxfp8' decides for no layer",
+    ]
+
+
 # ---------------------------------------------------------------- recipes of blocks
 
 

@@ -54,14 +54,6 @@ def test_rows_that_cannot_be_read_are_missed_loudly(content, file, monkeypatch, 
     assert not file.exists()
 
 
-def test_what_the_cases_above_change_is_what_is_wrong_with_them(file):
-    stored_rows.store("key", Outcome([], {"find": 0}))  # a graph without products
-    assert stored_rows.load("key") == Outcome([], {"find": 0})
-    file.write_text(json.dumps({"rows": [ROW, ROW | {"seconds": 1}], "counts": {}}))
-    (first, second), _ = stored_rows.load("key")
-    assert (first.module, first.seconds, second.seconds) == ("a", None, 1)
-
-
 def test_rows_are_written_whole_or_not_at_all(file, monkeypatch, caplog):
     stored_rows.store("key", Outcome([], {"find": 1}))
 

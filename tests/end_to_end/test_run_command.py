@@ -103,20 +103,3 @@ def test_run_says_that_a_script_used_no_backend_and_a_crash_speaks_for_itself(pr
 
 def test_a_rule_that_decided_about_nothing_is_told_at_the_end(programs):
     assert "rules that decided about no matmul: '0*'" in programs[1]["an idle rule"].said
-
-
-def test_programs_of_the_server_fail_and_are_killed(tmp_path, monkeypatch):
-    """What the tests of this file, of kernels in the interpreter and of ranks rely on."""
-    monkeypatch.setenv("VARIABLE", "its own")
-    code = "import os, sys; print(sys.argv, os.getcwd(), os.environ['VARIABLE'], flush=True); {}"
-    ends = {
-        "raise OSError('gone')": 1,
-        "sys.exit(3)": 3,
-        "os.kill(os.getpid(), 15)": -15,
-        "import time; time.sleep(99)": -9,
-    }
-    for end, status in ends.items():
-        program = Program(["-c", code.format(end), "x"], tmp_path, cwd=tmp_path)
-        found = program.ended(timeout=2 if status == -9 else 60)
-        assert (found.status, found.printed) == (status, f"['-c', 'x'] {tmp_path} its own\n")
-        assert ("OSError: gone" in found.said) == (status == 1)

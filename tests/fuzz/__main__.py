@@ -1,22 +1,20 @@
 """`python -m tests.fuzz`: random programs against their oracle. See `--help`."""
 
 import argparse
-import json
 import os
 import sys
 import time
 import warnings
 
-if {"--launches", "--prologues"} & {*sys.argv}:  # before Triton is imported
+if "--launches" in sys.argv:  # before Triton is imported
     os.environ["TRITON_INTERPRET"] = "1"
 
 import torch
 
-from tests.fuzz import every_prologue, layers, models, weights, writes  # noqa: F401 (some register the kinds of steps)
+from tests.fuzz import layers, models, weights, writes  # noqa: F401 (some register the kinds of steps)
 from tests.fuzz.compare import Finding, Fuzzer
 from tests.fuzz.kinds import KINDS
 from tests.fuzz.launches import LaunchFuzzer
-from tests.fuzz.plant import LAUNCH_PLANTS, PLANTS, plant_all
 from tests.fuzz.programs import Program, Style, build
 from tests.helpers import in_interpreter
 
@@ -25,28 +23,17 @@ def main() -> int:
     """Returns 1 if there was a finding."""
     options = _parser().parse_args()
     warnings.simplefilter("ignore")  # of programs whose recipe leaves all alone, and of Dynamo
-    if options.plant:
-        arguments = ["--count", str(options.count), "--seed", str(options.seed)]
-        plants = LAUNCH_PLANTS if options.launches else PLANTS
-        return min(1, plant_all(plants, [*arguments, *["--launches"] * options.launches]))
-    if options.prologues:
-        in_interpreter.be_quick()
-        return min(1, every_prologue.search(*options.prologues))
     if options.writes:
         return min(1, writes.search(options.seed, options.count))
     fuzzer = fuzzer_of(options)
     start, found = time.perf_counter(), 0
     for seed in options.seeds or range(options.seed, options.seed + options.count):
         finding, shown = check_one(fuzzer, seed, options)
-        if options.json:
-            text = None if finding is None else f"{finding.kind}: {finding.text}"
-            print(json.dumps({"seed": seed, "finding": text}), flush=True)
-        elif finding is not None:
+        if finding is not None:
             print("=" * 100, shown, sep="\n", flush=True)
         found += finding is not None
-    if not options.json:
-        seconds = time.perf_counter() - start
-        print(f"{fuzzer.run} runs in {seconds:.0f} s, {fuzzer.counted()}, {found} findings")
+    seconds = time.perf_counter() - start
+    print(f"{fuzzer.run} runs in {seconds:.0f} s, {fuzzer.counted()}, {found} findings")
     return 1 if found else 0
 
 
@@ -61,8 +48,8 @@ def check_one(fuzzer: Fuzzer | LaunchFuzzer, seed: int, options: argparse.Namesp
     """What is wrong with the program of a seed, or None, and what is printed of it: of its shortest form if wanted."""
     style = Style(large=options.large, ragged=options.launches)
     finding = fuzzer.check(build(seed, style, tuple(options.only)))
-    if finding is None or options.json:
-        return finding, ""
+    if finding is None:
+        return None, ""
     return finding, str(shrink(fuzzer, finding))
 
 
@@ -86,13 +73,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--inductor", action="store_true", help="compile with code generation")
     parser.add_argument("--large", action="store_true", help="sizes for a GPU, in bfloat16")
     parser.add_argument("--launches", action="store_true", help="launch every op in Triton's interpreter")
-    parser.add_argument("--prologues", nargs=2, type=int, metavar=("PART", "OF"),
-                        help="launch a part of all quantisers with a prologue: 0 1 for all of them")  # fmt: skip
     parser.add_argument("--writes", action="store_true", help="sequences of writes to weights, whose packed forms must "
                         "never be older")  # fmt: skip
     parser.add_argument("--only", nargs="*", default=[], choices=[*KINDS], help="kinds of steps to draw from (all)")
-    parser.add_argument("--plant", action="store_true", help="plant bugs; see after how many programs each is found")
-    parser.add_argument("--json", action="store_true", help="a line of JSON for each program")
     return parser
 
 

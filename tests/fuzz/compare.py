@@ -12,7 +12,7 @@ the oracle itself shows under noise of the size of such rounding.
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from unittest import mock
 
@@ -24,7 +24,6 @@ from torch._inductor.decomposition import select_decomp_table
 import fp4compile
 from fp4compile.passes import quantize_before_index
 from fp4compile.passes.manager import JointPasses, LowerPasses, switched_off_passes
-from fp4compile.recipe import Recipe
 from fp4compile.report import names
 from fp4compile.report.report import Row
 from tests.fuzz.oracle import ANY_NAME, Oracle, key_of
@@ -122,17 +121,6 @@ class Fuzzer:
                 self.exact += attempt == 0
                 return None
         return Finding(program, "numbers", wrong, tuple(rows))
-
-    def check_oracle(self, program: Program) -> Finding | None:
-        """Whether the oracle without any format computes what the module does uncompiled: a test of the fuzzer."""
-        program = replace(program, recipe=Recipe(skip_lm_head=False))
-        module, oracle, outside = program.load()
-        modules = torch.nn.ModuleList([module, *outside]).to(self.device, self.dtype)
-        values = fill(modules, program, "grid", self.device, self.dtype, None)
-        got = results_of(module, program, values, modules)
-        expected = results_of(partial(oracle, Oracle(program.recipe, []), module), program, values, modules)
-        wrong = self._difference(program, oracle, module, modules, values, [], got, expected)
-        return None if wrong is None else Finding(program, "oracle", wrong)
 
     def _difference(self, program, oracle, module, modules, values, rows, got, expected, exactly=False) -> str | None:
         """What differs by more than rounding; with `exactly`, by anything."""

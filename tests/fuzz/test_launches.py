@@ -36,13 +36,6 @@ def test_random_launches(tmp_path):
         assert name in told
 
 
-@interpreted
-@pytest.mark.slow
-def test_prologues_of_slices(tmp_path):
-    """One of 211 of all combinations of steps, slices, stored results, formats, ops, layouts and shapes."""
-    assert "launches with a prologue, 0 differ" in printed(tmp_path, "--prologues", "6", "211")
-
-
 # ---------------------------------------------------------------- the memory that launches are given
 
 

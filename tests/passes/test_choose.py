@@ -214,10 +214,6 @@ def test_the_registry(monkeypatch):
     assert module.REGISTRY is REGISTRY
 
 
-def test_problems_are_keys():
-    assert len({problem("nvfp4", "nvfp4", 512, 90), problem("nvfp4", "nvfp4", 512, 90)}) == 1
-
-
 def test_every_product_has_a_kernel():
     """`dequant_tiles` serves all; the block-scaled kernels of SM100 either those of groups or the others."""
     for a, b in itertools.product((None, "nvfp4", "mxfp8", "float8_rowwise", "nvfp4_rowwise"), repeat=2):

@@ -5,8 +5,8 @@ import torch
 import torch.nn.functional as F
 
 import fp4compile
-from fp4compile.recipe import named, recipes
-from tests.helpers.by_hand import STATIC, assert_rounds_to, by_hand, values
+from fp4compile.recipe import named
+from tests.helpers.by_hand import STATIC, assert_rounds_to, by_hand
 from tests.helpers.rewritten import UNEVEN, rewritten, roles
 
 K, N = 80, 48
@@ -15,11 +15,6 @@ Parameter = torch.nn.Parameter
 
 def offsets(sizes):
     return torch.tensor(sizes).cumsum(0).to(torch.int32)
-
-
-def spans(offs):
-    ends = offs.tolist()
-    return list(zip([0, *ends[:-1]], ends, strict=True))
 
 
 def recipe_of(name):
@@ -53,52 +48,6 @@ class Experts(torch.nn.Module):
 
     def forward(self, x, offs):
         return F.grouped_mm(x, self.matrices.transpose(1, 2), offs=offs)
-
-
-def sizes_of(experts, seed):
-    """Random numbers of tokens, 0 and 1 among them, and some tokens of no expert."""
-    found = torch.randint(0, 9, (experts,), generator=torch.Generator().manual_seed(seed)).tolist()
-    return [0, 1, *found][:experts]
-
-
-@pytest.mark.parametrize(("experts", "stored", "name"), [
-    *((5, "enk", name) for name in recipes()), (1, "enk", "nvfp4"), (33, "ekn", "nvfp4"),
-])  # fmt: skip
-def test_grouped_products_equal_hand_composition(experts, stored, name):
-    recipe, model = recipe_of(name), Experts(experts, stored)
-    offs = offsets(sizes_of(experts, 3))
-    x = tokens(offs[-1] + 7, K)
-    run, decisions = rewritten(model, recipe)
-    y = run(x, offs)
-    dy = torch.randn_like(y)
-    y.backward(dy)
-    expected = [product for product in ("fprop", "wgrad", "dgrad") if recipe.quantizes(product)]
-    assert [d.gemm.product for d in decisions if d.reason is None] == expected
-    assert not {"nonzero", "_local_scalar_dense"} & operators(decisions)  # the host never waits for the sizes
-    assert not y[offs[-1] :].any()
-    gradients = model.w.grad if stored == "enk" else model.w.grad.transpose(1, 2)
-    for g, (start, end) in enumerate(spans(offs)):
-        rows = slice(start, end)
-        outer = recipe.static_scale("w") if name == "nvfp4_static" else None
-        expected = by_hand_of(recipe, x.detach()[rows], model.matrices.detach()[g], dy[rows], outer)
-        for ours, exact in zip((y.detach()[rows], x.grad[rows], gradients[g]), expected, strict=True):
-            assert_rounds_to(ours.double(), exact, torch.bfloat16, 1e-5 * exact.abs().sum().clamp(max=1))
-
-
-def operators(decisions):
-    """The names of all operators of the rewritten graphs."""
-    graphs = {d.gemm.node.graph for d in decisions}
-    return {node.target.__name__.partition(".")[0] for g in graphs for node in g.nodes if node.op == "call_function"}
-
-
-def by_hand_of(recipe, x, w, dy, outer):
-    """`by_hand` of a group, which may be empty."""
-    if not x.shape[0]:
-        return x.new_zeros(0, N).double(), x.double(), torch.zeros_like(w).double()
-    y, dx, dw = by_hand(recipe.replace(activation_scale="dynamic", static_scales=()), x, w, None, dy, torch.bfloat16)
-    if outer is not None:
-        y = values(x, recipe.fprop_x, -1, outer) @ values(w, recipe.fprop_w, -1).t()
-    return y, dx, dw
 
 
 @pytest.mark.parametrize("turned", [False, True])
@@ -262,18 +211,3 @@ def test_weights_of_experts_leave_inference_graphs():
         assert len(model.w._fp4compile_packed.packed) == 1
         model.w.mul_(2)
         assert torch.equal(compiled(x, offs), 2 * before)
-
-
-def test_one_graph_for_three_counts_of_tokens():
-    model = Experts(3)
-    counter = torch._dynamo.testing.CompileCounterWithBackend(fp4compile.backend("nvfp4", min_m=1))
-    compiled = torch.compile(model, backend=counter, fullgraph=True, dynamic=True)
-    for sizes in ([3, 0, 17], [1, 1, 40], [130, 0, 0]):
-        offs = offsets(sizes)
-        x = tokens(offs[-1].item() + 2, K)
-        y = compiled(x, offs)
-        y.sum().backward()
-        model.w.grad = None
-        run, _ = rewritten(Experts(3), recipe_of("nvfp4"))
-        assert torch.equal(y, run(x, offs))
-    assert counter.frame_count == 1

@@ -1,7 +1,6 @@
 """Which pointwise operations go into a product's kernel, and what they compute there."""
 
 import re
-from contextlib import nullcontext
 
 import pytest
 import torch
@@ -9,15 +8,12 @@ import torch.nn.functional as F
 from torch._inductor import config
 from torch._inductor.utils import run_and_get_code
 from torch._subclasses import FakeTensorMode
-from triton.runtime import driver
 
 import fp4compile
-from fp4compile.hardware import Target
 from fp4compile.ops.matmul import SCALED_MM
 from fp4compile.ops.nodes import scaled_mm_of
 from fp4compile.passes.lower import lower
-from fp4compile.templates import launch
-from tests.helpers.absent_gpu import ANY, NoGpu, fused_graph
+from tests.helpers.absent_gpu import ANY, fused_graph
 
 BF16, F32 = torch.bfloat16, torch.float32
 X, W, SAME, ROW = (2, 128, 512), (1024, 512), (2, 128, 1024), (1024,)
@@ -215,20 +211,6 @@ def test_other_arithmetic_is_left_to_inductor(switch):
     with config.patch({switch: True}):
         _, fused = graph_of(lambda x, w: F.relu(x @ w.t()), X, W)
     assert fused == 0
-
-
-def test_launched_as_a_node(monkeypatch):
-    """Traced, the launch is a node with the operands among its arguments, which it does not write."""
-    monkeypatch.setattr(driver, "_active", NoGpu(90))
-    monkeypatch.setattr(launch, "cuda_target", lambda index: Target(90))
-    shapes = ((40, 512), W, (40, 1024), ROW)
-    graph, fused = graph_of(FUSED["layer scale"], *shapes, recipe="mxfp8", then=lower, paper=nullcontext)
-    assert fused == 1
-    wrapper = torch.ops.higher_order.triton_kernel_wrapper_functional
-    *_, node = graph.find_nodes(op="call_function", target=wrapper)
-    arguments = node.kwargs["kwargs"]
-    assert {str(arguments[f"epilogue_{i}_ptr"]) for i in (0, 1)} == {"same_1", "row_1"}
-    assert node.kwargs["tensors_to_clone"] == ["out_ptr"]
 
 
 # ---------------------------------------------------------------- on a GPU

@@ -4,16 +4,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-import fp4compile
-from fp4compile.hardware import Target
-from fp4compile.ops import nodes
 from fp4compile.ops.nodes import quantise_of
 from fp4compile.ops.quantize import QUANTIZE
-from fp4compile.passes import fuse_prologue, manager
+from fp4compile.passes import fuse_prologue
 from fp4compile.passes.lower import lower
 from fp4compile.passes.merge_quantize import merge_quantize
 from fp4compile.templates.quantize import prologue_cost
-from tests.helpers import without_codegen
 from tests.helpers.absent_gpu import ANY, fused_graph
 from tests.helpers.graphs import summary
 
@@ -160,42 +156,3 @@ def test_left_to_inductor(function, monkeypatch):
     monkeypatch.setattr(fuse_prologue, "gain", lambda *_: 1)
     found = Fused(function, (96, 64), (96, 64), (3,), dtypes=(BF16, BF16, torch.int32))
     assert [each.prologue for each in found.quantisers] == ([("mul aux0 col1",)] if function is norm else [])
-
-
-class Experts(torch.nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.gate_up = torch.nn.Parameter(torch.randn(2, 128, 64) / 8)
-        self.down = torch.nn.Parameter(torch.randn(2, 64, 64) / 8)
-
-    def forward(self, x, offs):
-        gate, up = F.grouped_mm(x, self.gate_up.transpose(1, 2), offs=offs).chunk(2, -1)
-        return F.grouped_mm(gated(gate, up), self.down.transpose(1, 2), offs=offs)
-
-
-def computed(fused, monkeypatch):
-    """(result, report, how many quantisers of each graph have a prologue)."""
-    torch.manual_seed(0)
-    found = []
-    monkeypatch.setattr(fuse_prologue, "on_gpu", lambda value: fused)
-    for module in (fuse_prologue, nodes):
-        monkeypatch.setattr(module, "target_of", lambda device: Target(100))
-    seen = manager.fused
-    lines = lambda one: [line for line in summary(one).splitlines() if "prologue=" in line]  # noqa: E731
-    monkeypatch.setattr(manager, "fused", lambda one: found.append(len(lines(one))) or seen(one))
-    without_codegen.install(monkeypatch)
-    torch._dynamo.reset()
-    model, x = Experts().bfloat16(), torch.randn(1024, 64).bfloat16()
-    backend = fp4compile.backend("mxfp8")
-    with torch.no_grad():
-        y = torch.compile(model, backend=backend)(x, torch.tensor([700, 1000], dtype=torch.int32))
-    return y, backend.report, found
-
-
-def test_experts_in_inference(monkeypatch):
-    """What it is without, to the last bit: the product is rounded once, here and there. The report tells it."""
-    expected, *_ = computed(False, monkeypatch)
-    found, report, counts = computed(True, monkeypatch)
-    assert counts == [1]
-    assert {f"{row.module} {row.product}": row.fused for row in report.rows if row.fused} == {"down fprop": "relu, mul"}
-    assert torch.equal(found, expected)

@@ -16,7 +16,6 @@ from tests.helpers import llama
 from tests.helpers.absent_gpu import ANY, fused_graph
 from tests.helpers.graphs import for_inductor, summary
 from tests.helpers.llama import llama_block, llama_norm
-from tests.helpers.norms import rms_norm
 
 BF16 = torch.bfloat16
 ONE, FIRST = "quantize_whole_rows", "row_statistics"
@@ -59,21 +58,6 @@ class Graph:
         return "\n".join([*lines, f"for Inductor: {', '.join(self.left)}"])
 
 
-def phi_mlp(x, norm, w, w_down):
-    """Gate and up are one product, as in Phi-3."""
-    gate, up = F.linear(rms_norm(x, norm), w).chunk(2, -1)
-    return x + F.linear(up * F.silu(gate), w_down)
-
-
-def bert_block(x, w, norm, bias, v_in, v_out):
-    """The norm of a sum, and GELU between two products."""
-    x = F.layer_norm(x + F.linear(x, w), (256,), norm, bias)
-    return F.layer_norm(x + F.linear(F.gelu(F.linear(x, v_in)), v_out), (256,), norm, bias)
-
-
-BERT = (512, 256), (256, 256), (256,), (256,), (1024, 256), (256, 1024)
-
-
 class Snapshots(TestCase):
     """What quantises the activations of a block, and what Inductor has to compute.
 
@@ -103,27 +87,6 @@ for Inductor: add_4""",
 quantize(reshape_default_2, mxfp8, [-1], layout=swizzled, operands=[norm_1], prologue=['square aux0', 'mean s0', 'add s1 1e-05', 'rsqrt s2', 'mul aux0 s3', 'mul row1 s4'], dtype=torch.bfloat16)
 quantize(scaled_mm_default_7, mxfp8, [-1], layout=swizzled, operands=[post_norm_1], prologue=['square aux0', 'mean s0', 'add s1 1e-05', 'rsqrt s2', 'mul aux0 s3', 'mul row1 s4'], dtype=torch.bfloat16)
 for Inductor: add_4""",
-        )  # fmt: skip
-
-    def test_phi_mlp(self):
-        """No product writes the gate of two halves of its own columns: the quantiser reads both where they lie."""
-        self.check(
-            phi_mlp, ((2, 256, 1024), (1024,), (4096, 1024), (1024, 2048)), "mxfp8", 100,
-            """\
-quantize(reshape_default, mxfp8, [-1], layout=swizzled, operands=[norm_1], prologue=['square aux0', 'mean s0', 'add s1 1e-06', 'rsqrt s2', 'mul aux0 s3', 'mul row1 s4'], dtype=torch.bfloat16)
-quantize(slice_tensor, mxfp8, [-1], layout=swizzled, operands=[slice_tensor_1], prologue=['neg aux1', 'exp s0', 'add s1 1.0', 'div aux1 s2', 'mul aux0 s3'], dtype=torch.bfloat16)
-for Inductor: add_2""",
-        )  # fmt: skip
-
-    def test_bert_block(self):
-        """The product writes GELU, and the norm's kernel the norm for the next sum."""
-        self.check(
-            bert_block, BERT, "mxfp8", 100,
-            """\
-quantize(x_1, mxfp8, [-1], layout=swizzled)
-quantize(scaled_mm_default_3, mxfp8, [-1], layout=swizzled, operands=[norm_1, bias_1], prologue=['mean aux0', 'sub aux0 s0', 'variance aux0 s0', 'add s2 1e-05', 'rsqrt s3', 'mul s1 s4', 'mul s5 row1', 'add s6 row2'], dtype=torch.bfloat16, stored=['s7 bfloat16'])
-quantize(scaled_mm_default_4, mxfp8, [-1], layout=swizzled)
-for Inductor: convert_element_type_10, var_mean_1, add_5, rsqrt_1, sub_1, mul_5, mul_6, add_6, convert_element_type_11""",
         )  # fmt: skip
 
 

@@ -71,17 +71,6 @@ def test_snapshot_of_experts_of_transformers(rows):
     assert launches == [*QUANTISER, "quantize_rows", KERNELS[0], "quantize_rows", KERNELS[1]]  # weights: each matrix
 
 
-def test_snapshot_of_experts_of_torchtitan():
-    """The gate's product reads the other one's result."""
-    found, _, count, launches = fused(torchtitan, (2048, 512), (8, 1024, 512), (8, 1024, 512), V, OFFS)
-    up, gate, down = of_products(found)
-    assert count == 1 and up.startswith("scaled_mm(getitem,") and down.startswith("scaled_mm(")
-    assert gate.split(" -> bfloat16 | ", 1)[1] == (
-        f"{SILU} | mul s3 aux0 | to bfloat16 | quantize mxfp8, operands=[scaled_mm_default_1], offs=offs_1, rows=2048)"
-    )
-    assert [name for name in launches if "gemm" in name] == [KERNELS[1], *KERNELS]
-
-
 class Experts(torch.nn.Module):
     """Experts as torchtitan has them, with fake parameters of the current fake mode."""
 

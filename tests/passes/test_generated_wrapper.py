@@ -25,8 +25,7 @@ from fp4compile.passes.fuse_horizontal import fuse_horizontal
 from fp4compile.passes.fuse_prologue import fuse_prologue
 from fp4compile.passes.inplace import inplace
 from fp4compile.passes.lower import lower
-from fp4compile.templates.quantize import prologue_cost
-from tests.helpers import in_interpreter, llama
+from tests.helpers import in_interpreter
 from tests.helpers.absent_gpu import ANY, fused_graph, pretend
 
 PRETENDING = os.environ.get("FP4COMPILE_PRETENDING") == "1"
@@ -174,21 +173,6 @@ def test_generated_wrapper_of_slices_of_experts(monkeypatch):
     _, last = [one for one in re.findall(r"quantize_rows_\d+\.run\((.*), stream=", calls) if "offs_1" in one]
     halves = re.findall(r"reinterpret_tensor\((buf\d+), \([^()]*512\), \([^()]*1024, 1\), (\d+)\)", last)
     assert [start for _, start in halves] == ["0", "512"] and len({buffer for buffer, _ in halves}) == 1
-
-
-@pretending
-def test_launches_of_a_llama_block(monkeypatch):
-    """Beside products, attention and weights: both norms and the gate go into the quantisers."""
-    pretend(monkeypatch, 100)
-    names = []
-    for since in (1000, 100):
-        monkeypatch.setattr(prologue_cost, "SINCE", dict.fromkeys(prologue_cost.SINCE, since))
-        _, calls = generated(llama.llama_block, *llama.SHAPES, recipe="float8_rowwise", sm=100)
-        launches = re.findall(r"^ *(\w+)_\d+\.run\((.*), stream=", calls, re.M)
-        names.append([re.sub("_fused.*", "", name) for name, arguments in launches if "w_" not in arguments])
-    apart, rows, norm = "triton_per", "quantize_whole_rows", "quantize_whole_rows"
-    assert names[0] == [apart, rows, rows, apart, rows, "triton_poi", rows, "triton_poi"]
-    assert names[1] == [norm, rows, norm, rows, "triton_poi"]  # the last adds what the library multiplied
 
 
 @pretending

@@ -8,14 +8,10 @@ import torch
 from torch._dynamo.utils import counters
 
 import fp4compile
-from fp4compile.analysis.gemm import Input
 from fp4compile.passes import manager
 from fp4compile.passes.lib.base import run_passes
-from fp4compile.passes.manager import JointPasses, LowerPasses
-from fp4compile.recipe import named
 from fp4compile.report.report import PassRun, Report
 from tests.helpers import without_codegen
-from tests.helpers.graphs import compile_recorded
 
 SWITCHABLE = [
     "rewrite", "recompute", "hoist", "merge_quantize", "quantize_before_gather", "fake_quantize",
@@ -68,24 +64,6 @@ def test_order():
     assert [one.__name__ for one in manager.POST_GRAD] == POST_GRAD
     for one in manager.ALL:
         assert one.__module__ == f"fp4compile.passes.{one.__name__}"
-
-
-def test_passes_run_in_order_on_one_graph():
-    seen = []
-
-    def named_pass(name):
-        def one(graph, *more):
-            seen.append((name, graph, more))
-            return len(seen)
-
-        one.__name__ = name
-        return one
-
-    graph = torch.fx.Graph()
-    runs = run_passes(map(named_pass, "abc"), graph, 1, 2, disabled={"b"})
-    assert seen == [("a", graph, (1, 2)), ("c", graph, (1, 2))]
-    assert {name: run.matches for name, run in runs.items()} == {"a": 1, "c": 2}
-    assert all(run.seconds >= 0 for run in runs.values())
 
 
 # ---------------------------------------------------------------- counts and times
@@ -152,19 +130,6 @@ def test_the_setting_switches_a_pass_off(disable, captured):
         y, without = infer(model, x)
         assert list(without.counts) == [name for name in report.counts if name not in names]
         assert torch.equal(y, expected) and len(without.quantised) == 2
-
-
-def test_a_switched_off_pass_leaves_the_graph_alone(disable):
-    def quantises():
-        torch._dynamo.reset()
-        model, recorder = compile_recorded(SharedInput(), fp4compile.backend("mxfp8"), "post_grad_custom_pre_pass")
-        with torch.no_grad():
-            model(torch.randn(4, 64))
-        return sum(graph.count("fp4compile.quantize(") for graph in recorder.graphs)
-
-    assert quantises() == 1  # of the input; the weights were hoisted
-    disable("hoist")
-    assert quantises() == 3
 
 
 def test_without_the_rewrite_nothing_is_quantised_and_every_row_says_why(disable, captured):
@@ -250,21 +215,6 @@ def test_dynamo_compiles_again_for_another_setting(disable, captured):
         reports.append(backend.report)
     assert reports[0] is reports[2] and reports[0].graphs == 1, "the graph of an equal backend is reused"
     assert "lower" in reports[0].counts and "lower" not in reports[1].counts
-
-
-def test_both_keys_tell_the_setting(disable):
-    def keys():
-        joint = JointPasses(named("mxfp8"), (Input("a.weight"),), lambda rows, runs: None)
-        return joint.uuid(), LowerPasses(lambda *told: None).uuid()
-
-    seen = []
-    for names in ((), *((name,) for name in SWITCHABLE), ("hoist", "lower")):
-        disable(*names)
-        seen.append(keys())
-    for of_one in zip(*seen, strict=True):
-        assert len(set(of_one)) == len(seen)
-    disable("lower", "hoist", "lower")
-    assert keys() == seen[-1], "the order does not matter"
 
 
 def test_a_cached_graph_of_another_setting_is_not_reused(disable):

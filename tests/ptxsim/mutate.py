@@ -76,7 +76,7 @@ def tried(task: tuple[int, int]) -> Entry:
 
 def tried_source(edit: SourceEdit) -> Entry:
     """The entry of an edit of Triton source."""
-    entry = {"subject": edit.subject, "kernel": edit.plant.path, "edit": edit.plant.name, "line": line_of(edit)}
+    entry = {"subject": edit.subject, "kernel": edit.path, "edit": edit.name, "line": line_of(edit)}
     return judged(entry | run_planted(edit))
 
 
@@ -141,7 +141,7 @@ def main(arguments: list[str] | None = None) -> int:
         print(json.dumps(outcome(subject, _MOST)))
         return 0
     started, found = time.perf_counter(), {"ptx": [], "source": []}
-    sources = [edit for edit in SOURCE_EDITS if chosen.only in f"{edit.subject}: {edit.plant.path}: {edit.plant.name}"]
+    sources = [edit for edit in SOURCE_EDITS if chosen.only in f"{edit.subject}: {edit.path}: {edit.name}"]
     tasks = wanted(chosen.only)
     if chosen.sample is not None:
         tasks = sorted(random.Random(0).sample(tasks, min(chosen.sample, len(tasks))))

@@ -1,14 +1,10 @@
 """Faults of kinds that `ptx_edits` lacks, written by hand for compiled kernels: what the simulator finds of them.
 
-    python -m tests.ptxsim.planted_faults [--only TEXT]
-
 Kinds: proxies, scopes, commits of other threads, alignment of barriers, retries of waits, predicates, registers,
 allocations. Each is an error by the PTX ISA, also where the kernel computes the right values at these sizes.
 """
 
-import argparse
 import re
-import sys
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -261,21 +257,3 @@ FAULTS = (
     _of("allocations", PAIRS, "one program of a pair frees",
         Edit(r"@%p1 (tcgen05\.dealloc\.[^;]*;)", FIRST, None)),
 )  # fmt: skip
-
-
-def main(arguments: list[str] | None = None) -> int:
-    """Run the command: print what each schedule finds; returns the exit code."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--only", default="", metavar="TEXT", help="faults whose line contains this")
-    chosen, count = parser.parse_args(arguments), 0
-    faults = [one for one in FAULTS if chosen.only in f"{one.kind}: {one.kernel}: {one.name}"]
-    for one in faults:
-        found = next((what for each in one.schedules() if (what := wrong(one.kernel, one.edits, each))), "")
-        count += bool(found)
-        print(f"{one.kind}: {one.kernel}: {one.name}: {found[:200] or 'NOT FOUND'}", flush=True)
-    print(f"found {count} of {len(faults)}")
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

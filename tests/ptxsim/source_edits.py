@@ -11,19 +11,24 @@ from pathlib import Path
 from typing import Any
 
 from fp4compile import _compat
-from tests.fuzz.plant import ROOT, Plant
+
+ROOT = Path(__file__).parents[2]
 
 
 @dataclass(frozen=True)
 class SourceEdit:
-    """subject: the name of the subject of `subjects` that uses the code."""
+    """subject: the name of the subject of `subjects` that uses the code. name: what is wrong. path: of the file in the
+    package. old: text that is in it once. new: its replacement."""
 
     subject: str
-    plant: Plant
+    name: str
+    path: str
+    old: str
+    new: str
 
 
 def _edit(subject: str, name: str, path: str, old: str, new: str) -> SourceEdit:
-    return SourceEdit(subject, Plant(name, f"templates/{path}.py", old, new))
+    return SourceEdit(subject, name, f"templates/{path}.py", old, new)
 
 
 _DENSE, _MX, _POINTERS = "dense NVFP4", "dense MXFP8", "dense NVFP4 without TMA"
@@ -195,17 +200,17 @@ SOURCE_EDITS = (
 
 def changed(edit: SourceEdit) -> tuple[Path, str]:
     """(the file, its text with the edit)."""
-    path = ROOT / "fp4compile" / edit.plant.path
+    path = ROOT / "fp4compile" / edit.path
     text = path.read_text()
-    if text.count(edit.plant.old) != 1:
-        raise ValueError(f"{edit.plant.name}: {edit.plant.path} has {text.count(edit.plant.old)} such places")
-    return path, text.replace(edit.plant.old, edit.plant.new)
+    if text.count(edit.old) != 1:
+        raise ValueError(f"{edit.name}: {edit.path} has {text.count(edit.old)} such places")
+    return path, text.replace(edit.old, edit.new)
 
 
 def line_of(edit: SourceEdit) -> int:
     """The line of the file at which an edit begins."""
     path, _ = changed(edit)
-    return path.read_text().split(edit.plant.old)[0].count("\n") + 1
+    return path.read_text().split(edit.old)[0].count("\n") + 1
 
 
 def tried(edit: SourceEdit) -> dict[str, Any]:
@@ -220,6 +225,6 @@ def tried(edit: SourceEdit) -> dict[str, Any]:
         process = subprocess.run(command, cwd=root, env={**os.environ, "PYTHONPATH": directory}, text=True,
                                  capture_output=True)  # fmt: skip
     if process.returncode:
-        raise RuntimeError(f"{edit.plant.name}: {process.stderr[-2000:]}")
+        raise RuntimeError(f"{edit.name}: {process.stderr[-2000:]}")
     found: dict[str, Any] = json.loads(process.stdout.splitlines()[-1])
     return found

@@ -163,6 +163,7 @@ def test_slices_of_columns(name):
                  for operands in (torch.randn(2, *shape, cols).bfloat16() for shape in ((2, 3), (35,))))  # fmt: skip
     for format in ("nvfp4_one_level", "nvfp4", "nvfp4_rowwise"):
         compare(few, steps, BF16, format)
+    compare(few, steps, BF16, "nvfp4", stored=["s2 bfloat16"])  # the result, which the second kernel reads
     compare(few, steps, BF16, "mxfp8", layout="swizzled", stored=stored)
     compare([few[0].reshape(6, cols), few[1]], steps, BF16, "nvfp4_rowwise", values=VALUES)
     few[1][:, 0, :3] = torch.tensor([torch.nan, torch.inf, -0.0])

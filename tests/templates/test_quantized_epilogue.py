@@ -17,16 +17,15 @@ from fp4compile.formats import formats, reference
 from fp4compile.formats.epilogue import Epilogue
 from fp4compile.formats.operand import Arguments
 from fp4compile.hardware import Target
-from fp4compile.ops.quantize import quantize_kernels
 from fp4compile.templates import choose
 from fp4compile.templates.gemm import cost
 from fp4compile.templates.multiply import multiply, results
 from fp4compile.templates.problem import problem_of
-from tests.helpers.hard_inputs import stacked
 from tests.helpers.kernels import INTERPRETING, assert_same_bits, quantized
 
 BF16 = torch.bfloat16
-RESULTS = ("nvfp4_one_level", "nvfp4", "mxfp8", "mxfp4", "mxfp8_e5m2", "nvfp4_te")
+
+
 interpreted = pytest.mark.skipif(not INTERPRETING, reason="the interpreter stands in for an SM100 GPU")
 
 
@@ -42,23 +41,6 @@ def check(value, *arguments):
     x = Arguments.of(*arguments)
     expected = reference.quantize(value, x.spec.result, x.result_outer, "swizzled")
     assert_same_bits([*results(x), None], [*expected[:2], None])
-
-
-@interpreted
-@pytest.mark.parametrize("columns", [96, 152])
-@pytest.mark.parametrize("name", RESULTS)
-def test_codes_of_hard_inputs(name, columns, served):
-    """Whole and partly filled blocks, tiles of scales and tiles; the result is a matrix of hard inputs.
-
-    It is read as float32, because the interpreter casts subnormal numbers of bfloat16 wrongly.
-    """
-    fmt = formats.get(name)
-    value = stacked((3, columns), BF16, fmt.block_cols)
-    a, b = (quantized(torch.randn(rows, 64), formats.get("mxfp8"), "swizzled") for rows in value.shape)
-    steps = ["mul product 0.0", "add s0 1.0", "mul s1 aux0", f"quantize {name}"]
-    outer = torch.tensor(0.01) if fmt.outer else None
-    epilogue = Epilogue.parse(steps, BF16, BF16)
-    check(value, a, b, None, BF16, epilogue, [value.float()], outer)
 
 
 @interpreted
@@ -84,26 +66,6 @@ def test_codes_of_a_pair(name, served):
     value = (product.float().relu() * pair.float()).bfloat16()
     epilogue = Epilogue.parse(["relu product", "mul s0 pair", "quantize mxfp8"], BF16, BF16)
     check(value, a, b, bias, BF16, epilogue)
-
-
-@interpreted
-def test_an_amax(served):
-    """Of a pair whose matrices have a global scale each, 16 bytes apart. Rows that do not exist have larger values.
-
-    The quantiser's kernels take the maxima, and find no amax of their own.
-    """
-    fmt, outers = formats.get("nvfp4"), torch.zeros(8)[::4]
-    a, b = quantized(-torch.rand(131, 64), fmt, "swizzled"), quantized(torch.rand(512, 64), fmt, "swizzled")
-    outers.copy_(b.outer * torch.tensor([0.5, 3.0]))
-    bias, of_rows = torch.tensor([20.0, 60.0]).repeat_interleave(256), outers.repeat_interleave(256).unsqueeze(-1)
-    product, pair = multiply(Arguments.of(a, replace(b, outer=of_rows), bias, BF16)).float().chunk(2, -1)
-    value = (product + pair).bfloat16()
-    assert value.abs().max() < 80
-    epilogue = Epilogue.parse(["add product pair", "amax"], BF16, BF16)
-    got, maxima = results(Arguments.of(a, replace(b, outer=outers), bias, BF16, epilogue))
-    assert torch.equal(got, value) and maxima.max() == value.abs().max()
-    *codes, outer = quantize_kernels(got, "nvfp4", layout="swizzled", amax=maxima)
-    assert_same_bits([*codes, outer], reference.quantize(value, fmt, None, "swizzled"))
 
 
 @interpreted

@@ -261,12 +261,6 @@ def test_a_compiled_step_of_adapters_is_the_eager_one(monkeypatch):
     torch.testing.assert_close(*gradients, rtol=1e-5, atol=1e-7)
 
 
-def test_packed_before_or_after_the_adapter_is_the_same():
-    after = adapted(llama(None))
-    fp4compile.pack_(after, "nvfp4")
-    assert steps(after) == steps(adapted(llama()))
-
-
 def logits(model: nn.Module) -> torch.Tensor:
     with torch.no_grad():
         return model.eval()(input_ids=torch.arange(16).view(1, 16)).logits

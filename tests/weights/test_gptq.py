@@ -17,7 +17,7 @@ from fp4compile.formats.layouts import to_swizzled
 from fp4compile.weights import gptq
 from fp4compile.weights.buffers import packed_in
 from tests.helpers.expert_models import EXPERTS, IDS, OFFS, Forms, K, N, tokens
-from tests.helpers.packed_models import TOKENS, Net, run, same_codes
+from tests.helpers.packed_models import same_codes
 
 E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6], dtype=torch.float64)
 E4M3 = torch.arange(1, 127, dtype=torch.uint8).view(torch.float8_e4m3fn).double()
@@ -381,25 +381,6 @@ def test_fused_layers_share_a_global_scale(rule, method):
     largest = max(layer.weight.abs().max() for layer in (model.q_proj, model.k_proj, model.v_proj))
     for layer in (found.q_proj, found.k_proj, found.v_proj):
         assert layer.weight_outer == largest / (1536 if rule == "four_over_six" else 2688)
-
-
-@torch.no_grad()
-def test_files_hold_what_was_packed(tmp_path):
-    model = Net()
-    before = copy.deepcopy(model)
-    fp4compile.pack_(model, GPTQ, batches=[TOKENS], progress=False)
-    plain = copy.deepcopy(before)
-    fp4compile.pack_(plain, GPTQ | {"weight_method": "nearest"}, progress=False)
-    assert not same_codes(model, plain)
-    fp4compile.save_packed(model, tmp_path / "model.safetensors")
-    loaded, again = copy.deepcopy(before), copy.deepcopy(before)
-    fp4compile.load_packed(loaded, tmp_path / "model.safetensors")
-    assert same_codes(loaded, model) and torch.equal(run(loaded), run(model))
-    fp4compile.export_packed(model, tmp_path / "published")
-    fp4compile.load_packed(again, tmp_path / "published")
-    assert torch.equal(run(again), run(model))
-    plain.load_state_dict(model.state_dict())
-    assert same_codes(plain, model)
 
 
 @torch.no_grad()

@@ -74,11 +74,6 @@ def test_broken_checkpoints_are_refused_at_once(kind, whole, tmp_path):
     assert wrong == {}
 
 
-def test_there_are_many_and_each_is_another():
-    assert len(VARIANTS) >= 300 and {variant.kind for variant in VARIANTS} == set(KINDS)
-    assert len({(variant.kind, variant.what) for variant in VARIANTS}) == len(VARIANTS)
-
-
 def test_the_check_sees_what_is_wrong(whole, tmp_path):
     """A whole checkpoint in the place of a broken one; an error that does not name the tensor."""
     variant = next(one for one in VARIANTS if one.what == "outer -1.0")

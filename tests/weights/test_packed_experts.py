@@ -149,20 +149,6 @@ def test_the_report_is_that_of_unpacked_experts():
     assert before == after and [row.category for row in after] == ["experts"] * 2
 
 
-def test_compiled_whole():
-    """The backend as users call it."""
-    x, results = tokens(), []
-    for pack in (False, True):
-        model = Uses([lambda w, x: F.grouped_mm(x[:20], w.transpose(1, 2), offs=OFFS), lambda w, x: x @ w[1].t()])
-        if pack:
-            packed(model, "nvfp4")
-        torch._dynamo.reset()
-        compiled = torch.compile(model, backend=fp4compile.backend(recipe_of("nvfp4")), fullgraph=True)
-        with torch.no_grad():
-            results.append(compiled(x))
-    assert all(map(torch.equal, *results))
-
-
 # ---------------------------------------------------------------- what is packed
 
 

@@ -1,7 +1,6 @@
 """A packed layer as a module: its weight, its input, casts and moves, state, hooks; torch's encoders that hold one."""
 
 import copy
-import io
 import pickle
 import warnings
 
@@ -206,20 +205,6 @@ def test_shared_memory_is_shared():
 
 
 # ---------------------------------------------------------------- state
-
-
-@pytest.mark.parametrize("assign", [False, True])
-@pytest.mark.parametrize("recipe", FORMATS)
-def test_state_dict(recipe, assign):
-    one, other = packed(recipe), packed(recipe)
-    file = io.BytesIO()
-    torch.save(one.state_dict(), file)
-    file.seek(0)
-    assert contents(one[0]) != contents(other[0])
-    missing = other.load_state_dict(torch.load(file), strict=True, assign=assign)
-    assert not missing.missing_keys and not missing.unexpected_keys
-    x = torch.randn(3, 48, dtype=BF16)
-    assert contents(other[0]) == contents(one[0]) and torch.equal(other(x), one(x))
 
 
 def test_a_state_of_another_layer_is_not_taken():

@@ -53,23 +53,6 @@ def test_modelopt_weights_are_what_its_layout_means(name):
             assert torch.equal(tensor, tensors[key]), key
 
 
-def test_weight_only_logits_are_those_of_the_dequantised_weights():
-    folder = DATA / "modelopt_nvfp4_weight_only"
-    plain, tensors = fresh_model(), tensors_of(folder)
-    state = {n: decoded(tensors, n.removesuffix(".weight")) for n in tensors if n.endswith("_proj.weight")}
-    plain.load_state_dict({n: t for n, t in tensors.items() if n in plain.state_dict()} | state)
-    torch.testing.assert_close(logits(loaded(folder)), logits(plain), rtol=1e-5, atol=1e-6)
-
-
-def test_static_activations_are_quantised_by_the_scale_of_the_file():
-    model = loaded(DATA / "modelopt_nvfp4")
-    layer = model.get_submodule(DOWN)
-    x = torch.randn(5, layer.in_features)
-    outer = torch.tensor(layer.layer_format.activation_outer)
-    a = fp4compile.quantize(x, "nvfp4", outer=outer).dequantize()
-    torch.testing.assert_close(layer(x), a @ decoded(tensors_of(DATA / "modelopt_nvfp4"), DOWN).T)
-
-
 def by_hand(folder, weights, amax, shards=1):
     """Write linear weights as compressed-tensors does: NVFP4, divisors. Returns what the codes mean."""
     tensors, meant = {}, {}
@@ -241,20 +224,6 @@ def test_what_modelopt_wrote_is_written_again_bit_for_bit(tmp_path, name):
     for file, part in (("hf_quant_config.json", "quantization"), ("config.json", "quantization_config")):
         ours, theirs = (json.loads((d / file).read_text())[part] for d in (tmp_path / "again", DATA / name))
         assert ours["quant_algo"] == theirs["quant_algo"]
-
-
-@pytest.mark.parametrize("layout", ["modelopt", "compressed-tensors"])
-def test_layers_of_several_formats(tmp_path, layout):
-    model = fresh_model(dtype=torch.bfloat16)
-    recipe = fp4compile.Recipe.from_dict({"recipe": "nvfp4_static", "rules": [("*gate_proj", "mxfp8")]})
-    recipe = fp4compile.calibrate(model, [TOKENS], recipe)
-    fp4compile.pack_(model, recipe)
-    fp4compile.export_packed(model, tmp_path / "mixed", layout)
-    again = fresh_model(dtype=torch.bfloat16)
-    fp4compile.load_packed(again, tmp_path / "mixed")
-    formats = {m.layer_format.weight for m in again.modules() if isinstance(m, PackedLinear)}
-    assert formats == {"nvfp4", "mxfp8"}
-    assert torch.equal(logits(again), logits(model))
 
 
 def test_outer_scales_of_16_bit_weights_come_back_from_their_divisors():

@@ -119,30 +119,6 @@ def test_a_graph_trains_though_no_product_is_a_gradient(nested_first, monkeypatc
         assert [row.weight_scales for row in backend.report.quantised] == [expected]
 
 
-class Experts(torch.nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.w = torch.nn.Parameter((torch.randn(3, 48, 80) * torch.tensor([1, 8, 0.1]).view(3, 1, 1)).bfloat16())
-
-    def forward(self, x, offs):
-        return F.grouped_mm(x, self.w.transpose(1, 2), offs=offs)
-
-
-@torch.no_grad()
-def test_each_expert_has_an_outer_scale_of_its_own():
-    model, x, offs = Experts(), torch.randn(12, 80).bfloat16(), torch.tensor([4, 4, 11]).int()
-    recipe = Recipe(fprop_x="nvfp4", fprop_w="nvfp4", min_m=1, weight_scales="mse")
-    found = torch.compile(model, backend=fp4compile.backend(recipe))(x, offs)
-    a, b = (
-        fp4compile.quantize(x, "nvfp4", offs=offs),
-        fp4compile.quantize(model.w, "nvfp4", per_matrix=True, scales="mse"),
-    )
-    torch.testing.assert_close(found[:11], fp4compile.scaled_grouped_mm(a, b, offs)[:11])
-    for i in range(3):
-        one = fp4compile.quantize(model.w[i], "nvfp4", scales="mse")
-        assert torch.equal(b.data[i], one.data) and torch.equal(b.outer[i], one.outer)
-
-
 class Routed(torch.nn.Module):
     """A linear layer, and experts of one wide range, stored as [experts, out, in] or (in_first) [experts, in, out]."""
 
@@ -183,7 +159,7 @@ def routed_by_hand(model, x, offs, a_format, w_format, rule):
 def test_linear_layers_and_experts_have_the_bits_of_eager_calls_on_every_way(
     formats, in_first, rule, tmp_path, monkeypatch
 ):
-    """From the weight cache, after a change of the weights, packed, and packed and loaded; square blocks too."""
+    """In the graph, after a change of the weights, packed, and packed and loaded; square blocks too."""
     without_codegen.install(monkeypatch)
     model, x, offs = Routed(in_first).eval(), torch.randn(12, 80).bfloat16(), torch.tensor([4, 4, 12]).int()
     a_format, w_format = formats
@@ -193,12 +169,12 @@ def test_linear_layers_and_experts_have_the_bits_of_eager_calls_on_every_way(
         torch._dynamo.reset()
         return torch.compile(model, backend=fp4compile.backend(recipe, strict=True))
 
-    cached = compiled(model)
-    cached(x, offs)
-    for weight in model.parameters():  # packed anew
+    quantising = compiled(model)
+    quantising(x, offs)
+    for weight in model.parameters():
         weight.mul_(1.3)
     expected = routed_by_hand(model, x, offs, *formats, rule)
-    assert torch.equal(cached(x, offs), expected)
+    assert torch.equal(quantising(x, offs), expected)
     assert not torch.equal(expected, routed_by_hand(model, x, offs, *formats, "amax"))
     packed, fresh = copy.deepcopy(model), Routed(in_first)
     report = fp4compile.pack_(packed, recipe)

@@ -19,19 +19,6 @@ from tests.ptxsim.kernels.cases import Results, case, small_integers
 
 
 @gluon.jit
-def _copied(x, out, n, BLOCK: gl.constexpr, layout: gl.constexpr):
-    at = gl.program_id(0) * BLOCK + gl.arange(0, BLOCK, layout=layout)
-    gl.store(out + at, gl.load(x + at, at < n), at < n)
-
-
-@case("copy in a layout", "Gluon tutorial")
-def copied() -> Results:
-    x, out = torch.randn(1000), torch.empty(1000)
-    _copied[(4,)](x, out, 1000, BLOCK=256, layout=gl.BlockedLayout([1], [32], [4], [0]))
-    return out, x
-
-
-@gluon.jit
 def _through_shared(x, out, N: gl.constexpr, first: gl.constexpr, second: gl.constexpr, shared: gl.constexpr):
     rows = gl.arange(0, N, layout=gl.SliceLayout(1, first))[:, None]
     columns = gl.arange(0, N, layout=gl.SliceLayout(0, first))[None, :]
@@ -49,27 +36,6 @@ def through_shared() -> Results:
     first, second = gl.BlockedLayout([1, 4], [4, 8], [4, 1], [1, 0]), gl.BlockedLayout([1, 2], [8, 4], [4, 1], [1, 0])
     _through_shared[(1,)](x, out, N=32, first=first, second=second, shared=gl.SwizzledSharedLayout(4, 1, 8, [1, 0]))
     return out, x.T
-
-
-@gluon.jit
-def _tma_copy(x, out):
-    buffer = gl.allocate_shared_memory(x.dtype, x.block_shape, x.layout)
-    bar = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    mbarrier.init(bar, count=1)
-    mbarrier.expect(bar, x.block_type.nbytes)
-    tma.async_load(x, [gl.program_id(0) * x.block_shape[0], 0], bar, buffer)
-    mbarrier.wait(bar, phase=0)
-    mbarrier.invalidate(bar)
-    tma.async_store(out, [gl.program_id(0) * x.block_shape[0], 0], buffer)
-    tma.store_wait(0)
-
-
-@case("copy by TMA and an mbarrier", "Gluon tutorial")
-def tma_copy() -> Results:
-    x, out = torch.randn(64, 32), torch.empty(64, 32)
-    layout = gl.NVMMASharedLayout.get_default_for([16, 32], gl.float32)
-    _tma_copy[(4,)](*(TensorDescriptor.from_tensor(each, [16, 32], layout) for each in (x, out)))
-    return out, x
 
 
 @gluon.jit

@@ -10,20 +10,6 @@ from tests.ptxsim.kernels.cases import ROUNDING, Results, case
 
 
 @triton.jit
-def _add(x, y, out, n, BLOCK: tl.constexpr):
-    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    mask = at < n
-    tl.store(out + at, tl.load(x + at, mask) + tl.load(y + at, mask), mask)
-
-
-@case("vector add", "Triton tutorial")
-def vector_add() -> Results:
-    x, y, out = torch.randn(1000), torch.randn(1000), torch.empty(1000)
-    _add[lambda meta: (triton.cdiv(1000, meta["BLOCK"]),)](x, y, out, 1000, BLOCK=256)
-    return out, x + y
-
-
-@triton.jit
 def _dropout(x, out, n, p, seed, BLOCK: tl.constexpr):
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     kept = tl.rand(seed, at) > p
@@ -55,28 +41,6 @@ def swiglu() -> Results:
 
 
 @triton.jit
-def _swiglu_backward(grad, gate, up, n, BLOCK: tl.constexpr):
-    """The gradients replace the operands."""
-    row, at = tl.program_id(0).to(tl.int64) * n, tl.arange(0, BLOCK)
-    dc = tl.load(grad + row + at, at < n, other=0)
-    a = tl.load(gate + row + at, at < n, other=0).to(tl.float32)
-    b = tl.load(up + row + at, at < n, other=0)
-    sigmoid = tl.sigmoid(a)
-    silu = a * sigmoid
-    tl.store(gate + row + at, dc * (silu * (1 - sigmoid) + sigmoid) * b, at < n)
-    tl.store(up + row + at, dc * silu, at < n)
-
-
-@case("SwiGLU backward", "Liger", 8 * ROUNDING)
-def swiglu_backward() -> Results:
-    gate, up, grad = torch.randn(3, 4, 100)
-    wanted = [gate.clone().requires_grad_(), up.clone().requires_grad_()]
-    (F.silu(wanted[0]) * wanted[1]).backward(grad)
-    _swiglu_backward[(4,)](grad, gate, up, 100, BLOCK=128)
-    return torch.stack([gate, up]), torch.stack([each.grad for each in wanted])
-
-
-@triton.jit
 def _geglu(gate, up, out, n, BLOCK: tl.constexpr):
     row, at = tl.program_id(0).to(tl.int64) * n, tl.arange(0, BLOCK)
     a = tl.load(gate + row + at, at < n, other=0).to(tl.float32)
@@ -89,29 +53,6 @@ def geglu() -> Results:
     gate, up, out = torch.randn(3, 3, 100)
     _geglu[(3,)](gate, up, out, 100, BLOCK=128)
     return out, F.gelu(gate, approximate="tanh") * up
-
-
-@triton.jit
-def _rope(q, cos, sin, heads, HALF: tl.constexpr, HEADS: tl.constexpr):
-    """Rotate the heads of one token in place."""
-    token, at = tl.program_id(0), tl.arange(0, HALF)
-    c, s = tl.load(cos + token * HALF + at)[None, :], tl.load(sin + token * HALF + at)[None, :]
-    head = tl.arange(0, HEADS)[:, None]
-    first = q + token * heads * 2 * HALF + head * 2 * HALF + at[None, :]
-    mask = head < heads
-    a, b = tl.load(first, mask, other=0).to(c.dtype), tl.load(first + HALF, mask, other=0).to(c.dtype)
-    tl.store(first, a * c - b * s, mask)
-    tl.store(first + HALF, b * c + a * s, mask)
-
-
-@case("rotary embedding in place", "Liger", 3 * ROUNDING)
-def rope() -> Results:
-    q, angle = torch.randn(6, 3, 32), torch.randn(6, 16)
-    a, b = q[..., :16].clone(), q[..., 16:].clone()
-    cos, sin = angle.cos(), angle.sin()
-    wanted = torch.cat([a * cos[:, None] - b * sin[:, None], b * cos[:, None] + a * sin[:, None]], -1)
-    _rope[(6,)](q, cos, sin, 3, HALF=16, HEADS=4)
-    return q, wanted
 
 
 @triton.jit
@@ -136,21 +77,6 @@ def pointwise() -> Results:
     return torch.stack([out, other]), torch.stack([
         torch.where(even, torch.erf((a + bias) * 0.5**0.5), torch.log1p(a.exp())), (a * a + 1).rsqrt() + a.abs(),
     ])  # fmt: skip
-
-
-@triton.jit
-def _transposed(in_ptr0, out_ptr0, ynumel, xnumel, YBLOCK: tl.constexpr, XBLOCK: tl.constexpr):
-    y = tl.program_id(1) * YBLOCK + tl.arange(0, YBLOCK)[None, :]
-    x = tl.program_id(0) * XBLOCK + tl.arange(0, XBLOCK)[:, None]
-    mask = (y < ynumel) & (x < xnumel)
-    tl.store(out_ptr0 + x * ynumel + y, tl.load(in_ptr0 + y * xnumel + x, mask), mask)
-
-
-@case("transposed copy in tiles", "Inductor")
-def transposed() -> Results:
-    x, out = torch.randn(40, 50), torch.empty(50, 40)
-    _transposed[(2, 2)](x, out, 40, 50, YBLOCK=32, XBLOCK=32)
-    return out, x.T
 
 
 @triton.jit

@@ -57,12 +57,6 @@ def matmul() -> Results:
     return _multiplied(a, b, torch.float16, True), torch.where(c >= 0, c, 0.01 * c).half()
 
 
-@case("matmul of bf16, B transposed in memory", "Triton tutorial")
-def matmul_transposed() -> Results:
-    a, b = small_integers(64, 64, dtype=torch.bfloat16), small_integers(64, 64, dtype=torch.bfloat16).T
-    return _multiplied(a, b, torch.float32), a.float() @ b.float()
-
-
 @case("matmul of float8_e5m2", "Triton tutorial")
 def matmul_float8() -> Results:
     a, b = (small_integers(64, 64).to(torch.float8_e5m2) for _ in "ab")
@@ -83,12 +77,10 @@ def matmul_int8() -> Results:
 
 @triton.jit
 def _persistent(
-    a, b, c, M, N, K, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, PROGRAMS: tl.constexpr,
-    SPECIALIZED: tl.constexpr,
+    a, b, c, M, N, K, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, PROGRAMS: tl.constexpr
 ):  # fmt: skip
     columns = tl.cdiv(N, BN)
-    for tile in tl.range(tl.program_id(0), tl.cdiv(M, BM) * columns, PROGRAMS, flatten=not SPECIALIZED,
-                         warp_specialize=SPECIALIZED):  # fmt: skip
+    for tile in tl.range(tl.program_id(0), tl.cdiv(M, BM) * columns, PROGRAMS, warp_specialize=True):
         m, n = tile // columns * BM, tile % columns * BN
         acc = tl.zeros((BM, BN), tl.float32)
         for k in range(0, K, BK):
@@ -96,24 +88,15 @@ def _persistent(
         c.store([m, n], acc.to(c.dtype))
 
 
-def _descriptor_product(specialized: bool, warps: int = 4) -> Results:
+@case("persistent matmul with specialised warps", "Triton tutorial")
+def specialized() -> Results:
+    """By TMA descriptors of the host."""
     a, b, c = small_integers(200, 128), small_integers(128, 128), torch.empty(200, 128).half()
     descriptors = [
         TensorDescriptor.from_tensor(each, block) for each, block in ((a, [128, 64]), (b, [64, 64]), (c, [128, 64]))
     ]
-    _persistent[(2,)](*descriptors, 200, 128, 128, BM=128, BN=64, BK=64, PROGRAMS=2, SPECIALIZED=specialized,
-                      num_warps=warps, num_stages=2)  # fmt: skip
+    _persistent[(2,)](*descriptors, 200, 128, 128, BM=128, BN=64, BK=64, PROGRAMS=2, num_warps=4, num_stages=2)
     return c, (a.float() @ b.float().T).half()
-
-
-@case("persistent matmul by TMA descriptors of the host", "Triton tutorial")
-def persistent() -> Results:
-    return _descriptor_product(False)
-
-
-@case("persistent matmul with specialised warps", "Triton tutorial")
-def specialized() -> Results:
-    return _descriptor_product(True)
 
 
 @triton.jit

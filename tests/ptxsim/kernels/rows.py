@@ -9,23 +9,6 @@ from tests.ptxsim.kernels.cases import ROUNDING, Results, case
 
 
 @triton.jit
-def _softmax(x, out, stride, rows, n, BLOCK: tl.constexpr, num_stages: tl.constexpr):
-    at = tl.arange(0, BLOCK)
-    for row in tl.range(tl.program_id(0), rows, tl.num_programs(0), num_stages=num_stages):
-        v = tl.load(x + row * stride + at, at < n, other=-float("inf"))
-        e = tl.exp(v - tl.max(v, 0))
-        tl.store(out + row * stride + at, e / tl.sum(e, 0), at < n)
-
-
-@case("softmax of rows in a loop", "Triton tutorial", 4 * ROUNDING)
-def softmax() -> Results:
-    x = torch.randn(9, 300)
-    out = torch.empty_like(x)
-    _softmax[(4,)](x, out, 300, 9, 300, BLOCK=512, num_stages=2, num_warps=4)
-    return out, x.softmax(-1)
-
-
-@triton.jit
 def _layer_norm(x, w, b, out, mean, rstd, n, eps, BLOCK: tl.constexpr):
     row = tl.program_id(0)
     total = tl.zeros([BLOCK], tl.float32)
@@ -53,12 +36,6 @@ def _normalised() -> tuple[torch.Tensor, ...]:
     out, mean, rstd = torch.empty_like(x), torch.empty(6), torch.empty(6)
     _layer_norm[(6,)](x, w, b, out, mean, rstd, 200, 1e-5, BLOCK=128)
     return x, w, b, out, mean, rstd
-
-
-@case("layer norm, forward", "Triton tutorial", 16 * ROUNDING)
-def layer_norm() -> Results:
-    x, w, b, out, _, _ = _normalised()
-    return out, F.layer_norm(x, (200,), w, b)
 
 
 @triton.jit
@@ -102,31 +79,6 @@ def layer_norm_backward() -> Results:
 
 
 @triton.jit
-def _rms_norm(x, w, out, rstd, n, eps, offset, CAST: tl.constexpr, BLOCK: tl.constexpr):
-    row, at = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
-    v = tl.load(x + row * n + at, at < n, other=0)
-    wide = v.to(tl.float32)
-    inverse = tl.rsqrt(tl.sum(wide * wide, 0) / n + eps)
-    tl.store(rstd + row, inverse)
-    y = wide * inverse
-    if CAST:
-        y = y.to(v.dtype)
-    tl.store(out + row * n + at, y * (offset + tl.load(w + at, at < n, other=0)), at < n)
-
-
-@case("RMS norm", "Liger", 2.0**-7)
-def rms_norm() -> Results:
-    x, w, out, rstd = (
-        torch.randn(5, 300).bfloat16(),
-        torch.randn(300).bfloat16(),
-        torch.empty(5, 300).bfloat16(),
-        torch.empty(5),
-    )
-    _rms_norm[(5,)](x, w, out, rstd, 300, 1e-6, 0.0, CAST=True, BLOCK=512, num_warps=4)
-    return out, F.rms_norm(x.float(), (300,), eps=1e-6).bfloat16() * w
-
-
-@triton.jit
 def _cross_entropy(x, target, loss, stride, n, ignore, smoothing, BLOCK: tl.constexpr):
     """Online softmax; the gradient replaces the logits."""
     row = tl.program_id(0).to(tl.int64)
@@ -166,49 +118,6 @@ def cross_entropy() -> Results:
     losses.sum().backward()
     _cross_entropy[(6,)](x, target, loss, 300, 300, -100, 0.1, BLOCK=128, num_warps=2)
     return torch.cat([loss[:, None], x], 1), torch.cat([losses.detach()[:, None], wanted.grad], 1)
-
-
-@triton.jit
-def _group_norm(x, out, rows, n, eps, BLOCK: tl.constexpr):
-    group, at = tl.program_id(0), tl.arange(0, BLOCK)
-    size = rows * n
-    s, sq = 0.0, 0.0
-    for start in range(0, size, BLOCK):
-        v = tl.load(x + group * size + start + at, start + at < size, other=0.0)
-        s += tl.sum(v)
-        sq += tl.sum(v * v)
-    mean = s / size
-    rstd = tl.rsqrt(sq / size - mean * mean + eps)
-    for start in range(0, size, BLOCK):
-        mask = start + at < size
-        v = tl.load(x + group * size + start + at, mask, other=0.0)
-        tl.store(out + group * size + start + at, (v - mean) * rstd, mask)
-
-
-@case("group norm", "Liger", 8 * ROUNDING)
-def group_norm() -> Results:
-    x, out = torch.randn(2, 6, 20), torch.empty(2, 6, 20)
-    _group_norm[(6,)](x, out, 2, 20, 1e-5, BLOCK=32, num_warps=1)
-    return out, F.group_norm(x, 3, eps=1e-5)
-
-
-@triton.jit
-def _kl(p, q, out, n, BLOCK: tl.constexpr):
-    row = tl.program_id(0)
-    total = 0.0
-    for start in range(0, n, BLOCK):
-        at = start + tl.arange(0, BLOCK)
-        a = tl.load(p + row * n + at, at < n, other=0.0)
-        b = tl.load(q + row * n + at, at < n, other=0.0)
-        total += tl.sum(b * (tl.log(tl.maximum(b, 1e-10)) - a))
-    tl.store(out + row, total)
-
-
-@case("KL divergence", "Liger", 4 * ROUNDING)
-def kl() -> Results:
-    p, q, out = torch.randn(4, 150).log_softmax(-1), torch.randn(4, 150).softmax(-1), torch.empty(4)
-    _kl[(4,)](p, q, out, 150, BLOCK=64)
-    return out, F.kl_div(p, q, reduction="none").sum(-1)
 
 
 # ---------------------------------------------------------------- quantisers
@@ -297,83 +206,6 @@ def mx_cast() -> Results:
 
 
 # ---------------------------------------------------------------- Inductor's reductions
-
-
-@triton.jit
-def _welford_combine(mean_1, m2_1, weight_1, mean_2, m2_2, weight_2):
-    delta = mean_2 - mean_1
-    weight = weight_1 + weight_2
-    ratio = tl.where(weight == 0.0, 0.0, weight_2 / weight)
-    return mean_1 + delta * ratio, m2_1 + m2_2 + delta * delta * weight_1 * ratio, weight
-
-
-@triton.jit
-def _welford(in_ptr0, out_ptr0, out_ptr1, xnumel, rnumel, XBLOCK: tl.constexpr, RBLOCK: tl.constexpr):
-    x = tl.program_id(0) * XBLOCK + tl.arange(0, XBLOCK)[:, None]
-    r = tl.arange(0, RBLOCK)[None, :]
-    xmask = x < xnumel
-    mean = tl.zeros([XBLOCK, RBLOCK], tl.float32)
-    m2 = tl.zeros([XBLOCK, RBLOCK], tl.float32)
-    weight = tl.zeros([XBLOCK, RBLOCK], tl.float32)
-    for start in range(0, rnumel, RBLOCK):
-        mask = (start + r < rnumel) & xmask
-        v = tl.load(in_ptr0 + x * rnumel + start + r, mask, other=0.0)
-        delta = v - mean
-        new_weight = weight + 1
-        new_mean = mean + delta / new_weight
-        m2 = tl.where(mask, m2 + delta * (v - new_mean), m2)
-        mean, weight = tl.where(mask, new_mean, mean), tl.where(mask, new_weight, weight)
-    mean, m2, weight = tl.reduce((mean, m2, weight), 1, _welford_combine)
-    tl.store(out_ptr0 + x, mean[:, None], xmask)
-    tl.store(out_ptr1 + x, (m2 / rnumel)[:, None], xmask)
-
-
-@case("Welford reduction", "Inductor", 4 * ROUNDING)
-def welford() -> Results:
-    x, mean, variance = torch.randn(10, 200), torch.empty(10), torch.empty(10)
-    _welford[(2,)](x, mean, variance, 10, 200, XBLOCK=8, RBLOCK=64)
-    return torch.stack([mean, variance]), torch.stack([x.mean(1), x.var(1, correction=0)])
-
-
-@triton.jit
-def _argmax(in_ptr0, out_ptr0, out_ptr1, xnumel, rnumel, XBLOCK: tl.constexpr, RBLOCK: tl.constexpr):
-    x = tl.program_id(0) * XBLOCK + tl.arange(0, XBLOCK)[:, None]
-    r = tl.arange(0, RBLOCK)[None, :]
-    mask = (r < rnumel) & (x < xnumel)
-    v = tl.load(in_ptr0 + x * rnumel + r, mask, other=float("-inf"))
-    best, place = tl.max(v, 1, return_indices=True)
-    tl.store(out_ptr0 + x, best[:, None], x < xnumel)
-    tl.store(out_ptr1 + x, place[:, None].to(tl.int64), x < xnumel)
-
-
-@case("maximum and its index", "Inductor")
-def argmax() -> Results:
-    x, best, place = torch.randn(10, 100), torch.empty(10), torch.empty(10, dtype=torch.int64)
-    _argmax[(2,)](x, best, place, 10, 100, XBLOCK=8, RBLOCK=128)
-    return torch.stack([best, place.float()]), torch.stack([x.amax(1), x.argmax(1).float()])
-
-
-@triton.jit
-def _plus(a, b):
-    return a + b
-
-
-@triton.jit
-def _cumsum(in_ptr0, out_ptr0, n, BLOCK: tl.constexpr):
-    at = tl.arange(0, BLOCK)
-    carry = 0.0
-    for start in range(0, n, BLOCK):
-        v = tl.load(in_ptr0 + tl.program_id(0) * n + start + at, start + at < n, other=0.0)
-        found = tl.associative_scan(v, 0, _plus) + carry
-        tl.store(out_ptr0 + tl.program_id(0) * n + start + at, found, start + at < n)
-        carry += tl.sum(v)
-
-
-@case("cumulative sum in chunks", "Inductor", 32 * ROUNDING)
-def cumsum() -> Results:
-    x, out = torch.randn(3, 300), torch.empty(3, 300)
-    _cumsum[(3,)](x, out, 300, BLOCK=128)
-    return out, x.cumsum(1)
 
 
 @triton.jit

@@ -8,28 +8,6 @@ from tests.ptxsim.kernels.cases import ROUNDING, Results, case
 
 
 @triton.jit
-def _paged_append(keys, cache, pages, page_start, last, n, PAGE: tl.constexpr, WIDTH: tl.constexpr):
-    """Append one token to each sequence's last page."""
-    sequence, at = tl.program_id(0), tl.arange(0, WIDTH)
-    page = tl.load(pages + tl.load(page_start + sequence + 1) - 1)
-    row = tl.load(last + sequence) - 1
-    v = tl.load(keys + sequence * n + at, at < n)
-    tl.store(cache + (page * PAGE + row).to(tl.int64) * n + at, v, at < n)
-
-
-@case("append to a paged cache", "flashinfer, vLLM")
-def paged_append() -> Results:
-    keys, cache = torch.randn(3, 48).half(), torch.zeros(8, 4, 48).half()
-    pages, start = torch.tensor([5, 1, 7, 2, 0], dtype=torch.int32), torch.tensor([0, 2, 3, 5], dtype=torch.int32)
-    last = torch.tensor([1, 4, 2], dtype=torch.int32)
-    wanted = cache.clone()
-    for i, (page, row) in enumerate(((1, 0), (7, 3), (0, 1))):
-        wanted[page, row] = keys[i]
-    _paged_append[(3,)](keys, cache, pages, start, last, 48, PAGE=4, WIDTH=64)
-    return cache, wanted
-
-
-@triton.jit
 def _paged_decode(q, cache, table, lengths, out, scale, PAGES: tl.constexpr, PAGE: tl.constexpr, D: tl.constexpr):
     """Attention of one query over keys in pages, which are their own values."""
     sequence, d, row = tl.program_id(0), tl.arange(0, D), tl.arange(0, PAGE)
@@ -80,48 +58,6 @@ def sample() -> Results:
     p, u, out = torch.rand(4, 200).softmax(-1), torch.tensor([0.01, 0.3, 0.6, 0.99]), torch.empty(4, dtype=torch.int32)
     _sample[(4,)](p, u, out, 200, BLOCK=64, num_warps=2)
     return out, (p.double().cumsum(1) > u[:, None]).int().argmax(1).int()
-
-
-@triton.jit
-def _top_p_mask(logits, out, n, p, BLOCK: tl.constexpr):
-    """A threshold by bisection, as samplers without a sort find it."""
-    row, at = tl.program_id(0), tl.arange(0, BLOCK)
-    v = tl.load(logits + row * n + at, at < n, other=float("-inf"))
-    e = tl.exp(v - tl.max(v, 0))
-    q = e / tl.sum(e, 0)
-    low, high = 0.0, 1.0
-    for _ in range(20):
-        middle = (low + high) / 2
-        if tl.sum(tl.where(q >= middle, q, 0.0), 0) >= p:
-            low = middle
-        else:
-            high = middle
-    tl.store(out + row * n + at, tl.where(q >= low, v, float("-inf")), at < n)
-
-
-@case("top-p mask by bisection", "flashinfer")
-def top_p() -> Results:
-    x, out = 3 * torch.randn(3, 50), torch.empty(3, 50)
-    _top_p_mask[(3,)](x, out, 50, 0.8, BLOCK=64, num_warps=1)
-    values, order = x.softmax(-1).sort(descending=True)
-    kept = (values.cumsum(1) - values < 0.8).gather(1, order.argsort(1))
-    return out, torch.where(kept, x, -torch.inf)
-
-
-@triton.jit
-def _embedding(ids, table, out, n, WIDTH: tl.constexpr, TOKENS: tl.constexpr, count):
-    token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
-    at = tl.arange(0, WIDTH)
-    mask = (token < count)[:, None] & (at < n)[None, :]
-    row = tl.load(ids + token, token < count, other=0)
-    tl.store(out + token[:, None] * n + at[None, :], tl.load(table + row[:, None] * n + at[None, :], mask), mask)
-
-
-@case("embedding", "Liger")
-def embedding() -> Results:
-    ids, table, out = torch.randint(0, 20, (11,)), torch.randn(20, 40), torch.empty(11, 40)
-    _embedding[(3,)](ids, table, out, 40, WIDTH=64, TOKENS=4, count=11)
-    return out, table[ids]
 
 
 @triton.jit
