@@ -1,12 +1,13 @@
 """`Kept`: codes of weights in a folder, from which an interrupted `pack_` with batches goes on."""
 
 import hashlib
+import pickle
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_leaves
 
 from fp4compile.recipe import Recipe
 from fp4compile.recipe.atomic_file import write_atomically
@@ -23,8 +24,8 @@ class Kept:
         self.folder = Path(folder)
         self.folder.mkdir(parents=True, exist_ok=True)
         self.digest = hashlib.sha256(f"{_VERSION} {recipe.digest} {shared_scales}".encode())
-        for leaf in tree_leaves((dict(model.state_dict()), batches)):
-            self.digest.update(_bytes_of(leaf))
+        for part in _contents((model.state_dict(), batches)):
+            self.digest.update(part)
 
     def _file(self, weight: Weight) -> Path:
         own = self.digest.copy()
@@ -49,8 +50,22 @@ class Kept:
         write_atomically(self._file(weight), lambda path: torch.save(content, path))
 
 
-def _bytes_of(leaf: Any) -> bytes:
-    if not isinstance(leaf, torch.Tensor):
-        return repr(leaf).encode()
-    kind = f"{leaf.dtype} {tuple(leaf.shape)}".encode()
-    return kind + leaf.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes()
+def _contents(value: Any) -> Iterator[bytes]:
+    """The whole content of a batch or state: nested mappings, lists and tuples of tensors and of what pickle takes.
+
+    Never a `repr`: those of large tensors and arrays leave out most elements. Raises TypeError for anything else.
+    """
+    if isinstance(value, torch.Tensor):
+        yield f"{value.dtype} {tuple(value.shape)}".encode()
+        yield value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes()
+    elif isinstance(value, Mapping | list | tuple):
+        yield f"{type(value).__name__} {len(value)}".encode()
+        for part in value.items() if isinstance(value, Mapping) else value:
+            yield from _contents(part)
+    else:
+        try:
+            yield pickle.dumps(value)
+        except Exception as error:  # pickle raises several kinds
+            raise TypeError(
+                f"resume: cannot compare what batches or the model's state hold, a {type(value).__name__}: {error}"
+            ) from error
