@@ -20,6 +20,7 @@ from torch._inductor.decomposition import select_decomp_table
 from torch.fx import GraphModule
 
 from fp4compile.analysis.gradients import is_nested
+from fp4compile.analysis.module_names import module_of
 from fp4compile.report import names
 
 aten = torch.ops.aten
@@ -52,8 +53,7 @@ def run_captured(
     if not callable(model):
         raise TypeError(f"model: expected a module or another callable, got {type(model).__name__}")
     model = model._orig_mod if isinstance(model, OptimizedModule) else model
-    owner = getattr(model, "__self__", None)
-    root = model if isinstance(model, torch.nn.Module) else owner if isinstance(owner, torch.nn.Module) else None
+    root = module_of(model)
 
     def capturing_backend(gm: GraphModule, example_inputs: Sequence[Any]) -> Callable:
         known = names.record(gm, example_inputs, root)
@@ -85,7 +85,7 @@ def run_captured(
 
         return run
 
-    called = root if root is owner and getattr(model, "__name__", None) == "generate" else None
+    called = root if root is not model and getattr(model, "__name__", None) == "generate" else None
     captured = torch.compile(model if called is None else called._call_impl, backend=capturing_backend)
 
     def run(*args: Any, **kwargs: Any) -> Any:

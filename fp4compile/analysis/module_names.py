@@ -6,7 +6,7 @@ class.
 
 import functools
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -110,6 +110,12 @@ def named_tensors(model: nn.Module, *, buffers: bool = False) -> Iterator[tuple[
         for child, tensor in held.items():
             if tensor is not None:
                 yield named.child(child, module), tensor
+
+
+def module_of(model: Callable) -> nn.Module | None:
+    """The module that a callable is, or of which it is a method; None for another callable."""
+    owner = model if isinstance(model, nn.Module) else getattr(model, "__self__", None)
+    return owner if isinstance(owner, nn.Module) else None
 
 
 def check_module(module: object, argument: str = "model") -> None:

@@ -1,10 +1,12 @@
-"""Run a model over batches, in each of their possible forms."""
+"""Run a model over batches, in each of their possible forms, as it runs in inference."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 
+from fp4compile.analysis.module_names import module_of
 from fp4compile.report.progress import with_bar
 
 
@@ -26,3 +28,30 @@ def call(model: Callable, batch: Any) -> Any:
     if isinstance(batch, Mapping):
         return model(**batch)
     return model(*batch) if isinstance(batch, tuple | list) else model(batch)
+
+
+@contextmanager
+def in_inference(model: Callable) -> Iterator[None]:
+    """A context in which a module, or the module of a method, runs without gradients, as its packed layers will.
+
+    All of its modules are in eval mode: dropout would change activations, and batch norms would count the batches.
+    Torch's transformer encoders call their linear layers, instead of an operator that reads the weights. Raises
+    ValueError for a module on the meta device.
+    """
+    root = module_of(model)
+    modules = [] if root is None else list(root.modules())
+    for name, parameter in [] if root is None else root.named_parameters():
+        if parameter.is_meta:
+            raise ValueError(f"model: {name!r} is on the meta device, and has no values to run batches with")
+    modes = [module.training for module in modules]
+    fast_path = torch.backends.mha.get_fastpath_enabled()
+    try:
+        torch.backends.mha.set_fastpath_enabled(False)
+        for module in modules:
+            module.training = False  # `eval()` may be overridden, and do more
+        with torch.no_grad():
+            yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(fast_path)
+        for module, mode in zip(modules, modes, strict=True):
+            module.training = mode

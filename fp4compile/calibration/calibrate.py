@@ -37,7 +37,8 @@ def calibrate(
     saturate. A layer gets none if its activations were all zero or, with a warning, if it also ran outside of the
     captured graphs; it computes the scale at run time, and the report notes it.
 
-    model: a module, its method `generate` or another callable; it runs uncompiled and without gradients.
+    model: a module, its method `generate` or another callable; it runs uncompiled, without gradients, and a module in
+        eval mode.
     batches: an iterable of batches: tensors, tuples or lists of arguments, or mappings of keyword arguments.
     recipe: a recipe whose activations (fprop_x) are NVFP4 with a global scale, static or dynamic.
     method: how amax is chosen. "max": the largest magnitude. "percentile": the magnitude that `percentile` percent of
@@ -48,7 +49,8 @@ def calibrate(
     progress: whether a terminal shows a progress bar, if the package tqdm is installed.
 
     Raises ValueError for another recipe, method or percentile, for no batches, if the recipe gives no layer a static
-    scale, and if an activation is not finite; TypeError for a single batch and a model that cannot be called.
+    scale, for a module on the meta device, and if an activation is not finite; TypeError for a single batch and a model
+    that cannot be called.
     """
     chosen = resolve(recipe).replace(activation_scale="static")
     if method not in METHODS:
@@ -76,7 +78,7 @@ def calibrate(
             clipping.see(x if gemm.offs is None or groups is None else in_groups(x, groups))
 
     watched = Observation(model, choose, see)
-    with torch.no_grad():
+    with sample.in_inference(model):
         for batch in sample.over(batches, "calibrate" if progress else None):
             sample.call(watched, batch)
     if not kept:

@@ -10,7 +10,7 @@ from torch.fx import Graph
 from fp4compile.analysis.find import find
 from fp4compile.analysis.gemm import Gemm, Input
 from fp4compile.analysis.views import view_of
-from fp4compile.calibration.batches import call
+from fp4compile.calibration.batches import call, in_inference
 from fp4compile.calibration.observers import Observation, operands
 from fp4compile.formats import float32_sums
 from fp4compile.formats.grouping import Grouping, Groups
@@ -29,9 +29,10 @@ def sizes(weight: Weight, model: nn.Module) -> tuple[int, int]:
 
 def moments_of(
     model: nn.Module, weights: Sequence[Weight], batches: Sequence[Any], progress: bool
-) -> Iterator[tuple[Weight, Moments]]:
-    """Each weight with the moments of its inputs in the unquantised model; neighbours of equal inputs share an object.
+) -> Iterator[tuple[Weight, Moments, bool]]:
+    """Each weight, the moments of its inputs in the unquantised model, and whether it also ran outside of its graphs.
 
+    Inputs outside of the captured graphs do not count. Neighbours of equal inputs share an object of moments.
     The model runs over the batches once for each 8 GiB of moments, which are freed before the next ones are collected.
     Raises ValueError for inputs that are not finite.
     """
@@ -41,7 +42,7 @@ def moments_of(
     for number, part in enumerate(parts, 1):
         collector.sums = {weight.parameter(model).data_ptr(): _none_yet(weight, model) for weight in part}
         bar = f"second moments, {number} of {len(parts)}" if progress else None
-        with torch.no_grad():
+        with in_inference(model):
             for batch in with_bar(batches, bar):
                 call(watched, batch)
         collector.last = before = None
@@ -50,7 +51,7 @@ def moments_of(
             if not found.second.isfinite().all():
                 raise ValueError(f"batches: an input of {weight.names[0]!r} is not finite")
             before = found = before if before is not None and before.equals(found) else found
-            yield weight, found
+            yield weight, found, watched.ran_outside(weight.parameter(model))
 
 
 def _none_yet(weight: Weight, model: nn.Module) -> Moments:

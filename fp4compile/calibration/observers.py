@@ -44,6 +44,10 @@ class Observation:
         """The names of the layers that have also run outside of the captured graphs."""
         return set().union(*(self.layers.get(address, ()) for address in self.outside.addresses))
 
+    def ran_outside(self, weight: torch.Tensor) -> bool:
+        """Whether a weight was also multiplied outside of the captured graphs."""
+        return _address(weight) in self.outside.addresses
+
     def _watched(self, module: GraphModule, known: names.Names, _: int | None) -> Callable:
         """The graph with a call of `_saw` behind each matmul."""
         placeholders: dict[str | None, Node] = {

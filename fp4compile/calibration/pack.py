@@ -43,7 +43,7 @@ def pack_(
 
     recipe: as for `fp4compile.backend`; its settings for the forward matmul are used.
     batches: for `weight_method` "gptq" and `weight_scales` "hessian", and only for these: an iterable of sample
-        batches, as for `calibrate`. The model runs over them uncompiled and without gradients.
+        batches, as for `calibrate`. The model runs over them uncompiled, without gradients and in eval mode.
     resume: with batches, a folder where the codes of each weight are kept as soon as they are made. A call with the
         same model, recipe, batches and folder goes on from there.
     contracted: for parameters of experts, by pattern of their full names, the dimension along which they are
@@ -65,10 +65,11 @@ def pack_(
     weights are cast before they are quantised.
 
     Returns a report of the packed weights, and the reasons for all others. Warns of rules that decide about no layer,
-    of trained weights in a model without adapters, and of weights and experts that fewer than 16 tokens of the batches
-    reach, which are rounded to nearest. Raises TypeError if `model` is no module, ValueError if it is a linear layer
-    itself, TypeError or ValueError for a bad `contracted` and for `batches` that are missing, superfluous, empty or not
-    finite, and the errors of `backend` for a bad recipe.
+    of trained weights in a model without adapters, of weights and experts that fewer than 16 tokens of the batches
+    reach, which are rounded to nearest, and of layers that also run outside of the captured graphs. Raises TypeError if
+    `model` is no module, ValueError if it is a linear layer itself or batches meet the meta device, TypeError or
+    ValueError for a bad `contracted` and for `batches` that are missing, superfluous, empty or not finite, and the
+    errors of `backend` for a bad recipe.
     """
     check_module(model)
     chosen = resolve(recipe)
@@ -83,25 +84,26 @@ def pack_(
     report = Report(
         chosen.name, packed_before=sum(isinstance(module, PackedWeight) for module in model.modules())
     )  # fmt: skip
-    decided = decisions(model, chosen, contracted)
-    weights = [weight for weight, _ in decided if weight is not None]
-    shared = with_shared_scales(model, weights) if shared_scales else {}
-    fitted: dict[tuple[str, ...], _Fitted] = {}
-    if batches is not None:
-        samples = list(over(batches))
-        kept = None if resume is None else Kept(resume, model, chosen, samples, shared_scales)
-        fitted = _fitted(model, weights, shared, chosen, samples, kept, progress)
-    for weight, row in with_bar(decided, "pack" if progress else None):
-        found = None if weight is None else fitted.get(weight.names)
-        if weight is not None and found is not None:
-            weight.put(model, found.packed)
-            row = None if row is None else found.described(row)
-        elif weight is not None:
-            shared_weight, amax = shared.get(weight.names, (weight, None))
-            shared_weight.pack(model, amax)
-        report.add([] if row is None else [row], {})
-    leave_fast_paths(model)
-    save_as_packed(model)
+    with torch.inference_mode(False):  # a tensor that inference mode makes takes no part in training
+        decided = decisions(model, chosen, contracted)
+        weights = [weight for weight, _ in decided if weight is not None]
+        shared = with_shared_scales(model, weights) if shared_scales else {}
+        fitted: dict[tuple[str, ...], _Fitted] = {}
+        if batches is not None:
+            samples = list(over(batches))
+            kept = None if resume is None else Kept(resume, model, chosen, samples, shared_scales)
+            fitted = _fitted(model, weights, shared, chosen, samples, kept, progress)
+        for weight, row in with_bar(decided, "pack" if progress else None):
+            found = None if weight is None else fitted.get(weight.names)
+            if weight is not None and found is not None:
+                weight.put(model, found.packed)
+                row = None if row is None else found.described(row)
+            elif weight is not None:
+                shared_weight, amax = shared.get(weight.names, (weight, None))
+                shared_weight.pack(model, amax)
+            report.add([] if row is None else [row], {})
+        leave_fast_paths(model)
+        save_as_packed(model)
     return report
 
 
@@ -146,12 +148,20 @@ def _fitted(
             few = kept.read(weight, packed, weight.parameter(model).device)
             found[weight.names] = _Fitted(packed, few, _text(weight, recipe))
     left = [weight for weight, _ in wanted if weight.names not in found]
-    for weight, moments in with_bar(moments_of(model, left, batches, progress), "fit" if progress else None):
+    missed: list[str] = []
+    for weight, moments, outside in with_bar(moments_of(model, left, batches, progress), "fit" if progress else None):
         packed = weight.empty(model)
         packed.fit(weight.parameter(model), moments, _rule(weight, recipe), compensate, amaxes[weight.names])
         found[weight.names] = _Fitted(packed, moments.few, _text(weight, recipe))
+        missed += [weight.names[0]] if outside else []
         if kept is not None:
             kept.write(weight, packed, moments.few)
+    if missed:
+        warnings.warn(
+            "batches: tokens do not count where layers run outside of the captured graphs, for example in functions "
+            f"with a graph break inside a loop: {', '.join(missed)}",
+            stacklevel=3,
+        )
     _warn_of_few(found)
     return found
 

@@ -199,6 +199,18 @@ def test_a_forward_pass_that_is_captured_with_its_backward_is_seen():
     assert dict(recipe.static_scales) == {"layer": pytest.approx(x.abs().max().item() / 2688)}
 
 
+def test_batches_run_in_eval_mode():
+    model = torch.nn.Sequential(torch.nn.BatchNorm1d(64), torch.nn.Dropout(0.5), torch.nn.Linear(64, 64))
+    x = torch.randn(8, 64)
+    recipe = fp4compile.calibrate(model, [x])
+    assert recipe == fp4compile.calibrate(model.eval(), [x])
+    assert not model[0].num_batches_tracked
+    encoder = torch.nn.TransformerEncoderLayer(64, 4, 64, batch_first=True).eval()
+    assert [name for name, _ in fp4compile.calibrate(encoder, [x[None]]).static_scales] == [
+        "linear1", "linear2", "self_attn.in_proj_weight", "self_attn.out_proj"
+    ]  # fmt: skip
+
+
 def test_a_layer_of_which_calls_are_missed_is_dynamic():
     with pytest.warns(UserWarning, match="layers that also run outside of the captured graphs .*: looped$"):
         recipe = fp4compile.calibrate(Looping(), [(torch.randn(2, 64), 5.0)])

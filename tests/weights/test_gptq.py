@@ -2,6 +2,7 @@
 
 import copy
 import warnings
+from collections import UserDict
 
 import pytest
 import torch
@@ -293,7 +294,7 @@ GPTQ = {"recipe": "nvfp4_weight_only", "weight_scales": "mse", "weight_method": 
 def packed(model, recipe, batches, **options):
     model = copy.deepcopy(model)
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "batches: fewer than 16 tokens reached 1 weights, such as 'never'")
+        warnings.filterwarnings("ignore", "batches: fewer than 16 tokens reached 1 weights, such as '(inner.)?never'")
         return model, fp4compile.pack_(model, recipe, batches=batches, progress=False, **options)
 
 
@@ -444,6 +445,102 @@ def test_an_interrupted_run_goes_on_from_what_it_kept(shared_scales, tmp_path, m
         packed(model, GPTQ, batches, **options)
 
 
+def test_what_was_kept_fits_by_the_whole_content_of_batches(tmp_path):
+    """The texts of large tensors and arrays leave out what differs here."""
+    model, batches, _ = attention()
+    other = [one.clone() for one in batches]
+    other[0][2, 5] += 1.0
+
+    class Wrapped(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = model
+
+        def forward(self, x, mask=None):
+            return self.inner(torch.as_tensor(x))
+
+    model = Wrapped()
+    for form in (lambda x: UserDict(x=x), lambda x: (x.numpy(),), lambda x: {"x": x, "mask": None}):
+        first, second = ([form(x) for x in given] for given in (batches, other))
+        packed(model, GPTQ, first, resume=tmp_path)
+        with_kept, _ = packed(model, GPTQ, second, resume=tmp_path)
+        assert same_codes(with_kept, packed(model, GPTQ, second)[0])
+        assert not same_codes(with_kept, packed(model, GPTQ, first, resume=tmp_path)[0])
+    with pytest.raises(TypeError, match="resume: cannot compare what batches or the model's state hold, a function"):
+        packed(model, GPTQ, [{"x": batches[0], "mask": lambda: None}], resume=tmp_path)
+
+
+class Normed(torch.nn.Module):
+    """A model whose layers read something else, and which changes, in training mode."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm, self.dropout = torch.nn.BatchNorm1d(96), torch.nn.Dropout(0.5)
+        self.layer = torch.nn.Linear(96, 96)
+
+    def forward(self, x):
+        return self.layer(self.dropout(self.norm(x.flatten(0, 1))))
+
+
+def test_batches_run_in_eval_mode():
+    _, batches, _ = attention()
+    model = Normed()
+    model.dropout.eval()
+    state = copy.deepcopy(model.state_dict())
+    found, _ = packed(model, GPTQ, batches)
+    expected, _ = packed(copy.deepcopy(model).eval(), GPTQ, batches)
+    assert same_codes(found, expected)
+    assert all(torch.equal(found.state_dict()[name], state[name]) for name in state if name.startswith("norm"))
+    assert found.training and found.norm.training and not found.dropout.training
+
+
+def test_layers_of_torchs_encoder_see_their_tokens():
+    """In eval mode, torch runs its encoder by an operator that calls no linear layer; a packed one calls its layers."""
+    _, batches, _ = attention()
+    layer = torch.nn.TransformerEncoderLayer(96, 4, 96, batch_first=True)
+    model = torch.nn.TransformerEncoder(layer, 1).eval()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        report = fp4compile.pack_(model, GPTQ, batches=batches, progress=False)
+    assert {row.module: row.note for row in report.rows if row.weight_scales} == dict.fromkeys(
+        ["layers.0.linear1", "layers.0.linear2"]
+    )
+    assert torch.backends.mha.get_fastpath_enabled()
+
+
+class Hidden(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.shown, self.hidden = torch.nn.Linear(96, 96), torch.nn.Linear(96, 96)
+
+    def forward(self, x):
+        return self.shown(x) + self.calls(x)
+
+    @torch.compiler.disable
+    def calls(self, x):
+        return self.hidden(x)
+
+
+def test_layers_outside_of_the_captured_graphs_are_named():
+    _, batches, _ = attention()
+    with (
+        pytest.warns(UserWarning, match="tokens do not count where layers run outside of the captured.*loop: hidden$"),
+        pytest.warns(UserWarning, match="reached 1 weights, such as 'hidden'"),
+    ):
+        fp4compile.pack_(Hidden(), GPTQ, batches=batches, progress=False)
+
+
+def test_packing_in_inference_mode():
+    model, batches, _ = attention()
+    expected, _ = packed(model, GPTQ, batches)
+    with torch.inference_mode():
+        found, _ = packed(model, GPTQ, batches)
+    assert same_codes(found, expected)
+    x = batches[0].clone().requires_grad_()
+    found(x).sum().backward()  # a tensor that was made in inference mode cannot be saved for a backward pass
+    assert x.grad is not None
+
+
 class Routed(torch.nn.Module):
     """Tokens in groups, of which one is small and one is empty."""
 
@@ -487,6 +584,9 @@ def test_bad_batches_and_recipes():
         with pytest.raises(error, match=message):
             fp4compile.pack_(model, recipe, batches=given, progress=False)
     assert isinstance(model.q_proj, torch.nn.Linear) and not hasattr(model.q_proj, "weight_data")
+    for measure in (fp4compile.calibrate, lambda *given: fp4compile.pack_(given[0], GPTQ, batches=given[1])):
+        with pytest.raises(ValueError, match="model: 'q_proj.weight' is on the meta device, and has no values"):
+            measure(copy.deepcopy(model).to("meta"), batches)
     with pytest.raises(ValueError, match="resume='codes': goes with batches"):
         fp4compile.pack_(model, "nvfp4", resume="codes")
     with pytest.raises(ValueError, match="weight_method: unknown method 'gtpq'. Did you mean 'gptq'"):
