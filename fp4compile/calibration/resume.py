@@ -11,25 +11,30 @@ from torch import nn
 
 from fp4compile.recipe import Recipe
 from fp4compile.recipe.atomic_file import write_atomically
-from fp4compile.weights.buffers import BUFFERS, PackedWeight
+from fp4compile.weights.buffers import BUFFERS, PackedWeight, autocast_dtype
 from fp4compile.weights.replacements import Weight
 
 _VERSION = 2  # of the files and of the algorithm whose codes they hold
 
 
 class Kept:
-    """The codes of weights in a folder, by a digest of all that they depend on: model, recipe, batches and options."""
+    """The codes of weights in a folder, by a digest of what they depend on.
+
+    That is the model, the recipe, the batches, the options, and the dtype of autocast.
+    """
 
     def __init__(self, folder: str | Path, model: nn.Module, recipe: Recipe, batches: list[Any], shared_scales: bool):
         self.folder = Path(folder)
         self.folder.mkdir(parents=True, exist_ok=True)
-        self.digest = hashlib.sha256(f"{_VERSION} {recipe.digest} {shared_scales}".encode())
+        casts = sorted({f"{each.device.type} {autocast_dtype(each.device)}" for each in model.parameters()})
+        self.digest = hashlib.sha256(f"{_VERSION} {recipe.digest} {shared_scales} {casts}".encode())
         for part in _contents((model.state_dict(), batches)):
             self.digest.update(part)
 
     def _file(self, weight: Weight) -> Path:
         own = self.digest.copy()
-        own.update(repr((weight.names, weight.layer_format)).encode())
+        in_first = None if weight.experts is None else weight.experts.in_first
+        own.update(repr((weight.names, weight.layer_format, in_first)).encode())
         return self.folder / f"{own.hexdigest()}.pt"
 
     def has(self, weight: Weight) -> bool:
@@ -38,7 +43,10 @@ class Kept:
 
     def read(self, weight: Weight, packed: PackedWeight, device: torch.device) -> tuple[int, ...]:
         """Fill an empty packed weight; return its matrices that had too few tokens."""
-        content = torch.load(self._file(weight), map_location=device, weights_only=True)
+        try:
+            content = torch.load(self._file(weight), map_location=device, weights_only=True)
+        except RuntimeError as error:
+            raise ValueError(f"resume: {self._file(weight)} is damaged; delete it: {error}") from error
         for name in BUFFERS:
             setattr(packed, name, content[name])
         packed.lay_out_scales()

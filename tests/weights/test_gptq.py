@@ -470,6 +470,35 @@ def test_what_was_kept_fits_by_the_whole_content_of_batches(tmp_path):
         packed(model, GPTQ, [{"x": batches[0], "mask": lambda: None}], resume=tmp_path)
 
 
+def test_what_was_kept_fits_by_the_contracted_dimension(tmp_path):
+    """A call that corrects `contracted` packs experts anew."""
+
+    class Square(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = torch.nn.Parameter(weights(2, 64, 64).bfloat16())
+
+        def forward(self, x):
+            return torch.bmm(x.view(2, -1, 64), self.weight)
+
+    model, batches = Square(), [inputs_of("all", 128, 64).bfloat16()]
+    packed(model, GPTQ, batches, resume=tmp_path, contracted={"weight": -1})
+    found, _ = packed(model, GPTQ, batches, resume=tmp_path, contracted={"weight": -2})
+    assert same_codes(found, packed(model, GPTQ, batches, contracted={"weight": -2})[0])
+
+
+def test_what_was_kept_fits_by_autocast_and_is_whole(tmp_path):
+    model, batches, _ = attention()
+    without, _ = packed(model, GPTQ, batches, resume=tmp_path)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        found, _ = packed(model, GPTQ, batches, resume=tmp_path)
+        assert same_codes(found, packed(model, GPTQ, batches)[0]) and not same_codes(found, without)
+    for file in tmp_path.iterdir():
+        file.write_bytes(file.read_bytes()[:100])
+    with pytest.raises(ValueError, match=r"resume: .*\.pt is damaged; delete it"):
+        packed(model, GPTQ, batches, resume=tmp_path)
+
+
 class Normed(torch.nn.Module):
     """A model whose layers read something else, and which changes, in training mode."""
 
