@@ -5,6 +5,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch import nn
 
 from fp4compile.analysis.module_names import module_of
 from fp4compile.report.progress import with_bar
@@ -40,9 +41,8 @@ def in_inference(model: Callable) -> Iterator[None]:
     """
     root = module_of(model)
     modules = [] if root is None else list(root.modules())
-    for name, parameter in [] if root is None else root.named_parameters():
-        if parameter.is_meta:
-            raise ValueError(f"model: {name!r} is on the meta device, and has no values to run batches with")
+    if root is not None:
+        _check_values(root)
     modes = [module.training for module in modules]
     fast_path = torch.backends.mha.get_fastpath_enabled()
     try:
@@ -55,3 +55,15 @@ def in_inference(model: Callable) -> Iterator[None]:
         torch.backends.mha.set_fastpath_enabled(fast_path)
         for module, mode in zip(modules, modes, strict=True):
             module.training = mode
+
+
+def _check_values(model: nn.Module) -> None:
+    """Raise ValueError for a model on the meta device, unless its modules load values when they run.
+
+    accelerate replaces the `forward` of such modules.
+    """
+    if any("forward" in vars(module) for module in model.modules()):
+        return
+    for name, parameter in model.named_parameters():
+        if parameter.is_meta:
+            raise ValueError(f"model: {name!r} is on the meta device, and has no values to run batches with")

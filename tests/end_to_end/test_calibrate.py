@@ -211,6 +211,15 @@ def test_batches_run_in_eval_mode():
     ]  # fmt: skip
 
 
+def test_a_model_whose_weights_are_loaded_when_it_runs_is_not_refused():
+    accelerate = pytest.importorskip("accelerate")
+    model = torch.nn.Sequential(torch.nn.Linear(64, 64))
+    accelerate.cpu_offload(model, execution_device=torch.device("cpu"))
+    assert model[0].weight.is_meta
+    with pytest.warns(UserWarning, match="also run outside of the captured graphs"):  # its hook copies the weight there
+        fp4compile.calibrate(model, [torch.randn(8, 64)])
+
+
 def test_a_layer_of_which_calls_are_missed_is_dynamic():
     with pytest.warns(UserWarning, match="layers that also run outside of the captured graphs .*: looped$"):
         recipe = fp4compile.calibrate(Looping(), [(torch.randn(2, 64), 5.0)])
