@@ -46,7 +46,8 @@ class PassRun(NamedTuple):
 
 _NO_GRAPH = (
     "what runs is not what is captured (a wrapper calls the original model, or `.module` or `._orig_mod` of the "
-    "compiled one); compilation is switched off (TORCH_COMPILE_DISABLE, torch.compiler.disable); "
+    "compiled one); compilation is switched off (TORCH_COMPILE_DISABLE, torch.compiler.disable); Dynamo left out the "
+    "function for a call that it does not capture, such as of nn.LSTM or a scripted module (TORCH_LOGS=graph_breaks); "
 )
 _CURE = (
     "uncompiled: other recipes or shapes compiled the same code before. By default the ninth recipe in one process "
@@ -57,6 +58,7 @@ NOTHING_CAPTURED = f"Likely causes: {_NO_GRAPH}or the model does nothing to tens
 NOTHING_COMPILED = (
     "Likely causes: a module of torch's own was compiled in place, or in DistributedDataParallel (an nn.Sequential: "
     f"Dynamo passes over torch's own code; put it into a module of your own); {_NO_GRAPH}"
+    "the module is a part of a model that another backend compiles; "
     f"another backend reached Dynamo's limit of recompilations, and the code is left {_CURE}; "
     "or the model was never called."
 )

@@ -156,7 +156,8 @@ def _in_order(model: nn.Module) -> Iterator[str]:
     """The names of modules and parameters, approximately in execution order."""
     for path, module in model.named_modules(remove_duplicate=False):
         yield path
-        yield from (f"{path}.{child}".removeprefix(".") for child in module._parameters)
+        # A scripted module has another kind of dictionary, which only gives pairs.
+        yield from (f"{path}.{child}".removeprefix(".") for child, _ in module._parameters.items())
 
 
 def _of_linear(choice: _Choice, names: list[str]) -> Decided:

@@ -246,6 +246,8 @@ def _odd_tensors(linear: nn.Module) -> str | None:
             continue
         if type(tensor) is not nn.Parameter:  # a DTensor, or another library's packed weight
             return f"its {name} is a {type(tensor).__name__}"
+        if tensor.layout is not torch.strided:
+            return f"its {name} has the layout {str(tensor.layout).removeprefix('torch.')}"
         if tuple(tensor.shape) != shape:
             return f"its {name} has shape {tuple(tensor.shape)}"
     dtype = linear.weight.dtype

@@ -292,6 +292,21 @@ def test_layers_that_cannot_be_packed_stay_with_a_reason(change, reason):
     assert all(torch.equal(tensor, state[name]) for name, tensor in layer.state_dict().items())
 
 
+def test_a_sparse_weight_stays_with_a_reason():
+    model = nn.Sequential(nn.Linear(64, 64))
+    model[0].weight = sparse = nn.Parameter(torch.eye(64).to_sparse())
+    (row,) = fp4compile.pack_(model, "mxfp8").rows
+    assert row.reason == "its weight has the layout sparse_coo" and model[0].weight is sparse
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+def test_a_scripted_part_stays():
+    scripted = torch.jit.script(nn.Sequential(nn.Linear(64, 64)))
+    model = nn.Sequential(nn.Linear(64, 64), scripted)
+    report = fp4compile.pack_(model, "mxfp8")
+    assert [row.module for row in report.rows] == ["0"] and model[1] is scripted
+
+
 def test_attributes_go_over():
     model = nn.Sequential(nn.Linear(64, 64)).eval()
     model[0].gain = 3
