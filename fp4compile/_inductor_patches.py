@@ -24,6 +24,7 @@ from torch._higher_order_ops.triton_kernel_wrap import (
     triton_kernel_wrapper_functional,
     triton_kernel_wrapper_mutation,
 )
+from torch._inductor import fx_utils
 from torch._inductor.codegen.wrapper import PythonWrapperCodegen
 from torch._inductor.fx_passes import post_grad
 from torch.fx import Graph, Node
@@ -129,6 +130,25 @@ def decompose_launches_directly() -> None:
         return decompose(graph)
 
     post_grad.decompose_triton_kernel_wrapper_functional = decomposed
+
+
+@functools.cache
+def compare_sparse_values() -> None:
+    """Make Inductor accept sparse tensors below a changed node, such as the gradient of `nn.Embedding(sparse=True)`.
+
+    Replaces `get_storage` in `torch._inductor.fx_utils`; seen in torch 2.13. After the post-grad passes Inductor
+    compares the storages of old and new values, and a sparse tensor has none, which raises NotImplementedError. It
+    counts as another one.
+    """
+    get_storage = getattr(fx_utils, "get_storage", None)
+    if get_storage is None:
+        return
+
+    @functools.wraps(get_storage)
+    def storage(tensor: torch.Tensor) -> int:
+        return get_storage(tensor) if torch._C._has_storage(tensor) else id(tensor)
+
+    fx_utils.get_storage = storage
 
 
 def _launch_in_place(graph: Graph, node: Node) -> None:

@@ -45,6 +45,7 @@ def lower(graph: Graph) -> int:
     _inductor_patches.share_kernel_analysis()
     _inductor_patches.launch_as_dependents()
     _inductor_patches.decompose_launches_directly()
+    _inductor_patches.compare_sparse_values()
     lowered = 0
     traces: dict[Hashable, GraphModule] = {}
     arranged = arranged_operands(graph)

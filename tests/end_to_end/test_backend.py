@@ -195,6 +195,17 @@ def test_activation_checkpointing_saves_inputs_only_and_gives_the_same_bits(devi
     assert backward_graph.count("fp4compile.scaled_mm") == 8 + 2
 
 
+def test_sparse_gradients():
+    embed, layer = torch.nn.Embedding(96, 64, sparse=True), torch.nn.Linear(64, 64)
+    tokens = torch.arange(24).view(2, 12) // 2
+    backend = fp4compile.backend("mxfp8", strict=True)
+    torch.compile(torch.nn.Sequential(embed, layer), backend=backend)(tokens).sum().backward()
+    weight = fp4compile.quantize(layer.weight.detach(), "mxfp8", dim=0).dequantize().mT
+    expected = torch.zeros(96, 64).index_add(0, tokens.flatten(), torch.ones(24, 64) @ weight)
+    assert embed.weight.grad.is_sparse
+    torch.testing.assert_close(embed.weight.grad.to_dense(), expected)
+
+
 def test_strict_raises_with_the_reasons():
     layer = torch.nn.Linear(64, 64)
     with pytest.raises(RuntimeError, match=r"rule '\*'"):
