@@ -14,6 +14,13 @@ def recipe(name: str | Path | None) -> Recipe:
         raise argparse.ArgumentTypeError(str(error)) from error
 
 
+def new_file(value: str) -> Path:
+    """A path to write to. Raises ArgumentTypeError, before a command computes for long, if its folder is not there."""
+    if not Path(value).parent.is_dir() or Path(value).is_dir():
+        raise argparse.ArgumentTypeError(f"expected a file in a folder that exists, got {value!r}")
+    return Path(value)
+
+
 def positive(value: str) -> int:
     """A positive whole number. Raises ArgumentTypeError for any other text."""
     if not value.isdecimal() or int(value) == 0:

@@ -37,7 +37,7 @@ def add_command(commands: Any) -> None:
     parser.add_argument("--train", action="store_true", help="a training step, without the loss and the optimiser")
     parser.add_argument("--all", action="store_true", help="a line for each matmul, with what is launched for it")
     parser.add_argument("--json", action="store_true", help="print JSON")
-    parser.add_argument("--html", type=Path, metavar="FILE", help="write an HTML page, too")
+    parser.add_argument("--html", type=arguments.new_file, metavar="FILE", help="write an HTML page, too")
     parser.set_defaults(run=run)
 
 

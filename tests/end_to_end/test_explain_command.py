@@ -89,6 +89,8 @@ def test_a_function_gives_a_model_and_its_arguments(function, rows, tmp_path, mo
     (["folder", "--gpu", "b20"], "unknown GPU 'b20'. Did you mean 'B200'?"),
     (["folder", "--recipe", "nvfp5"], "unknown recipe 'nvfp5'"),
     (["folder", "--tokens", "0"], "expected a positive whole number"),
+    (["folder", "--html", "absent/page.html"], "expected a file in a folder that exists, got 'absent/page.html'"),
+    (["folder", "--html", "folder"], "expected a file in a folder that exists, got 'folder'"),
 ])  # fmt: skip
 def test_bad_arguments(arguments, message, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
