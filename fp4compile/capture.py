@@ -104,10 +104,18 @@ _Change = tuple[dict[str, Any], str, Any]
 
 def _as_written(model: torch.nn.Module | None) -> list[_Change]:
     """The changes by which the compiled modules inside the model run uncompiled."""
-    parts = [] if model is None else list(model.modules())
-    compiled = [(vars(part), "forward", part._orig_mod.__call__) for part in parts if isinstance(part, OptimizedModule)]
-    return compiled + [(vars(part), "_compiled_call_impl", None) for part in parts
-                       if not isinstance(part, OptimizedModule) and part._compiled_call_impl is not None]  # fmt: skip
+    changes: list[_Change] = []
+    for part in [] if model is None else model.modules():
+        if isinstance(part, OptimizedModule):
+            changes.append((vars(part), "forward", part._orig_mod.__call__))
+            continue
+        if part._compiled_call_impl is not None:
+            changes.append((vars(part), "_compiled_call_impl", None))
+        # As after `part.forward = torch.compile(part.forward)`; `torch.compiler.disable` leaves such a mark, too.
+        forward = vars(part).get("forward")
+        if hasattr(forward, "_torchdynamo_orig_callable") and not hasattr(forward, "_torchdynamo_disable"):
+            changes.append((vars(part), "forward", forward._torchdynamo_orig_callable))
+    return changes
 
 
 @contextmanager

@@ -305,6 +305,8 @@ def parted(how):
         return torch.compile(model, backend=fp4compile.backend("mxfp8", strict=True))
     if how == "in place":
         model.compile(backend=fp4compile.backend("mxfp8", strict=True))
+    if how == "forward":
+        model.forward = torch.compile(model.forward, backend="eager")
     if how == "parts in place":
         model.b.compile(backend="eager")
     if how == "parts wrapped":
@@ -312,15 +314,17 @@ def parted(how):
     return model
 
 
-@pytest.mark.parametrize("how", ["wrapped", "in place", "parts in place", "parts wrapped"])
+@pytest.mark.parametrize("how", ["wrapped", "in place", "forward", "parts in place", "parts wrapped"])
 def test_explain_and_calibrate_look_into_compiled_models(how):
     model, x = parted(how), torch.randn(4, 64)
+    forward = vars(model).get("forward")
     with torch.no_grad():
         report = fp4compile.explain(model, x, recipe="mxfp8")
         assert [row.module for row in report.rows] == ["a", "b", "c"]
     assert [name for name, _ in fp4compile.calibrate(model, [x]).static_scales] == ["a", "b", "c"]
     inner = model.b if how.startswith("parts") else model
     assert (inner._compiled_call_impl is not None) == how.endswith("in place"), "left as it was"
+    assert vars(model).get("forward") is forward
     if how == "parts wrapped":
         assert inner.forward != inner._orig_mod.__call__
 
@@ -338,6 +342,10 @@ def test_explain_raises_where_nothing_is_captured():
 
     with pytest.raises(ValueError, match="model: no graph of it was captured. Likely causes: .*wrapper"):
         fp4compile.explain(bypassed, torch.ones(64, 64), recipe="mxfp8")
+    model = Parted()
+    model.forward = torch.compiler.disable(model.forward)
+    with pytest.raises(ValueError, match="model: no graph of it was captured"):
+        fp4compile.explain(model, torch.ones(4, 64), recipe="mxfp8")
 
 
 @pytest.mark.parametrize("by", ["mode", "options", "configuration"])
