@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch._dynamo import OptimizedModule
 from torch._dynamo import config as dynamo_config
 from torch._dynamo.backends.common import aot_autograd
+from torch._dynamo.eval_frame import innermost_fn
 from torch._functorch.aot_autograd import make_boxed_func
 from torch._functorch.partitioners import default_partition
 from torch._inductor.decomposition import select_decomp_table
@@ -113,8 +114,8 @@ def _as_written(model: torch.nn.Module | None) -> list[_Change]:
             changes.append((vars(part), "_compiled_call_impl", None))
         # As after `part.forward = torch.compile(part.forward)`; `torch.compiler.disable` leaves such a mark, too.
         forward = vars(part).get("forward")
-        if hasattr(forward, "_torchdynamo_orig_callable") and not hasattr(forward, "_torchdynamo_disable"):
-            changes.append((vars(part), "forward", forward._torchdynamo_orig_callable))
+        if forward is not None and not hasattr(forward, "_torchdynamo_disable"):
+            changes.append((vars(part), "forward", innermost_fn(forward)))
     return changes
 
 

@@ -3,6 +3,7 @@
 import copy
 import csv
 import dataclasses
+import functools
 import io
 import json
 import pickle
@@ -327,6 +328,19 @@ def test_explain_and_calibrate_look_into_compiled_models(how):
     assert vars(model).get("forward") is forward
     if how == "parts wrapped":
         assert inner.forward != inner._orig_mod.__call__
+
+
+def test_a_wrapper_around_a_compiled_forward_is_not_passed_over():
+    """It has copies of the compiled function's attributes, as hooks of accelerate have, and computes something else."""
+    model = Parted()
+
+    @functools.wraps(compiled := torch.compile(model.forward, backend="eager"))
+    def halved(x):
+        return compiled(x / 2)
+
+    model.forward = halved
+    with pytest.raises(ValueError, match="quantises no layer"):  # not: scales of inputs that are not halved
+        fp4compile.calibrate(model, [torch.randn(4, 64)])
 
 
 # ---------------------------------------------------------------- nothing compiled
