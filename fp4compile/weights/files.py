@@ -135,30 +135,31 @@ def load_packed(
     """
     check_module(model)
     model, target = unwrapped(model), _device(device)
-    states, stored, sharing = _contents(model, path, recipe)
-    with naming(path):
-        packed = weights_of(model, *states)
-    replaced = {name for weight in packed for name in weight.parameters}
-    kept = {name: tensor for name, tensor in tensors_of(model).items() if name not in replaced}
-    _add_tied(stored, kept)
-    _check_meta(model, replaced | kept.keys())
-    with naming(path):
-        expected = _expected(model, kept, packed)
-        _check_tensors(stored, expected)
-        _check_sharing(sharing, expected)
-        check_buffers(_buffers(packed, stored))
-        _check_twins(stored, packed)
-        check_shared(stored, kept)
-    _insert(model, packed, stored, target)
-    _materialise(model, stored, target)
-    for name, tensor in kept.items():
-        if not tensor.is_meta:
-            _fill(tensor, stored[name])
-    if sharing is not None:
-        share(model, sharing)
-    _lay_out_scales(model)  # at the end, because files hold linear scales
-    leave_fast_paths(model)
-    save_as_packed(model)
+    with torch.inference_mode(False):  # a tensor that inference mode makes takes no part in training
+        states, stored, sharing = _contents(model, path, recipe)
+        with naming(path):
+            packed = weights_of(model, *states)
+        replaced = {name for weight in packed for name in weight.parameters}
+        kept = {name: tensor for name, tensor in tensors_of(model).items() if name not in replaced}
+        _add_tied(stored, kept)
+        _check_meta(model, replaced | kept.keys())
+        with naming(path):
+            expected = _expected(model, kept, packed)
+            _check_tensors(stored, expected)
+            _check_sharing(sharing, expected)
+            check_buffers(_buffers(packed, stored))
+            _check_twins(stored, packed)
+            check_shared(stored, kept)
+        _insert(model, packed, stored, target)
+        _materialise(model, stored, target)
+        for name, tensor in kept.items():
+            if not tensor.is_meta:
+                _fill(tensor, stored[name])
+        if sharing is not None:
+            share(model, sharing)
+        _lay_out_scales(model)  # at the end, because files hold linear scales
+        leave_fast_paths(model)
+        save_as_packed(model)
 
 
 def _contents(
@@ -360,5 +361,5 @@ def _fill(tensor: torch.Tensor, values: torch.Tensor) -> None:
     if repeats(tensor):  # torch refuses to write to such a tensor
         tensor.data = values.to(tensor.device)
         return
-    with torch.no_grad():
+    with torch.inference_mode(tensor.is_inference()), torch.no_grad():  # only that mode may write to its tensors
         tensor.copy_(values)

@@ -559,15 +559,23 @@ def test_layers_outside_of_the_captured_graphs_are_named():
         fp4compile.pack_(Hidden(), GPTQ, batches=batches, progress=False)
 
 
-def test_packing_in_inference_mode():
+def test_packing_and_loading_in_inference_mode(tmp_path):
+    """A tensor that was made in inference mode cannot be saved for a backward pass."""
     model, batches, _ = attention()
     expected, _ = packed(model, GPTQ, batches)
+    loaded, on_meta = copy.deepcopy(model), copy.deepcopy(model).to("meta")
     with torch.inference_mode():
         found, _ = packed(model, GPTQ, batches)
-    assert same_codes(found, expected)
-    x = batches[0].clone().requires_grad_()
-    found(x).sum().backward()  # a tensor that was made in inference mode cannot be saved for a backward pass
-    assert x.grad is not None
+        fp4compile.save_packed(found, tmp_path / "model.safetensors")
+        fp4compile.load_packed(loaded, tmp_path / "model.safetensors")
+        fp4compile.load_packed(on_meta, tmp_path / "model.safetensors")
+        fp4compile.load_packed(made_there := copy.deepcopy(model), tmp_path / "model.safetensors")
+    assert same_codes(made_there, expected) and made_there.o_proj.bias.is_inference()
+    for one in (found, loaded, on_meta):
+        assert same_codes(one, expected)
+        x = batches[0].clone().requires_grad_()
+        one(x).sum().backward()
+        assert x.grad is not None
 
 
 class Routed(torch.nn.Module):
