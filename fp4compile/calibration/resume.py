@@ -45,7 +45,9 @@ class Kept:
         """Fill an empty packed weight; return its matrices that had too few tokens."""
         try:
             content = torch.load(self._file(weight), map_location=device, weights_only=True)
-        except RuntimeError as error:
+        except OSError:
+            raise
+        except Exception as error:  # torch.load raises several kinds
             raise ValueError(f"resume: {self._file(weight)} is damaged; delete it: {error}") from error
         for name in BUFFERS:
             setattr(packed, name, content[name])

@@ -109,6 +109,9 @@ def _of_function(source: str, module: str, name: str, tokens: int) -> ModelCall:
         function = getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError, ValueError) as error:
         raise argparse.ArgumentTypeError(f"{source!r}: {error}") from error
+    if isinstance(function, torch.nn.Module) or not callable(function):
+        raise argparse.ArgumentTypeError(f"{source!r}: expected a function that returns a model, got an object of "
+                                         f"{type(function).__name__}")  # fmt: skip
     with torch.device("meta"):
         made = function()
         given = made[1] if isinstance(made, tuple) and len(made) == 2 else torch.zeros(1, tokens, dtype=torch.long)

@@ -5,6 +5,8 @@ parsed arguments. `run` returns None or an exit status, and raises `argparse.Arg
 """
 
 import argparse
+import os
+import signal
 import sys
 from collections.abc import Sequence
 
@@ -16,9 +18,10 @@ _COMMANDS = (demo, run_command, recipes, explain_command, check_sm100)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command. arguments: None takes the command line's. Returns 0, or 1 for a failed check.
+    """Run one command. arguments: None takes the command line's.
 
-    Exits with status 2 for missing or wrong arguments.
+    Returns 0, 1 for a failed check, or 141 where what reads the output, such as `head`, has ended. Exits with status 2
+    for missing or wrong arguments.
     """
     parser = _parser()
     given = sys.argv[1:] if arguments is None else arguments
@@ -29,9 +32,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.print_help(sys.stderr)
         raise SystemExit(2)
     try:
-        return chosen.run(chosen) or 0
+        return _status(chosen)
     except argparse.ArgumentTypeError as error:
         parser.error(str(error))
+
+
+def _status(chosen: argparse.Namespace) -> int:
+    """Run a parsed command. Returns its status, or 128 + SIGPIPE, as a shell does, where nobody reads its output."""
+    if chosen.command == "run":  # what a script writes is its own
+        return chosen.run(chosen) or 0
+    try:
+        status = chosen.run(chosen) or 0
+        sys.stdout.flush()
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes the rest when it ends
+        return 128 + signal.SIGPIPE
+    return status
 
 
 def _names() -> list[str]:

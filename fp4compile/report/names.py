@@ -8,6 +8,7 @@ It cannot be the full name, because Dynamo lets equal modules of a model share o
 The full name is found by identity: a module on the call stack holds the input tensor under that name.
 """
 
+import ast
 import re
 import sys
 from collections.abc import Sequence
@@ -26,7 +27,8 @@ from fp4compile.report.report import Row, is_below
 _ROOT = re.compile(r"([LG])\['([^']+)'\]")
 # Dynamo's spelling of the same step in a module whose forward sets attributes of the module.
 _DICT_STEP = re.compile(r"\.__dict__\['(_modules|_parameters|_buffers)'\]")
-_STEP = re.compile(r"\.(_modules|_parameters|_buffers)\['([^']+)'\]|\.(\w+)|\['([^']+)'\]|\[(\d+)\]")
+_KEY = r"""('(?:[^'\\]|\\.)+'|"(?:[^"\\]|\\.)+")"""  # as `repr` writes it
+_STEP = re.compile(rf"\.(_modules|_parameters|_buffers)\[{_KEY}\]|\.(\w+)|\[{_KEY}\]|\[(\d+)\]")
 # Attributes through which Python and functools.partial hold the objects of a function.
 _CARRIERS = re.compile(r"__\w+__|cell_contents|args|keywords|func")
 
@@ -297,7 +299,8 @@ def _parsed(text: str, free: bool, is_parameter: bool) -> _Origin | None:
 
 
 def _name(step: re.Match) -> str:
-    return step.group(2) or step.group(3) or step.group(4) or step.group(5)
+    key = step.group(2) or step.group(4)
+    return ast.literal_eval(key) if key else step.group(3) or step.group(5)
 
 
 def _names(places: Sequence[_Origin | None]) -> list[str | None]:

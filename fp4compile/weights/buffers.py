@@ -494,9 +494,13 @@ def tensors_of(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def tensors_to_write(model: nn.Module) -> dict[str, torch.Tensor]:
-    """`tensors_of` a model. Raises ValueError where one is on the meta device."""
+    """`tensors_of` a model. Raises ValueError where one is sharded or on the meta device."""
     found = tensors_of(model)
     for name, tensor in found.items():
+        if _is_shard(tensor):
+            raise ValueError(f"model: {name!r} is sharded, and this rank has a part of it: load the gathered state "
+                             "(get_model_state_dict, full_state_dict=True) into an unsharded packed model, and write "
+                             "that")  # fmt: skip
         if tensor.is_meta:
             raise ValueError(f"model: {name!r} is on the meta device and has no values to write")
     return found

@@ -56,8 +56,9 @@ def export_packed(
 
     Raises TypeError if `model` is no module; ValueError for a model without packed layers, for experts without known
     names, for formats that the layout does not have, for NVFP4 activations without a static scale, for packed weights
-    that were not finite, for tensors on the meta device, for a bad max_shard_size, and for a directory that has
-    safetensors files; OSError where it cannot be written. The next attempt removes any files of an aborted one.
+    that were not finite, for tensors that are sharded or on the meta device, for a bad max_shard_size, and for a
+    directory that has safetensors files; OSError where it cannot be written. The next attempt removes any files of an
+    aborted one.
     """
     if layout not in (*LAYOUTS, MXFP4):
         raise ValueError(unknown_name("layout", layout, (*LAYOUTS, MXFP4)))

@@ -69,8 +69,8 @@ def save_packed(model: nn.Module, path: str | PathLike) -> None:
     Equal tensors of one memory are written once; a module's other extra state is not written, with a warning. An
     existing file stays until the new one is complete. Temporary files of an earlier, killed process are removed.
 
-    Raises TypeError if `model` is no module; ValueError if it has no packed layer, tensors on the meta device, or a
-    packed weight that was not finite; OSError where the file cannot be written.
+    Raises TypeError if `model` is no module; ValueError if it has no packed layer, tensors that are sharded or on the
+    meta device, or a packed weight that was not finite; OSError where the file cannot be written.
     """
     model = unwrapped(model)
     packed, state = packed_in(model), tensors_to_write(model)

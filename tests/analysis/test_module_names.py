@@ -195,6 +195,30 @@ def test_names_in_texts():
     assert clean_name("_forward_module.a._fsdp_wrapped_module._orig_mod.b") == "a.b"
 
 
+class Chosen(nn.Module):
+    """A layer of a dictionary, by its key."""
+
+    def __init__(self, key):
+        super().__init__()
+        self.layers = nn.ModuleDict({key: layer()})
+
+    def forward(self, x):
+        for one in self.layers.values():
+            x = one(x)
+        return x
+
+
+@pytest.mark.parametrize("key", ("it's", 'a"b', "b\"'c", "back\\slash", "two words", "x[0]"))
+def test_rules_match_layers_by_any_key_of_a_dictionary(key):
+    model, recipe = Chosen(key), {"recipe": "mxfp8", "rules": [["layers.*", "nvfp4"]]}
+    backend = fp4compile.backend(recipe)
+    with torch.no_grad():
+        torch.compile(model, backend=backend)(torch.randn(32, 64))
+    packed = fp4compile.pack_(model, recipe)
+    for report in (backend.report, packed):
+        assert [(row.module, row.right) for row in report.rows] == [(f"layers.{key}", "nvfp4")]
+
+
 def test_parts_of_peft():
     peft = pytest.importorskip("peft")
     config = peft.VeraConfig(r=4, target_modules=["up"], modules_to_save=["gate"])

@@ -2,7 +2,9 @@
 
 import functools
 import json
+import os
 import re
+import sys
 
 import pytest
 import torch
@@ -90,6 +92,24 @@ def test_recipes_command_prints_every_recipe_as_json(capsys):
     main(["recipes", "--json"])
     printed = json.loads(capsys.readouterr().out)
     assert {name: Recipe.from_dict(fields) for name, fields in printed.items()} == {n: resolve(n) for n in recipes()}
+
+
+@pytest.mark.parametrize("arguments", (["recipes"], ["recipes", "nvfp4", "--json"]))
+def test_a_command_ends_quietly_where_nobody_reads_its_output(arguments, monkeypatch):
+    reader, writer = os.pipe()
+    os.close(reader)
+    with os.fdopen(writer, "w") as unread:
+        monkeypatch.setattr(sys, "stdout", unread)
+        assert main(arguments) == 141
+
+
+def test_a_script_that_nobody_reads_sees_the_error(monkeypatch, tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text("raise BrokenPipeError('mine')")
+    monkeypatch.setattr(sys, "argv", sys.argv)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    with pytest.raises(BrokenPipeError, match="mine"):
+        main(["run", str(script)])
 
 
 @pytest.mark.parametrize("arguments, message", [

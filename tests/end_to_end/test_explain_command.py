@@ -69,6 +69,7 @@ FACTORIES = """
     def several(): return torch.nn.functional.linear, (torch.empty(3, 64), torch.empty(32, 64))
     def named(): return torch.nn.Linear(64, 64), {"input": torch.empty(5, 64)}
     def nothing(): return 3
+    MODEL = torch.nn.Linear(64, 64)
 """
 
 
@@ -85,6 +86,8 @@ def test_a_function_gives_a_model_and_its_arguments(function, rows, tmp_path, mo
     (["absent.module:make"], "'absent.module:make': No module named 'absent'"),
     (["json:absent"], "'json:absent': module 'json' has no attribute 'absent'"),
     (["factories:nothing"], "'factories:nothing': expected a model, got int"), (["folder"], "folder: "),
+    (["json:__name__"], "'json:__name__': expected a function that returns a model, got an object of str"),
+    (["factories:MODEL"], "'factories:MODEL': expected a function that returns a model, got an object of Linear"),
     (["speech"], "WhisperModel takes 'input_features', whose size is unknown here: give a function"),
     (["folder", "--gpu", "b20"], "unknown GPU 'b20'. Did you mean 'B200'?"),
     (["folder", "--recipe", "nvfp5"], "unknown recipe 'nvfp5'"),

@@ -487,14 +487,21 @@ def test_what_was_kept_fits_by_the_contracted_dimension(tmp_path):
     assert same_codes(found, packed(model, GPTQ, batches, contracted={"weight": -2})[0])
 
 
-def test_what_was_kept_fits_by_autocast_and_is_whole(tmp_path):
+def test_what_was_kept_fits_by_autocast(tmp_path):
     model, batches, _ = attention()
     without, _ = packed(model, GPTQ, batches, resume=tmp_path)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         found, _ = packed(model, GPTQ, batches, resume=tmp_path)
         assert same_codes(found, packed(model, GPTQ, batches)[0]) and not same_codes(found, without)
+
+
+@pytest.mark.parametrize("length", (0, 3, 100), ids="{} bytes".format)
+@pytest.mark.parametrize("of_zeros", (False, True))
+def test_what_was_kept_and_is_damaged_is_named(length, of_zeros, tmp_path):
+    model, batches, _ = attention()
+    packed(model, GPTQ, batches, resume=tmp_path)
     for file in tmp_path.iterdir():
-        file.write_bytes(file.read_bytes()[:100])
+        file.write_bytes(bytes(length) if of_zeros else file.read_bytes()[:length])
     with pytest.raises(ValueError, match=r"resume: .*\.pt is damaged; delete it"):
         packed(model, GPTQ, batches, resume=tmp_path)
 

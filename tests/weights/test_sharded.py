@@ -5,6 +5,8 @@ import copy
 import pytest
 import torch
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 import fp4compile
 from fp4compile import _compat
@@ -46,6 +48,19 @@ def test_whole_and_shardable_layers_exchange_states(recipe, tmp_path):
     assert torch.equal(loaded(x), other(x))
     with pytest.raises(RuntimeError, match="takes no other weight; merge adapters before"):
         other[0].weight.data = torch.zeros(64, 96)
+
+
+@pytest.mark.parametrize("shardable", (False, True))
+@pytest.mark.parametrize("write", (fp4compile.save_packed, fp4compile.export_packed))
+def test_a_part_of_a_model_is_not_written(write, shardable, tmp_path):
+    model = nn.Sequential(nn.Linear(96, 64))
+    fp4compile.pack_(model, "mxfp8")
+    if shardable:
+        fp4compile.make_shardable_(model)
+    with process_groups.alone():
+        fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
+        with pytest.raises(ValueError, match=r"model: '0\.\w+' is sharded, .*load the gathered state"):
+            write(model, tmp_path / "written")
 
 
 class Experts(nn.Module):
