@@ -203,7 +203,7 @@ def test_sparse_gradients():
     weight = fp4compile.quantize(layer.weight.detach(), "mxfp8", dim=0).dequantize().mT
     expected = torch.zeros(96, 64).index_add(0, tokens.flatten(), torch.ones(24, 64) @ weight)
     assert embed.weight.grad.is_sparse
-    torch.testing.assert_close(embed.weight.grad.to_dense(), expected)
+    assert torch.equal(embed.weight.grad.to_dense(), expected)  # float32 holds the sums of such codes exactly
 
 
 def test_strict_raises_with_the_reasons():

@@ -4,7 +4,7 @@ import torch
 import triton
 import triton.language as tl
 
-from tests.ptxsim.kernels.cases import ROUNDING, Results, case
+from tests.ptxsim.kernels.cases import ROUNDING, Results, case, small_integers
 
 
 @triton.jit
@@ -66,9 +66,9 @@ def _embedding_backward(ids, grad, out, n, WIDTH: tl.constexpr):
     tl.atomic_add(out + row * n + at, tl.load(grad + tl.program_id(0) * n + at, at < n), at < n)
 
 
-@case("embedding's gradient by atomic sums", "Liger, Inductor", 8 * ROUNDING)
+@case("embedding's gradient by atomic sums", "Liger, Inductor")
 def embedding_backward() -> Results:
-    ids, grad, out = torch.randint(0, 4, (12,)), torch.randn(12, 40), torch.zeros(4, 40)
+    ids, grad, out = torch.randint(0, 4, (12,)), small_integers(12, 40, dtype=torch.float32), torch.zeros(4, 40)
     _embedding_backward[(12,)](ids, grad, out, 40, WIDTH=64)
     return out, torch.zeros(4, 40).index_add_(0, ids, grad)
 
@@ -139,7 +139,7 @@ def _top_k(logits, weights, indices, n, K: tl.constexpr, BLOCK: tl.constexpr):
         tl.store(weights + row * K + k, tl.load(weights + row * K + k) / total)
 
 
-@case("routing of tokens to their two best experts", "vLLM, triton_kernels", 4 * ROUNDING)
+@case("routing of tokens to their two best experts", "vLLM, triton_kernels", 2 * ROUNDING)
 def top_k() -> Results:
     x, weights, indices = torch.randn(5, 16), torch.empty(5, 2), torch.empty(5, 2, dtype=torch.int32)
     _top_k[(5,)](x, weights, indices, 16, K=2, BLOCK=16, num_warps=1)
@@ -158,8 +158,13 @@ def _split_sum(x, out, semaphore, partial, n, BLOCK: tl.constexpr):
         tl.store(out, tl.sum(each, 0))
 
 
-@case("sum by the last program, behind a semaphore", "Inductor, flashinfer", 8 * ROUNDING)
+@case("sum by the last program, behind a semaphore", "Inductor, flashinfer")
 def split_sum() -> Results:
-    x, out, semaphore, partial = torch.randn(500), torch.empty(1), torch.zeros(1, dtype=torch.int32), torch.empty(4)
+    x, out, semaphore, partial = (
+        small_integers(500, dtype=torch.float32),
+        torch.empty(1),
+        torch.zeros(1, dtype=torch.int32),
+        torch.empty(4),
+    )
     _split_sum[(4,)](x, out, semaphore, partial, 500, BLOCK=128)
     return out, x.sum()[None]
