@@ -24,7 +24,7 @@ _SENT: dict[str, Callable[[int], float]] = {
     "all_reduce": lambda n: 2 * (n - 1) / n,
     "all_to_all_single": lambda n: (n - 1) / n,
 }
-_BYTES = {"c10::BFloat16": 2, "c10::Half": 2, "float": 4, "int": 4, "unsigned char": 1, "signed char": 1}
+_BYTES = {"c10::BFloat16": 2, "c10::Half": 2, "float": 4, "int": 4, "long int": 8, "unsigned char": 1, "signed char": 1}
 
 Measure = Callable[[str, argparse.Namespace], dict | None]
 

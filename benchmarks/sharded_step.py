@@ -2,7 +2,7 @@
 
 Each GPU of the host is a rank. The script is what a user writes: transformers' `LlamaForCausalLM` in float32, its
 blocks compiled one by one, `fully_shard` with gathers in bf16 and gradients reduced in float32, fused AdamW. A case is
-a recipe; ", codes" adds a call of `fp4compile.distributed.gather_quantized_`, and nothing else. "torchao tensorwise,
+a recipe; ", codes" adds a call of `fp4compile.distributed.gather_quantized_`, over NVLink too. "torchao tensorwise,
 codes" is torchao's float8 training with its FP8 all-gather, left out where torchao is not installed.
 
 "ms": the median time of a step, "slowest ms": the longest of the repeats, each of which is the mean of several steps
@@ -69,7 +69,7 @@ def measure(case: str, args: argparse.Namespace) -> dict | None:
         return None
     counted = shard(model, recipe)
     if codes and not recipe.startswith("torchao"):
-        gather_quantized_(model, recipe)
+        gather_quantized_(model, recipe, over_nvlink=True)
     if args.prefetch:
         for block, following in itertools.pairwise(model.model.layers):
             block.set_modules_to_forward_prefetch([following])

@@ -107,6 +107,17 @@ def process_group(name: str) -> Any:
     return next((group for group in groups if group.group_name == name), None)
 
 
+def nvlinks(device: int) -> list[int]:
+    """The number of NVLinks between a CUDA device and each visible one; empty where torch cannot tell."""
+    from torch._C import _autograd, _distributed_c10d
+
+    try:
+        found = _distributed_c10d._detect_dma_connectivity(_autograd.DeviceType.CUDA, "nvlink")  # type: ignore
+        return found.matrix[device]
+    except (AttributeError, RuntimeError):  # torch without CUDA or with another interface, no NVML
+        return []
+
+
 def statically_true(condition: Any) -> bool:
     """Whether a condition on sizes holds; False where a symbolic size leaves it open. Never adds a guard."""
     if isinstance(condition, bool):

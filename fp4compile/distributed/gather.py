@@ -9,6 +9,7 @@ from fp4compile.analysis.module_names import check_module, module_name, named_te
 from fp4compile.analysis.plan import Layer, Model, of_layer
 from fp4compile.distributed.codes import Direction
 from fp4compile.distributed.fsdp import Sharded, sharded_parameters
+from fp4compile.distributed.link import nvlink_connects
 from fp4compile.distributed.shard import Member, QuantizedShard, Together
 from fp4compile.distributed.whole import GatheredFormat
 from fp4compile.formats.quantize_spec import COLUMNS, FLOAT_DTYPES, ROWS
@@ -18,7 +19,11 @@ from fp4compile.weights.scale_layout import layout_on
 
 
 def gather_quantized_(
-    model: nn.Module, recipe: str | dict | Recipe | Path | None = None, *, recompute: bool = False
+    model: nn.Module,
+    recipe: str | dict | Recipe | Path | None = None,
+    *,
+    recompute: bool = False,
+    over_nvlink: bool = False,
 ) -> Report:
     """Make FSDP2 gather the codes of the weights that a recipe quantises, instead of 16-bit or 32-bit numbers.
 
@@ -29,19 +34,23 @@ def gather_quantized_(
     recipe: as for `fp4compile.backend`. Its rules match the full names of layers in `model`.
     recompute: whether the backward pass computes forward matmuls again, as activation checkpointing does. Its gathers
         then contain the codes in both directions.
+    over_nvlink: whether to gather codes between GPUs of one host that NVLink connects, too. There the bytes saved are
+        worth less than the host's time for gathers of codes (benchmarks/results/sharded_step.md).
 
     Weights of linear layers (`nn.Linear`) whose forward matmul and input gradient the recipe quantises are gathered as
     codes. All others are gathered unquantised, for a reason in the report.
 
     Returns a report of the weights: the forward matmul and the input gradient of each layer.
 
-    Raises TypeError if `model` is no module or `recompute` no bool, ValueError for a model without parameters that
-    FSDP2 shards and for a second call, RuntimeError after the first forward pass and if another rank passes another
-    recipe or `recompute`, and the errors of `backend` for a bad recipe.
+    Raises TypeError if `model` is no module or `recompute` or `over_nvlink` no bool, ValueError for a model without
+    parameters that FSDP2 shards and for a second call, RuntimeError after the first forward pass and if another rank
+    passes another recipe, `recompute` or `over_nvlink`, and the errors of `backend` for a bad recipe.
     """
     check_module(model)
-    if not isinstance(recompute, bool):
-        raise TypeError(f"recompute: expected a bool, got {type(recompute).__name__}")
+    options = {"recompute": recompute, "over_nvlink": over_nvlink}
+    for name, value in options.items():
+        if not isinstance(value, bool):
+            raise TypeError(f"{name}: expected a bool, got {type(value).__name__}")
     chosen, parameters = resolve(recipe), list(sharded_parameters(model))
     if not parameters:
         raise ValueError("model: FSDP2 shards none of its parameters; call torch.distributed.fsdp.fully_shard first")
@@ -50,15 +59,17 @@ def gather_quantized_(
     if any(one.gathered_before for one in parameters):
         raise RuntimeError("model: its parameters were gathered; call gather_quantized_ before the first forward pass")
     groups_of_ranks = {one.process_group.group_name: one.process_group for one in parameters}
-    settings = agreement.settings_of(chosen, {"gather_quantized_(recompute)": recompute})
+    settings = agreement.settings_of(chosen, {f"gather_quantized_({name})": value for name, value in options.items()})
     agreement.publish_to(groups_of_ranks.values(), settings).compare()
+    on_gpu = any(one.device.type == "cuda" for one in parameters)
+    fast = {name for name, group in groups_of_ranks.items() if on_gpu and not over_nvlink and nvlink_connects(group)}
     layers = _layers(model, parameters, chosen)
     names = [named.name for named, _ in named_tensors(model)]
     around = Model.of(chosen, names, [layer for layer, _ in layers])
     report = Report(chosen.name)
     groups: dict[int, Together] = {}
     for layer, one in layers:
-        found = _form(layer, one, chosen, around, recompute)
+        found = _form(layer, one, chosen, around, recompute, one.process_group.group_name in fast)
         report.add(_rows(layer, one, found, chosen), {})
         if isinstance(found[0], GatheredFormat):
             # FSDP2 copies offloaded shards from the host to the device one at a time.
@@ -67,6 +78,10 @@ def gather_quantized_(
     return report
 
 
+OVER_NVLINK = (
+    "over NVLink a gather of codes costs the host more time than it saves on the link; "
+    "gather_quantized_(..., over_nvlink=True) gathers codes"
+)
 # The form of the gathered codes, or the reason against codes; the layer's recipe, None if a rule skips the layer.
 _Found = tuple[GatheredFormat | str, Recipe | None]
 
@@ -87,14 +102,17 @@ def _layers(model: nn.Module, parameters: list[Sharded], recipe: Recipe) -> list
     return found
 
 
-def _form(layer: Layer, one: Sharded, recipe: Recipe, around: Model, recompute: bool) -> _Found:
-    """The form of a weight's gathered codes, or the reason that it is gathered unquantised; and its recipe."""
+def _form(layer: Layer, one: Sharded, recipe: Recipe, around: Model, recompute: bool, fast: bool) -> _Found:
+    """The form of a weight's gathered codes, or the reason that it is gathered unquantised; and its recipe.
+
+    fast: whether the link is too fast for a gain.
+    """
     chosen, reason = of_layer(layer, recipe, around)
     reason = reason or (None if chosen is None else _left_by_recipe(chosen)) or _obstacle(layer, one)
     if chosen is None or reason is not None:
         return str(reason), chosen
     form = _form_by(chosen, one, recompute)
-    reason = form.rows.misfit(one.ranks) or form.columns.misfit(one.ranks)
+    reason = form.rows.misfit(one.ranks) or form.columns.misfit(one.ranks) or (OVER_NVLINK if fast else None)
     return reason or form, chosen
 
 

@@ -259,6 +259,8 @@ def test_bad_arguments_are_named():
     fully_shard(model)
     with pytest.raises(TypeError, match="recompute: expected a bool, got int"):
         gather_quantized_(model, recompute=1)
+    with pytest.raises(TypeError, match="over_nvlink: expected a bool, got str"):
+        gather_quantized_(model, over_nvlink="yes")
     with pytest.raises(ValueError, match="unknown recipe 'mxpf8'"):
         gather_quantized_(model, "mxpf8")
     gather_quantized_(model, fp4compile.Recipe.from_dict({"recipe": "mxfp8"}))

@@ -8,10 +8,13 @@ by itself, from the same random state, and averages the gradients.
 
 import functools
 import math
+import re
+import subprocess
 
 import pytest
 import torch
 
+from fp4compile.distributed.gather import OVER_NVLINK
 from tests.helpers import distributed_worker, process_groups, without_codegen
 from tests.helpers.distributed_worker import RANKS, STEPS, Case, train_alone
 
@@ -118,6 +121,16 @@ def test_gathers_of_codes_change_no_bits(device, rank, together):
     assert all(torch.equal(codes["state"][name], value) for name, value in whole["state"].items())
     checkpointed = found["checkpointed"]
     assert checkpointed[True]["losses"] == checkpointed[False]["losses"]
+
+
+@devices
+def test_nvlink_alone_keeps_weights_in_high_precision(device, together):
+    """nvidia-smi says here what connects the GPUs, and torch in the product."""
+    (first, second), linked = (found["decided"] for found in together(device)["gathers"]), False
+    if device == "cuda":
+        links = subprocess.run(["nvidia-smi", "topo", "-m"], capture_output=True, text=True, check=True).stdout
+        linked = re.search(r"^GPU0\s+X\s+NV\d", links, re.MULTILINE) is not None
+    assert first == second == ({OVER_NVLINK} if linked else {None})
 
 
 @devices

@@ -64,7 +64,7 @@ class Training:
         fully_shard(self.model, mp_policy=POLICY)
         self.model.layers[0].set_custom_all_gather(self.counted)
         if codes:
-            gather_quantized_(self.model, recipe, recompute=checkpointed)
+            gather_quantized_(self.model, recipe, recompute=checkpointed, over_nvlink=True)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.01, fused=True)
 
     def step(self, *parts: torch.Tensor) -> list[float]:
@@ -125,6 +125,14 @@ def alone(device, tokens) -> torch.Tensor:
     return model(tokens[:, :-1]).detach().cpu()
 
 
+def decided(device) -> set[str | None]:
+    """Why a rank gathers no codes, where the caller of `gather_quantized_` leaves that to the link."""
+    model = weights(device)
+    for layer in model.layers:
+        fully_shard(layer, mp_policy=POLICY)
+    return {row.reason for row in gather_quantized_(model, "nvfp4_train").rows}
+
+
 def run(rank: int, device) -> list[dict]:
     """What every rank found. On a CPU no C++ is compiled: tests/distributed has Inductor's code for such weights."""
     with pytest.MonkeyPatch.context() as patch:
@@ -135,7 +143,7 @@ def run(rank: int, device) -> list[dict]:
 
 def _run(rank: int, device) -> list[dict]:
     data = distributed_worker.batches(device).chunk(distributed_worker.RANKS, dim=1)[rank]
-    mine = {"alone": alone(device, data[0])}
+    mine = {"alone": alone(device, data[0]), "decided": decided(device)}
     for kind, of in (("train", train), ("checkpointed", checkpointed)):
         mine[kind] = {codes: of(device, data, codes) for codes in (False, True)}
     everyone: list = [None] * distributed_worker.RANKS
