@@ -11,11 +11,12 @@ FSDP2 gathers. "peak GB": memory of the first rank. "loss": that of the second s
 "launches": as in `benchmarks.training_step`; kernels of several streams overlap, and kernels of collectives wait for
 the other rank. A slow link is what NCCL_P2P_DISABLE=1 leaves of NVLink.
 --prefetch: each block asks for the weights of the next one before it runs (`set_modules_to_forward_prefetch`).
+--reduced bfloat16: gradients are reduced in bf16, half the bytes.
 --accumulated: the step is one of several batches whose gradients are added up before they are reduced, so that weights
 alone are on the wire; it has no optimiser.
 
     python -m benchmarks.sharded_step [--cases bf16 nvfp4_train "nvfp4_train, codes"] [--prefetch] [--accumulated]
-                                      [--out FILE]
+                                      [--reduced bfloat16] [--out FILE]
 """
 
 import argparse
@@ -35,7 +36,6 @@ from fp4compile.distributed import gather_quantized_
 RECIPES = ("float8_rowwise", "float8_block", "mxfp8", "nvfp4_train")
 CODES = ", codes"
 CASES = ("bf16", "torchao tensorwise, codes", *(recipe + end for recipe in RECIPES for end in ("", CODES)))
-POLICY = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 
 
 class Counted(DefaultAllGather):
@@ -57,8 +57,9 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=1, help="texts of a rank")
     parser.add_argument("--length", type=int, default=4096)
     parser.add_argument("--prefetch", action="store_true", help="gather a block's weights before the block before it")
+    parser.add_argument("--reduced", choices=("float32", "bfloat16"), default="float32", help="dtype of the reduction")
     parser.add_argument("--accumulated", action="store_true", help="reduce no gradients")
-    ranks.run(parser.parse_args(), measure, ("layers", "batch", "length", "prefetch", "accumulated"))
+    ranks.run(parser.parse_args(), measure, ("layers", "batch", "length", "prefetch", "reduced", "accumulated"))
 
 
 def measure(case: str, args: argparse.Namespace) -> dict | None:
@@ -67,7 +68,7 @@ def measure(case: str, args: argparse.Namespace) -> dict | None:
     model = training_step.model_of(args).float()
     if recipe.startswith("torchao") and torchao_training(model, "", enable_fsdp_float8_all_gather=True) is None:
         return None
-    counted = shard(model, recipe)
+    counted = shard(model, recipe, getattr(torch, args.reduced))
     if codes and not recipe.startswith("torchao"):
         gather_quantized_(model, recipe, over_nvlink=True)
     if args.prefetch:
@@ -104,15 +105,19 @@ def measure(case: str, args: argparse.Namespace) -> dict | None:
     }  # fmt: skip
 
 
-def shard(model: LlamaForCausalLM, recipe: str) -> Counted:
-    """Compile and shard each block, then the whole; returns what counts the bytes of all gathers."""
+def shard(model: LlamaForCausalLM, recipe: str, reduced: torch.dtype) -> Counted:
+    """Compile and shard each block, then the whole; returns what counts the bytes of all gathers.
+
+    reduced: the dtype in which gradients are reduced.
+    """
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=reduced)
     plain = recipe == "bf16" or recipe.startswith("torchao")
     counted = Counted()
     for block in model.model.layers:
         block.compile(backend="inductor" if plain else fp4compile.backend(recipe), dynamic=False)
-        fully_shard(block, mp_policy=POLICY)
+        fully_shard(block, mp_policy=policy)
         block.set_custom_all_gather(counted)
-    fully_shard(model, mp_policy=POLICY)
+    fully_shard(model, mp_policy=policy)
     model.set_custom_all_gather(counted)
     return counted
 
