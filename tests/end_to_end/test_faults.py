@@ -7,8 +7,10 @@ import threading
 import pytest
 import torch
 from torch import nn
+from torch._inductor import config as inductor
 
 import fp4compile
+from fp4compile import dynamo_backend
 from fp4compile.formats import formats
 from fp4compile.recipe import named
 from tests.helpers import resume_worker, without_codegen
@@ -147,6 +149,21 @@ def test_a_skipped_step_leaves_no_trace(name, device):
 
 
 # ---------------------------------------------------------------- killed and resumed
+
+
+def test_all_graphs_of_a_repeatable_run_are_compiled_as_such(tmp_path, monkeypatch):
+    """Dynamo resets Inductor's own setting between the forward and the backward graph."""
+    seen, compile_inner = [], dynamo_backend.compile_fx_inner
+
+    def noted(*args, **kwargs):
+        seen.append((kwargs.get("is_backward", False), inductor.deterministic))
+        return compile_inner(*args, **kwargs)
+
+    monkeypatch.setattr(dynamo_backend, "compile_fx_inner", noted)
+    monkeypatch.setattr(resume_worker, "STEPS", 1)
+    resume_worker.train("mxfp8", "cpu", tmp_path / "checkpoint.pt", tmp_path / "losses.txt")
+    assert seen == [(False, True), (True, True)]
+    assert not inductor.deterministic, "the setting ends with the run"
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -8,18 +8,29 @@ It goes on from CHECKPOINT if that exists, and kills itself in step KILL, after 
 import os
 import signal
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
 from torch import nn
-from torch._inductor import config
 
 import fp4compile
 
 STEPS, EVERY = 6, 2  # steps in all; steps from checkpoint to checkpoint
 
 
-@config.patch(deterministic=True)  # as docs/training.md says: else each process may choose its reductions by time
+@contextmanager
+def repeatable() -> Iterator[None]:
+    """As docs/training.md says: else each process may choose Inductor's reductions by their times."""
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+@repeatable()
 def train(recipe: str, device: str, checkpoint: Path, losses: Path, kill: int | None = None) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Dropout(0.1), nn.Linear(128, 64)).to(device)
