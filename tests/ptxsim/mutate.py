@@ -93,9 +93,9 @@ def place_of(entry: Entry) -> tuple[str, str, str]:
 
 @cache
 def explained() -> dict[tuple[str, str, str], Entry]:
-    """The reason of each edit that the last runs did not find."""
-    contents = [json.loads(path.read_text()) for path in sorted(RESULTS.parent.glob(f"{RESULTS.stem}*.json"))]
-    entries = [entry for content in contents for kind in ("ptx", "source") for entry in content[kind]]
+    """The reason of each edit that the last run did not find."""
+    content = json.loads(RESULTS.read_text())
+    entries = [entry for kind in ("ptx", "source") for entry in content[kind]]
     return {place_of(entry): {key: entry[key]} for entry in entries for key in ("equivalent", "why") if key in entry}
 
 

@@ -48,6 +48,6 @@ def test_the_table_explains_what_was_not_found():
     entries = content["ptx"] + content["source"]
     assert all(len(entry.keys() & {"found", "equivalent", "why"}) == 1 for entry in entries)
     changing = [entry for entry in entries if "equivalent" not in entry]
-    assert sum("found" in entry for entry in changing) >= 0.95 * len(changing)
+    assert sum("found" in entry for entry in changing) >= 0.97 * len(changing)
     assert len(content["source"]) >= 20
     assert len({entry["kernel"] for entry in content["ptx"]}) >= 6
