@@ -326,9 +326,9 @@ def _way_out(differs: str | None) -> str:
 def backend(recipe: str | dict | Recipe | Path | None = None, *, strict: bool = False, **overrides: Any) -> Backend:
     """The backend of a recipe, for `torch.compile(model, backend=...)`.
 
-    recipe: a name (see `recipes()`), a dict of fields, a `Recipe`, or the path of a TOML file. None takes the recipe
-        that the environment variable FP4COMPILE_RECIPE names, or "nvfp4" where it is not set; the log of "fp4compile"
-        names it, at level INFO.
+    recipe: a name (see `recipes()`), a dict of fields, a `Recipe`, or the path of a TOML or JSON file. None takes the
+        recipe that the environment variable FP4COMPILE_RECIPE names, or "nvfp4" where it is not set; the log of
+        "fp4compile" names it, at level INFO.
     strict: raise RuntimeError, instead of giving one warning, where nothing of a model was quantised, where a rule of
         the recipe matches no layer of a model, and where a limit of Dynamo's leaves a function uncompiled.
     overrides: fields of the recipe to replace.

@@ -17,13 +17,15 @@ from fp4compile.recipe import Recipe, Rule, resolve
 def block_recipe(recipe: str | dict | Recipe | Path | None, model: nn.Module, block: nn.Module) -> Recipe:
     """The recipe for a block that is compiled by itself, with the decisions of `recipe` for the block in the model.
 
-    recipe: as for `fp4compile.backend`; its rules, skipped blocks and static scales use names in `model`.
+    recipe: as for `fp4compile.backend`; its rules, skipped blocks and static scales use names in `model`. In the result
+        they use names below the block, and no block is skipped by its number.
     block: a module of `model`.
 
     for block in model.layers:
         block.compile(backend=fp4compile.backend(fp4compile.block_recipe(recipe, model, block)))
 
-    Raises TypeError if `model` or `block` is not a module, ValueError if the model does not contain the block.
+    Raises TypeError if `model` or `block` is not a module, ValueError if the model does not contain the block, and the
+    errors of `backend` for a bad recipe.
     """
     check_module(model)
     check_module(block, "block")

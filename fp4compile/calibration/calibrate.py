@@ -33,14 +33,16 @@ def calibrate(
 ) -> Recipe:
     """The recipe, with static activation scales that are measured on the batches. `Recipe.save` writes it to a file.
 
-    A scale is the decode factor amax / 2688 of all activations of a layer, including all its experts; larger values
-    saturate. A layer gets none if its activations were all zero or, with a warning, if it also ran outside of the
-    captured graphs; it computes the scale at run time, and the report notes it.
+    A layer's scale is made of an amax, a magnitude of all its activations, including those of all its experts: amax /
+    2688 for NVFP4, amax / 448 for FP8. Larger values saturate. A layer gets no scale if its activations were all zero
+    or, with a warning, if it also ran outside of the captured graphs: it computes the scale at run time, and the report
+    notes it.
 
     model: a module, its method `generate` or another callable; it runs uncompiled, without gradients, and a module in
         eval mode.
     batches: an iterable of batches: tensors, tuples or lists of arguments, or mappings of keyword arguments.
-    recipe: a recipe whose activations (fprop_x) are NVFP4 with a global scale, static or dynamic.
+    recipe: as for `fp4compile.backend`, with activations (fprop_x) in a format with a global scale, static or dynamic:
+        NVFP4 or float8_tensor.
     method: how amax is chosen. "max": the largest magnitude. "percentile": the magnitude that `percentile` percent of
         the non-zero elements do not exceed, within 1/64 of its value. "mse": of 64 candidates between the largest
         magnitude and a sixteenth of it, the one with the least squared error of the quantised activations, by
@@ -49,8 +51,8 @@ def calibrate(
     progress: whether a terminal shows a progress bar, if the package tqdm is installed.
 
     Raises ValueError for another recipe, method or percentile, for no batches, if the recipe gives no layer a static
-    scale, for a module on the meta device, and if an activation is not finite; TypeError for a single batch and a model
-    that cannot be called.
+    scale, for a module on the meta device, and if an activation is not finite; TypeError for a single batch, a
+    percentile that is no number and a model that cannot be called; the errors of `backend` for a bad recipe.
     """
     chosen = resolve(recipe).replace(activation_scale="static")
     if method not in METHODS:

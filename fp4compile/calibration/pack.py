@@ -44,8 +44,8 @@ def pack_(
     recipe: as for `fp4compile.backend`; its settings for the forward matmul are used.
     batches: for `weight_method` "gptq" and `weight_scales` "hessian", and only for these: an iterable of sample
         batches, as for `calibrate`. The model runs over them uncompiled, without gradients and in eval mode.
-    resume: with batches, a folder where the codes of each weight are kept as soon as they are made. A call with the
-        same model, recipe, batches and folder goes on from there.
+    resume: only with batches: a folder, created if there is none, where the codes of each weight are kept as soon as
+        they are made. A call with the same model, recipe, batches and folder goes on from there.
     contracted: for parameters of experts, by pattern of their full names, the dimension along which they are
         contracted: -1 where they are [experts, out, in], -2 where they are [experts, in, out]. Most experts of
         transformers declare it themselves (`is_transposed`).
@@ -67,9 +67,9 @@ def pack_(
     Returns a report of the packed weights, and the reasons for all others. Warns of rules that decide about no layer,
     of trained weights in a model without adapters, of weights and experts that fewer than 16 tokens of the batches
     reach, which are rounded to nearest, and of layers that also run outside of the captured graphs. Raises TypeError if
-    `model` is no module, ValueError if it is a linear layer itself or batches meet the meta device, TypeError or
-    ValueError for a bad `contracted` and for `batches` that are missing, superfluous, empty or not finite, and the
-    errors of `backend` for a bad recipe.
+    `model` is no module, ValueError if it is a linear layer itself, for batches and a model on the meta device, and for
+    `resume` without batches or with a damaged file, TypeError or ValueError for a bad `contracted` and for `batches`
+    that are missing, superfluous, empty or not finite, and the errors of `backend` for a bad recipe.
     """
     check_module(model)
     chosen = resolve(recipe)

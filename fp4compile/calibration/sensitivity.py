@@ -201,7 +201,7 @@ def sensitivity(
 
     Raises ValueError for no batches, for a model of which the recipe quantises nothing, whose output has no
     floating-point tensor, no finite element or changing shapes; TypeError for a single batch and a model that cannot be
-    called.
+    called; the errors of `backend` for a bad recipe.
     """
     chosen = resolve(recipe)
     trials = _Trials(model, chosen)

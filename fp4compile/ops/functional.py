@@ -47,7 +47,12 @@ class BlockScaled:
     rows: int | None = None
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-        """The represented values, of shape `shape`. dtype: bf16, fp16 or fp32; ValueError for another one."""
+        """The represented values, of shape `shape`.
+
+        dtype: bf16, fp16 or fp32.
+
+        Raises ValueError for another dtype.
+        """
         check_float("dtype", dtype)
         dense = self.grouping is Grouping.DENSE
         if dense:
@@ -108,18 +113,19 @@ def quantize(
     seed: int64 [], to round E2M1 elements stochastically; the same seed gives the same codes. None rounds to nearest.
     hadamard: quantise the random Hadamard transform of x along dim, in groups of 16 (NVFP4 blocks of 1x16). The
         result represents the transformed values, and its shape has whole groups.
-    offs: int32 [G], to quantise each group of the rows of a matrix x separately, see `formats.grouping`. With dim=0,
-        the result has each group padded to a multiple of 128. per_matrix: quantise each matrix of x [G, R, C]
-        separately. The results are operands of `scaled_grouped_mm`.
+    offs: int32 [G], on the device of x: the end of each group of rows of a matrix x, to quantise each group
+        separately for `scaled_grouped_mm`. With dim=0, the result has each group padded to a multiple of 128.
+    per_matrix: quantise each matrix of x [G, R, C] separately, for `scaled_grouped_mm`. Not with offs.
     scales: the rule for block scales. "amax" makes them of each block's largest element. For weights in NVFP4 formats
         without row scales, "mse" takes the E4M3 scale of least squared error, and "four_over_six" the better one of
         two, with the bits of `reference_scales`. Not with a seed, hadamard or offs.
 
     Returns a `BlockScaled`, which is not differentiable.
 
-    Raises TypeError for an argument of the wrong type, and for an x that is not bf16, fp16 or fp32; ValueError for an
-    unknown format or layout, a dim out of range, an outer or a seed of wrong shape, dtype or device, and for a seed, a
-    transform or scales that the format does not support.
+    Raises TypeError for an argument of the wrong type, an x that is not bf16, fp16 or fp32, offs that are not int32 and
+    a seed on another device; ValueError for an unknown format, layout or rule of scales, a dim out of range, an outer
+    of wrong shape, dtype or device, a seed of wrong shape or dtype, groups or matrices that do not fit x, and for an
+    outer, a seed, a transform or scales that the format does not support.
     """
     fmt = formats.get(format)
     if not isinstance(x, torch.Tensor):
@@ -136,6 +142,8 @@ def quantize(
     formats.check_scale_rule("scales", scales, [fmt])
     if scales != "amax" and (seed is not None or hadamard or offs is not None):
         raise ValueError(f"scales={scales!r}: is for weights, and goes without seed, hadamard and offs")
+    if offs is not None and not isinstance(offs, torch.Tensor):
+        raise TypeError(f"offs: expected an int32 torch.Tensor, got {type(offs).__name__}")
     lead = list(x.shape)
     k = lead.pop(dim)
     grouped = offs is not None or per_matrix
@@ -201,8 +209,8 @@ def scaled_grouped_mm(
     a, b: A [M, K], whose rows `offs` cuts in groups, and B [G, N, K], one matrix per group: out [M, N], zero in rows of
         no group. Or both quantised with offs along the rows (dim=0), [P, rows] and [Q, rows]: out [G, P, Q]. See the
         arguments `offs` and `per_matrix` of `quantize`. The formats must fit as in `scaled_mm`.
-    offs: int32 [G], the end of each group, on the operands' device. The host never reads its values: an offset that
-        decreases makes an empty group, and an offset beyond M counts as M.
+    offs: int32 [G], the row after the last one of each group, on the operands' device. The host never reads its values:
+        an offset that decreases makes an empty group, and an offset beyond M counts as M.
     out_dtype: bf16, fp16 or fp32.
 
     Raises TypeError for an operand that is no `BlockScaled` and for offs that are not int32, ValueError for shapes,

@@ -58,12 +58,14 @@ class Recipe:
         like, and a last layer that is wider than all others, unless they lie in a numbered block; and layers whose
         weight is an embedding's.
     activation_scale: "dynamic" computes the global scale of fprop_x; "static" reads it from static_scales.
-    static_scales: (module name, decode factor) pairs or a dict, as `fp4compile.calibrate` measures them: positive
-        normal float32 numbers. Allowed only where activation_scale, or the recipe that a rule names, is "static".
+    static_scales: (layer's name, global scale of its activation) pairs or a dict, as `fp4compile.calibrate` measures
+        them: positive normal float32 numbers, by which codes are multiplied. Allowed only where activation_scale, or
+        that of a recipe that a rule names, is "static".
     hadamard: ("wgrad",) applies the random Hadamard transform to both operands of wgrad, along the tokens.
     stochastic_rounding: the matmuls among "dgrad" and "wgrad" whose gradient operand is rounded stochastically.
-    fast_accumulation: the matmuls, in float8_rowwise, whose sums FP8 matrix units may keep in fewer bits than float32
-        has. On Hopper that is faster and less exact; elsewhere, and in packed layers, it changes nothing.
+    fast_accumulation: the matmuls, in float8_rowwise or float8_tensor, whose sums FP8 matrix units may keep in fewer
+        bits than float32 has. On Hopper that is faster and less exact; elsewhere, and in packed layers, it changes
+        nothing.
     weight_cache: for inference. "on" keeps packed weights until a change of the parameter is detected; in a process
         group of torch.distributed, whose writes cannot be detected, it quantises weights at every call. "always" keeps
         them there too, if you call `fp4compile.refresh` after such writes. "off" quantises weights at every call.
@@ -235,7 +237,7 @@ class Recipe:
         return next((rule for rule in self.rules if rule.matches(module)), None)
 
     def static_scale(self, module: str) -> float | None:
-        """The decode factor of the activation that enters a layer; None where none was measured."""
+        """The static global scale of a layer's activation; None where `static_scales` has none."""
         return dict(self.static_scales).get(module)
 
     def __repr__(self) -> str:
@@ -262,7 +264,7 @@ class Recipe:
         return hashlib.sha256(json.dumps(self.to_dict(), sort_keys=True).encode()).hexdigest()
 
     def to_dict(self) -> dict[str, Any]:
-        """The fields as a dictionary for JSON; `from_dict` returns an equal recipe."""
+        """The fields as a dictionary for JSON, from which `from_dict` makes an equal recipe."""
         plain = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         plain["rules"] = [dataclasses.asdict(rule) for rule in self.rules]
         plain["static_scales"] = dict(self.static_scales)
@@ -272,7 +274,8 @@ class Recipe:
     def from_dict(cls, fields: dict[str, Any]) -> "Recipe":
         """The recipe with fields as from `to_dict`; a key "recipe" names the recipe whose fields they override.
 
-        Raises ValueError for an unknown field or recipe, TypeError if `fields` is no dict.
+        Raises ValueError for an unknown field or recipe, TypeError if `fields` is no dict or "recipe" no string, and
+        the errors of `Recipe`.
         """
         if not isinstance(fields, dict):
             raise TypeError(f"recipe: expected a dict of fields, got {type(fields).__name__}")
@@ -286,7 +289,7 @@ class Recipe:
 
         Raises ValueError for a file that is not TOML, that has no recipe in it, that has recipe fields outside of the
         table (except `name`), or that `save` wrote and that is truncated; the errors of `from_dict`, prefixed by the
-        path; OSError.
+        path; OSError for a file that cannot be read.
         """
         fields = sources.read_toml(path, _field_names())
         with sources.errors_name(f"{path}: "):
@@ -306,7 +309,7 @@ class Recipe:
         """Write all fields to a .toml or .json file that every function that takes a recipe reads.
 
         Readers refuse a truncated file; a failed write leaves an existing file unchanged. Raises ValueError for another
-        file ending, OSError.
+        file ending, OSError where the file cannot be written.
         """
         sources.write(path, self.to_dict())
 
@@ -329,7 +332,7 @@ class Recipe:
         args: the result of a parser with the options of `fp4compile.add_arguments`.
 
         Raises TypeError for other arguments; ValueError for an unknown recipe or field, for a malformed FIELD=VALUE,
-        for a field that is set twice, and for options without a recipe.
+        for a field that is set twice, and for options without a recipe; the errors of `resolve`.
         """
         overrides = sources.overrides_of(args)
         base = cls.from_env() if args.fp4compile_recipe is None else resolve(args.fp4compile_recipe)
@@ -434,12 +437,12 @@ def _scales(value: Any) -> tuple[tuple[str, float], ...]:
 
 
 def recipes() -> tuple[str, ...]:
-    """The names of the named recipes."""
+    """The names of the named recipes, which every function that takes a recipe accepts."""
     return tuple(FIELDS)
 
 
 def named(name: str) -> Recipe:
-    """The recipe of a name. Raises ValueError, with the nearest match, for an unknown name."""
+    """The recipe of a name. Raises ValueError, with the nearest match, for an unknown name, TypeError for no string."""
     if not isinstance(name, str):
         raise TypeError(f"recipe: expected a name, got {type(name).__name__}")
     if name not in FIELDS:

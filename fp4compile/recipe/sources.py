@@ -100,7 +100,10 @@ def _toml_value(value: Any) -> str:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the --fp4compile-* options to a parser; `Recipe.from_args` reads them."""
+    """Add the --fp4compile-* options to a parser; `Recipe.from_args` reads them from its result.
+
+    parser: of a script or of a subcommand. Raises argparse.ArgumentError if it has such an option already.
+    """
     group = parser.add_argument_group("fp4compile")
     group.add_argument(
         "--fp4compile-recipe", metavar="NAME|FILE", type=_name_or_path,

@@ -33,13 +33,15 @@ def explain(
     A model on the meta device takes no memory and computes nothing: its tensors represent tensors on the GPU `gpu`. The
     key-value cache of a transformers model is off there, unless the call passes `use_cache=True`.
 
-    model: a module or another callable, compiled or not. recipe: as for `fp4compile.backend`.
+    model: a module or another callable, compiled or not.
+    args, kwargs: the arguments of its call.
+    recipe: as for `fp4compile.backend`.
     gpu: the GPU for which times are predicted, a name of `roofline.GPUS` or a `roofline.Gpu`; by default the GPU of
-        this machine, if it is in `roofline.GPUS`. all: whether to print one line for each matmul instead of equal
-        layers together.
+        this machine, if it is in `roofline.GPUS`.
+    all: whether to print one line for each matmul instead of equal layers together.
 
     Raises the errors of `backend` for a bad recipe, ValueError for an unknown GPU and if Dynamo captures no graph of
-    the model, and TypeError for a model that cannot be called.
+    the model, and TypeError for a `gpu` of another type and a model that cannot be called.
     """
     chosen = resolve(recipe)
     target = hardware.present() if gpu is None else hardware.named(gpu)

@@ -461,7 +461,9 @@ def _as_view(result: torch.Tensor, of_memory: dict[int, DequantizedWeight]) -> t
 def make_shardable_(model: nn.Module) -> None:
     """Let FSDP2 shard a model's packed weights: call it before `fully_shard`, with the model on its device.
 
-    Codes and block scales become frozen parameters of bytes; global scales stay buffers. Results keep their bits.
+    Codes and block scales become frozen parameters of integers; global and row scales stay buffers. Results keep their
+    bits.
+
     Raises TypeError if `model` is no module, ValueError if it has no packed layer, RuntimeError under a torch whose
     FSDP2 shards no integers (before 2.13).
     """

@@ -41,12 +41,13 @@ def export_packed(
 ) -> None:
     """Write a model with packed layers or experts to a directory, in the checkpoint layout of another library.
 
-    layout: "modelopt" or "compressed-tensors", which take NVFP4 with static activation scales or weights only, MXFP8,
-        MXFP4 and FP8 with global or row scales, different ones in different layers; compressed-tensors also takes FP8
-        in blocks of 128. "fp8": DeepSeek's and transformers', which takes FP8 in blocks of 128 or with global scales,
-        the same in all layers. "mxfp4": gpt-oss', which takes experts in MXFP4 that the model stores as [experts, in,
-        out]. Its files have no format of activations.
     path: a directory; it is created if there is none.
+    layout: "modelopt" or "compressed-tensors", which take NVFP4 with static activation scales or weights only, MXFP8,
+        MXFP4 and FP8 with global or row scales, different ones in different layers. Both take weights alone in FP8
+        blocks of 128; compressed-tensors also such blocks of weights and activations, dynamic global scales, and
+        weights alone in MXFP8, MXFP4 and FP8. "fp8": DeepSeek's and transformers', which takes FP8 in blocks of 128 or
+        with global scales, the same in all layers. "mxfp4": gpt-oss', which takes experts in MXFP4 that the model
+        stores as [experts, in, out]. Its files have no format of activations.
     max_shard_size: in bytes. A larger model is written in several files with an index.
 
     The directory gets the tensors, hf_quant_config.json (ModelOpt), and config.json with a quantization_config. Codes
@@ -54,10 +55,11 @@ def export_packed(
     are written one by one, except in "mxfp4". All tensors have the names of published checkpoints where transformers
     has a mapping for the model.
 
-    Raises TypeError if `model` is no module; ValueError for a model without packed layers, for experts without known
-    names, for formats that the layout does not have, for NVFP4 activations without a static scale, for packed weights
-    that were not finite, for tensors that are sharded or on the meta device, for a bad max_shard_size, and for a
-    directory that has safetensors files; OSError where it cannot be written. The next attempt removes any files of an
+    Raises TypeError if `model` is no module; ValueError for an unknown layout, for a model without packed layers, for
+    experts without known names, for formats that the layout does not have, for activations without the static scale
+    that it stores, for packed weights that were not finite, for tensors that are sharded or on the meta device, for a
+    bad max_shard_size, and for a directory that has safetensors files; OSError where it cannot be written. The next
+    attempt removes any files of an
     aborted one.
     """
     if layout not in (*LAYOUTS, MXFP4):

@@ -129,9 +129,10 @@ def load_packed(
     Tensors that shared memory when the file was written share it again. Everything is checked before the model is
     changed.
 
-    Raises TypeError if `model` is no module or `device` no device; OSError for a file that cannot be read; ValueError
-    for a file that is broken or of no known kind, for scales that no finite weight has, for layers, experts or tensors
-    that do not fit the model, for buffers on the meta device that the file lacks, and for a recipe that does not fit.
+    Raises TypeError if `model` is no module or `device` of another type; OSError for a file that cannot be read;
+    ValueError for a device that is not there or is the meta device, for a file that is broken or of no known kind, for
+    scales that no finite weight has, for layers, experts or tensors that do not fit the model, for buffers on the meta
+    device that the file lacks, and for a recipe that does not fit.
     """
     check_module(model)
     model, target = unwrapped(model), _device(device)

@@ -292,6 +292,7 @@ def test_eager_interface(name, layout):
 
 @pytest.mark.parametrize(("given", "error", "message"), [
     (lambda x, w: fp4compile.quantize(w, "nvfp4", offs=offsets()), ValueError, "offs: they go with a matrix x"),
+    (lambda x, w: fp4compile.quantize(x, "nvfp4", offs=[3, 8]), TypeError, "offs: expected an int32 torch.Tensor, got"),
     (lambda x, w: fp4compile.quantize(x, "nvfp4", per_matrix=True), ValueError, "x: expected three dimensions"),
     (lambda x, w: fp4compile.quantize(x, "nvfp4_rowwise", offs=offsets(), outer=torch.ones(ROWS, 1)), ValueError,
      "outer: format nvfp4_rowwise scales rows"),
