@@ -52,6 +52,7 @@ class LayerFormat:
 
     def __post_init__(self) -> None:
         weight = formats.get(self.weight)
+        dtypes_in(self.weight)
         formats.check_scale_rule("scale_rule", self.scale_rule, [weight])
         if self.activation is not None and not formats.compatible(formats.get(self.activation), weight):
             raise ValueError(f"formats {self.activation} and {self.weight} cannot be multiplied")
@@ -66,7 +67,7 @@ class PackedWeight(nn.Module):
 
     weight_data, weight_scales, weight_outer: buffers as the fields of `BlockScaled`; None if the format has none. Codes
         and block scales are integers here, in state dicts and in files, because loaders cast floats to the model's
-        dtype and never cast integers; `part` views them. Block scales have the layout of the device, see
+        dtype and never cast integers; `parts` views them. Block scales have the layout of the device, see
         `weights.scale_layout`, and are linear in state dicts. `make_shardable` turns codes and scales into parameters.
     experts: the number of matrices; None for a single one. in_first: whether the original weight is [..., in, out].
     weight_dtype: the dtype of the dequantised weight: the original weight's, until a cast such as `.half()` sets it.
@@ -192,31 +193,37 @@ class PackedWeight(nn.Module):
             elif name not in self._parameters:
                 self.register_buffer(name, None)
 
-    def part(self, name: str) -> torch.Tensor | None:
-        """One of the tensors `BUFFERS` in the dtype of the format.
+    def parts(self) -> list[torch.Tensor | None]:
+        """The tensors `BUFFERS` in the dtypes of the format; None for those that the format lacks.
 
-        Raises RuntimeError if the tensor is a rank's shard, TypeError if a loader has cast it.
+        Raises RuntimeError if a tensor is a rank's shard, TypeError if a loader has cast it.
         """
-        tensor = getattr(self, name)
-        if tensor is None:
-            return None
+        found = []
+        for name, (dtype, stored) in dtypes_in(self.layer_format.weight).items():
+            tensor = getattr(self, name)
+            if tensor is not None:
+                if tensor.dtype != stored or _is_shard(tensor):
+                    self._refuse(name, tensor, stored)
+                tensor = tensor.detach() if name in self._parameters else tensor
+                tensor = tensor if dtype == stored else tensor.view(dtype)
+            found.append(tensor)
+        return found
+
+    def _refuse(self, name: str, tensor: torch.Tensor, stored: torch.dtype) -> None:
+        """Raise the error of a tensor that `parts` cannot return."""
         if _is_shard(tensor):
             raise RuntimeError(
                 "weight: this rank has some of its rows; call the module given to fully_shard, or its unshard()"
             )
-        dtype, stored = dtypes_of(self.layer_format.weight, name)
-        if tensor.dtype != stored:
-            raise TypeError(
-                f"{name}: expected {stored}, got {tensor.dtype}: a loader has cast it. Load without a "
-                "dtype (in accelerate dtype=None), or by fp4compile.load_packed into an unpacked model"
-            )
-        tensor = tensor.detach() if name in self._parameters else tensor
-        return tensor if tensor.dtype == dtype else tensor.view(dtype)
+        raise TypeError(
+            f"{name}: expected {stored}, got {tensor.dtype}: a loader has cast it. Load without a "
+            "dtype (in accelerate dtype=None), or by fp4compile.load_packed into an unpacked model"
+        )
 
     def dequantised(self) -> torch.Tensor:
         """The contiguous weight in the original parameter's shape, in weight_dtype."""
         dtype = self.weight_dtype if self.weight_dtype in FLOAT_DTYPES else torch.float32
-        given = *map(self.part, BUFFERS), self.layer_format.weight, self.in_features, dtype
+        given = *self.parts(), self.layer_format.weight, self.in_features, dtype
         tokens: tuple = ()
         if self.experts is not None:
             tokens = self.layer_format.activation or "plain", self.activation_outer_on(self.weight_data.device)
@@ -338,7 +345,7 @@ class PackedWeight(nn.Module):
         if state is not None and {"scale_rule": mine["scale_rule"]} | state != mine:
             return f"the state is of {state}, the layer is {mine}"
         for name in BUFFERS:
-            given, dtypes = state_dict.get(prefix + name), dtypes_of(self.layer_format.weight, name)
+            given, dtypes = state_dict.get(prefix + name), dtypes_in(self.layer_format.weight)[name]
             # States of earlier versions have floats in the format's dtype.
             if given is not None and given.dtype not in dtypes:
                 return f"{name} is {given.dtype} in the state, the layer has {dtypes[0]}"
@@ -544,14 +551,18 @@ def _uncast(before: torch.Tensor, hidden: torch.Tensor, after: torch.Tensor) -> 
     return after.view(before.dtype)
 
 
-def dtypes_of(format: str, name: str) -> tuple[torch.dtype, torch.dtype]:
-    """The dtype of a packed tensor in its format, and the dtype in which the buffer and a file store it.
+# By the name of a format; filled before Dynamo traces a layer, which would warn of a cached function.
+_DTYPES: dict[str, dict[str, tuple[torch.dtype, torch.dtype]]] = {}
 
-    name: one of `BUFFERS`. This function has no cache: Dynamo traces it, and warns of cached functions.
-    """
-    fmt = formats.get(format)
-    dtype = {"weight_data": fmt.data_dtype, "weight_scales": fmt.scale_dtype}.get(name, torch.float32)
-    return dtype, integer_dtype(dtype) if name in SHARDED else dtype
+
+def dtypes_in(format: str) -> dict[str, tuple[torch.dtype, torch.dtype]]:
+    """The dtype of each of `BUFFERS` in a format, and the dtype in which the buffer and a file store it, by name."""
+    if format not in _DTYPES:
+        fmt = formats.get(format)
+        codes, scales = fmt.data_dtype, fmt.scale_dtype
+        each = (codes, integer_dtype(codes)), (scales, integer_dtype(scales)), (torch.float32, torch.float32)
+        _DTYPES[format] = dict(zip(BUFFERS, each, strict=True))
+    return _DTYPES[format]
 
 
 def buffer_shapes(layer: PackedWeight) -> dict[str, Part]:

@@ -83,17 +83,22 @@ class PackedLayer(PackedWeight):
         Raises TypeError for another dtype or if `input` is no dense tensor, ValueError for another last dimension,
         NotImplementedError for a tangent of forward-mode differentiation.
         """
-        self._check(input)
+        # Dynamo traces this for each layer of a model: each call is compile time, so what is usual is tested first.
+        dense = isinstance(input, torch.Tensor) and input.dtype in FLOAT_DTYPES and not input.is_nested
+        fits = dense and input.dim() > 0 and input.shape[-1] == self.in_features
+        if not fits or self.weight_data.is_meta or forward_ad._current_level >= 0:
+            self._check(input)
         dtype = autocast_dtype(input.device)
         input = input if dtype is None else input.to(dtype)
         bias = None if self.bias is None else self.bias.to(input.dtype)
         rows, static = input.reshape(-1, self.in_features), self.activation_outer_on(input.device)
-        product = rows, bias, *map(self.part, BUFFERS), static, self.layer_format, self.scale_layout
+        product = rows, bias, *self.parts(), static, self.layer_format, self.scale_layout
         trained = torch.is_grad_enabled() and (input.requires_grad or (bias is not None and bias.requires_grad))
         # `view` follows the function, because a result of it that is a view may not be written to.
         return (_Product.apply if trained else _product)(*product).view(*input.shape[:-1], self.out_features)
 
     def _check(self, input: torch.Tensor) -> None:
+        """Raise the error of an input that `forward` cannot multiply, if it is one."""
         if not isinstance(input, torch.Tensor):
             raise TypeError(f"input: expected a torch.Tensor, got {type(input).__name__}")
         if input.is_nested:

@@ -28,7 +28,7 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 from fp4compile._inductor_patches import merge_other_quantisation
 from fp4compile.analysis.module_names import packed_name
 from fp4compile.recipe import resolve
-from fp4compile.weights.buffers import PackedWeight, buffer_shapes, dtypes_of, is_extra_state, packed_modules
+from fp4compile.weights.buffers import PackedWeight, buffer_shapes, dtypes_in, is_extra_state, packed_modules
 from fp4compile.weights.decide import decisions
 from fp4compile.weights.experts import states_of
 from fp4compile.weights.linear import leave_fast_paths, obstacle
@@ -304,7 +304,7 @@ class _Awaited(_Shell):
         shapes = buffer_shapes(packed)
         self.missing.update(shapes)
         for name, (shape, _) in shapes.items():
-            _, stored = dtypes_of(packed.layer_format.weight, name)
+            _, stored = dtypes_in(packed.layer_format.weight)[name]
             self.register_buffer(name, torch.empty(shape, dtype=stored, device="meta"))
 
     def __setattr__(self, name: str, value: Any) -> None:

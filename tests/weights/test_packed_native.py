@@ -143,7 +143,7 @@ def assert_swizzled(layer):
     (_, blocks), dtype = buffer_shapes(layer)["weight_scales"]
     found = layer.weight_scales
     assert found.shape == (swizzled_numel(layer.out_features, blocks),) and found.dtype == torch.uint8
-    assert layer.part("weight_scales").dtype == dtype
+    assert layer.parts()[1].dtype == dtype
     assert set(dict(layer.named_buffers())) <= set(BUFFERS)  # and there is no other copy
 
 
