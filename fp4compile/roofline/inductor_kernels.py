@@ -1,9 +1,10 @@
 """Inductor's kernels of a graph: pointwise operations and reductions, with each kernel's bytes.
 
 A rule replaces Inductor's scheduler, which needs a GPU. A result is stored if a matmul, a quantiser or the graph's
-caller reads it, or if a reduction computes it. Every reader recomputes other results. One kernel computes stored
-results of equally many elements that depend on the same matmuls and read or write the same memory; a sum over columns
-is a kernel of its own. A kernel reads each tensor once, and writes the results that are read outside of it.
+caller reads it, if a reduction computes it, or if its expression has many loads, as sums of a residual stream have.
+Every reader recomputes other results. One kernel computes stored results of equally many elements that depend on the
+same matmuls and read or write the same memory; a sum over columns is a kernel of its own. A kernel reads each tensor
+once, and writes the results that are read outside of it.
 """
 
 from collections.abc import Iterator
@@ -18,6 +19,8 @@ from fp4compile.analysis.node_kinds import INDUCTORS, base_of, kind_of, nbytes, 
 
 aten = torch.ops.aten
 
+# Inductor's limits of loads in an expression that several others read, and in any (`torch._inductor.config`).
+REUSED_LOADS, MOST_LOADS = 4, 8
 # The operators that read some rows of their first argument.
 _GATHERING = {"embedding", "index", "gather", "index_select"}
 
@@ -72,10 +75,15 @@ class _Expressions:
         self.elements[node] = max(
             *map(numel, (*kinds.tensors_of(node), *sources)), *(self.elements.get(each, 0) for each in same), 0
         )
-        if kind == "reduction" or _leaves(node):
+        if kind == "reduction" or _leaves(node) or self._has_many_loads(node):
             self.stored[node] = None
         if kind == "reduction" and not _along(node):
             self.sums[node] = None
+
+    def _has_many_loads(self, node: Node) -> bool:
+        """Whether Inductor stores an expression for its loads; it would otherwise recompute all residual sums."""
+        several = len(list(kinds.readers(node))) > 1
+        return len(self.loads[node]) > (REUSED_LOADS if several else MOST_LOADS)
 
     def _level_after(self, memory: Iterator[Node] | dict[Node, int]) -> int:
         """The level of an expression that reads some memory."""

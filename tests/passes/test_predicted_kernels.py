@@ -61,7 +61,15 @@ def summed(x, w):
     return y.float().sum(0), (y * 2) @ w.t()
 
 
+def residuals(x, scale, w):
+    """A sum that many later norms read: Inductor stores it, because its expression would have too many loads."""
+    for _ in range(8):
+        x = x + norm(x, scale) @ w
+    return norm(x, scale)
+
+
 CASES = [
+    (residuals, (64, 256), (256,), (256, 256)),
     (block, (1, 64, 256), (256,), (256, 256), (256, 512), (512, 256)),
     (rotated, (64, 256), (256, 256), (64, 64), (64, 64)),
     (gate_gradients, (64, 256), (64, 512), (64, 512), (256, 512)),
