@@ -164,13 +164,22 @@ class _Scan:
                 yield Gemm(node, "other", _module_of(node), unsupported=why)
             return
         if node.target is torch.ops.fp4compile.scaled_mm.default:
-            yield _packed(node)
+            yield self._packed(node)
             return
         why = _unsupported(node.target)
         if why is not None:
             yield Gemm(node, "other", _module_of(node), unsupported=why)
         elif isinstance(node.target, torch._ops.HigherOrderOperator):
             yield from self._nested(node)
+
+    def _packed(self, node: Node) -> Gemm:
+        """The matmul of a `scaled_mm` that the captured graph already had; outside of a backward pass, a layer."""
+        x = scaled_mm_of(node)
+        *_, m, n = node.meta["val"].shape
+        dims = m, n, contracted(node)
+        names = tuple(None if each.format is None else each.format.name for each in (x.a, x.b))
+        layer = () if node in self.gradients else dims
+        return Gemm(node, "fprop", _module_of(node), dims=dims, layer=layer, forward=node, packed=names)
 
     def _nested(self, node: Node) -> Iterator[Gemm]:
         """The matmuls in the branches and bodies of `cond`, `while_loop` and the like. None is quantised."""
@@ -375,14 +384,6 @@ def _feeds_embedding(root: Node) -> bool:
     """Whether an embedding looks up the parameter, or a cast of it."""
     users = [user for node in (root, *filter(is_cast, root.users)) for user in node.users]
     return any(user.target is aten.embedding.default for user in users)
-
-
-def _packed(node: Node) -> Gemm:
-    """The matmul of a `scaled_mm` that the captured graph already had."""
-    x = scaled_mm_of(node)
-    *_, m, n = node.meta["val"].shape
-    names = tuple(None if each.format is None else each.format.name for each in (x.a, x.b))
-    return Gemm(node, "fprop", _module_of(node), dims=(m, n, contracted(node)), forward=node, packed=names)
 
 
 def _unsupported(target: Callable) -> str | None:

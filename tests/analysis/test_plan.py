@@ -282,6 +282,14 @@ def test_an_output_head_by_its_width():
     assert quantised("mxfp8", model=modules(only=linear(512))) == {"only"}
 
 
+def test_an_output_head_beside_packed_layers():
+    """A packed layer counts as a layer, where the model is compiled and where it is packed again."""
+    model = modules(up=linear(128), vocabulary=linear(512))
+    fp4compile.pack_(model, "mxfp8")
+    assert reasons("mxfp8", model=model) == {"up": None, "vocabulary": "output head"}
+    assert [row.reason for row in fp4compile.pack_(model, "mxfp8").rows] == ["output head"]
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_head_tied_to_the_embedding(dtype):
     """The embedding may look up a cast of its table."""
