@@ -59,8 +59,8 @@ _INNER_GRADIENT = "part of a gradient that is taken inside of the graph (torch.f
 _BOTH_ORIENTATIONS = (
     "its weight is multiplied in both orientations and nothing is a gradient here: it may be one (torch.func.grad)"
 )
-# Operators of other libraries are recognised by name: grouped_mm_fallback, int4_matmul, fused_linear.
-_PRODUCT_NAME = re.compile(r"(^|_)(mm|bmm|addmm|matmul|gemm|linear)(_|$)")
+# Other operators are recognised by name: grouped_mm_fallback, int4_matmul, fused_linear, _trilinear (of nn.Bilinear).
+_PRODUCT_NAME = re.compile(r"(^|_)(mm|bmm|addmm|matmul|gemm|linear|trilinear)(_|$)")
 
 
 def find(graph: Graph, inputs: tuple[Input, ...]) -> list[Gemm]:

@@ -163,6 +163,12 @@ def test_operators_of_other_libraries_are_named():
     assert [row.reason for row in report.rows] == ["operator tests.expert_mm.default"]
 
 
+def test_a_bilinear_layer_is_named():
+    with torch.no_grad():
+        report = fp4compile.explain(torch.nn.Bilinear(64, 64, 32), *torch.randn(2, 4, 64), recipe="mxfp8")
+    assert [row.reason for row in report.rows] == ["operator aten._trilinear.default"]
+
+
 def test_a_product_that_the_recipe_leaves_has_that_reason():
     report = fp4compile.explain(torch.nn.Linear(64, 64), torch.randn(8, 64), recipe="nvfp4_weight_only")
     assert [(row.product, row.reason) for row in report.rows] == [
