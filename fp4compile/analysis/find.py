@@ -16,7 +16,7 @@ that depends on a tangent. Every other operator that multiplies matrices is list
 
 import math
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -65,7 +65,8 @@ _PRODUCT_NAME = re.compile(r"(^|_)(mm|bmm|addmm|matmul|gemm|linear|trilinear)(_|
 
 def find(graph: Graph, inputs: tuple[Input, ...]) -> list[Gemm]:
     """Every matmul of the graph, in graph order. inputs: one entry for each argument of the compiled function."""
-    scan = _Scan(weights_of(graph, inputs), tangent_dependent(graph), parts_of_gradients(graph))
+    buffers = {node for node in graph.find_nodes(op="placeholder") if _is_buffer(node, inputs)}
+    scan = _Scan(weights_of(graph, inputs), tangent_dependent(graph), parts_of_gradients(graph), buffers)
     gemms, cuts = scan.gemms(graph), sharded_parameters_of(graph, inputs)
     whole = {layer.gemm.node: _whole(layer, cuts[layer.root]) for layer in scan.layers if layer.root in cuts}
     return [replace(gemm, layer=whole[gemm.forward]) if gemm.forward in whole else gemm for gemm in gemms]
@@ -109,6 +110,11 @@ def weights_of(graph: Graph, inputs: tuple[Input, ...]) -> dict[Node, str]:
     return parameters | {node: parameter_name(_module_of(node)) for node in packed} | known
 
 
+def _is_buffer(placeholder: Node, inputs: tuple[Input, ...]) -> bool:
+    index = input_index(placeholder)
+    return index is not None and index < len(inputs) and inputs[index].buffer
+
+
 def _input_of(root: Node) -> Node:
     """The placeholder of a weight's parameter; for a gathered weight, the placeholder of its codes or of its rows."""
     if is_gather(root):
@@ -134,15 +140,17 @@ class _Layer:
 
 
 class _Scan:
-    """One search of a graph. computed: the nodes that are computed from parameters and constants alone."""
+    """One search of a graph. computed: the nodes that are computed from parameters, buffers and constants alone."""
 
-    def __init__(self, parameters: dict[Node, str], gradients: set[Node], parts: dict[Node, set[int]]):
-        self.parameters, self.gradients, self.parts = parameters, gradients, parts
+    def __init__(
+        self, parameters: dict[Node, str], gradients: set[Node], parts: dict[Node, set[int]], buffers: Collection[Node]
+    ):
+        self.parameters, self.gradients, self.parts, self.buffers = parameters, gradients, parts, buffers
         self.layers: list[_Layer] = []
         self.computed: set[Node] = set()
 
     def gemms(self, graph: Graph) -> list[Gemm]:
-        self.computed = _computed_from(self.parameters, graph)
+        self.computed = _computed_from(self.parameters, self.buffers, graph)
         products = [p for node in graph.nodes if (p := matmul_of(node, self.parameters, self.gradients)) is not None]
         backward = [product for product in products if product.node in self.gradients]
         found = {p.node: self._forward(p) for p in products if p.node not in self.gradients}
@@ -194,7 +202,8 @@ class _Scan:
             outer = operands[max(len(operands) - len(inner), 0) :]
             parameters = {i: self.parameters[o] for i, o in zip(inner, outer, strict=False) if o in self.parameters}
             why = f"inside {node.target.__name__}: matmuls of nested regions are not quantised"
-            for gemm in _Scan(parameters, set(), {}).gemms(body.graph):
+            buffers = [i for i, o in zip(inner, outer, strict=False) if o in self.buffers]
+            for gemm in _Scan(parameters, set(), {}, buffers).gemms(body.graph):
                 yield replace(gemm, product="other", unsupported=gemm.unsupported or why)
 
     # ------------------------------------------------------------ forward
@@ -337,9 +346,9 @@ class _Scan:
         return _of_weight(side, product.weight_view, role, name)
 
 
-def _computed_from(parameters: dict[Node, str], graph: Graph) -> set[Node]:
-    """The parameters, and the nodes that depend on parameters and constants alone."""
-    found, constants = set(parameters), set()
+def _computed_from(parameters: dict[Node, str], buffers: Collection[Node], graph: Graph) -> set[Node]:
+    """The parameters, and the nodes that depend on parameters, and else on buffers and constants alone."""
+    found, constants = set(parameters), set(buffers)
     for node in graph.nodes:
         if node.op != "placeholder" and all(arg in found or arg in constants for arg in node.all_input_nodes):
             (found if any(arg in found for arg in node.all_input_nodes) else constants).add(node)

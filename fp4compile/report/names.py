@@ -135,6 +135,7 @@ def record(gm: GraphModule, example_inputs: Sequence[Any], root: torch.nn.Module
             name if place is not None and place.parameter else None,
             frozen=not getattr(value, "requires_grad", False),
             shards=_shards(value),
+            buffer=place is not None and not place.parameter,
         )
         for name, place, value in zip(names, places, values, strict=True)
     )

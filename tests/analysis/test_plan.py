@@ -163,6 +163,27 @@ def test_operators_of_other_libraries_are_named():
     assert [row.reason for row in report.rows] == ["operator tests.expert_mm.default"]
 
 
+class Masked(torch.nn.Linear):
+    def __init__(self, in_region):
+        super().__init__(64, 64)
+        self.register_buffer("mask", torch.ones(64, 64))
+        self.in_region = in_region
+
+    def forward(self, x):
+        def run(x):
+            return F.linear(x, self.weight * self.mask)
+
+        return torch.cond(x.sum() > 0, run, torch.relu, (x,)) if self.in_region else run(x)
+
+
+@pytest.mark.parametrize("in_region", [False, True])
+def test_a_weight_times_a_buffer_is_no_attention(in_region):
+    """As pruning makes it."""
+    recipe = {"recipe": "mxfp8", "attention_a": "mxfp8", "attention_b": "mxfp8"}
+    found = reasons(recipe, model=Masked(in_region))
+    assert [*found.values()] == ["its weight is computed from parameters and is none itself"]
+
+
 def test_a_bilinear_layer_is_named():
     with torch.no_grad():
         report = fp4compile.explain(torch.nn.Bilinear(64, 64, 32), *torch.randn(2, 4, 64), recipe="mxfp8")
