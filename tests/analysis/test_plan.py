@@ -317,6 +317,17 @@ def test_an_output_head_beside_packed_layers():
     assert [row.reason for row in fp4compile.pack_(model, "mxfp8").rows] == ["output head"]
 
 
+def test_blocks_are_counted_with_those_that_are_packed():
+    """Packed layers without a bias have no parameters."""
+    model = torch.nn.Sequential()
+    model.layers = torch.nn.Sequential(*(torch.nn.Linear(64, 64, bias=False) for _ in range(4)))
+    fp4compile.pack_(model, {"recipe": "mxfp8", "rules": [("layers.0", "skip"), ("layers.1", "skip")]})
+    recipe = {"recipe": "mxfp8", "skip_last_blocks": 3}
+    expected = {"layers.0": None, "layers.1": "block 1 is among the last 3"}
+    assert reasons(recipe, model=model) == expected | {"layers.2": None, "layers.3": None}
+    assert {row.module: row.reason for row in fp4compile.pack_(model, recipe).rows} == expected
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_head_tied_to_the_embedding(dtype):
     """The embedding may look up a cast of its table."""
