@@ -282,8 +282,8 @@ def _of_class(model: Any, states: dict[str, dict]) -> dict[str, dict]:
     """The descriptions of those packed weights that a model's class has, by the names that it has for them.
 
     A checkpoint may be of a class with a head and the model the base of it, or the other way round: names in the base
-    then begin after a prefix. A base has no weights of the head, and a class may name others that it leaves out.
-    transformers treats the tensors of the checkpoint alike.
+    then begin after a prefix. A base has no weights of the head, and a class may leave out others: it names them, or
+    has None in their place. transformers treats the tensors of the checkpoint alike.
     """
     base = getattr(model, "base_model_prefix", "")
     prefix, is_base = f"{base}.", bool(base) and not hasattr(model, base)
@@ -292,11 +292,21 @@ def _of_class(model: Any, states: dict[str, dict]) -> dict[str, dict]:
     own = {name for name, _ in (*model.named_modules(remove_duplicate=False), *model.named_parameters())}
     found = {}
     for name, state in states.items():
-        in_model = {name, name.removeprefix(prefix), f"{prefix}{name}"} & own
+        names = {name, name.removeprefix(prefix), f"{prefix}{name}"}
         in_head = has_head and not name.startswith(prefix)
-        if in_model or not (in_head or any(pattern.search(name) for pattern in unused)):
-            found[min(in_model, default=name)] = state
+        left_out = in_head or any(pattern.search(name) for pattern in unused) or any(_is_none(model, n) for n in names)
+        if names & own or not left_out:
+            found[min(names & own, default=name)] = state
     return found
+
+
+def _is_none(module: Any, name: str) -> bool:
+    """Whether a module has None in the place of a module inside it, or of one that holds that module."""
+    for child in name.split("."):
+        module = getattr(module, child, False)
+        if module is None:
+            return True
+    return False
 
 
 class _Shell(nn.Module):

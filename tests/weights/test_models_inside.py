@@ -85,6 +85,15 @@ def test_models_of_other_classes(made, kind, part, saved_part, tmp_path):
     assert packed and len(packed) == sum(isinstance(module, PackedLinear) for module in saved_part(model).modules())
 
 
+def test_a_class_with_none_in_the_place_of_a_packed_layer(tmp_path):
+    model = bert(64)
+    fp4compile.pack_(model, "nvfp4_weight_only")
+    model.save_pretrained(tmp_path)
+    again = transformers.BertForTokenClassification.from_pretrained(tmp_path)
+    assert isinstance(model.pooler.dense, PackedLinear) and again.bert.pooler is None
+    assert torch.equal(out(again.bert), out(model))
+
+
 class Wrapper(nn.Module):
     def __init__(self, *inner):
         super().__init__()
