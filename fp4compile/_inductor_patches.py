@@ -18,7 +18,9 @@ import torch._dynamo.exc
 import torch._higher_order_ops.triton_kernel_wrap
 import torch.distributed
 import triton
+from torch._C._dynamo.eval_frame import set_code_exec_strategy
 from torch._dynamo import convert_frame
+from torch._dynamo.types import FrameAction, FrameExecStrategy
 from torch._higher_order_ops.triton_kernel_wrap import (
     kernel_side_table,
     triton_kernel_wrapper_functional,
@@ -204,6 +206,9 @@ def watch_data(
             with unseen():
                 assigned(tensor, value, before)
 
+    # torch's own property runs no Python code that Dynamo could capture, such as below a call of `module.half()`.
+    for function in (get, set):
+        set_code_exec_strategy(function.__code__, FrameExecStrategy(FrameAction.SKIP, FrameAction.SKIP))
     torch.Tensor.data = property(get, set, doc=_DATA.__doc__)
 
 

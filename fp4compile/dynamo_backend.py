@@ -246,6 +246,9 @@ class Backend:
     ) -> None:
         """Add one graph to the report, and warn (or raise) if nothing of its model is quantised yet.
 
+        A graph that lacks matrices of its model, and in which nothing but rules is against quantising, decides nothing:
+        other graphs follow.
+
         outcome: None where the rows are lost. why: the reason that no pass ran. seconds: of each pass.
         """
         model = self._identity if known.root is None else known.root
@@ -258,9 +261,10 @@ class Backend:
                 shared.report.add(known.in_full(rows), outcome.counts, trace, seconds=seconds)
             if outcome is None or any(row.quantised for row in rows):
                 shared.quantised[model] = True
-        # Rules may skip a whole block that has its own recipe.
-        as_told = known.prefix and rows and all((row.reason or "").startswith("rule ") for row in rows)
-        if why is not None or (model not in self._own.quantised and not as_told):
+        # Rules may skip a whole block that has its own recipe, and a graph break may follow layers without a matmul.
+        by_rules = all((row.reason or "").startswith("rule ") for row in rows)
+        undecided = by_rules and (known.partial or (known.prefix and rows))
+        if why is not None or (model not in self._own.quantised and not undecided):
             self._complain(f" quantised nothing: {why or _reasons(rows)}", model in self._own.warned)
             self._own.warned[model] = True
 

@@ -16,7 +16,7 @@ that depends on a tangent. Every other operator that multiplies matrices is list
 
 import math
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -59,13 +59,14 @@ _INNER_GRADIENT = "part of a gradient that is taken inside of the graph (torch.f
 _BOTH_ORIENTATIONS = (
     "its weight is multiplied in both orientations and nothing is a gradient here: it may be one (torch.func.grad)"
 )
-# Operators of other libraries are recognised by name: grouped_mm_fallback, int4_matmul, fused_linear.
-_PRODUCT_NAME = re.compile(r"(^|_)(mm|bmm|addmm|matmul|gemm|linear)(_|$)")
+# Other operators are recognised by name: grouped_mm_fallback, int4_matmul, fused_linear, _trilinear (of nn.Bilinear).
+_PRODUCT_NAME = re.compile(r"(^|_)(mm|bmm|addmm|matmul|gemm|linear|trilinear)(_|$)")
 
 
 def find(graph: Graph, inputs: tuple[Input, ...]) -> list[Gemm]:
     """Every matmul of the graph, in graph order. inputs: one entry for each argument of the compiled function."""
-    scan = _Scan(weights_of(graph, inputs), tangent_dependent(graph), parts_of_gradients(graph))
+    buffers = {node for node in graph.find_nodes(op="placeholder") if _is_buffer(node, inputs)}
+    scan = _Scan(weights_of(graph, inputs), tangent_dependent(graph), parts_of_gradients(graph), buffers)
     gemms, cuts = scan.gemms(graph), sharded_parameters_of(graph, inputs)
     whole = {layer.gemm.node: _whole(layer, cuts[layer.root]) for layer in scan.layers if layer.root in cuts}
     return [replace(gemm, layer=whole[gemm.forward]) if gemm.forward in whole else gemm for gemm in gemms]
@@ -109,6 +110,11 @@ def weights_of(graph: Graph, inputs: tuple[Input, ...]) -> dict[Node, str]:
     return parameters | {node: parameter_name(_module_of(node)) for node in packed} | known
 
 
+def _is_buffer(placeholder: Node, inputs: tuple[Input, ...]) -> bool:
+    index = input_index(placeholder)
+    return index is not None and index < len(inputs) and inputs[index].buffer
+
+
 def _input_of(root: Node) -> Node:
     """The placeholder of a weight's parameter; for a gathered weight, the placeholder of its codes or of its rows."""
     if is_gather(root):
@@ -134,15 +140,17 @@ class _Layer:
 
 
 class _Scan:
-    """One search of a graph. computed: the nodes that are computed from parameters and constants alone."""
+    """One search of a graph. computed: the nodes that are computed from parameters, buffers and constants alone."""
 
-    def __init__(self, parameters: dict[Node, str], gradients: set[Node], parts: dict[Node, set[int]]):
-        self.parameters, self.gradients, self.parts = parameters, gradients, parts
+    def __init__(
+        self, parameters: dict[Node, str], gradients: set[Node], parts: dict[Node, set[int]], buffers: Collection[Node]
+    ):
+        self.parameters, self.gradients, self.parts, self.buffers = parameters, gradients, parts, buffers
         self.layers: list[_Layer] = []
         self.computed: set[Node] = set()
 
     def gemms(self, graph: Graph) -> list[Gemm]:
-        self.computed = _computed_from(self.parameters, graph)
+        self.computed = _computed_from(self.parameters, self.buffers, graph)
         products = [p for node in graph.nodes if (p := matmul_of(node, self.parameters, self.gradients)) is not None]
         backward = [product for product in products if product.node in self.gradients]
         found = {p.node: self._forward(p) for p in products if p.node not in self.gradients}
@@ -164,13 +172,22 @@ class _Scan:
                 yield Gemm(node, "other", _module_of(node), unsupported=why)
             return
         if node.target is torch.ops.fp4compile.scaled_mm.default:
-            yield _packed(node)
+            yield self._packed(node)
             return
         why = _unsupported(node.target)
         if why is not None:
             yield Gemm(node, "other", _module_of(node), unsupported=why)
         elif isinstance(node.target, torch._ops.HigherOrderOperator):
             yield from self._nested(node)
+
+    def _packed(self, node: Node) -> Gemm:
+        """The matmul of a `scaled_mm` that the captured graph already had; outside of a backward pass, a layer."""
+        x = scaled_mm_of(node)
+        *_, m, n = node.meta["val"].shape
+        dims = m, n, contracted(node)
+        names = tuple(None if each.format is None else each.format.name for each in (x.a, x.b))
+        layer = () if node in self.gradients else dims
+        return Gemm(node, "fprop", _module_of(node), dims=dims, layer=layer, forward=node, packed=names)
 
     def _nested(self, node: Node) -> Iterator[Gemm]:
         """The matmuls in the branches and bodies of `cond`, `while_loop` and the like. None is quantised."""
@@ -185,7 +202,8 @@ class _Scan:
             outer = operands[max(len(operands) - len(inner), 0) :]
             parameters = {i: self.parameters[o] for i, o in zip(inner, outer, strict=False) if o in self.parameters}
             why = f"inside {node.target.__name__}: matmuls of nested regions are not quantised"
-            for gemm in _Scan(parameters, set(), {}).gemms(body.graph):
+            buffers = [i for i, o in zip(inner, outer, strict=False) if o in self.buffers]
+            for gemm in _Scan(parameters, set(), {}, buffers).gemms(body.graph):
                 yield replace(gemm, product="other", unsupported=gemm.unsupported or why)
 
     # ------------------------------------------------------------ forward
@@ -328,9 +346,9 @@ class _Scan:
         return _of_weight(side, product.weight_view, role, name)
 
 
-def _computed_from(parameters: dict[Node, str], graph: Graph) -> set[Node]:
-    """The parameters, and the nodes that depend on parameters and constants alone."""
-    found, constants = set(parameters), set()
+def _computed_from(parameters: dict[Node, str], buffers: Collection[Node], graph: Graph) -> set[Node]:
+    """The parameters, and the nodes that depend on parameters, and else on buffers and constants alone."""
+    found, constants = set(parameters), set(buffers)
     for node in graph.nodes:
         if node.op != "placeholder" and all(arg in found or arg in constants for arg in node.all_input_nodes):
             (found if any(arg in found for arg in node.all_input_nodes) else constants).add(node)
@@ -375,14 +393,6 @@ def _feeds_embedding(root: Node) -> bool:
     """Whether an embedding looks up the parameter, or a cast of it."""
     users = [user for node in (root, *filter(is_cast, root.users)) for user in node.users]
     return any(user.target is aten.embedding.default for user in users)
-
-
-def _packed(node: Node) -> Gemm:
-    """The matmul of a `scaled_mm` that the captured graph already had."""
-    x = scaled_mm_of(node)
-    *_, m, n = node.meta["val"].shape
-    names = tuple(None if each.format is None else each.format.name for each in (x.a, x.b))
-    return Gemm(node, "fprop", _module_of(node), dims=(m, n, contracted(node)), forward=node, packed=names)
 
 
 def _unsupported(target: Callable) -> str | None:

@@ -27,7 +27,7 @@ class Input:
 
     parameter: the fully qualified name of a parameter, below the block where a block is compiled by itself; else None.
     in_block: whether the parameter lies in a numbered block of the model. frozen: whether it needs no gradient.
-    adapter: whether a library of adapters, such as peft, added it to a layer.
+    adapter: whether a library of adapters, such as peft, added it to a layer. buffer: whether it is a module's buffer.
     """
 
     parameter: str | None = None
@@ -35,6 +35,7 @@ class Input:
     frozen: bool = False
     shards: tuple[Shard, ...] = ()
     adapter: bool = False
+    buffer: bool = False
 
 
 @dataclass(frozen=True)

@@ -105,7 +105,8 @@ def plan(
     names = [entry.parameter for entry in inputs if entry.parameter]
     in_blocks = frozenset(module_name(entry.parameter) for entry in inputs if entry.parameter and entry.in_block)
     adapters = frozenset(module_name(entry.parameter) for entry in inputs if entry.parameter and entry.adapter)
-    names += [gemm.module for gemm in gemms if _EXPERTS.search(gemm.module)]  # packed experts are no parameters
+    packed = (gemm.module for gemm in gemms if gemm.packed is not None or _EXPERTS.search(gemm.module))
+    names += filter(None, packed)  # packed weights are no parameters
     layers = [_layer(gemm) for gemm in gemms if gemm.product == "fprop" and gemm.layer]
     model = replace(Model.of(recipe, names, layers, in_blocks), adapters=adapters)
     if names and not model.blocks and (recipe.skip_first_blocks or recipe.skip_last_blocks):

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parameter import is_lazy
 
 from fp4compile.analysis.gemm import Input, Shard
 from fp4compile.analysis.module_names import ADAPTER, Named, block_of, clean_name, module_name, named_tensors, walk
@@ -42,6 +43,7 @@ class Names:
     modules: the full name of each layer whose name in the graph is shorter.
     prefix: the prefix that turns names in the graph into full names; "" where it is unknown.
     root: the outermost module that was being called; None where there is none.
+    partial: whether the root holds matrices that are no inputs of the graph.
     """
 
     inputs: tuple[Input, ...]
@@ -49,6 +51,7 @@ class Names:
     modules: dict[str, str] = field(default_factory=dict)
     prefix: str = ""
     root: torch.nn.Module | None = None
+    partial: bool = False
 
     def entered_by(self, values: Sequence[Any], root: torch.nn.Module | None = None) -> "Names":
         """These names, with full names for the part of the model that runs the graph now.
@@ -132,10 +135,21 @@ def record(gm: GraphModule, example_inputs: Sequence[Any], root: torch.nn.Module
             name if place is not None and place.parameter else None,
             frozen=not getattr(value, "requires_grad", False),
             shards=_shards(value),
+            buffer=place is not None and not place.parameter,
         )
         for name, place, value in zip(names, places, values, strict=True)
     )
-    return Names(inputs, tuple(names)).entered_by(values, root)
+    known = Names(inputs, tuple(names)).entered_by(values, root)
+    return replace(known, partial=_holds_others(known.root, values))
+
+
+def _holds_others(module: torch.nn.Module | None, values: Sequence[Any]) -> bool:
+    """Whether a module holds matrices, as parameters or buffers, that are not among the values."""
+    if module is None:
+        return False
+    read = set(map(id, values))
+    others = (tensor for _, tensor in named_tensors(module, buffers=True) if id(tensor) not in read)
+    return any(is_lazy(tensor) or tensor.dim() > 1 for tensor in others)
 
 
 def _shards(value: Any) -> tuple[Shard, ...]:

@@ -37,12 +37,15 @@ def key(gm: GraphModule, example_inputs: Sequence[Any], uuid: object, config_pat
     """sha256 of all inputs on which the rows of a Dynamo graph depend.
 
     It covers the graph and the graphs inside it, the metadata of its inputs, the uuid of the passes, the configurations
-    of Inductor and AOTAutograd, and the autocast and gradient modes.
+    of Inductor and AOTAutograd, and the autocast and gradient modes. It leaves out the numbers of symbolic sizes, as
+    torch's caches do.
 
     config_patches: the changes that this compilation makes to Inductor's configuration.
     """
     bodies = [f"{name}\n{part.code}" for name, part in gm.named_modules() if isinstance(part, GraphModule)]
-    parts = [*bodies, *(_describe(value) for value in example_inputs), repr(uuid), torch.__version__]
+    inputs = zip(gm.graph.find_nodes(op="placeholder"), example_inputs, strict=True)
+    described = (_describe(value, node.meta.get("example_value", value)) for node, value in inputs)
+    parts = [*bodies, *described, repr(uuid), torch.__version__]
     with inductor_config.patch(config_patches):  # the portable configurations leave out the pass slots: see uuid
         parts += [_configuration(inductor_config), _configuration(functorch_config)]
     parts += [repr((torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))) for kind in ("cpu", "cuda")]
@@ -61,12 +64,13 @@ def _stable(value: Any) -> str:
     return repr(value)
 
 
-def _describe(value: Any) -> str:
+def _describe(value: Any, captured: Any) -> str:
+    """The metadata of an input. captured: the value that Dynamo's graph has in its place, of symbolic sizes."""
     if not isinstance(value, torch.Tensor):
-        return f"{type(value).__name__} {value}"
+        return f"{type(value).__name__} {captured}"
     subclass = getattr(value, "_stable_hash_for_caching", None)  # a subclass's key in torch's own caches
     own = "" if subclass is None else subclass()
-    return f"{value.dtype} {tuple(value.shape)} {value.stride()} {value.device} {value.requires_grad} {own}"
+    return f"{value.dtype} {tuple(captured.shape)} {captured.stride()} {value.device} {value.requires_grad} {own}"
 
 
 def store(key: str, outcome: Outcome) -> None:

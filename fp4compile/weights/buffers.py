@@ -450,6 +450,8 @@ class DequantizedWeight(torch.Tensor):
             if hasattr(result, "setflags"):
                 result.setflags(write=False)
             of_memory = {whole.untyped_storage()._cdata: whole for whole in wholes}
+            if isinstance(result, torch.Size):  # a tree that would become a plain tuple
+                return result
             return tree_map_only(torch.Tensor, lambda each: _as_view(each, of_memory), result)
 
 

@@ -14,8 +14,8 @@ from fp4compile.formats import formats
 from fp4compile.recipe import Recipe, resolve
 from fp4compile.recipe.rules import unmatched
 from fp4compile.report.report import Row
-from fp4compile.weights.buffers import LayerFormat
-from fp4compile.weights.experts import PackedExperts, Place, check_contracted, places_of
+from fp4compile.weights.buffers import LayerFormat, PackedWeight
+from fp4compile.weights.experts import Place, check_contracted, places_of
 from fp4compile.weights.experts import obstacle as experts_obstacle
 from fp4compile.weights.linear import IN_ATTENTION, is_linear, obstacle, sizes
 from fp4compile.weights.replacements import Weight
@@ -71,9 +71,11 @@ class _Choice:
         self.named = {path: named for path, (named, _) in modules.items()}
         self.named |= {named.path: named for named, _ in named_tensors(model)}
         parameters = [named.name for named, _ in named_tensors(model)]
-        parameters += [named.name for named, module in modules.values() if isinstance(module, PackedExperts)]
+        parameters += [named.name for named, module in modules.values() if isinstance(module, PackedWeight)]
         layers = {names[0]: self.layer(names[0], sizes(model.get_submodule(names[0]))) for names in places}
         layers |= {one.names[0]: self.layer(one.names[0], one.sizes, experts=True) for one in experts}
+        layers |= {path: self.layer(path, (packed.in_features, packed.out_features), experts=packed.experts is not None)
+                   for path, packed in model.named_modules() if isinstance(packed, PackedWeight)}  # fmt: skip
         self.around = Model.of(recipe, parameters, [layers[name] for name in _in_order(model) if name in layers])
         # By id, because references to modules or parameters would keep the weights alive.
         self.linears: dict[int, list[str]] = {}

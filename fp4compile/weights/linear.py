@@ -103,6 +103,8 @@ class PackedLayer(PackedWeight):
             raise TypeError(f"input: expected a torch.Tensor, got {type(input).__name__}")
         if input.is_nested:
             raise TypeError("input: expected a dense tensor, got a nested one")
+        if input.layout is not torch.strided:
+            raise TypeError(f"input: expected a dense tensor, got one of the layout {_name_of(input.layout)}")
         if input.dtype not in FLOAT_DTYPES:
             raise TypeError(f"input: dtype {input.dtype} cannot be multiplied; allowed are bfloat16, float16, float32")
         if input.dim() == 0 or input.shape[-1] != self.in_features:
@@ -252,11 +254,15 @@ def _odd_tensors(linear: nn.Module) -> str | None:
         if type(tensor) is not nn.Parameter:  # a DTensor, or another library's packed weight
             return f"its {name} is a {type(tensor).__name__}"
         if tensor.layout is not torch.strided:
-            return f"its {name} has the layout {str(tensor.layout).removeprefix('torch.')}"
+            return f"its {name} has the layout {_name_of(tensor.layout)}"
         if tuple(tensor.shape) != shape:
             return f"its {name} has shape {tuple(tensor.shape)}"
     dtype = linear.weight.dtype
     return None if dtype in FLOAT_DTYPES else f"dtype {str(dtype).removeprefix('torch.')}"
+
+
+def _name_of(layout: torch.layout) -> str:
+    return str(layout).removeprefix("torch.")
 
 
 def _attributes(linear: nn.Module) -> dict[str, Any]:

@@ -135,7 +135,7 @@ class Fp4CompileQuantizer(HfQuantizer):
             self._untie(model)
             return model
         check_states(config.layers, config.experts)
-        for weight in weights_of(model, config.layers, config.experts):
+        for weight in weights_of(model, *(_of_class(model, states) for states in (config.layers, config.experts))):
             packed = weight.empty(model)
             shell = _Awaited(packed, weight.parameter(model), getattr(packed, "bias", None))
             self.waiting.append((weight, packed, shell))
@@ -276,6 +276,37 @@ class Fp4CompileQuantizer(HfQuantizer):
     @property
     def is_compileable(self) -> bool:
         return True
+
+
+def _of_class(model: Any, states: dict[str, dict]) -> dict[str, dict]:
+    """The descriptions of those packed weights that a model's class has, by the names that it has for them.
+
+    A checkpoint may be of a class with a head and the model the base of it, or the other way round: names in the base
+    then begin after a prefix. A base has no weights of the head, and a class may leave out others: it names them, or
+    has None in their place. transformers treats the tensors of the checkpoint alike.
+    """
+    base = getattr(model, "base_model_prefix", "")
+    prefix, is_base = f"{base}.", bool(base) and not hasattr(model, base)
+    has_head = is_base and any(name.startswith(prefix) for name in states)
+    unused = [re.compile(pattern) for pattern in getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()]
+    own = {name for name, _ in (*model.named_modules(remove_duplicate=False), *model.named_parameters())}
+    found = {}
+    for name, state in states.items():
+        names = {name, name.removeprefix(prefix), f"{prefix}{name}"}
+        in_head = has_head and not name.startswith(prefix)
+        left_out = in_head or any(pattern.search(name) for pattern in unused) or any(_is_none(model, n) for n in names)
+        if names & own or not left_out:
+            found[min(names & own, default=name)] = state
+    return found
+
+
+def _is_none(module: Any, name: str) -> bool:
+    """Whether a module has None in the place of a module inside it, or of one that holds that module."""
+    for child in name.split("."):
+        module = getattr(module, child, False)
+        if module is None:
+            return True
+    return False
 
 
 class _Shell(nn.Module):

@@ -163,6 +163,33 @@ def test_operators_of_other_libraries_are_named():
     assert [row.reason for row in report.rows] == ["operator tests.expert_mm.default"]
 
 
+class Masked(torch.nn.Linear):
+    def __init__(self, in_region):
+        super().__init__(64, 64)
+        self.register_buffer("mask", torch.ones(64, 64))
+        self.in_region = in_region
+
+    def forward(self, x):
+        def run(x):
+            return F.linear(x, self.weight * self.mask)
+
+        return torch.cond(x.sum() > 0, run, torch.relu, (x,)) if self.in_region else run(x)
+
+
+@pytest.mark.parametrize("in_region", [False, True])
+def test_a_weight_times_a_buffer_is_no_attention(in_region):
+    """As pruning makes it."""
+    recipe = {"recipe": "mxfp8", "attention_a": "mxfp8", "attention_b": "mxfp8"}
+    found = reasons(recipe, model=Masked(in_region))
+    assert [*found.values()] == ["its weight is computed from parameters and is none itself"]
+
+
+def test_a_bilinear_layer_is_named():
+    with torch.no_grad():
+        report = fp4compile.explain(torch.nn.Bilinear(64, 64, 32), *torch.randn(2, 4, 64), recipe="mxfp8")
+    assert [row.reason for row in report.rows] == ["operator aten._trilinear.default"]
+
+
 def test_a_product_that_the_recipe_leaves_has_that_reason():
     report = fp4compile.explain(torch.nn.Linear(64, 64), torch.randn(8, 64), recipe="nvfp4_weight_only")
     assert [(row.product, row.reason) for row in report.rows] == [
@@ -280,6 +307,25 @@ def test_an_output_head_by_its_width():
     assert quantised("mxfp8", model=torch.nn.Sequential(linear(), torch.nn.ReLU(), linear(512))) == {"0", "2"}
     assert quantised("mxfp8", model=modules(gate=linear(512), up=linear(512))) == {"gate", "up"}
     assert quantised("mxfp8", model=modules(only=linear(512))) == {"only"}
+
+
+def test_an_output_head_beside_packed_layers():
+    """A packed layer counts as a layer, where the model is compiled and where it is packed again."""
+    model = modules(up=linear(128), vocabulary=linear(512))
+    fp4compile.pack_(model, "mxfp8")
+    assert reasons("mxfp8", model=model) == {"up": None, "vocabulary": "output head"}
+    assert [row.reason for row in fp4compile.pack_(model, "mxfp8").rows] == ["output head"]
+
+
+def test_blocks_are_counted_with_those_that_are_packed():
+    """Packed layers without a bias have no parameters."""
+    model = torch.nn.Sequential()
+    model.layers = torch.nn.Sequential(*(torch.nn.Linear(64, 64, bias=False) for _ in range(4)))
+    fp4compile.pack_(model, {"recipe": "mxfp8", "rules": [("layers.0", "skip"), ("layers.1", "skip")]})
+    recipe = {"recipe": "mxfp8", "skip_last_blocks": 3}
+    expected = {"layers.0": None, "layers.1": "block 1 is among the last 3"}
+    assert reasons(recipe, model=model) == expected | {"layers.2": None, "layers.3": None}
+    assert {row.module: row.reason for row in fp4compile.pack_(model, recipe).rows} == expected
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -214,6 +214,32 @@ def test_strict_raises_with_the_reasons():
         torch.compile(torch.nn.ReLU(), backend=fp4compile.backend("mxfp8", strict=True))(torch.ones(2, 64))
 
 
+class InParts(torch.nn.Module):
+    """Three graphs: of an embedding, of the layer `first`, and of the layer `second`."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed, self.first, self.second = torch.nn.Embedding(8, 64), *(torch.nn.Linear(64, 64) for _ in range(2))
+
+    def forward(self, tokens):
+        x = self.embed(tokens)
+        torch._dynamo.graph_break()
+        x = self.first(x)
+        torch._dynamo.graph_break()
+        return self.second(x)
+
+
+def test_graphs_that_others_follow_decide_nothing(monkeypatch):
+    """A graph without a matmul and one that rules skip raise nothing; the last one does, if it quantises nothing."""
+    without_codegen.install(monkeypatch)
+    backend = fp4compile.backend("mxfp8", strict=True, rules=[("first", "skip")])
+    torch.compile(InParts(), backend=backend)(torch.arange(4))
+    assert [row.module for row in backend.report.quantised if row.product == "fprop"] == ["second"]
+    neither = fp4compile.backend("mxfp8", strict=True, rules=[("first", "skip")], min_m=32)
+    with pytest.raises(RuntimeError, match="quantised nothing: 3 x M=4 is below min_m=32"):
+        torch.compile(InParts(), backend=neither)(torch.arange(4))
+
+
 def test_nothing_matched_warns_once():
     backend = fp4compile.backend("mxfp8")
     compiled = torch.compile(torch.nn.ReLU(), backend=backend, dynamic=False)

@@ -267,6 +267,19 @@ def test_strict_asks_each_model_though_equal_backends_share_a_report(monkeypatch
         torch.compile(lambda x: x + 1, backend=fp4compile.backend("mxfp8", strict=True))(torch.ones(8, 64))
 
 
+def test_a_transform_of_torch_func_is_a_cause_of_nothing_compiled(monkeypatch):
+    """Dynamo captures no function that is called inside of one."""
+    without_codegen.install(monkeypatch)
+    backend, x = fp4compile.backend("mxfp8", min_m=7), torch.ones(8, 64)
+    compiled = torch.compile(torch.nn.Linear(64, 64), backend=backend)
+    torch.func.grad(lambda x: compiled(x).sum())(x)
+    assert "compiled nothing. Likely causes" in backend.report.summary()
+    assert "inside of a transform of torch.func" in backend.report.summary()
+    torch.compiler.reset()  # until then Dynamo passes over the function
+    compiled(x)
+    assert len(backend.report.quantised) == 2
+
+
 def test_backends_are_copied_and_pickled():
     backend = fp4compile.backend("mxfp8", strict=True, min_m=3)
     assert pickle.loads(pickle.dumps(backend)) == backend == copy.deepcopy(backend)

@@ -6,6 +6,7 @@ import os
 
 import pytest
 import torch
+from torch._dynamo.utils import counters
 
 import fp4compile
 from fp4compile.report import stored_rows
@@ -81,3 +82,17 @@ def test_what_inductors_cache_alone_has_is_in_the_report():
         counts.append(backend.report.counts)
     assert "saved for backward" in summaries[0] and "merge_quantize" in counts[0]
     assert summaries[1] == summaries[0] and counts[1] == counts[0]
+
+
+def test_rows_of_a_graph_of_symbolic_sizes_that_another_size_compiled(tmp_path, monkeypatch):
+    """AOTAutograd's cache has one graph for all sizes."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    summaries = []
+    for tokens in (4, 9):
+        torch._dynamo.reset()
+        counters.clear()
+        backend = fp4compile.backend("mxfp8", name="of this test")
+        torch.compile(torch.nn.Linear(64, 64), backend=backend, dynamic=True)(torch.randn(tokens, 64)).sum().backward()
+        summaries.append(backend.report.summary())
+    assert counters["aot_autograd"]["autograd_cache_hit"] == 1
+    assert summaries == 2 * ["recipe of this test: 2 of 2 matmuls quantised, 100.0% of their FLOPs"]

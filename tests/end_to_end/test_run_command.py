@@ -33,6 +33,16 @@ IDLE_RULE = """
     backend = fp4compile.backend("mxfp8", rules=[("0", "quantize"), ("0*", "skip")])
     torch.compile(torch.nn.Sequential(torch.nn.Linear(64, 64)), backend=backend)(torch.ones(4, 64))
 """
+NO_MATMUL = """
+    import torch, fp4compile
+    class Model(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.embed, self.layer = torch.nn.Embedding(8, 64), torch.nn.Linear(64, 64)
+        def forward(self, tokens):
+            return torch.compiler.disable(self.layer)(self.embed(tokens))
+    torch.compile(Model(), backend=fp4compile.backend("mxfp8"))(torch.arange(4))
+"""
 NEIGHBOURS = "import beside; print(beside.WHERE)"
 ARGUMENTS = ["-m", "x", "--flag", "a b", "-h"]  # options of this command's names are the program's
 RUN = ["-m", "fp4compile", "run"]
@@ -41,6 +51,7 @@ COMMANDS = {
     "a script": [*RUN, "--in-place", "script.py", *ARGUMENTS], "a module": [*RUN, "-m", "training.tune", *ARGUMENTS],
     "a package": [*RUN, "-m", "training", *ARGUMENTS], "an object": ["object.py"], "a name": [*RUN, "name.py"],
     "another backend": [*RUN, "eager.py"], "a crash": ["crash.py"], "an idle rule": ["idle.py"],
+    "no matmul": ["none.py"],
     "a script elsewhere": [*RUN, "elsewhere/neighbours.py"],
 }  # fmt: skip
 
@@ -60,6 +71,7 @@ def programs(tmp_path_factory):
     write(folder / "elsewhere", neighbours=NEIGHBOURS, beside="WHERE = 'beside the script'")
     write(
         folder, beside="WHERE = 'in the working directory'", script=PROGRAM, idle=IDLE_RULE,
+        none=NO_MATMUL,
         object=NEVER_CALLED.format(backend="fp4compile.backend('mxfp8')", end=""),
         name=NEVER_CALLED.format(backend="'fp4compile_mxfp8'", end=""),
         eager=NEVER_CALLED.format(backend="'eager'", end=""),
@@ -103,3 +115,9 @@ def test_run_says_that_a_script_used_no_backend_and_a_crash_speaks_for_itself(pr
 
 def test_a_rule_that_decided_about_nothing_is_told_at_the_end(programs):
     assert "rules that decided about no matmul: '0*'" in programs[1]["an idle rule"].said
+
+
+def test_graphs_without_a_matmul_are_told_at_the_end(programs):
+    """While they are compiled, other graphs of the model may follow."""
+    said = programs[1]["no matmul"].said
+    assert said.count("recipe mxfp8: 0 of 0 matmuls quantised") == 1 and "quantised nothing" not in said

@@ -40,6 +40,8 @@ GIVEN_AMAX = "amax: goes with a format whose global scale is computed for the te
 BAD_CALLS = [
     # what is raised, what the message says, call
     (TypeError, "x: expected a torch.Tensor, got list", lambda: quantize([1.0], "nvfp4")),
+    (TypeError, "x: expected a dense tensor, got one of the layout sparse", lambda: quantize(X.to_sparse(), "nvfp4")),
+    (TypeError, "x: expected a dense tensor, got a nested", lambda: quantize(torch.nested.nested_tensor([X]), "nvfp4")),
     (TypeError, "x: dtype torch.int32", lambda: quantize(torch.ones(4, 16, dtype=torch.int32), "nvfp4")),
     (TypeError, "x: dtype torch.float64", lambda: quantize(X.double(), "nvfp4")),
     (TypeError, "x: dtype torch.complex64", lambda: quantize(X.to(torch.complex64), "nvfp4")),

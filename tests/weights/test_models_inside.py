@@ -48,6 +48,52 @@ def test_models_of_one_configuration(tmp_path):
     assert {state["weight"] for state in own.quantization_config.layers.values()} == {"nvfp4"}
 
 
+def t5():
+    torch.manual_seed(0)
+    config = transformers.T5Config(d_model=64, d_ff=96, num_layers=1, num_heads=2, d_kv=32, vocab_size=64)
+    return transformers.T5ForConditionalGeneration(config).eval()
+
+
+# A model of another class than the one that was saved, and the saved model's part that equals it.
+OTHER_CLASSES = {
+    "the base of a model": (llama, transformers.LlamaModel, lambda model: model, lambda model: model.model),
+    "a model of a base": (
+        lambda: llama().model, transformers.LlamaForCausalLM, lambda model: model.model, lambda model: model,
+    ),
+    "another head": (
+        llama, transformers.LlamaForSequenceClassification, lambda model: model.model, lambda model: model.model,
+    ),
+    "a head with a packed layer": (
+        lambda: transformers.BertForMaskedLM(bert(64).config).eval(), transformers.BertModel, lambda model: model,
+        lambda model: model.bert,
+    ),
+    "a part that the class leaves out": (
+        t5, transformers.T5EncoderModel, lambda model: model, lambda model: model.encoder,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("made, kind, part, saved_part", OTHER_CLASSES.values(), ids=OTHER_CLASSES)
+def test_models_of_other_classes(made, kind, part, saved_part, tmp_path):
+    """As unpacked checkpoints, packed ones are read by classes with another head, without one, and with one."""
+    model = made()
+    fp4compile.pack_(model, "nvfp4_weight_only")
+    model.save_pretrained(tmp_path)
+    again = kind.from_pretrained(tmp_path)
+    assert torch.equal(out(part(again)), out(saved_part(model)))
+    packed = [type(module) for module in part(again).modules() if isinstance(module, PackedLinear)]
+    assert packed and len(packed) == sum(isinstance(module, PackedLinear) for module in saved_part(model).modules())
+
+
+def test_a_class_with_none_in_the_place_of_a_packed_layer(tmp_path):
+    model = bert(64)
+    fp4compile.pack_(model, "nvfp4_weight_only")
+    model.save_pretrained(tmp_path)
+    again = transformers.BertForTokenClassification.from_pretrained(tmp_path)
+    assert isinstance(model.pooler.dense, PackedLinear) and again.bert.pooler is None
+    assert torch.equal(out(again.bert), out(model))
+
+
 class Wrapper(nn.Module):
     def __init__(self, *inner):
         super().__init__()

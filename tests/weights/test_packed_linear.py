@@ -42,6 +42,7 @@ def test_the_weight_is_the_dequantised_one(recipe, dtype):
     expected = fp4compile.quantize(linear.weight, FORMATS[recipe]).dequantize(dtype)
     weight = model[0].weight
     assert (weight.dtype, weight.device, weight.shape) == (dtype, linear.weight.device, (70, 40))
+    assert weight.shape.numel() == weight.size().numel() == 2800
     assert torch.equal(weight, expected)
     assert not isinstance(weight, nn.Parameter)
     assert [name for name, _ in model.named_parameters()] == ["0.bias"]
@@ -99,6 +100,9 @@ def test_input_that_does_not_fit():
             model(torch.ones(shape, dtype=BF16))
     with pytest.raises(TypeError, match="nested"):
         model(torch.nested.nested_tensor([torch.ones(2, 48), torch.ones(3, 48)]))
+    for layout, sparse in (("sparse_coo", torch.eye(48).to_sparse()), ("sparse_csr", torch.eye(48).to_sparse_csr())):
+        with pytest.raises(TypeError, match=f"input: expected a dense tensor, got one of the layout {layout}"):
+            model(sparse)
     assert model[0](input=torch.ones(0, 3, 48, dtype=BF16)).shape == (0, 3, 80)
 
 
