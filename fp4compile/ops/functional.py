@@ -122,10 +122,10 @@ def quantize(
 
     Returns a `BlockScaled`, which is not differentiable.
 
-    Raises TypeError for an argument of the wrong type, an x that is not dense, or not bf16, fp16 or fp32, offs that are
-    not int32 and a seed on another device; ValueError for an unknown format, layout or rule of scales, a dim out of
-    range, an outer of wrong shape, dtype or device, a seed of wrong shape or dtype, groups or matrices that do not fit x,
-    and for an outer, a seed, a transform or scales that the format does not support.
+    Raises TypeError for an argument of the wrong type, an x that is not dense, or not bf16, fp16 or fp32, offs that
+    are not int32 and a seed on another device; ValueError for an unknown format, layout or rule of scales, a dim out of
+    range, an outer of wrong shape, dtype or device, a seed of wrong shape or dtype, groups or matrices that do not fit
+    x, and for an outer, a seed, a transform or scales that the format does not support.
     """
     fmt = formats.get(format)
     if not isinstance(x, torch.Tensor):

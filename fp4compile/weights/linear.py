@@ -84,8 +84,8 @@ class PackedLayer(PackedWeight):
         NotImplementedError for a tangent of forward-mode differentiation.
         """
         # Dynamo traces this for each layer of a model: each call is compile time, so what is usual is tested first.
-        dense = isinstance(input, torch.Tensor) and input.dtype in FLOAT_DTYPES and not input.is_nested
-        fits = dense and input.dim() > 0 and input.shape[-1] == self.in_features
+        dense = isinstance(input, torch.Tensor) and input.layout is torch.strided and not input.is_nested
+        fits = dense and input.dtype in FLOAT_DTYPES and input.dim() > 0 and input.shape[-1] == self.in_features
         if not fits or self.weight_data.is_meta or forward_ad._current_level >= 0:
             self._check(input)
         dtype = autocast_dtype(input.device)
