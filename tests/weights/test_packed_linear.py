@@ -11,7 +11,7 @@ from torch.nn.utils import parametrizations, prune, spectral_norm, weight_norm
 
 import fp4compile
 from fp4compile.recipe import named
-from fp4compile.weights.buffers import BUFFERS
+from fp4compile.weights.buffers import BUFFERS, LayerFormat
 from fp4compile.weights.linear import PackedLinear
 
 BF16 = torch.bfloat16
@@ -116,6 +116,22 @@ def test_a_tangent_is_refused(trained):
     given = dict(model.named_parameters())
     with pytest.raises(NotImplementedError, match="bias: a packed layer"):
         torch.func.jvp(lambda given: torch.func.functional_call(model, given, (x,)), (given,), (given,))
+
+
+def test_formats_of_later_layers_compile_nothing_again():
+    """Compiled layers read a table of the formats that layers have."""
+    model, graphs = packed(inner=64, outer=64), []
+
+    def counting(gm, example_inputs):
+        graphs.append(gm)
+        return gm.forward
+
+    compiled, x = torch.compile(model, backend=counting), torch.randn(3, 64, dtype=BF16)
+    for spec in ("e5m2:1x32:float32:-:torchao", "e5m2:1x64:float32:-:torchao"):
+        with torch.no_grad():
+            compiled(x)
+        LayerFormat(spec, None)
+    assert len(graphs) == 1
 
 
 @pytest.mark.parametrize("dynamic", [False, True])
