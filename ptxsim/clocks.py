@@ -142,17 +142,20 @@ class Clocks:
         """Raise a warp's clocks to other clocks."""
         np.maximum(self.rows[:, cluster, warp], rows, out=self.rows[:, cluster, warp])
 
-    def meet(self, cluster: int, warps: list[int]) -> None:
-        """Raise the clocks of warps to their common maximum, as at a barrier; new epochs begin."""
-        met = self.rows[:, cluster, warps].max(1)
-        self.rows[:, cluster, warps] = met[:, None]
-        self.rows[KNOWN, cluster, warps, warps] += 1
+    def meet(self, clusters: np.ndarray, warps: np.ndarray) -> None:
+        """Raise the clocks of the warps of each row to their common maximum, as at a barrier; new epochs begin.
 
-    def fence(self, cluster: int, warp: int, spaces: tuple[int, ...]) -> None:
-        """Order all generic writes in a warp's clock before later asynchronous accesses to `FENCED` or `GLOBAL`."""
+        clusters: [rows]. warps: [rows, n].
+        """
+        clusters = clusters[:, None]
+        self.rows[:, clusters, warps] = self.rows[:, clusters, warps].max(2, keepdims=True)
+        self.rows[KNOWN, clusters, warps, warps] += 1
+
+    def fence(self, clusters: AnyInt, warps: AnyInt, spaces: tuple[int, ...]) -> None:
+        """Order all generic writes in warps' clocks before later asynchronous accesses to `FENCED` or `GLOBAL`."""
         for space in spaces:
-            self.rows[space, cluster, warp] = self.rows[KNOWN, cluster, warp]
-        self.rows[KNOWN, cluster, warp, warp] += 1
+            self.rows[space, clusters, warps] = self.rows[KNOWN, clusters, warps]
+        self.rows[KNOWN, clusters, warps, warps] += 1
 
 
 class Shadow:

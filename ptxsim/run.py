@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from ptxsim import catalogue, control, copies, forms, warpgroup
+from ptxsim.access import access_bytes
 from ptxsim.fault import Fault
 from ptxsim.fragment import Fragment
 from ptxsim.global_memory import GlobalMemory
@@ -21,6 +22,7 @@ from ptxsim.segments import Segment, segments_of
 from ptxsim.state import DONE, LANES
 
 _THREADS = 8192  # the most threads that run at the same time, in whole clusters
+_STRAY = 1 / 16  # of the turns in step are any warp's or the agents': a loop of another warp may wait for them
 _SHARED = 1 << 22  # and the most bytes of their shared memory, at least one cluster's
 
 
@@ -39,7 +41,7 @@ class Kernel:
     @classmethod
     def of(cls, program: Program) -> "Kernel":
         """Decode a program. Raises UnknownForm for an instruction that the simulator does not support."""
-        sizes = [int(one.opcode[-2:].lstrip("bfsu")) // 8 for one in program.instructions
+        sizes = [access_bytes(one.opcode) for one in program.instructions
                  if one.opcode.startswith(("ld.shared", "st.shared"))]  # fmt: skip
         reads = [frozenset(each.name for each in operand_registers(one)) for one in program.instructions]
         steps = catalogue.decode(program)
@@ -51,8 +53,9 @@ class Kernel:
 class Schedule:
     """The order in which warps and asynchronous agents take turns.
 
-    seed: of the random choices. With seed 0, all warps at the same instruction execute it together, which is the
-    fastest; with other seeds sometimes only one of them does. strict_loads: whether the use of registers that
+    seed: of the random choices. With seed 0, all warps at the same instruction execute it together, those that are
+    behind come first, and agents wait until all warps do, which is the fastest; with other seeds the order is random,
+    and sometimes only one warp executes an instruction. strict_loads: whether the use of registers that
     `tcgen05.ld` loads is a fault before `tcgen05.wait::ld`. failing_waits: whether `mbarrier.try_wait` sometimes
     returns false before its phase is complete, as hardware may; else it waits. strict_scopes: whether an arrival of the
     scope `.cta` at an mbarrier of another program, and a wait of that scope for it, order nothing; else they do, and
@@ -158,8 +161,8 @@ class _Turns:
                     machine.wake(warp)
             ready = np.flatnonzero(~machine.blocked & (self.warp_pc != DONE))
             agents = self._agents()
-            if agents and (not len(ready) or self.random.random() < 0.3):
-                self._run_agent(self.random.choice(agents))
+            if agents and (not len(ready) or self.random.random() < (0.3 if self.schedule.seed else _STRAY)):
+                self._run_agents(agents)
             elif len(ready):
                 self._run_warps(ready)
             elif (self.warp_pc != DONE).any():
@@ -176,6 +179,15 @@ class _Turns:
         found = [(cluster, False) for cluster, waiting in enumerate(self.machine.copies) if waiting]
         return found + [(cluster, True) for cluster, waiting in enumerate(self.machine.tensor_pipe) if waiting]
 
+    def _run_agents(self, agents: list[tuple[int, bool]]) -> None:
+        """Run one pending operation; under seed 0 all, so that warps of several programs that wait go on together."""
+        if self.schedule.seed:
+            self._run_agent(self.random.choice(agents))
+            return
+        for cluster, is_pipe in agents:
+            while self.machine.tensor_pipe[cluster] if is_pipe else self.machine.copies[cluster]:
+                self._run_agent((cluster, is_pipe))
+
     def _run_agent(self, agent: tuple[int, bool]) -> None:
         cluster, is_pipe = agent
         if is_pipe:
@@ -186,7 +198,7 @@ class _Turns:
 
     def _run_warps(self, ready: np.ndarray) -> None:
         """Run one warp, or all at the same instruction, to the end of a basic block."""
-        first = int(ready[self.random.randrange(len(ready))])
+        first = self._chosen(ready)
         index = int(self.warp_pc[first])
         together = ready[self.warp_pc[ready] == index]
         if self.schedule.seed:
@@ -201,6 +213,13 @@ class _Turns:
             raise Fault(f"{self.program.name}: does not end within {self.schedule.most} warp instructions")
         left = counters[together]
         self.warp_pc[together] = left.min(1) if self.kernel.order is None else self.kernel.order.first(left)
+
+    def _chosen(self, ready: np.ndarray) -> int:
+        """A warp that continues: under seed 0 mostly the first one in the order of blocks, so that others catch up."""
+        if self.schedule.seed or self.random.random() < _STRAY:
+            return int(ready[self.random.randrange(len(ready))])
+        counters = self.warp_pc[ready]
+        return int(ready[np.argmin(counters if self.kernel.order is None else self.kernel.order.places[counters])])
 
     def _run_block(self, fragment: Fragment, index: int) -> None:
         leaders, segments = self.program.leaders, self.kernel.segments

@@ -260,7 +260,8 @@ def _fence(instruction: Instruction, program: Program) -> Step:
 
     def step(fragment: Fragment) -> None:
         machine = fragment.machine
-        for cluster, warp in sorted({(cluster, machine.local_warp(warp)) for _, warp, cluster in one_lane(fragment)}):
+        for each in fragment.running_warps().tolist():
+            cluster, warp = divmod(each, machine.warps_of_cluster)
             if before:
                 machine.clocks.send_tensor(cluster, warp, machine.tensor_memory.pipes[cluster].issued[warp])
             else:
