@@ -22,8 +22,9 @@ class Mbarrier:
     agent: the clock agent of the copies that complete here. before: the agent's last epoch before this mbarrier.
     copied: the epoch of the latest copy. rows: the clocks of the own program's threads, copies and commits that have
     arrived. beyond: the clocks of other programs' threads that have arrived. done, done_beyond: both clocks at the end
-    of the last completed phase. is_beyond: whether `done_beyond` holds what `done` does not. created: (warp, epoch) of the initialisation. used: the last epoch of each clock agent
-    that arrived or waited. commits: the number of `tcgen05.commit` that will still arrive.
+    of the last completed phase. is_beyond: whether `done_beyond` holds what `done` does not. created: (warp, epoch) of
+    the initialisation. used: the last epoch of each clock agent that arrived or waited. commits: the number of
+    `tcgen05.commit` that will still arrive.
     """
 
     where: str

@@ -340,7 +340,8 @@ def _try_wait(instruction: Instruction, program: Program) -> Step:
     def acquire(machine: Machine, barrier: Mbarrier, cluster: int, warp: int) -> None:
         """Let a warp of a cluster acquire what the arrivals of the completed phases released for it."""
         seen = [(SCOPES["cta"], barrier.done)]
-        if barrier.is_beyond and (of_cluster or _is_enough(machine, "waits for arrivals of another program's threads with")):
+        what = "waits for arrivals of another program's threads with"
+        if barrier.is_beyond and (of_cluster or _is_enough(machine, what)):
             seen.append((SCOPES["cluster"], barrier.done_beyond))
         for scope, rows in seen:
             if relaxed:

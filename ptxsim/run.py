@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import torch
+from torch.utils._python_dispatch import _disable_current_modes
 
 from ptxsim import catalogue, control, copies, forms, warpgroup
 from ptxsim.access import access_bytes
@@ -120,7 +121,7 @@ def run(
         machine.failing_waits = chosen if schedule.failing_waits else None
         machine.strict_scopes, machine.shared.strict = schedule.strict_scopes, schedule.strict_stores
         machine.notes = machine.shared.notes = tally.notes
-        with np.errstate(all="ignore"), _one_thread():
+        with np.errstate(all="ignore"), _one_thread(), _disable_current_modes():
             _Turns(machine, kernel, schedule, chosen, tally).run()
     return tally
 
@@ -251,6 +252,8 @@ class _Turns:
         segment.executions += 1
         machine = self.machine
         if not segment.is_worthwhile or machine.unready or not machine.undefined.keys().isdisjoint(segment.names):
+            return False
+        if segment.has_products and not fragment.all_active:
             return False
         return not machine.products.used_by(fragment.warps, segment.names)
 

@@ -19,7 +19,6 @@ from collections.abc import Callable, Iterator, Sequence
 import numpy as np
 
 from ptxsim.clocks import FENCED
-from ptxsim.control import one_lane
 from ptxsim.descriptors import CHUNK, Matrix
 from ptxsim.fault import Fault
 from ptxsim.floating import REDUCTIONS
