@@ -217,12 +217,11 @@ class Elementwise:
         for write, values in zip(self._writes, found if len(self._writes) > 1 else (found,), strict=True):
             write(fragment, values)
         if undefined is not None:
-            for (operand, _), which in zip(self.into, np.broadcast_to(undefined, (len(self.into), *fragment.shape)),
-                                           strict=True):  # fmt: skip
-                fragment.mark(operand, which)
+            for operand, _ in self.into:
+                fragment.mark(operand, undefined)
 
     def _undefined(self, fragment: Fragment, given: list[np.ndarray]) -> np.ndarray | None:
-        """Whether each thread's results are undefined, of all or of each; None if none are. given: the operands."""
+        """Whether each thread's results are undefined; None if none are. given: the operands' values."""
         found = fragment.undefined([operand for operand, _ in self.operands])
         if found is None:
             return None
@@ -232,27 +231,6 @@ class Elementwise:
             zeros = [~each & (values == 0) for each, values in zip(found, given, strict=True)]
             return np.any(found, 0) & ~np.logical_or(*zeros)
         return np.any(found, 0)
-
-
-class OfWarps(Elementwise):
-    """The step of an instruction whose results of each warp depend only on its operands, and which whole warps execute.
-
-    undefined: returns whether the results of each thread are undefined, [results, threads]; None if none are.
-    """
-
-    def __init__(
-        self, into: Iterable[Typed], operands: Iterable[Typed], function: Callable,
-        undefined: Callable[[Fragment], np.ndarray | None],
-    ) -> None:  # fmt: skip
-        super().__init__(into, operands, function)
-        self._undefined_results = undefined
-
-    def __call__(self, fragment: Fragment) -> None:
-        fragment.whole_warps()
-        super().__call__(fragment)
-
-    def _undefined(self, fragment: Fragment, given: list[np.ndarray]) -> np.ndarray | None:
-        return self._undefined_results(fragment)
 
 
 def same(values: np.ndarray) -> np.ndarray:

@@ -253,8 +253,6 @@ class _Turns:
         machine = self.machine
         if not segment.is_worthwhile or machine.unready or not machine.undefined.keys().isdisjoint(segment.names):
             return False
-        if segment.has_products and not fragment.all_active:
-            return False
         return not machine.products.used_by(fragment.warps, segment.names)
 
     def _run_step(self, fragment: Fragment, index: int) -> Fragment | None:

@@ -16,13 +16,13 @@ from typing import Any
 
 import numpy as np
 
-from ptxsim.forms import Elementwise, OfWarps, Step, constant, same, type_of
+from ptxsim.forms import Elementwise, Step, constant, same, type_of
 from ptxsim.fragment import Fragment
 from ptxsim.parse import Immediate, Instruction, Operand, Program, Register, Special, Symbol, operand_registers
 from ptxsim.state import Registers, register_dtype
 
 _INTERPRETED = 4  # executions of a run before it is planned
-_JOINED = 4096  # the most threads of a fragment whose calls are joined
+_JOINED = 1024  # the most threads of a fragment whose calls are joined
 _LONGEST = 1 << 14  # entries of joined arrays
 _BOOL = np.dtype(bool)
 _COMPARISONS = frozenset((np.equal, np.not_equal, np.less, np.less_equal, np.greater, np.greater_equal))
@@ -55,11 +55,6 @@ class Segment:
         return self.executions > _INTERPRETED
 
     @cached_property
-    def has_products(self) -> bool:
-        """Whether it has instructions that whole warps execute."""
-        return any(isinstance(step, OfWarps) for step in self.steps)
-
-    @cached_property
     def names(self) -> frozenset[str]:
         """All of its registers."""
         return frozenset().union(*self.uses.names[self.first : self.end])
@@ -88,17 +83,11 @@ def segments_of(program: Program, steps: Sequence[Step]) -> list[Segment | None]
     found: list[Segment | None] = [None] * len(steps)
     uses, start = _Uses(program, steps, found), 0
     for index in range(len(steps) + 1):
-        belongs = index < len(steps) and _belongs(steps[index], program.instructions[index])
-        if not belongs or index in program.leaders:
+        if index == len(steps) or not isinstance(steps[index], Elementwise) or index in program.leaders:
             if index - start > 1:
                 found[start] = Segment(uses, start, index)
-            start = index if belongs else index + 1
+            start = index if index < len(steps) and isinstance(steps[index], Elementwise) else index + 1
     return found
-
-
-def _belongs(step: Step, one: Instruction) -> bool:
-    """Whether an instruction may be part of a run: a step of whole warps checks its predicate's threads itself."""
-    return isinstance(step, Elementwise) and not (isinstance(step, OfWarps) and one.guard is not None)
 
 
 @dataclass(eq=False)

@@ -20,7 +20,6 @@ result that is no number has the bits 0x7FFFFFFF (PTX ISA, `mma`: "canonical NaN
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
 from itertools import product
 
 import numpy as np
@@ -28,10 +27,10 @@ import numpy as np
 from ptxsim import numbers
 from ptxsim.descriptors import Decode
 from ptxsim.fault import Fault
-from ptxsim.forms import OfWarps, Read, Step, UnknownForm, expect, form, reader, registers_of
+from ptxsim.forms import Read, Step, UnknownForm, expect, form, reader, registers_of
 from ptxsim.fragment import LANES, Fragment
 from ptxsim.numbers import matrix_product
-from ptxsim.parse import Instruction, Operand, Program, Register
+from ptxsim.parse import Instruction, Operand, Program
 from ptxsim.sums import in_registers, registers_of_sums, sums_of, undefined_sums
 from ptxsim.warp_matrix import floats, names_of, put_all, stacked, undefined_bits
 
@@ -116,17 +115,10 @@ def _plain_formats() -> dict[str, _Format]:
         found[f"m16n8k16.row.col.f32.{kind}.{kind}.f32"] = _Format(_of_16_bits(kind), _of_16_bits(kind))
     for a, b in product(_FP8, _FP8):
         found[f"m16n8k32.row.col.f32.{a}.{b}.f32"] = _Format(_FP8[a], _FP8[b])
-    return {f"mma.sync.aligned.{name}": formats for name, formats in found.items()}
-
-
-def _byte_formats() -> dict[str, _Format]:
-    """The formats of products whose elements have a byte each, by opcode: assemblers take the kind at two places."""
-    found = {}
     for a, b in product(_IN_BYTES, _IN_BYTES):
         for front, back in (("kind::f8f6f4.", ""), ("", "kind::f8f6f4.")):
-            name = f"mma.sync.aligned.{front}m16n8k32.row.col.{back}f32.{a}.{b}.f32"
-            found[name] = _Format(_IN_BYTES[a], _IN_BYTES[b])
-    return found
+            found[f"{front}m16n8k32.row.col.{back}f32.{a}.{b}.f32"] = _Format(_IN_BYTES[a], _IN_BYTES[b])
+    return {f"mma.sync.aligned.{name}": formats for name, formats in found.items()}
 
 
 def _scaled_formats() -> dict[str, _Format]:
@@ -150,64 +142,32 @@ def _scaled_formats() -> dict[str, _Format]:
 
 # ---------------------------------------------------------------- products
 
-_PLAIN, _BYTES, _SCALED = _plain_formats(), _byte_formats(), _scaled_formats()
-_OfRegisters = Callable[..., np.ndarray]  # of registers of A, B and the addend, each [threads]: [results, threads]
+_PLAIN, _SCALED = _plain_formats(), _scaled_formats()
 
 
 @form(*_PLAIN, moved=(1, 2, 3))
 def _product(instruction: Instruction, program: Program) -> Step:
-    return _of_warps(instruction, _sums(_PLAIN[instruction.opcode]))
+    expect(instruction, 4)
+    return _step(instruction.operands[:4], _PLAIN[instruction.opcode], None, None)
 
 
 @form(*(f"mma.sync.aligned.m16n8k32.row.col{sat}.s32.s8.s8.s32" for sat in ("", ".satfinite")), moved=(1, 2, 3))
 def _integer_product(instruction: Instruction, program: Program) -> Step:
-    return _of_warps(instruction, _saturated_integers if "satfinite" in instruction.opcode else _wrapped_integers)
-
-
-def _of_warps(instruction: Instruction, function: _OfRegisters) -> Step:
+    """float64 holds the sums exactly; without `.satfinite` they wrap around."""
     expect(instruction, 4)
-    into, *given = (names_of(*each) for each in zip(instruction.operands, (4, 4, 2, 4), strict=True))
-    operands = [(Register(name, 32), "b32") for name in sum(given, [])]
-    return OfWarps([(Register(name, 32), "b32") for name in into], operands, function,
-                   lambda fragment: _undefined(fragment, given, ()))  # fmt: skip
+    names = [names_of(*each) for each in zip(instruction.operands, (4, 4, 2, 4), strict=True)]
+    saturates = "satfinite" in instruction.opcode
 
+    def step(fragment: Fragment) -> None:
+        fragment.whole_warps()
+        a, b, sums = (stacked(fragment, each) for each in names[1:])
+        left, right = (each.view(np.int8).astype(np.float64) for each in (bytes_of_a(a), bytes_of_b(b)))
+        total = matrix_product(left, right).astype(np.int64) + sums_of(sums).view(np.int32)
+        if saturates:
+            total = total.clip(-(2**31), 2**31 - 1)
+        put_all(fragment, names[0], in_registers(total.astype(np.int32)), _undefined(fragment, names[1:], ()))
 
-def _matrices(registers: tuple[np.ndarray, ...]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """The registers of A, of B and of the addend, each [registers, warps, 32]."""
-    a, b, sums = np.split(np.concatenate(registers).reshape(len(registers), -1, LANES), (4, 6))
-    return a, b, sums
-
-
-@cache
-def _sums(formats: _Format) -> _OfRegisters:
-    def of_registers(*registers: np.ndarray) -> np.ndarray:
-        a, b, sums = _matrices(registers)
-        left, right = (each.astype(np.float64) for each in (formats.a(bytes_of_a(a)), formats.b(bytes_of_b(b))))
-        return registers_of_sums(matrix_product(left, right) + sums_of(sums)).view(np.uint32)
-
-    return of_registers
-
-
-def _exact_integers(registers: tuple[np.ndarray, ...]) -> np.ndarray:
-    """The sums of products of int8, int64: float64 holds them exactly."""
-    a, b, sums = _matrices(registers)
-    left, right = (each.view(np.int8).astype(np.float64) for each in (bytes_of_a(a), bytes_of_b(b)))
-    return np.asarray(matrix_product(left, right).astype(np.int64) + sums_of(sums).view(np.int32))
-
-
-def _wrapped_integers(*registers: np.ndarray) -> np.ndarray:
-    return in_registers(_exact_integers(registers).astype(np.int32)).view(np.uint32)
-
-
-def _saturated_integers(*registers: np.ndarray) -> np.ndarray:
-    total = _exact_integers(registers).clip(-(2**31), 2**31 - 1)
-    return in_registers(total.astype(np.int32)).view(np.uint32)
-
-
-@form(*_BYTES, moved=(1, 2, 3))
-def _product_of_bytes(instruction: Instruction, program: Program) -> Step:
-    expect(instruction, 4)
-    return _step(instruction.operands[:4], _BYTES[instruction.opcode], None, None)
+    return step
 
 
 @form(*_SCALED, moved=(1, 2, 3, 4, 6))
