@@ -176,8 +176,8 @@ class Shadow:
         self.written = np.zeros(shape, np.int32)
         self.read = np.zeros((*shape, clocks.warps), np.int32)
         self.read_by_agent: dict[int, np.ndarray] = {}
-        # The last epochs in which warps and agents read any cell: who knows these, knows all reads.
-        self.latest = np.zeros(clocks.warps, np.int32)
+        # The last epochs in which warps [clusters, warps] and agents read any cell: who knows these, knows all reads.
+        self.latest = np.zeros((clocks.clusters, clocks.warps), np.int32)
         self.latest_by_agent: dict[int, int] = {}
 
     # ------------------------------------------------------------ warps
@@ -192,7 +192,7 @@ class Shadow:
         if one is None:
             if (nobody := writer == NOBODY).any():
                 self.unwritten(cells, nobody)
-            late = written > known[clusters[:, None], warps[:, None], writer]
+            late = written > self._known_of(writer, known.reshape(-1, known.shape[-1]), self._rows_of(clusters, warps))
         else:
             if one == NOBODY:
                 self.unwritten(cells, np.ones(cells.shape, bool))
@@ -200,41 +200,55 @@ class Shadow:
         if late.any():
             raise Fault(f"reads {self.what} that {self._agent(writer[late][0])} wrote, without a wait for it")
         epochs = known[clusters, warps, warps]
-        np.maximum.at(self.latest, warps, epochs)
+        self.latest[clusters, warps] = epochs
         self.read.reshape(-1)[cells * self.clocks.warps + warps[:, None]] = epochs[:, None]
         return writer
 
-    def writes_of_warps(self, cells: np.ndarray, clusters: np.ndarray, warps: np.ndarray, changes: np.ndarray) -> None:
-        """Record that threads write cells [threads, n]; arguments as of `reads_of_warps`.
+    def writes_of_warps(
+        self, cells: np.ndarray, clusters: np.ndarray, warps: np.ndarray, changes: np.ndarray
+    ) -> np.ndarray:  # fmt: skip
+        """Record that threads write cells [threads, n]; arguments and result as of `reads_of_warps`.
 
         changes: bool [threads, n], whether a cell's value changes. Several warps may write the same value without a
         wait: Triton's layouts hold some elements several times.
         """
-        known = self.clocks.rows[KNOWN, clusters, warps]
-        self.generic_writes(cells, known, warps, known[np.arange(len(warps)), warps], changes)
+        known, of_rows = self.clocks.rows[KNOWN], self._rows_of(clusters, warps)
+        rows = known.reshape(-1, known.shape[-1])
+        return self.generic_writes(cells, rows, of_rows, warps, rows[of_rows, warps], changes)
+
+    def _rows_of(self, clusters: np.ndarray, warps: np.ndarray) -> np.ndarray:
+        return clusters * self.clocks.warps + warps
+
+    @staticmethod
+    def _known_of(agents: np.ndarray, rows: np.ndarray, of_rows: np.ndarray) -> np.ndarray:
+        """The epochs of agents [accesses, n] in the clocks `rows[of_rows]`, whose last columns are those below 0."""
+        return rows.reshape(-1).take((of_rows * rows.shape[1])[:, None] + agents)
 
     def generic_writes(
-        self, cells: np.ndarray, rows: np.ndarray, agents: np.ndarray, epochs: np.ndarray, changes: np.ndarray
-    ) -> None:
-        """Record that agents write cells [accesses, n] by the generic proxy.
+        self, cells: np.ndarray, rows: np.ndarray, of_rows: np.ndarray, agents: np.ndarray, epochs: np.ndarray,
+        changes: np.ndarray,
+    ) -> np.ndarray:  # fmt: skip
+        """Record that agents write cells [accesses, n] by the generic proxy; returns who wrote them before.
 
-        rows: the clocks `KNOWN` of each access, [accesses, agents]. agents, epochs: [accesses], of the writers.
-        changes: as of `writes_of_warps`.
+        rows: clocks `KNOWN` [warps, agents]. of_rows: [accesses], which one each access has. agents, epochs:
+        [accesses], of the writers. changes: as of `writes_of_warps`.
         """
         writer, written = self.writer.take(cells), self.written.take(cells)
         one = _only(writer)
-        late = written > (rows[np.arange(len(cells))[:, None], writer] if one is None else rows[:, one, None])
+        late = written > (self._known_of(writer, rows, of_rows) if one is None else rows[of_rows, one][:, None])
         if (late & changes).any():
             late &= changes
             raise Fault(f"overwrites {self.what} that {self._agent(writer[late][0])} wrote, without a wait")
         warps = self.clocks.warps
-        known = rows.min(0)
+        some = np.zeros(len(rows), bool)
+        some[of_rows] = True
+        known = rows[some].min(0)
         if (self.latest > known[:warps]).any():
-            unseen = self._reads_at(cells) > rows[:, None, :warps]
+            unseen = self._reads_at(cells) > rows[of_rows, None, :warps]
             if unseen.any():
                 raise Fault(f"overwrites {self.what} that warp {np.nonzero(unseen)[2].min()} may be reading")
         for agent, read in self.read_by_agent.items():
-            if self.latest_by_agent[agent] > known[agent] and (read.take(cells) > rows[:, agent, None]).any():
+            if self.latest_by_agent[agent] > known[agent] and (read.take(cells) > rows[of_rows, agent][:, None]).any():
                 raise Fault(f"overwrites {self.what} that {self._agent(agent)} may be reading")
         if late.any():  # the first writer's record stays: waiting for it suffices to read the value
             again = np.nonzero(~late)
@@ -243,6 +257,7 @@ class Shadow:
         else:
             self.writer[cells] = agents[:, None]
             self.written[cells] = epochs[:, None]
+        return writer
 
     def _reads_at(self, cells: np.ndarray) -> np.ndarray:
         """The last epochs in which warps read cells [..., n]: [..., n, warps]."""

@@ -203,10 +203,10 @@ class _Turns:
         index = int(self.warp_pc[first])
         together = ready[self.warp_pc[ready] == index]
         if self.schedule.seed:
-            kind = self.random.randrange(6)
+            kind = self.random.randrange(3)
             if kind == 0:
                 together = np.array([first])
-            elif kind < 3:
+            elif kind == 1:
                 together = together[self.machine.program_of(together) == self.machine.program_of(first)]
         counters = self.machine.pc.reshape(-1, LANES)
         self._run_block(Fragment(self.machine, together, (counters[together] == index).ravel()), index)
@@ -216,8 +216,8 @@ class _Turns:
         self.warp_pc[together] = left.min(1) if self.kernel.order is None else self.kernel.order.first(left)
 
     def _chosen(self, ready: np.ndarray) -> int:
-        """A warp that continues: any one, or the first one in the order of blocks, so that warps meet again."""
-        if self.random.random() < (0.5 if self.schedule.seed else _STRAY):
+        """A warp that continues: under seed 0 mostly the first one in the order of blocks, so that others catch up."""
+        if self.schedule.seed or self.random.random() < _STRAY:
             return int(ready[self.random.randrange(len(ready))])
         counters = self.warp_pc[ready]
         return int(ready[np.argmin(counters if self.kernel.order is None else self.kernel.order.places[counters])])
