@@ -42,12 +42,6 @@ def _shape(opcode: str) -> tuple[bool, str, int, int]:
     return found[1].startswith("shared"), found[3] + found[4], nbytes, int(found[2] or 1)
 
 
-def access_bytes(opcode: str) -> int:
-    """The number of bytes that a load or store accesses in each thread."""
-    _, _, nbytes, count = _shape(opcode)
-    return nbytes * count
-
-
 @form("ld.param.b32", "ld.param.b64", "ld.param.s32", "ld.param.u32", "ld.param.u64", "ld.param.b8",
       "ld.param.b16", "ld.param.f32", "ld.param.f64")  # fmt: skip
 def _load_parameter(instruction: Instruction, program: Program) -> Step:

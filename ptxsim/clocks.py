@@ -16,6 +16,7 @@ to `usable`, the operations on tensor memory that the warp's next ones come afte
 """
 
 from collections.abc import Callable
+from functools import partialmethod
 from typing import TypeVar
 
 import numpy as np
@@ -49,33 +50,17 @@ class Clocks:
         self._barriers = np.full(clusters, _KINDS * warps)
         self._ended: list[list[tuple[int, int]]] = [[] for _ in range(clusters)]
 
-    def tensor_loads(self, warp: int) -> int:
-        """The agent of a warp's accesses by `tcgen05.ld`."""
-        return self.warps + warp
+    def _agent(self, kind: int, warp: AnyInt) -> AnyInt:
+        """The agent of a warp's operations of a kind; of an array of warps, theirs."""
+        return kind * self.warps + warp
 
-    def copies(self, warp: AnyInt) -> AnyInt:
-        """The agent of a warp's `cp.async`; of an array of warps, theirs."""
-        return 2 * self.warps + warp
-
-    def bulk_stores(self, warp: AnyInt) -> AnyInt:
-        """The agent of a warp's bulk copies from shared memory; of an array of warps, theirs."""
-        return 3 * self.warps + warp
-
-    def tensor_stores(self, warp: int) -> int:
-        """The agent of a warp's accesses by `tcgen05.st`."""
-        return 4 * self.warps + warp
-
-    def products(self, warp: AnyInt) -> AnyInt:
-        """The agent of a warp's `wgmma`; of an array of warps, theirs."""
-        return 5 * self.warps + warp
-
-    def bulk_writes(self, warp: AnyInt) -> AnyInt:
-        """The agent of a warp's bulk copies to global memory; of an array of warps, theirs."""
-        return 6 * self.warps + warp
-
-    def tensor_pipe(self, warp: int) -> int:
-        """The agent of the operations of the tensor pipe that a warp issues."""
-        return 7 * self.warps + warp
+    tensor_loads = partialmethod(_agent, 1)  # its accesses by `tcgen05.ld`
+    copies = partialmethod(_agent, 2)  # its `cp.async`
+    bulk_stores = partialmethod(_agent, 3)  # its bulk copies from shared memory
+    tensor_stores = partialmethod(_agent, 4)  # its accesses by `tcgen05.st`
+    products = partialmethod(_agent, 5)  # its `wgmma`
+    bulk_writes = partialmethod(_agent, 6)  # its bulk copies to global memory
+    tensor_pipe = partialmethod(_agent, 7)  # the operations of the tensor pipe that it issues
 
     # ------------------------------------------------------------ tensor memory
 
@@ -188,15 +173,9 @@ class Shadow:
         clusters, warps: [threads], of the threads.
         """
         writer, written, known = self.writer.take(cells), self.written.take(cells), self.clocks.rows[KNOWN]
-        one = _only(writer)
-        if one is None:
-            if (nobody := writer == NOBODY).any():
-                self.unwritten(cells, nobody)
-            late = written > self._known_of(writer, known.reshape(-1, known.shape[-1]), self._rows_of(clusters, warps))
-        else:
-            if one == NOBODY:
-                self.unwritten(cells, np.ones(cells.shape, bool))
-            late = written > known[clusters, warps, one][:, None]
+        if (nobody := writer == NOBODY).any():
+            self.unwritten(cells, nobody)
+        late = written > _known_of(writer, known, clusters * self.clocks.warps + warps)
         if late.any():
             raise Fault(f"reads {self.what} that {self._agent(writer[late][0])} wrote, without a wait for it")
         epochs = known[clusters, warps, warps]
@@ -212,17 +191,9 @@ class Shadow:
         changes: bool [threads, n], whether a cell's value changes. Several warps may write the same value without a
         wait: Triton's layouts hold some elements several times.
         """
-        known, of_rows = self.clocks.rows[KNOWN], self._rows_of(clusters, warps)
-        rows = known.reshape(-1, known.shape[-1])
+        rows = self.clocks.rows[KNOWN].reshape(-1, self.clocks.rows.shape[-1])
+        of_rows = clusters * self.clocks.warps + warps
         return self.generic_writes(cells, rows, of_rows, warps, rows[of_rows, warps], changes)
-
-    def _rows_of(self, clusters: np.ndarray, warps: np.ndarray) -> np.ndarray:
-        return clusters * self.clocks.warps + warps
-
-    @staticmethod
-    def _known_of(agents: np.ndarray, rows: np.ndarray, of_rows: np.ndarray) -> np.ndarray:
-        """The epochs of agents [accesses, n] in the clocks `rows[of_rows]`, whose last columns are those below 0."""
-        return rows.reshape(-1).take((of_rows * rows.shape[1])[:, None] + agents)
 
     def generic_writes(
         self, cells: np.ndarray, rows: np.ndarray, of_rows: np.ndarray, agents: np.ndarray, epochs: np.ndarray,
@@ -234,8 +205,7 @@ class Shadow:
         [accesses], of the writers. changes: as of `writes_of_warps`.
         """
         writer, written = self.writer.take(cells), self.written.take(cells)
-        one = _only(writer)
-        late = written > (self._known_of(writer, rows, of_rows) if one is None else rows[of_rows, one][:, None])
+        late = written > _known_of(writer, rows, of_rows)
         if (late & changes).any():
             late &= changes
             raise Fault(f"overwrites {self.what} that {self._agent(writer[late][0])} wrote, without a wait")
@@ -271,10 +241,9 @@ class Shadow:
         writer, written = self.writer[cells], self.written[cells]
         if not writer.size:
             return
-        one = _only(writer)
-        late = written > (rows[FENCED][writer] if one is None else rows[FENCED, one])
-        if one == NOBODY or one is None and (writer == NOBODY).any():
-            self.unwritten(cells, writer == NOBODY)
+        late = written > rows[FENCED].take(writer)
+        if (nobody := writer == NOBODY).any():
+            self.unwritten(cells, nobody)
         if late.any():
             first = writer[late][0]
             fence = (written <= rows[KNOWN][writer]).all()
@@ -293,8 +262,9 @@ class Shadow:
 
         rows: the clocks [clocks, operations, agents] of their issue. agents, epochs: of the readers.
         """
-        one = _only(self.writer.take(cells))
-        known = one is not None and one != NOBODY and rows[FENCED, :, one] >= self.written.take(cells).max(1)
+        writer = self.writer.take(cells)
+        one = int(writer.flat[0])
+        known = one != NOBODY and (writer == one).all() and rows[FENCED, :, one] >= self.written.take(cells).max(1)
         record = self._record if np.all(known) else self.reads_of_agent
         for i, (agent, epoch) in enumerate(zip(agents, epochs, strict=True)):
             record(cells[i % len(cells)], rows[:, i], agent, epoch)
@@ -304,8 +274,7 @@ class Shadow:
         writer, written = self.writer[cells], self.written[cells]
         if not writer.size:
             return
-        one = _only(writer)
-        late = written > (rows[FENCED][writer] if one is None else rows[FENCED, one])
+        late = written > rows[FENCED].take(writer)
         if late.any():
             raise Fault(f"{self._agent(agent)} overwrites {self.what} that {self._agent(writer[late][0])} wrote, "
                         "without a wait or a fence.proxy.async")  # fmt: skip
@@ -343,7 +312,9 @@ class Shadow:
         return f"{kinds[agent // warps - 1]} of warp {agent % warps}" if agent < _KINDS * warps else "a copy"
 
 
-def _only(writers: np.ndarray) -> int | None:
-    """The writer of all cells; None for several."""
-    one = int(writers.flat[0])
-    return one if (writers == one).all() else None
+def _known_of(agents: np.ndarray, rows: np.ndarray, of_rows: np.ndarray) -> np.ndarray:
+    """The epochs of agents [accesses, n] in the clocks of each access. of_rows: its index among all `rows`.
+
+    Agents below 0 are the last ones of the row before, which every row has.
+    """
+    return rows.reshape(-1).take((of_rows * rows.shape[-1])[:, None] + agents)

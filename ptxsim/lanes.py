@@ -34,10 +34,6 @@ class Lanes:
         self._wrote = np.zeros(cells, np.int32)
         self._read = np.zeros(warps * cells, np.int32)  # of each cell's warps
 
-    def _at(self, cells: np.ndarray, warps: np.ndarray) -> np.ndarray:
-        """Where the records of reads by threads' warps are."""
-        return cells * self.meetings.shape[1] + warps[:, None]
-
     def meet(self, clusters: np.ndarray | int, warps: np.ndarray | list[int], waited: np.ndarray) -> None:
         """Record a meeting of the threads of each warp. waited: the groups of `cp.async` for which they have waited."""
         self.meetings[clusters, warps] += 1
@@ -61,7 +57,7 @@ class Lanes:
             if copied.any():
                 raise Fault("reads shared memory that cp.async of another thread of its warp wrote, without "
                             "bar.warp.sync after that thread's wait")  # fmt: skip
-        record, at = now << _BITS | mine, self._at(cells, warps)
+        record, at = now << _BITS | mine, cells * self.meetings.shape[1] + warps[:, None]
         before = self._read.take(at)
         self._read[at] = record
         several = (before >> _BITS == now) & (before != record) | (self._read.take(at) != record)
@@ -92,7 +88,7 @@ class Lanes:
         self._wrote[cells] = -1 - lanes[:, None]
 
     def _check_readers(self, cells: np.ndarray, warps: np.ndarray, since: np.ndarray, mine: np.ndarray) -> None:
-        read = self._read.take(self._at(cells, warps))
+        read = self._read.take(cells * self.meetings.shape[1] + warps[:, None])
         if (late := read >> _BITS >= since).any() and (late & _others(read, mine)).any():
             raise Fault("overwrites shared memory that another thread of its warp may be reading, without "
                         "bar.warp.sync")  # fmt: skip

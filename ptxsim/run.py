@@ -2,8 +2,8 @@
 
 import math
 import random
-from collections import Counter
-from collections.abc import Iterator
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, MutableSequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -12,7 +12,6 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
 from ptxsim import catalogue, control, copies, forms, warpgroup
-from ptxsim.access import access_bytes
 from ptxsim.fault import Fault
 from ptxsim.fragment import Fragment
 from ptxsim.global_memory import GlobalMemory
@@ -23,8 +22,9 @@ from ptxsim.segments import Segment, segments_of
 from ptxsim.state import DONE, LANES
 
 _THREADS = 8192  # the most threads that run at the same time, in whole clusters
-_STRAY = 1 / 16  # of the turns in step are any warp's or the agents': a loop of another warp may wait for them
 _SHARED = 1 << 22  # and the most bytes of their shared memory, at least one cluster's
+_STRAY = 1 / 16  # of the turns in step are any warp's or the agents': a loop of another warp may wait for them
+_Pending = MutableSequence[Callable[[], None]]  # operations of an asynchronous agent
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class Kernel:
     @classmethod
     def of(cls, program: Program) -> "Kernel":
         """Decode a program. Raises UnknownForm for an instruction that the simulator does not support."""
-        sizes = [access_bytes(one.opcode) for one in program.instructions
+        sizes = [int(one.opcode[-2:].lstrip("bfsu")) // 8 for one in program.instructions
                  if one.opcode.startswith(("ld.shared", "st.shared"))]  # fmt: skip
         reads = [frozenset(each.name for each in operand_registers(one)) for one in program.instructions]
         steps = catalogue.decode(program)
@@ -161,9 +161,9 @@ class _Turns:
                 for warp in [warp for warp, ready in machine.conditions.items() if ready()]:
                     machine.wake(warp)
             ready = np.flatnonzero(~machine.blocked & (self.warp_pc != DONE))
-            agents = self._agents()
-            if agents and (not len(ready) or self.random.random() < (0.3 if self.schedule.seed else _STRAY)):
-                self._run_agents(agents)
+            pending = [each for each in (*machine.copies, *machine.tensor_pipe) if each]
+            if pending and (not len(ready) or self.random.random() < (0.3 if self.schedule.seed else _STRAY)):
+                self._run_agents(pending)
             elif len(ready):
                 self._run_warps(ready)
             elif (self.warp_pc != DONE).any():
@@ -175,27 +175,18 @@ class _Turns:
             for one in self.program.instructions[first:end]:
                 self.tally.opcodes[one.opcode] += count
 
-    def _agents(self) -> list[tuple[int, bool]]:
-        """(cluster, whether it is the tensor pipe) of each agent with pending operations."""
-        found = [(cluster, False) for cluster, waiting in enumerate(self.machine.copies) if waiting]
-        return found + [(cluster, True) for cluster, waiting in enumerate(self.machine.tensor_pipe) if waiting]
-
-    def _run_agents(self, agents: list[tuple[int, bool]]) -> None:
+    def _run_agents(self, pending: list[_Pending]) -> None:
         """Run one pending operation; under seed 0 all, so that warps of several programs that wait go on together."""
-        if self.schedule.seed:
-            self._run_agent(self.random.choice(agents))
-            return
-        for cluster, is_pipe in agents:
-            while self.machine.tensor_pipe[cluster] if is_pipe else self.machine.copies[cluster]:
-                self._run_agent((cluster, is_pipe))
+        for operations in [self.random.choice(pending)] if self.schedule.seed else pending:
+            for _ in range(1 if self.schedule.seed else len(operations)):
+                self._run_operation(operations)
 
-    def _run_agent(self, agent: tuple[int, bool]) -> None:
-        cluster, is_pipe = agent
-        if is_pipe:
-            self.machine.tensor_pipe[cluster].popleft()()
+    def _run_operation(self, operations: _Pending) -> None:
+        """Run an operation of a cluster's copies, which are in any order, or of its tensor pipe."""
+        if isinstance(operations, deque):
+            operations.popleft()()
         else:
-            waiting = self.machine.copies[cluster]
-            waiting.pop(self.random.randrange(len(waiting)))()
+            operations.pop(self.random.randrange(len(operations)))()
 
     def _run_warps(self, ready: np.ndarray) -> None:
         """Run one warp, or all at the same instruction, to the end of a basic block."""

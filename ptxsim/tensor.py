@@ -229,25 +229,16 @@ def _store(instruction: Instruction, program: Program) -> Step:
     return step
 
 
-@form("tcgen05.wait::ld.sync.aligned")
-def _wait_loads(instruction: Instruction, program: Program) -> Step:
+@form("tcgen05.wait::ld.sync.aligned", "tcgen05.wait::st.sync.aligned")
+def _wait(instruction: Instruction, program: Program) -> Step:
     expect(instruction, 0)
+    loads = "::ld" in instruction.opcode
 
     def step(fragment: Fragment) -> None:
         for _, warp in _warps(fragment):
-            fragment.machine.tensor_memory.wait_loads(warp)
-            fragment.machine.unready.pop(warp, None)
-
-    return step
-
-
-@form("tcgen05.wait::st.sync.aligned")
-def _wait_stores(instruction: Instruction, program: Program) -> Step:
-    expect(instruction, 0)
-
-    def step(fragment: Fragment) -> None:
-        for _, warp in _warps(fragment):
-            fragment.machine.tensor_memory.wait_stores(warp)
+            fragment.machine.tensor_memory.wait(warp, loads)
+            if loads:
+                fragment.machine.unready.pop(warp, None)
 
     return step
 
