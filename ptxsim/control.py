@@ -33,7 +33,7 @@ BRANCHES = frozenset({"bra", "bra.uni", "brx.idx", "ret", "exit"})
 
 
 def _nobody(fragment: Fragment) -> Fragment:
-    return fragment.without(np.ones(len(fragment.warps), bool))
+    return Fragment(fragment.machine, fragment.warps[:0], fragment.active[:0])
 
 
 def _label(instruction: Instruction, index: int) -> str:

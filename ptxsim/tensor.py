@@ -43,11 +43,12 @@ from ptxsim.tensor_products import column_of
 
 def _warps(fragment: Fragment) -> Iterator[tuple[int, int]]:
     """(first lane in the fragment, warp of the machine) of each warp that executes an instruction of whole warps."""
-    for i, running in enumerate(fragment.by_warp(fragment.running)):
-        if running.any():
-            if not running.all():
-                raise Fault("executed by part of a warp")
-            yield LANES * i, int(fragment.warps[i])
+    running = fragment.by_warp(fragment.running)
+    some = running.any(1)
+    if (some != running.all(1)).any():
+        raise Fault("executed by part of a warp")
+    for i in np.flatnonzero(some).tolist():
+        yield LANES * i, int(fragment.warps[i])
 
 
 def _same(values: np.ndarray, first: int) -> int:
