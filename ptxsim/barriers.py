@@ -180,11 +180,12 @@ class ProgramBarriers:
             waiting.append(warp)
             if 32 * len(waiting) >= threads:
                 complete.append(self.arrived.pop((program, name)))
-        if complete:
-            clusters, local = np.divmod(np.array(complete), machine.warps_of_cluster)
+        for count in {len(each) for each in complete}:
+            met = np.array([each for each in complete if len(each) == count])
+            clusters, local = np.divmod(met, machine.warps_of_cluster)
             machine.clocks.meet(clusters[:, 0], local)
             machine.meet(clusters, local)
-            machine.blocked[np.array(complete)] = False
+            machine.blocked[met] = False
 
 
 class ClusterBarrier:
