@@ -22,8 +22,9 @@ class Mbarrier:
     agent: the clock agent of the copies that complete here. before: the agent's last epoch before this mbarrier.
     copied: the epoch of the latest copy. rows: the clocks of the own program's threads, copies and commits that have
     arrived. beyond: the clocks of other programs' threads that have arrived. done, done_beyond: both clocks at the end
-    of the last completed phase. created: (warp, epoch) of the initialisation. used: the last epoch of each clock agent
-    that arrived or waited. commits: the number of `tcgen05.commit` that will still arrive.
+    of the last completed phase. is_beyond: whether `done_beyond` holds what `done` does not. created: (warp, epoch) of
+    the initialisation. used: the last epoch of each clock agent that arrived or waited. commits: the number of
+    `tcgen05.commit` that will still arrive.
     """
 
     where: str
@@ -41,6 +42,7 @@ class Mbarrier:
     beyond: np.ndarray = field(init=False)
     done: np.ndarray = field(init=False)
     done_beyond: np.ndarray = field(init=False)
+    is_beyond: bool = False
 
     def __post_init__(self) -> None:
         self.pending = self.count
@@ -115,7 +117,7 @@ class Mbarriers:
         """The mbarrier at an index, for an access with these clocks."""
         barrier = self._at(at)
         warp, epoch = barrier.created
-        if rows[KNOWN][warp] < epoch:
+        if rows[KNOWN, warp] < epoch:
             raise Fault(f"uses the mbarrier at {barrier.where} without a wait for its initialisation")
         return barrier
 
@@ -153,6 +155,7 @@ class Mbarriers:
             barrier.phase += 1
             barrier.pending = barrier.count
             barrier.done, barrier.done_beyond = barrier.rows.copy(), barrier.beyond.copy()
+            barrier.is_beyond = bool((barrier.beyond > barrier.rows).any())
             self.machine.changed = True
 
 
@@ -163,26 +166,26 @@ class ProgramBarriers:
         self.machine = machine
         self.arrived: dict[tuple[int, int], list[int]] = {}
 
-    def arrive(self, program: int, name: int, warp: int, threads: int) -> bool:
-        """Let a warp of the machine arrive and wait for the others; returns whether it is the last one.
+    def arrive(self, warps: np.ndarray, name: int, threads: int) -> None:
+        """Let warps of the machine arrive, each of which waits for the others of its program.
 
         threads: the number of threads for which the barrier waits.
         """
-        waiting = self.arrived.setdefault((program, name), [])
-        if warp in waiting:
-            raise Fault(f"a warp arrives twice at barrier {name}")
-        waiting.append(warp)
-        if 32 * len(waiting) < threads:
-            return False
-        del self.arrived[program, name]
-        machine = self.machine
-        cluster = program // machine.program.cluster
-        warps = [machine.local_warp(each) for each in waiting]
-        machine.clocks.meet(cluster, warps)
-        machine.meet(cluster, warps)
-        for each in waiting:
-            machine.wake(each)
-        return True
+        machine, complete = self.machine, []
+        machine.blocked[warps] = True
+        for warp, program in zip(warps.tolist(), machine.program_of(warps).tolist(), strict=True):
+            waiting = self.arrived.setdefault((program, name), [])
+            if warp in waiting:
+                raise Fault(f"a warp arrives twice at barrier {name}")
+            waiting.append(warp)
+            if 32 * len(waiting) >= threads:
+                complete.append(self.arrived.pop((program, name)))
+        for count in {len(each) for each in complete}:
+            met = np.array([each for each in complete if len(each) == count])
+            clusters, local = np.divmod(met, machine.warps_of_cluster)
+            machine.clocks.meet(clusters[:, 0], local)
+            machine.meet(clusters, local)
+            machine.blocked[met] = False
 
 
 class ClusterBarrier:

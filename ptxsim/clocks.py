@@ -16,6 +16,7 @@ to `usable`, the operations on tensor memory that the warp's next ones come afte
 """
 
 from collections.abc import Callable
+from functools import partialmethod
 from typing import TypeVar
 
 import numpy as np
@@ -49,33 +50,17 @@ class Clocks:
         self._barriers = np.full(clusters, _KINDS * warps)
         self._ended: list[list[tuple[int, int]]] = [[] for _ in range(clusters)]
 
-    def tensor_loads(self, warp: int) -> int:
-        """The agent of a warp's accesses by `tcgen05.ld`."""
-        return self.warps + warp
+    def _agent(self, kind: int, warp: AnyInt) -> AnyInt:
+        """The agent of a warp's operations of a kind; of an array of warps, theirs."""
+        return kind * self.warps + warp
 
-    def copies(self, warp: AnyInt) -> AnyInt:
-        """The agent of a warp's `cp.async`; of an array of warps, theirs."""
-        return 2 * self.warps + warp
-
-    def bulk_stores(self, warp: AnyInt) -> AnyInt:
-        """The agent of a warp's bulk copies from shared memory; of an array of warps, theirs."""
-        return 3 * self.warps + warp
-
-    def tensor_stores(self, warp: int) -> int:
-        """The agent of a warp's accesses by `tcgen05.st`."""
-        return 4 * self.warps + warp
-
-    def products(self, warp: AnyInt) -> AnyInt:
-        """The agent of a warp's `wgmma`; of an array of warps, theirs."""
-        return 5 * self.warps + warp
-
-    def bulk_writes(self, warp: AnyInt) -> AnyInt:
-        """The agent of a warp's bulk copies to global memory; of an array of warps, theirs."""
-        return 6 * self.warps + warp
-
-    def tensor_pipe(self, warp: int) -> int:
-        """The agent of the operations of the tensor pipe that a warp issues."""
-        return 7 * self.warps + warp
+    tensor_loads = partialmethod(_agent, 1)  # its accesses by `tcgen05.ld`
+    copies = partialmethod(_agent, 2)  # its `cp.async`
+    bulk_stores = partialmethod(_agent, 3)  # its bulk copies from shared memory
+    tensor_stores = partialmethod(_agent, 4)  # its accesses by `tcgen05.st`
+    products = partialmethod(_agent, 5)  # its `wgmma`
+    bulk_writes = partialmethod(_agent, 6)  # its bulk copies to global memory
+    tensor_pipe = partialmethod(_agent, 7)  # the operations of the tensor pipe that it issues
 
     # ------------------------------------------------------------ tensor memory
 
@@ -142,17 +127,20 @@ class Clocks:
         """Raise a warp's clocks to other clocks."""
         np.maximum(self.rows[:, cluster, warp], rows, out=self.rows[:, cluster, warp])
 
-    def meet(self, cluster: int, warps: list[int]) -> None:
-        """Raise the clocks of warps to their common maximum, as at a barrier; new epochs begin."""
-        met = self.rows[:, cluster, warps].max(1)
-        self.rows[:, cluster, warps] = met[:, None]
-        self.rows[KNOWN, cluster, warps, warps] += 1
+    def meet(self, clusters: np.ndarray, warps: np.ndarray) -> None:
+        """Raise the clocks of the warps of each row to their common maximum, as at a barrier; new epochs begin.
 
-    def fence(self, cluster: int, warp: int, spaces: tuple[int, ...]) -> None:
-        """Order all generic writes in a warp's clock before later asynchronous accesses to `FENCED` or `GLOBAL`."""
+        clusters: [rows]. warps: [rows, n].
+        """
+        clusters = clusters[:, None]
+        self.rows[:, clusters, warps] = self.rows[:, clusters, warps].max(2, keepdims=True)
+        self.rows[KNOWN, clusters, warps, warps] += 1
+
+    def fence(self, clusters: AnyInt, warps: AnyInt, spaces: tuple[int, ...]) -> None:
+        """Order all generic writes in warps' clocks before later asynchronous accesses to `FENCED` or `GLOBAL`."""
         for space in spaces:
-            self.rows[space, cluster, warp] = self.rows[KNOWN, cluster, warp]
-        self.rows[KNOWN, cluster, warp, warp] += 1
+            self.rows[space, clusters, warps] = self.rows[KNOWN, clusters, warps]
+        self.rows[KNOWN, clusters, warps, warps] += 1
 
 
 class Shadow:
@@ -173,8 +161,8 @@ class Shadow:
         self.written = np.zeros(shape, np.int32)
         self.read = np.zeros((*shape, clocks.warps), np.int32)
         self.read_by_agent: dict[int, np.ndarray] = {}
-        # The last epochs in which warps and agents read any cell: who knows these, knows all reads.
-        self.latest = np.zeros(clocks.warps, np.int32)
+        # The last epochs in which warps [clusters, warps] and agents read any cell: who knows these, knows all reads.
+        self.latest = np.zeros((clocks.clusters, clocks.warps), np.int32)
         self.latest_by_agent: dict[int, int] = {}
 
     # ------------------------------------------------------------ warps
@@ -185,53 +173,52 @@ class Shadow:
         clusters, warps: [threads], of the threads.
         """
         writer, written, known = self.writer.take(cells), self.written.take(cells), self.clocks.rows[KNOWN]
-        one = _only(writer)
-        if one is None:
-            if (nobody := writer == NOBODY).any():
-                self.unwritten(cells, nobody)
-            late = written > known[clusters[:, None], warps[:, None], writer]
-        else:
-            if one == NOBODY:
-                self.unwritten(cells, np.ones(cells.shape, bool))
-            late = written > known[clusters, warps, one][:, None]
+        if (nobody := writer == NOBODY).any():
+            self.unwritten(cells, nobody)
+        late = written > _known_of(writer, known, clusters * self.clocks.warps + warps)
         if late.any():
             raise Fault(f"reads {self.what} that {self._agent(writer[late][0])} wrote, without a wait for it")
         epochs = known[clusters, warps, warps]
-        np.maximum.at(self.latest, warps, epochs)
+        self.latest[clusters, warps] = epochs
         self.read.reshape(-1)[cells * self.clocks.warps + warps[:, None]] = epochs[:, None]
         return writer
 
-    def writes_of_warps(self, cells: np.ndarray, clusters: np.ndarray, warps: np.ndarray, changes: np.ndarray) -> None:
-        """Record that threads write cells [threads, n]; arguments as of `reads_of_warps`.
+    def writes_of_warps(
+        self, cells: np.ndarray, clusters: np.ndarray, warps: np.ndarray, changes: np.ndarray
+    ) -> np.ndarray:  # fmt: skip
+        """Record that threads write cells [threads, n]; arguments and result as of `reads_of_warps`.
 
         changes: bool [threads, n], whether a cell's value changes. Several warps may write the same value without a
         wait: Triton's layouts hold some elements several times.
         """
-        known = self.clocks.rows[KNOWN, clusters, warps]
-        self.generic_writes(cells, known, warps, known[np.arange(len(warps)), warps], changes)
+        rows = self.clocks.rows[KNOWN].reshape(-1, self.clocks.rows.shape[-1])
+        of_rows = clusters * self.clocks.warps + warps
+        return self.generic_writes(cells, rows, of_rows, warps, rows[of_rows, warps], changes)
 
     def generic_writes(
-        self, cells: np.ndarray, rows: np.ndarray, agents: np.ndarray, epochs: np.ndarray, changes: np.ndarray
-    ) -> None:
-        """Record that agents write cells [accesses, n] by the generic proxy.
+        self, cells: np.ndarray, rows: np.ndarray, of_rows: np.ndarray, agents: np.ndarray, epochs: np.ndarray,
+        changes: np.ndarray,
+    ) -> np.ndarray:  # fmt: skip
+        """Record that agents write cells [accesses, n] by the generic proxy; returns who wrote them before.
 
-        rows: the clocks `KNOWN` of each access, [accesses, agents]. agents, epochs: [accesses], of the writers.
-        changes: as of `writes_of_warps`.
+        rows: clocks `KNOWN` [warps, agents]. of_rows: [accesses], which one each access has. agents, epochs:
+        [accesses], of the writers. changes: as of `writes_of_warps`.
         """
         writer, written = self.writer.take(cells), self.written.take(cells)
-        one = _only(writer)
-        late = written > (rows[np.arange(len(cells))[:, None], writer] if one is None else rows[:, one, None])
+        late = written > _known_of(writer, rows, of_rows)
         if (late & changes).any():
             late &= changes
             raise Fault(f"overwrites {self.what} that {self._agent(writer[late][0])} wrote, without a wait")
         warps = self.clocks.warps
-        known = rows.min(0)
+        some = np.zeros(len(rows), bool)
+        some[of_rows] = True
+        known = rows[some].min(0)
         if (self.latest > known[:warps]).any():
-            unseen = self._reads_at(cells) > rows[:, None, :warps]
+            unseen = self._reads_at(cells) > rows[of_rows, None, :warps]
             if unseen.any():
                 raise Fault(f"overwrites {self.what} that warp {np.nonzero(unseen)[2].min()} may be reading")
         for agent, read in self.read_by_agent.items():
-            if self.latest_by_agent[agent] > known[agent] and (read.take(cells) > rows[:, agent, None]).any():
+            if self.latest_by_agent[agent] > known[agent] and (read.take(cells) > rows[of_rows, agent][:, None]).any():
                 raise Fault(f"overwrites {self.what} that {self._agent(agent)} may be reading")
         if late.any():  # the first writer's record stays: waiting for it suffices to read the value
             again = np.nonzero(~late)
@@ -240,6 +227,7 @@ class Shadow:
         else:
             self.writer[cells] = agents[:, None]
             self.written[cells] = epochs[:, None]
+        return writer
 
     def _reads_at(self, cells: np.ndarray) -> np.ndarray:
         """The last epochs in which warps read cells [..., n]: [..., n, warps]."""
@@ -253,10 +241,9 @@ class Shadow:
         writer, written = self.writer[cells], self.written[cells]
         if not writer.size:
             return
-        one = _only(writer)
-        late = written > (rows[FENCED][writer] if one is None else rows[FENCED, one])
-        if one == NOBODY or one is None and (writer == NOBODY).any():
-            self.unwritten(cells, writer == NOBODY)
+        late = written > rows[FENCED].take(writer)
+        if (nobody := writer == NOBODY).any():
+            self.unwritten(cells, nobody)
         if late.any():
             first = writer[late][0]
             fence = (written <= rows[KNOWN][writer]).all()
@@ -275,8 +262,9 @@ class Shadow:
 
         rows: the clocks [clocks, operations, agents] of their issue. agents, epochs: of the readers.
         """
-        one = _only(self.writer.take(cells))
-        known = one is not None and one != NOBODY and rows[FENCED, :, one] >= self.written.take(cells).max(1)
+        writer = self.writer.take(cells)
+        one = int(writer.flat[0])
+        known = one != NOBODY and (writer == one).all() and rows[FENCED, :, one] >= self.written.take(cells).max(1)
         record = self._record if np.all(known) else self.reads_of_agent
         for i, (agent, epoch) in enumerate(zip(agents, epochs, strict=True)):
             record(cells[i % len(cells)], rows[:, i], agent, epoch)
@@ -286,8 +274,7 @@ class Shadow:
         writer, written = self.writer[cells], self.written[cells]
         if not writer.size:
             return
-        one = _only(writer)
-        late = written > (rows[FENCED][writer] if one is None else rows[FENCED, one])
+        late = written > rows[FENCED].take(writer)
         if late.any():
             raise Fault(f"{self._agent(agent)} overwrites {self.what} that {self._agent(writer[late][0])} wrote, "
                         "without a wait or a fence.proxy.async")  # fmt: skip
@@ -325,7 +312,9 @@ class Shadow:
         return f"{kinds[agent // warps - 1]} of warp {agent % warps}" if agent < _KINDS * warps else "a copy"
 
 
-def _only(writers: np.ndarray) -> int | None:
-    """The writer of all cells; None for several."""
-    one = int(writers.flat[0])
-    return one if (writers == one).all() else None
+def _known_of(agents: np.ndarray, rows: np.ndarray, of_rows: np.ndarray) -> np.ndarray:
+    """The epochs of agents [accesses, n] in the clocks of each access. of_rows: its index among all `rows`.
+
+    Agents below 0 are the last ones of the row before, which every row has.
+    """
+    return rows.reshape(-1).take((of_rows * rows.shape[-1])[:, None] + agents)

@@ -33,7 +33,7 @@ BRANCHES = frozenset({"bra", "bra.uni", "brx.idx", "ret", "exit"})
 
 
 def _nobody(fragment: Fragment) -> Fragment:
-    return fragment.without(np.ones(len(fragment.warps), bool))
+    return Fragment(fragment.machine, fragment.warps[:0], fragment.active[:0])
 
 
 def _label(instruction: Instruction, index: int) -> str:
@@ -126,13 +126,10 @@ def _arrive(fragment: Fragment, name: int, threads: int) -> Fragment:
     """Let all warps of a fragment arrive at a barrier, and move them to the next instruction."""
     machine = fragment.machine
     fragment.jump(fragment.active, fragment.at + 1)
-    for warp, active in zip(fragment.warps, fragment.by_warp(fragment.running), strict=True):
-        ended = machine.pc.reshape(-1, LANES)[warp] == DONE
-        if not (active | ended).all():
-            raise Fault(f"barrier {name} reached by part of a warp")
-        machine.block(int(warp))
-    for warp in fragment.warps:
-        machine.barriers.arrive(machine.program_of(int(warp)), name, int(warp), threads)
+    ended = machine.pc[fragment.threads] == DONE
+    if not (fragment.running | ended).all():
+        raise Fault(f"barrier {name} reached by part of a warp")
+    machine.barriers.arrive(fragment.warps, name, threads)
     return _nobody(fragment)
 
 
@@ -306,30 +303,29 @@ def _try_wait(instruction: Instruction, program: Program) -> Step:
     address, parity = address_reader(instruction.operands[1], 32), reader(instruction.operands[2], "u32")
 
     def step(fragment: Fragment) -> Fragment | None:
-        machine = fragment.machine
-        addresses, parities = address(fragment), fragment.every(parity(fragment))
-        waiting, complete = np.zeros(len(fragment.warps), bool), np.ones(len(fragment.warps), bool)
-        for i, warp in enumerate(map(int, fragment.warps)):
-            running = fragment.running[LANES * i : LANES * (i + 1)]
-            if not running.any():
-                continue
-            lane = LANES * i + int(np.argmax(running))
-            of_warp = slice(LANES * i, LANES * (i + 1))
-            if (addresses[of_warp][running] != addresses[lane]).any() or np.ptp(parities[of_warp][running] & 1):
-                raise Fault("the threads of a warp wait for several mbarriers or phases")
-            cluster, local = machine.cluster_of_warp(warp), machine.local_warp(warp)
-            at = machine.shared.index(int(addresses[lane]), cluster, 8)
-            barrier = machine.mbarriers.seen(at, machine.clocks.of(cluster, local))
+        machine, running = fragment.machine, fragment.by_warp(fragment.running)
+        lanes = np.arange(len(running)), running.argmax(1)  # the first one of each warp that runs
+        addresses, phases = fragment.by_warp(address(fragment)), fragment.by_warp(parity(fragment) & 1)
+        at, phase = addresses[lanes], phases[lanes]
+        if (running & ((addresses != at[:, None]) | (phases != phase[:, None]))).any():
+            raise Fault("the threads of a warp wait for several mbarriers or phases")
+        waiting, complete, passing = np.zeros(len(running), bool), np.ones(len(running), bool), []
+        for i in np.flatnonzero(running.any(1)).tolist():
+            warp = int(fragment.warps[i])
+            cluster, local = divmod(warp, machine.warps_of_cluster)
+            where = machine.shared.index(int(at[i]), cluster, 8)
+            barrier = machine.mbarriers.seen(where, machine.clocks.rows[:, cluster, local])
             machine.mbarriers.waited(barrier, cluster, local)
-            phase = int(parities[lane]) & 1
-            if barrier.passed(phase):
+            if barrier.passed(int(phase[i])):
                 acquire(machine, barrier, cluster, local)
-                machine.meet(cluster, [local])
+                passing.append(warp)
             elif machine.failing_waits is not None and machine.failing_waits.random() < 0.5:
                 complete[i] = False
             else:
                 waiting[i] = True
-                machine.block(warp, partial(barrier.passed, phase))
+                machine.block(warp, partial(barrier.passed, int(phase[i])))
+        if passing:
+            machine.meet(*np.divmod(passing, machine.warps_of_cluster))
         if waiting.any():
             fragment.jump(fragment.active & np.repeat(waiting, LANES), fragment.at)
             left = fragment.without(waiting)
@@ -344,8 +340,8 @@ def _try_wait(instruction: Instruction, program: Program) -> Step:
     def acquire(machine: Machine, barrier: Mbarrier, cluster: int, warp: int) -> None:
         """Let a warp of a cluster acquire what the arrivals of the completed phases released for it."""
         seen = [(SCOPES["cta"], barrier.done)]
-        beyond = (barrier.done_beyond > barrier.done).any()
-        if beyond and (of_cluster or _is_enough(machine, "waits for arrivals of another program's threads with")):
+        what = "waits for arrivals of another program's threads with"
+        if barrier.is_beyond and (of_cluster or _is_enough(machine, what)):
             seen.append((SCOPES["cluster"], barrier.done_beyond))
         for scope, rows in seen:
             if relaxed:
@@ -367,9 +363,8 @@ def _fence_async(instruction: Instruction, program: Program) -> Step:
     spaces = (GLOBAL,) if space == "global" else (FENCED,) if space else (FENCED, GLOBAL)
 
     def step(fragment: Fragment) -> None:
-        machine = fragment.machine
-        for warp in {warp for _, warp, _ in one_lane(fragment)}:
-            machine.clocks.fence(machine.cluster_of_warp(warp), machine.local_warp(warp), spaces)
+        machine, warps = fragment.machine, fragment.running_warps()
+        machine.clocks.fence(*np.divmod(warps, machine.warps_of_cluster), spaces)
 
     return step
 
@@ -382,7 +377,8 @@ def _fence(instruction: Instruction, program: Program) -> Step:
 
     def step(fragment: Fragment) -> None:
         machine = fragment.machine
-        for cluster, warp in sorted({(cluster, machine.local_warp(warp)) for _, warp, cluster in one_lane(fragment)}):
+        for each in fragment.running_warps().tolist():
+            cluster, warp = divmod(each, machine.warps_of_cluster)
             rows = machine.fences.fence(cluster, warp, scope)
             if scope == SCOPES["gpu"]:
                 machine.memory.fence(cluster + machine.first_cluster, warp, rows[KNOWN])

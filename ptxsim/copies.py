@@ -76,7 +76,7 @@ def _copy(instruction: Instruction, program: Program) -> Step:
             cells, granules = shared.cells_of(places, size), f"u{shared.granule}"
             raw = values.view(granules)
             changes = data.take(places).view(granules).reshape(raw.shape) != raw
-            shared.shadow.generic_writes(cells, rows[index], machine.clocks.copies(warps), epochs, changes)
+            shared.shadow.generic_writes(cells, rows, index, machine.clocks.copies(warps), epochs, changes)
             shared.lanes.copies(cells, warps, lanes, issued)
             data[places] = in_units(values, size)
             if (data.take(places).view(granules).reshape(raw.shape) != raw).any():

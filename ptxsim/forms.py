@@ -264,7 +264,7 @@ def address_reader(operand: Operand, bits: int) -> Read:
     if isinstance(base, Register) and base.bits < bits:
         bits = base.bits
     read = reader(base, f"u{bits}")
-    return lambda fragment: np.broadcast_to(read(fragment).astype(np.int64) + offset, fragment.shape)
+    return lambda fragment: fragment.every(read(fragment).astype(np.int64) + offset)
 
 
 def registers_of(operand: Operand) -> tuple[Operand, ...]:

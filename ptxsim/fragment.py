@@ -110,6 +110,10 @@ class Fragment:
         """The machine's indices of the running threads."""
         return (self.warps[:, None] * LANES + np.arange(LANES)).ravel()[self.running]
 
+    def running_warps(self) -> np.ndarray:
+        """The machine's indices of the warps of the running threads."""
+        return self.warps[self.by_warp(self.running).any(1)]
+
     def whole_warps(self) -> np.ndarray:
         """Whether each warp runs, bool [warps]. Raises Fault if only a part of a warp does."""
         running = self.by_warp(self.running)

@@ -8,6 +8,8 @@ Not checked: accesses that another thread of the warp releases by an arrival, or
 operation. A meeting of a part of a warp counts for all of it.
 """
 
+from collections.abc import Callable
+
 import numpy as np
 
 from ptxsim.fault import Fault
@@ -30,7 +32,7 @@ class Lanes:
         self.meetings = np.ones((clusters, warps), np.int32)
         self.waited = np.zeros((clusters, warps), np.int32)
         self._wrote = np.zeros(cells, np.int32)
-        self._read = np.zeros(warps * cells, np.int32)  # of each warp's cells
+        self._read = np.zeros(warps * cells, np.int32)  # of each cell's warps
 
     def meet(self, clusters: np.ndarray | int, warps: np.ndarray | list[int], waited: np.ndarray) -> None:
         """Record a meeting of the threads of each warp. waited: the groups of `cp.async` for which they have waited."""
@@ -39,23 +41,23 @@ class Lanes:
 
     def reads(
         self, cells: np.ndarray, clusters: np.ndarray, warps: np.ndarray, lanes: np.ndarray,
-        is_own: np.ndarray, written: np.ndarray,
+        is_own: Callable[[], np.ndarray], written: np.ndarray,
     ) -> None:  # fmt: skip
         """Record that threads read cells [threads, n]. clusters, warps, lanes: [threads], of the threads.
 
-        is_own: bool [threads, n], whether the thread's warp or its copies wrote a cell. written: of each cell of the
-        memory, the group of these copies.
+        is_own: returns whether the thread's warp or its copies wrote a cell, bool [threads, n]. written: of each cell
+        of the memory, the group of these copies.
         """
         now, mine = self.meetings[clusters, warps][:, None], lanes[:, None]
         wrote = self._wrote.take(cells)
-        if (late := wrote >> _BITS == now).any() and (late & is_own & _others(wrote, mine)).any():
+        if (late := wrote >> _BITS == now).any() and (late & is_own() & _others(wrote, mine)).any():
             raise Fault("reads shared memory that another thread of its warp wrote, without bar.warp.sync")
         if (copied := wrote < 0).any():
-            copied &= is_own & (-1 - wrote != mine) & (written.take(cells) > self.waited[clusters, warps][:, None])
+            copied &= is_own() & (-1 - wrote != mine) & (written.take(cells) > self.waited[clusters, warps][:, None])
             if copied.any():
                 raise Fault("reads shared memory that cp.async of another thread of its warp wrote, without "
                             "bar.warp.sync after that thread's wait")  # fmt: skip
-        record, at = now << _BITS | mine, cells + warps[:, None] * len(self._wrote)
+        record, at = now << _BITS | mine, cells * self.meetings.shape[1] + warps[:, None]
         before = self._read.take(at)
         self._read[at] = record
         several = (before >> _BITS == now) & (before != record) | (self._read.take(at) != record)
@@ -65,13 +67,13 @@ class Lanes:
 
     def writes(
         self, cells: np.ndarray, clusters: np.ndarray, warps: np.ndarray, lanes: np.ndarray,
-        is_own: np.ndarray, changes: np.ndarray,
+        is_own: Callable[[], np.ndarray], changes: np.ndarray,
     ) -> None:  # fmt: skip
         """Record that threads write cells; arguments as of `reads`. changes: whether a cell's value changes."""
         now, mine = self.meetings[clusters, warps][:, None], lanes[:, None]
         self._check_readers(cells, warps, now, mine)
         wrote = self._wrote.take(cells)
-        if (late := wrote >> _BITS == now).any() and (late & is_own & changes & _others(wrote, mine)).any():
+        if (late := wrote >> _BITS == now).any() and (late & is_own() & changes & _others(wrote, mine)).any():
             raise Fault("overwrites shared memory that another thread of its warp wrote, without bar.warp.sync")
         record = now << _BITS | mine
         self._wrote[cells] = record
@@ -86,7 +88,7 @@ class Lanes:
         self._wrote[cells] = -1 - lanes[:, None]
 
     def _check_readers(self, cells: np.ndarray, warps: np.ndarray, since: np.ndarray, mine: np.ndarray) -> None:
-        read = self._read.take(cells + warps[:, None] * len(self._wrote))
+        read = self._read.take(cells * self.meetings.shape[1] + warps[:, None])
         if (late := read >> _BITS >= since).any() and (late & _others(read, mine)).any():
             raise Fault("overwrites shared memory that another thread of its warp may be reading, without "
                         "bar.warp.sync")  # fmt: skip

@@ -5,6 +5,7 @@ generic address.
 """
 
 from collections.abc import Callable
+from functools import cache
 
 import numpy as np
 
@@ -46,16 +47,23 @@ def _part(kind: str, count: int) -> str:
 
 
 def _pack(into: Operand, parts: tuple[Operand, ...], kind: str) -> Step:
-    part, whole = _part(kind, len(parts)), np.dtype(f"u{int(kind[1:]) // 8}")
-    return Elementwise([(into, kind)], [(each, part) for each in parts],
-                       lambda *values: interleaved(*values).view(whole)[..., 0])  # fmt: skip
+    part = _part(kind, len(parts))
+    return Elementwise([(into, kind)], [(each, part) for each in parts], _packed(np.dtype(f"u{int(kind[1:]) // 8}")))
+
+
+@cache
+def _packed(whole: np.dtype) -> Callable:
+    return lambda *values: interleaved(*values).view(whole)[..., 0]
 
 
 def _unpack(parts: tuple[Operand, ...], source: Operand, kind: str) -> Step:
     part = _part(kind, len(parts))
-    dtype = np.dtype(f"u{int(part[1:]) // 8}")
-    return Elementwise([(each, part) for each in parts], [(source, kind)],
-                       lambda values: np.ascontiguousarray(values.reshape(-1, 1).view(dtype).T))  # fmt: skip
+    return Elementwise([(each, part) for each in parts], [(source, kind)], _parts(np.dtype(f"u{int(part[1:]) // 8}")))
+
+
+@cache
+def _parts(part: np.dtype) -> Callable:
+    return lambda values: np.ascontiguousarray(values.reshape(-1, 1).view(part).T)
 
 
 for _kind in ("b16", "b32", "b64", "f32"):

@@ -2,13 +2,14 @@
 
 import math
 import random
-from collections import Counter
-from collections.abc import Iterator
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, MutableSequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import numpy as np
 import torch
+from torch.utils._python_dispatch import _disable_current_modes
 
 from ptxsim import catalogue, control, copies, forms, warpgroup
 from ptxsim.fault import Fault
@@ -22,6 +23,8 @@ from ptxsim.state import DONE, LANES
 
 _THREADS = 8192  # the most threads that run at the same time, in whole clusters
 _SHARED = 1 << 22  # and the most bytes of their shared memory, at least one cluster's
+_STRAY = 1 / 16  # of the turns in step are any warp's or the agents': a loop of another warp may wait for them
+_Pending = MutableSequence[Callable[[], None]]  # operations of an asynchronous agent
 
 
 @dataclass(frozen=True)
@@ -51,8 +54,9 @@ class Kernel:
 class Schedule:
     """The order in which warps and asynchronous agents take turns.
 
-    seed: of the random choices. With seed 0, all warps at the same instruction execute it together, which is the
-    fastest; with other seeds sometimes only one of them does. strict_loads: whether the use of registers that
+    seed: of the random choices. With seed 0, all warps at the same instruction execute it together, those that are
+    behind come first, and agents wait until all warps do, which is the fastest; with other seeds the order is random,
+    and sometimes only one warp executes an instruction. strict_loads: whether the use of registers that
     `tcgen05.ld` loads is a fault before `tcgen05.wait::ld`. failing_waits: whether `mbarrier.try_wait` sometimes
     returns false before its phase is complete, as hardware may; else it waits. strict_scopes: whether an arrival of the
     scope `.cta` at an mbarrier of another program, and a wait of that scope for it, order nothing; else they do, and
@@ -117,7 +121,7 @@ def run(
         machine.failing_waits = chosen if schedule.failing_waits else None
         machine.strict_scopes, machine.shared.strict = schedule.strict_scopes, schedule.strict_stores
         machine.notes = machine.shared.notes = tally.notes
-        with np.errstate(all="ignore"), _one_thread():
+        with np.errstate(all="ignore"), _one_thread(), _disable_current_modes():
             _Turns(machine, kernel, schedule, chosen, tally).run()
     return tally
 
@@ -157,9 +161,9 @@ class _Turns:
                 for warp in [warp for warp, ready in machine.conditions.items() if ready()]:
                     machine.wake(warp)
             ready = np.flatnonzero(~machine.blocked & (self.warp_pc != DONE))
-            agents = self._agents()
-            if agents and (not len(ready) or self.random.random() < 0.3):
-                self._run_agent(self.random.choice(agents))
+            pending = [each for each in (*machine.copies, *machine.tensor_pipe) if each]
+            if pending and (not len(ready) or self.random.random() < (0.3 if self.schedule.seed else _STRAY)):
+                self._run_agents(pending)
             elif len(ready):
                 self._run_warps(ready)
             elif (self.warp_pc != DONE).any():
@@ -171,22 +175,22 @@ class _Turns:
             for one in self.program.instructions[first:end]:
                 self.tally.opcodes[one.opcode] += count
 
-    def _agents(self) -> list[tuple[int, bool]]:
-        """(cluster, whether it is the tensor pipe) of each agent with pending operations."""
-        found = [(cluster, False) for cluster, waiting in enumerate(self.machine.copies) if waiting]
-        return found + [(cluster, True) for cluster, waiting in enumerate(self.machine.tensor_pipe) if waiting]
+    def _run_agents(self, pending: list[_Pending]) -> None:
+        """Run one pending operation; under seed 0 all, so that warps of several programs that wait go on together."""
+        for operations in [self.random.choice(pending)] if self.schedule.seed else pending:
+            for _ in range(1 if self.schedule.seed else len(operations)):
+                self._run_operation(operations)
 
-    def _run_agent(self, agent: tuple[int, bool]) -> None:
-        cluster, is_pipe = agent
-        if is_pipe:
-            self.machine.tensor_pipe[cluster].popleft()()
+    def _run_operation(self, operations: _Pending) -> None:
+        """Run an operation of a cluster's copies, which are in any order, or of its tensor pipe."""
+        if isinstance(operations, deque):
+            operations.popleft()()
         else:
-            waiting = self.machine.copies[cluster]
-            waiting.pop(self.random.randrange(len(waiting)))()
+            operations.pop(self.random.randrange(len(operations)))()
 
     def _run_warps(self, ready: np.ndarray) -> None:
         """Run one warp, or all at the same instruction, to the end of a basic block."""
-        first = int(ready[self.random.randrange(len(ready))])
+        first = self._chosen(ready)
         index = int(self.warp_pc[first])
         together = ready[self.warp_pc[ready] == index]
         if self.schedule.seed:
@@ -201,6 +205,13 @@ class _Turns:
             raise Fault(f"{self.program.name}: does not end within {self.schedule.most} warp instructions")
         left = counters[together]
         self.warp_pc[together] = left.min(1) if self.kernel.order is None else self.kernel.order.first(left)
+
+    def _chosen(self, ready: np.ndarray) -> int:
+        """A warp that continues: under seed 0 mostly the first one in the order of blocks, so that others catch up."""
+        if self.schedule.seed or self.random.random() < _STRAY:
+            return int(ready[self.random.randrange(len(ready))])
+        counters = self.warp_pc[ready]
+        return int(ready[np.argmin(counters if self.kernel.order is None else self.kernel.order.places[counters])])
 
     def _run_block(self, fragment: Fragment, index: int) -> None:
         leaders, segments = self.program.leaders, self.kernel.segments

@@ -82,8 +82,8 @@ class SharedMemory:
         rows = self._rows(addresses, clusters, size)
         cells = self.cells_of(rows, size)
         writer, own = self.shadow.reads_of_warps(cells, clusters, warps), warps[:, None]
-        is_own = (writer == own) | (writer == self.clocks.copies(own))
-        self.lanes.reads(cells, clusters, warps, lanes, is_own, self.shadow.written)
+        self.lanes.reads(cells, clusters, warps, lanes, lambda: (writer == own) | (writer == self.clocks.copies(own)),
+                         self.shadow.written)  # fmt: skip
         return in_units(self.data, size).take(rows).view(np.uint8).reshape(-1, size)
 
     def store(
@@ -98,14 +98,13 @@ class SharedMemory:
         raw = np.ascontiguousarray(values).view(granules)
         before = data.take(rows).view(granules).reshape(raw.shape)
         changes = before != raw
-        is_own = self.shadow.writer.take(cells) == warps[:, None]
         try:
-            self.shadow.writes_of_warps(cells, clusters, warps, changes)
+            writer = self.shadow.writes_of_warps(cells, clusters, warps, changes)
         except Fault:
             changes &= ~self._are_roundings(before, raw)
-            self.shadow.writes_of_warps(cells, clusters, warps, changes)
+            writer = self.shadow.writes_of_warps(cells, clusters, warps, changes)
             self.notes[_ROUNDINGS] += 1
-        self.lanes.writes(cells, clusters, warps, lanes, is_own, changes)
+        self.lanes.writes(cells, clusters, warps, lanes, lambda: writer == warps[:, None], changes)
         data[rows] = in_units(raw, size)
         stored = data.take(rows).view(granules).reshape(raw.shape)
         if (stored != raw).any():

@@ -19,7 +19,6 @@ from collections.abc import Callable, Iterator, Sequence
 import numpy as np
 
 from ptxsim.clocks import FENCED
-from ptxsim.control import one_lane
 from ptxsim.descriptors import CHUNK, Matrix
 from ptxsim.fault import Fault
 from ptxsim.floating import REDUCTIONS
@@ -44,11 +43,12 @@ from ptxsim.tensor_products import column_of
 
 def _warps(fragment: Fragment) -> Iterator[tuple[int, int]]:
     """(first lane in the fragment, warp of the machine) of each warp that executes an instruction of whole warps."""
-    for i, running in enumerate(fragment.by_warp(fragment.running)):
-        if running.any():
-            if not running.all():
-                raise Fault("executed by part of a warp")
-            yield LANES * i, int(fragment.warps[i])
+    running = fragment.by_warp(fragment.running)
+    some = running.any(1)
+    if (some != running.all(1)).any():
+        raise Fault("executed by part of a warp")
+    for i in np.flatnonzero(some).tolist():
+        yield LANES * i, int(fragment.warps[i])
 
 
 def _same(values: np.ndarray, first: int) -> int:
@@ -230,25 +230,16 @@ def _store(instruction: Instruction, program: Program) -> Step:
     return step
 
 
-@form("tcgen05.wait::ld.sync.aligned")
-def _wait_loads(instruction: Instruction, program: Program) -> Step:
+@form("tcgen05.wait::ld.sync.aligned", "tcgen05.wait::st.sync.aligned")
+def _wait(instruction: Instruction, program: Program) -> Step:
     expect(instruction, 0)
+    loads = "::ld" in instruction.opcode
 
     def step(fragment: Fragment) -> None:
         for _, warp in _warps(fragment):
-            fragment.machine.tensor_memory.wait_loads(warp)
-            fragment.machine.unready.pop(warp, None)
-
-    return step
-
-
-@form("tcgen05.wait::st.sync.aligned")
-def _wait_stores(instruction: Instruction, program: Program) -> Step:
-    expect(instruction, 0)
-
-    def step(fragment: Fragment) -> None:
-        for _, warp in _warps(fragment):
-            fragment.machine.tensor_memory.wait_stores(warp)
+            fragment.machine.tensor_memory.wait(warp, loads)
+            if loads:
+                fragment.machine.unready.pop(warp, None)
 
     return step
 
@@ -260,7 +251,8 @@ def _fence(instruction: Instruction, program: Program) -> Step:
 
     def step(fragment: Fragment) -> None:
         machine = fragment.machine
-        for cluster, warp in sorted({(cluster, machine.local_warp(warp)) for _, warp, cluster in one_lane(fragment)}):
+        for each in fragment.running_warps().tolist():
+            cluster, warp = divmod(each, machine.warps_of_cluster)
             if before:
                 machine.clocks.send_tensor(cluster, warp, machine.tensor_memory.pipes[cluster].issued[warp])
             else:

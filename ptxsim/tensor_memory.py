@@ -18,7 +18,7 @@ TensorCore operations"; confidence high, unless a line below says less.
 """
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -173,7 +173,7 @@ class TensorMemory:
         return self.region(machine.program_of(warp), slice(lane, lane + lanes), address & 0xFFFF, columns)
 
     def load(self, warp: int, region: Region) -> np.ndarray:
-        """Words that a warp loads, [lanes, columns]. The warp's clock holds the load after `wait_loads`."""
+        """Words that a warp loads, [lanes, columns]. The warp's clock holds the load after `wait`."""
         machine, local = self.machine, self.machine.local_warp(warp)
         self.loads[warp] += 1
         rows = machine.clocks.of_tensor(machine.cluster_of_warp(warp), local, in_pipe=False)
@@ -182,24 +182,18 @@ class TensorMemory:
     def store(self, warp: int, region: Region, words: np.ndarray, undefined: np.ndarray | None) -> None:
         """Store a warp's words [lanes, columns], of which some are undefined, as of `write`.
 
-        The warp's clock holds the store after `wait_stores`.
+        The warp's clock holds the store after `wait`.
         """
         machine, local = self.machine, self.machine.local_warp(warp)
         self.stores[warp] += 1
         rows = machine.clocks.of_tensor(machine.cluster_of_warp(warp), local, in_pipe=False)
         self.write(region, words, undefined, rows, machine.clocks.tensor_stores(local), int(self.stores[warp]))
 
-    def wait_loads(self, warp: int) -> None:
-        """Record in a warp's clock that its loads are complete."""
-        self._know(warp, self.machine.clocks.tensor_loads, self.loads)
-
-    def wait_stores(self, warp: int) -> None:
-        """Record in a warp's clock that its stores are complete."""
-        self._know(warp, self.machine.clocks.tensor_stores, self.stores)
-
-    def _know(self, warp: int, agent: Callable[[int], int], epochs: np.ndarray) -> None:
-        cluster, local = self.machine.cluster_of_warp(warp), self.machine.local_warp(warp)
-        self.machine.clocks.know_tensor(cluster, local, agent(local), int(epochs[warp]))
+    def wait(self, warp: int, loads: bool) -> None:
+        """Record in a warp's clock that its loads are complete, or its stores."""
+        clocks, (cluster, local) = self.machine.clocks, divmod(warp, self.machine.warps_of_cluster)
+        agent = clocks.tensor_loads(local) if loads else clocks.tensor_stores(local)
+        clocks.know_tensor(cluster, local, agent, int((self.loads if loads else self.stores)[warp]))
 
 
 def split_undefined(undefined: np.ndarray | None, parts: int) -> Sequence[np.ndarray | None]:

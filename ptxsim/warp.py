@@ -49,7 +49,7 @@ def _barrier(instruction: Instruction, program: Program) -> Step:
 
     def step(fragment: Fragment) -> None:
         check(fragment)
-        machine, warps = fragment.machine, fragment.warps[fragment.by_warp(fragment.running).any(1)]
+        machine, warps = fragment.machine, fragment.running_warps()
         machine.meet(warps // machine.warps_of_cluster, warps % machine.warps_of_cluster)
 
     return step

@@ -39,16 +39,16 @@ from ptxsim.warp_matrix import floats, names_of, put_all, stacked, undefined_bit
 
 def bytes_of_a(registers: np.ndarray) -> np.ndarray:
     """The bytes uint8 [warps, 16, n] of the rows of A, of registers uint32 [n / 8, warps, 32]."""
-    parts = registers.view(np.uint8).reshape(
-        -1, 2, registers.shape[1], 8, 4, 4
-    )  # halves of columns and rows, warps, g, t, byte
-    return np.ascontiguousarray(parts.transpose(2, 1, 3, 0, 4, 5)).reshape(registers.shape[1], 16, -1)
+    warps = registers.shape[1]
+    parts = registers.reshape(-1, 2, warps, 8, 4)  # halves of columns and rows, warps, g, t
+    return np.ascontiguousarray(parts.transpose(2, 1, 3, 0, 4)).view(np.uint8).reshape(warps, 16, -1)
 
 
 def bytes_of_b(registers: np.ndarray) -> np.ndarray:
     """The bytes uint8 [warps, 8, n] of the columns of B, of registers uint32 [n / 16, warps, 32]."""
-    parts = registers.view(np.uint8).reshape(*registers.shape[:2], 8, 4, 4)  # row half, warps, g, t, byte
-    return np.ascontiguousarray(parts.transpose(1, 2, 0, 3, 4)).reshape(registers.shape[1], 8, -1)
+    warps = registers.shape[1]
+    parts = registers.reshape(-1, warps, 8, 4)  # row half, warps, g, t
+    return np.ascontiguousarray(parts.transpose(1, 2, 0, 3)).view(np.uint8).reshape(warps, 8, -1)
 
 
 def a_values(registers: np.ndarray, kind: str) -> np.ndarray:

@@ -105,6 +105,25 @@ def test_threads_meet(body, expected, seed):
     np.testing.assert_array_equal(found, expected)
 
 
+# The first program repeats a loop until the second one has executed a block behind it.
+WAITED_FOR = """
+    ld.param.b64 %rd1, [p0];
+    mov.u32 %r1, %ctaid.x; setp.eq.u32 %p1, %r1, 1;
+    @%p1 bra SET;
+AGAIN: ld.volatile.global.b32 %r2, [%rd1]; setp.eq.u32 %p2, %r2, 0;
+    @%p2 bra AGAIN;
+    bra.uni OUT;
+SET: red.global.gpu.relaxed.max.s32 [%rd1], 7;
+OUT: ret;
+"""
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_a_loop_that_waits_for_another_program_ends(seed):
+    (found,) = run_body(WAITED_FOR, [np.zeros(1, np.int32)], threads=32, grid=2, schedule=Schedule(seed, most=10_000))
+    assert found == 7
+
+
 def test_the_layout_is_kept_where_it_is_an_order():
     """Two branches side by side would also be in order the other way round; the loop's head lies first."""
     body = f"""
