@@ -59,8 +59,7 @@ def export_packed(
     experts without known names, for formats that the layout does not have, for activations without the static scale
     that it stores, for packed weights that were not finite, for tensors that are sharded or on the meta device, for a
     bad max_shard_size, and for a directory that has safetensors files; OSError where it cannot be written. The next
-    attempt removes any files of an
-    aborted one.
+    attempt removes any files of an aborted one.
     """
     if layout not in (*LAYOUTS, MXFP4):
         raise ValueError(unknown_name("layout", layout, (*LAYOUTS, MXFP4)))
