@@ -163,15 +163,25 @@ def test_a_write_through_data_reaches_a_compiled_graph():
     assert_current(compiled, model, x)
 
 
-@pytest.mark.parametrize("backend", ["eager", "fp4compile_mxfp8"])
-def test_modules_are_cast_and_written_inside_of_a_compiled_function(backend):
+def assign(layer):
+    torch.nn.utils.vector_to_parameters(torch.ones(65 * 64), layer.parameters())
+
+
+def fill(layer):
+    for parameter in layer.parameters():
+        parameter.data.fill_(1.0)
+
+
+# The Inductor of torch 2.11 cannot assign a part of another tensor, with this package or without.
+@pytest.mark.parametrize(("backend", "write"), [("eager", assign), ("eager", fill), ("fp4compile_mxfp8", fill)])
+def test_modules_are_cast_and_written_inside_of_a_compiled_function(backend, write):
     """After the graph break, torch's own code assigns `.data`, and Dynamo captures every function that it calls."""
 
     def run(x):
         layer = torch.nn.Linear(64, 64)
         torch._dynamo.graph_break()
         layer = layer.double().float()
-        torch.nn.utils.vector_to_parameters(torch.ones(65 * 64), layer.parameters())
+        write(layer)
         return layer(x)
 
     assert torch.equal(torch.compile(run, backend=backend)(torch.ones(2, 64)), torch.full((2, 64), 65.0))
