@@ -186,10 +186,10 @@ class Shadow:
     def writes_of_warps(
         self, cells: np.ndarray, clusters: np.ndarray, warps: np.ndarray, changes: np.ndarray
     ) -> np.ndarray:  # fmt: skip
-        """Record that threads write cells [threads, n]; arguments and result as of `reads_of_warps`.
+        """Record that threads write cells [threads, n]; returns the agents that wrote them before, [threads, n].
 
-        changes: bool [threads, n], whether a cell's value changes. Several warps may write the same value without a
-        wait: Triton's layouts hold some elements several times.
+        clusters, warps: [threads], of the threads. changes: bool [threads, n], whether a cell's value changes. Several
+        warps may write the same value without a wait: Triton's layouts hold some elements several times.
         """
         rows = self.clocks.rows[KNOWN].reshape(-1, self.clocks.rows.shape[-1])
         of_rows = clusters * self.clocks.warps + warps
@@ -201,8 +201,8 @@ class Shadow:
     ) -> np.ndarray:  # fmt: skip
         """Record that agents write cells [accesses, n] by the generic proxy; returns who wrote them before.
 
-        rows: clocks `KNOWN` [warps, agents]. of_rows: [accesses], which one each access has. agents, epochs:
-        [accesses], of the writers. changes: as of `writes_of_warps`.
+        rows: clocks `KNOWN` [warps, agents]. of_rows: [accesses], the row of each access. agents, epochs: [accesses],
+        of the writers. changes: bool [accesses, n], whether a cell's value changes.
         """
         writer, written = self.writer.take(cells), self.written.take(cells)
         late = written > _known_of(writer, rows, of_rows)

@@ -69,7 +69,11 @@ class Lanes:
         self, cells: np.ndarray, clusters: np.ndarray, warps: np.ndarray, lanes: np.ndarray,
         is_own: Callable[[], np.ndarray], changes: np.ndarray,
     ) -> None:  # fmt: skip
-        """Record that threads write cells; arguments as of `reads`. changes: whether a cell's value changes."""
+        """Record that threads write cells [threads, n]. clusters, warps, lanes: [threads], of the threads.
+
+        is_own: returns whether the thread's warp wrote a cell, bool [threads, n]. changes: bool [threads, n], whether a
+        cell's value changes.
+        """
         now, mine = self.meetings[clusters, warps][:, None], lanes[:, None]
         self._check_readers(cells, warps, now, mine)
         wrote = self._wrote.take(cells)

@@ -190,7 +190,7 @@ class TensorMemory:
         self.write(region, words, undefined, rows, machine.clocks.tensor_stores(local), int(self.stores[warp]))
 
     def wait(self, warp: int, loads: bool) -> None:
-        """Record in a warp's clock that its loads are complete, or its stores."""
+        """Record in a warp's clock that its accesses are complete: its loads if `loads`, otherwise its stores."""
         clocks, (cluster, local) = self.machine.clocks, divmod(warp, self.machine.warps_of_cluster)
         agent = clocks.tensor_loads(local) if loads else clocks.tensor_stores(local)
         clocks.know_tensor(cluster, local, agent, int((self.loads if loads else self.stores)[warp]))

@@ -52,7 +52,7 @@ class LayerFormat:
 
     def __post_init__(self) -> None:
         weight = formats.get(self.weight)
-        dtypes_in(self.weight)
+        dtypes_in(self.weight)  # now, and not when Dynamo traces the layer
         formats.check_scale_rule("scale_rule", self.scale_rule, [weight])
         if self.activation is not None and not formats.compatible(formats.get(self.activation), weight):
             raise ValueError(f"formats {self.activation} and {self.weight} cannot be multiplied")
@@ -553,7 +553,7 @@ def _uncast(before: torch.Tensor, hidden: torch.Tensor, after: torch.Tensor) -> 
     return after.view(before.dtype)
 
 
-# By the name of a format; filled before Dynamo traces a layer, which would warn of a cached function.
+# The results of `dtypes_in`, by format. Dynamo reads a dictionary at once, and warns of a function with a cache.
 _DTYPES: dict[str, dict[str, tuple[torch.dtype, torch.dtype]]] = {}
 
 

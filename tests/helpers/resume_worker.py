@@ -22,7 +22,10 @@ STEPS, EVERY = 6, 2  # steps in all; steps from checkpoint to checkpoint
 
 @contextmanager
 def repeatable() -> Iterator[None]:
-    """As docs/training.md says: else each process may choose Inductor's reductions by their times."""
+    """While this lasts, all processes compile the same reductions: else Inductor chooses them by their times.
+
+    docs/training.md tells users to do this.
+    """
     torch.use_deterministic_algorithms(True)
     try:
         yield
