@@ -37,7 +37,7 @@ from fp4compile.ops.functional import quantize
 from fp4compile.ops.matmul import SCALED_MM
 from fp4compile.ops.quantize import DEQUANTIZE, QUANTIZE
 from fp4compile.templates.choose import Choice, candidates, choose, to_time
-from fp4compile.templates.gemm import float8_blocks_sm90
+from fp4compile.templates.gemm import float8_sm90
 from fp4compile.templates.launch import Launch, dry_run, target_of
 from fp4compile.templates.multiply import multiply, multiply_together, results
 from fp4compile.templates.problem import problem_of
@@ -223,10 +223,12 @@ PRODUCTS = (
     # Experts whose results the next experts' quantiser reads.
     _experts("nvfp4", "nvfp4", SIZE, 2048, 4096, epilogue="pair", weights=2, result=AMAX),
     *(_experts("nvfp4", "nvfp4", SIZE, 2048, 4096, epilogue=each, result=AMAX) for each in ("pair", "gated", "")),
-    # FP8 blocks on Hopper: groups of many rows and of few, along K; dense with a bias, which the library does not add.
-    *(_experts("float8_1x128", "float8_128x128", m, 2048, 4096, kernel=float8_blocks_sm90.NAME) for m in (SIZE, 512)),
-    _experts("float8_1x128", "float8_1x128", 2048, 4096, SIZE, along_k=True, kernel=float8_blocks_sm90.NAME),
-    MatmulCase("float8_1x128", "float8_128x128", epilogue="bias", kernel=float8_blocks_sm90.NAME),
+    # FP8 on Hopper: groups of many rows and of few, along K; dense with a bias, which the library does not add.
+    *(_experts("float8_1x128", "float8_128x128", m, 2048, 4096, kernel=float8_sm90.NAME) for m in (SIZE, 512)),
+    _experts("float8_1x128", "float8_1x128", 2048, 4096, SIZE, along_k=True, kernel=float8_sm90.NAME),
+    MatmulCase("float8_1x128", "float8_128x128", epilogue="bias", kernel=float8_sm90.NAME),
+    _experts("float8_rowwise", "float8_rowwise", 2048, 4096, SIZE, along_k=True, kernel=float8_sm90.NAME),
+    _experts("float8_tensor", "float8_tensor", SIZE, 2048, 4096, kernel=float8_sm90.NAME),
     # FP8 blocks whose scales are powers of two, as MX: dense, groups of rows, along K.
     MatmulCase(POWERS_OF_TWO, POWERS_OF_TWO_SQUARE, kernel="block_scaled_sm100_of_float8_blocks"),
     _experts(POWERS_OF_TWO, POWERS_OF_TWO_SQUARE, SIZE, 2048, 4096),

@@ -23,7 +23,7 @@ each; see `passes.fuse_horizontal`.
 `passes.lower` puts `scaled_mm_opaque` into a graph for a kernel that Inductor cannot call: Inductor cannot lower
 `aten._scaled_mm_v2` with swizzled scales; torch up to 2.13 has no fake implementation of the block-scaled grouped
 matmul; Inductor cannot time matmuls of views (`_compat.times_products`); and it compiles kernels as Triton, not as
-Gluon. It does not change ops without a lowering. kernel: "library", "2-CTA" or "FP8 blocks"; the results are
+Gluon. It does not change ops without a lowering. kernel: "library", "2-CTA" or "FP8"; the results are
 those of `scaled_mm` or `scaled_mm_results`.
 """
 

@@ -18,7 +18,7 @@ from fp4compile.templates.gemm import (
     dequant_operand,
     dequant_tiles,
     float8_blocks_as_mx,
-    float8_blocks_sm90,
+    float8_sm90,
     library,
     skinny_block_scaled_sm100,
     streaming,
@@ -40,9 +40,9 @@ REGISTRY: tuple[Candidate, ...] = (
     *_BLOCK_SCALED,
     *map(float8_blocks_as_mx.as_mx, _BLOCK_SCALED),
     library.FLOAT8_BLOCKS,
-    float8_blocks_sm90.CANDIDATE,
     library.ROW_SCALED,
     library.RESCALED,
+    float8_sm90.CANDIDATE,
     streaming.CANDIDATE,
     wgmma_sm90.CANDIDATE,
     dequant_operand.CANDIDATE,
@@ -103,7 +103,7 @@ def _decide(problem: Problem, preferred: str | None, registry: tuple[Candidate, 
     with_epilogue = found if found.takes(fused) else _first(fused, registry)
     takes_epilogue = with_epilogue.takes_epilogue(fused)
     if takes_epilogue and with_epilogue is not found:
-        takes_epilogue = cost.fusing_pays(problem, with_epilogue.configure(fused))
+        takes_epilogue = found.tier == with_epilogue.tier and cost.fusing_pays(problem, with_epilogue.configure(fused))
     config = found.configure(problem)
     return Choice(
         found.name, found.tier, config, takes_epilogue=takes_epilogue, dequantizes_a=found.dequantizes_a,

@@ -21,19 +21,18 @@ from fp4compile.hardware import Target
 from fp4compile.templates.choose import Choice, choose, named
 from fp4compile.templates.gemm import (
     block_scaled_two_ctas_sm100,
-    float8_blocks_sm90,
-    grouped_library,
+    float8_sm90,
     indexed,
     library,
 )
 from fp4compile.templates.gemm.call import Call, kernel_operand
-from fp4compile.templates.gemm.candidate import FLOAT8_BLOCKS, LIBRARY, MOST_IN_GROUP, TWO_CTAS
+from fp4compile.templates.gemm.candidate import FLOAT8, LIBRARY, MOST_IN_GROUP, TWO_CTAS
 from fp4compile.templates.gemm.horizontal import of_all
 from fp4compile.templates.launch import target_of
 from fp4compile.templates.problem import problem_of
 
 # Kernels of `scaled_mm_opaque` that are written in Gluon, and their candidates.
-_IN_GLUON = {TWO_CTAS: block_scaled_two_ctas_sm100.NAME, FLOAT8_BLOCKS: float8_blocks_sm90.NAME}
+_IN_GLUON = {TWO_CTAS: block_scaled_two_ctas_sm100.NAME, FLOAT8: float8_sm90.NAME}
 
 
 def multiply(x: Arguments, choice: Choice | None = None, arranged_a: torch.Tensor | None = None) -> torch.Tensor:
@@ -137,7 +136,6 @@ def multiply_together(members: Sequence[Arguments]) -> list[torch.Tensor]:
 def opaque(x: Arguments, kernel: str) -> list[torch.Tensor]:
     """The results of a matmul by a kernel that is an op in graphs: "library", or one of `_IN_GLUON`.
 
-    With groups, the library leaves rows of no group uninitialised, and its offsets are bounded (`grouped_library`).
     Raises ValueError for another name.
     """
     if kernel in _IN_GLUON:
@@ -145,7 +143,4 @@ def opaque(x: Arguments, kernel: str) -> list[torch.Tensor]:
         return results(x, choose(problem, _IN_GLUON[kernel]))
     if kernel != LIBRARY:
         raise ValueError(f"kernel={kernel!r}: expected {LIBRARY!r} or one of {', '.join(map(repr, _IN_GLUON))}")
-    spec = x.spec
-    if x.offs is None:
-        return [library.product(x.a, x.b, x.bias, spec.out_dtype, spec.fast_accumulation)]
-    return [grouped_library.row_scaled(x.a, x.b, x.offs, spec.out_dtype, spec.fast_accumulation)]
+    return [library.product(x.a, x.b, x.bias, x.spec.out_dtype, x.spec.fast_accumulation)]

@@ -263,7 +263,7 @@ def test_nobody_else_asks_a_candidate():
     package = Path(fp4compile.__file__).parent
     kernels = {"gemv", "skinny", "horizontal", "streaming", "wgmma_sm90", "dequant_tiles", "dequant_operand", "library",
                "block_scaled_sm100", "cost", "skinny_block_scaled_sm100", "block_scaled_two_ctas_sm100",
-               "two_cta_kernel_sm100", "grouped_library"}  # fmt: skip
+               "two_cta_kernel_sm100"}  # fmt: skip
     for path in package.rglob("*.py"):
         if path.parent.name == "gemm" or path.name in ("choose.py", "multiply.py"):
             continue

@@ -18,7 +18,7 @@ from torch._inductor.fx_passes.post_grad import post_grad_passes
 from torch._inductor.graph import GraphLowering
 from torch._inductor.virtualized import V
 
-from fp4compile import _compat, _inductor_patches
+from fp4compile import _inductor_patches
 from fp4compile.passes.fake_quantize import fake_quantize
 from fp4compile.passes.fuse_epilogue import fuse_epilogue
 from fp4compile.passes.fuse_horizontal import fuse_horizontal
@@ -234,24 +234,6 @@ def experts(x, w, offs):
 
 
 @pretending
-def test_experts_by_the_library(monkeypatch):
-    """What the quantisers wrote, where they wrote it, goes to the library; its result is cleared where it lies."""
-    pretend(monkeypatch, 90)
-    # Under max-autotune: the library's product is an op of this package, so that Inductor has no templates to time.
-    monkeypatch.setattr(_compat, "times_products", lambda: True)
-    shapes, dtypes = ((256, 512), (4, 1024, 512), (4,)), (torch.bfloat16, torch.bfloat16, torch.int32)
-    _, text = generated(experts, *shapes, recipe="float8_rowwise", dtypes=dtypes)
-    assert not re.search(r"copy_\(|clone|gemm_", text)
-    (product,) = re.findall(r"(buf\d+) = torch\.ops\.fp4compile\.scaled_mm_opaque\.default\((.*)\)", text)
-    (ends,) = re.findall(r"group_ends_\d+\.run\(offs_1, (buf\d+),", text)
-    assert f" offs={ends}," in product[1] and "ragged rows -> bfloat16', 'library'" in product[1]
-    renamed = dict(re.findall(r"^ *(buf\d+) = (buf\d+)\b", text, re.M))  # torch up to 2.13 gives a result two names
-    (cleared,) = re.findall(r"clear_ungrouped_rows_\d+\.run\((buf\d+), (buf\d+),", text)
-    assert cleared[1] == ends and renamed.get(cleared[0], cleared[0]) == product[0]
-    assert re.search(rf"return \({cleared[0]}, ?\)", text)
-
-
-@pretending
 def test_few_rows_on_sm100(monkeypatch):
     """Each product is block-scaled and cut along K; its sums are added by a kernel that starts early and ends it."""
     kernels, calls = mlp_wrapper(monkeypatch, 100, "nvfp4_rowwise", 64)
@@ -358,16 +340,15 @@ def test_launches_are_decomposed_without_a_trace(monkeypatch):
     ("mxfp8", ANY, ["scaled_mm"]), ("nvfp4_weight_only", 16, ["tensor_amax", "gemm_skinny"]),
     ("nvfp4_weight_only", 512, ["tensor_amax", "gemm_wgmma_sm90"]),
     ("nvfp4", ANY, ["tensor_amax", "tensor_amax", "scaled_mm"]),
-    ("float8_rowwise", 512, ["group_ends", "_scaled_grouped_mm", "clear_ungrouped_rows"]),
-], ids=["many", "tile", "any", "few", "packed", "any, packed", "library"])  # fmt: skip
+    ("float8_rowwise", 512, ["scaled_mm_opaque"]),
+], ids=["many", "tile", "any", "few", "packed", "any, packed", "FP8"])  # fmt: skip
 def test_experts_on_hopper(recipe, rows, expected, monkeypatch):
-    """The kernels of many tokens, of one tile an expert, of any number, of few, of NVFP4 weights, and the library's, as
-    the wrapper calls them."""
+    """The kernels of many tokens, of one tile an expert, of any number, of few, of NVFP4 weights, and of FP8, as the
+    wrapper calls them."""
     pretend(monkeypatch, 90)
-    monkeypatch.setattr(_compat, "times_products", lambda: False)
     shapes, dtypes = ((rows, 512), (4, 256, 512), (4,)), (torch.bfloat16, torch.bfloat16, torch.int32)
     _, text = generated(experts, *shapes, recipe=recipe, dtypes=dtypes, sm=90)
-    kernels = (r"\w*grouped\w*|tensor_amax|scaled_mm\w*|gemm_skinny|gemm_wgmma_sm90|gemm_dequant_tiles|group_ends"
+    kernels = (r"\w*grouped\w*|tensor_amax|scaled_mm\w*|gemm_skinny|gemm_wgmma_sm90|gemm_dequant_tiles"
                r"|dequant_operand")  # fmt: skip
     calls = re.findall(rf"({kernels})(?:_\d+)?(?:\.run|\.default)?\(", text)
     names = [re.sub(r"_\d+$", "", call) for call in calls]

@@ -65,27 +65,32 @@ FORWARD = {
 }
 
 
-def test_float8_blocks_on_hopper():
+OPAQUE = ["fp4compile.scaled_mm_opaque.default"]
+
+
+@pytest.mark.parametrize(("recipe", "columns"), [("float8_block", "float8_1x128"), ("float8_rowwise", "float8_rowwise"),
+                                                 ("float8_tensor", "float8_tensor")])  # fmt: skip
+def test_float8_on_hopper(recipe, columns):
     """The kernel is in Gluon, so an op stands for it: for any number of rows, and in a weight gradient."""
-    opaque = ["fp4compile.scaled_mm_opaque.default"]
     for dynamic in (False, True):
-        (decision,), launches, left = lowered(90, grouped, (256, 512), (8, 1024, 512), 8, recipe="float8_block",
+        (decision,), launches, left = lowered(90, grouped, (256, 512), (8, 1024, 512), 8, recipe=recipe,
                                               dynamic=dynamic)  # fmt: skip
-        assert (decision.tier, left) == ("native", opaque) and "gemm" not in str(launches)
-    assert lowered(90, backward("float8_1x128", False), (256, 512), (256, 1024), 8)[2] == opaque
-    assert lowered(89, backward("float8_1x128", False), (256, 512), (256, 1024), 8)[1][-1] == TILES
+        assert (decision.tier, left) == ("native", OPAQUE) and "gemm" not in str(launches)
+    assert lowered(90, backward(columns, False), (256, 512), (256, 1024), 8)[2] == OPAQUE
+    assert lowered(89, backward(columns, False), (256, 512), (256, 1024), 8)[1][-1] == TILES
 
 
 @pytest.mark.parametrize("recipe", FORWARD)
 def test_launches_of_a_forward_product(recipe):
     """On Hopper; as many for any number of groups that the same kernel serves."""
-    library = recipe == "float8_rowwise"
+    native = recipe == "float8_rowwise"
     for groups in (1, 4, 128):
         (decision,), launches, left = lowered(90, grouped, (256, 512), (groups, 1024, 512), groups, recipe=recipe)
-        assert (decision.tier, decision.reason) == ("native" if library else "emulated", None) and not left
+        assert (decision.tier, decision.reason) == ("native" if native else "emulated", None)
+        assert left == (OPAQUE if native else [])
         weight_only = recipe == "nvfp4_weight_only"
-        if library:  # FP8 matrix units, by the library between two launches
-            product = ["group_ends", "clear_ungrouped_rows"]
+        if native:  # FP8 matrix units, by an op
+            product = []
         elif recipe.startswith("nvfp4"):  # weights are read as codes; few rows: they are streamed
             streamed = [*["dequant_operand"] * (not weight_only), "gemm_skinny"]
             swizzle = "swizzle_a_sm90" if weight_only else "swizzle_codes_sm90"

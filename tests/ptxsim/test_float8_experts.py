@@ -1,5 +1,7 @@
-"""FP8 blocks in the simulator of their PTX: `gemm_float8_blocks_sm90`, which is written in Gluon, and the kernels of
+"""FP8 blocks in the simulator of their PTX: `gemm_float8_sm90`, which is written in Gluon, and the kernels of
 SM100 that multiply them as MXFP8, where their scales are powers of two."""
+
+from dataclasses import replace
 
 import pytest
 import torch
@@ -9,24 +11,36 @@ from fp4compile.formats import formats, reference, reference_grouped
 from fp4compile.formats.grouping import Groups
 from fp4compile.formats.operand import Arguments, Operand
 from fp4compile.hardware import Target
+from fp4compile.templates.choose import choose
+from fp4compile.templates.gemm import float8_sm90
 from fp4compile.templates.multiply import multiply, multiply_together
+from fp4compile.templates.problem import problem_of
 from fp4compile.templates.quantize.lay_out import lay_out_as_mx
 from ptxsim.run import Schedule
 from tests.helpers.by_hand import assert_rounds_to
 
-ROWS, WIDTH, OFFSETS = 400, 300, (3, 3, 303, 390)  # an empty group, and rows of no group
-ON_HOPPER = (90, "float8_1x128", "float8_128x128", ["write_table", "gemm_float8_blocks_sm90"])
+ROWS, WIDTH, OFFSETS = 400, 304, (3, 3, 303, 390)  # an empty group, and rows of no group
+_HOPPER = ["write_table", "gemm_float8_sm90"]
+ON_HOPPER = (90, "float8_1x128", "float8_128x128", _HOPPER)
+ROW_SCALES = (90, "float8_rowwise", "float8_rowwise", _HOPPER)
+TENSOR_SCALES = (90, "float8_tensor", "float8_tensor", _HOPPER)
 POWERS, SQUARES = "e4m3:1x128:float32:-:te_pow2", "e4m3:128x128:float32:-:te_pow2"
 AS_MX = (100, POWERS, SQUARES, ["lay_out_scales", "lay_out_scales", "gemm_block_scaled_sm100"])
 
 
 def quantised(x, name, dim=-1, offs=None, each_matrix=False):
-    data, scales, _ = torch.ops.fp4compile.quantize(x, name, [dim], offs=offs, each_matrix=each_matrix)
-    return Operand(data, scales, None, formats.get(name))
+    data, scales, outer = torch.ops.fp4compile.quantize(x, name, [dim], offs=offs, each_matrix=each_matrix)
+    fmt = formats.get(name)
+    return Operand(data, scales if fmt.scale else None, outer if fmt.outer else None, fmt)
 
 
-def values(x):
-    return reference.dequantize_blocks(x.data, x.scales, x.format).double()
+def values(x, group=0):
+    """The values of an operand; where groups have scales of their own, those of a group are right."""
+    found = reference.dequantize_blocks(x.data, x.scales, x.format).double()
+    if x.outer is None:
+        return found
+    of_all_rows = x.outer.shape[:-1] == found.shape[:-1]
+    return found * (x.outer if of_all_rows else x.outer[group]).double()
 
 
 def check(got, left, right, dtype, bias=0.0):
@@ -41,7 +55,10 @@ def check(got, left, right, dtype, bias=0.0):
     assert_rounds_to(got.double()[finite], exact[finite], dtype, roundings * 2.0**-24 * size[finite])
 
 
-@pytest.mark.parametrize(("sm", "rows_format", "squares", "kernels"), [ON_HOPPER, AS_MX], ids=["90", "100"])
+@pytest.mark.parametrize(
+    ("sm", "rows_format", "squares", "kernels"), [ON_HOPPER, ROW_SCALES, TENSOR_SCALES, AS_MX],
+    ids=["90", "90-rows", "90-tensor", "100"],
+)  # fmt: skip
 @pytest.mark.parametrize("along", ["rows", "contraction"])
 def test_groups(along, sm, rows_format, squares, kernels):
     """One group's NaN reach no other one, though tiles and stages reach into the next one; the results are right."""
@@ -49,26 +66,44 @@ def test_groups(along, sm, rows_format, squares, kernels):
     offs, x, y = torch.tensor(OFFSETS, dtype=torch.int32), torch.randn(ROWS, WIDTH), torch.randn(ROWS, 130)
     x[OFFSETS[2] : OFFSETS[3]] = y[OFFSETS[2] : OFFSETS[3]] = float("nan")
     if along == "rows":
-        a = quantised(x, rows_format)
-        b = quantised(torch.randn(len(OFFSETS), 136, WIDTH), squares, each_matrix=True)
+        a = quantised(x, rows_format, offs=offs)
+        b = quantised(torch.randn(len(OFFSETS), 136, WIDTH) * torch.rand(136, 1), squares, each_matrix=True)
         given = Arguments.of(a, b, None, torch.bfloat16, offs=offs)
     else:
-        a, b = (quantised(each, rows_format, -2, offs) for each in (x[:, :136], y))
+        a, b = (quantised(each, rows_format, -2, offs) for each in (x[:, :136], y * torch.rand(130)))
         given = Arguments.of(a, b, None, torch.bfloat16, offs=offs, rows=ROWS)
-    simulator = LaunchSimulator(Target(sm, multiprocessors=3), Schedule(1))
+    target = Target(sm, multiprocessors=3)
+    kernel = float8_sm90.NAME if sm == 90 else None  # torch's library would multiply groups of rows with row scales
+    simulator = LaunchSimulator(target, Schedule(1))
     with simulator.running():
-        got = multiply(given)
+        got = multiply(given, choose(problem_of(given, target), preferred=kernel))
     assert [launch.kernel.__name__ for launch in simulator.launches] == kernels
-    left, right = values(a), values(b)
     for i, (start, end) in enumerate(zip((0, *OFFSETS), OFFSETS, strict=False)):
         if along == "rows":
-            check(got[start:end], left[start:end], right[i].T, torch.bfloat16)
+            check(got[start:end], values(a, i)[start:end], values(b, i)[i].T, torch.bfloat16)
         else:
             first = int(Groups.of(offs, ROWS).padded_starts[i])
             part = slice(first, first + end - start)
-            check(got[i], left[:, part], right[:, part].T, torch.bfloat16)
+            check(got[i], values(a, i)[:, part], values(b, i)[:, part].T, torch.bfloat16)
     assert got.isnan().any() and got.isfinite().any()
     assert along == "contraction" or not got[OFFSETS[-1] :].any()
+
+
+@pytest.mark.parametrize("config", [float8_sm90._ONE, float8_sm90._TWO, float8_sm90._THREE], ids=str)
+@pytest.mark.parametrize("formats_of", [ON_HOPPER[1:3], ROW_SCALES[1:3]], ids="·".join)
+def test_any_number_of_warpgroups(formats_of, config):
+    """The same results of tiles of 64, 128 and 192 rows; of short tiles, and of several tiles of a program."""
+    torch.manual_seed(0)
+    offs, target = torch.tensor(OFFSETS, dtype=torch.int32), Target(90, multiprocessors=3)
+    a = quantised(torch.randn(ROWS, WIDTH), formats_of[0], offs=offs)
+    b = quantised(torch.randn(len(OFFSETS), 136, WIDTH) * torch.rand(136, 1), formats_of[1], each_matrix=True)
+    given = Arguments.of(a, b, None, torch.bfloat16, offs=offs)
+    choice = choose(problem_of(given, target), preferred=float8_sm90.NAME)
+    with LaunchSimulator(target, Schedule(2)).running():
+        got = multiply(given, replace(choice, config=config))
+    for i, (start, end) in enumerate(zip((0, *OFFSETS), OFFSETS, strict=False)):
+        check(got[start:end], values(a, i)[start:end], values(b, i)[i].T, torch.bfloat16)
+    assert not got[OFFSETS[-1] :].any()
 
 
 @pytest.mark.parametrize(("rows", "kernels"), [

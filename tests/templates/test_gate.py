@@ -251,7 +251,7 @@ def test_products_reach_every_kernel_that_multiplies_quantised_operands():
     kernels = {each.kernel.__name__ for sm in (90, 100, 120) for product in products.PRODUCTS
                for each in product.launches(sm)[1]}  # fmt: skip
     assert kernels >= {"gemm_block_scaled_sm100", "gemv", "gemm_skinny", "gemm_dequant_tiles", "gemm_wgmma_sm90",
-                       "gemm_float8_blocks_sm90"}  # fmt: skip
+                       "gemm_float8_sm90"}  # fmt: skip
     for product in products.PRODUCTS:
         tier, found = product.launches(90 if product.b.startswith("float8") else 100)
         assert found and (product.a is None or product.m <= 64 or tier == "native"), product.label

@@ -6,7 +6,6 @@ arguments, and a stand-in computes. The interpreter has to be chosen before Trit
 """
 
 import re
-from dataclasses import replace
 
 import pytest
 import torch
@@ -18,19 +17,16 @@ from triton.runtime import driver
 from fp4compile.check.machine_code import compile_launch
 from fp4compile.check.ptx import Ptx
 from fp4compile.formats import formats, reference, reference_grouped
-from fp4compile.formats.grouping import Grouping, Groups
+from fp4compile.formats.grouping import Groups
 from fp4compile.formats.layouts import ceil_div
 from fp4compile.formats.operand import Operand
 from fp4compile.hardware import Target
 from fp4compile.templates import launch
-from fp4compile.templates.choose import choose
-from fp4compile.templates.gemm import grouped_library as library
 from fp4compile.templates.gemm import indexed, streaming
 from fp4compile.templates.gemm.skinny import SkinnyConfig
 from fp4compile.templates.gemm.wgmma_launches_sm90 import WgmmaConfig
 from fp4compile.templates.launch import dry_run
 from fp4compile.templates.multiply import call_of
-from fp4compile.templates.problem import problem_of
 from tests.helpers import ptx_lanes
 from tests.helpers.arguments import of_groups
 from tests.helpers.kernels import INTERPRETING, gpu, on_device
@@ -121,38 +117,6 @@ def check_indexed(a, b, index):
     got = indexed.multiply_indexed(on_device(a), on_device(b), on_device(index), torch.float32).cpu()
     assert got.shape == expected.shape
     assert ((got - expected).abs() <= 2.0**-18 * expected.abs().amax()).all()
-
-
-# ---------------------------------------------------------------- the library
-
-
-OFFSETS = [(0, 3, 3, 17, 20), (-4, 9, 3, 300, 12), (0, 0), (23,)]
-
-
-def stand_in(a, b, a_scale, b_scale, offs, *, out_dtype, use_fast_accum):
-    """What the library computes; it stops at offsets that decrease, and leaves rows of no group as they were."""
-    assert not use_fast_accum and (offs.diff() >= 0).all() and offs.min() >= 0 and offs[-1] <= len(a)
-    out, start = torch.full((len(a), b.shape[-1]), torch.nan), 0
-    for group, end in enumerate(offs.tolist()):
-        values = a[start:end].float() @ b[group].float()
-        out[start:end] = values * a_scale[start:end, None] * b_scale[group]
-        start = end
-    return out.to(out_dtype)
-
-
-@gpu
-@pytest.mark.parametrize("offs", OFFSETS, ids=str)
-def test_values_by_the_library(offs, monkeypatch):
-    """Offsets as they may come, empty groups; rows of no group are zeros."""
-    if INTERPRETING:
-        monkeypatch.setattr(torch, "_scaled_grouped_mm", stand_in)
-    a, b, offs = operands("float8_rowwise", "float8_rowwise", offs, 23, 48, 32)
-    expected = reference_grouped.scaled_grouped_mm(a, b, offs, 23, BF16)
-    call = call_of(of_groups(on_device(a), on_device(b), on_device(offs), 23, BF16))
-    got = library.run_row_scaled(call, None).cpu()
-    assert (got.shape, got.dtype) == (expected.shape, expected.dtype)
-    difference, largest = (got.float() - expected.float()).abs(), expected.float().abs().amax()
-    assert (difference <= 2.0**-7 * largest).all() and not got[expected.eq(0).all(-1)].any()
 
 
 # ---------------------------------------------------------------- launches and machine code
@@ -270,54 +234,3 @@ def test_machine_code_of_many_rows():
     assert set(ptx.products) == {"wgmma.mma_async.sync.aligned.m64n256k16.f32.bf16.bf16"}
     assert ptx.tma_loads and ptx.overlap.overlapped, ptx.overlap.why
     assert not compiled.resources.problems and set(compiled.sass.widths("STG")) == {16}
-
-
-def meta_operands(rows=512, groups=8, n=256, k=512):
-    row_outer = (meta(rows, 1, dtype=torch.float32), meta(groups, n, 1, dtype=torch.float32))
-    data = meta(rows, k, dtype=torch.float8_e4m3fn), meta(groups, n, k, dtype=torch.float8_e4m3fn)
-    a, b = (Operand(x, None, outer, FP8) for x, outer in zip(data, row_outer, strict=True))
-    return a, b, meta(groups, dtype=torch.int32)
-
-
-@pytest.mark.skipif(INTERPRETING, reason="compiles")
-@pytest.mark.parametrize("sm", [90, 100])
-def test_machine_code_around_the_library(sm):
-    """What bounds the offsets and clears rows of no group, for as many groups as there can be."""
-    with dry_run(Target(90)) as launches:
-        scaled_grouped_mm(*meta_operands(groups=1023), 512, BF16)
-    for one in launches:
-        compiled = compile_launch(one, sm)
-        assert not compiled.resources.problems
-    assert set(compiled.sass.widths("STG")) == {16}
-
-
-@pytest.mark.skipif(INTERPRETING, reason="runs nothing")
-def test_the_library_gets_what_torch_asks_for():
-    """Its meta implementation checks dtypes, layouts, alignment and scales, and raises for others."""
-    a, b, offs = meta_operands()
-    with dry_run(Target(90)) as launches:
-        out = scaled_grouped_mm(a, b, offs, 512, BF16)
-    assert (out.shape, out.dtype) == ((512, 256), BF16)
-    assert [one.kernel.__name__ for one in launches] == ["group_ends", "clear_ungrouped_rows"]
-    wrong = replace(b, outer=b.outer[:, :1])
-    with dry_run(Target(90)), pytest.raises(ValueError, match="b_outer"):
-        scaled_grouped_mm(a, wrong, offs, 512, BF16)
-
-
-@pytest.mark.skipif(INTERPRETING, reason="runs nothing")
-def test_what_the_library_serves():
-    problem = problem_of(of_groups(*meta_operands(), 512, BF16), Target(90))
-
-    def served(**changes):
-        spec = {name: changes.pop(name) for name in ("a", "b", "out_dtype", "grouping") if name in changes}
-        changed = replace(problem, spec=replace(problem.spec, **spec), **changes)
-        return choose(changed).kernel == "library_row_scaled"
-
-    assert served() and served(m=1) and served(groups=1023)
-    assert not any(served(target=Target(sm)) for sm in (80, 89, 100, 120))
-    others = {"n": 264, "k": 520, "m": 0, "groups": 1024, "out_dtype": torch.float32,
-              "grouping": Grouping.RAGGED_CONTRACTION}  # fmt: skip
-    assert not any(served(**{name: value}) for name, value in others.items())
-    assert not served(a=replace(problem.a, outer="tensor")) and not served(
-        b=replace(problem.b, format=None, dtype=BF16)
-    )

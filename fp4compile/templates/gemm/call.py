@@ -49,14 +49,19 @@ class KernelOperand:
             return swizzled_numel(self.rows, blocks)
         return ceil_div(self.rows, fmt.block[0]) * blocks
 
-    def operand(self, *rows) -> Operand:
-        """The operand as ops take it, of these rows: of a matrix, or of the matrices of groups."""
+    def operand(self, *rows, matrices=None) -> Operand:
+        """The operand as ops take it, of these rows: of a matrix, or of the matrices of groups.
+
+        matrices: with groups along the contraction, their number; each row then has a row scale for each group.
+        """
         fmt, outer = self.type.format, self.outer
         data = self.data.view(*rows, self.data.shape[-1]).view(fmt.data_dtype)
         scales = None if self.scales is None else self.scales.view(fmt.scale_dtype)
         if scales is not None and not self.type.swizzled:
             scales = scales.view(*rows[:-1], ceil_div(rows[-1], fmt.block[0]), ceil_div(self.k, fmt.block_cols))
-        return Operand(data, scales, outer.view(*rows, 1) if self.type.outer == "row" else outer, fmt)
+        if self.type.outer == "row":
+            outer = outer.view(*rows, 1) if matrices is None else outer.view(matrices, *rows, 1)
+        return Operand(data, scales, outer, fmt)
 
     def check(self, matrices, rows) -> None:
         """Raise RuntimeError if the operand's tensors hold less than `matrices` matrices of `rows` rows."""

@@ -12,7 +12,7 @@ from fp4compile.templates.gemm.swizzled_a_sm90 import SwizzledA
 from fp4compile.templates.problem import Problem
 
 # Kernels of the op `scaled_mm_opaque`.
-LIBRARY, TWO_CTAS, FLOAT8_BLOCKS = "library", "2-CTA", "FP8 blocks"
+LIBRARY, TWO_CTAS, FLOAT8 = "library", "2-CTA", "FP8"
 OF_FLOAT8_BLOCKS = "_of_float8_blocks"  # the end of the names that `float8_blocks_as_mx` gives to candidates
 MOST_IN_GROUP = 3  # matmuls of one A in a launch, at most: the kernels have pointers for three
 

@@ -17,7 +17,6 @@ from fp4compile import _compat
 from fp4compile._compat import statically_true
 from fp4compile.formats.formats import as_integers
 from fp4compile.formats.operand import Arguments, Operand
-from fp4compile.templates.gemm import grouped_library
 from fp4compile.templates.gemm.call import Call, KernelOperand, aligned
 from fp4compile.templates.gemm.candidate import LIBRARY, Candidate, opaque
 from fp4compile.templates.problem import Problem
@@ -229,19 +228,11 @@ def _run_rescaled(call: Call, config: None) -> torch.Tensor:
     return result.to(call.problem.spec.out_dtype)
 
 
-def _serves_rows(p: Problem) -> bool:
-    return grouped_library.serves_row_scaled(p) if p.ragged else _serves_row_scaled(p)
-
-
-def _run_rows(call: Call, config: None) -> torch.Tensor:
-    return (grouped_library.run_row_scaled if call.problem.ragged else _run_row_scaled)(call, config)
-
-
 def _library(name: str, serves: Callable[[Problem], bool], run: Callable[[Call, None], torch.Tensor]) -> Candidate:
     return Candidate(name, "native", serves, lambda p: None, run, any_rows=True)
 
 
 BLOCK_SCALED = _library("library_block_scaled", _serves_block_scaled, _run_block_scaled)
 FLOAT8_BLOCKS = _library("library_float8_blocks", _serves_float8_blocks, _run_float8_blocks)
-ROW_SCALED = _library("library_row_scaled", _serves_rows, _run_rows)
+ROW_SCALED = _library("library_row_scaled", _serves_row_scaled, _run_row_scaled)
 RESCALED = _library("library_rescaled", _serves_rescaled, _run_rescaled)

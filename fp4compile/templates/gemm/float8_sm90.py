@@ -1,16 +1,17 @@
-"""FP8 block GEMM on Hopper: codes with one float32 scale for a block of 128 elements along K (SM90).
+"""FP8 GEMM on Hopper (SM90): codes with a float32 scale for a block of 128 elements along K, a row or a matrix.
 
-The matrix units (`wgmma`) read the codes of both operands from shared memory, and add the products of a block; the
-kernel scales these sums and adds them up in float32. It serves what the library (cuBLAS, `library.FLOAT8_BLOCKS`) does
-not:
-- A by 1x128, B by 128x128 elements, as in a forward matmul and an input gradient, for groups of rows. Dense ones with a
-  bias, with a result in float32 or float16, or of a number of columns that is no multiple of 16.
-- both by 1x128, groups along the contraction, as in a weight gradient of experts.
+The matrix units (`wgmma`) read the codes of both operands from shared memory, and add the products of 128 elements
+along K; the kernel scales these sums and adds them up in float32. It serves what the libraries do not:
+- groups of rows: A by 1x128, B by 128x128 elements, as in a forward matmul and an input gradient of experts; or no
+  block scales, where torch's grouped matmul (`library.ROW_SCALED`) does not serve the operands' scales or the result.
+- groups along the contraction, as in a weight gradient of experts: both by 1x128, or no block scales.
+- without groups, with the same scales: a result in float32 or float16, a number of columns that is no multiple of 16,
+  or FP8 blocks with a bias.
 
 8192 rows, 8192 x 8192, on an H200: 981 microseconds, the library 995 without the launch that transposes its scales,
 DeepGEMM 868, bf16 1708. 1024 rows: 141, 116, 104, 188. So the library keeps what it serves.
 
-The kernel is in `float8_blocks_kernel_sm90`. It is written in Gluon: its warps have roles, which Triton assigns on
+The kernel is in `float8_kernel_sm90`. It is written in Gluon: its warps have roles, which Triton assigns on
 Blackwell alone. An Inductor wrapper cannot call it, so a graph has the op `scaled_mm_opaque`.
 """
 
@@ -26,11 +27,11 @@ from fp4compile.formats.layouts import ceil_div
 from fp4compile.formats.operand import Arguments
 from fp4compile.templates.device.group_tiles import ends_of, of_group, store_entry
 from fp4compile.templates.gemm.call import Call, KernelOperand
-from fp4compile.templates.gemm.candidate import FLOAT8_BLOCKS, Candidate, opaque
+from fp4compile.templates.gemm.candidate import FLOAT8, Candidate, opaque
 from fp4compile.templates.launch import Launch, LaunchConfig, launch
 from fp4compile.templates.problem import Problem
 
-NAME = "float8_blocks_sm90"
+NAME = "float8_sm90"
 LEAST_ROWS = 64  # of a dense matmul; not timed below
 _BLOCK = 128
 _ENTRIES = 128  # of the table, which a program writes
@@ -38,8 +39,8 @@ _MOST_GROUPS = 1023
 
 
 @dataclass(frozen=True)
-class Float8BlocksConfig(LaunchConfig):
-    """The launch configuration of `float8_blocks_sm90`.
+class Float8Config(LaunchConfig):
+    """The launch configuration of `float8_sm90`.
 
     parts: warpgroups that multiply, 64 rows of A each. steps: blocks along K of a pipeline stage. stages:
     pipeline stages. group_m: row tiles that are scheduled together, so that they share the L2 cache.
@@ -57,35 +58,52 @@ class Float8BlocksConfig(LaunchConfig):
 
 
 # 8192 x 8192 x 8192 on an H200, TFLOP/s: 1219 with three warpgroups and two blocks a stage, 1190 with one block. 128
-# experts of 128 rows, 1536 x 2048: 195 microseconds with three warpgroups, 176 with two. Groups along K: the scales of
-# B's rows take 32 registers, which three warpgroups do not have.
-_THREE = Float8BlocksConfig(parts=3, steps=2, stages=2)
-_TWO = Float8BlocksConfig(parts=2, steps=2, stages=3)
-_ALONG_K = Float8BlocksConfig(parts=2, steps=2, stages=2)  # shared memory has the scales of B's rows as well
+# experts of 128 rows, 1536 x 2048: 195 microseconds with three warpgroups, 176 with two. Groups along K: the block
+# scales of B's rows take 32 registers, which three warpgroups do not have.
+_THREE = Float8Config(parts=3, steps=2, stages=2)
+_ONE = Float8Config(parts=1, steps=2, stages=4)
+_TWO = Float8Config(parts=2, steps=2, stages=3)
+_ALONG_K = Float8Config(parts=2, steps=2, stages=2)  # shared memory has the scales of B's rows as well
 
 
-def _config(p: Problem) -> Float8BlocksConfig:
+def _config(p: Problem) -> Float8Config:
     if p.along_k:
-        return _ALONG_K
-    return _TWO if p.ragged and statically_true(p.m <= 128 * p.groups) else _THREE
+        return _ALONG_K if _has_block_scales(p) else _THREE
+    if p.ragged and statically_true(p.m <= 128 * p.groups):
+        return _ONE if statically_true(p.m <= 32 * p.groups) else _TWO
+    return _THREE
+
+
+def _has_block_scales(p: Problem) -> bool:
+    return p.a.scale != "none"
 
 
 def _serves(p: Problem) -> bool:
-    """Whether the operands have the scales of the module's text, on compute capability 9.0, without an epilogue.
-
-    Offsets of scales are 32-bit numbers.
-    """
-    a, b = p.a.format, p.b.format
-    if a is None or b is None or (a.scale, b.scale) != ("float32", "float32") or p.target.sm != 90:
-        return False
-    blocks = (a.block, b.block) == ((1, _BLOCK), (1, _BLOCK) if p.along_k else (_BLOCK, _BLOCK))
-    if p.spec.epilogue is not None:
+    """Whether the operands have the scales of the module's text, on compute capability 9.0, without an epilogue."""
+    if p.target.sm != 90 or p.spec.epilogue is not None or not (_blocks_fit(p) or _rows_fit(p)):
         return False
     filled = all(statically_true(size > 0) for size in (p.rows, p.m, p.n, p.k))
-    small = not statically_true(p.m * ceil_div(p.padded_k, _BLOCK) >= 2**31)
     if p.ragged:
-        return blocks and filled and small and p.groups <= _MOST_GROUPS
-    return blocks and filled and small and p.batches == 1 and statically_true(p.m >= LEAST_ROWS)
+        return filled and p.groups <= _MOST_GROUPS
+    return filled and p.batches == 1 and statically_true(p.m >= LEAST_ROWS)
+
+
+def _blocks_fit(p: Problem) -> bool:
+    """Whether both operands have float32 scales of the blocks that the kernel takes.
+
+    The kernel computes offsets of block scales in 32 bits.
+    """
+    a, b = p.a.format, p.b.format
+    if a is None or b is None or (a.scale, b.scale) != ("float32", "float32"):
+        return False
+    blocks = (a.block, b.block) == ((1, _BLOCK), (1, _BLOCK) if p.along_k else (_BLOCK, _BLOCK))
+    return blocks and not statically_true(p.m * ceil_div(p.padded_k, _BLOCK) >= 2**31)
+
+
+def _rows_fit(p: Problem) -> bool:
+    """Whether both operands are FP8 codes without block scales, in rows of whole 16 bytes, which TMA copies."""
+    codes = all(x.element in ("e4m3", "e5m2") and x.scale == "none" for x in (p.a, p.b))
+    return codes and statically_true(p.padded_k % 16 == 0)
 
 
 @triton.jit
@@ -115,7 +133,7 @@ def write_table(offs_ptr, table_ptr, rows, groups, BM: tl.constexpr, ALONG_K: tl
         tl.store(table_ptr, total)
 
 
-def _table(call: Call, config: Float8BlocksConfig) -> torch.Tensor:
+def _table(call: Call, config: Float8Config) -> torch.Tensor:
     """The table of `write_table`; without groups, a tensor that is not read."""
     p = call.problem
     if call.offs is None:
@@ -129,7 +147,7 @@ def _table(call: Call, config: Float8BlocksConfig) -> torch.Tensor:
     return table
 
 
-def _tiles(p: Problem, config: Float8BlocksConfig) -> int | torch.SymInt:
+def _tiles(p: Problem, config: Float8Config) -> int | torch.SymInt:
     """The most tiles that the matmul has."""
     rows = ceil_div(p.m, config.bm)
     if p.ragged:
@@ -145,25 +163,30 @@ def _transposed(x: KernelOperand, rows) -> torch.Tensor:
     return found
 
 
-def _run(call: Call, config: Float8BlocksConfig) -> torch.Tensor:
+def _run(call: Call, config: Float8Config) -> torch.Tensor:
     p = call.problem
     if _compat.tracing():
-        a, b = call.a.operand(p.m), call.b.operand(*((p.groups, p.n) if p.by_rows else (p.n,)))
+        a, b = (x.operand(*((p.groups, rows) if of_groups else (rows,)), matrices=p.groups if p.along_k else None)
+                for x, rows, of_groups in ((call.a, p.m, False), (call.b, p.n, p.by_rows)))  # fmt: skip
         x = Arguments.of(a, b, call.bias, p.spec.out_dtype, offs=call.offs, rows=p.rows if p.along_k else None)
-        return opaque(x, FLOAT8_BLOCKS)[0]
+        return opaque(x, FLOAT8)[0]
     # Gluon has imports that a machine without Triton's NVIDIA backend lacks.
-    from fp4compile.templates.gemm.float8_blocks_kernel_sm90 import gemm_float8_blocks_sm90
+    from fp4compile.templates.gemm.float8_kernel_sm90 import gemm_float8_sm90
 
     out, table = call.empty(), _table(call, config)
-    a_scales = _transposed(call.a, p.m)
-    b_scales = _transposed(call.b, p.n) if p.along_k else call.b.scales
+    a_scales = b_scales = out  # or never read
+    if _has_block_scales(p):
+        a_scales = _transposed(call.a, p.m)
+        b_scales = _transposed(call.b, p.n) if p.along_k else call.b.scales
+    a_outer, b_outer = (out if x.outer is None else x.outer for x in (call.a, call.b))
     tma = out.element_size() == 2 and statically_true(p.n % 8 == 0)
     Launch(
-        gemm_float8_blocks_sm90, torch.sym_min(_tiles(p, config), p.target.multiprocessors),
-        (call.a.data, a_scales, call.b.data, b_scales, out if call.bias is None else call.bias, out, table,
-         p.m, p.n, ceil_div(p.padded_k, _BLOCK), p.row_bytes(p.a) // _BLOCK, p.row_bytes(p.b) // _BLOCK, p.b_matrices,
+        gemm_float8_sm90, torch.sym_min(_tiles(p, config), p.target.multiprocessors),
+        (call.a.data, a_scales, a_outer, call.b.data, b_scales, b_outer, out if call.bias is None else call.bias, out,
+         table, p.m, p.n, ceil_div(p.padded_k, _BLOCK), p.row_bytes(p.a), p.row_bytes(p.b), p.b_matrices,
          a_scales.shape[-1], b_scales.shape[-1]),
-        {"A_ELEMENT": p.a.element, "B_ELEMENT": p.b.element, **config.constants,
+        {"A_ELEMENT": p.a.element, "B_ELEMENT": p.b.element, "SCALES": int(_has_block_scales(p)),
+         "A_OUTER": p.a.outer, "B_OUTER": p.b.outer, **config.constants,
          "GROUPS": p.groups if p.ragged else 0, "ALONG_K": int(p.along_k), "BIAS": int(call.bias is not None),
          "TMA": int(tma)},
         num_warps=4,
