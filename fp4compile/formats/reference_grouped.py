@@ -156,7 +156,8 @@ def quantize_columns(
     filled = filled[:: fmt.block_cols]  # whether a block has a row of a group: then its first row is one
     data = _cleared(data.transpose(0, 1).flatten(1), filled)
     if scales is not None:
-        scales = _cleared(scales.transpose(0, 1).flatten(1), filled)
+        # A block of 128 elements has one scale in a tile: then `flatten` copies nothing.
+        scales = _cleared(scales.transpose(0, 1).flatten(1), filled).contiguous()
         scales = to_swizzled(scales) if layout == "swizzled" else scales
     return data, scales, computed
 

@@ -251,6 +251,8 @@ def _tiles_of(choice: Choice, gpu: Gpu) -> tuple[tuple[int, int], int] | None:
     config = choice.config
     if choice.kernel == "grouped_skinny":
         return (config.rows, 16 * config.tiles), config.grid
+    if choice.kernel == "grouped_float8_sm90":
+        return (config.bm, config.bn), gpu.multiprocessors
     if choice.kernel == "grouped_wgmma_sm90":
         return (config.rows, 16 * config.parts * config.warps), gpu.multiprocessors
     if choice.kernel == "grouped_dequant_tiles":  # programs of small tiles share a multiprocessor
@@ -275,7 +277,7 @@ def _multiply(
     name: str, sizes: Sizes, kernel: KernelShares, operands: float, rate: float, gpu: Gpu, tiles: tuple | None = None
 ) -> TimedStep:  # fmt: skip
     """The step that multiplies. tiles: see `_tiles_of`; by default the kernel's tile, and as many as the GPU runs."""
-    tile, at_once = tiles or (kernel.tile, gpu.multiprocessors // kernel.cluster)
+    tile, at_once = tiles or (kernel.tile, gpu.multiprocessors)
     overhead = gpu.product_launch * kernel.launch + kernel.launches * gpu.launch
     between = kernel.turn * sizes.turns(tile, at_once) if kernel.turn and tile else 0.0
     return TimedStep(name, sizes.flops(tile, at_once), operands + BF16 * sizes.result, rate,

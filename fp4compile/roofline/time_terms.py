@@ -28,10 +28,9 @@ class KernelShares:
 
     memory: share of a copy's bytes/s. matrix: share of the peak FLOP/s; None takes the library's share on the GPU.
     launch: seconds of its launch and pipeline, as a multiple of a library matmul's seconds.
-    tile: rows and columns of the result that a multiprocessor, or a cluster of them, computes at once. Such a kernel
+    tile: rows and columns of the result that a multiprocessor computes at once. Such a kernel
         multiplies whole tiles, and as many in each turn as fit on the GPU. None: tiles follow the shape, and nothing is
         rounded up.
-    cluster: multiprocessors that compute a tile together.
     turn: seconds between two tiles of a program, in which it neither multiplies nor loads: sums are added up, scaled
         and stored, and the next tile's matrices are looked up. 0 where another tile hides them.
     launches: the number of launches besides the multiplying one.
@@ -41,7 +40,6 @@ class KernelShares:
     matrix: float | None = None
     launch: float = 1.0
     tile: tuple[int, int] | None = None
-    cluster: int = 1
     turn: float = 0.0
     launches: int = 0
 
@@ -64,14 +62,13 @@ KERNELS = {
     "library_row_scaled": KernelShares(memory=0.66, launch=0.75, tile=(128, 128)),
     # Kernels of experts: fitted to DeepSeek-V3 and Llama-4 in benchmarks/results/grouped_mm_h200.json, with the
     # kernels' own tiles. "grouped_dequant_operand" is assumed to reach the shares of torch's bf16 kernel (`LIBRARY`).
-    # "grouped_library_row_scaled" multiplies at the FP8 share of the dense matmul, in clusters of 2 x 2
-    # multiprocessors (ScaledGroupMM.cu), with tiles of 128 x 128 each; tiles for few rows, 64 x 128, are assumed to
-    # last as long. Many small groups have many turns for their FLOPs: between two turns, the epilogue waits for the
-    # sums, and descriptors are made for the next group. "grouped_skinny" and "grouped_dequant_tiles" have the tiles of
-    # their launches: warps' sums are added up through shared memory. Programs of "grouped_skinny" first search the
-    # offsets for their tiles. "grouped_wgmma_sm90" is fitted to 58 times of packed experts on an H100, of
-    # equal and of drawn sizes, which differ by up to 47 % for one number of tokens: 15 % off on average.
-    "grouped_library_row_scaled": KernelShares(memory=0.66, tile=(256, 256), cluster=4, turn=5.4e-6, launches=3),
+    # Many small groups have many turns for their FLOPs. "grouped_float8_sm90", with the tiles of its launch, is fitted
+    # to 11 times of `float8_rowwise` on an H200, of 8 to 128 experts and 64 to 131072 rows: 6 % off on average, at most
+    # 17 %. "grouped_skinny" and "grouped_dequant_tiles" have the tiles of their launches: warps' sums are added up
+    # through shared memory. Programs of "grouped_skinny" first search the offsets for their tiles. "grouped_wgmma_sm90"
+    # is fitted to 58 times of packed experts on an H100, of equal and of drawn sizes, which differ by up to 47 % for
+    # one number of tokens: 15 % off on average.
+    "grouped_float8_sm90": KernelShares(memory=0.9, turn=1.5e-6, launches=1),
     "grouped_skinny": KernelShares(memory=0.87, launch=1.8, turn=2.1e-6),
     "grouped_wgmma_sm90": KernelShares(memory=0.8, matrix=0.7, launch=1.15, turn=2.5e-6),
     "grouped_dequant_tiles": KernelShares(memory=0.5, matrix=0.3, launch=1.3, turn=9.3e-6),

@@ -2,8 +2,8 @@
 
 The functions here check their arguments, allocate outputs and launch kernels; they run eagerly and under tracing, on
 concrete and on symbolic sizes. Results equal `reference.scaled_mm` and `reference_grouped.scaled_grouped_mm` up to the
-order of the float32 sums, with one exception: FP8 matrix units multiply two `float8_rowwise` operands, and their sums
-on Hopper are less exact than float32. The host never reads the offsets of groups.
+order of the float32 sums, with one exception: FP8 matrix units multiply two FP8 operands, and their sums on Hopper are
+less exact than float32. The host never reads the offsets of groups.
 """
 
 from collections.abc import Sequence

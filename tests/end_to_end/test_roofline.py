@@ -81,7 +81,7 @@ def test_the_page_has_the_tiles_and_turns():
         r"^\| (?:`(\w+)`|torch's bf16 matmul) \| [^|\d]*(\d+) x (\d+).*\| ([\d.]+) \|$", page, re.MULTILINE
     )
     found = {name or "plain": ((int(height), int(width)), float(us)) for name, height, width, us in rows}
-    by_launch = {"grouped_skinny": (8, 16), "grouped_wgmma_sm90": (16, 128),
+    by_launch = {"grouped_skinny": (8, 16), "grouped_wgmma_sm90": (16, 128), "grouped_float8_sm90": (64, 128),
                  "grouped_dequant_tiles": (128, 128)}  # the first of those on the page  # fmt: skip
     of_groups = {name: kernel for name, kernel in time_terms.KERNELS.items() if name.startswith("grouped_")}
     assert found == {

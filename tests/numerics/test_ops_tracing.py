@@ -89,6 +89,7 @@ def opcheck_samples():
     yield "quantize", (x, "nvfp4_te", [-1, -2]), trained
     yield "quantize", (x, "nvfp4_te", [-1, -2]), {**trained, "values": [-2]}
     yield "quantize", (x, "float8_rowwise", [-1, -2]), {"offs": offs}
+    yield "quantize", (x, "float8_1x128", [-1, -2]), {"offs": offs}
     yield "quantize", (x.view(2, 3, 40), "nvfp4_16x16", [-1, -2]), {"each_matrix": True, "layout": "swizzled"}
     a, b = quantize(x, "nvfp4"), quantize(w, "nvfp4_rowwise", layout="swizzled")
     yield "dequantize", (a.data, a.scales, a.outer, "nvfp4", 40, torch.bfloat16), {}

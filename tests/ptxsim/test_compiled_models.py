@@ -98,6 +98,30 @@ def test_rows_of_no_group(monkeypatch, sm, name):
     assert torch.equal(*results) and results[0].abs().amin(-1).gt(0).all()
 
 
+@pretending
+@pytest.mark.parametrize("name", ["float8_rowwise", "float8_tensor", "float8_block"])
+def test_experts_train_on_fp8_units(monkeypatch, name):
+    """On Hopper: results and both gradients, of sums in another order; one block along K, and rows of no group."""
+    torch.manual_seed(0)
+    model, x = Experts().bfloat16(), torch.randn(65, 128).bfloat16()
+    offs, results = torch.tensor([0, 33, 34, 50], dtype=torch.int32), []
+    backend = fp4compile.backend(name, strict=True, min_m=1, min_n=1)
+    for context in (simulated(monkeypatch, 90), nullcontext()):
+        rows = x.clone().requires_grad_()
+        with context as gpu:
+            torch._dynamo.reset()
+            got = torch.compile(model, backend=backend)(rows, offs)
+            torch.autograd.backward(got[:50], torch.ones(50, 72).bfloat16())
+        results.append((got.detach()[:50], rows.grad[:50], model.w.grad))
+        if gpu is not None:
+            launched = gpu.counted()["package"]
+        model.w.grad = None
+    assert launched["gemm_float8_sm90"] == (3 if name == "float8_block" else 2)  # 72 is no multiple of 16
+    for got, expected in zip(*results, strict=True):
+        largest = expected.float().abs().amax()
+        assert largest > 0 and ((got - expected).float().abs() <= 2.0**-7 * largest).all()
+
+
 class GatedExperts(torch.nn.Module):
     def __init__(self, inner=64):
         super().__init__()

@@ -106,6 +106,19 @@ def test_any_number_of_warpgroups(formats_of, config):
     assert not got[OFFSETS[-1] :].any()
 
 
+@pytest.mark.parametrize("formats_of", [ON_HOPPER[1:3], ROW_SCALES[1:3]], ids="·".join)
+def test_one_row_and_one_block(formats_of):
+    """Triton makes constants of sizes that are 1: the products are the same."""
+    torch.manual_seed(0)
+    offs, target = torch.tensor([0, 1, 1], dtype=torch.int32), Target(90)
+    a = quantised(torch.randn(1, 128), formats_of[0], offs=offs)
+    b = quantised(torch.randn(3, 136, 128), formats_of[1], each_matrix=True)
+    given = Arguments.of(a, b, None, torch.bfloat16, offs=offs)
+    with LaunchSimulator(target, Schedule(1)).running():
+        got = multiply(given, choose(problem_of(given, target), preferred=float8_sm90.NAME))
+    check(got, values(a, 1), values(b, 1)[1].T, torch.bfloat16)
+
+
 @pytest.mark.parametrize(("rows", "kernels"), [
     (70, AS_MX[-1]), (5, ["lay_out_scales"] * 2 + ["gemm_skinny_block_scaled_sm100", "split_k_reduction"]),
 ])  # fmt: skip

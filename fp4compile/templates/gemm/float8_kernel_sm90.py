@@ -37,7 +37,7 @@ _SCALES = gl.constexpr(gl.NVMMASharedLayout(0, 32, 1))
 
 
 @gluon.jit
-def tile_at(number, table_ptr, m, n, blocks, CONFIG: gl.constexpr):
+def tile_at(number, table_ptr, m, n, k, CONFIG: gl.constexpr):
     """(matrix, row, end, column, first block, number of blocks) of a tile, by its number.
 
     matrix: of B, or of the result with groups along K. row: the first of A; rows from `end` on are another tile's.
@@ -48,6 +48,7 @@ def tile_at(number, table_ptr, m, n, blocks, CONFIG: gl.constexpr):
     GROUPS: gl.constexpr = CONFIG[4]
     ALONG_K: gl.constexpr = CONFIG[5]
     tiles_n = gl.cdiv(n, BLOCK)
+    blocks = gl.cdiv(k, BLOCK)
     matrix = gl.to_tensor(0)
     first = gl.to_tensor(0)
     end = m
@@ -97,7 +98,7 @@ def load_tiles(sources, ring, sizes, CONFIG: gl.constexpr):
     """Copy the operands of all tiles to the ring, STEPS blocks a stage, as its stages become empty."""
     a, b, b_scales = sources
     a_ring, b_ring, scale_ring, ready, empty = ring
-    table_ptr, m, n, blocks, m_stride, n_stride, outside = sizes
+    table_ptr, m, n, k, m_stride, n_stride, outside = sizes
     PARTS: gl.constexpr = CONFIG[0]
     STEPS: gl.constexpr = CONFIG[1]
     STAGES: gl.constexpr = CONFIG[2]
@@ -106,7 +107,7 @@ def load_tiles(sources, ring, sizes, CONFIG: gl.constexpr):
     stage = gl.to_tensor(0)
     phase = gl.to_tensor(1)
     for number in range(gl.program_id(0), tile_count(table_ptr, m, n, CONFIG), gl.num_programs(0)):
-        matrix, row, _, col, first, count = tile_at(number, table_ptr, m, n, blocks, CONFIG)
+        matrix, row, _, col, first, count = tile_at(number, table_ptr, m, n, k, CONFIG)
         b_row = col if ALONG_K else matrix * n + col
         for step in range(first, first + count, STEPS):
             mbarrier.wait(empty.index(stage), phase)
@@ -191,7 +192,7 @@ def multiply_tiles(PART: gl.constexpr, tensors, ring, sizes, CONFIG: gl.constexp
     """Multiply and store this warpgroup's rows of all tiles."""
     out, staging, a_scales_ptr, b_scales_ptr, a_outer_ptr, b_outer_ptr, bias_ptr, out_ptr, b_blocks = tensors
     a_ring, b_ring, scale_ring, ready, empty = ring
-    table_ptr, m, n, blocks, m_stride, _, _ = sizes
+    table_ptr, m, n, k, m_stride, _, _ = sizes
     BIAS: gl.constexpr = CONFIG[6]
     TMA: gl.constexpr = CONFIG[7]
     SCALES: gl.constexpr = CONFIG[8]
@@ -203,11 +204,11 @@ def multiply_tiles(PART: gl.constexpr, tensors, ring, sizes, CONFIG: gl.constexp
     ALONG_K: gl.constexpr = CONFIG[5]
     stage = gl.to_tensor(0)
     phase = gl.to_tensor(0)
-    never = m < 0  # not a constant: `wgmma` would get no accumulator
+    never = k < 0  # not a constant: `wgmma` would get no accumulator
     rows = gl.arange(0, ROWS, gl.SliceLayout(1, _SUMS))
     columns = gl.arange(0, BLOCK, gl.SliceLayout(0, _SUMS))
     for number in range(gl.program_id(0), tile_count(table_ptr, m, n, CONFIG), gl.num_programs(0)):
-        matrix, row, end, col, first, count = tile_at(number, table_ptr, m, n, blocks, CONFIG)
+        matrix, row, end, col, first, count = tile_at(number, table_ptr, m, n, k, CONFIG)
         row += PART * ROWS
         sums = gl.zeros([ROWS, BLOCK], gl.float32, _SUMS)
         products = sums
@@ -272,14 +273,15 @@ def multiply_tiles(PART: gl.constexpr, tensors, ring, sizes, CONFIG: gl.constexp
 @gluon.jit
 def gemm_float8_sm90(
     a_ptr, a_scales_ptr, a_outer_ptr, b_ptr, b_scales_ptr, b_outer_ptr, bias_ptr, out_ptr, table_ptr,
-    m, n, blocks, a_row, b_row, matrices, m_stride, n_stride,
+    m, n, k, a_row, b_row, matrices, m_stride, n_stride,
     A_ELEMENT: gl.constexpr, B_ELEMENT: gl.constexpr, SCALES: gl.constexpr, A_OUTER: gl.constexpr,
     B_OUTER: gl.constexpr, PARTS: gl.constexpr, STEPS: gl.constexpr, STAGES: gl.constexpr,
     GROUP_M: gl.constexpr, GROUPS: gl.constexpr, ALONG_K: gl.constexpr, BIAS: gl.constexpr, TMA: gl.constexpr,
 ):  # fmt: skip
     """Tiles [64 * PARTS, 128] of out [m, n] = a [m, K] x b [n, K]^T, plus a bias; a persistent grid.
 
-    a, b: FP8 codes in rows of a_row and b_row elements, multiples of 16. blocks: of 128 elements, to multiply, along K.
+    a, b: FP8 codes in rows of a_row and b_row elements, multiples of 16. k: elements to multiply, at least 16: Triton
+    makes a constant of 1, and `wgmma` must not know that it runs once, nor that it has no accumulator.
     SCALES: whether blocks have scales; rows are then multiples of 128. a_scales: float32 (its bits) of rows of blocks,
     transposed, [a_row / 128, m_stride]. b_scales: float32 of square blocks, [matrices, ceil(n / 128), b_row / 128];
     with groups along K, as of A, [b_row / 128, n_stride]. *_OUTER: as in `gemm_dequant_tiles`. matrices: of B.
@@ -317,13 +319,13 @@ def gemm_float8_sm90(
 
     m = gl.to_tensor(m)
     n = gl.to_tensor(n)
-    blocks = gl.to_tensor(blocks)
+    k = gl.to_tensor(k)
     # The functions above read these by position: Gluon's partitions take one constant, and no names in it.
     config: gl.constexpr = (PARTS, STEPS, STAGES, GROUP_M, GROUPS, ALONG_K, BIAS, TMA, SCALES, A_OUTER, B_OUTER)
     ring = (a_ring, b_ring, scale_ring, ready, empty)
     tensors = (out, staging, a_scales_ptr, b_scales_ptr, a_outer_ptr, b_outer_ptr, bias_ptr, out_ptr, b_blocks)
     outside = gl.maximum(gl.to_tensor(a_row), b_row)
-    sizes = (table_ptr, m, n, blocks, gl.to_tensor(m_stride), gl.to_tensor(n_stride), outside)
+    sizes = (table_ptr, m, n, k, gl.to_tensor(m_stride), gl.to_tensor(n_stride), outside)
     sources = (a, b, b_scales)
     if PARTS == 3:
         gl.warp_specialize([(multiply_tiles, (0, tensors, ring, sizes, config)),

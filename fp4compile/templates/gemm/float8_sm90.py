@@ -56,6 +56,11 @@ class Float8Config(LaunchConfig):
         """Rows of A in a tile."""
         return 64 * self.parts
 
+    @property
+    def bn(self) -> int:
+        """Rows of B in a tile."""
+        return _BLOCK
+
 
 # 8192 x 8192 x 8192 on an H200, TFLOP/s: 1219 with three warpgroups and two blocks a stage, 1190 with one block. 128
 # experts of 128 rows, 1536 x 2048: 195 microseconds with three warpgroups, 176 with two. Groups along K: the block
@@ -183,7 +188,7 @@ def _run(call: Call, config: Float8Config) -> torch.Tensor:
     Launch(
         gemm_float8_sm90, torch.sym_min(_tiles(p, config), p.target.multiprocessors),
         (call.a.data, a_scales, a_outer, call.b.data, b_scales, b_outer, out if call.bias is None else call.bias, out,
-         table, p.m, p.n, ceil_div(p.padded_k, _BLOCK), p.row_bytes(p.a), p.row_bytes(p.b), p.b_matrices,
+         table, p.m, p.n, p.padded_k, p.row_bytes(p.a), p.row_bytes(p.b), p.b_matrices,
          a_scales.shape[-1], b_scales.shape[-1]),
         {"A_ELEMENT": p.a.element, "B_ELEMENT": p.b.element, "SCALES": int(_has_block_scales(p)),
          "A_OUTER": p.a.outer, "B_OUTER": p.b.outer, **config.constants,
