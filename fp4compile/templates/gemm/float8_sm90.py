@@ -64,8 +64,8 @@ class Float8Config(LaunchConfig):
 
 
 # 8192 x 8192 x 8192 on an H200, TFLOP/s: 1219 with three warpgroups and two blocks a stage, 1190 with one block. 128
-# experts, 1536 x 2048, microseconds with one, two and three warpgroups: 82, 101 and 132 for 64 rows in all, 138, 148 and
-# 184 for 4096, 153, 152 and 190 for 8192, and 176 with two and 195 with three for 16384. Groups along K: the block
+# experts, 1536 x 2048, microseconds with one, two and three warpgroups: 82, 101 and 132 for 64 rows in all, 138, 148
+# and 184 for 4096, 153, 152 and 190 for 8192, and 176 with two and 195 with three for 16384. Groups along K: the block
 # scales of B's rows take 32 registers, which three warpgroups do not have.
 _THREE = Float8Config(parts=3, steps=2, stages=2)
 _ONE = Float8Config(parts=1, steps=2, stages=4)
