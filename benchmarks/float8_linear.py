@@ -7,7 +7,11 @@ layer with quantised activations and packed weights, "weights only" one with bf1
 bytes of operands and result in bf16. Weights are rotated, so that the L2 cache does not hold them; each column is one
 CUDA graph, replayed in turns, and medians count. Microseconds.
 
+--experts: matmuls of experts instead, whose tokens are split at random once: forward ones, beside bf16 (`F.grouped_mm`)
+and torch's `_scaled_grouped_mm`, with a scale a row and by 1x128 · 128x128, then weight gradients.
+
     python -m benchmarks.float8_linear [--rows 1 8 64 8192] [--shapes 8192x8192] [--out FILE]
+    python -m benchmarks.float8_linear --experts 8x4096x14336 128x1536x2048 --rows 64 4096 16384 131072
 """
 
 import itertools
@@ -16,6 +20,7 @@ from collections.abc import Callable
 from functools import partial
 
 import torch
+import torch.nn.functional as F
 
 import fp4compile.ops.quantize  # noqa: F401
 from benchmarks import common
@@ -39,15 +44,16 @@ def main() -> None:
     parser = common.parser(__doc__)
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 8, 64, 8192])
     parser.add_argument("--shapes", nargs="+", default=SHAPES, help="N x K")
+    parser.add_argument("--experts", nargs="+", help="number of experts x N x K")
     parser.add_argument("--replays", type=int, default=9)
     args = parser.parse_args()
     rows = []
-    for shape, m in itertools.product(args.shapes, args.rows):
-        n, k = map(int, shape.split("x"))
-        columns = _columns(m, n, k)
-        rows.append(
-            {"M": m, "N": n, "K": k, **dict(zip(columns, graph_times(columns.values(), args.replays), strict=True))}
-        )
+    for shape, m in itertools.product(args.experts or args.shapes, args.rows):
+        sizes = tuple(map(int, shape.split("x")))
+        columns = (_expert_columns if args.experts else _columns)(m, *sizes)
+        names = ("experts", "N", "K") if args.experts else ("N", "K")
+        times = graph_times(columns.values(), args.replays)
+        rows.append({"M": m, **dict(zip(names, sizes, strict=True)), **dict(zip(columns, times, strict=True))})
         print(rows[-1], file=sys.stderr, flush=True)
     common.publish(args, {"replays": args.replays}, rows)
 
@@ -56,7 +62,7 @@ def _columns(m: int, n: int, k: int) -> dict[str, Calls]:
     """The calls of each column, one for each copy of the weights."""
     x = random(m, k)
     weights = [random(n, k) for _ in range(min(max(3, int(ROTATED_BYTES / (n * k))), 16))]
-    found: dict[str, Calls] = {"bf16": [partial(torch.nn.functional.linear, x, w) for w in weights]}
+    found: dict[str, Calls] = {"bf16": [partial(F.linear, x, w) for w in weights]}
     for name, (a, b, how) in PAIRS.items():
         codes, spec = _quantised(x, a), f"{a} @ {b}{how} -> bfloat16"
         found[name] = [partial(ops.scaled_mm, *codes, *_quantised(w, b), spec) for w in weights]
@@ -69,8 +75,32 @@ def _columns(m: int, n: int, k: int) -> dict[str, Calls]:
     return found
 
 
-def _quantised(x: torch.Tensor, name: str) -> tuple[torch.Tensor | None, ...]:
-    return tuple(part if part.numel() else None for part in ops.quantize(x, name))
+def _expert_columns(m: int, experts: int, n: int, k: int) -> dict[str, Calls]:
+    """The calls of each column. Weights and gradients of weights are larger than the L2 cache."""
+    x, w, dy = random(m, k), random(experts, n, k), random(m, n)
+    ends = (torch.rand(experts, device="cuda") + 0.5).cumsum(0)
+    offs = (ends * (m / ends[-1])).round().int()
+    a, b = _quantised(x, "float8_rowwise", offs=offs), _quantised(w, "float8_rowwise", each_matrix=True)
+    by_torch = partial(torch._scaled_grouped_mm, a[0], b[0].mT, a[2].view(-1), b[2].view(experts, n), offs,
+                       out_dtype=torch.bfloat16)  # fmt: skip
+    blocks = _quantised(x, "float8_1x128", offs=offs), _quantised(w, "float8_128x128", each_matrix=True)
+    found = {
+        "bf16": partial(F.grouped_mm, x, w.mT, offs=offs), "torch, row": by_torch,
+        "torch, row, fast": partial(by_torch, use_fast_accum=True),
+        "row": partial(ops.scaled_mm, *a, *b, "float8_rowwise @ float8_rowwise, ragged rows -> bfloat16", offs=offs),
+        "1x128 · 128x128": partial(ops.scaled_mm, *blocks[0], *blocks[1],
+                                   "float8_1x128 @ float8_128x128, ragged rows -> bfloat16", offs=offs),
+        "bf16, wgrad": partial(F.grouped_mm, dy.mT, x, offs=offs),
+    }  # fmt: skip
+    for column, name in (("row, wgrad", "float8_rowwise"), ("1x128 · 1x128, wgrad", "float8_1x128")):
+        operands = [part for each in (dy, x) for part in _quantised(each, name, dim=[-2], offs=offs)]
+        spec = f"{name} @ {name}, ragged contraction -> bfloat16"
+        found[column] = partial(ops.scaled_mm, *operands, spec, offs=offs, rows=m)
+    return {name: [call] * 3 for name, call in found.items()}
+
+
+def _quantised(x: torch.Tensor, name: str, **options) -> tuple[torch.Tensor | None, ...]:
+    return tuple(part if part.numel() else None for part in ops.quantize(x, name, **options))
 
 
 def _layer(x: torch.Tensor, *weight: torch.Tensor | None) -> torch.Tensor:
