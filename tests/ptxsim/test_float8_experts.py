@@ -119,6 +119,23 @@ def test_one_row_and_one_block(formats_of):
     check(got, values(a, 1), values(b, 1)[1].T, torch.bfloat16)
 
 
+def test_many_groups():
+    """Several programs write the table of tiles. Sizes from no row to six, of 70 groups, and rows of no group."""
+    generator = torch.Generator().manual_seed(0)
+    offs = torch.randint(0, 7, (70,), generator=generator).cumsum(0).to(torch.int32)
+    rows, target = int(offs[-1]) + 5, Target(90, multiprocessors=4)
+    a = quantised(torch.randn(rows, 128, generator=generator), "float8_rowwise", offs=offs)
+    b = quantised(torch.randn(70, 24, 128, generator=generator), "float8_rowwise", each_matrix=True)
+    given = Arguments.of(a, b, None, torch.bfloat16, offs=offs)
+    simulator = LaunchSimulator(target, Schedule(1))
+    with simulator.running():
+        got = multiply(given, choose(problem_of(given, target), preferred=float8_sm90.NAME))
+    assert simulator.launches[0].grid == 3
+    for i, (start, end) in enumerate(zip((0, *offs.tolist()), offs.tolist(), strict=False)):
+        check(got[start:end], values(a, i)[start:end], values(b, i)[i].T, torch.bfloat16)
+    assert not got[offs[-1] :].any()
+
+
 @pytest.mark.parametrize(("rows", "kernels"), [
     (70, AS_MX[-1]), (5, ["lay_out_scales"] * 2 + ["gemm_skinny_block_scaled_sm100", "split_k_reduction"]),
 ])  # fmt: skip
