@@ -132,24 +132,31 @@ class _Consumers:
         return sorted(found)
 
     def _has_own_operand(self, result: Node) -> bool:
-        """Whether a result alone reads some operand, whose buffer Inductor would give it."""
-        if self._serves_other(result, result):
+        """Whether a result alone reads some operand, whose buffer Inductor would give it.
+
+        A matmul or a reduction from which any result is computed may read that operand, too: it has ended by then.
+        """
+        if self._serves(result, but=result):
             return False
 
         def alone(node: Node) -> list[Node]:
-            return [operand for operand in self._read_by(node) if not self._serves_other(operand, result)]
+            return [operand for operand in self._read_by(node) if not self._serves(operand, but=result)]
 
         own = dict.fromkeys(reached(result, alone))
-        return any(self._as_large(operand) and own.keys() >= operand.users.keys() for operand in own)
 
-    def _serves_other(self, node: Node, result: Node) -> bool:
-        """Whether a result other than this one is computed from a node."""
+        def ended(user: Node) -> bool:
+            return user in own or (not self._computed(user) and self._serves(user))
+
+        return any(self._as_large(operand) and all(map(ended, operand.users)) for operand in own)
+
+    def _serves(self, node: Node, but: Node | None = None) -> bool:
+        """Whether any result is computed from a node. but: a result that does not count."""
         end = self.results[-1]
 
         def following(each: Node) -> list[Node]:
             return [user for user in each.users if self._computed(user) and user <= end]
 
-        return any(each is not result and each in self.results for each in reached(node, following))
+        return any(each is not but and each in self.results for each in reached(node, following))
 
     def _pointwise(self, node: Node) -> bool:
         value = node.meta.get("val")

@@ -38,6 +38,10 @@ from fp4compile.ops.nodes import is_product, scaled_mm_of
 from fp4compile.passes.lib.arranged_operands import Arranged, arranged_operands
 from fp4compile.passes.lib.autotune import fastest
 from fp4compile.templates.launch import on_gpu
+from fp4compile.templates.quantize.source import power_of_two
+
+# Kernels load at most 16 bytes at once, so at most 16 elements.
+_MOST_ALIGNED = 16
 
 
 def lower(graph: Graph) -> int:
@@ -142,8 +146,11 @@ def _signature(flat: list) -> tuple:
 
 
 def _seen(value: torch.Tensor | torch.SymInt) -> tuple:
-    """A key of what an implementation can read of an argument during tracing; expressions for symbolic numbers."""
+    """A key of what an implementation can read of an argument during tracing; expressions for symbolic numbers.
+
+    Of the place in a storage that is the alignment: each layer's seed is one element of the seeds of all layers.
+    """
     if not isinstance(value, torch.Tensor):
         return (str(value),)
-    numbers = (*value.shape, *value.stride(), value.storage_offset())
+    numbers = (*value.shape, *value.stride(), power_of_two(value.storage_offset(), _MOST_ALIGNED))
     return value.device, value.dtype, value.dim(), tuple(map(str, numbers))
