@@ -24,7 +24,7 @@ from fp4compile.formats import formats
 from fp4compile.formats.operand import Arguments, Operand
 from fp4compile.hardware import Target
 from fp4compile.ops.define import KERNELS
-from fp4compile.passes import lower as lower_module
+from fp4compile.passes.lib import traces
 from fp4compile.passes.lower import lower
 from fp4compile.recipe import named
 from fp4compile.templates import scale_sweep
@@ -284,8 +284,8 @@ def test_a_trace_of_one_tensor_twice_is_none_of_two():
 @pytest.mark.parametrize("layers", [16, 48])
 def test_layers_share_traces_whatever_their_places_among_the_seeds(layers, monkeypatch):
     """One tensor has the seeds of all layers. Places of one alignment share a trace, and there are five alignments."""
-    fwd_only = Mock(side_effect=lower_module.fwd_only)
-    monkeypatch.setattr(lower_module, "fwd_only", fwd_only)
+    fwd_only = Mock(side_effect=traces.fwd_only)
+    monkeypatch.setattr(traces, "fwd_only", fwd_only)
 
     def seeded(x):
         seeds = torch.ops.aten.new_zeros.default(x, (layers,), dtype=torch.int64)
