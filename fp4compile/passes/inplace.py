@@ -91,8 +91,8 @@ class _Consumers:
                 candidates.append(node)
             if len(self.results) == 1:
                 continue
-            # A later result never disqualifies this one, so the result in the end is this one or an earlier one. What
-            # cannot be moved behind this one, cannot be moved behind an earlier one either.
+            # Later results never disqualify the one found here: in the end this one or an earlier one qualifies. What
+            # cannot be moved behind this one cannot be moved behind an earlier one either.
             last = next((each for each in candidates if not self._has_own_operand(each)), None)
             if last is not None and not all(map(self._computed, self._late(last))):
                 return None
