@@ -78,25 +78,22 @@ class _Consumers:
     def last(self) -> Node | None:
         """The result that takes the matmul's buffer; None if no result qualifies, or if there is only one.
 
-        The nodes that results are computed from must be movable before the copy: those behind the qualifying result
-        are pointwise operations or reshapes. The rest of the graph is not read once a later result reads another node
-        there, as behind a residual sum, on which all later layers depend.
+        The nodes that results are computed from must be movable before the copy: those behind the first result that
+        may take the buffer are pointwise operations or reshapes. The rest of the graph is not read once a later result
+        reads another node there, as behind a residual sum, on which all later layers depend.
         """
-        last, candidates = None, []
+        candidates: list[Node] = []
         for node in self.operations():
             if all(map(self._pointwise, node.users)):
                 continue
             self.results.append(node)
             if self._may_take_buffer(node):
                 candidates.append(node)
-            if len(self.results) == 1:
-                continue
-            # Later results never disqualify the one found here: in the end this one or an earlier one qualifies. What
-            # cannot be moved behind this one cannot be moved behind an earlier one either.
-            last = next((each for each in candidates if not self._has_own_operand(each)), None)
-            if last is not None and not all(map(self._computed, self._late(last))):
+            if candidates and not all(map(self._computed, self._late(candidates[0]))):
                 return None
-        return last
+        if len(self.results) == 1:
+            return None
+        return next((each for each in candidates if not self._has_own_operand(each)), None)
 
     def write_over(self, last: Node) -> None:
         """Copy `last` into the matmul's memory, and let its other users read it there.
