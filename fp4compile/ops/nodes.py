@@ -43,18 +43,6 @@ def replace_results(node: Node, results: Sequence[Node]) -> None:
     node.graph.erase_node(node)
 
 
-def traced(graph: Graph, function: Callable, nodes: Sequence[Node]) -> Any:
-    """The results of a function of nodes' values, as nodes that are added to the graph at its insertion point."""
-    from torch._inductor.pattern_matcher import fwd_only  # only here: passes alone need Inductor
-
-    values = [node.meta["val"] for node in nodes]
-    mode = next(value.fake_mode for value in values if isinstance(value, torch.Tensor))
-    with mode:
-        module = fwd_only(function, values)
-    inputs = dict(zip(module.graph.find_nodes(op="placeholder"), nodes, strict=True))
-    return graph.graph_copy(module.graph, inputs)
-
-
 def is_pointwise(node: Node) -> bool:
     """Whether torch tags a node's operator as pointwise, which Inductor fuses with its neighbours."""
     return torch.Tag.pointwise in getattr(node.target, "tags", ())

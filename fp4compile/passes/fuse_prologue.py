@@ -190,17 +190,20 @@ class _Chain:
 
         Inductor materialises the values of such a reader, or computes them twice from other tensors.
         """
-        if user is self.quantise or user in self._later:
-            return user is not self.quantise
+        if user is self.quantise:
+            return False
+        if self._is_later(user):
+            return True
         if cuts_columns(user):
             return any(map(self._needs_memory, user.users))
         return not (is_pointwise(user) or user.target in _REDUCTIONS)
 
-    @cached_property
-    def _later(self) -> set[Node]:
-        """The nodes that need the quantiser's results."""
-        found = reached(self.quantise, lambda node: [user for user in node.users if user.op != "output"])
-        return {*found} - {self.quantise}
+    def _is_later(self, user: Node) -> bool:
+        """Whether a node needs the quantiser's results. Nodes behind it, of all later layers, are not read."""
+        if user.op == "output" or user < self.quantise:
+            return False
+        before = reached(self.quantise, lambda node: [each for each in node.users if each <= user])
+        return any(node is user for node in before)
 
     def _worth_keeping(self, spec: QuantizeSpec) -> bool:
         """Whether a second kernel reads the tensor; for a small tensor it would start before the first kernel ends."""

@@ -9,8 +9,10 @@ that gradient into the matmul's buffer. Inductor fuses the copy into the kernel,
 overwrites it.
 """
 
-from dataclasses import dataclass
-from functools import cached_property
+import heapq
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from itertools import pairwise
 
 import torch
 from torch.fx import Graph, Node
@@ -29,7 +31,7 @@ def inplace(graph: Graph) -> int:
     for product in [node for node in graph.nodes if node.target in _PRODUCTS]:
         consumers = _Consumers(_reshaped(product))
         last = consumers.last() if _contiguous_on_gpu(product) else None
-        if last is not None and consumers.gather(last):
+        if last is not None:
             consumers.write_over(last)
             count += 1
     return count
@@ -51,68 +53,58 @@ def _contiguous_on_gpu(product: Node) -> bool:
 
 @dataclass(frozen=True)
 class _Consumers:
-    """The pointwise operations that depend on a matmul and have its shape. Inductor computes them in one kernel."""
+    """The pointwise operations that depend on a matmul and have its shape. Inductor computes them in one kernel.
+
+    results: the materialised operations, which other nodes read, in graph order, as far as `last` has read the graph.
+    """
 
     product: Node
+    results: list[Node] = field(default_factory=list)
 
-    @cached_property
-    def operations(self) -> dict[Node, None]:
+    def operations(self) -> Iterator[Node]:
         """The operations in graph order; none if anything other than a pointwise operation reads the matmul."""
-        if not all(self._pointwise(user) for user in self.product.users):
-            return {}
-        found: dict[Node, None] = {}
-        node = self.product.next
-        while node.op != "output":
-            if self._pointwise(node) and any(arg is self.product or arg in found for arg in node.all_input_nodes):
-                found[node] = None
-            node = node.next
-        return found
-
-    @cached_property
-    def results(self) -> dict[Node, set[Node]]:
-        """The materialised operations, which other nodes read, with the ancestors of each."""
-        read = [node for node in self.operations if any(user not in self.operations for user in node.users)]
-        return {node: set(reached(node, self._read_by)) for node in read}
-
-    @cached_property
-    def computed(self) -> set[Node]:
-        """The nodes that any result is computed from, the results included."""
-        return set().union(*self.results.values())
+        waiting = sorted(self.product.users)
+        if not all(map(self._pointwise, waiting)):
+            return
+        seen = set(waiting)
+        while waiting:
+            node = heapq.heappop(waiting)
+            yield node
+            for user in node.users:
+                if user not in seen and self._pointwise(user):
+                    seen.add(user)
+                    heapq.heappush(waiting, user)
 
     def last(self) -> Node | None:
         """The result that takes the matmul's buffer; None if no result qualifies, or if there is only one.
 
-        It must have the matmul's dtype, and must not already have another matmul's buffer. It must not be the only
-        reader of another operand, because Inductor would give it that operand's buffer.
+        The nodes that results are computed from must be movable before the copy: those behind the first result that
+        may take the buffer are pointwise operations or reshapes. The rest of the graph is not read once a later result
+        reads another node there, as behind a residual sum, on which all later layers depend.
         """
-        dtype = self.product.meta["val"].dtype
-        for node in self.results if len(self.results) > 1 else ():
-            if any(user.target is aten.copy_.default for user in node.users):
+        candidates: list[Node] = []
+        for node in self.operations():
+            if all(map(self._pointwise, node.users)):
                 continue
-            others = set().union(*(self.results[other] for other in self.results if other is not node))
-            own = [operand for operand in self.results[node] - others if self._ends_here(operand)]
-            if node.meta["val"].dtype == dtype and not own:
-                return node
-        return None
-
-    def gather(self, last: Node) -> bool:
-        """Move the computed nodes that come after `last` to directly behind it, so that the copy can follow them all.
-
-        Returns False, and moves nothing, if one of them is neither a pointwise operation nor a reshape.
-        """
-        place = {node: number for number, node in enumerate(last.graph.nodes)}
-        late = sorted((node for node in self.computed if place[node] > place[last]), key=place.__getitem__)
-        if not all(self._computed(node) for node in late):
-            return False
-        for before, node in zip((last, *late), late, strict=False):
-            before.append(node)
-        return True
+            self.results.append(node)
+            if self._may_take_buffer(node):
+                candidates.append(node)
+            if candidates and not all(map(self._computed, self._late(candidates[0]))):
+                return None
+        if len(self.results) == 1:
+            return None
+        return next((each for each in candidates if not self._has_own_operand(each)), None)
 
     def write_over(self, last: Node) -> None:
-        """Copy `last` into the matmul's memory, and let its other users read it there."""
-        place = {node: number for number, node in enumerate(last.graph.nodes)}
+        """Copy `last` into the matmul's memory, and let its other users read it there.
+
+        First move the nodes after `last` that results are computed from to directly behind it, before the copy.
+        """
+        order = [last, *self._late(last)]
+        for before, node in pairwise(order):
+            before.append(node)
         value = self.product.meta["val"]
-        with last.graph.inserting_after(max(self.computed, key=place.__getitem__)):
+        with last.graph.inserting_after(order[-1]):
             # Inductor would treat a copy into the tensor itself as another name of `last`. It does write a copy into a
             # view of the tensor.
             memory = new_node(
@@ -120,7 +112,48 @@ class _Consumers:
             )
         with last.graph.inserting_after(memory):
             written = new_node(last.graph, aten.copy_.default, (memory, last), last.meta)
-        last.replace_all_uses_with(written, lambda user: user not in self.operations and user is not written)
+        last.replace_all_uses_with(written, lambda user: not self._pointwise(user) and user is not written)
+
+    def _may_take_buffer(self, result: Node) -> bool:
+        """Whether a result has the matmul's dtype, and not already another matmul's buffer."""
+        copied = any(user.target is aten.copy_.default for user in result.users)
+        return not copied and result.meta["val"].dtype == self.product.meta["val"].dtype
+
+    def _late(self, last: Node) -> list[Node]:
+        """The nodes after `last` that any result is computed from, the results included, in graph order."""
+
+        def late(nodes: Iterable[Node]) -> list[Node]:
+            return [node for node in nodes if node > last]
+
+        found = {node for result in late(self.results) for node in reached(result, lambda n: late(self._read_by(n)))}
+        return sorted(found)
+
+    def _has_own_operand(self, result: Node) -> bool:
+        """Whether a result alone reads some operand, whose buffer Inductor would give it.
+
+        A matmul or a reduction from which any result is computed may read that operand, too: it has ended by then.
+        """
+        if self._serves(result, but=result):
+            return False
+
+        def alone(node: Node) -> list[Node]:
+            return [operand for operand in self._read_by(node) if not self._serves(operand, but=result)]
+
+        own = dict.fromkeys(reached(result, alone))
+
+        def ended(user: Node) -> bool:
+            return user in own or (not self._computed(user) and self._serves(user))
+
+        return any(self._as_large(operand) and all(map(ended, operand.users)) for operand in own)
+
+    def _serves(self, node: Node, but: Node | None = None) -> bool:
+        """Whether any result is computed from a node. but: a result that does not count."""
+        end = self.results[-1]
+
+        def following(each: Node) -> list[Node]:
+            return [user for user in each.users if self._computed(user) and user <= end]
+
+        return any(each is not but and each in self.results for each in reached(node, following))
 
     def _pointwise(self, node: Node) -> bool:
         value = node.meta.get("val")
@@ -136,8 +169,8 @@ class _Consumers:
         """The operands of a pointwise operation or a reshape; none for other nodes."""
         return node.all_input_nodes if self._computed(node) else []
 
-    def _ends_here(self, operand: Node) -> bool:
-        """Whether an operand is as large as the matmul, is in memory, and only this kernel reads it."""
+    def _as_large(self, operand: Node) -> bool:
+        """Whether an operand is in memory, and has as many elements as the matmul, of the same dtype."""
         value, whole = operand.meta.get("val"), self.product.meta["val"]
         alike = isinstance(value, torch.Tensor) and (value.numel(), value.dtype) == (whole.numel(), whole.dtype)
-        return alike and not self._computed(operand) and all(user in self.computed for user in operand.users)
+        return alike and not self._computed(operand)

@@ -5,7 +5,7 @@ functionalisation into nodes that Inductor emits straight into the generated wra
 would be a mutation whose node has no user, and it would be dropped as dead code. On other devices the op stays and
 calls the reference.
 
-A model has hundreds of such nodes, and few that differ. Nodes of one signature share one trace, which is copied.
+Nodes of one signature share one trace, which is copied (`lib.traces`).
 
 torch infers from a kernel's intermediate code which arguments the kernel writes, and includes too many: an operand
 counts as written if an address is computed from its elements. Inductor would copy the operand, and take results from
@@ -21,15 +21,14 @@ Operands that a kernel reads swizzled are arranged first, once for all matmuls (
 """
 
 import warnings
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 
 import torch
 import triton
 from torch._higher_order_ops.triton_kernel_wrap import kernel_side_table, triton_kernel_wrapper_functional
-from torch._inductor.pattern_matcher import CallFunctionVarArgs, Match, fwd_only
+from torch._inductor.pattern_matcher import CallFunctionVarArgs, Match
 from torch._ops import OpOverload
 from torch.fx import Graph, GraphModule, Node
-from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 from torch.utils import _pytree as pytree
 
 from fp4compile import _inductor_patches
@@ -37,6 +36,7 @@ from fp4compile.ops.define import KERNELS
 from fp4compile.ops.nodes import is_product, scaled_mm_of
 from fp4compile.passes.lib.arranged_operands import Arranged, arranged_operands
 from fp4compile.passes.lib.autotune import fastest
+from fp4compile.passes.lib.traces import Traces, signature
 from fp4compile.templates.launch import on_gpu
 
 
@@ -47,8 +47,8 @@ def lower(graph: Graph) -> int:
     _inductor_patches.decompose_launches_directly()
     _inductor_patches.compare_sparse_values()
     lowered = 0
-    traces: dict[Hashable, GraphModule] = {}
-    arranged = arranged_operands(graph)
+    traces = Traces()
+    arranged = arranged_operands(graph, traces)
     # A PatternMatcherPass would skip nodes with E8M0 tensors, for which Inductor has no code of its own.
     patterns = {op: CallFunctionVarArgs(op) for op in KERNELS}
     for node in [node for node in graph.nodes if node.op == "call_function" and node.target in KERNELS]:
@@ -58,13 +58,11 @@ def lower(graph: Graph) -> int:
     return lowered
 
 
-def _replace(
-    match: Match, implementation: Callable, arranged: Arranged | None, traces: dict[Hashable, GraphModule]
-) -> bool:
+def _replace(match: Match, implementation: Callable, arranged: Arranged | None, traces: Traces) -> bool:
     """Replace a node by the graph of its implementation, traced with the node's strings and numbers as constants.
 
-    arranged: the arranged A that a matmul reads. traces: the traces made in this graph, by signature. Returns whether
-    the node was replaced.
+    arranged: the arranged A that a matmul reads. traces: those made in this graph. Returns whether the node was
+    replaced.
     """
     node, options = match.output_node(), {}
     product = scaled_mm_of(node) if is_product(node) else None
@@ -93,17 +91,12 @@ def _replace(
         call_args, call_kwargs = pytree.tree_unflatten(values, spec)
         return implementation(*call_args, **call_kwargs, **options)
 
-    key = (node.target, spec, str(options.get("choice")), *_signature(flat))
+    key = (node.target, spec, str(options.get("choice")), *signature(flat))
 
     def trace(function: Callable, values: list) -> GraphModule:
-        if key not in traces:
-            traced = fwd_only(function, values)
-            check_writes(traced)
-            traces[key] = traced
-        else:  # every copy has tensors of its own: two nodes whose values share memory would count as aliases
-            mode = next(value.fake_mode for value in values if isinstance(value, torch.Tensor))
-            FakeTensorProp(traces[key], mode=mode).propagate_dont_convert_inputs(*values)
-        return traces[key]
+        traced = traces.of(key, function, values)
+        check_writes(traced)
+        return traced
 
     try:
         match.replace_by_example(torch.func.functionalize(launches), [flat[i] for i in places], trace_fn=trace)
@@ -132,18 +125,3 @@ def _viewed(node: Node) -> Node:
     while isinstance(node.target, OpOverload) and node.target.is_view:
         node = node.args[0]
     return node
-
-
-def _signature(flat: list) -> tuple:
-    """A key that is equal for nodes whose traces are equal: their arguments have equal metadata and equal aliasing."""
-    first: dict[Node, int] = {}
-    return tuple((first.setdefault(value, i), *_seen(value.meta["val"])) if isinstance(value, Node) else value
-                 for i, value in enumerate(flat))  # fmt: skip
-
-
-def _seen(value: torch.Tensor | torch.SymInt) -> tuple:
-    """A key of what an implementation can read of an argument during tracing; expressions for symbolic numbers."""
-    if not isinstance(value, torch.Tensor):
-        return (str(value),)
-    numbers = (*value.shape, *value.stride(), value.storage_offset())
-    return value.device, value.dtype, value.dim(), tuple(map(str, numbers))

@@ -16,7 +16,8 @@ import torch
 from torch.fx import Graph, Node
 
 from fp4compile.ops.matmul import SCALED_MM
-from fp4compile.ops.nodes import reached, replace_results, scaled_mm_of, traced
+from fp4compile.ops.nodes import reached, replace_results, scaled_mm_of
+from fp4compile.passes.lib.traces import Traces
 from fp4compile.templates.launch import on_gpu
 
 aten = torch.ops.aten
@@ -36,9 +37,10 @@ def rank_tokens(graph: Graph) -> int:
                if isinstance((each := scaled_mm_of(node)).offs, Node)}  # fmt: skip
     sorts = {node: None for offs in offsets for node in reached(offs, lambda each: each.all_input_nodes)
              if _replaceable(node)}  # fmt: skip
+    traces = Traces()
     for node in sorts:
         with graph.inserting_before(node):
-            results = traced(graph, sort_by_counting, [node.args[0]])
+            results = traces.add(graph, "sorted", sort_by_counting, [node.args[0]])
         replace_results(node, results)
     return len(sorts)
 

@@ -1,5 +1,7 @@
 """A in the order in which `gemm_wgmma_sm90` reads it: who writes it, and that no bit depends on that."""
 
+from unittest.mock import Mock
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -9,7 +11,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import fp4compile
 from fp4compile.hardware import Target
-from fp4compile.passes.lib import arranged_operands
+from fp4compile.passes.lib import arranged_operands, traces
 from fp4compile.passes.lower import lower
 from fp4compile.templates.launch import dry_run
 from tests.helpers.arguments import times
@@ -49,6 +51,10 @@ def launched(function, *shapes):
     return applied(lower, function, *shapes)[1]
 
 
+def arranged(graph):
+    return arranged_operands.arranged_operands(graph, traces.Traces())
+
+
 COPIED = ["swizzle_a_sm90", "gemm_wgmma_sm90"]
 
 
@@ -85,10 +91,28 @@ def test_products_of_one_input_share_a_copy(others, shared):
     def both(x, w):
         return product(x, w), product(x.view(80, 256), others(w))
 
-    found, launches = applied(arranged_operands.arranged_operands, both, (2, 40, 256))
+    found, launches = applied(arranged, both, (2, 40, 256))
     assert launches == ["swizzle_a_sm90"] * shared and len(found) == 2 * shared
     assert len({arranged.node for arranged in found.values()}) == shared
     assert not any(arranged.replaces_a for arranged in found.values())
+
+
+@pytest.mark.parametrize("layer", [
+    lambda x, w: product(x, (*w[:2], product(x, w).float().amax())),
+    lambda x, w: product(F.silu(x), w),
+], ids=["launches", "operations"])  # fmt: skip
+def test_layers_share_the_trace_of_their_copy(layer, monkeypatch):
+    made = Mock(side_effect=traces.fwd_only)
+    monkeypatch.setattr(traces, "fwd_only", made)
+
+    def model(x, w):
+        for _ in range(5):
+            x = layer(x, w)
+        return x
+
+    found, _ = applied(arranged, model, (80, 256))
+    assert len({each.node for each in found.values()}) == 5
+    assert made.call_count == 1
 
 
 def test_products_of_the_same_experts_tokens_share_a_copy():

@@ -13,6 +13,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from fp4compile.hardware import Target
+from fp4compile.ops import nodes
 from fp4compile.ops.nodes import CAST, quantise_of
 from fp4compile.ops.quantize import QUANTIZE
 from fp4compile.passes import fuse_prologue
@@ -398,6 +399,33 @@ def test_residual_stream():
     assert result.fused == 1 and fused_quantiser(result.graph).prologue[0] == "add aux0 aux2"
     assert fused_quantiser(result.graph).stored == ("s0 bfloat16",)
     assert left(result.graph) == ["prims.convert_element_type.default", "aten.add.Tensor"]
+
+
+def test_a_residual_stream_is_read_in_linear_time(monkeypatch):
+    """All later layers depend on each quantiser. Of these, the pass reads no more than the next ones."""
+    read = []
+
+    def reached(*arguments):
+        for node in nodes.reached(*arguments):
+            read.append(node)
+            yield node
+
+    def layers(count):
+        def run(x, w):
+            for _ in range(count):
+                data, *_ = quantize(rms_norm(x, w), "nvfp4")
+                x = x + torch.ops.aten.mm(data.float(), data.float().t()).to(BF16)
+            return x
+
+        return run
+
+    monkeypatch.setattr(fuse_prologue, "reached", reached)
+    counted = []
+    for count in (8, 12, 16):
+        read.clear()
+        assert fused_graph(layers(count), (128, 128), ROW).fused == count
+        counted.append(len(read))
+    assert counted[2] - counted[1] == counted[1] - counted[0] > 0
 
 
 def _gate_into(format):

@@ -1,5 +1,7 @@
 """Which results are written over the product that they are computed from. The numbers never change."""
 
+from unittest.mock import Mock
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -98,6 +100,31 @@ def test_results(function, count, monkeypatch):
     for a, b in zip(torch.utils._pytree.tree_leaves(got), torch.utils._pytree.tree_leaves(expected), strict=True):
         assert torch.equal(a, b)
     assert found == count
+
+
+def residual_stream(layers):
+    """A function of blocks of a norm and a product, each of which adds its result to the sum of those before it."""
+
+    def run(x, w, *_):
+        for _ in range(layers):
+            norm = torch.rsqrt(x.float().pow(2).mean(-1, keepdim=True))
+            x = x + (x * norm.to(x.dtype)) @ w @ w.t()
+        return x
+
+    return run
+
+
+def test_a_residual_stream_is_read_in_linear_time(monkeypatch):
+    """All later blocks depend on each product of a block. Of these, the pass reads no more than the next ones."""
+    read = Mock(side_effect=module.is_pointwise)
+    monkeypatch.setattr(module, "is_pointwise", read)
+    counted = []
+    for layers in (4, 8, 12):
+        graph = traced(residual_stream(layers), monkeypatch)[0].graph
+        read.reset_mock()
+        assert inplace(graph) == 0
+        counted.append(read.call_count)
+    assert counted[2] - counted[1] == counted[1] - counted[0] > 0
 
 
 @pytest.mark.gpu

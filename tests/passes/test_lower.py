@@ -1,5 +1,7 @@
 """Lowering: on a GPU the generated wrapper launches the kernels; elsewhere it calls the ops."""
 
+from unittest.mock import Mock
+
 import pytest
 import torch
 import triton
@@ -22,6 +24,7 @@ from fp4compile.formats import formats
 from fp4compile.formats.operand import Arguments, Operand
 from fp4compile.hardware import Target
 from fp4compile.ops.define import KERNELS
+from fp4compile.passes.lib import traces
 from fp4compile.passes.lower import lower
 from fp4compile.recipe import named
 from fp4compile.templates import scale_sweep
@@ -254,7 +257,7 @@ def test_slices_that_begin_elsewhere_have_traces_of_their_own():
         return [torch.ops.fp4compile.quantize(piece, "mxfp8")[0] for piece in pieces]
 
     launches, _ = lowered(slices, (32, 256))
-    assert [one.constants["ALIGN"] for one in launches] == [4, 1, 4, 2]
+    assert [one.constants["ALIGN"] for one in launches] == [4, 1, 2]  # those that begin at 0 and 64 share one
 
 
 def test_tensors_that_lie_otherwise_have_traces_of_their_own():
@@ -276,6 +279,21 @@ def test_a_trace_of_one_tensor_twice_is_none_of_two():
 
     launches, _ = lowered(products, (64, 128), (64, 128), (64, 128))
     assert [one.kernel.__name__ for one in launches].count("gemm_dequant_tiles") == 2
+
+
+@pytest.mark.parametrize("layers", [16, 48])
+def test_layers_share_traces_whatever_their_places_among_the_seeds(layers, monkeypatch):
+    """One tensor has the seeds of all layers. Places of one alignment share a trace, and there are five alignments."""
+    fwd_only = Mock(side_effect=traces.fwd_only)
+    monkeypatch.setattr(traces, "fwd_only", fwd_only)
+
+    def seeded(x):
+        seeds = torch.ops.aten.new_zeros.default(x, (layers,), dtype=torch.int64)
+        each = [torch.ops.aten.select.int(seeds, 0, layer) for layer in range(layers)]
+        return [torch.ops.fp4compile.quantize(x, "nvfp4", seed=seed)[0] for seed in each]
+
+    lowered(seeded, (64, 256))
+    assert fwd_only.call_count == 5
 
 
 def test_swept_weights_are_lowered_to_the_sweep():

@@ -25,9 +25,10 @@ from torch.fx import Graph, Node
 
 from fp4compile.formats.operand import Arguments, Operand
 from fp4compile.ops.matmul import SCALED_MM
-from fp4compile.ops.nodes import RESHAPES, ScaledMM, is_pointwise, reached, readers, scaled_mm_of, traced
+from fp4compile.ops.nodes import RESHAPES, ScaledMM, is_pointwise, reached, readers, scaled_mm_of
 from fp4compile.passes.lib.autotune import fastest
 from fp4compile.passes.lib.operations import contiguous
+from fp4compile.passes.lib.traces import Traces
 from fp4compile.templates.choose import named
 from fp4compile.templates.gemm.call import aligned
 from fp4compile.templates.gemm.swizzled_a_sm90 import SwizzledA
@@ -50,8 +51,11 @@ class Arranged:
     replaces_a: bool
 
 
-def arranged_operands(graph: Graph) -> dict[Node, Arranged]:
-    """Add arranged operands to the graph; returns the arranged operand of each matmul that reads one."""
+def arranged_operands(graph: Graph, traces: Traces) -> dict[Node, Arranged]:
+    """Add arranged operands to the graph; returns the arranged operand of each matmul that reads one.
+
+    traces: those made in the graph.
+    """
     alike: dict[Hashable, list[ScaledMM]] = {}
     for node in graph.nodes:
         product = scaled_mm_of(node) if node.target is SCALED_MM else None
@@ -62,7 +66,7 @@ def arranged_operands(graph: Graph) -> dict[Node, Arranged]:
         written = written_arranged(products[0].a.data)
         gathered = None if written else _gathered(products[0].a.data)
         if written or gathered or len(products) > 1:
-            made = _by_operations(graph, products[0]) if written else _by_launch(graph, products[0], gathered)
+            made = _by_operations(products[0], traces) if written else _by_launch(products[0], gathered, traces)
             arranged = Arranged(made, written or gathered is not None)
             found |= dict.fromkeys((product.node for product in products), arranged)
     return found
@@ -156,14 +160,13 @@ def _source(node: Node) -> Node:
     return node
 
 
-def _by_operations(graph: Graph, product: ScaledMM) -> Node:
+def _by_operations(product: ScaledMM, traces: Traces) -> Node:
     """Operations that arrange a matmul's plain A, before the matmul."""
     arrangement = _arrangement(product)
-    with graph.inserting_before(product.node):
-        return _stored(graph, lambda a: arrangement.by_operations(a), [product.a.data])
+    return _stored(product, traces, str(arrangement), lambda a: arrangement.by_operations(a), [product.a.data])
 
 
-def _by_launch(graph: Graph, product: ScaledMM, gathered: tuple[Node, Node] | None) -> Node:
+def _by_launch(product: ScaledMM, gathered: tuple[Node, Node] | None, traces: Traces) -> Node:
     """The launch that arranges a matmul's A, before the matmul. gathered: see `_gathered`; then A is not read."""
     arrangement, a, b = _arrangement(product), product.a, product.b
     first = (a.data, None) if gathered is None else gathered
@@ -182,15 +185,18 @@ def _by_launch(graph: Graph, product: ScaledMM, gathered: tuple[Node, Node] | No
         call = call_of(Arguments.of(read, weight, None, product.spec.out_dtype, offs=offs, rows=rows))
         return arrangement.of_call(call, None if index is None else (aligned(x.contiguous()), index.contiguous()))
 
-    with graph.inserting_before(product.node):
-        return _stored(graph, torch.func.functionalize(launch), nodes)
+    given = tuple(isinstance(each, Node) for each in tensors)
+    key = str(arrangement), product.spec, str(size), given
+    return _stored(product, traces, key, torch.func.functionalize(launch), nodes)
 
 
-def _stored(graph: Graph, function: Callable, nodes: Sequence[Node]) -> Node:
-    """The result of `traced`, which Inductor stores in the traced layout.
+def _stored(product: ScaledMM, traces: Traces, key: Hashable, function: Callable, nodes: Sequence[Node]) -> Node:
+    """The result of `Traces.add` before a matmul, which Inductor stores in the traced layout.
 
     Views of it in another dtype are no part of Inductor's kernels, of which there are none with some dtypes of scales.
     """
-    result = traced(graph, function, nodes)
+    graph = product.node.graph
+    with graph.inserting_before(product.node):
+        result = traces.add(graph, key, function, nodes)
     result.meta["inductor_realize_to_strides"] = True
     return result
