@@ -238,6 +238,8 @@ def obstacle(linear: nn.Module) -> str | None:
         return odd
     if hook := next((what for name, what in _REFUSED_HOOKS.items() if getattr(linear, name)), None):
         return f"it has {hook}"
+    if "_hf_hook" in vars(linear):
+        return "accelerate has replaced its forward (device_map, cpu_offload): pack before, or while loading"
     for name in _attributes(linear):
         if hasattr(type(linear), name) or hasattr(PackedLinear, name) or name in _OWN:
             return f"its attribute {name!r} stands in the way of the class's"

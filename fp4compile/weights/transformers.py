@@ -28,7 +28,14 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 from fp4compile._inductor_patches import merge_other_quantisation
 from fp4compile.analysis.module_names import packed_name
 from fp4compile.recipe import resolve
-from fp4compile.weights.buffers import PackedWeight, buffer_shapes, dtypes_in, is_extra_state, packed_modules
+from fp4compile.weights.buffers import (
+    BUFFERS,
+    PackedWeight,
+    buffer_shapes,
+    dtypes_in,
+    is_extra_state,
+    packed_modules,
+)
 from fp4compile.weights.decide import decisions
 from fp4compile.weights.experts import states_of
 from fp4compile.weights.linear import leave_fast_paths, obstacle
@@ -159,7 +166,13 @@ class Fp4CompileQuantizer(HfQuantizer):
         tensors = contents.tensors
         self.expected = model._keys_to_ignore_on_load_unexpected
         ignored = set(self.expected or ())
-        for weight in weights_of(model, contents.layers, contents.experts):
+        weights = weights_of(model, contents.layers, contents.experts)
+        layers = {name for weight in weights if weight.experts is None for name in weight.names}
+        for name in tensors:  # transformers skips what the patterns below match, and does not know what it means
+            layer, _, child = name.rpartition(".")
+            if layer in layers and child not in ("bias", *BUFFERS):
+                raise ValueError(f"{folder}: the model has no {name!r}")
+        for weight in weights:
             packed = weight.empty(model)
             found = {name: tensors.pop(f"{weight.packed_names[0]}.{name}") for name in buffer_shapes(packed)}
             device = _device_of(weight.names[0], device_map)

@@ -6,6 +6,7 @@ import warnings
 
 import pytest
 import torch
+from accelerate.hooks import ModelHook, add_hook_to_module
 from torch import nn
 from torch.nn.utils import parametrizations, prune, spectral_norm, weight_norm
 
@@ -294,6 +295,7 @@ class Scaled(nn.Linear):
     (lambda linear: linear.register_state_dict_post_hook(lambda *a: None), "it has a state-dict hook"),
     (lambda linear: linear.register_load_state_dict_pre_hook(lambda *a: None), "it has a state-dict hook"),
     (lambda linear: linear.register_load_state_dict_post_hook(lambda *a: None), "it has a state-dict hook"),
+    (lambda linear: add_hook_to_module(linear, ModelHook()), "accelerate has replaced its forward"),
     (lambda linear: object.__setattr__(linear, "forward", print), "its attribute 'forward'"),
     (lambda linear: setattr(linear, "_compiled_call_impl", print), "its attribute '_compiled_call_impl'"),
     (lambda linear: setattr(linear, "layer_format", 1), "its attribute 'layer_format'"),

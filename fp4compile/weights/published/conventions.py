@@ -88,6 +88,8 @@ COMPRESSED_TENSORS = Layout(
     "input_scale", compressed_schemes,
 )  # fmt: skip
 FP8 = Layout("fp8", "weight_scale_inv", "", "", "", False, "activation_scale", float8_schemes)
+# AutoFP8's, which vLLM reads, too; the configuration is the same.
+_AUTO_FP8 = replace(FP8, scales="weight_scale", float8_activation="input_scale")
 LAYOUTS = {layout.name: layout for layout in (MODELOPT, COMPRESSED_TENSORS, FP8)}  # by quant_method
 
 
@@ -107,6 +109,8 @@ def read_published(checkpoint: Checkpoint, recipe: Recipe | None = None) -> Cont
     if recipe is not None:
         raise ValueError(f"recipe: a checkpoint of {layout.name} says itself how its layers multiply; expected None")
     tensors = dict(checkpoint.tensors)
+    if layout is FP8 and any(name.endswith(".weight_scale") for name in tensors):
+        layout = _AUTO_FP8
     packed = {
         name.rpartition(".")[0]
         for name, tensor in tensors.items()
