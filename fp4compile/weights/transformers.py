@@ -213,11 +213,13 @@ class Fp4CompileQuantizer(HfQuantizer):
         if self.quantization_config.published:
             model._keys_to_ignore_on_load_unexpected = self.expected
         # The weights that the checkpoint lacks remain. transformers has initialised them, and warned.
-        for weight in [*self.late, *dict.fromkeys(self.unread.values())]:
+        late = [*self.late, *dict.fromkeys(self.unread.values())]
+        chosen = self._packed_by_recipe(model) if late else set()
+        for weight in late:
             reason = None if weight.experts else obstacle(model.get_submodule(weight.names[0]))
-            if reason is None:
+            if reason is None and weight.names in chosen:
                 weight.pack(model)
-            else:
+            elif reason is not None:
                 warnings.warn(f"{weight.names[0]!r} is not packed: {reason}", stacklevel=2)
         self.unread.clear()
         self.late.clear()
@@ -228,6 +230,12 @@ class Fp4CompileQuantizer(HfQuantizer):
             self.quantization_config.__dict__.update(vars(config_of(model)))
         attach(model)
         return model
+
+    def _packed_by_recipe(self, model: nn.Module) -> set[tuple[str, ...]]:
+        """The names of those weights left that the recipe packs, by the ties that the loaded model has."""
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of rules that match packed layers alone
+            return {weight.names for weight, _ in decisions(model, self.quantization_config.recipe) if weight}
 
     def _fill(self, model: nn.Module, weight: Weight, packed: PackedWeight, shell: "_Shell") -> None:
         """Assign a packed weight's tensors, and replace its shell by it."""

@@ -96,6 +96,18 @@ def test_tied_cast_and_missing_weights(tmp_path):
     assert sum(isinstance(module, PackedLinear) for module in loaded.modules()) == 22
 
 
+def test_a_head_is_one_by_its_tie_to_the_embeddings(tmp_path):
+    """Neither the name of XLNet's head nor its width says so, and ties are made after weights have been read."""
+    torch.manual_seed(0)
+    config = transformers.XLNetConfig(vocab_size=64, d_model=64, n_layer=1, n_head=2, d_inner=128)
+    plain = transformers.XLNetLMHeadModel(config).eval()
+    plain.save_pretrained(tmp_path)
+    fp4compile.pack_(plain, "nvfp4")
+    loaded = transformers.XLNetLMHeadModel.from_pretrained(tmp_path, quantization_config=ORDER)
+    assert loaded.lm_loss.weight is loaded.get_input_embeddings().weight
+    same(loaded, plain)
+
+
 @pytest.mark.parametrize("head", ["llama", "t5"])
 def test_a_packed_head_is_tied_no_more(head, tmp_path):
     torch.manual_seed(0)
