@@ -341,6 +341,7 @@ class _Shell(nn.Module):
         self.bias = bias
         self.weight = weight.detach()  # not a parameter
         self.weight._is_hf_initialized = True
+        self.out_features, self.in_features = weight.shape[-2:]  # Wav2Vec2 initialises its projections by their sizes
         self.missing: set[str] = set()
 
     def forward(self) -> torch.Tensor:

@@ -108,6 +108,18 @@ def test_a_head_is_one_by_its_tie_to_the_embeddings(tmp_path):
     same(loaded, plain)
 
 
+def test_a_model_that_initialises_layers_by_their_sizes(tmp_path):
+    """Wav2Vec2 reads in_features of projections that a packed checkpoint is about to fill."""
+    torch.manual_seed(0)
+    convolutions = {"conv_dim": [32], "conv_kernel": [4], "conv_stride": [4], "num_feat_extract_layers": 1}
+    positions = {"num_conv_pos_embeddings": 4, "num_conv_pos_embedding_groups": 4}
+    config = transformers.Wav2Vec2Config(**SIZES, **convolutions, **positions)
+    packed = transformers.Wav2Vec2Model(config).eval()
+    fp4compile.pack_(packed, "nvfp4")
+    packed.save_pretrained(tmp_path)
+    same(transformers.Wav2Vec2Model.from_pretrained(tmp_path), packed)
+
+
 @pytest.mark.parametrize("head", ["llama", "t5"])
 def test_a_packed_head_is_tied_no_more(head, tmp_path):
     torch.manual_seed(0)
