@@ -43,7 +43,7 @@ from fp4compile.weights.published.conventions import CONFIG, HF_QUANT_CONFIG, re
 from fp4compile.weights.published.expert_modules import in_model
 from fp4compile.weights.published.expert_names import names_of_transformers
 from fp4compile.weights.published.shards import read_checkpoint
-from fp4compile.weights.replacements import METHOD, Weight, check_states, weights_of
+from fp4compile.weights.replacements import METHOD, Weight, check_states, unpacked, weights_of
 from fp4compile.weights.scale_checks import check_buffers
 from fp4compile.weights.sharing import storable
 
@@ -285,6 +285,11 @@ class Fp4CompileQuantizer(HfQuantizer):
         model.config.quantization_config = self.quantization_config
         state = {name: tensor for name, tensor in model.state_dict().items() if not is_extra_state(name)}
         return {name: storable(tensor.detach()) for name, tensor in state.items()}, {}
+
+    def _dequantize(self, model: Any, dtype: torch.dtype | None = None) -> nn.Module:
+        """The model with the dequantised values as parameters, for `model.dequantize()`."""
+        unpacked(model, requires_grad=True)
+        return model if dtype in (None, model.dtype) else model.to(dtype)
 
     def is_serializable(self) -> bool:
         return True

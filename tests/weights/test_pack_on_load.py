@@ -135,6 +135,22 @@ def test_a_packed_head_is_tied_no_more(head, tmp_path):
         assert loaded.encoder.embed_tokens.weight is loaded.shared.weight
 
 
+@pytest.mark.parametrize("make", (llama, mixtral))
+def test_dequantize_makes_a_plain_model_of_the_same_weights(make, tmp_path):
+    packed = make()
+    fp4compile.pack_(packed, "nvfp4_weight_only")
+    expected = {name: one.dequantised() for name, one in packed.named_modules() if isinstance(one, PackedWeight)}
+    plain = packed.dequantize()
+    assert not any(isinstance(module, PackedWeight) for module in plain.modules())
+    assert all(parameter.requires_grad for parameter in plain.parameters())
+    for name, values in expected.items():
+        of_experts = name.endswith("_packed")
+        own = plain.get_parameter(name.removesuffix("_packed") if of_experts else f"{name}.weight")
+        assert torch.equal(own, values), name
+    plain.save_pretrained(tmp_path)
+    same(transformers.AutoModelForCausalLM.from_pretrained(tmp_path), plain)
+
+
 def test_a_recipes_fields_beside_its_name_are_refused(tmp_path):
     llama().save_pretrained(tmp_path)
     with pytest.raises(TypeError, match="unknown key 'skip_last_blocks'; .* into the dict under the key 'recipe'"):
