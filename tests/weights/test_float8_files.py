@@ -218,6 +218,20 @@ def test_scales_of_other_dtypes_are_the_same_numbers(tmp_path, dtype):
     assert torch.equal(layer.weight, tensors[f"{Q}.weight"].float() * scales)
 
 
+def test_the_text_model_may_have_the_configuration_and_layers_their_own_frequencies(tmp_path):
+    """As Kimi's checkpoints have both."""
+    tensors, meant = written(tmp_path / "made", fresh_model(), "compressed-tensors", {Q: Row})
+    config = json.loads((tmp_path / "made" / "config.json").read_text())
+    config["text_config"] = {"quantization_config": config.pop("quantization_config")}
+    (tmp_path / "made" / "config.json").write_text(json.dumps(config))
+    assert _formats_of(tmp_path / "made") == ["float8_rowwise weights, float8_rowwise activations"]
+    frequencies = {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(48)}
+    save_file(tensors | frequencies, tmp_path / "made" / "model.safetensors")
+    with pytest.warns(UserWarning, match="such as 'model.layers.0.self_attn.rotary_emb.inv_freq', are not used"):
+        model = loaded(tmp_path / "made")
+    assert torch.equal(model.get_submodule(Q).weight, meant[Q])
+
+
 def test_autofp8_names_its_scales_as_vllm_does(tmp_path):
     tensors, meant = written(tmp_path / "made", fresh_model(), "fp8", {Q: Tensor})
     for own, name in (("weight_scale_inv", "weight_scale"), ("activation_scale", "input_scale")):

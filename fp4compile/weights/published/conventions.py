@@ -133,7 +133,7 @@ def declared_formats(folder: Path, configs: dict[str, dict[str, Any]]) -> list[s
 
     folder: for messages. A text may be the reason that `load_packed` refuses the checkpoint.
     """
-    described = configs.get(CONFIG, {}).get("quantization_config")
+    described = _holder(configs).get("quantization_config")
     if described is None and HF_QUANT_CONFIG not in configs:
         return []
     if isinstance(described, dict) and described.get("quant_method") == MXFP4:
@@ -148,11 +148,12 @@ def declared_formats(folder: Path, configs: dict[str, dict[str, Any]]) -> list[s
 
 def _recognised(checkpoint: Checkpoint) -> tuple[Layout, str, dict[str, Any]]:
     """The layout, the configuration's file name, and the part of the configuration about quantisation."""
-    modelopt = _part(checkpoint, HF_QUANT_CONFIG, "quantization")
+    with naming(checkpoint.folder / HF_QUANT_CONFIG):
+        modelopt = member(checkpoint.configs.get(HF_QUANT_CONFIG, {}), "quantization", dict, {})
     if modelopt:
         return MODELOPT, HF_QUANT_CONFIG, modelopt
-    config = _part(checkpoint, CONFIG, "quantization_config")
     with naming(checkpoint.folder / CONFIG):
+        config = member(_holder(checkpoint.configs), "quantization_config", dict, {})
         layout = LAYOUTS.get(member(config, "quant_method", str, ""))
     if layout is None and any(name.endswith(".weight_data") for name in checkpoint.tensors):
         raise ValueError(
@@ -167,10 +168,11 @@ def _recognised(checkpoint: Checkpoint) -> tuple[Layout, str, dict[str, Any]]:
     return layout, CONFIG, config
 
 
-def _part(checkpoint: Checkpoint, file: str, key: str) -> dict[str, Any]:
-    """An object in a configuration; an empty one if it is absent."""
-    with naming(checkpoint.folder / file):
-        return member(checkpoint.configs.get(file, {}), key, dict, {})
+def _holder(configs: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    """The configuration that has the quantization_config: that of the text model where only it has one."""
+    config = configs.get(CONFIG, {})
+    text = config.get("text_config")
+    return text if isinstance(text, dict) and "quantization_config" not in config else config
 
 
 def _take(layout: Layout, scheme: Scheme, layer: str, tensors: dict[str, torch.Tensor]) -> dict[str, Any]:
