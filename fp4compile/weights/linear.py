@@ -230,7 +230,9 @@ def obstacle(linear: nn.Module) -> str | None:
     if isinstance(linear, NonDynamicallyQuantizableLinear):
         return IN_ATTENTION
     if not (type(linear) is nn.Linear or _is_conv1d(linear)):
-        return f"class {type(linear).__name__} is a subclass of Linear"
+        kind = type(linear)
+        name = kind.__name__ if kind.__name__ != "Linear" else f"{kind.__module__}.Linear"  # as of torch.ao's QAT
+        return f"class {name} is a subclass of Linear"
     extra = [*(linear._parameters.keys() - {"weight", "bias"}), *linear._buffers, *linear._modules]
     if extra:  # weight_norm, spectral_norm and pruning add some, for example
         return f"it holds more than weight and bias: {', '.join(sorted(extra))}"
