@@ -287,7 +287,7 @@ class Scaled(nn.Linear):
     (lambda linear: setattr(linear, "weight", nn.Parameter(torch.ones(64, 32))), "its weight has shape (64, 32)"),
     (lambda linear: setattr(linear, "bias", nn.Parameter(torch.ones(1))), "its bias has shape (1,)"),
     (lambda linear: Scaled(64, 64), "class Scaled is a subclass of Linear"),
-    (lambda linear: type("Linear", (Scaled,), {"__module__": "own"})(64, 64), "class own.Linear is a subclass of Linear"),
+    (lambda linear: type("Linear", (Scaled,), {"__module__": "own"})(64, 64), "class own.Linear is a subclass"),
     (lambda linear: linear.double(), "dtype float64"),
     (lambda linear: linear.register_forward_pre_hook(print), "it has a forward pre-hook"),
     (lambda linear: linear.register_full_backward_hook(print), "it has a backward hook"),
