@@ -9,6 +9,7 @@ that there is only one weight in high precision at a time. Of a checkpoint that 
 import copy
 import re
 import warnings
+from collections.abc import Iterable
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -42,7 +43,7 @@ from fp4compile.weights.linear import leave_fast_paths, obstacle
 from fp4compile.weights.published.conventions import CONFIG, HF_QUANT_CONFIG, read_published
 from fp4compile.weights.published.expert_modules import in_model
 from fp4compile.weights.published.expert_names import names_of_transformers
-from fp4compile.weights.published.shards import read_checkpoint
+from fp4compile.weights.published.shards import naming, read_checkpoint
 from fp4compile.weights.replacements import METHOD, Weight, check_states, unpacked, weights_of
 from fp4compile.weights.scale_checks import check_buffers
 from fp4compile.weights.sharing import storable
@@ -162,16 +163,13 @@ class Fp4CompileQuantizer(HfQuantizer):
         """Replace weights by shells with the packed tensors of a checkpoint; transformers reads the rest."""
         chosen = None if self.quantization_config.recipe is None else resolve(self.quantization_config.recipe)
         published = read_published(read_checkpoint(folder, (CONFIG, HF_QUANT_CONFIG)), chosen)
-        contents = in_model(model, published, names_of_transformers(model))
+        with naming(folder):
+            contents = in_model(model, published, names_of_transformers(model))
+            weights = weights_of(model, contents.layers, contents.experts)
+            _check_known(weights, contents.tensors)
         tensors = contents.tensors
         self.expected = model._keys_to_ignore_on_load_unexpected
         ignored = set(self.expected or ())
-        weights = weights_of(model, contents.layers, contents.experts)
-        layers = {name for weight in weights if weight.experts is None for name in weight.names}
-        for name in tensors:  # transformers skips what the patterns below match, and does not know what it means
-            layer, _, child = name.rpartition(".")
-            if layer in layers and child not in ("bias", *BUFFERS):
-                raise ValueError(f"{folder}: the model has no {name!r}")
         for weight in weights:
             packed = weight.empty(model)
             found = {name: tensors.pop(f"{weight.packed_names[0]}.{name}") for name in buffer_shapes(packed)}
@@ -369,6 +367,15 @@ class _Awaited(_Shell):
         if getattr(value, "_is_hf_initialized", False) and name in self.__dict__.get("missing", ()):
             self.missing.discard(name)
         super().__setattr__(name, value)
+
+
+def _check_known(weights: list[Weight], tensors: Iterable[str]) -> None:
+    """Raise ValueError for a tensor of a packed layer besides its bias and buffers: transformers would skip it."""
+    layers = {name for weight in weights if weight.experts is None for name in weight.names}
+    for name in tensors:
+        layer, _, child = name.rpartition(".")
+        if layer in layers and child not in ("bias", *BUFFERS):
+            raise ValueError(f"the model has no {name!r}")
 
 
 def _published_as(name: str, experts: bool) -> list[str]:
