@@ -24,6 +24,7 @@ from torch.fx import GraphModule
 from torch.utils.weak import WeakIdKeyDictionary
 
 from fp4compile import _inductor_patches, hardware
+from fp4compile.analysis.plan import OF_ONE_LAYER
 from fp4compile.passes.hoist import hoisting
 from fp4compile.passes.lib.notes import Saved
 from fp4compile.passes.manager import JointPasses, LowerPasses, source_digest, switched_off_passes
@@ -246,8 +247,8 @@ class Backend:
     ) -> None:
         """Add one graph to the report, and warn (or raise) if nothing of its model is quantised yet.
 
-        A graph that lacks matrices of its model, and in which nothing but rules is against quantising, decides nothing:
-        other graphs follow.
+        A graph that lacks matrices of its model, and in which nothing but rules and the kinds and places of its layers
+        is against quantising, decides nothing: other graphs follow.
 
         outcome: None where the rows are lost. why: the reason that no pass ran. seconds: of each pass.
         """
@@ -262,8 +263,10 @@ class Backend:
             if outcome is None or any(row.quantised for row in rows):
                 shared.quantised[model] = True
         # Rules may skip a whole block that has its own recipe, and a graph break may follow layers without a matmul.
-        by_rules = all((row.reason or "").startswith("rule ") for row in rows)
-        undecided = by_rules and (known.partial or (known.prefix and rows))
+        reasons = [row.reason or "" for row in rows]
+        by_rules = rows and all(reason.startswith("rule ") for reason in reasons)
+        of_one_layer = all(reason.startswith(OF_ONE_LAYER) for reason in reasons)
+        undecided = (of_one_layer and known.partial) or (by_rules and known.prefix)
         if why is not None or (model not in self._own.quantised and not undecided):
             self._complain(f" quantised nothing: {why or _reasons(rows)}", model in self._own.warned)
             self._own.warned[model] = True

@@ -65,11 +65,11 @@ def register_with_transformers() -> None:
 
 
 def warn_at_exit() -> None:
-    """Warn of backends that compiled nothing or no matmul, and of rules without effect: only the end shows these."""
+    """Warn of backends that quantised nothing, and of rules without effect: only the end shows these."""
     if hasattr(sys, "last_value"):  # the program ends with an exception, which is more informative
         return
     for report in named_reports():
-        if not (report.matmuls or report.lost) or report.unmatched_rules():
+        if not (report.quantised or report.lost) or report.unmatched_rules():
             log.warning("fp4compile %s", report.summary())
 
 

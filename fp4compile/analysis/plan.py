@@ -41,6 +41,8 @@ _HEADS = (
 )  # fmt: skip
 # Checkpoint policies under which the backward pass recomputes a node.
 _RECOMPUTED = (CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.PREFER_RECOMPUTE)
+# Beginnings of the reasons that speak of one layer's kind or place, and not of what follows in the model.
+OF_ONE_LAYER = ("rule ", "output head", "LoRA adapter", "adapter", "router: ", "block ", "convolution")
 _ROUTERS = ("router", "gating", "shared_expert_gate")
 _DEVICES = ("cpu", "cuda")
 _EXPERTS = re.compile(r"(?:^|(.*)\.)experts(?:\.|$)")

@@ -13,7 +13,8 @@ from fp4compile.report.progress import with_bar
 
 def over(batches: Iterable[Any], bar: str | None = None) -> Iterator[Any]:
     """The batches. bar: see `with_bar`. Raises TypeError for a single batch, ValueError for none."""
-    if isinstance(batches, torch.Tensor | Mapping | str):
+    is_iterable = hasattr(batches, "__iter__") or hasattr(batches, "__getitem__")  # the second one of datasets
+    if isinstance(batches, torch.Tensor | Mapping | str) or not is_iterable:
         raise TypeError(
             f"batches: expected an iterable of batches, got {type(batches).__name__}; for one batch, pass [batch]"
         )

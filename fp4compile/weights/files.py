@@ -259,8 +259,10 @@ def _check_tensors(stored: dict[str, torch.Tensor], expected: dict[str, tuple]) 
             stored[name] = stored[name].view(dtype)
         found = stored[name]
         if tuple(found.shape) != tuple(shape) or found.dtype != dtype:
+            castable = found.dtype.is_floating_point and dtype.is_floating_point and not is_byte_float(dtype)
+            hint = f": make the model in {found.dtype}" if castable and found.shape == torch.Size(shape) else ""
             raise ValueError(
-                f"tensor {name!r} is {found.dtype} {tuple(found.shape)}, the model needs {dtype} {tuple(shape)}"
+                f"tensor {name!r} is {found.dtype} {tuple(found.shape)}, the model needs {dtype} {tuple(shape)}{hint}"
             )
     unknown = sorted(name for name in set(stored) - set(expected) if not is_extra_state(name))
     if unknown:

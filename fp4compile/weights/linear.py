@@ -230,7 +230,9 @@ def obstacle(linear: nn.Module) -> str | None:
     if isinstance(linear, NonDynamicallyQuantizableLinear):
         return IN_ATTENTION
     if not (type(linear) is nn.Linear or _is_conv1d(linear)):
-        return f"class {type(linear).__name__} is a subclass of Linear"
+        kind = type(linear)
+        name = kind.__name__ if kind.__name__ != "Linear" else f"{kind.__module__}.Linear"  # as of torch.ao's QAT
+        return f"class {name} is a subclass of Linear"
     extra = [*(linear._parameters.keys() - {"weight", "bias"}), *linear._buffers, *linear._modules]
     if extra:  # weight_norm, spectral_norm and pruning add some, for example
         return f"it holds more than weight and bias: {', '.join(sorted(extra))}"
@@ -238,6 +240,8 @@ def obstacle(linear: nn.Module) -> str | None:
         return odd
     if hook := next((what for name, what in _REFUSED_HOOKS.items() if getattr(linear, name)), None):
         return f"it has {hook}"
+    if "_hf_hook" in vars(linear):
+        return "accelerate has replaced its forward (device_map, cpu_offload): pack before, or while loading"
     for name in _attributes(linear):
         if hasattr(type(linear), name) or hasattr(PackedLinear, name) or name in _OWN:
             return f"its attribute {name!r} stands in the way of the class's"

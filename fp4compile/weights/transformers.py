@@ -9,6 +9,7 @@ that there is only one weight in high precision at a time. Of a checkpoint that 
 import copy
 import re
 import warnings
+from collections.abc import Iterable
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -28,15 +29,22 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 from fp4compile._inductor_patches import merge_other_quantisation
 from fp4compile.analysis.module_names import packed_name
 from fp4compile.recipe import resolve
-from fp4compile.weights.buffers import PackedWeight, buffer_shapes, dtypes_in, is_extra_state, packed_modules
+from fp4compile.weights.buffers import (
+    BUFFERS,
+    PackedWeight,
+    buffer_shapes,
+    dtypes_in,
+    is_extra_state,
+    packed_modules,
+)
 from fp4compile.weights.decide import decisions
 from fp4compile.weights.experts import states_of
 from fp4compile.weights.linear import leave_fast_paths, obstacle
 from fp4compile.weights.published.conventions import CONFIG, HF_QUANT_CONFIG, read_published
 from fp4compile.weights.published.expert_modules import in_model
 from fp4compile.weights.published.expert_names import names_of_transformers
-from fp4compile.weights.published.shards import read_checkpoint
-from fp4compile.weights.replacements import METHOD, Weight, check_states, weights_of
+from fp4compile.weights.published.shards import naming, read_checkpoint
+from fp4compile.weights.replacements import METHOD, Weight, check_states, unpacked, weights_of
 from fp4compile.weights.scale_checks import check_buffers
 from fp4compile.weights.sharing import storable
 
@@ -155,11 +163,14 @@ class Fp4CompileQuantizer(HfQuantizer):
         """Replace weights by shells with the packed tensors of a checkpoint; transformers reads the rest."""
         chosen = None if self.quantization_config.recipe is None else resolve(self.quantization_config.recipe)
         published = read_published(read_checkpoint(folder, (CONFIG, HF_QUANT_CONFIG)), chosen)
-        contents = in_model(model, published, names_of_transformers(model))
+        with naming(folder):
+            contents = in_model(model, published, names_of_transformers(model))
+            weights = weights_of(model, contents.layers, contents.experts)
+            _check_known(weights, contents.tensors)
         tensors = contents.tensors
         self.expected = model._keys_to_ignore_on_load_unexpected
         ignored = set(self.expected or ())
-        for weight in weights_of(model, contents.layers, contents.experts):
+        for weight in weights:
             packed = weight.empty(model)
             found = {name: tensors.pop(f"{weight.packed_names[0]}.{name}") for name in buffer_shapes(packed)}
             device = _device_of(weight.names[0], device_map)
@@ -200,11 +211,13 @@ class Fp4CompileQuantizer(HfQuantizer):
         if self.quantization_config.published:
             model._keys_to_ignore_on_load_unexpected = self.expected
         # The weights that the checkpoint lacks remain. transformers has initialised them, and warned.
-        for weight in [*self.late, *dict.fromkeys(self.unread.values())]:
+        late = [*self.late, *dict.fromkeys(self.unread.values())]
+        chosen = self._packed_by_recipe(model) if late else set()
+        for weight in late:
             reason = None if weight.experts else obstacle(model.get_submodule(weight.names[0]))
-            if reason is None:
+            if reason is None and weight.names in chosen:
                 weight.pack(model)
-            else:
+            elif reason is not None:
                 warnings.warn(f"{weight.names[0]!r} is not packed: {reason}", stacklevel=2)
         self.unread.clear()
         self.late.clear()
@@ -215,6 +228,12 @@ class Fp4CompileQuantizer(HfQuantizer):
             self.quantization_config.__dict__.update(vars(config_of(model)))
         attach(model)
         return model
+
+    def _packed_by_recipe(self, model: nn.Module) -> set[tuple[str, ...]]:
+        """The names of those weights left that the recipe packs, by the ties that the loaded model has."""
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of rules that match packed layers alone
+            return {weight.names for weight, _ in decisions(model, self.quantization_config.recipe) if weight}
 
     def _fill(self, model: nn.Module, weight: Weight, packed: PackedWeight, shell: "_Shell") -> None:
         """Assign a packed weight's tensors, and replace its shell by it."""
@@ -264,6 +283,11 @@ class Fp4CompileQuantizer(HfQuantizer):
         model.config.quantization_config = self.quantization_config
         state = {name: tensor for name, tensor in model.state_dict().items() if not is_extra_state(name)}
         return {name: storable(tensor.detach()) for name, tensor in state.items()}, {}
+
+    def _dequantize(self, model: Any, dtype: torch.dtype | None = None) -> nn.Module:
+        """The model with the dequantised values as parameters, for `model.dequantize()`."""
+        unpacked(model, requires_grad=True)
+        return model if dtype in (None, model.dtype) else model.to(dtype)
 
     def is_serializable(self) -> bool:
         return True
@@ -320,6 +344,7 @@ class _Shell(nn.Module):
         self.bias = bias
         self.weight = weight.detach()  # not a parameter
         self.weight._is_hf_initialized = True
+        self.out_features, self.in_features = weight.shape[-2:]  # Wav2Vec2 initialises its projections by their sizes
         self.missing: set[str] = set()
 
     def forward(self) -> torch.Tensor:
@@ -342,6 +367,15 @@ class _Awaited(_Shell):
         if getattr(value, "_is_hf_initialized", False) and name in self.__dict__.get("missing", ()):
             self.missing.discard(name)
         super().__setattr__(name, value)
+
+
+def _check_known(weights: list[Weight], tensors: Iterable[str]) -> None:
+    """Raise ValueError for a tensor of a packed layer besides its bias and buffers: transformers would skip it."""
+    layers = {name for weight in weights if weight.experts is None for name in weight.names}
+    for name in tensors:
+        layer, _, child = name.rpartition(".")
+        if layer in layers and child not in ("bias", *BUFFERS):
+            raise ValueError(f"the model has no {name!r}")
 
 
 def _published_as(name: str, experts: bool) -> list[str]:

@@ -240,6 +240,32 @@ def test_graphs_that_others_follow_decide_nothing(monkeypatch):
         torch.compile(InParts(), backend=neither)(torch.arange(4))
 
 
+class RouterFirst(torch.nn.Module):
+    """Three graphs: of a convolution, of a router, and of a layer."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv, self.router, self.layer = (
+            torch.nn.Conv1d(64, 64, 1),
+            torch.nn.Linear(64, 64),
+            torch.nn.Linear(64, 64),
+        )
+
+    def forward(self, x):
+        x = self.conv(x[..., None])[..., 0]
+        torch._dynamo.graph_break()
+        gate = self.router(x)
+        torch._dynamo.graph_break()
+        return self.layer(x) * gate
+
+
+def test_graphs_of_layers_that_are_left_out_for_their_kind_decide_nothing(monkeypatch):
+    without_codegen.install(monkeypatch)
+    backend = fp4compile.backend("mxfp8", strict=True)
+    torch.compile(RouterFirst(), backend=backend)(torch.ones(4, 64))
+    assert {row.module for row in backend.report.quantised} == {"layer"}
+
+
 def test_nothing_matched_warns_once():
     backend = fp4compile.backend("mxfp8")
     compiled = torch.compile(torch.nn.ReLU(), backend=backend, dynamic=False)

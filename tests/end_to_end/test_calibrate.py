@@ -101,7 +101,7 @@ def test_a_batch_may_be_any_mapping():
     assert dict(recipe.static_scales) == {"layer": pytest.approx(3 / 2688)}
 
 
-@pytest.mark.parametrize("batches", [torch.ones(2, 64), UserDict(input_ids=1), {"input_ids": 1}, "text"])
+@pytest.mark.parametrize("batches", [torch.ones(2, 64), UserDict(input_ids=1), {"input_ids": 1}, "text", None])
 def test_one_batch_in_place_of_several_is_refused(batches):
     with pytest.raises(TypeError, match=rf"batches: .* got {type(batches).__name__}; for one batch, pass \[batch\]"):
         fp4compile.calibrate(Keywords(), batches)

@@ -43,6 +43,17 @@ NO_MATMUL = """
             return torch.compiler.disable(self.layer)(self.embed(tokens))
     torch.compile(Model(), backend=fp4compile.backend("mxfp8"))(torch.arange(4))
 """
+ONLY_A_ROUTER = """
+    import torch, fp4compile
+    class Model(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.router, self.layer = torch.nn.Linear(64, 64), torch.nn.Linear(64, 64)
+        def forward(self, x):
+            return torch.compiler.disable(self.layer)(self.router(x))
+    with torch.no_grad():
+        torch.compile(Model(), backend=fp4compile.backend("mxfp8"))(torch.ones(4, 64))
+"""
 NEIGHBOURS = "import beside; print(beside.WHERE)"
 ARGUMENTS = ["-m", "x", "--flag", "a b", "-h"]  # options of this command's names are the program's
 RUN = ["-m", "fp4compile", "run"]
@@ -51,7 +62,7 @@ COMMANDS = {
     "a script": [*RUN, "--in-place", "script.py", *ARGUMENTS], "a module": [*RUN, "-m", "training.tune", *ARGUMENTS],
     "a package": [*RUN, "-m", "training", *ARGUMENTS], "an object": ["object.py"], "a name": [*RUN, "name.py"],
     "another backend": [*RUN, "eager.py"], "a crash": ["crash.py"], "an idle rule": ["idle.py"],
-    "no matmul": ["none.py"],
+    "no matmul": ["none.py"], "only a router": ["router.py"],
     "a script elsewhere": [*RUN, "elsewhere/neighbours.py"],
 }  # fmt: skip
 
@@ -71,7 +82,7 @@ def programs(tmp_path_factory):
     write(folder / "elsewhere", neighbours=NEIGHBOURS, beside="WHERE = 'beside the script'")
     write(
         folder, beside="WHERE = 'in the working directory'", script=PROGRAM, idle=IDLE_RULE,
-        none=NO_MATMUL,
+        none=NO_MATMUL, router=ONLY_A_ROUTER,
         object=NEVER_CALLED.format(backend="fp4compile.backend('mxfp8')", end=""),
         name=NEVER_CALLED.format(backend="'fp4compile_mxfp8'", end=""),
         eager=NEVER_CALLED.format(backend="'eager'", end=""),
@@ -121,3 +132,8 @@ def test_graphs_without_a_matmul_are_told_at_the_end(programs):
     """While they are compiled, other graphs of the model may follow."""
     said = programs[1]["no matmul"].said
     assert said.count("recipe mxfp8: 0 of 0 matmuls quantised") == 1 and "quantised nothing" not in said
+
+
+def test_graphs_of_routers_alone_are_told_at_the_end(programs):
+    said = programs[1]["only a router"].said
+    assert said.count("recipe mxfp8: 0 of 1 matmuls quantised") == 1 and "quantised nothing" not in said

@@ -218,6 +218,30 @@ def test_scales_of_other_dtypes_are_the_same_numbers(tmp_path, dtype):
     assert torch.equal(layer.weight, tensors[f"{Q}.weight"].float() * scales)
 
 
+def test_the_text_model_may_have_the_configuration_and_layers_their_own_frequencies(tmp_path):
+    """As Kimi's checkpoints have both."""
+    tensors, meant = written(tmp_path / "made", fresh_model(), "compressed-tensors", {Q: Row})
+    config = json.loads((tmp_path / "made" / "config.json").read_text())
+    config["text_config"] = {"quantization_config": config.pop("quantization_config")}
+    (tmp_path / "made" / "config.json").write_text(json.dumps(config))
+    assert _formats_of(tmp_path / "made") == ["float8_rowwise weights, float8_rowwise activations"]
+    frequencies = {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(48)}
+    save_file(tensors | frequencies, tmp_path / "made" / "model.safetensors")
+    with pytest.warns(UserWarning, match="such as 'model.layers.0.self_attn.rotary_emb.inv_freq', are not used"):
+        model = loaded(tmp_path / "made")
+    assert torch.equal(model.get_submodule(Q).weight, meant[Q])
+
+
+def test_autofp8_names_its_scales_as_vllm_does(tmp_path):
+    tensors, meant = written(tmp_path / "made", fresh_model(), "fp8", {Q: Tensor})
+    for own, name in (("weight_scale_inv", "weight_scale"), ("activation_scale", "input_scale")):
+        tensors[f"{Q}.{name}"] = tensors.pop(f"{Q}.{own}")
+    save_file(tensors, tmp_path / "made" / "model.safetensors")
+    layer = loaded(tmp_path / "made").get_submodule(Q)
+    assert torch.equal(layer.weight, meant[Q])
+    assert layer.layer_format.activation_outer == 0.25
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -226,6 +250,10 @@ def test_scales_of_other_dtypes_are_the_same_numbers(tmp_path, dtype):
         (lambda tensors: tensors[f"{Q}.weight_scale_inv"].fill_(float("inf")), "has scales that are"),
         (lambda tensors: tensors.update({f"{Q}.weight_scale_inv": torch.ones(3, 2)}), "expected float32 or 16-bit"),
         (lambda tensors: tensors.update({f"{Q}.weight": torch.zeros(192, 192)}), "expected torch.float8_e4m3fn"),
+        (
+            lambda tensors: tensors.update({f"{DOWN}.weight": tensors[f"{DOWN}.weight"].half()}),
+            r"is torch.float16 \(192, 320\), the model needs .*: make the model in torch.float16",
+        ),
     ],
 )
 def test_broken_tensors_are_refused(tmp_path, change, message):
@@ -234,6 +262,21 @@ def test_broken_tensors_are_refused(tmp_path, change, message):
     save_file(tensors, tmp_path / "made" / "model.safetensors")
     with pytest.raises(ValueError, match=message):
         loaded(tmp_path / "made")
+
+
+@pytest.mark.parametrize(("location", "known"), [("weight_input", True), ("input", False)])
+def test_transforms_of_activations_are_refused(tmp_path, location, known):
+    written(tmp_path / "made", fresh_model(), "compressed-tensors", {Q: Row})
+    file = tmp_path / "made" / "config.json"
+    config = json.loads(file.read_text())
+    apply = [{"targets": ["Linear"], "location": location, "inverse": True}]
+    config["quantization_config"]["transform_config"] = {"config_groups": {"u": {"type": "hadamard", "apply": apply}}}
+    file.write_text(json.dumps(config))
+    if known:
+        loaded(tmp_path / "made")
+    else:
+        with pytest.raises(ValueError, match=r"transform_config: 'u' transforms activations \(location 'input'\)"):
+            loaded(tmp_path / "made")
 
 
 def test_scales_that_are_no_powers_of_two_are_refused_where_they_should_be(tmp_path):
@@ -438,6 +481,14 @@ def test_from_pretrained_reads_published_folders_packed(tmp_path, library, kind,
     model.save_pretrained(tmp_path / "again")
     again = AutoModelForCausalLM.from_pretrained(tmp_path / "again", dtype=torch.float32)
     assert torch.equal(logits(again), logits(model))
+
+
+def test_from_pretrained_refuses_tensors_of_a_packed_layer_that_it_does_not_know(tmp_path):
+    tensors, _ = written(tmp_path / "made", fresh_model(), "modelopt", {Q: Tensor})
+    save_file(tensors | {f"{Q}.pre_quant_scale": torch.ones(192)}, tmp_path / "made" / "model.safetensors")
+    fp4compile.register_with_transformers()
+    with pytest.raises(ValueError, match=f"made: the model has no '{Q}.pre_quant_scale'"):
+        AutoModelForCausalLM.from_pretrained(tmp_path / "made", dtype=torch.float32)
 
 
 def test_from_pretrained_reads_published_experts_packed(tmp_path):

@@ -96,6 +96,30 @@ def test_tied_cast_and_missing_weights(tmp_path):
     assert sum(isinstance(module, PackedLinear) for module in loaded.modules()) == 22
 
 
+def test_a_head_is_one_by_its_tie_to_the_embeddings(tmp_path):
+    """Neither the name of XLNet's head nor its width says so, and ties are made after weights have been read."""
+    torch.manual_seed(0)
+    config = transformers.XLNetConfig(vocab_size=64, d_model=64, n_layer=1, n_head=2, d_inner=128)
+    plain = transformers.XLNetLMHeadModel(config).eval()
+    plain.save_pretrained(tmp_path)
+    fp4compile.pack_(plain, "nvfp4")
+    loaded = transformers.XLNetLMHeadModel.from_pretrained(tmp_path, quantization_config=ORDER)
+    assert loaded.lm_loss.weight is loaded.get_input_embeddings().weight
+    same(loaded, plain)
+
+
+def test_a_model_that_initialises_layers_by_their_sizes(tmp_path):
+    """Wav2Vec2 reads in_features of projections that a packed checkpoint is about to fill."""
+    torch.manual_seed(0)
+    convolutions = {"conv_dim": [32], "conv_kernel": [4], "conv_stride": [4], "num_feat_extract_layers": 1}
+    positions = {"num_conv_pos_embeddings": 4, "num_conv_pos_embedding_groups": 4}
+    config = transformers.Wav2Vec2Config(**SIZES, **convolutions, **positions)
+    packed = transformers.Wav2Vec2Model(config).eval()
+    fp4compile.pack_(packed, "nvfp4")
+    packed.save_pretrained(tmp_path)
+    same(transformers.Wav2Vec2Model.from_pretrained(tmp_path), packed)
+
+
 @pytest.mark.parametrize("head", ["llama", "t5"])
 def test_a_packed_head_is_tied_no_more(head, tmp_path):
     torch.manual_seed(0)
@@ -109,6 +133,22 @@ def test_a_packed_head_is_tied_no_more(head, tmp_path):
     same(model, loaded)
     if head == "t5":
         assert loaded.encoder.embed_tokens.weight is loaded.shared.weight
+
+
+@pytest.mark.parametrize("make", (llama, mixtral))
+def test_dequantize_makes_a_plain_model_of_the_same_weights(make, tmp_path):
+    packed = make()
+    fp4compile.pack_(packed, "nvfp4_weight_only")
+    expected = {name: one.dequantised() for name, one in packed.named_modules() if isinstance(one, PackedWeight)}
+    plain = packed.dequantize()
+    assert not any(isinstance(module, PackedWeight) for module in plain.modules())
+    assert all(parameter.requires_grad for parameter in plain.parameters())
+    for name, values in expected.items():
+        of_experts = name.endswith("_packed")
+        own = plain.get_parameter(name.removesuffix("_packed") if of_experts else f"{name}.weight")
+        assert torch.equal(own, values), name
+    plain.save_pretrained(tmp_path)
+    same(transformers.AutoModelForCausalLM.from_pretrained(tmp_path), plain)
 
 
 def test_a_recipes_fields_beside_its_name_are_refused(tmp_path):

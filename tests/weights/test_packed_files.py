@@ -217,6 +217,16 @@ def test_a_state_of_version_0_1():
         assert torch.equal(one(x), other(x))
 
 
+def test_a_state_dict_that_another_library_saved_is_refused_with_what_to_do(tmp_path):
+    """diffusers writes such files."""
+    model = nn.Sequential(nn.Linear(64, 64))
+    fp4compile.pack_(model, "nvfp4")
+    save_file(model.state_dict(), tmp_path / "model.safetensors")
+    for path in (tmp_path, tmp_path / "model.safetensors"):
+        with pytest.raises(ValueError, match="state dict of a packed model, .*call pack_ with the same recipe"):
+            fp4compile.load_packed(nn.Sequential(nn.Linear(64, 64)), path)
+
+
 def test_a_directory_of_save_pretrained(tmp_path):
     from tests.helpers.tiny_llama import llama  # imports transformers
 

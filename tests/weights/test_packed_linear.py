@@ -6,6 +6,7 @@ import warnings
 
 import pytest
 import torch
+from accelerate.hooks import ModelHook, add_hook_to_module
 from torch import nn
 from torch.nn.utils import parametrizations, prune, spectral_norm, weight_norm
 
@@ -286,6 +287,7 @@ class Scaled(nn.Linear):
     (lambda linear: setattr(linear, "weight", nn.Parameter(torch.ones(64, 32))), "its weight has shape (64, 32)"),
     (lambda linear: setattr(linear, "bias", nn.Parameter(torch.ones(1))), "its bias has shape (1,)"),
     (lambda linear: Scaled(64, 64), "class Scaled is a subclass of Linear"),
+    (lambda linear: type("Linear", (Scaled,), {"__module__": "own"})(64, 64), "class own.Linear is a subclass"),
     (lambda linear: linear.double(), "dtype float64"),
     (lambda linear: linear.register_forward_pre_hook(print), "it has a forward pre-hook"),
     (lambda linear: linear.register_full_backward_hook(print), "it has a backward hook"),
@@ -294,6 +296,7 @@ class Scaled(nn.Linear):
     (lambda linear: linear.register_state_dict_post_hook(lambda *a: None), "it has a state-dict hook"),
     (lambda linear: linear.register_load_state_dict_pre_hook(lambda *a: None), "it has a state-dict hook"),
     (lambda linear: linear.register_load_state_dict_post_hook(lambda *a: None), "it has a state-dict hook"),
+    (lambda linear: add_hook_to_module(linear, ModelHook()), "accelerate has replaced its forward"),
     (lambda linear: object.__setattr__(linear, "forward", print), "its attribute 'forward'"),
     (lambda linear: setattr(linear, "_compiled_call_impl", print), "its attribute '_compiled_call_impl'"),
     (lambda linear: setattr(linear, "layer_format", 1), "its attribute 'layer_format'"),

@@ -88,6 +88,8 @@ COMPRESSED_TENSORS = Layout(
     "input_scale", compressed_schemes,
 )  # fmt: skip
 FP8 = Layout("fp8", "weight_scale_inv", "", "", "", False, "activation_scale", float8_schemes)
+# AutoFP8's, which vLLM reads, too; the configuration is the same.
+_AUTO_FP8 = replace(FP8, scales="weight_scale", float8_activation="input_scale")
 LAYOUTS = {layout.name: layout for layout in (MODELOPT, COMPRESSED_TENSORS, FP8)}  # by quant_method
 
 
@@ -107,6 +109,8 @@ def read_published(checkpoint: Checkpoint, recipe: Recipe | None = None) -> Cont
     if recipe is not None:
         raise ValueError(f"recipe: a checkpoint of {layout.name} says itself how its layers multiply; expected None")
     tensors = dict(checkpoint.tensors)
+    if layout is FP8 and any(name.endswith(".weight_scale") for name in tensors):
+        layout = _AUTO_FP8
     packed = {
         name.rpartition(".")[0]
         for name, tensor in tensors.items()
@@ -129,7 +133,7 @@ def declared_formats(folder: Path, configs: dict[str, dict[str, Any]]) -> list[s
 
     folder: for messages. A text may be the reason that `load_packed` refuses the checkpoint.
     """
-    described = configs.get(CONFIG, {}).get("quantization_config")
+    described = _holder(configs).get("quantization_config")
     if described is None and HF_QUANT_CONFIG not in configs:
         return []
     if isinstance(described, dict) and described.get("quant_method") == MXFP4:
@@ -144,12 +148,18 @@ def declared_formats(folder: Path, configs: dict[str, dict[str, Any]]) -> list[s
 
 def _recognised(checkpoint: Checkpoint) -> tuple[Layout, str, dict[str, Any]]:
     """The layout, the configuration's file name, and the part of the configuration about quantisation."""
-    modelopt = _part(checkpoint, HF_QUANT_CONFIG, "quantization")
+    with naming(checkpoint.folder / HF_QUANT_CONFIG):
+        modelopt = member(checkpoint.configs.get(HF_QUANT_CONFIG, {}), "quantization", dict, {})
     if modelopt:
         return MODELOPT, HF_QUANT_CONFIG, modelopt
-    config = _part(checkpoint, CONFIG, "quantization_config")
     with naming(checkpoint.folder / CONFIG):
+        config = member(_holder(checkpoint.configs), "quantization_config", dict, {})
         layout = LAYOUTS.get(member(config, "quant_method", str, ""))
+    if layout is None and any(name.endswith(".weight_data") for name in checkpoint.tensors):
+        raise ValueError(
+            f"{checkpoint.path}: holds the state dict of a packed model, as other libraries save it; call pack_ with "
+            "the same recipe, then load_state_dict. fp4compile.save_packed writes files for load_packed"
+        )
     if layout is None:
         raise ValueError(
             f"{checkpoint.path}: was not written by fp4compile.save_packed, and neither {HF_QUANT_CONFIG} nor the "
@@ -158,10 +168,11 @@ def _recognised(checkpoint: Checkpoint) -> tuple[Layout, str, dict[str, Any]]:
     return layout, CONFIG, config
 
 
-def _part(checkpoint: Checkpoint, file: str, key: str) -> dict[str, Any]:
-    """An object in a configuration; an empty one if it is absent."""
-    with naming(checkpoint.folder / file):
-        return member(checkpoint.configs.get(file, {}), key, dict, {})
+def _holder(configs: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    """The configuration that has the quantization_config: that of the text model where only it has one."""
+    config = configs.get(CONFIG, {})
+    text = config.get("text_config")
+    return text if isinstance(text, dict) and "quantization_config" not in config else config
 
 
 def _take(layout: Layout, scheme: Scheme, layer: str, tensors: dict[str, torch.Tensor]) -> dict[str, Any]:

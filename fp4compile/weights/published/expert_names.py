@@ -117,6 +117,8 @@ def names_of_transformers(model: Any) -> PublishedNames:
     # The model does not record whether its checkpoint had a prefix that is dropped. transformers also writes none.
     written = [one for one in renamings if not isinstance(one, PrefixChange)]
     unused = sorted(model._keys_to_ignore_on_load_unexpected or ())
+    if any(name.endswith("rotary_emb.inv_freq") for name, _ in model.named_buffers()):
+        unused.append(r"rotary_emb\.inv_freq$")  # each layer had one; transformers skips them, too
     return PublishedNames(renamings, converters, written, unused)
 
 

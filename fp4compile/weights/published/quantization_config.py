@@ -116,7 +116,11 @@ class _Target:
 
 
 def compressed_schemes(config: dict[str, Any]) -> Schemes:
-    """The schemes of compressed-tensors' configuration. Raises ValueError for other values and refused patterns."""
+    """The schemes of compressed-tensors' configuration.
+
+    Raises ValueError for other values, refused patterns and transforms of activations.
+    """
+    _check_transforms(member(config, "transform_config", dict, {}))
     targets: list[_Target] = []
     groups = member(config, "config_groups", dict, {})
     for name in groups:
@@ -138,6 +142,19 @@ def compressed_schemes(config: dict[str, Any]) -> Schemes:
         return schemes.pop()
 
     return Schemes(scheme_of, lambda: [_compressed_scheme(member(groups, name, dict, {})) for name in groups])
+
+
+def _check_transforms(config: dict[str, Any]) -> None:
+    """Raise ValueError for transforms of activations (QuIP, SpinQuant); those of weights are in the codes already."""
+    schemes = member(config, "config_groups", dict, {})
+    for name in schemes:
+        for one in member(member(schemes, name, dict, {}), "apply", list, []):
+            location = one.get("location") if isinstance(one, dict) else one
+            if location not in ("weight_input", "weight_output"):
+                raise ValueError(
+                    f"transform_config: {name!r} transforms activations (location {short(location)}) when the model "
+                    "runs, which is not known here; expected transforms of weights alone"
+                )
 
 
 def _target(target: Any, scheme: Callable[[], Scheme]) -> _Target:
