@@ -59,9 +59,7 @@ class Product:
         dtype = np.int32 if self.kind.integer else np.float32
         for rank in self.ranks:
             if self.a_in_tensor_memory and shape.a_across:
-                raise Fault(
-                    f"the instruction descriptor {self.instruction:#x}: matrix a is transposed, in tensor memory"
-                )
+                raise Fault(f"instruction descriptor {self.instruction:#x}: matrix a is transposed, in tensor memory")
             if self.a_in_tensor_memory:
                 words = pipe.read(rank, shape.rows, self.a, ROW_BYTES // 4)
                 a = shape.a.decode(np.ascontiguousarray(words).view(np.uint8))

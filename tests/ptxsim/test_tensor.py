@@ -111,9 +111,8 @@ def test_a_broken_kernel_is_found(case, old, new, what):
 def test_a_transposed_operand_in_tensor_memory_is_found():
     body, content, _ = in_tensor_memory_case()
     (bits,) = set(re.findall(r"mov\.b32 %r12, (\d+);", body))
-    found(
-        edited(body, (f"%r12, {bits};", f"%r12, {int(bits) | 1 << 15};")), content, "matrix a is transposed, in tensor"
-    )
+    transposed = f"%r12, {int(bits) | 1 << 15};"
+    found(edited(body, (f"%r12, {bits};", transposed)), content, "matrix a is transposed, in tensor memory")
 
 
 def test_products_that_overwrite_sums_that_are_read_are_found():
