@@ -38,7 +38,7 @@ def be_quick() -> None:
 
 
 def mend_triton_3_6() -> None:
-    """Let its interpreter drop NaNs where GPUs do, in minima, maxima and clamps, and loop to a bound under NumPy 2.4."""
+    """Let its interpreter drop NaNs where GPUs do, in minima, maxima and clamps, and NumPy 2.4 take bounds of loops."""
     import numpy as np
     from triton.runtime import interpreter
 
