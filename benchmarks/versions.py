@@ -3,8 +3,8 @@
     python3 -m benchmarks.versions [--only 2.14.1 2.15.0] [--environments FOLDER] [-- ARGUMENTS OF PYTEST]
 
 Makes the environments that are not there yet (some GB each where pip brings builds for CUDA; these run on CPUs too),
-runs the tests that need no GPU in each, and prints a table. Tests of the code that Triton compiles are left out where
-Triton is not the pinned version. Ends with 1 where a test or an environment fails. What was found goes into
+runs the tests that need no GPU in each, and prints a table. Where Triton is not the pinned version, tests marked
+`pinned_triton` are left out. Ends with 1 where a test or an environment fails. What was found goes into
 benchmarks/results/versions.json and, from there, into the README. A part of the suite, which arguments choose, never
 takes the place of a result of the whole suite. Needs Python and make, and nothing else.
 """
@@ -27,7 +27,7 @@ OUT = ROOT / "benchmarks" / "results" / "versions.json"
 README = ROOT / "README.md"
 # Of torch, and the Triton that its builds for CUDA bring. Builds for CPUs bring none.
 VERSIONS = {"2.11.0": "3.6.0", "2.13.0": "3.9.0", "2.14.1": "3.8.0", "2.15.0": "3.9.0"}
-# The Makefile's, and the marker of tests that execute its PTX, read its machine code or reach into its interpreter.
+# The Makefile's, and the marker of tests that hold for the code of this Triton (pyproject.toml).
 PINNED_TRITON, OF_PINNED_TRITON = VERSIONS["2.13.0"], "pinned_triton"
 WHOLE = "all"
 _MARKED = re.compile(r"(<!-- versions -->\n).*?(<!-- end -->)", re.DOTALL)

@@ -25,40 +25,12 @@ def assert_passes(test_file: str, *beside: str, variable: str = "TRITON_INTERPRE
 
 def be_quick() -> None:
     """Let Triton's interpreter do what a process needs that does nothing else with it, in a fraction of the time."""
-    from fp4compile import _compat
-
-    if _compat.triton_version() < (3, 8):
-        mend_triton_3_6()
     patch_triton_once()
     kept_shapes.keep_shapes()
     quick_interpreter.reduce_whole_arrays()
     quick_interpreter.keep_type_checks()
     quick_interpreter.call_directly()
     quick_interpreter.keep_types()
-
-
-def mend_triton_3_6() -> None:
-    """Let its interpreter drop NaNs where GPUs do, in minima, maxima and clamps, and NumPy 2.4 take bounds of loops."""
-    import numpy as np
-    from triton.runtime import interpreter
-
-    def clamp(self, x, low, high, propagate_nans):
-        if propagate_nans == interpreter._ir.PROPAGATE_NAN.NONE:
-            return self.binary_op(self.binary_op(x, low, np.fmax), high, np.fmin)
-        return self.ternary_op(x, low, high, np.clip)
-
-    builder = interpreter.InterpreterBuilder
-    builder.create_minnumf = lambda self, one, other: self.binary_op(one, other, np.fmin)
-    builder.create_maxnumf = lambda self, one, other: self.binary_op(one, other, np.fmax)
-    builder.create_clampf = clamp
-
-    patch = interpreter._patch_lang_tensor
-
-    def patch_tensor(tensor, scope):
-        patch(tensor, scope)
-        scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())  # NumPy has no int() of a [1]
-
-    interpreter._patch_lang_tensor = patch_tensor
 
 
 def patch_triton_once() -> None:
