@@ -104,7 +104,8 @@ def sentence(results: list[dict[str, Any]]) -> str:
     for one in results:
         notes = [f"Triton {one['triton']}" if not tried else one["triton"]]
         notes += [] if one["tests"] == WHOLE else [f"`{one['tests']}` alone"]
-        notes += [] if good(one) else ["not run to its end" if one["failed"] is None else f"{one['failed']} tests fail"]
+        failing = {None: "not run to its end", 1: "1 test fails"}.get(one["failed"], f"{one['failed']} tests fail")
+        notes += [] if good(one) else [failing]
         tried.append(f"{one['torch'].partition('+')[0]} ({'; '.join(notes)})")
     said = f"Tried on CPUs by `make versions`: torch {', '.join(tried)}."
     if any(one["left_out"] for one in results):

@@ -44,6 +44,11 @@ def test_a_part_never_takes_the_place_of_the_whole():
     ]  # fmt: skip
 
 
+def test_failures_are_said():
+    assert "2.14.1 (Triton 3.8.0; 1 test fails)" in versions.sentence([result(failed=1)])
+    assert "2.14.1 (Triton 3.8.0; 2 tests fail)" in versions.sentence([result(failed=2)])
+
+
 def test_what_was_left_out_is_said():
     said = " Tests of the code that Triton compiles ran under Triton 3.9.0 alone."
     assert said not in versions.sentence([result("2.15.0")])
