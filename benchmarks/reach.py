@@ -41,7 +41,7 @@ from torch.fx import Graph, GraphModule
 import fp4compile
 from benchmarks import common
 from benchmarks.families import FAMILIES, MODES, Family, on_meta, to_fake
-from fp4compile import hardware, templates
+from fp4compile import _compat, hardware, templates
 from fp4compile.formats.quantize_spec import ROWS, QuantizeSpec
 from fp4compile.hardware import Gpu
 from fp4compile.ops.matmul import SCALED_MM
@@ -237,9 +237,11 @@ def options_of(launches: Iterable[Launch]) -> dict[str, dict[str, list[str]]]:
 
 
 def kernels() -> set[str]:
-    """The names of all kernels: what is no device function asks for its place in the grid."""
+    """The names of all kernels that this Triton has: what is no device function asks for its place in the grid."""
     found = set()
     for module in pkgutil.walk_packages(templates.__path__, f"{templates.__name__}."):
+        if module.name.endswith(".two_cta_kernel_sm100") and not _compat.two_cta_products():
+            continue
         for value in vars(importlib.import_module(module.name)).values():
             own = isinstance(value, triton.JITFunction) and value.fn.__module__ == module.name
             if own and "tl.program_id" in value.src and ".device." not in module.name:

@@ -12,6 +12,9 @@ from tests.helpers import idle_kernels, in_interpreter, quiet_compiler
 
 # Tests that run their whole file again in a process of its own, and those that compile a kernel for every GPU.
 SLOW_TESTS = ("test_in_the_interpreter", "test_in_a_process_of_its_own", "test_compiles_ahead")
+# What is true of the code of one version of Triton. Its interpreter is here too: that of 3.6 rounds FP8 in another way,
+# and that of 3.8 takes the smallest E8M0 scale for zero.
+PINNED_TRITON_TESTS = ("test_in_the_interpreter", "test_machine_code")  # how their names begin
 LONGEST_TESTS = ("test_in_a_process_of_its_own", "test_random_launches")  # of two minutes and more
 
 # Without a GPU Inductor writes C++. The two processes of `make test` keep two cores busy by themselves, so a pool of
@@ -35,7 +38,7 @@ def pytest_configure():
 
 
 def pytest_collection_modifyitems(items):
-    """Mark slow kernel tests, skip GPU tests where there is no GPU, and put the files with slow tests first.
+    """Mark slow tests and those of one Triton, skip GPU tests where there is no GPU, put files with slow ones first.
 
     With `--dist worksteal` the process that has the slow tests gives the other one what it has not begun. So none is
     left with long tests while the other has nothing to do. A single test of minutes cannot be divided: it starts first.
@@ -46,6 +49,9 @@ def pytest_collection_modifyitems(items):
             item.add_marker(pytest.mark.skip(reason="no CUDA GPU"))
         if getattr(item, "originalname", None) in SLOW_TESTS or item.path.stem.endswith("machine_code"):
             item.add_marker(pytest.mark.slow)
+        of_code = "ptxsim" in item.path.parts[-2:] or item.path.stem.endswith("machine_code")
+        if of_code or item.name.startswith(PINNED_TRITON_TESTS):
+            item.add_marker(pytest.mark.pinned_triton)
     slow = {item.path for item in items if item.get_closest_marker("slow")}
     items.sort(key=lambda item: (getattr(item, "originalname", None) not in LONGEST_TESTS, item.path not in slow,
                                  item.path in slow and "templates" not in item.path.parts))  # fmt: skip

@@ -157,7 +157,8 @@ _experts = partial(MatmulCase, groups=GROUPS)
 TWO_CTAS = "block_scaled_two_ctas_sm100"
 POWERS_OF_TWO, POWERS_OF_TWO_SQUARE = "e4m3:1x128:float32:-:te_pow2", "e4m3:128x128:float32:-:te_pow2"
 # The 2-CTA kernel: each element and block scale, global and row scales, and epilogues, also those that quantise the
-# result or find its amax; then experts. No other kernel may replace it, and an older Triton cannot compile it.
+# result or find its amax; then experts. No other kernel may replace it, and an older Triton cannot compile it; Triton
+# 3.8 cannot compile it for experts.
 _BY_TWO_CTAS = (
     MatmulCase("nvfp4", "nvfp4", epilogue="gated", kernel=TWO_CTAS),
     MatmulCase("mxfp8", "mxfp8", epilogue="bias", kernel=TWO_CTAS),
@@ -171,6 +172,8 @@ _BY_TWO_CTAS = (
     MatmulCase("nvfp4_rowwise", "nvfp4_te", n=SIZE - 8, result="nvfp4", kernel=TWO_CTAS),
     MatmulCase("mxfp8", "mxfp4", n=SIZE - 16, epilogue="bias", result="mxfp8", kernel=TWO_CTAS),
     *(MatmulCase("nvfp4", "nvfp4", epilogue=kind, result=AMAX, kernel=TWO_CTAS) for kind in ("pair", "gated", "")),
+)  # fmt: skip
+_EXPERTS_BY_TWO_CTAS = (
     *(_experts(a, b, SIZE, 2048, 4096, kernel=TWO_CTAS) for a, b in (
         ("nvfp4", "nvfp4"), ("nvfp4_one_level", "nvfp4_one_level"), ("nvfp4_rowwise", "nvfp4_te"), ("mxfp8", "mxfp8"),
         ("mxfp8", "mxfp4"), ("mxfp4", "mxfp4"), ("mxfp8_e5m2", "mxfp8"),
@@ -193,6 +196,7 @@ PRODUCTS = (
     *(MatmulCase("nvfp4", "nvfp4", n=n, result="nvfp4_one_level") for n in (SIZE, SIZE - 16, SIZE - 8)),
     *(MatmulCase("mxfp8", "mxfp8", n=n, result="mxfp8") for n in (SIZE, SIZE - 16)),
     *(_BY_TWO_CTAS if _compat.two_cta_products() else ()),
+    *(_EXPERTS_BY_TWO_CTAS if _compat.two_cta_products_of_groups() else ()),
     # Results that the next matmul's quantiser reads.
     *(MatmulCase("nvfp4", "nvfp4", epilogue=epilogue, result=AMAX) for epilogue in ("pair", "gated", "")),
     # Few tokens.

@@ -15,9 +15,9 @@ XML = """<testsuites><testsuite tests="6"><testcase name="a"/><testcase name="b"
 <testcase name="e"><system-out/></testcase><testcase name="f"/></testsuite></testsuites>"""
 
 
-def result(torch="2.14.1", tests=versions.WHOLE, passed=10, failed=0):
-    return {"torch": torch, "triton": versions.VERSIONS[torch.partition("+")[0]], "tests": tests, "passed": passed,
-            "failed": failed, "skipped": 2, "date": "2026-11-24"}  # fmt: skip
+def result(torch="2.14.1", tests=versions.WHOLE, passed=10, failed=0, left_out=""):
+    return {"torch": torch, "triton": versions.VERSIONS[torch.partition("+")[0]], "tests": tests, "left_out": left_out,
+            "passed": passed, "failed": failed, "skipped": 2, "date": "2026-11-24"}  # fmt: skip
 
 
 def test_the_readme_says_what_is_recorded():
@@ -44,6 +44,26 @@ def test_a_part_never_takes_the_place_of_the_whole():
     ]  # fmt: skip
 
 
+def test_failures_are_said():
+    assert "2.14.1 (Triton 3.8.0; 1 test fails)" in versions.sentence([result(failed=1)])
+    assert "2.14.1 (Triton 3.8.0; 2 tests fail)" in versions.sentence([result(failed=2)])
+
+
+def test_what_was_left_out_is_said():
+    said = " Tests of the code that Triton compiles ran under Triton 3.9.0 alone."
+    assert said not in versions.sentence([result("2.15.0")])
+    assert versions.sentence([result(left_out="pinned_triton"), result("2.15.0")]).replace("\n", " ").endswith(said)
+
+
+@pytest.mark.parametrize(("torch", "left_out"), [("2.14.1", "pinned_triton"), ("2.13.0", "")])
+def test_tests_of_the_pinned_triton_are_left_out_under_another(torch, left_out, checkout):
+    folder = checkout("<testsuite><testcase/></testsuite>")
+    assert versions.main(["--only", torch]) == 0
+    (heard,) = (each for each in json.loads((folder / "heard.json").read_text())["arguments"] if "PYTEST=" in each)
+    assert ("not pinned_triton" in heard) == bool(left_out)
+    assert json.loads((folder / "versions.json").read_text())[0]["left_out"] == left_out
+
+
 MAKE = """#!{python}
 import json, os, sys
 from pathlib import Path
@@ -52,7 +72,7 @@ heard = {{name: os.environ.get(name) for name in ("PIP_CONSTRAINT", "MAKEFLAGS")
 heard["arguments"] = sys.argv[1:]
 Path("heard.json").write_text(json.dumps(heard))
 if {xml!r}:
-    Path("build/versions/2.14.1.xml").write_text({xml!r})
+    Path(f"build/versions/{{settings['TORCH']}}.xml").write_text({xml!r})
 environment = Path(settings["VENV"]) / "bin"
 environment.mkdir(parents=True)
 (environment / "python").write_text("#!/bin/sh\\necho 2.14.1+cu130 3.8.1\\n")
@@ -89,7 +109,7 @@ def test_one_version_and_a_part_of_the_tests(checkout, capsys):
     assert heard["arguments"] == [
         "--no-print-directory", "suite", "VENV=venvs/2.14.1", "TORCH=2.14.1", "TRITON=3.8.0",
         f"PYTHON={sys.executable}", "CONSTRAINTS=build/versions/constraints.txt",
-        "PYTEST=-m 'not gpu' --junitxml=build/versions/2.14.1.xml tests/passes -k 'a or $$b'",
+        "PYTEST=-m 'not gpu and not pinned_triton' --junitxml=build/versions/2.14.1.xml tests/passes -k 'a or $$b'",
     ]  # fmt: skip
     assert (folder / heard["PIP_CONSTRAINT"]).read_text() == "# pins\ntorchvision==1\nnumpy==2.4.6\n"
     (one,) = json.loads((folder / "versions.json").read_text())

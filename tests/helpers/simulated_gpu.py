@@ -70,6 +70,9 @@ def simulated(monkeypatch, sm):
         for name in ("set_device", "get_rng_state", "set_rng_state"):
             patch.setattr(torch.cuda, name, lambda *args: torch.empty(0))
         patch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 0, raising=False)
+        # PyTorch built for CUDA would ask the driver for the current stream.
+        patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+        patch.setattr(torch.accelerator, "is_available", lambda: False)
         patch.setattr(torch._C._dynamo.guards, "_empty_strided_cuda", _empty_strided)
         patch.setattr(triton_helpers, "set_driver_to_gpu", lambda: None)
         patch.setattr(joint_graph, "lazy_init", lambda *args: None)  # traces patterns of Inductor's on the GPU

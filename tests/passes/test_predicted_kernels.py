@@ -62,14 +62,17 @@ def summed(x, w):
 
 
 def residuals(x, scale, w):
-    """A sum that many later norms read: Inductor stores it, because its expression would have too many loads."""
+    """A sum that many later norms read: Inductor stores it, because its expression would have too many loads.
+
+    x: batches of rows. From torch 2.14 on, a matmul of a matrix adds the sum itself (`addmm`).
+    """
     for _ in range(8):
         x = x + norm(x, scale) @ w
     return norm(x, scale)
 
 
 CASES = [
-    (residuals, (64, 256), (256,), (256, 256)),
+    (residuals, (1, 64, 256), (256,), (256, 256)),
     (block, (1, 64, 256), (256,), (256, 256), (256, 512), (512, 256)),
     (rotated, (64, 256), (256, 256), (64, 64), (64, 64)),
     (gate_gradients, (64, 256), (64, 512), (64, 512), (256, 512)),

@@ -127,7 +127,7 @@ _PAIRS = (
                       _GROUPS | {"m": 2 * ROWS, "n": 272, "k": 672}), most=9),
      Subject("quantised results of pairs of CTAs", partial(differences, _QUANTISED), 2, most=2),
      Subject("gate and up on pairs of CTAs", _gate_and_up, 2, most=2))
-    if _compat.two_cta_products() else ()
+    if _compat.two_cta_products_of_groups() else ()
 )  # fmt: skip
 SUBJECTS = (
     replace(_product("dense NVFP4", "512x8192x8192 nvfp4 x nvfp4", 2, {"m": 1040, "n": 272, "k": 416}), most=_EVERY),

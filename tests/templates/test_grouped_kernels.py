@@ -513,6 +513,7 @@ def test_quantisers_reach_their_lines(sm):
     assert [row.kernel for row in rows] == ["tensor_amax", "quantize_rows", "columns_amax", "quantize_columns"]
 
 
+@pytest.mark.pinned_triton
 @pytest.mark.skipif(INTERPRETING, reason="compiles")
 def test_products_compile_ahead():
     """On Hopper. Nothing spills; codes are loaded 16 bytes at a time where groups lie along K as well."""

@@ -209,10 +209,14 @@ def test_registers_hold_most_operands_of_an_epilogue():
 # ---------------------------------------------------------------- experts
 
 
+of_groups = pytest.mark.skipif(not _compat.two_cta_products_of_groups(), reason="Gluon has no such products of groups")
+
+
 def experts(a, b, sm=100, m=8192, **options):
     return problem(a, b, sm, **{"m": m, "n": 2048, "k": 4096, "groups": 8, **options})
 
 
+@of_groups
 @pytest.mark.parametrize(("a", "b"), [("nvfp4", "nvfp4"), ("nvfp4_rowwise", "nvfp4_te"), ("mxfp8", "mxfp4")])
 def test_only_timing_chooses_it_for_experts(a, b, monkeypatch):
     """And only where groups fill half of a tile of 256 rows on average."""
@@ -225,6 +229,7 @@ def test_only_timing_chooses_it_for_experts(a, b, monkeypatch):
     assert TWO_CTAS not in candidates(many)
 
 
+@of_groups
 def test_the_model_knows_what_a_pair_loads():
     """Where tiles bound both kernels, a tile of 256x256 takes two thirds of the time of two tiles of 128x256."""
     one = experts("nvfp4", "nvfp4", m=148 * 1024, n=4096, k=16384)
@@ -234,6 +239,7 @@ def test_the_model_knows_what_a_pair_loads():
     assert seconds[1] == exactly(seconds[0] * 2 / 3)
 
 
+@of_groups
 @pytest.mark.parametrize(("served", "b", "sm", "options"), [
     (True, "nvfp4", 100, {}), (True, "nvfp4", 100, {"n": 8}), (True, "mxfp8", 103, {}), (True, "mxfp4", 103, {}),
     (True, "nvfp4", 100, {"groups": MOST_GROUPS}), (False, "nvfp4", 100, {"groups": MOST_GROUPS + 1}),
@@ -263,6 +269,7 @@ def expected_of_experts(x):
     return call(x) + 0.0
 
 
+@of_groups
 def test_rows_of_no_group_are_cleared():
     x, simulator = of_experts(800, [0] * 7), LaunchSimulator(Target(100, 4), Schedule(2))
     with simulator.running():
@@ -280,6 +287,7 @@ def test_many_experts():
     assert same_bits(got, expected_of_experts(x)) == []
 
 
+@of_groups
 def test_a_graph_of_experts_has_an_op():
     """With the offsets, which stay on the device, for any number of tokens, over whose tiles two pairs walk.
 
@@ -303,6 +311,7 @@ def test_a_graph_of_experts_has_an_op():
     assert same_bits(OnGpu(graph).run(*tensors(x)), expected_of_experts(x)) == []
 
 
+@of_groups
 def test_machine_code_of_experts():
     """No spills with as many groups as it serves; results by TMA, and as many stages as without groups."""
     product = MatmulCase("nvfp4_rowwise", "nvfp4", 8192, 2048, 4096, groups=MOST_GROUPS, kernel=TWO_CTAS)
@@ -312,6 +321,7 @@ def test_machine_code_of_experts():
     assert row.resources.spills == 0 and launched.constants["STAGES"] == 5
 
 
+@of_groups
 def test_the_first_run_has_both_kernels(monkeypatch):
     """Those that rank does not choose, too, whether or not the cost model expects them to pay."""
     monkeypatch.setattr(products, "differences", lambda *args: [])
@@ -321,6 +331,7 @@ def test_the_first_run_has_both_kernels(monkeypatch):
     )
 
 
+@of_groups
 def test_a_simulated_product_stands_for_no_experts():
     """Their launches have the same constants but for the number of groups."""
     dense, grouped = MatmulCase("mxfp8", "mxfp8", kernel=TWO_CTAS), MatmulCase("mxfp8", "mxfp8", groups=4)

@@ -1,5 +1,7 @@
 """A packed model that torch.export captured and AOTInductor compiled: loaded, it has the bits of the model itself."""
 
+from pathlib import Path
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -10,6 +12,11 @@ from fp4compile.recipe import named
 
 BF16 = torch.bfloat16
 RULES = [("weight_only", "nvfp4_weight_only"), ("dynamic", "nvfp4"), ("mx", "mxfp8"), ("experts", "mxfp8")]
+
+# torch 2.11's AOTInductor has neither the dtype of MX scales nor grouped matmuls on CPUs, and allocates NVFP4's scales
+# in another dtype.
+SHIM = Path(torch.__file__).parent / "include/torch/csrc/inductor/aoti_torch/c/shim.h"
+knows_scales = pytest.mark.skipif("e8m0fnu" not in SHIM.read_text(), reason="no such scales in this AOTInductor")
 
 
 class Net(nn.Module):
@@ -26,6 +33,7 @@ class Net(nn.Module):
 
 
 @pytest.mark.slow
+@knows_scales
 @pytest.mark.filterwarnings("ignore")
 def test_every_op_of_a_packed_model_runs_from_a_package(tmp_path):
     torch.manual_seed(0)

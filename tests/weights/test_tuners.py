@@ -29,6 +29,12 @@ CASES = {f"{name}": (name, options) for name, options in OPTIONS.items()} | {
 }  # fmt: skip
 
 
+@pytest.fixture(autouse=True)
+def extensions_of_its_own(tmp_path, monkeypatch):
+    """BOFT builds an extension. Where that fails, a torch for CUDA leaves a lock, for which the next process waits."""
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
+
+
 class Model(nn.Module):
     def __init__(self):
         super().__init__()
