@@ -39,8 +39,8 @@ def values(x, group=0):
     found = reference.dequantize_blocks(x.data, x.scales, x.format).double()
     if x.outer is None:
         return found
-    of_all_rows = x.outer.shape[:-1] == found.shape[:-1]
-    return found * (x.outer if of_all_rows else x.outer[group]).double()
+    of_all = not x.outer.dim() or x.outer.shape[:-1] == found.shape[:-1]
+    return found * (x.outer if of_all else x.outer[group]).double()
 
 
 def check(got, left, right, dtype, bias=0.0):
@@ -134,6 +134,26 @@ def test_many_groups():
     for i, (start, end) in enumerate(zip((0, *offs.tolist()), offs.tolist(), strict=False)):
         check(got[start:end], values(a, i)[start:end], values(b, i)[i].T, torch.bfloat16)
     assert not got[offs[-1] :].any()
+
+
+@pytest.mark.parametrize(("shape", "names", "dtype", "biased"), [
+    ((70, 136, 304), ("float8_rowwise", "float8_rowwise"), torch.float16, True),
+    ((200, 130, 144), ("float8_tensor", "float8_rowwise"), torch.float32, True),  # columns that TMA does not store
+    ((64, 24, 128), ("float8_rowwise", "float8_tensor"), torch.bfloat16, False),
+    ((66, 40, 400), ("float8_1x128", "float8_128x128"), torch.float16, True),
+], ids=str)  # fmt: skip
+def test_dense_on_hopper(shape, names, dtype, biased):
+    """What no library computes: results in other types than bf16, and numbers of columns."""
+    torch.manual_seed(0)
+    (m, n, k), target = shape, Target(90, multiprocessors=3)
+    a, b = (quantised(torch.randn(rows, k) * torch.exp2(torch.randint(-4, 4, (rows, 1))), name)
+            for rows, name in zip((m, n), names, strict=True))  # fmt: skip
+    bias = torch.randn(n) if biased else None
+    simulator = LaunchSimulator(target, Schedule(1))
+    with simulator.running():
+        got = multiply(Arguments.of(a, b, bias, dtype))
+    assert [launch.kernel.__name__ for launch in simulator.launches] == ["gemm_float8_sm90"]
+    check(got, values(a), values(b).T, dtype, torch.zeros(n) if bias is None else bias)
 
 
 @pytest.mark.parametrize(("rows", "kernels"), [
