@@ -91,12 +91,16 @@ def test_groups(along, sm, rows_format, squares, kernels):
 
 @pytest.mark.parametrize("config", [float8_sm90._ONE, float8_sm90._TWO, float8_sm90._THREE], ids=str)
 @pytest.mark.parametrize("formats_of", [ON_HOPPER[1:3], ROW_SCALES[1:3]], ids="·".join)
-def test_any_number_of_warpgroups(formats_of, config):
-    """The same results of tiles of 64, 128 and 192 rows; of short tiles, and of several tiles of a program."""
+@pytest.mark.parametrize("blocks", [2, 3, 4])
+def test_any_number_of_warpgroups(blocks, formats_of, config):
+    """The same results of tiles of 64, 128 and 192 rows, of short ones, and of several tiles of a program.
+
+    A stage has two blocks: with three of them, the last one of a tile is zeros.
+    """
     torch.manual_seed(0)
-    offs, target = torch.tensor(OFFSETS, dtype=torch.int32), Target(90, multiprocessors=3)
-    a = quantised(torch.randn(ROWS, WIDTH), formats_of[0], offs=offs)
-    b = quantised(torch.randn(len(OFFSETS), 136, WIDTH) * torch.rand(136, 1), formats_of[1], each_matrix=True)
+    offs, target, width = torch.tensor(OFFSETS, dtype=torch.int32), Target(90, multiprocessors=3), 128 * blocks - 80
+    a = quantised(torch.randn(ROWS, width), formats_of[0], offs=offs)
+    b = quantised(torch.randn(len(OFFSETS), 136, width) * torch.rand(136, 1), formats_of[1], each_matrix=True)
     given = Arguments.of(a, b, None, torch.bfloat16, offs=offs)
     choice = choose(problem_of(given, target), preferred=float8_sm90.NAME)
     with LaunchSimulator(target, Schedule(2)).running():

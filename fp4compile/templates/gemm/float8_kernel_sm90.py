@@ -116,10 +116,10 @@ def load_tiles(sources, ring, sizes, CONFIG: gl.constexpr):
             for i in gl.static_range(STEPS):
                 at = stage * STEPS + i
                 # Beyond the last block, codes are zeros, from outside the matrices, and scales those of the last block.
-                k = gl.where(step + i < first + count, (step + i) * BLOCK, outside)
-                async_load(b, [b_row, k], arrived, b_ring.index(at))
+                begin = gl.where(step + i < first + count, (step + i) * BLOCK, outside)
+                async_load(b, [b_row, begin], arrived, b_ring.index(at))
                 for part in gl.static_range(PARTS):
-                    async_load(a, [row + part * ROWS, k], arrived, a_ring.index(at * PARTS + part))
+                    async_load(a, [row + part * ROWS, begin], arrived, a_ring.index(at * PARTS + part))
                 if B_SCALES:
                     block = gl.minimum(step + i, first + count - 1)
                     async_load(b_scales, [block * n_stride + col], arrived, scale_ring.index(at))
