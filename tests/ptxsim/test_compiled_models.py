@@ -118,8 +118,10 @@ def test_experts_train_on_fp8_units(monkeypatch, name):
         model.w.grad = None
     assert launched["gemm_float8_sm90"] == (3 if name == "float8_block" else 2)  # 72 is no multiple of 16
     for got, expected in zip(*results, strict=True):
-        largest = expected.float().abs().amax()
-        assert largest > 0 and ((got - expected).float().abs() <= 2.0**-7 * largest).all()
+        got, expected = got.float(), expected.float()
+        # Two float32 sums may round to neighbours in bf16. Where products cancel, the sums' own difference is larger.
+        bound = 2.0**-7 * expected.abs() + 2.0**-20 * expected.abs().amax()
+        assert expected.any() and ((got - expected).abs() <= bound).all()
 
 
 class GatedExperts(torch.nn.Module):

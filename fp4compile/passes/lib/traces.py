@@ -59,7 +59,7 @@ def signature(arguments: Sequence) -> tuple:
 def _seen(value: torch.Tensor | torch.SymInt) -> tuple:
     """A key of what an implementation can read of an argument during tracing; expressions for symbolic numbers.
 
-    Of the place in a storage that is the alignment: each layer's seed is one element of the seeds of all layers.
+    The place in a storage counts by its alignment alone: each layer's seed is one element of the seeds of all layers.
     """
     if not isinstance(value, torch.Tensor):
         return (str(value),)

@@ -173,8 +173,9 @@ def _transposed(x: KernelOperand, rows) -> torch.Tensor:
 def _run(call: Call, config: Float8Config) -> torch.Tensor:
     p = call.problem
     if _compat.tracing():
-        a, b = (x.operand(*((p.groups, rows) if of_groups else (rows,)), matrices=p.groups if p.along_k else None)
-                for x, rows, of_groups in ((call.a, p.m, False), (call.b, p.n, p.by_rows)))  # fmt: skip
+        matrices = p.groups if p.along_k else None
+        a = call.a.operand(p.m, matrices=matrices)
+        b = call.b.operand(*((p.groups, p.n) if p.by_rows else (p.n,)), matrices=matrices)
         x = Arguments.of(a, b, call.bias, p.spec.out_dtype, offs=call.offs, rows=p.rows if p.along_k else None)
         return opaque(x, FLOAT8)[0]
     # Gluon has imports that a machine without Triton's NVIDIA backend lacks.
