@@ -145,7 +145,7 @@ def compressed_schemes(config: dict[str, Any]) -> Schemes:
 
 
 def _check_transforms(config: dict[str, Any]) -> None:
-    """Raise ValueError for transforms of activations (QuIP, SpinQuant); those of weights are in the codes already."""
+    """Raise ValueError for transforms of activations (QuIP, SpinQuant). Codes have transforms of weights in them."""
     schemes = member(config, "config_groups", dict, {})
     for name in schemes:
         for one in member(member(schemes, name, dict, {}), "apply", list, []):
