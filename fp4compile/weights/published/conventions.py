@@ -169,7 +169,7 @@ def _recognised(checkpoint: Checkpoint) -> tuple[Layout, str, dict[str, Any]]:
 
 
 def _holder(configs: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    """The part of the configuration with a `quantization_config`: `text_config` where only it has one, else all of it."""
+    """The part of the configuration with `quantization_config`: `text_config` where only it has one, else the whole."""
     config = configs.get(CONFIG, {})
     text = config.get("text_config")
     return text if isinstance(text, dict) and "quantization_config" not in config else config
