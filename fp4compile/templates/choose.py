@@ -39,6 +39,7 @@ _BLOCK_SCALED = (
 REGISTRY: tuple[Candidate, ...] = (
     *_BLOCK_SCALED,
     *map(float8_blocks_as_mx.as_mx, _BLOCK_SCALED),
+    streaming.FLOAT8,
     library.FLOAT8_BLOCKS,
     library.ROW_SCALED,
     library.RESCALED,

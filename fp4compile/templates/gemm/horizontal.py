@@ -26,15 +26,23 @@ def of_all(calls: Sequence[Call]) -> Problem:
 
 
 def launch_group(
-    kernel, calls: Sequence[Call], config: Any, tile_rows: int, step: int, *more: Any, **constants: Any
+    kernel,
+    calls: Sequence[Call],
+    config: Any,
+    tile_rows: int,
+    step: int,
+    *more: Any,
+    a_codes: bool = False,
+    **constants: Any,
 ) -> list[torch.Tensor]:
     """Launch a kernel on up to MOST_IN_GROUP matmuls of one A, which is dequantised first where it is quantised.
 
     tile_rows: rows of B in a tile. step: elements of a warp's step along K. more: the kernel's further arguments.
+    a_codes: whether the kernel reads A's codes instead.
     Returns [1, m, n] of each call.
     """
     call, p = calls[0], calls[0].problem
-    a = dequantized(call.a, p.m, p.k, torch.float16, p.target, call.a.data)
+    a = call.a.data if a_codes else dequantized(call.a, p.m, p.k, torch.float16, p.target, call.a.data)
     outs = [each.empty() for each in calls]
     pointers = [pointer for each, out in zip(calls, outs, strict=True) for pointer in pointers_of(each, out)]
     unused = MOST_IN_GROUP - len(calls)
@@ -52,7 +60,7 @@ def launch_group(
 
 
 def pointers_of(call: Call, out: torch.Tensor) -> tuple:
-    """The arguments of one matmul; an absent global or row scale or bias is a pointer to codes, never read."""
+    """The arguments of one matmul; absent scales and an absent bias are pointers to codes, never read."""
     unused = call.b.data
     outer, bias = (unused if x is None else x for x in (call.b.outer, call.bias))
-    return call.b.data, call.b.scales, outer, bias, out
+    return call.b.data, unused if call.b.scales is None else call.b.scales, outer, bias, out

@@ -1,4 +1,4 @@
-"""Skinny GEMM: up to eight rows of 16-bit A times NVFP4 or MXFP4 weights B, bound by reading B.
+"""Skinny GEMM: up to eight rows of 16-bit A times NVFP4, MXFP4 or FP8 weights B, bound by reading B.
 
 Without groups it serves problems that `gemv` does not: three to eight rows, or rows of A too long for shared memory.
 
@@ -35,7 +35,11 @@ from fp4compile._compat import statically_true
 from fp4compile.formats.layouts import ceil_div
 from fp4compile.templates.device.apply_epilogue import rescale, rescale_mode, store_rounded
 from fp4compile.templates.device.async_copy import AWAIT_VALUE, WARP_BARRIER, do_ptx, wait_ptx
-from fp4compile.templates.device.fp4_weights import STEP_BYTES, read_weights, sums_factor
+from fp4compile.templates.device.fp4_weights import read_weights as read_fp4
+from fp4compile.templates.device.fp4_weights import sums_factor
+from fp4compile.templates.device.fp8_weights import is_fp8, read_a_codes
+from fp4compile.templates.device.fp8_weights import multiply_step as multiply_fp8
+from fp4compile.templates.device.fp8_weights import read_weights as read_fp8
 from fp4compile.templates.device.group_tiles import clear_rows, ends_of, last_of, load_entry, store_entry
 from fp4compile.templates.device.persistent_grid import group_tiles, next_step, of_matmul
 from fp4compile.templates.device.shared_memory import sum_of_warps_ptx
@@ -43,7 +47,14 @@ from fp4compile.templates.device.skinny_product import multiply_step, store_sums
 from fp4compile.templates.gemm.call import Call, KernelOperand
 from fp4compile.templates.gemm.dequantized import dequantized
 from fp4compile.templates.gemm.horizontal import launch_group
-from fp4compile.templates.gemm.skinny_pipeline import copy_step, interleave_a, read_a, shared_buffer_ptx, stage_bytes
+from fp4compile.templates.gemm.skinny_pipeline import (
+    copy_step,
+    interleave_a,
+    read_a,
+    shared_buffer_ptx,
+    stage_bytes,
+    step_bytes,
+)
 from fp4compile.templates.launch import LaunchConfig, launch
 from fp4compile.templates.problem import OperandSpec, Problem
 
@@ -87,6 +98,16 @@ def skinny_config(p: Problem) -> SkinnyConfig:
     return SkinnyConfig(rows, tiles, warps, stages, 1 if rows == 8 else 2, 6 * p.target.multiprocessors)
 
 
+def fp8_config(p: Problem) -> SkinnyConfig:
+    """The configuration for FP8 weights, whose steps have twice the bytes; not tuned.
+
+    Two stages or three fit into 48 KB of shared memory, and four to six programs on a multiprocessor of Hopper.
+    """
+    rows = next((rows for rows in (2, 4) if statically_true(p.m <= rows)), 8)
+    wide = rows <= 4 and statically_true(p.n >= 8192)
+    return SkinnyConfig(rows, 2 if wide else 1, 4, 2 if wide or rows == 8 else 3, 2, 5 * p.target.multiprocessors)
+
+
 def experts_config(p: Problem, most: Any = SKINNY_ROWS) -> SkinnyConfig:
     """The configuration. most: rows of A for one matrix, at most; a group with more rows is several tiles.
 
@@ -107,14 +128,17 @@ def gemm_skinny(
     b_1_ptr, b_scales_1_ptr, b_outer_1_ptr, bias_1_ptr, out_1_ptr,
     b_2_ptr, b_scales_2_ptr, b_outer_2_ptr, bias_2_ptr, out_2_ptr,
     m, n, n_1, n_2, k_vectors, offs_ptr, table_ptr, count, matrices, b_scales_batch, a_outer_each, b_outer_each,
+    a_scales_ptr,
     A_OUTER: tl.constexpr, B_OUTER: tl.constexpr, B_SCALES: tl.constexpr,
     BIAS: tl.constexpr, COMPUTE: tl.constexpr, WARPS: tl.constexpr, STAGES: tl.constexpr, TILES: tl.constexpr,
     ROWS: tl.constexpr, CHAINS: tl.constexpr, EVEN: tl.constexpr, ISA: tl.constexpr, GROUP_SIZE: tl.constexpr,
-    COUNT: tl.constexpr, INDEXED: tl.constexpr,
+    COUNT: tl.constexpr, INDEXED: tl.constexpr, A_CODES: tl.constexpr,
 ):  # fmt: skip
     """out [m, n] = a [m, K] x b [n, K]^T, rescaled, plus a bias; for a group, also the matmuls with b_1 and b_2.
 
-    a: bf16 or fp16, m <= ROWS. b: K / 2 bytes of codes a row. k_vectors: K / 32, even. out: any floating-point type.
+    a: bf16 or fp16, m <= ROWS. b: codes, K / 2 bytes a row, or FP8 (`fp8_weights`), K bytes. k_vectors: K / 32, even.
+    out: any floating-point type. A_CODES: with FP8 weights, whether a is FP8 codes. a_scales: their float32 scales, of
+    128 elements each, [m, K / 128]; None without.
     GROUP_SIZE: matmuls of the launch, 1 to 3; out_1 is [m, n_1], out_2 [m, n_2]. Pointers of absent matmuls are
     never read.
     WARPS: of a program; the launch must have as many. They share a tile's steps along K. TILES: 1 or 2, a tile has
@@ -151,7 +175,8 @@ def gemm_skinny(
     else:
         tiles, tiles_1, total = group_tiles(n, n_1, n_2, 16 * TILES, GROUP_SIZE)
 
-    buffer_bytes: tl.constexpr = stage_bytes(TILES, ROWS)
+    buffer_bytes: tl.constexpr = stage_bytes(TILES, ROWS, B_SCALES, A_CODES)
+    part_bytes: tl.constexpr = step_bytes(B_SCALES)
     stage: tl.constexpr = WARPS * buffer_bytes
     sums_size: tl.constexpr = 16 * TILES * ROWS * 4  # of a warp; one of two sets is read while the other fills
     size: tl.constexpr = STAGES * stage + WARPS * 2 * sums_size
@@ -161,7 +186,7 @@ def gemm_skinny(
     memory = do_ptx(shared_buffer_ptx(size), "r", (lane,))
     first_buffer = memory + lane // 32 * buffer_bytes
     first_sums = memory + STAGES * stage
-    sources = (a_ptr, b_ptr, b_scales_ptr, b_1_ptr, b_scales_1_ptr, b_2_ptr, b_scales_2_ptr)
+    sources = (a_ptr, b_ptr, b_scales_ptr, b_1_ptr, b_scales_1_ptr, b_2_ptr, b_scales_2_ptr, a_scales_ptr)
     sizes = (n, n_1, n_2, k_vectors, tiles, tiles_1, total, b_scales_batch)
     token = lane
     next_tile = tl.program_id(0)
@@ -173,7 +198,7 @@ def gemm_skinny(
     for early in tl.static_range(STAGES):
         token = _copy(first_buffer + early * stage, next_tile, (next_n, next_group, next_row0, next_m), step_of_next,
                       token, lane, sources, sizes, B_SCALES, WARPS, TILES, ROWS, EVEN, GROUP_SIZE,
-                      COUNT)  # fmt: skip
+                      COUNT, A_CODES)  # fmt: skip
         next_tile, step_of_next = next_step(next_tile, step_of_next, steps)
         if COUNT > 0:
             if step_of_next == 0:
@@ -194,15 +219,22 @@ def gemm_skinny(
             c = c + (tl.zeros((32 * WARPS,), tl.float32),)
         for _ in tl.range(steps):
             token = do_ptx(wait_ptx(STAGES - 1), "r", (token,))
-            x, token = read_a(buffer + TILES * STEP_BYTES, token, lane, rows)
+            if A_CODES:
+                x, token = read_a_codes(buffer + TILES * part_bytes, token, lane, rows)
+            else:
+                x, token = read_a(buffer + TILES * part_bytes, token, lane, rows)
             sums = ()
             for part in tl.static_range(TILES):
-                w, token = read_weights(buffer, part, token, lane, k_vectors, B_SCALES, EVEN)
+                if is_fp8(B_SCALES):
+                    w, token = read_fp8(buffer + part * part_bytes, buffer, token, lane, B_SCALES,
+                                        a_scales_ptr is not None)  # fmt: skip
+                else:
+                    w, token = read_fp4(buffer, part, token, lane, k_vectors, B_SCALES, EVEN)
                 if part == TILES - 1:  # every lane has read its operands, so the buffer can be filled again
                     token = do_ptx(WARP_BARRIER, "r", (token,))
                     token = _copy(buffer, next_tile, (next_n, next_group, next_row0, next_m), step_of_next, token, lane,
                                   sources, sizes, B_SCALES, WARPS, TILES, ROWS, EVEN, GROUP_SIZE,
-                                  COUNT)  # fmt: skip
+                                  COUNT, A_CODES)  # fmt: skip
                     next_tile, step_of_next = next_step(next_tile, step_of_next, steps)
                     if COUNT > 0:
                         if step_of_next == 0:
@@ -210,9 +242,13 @@ def gemm_skinny(
                                                                              ROWS)  # fmt: skip
                     else:
                         next_n = next_tile
-                if part == 0:
-                    x = interleave_a(x)
-                sums = sums + multiply_step(w, x, c[4 * part : 4 * part + 4], COMPUTE, B_SCALES, CHAINS)
+                own = c[4 * part : 4 * part + 4]
+                if is_fp8(B_SCALES):
+                    sums = sums + multiply_fp8(w, x, own, COMPUTE)
+                else:
+                    if part == 0:
+                        x = interleave_a(x)
+                    sums = sums + multiply_step(w, x, own, COMPUTE, B_SCALES, CHAINS)
             c = sums
             buffer = tl.where(buffer == first_buffer + (STAGES - 1) * stage, first_buffer, buffer + stage)
         token = store_sums(sums_at + lane // 32 * sums_size, c, token, lane, TILES, ROWS)
@@ -240,11 +276,11 @@ def _part_of(tile, table_ptr, tiles_n, total, ROWS: tl.constexpr):
 def _copy(
     buffer, tile, part, step, token, lane, sources, sizes,
     B_SCALES: tl.constexpr, WARPS: tl.constexpr, TILES: tl.constexpr, ROWS: tl.constexpr,
-    EVEN: tl.constexpr, GROUP_SIZE: tl.constexpr, COUNT: tl.constexpr,
+    EVEN: tl.constexpr, GROUP_SIZE: tl.constexpr, COUNT: tl.constexpr, A_CODES: tl.constexpr,
 ):  # fmt: skip
     """`copy_step` for a tile and the results of `_part_of`; past the last tile nothing is copied."""
     tile_n, group, row0, rows = part
-    a_ptr, b_ptr, b_scales_ptr, b_1_ptr, b_scales_1_ptr, b_2_ptr, b_scales_2_ptr = sources
+    a_ptr, b_ptr, b_scales_ptr, b_1_ptr, b_scales_1_ptr, b_2_ptr, b_scales_2_ptr, a_scales_ptr = sources
     n, n_1, n_2, k_vectors, tiles, tiles_1, total, b_scales_batch = sizes
     if COUNT > 0:
         a_ptr += row0.to(tl.int64) * k_vectors * 32
@@ -252,8 +288,8 @@ def _copy(
         b_scales_ptr += group.to(tl.int64) * b_scales_batch
         total = tl.where(tile < total, tiles, 0)
     return copy_step(buffer, tile_n, step, token, lane, a_ptr, b_ptr, b_scales_ptr, b_1_ptr, b_scales_1_ptr, b_2_ptr,
-                     b_scales_2_ptr, rows, n, n_1, n_2, k_vectors, tiles, tiles_1, total,
-                     B_SCALES, WARPS, TILES, ROWS, EVEN, GROUP_SIZE)  # fmt: skip
+                     b_scales_2_ptr, a_scales_ptr, rows, n, n_1, n_2, k_vectors, tiles, tiles_1, total,
+                     B_SCALES, WARPS, TILES, ROWS, EVEN, GROUP_SIZE, A_CODES)  # fmt: skip
 
 
 @triton.jit
@@ -283,7 +319,8 @@ def _store_results(
             is_pure=True, pack=1,
         )  # fmt: skip
         token = do_ptx(AWAIT_VALUE, "f,r", (acc, token))  # the sums are read before the next barrier
-        acc = acc * sums_factor(COMPUTE, B_SCALES)
+        if not is_fp8(B_SCALES):
+            acc = acc * sums_factor(COMPUTE, B_SCALES)
         acc = rescale(acc, at_m, at_n, m, n, 0, a_outer_ptr, b_outer_ptr, bias_ptr, rescale_mode(A_OUTER),
                       rescale_mode(B_OUTER), BIAS, 0)  # fmt: skip
         inside = (at_m < m) & (at_n < n) & (place < count)
@@ -293,9 +330,11 @@ def _store_results(
 
 def multiply_group(calls: Sequence[Call], config: SkinnyConfig) -> list[torch.Tensor]:
     """[1, m, n] of each of up to three matmuls of one A, in one launch."""
+    a = calls[0].a
+    codes = calls[0].problem.b.element == "e4m3" and a.type.format is not None
     # No offsets and no table: torch would count a dummy tensor as written, and Inductor would copy it.
-    return launch_group(gemm_skinny, calls, config, 16 * config.tiles, 128, None, None, 0, 0, 0, 0, 0, COUNT=0,
-                        INDEXED=0)  # fmt: skip
+    return launch_group(gemm_skinny, calls, config, 16 * config.tiles, 128, None, None, 0, 0, 0, 0, 0,
+                        a.scales if codes else None, a_codes=codes, COUNT=0, INDEXED=0, A_CODES=int(codes))  # fmt: skip
 
 
 def multiply_experts(
@@ -314,9 +353,9 @@ def multiply_experts(
         gemm_skinny, torch.sym_min(tiles_m * ceil_div(p.n, tile), config.grid),
         x, a_outer, b.data, b.scales, b_outer, b.data, out, *[b.data] * 10,
         p.rows, p.n, 1, 1, p.k // 32, numbers, table, count, p.groups, b.scale_count, _outers_each(p.a, 0),
-        _outers_each(p.b, p.n), num_warps=config.warps, A_OUTER=p.a.outer, B_OUTER=p.b.outer, BIAS=0,
+        _outers_each(p.b, p.n), None, num_warps=config.warps, A_OUTER=p.a.outer, B_OUTER=p.b.outer, BIAS=0,
         B_SCALES=p.b.scales_text, COMPUTE=p.compute, GROUP_SIZE=1,
-        COUNT=triton.next_power_of_2(count), INDEXED=int(indexed), EVEN=int(even), ISA=p.target.isa,
+        COUNT=triton.next_power_of_2(count), INDEXED=int(indexed), A_CODES=0, EVEN=int(even), ISA=p.target.isa,
         **config.constants,
     )  # fmt: skip
     return out

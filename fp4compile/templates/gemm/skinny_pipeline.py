@@ -1,15 +1,18 @@
 """The pipeline of `gemm_skinny`: copies of a step's operands to shared memory, and a lane's reads from there.
 
 A step of a warp is 128 elements along K of TILES times 16 rows of B and of ROWS rows of A. Its buffer has the codes and
-scales of B first (`fp4_weights`), then the rows of A. Lane 4 * g + q multiplies rows g and g + 8 of 16 rows of B with
-row g of A, and takes blocks q and q + 4 of each.
+scales of B first (`fp4_weights` or `fp8_weights`), then the rows of A. Lane 4 * g + q multiplies rows g and g + 8 of 16
+rows of B with row g of A, and takes blocks q and q + 4 of each.
 """
 
 import triton
 import triton.language as tl
 
+from fp4compile.templates.device import fp4_weights, fp8_weights
 from fp4compile.templates.device.async_copy import COMMIT, do_ptx
-from fp4compile.templates.device.fp4_weights import STEP_BYTES, copy_weights
+from fp4compile.templates.device.fp4_weights import copy_weights as copy_fp4
+from fp4compile.templates.device.fp8_weights import copy_a_codes, copy_a_scales, is_fp8
+from fp4compile.templates.device.fp8_weights import copy_weights as copy_fp8
 from fp4compile.templates.device.persistent_grid import of_matmul
 
 
@@ -31,6 +34,7 @@ _INTERLEAVE = tl.constexpr(_interleave_ptx())
 _INTERLEAVE_OPERANDS = tl.constexpr(",".join(["=&l"] * 8 + ["l"] * 8))
 
 _A_ROW = tl.constexpr(256)  # bytes of a step of one row of A
+_STEP_BYTES = tl.constexpr({False: fp4_weights.STEP_BYTES.value, True: fp8_weights.STEP_BYTES.value})  # by `is_fp8`
 
 # Inputs: destination, source, whether to copy, a token.
 _COPY_WHOLE_A = tl.constexpr(
@@ -59,9 +63,15 @@ def shared_buffer_ptx(size):
 
 
 @triton.constexpr_function
-def stage_bytes(tiles, rows):
-    """Bytes of a warp's buffer for one step."""
-    return 1152 * tiles + 256 * rows
+def step_bytes(scales):
+    """Bytes of the codes and scales of a warp's step."""
+    return _STEP_BYTES.value[is_fp8(scales)]
+
+
+@triton.constexpr_function
+def stage_bytes(tiles, rows, scales, a_codes):
+    """Bytes of a warp's buffer for one step. a_codes: whether A is FP8 codes."""
+    return step_bytes(scales) * tiles + (128 if a_codes else 256) * rows
 
 
 @triton.jit
@@ -88,11 +98,13 @@ def _copy_a(
 @triton.jit
 def copy_step(
     buffer, tile, step, token, lane, a_ptr, b_ptr, b_scales_ptr, b_1_ptr, b_scales_1_ptr, b_2_ptr, b_scales_2_ptr,
-    m, n, n_1, n_2, k_vectors, tiles, tiles_1, total,
+    a_scales_ptr, m, n, n_1, n_2, k_vectors, tiles, tiles_1, total,
     B_SCALES: tl.constexpr, WARPS: tl.constexpr, TILES: tl.constexpr,
-    ROWS: tl.constexpr, EVEN: tl.constexpr, GROUP_SIZE: tl.constexpr,
+    ROWS: tl.constexpr, EVEN: tl.constexpr, GROUP_SIZE: tl.constexpr, A_CODES: tl.constexpr,
 ):  # fmt: skip
     """Start the copies of a warp's step of a tile into a buffer, and commit them as one group. Returns a token.
+
+    a_scales_ptr: scales of A's blocks of 128 elements, for FP8 weights with such scales; None without.
 
     Past the last tile nothing is copied, but an empty group is committed, so that `wait_ptx` counts right. tiles,
     tiles_1, total: see `group_tiles`.
@@ -103,11 +115,21 @@ def copy_step(
         (b_2_ptr, b_scales_2_ptr, tiles_1, n_2), GROUP_SIZE,
     )  # fmt: skip
     tile -= before
+    own_step = step * WARPS + lane // 32
     for part in tl.static_range(TILES):
-        token = copy_weights(buffer + part * STEP_BYTES, step * WARPS + lane // 32, wanted, token, lane,
-                             tile * (16 * TILES) + part * 16, b_ptr, b_scales_ptr, n, k_vectors,
-                             B_SCALES, EVEN)  # fmt: skip
-    token = _copy_a(buffer + TILES * STEP_BYTES, step, wanted, token, lane, a_ptr, m, k_vectors, WARPS, ROWS, EVEN)
+        to = buffer + part * step_bytes(B_SCALES)
+        row = tile * (16 * TILES) + part * 16
+        if is_fp8(B_SCALES):
+            token = copy_fp8(to, own_step, wanted, token, lane, row, b_ptr, b_scales_ptr, n, k_vectors, B_SCALES, EVEN)
+        else:
+            token = copy_fp4(to, own_step, wanted, token, lane, row, b_ptr, b_scales_ptr, n, k_vectors, B_SCALES, EVEN)
+    if a_scales_ptr is not None:
+        token = copy_a_scales(buffer, own_step, wanted, token, lane, a_scales_ptr, m, k_vectors, ROWS)
+    to = buffer + TILES * step_bytes(B_SCALES)
+    if A_CODES:
+        token = copy_a_codes(to, own_step, wanted, token, lane, a_ptr, m, k_vectors, ROWS)
+    else:
+        token = _copy_a(to, step, wanted, token, lane, a_ptr, m, k_vectors, WARPS, ROWS, EVEN)
     return do_ptx(COMMIT, "r", (token,))
 
 

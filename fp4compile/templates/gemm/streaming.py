@@ -1,4 +1,4 @@
-"""Few rows of 16-bit A times streamed NVFP4 or MXFP4 weights, by `gemv` or `skinny`, also for experts.
+"""Few rows of A times streamed NVFP4, MXFP4 or FP8 weights, by `gemv` or `skinny`; FP4 weights also for experts.
 
 `gemv` has one or two rows. One row of 4096 elements and more takes it 8 to 18 % less time than the best launch of
 `skinny` with two rows, of which one is empty (H200: 4096 x 4096 5.2 and 5.7 us, 14336 x 4096 12.7 and 14.9 us).
@@ -22,7 +22,7 @@ from fp4compile.templates.problem import Problem
 
 
 def streams(p: Problem) -> bool:
-    """Whether `device.fp4_weights` can read B, 16 bits represent A, and groups are rows."""
+    """Whether `device.fp4_weights` can read FP4 codes of B, 16 bits represent A, and groups are rows."""
     weights = p.b.element == "e2m1" and p.compute != "fp32" and (p.b.scale == "e4m3" or _reads_mxfp4(p))
     whole = statically_true(p.k % 64 == 0) and statically_true(p.k > 0) and p.batches == 1
     return weights and whole and (not p.ragged or (p.by_rows and not p.a.swizzled))
@@ -37,6 +37,26 @@ def _reads_mxfp4(p: Problem) -> bool:
 def executes(p: Problem) -> bool:
     """Whether the GPU has the instructions: of compute capability 8.9 for E4M3 scales, of 8.0 for E8M0 scales."""
     return p.target.sm >= (80 if p.b.scale == "e8m0" else 89)
+
+
+def _serves_fp8(p: Problem) -> bool:
+    """Whether `device.fp8_weights` can read FP8 codes of B, and A is in 16 bits, or (on Hopper) FP8 codes; few rows.
+
+    Block scales are those of 128 elements along K. torch's matmuls of FP8 codes take as long for one row as bf16's
+    (H200, 8192 x 8192: row scales 43 us, blocks 36, bf16 36); with scales of whole tensors 21, which the library keeps.
+    """
+    a, b = p.a, p.b
+    if b.element != "e4m3" or p.ragged or p.batches != 1 or p.compute == "fp32" or p.target.sm < 89:
+        return False
+    weights = b.scale == "none" or (b.scale == "float32" and b.format.block in ((1, 128), (128, 128)))
+    if a.format is not None:
+        codes = a.element == "e4m3" and p.target.sm == 90
+        blocks = a.scale == "float32" and a.format.block == (1, 128)
+        if not (codes and (blocks or (a.scale == "none" and "row" in (a.outer, b.outer)))):
+            return False
+    unit = 64 if (a.scale, b.scale) == ("none", "none") else 128
+    whole = statically_true(p.k % unit == 0) and statically_true(p.k > 0)
+    return weights and whole and statically_true(p.m <= skinny.SKINNY_ROWS)
 
 
 EXPERT_ROWS = 4  # average rows of a group up to which `skinny` serves groups that `wgmma_sm90` could serve
@@ -67,4 +87,9 @@ def _run(call: Call, config: gemv.GemvConfig | skinny.SkinnyConfig) -> torch.Ten
 CANDIDATE = Candidate(
     "streaming", "emulated", _serves, _configure, _run, dequantizes_a=True,
     group_with=lambda p: in_common(p) if not p.ragged else None, run_group=_run_group,
+)  # fmt: skip
+FLOAT8 = Candidate(
+    "streaming_fp8", "emulated", _serves_fp8, skinny.fp8_config,
+    lambda call, config: skinny.multiply_group([call], config)[0],
+    group_with=in_common, run_group=skinny.multiply_group,
 )  # fmt: skip
