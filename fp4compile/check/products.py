@@ -205,6 +205,8 @@ PRODUCTS = (
     MatmulCase("nvfp4_rowwise", "nvfp4_te", 16), MatmulCase("nvfp4", "nvfp4", 16, epilogue="gated"),
     *(MatmulCase(None, weights, m) for weights in ("nvfp4", "mxfp4") for m in (1, 16, 64)),
     MatmulCase(None, "mxfp4", 8),
+    # FP8 weights that are streamed.
+    MatmulCase(None, "float8_128x128", 1), MatmulCase(None, "float8_rowwise", 8), MatmulCase(None, "float8_1x128", 4),
     MatmulCase(None, "nvfp4", 1, 1024), MatmulCase(None, "nvfp4", 1, 4096), MatmulCase(None, "nvfp4", 1, k=28672),
     MatmulCase("nvfp4", "nvfp4", 1, 2560, weights=3), MatmulCase(None, "nvfp4", 1, 14336, 4096, weights=2),
     MatmulCase(None, "nvfp4", 1, weights=2), MatmulCase(None, "nvfp4", 2, 14336, 28672, weights=2),

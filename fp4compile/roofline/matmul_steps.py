@@ -238,6 +238,8 @@ def memory_pass(name: str, moved: float, gpu: Gpu, launches: int = 1) -> TimedSt
 def _kernel_of(choice: Choice, problem: Problem) -> str:
     """The kernel's name in `time_terms.KERNELS`, which has separate entries for groups."""
     name = choice.kernel.removesuffix(OF_FLOAT8_BLOCKS)
+    if name == "streaming_fp8":
+        name = "skinny"
     if name == "streaming":
         name = "gemv" if statically_true(problem.m <= 2) else "skinny"
     return name if not problem.ragged or name.startswith("grouped_") else f"grouped_{name}"

@@ -35,11 +35,8 @@ from fp4compile._compat import statically_true
 from fp4compile.formats.layouts import ceil_div
 from fp4compile.templates.device.apply_epilogue import rescale, rescale_mode, store_rounded
 from fp4compile.templates.device.async_copy import AWAIT_VALUE, WARP_BARRIER, do_ptx, wait_ptx
-from fp4compile.templates.device.fp4_weights import read_weights as read_fp4
-from fp4compile.templates.device.fp4_weights import sums_factor
-from fp4compile.templates.device.fp8_weights import is_fp8, read_a_codes
-from fp4compile.templates.device.fp8_weights import multiply_step as multiply_fp8
-from fp4compile.templates.device.fp8_weights import read_weights as read_fp8
+from fp4compile.templates.device.fp4_weights import read_weights, sums_factor
+from fp4compile.templates.device.fp8_weights import is_fp8, multiply_fp8, read_a_codes, read_fp8
 from fp4compile.templates.device.group_tiles import clear_rows, ends_of, last_of, load_entry, store_entry
 from fp4compile.templates.device.persistent_grid import group_tiles, next_step, of_matmul
 from fp4compile.templates.device.shared_memory import sum_of_warps_ptx
@@ -229,7 +226,7 @@ def gemm_skinny(
                     w, token = read_fp8(buffer + part * part_bytes, buffer, token, lane, B_SCALES,
                                         a_scales_ptr is not None)  # fmt: skip
                 else:
-                    w, token = read_fp4(buffer, part, token, lane, k_vectors, B_SCALES, EVEN)
+                    w, token = read_weights(buffer, part, token, lane, k_vectors, B_SCALES, EVEN)
                 if part == TILES - 1:  # every lane has read its operands, so the buffer can be filled again
                     token = do_ptx(WARP_BARRIER, "r", (token,))
                     token = _copy(buffer, next_tile, (next_n, next_group, next_row0, next_m), step_of_next, token, lane,

@@ -8,11 +8,9 @@ rows of B with row g of A, and takes blocks q and q + 4 of each.
 import triton
 import triton.language as tl
 
-from fp4compile.templates.device import fp4_weights, fp8_weights
 from fp4compile.templates.device.async_copy import COMMIT, do_ptx
-from fp4compile.templates.device.fp4_weights import copy_weights as copy_fp4
-from fp4compile.templates.device.fp8_weights import copy_a_codes, copy_a_scales, is_fp8
-from fp4compile.templates.device.fp8_weights import copy_weights as copy_fp8
+from fp4compile.templates.device.fp4_weights import STEP_BYTES, copy_weights
+from fp4compile.templates.device.fp8_weights import FP8_STEP_BYTES, copy_a_codes, copy_a_scales, copy_fp8, is_fp8
 from fp4compile.templates.device.persistent_grid import of_matmul
 
 
@@ -34,7 +32,7 @@ _INTERLEAVE = tl.constexpr(_interleave_ptx())
 _INTERLEAVE_OPERANDS = tl.constexpr(",".join(["=&l"] * 8 + ["l"] * 8))
 
 _A_ROW = tl.constexpr(256)  # bytes of a step of one row of A
-_STEP_BYTES = tl.constexpr({False: fp4_weights.STEP_BYTES.value, True: fp8_weights.STEP_BYTES.value})  # by `is_fp8`
+_STEP_BYTES = tl.constexpr({False: STEP_BYTES.value, True: FP8_STEP_BYTES.value})  # by `is_fp8`
 
 # Inputs: destination, source, whether to copy, a token.
 _COPY_WHOLE_A = tl.constexpr(
@@ -122,7 +120,9 @@ def copy_step(
         if is_fp8(B_SCALES):
             token = copy_fp8(to, own_step, wanted, token, lane, row, b_ptr, b_scales_ptr, n, k_vectors, B_SCALES, EVEN)
         else:
-            token = copy_fp4(to, own_step, wanted, token, lane, row, b_ptr, b_scales_ptr, n, k_vectors, B_SCALES, EVEN)
+            token = copy_weights(
+                to, own_step, wanted, token, lane, row, b_ptr, b_scales_ptr, n, k_vectors, B_SCALES, EVEN
+            )
     if a_scales_ptr is not None:
         token = copy_a_scales(buffer, own_step, wanted, token, lane, a_scales_ptr, m, k_vectors, ROWS)
     to = buffer + TILES * step_bytes(B_SCALES)
