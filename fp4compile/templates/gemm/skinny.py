@@ -96,13 +96,17 @@ def skinny_config(p: Problem) -> SkinnyConfig:
 
 
 def fp8_config(p: Problem) -> SkinnyConfig:
-    """The configuration for FP8 weights, whose steps have twice the bytes; not tuned.
+    """The configuration for FP8 weights, whose steps have twice the bytes of FP4 weights'.
 
-    Two stages or three fit into 48 KB of shared memory, and four to six programs on a multiprocessor of Hopper.
+    On an H200 it is within 5 % of the fastest of up to nine configurations for Llama-3's shapes. 8192 x 8192 takes 19
+    to 20 us with one row (bf16 35), 4096 x 14336 with eight rows 17 to 20 (bf16 33): three stages of 16 rows of B, for
+    which eight rows of A have room as codes only; fewer where there are many tiles.
     """
     rows = next((rows for rows in (2, 4) if statically_true(p.m <= rows)), 8)
-    wide = rows <= 4 and statically_true(p.n >= 8192)
-    return SkinnyConfig(rows, 2 if wide else 1, 4, 2 if wide or rows == 8 else 3, 2, 5 * p.target.multiprocessors)
+    many = statically_true(p.n >= 8192)
+    tiles = 2 if many and rows <= 4 else 1
+    stages = 2 if many or (rows == 8 and p.a.format is None) else 3
+    return SkinnyConfig(rows, tiles, 4, stages, 2, 5 * p.target.multiprocessors)
 
 
 def experts_config(p: Problem, most: Any = SKINNY_ROWS) -> SkinnyConfig:
