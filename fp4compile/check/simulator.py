@@ -28,7 +28,7 @@ class LaunchSimulator(Simulator):
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """While this lasts, every launch of this package is executed here, as if its tensors were on `target`."""
+        """A context in which the simulator executes this package's launches, as if their tensors were on `target`."""
         with taken_by(self.target, self.take), self.watching():
             yield
 

@@ -373,10 +373,11 @@ def _operation(node: Node, kind: str) -> tuple[str, tuple] | None:
 
 
 def _kind(argument: Node, shape: torch.Size, kind: str, reduced: object | None = None) -> str | None:
-    """The kind of an operation's argument, "aux", "row" or "col"; None if a prologue cannot read it.
+    """How a prologue would read an operation's argument, by its shape; None if it cannot.
 
-    shape: the shape of the operation's result. kind: how the result is read. reduced: the length of the rows if the
-    operation reduces them.
+    "aux": as many elements as the result. "row": one for each column, the same in all rows. "col": one for each row.
+    shape: of the operation's result. kind: how the result is read, "aux" or "col". reduced: the number of columns of
+    the argument if the operation reduces its rows.
     """
     value = float_value(argument)
     if value is None or not 0 < value.dim() <= len(shape):

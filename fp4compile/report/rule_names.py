@@ -30,10 +30,11 @@ def without_layer(rules: tuple[Rule, ...], known: Names) -> tuple[Rule, ...] | N
 
 
 def out_of_reach(rules: tuple[Rule, ...], known: Names) -> tuple[Rule, ...]:
-    """The rules that match layers of numbered blocks by their full names alone, in graphs whose names begin below them.
+    """The rules that decide about no matmul because a block is compiled by itself and they match full names alone.
 
-    known: the names of a graph of the model. Such a rule decides about no matmul of the graph, nor of the graphs of
-    other blocks of the same list.
+    known: the names of a graph. The graph of a block "layers.3" has the names below it, as "mlp.up": a rule "mlp*"
+    matches them, a rule "layers.*" does not, in this block and in the others of its list. Without a numbered block
+    above the graph's names, no rule is out of reach.
     """
     place = block_of(known.prefix.rstrip("."))
     if known.root is None or place is None:

@@ -108,7 +108,7 @@ def _operand_like(x: Operand) -> Operand:
 
 
 def _like(value: torch.Tensor | None) -> torch.Tensor | None:
-    """A tensor with the layout and dtype of `value`: any codes, or random numbers."""
+    """A tensor of random contents with the layout and dtype of `value`, to be timed: codes without NaN, or numbers."""
     if value is None:
         return None
     made = _empty_like(value)

@@ -157,7 +157,7 @@ def _widened(codes):
 @triton.jit
 def multiply(a, a_scale, b, b_scale, acc, A_ELEMENT: tl.constexpr, B_ELEMENT: tl.constexpr, SCALE: tl.constexpr,
              BLOCK: tl.constexpr, ISA: tl.constexpr):  # fmt: skip
-    """acc [BM, BN] plus a step of the matmul; a [BM, bytes], b [BN, bytes] and their scales."""
+    """acc [BM, BN] plus the product of two tiles of codes, a [BM, bytes] and b [BN, bytes], with their block scales."""
     if SCALE == "e4m3" and INTERPRETING:  # the interpreter's dot_scaled reads every scale as E8M0
         return tl.dot(_values(a, a_scale, BLOCK), tl.trans(_values(b, b_scale, BLOCK)), acc)
     elif widens(A_ELEMENT, B_ELEMENT, ISA):

@@ -139,10 +139,11 @@ def zero_after_barrier(word, ISA: tl.constexpr):
 @triton.jit
 def word_amaxes(tile, initial, START: tl.constexpr, COUNT: tl.constexpr, STEP: tl.constexpr, ISA: tl.constexpr,
            dtype: tl.constexpr):  # fmt: skip
-    """A pair of amaxes, one for each half of COUNT words START, START + STEP, ... and of the word `initial`.
+    """The largest magnitudes in COUNT words of a tile: START, START + STEP, and so on.
 
-    A pair is a tuple of one word with arbitrary signs or, in the portable form, of two tensors of float32 bits. The
-    portable form ignores `initial`.
+    A word has two 16-bit elements of `dtype`, and each half has an amax of its own. Returns a tuple of one word of both
+    amaxes, whose signs are arbitrary, or, in the interpreter's form (ISA 0), of two tensors of float32 bits. initial:
+    a further word that counts; the interpreter's form ignores it.
     """
     if ISA == 0:
         first, second = unpack(tile[START], dtype)
