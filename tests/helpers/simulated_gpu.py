@@ -280,6 +280,12 @@ def library_product(op, given):
     """What cuBLASLt computes: alpha * (A B) + bias with float32 sums, and one rounding."""
     a, b = given["self"], given["mat2"]
     scales = [given["scale_a"], given["scale_b"]]
+    if op is V1 and scales[0].dtype == torch.float32 and scales[0].numel() > a.shape[0]:  # of 128 elements
+        square = scales[1].numel() < b.shape[1] * scales[1].shape[0]
+        left = Operand(a, scales[0].contiguous(), None, formats.get("float8_1x128"))
+        fmt = formats.get("float8_128x128" if square else "float8_1x128")
+        right = Operand(b.t(), scales[1].t().contiguous(), None, fmt)
+        return reference.scaled_mm(left, right, given["bias"], given["out_dtype"])
     if op is V1 and scales[0].dtype == torch.float32:  # of rows
         fmt = formats.get("float8_rowwise")
         left, right = (
