@@ -345,10 +345,10 @@ def test_a_copy_of_what_nothing_wrote():
 class TwoOfOne(torch.nn.Module):
     def __init__(self):
         super().__init__()
-        self.one, self.other = (torch.nn.Linear(512, rows, bias=False) for rows in (64, 128))
+        self.one, self.other = (torch.nn.Linear(512, 128, bias=False) for _ in range(2))
 
     def forward(self, x):
-        return self.one(x), self.other(x)
+        return self.one(x) * self.other(x)
 
 
 @pretending
@@ -363,9 +363,8 @@ def test_inductor_calls_the_library_for_fp8_blocks(monkeypatch):
             found.append(torch.compile(model, backend=backend)(x))
         if gpu is not None:
             counted = gpu.counted()
-    assert counted["library"] == {"_scaled_mm": 2} and counted["Inductor"].total() == 1, counted
-    for got, expected in zip(*found, strict=True):
-        assert expected.any() and torch.equal(got, expected)
+    assert counted["library"] == {"_scaled_mm": 2} and counted["Inductor"].total() == 2, counted
+    assert found[1].any() and torch.equal(*found)
 
 
 POWERS, SQUARES = "e4m3:1x128:float32:-:te_pow2", "e4m3:128x128:float32:-:te_pow2"
