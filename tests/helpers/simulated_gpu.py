@@ -276,16 +276,25 @@ class _Operations(TorchDispatchMode):
         return func(*args, **kwargs)
 
 
+def _product_of_blocks(given, a_scales, b_scales):
+    """The product of FP8 codes with scales [rows, blocks] of A, and of B's rows or squares; some may be padding."""
+    a, b = given["self"], given["mat2"].t()
+    fmt = formats.get("float8_1x128" if len(b_scales) == len(b) else "float8_128x128")
+    blocks = a_scales.shape[1]
+    left = Operand(a, a_scales.contiguous(), None, formats.get("float8_1x128"))
+    right = Operand(b, b_scales[:, :blocks].contiguous(), None, fmt)
+    return reference.scaled_mm(left, right, given["bias"], given["out_dtype"])
+
+
 def library_product(op, given):
     """What cuBLASLt computes: alpha * (A B) + bias with float32 sums, and one rounding."""
     a, b = given["self"], given["mat2"]
     scales = [given["scale_a"], given["scale_b"]]
-    if op is V1 and scales[0].dtype == torch.float32 and scales[0].numel() > a.shape[0]:  # of 128 elements
-        square = scales[1].numel() < b.shape[1] * scales[1].shape[0]
-        left = Operand(a, scales[0].contiguous(), None, formats.get("float8_1x128"))
-        fmt = formats.get("float8_128x128" if square else "float8_1x128")
-        right = Operand(b.t(), scales[1].t().contiguous(), None, fmt)
-        return reference.scaled_mm(left, right, given["bias"], given["out_dtype"])
+    if op is V2 and len(scales[0]) == 1:  # of 128 elements: a row of B's is not a row of the codes, as in v1
+        square = scales[1][0].shape[0] != b.shape[1]
+        return _product_of_blocks(given, scales[0][0], scales[1][0].t() if square else scales[1][0])
+    if op is V1 and scales[0].dtype == torch.float32 and scales[0].numel() > a.shape[0]:
+        return _product_of_blocks(given, scales[0], scales[1].t())
     if op is V1 and scales[0].dtype == torch.float32:  # of rows
         fmt = formats.get("float8_rowwise")
         left, right = (

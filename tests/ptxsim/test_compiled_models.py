@@ -47,6 +47,8 @@ BY_GROUPS = "gemm_block_scaled_sm100"
      {"quantize_columns", "quantize_rows", "gemm_skinny_block_scaled_sm100", "gemm_block_scaled_sm100"}),
     (Case("Llama block", "nvfp4", ROWS, torch.bfloat16, 120),  # no library
      {"row_statistics", "quantize_rows", "gemm_block_scaled_sm100"}),
+    (Case("Llama block", "float8_block", ROWS, torch.bfloat16, 90),  # scales with padding
+     {"quantize_rows", "quantize_squares", "_scaled_mm_v2"}),
 ], ids=lambda value: str(value) if isinstance(value, Case) else "kernels")  # fmt: skip
 def test_model(case, kernels):
     found = compared(case)
