@@ -248,7 +248,8 @@ class Backend:
         """Add one graph to the report, and warn (or raise) if nothing of its model is quantised yet.
 
         A graph that lacks matrices of its model, and in which nothing but rules and the kinds and places of its layers
-        is against quantising, decides nothing: other graphs follow.
+        is against quantising, decides nothing: other graphs follow. Nor does a graph without a matmul, such as of a
+        loss or of an optimiser's step, after a model of which a matmul was quantised.
 
         outcome: None where the rows are lost. why: the reason that no pass ran. seconds: of each pass.
         """
@@ -267,6 +268,7 @@ class Backend:
         by_rules = rows and all(reason.startswith("rule ") for reason in reasons)
         of_one_layer = all(reason.startswith(OF_ONE_LAYER) for reason in reasons)
         undecided = (of_one_layer and known.partial) or (by_rules and known.prefix)
+        undecided = undecided or (not rows and self._own.quantised)
         if why is not None or (model not in self._own.quantised and not undecided):
             self._complain(f" quantised nothing: {why or _reasons(rows)}", model in self._own.warned)
             self._own.warned[model] = True
