@@ -59,6 +59,7 @@ NOTHING_COMPILED = (
     "Likely causes: a module of torch's own was compiled in place, or in DistributedDataParallel (an nn.Sequential: "
     f"Dynamo passes over torch's own code; put it into a module of your own); {_NO_GRAPH}"
     "it is called inside of a transform of torch.func, such as grad (compile the transformed function instead); "
+    "its first call was inside of a TorchDispatchMode, such as FlopCounterMode; "
     "the module is a part of a model that another backend compiles; "
     f"another backend reached Dynamo's limit of recompilations, and the code is left {_CURE}; "
     "or the model was never called."
