@@ -47,7 +47,8 @@ class PassRun(NamedTuple):
 _NO_GRAPH = (
     "what runs is not what is captured (a wrapper calls the original model, or `.module` or `._orig_mod` of the "
     "compiled one); compilation is switched off (TORCH_COMPILE_DISABLE, torch.compiler.disable); Dynamo left out the "
-    "function for a call that it does not capture, such as of nn.LSTM or a scripted module (TORCH_LOGS=graph_breaks); "
+    "function for a call that it does not capture, such as of nn.LSTM or a scripted module, or for a graph break in a "
+    "loop (TORCH_LOGS=graph_breaks); "
 )
 _CURE = (
     "uncompiled: other recipes or shapes compiled the same code before. By default the ninth recipe in one process "
