@@ -120,6 +120,7 @@ class Report:
     rules: the recipe's rules, where the report is a backend's or of `explain`; see `unmatched_rules`.
     packed_before: how many weights of the model were packed already when `fp4compile.pack_` was called.
     launches: the launches of each graph with matmuls on the GPU `gpu`; see `host_bound`.
+    outside: where the report is of `explain`, the layers that also ran outside of the captured graphs.
     """
 
     recipe: str
@@ -134,6 +135,7 @@ class Report:
     rules: tuple[Rule, ...] = ()
     packed_before: int = 0
     launches: list[GraphLaunches] = field(default_factory=list, compare=False)
+    outside: list[str] = field(default_factory=list)
     _frames: dict[tuple, Frame] = field(default_factory=dict, repr=False, compare=False)
 
     def add(
@@ -263,6 +265,9 @@ class Report:
             found.append(f"the FLOPs of {unknown} of the matmuls are unknown and not counted")
         if self.uncompiled:
             found.append("what runs uncompiled is not counted")
+        if self.outside:
+            named = ", ".join([*self.outside[:5], *(["..."] if self.outside[5:] else [])])
+            found.append(f"{len(self.outside)} layers run outside of the captured graphs, and are not counted: {named}")
         if self.lost:
             found.append(f"rows of {self.lost} graphs from Inductor's cache are gone, and these not counted")
         if self.packed_before:
@@ -291,6 +296,7 @@ class Report:
             "uncompiled": dict(self.uncompiled),
             "unmatched_rules": [rule.pattern for rule in self.unmatched_rules()],
             "packed_before": self.packed_before,
+            "outside": list(self.outside),
             "gains": self.gains(),
             "losing": self.losing(),
             "host_bound": [
