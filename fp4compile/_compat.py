@@ -134,6 +134,15 @@ def tracing() -> bool:
     return get_proxy_mode() is not None
 
 
+def stores_graphs() -> bool:
+    """Whether torch is going to store compiled graphs in a file (`aot_compile`, `caching_precompile`)."""
+    from torch._dynamo import config as dynamo
+    from torch._functorch import config as functorch
+
+    # Neither exists in every version of torch.
+    return getattr(functorch, "bundled_autograd_cache", False) or getattr(dynamo, "caching_precompile", False)
+
+
 def pointwise_by_default() -> bool:
     """Whether Inductor computes pointwise operations in float32 with its usual functions, and rounds as it stores."""
     from torch._inductor import config

@@ -6,7 +6,7 @@
 
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -37,6 +37,7 @@ def run_captured(
     enter: Callable[[names.Names, names.Names], None] | None = None,
     *,
     joint: bool = True,
+    running: Callable[[], AbstractContextManager] = nullcontext,
 ) -> Callable:
     """The model, as a function that captures its graphs and runs the functions that `runner` returns for them.
 
@@ -44,6 +45,7 @@ def run_captured(
     enter: called at each run of a graph, with the names of its inputs at capture and the names in this run.
     joint: whether `runner` is called with the joint graph in training, which is then partitioned and run unchanged;
     otherwise it is called with the forward graph, and the function that it returns runs instead.
+    running: makes the context in which a captured graph runs.
 
     Where the model or a part of it is compiled already, the uncompiled original is captured. If the model is a module's
     method `generate`, the calls of the module are captured, and the loop around them runs eagerly, because Dynamo
@@ -77,12 +79,12 @@ def run_captured(
             decompositions=select_decomp_table(),
         )
         compiled = compiler(gm, example_inputs)
-        if enter is None:
-            return compiled
 
         def run(*values: Any) -> Any:
-            enter(known, known.entered_by(values, root))
-            return compiled(*values)
+            if enter is not None:
+                enter(known, known.entered_by(values, root))
+            with running():
+                return compiled(*values)
 
         return run
 

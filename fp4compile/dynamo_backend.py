@@ -26,7 +26,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from fp4compile import _inductor_patches, hardware
 from fp4compile.analysis.plan import OF_ONE_LAYER
 from fp4compile.passes.hoist import hoisting
-from fp4compile.passes.lib.notes import Saved
+from fp4compile.passes.lib.notes import Saved, saved
 from fp4compile.passes.manager import JointPasses, LowerPasses, source_digest, switched_off_passes
 from fp4compile.recipe import Recipe, Rule, agreement, recipes, resolve
 from fp4compile.report import names, stored_rows
@@ -61,15 +61,15 @@ class _Compilation:
     """Collects what the passes report while one Dynamo graph is compiled.
 
     rows: None until the joint passes have run. They do not run where the compiled graph comes from a cache.
-    saved: packed activations that forward graphs save for their wgrads. fused: the prologues of quantisers, by the
-    names of their matmuls. runs: the matches and times of each pass so far.
+    saved: packed activations that forward graphs save for their wgrads, by the names of the wgrads. fused: the
+    prologues of quantisers, by the names of their matmuls. runs: the matches and times of each pass so far.
     lowered: whether the post-grad passes have run. They do not run where Inductor's cache has the graph after the
     joint passes.
     late: called with `fused` and `runs` of a backward graph that is compiled later, when it first runs; None before.
     """
 
     rows: list[Row] | None = None
-    saved: list[Saved] = field(default_factory=list)
+    saved: dict[str, Saved] = field(default_factory=dict)
     fused: dict[str, str] = field(default_factory=dict)
     runs: dict[str, PassRun] = field(default_factory=dict)
     lowered: bool = False
@@ -83,9 +83,22 @@ class _Compilation:
     def post_grad(self, saved: list[Saved], fused: dict[str, str], runs: dict[str, PassRun]) -> None:
         """Record the post-grad passes' results on a graph."""
         self.lowered = True
-        self.saved.extend(saved)
+        self.keep(saved)
         self.fused |= fused
         self.ran(runs, fused)
+
+    def keep(self, found: list[Saved]) -> None:
+        """Record the packed activations that a graph saves."""
+        self.saved |= {entry.wgrad: entry for entry in found}
+
+    def noting(self, inner_compile: Callable) -> Callable:
+        """An `inner_compile` that records what a graph saves, for graphs that Inductor's cache has, too."""
+
+        def compile_noted(gm: GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Callable:
+            self.keep(saved(gm.graph))
+            return inner_compile(gm, example_inputs, **kwargs)
+
+        return compile_noted
 
     def ran(self, runs: dict[str, PassRun], fused: dict[str, str] | None = None) -> None:
         """Add the matches and times of passes."""
@@ -186,8 +199,9 @@ class Backend:
         lowering = LowerPasses(told.post_grad, before_lowering, self.disabled_passes)
         config_patches |= {_JOINT_SLOT: passes, _LOWER_SLOT: lowering}
         key = stored_rows.key(gm, example_inputs, passes.uuid(), config_patches)
+        noted = told.noting(compile_fx_inner)
         inner_compile = hoisting(
-            compile_fx_inner, known.inputs, self.recipe.weight_cache, sink=told.ran, disabled=self.disabled_passes
+            noted, known.inputs, self.recipe.weight_cache, sink=told.ran, disabled=self.disabled_passes
         )
         compiled = compile_fx(gm, example_inputs, inner_compile, config_patches=config_patches)
         ranks.compare()
@@ -248,7 +262,8 @@ class Backend:
         """Add one graph to the report, and warn (or raise) if nothing of its model is quantised yet.
 
         A graph that lacks matrices of its model, and in which nothing but rules and the kinds and places of its layers
-        is against quantising, decides nothing: other graphs follow.
+        is against quantising, decides nothing: other graphs follow. Nor does a graph without a matmul, such as of a
+        loss or of an optimiser's step, after a model of which a matmul was quantised.
 
         outcome: None where the rows are lost. why: the reason that no pass ran. seconds: of each pass.
         """
@@ -267,6 +282,7 @@ class Backend:
         by_rules = rows and all(reason.startswith("rule ") for reason in reasons)
         of_one_layer = all(reason.startswith(OF_ONE_LAYER) for reason in reasons)
         undecided = (of_one_layer and known.partial) or (by_rules and known.prefix)
+        undecided = undecided or (not rows and self._own.quantised)
         if why is not None or (model not in self._own.quantised and not undecided):
             self._complain(f" quantised nothing: {why or _reasons(rows)}", model in self._own.warned)
             self._own.warned[model] = True
@@ -366,11 +382,10 @@ def _trains(example_inputs: Sequence[Any]) -> bool:
     )
 
 
-def _completed(rows: list[Row], kept: list[Saved], fused: dict[str, str]) -> list[Row]:
+def _completed(rows: list[Row], kept: dict[str, Saved], fused: dict[str, str]) -> list[Row]:
     """The rows of a graph with fused operations; wgrad rows also with the bytes that the forward saves for them."""
-    by_wgrad: dict[str | None, Saved] = {entry.wgrad: entry for entry in kept}
     rows = [replace(row, fused=fused.get(row.node or "")) for row in rows]
-    found = ((row, by_wgrad.get(row.node)) for row in rows)
+    found = ((row, kept.get(row.node or "")) for row in rows)
     return [row if entry is None else replace(row, saved=entry.packed, saved_plain=entry.plain)
             for row, entry in found]  # fmt: skip
 

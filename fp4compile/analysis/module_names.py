@@ -14,6 +14,7 @@ from torch import nn
 
 _BLOCK = re.compile(r"(?:^|\.)(\d+)(?:\.|$)")
 _GETATTR = re.compile(r",\s'([^']+)'\)")
+_CELL = re.compile(r"\.__closure__\[\d+\]\.cell_contents")
 
 # Attributes in which wrappers hold the wrapped module. docs/adapters.md has the libraries and versions.
 _SEGMENTS = {
@@ -148,9 +149,10 @@ def block_of(module: str) -> tuple[str, int] | None:
 def clean_name(path: str) -> str:
     """The own name in a text, without the root variable. `Named` is more precise where the module is available.
 
-    Dynamo's text for a model that a function closes over is "getattr(G['model'].layers, '0').mlp".
+    Dynamo's text for a model that a function closes over is "getattr(G['model'].layers, '0').mlp", and
+    "L['fn'].__closure__[0].cell_contents.mlp" where the function is passed to another one, such as `torch.func.grad`.
     """
-    path = _GETATTR.sub(r".\1", path.replace("getattr(", ""))
+    path = _CELL.sub("", _GETATTR.sub(r".\1", path.replace("getattr(", "")))
     _, bracket, rest = path.rpartition("']")
     path = rest.lstrip(".") if bracket else path
     return functools.reduce(Named.child, path.split("."), Named()).name if path else ""

@@ -384,10 +384,10 @@ def _left_by_recipe(gemm: Gemm, recipe: Recipe) -> str:
 
 def _excluded_place(layer: Layer, recipe: Recipe, model: Model) -> str | None:
     """The reason that the recipe's defaults skip a layer for its position in the model; None if they do not."""
+    if "lora_" in layer.name:  # before the head: it is the last and widest layer of a graph that holds it alone
+        return "LoRA adapter"
     if recipe.skip_lm_head and _is_head(layer, model):
         return "output head"
-    if "lora_" in layer.name:
-        return "LoRA adapter"
     if layer.name in model.adapters:
         return "adapter"
     if layer.selects or _is_router(layer.name, model):

@@ -8,7 +8,8 @@ Two weights from whose matmuls a kernel computes one result, gate and up, are st
 well, whose tensors are already inputs of the graph.
 
 Graphs that are compiled under torch.distributed are not changed, except in inference under the recipe's
-`weight_cache="always"`: FSDP refills a parameter's storage without a change of its version counter.
+`weight_cache="always"`: FSDP refills a parameter's storage without a change of its version counter. Graphs that torch
+stores in a file are not changed: packed weights are passed by a function of this process.
 """
 
 import functools
@@ -21,6 +22,7 @@ from typing import Any
 import torch
 from torch.fx import Graph, GraphModule, Node
 
+from fp4compile._compat import stores_graphs
 from fp4compile.analysis.find import parameters_of
 from fp4compile.analysis.gemm import Input
 from fp4compile.analysis.views import view_of
@@ -78,7 +80,7 @@ def hoisting(
     graph, "always" is the user's promise of `Form`. sink: takes the pass's run for each graph with such weights.
     disabled: names of the passes that are switched off.
     """
-    if cache == "off" or "hoist" in disabled:
+    if cache == "off" or "hoist" in disabled or stores_graphs():
         return inner_compile
 
     def compile_hoisted(gm: GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Callable:

@@ -258,7 +258,8 @@ def _example(node: Node, value: Any) -> Any:
 
 def _place(node: Node, value: Any) -> _Origin | None:
     """Dynamo's source of an input; None for an input that is not a parameter and that no module holds."""
-    source = getattr(node.meta.get("grapharg"), "source", None)
+    # Dynamo drops `grapharg` from graphs that it is going to store (`aot_compile`).
+    source = getattr(node.meta.get("grapharg"), "source", getattr(node, "_dynamo_source", None))
     text = getattr(source, "name", None)
     text = text() if callable(text) else text
     is_parameter = isinstance(value, torch.nn.Parameter)
@@ -307,7 +308,8 @@ def _parsed(text: str, free: bool, is_parameter: bool) -> _Origin | None:
         return _Origin(root, label, "", False, True)
     # A layer in a list, or a single layer in a function's closure, is named only by its variable. A whole model in the
     # closure, and a model that is an argument, needs no such label: its layers have names.
-    listed = any(step.group(4) or step.group(5) for step in steps[:first])
+    cells = {i + 1 for i, step in enumerate(steps) if step.group(3) == "__closure__"}  # no lists of the user's
+    listed = any((step.group(4) or step.group(5)) and i not in cells for i, step in enumerate(steps[:first]))
     always = not passed and (listed or ((free or bool(inner)) and below in ("weight", "bias")))
     return _Origin(root, below, label, always, is_parameter, real)
 

@@ -47,7 +47,8 @@ class PassRun(NamedTuple):
 _NO_GRAPH = (
     "what runs is not what is captured (a wrapper calls the original model, or `.module` or `._orig_mod` of the "
     "compiled one); compilation is switched off (TORCH_COMPILE_DISABLE, torch.compiler.disable); Dynamo left out the "
-    "function for a call that it does not capture, such as of nn.LSTM or a scripted module (TORCH_LOGS=graph_breaks); "
+    "function for a call that it does not capture, such as of nn.LSTM or a scripted module, or for a graph break in a "
+    "loop (TORCH_LOGS=graph_breaks); "
 )
 _CURE = (
     "uncompiled: other recipes or shapes compiled the same code before. By default the ninth recipe in one process "
@@ -59,6 +60,7 @@ NOTHING_COMPILED = (
     "Likely causes: a module of torch's own was compiled in place, or in DistributedDataParallel (an nn.Sequential: "
     f"Dynamo passes over torch's own code; put it into a module of your own); {_NO_GRAPH}"
     "it is called inside of a transform of torch.func, such as grad (compile the transformed function instead); "
+    "its first call was inside of a TorchDispatchMode, such as FlopCounterMode; "
     "the module is a part of a model that another backend compiles; "
     f"another backend reached Dynamo's limit of recompilations, and the code is left {_CURE}; "
     "or the model was never called."
@@ -118,6 +120,7 @@ class Report:
     rules: the recipe's rules, where the report is a backend's or of `explain`; see `unmatched_rules`.
     packed_before: how many weights of the model were packed already when `fp4compile.pack_` was called.
     launches: the launches of each graph with matmuls on the GPU `gpu`; see `host_bound`.
+    outside: where the report is of `explain`, the layers that also ran outside of the captured graphs.
     """
 
     recipe: str
@@ -132,6 +135,7 @@ class Report:
     rules: tuple[Rule, ...] = ()
     packed_before: int = 0
     launches: list[GraphLaunches] = field(default_factory=list, compare=False)
+    outside: list[str] = field(default_factory=list)
     _frames: dict[tuple, Frame] = field(default_factory=dict, repr=False, compare=False)
 
     def add(
@@ -261,6 +265,9 @@ class Report:
             found.append(f"the FLOPs of {unknown} of the matmuls are unknown and not counted")
         if self.uncompiled:
             found.append("what runs uncompiled is not counted")
+        if self.outside:
+            named = ", ".join([*self.outside[:5], *(["..."] if self.outside[5:] else [])])
+            found.append(f"{len(self.outside)} layers run outside of the captured graphs, and are not counted: {named}")
         if self.lost:
             found.append(f"rows of {self.lost} graphs from Inductor's cache are gone, and these not counted")
         if self.packed_before:
@@ -289,6 +296,7 @@ class Report:
             "uncompiled": dict(self.uncompiled),
             "unmatched_rules": [rule.pattern for rule in self.unmatched_rules()],
             "packed_before": self.packed_before,
+            "outside": list(self.outside),
             "gains": self.gains(),
             "losing": self.losing(),
             "host_bound": [

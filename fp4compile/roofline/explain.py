@@ -12,6 +12,7 @@ from torch._guards import CompileContext
 from torch.fx import GraphModule
 
 from fp4compile import _compat, hardware
+from fp4compile.analysis.module_names import module_of
 from fp4compile.capture import run_captured
 from fp4compile.hardware import Gpu
 from fp4compile.passes.manager import analyse, describe
@@ -19,6 +20,7 @@ from fp4compile.recipe import Recipe, resolve
 from fp4compile.report import names
 from fp4compile.report.report import NOTHING_CAPTURED, Report, Row, Seconds
 from fp4compile.roofline.compiled_graph import predict_graph
+from fp4compile.uncaptured import Uncaptured
 
 
 def explain(
@@ -71,8 +73,11 @@ def explain(
             rows, rest = made.get(id(known), ([], None))
             report.add(now.in_full(rows), {}, rest=rest)
 
-    with torch.random.fork_rng(), _without_cache_on_meta(model):
-        run_captured(model, look, enter)(*args, **kwargs)
+    uncaptured = Uncaptured()
+    with torch.random.fork_rng(), _without_cache_on_meta(model), uncaptured:
+        run_captured(model, look, enter, running=uncaptured.ignored)(*args, **kwargs)
+    root = module_of(model._orig_mod if isinstance(model, OptimizedModule) else model)
+    report.outside = [] if root is None else uncaptured.layers(root)
     if report.graphs == 0:
         raise ValueError(f"model: no graph of it was captured. {NOTHING_CAPTURED}")
     print(report.table(all=all))

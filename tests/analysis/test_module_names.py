@@ -186,6 +186,7 @@ def test_a_name_that_models_use_too_stays():
     assert own_names(Own()) == ["module.weight", "base_model.weight", "model.weight"]
     assert clean_name("L['self'].module.base_model.model") == "module.base_model.model"
     assert clean_name("getattr(getattr(G['model'].layers, '0').experts, '3').up") == "layers.0.experts.3.up"
+    assert clean_name("L['fn'].__closure__[2].cell_contents.__closure__[0].cell_contents.layers.0") == "layers.0"
 
 
 def test_names_in_texts():

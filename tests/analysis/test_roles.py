@@ -141,6 +141,20 @@ def test_lora_adapters_stay_in_high_precision():
     assert ("base", "dgrad", DGRAD) in found
 
 
+def test_an_adapter_that_is_the_last_and_widest_layer_of_its_graph_is_no_output_head():
+    class Alone(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.lora_A, self.lora_B = Linear(64, 32, bias=False), Linear(32, 96, bias=False)
+
+        def forward(self, x):
+            return self.lora_B(self.lora_A(x))
+
+    model = Alone()
+    found = both(model, model, tokens(), parameters=list(model.parameters()))
+    assert {entry[2] for entry in found} == {"LoRA adapter"}
+
+
 W = weight()
 BESIDE_A_LAYER = {
     "x @ x^T": lambda x, linear: linear(x, W).sum(1) + (x @ x.t()).sum(1),

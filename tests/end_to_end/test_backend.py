@@ -266,6 +266,29 @@ def test_graphs_of_layers_that_are_left_out_for_their_kind_decide_nothing(monkey
     assert {row.module for row in backend.report.quantised} == {"layer"}
 
 
+def test_a_loss_that_is_compiled_after_its_model_decides_nothing(monkeypatch):
+    without_codegen.install(monkeypatch)
+    backend, model = fp4compile.backend("mxfp8", strict=True), torch.nn.Linear(64, 64)
+    out = torch.compile(model, backend=backend)(torch.ones(4, 64))
+    loss = torch.compile(lambda out: out.square().mean(), backend=fp4compile.backend("mxfp8", strict=True))
+    loss(out).backward()
+    with pytest.raises(RuntimeError, match="no operand is a parameter"):  # a graph with a matmul decides
+        torch.compile(lambda x: x @ x, backend=backend)(torch.ones(64, 64))
+
+
+def test_graphs_that_are_stored_in_a_file(tmp_path):
+    model, x = MLP(), torch.randn(4, 64)
+    backend = fp4compile.backend("mxfp8", rules=[("down", "skip")])
+    compiled = torch.compile(model, backend=backend, fullgraph=True)
+    with torch.no_grad():
+        compiled.forward.aot_compile(((x,), {})).save_compiled_function(tmp_path / "graph")
+        assert [(row.module, row.reason) for row in backend.report.rows] == [("up", None), ("down", "rule 'down'")]
+        with (tmp_path / "graph").open("rb") as file:
+            stored = torch.compiler.load_compiled_function(file)
+        model.up.weight.mul_(2)  # nothing is kept of the weights that the graph was made with
+        assert torch.equal(stored(model, x), compiled(x))
+
+
 def test_nothing_matched_warns_once():
     backend = fp4compile.backend("mxfp8")
     compiled = torch.compile(torch.nn.ReLU(), backend=backend, dynamic=False)

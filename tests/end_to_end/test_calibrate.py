@@ -221,6 +221,18 @@ def test_a_model_whose_weights_are_loaded_when_it_runs_is_not_refused():
         fp4compile.calibrate(model, [torch.randn(8, 64)])
 
 
+def test_models_with_operators_of_higher_order():
+    """As flex_attention is; torch refuses these under a dispatch mode that does not ask for them."""
+    layer = torch.nn.Linear(64, 64)
+
+    def chosen(x):
+        return torch.cond(x.sum() > 0, lambda x: x + 1, lambda x: x - 1, (layer(x),))
+
+    x = torch.randn(8, 64)
+    ((name, scale),) = fp4compile.calibrate(chosen, [x]).static_scales
+    assert (name, scale) == ("layer", pytest.approx(x.abs().max().item() / 2688))
+
+
 def test_a_layer_of_which_calls_are_missed_is_dynamic():
     with pytest.warns(UserWarning, match="layers that also run outside of the captured graphs .*: looped$"):
         recipe = fp4compile.calibrate(Looping(), [(torch.randn(2, 64), 5.0)])

@@ -30,7 +30,7 @@ ROOMS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("public names", ("fp4compile",)),
     ("entry points", (
         "fp4compile.registration", "fp4compile.dynamo_backend", "fp4compile.calibration", "fp4compile.capture",
-        "fp4compile.distributed", "fp4compile.roofline",
+        "fp4compile.distributed", "fp4compile.roofline", "fp4compile.uncaptured",
     )),
     ("passes", ("fp4compile.passes",)),
     ("weights", ("fp4compile.weights",)),

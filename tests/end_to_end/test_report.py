@@ -359,6 +359,43 @@ def test_a_wrapper_around_a_compiled_forward_is_not_passed_over():
 # ---------------------------------------------------------------- nothing compiled
 
 
+class Residual(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(64, 64)
+
+    def forward(self, x):
+        return x + self.layer(x)
+
+
+class Looped(torch.nn.Module):
+    """Dynamo leaves its `forward` out, for a graph break in a loop, and captures the blocks that the loop calls."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = torch.nn.Linear(64, 64), torch.nn.Linear(64, 64)
+        self.blocks = torch.nn.ModuleList(Residual() for _ in range(2))
+
+    def forward(self, x):
+        x = self.first(x)
+        for block in self.blocks:
+            x = block(x)
+            torch._dynamo.graph_break()
+        return self.last(x)
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_explain_names_layers_outside_of_the_captured_graphs(device):
+    with torch.device(device):
+        model, x = Looped(), torch.ones(4, 64)
+    report = fp4compile.explain(model, x, recipe="mxfp8", gpu="B200" if device == "meta" else None)
+    assert {row.module.partition(".")[0] for row in report.rows} == {"blocks"}
+    assert report.outside == report.to_dict()["outside"] == ["first", "last"]
+    warning = "2 layers run outside of the captured graphs, and are not counted: first, last"
+    assert warning in str(report) and warning in report.summary()
+    assert fp4compile.explain(model.blocks[0], x, recipe="mxfp8", gpu="B200").outside == []
+
+
 def test_explain_raises_where_nothing_is_captured():
     @torch.compiler.disable
     def hidden(x):

@@ -84,6 +84,20 @@ def test_what_inductors_cache_alone_has_is_in_the_report():
     assert summaries[1] == summaries[0] and counts[1] == counts[0]
 
 
+def test_what_is_saved_is_known_where_only_the_text_of_a_function_changed(tmp_path, monkeypatch):
+    """Inductor's cache has the graph, and no stored row belongs to the function."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    layer, summaries = torch.nn.Linear(64, 64), []
+    for function in (lambda x: layer(x).relu(), lambda renamed: layer(renamed).relu()):
+        torch._dynamo.reset()
+        counters.clear()
+        backend = fp4compile.backend("mxfp8", name="of this test")
+        torch.compile(function, backend=backend)(torch.ones(32, 64)).sum().backward()
+        summaries.append(backend.report.summary())
+    assert counters["inductor"]["fxgraph_cache_hit"] and not counters["aot_autograd"]["autograd_cache_hit"]
+    assert summaries[1] == summaries[0] and "saved for backward" in summaries[0]
+
+
 def test_rows_of_a_graph_of_symbolic_sizes_that_another_size_compiled(tmp_path, monkeypatch):
     """AOTAutograd's cache has one graph for all sizes."""
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))

@@ -217,6 +217,10 @@ def test_every_layer_has_a_name_of_its_own(function, arguments, expected):
     assert [seen for _, seen in modules(function, *arguments)] == expected
 
 
+def test_a_model_that_a_transform_holds_has_its_own_names():
+    assert {seen for _, seen in modules(torch.func.jacfwd(Block()), torch.randn(64))} == {"up", "down"}
+
+
 def test_closed_over_layers_have_scales_and_rules_of_their_own():
     first, second = torch.nn.Linear(64, 64), torch.nn.Linear(64, 64)
 
