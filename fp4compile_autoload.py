@@ -20,6 +20,8 @@ from importlib.metadata import entry_points
 from types import ModuleType
 from typing import Any
 
+_METHOD = "fp4compile"  # the quant_method of packed models
+
 
 def watch() -> None:
     """Add this package's names to the libraries' enumerations, now or when they have been imported. Never raises."""
@@ -59,19 +61,42 @@ def _offer_backends(module: ModuleType) -> None:
 
 
 def _read_packed(module: ModuleType) -> None:
-    """Let `from_pretrained` load packed models, and pack models while it loads them."""
-    module.AUTO_QUANTIZATION_CONFIG_MAPPING.setdefault("fp4compile", _Configuration)
+    """Let `from_pretrained` load packed models and published checkpoints, and pack models while it loads them.
+
+    ModelOpt's checkpoints have no other reader in transformers, which would load codes without their scales. Those of
+    other methods are read if an argument `quantization_config` of this package's method is passed: transformers itself
+    refuses two methods.
+    """
+    for method in (_METHOD, "modelopt"):
+        module.AUTO_QUANTIZATION_CONFIG_MAPPING.setdefault(method, _Configuration)
+    merge = module.AutoHfQuantizer.merge_quantization_configs
+
+    @functools.wraps(merge)
+    def merged(checkpoint: Any, argument: Any) -> Any:
+        if _method_of(argument) != _METHOD or _method_of(checkpoint) == _METHOD:
+            return merge(checkpoint, argument)
+        from fp4compile.weights.transformers import PublishedConfig, register
+
+        register()
+        return PublishedConfig(recipe=argument.get("recipe") if isinstance(argument, dict) else argument.recipe)
+
+    module.AutoHfQuantizer.merge_quantization_configs = staticmethod(merged)
+
+
+def _method_of(config: Any) -> Any:
+    return config.get("quant_method") if isinstance(config, dict) else getattr(config, "quant_method", None)
 
 
 class _Configuration:
-    """Stands for the package's quantization_config in transformers' registry until one is read."""
+    """Stands for the package's quantization_configs in transformers' registry until one is read."""
 
     @staticmethod
     def from_dict(values: dict, **options: object) -> object:
-        from fp4compile.weights.transformers import Fp4CompileConfig, register
+        from fp4compile.weights.transformers import Fp4CompileConfig, PublishedConfig, register
 
         register()
-        return Fp4CompileConfig.from_dict(values, **options)
+        kind = Fp4CompileConfig if _method_of(values) == _METHOD else PublishedConfig
+        return kind.from_dict(values, **options)
 
 
 def _inject_into_packed(module: ModuleType) -> None:

@@ -202,7 +202,7 @@ def _buffer(layer: PackedWeight, name: str, buffer: str, state: dict[str, torch.
     """A buffer of a packed weight, or the static global scale of its activation, repeated for each expert."""
     if buffer != "activation_outer":
         return state[f"{name}.{buffer}"].detach().cpu().contiguous()
-    outer = torch.tensor(layer.layer_format.activation_outer, dtype=torch.float32)
+    outer = torch.tensor(layer.layer_format.activation_outer, dtype=torch.float32, device="cpu")
     return outer if layer.experts is None else outer.expand(layer.experts)
 
 

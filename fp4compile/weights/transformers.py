@@ -19,14 +19,9 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.core_model_loading import ConversionOps
 from transformers.quantizers import HfQuantizer
-from transformers.quantizers.auto import (
-    AUTO_QUANTIZATION_CONFIG_MAPPING,
-    AUTO_QUANTIZER_MAPPING,
-    AutoHfQuantizer,
-)
+from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING, AUTO_QUANTIZER_MAPPING
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from fp4compile._inductor_patches import merge_other_quantisation
 from fp4compile.analysis.module_names import packed_name
 from fp4compile.recipe import resolve
 from fp4compile.weights.buffers import (
@@ -471,10 +466,6 @@ def _own_config(model: nn.Module, config: PreTrainedConfig) -> None:
 
 
 def register() -> None:
-    """Make `from_pretrained` use this quantiser. Does nothing the second time."""
+    """Make `from_pretrained` use this quantiser. `fp4compile_autoload` calls it as soon as a checkpoint needs it."""
     AUTO_QUANTIZATION_CONFIG_MAPPING[METHOD] = Fp4CompileConfig
     AUTO_QUANTIZER_MAPPING[METHOD] = Fp4CompileQuantizer
-    # transformers has no reader of ModelOpt's checkpoints: it would warn, and load codes without their scales.
-    if AUTO_QUANTIZATION_CONFIG_MAPPING.setdefault("modelopt", PublishedConfig) is PublishedConfig:
-        AUTO_QUANTIZER_MAPPING["modelopt"] = Fp4CompileQuantizer
-    merge_other_quantisation(AutoHfQuantizer, METHOD, PublishedConfig)

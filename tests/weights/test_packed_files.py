@@ -137,6 +137,15 @@ def test_tensors_that_overlap_come_apart_with_their_values(tmp_path):
     assert_same_state(model, fresh)
 
 
+def test_another_default_device_than_the_models(tmp_path):
+    """As after `torch.set_default_device("cuda")` beside a model on the CPU."""
+    model, fresh, path = Views(), Views(), tmp_path / "packed.safetensors"
+    with torch.device("meta"):
+        write_packed(model, path, "mxfp8")
+        fp4compile.load_packed(fresh, path)
+    assert_same_state(model, fresh)
+
+
 def test_values_that_the_model_cannot_hold_are_refused(tmp_path):
     """Tied in the model, apart in the file: no loading would be right."""
     path = tmp_path / "packed.safetensors"

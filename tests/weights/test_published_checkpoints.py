@@ -13,6 +13,7 @@ from fp4compile.recipe import named
 from fp4compile.weights.linear import PackedLinear
 from fp4compile.weights.published.conventions import inverted
 from tests.helpers.checkpoints import DATA, E2M1, bits, decoded, tensors_of
+from tests.helpers.programs import Program
 
 MODELOPT = ("modelopt_nvfp4", "modelopt_nvfp4_weight_only", "modelopt_mxfp8")
 TOKENS = torch.arange(16).view(2, 8)
@@ -97,6 +98,14 @@ def test_compressed_tensors_divide_by_their_global_scale(tmp_path, shards):
     fp4compile.export_packed(model, tmp_path / "again", "compressed-tensors", max_shard_size=8000)
     assert len(list((tmp_path / "again").glob("*.safetensors"))) > 1
     assert bits(tensors_of(tmp_path / "again")) == bits(tensors)
+
+
+def test_another_default_device_than_the_models(tmp_path):
+    model = loaded(DATA / "modelopt_nvfp4")
+    with torch.device("meta"):  # as after `torch.set_default_device("cuda")`
+        fp4compile.export_packed(model, tmp_path / "again", "compressed-tensors")
+    fp4compile.export_packed(model, tmp_path / "expected", "compressed-tensors")
+    assert bits(tensors_of(tmp_path / "again")) == bits(tensors_of(tmp_path / "expected"))
 
 
 def test_tied_weights_are_stored_once():
@@ -212,6 +221,26 @@ def test_a_configuration_that_names_no_algorithm(tmp_path):
         ValueError, match=r"layer 'model\..*' is quantised, and the configuration has no quant_algo .* NVFP4"
     ):
         loaded(tmp_path / "none")
+
+
+# ---------------------------------------------------------------- transformers
+
+READ = """
+import sys, torch, transformers
+order = {"quantization_config": {"quant_method": "fp4compile"}} if sys.argv[2] == "order" else {}
+model = transformers.AutoModelForCausalLM.from_pretrained(sys.argv[1], **order)
+with torch.no_grad():
+    assert torch.equal(model(torch.arange(16).view(2, 8)).logits, torch.load(sys.argv[3]))
+"""
+
+
+@pytest.mark.parametrize("layout, order", [("modelopt", ""), ("modelopt", "order"), ("compressed-tensors", "order")])
+def test_from_pretrained_reads_published_checkpoints_before_any_other(layout, order, tmp_path):
+    """In a new process, to which no packed model and no call has introduced this package's quantiser."""
+    fp4compile.export_packed(loaded(DATA / "modelopt_nvfp4"), tmp_path / "made", layout)
+    torch.save(logits(loaded(tmp_path / "made")), tmp_path / "logits.pt")
+    ended = Program(["-c", READ, str(tmp_path / "made"), order, str(tmp_path / "logits.pt")], tmp_path).ended()
+    assert ended.status == 0, ended.said
 
 
 # ---------------------------------------------------------------- writing
