@@ -22,7 +22,7 @@ from transformers.quantizers import HfQuantizer
 from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING, AUTO_QUANTIZER_MAPPING
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from fp4compile.analysis.module_names import packed_name
+from fp4compile.analysis.module_names import module_name, packed_name
 from fp4compile.recipe import resolve
 from fp4compile.weights.buffers import (
     BUFFERS,
@@ -120,7 +120,8 @@ class Fp4CompileQuantizer(HfQuantizer):
             )
         if self.pre_quantized and config.recipe is not None and not config.published:
             raise ValueError("quantization_config: the checkpoint is packed already; expected no recipe")
-        if not self.pre_quantized and isinstance(device_map, dict) and "disk" in device_map.values():
+        on_disk = isinstance(device_map, dict) and "disk" in device_map.values()
+        if on_disk and (config.published or not self.pre_quantized):
             raise ValueError("device_map: weights that stay on disk cannot be packed; allowed are devices and 'cpu'")
 
     def update_dtype(self, dtype: torch.dtype) -> torch.dtype:
@@ -197,9 +198,14 @@ class Fp4CompileQuantizer(HfQuantizer):
 
     def _process_model_after_weight_loading(self, model: nn.Module, **kwargs: Any) -> nn.Module:
         for weight, _, shell in self.waiting:
-            if shell.missing:
-                name = f"{weight.packed_names[0]}.{min(shell.missing)}"
-                raise ValueError(f"tensor {name!r} is missing in the checkpoint")
+            if not shell.missing:
+                continue
+            name = f"{weight.packed_names[0]}.{min(shell.missing)}"
+            if _device_of(weight.names[0], getattr(model, "hf_device_map", None)) == "disk":
+                raise ValueError(
+                    f"offload_buffers: packed weights, such as {name!r}, cannot stay on disk; expected False"
+                )
+            raise ValueError(f"tensor {name!r} is missing in the checkpoint")
         for weight, packed, shell in self.waiting:
             self._fill(model, weight, packed, shell)
         self.waiting.clear()
@@ -440,7 +446,8 @@ def config_of(model: nn.Module) -> Fp4CompileConfig:
 def attach(model: nn.Module) -> None:
     """Make `save_pretrained` of every transformers model in a module save its packed form.
 
-    The outermost ones get copies of their configurations, which unpacked models may share.
+    The outermost ones get copies of their configurations, which unpacked models may share. Packed heads are tied to
+    embeddings no more.
     """
     inside: set[nn.Module] = set()
     for one in model.modules():
@@ -452,6 +459,8 @@ def attach(model: nn.Module) -> None:
                 _own_config(model, one.config)
             one.config.quantization_config = config
             inside.update(one.modules())
+        if isinstance(ties := one._tied_weights_keys, dict):  # `tie_weights` would assign the weight of a packed head
+            one._tied_weights_keys = {name: to for name, to in ties.items() if module_name(name) not in config.layers}
         one.hf_quantizer = Fp4CompileQuantizer(config, pre_quantized=True)
 
 
