@@ -357,16 +357,19 @@ def test_from_pretrained_refuses_what_is_broken(what, match, tmp_path):
 
 
 def test_several_groups_of_compressed_tensors(tmp_path):
-    """A name goes before a regular expression, and that before a class; equals that differ are refused."""
+    """A name goes before a regular expression, and that before a class; of equals, those of the codes' width count."""
     by_hand(tmp_path / "ct", {DOWN}, 0.15625)
     file = tmp_path / "ct" / "config.json"
     config = json.loads(file.read_text())
     groups = config["quantization_config"]["config_groups"]
     right, eight = groups["group_0"], {"weights": {"num_bits": 8, "type": "float", "group_size": 32}}
+    weights_alone = {"weights": right["weights"]}
     cases = [
         ((["Linear"], eight), ([r"re:.*\.down_proj$"], right), None), ((["re:.*down.*"], eight), ([DOWN], right), None),
         ((["Linear"], right), (["Linear"], right), None), (([DOWN], right), (["nothing"], {"weights": None}), None),
-        ((["re:.*"], right), (["re:.*down.*"], eight), "is a target of several groups"),
+        ((["re:.*"], right), (["re:.*down.*"], eight), None), ((["re:.*"], eight), (["re:.*down.*"], right), None),
+        ((["re:.*"], right), (["re:.*down.*"], weights_alone), "is a target of several groups"),
+        ((["re:.*"], eight), (["re:.*down.*"], {"weights": eight["weights"] | {"group_size": 128}}), "several groups"),
     ]  # fmt: skip
     for *found, message in cases:
         new = {f"group_{i}": group | {"targets": targets} for i, (targets, group) in enumerate(found)}

@@ -119,8 +119,8 @@ def read_published(checkpoint: Checkpoint, recipe: Recipe | None = None) -> Cont
     }
     with naming(checkpoint.folder / file):
         scheme_of = layout.schemes(config).of
-        schemes = {layer: scheme_of(layer) for layer in sorted(packed)}
-        fused = {name: scheme_of(name) for name in sorted(tensors)
+        schemes = {layer: scheme_of(layer, f"{layer}.weight_packed" in tensors) for layer in sorted(packed)}
+        fused = {name: scheme_of(name, False) for name in sorted(tensors)
                  if f"{name}{_FUSED_SCALES}" in tensors and not name.endswith(".weight")}  # fmt: skip
     with naming(checkpoint.path):
         layers = {layer: _take(layout, scheme, layer, tensors) for layer, scheme in schemes.items()}
