@@ -135,7 +135,7 @@ class Fp4CompileQuantizer(HfQuantizer):
         if config.published:
             if not checkpoint_files:
                 raise ValueError("quantization_config: a published checkpoint is read from its folder; got none")
-            self._read_published(model, Path(checkpoint_files[0]).parent, device_map)
+            self._read_published(model, checkpoint_files, device_map)
             self._untie(model)
             return model
         check_states(config.layers, config.experts)
@@ -155,10 +155,11 @@ class Fp4CompileQuantizer(HfQuantizer):
         tied: dict[str, str] = getattr(model, "all_tied_weights_keys", {})
         model.all_tied_weights_keys = {name: to for name, to in tied.items() if packed.isdisjoint((name, to))}
 
-    def _read_published(self, model: Any, folder: Path, device_map: Any) -> None:
+    def _read_published(self, model: Any, files: list[str], device_map: Any) -> None:
         """Replace weights by shells with the packed tensors of a checkpoint; transformers reads the rest."""
+        folder = Path(files[0]).parent
         chosen = None if self.quantization_config.recipe is None else resolve(self.quantization_config.recipe)
-        published = read_published(read_checkpoint(folder, (CONFIG, HF_QUANT_CONFIG)), chosen)
+        published = read_published(read_checkpoint(folder, (CONFIG, HF_QUANT_CONFIG), files), chosen)
         with naming(folder):
             contents = in_model(model, published, names_of_transformers(model))
             weights = weights_of(model, contents.layers, contents.experts)
@@ -307,12 +308,12 @@ def _of_class(model: Any, states: dict[str, dict]) -> dict[str, dict]:
     """The descriptions of those packed weights that a model's class has, by the names that it has for them.
 
     A checkpoint may be of a class with a head and the model the base of it, or the other way round: names in the base
-    then begin after a prefix. A base has no weights of the head, and a class may leave out others: it names them, or
-    has None in their place. transformers treats the tensors of the checkpoint alike.
+    then begin after a prefix. A base, and a class with another head, have no weights of the head, and a class may leave
+    out others: it names them, or has None in their place. transformers treats the tensors of the checkpoint alike.
     """
     base = getattr(model, "base_model_prefix", "")
-    prefix, is_base = f"{base}.", bool(base) and not hasattr(model, base)
-    has_head = is_base and any(name.startswith(prefix) for name in states)
+    prefix = f"{base}."
+    has_head = bool(base) and any(name.startswith(prefix) for name in states)
     unused = [re.compile(pattern) for pattern in getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()]
     own = {name for name, _ in (*model.named_modules(remove_duplicate=False), *model.named_parameters())}
     found = {}

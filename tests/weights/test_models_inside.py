@@ -67,6 +67,10 @@ OTHER_CLASSES = {
         lambda: transformers.BertForMaskedLM(bert(64).config).eval(), transformers.BertModel, lambda model: model,
         lambda model: model.bert,
     ),
+    "another head than one with a packed layer": (
+        lambda: transformers.BertForMaskedLM(bert(64).config).eval(), transformers.BertForTokenClassification,
+        lambda model: model.bert, lambda model: model.bert,
+    ),
     "a part that the class leaves out": (
         t5, transformers.T5EncoderModel, lambda model: model, lambda model: model.encoder,
     ),

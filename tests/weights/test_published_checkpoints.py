@@ -243,6 +243,14 @@ def test_from_pretrained_reads_published_checkpoints_before_any_other(layout, or
     assert ended.status == 0, ended.said
 
 
+def test_from_pretrained_reads_the_variant_that_it_is_told(tmp_path):
+    for name in ("modelopt_nvfp4_weight_only", "modelopt_mxfp8"):  # the first file stays as a variant beside the other
+        shutil.copytree(DATA / name, tmp_path, dirs_exist_ok=True)
+        (tmp_path / "model.safetensors").rename(tmp_path / f"model.{name}.safetensors")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path, variant="modelopt_mxfp8")
+    assert torch.equal(logits(model), logits(loaded(DATA / "modelopt_mxfp8")))
+
+
 # ---------------------------------------------------------------- writing
 
 
