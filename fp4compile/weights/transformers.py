@@ -106,14 +106,9 @@ class Fp4CompileQuantizer(HfQuantizer):
     # ------------------------------------------------------------ loading
 
     def validate_environment(self, *args: Any, device_map: Any = None, **kwargs: Any) -> None:
-        """Raise ValueError for a missing or superfluous recipe, and for weights on disk, which cannot be packed."""
-        if not self.pre_quantized and self.quantization_config.recipe is None:
-            raise ValueError(
-                "quantization_config: the checkpoint is not packed; name a recipe to pack it by, as in "
-                '{"quant_method": "fp4compile", "recipe": "nvfp4"}'
-            )
+        """Raise ValueError for a superfluous or unfit recipe, and for weights on disk, which cannot be packed."""
         config = self.quantization_config
-        if not self.pre_quantized and resolve(config.recipe).needs_batches:
+        if not self.pre_quantized and config.recipe is not None and resolve(config.recipe).needs_batches:
             raise ValueError(
                 "quantization_config: its recipe needs batches; load the model without it, and call "
                 "fp4compile.pack_(model, recipe, batches=...)"
@@ -131,6 +126,8 @@ class Fp4CompileQuantizer(HfQuantizer):
     def _process_model_before_weight_loading(
         self, model: nn.Module, checkpoint_files: list[str] | None = None, device_map: Any = None, **kwargs: Any
     ) -> nn.Module:
+        if not self.pre_quantized and self.quantization_config.recipe is None:
+            self._find_published(checkpoint_files)
         config = self.quantization_config
         if config.published:
             if not checkpoint_files:
@@ -148,6 +145,15 @@ class Fp4CompileQuantizer(HfQuantizer):
         if config.recipe is not None:
             self._await_weights(model)
         return model
+
+    def _find_published(self, files: list[str] | None) -> None:
+        """Treat a checkpoint that only ModelOpt's own file describes as published. Raises ValueError for others."""
+        if not files or not (Path(files[0]).parent / HF_QUANT_CONFIG).is_file():
+            raise ValueError(
+                "quantization_config: the checkpoint is not packed; name a recipe to pack it by, as in "
+                '{"quant_method": "fp4compile", "recipe": "nvfp4"}'
+            )
+        self.quantization_config, self.pre_quantized = PublishedConfig(), True
 
     def _untie(self, model: Any) -> None:
         """Remove the packed weights of the checkpoint from the model's ties: they are parameters no more."""

@@ -243,6 +243,21 @@ def test_from_pretrained_reads_published_checkpoints_before_any_other(layout, or
     assert ended.status == 0, ended.said
 
 
+def test_from_pretrained_reads_what_modelopts_own_file_describes(tmp_path):
+    shutil.copytree(DATA / "modelopt_mxfp8", tmp_path / "own")
+    config = json.loads((tmp_path / "own" / "config.json").read_text())
+    del config["quantization_config"]
+    (tmp_path / "own" / "config.json").write_text(json.dumps(config))
+    order = {"quant_method": "fp4compile"}
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "own", quantization_config=order)
+    assert torch.equal(logits(model), logits(loaded(DATA / "modelopt_mxfp8")))
+    model.save_pretrained(tmp_path / "again")
+    assert torch.equal(logits(AutoModelForCausalLM.from_pretrained(tmp_path / "again")), logits(model))
+    (tmp_path / "own" / "hf_quant_config.json").unlink()
+    with pytest.raises(ValueError, match="quantization_config: the checkpoint is not packed; name a recipe"):
+        AutoModelForCausalLM.from_pretrained(tmp_path / "own", quantization_config=order)
+
+
 def test_from_pretrained_reads_the_variant_that_it_is_told(tmp_path):
     for name in ("modelopt_nvfp4_weight_only", "modelopt_mxfp8"):  # the first file stays as a variant beside the other
         shutil.copytree(DATA / name, tmp_path, dirs_exist_ok=True)
