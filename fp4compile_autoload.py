@@ -99,6 +99,21 @@ class _Configuration:
         return kind.from_dict(values, **options)
 
 
+def _save_packed_parts(module: ModuleType) -> None:
+    """Let `save_pretrained` describe the packed layers of a model of which a part alone was given to `pack_`."""
+    save = module.PreTrainedModel.save_pretrained
+
+    @functools.wraps(save)
+    def save_pretrained(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if "fp4compile" in sys.modules:
+            from fp4compile.weights.integration import save_as_packed
+
+            save_as_packed(self)
+        return save(self, *args, **kwargs)
+
+    module.PreTrainedModel.save_pretrained = save_pretrained
+
+
 def _inject_into_packed(module: ModuleType) -> None:
     """Let peft find packed experts by `target_parameters`, and models without parameters; tried with peft 0.21.
 
@@ -194,6 +209,7 @@ _WATCHED: dict[str, Callable[[ModuleType], None]] = {
     "accelerate.utils.dataclasses": _accept_backends,
     "accelerate.commands.config.config_utils": _offer_backends,
     "transformers.quantizers.auto": _read_packed,
+    "transformers.modeling_utils": _save_packed_parts,
     "peft.tuners.tuners_utils": _inject_into_packed,
     "peft.tuners.lora.layer": _adapt_packed,
     "peft.tuners.ln_tuning.layer": _tune_trained,

@@ -89,6 +89,15 @@ def test_models_of_other_classes(made, kind, part, saved_part, tmp_path):
     assert packed and len(packed) == sum(isinstance(module, PackedLinear) for module in saved_part(model).modules())
 
 
+@pytest.mark.parametrize("part", ["model", "model.layers", "model.layers.0"])
+def test_a_model_of_which_a_part_was_packed(part, tmp_path):
+    model = llama()
+    fp4compile.pack_(model.get_submodule(part), "nvfp4_weight_only")
+    model.save_pretrained(tmp_path)
+    again = type(model).from_pretrained(tmp_path)
+    assert isinstance(again.model.layers[0].mlp.up_proj, PackedLinear) and torch.equal(out(again), out(model))
+
+
 def test_a_class_with_none_in_the_place_of_a_packed_layer(tmp_path):
     model = bert(64)
     fp4compile.pack_(model, "nvfp4_weight_only")
