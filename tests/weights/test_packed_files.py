@@ -2,12 +2,14 @@
 
 import copy
 import json
+import warnings
 
 import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 import fp4compile
 from fp4compile.recipe import recipes
@@ -201,6 +203,20 @@ def test_conv1d(name, tmp_path):
         assert torch.equal(one(x), other(x))
     assert isinstance(other[0], conv1d) and other[0].weight.shape == (40, 72)
     assert torch.equal(one[0].weight, other[0].weight)
+
+
+def test_of_models_with_activation_checkpointing(tmp_path):
+    """The names in state dicts lack the wrapper's segment, and so do those in files."""
+    model, path = Net(), tmp_path / "packed.safetensors"
+    fp4compile.pack_(model, "mxfp8")
+    expected = run(model)
+    model.layers[0] = checkpoint_wrapper(model.layers[0])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        fp4compile.save_packed(model, path)
+    fresh = Net()
+    fp4compile.load_packed(fresh, path)
+    assert isinstance(fresh.layers[0], PackedLinear) and torch.equal(run(fresh), expected)
 
 
 def test_of_compiled_models(tmp_path):

@@ -5,6 +5,7 @@ import shutil
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from safetensors.torch import save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -106,6 +107,17 @@ def test_another_default_device_than_the_models(tmp_path):
         fp4compile.export_packed(model, tmp_path / "again", "compressed-tensors")
     fp4compile.export_packed(model, tmp_path / "expected", "compressed-tensors")
     assert bits(tensors_of(tmp_path / "again")) == bits(tensors_of(tmp_path / "expected"))
+
+
+def test_names_of_wrapped_models(tmp_path):
+    """torch.compile's wrapper is looked through; names that no checkpoint has are refused."""
+    model = loaded(DATA / "modelopt_mxfp8")
+    fp4compile.export_packed(torch.compile(model), tmp_path / "compiled")
+    assert tensors_of(tmp_path / "compiled").keys() == tensors_of(DATA / "modelopt_mxfp8").keys()
+    for wrapped in (torch.nn.DataParallel(model), get_peft_model(model, LoraConfig(target_modules=["down_proj"]))):
+        with pytest.raises(ValueError, match=r"model: '.*' has a name that no checkpoint has: merge adapters"):
+            fp4compile.export_packed(wrapped, tmp_path / "wrapped")
+    assert not (tmp_path / "wrapped").exists()
 
 
 def test_tied_weights_are_stored_once():
