@@ -36,7 +36,7 @@ from fp4compile.weights.decide import decisions
 from fp4compile.weights.experts import states_of
 from fp4compile.weights.linear import leave_fast_paths, obstacle
 from fp4compile.weights.published.conventions import CONFIG, HF_QUANT_CONFIG, read_published
-from fp4compile.weights.published.expert_modules import in_model
+from fp4compile.weights.published.expert_modules import in_model, without_unused
 from fp4compile.weights.published.expert_names import names_of_transformers
 from fp4compile.weights.published.shards import naming, read_checkpoint
 from fp4compile.weights.replacements import METHOD, Weight, check_states, unpacked, weights_of
@@ -165,9 +165,11 @@ class Fp4CompileQuantizer(HfQuantizer):
         """Replace weights by shells with the packed tensors of a checkpoint; transformers reads the rest."""
         folder = Path(files[0]).parent
         chosen = None if self.quantization_config.recipe is None else resolve(self.quantization_config.recipe)
-        published = read_published(read_checkpoint(folder, (CONFIG, HF_QUANT_CONFIG), files), chosen)
+        names = names_of_transformers(model)
+        checkpoint = without_unused(model, read_checkpoint(folder, (CONFIG, HF_QUANT_CONFIG), files), names)
+        published = read_published(checkpoint, chosen)
         with naming(folder):
-            contents = in_model(model, published, names_of_transformers(model))
+            contents = in_model(model, published, names)
             weights = weights_of(model, contents.layers, contents.experts)
             _check_known(weights, contents.tensors)
         tensors = contents.tensors
