@@ -4,7 +4,7 @@
 accelerate and transformers check names against enumerations of their own, before a script can import fp4compile:
 accelerate's launcher checks the backend, `from_pretrained` the `quant_method` of a checkpoint. So this file waits for
 the modules that hold the enumerations, and adds this package's names after they are imported. In the same way peft
-learns of weights that are no parameters, because they are packed.
+learns of weights that are no parameters, because they are packed; diffusers and huggingface_hub warn of such weights.
 
 It lies beside the package so that a process which does not use the package does not import it; it takes less than 2 ms.
 TORCH_DEVICE_BACKEND_AUTOLOAD=0 switches it off.
@@ -114,6 +114,32 @@ def _save_packed_parts(module: ModuleType) -> None:
     module.PreTrainedModel.save_pretrained = save_pretrained
 
 
+def _warn_when_saved(module: ModuleType) -> None:
+    """Warn where a library writes packed layers that its own `from_pretrained` would replace by random weights.
+
+    Tried with diffusers 0.42 and huggingface_hub 2.4. Their `from_pretrained` do not check the names of tensors.
+    """
+    owner, method = _UNAWARE[module.__name__]
+    save = getattr(getattr(module, owner), method)
+
+    @functools.wraps(save)
+    def saved(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if "fp4compile" in sys.modules:
+            from fp4compile.weights.integration import warn_of_packed
+
+            warn_of_packed(self)
+        return save(self, *args, **kwargs)
+
+    setattr(getattr(module, owner), method, saved)
+
+
+# The classes and methods that write models, by module.
+_UNAWARE = {
+    "diffusers.models.modeling_utils": ("ModelMixin", "save_pretrained"),
+    "huggingface_hub.hub_mixin": ("PyTorchModelHubMixin", "_save_pretrained"),
+}
+
+
 def _inject_into_packed(module: ModuleType) -> None:
     """Let peft find packed experts by `target_parameters`, and models without parameters; tried with peft 0.21.
 
@@ -210,6 +236,7 @@ _WATCHED: dict[str, Callable[[ModuleType], None]] = {
     "accelerate.commands.config.config_utils": _offer_backends,
     "transformers.quantizers.auto": _read_packed,
     "transformers.modeling_utils": _save_packed_parts,
+    **dict.fromkeys(_UNAWARE, _warn_when_saved),
     "peft.tuners.tuners_utils": _inject_into_packed,
     "peft.tuners.lora.layer": _adapt_packed,
     "peft.tuners.ln_tuning.layer": _tune_trained,

@@ -2,16 +2,19 @@
 
 import copy
 import json
+import types
 import warnings
 
 import pytest
 import torch
+from huggingface_hub import PyTorchModelHubMixin
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 import fp4compile
+import fp4compile_autoload
 from fp4compile.recipe import recipes
 from fp4compile.weights.linear import PackedLinear
 from tests.helpers.packed_models import Net, Twice, recipe_of, run, write_packed
@@ -39,6 +42,29 @@ def test_bad_files_leave_the_model_as_it_was(tmp_path):
 
     save_file({"x": torch.ones(1)}, path)
     assert_refused(Net(), path, "not written by")
+
+
+class OfHub(nn.Sequential, PyTorchModelHubMixin):
+    pass
+
+
+def test_libraries_whose_from_pretrained_knows_no_packed_layers_warn(tmp_path):
+    class ModelMixin(nn.Sequential):  # stands for diffusers'
+        def save_pretrained(self, path):
+            (path / "model.safetensors").touch()
+
+    stand_in = types.ModuleType("diffusers.models.modeling_utils")
+    stand_in.ModelMixin = ModelMixin
+    fp4compile_autoload._warn_when_saved(stand_in)
+    for kind in (OfHub, ModelMixin):
+        model, written = kind(nn.Linear(64, 64)), tmp_path / "model.safetensors"
+        with warnings.catch_warnings(action="error"):
+            model.save_pretrained(tmp_path)
+        written.unlink()
+        fp4compile.pack_(model, "nvfp4_weight_only")
+        with pytest.warns(UserWarning, match=f"from_pretrained of {kind.__name__} gives packed layers random weights"):
+            model.save_pretrained(tmp_path)
+        assert written.exists()
 
 
 # ---------------------------------------------------------------- shared memory
