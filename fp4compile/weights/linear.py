@@ -94,7 +94,8 @@ class PackedLayer(PackedWeight):
         bias = None if self.bias is None else self.bias.to(input.dtype)
         rows, static = input.reshape(-1, self.in_features), self.activation_outer_on(input.device)
         product = rows, bias, *self.parts(), static, self.layer_format, self.scale_layout
-        trained = torch.is_grad_enabled() and (input.requires_grad or (bias is not None and bias.requires_grad))
+        # Dynamo does not notice that `input` has a gradient since a write to a view of it; `rows` are a new tensor.
+        trained = torch.is_grad_enabled() and (rows.requires_grad or (bias is not None and bias.requires_grad))
         # Dynamo traces tensors of `torch.func.grad` as ones without a gradient, and batches no `Function` of `vmap`.
         if torch.is_grad_enabled() and torch.compiler.is_dynamo_compiling() and transformed(gradients_only=not trained):
             torch._dynamo.graph_break()  # eager mode does both

@@ -145,6 +145,21 @@ def test_transforms_of_torch_func(compiler):
         assert torch.equal(run(torch.func.vmap(model), x), model(x))
 
 
+def test_the_gradient_of_an_input_that_was_written_through_a_view():
+    """Dynamo goes on taking such an input for one without a gradient."""
+    model, x = packed("nvfp4_weight_only", dtype=torch.float32), torch.randn(4, 48, requires_grad=True)
+
+    def run(x):
+        written = torch.zeros(4, 48)
+        written[:2].copy_(x[:2])
+        written.view(-1)[96:].copy_(x[2:].flatten())
+        return model(written)
+
+    (expected,) = torch.autograd.grad(run(x).square().sum(), x)
+    (found,) = torch.autograd.grad(torch.compile(run, backend="aot_eager")(x).square().sum(), x)
+    assert expected.count_nonzero() == x.numel() and torch.equal(found, expected)
+
+
 def test_formats_of_later_layers_compile_nothing_again():
     """Compiled layers read a table of the formats that layers have."""
     model, graphs = packed(inner=64, outer=64), []
