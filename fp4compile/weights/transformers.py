@@ -73,6 +73,10 @@ class Fp4CompileConfig(QuantizationConfigMixin):
         self.layers, self.experts = {} if layers is None else layers, {} if experts is None else experts
         self.recipe = recipe
 
+    def get(self, key: str, default: Any = None) -> Any:
+        """A field, as of a dict: so transformers reads `quant_method`, also from the configuration of a model."""
+        return vars(self).get(key, default)
+
 
 class PublishedConfig(Fp4CompileConfig):
     """The quantization_config of a checkpoint that another library packed, to be read by `load_packed`'s reader.

@@ -40,6 +40,8 @@ def test_models_of_one_configuration(tmp_path):
         assert sum(isinstance(module, PackedLinear) for module in again.modules()) == count
         assert torch.equal(out(again), out(model))
     own = packed.config
+    given = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "7", config=own)
+    assert torch.equal(out(given), out(packed)) and given.config is not own
     fp4compile.pack_(packed, "nvfp4")  # nothing is left to pack
     assert packed.config is own
     second = llama(packed.config)
