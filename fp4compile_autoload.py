@@ -4,7 +4,7 @@
 accelerate and transformers check names against enumerations of their own, before a script can import fp4compile:
 accelerate's launcher checks the backend, `from_pretrained` the `quant_method` of a checkpoint. So this file waits for
 the modules that hold the enumerations, and adds this package's names after they are imported. In the same way peft
-learns of weights that are no parameters, because they are packed.
+learns of weights that are no parameters, because they are packed; diffusers and huggingface_hub warn of such weights.
 
 It lies beside the package so that a process which does not use the package does not import it; it takes less than 2 ms.
 TORCH_DEVICE_BACKEND_AUTOLOAD=0 switches it off.
@@ -19,6 +19,8 @@ from contextlib import contextmanager
 from importlib.metadata import entry_points
 from types import ModuleType
 from typing import Any
+
+_METHOD = "fp4compile"  # the quant_method of packed models
 
 
 def watch() -> None:
@@ -59,19 +61,83 @@ def _offer_backends(module: ModuleType) -> None:
 
 
 def _read_packed(module: ModuleType) -> None:
-    """Let `from_pretrained` load packed models, and pack models while it loads them."""
-    module.AUTO_QUANTIZATION_CONFIG_MAPPING.setdefault("fp4compile", _Configuration)
+    """Let `from_pretrained` load packed models and published checkpoints, and pack models while it loads them.
+
+    ModelOpt's checkpoints have no other reader in transformers, which would load codes without their scales. Those of
+    other methods are read if an argument `quantization_config` of this package's method is passed: transformers itself
+    refuses two methods.
+    """
+    for method in (_METHOD, "modelopt"):
+        module.AUTO_QUANTIZATION_CONFIG_MAPPING.setdefault(method, _Configuration)
+    merge = module.AutoHfQuantizer.merge_quantization_configs
+
+    @functools.wraps(merge)
+    def merged(checkpoint: Any, argument: Any) -> Any:
+        if _method_of(argument) != _METHOD or _method_of(checkpoint) == _METHOD:
+            return merge(checkpoint, argument)
+        from fp4compile.weights.transformers import PublishedConfig, register
+
+        register()
+        return PublishedConfig(recipe=argument.get("recipe") if isinstance(argument, dict) else argument.recipe)
+
+    module.AutoHfQuantizer.merge_quantization_configs = staticmethod(merged)
+
+
+def _method_of(config: Any) -> Any:
+    return config.get("quant_method") if isinstance(config, dict) else getattr(config, "quant_method", None)
 
 
 class _Configuration:
-    """Stands for the package's quantization_config in transformers' registry until one is read."""
+    """Stands for the package's quantization_configs in transformers' registry until one is read."""
 
     @staticmethod
     def from_dict(values: dict, **options: object) -> object:
-        from fp4compile.weights.transformers import Fp4CompileConfig, register
+        from fp4compile.weights.transformers import Fp4CompileConfig, PublishedConfig, register
 
         register()
-        return Fp4CompileConfig.from_dict(values, **options)
+        kind = Fp4CompileConfig if _method_of(values) == _METHOD else PublishedConfig
+        return kind.from_dict(values, **options)
+
+
+def _save_packed_parts(module: ModuleType) -> None:
+    """Let `save_pretrained` describe the packed layers of a model of which a part alone was given to `pack_`."""
+    save = module.PreTrainedModel.save_pretrained
+
+    @functools.wraps(save)
+    def save_pretrained(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if "fp4compile" in sys.modules:
+            from fp4compile.weights.integration import save_as_packed
+
+            save_as_packed(self)
+        return save(self, *args, **kwargs)
+
+    module.PreTrainedModel.save_pretrained = save_pretrained
+
+
+def _warn_when_saved(module: ModuleType) -> None:
+    """Warn where a library writes packed layers that its own `from_pretrained` would replace by random weights.
+
+    Tried with diffusers 0.42 and huggingface_hub 2.4. Their `from_pretrained` do not check the names of tensors.
+    """
+    owner, method = _UNAWARE[module.__name__]
+    save = getattr(getattr(module, owner), method)
+
+    @functools.wraps(save)
+    def saved(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if "fp4compile" in sys.modules:
+            from fp4compile.weights.integration import warn_of_packed
+
+            warn_of_packed(self)
+        return save(self, *args, **kwargs)
+
+    setattr(getattr(module, owner), method, saved)
+
+
+# The classes and methods that write models, by module.
+_UNAWARE = {
+    "diffusers.models.modeling_utils": ("ModelMixin", "save_pretrained"),
+    "huggingface_hub.hub_mixin": ("PyTorchModelHubMixin", "_save_pretrained"),
+}
 
 
 def _inject_into_packed(module: ModuleType) -> None:
@@ -169,6 +235,8 @@ _WATCHED: dict[str, Callable[[ModuleType], None]] = {
     "accelerate.utils.dataclasses": _accept_backends,
     "accelerate.commands.config.config_utils": _offer_backends,
     "transformers.quantizers.auto": _read_packed,
+    "transformers.modeling_utils": _save_packed_parts,
+    **dict.fromkeys(_UNAWARE, _warn_when_saved),
     "peft.tuners.tuners_utils": _inject_into_packed,
     "peft.tuners.lora.layer": _adapt_packed,
     "peft.tuners.ln_tuning.layer": _tune_trained,

@@ -127,6 +127,15 @@ def statically_true(condition: Any) -> bool:
     return statically_known_true(condition)
 
 
+def transformed(gradients_only: bool) -> bool:
+    """Whether this runs inside of a transform of torch.func (or one that takes gradients), as Dynamo traces it."""
+    levels = torch._C._functorch.get_interpreter_stack() or []
+    return any(not gradients_only or level.key() == torch._C._functorch.TransformType.Grad for level in levels)
+
+
+vars(transformed)["_dynamo_marked_constant"] = True  # `assume_constant_result`, which imports the compiler
+
+
 def tracing() -> bool:
     """Whether calls are being recorded as a graph instead of run."""
     from torch.fx.experimental.proxy_tensor import get_proxy_mode

@@ -349,24 +349,3 @@ def compile_in_place(ours: Callable[[Any], bool], inner: Callable[[torch.nn.Modu
         return model
 
     torch.compile = compile
-
-
-def merge_other_quantisation(quantizers: Any, method: str, published: Callable) -> None:
-    """Let an argument `quantization_config` of this package's method read a checkpoint of another method.
-
-    Replaces `AutoHfQuantizer.merge_quantization_configs` (transformers 5), which refuses two methods. `published`,
-    called with the argument's recipe, gives the merged configuration.
-    """
-    merge = quantizers.merge_quantization_configs
-    if hasattr(merge, "merged_by"):
-        return
-
-    def merged(checkpoint: Any, argument: Any) -> Any:
-        methods = [one.get("quant_method") if isinstance(one, dict) else getattr(one, "quant_method", None)
-                   for one in (checkpoint, argument)]  # fmt: skip
-        if methods[1] != method or methods[0] == method:
-            return merge(checkpoint, argument)
-        return published(recipe=argument.get("recipe") if isinstance(argument, dict) else argument.recipe)
-
-    merged.merged_by = method  # type: ignore[attr-defined]
-    quantizers.merge_quantization_configs = staticmethod(merged)

@@ -28,6 +28,7 @@ class Input:
     parameter: the fully qualified name of a parameter, below the block where a block is compiled by itself; else None.
     in_block: whether the parameter lies in a numbered block of the model. frozen: whether it needs no gradient.
     adapter: whether a library of adapters, such as peft, added it to a layer. buffer: whether it is a module's buffer.
+    head: whether its layer was captured by itself, and has the name of an output head in the model.
     """
 
     parameter: str | None = None
@@ -36,6 +37,7 @@ class Input:
     shards: tuple[Shard, ...] = ()
     adapter: bool = False
     buffer: bool = False
+    head: bool = False
 
 
 @dataclass(frozen=True)

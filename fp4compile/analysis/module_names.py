@@ -25,6 +25,8 @@ _SEGMENTS = {
     "base_layer", "original_module", "token_adapter",  # peft
     "parametrizations",  # torch.nn.utils.parametrize
 }  # fmt: skip
+# Those of wrappers whose hooks remove them from the names in state dicts.
+_NOT_IN_STATE = {"_checkpoint_wrapped_module", "_fsdp_wrapped_module"}
 # Attributes that models use too: the wrapper class (module, name), and its attribute. By name, so that the library need
 # not be installed.
 _ATTRIBUTES = {
@@ -123,6 +125,11 @@ def check_module(module: object, argument: str = "model") -> None:
     """Raise TypeError if an argument is no module."""
     if not isinstance(module, nn.Module):
         raise TypeError(f"{argument}: expected a torch.nn.Module, got {type(module).__name__}")
+
+
+def name_in_state(path: str) -> str:
+    """The name that state dicts have for the module at a path."""
+    return ".".join(segment for segment in path.split(".") if segment not in _NOT_IN_STATE)
 
 
 def packed_name(parameter: str) -> str:

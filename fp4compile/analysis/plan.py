@@ -107,10 +107,11 @@ def plan(
     names = [entry.parameter for entry in inputs if entry.parameter]
     in_blocks = frozenset(module_name(entry.parameter) for entry in inputs if entry.parameter and entry.in_block)
     adapters = frozenset(module_name(entry.parameter) for entry in inputs if entry.parameter and entry.adapter)
+    heads = frozenset(module_name(entry.parameter) for entry in inputs if entry.parameter and entry.head)
     packed = (gemm.module for gemm in gemms if gemm.packed is not None or _EXPERTS.search(gemm.module))
     names += filter(None, packed)  # packed weights are no parameters
     layers = [_layer(gemm) for gemm in gemms if gemm.product == "fprop" and gemm.layer]
-    model = replace(Model.of(recipe, names, layers, in_blocks), adapters=adapters)
+    model = replace(Model.of(recipe, names, layers, in_blocks), adapters=adapters, heads=heads)
     if names and not model.blocks and (recipe.skip_first_blocks or recipe.skip_last_blocks):
         warnings.warn(
             f"recipe {recipe.name!r} skips blocks by their number, and no name in this graph has one "
@@ -219,7 +220,8 @@ class Model:
 
     blocks: the number of blocks of each numbered list. with_experts: the modules that have experts. widest_last: the
     last layer, if it is also the widest. in_blocks: layers of a block whose names in the graph begin below it.
-    adapters: layers that a library of adapters added.
+    adapters: layers that a library of adapters added. heads: layers without a name in the graph that are heads by their
+    names in the model.
     """
 
     blocks: dict[str, int] = field(default_factory=dict)
@@ -227,6 +229,7 @@ class Model:
     widest_last: str | None = None
     in_blocks: frozenset[str] = frozenset()
     adapters: frozenset[str] = frozenset()
+    heads: frozenset[str] = frozenset()
 
     @classmethod
     def of(
@@ -404,12 +407,16 @@ def _excluded_place(layer: Layer, recipe: Recipe, model: Model) -> str | None:
 
 
 def _is_head(layer: Layer, model: Model) -> bool:
-    if layer.tied_to_embedding:
+    if layer.tied_to_embedding or layer.name in model.heads:
         return True
     if layer.name in model.in_blocks or block_of(layer.name) is not None:
         return False  # such as single_transformer_blocks.0.proj_out of Flux: further blocks and the head follow
-    named_so = layer.name == "output" or layer.name.split(".")[-1] in _HEADS
-    return named_so or (layer.name == model.widest_last and layer.name != "")
+    return named_as_head(layer.name) or (layer.name == model.widest_last and layer.name != "")
+
+
+def named_as_head(name: str) -> bool:
+    """Whether a layer outside of numbered blocks is an output head by its name."""
+    return name == "output" or name.split(".")[-1] in _HEADS
 
 
 def _is_router(name: str, model: Model) -> bool:

@@ -115,9 +115,10 @@ class JointPasses(CustomGraphPass):
         """The cache key; None, for graphs that must not be cached, if a user's pass has none.
 
         Covers the recipe; the parameters' names and positions among the inputs, whether they lie in blocks or are an
-        adapter's, and their shards; the switched off passes, the GPU, this package's source and the user's passes.
+        adapter's or a head's, and their shards; the switched off passes, the GPU, this package's source and the user's
+        passes.
         """
-        known = [(entry.parameter, entry.in_block, entry.shards, entry.adapter) for entry in self.inputs]
+        known = [(entry.parameter, entry.in_block, entry.shards, entry.adapter, entry.head) for entry in self.inputs]
         digest = hashlib.sha256(repr(known).encode()).hexdigest()
         return _uuid(self.user_passes, self.disabled, self.recipe.digest, digest)
 

@@ -23,6 +23,7 @@ from torch.nn.parameter import is_lazy
 
 from fp4compile.analysis.gemm import Input, Shard
 from fp4compile.analysis.module_names import ADAPTER, Named, block_of, clean_name, module_name, named_tensors, walk
+from fp4compile.analysis.plan import named_as_head
 from fp4compile.report.report import Row, is_below
 
 _ROOT = re.compile(r"([LG])\['([^']+)'\]")
@@ -85,6 +86,7 @@ class Names:
                 entry,
                 in_block=block_of(full.get(entry.parameter, "")) is not None,
                 adapter=entry.parameter in adapters,
+                head=not module_name(entry.parameter) and _is_head(module_name(full.get(entry.parameter, ""))),
             )
             for entry in self.inputs
         )
@@ -183,6 +185,11 @@ def _by_real_modules(
                     left.discard(i)
                     break
     return found
+
+
+def _is_head(layer: str) -> bool:
+    """Whether a layer is an output head by its name in the model."""
+    return block_of(layer) is None and named_as_head(layer)
 
 
 def _tensors_of(module: torch.nn.Module) -> dict[int, list[Named]]:

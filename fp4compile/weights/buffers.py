@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from fp4compile import _compat, _inductor_patches
-from fp4compile.analysis.module_names import check_module
+from fp4compile.analysis.module_names import check_module, name_in_state
 from fp4compile.formats import formats, reference_scales
 from fp4compile.formats.formats import as_integers, integer_dtype
 from fp4compile.formats.grouping import grouping_of
@@ -484,7 +484,7 @@ def make_shardable_(model: nn.Module) -> None:
 
 
 def packed_in(model: nn.Module) -> dict[str, PackedWeight]:
-    """The packed weights of a model by every name. Raises TypeError if it is no module, ValueError if it has none."""
+    """`packed_modules` of a model. Raises TypeError if it is no module, ValueError if it has none."""
     check_module(model)
     found = packed_modules(model)
     if not found:
@@ -493,9 +493,9 @@ def packed_in(model: nn.Module) -> dict[str, PackedWeight]:
 
 
 def packed_modules(model: nn.Module) -> dict[str, PackedWeight]:
-    """The packed weights of a model by every name; empty if it has none."""
+    """The packed weights of a model by every name that state dicts have for them; empty if it has none."""
     named = model.named_modules(remove_duplicate=False)
-    return {name: module for name, module in named if isinstance(module, PackedWeight)}
+    return {name_in_state(name): module for name, module in named if isinstance(module, PackedWeight)}
 
 
 def tensors_of(model: nn.Module) -> dict[str, torch.Tensor]:

@@ -11,10 +11,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from fp4compile.analysis.module_names import parameter_name
+from fp4compile.analysis.module_names import name_in_state, parameter_name, walk
 from fp4compile.formats import formats
 from fp4compile.formats.formats import unknown_name
 from fp4compile.formats.layouts import ceil_div
+from fp4compile.report.names import unwrapped
 from fp4compile.weights.buffers import SHARDED, PackedWeight, packed_in, tensors_to_write
 from fp4compile.weights.experts import PackedExperts
 from fp4compile.weights.fused_groups import fused_groups, lost_by_one_scale
@@ -56,16 +57,19 @@ def export_packed(
     has a mapping for the model.
 
     Raises TypeError if `model` is no module; ValueError for an unknown layout, for a model without packed layers, for
-    experts without known names, for formats that the layout does not have, for activations without the static scale
-    that it stores, for packed weights that were not finite, for tensors that are sharded or on the meta device, for a
-    bad max_shard_size, and for a directory that has safetensors files; OSError where it cannot be written. The next
-    attempt removes any files of an aborted one.
+    one inside of a wrapper or with adapters, whose names checkpoints do not have, for experts without known names, for
+    formats that the layout does not have, for activations without the static scale that it stores, for packed weights
+    that were not finite, for tensors that are sharded or on the meta device, for a bad max_shard_size, and for a
+    directory that has safetensors files; OSError where it cannot be written. The next attempt removes any files of an
+    aborted one.
     """
     if layout not in (*LAYOUTS, MXFP4):
         raise ValueError(unknown_name("layout", layout, (*LAYOUTS, MXFP4)))
     if isinstance(max_shard_size, bool) or not isinstance(max_shard_size, int) or max_shard_size < 1:
         raise ValueError(f"max_shard_size: expected a positive number of bytes, got {max_shard_size!r}")
+    model = unwrapped(model)
     packed, names, state = packed_in(model), published_names(model), tensors_to_write(model)
+    _check_names(model)
     check_model(packed, state)
     tensors = _plain(packed, names, state)
     matrices = (name for name, tensor in tensors.items() if name.endswith(".weight") and tensor.dim() == 2)
@@ -83,6 +87,14 @@ def export_packed(
     described = own.to_dict() if hasattr(own, "to_dict") else {}
     configs[CONFIG] = described | {"quantization_config": configs[CONFIG]}
     write_checkpoint(Path(path), Checkpoint(Path(path), tensors, configs), max_shard_size)
+
+
+def _check_names(model: nn.Module) -> None:
+    """Raise ValueError if a wrapper or an adapter adds to the name of a packed layer."""
+    for named, module in walk(model):
+        if isinstance(module, PackedWeight) and name_in_state(named.path) != named.name:
+            raise ValueError(f"model: {named.path!r} has a name that no checkpoint has: merge adapters "
+                             "(merge_and_unload), or pass the model inside of its wrapper")  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -202,7 +214,7 @@ def _buffer(layer: PackedWeight, name: str, buffer: str, state: dict[str, torch.
     """A buffer of a packed weight, or the static global scale of its activation, repeated for each expert."""
     if buffer != "activation_outer":
         return state[f"{name}.{buffer}"].detach().cpu().contiguous()
-    outer = torch.tensor(layer.layer_format.activation_outer, dtype=torch.float32)
+    outer = torch.tensor(layer.layer_format.activation_outer, dtype=torch.float32, device="cpu")
     return outer if layer.experts is None else outer.expand(layer.experts)
 
 

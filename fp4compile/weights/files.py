@@ -31,7 +31,7 @@ from fp4compile.weights.experts import states_of
 from fp4compile.weights.integration import published_names, save_as_packed
 from fp4compile.weights.linear import leave_fast_paths
 from fp4compile.weights.published.conventions import CONFIG, HF_QUANT_CONFIG, read_published
-from fp4compile.weights.published.expert_modules import in_model
+from fp4compile.weights.published.expert_modules import in_model, without_unused
 from fp4compile.weights.published.shards import (
     Checkpoint,
     naming,
@@ -177,9 +177,10 @@ def _contents(
                 )
             return states, checkpoint.tensors, None
         chosen = None if recipe is None else resolve(recipe)
-        contents = read_published(checkpoint, chosen)
+        names = published_names(model)
+        contents = read_published(without_unused(model, checkpoint, names), chosen)
         with naming(path):
-            contents = in_model(model, contents, published_names(model))
+            contents = in_model(model, contents, names)
         return (contents.layers, contents.experts), contents.tensors, None
     if recipe is not None:
         raise ValueError("recipe: a file of save_packed says itself how its layers multiply; expected None")

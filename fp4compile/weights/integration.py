@@ -1,9 +1,11 @@
 """Hooks into transformers for packed models. This package does not import transformers before the user does."""
 
 import sys
+import warnings
 
 from torch import nn
 
+from fp4compile.weights.buffers import packed_modules
 from fp4compile.weights.published.expert_names import PublishedNames, names_of_transformers
 
 
@@ -13,6 +15,13 @@ def save_as_packed(model: nn.Module) -> None:
         from fp4compile.weights.transformers import attach
 
         attach(model)
+
+
+def warn_of_packed(model: nn.Module) -> None:
+    """Warn if a model that a library is about to write has packed layers, of which its `from_pretrained` is unaware."""
+    if packed_modules(model):
+        warnings.warn(f"from_pretrained of {type(model).__name__} gives packed layers random weights: write the model "
+                      "by fp4compile.save_packed, and read it by load_packed", stacklevel=3)  # fmt: skip
 
 
 def published_names(model: nn.Module) -> PublishedNames:

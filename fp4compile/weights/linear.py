@@ -12,6 +12,7 @@ from torch.autograd import forward_ad
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from torch.nn.utils import parametrize
 
+from fp4compile._compat import transformed
 from fp4compile.formats import formats
 from fp4compile.formats.product_spec import text_of
 from fp4compile.formats.quantize_spec import FLOAT_DTYPES
@@ -93,7 +94,11 @@ class PackedLayer(PackedWeight):
         bias = None if self.bias is None else self.bias.to(input.dtype)
         rows, static = input.reshape(-1, self.in_features), self.activation_outer_on(input.device)
         product = rows, bias, *self.parts(), static, self.layer_format, self.scale_layout
-        trained = torch.is_grad_enabled() and (input.requires_grad or (bias is not None and bias.requires_grad))
+        # Dynamo does not notice that `input` has a gradient since a write to a view of it; `rows` are a new tensor.
+        trained = torch.is_grad_enabled() and (rows.requires_grad or (bias is not None and bias.requires_grad))
+        # Dynamo traces tensors of `torch.func.grad` as ones without a gradient, and batches no `Function` of `vmap`.
+        if torch.is_grad_enabled() and torch.compiler.is_dynamo_compiling() and transformed(gradients_only=not trained):
+            torch._dynamo.graph_break()  # eager mode does both
         # `view` follows the function, because a result of it that is a view may not be written to.
         return (_Product.apply if trained else _product)(*product).view(*input.shape[:-1], self.out_features)
 
@@ -165,6 +170,7 @@ class _Product(torch.autograd.Function):
     """`_product` with gradients of x and bias. It saves only the buffers of the layer, no activation."""
 
     forward = staticmethod(_product)
+    generate_vmap_rule = True
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple, output: torch.Tensor) -> None:

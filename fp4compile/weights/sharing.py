@@ -82,7 +82,7 @@ def check_shared(stored: dict[str, torch.Tensor], kept: dict[str, torch.Tensor])
         first = kept[names[0]]
         if all(kept[name] is first and stored[name] is stored[names[0]] for name in names):
             continue
-        memory = torch.empty(first.untyped_storage().nbytes(), dtype=torch.uint8)
+        memory = torch.empty(first.untyped_storage().nbytes(), dtype=torch.uint8, device="cpu")
         views = {name: _view_of(memory, kept[name]) for name in names}
         for name in names:
             views[name].copy_(stored[name])

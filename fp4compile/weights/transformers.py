@@ -19,15 +19,10 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.core_model_loading import ConversionOps
 from transformers.quantizers import HfQuantizer
-from transformers.quantizers.auto import (
-    AUTO_QUANTIZATION_CONFIG_MAPPING,
-    AUTO_QUANTIZER_MAPPING,
-    AutoHfQuantizer,
-)
+from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING, AUTO_QUANTIZER_MAPPING
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from fp4compile._inductor_patches import merge_other_quantisation
-from fp4compile.analysis.module_names import packed_name
+from fp4compile.analysis.module_names import module_name, packed_name
 from fp4compile.recipe import resolve
 from fp4compile.weights.buffers import (
     BUFFERS,
@@ -41,7 +36,7 @@ from fp4compile.weights.decide import decisions
 from fp4compile.weights.experts import states_of
 from fp4compile.weights.linear import leave_fast_paths, obstacle
 from fp4compile.weights.published.conventions import CONFIG, HF_QUANT_CONFIG, read_published
-from fp4compile.weights.published.expert_modules import in_model
+from fp4compile.weights.published.expert_modules import in_model, without_unused
 from fp4compile.weights.published.expert_names import names_of_transformers
 from fp4compile.weights.published.shards import naming, read_checkpoint
 from fp4compile.weights.replacements import METHOD, Weight, check_states, unpacked, weights_of
@@ -78,6 +73,10 @@ class Fp4CompileConfig(QuantizationConfigMixin):
         self.layers, self.experts = {} if layers is None else layers, {} if experts is None else experts
         self.recipe = recipe
 
+    def get(self, key: str, default: Any = None) -> Any:
+        """A field, as of a dict: so transformers reads `quant_method`, also from the configuration of a model."""
+        return vars(self).get(key, default)
+
 
 class PublishedConfig(Fp4CompileConfig):
     """The quantization_config of a checkpoint that another library packed, to be read by `load_packed`'s reader.
@@ -111,21 +110,17 @@ class Fp4CompileQuantizer(HfQuantizer):
     # ------------------------------------------------------------ loading
 
     def validate_environment(self, *args: Any, device_map: Any = None, **kwargs: Any) -> None:
-        """Raise ValueError for a missing or superfluous recipe, and for weights on disk, which cannot be packed."""
-        if not self.pre_quantized and self.quantization_config.recipe is None:
-            raise ValueError(
-                "quantization_config: the checkpoint is not packed; name a recipe to pack it by, as in "
-                '{"quant_method": "fp4compile", "recipe": "nvfp4"}'
-            )
+        """Raise ValueError for a superfluous or unfit recipe, and for weights on disk, which cannot be packed."""
         config = self.quantization_config
-        if not self.pre_quantized and resolve(config.recipe).needs_batches:
+        if not self.pre_quantized and config.recipe is not None and resolve(config.recipe).needs_batches:
             raise ValueError(
                 "quantization_config: its recipe needs batches; load the model without it, and call "
                 "fp4compile.pack_(model, recipe, batches=...)"
             )
         if self.pre_quantized and config.recipe is not None and not config.published:
             raise ValueError("quantization_config: the checkpoint is packed already; expected no recipe")
-        if not self.pre_quantized and isinstance(device_map, dict) and "disk" in device_map.values():
+        on_disk = isinstance(device_map, dict) and "disk" in device_map.values()
+        if on_disk and (config.published or not self.pre_quantized):
             raise ValueError("device_map: weights that stay on disk cannot be packed; allowed are devices and 'cpu'")
 
     def update_dtype(self, dtype: torch.dtype) -> torch.dtype:
@@ -135,11 +130,13 @@ class Fp4CompileQuantizer(HfQuantizer):
     def _process_model_before_weight_loading(
         self, model: nn.Module, checkpoint_files: list[str] | None = None, device_map: Any = None, **kwargs: Any
     ) -> nn.Module:
+        if not self.pre_quantized and self.quantization_config.recipe is None:
+            self._find_published(checkpoint_files)
         config = self.quantization_config
         if config.published:
             if not checkpoint_files:
                 raise ValueError("quantization_config: a published checkpoint is read from its folder; got none")
-            self._read_published(model, Path(checkpoint_files[0]).parent, device_map)
+            self._read_published(model, checkpoint_files, device_map)
             self._untie(model)
             return model
         check_states(config.layers, config.experts)
@@ -153,18 +150,30 @@ class Fp4CompileQuantizer(HfQuantizer):
             self._await_weights(model)
         return model
 
+    def _find_published(self, files: list[str] | None) -> None:
+        """Treat a checkpoint that only ModelOpt's own file describes as published. Raises ValueError for others."""
+        if not files or not (Path(files[0]).parent / HF_QUANT_CONFIG).is_file():
+            raise ValueError(
+                "quantization_config: the checkpoint is not packed; name a recipe to pack it by, as in "
+                '{"quant_method": "fp4compile", "recipe": "nvfp4"}'
+            )
+        self.quantization_config, self.pre_quantized = PublishedConfig(), True
+
     def _untie(self, model: Any) -> None:
         """Remove the packed weights of the checkpoint from the model's ties: they are parameters no more."""
         packed = {name for weight, *_ in self.waiting for name in weight.parameters}
         tied: dict[str, str] = getattr(model, "all_tied_weights_keys", {})
         model.all_tied_weights_keys = {name: to for name, to in tied.items() if packed.isdisjoint((name, to))}
 
-    def _read_published(self, model: Any, folder: Path, device_map: Any) -> None:
+    def _read_published(self, model: Any, files: list[str], device_map: Any) -> None:
         """Replace weights by shells with the packed tensors of a checkpoint; transformers reads the rest."""
+        folder = Path(files[0]).parent
         chosen = None if self.quantization_config.recipe is None else resolve(self.quantization_config.recipe)
-        published = read_published(read_checkpoint(folder, (CONFIG, HF_QUANT_CONFIG)), chosen)
+        names = names_of_transformers(model)
+        checkpoint = without_unused(model, read_checkpoint(folder, (CONFIG, HF_QUANT_CONFIG), files), names)
+        published = read_published(checkpoint, chosen)
         with naming(folder):
-            contents = in_model(model, published, names_of_transformers(model))
+            contents = in_model(model, published, names)
             weights = weights_of(model, contents.layers, contents.experts)
             _check_known(weights, contents.tensors)
         tensors = contents.tensors
@@ -202,9 +211,14 @@ class Fp4CompileQuantizer(HfQuantizer):
 
     def _process_model_after_weight_loading(self, model: nn.Module, **kwargs: Any) -> nn.Module:
         for weight, _, shell in self.waiting:
-            if shell.missing:
-                name = f"{weight.packed_names[0]}.{min(shell.missing)}"
-                raise ValueError(f"tensor {name!r} is missing in the checkpoint")
+            if not shell.missing:
+                continue
+            name = f"{weight.packed_names[0]}.{min(shell.missing)}"
+            if _device_of(weight.names[0], getattr(model, "hf_device_map", None)) == "disk":
+                raise ValueError(
+                    f"offload_buffers: packed weights, such as {name!r}, cannot stay on disk; expected False"
+                )
+            raise ValueError(f"tensor {name!r} is missing in the checkpoint")
         for weight, packed, shell in self.waiting:
             self._fill(model, weight, packed, shell)
         self.waiting.clear()
@@ -306,12 +320,12 @@ def _of_class(model: Any, states: dict[str, dict]) -> dict[str, dict]:
     """The descriptions of those packed weights that a model's class has, by the names that it has for them.
 
     A checkpoint may be of a class with a head and the model the base of it, or the other way round: names in the base
-    then begin after a prefix. A base has no weights of the head, and a class may leave out others: it names them, or
-    has None in their place. transformers treats the tensors of the checkpoint alike.
+    then begin after a prefix. A base, and a class with another head, have no weights of the head, and a class may leave
+    out others: it names them, or has None in their place. transformers treats the tensors of the checkpoint alike.
     """
     base = getattr(model, "base_model_prefix", "")
-    prefix, is_base = f"{base}.", bool(base) and not hasattr(model, base)
-    has_head = is_base and any(name.startswith(prefix) for name in states)
+    prefix = f"{base}."
+    has_head = bool(base) and any(name.startswith(prefix) for name in states)
     unused = [re.compile(pattern) for pattern in getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()]
     own = {name for name, _ in (*model.named_modules(remove_duplicate=False), *model.named_parameters())}
     found = {}
@@ -445,7 +459,8 @@ def config_of(model: nn.Module) -> Fp4CompileConfig:
 def attach(model: nn.Module) -> None:
     """Make `save_pretrained` of every transformers model in a module save its packed form.
 
-    The outermost ones get copies of their configurations, which unpacked models may share.
+    The outermost ones get copies of their configurations, which unpacked models may share. Packed heads are tied to
+    embeddings no more.
     """
     inside: set[nn.Module] = set()
     for one in model.modules():
@@ -457,6 +472,8 @@ def attach(model: nn.Module) -> None:
                 _own_config(model, one.config)
             one.config.quantization_config = config
             inside.update(one.modules())
+        if isinstance(ties := one._tied_weights_keys, dict):  # `tie_weights` would assign the weight of a packed head
+            one._tied_weights_keys = {name: to for name, to in ties.items() if module_name(name) not in config.layers}
         one.hf_quantizer = Fp4CompileQuantizer(config, pre_quantized=True)
 
 
@@ -471,10 +488,6 @@ def _own_config(model: nn.Module, config: PreTrainedConfig) -> None:
 
 
 def register() -> None:
-    """Make `from_pretrained` use this quantiser. Does nothing the second time."""
+    """Make `from_pretrained` use this quantiser. `fp4compile_autoload` calls it as soon as a checkpoint needs it."""
     AUTO_QUANTIZATION_CONFIG_MAPPING[METHOD] = Fp4CompileConfig
     AUTO_QUANTIZER_MAPPING[METHOD] = Fp4CompileQuantizer
-    # transformers has no reader of ModelOpt's checkpoints: it would warn, and load codes without their scales.
-    if AUTO_QUANTIZATION_CONFIG_MAPPING.setdefault("modelopt", PublishedConfig) is PublishedConfig:
-        AUTO_QUANTIZER_MAPPING["modelopt"] = Fp4CompileQuantizer
-    merge_other_quantisation(AutoHfQuantizer, METHOD, PublishedConfig)

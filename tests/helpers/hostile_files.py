@@ -340,7 +340,7 @@ def broken_configurations() -> Iterator[Variant]:
         mixed = {"quant_algo": "MIXED_PRECISION", "quantized_layers": value}
         spoil = in_json(HF_QUANT_CONFIG, "quantization", value=mixed)
         yield Variant("modelopt", f"quantized_layers = {value}", spoil, HF_QUANT_CONFIG)
-    other = {"targets": ["Linear"], "weights": {"num_bits": 8, "type": "float", "group_size": 32}}
+    other = {"targets": ["Linear"], "weights": {"num_bits": 4, "type": "float", "group_size": 32}}
     yield Variant("compressed", "two groups", in_json(CONFIG, *GROUP[:2], "group_1", value=other), LAYER[:-1])
 
 

@@ -156,6 +156,7 @@ def test_the_passes_are_kept_by_recipe_inputs_and_what_else_is_in_the_slot():
         joint(inputs=INPUTS[::-1]),  # the same names at other places
         joint(inputs=(*INPUTS[::2], Input())), joint(inputs=(*INPUTS, Input())),
         joint(inputs=(Input("a.weight", in_block=True), *INPUTS[1:])), joint(inputs=(Input("a.bias"), *INPUTS[1:])),
+        joint(inputs=(Input("a.weight", head=True), *INPUTS[1:])),
         joint(user_passes=(UserPass("one"),)), joint(user_passes=(UserPass("two"),)),
         lower(), lower((UserPass("one"),)),
     ]  # fmt: skip

@@ -103,6 +103,29 @@ def test_explain_shows_every_part_that_shares_a_graph():
     assert modules(Model(Broken, layers=3), x()) == expected[:6]
 
 
+def test_a_head_that_is_captured_by_itself_is_an_output_head():
+    """As where accelerate's hooks (`device_map`) break the graph at each layer; a head inside a block is none."""
+
+    class WithHead(Model):
+        def __init__(self):
+            super().__init__(layers=1)
+            self.layers[0].proj_out, self.lm_head = torch.nn.Linear(64, 64), torch.nn.Linear(64, 160)
+
+        def forward(self, x):
+            return self.lm_head(self.layers[0].proj_out(super().forward(x)))
+
+    model, backend = WithHead(), fp4compile.backend("mxfp8")
+    for layer in (one for one in model.modules() if isinstance(one, torch.nn.Linear)):
+        layer.register_forward_pre_hook(torch.compiler.disable(lambda *_: None))
+    with pytest.MonkeyPatch.context() as patch, torch.no_grad():
+        without_codegen.install(patch)
+        torch.compile(model, backend=backend)(x())
+    assert [(row.module, row.name, row.reason) for row in backend.report.rows] == [
+        ("layers.0.up", "", None), ("layers.0.down", "", None), ("layers.0.proj_out", "", None),
+        ("lm_head", "", "output head"),
+    ]  # fmt: skip
+
+
 def test_full_names_of_products_without_parameters():
     class Attention(torch.nn.Module):
         def __init__(self):

@@ -40,6 +40,8 @@ def test_models_of_one_configuration(tmp_path):
         assert sum(isinstance(module, PackedLinear) for module in again.modules()) == count
         assert torch.equal(out(again), out(model))
     own = packed.config
+    given = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "7", config=own)
+    assert torch.equal(out(given), out(packed)) and given.config is not own
     fp4compile.pack_(packed, "nvfp4")  # nothing is left to pack
     assert packed.config is own
     second = llama(packed.config)
@@ -67,6 +69,10 @@ OTHER_CLASSES = {
         lambda: transformers.BertForMaskedLM(bert(64).config).eval(), transformers.BertModel, lambda model: model,
         lambda model: model.bert,
     ),
+    "another head than one with a packed layer": (
+        lambda: transformers.BertForMaskedLM(bert(64).config).eval(), transformers.BertForTokenClassification,
+        lambda model: model.bert, lambda model: model.bert,
+    ),
     "a part that the class leaves out": (
         t5, transformers.T5EncoderModel, lambda model: model, lambda model: model.encoder,
     ),
@@ -83,6 +89,15 @@ def test_models_of_other_classes(made, kind, part, saved_part, tmp_path):
     assert torch.equal(out(part(again)), out(saved_part(model)))
     packed = [type(module) for module in part(again).modules() if isinstance(module, PackedLinear)]
     assert packed and len(packed) == sum(isinstance(module, PackedLinear) for module in saved_part(model).modules())
+
+
+@pytest.mark.parametrize("part", ["model", "model.layers", "model.layers.0"])
+def test_a_model_of_which_a_part_was_packed(part, tmp_path):
+    model = llama()
+    fp4compile.pack_(model.get_submodule(part), "nvfp4_weight_only")
+    model.save_pretrained(tmp_path)
+    again = type(model).from_pretrained(tmp_path)
+    assert isinstance(again.model.layers[0].mlp.up_proj, PackedLinear) and torch.equal(out(again), out(model))
 
 
 def test_a_class_with_none_in_the_place_of_a_packed_layer(tmp_path):

@@ -131,6 +131,9 @@ def test_a_packed_head_is_tied_no_more(head, tmp_path):
     loaded = type(model).from_pretrained(tmp_path)
     assert isinstance(loaded.lm_head, PackedLinear)
     same(model, loaded)
+    for one in (model, loaded):
+        one.tie_weights()
+    same(model, loaded)
     if head == "t5":
         assert loaded.encoder.embed_tokens.weight is loaded.shared.weight
 
@@ -216,11 +219,27 @@ def test_device_maps_are_made_for_packed_weights(tmp_path, monkeypatch):
 
 
 def test_weights_that_stay_on_disk_are_refused(tmp_path):
-    llama().save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match="device_map: weights that stay on disk cannot be packed"):
-        transformers.AutoModelForCausalLM.from_pretrained(
-            tmp_path, quantization_config=ORDER, device_map={"model": "cpu", "lm_head": "disk"}
-        )
+    model = llama()
+    model.save_pretrained(tmp_path / "plain")
+    fp4compile.pack_(model, "nvfp4_weight_only")
+    fp4compile.export_packed(model, tmp_path / "published", layout="compressed-tensors")
+    read = transformers.AutoModelForCausalLM.from_pretrained
+    for name, order in (("plain", ORDER), ("published", {"quant_method": "fp4compile"})):
+        with pytest.raises(ValueError, match="device_map: weights that stay on disk cannot be packed"):
+            read(tmp_path / name, quantization_config=order, device_map={"model": "cpu", "lm_head": "disk"})
+
+
+def test_packed_weights_on_disk(tmp_path):
+    """transformers reads buffers into memory, unless it is told to leave them on disk."""
+    model = llama()
+    fp4compile.pack_(model, "nvfp4")
+    model.save_pretrained(tmp_path / "packed")
+    options = {"device_map": {"model": "disk", "lm_head": "cpu"}, "offload_folder": tmp_path / "disk"}
+    read, tokens = transformers.AutoModelForCausalLM.from_pretrained, torch.arange(8)[None]
+    with torch.no_grad():
+        assert torch.equal(read(tmp_path / "packed", **options)(tokens).logits, model(tokens).logits)
+    with pytest.raises(ValueError, match="offload_buffers: packed weights, such as 'model.*weight_data', cannot stay"):
+        read(tmp_path / "packed", offload_buffers=True, **options)
 
 
 def test_a_recipe_beside_a_folder_that_says_how_its_layers_multiply_is_refused(tmp_path):

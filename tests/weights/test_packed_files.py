@@ -2,14 +2,19 @@
 
 import copy
 import json
+import types
+import warnings
 
 import pytest
 import torch
+from huggingface_hub import PyTorchModelHubMixin
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 import fp4compile
+import fp4compile_autoload
 from fp4compile.recipe import recipes
 from fp4compile.weights.linear import PackedLinear
 from tests.helpers.packed_models import Net, Twice, recipe_of, run, write_packed
@@ -37,6 +42,29 @@ def test_bad_files_leave_the_model_as_it_was(tmp_path):
 
     save_file({"x": torch.ones(1)}, path)
     assert_refused(Net(), path, "not written by")
+
+
+class OfHub(nn.Sequential, PyTorchModelHubMixin):
+    pass
+
+
+def test_libraries_whose_from_pretrained_knows_no_packed_layers_warn(tmp_path):
+    class ModelMixin(nn.Sequential):  # stands for diffusers'
+        def save_pretrained(self, path):
+            (path / "model.safetensors").touch()
+
+    stand_in = types.ModuleType("diffusers.models.modeling_utils")
+    stand_in.ModelMixin = ModelMixin
+    fp4compile_autoload._warn_when_saved(stand_in)
+    for kind in (OfHub, ModelMixin):
+        model, written = kind(nn.Linear(64, 64)), tmp_path / "model.safetensors"
+        with warnings.catch_warnings(action="error"):
+            model.save_pretrained(tmp_path)
+        written.unlink()
+        fp4compile.pack_(model, "nvfp4_weight_only")
+        with pytest.warns(UserWarning, match=f"from_pretrained of {kind.__name__} gives packed layers random weights"):
+            model.save_pretrained(tmp_path)
+        assert written.exists()
 
 
 # ---------------------------------------------------------------- shared memory
@@ -137,6 +165,15 @@ def test_tensors_that_overlap_come_apart_with_their_values(tmp_path):
     assert_same_state(model, fresh)
 
 
+def test_another_default_device_than_the_models(tmp_path):
+    """As after `torch.set_default_device("cuda")` beside a model on the CPU."""
+    model, fresh, path = Views(), Views(), tmp_path / "packed.safetensors"
+    with torch.device("meta"):
+        write_packed(model, path, "mxfp8")
+        fp4compile.load_packed(fresh, path)
+    assert_same_state(model, fresh)
+
+
 def test_values_that_the_model_cannot_hold_are_refused(tmp_path):
     """Tied in the model, apart in the file: no loading would be right."""
     path = tmp_path / "packed.safetensors"
@@ -192,6 +229,20 @@ def test_conv1d(name, tmp_path):
         assert torch.equal(one(x), other(x))
     assert isinstance(other[0], conv1d) and other[0].weight.shape == (40, 72)
     assert torch.equal(one[0].weight, other[0].weight)
+
+
+def test_of_models_with_activation_checkpointing(tmp_path):
+    """The names in state dicts lack the wrapper's segment, and so do those in files."""
+    model, path = Net(), tmp_path / "packed.safetensors"
+    fp4compile.pack_(model, "mxfp8")
+    expected = run(model)
+    model.layers[0] = checkpoint_wrapper(model.layers[0])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        fp4compile.save_packed(model, path)
+    fresh = Net()
+    fp4compile.load_packed(fresh, path)
+    assert isinstance(fresh.layers[0], PackedLinear) and torch.equal(run(fresh), expected)
 
 
 def test_of_compiled_models(tmp_path):

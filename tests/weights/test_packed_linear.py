@@ -119,6 +119,47 @@ def test_a_tangent_is_refused(trained):
         torch.func.jvp(lambda given: torch.func.functional_call(model, given, (x,)), (given,), (given,))
 
 
+@pytest.mark.parametrize("compiler", [None, "aot_eager"])
+def test_transforms_of_torch_func(compiler):
+    """Dynamo takes the tensors of `torch.func.grad` for ones without a gradient: a graph's gradients would be zeros."""
+    model, x = packed("nvfp4_weight_only", dtype=torch.float32), torch.randn(3, 4, 48)
+    bias = dict(model.named_parameters())
+
+    def loss(x):
+        return model(x).square().sum()
+
+    def loss_of(bias, x):
+        return torch.func.functional_call(model, bias, (x,)).square().sum()
+
+    def run(function, *args):
+        return function(*args) if compiler is None else torch.compile(function, backend=compiler)(*args)
+
+    leaf, weight = x.clone().requires_grad_(), model.get_submodule("0").weight.detach()
+    loss(leaf).backward()
+    assert torch.equal(run(lambda x: torch.func.grad(loss)(x), x), leaf.grad)
+    assert torch.equal(run(torch.func.vmap(torch.func.grad(loss)), x), leaf.grad)
+    torch.testing.assert_close(run(lambda x: torch.func.jacrev(model)(x), x[0, 0]), weight)
+    torch.testing.assert_close(run(torch.func.grad(loss_of), bias, x)["0.bias"], 2 * model(x).sum((0, 1)))
+    for trained in (False, True):
+        model.requires_grad_(trained)
+        assert torch.equal(run(torch.func.vmap(model), x), model(x))
+
+
+def test_the_gradient_of_an_input_that_was_written_through_a_view():
+    """Dynamo goes on taking such an input for one without a gradient."""
+    model, x = packed("nvfp4_weight_only", dtype=torch.float32), torch.randn(4, 48, requires_grad=True)
+
+    def run(x):
+        written = torch.zeros(4, 48)
+        written[:2].copy_(x[:2])
+        written.view(-1)[96:].copy_(x[2:].flatten())
+        return model(written)
+
+    (expected,) = torch.autograd.grad(run(x).square().sum(), x)
+    (found,) = torch.autograd.grad(torch.compile(run, backend="aot_eager")(x).square().sum(), x)
+    assert expected.count_nonzero() == x.numel() and torch.equal(found, expected)
+
+
 def test_formats_of_later_layers_compile_nothing_again():
     """Compiled layers read a table of the formats that layers have."""
     model, graphs = packed(inner=64, outer=64), []

@@ -5,6 +5,7 @@ import shutil
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from safetensors.torch import save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -13,6 +14,7 @@ from fp4compile.recipe import named
 from fp4compile.weights.linear import PackedLinear
 from fp4compile.weights.published.conventions import inverted
 from tests.helpers.checkpoints import DATA, E2M1, bits, decoded, tensors_of
+from tests.helpers.programs import Program
 
 MODELOPT = ("modelopt_nvfp4", "modelopt_nvfp4_weight_only", "modelopt_mxfp8")
 TOKENS = torch.arange(16).view(2, 8)
@@ -97,6 +99,25 @@ def test_compressed_tensors_divide_by_their_global_scale(tmp_path, shards):
     fp4compile.export_packed(model, tmp_path / "again", "compressed-tensors", max_shard_size=8000)
     assert len(list((tmp_path / "again").glob("*.safetensors"))) > 1
     assert bits(tensors_of(tmp_path / "again")) == bits(tensors)
+
+
+def test_another_default_device_than_the_models(tmp_path):
+    model = loaded(DATA / "modelopt_nvfp4")
+    with torch.device("meta"):  # as after `torch.set_default_device("cuda")`
+        fp4compile.export_packed(model, tmp_path / "again", "compressed-tensors")
+    fp4compile.export_packed(model, tmp_path / "expected", "compressed-tensors")
+    assert bits(tensors_of(tmp_path / "again")) == bits(tensors_of(tmp_path / "expected"))
+
+
+def test_names_of_wrapped_models(tmp_path):
+    """torch.compile's wrapper is looked through; names that no checkpoint has are refused."""
+    model = loaded(DATA / "modelopt_mxfp8")
+    fp4compile.export_packed(torch.compile(model), tmp_path / "compiled")
+    assert tensors_of(tmp_path / "compiled").keys() == tensors_of(DATA / "modelopt_mxfp8").keys()
+    for wrapped in (torch.nn.DataParallel(model), get_peft_model(model, LoraConfig(target_modules=["down_proj"]))):
+        with pytest.raises(ValueError, match=r"model: '.*' has a name that no checkpoint has: merge adapters"):
+            fp4compile.export_packed(wrapped, tmp_path / "wrapped")
+    assert not (tmp_path / "wrapped").exists()
 
 
 def test_tied_weights_are_stored_once():
@@ -214,6 +235,49 @@ def test_a_configuration_that_names_no_algorithm(tmp_path):
         loaded(tmp_path / "none")
 
 
+# ---------------------------------------------------------------- transformers
+
+READ = """
+import sys, torch, transformers
+order = {"quantization_config": {"quant_method": "fp4compile"}} if sys.argv[2] == "order" else {}
+model = transformers.AutoModelForCausalLM.from_pretrained(sys.argv[1], **order)
+with torch.no_grad():
+    assert torch.equal(model(torch.arange(16).view(2, 8)).logits, torch.load(sys.argv[3]))
+"""
+
+
+@pytest.mark.parametrize("layout, order", [("modelopt", ""), ("modelopt", "order"), ("compressed-tensors", "order")])
+def test_from_pretrained_reads_published_checkpoints_before_any_other(layout, order, tmp_path):
+    """In a new process, to which no packed model and no call has introduced this package's quantiser."""
+    fp4compile.export_packed(loaded(DATA / "modelopt_nvfp4"), tmp_path / "made", layout)
+    torch.save(logits(loaded(tmp_path / "made")), tmp_path / "logits.pt")
+    ended = Program(["-c", READ, str(tmp_path / "made"), order, str(tmp_path / "logits.pt")], tmp_path).ended()
+    assert ended.status == 0, ended.said
+
+
+def test_from_pretrained_reads_what_modelopts_own_file_describes(tmp_path):
+    shutil.copytree(DATA / "modelopt_mxfp8", tmp_path / "own")
+    config = json.loads((tmp_path / "own" / "config.json").read_text())
+    del config["quantization_config"]
+    (tmp_path / "own" / "config.json").write_text(json.dumps(config))
+    order = {"quant_method": "fp4compile"}
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "own", quantization_config=order)
+    assert torch.equal(logits(model), logits(loaded(DATA / "modelopt_mxfp8")))
+    model.save_pretrained(tmp_path / "again")
+    assert torch.equal(logits(AutoModelForCausalLM.from_pretrained(tmp_path / "again")), logits(model))
+    (tmp_path / "own" / "hf_quant_config.json").unlink()
+    with pytest.raises(ValueError, match="quantization_config: the checkpoint is not packed; name a recipe"):
+        AutoModelForCausalLM.from_pretrained(tmp_path / "own", quantization_config=order)
+
+
+def test_from_pretrained_reads_the_variant_that_it_is_told(tmp_path):
+    for name in ("modelopt_nvfp4_weight_only", "modelopt_mxfp8"):  # the first file stays as a variant beside the other
+        shutil.copytree(DATA / name, tmp_path, dirs_exist_ok=True)
+        (tmp_path / "model.safetensors").rename(tmp_path / f"model.{name}.safetensors")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path, variant="modelopt_mxfp8")
+    assert torch.equal(logits(model), logits(loaded(DATA / "modelopt_mxfp8")))
+
+
 # ---------------------------------------------------------------- writing
 
 
@@ -328,16 +392,19 @@ def test_from_pretrained_refuses_what_is_broken(what, match, tmp_path):
 
 
 def test_several_groups_of_compressed_tensors(tmp_path):
-    """A name goes before a regular expression, and that before a class; equals that differ are refused."""
+    """A name goes before a regular expression, and that before a class; of equals, those of the codes' width count."""
     by_hand(tmp_path / "ct", {DOWN}, 0.15625)
     file = tmp_path / "ct" / "config.json"
     config = json.loads(file.read_text())
     groups = config["quantization_config"]["config_groups"]
     right, eight = groups["group_0"], {"weights": {"num_bits": 8, "type": "float", "group_size": 32}}
+    weights_alone = {"weights": right["weights"]}
     cases = [
         ((["Linear"], eight), ([r"re:.*\.down_proj$"], right), None), ((["re:.*down.*"], eight), ([DOWN], right), None),
         ((["Linear"], right), (["Linear"], right), None), (([DOWN], right), (["nothing"], {"weights": None}), None),
-        ((["re:.*"], right), (["re:.*down.*"], eight), "is a target of several groups"),
+        ((["re:.*"], right), (["re:.*down.*"], eight), None), ((["re:.*"], eight), (["re:.*down.*"], right), None),
+        ((["re:.*"], right), (["re:.*down.*"], weights_alone), "is a target of several groups"),
+        ((["re:.*"], eight), (["re:.*down.*"], {"weights": eight["weights"] | {"group_size": 128}}), "several groups"),
     ]  # fmt: skip
     for *found, message in cases:
         new = {f"group_{i}": group | {"targets": targets} for i, (targets, group) in enumerate(found)}

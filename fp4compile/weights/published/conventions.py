@@ -119,8 +119,8 @@ def read_published(checkpoint: Checkpoint, recipe: Recipe | None = None) -> Cont
     }
     with naming(checkpoint.folder / file):
         scheme_of = layout.schemes(config).of
-        schemes = {layer: scheme_of(layer) for layer in sorted(packed)}
-        fused = {name: scheme_of(name) for name in sorted(tensors)
+        schemes = {layer: scheme_of(layer, f"{layer}.weight_packed" in tensors) for layer in sorted(packed)}
+        fused = {name: scheme_of(name, False) for name in sorted(tensors)
                  if f"{name}{_FUSED_SCALES}" in tensors and not name.endswith(".weight")}  # fmt: skip
     with naming(checkpoint.path):
         layers = {layer: _take(layout, scheme, layer, tensors) for layer, scheme in schemes.items()}
@@ -291,11 +291,12 @@ def inverted(given: torch.Tensor, *, divisor: bool) -> torch.Tensor:
 
     It is exact where amax is a 16-bit number, as for weights in bf16 and fp16, else the rounded reciprocal.
     """
-    largest = torch.tensor(NVFP4_MAX)  # PyTorch divides a number by a tensor through the reciprocal: two roundings
+    # PyTorch divides a number by a tensor through the reciprocal: two roundings.
+    largest = torch.tensor(NVFP4_MAX, device=given.device)
     amax = largest / given if divisor else given * largest
     for dtype in (torch.bfloat16, torch.float16):
         near = amax.to(dtype).float()
         multiplies, divides = near / largest, largest / near
         if torch.equal(divides if divisor else multiplies, given):
             return multiplies if divisor else divides
-    return torch.ones(()) / given
+    return torch.ones_like(given) / given

@@ -9,6 +9,7 @@ further value saturates.
 import re
 import warnings
 from collections.abc import Iterator
+from dataclasses import replace
 
 import torch
 from torch import nn
@@ -19,18 +20,40 @@ from fp4compile.formats.layouts import ceil_div
 from fp4compile.weights.buffers import BUFFERS
 from fp4compile.weights.linear import is_linear, sizes
 from fp4compile.weights.published.expert_names import Experts, ModelTensor, PublishedNames, expert_of
-from fp4compile.weights.published.shards import Contents
+from fp4compile.weights.published.shards import Checkpoint, Contents
 from fp4compile.weights.sharing import is_byte_float
+
+
+def without_unused(model: nn.Module, checkpoint: Checkpoint, names: PublishedNames) -> Checkpoint:
+    """A checkpoint without the tensors that a model's class leaves out, such as layers that predict further tokens.
+
+    Warns of them. Their formats need not be known.
+    """
+    present = set(model.state_dict())
+    left = [name for name in checkpoint.tensors if _is_unused(name, present, names)]
+    if not left:
+        return checkpoint
+    warnings.warn(f"some tensors of the checkpoint, such as {left[0]!r}, are not used: the class of the model leaves "
+                  "them out", stacklevel=4)  # fmt: skip
+    kept = checkpoint.tensors.keys() - set(left)
+    return replace(checkpoint, tensors={name: one for name, one in checkpoint.tensors.items() if name in kept})
+
+
+def _is_unused(name: str, present: set[str], names: PublishedNames) -> bool:
+    """Whether a class leaves out a tensor, or the weight of the layer that it is part of, and the model has neither."""
+    layer, _, own = name.rpartition(".")
+    both = {name} if own == "bias" else {name, f"{layer}.weight"}
+    return any(map(names.is_unused, both)) and present.isdisjoint(names.target(one).name for one in both)
 
 
 def in_model(model: nn.Module, contents: Contents, names: PublishedNames) -> Contents:
     """The contents of a checkpoint under the names of a model, with its experts combined.
 
     Removes tensors from `contents` as they are used, to free them. Warns where the activation scales of experts differ,
-    and of tensors that are left out. Raises ValueError, naming the tensor or the layer, for what does not fit the model
-    or other layers of an expert.
+    and of scales of a KV cache, which are skipped. Raises ValueError, naming the tensor or the layer, for what does not
+    fit the model or other layers of an expert.
     """
-    _leave_unused(model, contents, names)
+    _leave_scales(model, contents, names)
     targets = {name: _target(name, contents, names) for name in contents.tensors}
     found = Contents(experts=dict(contents.experts))
     modules = dict(model.named_modules(remove_duplicate=False))
@@ -72,29 +95,17 @@ _ATTENTION_SCALES = re.compile(
 )
 
 
-def _leave_unused(model: nn.Module, contents: Contents, names: PublishedNames) -> None:
-    """Skip, with warnings, tensors that a model may lack: layers that predict further tokens, scales of a KV cache."""
+def _leave_scales(model: nn.Module, contents: Contents, names: PublishedNames) -> None:
+    """Skip, with a warning, scales of a KV cache that a model does not have."""
     present = set(model.state_dict())
-    layers = {f"{layer}.{buffer}": layer for layer in contents.layers for buffer in BUFFERS}
-    left, scales = [], []
-    for name in contents.tensors:
-        weight = f"{layers[name]}.weight" if name in layers else name
-        if names.target(weight).name in present:
-            continue
-        if names.is_unused(weight):
-            left.append(name)
-        elif _ATTENTION_SCALES.fullmatch(name):
-            scales.append(name)
-    for name in (*left, *scales):
+    scales = [name for name in contents.tensors
+              if _ATTENTION_SCALES.fullmatch(name) and names.target(name).name not in present]  # fmt: skip
+    for name in scales:
         del contents.tensors[name]
-        contents.layers.pop(layers.get(name, ""), None)
     if scales:
         kinds = ", ".join(sorted({name.rpartition(".")[2] for name in scales}))
         warnings.warn(f"the KV cache is not quantised; {len(scales)} of its scales ({kinds}), such as {scales[0]!r}, "
                       "are not used", stacklevel=5)  # fmt: skip
-    if left:
-        warnings.warn(f"some tensors of the checkpoint, such as {left[0]!r}, are not used: the class of the model "
-                      "leaves them out", stacklevel=5)  # fmt: skip
 
 
 def _target(name: str, contents: Contents, names: PublishedNames) -> ModelTensor:

@@ -28,9 +28,13 @@ class Scheme:
 
 @dataclass(frozen=True)
 class Schemes:
-    """The schemes of a configuration. of: by a layer's name; ValueError without one. declared: all that it names."""
+    """The schemes of a configuration.
 
-    of: Callable[[str], Scheme]
+    of: by a layer's name, and whether it has `weight_packed`, which are codes of FP4; ValueError without one.
+    declared: all that it names.
+    """
+
+    of: Callable[[str, bool], Scheme]
     declared: Callable[[], list[Scheme]]
 
 
@@ -65,7 +69,7 @@ def modelopt_schemes(config: dict[str, Any]) -> Schemes:
     mixed = member(config, "quant_algo", str, "").upper() == "MIXED_PRECISION"
     layers = member(config, "quantized_layers", dict, {})
 
-    def scheme_of(layer: str) -> Scheme:
+    def scheme_of(layer: str, packed: bool) -> Scheme:
         if not mixed:
             return _modelopt_scheme(layer, config)
         place = expert_of(layer)
@@ -75,7 +79,7 @@ def modelopt_schemes(config: dict[str, Any]) -> Schemes:
             raise ValueError(f"layer {layer!r} is quantised, and quantized_layers does not tell how")
         return _modelopt_scheme(layer, entry)
 
-    return Schemes(scheme_of, lambda: [*map(scheme_of, layers or [""])])
+    return Schemes(scheme_of, lambda: [scheme_of(layer, False) for layer in layers or [""]])
 
 
 def _modelopt_scheme(layer: str, entry: dict[str, Any]) -> Scheme:
@@ -131,13 +135,15 @@ def compressed_schemes(config: dict[str, Any]) -> Schemes:
         except ValueError as error:
             raise ValueError(f"config_groups: {name!r}: {error}") from error
 
-    def scheme_of(layer: str) -> Scheme:
+    def scheme_of(layer: str, packed: bool) -> Scheme:
         found = [target for target in targets if target.means(layer)]
         best = min((target.rank for target in found), default=None)
         schemes = {target.scheme() for target in found if target.rank == best}
         if not schemes:
             raise ValueError(f"layer {layer!r} is quantised, and no group of config_groups has it as a target")
-        if len(schemes) > 1:
+        if len(schemes) > 1:  # published groups overlap: the codes decide
+            schemes = {scheme for scheme in schemes if formats.get(scheme.weight).packed == packed}
+        if len(schemes) != 1:
             raise ValueError(f"layer {layer!r} is a target of several groups of config_groups, which differ")
         return schemes.pop()
 
@@ -224,4 +230,4 @@ def float8_schemes(config: dict[str, Any]) -> Schemes:
         found = Scheme("float8_tensor", "float8_tensor", static=scheme == "static")
     else:
         found = POWERS_OF_TWO if config.get("scale_fmt") == "ue8m0" else Scheme("float8_128x128", "float8_1x128")
-    return Schemes(lambda layer: found, lambda: [found])
+    return Schemes(lambda layer, packed: found, lambda: [found])

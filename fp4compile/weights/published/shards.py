@@ -4,7 +4,7 @@ import errno
 import json
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -41,15 +41,16 @@ class Contents:
     tensors: dict[str, torch.Tensor] = field(default_factory=dict)
 
 
-def read_checkpoint(path: Path, configs: tuple[str, ...]) -> Checkpoint:
+def read_checkpoint(path: Path, configs: tuple[str, ...], files: Iterable[str | Path] = ()) -> Checkpoint:
     """The checkpoint at a directory or a safetensors file. configs: names of its possible configuration files.
 
+    files: its safetensors files, where others may lie beside them; by default those that the directory's index names.
     Raises OSError for a path that cannot be read, ValueError for broken files, and for missing shards and tensors.
     """
     folder = path if path.is_dir() else path.parent
     found = {name: read_json(folder / name) for name in configs if os.path.isfile(folder / name)}
     tensors: dict[str, torch.Tensor] = {}
-    for file, names in _files(path):
+    for file, names in [(Path(file), list[str]()) for file in files] or _files(path):
         read = read_tensors(file)
         absent = next((name for name in names if name not in read), None)
         if absent is not None:
