@@ -19,7 +19,10 @@ from fp4compile.formats.grouping import grouping_of
 from fp4compile.formats.quantize_spec import FLOAT_DTYPES, ROWS, QuantizeSpec
 from fp4compile.ops.quantize import QUANTIZE
 from fp4compile.report.decibels import decibels
-from fp4compile.weights import gptq
+from fp4compile.weights import (
+    flop_formulas,  # noqa: F401 (registers them)
+    gptq,
+)
 from fp4compile.weights.scale_checks import check_static, warn_below_range
 from fp4compile.weights.scale_layout import laid_out, layout_on
 from fp4compile.weights.static_scale import static_scale
