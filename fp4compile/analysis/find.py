@@ -55,6 +55,7 @@ _BATCHED_WEIGHT = "batched matmul with a parameter"
 _GROUPED = "grouped matmul without a parameter"
 _PACKED_GRADIENT = "gradient x packed weight: the weight is dequantised"
 _COMPUTED_WEIGHT = "its weight is computed from parameters and is none itself"
+_PACKED_WEIGHT = "weight of a packed layer, multiplied without calling the layer: it is dequantised"
 _INNER_GRADIENT = "part of a gradient that is taken inside of the graph (torch.func.grad)"
 _BOTH_ORIENTATIONS = (
     "its weight is multiplied in both orientations and nothing is a gradient here: it may be one (torch.func.grad)"
@@ -215,8 +216,10 @@ class _Scan:
         if a.root is not None and b.root is not None:
             return _left_alone(product, "both operands are parameters")
         if a.root is None and b.root is None:
-            if a.node in self.computed or b.node in self.computed:
-                return _left_alone(product, _COMPUTED_WEIGHT)
+            computed = [side.view.root for side in (a, b) if side.node in self.computed]
+            if computed:
+                packed = any(root.target is DEQUANTIZE for root in computed)
+                return _left_alone(product, _PACKED_WEIGHT if packed else _COMPUTED_WEIGHT)
             if product.offs is not None:
                 return _left_alone(product, _GROUPED)
             return self._gemm(product, "attention", _module_of(product.node), ("attention_a", "attention_b"))
@@ -347,11 +350,15 @@ class _Scan:
 
 
 def _computed_from(parameters: dict[Node, str], buffers: Collection[Node], graph: Graph) -> set[Node]:
-    """The parameters, and the nodes that depend on parameters, and else on buffers and constants alone."""
+    """The parameters, and the nodes that depend on parameters, and else on buffers and constants alone.
+
+    Buffers that are dequantised are the codes and scales of packed layers: the result is a weight like a parameter.
+    """
     found, constants = set(parameters), set(buffers)
     for node in graph.nodes:
         if node.op != "placeholder" and all(arg in found or arg in constants for arg in node.all_input_nodes):
-            (found if any(arg in found for arg in node.all_input_nodes) else constants).add(node)
+            weight = node.target is DEQUANTIZE or any(arg in found for arg in node.all_input_nodes)
+            (found if weight else constants).add(node)
     return found
 
 

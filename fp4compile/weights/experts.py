@@ -106,17 +106,22 @@ def _class_of(base: Any, children: tuple[str, ...], order: tuple[str, ...]) -> A
     """A subclass of a module's class in which packed experts replace the parameters `children`."""
     members: dict[str, Any] = {child: _packed_property(child) for child in children}
     members |= {_MADE_OF: (base, children, order), "__reduce_ex__": _reduce, "named_parameters": _named_parameters}
+    members["__setattr__"] = _set_attribute
     members |= {"__module__": base.__module__, "__qualname__": base.__qualname__, "__doc__": base.__doc__}
     return type(base.__name__, (base,), members)
 
 
 def _packed_property(child: str) -> property:
     name = packed_name(child)
+    return property(lambda module: module._modules[name]())
 
-    def refuse(module: nn.Module, value: Any) -> None:
-        raise AttributeError(f"{child}: packed weights cannot be assigned; assign them before packing")
 
-    return property(lambda module: module._modules[name](), refuse)
+def _set_attribute(module: Any, name: str, value: Any) -> None:
+    """`__setattr__` that refuses packed weights: torch registers an `nn.Parameter` without reading properties."""
+    base, children, _ = getattr(type(module), _MADE_OF)
+    if name in children:
+        raise AttributeError(f"{name}: packed weights cannot be assigned; assign {name}.data, or before packing")
+    base.__setattr__(module, name, value)
 
 
 _LISTED = ContextVar("_LISTED", default=False)

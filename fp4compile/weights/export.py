@@ -162,6 +162,11 @@ def _parts(
     experts = names.source(parameter_name(name))
     if isinstance(experts, str):
         raise ValueError(f"model: {name!r} has packed experts, whose names in checkpoints are not known")
+    fmt, rows = formats.get(module.layer_format.weight), module.out_features // len(experts.leaves)
+    if fmt.block is not None and len(experts.leaves) > 1 and rows % fmt.block[0]:
+        raise ValueError(f"model: {parameter_name(name)!r} is packed in {fmt.name}, and its parts {experts.leaves} in "
+                         f"files have {rows} rows each, no whole blocks of {fmt.block[0]}: a block spans both parts. "
+                         "Pack it in another format, or skip it by a rule")  # fmt: skip
     return parts_of(experts, tensor)
 
 

@@ -184,6 +184,28 @@ def test_a_weight_times_a_buffer_is_no_attention(in_region):
     assert [*found.values()] == ["its weight is computed from parameters and is none itself"]
 
 
+class ReadsAnothersWeight(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(64, 64)
+
+    def forward(self, x):
+        weight = self.layer.weight
+        return F.linear(x, weight), F.linear(x, weight[:32]), F.linear(x, torch.cat([weight, weight[32:]]))
+
+
+def test_a_packed_layers_weight_is_no_attention_where_a_model_multiplies_it_itself():
+    """As the absorbed projections of latent attention do. It would be quantised a second time, as attention."""
+    recipe = {"recipe": "mxfp8", "attention_a": "mxfp8", "attention_b": "mxfp8"}
+    model = ReadsAnothersWeight()
+    fp4compile.pack_(model, recipe)
+    packed = "weight of a packed layer, multiplied without calling the layer: it is dequantised"
+    computed = "its weight is computed from parameters and is none itself"
+    with torch.no_grad():
+        report = fp4compile.explain(model, torch.randn(8, 64), recipe=recipe)
+    assert [row.reason for row in report.rows] == [packed, packed, computed]
+
+
 def test_a_bilinear_layer_is_named():
     with torch.no_grad():
         report = fp4compile.explain(torch.nn.Bilinear(64, 64, 32), *torch.randn(2, 4, 64), recipe="mxfp8")

@@ -272,8 +272,11 @@ def test_the_module_stays(name, is_transposed):
         model.up_proj[1].zero_()
     assert not model.up_proj[1].any() and torch.equal(model.up_proj[0], exact[0])
     for value in (torch.zeros(1), nn.Parameter(torch.zeros(1))):
-        with pytest.raises((AttributeError, KeyError), match="up_proj"):
+        with pytest.raises(AttributeError, match="up_proj: packed weights cannot be assigned; assign up_proj.data"):
             model.up_proj = value
+    with pytest.warns(UserWarning, match="packed them again"):
+        model.up_proj.data = exact
+    assert torch.equal(model.up_proj, exact)
 
 
 def test_copies_pickles_and_casts():

@@ -357,3 +357,30 @@ def test_experts_whose_names_are_not_known_are_not_written(tmp_path):
     fp4compile.pack_(own, {"recipe": "mxfp8", "min_n": 1, "min_k": 1}, contracted={"*": -1})
     with pytest.raises(ValueError, match="'experts.up_proj_packed' has packed experts, whose names .* not known"):
         fp4compile.export_packed(own, tmp_path / "no")
+
+
+def moe_in_blocks(rows):
+    """A model with packed experts whose gate and up have a number of rows, in FP8 blocks of 128x128."""
+    config = AutoConfig.for_model("qwen3_moe", hidden_size=128, intermediate_size=128, moe_intermediate_size=rows,
+                                  num_experts=2, num_experts_per_tok=1, num_hidden_layers=1, num_attention_heads=2,
+                                  num_key_value_heads=2, vocab_size=32)  # fmt: skip
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    fresh = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    fp4compile.pack_(model, "float8_block")
+    return model, fresh
+
+
+@pytest.mark.parametrize("layout", ["fp8", "compressed-tensors"])
+def test_blocks_that_span_gate_and_up_are_not_written(layout, tmp_path):
+    """Each file of 96 rows would have one scale, as it should, and the one for the wrong rows."""
+    model, _ = moe_in_blocks(96)
+    with pytest.raises(ValueError, match=f"'{MODEL}.gate_up_proj' is packed in float8_128x128.*have 96 rows each"):
+        fp4compile.export_packed(model, tmp_path / "no", layout=layout)
+    assert not [*tmp_path.glob("no/*.safetensors")]
+
+
+def test_blocks_within_gate_and_up_are_written(tmp_path):
+    model, fresh = moe_in_blocks(128)
+    fp4compile.export_packed(model, tmp_path / "blocks", layout="fp8")
+    fp4compile.load_packed(fresh, tmp_path / "blocks")
+    assert torch.equal(fresh.get_submodule(MODEL).gate_up_proj, model.get_submodule(MODEL).gate_up_proj)
