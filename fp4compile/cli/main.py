@@ -5,6 +5,7 @@ parsed arguments. `run` returns None or an exit status, and raises `argparse.Arg
 """
 
 import argparse
+import io
 import os
 import signal
 import sys
@@ -41,11 +42,15 @@ def _status(chosen: argparse.Namespace) -> int:
     """Run a parsed command. Returns its status, or 128 + SIGPIPE, as a shell does, where nobody reads its output."""
     if chosen.command == "run":  # what a script writes is its own
         return chosen.run(chosen) or 0
+    output = sys.stdout  # None where the process began with it closed
+    if isinstance(output, io.TextIOWrapper):  # reports have letters that not every terminal's encoding has
+        output.reconfigure(errors="backslashreplace")
     try:
         status = chosen.run(chosen) or 0
-        sys.stdout.flush()
+        if output is not None:
+            output.flush()
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes the rest when it ends
+        os.dup2(os.open(os.devnull, os.O_WRONLY), output.fileno())  # Python flushes the rest when it ends
         return 128 + signal.SIGPIPE
     return status
 

@@ -21,11 +21,12 @@ from fp4compile.distributed.fsdp import Sharded
 from fp4compile.distributed.whole import GatheredFormat
 
 aten = torch.ops.aten
-# Operators by which FSDP2, DTensor and `nn.Module.to` derive a shard from a shard. Results of others are plain.
+# Operators by which FSDP2, DTensor, `nn.Module.to` and asynchronous checkpoints derive a shard from a shard. The last
+# copy the values into what `new_empty` returns by its attributes. Results of other operators are plain.
 _STILL_SHARDS = frozenset((
     aten.detach.default, aten.alias.default, aten.view.default, aten.as_strided.default, aten.slice.Tensor,
     aten.split.Tensor, aten._to_copy.default, aten._pin_memory.default, aten.clone.default, aten.empty_like.default,
-    aten.new_zeros.default,
+    aten.new_empty.default, aten.new_zeros.default,
 ))  # fmt: skip
 
 

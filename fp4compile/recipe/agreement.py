@@ -223,7 +223,8 @@ def _meshes(gm: GraphModule, example_inputs: Sequence[Any]) -> Iterable[Any]:
     values = [*example_inputs]
     for graph in _graphs(gm):
         values += [node.meta.get("example_value") for node in graph.nodes]
-    return {value.device_mesh for value in values if isinstance(value, DTensor)}
+    meshes = (value.device_mesh for value in values if isinstance(value, DTensor))
+    return {getattr(mesh, "real_obj", mesh) for mesh in meshes}  # a mesh that is an input of the graph is wrapped
 
 
 def _named_groups(gm: GraphModule) -> Iterator[str]:

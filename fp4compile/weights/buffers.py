@@ -216,7 +216,8 @@ class PackedWeight(nn.Module):
         """Raise the error of a tensor that `parts` cannot return."""
         if _is_shard(tensor):
             raise RuntimeError(
-                "weight: this rank has some of its rows; call the module given to fully_shard, or its unshard()"
+                "weight: this rank has some of its rows; call the module given to fully_shard, or its unshard(); "
+                "tensor parallelism takes unpacked layers"
             )
         raise TypeError(
             f"{name}: expected {stored}, got {tensor.dtype}: a loader has cast it. Load without a "

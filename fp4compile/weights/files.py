@@ -33,6 +33,7 @@ from fp4compile.weights.linear import leave_fast_paths
 from fp4compile.weights.published.conventions import CONFIG, HF_QUANT_CONFIG, read_published
 from fp4compile.weights.published.expert_modules import in_model, without_unused
 from fp4compile.weights.published.shards import (
+    INDEX,
     Checkpoint,
     naming,
     parse_json,
@@ -168,6 +169,8 @@ def _contents(
 ) -> tuple[States, dict[str, torch.Tensor], Sharing | None]:
     """States, tensors by name and sharing of a file of `save_packed` or of another library's checkpoint."""
     place = Path(path)
+    if place.name == INDEX:
+        raise ValueError(f"{place}: expected a checkpoint's directory, got the index in it")
     if place.is_dir() or _METADATA not in read_metadata(place):
         checkpoint = read_checkpoint(place, (CONFIG, HF_QUANT_CONFIG))
         if (states := _saved_by_transformers(checkpoint)) is not None:

@@ -78,6 +78,12 @@ class PackedLayer(PackedWeight):
         elif not isinstance(value, DequantizedWeight) or not value.packed_in(self):
             raise AttributeError("weight: a packed layer's cannot be assigned; assign weight.data, or before packing")
 
+    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        """Register a parameter. Raises AttributeError for a weight, which `RowwiseParallel` registers."""
+        if name == "weight":
+            raise AttributeError("weight: no parameter of a packed layer; tensor parallelism takes unpacked layers")
+        super().register_parameter(name, param)
+
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """input: [..., in_features], bf16, fp16 or fp32. Returns [..., out_features] in its dtype, or autocast's.
 

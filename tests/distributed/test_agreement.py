@@ -142,7 +142,8 @@ def test_groups_of_a_graph():
         compiled(lambda x: x * 2)(torch.ones(2))
         compiled(lambda x: collectives.all_reduce(x, "sum", mesh["data"].get_group()))(torch.ones(2))
         compiled(lambda x: x * 2)(weight)
+        compiled(lambda x, among: DTensor.from_local(x, among, [Shard(0)]).to_local())(torch.ones(2), mesh["data"])
         names = [mesh[name].get_group().group_name for name in ("data", "tensor")]
-        assert found == [[], names[:1], names[1:]] and names[0] != names[1]
+        assert found == [[], names[:1], names[1:], names[:1]] and names[0] != names[1]
     finally:
         dist.destroy_process_group()

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.checkpoint._state_dict_stager import StateDictStager
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import Shard
@@ -91,6 +92,19 @@ def test_files_and_copies_hold_plain_tensors():
     for copied in (torch.load(file, weights_only=True)["shard"], copy.deepcopy(model.state_dict())["0.weight"]):
         assert type(getattr(copied, "_local_tensor", copied)) is torch.Tensor
     assert type(shard) is QuantizedShard and torch.equal(copied.to_local(), shard)
+
+
+def test_asynchronous_checkpoints_have_the_values():
+    """`async_save` stages a copy of the state dict, and writes it while the training goes on."""
+    model = sharded(nn.Sequential(nn.Linear(64, 128)))
+    gather_quantized_(model, "mxfp8")
+    shard, file = model[0].weight.to_local(), io.BytesIO()
+    before, staged = shard.values.clone(), StateDictStager().stage(model.state_dict())["0.weight"]
+    with torch.no_grad():
+        shard.add_(1)
+    torch.save(staged.to_local(), file)
+    file.seek(0)
+    assert torch.equal(torch.load(file, weights_only=True), before)
 
 
 def test_compiled_optimisers_take_shards():

@@ -1,6 +1,7 @@
 """The commands `demo` and `recipes`: what they print, and what they say of bad arguments."""
 
 import functools
+import io
 import json
 import os
 import re
@@ -11,6 +12,7 @@ import torch
 
 from fp4compile import __version__
 from fp4compile.cli import demo
+from fp4compile.cli import recipes as command_line
 from fp4compile.cli.main import main
 from fp4compile.recipe import Recipe, recipes, resolve
 from fp4compile.report.decibels import decibels
@@ -101,6 +103,19 @@ def test_a_command_ends_quietly_where_nobody_reads_its_output(arguments, monkeyp
     with os.fdopen(writer, "w") as unread:
         monkeypatch.setattr(sys, "stdout", unread)
         assert main(arguments) == 141
+
+
+def test_a_command_runs_where_its_output_is_closed(monkeypatch):
+    monkeypatch.setattr(sys, "stdout", None)  # as Python sets it where file descriptor 1 is closed
+    assert main(["recipes"]) == 0
+
+
+def test_letters_that_an_output_does_not_have_are_escaped(monkeypatch):
+    ascii_only = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+    monkeypatch.setattr(sys, "stdout", ascii_only)
+    monkeypatch.setattr(command_line, "recipe_table", lambda: "1 \N{MICRO SIGN}s")
+    assert main(["recipes"]) == 0
+    assert ascii_only.buffer.getvalue() == b"1 \\xb5s\n"
 
 
 def test_a_script_that_nobody_reads_sees_the_error(monkeypatch, tmp_path):

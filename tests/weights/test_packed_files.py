@@ -44,6 +44,12 @@ def test_bad_files_leave_the_model_as_it_was(tmp_path):
     assert_refused(Net(), path, "not written by")
 
 
+def test_paths_beside_the_file_are_refused_with_the_one_to_pass(tmp_path):
+    write_packed(Net(), tmp_path / "packed.safetensors")
+    assert_refused(Net(), tmp_path, "pass the file's path")
+    assert_refused(Net(), tmp_path / "model.safetensors.index.json", "expected a checkpoint's directory")
+
+
 class OfHub(nn.Sequential, PyTorchModelHubMixin):
     pass
 
@@ -274,7 +280,7 @@ def test_a_state_dict_that_another_library_saved_is_refused_with_what_to_do(tmp_
     fp4compile.pack_(model, "nvfp4")
     save_file(model.state_dict(), tmp_path / "model.safetensors")
     for path in (tmp_path, tmp_path / "model.safetensors"):
-        with pytest.raises(ValueError, match="state dict of a packed model, .*call pack_ with the same recipe"):
+        with pytest.raises(ValueError, match="state dict of a packed model.*call pack_ with the same recipe"):
             fp4compile.load_packed(nn.Sequential(nn.Linear(64, 64)), path)
 
 

@@ -7,6 +7,8 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Replicate
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import fp4compile
 from fp4compile import _compat
@@ -48,6 +50,15 @@ def test_whole_and_shardable_layers_exchange_states(recipe, tmp_path):
     assert torch.equal(loaded(x), other(x))
     with pytest.raises(RuntimeError, match="takes no other weight; merge adapters before"):
         other[0].weight.data = torch.zeros(64, 96)
+
+
+@pytest.mark.parametrize("style", (ColwiseParallel, RowwiseParallel))
+def test_packed_layers_under_tensor_parallelism_are_refused(style):
+    model = nn.Sequential(nn.Linear(96, 64))
+    fp4compile.pack_(model, "mxfp8")
+    plan = {"0": style(input_layouts=Replicate())}
+    with process_groups.alone(), pytest.raises((AttributeError, RuntimeError), match="takes unpacked layers"):
+        parallelize_module(model, init_device_mesh("cpu", (1,)), plan)(torch.ones(1, 96))
 
 
 @pytest.mark.parametrize("shardable", (False, True))

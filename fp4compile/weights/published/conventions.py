@@ -157,8 +157,8 @@ def _recognised(checkpoint: Checkpoint) -> tuple[Layout, str, dict[str, Any]]:
         layout = LAYOUTS.get(member(config, "quant_method", str, ""))
     if layout is None and any(name.endswith(".weight_data") for name in checkpoint.tensors):
         raise ValueError(
-            f"{checkpoint.path}: holds the state dict of a packed model, as other libraries save it; call pack_ with "
-            "the same recipe, then load_state_dict. fp4compile.save_packed writes files for load_packed"
+            f"{checkpoint.path}: holds the state dict of a packed model. If fp4compile.save_packed wrote it, pass the "
+            "file's path; if another library saved it, call pack_ with the same recipe, then load_state_dict"
         )
     if layout is None:
         raise ValueError(
