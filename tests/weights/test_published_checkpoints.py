@@ -278,6 +278,23 @@ def test_from_pretrained_reads_the_variant_that_it_is_told(tmp_path):
     assert torch.equal(logits(model), logits(loaded(DATA / "modelopt_mxfp8")))
 
 
+def test_a_checkpoint_named_nvfp4_whose_groups_quantise_no_activations_has_weights_alone(tmp_path):
+    expected = logits(loaded(DATA / "modelopt_nvfp4_weight_only"))
+    for files in (("config.json", "hf_quant_config.json"), ("config.json",)):
+        folder = tmp_path / str(len(files))
+        shutil.copytree(DATA / "modelopt_nvfp4_weight_only", folder)
+        (folder / "hf_quant_config.json").unlink(missing_ok="hf_quant_config.json" in files)
+        for file in files:
+            text = (DATA / "modelopt_nvfp4_weight_only" / file).read_text()
+            (folder / file).write_text(text.replace('"W4A16_NVFP4"', '"NVFP4"'))
+        assert torch.equal(logits(loaded(folder)), expected)
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"]["config_groups"]["group_0"]["input_activations"] = {"num_bits": 4, "group_size": 16}
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match="input_scale' is missing"):
+        loaded(folder)
+
+
 # ---------------------------------------------------------------- writing
 
 

@@ -150,10 +150,10 @@ def _recognised(checkpoint: Checkpoint) -> tuple[Layout, str, dict[str, Any]]:
     """The layout, the configuration's file name, and the part of the configuration about quantisation."""
     with naming(checkpoint.folder / HF_QUANT_CONFIG):
         modelopt = member(checkpoint.configs.get(HF_QUANT_CONFIG, {}), "quantization", dict, {})
-    if modelopt:
-        return MODELOPT, HF_QUANT_CONFIG, modelopt
     with naming(checkpoint.folder / CONFIG):
         config = member(_holder(checkpoint.configs), "quantization_config", dict, {})
+        if modelopt:  # only the other file tells which activations are quantised
+            return MODELOPT, HF_QUANT_CONFIG, {"config_groups": config.get("config_groups"), **modelopt}
         layout = LAYOUTS.get(member(config, "quant_method", str, ""))
     if layout is None and any(name.endswith(".weight_data") for name in checkpoint.tensors):
         raise ValueError(

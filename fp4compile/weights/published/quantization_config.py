@@ -1,7 +1,7 @@
 """Read the quantisation configurations of published checkpoints, which may hold anything: every value is checked."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from reprlib import repr as short  # a value may be nested so deeply that `repr` fails
 from typing import Any
@@ -69,9 +69,14 @@ def modelopt_schemes(config: dict[str, Any]) -> Schemes:
     mixed = member(config, "quant_algo", str, "").upper() == "MIXED_PRECISION"
     layers = member(config, "quantized_layers", dict, {})
 
+    groups = member(config, "config_groups", dict, {})
+    weights_alone = bool(groups) and not any(member(groups, name, dict, {}).get("input_activations") for name in groups)
+
     def scheme_of(layer: str, packed: bool) -> Scheme:
         if not mixed:
-            return _modelopt_scheme(layer, config)
+            scheme = _modelopt_scheme(layer, config)
+            # Published checkpoints call themselves "NVFP4" although no group of theirs quantises activations.
+            return replace(scheme, activation=None, static=False) if scheme.static and weights_alone else scheme
         place = expert_of(layer)
         name = layer if layer in layers or place is None else place[0]  # experts may share one entry
         entry = member(layers, name, dict)
