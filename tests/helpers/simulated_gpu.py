@@ -273,10 +273,6 @@ class _Operations(TorchDispatchMode):
             return kwargs["out"].copy_(result) if "out" in kwargs else result
         if not (func.is_view or "empty" in func._opname):
             self.gpu.launches.append(("PyTorch", func._opname))
-        if func in (torch.ops.aten.mm.dtype, torch.ops.aten.mm.dtype_out):  # which CPUs lack
-            a, b, dtype = args
-            result = a.to(dtype) @ b.to(dtype)
-            return kwargs["out"].copy_(result) if "out" in kwargs else result
         return func(*args, **kwargs)
 
 
