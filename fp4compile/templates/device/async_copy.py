@@ -17,6 +17,10 @@ import triton.language as tl
 COMMIT = tl.constexpr("cp.async.commit_group; mov.b32 $0, 0;")
 BARRIER = tl.constexpr("bar.sync 0; mov.b32 $0, 0;")
 WARP_BARRIER = tl.constexpr("bar.warp.sync 0xffffffff; mov.b32 $0, 0;")
+# Inputs: destination, source, how many of its 16 bytes exist (the rest becomes zeros), whether to copy, a token.
+COPY_PART = tl.constexpr(
+    "{ .reg .pred p; setp.ne.b32 p, $4, 0; mov.b32 $0, 0; @p cp.async.ca.shared.global [$1], [$2], 16, $3; }"
+)
 # Input: a float32. Its value is computed before every piece that takes the token.
 AWAIT_VALUE = tl.constexpr("mov.b32 $0, 0;")
 

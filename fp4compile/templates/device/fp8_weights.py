@@ -14,7 +14,7 @@ SCALES is `OperandSpec.scales_text`: "none", "float32" (rows of 128 elements) or
 import triton
 import triton.language as tl
 
-from fp4compile.templates.device.async_copy import do_ptx, select_ptx
+from fp4compile.templates.device.async_copy import COPY_PART, do_ptx, select_ptx
 
 FP8_STEP_BYTES = tl.constexpr(2176)  # bytes of codes and scales of one warp's step
 _FP8_ROW = tl.constexpr(128)
@@ -86,12 +86,6 @@ def copy_fp8(
     return token
 
 
-# Inputs: destination, source, how many bytes exist (the rest becomes zeros), whether to copy, a token.
-_COPY_A_CODES = tl.constexpr(
-    "{ .reg .pred p; setp.ne.b32 p, $4, 0; mov.b32 $0, 0; @p cp.async.ca.shared.global [$1], [$2], 16, $3; }"
-)
-
-
 @triton.jit
 def copy_a_codes(buffer, step, wanted, token, lane, a_ptr, m, k_vectors, ROWS: tl.constexpr):
     """Start to copy the codes of the existing rows of A of a warp's step, eight lanes a row. Returns a token."""
@@ -103,7 +97,7 @@ def copy_a_codes(buffer, step, wanted, token, lane, a_ptr, m, k_vectors, ROWS: t
         size = tl.where(vector < k_vectors * 2, 16, 0)
         to = buffer + row * _FP8_ROW + (unit ^ (row % 2 * 4)) * 16
         ok = (row < tl.minimum(m, ROWS)) & wanted
-        token = do_ptx(_COPY_A_CODES, "r,l,r,r,r", (to, source, size, ok.to(tl.int32), token))
+        token = do_ptx(COPY_PART, "r,l,r,r,r", (to, source, size, ok.to(tl.int32), token))
     return token
 
 

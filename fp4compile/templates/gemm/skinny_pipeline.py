@@ -8,7 +8,7 @@ rows of B with row g of A, and takes blocks q and q + 4 of each.
 import triton
 import triton.language as tl
 
-from fp4compile.templates.device.async_copy import COMMIT, do_ptx
+from fp4compile.templates.device.async_copy import COMMIT, COPY_PART, do_ptx
 from fp4compile.templates.device.fp4_weights import STEP_BYTES, copy_weights
 from fp4compile.templates.device.fp8_weights import FP8_STEP_BYTES, copy_a_codes, copy_a_scales, copy_fp8, is_fp8
 from fp4compile.templates.device.persistent_grid import of_matmul
@@ -37,10 +37,6 @@ _STEP_BYTES = tl.constexpr({False: STEP_BYTES.value, True: FP8_STEP_BYTES.value}
 # Inputs: destination, source, whether to copy, a token.
 _COPY_WHOLE_A = tl.constexpr(
     "{ .reg .pred p; setp.ne.b32 p, $3, 0; mov.b32 $0, 0; @p cp.async.ca.shared.global [$1], [$2], 16; }"
-)
-# Inputs: destination, source, how many bytes exist (the rest becomes zeros), whether to copy, a token.
-_COPY_PART_OF_A = tl.constexpr(
-    "{ .reg .pred p; setp.ne.b32 p, $4, 0; mov.b32 $0, 0; @p cp.async.ca.shared.global [$1], [$2], 16, $3; }"
 )
 # Outputs: A's elements of a lane's two blocks, eight words of 64 bits, zeros where the row does not exist; a token.
 # Inputs: the elements' address, whether the row exists, a token. Without the zeros ptxas would keep the registers'
@@ -89,7 +85,7 @@ def _copy_a(
             token = do_ptx(_COPY_WHOLE_A, "r,l,r,r", (to, source, ok.to(tl.int32), token))
         else:
             size = tl.where(block < k_vectors * 2, 16, 0)
-            token = do_ptx(_COPY_PART_OF_A, "r,l,r,r,r", (to, source, size, ok.to(tl.int32), token))
+            token = do_ptx(COPY_PART, "r,l,r,r,r", (to, source, size, ok.to(tl.int32), token))
     return token
 
 
