@@ -128,7 +128,10 @@ def statically_true(condition: Any) -> bool:
 
 
 def transformed(gradients_only: bool) -> bool:
-    """Whether this runs inside of a transform of torch.func (or one that takes gradients), as Dynamo traces it."""
+    """Whether a transform of torch.func, such as vmap or grad, is active while Dynamo traces the caller.
+
+    gradients_only: count only the transforms that take gradients.
+    """
     levels = torch._C._functorch.get_interpreter_stack() or []
     return any(not gradients_only or level.key() == torch._C._functorch.TransformType.Grad for level in levels)
 

@@ -1,4 +1,4 @@
-"""Skinny GEMM: up to eight rows of 16-bit A times NVFP4, MXFP4 or FP8 weights B, bound by reading B.
+"""Skinny GEMM: up to eight rows of A times NVFP4, MXFP4 or FP8 weights B, bound by reading B. A has 16 bits or FP8.
 
 Without groups it serves problems that `gemv` does not: three to eight rows, or rows of A too long for shared memory.
 
