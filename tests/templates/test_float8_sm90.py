@@ -95,7 +95,7 @@ def described(lead, size, k, fmt, groups):
     [
         (problem(192, 16, 128), "library_float8_blocks"),
         (problem(192, 24, 128), "float8_sm90"),
-        (problem(63, 24, 128), "dequant_tiles"),
+        (problem(64, 24, 128), "float8_few_rows"),
         (problem(8192, 16, 128, b=ROWS), "library_float8_blocks"),
         (problem(8192, 24, 128, b=ROWS), "dequant_tiles"),
         (problem(8192, 4096, 128, a=GRADIENT), "library_float8_blocks"),
