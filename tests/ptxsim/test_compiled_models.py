@@ -48,7 +48,7 @@ BY_GROUPS = "gemm_block_scaled_sm100"
     (Case("Llama block", "nvfp4", ROWS, torch.bfloat16, 120),  # no library
      {"row_statistics", "quantize_rows", "gemm_block_scaled_sm100"}),
     (Case("Llama block", "float8_block", ROWS, torch.bfloat16, 90),
-     {"quantize_rows", "quantize_squares", "gemm_float8_few_rows"}),
+     {"quantize_rows", "quantize_squares", "gemm_float8_tiles"}),
 ], ids=lambda value: str(value) if isinstance(value, Case) else "kernels")  # fmt: skip
 def test_model(case, kernels):
     found = compared(case)
