@@ -61,6 +61,10 @@ def _kind(data: torch.Tensor, scales: torch.Tensor | None, outer: torch.Tensor |
     return data.dtype, swizzled, "none" if outer is None else {0: "tensor", 1: "group"}.get(outer.dim(), "row")
 
 
+def _layout(x: torch.Tensor) -> tuple:
+    return x.shape, x.stride(), x.dtype, x.storage_offset(), x.untyped_storage().nbytes(), x.device
+
+
 def taken(b: Operand, index: torch.Tensor) -> Operand:
     """A copy of the matrices b[index] of B [E, N, K], for an int index [S]."""
 
@@ -140,6 +144,16 @@ class Arguments:
                  "offs": self.offs, "rows": self.rows, "index": self.index}  # fmt: skip
         given = {name: value for name, value in named.items() if value is not None}
         return (*self.a.tensors, *self.b.tensors, str(self.spec)), given
+
+    @property
+    def layout(self) -> tuple:
+        """What checks and the choice of a kernel depend on: the spec, and all of each tensor but its elements.
+
+        Hashable where no size is symbolic.
+        """
+        tensors = (*self.a.tensors, *self.b.tensors, self.bias, self.result_outer, self.offs, self.index,
+                   *self.auxiliaries)  # fmt: skip
+        return self.spec, self.rows, *[None if x is None else _layout(x) for x in tensors]
 
     def but(self, **changes: Any) -> "Arguments":
         """The matmul with some arguments of `of` replaced: tensors, dtype or epilogue."""

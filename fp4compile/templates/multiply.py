@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from fp4compile import _compat
 from fp4compile.formats import reference
 from fp4compile.formats.checks import check
 from fp4compile.formats.grouping import padded_rows
@@ -29,7 +30,7 @@ from fp4compile.templates.gemm.call import Call, kernel_operand
 from fp4compile.templates.gemm.candidate import FLOAT8, LIBRARY, MOST_IN_GROUP, TWO_CTAS
 from fp4compile.templates.gemm.horizontal import of_all
 from fp4compile.templates.launch import target_of
-from fp4compile.templates.problem import problem_of
+from fp4compile.templates.problem import Problem, problem_of
 
 # Kernels of `scaled_mm_opaque` that are written in Gluon, and their candidates.
 _IN_GLUON = {TWO_CTAS: block_scaled_two_ctas_sm100.NAME, FLOAT8: float8_sm90.NAME}
@@ -63,7 +64,13 @@ def results(x: Arguments, choice: Choice | None = None) -> list[torch.Tensor]:
     """
     if x.spec.results == 1:
         return [multiply(x, choice)]
-    call = call_of(x)
+    return _results(call_of(x), choice)
+
+
+def _results(call: Call, choice: Choice | None) -> list[torch.Tensor]:
+    """`results` of a call."""
+    if call.problem.spec.results == 1:
+        return [_launched(call, choice)]
     p, (*lead, rows, _) = call.problem, call.a.data.shape
     if p.empty:  # groups without rows have scales, or an amax of 0
         first, second = call.empty_results()
@@ -72,7 +79,7 @@ def results(x: Arguments, choice: Choice | None = None) -> list[torch.Tensor]:
         first, second = _run(call, choice)
     if p.spec.result is None:
         return [first.view(*lead, rows, p.n), second]
-    padded = rows if x.offs is None else padded_rows(rows, p.groups)
+    padded = padded_rows(rows, p.groups) if p.ragged else rows
     of_matrix = swizzled_numel(padded, ceil_div(p.n, p.spec.result.block_cols))
     return [first.view(p.spec.result.data_dtype).view(*lead, rows, first.shape[-1]),
             second.view(p.spec.result.scale_dtype).view(*lead, of_matrix)]  # fmt: skip
@@ -102,10 +109,38 @@ def _run(call: Call, choice: Choice | None) -> Any:
     return named(choice.kernel).run(call, choice.config)
 
 
+# The problems of arguments that were checked, by their layout and the GPU.
+_problems: dict[tuple, Problem] = {}
+_MOST_PROBLEMS = 4096
+
+
 def call_of(x: Arguments, target: Target | None = None) -> Call:
-    """The call for these arguments. target: None takes the GPU of A. Raises what `checks.check` raises."""
+    """The call for these arguments. target: None takes the GPU of A.
+
+    Arguments are checked once for each layout: in the steps of a training run the host launches the same matmuls again
+    and again, and the checks take it as long as the launches. Raises what `checks.check` and `Call.check` raise.
+    """
+    target = target_of(x.a.data.device) if target is None else target
+    if _compat.tracing():  # sizes may be symbolic
+        check(x)
+        call = _call(x, problem_of(x, target))
+        call.check()
+        return call
+    key = (x.layout, target)
+    problem = _problems.get(key)
+    if problem is not None:
+        return _call(x, problem)
     check(x)
-    problem = problem_of(x, target_of(x.a.data.device) if target is None else target)
+    problem = problem_of(x, target)
+    call = _call(x, problem)
+    call.check()
+    if len(_problems) >= _MOST_PROBLEMS:
+        _problems.clear()
+    _problems[key] = problem
+    return call
+
+
+def _call(x: Arguments, problem: Problem) -> Call:
     return Call(
         problem, kernel_operand(x.a, problem.a),
         kernel_operand(x.b, problem.b, problem.outer_of_each_matrix),
@@ -139,8 +174,8 @@ def opaque(x: Arguments, kernel: str) -> list[torch.Tensor]:
     Raises ValueError for another name.
     """
     if kernel in _IN_GLUON:
-        problem = problem_of(x, target_of(x.a.data.device))
-        return results(x, choose(problem, _IN_GLUON[kernel]))
+        call = call_of(x)
+        return _results(call, choose(call.problem, _IN_GLUON[kernel]))
     if kernel != LIBRARY:
         raise ValueError(f"kernel={kernel!r}: expected {LIBRARY!r} or one of {', '.join(map(repr, _IN_GLUON))}")
     return [library.product(x.a, x.b, x.bias, x.spec.out_dtype, x.spec.fast_accumulation)]

@@ -6,7 +6,12 @@ from fp4compile.formats import reference
 from fp4compile.formats.formats import BlockFormat
 from tests.helpers.kernels import on_device
 
-ON_FLOAT8_UNITS = ("float8_sm90", "library_float8_blocks")  # kernels whose sums of a block are not in float32
+# Kernels whose sums of a block are not in float32.
+ON_FLOAT8_UNITS = (
+    "float8_tiles",
+    "float8_sm90",
+    "library_float8_blocks",
+)
 
 
 def name(value):

@@ -117,6 +117,9 @@ def _v1_recipe(a, b, arguments):
     for recipe in (TENSOR_WISE, ROW_WISE, BLOCK_1X32, BLOCK_1X16):
         if _fits(recipe, a, scale_a, transposed=False) and _fits(recipe, b, scale_b, transposed=True):
             return recipe
+    if _fits_128(a, scale_a, 1) and (_fits_128(b.t(), scale_b.t(), 1) or _fits_128(b.t(), scale_b.t(), 128)):
+        require(a.shape[0] % 4 == 0, "scales of A that are no whole 16 bytes")
+        return BLOCK_1X128
     raise Refused(
         f"no recipe has scales {scale_a.dtype} {tuple(scale_a.shape)}, {scale_b.dtype} {tuple(scale_b.shape)}"
     )
@@ -153,6 +156,18 @@ def _check_blocks_of_128(a, b, arguments, recipe_a, recipe_b):
         strides = (shape[0], 1) if shape[1] == 1 else (shape[0],)  # of one column it may be 1
         require(scale.stride(0) == 1 and scale.stride(1) in strides, f"strides {scale.stride()}")
     require(a.shape[0] % 4 == 0, "scales of A that are no whole 16 bytes")
+
+
+def _fits_128(x, scales, block_rows):
+    """Whether v1 takes float32 scales as those of blocks of 1 or 128 rows of x [rows, width], 128 elements wide.
+
+    Versions of torch differ in the strides of square blocks, unless there are whole fours of them along a row.
+    """
+    shape = -(-x.shape[0] // block_rows), -(-x.shape[1] // 128)
+    strides = (1, shape[0]) if block_rows == 1 else (up(shape[1], 4), 1)
+    fits = x.dtype in FLOAT8 and scales.dtype == torch.float32 and tuple(scales.shape) == shape
+    alike = block_rows == 1 or shape[1] % 4 == 0
+    return fits and alike and all(scales.stride(i) == strides[i] or shape[i] == 1 for i in range(2))
 
 
 def _fits(recipe, x, scales, transposed):

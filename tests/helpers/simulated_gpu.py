@@ -273,6 +273,10 @@ class _Operations(TorchDispatchMode):
             return kwargs["out"].copy_(result) if "out" in kwargs else result
         if not (func.is_view or "empty" in func._opname):
             self.gpu.launches.append(("PyTorch", func._opname))
+        if func in (torch.ops.aten.mm.dtype, torch.ops.aten.mm.dtype_out):  # which CPUs lack
+            a, b, dtype = args
+            result = a.to(dtype) @ b.to(dtype)
+            return kwargs["out"].copy_(result) if "out" in kwargs else result
         return func(*args, **kwargs)
 
 
@@ -290,9 +294,11 @@ def library_product(op, given):
     """What cuBLASLt computes: alpha * (A B) + bias with float32 sums, and one rounding."""
     a, b = given["self"], given["mat2"]
     scales = [given["scale_a"], given["scale_b"]]
-    if op is V2 and len(scales[0]) == 1:  # of 128 elements
+    if op is V2 and len(scales[0]) == 1:  # of 128 elements: a row of B's is not a row of the codes, as in v1
         square = scales[1][0].shape[0] != b.shape[1]
         return _product_of_blocks(given, scales[0][0], scales[1][0].t() if square else scales[1][0])
+    if op is V1 and scales[0].dtype == torch.float32 and scales[0].numel() > a.shape[0]:
+        return _product_of_blocks(given, scales[0], scales[1].t())
     if op is V1 and scales[0].dtype == torch.float32:  # of rows
         fmt = formats.get("float8_rowwise")
         left, right = (

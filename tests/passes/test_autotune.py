@@ -345,7 +345,7 @@ def test_timed_on_a_gpu(monkeypatch):
     times, found = autotune._times, []
     monkeypatch.setattr(autotune, "_times", lambda calls: found.append(times(calls)) or found[-1])
     layer = torch.nn.Linear(512, 1024, device="cuda", dtype=torch.bfloat16)
-    x = torch.randn(64, 512, device="cuda", dtype=torch.bfloat16)
+    x = torch.randn(128, 512, device="cuda", dtype=torch.bfloat16)
     chosen = fp4compile.backend("float8_rowwise", strict=True)
     compiled = torch.compile(layer, backend=chosen, options={"max_autotune": True})
     with torch.no_grad(), config.patch(force_disable_caches=True):

@@ -51,12 +51,16 @@ def problem(a, b, m, sm, n=8192, k=4096, out_dtype=BF16, **options):
     (None, "nvfp4", 2**16, 90, "wgmma_sm90", "emulated"), (None, "mxfp4", 512, 90, "wgmma_sm90", "emulated"),
     (None, "mxfp4", 8, 80, "streaming", "emulated"), (None, "nvfp4", 8, 86, "dequant_tiles", "emulated"),
     ("mxfp8", "mxfp8", 8, 90, "dequant_tiles", "emulated"),
-    ("float8_rowwise", "float8_rowwise", 9, 90, "library_row_scaled", "native"),
+    ("float8_rowwise", "float8_rowwise", 9, 90, "float8_tiles", "native"),
+    ("float8_rowwise", "float8_tensor", 64, 90, "float8_tiles", "native"),
+    ("float8_rowwise", "float8_rowwise", 65, 90, "library_row_scaled", "native"),
+    ("float8_tensor", "float8_tensor", 9, 90, "library_row_scaled", "native"),
     ("float8_rowwise", "float8_rowwise", 8, 90, "streaming_fp8", "emulated"),
     ("float8_tensor", "float8_tensor", 8, 90, "library_row_scaled", "native"),
     ("float8_rowwise", "float8_rowwise", 8, 89, "library_row_scaled", "native"),
     ("float8_1x128", "float8_128x128", 1, 90, "streaming_fp8", "emulated"),
-    ("float8_1x128", "float8_128x128", 9, 90, "library_float8_blocks", "native"),
+    ("float8_1x128", "float8_128x128", 9, 90, "float8_tiles", "native"),
+    ("float8_1x128", "float8_128x128", 65, 90, "library_float8_blocks", "native"),
     (None, "float8_128x128", 8, 89, "streaming_fp8", "emulated"),
     (None, "float8_rowwise", 8, 120, "streaming_fp8", "emulated"),
     (None, "float8_rowwise", 9, 90, "dequant_tiles", "emulated"),
@@ -418,4 +422,4 @@ def test_where_a_kernel_serves_anyhow_the_epilogue_is_its(monkeypatch):
     for a, sm in (("mxfp4", 100), ("nvfp4_rowwise", 100), ("nvfp4", 120), ("nvfp4", 90)):
         assert choose(problem(a, a, 40, sm)).takes_epilogue
     for sm in (90, 103):
-        assert not choose(problem("float8_rowwise", "float8_rowwise", 40, sm)).takes_epilogue
+        assert not choose(problem("float8_rowwise", "float8_rowwise", 72, sm)).takes_epilogue

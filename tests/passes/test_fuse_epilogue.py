@@ -193,7 +193,8 @@ def test_symbolic_sizes():
 
 SERVED = [
     (90, "nvfp4", 40, True), (90, "nvfp4", 8, False), (90, "nvfp4", 300, True), (90, "nvfp4_one_level", 300, True),
-    (90, "mxfp8", 40, True), (90, "mxfp8", 300, False), (90, "float8_rowwise", 40, False),
+    (90, "mxfp8", 40, True), (90, "mxfp8", 300, False), (90, "float8_rowwise", 72, False),
+    (90, "float8_rowwise", 40, True),
     (90, "nvfp4_weight_only", 40, True), (90, "nvfp4_weight_only", 4, False),
     (100, "nvfp4", 4, True), (100, "nvfp4_weight_only", 4, False), (120, "mxfp4", 300, True),
 ]  # fmt: skip

@@ -47,8 +47,8 @@ BY_GROUPS = "gemm_block_scaled_sm100"
      {"quantize_columns", "quantize_rows", "gemm_skinny_block_scaled_sm100", "gemm_block_scaled_sm100"}),
     (Case("Llama block", "nvfp4", ROWS, torch.bfloat16, 120),  # no library
      {"row_statistics", "quantize_rows", "gemm_block_scaled_sm100"}),
-    (Case("Llama block", "float8_block", ROWS, torch.bfloat16, 90),  # scales with padding
-     {"quantize_rows", "quantize_squares", "_scaled_mm_v2"}),
+    (Case("Llama block", "float8_block", ROWS, torch.bfloat16, 90),
+     {"quantize_rows", "quantize_squares", "gemm_float8_tiles"}),
 ], ids=lambda value: str(value) if isinstance(value, Case) else "kernels")  # fmt: skip
 def test_model(case, kernels):
     found = compared(case)
@@ -342,6 +342,31 @@ def test_a_copy_of_what_nothing_wrote():
     gpu.execute("Inductor", *launch)
     assert y[:3].tolist() == [0, 1, 2]
     assert all((gpu.simulator.unwritten[each.data_ptr()] == written).all() for each in (x, y))
+
+
+class TwoOfOne(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.one, self.other = (torch.nn.Linear(512, 128, bias=False) for _ in range(2))
+
+    def forward(self, x):
+        return self.one(x) * self.other(x)
+
+
+@pretending
+def test_inductor_calls_the_library_for_fp8_blocks(monkeypatch):
+    """On Hopper, where scales need no padding; one launch transposes those of the input that both matmuls read."""
+    torch.manual_seed(0)
+    model, x, found = TwoOfOne().bfloat16(), torch.randn(68, 512).bfloat16(), []
+    backend = fp4compile.backend("float8_block", strict=True, min_m=1, min_n=1)
+    for context in (simulated(monkeypatch, 90), nullcontext()):
+        with torch.no_grad(), context as gpu:
+            torch._dynamo.reset()
+            found.append(torch.compile(model, backend=backend)(x))
+        if gpu is not None:
+            counted = gpu.counted()
+    assert counted["library"] == {"_scaled_mm": 2} and counted["Inductor"].total() == 2, counted
+    assert found[1].any() and torch.equal(*found)
 
 
 POWERS, SQUARES = "e4m3:1x128:float32:-:te_pow2", "e4m3:128x128:float32:-:te_pow2"

@@ -19,7 +19,7 @@ from fp4compile.templates.gemm.wgmma_sm90 import needed_bytes
 from fp4compile.templates.multiply import multiply, multiply_together
 from fp4compile.templates.problem import problem_of
 from ptxsim.run import Schedule
-from tests.helpers import choices
+from tests.helpers import choices, fp8_operands
 from tests.helpers.by_hand import assert_rounds_to
 
 
@@ -105,18 +105,18 @@ def test_streamed_fp8(case, seed):
     """All codes of E4M3; scales of very different sizes; NaN of a row of A or of a column stay there; a bias."""
     m, n, k, a_format, b_format, dtype, sm = case
     generator = torch.Generator().manual_seed(m)
-    a, b = (fp8_operand(*each, generator) for each in ((m, k, a_format), (n, k, b_format)))
+    a, b = (fp8_operands.operand(*each, generator) for each in ((m, k, a_format), (n, k, b_format)))
     bias = torch.randn(n, generator=generator)
     if m > 1:
-        values = a.data if a.format is None else a.data.view(torch.uint8)
-        values[m - 1] = torch.nan if a.format is None else 0x7F
+        codes = a.data if a.format is None else a.data.view(torch.uint8)
+        codes[m - 1] = torch.nan if a.format is None else 0x7F
     b.data.view(torch.uint8)[n - 1, k - 1] = 0xFF
     given = Arguments.of(a, b, bias, dtype)
     simulator = LaunchSimulator(Target(sm, multiprocessors=2), Schedule(seed))
     with simulator.running():
         got = multiply(given)
     assert [launch.kernel.__name__ for launch in simulator.launches] == ["gemm_skinny"]
-    left, right = fp8_values(a), fp8_values(b)
+    left, right = fp8_operands.values(a), fp8_operands.values(b)
     exact, size = left @ right.T + bias.double(), left.abs() @ right.abs().T + bias.abs().double()
     exact, size, found = exact[: m - (m > 1), : n - 1], size[: m - (m > 1), : n - 1], got[: m - (m > 1), : n - 1]
     # Sums of 16 products, of 32 in a lane's two sums, of a warp's steps and of the warps, scales, and the bias.
@@ -124,43 +124,18 @@ def test_streamed_fp8(case, seed):
     assert got[:, n - 1].isnan().all() and (m == 1 or got[m - 1].isnan().all())
 
 
-def fp8_operand(rows, k, name, generator):
-    """An operand of random codes, of whatever number, and scales from 2^-12 to 2^12; or of 16-bit numbers."""
-    if isinstance(name, torch.dtype):
-        return Operand(torch.randn(rows, k, generator=generator).to(name))
-    fmt = formats.get(name)
-    codes = torch.randint(0, 256, (rows, k), generator=generator).to(torch.uint8)
-    codes = torch.where(codes & 0x7F == 0x7F, 0, codes).view(fmt.data_dtype)  # NaN elsewhere
-    shapes = {"row": (rows, 1), "tensor": ()}
-    scales, outer = (
-        None if shape is None else torch.exp2(torch.rand(shape, generator=generator) * 24 - 12)
-        for shape in ((ceil_div(rows, fmt.block[0]), k // 128) if fmt.scale else None, shapes.get(fmt.outer))
-    )
-    return Operand(codes, scales, outer, fmt)
-
-
-def fp8_values(x):
-    """The numbers of an operand, in float64."""
-    if x.format is None:
-        return x.data.double()
-    found = x.data.double()
-    if x.scales is not None:
-        scales = x.scales.double().repeat_interleave(x.format.block[0], 0)[: len(found)]
-        found = found * scales.repeat_interleave(128, 1)
-    return found if x.outer is None else found * x.outer.double()
-
-
 def test_streamed_fp8_of_one_a():
     """Three weights in one launch, among them two whose columns fill no tile."""
     generator = torch.Generator().manual_seed(0)
-    a = fp8_operand(2, 256, "float8_1x128", generator)
-    several = [fp8_operand(n, 256, "float8_128x128", generator) for n in (130, 16, 40)]
+    a = fp8_operands.operand(2, 256, "float8_1x128", generator)
+    several = [fp8_operands.operand(n, 256, "float8_128x128", generator) for n in (130, 16, 40)]
     simulator = LaunchSimulator(Target(90, multiprocessors=1), Schedule(1))
     with simulator.running():
         results = multiply_together([Arguments.of(a, b, None, torch.float32) for b in several])
     assert [launch.kernel.__name__ for launch in simulator.launches] == ["gemm_skinny"]
     for got, b in zip(results, several, strict=True):
-        exact, size = fp8_values(a) @ fp8_values(b).T, fp8_values(a).abs() @ fp8_values(b).abs().T
+        left, right = fp8_operands.values(a), fp8_operands.values(b)
+        exact, size = left @ right.T, left.abs() @ right.abs().T
         assert_rounds_to(got.double(), exact, torch.float32, 28 * 2.0**-24 * size)
 
 

@@ -7,11 +7,11 @@ import fp4compile
 from fp4compile.formats import formats
 from fp4compile.formats.operand import Operand
 from tests.helpers.by_hand import FP8_UNITS_ERROR, assert_rounds_to
-from tests.helpers.library_checks import V2, calls_of, check
+from tests.helpers.library_checks import V1, V2, calls_of, check
 
 BF16 = torch.bfloat16
 PAIRS = [("float8_1x128", "float8_128x128"), ("float8_1x128", "float8_1x128")]
-SIZES = [(1, 16, 128), (256, 384, 512), (299, 400, 640), (64, 144, 1000), (20, 144, 640)]  # M, N, K
+SIZES = [(1, 16, 128), (256, 384, 512), (299, 400, 640), (68, 144, 1000), (20, 144, 640)]  # M, N, K
 
 
 def quantised(rows, k, name):
@@ -23,13 +23,14 @@ def quantised(rows, k, name):
 @pytest.mark.parametrize("pair", PAIRS)
 @pytest.mark.parametrize(("m", "n", "k"), SIZES)
 def test_torch_takes_what_hopper_sends(pair, m, n, k):
-    """Our own kernel streams the weights of few rows."""
+    """v1, which Inductor calls itself, has no padding of scales; our own kernels multiply few rows."""
     with torch.device("meta"):
         a, b = (Operand(torch.empty(rows, -(-k // 128) * 128, dtype=torch.float8_e4m3fn),
                         torch.empty(-(-rows // formats.get(name).block[0]), -(-k // 128)), None, formats.get(name))
                 for rows, name in ((m, pair[0]), (n, pair[1])))  # fmt: skip
     found = calls_of(a, b, None, BF16, sm=90, torchs_fakes=False)
-    assert [op for op, _ in found] == ([] if m <= 8 else [V2])
+    padded = m % 4 != 0 or (pair[1] == "float8_128x128" and -(-k // 128) % 4 != 0)
+    assert [op for op, _ in found] == ([] if m <= 64 else [V2 if padded else V1])
     for call in found:
         check(*call, sm=90)
 

@@ -1,6 +1,7 @@
 """What launches say to kernels about memory and order: nothing runs, and no GPU need be there."""
 
 import itertools
+from dataclasses import replace
 
 import pytest
 import torch
@@ -12,11 +13,12 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 
 from fp4compile.check.quantisers import GATE, RMS_NORM
 from fp4compile.formats import formats, reference
-from fp4compile.formats.operand import Operand
+from fp4compile.formats.operand import Arguments, Operand
 from fp4compile.formats.prologue import Prologue
 from fp4compile.formats.quantize_spec import QuantizeSpec
 from fp4compile.hardware import Target
 from fp4compile.ops.quantize import QUANTIZE, quantize_kernels
+from fp4compile.templates import launch, multiply
 from fp4compile.templates.gemm import indexed
 from fp4compile.templates.gemm.heuristics import tma_copies
 from fp4compile.templates.launch import dry_run
@@ -240,3 +242,81 @@ def test_a_row_on_the_chip_is_read_once(cols):
     with dry_run(Target(100)) as found:
         quantize_kernels(torch.empty(4, cols, dtype=torch.bfloat16, device="meta"), "nvfp4_rowwise")
     assert len(found) == 1 + read_again and read_again == (cols > MAX_ROW_ON_CHIP)
+
+
+# ---------------------------------------------------------------- what is looked up once
+
+
+class Kernel:
+    """A kernel that records how it is launched: by Triton's search, or as it was compiled."""
+
+    arg_names = ("x", "n", "TILE", "MODE")
+
+    def __init__(self):
+        self.searched, self.found = [], []
+
+    def __getitem__(self, grid):
+        def run(*values, **named):
+            self.searched.append((grid, values, named))
+            return Compiled(self.found)
+
+        return run
+
+
+class Compiled:
+    def __init__(self, found):
+        self.found = found
+
+    def __getitem__(self, grid):
+        return lambda *values: self.found.append((grid, values))
+
+
+def test_a_launch_is_searched_once_for_all_that_a_kernel_depends_on(monkeypatch):
+    monkeypatch.setattr(launch, "_compiled", {})
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    kernel, x = Kernel(), torch.empty(64)
+    usual = (x, 5), {"TILE": 16, "MODE": "fast"}, 4
+    others = [
+        ((x, 6), *usual[1:]), ((x, None), *usual[1:]), ((x, 5.0), *usual[1:]), ((x.bfloat16(), 5), *usual[1:]),
+        ((x[1:], 5), *usual[1:]), (usual[0], {"TILE": 32, "MODE": "fast"}, 4), (*usual[:2], 8),
+    ]  # fmt: skip
+    for arguments, constants, warps in [usual, *others]:
+        for grid in (7, 9):
+            launch.Launch(kernel, grid, arguments, constants, warps).run()
+    assert [grid for grid, *_ in kernel.searched] == [(7,)] * 8
+    assert [grid for grid, _ in kernel.found] == [(9, 1, 1)] * 8
+    for (_, values, named), (_, again) in zip(kernel.searched, kernel.found, strict=True):
+        assert all(one is other for one, other in zip(again, (*values, named["TILE"], named["MODE"]), strict=True))
+    assert kernel.searched[0][2] == {"TILE": 16, "MODE": "fast", "num_warps": 4}
+    launch.Launch(Kernel(), 1, *usual).run()  # another kernel of the same arguments
+    launch.Launch(kernel, 1, (x, 5), {"MODE": "fast", "TILE": 16}, 4).run()
+    assert len(kernel.found) == 8 and len(kernel.searched) == 9
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    launch.Launch(kernel, 1, *usual).run()
+    assert len(kernel.found) == 8
+
+
+def test_arguments_are_checked_once_for_each_layout(monkeypatch):
+    monkeypatch.setattr(multiply, "_problems", {})
+    checks, check = [], multiply.check
+    monkeypatch.setattr(multiply, "check", lambda x: checks.append(x) or check(x))
+    fmt, rows = formats.get("float8_rowwise"), torch.randn(8, 256)
+    a, b = (Operand(*reference.quantize(x, fmt), fmt) for x in (rows[:4], rows))
+    b = replace(b, data=torch.empty(8 * 256 + 16, dtype=torch.uint8)[: 8 * 256].view(8, 256).view(b.data.dtype))
+
+    def call(a, b, dtype=BF16):
+        return multiply.call_of(Arguments.of(a, b, None, dtype), Target(90))
+
+    first = call(a, b)
+    second = call(replace(a, data=a.data.clone()), b)
+    assert len(checks) == 1 and second.problem is first.problem and second.a.data is not first.a.data
+    call(a, b, torch.float32)
+    call(a, replace(b, outer=None))
+    assert len(checks) == 3
+    with pytest.raises(ValueError, match="b_outer: expected float32"):
+        call(a, replace(b, outer=b.outer[1:]))
+    with pytest.raises(ValueError, match="contraction dimensions differ"):
+        call(replace(a, data=a.data[:, :128]), b)
+    b.data.untyped_storage().resize_(8 * 256 - 1)
+    with pytest.raises(RuntimeError, match="a launch would address"):
+        call(a, b)

@@ -119,7 +119,6 @@ class Call:
     result_outer: the static global scale of a quantised result; None without one.
     offs: int32 [groups], contiguous; None without groups.
     arranged_a: A in the order of `Candidate.arrangement`, if it exists already; else None.
-    Raises RuntimeError where a kernel of the problem's sizes would leave the storage of a tensor.
     """
 
     problem: Problem
@@ -131,7 +130,8 @@ class Call:
     result_outer: torch.Tensor | None = None
     arranged_a: torch.Tensor | None = None
 
-    def __post_init__(self) -> None:
+    def check(self) -> None:
+        """Raise RuntimeError where a kernel of the problem's sizes would leave the storage of a tensor."""
         p = self.problem
         self.a.check(p.batches, p.m)
         self.b.check(p.b_matrices, p.b_rows)

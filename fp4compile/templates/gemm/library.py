@@ -122,8 +122,12 @@ def _serves_float8_blocks(p: Problem) -> bool:
 
 
 def _run_float8_blocks(call: Call, config: None) -> torch.Tensor:
+    """Multiply by `_scaled_mm` where it takes the operands, which Inductor can lower, else by an op."""
     p = call.problem
-    return opaque(Arguments.of(call.a.operand(p.m), call.b.operand(p.n), None, p.spec.out_dtype), LIBRARY)[0]
+    a, b = call.a.operand(p.m), call.b.operand(p.n)
+    if _without_padding(a, b) and not _compat.times_products():
+        return _blocks_product(a, b, None, p.spec.out_dtype)
+    return opaque(Arguments.of(a, b, None, p.spec.out_dtype), LIBRARY)[0]
 
 
 _SCALING = {1: ScalingType.BlockWise1x128, 128: ScalingType.BlockWise128x128}  # by rows of a block
@@ -135,7 +139,13 @@ def _blocks_product(a: Operand, b: Operand, bias: torch.Tensor | None, out_dtype
     torch wants both operands' scales transposed: scales of 1x128 elements [rows, blocks] where those of a column are
     adjacent, scales of 128x128 elements [blocks, rows of blocks], padded to whole fours of blocks. A gets whole fours
     of rows, because the library reads their scales in 16 bytes.
+
+    `_scaled_mm` finds the blocks by the scales' shapes, and takes no padded ones.
     """
+    if _without_padding(a, b):
+        a_scales = a.scales.t().contiguous().t()
+        b_scales = b.scales.t() if b.format.square else b.scales.t().contiguous()
+        return torch._scaled_mm(a.data, b.data.t(), a_scales, b_scales, bias, out_dtype=out_dtype)
     rows, missing = a.data.shape[0], -a.data.shape[0] % 4
     if missing:
         codes = F.pad(as_integers(a.data), (0, 0, 0, missing)).view(a.data.dtype)
@@ -146,6 +156,13 @@ def _blocks_product(a: Operand, b: Operand, bias: torch.Tensor | None, out_dtype
         a.data, b.data.t(), a_scales, a_scaling, b_scales, b_scaling, bias=bias, output_dtype=out_dtype
     )  # fmt: skip
     return result[:rows]
+
+
+def _without_padding(a: Operand, b: Operand) -> bool:
+    """Whether A has whole fours of rows, and square blocks of B whole fours along K."""
+    return statically_true(a.data.shape[0] % 4 == 0) and (
+        not b.format.square or statically_true(b.scales.shape[1] % 4 == 0)
+    )
 
 
 def _transposed_scales(x: Operand) -> torch.Tensor:

@@ -1,0 +1,169 @@
+"""FP8 GEMM on FP8 matrix units by a Triton kernel, where no library multiplies, or reads B with too few tiles.
+
+- Compute capability 8.9 and 12.0: operands with float32 scales of 128 elements along K, any number of rows.
+- 9.0: 9 to 64 rows of A, with such scales or row scales, bound by reading B. `skinny` streams B for fewer ones. A
+  library tiles the result alone, and a result of few rows has too few tiles to read B with all multiprocessors; here K
+  is split as well (`split_k`).
+
+A program computes a tile of the transposed result [BN, BM]: B is the first operand of the matrix instruction, whose
+other side may be as narrow as A's rows. A step is 128 elements along K, one block of scales. As in `float8_sm90`, the
+matrix units add the products of a block in fewer bits than float32; the kernel scales these sums and adds them up in
+float32.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from fp4compile._compat import statically_true
+from fp4compile.formats.layouts import ceil_div
+from fp4compile.templates.device.apply_epilogue import epilogue, rescale, rescale_mode, store_rounded
+from fp4compile.templates.device.block_scaled_tile import loaded_type
+from fp4compile.templates.device.persistent_grid import grouped_tile
+from fp4compile.templates.gemm.call import Call, KernelOperand
+from fp4compile.templates.gemm.candidate import Candidate
+from fp4compile.templates.gemm.split_k import reduce_split_k
+from fp4compile.templates.launch import LaunchConfig, launch
+from fp4compile.templates.problem import Problem
+
+FEW_ROWS = 64
+_BLOCK = tl.constexpr(128)
+
+
+@dataclass(frozen=True)
+class Float8TilesConfig(LaunchConfig):
+    """The launch configuration of `float8_tiles`.
+
+    bm, bn: the tile of the result. stages: steps that are being loaded or multiplied. split: parts of K. num_warps:
+    warps of a program. group_m: row tiles that are scheduled together, so that they share the L2 cache.
+    """
+
+    bm: int
+    bn: int
+    stages: int
+    split: int = 1
+    num_warps: int = 4
+    group_m: int = 8
+
+
+def _config(p: Problem) -> Float8TilesConfig:
+    """Few rows: tiles that fill the multiprocessors several times, K split by powers of two. Not tuned."""
+    if not statically_true(p.m <= FEW_ROWS):
+        return Float8TilesConfig(128, 128, 3, num_warps=8)  # 96 KB of shared memory
+    bm = next(rows for rows in (16, 32, 64) if statically_true(p.m <= rows))
+    bn, programs = (128, 2) if bm == 64 else (64, 3)
+    split = 1
+    while (
+        split < 8
+        and statically_true(ceil_div(p.n, bn) * split < programs * p.target.multiprocessors * 3 // 4)
+        and statically_true(p.k >= 4 * split * _BLOCK.value)
+    ):
+        split *= 2
+    return Float8TilesConfig(bm, bn, 3 if bm == 64 else 4, split)
+
+
+def _serves(p: Problem) -> bool:
+    """Whether FP8 operands have the scales that the module's text names for the GPU. Rows are of whole 16 bytes.
+
+    Two tensor scales stay with the library, which takes them as one factor of its own, and scales that are powers of
+    two with `float8_blocks_as_mx`.
+    """
+    a, b = p.a, p.b
+    codes = all(x.element in ("e4m3", "e5m2") for x in (a, b))
+    if not codes or p.ragged or p.batches != 1 or p.spec.result is not None or p.spec.amax:
+        return False
+    few = p.target.sm == 90 and statically_true(p.m <= FEW_ROWS)
+    if a.scale == "none":
+        scales = few and b.scale == "none" and "row" in (a.outer, b.outer)
+    else:
+        blocks = a.scale == b.scale == "float32" and a.format.block == (1, 128)
+        blocks = blocks and b.format.block in ((1, 128), (128, 128))
+        as_mx = p.target.sm >= 100 and blocks and a.format.as_mx is not None and b.format.as_mx is not None
+        scales = blocks and not as_mx and (few or p.target.sm in (89, 120, 121))
+    whole = statically_true(p.row_bytes(a) % 16 == 0) and all(statically_true(size > 0) for size in (p.m, p.n, p.k))
+    return scales and whole
+
+
+@triton.jit
+def _codes(ptr, row, step, rows, width, ELEMENT: tl.constexpr):
+    """[rows, 128] FP8 codes of a step along K; zeros outside of the matrix of `rows` rows of `width` bytes."""
+    at = step * _BLOCK + tl.arange(0, _BLOCK)[None, :]
+    # Cast before the load: the matrix units then read the copy in shared memory, without registers between.
+    ptr = ptr.to(tl.pointer_type(loaded_type(ELEMENT)), bitcast=True) + row.to(tl.int64)[:, None] * width
+    return tl.load(ptr + at, mask=(row[:, None] < rows) & (at < width), other=0.0)
+
+
+@triton.jit
+def gemm_float8_tiles(
+    a_ptr, a_scales_ptr, a_outer_ptr, b_ptr, b_scales_ptr, b_outer_ptr, bias_ptr, out_ptr,
+    epilogue_0_ptr, epilogue_1_ptr, m, n, width,
+    A_ELEMENT: tl.constexpr, B_ELEMENT: tl.constexpr, SCALES: tl.constexpr, SQUARE: tl.constexpr,
+    A_OUTER: tl.constexpr, B_OUTER: tl.constexpr, BIAS: tl.constexpr, EPILOGUE: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr, SPLIT: tl.constexpr, GROUP_M: tl.constexpr,
+    ISA: tl.constexpr,
+):  # fmt: skip
+    """A tile of out [m, n] = a [m, K] x b [n, K]^T, rescaled, or (SPLIT > 1) of float32 sums [SPLIT, m, n].
+
+    a, b: FP8 codes in rows of `width` bytes, a multiple of 16. SCALES: whether blocks of 128 elements along K have
+    float32 scales (as int32 bits), [rows, blocks]; SQUARE: those of b are of 128 rows each, which tiles divide.
+    """
+    split = tl.program_id(0) % SPLIT
+    tile_m, tile_n = grouped_tile(tl.program_id(0) // SPLIT, tl.cdiv(m, BM), tl.cdiv(n, BN), GROUP_M)
+    row = tile_m * BM + tl.arange(0, BM)
+    col = tile_n * BN + tl.arange(0, BN)
+    blocks = tl.cdiv(width, _BLOCK)
+    part = tl.cdiv(blocks, SPLIT)
+    a_scales_ptr = a_scales_ptr.to(tl.pointer_type(tl.float32), bitcast=True)
+    b_scales_ptr = b_scales_ptr.to(tl.pointer_type(tl.float32), bitcast=True)
+    acc = tl.zeros((BN, BM), tl.float32)
+    for step in tl.range(split * part, tl.minimum(split * part + part, blocks), num_stages=STAGES):
+        b = _codes(b_ptr, col, step, n, width, B_ELEMENT)
+        a = _codes(a_ptr, row, step, m, width, A_ELEMENT)
+        products = tl.dot(b, tl.trans(a))
+        if SCALES:
+            factor = tl.load(a_scales_ptr + row.to(tl.int64) * blocks + step, mask=row < m, other=0.0)[None, :]
+            if SQUARE:
+                factor *= tl.load(b_scales_ptr + (tile_n * BN // 128).to(tl.int64) * blocks + step)
+                products *= factor
+            else:
+                of_rows = tl.load(b_scales_ptr + col.to(tl.int64) * blocks + step, mask=col < n, other=0.0)
+                products *= of_rows[:, None] * factor
+        acc += products
+    acc = tl.trans(acc)
+    row = row[:, None]
+    col = col[None, :]
+    mask = (row < m) & (col < n)
+    at = row.to(tl.int64) * n + col
+    if SPLIT > 1:
+        tl.store(out_ptr + split.to(tl.int64) * m * n + at, acc, mask=mask)
+    else:
+        acc = rescale(acc, row, col, m, n, 0, a_outer_ptr, b_outer_ptr, bias_ptr, rescale_mode(A_OUTER),
+                      rescale_mode(B_OUTER), BIAS, 0)  # fmt: skip
+        acc = epilogue(acc, at, col, mask, n, epilogue_0_ptr, epilogue_1_ptr, EPILOGUE, ISA)
+        store_rounded(out_ptr, at, acc, mask, ISA)
+
+
+def _run(call: Call, config: Float8TilesConfig) -> torch.Tensor:
+    p = call.problem
+    whole = config.split == 1
+    out = call.empty() if whole else call.empty_sums(config.split)
+    first = call if whole else call.without_epilogue()
+    rescaling = call.rescale_constants
+    rescaling.pop("B_BATCHED")
+    launch(
+        gemm_float8_tiles, ceil_div(p.m, config.bm) * ceil_div(p.n, config.bn) * config.split,
+        *_pointers(call.a, out), *_pointers(call.b, out), out if call.bias is None else call.bias, out,
+        *first.epilogue_pointers(out), p.m, p.n, p.row_bytes(p.a), num_warps=config.num_warps,
+        A_ELEMENT=p.a.element, B_ELEMENT=p.b.element, SCALES=int(p.a.scale != "none"),
+        SQUARE=int(p.b.format.square), EPILOGUE=first.epilogue_text, ISA=p.target.isa, **rescaling, **config.constants,
+    )  # fmt: skip
+    return out if whole else reduce_split_k(call, out, config.split)
+
+
+def _pointers(x: KernelOperand, unused: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    return x.data, unused if x.scales is None else x.scales, unused if x.outer is None else x.outer
+
+
+CANDIDATE = Candidate("float8_tiles", "native", _serves, _config, _run, takes_epilogue=lambda p: True)
