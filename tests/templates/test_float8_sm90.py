@@ -96,6 +96,12 @@ def described(lead, size, k, fmt, groups):
         (problem(192, 16, 128), "library_float8_blocks"),
         (problem(192, 24, 128), "float8_sm90"),
         (problem(64, 24, 128), "float8_tiles"),
+        # The library has tiles for 80 of 132 multiprocessors, and takes no float16.
+        (problem(33, 10240, 8192), "library_float8_blocks"),
+        (problem(32, 10240, 8192), "float8_tiles"),
+        (problem(33, 10240, 8192, dtype=FP16), "float8_tiles"),
+        (problem(64, 8192, 8192), "float8_tiles"),
+        (problem(64, 28672, 4096), "float8_tiles"),
         (problem(8192, 16, 128, b=ROWS), "library_float8_blocks"),
         (problem(8192, 24, 128, b=ROWS), "dequant_tiles"),
         (problem(8192, 4096, 128, a=GRADIENT), "library_float8_blocks"),

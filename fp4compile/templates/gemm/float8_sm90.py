@@ -71,11 +71,13 @@ _THREE = Float8Config(parts=3, steps=2, stages=2)
 _ONE = Float8Config(parts=1, steps=2, stages=4)
 _TWO = Float8Config(parts=2, steps=2, stages=3)
 _ALONG_K = Float8Config(parts=2, steps=2, stages=2)  # shared memory has the scales of B's rows as well
+# 8 experts of 4096 x 14336, 16384 tokens: 1632 to 1914 microseconds, `_THREE` 1748 to 2039.
+_ALONG_K_OF_ROWS = Float8Config(parts=3, steps=1, stages=3)
 
 
 def _config(p: Problem) -> Float8Config:
     if p.along_k:
-        return _ALONG_K if _has_block_scales(p) else _THREE
+        return _ALONG_K if _has_block_scales(p) else _ALONG_K_OF_ROWS
     if p.ragged and statically_true(p.m <= 128 * p.groups):
         return _ONE if statically_true(p.m <= 32 * p.groups) else _TWO
     return _THREE
