@@ -113,7 +113,7 @@ POWERS, SQUARES = "e4m3:1x128:float32:-:te_pow2", "e4m3:128x128:float32:-:te_pow
     ("e5m2:1x128:float32:-:te_pow2", SQUARES, 512, 100, "block_scaled_sm100_of_float8_blocks"),
     (POWERS, SQUARES, 512, 90, "library_float8_blocks"), (POWERS, SQUARES, 512, 86, "dequant_tiles"),
     ("float8_1x128", "float8_128x128", 512, 100, "dequant_tiles"),
-    (POWERS, "float8_128x128", 512, 100, "dequant_tiles"), (None, SQUARES, 512, 100, "dequant_tiles"),
+    (POWERS, "float8_128x128", 512, 100, "dequant_tiles"), (None, SQUARES, 512, 100, "dequant_operand"),
 ])  # fmt: skip
 def test_blocks_whose_scales_are_powers_of_two_are_mx(a, b, m, sm, kernel):
     """On matrix units that read MX operands, by the kernel and the configuration of the same codes as MXFP8."""
@@ -128,6 +128,16 @@ def test_blocks_whose_scales_are_powers_of_two_are_mx(a, b, m, sm, kernel):
     assert candidates(problem(a, b, m, sm)) == tuple(f"{name}_of_float8_blocks" for name in candidates(mx))
     fused = choose(problem(a, b, m, sm, n=1024, k=512).with_epilogue())
     assert fused.takes_epilogue and not fused.kernel.startswith("library")
+
+
+@pytest.mark.parametrize(("a", "b", "m", "out_dtype", "kernel"), [
+    (None, "float8_128x128", 65, BF16, "dequant_operand"), (None, "float8_128x128", 64, BF16, "dequant_tiles"),
+    (None, "float8_1x128", 512, BF16, "dequant_operand"), (None, "float8_128x128", 512, torch.float32, "dequant_tiles"),
+    ("float8_1x128", "float8_128x128", 512, BF16, "dequant_tiles"),
+])  # fmt: skip
+def test_weights_beside_bf16_are_rounded_for_many_rows(a, b, m, out_dtype, kernel):
+    """Float32 block scales; where the activations are quantised, or the result is in float32, sums are scaled."""
+    assert choose(problem(a, b, m, 80, out_dtype=out_dtype)).kernel == kernel
 
 
 def test_an_epilogue_is_not_the_librarys():

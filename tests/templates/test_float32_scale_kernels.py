@@ -8,6 +8,9 @@ import pytest
 import torch
 
 from fp4compile.formats import formats, reference
+from fp4compile.formats.operand import Arguments, Operand
+from fp4compile.templates.gemm.dequantized import dequantized
+from fp4compile.templates.multiply import call_of
 from tests.helpers import in_interpreter
 from tests.helpers.hard_inputs import DTYPES, IN_ONE_DTYPE, hard_input
 from tests.helpers.kernels import DEVICE, INTERPRETING, assert_same_bits, gpu, on_device, quantized
@@ -94,6 +97,20 @@ def test_products(a, b, m):
     expected = reference.scaled_mm(left, right, None, torch.float32)
     found = scaled_mm(on_device(left), on_device(right), None, torch.float32)
     assert torch.allclose(found.cpu(), expected, rtol=1e-5, atol=1e-4)
+
+
+@gpu
+@pytest.mark.parametrize("format", [*ROWS, *SQUARES])
+def test_weights_in_memory_are_rounded_once(format):
+    """The bits of the reference's values in bfloat16: hard inputs, rows of 200 columns, a block that ends early."""
+    x = torch.cat([hard_input(name, (10, 200), dtype).float() for name, dtype in IN_ONE_DTYPE])
+    weights = quantized(x, formats.get(format))
+    activations = Operand(torch.ones(65, 200, dtype=torch.bfloat16))
+    call = call_of(Arguments.of(on_device(activations), on_device(weights), None, torch.bfloat16))
+    unused = torch.zeros((), dtype=torch.int32, device=DEVICE)
+    found = dequantized(call.b, len(x), 200, torch.bfloat16, call.problem.target, unused)
+    expected = reference.dequantize(weights.data, weights.scales, None, weights.format, 200, torch.bfloat16)
+    assert_same_bits([found.contiguous()], [expected])
 
 
 @pytest.mark.skipif(INTERPRETING, reason="it is what starts the interpreter")
