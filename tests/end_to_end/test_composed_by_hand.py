@@ -49,7 +49,7 @@ def test_linear_equals_hand_composition(name, case, device, monkeypatch):
     bias = None if layer.bias is None else layer.bias.detach()
     expected = by_hand(recipe, flat, layer.weight.detach(), bias, dy.reshape(-1, 48), compute, seed)
     slacks = [None] * 3
-    if name.startswith("float8") and device == "cuda" and compute == torch.bfloat16:  # FP8 matrix units
+    if name.startswith("float8") and device == "cuda":  # FP8 matrix units
         magnitudes = by_hand(recipe, flat.abs(), layer.weight.detach().abs(), None, dy.reshape(-1, 48).abs(), compute)
         slacks = [FP8_UNITS_ERROR * sums for sums in magnitudes]
     assert y.dtype == compute

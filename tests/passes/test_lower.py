@@ -37,7 +37,8 @@ from tests.helpers.quantisers import quantize, quantize_both
 
 PRODUCTS = [("nvfp4", 7, "def gemm_skinny("), ("nvfp4_weight_only", 1, "def gemv("),
             ("nvfp4", 40, "def gemm_wgmma_sm90("), ("nvfp4", 130, "def gemm_wgmma_sm90("),
-            ("mxfp8", 130, "def gemm_dequant_tiles("), ("float8_rowwise", 40, "_scaled_mm")]  # fmt: skip
+            ("mxfp8", 130, "def gemm_dequant_tiles("), ("float8_rowwise", 40, "def gemm_float8_tiles("),
+            ("float8_rowwise", 130, "_scaled_mm")]  # fmt: skip
 
 
 @pytest.mark.gpu

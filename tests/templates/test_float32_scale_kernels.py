@@ -11,10 +11,9 @@ from fp4compile.formats import formats, reference
 from fp4compile.formats.operand import Arguments, Operand
 from fp4compile.templates.gemm.dequantized import dequantized
 from fp4compile.templates.multiply import call_of
-from tests.helpers import in_interpreter
+from tests.helpers import check_products, in_interpreter
 from tests.helpers.hard_inputs import DTYPES, IN_ONE_DTYPE, hard_input
 from tests.helpers.kernels import DEVICE, INTERPRETING, assert_same_bits, gpu, on_device, quantized
-from tests.helpers.multiplied import scaled_mm
 from tests.helpers.quantisers import check_rows, quantize, quantize_both
 
 ROWS = [f"{element}:1x{block}:float32:-:{contract}" for element, block, contract in (
@@ -94,9 +93,7 @@ def test_products(a, b, m):
         quantized(torch.randn(rows, 320), fmt if isinstance(fmt, torch.dtype) else formats.get(fmt))
         for rows, fmt in ((m, a), (24, b))
     )
-    expected = reference.scaled_mm(left, right, None, torch.float32)
-    found = scaled_mm(on_device(left), on_device(right), None, torch.float32)
-    assert torch.allclose(found.cpu(), expected, rtol=1e-5, atol=1e-4)
+    check_products.check(left, right, 320)
 
 
 @gpu

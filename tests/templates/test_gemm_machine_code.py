@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from fp4compile.check.sass import disassemble
+from fp4compile.hardware import Target
 from fp4compile.templates.gemm.wgmma_sm90 import needed_bytes
 from tests.helpers.kernels import INTERPRETING, compile_ahead, launches, spilled_bytes
 
@@ -29,6 +30,15 @@ def test_dequantised_products_use_matrix_units(a, b, m, instruction):
     assert instruction in compiled.asm["ptx"]
     assert compiled.metadata.shared <= 232448
     assert spilled_bytes(compiled.asm["cubin"]) == 0
+
+
+@pytest.mark.parametrize(("sm", "a", "b"), [
+    (80, torch.bfloat16, "float8_128x128"), (80, "float8_1x128", "float8_128x128"), (89, torch.bfloat16, "nvfp4"),
+    (89, torch.bfloat16, "float8_1x128"), (90, torch.bfloat16, "float8_128x128"),
+], ids=str)  # fmt: skip
+def test_shared_memory_suffices(sm, a, b):
+    """32 rows take the largest tiles of all numbers of rows; a share of FP8's steps is a whole block."""
+    assert compile_ahead(sm, a, b, 32).metadata.shared <= Target(sm).shared_memory
 
 
 @pytest.mark.parametrize("m", [9, 32, 64, 512])

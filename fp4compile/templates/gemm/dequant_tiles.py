@@ -80,6 +80,10 @@ _FEW_ROWS = {
 }  # fmt: skip
 
 
+# Bytes of shared memory beside the tiles that are being loaded.
+_FOR_SCALES = 8192
+
+
 def _full(target: Target) -> int:
     """Programs that count as filling the GPU once.
 
@@ -135,7 +139,9 @@ def dequant_tiles_config(p: Problem) -> DequantTilesConfig:
         config = replace(config, units=p.block // 2)
         if 0 < p.target.sm < 90:  # where larger tiles spill registers
             config = replace(config, bm=min(config.bm, 64), bn=min(config.bn, 64), num_warps=min(config.num_warps, 4))
-    return config
+    step = config.step * (config.bm * p.a.unit_bytes + config.bn * p.b.unit_bytes)
+    most = max(2, (p.target.shared_memory - _FOR_SCALES) // step + 1)
+    return replace(config, stages=min(config.stages, most))
 
 
 def _config_of_groups(p: Problem) -> DequantTilesConfig:
