@@ -15,7 +15,7 @@ import torch
 from fp4compile import _compat
 from fp4compile.hardware import Target
 from fp4compile.templates.launch import Launch, taken_by
-from ptxsim import LOCKSTEP, Compiled, Schedule, Simulator
+from ptxsim import LOCKSTEP, Compiled, Fault, Schedule, Simulator
 
 
 class LaunchSimulator(Simulator):
@@ -35,7 +35,11 @@ class LaunchSimulator(Simulator):
     def take(self, launch: Launch) -> None:
         """Execute a launch. Raises Fault for a defect of the kernel, UnknownForm for an unknown instruction."""
         self.launches.append(launch)
-        self.execute(self.compiled(launch), _passed(launch), max(int(launch.grid), 1))
+        compiled = self.compiled(launch)
+        if compiled.shared > self.target.shared_memory:
+            raise Fault(f"{launch.kernel.__name__}: a program takes {compiled.shared} bytes of shared memory, of "
+                        f"{self.target.shared_memory}")  # fmt: skip
+        self.execute(compiled, _passed(launch), max(int(launch.grid), 1))
 
     def compiled(self, launch: Launch) -> Compiled:
         """The compiled kernel of a launch, compiled once for each specialisation."""
