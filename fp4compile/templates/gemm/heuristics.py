@@ -123,13 +123,16 @@ def _stages(p: Problem, config: BlockScaledConfig) -> int:
     """The number of stages, up to `config.stages`, that shared memory holds besides the epilogue's buffers.
 
     The buffers hold a part of the result and, with pointwise operations, a part of their operand. Where the result is
-    quantised, 4 KB are enough for 16-bit operands and the scales, and 8 KB for float32 operands.
+    quantised, 4 KB are enough for 16-bit operands and the scales, and 8 KB for float32 operands; but where 16 bytes of a
+    row of codes or operands may be another row's, the part passes in float32.
     """
     elements = config.bm * config.bn // config.parts
     if p.spec.amax:
         buffers = elements * (p.spec.out_dtype.itemsize + p.operand_bytes)
     elif p.spec.result is None:
         buffers = elements * (p.spec.out_dtype.itemsize + (4 if p.spec.epilogue else 0))
+    elif p.operand_bytes and not statically_true(p.n % 16 == 0):
+        buffers = 4 * elements
     else:
         buffers = elements // (2 if p.spec.result.packed else 1) + max(4096, 2048 * p.operand_bytes)
     return min(config.stages, (p.target.shared_memory - buffers - 2048) // _stage_bytes(p, config))
