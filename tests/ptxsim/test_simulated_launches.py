@@ -26,6 +26,7 @@ from fp4compile.hardware import Target
 from fp4compile.ops.quantize import QUANTIZE, quantize_kernels
 from fp4compile.templates.choose import choose
 from fp4compile.templates.gemm.heuristics import block_scaled_configs
+from fp4compile.templates.multiply import multiply
 from fp4compile.templates.problem import problem_of
 from ptxsim.fault import Fault
 from ptxsim.kernel_launch import UNWRITTEN
@@ -55,6 +56,14 @@ def test_other_gpus(sm, stochastic):
     simulator = on(sm)
     assert quantized(entry(CONFIGURATIONS, "stochastic rows", "nvfp4_te"), (130, 80), simulator) == []
     assert any(opcode.startswith("cvt.rs") for opcode in simulator.tally.opcodes) == stochastic
+
+
+def test_more_shared_memory_than_the_gpu_has():
+    """Five stages, of 54 KB each; a GPU launches no such program."""
+    x = exact_arguments(MatmulCase("nvfp4", "nvfp4", 128, 256, 256))
+    choice = choose(problem_of(x, Target(100)), "block_scaled_sm100")
+    with on().running(), pytest.raises(Fault, match="gemm_block_scaled_sm100: a program takes [0-9]+ bytes of shared"):
+        multiply(x, replace(choice, config=replace(choice.config, bn=256, stages=5)))
 
 
 def test_groups_and_steps():

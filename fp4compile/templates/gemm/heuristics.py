@@ -123,8 +123,8 @@ def _stages(p: Problem, config: BlockScaledConfig) -> int:
     """The number of stages, up to `config.stages`, that shared memory holds besides the epilogue's buffers.
 
     The buffers hold a part of the result and, with pointwise operations, a part of their operand. Where the result is
-    quantised, 4 KB are enough for 16-bit operands and the scales, and 8 KB for float32 operands; but where 16 bytes of a
-    row of codes or operands may be another row's, the part passes in float32.
+    quantised, 4 KB are enough for 16-bit operands and the scales, and 8 KB for float32 operands. The part passes in
+    float32 where it has an operand whose rows are no multiples of 16 elements.
     """
     elements = config.bm * config.bn // config.parts
     if p.spec.amax:
