@@ -410,7 +410,10 @@ def _backend_of(given: Any) -> Backend | None:
 
 @functools.cache
 def _watch_dynamo() -> None:
-    """Make Dynamo treat this package's backends as its own, and report functions left uncompiled to them."""
+    """Make Dynamo treat this package's backends as its own, and report functions left uncompiled to them.
+
+    And make Inductor's checks for infinities accept codes and scales.
+    """
 
     def ours(given: Any) -> bool:
         return _backend_of(given) is not None
@@ -422,3 +425,4 @@ def _watch_dynamo() -> None:
 
     _inductor_patches.forget_parameters_after_compiling(ours)
     _inductor_patches.watch_recompile_limits(told)
+    _inductor_patches.assert_finite_formats()
