@@ -160,7 +160,8 @@ def assert_finite_formats() -> None:
 
     Replaces `PythonWrapperCodegen.generate`; seen in torch 2.13. With this setting (TORCHINDUCTOR_NAN_ASSERTS=1) the
     code asks inputs, results and outputs `isnan()` and `isinf()`. E4M3 and E8M0 have the first one alone, so that every
-    graph with codes or scales among these ended with NotImplementedError, whatever its numbers were.
+    graph with codes or scales among these ended with NotImplementedError, whatever its numbers were. Inductor's C++
+    wrapper asks in C++, and still ends so.
     """
     generate = PythonWrapperCodegen.generate
     asked = re.compile(r"assert not (\w+)\.isinf\(\)")
