@@ -60,6 +60,16 @@ def handed_to_dynamo() -> list[Any]:
     return [getattr(backend, "compiler_fn", backend) for backend in given]
 
 
+def reset_with_dynamo(backend: Any) -> None:
+    """Make the next `torch.compiler.reset()` reset a backend.
+
+    Dynamo knows a backend from `torch.compile` to the next reset. A function that was compiled before a reset keeps its
+    backend, which the second reset would not reach.
+    """
+    known = getattr(torch._dynamo.eval_frame, "cached_backends", {})
+    known.setdefault(id(backend), backend)
+
+
 def compiled_with(model: Any) -> dict[str, Any]:
     """The changes of Inductor's configuration by a compiled module's mode and options; none for unknown modes."""
     from torch._inductor import list_mode_options

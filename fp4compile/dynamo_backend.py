@@ -23,7 +23,7 @@ from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 from torch.fx import GraphModule
 from torch.utils.weak import WeakIdKeyDictionary
 
-from fp4compile import _inductor_patches, hardware
+from fp4compile import _compat, _inductor_patches, hardware
 from fp4compile.analysis.plan import OF_ONE_LAYER
 from fp4compile.passes.hoist import hoisting
 from fp4compile.passes.lib.notes import Saved, saved
@@ -181,6 +181,7 @@ class Backend:
         if no matmul was quantised, in this graph or an earlier one of the model, and if a rule matches no layer of the
         model.
         """
+        _compat.reset_with_dynamo(self)
         known = names.record(gm, example_inputs)
         self._check_rules(known)
         config_patches = {**(list_mode_options(mode) if mode else {}), **(options or {})}
@@ -410,7 +411,10 @@ def _backend_of(given: Any) -> Backend | None:
 
 @functools.cache
 def _watch_dynamo() -> None:
-    """Make Dynamo treat this package's backends as its own, and report functions left uncompiled to them."""
+    """Make Dynamo treat this package's backends as its own, and report functions left uncompiled to them.
+
+    And make Inductor's checks for infinities accept codes and scales.
+    """
 
     def ours(given: Any) -> bool:
         return _backend_of(given) is not None
@@ -422,3 +426,4 @@ def _watch_dynamo() -> None:
 
     _inductor_patches.forget_parameters_after_compiling(ours)
     _inductor_patches.watch_recompile_limits(told)
+    _inductor_patches.assert_finite_formats()

@@ -190,18 +190,20 @@ def describe(graph: Graph, inputs: tuple[Input, ...], decisions: list[Decision])
     uncounted = [Gemm(node, "other", "", unsupported=f"operator {node.target}") for node in flops.others(graph, listed)]
     decisions = [*decisions, *(Decision(gemm, gemm.unsupported) for gemm in uncounted)]
     categories = flops.Categories(graph, inputs, [decision.gemm for decision in decisions])
-    return [_row(decision, categories.of(decision.gemm)) for decision in decisions]
+    return [_row(decision, categories.of(decision.gemm), graph) for decision in decisions]
 
 
-def _row(decision: Decision, category: str) -> Row:
+def _row(decision: Decision, category: str, graph: Graph) -> Row:
     gemm = decision.gemm
+    own = gemm.node.graph is graph  # a nested region has nodes of the same names
     sizes = (size if isinstance(size, int) else str(size) for size in gemm.dims)
     m, n, k = sizes if gemm.dims else (None, None, None)
     return Row(
         module=gemm.module, product=gemm.product, m=m, n=n, k=k,
         left=_operand_format(gemm.a, decision.a), right=_operand_format(gemm.b, decision.b),
         tier=decision.tier, reason=decision.reason, flops=flops.count(gemm.node), category=category,
-        note=decision.note, weight_scales=decision.weight_scales, node=gemm.node.name, **_weight_bytes(decision),
+        note=decision.note, weight_scales=decision.weight_scales, node=gemm.node.name if own else None,
+        **_weight_bytes(decision),
     )  # fmt: skip
 
 

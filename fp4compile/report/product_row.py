@@ -32,7 +32,7 @@ class Row:
     fused: the operations in the prologues of its operands' quantisers, such as "silu, mul" (";" separates two
         operands), and the operations of its own epilogue where that quantises its result, or finds its amax for the
         next matmul: "silu, mul, quantize". None without any, and before the graph is compiled.
-    node: the matmul's node in the captured graph, as graph dumps show it.
+    node: the matmul's node in the captured graph, as graph dumps show it; None inside of a nested region.
     plain_seconds, seconds: the matmul's predicted time in bf16, and as planned, with its part of launches that several
         matmuls need (`roofline.compiled_graph`). None where no GPU is named, and for matmuls of unknown size.
     shared_seconds: its part of the launches that matmuls of other layers need too; included in `seconds`.

@@ -90,6 +90,21 @@ def check_rows(actual, clean, row, rest):
         assert (others.isfinite() == (rest == "finite")).all()
 
 
+@pytest.mark.parametrize("recipe", ["nvfp4", "mxfp4", "float8_rowwise"])
+def test_inductors_checks_find_a_nan_and_nothing_else(recipe):
+    """TORCHINDUCTOR_NAN_ASSERTS=1 asked codes and scales for infinities, which their dtypes do not have."""
+    layer = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
+    x = torch.randn(64, 64)
+    with inductor.patch(nan_asserts=True):
+        compiled = torch.compile(layer, backend=fp4compile.backend(recipe))
+        with torch.no_grad():
+            compiled(x)
+        compiled(x).sum().backward()
+        for wrong in (torch.nan, torch.inf):
+            with pytest.raises(AssertionError), torch.no_grad():
+                compiled(torch.full_like(x, wrong))
+
+
 # ---------------------------------------------------------------- a step that the grad scaler skips
 
 

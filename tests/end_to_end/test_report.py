@@ -258,6 +258,18 @@ def test_equal_backends_have_one_report_until_the_compiler_is_reset(monkeypatch)
     assert (third.report.graphs, first.report.graphs) == (1, 2)
 
 
+@pytest.mark.parametrize("named", [False, True])
+def test_every_reset_of_the_compiler_begins_a_report(named, monkeypatch):
+    """A function that was compiled before a reset goes on with its backend, which Dynamo does not know any more."""
+    without_codegen.install(monkeypatch)
+    backend = "fp4compile_mxfp8" if named else fp4compile.backend("mxfp8")
+    compiled, x = torch.compile(torch.nn.Linear(64, 64), backend=backend), torch.ones(8, 64)
+    for _ in range(2):
+        compiled(x)
+        torch.compiler.reset()
+        assert fp4compile.backend("mxfp8").report.graphs == 0
+
+
 def test_strict_asks_each_model_though_equal_backends_share_a_report(monkeypatch):
     without_codegen.install(monkeypatch)
     torch.compile(torch.nn.Linear(64, 64), backend=fp4compile.backend("mxfp8", strict=True))(torch.ones(8, 64))

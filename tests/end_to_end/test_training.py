@@ -222,6 +222,21 @@ def test_fp32_master_weights_under_autocast_save_no_packed_weights(recipe):
     assert not any(tuple(t.shape) in weights or tuple(t.t().shape) in weights for t in others if t.dim() == 2)
 
 
+@pytest.mark.usefixtures("without_kernels")
+def test_matmuls_of_nested_regions_save_nothing():
+    """Their nodes have names of nodes around them: each had the bytes of a quantised matmul once more."""
+
+    class Block(TwoLayers):
+        forward = torch.compiler.nested_compile_region(TwoLayers.forward)
+
+    backend = fp4compile.backend("mxfp8")
+    torch.compile(torch.nn.Sequential(*(Block() for _ in range(3))), backend=backend)(torch.randn(128, 64))
+    rows = backend.report.rows
+    assert any("nested regions" in (row.reason or "") for row in rows)
+    assert {row.product for row in rows if row.saved is not None} == {"wgrad"}
+    assert backend.report.saved()[1] == 4 * 128 * (64 + 96)  # of the first block: torch leaves it outside of a region
+
+
 # ---------------------------------------------------------------- recipes that change
 
 
