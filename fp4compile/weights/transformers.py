@@ -321,18 +321,23 @@ def _of_class(model: Any, states: dict[str, dict]) -> dict[str, dict]:
 
     A checkpoint may be of a class with a head and the model the base of it, or the other way round: names in the base
     then begin after a prefix. A base, and a class with another head, have no weights of the head, and a class may leave
-    out others: it names them, or has None in their place. transformers treats the tensors of the checkpoint alike.
+    out others: it names them, has None in their place, or lacks the module that holds them, such as a decoder that is
+    read without its encoder. transformers treats the tensors of the checkpoint alike, and reports those that it leaves.
+    Where a class has none of the weights, none of them is left out.
     """
     base = getattr(model, "base_model_prefix", "")
     prefix = f"{base}."
     has_head = bool(base) and any(name.startswith(prefix) for name in states)
     unused = [re.compile(pattern) for pattern in getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()]
     own = {name for name, _ in (*model.named_modules(remove_duplicate=False), *model.named_parameters())}
+    places = {name: {name, name.removeprefix(prefix), f"{prefix}{name}"} for name in states}
+    has_any = any(names & own for names in places.values())
     found = {}
     for name, state in states.items():
-        names = {name, name.removeprefix(prefix), f"{prefix}{name}"}
+        names = places[name]
         in_head = has_head and not name.startswith(prefix)
         left_out = in_head or any(pattern.search(name) for pattern in unused) or any(_is_none(model, n) for n in names)
+        left_out |= has_any and own.isdisjoint(n.rpartition(".")[0] for n in names)
         if names & own or not left_out:
             found[min(names & own, default=name)] = state
     return found

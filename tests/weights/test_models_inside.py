@@ -56,6 +56,14 @@ def t5():
     return transformers.T5ForConditionalGeneration(config).eval()
 
 
+def whisper():
+    torch.manual_seed(0)
+    sizes = {f"{part}_{size}": n for part in ("encoder", "decoder") for size, n in SIZES.items()}
+    config = transformers.WhisperConfig(vocab_size=64, d_model=64, pad_token_id=0, **sizes)
+    return transformers.WhisperForConditionalGeneration(config).eval()
+
+
+SIZES = {"layers": 1, "attention_heads": 2, "ffn_dim": 96}
 # A model of another class than the one that was saved, and the saved model's part that equals it.
 OTHER_CLASSES = {
     "the base of a model": (llama, transformers.LlamaModel, lambda model: model, lambda model: model.model),
@@ -73,6 +81,9 @@ OTHER_CLASSES = {
         lambda: transformers.BertForMaskedLM(bert(64).config).eval(), transformers.BertForTokenClassification,
         lambda model: model.bert, lambda model: model.bert,
     ),
+    "a decoder without its encoder": (
+        whisper, transformers.WhisperForCausalLM, lambda model: model.model.decoder, lambda model: model.model.decoder,
+    ),
     "a part that the class leaves out": (
         t5, transformers.T5EncoderModel, lambda model: model, lambda model: model.encoder,
     ),
@@ -89,6 +100,21 @@ def test_models_of_other_classes(made, kind, part, saved_part, tmp_path):
     assert torch.equal(out(part(again)), out(saved_part(model)))
     packed = [type(module) for module in part(again).modules() if isinstance(module, PackedLinear)]
     assert packed and len(packed) == sum(isinstance(module, PackedLinear) for module in saved_part(model).modules())
+
+
+def test_a_model_with_fewer_layers(tmp_path):
+    """As of an unpacked checkpoint, transformers leaves the others; a class that has none of the layers is refused."""
+    model = llama(llama_config(num_hidden_layers=2))
+    fp4compile.pack_(model, "nvfp4_weight_only")
+    model.save_pretrained(tmp_path)
+    again = type(model).from_pretrained(tmp_path, num_hidden_layers=1)
+    assert sum(isinstance(module, PackedLinear) for module in again.modules()) == 7
+    made = json.loads((tmp_path / "config.json").read_text())["quantization_config"]
+    model.model.layers = model.model.layers[:1]
+    assert torch.equal(out(again), out(model))
+    (tmp_path / "config.json").write_text(json.dumps(bert(64).config.to_dict() | {"quantization_config": made}))
+    with pytest.raises(ValueError, match="the model has no layer 'model.layers.0"):
+        transformers.BertModel.from_pretrained(tmp_path)
 
 
 @pytest.mark.parametrize("part", ["model", "model.layers", "model.layers.0"])
