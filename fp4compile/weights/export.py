@@ -83,10 +83,23 @@ def export_packed(
         for name, layer in layers.items():
             tensors |= {f"{name}.{suffix}": tensor for suffix, tensor in layer.tensors.items()}
         configs = _CONFIGURATIONS[layout]({name: layer.scheme for name, layer in layers.items()}, left)
-    own: Any = getattr(model, "config", None)
-    described = own.to_dict() if hasattr(own, "to_dict") else {}
-    configs[CONFIG] = described | {"quantization_config": configs[CONFIG]}
+    configs[CONFIG] = _described(model) | {"quantization_config": configs[CONFIG]}
     write_checkpoint(Path(path), Checkpoint(Path(path), tensors, configs), max_shard_size)
+
+
+def _described(model: Any) -> dict[str, Any]:
+    """The configuration of a transformers model as its `save_pretrained` writes it; of another model, {}.
+
+    A model may have been cast, or made from a configuration alone, since its configuration was read. Engines take the
+    dtype of activations and the class of the model from it.
+    """
+    config: Any = getattr(model, "config", None)
+    if not hasattr(config, "to_dict"):
+        return {}
+    described: dict[str, Any] = config.to_dict()
+    if hasattr(model, "save_pretrained") and isinstance(getattr(model, "dtype", None), torch.dtype):
+        described |= {"architectures": [type(model).__name__], "dtype": str(model.dtype).removeprefix("torch.")}
+    return described
 
 
 def _check_names(model: nn.Module) -> None:

@@ -434,6 +434,17 @@ def test_several_groups_of_compressed_tensors(tmp_path):
                 loaded(tmp_path / "ct")
 
 
+def test_an_export_has_the_dtype_and_the_class_of_the_model(tmp_path):
+    """Also where the model was cast, or made from a configuration alone, and its configuration says otherwise."""
+    model = fresh_model().bfloat16()
+    model.config.architectures = None
+    fp4compile.pack_(model, "mxfp8")
+    fp4compile.export_packed(model, tmp_path / "made")
+    written = json.loads((tmp_path / "made" / "config.json").read_text())
+    assert (written["dtype"], written["architectures"]) == ("bfloat16", ["LlamaForCausalLM"])
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "made").dtype == torch.bfloat16
+
+
 # ---------------------------------------------------------------- rows that end in a part of a block
 
 
