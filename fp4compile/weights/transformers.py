@@ -17,7 +17,8 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
-from transformers.core_model_loading import ConversionOps
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import ConversionOps, PrefixChange, WeightConverter, apply_converters
 from transformers.quantizers import HfQuantizer
 from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING, AUTO_QUANTIZER_MAPPING
 from transformers.utils.quantization_config import QuantizationConfigMixin
@@ -296,6 +297,7 @@ class Fp4CompileQuantizer(HfQuantizer):
         self.quantization_config.__dict__.update(vars(config_of(model)))
         model.config.quantization_config = self.quantization_config
         state = {name: tensor for name, tensor in model.state_dict().items() if not is_extra_state(name)}
+        _spare_packed(model, [name for name in state if name.rpartition(".")[2] in BUFFERS])
         return {name: storable(tensor.detach()) for name, tensor in state.items()}, {}
 
     def _dequantize(self, model: Any, dtype: torch.dtype | None = None) -> nn.Module:
@@ -443,6 +445,50 @@ class _Pack(ConversionOps):
     def _forget(self, weight: Weight) -> None:
         for name in weight.parameters:
             self.quantizer.unread.pop(name)
+
+
+class _Sparing(WeightConverter):
+    """A conversion of a model's weights that leaves the layers of a checkpoint of which one is packed as they are.
+
+    spared: the names of such layers in the checkpoint.
+    """
+
+    __slots__ = ("spared",)
+
+    def copy(self, source_patterns: Any, target_patterns: Any, **kwargs: Any) -> WeightConverter:
+        made = super().copy(source_patterns, target_patterns, **kwargs)
+        made.spared = self.spared
+        return made
+
+    def rename_source_key(self, source_key: str) -> tuple[str, str | None]:
+        renamed, pattern = super().rename_source_key(source_key)
+        return (source_key, None) if renamed.rpartition(".")[0] in self.spared else (renamed, pattern)
+
+
+def _spare_packed(model: Any, names: list[str]) -> None:
+    """Let `save_pretrained` write packed tensors by the model's own names, instead of converting them like weights.
+
+    For some classes it concatenates the weights of q, k and v into one, by patterns that packed tensors match, too
+    (NomicBert's `Wqkv`). Those of three layers are not those of one: there are global scales, other formats, and layers
+    that are not packed. from_pretrained converts no tensor that has the model's name.
+    """
+    found = getattr(model, "_weight_conversions", None)
+    if found is None:  # as transformers does for a model that was not loaded
+        made = get_model_conversion_mapping(model, add_legacy=False)
+        found = [one for one in made if not isinstance(one, PrefixChange)]
+    reverse = [one.reverse_transform() for one in reversed(found) if isinstance(one, WeightConverter)]
+    matched = [renamed for renamed, pattern in (apply_converters(name, reverse) for name in names) if pattern]
+    if not matched:
+        return
+    model._weight_conversions = kept = []
+    for one in found:
+        if isinstance(one, WeightConverter):
+            sources, targets = one._original_source_patterns, one._original_target_patterns
+            sparing = _Sparing(sources.copy(), targets.copy(), one.operations, one.force_cpu)
+            sparing.scope_prefix, sparing.base_model_prefix = one.scope_prefix, one.base_model_prefix
+            sparing.spared = {name.rpartition(".")[0] for name in matched} | getattr(one, "spared", set())
+            one = sparing
+        kept.append(one)
 
 
 def _mark_initialised(model: nn.Module, weight: Weight, missing: set[str]) -> None:

@@ -4,6 +4,7 @@ import json
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import nn
 
 import fp4compile
@@ -192,3 +193,35 @@ def test_sentence_transformers(tmp_path):
     assert config["quantization_config"]["quant_method"] == "fp4compile"
     again = library.SentenceTransformer(str(tmp_path / "packed"), device="cpu")
     assert (again.encode(sentences) == expected).all()
+
+
+def gte():
+    """A model whose checkpoint has q, k and v as one weight, which transformers splits into three layers."""
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 64, "hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4}
+    return transformers.GteModel(transformers.GteConfig(**sizes, intermediate_size=96)).eval()
+
+
+@pytest.mark.parametrize("rules", [[], [["*q_proj", "skip"]]])
+@pytest.mark.parametrize("recipe", ["nvfp4_weight_only", "mxfp8"])  # codes with a global scale, and without
+def test_packed_layers_whose_weights_are_one_in_checkpoints(rules, recipe, tmp_path):
+    """They stay three, also where one is not packed; the second save is of a model that was loaded."""
+    model, order = gte(), {"recipe": recipe, "rules": rules}
+    model.save_pretrained(tmp_path / "plain")
+    plain = load_file(tmp_path / "plain" / "model.safetensors")
+    assert any("qkv_proj.weight" in name for name in plain) and not any("q_proj" in name for name in plain)
+    fp4compile.pack_(model, fp4compile.Recipe.from_dict(order))
+    order = {"quant_method": "fp4compile", "recipe": order}
+    read = transformers.GteModel.from_pretrained(tmp_path / "plain", quantization_config=order)
+    for i, one in enumerate((model, read)):
+        one.save_pretrained(tmp_path / str(i))
+        again = transformers.GteModel.from_pretrained(tmp_path / str(i))
+        assert sum(isinstance(module, PackedLinear) for module in again.modules()) == 7 - len(rules)
+        assert torch.equal(out(again), out(model))
+    half = gte()
+    fp4compile.pack_(half.layers[0].self_attn, recipe)
+    half.save_pretrained(tmp_path / "half")
+    fp4compile.pack_(half, recipe)
+    half.save_pretrained(tmp_path / "whole")
+    again = transformers.GteModel.from_pretrained(tmp_path / "whole")
+    assert torch.equal(out(again), out(half))
